@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+// Joins the partial results of requests that mla_schedule split, in the order of the parts: the same bits every time.
+//
+// A task is one query row and one quarter of its 512 columns. `warps_per_task` warps share the partials of a task when
+// there are many (small batch), else a warp takes a task alone. grid = (tasks of a request / tasks of a CTA, parts):
+// blockIdx.y is the index of a SplitRequest record, most of which may be empty.
+#include "mla_plan.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla {
+
+constexpr int kMergeWarps = 8;
+constexpr int kQuarter = kValueDim / 4;
+
+struct MlaMergeParams {
+  const PartBound* bounds;
+  const SplitRequest* splits;
+  const float* partial_out;
+  const float* partial_lse;
+  char* out;
+  i64 out_stride_batch, out_stride_token, out_stride_head;  // bytes
+  float* lse;
+  i64 lse_stride_batch, lse_stride_head, lse_stride_token;  // elements
+  int parts;
+  int tile_rows;   // rows stored of a tile's partial
+  int row_tiles;   // tiles of one kv head
+  int group_rows;  // query rows of one kv head: q_len * heads_per_group
+  int heads_per_group;
+  int rows;  // query rows of a request: group_rows * num_kv_heads
+  int warps_per_task;
+  int out_is_float;
+};
+
+
+template <typename T>
+__device__ void mla_merge(const MlaMergeParams& p) {
+  __shared__ float4 shared_sums[kMergeWarps][32];
+
+  grid_dependency_launch();
+  grid_dependency_wait();
+
+  const SplitRequest split = p.splits[blockIdx.y];
+  if (split.request < 0) return;
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int tasks_per_cta = kMergeWarps / p.warps_per_task;
+  const int helper = warp % p.warps_per_task;
+  const int task = blockIdx.x * tasks_per_cta + warp / p.warps_per_task;
+  const int row = task / 4, column = (task % 4) * kQuarter + lane * 4;
+  const bool active = row < p.rows;
+
+  const int kv_head = row / p.group_rows, group_row = row % p.group_rows;
+  const int tile = kv_head * p.row_tiles + group_row / kRowTile, tile_row = group_row % kRowTile;
+  const int partials = split.last_part - split.first_part + 1;
+  const int first_slot = p.bounds[split.first_part].request == split.request ? 0 : 1;
+  auto index_of = [&](int i) {
+    return partial_index(tile, split.first_part + i, i == 0 ? first_slot : 0, p.parts, p.tile_rows) +
+           tile_row;
+  };
+
+  float maximum = -kInfinity, weight_sum = 0.0f;
+  float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+  if (active) {
+    for (int i = lane; i < partials; i += 32)
+      maximum = fmaxf(maximum, p.partial_lse[index_of(i)]);
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2)
+      maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, offset));
+    const float reference = maximum == -kInfinity ? 0.0f : maximum;
+
+    // Each helper takes a contiguous range of the partials; all know the sum of all weights.
+    const int share = (partials + p.warps_per_task - 1) / p.warps_per_task;
+    const int begin = helper * share, end = min(begin + share, partials);
+    for (int base = 0; base < partials; base += 32) {
+      const int i = base + lane;
+      const float weight = i < partials ? exp2_approx(p.partial_lse[index_of(i)] - reference) : 0.0f;
+      float group_sum = weight;
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2)
+        group_sum += __shfl_xor_sync(0xffffffffu, group_sum, offset);
+      weight_sum += group_sum;
+      const int from = max(begin, base), to = min(end, base + 32);
+#pragma unroll 8
+      for (int k = from; k < to; ++k) {
+        const float w = __shfl_sync(0xffffffffu, weight, k - base);
+        const float4 v = *reinterpret_cast<const float4*>(p.partial_out + index_of(k) * kValueDim + column);
+        sum.x += w * v.x;
+        sum.y += w * v.y;
+        sum.z += w * v.z;
+        sum.w += w * v.w;
+      }
+    }
+  }
+  if (p.warps_per_task > 1) {
+    shared_sums[warp][lane] = sum;
+    __syncthreads();
+    if (helper > 0) return;
+    for (int i = 1; i < p.warps_per_task; ++i) {
+      const float4 v = shared_sums[warp + i][lane];
+      sum.x += v.x;
+      sum.y += v.y;
+      sum.z += v.z;
+      sum.w += v.w;
+    }
+  }
+  if (!active) return;
+
+  const float scale = weight_sum == 0.0f ? 0.0f : 1.0f / weight_sum;
+  const int token = group_row / p.heads_per_group;
+  const int head = kv_head * p.heads_per_group + group_row % p.heads_per_group;
+  char* out = p.out + split.request * p.out_stride_batch + token * p.out_stride_token +
+              head * p.out_stride_head;
+  if (p.out_is_float) {
+    float* destination = reinterpret_cast<float*>(out) + column;
+    store_global_float2(destination, sum.x * scale, sum.y * scale);
+    store_global_float2(destination + 2, sum.z * scale, sum.w * scale);
+  } else {
+    store_global_8(out + column * 2, pack_pair<T>(sum.x * scale, sum.y * scale),
+                   pack_pair<T>(sum.z * scale, sum.w * scale));
+  }
+  if (column == 0)
+    p.lse[split.request * p.lse_stride_batch + head * p.lse_stride_head + token * p.lse_stride_token] =
+        weight_sum == 0.0f ? kInfinity : (maximum + log2_approx(weight_sum)) * kLn2;
+}
+
+}  // namespace cumla

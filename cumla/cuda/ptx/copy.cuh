@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies: tensor-map boxes (TMA), 16-byte asynchronous copies, matrix stores, vector stores.
+#pragma once
+#include "ptx/types.cuh"
+
+namespace cumla {
+
+// PTX ISA: Data Movement and Conversion Instructions: prefetch, prefetchu (tensormap)
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.tensor
+// Out-of-range coordinates bring zeros and still count their bytes on the barrier.
+__device__ __forceinline__ void tma_load_4d_async(u32 destination, const TensorMap* map, u32 barrier,
+                                                  int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(destination),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: cp.async
+// Copies 16 bytes, or writes 16 zero bytes when `valid` is false (the source is then not read).
+__device__ __forceinline__ void copy_16_async(u32 destination, const void* source, bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(bytes)
+               : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: cp.async.wait_all
+__device__ __forceinline__ void copy_async_wait_all() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// PTX ISA: Warp Level Matrix Instructions: stmatrix
+__device__ __forceinline__ void store_matrix_x4(u32 destination, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(destination),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
+__device__ __forceinline__ void store_shared_zero_16(u32 destination) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(destination), "r"(0) : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
+__device__ __forceinline__ void store_shared_float(u32 destination, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(destination), "f"(value) : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: ld
+__device__ __forceinline__ float load_shared_float(u32 source) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(source) : "memory");
+  return value;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
+__device__ __forceinline__ void store_global_8(void* destination, u32 low, u32 high) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(destination), "r"(low), "r"(high) : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
+__device__ __forceinline__ void store_global_float2(void* destination, float low, float high) {
+  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(destination), "f"(low), "f"(high) : "memory");
+}
+
+}  // namespace cumla

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// Barriers in shared memory. Addresses are 32-bit shared-window addresses; a barrier is 8 bytes.
+#pragma once
+#include "ptx/types.cuh"
+
+namespace cumla {
+
+// PTX ISA: Parallel Synchronization and Communication Instructions: mbarrier.init
+__device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// PTX ISA: Parallel Synchronization and Communication Instructions: fence (mbarrier_init)
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// PTX ISA: Parallel Synchronization and Communication Instructions: mbarrier.arrive
+__device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// PTX ISA: Parallel Synchronization and Communication Instructions: mbarrier.arrive (expect_tx)
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// PTX ISA: Parallel Synchronization and Communication Instructions: mbarrier.try_wait
+__device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n"
+      ".reg .pred complete;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, complete;\n"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// Returns once the phase with this parity has completed. `name` is what a debug build reports.
+__device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, const char* name) {
+#ifdef CUMLA_DEBUG
+  const long long start = clock64();
+  while (!mbarrier_try_wait(barrier, parity)) {
+    if (clock64() - start > 2000000000ll) {  // about one second
+      printf("cumla: block (%d,%d) thread %d waited too long for %s, parity %u\n", (int)blockIdx.x,
+             (int)blockIdx.y, (int)threadIdx.x, name, parity);
+      __trap();
+    }
+  }
+#else
+  (void)name;
+  while (!mbarrier_try_wait(barrier, parity)) {
+  }
+#endif
+}
+
+}  // namespace cumla

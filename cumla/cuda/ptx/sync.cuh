@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// Fences, named barriers, register hand-over between warpgroups, and programmatic dependent launch.
+#pragma once
+#include "ptx/types.cuh"
+
+namespace cumla {
+
+// PTX ISA: Parallel Synchronization and Communication Instructions: fence (proxy)
+// What this thread wrote with ordinary stores becomes visible to wgmma and TMA.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// PTX ISA: Parallel Synchronization and Communication Instructions: bar, barrier
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void named_barrier_sync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
+// PTX ISA: Parallel Synchronization and Communication Instructions: griddepcontrol
+__device__ __forceinline__ void grid_dependency_wait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// PTX ISA: Parallel Synchronization and Communication Instructions: griddepcontrol
+__device__ __forceinline__ void grid_dependency_launch() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// PTX ISA: Miscellaneous Instructions: setmaxnreg
+template <int kRegisters>
+__device__ __forceinline__ void registers_increase() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// PTX ISA: Miscellaneous Instructions: setmaxnreg
+template <int kRegisters>
+__device__ __forceinline__ void registers_decrease() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Not an instruction: the values must have been computed when execution reaches this point.
+template <int kCount>
+__device__ __forceinline__ void pin(u32 (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
+}
+
+// Not an instruction: the same for floats.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
+}
+
+}  // namespace cumla

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scalar names and the two 16-bit element types. No toolkit header: NVRTC compiles this text alone.
+#pragma once
+
+namespace cumla {
+
+using i32 = int;
+using u32 = unsigned int;
+using i64 = long long;
+using u64 = unsigned long long;
+
+struct Bf16 {};  // element-type tags: the storage is handled as raw 16-bit halves of 32-bit words
+struct Fp16 {};
+
+// 128 opaque bytes that cuTensorMapEncodeTiled filled on the host.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+constexpr float kLn2 = 0.693147180559945309f;
+constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: cvt
+template <typename T>
+__device__ __forceinline__ u32 pack_pair(float low, float high);
+
+template <>
+__device__ __forceinline__ u32 pack_pair<Bf16>(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+template <>
+__device__ __forceinline__ u32 pack_pair<Fp16>(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// PTX ISA: Floating Point Instructions: ex2
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// PTX ISA: Floating Point Instructions: lg2
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace cumla

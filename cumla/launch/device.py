@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this GPU is, whether the kernels run on it, and CuPy, through which it is reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module, metadata
+from typing import Any
+
+from cumla.errors import MissingDependencyError, UnsupportedDeviceError
+
+__all__ = ["DeviceProperties", "import_cupy", "installed_cupy", "properties", "require_hopper"]
+
+# Wheels that bring a module named cupy: two of them overwrite each other's files.
+_CUPY_DISTRIBUTIONS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProperties:
+    """What the launchers ask of a GPU.
+
+    Attributes
+    ----------
+    name : str
+        As the driver calls it.
+    compute_capability : tuple of int
+        Major and minor number.
+    sm_count : int
+        Streaming multiprocessors.
+    smem_optin : int
+        Most shared memory that a block can ask for, in bytes.
+    l2_bytes : int
+        Size of the L2 cache, in bytes.
+    """
+
+    name: str
+    compute_capability: tuple[int, int]
+    sm_count: int
+    smem_optin: int
+    l2_bytes: int
+
+
+def installed_cupy() -> tuple[str, ...]:
+    """List the installed distributions that bring CuPy, with their versions."""
+    found = []
+    for name in _CUPY_DISTRIBUTIONS:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return tuple(found)
+
+
+@cache
+def import_cupy() -> Any:
+    """Import CuPy.
+
+    Returns
+    -------
+    module
+        The module ``cupy``.
+
+    Raises
+    ------
+    MissingDependencyError
+        If CuPy is not installed, cannot be imported, or is installed twice.
+    """
+    found = installed_cupy()
+    if len(found) > 1:
+        raise MissingDependencyError(
+            f"CuPy is installed {len(found)} times ({', '.join(found)}) and the copies overwrite "
+            f"each other: uninstall all of them"
+        )
+    try:
+        return import_module("cupy")
+    except ImportError as error:
+        problem = "cannot be imported" if found else "is not installed"
+        raise MissingDependencyError(
+            f"CuPy, which runs the kernels on a GPU, {problem} ({error})"
+        ) from error
+
+
+@cache
+def properties(ordinal: int) -> DeviceProperties:
+    """Ask the driver what GPU `ordinal` is, once a process.
+
+    Parameters
+    ----------
+    ordinal : int
+        CUDA device number.
+
+    Returns
+    -------
+    DeviceProperties
+        Its properties.
+
+    Raises
+    ------
+    UnsupportedDeviceError
+        If there is no such GPU, or no driver.
+    MissingDependencyError
+        If CuPy is missing.
+    """
+    runtime = import_cupy().cuda.runtime
+    try:
+        found = runtime.getDeviceProperties(ordinal)
+    except runtime.CUDARuntimeError as error:
+        raise UnsupportedDeviceError(
+            f"device {ordinal}: {_NEEDED}, but no GPU of that number can be used ({error})"
+        ) from error
+    return DeviceProperties(
+        name=found["name"].decode(),
+        compute_capability=(found["major"], found["minor"]),
+        sm_count=found["multiProcessorCount"],
+        smem_optin=found["sharedMemPerBlockOptin"],
+        l2_bytes=found["l2CacheSize"],
+    )
+
+
+_NEEDED = (
+    "the kernels need an NVIDIA Hopper GPU of compute capability 9.0 (H100, H200, H800, H20, GH200)"
+)
+
+
+def require_hopper(ordinal: int) -> DeviceProperties:
+    """Refuse a GPU on which the kernels cannot run.
+
+    Code for sm_90a, with wgmma, is code for compute capability 9.0 and for no later one.
+
+    Parameters
+    ----------
+    ordinal : int
+        CUDA device number.
+
+    Returns
+    -------
+    DeviceProperties
+        What `properties` says of it.
+
+    Raises
+    ------
+    UnsupportedDeviceError
+        If it is not of compute capability 9.0.
+    """
+    found = properties(ordinal)
+    if found.compute_capability != (9, 0):
+        major, minor = found.compute_capability
+        raise UnsupportedDeviceError(
+            f"device {ordinal} is {found.name} of compute capability {major}.{minor}: {_NEEDED}; "
+            f"arrays in CPU memory are computed by cumla.reference on any machine"
+        )
+    return found

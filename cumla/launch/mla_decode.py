@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/mla_decode.cu: split-KV MLA attention over the parts of a schedule."""
+
+from __future__ import annotations
+
+import struct
+from math import log2, e
+from typing import TYPE_CHECKING
+
+from cumla.launch.kernel import launch
+from cumla.launch.mla_plan import BLOCK_TOKENS, HEAD_DIM
+from cumla.launch.source import KernelSpec
+from cumla.launch.tensor_map import paged_kv_map
+
+if TYPE_CHECKING:
+    from cumla.arrays import ArrayView
+    from cumla.launch.mla_plan import MLADecodeKey
+    from cumla.launch.module import LoadedKernel
+
+__all__ = ["SPECS", "launch_decode"]
+
+SPECS = tuple(
+    KernelSpec(
+        stem="mla_decode",
+        entry=f"mla_decode_{dtype}",
+        function=f"mla_decode<{tag}>",
+        params="MlaDecodeParams",
+        threads=384,
+        smem_bytes=232160,
+    )
+    for dtype, tag in (("bfloat16", "Bf16"), ("float16", "Fp16"))
+)
+
+_PARAMS = struct.Struct("<128s18q8if12x")
+_LOG2_E = log2(e)
+
+
+def launch_decode(
+    kernel: LoadedKernel,
+    key: MLADecodeKey,
+    buffer: int,
+    q: ArrayView,
+    kv_cache: ArrayView,
+    block_table: ArrayView,
+    out: ArrayView,
+    lse: ArrayView,
+    softmax_scale: float,
+    stream: int,
+) -> None:
+    """Attend to the blocks of every part; whole requests go to out and lse, split ones to the plan's buffer.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+        ``mla_decode_<dtype>``.
+    key : MLADecodeKey
+        The plan's shape.
+    buffer : int
+        Address of the plan's buffer, which holds a schedule.
+    q, kv_cache, block_table, out, lse : ArrayView
+        Checked arguments as :func:`cumla.mla_decode` describes them; kv_cache four-dimensional.
+    softmax_scale : float
+        Factor of the scores.
+    stream : int
+        CUstream handle.
+    """
+    num_pages, page_size, num_kv_heads, _ = kv_cache.shape
+    page_stride, row_stride, head_stride, _ = kv_cache.strides
+    layout = key.layout
+    values = (
+        paged_kv_map(
+            kv_cache.ptr,
+            key.dtype,
+            num_pages,
+            page_size,
+            num_kv_heads,
+            HEAD_DIM,
+            page_stride,
+            row_stride,
+            head_stride,
+            BLOCK_TOKENS,
+        ),
+        q.ptr,
+        *q.strides[:3],
+        out.ptr,
+        *out.strides[:3],
+        lse.ptr,
+        *(stride // 4 for stride in lse.strides),
+        block_table.ptr,
+        block_table.strides[0] // 4,
+        buffer + layout.seqlens,
+        buffer + layout.bounds,
+        buffer + layout.partial_out,
+        buffer + layout.partial_lse,
+        key.parts,
+        block_table.shape[1],
+        key.q_len,
+        key.heads_per_group,
+        key.row_tiles,
+        key.tile_rows,
+        key.causal,
+        out.dtype == "float32",
+        softmax_scale * _LOG2_E,
+    )
+    launch(kernel, (key.tiles, key.parts), _PARAMS, values, stream)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/mla_merge.cu: joins the partial results of split requests."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+from cumla.launch.kernel import launch
+from cumla.launch.source import KernelSpec
+
+if TYPE_CHECKING:
+    from cumla.arrays import ArrayView
+    from cumla.launch.mla_plan import MLADecodeKey
+    from cumla.launch.module import LoadedKernel
+
+__all__ = ["SPECS", "launch_merge"]
+
+_WARPS = 8  # of a thread block
+_TASKS_PER_ROW = 4  # a task is a quarter of a row's columns
+
+SPECS = tuple(
+    KernelSpec(
+        stem="mla_merge",
+        entry=f"mla_merge_{dtype}",
+        function=f"mla_merge<{tag}>",
+        params="MlaMergeParams",
+        threads=32 * _WARPS,
+    )
+    for dtype, tag in (("bfloat16", "Bf16"), ("float16", "Fp16"))
+)
+
+_PARAMS = struct.Struct("<12q8i")
+
+
+def launch_merge(
+    kernel: LoadedKernel,
+    key: MLADecodeKey,
+    buffer: int,
+    out: ArrayView,
+    lse: ArrayView,
+    stream: int,
+) -> None:
+    """Merge what :func:`~cumla.launch.mla_decode.launch_decode` left of split requests into out and lse.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+        ``mla_merge_<dtype>``.
+    key : MLADecodeKey
+        The plan's shape, with more than one part.
+    buffer : int
+        Address of the plan's buffer.
+    out, lse : ArrayView
+        As in :func:`cumla.mla_decode`.
+    stream : int
+        CUstream handle.
+    """
+    layout = key.layout
+    warps_per_task = _warps_per_task(key)
+    tasks = key.q_len * key.num_heads * _TASKS_PER_ROW
+    values = (
+        buffer + layout.bounds,
+        buffer + layout.splits,
+        buffer + layout.partial_out,
+        buffer + layout.partial_lse,
+        out.ptr,
+        *out.strides[:3],
+        lse.ptr,
+        *(stride // 4 for stride in lse.strides),
+        key.parts,
+        key.tile_rows,
+        key.row_tiles,
+        key.group_rows,
+        key.heads_per_group,
+        key.q_len * key.num_heads,
+        warps_per_task,
+        out.dtype == "float32",
+    )
+    blocks = -(-tasks * warps_per_task // _WARPS)
+    launch(kernel, (blocks, key.parts), _PARAMS, values, stream)
+
+
+def _warps_per_task(key: MLADecodeKey) -> int:
+    """Warps that share a task: as many as a request has partial results on average, up to a whole block."""
+    partials = key.parts // key.batch
+    return next(warps for warps in (8, 4, 2, 1) if warps <= max(partials, 1))

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows from the shape of an MLA decode call alone: tiles, parts, and the layout of a plan's buffer.
+
+Everything here is a pure function of the key; cumla/cuda/mla_plan.cuh holds the device's side of the terms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+__all__ = ["BLOCK_TOKENS", "HEAD_DIM", "ROW_TILE", "VALUE_DIM", "MLADecodeKey", "PlanLayout"]
+
+HEAD_DIM = 576  # 512 latent + 64 RoPE columns
+VALUE_DIM = 512  # the latent columns are the value
+BLOCK_TOKENS = 64  # tokens that a schedule deals out at once
+ROW_TILE = 64  # query rows of one thread block
+
+_MAX_WAVES = 3  # of thread blocks, where the row tiles do not divide the multiprocessors
+_GOOD_FILL = (
+    0.9  # share of the multiprocessors that are busy, from which on more parts are not worth it
+)
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class MLADecodeKey:
+    """The shape for which a plan is made.
+
+    Attributes
+    ----------
+    batch, q_len, num_heads, num_kv_heads : int
+        As in ``q`` (batch, q_len, num_heads, 576); num_kv_heads divides num_heads.
+    page_size : int
+        Tokens of a cache page.
+    dtype : str
+        ``"bfloat16"`` or ``"float16"``.
+    causal : bool
+        Bottom-right causal mask.
+    device : int or None
+        CUDA ordinal; None for arrays on the CPU, which need no plan.
+    sm_count : int
+        Multiprocessors of that device, 0 for the CPU.
+    """
+
+    batch: int
+    q_len: int
+    num_heads: int
+    num_kv_heads: int
+    page_size: int
+    dtype: str
+    causal: bool
+    device: int | None
+    sm_count: int
+
+    @cached_property
+    def heads_per_group(self) -> int:
+        """Query heads that share a kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    @cached_property
+    def group_rows(self) -> int:
+        """Query rows of a kv head."""
+        return self.q_len * self.heads_per_group
+
+    @cached_property
+    def row_tiles(self) -> int:
+        """Row tiles of a kv head."""
+        return -(-self.group_rows // ROW_TILE)
+
+    @cached_property
+    def tiles(self) -> int:
+        """Row tiles of all kv heads: thread blocks that work on the same part."""
+        return self.row_tiles * self.num_kv_heads
+
+    @cached_property
+    def tile_rows(self) -> int:
+        """Rows that are stored of a tile's partial result."""
+        return min(ROW_TILE, self.group_rows)
+
+    @cached_property
+    def parts(self) -> int:
+        """Shares into which the KV blocks of all requests are dealt.
+
+        As many as fill the multiprocessors once; where that leaves more than a tenth of them idle, up to three
+        waves.
+        """
+        once = max(1, self.sm_count // self.tiles)
+        best, best_fill = once, 0.0
+        for parts in range(once, max(once, _MAX_WAVES * self.sm_count // self.tiles) + 1):
+            blocks = parts * self.tiles
+            fill = blocks / (-(-blocks // self.sm_count) * self.sm_count)
+            if fill > best_fill + 1e-9:
+                best, best_fill = parts, fill
+            if fill >= _GOOD_FILL:
+                break
+        return best
+
+    @cached_property
+    def layout(self) -> PlanLayout:
+        """Where things lie in the plan's buffer."""
+        return PlanLayout.of(self)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLayout:
+    """Byte offsets into a plan's buffer (256-byte aligned), and its size."""
+
+    seqlens: int
+    bounds: int
+    splits: int
+    partial_lse: int
+    partial_out: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, key: MLADecodeKey) -> PlanLayout:
+        """Lay out the buffer for a key."""
+        rows = key.tiles * key.parts * 2 * key.tile_rows if key.parts > 1 else 0
+        offsets = [0]
+        for size in (
+            key.batch * 4,
+            (key.parts + 1) * 8,
+            key.parts * 16,
+            rows * 4,
+            rows * VALUE_DIM * 4,
+        ):
+            offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        return cls(*offsets)

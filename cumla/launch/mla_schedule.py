@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/mla_schedule.cu: deals the KV blocks of all requests out to parts, on the device.
+
+:func:`schedule` is the same arithmetic in NumPy: the kernel's oracle.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from cumla.launch.kernel import launch
+from cumla.launch.mla_plan import BLOCK_TOKENS
+from cumla.launch.source import KernelSpec
+
+if TYPE_CHECKING:
+    from cumla.arrays import ArrayView
+    from cumla.launch.mla_plan import MLADecodeKey
+    from cumla.launch.module import LoadedKernel
+
+__all__ = [
+    "CUT_COST",
+    "FIXED_COST",
+    "MIN_BLOCKS",
+    "SPECS",
+    "Schedule",
+    "launch_schedule",
+    "schedule",
+]
+
+FIXED_COST = (
+    2  # of a request, or of a piece of one, in KV blocks: query load, first loads, epilogue
+)
+CUT_COST = 2  # of cutting at all, in KV blocks: partial results and their merge
+MIN_BLOCKS = 2  # no piece is smaller
+
+MAX_TOKENS = 0x7FFFFFC0  # a request's length is taken to be at most this
+
+SPECS = (
+    KernelSpec(
+        stem="mla_schedule",
+        entry="mla_schedule",
+        function="mla_schedule",
+        params="MlaScheduleParams",
+        threads=1024,
+    ),
+)
+
+_PARAMS = struct.Struct("<QqQQQiiiii4x")
+
+
+def launch_schedule(
+    kernel: LoadedKernel, key: MLADecodeKey, buffer: int, cache_seqlens: ArrayView, stream: int
+) -> None:
+    """Compute the schedule for these lengths into the plan's buffer.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+        ``mla_schedule``.
+    key : MLADecodeKey
+        The plan's shape.
+    buffer : int
+        Address of the plan's buffer.
+    cache_seqlens : ArrayView
+        ``(batch,)`` int32.
+    stream : int
+        CUstream handle.
+    """
+    layout = key.layout
+    values = (
+        cache_seqlens.ptr,
+        cache_seqlens.strides[0] // 4,
+        buffer + layout.seqlens,
+        buffer + layout.bounds,
+        buffer + layout.splits,
+        key.batch,
+        key.parts,
+        FIXED_COST,
+        CUT_COST,
+        MIN_BLOCKS,
+    )
+    launch(kernel, (1, 1), _PARAMS, values, stream)
+
+
+class Schedule(NamedTuple):
+    """Who works on which KV blocks.
+
+    Attributes
+    ----------
+    bounds : numpy.ndarray
+        ``(parts + 1, 2)`` int32: (request, block) where each part begins; part i ends where i + 1 begins.
+    splits : numpy.ndarray
+        ``(parts, 3)`` int32: (request, first part, last part) at the index of the first cut through a request,
+        request -1 elsewhere.
+    """
+
+    bounds: np.ndarray
+    splits: np.ndarray
+
+
+def schedule(cache_seqlens: np.ndarray, parts: int) -> Schedule:
+    """Deal the KV blocks of all requests out to ``parts``; the mirror of the kernel.
+
+    Parameters
+    ----------
+    cache_seqlens : numpy.ndarray
+        ``(batch,)`` integers, tokens of each request; negative counts as 0.
+    parts : int
+        How many shares to make.
+
+    Returns
+    -------
+    Schedule
+        Whole requests where that is no dearer, else equal shares of the summed cost with requests cut where a
+        share ends.
+    """
+    lengths = np.clip(np.asarray(cache_seqlens, np.int64), 0, MAX_TOKENS)
+    batch = len(lengths)
+    blocks = -(-lengths // BLOCK_TOKENS)
+    ends = np.cumsum(blocks + FIXED_COST)
+    starts = ends - blocks - FIXED_COST
+    total = int(ends[-1])
+
+    bounds = np.zeros((parts + 1, 2), np.int32)
+    splits = np.zeros((parts, 3), np.int32)
+    splits[:, 0] = -1
+
+    group = -(-batch // parts)
+    group_starts = np.append(starts[::group], total)
+    share = max(-(-total // parts), MIN_BLOCKS + FIXED_COST)
+    if int(np.diff(group_starts).max()) <= share + CUT_COST:
+        bounds[:, 0] = np.minimum(np.arange(parts + 1) * group, batch)
+        return Schedule(bounds, splits)
+
+    bounds[1:, 0] = batch
+    for cut in range(1, parts):
+        if cut * share >= total:
+            break
+        request = int(np.searchsorted(ends, cut * share, side="right"))
+        offset, cost = cut * share - int(starts[request]), int(blocks[request]) + FIXED_COST
+        block = (2 * offset * int(blocks[request]) + cost) // (2 * cost)
+        if block < MIN_BLOCKS:
+            bounds[cut] = request, 0
+        elif blocks[request] - block < MIN_BLOCKS:
+            bounds[cut] = request + 1, 0
+        else:
+            bounds[cut] = request, block
+            first = cut
+            while first > 1 and bounds[first - 1, 0] == request and bounds[first - 1, 1] > 0:
+                first -= 1
+            splits[first] = request, first - 1, cut
+    return Schedule(bounds, splits)

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a kernel's text to a function handle on one GPU, or to a cubin on a machine without one.
+
+A kernel comes from a cubin in ``CUMLA_CUBIN_DIR``, or else from `cupy.RawModule`, which compiles
+with NVRTC and keeps a cache on disk. CuPy adds the GPU's architecture, sm_90, to our sm_90a: NVRTC
+12.9 and later make code for sm_90a of the pair, earlier ones refuse it. There the same text is
+compiled through cuda.bindings, and the cubin is kept in CuPy's cache folder under a name of ours.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cumla.errors import CompilationError, MissingDependencyError, NotPreparedError
+from cumla.launch.device import import_cupy, require_hopper
+from cumla.launch.source import (
+    ADDED_BY_CUPY,
+    OPTIONS,
+    KernelSpec,
+    cubin_name,
+    debug_build,
+    error_excerpt,
+    translation_unit,
+)
+
+__all__ = [
+    "CompiledKernel",
+    "LoadedKernel",
+    "bindings_nvrtc_version",
+    "cache_dir",
+    "compile_to_cubin",
+    "compiles_with_cupy",
+    "cubin_dir",
+    "cupy_nvrtc_version",
+    "load",
+    "write_whole",
+]
+
+_log = logging.getLogger(__name__)
+
+# Shared memory of a block on compute capability 9.0, in bytes, static and dynamic together.
+_SMEM_LIMIT = 227 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedKernel:
+    """A kernel that is ready to be launched on one GPU.
+
+    Attributes
+    ----------
+    handle : int
+        The ``CUfunction``.
+    spec : KernelSpec
+        What it was made from.
+    device : int
+        CUDA device number.
+    owner : object
+        Keeps the module loaded.
+    """
+
+    handle: int
+    spec: KernelSpec
+    device: int
+    owner: object
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """What came out of a compilation without a GPU.
+
+    Attributes
+    ----------
+    cubin : bytes
+        The ELF image for sm_90a.
+    log : str
+        All that NVRTC and ptxas had to say.
+    registers : int
+        Registers of a thread at launch, before any ``setmaxnreg``.
+    smem : int
+        Shared memory of a block, static and dynamic, in bytes.
+    stack : int
+        Stack frame of a thread, in bytes.
+    spills : int
+        Spill stores and loads, in bytes.
+    remarks : tuple of str
+        The C75xx remarks of ptxas: wgmma serialised, ``setmaxnreg`` ignored, waits injected.
+    """
+
+    cubin: bytes
+    log: str
+    registers: int
+    smem: int
+    stack: int
+    spills: int
+    remarks: tuple[str, ...]
+
+
+_loaded: dict[tuple[KernelSpec, int], LoadedKernel] = {}
+_loading = threading.Lock()
+
+
+def load(spec: KernelSpec, device: int, *, capturing: Callable[[], bool]) -> LoadedKernel:
+    """Return the kernel on a GPU; compile and load it the first time.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        The kernel.
+    device : int
+        CUDA device number.
+    capturing : callable
+        Tells whether the stream of the call is being captured. Asked only when the kernel is cold.
+
+    Returns
+    -------
+    LoadedKernel
+        Its shared-memory limit is set.
+
+    Raises
+    ------
+    NotPreparedError
+        If the kernel is cold and the stream is being captured.
+    UnsupportedDeviceError
+        If the GPU is not of compute capability 9.0.
+    CompilationError
+        If the kernel does not compile.
+    MissingDependencyError
+        If CuPy or NVRTC is missing.
+    """
+    kernel = _loaded.get((spec, device))
+    return _load_cold(spec, device, capturing) if kernel is None else kernel
+
+
+def _load_cold(spec: KernelSpec, device: int, capturing: Callable[[], bool]) -> LoadedKernel:
+    if capturing():
+        raise NotPreparedError(
+            f"kernel {spec.entry} is not loaded on device {device}, and nothing can be compiled or "
+            f"loaded while a stream is being captured; call cumla.prepare() before the capture"
+        )
+    with _loading:
+        kernel = _loaded.get((spec, device))
+        if kernel is None:
+            require_hopper(device)
+            cupy = import_cupy()
+            with cupy.cuda.Device(device):
+                kernel = _ready(spec, device, _find_or_compile(cupy, spec, debug=debug_build()))
+            _loaded[spec, device] = kernel
+    return kernel
+
+
+def _ready(spec: KernelSpec, device: int, function: Any) -> LoadedKernel:
+    """Set the shared-memory limit of a CuPy `RawKernel` and wrap it."""
+    if spec.smem_bytes:
+        function.max_dynamic_shared_size_bytes = spec.smem_bytes
+    if function.local_size_bytes and not debug_build():
+        _log.warning(
+            "kernel %s uses %d bytes of local memory a thread, which makes it slow: the NVRTC that "
+            "compiled it did not fit it into registers; another version may",
+            spec.entry,
+            function.local_size_bytes,
+        )
+    return LoadedKernel(handle=function.kernel.ptr, spec=spec, device=device, owner=function)
+
+
+def _find_or_compile(cupy: Any, spec: KernelSpec, *, debug: bool) -> Any:
+    """Return the kernel as a CuPy `RawKernel` on the current device."""
+    folder = cubin_dir()
+    if folder is not None:
+        path = folder / cubin_name(spec, debug=debug)
+        function = _load_cubin(cupy, spec, path)
+        if function is not None:
+            return function
+        state = "was refused by the driver" if path.exists() else "is not there"
+        _log.warning(
+            "CUMLA_CUBIN_DIR: %s %s, so kernel %s is compiled now; write the folder anew with "
+            "`python -m cumla compile --output %s`",
+            path.name,
+            state,
+            spec.entry,
+            folder,
+        )
+    if compiles_with_cupy(cupy_nvrtc_version()):
+        return _compile_with_cupy(cupy, spec, debug=debug)
+    return _compile_beside_cupy(cupy, spec, debug=debug)
+
+
+def compiles_with_cupy(nvrtc: tuple[int, int]) -> bool:
+    """Tell whether an NVRTC takes our ``-arch=sm_90a`` and CuPy's ``-arch=sm_90`` side by side."""
+    return nvrtc >= (12, 9)
+
+
+def _load_cubin(cupy: Any, spec: KernelSpec, path: Path) -> Any | None:
+    """Load one kernel from a cubin; None if there is no such file or the driver refuses it."""
+    if not path.exists():
+        return None
+    try:
+        return cupy.RawModule(path=str(path)).get_function(spec.entry)
+    except cupy.cuda.driver.CUDADriverError as error:
+        _log.debug("%s: %s", path, error)
+        return None
+
+
+def _compile_with_cupy(cupy: Any, spec: KernelSpec, *, debug: bool) -> Any:
+    text = translation_unit(spec, debug=debug)
+    options = tuple(option for option in OPTIONS if option not in ADDED_BY_CUPY)
+    try:
+        return cupy.RawModule(code=text, options=options).get_function(spec.entry)
+    except cupy.cuda.compiler.CompileException as error:
+        raise _failure(spec, text, str(error)) from error
+
+
+def _compile_beside_cupy(cupy: Any, spec: KernelSpec, *, debug: bool) -> Any:
+    """Compile for an NVRTC that refuses CuPy's options; the cubin goes to CuPy's cache folder."""
+    version = "nvrtc{}.{}".format(*bindings_nvrtc_version())
+    path = cache_dir() / f"cumla-{version}-{cubin_name(spec, debug=debug)}"
+    function = _load_cubin(cupy, spec, path)
+    if function is None:
+        cubin, _ = _compile(spec, translation_unit(spec, debug=debug), OPTIONS)
+        write_whole(path, cubin)
+        function = cupy.RawModule(path=str(path)).get_function(spec.entry)
+    return function
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that other processes may be reading or writing: all of it, or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Not tempfile: its files are readable by their owner alone, and a container image that root
+    # builds is run by others.
+    part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def cache_dir() -> Path:
+    """Return the folder in which CuPy keeps compiled kernels (``CUPY_CACHE_DIR``)."""
+    return Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+
+
+def cubin_dir() -> Path | None:
+    """Return the folder of kernels compiled ahead of time (``CUMLA_CUBIN_DIR``), or None."""
+    folder = os.environ.get("CUMLA_CUBIN_DIR")
+    return Path(folder) if folder else None
+
+
+def cupy_nvrtc_version() -> tuple[int, int]:
+    """Return the version of the NVRTC that CuPy found.
+
+    Raises
+    ------
+    MissingDependencyError
+        If CuPy is missing, or found no NVRTC.
+    """
+    nvrtc = import_cupy().cuda.nvrtc
+    try:
+        major, minor = nvrtc.getVersion()
+    except (RuntimeError, ImportError, OSError) as error:
+        raise MissingDependencyError(f"CuPy found no NVRTC ({_first_line(error)})") from error
+    return major, minor
+
+
+def bindings_nvrtc_version() -> tuple[int, int]:
+    """Return the version of the NVRTC that cuda.bindings found.
+
+    Raises
+    ------
+    MissingDependencyError
+        If cuda.bindings is missing, or found no NVRTC.
+    """
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"cuda.bindings, which compiles the kernels here, cannot be imported ({error})"
+        ) from error
+    try:
+        _, major, minor = nvrtc.nvrtcVersion()
+    except (RuntimeError, ImportError, OSError) as error:
+        raise MissingDependencyError(
+            f"cuda.bindings found no NVRTC ({_first_line(error)})"
+        ) from error
+    return major, minor
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def compile_to_cubin(spec: KernelSpec, *, debug: bool = False) -> CompiledKernel:
+    """Compile a kernel for sm_90a; needs NVRTC and no GPU.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        The kernel.
+    debug : bool
+        Make the debug build, which is held to no budget.
+
+    Returns
+    -------
+    CompiledKernel
+        The cubin and what it uses.
+
+    Raises
+    ------
+    CompilationError
+        If the kernel does not compile, or if it spills registers, has a stack frame, asks for more
+        shared memory than a block can have, or draws one of the C75xx remarks of ptxas.
+    MissingDependencyError
+        If NVRTC or cuda.bindings is missing.
+    """
+    text = translation_unit(spec, debug=debug)
+    cubin, log = _compile(spec, text, (*OPTIONS, "--ptxas-options=-v"))
+    kernel = _read_resources(spec, cubin, log)
+    problems = _over_budget(kernel)
+    if problems and not debug:
+        raise CompilationError(f"kernel {spec.entry} compiles, but {'; '.join(problems)}", log)
+    return kernel
+
+
+_USED = re.compile(r"Used (\d+) registers(.*)")
+_STATIC_SMEM = re.compile(r"(\d+) bytes smem")
+_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REMARK = re.compile(r"^.*\(C75\d\d\).*$", re.MULTILINE)
+
+
+def _read_resources(spec: KernelSpec, cubin: bytes, log: str) -> CompiledKernel:
+    """Read what ``ptxas -v`` wrote; device functions that are called have frames of their own."""
+    used = _USED.search(log)
+    frames = _FRAME.findall(log)
+    if used is None or not frames:
+        raise CompilationError(
+            f"kernel {spec.entry} compiles, but NVRTC does not say what it uses", log
+        )
+    static = _STATIC_SMEM.search(used[2])
+    return CompiledKernel(
+        cubin=cubin,
+        log=log,
+        registers=int(used[1]),
+        smem=spec.smem_bytes + (int(static[1]) if static else 0),
+        stack=max(int(stack) for stack, _, _ in frames),
+        spills=sum(int(stores) + int(loads) for _, stores, loads in frames),
+        remarks=tuple(line.strip() for line in _REMARK.findall(log)),
+    )
+
+
+def _over_budget(kernel: CompiledKernel) -> list[str]:
+    problems = []
+    if kernel.spills:
+        problems.append(f"it spills {kernel.spills} bytes ({kernel.registers} registers)")
+    if kernel.stack:
+        problems.append(f"it has a stack frame of {kernel.stack} bytes")
+    if kernel.smem > _SMEM_LIMIT:
+        problems.append(f"it needs {kernel.smem} bytes of shared memory, of {_SMEM_LIMIT}")
+    if kernel.remarks:
+        problems.append(f"ptxas remarks: {kernel.remarks[0]}")
+    return problems
+
+
+def _compile(spec: KernelSpec, text: str, options: tuple[str, ...]) -> tuple[bytes, str]:
+    """Run NVRTC through cuda.bindings; return the cubin and the log."""
+    bindings_nvrtc_version()
+    from cuda.bindings import nvrtc
+
+    def succeed(result: Any, *values: Any) -> Any:
+        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise _failure(spec, text, f"{result.name}\n{read_log()}")
+        return values[0] if values else None
+
+    def read_log() -> str:
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        log = bytearray(size)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        return log.rstrip(b"\0").decode(errors="replace")
+
+    _, program = nvrtc.nvrtcCreateProgram(text.encode(), f"{spec.entry}.cu".encode(), 0, [], [])
+    try:
+        encoded = [option.encode() for option in options]
+        succeed(*nvrtc.nvrtcCompileProgram(program, len(encoded), encoded))
+        cubin = bytearray(succeed(*nvrtc.nvrtcGetCUBINSize(program)))
+        succeed(*nvrtc.nvrtcGetCUBIN(program, cubin))
+        return bytes(cubin), read_log()
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _failure(spec: KernelSpec, text: str, log: str) -> CompilationError:
+    excerpt = error_excerpt(text, log)
+    return CompilationError(
+        f"kernel {spec.entry} (cumla/cuda/{spec.stem}.cu) does not compile",
+        f"{log.rstrip()}\n{excerpt}" if excerpt else log.rstrip(),
+    )
