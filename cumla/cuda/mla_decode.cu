@@ -34,6 +34,7 @@ constexpr int kTiles = kHeadDim / 64;
 constexpr int kRopeTile = 8;
 constexpr int kHalfTiles = 4;  // tiles of one half of V
 constexpr int kStages = 2;
+constexpr int kPrefetch = 1;  // blocks of its parity that a loader has L2 fetch ahead of its loads
 constexpr int kStageBytes = kTiles * kTileBytes;
 constexpr int kWarpgroup = 128;
 constexpr int kConsumerBarrier = 1;  // named barriers: both consumers; then one for each consumer
@@ -136,31 +137,71 @@ __device__ __forceinline__ int tile_in_order(int owner, int i) {
   return i == 0 ? kRopeTile : (i - 1) ^ (owner * kHalfTiles);
 }
 
+// Walks over every second block of this CTA's sequence.
+struct BlockCursor {
+  const MlaDecodeParams& p;
+  const Tile& tile;
+  const PartBound from, to;
+  const int last_request, parity;
+  int request, i, t;  // block i of the request's segment; t: blocks of the segments before it
+  Segment segment;
+
+  __device__ __forceinline__ BlockCursor(const MlaDecodeParams& p, const Tile& tile, PartBound from, PartBound to,
+                                         int last_request, int parity)
+      : p(p), tile(tile), from(from), to(to), last_request(last_request), parity(parity), request(from.request),
+        i(parity), t(0) {
+    if (valid()) segment = segment_of(p, tile, from, to, request);
+    skip_to_block();
+  }
+  __device__ __forceinline__ bool valid() const { return request <= last_request; }
+  __device__ __forceinline__ int page() const {
+    return p.block_table[request * p.block_table_stride + segment.begin + i];
+  }
+  __device__ __forceinline__ void next() {
+    i += 2;
+    skip_to_block();
+  }
+  __device__ __forceinline__ void skip_to_block() {
+    while (valid() && i >= segment.blocks) {
+      t += segment.blocks;
+      i = (parity ^ t) & 1;
+      if (++request <= last_request) segment = segment_of(p, tile, from, to, request);
+    }
+  }
+};
+
+// One thread: loads the blocks of one parity into their stage as it becomes free, and has L2 fetch the blocks after
+// them, so that a load waits for L2 and not for DRAM: two stages do not cover that.
 __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
                                         PartBound from, PartBound to, int last_request, int parity) {
-  int t = 0;  // block counter of the part
-  for (int request = from.request; request <= last_request; ++request) {
-    const Segment segment = segment_of(p, tile, from, to, request);
-    const int* table = p.block_table + request * p.block_table_stride + segment.begin;
-    int i = (parity ^ t) & 1;
-    int page = i < segment.blocks ? table[i] : 0;
-    for (; i < segment.blocks; i += 2) {
-      const int next_page = i + 2 < segment.blocks ? table[i + 2] : 0;
-      const u32 phase = ((t + i) / 2) & 1;
-      const u32 stage = shared.stage(parity);
+  BlockCursor ahead(p, tile, from, to, last_request, parity);
+  BlockCursor now = ahead;
+  int next_page = now.valid() ? now.page() : 0;
+#pragma unroll 1
+  for (int k = 0; k < kPrefetch && ahead.valid(); ++k) ahead.next();
+#pragma unroll 1
+  while (now.valid()) {
+    const int page = next_page;
+    const u32 phase = ((now.t + now.i) / 2) & 1;
+    const u32 stage = shared.stage(parity);
 #pragma unroll
-      for (int k = 0; k < kTiles; ++k) {
-        const int column = tile_in_order(parity, k);
-        const int half = column / kHalfTiles;
-        if (k == 0 || k == 1 || k == 1 + kHalfTiles)
-          mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
-        const u32 barrier = shared.full(parity, column);
-        mbarrier_arrive_expect_tx(barrier, kTileBytes);
-        tma_load_4d_async(stage + column * kTileBytes, &p.kv, barrier, column * 64, 0, tile.kv_head, page);
-      }
-      page = next_page;
+    for (int k = 0; k < kTiles; ++k) {
+      const int column = tile_in_order(parity, k);
+      const int half = column / kHalfTiles;
+      if (k == 0 || k == 1 || k == 1 + kHalfTiles)
+        mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+      const u32 barrier = shared.full(parity, column);
+      mbarrier_arrive_expect_tx(barrier, kTileBytes);
+      tma_load_4d_async(stage + column * kTileBytes, &p.kv, barrier, column * 64, 0, tile.kv_head, page);
     }
-    t += segment.blocks;
+    if (kPrefetch > 0 && ahead.valid()) {
+      const int page_ahead = ahead.page();
+#pragma unroll
+      for (int k = 0; k < kTiles; ++k) tma_prefetch_4d(&p.kv, k * 64, 0, tile.kv_head, page_ahead);
+      ahead.next();
+    }
+    now.next();
+    if (now.valid()) next_page = now.page();
   }
 }
 

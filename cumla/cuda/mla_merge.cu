@@ -2,8 +2,8 @@
 // Joins the partial results of requests that mla_schedule split, in the order of the parts: the same bits every time.
 //
 // A task is one query row and one quarter of its 512 columns. `warps_per_task` warps share the partials of a task when
-// there are many (small batch), else a warp takes a task alone. grid = (tasks of a request / tasks of a CTA, parts):
-// blockIdx.y is the index of a SplitRequest record, most of which may be empty.
+// there are many (small batch), else a warp takes a task alone. A fixed number of CTAs walks over the tasks of all split
+// requests, which are often none.
 #include "mla_plan.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
@@ -17,6 +17,7 @@ constexpr int kQuarter = kValueDim / 4;
 struct MlaMergeParams {
   const PartBound* bounds;
   const SplitRequest* splits;
+  const int* num_splits;
   const float* partial_out;
   const float* partial_lse;
   char* out;
@@ -33,21 +34,11 @@ struct MlaMergeParams {
   int out_is_float;
 };
 
-
+// One task of one split request, by `warps_per_task` warps; all warps of the CTA come here together.
 template <typename T>
-__device__ void mla_merge(const MlaMergeParams& p) {
-  __shared__ float4 shared_sums[kMergeWarps][32];
-
-  grid_dependency_launch();
-  grid_dependency_wait();
-
-  const SplitRequest split = p.splits[blockIdx.y];
-  if (split.request < 0) return;
-
+__device__ __forceinline__ void merge_task(const MlaMergeParams& p, const SplitRequest& split, int task, int helper,
+                                           float4 (&shared_sums)[kMergeWarps][32]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int tasks_per_cta = kMergeWarps / p.warps_per_task;
-  const int helper = warp % p.warps_per_task;
-  const int task = blockIdx.x * tasks_per_cta + warp / p.warps_per_task;
   const int row = task / 4, column = (task % 4) * kQuarter + lane * 4;
   const bool active = row < p.rows;
 
@@ -56,21 +47,19 @@ __device__ void mla_merge(const MlaMergeParams& p) {
   const int partials = split.last_part - split.first_part + 1;
   const int first_slot = p.bounds[split.first_part].request == split.request ? 0 : 1;
   auto index_of = [&](int i) {
-    return partial_index(tile, split.first_part + i, i == 0 ? first_slot : 0, p.parts, p.tile_rows) +
-           tile_row;
+    return partial_index(tile, split.first_part + i, i == 0 ? first_slot : 0, p.parts, p.tile_rows) + tile_row;
   };
 
   float maximum = -kInfinity, weight_sum = 0.0f;
   float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
   if (active) {
-    for (int i = lane; i < partials; i += 32)
-      maximum = fmaxf(maximum, p.partial_lse[index_of(i)]);
+    for (int i = lane; i < partials; i += 32) maximum = fmaxf(maximum, p.partial_lse[index_of(i)]);
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2)
       maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, offset));
     const float reference = maximum == -kInfinity ? 0.0f : maximum;
 
-    // Each helper takes a contiguous range of the partials; all know the sum of all weights.
+    // Each helper sums a contiguous range of the partials; all know the sum of all weights.
     const int share = (partials + p.warps_per_task - 1) / p.warps_per_task;
     const int begin = helper * share, end = min(begin + share, partials);
     for (int base = 0; base < partials; base += 32) {
@@ -96,22 +85,21 @@ __device__ void mla_merge(const MlaMergeParams& p) {
   if (p.warps_per_task > 1) {
     shared_sums[warp][lane] = sum;
     __syncthreads();
-    if (helper > 0) return;
-    for (int i = 1; i < p.warps_per_task; ++i) {
+    for (int i = 1; helper == 0 && i < p.warps_per_task; ++i) {
       const float4 v = shared_sums[warp + i][lane];
       sum.x += v.x;
       sum.y += v.y;
       sum.z += v.z;
       sum.w += v.w;
     }
+    __syncthreads();  // the next task writes there
   }
-  if (!active) return;
+  if (!active || helper > 0) return;
 
   const float scale = weight_sum == 0.0f ? 0.0f : 1.0f / weight_sum;
   const int token = group_row / p.heads_per_group;
   const int head = kv_head * p.heads_per_group + group_row % p.heads_per_group;
-  char* out = p.out + split.request * p.out_stride_batch + token * p.out_stride_token +
-              head * p.out_stride_head;
+  char* out = p.out + split.request * p.out_stride_batch + token * p.out_stride_token + head * p.out_stride_head;
   if (p.out_is_float) {
     float* destination = reinterpret_cast<float*>(out) + column;
     store_global_float2(destination, sum.x * scale, sum.y * scale);
@@ -123,6 +111,24 @@ __device__ void mla_merge(const MlaMergeParams& p) {
   if (column == 0)
     p.lse[split.request * p.lse_stride_batch + head * p.lse_stride_head + token * p.lse_stride_token] =
         weight_sum == 0.0f ? kInfinity : (maximum + log2_approx(weight_sum)) * kLn2;
+}
+
+template <typename T>
+__device__ void mla_merge(const MlaMergeParams& p) {
+  __shared__ float4 shared_sums[kMergeWarps][32];
+
+  grid_dependency_launch();
+  grid_dependency_wait();
+
+  const int warp = threadIdx.x / 32;
+  const int tasks_at_once = kMergeWarps / p.warps_per_task;
+  const int steps = (4 * p.rows + tasks_at_once - 1) / tasks_at_once;  // of one request
+  const int splits = *p.num_splits;
+  for (i64 step = blockIdx.x; step < static_cast<i64>(splits) * steps; step += gridDim.x) {
+    const SplitRequest split = p.splits[step / steps];
+    const int task = static_cast<int>(step % steps) * tasks_at_once + warp / p.warps_per_task;
+    merge_task<T>(p, split, task, warp % p.warps_per_task, shared_sums);
+  }
 }
 
 }  // namespace cumla

@@ -22,7 +22,7 @@ struct PartBound {
   int block;
 };
 
-// The request that cut number `index of this record` is the first to cut, or request = -1.
+// A request that is cut, and the parts that work on it.
 struct SplitRequest {
   int request;
   int first_part;

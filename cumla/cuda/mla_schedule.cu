@@ -20,12 +20,14 @@ struct MlaScheduleParams {
   i64 cache_seqlens_stride;  // elements
   int* seqlens;              // [batch]: the lengths this schedule was made for, none negative
   PartBound* bounds;         // [parts + 1]
-  SplitRequest* splits;      // [parts]
+  SplitRequest* splits;      // [parts], num_splits of them used
+  int* num_splits;
   int batch;
   int parts;
   int fixed_cost;  // of a request or a piece of one, in blocks
   int cut_cost;    // of cutting, in blocks: second prologue and the merge
   int min_blocks;  // no piece is smaller
+  int min_share;   // of cost: what a part is at least given
 };
 
 // Exclusive prefix sum of one 64-bit value a thread; `total` is the sum over all threads.
@@ -70,29 +72,30 @@ __device__ __forceinline__ int scheduled_length(const MlaScheduleParams& p, int 
   return min(max(length, 0), kMaxTokens);
 }
 
-// Where a cut that falls `offset` cost units into a request of `blocks` blocks really goes, in proportion and rounded:
-// block 0 means before the request, block == blocks behind it.
-__device__ __forceinline__ int cut_block(const MlaScheduleParams& p, i64 offset, int blocks) {
+// Where a cut that falls `offset` cost units into a request really goes, in proportion and rounded: not closer than
+// min_blocks to its ends, but before or behind it.
+__device__ __forceinline__ PartBound place_cut(const MlaScheduleParams& p, int request, int blocks, i64 offset) {
   const i64 cost = blocks + p.fixed_cost;
   const i64 block = (2 * offset * blocks + cost) / (2 * cost);
-  if (block < p.min_blocks) return 0;
-  if (blocks - block < p.min_blocks) return blocks;
-  return static_cast<int>(block);
+  if (block < p.min_blocks) return {request, 0};
+  if (blocks - block < p.min_blocks) return {request + 1, 0};
+  return {request, static_cast<int>(block)};
 }
 
 __device__ void mla_schedule(const MlaScheduleParams& p) {
-  __shared__ i64 warp_sums[kScheduleWarps];
-  __shared__ i64 warp_maxima[kScheduleWarps];
+  __shared__ i64 warp_values[3][kScheduleWarps];
   __shared__ i64 group_starts[kMaxParts + 1];
+  __shared__ i64 thread_starts[kScheduleThreads];
+  __shared__ PartBound bounds[kMaxParts + 1];
 
   grid_dependency_launch();
   grid_dependency_wait();
 
+  // A thread takes consecutive requests.
   const int thread = threadIdx.x;
   const int per_thread = (p.batch + kScheduleThreads - 1) / kScheduleThreads;
   const int begin = min(thread * per_thread, p.batch);
   const int end = min(begin + per_thread, p.batch);
-
   i64 cost = 0;
   for (int request = begin; request < end; ++request) {
     const int length = scheduled_length(p, request);
@@ -100,54 +103,67 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
     cost += blocks_of(length) + p.fixed_cost;
   }
   i64 total;
-  const i64 start = block_exclusive_sum(cost, warp_sums, total);
+  i64 position = block_exclusive_sum(cost, warp_values[0], total);
+  thread_starts[thread] = position;
 
-  // The price of dealing out whole requests: the dearest group of `group` consecutive requests.
+  // The price of dealing out whole requests: the dearest group of consecutive ones.
   const int group = (p.batch + p.parts - 1) / p.parts;
   const int groups = (p.batch + group - 1) / group;
-  i64 position = start;
   for (int request = begin; request < end; ++request) {
     if (request % group == 0) group_starts[request / group] = position;
     position += blocks_of(p.seqlens[request]) + p.fixed_cost;
   }
-  if (thread == 0) group_starts[groups] = total;
-  if (thread < p.parts) p.splits[thread] = {-1, 0, 0, 0};
+  if (thread == 0) {
+    group_starts[groups] = total;
+    *p.num_splits = 0;
+  }
   __syncthreads();
   const i64 whole_price =
-      block_max(thread < groups ? group_starts[thread + 1] - group_starts[thread] : 0, warp_maxima);
+      block_max(thread < groups ? group_starts[thread + 1] - group_starts[thread] : 0, warp_values[1]);
 
   i64 share = (total + p.parts - 1) / p.parts;
-  share = max(share, static_cast<i64>(p.min_blocks + p.fixed_cost));
-
+  share = max(share, static_cast<i64>(p.min_share));
   if (whole_price <= share + p.cut_cost) {
     if (thread <= p.parts) p.bounds[thread] = {min(thread * group, p.batch), 0};
     return;
   }
 
-  // Cut number i falls on cost i * share; each thread places the cuts that fall into its requests.
-  if (thread == 0) p.bounds[0] = {0, 0};
-  position = start;
-  for (int request = begin; request < end; ++request) {
-    const int blocks = blocks_of(p.seqlens[request]);
-    const i64 next = position + blocks + p.fixed_cost;
-    int first_cut = 0, last_cut = 0;
-    for (i64 cut = (position + share - 1) / share; cut < p.parts && cut * share < next; ++cut) {
-      if (cut == 0) continue;
-      const int block = cut_block(p, cut * share - position, blocks);
-      const bool behind = block == blocks;
-      p.bounds[cut] = {request + (behind ? 1 : 0), behind ? 0 : block};
-      if (block > 0 && !behind) {
-        if (first_cut == 0) first_cut = static_cast<int>(cut);
-        last_cut = static_cast<int>(cut);
-      }
+  // Thread i places cut i, which falls on cost i * share: first the thread whose requests it hits, then the request.
+  PartBound bound = {p.batch, 0};
+  const i64 target = thread * share;
+  if (thread < p.parts && target < total) {
+    int owner = 0;
+#pragma unroll
+    for (int step = kScheduleThreads / 2; step > 0; step /= 2)
+      if (thread_starts[owner + step] <= target) owner += step;
+    int request = owner * per_thread;
+    i64 start = thread_starts[owner];
+    int blocks = blocks_of(p.seqlens[request]);
+    while (start + blocks + p.fixed_cost <= target) {
+      start += blocks + p.fixed_cost;
+      blocks = blocks_of(p.seqlens[++request]);
     }
-    if (first_cut > 0) p.splits[first_cut] = {request, first_cut - 1, last_cut, 0};
-    position = next;
+    bound = thread == 0 ? PartBound{0, 0} : place_cut(p, request, blocks, target - start);
   }
-  // Cuts behind the last request: those parts have nothing to do.
-  for (i64 cut = (total + share - 1) / share + thread; cut <= p.parts; cut += kScheduleThreads)
-    p.bounds[cut] = {p.batch, 0};
-  if (thread == 0) p.bounds[p.parts] = {p.batch, 0};
+  if (thread <= p.parts) {
+    bounds[thread] = bound;
+    p.bounds[thread] = bound;
+  }
+  __syncthreads();
+
+  // A request with cuts inside it is split; its first cut gives it a number, its last cut its last part.
+  const bool inside = thread < p.parts && bound.block > 0;
+  const bool first = inside && !(bounds[thread - 1].block > 0 && bounds[thread - 1].request == bound.request);
+  const bool last = inside && !(bounds[thread + 1].block > 0 && bounds[thread + 1].request == bound.request);
+  i64 splits;
+  const int before = static_cast<int>(block_exclusive_sum(first, warp_values[2], splits));
+  SplitRequest* split = p.splits + before - (first ? 0 : 1);
+  if (first) {
+    split->request = bound.request;
+    split->first_part = thread - 1;
+  }
+  if (last) split->last_part = thread;
+  if (thread == 0) *p.num_splits = static_cast<int>(splits);
 }
 
 }  // namespace cumla

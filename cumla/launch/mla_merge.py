@@ -30,7 +30,9 @@ SPECS = tuple(
     for dtype, tag in (("bfloat16", "Bf16"), ("float16", "Fp16"))
 )
 
-_PARAMS = struct.Struct("<12q8i")
+_BLOCKS_PER_SM = 4  # at most; they walk over the tasks
+
+_PARAMS = struct.Struct("<13q8i")
 
 
 def launch_merge(
@@ -62,6 +64,7 @@ def launch_merge(
     values = (
         buffer + layout.bounds,
         buffer + layout.splits,
+        buffer + layout.num_splits,
         buffer + layout.partial_out,
         buffer + layout.partial_lse,
         out.ptr,
@@ -77,8 +80,9 @@ def launch_merge(
         warps_per_task,
         out.dtype == "float32",
     )
-    blocks = -(-tasks * warps_per_task // _WARPS)
-    launch(kernel, (blocks, key.parts), _PARAMS, values, stream)
+    most_splits = min(key.batch, key.parts - 1)
+    blocks = min(-(-tasks * warps_per_task // _WARPS) * most_splits, _BLOCKS_PER_SM * key.sm_count)
+    launch(kernel, (blocks, 1), _PARAMS, values, stream)
 
 
 def _warps_per_task(key: MLADecodeKey) -> int:

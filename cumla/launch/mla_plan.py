@@ -109,6 +109,7 @@ class PlanLayout:
     seqlens: int
     bounds: int
     splits: int
+    num_splits: int
     partial_lse: int
     partial_out: int
     nbytes: int
@@ -122,6 +123,7 @@ class PlanLayout:
             key.batch * 4,
             (key.parts + 1) * 8,
             key.parts * 16,
+            4,
             rows * 4,
             rows * VALUE_DIM * 4,
         ):

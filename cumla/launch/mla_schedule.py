@@ -34,7 +34,8 @@ FIXED_COST = (
     2  # of a request, or of a piece of one, in KV blocks: query load, first loads, epilogue
 )
 CUT_COST = 2  # of cutting at all, in KV blocks: partial results and their merge
-MIN_BLOCKS = 2  # no piece is smaller
+MIN_BLOCKS = 1  # no piece is smaller
+MIN_SHARE = 4  # of cost: what a part is at least given
 
 MAX_TOKENS = 0x7FFFFFC0  # a request's length is taken to be at most this
 
@@ -48,7 +49,7 @@ SPECS = (
     ),
 )
 
-_PARAMS = struct.Struct("<QqQQQiiiii4x")
+_PARAMS = struct.Struct("<QqQQQQ6i")
 
 
 def launch_schedule(
@@ -76,11 +77,13 @@ def launch_schedule(
         buffer + layout.seqlens,
         buffer + layout.bounds,
         buffer + layout.splits,
+        buffer + layout.num_splits,
         key.batch,
         key.parts,
         FIXED_COST,
         CUT_COST,
         MIN_BLOCKS,
+        MIN_SHARE,
     )
     launch(kernel, (1, 1), _PARAMS, values, stream)
 
@@ -93,8 +96,7 @@ class Schedule(NamedTuple):
     bounds : numpy.ndarray
         ``(parts + 1, 2)`` int32: (request, block) where each part begins; part i ends where i + 1 begins.
     splits : numpy.ndarray
-        ``(parts, 3)`` int32: (request, first part, last part) at the index of the first cut through a request,
-        request -1 elsewhere.
+        ``(requests that are cut, 3)`` int32: (request, first part, last part) in ascending order.
     """
 
     bounds: np.ndarray
@@ -125,31 +127,33 @@ def schedule(cache_seqlens: np.ndarray, parts: int) -> Schedule:
     total = int(ends[-1])
 
     bounds = np.zeros((parts + 1, 2), np.int32)
-    splits = np.zeros((parts, 3), np.int32)
-    splits[:, 0] = -1
+    no_splits = np.zeros((0, 3), np.int32)
 
     group = -(-batch // parts)
     group_starts = np.append(starts[::group], total)
-    share = max(-(-total // parts), MIN_BLOCKS + FIXED_COST)
+    share = max(-(-total // parts), MIN_SHARE)
     if int(np.diff(group_starts).max()) <= share + CUT_COST:
         bounds[:, 0] = np.minimum(np.arange(parts + 1) * group, batch)
-        return Schedule(bounds, splits)
+        return Schedule(bounds, no_splits)
 
     bounds[1:, 0] = batch
-    for cut in range(1, parts):
-        if cut * share >= total:
-            break
+    for cut in range(1, min(parts, -(-total // share))):
         request = int(np.searchsorted(ends, cut * share, side="right"))
-        offset, cost = cut * share - int(starts[request]), int(blocks[request]) + FIXED_COST
-        block = (2 * offset * int(blocks[request]) + cost) // (2 * cost)
-        if block < MIN_BLOCKS:
-            bounds[cut] = request, 0
-        elif blocks[request] - block < MIN_BLOCKS:
-            bounds[cut] = request + 1, 0
-        else:
-            bounds[cut] = request, block
-            first = cut
-            while first > 1 and bounds[first - 1, 0] == request and bounds[first - 1, 1] > 0:
-                first -= 1
-            splits[first] = request, first - 1, cut
-    return Schedule(bounds, splits)
+        bounds[cut] = _place_cut(request, int(blocks[request]), cut * share - int(starts[request]))
+
+    inside = np.flatnonzero(bounds[:, 1] > 0)
+    requests, first = np.unique(bounds[inside, 0], return_index=True)
+    last = np.append(first[1:], len(inside)) - 1
+    splits = np.stack([requests, inside[first] - 1, inside[last]], axis=1) if len(inside) else no_splits
+    return Schedule(bounds, splits.astype(np.int32))
+
+
+def _place_cut(request: int, blocks: int, offset: int) -> tuple[int, int]:
+    """Place a cut that falls ``offset`` into the cost of a request: (request, block), not too near its ends."""
+    cost = blocks + FIXED_COST
+    block = (2 * offset * blocks + cost) // (2 * cost)
+    if block < MIN_BLOCKS:
+        return request, 0
+    if blocks - block < MIN_BLOCKS:
+        return request + 1, 0
+    return request, block

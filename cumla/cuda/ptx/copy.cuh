@@ -21,6 +21,14 @@ __device__ __forceinline__ void tma_load_4d_async(u32 destination, const TensorM
       : "memory");
 }
 
+// PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.prefetch.tensor
+// The same box into L2 only.
+__device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x),
+               "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
+
 // PTX ISA: Data Movement and Conversion Instructions: cp.async
 // Copies 16 bytes, or writes 16 zero bytes when `valid` is false (the source is then not read).
 __device__ __forceinline__ void copy_16_async(u32 destination, const void* source, bool valid) {
