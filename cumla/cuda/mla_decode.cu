@@ -34,7 +34,6 @@ constexpr int kTiles = kHeadDim / 64;
 constexpr int kRopeTile = 8;
 constexpr int kHalfTiles = 4;  // tiles of one half of V
 constexpr int kStages = 2;
-constexpr int kPrefetch = 1;  // blocks of its parity that a loader has L2 fetch ahead of its loads
 constexpr int kStageBytes = kTiles * kTileBytes;
 constexpr int kWarpgroup = 128;
 constexpr int kConsumerBarrier = 1;  // named barriers: both consumers; then one for each consumer
@@ -170,15 +169,18 @@ struct BlockCursor {
   }
 };
 
-// One thread: loads the blocks of one parity into their stage as it becomes free, and has L2 fetch the blocks after
-// them, so that a load waits for L2 and not for DRAM: two stages do not cover that.
+// One thread: loads the blocks of one parity into their stage as it becomes free. Where several row tiles read the same
+// blocks (compute-bound), it also has L2 fetch the block after next, so that a load waits for L2 and not for DRAM; with
+// one row tile (memory-bound) that only lengthens the queue of the copy engine.
 __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
                                         PartBound from, PartBound to, int last_request, int parity) {
   BlockCursor ahead(p, tile, from, to, last_request, parity);
   BlockCursor now = ahead;
   int next_page = now.valid() ? now.page() : 0;
-#pragma unroll 1
-  for (int k = 0; k < kPrefetch && ahead.valid(); ++k) ahead.next();
+  if (p.row_tiles > 1)
+    ahead.next();
+  else
+    ahead.request = last_request + 1;
 #pragma unroll 1
   while (now.valid()) {
     const int page = next_page;
@@ -194,7 +196,7 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
       mbarrier_arrive_expect_tx(barrier, kTileBytes);
       tma_load_4d_async(stage + column * kTileBytes, &p.kv, barrier, column * 64, 0, tile.kv_head, page);
     }
-    if (kPrefetch > 0 && ahead.valid()) {
+    if (ahead.valid()) {
       const int page_ahead = ahead.page();
 #pragma unroll
       for (int k = 0; k < kTiles; ++k) tma_prefetch_4d(&p.kv, k * 64, 0, tile.kv_head, page_ahead);
@@ -447,10 +449,11 @@ struct Consumer {
   __device__ __forceinline__ void compute(const Segment& segment, int t, u32 query_phase) {
     begin(segment);
     int i = (consumer ^ t) & 1;
+    // Also without a block to score: or one loader warp could run a segment ahead of the other.
+    mbarrier_wait(shared.query_full(), query_phase, "the query");
     if (i >= segment.blocks) {
       arrive(shared.query_free());
     } else {
-      mbarrier_wait(shared.query_full(), query_phase, "the query");
       if (i == 0) {
         own_block<false>(segment, 0, t);
         i = 2;

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from cumla.errors import CumlaError
@@ -43,22 +43,41 @@ def launch(
     stream : int
         CUstream handle.
     """
-    driver = _driver()
-    parameters = ctypes.create_string_buffer(layout.size)
+    parameters = _buffer_type(layout.size)()
     layout.pack_into(parameters, 0, *values)
-    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
+    pointers = _Pointers(ctypes.addressof(parameters))
+    spec = kernel.spec
+    config = _config(grid, spec.threads, spec.smem_bytes, stream)
+    (status,) = _driver().cuLaunchKernelEx(config, kernel.handle, ctypes.addressof(pointers), 0)
+    if status:
+        raise CumlaError(f"{spec.entry}: the launch failed with {status.name}")
+
+
+_Pointers = ctypes.c_void_p * 1
+
+
+@cache
+def _buffer_type(size: int) -> Any:
+    return ctypes.c_char * size
+
+
+@lru_cache(maxsize=1024)
+def _config(grid: tuple[int, int], threads: int, smem_bytes: int, stream: int) -> Any:
+    """Make a launch configuration; the driver only reads it, so calls and threads share it."""
+    driver = _driver()
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY = grid
     config.gridDimZ = 1
-    config.blockDimX = kernel.spec.threads
+    config.blockDimX = threads
     config.blockDimY = config.blockDimZ = 1
-    config.sharedMemBytes = kernel.spec.smem_bytes
+    config.sharedMemBytes = smem_bytes
     config.hStream = stream
-    config.attrs = [_overlap_attribute()]
+    config.attrs = [attribute]
     config.numAttrs = 1
-    (status,) = driver.cuLaunchKernelEx(config, kernel.handle, ctypes.addressof(pointers), 0)
-    if status:
-        raise CumlaError(f"{kernel.spec.entry}: the launch failed with {status.name}")
+    return config
 
 
 @cache
@@ -66,12 +85,3 @@ def _driver() -> Any:
     from cuda.bindings import driver
 
     return driver
-
-
-@cache
-def _overlap_attribute() -> Any:
-    driver = _driver()
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
-    return attribute
