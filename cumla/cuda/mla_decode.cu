@@ -10,6 +10,9 @@
 //   consumer 0:  S0 = Q K0   softmax0  O += P0 V0   S2 = Q K2 | O += P1 V1   softmax2  O += P2 V2 ...
 //   consumer 1:              S1 = Q K1 | O += P0 V0  softmax1  O += P1 V1    S3 = Q K3 | O += P2 V2 ...
 //
+// Which of the two left of a softmax comes first is decided by what arrives first: the other consumer's probabilities
+// or the KV block. Waiting for one while the other is there would hold a stage longer than needed.
+//
 // The block counter runs on over the requests of a part: block t belongs to consumer t % 2 and stage t % 2 everywhere.
 //
 // The running maximum is handed on with the probabilities and only moves when a row grows by more than 2^8 over it, so
@@ -436,7 +439,23 @@ struct Consumer {
     arrive(shared.free(consumer, consumer));
   }
 
-  // The last block of the segment, when it belongs to the other consumer.
+  // Waits for the other consumer's probabilities of block t - 1 or for the whole of the own KV block t; whether the
+  // probabilities were first. All four warps get the same answer.
+  __device__ __forceinline__ bool other_comes_first(int t) const {
+    const u32 probabilities_full = shared.probabilities_full(1 - consumer);
+    const u32 last_tile_full = shared.full(consumer, tile_in_order(consumer, kTiles - 1));
+    while (true) {
+      if (any_of_warpgroup(mbarrier_test_wait(probabilities_full, ((t - 1) / 2) & 1))) return true;
+      if (any_of_warpgroup(mbarrier_test_wait(last_tile_full, (t / 2) & 1))) return false;
+    }
+  }
+
+  __device__ __forceinline__ bool any_of_warpgroup(bool predicate) const {
+    return consumer == 0 ? named_barrier_any<kConsumerBarrier + 1, kWarpgroup>(predicate)
+                         : named_barrier_any<kConsumerBarrier + 2, kWarpgroup>(predicate);
+  }
+
+  // A block of the other consumer: probabilities from there.
   __device__ __forceinline__ void other_block(const Segment& segment, int i, int t) {
     adopt(t);
     const int last_token = (segment.begin + i + 1) * kBlockTokens;
@@ -458,7 +477,14 @@ struct Consumer {
         own_block<false>(segment, 0, t);
         i = 2;
       }
-      for (; i < segment.blocks; i += 2) own_block<true>(segment, i, t + i);
+      for (; i < segment.blocks; i += 2) {
+        if (other_comes_first(t + i)) {
+          other_block(segment, i - 1, t + i - 1);
+          own_block<false>(segment, i, t + i);
+        } else {
+          own_block<true>(segment, i, t + i);
+        }
+      }
     }
     if (i == segment.blocks && segment.blocks > 0) other_block(segment, i - 1, t + i - 1);
   }
