@@ -10,8 +10,8 @@
 //   consumer 0:  S0 = Q K0   softmax0  O += P0 V0   S2 = Q K2 | O += P1 V1   softmax2  O += P2 V2 ...
 //   consumer 1:              S1 = Q K1 | O += P0 V0  softmax1  O += P1 V1    S3 = Q K3 | O += P2 V2 ...
 //
-// Which of the two left of a softmax comes first is decided by what arrives first: the other consumer's probabilities
-// or the KV block. Waiting for one while the other is there would hold a stage longer than needed.
+// That is the order where several row tiles read the same blocks: compute-bound, P V of the other's block runs beside
+// the softmax. With one row tile, memory-bound, it comes before Q K, so that its stage is free for the next load earlier.
 //
 // The block counter runs on over the requests of a part: block t belongs to consumer t % 2 and stage t % 2 everywhere.
 //
@@ -439,22 +439,6 @@ struct Consumer {
     arrive(shared.free(consumer, consumer));
   }
 
-  // Waits for the other consumer's probabilities of block t - 1 or for the whole of the own KV block t; whether the
-  // probabilities were first. All four warps get the same answer.
-  __device__ __forceinline__ bool other_comes_first(int t) const {
-    const u32 probabilities_full = shared.probabilities_full(1 - consumer);
-    const u32 last_tile_full = shared.full(consumer, tile_in_order(consumer, kTiles - 1));
-    while (true) {
-      if (any_of_warpgroup(mbarrier_test_wait(probabilities_full, ((t - 1) / 2) & 1))) return true;
-      if (any_of_warpgroup(mbarrier_test_wait(last_tile_full, (t / 2) & 1))) return false;
-    }
-  }
-
-  __device__ __forceinline__ bool any_of_warpgroup(bool predicate) const {
-    return consumer == 0 ? named_barrier_any<kConsumerBarrier + 1, kWarpgroup>(predicate)
-                         : named_barrier_any<kConsumerBarrier + 2, kWarpgroup>(predicate);
-  }
-
   // A block of the other consumer: probabilities from there.
   __device__ __forceinline__ void other_block(const Segment& segment, int i, int t) {
     adopt(t);
@@ -478,7 +462,7 @@ struct Consumer {
         i = 2;
       }
       for (; i < segment.blocks; i += 2) {
-        if (other_comes_first(t + i)) {
+        if (p.row_tiles == 1) {
           other_block(segment, i - 1, t + i - 1);
           own_block<false>(segment, i, t + i);
         } else {

@@ -17,24 +17,6 @@ __device__ __forceinline__ void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
-// PTX ISA: Parallel Synchronization and Communication Instructions: barrier.red
-// Synchronises, and tells all threads whether the predicate holds in any.
-template <int kBarrier, int kThreads>
-__device__ __forceinline__ bool named_barrier_any(bool predicate) {
-  int any;
-  asm volatile(
-      "{\n"
-      ".reg .pred mine, any;\n"
-      "setp.ne.b32 mine, %1, 0;\n"
-      "barrier.cta.red.or.pred any, %2, %3, mine;\n"
-      "selp.b32 %0, 1, 0, any;\n"
-      "}"
-      : "=r"(any)
-      : "r"(static_cast<int>(predicate)), "n"(kBarrier), "n"(kThreads)
-      : "memory");
-  return any != 0;
-}
-
 // PTX ISA: Parallel Synchronization and Communication Instructions: griddepcontrol
 __device__ __forceinline__ void grid_dependency_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
