@@ -172,15 +172,20 @@ struct BlockCursor {
   }
 };
 
-// One thread: loads the blocks of one parity into their stage as it becomes free. Where several row tiles read the same
-// blocks (compute-bound), it also has L2 fetch the block after next, so that a load waits for L2 and not for DRAM; with
-// one row tile (memory-bound) that only lengthens the queue of the copy engine.
+// Whether this CTA has L2 fetch the blocks that are loaded next, so that a load waits for L2 and not for DRAM. That pays
+// where several row tiles read the same blocks (compute-bound); of two tiles one does it for both. With one row tile
+// (memory-bound) it only lengthens the queue of the copy engine.
+__device__ __forceinline__ bool fetches_ahead(const MlaDecodeParams& p) {
+  return p.row_tiles > 2 || (p.row_tiles == 2 && blockIdx.x % 2 == 0);
+}
+
+// One thread: loads the blocks of one parity into their stage as it becomes free.
 __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
                                         PartBound from, PartBound to, int last_request, int parity) {
   BlockCursor ahead(p, tile, from, to, last_request, parity);
   BlockCursor now = ahead;
   int next_page = now.valid() ? now.page() : 0;
-  if (p.row_tiles > 1)
+  if (fetches_ahead(p))
     ahead.next();
   else
     ahead.request = last_request + 1;

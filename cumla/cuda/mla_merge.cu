@@ -13,9 +13,9 @@ namespace cumla {
 
 constexpr int kMergeWarps = 8;
 constexpr int kQuarter = kValueDim / 4;
+constexpr int kEarly = 4;  // partials a warp loads before it knows their weights
 
 struct MlaMergeParams {
-  const PartBound* bounds;
   const SplitRequest* splits;
   const int* num_splits;
   const float* partial_out;
@@ -30,6 +30,7 @@ struct MlaMergeParams {
   int group_rows;  // query rows of one kv head: q_len * heads_per_group
   int heads_per_group;
   int rows;  // query rows of a request: group_rows * num_kv_heads
+  int most_splits;  // records that exist
   int warps_per_task;
   int out_is_float;
 };
@@ -45,41 +46,56 @@ __device__ __forceinline__ void merge_task(const MlaMergeParams& p, const SplitR
   const int kv_head = row / p.group_rows, group_row = row % p.group_rows;
   const int tile = kv_head * p.row_tiles + group_row / kRowTile, tile_row = group_row % kRowTile;
   const int partials = split.last_part - split.first_part + 1;
-  const int first_slot = p.bounds[split.first_part].request == split.request ? 0 : 1;
   auto index_of = [&](int i) {
-    return partial_index(tile, split.first_part + i, i == 0 ? first_slot : 0, p.parts, p.tile_rows) + tile_row;
+    return partial_index(tile, split.first_part + i, i == 0 ? split.first_slot : 0, p.parts, p.tile_rows) + tile_row;
   };
 
+  // Each helper sums a contiguous range of the partials; all know the sum of all weights. The first partials are
+  // loaded before the weights are known.
+  const int share = (partials + p.warps_per_task - 1) / p.warps_per_task;
+  const int begin = helper * share, end = min(begin + share, partials);
+  auto load = [&](int i) {
+    return *reinterpret_cast<const float4*>(p.partial_out + index_of(i) * kValueDim + column);
+  };
   float maximum = -kInfinity, weight_sum = 0.0f;
   float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
   if (active) {
-    for (int i = lane; i < partials; i += 32) maximum = fmaxf(maximum, p.partial_lse[index_of(i)]);
+    float4 early[kEarly];
+#pragma unroll
+    for (int k = 0; k < kEarly; ++k)
+      early[k] = begin + k < end ? load(begin + k) : float4{0.0f, 0.0f, 0.0f, 0.0f};
+
+    const float first_lse = lane < partials ? p.partial_lse[index_of(lane)] : -kInfinity;
+    maximum = first_lse;
+    for (int i = lane + 32; i < partials; i += 32) maximum = fmaxf(maximum, p.partial_lse[index_of(i)]);
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2)
       maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, offset));
     const float reference = maximum == -kInfinity ? 0.0f : maximum;
 
-    // Each helper sums a contiguous range of the partials; all know the sum of all weights.
-    const int share = (partials + p.warps_per_task - 1) / p.warps_per_task;
-    const int begin = helper * share, end = min(begin + share, partials);
+    auto accumulate = [&](float weight, const float4& v) {
+      sum.x += weight * v.x;
+      sum.y += weight * v.y;
+      sum.z += weight * v.z;
+      sum.w += weight * v.w;
+    };
     for (int base = 0; base < partials; base += 32) {
       const int i = base + lane;
-      const float weight = i < partials ? exp2_approx(p.partial_lse[index_of(i)] - reference) : 0.0f;
+      const float lse = base == 0 ? first_lse : i < partials ? p.partial_lse[index_of(i)] : -kInfinity;
+      const float weight = exp2_approx(lse - reference);
       float group_sum = weight;
 #pragma unroll
       for (int offset = 16; offset > 0; offset /= 2)
         group_sum += __shfl_xor_sync(0xffffffffu, group_sum, offset);
       weight_sum += group_sum;
-      const int from = max(begin, base), to = min(end, base + 32);
-#pragma unroll 8
-      for (int k = from; k < to; ++k) {
-        const float w = __shfl_sync(0xffffffffu, weight, k - base);
-        const float4 v = *reinterpret_cast<const float4*>(p.partial_out + index_of(k) * kValueDim + column);
-        sum.x += w * v.x;
-        sum.y += w * v.y;
-        sum.z += w * v.z;
-        sum.w += w * v.w;
+#pragma unroll
+      for (int k = 0; k < kEarly; ++k) {
+        const float w = __shfl_sync(0xffffffffu, weight, (begin + k) % 32);
+        if (begin + k < end && (begin + k) / 32 * 32 == base) accumulate(w, early[k]);
       }
+      const int from = max(begin + kEarly, base), to = min(end, base + 32);
+#pragma unroll 4
+      for (int k = from; k < to; ++k) accumulate(__shfl_sync(0xffffffffu, weight, k - base), load(k));
     }
   }
   if (p.warps_per_task > 1) {
@@ -124,8 +140,9 @@ __device__ void mla_merge(const MlaMergeParams& p) {
   const int tasks_at_once = kMergeWarps / p.warps_per_task;
   const int steps = (4 * p.rows + tasks_at_once - 1) / tasks_at_once;  // of one request
   const int splits = *p.num_splits;
-  for (i64 step = blockIdx.x; step < static_cast<i64>(splits) * steps; step += gridDim.x) {
-    const SplitRequest split = p.splits[step / steps];
+  for (i64 step = blockIdx.x; step < static_cast<i64>(p.most_splits) * steps; step += gridDim.x) {
+    const SplitRequest split = p.splits[step / steps];  // together with their number, and then perhaps of no use
+    if (step >= static_cast<i64>(splits) * steps) return;
     const int task = static_cast<int>(step % steps) * tasks_at_once + warp / p.warps_per_task;
     merge_task<T>(p, split, task, warp % p.warps_per_task, shared_sums);
   }

@@ -27,7 +27,7 @@ struct SplitRequest {
   int request;
   int first_part;
   int last_part;
-  int unused;
+  int first_slot;  // of its partial result in first_part; 0 in the others
 };
 
 __device__ __forceinline__ int blocks_of(int tokens) {

@@ -91,6 +91,8 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
   grid_dependency_launch();
   grid_dependency_wait();
 
+  if (threadIdx.x < p.parts) p.splits[threadIdx.x] = {-1, 0, 0, 0};  // mla_merge looks at unused ones, too
+
   // A thread takes consecutive requests.
   const int thread = threadIdx.x;
   const int per_thread = (p.batch + kScheduleThreads - 1) / kScheduleThreads;
@@ -161,6 +163,7 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
   if (first) {
     split->request = bound.request;
     split->first_part = thread - 1;
+    split->first_slot = bounds[thread - 1].request == bound.request ? 0 : 1;
   }
   if (last) split->last_part = thread;
   if (thread == 0) *p.num_splits = static_cast<int>(splits);

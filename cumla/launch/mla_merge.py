@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["SPECS", "launch_merge"]
 
 _WARPS = 8  # of a thread block
+_BLOCKS_PER_SM = 4  # that walk over the tasks
 _TASKS_PER_ROW = 4  # a task is a quarter of a row's columns
 
 SPECS = tuple(
@@ -26,13 +27,12 @@ SPECS = tuple(
         function=f"mla_merge<{tag}>",
         params="MlaMergeParams",
         threads=32 * _WARPS,
+        min_blocks=_BLOCKS_PER_SM,
     )
     for dtype, tag in (("bfloat16", "Bf16"), ("float16", "Fp16"))
 )
 
-_BLOCKS_PER_SM = 4  # at most; they walk over the tasks
-
-_PARAMS = struct.Struct("<13q8i")
+_PARAMS = struct.Struct("<12q9i4x")
 
 
 def launch_merge(
@@ -59,10 +59,10 @@ def launch_merge(
         CUstream handle.
     """
     layout = key.layout
-    warps_per_task = _warps_per_task(key)
+    most_splits = min(key.batch, key.parts - 1)
     tasks = key.q_len * key.num_heads * _TASKS_PER_ROW
+    warps_per_task = _warps_per_task(key, tasks * most_splits)
     values = (
-        buffer + layout.bounds,
         buffer + layout.splits,
         buffer + layout.num_splits,
         buffer + layout.partial_out,
@@ -77,15 +77,15 @@ def launch_merge(
         key.group_rows,
         key.heads_per_group,
         key.q_len * key.num_heads,
+        most_splits,
         warps_per_task,
         out.dtype == "float32",
     )
-    most_splits = min(key.batch, key.parts - 1)
     blocks = min(-(-tasks * warps_per_task // _WARPS) * most_splits, _BLOCKS_PER_SM * key.sm_count)
     launch(kernel, (blocks, 1), _PARAMS, values, stream)
 
 
-def _warps_per_task(key: MLADecodeKey) -> int:
-    """Warps that share a task: as many as a request has partial results on average, up to a whole block."""
-    partials = key.parts // key.batch
-    return next(warps for warps in (8, 4, 2, 1) if warps <= max(partials, 1))
+def _warps_per_task(key: MLADecodeKey, tasks: int) -> int:
+    """Warps that share a task: a block's at most, no more than the GPU holds or a request has partials."""
+    enough = min(_BLOCKS_PER_SM * key.sm_count * _WARPS // tasks, key.parts // key.batch)
+    return next(warps for warps in (8, 4, 2, 1) if warps <= max(enough, 1))
