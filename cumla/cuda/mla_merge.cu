@@ -46,8 +46,10 @@ __device__ __forceinline__ void merge_task(const MlaMergeParams& p, const SplitR
   const int kv_head = row / p.group_rows, group_row = row % p.group_rows;
   const int tile = kv_head * p.row_tiles + group_row / kRowTile, tile_row = group_row % kRowTile;
   const int partials = split.last_part - split.first_part + 1;
+  // Row number of partial i; that of the first part may be in its second slot.
+  const int first_row = static_cast<int>(partial_index(tile, split.first_part, 0, p.parts, p.tile_rows)) + tile_row;
   auto index_of = [&](int i) {
-    return partial_index(tile, split.first_part + i, i == 0 ? split.first_slot : 0, p.parts, p.tile_rows) + tile_row;
+    return first_row + p.tile_rows * (i == 0 ? split.first_slot : 2 * i);
   };
 
   // Each helper sums a contiguous range of the partials; all know the sum of all weights. The first partials are
@@ -55,7 +57,7 @@ __device__ __forceinline__ void merge_task(const MlaMergeParams& p, const SplitR
   const int share = (partials + p.warps_per_task - 1) / p.warps_per_task;
   const int begin = helper * share, end = min(begin + share, partials);
   auto load = [&](int i) {
-    return *reinterpret_cast<const float4*>(p.partial_out + index_of(i) * kValueDim + column);
+    return *reinterpret_cast<const float4*>(p.partial_out + static_cast<i64>(index_of(i)) * kValueDim + column);
   };
   float maximum = -kInfinity, weight_sum = 0.0f;
   float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
