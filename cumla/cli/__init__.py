@@ -8,6 +8,7 @@ A command is a module of this package with `add_parser(subparsers)`, which sets 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -39,9 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         import_module(f"cumla.cli.{name}").add_parser(subparsers)
     args = parser.parse_args(argv)
     try:
-        return int(args.func(args))
+        code = int(args.func(args))
+        sys.stdout.flush()
+        return code
     except CumlaError as error:
         print(f"cumla {args.command}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of `cumla info | head -1` has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130

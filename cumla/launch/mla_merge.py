@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["SPECS", "launch_merge"]
 
 _WARPS = 8  # of a thread block
-_BLOCKS_PER_SM = 3  # that walk over the tasks
+_BLOCKS_PER_SM = 2  # that walk over the tasks
 _TASKS_PER_ROW = 4  # a task is a quarter of a row's columns
 
 SPECS = tuple(

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+import cumla
+from cumla.cli import COMMANDS, info, main
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"\n    {name} " in text for name in COMMANDS)
+
+
+def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (cumla.UnsupportedDeviceError("found a GPU"), 1, "cumla info: found a GPU\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_that_need_no_traceback(
+    error: BaseException,
+    code: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(args: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(info, "run", fail)
+    assert main(["info"]) == code
+    assert capsys.readouterr().err == message
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(args: argparse.Namespace) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(info, "run", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["info"])
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "cumla", "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 1
