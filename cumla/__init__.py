@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Raw CUDA kernels for Multi-head Latent Attention on NVIDIA Hopper.
 
-Arrays of CuPy, PyTorch, JAX and NumPy go in and come out; kernels are compiled when first used. Importing this
-package touches no GPU.
+Arrays of CuPy, PyTorch, JAX and NumPy go in and come out; kernels are compiled when first used.
+Importing this package touches no GPU.
 """
 
 from __future__ import annotations

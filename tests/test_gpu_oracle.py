@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cumla import reference
+from cumla.launch import module
 from tests import tolerance
 from tests.gpu import oracle, variants
 from tests.gpu.cases import (
@@ -283,6 +284,14 @@ def test_a_fault_is_noticed(fault: str) -> None:
 def test_the_edits_of_the_kernels_still_apply(edits: tuple[variants.Edit, ...]) -> None:
     text = variants.edited_text(*edits)
     assert all(edit.new in text for edit in edits)
+
+
+def test_what_the_edited_kernels_go_through_is_there() -> None:
+    assert callable(module._compile)
+    assert callable(module._ready)
+    assert isinstance(module._loaded, dict)
+    for stem in variants.BFLOAT16_ENTRIES:
+        assert variants.spec_of(stem).stem == stem
 
 
 def test_an_edit_that_does_not_apply_says_so() -> None:

@@ -155,7 +155,7 @@ def _us(time: float | None) -> str:
 
 
 def _schedule(results: Results) -> Table:
-    titles = ["schedule: batch", "kv_len", "lengths", "us", "over an empty kernel", "FlashMLA us"]
+    titles = ["schedule: batch", "kv_len", "lengths", "us", "over empty", "FlashMLA, unscaled"]
     empty = results["ceilings"]["empty_kernel_us"]
     return [
         titles,

@@ -56,6 +56,9 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"cumla bench: {error}", file=sys.stderr)
         return 1
+    for path in (args.json, args.csv):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
     results = _measure(chosen, args.json)
     if args.csv is not None:
         args.csv.write_text(report.to_csv(results), encoding="utf-8")

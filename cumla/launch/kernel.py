@@ -27,8 +27,8 @@ def launch(
 ) -> None:
     """Launch a kernel that takes one struct by value.
 
-    The launch may overlap the tail of the kernel before it in the stream (programmatic dependent launch):
-    every kernel of ours executes ``griddepcontrol.wait`` before it touches memory.
+    The launch may overlap the tail of the kernel before it in the stream (programmatic dependent
+    launch): every kernel of ours executes ``griddepcontrol.wait`` before it touches memory.
 
     Parameters
     ----------

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import struct
-from math import log2, e
+from math import e, log2
 from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import launch
@@ -47,7 +47,7 @@ def launch_decode(
     softmax_scale: float,
     stream: int,
 ) -> None:
-    """Attend to the blocks of every part; whole requests go to out and lse, split ones to the plan's buffer.
+    """Attend to the blocks of every part; results of split requests go to the plan's buffer.
 
     Parameters
     ----------

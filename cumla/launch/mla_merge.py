@@ -43,7 +43,7 @@ def launch_merge(
     lse: ArrayView,
     stream: int,
 ) -> None:
-    """Merge what :func:`~cumla.launch.mla_decode.launch_decode` left of split requests into out and lse.
+    """Merge the partial results of split requests into out and lse.
 
     Parameters
     ----------
@@ -86,6 +86,6 @@ def launch_merge(
 
 
 def _warps_per_task(key: MLADecodeKey, tasks: int) -> int:
-    """Warps that share a task: a block's at most, no more than the GPU holds or a request has partials."""
+    """Warps that share a task: no more than the GPU holds, or than a request has partials."""
     enough = min(_BLOCKS_PER_SM * key.sm_count * _WARPS // tasks, key.parts // key.batch)
     return next(warps for warps in (8, 4, 2, 1) if warps <= max(enough, 1))

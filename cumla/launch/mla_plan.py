@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows from the shape of an MLA decode call alone: tiles, parts, and the layout of a plan's buffer.
+"""What follows from the shape of a call alone: tiles, parts, and the layout of a plan's buffer.
 
-Everything here is a pure function of the key; cumla/cuda/mla_plan.cuh holds the device's side of the terms.
+Everything here is a pure function of the key; cumla/cuda/mla_plan.cuh holds the device's side of
+the terms.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class MLADecodeKey:
     def parts(self) -> int:
         """Shares into which the KV blocks of all requests are dealt.
 
-        As many as fill the multiprocessors once; where that leaves more than a tenth of them idle, up to three
-        waves.
+        As many as fill the multiprocessors once; where that leaves more than a tenth of them idle,
+        up to three waves.
         """
         once = max(1, self.sm_count // self.tiles)
         best, best_fill = once, 0.0

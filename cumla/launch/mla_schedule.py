@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of cuda/mla_schedule.cu: deals the KV blocks of all requests out to parts, on the device.
+"""Launcher of cuda/mla_schedule.cu: deals the KV blocks of all requests out to parts.
 
 :func:`schedule` is the same arithmetic in NumPy: the kernel's oracle.
 """
@@ -94,7 +94,8 @@ class Schedule(NamedTuple):
     Attributes
     ----------
     bounds : numpy.ndarray
-        ``(parts + 1, 2)`` int32: (request, block) where each part begins; part i ends where i + 1 begins.
+        ``(parts + 1, 2)`` int32: (request, block) where each part begins; part i ends where i + 1
+        begins.
     splits : numpy.ndarray
         ``(requests that are cut, 3)`` int32: (request, first part, last part) in ascending order.
     """
@@ -116,8 +117,8 @@ def schedule(cache_seqlens: np.ndarray, parts: int) -> Schedule:
     Returns
     -------
     Schedule
-        Whole requests where that is no dearer, else equal shares of the summed cost with requests cut where a
-        share ends.
+        Whole requests where that is no dearer, else equal shares of the summed cost with requests
+        cut where a share ends.
     """
     lengths = np.clip(np.asarray(cache_seqlens, np.int64), 0, MAX_TOKENS)
     batch = len(lengths)
@@ -143,13 +144,15 @@ def schedule(cache_seqlens: np.ndarray, parts: int) -> Schedule:
 
     inside = np.flatnonzero(bounds[:, 1] > 0)
     requests, first = np.unique(bounds[inside, 0], return_index=True)
+    if not len(inside):
+        return Schedule(bounds, no_splits)
     last = np.append(first[1:], len(inside)) - 1
-    splits = np.stack([requests, inside[first] - 1, inside[last]], axis=1) if len(inside) else no_splits
+    splits = np.stack([requests, inside[first] - 1, inside[last]], axis=1)
     return Schedule(bounds, splits.astype(np.int32))
 
 
 def _place_cut(request: int, blocks: int, offset: int) -> tuple[int, int]:
-    """Place a cut that falls ``offset`` into the cost of a request: (request, block), not too near its ends."""
+    """Place a cut that falls ``offset`` into the cost of a request: (request, block)."""
     cost = blocks + FIXED_COST
     block = (2 * offset * blocks + cost) // (2 * cost)
     if block < MIN_BLOCKS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TMA descriptors ("tensor maps"): 128 bytes that tell the copy engine how an array lies in memory."""
+"""TMA descriptors ("tensor maps"): 128 bytes that tell the copy engine how an array lies."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def paged_kv_map(
 ) -> bytes:
     """Describe a paged KV cache as (head_dim, page_size, num_kv_heads, num_pages), innermost first.
 
-    One load brings ``box_rows`` rows x 64 columns of one head of one page into shared memory with the
-    128-byte swizzle; coordinates outside the array bring zeros. Descriptors are cached by all arguments: a
-    cache that stays where it is costs one dictionary look-up a call.
+    One load brings ``box_rows`` rows x 64 columns of one head of one page into shared memory with
+    the 128-byte swizzle; coordinates outside the array bring zeros. Descriptors are cached by all
+    arguments: a cache that stays where it is costs one dictionary look-up a call.
 
     Parameters
     ----------
@@ -77,7 +77,8 @@ def paged_kv_map(
     )
     if status:
         raise CumlaError(
-            f"kv_cache: the driver refused a tensor map with {status.name} (sizes {sizes}, byte strides {usable})"
+            f"kv_cache: the driver refused a tensor map with {status.name} (sizes {sizes}, byte "
+            f"strides {usable}); make a contiguous copy"
         )
     return ctypes.string_at(descriptor.getPtr(), 128)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import io
 import json
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from cumla import cli
 from cumla.bench import ceilings, dense, host, run, start
 from cumla.bench.cases import Case
 from cumla.bench.dense import CheckError, Workbench, check
+from cumla.bench.gpu import Gpu
 from cumla.bench.report import to_csv, to_markdown, to_text
 from cumla.errors import CumlaError
 from tests.bench.fake_gpu import LAUNCH_US, FakeGpu
@@ -152,6 +154,13 @@ def test_graph_goes_round_caches_of_their_own(fake):
     ]
 
 
+def test_fake_gpu_has_the_methods_of_the_real_one():
+    for name, method in vars(Gpu).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            real, fake = (inspect.signature(kind.__dict__[name]) for kind in (Gpu, FakeGpu))
+            assert list(real.parameters) == list(fake.parameters), name
+
+
 def test_sampled_rows_hold_the_corners():
     rows = dense._sample(Case(128, 2, 128, 1024))
     assert 510 <= len(rows) <= 512
@@ -220,7 +229,7 @@ def test_csv(results):
 
 
 def test_command_writes_files(fake, tmp_path, capsys):
-    files = (tmp_path / "results.json", tmp_path / "results.csv")
+    files = (tmp_path / "new" / "results.json", tmp_path / "results.csv")
     assert cli.main(["bench", "--json", str(files[0]), "--csv", str(files[1])]) == 0
     said = capsys.readouterr()
     assert "b2-s2-h3-kv128: " in said.err

@@ -157,7 +157,7 @@ def check_out(
     rows = xp.where(
         positive,
         xp.sqrt(error_squares / xp.where(positive, squares, 1.0)),
-        xp.where(error_squares > 0, np.inf, 0.0),
+        xp.where(error_squares > 0, xp.full_like(squares, np.inf), xp.zeros_like(squares)),
     )
     norms = float((got * got).sum(axis=-1).sum() + squares.sum())
     figures = {

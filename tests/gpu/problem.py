@@ -72,11 +72,10 @@ class Guarded:
         self.bits_type = xp.uint32 if dtype == "float32" else xp.uint16
         size = int(np.prod(shape))
         # all ones: a NaN of every float type, in the array and in the guards
-        ones = int(np.iinfo(np.dtype(self.bits_type)).max)
-        self.base = xp.full(size + 2 * GUARD, ones, dtype=self.bits_type)
+        self.ones = np.uint32(0xFFFFFFFF) if dtype == "float32" else np.uint16(0xFFFF)
+        self.base = xp.full(size + 2 * GUARD, self.ones, dtype=self.bits_type)
         self.bits = self.base[GUARD : GUARD + size].reshape(shape)
         self.array = typed(self.bits, dtype)
-        self.ones = ones
 
     def repoison(self) -> None:
         """Make everything NaN again."""

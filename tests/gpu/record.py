@@ -14,6 +14,7 @@ import io
 import json
 import platform
 import re
+import subprocess
 import tokenize
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -153,12 +154,13 @@ def machine() -> dict[str, Any]:
 
 
 def _driver_version() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     try:
-        text = Path("/proc/driver/nvidia/version").read_text("utf-8")
-    except OSError:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return "unknown"
-    match = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
-    return match[1] if match else "unknown"
 
 
 def _version(name: str) -> str:

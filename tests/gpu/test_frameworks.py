@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from typing import Any
@@ -151,6 +152,7 @@ def test_torch_plan_updated_and_run_in_jax_company(torch: Any, jax: Any) -> None
 # --- JAX's own order of things -------------------------------------------------------------------
 
 
+@functools.cache
 def slow_copy(jax: Any) -> Any:
     """A jitted identity that takes some 10 ms of matrix products first."""
     jnp = jax.numpy

@@ -122,7 +122,7 @@ def test_a_step_of_several_layers_and_then_longer_steps() -> None:
 def test_the_lengths_of_the_last_update_count() -> None:
     problem = make_problem(cp, Case(batch=3), np.array([500, 20, 3000]))
     updated = np.array([130, 20, 2500], dtype=np.int32)
-    lengths = cp.asarray(updated)
+    lengths = cp.array(updated)
     plan = make_plan(problem)
     plan.update(lengths)
     lengths[...] = problem.cache_seqlens  # changed since: not what this run attends to

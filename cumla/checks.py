@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the arguments of dense MLA attention must look like; all of it before anything is allocated.
+
+A message names the argument, what was needed, what came and the way out. The checks look at shapes,
+strides, dtypes and addresses; :func:`check_data`, the check mode, looks at values on the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from cumla.launch.device import import_cupy
+from cumla.launch.mla_plan import BLOCK_TOKENS, HEAD_DIM, VALUE_DIM
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cumla.arrays import ArrayView, Call
+
+__all__ = [
+    "DTYPES",
+    "Arguments",
+    "check_data",
+    "check_dtype",
+    "check_query_and_cache",
+    "check_seqlens",
+    "check_shape_numbers",
+    "check_workspace",
+    "checked_arguments",
+    "checked_scale",
+    "misaligned",
+    "with_kv_head_axis",
+]
+
+_log = logging.getLogger(__name__)
+
+DTYPES = ("bfloat16", "float16")  # of q and kv_cache
+_ALIGNMENT = 16  # bytes: of addresses and strides, what the copy engine moves
+_SCALES = (1e-30, 1e30)  # of the scores: products with them stay normal float32 numbers
+
+
+class Arguments(NamedTuple):
+    """Checked views of one call; kv_cache with its head axis."""
+
+    q: ArrayView
+    kv_cache: ArrayView
+    block_table: ArrayView
+    cache_seqlens: ArrayView
+    out: ArrayView | None
+    lse: ArrayView | None
+
+
+def checked_scale(softmax_scale: Any) -> float:
+    """Return the factor of the scores as a float; 576 ** -0.5 for None."""
+    if softmax_scale is None:
+        return float(HEAD_DIM**-0.5)
+    if not isinstance(softmax_scale, Real):
+        raise TypeError(
+            f"softmax_scale: needs a Python or NumPy number, got "
+            f"{type(softmax_scale).__qualname__}; an array on a GPU would have to be waited for, "
+            f"so pass float(...) of it once"
+        )
+    scale = float(softmax_scale)
+    low, high = _SCALES
+    if not low <= scale <= high:
+        raise ValueError(
+            f"softmax_scale: needs a number from {low} to {high}, got {scale}; put any other "
+            f"factor into q"
+        )
+    return scale
+
+
+def checked_arguments(call: Call) -> Arguments:
+    """Check the views of one call against each other."""
+    q, kv_cache, block_table, cache_seqlens, out, lse = call.views
+    if q is None or kv_cache is None or block_table is None or cache_seqlens is None:
+        raise TypeError("q, kv_cache, block_table, cache_seqlens: need arrays, got None")
+    kv_cache = with_kv_head_axis(kv_cache)
+    check_query_and_cache(q, kv_cache)
+    batch, q_len, num_heads, _ = q.shape
+    _check_layout("q", q)
+    _check_layout("kv_cache", kv_cache)
+    _check_block_table(block_table, batch)
+    check_seqlens(cache_seqlens, batch)
+    if out is not None:
+        _check_output("out", out, (batch, q_len, num_heads, VALUE_DIM), (q.dtype, "float32"))
+        _check_layout("out", out)
+    if lse is not None:
+        _check_output("lse", lse, (batch, num_heads, q_len), ("float32",))
+        _check_elements("lse", lse)
+    return Arguments(q, kv_cache, block_table, cache_seqlens, out, lse)
+
+
+def with_kv_head_axis(kv_cache: ArrayView) -> ArrayView:
+    """Take (num_pages, page_size, 576) for a cache of one kv head."""
+    if len(kv_cache.shape) != 3:
+        return kv_cache
+    pages, rows, columns = kv_cache.shape
+    page_stride, row_stride, stride = kv_cache.strides
+    return kv_cache._replace(
+        shape=(pages, rows, 1, columns), strides=(page_stride, row_stride, row_stride, stride)
+    )
+
+
+def check_query_and_cache(q: ArrayView, kv_cache: ArrayView) -> None:
+    """Check ranks, dtypes and sizes; kv_cache with its head axis."""
+    if len(q.shape) != 4:
+        raise ValueError(
+            f"q: needs 4 axes (batch, q_len, num_heads, {HEAD_DIM}), got shape {q.shape}; reshape "
+            f"it, with q_len 1 where each request has one query"
+        )
+    if len(kv_cache.shape) != 4:
+        raise ValueError(
+            f"kv_cache: needs axes (num_pages, page_size, num_kv_heads, {HEAD_DIM}), or the same "
+            f"without num_kv_heads, got shape {kv_cache.shape}; reshape it"
+        )
+    check_dtype("q", q.dtype)
+    if kv_cache.dtype != q.dtype:
+        raise TypeError(
+            f"kv_cache: needs q's dtype {q.dtype}, got {kv_cache.dtype}; convert one of them"
+        )
+    for name, view in (("q", q), ("kv_cache", kv_cache)):
+        if view.shape[3] != HEAD_DIM:
+            raise ValueError(
+                f"{name}: needs a last axis of {HEAD_DIM} ({VALUE_DIM} latent + "
+                f"{HEAD_DIM - VALUE_DIM} RoPE), got shape {view.shape}; join the two parts in one "
+                f"array, the latent one first"
+            )
+        if 0 in view.shape:
+            raise ValueError(
+                f"{name}: needs at least one element on every axis, got shape {view.shape}; skip "
+                f"the call where there is nothing to attend"
+            )
+    _check_heads(q.shape[2], kv_cache.shape[2])
+    _check_page_size("kv_cache", kv_cache.shape[1])
+
+
+def check_dtype(name: str, dtype: str) -> None:
+    """Check that queries and caches of this dtype are supported."""
+    if dtype not in DTYPES:
+        raise TypeError(f"{name}: needs {' or '.join(DTYPES)}, got {dtype}; convert it first")
+
+
+def check_seqlens(view: ArrayView, batch: int) -> None:
+    """Check the lengths' array."""
+    _check_int32("cache_seqlens", view, "(batch,)", (batch,))
+
+
+def check_shape_numbers(
+    batch: int, q_len: int, num_heads: int, num_kv_heads: int, page_size: int, dtype: str
+) -> None:
+    """Check a shape that was given in numbers, to make a plan for it."""
+    numbers = {
+        "batch": batch,
+        "q_len": q_len,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+    }
+    for name, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}: needs an int, got {type(value).__qualname__}; convert it")
+        if value < 1:
+            raise ValueError(f"{name}: needs a number from 1, got {value}; nothing to plan for")
+    _check_heads(num_heads, num_kv_heads)
+    _check_page_size("page_size", page_size)
+    check_dtype("dtype", dtype)
+
+
+def check_workspace(view: ArrayView, nbytes: int) -> None:
+    """Check the array that is to be a plan's buffer."""
+    if view.dtype != "uint8" or len(view.shape) != 1 or view.strides[0] != 1:
+        raise ValueError(
+            f"workspace: needs a contiguous one-dimensional uint8 array, got {view.dtype} of shape "
+            f"{view.shape} and byte strides {view.strides}; allocate one for it"
+        )
+    if view.shape[0] < nbytes:
+        raise ValueError(
+            f"workspace: needs {nbytes} bytes, got {view.shape[0]}; ask "
+            f"MLADecodePlan.workspace_bytes for the size"
+        )
+    if view.ptr % 256:
+        raise ValueError(
+            f"workspace: needs an address that is a multiple of 256, got {view.ptr:#x}; allocate "
+            f"it on its own, or slice at such multiples"
+        )
+
+
+def misaligned(views: Sequence[ArrayView | None]) -> bool:
+    """Tell whether q, kv_cache or out lies where :func:`checked_arguments` would refuse it."""
+    q, kv_cache, _, _, out, _ = views
+    return (
+        q is None or kv_cache is None or bool((q.ptr | kv_cache.ptr | (out.ptr if out else 0)) & 15)
+    )
+
+
+def _check_heads(num_heads: int, num_kv_heads: int) -> None:
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads: needs a multiple of num_kv_heads, got {num_heads} query heads and "
+            f"{num_kv_heads} kv heads; pad the query heads"
+        )
+
+
+def _check_page_size(name: str, page_size: int) -> None:
+    if page_size != BLOCK_TOKENS:
+        raise ValueError(
+            f"{name}: needs a page size of {BLOCK_TOKENS} tokens, the only one that this release "
+            f"serves, got {page_size}; allocate the cache in pages of {BLOCK_TOKENS}"
+        )
+
+
+def _check_layout(name: str, view: ArrayView) -> None:
+    """Last axis contiguous; the address and every other stride a multiple of 16 bytes."""
+    itemsize = 4 if view.dtype == "float32" else 2
+    if view.strides[-1] != itemsize:
+        raise ValueError(
+            f"{name}: needs a contiguous last axis, got a stride of {view.strides[-1]} bytes for "
+            f"{itemsize}-byte elements; make a contiguous copy"
+        )
+    if view.ptr % _ALIGNMENT:
+        raise ValueError(
+            f"{name}: needs an address that is a multiple of {_ALIGNMENT} bytes, got "
+            f"{view.ptr:#x}; copy the array, or slice it at such a multiple"
+        )
+    for axis, (size, stride) in enumerate(zip(view.shape[:-1], view.strides, strict=False)):
+        if size > 1 and (stride % _ALIGNMENT or stride < 0):
+            raise ValueError(
+                f"{name}: needs strides that are multiples of {_ALIGNMENT} bytes and not negative, "
+                f"got {stride} on axis {axis}; pad the rows, or make a contiguous copy"
+            )
+
+
+def _check_elements(name: str, view: ArrayView) -> None:
+    """Four-byte elements that lie at multiples of four bytes."""
+    if view.ptr % 4 or any(stride % 4 for stride in view.strides):
+        raise ValueError(
+            f"{name}: needs an address and strides that are multiples of 4 bytes, got address "
+            f"{view.ptr:#x} and strides {view.strides}; copy it"
+        )
+
+
+def _check_int32(name: str, view: ArrayView, axes: str, shape: tuple[int | None, ...]) -> None:
+    if view.dtype != "int32":
+        raise TypeError(f"{name}: needs int32, got {view.dtype}; convert it first")
+    fits = len(view.shape) == len(shape) and all(
+        wanted in (None, got) for wanted, got in zip(shape, view.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"{name}: needs shape {axes} with batch {shape[0]}, got {view.shape}; give each "
+            f"request of the batch its entry"
+        )
+    _check_elements(name, view)
+
+
+def _check_block_table(view: ArrayView, batch: int) -> None:
+    _check_int32("block_table", view, "(batch, max_pages)", (batch, None))
+    if view.shape[1] > 1 and view.strides[1] != 4:
+        raise ValueError(
+            f"block_table: needs contiguous rows, got a stride of {view.strides[1]} bytes on the "
+            f"last axis; make a contiguous copy"
+        )
+
+
+def _check_output(
+    name: str, view: ArrayView, shape: tuple[int, ...], dtypes: tuple[str, ...]
+) -> None:
+    if view.dtype not in dtypes:
+        raise TypeError(
+            f"{name}: needs {' or '.join(dtypes)}, got {view.dtype}; allocate it so or leave it out"
+        )
+    if view.shape != shape:
+        raise ValueError(
+            f"{name}: needs shape {shape}, got {view.shape}; allocate it so or leave it out"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(shape, view.strides, strict=True)):
+        raise ValueError(
+            f"{name}: needs memory of its own for each element, got a broadcast array with strides "
+            f"{view.strides}; copy it"
+        )
+
+
+# Check mode: CUMLA_CHECK=1 looks at what the kernels take on trust.
+
+
+def check_data(call: Call, arguments: Arguments) -> None:
+    """Copy lengths and page numbers to the host and name the first that is out of range.
+
+    Does nothing unless the environment variable CUMLA_CHECK asks for it: it waits for the stream.
+    """
+    if os.environ.get("CUMLA_CHECK", "0") in ("", "0"):
+        return
+    if call.capturing:
+        _log.warning("CUMLA_CHECK: nothing can be checked while the stream is being captured")
+        return
+    lengths = _copy_to_host(arguments.cache_seqlens, call.stream)
+    table = _copy_to_host(arguments.block_table, call.stream)
+    check_values(lengths, table, *arguments.kv_cache.shape[:2])
+
+
+def check_values(
+    lengths: np.ndarray[Any, Any], table: np.ndarray[Any, Any], num_pages: int, page_size: int
+) -> None:
+    """Raise for the first length or used page number that is out of range."""
+    longest = table.shape[1] * page_size
+    wrong = np.flatnonzero((lengths < 0) | (lengths > longest))
+    if wrong.size:
+        i = wrong[0]
+        raise ValueError(
+            f"cache_seqlens[{i}]: needs a length from 0 to max_pages * page_size = {longest}, got "
+            f"{lengths[i]}; the kernels would clamp it"
+        )
+    used = np.arange(table.shape[1]) * page_size < lengths[:, None]
+    bad = np.argwhere(used & ((table < 0) | (table >= num_pages)))
+    if bad.size:
+        i, j = bad[0]
+        raise ValueError(
+            f"block_table[{i}, {j}]: needs a page number from 0 to {num_pages - 1}, got "
+            f"{table[i, j]}; the kernels would read zeros for that page"
+        )
+
+
+def _copy_to_host(view: ArrayView, stream: int) -> np.ndarray[Any, Any]:
+    """Copy an int32 array from the GPU, in the order of the stream, and wait for it."""
+    runtime = import_cupy().cuda.runtime
+    reaches = [(n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True)]
+    if 0 in view.shape:
+        return np.empty(view.shape, np.int32)
+    first = sum(reach for reach in reaches if reach < 0)
+    span = np.empty(sum(abs(reach) for reach in reaches) + 4, np.uint8)
+    runtime.memcpyAsync(
+        span.ctypes.data, view.ptr + first, span.nbytes, runtime.memcpyDeviceToHost, stream
+    )
+    runtime.streamSynchronize(stream)
+    return np.ndarray(view.shape, np.int32, span, offset=-first, strides=view.strides)
