@@ -18,8 +18,6 @@ from cumla.launch.device import import_cupy
 from cumla.launch.mla_plan import BLOCK_TOKENS, HEAD_DIM, VALUE_DIM
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from cumla.arrays import ArrayView, Call
 
 __all__ = [
@@ -27,13 +25,14 @@ __all__ = [
     "Arguments",
     "check_data",
     "check_dtype",
+    "check_mode",
     "check_query_and_cache",
     "check_seqlens",
     "check_shape_numbers",
+    "check_values",
     "check_workspace",
     "checked_arguments",
     "checked_scale",
-    "misaligned",
     "with_kv_head_axis",
 ]
 
@@ -190,14 +189,6 @@ def check_workspace(view: ArrayView, nbytes: int) -> None:
         )
 
 
-def misaligned(views: Sequence[ArrayView | None]) -> bool:
-    """Tell whether q, kv_cache or out lies where :func:`checked_arguments` would refuse it."""
-    q, kv_cache, _, _, out, _ = views
-    return (
-        q is None or kv_cache is None or bool((q.ptr | kv_cache.ptr | (out.ptr if out else 0)) & 15)
-    )
-
-
 def _check_heads(num_heads: int, num_kv_heads: int) -> None:
     if num_heads % num_kv_heads:
         raise ValueError(
@@ -288,12 +279,17 @@ def _check_output(
 # Check mode: CUMLA_CHECK=1 looks at what the kernels take on trust.
 
 
+def check_mode() -> bool:
+    """Tell whether CUMLA_CHECK asks for :func:`check_data`."""
+    return os.environ.get("CUMLA_CHECK", "0") not in ("", "0")
+
+
 def check_data(call: Call, arguments: Arguments) -> None:
     """Copy lengths and page numbers to the host and name the first that is out of range.
 
     Does nothing unless the environment variable CUMLA_CHECK asks for it: it waits for the stream.
     """
-    if os.environ.get("CUMLA_CHECK", "0") in ("", "0"):
+    if not check_mode():
         return
     if call.capturing:
         _log.warning("CUMLA_CHECK: nothing can be checked while the stream is being captured")

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import pytest
 
 import cumla
 from cumla import arrays, mla
+from cumla.launch import KernelSpec
 from cumla.launch import device as launch_device
 from cumla.launch import module as launch_module
 from cumla.launch import source as launch_source
@@ -605,9 +606,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kernels that would be launched; none is loaded."""
     names: list[str] = []
     monkeypatch.setattr(mla, "load", lambda spec, device, *, capturing: spec)
-    monkeypatch.setattr(mla, "launch_schedule", lambda spec, *_: names.append(spec.stem))
-    monkeypatch.setattr(mla, "launch_decode", lambda spec, *_: names.append(spec.stem))
-    monkeypatch.setattr(mla, "launch_merge", lambda spec, *_: names.append(spec.stem))
+
+    def prepare(spec: KernelSpec, *_: object) -> Callable[[], None]:
+        return lambda: names.append(spec.stem)
+
+    monkeypatch.setattr(mla, "prepare_schedule", prepare)
+    monkeypatch.setattr(mla, "prepare_decode", prepare)
+    monkeypatch.setattr(mla, "prepare_merge", prepare)
     return names
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from cumla.errors import UnsupportedDeviceError
 from cumla.launch.device import import_cupy, require_hopper
-from cumla.launch.kernel import launch
+from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.module import load
 from cumla.launch.source import KernelSpec
 
@@ -129,7 +129,7 @@ class Gpu:
     ) -> None:
         """Launch a kernel that takes one struct; compile it the first time."""
         kernel = load(spec, self.ordinal, capturing=lambda: False)
-        launch(kernel, (blocks, 1), layout, values, self.stream.ptr)
+        PreparedLaunch(kernel, (blocks, 1), layout, values, self.stream.ptr)()
 
     def read(self, array: Any) -> None:
         """Read a contiguous array whose size is a multiple of 16 bytes."""

@@ -10,7 +10,14 @@ from typing import Any
 
 from cumla.errors import MissingDependencyError, UnsupportedDeviceError
 
-__all__ = ["DeviceProperties", "import_cupy", "installed_cupy", "properties", "require_hopper"]
+__all__ = [
+    "DeviceProperties",
+    "current_device",
+    "import_cupy",
+    "installed_cupy",
+    "properties",
+    "require_hopper",
+]
 
 # Wheels that bring a module named cupy: two of them overwrite each other's files.
 _CUPY_DISTRIBUTIONS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
@@ -121,6 +128,23 @@ def properties(ordinal: int) -> DeviceProperties:
 _NEEDED = (
     "the kernels need an NVIDIA Hopper GPU of compute capability 9.0 (H100, H200, H800, H20, GH200)"
 )
+
+
+def current_device() -> int:
+    """Return the number of CuPy's current GPU.
+
+    Raises
+    ------
+    UnsupportedDeviceError
+        If there is no GPU, or no driver.
+    MissingDependencyError
+        If CuPy is missing.
+    """
+    runtime = import_cupy().cuda.runtime
+    try:
+        return int(runtime.getDevice())
+    except runtime.CUDARuntimeError as error:
+        raise UnsupportedDeviceError(f"{_NEEDED}, but no GPU can be used ({error})") from error
 
 
 def require_hopper(ordinal: int) -> DeviceProperties:

@@ -15,20 +15,15 @@ if TYPE_CHECKING:
 
     from cumla.launch.module import LoadedKernel
 
-__all__ = ["launch"]
+__all__ = ["PreparedLaunch"]
 
 
-def launch(
-    kernel: LoadedKernel,
-    grid: tuple[int, int],
-    layout: struct.Struct,
-    values: Sequence[Any],
-    stream: int,
-) -> None:
-    """Launch a kernel that takes one struct by value.
+class PreparedLaunch:
+    """A kernel that takes one struct by value, with its struct, grid and stream.
 
-    The launch may overlap the tail of the kernel before it in the stream (programmatic dependent
-    launch): every kernel of ours executes ``griddepcontrol.wait`` before it touches memory.
+    Calling it launches; it can be called any number of times, from any thread. The launch may
+    overlap the tail of the kernel before it in the stream (programmatic dependent launch): every
+    kernel of ours executes ``griddepcontrol.wait`` before it touches memory.
 
     Parameters
     ----------
@@ -43,14 +38,33 @@ def launch(
     stream : int
         CUstream handle.
     """
-    parameters = _buffer_type(layout.size)()
-    layout.pack_into(parameters, 0, *values)
-    pointers = _Pointers(ctypes.addressof(parameters))
-    spec = kernel.spec
-    config = _config(grid, spec.threads, spec.smem_bytes, stream)
-    (status,) = _driver().cuLaunchKernelEx(config, kernel.handle, ctypes.addressof(pointers), 0)
-    if status:
-        raise CumlaError(f"{spec.entry}: the launch failed with {status.name}")
+
+    __slots__ = ("_config", "_entry", "_handle", "_launch", "_owned", "_pointers")
+
+    def __init__(
+        self,
+        kernel: LoadedKernel,
+        grid: tuple[int, int],
+        layout: struct.Struct,
+        values: Sequence[Any],
+        stream: int,
+    ) -> None:
+        parameters = _buffer_type(layout.size)()
+        layout.pack_into(parameters, 0, *values)
+        pointers = _Pointers(ctypes.addressof(parameters))
+        spec = kernel.spec
+        self._launch = _driver().cuLaunchKernelEx
+        self._config = _config(grid, spec.threads, spec.smem_bytes, stream)
+        self._handle = kernel.handle
+        self._pointers = ctypes.addressof(pointers)
+        self._owned = (parameters, pointers)
+        self._entry = spec.entry
+
+    def __call__(self) -> None:
+        """Launch the kernel; raise `CumlaError` if the driver refuses."""
+        (status,) = self._launch(self._config, self._handle, self._pointers, 0)
+        if status:
+            raise CumlaError(f"{self._entry}: the launch failed with {status.name}")
 
 
 _Pointers = ctypes.c_void_p * 1

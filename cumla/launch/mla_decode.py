@@ -7,7 +7,7 @@ import struct
 from math import e, log2
 from typing import TYPE_CHECKING
 
-from cumla.launch.kernel import launch
+from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.mla_plan import BLOCK_TOKENS, HEAD_DIM
 from cumla.launch.source import KernelSpec
 from cumla.launch.tensor_map import paged_kv_map
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cumla.launch.mla_plan import MLADecodeKey
     from cumla.launch.module import LoadedKernel
 
-__all__ = ["SPECS", "launch_decode"]
+__all__ = ["SPECS", "prepare_decode"]
 
 SPECS = tuple(
     KernelSpec(
@@ -35,7 +35,7 @@ _PARAMS = struct.Struct("<128s18q8if12x")
 _LOG2_E = log2(e)
 
 
-def launch_decode(
+def prepare_decode(
     kernel: LoadedKernel,
     key: MLADecodeKey,
     buffer: int,
@@ -46,8 +46,8 @@ def launch_decode(
     lse: ArrayView,
     softmax_scale: float,
     stream: int,
-) -> None:
-    """Attend to the blocks of every part; results of split requests go to the plan's buffer.
+) -> PreparedLaunch:
+    """Prepare to attend to the blocks of every part; split requests go to the plan's buffer.
 
     Parameters
     ----------
@@ -63,6 +63,11 @@ def launch_decode(
         Factor of the scores.
     stream : int
         CUstream handle.
+
+    Returns
+    -------
+    PreparedLaunch
+        To be called.
     """
     num_pages, page_size, num_kv_heads, _ = kv_cache.shape
     page_stride, row_stride, head_stride, _ = kv_cache.strides
@@ -102,4 +107,4 @@ def launch_decode(
         out.dtype == "float32",
         softmax_scale * _LOG2_E,
     )
-    launch(kernel, (key.tiles, key.parts), _PARAMS, values, stream)
+    return PreparedLaunch(kernel, (key.tiles, key.parts), _PARAMS, values, stream)

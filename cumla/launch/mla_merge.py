@@ -6,7 +6,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING
 
-from cumla.launch.kernel import launch
+from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.source import KernelSpec
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cumla.launch.mla_plan import MLADecodeKey
     from cumla.launch.module import LoadedKernel
 
-__all__ = ["SPECS", "launch_merge"]
+__all__ = ["SPECS", "prepare_merge"]
 
 _WARPS = 8  # of a thread block
 _BLOCKS_PER_SM = 2  # that walk over the tasks
@@ -35,15 +35,15 @@ SPECS = tuple(
 _PARAMS = struct.Struct("<12q9i4x")
 
 
-def launch_merge(
+def prepare_merge(
     kernel: LoadedKernel,
     key: MLADecodeKey,
     buffer: int,
     out: ArrayView,
     lse: ArrayView,
     stream: int,
-) -> None:
-    """Merge the partial results of split requests into out and lse.
+) -> PreparedLaunch:
+    """Prepare to merge the partial results of split requests into out and lse.
 
     Parameters
     ----------
@@ -57,6 +57,11 @@ def launch_merge(
         As in :func:`cumla.mla_decode`.
     stream : int
         CUstream handle.
+
+    Returns
+    -------
+    PreparedLaunch
+        To be called.
     """
     layout = key.layout
     most_splits = min(key.batch, key.parts - 1)
@@ -82,7 +87,7 @@ def launch_merge(
         out.dtype == "float32",
     )
     blocks = min(-(-tasks * warps_per_task // _WARPS) * most_splits, _BLOCKS_PER_SM * key.sm_count)
-    launch(kernel, (blocks, 1), _PARAMS, values, stream)
+    return PreparedLaunch(kernel, (blocks, 1), _PARAMS, values, stream)
 
 
 def _warps_per_task(key: MLADecodeKey, tasks: int) -> int:

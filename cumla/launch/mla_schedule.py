@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cumla.launch.kernel import launch
+from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.mla_plan import BLOCK_TOKENS
 from cumla.launch.source import KernelSpec
 
@@ -26,7 +26,7 @@ __all__ = [
     "MIN_BLOCKS",
     "SPECS",
     "Schedule",
-    "launch_schedule",
+    "prepare_schedule",
     "schedule",
 ]
 
@@ -52,10 +52,10 @@ SPECS = (
 _PARAMS = struct.Struct("<QqQQQQ6i")
 
 
-def launch_schedule(
+def prepare_schedule(
     kernel: LoadedKernel, key: MLADecodeKey, buffer: int, cache_seqlens: ArrayView, stream: int
-) -> None:
-    """Compute the schedule for these lengths into the plan's buffer.
+) -> PreparedLaunch:
+    """Prepare to compute the schedule for these lengths into the plan's buffer.
 
     Parameters
     ----------
@@ -69,6 +69,11 @@ def launch_schedule(
         ``(batch,)`` int32.
     stream : int
         CUstream handle.
+
+    Returns
+    -------
+    PreparedLaunch
+        To be called.
     """
     layout = key.layout
     values = (
@@ -85,7 +90,7 @@ def launch_schedule(
         MIN_BLOCKS,
         MIN_SHARE,
     )
-    launch(kernel, (1, 1), _PARAMS, values, stream)
+    return PreparedLaunch(kernel, (1, 1), _PARAMS, values, stream)
 
 
 class Schedule(NamedTuple):
