@@ -7,6 +7,7 @@ GPU arrays are those of a CuPy that has addresses and nothing behind them; nothi
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import subprocess
 import sys
@@ -21,7 +22,8 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import arrays, mla
+from cumla import arrays, checks, mla
+from cumla.arrays import ArrayView
 from cumla.launch import KernelSpec
 from cumla.launch import device as launch_device
 from cumla.launch import module as launch_module
@@ -256,7 +258,15 @@ def test_tables_are_aligned(name: str, shape: tuple[int, ...]) -> None:
 
 def test_lse_is_aligned() -> None:
     lse = np.zeros(4 * 64 + 1, np.uint8)[1:].view("<f4").reshape(2, 16, 2)
-    refuse(ValueError, "lse: ", "aligned elements", f"got address {lse.ctypes.data:#x}", lse=lse)
+    refuse(
+        ValueError,
+        "lse: needs an address and strides that are multiples of 4 bytes",
+        f"got address {lse.ctypes.data:#x} and strides (128, 8, 4)",
+        "; copy it",
+        lse=lse,
+    )
+    odd = np.lib.stride_tricks.as_strided(np.zeros(99, np.float32), (2, 16, 2), (128, 10, 4))
+    refuse(ValueError, "lse: needs an address", "strides (128, 10, 4); copy it", lse=odd)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +275,23 @@ def test_lse_is_aligned() -> None:
 def test_outputs_have_memory_for_every_element(name: str, row: Any) -> None:
     shape = {"out": (2, 2, 16, 512), "lse": (2, 16, 2)}[name]
     array = np.lib.stride_tricks.as_strided(row, shape, (*[0] * (len(shape) - 1), row.itemsize))
-    refuse(ValueError, f"{name}: ", "memory for each element", "broadcast", **{name: array})
+    refuse(
+        ValueError,
+        f"{name}: needs memory of its own for each element",
+        f"got a broadcast array with strides {array.strides}",
+        "; copy it",
+        **{name: array},
+    )
+
+
+def test_out_is_checked_before_lse() -> None:
+    """First what it is, then where it lies; lse after out."""
+    out = np.zeros((2, 2, 16, 1024), BF16)[..., ::2]
+    lse = np.zeros(4 * 64 + 1, np.uint8)[1:].view("<f4").reshape(2, 16, 2)
+    refuse(ValueError, "out: needs a contiguous last axis", out=out, lse=lse)
+    refuse(TypeError, "out: needs bfloat16 or float32", out=out.view(np.int16), lse=lse)
+    refuse(ValueError, "out: needs shape", out=out[:1], lse=lse)
+    refuse(ValueError, "q: needs a contiguous last axis", q=make()["q"].repeat(2, 3)[..., ::2])
 
 
 def test_layouts_that_are_fine() -> None:
@@ -308,9 +334,15 @@ def test_softmax_scale_is_a_number(scale: object) -> None:
     refuse(TypeError, "softmax_scale: ", "number", f"got {kind}", softmax_scale=scale)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.1, float("nan"), float("inf")])
-def test_softmax_scale_is_positive(scale: float) -> None:
-    refuse(ValueError, "softmax_scale: ", "a number from", f"got {scale}", softmax_scale=scale)
+@pytest.mark.parametrize("scale", [0.0, -0.1, 9e-31, 1.1e30, float("nan"), float("inf")])
+def test_softmax_scale_is_positive_and_not_extreme(scale: float) -> None:
+    refuse(
+        ValueError,
+        "softmax_scale: needs a number from 1e-30 to 1e+30",
+        f"got {scale}",
+        "; put any other factor into q",
+        softmax_scale=scale,
+    )
 
 
 def test_plan_is_a_plan() -> None:
@@ -367,12 +399,21 @@ def test_update_checks_the_lengths() -> None:
 
 
 @pytest.mark.parametrize("name", ["batch", "q_len", "num_heads", "num_kv_heads"])
-@pytest.mark.parametrize("value", [0, -1, 2.0])
-def test_numbers_of_a_plan(name: str, value: object) -> None:
+@pytest.mark.parametrize(
+    ("value", "error", "need"),
+    [
+        (0, ValueError, "a number from 1, got 0; nothing to plan for"),
+        (-1, ValueError, "a number from 1, got -1; nothing to plan for"),
+        (2.0, TypeError, "an int, got float; convert it"),
+        (True, TypeError, "an int, got bool; convert it"),
+        (None, TypeError, "an int, got NoneType; convert it"),
+    ],
+)
+def test_numbers_of_a_plan(name: str, value: object, error: type[Exception], need: str) -> None:
     numbers: dict[str, Any] = {"batch": 2, "q_len": 1, "num_heads": 16, name: value}
-    with pytest.raises((ValueError, TypeError), match=f"^{name}: .*got {value!r}"):
+    with pytest.raises(error, match=f"^{name}: needs {need}$"):
         cumla.MLADecodePlan(**numbers, like=make()["q"])
-    with pytest.raises((ValueError, TypeError), match=f"^{name}: .*got {value!r}"):
+    with pytest.raises(error, match=f"^{name}: needs {need}$"):
         cumla.MLADecodePlan.workspace_bytes(**numbers, sm_count=132)
 
 
@@ -393,6 +434,113 @@ def test_other_arguments_of_a_plan(changes: dict[str, Any], message: str) -> Non
 def test_prepare_names_an_unknown_dtype() -> None:
     with pytest.raises((ValueError, TypeError), match=r"^dtypes: .*got float8"):
         cumla.prepare(dtypes=("float8",))
+
+
+# --- check mode -----------------------------------------------------------------------------------
+
+
+def check_values(lengths: list[int], table: list[list[int]], num_pages: int = 10) -> None:
+    """Check values for pages of 64 tokens; every row of the table has as many columns."""
+    rows = np.array(table, np.int32).reshape(len(lengths), -1)
+    checks.check_values(np.array(lengths, np.int32), rows, num_pages, 64)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "table"),
+    [
+        ([0, 128, 65, 64], [[-1, -1], [0, 9], [8, 1], [2, 10]]),  # unused: anything
+        ([0, 0], [[], []]),
+        ([64], [[0]]),
+        ([128, 128], [[3, 3], [3, 3]]),  # pages may be shared
+    ],
+)
+def test_values_that_are_fine(lengths: list[int], table: list[list[int]]) -> None:
+    check_values(lengths, table)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "position", "longest"),
+    [
+        ([5, -1, 7], 1, 128),
+        ([128, 128, 129], 2, 128),
+        ([2**31 - 1, -(2**31), 0], 0, 128),  # the first of several
+        ([0, 0, 1], 2, 0),
+    ],
+)
+def test_lengths_out_of_range(lengths: list[int], position: int, longest: int) -> None:
+    """Named before any page number, wrong as they are here, too."""
+    table = [[-1] * (longest // 64)] * len(lengths)
+    message = (
+        rf"^cache_seqlens\[{position}\]: needs a length from 0 to max_pages \* page_size = "
+        rf"{longest}, got {lengths[position]}; the kernels would clamp it$"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_values(lengths, table)
+
+
+@pytest.mark.parametrize("page", [-1, 10, 2147480000, -(2**31)])
+@pytest.mark.parametrize(
+    ("lengths", "position"),
+    [
+        ([1, 0, 0], (0, 0)),
+        ([64, 64, 65], (2, 1)),  # one token of the last page
+        ([64, 192, 129], (1, 1)),
+        ([0, 129, 192], (1, 2)),
+    ],
+)
+def test_page_numbers_out_of_range(
+    lengths: list[int], position: tuple[int, int], page: int
+) -> None:
+    table = np.tile(np.arange(3), (3, 1))
+    table[2, 2] = 10 if lengths[2] == 192 else 0  # the second of two is not named
+    i, j = position
+    table[i, j] = page
+    message = (
+        rf"^block_table\[{i}, {j}\]: needs a page number from 0 to 9, got {page}; the kernels "
+        rf"would read zeros for that page$"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_values(lengths, table.tolist())
+    lengths[i] = 64 * j  # one token less: nobody reads it
+    table[2, 2] = 0
+    check_values(lengths, table.tolist())
+
+
+@pytest.mark.parametrize(
+    "make_array",
+    [
+        lambda base: base[0, 0],
+        lambda base: base[0, 0, ::3],
+        lambda base: base[0, 0, ::-2],
+        lambda base: base[:, 2, :3],
+        lambda base: base[::-1, 1],
+        lambda base: base[0, 0, :1],
+        lambda base: np.broadcast_to(base[0, 0, :1], (5,)),
+        lambda base: base[0, 0, :0],
+    ],
+)
+def test_check_mode_copies_strided_arrays(
+    make_array: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a copy engine that stays in the memory of the array."""
+    base = np.arange(2 * 3 * 7, dtype=np.int32).reshape(2, 3, 7)
+    array, waited = make_array(base), []
+
+    def copy(target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        assert base.ctypes.data <= source
+        assert source + nbytes <= base.ctypes.data + base.nbytes
+        assert (kind, stream) == (2, 0x77)
+        ctypes.memmove(target, source, nbytes)
+
+    runtime = types.SimpleNamespace(
+        memcpyAsync=copy, memcpyDeviceToHost=2, streamSynchronize=waited.append
+    )
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(checks, "import_cupy", lambda: cupy)
+    view = ArrayView(array.ctypes.data, array.shape, array.strides, "int32", 0)
+    copied = checks._copy_to_host(view, 0x77)
+    np.testing.assert_array_equal(copied, array)
+    assert waited == ([0x77] if array.size else [])
 
 
 # --- frameworks -----------------------------------------------------------------------------------
@@ -691,7 +839,7 @@ def test_plan_on_the_gpu_that_was_never_updated(
     [
         ((1 << 30,), "int8", 0, "^workspace: .*uint8.*got int8"),
         ((1 << 15, 1 << 15), "uint8", 0, "^workspace: .*one-dimensional"),
-        ((100,), "uint8", 0, r"^workspace: needs \d+ bytes .*workspace_bytes.*got 100"),
+        ((100,), "uint8", 0, r"^workspace: needs \d+ bytes, got 100; ask .*workspace_bytes"),
         ((1 << 30,), "uint8", 128, "^workspace: .*multiple of 256.*got 0x1080"),
     ],
 )
