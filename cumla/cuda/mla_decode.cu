@@ -206,7 +206,7 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
       const int column = tile_in_order(parity, k);
       const int half = column / kHalfTiles;
       if (k == 0 || k == 1 || k == 1 + kHalfTiles)
-        mbarrier_wait<true>(shared.free(parity, half), phase ^ 1, "a free KV stage");
+        mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
       const u32 barrier = shared.full(parity, column);
       mbarrier_arrive_expect_tx(barrier, kTileBytes);
       const u32 destination = stage + column * kTileBytes;

@@ -41,32 +41,11 @@ __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
   return done != 0;
 }
 
-// PTX ISA: Parallel Synchronization and Communication Instructions: mbarrier.try_wait (acquire.cluster)
-// The same for a barrier at which other CTAs of the cluster arrive.
-__device__ __forceinline__ bool mbarrier_try_wait_cluster(u32 barrier, u32 parity) {
-  u32 done;
-  asm volatile(
-      "{\n"
-      ".reg .pred complete;\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 complete, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, complete;\n"
-      "}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-
 // Returns once the phase with this parity has completed. `name` is what a debug build reports.
-template <bool kCluster = false>
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, const char* name) {
-  auto complete = [&] {
-    if constexpr (kCluster) return mbarrier_try_wait_cluster(barrier, parity);
-    return mbarrier_try_wait(barrier, parity);
-  };
 #ifdef CUMLA_DEBUG
   const long long start = clock64();
-  while (!complete()) {
+  while (!mbarrier_try_wait(barrier, parity)) {
     if (clock64() - start > 2000000000ll) {  // about one second
       printf("cumla: block (%d,%d) thread %d waited too long for %s, parity %u\n", (int)blockIdx.x,
              (int)blockIdx.y, (int)threadIdx.x, name, parity);
@@ -75,7 +54,7 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, const cha
   }
 #else
   (void)name;
-  while (!complete()) {
+  while (!mbarrier_try_wait(barrier, parity)) {
   }
 #endif
 }

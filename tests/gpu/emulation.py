@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels' arithmetic in NumPy: which errors an honest result has, and how large they get.
+
+Scores and sums in float32, a running maximum that lags by up to a factor of 2^8, probabilities
+rounded to 16 bits (their sum is not), float32 partial results where the schedule cuts a request,
+joined in the order of the parts, one rounding of the output.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from cumla.launch.mla_schedule import schedule
+from tests.gpu.problem import HEAD_DIM, NUMPY_DTYPES, PAGE_SIZE, VALUE_DIM, Problem
+
+SLACK = np.float32(8)
+LOWEST = np.float32(-1e30)
+LOG2_E = np.log2(np.e)
+
+
+class Drop(NamedTuple):
+    """A token that one query row leaves out."""
+
+    request: int
+    query: int
+    head: int
+    token: int
+
+
+def decode(
+    problem: Problem, parts: int = 1, drop: Drop | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Results of a NumPy problem as the kernels would give them for that many parts."""
+    case = problem.case
+    out = np.zeros(problem.out_shape, NUMPY_DTYPES[case.dtype])
+    lse = np.full(problem.lse_shape, np.inf, np.float32)
+    group = case.heads // case.kv_heads
+    bounds = schedule(problem.lengths, parts).bounds
+    for b, length in enumerate(problem.lengths.tolist()):
+        if length == 0:
+            continue
+        cuts = bounds[(bounds[:, 0] == b) & (bounds[:, 1] > 0), 1].tolist()
+        edges = [0, *cuts, -(-length // PAGE_SIZE)]
+        for kv_head in range(case.kv_heads):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            keys = _rows(problem, b, length, kv_head)
+            scores = _scores(problem, b, heads, keys)
+            if drop and drop.request == b and drop.head // group == kv_head:
+                scores[drop.query, drop.head % group, drop.token] = -np.inf
+            flat = scores.reshape(-1, length)
+            pieces = [_attend(problem, flat, keys, edges[i : i + 2]) for i in range(len(edges) - 1)]
+            o, s = _finish(*pieces[0]) if len(pieces) == 1 else _merge(pieces)
+            out[b, :, heads] = o.reshape(case.q_len, group, VALUE_DIM).astype(out.dtype)
+            lse[b, heads] = s.reshape(case.q_len, group).T
+    return out, lse
+
+
+def _rows(problem: Problem, b: int, length: int, kv_head: int) -> np.ndarray:
+    pages = problem.table[b, : -(-length // PAGE_SIZE)]
+    bits = problem.kv_bits[pages, :, kv_head].reshape(-1, HEAD_DIM)[:length]
+    values: np.ndarray = bits.view(NUMPY_DTYPES[problem.case.dtype]).astype(np.float32)
+    return values
+
+
+def _scores(problem: Problem, b: int, heads: slice, keys: np.ndarray) -> np.ndarray:
+    """Masked products (q_len, heads of the group, length), not yet scaled."""
+    case = problem.case
+    q = np.ascontiguousarray(problem.q_bits[b, :, heads])
+    queries = q.view(NUMPY_DTYPES[case.dtype]).astype(np.float32)
+    scores: np.ndarray = queries @ keys.T
+    if case.causal:
+        limits = len(keys) - (case.q_len - 1) + np.arange(case.q_len)
+        hidden = np.arange(len(keys)) >= limits[:, None, None]
+        scores = np.where(hidden, np.float32(-np.inf), scores)
+    return scores
+
+
+def _attend(
+    problem: Problem, scores: np.ndarray, keys: np.ndarray, edges: list[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Blocks from edges[0] to edges[1]: unnormalised output, sum, base-2 running maximum."""
+    scale = HEAD_DIM**-0.5 if problem.softmax_scale is None else problem.softmax_scale
+    scale_log2 = np.float32(scale * LOG2_E)
+    dtype = NUMPY_DTYPES[problem.case.dtype]
+    rows = len(scores)
+    output = np.zeros((rows, VALUE_DIM), np.float32)
+    total, top = np.zeros(rows, np.float32), np.full(rows, LOWEST)
+    for block in range(*edges):
+        some = slice(block * PAGE_SIZE, min((block + 1) * PAGE_SIZE, scores.shape[1]))
+        highest = scores[:, some].max(axis=1) * scale_log2
+        new_top = np.where(highest > top + SLACK, highest, top)
+        shrink = np.exp2(top - new_top)
+        # one rounding of product and difference, as a fused multiply-add has it
+        exponents = scores[:, some].astype(np.float64) * scale_log2 - new_top[:, None]
+        weights = np.exp2(exponents.astype(np.float32))
+        total = total * shrink + weights.sum(axis=1)
+        rounded = weights.astype(dtype).astype(np.float32)
+        output = output * shrink[:, None] + rounded @ keys[some, :VALUE_DIM]
+        top = new_top
+    return output, total, top
+
+
+def _finish(
+    output: np.ndarray, total: np.ndarray, top: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    some = total > 0
+    inverse = np.where(some, 1 / np.where(some, total, 1), 0).astype(np.float32)
+    base2 = top + np.log2(np.where(some, total, 1))
+    lse = np.where(some, base2 * np.float32(np.log(2)), np.inf)
+    return output * inverse[:, None], lse.astype(np.float32)
+
+
+def _merge(
+    pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Join normalised float32 partial results by their log-sum-exp."""
+    outputs = np.stack([_finish(*piece)[0] for piece in pieces])
+    with np.errstate(divide="ignore"):
+        each = np.stack([top + np.log2(total) for _, total, top in pieces])
+    top = each.max(axis=0)
+    weights = np.exp2(each - np.where(np.isneginf(top), 0, top)).astype(np.float32)
+    output = (weights[..., None] * outputs).sum(axis=0, dtype=np.float32)
+    return _finish(output, weights.sum(axis=0, dtype=np.float32), top)
