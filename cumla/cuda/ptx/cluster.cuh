@@ -31,7 +31,7 @@ __device__ __forceinline__ u32 map_to_rank(u32 address, u32 rank) {
 // `barrier` is an address that map_to_rank gave. Release at CTA scope, the default: what is announced here are finished
 // wgmma reads, and .release.cluster costs a MEMBAR.ALL.GPU, which made the decode kernel 1.4 times slower.
 __device__ __forceinline__ void mbarrier_arrive_cluster(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: barrier.cluster
