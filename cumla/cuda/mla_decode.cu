@@ -18,15 +18,11 @@
 // The running maximum is handed on with the probabilities and only moves when a row grows by more than 2^8 over it, so
 // that the 128 accumulators a thread are rarely rescaled; the result is the same up to rounding (sums stay in float32).
 //
-// Two neighbouring row tiles of a kv head read the same blocks: launched as a cluster of two CTAs, each loads every other
-// tile of a block into the shared memory of both (multicast), so that L2 delivers a block once for both.
-//
 // Shared memory:  query 73,728 + two KV stages of 73,728 + P 8,192 + maxima 512 + sums 1,024 + barriers 224
 //                 + pacer 1,024 = 232,160 B of 232,448
 // Registers:      consumers 224 (128 output, 32 scores, 16 probabilities), loaders 56; 65,536 / 384 = 168 at the start
 // Tensor work:    2,176 clocks a block; loads 73,728 B a block and CTA
 #include "mla_plan.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
@@ -106,17 +102,14 @@ struct Segment {
 
 struct Tile {
   int kv_head, first_row, rows;  // rows of this tile that exist
-  int most_shift;                // causal: its rows see at least tokens - most_shift tokens,
-  int least_shift;               // and those of its cluster at most tokens - least_shift
-  u32 rank, cluster;             // of this CTA in its cluster, and how many CTAs that has
+  int least_shift, most_shift;   // causal: its rows see between tokens - most_shift and tokens - least_shift tokens
 
-  __device__ __forceinline__ explicit Tile(const MlaDecodeParams& p) : rank(cluster_rank()), cluster(cluster_size()) {
+  __device__ __forceinline__ explicit Tile(const MlaDecodeParams& p) {
     kv_head = blockIdx.x / p.row_tiles;
     first_row = (blockIdx.x % p.row_tiles) * kRowTile;
-    const int rows_left = p.q_len * p.heads_per_group - first_row;
-    rows = min(kRowTile, rows_left);
+    rows = min(kRowTile, p.q_len * p.heads_per_group - first_row);
     most_shift = shift_of(p, 0);
-    least_shift = shift_of(p, min(static_cast<int>(cluster - rank) * kRowTile, rows_left) - 1);
+    least_shift = shift_of(p, rows - 1);
   }
   __device__ __forceinline__ int shift_of(const MlaDecodeParams& p, int row) const {
     const int token = min((first_row + row) / p.heads_per_group, p.q_len - 1);
@@ -209,11 +202,7 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
         mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
       const u32 barrier = shared.full(parity, column);
       mbarrier_arrive_expect_tx(barrier, kTileBytes);
-      const u32 destination = stage + column * kTileBytes;
-      if (tile.cluster == 1)
-        tma_load_4d_async(destination, &p.kv, barrier, column * 64, 0, tile.kv_head, page);
-      else if (k % 2 == tile.rank)
-        tma_load_4d_multicast_async(destination, &p.kv, barrier, 3, column * 64, 0, tile.kv_head, page);
+      tma_load_4d_async(stage + column * kTileBytes, &p.kv, barrier, column * 64, 0, tile.kv_head, page);
     }
     if (ahead.valid()) {
       const int page_ahead = ahead.page();
@@ -280,12 +269,6 @@ struct Consumer {
   __device__ __forceinline__ void arrive(u32 barrier) const {  // once a warp
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier);
-  }
-
-  // A part of a stage is free for the next load, which comes from any CTA of the cluster.
-  __device__ __forceinline__ void release(int stage, int half) const {
-    __syncwarp();
-    if (lane < tile.cluster) mbarrier_arrive_cluster(map_to_rank(shared.free(stage, half), lane));
   }
 
   __device__ __forceinline__ void begin(const Segment& segment) {
@@ -435,7 +418,7 @@ struct Consumer {
     } else {
       warpgroup_wait<0>();
     }
-    release(consumer, 2);
+    arrive(shared.free(consumer, 2));
     if (i + 2 >= segment.blocks) arrive(shared.query_free());
 
     const int block = segment.begin + i;
@@ -449,7 +432,7 @@ struct Consumer {
       pin(probabilities);
       store_shared_float(shared.pacer(threadIdx.x - kWarpgroup), block_sum[0] + block_sum[1]);
       warpgroup_wait<0>();
-      release(1 - consumer, consumer);
+      arrive(shared.free(1 - consumer, consumer));
     }
     publish(next);
     rescale(next);
@@ -458,7 +441,7 @@ struct Consumer {
     if (last_token > segment.tokens) clear_values_past(consumer, kBlockTokens + segment.tokens - last_token);
     multiply_own(consumer);
     warpgroup_wait<0>();
-    release(consumer, consumer);
+    arrive(shared.free(consumer, consumer));
   }
 
   // A block of the other consumer: probabilities from there.
@@ -468,7 +451,7 @@ struct Consumer {
     if (last_token > segment.tokens) clear_values_past(1 - consumer, kBlockTokens + segment.tokens - last_token);
     multiply_other(1 - consumer);
     warpgroup_wait<0>();
-    release(1 - consumer, consumer);
+    arrive(shared.free(1 - consumer, consumer));
   }
 
   __device__ __forceinline__ void compute(const Segment& segment, int t, u32 query_phase) {
@@ -565,10 +548,10 @@ struct Consumer {
   }
 };
 
-__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int cluster) {
+__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared) {
   for (int s = 0; s < kStages; ++s) {
     for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), 1);
-    for (int half = 0; half < 3; ++half) mbarrier_init(shared.free(s, half), 4 * cluster);
+    for (int half = 0; half < 3; ++half) mbarrier_init(shared.free(s, half), 4);
   }
   for (int owner = 0; owner < 2; ++owner) mbarrier_init(shared.probabilities_full(owner), 4);
   mbarrier_init(shared.query_full(), 2);
@@ -584,11 +567,10 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   const Tile tile(p);
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&p.kv);
-    initialise_barriers(shared, tile.cluster);
+    initialise_barriers(shared);
   }
   grid_dependency_launch();
-  __syncwarp();
-  cluster_sync();
+  __syncthreads();
   grid_dependency_wait();
 
   const PartBound from = p.bounds[blockIdx.y], to = p.bounds[blockIdx.y + 1];
@@ -614,8 +596,6 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
       t += segment.blocks;
     }
   }
-  __syncwarp();
-  cluster_sync();  // no CTA leaves while the other may still write to its shared memory
 }
 
 }  // namespace cumla

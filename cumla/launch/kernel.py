@@ -37,8 +37,6 @@ class PreparedLaunch:
         The struct's fields in order.
     stream : int
         CUstream handle.
-    cluster : int
-        Neighbouring blocks in x that form a cluster.
     """
 
     __slots__ = ("_config", "_entry", "_handle", "_launch", "_owned", "_pointers")
@@ -50,14 +48,13 @@ class PreparedLaunch:
         layout: struct.Struct,
         values: Sequence[Any],
         stream: int,
-        cluster: int = 1,
     ) -> None:
         parameters = _buffer_type(layout.size)()
         layout.pack_into(parameters, 0, *values)
         pointers = _Pointers(ctypes.addressof(parameters))
         spec = kernel.spec
         self._launch = _driver().cuLaunchKernelEx
-        self._config = _config(grid, spec.threads, spec.smem_bytes, stream, cluster)
+        self._config = _config(grid, spec.threads, spec.smem_bytes, stream)
         self._handle = kernel.handle
         self._pointers = ctypes.addressof(pointers)
         self._owned = (parameters, pointers)
@@ -79,21 +76,12 @@ def _buffer_type(size: int) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _config(
-    grid: tuple[int, int], threads: int, smem_bytes: int, stream: int, cluster: int
-) -> Any:
+def _config(grid: tuple[int, int], threads: int, smem_bytes: int, stream: int) -> Any:
     """Make a launch configuration; the driver only reads it, so calls and threads share it."""
     driver = _driver()
     overlap = driver.CUlaunchAttribute()
     overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     overlap.value.programmaticStreamSerializationAllowed = 1
-    attributes = [overlap]
-    if cluster > 1:
-        neighbours = driver.CUlaunchAttribute()
-        neighbours.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        neighbours.value.clusterDim.x = cluster
-        neighbours.value.clusterDim.y = neighbours.value.clusterDim.z = 1
-        attributes.append(neighbours)
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY = grid
     config.gridDimZ = 1
@@ -101,8 +89,8 @@ def _config(
     config.blockDimY = config.blockDimZ = 1
     config.sharedMemBytes = smem_bytes
     config.hStream = stream
-    config.attrs = attributes
-    config.numAttrs = len(attributes)
+    config.attrs = [overlap]
+    config.numAttrs = 1
     return config
 
 

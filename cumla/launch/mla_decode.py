@@ -107,5 +107,4 @@ def prepare_decode(
         out.dtype == "float32",
         softmax_scale * _LOG2_E,
     )
-    cluster = 2 if key.row_tiles % 2 == 0 else 1
-    return PreparedLaunch(kernel, (key.tiles, key.parts), _PARAMS, values, stream, cluster)
+    return PreparedLaunch(kernel, (key.tiles, key.parts), _PARAMS, values, stream)

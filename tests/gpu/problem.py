@@ -33,7 +33,7 @@ NAN_BITS = {"bfloat16": 0x7FC1, "float16": 0x7E01}
 INF_BITS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 OUTLIER = 1e4
 IN_QUERIES = np.array([0.5, 1.0, 2.0, 4.0])  # what an outlier of the cache meets
-IN_CACHE = 16.0  # what an outlier of a query meets
+IN_CACHE = 4.0  # what an outlier of a query meets
 
 Array = Any
 
@@ -165,7 +165,7 @@ def make_problem(xp: Any, case: Case, lengths: np.ndarray | None = None) -> Prob
     rng = np.random.default_rng(1000 + case.seed)
     lengths = _lengths(case, rng) if lengths is None else lengths.astype(np.int32)
     table, num_pages = _shuffled_table(lengths, rng)
-    scale = 0.1 if case.inputs == "0.1" else 1.0
+    scale = {"0.1": 0.1, "1": 1.0, "outliers": 0.5}[case.inputs]
     offset = 77777 * (case.seed + 1)
 
     q_bits = _query(xp, case, normal_bits(xp, _query_shape(case), case.dtype, scale, offset))
@@ -298,10 +298,10 @@ def _plant_outliers(
 
     Honest rounding of probabilities and output must be able to pass (see `tests.tolerance`), so
     every score that an outlier touches lies hundreds away from the others: its token takes all of
-    the weight of a query row or none of it. In the columns of a request's cached outliers all its
+    the weight of a query row or none of it. In the columns of a request's cached outliers its
     queries hold +-0.5, 1, 2 and 4: no signed sum of some of these is small, whichever outliers
-    fall on one token. A query's own outlier meets +-16 in one of the tokens it sees, which is more
-    than all the rest can make up for.
+    fall on one token. The query with an outlier of its own holds 0 there, and finds +-4, more than
+    any other cached number, in one of the tokens that it sees.
     """
 
     def bits(numbers: np.ndarray) -> np.ndarray:
@@ -311,18 +311,19 @@ def _plant_outliers(
         return rng.choice((-1.0, 1.0), size=shape)
 
     b = np.flatnonzero(lengths)
+    each = np.arange(len(b))
+    query, head = (rng.integers(0, most, len(b)) for most in (case.q_len, case.heads))
+
     tokens = rng.integers(0, lengths[b, None], size=(len(b), len(IN_QUERIES)))
     columns = 2 * rng.random((len(b), HEAD_DIM // 2)).argsort(axis=1)[:, : len(IN_QUERIES)]
     index = (*_slots(table, b[:, None], tokens), rng.integers(0, case.kv_heads, tokens.shape))
     _scatter(xp, values, (*index, columns), bits(OUTLIER * signs(*tokens.shape)))
-    rows = np.ix_(b, range(case.q_len), range(case.heads), [0])[:3]
-    index = (*rows, columns[:, None, None, :])
     factors = IN_QUERIES * signs(len(b), case.q_len, case.heads, len(IN_QUERIES))
-    _scatter(xp, q_bits, index, bits(factors))
+    factors[each, query, head] = 0
+    rows = np.ix_(b, range(case.q_len), range(case.heads), [0])[:3]
+    _scatter(xp, q_bits, (*rows, columns[:, None, None, :]), bits(factors))
 
-    query, head = (rng.integers(0, most, len(b)) for most in (case.q_len, case.heads))
-    column = 2 * rng.integers(0, HEAD_DIM // 2, len(b)) + 1
-    sign = signs(len(b))
+    sign, column = signs(len(b)), 2 * rng.integers(0, HEAD_DIM // 2, len(b)) + 1
     _scatter(xp, q_bits, (b, query, head, column), bits(OUTLIER * sign))
     seen = lengths[b] - (case.q_len - 1 - query if case.causal else 0)
     token = rng.integers(0, np.maximum(seen, 1))
