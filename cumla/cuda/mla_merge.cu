@@ -24,6 +24,7 @@ struct MlaMergeParams {
   i64 out_stride_batch, out_stride_token, out_stride_head;  // bytes
   float* lse;
   i64 lse_stride_batch, lse_stride_head, lse_stride_token;  // elements
+  int batch;
   int parts;
   int tile_rows;   // rows stored of a tile's partial
   int row_tiles;   // tiles of one kv head
@@ -34,6 +35,12 @@ struct MlaMergeParams {
   int warps_per_task;
   int out_is_float;
 };
+
+// A record as the schedule makes them: a plan that was never updated holds anything.
+__device__ __forceinline__ bool sane_split(const MlaMergeParams& p, const SplitRequest& split) {
+  return split.request >= 0 && split.request < p.batch && split.first_part >= 0 &&
+         split.first_part <= split.last_part && split.last_part < p.parts && (split.first_slot & ~1) == 0;
+}
 
 // One task of one split request, by `warps_per_task` warps; all warps of the CTA come here together.
 template <typename T>
@@ -141,10 +148,11 @@ __device__ void mla_merge(const MlaMergeParams& p) {
   const int warp = threadIdx.x / 32;
   const int tasks_at_once = kMergeWarps / p.warps_per_task;
   const int steps = (4 * p.rows + tasks_at_once - 1) / tasks_at_once;  // of one request
-  const int splits = *p.num_splits;
+  const int splits = min(*p.num_splits, p.most_splits);
   for (i64 step = blockIdx.x; step < static_cast<i64>(p.most_splits) * steps; step += gridDim.x) {
     const SplitRequest split = p.splits[step / steps];  // together with their number, and then perhaps of no use
     if (step >= static_cast<i64>(splits) * steps) return;
+    if (!sane_split(p, split)) return;
     const int task = static_cast<int>(step % steps) * tasks_at_once + warp / p.warps_per_task;
     merge_task<T>(p, split, task, warp % p.warps_per_task, shared_sums);
   }

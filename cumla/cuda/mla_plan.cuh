@@ -30,6 +30,12 @@ struct SplitRequest {
   int first_slot;  // of its partial result in first_part; 0 in the others
 };
 
+// A bound as the schedule makes them. A plan that was never updated holds anything, and nothing of it may lead out of
+// the arrays.
+__device__ __forceinline__ PartBound sane_bound(PartBound bound, int batch) {
+  return {min(max(bound.request, 0), batch), max(bound.block, 0)};
+}
+
 __device__ __forceinline__ int blocks_of(int tokens) {
   return (tokens + kBlockTokens - 1) / kBlockTokens;
 }

@@ -13,7 +13,7 @@ namespace cumla {
 
 constexpr int kScheduleThreads = 1024;
 constexpr int kScheduleWarps = kScheduleThreads / 32;
-constexpr int kMaxParts = 1024;
+constexpr int kMaxParts = kScheduleThreads - 1;  // a thread each, and one for the end
 
 struct MlaScheduleParams {
   const int* cache_seqlens;

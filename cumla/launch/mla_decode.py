@@ -31,7 +31,7 @@ SPECS = tuple(
     for dtype, tag in (("bfloat16", "Bf16"), ("float16", "Fp16"))
 )
 
-_PARAMS = struct.Struct("<128s18q8if12x")
+_PARAMS = struct.Struct("<128s18q9if8x")
 _LOG2_E = log2(e)
 
 
@@ -97,6 +97,7 @@ def prepare_decode(
         buffer + layout.bounds,
         buffer + layout.partial_out,
         buffer + layout.partial_lse,
+        key.batch,
         key.parts,
         block_table.shape[1],
         key.q_len,

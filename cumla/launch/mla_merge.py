@@ -32,7 +32,7 @@ SPECS = tuple(
     for dtype, tag in (("bfloat16", "Bf16"), ("float16", "Fp16"))
 )
 
-_PARAMS = struct.Struct("<12q9i4x")
+_PARAMS = struct.Struct("<12q10i")
 
 
 def prepare_merge(
@@ -76,6 +76,7 @@ def prepare_merge(
         *out.strides[:3],
         lse.ptr,
         *(stride // 4 for stride in lse.strides),
+        key.batch,
         key.parts,
         key.tile_rows,
         key.row_tiles,

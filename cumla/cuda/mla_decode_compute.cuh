@@ -1,0 +1,318 @@
+// SPDX-License-Identifier: Apache-2.0
+// The computing role of mla_decode: one consumer warpgroup, from its first scores to the stored output.
+#pragma once
+#include "mla_decode_layout.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace cumla {
+
+// One consumer warpgroup. Thread layout of the accumulators: rows 16 warp + lane / 4 and that + 8; in every group of
+// eight columns the two at 2 (lane % 4).
+template <typename T>
+struct Consumer {
+  const MlaDecodeParams& p;
+  const SharedLayout& shared;
+  const Tile& tile;
+  const int consumer, warp, lane, row;
+  float output[128];
+  float scores[32];
+  u32 probabilities[16];
+  float maximum[2], sum[2];  // base-2 running maximum of both rows; sum over the blocks this consumer owns
+  int limit[2];              // tokens that the two rows see
+
+  __device__ __forceinline__ Consumer(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
+                                      int consumer)
+      : p(p),
+        shared(shared),
+        tile(tile),
+        consumer(consumer),
+        warp(threadIdx.x % kWarpgroup / 32),
+        lane(threadIdx.x % 32),
+        row(warp * 16 + lane / 4) {}
+
+  __device__ __forceinline__ void arrive(u32 barrier) const {  // once a warp
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(barrier);
+  }
+
+  __device__ __forceinline__ void begin(const Segment& segment) {
+#pragma unroll
+    for (int i = 0; i < 128; ++i) output[i] = 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      maximum[r] = kLowest;
+      sum[r] = 0.0f;
+      limit[r] = segment.tokens - tile.shift_of(p, row + 8 * r);
+    }
+  }
+
+  // scores = query x block `t`, asynchronously.
+  __device__ __forceinline__ void multiply_query(int t) {
+    const u32 stage = shared.stage(consumer);
+    const u32 phase = (t / 2) & 1;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const int column = tile_in_order(consumer, i);
+      mbarrier_wait(shared.full(consumer, column), phase, "a KV tile");
+      warpgroup_arrive();
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        wgmma_m64n64k16_async<T>(scores, matrix_descriptor(shared.query + column * kTileBytes + k * 32, 0, 1024),
+                                 matrix_descriptor(stage + column * kTileBytes + k * 32, 0, 1024), i + k > 0);
+    }
+    warpgroup_commit();
+  }
+
+  __device__ __forceinline__ u64 value_descriptor(int stage, int k) const {
+    return matrix_descriptor(shared.stage(stage) + consumer * kHalfTiles * kTileBytes + k * 2048, kTileBytes, 1024);
+  }
+
+  // output += own probabilities x this consumer's half of V, asynchronously.
+  __device__ __forceinline__ void multiply_own(int stage) {
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      wgmma_m64n256k16_async<T>(output, probabilities + 4 * k, value_descriptor(stage, k));
+    warpgroup_commit();
+  }
+
+  // output += the other consumer's probabilities x this consumer's half of V, asynchronously.
+  __device__ __forceinline__ void multiply_other(int stage) {
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      wgmma_m64n256k16_async<T>(output, matrix_descriptor(shared.probabilities + k * 32, 0, 1024),
+                                value_descriptor(stage, k));
+    warpgroup_commit();
+  }
+
+  // Rows past the end of the sequence may hold NaN: their probabilities are 0, and 0 x NaN is NaN.
+  __device__ __forceinline__ void clear_values_past(int stage, int valid) {
+    const u32 half = shared.stage(stage) + consumer * kHalfTiles * kTileBytes;
+    for (int i = valid * 32 + threadIdx.x % kWarpgroup; i < kBlockTokens * 32; i += kWarpgroup)
+      store_shared_zero_16(half + (i % 32 / 8) * kTileBytes + (i / 32) * 128 + (i % 8) * 16);
+    fence_proxy_async_shared();
+    if (consumer == 0)
+      named_barrier_sync<kConsumerBarrier + 1, kWarpgroup>();
+    else
+      named_barrier_sync<kConsumerBarrier + 2, kWarpgroup>();
+  }
+
+  __device__ __forceinline__ void mask_scores(int block) {
+    const int column = block * kBlockTokens + (lane % 4) * 2;
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (column + 8 * j + (e & 1) >= limit[e >> 1]) scores[4 * j + e] = -kInfinity;
+  }
+
+  // The running maximum becomes `next`: what was summed up so far is brought to it. Rarely anything to do.
+  __device__ __forceinline__ void rescale(const float (&next)[2]) {
+    if (!__any_sync(0xffffffffu, next[0] != maximum[0] || next[1] != maximum[1])) return;
+    const float factor[2] = {exp2_approx(maximum[0] - next[0]), exp2_approx(maximum[1] - next[1])};
+#pragma unroll
+    for (int i = 0; i < 128; ++i) output[i] *= factor[i >> 1 & 1];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] *= factor[r];
+      maximum[r] = next[r];
+    }
+  }
+
+  // scores -> probabilities relative to next (the new running maximum); their sums go to `block_sum`.
+  __device__ __forceinline__ void softmax(float (&next)[2], float (&block_sum)[2]) {
+    float highest[2] = {-kInfinity, -kInfinity};
+#pragma unroll
+    for (int i = 0; i < 32; ++i) highest[i >> 1 & 1] = fmaxf(highest[i >> 1 & 1], scores[i]);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      highest[r] = fmaxf(highest[r], __shfl_xor_sync(0xffffffffu, highest[r], 1));
+      highest[r] = fmaxf(highest[r], __shfl_xor_sync(0xffffffffu, highest[r], 2));
+      highest[r] *= p.scale_log2;
+      next[r] = highest[r] > maximum[r] + kMaximumSlack ? highest[r] : maximum[r];
+      block_sum[r] = 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < 32; i += 2) {
+      const int r = i >> 1 & 1;
+      const float low = exp2_approx(__fmaf_rn(scores[i], p.scale_log2, -next[r]));
+      const float high = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -next[r]));
+      block_sum[r] += low + high;
+      probabilities[i / 2] = pack_pair<T>(low, high);
+    }
+  }
+
+  // Hands probabilities and running maximum to the other consumer.
+  __device__ __forceinline__ void publish(const float (&next)[2]) {
+    const int store_row = warp * 16 + lane % 16;
+    const u32 address = shared.probabilities + store_row * 128;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      store_matrix_x4(address + (((2 * k + lane / 16) ^ (store_row & 7)) << 4), probabilities[4 * k],
+                      probabilities[4 * k + 1], probabilities[4 * k + 2], probabilities[4 * k + 3]);
+    if (lane % 4 == 0) {
+      store_shared_float(shared.maximum(consumer, row), next[0]);
+      store_shared_float(shared.maximum(consumer, row + 8), next[1]);
+    }
+    fence_proxy_async_shared();
+    arrive(shared.probabilities_full(consumer));
+  }
+
+  // Waits for the other consumer's probabilities of block counter t and takes over its running maximum.
+  __device__ __forceinline__ void adopt(int t) {
+    mbarrier_wait(shared.probabilities_full(1 - consumer), (t / 2) & 1, "the other consumer's probabilities");
+    const float next[2] = {load_shared_float(shared.maximum(1 - consumer, row)),
+                           load_shared_float(shared.maximum(1 - consumer, row + 8))};
+    rescale(next);
+#pragma unroll
+    for (int i = 0; i < kHalfTiles; ++i)  // complete since the other consumer saw it; this makes the bytes ours to read
+      mbarrier_wait(shared.full(1 - consumer, consumer * kHalfTiles + i), (t / 2) & 1, "a KV tile");
+  }
+
+  // Block i of the segment, counter t, is this consumer's; with kPrevious, block i - 1 of the other one still waits to
+  // be multiplied here, which runs beside this block's softmax.
+  template <bool kPrevious>
+  __device__ __forceinline__ void own_block(const Segment& segment, int i, int t) {
+    multiply_query(t);
+    if constexpr (kPrevious) {
+      adopt(t - 1);
+      multiply_other(1 - consumer);
+      warpgroup_wait<1>();
+    } else {
+      warpgroup_wait<0>();
+    }
+    arrive(shared.free(consumer, 2));
+    if (i + 2 >= segment.blocks) arrive(shared.query_free());
+
+    const int block = segment.begin + i;
+    const int last_token = (block + 1) * kBlockTokens;
+    if (last_token > segment.tokens - tile.most_shift) mask_scores(block);
+    float next[2], block_sum[2];
+    softmax(next, block_sum);
+    if constexpr (kPrevious) {
+      // ptxas moves the wait up, before the arithmetic that it should run beside, but not past a store: 32 dependent
+      // exponentials then stand between the product and its wait (seen in SASS; nobody reads what is stored).
+      pin(probabilities);
+      store_shared_float(shared.pacer(threadIdx.x - kWarpgroup), block_sum[0] + block_sum[1]);
+      warpgroup_wait<0>();
+      arrive(shared.free(1 - consumer, consumer));
+    }
+    publish(next);
+    rescale(next);
+    sum[0] += block_sum[0];
+    sum[1] += block_sum[1];
+    if (last_token > segment.tokens) clear_values_past(consumer, kBlockTokens + segment.tokens - last_token);
+    multiply_own(consumer);
+    warpgroup_wait<0>();
+    arrive(shared.free(consumer, consumer));
+  }
+
+  // A block of the other consumer: probabilities from there.
+  __device__ __forceinline__ void other_block(const Segment& segment, int i, int t) {
+    adopt(t);
+    const int last_token = (segment.begin + i + 1) * kBlockTokens;
+    if (last_token > segment.tokens) clear_values_past(1 - consumer, kBlockTokens + segment.tokens - last_token);
+    multiply_other(1 - consumer);
+    warpgroup_wait<0>();
+    arrive(shared.free(1 - consumer, consumer));
+  }
+
+  __device__ __forceinline__ void compute(const Segment& segment, int t, u32 query_phase) {
+    begin(segment);
+    int i = (consumer ^ t) & 1;
+    // Also without a block to score: or one loader warp could run a segment ahead of the other.
+    mbarrier_wait(shared.query_full(), query_phase, "the query");
+    if (i >= segment.blocks) {
+      arrive(shared.query_free());
+    } else {
+      if (i == 0) {
+        own_block<false>(segment, 0, t);
+        i = 2;
+      }
+      for (; i < segment.blocks; i += 2) {
+        if (p.row_tiles == 1) {
+          other_block(segment, i - 1, t + i - 1);
+          own_block<false>(segment, i, t + i);
+        } else {
+          own_block<true>(segment, i, t + i);
+        }
+      }
+    }
+    if (i == segment.blocks && segment.blocks > 0) other_block(segment, i - 1, t + i - 1);
+  }
+
+  // Sums of both consumers; then out (or a partial result) and log-sum-exp.
+  __device__ __forceinline__ void finish(const Segment& segment, int turn) {
+    float total[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
+      sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
+      if (lane % 4 == 0) store_shared_float(shared.sum(turn, consumer, row + 8 * r), sum[r]);
+    }
+    named_barrier_sync<kConsumerBarrier, 2 * kWarpgroup>();
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      total[r] = load_shared_float(shared.sum(turn, 0, row + 8 * r)) +
+                 load_shared_float(shared.sum(turn, 1, row + 8 * r));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool exists = row + 8 * r < tile.rows;
+      const float inverse = total[r] == 0.0f ? 0.0f : 1.0f / total[r];
+      if (segment.split)
+        write_partial(segment, r, exists, total[r], inverse);
+      else
+        write_final(segment, r, exists, total[r], inverse);
+    }
+  }
+
+  __device__ __forceinline__ void write_floats(float* destination, int r, bool exists, float inverse) {
+    if (!exists) return;
+    destination += consumer * 256 + (lane % 4) * 2;
+#pragma unroll
+    for (int j = 0; j < 32; ++j)
+      store_global_float2(destination + 8 * j, output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
+  }
+
+  __device__ __forceinline__ void write_partial(const Segment& segment, int r, bool exists, float total,
+                                                float inverse) {
+    const i64 index =
+        partial_index(blockIdx.x, blockIdx.y, segment.slot, p.parts, p.tile_rows) + row + 8 * r;
+    write_floats(p.partial_out + index * kValueDim, r, exists, inverse);
+    if (exists && consumer == 0 && lane % 4 == 0)
+      p.partial_lse[index] = total == 0.0f ? -kInfinity : maximum[r] + log2_approx(total);
+  }
+
+  __device__ __forceinline__ void write_final(const Segment& segment, int r, bool exists, float total,
+                                              float inverse) {
+    const int group_row = tile.first_row + row + 8 * r;
+    const int token = group_row / p.heads_per_group;
+    const int head = tile.kv_head * p.heads_per_group + group_row % p.heads_per_group;
+    char* out = p.out + segment.request * p.out_stride_batch + token * p.out_stride_token +
+                head * p.out_stride_head;
+    if (p.out_is_float) {
+      write_floats(reinterpret_cast<float*>(out), r, exists, inverse);
+    } else {
+      // Lane pairs trade halves of two neighbouring column groups: eight bytes a lane, full 32-byte sectors.
+      const bool odd = lane % 2;
+      const int column = consumer * 256 + (odd ? 8 + (lane % 4 - 1) * 2 : (lane % 4) * 2);
+#pragma unroll
+      for (int j = 0; j < 32; j += 2) {
+        const u32 first = pack_pair<T>(output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
+        const u32 second = pack_pair<T>(output[4 * j + 4 + 2 * r] * inverse, output[4 * j + 5 + 2 * r] * inverse);
+        const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+        if (exists)
+          store_global_8(out + (column + 8 * j) * 2, odd ? received : first, odd ? second : received);
+      }
+    }
+    if (exists && consumer == 0 && lane % 4 == 0)
+      p.lse[segment.request * p.lse_stride_batch + head * p.lse_stride_head + token * p.lse_stride_token] =
+          total == 0.0f ? kInfinity : (maximum[r] + log2_approx(total)) * kLn2;
+  }
+};
+
+}  // namespace cumla

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the roles of mla_decode share: constants, parameters, shared memory, and which blocks of which request a CTA has.
+#pragma once
+#include "mla_plan.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla {
+
+constexpr int kHeadDim = 576;
+constexpr int kTileBytes = 64 * 128;  // 64 rows x 64 columns of 16 bits, 128-byte swizzle
+constexpr int kTiles = kHeadDim / 64;
+constexpr int kRopeTile = 8;
+constexpr int kHalfTiles = 4;  // tiles of one half of V
+constexpr int kStages = 2;
+constexpr int kStageBytes = kTiles * kTileBytes;
+constexpr int kWarpgroup = 128;
+constexpr int kConsumerBarrier = 1;  // named barriers: both consumers; then one for each consumer
+constexpr float kMaximumSlack = 8.0f;
+constexpr float kLowest = -3e38f;  // stands for no score yet: below every score, and finite
+
+struct MlaDecodeParams {
+  TensorMap kv;  // dims (576, page_size, num_kv_heads, num_pages), box (64, 64, 1, 1), 128-byte swizzle
+  const char* q;
+  i64 q_stride_batch, q_stride_token, q_stride_head;  // bytes
+  char* out;
+  i64 out_stride_batch, out_stride_token, out_stride_head;  // bytes
+  float* lse;
+  i64 lse_stride_batch, lse_stride_head, lse_stride_token;  // elements
+  const int* block_table;
+  i64 block_table_stride;  // elements
+  const int* seqlens;
+  const PartBound* bounds;
+  float* partial_out;
+  float* partial_lse;
+  int batch;
+  int parts;
+  int max_blocks;  // that the block table can name
+  int q_len;
+  int heads_per_group;
+  int row_tiles;  // tiles of one kv head
+  int tile_rows;  // rows stored of a tile's partial
+  int causal;
+  int out_is_float;
+  float scale_log2;  // softmax_scale * log2(e)
+};
+
+struct SharedLayout {
+  u32 query, stages, probabilities, maxima, sums, barriers;
+
+  __device__ __forceinline__ explicit SharedLayout(u32 base)
+      : query(base),
+        stages(query + kStageBytes),
+        probabilities(stages + kStages * kStageBytes),
+        maxima(probabilities + kTileBytes),
+        sums(maxima + 2 * kRowTile * 4),
+        barriers(sums + 4 * kRowTile * 4) {}
+
+  __device__ __forceinline__ u32 stage(int s) const { return stages + s * kStageBytes; }
+  __device__ __forceinline__ u32 maximum(int owner, int row) const { return maxima + (owner * kRowTile + row) * 4; }
+  __device__ __forceinline__ u32 sum(int turn, int consumer, int row) const {
+    return sums + ((turn * 2 + consumer) * kRowTile + row) * 4;
+  }
+  // Barriers: a tile of a stage is loaded; its half (0, 1: V columns; 2: RoPE) is free again; P of a consumer is written.
+  __device__ __forceinline__ u32 full(int s, int tile) const { return barriers + (s * kTiles + tile) * 8; }
+  __device__ __forceinline__ u32 free(int s, int half) const { return full(kStages, 0) + (s * 3 + half) * 8; }
+  __device__ __forceinline__ u32 probabilities_full(int owner) const { return free(kStages, 0) + owner * 8; }
+  __device__ __forceinline__ u32 query_full() const { return probabilities_full(2); }
+  __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
+  __device__ __forceinline__ u32 pacer(int thread) const { return query_free() + 8 + thread * 4; }
+};
+
+// The stretch of one request that this CTA computes.
+struct Segment {
+  int request, begin, blocks, tokens;
+  bool split;
+  int slot;
+};
+
+struct Tile {
+  int kv_head, first_row, rows;  // rows of this tile that exist
+  int least_shift, most_shift;   // causal: its rows see between tokens - most_shift and tokens - least_shift tokens
+
+  __device__ __forceinline__ explicit Tile(const MlaDecodeParams& p) {
+    kv_head = blockIdx.x / p.row_tiles;
+    first_row = (blockIdx.x % p.row_tiles) * kRowTile;
+    rows = min(kRowTile, p.q_len * p.heads_per_group - first_row);
+    most_shift = shift_of(p, 0);
+    least_shift = shift_of(p, rows - 1);
+  }
+  __device__ __forceinline__ int shift_of(const MlaDecodeParams& p, int row) const {
+    const int token = min((first_row + row) / p.heads_per_group, p.q_len - 1);
+    return p.causal ? p.q_len - 1 - token : 0;
+  }
+};
+
+__device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, const Tile& tile, PartBound from,
+                                              PartBound to, int request) {
+  const int scheduled = min(max(p.seqlens[request], 0), kMaxTokens);
+  const int tokens = min(static_cast<i64>(scheduled), static_cast<i64>(p.max_blocks) * kBlockTokens);
+  Segment segment;
+  segment.request = request;
+  segment.tokens = tokens;
+  segment.begin = request == from.request ? from.block : 0;
+  const int scheduled_blocks = blocks_of(scheduled);
+  const int scheduled_end = request == to.request ? to.block : scheduled_blocks;
+  segment.split = segment.begin > 0 || scheduled_end < scheduled_blocks;
+  segment.slot = request == from.request ? 0 : 1;
+  const int end = min(scheduled_end, blocks_of(max(tokens - tile.least_shift, 0)));
+  segment.blocks = max(end - segment.begin, 0);
+  return segment;
+}
+
+// Order in which the tiles of a block are wanted and become free: RoPE, the owner's half of V, the other half.
+__device__ __forceinline__ int tile_in_order(int owner, int i) {
+  return i == 0 ? kRopeTile : (i - 1) ^ (owner * kHalfTiles);
+}
+
+}  // namespace cumla
