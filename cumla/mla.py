@@ -24,8 +24,7 @@ from cumla.checks import (
     with_kv_head_axis,
 )
 from cumla.launch.device import current_device, properties, require_hopper
-from cumla.launch.mla_decode import SPECS as DECODE_SPECS
-from cumla.launch.mla_decode import prepare_decode
+from cumla.launch.mla_decode import decode_spec, decode_specs, prepare_decode
 from cumla.launch.mla_merge import SPECS as MERGE_SPECS
 from cumla.launch.mla_merge import prepare_merge
 from cumla.launch.mla_plan import BLOCK_TOKENS, VALUE_DIM, MLADecodeKey
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MLADecodePlan", "MLADecodeResult", "mla_decode", "prepare"]
 
-_DECODE = dict(zip(DTYPES, DECODE_SPECS, strict=True))
 _MERGE = dict(zip(DTYPES, MERGE_SPECS, strict=True))
 _MOST_READY = 1024  # prepared runs that a plan keeps
 
@@ -477,7 +475,8 @@ def prepare(device: int | None = None, *, dtypes: Sequence[str] = DTYPES) -> Non
     for spec in SCHEDULE_SPECS:
         load(spec, device, capturing=lambda: False)
     for dtype in dtypes:
-        load(_DECODE[dtype], device, capturing=lambda: False)
+        for spec in decode_specs(dtype):
+            load(spec, device, capturing=lambda: False)
         load(_MERGE[dtype], device, capturing=lambda: False)
 
 
@@ -556,7 +555,7 @@ def _attention(
 ) -> tuple[PreparedLaunch, ...]:
     """Prepare attention, and the merge where requests can be split."""
     assert key.device is not None
-    decode = load(_DECODE[key.dtype], key.device, capturing=lambda: call.capturing)
+    decode = load(decode_spec(key), key.device, capturing=lambda: call.capturing)
     attend = prepare_decode(
         decode,
         key,

@@ -42,7 +42,8 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared) 
   fence_mbarrier_init();
 }
 
-template <typename T>
+// kSharedBlocks: several row tiles read the same blocks.
+template <typename T, bool kSharedBlocks>
 __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const SharedLayout shared(shared_address(shared_bytes));
@@ -63,13 +64,13 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
     registers_decrease<56>();
     const int warp = threadIdx.x / 32;
     if (warp < 2) {
-      if (threadIdx.x % 32 == 0) load_kv(p, shared, tile, from, to, last_request, warp);
+      if (threadIdx.x % 32 == 0) load_kv<kSharedBlocks>(p, shared, tile, from, to, last_request, warp);
     } else {
       load_query(p, shared, tile, from, last_request, warp - 2);
     }
   } else {
     registers_increase<224>();
-    Consumer<T> consumer(p, shared, tile, warpgroup - 1);
+    Consumer<T, kSharedBlocks> consumer(p, shared, tile, warpgroup - 1);
     int t = 0;
     for (int request = from.request; request <= last_request; ++request) {
       const Segment segment = segment_of(p, tile, from, to, request);

@@ -11,7 +11,7 @@ namespace cumla {
 
 // One consumer warpgroup. Thread layout of the accumulators: rows 16 warp + lane / 4 and that + 8; in every group of
 // eight columns the two at 2 (lane % 4).
-template <typename T>
+template <typename T, bool kSharedBlocks>
 struct Consumer {
   const MlaDecodeParams& p;
   const SharedLayout& shared;
@@ -223,26 +223,26 @@ struct Consumer {
 
   __device__ __forceinline__ void compute(const Segment& segment, int t, u32 query_phase) {
     begin(segment);
-    int i = (consumer ^ t) & 1;
+    const int first = (consumer ^ t) & 1;  // own block
     // Also without a block to score: or one loader warp could run a segment ahead of the other.
     mbarrier_wait(shared.query_full(), query_phase, "the query");
-    if (i >= segment.blocks) {
-      arrive(shared.query_free());
-    } else {
-      if (i == 0) {
+    if (first >= segment.blocks) arrive(shared.query_free());
+    if constexpr (kSharedBlocks) {
+      int i = first;
+      if (i == 0 && segment.blocks > 0) {
         own_block<false>(segment, 0, t);
         i = 2;
       }
-      for (; i < segment.blocks; i += 2) {
-        if (p.row_tiles == 1) {
-          other_block(segment, i - 1, t + i - 1);
+      for (; i < segment.blocks; i += 2) own_block<true>(segment, i, t + i);
+      if (i == segment.blocks && i > 0) other_block(segment, i - 1, t + i - 1);
+    } else {
+      for (int i = 0; i < segment.blocks; ++i) {
+        if (i % 2 == first)
           own_block<false>(segment, i, t + i);
-        } else {
-          own_block<true>(segment, i, t + i);
-        }
+        else
+          other_block(segment, i, t + i);
       }
     }
-    if (i == segment.blocks && segment.blocks > 0) other_block(segment, i - 1, t + i - 1);
   }
 
   // Sums of both consumers; then out (or a partial result) and log-sum-exp.
@@ -261,57 +261,51 @@ struct Consumer {
                  load_shared_float(shared.sum(turn, 1, row + 8 * r));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const bool exists = row + 8 * r < tile.rows;
+      const int tile_row = row + 8 * r;
+      const bool exists = tile_row < tile.rows;
       const float inverse = total[r] == 0.0f ? 0.0f : 1.0f / total[r];
-      if (segment.split)
-        write_partial(segment, r, exists, total[r], inverse);
+      const float lse = maximum[r] + log2_approx(total[r]);
+      const bool writes_lse = exists && consumer == 0 && lane % 4 == 0;
+      char* out;
+      if (segment.split) {
+        const i64 index = partial_index(blockIdx.x, blockIdx.y, segment.slot, p.parts, p.tile_rows) + tile_row;
+        out = reinterpret_cast<char*>(p.partial_out + index * kValueDim);
+        if (writes_lse) p.partial_lse[index] = total[r] == 0.0f ? -kInfinity : lse;
+      } else {
+        const int group_row = tile.first_row + tile_row;
+        const int token = group_row / p.heads_per_group;
+        const int head = tile.kv_head * p.heads_per_group + group_row % p.heads_per_group;
+        out = p.out + segment.request * p.out_stride_batch + token * p.out_stride_token + head * p.out_stride_head;
+        if (writes_lse)
+          p.lse[segment.request * p.lse_stride_batch + head * p.lse_stride_head + token * p.lse_stride_token] =
+              total[r] == 0.0f ? kInfinity : lse * kLn2;
+      }
+      if (segment.split || p.out_is_float)
+        write_floats(reinterpret_cast<float*>(out), r, exists, inverse);
       else
-        write_final(segment, r, exists, total[r], inverse);
+        write_halves(out, r, exists, inverse);
     }
   }
 
-  __device__ __forceinline__ void write_floats(float* destination, int r, bool exists, float inverse) {
+  __device__ __forceinline__ void write_floats(float* out, int r, bool exists, float inverse) const {
     if (!exists) return;
-    destination += consumer * 256 + (lane % 4) * 2;
+    out += consumer * 256 + (lane % 4) * 2;
 #pragma unroll
     for (int j = 0; j < 32; ++j)
-      store_global_float2(destination + 8 * j, output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
+      store_global_float2(out + 8 * j, output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
   }
 
-  __device__ __forceinline__ void write_partial(const Segment& segment, int r, bool exists, float total,
-                                                float inverse) {
-    const i64 index =
-        partial_index(blockIdx.x, blockIdx.y, segment.slot, p.parts, p.tile_rows) + row + 8 * r;
-    write_floats(p.partial_out + index * kValueDim, r, exists, inverse);
-    if (exists && consumer == 0 && lane % 4 == 0)
-      p.partial_lse[index] = total == 0.0f ? -kInfinity : maximum[r] + log2_approx(total);
-  }
-
-  __device__ __forceinline__ void write_final(const Segment& segment, int r, bool exists, float total,
-                                              float inverse) {
-    const int group_row = tile.first_row + row + 8 * r;
-    const int token = group_row / p.heads_per_group;
-    const int head = tile.kv_head * p.heads_per_group + group_row % p.heads_per_group;
-    char* out = p.out + segment.request * p.out_stride_batch + token * p.out_stride_token +
-                head * p.out_stride_head;
-    if (p.out_is_float) {
-      write_floats(reinterpret_cast<float*>(out), r, exists, inverse);
-    } else {
-      // Lane pairs trade halves of two neighbouring column groups: eight bytes a lane, full 32-byte sectors.
-      const bool odd = lane % 2;
-      const int column = consumer * 256 + (odd ? 8 + (lane % 4 - 1) * 2 : (lane % 4) * 2);
+  // Lane pairs trade halves of two neighbouring column groups: eight bytes a lane, full 32-byte sectors.
+  __device__ __forceinline__ void write_halves(char* out, int r, bool exists, float inverse) const {
+    const bool odd = lane % 2;
+    out += (consumer * 256 + (odd ? 8 + (lane % 4 - 1) * 2 : (lane % 4) * 2)) * 2;
 #pragma unroll
-      for (int j = 0; j < 32; j += 2) {
-        const u32 first = pack_pair<T>(output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
-        const u32 second = pack_pair<T>(output[4 * j + 4 + 2 * r] * inverse, output[4 * j + 5 + 2 * r] * inverse);
-        const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
-        if (exists)
-          store_global_8(out + (column + 8 * j) * 2, odd ? received : first, odd ? second : received);
-      }
+    for (int j = 0; j < 32; j += 2) {
+      const u32 first = pack_pair<T>(output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
+      const u32 second = pack_pair<T>(output[4 * j + 4 + 2 * r] * inverse, output[4 * j + 5 + 2 * r] * inverse);
+      const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+      if (exists) store_global_8(out + 16 * j, odd ? received : first, odd ? second : received);
     }
-    if (exists && consumer == 0 && lane % 4 == 0)
-      p.lse[segment.request * p.lse_stride_batch + head * p.lse_stride_head + token * p.lse_stride_token] =
-          total == 0.0f ? kInfinity : (maximum[r] + log2_approx(total)) * kLn2;
   }
 };
 

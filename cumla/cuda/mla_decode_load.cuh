@@ -44,17 +44,19 @@ struct BlockCursor {
 // Whether this CTA has L2 fetch the blocks that are loaded next, so that a load waits for L2 and not for DRAM. That pays
 // where several row tiles read the same blocks (compute-bound); of two tiles one does it for both. With one row tile
 // (memory-bound) it only lengthens the queue of the copy engine.
+template <bool kSharedBlocks>
 __device__ __forceinline__ bool fetches_ahead(const MlaDecodeParams& p) {
-  return p.row_tiles > 2 || (p.row_tiles == 2 && blockIdx.x % 2 == 0);
+  return kSharedBlocks && (p.row_tiles > 2 || blockIdx.x % 2 == 0);
 }
 
 // One thread: loads the blocks of one parity into their stage as it becomes free.
+template <bool kSharedBlocks>
 __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
                                         PartBound from, PartBound to, int last_request, int parity) {
-  BlockCursor ahead(p, tile, from, to, last_request, parity);
-  BlockCursor now = ahead;
+  BlockCursor now(p, tile, from, to, last_request, parity);
+  BlockCursor ahead = now;
   int next_page = now.valid() ? now.page() : 0;
-  if (fetches_ahead(p))
+  if (fetches_ahead<kSharedBlocks>(p))
     ahead.next();
   else
     ahead.request = last_request + 1;

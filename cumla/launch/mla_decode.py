@@ -17,19 +17,39 @@ if TYPE_CHECKING:
     from cumla.launch.mla_plan import MLADecodeKey
     from cumla.launch.module import LoadedKernel
 
-__all__ = ["SPECS", "prepare_decode"]
+__all__ = ["SPECS", "decode_spec", "decode_specs", "prepare_decode"]
 
-SPECS = tuple(
-    KernelSpec(
+_TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
+
+
+def _spec(dtype: str, shared_blocks: bool) -> KernelSpec:
+    return KernelSpec(
         stem="mla_decode",
-        entry=f"mla_decode_{dtype}",
-        function=f"mla_decode<{tag}>",
+        entry=f"mla_decode_{dtype}" + ("_shared_blocks" if shared_blocks else ""),
+        function=f"mla_decode<{_TAGS[dtype]}, {str(shared_blocks).lower()}>",
         params="MlaDecodeParams",
         threads=384,
         smem_bytes=232160,
     )
-    for dtype, tag in (("bfloat16", "Bf16"), ("float16", "Fp16"))
-)
+
+
+_SPECS = {(dtype, shared): _spec(dtype, shared) for dtype in _TAGS for shared in (False, True)}
+SPECS = tuple(_SPECS.values())
+
+
+def decode_specs(dtype: str) -> tuple[KernelSpec, ...]:
+    """List the kernels of one dtype."""
+    return tuple(spec for (of, _), spec in _SPECS.items() if of == dtype)
+
+
+def decode_spec(key: MLADecodeKey) -> KernelSpec:
+    """Choose the kernel for a shape: whether several row tiles read the same KV blocks.
+
+    Then attention is bound by arithmetic, and products run beside each softmax; with one row tile
+    it is bound by memory, and a stage is given back as early as possible.
+    """
+    return _SPECS[key.dtype, key.row_tiles > 1]
+
 
 _PARAMS = struct.Struct("<128s18q9if8x")
 _LOG2_E = log2(e)

@@ -26,7 +26,7 @@ from cumla.launch.mla_schedule import (
 
 LONGEST = 10**6  # tokens
 
-thorough = settings(deadline=None, max_examples=200)
+thorough = settings(deadline=None, max_examples=300)
 
 
 class Piece(NamedTuple):
