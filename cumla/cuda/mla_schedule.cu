@@ -13,6 +13,7 @@ namespace cumla {
 
 constexpr int kScheduleThreads = 1024;
 constexpr int kScheduleWarps = kScheduleThreads / 32;
+static_assert(kScheduleWarps == 32, "a warp scans one value of each warp");
 constexpr int kMaxParts = kScheduleThreads - 1;  // a thread each, and one for the end
 
 struct MlaScheduleParams {
@@ -28,103 +29,95 @@ struct MlaScheduleParams {
   int cut_cost;    // of cutting, in blocks: second prologue and the merge
   int min_blocks;  // no piece is smaller
   int min_share;   // of cost: what a part is at least given
+  int max_tokens;  // of a request: the summed cost fits an int
 };
 
-// Exclusive prefix sum of one 64-bit value a thread; `total` is the sum over all threads.
-__device__ __forceinline__ i64 block_exclusive_sum(i64 value, i64* warp_sums, i64& total) {
+// Exclusive prefix sum of one value a thread; `total` is the sum over all threads.
+__device__ __forceinline__ int block_exclusive_sum(int value, int* warp_sums, int& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  i64 inclusive = value;
+  int inclusive = value;
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
-    const i64 other = __shfl_up_sync(0xffffffffu, inclusive, offset);
+    const int other = __shfl_up_sync(0xffffffffu, inclusive, offset);
     if (lane >= offset) inclusive += other;
   }
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();
-  i64 before = 0;
-  total = 0;
+  // Every warp scans the sums of all warps (there are 32) and takes what it needs.
+  int warps = warp_sums[lane];
 #pragma unroll
-  for (int i = 0; i < kScheduleWarps; ++i) {
-    if (i < warp) before += warp_sums[i];
-    total += warp_sums[i];
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, warps, offset);
+    if (lane >= offset) warps += other;
   }
+  total = __shfl_sync(0xffffffffu, warps, 31);
+  const int before = warp == 0 ? 0 : __shfl_sync(0xffffffffu, warps, warp - 1);
   return before + inclusive - value;
 }
 
-__device__ __forceinline__ i64 block_max(i64 value, i64* warp_values) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    const i64 other = __shfl_xor_sync(0xffffffffu, value, offset);
-    if (other > value) value = other;
-  }
-  if (lane == 0) warp_values[warp] = value;
+__device__ __forceinline__ int block_max(int value, int* warp_values) {
+  const int warp_value = __reduce_max_sync(0xffffffffu, value);
+  if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = warp_value;
   __syncthreads();
-  i64 result = warp_values[0];
-#pragma unroll
-  for (int i = 1; i < kScheduleWarps; ++i)
-    if (warp_values[i] > result) result = warp_values[i];
-  return result;
-}
-
-__device__ __forceinline__ int scheduled_length(const MlaScheduleParams& p, int request) {
-  const int length = p.cache_seqlens[request * p.cache_seqlens_stride];
-  return min(max(length, 0), kMaxTokens);
+  return __reduce_max_sync(0xffffffffu, warp_values[threadIdx.x % 32]);
 }
 
 // Where a cut that falls `offset` cost units into a request really goes, in proportion and rounded: not closer than
 // min_blocks to its ends, but before or behind it.
-__device__ __forceinline__ PartBound place_cut(const MlaScheduleParams& p, int request, int blocks, i64 offset) {
-  const i64 cost = blocks + p.fixed_cost;
-  const i64 block = (2 * offset * blocks + cost) / (2 * cost);
+__device__ __forceinline__ PartBound place_cut(const MlaScheduleParams& p, int request, int blocks, int offset) {
+  const u32 cost = blocks + p.fixed_cost;
+  const u64 numerator = 2 * static_cast<u64>(offset) * blocks + cost;
+  const bool small = numerator >> 32 == 0;  // a 64-bit division takes five times as long
+  const int block = small ? static_cast<u32>(numerator) / (2 * cost) : static_cast<int>(numerator / (2 * cost));
   if (block < p.min_blocks) return {request, 0};
   if (blocks - block < p.min_blocks) return {request + 1, 0};
-  return {request, static_cast<int>(block)};
+  return {request, block};
 }
 
 __device__ void mla_schedule(const MlaScheduleParams& p) {
-  __shared__ i64 warp_values[3][kScheduleWarps];
-  __shared__ i64 group_starts[kMaxParts + 1];
-  __shared__ i64 thread_starts[kScheduleThreads];
+  __shared__ int warp_values[3][kScheduleWarps];
+  __shared__ int group_starts[kMaxParts + 1];
+  __shared__ int thread_starts[kScheduleThreads];
+  __shared__ int thread_blocks[kScheduleThreads];  // of a thread's first request
   __shared__ PartBound bounds[kMaxParts + 1];
 
-  grid_dependency_launch();
-  grid_dependency_wait();
-
-  if (threadIdx.x < p.parts) p.splits[threadIdx.x] = {-1, 0, 0, 0};  // mla_merge looks at unused ones, too
-
-  // A thread takes consecutive requests.
   const int thread = threadIdx.x;
   const int per_thread = (p.batch + kScheduleThreads - 1) / kScheduleThreads;
   const int begin = min(thread * per_thread, p.batch);
   const int end = min(begin + per_thread, p.batch);
-  i64 cost = 0;
+
+  grid_dependency_launch();
+  grid_dependency_wait();
+
+  // A thread takes consecutive requests.
+  int cost = 0, first_blocks = 0;
   for (int request = begin; request < end; ++request) {
-    const int length = scheduled_length(p, request);
+    const int length = min(max(p.cache_seqlens[request * p.cache_seqlens_stride], 0), p.max_tokens);
     p.seqlens[request] = length;
+    if (request == begin) first_blocks = blocks_of(length);
     cost += blocks_of(length) + p.fixed_cost;
   }
-  i64 total;
-  i64 position = block_exclusive_sum(cost, warp_values[0], total);
-  thread_starts[thread] = position;
+  if (thread < p.parts) p.splits[thread] = {-1, 0, 0, 0};  // mla_merge looks at unused ones, too
+  if (thread == 0) *p.num_splits = 0;
+  int total;
+  const int start = block_exclusive_sum(cost, warp_values[0], total);
+  thread_starts[thread] = start;
+  thread_blocks[thread] = first_blocks;
 
   // The price of dealing out whole requests: the dearest group of consecutive ones.
   const int group = (p.batch + p.parts - 1) / p.parts;
   const int groups = (p.batch + group - 1) / group;
+  int position = start;
   for (int request = begin; request < end; ++request) {
     if (request % group == 0) group_starts[request / group] = position;
-    position += blocks_of(p.seqlens[request]) + p.fixed_cost;
+    position += (request == begin ? first_blocks : blocks_of(p.seqlens[request])) + p.fixed_cost;
   }
-  if (thread == 0) {
-    group_starts[groups] = total;
-    *p.num_splits = 0;
-  }
+  if (thread == 0) group_starts[groups] = total;
   __syncthreads();
-  const i64 whole_price =
+  const int whole_price =
       block_max(thread < groups ? group_starts[thread + 1] - group_starts[thread] : 0, warp_values[1]);
 
-  i64 share = (total + p.parts - 1) / p.parts;
-  share = max(share, static_cast<i64>(p.min_share));
+  const int share = max((total + p.parts - 1) / p.parts, p.min_share);
   if (whole_price <= share + p.cut_cost) {
     if (thread <= p.parts) p.bounds[thread] = {min(thread * group, p.batch), 0};
     return;
@@ -132,20 +125,20 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
 
   // Thread i places cut i, which falls on cost i * share: first the thread whose requests it hits, then the request.
   PartBound bound = {p.batch, 0};
-  const i64 target = thread * share;
+  const i64 target = static_cast<i64>(thread) * share;
   if (thread < p.parts && target < total) {
     int owner = 0;
 #pragma unroll
     for (int step = kScheduleThreads / 2; step > 0; step /= 2)
       if (thread_starts[owner + step] <= target) owner += step;
     int request = owner * per_thread;
-    i64 start = thread_starts[owner];
-    int blocks = blocks_of(p.seqlens[request]);
-    while (start + blocks + p.fixed_cost <= target) {
-      start += blocks + p.fixed_cost;
+    int before = thread_starts[owner];
+    int blocks = thread_blocks[owner];
+    while (before + blocks + p.fixed_cost <= target) {
+      before += blocks + p.fixed_cost;
       blocks = blocks_of(p.seqlens[++request]);
     }
-    bound = thread == 0 ? PartBound{0, 0} : place_cut(p, request, blocks, target - start);
+    bound = thread == 0 ? PartBound{0, 0} : place_cut(p, request, blocks, static_cast<int>(target) - before);
   }
   if (thread <= p.parts) {
     bounds[thread] = bound;
@@ -157,8 +150,8 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
   const bool inside = thread < p.parts && bound.block > 0;
   const bool first = inside && !(bounds[thread - 1].block > 0 && bounds[thread - 1].request == bound.request);
   const bool last = inside && !(bounds[thread + 1].block > 0 && bounds[thread + 1].request == bound.request);
-  i64 splits;
-  const int before = static_cast<int>(block_exclusive_sum(first, warp_values[2], splits));
+  int splits;
+  const int before = block_exclusive_sum(first, warp_values[2], splits);
   SplitRequest* split = p.splits + before - (first ? 0 : 1);
   if (first) {
     split->request = bound.request;
@@ -166,7 +159,7 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
     split->first_slot = bounds[thread - 1].request == bound.request ? 0 : 1;
   }
   if (last) split->last_part = thread;
-  if (thread == 0) *p.num_splits = static_cast<int>(splits);
+  if (thread == 0) *p.num_splits = splits;
 }
 
 }  // namespace cumla

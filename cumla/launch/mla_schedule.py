@@ -26,18 +26,15 @@ __all__ = [
     "MIN_BLOCKS",
     "SPECS",
     "Schedule",
+    "max_tokens",
     "prepare_schedule",
     "schedule",
 ]
 
-FIXED_COST = (
-    2  # of a request, or of a piece of one, in KV blocks: query load, first loads, epilogue
-)
+FIXED_COST = 2  # of a request, or of a piece of one, in KV blocks: loads before, stores behind
 CUT_COST = 16  # of cutting at all, in KV blocks: partial results and their merge
 MIN_BLOCKS = 1  # no piece is smaller
 MIN_SHARE = 4  # of cost: what a part is at least given
-
-MAX_TOKENS = 0x7FFFFFC0  # a request's length is taken to be at most this
 
 SPECS = (
     KernelSpec(
@@ -49,7 +46,7 @@ SPECS = (
     ),
 )
 
-_PARAMS = struct.Struct("<QqQQQQ6i")
+_PARAMS = struct.Struct("<QqQQQQ7i4x")
 
 
 def prepare_schedule(
@@ -89,8 +86,25 @@ def prepare_schedule(
         CUT_COST,
         MIN_BLOCKS,
         MIN_SHARE,
+        max_tokens(key.batch),
     )
     return PreparedLaunch(kernel, (1, 1), _PARAMS, values, stream)
+
+
+def max_tokens(batch: int) -> int:
+    """Tell how long a request may be: so that the summed cost of the batch stays below 2**30.
+
+    Parameters
+    ----------
+    batch : int
+        Requests.
+
+    Returns
+    -------
+    int
+        Tokens; longer requests count as this long. 2**31 - 64 up to a batch of 31.
+    """
+    return min(0x7FFFFFC0, ((1 << 30) // batch - FIXED_COST) * BLOCK_TOKENS)
 
 
 class Schedule(NamedTuple):
@@ -125,7 +139,7 @@ def schedule(cache_seqlens: np.ndarray, parts: int) -> Schedule:
         Whole requests where that is no dearer, else equal shares of the summed cost with requests
         cut where a share ends.
     """
-    lengths = np.clip(np.asarray(cache_seqlens, np.int64), 0, MAX_TOKENS)
+    lengths = np.clip(np.asarray(cache_seqlens, np.int64), 0, max_tokens(len(cache_seqlens)))
     batch = len(lengths)
     blocks = -(-lengths // BLOCK_TOKENS)
     ends = np.cumsum(blocks + FIXED_COST)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -42,17 +42,44 @@ def bytes_of_ones(nbytes: int) -> Any:
 # --- the schedule --------------------------------------------------------------------------------
 
 
-def schedule_on_device(plan: cumla.MLADecodePlan, buffer: Any) -> mla_schedule.Schedule:
+class OnDevice(NamedTuple):
+    """What a plan's buffer holds of its schedule."""
+
+    lengths: np.ndarray  # (batch,)
+    bounds: np.ndarray  # (parts + 1, 2)
+    records: np.ndarray  # (parts, 4): request, first part, last part, slot in the first part
+    num_splits: int  # records in use
+
+
+def schedule_on_device(plan: cumla.MLADecodePlan, buffer: Any) -> OnDevice:
     """Read a schedule out of a plan's buffer."""
     key, layout = plan.key, plan.key.layout
-    host = buffer.get()
+    host = buffer[: layout.partial_lse].get()
 
     def words(offset: int, count: int) -> np.ndarray:
         return host[offset : offset + 4 * count].view(np.int32)
 
-    bounds = words(layout.bounds, 2 * (key.parts + 1)).reshape(-1, 2)
-    splits = words(layout.splits, 4 * key.parts).reshape(-1, 4)[:, :3]
-    return mla_schedule.Schedule(bounds, splits)
+    return OnDevice(
+        words(layout.seqlens, key.batch),
+        words(layout.bounds, 2 * (key.parts + 1)).reshape(-1, 2),
+        words(layout.splits, 4 * key.parts).reshape(-1, 4),
+        int(words(layout.num_splits, 1)[0]),
+    )
+
+
+def check_schedule(got: OnDevice, lengths: np.ndarray, parts: int, name: str = "") -> None:
+    """Compare with the NumPy mirror, which has no slots: they follow from its bounds."""
+    want = mla_schedule.schedule(lengths, parts)
+    clamped = np.clip(lengths, 0, mla_schedule.max_tokens(len(lengths)))
+    np.testing.assert_array_equal(got.lengths, clamped, err_msg=name)
+    np.testing.assert_array_equal(got.bounds, want.bounds, err_msg=name)
+    assert got.num_splits == len(want.splits), name
+    used, unused = got.records[: got.num_splits], got.records[got.num_splits :]
+    np.testing.assert_array_equal(used[:, :3], want.splits, err_msg=name)
+    request, first_part = want.splits[:, 0], want.splits[:, 1]
+    slots = np.where(want.bounds[first_part, 0] == request, 0, 1)
+    np.testing.assert_array_equal(used[:, 3], slots, err_msg=name)
+    assert (unused[:, 0] == -1).all(), name
 
 
 LENGTHS = {
@@ -78,14 +105,10 @@ def test_the_schedule_equals_its_mirror(batch: int, q_len: int, heads: int, kv_h
     rng = np.random.default_rng(batch)
     for name, make in LENGTHS.items():
         lengths = np.asarray(make(rng, batch)).astype(np.int32)
-        buffer[...] = 0xFF
+        buffer[: plan.key.layout.partial_lse] = 0x77  # no value that could be meant
         plan.update(cp.asarray(lengths))
         got = schedule_on_device(plan, buffer)
-        want = mla_schedule.schedule(lengths, plan.key.parts)
-        np.testing.assert_array_equal(got.bounds, want.bounds, err_msg=name)
-        cut = want.splits[:, 0] >= 0
-        np.testing.assert_array_equal(got.splits[:, 0], want.splits[:, 0], err_msg=name)
-        np.testing.assert_array_equal(got.splits[cut], want.splits[cut], err_msg=name)
+        check_schedule(got, lengths, plan.key.parts, name)
 
 
 def test_strided_lengths_are_read_with_their_stride() -> None:
@@ -95,8 +118,7 @@ def test_strided_lengths_are_read_with_their_stride() -> None:
     buffer = bytes_of_ones(cumla.MLADecodePlan.workspace_bytes(7, 1, 16))
     plan = cumla.MLADecodePlan(7, 1, 16, workspace=buffer)
     plan.update(spread[::2])
-    got = schedule_on_device(plan, buffer)
-    np.testing.assert_array_equal(got.bounds, mla_schedule.schedule(lengths, plan.key.parts).bounds)
+    check_schedule(schedule_on_device(plan, buffer), lengths, plan.key.parts)
 
 
 # --- update and run ------------------------------------------------------------------------------
