@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-__all__ = ["DENSE", "HEAD_DIM", "PAGE_SIZE", "VALUE_DIM", "Case", "Ceilings", "select"]
+from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
+
+__all__ = ["DENSE", "PAGE_SIZE", "Case", "Ceilings", "select"]
 
 PAGE_SIZE = 64
-HEAD_DIM = 576
-VALUE_DIM = 512
 _ITEM = 2  # bytes of a bfloat16
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from cumla.bench.cases import HEAD_DIM, PAGE_SIZE, Case, Ceilings
+from cumla.bench.cases import PAGE_SIZE, Case, Ceilings
 from cumla.bench.gpu import Gpu, bench_spec
 from cumla.bench.timing import Timing, time_cold
+from cumla.launch.mla_plan import HEAD_DIM
 from cumla.launch.tensor_map import paged_kv_map
 
 __all__ = ["EMPTY", "FILL_NORMAL", "STREAM_KV", "fill_normal", "measure", "time_stream_only"]

@@ -12,10 +12,11 @@ import ml_dtypes
 import numpy as np
 
 from cumla import MLADecodePlan
-from cumla.bench.cases import HEAD_DIM, PAGE_SIZE, VALUE_DIM, Case
+from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.gpu import Gpu, bench_spec
 from cumla.bench.timing import Timing, time_cold, time_graph
+from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
 
 __all__ = ["ATTEND_ROWS", "CheckError", "DenseTiming", "Inputs", "Workbench", "check", "run_case"]
 

@@ -30,12 +30,13 @@ _DTYPES: dict[str, Any] = {"bfloat16": ml_dtypes.bfloat16}  # what NumPy does no
 def bench_spec(name: str, params: str, threads: int, smem_bytes: int = 0) -> KernelSpec:
     """Describe kernel `name` of ``cumla/bench/cuda``, which is compiled as the library's are."""
     return KernelSpec(
-        stem=f"../bench/cuda/{name}",
+        stem=name,
         entry=f"bench_{name}",
         function=name,
         params=params,
         threads=threads,
         smem_bytes=smem_bytes,
+        package="cumla.bench.cuda",
     )
 
 

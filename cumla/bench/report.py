@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = ["to_csv", "to_markdown", "to_text"]
@@ -40,11 +40,8 @@ def to_text(results: Results) -> str:
     str
         Aligned tables.
     """
-    parts = [_machine_line(results), _ceilings_line(results), _aligned(_dense(results["rows"]))]
-    if "schedule" in results:
-        parts += [_aligned(_schedule(results)), _host_line(results), _start_line(results)]
-    parts += [row["failed"] for row in results["rows"] if "failed" in row]
-    return "\n\n".join([*parts, _note(results)])
+    failures = [row["failed"] for row in results["rows"] if "failed" in row]
+    return "\n\n".join([*_parts(results, _aligned), *failures, _note(results)])
 
 
 def to_markdown(results: Results) -> str:
@@ -60,10 +57,16 @@ def to_markdown(results: Results) -> str:
     str
         Markdown.
     """
-    parts = [_machine_line(results), _ceilings_line(results), _piped(_dense(results["rows"]))]
+    note = _note(results).replace("*", "\\*")
+    return "\n\n".join([*_parts(results, _piped), note]) + "\n"
+
+
+def _parts(results: Results, draw: Callable[[Table], str]) -> list[str]:
+    """What every report has: the lines, and the tables as `draw` makes them."""
+    parts = [_machine_line(results), _ceilings_line(results), draw(_dense(results["rows"]))]
     if "schedule" in results:
-        parts += [_piped(_schedule(results)), _host_line(results), _start_line(results)]
-    return "\n\n".join([*parts, _note(results).replace("*", "\\*")]) + "\n"
+        parts += [draw(_schedule(results)), _host_line(results), _start_line(results)]
+    return parts
 
 
 def to_csv(results: Results) -> str:

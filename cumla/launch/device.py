@@ -14,6 +14,7 @@ __all__ = [
     "DeviceProperties",
     "current_device",
     "import_cupy",
+    "import_driver",
     "installed_cupy",
     "properties",
     "require_hopper",
@@ -85,6 +86,28 @@ def import_cupy() -> Any:
         problem = "cannot be imported" if found else "is not installed"
         raise MissingDependencyError(
             f"CuPy, which runs the kernels on a GPU, {problem} ({error})"
+        ) from error
+
+
+@cache
+def import_driver() -> Any:
+    """Import the driver API of cuda.bindings, which makes tensor maps and launches kernels.
+
+    Returns
+    -------
+    module
+        The module ``cuda.bindings.driver``.
+
+    Raises
+    ------
+    MissingDependencyError
+        If cuda.bindings is missing.
+    """
+    try:
+        return import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"cuda.bindings, which launches the kernels, cannot be imported ({error})"
         ) from error
 
 

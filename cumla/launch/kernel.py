@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from cumla.errors import CumlaError
+from cumla.launch.device import import_driver
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +40,7 @@ class PreparedLaunch:
         CUstream handle.
     """
 
-    __slots__ = ("_config", "_entry", "_handle", "_launch", "_owned", "_pointers")
+    __slots__ = ("_config", "_handle", "_kernel", "_launch", "_owned", "_pointers", "_stream")
 
     def __init__(
         self,
@@ -53,18 +54,24 @@ class PreparedLaunch:
         layout.pack_into(parameters, 0, *values)
         pointers = _Pointers(ctypes.addressof(parameters))
         spec = kernel.spec
-        self._launch = _driver().cuLaunchKernelEx
+        self._launch = import_driver().cuLaunchKernelEx
         self._config = _config(grid, spec.threads, spec.smem_bytes, stream)
         self._handle = kernel.handle
         self._pointers = ctypes.addressof(pointers)
         self._owned = (parameters, pointers)
-        self._entry = spec.entry
+        self._kernel = kernel
+        self._stream = stream
 
     def __call__(self) -> None:
         """Launch the kernel; raise `CumlaError` if the driver refuses."""
         (status,) = self._launch(self._config, self._handle, self._pointers, 0)
         if status:
-            raise CumlaError(f"{self._entry}: the launch failed with {status.name}")
+            raise CumlaError(
+                f"kernel {self._kernel.spec.entry}: the launch on stream {self._stream:#x} of CUDA "
+                f"device {self._kernel.device} failed with {status.name}; stream= must be a live "
+                f"stream of that device, and what an earlier kernel of any library did wrong is "
+                f"reported here too: CUMLA_CHECK=1 looks for it in the arguments of this one"
+            )
 
 
 _Pointers = ctypes.c_void_p * 1
@@ -78,7 +85,7 @@ def _buffer_type(size: int) -> Any:
 @lru_cache(maxsize=1024)
 def _config(grid: tuple[int, int], threads: int, smem_bytes: int, stream: int) -> Any:
     """Make a launch configuration; the driver only reads it, so calls and threads share it."""
-    driver = _driver()
+    driver = import_driver()
     overlap = driver.CUlaunchAttribute()
     overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     overlap.value.programmaticStreamSerializationAllowed = 1
@@ -92,10 +99,3 @@ def _config(grid: tuple[int, int], threads: int, smem_bytes: int, stream: int) -
     config.attrs = [overlap]
     config.numAttrs = 1
     return config
-
-
-@cache
-def _driver() -> Any:
-    from cuda.bindings import driver
-
-    return driver

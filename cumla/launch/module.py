@@ -12,12 +12,14 @@ from __future__ import annotations
 import logging
 import os
 import re
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cumla._driver import driver
 from cumla.errors import CompilationError, MissingDependencyError, NotPreparedError
 from cumla.launch.device import import_cupy, require_hopper
 from cumla.launch.source import (
@@ -149,7 +151,8 @@ def _load_cold(spec: KernelSpec, device: int, capturing: Callable[[], bool]) -> 
         if kernel is None:
             require_hopper(device)
             cupy = import_cupy()
-            with cupy.cuda.Device(device):
+            # Relaxed: loading would break a capture in the global mode that another thread makes.
+            with cupy.cuda.Device(device), driver().relaxed_capture():
                 kernel = _ready(spec, device, _find_or_compile(cupy, spec, debug=debug_build()))
             _loaded[spec, device] = kernel
     return kernel
@@ -198,13 +201,19 @@ def compiles_with_cupy(nvrtc: tuple[int, int]) -> bool:
 
 def _load_cubin(cupy: Any, spec: KernelSpec, path: Path) -> Any | None:
     """Load one kernel from a cubin; None if there is no such file or the driver refuses it."""
-    if not path.exists():
+    if not os.path.exists(path):  # unlike Path.exists, False where we may not look
         return None
     try:
-        return cupy.RawModule(path=str(path)).get_function(spec.entry)
+        return _function_of_cubin(cupy, spec, path)
     except cupy.cuda.driver.CUDADriverError as error:
         _log.debug("%s: %s", path, error)
         return None
+
+
+def _function_of_cubin(cupy: Any, spec: KernelSpec, path: Path) -> Any:
+    function = cupy.RawModule(path=str(path)).get_function(spec.entry)
+    _ = function.kernel  # what CuPy puts off until it is first looked at: reading the file
+    return function
 
 
 def _compile_with_cupy(cupy: Any, spec: KernelSpec, *, debug: bool) -> Any:
@@ -223,9 +232,25 @@ def _compile_beside_cupy(cupy: Any, spec: KernelSpec, *, debug: bool) -> Any:
     function = _load_cubin(cupy, spec, path)
     if function is None:
         cubin, _ = _compile(spec, translation_unit(spec, debug=debug), OPTIONS)
-        write_whole(path, cubin)
-        function = cupy.RawModule(path=str(path)).get_function(spec.entry)
+        try:
+            write_whole(path, cubin)
+        except OSError as error:
+            _log.warning(
+                "kernel %s cannot be kept in CuPy's cache folder (%s), so every process compiles "
+                "it again; let CUPY_CACHE_DIR name a folder that can be written to",
+                spec.entry,
+                error,
+            )
+            return _function_through_temporary_file(cupy, spec, cubin)
+        function = _function_of_cubin(cupy, spec, path)
     return function
+
+
+def _function_through_temporary_file(cupy: Any, spec: KernelSpec, cubin: bytes) -> Any:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return _function_of_cubin(cupy, spec, Path(file.name))
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -243,7 +268,8 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def cache_dir() -> Path:
     """Return the folder in which CuPy keeps compiled kernels (``CUPY_CACHE_DIR``)."""
-    return Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+    # expanduser, as in CuPy: Path.home() fails for a user without a home.
+    return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
 
 
 def cubin_dir() -> Path | None:
@@ -396,6 +422,6 @@ def _compile(spec: KernelSpec, text: str, options: tuple[str, ...]) -> tuple[byt
 def _failure(spec: KernelSpec, text: str, log: str) -> CompilationError:
     excerpt = error_excerpt(text, log)
     return CompilationError(
-        f"kernel {spec.entry} (cumla/cuda/{spec.stem}.cu) does not compile",
+        f"kernel {spec.entry} ({spec.path}) does not compile",
         f"{log.rstrip()}\n{excerpt}" if excerpt else log.rstrip(),
     )

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache, lru_cache
-from typing import Any
+from functools import lru_cache
 
 from cumla.errors import CumlaError
+from cumla.launch.device import import_driver
 
 __all__ = ["paged_kv_map"]
 
@@ -51,7 +51,7 @@ def paged_kv_map(
     bytes
         The 128-byte descriptor.
     """
-    driver = _driver()
+    driver = import_driver()
     types = driver.CUtensorMapDataType
     kind = {
         "bfloat16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -81,10 +81,3 @@ def paged_kv_map(
             f"strides {usable}); make a contiguous copy"
         )
     return ctypes.string_at(descriptor.getPtr(), 128)
-
-
-@cache
-def _driver() -> Any:
-    from cuda.bindings import driver
-
-    return driver

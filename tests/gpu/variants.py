@@ -12,12 +12,9 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cumla.launch import all_specs, module
 from cumla.launch.source import OPTIONS, KernelSpec, translation_unit
-
-BFLOAT16_ENTRIES = {"mla_decode": "mla_decode_bfloat16", "mla_merge": "mla_merge_bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -75,21 +72,20 @@ MISSING_TILE_WAIT = Edit(
 
 UNWRITTEN_PARTIAL = Edit(
     "mla_decode",
-    "if (exists && consumer == 0 && lane % 4 == 0)\n      p.partial_lse[index]",
-    "if (exists && consumer == 0 && lane == 0 && segment.slot == 0)\n      p.partial_lse[index]",
+    "if (writes_lse) p.partial_lse[index]",
+    "if (writes_lse && lane == 0 && segment.slot == 0) p.partial_lse[index]",
 )
 """Most log-sum-exps of partial results are never written."""
 
 
-def spec_of(stem: str) -> KernelSpec:
-    """The bfloat16 entry point of a kernel."""
-    return next(spec for spec in all_specs() if spec.entry == BFLOAT16_ENTRIES[stem])
+def specs_of(stem: str) -> tuple[KernelSpec, ...]:
+    """The bfloat16 entry points of a kernel."""
+    return tuple(spec for spec in all_specs() if spec.stem == stem and "bfloat16" in spec.entry)
 
 
-def edited_text(*edits: Edit) -> str:
-    """The translation unit of one kernel after the edits."""
-    (stem,) = {edit.stem for edit in edits}
-    text = translation_unit(spec_of(stem))
+def edited_text(spec: KernelSpec, *edits: Edit) -> str:
+    """The translation unit of one entry point after the edits."""
+    text = translation_unit(spec)
     for edit in edits:
         text = edit.apply(text)
     return text
@@ -97,21 +93,31 @@ def edited_text(*edits: Edit) -> str:
 
 @contextlib.contextmanager
 def installed(*edits: Edit, device: int = 0) -> Iterator[None]:
-    """Let cumla launch the edited bfloat16 kernel for a while."""
-    import cupy
-
-    spec = spec_of(edits[0].stem)
-    module.load(spec, device, capturing=lambda: False)
-    cubin, _ = module._compile(spec, edited_text(*edits), OPTIONS)
+    """Let cumla launch the edited bfloat16 kernels of one stem for a while."""
+    (stem,) = {edit.stem for edit in edits}
+    originals = {
+        spec: module.load(spec, device, capturing=lambda: False) for spec in specs_of(stem)
+    }
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "edited.cubin"
-        path.write_bytes(cubin)
-        function: Any = cupy.RawModule(path=str(path)).get_function(spec.entry)
-        kernel = module._ready(spec, device, function)
-    original = module._loaded[spec, device]
-    module._loaded[spec, device] = kernel
+        edited = {spec: _load_edited(spec, edits, device, Path(folder)) for spec in originals}
     try:
+        for spec, kernel in edited.items():
+            module._loaded[spec, device] = kernel
         yield
     finally:
+        import cupy
+
         cupy.cuda.Device(device).synchronize()
-        module._loaded[spec, device] = original
+        for spec, kernel in originals.items():
+            module._loaded[spec, device] = kernel
+
+
+def _load_edited(
+    spec: KernelSpec, edits: tuple[Edit, ...], device: int, folder: Path
+) -> module.LoadedKernel:
+    import cupy
+
+    cubin, _ = module._compile(spec, edited_text(spec, *edits), OPTIONS)
+    path = folder / f"{spec.entry}.cubin"
+    path.write_bytes(cubin)
+    return module._ready(spec, device, cupy.RawModule(path=str(path)).get_function(spec.entry))

@@ -21,6 +21,7 @@ from cumla.launch.mla_schedule import (
     MIN_SHARE,
     SPECS,
     Schedule,
+    max_tokens,
     schedule,
 )
 
@@ -209,14 +210,20 @@ def test_only_the_number_of_blocks_counts(lengths: np.ndarray, parts: int, tail:
     np.testing.assert_array_equal(schedule(lengths, parts).bounds, schedule(other, parts).bounds)
 
 
-@pytest.mark.parametrize("batch", [1, 7, 3000])
+@pytest.mark.parametrize("batch", [1, 7, 31, 32, 3000, 100_000])
 def test_the_largest_lengths_do_not_overflow(batch: int) -> None:
+    """The kernel adds costs up in 32 bits; no cache is as large as where lengths are clamped."""
+    longest = max_tokens(batch)
+    assert batch * (blocks_of(np.array([longest]))[0] + FIXED_COST) <= 2**30
+    assert longest * batch * 1152 > 2**40 or longest >= 2**31 - BLOCK_TOKENS
     lengths = np.full(batch, 2**31 - 1, np.int32)
-    bounds = schedule(lengths, 132).bounds
+    bounds = schedule(lengths, 132).bounds.astype(np.int64)
+    np.testing.assert_array_equal(bounds, schedule(np.full(batch, longest), 132).bounds)
     assert bounds[-1].tolist() == [batch, 0]
-    assert (bounds[:, 1] <= 2**31 // BLOCK_TOKENS).all()
-    blocks = bounds[:, 0] * float(2**31 // BLOCK_TOKENS) + bounds[:, 1]
-    np.testing.assert_allclose(np.diff(blocks), blocks[-1] / 132, rtol=1e-4, atol=132)
+    each = longest // BLOCK_TOKENS
+    assert (bounds[:, 1] < each).all()
+    blocks = bounds[:, 0] * each + bounds[:, 1]
+    np.testing.assert_allclose(np.diff(blocks), blocks[-1] / 132, atol=132, rtol=1e-3)
 
 
 # --- how well ------------------------------------------------------------------------------------
