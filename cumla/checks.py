@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -24,10 +24,13 @@ __all__ = [
     "DTYPES",
     "Arguments",
     "check_data",
+    "check_device_number",
     "check_dtype",
+    "check_lengths_of_plan",
     "check_mode",
     "check_query_and_cache",
     "check_seqlens",
+    "check_number",
     "check_shape_numbers",
     "check_values",
     "check_workspace",
@@ -40,7 +43,9 @@ _log = logging.getLogger(__name__)
 
 DTYPES = ("bfloat16", "float16")  # of q and kv_cache
 _ALIGNMENT = 16  # bytes: of addresses and strides, what the copy engine moves
-_SCALES = (1e-30, 1e30)  # of the scores: products with them stay normal float32 numbers
+# Of the scores. Queries and keys of ordinary size, products up to some 1e30 and down to some 1e-17,
+# times this and log2(e), stay finite and normal as float32; what is larger is not caught.
+_SCALES = (1e-20, 1e6)
 
 
 class Arguments(NamedTuple):
@@ -76,9 +81,7 @@ def checked_scale(softmax_scale: Any) -> float:
 
 def checked_arguments(call: Call) -> Arguments:
     """Check the views of one call against each other."""
-    q, kv_cache, block_table, cache_seqlens, out, lse = call.views
-    if q is None or kv_cache is None or block_table is None or cache_seqlens is None:
-        raise TypeError("q, kv_cache, block_table, cache_seqlens: need arrays, got None")
+    q, kv_cache, block_table, cache_seqlens, out, lse = cast("Arguments", call.views)
     kv_cache = with_kv_head_axis(kv_cache)
     check_query_and_cache(q, kv_cache)
     batch, q_len, num_heads, _ = q.shape
@@ -161,17 +164,31 @@ def check_shape_numbers(
         "num_kv_heads": num_kv_heads,
     }
     for name, value in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name}: needs an int, got {type(value).__qualname__}; convert it")
-        if value < 1:
-            raise ValueError(f"{name}: needs a number from 1, got {value}; nothing to plan for")
+        check_number(name, value, "nothing to plan for")
     _check_heads(num_heads, num_kv_heads)
     _check_page_size("page_size", page_size)
     check_dtype("dtype", dtype)
 
 
+def check_number(name: str, value: object, else_: str) -> None:
+    """Check an int from 1; `else_` ends the message for one that is smaller."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: needs an int, got {type(value).__qualname__}; convert it")
+    if value < 1:
+        raise ValueError(f"{name}: needs a number from 1, got {value}; {else_}")
+
+
+def check_device_number(device: object) -> None:
+    """Check a CUDA ordinal, or None."""
+    if device is not None and (not isinstance(device, int) or isinstance(device, bool)):
+        raise TypeError(
+            f"device: needs a CUDA ordinal, which is an int, or None, got "
+            f"{type(device).__module__}.{type(device).__qualname__}; pass its number"
+        )
+
+
 def check_workspace(view: ArrayView, nbytes: int) -> None:
-    """Check the array that is to be a plan's buffer."""
+    """Check the memory that is to be a plan's buffer."""
     if view.dtype != "uint8" or len(view.shape) != 1 or view.strides[0] != 1:
         raise ValueError(
             f"workspace: needs a contiguous one-dimensional uint8 array, got {view.dtype} of shape "
@@ -284,10 +301,19 @@ def check_mode() -> bool:
     return os.environ.get("CUMLA_CHECK", "0") not in ("", "0")
 
 
-def check_data(call: Call, arguments: Arguments) -> None:
+def check_data(call: Call, arguments: Arguments, planned: int | None = None) -> None:
     """Copy lengths and page numbers to the host and name the first that is out of range.
 
     Does nothing unless the environment variable CUMLA_CHECK asks for it: it waits for the stream.
+
+    Parameters
+    ----------
+    call : Call
+        On the GPU.
+    arguments : Arguments
+        Of the call.
+    planned : int, optional
+        Address of the lengths that the call's plan was updated with; they are compared.
     """
     if not check_mode():
         return
@@ -297,6 +323,9 @@ def check_data(call: Call, arguments: Arguments) -> None:
     lengths = _copy_to_host(arguments.cache_seqlens, call.stream)
     table = _copy_to_host(arguments.block_table, call.stream)
     check_values(lengths, table, *arguments.kv_cache.shape[:2])
+    if planned is not None:
+        view = arguments.cache_seqlens._replace(ptr=planned, strides=(4,))
+        check_lengths_of_plan(lengths, _copy_to_host(view, call.stream))
 
 
 def check_values(
@@ -318,6 +347,19 @@ def check_values(
         raise ValueError(
             f"block_table[{i}, {j}]: needs a page number from 0 to {num_pages - 1}, got "
             f"{table[i, j]}; the kernels would read zeros for that page"
+        )
+
+
+def check_lengths_of_plan(
+    lengths: np.ndarray[Any, Any], planned: np.ndarray[Any, Any]
+) -> None:
+    """Raise for the first length that is not the one a plan was updated with."""
+    changed = np.flatnonzero(lengths != planned)
+    if changed.size:
+        i = changed[0]
+        raise ValueError(
+            f"cache_seqlens[{i}]: needs the length that the plan was updated with, {planned[i]}, "
+            f"got {lengths[i]}; call plan.update(cache_seqlens) after each change of the lengths"
         )
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from cumla import reference
 from cumla.launch import module
+from cumla.launch.mla_plan import MLADecodeKey
 from tests import tolerance
-from tests.gpu import oracle, variants
+from tests.gpu import emulation, oracle, variants
 from tests.gpu.cases import (
     FACTORS,
     MAX_TOKENS,
@@ -28,7 +29,10 @@ from tests.gpu.cases import (
 from tests.gpu.problem import (
     GARBAGE,
     GUARD,
+    HEAD_DIM,
+    IN_QUERIES,
     NUMPY_DTYPES,
+    OUTLIER,
     PAGE_SIZE,
     POOL,
     Guarded,
@@ -248,10 +252,11 @@ def test_an_output_that_should_be_zero() -> None:
         oracle.check_out(np, _changed(zeros, (0, 1, 0, 3), 1e-6), zeros, v_rms=0.1, outliers=False)
 
 
+@pytest.mark.parametrize("inputs", FACTORS["inputs"])
 @pytest.mark.parametrize("fault", ["dropped token", "another page", "no mask", "other kv head"])
-def test_a_fault_is_noticed(fault: str) -> None:
+def test_a_fault_is_noticed(fault: str, inputs: str) -> None:
     """Each through the whole harness, on results of the reference for wrong inputs."""
-    case = Case(batch=2, q_len=2, heads=4, kv_heads=2, kv_len=500, ragged=False)
+    case = Case(batch=2, q_len=2, heads=4, kv_heads=2, kv_len=500, ragged=False, inputs=inputs)
     problem = make_problem(np, case)
     wrong = dataclasses.replace(problem)
     if fault == "dropped token":
@@ -266,6 +271,112 @@ def test_a_fault_is_noticed(fault: str) -> None:
     problem.check(*by_reference(problem))
     with pytest.raises(AssertionError):
         problem.check(*by_reference(wrong))
+
+
+# --- the kernels' arithmetic ---------------------------------------------------------------------
+
+MARGIN = 0.8  # share of a bound that an honest result may take
+
+
+def parts_of(case: Case, sm_count: int = 132) -> int:
+    """Parts of the schedule on a GPU with that many multiprocessors."""
+    shape = (case.batch, case.q_len, case.heads, case.kv_heads, PAGE_SIZE, case.dtype)
+    return MLADecodeKey(*shape, case.causal, device=0, sm_count=sm_count).parts
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_honest_rounding_passes_on_the_grid(case: Case) -> None:
+    """The inputs of the GPU tests themselves: bounds are met, and not by luck."""
+    problem = make_problem(np, case)
+    figures = problem.check(*emulation.decode(problem, parts_of(case)))
+    assert figures["row"] <= 0.9 * tolerance.OUT_ROW
+    assert figures["lse_element"] <= MARGIN
+
+
+@pytest.mark.parametrize("softmax", FACTORS["softmax"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("kv_len", "seeds"), [(1, 12), (3, 12), (20, 12), (65, 12), (500, 4)])
+def test_honest_rounding_passes_whatever_the_seed_of_the_outliers(
+    kv_len: int, seeds: int, dtype: str, softmax: str
+) -> None:
+    for seed in range(seeds):
+        case = Case(
+            batch=6,
+            q_len=1 + seed % 3,
+            heads=48,
+            kv_heads=1 + seed % 2,
+            kv_len=kv_len,
+            ragged=seed % 4 == 3,
+            dtype=dtype,
+            inputs="outliers",
+            softmax=softmax,
+            seed=10_000 + seed,
+        )
+        problem = make_problem(np, case)
+        figures = problem.check(*emulation.decode(problem, 1 + 4 * (seed % 2)))
+        assert figures["row"] <= MARGIN * tolerance.OUT_ROW, case
+        assert figures["lse_element"] <= MARGIN, case
+
+
+@pytest.mark.parametrize("kv_len", [1, 2, 3, 64, 140])
+def test_a_token_with_an_outlier_takes_all_of_the_weight_or_none(kv_len: int) -> None:
+    wins = losses = rows = 0
+    for seed in range(10):
+        case = Case(
+            batch=4, q_len=3, heads=16, kv_heads=2, kv_len=kv_len, inputs="outliers", seed=seed
+        )
+        problem = make_problem(np, case)
+        q = oracle.widen(np, problem.q_bits, case.dtype)
+        q_outliers = np.abs(q) > OUTLIER / 2
+        assert (q_outliers.sum(axis=(1, 2, 3)) == (problem.lengths > 0)).all()
+        for b, h in itertools.product(np.flatnonzero(problem.lengths), range(case.heads)):
+            length = int(problem.lengths[b])
+            keys = emulation.rows_of(problem, b, length, h // 8).astype(np.float64)
+            touched = (np.abs(keys) > OUTLIER / 2).any(axis=1)
+            for i in range(case.q_len):
+                seen = max(length - (case.q_len - 1 - i), 0)
+                scores = HEAD_DIM**-0.5 * (keys[:seen] @ q[b, i, h])
+                weights = np.exp(scores - scores.max(initial=-np.inf))
+                if q_outliers[b, i, h].any():
+                    assert (weights > 1e-40).sum() == min(seen, 1)
+                lone = weights[touched[:seen]]
+                lone /= weights.sum() if seen else 1.0
+                assert ((lone < 1e-40) | (lone > 1 - 1e-12)).all()
+                wins, losses = wins + (lone > 0.5).sum(), losses + (lone < 0.5).sum()
+                rows += 1
+    assert wins > rows / 6
+    assert losses > rows / 10 or kv_len == 1
+    if kv_len > 3:  # and some rows in which none wins
+        assert wins < rows
+
+
+def test_what_outliers_meet_never_cancels() -> None:
+    sums = [
+        sum(signs * IN_QUERIES)
+        for signs in itertools.product((-1, 0, 1), repeat=len(IN_QUERIES))
+        if any(signs)
+    ]
+    assert min(np.abs(sums)) >= min(IN_QUERIES)
+
+
+@pytest.mark.parametrize("inputs", ["0.1", "outliers"])
+@pytest.mark.parametrize(("kv_len", "parts"), [(2, 1), (20, 1), (140, 2), (4096, 5)])
+def test_a_token_that_one_row_drops_is_noticed(kv_len: int, parts: int, inputs: str) -> None:
+    """The heaviest of a row with an outlier; of the others one of average weight."""
+    case = Case(batch=2, heads=16, kv_len=kv_len, ragged=False, inputs=inputs, seed=kv_len)
+    problem = make_problem(np, case)
+    expected = problem.expected()
+    problem.check(*emulation.decode(problem, parts), expected)
+    for head in range(0, case.heads, 3):
+        keys = emulation.rows_of(problem, 1, kv_len, 0).astype(np.float64)
+        scores = HEAD_DIM**-0.5 * (keys @ oracle.widen(np, problem.q_bits[1, 0, head], case.dtype))
+        weights = np.exp(scores - scores.max())
+        top = int(weights.argmax())
+        alone = weights[top] > 0.99 * weights.sum()
+        token = top if alone else int(np.abs(weights - weights.mean()).argmin())
+        spoilt = emulation.decode(problem, parts, emulation.Drop(1, 0, head, token))
+        with pytest.raises(AssertionError, match=rf"worst at \(1, 0, {head}[,)]"):
+            problem.check(*spoilt, expected)
 
 
 # --- kernels with a line changed -----------------------------------------------------------------

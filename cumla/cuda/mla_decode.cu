@@ -36,7 +36,7 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared) 
     for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), 1);
     for (int half = 0; half < 3; ++half) mbarrier_init(shared.free(s, half), 4);
   }
-  for (int owner = 0; owner < 2; ++owner) mbarrier_init(shared.probabilities_full(owner), 4);
+  for (int owner = 0; owner < 2; ++owner) mbarrier_init(shared.probabilities_full(owner), kWarpgroup / 4);
   mbarrier_init(shared.query_full(), 2);
   mbarrier_init(shared.query_free(), 8);
   fence_mbarrier_init();

@@ -45,7 +45,7 @@ def decode(
         edges = [0, *cuts, -(-length // PAGE_SIZE)]
         for kv_head in range(case.kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)
-            keys = _rows(problem, b, length, kv_head)
+            keys = rows_of(problem, b, length, kv_head)
             scores = _scores(problem, b, heads, keys)
             if drop and drop.request == b and drop.head // group == kv_head:
                 scores[drop.query, drop.head % group, drop.token] = -np.inf
@@ -57,7 +57,8 @@ def decode(
     return out, lse
 
 
-def _rows(problem: Problem, b: int, length: int, kv_head: int) -> np.ndarray:
+def rows_of(problem: Problem, b: int, length: int, kv_head: int) -> np.ndarray:
+    """Cached rows of a request, (length, 576) float32."""
     pages = problem.table[b, : -(-length // PAGE_SIZE)]
     bits = problem.kv_bits[pages, :, kv_head].reshape(-1, HEAD_DIM)[:length]
     values: np.ndarray = bits.view(NUMPY_DTYPES[problem.case.dtype]).astype(np.float32)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that plans keep between calls: whose it is now, and on which stream it is used.
+
+The order between streams is kept on the device; nothing here waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from typing import TYPE_CHECKING, Protocol
+
+from cumla.arrays import keep_until_passed, order_streams
+from cumla.errors import CumlaError
+
+if TYPE_CHECKING:
+    from cumla.arrays import Call
+
+__all__ = ["User", "Workspace"]
+
+
+class User(Protocol):
+    """What uses a workspace, from when it is handed over until another one takes it."""
+
+    def lose_workspace(self) -> None:
+        """Learn that another user is going to write to the workspace."""
+
+
+class Workspace:
+    """Device memory with one user at a time, on one stream at a time.
+
+    Parameters
+    ----------
+    owner : object
+        The array that holds the memory.
+    address : int
+        Of its first byte.
+    call : Call
+        In which the memory was allocated, or handed over by the caller.
+
+    Attributes
+    ----------
+    address : int
+    """
+
+    __slots__ = ("__weakref__", "_home", "_owner", "_stream", "_user", "address")
+
+    def __init__(self, owner: object, address: int, call: Call) -> None:
+        self.address = address
+        self._owner = owner
+        self._home = call.stream  # where it is free to be reused as soon as the owner lets go
+        self._stream = None if call.capturing else call.stream  # of the last use outside captures
+        self._user: weakref.ref[User] | None = None
+
+    @classmethod
+    def at(cls, owner: object, address: int, call: Call) -> Workspace:
+        """Return the workspace at an address, the same one for all whom the caller gives it to."""
+        found = _given.get(address)
+        if found is None:
+            found = _given[address] = cls(owner, address, call)
+        return found
+
+    def hand_to(self, user: User, call: Call) -> None:
+        """Let `user` write to the memory on the call's stream, behind all that used it before.
+
+        Work that is being captured is left out of the order: a wait for a stream outside would
+        break the capture, and when the graph will run is the caller's to say.
+        """
+        previous = None if self._user is None else self._user()
+        if previous is not user:
+            if previous is not None:
+                previous.lose_workspace()
+            self._user = weakref.ref(user)
+        if call.stream != self._stream and not call.capturing:
+            if self._stream is not None:
+                order_streams(self._stream, call.stream)
+            self._stream = call.stream
+
+    def __del__(self) -> None:
+        # On another stream than the allocator's, the memory might be reused while it is still read.
+        stream = getattr(self, "_stream", None)
+        if stream is None or stream == self._home or sys.is_finalizing():
+            return
+        with contextlib.suppress(CumlaError):  # the caller may have destroyed that stream already
+            keep_until_passed(self._owner, stream)
+
+
+# The workspaces that callers gave, by address, as long as anyone uses them.
+_given: weakref.WeakValueDictionary[int, Workspace] = weakref.WeakValueDictionary()
