@@ -12,13 +12,10 @@ import ctypes
 import functools
 import math
 import sys
-from collections import deque
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-
-from cumla._driver import driver
 
 
 class ArrayView(NamedTuple):
@@ -38,6 +35,8 @@ class ArrayView(NamedTuple):
         byte order has NumPy's code instead (`">f4"`), which matches none of them.
     device : int or None
         CUDA ordinal; None for CPU memory.
+    read_only : bool
+        Whether its owner forbids, or would not see, that a kernel writes to it.
     """
 
     ptr: int
@@ -45,6 +44,7 @@ class ArrayView(NamedTuple):
     strides: tuple[int, ...]
     dtype: str
     device: int | None
+    read_only: bool = False
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-class _DLTensor(ctypes.Structure):
+class DLTensor(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
         ("device_type", ctypes.c_int32),
@@ -72,33 +72,36 @@ class _DLTensor(ctypes.Structure):
 _Deleter = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 
 
-class _ManagedTensor(ctypes.Structure):
+class ManagedTensor(ctypes.Structure):
     _fields_ = [
-        ("tensor", _DLTensor),
+        ("tensor", DLTensor),
         ("manager_ctx", ctypes.c_void_p),
         ("deleter", ctypes.c_void_p),
     ]
 
 
-class _ManagedTensorVersioned(ctypes.Structure):
+class ManagedTensorVersioned(ctypes.Structure):
     _fields_ = [
         ("major", ctypes.c_uint32),
         ("minor", ctypes.c_uint32),
         ("manager_ctx", ctypes.c_void_p),
         ("deleter", ctypes.c_void_p),
         ("flags", ctypes.c_uint64),
-        ("tensor", _DLTensor),
+        ("tensor", DLTensor),
     ]
 
 
 _DLPACK_VERSION = (1, 0)
+# Flags of a versioned capsule: its memory must not be written to; it is a copy, so that the
+# producer would not see what is written.
+_READ_ONLY, _IS_COPIED = 1, 2
 # A capsule keeps a pointer to its name, so both names live as long as this module.
 _CAPSULES: tuple[tuple[bytes, bytes, Any], ...] = (
-    (b"dltensor", b"used_dltensor", _ManagedTensor),
-    (b"dltensor_versioned", b"used_dltensor_versioned", _ManagedTensorVersioned),
+    (b"dltensor", b"used_dltensor", ManagedTensor),
+    (b"dltensor_versioned", b"used_dltensor_versioned", ManagedTensorVersioned),
 )
 
-_capsule_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+capsule_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_IsValid", ctypes.pythonapi)
 )
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
@@ -108,7 +111,7 @@ _capsule_rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_cha
     ("PyCapsule_SetName", ctypes.pythonapi)
 )
 
-_DLPACK_DTYPES: dict[tuple[int, int], str] = {
+DTYPES: dict[tuple[int, int], str] = {
     **{(0, bits): f"int{bits}" for bits in (8, 16, 32, 64)},
     **{(1, bits): f"uint{bits}" for bits in (8, 16, 32, 64)},
     **{(2, bits): f"float{bits}" for bits in (16, 32, 64)},
@@ -155,7 +158,7 @@ class Imported:
     def __init__(self, name: str, capsule: object) -> None:
         self._deleter = 0
         for fresh, used, layout in _CAPSULES:
-            if _capsule_is_valid(capsule, fresh):
+            if capsule_is_valid(capsule, fresh):
                 self._address = _capsule_pointer(capsule, fresh)
                 managed = layout.from_address(self._address)
                 _capsule_rename(capsule, used)
@@ -165,12 +168,15 @@ class Imported:
             raise TypeError(
                 f"{name}: __dlpack__ must return a fresh DLPack capsule, got {capsule!r}"
             )
-        if layout is _ManagedTensorVersioned and managed.major > _DLPACK_VERSION[0]:
+        if layout is ManagedTensorVersioned and managed.major > _DLPACK_VERSION[0]:
             raise TypeError(
                 f"{name}: its DLPack capsule has version {managed.major}.{managed.minor}, and "
                 f"1.x is the newest that can be read; pass an array of PyTorch, CuPy or JAX"
             )
-        self.view = _view_of_tensor(name, managed.tensor)
+        view = _view_of_tensor(name, managed.tensor)
+        if layout is ManagedTensorVersioned and managed.flags & (_READ_ONLY | _IS_COPIED):
+            view = view._replace(read_only=True)
+        self.view = view
 
     def __del__(self) -> None:
         # At interpreter exit the producer may be gone already: its memory goes with the process.
@@ -179,11 +185,11 @@ class Imported:
 
     @property
     def __array_interface__(self) -> dict[str, object]:
-        """The bytes as unsigned integers of the element size: every dtype fits into them."""
+        """The elements as opaque bytes of their size: every dtype fits into them."""
         view = self.view
         return {
             "version": 3,
-            "data": (view.ptr, False),
+            "data": (view.ptr, view.read_only),
             "shape": view.shape,
             "strides": view.strides,
             "typestr": f"|V{numpy_dtype(view.dtype).itemsize}",
@@ -191,11 +197,11 @@ class Imported:
 
 
 def _view_of_tensor(name: str, tensor: Any) -> ArrayView:
-    dtype = _DLPACK_DTYPES.get((tensor.code, tensor.bits))
+    dtype = DTYPES.get((tensor.code, tensor.bits))
     if dtype is None or tensor.lanes != 1:
         raise TypeError(
             f"{name}: its element type is unknown (DLPack type code {tensor.code}, {tensor.bits} "
-            f"bits, {tensor.lanes} lanes); pass it as one of {', '.join(_DLPACK_DTYPES.values())}"
+            f"bits, {tensor.lanes} lanes); pass it as one of {', '.join(DTYPES.values())}"
         )
     ndim, itemsize = tensor.ndim, tensor.bits // 8
     shape = tuple(tensor.shape[:ndim]) if ndim else ()
@@ -219,28 +225,3 @@ def import_array(name: str, array: Any, stream: int | None) -> Imported:
     except (BufferError, RuntimeError) as error:
         raise ValueError(f"{name}: its producer does not export it: {error}") from error
     return Imported(name, capsule)
-
-
-# Event and imports of calls whose work may still run; a deque appends and pops atomically.
-retained: deque[tuple[int, list[Imported]]] = deque()
-
-
-def retain(imports: list[Imported], stream: int) -> None:
-    """Keep `imports` alive until `stream` has passed this point; its device is current."""
-    retained.append((driver().record_event(stream), imports))
-
-
-def release_finished() -> None:
-    """Give back what finished calls had imported; stops at the first call that still runs."""
-    cuda = driver()
-    with cuda.relaxed_capture():
-        while True:
-            try:
-                event, imports = retained.popleft()
-            except IndexError:
-                return
-            if not cuda.event_passed(event):
-                retained.appendleft((event, imports))
-                return
-            cuda.destroy_event(event)
-            del imports

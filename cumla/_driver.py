@@ -9,10 +9,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 from collections.abc import Iterator
 
-from cumla.errors import CumlaError
+from cumla.errors import CumlaError, UnsupportedDeviceError
 
+_log = logging.getLogger(__name__)
+
+_CUDA_ERROR_NOT_READY = 600
 _CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906
 _CU_EVENT_DISABLE_TIMING = 2
 _CU_STREAM_CAPTURE_MODE_RELAXED = 2
@@ -23,10 +27,21 @@ class Driver:
 
     `PyDLL` keeps the GIL. None of these calls waits, and giving the GIL up would cost a thread
     switch whenever another Python thread is busy.
+
+    Raises
+    ------
+    UnsupportedDeviceError
+        There is no driver, or it finds no GPU.
     """
 
     def __init__(self) -> None:
-        cuda = ctypes.PyDLL("libcuda.so.1")
+        try:
+            cuda = ctypes.PyDLL("libcuda.so.1")
+        except OSError as error:
+            raise UnsupportedDeviceError(
+                f"arrays on the GPU need NVIDIA's driver, which cannot be loaded ({error}); arrays "
+                f"in CPU memory need none"
+            ) from error
         self._get_device = cuda.cuCtxGetDevice
         self._retain_context = cuda.cuDevicePrimaryCtxRetain
         self._push = cuda.cuCtxPushCurrent_v2
@@ -36,6 +51,7 @@ class Driver:
         self._event_create = cuda.cuEventCreate
         self._event_record = cuda.cuEventRecord
         self._event_query = cuda.cuEventQuery
+        self._wait_event = cuda.cuStreamWaitEvent
         self._event_destroy = cuda.cuEventDestroy_v2
         self._error_name = cuda.cuGetErrorName
         handle, pointer = ctypes.c_void_p, ctypes.c_void_p
@@ -48,17 +64,20 @@ class Driver:
         self._event_create.argtypes = [pointer, ctypes.c_uint]
         self._event_record.argtypes = [handle, handle]
         self._event_query.argtypes = [handle]
+        self._wait_event.argtypes = [handle, handle, ctypes.c_uint]
         self._event_destroy.argtypes = [handle]
         self._error_name.argtypes = [ctypes.c_int, pointer]
         self._contexts: dict[int, ctypes.c_void_p] = {}
-        self._check(cuda.cuInit(0), "cuInit")
+        self._check(cuda.cuInit(0), "cuInit", UnsupportedDeviceError)
 
-    def _check(self, status: int, what: str) -> None:
+    def _check(self, status: int, what: str, error: type[CumlaError] = CumlaError) -> None:
         if status:
-            name = ctypes.c_char_p()
-            self._error_name(status, ctypes.byref(name))
-            reason = name.value.decode() if name.value else "unknown error"
-            raise CumlaError(f"{what} failed: {reason} ({status})")
+            raise error(f"{what} failed: {self._describe(status)}")
+
+    def _describe(self, status: int) -> str:
+        name = ctypes.c_char_p()
+        self._error_name(status, ctypes.byref(name))
+        return f"{name.value.decode() if name.value else 'unknown error'} ({status})"
 
     def enter_device(self, device: int) -> bool:
         """Make a context of `device` current; whether one was pushed, to be popped later.
@@ -73,7 +92,8 @@ class Driver:
         if context is None:
             context = ctypes.c_void_p()
             status = self._retain_context(ctypes.byref(context), device)
-            self._check(status, f"cuDevicePrimaryCtxRetain of device {device}")
+            what = f"cuDevicePrimaryCtxRetain of device {device}"
+            self._check(status, what, UnsupportedDeviceError)
             self._contexts[device] = context  # for the life of the process: kernels live in it
         self._check(self._push(context), "cuCtxPushCurrent")
         return True
@@ -81,6 +101,12 @@ class Driver:
     def leave_device(self) -> None:
         """Pop what `enter_device` pushed."""
         self._check(self._pop(ctypes.byref(ctypes.c_void_p())), "cuCtxPopCurrent")
+
+    def current_device(self) -> int:
+        """Ordinal of the device whose context is current."""
+        device = ctypes.c_int()
+        self._check(self._get_device(ctypes.byref(device)), "cuCtxGetDevice")
+        return device.value
 
     def is_capturing(self, stream: int) -> bool:
         """Whether `stream` is being captured into a graph."""
@@ -96,12 +122,28 @@ class Driver:
         event = ctypes.c_void_p()
         status = self._event_create(ctypes.byref(event), _CU_EVENT_DISABLE_TIMING)
         self._check(status, "cuEventCreate")
-        self._check(self._event_record(event, stream), "cuEventRecord")
+        status = self._event_record(event, stream)
+        if status:
+            self._event_destroy(event)
+        self._check(status, "cuEventRecord")
         return event.value or 0
 
+    def wait_event(self, stream: int, event: int) -> None:
+        """Make `stream` wait for the event; the host does not."""
+        self._check(self._wait_event(stream, event, 0), "cuStreamWaitEvent")
+
     def event_passed(self, event: int) -> bool:
-        """Whether all work before the event is done; never waits."""
-        return bool(self._event_query(event) == 0)
+        """Whether all work before the event is done; never waits.
+
+        An event that fails will never be anything else: it counts as passed.
+        """
+        status = self._event_query(event)
+        if status not in (0, _CUDA_ERROR_NOT_READY):
+            _log.warning(
+                "cuEventQuery failed: %s; what was kept until then is released",
+                self._describe(status),
+            )
+        return bool(status != _CUDA_ERROR_NOT_READY)
 
     def destroy_event(self, event: int) -> None:
         """Give the event back."""
@@ -122,3 +164,14 @@ class Driver:
 def driver() -> Driver:
     """Load the driver once, when the first array on a GPU comes."""
     return Driver()
+
+
+@contextlib.contextmanager
+def on_device(cuda: Driver, device: int | None) -> Iterator[None]:
+    """Make a context of `device` current for a while; None leaves what is current."""
+    must_leave = device is not None and cuda.enter_device(device)
+    try:
+        yield
+    finally:
+        if must_leave:
+            cuda.leave_device()

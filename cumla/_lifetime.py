@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from cumla._driver import driver
+from cumla._driver import driver, on_device
 
 # By device and stream: points are passed in the order of their stream, so that one that is not
 # yet says the same of all behind it, and nothing of other streams.
@@ -26,12 +26,12 @@ _looking = False
 
 
 def keep_until(passed: Callable[[], bool], owner: object, device: int, queue: int) -> None:
-    """Keep `owner` alive until `passed()`, which is asked when all earlier ones of the queue are."""
+    """Keep `owner` until `passed()`, which is asked once all before it in its queue are."""
     with _lock:
         waiting.setdefault((device, queue), deque()).append((passed, owner))
 
 
-def keep_until_passed(owner: object, stream: int) -> None:
+def keep_until_passed(owner: object, stream: int, device: int | None = None) -> None:
     """Keep an object alive until a stream has done all that is enqueued on it by now.
 
     Nothing waits: later calls look whether the stream has passed this point.
@@ -41,38 +41,45 @@ def keep_until_passed(owner: object, stream: int) -> None:
     owner : object
         Whatever must outlive the work, e.g. the array that owns the memory.
     stream : int
-        CUstream handle. Its device is current, as inside the `with` block of a `Call`. While it
-        is being captured, there is no point to be passed: the graph can be replayed at any time,
-        so the object is kept for the life of the process (once, however often it comes).
+        CUstream handle. While it is being captured, there is no point to be passed, because the
+        graph can be replayed at any time: the object is kept for the life of the process (once,
+        however often it comes).
+    device : int, optional
+        CUDA ordinal of the stream. Without it, the device that is current: the call's inside the
+        `with` block of a `Call`.
     """
     cuda = driver()
-    if cuda.is_capturing(stream):
-        in_graphs[id(owner)] = owner
-        return
-    event = cuda.record_event(stream)
-    keep_until(partial(_event_passed, event), owner, cuda.current_device(), stream)
+    with on_device(cuda, device):
+        if cuda.is_capturing(stream):
+            in_graphs[id(owner)] = owner
+            return
+        event = cuda.record_event(stream)
+        keep_until(partial(_event_passed, event), owner, cuda.current_device(), stream)
 
 
-def order_streams(before: int, after: int) -> None:
+def order_streams(before: int, after: int, device: int | None = None) -> None:
     """Make a stream wait for what is enqueued on another one by now; the host does not wait.
 
     Parameters
     ----------
     before : int
-        CUstream handle of the stream to wait for. Its device is current, as inside the `with`
-        block of a `Call`.
+        CUstream handle of the stream to wait for.
     after : int
         CUstream handle of the stream that waits. If `before` is being captured, it joins that
         capture, as everywhere in CUDA; if only `after` is, the driver refuses (`CumlaError`).
+    device : int, optional
+        CUDA ordinal of `before`. Without it, the device that is current: the call's inside the
+        `with` block of a `Call`.
     """
     if before == after:
         return
     cuda = driver()
-    event = cuda.record_event(before)
-    try:
-        cuda.wait_event(after, event)
-    finally:
-        cuda.destroy_event(event)  # the driver keeps it until it has been passed
+    with on_device(cuda, device):
+        event = cuda.record_event(before)
+        try:
+            cuda.wait_event(after, event)
+        finally:
+            cuda.destroy_event(event)  # the driver keeps what it needs until it has been passed
 
 
 def release_finished() -> None:
@@ -107,14 +114,9 @@ def _take_from(
     points: deque[tuple[Callable[[], bool], object]], device: int, finished: list[object]
 ) -> None:
     """Move what the front of a queue was kept for to `finished`, up to a point not yet passed."""
-    cuda = driver()
-    must_leave = cuda.enter_device(device)  # the thread may have no context at all
-    try:
+    with on_device(driver(), device):  # the thread may have no context at all
         while points and points[0][0]():
             finished.append(points.popleft())
-    finally:
-        if must_leave:
-            cuda.leave_device()
 
 
 def _event_passed(event: int) -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-import importlib
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -24,20 +23,23 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from cumla._dlpack import (
-    ArrayView,
-    Imported,
-    import_array,
-    numpy_dtype,
-    ordinal,
-    release_finished,
-    retain,
-    retained,
-)
-from cumla._driver import driver
-from cumla.errors import MissingDependencyError, NotPreparedError
+from cumla._cupy import current_device, import_cupy
+from cumla._dlpack import ArrayView, Imported, import_array, numpy_dtype, ordinal
+from cumla._driver import driver, on_device
+from cumla._lend import borrower, lend
+from cumla._lifetime import keep_until_passed, order_streams, release_finished, waiting
+from cumla.errors import NotPreparedError
 
-__all__ = ["ArrayView", "Call", "from_numpy", "open_call", "open_device", "to_numpy"]
+__all__ = [
+    "ArrayView",
+    "Call",
+    "from_numpy",
+    "keep_until_passed",
+    "open_call",
+    "open_device",
+    "order_streams",
+    "to_numpy",
+]
 
 
 # --- frameworks ----------------------------------------------------------------------------------
@@ -56,6 +58,7 @@ class _Framework:
     """
 
     name = ""
+    immutable = False
 
     def view(self, name: str, array: Any) -> ArrayView | None:
         """Look at an array; None if only a DLPack import can tell."""
@@ -73,7 +76,8 @@ class _Framework:
         """Who owns the stream and allocates for calls whose first array is of this framework."""
         return _cupy()
 
-    def export(self, array: Any) -> object:
+    def export(self, array: Any, stream: int) -> object:
+        """Turn what the allocator gave, written to on `stream`, into the caller's result."""
         return array
 
     def to_numpy(self, name: str, array: Any) -> np.ndarray[Any, Any]:
@@ -107,7 +111,12 @@ class _NumPy(_Framework):
 
     def view(self, name: str, array: Any) -> ArrayView:
         return ArrayView(
-            array.ctypes.data, array.shape, array.strides, _dtype_name(array.dtype), None
+            array.ctypes.data,
+            array.shape,
+            array.strides,
+            _dtype_name(array.dtype),
+            None,
+            not array.flags.writeable,
         )
 
     def to_numpy(self, name: str, array: Any) -> np.ndarray[Any, Any]:
@@ -194,9 +203,6 @@ class _CuPy(_Allocator):
     def current_stream(self, device: int) -> int:
         return int(self._cupy.cuda.get_current_stream(device).ptr)
 
-    def current_device(self) -> int:
-        return int(self._cupy.cuda.runtime.getDevice())
-
     def use_stream(self, device: int, stream: int) -> contextlib.AbstractContextManager[Any]:
         """Make `stream` CuPy's current one: its pool hands memory out for that stream."""
         if stream == self.current_stream(device):
@@ -222,6 +228,7 @@ class _StreamHandle(NamedTuple):
 
 class _Jax(_Framework):
     name = "jax"
+    immutable = True
 
     def __init__(self, jax: Any) -> None:
         self._jax = jax
@@ -231,14 +238,12 @@ class _Jax(_Framework):
             raise ValueError(f"{name}: needs an array with memory, got one deleted or donated")
         devices = len(array.sharding.device_set)
         if devices > 1:
-            raise ValueError(
-                f"{name}: needs an array on one device, got one that is sharded over {devices}; "
-                f"call once a shard ({name}.addressable_shards[i].data)"
-            )
+            way_out = f"call once a shard ({name}.addressable_shards[i].data)"
+            raise _sharded(name, f"one that is sharded over {devices}", way_out)
         return super().device(name, array)
 
-    def export(self, array: Any) -> object:
-        return self._jax.dlpack.from_dlpack(array)
+    def export(self, array: Any, stream: int) -> object:
+        return lend(self._jax, array, _cupy().view("result", array), stream)
 
     def to_numpy(self, name: str, array: Any) -> np.ndarray[Any, Any]:
         return np.asarray(array)
@@ -265,12 +270,11 @@ def _jax() -> _Jax:
 
 @functools.cache
 def _cupy() -> _CuPy:
-    try:
-        return _CuPy(importlib.import_module("cupy"))
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"CuPy is needed for arrays on the GPU and cannot be imported ({error})"
-        ) from error
+    return _CuPy(import_cupy())
+
+
+def _sharded(name: str, got: str, way_out: str) -> ValueError:
+    return ValueError(f"{name}: needs an array on one device, got {got}; {way_out}")
 
 
 def _is_instance(array: object, module: str, kind: str) -> bool:
@@ -290,17 +294,11 @@ def _recognise(name: str, array: object) -> _Framework:
                 f"the call in a torch.library.custom_op"
             )
         if "DTensor" in parents:
-            raise ValueError(
-                f"{name}: needs a tensor on one device, got a DTensor, which is sharded; pass "
-                f"{name}.to_local()"
-            )
+            raise _sharded(name, "a DTensor, which is sharded", f"pass {name}.to_local()")
         framework = _torch()
     elif _is_instance(array, "cupy", "ndarray"):
         if "DistributedArray" in parents:
-            raise ValueError(
-                f"{name}: needs an array on one device, got a DistributedArray, which is "
-                f"sharded; call once a chunk"
-            )
+            raise _sharded(name, "a DistributedArray, which is sharded", "call once a chunk")
         framework = _cupy()
     elif _is_instance(array, "jax", "Array"):
         if "Tracer" in parents:
@@ -386,7 +384,7 @@ class Call:
     ) -> None:
         try:
             if self._imports and self.device is not None:
-                retain(self._imports, self.stream)
+                keep_until_passed(self._imports, self.stream)
             self._imports = None
         finally:
             if self._must_leave:
@@ -448,10 +446,7 @@ class Call:
 
         JAX receives CuPy's array through DLPack, which orders its reads behind the stream.
         """
-        if self.framework != "jax" or self.device is None:
-            return array
-        with _cupy().use_stream(self.device, self.stream):
-            return self._framework.export(array)
+        return self._framework.export(array, self.stream)
 
 
 def open_call(
@@ -484,11 +479,12 @@ def open_call(
         Not an array; a tracer or a FakeTensor, which have no memory; an output of JAX, or of
         another framework than the first input's.
     ValueError
-        Arrays on the CPU and the GPU, on different devices, or sharded over several.
+        Arrays on the CPU and the GPU, on different devices, or sharded over several; a read-only
+        output.
     NotPreparedError
         An array that needs DLPack, on a stream that is being captured.
     """
-    if retained:
+    if waiting:
         release_finished()
     first = _framework_of(*arguments[0])
     views: list[ArrayView | None] = []
@@ -514,6 +510,11 @@ def open_call(
                 raise _wrong_output(name, output, framework, arguments[0][0])
             if view.device != device:
                 raise _device_mismatch(arguments[0][0], device, name, view.device)
+            if view.read_only:
+                raise ValueError(
+                    f"{name}: needs an array that can be written to, got a read-only one; pass a "
+                    f"copy, or call without {name}="
+                )
         views.append(view)
     handle = 0 if device is None else _handle(stream, first.allocator(), device)
     imports = _import_pending(arguments, pending, views, device, handle) if pending else None
@@ -537,14 +538,17 @@ def open_device(device: int | None = None, *, stream: object = None) -> Call:
 
     Raises
     ------
+    UnsupportedDeviceError
+        There is no such GPU, or no driver.
     MissingDependencyError
-        CuPy is missing.
+        CuPy is missing, or installed twice.
     """
-    if retained:
+    if waiting:
         release_finished()
     cupy = _cupy()
-    ordinal = cupy.current_device() if device is None else device
-    return Call(cupy, ordinal, _handle(stream, cupy, ordinal), (), None)
+    ordinal = current_device() if device is None else device
+    with on_device(driver(), ordinal):
+        return Call(cupy, ordinal, _handle(stream, cupy, ordinal), (), None)
 
 
 def _framework_of(name: str, array: object) -> _Framework:
@@ -612,7 +616,9 @@ def _import_pending(
     else:
         imports = _import_on_device(tuple(arguments[place] for place in pending), device, stream)
     for place, imported in zip(pending, imports, strict=True):
-        views[place] = imported.view
+        view = imported.view
+        immutable = _framework_of(*arguments[place]).immutable
+        views[place] = view._replace(read_only=True) if immutable else view
     return imports
 
 
@@ -627,12 +633,10 @@ def _import_on_device(
             f"be imported through DLPack meanwhile; pass arrays that are all PyTorch's or all "
             f"CuPy's"
         )
-    must_leave = cuda.enter_device(device)  # producers record their events on this device
-    try:
-        return [import_array(name, array, stream) for name, array in arguments]
-    finally:
-        if must_leave:
-            cuda.leave_device()
+    with on_device(cuda, device):  # producers record their events on it
+        imports = [import_array(name, array, stream) for name, array in arguments]
+        borrower(device).fence_dropped()
+    return imports
 
 
 # --- the CPU path --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -28,15 +28,14 @@ __all__ = [
     "check_dtype",
     "check_lengths_of_plan",
     "check_mode",
-    "check_query_and_cache",
-    "check_seqlens",
     "check_number",
+    "check_seqlens",
     "check_shape_numbers",
     "check_values",
     "check_workspace",
     "checked_arguments",
+    "checked_query_and_cache",
     "checked_scale",
-    "with_kv_head_axis",
 ]
 
 _log = logging.getLogger(__name__)
@@ -57,6 +56,9 @@ class Arguments(NamedTuple):
     cache_seqlens: ArrayView
     out: ArrayView | None
     lse: ArrayView | None
+
+
+_Others: TypeAlias = "tuple[ArrayView, ArrayView, ArrayView | None, ArrayView | None]"
 
 
 def checked_scale(softmax_scale: Any) -> float:
@@ -81,9 +83,8 @@ def checked_scale(softmax_scale: Any) -> float:
 
 def checked_arguments(call: Call) -> Arguments:
     """Check the views of one call against each other."""
-    q, kv_cache, block_table, cache_seqlens, out, lse = cast("Arguments", call.views)
-    kv_cache = with_kv_head_axis(kv_cache)
-    check_query_and_cache(q, kv_cache)
+    q, kv_cache = checked_query_and_cache(call)
+    block_table, cache_seqlens, out, lse = cast("_Others", call.views[2:])
     batch, q_len, num_heads, _ = q.shape
     _check_layout("q", q)
     _check_layout("kv_cache", kv_cache)
@@ -98,7 +99,15 @@ def checked_arguments(call: Call) -> Arguments:
     return Arguments(q, kv_cache, block_table, cache_seqlens, out, lse)
 
 
-def with_kv_head_axis(kv_cache: ArrayView) -> ArrayView:
+def checked_query_and_cache(call: Call) -> tuple[ArrayView, ArrayView]:
+    """Check the first two views of a call; kv_cache comes back with its head axis."""
+    q, kv_cache = cast("tuple[ArrayView, ArrayView]", call.views[:2])
+    kv_cache = _with_kv_head_axis(kv_cache)
+    _check_query_and_cache(q, kv_cache)
+    return q, kv_cache
+
+
+def _with_kv_head_axis(kv_cache: ArrayView) -> ArrayView:
     """Take (num_pages, page_size, 576) for a cache of one kv head."""
     if len(kv_cache.shape) != 3:
         return kv_cache
@@ -109,7 +118,7 @@ def with_kv_head_axis(kv_cache: ArrayView) -> ArrayView:
     )
 
 
-def check_query_and_cache(q: ArrayView, kv_cache: ArrayView) -> None:
+def _check_query_and_cache(q: ArrayView, kv_cache: ArrayView) -> None:
     """Check ranks, dtypes and sizes; kv_cache with its head axis."""
     if len(q.shape) != 4:
         raise ValueError(
@@ -189,6 +198,11 @@ def check_device_number(device: object) -> None:
 
 def check_workspace(view: ArrayView, nbytes: int) -> None:
     """Check the memory that is to be a plan's buffer."""
+    if view.read_only:
+        raise TypeError(
+            "workspace: needs memory that can be written to, got a read-only array, as JAX's all "
+            "are; allocate it with CuPy or PyTorch"
+        )
     if view.dtype != "uint8" or len(view.shape) != 1 or view.strides[0] != 1:
         raise ValueError(
             f"workspace: needs a contiguous one-dimensional uint8 array, got {view.dtype} of shape "
@@ -350,9 +364,7 @@ def check_values(
         )
 
 
-def check_lengths_of_plan(
-    lengths: np.ndarray[Any, Any], planned: np.ndarray[Any, Any]
-) -> None:
+def check_lengths_of_plan(lengths: np.ndarray[Any, Any], planned: np.ndarray[Any, Any]) -> None:
     """Raise for the first length that is not the one a plan was updated with."""
     changed = np.flatnonzero(lengths != planned)
     if changed.size:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -13,15 +14,18 @@ from cumla.checks import (
     DTYPES,
     Arguments,
     check_data,
+    check_device_number,
     check_dtype,
+    check_lengths_of_plan,
     check_mode,
-    check_query_and_cache,
+    check_number,
     check_seqlens,
     check_shape_numbers,
+    check_values,
     check_workspace,
     checked_arguments,
+    checked_query_and_cache,
     checked_scale,
-    with_kv_head_axis,
 )
 from cumla.launch.device import current_device, properties, require_hopper
 from cumla.launch.mla_decode import decode_spec, decode_specs, prepare_decode
@@ -32,11 +36,13 @@ from cumla.launch.mla_schedule import SPECS as SCHEDULE_SPECS
 from cumla.launch.mla_schedule import prepare_schedule
 from cumla.launch.module import load
 from cumla.reference import MLADecodeResult
+from cumla.workspace import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cumla.launch.kernel import PreparedLaunch
+    from cumla.launch.module import LoadedKernel
 
 __all__ = ["MLADecodePlan", "MLADecodeResult", "mla_decode", "prepare"]
 
@@ -95,7 +101,9 @@ def mla_decode(
         ``(batch, num_heads, q_len)`` float32, written and returned.
     stream : optional
         A CUDA stream: an integer handle, or a stream object of CuPy, PyTorch or cuda.core. By
-        default the current stream of q's framework (CuPy's for JAX).
+        default the current stream of q's framework (CuPy's for JAX). On another one than that,
+        CuPy's and PyTorch's arrays must stay alive until the work is done: their allocators do not
+        know of it.
 
     Returns
     -------
@@ -105,18 +113,34 @@ def mla_decode(
 
     Raises
     ------
-    TypeError, ValueError
-        An argument does not fit; the message names it. Nothing has been launched or written.
+    TypeError
+        An argument is of the wrong kind: no array, a tracer, an unknown dtype. As with every error
+        but the last, the message names it, and nothing has been launched or written.
+    ValueError
+        An argument does not fit: its shape, strides, alignment, place or value, or a plan that was
+        made for something else or is not ready.
     UnsupportedDeviceError
         The arrays are on a GPU that is not of compute capability 9.0.
+    MissingDependencyError
+        The arrays are on a GPU, and CuPy, NVRTC or cuda.bindings is missing.
+    CompilationError
+        A kernel does not compile with the NVRTC that is installed.
     NotPreparedError
         The stream is being captured and a kernel is not loaded yet, or memory is needed that
         capture forbids.
+    CumlaError
+        The driver refuses a launch; base class of the four above.
 
     Notes
     -----
     Formula and conventions: DeepSeek-V2 (arXiv:2405.04434), section 2.1, with the absorbed weights
     of its appendix.
+
+    This is for inference: no gradients flow, and PyTorch's autograd does not record the call,
+    whatever its tensors require.
+
+    A CUDA graph holds the addresses of the inputs, the outputs and the plan's buffer, and keeps
+    none of them alive: keep arrays and plan as long as the graph is replayed.
     """
     if plan is not None:
         if not isinstance(plan, MLADecodePlan):
@@ -139,13 +163,15 @@ def mla_decode(
         return _decode_on_cpu(
             call, (q, kv_cache, block_table, cache_seqlens), out, lse, scale, causal
         )
-    key = _key_of(arguments, causal, call.device)
+    key = decode_key(arguments.q, arguments.kv_cache, causal=causal)
     with call:
         check_data(call, arguments)
+        kernels = _Kernels.of(call, key)
         result = _Outputs.of(call, arguments, out, lse)
         buffer = call.workspace(key.layout.nbytes).ptr
-        _schedule(call, key, buffer, arguments.cache_seqlens)
-        for launch in _attention(call, key, buffer, arguments, result, scale):
+        lengths = arguments.cache_seqlens
+        schedule = prepare_schedule(kernels.schedule, key, buffer, lengths, call.stream)
+        for launch in (schedule, *_attention(call, kernels, key, buffer, arguments, result, scale)):
             launch()
         return result.export(call)
 
@@ -155,9 +181,10 @@ class MLADecodePlan:
 
     ``update`` computes on the device, from the lengths there, who works on which part of the cache;
     ``run`` uses that for as many layers as you like. Neither waits for the device or copies to the
-    host, and both can be captured into a CUDA graph, which then serves changing lengths. A plan
-    belongs to one stream at a time: the one of its last ``update``. It owns one buffer and no other
-    state on the device.
+    host, and both can be captured into a CUDA graph, which then serves changing lengths; the graph
+    holds the address of the plan's buffer, so keep the plan as long as the graph. A plan belongs to
+    one stream at a time: the one of its last ``update``. It owns one buffer and no other state on
+    the device, and on the CPU nothing but the lengths.
 
     Parameters
     ----------
@@ -174,19 +201,28 @@ class MLADecodePlan:
     device : int, optional
         CUDA ordinal; by default that of `like` or `workspace`, else CuPy's current device.
     workspace : array, optional
-        uint8, contiguous, at least :meth:`workspace_bytes` long and 256-byte aligned, of any
-        framework. Plans may share one as long as each is updated before it runs.
+        The buffer: uint8, contiguous, at least :meth:`workspace_bytes` long, 256-byte aligned, on
+        the GPU, of CuPy or PyTorch. Plans may share one, in turn: ``update`` makes it this plan's,
+        and the plan that had it before must be updated again before it runs.
     like : array, optional
-        An array whose framework and device own the buffer; CuPy without it.
+        An array whose framework and device own the buffer; CuPy without it. For an array on the CPU
+        the plan is one for the CPU.
     stream : optional
         Stream on which the buffer is allocated, as in :func:`mla_decode`.
 
     Raises
     ------
-    TypeError, ValueError
-        A number does not fit, or the workspace is too small.
+    TypeError
+        An argument is of the wrong kind, an unknown dtype or memory that cannot be written to.
+    ValueError
+        A number does not fit, the workspace is too small, or `device`, `like` and `workspace`
+        are not in the same place.
     UnsupportedDeviceError
-        The GPU is not of compute capability 9.0.
+        There is no GPU, or it is not of compute capability 9.0.
+    MissingDependencyError
+        CuPy is missing.
+    NotPreparedError
+        The stream is being captured, and CuPy would have to allocate the buffer.
 
     Examples
     --------
@@ -212,31 +248,28 @@ class MLADecodePlan:
         stream: Any = None,
     ) -> None:
         check_shape_numbers(batch, q_len, num_heads, num_kv_heads, page_size, dtype)
+        check_device_number(device)
+        call = _open_plan(device, like, workspace, stream)
         shape = (batch, q_len, num_heads, num_kv_heads, page_size, dtype)
-        given = like if workspace is None else workspace
-        name = "like" if workspace is None else "workspace"
-        call = (
-            open_device(device, stream=stream)
-            if given is None
-            else open_call(((name, given),), stream=stream)
-        )
-        if device is not None and call.device != device:
-            raise ValueError(f"{name}: needs an array on CUDA device {device}, got {call.device}")
         self._key = _key(shape, causal, call.device)
-        self._owner: object = workspace
         self._buffer = 0
         self._stream: int | None = None  # of the last update
+        self._lost_workspace = False  # to another plan, since the last update
         self._lengths: np.ndarray[Any, Any] | None = None  # of the last update, on the CPU
+        self._kernels: _Kernels | None = None
         # Launches of runs that were found in order, on the stream of the last update.
         self._ready: dict[tuple[Any, ...], tuple[PreparedLaunch, ...]] = {}
         if call.device is None:
             return
+        nbytes = self._key.layout.nbytes
         with call:
             if workspace is None:
-                self._owner, view = call.empty((self._key.layout.nbytes,), "uint8")
+                owner, view = call.empty((nbytes,), "uint8")
+                self._workspace = Workspace(owner, call)
             else:
-                (view,) = call.views  # type: ignore[assignment]
-                check_workspace(view, self._key.layout.nbytes)
+                (view,) = cast("tuple[ArrayView]", call.views)
+                check_workspace(view, nbytes)
+                self._workspace = Workspace.at(workspace, view.ptr, call)
         self._buffer = view.ptr
 
     @classmethod
@@ -261,21 +294,25 @@ class MLADecodePlan:
         Returns
         -------
         MLADecodePlan
+
+        Raises
+        ------
+        TypeError, ValueError
+            As the class, and where q and kv_cache do not fit together.
+        UnsupportedDeviceError, MissingDependencyError, NotPreparedError
+            As the class.
         """
         call = open_call((("q", q), ("kv_cache", kv_cache)), stream=stream)
-        q_view, kv_view = call.views
-        assert q_view is not None
-        assert kv_view is not None
-        kv_view = with_kv_head_axis(kv_view)
-        check_query_and_cache(q_view, kv_view)
+        key = decode_key(*checked_query_and_cache(call), causal=causal)
         with call:
             return cls(
-                *q_view.shape[:3],
-                num_kv_heads=kv_view.shape[2],
-                page_size=kv_view.shape[1],
-                dtype=q_view.dtype,
+                key.batch,
+                key.q_len,
+                key.num_heads,
+                num_kv_heads=key.num_kv_heads,
+                page_size=key.page_size,
+                dtype=key.dtype,
                 causal=causal,
-                device=call.device,
                 workspace=workspace,
                 like=q,
                 stream=stream,
@@ -290,23 +327,32 @@ class MLADecodePlan:
         num_kv_heads: int = 1,
         sm_count: int | None = None,
     ) -> int:
-        """Size of a plan's buffer; a pure function of its arguments.
+        """Size of a plan's buffer: a pure function of the shape and the GPU's multiprocessors.
 
         Parameters
         ----------
         batch, q_len, num_heads, num_kv_heads : int
             As for the class.
         sm_count : int, optional
-            Multiprocessors of the GPU; by default those of CuPy's current device.
+            Multiprocessors of the GPU that the plan is for; with it no GPU is needed. By default
+            CuPy's current device is asked.
 
         Returns
         -------
         int
             Bytes.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A number does not fit.
+        UnsupportedDeviceError, MissingDependencyError
+            Without `sm_count`: there is no GPU, or CuPy is missing.
         """
         check_shape_numbers(batch, q_len, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
         if sm_count is None:
             sm_count = properties(current_device()).sm_count
+        check_number("sm_count", sm_count, "leave it out to ask the current GPU")
         shape = (batch, q_len, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
         return MLADecodeKey(*shape, causal=False, device=0, sm_count=sm_count).layout.nbytes
 
@@ -318,31 +364,65 @@ class MLADecodePlan:
     def update(self, cache_seqlens: Any, *, stream: Any = None) -> None:
         """Compute the schedule for these lengths, on the device.
 
+        On another stream than before, that one's work goes first: the new stream waits for it, on
+        the device. Only a stream that is being captured does not; let the capture begin when
+        earlier work with the plan is done, as ``torch.cuda.graph`` does.
+
         Parameters
         ----------
         cache_seqlens : array
             ``(batch,)`` int32, as in :func:`mla_decode`. Read when the stream reaches this call.
         stream : optional
-            As in :func:`mla_decode`; the runs that follow must be on the same one.
+            As in :func:`mla_decode`, the current stream of the framework of cache_seqlens by
+            default. The runs that follow must be on the same one.
 
         Raises
         ------
         TypeError, ValueError
             cache_seqlens does not fit the plan.
+        MissingDependencyError, CompilationError, NotPreparedError, CumlaError
+            As :func:`mla_decode`; every kernel of the plan is loaded here.
         """
         call = open_call((("cache_seqlens", cache_seqlens),), stream=stream)
-        (view,) = call.views
-        assert view is not None
+        (view,) = cast("tuple[ArrayView]", call.views)
         check_seqlens(view, self._key.batch)
         self._check_device(call)
         if call.device is None:
             self._lengths = np.array(to_numpy("cache_seqlens", cache_seqlens))
             return
         with call:
-            _schedule(call, self._key, self._buffer, view)
+            if self._kernels is None:
+                self._kernels = _Kernels.of(call, self._key)
+            launch = prepare_schedule(
+                self._kernels.schedule, self._key, self._buffer, view, call.stream
+            )
+            self._workspace.hand_to(self, call)
+            launch()
         if call.stream != self._stream:
             self._ready.clear()
         self._stream = call.stream
+        self._lost_workspace = False
+
+    def lose_workspace(self) -> None:
+        """Forget the schedule: another plan is being updated in the same workspace."""
+        self._stream = None
+        self._lost_workspace = True
+
+    def serves(self, stream: int) -> bool:
+        """Tell whether a run on a stream can do without an update before it.
+
+        Parameters
+        ----------
+        stream : int
+            CUstream handle. For a plan on the CPU any.
+
+        Returns
+        -------
+        bool
+        """
+        if self._key.device is None:
+            return self._lengths is not None
+        return stream == self._stream
 
     def run(
         self,
@@ -362,7 +442,8 @@ class MLADecodePlan:
         ----------
         q, kv_cache, block_table, cache_seqlens, softmax_scale, out, lse, stream
             As in :func:`mla_decode`. The values of cache_seqlens are those of the last update;
-            should they have changed since, those of the update count.
+            should they have changed since, those of the update count (and the check mode,
+            ``CUMLA_CHECK=1``, refuses the call).
 
         Returns
         -------
@@ -371,8 +452,12 @@ class MLADecodePlan:
         Raises
         ------
         TypeError, ValueError
-            An argument does not fit; the plan is of another shape, device or stream, or was never
-            updated.
+            An argument does not fit; the plan is of another shape, device or stream, was never
+            updated, or has lost its workspace to another plan.
+        NotPreparedError
+            The stream is being captured, and CuPy would have to allocate ``out=`` or ``lse=``.
+        CumlaError
+            The driver refuses a launch.
         """
         call = _open(q, kv_cache, block_table, cache_seqlens, out, lse, stream)
         scale = checked_scale(softmax_scale)
@@ -383,15 +468,18 @@ class MLADecodePlan:
                     launch()
             return MLADecodeResult(out, lse)
         arguments = self._checked_arguments(call)
+        key = self._key
         if call.device is None:
-            assert self._lengths is not None
-            return _decode_on_cpu(
-                call, (q, kv_cache, block_table, self._lengths), out, lse, scale, self._key.causal
-            )
+            assert self._lengths is not None  # or the plan would have been refused
+            if check_mode():
+                check_lengths_of_plan(to_numpy("cache_seqlens", cache_seqlens), self._lengths)
+            arrays = (q, kv_cache, block_table, self._lengths)
+            return _decode_on_cpu(call, arrays, out, lse, scale, key.causal)
+        assert self._kernels is not None  # they come with the first update
         with call:
-            check_data(call, arguments)
+            check_data(call, arguments, self._buffer + key.layout.seqlens)
             result = _Outputs.of(call, arguments, out, lse)
-            launches = _attention(call, self._key, self._buffer, arguments, result, scale)
+            launches = _attention(call, self._kernels, key, self._buffer, arguments, result, scale)
             for launch in launches:
                 launch()
             if all(result.given):
@@ -407,9 +495,7 @@ class MLADecodePlan:
     def _checked_arguments(self, call: Call) -> Arguments:
         """Check the arguments against each other and the plan."""
         self._check_device(call)
-        if (call.device is not None and call.stream != self._stream) or (
-            call.device is None and self._lengths is None
-        ):
+        if not self.serves(call.stream):
             raise ValueError(self._stream_problem(call.stream))
         arguments = checked_arguments(call)
         self._check_shape(arguments)
@@ -423,6 +509,12 @@ class MLADecodePlan:
             )
 
     def _stream_problem(self, stream: int) -> str:
+        if self._lost_workspace:
+            return (
+                "plan: its workspace has been taken by another plan, whose update came later; call "
+                "plan.update(cache_seqlens) again, behind the runs of that plan, or give each plan "
+                "a workspace of its own"
+            )
         if self._stream is None:
             return "plan: never updated; call plan.update(cache_seqlens) before the first run"
         return (
@@ -462,13 +554,18 @@ def prepare(device: int | None = None, *, dtypes: Sequence[str] = DTYPES) -> Non
 
     Raises
     ------
-    ValueError
-        An unknown dtype.
+    TypeError
+        An unknown dtype, a lone string instead of a sequence, or a device that is no number.
     UnsupportedDeviceError, CompilationError, MissingDependencyError
         The kernels cannot be had here.
     """
+    if isinstance(dtypes, str):
+        raise TypeError(
+            f"dtypes: needs a sequence of names, got the string {dtypes!r}; pass ({dtypes!r},)"
+        )
     for dtype in dtypes:
         check_dtype("dtypes", dtype)
+    check_device_number(device)
     if device is None:
         device = current_device()
     require_hopper(device)
@@ -478,6 +575,20 @@ def prepare(device: int | None = None, *, dtypes: Sequence[str] = DTYPES) -> Non
         for spec in decode_specs(dtype):
             load(spec, device, capturing=lambda: False)
         load(_MERGE[dtype], device, capturing=lambda: False)
+
+
+class _Kernels(NamedTuple):
+    """The kernels of a shape, all loaded before the first of them is launched."""
+
+    schedule: LoadedKernel
+    decode: LoadedKernel
+    merge: LoadedKernel
+
+    @classmethod
+    def of(cls, call: Call, key: MLADecodeKey) -> _Kernels:
+        assert key.device is not None
+        specs = (*SCHEDULE_SPECS, decode_spec(key), _MERGE[key.dtype])
+        return cls(*(load(spec, key.device, capturing=lambda: call.capturing) for spec in specs))
 
 
 class _Outputs(NamedTuple):
@@ -521,32 +632,57 @@ def _open(
     )
 
 
+def _open_plan(device: int | None, like: Any, workspace: Any, stream: Any) -> Call:
+    """Open the call that makes a plan: of `workspace`, else of `like`, else of a device number."""
+    if like is None and workspace is None:
+        return open_device(device, stream=stream)
+    calls = {
+        name: open_call(((name, array),), stream=stream)
+        for name, array in (("like", like), ("workspace", workspace))
+        if array is not None
+    }
+    (first, *_), (last, *_) = calls, reversed(calls)
+    place, reason = (calls[first].device, f"as {first}") if device is None else (device, "device=")
+    for name, call in calls.items():
+        if call.device != place:
+            raise ValueError(
+                f"{name}: needs an array on {_device_name(place)} ({reason}), got one on "
+                f"{_device_name(call.device)}; let device, like and workspace name one place"
+            )
+    if workspace is not None and place is None:
+        raise ValueError(
+            "workspace: needs an array on the GPU, got one on the CPU, where a plan has no buffer; "
+            "leave it out"
+        )
+    return calls[last]
+
+
+@lru_cache(maxsize=1024)
+def _key_on_device(
+    shape: tuple[int, int, int, int, int, str], causal: bool, device: int | None, sm_count: int
+) -> MLADecodeKey:
+    """Make a key, the same object each time: it keeps what follows from it."""
+    return MLADecodeKey(*shape, causal=causal, device=device, sm_count=sm_count)
+
+
 def _key(
     shape: tuple[int, int, int, int, int, str], causal: bool, device: int | None
 ) -> MLADecodeKey:
     sm_count = 0 if device is None else require_hopper(device).sm_count
-    return MLADecodeKey(
-        *shape, causal=bool(causal) and shape[1] > 1, device=device, sm_count=sm_count
-    )
+    return _key_on_device(shape, bool(causal) and shape[1] > 1, device, sm_count)
 
 
-def _key_of(arguments: Arguments, causal: bool, device: int) -> MLADecodeKey:
-    batch, q_len, num_heads, _ = arguments.q.shape
-    _, page_size, num_kv_heads, _ = arguments.kv_cache.shape
-    return _key(
-        (batch, q_len, num_heads, num_kv_heads, page_size, arguments.q.dtype), causal, device
-    )
-
-
-def _schedule(call: Call, key: MLADecodeKey, buffer: int, cache_seqlens: ArrayView) -> None:
-    assert key.device is not None
-    (spec,) = SCHEDULE_SPECS
-    kernel = load(spec, key.device, capturing=lambda: call.capturing)
-    prepare_schedule(kernel, key, buffer, cache_seqlens, call.stream)()
+def decode_key(q: ArrayView, kv_cache: ArrayView, *, causal: bool) -> MLADecodeKey:
+    """Return the key of a call with these arrays, as their checks have left them."""
+    batch, q_len, num_heads, _ = q.shape
+    _, page_size, num_kv_heads, _ = kv_cache.shape
+    shape = (batch, q_len, num_heads, num_kv_heads, page_size, q.dtype)
+    return _key(shape, causal, q.device)
 
 
 def _attention(
     call: Call,
+    kernels: _Kernels,
     key: MLADecodeKey,
     buffer: int,
     arguments: Arguments,
@@ -554,10 +690,8 @@ def _attention(
     softmax_scale: float,
 ) -> tuple[PreparedLaunch, ...]:
     """Prepare attention, and the merge where requests can be split."""
-    assert key.device is not None
-    decode = load(decode_spec(key), key.device, capturing=lambda: call.capturing)
     attend = prepare_decode(
-        decode,
+        kernels.decode,
         key,
         buffer,
         arguments.q,
@@ -570,16 +704,24 @@ def _attention(
     )
     if key.parts == 1:
         return (attend,)
-    merge = load(_MERGE[key.dtype], key.device, capturing=lambda: call.capturing)
-    return attend, prepare_merge(merge, key, buffer, result.out_view, result.lse_view, call.stream)
+    merge = prepare_merge(kernels.merge, key, buffer, result.out_view, result.lse_view, call.stream)
+    return attend, merge
 
 
 def _decode_on_cpu(
     call: Call, arrays: tuple[Any, ...], out: Any, lse: Any, softmax_scale: float, causal: bool
 ) -> MLADecodeResult:
     names = ("q", "kv_cache", "block_table", "cache_seqlens")
+    q, kv_cache, table, lengths = (
+        to_numpy(name, array) for name, array in zip(names, arrays, strict=True)
+    )
+    if check_mode():
+        check_values(lengths, table, *kv_cache.shape[:2])
     result = reference.mla_decode(
-        *(to_numpy(name, array) for name, array in zip(names, arrays, strict=True)),
+        q,
+        kv_cache,
+        table,
+        lengths,
         softmax_scale=softmax_scale,
         causal=causal,
         out=None if out is None else to_numpy("out", out),

@@ -7,10 +7,12 @@ The order between streams is kept on the device; nothing here waits for it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
+from cumla._driver import driver
 from cumla.arrays import keep_until_passed, order_streams
 from cumla.errors import CumlaError
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from cumla.arrays import Call
 
 __all__ = ["User", "Workspace"]
+
+_log = logging.getLogger(__name__)
 
 
 class User(Protocol):
@@ -34,21 +38,15 @@ class Workspace:
     ----------
     owner : object
         The array that holds the memory.
-    address : int
-        Of its first byte.
     call : Call
         In which the memory was allocated, or handed over by the caller.
-
-    Attributes
-    ----------
-    address : int
     """
 
-    __slots__ = ("__weakref__", "_home", "_owner", "_stream", "_user", "address")
+    __slots__ = ("__weakref__", "_device", "_home", "_owner", "_stream", "_user")
 
-    def __init__(self, owner: object, address: int, call: Call) -> None:
-        self.address = address
+    def __init__(self, owner: object, call: Call) -> None:
         self._owner = owner
+        self._device = call.device
         self._home = call.stream  # where it is free to be reused as soon as the owner lets go
         self._stream = None if call.capturing else call.stream  # of the last use outside captures
         self._user: weakref.ref[User] | None = None
@@ -58,7 +56,7 @@ class Workspace:
         """Return the workspace at an address, the same one for all whom the caller gives it to."""
         found = _given.get(address)
         if found is None:
-            found = _given[address] = cls(owner, address, call)
+            found = _given[address] = cls(owner, call)
         return found
 
     def hand_to(self, user: User, call: Call) -> None:
@@ -73,9 +71,23 @@ class Workspace:
                 previous.lose_workspace()
             self._user = weakref.ref(user)
         if call.stream != self._stream and not call.capturing:
-            if self._stream is not None:
-                order_streams(self._stream, call.stream)
+            self._follow(call.stream)
             self._stream = call.stream
+
+    def _follow(self, stream: int) -> None:
+        """Order a stream behind the last one, unless a capture is going on there by now."""
+        last = self._stream
+        if last is None:
+            return
+        try:
+            if not driver().is_capturing(last):
+                order_streams(last, stream)
+        except CumlaError as error:  # such a stream can finish its work, but not be waited for
+            _log.warning(
+                "the stream %#x, on which a plan was used last, is not there any more (%s): "
+                "nothing on stream %#x waits for it; keep streams until their work is done",
+                *(last, error, stream),
+            )
 
     def __del__(self) -> None:
         # On another stream than the allocator's, the memory might be reused while it is still read.
@@ -83,7 +95,7 @@ class Workspace:
         if stream is None or stream == self._home or sys.is_finalizing():
             return
         with contextlib.suppress(CumlaError):  # the caller may have destroyed that stream already
-            keep_until_passed(self._owner, stream)
+            keep_until_passed(self._owner, stream, self._device)
 
 
 # The workspaces that callers gave, by address, as long as anyone uses them.

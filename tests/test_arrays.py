@@ -9,17 +9,34 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import types
+import weakref
+from importlib import metadata
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from cumla import _dlpack, _driver, arrays
-from cumla.arrays import ArrayView, from_numpy, open_call, open_device, to_numpy
-from cumla.errors import CumlaError, MissingDependencyError, NotPreparedError
+from cumla import _cupy, _dlpack, _driver, _lend, _lifetime, arrays
+from cumla.arrays import (
+    ArrayView,
+    from_numpy,
+    keep_until_passed,
+    open_call,
+    open_device,
+    order_streams,
+    to_numpy,
+)
+from cumla.errors import (
+    CumlaError,
+    MissingDependencyError,
+    NotPreparedError,
+    UnsupportedDeviceError,
+)
 
-CODES = {name: key for key, name in _dlpack._DLPACK_DTYPES.items()}
+CODES = {name: key for key, name in _dlpack.DTYPES.items()}
 _new_capsule = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
 )(("PyCapsule_New", ctypes.pythonapi))
@@ -27,6 +44,8 @@ _new_capsule = ctypes.PYFUNCTYPE(
 
 class Producer:
     """An array that only DLPack can read: it counts what happens to its capsules."""
+
+    exported: ClassVar[list[object]] = []  # a consumer may hold on to any of them
 
     def __init__(
         self,
@@ -39,6 +58,7 @@ class Producer:
         lanes=1,
         offset=0,
         code=None,
+        flags=0,
     ):
         self.deleted = 0
         self.streams = []
@@ -46,11 +66,11 @@ class Producer:
         self.device = device
         code, bits = code or CODES[dtype]
         self.memory = np.arange(4096, dtype=np.uint8)
-        self.layout = _dlpack._ManagedTensorVersioned if versioned else _dlpack._ManagedTensor
+        self.layout = _dlpack.ManagedTensorVersioned if versioned else _dlpack.ManagedTensor
         managed = self.managed = self.layout()
         managed.deleter = ctypes.cast(self._make_deleter(), ctypes.c_void_p)
         if versioned:
-            managed.major, managed.minor = major, 3
+            managed.major, managed.minor, managed.flags = major, 3, flags
         tensor = managed.tensor
         tensor.data, tensor.byte_offset = self.memory.ctypes.data, offset
         tensor.device_type, tensor.device_id = device
@@ -74,6 +94,7 @@ class Producer:
 
     def __dlpack__(self, *, stream=None, max_version=None):
         self.streams.append(stream)
+        self.exported.append(self)
         name = b"dltensor_versioned" if self.versioned else b"dltensor"
         self.capsule = _new_capsule(ctypes.addressof(self.managed), name, None)
         return self.capsule
@@ -87,6 +108,8 @@ class FakeDriver:
         self.stack = []
         self.capturing = set()
         self.recorded = []
+        self.waits = []
+        self.asked = []
         self.passed = set()
         self.destroyed = []
 
@@ -100,6 +123,9 @@ class FakeDriver:
     def leave_device(self):
         self.current = self.stack.pop()
 
+    def current_device(self):
+        return self.current
+
     def is_capturing(self, stream):
         return stream in self.capturing
 
@@ -107,7 +133,11 @@ class FakeDriver:
         self.recorded.append(stream)
         return len(self.recorded)
 
+    def wait_event(self, stream, event):
+        self.waits.append((stream, event))
+
     def event_passed(self, event):
+        self.asked.append((event, self.current))
         return event in self.passed
 
     def destroy_event(self, event):
@@ -174,19 +204,32 @@ class FakeCuPy(types.ModuleType):
 def cuda(monkeypatch):
     driver = FakeDriver()
     monkeypatch.setattr(arrays, "driver", lambda: driver)
-    monkeypatch.setattr(_dlpack, "driver", lambda: driver)
+    monkeypatch.setattr(_lifetime, "driver", lambda: driver)
     monkeypatch.setattr(arrays, "_framework_of_type", {np.ndarray: arrays._NUMPY})
+    monkeypatch.setattr(_lend, "_borrowers", {})
     yield driver
-    _dlpack.retained.clear()
+    _lifetime.waiting.clear()
+    _lifetime.in_graphs.clear()
 
 
 @pytest.fixture
-def cupy(cuda, monkeypatch):
+def no_cupy_yet():
+    """Forget which CuPy there is, before and after a test."""
+
+    def forget():
+        arrays._cupy.cache_clear()
+        _cupy.import_cupy.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
+def cupy(cuda, no_cupy_yet, monkeypatch):
     module = FakeCuPy()
     monkeypatch.setitem(sys.modules, "cupy", module)
-    arrays._cupy.cache_clear()
-    yield module
-    arrays._cupy.cache_clear()
+    return module
 
 
 @pytest.fixture
@@ -201,11 +244,52 @@ def fake_jax(cupy, monkeypatch):
         def is_deleted(self):
             return False
 
-    def from_dlpack(array):
-        return ("jax", array, cupy.stream.ptr)
+    class Result:
+        """What JAX makes of a capsule; its buffer goes when JAX says so, on any thread."""
+
+        def __init__(self, exporter):
+            self.kind = exporter.__dlpack_device__()
+            self.buffer = _dlpack.Imported("result", exporter.__dlpack__(stream=module.reader))
+            self.view = self.buffer.view
+
+        def devices(self):
+            return {"cuda:0"}
+
+    class Fence:
+        done = False
+
+        def is_ready(self):
+            return self.done
+
+    class Compiled:
+        def lower(self, number):
+            return self
+
+        def compile(self):
+            module.compiled.append(module.number)
+            return self
+
+        def __call__(self, number):
+            assert number is module.number
+            fence = Fence()
+            module.fences.append(fence)
+            return fence
+
+    def device_put(number, device):
+        module.number = (int(number), device)
+        return module.number
 
     module = types.SimpleNamespace(
-        Array=Array, dlpack=types.SimpleNamespace(from_dlpack=from_dlpack)
+        Array=Array,
+        dlpack=types.SimpleNamespace(from_dlpack=Result),
+        transfer_guard=lambda level: contextlib.nullcontext(),
+        ensure_compile_time_eval=contextlib.nullcontext,
+        disable_jit=lambda disabled: contextlib.nullcontext(),
+        device_put=device_put,
+        jit=lambda function: Compiled(),
+        compiled=[],
+        fences=[],
+        reader=77,
     )
     monkeypatch.setitem(sys.modules, "jax", module)
     arrays._jax.cache_clear()
@@ -306,7 +390,8 @@ def test_jax_view(dtype):
     array = jax.numpy.ones((3, 5), dtype)
     call, view = view_of(array)
     size = array.dtype.itemsize
-    expected = ArrayView(array.unsafe_buffer_pointer(), (3, 5), (5 * size, size), dtype, None)
+    where = array.unsafe_buffer_pointer()
+    expected = ArrayView(where, (3, 5), (5 * size, size), dtype, None, read_only=True)
     assert (call.framework, view) == ("jax", expected)
 
 
@@ -323,6 +408,23 @@ def test_dlpack_view(dtype, versioned):
 def test_dlpack_without_strides_is_contiguous():
     assert view_of(Producer((2, 3, 5), "float16"))[1].strides == (30, 10, 2)
     assert view_of(Producer((), "float16"))[1].strides == ()
+
+
+@pytest.mark.parametrize(("flags", "read_only"), [(0, False), (1, True), (2, True), (4, False)])
+def test_dlpack_memory_that_must_not_be_written_to(flags, read_only):
+    array = Producer(versioned=True, flags=flags)
+    assert view_of(array)[1].read_only is read_only
+    assert to_numpy("x", Producer(versioned=True, flags=flags)).flags.writeable is not read_only
+
+
+def test_numpy_memory_that_must_not_be_written_to():
+    array = np.zeros(3)
+    assert open_call((("x", array),), (("out", array),)).views[1].read_only is False
+    array.flags.writeable = False
+    assert view_of(array)[1].read_only is True
+    message = "out: needs an array that can be written to, got a read-only one; pass a copy"
+    with pytest.raises(ValueError, match=message):
+        open_call((("x", array),), (("out", array),))
 
 
 def test_dlpack_producer_older_than_versions():
@@ -656,8 +758,269 @@ def test_threads_give_every_import_back_once(cuda, cupy):
     for thread in threads:
         thread.join()
     cuda.passed.update(range(1000))
-    _dlpack.release_finished()
+    _lifetime.release_finished()
     assert [array.deleted for own in producers for array in own] == [1] * 200
+
+
+class Owner:
+    """Something to be kept."""
+
+
+def freed(alive):
+    gc.collect()
+    return alive() is None
+
+
+def test_a_blocked_stream_does_not_hold_up_another(cuda):
+    owners = [Owner() for _ in range(4)]
+    alive = [weakref.ref(owner) for owner in owners]
+    for stream in (9, 5, 9, 5):
+        keep_until_passed(owners.pop(0), stream)
+    cuda.passed |= {2, 3, 4}
+    _lifetime.release_finished()
+    assert [ref() is not None for ref in alive] == [True, False, True, False]
+    assert cuda.destroyed == [2, 4]
+    cuda.passed.add(1)
+    _lifetime.release_finished()
+    assert [ref() for ref in alive] == [None] * 4
+    assert _lifetime.waiting == {}
+
+
+def test_events_are_asked_on_their_own_device(cuda):
+    keep_until_passed(object(), 9, device=3)
+    assert cuda.current == 0
+    cuda.current = None  # as in a thread that has not used CUDA yet
+    _lifetime.release_finished()
+    assert (cuda.asked, cuda.current) == ([(1, 3)], None)
+
+
+def test_what_a_graph_reads_is_kept_for_good_and_once(cuda):
+    owner = Owner()
+    alive = weakref.ref(owner)
+    cuda.capturing.add(9)
+    for _ in range(3):
+        keep_until_passed(owner, 9)
+    del owner
+    assert (cuda.recorded, len(_lifetime.in_graphs)) == ([], 1)
+    cuda.capturing.clear()
+    _lifetime.release_finished()
+    assert alive() is not None
+
+
+def test_finalizers_may_come_back_in_the_middle(cuda, monkeypatch):
+    """A garbage collection can run anywhere, a finalizer that keeps something in it."""
+
+    def collect(event):
+        if event == 1:
+            keep_until_passed("a successor", 9)
+            _lifetime.release_finished()
+        return FakeDriver.event_passed(cuda, event)
+
+    monkeypatch.setattr(cuda, "event_passed", collect)
+    keep_until_passed("an owner", 9)
+    cuda.passed.add(1)
+    _lifetime.release_finished()
+    assert (cuda.recorded, cuda.destroyed) == ([9, 9], [1])
+    cuda.passed.add(2)
+    _lifetime.release_finished()
+    assert cuda.destroyed == [1, 2]
+
+
+def test_a_stream_waits_for_another(cuda):
+    order_streams(7, 7)
+    assert cuda.recorded == []
+    order_streams(7, 9)
+    assert (cuda.recorded, cuda.waits, cuda.destroyed) == ([7], [(9, 1)], [1])
+
+
+# --- what JAX gets -------------------------------------------------------------------------------
+
+
+def a_jax_result(fake_jax, stream=640):
+    with open_call((("q", fake_jax.Array()),), stream=stream) as call:
+        array, _ = call.empty((2, 3), "bfloat16")
+        return call.export(array), weakref.ref(array)
+
+
+def test_jax_results_are_cupys_and_ordered_behind_the_stream(fake_jax, cuda, cupy):
+    result, _ = a_jax_result(fake_jax)
+    assert cupy.allocated == [((2, 3), "bfloat16", 640)]
+    assert result.kind == (2, 0)
+    assert result.view == ArrayView(0x2000, (2, 3), (6, 2), "bfloat16", 0)
+    assert (77, 1) in cuda.waits
+    assert cuda.recorded[0] == 640
+
+
+@pytest.mark.parametrize(("reader", "waits"), [(None, [(0, 1)]), (-1, []), (640, [])])
+def test_jax_readers_that_need_no_order(fake_jax, cuda, reader, waits):
+    fake_jax.reader = reader
+    a_jax_result(fake_jax)
+    assert cuda.waits == waits
+
+
+def test_dropped_jax_results_wait_for_the_readers(fake_jax, cuda, cupy):
+    result, alive = a_jax_result(fake_jax)
+    assert fake_jax.compiled == [(0, "cuda:0")]
+    open_call((("q", fake_jax.Array()),))
+    assert fake_jax.fences == []  # nothing was dropped
+    del result
+    assert not freed(alive)
+    open_call((("q", cupy.ndarray()),))
+    assert fake_jax.fences == []  # JAX is left alone where none of its arrays takes part
+    open_call((("q", fake_jax.Array()),))
+    open_call((("q", fake_jax.Array()),))
+    (fence,) = fake_jax.fences
+    assert not freed(alive)
+    fence.done = True
+    open_call((("q", cupy.ndarray()),))
+    assert freed(alive)
+    assert len(fake_jax.compiled) == 1
+
+
+def test_a_fence_covers_only_what_was_dropped_before_it(fake_jax):
+    (one, one_alive), (two, two_alive) = (a_jax_result(fake_jax) for _ in range(2))
+    del one
+    open_call((("q", fake_jax.Array()),))
+    del two
+    fake_jax.fences[0].done = True
+    open_call((("q", fake_jax.Array()),))
+    assert freed(one_alive)
+    assert not freed(two_alive)
+    fake_jax.fences[1].done = True
+    _lifetime.release_finished()
+    assert freed(two_alive)
+
+
+def test_a_fence_that_fails_frees_nothing(fake_jax, monkeypatch):
+    result, alive = a_jax_result(fake_jax)
+    del result
+
+    def fail(self, number):
+        raise KeyboardInterrupt
+
+    kind = type(_lend.borrower(0)._fence)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(kind, "__call__", fail)
+        open_call((("q", fake_jax.Array()),))
+    assert not freed(alive)
+    open_call((("q", fake_jax.Array()),))
+    fake_jax.fences[0].done = True
+    _lifetime.release_finished()
+    assert freed(alive)
+
+
+def test_readers_of_a_jax_backend_that_is_gone(fake_jax, monkeypatch, caplog):
+    result, alive = a_jax_result(fake_jax)
+    del result
+    open_call((("q", fake_jax.Array()),))
+
+    def gone(self):
+        raise RuntimeError("Array has been deleted")
+
+    monkeypatch.setattr(type(fake_jax.fences[0]), "is_ready", gone)
+    _lifetime.release_finished()
+    assert freed(alive)
+    assert "Array has been deleted" in caplog.text
+
+
+def test_a_result_that_jax_refuses_is_freed(fake_jax, monkeypatch):
+    def refuse(exporter):
+        exporter.__dlpack__(stream=77)
+        raise ValueError("not this one")
+
+    monkeypatch.setattr(fake_jax.dlpack, "from_dlpack", refuse)
+    before = len(_lend._lent)
+    with open_call((("q", fake_jax.Array()),), stream=640) as call:
+        array, _ = call.empty((2, 3), "bfloat16")
+        alive = weakref.ref(array)
+        with pytest.raises(ValueError, match="not this one"):
+            call.export(array)
+    del array
+    gc.collect()
+    assert (alive(), len(_lend._lent)) == (None, before)
+
+
+def lend_to_jax(jax, values):
+    """A JAX array on the CPU over the memory of `values`, as if that were a GPU."""
+    view = ArrayView(values.ctypes.data, values.shape, values.strides, values.dtype.name, 0)
+    return _lend.lend(jax, values, view, 5)
+
+
+def aligned(length):
+    memory = np.zeros(length * 4 + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + length * 4].view(np.float32)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_jax_itself_takes_them_and_gives_them_back(cuda, monkeypatch, traced):
+    jax = pytest.importorskip("jax")
+    monkeypatch.setattr(_lend, "_CUDA", 1)
+    values = aligned(1000)
+    values[:] = np.arange(1000)
+    alive = weakref.ref(values)
+    held = [values]
+    del values
+
+    def work(x):  # concrete arrays are lent while JAX traces something else
+        held.append(lend_to_jax(jax, held[0]))
+        return x
+
+    jax.jit(work)(1.0) if traced else work(1.0)
+    result = held.pop()
+    assert result.unsafe_buffer_pointer() == held.pop().ctypes.data
+    total = jax.jit(lambda x: x.sum())(result)
+    gc.collect()
+    assert alive() is not None
+    thread = threading.Thread(target=result.delete)
+    del result
+    thread.start()
+    thread.join()
+    del thread
+    assert float(total) == 499500
+    deadline = time.monotonic() + 10
+    while alive() is not None and time.monotonic() < deadline:
+        with jax.disable_jit(), jax.transfer_guard("disallow_explicit"):
+            _lend.borrower(0).fence_dropped()
+        _lifetime.release_finished()
+        gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("how", ["held", "held by JAX", "dropped", "fenced", "in a thread"])
+def test_interpreter_exit_with_jax_results(how):
+    """Memory that JAX drops late must not call into an interpreter that is gone."""
+    pytest.importorskip("jax")
+    program = f"""
+import os
+os.environ["JAX_PLATFORMS"] = "cpu"
+import atexit, threading, time, jax, numpy as np
+from cumla import _lend, _lifetime
+from tests.test_arrays import FakeDriver, aligned, lend_to_jax
+cuda = FakeDriver()
+_lifetime.driver = lambda: cuda
+_lend._CUDA = 1
+how = {how!r}
+result = lend_to_jax(jax, aligned(1000))
+if how == "held by JAX":
+    hold = jax.jit(lambda x: x)
+    result = [result, jax.device_put(result), result.addressable_shards]
+    atexit.register(lambda: lend_to_jax(jax, aligned(10)))
+elif how == "in a thread":
+    def drop(held):
+        time.sleep(0.05)
+        del held[:]
+        time.sleep(10)
+    threading.Thread(target=drop, args=([result],), daemon=True).start()
+    del result
+elif how != "held":
+    del result
+    if how == "fenced":
+        _lend.borrower(0).fence_dropped()
+print("done", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
 # --- allocation ----------------------------------------------------------------------------------
@@ -683,16 +1046,6 @@ def test_torch_allocates_on_the_stream_of_the_call(fake_torch, cuda):
             assert call.capturing == (stream is None)
         assert (type(array), view.ptr) == (fake_torch.Tensor, 0x3000)
     assert fake_torch.allocated == [((16,), 0, 7), ((16,), 0, 640)]
-
-
-def test_jax_results_are_cupys_handed_over_on_the_stream(fake_jax, cupy):
-    q = fake_jax.Array()
-    with open_call((("q", q),), stream=640) as call:
-        array, _ = call.empty((2,), "bfloat16")
-        result = call.export(array)
-    assert (call.framework, q.streams) == ("jax", [640])
-    assert result == ("jax", array, 640)
-    assert cupy.allocated == [((2,), "bfloat16", 640)]
 
 
 def test_jax_sharded_array_on_gpus(fake_jax):
@@ -726,11 +1079,42 @@ def test_nothing_is_allocated_on_the_cpu():
 
 def test_missing_cupy_names_both_extras(fake_jax, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    arrays._cupy.cache_clear()
     with pytest.raises(MissingDependencyError, match=r"cumla\[cu12\]") as caught:
         open_call((("q", fake_jax.Array()),))
     assert isinstance(caught.value, ImportError)
     assert 'pip install "cumla[cu13]"' in str(caught.value)
+
+
+def test_cupy_installed_twice(no_cupy_yet, monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda name: "14.2.0")
+    with pytest.raises(MissingDependencyError, match=r"installed 4 times .*cupy-cuda13x 14\.2\.0"):
+        open_device()
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+def test_no_gpu_for_cupy(cupy):
+    def get_device():
+        raise CUDARuntimeError("cudaErrorInsufficientDriver")
+
+    cupy.cuda.runtime = types.SimpleNamespace(
+        getDevice=get_device, CUDARuntimeError=CUDARuntimeError
+    )
+    with pytest.raises(UnsupportedDeviceError, match=r"9\.0.*no GPU.*cudaErrorInsufficientDriver"):
+        open_device()
+
+
+def test_no_driver(no_cupy_yet, monkeypatch):
+    def load(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setitem(sys.modules, "cupy", FakeCuPy())
+    monkeypatch.setattr(arrays, "driver", _driver.Driver)
+    monkeypatch.setattr(ctypes, "PyDLL", load)
+    with pytest.raises(UnsupportedDeviceError, match=r"driver.*libcuda\.so\.1: cannot open"):
+        open_device(0)
 
 
 # --- the driver ----------------------------------------------------------------------------------
@@ -739,10 +1123,12 @@ def test_missing_cupy_names_both_extras(fake_jax, monkeypatch):
 class FakeLibrary:
     """libcuda as `Driver` calls it: results go where the references point."""
 
-    def __init__(self, current=0, capture=(0, 0)):
+    def __init__(self, current=0, capture=(0, 0), init=0):
         self.context = current  # context 100 + n is the primary one of device n
         self.capture = capture
+        self.init = init
         self.pushed, self.retained, self.mode, self.events = [], [], 0, {}
+        self.waits, self.answer = [], 0
 
     def __getattr__(self, name):
         def call(*arguments):
@@ -752,7 +1138,7 @@ class FakeLibrary:
         return call
 
     def on_cuInit(self, flags):
-        return 0
+        return self.init
 
     def on_cuCtxGetDevice(self, device):
         if self.context is None:
@@ -779,6 +1165,26 @@ class FakeLibrary:
     def on_cuStreamIsCapturing(self, stream, status):
         status._obj.value = self.capture[1]
         return self.capture[0]
+
+    def on_cuEventCreate(self, event, flags):
+        event._obj.value = 1 + len(self.events)
+        self.events[event._obj.value] = "created"
+        return 0
+
+    def on_cuEventRecord(self, event, stream):
+        self.events[event.value] = stream
+        return 400 if stream == 666 else 0
+
+    def on_cuEventQuery(self, event):
+        return self.answer
+
+    def on_cuEventDestroy_v2(self, event):
+        self.events[getattr(event, "value", event)] = "destroyed"
+        return 0
+
+    def on_cuStreamWaitEvent(self, stream, event, flags):
+        self.waits.append((stream, event, flags))
+        return 0
 
     def on_cuThreadExchangeStreamCaptureMode(self, mode):
         self.mode, mode._obj.value = mode._obj.value, self.mode
@@ -814,8 +1220,40 @@ def test_driver_pushes_and_pops_the_primary_context(monkeypatch, before):
 
 def test_driver_names_the_error(monkeypatch):
     _, driver = make_driver(monkeypatch)
-    with pytest.raises(CumlaError, match=r"device 9 failed: CUDA_ERROR_INVALID_DEVICE \(101\)"):
+    message = r"device 9 failed: CUDA_ERROR_INVALID_DEVICE \(101\)"
+    with pytest.raises(UnsupportedDeviceError, match=message):
         driver.enter_device(9)
+
+
+def test_driver_without_a_gpu(monkeypatch):
+    with pytest.raises(UnsupportedDeviceError, match=r"cuInit failed: .* \(100\)"):
+        make_driver(monkeypatch, init=100)
+
+
+def test_driver_records_waits_and_destroys(monkeypatch):
+    library, driver = make_driver(monkeypatch, current=103)
+    assert driver.current_device() == 3
+    event = driver.record_event(9)
+    assert library.events == {event: 9}
+    driver.wait_event(5, event)
+    assert library.waits == [(5, event, 0)]
+    driver.destroy_event(event)
+    assert library.events == {event: "destroyed"}
+
+
+def test_driver_leaves_no_event_that_it_could_not_record(monkeypatch):
+    library, driver = make_driver(monkeypatch)
+    with pytest.raises(CumlaError, match="cuEventRecord failed"):
+        driver.record_event(666)
+    assert library.events == {1: "destroyed"}
+
+
+@pytest.mark.parametrize(("answer", "passed"), [(0, True), (600, False), (700, True), (400, True)])
+def test_driver_takes_an_event_that_fails_as_passed(monkeypatch, caplog, answer, passed):
+    library, driver = make_driver(monkeypatch)
+    library.answer = answer
+    assert driver.event_passed(1) is passed
+    assert ("cuEventQuery failed" in caplog.text) == (answer not in (0, 600))
 
 
 @pytest.mark.parametrize(

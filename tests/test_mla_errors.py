@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import arrays, checks, mla
+from cumla import arrays, checks, mla, workspace
 from cumla.arrays import ArrayView
-from cumla.launch import KernelSpec
+from cumla.launch import KernelSpec, all_specs
 from cumla.launch import device as launch_device
 from cumla.launch import module as launch_module
 from cumla.launch import source as launch_source
@@ -334,11 +334,11 @@ def test_softmax_scale_is_a_number(scale: object) -> None:
     refuse(TypeError, "softmax_scale: ", "number", f"got {kind}", softmax_scale=scale)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.1, 9e-31, 1.1e30, float("nan"), float("inf")])
+@pytest.mark.parametrize("scale", [0.0, -0.1, 9e-21, 1.1e6, float("nan"), float("inf")])
 def test_softmax_scale_is_positive_and_not_extreme(scale: float) -> None:
     refuse(
         ValueError,
-        "softmax_scale: needs a number from 1e-30 to 1e+30",
+        "softmax_scale: needs a number from 1e-20 to 1000000.0",
         f"got {scale}",
         "; put any other factor into q",
         softmax_scale=scale,
@@ -506,6 +506,17 @@ def test_page_numbers_out_of_range(
     check_values(shorter, table.tolist())  # now nobody reads that page
 
 
+def test_lengths_that_are_not_those_of_the_plan() -> None:
+    planned = np.array([5, 0, 128, 7], np.int32)
+    checks.check_lengths_of_plan(planned.copy(), planned)
+    message = (
+        r"^cache_seqlens\[2\]: needs the length that the plan was updated with, 128, got 129; call "
+        r"plan\.update\(cache_seqlens\) after each change of the lengths$"
+    )
+    with pytest.raises(ValueError, match=message):
+        checks.check_lengths_of_plan(np.array([5, 0, 129, 8], np.int32), planned)
+
+
 @pytest.mark.parametrize(
     "make_array",
     [
@@ -647,6 +658,9 @@ class FakeDriver:
     def is_capturing(self, stream: int) -> bool:
         return stream in self.capturing
 
+    def relaxed_capture(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
 
 class FakeCuPy(types.ModuleType):
     """A CuPy with one GPU model; its arrays have addresses and nothing behind them."""
@@ -715,7 +729,10 @@ class FakeDevice:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
-    monkeypatch.setattr(arrays, "driver", lambda: fake)
+    for module in (arrays, launch_module, workspace):
+        monkeypatch.setattr(module, "driver", lambda: fake)
+    monkeypatch.setattr(workspace, "order_streams", lambda before, after: None)
+    monkeypatch.setattr(workspace, "keep_until_passed", lambda owner, stream, device: None)
     monkeypatch.setattr(arrays, "_framework_of_type", {np.ndarray: arrays._NUMPY})
     return fake
 
@@ -887,8 +904,27 @@ def test_a_cold_kernel_under_capture(
     plan.update(on_gpu["cache_seqlens"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mla, "load", launch_module.load)
-        message = ("kernel mla_decode_bfloat16 is not loaded", "call cumla.prepare()")
-        refuse(cumla.NotPreparedError, *message, **on_gpu, **cupy_outputs, plan=plan)
+        cumla.mla_decode(**on_gpu, **cupy_outputs, plan=plan)  # update has loaded all
+        refuse(cumla.NotPreparedError, "kernel mla_schedule is not loaded", **on_gpu)
+
+
+@pytest.mark.parametrize("cold", ["mla_schedule", "mla_decode_bfloat16", "mla_merge_bfloat16"])
+def test_one_cold_kernel_of_several_under_capture(
+    on_gpu: dict[str, Any], driver: FakeDriver, launched: list[str], cold: str
+) -> None:
+    """Named before any of the others is launched."""
+    plan = plan_of(on_gpu, updated=False)
+    for spec in all_specs():
+        if spec.entry != cold:
+            launch_module._loaded[spec, 0] = launch_module.LoadedKernel(1, spec, 0, None)
+    driver.capturing.add(0)
+    message = f"kernel {cold} is not loaded on device 0"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mla, "load", launch_module.load)
+        refuse(cumla.NotPreparedError, message, "call cumla.prepare()", **on_gpu)
+        with pytest.raises(cumla.NotPreparedError, match=f"^{message}"):
+            plan.update(on_gpu["cache_seqlens"])
+    assert launched == []
 
 
 def test_cupy_allocations_under_capture(
@@ -925,7 +961,7 @@ def test_cupy_missing_when_another_framework_has_gpu_arrays(
 
     monkeypatch.setitem(sys.modules, "cupy", None)
     arguments = dict.fromkeys(make(), Foreign())
-    refuse(cumla.MissingDependencyError, "CuPy is needed", *INSTALL_LINES, **arguments)
+    refuse(cumla.MissingDependencyError, "CuPy", *INSTALL_LINES, **arguments)
 
 
 def test_cupy_installed_twice(monkeypatch: pytest.MonkeyPatch, no_cupy_yet: None) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cumla.errors import UnsupportedDeviceError
-from cumla.launch.device import import_cupy, require_hopper
+from cumla.launch.device import current_device, import_cupy, require_hopper
 from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.module import load
 from cumla.launch.source import KernelSpec
@@ -65,20 +64,11 @@ class Gpu:
 
     def __init__(self) -> None:
         self._cupy = import_cupy()
-        self.ordinal: int = self._current_device()
+        self.ordinal = current_device()
         self.properties = require_hopper(self.ordinal)
         self.stream = self._cupy.cuda.Stream(non_blocking=True)
         self._streamed: Any = None
         self._sink: Any = None
-
-    def _current_device(self) -> int:
-        runtime = self._cupy.cuda.runtime
-        try:
-            return int(runtime.getDevice())
-        except runtime.CUDARuntimeError as error:
-            raise UnsupportedDeviceError(
-                f"bench needs a GPU, and there is none ({error})"
-            ) from error
 
     def __enter__(self) -> Gpu:
         self.stream.__enter__()

@@ -62,7 +62,7 @@ def to_markdown(results: Results) -> str:
 
 
 def _parts(results: Results, draw: Callable[[Table], str]) -> list[str]:
-    """What every report has: the lines, and the tables as `draw` makes them."""
+    """List what every report has: the lines, and the tables as `draw` makes them."""
     parts = [_machine_line(results), _ceilings_line(results), draw(_dense(results["rows"]))]
     if "schedule" in results:
         parts += [draw(_schedule(results)), _host_line(results), _start_line(results)]

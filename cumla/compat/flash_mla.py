@@ -22,7 +22,8 @@ What carries over from FlashMLA:
   computes it anew from what ``cache_seqlens`` then holds.
 * A graph that captured only later calls reads the schedule of the metadata object that they were
   given: keep the object as long as the graph.
-* A metadata object belongs to the shapes, and to the ``causal``, of its first call.
+* A metadata object belongs to the shapes, dtype, device and mask of its first call.
+* It is for inference: no gradients flow.
 
 Where it changes to another stream the schedule is computed again, because a `cumla.MLADecodePlan`
 serves one stream. Tensors on the CPU are computed by `cumla.reference`.
@@ -33,7 +34,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cumla.arrays import open_call
-from cumla.mla import MLADecodePlan
+from cumla.checks import checked_query_and_cache
+from cumla.launch.mla_plan import VALUE_DIM, MLADecodeKey
+from cumla.mla import MLADecodePlan, decode_key
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +51,6 @@ __all__ = [
     "get_mla_metadata",
 ]
 
-_HEAD_DIM_V = 512
-
 
 class FlashMLASchedMeta:
     """What `get_mla_metadata` returns: empty at first, the schedule from the first call on.
@@ -57,12 +58,10 @@ class FlashMLASchedMeta:
     Nothing in it is for users to read or to change.
     """
 
-    __slots__ = ("_plan", "_shape", "_stream")
+    __slots__ = ("_plan",)
 
     def __init__(self) -> None:
         self._plan: MLADecodePlan | None = None
-        self._shape: tuple[object, ...] = ()  # of the first call
-        self._stream = 0  # of the plan
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
@@ -141,8 +140,10 @@ extra_topk_length
     NotImplementedError
         If an argument of the sparse attention is given; the message names it.
     TypeError, ValueError
-        If an argument is none that `cumla.mla_decode` takes (its ``kv_cache`` is ``k_cache``
-        here), or the metadata object was first used with other shapes.
+        If an argument is none that `cumla.mla_decode` takes (messages call ``k_cache`` by its name
+        there, ``kv_cache``), or the metadata object was first used with other shapes.
+    CumlaError
+        As `cumla.mla_decode`.
     """
     _refuse(
         is_fp8_kvcache=is_fp8_kvcache or None,
@@ -154,21 +155,19 @@ extra_topk_length
         extra_topk_length=extra_topk_length,
     )
     _check_metadata(head_dim_v, tile_scheduler_metadata, num_splits)
-    stream = open_call((("q", q), ("k_cache", k_cache))).stream
-    shape = (*q.shape[:3], *k_cache.shape[1:3], causal)
-    metadata = tile_scheduler_metadata
-    plan = metadata._plan
-    if plan is not None and metadata._shape != shape:
+    call = open_call((("q", q), ("k_cache", k_cache)))
+    key = decode_key(*checked_query_and_cache(call), causal=causal)
+    plan = tile_scheduler_metadata._plan
+    if plan is not None and plan.key != key:
         raise ValueError(
-            "tile_scheduler_metadata: needs the shapes of its first call, "
-            f"{_describe(metadata._shape)}, got {_describe(shape)}; "
-            "call get_mla_metadata() for each combination of shapes"
+            f"tile_scheduler_metadata: needs what it was first used with, {_describe(plan.key)}, "
+            f"got {_describe(key)}; call get_mla_metadata() for each combination"
         )
-    if plan is None or metadata._stream != stream:
+    if plan is None or not plan.serves(call.stream):
         plan = MLADecodePlan.from_arrays(q, k_cache, causal=causal)
         plan.update(cache_seqlens)
     result = plan.run(q, k_cache, block_table, cache_seqlens, softmax_scale=softmax_scale)
-    metadata._plan, metadata._shape, metadata._stream = plan, shape, stream
+    tile_scheduler_metadata._plan = plan
     return result.out, result.lse
 
 
@@ -212,20 +211,23 @@ def _check_metadata(head_dim_v: int, metadata: object, num_splits: object) -> No
     if not isinstance(metadata, FlashMLASchedMeta):
         raise TypeError(
             "tile_scheduler_metadata: needs the first element of what "
-            f"cumla.compat.flash_mla.get_mla_metadata() returned, got {type(metadata).__name__}"
+            f"cumla.compat.flash_mla.get_mla_metadata() returned, got {type(metadata).__name__}; "
+            "import get_mla_metadata from there, too"
         )
     if num_splits is not None:
         raise TypeError(
             "num_splits: needs None, the second element of what get_mla_metadata() returned, "
-            f"got {type(num_splits).__name__}"
+            f"got {type(num_splits).__name__}; cumla schedules on its own"
         )
-    if head_dim_v != _HEAD_DIM_V:
+    if head_dim_v != VALUE_DIM:
         raise ValueError(
-            f"head_dim_v: must be {_HEAD_DIM_V}, the width of the values in a cache row, "
-            f"got {head_dim_v}"
+            f"head_dim_v: needs {VALUE_DIM}, the width of the values in a cache row, got "
+            f"{head_dim_v}; pass {VALUE_DIM}, and slice the output where you need fewer columns"
         )
 
 
-def _describe(shape: tuple[object, ...]) -> str:
-    names = ("batch", "seq_q", "heads_q", "page_size", "heads_k", "causal")
-    return " ".join(f"{name}={value}" for name, value in zip(names, shape, strict=False))
+def _describe(key: MLADecodeKey) -> str:
+    return (
+        f"batch={key.batch} seq_q={key.q_len} heads_q={key.num_heads} page_size={key.page_size} "
+        f"heads_k={key.num_kv_heads} dtype={key.dtype} causal={key.causal} device={key.device}"
+    )

@@ -16,7 +16,7 @@
 // The block counter runs on over the requests of a part: block t belongs to consumer t % 2 and stage t % 2 everywhere.
 //
 // The running maximum is handed on with the probabilities and only moves when a row grows by more than 2^8 over it, so
-// that the 128 accumulators a thread are rarely rescaled; the result is the same up to rounding (sums stay in float32).
+// that the 128 accumulators a thread are rarely rescaled.
 //
 // Shared memory:  query 73,728 + two KV stages of 73,728 + P 8,192 + maxima 512 + sums 1,024 + barriers 224
 //                 + pacer 1,024 = 232,160 B of 232,448
@@ -74,9 +74,8 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
     int t = 0;
     for (int request = from.request; request <= last_request; ++request) {
       const Segment segment = segment_of(p, tile, from, to, request);
-      const u32 turn = (request - from.request) & 1;
-      consumer.compute(segment, t, turn);
-      consumer.finish(segment, turn);
+      consumer.compute(segment, t, (request - from.request) & 1);
+      consumer.finish(segment);
       t += segment.blocks;
     }
   }

@@ -20,7 +20,9 @@ struct Consumer {
   float output[128];
   float scores[32];
   u32 probabilities[16];
-  float maximum[2], sum[2];  // base-2 running maximum of both rows; sum over the blocks this consumer owns
+  float maximum[2];          // base-2 running maximum of both rows
+  float sum[2];              // of the exponentials over the blocks this consumer owns, for the log-sum-exp,
+  float weight[2];           // and of the 16-bit probabilities made of them, which normalise the output
   int limit[2];              // tokens that the two rows see
 
   __device__ __forceinline__ Consumer(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
@@ -45,6 +47,7 @@ struct Consumer {
     for (int r = 0; r < 2; ++r) {
       maximum[r] = kLowest;
       sum[r] = 0.0f;
+      weight[r] = 0.0f;
       limit[r] = segment.tokens - tile.shift_of(p, row + 8 * r);
     }
   }
@@ -119,12 +122,14 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum[r] *= factor[r];
+      weight[r] *= factor[r];
       maximum[r] = next[r];
     }
   }
 
-  // scores -> probabilities relative to next (the new running maximum); their sums go to `block_sum`.
-  __device__ __forceinline__ void softmax(float (&next)[2], float (&block_sum)[2]) {
+  // scores -> probabilities relative to next (the new running maximum), and their sums before and after rounding. The
+  // output is divided by the rounded sum: where one token has most of the weight its rounding cancels.
+  __device__ __forceinline__ void softmax(float (&next)[2], float (&block_sum)[2], float (&block_weight)[2]) {
     float highest[2] = {-kInfinity, -kInfinity};
 #pragma unroll
     for (int i = 0; i < 32; ++i) highest[i >> 1 & 1] = fmaxf(highest[i >> 1 & 1], scores[i]);
@@ -135,6 +140,7 @@ struct Consumer {
       highest[r] *= p.scale_log2;
       next[r] = highest[r] > maximum[r] + kMaximumSlack ? highest[r] : maximum[r];
       block_sum[r] = 0.0f;
+      block_weight[r] = 0.0f;
     }
 #pragma unroll
     for (int i = 0; i < 32; i += 2) {
@@ -143,6 +149,7 @@ struct Consumer {
       const float high = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -next[r]));
       block_sum[r] += low + high;
       probabilities[i / 2] = pack_pair<T>(low, high);
+      block_weight[r] += sum_of_pair<T>(probabilities[i / 2]);
     }
   }
 
@@ -167,8 +174,14 @@ struct Consumer {
   // Waits for the other consumer's probabilities of block counter t and takes over its running maximum.
   __device__ __forceinline__ void adopt(int t) {
     mbarrier_wait(shared.probabilities_full(1 - consumer), (t / 2) & 1, "the other consumer's probabilities");
-    const float next[2] = {load_shared_float(shared.maximum(1 - consumer, row)),
-                           load_shared_float(shared.maximum(1 - consumer, row + 8))};
+    // Read by the lane that arrives for this row later, for the sake of racecheck, and shared with its quad.
+    float next[2] = {0.0f, 0.0f};
+    if (lane % 4 == 0) {
+      next[0] = load_shared_float(shared.maximum(1 - consumer, row));
+      next[1] = load_shared_float(shared.maximum(1 - consumer, row + 8));
+    }
+    next[0] = __shfl_sync(0xffffffffu, next[0], lane & ~3);
+    next[1] = __shfl_sync(0xffffffffu, next[1], lane & ~3);
     rescale(next);
 #pragma unroll
     for (int i = 0; i < kHalfTiles; ++i)  // complete since the other consumer saw it; this makes the bytes ours to read
@@ -193,8 +206,8 @@ struct Consumer {
     const int block = segment.begin + i;
     const int last_token = (block + 1) * kBlockTokens;
     if (last_token > segment.tokens - tile.most_shift) mask_scores(block);
-    float next[2], block_sum[2];
-    softmax(next, block_sum);
+    float next[2], block_sum[2], block_weight[2];
+    softmax(next, block_sum, block_weight);
     if constexpr (kPrevious) {
       // ptxas moves the wait up, before the arithmetic that it should run beside, but not past a store: 32 dependent
       // exponentials then stand between the product and its wait (seen in SASS; nobody reads what is stored).
@@ -205,8 +218,11 @@ struct Consumer {
     }
     publish(next);
     rescale(next);
-    sum[0] += block_sum[0];
-    sum[1] += block_sum[1];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] += block_sum[r];
+      weight[r] += block_weight[r];
+    }
     if (last_token > segment.tokens) clear_values_past(consumer, kBlockTokens + segment.tokens - last_token);
     multiply_own(consumer);
     warpgroup_wait<0>();
@@ -248,24 +264,30 @@ struct Consumer {
   }
 
   // Sums of both consumers; then out (or a partial result) and log-sum-exp.
-  __device__ __forceinline__ void finish(const Segment& segment, int turn) {
-    float total[2];
+  __device__ __forceinline__ void finish(const Segment& segment) {
+    float total[2], total_weight[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
-      sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
-      if (lane % 4 == 0) store_shared_float(shared.sum(turn, consumer, row + 8 * r), sum[r]);
+      sum[r] = sum_of_quad(sum[r]);
+      weight[r] = sum_of_quad(weight[r]);
+      if (lane % 4 == 0) {
+        store_shared_float(shared.sum(consumer, row + 8 * r), sum[r]);
+        store_shared_float(shared.weight(consumer, row + 8 * r), weight[r]);
+      }
     }
     named_barrier_sync<kConsumerBarrier, 2 * kWarpgroup>();
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
-      total[r] = load_shared_float(shared.sum(turn, 0, row + 8 * r)) +
-                 load_shared_float(shared.sum(turn, 1, row + 8 * r));
+    for (int r = 0; r < 2; ++r) {
+      total[r] = load_shared_float(shared.sum(0, row + 8 * r)) + load_shared_float(shared.sum(1, row + 8 * r));
+      total_weight[r] =
+          load_shared_float(shared.weight(0, row + 8 * r)) + load_shared_float(shared.weight(1, row + 8 * r));
+    }
+    named_barrier_sync<kConsumerBarrier, 2 * kWarpgroup>();  // the next segment writes there
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int tile_row = row + 8 * r;
       const bool exists = tile_row < tile.rows;
-      const float inverse = total[r] == 0.0f ? 0.0f : 1.0f / total[r];
+      const float inverse = total_weight[r] == 0.0f ? 0.0f : 1.0f / total_weight[r];
       const float lse = maximum[r] + log2_approx(total[r]);
       const bool writes_lse = exists && consumer == 0 && lane % 4 == 0;
       char* out;
@@ -287,6 +309,11 @@ struct Consumer {
       else
         write_halves(out, r, exists, inverse);
     }
+  }
+
+  __device__ __forceinline__ static float sum_of_quad(float value) {
+    value += __shfl_xor_sync(0xffffffffu, value, 1);
+    return value + __shfl_xor_sync(0xffffffffu, value, 2);
   }
 
   __device__ __forceinline__ void write_floats(float* out, int r, bool exists, float inverse) const {

@@ -57,9 +57,8 @@ struct SharedLayout {
 
   __device__ __forceinline__ u32 stage(int s) const { return stages + s * kStageBytes; }
   __device__ __forceinline__ u32 maximum(int owner, int row) const { return maxima + (owner * kRowTile + row) * 4; }
-  __device__ __forceinline__ u32 sum(int turn, int consumer, int row) const {
-    return sums + ((turn * 2 + consumer) * kRowTile + row) * 4;
-  }
+  __device__ __forceinline__ u32 sum(int consumer, int row) const { return sums + (consumer * kRowTile + row) * 4; }
+  __device__ __forceinline__ u32 weight(int consumer, int row) const { return sum(2 + consumer, row); }
   // Barriers: a tile of a stage is loaded; its half (0, 1: V columns; 2: RoPE) is free again; P of a consumer is written.
   __device__ __forceinline__ u32 full(int s, int tile) const { return barriers + (s * kTiles + tile) * 8; }
   __device__ __forceinline__ u32 free(int s, int half) const { return full(kStages, 0) + (s * 3 + half) * 8; }
@@ -103,7 +102,7 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, const Ti
   segment.begin = request == from.request ? from.block : 0;
   const int scheduled_blocks = blocks_of(scheduled);
   const int scheduled_end = request == to.request ? to.block : scheduled_blocks;
-  segment.split = segment.begin > 0 || scheduled_end < scheduled_blocks;
+  segment.split = p.parts > 1 && (segment.begin > 0 || scheduled_end < scheduled_blocks);
   segment.slot = request == from.request ? 0 : 1;
   const int end = min(scheduled_end, blocks_of(max(tokens - tile.least_shift, 0)));
   segment.blocks = max(end - segment.begin, 0);

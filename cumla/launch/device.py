@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this GPU is, whether the kernels run on it, and CuPy, through which it is reached."""
+"""What this GPU is, whether the kernels run on it, and the modules through which it is reached.
+
+What concerns CuPy alone is in `cumla._cupy`, because `cumla.arrays` stands on it, too.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any
 
+from cumla._cupy import NEEDED, current_device, import_cupy, installed_cupy
 from cumla.errors import MissingDependencyError, UnsupportedDeviceError
 
 __all__ = [
@@ -19,9 +23,6 @@ __all__ = [
     "properties",
     "require_hopper",
 ]
-
-# Wheels that bring a module named cupy: two of them overwrite each other's files.
-_CUPY_DISTRIBUTIONS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,46 +48,6 @@ class DeviceProperties:
     sm_count: int
     smem_optin: int
     l2_bytes: int
-
-
-def installed_cupy() -> tuple[str, ...]:
-    """List the installed distributions that bring CuPy, with their versions."""
-    found = []
-    for name in _CUPY_DISTRIBUTIONS:
-        try:
-            found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
-    return tuple(found)
-
-
-@cache
-def import_cupy() -> Any:
-    """Import CuPy.
-
-    Returns
-    -------
-    module
-        The module ``cupy``.
-
-    Raises
-    ------
-    MissingDependencyError
-        If CuPy is not installed, cannot be imported, or is installed twice.
-    """
-    found = installed_cupy()
-    if len(found) > 1:
-        raise MissingDependencyError(
-            f"CuPy is installed {len(found)} times ({', '.join(found)}) and the copies overwrite "
-            f"each other: uninstall all of them"
-        )
-    try:
-        return import_module("cupy")
-    except ImportError as error:
-        problem = "cannot be imported" if found else "is not installed"
-        raise MissingDependencyError(
-            f"CuPy, which runs the kernels on a GPU, {problem} ({error})"
-        ) from error
 
 
 @cache
@@ -137,7 +98,7 @@ def properties(ordinal: int) -> DeviceProperties:
         found = runtime.getDeviceProperties(ordinal)
     except runtime.CUDARuntimeError as error:
         raise UnsupportedDeviceError(
-            f"device {ordinal}: {_NEEDED}, but no GPU of that number can be used ({error})"
+            f"device {ordinal}: {NEEDED}, but no GPU of that number can be used ({error})"
         ) from error
     return DeviceProperties(
         name=found["name"].decode(),
@@ -146,28 +107,6 @@ def properties(ordinal: int) -> DeviceProperties:
         smem_optin=found["sharedMemPerBlockOptin"],
         l2_bytes=found["l2CacheSize"],
     )
-
-
-_NEEDED = (
-    "the kernels need an NVIDIA Hopper GPU of compute capability 9.0 (H100, H200, H800, H20, GH200)"
-)
-
-
-def current_device() -> int:
-    """Return the number of CuPy's current GPU.
-
-    Raises
-    ------
-    UnsupportedDeviceError
-        If there is no GPU, or no driver.
-    MissingDependencyError
-        If CuPy is missing.
-    """
-    runtime = import_cupy().cuda.runtime
-    try:
-        return int(runtime.getDevice())
-    except runtime.CUDARuntimeError as error:
-        raise UnsupportedDeviceError(f"{_NEEDED}, but no GPU can be used ({error})") from error
 
 
 def require_hopper(ordinal: int) -> DeviceProperties:
@@ -194,7 +133,7 @@ def require_hopper(ordinal: int) -> DeviceProperties:
     if found.compute_capability != (9, 0):
         major, minor = found.compute_capability
         raise UnsupportedDeviceError(
-            f"device {ordinal} is {found.name} of compute capability {major}.{minor}: {_NEEDED}; "
+            f"device {ordinal} is {found.name} of compute capability {major}.{minor}: {NEEDED}; "
             f"arrays in CPU memory are computed by cumla.reference on any machine"
         )
     return found

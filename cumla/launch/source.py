@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """From package data to the one text that a compiler sees.
 
-A kernel lives in ``cumla/cuda/<stem>.cu``, those of the benchmark in ``cumla/bench/cuda``. NVRTC gets it as a single translation unit: every header
-of ours is written out at the place of its first ``#include`` (CuPy's disk cache looks at the text
-only, so a header behind ``-I`` could change unnoticed), ``#line`` keeps the compiler's messages
-pointing at the files, and a generated ``extern "C"`` entry point calls the kernel's template for
-one set of types.
+A kernel lives in ``cumla/cuda/<stem>.cu``, those of the benchmark in ``cumla/bench/cuda``. NVRTC
+gets it as a single translation unit: every header of ours is written out at the place of its first
+``#include`` (CuPy's disk cache looks at the text only, so a header behind ``-I`` could change
+unnoticed), ``#line`` keeps the compiler's messages pointing at the files, and a generated
+``extern "C"`` entry point calls the kernel's template for one set of types.
 """
 
 from __future__ import annotations

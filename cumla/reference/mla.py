@@ -8,10 +8,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
 
-HEAD_DIM = 576  # a cached row: 512 compressed values, then 64 rotary ones
-VALUE_DIM = 512  # the values are the first 512 numbers of the same row
+Array = NDArray[Any]
 
 
 class MLADecodeResult(NamedTuple):
@@ -58,7 +57,7 @@ def mla_decode(
 
     Parameters
     ----------
-    q : ndarray of bfloat16 or float16, shape (batch, q_len, num_heads, 576)
+    q : ndarray of bfloat16, float16, float32 or float64, shape (batch, q_len, num_heads, 576)
         Absorbed queries.
     kv_cache : ndarray, shape (num_pages, page_size, num_kv_heads, 576)
         Pages of latent rows; without the head axis for one KV head. Any strides.
@@ -89,10 +88,16 @@ def mla_decode(
     ValueError
         If shapes disagree, if num_kv_heads does not divide num_heads, or for an unknown precision.
     TypeError
-        If ``out`` or ``lse`` has another dtype than the above.
+        If something is no NumPy array, or of another dtype than the above.
     """
     if accumulate not in ("float64", "float32"):
-        raise ValueError(f"accumulate: needs 'float64' or 'float32', got {accumulate!r}")
+        raise ValueError(
+            f"accumulate: needs 'float64' or 'float32', got {accumulate!r}; pass one of them"
+        )
+    _check_dtype("q", q, _FLOATS)
+    _check_dtype("kv_cache", kv_cache, _FLOATS)
+    _check_dtype("block_table", block_table, _INTEGERS)
+    _check_dtype("cache_seqlens", cache_seqlens, _INTEGERS)
     if kv_cache.ndim == 3:
         kv_cache = kv_cache[:, :, None, :]
     _check_inputs(q, kv_cache, block_table, cache_seqlens)
@@ -138,24 +143,50 @@ def _cached_rows(kv_cache: Array, table: Array, kv_len: int, dtype: np.dtype[Any
     return pages.reshape(-1, num_kv_heads, HEAD_DIM)[:kv_len]
 
 
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
+_INTEGERS = ("int32", "int64")
+
+
+def _check_dtype(name: str, array: Any, dtypes: tuple[str, ...]) -> None:
+    """Refuse what is no NumPy array, or one of another dtype."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(
+            f"{name}: needs a NumPy array, got {type(array).__module__}."
+            f"{type(array).__qualname__}; cumla.mla_decode takes those of other frameworks"
+        )
+    if array.dtype.name not in dtypes:
+        raise TypeError(
+            f"{name}: needs one of {', '.join(dtypes)}, got {array.dtype}; convert it first"
+        )
+
+
 def _check_inputs(q: Array, kv_cache: Array, block_table: Array, cache_seqlens: Array) -> None:
     """Refuse shapes that do not fit together."""
     if q.ndim != 4 or q.shape[3] != HEAD_DIM:
-        raise ValueError(f"q: needs shape (batch, q_len, num_heads, 576), got {q.shape}")
+        raise ValueError(
+            f"q: needs shape (batch, q_len, num_heads, {HEAD_DIM}), got {q.shape}; reshape it"
+        )
     batch, _, num_heads, _ = q.shape
     if kv_cache.ndim != 4 or kv_cache.shape[3] != HEAD_DIM or 0 in kv_cache.shape[1:]:
         raise ValueError(
-            "kv_cache: needs shape (num_pages, page_size, num_kv_heads, 576) or "
-            f"(num_pages, page_size, 576), got {kv_cache.shape}"
+            f"kv_cache: needs shape (num_pages, page_size, num_kv_heads, {HEAD_DIM}) or "
+            f"(num_pages, page_size, {HEAD_DIM}), got {kv_cache.shape}; reshape it"
         )
     if num_heads % kv_cache.shape[2]:
         raise ValueError(
-            f"kv_cache: num_kv_heads must divide q's {num_heads} heads, got {kv_cache.shape[2]}"
+            f"kv_cache: num_kv_heads must divide q's {num_heads} heads, got {kv_cache.shape[2]}; "
+            f"pad q's heads, or pass the kv heads that they use"
         )
     if block_table.ndim != 2 or block_table.shape[0] != batch:
-        raise ValueError(f"block_table: needs shape ({batch}, max_pages), got {block_table.shape}")
+        raise ValueError(
+            f"block_table: needs shape ({batch}, max_pages), got {block_table.shape}; give each "
+            f"request a row"
+        )
     if cache_seqlens.shape != (batch,):
-        raise ValueError(f"cache_seqlens: needs shape ({batch},), got {cache_seqlens.shape}")
+        raise ValueError(
+            f"cache_seqlens: needs shape ({batch},), got {cache_seqlens.shape}; give each request "
+            f"a length"
+        )
 
 
 def _output(
@@ -165,8 +196,12 @@ def _output(
     if array is None:
         return np.empty(shape, dtypes[0])
     if array.shape != shape:
-        raise ValueError(f"{name}: needs shape {shape}, got {array.shape}")
+        raise ValueError(
+            f"{name}: needs shape {shape}, got {array.shape}; allocate it so or leave it out"
+        )
     if array.dtype not in dtypes:
         needed = " or ".join(dict.fromkeys(str(dtype) for dtype in dtypes))
-        raise TypeError(f"{name}: needs dtype {needed}, got {array.dtype}")
+        raise TypeError(
+            f"{name}: needs dtype {needed}, got {array.dtype}; allocate it so or leave it out"
+        )
     return array

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
+from cumla.arrays import Call, open_call
 from cumla.compat import flash_mla
 from cumla.mla import MLADecodePlan, MLADecodeResult
 from tests.flash_mla_example import StepInputs, load_example, make_inputs
@@ -184,6 +184,8 @@ class PlanRecorder:
 
     def __init__(self, plan: MLADecodePlan) -> None:
         self.plan = plan
+        self.key = plan.key
+        self.stream = 0  # of the update
         self.updates: list[Any] = []
         self.runs: list[dict[str, Any]] = []
         PlanRecorder.made.append(self)
@@ -193,8 +195,12 @@ class PlanRecorder:
         return cls(MLADecodePlan.from_arrays(*args, **kwargs))
 
     def update(self, cache_seqlens: Any) -> None:
+        self.stream = flash_mla.open_call((("cache_seqlens", cache_seqlens),)).stream
         self.updates.append(cache_seqlens)
         self.plan.update(cache_seqlens)
+
+    def serves(self, stream: int) -> bool:
+        return stream == self.stream
 
     def run(self, *args: Any, **kwargs: Any) -> MLADecodeResult:
         self.runs.append(kwargs)
@@ -237,7 +243,13 @@ def test_another_stream_has_its_own_plan(
 ) -> None:
     """As when a warmed-up step is captured: torch captures on a stream of its own."""
     for stream in (7, 7, 9, 9):
-        monkeypatch.setattr(flash_mla, "open_call", lambda _, s=stream: SimpleNamespace(stream=s))
+
+        def open_there(arguments: Any, there: int = stream) -> Call:
+            opened = open_call(arguments)
+            opened.stream = there
+            return opened
+
+        monkeypatch.setattr(flash_mla, "open_call", open_there)
         call(inputs, metadata)
     assert [(len(plan.updates), len(plan.runs)) for plan in plans] == [(1, 2), (1, 2)]
 
@@ -255,21 +267,25 @@ def test_a_failed_first_call_leaves_the_metadata_empty(
     ("change", "named"),
     [
         ({"causal": True}, "causal=True"),
-        ({"q": (3, 2, 16, 576)}, "seq_q=2"),
-        ({"q": (3, 1, 32, 576)}, "heads_q=32"),
-        ({"q": (5, 1, 16, 576)}, "batch=5"),
-        ({"k_cache": (9, 32, 1, 576)}, "page_size=32"),
+        ({"q": (3, 1, 16, 576)}, "seq_q=1"),
+        ({"q": (3, 2, 32, 576)}, "heads_q=32"),
+        ({"q": (5, 2, 16, 576)}, "batch=5"),
         ({"k_cache": (9, 64, 2, 576)}, "heads_k=2"),
+        ({"dtype": torch.float16}, "dtype=float16"),
     ],
 )
 def test_metadata_belongs_to_the_shapes_of_its_first_call(
-    inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta, change: dict[str, Any], named: str
+    metadata: flash_mla.FlashMLASchedMeta, change: dict[str, Any], named: str
 ) -> None:
+    inputs = make_inputs(LENGTHS, max_pages=3, q_len=2)
     call(inputs, metadata)
     changes = {
         name: torch.zeros(value, dtype=torch.bfloat16) if isinstance(value, tuple) else value
         for name, value in change.items()
     }
+    dtype = changes.pop("dtype", None)
+    if dtype is not None:
+        changes = {"q": inputs.queries[0].to(dtype), "k_cache": inputs.caches[0].to(dtype)}
     with pytest.raises(ValueError, match=rf"tile_scheduler_metadata: .*got .*{named}") as error:
         call(inputs, metadata, **changes)
     assert "call get_mla_metadata()" in str(error.value)
@@ -340,8 +356,48 @@ def test_num_splits_must_be_the_placeholder(
 def test_head_dim_v_is_512(
     inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta, width: int
 ) -> None:
-    with pytest.raises(ValueError, match=f"head_dim_v: must be 512.*got {width}"):
+    with pytest.raises(ValueError, match=f"head_dim_v: needs 512.*got {width}; pass 512"):
         call(inputs, metadata, head_dim_v=width)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": (576,)}, r"^q: needs 4 axes .*got shape \(576,\)"),
+        ({"q": (3, 16, 576)}, r"^q: needs 4 axes .*got shape \(3, 16, 576\)"),
+        ({"k_cache": (64, 576)}, r"^kv_cache: needs axes .*got shape \(64, 576\)"),
+        ({"k_cache": (9, 32, 1, 576)}, "^kv_cache: needs a page size of 64 .*got 32"),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_shapes_are_checked_before_they_are_compared(
+    inputs: StepInputs,
+    metadata: flash_mla.FlashMLASchedMeta,
+    change: dict[str, tuple[int, ...]],
+    message: str,
+    first: bool,
+) -> None:
+    if not first:
+        call(inputs, metadata)
+    changes = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in change.items()}
+    with pytest.raises(ValueError, match=message):
+        call(inputs, metadata, **changes)
+
+
+def test_a_cache_without_its_head_axis(
+    inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta
+) -> None:
+    expected = call(inputs, metadata)
+    got = call(inputs, metadata, k_cache=inputs.caches[0][:, :, 0])
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+def test_the_mask_makes_no_difference_to_a_single_query(
+    inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta
+) -> None:
+    expected = call(inputs, metadata)
+    got = call(inputs, metadata, causal=True)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", ["q", "k_cache", "block_table", "cache_seqlens"])

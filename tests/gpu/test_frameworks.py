@@ -53,6 +53,9 @@ def test_cupy(dtype: str) -> None:
     assert isinstance(lse, cp.ndarray)
     assert (str(out.dtype), str(lse.dtype)) == (dtype, "float32")
     problem.check(out, lse)
+    with allocations() as sizes:
+        cumla.mla_decode(*problem.arrays)
+    assert len(sizes) >= 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -205,6 +205,42 @@ def test_plans_share_a_workspace_full_of_garbage() -> None:
     assert bool((buffer[-guard:] == 0xFF).all()), "memory behind the workspace was written"
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(batch=3, heads=32, kv_len=3000),
+        Case(batch=4, heads=128, q_len=2, kv_len=1000, dtype="float16"),
+        Case(batch=2, heads=128, kv_heads=128, q_len=4, kv_len=300),  # one part, no partial results
+    ],
+    ids=["one row tile", "row tiles", "one part"],
+)
+def test_garbage_in_the_buffer_leads_nowhere(case: Case) -> None:
+    """As if another plan had written there since the update: nothing but the outputs suffers."""
+    problem = make_problem(cp, case)
+    nbytes = cumla.MLADecodePlan.workspace_bytes(
+        case.batch, case.q_len, case.heads, num_kv_heads=case.kv_heads
+    )
+    guard = 4 << 20
+    buffer = bytes_of_ones(nbytes + guard)
+    plan = make_plan(problem, workspace=buffer[:nbytes])
+    schedule = buffer[: plan.key.layout.partial_lse].view(np.int32)
+    before = [problem.q_bits.copy(), problem.kv_bits.copy()]
+    out, lse = problem.outputs()
+    rng = np.random.default_rng(1)
+    for low, high in ((0, case.batch + 1), (-3, 50), (-(2**31), 2**31)) * 4:
+        plan.update(problem.cache_seqlens)
+        schedule.set(rng.integers(low, high, size=schedule.size, dtype=np.int32))
+        plan.run(*problem.arrays, out=out.array, lse=lse.array)
+        cp.cuda.Device().synchronize()
+        out.check_guards()
+        lse.check_guards()
+        assert bool((buffer[nbytes:] == 0xFF).all()), "memory behind the workspace was written"
+    for bits, copy in zip((problem.q_bits, problem.kv_bits), before, strict=True):
+        assert bool((bits == copy).all())
+    plan.update(problem.cache_seqlens)
+    run_and_check(plan, problem)
+
+
 def test_workspace_bytes_is_what_a_plan_allocates() -> None:
     plan = cumla.MLADecodePlan(3, 2, 48, num_kv_heads=3)
     nbytes = cumla.MLADecodePlan.workspace_bytes(3, 2, 48, num_kv_heads=3)

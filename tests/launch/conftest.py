@@ -61,7 +61,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "small.cu").write_text(SMALL_CU)
     (root / "scale.cuh").write_text(SCALE_CUH)
     (root / "ptx" / "types.cuh").write_text(TYPES_CUH)
-    monkeypatch.setattr(source, "_sources", lambda: root)
+    monkeypatch.setattr(source, "_sources", lambda package: root)
     monkeypatch.delenv("CUMLA_DEBUG", raising=False)
     monkeypatch.delenv("CUMLA_CUBIN_DIR", raising=False)
     return root

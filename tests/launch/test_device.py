@@ -32,7 +32,7 @@ def installed(monkeypatch):
             raise metadata.PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr(device.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     return versions
 
 

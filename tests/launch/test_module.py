@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +42,7 @@ class FakeCuPy:
         self.refused = b"refused"
         self.failure: str | None = None
         self.local_bytes = 0
+        self.images: list[bytes] = []  # of cubins that were loaded
         self.cuda = SimpleNamespace(
             Device=self.enter,
             driver=SimpleNamespace(CUDADriverError=CUDADriverError),
@@ -58,8 +59,13 @@ class FakeCuPy:
 
     def get_function(self, how: dict[str, object], entry: str) -> SimpleNamespace:
         time.sleep(0.01)
-        if "path" in how and self.refused in Path(str(how["path"])).read_bytes():
-            raise CUDADriverError("CUDA_ERROR_INVALID_IMAGE")
+        if "path" in how:
+            if not Path(str(how["path"])).is_file():
+                raise CUDADriverError("CUDA_ERROR_FILE_NOT_FOUND")
+            image = Path(str(how["path"])).read_bytes()
+            if self.refused in image:
+                raise CUDADriverError("CUDA_ERROR_INVALID_IMAGE")
+            self.images.append(image)
         if "code" in how and self.failure is not None:
             raise CompileException(self.failure)
         self.made.append({**how, "entry": entry})
@@ -71,6 +77,7 @@ class FakeCuPy:
 def cupy(sources, monkeypatch) -> FakeCuPy:
     fake = FakeCuPy()
     monkeypatch.setattr(module, "import_cupy", lambda: fake)
+    monkeypatch.setattr(module, "driver", lambda: SimpleNamespace(relaxed_capture=nullcontext))
     monkeypatch.setattr(module, "require_hopper", lambda device: None)
     monkeypatch.setattr(module, "_loaded", {})
     return fake
@@ -129,6 +136,30 @@ def test_two_threads_compile_once(cupy, small):
         thread.join()
     assert len(cupy.made) == 1
     assert len({id(kernel) for kernel in kernels}) == 1
+
+
+def test_loading_leaves_captures_of_other_threads_alone(cupy, small, monkeypatch):
+    """The driver forbids it under a global-mode capture, except to a thread in relaxed mode."""
+    mode = []
+
+    @contextmanager
+    def relaxed_capture():
+        mode.append("relaxed")
+        yield
+        mode.pop()
+
+    fake = SimpleNamespace(relaxed_capture=relaxed_capture)
+    monkeypatch.setattr(module, "driver", lambda: fake)
+    get_function = cupy.get_function
+
+    def in_mode(how, entry):
+        assert mode == ["relaxed"]
+        return get_function(how, entry)
+
+    cupy.get_function = in_mode
+    load(small, 0, capturing=never)
+    assert len(cupy.made) == 1
+    assert mode == []
 
 
 def test_unsupported_gpu_is_refused_before_compiling(cupy, small, monkeypatch):
@@ -237,6 +268,29 @@ class TestOlderNvrtc:
         load(small, 0, capturing=never)
         assert len(compiled) == 2
         assert len(cupy.made) == 2
+
+    @pytest.mark.parametrize("obstacle", ["file", "folder"])
+    def test_folder_that_cannot_be_written_to(
+        self, cupy, small, compiled, tmp_path, obstacle, caplog
+    ):
+        """The kernel goes through a temporary file, which is there until the driver has read it."""
+        if obstacle == "file":
+            (tmp_path / "cache").write_bytes(b"")
+        else:
+            name = f"cumla-nvrtc12.8-{cubin_name(small)}"
+            (tmp_path / "cache" / name / "in the way").mkdir(parents=True)
+        assert load(small, 0, capturing=never).handle == 1001
+        (made,) = cupy.made
+        assert cupy.images == [b"image"]
+        assert not Path(str(made["path"])).exists()
+        assert "small_f32 cannot be kept in CuPy's cache folder" in caplog.text
+        assert "let CUPY_CACHE_DIR name a folder" in caplog.text
+
+
+def test_cache_folder_of_a_user_without_a_home(monkeypatch):
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    monkeypatch.setattr(module.os.path, "expanduser", lambda path: path)
+    assert module.cache_dir() == Path("~/.cupy/kernel_cache")
 
 
 def test_cupy_without_nvrtc(cupy, small):

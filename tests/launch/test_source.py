@@ -66,6 +66,32 @@ def test_missing_files_are_named(sources, small):
         translation_unit(small)
 
 
+def test_kernels_of_other_packages_have_the_headers_of_the_library(tmp_path, small, monkeypatch):
+    (tmp_path / "cuda" / "ptx").mkdir(parents=True)
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "cuda" / "ptx" / "types.cuh").write_text("using f32 = float;")
+    (tmp_path / "bench" / "small.cu").write_text('// top\n#include "ptx/types.cuh"\nf32 x;')
+    folders = {"cumla.cuda": tmp_path / "cuda", "cumla.bench.cuda": tmp_path / "bench"}
+    monkeypatch.setattr(source, "_sources", folders.__getitem__)
+    spec = replace(small, package="cumla.bench.cuda")
+    assert spec.path == "cumla/bench/cuda/small.cu"
+    found = positions(translation_unit(spec))
+    assert found["using f32 = float;"] == ("cumla/cuda/ptx/types.cuh", 1)
+    assert found["f32 x;"] == ("cumla/bench/cuda/small.cu", 3)
+    (tmp_path / "cuda" / "ptx" / "types.cuh").unlink()
+    with pytest.raises(
+        CompilationError,
+        match=r"^cumla/cuda/ptx/types\.cuh, which cumla/bench/cuda/small\.cu includes, is not in",
+    ):
+        translation_unit(spec)
+
+
+@pytest.mark.parametrize("package", ["cumla.cuda", "cumla.bench.cuda"])
+def test_packages_are_folders_of_this_installation(package):
+    folder = source._sources(package)
+    assert any(path.name.endswith(".cu") for path in folder.iterdir())
+
+
 @pytest.mark.parametrize(
     ("text", "bare"),
     [

@@ -268,7 +268,7 @@ def test_writes_into_the_arrays_given() -> None:
     ],
 )
 def test_refuses(error: type[Exception], message: str, change: dict[str, Any]) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message + r".*; \w+"):  # and the way out
         mla_decode(
             np.zeros(change.get("q", (2, 2, 4, 576)), BF16),
             np.zeros(change.get("kv", (3, 16, 1, 576)), BF16),
@@ -278,6 +278,34 @@ def test_refuses(error: type[Exception], message: str, change: dict[str, Any]) -
             lse=np.zeros(change.get("lse", (2, 4, 2)), change.get("lse_dtype", np.float32)),
             accumulate=change.get("accumulate", "float64"),
         )
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "dtype", "needed"),
+    [
+        (0, "q", "int16", "bfloat16, float16, float32, float64"),
+        (0, "q", "complex64", "bfloat16, float16, float32, float64"),
+        (1, "kv_cache", "bool", "bfloat16, float16, float32, float64"),
+        (2, "block_table", "float32", "int32, int64"),
+        (2, "block_table", "uint8", "int32, int64"),
+        (3, "cache_seqlens", "float64", "int32, int64"),
+    ],
+)
+def test_refuses_dtypes(place: int, name: str, dtype: str, needed: str) -> None:
+    arguments = list(make_case([20, 5]))
+    arguments[place] = arguments[place].astype(dtype)
+    message = f"^{name}: needs one of {needed}, got {dtype}; convert it first$"
+    with pytest.raises(TypeError, match=message):
+        mla_decode(*arguments)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_refuses_what_is_no_array_of_numpy(place: int) -> None:
+    arguments: list[Any] = list(make_case([20, 5]))
+    name = ("q", "kv_cache", "block_table", "cache_seqlens")[place]
+    arguments[place] = arguments[place].tolist()
+    with pytest.raises(TypeError, match=rf"^{name}: needs a NumPy array, got builtins\.list; "):
+        mla_decode(*arguments)
 
 
 # ------------------------------------------------------------------ the tolerances

@@ -42,6 +42,30 @@ __device__ __forceinline__ u32 pack_pair<Fp16>(float low, float high) {
   return packed;
 }
 
+// PTX ISA: Data Movement and Conversion Instructions: mov, cvt
+// The sum of both halves of a packed pair.
+template <typename T>
+__device__ __forceinline__ float sum_of_pair(u32 packed);
+
+template <>
+__device__ __forceinline__ float sum_of_pair<Bf16>(u32 packed) {
+  return __uint_as_float(packed << 16) + __uint_as_float(packed & 0xffff0000u);
+}
+
+template <>
+__device__ __forceinline__ float sum_of_pair<Fp16>(u32 packed) {
+  float low, high;
+  asm("{\n"
+      ".reg .f16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.f32.f16 %0, a;\n"
+      "cvt.f32.f16 %1, b;\n"
+      "}"
+      : "=f"(low), "=f"(high)
+      : "r"(packed));
+  return low + high;
+}
+
 // PTX ISA: Floating Point Instructions: ex2
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches: the bytes of the parameter structs, what the driver is asked, and what it refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cumla.errors import CompilationError, CumlaError, MissingDependencyError
+from cumla.launch import KernelSpec, all_specs, kernel, module, tensor_map
+from cumla.launch import device as launch_device
+from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.module import LoadedKernel
+from cumla.launch.source import translation_unit
+
+each_kernel = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.entry)
+
+
+def layout_of(spec: KernelSpec) -> struct.Struct:
+    """The struct that a kernel's launcher packs."""
+    layout = import_module(f"cumla.launch.{spec.stem}")._PARAMS
+    assert isinstance(layout, struct.Struct)
+    return layout
+
+
+@each_kernel
+def test_params_are_as_large_as_packed(spec: KernelSpec, nvrtc: None) -> None:
+    """Compiled without its entry point, so that only the templates' syntax is looked at."""
+    whole, _, _ = translation_unit(spec).partition('extern "C"')
+
+    def compile_with(size: int) -> None:
+        check = f'static_assert(sizeof({spec.params}) == {size}, "the size differs");\n'
+        module._compile(spec, whole + check, module.OPTIONS)
+
+    size = layout_of(spec).size
+    compile_with(size)
+    with pytest.raises(CompilationError, match="the size differs"):
+        compile_with(size + 8)
+
+
+@pytest.fixture
+def no_driver_yet() -> Iterator[None]:
+    launch_device.import_driver.cache_clear()
+    yield
+    launch_device.import_driver.cache_clear()
+
+
+@pytest.mark.usefixtures("no_driver_yet")
+def test_missing_cuda_bindings_name_both_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    tensor_map.paged_kv_map.cache_clear()
+    geometry = (4096, "bfloat16", 6, 64, 1, 576, 73728, 1152, 1152, 64)
+    loaded = LoadedKernel(handle=1, spec=all_specs()[0], device=0, owner=None)
+    for call in (
+        lambda: tensor_map.paged_kv_map(*geometry),
+        lambda: PreparedLaunch(loaded, (1, 1), struct.Struct("<i"), (1,), 0),
+    ):
+        with pytest.raises(MissingDependencyError, match=r"^cuda\.bindings, .*imported") as missing:
+            call()
+        assert 'pip install "cumla[cu12]"' in str(missing.value)
+        assert 'pip install "cumla[cu13]"' in str(missing.value)
+
+
+class FakeDriver:
+    """A driver whose launch call copies what it is shown; the rest is cuda.bindings itself."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self.size = 0
+        self.status: Any = 0
+        self.seen: list[tuple[Any, int, bytes]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def cuLaunchKernelEx(self, config: Any, handle: int, pointers: int, extra: int) -> tuple[Any]:
+        assert extra == 0
+        parameters = ctypes.c_void_p.from_address(pointers).value
+        assert parameters is not None
+        self.seen.append((config, handle, ctypes.string_at(parameters, self.size)))
+        return (self.status,)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    fake = FakeDriver(pytest.importorskip("cuda.bindings.driver"))
+    monkeypatch.setattr(kernel, "import_driver", lambda: fake)
+    kernel._config.cache_clear()
+    yield fake
+    kernel._config.cache_clear()
+
+
+@pytest.fixture
+def loaded(small: KernelSpec) -> LoadedKernel:
+    return LoadedKernel(handle=0xABC, spec=small, device=3, owner=None)
+
+
+def test_a_launch_shows_the_driver_what_was_prepared(
+    driver: FakeDriver, loaded: LoadedKernel
+) -> None:
+    layout = struct.Struct("<qi4xf")
+    driver.size = layout.size
+    launch = PreparedLaunch(loaded, (7, 2), layout, (-5, 6, 0.5), 0x20)
+    launch()
+    launch()
+    (config, handle, parameters), again = driver.seen
+    assert again[1:] == (handle, parameters)
+    assert handle == 0xABC
+    assert layout.unpack(parameters) == (-5, 6, 0.5)
+    assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (7, 2, 1)
+    assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (128, 1, 1)
+    assert config.sharedMemBytes == 512
+    assert int(config.hStream) == 0x20
+    (attribute,) = config.attrs
+    assert attribute.value.programmaticStreamSerializationAllowed == 1
+
+
+def test_a_refused_launch_names_kernel_stream_and_device(
+    driver: FakeDriver, loaded: LoadedKernel
+) -> None:
+    driver.status = SimpleNamespace(name="CUDA_ERROR_INVALID_HANDLE")
+    launch = PreparedLaunch(loaded, (1, 1), struct.Struct("<i"), (0,), 0x20)
+    with pytest.raises(
+        CumlaError,
+        match=r"^kernel small_f32: the launch on stream 0x20 of CUDA device 3 failed with "
+        r"CUDA_ERROR_INVALID_HANDLE; stream= must be a live stream of that device.*CUMLA_CHECK=1",
+    ):
+        launch()

@@ -1,0 +1,516 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans, their buffers and streams, check mode, and what is loaded when: no GPU is needed.
+
+GPU arrays are those of the stand-in for CuPy in `tests.test_mla_errors`; nothing is launched.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cumla
+from cumla import arrays, checks, mla, workspace
+from cumla._cupy import import_cupy
+from cumla.arrays import ArrayView
+from cumla.launch import KernelSpec, mla_plan
+from cumla.launch import device as launch_device
+from cumla.launch import module as launch_module
+from tests.test_mla_errors import FakeCuPy, FakeDriver, make
+
+NBYTES = 1 << 28
+
+
+class Log:
+    """What plans did to streams and kernels, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def taken(self, *kinds: str) -> list[tuple[Any, ...]]:
+        """Give the events of some kinds, and forget all."""
+        found = [event for event in self.events if event[0] in kinds]
+        self.events.clear()
+        return found
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, log: Log) -> FakeDriver:
+    fake = FakeDriver()
+    for module in (arrays, launch_module, workspace):
+        monkeypatch.setattr(module, "driver", lambda: fake)
+    monkeypatch.setattr(
+        workspace,
+        "order_streams",
+        lambda before, after: log.events.append(("order", before, after)),
+    )
+    monkeypatch.setattr(
+        workspace,
+        "keep_until_passed",
+        lambda owner, stream, device: log.events.append(("keep", owner, stream, device)),
+    )
+    monkeypatch.setattr(arrays, "_framework_of_type", {np.ndarray: arrays._NUMPY})
+    monkeypatch.setattr(workspace, "_given", type(workspace._given)())
+    return fake
+
+
+@pytest.fixture
+def cupy(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A CuPy whose arrays have addresses of their own, and nothing behind them."""
+    caches = (arrays._cupy, import_cupy, launch_device.properties)
+    for cache in caches:
+        cache.cache_clear()
+    fake = FakeCuPy()
+    fake.cuda.Stream.null = fake.cuda.Stream.from_external(None)
+    addresses = itertools.count(1)
+
+    def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+        array = fake.ndarray(shape, dtype)
+        array.data.ptr = next(addresses) << 32
+        return array
+
+    monkeypatch.setattr(fake, "empty", empty)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(launch_module, "_loaded", {})
+    yield fake
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.fixture
+def on_gpu(cupy: Any) -> dict[str, Any]:
+    """The arguments of `make` on the GPU."""
+    return {name: cupy.like(array) for name, array in make().items()}
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
+    """Log which kernels are loaded and launched."""
+
+    def load(spec: KernelSpec, device: int, *, capturing: Any) -> KernelSpec:
+        log.events.append(("load", spec.stem))
+        return spec
+
+    def prepare(spec: KernelSpec, *_: object) -> Callable[[], None]:
+        return lambda: log.events.append(("launch", spec.stem))
+
+    monkeypatch.setattr(mla, "load", load)
+    for name in ("prepare_schedule", "prepare_decode", "prepare_merge"):
+        monkeypatch.setattr(mla, name, prepare)
+
+
+def plan_for(arguments: dict[str, Any], **options: Any) -> cumla.MLADecodePlan:
+    return cumla.MLADecodePlan.from_arrays(arguments["q"], arguments["kv_cache"], **options)
+
+
+KERNELS = ["mla_schedule", "mla_decode", "mla_merge"]
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("kernels")
+def test_everything_is_loaded_before_the_first_launch(on_gpu: dict[str, Any], log: Log) -> None:
+    cumla.mla_decode(**on_gpu)
+    loaded = [("load", stem) for stem in KERNELS]
+    assert log.taken("load", "launch") == loaded + [("launch", stem) for stem in KERNELS]
+
+    plan = plan_for(on_gpu)
+    plan.update(on_gpu["cache_seqlens"])
+    assert log.taken("load", "launch") == [*loaded, ("launch", "mla_schedule")]
+    plan.update(on_gpu["cache_seqlens"])
+    plan.run(**on_gpu)
+    assert [stem for _, stem in log.taken("load", "launch")] == ["mla_schedule", *KERNELS[1:]]
+
+
+def test_nothing_is_launched_or_allocated_when_the_last_kernel_cannot_be_loaded(
+    on_gpu: dict[str, Any], cupy: Any, kernels: None, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_for(on_gpu)
+
+    def fail(spec: KernelSpec, *_: object, **__: object) -> KernelSpec:
+        if spec.stem == "mla_merge":
+            raise cumla.NotPreparedError("cold")
+        return spec
+
+    monkeypatch.setattr(mla, "load", fail)
+    monkeypatch.setattr(cupy, "empty", lambda *_, **__: pytest.fail("allocated"))
+    with pytest.raises(cumla.NotPreparedError):
+        cumla.mla_decode(**on_gpu)
+    with pytest.raises(cumla.NotPreparedError):
+        plan.update(on_gpu["cache_seqlens"])
+    assert log.events == []
+
+
+@pytest.mark.usefixtures("kernels")
+def test_calls_of_one_shape_share_their_key(
+    on_gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: list[mla_plan.MLADecodeKey] = []
+    prepare = mla.prepare_schedule
+
+    def note(kernel: Any, key: Any, *rest: Any) -> Any:
+        keys.append(key)
+        return prepare(kernel, key, *rest)
+
+    monkeypatch.setattr(mla, "prepare_schedule", note)
+    for causal in (True, True, False):
+        cumla.mla_decode(**on_gpu, causal=causal)
+    assert keys[0] is keys[1]
+    assert keys[2].causal is False
+
+
+# --- streams -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("kernels")
+def test_another_stream_goes_behind_the_last_one(on_gpu: dict[str, Any], log: Log) -> None:
+    plan = plan_for(on_gpu, stream=3)
+    lengths = on_gpu["cache_seqlens"]
+    log.taken()
+    for stream in (3, 3, 5, 5, 7, 3):
+        plan.update(lengths, stream=stream)
+    orders = [("order", 3, 5), ("order", 5, 7), ("order", 7, 3)]
+    assert log.taken("order") == orders
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_order_comes_before_the_launch(on_gpu: dict[str, Any], log: Log) -> None:
+    """Of the first update, too: work on the allocator's stream may still use the memory."""
+    plan = plan_for(on_gpu)
+    log.taken()
+    plan.update(on_gpu["cache_seqlens"], stream=5)
+    assert log.taken("order", "launch") == [("order", 0, 5), ("launch", "mla_schedule")]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_captures_are_left_out_of_the_order(
+    on_gpu: dict[str, Any], driver: FakeDriver, log: Log
+) -> None:
+    """Warmed up on 3, captured on 5, then eager on 7: behind 3, and never behind the capture."""
+    plan = plan_for(on_gpu, stream=3)
+    lengths = on_gpu["cache_seqlens"]
+    plan.update(lengths, stream=3)
+    driver.capturing.add(5)
+    plan.update(lengths, stream=5)
+    out, lse = type(lengths)((2, 2, 16, 512), ml_dtypes.bfloat16), type(lengths)((2, 16, 2), "f4")
+    plan.run(**on_gpu, out=out, lse=lse, stream=5)
+    assert log.taken("order") == []
+    plan.update(lengths, stream=7)
+    assert log.taken("order") == [("order", 3, 7)]
+    driver.capturing.add(7)
+    plan.update(lengths, stream=8)  # an event on 7 would draw 8 into its capture
+    assert log.taken("order") == []
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_stream_that_is_gone_is_reported_and_no_error(
+    on_gpu: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise cumla.CumlaError("cuEventRecord failed: CUDA_ERROR_INVALID_HANDLE (400)")
+
+    monkeypatch.setattr(workspace, "order_streams", refuse)
+    monkeypatch.setattr(workspace, "keep_until_passed", refuse)
+    plan = plan_for(on_gpu, stream=3)
+    plan.update(on_gpu["cache_seqlens"], stream=5)
+    assert "stream 0x3, on which a plan was used last, is not there any more" in caplog.text
+    assert plan.serves(5)
+    del plan  # an error in a finalizer would be reported as a warning, which fails the test
+    gc.collect()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_buffer_is_kept_until_another_stream_has_passed(
+    on_gpu: dict[str, Any], log: Log
+) -> None:
+    plan = plan_for(on_gpu, stream=3)
+    plan.update(on_gpu["cache_seqlens"], stream=5)
+    address = plan._buffer
+    log.taken()
+    del plan
+    gc.collect()
+    ((_, owner, stream, device),) = log.taken("keep")
+    assert (owner.data.ptr, stream, device) == (address, 5, 0)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_on_its_own_stream_the_buffer_goes_back_at_once(
+    on_gpu: dict[str, Any], driver: FakeDriver, log: Log
+) -> None:
+    """The allocator reuses it in the order of that stream; what a graph reads is the caller's."""
+    plan = plan_for(on_gpu, stream=3)
+    plan.update(on_gpu["cache_seqlens"], stream=3)
+    driver.capturing.add(5)
+    plan.update(on_gpu["cache_seqlens"], stream=5)
+    del plan
+    gc.collect()
+    assert log.taken("keep") == []
+
+
+# --- shared workspaces ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_last_plan_that_was_updated_has_the_workspace(
+    on_gpu: dict[str, Any], cupy: Any, log: Log
+) -> None:
+    memory = cupy.ndarray((NBYTES,), "uint8")
+    a, b = plan_for(on_gpu, workspace=memory), plan_for(on_gpu, workspace=memory)
+    lengths = on_gpu["cache_seqlens"]
+    outputs = {
+        "out": cupy.ndarray((2, 2, 16, 512), ml_dtypes.bfloat16),
+        "lse": cupy.ndarray((2, 16, 2), "float32"),
+    }
+    a.update(lengths)
+    for _ in range(2):
+        a.run(**on_gpu, **outputs)  # the second of them needs no checks
+    b.update(lengths)
+    log.taken()
+    message = (
+        r"^plan: its workspace has been taken by another plan.*; call "
+        r"plan\.update\(cache_seqlens\) again, .* a workspace of its own$"
+    )
+    for given in (outputs, {}):
+        with pytest.raises(ValueError, match=message):
+            a.run(**on_gpu, **given)
+    with pytest.raises(ValueError, match=message):
+        cumla.mla_decode(**on_gpu, plan=a)
+    assert log.events == []
+    b.run(**on_gpu)
+    a.update(lengths)
+    a.run(**on_gpu, **outputs)
+    with pytest.raises(ValueError, match="^plan: updated on stream 0x0, got a run on stream 0x5"):
+        a.run(**on_gpu, stream=5)
+    with pytest.raises(ValueError, match=message):
+        b.run(**on_gpu)
+    del a
+    gc.collect()
+    b.update(lengths)
+    b.run(**on_gpu)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_plans_that_share_a_workspace_share_its_order(
+    on_gpu: dict[str, Any], cupy: Any, log: Log
+) -> None:
+    memory = cupy.ndarray((NBYTES,), "uint8")
+    a, b = plan_for(on_gpu, workspace=memory), plan_for(on_gpu, workspace=memory)
+    a.update(on_gpu["cache_seqlens"], stream=5)
+    log.taken()
+    b.update(on_gpu["cache_seqlens"], stream=7)
+    assert log.taken("order") == [("order", 5, 7)]
+    del a
+    gc.collect()
+    assert log.taken("keep") == []  # b has it still
+    del b
+    gc.collect()
+    assert [event[1:] for event in log.taken("keep")] == [(memory, 7, 0)]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_plans_with_buffers_of_their_own_do_not_meet(on_gpu: dict[str, Any]) -> None:
+    a, b = plan_for(on_gpu), plan_for(on_gpu)
+    a.update(on_gpu["cache_seqlens"])
+    b.update(on_gpu["cache_seqlens"])
+    a.run(**on_gpu)
+    b.run(**on_gpu)
+
+
+# --- where a plan lives --------------------------------------------------------------------------
+
+
+def test_read_only_memory_is_no_workspace(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = cupy.ndarray((NBYTES,), "uint8")
+    whole = arrays._CuPy.view
+    monkeypatch.setattr(arrays._CuPy, "view", lambda *args: whole(*args)._replace(read_only=True))
+    with pytest.raises(TypeError, match=r"^workspace: .*read-only.*JAX.*; allocate it with CuPy"):
+        cumla.MLADecodePlan(2, 2, 16, workspace=memory)
+
+
+@pytest.mark.parametrize("of_numpy", [True, False])
+def test_a_workspace_on_the_cpu_is_refused(of_numpy: bool) -> None:
+    memory = np.zeros(1 << 20, np.uint8)
+    if not of_numpy:
+        memory = pytest.importorskip("jax").numpy.asarray(memory)
+    message = r"^workspace: needs an array on the GPU, got one on the CPU, .*; leave it out$"
+    with pytest.raises(ValueError, match=message):
+        cumla.MLADecodePlan(2, 2, 16, workspace=memory)
+    with pytest.raises(ValueError, match=message):
+        plan_for(make(), workspace=memory)
+
+
+def test_places_that_differ(on_gpu: dict[str, Any], cupy: Any) -> None:
+    there, host = cupy.ndarray((NBYTES,), "uint8"), np.zeros(NBYTES >> 8, np.uint8)
+    elsewhere = cupy.ndarray((NBYTES,), "uint8", device=1)
+    for changes, message in (
+        ({"device": 1, "like": there}, r"^like: needs .*device 1 \(device=\), got .*device 0"),
+        ({"device": 1, "workspace": there}, r"^workspace: needs .*device 1 \(device=\), got"),
+        ({"like": host, "workspace": there}, r"^workspace: .*the CPU \(as like\), got .*device 0"),
+        ({"like": there, "workspace": host}, r"^workspace: .*device 0 \(as like\), got .*the CPU"),
+        ({"like": there, "workspace": elsewhere}, r"^workspace: .*device 0 .*, got .*device 1"),
+    ):
+        with pytest.raises(ValueError, match=message + r".*; let device, like and workspace name"):
+            cumla.MLADecodePlan(2, 2, 16, **changes)
+    with pytest.raises(ValueError, match=r"^workspace: .*the CPU \(as like\)"):
+        plan_for(make(), workspace=there)
+    with pytest.raises(ValueError, match=r"^workspace: .*device 0 \(as like\)"):
+        plan_for(on_gpu, workspace=host)
+
+
+@pytest.mark.parametrize("device", ["0", 0.0, True, np.zeros(1)])
+def test_device_is_a_number(device: object) -> None:
+    kind = type(device).__qualname__
+    message = rf"^device: needs a CUDA ordinal, .*got \w+\.{kind}; pass its number$"
+    with pytest.raises(TypeError, match=message):
+        cumla.MLADecodePlan(1, 1, 16, device=device)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=message):
+        cumla.prepare(device)  # type: ignore[arg-type]
+
+
+def test_without_a_gpu(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def fail(*_: object) -> None:
+        raise CUDARuntimeError("cudaErrorInsufficientDriver")
+
+    for name, value in (
+        ("CUDARuntimeError", CUDARuntimeError),
+        ("getDevice", fail),
+        ("getDeviceProperties", fail),
+    ):
+        monkeypatch.setattr(cupy.cuda.runtime, name, value)
+    for call in (
+        lambda: cumla.MLADecodePlan(1, 1, 16),
+        lambda: cumla.MLADecodePlan(1, 1, 16, device=0),
+        lambda: cumla.MLADecodePlan.workspace_bytes(1, 1, 16),
+        cumla.prepare,
+    ):
+        with pytest.raises(cumla.UnsupportedDeviceError, match="cudaErrorInsufficientDriver"):
+            call()
+    assert cumla.MLADecodePlan.workspace_bytes(1, 1, 16, sm_count=132) > 0
+
+
+@pytest.mark.parametrize(
+    ("sm_count", "error", "message"),
+    [
+        (0, ValueError, "a number from 1, got 0; leave it out to ask the current GPU"),
+        (-132, ValueError, "a number from 1, got -132"),
+        (132.0, TypeError, "an int, got float"),
+    ],
+)
+def test_sm_count(sm_count: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^sm_count: needs {message}"):
+        cumla.MLADecodePlan.workspace_bytes(1, 1, 16, sm_count=sm_count)
+
+
+def test_a_lone_string_is_no_sequence_of_dtypes() -> None:
+    message = r"^dtypes: needs a sequence.*got the string 'bfloat16'; pass \('bfloat16',\)$"
+    with pytest.raises(TypeError, match=message):
+        cumla.prepare(dtypes="bfloat16")
+
+
+# --- check mode ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+
+
+def test_values_on_the_cpu_are_taken_as_they_are_without_check_mode() -> None:
+    cumla.mla_decode(**make(cache_seqlens=np.array([5, 1000], np.int32)))
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+def test_values_on_the_cpu_are_checked(framework: str) -> None:
+    convert = {
+        "numpy": np.asarray,
+        "torch": lambda a: arrays.from_numpy("torch", a),
+        "jax": lambda a: arrays.from_numpy("jax", a),
+    }[framework]
+    if framework != "numpy":
+        pytest.importorskip(framework)
+
+    def call(**changes: Any) -> None:
+        arguments = {name: convert(array) for name, array in make(**changes).items()}
+        cumla.mla_decode(**arguments)
+        plan = plan_for(arguments)
+        plan.update(arguments["cache_seqlens"])
+        plan.run(**arguments)
+
+    call()
+    with pytest.raises(ValueError, match=r"^cache_seqlens\[1\]: .*got 193"):
+        call(cache_seqlens=np.array([192, 193], np.int32))
+    table = np.array([[0, 9, 9], [0, 5, 6]], np.int32)
+    with pytest.raises(ValueError, match=r"^block_table\[1, 2\]: .*got 6"):
+        call(block_table=table)
+
+
+@pytest.mark.usefixtures("checked")
+def test_lengths_that_changed_since_the_update_on_the_cpu() -> None:
+    arguments = make()
+    plan = plan_for(arguments)
+    plan.update(arguments["cache_seqlens"])
+    plan.run(**arguments)
+    message = r"^cache_seqlens\[1\]: .*updated with, 130, got 131; call plan\.update\("
+    with pytest.raises(ValueError, match=message):
+        plan.run(**arguments | {"cache_seqlens": np.array([5, 131], np.int32)})
+
+
+@pytest.mark.usefixtures("checked", "kernels")
+def test_lengths_that_changed_since_the_update_on_the_gpu(
+    on_gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan's copy of them is read from its buffer, also by a run that was found in order."""
+    plan = plan_for(on_gpu)
+    plan.update(on_gpu["cache_seqlens"], stream=3)
+    lengths = {
+        on_gpu["cache_seqlens"].data.ptr: [5, 130],
+        plan._buffer + plan.key.layout.seqlens: [5, 130],
+    }
+
+    def copy(view: ArrayView, stream: int) -> np.ndarray:
+        assert (view.dtype, stream) == ("int32", 3)
+        if view.shape == (2,):
+            assert view.strides == (4,)
+            return np.array(lengths[view.ptr], np.int32)
+        return np.arange(6, dtype=np.int32).reshape(view.shape)
+
+    monkeypatch.setattr(checks, "_copy_to_host", copy)
+    outputs = {
+        "out": type(on_gpu["q"])((2, 2, 16, 512), ml_dtypes.bfloat16),
+        "lse": type(on_gpu["q"])((2, 16, 2), "float32"),
+    }
+    plan.run(**on_gpu, **outputs, stream=3)
+    lengths[plan._buffer + plan.key.layout.seqlens] = [5, 129]
+    with pytest.raises(ValueError, match=r"^cache_seqlens\[1\]: .*updated with, 129, got 130"):
+        plan.run(**on_gpu, **outputs, stream=3)
+    cumla.mla_decode(**on_gpu, **outputs, stream=3)  # without a plan there is nothing to compare
+
+
+def test_scales_at_the_ends_keep_scores_in_float32() -> None:
+    """Ordinary 16-bit inputs, up to the outliers of 1e4 on every column, stay finite and normal."""
+    low, high = checks._SCALES
+    assert checks.checked_scale(low) == low
+    assert checks.checked_scale(high) == high
+    largest = 576 * 1e4**2 * high * np.log2(np.e)
+    assert largest < np.finfo(np.float32).max
+    smallest = 1e-17 * low * np.log2(np.e)
+    assert smallest > np.finfo(np.float32).tiny
