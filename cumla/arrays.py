@@ -347,6 +347,7 @@ class Call:
         "_framework",
         "_imports",
         "_must_leave",
+        "_stream_object",
         "_workspaces",
         "device",
         "framework",
@@ -369,6 +370,7 @@ class Call:
         self._framework = framework
         self._imports = imports
         self._must_leave = False
+        self._stream_object: object = None
         self._workspaces: list[object] = []
 
     def __enter__(self) -> Call:
@@ -389,6 +391,18 @@ class Call:
         finally:
             if self._must_leave:
                 driver().leave_device()
+
+    @property
+    def stream_object(self) -> object:
+        """What keeps the stream from being destroyed, for those who use it after the call.
+
+        The object that was given as `stream=`, or CuPy's current stream. PyTorch's are never
+        destroyed, and a bare handle is the caller's to keep.
+        """
+        if self._stream_object is None and "cupy" in sys.modules:
+            current = sys.modules["cupy"].cuda.get_current_stream(self.device)
+            return current if current.ptr == self.stream else None
+        return self._stream_object
 
     @property
     def capturing(self) -> bool:
@@ -518,7 +532,9 @@ def open_call(
         views.append(view)
     handle = 0 if device is None else _handle(stream, first.allocator(), device)
     imports = _import_pending(arguments, pending, views, device, handle) if pending else None
-    return Call(first, device, handle, tuple(views), imports)
+    call = Call(first, device, handle, tuple(views), imports)
+    call._stream_object = stream
+    return call
 
 
 def open_device(device: int | None = None, *, stream: object = None) -> Call:
@@ -548,7 +564,9 @@ def open_device(device: int | None = None, *, stream: object = None) -> Call:
     cupy = _cupy()
     ordinal = current_device() if device is None else device
     with on_device(driver(), ordinal):
-        return Call(cupy, ordinal, _handle(stream, cupy, ordinal), (), None)
+        call = Call(cupy, ordinal, _handle(stream, cupy, ordinal), (), None)
+        call._stream_object = stream
+        return call
 
 
 def _framework_of(name: str, array: object) -> _Framework:

@@ -42,13 +42,23 @@ class Workspace:
         In which the memory was allocated, or handed over by the caller.
     """
 
-    __slots__ = ("__weakref__", "_device", "_home", "_owner", "_stream", "_user")
+    __slots__ = (
+        "__weakref__",
+        "_device",
+        "_home",
+        "_owner",
+        "_stream",
+        "_stream_object",
+        "_user",
+    )
 
     def __init__(self, owner: object, call: Call) -> None:
         self._owner = owner
         self._device = call.device
         self._home = call.stream  # where it is free to be reused as soon as the owner lets go
         self._stream = None if call.capturing else call.stream  # of the last use outside captures
+        # A handle of a destroyed stream must not be touched: the driver may crash on it.
+        self._stream_object = None if self._stream is None else call.stream_object
         self._user: weakref.ref[User] | None = None
 
     @classmethod
@@ -72,7 +82,7 @@ class Workspace:
             self._user = weakref.ref(user)
         if call.stream != self._stream and not call.capturing:
             self._follow(call.stream)
-            self._stream = call.stream
+            self._stream, self._stream_object = call.stream, call.stream_object
 
     def _follow(self, stream: int) -> None:
         """Order a stream behind the last one, unless a capture is going on there by now."""

@@ -294,7 +294,7 @@ def test_the_last_plan_that_was_updated_has_the_workspace(
     b.run(**on_gpu)
     a.update(lengths)
     a.run(**on_gpu, **outputs)
-    with pytest.raises(ValueError, match="^plan: updated on stream 0x0, got a run on stream 0x5"):
+    with pytest.raises(ValueError, match=r"^plan: updated on stream 0x0, got a run on stream 0x5"):
         a.run(**on_gpu, stream=5)
     with pytest.raises(ValueError, match=message):
         b.run(**on_gpu)
