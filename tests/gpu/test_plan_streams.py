@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -88,8 +87,7 @@ def test_the_buffer_of_a_plan_outlives_it_on_another_stream() -> None:
     stream, _ = busy_streams()
     plan.update(problem.cache_seqlens, stream=stream)
     plan.run(*problem.arrays, out=out.array, lse=lse.array, stream=stream)
-    del plan
-    gc.collect()
+    del plan  # the last reference: a garbage collection would take longer than the stream is busy
     garbage = [cp.full(nbytes, 0xFF, dtype=cp.uint8) for _ in range(4)]
     assert not stream.done
     cp.cuda.Device().synchronize()
@@ -111,8 +109,7 @@ def test_a_torch_buffer_of_a_plan_outlives_it_on_another_stream() -> None:
         torch.cuda._sleep(LONG)
         plan.update(arrays[3])
         plan.run(*arrays, out=results[0], lse=results[1])
-    del plan
-    gc.collect()
+    del plan  # the last reference: a garbage collection would take longer than the stream is busy
     garbage = [torch.full((nbytes,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(4)]
     assert not stream.query()
     torch.cuda.synchronize()
