@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any
 
 from cumla.errors import MissingDependencyError, UnsupportedDeviceError
@@ -18,6 +18,8 @@ _CUPY_DISTRIBUTIONS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
 
 def installed_cupy() -> tuple[str, ...]:
     """List the installed distributions that bring CuPy, with their versions."""
+    from importlib import metadata  # 20 ms that no import of cumla needs
+
     found = []
     for name in _CUPY_DISTRIBUTIONS:
         try:

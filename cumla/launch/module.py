@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -247,6 +246,8 @@ def _compile_beside_cupy(cupy: Any, spec: KernelSpec, *, debug: bool) -> Any:
 
 
 def _function_through_temporary_file(cupy: Any, spec: KernelSpec, cubin: bytes) -> Any:
+    import tempfile
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

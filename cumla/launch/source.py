@@ -10,14 +10,15 @@ unnoticed), ``#line`` keeps the compiler's messages pointing at the files, and a
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from dataclasses import dataclass
-from importlib import resources
-from importlib.resources.abc import Traversable
+from typing import TYPE_CHECKING
 
 from cumla.errors import CompilationError
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 __all__ = [
     "ADDED_BY_CUPY",
@@ -91,6 +92,8 @@ def debug_build() -> bool:
 def _sources(package: str) -> Traversable:
     """Return the folder of a package, which need not be one that Python can import."""
     top, *folders = package.split(".")
+    from importlib import resources  # 15 ms of a process that may compile nothing
+
     return resources.files(top).joinpath(*folders)
 
 
@@ -209,6 +212,8 @@ def digest(spec: KernelSpec, *, debug: bool = False) -> str:
         SHA-256, in hexadecimal, of the translation unit without its comments, and of the options.
     """
     text = strip_comments(translation_unit(spec, debug=debug))
+    import hashlib
+
     return hashlib.sha256("\n".join([*OPTIONS, text]).encode()).hexdigest()
 
 
