@@ -57,6 +57,21 @@ def keep_until_passed(owner: object, stream: int, device: int | None = None) -> 
         keep_until(partial(_event_passed, event), owner, cuda.current_device(), stream)
 
 
+def keep_until_event(owner: object, event: int, device: int, stream: int) -> None:
+    """Keep an object alive until a recorded event has passed; the event is destroyed then.
+
+    Parameters
+    ----------
+    owner : object
+        Whatever must outlive the work.
+    event : int
+        CUevent handle.
+    device, stream : int
+        Where it was recorded. The stream may be gone by now.
+    """
+    keep_until(partial(_event_passed, event), owner, device, stream)
+
+
 def order_streams(before: int, after: int, device: int | None = None) -> None:
     """Make a stream wait for what is enqueued on another one by now; the host does not wait.
 

@@ -398,6 +398,7 @@ class MLADecodePlan:
             )
             self._workspace.hand_to(self, call)
             launch()
+            self._workspace.note_use(call)
         if call.stream != self._stream:
             self._ready.clear()
         self._stream = call.stream
@@ -466,6 +467,8 @@ class MLADecodePlan:
             with call:
                 for launch in ready:
                     launch()
+                if self._workspace.away:
+                    self._workspace.note_use(call)
             return MLADecodeResult(out, lse)
         arguments = self._checked_arguments(call)
         key = self._key
@@ -482,6 +485,7 @@ class MLADecodePlan:
             launches = _attention(call, self._kernels, key, self._buffer, arguments, result, scale)
             for launch in launches:
                 launch()
+            self._workspace.note_use(call)
             if all(result.given):
                 self._keep_ready(call, scale, launches)
             return result.export(call)

@@ -6,14 +6,14 @@ The order between streams is kept on the device; nothing here waits for it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
 from cumla._driver import driver
-from cumla.arrays import keep_until_passed, order_streams
+from cumla._lifetime import keep_until_event
+from cumla.arrays import order_streams
 from cumla.errors import CumlaError
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Workspace:
     __slots__ = (
         "__weakref__",
         "_device",
+        "_event",
         "_home",
         "_owner",
         "_stream",
@@ -57,6 +58,7 @@ class Workspace:
         self._device = call.device
         self._home = call.stream  # where it is free to be reused as soon as the owner lets go
         self._stream = None if call.capturing else call.stream  # of the last use outside captures
+        self._event = 0  # on the last stream, behind the last use, if that stream is not home
         # A handle of a destroyed stream must not be touched: the driver may crash on it.
         self._stream_object = None if self._stream is None else call.stream_object
         self._user: weakref.ref[User] | None = None
@@ -68,6 +70,11 @@ class Workspace:
         if found is None:
             found = _given[address] = cls(owner, call)
         return found
+
+    @property
+    def away(self) -> bool:
+        """Whether the last use outside captures was on another stream than the allocator's."""
+        return self._stream is not None and self._stream != self._home
 
     def hand_to(self, user: User, call: Call) -> None:
         """Let `user` write to the memory on the call's stream, behind all that used it before.
@@ -96,16 +103,30 @@ class Workspace:
             _log.warning(
                 "the stream %#x, on which a plan was used last, is not there any more (%s): "
                 "nothing on stream %#x waits for it; keep streams until their work is done",
-                *(last, error, stream),
+                *(last, str(error), stream),  # an error holds the frames that it went through
             )
 
-    def __del__(self) -> None:
-        # On another stream than the allocator's, the memory might be reused while it is still read.
-        stream = getattr(self, "_stream", None)
-        if stream is None or stream == self._home or sys.is_finalizing():
+    def note_use(self, call: Call) -> None:
+        """Remember the point up to which the call's stream uses the memory, if that is not home.
+
+        The allocator reuses memory in the order of its own stream. For any other the point is noted
+        at each use, because the stream may be destroyed before the memory is let go.
+        """
+        if call.stream == self._home or call.capturing:
             return
-        with contextlib.suppress(CumlaError):  # the caller may have destroyed that stream already
-            keep_until_passed(self._owner, stream, self._device)
+        event = driver().record_event(call.stream)
+        self._destroy_event()
+        self._event = event
+
+    def _destroy_event(self) -> None:
+        if self._event:
+            driver().destroy_event(self._event)
+        self._event = 0
+
+    def __del__(self) -> None:
+        event = getattr(self, "_event", 0)
+        if event and not sys.is_finalizing():
+            keep_until_event(self._owner, event, self._device or 0, self._stream or 0)
 
 
 # The workspaces that callers gave, by address, as long as anyone uses them.

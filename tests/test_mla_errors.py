@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -651,6 +652,8 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.capturing: set[int] = set()
+        self.recorded: list[int] = []  # streams; event i is the i-th, from 1
+        self.destroyed: list[int] = []
 
     def enter_device(self, device: int) -> bool:
         return False
@@ -660,6 +663,13 @@ class FakeDriver:
 
     def relaxed_capture(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def record_event(self, stream: int) -> int:
+        self.recorded.append(stream)
+        return len(self.recorded)
+
+    def destroy_event(self, event: int) -> None:
+        self.destroyed.append(event)
 
 
 class FakeCuPy(types.ModuleType):
@@ -727,14 +737,15 @@ class FakeDevice:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     fake = FakeDriver()
     for module in (arrays, launch_module, workspace):
         monkeypatch.setattr(module, "driver", lambda: fake)
     monkeypatch.setattr(workspace, "order_streams", lambda before, after: None)
-    monkeypatch.setattr(workspace, "keep_until_passed", lambda owner, stream, device: None)
+    monkeypatch.setattr(workspace, "keep_until_event", lambda *_: None)
     monkeypatch.setattr(arrays, "_framework_of_type", {np.ndarray: arrays._NUMPY})
-    return fake
+    yield fake
+    gc.collect()  # plans of the test, while the fakes are there
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -47,7 +47,7 @@ def log() -> Log:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, log: Log) -> FakeDriver:
+def driver(monkeypatch: pytest.MonkeyPatch, log: Log) -> Iterator[FakeDriver]:
     fake = FakeDriver()
     for module in (arrays, launch_module, workspace):
         monkeypatch.setattr(module, "driver", lambda: fake)
@@ -58,12 +58,15 @@ def driver(monkeypatch: pytest.MonkeyPatch, log: Log) -> FakeDriver:
     )
     monkeypatch.setattr(
         workspace,
-        "keep_until_passed",
-        lambda owner, stream, device: log.events.append(("keep", owner, stream, device)),
+        "keep_until_event",
+        lambda owner, event, device, stream: log.events.append(
+            ("keep", owner, event, device, stream)
+        ),
     )
     monkeypatch.setattr(arrays, "_framework_of_type", {np.ndarray: arrays._NUMPY})
     monkeypatch.setattr(workspace, "_given", type(workspace._given)())
-    return fake
+    yield fake
+    gc.collect()  # plans of the test, while the fakes are there
 
 
 @pytest.fixture
@@ -225,7 +228,6 @@ def test_a_stream_that_is_gone_is_reported_and_no_error(
         raise cumla.CumlaError("cuEventRecord failed: CUDA_ERROR_INVALID_HANDLE (400)")
 
     monkeypatch.setattr(workspace, "order_streams", refuse)
-    monkeypatch.setattr(workspace, "keep_until_passed", refuse)
     plan = plan_for(on_gpu, stream=3)
     plan.update(on_gpu["cache_seqlens"], stream=5)
     assert "stream 0x3, on which a plan was used last, is not there any more" in caplog.text
@@ -244,8 +246,23 @@ def test_the_buffer_is_kept_until_another_stream_has_passed(
     log.taken()
     del plan
     gc.collect()
-    ((_, owner, stream, device),) = log.taken("keep")
-    assert (owner.data.ptr, stream, device) == (address, 5, 0)
+    ((_, owner, event, device, stream),) = log.taken("keep")
+    assert (owner.data.ptr, event, device, stream) == (address, 1, 0, 5)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_each_use_on_another_stream_is_noted_behind_its_launches(
+    on_gpu: dict[str, Any], driver: FakeDriver, log: Log
+) -> None:
+    plan = plan_for(on_gpu, stream=3)
+    lengths = on_gpu["cache_seqlens"]
+    out, lse = type(lengths)((2, 2, 16, 512), ml_dtypes.bfloat16), type(lengths)((2, 16, 2), "f4")
+    for stream in (3, 5):
+        plan.update(lengths, stream=stream)
+        for _ in range(2):
+            plan.run(**on_gpu, out=out, lse=lse, stream=stream)
+    assert driver.recorded == [5, 5, 5]
+    assert driver.destroyed == [1, 2]
 
 
 @pytest.mark.usefixtures("kernels")
