@@ -336,7 +336,7 @@ def test_plans_that_share_a_workspace_share_its_order(
     assert log.taken("keep") == []  # b has it still
     del b
     gc.collect()
-    assert [event[1:] for event in log.taken("keep")] == [(memory, 7, 0)]
+    assert [event[1:] for event in log.taken("keep")] == [(memory, 2, 0, 7)]
 
 
 @pytest.mark.usefixtures("kernels")

@@ -115,11 +115,21 @@ def _rows(xp: Any, kv_cache: Array, table: np.ndarray, length: int, dtype: str) 
     return widen(xp, xp.ascontiguousarray(bits.transpose(0, 2, 1, 3)), dtype)
 
 
+def _matmul(xp: Any, a: Array, b: Array) -> Array:
+    """Multiply matrices; where CuPy has no cuBLAS (its wheel brings none), on the same GPU in torch."""
+    try:
+        return xp.matmul(a, b)
+    except ImportError:
+        import torch
+
+        return xp.from_dlpack(torch.from_dlpack(a) @ torch.from_dlpack(b))
+
+
 def _attend(
     xp: Any, q: Array, k: Array, v: Array, limit: Array, scale: float
 ) -> tuple[Array, Array]:
     """Attend from q (m, kv_heads, rows, 576); row r sees the first limit[r] tokens."""
-    scores = xp.matmul(q, k.transpose(0, 1, 3, 2)) * scale
+    scores = _matmul(xp, q, k.transpose(0, 1, 3, 2)) * scale
     visible = xp.arange(k.shape[2])[None, :] < limit[:, None]
     scores = xp.where(visible, scores, -np.inf)
     top = scores.max(axis=-1, keepdims=True)
@@ -128,7 +138,7 @@ def _attend(
     total = weights.sum(axis=-1, keepdims=True)
     some = total > 0
     safe = xp.where(some, total, 1.0)
-    out = xp.matmul(weights, v) / safe
+    out = _matmul(xp, weights, v) / safe
     lse = xp.where(some, top + xp.log(safe), np.inf)
     return out, lse[..., 0]
 
