@@ -116,7 +116,7 @@ def _rows(xp: Any, kv_cache: Array, table: np.ndarray, length: int, dtype: str) 
 
 
 def _matmul(xp: Any, a: Array, b: Array) -> Array:
-    """Multiply matrices; where CuPy has no cuBLAS (its wheel brings none), on the same GPU in torch."""
+    """Multiply matrices; where CuPy has no cuBLAS, which its wheel lacks, in torch on that GPU."""
     try:
         return xp.matmul(a, b)
     except ImportError:
