@@ -38,6 +38,7 @@ __all__ = [
     "open_call",
     "open_device",
     "order_streams",
+    "place_name",
     "to_numpy",
 ]
 
@@ -573,7 +574,8 @@ def _framework_of(name: str, array: object) -> _Framework:
     return _framework_of_type.get(type(array)) or _recognise(name, array)
 
 
-def _place(device: int | None) -> str:
+def place_name(device: int | None) -> str:
+    """Name a CUDA ordinal, or None, in a message."""
     return "the CPU" if device is None else f"CUDA device {device}"
 
 
@@ -581,8 +583,8 @@ def _device_mismatch(
     first: str, first_device: int | None, name: str, device: int | None
 ) -> ValueError:
     return ValueError(
-        f"{name}: needs to be where {first} is, on {_place(first_device)}, got an array on "
-        f"{_place(device)}; copy one of them"
+        f"{name}: needs to be where {first} is, on {place_name(first_device)}, got an array on "
+        f"{place_name(device)}; copy one of them"
     )
 
 
@@ -685,7 +687,8 @@ def to_numpy(name: str, array: object) -> np.ndarray[Any, Any]:
     device = framework.device(name, array) if view is None else view.device
     if device is not None:
         raise ValueError(
-            f"{name}: needs an array on the CPU, got one on {_place(device)}; copy it to the host"
+            f"{name}: needs an array on the CPU, got one on {place_name(device)}; copy it to the "
+            f"host"
         )
     return framework.to_numpy(name, array)
 

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from cumla import reference
-from cumla.arrays import ArrayView, Call, from_numpy, open_call, open_device, to_numpy
+from cumla.arrays import (
+    ArrayView,
+    Call,
+    from_numpy,
+    open_call,
+    open_device,
+    place_name,
+    to_numpy,
+)
 from cumla.checks import (
     DTYPES,
     Arguments,
@@ -508,8 +516,8 @@ class MLADecodePlan:
     def _check_device(self, call: Call) -> None:
         if call.device != self._key.device:
             raise ValueError(
-                f"plan: made for {_device_name(self._key.device)}, got arrays on "
-                f"{_device_name(call.device)}; make a plan for each device"
+                f"plan: made for {place_name(self._key.device)}, got arrays on "
+                f"{place_name(call.device)}; make a plan for each device"
             )
 
     def _stream_problem(self, stream: int) -> str:
@@ -650,8 +658,8 @@ def _open_plan(device: int | None, like: Any, workspace: Any, stream: Any) -> Ca
     for name, call in calls.items():
         if call.device != place:
             raise ValueError(
-                f"{name}: needs an array on {_device_name(place)} ({reason}), got one on "
-                f"{_device_name(call.device)}; let device, like and workspace name one place"
+                f"{name}: needs an array on {place_name(place)} ({reason}), got one on "
+                f"{place_name(call.device)}; let device, like and workspace name one place"
             )
     if workspace is not None and place is None:
         raise ValueError(
@@ -735,7 +743,3 @@ def _decode_on_cpu(
         from_numpy(call.framework, result.out) if out is None else out,
         from_numpy(call.framework, result.lse) if lse is None else lse,
     )
-
-
-def _device_name(device: int | None) -> str:
-    return "the CPU" if device is None else f"CUDA device {device}"
