@@ -220,12 +220,12 @@ def test_scanner_reads_every_instruction():
 
 
 def disassembler() -> str | None:
-    """Find cuobjdump on PATH, or the one that Triton brings."""
+    """Find cuobjdump on PATH, or the one that the `test` extra installs."""
     found = shutil.which("cuobjdump")
-    triton = importlib.util.find_spec("triton")
-    if found is None and triton is not None and triton.origin is not None:
-        path = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        found = str(path) if path.is_file() else None
+    if found is None and importlib.util.find_spec("cuda.pathfinder") is not None:
+        from cuda.pathfinder import find_nvidia_binary_utility
+
+        found = find_nvidia_binary_utility("cuobjdump")
     return found
 
 
@@ -233,7 +233,7 @@ def disassembler() -> str | None:
 def test_machine_code(spec: KernelSpec, tmp_path: Path, compiled: Compiler):
     tool = disassembler()
     if tool is None:
-        pytest.skip("no cuobjdump: neither on PATH nor in a triton package")
+        pytest.skip("no cuobjdump: neither on PATH nor from nvidia-cuda-cuobjdump")
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled(spec).cubin)
     path = os.pathsep.join([str(Path(tool).parent), os.environ.get("PATH", "")])
