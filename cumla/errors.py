@@ -47,9 +47,8 @@ class NotPreparedError(CumlaError):
 
 
 _INSTALL = (
-    "install one of the two extras, the one of your CUDA major version:\n"
-    '    pip install "cumla[cu12]"\n'
-    '    pip install "cumla[cu13]"'
+    "install the extra of your CUDA major version, one of the two: "
+    'pip install "cumla[cu12]", or pip install "cumla[cu13]"'
 )
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from cumla import __version__
 from cumla.errors import CumlaError
 
 COMMANDS = ("info", "demo", "bench", "compile")
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="cumla", description="Multi-head latent attention kernels for Hopper GPUs."
     )
+    parser.add_argument("--version", action="version", version=f"cumla {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         import_module(f"cumla.cli.{name}").add_parser(subparsers)

@@ -14,7 +14,7 @@ from cumla.errors import CompilationError, MissingDependencyError
 if TYPE_CHECKING:
     from cumla.launch.source import KernelSpec
 
-_COLUMNS = "{:<28} {:>7} {:>9} {:>12} {:>6} {:>6} {:>8} {:>7}"
+_COLUMNS = "{:<36} {:>7} {:>9} {:>12} {:>6} {:>6} {:>8} {:>7}"
 _TITLES = ("kernel", "threads", "registers", "shared", "stack", "spills", "cubin KB", "seconds")
 
 
@@ -67,7 +67,7 @@ def _compile_one(spec: KernelSpec, output: Path | None, *, debug: bool) -> bool:
     try:
         kernel = compile_to_cubin(spec, debug=debug)
     except CompilationError as error:
-        print(f"{spec.entry:<28} FAILED")
+        print(f"{spec.entry:<36} FAILED")
         print(error, file=sys.stderr, flush=True)
         return False
     row = (
