@@ -46,11 +46,4 @@ __device__ __forceinline__ void pin(u32 (&values)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
 }
 
-// Not an instruction: the same for floats.
-template <int kCount>
-__device__ __forceinline__ void pin(float (&values)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
-}
-
 }  // namespace cumla
