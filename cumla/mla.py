@@ -37,8 +37,6 @@ from cumla.checks import (
 )
 from cumla.launch.device import current_device, properties, require_hopper
 from cumla.launch.mla_decode import decode_spec, decode_specs, prepare_decode
-from cumla.launch.mla_merge import SPECS as MERGE_SPECS
-from cumla.launch.mla_merge import prepare_merge
 from cumla.launch.mla_plan import BLOCK_TOKENS, VALUE_DIM, MLADecodeKey
 from cumla.launch.mla_schedule import SPECS as SCHEDULE_SPECS
 from cumla.launch.mla_schedule import prepare_schedule
@@ -54,7 +52,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MLADecodePlan", "MLADecodeResult", "mla_decode", "prepare"]
 
-_MERGE = dict(zip(DTYPES, MERGE_SPECS, strict=True))
 _MOST_READY = 1024  # prepared runs that a plan keeps
 
 
@@ -179,8 +176,9 @@ def mla_decode(
         buffer = call.workspace(key.layout.nbytes).ptr
         lengths = arguments.cache_seqlens
         schedule = prepare_schedule(kernels.schedule, key, buffer, lengths, call.stream)
-        for launch in (schedule, *_attention(call, kernels, key, buffer, arguments, result, scale)):
-            launch()
+        attend = _attention(call, kernels, key, buffer, arguments, result, scale)
+        schedule()
+        attend()
         return result.export(call)
 
 
@@ -266,7 +264,7 @@ class MLADecodePlan:
         self._lengths: np.ndarray[Any, Any] | None = None  # of the last update, on the CPU
         self._kernels: _Kernels | None = None
         # Launches of runs that were found in order, on the stream of the last update.
-        self._ready: dict[tuple[Any, ...], tuple[PreparedLaunch, ...]] = {}
+        self._ready: dict[tuple[Any, ...], PreparedLaunch] = {}
         if call.device is None:
             return
         nbytes = self._key.layout.nbytes
@@ -473,8 +471,7 @@ class MLADecodePlan:
         ready = self._ready.get((call.views, scale)) if call.stream == self._stream else None
         if ready is not None and not check_mode():
             with call:
-                for launch in ready:
-                    launch()
+                ready()
                 if self._workspace.away:
                     self._workspace.note_use(call)
             return MLADecodeResult(out, lse)
@@ -490,19 +487,18 @@ class MLADecodePlan:
         with call:
             check_data(call, arguments, self._buffer + key.layout.seqlens)
             result = _Outputs.of(call, arguments, out, lse)
-            launches = _attention(call, self._kernels, key, self._buffer, arguments, result, scale)
-            for launch in launches:
-                launch()
+            attend = _attention(call, self._kernels, key, self._buffer, arguments, result, scale)
+            attend()
             self._workspace.note_use(call)
             if all(result.given):
-                self._keep_ready(call, scale, launches)
+                self._keep_ready(call, scale, attend)
             return result.export(call)
 
-    def _keep_ready(self, call: Call, scale: float, launches: tuple[PreparedLaunch, ...]) -> None:
-        """Keep checked and prepared launches: a call on the same arrays only has to repeat them."""
+    def _keep_ready(self, call: Call, scale: float, launch: PreparedLaunch) -> None:
+        """Keep a checked and prepared launch: a call on the same arrays only has to repeat it."""
         if len(self._ready) >= _MOST_READY:
             self._ready.clear()
-        self._ready[call.views, scale] = launches
+        self._ready[call.views, scale] = launch
 
     def _checked_arguments(self, call: Call) -> Arguments:
         """Check the arguments against each other and the plan."""
@@ -586,7 +582,6 @@ def prepare(device: int | None = None, *, dtypes: Sequence[str] = DTYPES) -> Non
     for dtype in dtypes:
         for spec in decode_specs(dtype):
             load(spec, device, capturing=lambda: False)
-        load(_MERGE[dtype], device, capturing=lambda: False)
 
 
 class _Kernels(NamedTuple):
@@ -594,12 +589,11 @@ class _Kernels(NamedTuple):
 
     schedule: LoadedKernel
     decode: LoadedKernel
-    merge: LoadedKernel
 
     @classmethod
     def of(cls, call: Call, key: MLADecodeKey) -> _Kernels:
         assert key.device is not None
-        specs = (*SCHEDULE_SPECS, decode_spec(key), _MERGE[key.dtype])
+        specs = (*SCHEDULE_SPECS, decode_spec(key))
         return cls(*(load(spec, key.device, capturing=lambda: call.capturing) for spec in specs))
 
 
@@ -700,9 +694,8 @@ def _attention(
     arguments: Arguments,
     result: _Outputs,
     softmax_scale: float,
-) -> tuple[PreparedLaunch, ...]:
-    """Prepare attention, and the merge where requests can be split."""
-    attend = prepare_decode(
+) -> PreparedLaunch:
+    return prepare_decode(
         kernels.decode,
         key,
         buffer,
@@ -714,10 +707,6 @@ def _attention(
         softmax_scale,
         call.stream,
     )
-    if key.parts == 1:
-        return (attend,)
-    merge = prepare_merge(kernels.merge, key, buffer, result.out_view, result.lse_view, call.stream)
-    return attend, merge
 
 
 def _decode_on_cpu(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Split-KV MLA decode for sm_90a: attention of up to 64 query rows of one kv head over the blocks of one part of the
-// schedule (mla_plan.cuh). grid = (row tiles x kv heads, parts), 384 threads, one CTA an SM.
+// schedule (mla_plan.cuh). grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM.
 //
 // Three warpgroups. Warpgroup 0 loads: warp 0 the even KV blocks of this CTA's sequence, warp 1 the odd ones (TMA, one
 // thread each), warps 2 and 3 the query rows. Warpgroups 1 and 2 compute: consumer c holds the output columns
@@ -23,6 +23,7 @@
 // Registers:      consumers 224 (128 output, 32 scores, 16 probabilities), loaders 56; 65,536 / 384 = 168 at the start
 // Tensor work:    2,176 clocks a block; loads 73,728 B a block and CTA
 #include "mla_decode_compute.cuh"
+#include "mla_decode_join.cuh"
 #include "mla_decode_layout.cuh"
 #include "mla_decode_load.cuh"
 #include "ptx/copy.cuh"
@@ -31,14 +32,15 @@
 
 namespace cumla {
 
-__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared) {
-  for (int s = 0; s < kStages; ++s) {
-    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), 1);
-    for (int half = 0; half < 3; ++half) mbarrier_init(shared.free(s, half), 4);
-  }
-  for (int owner = 0; owner < 2; ++owner) mbarrier_init(shared.probabilities_full(owner), kWarpgroup / 4);
-  mbarrier_init(shared.query_full(), 2);
-  mbarrier_init(shared.query_free(), 8);
+// By one warp, a lane each.
+__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int lane) {
+  constexpr int kFull = kStages * kTiles, kFree = kFull + kStages * 3, kProbabilities = kFree + 2;
+  const int arrivals = lane < kFull            ? 1   // the loader, and its bytes
+                       : lane < kFree          ? 4   // warps of a consumer
+                       : lane < kProbabilities ? 32  // lanes that store maxima
+                       : lane == kProbabilities ? 2   // loading warps: the query is full
+                                                : 8;  // warps of both consumers: it is free
+  if (lane < kProbabilities + 2) mbarrier_init(shared.full(0, 0) + lane * 8, arrivals);
   fence_mbarrier_init();
 }
 
@@ -48,34 +50,34 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const SharedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  const Tile tile(p);
-  if (threadIdx.x == 0) {
-    prefetch_tensor_map(&p.kv);
-    initialise_barriers(shared);
-  }
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp == 0) initialise_barriers(shared, lane);
+  if (threadIdx.x == 32) prefetch_tensor_map(&p.kv);
   grid_dependency_launch();
   __syncthreads();
   grid_dependency_wait();
 
-  const PartBound from = sane_bound(p.bounds[blockIdx.y], p.batch), to = sane_bound(p.bounds[blockIdx.y + 1], p.batch);
-  const int last_request = to.block > 0 ? min(to.request, p.batch - 1) : to.request - 1;
+  if (warp == 2 || warp == 3) prefetch_table(p, threadIdx.x - 64, 64);
+  const Part part = sane_part(p.parts_in[blockIdx.y], blockIdx.y, p.batch, p.parts);
+  const Tile tile(p);
+  const int last_request = part.end_block > 0 ? min(part.end_request, p.batch - 1) : part.end_request - 1;
 
   if (warpgroup == 0) {
     registers_decrease<56>();
-    const int warp = threadIdx.x / 32;
     if (warp < 2) {
-      if (threadIdx.x % 32 == 0) load_kv<kSharedBlocks>(p, shared, tile, from, to, last_request, warp);
+      if (lane == 0) load_kv<kSharedBlocks>(p, shared, tile, part, last_request, warp);
     } else {
-      load_query(p, shared, tile, from, last_request, warp - 2);
+      load_query(p, shared, tile, part, last_request, warp - 2);
     }
   } else {
     registers_increase<224>();
     Consumer<T, kSharedBlocks> consumer(p, shared, tile, warpgroup - 1);
     int t = 0;
-    for (int request = from.request; request <= last_request; ++request) {
-      const Segment segment = segment_of(p, tile, from, to, request);
-      consumer.compute(segment, t, (request - from.request) & 1);
+    for (int request = part.request; request <= last_request; ++request) {
+      const Segment segment = segment_of(p, tile, part, request);
+      consumer.compute(segment, t, (request - part.request) & 1);
       consumer.finish(segment);
+      if (segment.split()) Joiner<T>(p, shared, tile, segment).join(request < last_request);
       t += segment.blocks;
     }
   }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The computing role of mla_decode: one consumer warpgroup, from its first scores to the stored output.
 #pragma once
+#include "mla_decode_join.cuh"
 #include "mla_decode_layout.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
@@ -127,9 +128,8 @@ struct Consumer {
     }
   }
 
-  // scores -> probabilities relative to next (the new running maximum), and their sums before and after rounding. The
-  // output is divided by the rounded sum: where one token has most of the weight its rounding cancels.
-  __device__ __forceinline__ void softmax(float (&next)[2], float (&block_sum)[2], float (&block_weight)[2]) {
+  // The running maximum of the rows with this block's scores.
+  __device__ __forceinline__ void raise_maximum(float (&next)[2]) const {
     float highest[2] = {-kInfinity, -kInfinity};
 #pragma unroll
     for (int i = 0; i < 32; ++i) highest[i >> 1 & 1] = fmaxf(highest[i >> 1 & 1], scores[i]);
@@ -139,11 +139,15 @@ struct Consumer {
       highest[r] = fmaxf(highest[r], __shfl_xor_sync(0xffffffffu, highest[r], 2));
       highest[r] *= p.scale_log2;
       next[r] = highest[r] > maximum[r] + kMaximumSlack ? highest[r] : maximum[r];
-      block_sum[r] = 0.0f;
-      block_weight[r] = 0.0f;
     }
+  }
+
+  // scores[kFrom, kTo) -> probabilities relative to next, and their sums before and after rounding. The output is divided
+  // by the rounded sum: where one token has most of the weight its rounding cancels.
+  template <int kFrom, int kTo>
+  __device__ __forceinline__ void exponentiate(const float (&next)[2], float (&block_sum)[2], float (&block_weight)[2]) {
 #pragma unroll
-    for (int i = 0; i < 32; i += 2) {
+    for (int i = kFrom; i < kTo; i += 2) {
       const int r = i >> 1 & 1;
       const float low = exp2_approx(__fmaf_rn(scores[i], p.scale_log2, -next[r]));
       const float high = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -next[r]));
@@ -171,7 +175,8 @@ struct Consumer {
     if (lane % 4 == 0) mbarrier_arrive(shared.probabilities_full(consumer));
   }
 
-  // Waits for the other consumer's probabilities of block counter t and takes over its running maximum.
+  // Waits for the other consumer's probabilities of block counter t and takes over its running maximum. The other one has
+  // seen all tiles of the block arrive before, so that they are ours to read, too.
   __device__ __forceinline__ void adopt(int t) {
     mbarrier_wait(shared.probabilities_full(1 - consumer), (t / 2) & 1, "the other consumer's probabilities");
     // Read by the lane that arrives for this row later, for the sake of racecheck, and shared with its quad.
@@ -183,9 +188,6 @@ struct Consumer {
     next[0] = __shfl_sync(0xffffffffu, next[0], lane & ~3);
     next[1] = __shfl_sync(0xffffffffu, next[1], lane & ~3);
     rescale(next);
-#pragma unroll
-    for (int i = 0; i < kHalfTiles; ++i)  // complete since the other consumer saw it; this makes the bytes ours to read
-      mbarrier_wait(shared.full(1 - consumer, consumer * kHalfTiles + i), (t / 2) & 1, "a KV tile");
   }
 
   // Block i of the segment, counter t, is this consumer's; with kPrevious, block i - 1 of the other one still waits to
@@ -206,16 +208,18 @@ struct Consumer {
     const int block = segment.begin + i;
     const int last_token = (block + 1) * kBlockTokens;
     if (last_token > segment.tokens - tile.most_shift) mask_scores(block);
-    float next[2], block_sum[2], block_weight[2];
-    softmax(next, block_sum, block_weight);
+    float next[2], block_sum[2] = {0.0f, 0.0f}, block_weight[2] = {0.0f, 0.0f};
+    raise_maximum(next);
+    exponentiate<0, 16>(next, block_sum, block_weight);
     if constexpr (kPrevious) {
-      // ptxas moves the wait up, before the arithmetic that it should run beside, but not past a store: 32 dependent
-      // exponentials then stand between the product and its wait (seen in SASS; nobody reads what is stored).
-      pin(probabilities);
+      // The other block's product is done about now, and its stage is wanted. ptxas would move the wait up, before the
+      // arithmetic that it should run beside, but not past a store: sixteen dependent exponentials then stand between
+      // the product and its wait (seen in SASS; nobody reads what is stored).
       store_shared_float(shared.pacer(threadIdx.x - kWarpgroup), block_sum[0] + block_sum[1]);
       warpgroup_wait<0>();
       arrive(shared.free(1 - consumer, consumer));
     }
+    exponentiate<16, 32>(next, block_sum, block_weight);
     publish(next);
     rescale(next);
 #pragma unroll
@@ -263,9 +267,9 @@ struct Consumer {
     }
   }
 
-  // Sums of both consumers; then out (or a partial result) and log-sum-exp.
+  // Sums of both consumers; then out and log-sum-exp, or a piece of them.
   __device__ __forceinline__ void finish(const Segment& segment) {
-    float total[2], total_weight[2];
+    float total[2], inverse[2], lse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum[r] = sum_of_quad(sum[r]);
@@ -275,39 +279,53 @@ struct Consumer {
         store_shared_float(shared.weight(consumer, row + 8 * r), weight[r]);
       }
     }
-    named_barrier_sync<kConsumerBarrier, 2 * kWarpgroup>();
+    consumers_sync();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       total[r] = load_shared_float(shared.sum(0, row + 8 * r)) + load_shared_float(shared.sum(1, row + 8 * r));
-      total_weight[r] =
+      const float rounded =
           load_shared_float(shared.weight(0, row + 8 * r)) + load_shared_float(shared.weight(1, row + 8 * r));
+      inverse[r] = rounded == 0.0f ? 0.0f : 1.0f / rounded;
+      lse[r] = total[r] == 0.0f ? -kInfinity : maximum[r] + log2_approx(total[r]);
     }
-    named_barrier_sync<kConsumerBarrier, 2 * kWarpgroup>();  // the next segment writes there
+    consumers_sync();  // the next segment writes there
+    if (segment.split())
+      write_piece(segment, inverse, lse);
+    else
+      write_result(segment, inverse, lse);
+  }
+
+  __device__ __forceinline__ static void consumers_sync() { named_barrier_sync<kConsumerBarrier, 2 * kWarpgroup>(); }
+
+  __device__ __forceinline__ void write_piece(const Segment& segment, const float (&inverse)[2],
+                                              const float (&lse)[2]) const {
+    if (warp >= p.row_groups) return;
+    const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
+    if (consumer == 0 && lane % 4 == 0) {
+      p.partial_lse[piece * p.row_groups * kRowGroup + row] = lse[0];
+      p.partial_lse[piece * p.row_groups * kRowGroup + row + 8] = lse[1];
+    }
+    float4* destination = p.partial_out + piece_offset(p, piece, consumer, warp, 0);
+#pragma unroll
+    for (int j = 0; j < 32; ++j)
+      store_global_float4(destination + 32 * j, output[4 * j] * inverse[0], output[4 * j + 1] * inverse[0],
+                          output[4 * j + 2] * inverse[1], output[4 * j + 3] * inverse[1]);
+  }
+
+  __device__ __forceinline__ void write_result(const Segment& segment, const float (&inverse)[2],
+                                               const float (&lse)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int tile_row = row + 8 * r;
-      const bool exists = tile_row < tile.rows;
-      const float inverse = total_weight[r] == 0.0f ? 0.0f : 1.0f / total_weight[r];
-      const float lse = maximum[r] + log2_approx(total[r]);
-      const bool writes_lse = exists && consumer == 0 && lane % 4 == 0;
-      char* out;
-      if (segment.split) {
-        const i64 index = partial_index(blockIdx.x, blockIdx.y, segment.slot, p.parts, p.tile_rows) + tile_row;
-        out = reinterpret_cast<char*>(p.partial_out + index * kValueDim);
-        if (writes_lse) p.partial_lse[index] = total[r] == 0.0f ? -kInfinity : lse;
-      } else {
-        const int group_row = tile.first_row + tile_row;
-        const int token = group_row / p.heads_per_group;
-        const int head = tile.kv_head * p.heads_per_group + group_row % p.heads_per_group;
-        out = p.out + segment.request * p.out_stride_batch + token * p.out_stride_token + head * p.out_stride_head;
-        if (writes_lse)
-          p.lse[segment.request * p.lse_stride_batch + head * p.lse_stride_head + token * p.lse_stride_token] =
-              total[r] == 0.0f ? kInfinity : lse * kLn2;
-      }
-      if (segment.split || p.out_is_float)
-        write_floats(reinterpret_cast<float*>(out), r, exists, inverse);
+      const bool exists = row + 8 * r < tile.rows;
+      const Row to(p, tile, row + 8 * r);
+      char* out = p.out + segment.request * p.out_stride_batch + to.token * p.out_stride_token +
+                  to.head * p.out_stride_head;
+      if (exists && consumer == 0 && lane % 4 == 0)
+        store_lse(p, segment.request, to, lse[r]);
+      if (p.out_is_float)
+        write_floats(reinterpret_cast<float*>(out), r, exists, inverse[r]);
       else
-        write_halves(out, r, exists, inverse);
+        write_halves(out, r, exists, inverse[r]);
     }
   }
 

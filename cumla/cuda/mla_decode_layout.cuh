@@ -29,16 +29,17 @@ struct MlaDecodeParams {
   const int* block_table;
   i64 block_table_stride;  // elements
   const int* seqlens;
-  const PartBound* bounds;
-  float* partial_out;
-  float* partial_lse;
+  const Part* parts_in;
+  Ticket* tickets;       // [kv head][row tile][part]
+  float4* partial_out;   // [kv head][row tile][part][slot][consumer][row group][32][lane]
+  float* partial_lse;    // [kv head][row tile][part][slot][row]
   int batch;
   int parts;
   int max_blocks;  // that the block table can name
   int q_len;
   int heads_per_group;
-  int row_tiles;  // tiles of one kv head
-  int tile_rows;  // rows stored of a tile's partial
+  int row_groups;  // of 16 rows in a tile
+  int may_wait;    // all CTAs fit on the GPU at once, so that one may wait for another
   int causal;
   int out_is_float;
   float scale_log2;  // softmax_scale * log2(e)
@@ -65,48 +66,74 @@ struct SharedLayout {
   __device__ __forceinline__ u32 probabilities_full(int owner) const { return free(kStages, 0) + owner * 8; }
   __device__ __forceinline__ u32 query_full() const { return probabilities_full(2); }
   __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
+  // Written only: see Consumer::own_block. Between segments it holds what the joining CTA must agree on.
   __device__ __forceinline__ u32 pacer(int thread) const { return query_free() + 8 + thread * 4; }
 };
 
-// The stretch of one request that this CTA computes.
-struct Segment {
-  int request, begin, blocks, tokens;
-  bool split;
-  int slot;
-};
-
+// Which rows a CTA has: grid = (row tiles of a kv head, parts, kv heads).
 struct Tile {
-  int kv_head, first_row, rows;  // rows of this tile that exist
-  int least_shift, most_shift;   // causal: its rows see between tokens - most_shift and tokens - least_shift tokens
+  int index, first_row, rows;   // index over all kv heads; rows of this tile that exist
+  int least_shift, most_shift;  // causal: its rows see between tokens - most_shift and tokens - least_shift tokens
 
   __device__ __forceinline__ explicit Tile(const MlaDecodeParams& p) {
-    kv_head = blockIdx.x / p.row_tiles;
-    first_row = (blockIdx.x % p.row_tiles) * kRowTile;
+    index = blockIdx.z * gridDim.x + blockIdx.x;
+    first_row = blockIdx.x * kRowTile;
     rows = min(kRowTile, p.q_len * p.heads_per_group - first_row);
     most_shift = shift_of(p, 0);
     least_shift = shift_of(p, rows - 1);
   }
   __device__ __forceinline__ int shift_of(const MlaDecodeParams& p, int row) const {
-    const int token = min((first_row + row) / p.heads_per_group, p.q_len - 1);
-    return p.causal ? p.q_len - 1 - token : 0;
+    if (!p.causal) return 0;
+    return p.q_len - 1 - min((first_row + row) / p.heads_per_group, p.q_len - 1);
   }
 };
 
-__device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, const Tile& tile, PartBound from,
-                                              PartBound to, int request) {
-  const int scheduled = min(max(p.seqlens[request], 0), kMaxTokens);
+// A row of a tile as the arrays have it.
+struct Row {
+  int token, head;
+
+  __device__ __forceinline__ Row(const MlaDecodeParams& p, const Tile& tile, int row) {
+    const int group_row = tile.first_row + row;
+    token = p.q_len == 1 ? 0 : group_row / p.heads_per_group;
+    head = blockIdx.z * p.heads_per_group + group_row - token * p.heads_per_group;
+  }
+};
+
+// The stretch of one request that this CTA computes. It is a piece where other parts have the rest.
+struct Segment {
+  int request, begin, blocks, tokens;
+  int slot, first_part, last_part, first_slot;  // of the pieces
+
+  __device__ __forceinline__ bool split() const { return last_part > first_part; }
+};
+
+__device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, const Tile& tile, const Part& part,
+                                              int request) {
+  const bool head = request == part.request, tail = request == part.end_request;
+  const int scheduled = min(max(head ? part.tokens : p.seqlens[request], 0), kMaxTokens);
   const int tokens = min(static_cast<i64>(scheduled), static_cast<i64>(p.max_blocks) * kBlockTokens);
   Segment segment;
   segment.request = request;
   segment.tokens = tokens;
-  segment.begin = request == from.request ? from.block : 0;
-  const int scheduled_blocks = blocks_of(scheduled);
-  const int scheduled_end = request == to.request ? to.block : scheduled_blocks;
-  segment.split = p.parts > 1 && (segment.begin > 0 || scheduled_end < scheduled_blocks);
-  segment.slot = request == from.request ? 0 : 1;
+  segment.begin = head ? part.block : 0;
+  segment.slot = head ? 0 : 1;
+  segment.first_part = head ? part.first_part : blockIdx.y;
+  segment.last_part = head ? part.last_part : tail ? part.tail_last_part : blockIdx.y;
+  segment.first_slot = head ? part.first_slot : 1;
+  const int scheduled_end = tail ? part.end_block : blocks_of(scheduled);
   const int end = min(scheduled_end, blocks_of(max(tokens - tile.least_shift, 0)));
   segment.blocks = max(end - segment.begin, 0);
   return segment;
+}
+
+// Number of the piece that a part leaves in a slot.
+__device__ __forceinline__ i64 piece_index(const MlaDecodeParams& p, const Tile& tile, int part, int slot) {
+  return (static_cast<i64>(tile.index) * p.parts + part) * 2 + slot;
+}
+
+// Where this lane's four accumulators of eight columns of a row group lie in a piece.
+__device__ __forceinline__ i64 piece_offset(const MlaDecodeParams& p, i64 piece, int consumer, int group, int columns) {
+  return (((piece * 2 + consumer) * p.row_groups + group) * 32 + columns) * 32 + threadIdx.x % 32;
 }
 
 // Order in which the tiles of a block are wanted and become free: RoPE, the owner's half of V, the other half.

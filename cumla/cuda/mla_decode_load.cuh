@@ -12,16 +12,16 @@ namespace cumla {
 struct BlockCursor {
   const MlaDecodeParams& p;
   const Tile& tile;
-  const PartBound from, to;
+  const Part& part;
   const int last_request, parity;
   int request, i, t;  // block i of the request's segment; t: blocks of the segments before it
   Segment segment;
 
-  __device__ __forceinline__ BlockCursor(const MlaDecodeParams& p, const Tile& tile, PartBound from, PartBound to,
+  __device__ __forceinline__ BlockCursor(const MlaDecodeParams& p, const Tile& tile, const Part& part,
                                          int last_request, int parity)
-      : p(p), tile(tile), from(from), to(to), last_request(last_request), parity(parity), request(from.request),
-        i(parity), t(0) {
-    if (valid()) segment = segment_of(p, tile, from, to, request);
+      : p(p), tile(tile), part(part), last_request(last_request), parity(parity), request(part.request), i(parity),
+        t(0) {
+    if (valid()) segment = segment_of(p, tile, part, request);
     skip_to_block();
   }
   __device__ __forceinline__ bool valid() const { return request <= last_request; }
@@ -36,30 +36,21 @@ struct BlockCursor {
     while (valid() && i >= segment.blocks) {
       t += segment.blocks;
       i = (parity ^ t) & 1;
-      if (++request <= last_request) segment = segment_of(p, tile, from, to, request);
+      if (++request <= last_request) segment = segment_of(p, tile, part, request);
     }
   }
 };
 
-// Whether this CTA has L2 fetch the blocks that are loaded next, so that a load waits for L2 and not for DRAM. That pays
-// where several row tiles read the same blocks (compute-bound); of two tiles one does it for both. With one row tile
-// (memory-bound) it only lengthens the queue of the copy engine.
-template <bool kSharedBlocks>
-__device__ __forceinline__ bool fetches_ahead(const MlaDecodeParams& p) {
-  return kSharedBlocks && (p.row_tiles > 2 || blockIdx.x % 2 == 0);
-}
-
-// One thread: loads the blocks of one parity into their stage as it becomes free.
+// One thread: loads the blocks of one parity into their stage as it becomes free. With kSharedBlocks (compute-bound) it
+// also has L2 fetch the block after next, so that a load waits for L2 and not for DRAM; the row tiles share that work.
+// With one row tile (memory-bound) that only lengthens the queue of the copy engine.
 template <bool kSharedBlocks>
 __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
-                                        PartBound from, PartBound to, int last_request, int parity) {
-  BlockCursor now(p, tile, from, to, last_request, parity);
+                                        const Part& part, int last_request, int parity) {
+  BlockCursor now(p, tile, part, last_request, parity);
   BlockCursor ahead = now;
   int next_page = now.valid() ? now.page() : 0;
-  if (fetches_ahead<kSharedBlocks>(p))
-    ahead.next();
-  else
-    ahead.request = last_request + 1;
+  if constexpr (kSharedBlocks) ahead.next();
 #pragma unroll 1
   while (now.valid()) {
     const int page = next_page;
@@ -73,35 +64,47 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
         mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
       const u32 barrier = shared.full(parity, column);
       mbarrier_arrive_expect_tx(barrier, kTileBytes);
-      tma_load_4d_async(stage + column * kTileBytes, &p.kv, barrier, column * 64, 0, tile.kv_head, page);
+      tma_load_4d_async(stage + column * kTileBytes, &p.kv, barrier, column * 64, 0, blockIdx.z, page);
     }
-    if (ahead.valid()) {
-      const int page_ahead = ahead.page();
-#pragma unroll
-      for (int k = 0; k < kTiles; ++k) tma_prefetch_4d(&p.kv, k * 64, 0, tile.kv_head, page_ahead);
-      ahead.next();
+    if constexpr (kSharedBlocks) {
+      if (ahead.valid()) {
+        const int page_ahead = ahead.page();
+        for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
+          tma_prefetch_4d(&p.kv, k * 64, 0, blockIdx.z, page_ahead);
+        ahead.next();
+      }
     }
     now.next();
     if (now.valid()) next_page = now.page();
   }
 }
 
+// Has L2 fetch the lengths and the block table while the first loads are still waiting for the part: each CTA a few
+// lines of them, as far as a few instructions go.
+__device__ __forceinline__ void prefetch_table(const MlaDecodeParams& p, int thread, int threads) {
+  constexpr int kLine = 32;  // entries of 128 bytes
+  const int ctas = gridDim.x * gridDim.y * gridDim.z;
+  const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  const int lines = (p.max_blocks + kLine - 1) / kLine;
+  for (int i = cta * threads + thread, k = 0; i < static_cast<i64>(p.batch) * lines && k < 4; i += ctas * threads, ++k)
+    prefetch_l2(p.block_table + (i / lines) * p.block_table_stride + (i % lines) * kLine);
+  if (thread * kLine < p.batch) prefetch_l2(p.seqlens + thread * kLine);
+}
+
 // Two warps copy the query rows; eight lanes a row, 16 bytes each.
 __device__ __forceinline__ void load_query(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
-                                           PartBound from, int last_request, int loader) {
+                                           const Part& part, int last_request, int loader) {
   const int lane = threadIdx.x % 32, chunk = lane % 8;
-  for (int request = from.request; request <= last_request; ++request) {
-    const u32 phase = (request - from.request) & 1;
+  for (int request = part.request; request <= last_request; ++request) {
+    const u32 phase = (request - part.request) & 1;
     mbarrier_wait(shared.query_free(), phase ^ 1, "a free query buffer");
     const char* q = p.q + request * p.q_stride_batch;
 #pragma unroll 1  // unrolled, the row addresses do not fit the registers of a loader
     for (int i = 0; i < kRowTile / 8; ++i) {
       const int row = loader * (kRowTile / 2) + i * 4 + lane / 8;
       const bool valid = row < tile.rows;
-      const int group_row = valid ? tile.first_row + row : tile.first_row;
-      const int token = group_row / p.heads_per_group;
-      const int head = tile.kv_head * p.heads_per_group + group_row % p.heads_per_group;
-      const char* source = q + token * p.q_stride_token + head * p.q_stride_head + chunk * 16;
+      const Row from(p, tile, valid ? row : 0);
+      const char* source = q + from.token * p.q_stride_token + from.head * p.q_stride_head + chunk * 16;
       const u32 destination = shared.query + row * 128 + ((chunk ^ (row & 7)) << 4);
 #pragma unroll
       for (int k = 0; k < kTiles; ++k) copy_16_async(destination + k * kTileBytes, source + k * 128, valid);

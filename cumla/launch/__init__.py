@@ -16,6 +16,6 @@ def all_specs() -> tuple[KernelSpec, ...]:
     tuple[KernelSpec, ...]
         In the order of the launchers' modules.
     """
-    from cumla.launch import mla_decode, mla_merge, mla_schedule
+    from cumla.launch import mla_decode, mla_schedule
 
-    return mla_schedule.SPECS + mla_decode.SPECS + mla_merge.SPECS
+    return mla_schedule.SPECS + mla_decode.SPECS

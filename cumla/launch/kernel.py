@@ -30,8 +30,8 @@ class PreparedLaunch:
     ----------
     kernel : LoadedKernel
         What to launch; its threads and dynamic shared memory are those of its spec.
-    grid : tuple[int, int]
-        Blocks in x and y.
+    grid : tuple[int, int, int]
+        Blocks in x, y and z.
     layout : struct.Struct
         Memory layout of the parameter struct, padding included.
     values : sequence
@@ -45,7 +45,7 @@ class PreparedLaunch:
     def __init__(
         self,
         kernel: LoadedKernel,
-        grid: tuple[int, int],
+        grid: tuple[int, int, int],
         layout: struct.Struct,
         values: Sequence[Any],
         stream: int,
@@ -83,15 +83,14 @@ def _buffer_type(size: int) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _config(grid: tuple[int, int], threads: int, smem_bytes: int, stream: int) -> Any:
+def _config(grid: tuple[int, int, int], threads: int, smem_bytes: int, stream: int) -> Any:
     """Make a launch configuration; the driver only reads it, so calls and threads share it."""
     driver = import_driver()
     overlap = driver.CUlaunchAttribute()
     overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     overlap.value.programmaticStreamSerializationAllowed = 1
     config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY = grid
-    config.gridDimZ = 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX = threads
     config.blockDimY = config.blockDimZ = 1
     config.sharedMemBytes = smem_bytes

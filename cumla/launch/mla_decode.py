@@ -51,7 +51,7 @@ def decode_spec(key: MLADecodeKey) -> KernelSpec:
     return _SPECS[key.dtype, key.row_tiles > 1]
 
 
-_PARAMS = struct.Struct("<128s18q9if8x")
+_PARAMS = struct.Struct("<128s19q9if")
 _LOG2_E = log2(e)
 
 
@@ -114,7 +114,8 @@ def prepare_decode(
         block_table.ptr,
         block_table.strides[0] // 4,
         buffer + layout.seqlens,
-        buffer + layout.bounds,
+        buffer + layout.parts,
+        buffer + layout.tickets,
         buffer + layout.partial_out,
         buffer + layout.partial_lse,
         key.batch,
@@ -122,10 +123,10 @@ def prepare_decode(
         block_table.shape[1],
         key.q_len,
         key.heads_per_group,
-        key.row_tiles,
-        key.tile_rows,
+        key.row_groups,
+        key.may_wait,
         key.causal,
         out.dtype == "float32",
         softmax_scale * _LOG2_E,
     )
-    return PreparedLaunch(kernel, (key.tiles, key.parts), _PARAMS, values, stream)
+    return PreparedLaunch(kernel, (key.row_tiles, key.parts, key.num_kv_heads), _PARAMS, values, stream)

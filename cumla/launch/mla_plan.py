@@ -16,6 +16,10 @@ HEAD_DIM = 576  # 512 latent + 64 RoPE columns
 VALUE_DIM = 512  # the latent columns are the value
 BLOCK_TOKENS = 64  # tokens that a schedule deals out at once
 ROW_TILE = 64  # query rows of one thread block
+ROW_GROUP = 16  # of them in one warp: partial results hold whole groups
+
+PART_BYTES = 48  # struct Part
+TICKET_BYTES = 16  # struct Ticket
 
 _MAX_WAVES = 3  # of thread blocks, where the row tiles do not divide the multiprocessors
 _GOOD_FILL = (
@@ -75,9 +79,14 @@ class MLADecodeKey:
         return self.row_tiles * self.num_kv_heads
 
     @cached_property
-    def tile_rows(self) -> int:
-        """Rows that are stored of a tile's partial result."""
-        return min(ROW_TILE, self.group_rows)
+    def row_groups(self) -> int:
+        """Groups of 16 rows in a tile: what is stored of its partial results."""
+        return -(-min(ROW_TILE, self.group_rows) // ROW_GROUP)
+
+    @cached_property
+    def may_wait(self) -> bool:
+        """Whether all thread blocks fit on the GPU at once, so that one may wait for another."""
+        return self.parts * self.tiles <= self.sm_count
 
     @cached_property
     def parts(self) -> int:
@@ -98,6 +107,11 @@ class MLADecodeKey:
         return best
 
     @cached_property
+    def num_tickets(self) -> int:
+        """Places where thread blocks meet that share a request: one for each part and tile."""
+        return self.tiles * self.parts if self.parts > 1 else 0
+
+    @cached_property
     def layout(self) -> PlanLayout:
         """Where things lie in the plan's buffer."""
         return PlanLayout.of(self)
@@ -108,9 +122,8 @@ class PlanLayout:
     """Byte offsets into a plan's buffer (256-byte aligned), and its size."""
 
     seqlens: int
-    bounds: int
-    splits: int
-    num_splits: int
+    parts: int
+    tickets: int
     partial_lse: int
     partial_out: int
     nbytes: int
@@ -118,13 +131,13 @@ class PlanLayout:
     @classmethod
     def of(cls, key: MLADecodeKey) -> PlanLayout:
         """Lay out the buffer for a key."""
-        rows = key.tiles * key.parts * 2 * key.tile_rows if key.parts > 1 else 0
+        pieces = key.tiles * key.parts * 2 if key.parts > 1 else 0
+        rows = pieces * key.row_groups * ROW_GROUP
         offsets = [0]
         for size in (
             key.batch * 4,
-            (key.parts + 1) * 8,
-            key.parts * 16,
-            4,
+            key.parts * PART_BYTES,
+            key.num_tickets * TICKET_BYTES,
             rows * 4,
             rows * VALUE_DIM * 4,
         ):

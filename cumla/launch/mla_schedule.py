@@ -46,7 +46,7 @@ SPECS = (
     ),
 )
 
-_PARAMS = struct.Struct("<QqQQQQ7i4x")
+_PARAMS = struct.Struct("<QqQQQ8i")
 
 
 def prepare_schedule(
@@ -77,18 +77,18 @@ def prepare_schedule(
         cache_seqlens.ptr,
         cache_seqlens.strides[0] // 4,
         buffer + layout.seqlens,
-        buffer + layout.bounds,
-        buffer + layout.splits,
-        buffer + layout.num_splits,
+        buffer + layout.parts,
+        buffer + layout.tickets,
         key.batch,
         key.parts,
+        key.num_tickets,
         FIXED_COST,
         CUT_COST,
         MIN_BLOCKS,
         MIN_SHARE,
         max_tokens(key.batch),
     )
-    return PreparedLaunch(kernel, (1, 1), _PARAMS, values, stream)
+    return PreparedLaunch(kernel, (1, 1, 1), _PARAMS, values, stream)
 
 
 def max_tokens(batch: int) -> int:

@@ -29,6 +29,11 @@ __device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x, int
                : "memory");
 }
 
+// PTX ISA: Data Movement and Conversion Instructions: prefetch, prefetchu
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
 // PTX ISA: Data Movement and Conversion Instructions: cp.async
 // Copies 16 bytes, or writes 16 zero bytes when `valid` is false (the source is then not read).
 __device__ __forceinline__ void copy_16_async(u32 destination, const void* source, bool valid) {
@@ -68,6 +73,34 @@ __device__ __forceinline__ float load_shared_float(u32 source) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: st
+__device__ __forceinline__ void store_shared_u32(u32 destination, u32 value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(destination), "r"(value) : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: ld
+__device__ __forceinline__ u32 load_shared_u32(u32 source) {
+  u32 value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(source) : "memory");
+  return value;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
+__device__ __forceinline__ void store_shared_float4(u32 destination, const float4& v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(destination), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: ld
+__device__ __forceinline__ float4 load_shared_float4(u32 source) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(source)
+               : "memory");
+  return v;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
 __device__ __forceinline__ void store_global_8(void* destination, u32 low, u32 high) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(destination), "r"(low), "r"(high) : "memory");
 }
@@ -75,6 +108,30 @@ __device__ __forceinline__ void store_global_8(void* destination, u32 low, u32 h
 // PTX ISA: Data Movement and Conversion Instructions: st
 __device__ __forceinline__ void store_global_float2(void* destination, float low, float high) {
   asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(destination), "f"(low), "f"(high) : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
+__device__ __forceinline__ void store_global_float4(void* destination, float a, float b, float c, float d) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: ld
+// From L2: what another SM wrote during this kernel.
+__device__ __forceinline__ float4 load_global_l2_float4(const float4* source) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(source)
+               : "memory");
+  return v;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: ld
+__device__ __forceinline__ float load_global_l2_float(const float* source) {
+  float value;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(source) : "memory");
+  return value;
 }
 
 }  // namespace cumla

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// Global memory that CTAs of one grid share: ordered loads and stores, fences, atomic addition.
+#pragma once
+#include "ptx/types.cuh"
+
+namespace cumla {
+
+// PTX ISA: Parallel Synchronization and Communication Instructions: atom
+__device__ __forceinline__ u32 atomic_add_acq_rel(u32* address, u32 value) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+  return before;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: ld
+__device__ __forceinline__ u32 load_acquire(const u32* address) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: ld
+__device__ __forceinline__ u32 load_relaxed(const u32* address) {
+  u32 value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
+__device__ __forceinline__ void store_relaxed(u32* address, u32 value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
+__device__ __forceinline__ void store_release(u32* address, u32 value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// PTX ISA: Parallel Synchronization and Communication Instructions: membar, fence
+// Stores before it and loads behind it are in one order for all who use it.
+__device__ __forceinline__ void fence_sc_gpu() {
+  asm volatile("fence.sc.gpu;" ::: "memory");
+}
+
+}  // namespace cumla
