@@ -32,15 +32,19 @@
 
 namespace cumla {
 
-// By one warp, a lane each.
-__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int lane) {
-  constexpr int kFull = kStages * kTiles, kFree = kFull + kStages * 3, kProbabilities = kFree + 2;
-  const int arrivals = lane < kFull            ? 1   // the loader, and its bytes
-                       : lane < kFree          ? 4   // warps of a consumer
-                       : lane < kProbabilities ? 32  // lanes that store maxima
-                       : lane == kProbabilities ? 2   // loading warps: the query is full
-                                                : 8;  // warps of both consumers: it is free
-  if (lane < kProbabilities + 2) mbarrier_init(shared.full(0, 0) + lane * 8, arrivals);
+// By one thread: with an address of its own in each lane the hardware takes them one by one, and slower.
+__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared) {
+#pragma unroll
+  for (int s = 0; s < kStages; ++s) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), 1);
+#pragma unroll
+    for (int half = 0; half < 3; ++half) mbarrier_init(shared.free(s, half), 4);
+  }
+#pragma unroll
+  for (int owner = 0; owner < 2; ++owner) mbarrier_init(shared.probabilities_full(owner), kWarpgroup / 4);
+  mbarrier_init(shared.query_full(), 2);
+  mbarrier_init(shared.query_free(), 8);
   fence_mbarrier_init();
 }
 
@@ -51,13 +55,14 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   const SharedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (warp == 0) initialise_barriers(shared, lane);
+  // Fetching into L2 reads nothing: an earlier kernel may still write these lines.
+  if (warp == 2 || warp == 3) prefetch_plan(p, threadIdx.x - 64, 64);
   if (threadIdx.x == 32) prefetch_tensor_map(&p.kv);
+  if (threadIdx.x == 0) initialise_barriers(shared);
   grid_dependency_launch();
   __syncthreads();
   grid_dependency_wait();
 
-  if (warp == 2 || warp == 3) prefetch_table(p, threadIdx.x - 64, 64);
   const Part part = sane_part(p.parts_in[blockIdx.y], blockIdx.y, p.batch, p.parts);
   const Tile tile(p);
   const int last_request = part.end_block > 0 ? min(part.end_request, p.batch - 1) : part.end_request - 1;
@@ -76,8 +81,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
     for (int request = part.request; request <= last_request; ++request) {
       const Segment segment = segment_of(p, tile, part, request);
       consumer.compute(segment, t, (request - part.request) & 1);
-      consumer.finish(segment);
-      if (segment.split()) Joiner<T>(p, shared, tile, segment).join(request < last_request);
+      consumer.finish(segment, request < last_request);
       t += segment.blocks;
     }
   }

@@ -7,7 +7,7 @@
 // CTA ever depends on another one's progress. Who joins a share never changes its bits: the pieces are added up in the
 // order of the parts, grouped by the shape of the share alone.
 //
-// A share is a number of units: 16 columns of all rows. With few units several warps divide the pieces of one.
+// A share is a number of units: 32 columns of all rows. With few units several warps divide the pieces of one.
 #pragma once
 #include "mla_decode_layout.cuh"
 #include "ptx/atomic.cuh"
@@ -16,7 +16,9 @@
 
 namespace cumla {
 
-constexpr int kUnits = 32;  // of 16 columns
+constexpr int kGroups = 4;  // of eight columns in a unit
+constexpr int kUnits = kValueDim / (8 * kGroups);
+constexpr int kAtOnce = 5;  // pieces that a warp loads together
 constexpr int kJoinWarps = 2 * kWarpgroup / 32;
 constexpr long long kPatience = 40000;  // clocks, about 20 us: requests are dealt out evenly
 
@@ -24,6 +26,11 @@ constexpr long long kPatience = 40000;  // clocks, about 20 us: requests are dea
 __device__ __forceinline__ void store_lse(const MlaDecodeParams& p, int request, const Row& to, float lse) {
   p.lse[request * p.lse_stride_batch + to.head * p.lse_stride_head + to.token * p.lse_stride_token] =
       lse == -kInfinity ? kInfinity : lse * kLn2;
+}
+
+// What a piece counts for, by its base-2 log-sum-exp: nothing if it is empty.
+__device__ __forceinline__ float weight_of(float lse, float maximum) {
+  return lse == -kInfinity ? 0.0f : exp2_approx(lse - maximum);
 }
 
 template <typename T>
@@ -46,13 +53,35 @@ struct Joiner {
 
   __device__ __forceinline__ static void sync() { named_barrier_sync<kConsumerBarrier, 2 * kWarpgroup>(); }
 
+  // Whether the other one of two pieces is stored, and nobody waits for this one: then it need not be stored at all. Called
+  // by all threads of both consumers, who all get the same answer; with it this CTA has been counted in.
+  __device__ __forceinline__ bool other_is_there() const {
+    if (pieces != 2) return false;
+    if (threadIdx.x == kWarpgroup) {
+      Ticket* const tickets = p.tickets + static_cast<i64>(tile.index) * p.parts + segment.first_part;
+      const int other = segment.first_part == blockIdx.y;
+      const u32 step = arrival_step();
+      u32* const left = &tickets[other].left[slot_of(other)];
+      const bool there = ((load_acquire(&tickets->arrived) + step) & (kAll - 1)) == 0 && load_relaxed(left) != 0;
+      if (there) {
+        store_relaxed(left, 0);
+        atomic_add_acq_rel(&tickets->arrived, step);
+      }
+      store_shared_u32(shared.pacer(0), there);
+    }
+    sync();
+    const bool there = load_shared_u32(shared.pacer(0)) != 0;
+    sync();
+    return there;
+  }
+
   // Called by all threads of both consumers, their piece stored. `more`: the CTA has another request to do.
   __device__ __forceinline__ void join(bool more) const {
-    enum Role : u32 { kGoOn, kOwnShare, kLast };
     Ticket* const tickets = p.tickets + static_cast<i64>(tile.index) * p.parts;
-    Ticket* const meeting = tickets + segment.first_part;
+    u32* const left_here = &tickets[blockIdx.y].left[segment.slot];
     sync();
-    if (threadIdx.x == kWarpgroup) store_shared_u32(shared.pacer(0), arrive(meeting, tickets + blockIdx.y, more));
+    if (threadIdx.x == kWarpgroup)
+      store_shared_u32(shared.pacer(0), arrive(&tickets[segment.first_part].arrived, left_here, more));
     sync();
     const u32 role = load_shared_u32(shared.pacer(0));
     const int mine = blockIdx.y - segment.first_part;
@@ -64,164 +93,225 @@ struct Joiner {
       share = left == 0 ? -1 : (looked - 32) + __ffs(left) - 1;
       left &= left - 1;
     }
-    if (role == kLast && threadIdx.x == kWarpgroup) store_relaxed(&tickets[blockIdx.y].left, 0);
+    if (role == kLast && threadIdx.x == kWarpgroup) store_relaxed(left_here, 0);
     sync();  // the role's place is written again
   }
 
  private:
+  enum Role : u32 { kGoOn, kOwnShare, kLast };
+  static constexpr u32 kAll = 1u << 31;
+
   // Which of 32 pieces' CTAs have not waited, as a mask that all threads agree on.
   __device__ __forceinline__ u32 who_left(Ticket* tickets, int from, int mine) const {
     sync();
     if (warp == 0) {
       const int i = from + lane;
-      const bool left = i < pieces && i != mine && load_acquire(&tickets[segment.first_part + i].left) != 0;
+      u32* const flag = &tickets[segment.first_part + i].left[slot_of(i)];
+      const bool left = i < pieces && i != mine && load_acquire(flag) != 0;
       const u32 mask = __ballot_sync(0xffffffffu, left);
-      if (left) store_relaxed(&tickets[segment.first_part + i].left, 0);
+      if (left) store_relaxed(flag, 0);
       if (lane == 0) store_shared_u32(shared.pacer(1), mask);
     }
     sync();
     return load_shared_u32(shared.pacer(1));
   }
 
-  __device__ __forceinline__ u32 arrive(Ticket* meeting, Ticket* own, bool more) const {
+  __device__ __forceinline__ u32 arrival_step() const {
+    return segment.first_part == blockIdx.y ? kAll - (pieces - 1) : 1;
+  }
+
+  // By one thread.
+  __device__ __forceinline__ Role arrive(u32* arrived, u32* left, bool more) const {
     const bool waits = !more && p.may_wait;
-    const u32 before = load_relaxed(&meeting->ready);
-    if (!waits) store_relaxed(&own->left, 1);
-    const u32 others = atomic_add_acq_rel(&meeting->arrived, 1);
-    if (others + 1 == pieces) {
-      store_relaxed(&meeting->arrived, 0);
-      store_release(&meeting->ready, before + 1);
+    if (!waits) store_relaxed(left, 1);
+    const u32 step = arrival_step();
+    const u32 before = atomic_add_acq_rel(arrived, step);
+    auto all_arrived = [&](u32 now) { return ((now ^ before) & kAll) != 0; };
+    if (all_arrived(before + step)) {
       fence_sc_gpu();  // a CTA that leaves now either sees that all are there or is seen to have left
-      return 2;
+      return kLast;
     }
-    if (!waits) return 0;
+    if (!waits) return kGoOn;
     const long long start = clock64();
-    while (load_acquire(&meeting->ready) == before) {
+    while (!all_arrived(load_acquire(arrived))) {
       if (clock64() - start < kPatience) continue;
-      store_relaxed(&own->left, 1);
+      store_relaxed(left, 1);
       fence_sc_gpu();
-      return load_acquire(&meeting->ready) == before ? 0 : 1;
+      return all_arrived(load_acquire(arrived)) ? kOwnShare : kGoOn;
     }
-    return 1;
+    return kOwnShare;
   }
 
-  __device__ __forceinline__ i64 piece(int i) const {
-    return piece_index(p, tile, segment.first_part + i, i == 0 ? segment.first_slot : 0);
-  }
+  __device__ __forceinline__ int slot_of(int i) const { return i == 0 ? segment.first_slot : 0; }
 
-  // The units of one CTA's share. All warps come here together.
+  // What one warp adds up: the accumulators of a unit of one row group and, for both rows of a lane, the sum of the weights
+  // and the base-2 maximum to which all is relative.
+  struct Sum {
+    float4 v[kGroups];
+    float weight[2], maximum[2];
+
+    __device__ __forceinline__ void raise(float next0, float next1) {
+      const float factor[2] = {weight_of(maximum[0], next0), weight_of(maximum[1], next1)};
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j)
+        v[j] = {v[j].x * factor[0], v[j].y * factor[0], v[j].z * factor[1], v[j].w * factor[1]};
+      weight[0] *= factor[0];
+      weight[1] *= factor[1];
+      maximum[0] = next0;
+      maximum[1] = next1;
+    }
+    __device__ __forceinline__ void add(int j, const float4& other, float weight0, float weight1) {
+      v[j].x = __fadd_rn(v[j].x, __fmul_rn(weight0, other.x));
+      v[j].y = __fadd_rn(v[j].y, __fmul_rn(weight0, other.y));
+      v[j].z = __fadd_rn(v[j].z, __fmul_rn(weight1, other.z));
+      v[j].w = __fadd_rn(v[j].w, __fmul_rn(weight1, other.w));
+    }
+  };
+
+  // The items of one CTA's share: units of one row group. All warps come here together. What runs once runs from a cold
+  // instruction cache: the code is kept short rather than unrolled.
   __device__ __forceinline__ void join_share(int share) const {
-    const int begin = kUnits * share / pieces, end = kUnits * (share + 1) / pieces;
-    const int items = (end - begin) * p.row_groups;  // a unit of one row group
-    const int helpers = items == 0 ? 1 : max(min(kJoinWarps / items, pieces), 1);
+    const int all = kUnits * p.row_groups;
+    const int begin = all * share / pieces, items = all * (share + 1) / pieces - begin;
+    const int most = min(kJoinWarps, pieces);
+    const int helpers = items > 4 || pieces == 2 ? 1 : items > 2 ? min(most, 2) : items == 2 ? min(most, 4) : most;
 #pragma unroll 1
     for (int first = 0; first < items; first += kJoinWarps) {
-      const int item = min(first + warp / helpers, items - 1);
+      const int item = begin + min(first + warp / helpers, items - 1);
       const bool active = first + warp < items * helpers;
-      join_item(begin + item / p.row_groups, item % p.row_groups, warp % helpers, helpers, active);
+      const int unit = item / p.row_groups;
+      join_item(unit, item - unit * p.row_groups, warp % helpers, helpers, active);
     }
   }
 
   __device__ __forceinline__ void join_item(int unit, int group, int helper, int helpers, bool active) const {
-    const int consumer = unit / 16, columns = unit % 16 * 2;
-    const int row = group * kRowGroup + lane / 4;
-    const i64 lse_row = row;
-    auto lse_of = [&](int i, int r) {
-      return load_global_l2_float(p.partial_lse + piece(i) * p.row_groups * kRowGroup + lse_row + 8 * r);
-    };
-    // The lanes of a quad look for the maximum in a quarter of the pieces each.
-    float maximum[2] = {-kInfinity, -kInfinity};
-#pragma unroll 4
-    for (int i = lane % 4; i < pieces; i += 4) {
-      maximum[0] = fmaxf(maximum[0], lse_of(i, 0));
-      maximum[1] = fmaxf(maximum[1], lse_of(i, 1));
-    }
-    float reference[2];
+    Sum sum;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      maximum[r] = fmaxf(maximum[r], __shfl_xor_sync(0xffffffffu, maximum[r], 1));
-      maximum[r] = fmaxf(maximum[r], __shfl_xor_sync(0xffffffffu, maximum[r], 2));
-      reference[r] = maximum[r] == -kInfinity ? 0.0f : maximum[r];
-    }
-    float4 sum[2] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
-    float weight_sum[2] = {0.0f, 0.0f};
+    for (int j = 0; j < kGroups; ++j) sum.v[j] = {0.0f, 0.0f, 0.0f, 0.0f};
+    sum.weight[0] = sum.weight[1] = 0.0f;
+    sum.maximum[0] = sum.maximum[1] = -kInfinity;
     const int count = (pieces + helpers - 1) / helpers;
     const int end = active ? min((helper + 1) * count, pieces) : 0;
-#pragma unroll 4
-    for (int i = helper * count; i < end; ++i) {
-      const float weight[2] = {exp2_approx(lse_of(i, 0) - reference[0]), exp2_approx(lse_of(i, 1) - reference[1])};
-      const float4* source = p.partial_out + piece_offset(p, piece(i), consumer, group, columns);
+    // The pieces lie two slots apart, the first perhaps in its second slot.
+    const i64 base = piece_index(p, tile, segment.first_part, 0);
+    const int lse_stride = p.row_groups * kRowGroup, stride = p.row_groups * 2 * 1024;
+    const float* const lse_base = p.partial_lse + base * lse_stride + group * kRowGroup + lane / 4;
+    const float4* const base_of =
+        p.partial_out + piece_offset(p, base, unit / (kUnits / 2), group, unit % (kUnits / 2) * kGroups);
+#pragma unroll 1
+    for (int first = helper * count; first < end; first += kAtOnce) {
+      float4 v[kAtOnce][kGroups];
+      float lse[kAtOnce][2];
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float4 v = load_global_l2_float4(source + 32 * j);
-        sum[j].x += weight[0] * v.x;
-        sum[j].y += weight[0] * v.y;
-        sum[j].z += weight[1] * v.z;
-        sum[j].w += weight[1] * v.w;
+      for (int k = 0; k < kAtOnce; ++k) {
+        lse[k][0] = lse[k][1] = -kInfinity;
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j) v[k][j] = {0.0f, 0.0f, 0.0f, 0.0f};
+        const int i = first + k;
+        if (i >= end) continue;
+        const int slot = i == 0 ? segment.first_slot : 2 * i;
+        const float* const lse_source = lse_base + static_cast<i64>(slot) * lse_stride;
+        const float4* const source = base_of + static_cast<i64>(slot) * stride;
+        lse[k][0] = load_global_float(lse_source);
+        lse[k][1] = load_global_float(lse_source + 8);
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j) v[k][j] = load_global_float4(source + 32 * j);
       }
-      weight_sum[0] += weight[0];
-      weight_sum[1] += weight[1];
+      float next[2] = {sum.maximum[0], sum.maximum[1]};
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) next[r] = fmaxf(next[r], lse[k][r]);
+      sum.raise(next[0], next[1]);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const float weight[2] = {weight_of(lse[k][0], next[0]), weight_of(lse[k][1], next[1])};
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j) sum.add(j, v[k][j], weight[0], weight[1]);
+        sum.weight[0] += weight[0];
+        sum.weight[1] += weight[1];
+      }
     }
-    if (helpers > 1) gather(sum, weight_sum, helper, helpers);
-    if (active && helper == 0) store(unit, group, sum, weight_sum, maximum);
+    if (helpers > 1) gather(sum, helper, helpers);
+    if (active && helper == 0) store(unit, group, sum);
   }
 
-  // Adds up what the helpers of an item have, in their order, in the first of them.
-  __device__ __forceinline__ void gather(float4 (&sum)[2], float (&weight_sum)[2], int helper, int helpers) const {
-    const u32 place = shared.probabilities + lane * 16;
-#pragma unroll
-    for (int j = 0; j < 2; ++j) store_shared_float4(place + (warp * 2 + j) * 512, sum[j]);
-    if (lane % 4 == 0) {
-      store_shared_float(shared.sum(0, 0) + (warp * 16 + lane / 4) * 4, weight_sum[0]);
-      store_shared_float(shared.sum(0, 0) + (warp * 16 + lane / 4 + 8) * 4, weight_sum[1]);
-    }
-    sync();
-    for (int i = warp + 1; helper == 0 && i < warp + helpers; ++i) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float4 v = load_shared_float4(place + (i * 2 + j) * 512);
-        sum[j].x += v.x;
-        sum[j].y += v.y;
-        sum[j].z += v.z;
-        sum[j].w += v.w;
-      }
-      weight_sum[0] += load_shared_float(shared.sum(0, 0) + (i * 16 + lane / 4) * 4);
-      weight_sum[1] += load_shared_float(shared.sum(0, 0) + (i * 16 + lane / 4 + 8) * 4);
-    }
-    sync();  // the next share writes there
+  // Where a warp leaves what it has for the first helper of its item: the tile of probabilities, and the sums.
+  __device__ __forceinline__ u32 place_of_sum(int of_warp, int j) const {
+    return shared.probabilities + ((of_warp * 2 + j) * 32 + lane) * 16;
+  }
+  __device__ __forceinline__ u32 place_of_weights(int of_warp) const {
+    return shared.sum(0, 0) + (of_warp * 8 + lane / 4) * 16;
   }
 
-  __device__ __forceinline__ void store(int unit, int group, const float4 (&sum)[2], const float (&weight_sum)[2],
-                                        const float (&maximum)[2]) const {
+  // Adds up what the helpers of an item have, in their order, in the first of them; half at a time, as there is room.
+  __device__ __forceinline__ void gather(Sum& sum, int helper, int helpers) const {
+    if (lane % 4 == 0)
+      store_shared_float4(place_of_weights(warp), {sum.weight[0], sum.weight[1], sum.maximum[0], sum.maximum[1]});
+#pragma unroll
+    for (int half = 0; half < kGroups; half += 2) {
+      store_shared_float4(place_of_sum(warp, 0), sum.v[half]);
+      store_shared_float4(place_of_sum(warp, 1), sum.v[half + 1]);
+      sync();
+      if (helper == 0) {
+        if (half == 0) {
+          float4 highest = load_shared_float4(place_of_weights(warp));
+#pragma unroll 1
+          for (int i = warp + 1; i < warp + helpers; ++i) {
+            const float4 other = load_shared_float4(place_of_weights(i));
+            highest.z = fmaxf(highest.z, other.z);
+            highest.w = fmaxf(highest.w, other.w);
+          }
+          sum.raise(highest.z, highest.w);
+        }
+#pragma unroll 1
+        for (int i = warp + 1; i < warp + helpers; ++i) {
+          const float4 other = load_shared_float4(place_of_weights(i));  // sums of weights, maxima
+          const float factor[2] = {weight_of(other.z, sum.maximum[0]), weight_of(other.w, sum.maximum[1])};
+          sum.add(half, load_shared_float4(place_of_sum(i, 0)), factor[0], factor[1]);
+          sum.add(half + 1, load_shared_float4(place_of_sum(i, 1)), factor[0], factor[1]);
+          if (half == 0) {
+            sum.weight[0] += factor[0] * other.x;
+            sum.weight[1] += factor[1] * other.y;
+          }
+        }
+      }
+      sync();  // the next half is written there
+    }
+  }
+
+  __device__ __forceinline__ void store(int unit, int group, const Sum& sum) const {
     const bool odd = lane % 2;
-#pragma unroll
+#pragma unroll 1
     for (int r = 0; r < 2; ++r) {
       const int row = group * kRowGroup + lane / 4 + 8 * r;
       const bool exists = row < tile.rows;
       const Row to(p, tile, row);
-      const float scale = weight_sum[r] == 0.0f ? 0.0f : 1.0f / weight_sum[r];
-      char* out = p.out + segment.request * p.out_stride_batch + to.token * p.out_stride_token +
-                  to.head * p.out_stride_head;
-      float values[4];
+      const float weight = r == 0 ? sum.weight[0] : sum.weight[1], highest = r == 0 ? sum.maximum[0] : sum.maximum[1];
+      const float scale = weight == 0.0f ? 0.0f : 1.0f / weight;
+      char* const out = p.out + segment.request * p.out_stride_batch + to.token * p.out_stride_token +
+                        to.head * p.out_stride_head;
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        values[2 * j] = (r == 0 ? sum[j].x : sum[j].z) * scale;
-        values[2 * j + 1] = (r == 0 ? sum[j].y : sum[j].w) * scale;
-      }
-      if (p.out_is_float) {
-        float* destination = reinterpret_cast<float*>(out) + unit * 16 + lane % 4 * 2;
-        if (exists) {
-          store_global_float2(destination, values[0], values[1]);
-          store_global_float2(destination + 8, values[2], values[3]);
+      for (int j = 0; j < kGroups; j += 2) {
+        const int column = unit * 8 * kGroups + 8 * j;
+        const float a = (r == 0 ? sum.v[j].x : sum.v[j].z) * scale, b = (r == 0 ? sum.v[j].y : sum.v[j].w) * scale;
+        const float c = (r == 0 ? sum.v[j + 1].x : sum.v[j + 1].z) * scale;
+        const float d = (r == 0 ? sum.v[j + 1].y : sum.v[j + 1].w) * scale;
+        if (p.out_is_float) {
+          float* const destination = reinterpret_cast<float*>(out) + column + lane % 4 * 2;
+          if (exists) {
+            store_global_float2(destination, a, b);
+            store_global_float2(destination + 8, c, d);
+          }
+        } else {
+          const u32 first = pack_pair<T>(a, b), second = pack_pair<T>(c, d);
+          const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+          char* const destination = out + (column + (odd ? 8 + (lane % 4 - 1) * 2 : (lane % 4) * 2)) * 2;
+          if (exists) store_global_8(destination, odd ? received : first, odd ? second : received);
         }
-      } else {
-        const u32 first = pack_pair<T>(values[0], values[1]), second = pack_pair<T>(values[2], values[3]);
-        const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
-        char* destination = out + (unit * 16 + (odd ? 8 + (lane % 4 - 1) * 2 : (lane % 4) * 2)) * 2;
-        if (exists) store_global_8(destination, odd ? received : first, odd ? second : received);
       }
       if (exists && unit == 0 && lane % 4 == 0)
-        store_lse(p, segment.request, to, weight_sum[r] == 0.0f ? -kInfinity : maximum[r] + log2_approx(weight_sum[r]));
+        store_lse(p, segment.request, to, weight == 0.0f ? -kInfinity : highest + log2_approx(weight));
     }
   }
 };

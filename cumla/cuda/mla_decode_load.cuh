@@ -79,13 +79,15 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
   }
 }
 
-// Has L2 fetch the lengths and the block table while the first loads are still waiting for the part: each CTA a few
-// lines of them, as far as a few instructions go.
-__device__ __forceinline__ void prefetch_table(const MlaDecodeParams& p, int thread, int threads) {
+// Has L2 fetch what the first loads will depend on, one after the other: the part, the lengths, and of the block table
+// each CTA a few lines, as far as a few instructions go.
+__device__ __forceinline__ void prefetch_plan(const MlaDecodeParams& p, int thread, int threads) {
   constexpr int kLine = 32;  // entries of 128 bytes
+  if (thread == 0) prefetch_l2(p.parts_in + blockIdx.y);
   const int ctas = gridDim.x * gridDim.y * gridDim.z;
   const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
   const int lines = (p.max_blocks + kLine - 1) / kLine;
+#pragma unroll 1
   for (int i = cta * threads + thread, k = 0; i < static_cast<i64>(p.batch) * lines && k < 4; i += ctas * threads, ++k)
     prefetch_l2(p.block_table + (i / lines) * p.block_table_stride + (i % lines) * kLine);
   if (thread * kLine < p.batch) prefetch_l2(p.seqlens + thread * kLine);

@@ -28,10 +28,11 @@ struct alignas(16) Part {
   int unused[3];
 };
 
-// Where the CTAs of one row tile that share a request meet. Counted up by each of them; whoever finds that it is the
-// last resets it and moves `ready`. `left`: the part's own CTA does not wait, others do its share of the joining.
+// Where the CTAs of one row tile that share a request meet, at the ticket of their first part. The CTA of the first part
+// adds 2^31 - (pieces - 1), every other one adds 1: when all are there the lower 31 bits are 0 again and the highest has
+// changed. `left`: the CTA of this part does not wait for the joining of its piece in a slot, others do its share.
 struct Ticket {
-  u32 arrived, ready, left, unused;
+  u32 arrived, left[2], unused;
 };
 
 // A part as the schedule makes them. A plan that was never updated holds anything, and nothing of it may lead out of

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Who works on which KV blocks: one CTA, parallel over the batch. See mla_plan.cuh for the terms.
 //
-// A request costs its number of blocks + fixed_cost. Two ways to deal the requests out are priced:
+// A request costs its number of blocks + fixed_cost. Three ways to deal the requests out are priced:
 //   whole: ceil(batch / parts) consecutive requests to a part, no request cut;
+//   apart: each request alone, in equal pieces of one part each (with at least two parts a request);
 //   split: equal shares of the summed cost, cut wherever a share ends.
-// The cheaper one is taken; cumla/launch/mla_schedule.py holds the same arithmetic in NumPy, as its oracle.
+// The first that costs no more than split and what cutting costs is taken; cumla/launch/mla_schedule.py holds the same
+// arithmetic in NumPy, as its oracle.
 #include "mla_plan.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
@@ -26,7 +28,7 @@ struct MlaScheduleParams {
   int parts;
   int num_tickets;
   int fixed_cost;  // of a request or a piece of one, in blocks
-  int cut_cost;    // of cutting, in blocks: second prologue and the merge
+  int cut_cost;    // of cutting, in blocks: a second prologue, and pieces to join
   int min_blocks;  // no piece is smaller
   int min_share;   // of cost: what a part is at least given
   int max_tokens;  // of a request: the summed cost fits an int
@@ -66,10 +68,6 @@ struct PartBound {
   int request, block, tokens;
 };
 
-__device__ __forceinline__ bool before(const PartBound& bound, int request, int block) {
-  return bound.request < request || (bound.request == request && bound.block < block);
-}
-
 // The block at which a cut that falls `offset` cost units into a request really goes, in proportion and rounded: not
 // closer than min_blocks to its ends, but before or behind it.
 __device__ __forceinline__ int place_cut(const MlaScheduleParams& p, int blocks, int offset) {
@@ -81,17 +79,45 @@ __device__ __forceinline__ int place_cut(const MlaScheduleParams& p, int blocks,
   return blocks - block < p.min_blocks ? blocks : block;
 }
 
-// The first bound that is not before this place.
-__device__ __forceinline__ int first_bound(const PartBound* bounds, int parts, int request, int block) {
-  int low = 0, high = parts;  // the last bound is behind every request
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if (before(bounds[middle], request, block))
-      low = middle + 1;
-    else
-      high = middle;
+// Bounds first ... last that cut the same request.
+struct Run {
+  int first, last;
+};
+
+// The run of this thread's bound, which cuts `request`, or is -1 and in no run. Runs within a warp come from a match;
+// those that touch its edges go on in the neighbouring warps.
+__device__ __forceinline__ Run find_run(int request, Run (&edges)[kScheduleWarps][2], int (&edge_requests)[kScheduleWarps][2]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, base = warp * 32;
+  const u32 same = __match_any_sync(0xffffffffu, request);
+  Run run = {base + __ffs(same) - 1, base + 31 - __clz(same)};
+  if (lane % 31 == 0) {
+    edges[warp][lane / 31] = run;
+    edge_requests[warp][lane / 31] = request;
   }
-  return low;
+  __syncthreads();
+  if (request < 0) return run;
+  for (int w = warp; run.first == w * 32 && w > 0 && edge_requests[w - 1][1] == request; --w)
+    run.first = edges[w - 1][1].first;
+  for (int w = warp; run.last == w * 32 + 31 && w < kScheduleWarps - 1 && edge_requests[w + 1][0] == request; ++w)
+    run.last = edges[w + 1][0].last;
+  return run;
+}
+
+// The size of pieces, in blocks, with which each request can have parts of its own; 0 if none of those that are tried
+// will do. Each warp tries one.
+__device__ __forceinline__ int find_piece(const MlaScheduleParams& p, const int* tokens, int total_blocks, int* feasible) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int least = max((total_blocks + p.parts - 1) / p.parts, p.min_share);
+  const int step = max(least / 16, 1);
+  const u32 size = least + warp * step;
+  int pieces = 0;
+  for (int request = lane; request < p.batch; request += 32)
+    pieces += max((blocks_of(tokens[request]) + size - 1) / size, 1u);
+  pieces = __reduce_add_sync(0xffffffffu, pieces);
+  if (lane == 0) feasible[warp] = pieces <= p.parts;
+  __syncthreads();
+  const u32 good = __ballot_sync(0xffffffffu, feasible[lane] != 0);
+  return good == 0 ? 0 : least + (__ffs(good) - 1) * step;
 }
 
 __device__ void mla_schedule(const MlaScheduleParams& p) {
@@ -100,6 +126,9 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
   __shared__ int thread_starts[kScheduleThreads];
   __shared__ int thread_tokens[kScheduleThreads];  // of a thread's first request
   __shared__ PartBound bounds[kMaxParts + 1];
+  __shared__ Run runs[kMaxParts + 1];
+  __shared__ Run edges[kScheduleWarps][2];
+  __shared__ int edge_requests[kScheduleWarps][2];
 
   const int thread = threadIdx.x;
   const int per_thread = (p.batch + kScheduleThreads - 1) / kScheduleThreads;
@@ -117,7 +146,7 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
     if (request == begin) first_tokens = length;
     cost += blocks_of(length) + p.fixed_cost;
   }
-  for (int i = thread; i < p.num_tickets; i += kScheduleThreads) p.tickets[i] = {0, 0, 0, 0};
+  for (int i = thread; i < p.num_tickets; i += kScheduleThreads) p.tickets[i] = {};
   int total;
   const int start = block_exclusive_sum(cost, warp_values[0], total);
   thread_starts[thread] = start;
@@ -138,14 +167,36 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
 
   const int share = max((total + p.parts - 1) / p.parts, p.min_share);
   const bool whole = whole_price <= share + p.cut_cost;
+  int piece = 0;
+  if (!whole && 2 * p.batch <= p.parts) {
+    piece = find_piece(p, thread_tokens, total - p.batch * p.fixed_cost, warp_values[0]);
+    if (piece + p.fixed_cost > share + p.cut_cost) piece = 0;
+  }
 
+  auto tokens_of = [&](int request) { return per_thread == 1 ? thread_tokens[request] : p.seqlens[request]; };
   // Thread i places bound i, where part i begins. Cut i falls on cost i * share: first the thread whose requests it
   // hits, then the request.
   PartBound bound = {p.batch, 0, 0};
   const i64 target = static_cast<i64>(thread) * share;
   if (whole) {
-    bound.request = min(thread * group, p.batch);
-    if (thread < p.parts && bound.request < p.batch) bound.tokens = p.seqlens[bound.request];
+    bound.request = thread < p.parts ? min(thread * group, p.batch) : p.batch;
+    if (bound.request < p.batch) bound.tokens = tokens_of(bound.request);
+  } else if (piece > 0) {
+    const int blocks = blocks_of(first_tokens);
+    const int pieces = thread < p.batch ? max((blocks + piece - 1) / piece, 1) : 0;
+    int all;
+    __syncthreads();  // warp_values[1] is still being read
+    thread_starts[thread] = block_exclusive_sum(pieces, warp_values[1], all);
+    __syncthreads();
+    if (thread < min(all, p.parts)) {
+      int request = 0;
+#pragma unroll
+      for (int step = kScheduleThreads / 2; step > 0; step /= 2)
+        if (request + step < p.batch && thread_starts[request + step] <= thread) request += step;
+      const int end = request + 1 < p.batch ? thread_starts[request + 1] : all;
+      const i64 count = end - thread_starts[request], index = thread - thread_starts[request];
+      bound = {request, static_cast<int>(index * blocks_of(thread_tokens[request]) / count), thread_tokens[request]};
+    }
   } else if (thread < p.parts && target < total) {
     int owner = 0;
 #pragma unroll
@@ -156,28 +207,35 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
     bound.tokens = thread_tokens[owner];
     while (before + blocks_of(bound.tokens) + p.fixed_cost <= target) {
       before += blocks_of(bound.tokens) + p.fixed_cost;
-      bound.tokens = p.seqlens[++bound.request];
+      bound.tokens = tokens_of(++bound.request);
     }
     const int blocks = blocks_of(bound.tokens);
     bound.block = place_cut(p, blocks, static_cast<int>(target) - before);
     if (bound.block == blocks && blocks > 0) {
       ++bound.request;
       bound.block = 0;
-      bound.tokens = bound.request < p.batch ? p.seqlens[bound.request] : 0;
+      bound.tokens = bound.request < p.batch ? tokens_of(bound.request) : 0;
     }
   }
-  if (thread <= p.parts) bounds[thread] = bound;
+  const Run run = find_run(thread < p.parts && bound.block > 0 ? bound.request : -1, edges, edge_requests);
+  if (thread <= p.parts) {
+    bounds[thread] = bound;
+    runs[thread] = run;
+  }
   __syncthreads();
   if (thread >= p.parts) return;
 
+  // Bounds that lie inside a request cut it: its first piece ends at the first of them, its last begins at the last.
   const PartBound next = bounds[thread + 1];
   Part part = {bound.request, bound.block, bound.tokens, next.request, next.block, thread, thread, 0, thread, {}};
-  if (!whole) {
-    // Bounds that lie inside a request cut it: its first piece ends at the first of them, its last begins at the last.
-    if (bound.block > 0) part.first_part = first_bound(bounds, p.parts, bound.request, 1) - 1;
-    if (bound.block > 0 && bounds[part.first_part].request != bound.request) part.first_slot = 1;
-    part.last_part = max(first_bound(bounds, p.parts, bound.request + 1, 0) - 1, thread);
-    part.tail_last_part = max(first_bound(bounds, p.parts, next.request + 1, 0) - 1, thread);
+  if (bound.block > 0) {
+    part.first_part = run.first - 1;
+    part.last_part = run.last;
+    part.first_slot = bounds[run.first - 1].request == bound.request ? 0 : 1;
+  }
+  if (next.block > 0) {
+    part.tail_last_part = runs[thread + 1].last;
+    if (next.request == bound.request) part.last_part = part.tail_last_part;
   }
   p.parts_out[thread] = part;
 }

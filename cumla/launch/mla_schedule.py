@@ -136,8 +136,8 @@ def schedule(cache_seqlens: np.ndarray, parts: int) -> Schedule:
     Returns
     -------
     Schedule
-        Whole requests where that is no dearer, else equal shares of the summed cost with requests
-        cut where a share ends.
+        Whole requests where that is no dearer, else each request in equal pieces of its own parts,
+        else equal shares of the summed cost with requests cut where a share ends.
     """
     lengths = np.clip(np.asarray(cache_seqlens, np.int64), 0, max_tokens(len(cache_seqlens)))
     batch = len(lengths)
@@ -157,9 +157,18 @@ def schedule(cache_seqlens: np.ndarray, parts: int) -> Schedule:
         return Schedule(bounds, no_splits)
 
     bounds[1:, 0] = batch
-    for cut in range(1, min(parts, -(-total // share))):
-        request = int(np.searchsorted(ends, cut * share, side="right"))
-        bounds[cut] = _place_cut(request, int(blocks[request]), cut * share - int(starts[request]))
+    piece = _find_piece(blocks, parts) if 2 * batch <= parts else 0
+    if 0 < piece <= share + CUT_COST - FIXED_COST:
+        pieces = np.maximum(-(-blocks // piece), 1)
+        requests = np.repeat(np.arange(batch), pieces)
+        index = np.arange(len(requests)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        bounds[: len(requests), 0] = requests
+        bounds[: len(requests), 1] = index * blocks[requests] // pieces[requests]
+    else:
+        for cut in range(1, min(parts, -(-total // share))):
+            request = int(np.searchsorted(ends, cut * share, side="right"))
+            offset = cut * share - int(starts[request])
+            bounds[cut] = _place_cut(request, int(blocks[request]), offset)
 
     inside = np.flatnonzero(bounds[:, 1] > 0)
     requests, first = np.unique(bounds[inside, 0], return_index=True)
@@ -168,6 +177,15 @@ def schedule(cache_seqlens: np.ndarray, parts: int) -> Schedule:
     last = np.append(first[1:], len(inside)) - 1
     splits = np.stack([requests, inside[first] - 1, inside[last]], axis=1)
     return Schedule(bounds, splits.astype(np.int32))
+
+
+def _find_piece(blocks: np.ndarray, parts: int) -> int:
+    """Find a size of pieces with which each request can have parts of its own, or 0."""
+    least = max(-(-int(blocks.sum()) // parts), MIN_SHARE)
+    for size in range(least, least + 32 * max(least // 16, 1), max(least // 16, 1)):
+        if int(np.maximum(-(-blocks // size), 1).sum()) <= parts:
+            return size
+    return 0
 
 
 def _place_cut(request: int, blocks: int, offset: int) -> tuple[int, int]:

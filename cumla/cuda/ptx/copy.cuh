@@ -117,10 +117,9 @@ __device__ __forceinline__ void store_global_float4(void* destination, float a, 
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: ld
-// From L2: what another SM wrote during this kernel.
-__device__ __forceinline__ float4 load_global_l2_float4(const float4* source) {
+__device__ __forceinline__ float4 load_global_float4(const float4* source) {
   float4 v;
-  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                : "l"(source)
                : "memory");
@@ -128,9 +127,9 @@ __device__ __forceinline__ float4 load_global_l2_float4(const float4* source) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: ld
-__device__ __forceinline__ float load_global_l2_float(const float* source) {
+__device__ __forceinline__ float load_global_float(const float* source) {
   float value;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(source) : "memory");
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(source) : "memory");
   return value;
 }
 
