@@ -290,15 +290,11 @@ struct Consumer {
     }
     consumers_sync();  // the next segment writes there
     if (segment.split()) {
-      const Joiner<T> joiner(p, shared, tile, segment);
-      if (!joiner.other_is_there()) {
-        write_piece(segment, inverse, lse);
-        joiner.join(more);
-        return;
-      }
-      take_in_other(segment, inverse, lse);
+      write_piece(segment, inverse, lse);
+      Joiner<T>(p, shared, tile, segment).join(more);
+    } else {
+      write_result(segment, inverse, lse);
     }
-    write_result(segment, inverse, lse);
   }
 
   __device__ __forceinline__ static void consumers_sync() { named_barrier_sync<kConsumerBarrier, 2 * kWarpgroup>(); }
@@ -316,41 +312,6 @@ struct Consumer {
     for (int j = 0; j < 32; ++j)
       store_global_float4(destination + 32 * j, output[4 * j] * inverse[0], output[4 * j + 1] * inverse[0],
                           output[4 * j + 2] * inverse[1], output[4 * j + 3] * inverse[1]);
-  }
-
-  // Joins the other one of two pieces to what is in the registers, with the bits that Joiner::join_item would give: both
-  // round each product, and a sum of two does not depend on their order.
-  __device__ __forceinline__ void take_in_other(const Segment& segment, float (&inverse)[2], float (&lse)[2]) {
-    if (warp >= p.row_groups) return;
-    const bool first = segment.first_part == blockIdx.y;
-    const i64 piece = piece_index(p, tile, first ? segment.last_part : segment.first_part, first ? 0 : segment.first_slot);
-    const float* const lse_source = p.partial_lse + piece * p.row_groups * kRowGroup + row;
-    float own_weight[2], other_weight[2], scale[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float other = load_global_float(lse_source + 8 * r);
-      const float highest = fmaxf(lse[r], other);
-      own_weight[r] = weight_of(lse[r], highest);
-      other_weight[r] = weight_of(other, highest);
-      const float sum = own_weight[r] + other_weight[r];
-      scale[r] = sum == 0.0f ? 0.0f : 1.0f / sum;
-      lse[r] = sum == 0.0f ? -kInfinity : highest + log2_approx(sum);
-    }
-    const float4* const source = p.partial_out + piece_offset(p, piece, consumer, warp, 0);
-#pragma unroll
-    for (int j = 0; j < 32; ++j) {
-      if (j % 8 == 0) __syncwarp();  // or more is loaded at once than the registers hold
-      const float4 other = load_global_float4(source + 32 * j);
-      const float others[4] = {other.x, other.y, other.z, other.w};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int r = e >> 1;
-        const float own = __fmul_rn(__fmul_rn(output[4 * j + e], inverse[r]), own_weight[r]);
-        output[4 * j + e] = __fadd_rn(__fadd_rn(own, 0.0f), __fmul_rn(others[e], other_weight[r]));
-      }
-    }
-    inverse[0] = scale[0];
-    inverse[1] = scale[1];
   }
 
   __device__ __forceinline__ void write_result(const Segment& segment, const float (&inverse)[2],

@@ -18,7 +18,7 @@ namespace cumla {
 
 constexpr int kGroups = 4;  // of eight columns in a unit
 constexpr int kUnits = kValueDim / (8 * kGroups);
-constexpr int kAtOnce = 5;  // pieces that a warp loads together
+constexpr int kAtOnce = 4;  // pieces that a warp loads together
 constexpr int kJoinWarps = 2 * kWarpgroup / 32;
 constexpr long long kPatience = 40000;  // clocks, about 20 us: requests are dealt out evenly
 
@@ -52,28 +52,6 @@ struct Joiner {
         lane(threadIdx.x % 32) {}
 
   __device__ __forceinline__ static void sync() { named_barrier_sync<kConsumerBarrier, 2 * kWarpgroup>(); }
-
-  // Whether the other one of two pieces is stored, and nobody waits for this one: then it need not be stored at all. Called
-  // by all threads of both consumers, who all get the same answer; with it this CTA has been counted in.
-  __device__ __forceinline__ bool other_is_there() const {
-    if (pieces != 2) return false;
-    if (threadIdx.x == kWarpgroup) {
-      Ticket* const tickets = p.tickets + static_cast<i64>(tile.index) * p.parts + segment.first_part;
-      const int other = segment.first_part == blockIdx.y;
-      const u32 step = arrival_step();
-      u32* const left = &tickets[other].left[slot_of(other)];
-      const bool there = ((load_acquire(&tickets->arrived) + step) & (kAll - 1)) == 0 && load_relaxed(left) != 0;
-      if (there) {
-        store_relaxed(left, 0);
-        atomic_add_acq_rel(&tickets->arrived, step);
-      }
-      store_shared_u32(shared.pacer(0), there);
-    }
-    sync();
-    const bool there = load_shared_u32(shared.pacer(0)) != 0;
-    sync();
-    return there;
-  }
 
   // Called by all threads of both consumers, their piece stored. `more`: the CTA has another request to do.
   __device__ __forceinline__ void join(bool more) const {
@@ -116,15 +94,11 @@ struct Joiner {
     return load_shared_u32(shared.pacer(1));
   }
 
-  __device__ __forceinline__ u32 arrival_step() const {
-    return segment.first_part == blockIdx.y ? kAll - (pieces - 1) : 1;
-  }
-
   // By one thread.
   __device__ __forceinline__ Role arrive(u32* arrived, u32* left, bool more) const {
     const bool waits = !more && p.may_wait;
     if (!waits) store_relaxed(left, 1);
-    const u32 step = arrival_step();
+    const u32 step = segment.first_part == blockIdx.y ? kAll - (pieces - 1) : 1;
     const u32 before = atomic_add_acq_rel(arrived, step);
     auto all_arrived = [&](u32 now) { return ((now ^ before) & kAll) != 0; };
     if (all_arrived(before + step)) {
@@ -161,10 +135,10 @@ struct Joiner {
       maximum[1] = next1;
     }
     __device__ __forceinline__ void add(int j, const float4& other, float weight0, float weight1) {
-      v[j].x = __fadd_rn(v[j].x, __fmul_rn(weight0, other.x));
-      v[j].y = __fadd_rn(v[j].y, __fmul_rn(weight0, other.y));
-      v[j].z = __fadd_rn(v[j].z, __fmul_rn(weight1, other.z));
-      v[j].w = __fadd_rn(v[j].w, __fmul_rn(weight1, other.w));
+      v[j].x += weight0 * other.x;
+      v[j].y += weight0 * other.y;
+      v[j].z += weight1 * other.z;
+      v[j].w += weight1 * other.w;
     }
   };
 
@@ -174,7 +148,7 @@ struct Joiner {
     const int all = kUnits * p.row_groups;
     const int begin = all * share / pieces, items = all * (share + 1) / pieces - begin;
     const int most = min(kJoinWarps, pieces);
-    const int helpers = items > 4 || pieces == 2 ? 1 : items > 2 ? min(most, 2) : items == 2 ? min(most, 4) : most;
+    const int helpers = items > 4 ? 1 : items > 2 ? min(most, 2) : items == 2 ? min(most, 4) : most;
 #pragma unroll 1
     for (int first = 0; first < items; first += kJoinWarps) {
       const int item = begin + min(first + warp / helpers, items - 1);
@@ -204,24 +178,23 @@ struct Joiner {
       float lse[kAtOnce][2];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        lse[k][0] = lse[k][1] = -kInfinity;
-#pragma unroll
-        for (int j = 0; j < kGroups; ++j) v[k][j] = {0.0f, 0.0f, 0.0f, 0.0f};
-        const int i = first + k;
-        if (i >= end) continue;
+        const int i = min(first + k, end - 1);
         const int slot = i == 0 ? segment.first_slot : 2 * i;
         const float* const lse_source = lse_base + static_cast<i64>(slot) * lse_stride;
         const float4* const source = base_of + static_cast<i64>(slot) * stride;
-        lse[k][0] = load_global_float(lse_source);
-        lse[k][1] = load_global_float(lse_source + 8);
+        lse[k][0] = load_l2_float(lse_source);
+        lse[k][1] = load_l2_float(lse_source + 8);
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j) v[k][j] = load_global_float4(source + 32 * j);
+        for (int j = 0; j < kGroups; ++j) v[k][j] = load_l2_float4(source + 32 * j);
       }
       float next[2] = {sum.maximum[0], sum.maximum[1]};
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k)
 #pragma unroll
-        for (int r = 0; r < 2; ++r) next[r] = fmaxf(next[r], lse[k][r]);
+        for (int r = 0; r < 2; ++r) {
+          if (first + k >= end) lse[k][r] = -kInfinity;
+          next[r] = fmaxf(next[r], lse[k][r]);
+        }
       sum.raise(next[0], next[1]);
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {

@@ -34,7 +34,7 @@ __all__ = [
 FIXED_COST = 2  # of a request, or of a piece of one, in KV blocks: loads before, stores behind
 CUT_COST = 16  # of cutting at all, in KV blocks: partial results and their merge
 MIN_BLOCKS = 1  # no piece is smaller
-MIN_SHARE = 4  # of cost: what a part is at least given
+MIN_SHARE = 2  # of cost: what a part is at least given
 
 SPECS = (
     KernelSpec(
