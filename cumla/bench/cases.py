@@ -3,17 +3,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
+from itertools import product
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
 
-__all__ = ["DENSE", "PAGE_SIZE", "Case", "Ceilings", "select"]
+__all__ = [
+    "DENSE",
+    "LOG_NORMAL_SIGMA",
+    "PAGE_SIZE",
+    "PEER_CASES",
+    "RAGGED",
+    "RAGGED_SEEDS",
+    "Case",
+    "Ceilings",
+    "grid",
+    "seed_of",
+    "select",
+    "vary",
+]
 
 PAGE_SIZE = 64
-_ITEM = 2  # bytes of a bfloat16
+LOG_NORMAL_SIGMA = 0.8
+"""Standard deviation of the logarithm of ragged lengths."""
+_ITEM = 2  # bytes of a bfloat16 or float16
+_LOG_NORMAL = "lognormal:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,40 +80,89 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A dense decode call: every request has the same length, one kv head, causal.
+    """A dense decode call, causal.
 
     Attributes
     ----------
     batch, q_len, heads : int
         As in ``q`` (batch, q_len, heads, 576).
     kv_len : int
-        Tokens of each request, a multiple of the page size.
+        Tokens of each request; of ragged ones the mean.
+    kv_heads : int
+        Divides heads.
+    dtype : str
+        ``"bfloat16"`` or ``"float16"``.
+    seed : int or None
+        None: every request has kv_len tokens. Else their lengths are log-normal numbers drawn with
+        this seed, scaled so that the batch has as many tokens as with equal lengths.
     """
 
     batch: int
     q_len: int
     heads: int
     kv_len: int
+    kv_heads: int = 1
+    dtype: str = "bfloat16"
+    seed: int | None = None
 
     @property
     def name(self) -> str:
-        """For example ``b128-s1-h16-kv4096``."""
-        return f"b{self.batch}-s{self.q_len}-h{self.heads}-kv{self.kv_len}"
+        """For example ``b128-s1-h16-kv4096``, or ``...-kvheads2-float16-lognormal3``."""
+        return (
+            f"b{self.batch}-s{self.q_len}-h{self.heads}-kv{self.kv_len}"
+            + (f"-kvheads{self.kv_heads}" if self.kv_heads > 1 else "")
+            + (f"-{self.dtype}" if self.dtype != "bfloat16" else "")
+            + (f"-lognormal{self.seed}" if self.seed is not None else "")
+        )
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Case:
+        """Read what `to_json` wrote; files of version 0.1 know the first four keys alone."""
+        return cls(
+            batch=row["batch"],
+            q_len=row["q_len"],
+            heads=row["heads"],
+            kv_len=row["kv_len"],
+            kv_heads=row.get("kv_heads", 1),
+            dtype=row.get("dtype", "bfloat16"),
+            seed=seed_of(row.get("lengths", "equal")),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Name the case as a row of the results file does."""
+        return {
+            "op": "dense_decode",
+            "batch": self.batch,
+            "q_len": self.q_len,
+            "heads": self.heads,
+            "kv_len": self.kv_len,
+            "page": PAGE_SIZE,
+            "kv_heads": self.kv_heads,
+            "dtype": self.dtype,
+            "lengths": "equal" if self.seed is None else f"{_LOG_NORMAL}{self.seed}",
+        }
 
     @property
-    def pages_of_request(self) -> int:
-        """Cache pages of one request."""
-        return self.kv_len // PAGE_SIZE
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each request, (batch,)."""
+        if self.seed is None:
+            return np.full(self.batch, self.kv_len, np.int32)
+        return _log_normal_lengths(self.batch, self.kv_len, self.seed)
+
+    @property
+    def pages_of_requests(self) -> NDArray[np.int32]:
+        """Cache pages of each request, (batch,)."""
+        return -(-self.lengths // PAGE_SIZE)
 
     @property
     def pages(self) -> int:
         """Cache pages of all requests."""
-        return self.batch * self.pages_of_request
+        return int(self.pages_of_requests.sum())
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of the cached rows."""
-        return self.batch * self.kv_len * HEAD_DIM * _ITEM
+        return self.batch * self.kv_len * self.kv_heads * HEAD_DIM * _ITEM
 
     @property
     def nbytes(self) -> int:
@@ -103,14 +173,59 @@ class Case:
     @property
     def flops(self) -> int:
         """Operations on visible pairs of query and token; masked pairs do not count."""
-        visible = sum(self.kv_len - (self.q_len - 1 - i) for i in range(self.q_len))
-        return 2 * self.batch * self.heads * visible * (HEAD_DIM + VALUE_DIM)
+        hidden = np.arange(self.q_len)[:, None]  # tokens behind a query, from the last one on
+        visible = int(np.maximum(self.lengths.astype(np.int64) - hidden, 0).sum())
+        return 2 * self.heads * visible * (HEAD_DIM + VALUE_DIM)
+
+    def memory_us(self, ceilings: Ceilings) -> float:
+        """Time that the bytes need at the read ceiling, in microseconds."""
+        return self.nbytes / (ceilings.read_gbps * 1e3)
+
+    def arithmetic_us(self, ceilings: Ceilings) -> float:
+        """Time that the operations need at the ceiling of the matrix product, in microseconds."""
+        return self.flops / (ceilings.matmul_tflops * 1e6)
 
     def floor_us(self, ceilings: Ceilings) -> float:
         """Time below which no kernel gets while the ceilings hold, in microseconds."""
-        memory = self.nbytes / (ceilings.read_gbps * 1e3)
-        arithmetic = self.flops / (ceilings.matmul_tflops * 1e6)
-        return max(memory, arithmetic)
+        return max(self.memory_us(ceilings), self.arithmetic_us(ceilings))
+
+
+@lru_cache(maxsize=64)
+def _log_normal_lengths(batch: int, mean: int, seed: int) -> NDArray[np.int32]:
+    """Draw lengths of at least 1 token whose sum is exactly ``batch * mean``."""
+    drawn = np.random.default_rng(seed).lognormal(sigma=LOG_NORMAL_SIGMA, size=batch)
+    spare = batch * (mean - 1)  # tokens beside the one that each request has
+    ends = np.rint(np.cumsum(drawn) * (spare / drawn.sum())).astype(np.int64)
+    ends[-1] = spare
+    lengths: NDArray[np.int32] = (1 + np.diff(ends, prepend=0)).astype(np.int32)
+    lengths.setflags(write=False)
+    return lengths
+
+
+def seed_of(lengths: str) -> int | None:
+    """Read how a command or a file names lengths.
+
+    Parameters
+    ----------
+    lengths : str
+        ``"equal"`` or ``"lognormal:SEED"``.
+
+    Returns
+    -------
+    int or None
+        The seed; None for equal lengths.
+
+    Raises
+    ------
+    ValueError
+        It is neither.
+    """
+    if lengths == "equal":
+        return None
+    seed = lengths.removeprefix(_LOG_NORMAL)
+    if seed == lengths or not seed.isdecimal():
+        raise ValueError(f"lengths: needs 'equal' or '{_LOG_NORMAL}SEED', got {lengths!r}")
+    return int(seed)
 
 
 DENSE: tuple[Case, ...] = tuple(
@@ -133,6 +248,75 @@ DENSE: tuple[Case, ...] = tuple(
     )
     for kv_len in lengths
 )
+
+PEER_CASES: tuple[Case, ...] = (
+    Case(128, 1, 128, 4096),
+    Case(128, 1, 16, 4096),
+    Case(128, 2, 128, 1024),
+    Case(16, 1, 128, 8192),
+    Case(1, 1, 16, 8192),
+    Case(1, 1, 128, 131072),
+)
+"""Rows of the table on which other libraries run if nobody says where."""
+
+RAGGED: tuple[Case, ...] = tuple(
+    Case(128, 1, heads, mean) for heads in (16, 128) for mean in (1024, 4096, 8192)
+)
+"""Rows of the table whose time with ragged lengths is held against that with equal ones."""
+RAGGED_SEEDS = range(5)
+
+
+def grid(
+    batches: Iterable[int], q_lens: Iterable[int], heads: Iterable[int], kv_lens: Iterable[int]
+) -> tuple[Case, ...]:
+    """Combine shapes.
+
+    Parameters
+    ----------
+    batches, q_lens, heads, kv_lens : iterable of int
+        As `Case` has them.
+
+    Returns
+    -------
+    tuple of Case
+        Every combination, the last of them changing fastest.
+    """
+    return tuple(Case(*shape) for shape in product(batches, q_lens, heads, kv_lens))
+
+
+def vary(
+    cases: Iterable[Case],
+    kv_heads: Iterable[int],
+    dtypes: Iterable[str],
+    seeds: Iterable[int | None],
+) -> tuple[Case, ...]:
+    """Make each case with each number of kv heads, dtype and kind of lengths.
+
+    Parameters
+    ----------
+    cases : iterable of Case
+        Shapes.
+    kv_heads, dtypes, seeds : iterable
+        As `Case` has them.
+
+    Returns
+    -------
+    tuple of Case
+        All cases of one dtype are neighbours: the cache is filled once a dtype.
+
+    Raises
+    ------
+    ValueError
+        A number of kv heads does not divide the heads of a case.
+    """
+    made = tuple(
+        replace(case, kv_heads=of, dtype=dtype, seed=seed)
+        for dtype, of, seed, case in product(dtypes, kv_heads, seeds, cases)
+    )
+    for case in made:
+        if case.heads % case.kv_heads:
+            raise ValueError(f"kv heads: {case.kv_heads} does not divide {case.heads} heads")
+    return made
 
 
 def select(patterns: Sequence[str]) -> tuple[Case, ...]:

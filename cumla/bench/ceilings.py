@@ -11,17 +11,20 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from cumla.bench.cases import PAGE_SIZE, Case, Ceilings
-from cumla.bench.gpu import Gpu, bench_spec
-from cumla.bench.timing import Timing, time_cold
+from cumla.bench.cases import PAGE_SIZE, Ceilings
+from cumla.bench.gpu import DTYPES, Gpu, bench_spec
+from cumla.bench.timing import time_cold
 from cumla.launch.mla_plan import HEAD_DIM
 from cumla.launch.tensor_map import paged_kv_map
 
-__all__ = ["EMPTY", "FILL_NORMAL", "STREAM_KV", "fill_normal", "measure", "time_stream_only"]
+__all__ = ["EMPTY", "FILL_NORMAL", "STREAM_KV", "fill_normal", "measure", "stream_only"]
 
 EMPTY = bench_spec("empty", "EmptyParams", 32)
-FILL_NORMAL = bench_spec("fill_normal", "FillNormalParams", 256)
+FILL_NORMAL = {
+    dtype: bench_spec("fill_normal", "FillNormalParams", 256, dtype=dtype) for dtype in DTYPES
+}
 STREAM_KV = bench_spec("stream_kv", "StreamKvParams", 1, smem_bytes=148480)
 
 _EMPTY_PARAMS = struct.Struct("<i")
@@ -33,8 +36,8 @@ _ROW_BYTES = 2 * HEAD_DIM
 _NO_TRANSPOSE, _BFLOAT16, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM = 0, 14, 68, -1  # of cuBLAS
 
 
-def fill_normal(gpu: Gpu, array: Any, *, seed: int, deviation: float) -> None:
-    """Fill a contiguous uint16 array with the bits of normal bfloat16 numbers.
+def fill_normal(gpu: Gpu, array: Any, dtype: str, *, seed: int, deviation: float) -> None:
+    """Fill a contiguous uint16 array with the bits of normal numbers.
 
     Parameters
     ----------
@@ -42,13 +45,15 @@ def fill_normal(gpu: Gpu, array: Any, *, seed: int, deviation: float) -> None:
         Where the array is.
     array : array of uint16
         Of even size.
+    dtype : str
+        ``"bfloat16"`` or ``"float16"``.
     seed : int
         Arrays of different seeds hold different numbers.
     deviation : float
         Standard deviation.
     """
     values = (gpu.address(array), array.size // 2, seed, deviation)
-    gpu.launch(FILL_NORMAL, 8 * gpu.properties.sm_count, _FILL_NORMAL_PARAMS, values)
+    gpu.launch(FILL_NORMAL[dtype], 8 * gpu.properties.sm_count, _FILL_NORMAL_PARAMS, values)
 
 
 def measure(gpu: Gpu) -> Ceilings:
@@ -64,7 +69,7 @@ def measure(gpu: Gpu) -> Ceilings:
     Ceilings
     """
     large = gpu.streamed
-    fill_normal(gpu, large, seed=1, deviation=1.0)
+    fill_normal(gpu, large, "bfloat16", seed=1, deviation=1.0)
     half = large.size // 2
     read = time_cold(gpu, lambda: gpu.read(large), repeats=15)
     copy = time_cold(gpu, lambda: gpu.copy(large[half:], large[:half]), repeats=15)
@@ -88,7 +93,6 @@ def _matmul(gpu: Gpu, large: Any) -> tuple[Callable[[], None], AbstractContextMa
         return _cublas_product(gpu, *(gpu.address(matrix) for matrix in matrices)), nullcontext()
     torch = import_module("torch")
     shape = (_MATMUL_SIZE, _MATMUL_SIZE)
-    stream = torch.cuda.ExternalStream(gpu.stream.ptr)
     a, b, c = (
         torch.from_dlpack(matrix.view("int16")).view(torch.bfloat16).reshape(shape)
         for matrix in matrices
@@ -97,7 +101,7 @@ def _matmul(gpu: Gpu, large: Any) -> tuple[Callable[[], None], AbstractContextMa
     def product() -> None:
         torch.matmul(a, b, out=c)
 
-    return product, torch.cuda.stream(stream)
+    return product, gpu.torch_stream(torch)
 
 
 def _cublas_product(gpu: Gpu, a: int, b: int, c: int) -> Callable[[], None]:
@@ -118,29 +122,34 @@ def _cublas_product(gpu: Gpu, a: int, b: int, c: int) -> Callable[[], None]:
     return product
 
 
-def time_stream_only(gpu: Gpu, kv: Any, block_table: Any, case: Case) -> Timing:
-    """Time a kernel that brings a case's pages into shared memory and does nothing else.
+def stream_only(gpu: Gpu, kv: Any, pages: NDArray[np.int32]) -> Callable[[], None]:
+    """Make a call of a kernel that brings pages into shared memory and does nothing else.
 
     Parameters
     ----------
     gpu : Gpu
         Entered.
     kv : array of uint16
-        (pages, 64, 1, 576), contiguous.
-    block_table : array of int32
-        (batch, pages of a request), contiguous.
-    case : Case
-        Whose cache this is.
+        (pages, 64, kv_heads, 576), contiguous.
+    pages : numpy.ndarray
+        Which pages, in the order in which they are brought.
 
     Returns
     -------
-    Timing
+    callable
+        Enqueues the kernel.
     """
     page_bytes = PAGE_SIZE * _ROW_BYTES
+    heads = kv.shape[2]  # a page of several kv heads is as many pages of one in a row
     descriptor = paged_kv_map(
-        *(gpu.address(kv), "bfloat16", kv.shape[0], PAGE_SIZE, 1, HEAD_DIM),
+        *(gpu.address(kv), "bfloat16", kv.shape[0] * heads, PAGE_SIZE, 1, HEAD_DIM),
         *(page_bytes, _ROW_BYTES, _ROW_BYTES, PAGE_SIZE),
     )
-    values = (descriptor, gpu.address(block_table), case.pages)
+    order = gpu.upload((pages[:, None] * heads + np.arange(heads, dtype=np.int32)).ravel())
     blocks = gpu.properties.sm_count
-    return time_cold(gpu, lambda: gpu.launch(STREAM_KV, blocks, _STREAM_KV_PARAMS, values))
+
+    def stream() -> None:
+        values = (descriptor, gpu.address(order), order.size)
+        gpu.launch(STREAM_KV, blocks, _STREAM_KV_PARAMS, values)
+
+    return stream

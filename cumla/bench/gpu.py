@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -16,22 +17,29 @@ from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.module import load
 from cumla.launch.source import KernelSpec
 
-__all__ = ["FLUSH_BYTES", "READ_STREAM", "STREAM_BYTES", "Gpu", "bench_spec"]
+__all__ = ["DTYPES", "FLUSH_BYTES", "READ_STREAM", "SPIN", "STREAM_BYTES", "Gpu", "bench_spec"]
 
 STREAM_BYTES = 4 << 30
 """The array whose reading and copying gives the memory ceilings."""
 FLUSH_BYTES = 512 << 20
 """Read of it before each timed run: many times an L2 cache."""
 
-_DTYPES: dict[str, Any] = {"bfloat16": ml_dtypes.bfloat16}  # what NumPy does not know by name
+DTYPES: dict[str, Any] = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+"""The element types of queries and caches; one of them NumPy does not know by name."""
+_TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}  # their names in CUDA
 
 
-def bench_spec(name: str, params: str, threads: int, smem_bytes: int = 0) -> KernelSpec:
-    """Describe kernel `name` of ``cumla/bench/cuda``, which is compiled as the library's are."""
+def bench_spec(
+    name: str, params: str, threads: int, smem_bytes: int = 0, dtype: str | None = None
+) -> KernelSpec:
+    """Describe kernel `name` of ``cumla/bench/cuda``, which is compiled as the library's are.
+
+    With a dtype the kernel is a template.
+    """
     return KernelSpec(
         stem=name,
-        entry=f"bench_{name}",
-        function=name,
+        entry=f"bench_{name}" if dtype is None else f"bench_{name}_{dtype}",
+        function=name if dtype is None else f"{name}<{_TAGS[dtype]}>",
         params=params,
         threads=threads,
         smem_bytes=smem_bytes,
@@ -42,6 +50,9 @@ def bench_spec(name: str, params: str, threads: int, smem_bytes: int = 0) -> Ker
 READ_STREAM = bench_spec("read_stream", "ReadStreamParams", 512)
 _READ_STREAM_PARAMS = struct.Struct("<QqQ")
 _READ_STREAM_BLOCKS = 4  # of a multiprocessor
+SPIN = bench_spec("spin", "SpinParams", 32)
+_SPIN_PARAMS = struct.Struct("<q")
+_HOLD_CLOCKS = 200_000  # 100 us: as long as emptying the L2 cache takes
 
 
 class Gpu:
@@ -91,7 +102,7 @@ class Gpu:
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         """Allocate an array, uninitialised."""
-        return self._cupy.empty(shape, dtype=_DTYPES.get(dtype, dtype))
+        return self._cupy.empty(shape, dtype=DTYPES.get(dtype, dtype))
 
     def upload(self, array: np.ndarray[Any, Any]) -> Any:
         """Copy an array to the device."""
@@ -120,7 +131,7 @@ class Gpu:
     ) -> None:
         """Launch a kernel that takes one struct; compile it the first time."""
         kernel = load(spec, self.ordinal, capturing=lambda: False)
-        PreparedLaunch(kernel, (blocks, 1), layout, values, self.stream.ptr)()
+        PreparedLaunch(kernel, (blocks, 1, 1), layout, values, self.stream.ptr)()
 
     def read(self, array: Any) -> None:
         """Read a contiguous array whose size is a multiple of 16 bytes."""
@@ -131,6 +142,22 @@ class Gpu:
     def flush_l2(self) -> None:
         """Read so much that nothing of interest is left in the L2 cache."""
         self.read(self._streamed[: FLUSH_BYTES // 2])
+
+    def hold(self) -> None:
+        """Keep the stream busy about as long as `flush_l2` does, and leave the caches alone."""
+        self.launch(SPIN, 1, _SPIN_PARAMS, (_HOLD_CLOCKS,))
+
+    def free_bytes(self) -> int:
+        """Memory that can still be allocated."""
+        pool = self._cupy.get_default_memory_pool()
+        return int(self._cupy.cuda.runtime.memGetInfo()[0]) + int(pool.free_bytes())
+
+    def torch_stream(self, torch: Any) -> AbstractContextManager[object]:
+        """Make the stream PyTorch's current one inside ``with``."""
+        return cast(
+            "AbstractContextManager[object]",
+            torch.cuda.stream(torch.cuda.ExternalStream(self.stream.ptr)),
+        )
 
     def record(self) -> Any:
         """Record an event now."""

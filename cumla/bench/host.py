@@ -3,20 +3,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 import cumla
-from cumla.bench.cases import Case
+from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.bench.dense import Workbench
-from cumla.bench.gpu import Gpu
-from cumla.bench.timing import Timing, time_cold, time_host
+from cumla.bench.timing import Timing, time_host
+from cumla.launch.mla_plan import HEAD_DIM
 
-__all__ = ["HOST_CASE", "SCHEDULES", "host_times", "time_schedule"]
+__all__ = ["HOST_CASE", "SCHEDULES", "HostTimes", "as_tensor", "host_times", "time_schedule"]
 
 HOST_CASE = Case(16, 1, 16, 1024)
 """Little work for the GPU: what counts is the host."""
@@ -29,13 +31,28 @@ SCHEDULES: tuple[Case, ...] = (
 )
 
 
-def time_schedule(gpu: Gpu, case: Case, *, ragged: bool) -> Timing:
+class HostTimes(NamedTuple):
+    """What calls cost the host.
+
+    Attributes
+    ----------
+    times : dict
+        ``"CuPy"``, and ``"PyTorch"`` and ``"JAX"`` where they are installed, to the time of a call.
+    notes : list of str
+        Why one of them is missing.
+    """
+
+    times: dict[str, Timing]
+    notes: list[str]
+
+
+def time_schedule(bench: Workbench, case: Case, *, ragged: bool) -> Timing:
     """Time ``MLADecodePlan.update``: the schedule kernel.
 
     Parameters
     ----------
-    gpu : Gpu
-        Entered.
+    bench : Workbench
+        Its GPU and clock are used.
     case : Case
         Shape of the plan, and the lengths.
     ragged : bool
@@ -49,13 +66,15 @@ def time_schedule(gpu: Gpu, case: Case, *, ragged: bool) -> Timing:
     if ragged:
         rng = np.random.default_rng(case.batch)
         lengths = rng.integers(1, 2 * case.kv_len, case.batch, dtype=np.int32)
-    seqlens = gpu.upload(lengths)
+    seqlens = bench.gpu.upload(lengths)
     plan = cumla.MLADecodePlan(case.batch, case.q_len, case.heads, like=seqlens)
-    return time_cold(gpu, lambda: plan.update(seqlens))
+    return bench.time(lambda: plan.update(seqlens))
 
 
-def host_times(bench: Workbench) -> dict[str, Timing]:
+def host_times(bench: Workbench) -> HostTimes:
     """Time an eager ``mla_decode`` with a ready plan and given outputs, on the host.
+
+    JAX's arrays cannot be written to: there the time includes two outputs.
 
     Parameters
     ----------
@@ -64,29 +83,52 @@ def host_times(bench: Workbench) -> dict[str, Timing]:
 
     Returns
     -------
-    dict
-        ``"CuPy"``, and ``"PyTorch"`` where it is installed, to the time of a call.
+    HostTimes
     """
     arrays = bench.inputs(HOST_CASE).arguments()
-    times = {"CuPy": time_host(_call(arrays), bench.gpu.synchronize)}
+    times = {"CuPy": time_host(_call(*arrays), bench.gpu.synchronize)}
+    notes = []
     if find_spec("torch") is not None:
         torch = import_module("torch")
-        tensors = tuple(_tensor(torch, array) for array in arrays)
+        tensors = tuple(as_tensor(torch, array) for array in arrays)
         bench.gpu.synchronize()
-        times["PyTorch"] = time_host(_call(tensors), torch.cuda.synchronize)
-    return times
+        times["PyTorch"] = time_host(_call(*tensors), torch.cuda.synchronize)
+    if find_spec("jax") is not None:
+        try:
+            times["JAX"] = time_host(_call(*_jax_arrays()), bench.gpu.synchronize)
+        except Exception as error:  # JAX for the CPU, or for another CUDA: no reason to stop
+            reason = str(error).strip().partition("\n")[0]
+            notes.append(f"JAX: no host time ({type(error).__name__}: {reason})")
+    return HostTimes(times, notes)
 
 
-def _call(arrays: tuple[Any, ...]) -> Callable[[], object]:
-    """Bind the public call to (q, kv_cache, block_table, cache_seqlens, out, lse)."""
-    *inputs, out, lse = arrays
-    q, kv_cache, _, seqlens = inputs
+def _call(
+    q: Any, kv_cache: Any, block_table: Any, seqlens: Any, out: Any = None, lse: Any = None
+) -> Callable[[], object]:
+    """Bind the public call to its arguments and a plan."""
     plan = cumla.MLADecodePlan.from_arrays(q, kv_cache)
     plan.update(seqlens)
-    return lambda: cumla.mla_decode(*inputs, plan=plan, out=out, lse=lse)
+    return lambda: cumla.mla_decode(q, kv_cache, block_table, seqlens, plan=plan, out=out, lse=lse)
 
 
-def _tensor(torch: Any, array: Any) -> Any:
+def _jax_arrays() -> tuple[Any, ...]:
+    """Make (q, kv_cache, block_table, cache_seqlens) of `HOST_CASE` on JAX's first GPU."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or it takes most memory
+    jax = import_module("jax")
+    (gpu, *_) = jax.devices("gpu")
+    case = HOST_CASE
+    return tuple(
+        jax.device_put(array, gpu).block_until_ready()
+        for array in (
+            np.zeros((case.batch, case.q_len, case.heads, HEAD_DIM), ml_dtypes.bfloat16),
+            np.zeros((case.pages, PAGE_SIZE, HEAD_DIM), ml_dtypes.bfloat16),
+            np.arange(case.pages, dtype=np.int32).reshape(case.batch, -1),
+            case.lengths,
+        )
+    )
+
+
+def as_tensor(torch: Any, array: Any) -> Any:
     """View the same memory as a tensor; bfloat16 goes over as int16."""
     if str(array.dtype) == "bfloat16":
         return torch.from_dlpack(array.view("int16")).view(torch.bfloat16)

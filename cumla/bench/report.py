@@ -14,17 +14,21 @@ Results = dict[str, Any]
 Row = dict[str, Any]
 Table = list[list[str]]
 
-_DENSE_TITLES = (
-    *("batch", "q_len", "heads", "kv_len", "us", "TFLOP/s", "GB/s", "efficiency"),
+_SHAPE = ("batch", "q_len", "heads", "kv_len")
+_USUAL = {"kv_heads": 1, "dtype": "bfloat16", "lengths": "equal"}  # columns only for others
+_FIGURES = (
+    *("us", "TFLOP/s", "GB/s", "efficiency"),
     *("x FlashMLA*", "x best peer*", "stream-only us", "graph us"),
 )
 _MARK = (
     "x peer: the peer's time divided by ours. *scaled: peers were measured on {device} ({date}), "
     "their times are multiplied by the ratio of the two GPUs' ceilings. Times: single calls with "
-    "an L2 cache full of other data; graph us: a call among many, back to back in a CUDA graph; "
+    "an L2 cache {l2}; graph us: a call among many, back to back in a CUDA graph; "
     "efficiency: the time that bytes or operations need at the ceilings, divided by ours."
 )
+_L2 = {"cold": "full of other data", "warm": "as the call before has left it"}
 _BACK_TO_BACK = " +: timed as the mean of back-to-back graph replays, which hides the launch."
+_MEASURED = " =: ran in this run, and is not scaled."
 
 
 def to_text(results: Results) -> str:
@@ -40,8 +44,10 @@ def to_text(results: Results) -> str:
     str
         Aligned tables.
     """
-    failures = [row["failed"] for row in results["rows"] if "failed" in row]
-    return "\n\n".join([*_parts(results, _aligned), *failures, _note(results)])
+    rows = [*results["rows"], *results.get("ragged", ())]
+    failures = [row["failed"] for row in rows if "failed" in row]
+    said = ["\n".join(notes)] if (notes := results.get("notes")) else []
+    return "\n\n".join([*_parts(results, _aligned), *said, *failures, _note(results)])
 
 
 def to_markdown(results: Results) -> str:
@@ -63,9 +69,18 @@ def to_markdown(results: Results) -> str:
 
 def _parts(results: Results, draw: Callable[[Table], str]) -> list[str]:
     """List what every report has: the lines, and the tables as `draw` makes them."""
-    parts = [_machine_line(results), _ceilings_line(results), draw(_dense(results["rows"]))]
+    rows = results["rows"]
+    parts = [_machine_line(results), _ceilings_line(results), draw(_dense(rows))]
+    if any(_measured(row) for row in rows):
+        parts.append(draw(_peers_of_this_run(rows)))
+    if "ragged" in results:
+        parts.append(draw(_ragged(results["ragged"])))
     if "schedule" in results:
-        parts += [draw(_schedule(results)), _host_line(results), _start_line(results)]
+        parts.append(draw(_schedule(results)))
+    if "host" in results:
+        parts.append(_host_line(results))
+    if "start" in results:
+        parts.append(_start_line(results))
     return parts
 
 
@@ -123,13 +138,21 @@ def _ceilings_line(results: Results) -> str:
 
 
 def _dense(rows: Sequence[Row]) -> Table:
-    return [list(_DENSE_TITLES), *(_dense_cells(row) for row in rows)]
+    columns = _shape_columns(rows)
+    return [[*columns, *_FIGURES], *(_dense_cells(row, columns) for row in rows)]
 
 
-def _dense_cells(row: Row) -> list[str]:
-    shape = [str(row[key]) for key in ("batch", "q_len", "heads", "kv_len")]
+def _shape_columns(rows: Sequence[Row]) -> list[str]:
+    unusual = [
+        name for name, usual in _USUAL.items() if any(row.get(name, usual) != usual for row in rows)
+    ]
+    return [*_SHAPE, *unusual]
+
+
+def _dense_cells(row: Row, columns: Sequence[str]) -> list[str]:
+    shape = [str(row[key]) for key in columns]
     if "failed" in row:
-        return [*shape, "wrong result", *[""] * (len(_DENSE_TITLES) - len(shape) - 1)]
+        return [*shape, "wrong result", *[""] * (len(_FIGURES) - 1)]
     return [
         *shape,
         _us(row["us"]),
@@ -147,8 +170,42 @@ def _against(row: Row, name: str | None, *, named: bool = False) -> str:
     peer = row["peers"].get(name)
     if peer is None:
         return "-"
-    mark = "+" if "clock" in peer else ""
+    mark = "=" if "measured" in peer else "+" if "clock" in peer else ""
     return f"{peer['x']:.2f} ({name}{mark})" if named else f"{peer['x']:.2f}{mark}"
+
+
+def _measured(row: Row) -> dict[str, Row]:
+    """Peers that ran in this run."""
+    return {name: peer for name, peer in row.get("peers", {}).items() if "measured" in peer}
+
+
+def _peers_of_this_run(rows: Sequence[Row]) -> Table:
+    rows = [row for row in rows if _measured(row)]
+    names = _all_keys([_measured(row) for row in rows])
+    columns = _shape_columns(rows)
+    titles = [title for name in names for title in (f"{name} us", "x")]
+    table = [["peers of this run: batch", *columns[1:], "us", *titles]]
+    for row in rows:
+        cells = [*(str(row[key]) for key in columns), _us(row["us"])]
+        for name in names:
+            peer = _measured(row).get(name)
+            cells += ["-", "-"] if peer is None else [_us(peer["us"]), f"{peer['x']:.2f}"]
+        table.append(cells)
+    return table
+
+
+def _ragged(rows: Sequence[Row]) -> Table:
+    titles = ["ragged: batch", "q_len", "heads", "mean kv_len", "worst seed us", "all seeds us"]
+    table = [[*titles, "equal lengths us", "worst / equal"]]
+    for row in rows:
+        shape = [str(row[key]) for key in _SHAPE]
+        if "failed" in row:
+            table.append([*shape, "wrong result", "", "", ""])
+            continue
+        seeds = ", ".join(_us(seed["us"]) for seed in row["seeds"])
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.3f}"
+        table.append([*shape, _us(row["worst_us"]), seeds, _us(row["equal_us"]), ratio])
+    return table
 
 
 def _us(time: float | None) -> str:
@@ -173,7 +230,10 @@ def _schedule(results: Results) -> Table:
 
 
 def _host_line(results: Results) -> str:
-    times = ", ".join(f"{_us(time['us'])} us ({name})" for name, time in results["host"].items())
+    times = ", ".join(
+        f"{_us(time['us'])} us ({name}{', which allocates both' if name == 'JAX' else ''})"
+        for name, time in results["host"].items()
+    )
     return f"Host time of an eager call with a ready plan, out= and lse=: {times}"
 
 
@@ -181,17 +241,23 @@ def _start_line(results: Results) -> str:
     start = results["start"]
     if "failed" in start:
         return f"Start times: not measured ({start['failed']})"
+    of_it = ""
+    if "dependencies_s" in start:
+        of_it = f", of it numpy and ml_dtypes {start['dependencies_s']:.2f} s"
     return (
-        f"import cumla {start['import_s']:.2f} s; first call of a process "
+        f"import cumla {start['import_s']:.2f} s{of_it}; first call of a process "
         f"{start['first_call_cold_s']:.2f} s with a cold kernel cache, "
         f"{start['first_call_warm_s']:.2f} s with a warm one"
     )
 
 
 def _note(results: Results) -> str:
-    note = _MARK.format(**results["peers"])
+    note = _MARK.format(**results["peers"], l2=_L2[results.get("l2", "cold")])
     peers = [peer for row in results["rows"] for peer in row.get("peers", {}).values()]
-    return note + _BACK_TO_BACK if any("clock" in peer for peer in peers) else note
+    for key, explanation in (("clock", _BACK_TO_BACK), ("measured", _MEASURED)):
+        if any(key in peer for peer in peers):
+            note += explanation
+    return note
 
 
 def _aligned(table: Table) -> str:

@@ -12,53 +12,78 @@ from importlib import metadata
 from typing import Any
 
 import cumla
-from cumla.bench.cases import DENSE, Case, Ceilings
-from cumla.bench.ceilings import measure, time_stream_only
+from cumla.bench.cases import (
+    DENSE,
+    LOG_NORMAL_SIGMA,
+    RAGGED,
+    RAGGED_SEEDS,
+    Case,
+    Ceilings,
+    vary,
+)
+from cumla.bench.ceilings import measure
 from cumla.bench.dense import CheckError, DenseTiming, Workbench, run_case
 from cumla.bench.gpu import Gpu
 from cumla.bench.host import HOST_CASE, SCHEDULES, host_times, time_schedule
+from cumla.bench.peer_runs import peer_cases, run_peers
 from cumla.bench.peers import Peers, load_peers
 from cumla.bench.start import StartError
 from cumla.bench.start import measure as measure_start
-from cumla.bench.timing import Timing
+from cumla.bench.timing import Timing, time_cold, time_warm
 from cumla.errors import CumlaError
 from cumla.launch import all_specs
-from cumla.launch.device import installed_cupy
+from cumla.launch.device import import_cupy, installed_cupy
 from cumla.launch.module import cupy_nvrtc_version
 from cumla.launch.source import digest
 
 __all__ = ["PROTOCOL", "dense_row", "run", "steps"]
 
 PROTOCOL = (
-    "CUDA events, median of 30, 512 MiB read through L2 before each run; inputs normal(0, 0.1), "
-    "shuffled pages of 64 tokens; attention and merge with the schedule ready; 512 output rows of "
-    "each case checked against float64 first. graph_us: mean of a call among 20 to 32 in a CUDA "
-    "graph that goes round several caches, median of 10 replays. Bytes: each cached row once, "
-    "queries, output; operations of visible pairs only; efficiency: the larger of bytes / read "
-    "ceiling and operations / matrix-product ceiling, divided by the time. Peers were measured on "
+    "CUDA events, median of 30, 512 MiB read through L2 before each run (with a warm L2: none, the "
+    "GPU only kept busy); inputs normal(0, 0.1), shuffled pages of 64 tokens; attention with the "
+    "schedule ready; 512 output rows of each case checked against float64 first. "
+    "graph_us: mean of a call among 20 to 32 in a CUDA graph that goes round several caches, "
+    "median of 10 replays. Bytes: each cached row once, queries, output; operations of visible "
+    "pairs only; efficiency: the larger of bytes / read ceiling and operations / matrix-product "
+    f"ceiling, divided by the time. Ragged lengths: log-normal, sigma {LOG_NORMAL_SIGMA}, scaled "
+    "to the tokens of the equal-length case. Peers that are marked as measured ran in this run, on "
+    "the same inputs, planned or gathered beforehand, median of 15; the others were measured on "
     "the GPU that `peers` names and are scaled by the ratio of the two GPUs' ceilings"
 )
 
 _REFUSED = ("CUMLA_CHECK", "CUMLA_DEBUG")  # they make everything slower
 
 Note = Callable[[str], None]
+Results = dict[str, Any]
 
 
-def steps(cases: tuple[Case, ...]) -> int:
+def steps(cases: tuple[Case, ...], peers: tuple[str, ...] | None = None) -> int:
     """Count how often `run` calls its `note`."""
-    return 1 + len(cases) + (2 if cases == DENSE else 0)
+    whole = 2 + len(RAGGED) if cases == DENSE else 0
+    return 1 + len(cases) + whole + len(peer_cases(cases, peers))
 
 
-def run(cases: tuple[Case, ...], note: Note) -> Iterator[dict[str, Any]]:
+def run(
+    cases: tuple[Case, ...],
+    note: Note,
+    *,
+    peers: tuple[str, ...] | None = None,
+    warm: bool = False,
+) -> Iterator[Results]:
     """Run a benchmark on the current GPU.
 
     Parameters
     ----------
     cases : tuple of Case
-        Which rows of the table. Schedule, host and start times are measured with the whole table
-        only.
+        What to run. Ragged lengths, schedule, host and start times are measured with the whole
+        table only.
     note : callable
         Told what has been done, a line a step.
+    peers : tuple of str, optional
+        Keys of `cumla.bench.peer_runs.PEERS` that run on all cases; by default all run on a few
+        rows of the table.
+    warm : bool
+        Leave the L2 cache as it is before a timed call.
 
     Yields
     ------
@@ -69,73 +94,79 @@ def run(cases: tuple[Case, ...], note: Note) -> Iterator[dict[str, Any]]:
     Raises
     ------
     CumlaError
-        There is no GPU to run on, or a variable that makes the kernels slower is set.
+        There is no GPU to run on, a case does not fit into its memory, or a variable that makes
+        the kernels slower is set.
     """
     for name in _REFUSED:
         if os.environ.get(name, "0") not in ("", "0"):
             raise CumlaError(f"{name}={os.environ[name]}: unset it, it makes the kernels slower")
-    peers = load_peers()
+    import_cupy()  # where it is missing, that is said before anything takes time
+    start = _start(note) if cases == DENSE else {}  # before this process uses the GPU
+    published = load_peers()
     with Gpu() as gpu:
         ceilings = measure(gpu)
-        results: dict[str, Any] = {
-            "format": 1,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": _machine(gpu),
-            "digests": {spec.entry: digest(spec) for spec in all_specs()},
-            "protocol": PROTOCOL,
-            "peers": peers.source,
-            "ceilings": ceilings.to_json(),
-            "rows": [],
-        }
+        results = _describe(gpu, ceilings, published, warm) | start
         note(
             f"{gpu.properties.name}: reads {ceilings.read_gbps:.0f} GB/s, multiplies "
             f"{ceilings.matmul_tflops:.0f} TFLOP/s, empty kernel {ceilings.empty_us:.1f} us"
         )
-        bench = Workbench(gpu, (*cases, HOST_CASE))
-        for row in _dense_rows(bench, cases, ceilings, peers, note):
+        ragged = vary(RAGGED, (1,), ("bfloat16",), RAGGED_SEEDS) if cases == DENSE else ()
+        timer = time_warm if warm else time_cold
+        bench = Workbench(gpu, (*cases, *ragged, HOST_CASE), timer)
+        for row in _dense_rows(bench, cases, ceilings, published, note):
             results["rows"].append(row)
             yield results
-        if cases != DENSE:
-            return
-        results["schedule"] = _schedule_rows(gpu, peers)
+        if cases == DENSE:
+            yield from _whole(bench, results, published, note)
+        yield from _add_peers(bench, cases, peers, results, note)
+
+
+def _describe(gpu: Gpu, ceilings: Ceilings, published: Peers, warm: bool) -> Results:
+    """Begin the results: what ran where."""
+    return {
+        "format": 1,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": _machine(gpu),
+        "digests": {spec.entry: digest(spec) for spec in all_specs()},
+        "protocol": PROTOCOL,
+        "peers": published.source,
+        "ceilings": ceilings.to_json(),
+        "l2": "warm" if warm else "cold",
+        "notes": [],
+        "rows": [],
+    }
+
+
+def _whole(bench: Workbench, results: Results, published: Peers, note: Note) -> Iterator[Results]:
+    """Measure what comes with the whole table only."""
+    results["ragged"] = []
+    for case in RAGGED:
+        results["ragged"].append(_ragged_row(bench, case, results["rows"], note))
         yield results
-        results["host"] = {name: _figures(time) for name, time in host_times(bench).items()}
-        note("schedule and host")
-        yield results
-    results["start"] = _start()
-    note("import and first calls")
+    results["schedule"] = _schedule_rows(bench, published)
+    yield results
+    host = host_times(bench)
+    results["host"] = {name: _figures(time) for name, time in host.times.items()}
+    results["notes"] += host.notes
+    note("schedule and host")
     yield results
 
 
 def _dense_rows(
-    bench: Workbench, cases: tuple[Case, ...], ceilings: Ceilings, peers: Peers, note: Note
-) -> Iterator[dict[str, Any]]:
-    streams: dict[tuple[int, int], Timing] = {}
+    bench: Workbench, cases: tuple[Case, ...], ceilings: Ceilings, published: Peers, note: Note
+) -> Iterator[Results]:
+    streams: dict[tuple[int, int, int, int | None], Timing] = {}
     for case in cases:
-        if (case.batch, case.kv_len) not in streams:
-            inputs = bench.inputs(case)
-            stream = time_stream_only(bench.gpu, inputs.kv, inputs.tables[0], case)
-            streams[case.batch, case.kv_len] = stream
-            del inputs
-        stream = streams[case.batch, case.kv_len]
+        cache = (case.batch, case.kv_len, case.kv_heads, case.seed)
+        if cache not in streams:
+            streams[cache] = bench.stream_only(case)
         try:
-            row = dense_row(case, run_case(bench, case), stream, ceilings, peers)
+            row = dense_row(case, run_case(bench, case), streams[cache], ceilings, published)
             note(f"{case.name}: {row['us']:.1f} us, efficiency {row['efficiency']:.2f}")
         except CheckError as error:
-            row = _shape(case) | {"failed": str(error)}
+            row = case.to_json() | {"failed": str(error)}
             note(f"FAILED: {error}")
         yield row
-
-
-def _shape(case: Case) -> dict[str, Any]:
-    return {
-        "op": "dense_decode",
-        "batch": case.batch,
-        "q_len": case.q_len,
-        "heads": case.heads,
-        "kv_len": case.kv_len,
-        "page": 64,
-    }
 
 
 def _figures(timing: Timing) -> dict[str, float]:
@@ -174,7 +205,7 @@ def dense_row(
         for name, time in peers.dense(case, ceilings).items()
     }
     return (
-        _shape(case)
+        case.to_json()
         | _figures(timing.single)
         | {
             "tflops": case.flops / (us * 1e6),
@@ -184,34 +215,81 @@ def dense_row(
             "stream_only_us": stream.us,
             "graph_us": None if timing.graph is None else timing.graph.us,
             "peers": found,
-            "best_peer": min(found, key=lambda name: found[name]["scaled_us"], default=None),
+            "best_peer": _best_peer(found),
             "row_error": timing.row_error,
             "lse_error": timing.lse_error,
         }
     )
 
 
-def _schedule_rows(gpu: Gpu, peers: Peers) -> list[dict[str, Any]]:
+def _best_peer(found: dict[str, dict[str, Any]]) -> str | None:
+    return min(found, key=lambda name: found[name]["scaled_us"], default=None)
+
+
+def _ragged_row(bench: Workbench, case: Case, rows: list[Results], note: Note) -> Results:
+    """Run a case of the table with ragged lengths, a seed after the other."""
+    row = case.to_json() | {"lengths": "lognormal", "sigma": LOG_NORMAL_SIGMA}
+    (found,) = (measured for measured in rows if Case.from_json(measured) == case)
+    equal = found.get("us")
+    seeds: list[Results] = []
+    try:
+        for ragged in vary((case,), (1,), (case.dtype,), RAGGED_SEEDS):
+            timing = run_case(bench, ragged)
+            seeds.append({"seed": ragged.seed, **_figures(timing.single)})
+    except CheckError as error:
+        note(f"FAILED: {error}")
+        return row | {"failed": str(error)}
+    worst = max(seed["us"] for seed in seeds)
+    ratio = None if equal is None else worst / equal
+    note(f"{case.name} ragged: {worst:.1f} us")
+    return row | {"seeds": seeds, "worst_us": worst, "equal_us": equal, "ratio": ratio}
+
+
+def _add_peers(
+    bench: Workbench,
+    cases: tuple[Case, ...],
+    names: tuple[str, ...] | None,
+    results: Results,
+    note: Note,
+) -> Iterator[Results]:
+    """Run other libraries last: whatever they break, our own figures stand."""
+    for case in peer_cases(cases, names):
+        runs = run_peers(bench, case, names)
+        results["notes"] += [line for line in runs.notes if line not in results["notes"]]
+        row = next(row for row in results["rows"] if Case.from_json(row) == case)
+        if "failed" not in row:
+            for name, time in runs.times.items():
+                x = time.us / row["us"]
+                row["peers"][name] = {"us": time.us, "scaled_us": time.us, "x": x, "measured": True}
+            row["best_peer"] = _best_peer(row["peers"])
+        times = ", ".join(f"{name} {time.us:.1f} us" for name, time in runs.times.items())
+        note(f"{case.name}: {times or 'no peer ran'}")
+        yield results
+
+
+def _schedule_rows(bench: Workbench, published: Peers) -> list[Results]:
     return [
         {
             "batch": case.batch,
             "heads": case.heads,
             "kv_len": case.kv_len,
             "lengths": "ragged" if ragged else "equal",
-            **_figures(time_schedule(gpu, case, ragged=ragged)),
-            "flash_mla_us": None if ragged else peers.schedule_us(case),
+            **_figures(time_schedule(bench, case, ragged=ragged)),
+            "flash_mla_us": None if ragged else published.schedule_us(case),
         }
         for case in SCHEDULES
         for ragged in ((False, True) if case.batch > 1 else (False,))
     ]
 
 
-def _start() -> dict[str, Any]:
+def _start(note: Note) -> Results:
     """Start times; a process that cannot be timed does not make the rest worthless."""
     try:
-        return dict(measure_start())
+        start: Results = dict(measure_start())
     except StartError as error:
-        return {"failed": str(error)}
+        start = {"failed": str(error)}
+    note("import and first calls")
+    return {"start": start}
 
 
 def _machine(gpu: Gpu) -> dict[str, Any]:
@@ -224,7 +302,7 @@ def _machine(gpu: Gpu) -> dict[str, Any]:
         "cupy": ", ".join(installed_cupy()),
         "nvrtc": f"{major}.{minor}",
         "cuda_bindings": _version("cuda-bindings"),
-        "torch": _version("torch"),
+        **{name: _version(name) for name in ("torch", "triton", "flashinfer-python", "jax")},
         "python": platform.python_version(),
     }
 

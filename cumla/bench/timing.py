@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
     from cumla.bench.gpu import Gpu
 
-__all__ = ["Timing", "time_cold", "time_graph", "time_host"]
+__all__ = ["GpuTimer", "Timing", "time_cold", "time_graph", "time_host", "time_warm"]
 
 
 class Timing(NamedTuple):
@@ -41,6 +41,15 @@ class Timing(NamedTuple):
         return Timing(*(value / count for value in self))
 
 
+class GpuTimer(Protocol):
+    """`time_cold` or `time_warm`."""
+
+    def __call__(
+        self, gpu: Gpu, work: Callable[[], object], *, repeats: int = 30, warmup: int = 5
+    ) -> Timing:
+        """Time work that goes to the GPU's stream."""
+
+
 def time_cold(
     gpu: Gpu, work: Callable[[], object], *, repeats: int = 30, warmup: int = 5
 ) -> Timing:
@@ -62,9 +71,37 @@ def time_cold(
     -------
     Timing
     """
+    return _time_behind(gpu.flush_l2, gpu, work, repeats, warmup)
+
+
+def time_warm(
+    gpu: Gpu, work: Callable[[], object], *, repeats: int = 30, warmup: int = 5
+) -> Timing:
+    """Time work on the GPU, between two events, with the L2 cache as the run before has left it.
+
+    Parameters
+    ----------
+    gpu, work, repeats, warmup
+        As for `time_cold`.
+
+    Returns
+    -------
+    Timing
+    """
+    return _time_behind(gpu.hold, gpu, work, repeats, warmup)
+
+
+def _time_behind(
+    before: Callable[[], None],
+    gpu: Gpu,
+    work: Callable[[], object],
+    repeats: int,
+    warmup: int,
+) -> Timing:
+    """Time work that goes to the stream while `before` keeps the GPU busy."""
     pairs = []
     for _ in range(warmup + repeats):
-        gpu.flush_l2()
+        before()
         begin = gpu.record()
         work()
         pairs.append((begin, gpu.record()))

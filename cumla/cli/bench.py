@@ -17,81 +17,219 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
+_GRID = {"batch": 128, "q_len": 1, "heads": 128, "kv_len": 4096}
+"""What a grid has along the axes that are not given."""
+_PEERS = ("sdpa", "triton", "flashinfer")
+
+
+class _UsageError(Exception):
+    """Arguments do not fit together."""
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to ``python -m cumla``."""
     parser = subparsers.add_parser(
         "bench",
         help="measure the kernels against the ceilings of this GPU",
-        description="Check each case of the dense table against float64, time it, and put it "
-        "beside the ceilings of the same run and published times of other libraries.",
+        description="Check each case against float64, time it, and put it beside the ceilings of "
+        "the same run, other libraries that are installed, and published times. By default the "
+        "dense table, with ragged lengths, schedule, host and start times.",
     )
-    parser.add_argument(
-        "--rows",
-        nargs="+",
-        default=(),
-        metavar="PATTERN",
-        help="only rows whose names match, e.g. 'b128-*-kv4096' 'b1-s1-h16-kv8192'; leaves "
-        "schedule, host and start times out",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the dense rows there")
-    parser.add_argument(
-        "--markdown",
-        type=Path,
-        metavar="FILE.json",
-        help="measure nothing: print such a file as the README's table",
-    )
+    _add_cases(parser)
+    _add_ways(parser)
+    _add_outputs(parser)
     parser.set_defaults(func=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure and report; 0 if every result was right."""
-    if args.markdown is not None:
-        return _print_markdown(args.markdown)
-    from cumla.bench import cases, report
+def _add_cases(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("which cases (with any of these, the cases alone)")
+    group.add_argument(
+        "--rows",
+        nargs="+",
+        metavar="PATTERN",
+        help="rows of the table whose names match, e.g. 'b128-*-kv4096' 'b1-s1-h16-kv8192'",
+    )
+    for name, default in _GRID.items():
+        option = "--" + name.replace("_", "-")
+        text = f"instead of the table a grid; {default} where other axes are given"
+        group.add_argument(option, nargs="+", type=_positive, metavar="N", help=text)
+    group.add_argument("--kv-heads", nargs="+", type=_positive, metavar="N", help="1 by default")
+    group.add_argument(
+        "--dtype", nargs="+", choices=("bfloat16", "float16"), help="bfloat16 by default"
+    )
+    group.add_argument(
+        "--lengths",
+        nargs="+",
+        metavar="KIND",
+        help="equal (the default), or lognormal:SEED: ragged, with kv-len as their mean",
+    )
 
+
+def _add_ways(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how")
+    group.add_argument(
+        "--warm", action="store_true", help="leave the L2 cache as it is instead of emptying it"
+    )
+    group.add_argument(
+        "--peers",
+        nargs="+",
+        choices=("all", "none", *_PEERS),
+        metavar="NAME",
+        help=f"libraries to run on every case, if installed: all, none or {', '.join(_PEERS)}; by "
+        "default all of them on a few rows of the table",
+    )
+    group.add_argument(
+        "--explain",
+        action="store_true",
+        help="measure nothing: say which kernel the library chooses for each case, and why",
+    )
+    group.add_argument(
+        "--sm-count",
+        type=_positive,
+        metavar="N",
+        help="multiprocessors for --explain; by default those of the GPU, or of an H200",
+    )
+    group.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FILE.json",
+        help="measure nothing: read what --json wrote",
+    )
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what comes out")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
+    group.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
+    group.add_argument("--plot", type=Path, metavar="DIR", help="draw figures (SVG) there")
+    group.add_argument(
+        "--markdown",
+        nargs="?",
+        type=Path,
+        const=True,
+        metavar="FILE.json",
+        help="print Markdown, as in the README; of a file if one is given, as with --from",
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure or read, and report; 0 if every result was right."""
     try:
-        chosen = cases.select(args.rows)
-    except ValueError as error:
+        if args.explain:
+            _explain(_cases(args), args.sm_count)
+            return 0
+        source = _source(args)
+        results = _measure(args) if source is None else _read(source)
+    except _UsageError as error:
         print(f"cumla bench: {error}", file=sys.stderr)
         return 1
-    for path in (args.json, args.csv):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-    results = _measure(chosen, args.json)
-    if args.csv is not None:
-        args.csv.write_text(report.to_csv(results), encoding="utf-8")
-    print(report.to_text(results))
-    return 1 if any("failed" in row for row in results["rows"]) else 0
+    _report(args, results)
+    rows = [*results["rows"], *results.get("ragged", ())]
+    return 1 if source is None and any("failed" in row for row in rows) else 0
 
 
-def _print_markdown(path: Path) -> int:
-    from cumla.bench.report import to_markdown
+def _cases(args: argparse.Namespace) -> tuple[Case, ...]:
+    """Choose cases: the table, rows of it or a grid, and variants of them."""
+    from cumla.bench import cases
 
+    axes = {name: getattr(args, name) for name in _GRID}
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
+        if not any(axes.values()):
+            chosen = cases.select(args.rows or ())
+        elif args.rows:
+            raise _UsageError("--rows chooses from the table: leave it out where a grid is given")
+        else:
+            chosen = cases.grid(*(axes[name] or [default] for name, default in _GRID.items()))
+        seeds = [cases.seed_of(name) for name in args.lengths or ["equal"]]
+        return cases.vary(chosen, args.kv_heads or [1], args.dtype or ["bfloat16"], seeds)
+    except ValueError as error:
+        raise _UsageError(str(error)) from error
+
+
+def _explain(chosen: tuple[Case, ...], sm_count: int | None) -> None:
+    from cumla.bench.explain import explain, find_sm_count
+
+    if sm_count is None:
+        sm_count, origin = find_sm_count()
+        print(f"{sm_count} multiprocessors ({origin})\n")
+    for case in chosen:
+        print(explain(case, sm_count))
+
+
+def _source(args: argparse.Namespace) -> Path | None:
+    """Find the file that is to be read instead of measuring, and what does not go with it."""
+    files = [path for path in (args.source, args.markdown) if isinstance(path, Path)]
+    if len(files) > 1:
+        raise _UsageError("--from and --markdown both name a file: leave one out")
+    measuring = ("rows", *_GRID, "kv_heads", "dtype", "lengths", "warm", "peers", "json")
+    given = [f"--{name.replace('_', '-')}" for name in measuring if getattr(args, name)]
+    if files and given:
+        raise _UsageError(f"{', '.join(given)}: nothing is measured where a file is read")
+    return files[0] if files else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        print(f"cumla bench: {path}: {error}", file=sys.stderr)
-        return 1
-    print(to_markdown(results), end="")
-    return 0
+        raise _UsageError(f"{path}: {error}") from error
+    return results
 
 
-def _measure(chosen: tuple[Case, ...], path: Path | None) -> dict[str, Any]:
+def _peers(names: list[str] | None) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    if len(names) > 1 and not {"all", "none"}.isdisjoint(names):
+        raise _UsageError(f"--peers: all and none stand alone, got {' '.join(names)}")
+    return {"all": _PEERS, "none": ()}.get(names[0], tuple(names))
+
+
+def _report(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    from cumla.bench import report
+
+    if args.markdown is None:
+        print(report.to_text(results))
+    else:
+        print(report.to_markdown(results), end="")
+    if args.csv is not None:
+        args.csv.parent.mkdir(parents=True, exist_ok=True)
+        args.csv.write_text(report.to_csv(results), encoding="utf-8")
+    if args.plot is not None:
+        from cumla.bench.plot import draw
+
+        for path in draw(results, args.plot):
+            print(f"drew {path}", file=sys.stderr)
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run the benchmark; what has been measured is in the file even if a later step fails."""
     from cumla.bench import run as bench
 
+    chosen, peers, path = _cases(args), _peers(args.peers), args.json
+    if args.plot is not None:
+        from cumla.bench.plot import require_matplotlib
+
+        require_matplotlib()  # said now, not when everything has been measured
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
     began = perf_counter()
     results: dict[str, Any] = {}
-    with ProgressBar("benchmark", bench.steps(chosen)) as bar:
+    with ProgressBar("benchmark", bench.steps(chosen, peers)) as bar:
 
         def note(line: str) -> None:
             bar.advance(note=line)
             if not sys.stderr.isatty():
                 print(f"{perf_counter() - began:6.1f} s  {line}", file=sys.stderr, flush=True)
 
-        for results in bench.run(chosen, note):
+        for results in bench.run(chosen, note, peers=peers, warm=args.warm):
             if path is not None:
                 path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return results

@@ -68,13 +68,16 @@ struct PartBound {
   int request, block, tokens;
 };
 
+__device__ __forceinline__ int divide(u64 numerator, u32 denominator) {
+  if (numerator >> 32 == 0) return static_cast<u32>(numerator) / denominator;  // five times as fast
+  return static_cast<int>(numerator / denominator);
+}
+
 // The block at which a cut that falls `offset` cost units into a request really goes, in proportion and rounded: not
 // closer than min_blocks to its ends, but before or behind it.
 __device__ __forceinline__ int place_cut(const MlaScheduleParams& p, int blocks, int offset) {
   const u32 cost = blocks + p.fixed_cost;
-  const u64 numerator = 2 * static_cast<u64>(offset) * blocks + cost;
-  const bool small = numerator >> 32 == 0;  // a 64-bit division takes five times as long
-  const int block = small ? static_cast<u32>(numerator) / (2 * cost) : static_cast<int>(numerator / (2 * cost));
+  const int block = divide(2 * static_cast<u64>(offset) * blocks + cost, 2 * cost);
   if (block < p.min_blocks) return 0;
   return blocks - block < p.min_blocks ? blocks : block;
 }
@@ -166,22 +169,26 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
       block_max(thread < groups ? group_starts[thread + 1] - group_starts[thread] : 0, warp_values[1]);
 
   const int share = max((total + p.parts - 1) / p.parts, p.min_share);
-  const bool whole = whole_price <= share + p.cut_cost;
+  auto tokens_of = [&](int request) {
+    return request >= p.batch ? 0 : per_thread == 1 ? thread_tokens[request] : p.seqlens[request];
+  };
+  if (whole_price <= share + p.cut_cost) {
+    if (thread >= p.parts) return;
+    const int request = min(thread * group, p.batch), next = thread + 1 < p.parts ? min(request + group, p.batch) : p.batch;
+    p.parts_out[thread] = {request, 0, tokens_of(request), next, 0, thread, thread, 0, thread, {}};
+    return;
+  }
   int piece = 0;
-  if (!whole && 2 * p.batch <= p.parts) {
+  if (2 * p.batch <= p.parts) {
     piece = find_piece(p, thread_tokens, total - p.batch * p.fixed_cost, warp_values[0]);
     if (piece + p.fixed_cost > share + p.cut_cost) piece = 0;
   }
 
-  auto tokens_of = [&](int request) { return per_thread == 1 ? thread_tokens[request] : p.seqlens[request]; };
   // Thread i places bound i, where part i begins. Cut i falls on cost i * share: first the thread whose requests it
   // hits, then the request.
   PartBound bound = {p.batch, 0, 0};
   const i64 target = static_cast<i64>(thread) * share;
-  if (whole) {
-    bound.request = thread < p.parts ? min(thread * group, p.batch) : p.batch;
-    if (bound.request < p.batch) bound.tokens = tokens_of(bound.request);
-  } else if (piece > 0) {
+  if (piece > 0) {
     const int blocks = blocks_of(first_tokens);
     const int pieces = thread < p.batch ? max((blocks + piece - 1) / piece, 1) : 0;
     int all;
@@ -194,8 +201,9 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
       for (int step = kScheduleThreads / 2; step > 0; step /= 2)
         if (request + step < p.batch && thread_starts[request + step] <= thread) request += step;
       const int end = request + 1 < p.batch ? thread_starts[request + 1] : all;
-      const i64 count = end - thread_starts[request], index = thread - thread_starts[request];
-      bound = {request, static_cast<int>(index * blocks_of(thread_tokens[request]) / count), thread_tokens[request]};
+      const int tokens = thread_tokens[request];
+      const u64 numerator = static_cast<u64>(thread - thread_starts[request]) * blocks_of(tokens);
+      bound = {request, divide(numerator, end - thread_starts[request]), tokens};
     }
   } else if (thread < p.parts && target < total) {
     int owner = 0;
@@ -214,7 +222,7 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
     if (bound.block == blocks && blocks > 0) {
       ++bound.request;
       bound.block = 0;
-      bound.tokens = bound.request < p.batch ? tokens_of(bound.request) : 0;
+      bound.tokens = tokens_of(bound.request);
     }
   }
   const Run run = find_run(thread < p.parts && bound.block > 0 ? bound.request : -1, edges, edge_requests);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Paged MLA attention of chosen query rows in float64, straight from the definition: what the benchmark holds its
 // timed kernels against. grid = rows, 256 threads; 256 tokens at a time, a warp a token for the scores, a thread a
-// token for the weights, a thread two columns for the sums. For bfloat16, one kv head, pages of 64.
+// token for the weights, a thread two columns for the sums. Pages of 64.
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
@@ -15,7 +15,7 @@ constexpr int kPerLane = kHeadDim / 32;
 
 struct AttendRowsParams {
   const unsigned short* q;   // (batch, q_len, heads, 576), contiguous
-  const unsigned short* kv;  // (pages, 64, 576), contiguous
+  const unsigned short* kv;  // (pages, 64, kv_heads, 576), contiguous
   const int* block_table;
   i64 block_table_stride;  // elements
   const int* seqlens;
@@ -23,10 +23,14 @@ struct AttendRowsParams {
   double* out;      // (rows, 512)
   double* lse;      // (rows,)
   double scale;
-  int q_len, heads, causal;
+  int q_len, heads, kv_heads, causal;
 };
 
-__device__ __forceinline__ double widen(u32 bits) { return static_cast<double>(__uint_as_float(bits << 16)); }
+// One 16-bit number: the other half of the pair is 0.
+template <typename T>
+__device__ __forceinline__ double widen(u32 bits) {
+  return static_cast<double>(sum_of_pair<T>(bits));
+}
 
 __device__ __forceinline__ double sum_of_warp(double value) {
 #pragma unroll
@@ -34,6 +38,7 @@ __device__ __forceinline__ double sum_of_warp(double value) {
   return value;
 }
 
+template <typename T>
 __device__ __forceinline__ void attend_rows(const AttendRowsParams& p) {
   __shared__ double scores[kThreads];
   __shared__ double weights[kThreads];
@@ -41,15 +46,17 @@ __device__ __forceinline__ void attend_rows(const AttendRowsParams& p) {
   const int request = p.rows[3 * blockIdx.x], token = p.rows[3 * blockIdx.x + 1], head = p.rows[3 * blockIdx.x + 2];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int visible = p.seqlens[request] - (p.causal ? p.q_len - 1 - token : 0);
+  const int kv_head = head / (p.heads / p.kv_heads);
   const int* pages = p.block_table + request * p.block_table_stride;
   const auto row_of = [&](int t) {
-    return p.kv + (static_cast<i64>(pages[t / kPageTokens]) * kPageTokens + t % kPageTokens) * kHeadDim;
+    const i64 slot = static_cast<i64>(pages[t / kPageTokens]) * kPageTokens + t % kPageTokens;
+    return p.kv + (slot * p.kv_heads + kv_head) * kHeadDim;
   };
 
   double query[kPerLane];
   const unsigned short* q = p.q + ((static_cast<i64>(request) * p.q_len + token) * p.heads + head) * kHeadDim;
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) query[i] = widen(q[lane + 32 * i]);
+  for (int i = 0; i < kPerLane; ++i) query[i] = widen<T>(q[lane + 32 * i]);
 
   double highest = -1e300, total = 0.0, out[2] = {0.0, 0.0};
   for (int begin = 0; begin < visible; begin += kThreads) {
@@ -58,7 +65,7 @@ __device__ __forceinline__ void attend_rows(const AttendRowsParams& p) {
       const unsigned short* key = row_of(begin + t);
       double product = 0.0;
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) product += query[i] * widen(key[lane + 32 * i]);
+      for (int i = 0; i < kPerLane; ++i) product += query[i] * widen<T>(key[lane + 32 * i]);
       product = sum_of_warp(product);
       if (lane == 0) scores[t] = product * p.scale;
     }
@@ -76,8 +83,8 @@ __device__ __forceinline__ void attend_rows(const AttendRowsParams& p) {
     for (int t = 0; t < count; ++t) {
       const u32 pair = reinterpret_cast<const u32*>(row_of(begin + t))[threadIdx.x];
       total += weights[t];
-      out[0] += weights[t] * widen(pair & 0xffffu);
-      out[1] += weights[t] * widen(pair >> 16);
+      out[0] += weights[t] * widen<T>(pair & 0xffffu);
+      out[1] += weights[t] * widen<T>(pair >> 16);
     }
     __syncthreads();
   }

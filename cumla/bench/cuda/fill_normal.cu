@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Fills an array with bfloat16 numbers of a normal distribution; a number depends on the seed and its place alone.
+// Fills an array with 16-bit numbers of a normal distribution; a number depends on the seed and its place alone.
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
@@ -20,6 +20,7 @@ __device__ __forceinline__ u64 mix(u64 z) {
 }
 
 // Box-Muller: two uniform numbers give two independent normal ones.
+template <typename T>
 __device__ __forceinline__ void fill_normal(const FillNormalParams& p) {
   grid_dependency_wait();
   const i64 threads = static_cast<i64>(gridDim.x) * blockDim.x;
@@ -30,7 +31,7 @@ __device__ __forceinline__ void fill_normal(const FillNormalParams& p) {
     const float radius = p.deviation * sqrtf(-2.0f * logf(first));
     float sine, cosine;
     sincospif(2.0f * second, &sine, &cosine);
-    p.destination[i] = pack_pair<Bf16>(radius * cosine, radius * sine);
+    p.destination[i] = pack_pair<T>(radius * cosine, radius * sine);
   }
 }
 

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel the library chooses for a case, and why; nothing is measured or compiled."""
+
+from __future__ import annotations
+
+from cumla.bench.cases import PAGE_SIZE, Case
+from cumla.errors import CumlaError
+from cumla.launch.device import current_device, properties
+from cumla.launch.mla_decode import decode_spec
+from cumla.launch.mla_plan import MLADecodeKey
+
+__all__ = ["explain", "find_sm_count"]
+
+_SM_COUNT = 132  # of an H100 SXM, an H200 and a GH200
+
+
+def find_sm_count() -> tuple[int, str]:
+    """Ask the GPU how many multiprocessors it has.
+
+    Returns
+    -------
+    tuple
+        Their number, and where it comes from.
+    """
+    try:
+        found = properties(current_device())
+    except CumlaError:
+        return _SM_COUNT, "no GPU found: as of an H200"
+    return found.sm_count, found.name
+
+
+def explain(case: Case, sm_count: int) -> str:
+    """Say which kernel serves a case and why.
+
+    Parameters
+    ----------
+    case : Case
+        What would run.
+    sm_count : int
+        Multiprocessors of the GPU.
+
+    Returns
+    -------
+    str
+        One paragraph.
+    """
+    key = _key(case, sm_count)
+    spec = decode_spec(key)
+    if key.row_tiles > 1:
+        tiles = f"{key.row_tiles} row tiles"
+        reason = "they read the same KV blocks, so arithmetic is the bound"
+    else:
+        tiles = "1 row tile"
+        reason = "it reads each KV block alone, so memory is the bound"
+    blocks = key.parts * key.tiles
+    joined = "" if key.parts == 1 else "; pieces of a request that parts share are joined"
+    return (
+        f"{case.name}: {spec.entry} ({spec.threads} threads, {spec.smem_bytes} B of shared memory)"
+        f"\n  {key.group_rows} query rows of a kv head in {tiles}: {reason}"
+        f"\n  {key.parts} parts x {key.tiles} tiles of all kv heads = {blocks} thread blocks on "
+        f"{sm_count} multiprocessors{joined}"
+    )
+
+
+def _key(case: Case, sm_count: int) -> MLADecodeKey:
+    return MLADecodeKey(
+        batch=case.batch,
+        q_len=case.q_len,
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        page_size=PAGE_SIZE,
+        dtype=case.dtype,
+        causal=case.q_len > 1,
+        device=0,
+        sm_count=sm_count,
+    )

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other libraries on the same inputs in the same run, where they are installed.
+
+Each result is held against float64 before it is timed. Whatever a library raises becomes a note:
+it is its matter, and none of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cumla.bench.cases import PAGE_SIZE, PEER_CASES, Case
+from cumla.bench.dense import Inputs, Workbench, check_rows
+from cumla.bench.host import as_tensor
+from cumla.bench.timing import Timing
+from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
+
+__all__ = ["PEERS", "PeerRuns", "peer_cases", "run_peers"]
+
+_REPEATS = 15
+_TOLERANCE = 2e-2  # of a row: that the same thing was computed, however precisely
+_FLASHINFER_WORKSPACE = 128 << 20
+
+Call = Callable[[], Any]
+"""Enqueues attention on PyTorch's current stream, returns out; its axes may be split further."""
+Prepare = Callable[[Workbench, Case, Inputs, tuple[Any, ...]], Call]
+"""Makes a call from inputs, and their arguments as tensors."""
+
+
+class PeerRuns(NamedTuple):
+    """What libraries took for a case.
+
+    Attributes
+    ----------
+    times : dict
+        Library to its time.
+    notes : list of str
+        Why others have none.
+    """
+
+    times: dict[str, Timing]
+    notes: list[str]
+
+
+def peer_cases(cases: tuple[Case, ...], names: tuple[str, ...] | None) -> tuple[Case, ...]:
+    """Choose the cases on which libraries run.
+
+    Parameters
+    ----------
+    cases : tuple of Case
+        What cumla runs.
+    names : tuple of str or None
+        Libraries that were asked for; None if nobody asked.
+
+    Returns
+    -------
+    tuple of Case
+        All cases for those that were asked for, a few of the table otherwise.
+    """
+    if names is None:
+        return tuple(case for case in cases if case in PEER_CASES)
+    return cases if names else ()
+
+
+def run_peers(bench: Workbench, case: Case, names: tuple[str, ...] | None) -> PeerRuns:
+    """Check and time other libraries.
+
+    Parameters
+    ----------
+    bench : Workbench
+        Made for this case among others.
+    case : Case
+        What to run.
+    names : tuple of str or None
+        Keys of `PEERS`; None for all.
+
+    Returns
+    -------
+    PeerRuns
+    """
+    runs = PeerRuns({}, [])
+    for name in PEERS if names is None else names:
+        title, modules, prepare = PEERS[name]
+        missing = [module for module in modules if find_spec(module) is None]
+        if missing:
+            runs.notes.append(f"{title}: {' and '.join(missing)} not installed")
+            continue
+        try:
+            runs.times[title] = _run(bench, case, prepare)
+        except Exception as error:  # of any kind, from code that is not ours
+            reason = str(error).strip().partition("\n")[0]
+            runs.notes.append(f"{title}: {case.name}: {type(error).__name__}: {reason}")
+    return runs
+
+
+def _run(bench: Workbench, case: Case, prepare: Prepare) -> Timing:
+    """Check and time one library."""
+    torch = import_module("torch")
+    with bench.gpu.torch_stream(torch):
+        inputs = bench.inputs(case)
+        tensors = tuple(as_tensor(torch, array) for array in inputs.arguments())
+        call = prepare(bench, case, inputs, tensors)
+        bench.gpu.fill_bytes(inputs.out, 0xFF)
+        result = call()
+        tensors[4].view(result.shape).copy_(result)
+        check_rows(bench.gpu, inputs, case, _TOLERANCE)
+        return bench.time(call, repeats=_REPEATS)
+
+
+def _sdpa(bench: Workbench, case: Case, inputs: Inputs, tensors: tuple[Any, ...]) -> Call:
+    """PyTorch's attention over keys that have been gathered into one tensor.
+
+    The query heads of a kv head are rows of one head, so that nothing has to be expanded.
+    """
+    if case.seed is not None:
+        raise ValueError("needs requests of the same length")
+    torch = import_module("torch")
+    q, kv, table, *_ = tensors
+    pages = kv[table.flatten().long()]
+    tokens = pages.view(case.batch, -1, case.kv_heads, HEAD_DIM)[:, : case.kv_len]
+    keys = tokens.transpose(1, 2)
+    split = (case.batch, case.q_len, case.kv_heads, -1, HEAD_DIM)
+    queries = q.view(split).transpose(1, 2).flatten(2, 3)
+    mask = None
+    if case.q_len > 1:
+        row = torch.arange(queries.shape[2], device=q.device)
+        hidden = case.q_len - 1 - row // (case.heads // case.kv_heads)
+        token = torch.arange(case.kv_len, device=q.device)
+        mask = token[None, :] < case.kv_len - hidden[:, None]
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def call() -> Any:
+        values = keys[..., :VALUE_DIM]
+        out = attend(queries, keys, values, attn_mask=mask, scale=HEAD_DIM**-0.5)
+        return out.unflatten(2, (case.q_len, -1)).transpose(1, 2)
+
+    return call
+
+
+def _triton(bench: Workbench, case: Case, inputs: Inputs, tensors: tuple[Any, ...]) -> Call:
+    """Make a call of the split-KV decoding of `cumla.bench.triton_decode`."""
+    _require_one_kv_head(case)
+    decode = import_module("cumla.bench.triton_decode").prepare(
+        *tensors[:5],
+        softmax_scale=HEAD_DIM**-0.5,
+        longest=int(case.lengths.max()),
+        sm_count=bench.gpu.properties.sm_count,
+    )
+
+    def call() -> Any:
+        decode()
+        return tensors[4]
+
+    return call
+
+
+def _flashinfer(bench: Workbench, case: Case, inputs: Inputs, tensors: tuple[Any, ...]) -> Call:
+    """FlashInfer's paged MLA, planned beforehand."""
+    _require_one_kv_head(case)
+    torch = import_module("torch")
+    q, kv, _, seqlens, *_ = tensors
+    workspace = torch.empty(_FLASHINFER_WORKSPACE, dtype=torch.uint8, device=q.device)
+    wrapper = import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper(workspace)
+    ends = np.cumsum(case.pages_of_requests, dtype=np.int32)
+    indptr, pages = (
+        torch.from_numpy(array).to(q.device)
+        for array in (np.append(np.int32(0), ends), np.array(inputs.pages[0]))
+    )
+    wrapper.plan(
+        torch.arange(case.batch + 1, dtype=torch.int32, device=q.device) * case.q_len,
+        *(indptr, pages, seqlens, case.heads, VALUE_DIM, HEAD_DIM - VALUE_DIM, PAGE_SIZE),
+        *(case.q_len > 1, HEAD_DIM**-0.5, q.dtype, kv.dtype),
+    )
+    latent_and_rope = (VALUE_DIM, HEAD_DIM - VALUE_DIM)
+    queries = q.flatten(0, 1).split(latent_and_rope, dim=-1)
+    cache = kv.squeeze(2).split(latent_and_rope, dim=-1)
+
+    def call() -> Any:
+        return wrapper.run(*queries, *cache).unflatten(0, (case.batch, case.q_len))
+
+    return call
+
+
+def _require_one_kv_head(case: Case) -> None:
+    if case.kv_heads > 1:
+        raise ValueError("needs one kv head")
+
+
+PEERS: dict[str, tuple[str, tuple[str, ...], Prepare]] = {
+    "sdpa": ("torch SDPA", ("torch",), _sdpa),
+    "triton": ("Triton", ("torch", "triton"), _triton),
+    "flashinfer": ("FlashInfer", ("torch", "flashinfer"), _flashinfer),
+}
+"""What ``--peers`` calls a library, to its title, the modules it needs, and how a call is made."""
