@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 
 from cumla import reference
+from cumla.errors import MissingDependencyError
 from cumla.launch import module
 from cumla.launch.mla_plan import MLADecodeKey
+from cumla.launch.source import OPTIONS
 from tests import tolerance
 from tests.gpu import emulation, oracle, variants
 from tests.gpu.cases import (
     FACTORS,
     MAX_TOKENS,
+    SPLIT_CASES,
     TRIPLES,
     Case,
     allowed,
@@ -26,6 +29,7 @@ from tests.gpu.cases import (
     covering_sample,
     requirements,
 )
+from tests.gpu.parts import parts_table
 from tests.gpu.problem import (
     GARBAGE,
     GUARD,
@@ -379,25 +383,44 @@ def test_a_token_that_one_row_drops_is_noticed(kv_len: int, parts: int, inputs: 
             problem.check(*spoilt, expected)
 
 
+# --- cases of joining ----------------------------------------------------------------------------
+
+
+def test_the_cases_of_split_requests_are_of_every_kind() -> None:
+    """On a GPU with 132 multiprocessors."""
+    pieces, kinds = set(), set()
+    for case, lengths in SPLIT_CASES.values():
+        table = parts_table(np.array(lengths), parts_of(case))
+        held = table["last_part"] - table["first_part"] + 1
+        index = np.arange(len(table))
+        assert held.max() > 1
+        pieces |= set(held.tolist())
+        goes_on = (held > 1) & (table["tail_last_part"] > index)
+        goes_on &= table["request"] != table["end_request"]
+        kinds |= {("goes on", case.kv_heads > 1)} if goes_on.any() else set()
+        kinds |= {("second slot", case.kv_heads > 1)} if table["first_slot"].any() else set()
+    assert {2, 3} <= pieces
+    assert max(pieces) > 64  # more notes than a warp reads at once
+    assert kinds == set(itertools.product(("goes on", "second slot"), (False, True)))
+
+
 # --- kernels with a line changed -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "edits",
-    [
-        variants.DELAYS,
-        (variants.MISSING_WAIT,),
-        (variants.MISSING_TILE_WAIT,),
-        (variants.UNWRITTEN_PARTIAL,),
-    ],
-    ids=["delays", "missing wait", "missing tile wait", "unwritten partial"],
-)
-def test_the_edits_of_the_kernels_still_apply(edits: tuple[variants.Edit, ...]) -> None:
+@pytest.mark.parametrize("name", variants.ALL)
+def test_the_edits_of_the_kernels_still_apply(name: str) -> None:
+    """And what they make of the kernels compiles, without a spill."""
+    edits = variants.ALL[name]
     specs = variants.specs_of("mla_decode")
     assert len(specs) == 2
+    try:
+        module.bindings_nvrtc_version()
+    except MissingDependencyError as error:
+        pytest.skip(str(error).split("\n")[0])
     for spec in specs:
         text = variants.edited_text(spec, *edits)
         assert all(edit.new in text for edit in edits)
+        assert module._compile(spec, text, OPTIONS)[0]
 
 
 def test_what_the_edited_kernels_go_through_is_there() -> None:

@@ -786,13 +786,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(mla, "prepare_schedule", prepare)
     monkeypatch.setattr(mla, "prepare_decode", prepare)
-    monkeypatch.setattr(mla, "prepare_merge", prepare)
     return names
 
 
 def test_the_fake_gpu_is_called(on_gpu: dict[str, Any], launched: list[str]) -> None:
     cumla.mla_decode(**on_gpu)
-    assert launched == ["mla_schedule", "mla_decode", "mla_merge"]
+    assert launched == ["mla_schedule", "mla_decode"]
 
 
 @pytest.mark.parametrize("name", ["kv_cache", "block_table", "cache_seqlens"])
@@ -919,7 +918,7 @@ def test_a_cold_kernel_under_capture(
         refuse(cumla.NotPreparedError, "kernel mla_schedule is not loaded", **on_gpu)
 
 
-@pytest.mark.parametrize("cold", ["mla_schedule", "mla_decode_bfloat16", "mla_merge_bfloat16"])
+@pytest.mark.parametrize("cold", ["mla_schedule", "mla_decode_bfloat16"])
 def test_one_cold_kernel_of_several_under_capture(
     on_gpu: dict[str, Any], driver: FakeDriver, launched: list[str], cold: str
 ) -> None:

@@ -110,7 +110,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
         return lambda: log.events.append(("launch", spec.stem))
 
     monkeypatch.setattr(mla, "load", load)
-    for name in ("prepare_schedule", "prepare_decode", "prepare_merge"):
+    for name in ("prepare_schedule", "prepare_decode"):
         monkeypatch.setattr(mla, name, prepare)
 
 
@@ -118,7 +118,7 @@ def plan_for(arguments: dict[str, Any], **options: Any) -> cumla.MLADecodePlan:
     return cumla.MLADecodePlan.from_arrays(arguments["q"], arguments["kv_cache"], **options)
 
 
-KERNELS = ["mla_schedule", "mla_decode", "mla_merge"]
+KERNELS = ["mla_schedule", "mla_decode"]
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_nothing_is_launched_or_allocated_when_the_last_kernel_cannot_be_loaded(
     plan = plan_for(on_gpu)
 
     def fail(spec: KernelSpec, *_: object, **__: object) -> KernelSpec:
-        if spec.stem == "mla_merge":
+        if spec.stem == "mla_decode":
             raise cumla.NotPreparedError("cold")
         return spec
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Who works on which KV blocks: one CTA, parallel over the batch. See mla_plan.cuh for the terms.
 //
-// A request costs its number of blocks + fixed_cost. Three ways to deal the requests out are priced:
-//   whole: ceil(batch / parts) consecutive requests to a part, no request cut;
-//   apart: each request alone, in equal pieces of one part each (with at least two parts a request);
+// A request costs its number of blocks + fixed_cost. Three ways to deal the requests out:
+//   apart: each request alone, in equal pieces of one part each, where there are at least two parts a request and no
+//          piece gets larger than an equal share and what cutting costs; else
+//   whole: ceil(batch / parts) consecutive requests to a part, no request cut, where no part costs more than that; else
 //   split: equal shares of the summed cost, cut wherever a share ends.
-// The first that costs no more than split and what cutting costs is taken; cumla/launch/mla_schedule.py holds the same
-// arithmetic in NumPy, as its oracle.
+// cumla/launch/mla_schedule.py holds the same arithmetic in NumPy, as its oracle.
 #include "mla_plan.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
@@ -31,6 +31,7 @@ struct MlaScheduleParams {
   int cut_cost;    // of cutting, in blocks: a second prologue, and pieces to join
   int min_blocks;  // no piece is smaller
   int min_share;   // of cost: what a part is at least given
+  int min_saving;  // in blocks: a request that has parts of its own is cut where that makes it so much shorter
   int max_tokens;  // of a request: the summed cost fits an int
 };
 
@@ -106,16 +107,22 @@ __device__ __forceinline__ Run find_run(int request, Run (&edges)[kScheduleWarps
   return run;
 }
 
+// Parts of a request that has some of its own, in pieces of `size` blocks at most.
+__device__ __forceinline__ int pieces_of(const MlaScheduleParams& p, int tokens, int size) {
+  const int blocks = blocks_of(tokens);
+  return blocks - size < p.min_saving ? 1 : static_cast<u32>(blocks + size - 1) / static_cast<u32>(size);
+}
+
 // The size of pieces, in blocks, with which each request can have parts of its own; 0 if none of those that are tried
 // will do. Each warp tries one.
 __device__ __forceinline__ int find_piece(const MlaScheduleParams& p, const int* tokens, int total_blocks, int* feasible) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int least = max((total_blocks + p.parts - 1) / p.parts, p.min_share);
   const int step = max(least / 16, 1);
-  const u32 size = least + warp * step;
+  const int size = least + warp * step;
   int pieces = 0;
   for (int request = lane; request < p.batch; request += 32)
-    pieces += max((blocks_of(tokens[request]) + size - 1) / size, 1u);
+    pieces += pieces_of(p, tokens[request], size);
   pieces = __reduce_add_sync(0xffffffffu, pieces);
   if (lane == 0) feasible[warp] = pieces <= p.parts;
   __syncthreads();
@@ -123,16 +130,96 @@ __device__ __forceinline__ int find_piece(const MlaScheduleParams& p, const int*
   return good == 0 ? 0 : least + (__ffs(good) - 1) * step;
 }
 
-__device__ void mla_schedule(const MlaScheduleParams& p) {
-  __shared__ int warp_values[2][kScheduleWarps];
-  __shared__ int group_starts[kMaxParts + 1];
-  __shared__ int thread_starts[kScheduleThreads];
-  __shared__ int thread_tokens[kScheduleThreads];  // of a thread's first request
-  __shared__ PartBound bounds[kMaxParts + 1];
-  __shared__ Run runs[kMaxParts + 1];
-  __shared__ Run edges[kScheduleWarps][2];
-  __shared__ int edge_requests[kScheduleWarps][2];
+struct Shared {
+  int warp_values[2][kScheduleWarps];
+  int group_starts[kMaxParts + 1];
+  int thread_starts[kScheduleThreads];
+  int thread_tokens[kScheduleThreads];  // of a thread's first request
+  PartBound bounds[kMaxParts + 1];
+  Run runs[kMaxParts + 1];
+  Run edges[kScheduleWarps][2];
+  int edge_requests[kScheduleWarps][2];
+};
 
+// Where this thread's part begins if each request has parts of its own, in pieces of `size` blocks at most.
+__device__ __forceinline__ PartBound bound_apart(const MlaScheduleParams& p, Shared& shared, int size) {
+  const int thread = threadIdx.x;
+  const int pieces = thread < p.batch ? pieces_of(p, shared.thread_tokens[thread], size) : 0;
+  int all;
+  const int first = block_exclusive_sum(pieces, shared.warp_values[1], all);
+  shared.thread_starts[thread] = first;
+  __syncthreads();
+  if (thread >= min(all, p.parts)) return {p.batch, 0, 0};
+  int request = 0;
+#pragma unroll
+  for (int step = kScheduleThreads / 2; step > 0; step /= 2)
+    if (request + step < p.batch && shared.thread_starts[request + step] <= thread) request += step;
+  const int begin = shared.thread_starts[request];
+  const int end = request + 1 < p.batch ? shared.thread_starts[request + 1] : all;
+  const int tokens = shared.thread_tokens[request];
+  return {request, divide(static_cast<u64>(thread - begin) * blocks_of(tokens), end - begin), tokens};
+}
+
+// The price of dealing out whole requests: the dearest group of consecutive ones.
+__device__ __forceinline__ int price_of_whole(const MlaScheduleParams& p, Shared& shared, int per_thread, int group,
+                                              int total) {
+  const int thread = threadIdx.x;
+  const int groups = (p.batch + group - 1) / group;
+  const int begin = min(thread * per_thread, p.batch), end = min(begin + per_thread, p.batch);
+  int position = shared.thread_starts[thread];
+  for (int request = begin; request < end; ++request) {
+    if (request % group == 0) shared.group_starts[request / group] = position;
+    position += blocks_of(request == begin ? shared.thread_tokens[thread] : p.seqlens[request]) + p.fixed_cost;
+  }
+  if (thread == 0) shared.group_starts[groups] = total;
+  __syncthreads();
+  const int price = thread < groups ? shared.group_starts[thread + 1] - shared.group_starts[thread] : 0;
+  return block_max(price, shared.warp_values[1]);
+}
+
+// Where this thread's part begins if all get the same share of the cost: first the thread whose requests the cut hits,
+// then the request.
+template <typename TokensOf>
+__device__ __forceinline__ PartBound bound_split(const MlaScheduleParams& p, const Shared& shared, int per_thread,
+                                                 int share, int total, TokensOf tokens_of) {
+  const i64 target = static_cast<i64>(threadIdx.x) * share;
+  if (threadIdx.x >= p.parts || target >= total) return {p.batch, 0, 0};
+  int owner = 0;
+#pragma unroll
+  for (int step = kScheduleThreads / 2; step > 0; step /= 2)
+    if (shared.thread_starts[owner + step] <= target) owner += step;
+  PartBound bound = {owner * per_thread, 0, shared.thread_tokens[owner]};
+  int before = shared.thread_starts[owner];
+  while (before + blocks_of(bound.tokens) + p.fixed_cost <= target) {
+    before += blocks_of(bound.tokens) + p.fixed_cost;
+    bound.tokens = tokens_of(++bound.request);
+  }
+  const int blocks = blocks_of(bound.tokens);
+  bound.block = place_cut(p, blocks, static_cast<int>(target) - before);
+  if (bound.block == blocks && blocks > 0) bound = {bound.request + 1, 0, tokens_of(bound.request + 1)};
+  return bound;
+}
+
+// A part between two bounds. Bounds that lie inside a request cut it: its first piece ends at the first of them, its last
+// begins at the last.
+__device__ __forceinline__ Part part_of(const Shared& shared, int index) {
+  const PartBound bound = shared.bounds[index], next = shared.bounds[index + 1];
+  Part part = {bound.request, bound.block, bound.tokens, next.request, next.block, index, index, 0, index, {}};
+  if (bound.block > 0) {
+    const Run run = shared.runs[index];
+    part.first_part = run.first - 1;
+    part.last_part = run.last;
+    part.first_slot = shared.bounds[run.first - 1].request == bound.request ? 0 : 1;
+  }
+  if (next.block > 0) {
+    part.tail_last_part = shared.runs[index + 1].last;
+    if (next.request == bound.request) part.last_part = part.tail_last_part;
+  }
+  return part;
+}
+
+__device__ void mla_schedule(const MlaScheduleParams& p) {
+  __shared__ Shared shared;
   const int thread = threadIdx.x;
   const int per_thread = (p.batch + kScheduleThreads - 1) / kScheduleThreads;
   const int begin = min(thread * per_thread, p.batch);
@@ -151,101 +238,39 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
   }
   for (int i = thread; i < p.num_tickets; i += kScheduleThreads) p.tickets[i] = {};
   int total;
-  const int start = block_exclusive_sum(cost, warp_values[0], total);
-  thread_starts[thread] = start;
-  thread_tokens[thread] = first_tokens;
-
-  // The price of dealing out whole requests: the dearest group of consecutive ones.
-  const int group = (p.batch + p.parts - 1) / p.parts;
-  const int groups = (p.batch + group - 1) / group;
-  int position = start;
-  for (int request = begin; request < end; ++request) {
-    if (request % group == 0) group_starts[request / group] = position;
-    position += blocks_of(request == begin ? first_tokens : p.seqlens[request]) + p.fixed_cost;
-  }
-  if (thread == 0) group_starts[groups] = total;
+  shared.thread_tokens[thread] = first_tokens;
+  shared.thread_starts[thread] = block_exclusive_sum(cost, shared.warp_values[0], total);
   __syncthreads();
-  const int whole_price =
-      block_max(thread < groups ? group_starts[thread + 1] - group_starts[thread] : 0, warp_values[1]);
+  auto tokens_of = [&](int request) {
+    return request >= p.batch ? 0 : per_thread == 1 ? shared.thread_tokens[request] : p.seqlens[request];
+  };
 
   const int share = max((total + p.parts - 1) / p.parts, p.min_share);
-  auto tokens_of = [&](int request) {
-    return request >= p.batch ? 0 : per_thread == 1 ? thread_tokens[request] : p.seqlens[request];
-  };
-  if (whole_price <= share + p.cut_cost) {
+  const int dearest = share + p.cut_cost;
+  int piece = 0;
+  if (2 * p.batch <= p.parts) {
+    piece = find_piece(p, shared.thread_tokens, total - p.batch * p.fixed_cost, shared.warp_values[0]);
+    if (piece + p.fixed_cost > dearest) piece = 0;
+  }
+  const int group = (p.batch + p.parts - 1) / p.parts;
+  if (piece == 0 && price_of_whole(p, shared, per_thread, group, total) <= dearest) {
     if (thread >= p.parts) return;
-    const int request = min(thread * group, p.batch), next = thread + 1 < p.parts ? min(request + group, p.batch) : p.batch;
+    const int request = min(thread * group, p.batch);
+    const int next = thread + 1 < p.parts ? min(request + group, p.batch) : p.batch;
     p.parts_out[thread] = {request, 0, tokens_of(request), next, 0, thread, thread, 0, thread, {}};
     return;
   }
-  int piece = 0;
-  if (2 * p.batch <= p.parts) {
-    piece = find_piece(p, thread_tokens, total - p.batch * p.fixed_cost, warp_values[0]);
-    if (piece + p.fixed_cost > share + p.cut_cost) piece = 0;
-  }
 
-  // Thread i places bound i, where part i begins. Cut i falls on cost i * share: first the thread whose requests it
-  // hits, then the request.
-  PartBound bound = {p.batch, 0, 0};
-  const i64 target = static_cast<i64>(thread) * share;
-  if (piece > 0) {
-    const int blocks = blocks_of(first_tokens);
-    const int pieces = thread < p.batch ? max((blocks + piece - 1) / piece, 1) : 0;
-    int all;
-    __syncthreads();  // warp_values[1] is still being read
-    thread_starts[thread] = block_exclusive_sum(pieces, warp_values[1], all);
-    __syncthreads();
-    if (thread < min(all, p.parts)) {
-      int request = 0;
-#pragma unroll
-      for (int step = kScheduleThreads / 2; step > 0; step /= 2)
-        if (request + step < p.batch && thread_starts[request + step] <= thread) request += step;
-      const int end = request + 1 < p.batch ? thread_starts[request + 1] : all;
-      const int tokens = thread_tokens[request];
-      const u64 numerator = static_cast<u64>(thread - thread_starts[request]) * blocks_of(tokens);
-      bound = {request, divide(numerator, end - thread_starts[request]), tokens};
-    }
-  } else if (thread < p.parts && target < total) {
-    int owner = 0;
-#pragma unroll
-    for (int step = kScheduleThreads / 2; step > 0; step /= 2)
-      if (thread_starts[owner + step] <= target) owner += step;
-    bound.request = owner * per_thread;
-    int before = thread_starts[owner];
-    bound.tokens = thread_tokens[owner];
-    while (before + blocks_of(bound.tokens) + p.fixed_cost <= target) {
-      before += blocks_of(bound.tokens) + p.fixed_cost;
-      bound.tokens = tokens_of(++bound.request);
-    }
-    const int blocks = blocks_of(bound.tokens);
-    bound.block = place_cut(p, blocks, static_cast<int>(target) - before);
-    if (bound.block == blocks && blocks > 0) {
-      ++bound.request;
-      bound.block = 0;
-      bound.tokens = tokens_of(bound.request);
-    }
-  }
-  const Run run = find_run(thread < p.parts && bound.block > 0 ? bound.request : -1, edges, edge_requests);
+  const PartBound bound = piece > 0 ? bound_apart(p, shared, piece)
+                                    : bound_split(p, shared, per_thread, share, total, tokens_of);
+  const bool cuts = thread < p.parts && bound.block > 0;
+  const Run run = find_run(cuts ? bound.request : -1, shared.edges, shared.edge_requests);
   if (thread <= p.parts) {
-    bounds[thread] = bound;
-    runs[thread] = run;
+    shared.bounds[thread] = bound;
+    shared.runs[thread] = run;
   }
   __syncthreads();
-  if (thread >= p.parts) return;
-
-  // Bounds that lie inside a request cut it: its first piece ends at the first of them, its last begins at the last.
-  const PartBound next = bounds[thread + 1];
-  Part part = {bound.request, bound.block, bound.tokens, next.request, next.block, thread, thread, 0, thread, {}};
-  if (bound.block > 0) {
-    part.first_part = run.first - 1;
-    part.last_part = run.last;
-    part.first_slot = bounds[run.first - 1].request == bound.request ? 0 : 1;
-  }
-  if (next.block > 0) {
-    part.tail_last_part = runs[thread + 1].last;
-    if (next.request == bound.request) part.last_part = part.tail_last_part;
-  }
-  p.parts_out[thread] = part;
+  if (thread < p.parts) p.parts_out[thread] = part_of(shared, thread);
 }
 
 }  // namespace cumla

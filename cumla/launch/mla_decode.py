@@ -129,4 +129,6 @@ def prepare_decode(
         out.dtype == "float32",
         softmax_scale * _LOG2_E,
     )
-    return PreparedLaunch(kernel, (key.row_tiles, key.parts, key.num_kv_heads), _PARAMS, values, stream)
+    return PreparedLaunch(
+        kernel, (key.row_tiles, key.parts, key.num_kv_heads), _PARAMS, values, stream
+    )

@@ -27,13 +27,14 @@ __all__ = [
     "SPECS",
     "Schedule",
     "max_tokens",
+    "min_saving",
     "prepare_schedule",
     "schedule",
 ]
 
 FIXED_COST = 2  # of a request, or of a piece of one, in KV blocks: loads before, stores behind
-CUT_COST = 16  # of cutting at all, in KV blocks: partial results and their merge
-MIN_BLOCKS = 1  # no piece is smaller
+CUT_COST = 16  # of cutting at all, in KV blocks: pieces that are stored, and joined
+MIN_BLOCKS = 4  # no cut closer to an end of a request
 MIN_SHARE = 2  # of cost: what a part is at least given
 
 SPECS = (
@@ -46,7 +47,7 @@ SPECS = (
     ),
 )
 
-_PARAMS = struct.Struct("<QqQQQ8i")
+_PARAMS = struct.Struct("<QqQQQ9i4x")
 
 
 def prepare_schedule(
@@ -86,9 +87,26 @@ def prepare_schedule(
         CUT_COST,
         MIN_BLOCKS,
         MIN_SHARE,
+        min_saving(key.row_groups),
         max_tokens(key.batch),
     )
     return PreparedLaunch(kernel, (1, 1, 1), _PARAMS, values, stream)
+
+
+def min_saving(row_groups: int) -> int:
+    """Tell how many KV blocks cutting a request must save: what joining costs, as measured.
+
+    Parameters
+    ----------
+    row_groups : int
+        Groups of 16 query rows, whose partial results are stored and joined.
+
+    Returns
+    -------
+    int
+        KV blocks.
+    """
+    return 1 + 2 * row_groups
 
 
 def max_tokens(batch: int) -> int:
@@ -123,7 +141,7 @@ class Schedule(NamedTuple):
     splits: np.ndarray
 
 
-def schedule(cache_seqlens: np.ndarray, parts: int) -> Schedule:
+def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule:
     """Deal the KV blocks of all requests out to ``parts``; the mirror of the kernel.
 
     Parameters
@@ -132,12 +150,15 @@ def schedule(cache_seqlens: np.ndarray, parts: int) -> Schedule:
         ``(batch,)`` integers, tokens of each request; negative counts as 0.
     parts : int
         How many shares to make.
+    row_groups : int
+        Groups of 16 query rows in a tile.
 
     Returns
     -------
     Schedule
-        Whole requests where that is no dearer, else each request in equal pieces of its own parts,
-        else equal shares of the summed cost with requests cut where a share ends.
+        Each request in equal pieces of its own parts where there are parts enough, else whole
+        requests where that is no dearer, else equal shares of the summed cost with requests cut
+        where a share ends.
     """
     lengths = np.clip(np.asarray(cache_seqlens, np.int64), 0, max_tokens(len(cache_seqlens)))
     batch = len(lengths)
@@ -147,43 +168,50 @@ def schedule(cache_seqlens: np.ndarray, parts: int) -> Schedule:
     total = int(ends[-1])
 
     bounds = np.zeros((parts + 1, 2), np.int32)
-    no_splits = np.zeros((0, 3), np.int32)
 
-    group = -(-batch // parts)
-    group_starts = np.append(starts[::group], total)
     share = max(-(-total // parts), MIN_SHARE)
-    if int(np.diff(group_starts).max()) <= share + CUT_COST:
-        bounds[:, 0] = np.minimum(np.arange(parts + 1) * group, batch)
-        return Schedule(bounds, no_splits)
-
-    bounds[1:, 0] = batch
-    piece = _find_piece(blocks, parts) if 2 * batch <= parts else 0
+    saving = min_saving(row_groups)
+    piece = _find_piece(blocks, parts, saving) if 2 * batch <= parts else 0
     if 0 < piece <= share + CUT_COST - FIXED_COST:
-        pieces = np.maximum(-(-blocks // piece), 1)
+        pieces = _pieces(blocks, piece, saving)
         requests = np.repeat(np.arange(batch), pieces)
         index = np.arange(len(requests)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        bounds[1:, 0] = batch
         bounds[: len(requests), 0] = requests
         bounds[: len(requests), 1] = index * blocks[requests] // pieces[requests]
-    else:
-        for cut in range(1, min(parts, -(-total // share))):
-            request = int(np.searchsorted(ends, cut * share, side="right"))
-            offset = cut * share - int(starts[request])
-            bounds[cut] = _place_cut(request, int(blocks[request]), offset)
+        return Schedule(bounds, _splits(bounds))
 
+    group = -(-batch // parts)
+    if int(np.diff(np.append(starts[::group], total)).max()) <= share + CUT_COST:
+        bounds[:, 0] = np.minimum(np.arange(parts + 1) * group, batch)
+        return Schedule(bounds, _splits(bounds))
+
+    bounds[1:, 0] = batch
+    for cut in range(1, min(parts, -(-total // share))):
+        request = int(np.searchsorted(ends, cut * share, side="right"))
+        offset = cut * share - int(starts[request])
+        bounds[cut] = _place_cut(request, int(blocks[request]), offset)
+    return Schedule(bounds, _splits(bounds))
+
+
+def _splits(bounds: np.ndarray) -> np.ndarray:
+    """Find the requests that bounds cut: (request, first part, last part)."""
     inside = np.flatnonzero(bounds[:, 1] > 0)
-    requests, first = np.unique(bounds[inside, 0], return_index=True)
-    if not len(inside):
-        return Schedule(bounds, no_splits)
-    last = np.append(first[1:], len(inside)) - 1
-    splits = np.stack([requests, inside[first] - 1, inside[last]], axis=1)
-    return Schedule(bounds, splits.astype(np.int32))
+    requests, first, count = np.unique(bounds[inside, 0], return_index=True, return_counts=True)
+    splits = np.stack([requests, inside[first] - 1, inside[first + count - 1]], axis=1)
+    return splits.astype(np.int32)
 
 
-def _find_piece(blocks: np.ndarray, parts: int) -> int:
+def _pieces(blocks: np.ndarray, size: int, saving: int) -> np.ndarray:
+    """Count the parts of requests that have some of their own."""
+    return np.where(blocks - size < saving, 1, -(-blocks // size))
+
+
+def _find_piece(blocks: np.ndarray, parts: int, saving: int) -> int:
     """Find a size of pieces with which each request can have parts of its own, or 0."""
     least = max(-(-int(blocks.sum()) // parts), MIN_SHARE)
     for size in range(least, least + 32 * max(least // 16, 1), max(least // 16, 1)):
-        if int(np.maximum(-(-blocks // size), 1).sum()) <= parts:
+        if int(_pieces(blocks, size, saving).sum()) <= parts:
             return size
     return 0
 

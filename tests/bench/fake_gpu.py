@@ -10,19 +10,22 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from cumla import reference
 from cumla.bench.ceilings import EMPTY, FILL_NORMAL, STREAM_KV
 from cumla.bench.dense import ATTEND_ROWS
+from cumla.bench.gpu import DTYPES, SPIN
 from cumla.launch.source import KernelSpec
 
 LAUNCH_US = 5.0
 FLUSH_US = 1000.0
+HOLD_US = 100.0
 
 
 class FakeGpu:
@@ -71,6 +74,15 @@ class FakeGpu:
     def flush_l2(self) -> None:
         self.now += FLUSH_US
 
+    def hold(self) -> None:
+        self.now += HOLD_US
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+    def torch_stream(self, torch: Any) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def record(self) -> float:
         return self.now
 
@@ -91,14 +103,15 @@ class FakeGpu:
         _KERNELS[spec](blocks, *layout.unpack(layout.pack(*values)))
 
 
-def _fill_normal(blocks: int, destination: int, words: int, seed: int, deviation: float) -> None:
+def _fill_normal(
+    dtype: Any, blocks: int, destination: int, words: int, seed: int, deviation: float
+) -> None:
     numbers = np.random.default_rng(seed).standard_normal(2 * words) * deviation
-    memory(destination, (2 * words,), "uint16")[...] = numbers.astype(ml_dtypes.bfloat16).view(
-        np.uint16
-    )
+    memory(destination, (2 * words,), "uint16")[...] = numbers.astype(dtype).view(np.uint16)
 
 
 def _attend_rows(
+    dtype: Any,
     blocks: int,
     q: int,
     kv: int,
@@ -111,14 +124,15 @@ def _attend_rows(
     scale: float,
     q_len: int,
     heads: int,
+    kv_heads: int,
     causal: int,
 ) -> None:
     chosen = memory(rows, (blocks, 3), "int32")
     batch = int(chosen[:, 0].max()) + 1
     tables = memory(table, (batch, table_stride), "int32")
     got = reference.mla_decode(
-        memory(q, (batch, q_len, heads, 576), "uint16").view(ml_dtypes.bfloat16),
-        memory(kv, (int(tables.max()) + 1, 64, 1, 576), "uint16").view(ml_dtypes.bfloat16),
+        memory(q, (batch, q_len, heads, 576), "uint16").view(dtype),
+        memory(kv, (int(tables.max()) + 1, 64, kv_heads, 576), "uint16").view(dtype),
         tables,
         memory(seqlens, (batch,), "int32"),
         softmax_scale=scale,
@@ -137,8 +151,9 @@ def _nothing(blocks: int, *values: object) -> None:
 _KERNELS: dict[KernelSpec, Callable[..., None]] = {
     EMPTY: _nothing,
     STREAM_KV: _nothing,
-    FILL_NORMAL: _fill_normal,
-    ATTEND_ROWS: _attend_rows,
+    SPIN: _nothing,
+    **{FILL_NORMAL[name]: partial(_fill_normal, dtype) for name, dtype in DTYPES.items()},
+    **{ATTEND_ROWS[name]: partial(_attend_rows, dtype) for name, dtype in DTYPES.items()},
 }
 
 

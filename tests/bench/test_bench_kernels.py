@@ -16,10 +16,11 @@ from cumla.launch.source import KernelSpec, translation_unit
 
 KERNELS = [
     (gpu.READ_STREAM, gpu._READ_STREAM_PARAMS),
+    (gpu.SPIN, gpu._SPIN_PARAMS),
     (ceilings.EMPTY, ceilings._EMPTY_PARAMS),
-    (ceilings.FILL_NORMAL, ceilings._FILL_NORMAL_PARAMS),
+    *((spec, ceilings._FILL_NORMAL_PARAMS) for spec in ceilings.FILL_NORMAL.values()),
     (ceilings.STREAM_KV, ceilings._STREAM_KV_PARAMS),
-    (dense.ATTEND_ROWS, dense._ATTEND_ROWS_PARAMS),
+    *((spec, dense._ATTEND_ROWS_PARAMS) for spec in dense.ATTEND_ROWS.values()),
 ]
 each_kernel = pytest.mark.parametrize(
     ("spec", "layout"), KERNELS, ids=[spec.entry for spec, _ in KERNELS]
@@ -53,4 +54,4 @@ def test_params_are_as_large_as_packed(spec: KernelSpec, layout: struct.Struct):
 def test_every_source_is_a_kernel_that_is_tested():
     folder = resources.files("cumla.bench").joinpath("cuda")
     sources = {path.name for path in folder.iterdir()}
-    assert sources == {f"{spec.function}.cu" for spec, _ in KERNELS}
+    assert sources == {f"{spec.stem}.cu" for spec, _ in KERNELS}

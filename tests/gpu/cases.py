@@ -172,3 +172,20 @@ def _extend(
 
         chosen[name] = max(options, key=gain)
     return chosen
+
+
+SPLIT_CASES = {
+    "two pieces": (Case(batch=66, heads=16), [45 * 64] * 66),
+    "many pieces": (Case(batch=1, heads=16), [17_003]),
+    "a giant among dwarfs": (Case(batch=6, heads=64, q_len=2), [65, 0, 9000, 3, 700, 1]),
+    "three row tiles": (Case(batch=2, heads=80, q_len=2), [3000, 2500]),
+    "parts that share two requests, row tiles": (
+        Case(batch=18, heads=128, q_len=2),
+        [3500 + 64 * (i % 5) for i in range(18)],
+    ),
+    "parts that share two requests, kv heads": (
+        Case(batch=18, heads=64, kv_heads=4),
+        [3500 + 64 * (i % 5) for i in range(18)],
+    ),
+}
+"""Calls of which every one cuts requests, with their lengths, for runs by the thousand."""

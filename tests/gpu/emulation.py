@@ -2,8 +2,9 @@
 """The kernels' arithmetic in NumPy: which errors an honest result has, and how large they get.
 
 Scores and sums in float32, a running maximum that lags by up to a factor of 2^8, probabilities
-rounded to 16 bits (their sum is not), float32 partial results where the schedule cuts a request,
-joined in the order of the parts, one rounding of the output.
+rounded to 16 bits: the output is divided by the sum of the rounded ones, the log-sum-exp is that of
+the others. Where the schedule cuts a request its pieces are float32 and normalised, and are joined
+in the order of the parts, weighted by powers of 2; one rounding of the output.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from cumla.launch.mla_schedule import schedule
 from tests.gpu.problem import HEAD_DIM, NUMPY_DTYPES, PAGE_SIZE, VALUE_DIM, Problem
 
 SLACK = np.float32(8)
-LOWEST = np.float32(-1e30)
+LOWEST = np.float32(-3e38)
 LOG2_E = np.log2(np.e)
 
 
@@ -51,7 +52,8 @@ def decode(
                 scores[drop.query, drop.head % group, drop.token] = -np.inf
             flat = scores.reshape(-1, length)
             pieces = [_attend(problem, flat, keys, edges[i : i + 2]) for i in range(len(edges) - 1)]
-            o, s = _finish(*pieces[0]) if len(pieces) == 1 else _merge(pieces)
+            o, s = pieces[0] if len(pieces) == 1 else _join(pieces)
+            s = np.where(np.isneginf(s), np.inf, s * np.float32(np.log(2)))
             out[b, :, heads] = o.reshape(case.q_len, group, VALUE_DIM).astype(out.dtype)
             lse[b, heads] = s.reshape(case.q_len, group).T
     return out, lse
@@ -80,14 +82,15 @@ def _scores(problem: Problem, b: int, heads: slice, keys: np.ndarray) -> np.ndar
 
 def _attend(
     problem: Problem, scores: np.ndarray, keys: np.ndarray, edges: list[int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Blocks from edges[0] to edges[1]: unnormalised output, sum, base-2 running maximum."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks from edges[0] to edges[1]: normalised output, and log-sum-exp in base 2."""
     scale = HEAD_DIM**-0.5 if problem.softmax_scale is None else problem.softmax_scale
     scale_log2 = np.float32(scale * LOG2_E)
     dtype = NUMPY_DTYPES[problem.case.dtype]
     rows = len(scores)
     output = np.zeros((rows, VALUE_DIM), np.float32)
-    total, top = np.zeros(rows, np.float32), np.full(rows, LOWEST)
+    total, rounded_total = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
+    top = np.full(rows, LOWEST)
     for block in range(*edges):
         some = slice(block * PAGE_SIZE, min((block + 1) * PAGE_SIZE, scores.shape[1]))
         highest = scores[:, some].max(axis=1) * scale_log2
@@ -96,31 +99,33 @@ def _attend(
         # one rounding of product and difference, as a fused multiply-add has it
         exponents = scores[:, some].astype(np.float64) * scale_log2 - new_top[:, None]
         weights = np.exp2(exponents.astype(np.float32))
-        total = total * shrink + weights.sum(axis=1)
         rounded = weights.astype(dtype).astype(np.float32)
+        total = total * shrink + weights.sum(axis=1)
+        rounded_total = rounded_total * shrink + rounded.sum(axis=1)
         output = output * shrink[:, None] + rounded @ keys[some, :VALUE_DIM]
         top = new_top
-    return output, total, top
+    return output * _inverse(rounded_total)[:, None], _base2(top, total)
 
 
-def _finish(
-    output: np.ndarray, total: np.ndarray, top: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _inverse(total: np.ndarray) -> np.ndarray:
+    inverse: np.ndarray = np.divide(1, total, out=np.zeros_like(total), where=total > 0)
+    return inverse
+
+
+def _base2(top: np.ndarray, total: np.ndarray) -> np.ndarray:
     some = total > 0
-    inverse = np.where(some, 1 / np.where(some, total, 1), 0).astype(np.float32)
-    base2 = top + np.log2(np.where(some, total, 1))
-    lse = np.where(some, base2 * np.float32(np.log(2)), np.inf)
-    return output * inverse[:, None], lse.astype(np.float32)
+    lse = np.where(some, top + np.log2(np.where(some, total, 1)), -np.inf)
+    return lse.astype(np.float32)
 
 
-def _merge(
-    pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Join normalised float32 partial results by their log-sum-exp."""
-    outputs = np.stack([_finish(*piece)[0] for piece in pieces])
-    with np.errstate(divide="ignore"):
-        each = np.stack([top + np.log2(total) for _, total, top in pieces])
+def _join(pieces: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Join normalised float32 pieces by their log-sum-exp."""
+    each = np.stack([lse for _, lse in pieces])
     top = each.max(axis=0)
     weights = np.exp2(each - np.where(np.isneginf(top), 0, top)).astype(np.float32)
-    output = (weights[..., None] * outputs).sum(axis=0, dtype=np.float32)
-    return _finish(output, weights.sum(axis=0, dtype=np.float32), top)
+    output = np.zeros_like(pieces[0][0])
+    total = np.zeros_like(top)
+    for weight, (part, _) in zip(weights, pieces, strict=True):
+        output += weight[:, None] * part
+        total += weight
+    return output * _inverse(total)[:, None], _base2(top, total)

@@ -41,6 +41,7 @@ from tests.gpu.problem import Problem, make_problem, typed  # noqa: E402
 PLANTS = {
     "missing-wait": variants.MISSING_WAIT,
     "missing-tile-wait": variants.MISSING_TILE_WAIT,
+    "missing-gather-sync": variants.MISSING_GATHER_SYNC,
     "unwritten-partial": variants.UNWRITTEN_PARTIAL,
 }
 RUNS = (  # tool, planted bug
@@ -50,6 +51,7 @@ RUNS = (  # tool, planted bug
     ("initcheck", None),
     ("racecheck", "missing-wait"),
     ("racecheck", "missing-tile-wait"),
+    ("racecheck", "missing-gather-sync"),
     ("initcheck", "unwritten-partial"),
 )
 SPLIT = "one request cut into many parts"
@@ -60,7 +62,7 @@ TIMEOUT = 80.0  # seconds a run
 def grid(multiprocessors: int) -> dict[str, tuple[Case, list[int]]]:
     """A handful of calls: cut, whole and empty requests, tails, kv heads, both dtypes."""
     return {
-        SPLIT: (Case(batch=1, heads=16), [1300]),
+        SPLIT: (Case(batch=1, heads=16), [4300]),  # in which warps help each other to join
         "cut, ragged, causal, two row tiles": (
             Case(batch=3, heads=24, q_len=4),
             [700, 65, 0],

@@ -11,8 +11,11 @@ import pytest
 
 import cumla
 from cumla.launch import mla_schedule
+from cumla.launch.mla_plan import TICKET_BYTES
 from tests.gpu.arrays import bits_of, to_torch
 from tests.gpu.cases import Case
+from tests.gpu.parts import LENGTHS as PARTS_LENGTHS
+from tests.gpu.parts import PART, parts_table
 from tests.gpu.problem import Problem, make_problem, typed
 
 cp: Any = pytest.importorskip("cupy")
@@ -47,40 +50,28 @@ class OnDevice(NamedTuple):
     """What a plan's buffer holds of its schedule."""
 
     lengths: np.ndarray  # (batch,)
-    bounds: np.ndarray  # (parts + 1, 2)
-    records: np.ndarray  # (parts, 4): request, first part, last part, slot in the first part
-    num_splits: int  # records in use
+    parts: np.ndarray  # (parts,) of PART
+    tickets: np.ndarray  # their words
 
+    @classmethod
+    def of(cls, plan: cumla.MLADecodePlan, buffer: Any) -> OnDevice:
+        key, layout = plan.key, plan.key.layout
+        host = buffer[: layout.partial_lse].get()
+        parts = host[layout.parts : layout.parts + key.parts * PART.itemsize]
+        tickets = host[layout.tickets : layout.tickets + key.num_tickets * TICKET_BYTES]
+        lengths = host[: 4 * key.batch].view(np.int32)
+        return cls(lengths, parts.view(PART), tickets.view(np.uint32))
 
-def schedule_on_device(plan: cumla.MLADecodePlan, buffer: Any) -> OnDevice:
-    """Read a schedule out of a plan's buffer."""
-    key, layout = plan.key, plan.key.layout
-    host = buffer[: layout.partial_lse].get()
-
-    def words(offset: int, count: int) -> np.ndarray:
-        return host[offset : offset + 4 * count].view(np.int32)
-
-    return OnDevice(
-        words(layout.seqlens, key.batch),
-        words(layout.bounds, 2 * (key.parts + 1)).reshape(-1, 2),
-        words(layout.splits, 4 * key.parts).reshape(-1, 4),
-        int(words(layout.num_splits, 1)[0]),
-    )
-
-
-def check_schedule(got: OnDevice, lengths: np.ndarray, parts: int, name: str = "") -> None:
-    """Compare with the NumPy mirror, which has no slots: they follow from its bounds."""
-    want = mla_schedule.schedule(lengths, parts)
-    clamped = np.clip(lengths, 0, mla_schedule.max_tokens(len(lengths)))
-    np.testing.assert_array_equal(got.lengths, clamped, err_msg=name)
-    np.testing.assert_array_equal(got.bounds, want.bounds, err_msg=name)
-    assert got.num_splits == len(want.splits), name
-    used, unused = got.records[: got.num_splits], got.records[got.num_splits :]
-    np.testing.assert_array_equal(used[:, :3], want.splits, err_msg=name)
-    request, first_part = want.splits[:, 0], want.splits[:, 1]
-    slots = np.where(want.bounds[first_part, 0] == request, 0, 1)
-    np.testing.assert_array_equal(used[:, 3], slots, err_msg=name)
-    assert (unused[:, 0] == -1).all(), name
+    def check(self, lengths: np.ndarray, name: str = "") -> None:
+        """Compare with what follows from the NumPy mirror."""
+        clamped = np.clip(lengths, 0, mla_schedule.max_tokens(len(lengths)))
+        np.testing.assert_array_equal(self.lengths, clamped, err_msg=name)
+        wanted = parts_table(lengths, len(self.parts))
+        for field in PART.names or ():
+            np.testing.assert_array_equal(
+                self.parts[field], wanted[field], err_msg=f"{name}: {field}"
+            )
+        assert not self.tickets.any(), name
 
 
 LENGTHS = {
@@ -90,12 +81,25 @@ LENGTHS = {
     "short": lambda rng, batch: rng.integers(0, 70, size=batch),
     "one long": lambda rng, batch: np.where(np.arange(batch) == batch // 2, 131_072, 3),
     "many empty": lambda rng, batch: rng.integers(0, 3, size=batch) // 2 * 5000,
+    "empty at the ends": lambda rng, batch: np.where(
+        abs(np.arange(batch) - batch // 2) < batch / 4 + 1, 9000, 0
+    ),
     "garbage": lambda rng, batch: rng.integers(-(2**31), 2**31 - 1, size=batch),
     "largest": lambda rng, batch: np.full(batch, 2**31 - 1),
 }
 
 
-@pytest.mark.parametrize("batch", [1, 2, 128, 1024, 5000])
+def update_and_check(
+    plan: cumla.MLADecodePlan, buffer: Any, lengths: np.ndarray, name: str
+) -> None:
+    """Compute a schedule into a buffer that holds no value which could be meant."""
+    lengths = np.asarray(lengths).astype(np.int32)
+    buffer[: plan.key.layout.partial_lse] = 0x77
+    plan.update(cp.asarray(lengths))
+    OnDevice.of(plan, buffer).check(lengths, name)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 66, 128, 1000, 1024, 2000, 5000])
 @pytest.mark.parametrize(
     ("q_len", "heads", "kv_heads"), [(1, 16, 1), (2, 128, 1), (1, 64, 8), (4, 128, 128)]
 )
@@ -105,11 +109,19 @@ def test_the_schedule_equals_its_mirror(batch: int, q_len: int, heads: int, kv_h
     plan = cumla.MLADecodePlan(batch, q_len, heads, num_kv_heads=kv_heads, workspace=buffer)
     rng = np.random.default_rng(batch)
     for name, make in LENGTHS.items():
-        lengths = np.asarray(make(rng, batch)).astype(np.int32)
-        buffer[: plan.key.layout.partial_lse] = 0x77  # no value that could be meant
-        plan.update(cp.asarray(lengths))
-        got = schedule_on_device(plan, buffer)
-        check_schedule(got, lengths, plan.key.parts, name)
+        update_and_check(plan, buffer, make(rng, batch), name)
+
+
+@pytest.mark.parametrize("name", PARTS_LENGTHS)
+def test_the_records_of_schedules_of_every_kind(name: str) -> None:
+    """The parts are those of this GPU, or few where a shape has many row tiles."""
+    lengths, parts = PARTS_LENGTHS[name]
+    batch = len(lengths)
+    for q_len in (1, 66 // min(parts, 66) + 1):
+        nbytes = cumla.MLADecodePlan.workspace_bytes(batch, q_len, 128)
+        buffer = bytes_of_ones(nbytes)
+        plan = cumla.MLADecodePlan(batch, q_len, 128, workspace=buffer)
+        update_and_check(plan, buffer, lengths, name)
 
 
 def test_strided_lengths_are_read_with_their_stride() -> None:
@@ -119,7 +131,7 @@ def test_strided_lengths_are_read_with_their_stride() -> None:
     buffer = bytes_of_ones(cumla.MLADecodePlan.workspace_bytes(7, 1, 16))
     plan = cumla.MLADecodePlan(7, 1, 16, workspace=buffer)
     plan.update(spread[::2])
-    check_schedule(schedule_on_device(plan, buffer), lengths, plan.key.parts)
+    OnDevice.of(plan, buffer).check(lengths)
 
 
 # --- update and run ------------------------------------------------------------------------------
@@ -205,14 +217,27 @@ def test_plans_share_a_workspace_full_of_garbage() -> None:
     assert bool((buffer[-guard:] == 0xFF).all()), "memory behind the workspace was written"
 
 
+GARBAGE_WORDS = (
+    lambda rng, size, batch, parts: rng.integers(0, batch + 1, size),
+    lambda rng, size, batch, parts: rng.integers(0, parts, size),  # meetings of anybody with all
+    lambda rng, size, batch, parts: rng.integers(-3, 50, size) & 0xFFFFFFFF,
+    lambda rng, size, batch, parts: rng.integers(0, 1 << 32, size),
+    # counters just before they turn, notes of those that have left
+    lambda rng, size, batch, parts: rng.choice(
+        np.array([0, 1, 2, 1 << 31, (1 << 31) - 1, (1 << 31) - 2, (1 << 32) - 1]), size
+    ),
+)
+
+
 @pytest.mark.parametrize(
     "case",
     [
         Case(batch=3, heads=32, kv_len=3000),
+        Case(batch=1, heads=16, kv_len=40_000, ragged=False),
         Case(batch=4, heads=128, q_len=2, kv_len=1000, dtype="float16"),
         Case(batch=2, heads=128, kv_heads=128, q_len=4, kv_len=300),  # one part, no partial results
     ],
-    ids=["one row tile", "row tiles", "one part"],
+    ids=["one row tile", "one request", "row tiles", "one part"],
 )
 def test_garbage_in_the_buffer_leads_nowhere(case: Case) -> None:
     """As if another plan had written there since the update: nothing but the outputs suffers."""
@@ -223,18 +248,25 @@ def test_garbage_in_the_buffer_leads_nowhere(case: Case) -> None:
     guard = 4 << 20
     buffer = bytes_of_ones(nbytes + guard)
     plan = make_plan(problem, workspace=buffer[:nbytes])
-    schedule = buffer[: plan.key.layout.partial_lse].view(np.int32)
+    layout = plan.key.layout
+    pieces = buffer[layout.partial_lse : nbytes].view(np.uint32)
     before = [problem.q_bits.copy(), problem.kv_bits.copy()]
     out, lse = problem.outputs()
     rng = np.random.default_rng(1)
-    for low, high in ((0, case.batch + 1), (-3, 50), (-(2**31), 2**31)) * 4:
-        plan.update(problem.cache_seqlens)
-        schedule.set(rng.integers(low, high, size=schedule.size, dtype=np.int32))
-        plan.run(*problem.arrays, out=out.array, lse=lse.array)
-        cp.cuda.Device().synchronize()
-        out.check_guards()
-        lse.check_guards()
-        assert bool((buffer[nbytes:] == 0xFF).all()), "memory behind the workspace was written"
+    for garbage in GARBAGE_WORDS * 2:
+        for begin, end in ((0, layout.partial_lse), (layout.parts, layout.tickets)) + (
+            (layout.tickets, layout.partial_lse),
+        ):
+            plan.update(problem.cache_seqlens)
+            words = buffer[begin:end].view(np.uint32)
+            words.set(garbage(rng, words.size, case.batch, plan.key.parts).astype(np.uint32))
+            pieces[...] = 0x7FC00001  # NaN, or lengths and counters beyond all bounds
+            plan.run(*problem.arrays, out=out.array, lse=lse.array)
+            plan.run(*problem.arrays, out=out.array, lse=lse.array)  # with what the first one left
+            cp.cuda.Device().synchronize()
+            out.check_guards()
+            lse.check_guards()
+            assert bool((buffer[nbytes:] == 0xFF).all()), "memory behind the workspace was written"
     for bits, copy in zip((problem.q_bits, problem.kv_bits), before, strict=True):
         assert bool((bits == copy).all())
     plan.update(problem.cache_seqlens)

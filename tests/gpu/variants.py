@@ -8,8 +8,10 @@ tests/test_gpu_oracle.py sees to it that the edits keep up with the kernels.
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +44,16 @@ __device__ __forceinline__ void jitter() {  // one thread in eight dawdles for u
 }
 """
 
+DAWDLE = """
+// Half of the time; now and then for longer than others wait.
+__device__ __forceinline__ void dawdle() {
+  unsigned h = (unsigned)clock64() * 2654435761u + blockIdx.x * 97u + blockIdx.y * 1013u;
+  h = (h ^ (h >> 15)) * 2246822519u;
+  h ^= h >> 13;
+  if ((h & 1u) == 0u) __nanosleep((h >> 8) & ((h & 0xf0u) == 0u ? 65535u : 4095u));
+}
+"""
+
 _WAIT = "__device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, const char* name) {"
 _ARRIVE = "__device__ __forceinline__ void mbarrier_arrive(u32 barrier) {"
 _EXPECT = "__device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {"
@@ -54,6 +66,32 @@ DELAYS = (
     Edit("mla_decode", _WAIT, _WAIT + "\n  jitter();"),
 )
 """Random delays before every arrival on a barrier, and before every wait."""
+
+_ADD = "__device__ __forceinline__ u32 atomic_add_acq_rel(u32* address, u32 value) {"
+_LOAD = "__device__ __forceinline__ u32 load_acquire(const u32* address) {"
+_STORE = "__device__ __forceinline__ void store_relaxed(u32* address, u32 value) {"
+_FENCE = "__device__ __forceinline__ void fence_sc_gpu() {"
+
+JOIN_DELAYS = (
+    Edit("mla_decode", _ADD, DAWDLE + _ADD + "\n  dawdle();"),
+    Edit("mla_decode", _LOAD, _LOAD + "\n  dawdle();"),
+    Edit("mla_decode", _STORE, _STORE + "\n  dawdle();"),
+    Edit("mla_decode", _FENCE, _FENCE + "\n  dawdle();"),
+)
+"""Random delays before every access to a ticket."""
+
+NO_PATIENCE = Edit(
+    "mla_decode", "if (clock64() - start < kPatience) continue;", "if (clock64() < start) continue;"
+)
+"""A thread block that would wait for the others of its request leaves at once."""
+
+NO_WAITING = Edit(
+    "mla_decode", "const bool waits = !more && p.may_wait;", "const bool waits = false;"
+)
+"""The last thread block of a request joins everything."""
+
+EARLY_JOIN = Edit("mla_decode", "while (!all_arrived(load_acquire(arrived))) {", "while (false) {")
+"""A thread block joins its share without waiting for the pieces of the others."""
 
 MISSING_WAIT = Edit(
     "mla_decode",
@@ -71,11 +109,29 @@ MISSING_TILE_WAIT = Edit(
 """A consumer multiplies tiles that TMA may still be writing."""
 
 UNWRITTEN_PARTIAL = Edit(
-    "mla_decode",
-    "if (writes_lse) p.partial_lse[index]",
-    "if (writes_lse && lane == 0 && segment.slot == 0) p.partial_lse[index]",
+    "mla_decode", "p.partial_lse[piece * p.row_groups * kRowGroup + row + 8] = lse[1];", ""
 )
-"""Most log-sum-exps of partial results are never written."""
+"""Half of the log-sum-exps of every piece are never written."""
+
+MISSING_GATHER_SYNC = Edit(
+    "mla_decode",
+    "sync();\n      if (helper == 0) {",
+    "if (helper == 0) {",
+)
+"""A warp adds up what the other warps of its item have before they have written it."""
+
+ALL = {
+    "delays": DELAYS,
+    "delays of the joining": JOIN_DELAYS,
+    "no patience": (NO_PATIENCE,),
+    "no waiting": (NO_WAITING,),
+    "early join": (EARLY_JOIN,),
+    "missing wait": (MISSING_WAIT,),
+    "missing tile wait": (MISSING_TILE_WAIT,),
+    "unwritten partial": (UNWRITTEN_PARTIAL,),
+    "missing gather sync": (MISSING_GATHER_SYNC,),
+}
+"""Every variant that a test or a tool uses."""
 
 
 def specs_of(stem: str) -> tuple[KernelSpec, ...]:
@@ -98,7 +154,8 @@ def installed(*edits: Edit, device: int = 0) -> Iterator[None]:
     originals = {
         spec: module.load(spec, device, capturing=lambda: False) for spec in specs_of(stem)
     }
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        list(pool.map(lambda spec: _compiled(spec, edits), originals))
         edited = {spec: _load_edited(spec, edits, device, Path(folder)) for spec in originals}
     try:
         for spec, kernel in edited.items():
@@ -112,12 +169,17 @@ def installed(*edits: Edit, device: int = 0) -> Iterator[None]:
             module._loaded[spec, device] = kernel
 
 
+@functools.cache
+def _compiled(spec: KernelSpec, edits: tuple[Edit, ...]) -> bytes:
+    cubin: bytes = module._compile(spec, edited_text(spec, *edits), OPTIONS)[0]
+    return cubin
+
+
 def _load_edited(
     spec: KernelSpec, edits: tuple[Edit, ...], device: int, folder: Path
 ) -> module.LoadedKernel:
     import cupy
 
-    cubin, _ = module._compile(spec, edited_text(spec, *edits), OPTIONS)
     path = folder / f"{spec.entry}.cubin"
-    path.write_bytes(cubin)
+    path.write_bytes(_compiled(spec, edits))
     return module._ready(spec, device, cupy.RawModule(path=str(path)).get_function(spec.entry))

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from cumla.errors import CompilationError, CumlaError, MissingDependencyError
-from cumla.launch import KernelSpec, all_specs, kernel, module, tensor_map
+from cumla.launch import KernelSpec, all_specs, kernel, mla_plan, module, tensor_map
 from cumla.launch import device as launch_device
 from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.module import LoadedKernel
 from cumla.launch.source import translation_unit
+from tests.gpu.parts import PART
 
 each_kernel = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.entry)
 
@@ -30,19 +31,38 @@ def layout_of(spec: KernelSpec) -> struct.Struct:
     return layout
 
 
+def compile_checks(spec: KernelSpec, checks: dict[str, int], *before: str) -> None:
+    """Compile a kernel without its entry point: only the templates' syntax is looked at."""
+    whole, _, _ = translation_unit(spec).partition('extern "C"')
+    lines = [f'static_assert({what} == {value}, "differs");' for what, value in checks.items()]
+    module._compile(spec, "\n".join([whole, *before, *lines, ""]), module.OPTIONS)
+
+
 @each_kernel
 def test_params_are_as_large_as_packed(spec: KernelSpec, nvrtc: None) -> None:
-    """Compiled without its entry point, so that only the templates' syntax is looked at."""
-    whole, _, _ = translation_unit(spec).partition('extern "C"')
-
-    def compile_with(size: int) -> None:
-        check = f'static_assert(sizeof({spec.params}) == {size}, "the size differs");\n'
-        module._compile(spec, whole + check, module.OPTIONS)
-
     size = layout_of(spec).size
-    compile_with(size)
-    with pytest.raises(CompilationError, match="the size differs"):
-        compile_with(size + 8)
+    compile_checks(spec, {f"sizeof({spec.params})": size})
+    with pytest.raises(CompilationError, match="differs"):
+        compile_checks(spec, {f"sizeof({spec.params})": size + 8})
+
+
+def test_what_a_plans_buffer_holds_is_as_the_kernels_see_it(nvrtc: None) -> None:
+    """Sizes and places of both sides: the launcher's layout, and the tests' reading of it."""
+    checks = {
+        "sizeof(Part)": mla_plan.PART_BYTES,
+        "sizeof(Ticket)": mla_plan.TICKET_BYTES,
+        "kBlockTokens": mla_plan.BLOCK_TOKENS,
+        "kRowTile": mla_plan.ROW_TILE,
+        "kRowGroup": mla_plan.ROW_GROUP,
+        "kValueDim": mla_plan.VALUE_DIM,
+    }
+    words = "constexpr Part kWords = {0, 1, 2, 3, 4, 5, 6, 7, 8, {9, 10, 11}};"
+    for name in PART.names or ():
+        assert PART.fields is not None
+        checks[f"4 * kWords.{name}"] = PART.fields[name][1]
+    for spec in all_specs():
+        if spec.entry in ("mla_schedule", "mla_decode_bfloat16"):
+            compile_checks(spec, checks, words)
 
 
 @pytest.fixture
@@ -60,7 +80,7 @@ def test_missing_cuda_bindings_name_both_extras(monkeypatch: pytest.MonkeyPatch)
     loaded = LoadedKernel(handle=1, spec=all_specs()[0], device=0, owner=None)
     for call in (
         lambda: tensor_map.paged_kv_map(*geometry),
-        lambda: PreparedLaunch(loaded, (1, 1), struct.Struct("<i"), (1,), 0),
+        lambda: PreparedLaunch(loaded, (1, 1, 1), struct.Struct("<i"), (1,), 0),
     ):
         with pytest.raises(MissingDependencyError, match=r"^cuda\.bindings, .*imported") as missing:
             call()
@@ -107,14 +127,14 @@ def test_a_launch_shows_the_driver_what_was_prepared(
 ) -> None:
     layout = struct.Struct("<qi4xf")
     driver.size = layout.size
-    launch = PreparedLaunch(loaded, (7, 2), layout, (-5, 6, 0.5), 0x20)
+    launch = PreparedLaunch(loaded, (7, 2, 3), layout, (-5, 6, 0.5), 0x20)
     launch()
     launch()
     (config, handle, parameters), again = driver.seen
     assert again[1:] == (handle, parameters)
     assert handle == 0xABC
     assert layout.unpack(parameters) == (-5, 6, 0.5)
-    assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (7, 2, 1)
+    assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (7, 2, 3)
     assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (128, 1, 1)
     assert config.sharedMemBytes == 512
     assert int(config.hStream) == 0x20
@@ -126,7 +146,7 @@ def test_a_refused_launch_names_kernel_stream_and_device(
     driver: FakeDriver, loaded: LoadedKernel
 ) -> None:
     driver.status = SimpleNamespace(name="CUDA_ERROR_INVALID_HANDLE")
-    launch = PreparedLaunch(loaded, (1, 1), struct.Struct("<i"), (0,), 0x20)
+    launch = PreparedLaunch(loaded, (1, 1, 1), struct.Struct("<i"), (0,), 0x20)
     with pytest.raises(
         CumlaError,
         match=r"^kernel small_f32: the launch on stream 0x20 of CUDA device 3 failed with "

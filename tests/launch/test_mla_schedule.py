@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import sys
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 import cumla
 from cumla.launch import mla_plan
-from cumla.launch.mla_plan import BLOCK_TOKENS, ROW_TILE, VALUE_DIM, MLADecodeKey
+from cumla.launch.mla_plan import BLOCK_TOKENS, ROW_GROUP, ROW_TILE, VALUE_DIM, MLADecodeKey
 from cumla.launch.mla_schedule import (
     CUT_COST,
     FIXED_COST,
@@ -24,6 +25,7 @@ from cumla.launch.mla_schedule import (
     max_tokens,
     schedule,
 )
+from tests.gpu.parts import LENGTHS, PART, parts_table
 
 LONGEST = 10**6  # tokens
 
@@ -37,7 +39,7 @@ class Piece(NamedTuple):
     request: int
     begin: int
     end: int
-    slot: int  # of its partial result, if it leaves one
+    slot: int  # where it is left, if other parts have the rest
 
 
 def blocks_of(lengths: np.ndarray) -> np.ndarray:
@@ -183,7 +185,7 @@ def test_records_are_of_the_requests_that_several_parts_touch(
 
 @thorough
 @given(any_lengths, any_parts)
-def test_a_part_holds_a_partial_result_a_slot(lengths: np.ndarray, parts: int) -> None:
+def test_a_part_holds_a_piece_a_slot(lengths: np.ndarray, parts: int) -> None:
     """Slot 0 for the request with which the part begins, 1 for the one with which it ends."""
     made = schedule(lengths, parts)
     taken: set[tuple[int, int]] = set()
@@ -191,7 +193,7 @@ def test_a_part_holds_a_partial_result_a_slot(lengths: np.ndarray, parts: int) -
         for piece in pieces if len(pieces) > 1 else ():
             assert (piece.part, piece.slot) not in taken
             taken.add((piece.part, piece.slot))
-        # mla_merge looks for all but the first partial in slot 0
+        # mla_decode looks for all but the first piece in slot 0
         assert all(piece.slot == 0 for piece in pieces[1:])
 
 
@@ -226,6 +228,81 @@ def test_the_largest_lengths_do_not_overflow(batch: int) -> None:
     np.testing.assert_allclose(np.diff(blocks), blocks[-1] / 132, atol=132, rtol=1e-3)
 
 
+# --- what a thread block reads of it -------------------------------------------------------------
+
+
+class Segment(NamedTuple):
+    """A piece as mla_decode finds it in the record of its part, and where its peers' pieces are."""
+
+    piece: Piece
+    first_part: int
+    last_part: int
+    first_slot: int
+
+
+def segments_of(part: int, record: np.void, lengths: np.ndarray) -> list[Segment]:
+    """What a thread block works on: segment_of in cumla/cuda/mla_decode_layout.cuh."""
+    blocks = blocks_of(lengths).tolist()
+    r = {name: int(record[name]) for name in PART.names or ()}
+    last_request = r["end_request"] if r["end_block"] > 0 else r["end_request"] - 1
+    found = []
+    for request in range(r["request"], last_request + 1):
+        head, tail = request == r["request"], request == r["end_request"]
+        if head:
+            assert r["tokens"] == max(lengths[request], 0)
+        end = r["end_block"] if tail else blocks[request]
+        piece = Piece(part, request, r["block"] if head else 0, end, 0 if head else 1)
+        last = r["last_part"] if head else r["tail_last_part"] if tail else part
+        first, slot = (r["first_part"], r["first_slot"]) if head else (part, 1)
+        found.append(Segment(piece, first, last, slot))
+    return found
+
+
+def check_records(table: np.ndarray, lengths: np.ndarray, parts: int) -> None:
+    """Every thread block finds its pieces, and the pieces of those with whom it joins them."""
+    by_request = pieces_by_request(schedule(lengths, parts), lengths)
+    read: list[list[Segment]] = [[] for _ in lengths]
+    for part, record in enumerate(table):
+        for segment in segments_of(part, record, lengths):
+            read[segment.piece.request].append(segment)
+    meetings = set()
+    for pieces, segments in zip(by_request, read, strict=True):
+        assert [segment.piece for segment in segments] == pieces
+        ends = (pieces[0].part, pieces[-1].part)
+        assert all((s.first_part, s.last_part) == ends for s in segments)
+        if len(pieces) > 1:
+            assert all(s.first_slot == pieces[0].slot for s in segments)
+            assert ends[0] not in meetings, "two requests would meet at one ticket"
+            meetings.add(ends[0])
+
+
+@thorough
+@given(any_lengths, any_parts)
+def test_records_of_the_parts(lengths: np.ndarray, parts: int) -> None:
+    check_records(parts_table(lengths, parts), lengths, parts)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_records_that_the_gpu_tests_compare(name: str) -> None:
+    check_records(parts_table(*LENGTHS[name]), *LENGTHS[name])
+
+
+def test_the_compared_schedules_are_of_every_kind() -> None:
+    cut = {name: len(schedule(*case).splits) for name, case in LENGTHS.items()}
+    assert {name for name, count in cut.items() if not count} == {
+        "one request of one block",
+        "nothing but zeros",
+        "one part",
+        "whole requests",
+        "whole requests, two to a part",
+    }
+    tables = {name: parts_table(*case) for name, case in LENGTHS.items()}
+    assert 2 < (tables["one short request, parts without work"]["request"] == 0).sum() < 20
+    assert any(table["first_slot"].any() for table in tables.values())
+    spans = tables["one request over all warps of the schedule"]
+    assert (spans["last_part"] - spans["first_part"]).max() > 300
+
+
 # --- how well ------------------------------------------------------------------------------------
 
 
@@ -244,30 +321,52 @@ def test_requests_are_cut_only_where_whole_ones_are_dearer(lengths: np.ndarray, 
         assert cost_of_parts(made, lengths).max() < whole_price(lengths, parts)
 
 
+def kind(lengths: np.ndarray, parts: int) -> str:
+    """How requests are dealt out: whole, cut but apart from each other, or in equal shares."""
+    if whole_price(lengths, parts) <= share_of(lengths, parts) + CUT_COST:
+        return "whole"
+    held = collections.Counter(piece.part for piece in pieces_of(schedule(lengths, parts), lengths))
+    apart = 2 * len(lengths) <= parts and max(held.values()) == 1
+    return "apart" if apart else "shares"
+
+
 @thorough
 @given(any_lengths, any_parts)
 def test_the_dearest_part(lengths: np.ndarray, parts: int) -> None:
-    """Whole requests cost up to CUT_COST more than the ideal share, cut ones less than two
-    FIXED_COST and a block.
+    """Whole requests, and those kept apart, cost up to CUT_COST more than the ideal share; shares
+    less than two FIXED_COST and a block.
 
     Where shares are cut, a part ends in up to two pieces whose FIXED_COST its share holds only in
     proportion, and each of its two cuts moves by up to half a block.
     """
     share = share_of(lengths, parts)
-    made = schedule(lengths, parts)
-    dearest = int(cost_of_parts(made, lengths).max())
-    if whole_price(lengths, parts) <= share + CUT_COST:
-        assert dearest <= share + CUT_COST
-    else:
+    dearest = int(cost_of_parts(schedule(lengths, parts), lengths).max())
+    if kind(lengths, parts) == "shares":
         assert dearest < share + 2 * FIXED_COST + 1
+    else:
+        assert dearest <= share + CUT_COST
+
+
+@thorough
+@given(few_lengths, any_parts)
+@example(np.array([2433], np.int32), 8)
+@example(np.array([0, 1217, 64], np.int32), 6)
+def test_requests_that_are_apart_are_cut_into_equal_pieces(lengths: np.ndarray, parts: int) -> None:
+    assume(kind(lengths, parts) == "apart")
+    made = schedule(lengths, parts)
+    pieces = pieces_of(made, lengths)
+    assert [piece.part for piece in pieces] == list(range(len(pieces)))  # idle ones at the end
+    for of_request in pieces_by_request(made, lengths):
+        sizes = [piece.end - piece.begin for piece in of_request]
+        assert max(sizes) - min(sizes) <= 1
 
 
 @thorough
 @given(any_lengths, any_parts)
 def test_no_part_is_idle_where_there_is_work_for_all(lengths: np.ndarray, parts: int) -> None:
-    """Of parts that are cut, those get something whose share lies within the work."""
+    """Of parts with equal shares, those get something whose share lies within the work."""
     share = share_of(lengths, parts)
-    assume(whole_price(lengths, parts) > share + CUT_COST)
+    assume(kind(lengths, parts) == "shares")
     total = int((blocks_of(lengths) + FIXED_COST).sum())
     costs = cost_of_parts(schedule(lengths, parts), lengths)
     used = -(-total // share)
@@ -279,15 +378,16 @@ def test_no_part_is_idle_where_there_is_work_for_all(lengths: np.ndarray, parts:
 def test_the_bounds_of_the_cost_are_met() -> None:
     """They are as small as they can be stated: some input comes that close."""
     rng = np.random.default_rng(0)
-    worst = {True: 0, False: 0}
+    worst = {"whole": 0, "apart": 0, "shares": 0}
     for _ in range(3000):
         lengths = rng.integers(0, rng.integers(2, 5000), size=rng.integers(1, 40))
         parts = int(rng.integers(1, 60))
-        share = share_of(lengths, parts)
-        excess = int(cost_of_parts(schedule(lengths, parts), lengths).max()) - share
-        whole = whole_price(lengths, parts) <= share + CUT_COST
-        worst[whole] = max(worst[whole], excess)
-    assert worst == {True: CUT_COST, False: 2 * FIXED_COST}
+        excess = cost_of_parts(schedule(lengths, parts), lengths).max() - share_of(lengths, parts)
+        of = kind(lengths, parts)
+        worst[of] = max(worst[of], int(excess))
+    assert worst["whole"] == CUT_COST
+    assert worst["shares"] == 2 * FIXED_COST
+    assert CUT_COST / 2 < worst["apart"] <= CUT_COST
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -337,7 +437,8 @@ def test_tiles_hold_all_query_rows(key: MLADecodeKey) -> None:
     assert key.group_rows == key.q_len * key.num_heads // key.num_kv_heads
     assert (key.row_tiles - 1) * ROW_TILE < key.group_rows <= key.row_tiles * ROW_TILE
     assert key.tiles == key.row_tiles * key.num_kv_heads
-    assert key.tile_rows == min(key.group_rows, ROW_TILE)
+    assert key.row_groups * ROW_GROUP >= min(key.group_rows, ROW_TILE)
+    assert (key.row_groups - 1) * ROW_GROUP < min(key.group_rows, ROW_TILE)
 
 
 @thorough
@@ -362,14 +463,23 @@ def test_parts_of_a_gpu_with_132_multiprocessors(rows: int, parts: int) -> None:
 
 @thorough
 @given(keys())
+def test_a_thread_block_waits_only_where_all_of_them_run_at_once(key: MLADecodeKey) -> None:
+    assert key.may_wait == (key.parts * key.tiles <= key.sm_count)
+    if key.sm_count % key.tiles == 0:  # one wave fills the GPU
+        assert key.may_wait
+
+
+@thorough
+@given(keys())
 def test_what_lies_in_the_buffer_does_not_overlap(key: MLADecodeKey) -> None:
     layout, parts = key.layout, key.parts
-    rows = key.tiles * parts * 2 * key.tile_rows if parts > 1 else 0
+    tickets = key.tiles * parts if parts > 1 else 0  # a part alone cuts nothing
+    rows = tickets * 2 * key.row_groups * ROW_GROUP
+    assert key.num_tickets == tickets
     sizes = {
         "seqlens": 4 * key.batch,
-        "bounds": 8 * (parts + 1),
-        "splits": 16 * parts,
-        "num_splits": 4,
+        "parts": 48 * parts,
+        "tickets": 16 * tickets,
         "partial_lse": 4 * rows,
         "partial_out": 4 * rows * VALUE_DIM,
     }
@@ -380,8 +490,7 @@ def test_what_lies_in_the_buffer_does_not_overlap(key: MLADecodeKey) -> None:
     ):
         assert begin % 256 == 0
         assert begin + size <= end, name
-    assert layout.nbytes <= sum(sizes.values()) + 6 * 255
-    assert rows < 2**31  # mla_merge numbers them with int
+    assert layout.nbytes <= sum(sizes.values()) + len(sizes) * 255
 
 
 @thorough

@@ -19,21 +19,9 @@ __device__ __forceinline__ u32 load_acquire(const u32* address) {
   return value;
 }
 
-// PTX ISA: Data Movement and Conversion Instructions: ld
-__device__ __forceinline__ u32 load_relaxed(const u32* address) {
-  u32 value;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
 // PTX ISA: Data Movement and Conversion Instructions: st
 __device__ __forceinline__ void store_relaxed(u32* address, u32 value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-// PTX ISA: Data Movement and Conversion Instructions: st
-__device__ __forceinline__ void store_release(u32* address, u32 value) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: membar, fence

@@ -47,8 +47,8 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, const cha
   const long long start = clock64();
   while (!mbarrier_try_wait(barrier, parity)) {
     if (clock64() - start > 2000000000ll) {  // about one second
-      printf("cumla: block (%d,%d) thread %d waited too long for %s, parity %u\n", (int)blockIdx.x,
-             (int)blockIdx.y, (int)threadIdx.x, name, parity);
+      printf("cumla: block (%d,%d,%d) thread %d waited too long for %s, parity %u\n", (int)blockIdx.x,
+             (int)blockIdx.y, (int)blockIdx.z, (int)threadIdx.x, name, parity);
       __trap();
     }
   }

@@ -39,11 +39,4 @@ __device__ __forceinline__ void registers_decrease() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Not an instruction: the values must have been computed when execution reaches this point.
-template <int kCount>
-__device__ __forceinline__ void pin(u32 (&values)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
-}
-
 }  // namespace cumla

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures are drawn from results, those of version 0.1 included."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cumla.bench import plot
+from cumla.bench.cases import Case, Ceilings
+from cumla.errors import CumlaError
+
+RECORDED = resources.files("cumla.bench").joinpath("results", "h200-2026-11-20.json")
+
+
+@pytest.fixture
+def recorded() -> dict[str, Any]:
+    pytest.importorskip("matplotlib")
+    return json.loads(RECORDED.read_text(encoding="utf-8"))
+
+
+def test_figures_of_the_whole_table(recorded: dict[str, Any], tmp_path: Path):
+    files = plot.draw(recorded, tmp_path / "new")
+    assert sorted(file.name for file in files) == [
+        "kv-length-b1-s1.svg",
+        "kv-length-b128-s1.svg",
+        "kv-length-b128-s2.svg",
+        "kv-length-b16-s1.svg",
+        "kv-length-b4-s1.svg",
+        "roofline.svg",
+    ]
+    text = (tmp_path / "new" / "kv-length-b128-s1.svg").read_text()
+    assert text.count("</svg>") == 1
+    for word in ("16 heads", "64 heads", "128 heads", "bytes at the read ceiling", "16384"):
+        assert word in text
+    assert "128 heads, q_len 2" in (tmp_path / "new" / "roofline.svg").read_text()
+
+
+def test_same_results_give_the_same_files(recorded: dict[str, Any], tmp_path: Path):
+    first, second = (plot.draw(recorded, tmp_path / name) for name in "ab")
+    assert [file.read_bytes() for file in first] == [file.read_bytes() for file in second]
+
+
+def test_curves_and_ceilings(recorded: dict[str, Any]):
+    rows = {Case.from_json(row): row for row in recorded["rows"]}
+    ceilings = Ceilings.from_json(recorded["ceilings"])
+    curves = plot._families(rows)["b128-s1"]
+    time, efficiency = plot._over_kv_length(curves, ceilings, "").axes
+    lines = {line.get_label(): line for line in time.lines}
+    case = Case(128, 1, 64, 4096)
+    at = list(lines["64 heads"].get_xdata()).index(4096)
+    assert lines["64 heads"].get_ydata()[at] == rows[case]["us"]
+    floors = [max(line.get_ydata()[at] for line in time.lines[4:6])]  # of the second curve
+    assert floors == [pytest.approx(rows[case]["floor_us"])]
+    shares = {line.get_label(): line for line in efficiency.lines}["64 heads"].get_ydata()
+    assert shares[at] == rows[case]["efficiency"]
+
+
+def test_variants_have_figures_of_their_own(recorded: dict[str, Any], tmp_path: Path):
+    rows = recorded["rows"]
+    rows += [row | {"dtype": "float16", "lengths": "lognormal:1"} for row in rows[:2]]
+    rows.append({"batch": 3, "q_len": 1, "heads": 1, "kv_len": 64, "failed": "wrong"})
+    names = [file.name for file in plot.draw(recorded, tmp_path)]
+    assert len(names) == 7
+    assert "kv-length-b128-s1-float16-lognormal1.svg" in names
+
+
+def test_failed_rows_alone_leave_the_roof(recorded: dict[str, Any], tmp_path: Path):
+    recorded["rows"] = [row | {"failed": "wrong"} for row in recorded["rows"]]
+    for row in recorded["rows"]:
+        del row["us"]
+    assert [file.name for file in plot.draw(recorded, tmp_path)] == ["roofline.svg"]
+
+
+def test_missing_matplotlib_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    with pytest.raises(CumlaError, match=r'pip install "cumla\[bench\]"'):
+        plot.draw({}, tmp_path)

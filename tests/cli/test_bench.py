@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m cumla bench``: what its options choose, read, refuse and write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cumla import cli
+from cumla.bench import explain, plot, run
+from cumla.bench.cases import DENSE, Case, grid
+from cumla.bench.report import to_csv, to_markdown, to_text
+
+RECORDED = Path(str(resources.files("cumla.bench").joinpath("results", "h200-2026-11-20.json")))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Measures nothing: each run gives the recorded results, and leaves here what it was given."""
+    given: dict[str, Any] = {}
+
+    def fake(cases: tuple[Case, ...], note: Any, **options: Any) -> Iterator[dict[str, Any]]:
+        given.update(options, cases=cases)
+        results = json.loads(RECORDED.read_text())
+        note("a step")
+        yield results | {"rows": results["rows"][:1]}
+        yield results
+
+    monkeypatch.setattr(run, "run", fake)
+    return given
+
+
+def cumla_bench(*arguments: str | Path) -> int:
+    return cli.main(["bench", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cases"),
+    [
+        ("", DENSE),
+        ("--rows b16-* b4-*-kv8192", tuple(DENSE[i] for i in (14, 15, 16, 17, 23))),
+        (
+            "--batch 1 16 --q-len 1 2 --heads 16 --kv-len 1000 8192",
+            grid((1, 16), (1, 2), (16,), (1000, 8192)),
+        ),
+        ("--batch 3", (Case(3, 1, 128, 4096),)),
+        (
+            "--heads 16 --dtype bfloat16 float16 --kv-heads 2 --lengths equal lognormal:4",
+            (
+                Case(128, 1, 16, 4096, 2, "bfloat16", None),
+                Case(128, 1, 16, 4096, 2, "bfloat16", 4),
+                Case(128, 1, 16, 4096, 2, "float16", None),
+                Case(128, 1, 16, 4096, 2, "float16", 4),
+            ),
+        ),
+        ("--rows b1-s1-h16-kv8192 --dtype float16", (Case(1, 1, 16, 8192, dtype="float16"),)),
+    ],
+)
+def test_cases(asked: dict[str, Any], arguments: str, cases: tuple[Case, ...]) -> None:
+    assert cumla_bench(*arguments.split()) == 0
+    assert asked["cases"] == cases
+    assert (asked["peers"], asked["warm"]) == (None, False)
+
+
+def test_dtype_alone_is_the_table_in_that_dtype(asked: dict[str, Any]) -> None:
+    assert cumla_bench("--dtype", "float16") == 0
+    assert [case.name for case in asked["cases"]] == [f"{case.name}-float16" for case in DENSE]
+
+
+@pytest.mark.parametrize(
+    ("names", "peers"),
+    [
+        (("all",), ("sdpa", "triton", "flashinfer")),
+        (("none",), ()),
+        (("triton", "sdpa"), ("triton", "sdpa")),
+    ],
+)
+def test_peers(asked: dict[str, Any], names: tuple[str, ...], peers: tuple[str, ...]) -> None:
+    assert cumla_bench("--peers", *names, "--warm") == 0
+    assert (asked["peers"], asked["warm"]) == (peers, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--rows b5-*", "rows: 'b5-*' matches none of b128-"),
+        ("--rows b1-* --batch 3", "--rows chooses from the table: leave it out"),
+        ("--heads 16 --kv-heads 3", "kv heads: 3 does not divide 16 heads"),
+        ("--lengths ragged", "lengths: needs 'equal' or 'lognormal:SEED', got 'ragged'"),
+        ("--peers none sdpa", "--peers: all and none stand alone, got none sdpa"),
+        ("--from none.json", "none.json: "),
+        ("--markdown none.json", "none.json: "),
+        ("--from a.json --markdown b.json", "--from and --markdown both name a file"),
+        (
+            "--from a.json --q-len 2 --warm --json b.json",
+            "--q-len, --warm, --json: nothing is measured where a file is read",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said(
+    asked: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cumla_bench(*arguments.split()) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f"cumla bench: {message}")
+    assert (said.out, asked) == ("", {})
+
+
+@pytest.mark.parametrize("arguments", ["--batch 0", "--batch x", "--dtype fp8", "--peers cuda"])
+def test_what_argparse_refuses(arguments: str) -> None:
+    with pytest.raises(SystemExit):
+        cumla_bench(*arguments.split())
+
+
+def test_everything_is_written(
+    asked: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    files = tmp_path / "a" / "results.json", tmp_path / "b" / "results.csv"
+    assert cumla_bench("--json", files[0], "--csv", files[1], "--plot", tmp_path / "c") == 0
+    said = capsys.readouterr()
+    assert " s  a step\n" in said.err
+    written = json.loads(files[0].read_text())
+    assert written == json.loads(RECORDED.read_text())
+    assert said.out == to_text(written) + "\n"
+    assert files[1].read_text() == to_csv(written)
+    assert (tmp_path / "c" / "roofline.svg").exists()
+
+
+def test_missing_matplotlib_is_said_before_anything_is_measured(
+    asked: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    assert cumla_bench("--plot", tmp_path) == 1
+    assert 'pip install "cumla[bench]"' in capsys.readouterr().err
+    assert asked == {}
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--markdown", RECORDED), ("--from", RECORDED, "--markdown")]
+)
+def test_markdown_of_a_file(
+    asked: dict[str, Any], capsys: pytest.CaptureFixture[str], arguments: tuple[str | Path, ...]
+) -> None:
+    assert cumla_bench(*arguments) == 0
+    assert capsys.readouterr().out == to_markdown(json.loads(RECORDED.read_text()))
+    assert asked == {}
+
+
+def test_file_is_reported_like_a_measurement(
+    asked: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "rows.csv"
+    assert cumla_bench("--from", RECORDED, "--plot", tmp_path / "plots", "--csv", file) == 0
+    recorded = json.loads(RECORDED.read_text())
+    assert capsys.readouterr().out == to_text(recorded) + "\n"
+    assert file.read_text() == to_csv(recorded)
+    assert len(list((tmp_path / "plots").iterdir())) == 6
+    assert asked == {}
+
+
+def test_markdown_of_a_measurement(
+    asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cumla_bench("--markdown", "--batch", "3") == 0
+    assert asked["cases"] == (Case(3, 1, 128, 4096),)
+    assert capsys.readouterr().out == to_markdown(json.loads(RECORDED.read_text()))
+
+
+def test_explain_measures_nothing(
+    asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cumla_bench("--explain", "--batch", "1", "2", "--heads", "16", "--sm-count", "60") == 0
+    cases = grid((1, 2), (1,), (16,), (4096,))
+    expected = [explain.explain(case, 60) for case in cases]
+    assert capsys.readouterr().out.splitlines() == "\n".join(expected).splitlines()
+    assert asked == {}
+
+
+def test_explain_says_where_the_multiprocessors_come_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explain, "find_sm_count", lambda: (78, "NVIDIA H20"))
+    assert cumla_bench("--explain") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("78 multiprocessors (NVIDIA H20)\n\nb128-s1-h128-kv1024: ")
+    assert all(f"{case.name}: " in out for case in DENSE)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan's buffer must hold of its schedule: struct Part, as it follows from the mirror."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cumla.launch.mla_plan import PART_BYTES
+from cumla.launch.mla_schedule import max_tokens, schedule
+
+FIELDS = (
+    "request",
+    "block",
+    "tokens",
+    "end_request",
+    "end_block",
+    "first_part",
+    "last_part",
+    "first_slot",
+    "tail_last_part",
+)
+PART = np.dtype(
+    {"names": FIELDS, "formats": ["<i4"] * len(FIELDS), "itemsize": PART_BYTES},
+)
+"""struct Part of cumla/cuda/mla_plan.cuh; what is left of its bytes is unused."""
+
+
+def parts_table(lengths: np.ndarray, parts: int) -> np.ndarray:
+    """The records of all parts for these lengths, derived from :func:`schedule`.
+
+    Returns
+    -------
+    numpy.ndarray
+        ``(parts,)`` of PART.
+    """
+    made = schedule(lengths, parts)
+    tokens = np.append(np.clip(np.asarray(lengths, np.int64), 0, max_tokens(len(lengths))), 0)
+    index = np.arange(parts)
+    table = np.zeros(parts, PART)
+    begins, ends = made.bounds[:-1], made.bounds[1:]
+    table["request"], table["block"] = begins.T
+    table["end_request"], table["end_block"] = ends.T
+    table["tokens"] = tokens[begins[:, 0]]
+    for name in ("first_part", "last_part", "tail_last_part"):
+        table[name] = index
+    for request, first, last in made.splits.tolist():
+        among = (index >= first) & (index <= last)
+        begin_with_it = among & (begins[:, 0] == request)
+        table["first_part"][begin_with_it] = first
+        table["last_part"][begin_with_it] = last
+        # Only the first of its parts can begin with another request: its piece is the second there.
+        table["first_slot"][begin_with_it] = int(begins[first, 0] != request)
+        table["tail_last_part"][among & (index < last)] = last
+    return table
+
+
+LENGTHS = {
+    "one request": (np.array([20_000]), 132),
+    "one short request, parts without work": (np.array([1300]), 132),
+    "one request of one block": (np.array([64]), 132),
+    "a giant among dwarfs": (np.array([70, 3, 64, 131_072, 1, 65, 0, 130]), 132),
+    "zeros at both ends and in the middle": (
+        np.array([0, 0, 9000, 0, 0, 4000, 30_000, 0, 700, 0, 0]),
+        132,
+    ),
+    "nothing but zeros": (np.zeros(300, int), 132),
+    "few parts": (np.array([5000, 100, 7000, 0, 12_000]), 4),
+    "one part": (np.array([5000, 100]), 1),
+    "batch 1000, ragged": (np.random.default_rng(0).integers(0, 20_000, 1000), 132),
+    "batch 1024, half of them empty": (
+        np.random.default_rng(1).integers(0, 2, 1024) * 5000,
+        132,
+    ),
+    "batch 2000, two to a thread": (np.random.default_rng(2).integers(0, 9000, 2000), 132),
+    "batch 2000, a giant": (np.where(np.arange(2000) == 1001, 900_000, 3), 132),
+    "batch 5000, giants at odd places": (np.where(np.arange(5000) % 997 == 13, 200_000, 1), 66),
+    "whole requests": (np.full(132, 300), 132),
+    "whole requests, two to a part": (np.full(200, 300), 132),
+    "shares that cut most requests": (np.full(250, 30_000), 400),
+    "one request over all warps of the schedule": (np.array([3, 4_000_000, 5]), 400),
+}
+"""Lengths and parts whose schedules differ in kind: name -> (lengths, parts)."""
