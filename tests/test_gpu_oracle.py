@@ -14,7 +14,6 @@ import pytest
 from cumla import reference
 from cumla.errors import MissingDependencyError
 from cumla.launch import module
-from cumla.launch.mla_plan import MLADecodeKey
 from cumla.launch.source import OPTIONS
 from tests import tolerance
 from tests.gpu import emulation, oracle, variants
@@ -282,17 +281,11 @@ def test_a_fault_is_noticed(fault: str, inputs: str) -> None:
 MARGIN = 0.8  # share of a bound that an honest result may take
 
 
-def parts_of(case: Case, sm_count: int = 132) -> int:
-    """Parts of the schedule on a GPU with that many multiprocessors."""
-    shape = (case.batch, case.q_len, case.heads, case.kv_heads, PAGE_SIZE, case.dtype)
-    return MLADecodeKey(*shape, case.causal, device=0, sm_count=sm_count).parts
-
-
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_honest_rounding_passes_on_the_grid(case: Case) -> None:
     """The inputs of the GPU tests themselves: bounds are met, and not by luck."""
     problem = make_problem(np, case)
-    figures = problem.check(*emulation.decode(problem, parts_of(case)))
+    figures = problem.check(*emulation.decode(problem, emulation.key_of(case).parts))
     assert figures["row"] <= 0.9 * tolerance.OUT_ROW
     assert figures["lse_element"] <= MARGIN
 
@@ -390,7 +383,8 @@ def test_the_cases_of_split_requests_are_of_every_kind() -> None:
     """On a GPU with 132 multiprocessors."""
     pieces, kinds = set(), set()
     for case, lengths in SPLIT_CASES.values():
-        table = parts_table(np.array(lengths), parts_of(case))
+        key = emulation.key_of(case)
+        table = parts_table(np.array(lengths), key.parts, key.row_groups)
         held = table["last_part"] - table["first_part"] + 1
         index = np.arange(len(table))
         assert held.max() > 1

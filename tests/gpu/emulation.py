@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cumla.launch.mla_plan import MLADecodeKey
 from cumla.launch.mla_schedule import schedule
+from tests.gpu.cases import Case
 from tests.gpu.problem import HEAD_DIM, NUMPY_DTYPES, PAGE_SIZE, VALUE_DIM, Problem
 
 SLACK = np.float32(8)
@@ -30,6 +32,12 @@ class Drop(NamedTuple):
     token: int
 
 
+def key_of(case: Case, sm_count: int = 132) -> MLADecodeKey:
+    """Shape of a case's plan on a GPU with that many multiprocessors."""
+    shape = (case.batch, case.q_len, case.heads, case.kv_heads, PAGE_SIZE, case.dtype)
+    return MLADecodeKey(*shape, case.causal, device=0, sm_count=sm_count)
+
+
 def decode(
     problem: Problem, parts: int = 1, drop: Drop | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -38,7 +46,7 @@ def decode(
     out = np.zeros(problem.out_shape, NUMPY_DTYPES[case.dtype])
     lse = np.full(problem.lse_shape, np.inf, np.float32)
     group = case.heads // case.kv_heads
-    bounds = schedule(problem.lengths, parts).bounds
+    bounds = schedule(problem.lengths, parts, key_of(case).row_groups).bounds
     for b, length in enumerate(problem.lengths.tolist()):
         if length == 0:
             continue

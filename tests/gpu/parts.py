@@ -25,7 +25,7 @@ PART = np.dtype(
 """struct Part of cumla/cuda/mla_plan.cuh; what is left of its bytes is unused."""
 
 
-def parts_table(lengths: np.ndarray, parts: int) -> np.ndarray:
+def parts_table(lengths: np.ndarray, parts: int, row_groups: int) -> np.ndarray:
     """The records of all parts for these lengths, derived from :func:`schedule`.
 
     Returns
@@ -33,7 +33,7 @@ def parts_table(lengths: np.ndarray, parts: int) -> np.ndarray:
     numpy.ndarray
         ``(parts,)`` of PART.
     """
-    made = schedule(lengths, parts)
+    made = schedule(lengths, parts, row_groups)
     tokens = np.append(np.clip(np.asarray(lengths, np.int64), 0, max_tokens(len(lengths))), 0)
     index = np.arange(parts)
     table = np.zeros(parts, PART)
@@ -55,28 +55,41 @@ def parts_table(lengths: np.ndarray, parts: int) -> np.ndarray:
 
 
 LENGTHS = {
-    "one request": (np.array([20_000]), 132),
-    "one short request, parts without work": (np.array([1300]), 132),
-    "one request of one block": (np.array([64]), 132),
-    "a giant among dwarfs": (np.array([70, 3, 64, 131_072, 1, 65, 0, 130]), 132),
+    "one request": (np.array([20_000]), 132, 1),
+    "one short request, parts without work": (np.array([1300]), 132, 1),
+    "one request of one block": (np.array([64]), 132, 2),
+    "a giant among dwarfs": (np.array([70, 3, 64, 131_072, 1, 65, 0, 130]), 132, 4),
     "zeros at both ends and in the middle": (
         np.array([0, 0, 9000, 0, 0, 4000, 30_000, 0, 700, 0, 0]),
         132,
+        1,
     ),
-    "nothing but zeros": (np.zeros(300, int), 132),
-    "few parts": (np.array([5000, 100, 7000, 0, 12_000]), 4),
-    "one part": (np.array([5000, 100]), 1),
-    "batch 1000, ragged": (np.random.default_rng(0).integers(0, 20_000, 1000), 132),
+    "short requests beside long ones, not cut": (
+        np.array([0, 700, 9000, 0, 520, 4000, 30_000, 0, 896, 900, 0]),
+        132,
+        4,
+    ),
+    "nothing but zeros": (np.zeros(300, int), 132, 1),
+    "few parts": (np.array([5000, 100, 7000, 0, 12_000]), 4, 4),
+    "one part": (np.array([5000, 100]), 1, 4),
+    "more parts than blocks to deal out": (np.where(np.arange(100) == 50, 2560, 256), 132, 1),
+    "batch 1000, ragged": (np.random.default_rng(0).integers(0, 20_000, 1000), 132, 1),
     "batch 1024, half of them empty": (
         np.random.default_rng(1).integers(0, 2, 1024) * 5000,
         132,
+        3,
     ),
-    "batch 2000, two to a thread": (np.random.default_rng(2).integers(0, 9000, 2000), 132),
-    "batch 2000, a giant": (np.where(np.arange(2000) == 1001, 900_000, 3), 132),
-    "batch 5000, giants at odd places": (np.where(np.arange(5000) % 997 == 13, 200_000, 1), 66),
-    "whole requests": (np.full(132, 300), 132),
-    "whole requests, two to a part": (np.full(200, 300), 132),
-    "shares that cut most requests": (np.full(250, 30_000), 400),
-    "one request over all warps of the schedule": (np.array([3, 4_000_000, 5]), 400),
+    "batch 2000, two to a thread": (np.random.default_rng(2).integers(0, 9000, 2000), 132, 1),
+    "batch 2000, a giant": (np.where(np.arange(2000) == 1001, 900_000, 3), 132, 2),
+    "batch 5000, giants at odd places": (
+        np.where(np.arange(5000) % 997 == 13, 200_000, 1),
+        66,
+        4,
+    ),
+    "whole requests": (np.full(132, 300), 132, 1),
+    "whole requests, two to a part": (np.full(200, 300), 132, 4),
+    "batch 1500, whole requests": (np.full(1500, 300), 132, 1),
+    "shares that cut most requests": (np.full(250, 30_000), 400, 2),
+    "one request over all warps of the schedule": (np.array([3, 4_000_000, 5]), 400, 1),
 }
-"""Lengths and parts whose schedules differ in kind: name -> (lengths, parts)."""
+"""Schedules that differ in kind: name -> (lengths, parts, row groups)."""

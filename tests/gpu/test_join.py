@@ -34,7 +34,7 @@ def small(name: str) -> Problem:
 def most_pieces(problem: Problem) -> int:
     """Pieces of the request of which this GPU's schedule makes most."""
     plan = cumla.MLADecodePlan.from_arrays(problem.q, problem.kv_cache)
-    splits = schedule(problem.lengths, plan.key.parts).splits
+    splits = schedule(problem.lengths, plan.key.parts, plan.key.row_groups).splits
     return int((splits[:, 2] - splits[:, 1]).max(initial=0)) + 1
 
 

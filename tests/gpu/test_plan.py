@@ -62,11 +62,11 @@ class OnDevice(NamedTuple):
         lengths = host[: 4 * key.batch].view(np.int32)
         return cls(lengths, parts.view(PART), tickets.view(np.uint32))
 
-    def check(self, lengths: np.ndarray, name: str = "") -> None:
+    def check(self, lengths: np.ndarray, row_groups: int, name: str = "") -> None:
         """Compare with what follows from the NumPy mirror."""
         clamped = np.clip(lengths, 0, mla_schedule.max_tokens(len(lengths)))
         np.testing.assert_array_equal(self.lengths, clamped, err_msg=name)
-        wanted = parts_table(lengths, len(self.parts))
+        wanted = parts_table(lengths, len(self.parts), row_groups)
         for field in PART.names or ():
             np.testing.assert_array_equal(
                 self.parts[field], wanted[field], err_msg=f"{name}: {field}"
@@ -79,6 +79,7 @@ LENGTHS = {
     "empty": lambda rng, batch: np.zeros(batch),
     "ragged": lambda rng, batch: rng.integers(0, 9000, size=batch),
     "short": lambda rng, batch: rng.integers(0, 70, size=batch),
+    "log-normal": lambda rng, batch: rng.lognormal(np.log(6000), 0.8, size=batch),
     "one long": lambda rng, batch: np.where(np.arange(batch) == batch // 2, 131_072, 3),
     "many empty": lambda rng, batch: rng.integers(0, 3, size=batch) // 2 * 5000,
     "empty at the ends": lambda rng, batch: np.where(
@@ -96,12 +97,13 @@ def update_and_check(
     lengths = np.asarray(lengths).astype(np.int32)
     buffer[: plan.key.layout.partial_lse] = 0x77
     plan.update(cp.asarray(lengths))
-    OnDevice.of(plan, buffer).check(lengths, name)
+    OnDevice.of(plan, buffer).check(lengths, plan.key.row_groups, name)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 66, 128, 1000, 1024, 2000, 5000])
 @pytest.mark.parametrize(
-    ("q_len", "heads", "kv_heads"), [(1, 16, 1), (2, 128, 1), (1, 64, 8), (4, 128, 128)]
+    ("q_len", "heads", "kv_heads"),
+    [(1, 16, 1), (2, 16, 1), (3, 16, 1), (1, 64, 1), (2, 128, 1), (1, 64, 8), (4, 128, 128)],
 )
 def test_the_schedule_equals_its_mirror(batch: int, q_len: int, heads: int, kv_heads: int) -> None:
     nbytes = cumla.MLADecodePlan.workspace_bytes(batch, q_len, heads, num_kv_heads=kv_heads)
@@ -114,13 +116,13 @@ def test_the_schedule_equals_its_mirror(batch: int, q_len: int, heads: int, kv_h
 
 @pytest.mark.parametrize("name", PARTS_LENGTHS)
 def test_the_records_of_schedules_of_every_kind(name: str) -> None:
-    """The parts are those of this GPU, or few where a shape has many row tiles."""
-    lengths, parts = PARTS_LENGTHS[name]
+    """The parts are those of this GPU with one row tile, with two, and with many."""
+    lengths, parts, row_groups = PARTS_LENGTHS[name]
     batch = len(lengths)
-    for q_len in (1, 66 // min(parts, 66) + 1):
-        nbytes = cumla.MLADecodePlan.workspace_bytes(batch, q_len, 128)
+    for q_len, heads in ((1, 16 * row_groups), (1, 128), (66 // min(parts, 66) + 1, 128)):
+        nbytes = cumla.MLADecodePlan.workspace_bytes(batch, q_len, heads)
         buffer = bytes_of_ones(nbytes)
-        plan = cumla.MLADecodePlan(batch, q_len, 128, workspace=buffer)
+        plan = cumla.MLADecodePlan(batch, q_len, heads, workspace=buffer)
         update_and_check(plan, buffer, lengths, name)
 
 
@@ -131,7 +133,7 @@ def test_strided_lengths_are_read_with_their_stride() -> None:
     buffer = bytes_of_ones(cumla.MLADecodePlan.workspace_bytes(7, 1, 16))
     plan = cumla.MLADecodePlan(7, 1, 16, workspace=buffer)
     plan.update(spread[::2])
-    OnDevice.of(plan, buffer).check(lengths)
+    OnDevice.of(plan, buffer).check(lengths, plan.key.row_groups)
 
 
 # --- update and run ------------------------------------------------------------------------------
