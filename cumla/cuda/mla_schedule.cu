@@ -2,8 +2,9 @@
 // Who works on which KV blocks: one CTA, parallel over the batch. See mla_plan.cuh for the terms.
 //
 // A request costs its number of blocks + fixed_cost. Three ways to deal the requests out:
-//   apart: each request alone, in equal pieces of one part each, where there are at least two parts a request and no
-//          piece gets larger than an equal share and what cutting costs; else
+//   apart: each request alone, in equal pieces of one part each, where there are at least two parts a request and pieces
+//          get no larger than an equal share and what cutting costs; a request that cutting would not make shorter by
+//          min_saving stays whole; else
 //   whole: ceil(batch / parts) consecutive requests to a part, no request cut, where no part costs more than that; else
 //   split: equal shares of the summed cost, cut wherever a share ends.
 // cumla/launch/mla_schedule.py holds the same arithmetic in NumPy, as its oracle.
@@ -28,8 +29,8 @@ struct MlaScheduleParams {
   int parts;
   int num_tickets;
   int fixed_cost;  // of a request or a piece of one, in blocks
-  int cut_cost;    // of cutting, in blocks: a second prologue, and pieces to join
-  int min_blocks;  // no piece is smaller
+  int cut_cost;    // of cutting, in blocks: a second prologue, and pieces to join; what uneven parts may cost instead
+  int min_blocks;  // no cut of a split is closer to an end of its request
   int min_share;   // of cost: what a part is at least given
   int min_saving;  // in blocks: a request that has parts of its own is cut where that makes it so much shorter
   int max_tokens;  // of a request: the summed cost fits an int
@@ -113,8 +114,8 @@ __device__ __forceinline__ int pieces_of(const MlaScheduleParams& p, int tokens,
   return blocks - size < p.min_saving ? 1 : static_cast<u32>(blocks + size - 1) / static_cast<u32>(size);
 }
 
-// The size of pieces, in blocks, with which each request can have parts of its own; 0 if none of those that are tried
-// will do. Each warp tries one.
+// The size of pieces, in blocks, with which each request can have parts of its own, of which there are two a request or
+// more. Each warp tries one size, and one always will do: pieces of twice the least size number parts / 2 + batch.
 __device__ __forceinline__ int find_piece(const MlaScheduleParams& p, const int* tokens, int total_blocks, int* feasible) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int least = max((total_blocks + p.parts - 1) / p.parts, p.min_share);
@@ -127,7 +128,7 @@ __device__ __forceinline__ int find_piece(const MlaScheduleParams& p, const int*
   if (lane == 0) feasible[warp] = pieces <= p.parts;
   __syncthreads();
   const u32 good = __ballot_sync(0xffffffffu, feasible[lane] != 0);
-  return good == 0 ? 0 : least + (__ffs(good) - 1) * step;
+  return least + (__ffs(good) - 1) * step;
 }
 
 struct Shared {

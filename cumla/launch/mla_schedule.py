@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 FIXED_COST = 2  # of a request, or of a piece of one, in KV blocks: loads before, stores behind
-CUT_COST = 16  # of cutting at all, in KV blocks: pieces that are stored, and joined
+CUT_COST = 16  # of cutting, in KV blocks, or what uneven parts may cost instead of it
 MIN_BLOCKS = 4  # no cut closer to an end of a request
 MIN_SHARE = 2  # of cost: what a part is at least given
 
@@ -156,9 +156,9 @@ def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule
     Returns
     -------
     Schedule
-        Each request in equal pieces of its own parts where there are parts enough, else whole
-        requests where that is no dearer, else equal shares of the summed cost with requests cut
-        where a share ends.
+        Each request in equal pieces of its own parts where there are two parts a request or more,
+        short ones uncut; else whole requests where that is no dearer; else equal shares of the
+        summed cost with requests cut where a share ends.
     """
     lengths = np.clip(np.asarray(cache_seqlens, np.int64), 0, max_tokens(len(cache_seqlens)))
     batch = len(lengths)
@@ -208,12 +208,11 @@ def _pieces(blocks: np.ndarray, size: int, saving: int) -> np.ndarray:
 
 
 def _find_piece(blocks: np.ndarray, parts: int, saving: int) -> int:
-    """Find a size of pieces with which each request can have parts of its own, or 0."""
+    """Find a size of pieces with which each request can have parts of its own."""
     least = max(-(-int(blocks.sum()) // parts), MIN_SHARE)
-    for size in range(least, least + 32 * max(least // 16, 1), max(least // 16, 1)):
-        if int(_pieces(blocks, size, saving).sum()) <= parts:
-            return size
-    return 0
+    step = max(least // 16, 1)
+    sizes = range(least, least + 32 * step, step)
+    return next(size for size in sizes if int(_pieces(blocks, size, saving).sum()) <= parts)
 
 
 def _place_cut(request: int, blocks: int, offset: int) -> tuple[int, int]:
