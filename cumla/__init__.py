@@ -2,10 +2,13 @@
 """Raw CUDA kernels for Multi-head Latent Attention on NVIDIA Hopper.
 
 Arrays of CuPy, PyTorch, JAX and NumPy go in and come out; kernels are compiled when first used.
-Importing this package touches no GPU.
+Importing this package touches no GPU; NumPy is loaded with the first name that computes.
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from cumla.errors import (
     CompilationError,
@@ -14,7 +17,9 @@ from cumla.errors import (
     NotPreparedError,
     UnsupportedDeviceError,
 )
-from cumla.mla import MLADecodePlan, MLADecodeResult, mla_decode, prepare
+
+if TYPE_CHECKING:
+    from cumla.mla import MLADecodePlan, MLADecodeResult, mla_decode, prepare
 
 __version__ = "0.1.0"
 
@@ -29,3 +34,17 @@ __all__ = [
     "mla_decode",
     "prepare",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load what computes when it is first asked for: NumPy takes most of the time of an import."""
+    if name == "reference":
+        return import_module("cumla.reference")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module("cumla.mla"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "reference"})

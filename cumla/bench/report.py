@@ -241,11 +241,14 @@ def _start_line(results: Results) -> str:
     start = results["start"]
     if "failed" in start:
         return f"Start times: not measured ({start['failed']})"
-    of_it = ""
-    if "dependencies_s" in start:
-        of_it = f", of it numpy and ml_dtypes {start['dependencies_s']:.2f} s"
+    names = ""
+    if "names_s" in start:
+        names = (
+            f", with a name that computes {start['names_s']:.2f} s (numpy and ml_dtypes alone "
+            f"{start['dependencies_s']:.2f} s)"
+        )
     return (
-        f"import cumla {start['import_s']:.2f} s{of_it}; first call of a process "
+        f"import cumla {start['import_s']:.2f} s{names}; first call of a process "
         f"{start['first_call_cold_s']:.2f} s with a cold kernel cache, "
         f"{start['first_call_warm_s']:.2f} s with a warm one"
     )
