@@ -14,7 +14,7 @@ from cumla.bench import plot
 from cumla.bench.cases import Case, Ceilings
 from cumla.errors import CumlaError
 
-RECORDED = resources.files("cumla.bench").joinpath("results", "h200-2026-11-20.json")
+RECORDED = resources.files("cumla.bench").joinpath("results", "h200.json")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from cumla.bench import explain, plot, run
 from cumla.bench.cases import DENSE, Case, grid
 from cumla.bench.report import to_csv, to_markdown, to_text
 
-RECORDED = Path(str(resources.files("cumla.bench").joinpath("results", "h200-2026-11-20.json")))
+RECORDED = Path(str(resources.files("cumla.bench").joinpath("results", "h200.json")))
 
 
 @pytest.fixture
