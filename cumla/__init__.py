@@ -19,6 +19,8 @@ from cumla.errors import (
 )
 
 if TYPE_CHECKING:
+    from cumla import mla as mla
+    from cumla import reference as reference
     from cumla.mla import MLADecodePlan, MLADecodeResult, mla_decode, prepare
 
 __version__ = "0.1.0"
@@ -35,16 +37,20 @@ __all__ = [
     "prepare",
 ]
 
+_MODULES = ("mla", "reference")  # that are there without an import of their own
 
-def __getattr__(name: str) -> Any:
-    """Load what computes when it is first asked for: NumPy takes most of the time of an import."""
-    if name == "reference":
-        return import_module("cumla.reference")
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module("cumla.mla"), name)
-    return value
+
+if not TYPE_CHECKING:  # or every name would pass
+
+    def __getattr__(name: str) -> Any:
+        """Load what computes when it is first asked for: NumPy takes most of an import's time."""
+        if name in _MODULES:
+            return import_module(f"{__name__}.{name}")
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module("cumla.mla"), name)
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "reference"})
+    return sorted({*globals(), *__all__, *_MODULES})

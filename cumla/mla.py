@@ -695,6 +695,7 @@ def _attention(
     result: _Outputs,
     softmax_scale: float,
 ) -> PreparedLaunch:
+    """Prepare attention of checked arguments into these outputs."""
     return prepare_decode(
         kernels.decode,
         key,

@@ -49,10 +49,12 @@ def test_import_brings_no_framework(arguments: tuple[str, ...], numpy: bool) -> 
 
 
 def test_names_that_are_loaded_late() -> None:
-    assert set(cumla.__all__) | {"reference"} <= set(dir(cumla))
+    assert set(cumla.__all__) | {"mla", "reference"} <= set(dir(cumla))
     assert cumla.mla_decode is cumla.mla_decode
     with pytest.raises(AttributeError, match="module 'cumla' has no attribute 'mla_encode'"):
         cumla.mla_encode  # noqa: B018
+    alone = python("-c", "import cumla; print(cumla.mla.__name__, cumla.reference.__name__)")
+    assert alone.stdout.split() == ["cumla.mla", "cumla.reference"]
     lines = python("-c", "from cumla import *; print(mla_decode.__module__, prepare.__module__)")
     assert lines.stdout.split() == ["cumla.mla", "cumla.mla"]
 
@@ -64,6 +66,19 @@ def test_import_costs_little_beside_numpy() -> None:
         times = import_times("-c", "import numpy, cumla.mla")
         shares.append(times["cumla.mla"] / times["numpy"])
     assert min(shares) < 1.0
+
+
+def test_type_checkers_know_the_names(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    file = tmp_path / "user.py"
+    for text, status in (
+        ("import cumla\ncumla.mla_decode\ncumla.reference.mla_decode\n", 0),
+        ("import cumla\ncumla.mla_decod\n", 1),
+    ):
+        file.write_text(text, encoding="utf-8")
+        command = [sys.executable, "-m", "mypy", "--follow-imports=silent", str(file)]
+        done = subprocess.run(command, cwd=ROOT, check=False, text=True, capture_output=True)
+        assert done.returncode == status, done.stdout + done.stderr
 
 
 def test_public_names() -> None:

@@ -248,7 +248,7 @@ def _start_line(results: Results) -> str:
             f"{start['dependencies_s']:.2f} s)"
         )
     return (
-        f"import cumla {start['import_s']:.2f} s{names}; first call of a process "
+        f"import cumla {start['import_s']:.3f} s{names}; first call of a process "
         f"{start['first_call_cold_s']:.2f} s with a cold kernel cache, "
         f"{start['first_call_warm_s']:.2f} s with a warm one"
     )

@@ -20,7 +20,7 @@
 //
 // Shared memory:  query 73,728 + two KV stages of 73,728 + P 8,192 + maxima 512 + sums 1,024 + barriers 224
 //                 + pacer 1,024 = 232,160 B of 232,448
-// Registers:      consumers 224 (128 output, 32 scores, 16 probabilities), loaders 56; 65,536 / 384 = 168 at the start
+// Registers:      consumers 224 (128 output, 32 scores, 16 probabilities), loaders 56; 168 at the start (65,536 / 384 in steps of 8)
 // Tensor work:    2,176 clocks a block; loads 73,728 B a block and CTA
 #include "mla_decode_compute.cuh"
 #include "mla_decode_join.cuh"

@@ -7,7 +7,8 @@
 // CTA ever depends on another one's progress. Who joins a share never changes its bits: the pieces are added up in the
 // order of the parts, grouped by the shape of the share alone.
 //
-// A share is a number of units: 32 columns of all rows. With few units several warps divide the pieces of one.
+// A share is a number of items: a unit of 32 columns of one row group. With few items several warps divide the pieces of
+// one.
 #pragma once
 #include "mla_decode_layout.cuh"
 #include "ptx/atomic.cuh"
@@ -111,6 +112,7 @@ struct Joiner {
       if (clock64() - start < kPatience) continue;
       store_relaxed(left, 1);
       fence_sc_gpu();
+      // Where it stays, its note may stay as well: then the next last one does this share once more, with the same bits.
       return all_arrived(load_acquire(arrived)) ? kOwnShare : kGoOn;
     }
     return kOwnShare;

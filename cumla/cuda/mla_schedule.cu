@@ -31,7 +31,7 @@ struct MlaScheduleParams {
   int fixed_cost;  // of a request or a piece of one, in blocks
   int cut_cost;    // of cutting, in blocks: a second prologue, and pieces to join; what uneven parts may cost instead
   int min_blocks;  // no cut of a split is closer to an end of its request
-  int min_share;   // of cost: what a part is at least given
+  int min_share;   // cost of a share, or blocks of a piece, at least
   int min_saving;  // in blocks: a request that has parts of its own is cut where that makes it so much shorter
   int max_tokens;  // of a request: the summed cost fits an int
 };

@@ -24,7 +24,7 @@ class PreparedLaunch:
 
     Calling it launches; it can be called any number of times, from any thread. The launch may
     overlap the tail of the kernel before it in the stream (programmatic dependent launch): every
-    kernel of ours executes ``griddepcontrol.wait`` before it touches memory.
+    kernel of ours executes ``griddepcontrol.wait`` before it reads or writes memory.
 
     Parameters
     ----------

@@ -22,9 +22,8 @@ PART_BYTES = 48  # struct Part
 TICKET_BYTES = 16  # struct Ticket
 
 _MAX_WAVES = 3  # of thread blocks, where the row tiles do not divide the multiprocessors
-_GOOD_FILL = (
-    0.9  # share of the multiprocessors that are busy, from which on more parts are not worth it
-)
+# Share of the multiprocessors that are busy, from which on more parts are not worth it.
+_GOOD_FILL = 0.9
 _ALIGNMENT = 256
 
 

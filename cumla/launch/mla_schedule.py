@@ -34,8 +34,8 @@ __all__ = [
 
 FIXED_COST = 2  # of a request, or of a piece of one, in KV blocks: loads before, stores behind
 CUT_COST = 16  # of cutting, in KV blocks, or what uneven parts may cost instead of it
-MIN_BLOCKS = 4  # no cut closer to an end of a request
-MIN_SHARE = 2  # of cost: what a part is at least given
+MIN_BLOCKS = 4  # no cut of a split is closer to an end of its request
+MIN_SHARE = 2  # cost of a share, or blocks of a piece, at least
 
 SPECS = (
     KernelSpec(

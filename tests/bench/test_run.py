@@ -400,8 +400,8 @@ def test_text(results):
     ]
     assert lines[0].startswith("Fake GPU (4 SMs), driver ")
     assert (
-        "import cumla 0.01 s, with a name that computes 0.21 s (numpy and ml_dtypes alone 0.16 s); "
-        "first call of a process "
+        "import cumla 0.010 s, with a name that computes 0.21 s (numpy and ml_dtypes alone "
+        "0.16 s); first call of a process "
     ) in text
     assert "first call of a process 3.40 s with a cold kernel cache, 0.10 s with a warm one" in text
     assert "*scaled: peers were measured on NVIDIA H200" in text
