@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +14,7 @@ from cumla import reference
 from cumla.compat import flash_mla
 from tests import tolerance
 from tests.flash_mla_example import StepInputs, load_example, make_inputs
+from tests.gpu.process import run_fresh
 
 torch = pytest.importorskip("torch")
 
@@ -232,25 +230,14 @@ print("equal", torch.equal(captured, outs), float(outs.abs().max()) > 0)
 """
 
 
-def run_fresh(*, prepare: bool) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", FRESH_PROCESS.format(prepare=prepare)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
 def test_the_first_call_of_a_process_may_be_the_captured_one() -> None:
-    result = run_fresh(prepare=True)
+    result = run_fresh(FRESH_PROCESS.format(prepare=True))
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["equal", "True", "True"]
 
 
 def test_without_prepare_the_captured_call_names_the_cold_kernel() -> None:
-    result = run_fresh(prepare=False)
+    result = run_fresh(FRESH_PROCESS.format(prepare=False))
     assert result.returncode != 0
     assert "NotPreparedError" in result.stderr
     assert "mla_" in result.stderr

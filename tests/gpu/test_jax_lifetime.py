@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import functools
 import gc
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +18,7 @@ from cumla import arrays
 from tests.gpu.arrays import jax_arguments
 from tests.gpu.cases import Case
 from tests.gpu.problem import Problem, make_problem
+from tests.gpu.process import run_fresh
 
 cp: Any = pytest.importorskip("cupy")
 
@@ -206,10 +204,7 @@ print("done", flush=True)
 
 
 def test_interpreter_exit_with_results_held_dropped_and_being_read(jax: Any) -> None:
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", EXIT], cwd=root, capture_output=True, text=True, timeout=300
-    )
+    done = run_fresh(EXIT)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     for trouble in ("Traceback", "Exception ignored", "Fatal", "terminate called"):
         assert trouble not in done.stderr

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +13,7 @@ from tests.gpu import kernels
 from tests.gpu.arrays import from_torch, to_torch
 from tests.gpu.cases import Case
 from tests.gpu.problem import Problem, make_problem
+from tests.gpu.process import run_fresh
 
 cp: Any = pytest.importorskip("cupy")
 
@@ -183,13 +181,6 @@ with stream:
     stream.synchronize()
 print(failures, memory.get().tolist())
 """
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    result = run_fresh(script)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split("\n")[0] == "[] [7, 7, 7, 7]"

@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +15,7 @@ from tests.gpu import kernels
 from tests.gpu.arrays import bits_of, from_torch, to_torch
 from tests.gpu.cases import Case
 from tests.gpu.problem import Problem, make_problem
+from tests.gpu.process import run_fresh
 
 cp: Any = pytest.importorskip("cupy")
 
@@ -144,7 +142,9 @@ def work(_):
 with ThreadPoolExecutor(2) as pool:
     print(len(list(pool.map(work, range(2)))), "agree")
 """
-    assert "2 agree" in run_fresh(script)
+    result = run_fresh(script)
+    assert result.returncode == 0, result.stderr
+    assert "2 agree" in result.stdout
 
 
 def test_20_repeats_give_the_same_bits() -> None:
@@ -285,19 +285,6 @@ def test_a_cupy_capture_needs_its_memory_beforehand() -> None:
     problem.check(out.array, lse.array)
 
 
-def run_fresh(script: str) -> str:
-    """Run a script in a process of its own; its output."""
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
 
 def test_a_cold_kernel_under_capture() -> None:
     """Nothing is compiled or loaded in a capture; afterwards the same capture works."""
@@ -333,7 +320,9 @@ stream.synchronize()
 problem.check(out.array, lse.array)
 print("prepared: agrees")
 """
-    output = run_fresh(script)
+    result = run_fresh(script)
+    assert result.returncode == 0, result.stderr
+    output = result.stdout
     assert "cold: kernel mla_" in output
     assert "cumla.prepare()" in output
     assert "prepared: agrees" in output
