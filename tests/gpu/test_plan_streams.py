@@ -81,6 +81,7 @@ def test_the_buffer_of_a_plan_outlives_it_on_another_stream() -> None:
     out, lse = problem.outputs()
     plan = cumla.MLADecodePlan.from_arrays(problem.q, problem.kv_cache)
     nbytes = plan.key.layout.nbytes
+    cp.full(1, 0xFF, dtype=cp.uint8)  # CuPy may have to compile it, which takes longer than the wait
     cp.cuda.Device().synchronize()
     stream, _ = busy_streams()
     plan.update(problem.cache_seqlens, stream=stream)

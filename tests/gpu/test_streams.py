@@ -285,7 +285,6 @@ def test_a_cupy_capture_needs_its_memory_beforehand() -> None:
     problem.check(out.array, lse.array)
 
 
-
 def test_a_cold_kernel_under_capture() -> None:
     """Nothing is compiled or loaded in a capture; afterwards the same capture works."""
     script = """
