@@ -81,7 +81,7 @@ def test_the_buffer_of_a_plan_outlives_it_on_another_stream() -> None:
     out, lse = problem.outputs()
     plan = cumla.MLADecodePlan.from_arrays(problem.q, problem.kv_cache)
     nbytes = plan.key.layout.nbytes
-    cp.full(1, 0xFF, dtype=cp.uint8)  # CuPy may have to compile it, which takes longer than the wait
+    cp.full(1, 0xFF, dtype=cp.uint8)  # compiling it would take longer than the stream is busy
     cp.cuda.Device().synchronize()
     stream, _ = busy_streams()
     plan.update(problem.cache_seqlens, stream=stream)
@@ -102,6 +102,8 @@ def test_a_torch_buffer_of_a_plan_outlives_it_on_another_stream() -> None:
     results = [to_torch(torch, result.array) for result in (out, lse)]
     plan = cumla.MLADecodePlan.from_arrays(*arrays[:2])
     nbytes = plan.key.layout.nbytes
+    torch.full((1,), 0xFF, dtype=torch.uint8, device="cuda")  # as would loading these two
+    torch.cuda._sleep(1)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
