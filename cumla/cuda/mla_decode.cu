@@ -72,7 +72,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
     if (warp < 2) {
       if (lane == 0) load_kv<kSharedBlocks>(p, shared, tile, part, last_request, warp);
     } else {
-      load_query(p, shared, tile, part, last_request, warp - 2);
+      load_query<kRowTile>(p, shared, tile, part, last_request, warp - 2);
     }
   } else {
     registers_increase<224>();

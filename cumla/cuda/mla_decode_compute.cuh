@@ -291,13 +291,11 @@ struct Consumer {
     consumers_sync();  // the next segment writes there
     if (segment.split()) {
       write_piece(segment, inverse, lse);
-      Joiner<T>(p, shared, tile, segment).join(more);
+      Joiner<T>(p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0)}, tile, segment).join(more);
     } else {
       write_result(segment, inverse, lse);
     }
   }
-
-  __device__ __forceinline__ static void consumers_sync() { named_barrier_sync<kConsumerBarrier, 2 * kWarpgroup>(); }
 
   __device__ __forceinline__ void write_piece(const Segment& segment, const float (&inverse)[2],
                                               const float (&lse)[2]) const {
@@ -307,7 +305,7 @@ struct Consumer {
       p.partial_lse[piece * p.row_groups * kRowGroup + row] = lse[0];
       p.partial_lse[piece * p.row_groups * kRowGroup + row + 8] = lse[1];
     }
-    float4* destination = p.partial_out + piece_offset(p, piece, consumer, warp, 0);
+    float4* destination = p.partial_out + piece_offset(p, piece, consumer, warp, 0, lane);
 #pragma unroll
     for (int j = 0; j < 32; ++j)
       store_global_float4(destination + 32 * j, output[4 * j] * inverse[0], output[4 * j + 1] * inverse[0],

@@ -29,40 +29,67 @@ __device__ __forceinline__ void store_lse(const MlaDecodeParams& p, int request,
       lse == -kInfinity ? kInfinity : lse * kLn2;
 }
 
+// A quad of lanes stores 16 columns of a row, each lane a, b at 2 quad_lane and c, d eight columns later. In 16 bits lanes
+// trade with their neighbour, kNeighbour apart: eight bytes a lane, full 32-byte sectors.
+template <typename T, int kNeighbour>
+__device__ __forceinline__ void store_columns(const MlaDecodeParams& p, const Tile& tile, int request, int row,
+                                              int quad_lane, int column, float a, float b, float c, float d) {
+  const bool exists = row < tile.rows, odd = quad_lane % 2;
+  const Row to(p, tile, row);
+  char* const out = p.out + request * p.out_stride_batch + to.token * p.out_stride_token + to.head * p.out_stride_head;
+  if (p.out_is_float) {
+    float* const destination = reinterpret_cast<float*>(out) + column + quad_lane * 2;
+    if (exists) {
+      store_global_float2(destination, a, b);
+      store_global_float2(destination + 8, c, d);
+    }
+  } else {
+    const u32 first = pack_pair<T>(a, b), second = pack_pair<T>(c, d);
+    const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, kNeighbour);
+    char* const destination = out + (column + (odd ? 8 + (quad_lane - 1) * 2 : quad_lane * 2)) * 2;
+    if (exists) store_global_8(destination, odd ? received : first, odd ? second : received);
+  }
+}
+
 // What a piece counts for, by its base-2 log-sum-exp: nothing if it is empty.
 __device__ __forceinline__ float weight_of(float lse, float maximum) {
   return lse == -kInfinity ? 0.0f : exp2_approx(lse - maximum);
 }
 
+// Shared memory that nobody else uses between the segments of a CTA.
+struct JoinSpace {
+  u32 words;    // two, that all threads must agree on
+  u32 sums;     // 8,192 bytes
+  u32 weights;  // 1,024 bytes
+};
+
 template <typename T>
 struct Joiner {
   const MlaDecodeParams& p;
-  const SharedLayout& shared;
+  const JoinSpace space;
   const Tile& tile;
   const Segment& segment;
   const int pieces, warp, lane;  // warp: of both consumers
 
-  __device__ __forceinline__ Joiner(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
+  __device__ __forceinline__ Joiner(const MlaDecodeParams& p, const JoinSpace& space, const Tile& tile,
                                     const Segment& segment)
       : p(p),
-        shared(shared),
+        space(space),
         tile(tile),
         segment(segment),
         pieces(segment.last_part - segment.first_part + 1),
         warp(threadIdx.x / 32 - kWarpgroup / 32),
         lane(threadIdx.x % 32) {}
 
-  __device__ __forceinline__ static void sync() { named_barrier_sync<kConsumerBarrier, 2 * kWarpgroup>(); }
-
   // Called by all threads of both consumers, their piece stored. `more`: the CTA has another request to do.
   __device__ __forceinline__ void join(bool more) const {
     Ticket* const tickets = p.tickets + static_cast<i64>(tile.index) * p.parts;
     u32* const left_here = &tickets[blockIdx.y].left[segment.slot];
-    sync();
+    consumers_sync();
     if (threadIdx.x == kWarpgroup)
-      store_shared_u32(shared.pacer(0), arrive(&tickets[segment.first_part].arrived, left_here, more));
-    sync();
-    const u32 role = load_shared_u32(shared.pacer(0));
+      store_shared_u32(space.words, arrive(&tickets[segment.first_part].arrived, left_here, more));
+    consumers_sync();
+    const u32 role = load_shared_u32(space.words);
     const int mine = blockIdx.y - segment.first_part;
     int share = role == kGoOn ? -1 : mine;
     u32 left = 0;
@@ -73,7 +100,7 @@ struct Joiner {
       left &= left - 1;
     }
     if (role == kLast && threadIdx.x == kWarpgroup) store_relaxed(left_here, 0);
-    sync();  // the role's place is written again
+    consumers_sync();  // the role's place is written again
   }
 
  private:
@@ -82,17 +109,17 @@ struct Joiner {
 
   // Which of 32 pieces' CTAs have not waited, as a mask that all threads agree on.
   __device__ __forceinline__ u32 who_left(Ticket* tickets, int from, int mine) const {
-    sync();
+    consumers_sync();
     if (warp == 0) {
       const int i = from + lane;
       u32* const flag = &tickets[segment.first_part + i].left[slot_of(i)];
       const bool left = i < pieces && i != mine && load_acquire(flag) != 0;
       const u32 mask = __ballot_sync(0xffffffffu, left);
       if (left) store_relaxed(flag, 0);
-      if (lane == 0) store_shared_u32(shared.pacer(1), mask);
+      if (lane == 0) store_shared_u32(space.words + 4, mask);
     }
-    sync();
-    return load_shared_u32(shared.pacer(1));
+    consumers_sync();
+    return load_shared_u32(space.words + 4);
   }
 
   // By one thread.
@@ -173,7 +200,7 @@ struct Joiner {
     const int lse_stride = p.row_groups * kRowGroup, stride = p.row_groups * 2 * 1024;
     const float* const lse_base = p.partial_lse + base * lse_stride + group * kRowGroup + lane / 4;
     const float4* const base_of =
-        p.partial_out + piece_offset(p, base, unit / (kUnits / 2), group, unit % (kUnits / 2) * kGroups);
+        p.partial_out + piece_offset(p, base, unit / (kUnits / 2), group, unit % (kUnits / 2) * kGroups, lane);
 #pragma unroll 1
     for (int first = helper * count; first < end; first += kAtOnce) {
       float4 v[kAtOnce][kGroups];
@@ -211,12 +238,12 @@ struct Joiner {
     if (active && helper == 0) store(unit, group, sum);
   }
 
-  // Where a warp leaves what it has for the first helper of its item: the tile of probabilities, and the sums.
+  // Where a warp leaves what it has for the first helper of its item.
   __device__ __forceinline__ u32 place_of_sum(int of_warp, int j) const {
-    return shared.probabilities + ((of_warp * 2 + j) * 32 + lane) * 16;
+    return space.sums + ((of_warp * 2 + j) * 32 + lane) * 16;
   }
   __device__ __forceinline__ u32 place_of_weights(int of_warp) const {
-    return shared.sum(0, 0) + (of_warp * 8 + lane / 4) * 16;
+    return space.weights + (of_warp * 8 + lane / 4) * 16;
   }
 
   // Adds up what the helpers of an item have, in their order, in the first of them; half at a time, as there is room.
@@ -227,7 +254,7 @@ struct Joiner {
     for (int half = 0; half < kGroups; half += 2) {
       store_shared_float4(place_of_sum(warp, 0), sum.v[half]);
       store_shared_float4(place_of_sum(warp, 1), sum.v[half + 1]);
-      sync();
+      consumers_sync();
       if (helper == 0) {
         if (half == 0) {
           float4 highest = load_shared_float4(place_of_weights(warp));
@@ -251,42 +278,25 @@ struct Joiner {
           }
         }
       }
-      sync();  // the next half is written there
+      consumers_sync();  // the next half is written there
     }
   }
 
   __device__ __forceinline__ void store(int unit, int group, const Sum& sum) const {
-    const bool odd = lane % 2;
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {
       const int row = group * kRowGroup + lane / 4 + 8 * r;
-      const bool exists = row < tile.rows;
-      const Row to(p, tile, row);
       const float weight = r == 0 ? sum.weight[0] : sum.weight[1], highest = r == 0 ? sum.maximum[0] : sum.maximum[1];
       const float scale = weight == 0.0f ? 0.0f : 1.0f / weight;
-      char* const out = p.out + segment.request * p.out_stride_batch + to.token * p.out_stride_token +
-                        to.head * p.out_stride_head;
 #pragma unroll
       for (int j = 0; j < kGroups; j += 2) {
         const int column = unit * 8 * kGroups + 8 * j;
-        const float a = (r == 0 ? sum.v[j].x : sum.v[j].z) * scale, b = (r == 0 ? sum.v[j].y : sum.v[j].w) * scale;
-        const float c = (r == 0 ? sum.v[j + 1].x : sum.v[j + 1].z) * scale;
-        const float d = (r == 0 ? sum.v[j + 1].y : sum.v[j + 1].w) * scale;
-        if (p.out_is_float) {
-          float* const destination = reinterpret_cast<float*>(out) + column + lane % 4 * 2;
-          if (exists) {
-            store_global_float2(destination, a, b);
-            store_global_float2(destination + 8, c, d);
-          }
-        } else {
-          const u32 first = pack_pair<T>(a, b), second = pack_pair<T>(c, d);
-          const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
-          char* const destination = out + (column + (odd ? 8 + (lane % 4 - 1) * 2 : (lane % 4) * 2)) * 2;
-          if (exists) store_global_8(destination, odd ? received : first, odd ? second : received);
-        }
+        const float4 &v = sum.v[j], &w = sum.v[j + 1];
+        store_columns<T, 1>(p, tile, segment.request, row, lane % 4, column, (r == 0 ? v.x : v.z) * scale,
+                            (r == 0 ? v.y : v.w) * scale, (r == 0 ? w.x : w.z) * scale, (r == 0 ? w.y : w.w) * scale);
       }
-      if (exists && unit == 0 && lane % 4 == 0)
-        store_lse(p, segment.request, to, weight == 0.0f ? -kInfinity : highest + log2_approx(weight));
+      if (row < tile.rows && unit == 0 && lane % 4 == 0)
+        store_lse(p, segment.request, Row(p, tile, row), weight == 0.0f ? -kInfinity : highest + log2_approx(weight));
     }
   }
 };

@@ -2,6 +2,7 @@
 // What the roles of mla_decode share: constants, parameters, shared memory, and which blocks of which request a CTA has.
 #pragma once
 #include "mla_plan.cuh"
+#include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla {
@@ -132,10 +133,13 @@ __device__ __forceinline__ i64 piece_index(const MlaDecodeParams& p, const Tile&
   return (static_cast<i64>(tile.index) * p.parts + part) * 2 + slot;
 }
 
-// Where this lane's four accumulators of eight columns of a row group lie in a piece.
-__device__ __forceinline__ i64 piece_offset(const MlaDecodeParams& p, i64 piece, int consumer, int group, int columns) {
-  return (((piece * 2 + consumer) * p.row_groups + group) * 32 + columns) * 32 + threadIdx.x % 32;
+// Where a lane's four accumulators of eight columns of a row group lie in a piece.
+__device__ __forceinline__ i64 piece_offset(const MlaDecodeParams& p, i64 piece, int consumer, int group, int columns,
+                                            int lane) {
+  return (((piece * 2 + consumer) * p.row_groups + group) * 32 + columns) * 32 + lane;
 }
+
+__device__ __forceinline__ void consumers_sync() { named_barrier_sync<kConsumerBarrier, 2 * kWarpgroup>(); }
 
 // Order in which the tiles of a block are wanted and become free: RoPE, the owner's half of V, the other half.
 __device__ __forceinline__ int tile_in_order(int owner, int i) {

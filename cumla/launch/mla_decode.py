@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of cuda/mla_decode.cu: split-KV MLA attention over the parts of a schedule."""
+"""Launcher of cuda/mla_decode.cu and cuda/mla_decode_swapped.cu: split-KV MLA attention."""
 
 from __future__ import annotations
 
@@ -33,7 +33,29 @@ def _spec(dtype: str, shared_blocks: bool) -> KernelSpec:
     )
 
 
-_SPECS = {(dtype, shared): _spec(dtype, shared) for dtype in _TAGS for shared in (False, True)}
+def _swapped_spec(dtype: str, rows: int) -> KernelSpec:
+    slots, barriers = {16: (24, 52), 32: (22, 48)}[rows]
+    return KernelSpec(
+        stem="mla_decode_swapped",
+        entry=f"mla_decode_{dtype}_swapped_{rows}",
+        function=f"mla_decode_swapped<{_TAGS[dtype]}, {rows}>",
+        params="MlaDecodeParams",
+        threads=384,
+        smem_bytes=9 * rows * 128 + slots * 8192 + 8192 + 10 * rows * 4 + 16 * rows * 4 + 16
+        + barriers * 8,
+    )
+
+
+_SPECS = {
+    (dtype, variant): spec
+    for dtype in _TAGS
+    for variant, spec in {
+        "swapped_16": _swapped_spec(dtype, 16),
+        "swapped_32": _swapped_spec(dtype, 32),
+        "one_tile": _spec(dtype, False),
+        "shared_blocks": _spec(dtype, True),
+    }.items()
+}
 SPECS = tuple(_SPECS.values())
 
 
@@ -48,7 +70,13 @@ def decode_spec(key: MLADecodeKey) -> KernelSpec:
     Then attention is bound by arithmetic, and products run beside each softmax; with one row tile
     it is bound by memory, and a stage is given back as early as possible.
     """
-    return _SPECS[key.dtype, key.row_tiles > 1]
+    if key.group_rows <= 16:
+        variant = "swapped_16"
+    elif key.group_rows <= 32:
+        variant = "swapped_32"
+    else:
+        variant = "shared_blocks" if key.row_tiles > 1 else "one_tile"
+    return _SPECS[key.dtype, variant]
 
 
 _PARAMS = struct.Struct("<128s19q9if")

@@ -55,6 +55,14 @@ __device__ __forceinline__ void store_matrix_x4(u32 destination, u32 a, u32 b, u
                : "memory");
 }
 
+// PTX ISA: Warp Level Matrix Instructions: stmatrix
+// Stores the transposes.
+__device__ __forceinline__ void store_matrix_x4_transposed(u32 destination, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(destination),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
 // PTX ISA: Data Movement and Conversion Instructions: st
 __device__ __forceinline__ void store_shared_zero_16(u32 destination) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(destination), "r"(0) : "memory");
@@ -82,6 +90,18 @@ __device__ __forceinline__ u32 load_shared_u32(u32 source) {
   u32 value;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(source) : "memory");
   return value;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
+__device__ __forceinline__ void store_shared_float2(u32 destination, const float2& v) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(destination), "f"(v.x), "f"(v.y) : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: ld
+__device__ __forceinline__ float2 load_shared_float2(u32 source) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(source) : "memory");
+  return v;
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: st

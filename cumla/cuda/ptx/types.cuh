@@ -11,6 +11,10 @@ using u64 = unsigned long long;
 
 struct Bf16 {};  // element-type tags: the storage is handled as raw 16-bit halves of 32-bit words
 struct Fp16 {};
+template <typename T>
+constexpr bool kIsBf16 = false;
+template <>
+constexpr bool kIsBf16<Bf16> = true;
 
 // 128 opaque bytes that cuTensorMapEncodeTiled filled on the host.
 struct alignas(64) TensorMap {
@@ -43,17 +47,16 @@ __device__ __forceinline__ u32 pack_pair<Fp16>(float low, float high) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: mov, cvt
-// The sum of both halves of a packed pair.
 template <typename T>
-__device__ __forceinline__ float sum_of_pair(u32 packed);
+__device__ __forceinline__ float2 unpack_pair(u32 packed);
 
 template <>
-__device__ __forceinline__ float sum_of_pair<Bf16>(u32 packed) {
-  return __uint_as_float(packed << 16) + __uint_as_float(packed & 0xffff0000u);
+__device__ __forceinline__ float2 unpack_pair<Bf16>(u32 packed) {
+  return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
 }
 
 template <>
-__device__ __forceinline__ float sum_of_pair<Fp16>(u32 packed) {
+__device__ __forceinline__ float2 unpack_pair<Fp16>(u32 packed) {
   float low, high;
   asm("{\n"
       ".reg .f16 a, b;\n"
@@ -63,7 +66,13 @@ __device__ __forceinline__ float sum_of_pair<Fp16>(u32 packed) {
       "}"
       : "=f"(low), "=f"(high)
       : "r"(packed));
-  return low + high;
+  return {low, high};
+}
+
+template <typename T>
+__device__ __forceinline__ float sum_of_pair(u32 packed) {
+  const float2 pair = unpack_pair<T>(packed);
+  return pair.x + pair.y;
 }
 
 // PTX ISA: Floating Point Instructions: ex2

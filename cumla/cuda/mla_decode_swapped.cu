@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// Split-KV MLA decode for sm_90a with the operands swapped: for at most 16 or 32 query rows of a kv head. A matrix product
+// has 64 rows on its M side at least; here these are KV rows and columns of V, and the query rows are the N side:
+//
+//   S^T (64 tokens x rows)  = K (64 x 576) Q^T        O^T (512 x rows) += V^T (512 x 64 tokens) P^T
+//
+// so that few rows cost few registers, little shared memory and little tensor time, and the rest of shared memory is a
+// deep ring of KV tiles. grid = (1, parts, kv heads), 384 threads, one CTA an SM.
+//
+// Warpgroup 0 loads: warp 0 the KV blocks, tile by tile as slots of the ring become free (TMA, one thread), warps 2 and 3
+// the query rows. Warpgroups 1 and 2 compute: consumer c holds rows [256 c, 256 c + 256) of O^T and computes the scores of
+// every second block; its probabilities go through shared memory to both:
+//
+//   consumer 0:  S0 = K0 Q  softmax0  O += V0 P0   wait for P1     O += V1 P1  S2 = K2 Q ...
+//   consumer 1:  S1 = K1 Q  wait for P0            O += V0 P0      softmax1    O += V1 P1 ...
+//
+// Memory-bound: 73,728 B a block take 3,700 clocks at an SM's share of the read bandwidth, all else fits beside it.
+//
+// Shared memory (16 rows / 32 rows):  query 18,432 / 36,864 + ring of 24 / 22 tiles of 8,192 + P and joining 8,192
+//                                     + maxima 640 / 1,280 + sums 1,024 / 2,048 + words 16 + barriers 416 / 384
+//                                     = 225,328 / 229,008 B of 232,448
+// Tensor work:    36 + 2 x 16 products m64n16k16 or m64n32k16 a block, bound by reading A: about 20 / 24 clocks each
+#include "mla_decode_load.cuh"
+#include "mla_decode_swapped_compute.cuh"
+#include "mla_decode_swapped_layout.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+
+namespace cumla {
+
+template <int kRows>
+__device__ __forceinline__ void initialise_barriers(const SwappedLayout<kRows>& shared) {
+#pragma unroll
+  for (int s = 0; s < SwappedLayout<kRows>::kSlots; ++s) {
+    mbarrier_init(shared.full(s), 1);
+    mbarrier_init(shared.free(s), 4);
+  }
+#pragma unroll
+  for (int owner = 0; owner < 2; ++owner) mbarrier_init(shared.probabilities_full(owner), 16);
+  mbarrier_init(shared.query_full(), 2);
+  mbarrier_init(shared.query_free(), 8);
+  fence_mbarrier_init();
+}
+
+// One thread: loads all blocks, tile by tile, into a ring of tiles as its slots become free.
+template <int kRows>
+__device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const SwappedLayout<kRows>& shared,
+                                             const Tile& tile, const Part& part, int last_request) {
+  BlockCursor<1> now(p, tile, part, last_request, 0);
+  RingPlace<kRows> place;
+  int next_page = now.valid() ? now.page() : 0;
+#pragma unroll 1
+  while (now.valid()) {
+    const int page = next_page;
+    now.next();
+    if (now.valid()) next_page = now.page();
+#pragma unroll
+    for (int k = 0; k < kTiles; ++k) {
+      const int column = tile_in_order(0, k);
+      mbarrier_wait(shared.free(place.slot), place.phase ^ 1, "a free KV slot");
+      mbarrier_arrive_expect_tx(shared.full(place.slot), kTileBytes);
+      tma_load_4d_async(shared.slot(place.slot), &p.kv, shared.full(place.slot), column * 64, 0, blockIdx.z, page);
+      place.advance(1);
+    }
+  }
+}
+
+template <typename T, int kRows>
+__device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  const SwappedLayout<kRows> shared(shared_address(shared_bytes));
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // Fetching into L2 reads nothing: an earlier kernel may still write these lines.
+  if (warp == 2 || warp == 3) prefetch_plan(p, threadIdx.x - 64, 64);
+  if (threadIdx.x == 32) prefetch_tensor_map(&p.kv);
+  if (threadIdx.x == 0) initialise_barriers(shared);
+  grid_dependency_launch();
+  __syncthreads();
+  grid_dependency_wait();
+
+  const Part part = sane_part(p.parts_in[blockIdx.y], blockIdx.y, p.batch, p.parts);
+  const Tile tile(p);
+  const int last_request = part.end_block > 0 ? min(part.end_request, p.batch - 1) : part.end_request - 1;
+
+  if (warpgroup == 0) {
+    if (warp == 0) {
+      if (lane == 0) load_kv_ring<kRows>(p, shared, tile, part, last_request);
+    } else if (warp >= 2) {
+      load_query<kRows>(p, shared, tile, part, last_request, warp - 2);
+    }
+  } else {
+    SwappedConsumer<T, kRows> consumer(p, shared, tile, warpgroup - 1);
+    for (int request = part.request; request <= last_request; ++request) {
+      const Segment segment = segment_of(p, tile, part, request);
+      consumer.compute(segment, (request - part.request) & 1);
+      consumer.finish(segment, request < last_request);
+    }
+  }
+}
+
+}  // namespace cumla
