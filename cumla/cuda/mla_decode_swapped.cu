@@ -8,18 +8,20 @@
 // deep ring of KV tiles. grid = (1, parts, kv heads), 384 threads, one CTA an SM.
 //
 // Warpgroup 0 loads: warp 0 the KV blocks, tile by tile as slots of the ring become free (TMA, one thread), warps 2 and 3
-// the query rows. Warpgroups 1 and 2 compute: consumer c holds rows [256 c, 256 c + 256) of O^T and computes the scores of
-// every second block; its probabilities go through shared memory to both:
+// the query rows. Warpgroups 1 and 2 compute, each every second block for itself, from its scores to O += V P; at the end
+// of a segment they add up what they have, each half of the columns of V:
 //
-//   consumer 0:  S0 = K0 Q  softmax0  O += V0 P0   wait for P1     O += V1 P1  S2 = K2 Q ...
-//   consumer 1:  S1 = K1 Q  wait for P0            O += V0 P0      softmax1    O += V1 P1 ...
+//   consumer 0:  S0 = K0 Q   softmax0   O += V0 P0   S2 = K2 Q ...          } O[0, 256) of both
+//   consumer 1:              S1 = K1 Q   softmax1   O += V1 P1   S3 ...     } O[256, 512) of both
 //
-// Memory-bound: 73,728 B a block take 3,700 clocks at an SM's share of the read bandwidth, all else fits beside it.
+// Memory-bound: 73,728 B a block take 3,700 clocks at an SM's share of the read bandwidth. A consumer has twice as long
+// for one of its blocks, so that none of them waits in the ring for long.
 //
 // Shared memory (16 rows / 32 rows):  query 18,432 / 36,864 + ring of 24 / 22 tiles of 8,192 + P and joining 8,192
-//                                     + maxima 640 / 1,280 + sums 1,024 / 2,048 + words 16 + barriers 416 / 384
-//                                     = 225,328 / 229,008 B of 232,448
-// Tensor work:    36 + 2 x 16 products m64n16k16 or m64n32k16 a block, bound by reading A: about 20 / 24 clocks each
+//                                     + maxima 512 / 1,024 + sums 1,152 / 2,304 + words 16 + barriers 400 / 368
+//                                     = 225,312 / 228,992 B of 232,448
+// Registers:      consumers 224 (output 64 / 128, scores 8 / 16), loaders 56; 168 at the start
+// Tensor work:    36 + 32 products m64n16k16 or m64n32k16 a block, bound by reading A from shared memory
 #include "mla_decode_load.cuh"
 #include "mla_decode_swapped_compute.cuh"
 #include "mla_decode_swapped_layout.cuh"
@@ -36,8 +38,6 @@ __device__ __forceinline__ void initialise_barriers(const SwappedLayout<kRows>& 
     mbarrier_init(shared.full(s), 1);
     mbarrier_init(shared.free(s), 4);
   }
-#pragma unroll
-  for (int owner = 0; owner < 2; ++owner) mbarrier_init(shared.probabilities_full(owner), 16);
   mbarrier_init(shared.query_full(), 2);
   mbarrier_init(shared.query_free(), 8);
   fence_mbarrier_init();
@@ -85,17 +85,21 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
   const int last_request = part.end_block > 0 ? min(part.end_request, p.batch - 1) : part.end_request - 1;
 
   if (warpgroup == 0) {
+    registers_decrease<56>();
     if (warp == 0) {
       if (lane == 0) load_kv_ring<kRows>(p, shared, tile, part, last_request);
     } else if (warp >= 2) {
       load_query<kRows>(p, shared, tile, part, last_request, warp - 2);
     }
   } else {
+    registers_increase<224>();
     SwappedConsumer<T, kRows> consumer(p, shared, tile, warpgroup - 1);
+    int t = 0;
     for (int request = part.request; request <= last_request; ++request) {
       const Segment segment = segment_of(p, tile, part, request);
-      consumer.compute(segment, (request - part.request) & 1);
+      consumer.compute(segment, t, (request - part.request) & 1);
       consumer.finish(segment, request < last_request);
+      t += segment.blocks;
     }
   }
 }

@@ -14,21 +14,21 @@ namespace cumla {
 // every group of eight query rows the two at 2 (lane % 4).
 template <typename T, int kRows>
 struct SwappedConsumer {
-  static constexpr int kGroups8 = kRows / 8;   // of query rows
-  static constexpr int kOwn = 2 * kGroups8;    // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
+  static constexpr int kEights = kRows / 8;   // of query rows
+  static constexpr int kOwn = 2 * kEights;    // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
+  static constexpr int kValueTiles = 2 * kHalfTiles;
 
   const MlaDecodeParams& p;
   const SwappedLayout<kRows>& shared;
   const Tile& tile;
   const int consumer, warp, lane;
-  RingPlace<kRows> place;       // of the block to be computed next
-  int t = 0;                    // blocks before it, of all segments
-  float output[kHalfTiles][4 * kGroups8];
-  float scores[4 * kGroups8];
-  u32 probabilities[2 * kGroups8];
-  float maximum[kOwn];          // base-2 running maximum
-  float sum[kOwn];              // of the exponentials of this thread's tokens, for the log-sum-exp,
-  float weight[kOwn];           // and of the 16-bit probabilities made of them, which normalise the output
+  RingPlace<kRows> place;  // of this consumer's next block
+  float output[kValueTiles][4 * kEights];  // this consumer's half of V, then the other's
+  float scores[4 * kEights];
+  u32 probabilities[2 * kEights];
+  float maximum[kOwn];     // base-2 running maximum
+  float sum[kOwn];         // of the exponentials of this thread's tokens, for the log-sum-exp,
+  float weight[kOwn];      // and of the 16-bit probabilities made of them, which normalise the output
 
   __device__ __forceinline__ SwappedConsumer(const MlaDecodeParams& p, const SwappedLayout<kRows>& shared,
                                              const Tile& tile, int consumer)
@@ -37,13 +37,15 @@ struct SwappedConsumer {
         tile(tile),
         consumer(consumer),
         warp(threadIdx.x % kWarpgroup / 32),
-        lane(threadIdx.x % 32) {}
+        lane(threadIdx.x % 32) {
+    if (consumer == 1) place.advance(kTiles);
+  }
 
   __device__ __forceinline__ void begin() {
 #pragma unroll
-    for (int d = 0; d < kHalfTiles; ++d)
+    for (int d = 0; d < kValueTiles; ++d)
 #pragma unroll
-      for (int i = 0; i < 4 * kGroups8; ++i) output[d][i] = 0.0f;
+      for (int i = 0; i < 4 * kEights; ++i) output[d][i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       maximum[i] = kLowest;
@@ -61,7 +63,7 @@ struct SwappedConsumer {
       named_barrier_sync<kConsumerBarrier + 2, kWarpgroup>();
   }
 
-  // scores = block x query, complete.
+  // scores = block x query; then the RoPE tile is free.
   __device__ __forceinline__ void multiply_query() {
     RingPlace<kRows> at = place;
 #pragma unroll
@@ -77,34 +79,38 @@ struct SwappedConsumer {
     }
     warpgroup_commit();
     warpgroup_wait<0>();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared.free(place.slot));
   }
 
-  // output += this consumer's half of V x the probabilities of the block's owner; then the half is free.
-  __device__ __forceinline__ void multiply_values(int owner) {
+  // Slot of 64 columns of V, counted from this consumer's half: behind RoPE.
+  __device__ __forceinline__ u32 slot_of_value(int d) const { return place.ahead(1 + (d ^ consumer * kHalfTiles)).slot; }
+
+  // output += V x probabilities; each half of V is free as soon as it is multiplied.
+  __device__ __forceinline__ void multiply_values() {
     warpgroup_arrive();
 #pragma unroll
-    for (int d = 0; d < kHalfTiles; ++d) {
+    for (int d = 0; d < kValueTiles; ++d) {
       const u32 values = shared.slot(slot_of_value(d));
 #pragma unroll
       for (int k = 0; k < 4; ++k)
         wgmma_m64_async<T, true>(output[d], matrix_descriptor(values + k * 2048, 0, 1024),
-                                 matrix_descriptor(shared.probabilities_of(owner) + k * 32, 0, 1024), true);
+                                 matrix_descriptor(shared.probabilities_of(consumer) + k * 32, 0, 1024), true);
+      if (d % kHalfTiles == kHalfTiles - 1) warpgroup_commit();
     }
-    warpgroup_commit();
-    warpgroup_wait<0>();
+    warpgroup_wait<1>();
     __syncwarp();
     if (lane < kHalfTiles) mbarrier_arrive(shared.free(slot_of_value(lane)));
+    warpgroup_wait<0>();
+    __syncwarp();
+    if (lane < kHalfTiles) mbarrier_arrive(shared.free(slot_of_value(kHalfTiles + lane)));
   }
-
-  // Slot of 64 columns of this consumer's half of V: behind RoPE and perhaps the other half.
-  __device__ __forceinline__ u32 slot_of_value(int d) const { return place.ahead(1 + consumer * kHalfTiles + d).slot; }
 
   // Rows past the end of the sequence may hold NaN: their probabilities are 0, and 0 x NaN is NaN.
   __device__ __forceinline__ void clear_values_past(int valid) const {
-    for (int i = valid * 32 + threadIdx.x % kWarpgroup; i < kBlockTokens * 32; i += kWarpgroup)
-      store_shared_zero_16(shared.slot(slot_of_value(i % 32 / 8)) + (i / 32) * 128 + (i % 8) * 16);
+    for (int i = valid * 64 + threadIdx.x % kWarpgroup; i < kBlockTokens * 64; i += kWarpgroup)
+      store_shared_zero_16(shared.slot(slot_of_value(i % 64 / 8)) + (i / 64) * 128 + (i % 8) * 16);
     fence_proxy_async_shared();
-    sync();
   }
 
   __device__ __forceinline__ void mask_scores(const Segment& segment, int block) {
@@ -117,7 +123,7 @@ struct SwappedConsumer {
     }
   }
 
-  // The running maximum becomes `next`: what was summed up so far is brought to it. Rarely anything to do.
+  // What was summed up so far, relative to `next` from now on. Rarely anything to do.
   __device__ __forceinline__ void rescale(const float (&next)[kOwn]) {
     bool moved = false;
 #pragma unroll
@@ -126,14 +132,18 @@ struct SwappedConsumer {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const float factor = exp2_approx(maximum[i] - next[i]);
-#pragma unroll
-      for (int d = 0; d < kHalfTiles; ++d) {
-        output[d][4 * (i / 2) + i % 2] *= factor;
-        output[d][4 * (i / 2) + 2 + i % 2] *= factor;
-      }
+      scale_output(i, factor);
       sum[i] *= factor;
       weight[i] *= factor;
       maximum[i] = next[i];
+    }
+  }
+
+  __device__ __forceinline__ void scale_output(int i, float factor) {
+#pragma unroll
+    for (int d = 0; d < kValueTiles; ++d) {
+      output[d][4 * (i / 2) + i % 2] *= factor;
+      output[d][4 * (i / 2) + 2 + i % 2] *= factor;
     }
   }
 
@@ -148,7 +158,7 @@ struct SwappedConsumer {
     if (lane < 4) {
 #pragma unroll
       for (int i = 0; i < kOwn; i += 2)
-        store_shared_float2(shared.warp_maximum(consumer, warp, row_of(i)), {next[i], next[i + 1]});
+        store_shared_float2(shared.warp_maximum(consumer * 4 + warp, row_of(i)), {next[i], next[i + 1]});
     }
     sync();
 #pragma unroll
@@ -156,7 +166,7 @@ struct SwappedConsumer {
       float2 highest = {-kInfinity, -kInfinity};
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        const float2 other = load_shared_float2(shared.warp_maximum(consumer, w, row_of(i)));
+        const float2 other = load_shared_float2(shared.warp_maximum(consumer * 4 + w, row_of(i)));
         highest = {fmaxf(highest.x, other.x), fmaxf(highest.y, other.y)};
       }
       next[i] = slacken(highest.x * p.scale_log2, maximum[i]);
@@ -168,110 +178,91 @@ struct SwappedConsumer {
     return highest > maximum + kMaximumSlack ? highest : maximum;
   }
 
-  // scores -> probabilities relative to next, and their sums before and after rounding.
-  __device__ __forceinline__ void exponentiate(const float (&next)[kOwn], float (&block_sum)[kOwn],
-                                               float (&block_weight)[kOwn]) {
+  // scores -> probabilities relative to the running maximum, and their sums before and after rounding. The output is
+  // divided by the rounded sum: where one token has most of the weight its rounding cancels.
+  __device__ __forceinline__ void exponentiate() {
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) block_sum[i] = block_weight[i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4 * kGroups8; i += 2) {
+    for (int i = 0; i < 4 * kEights; i += 2) {
       const int own = i / 4 * 2;
-      const float low = exp2_approx(__fmaf_rn(scores[i], p.scale_log2, -next[own]));
-      const float high = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -next[own + 1]));
-      block_sum[own] += low;
-      block_sum[own + 1] += high;
+      const float low = exp2_approx(__fmaf_rn(scores[i], p.scale_log2, -maximum[own]));
+      const float high = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -maximum[own + 1]));
+      sum[own] += low;
+      sum[own + 1] += high;
       probabilities[i / 2] = pack_pair<T>(low, high);
       const float2 rounded = unpack_pair<T>(probabilities[i / 2]);
-      block_weight[own] += rounded.x;
-      block_weight[own + 1] += rounded.y;
+      weight[own] += rounded.x;
+      weight[own + 1] += rounded.y;
     }
   }
 
-  // Hands probabilities, transposed, and running maximum to both consumers.
-  __device__ __forceinline__ void publish(const float (&next)[kOwn]) {
-    const u32 base = shared.probabilities_of(consumer);
-    const int token_chunk = 2 * warp + lane / 8 % 2;
+  // Transposed, for all warps of this consumer.
+  __device__ __forceinline__ void store_probabilities() const {
+    const int tokens = 2 * warp + lane / 8 % 2;  // eight of them
 #pragma unroll
-    for (int g = 0; g < kGroups8; g += 2) {
+    for (int g = 0; g < kEights; g += 2) {
       const int row = 8 * g + lane / 16 * 8 + lane % 8;
-      store_matrix_x4_transposed(base + row * 128 + ((token_chunk ^ (row & 7)) << 4), probabilities[2 * g],
-                                 probabilities[2 * g + 1], probabilities[2 * g + 2], probabilities[2 * g + 3]);
+      store_matrix_x4_transposed(shared.probabilities_of(consumer) + row * 128 + ((tokens ^ (row & 7)) << 4),
+                                 probabilities[2 * g], probabilities[2 * g + 1], probabilities[2 * g + 2],
+                                 probabilities[2 * g + 3]);
     }
-    if (warp == 0 && lane < 4) {
-#pragma unroll
-      for (int i = 0; i < kOwn; i += 2)
-        store_shared_float2(shared.maximum(consumer, row_of(i)), {next[i], next[i + 1]});
-    }
-    // Every thread that stored a maximum arrives itself: racecheck does not see an order that goes through another lane.
     fence_proxy_async_shared();
-    __syncwarp();
-    if (lane < 4) mbarrier_arrive(shared.probabilities_full(consumer));
   }
 
-  // Waits for the other consumer's probabilities of this block and takes over its running maximum. The other one has seen
-  // all tiles of the block arrive before, so that they are ours to read, too.
-  __device__ __forceinline__ void adopt() {
-    mbarrier_wait(shared.probabilities_full(1 - consumer), (t / 2) & 1, "the other consumer's probabilities");
-    // Read by lanes that arrive later, for the sake of racecheck, and shared with the others.
-    float next[kOwn];
-#pragma unroll
-    for (int i = 0; i < kOwn; i += 2) {
-      float2 pair = {0.0f, 0.0f};
-      if (lane < 4) pair = load_shared_float2(shared.maximum(1 - consumer, row_of(i)));
-      next[i] = __shfl_sync(0xffffffffu, pair.x, lane % 4);
-      next[i + 1] = __shfl_sync(0xffffffffu, pair.y, lane % 4);
-    }
-    rescale(next);
-  }
-
-  __device__ __forceinline__ void score_block(const Segment& segment, int i) {
-    multiply_query();
-    __syncwarp();
-    if (lane == 0) {
-      mbarrier_arrive(shared.free(place.slot));  // the RoPE tile
-      if (i + 2 >= segment.blocks) mbarrier_arrive(shared.query_free());
-    }
-    const int block = segment.begin + i;
-    if ((block + 1) * kBlockTokens > segment.tokens - tile.most_shift) mask_scores(segment, block);
-    float next[kOwn], block_sum[kOwn], block_weight[kOwn];
-    raise_maximum(next);
-    exponentiate(next, block_sum, block_weight);
-    publish(next);
-    rescale(next);
-#pragma unroll
-    for (int own = 0; own < kOwn; ++own) {
-      sum[own] += block_sum[own];
-      weight[own] += block_weight[own];
-    }
-    mbarrier_wait(shared.probabilities_full(consumer), (t / 2) & 1, "the other warps' probabilities");
-  }
-
-  __device__ __forceinline__ void compute(const Segment& segment, u32 query_phase) {
+  // t: blocks of the segments before.
+  __device__ __forceinline__ void compute(const Segment& segment, int t, u32 query_phase) {
     begin();
-    const int first = (consumer ^ t) & 1;  // own block
-    // Also without a block to score: or one loader warp could run a segment ahead of the other.
     mbarrier_wait(shared.query_full(), query_phase, "the query");
-    if (first >= segment.blocks) {
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared.query_free());
-    }
 #pragma unroll 1
-    for (int i = 0; i < segment.blocks; ++i) {
-      const bool own = i % 2 == first;
-      if (own)
-        score_block(segment, i);
-      else
-        adopt();
-      const int valid = segment.tokens - (segment.begin + i) * kBlockTokens;
-      if (valid < kBlockTokens) clear_values_past(valid);
-      multiply_values(own ? consumer : 1 - consumer);
-      place.advance(kTiles);
-      ++t;
+    for (int i = (consumer ^ t) & 1; i < segment.blocks; i += 2) {
+      multiply_query();
+      const int block = segment.begin + i;
+      const int last_token = (block + 1) * kBlockTokens;
+      if (last_token > segment.tokens - tile.most_shift) mask_scores(segment, block);
+      float next[kOwn];
+      raise_maximum(next);
+      rescale(next);
+      exponentiate();
+      store_probabilities();
+      if (last_token > segment.tokens) clear_values_past(kBlockTokens + segment.tokens - last_token);
+      sync();
+      multiply_values();
+      place.advance(2 * kTiles);
     }
   }
 
-  // Sums of all warps; then out and log-sum-exp, or a piece of them.
+  // Both consumers' output, each of its half of V; then out and log-sum-exp, or a piece of them.
   __device__ __forceinline__ void finish(const Segment& segment, bool more) {
+    leave_sums();
+    consumers_sync();
+    float lse[kOwn];
+    normalise(lse);
+#pragma unroll
+    for (int d = 0; d < kHalfTiles; d += 2) {
+#pragma unroll
+      for (int i = 0; i < 2 * kEights; ++i) {
+        const float* const of = output[kHalfTiles + d + i / kEights] + i % kEights * 4;
+        store_shared_float4(shared.exchange(consumer, i), {of[0], of[1], of[2], of[3]});
+      }
+      consumers_sync();
+#pragma unroll
+      for (int i = 0; i < 2 * kEights; ++i) {
+        const float4 other = load_shared_float4(shared.exchange(1 - consumer, i));
+        float* const of = output[d + i / kEights] + i % kEights * 4;
+        of[0] += other.x;
+        of[1] += other.y;
+        of[2] += other.z;
+        of[3] += other.w;
+      }
+      consumers_sync();
+    }
+    if (lane == 0) mbarrier_arrive(shared.query_free());
+    const bool split = segment.split();
+    if (consumer == 0 && warp == 0 && lane < 4) write_lse(segment, lse, split);
+    write_output(segment, split);
+    if (split) Joiner<T>(p, {shared.words, shared.probabilities, shared.sums}, tile, segment).join(more);
+  }
+
+  __device__ __forceinline__ void leave_sums() {
 #pragma unroll
     for (int step = 4; step < 32; step *= 2)
 #pragma unroll
@@ -279,35 +270,32 @@ struct SwappedConsumer {
         sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], step);
         weight[i] += __shfl_xor_sync(0xffffffffu, weight[i], step);
       }
-    if (lane < 4) {
-#pragma unroll
-      for (int i = 0; i < kOwn; i += 2) {
-        store_shared_float2(shared.sum(consumer * 4 + warp, row_of(i)), {sum[i], sum[i + 1]});
-        store_shared_float2(shared.weight(consumer * 4 + warp, row_of(i)), {weight[i], weight[i + 1]});
-      }
-    }
-    consumers_sync();
-    float inverse[kOwn], lse[kOwn];
+    if (lane >= 4) return;
 #pragma unroll
     for (int i = 0; i < kOwn; i += 2) {
-      float2 total = {0.0f, 0.0f}, rounded = {0.0f, 0.0f};
+      store_shared_float2(shared.sum(consumer * 4 + warp, row_of(i)), {sum[i], sum[i + 1]});
+      store_shared_float2(shared.weight(consumer * 4 + warp, row_of(i)), {weight[i], weight[i + 1]});
+      if (warp == 0) store_shared_float2(shared.maximum(consumer, row_of(i)), {maximum[i], maximum[i + 1]});
+    }
+  }
+
+  // Sums of both consumers, relative to the higher maximum. This consumer's output becomes its share of the whole.
+  __device__ __forceinline__ void normalise(float (&lse)[kOwn]) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const float other = load_shared_float(shared.maximum(1 - consumer, row_of(i)));
+      const float highest = fmaxf(maximum[i], other);
+      const float mine = exp2_approx(maximum[i] - highest), others = exp2_approx(other - highest);
+      float total = 0.0f, rounded = 0.0f;
 #pragma unroll 1
       for (int w = 0; w < shared.kWarps; ++w) {
-        const float2 of_warp = load_shared_float2(shared.sum(w, row_of(i)));
-        const float2 weight_of_warp = load_shared_float2(shared.weight(w, row_of(i)));
-        total = {total.x + of_warp.x, total.y + of_warp.y};
-        rounded = {rounded.x + weight_of_warp.x, rounded.y + weight_of_warp.y};
+        const float factor = w / 4 == consumer ? mine : others;
+        total += factor * load_shared_float(shared.sum(w, row_of(i)));
+        rounded += factor * load_shared_float(shared.weight(w, row_of(i)));
       }
-      inverse[i] = rounded.x == 0.0f ? 0.0f : 1.0f / rounded.x;
-      inverse[i + 1] = rounded.y == 0.0f ? 0.0f : 1.0f / rounded.y;
-      lse[i] = total.x == 0.0f ? -kInfinity : maximum[i] + log2_approx(total.x);
-      lse[i + 1] = total.y == 0.0f ? -kInfinity : maximum[i + 1] + log2_approx(total.y);
+      scale_output(i, rounded == 0.0f ? 0.0f : mine / rounded);
+      lse[i] = total == 0.0f ? -kInfinity : highest + log2_approx(total);
     }
-    consumers_sync();  // the next segment, and the joining, write there
-    const bool split = segment.split();
-    if (consumer == 0 && warp == 0 && lane < 4) write_lse(segment, lse, split);
-    write_output(segment, inverse, split);
-    if (split) Joiner<T>(p, {shared.words, shared.probabilities, shared.sums}, tile, segment).join(more);
   }
 
   __device__ __forceinline__ void write_lse(const Segment& segment, const float (&lse)[kOwn], bool split) const {
@@ -323,7 +311,7 @@ struct SwappedConsumer {
 
   // Lanes 4 apart trade values, after which a thread has what it would have of a product with the query rows on the M side:
   // columns c, c + 1 of query rows r and r + 8. It then stands for another lane of that layout.
-  __device__ __forceinline__ void write_output(const Segment& segment, const float (&inverse)[kOwn], bool split) const {
+  __device__ __forceinline__ void write_output(const Segment& segment, bool split) const {
     const bool odd = lane / 4 % 2;
     const int as_lane = ((lane % 4) * 2 + odd) * 4 + lane / 8;
     const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
@@ -334,13 +322,10 @@ struct SwappedConsumer {
         float4 v[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int i = 4 * group;  // of the four query rows: two, and two 8 later
-          const float* const of = output[d] + 8 * group + 2 * half;
-          const float a0 = of[0] * inverse[i], a1 = of[1] * inverse[i + 1];
-          const float b0 = of[4] * inverse[i + 2], b1 = of[5] * inverse[i + 3];
-          const float a = __shfl_xor_sync(0xffffffffu, odd ? a0 : a1, 4);
-          const float b = __shfl_xor_sync(0xffffffffu, odd ? b0 : b1, 4);
-          v[half] = odd ? float4{a, a1, b, b1} : float4{a0, a, b0, b};
+          const float* const of = output[d] + 8 * group + 2 * half;  // two query rows; two, eight later, behind them
+          const float a = __shfl_xor_sync(0xffffffffu, odd ? of[0] : of[1], 4);
+          const float b = __shfl_xor_sync(0xffffffffu, odd ? of[4] : of[5], 4);
+          v[half] = odd ? float4{a, of[1], b, of[5]} : float4{of[0], a, of[4], b};
         }
         const int columns = 8 * d + 2 * warp;  // groups of eight before these two
         if (split) {

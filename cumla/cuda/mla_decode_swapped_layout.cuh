@@ -19,26 +19,27 @@ struct SwappedLayout {
         ring(query + kTiles * kQueryTileBytes),
         probabilities(ring + kSlots * kTileBytes),
         maxima(probabilities + kTileBytes),
-        sums(maxima + 10 * kRows * 4),
-        words(sums + 2 * kWarps * kRows * 4),
+        sums(maxima + kWarps * kRows * 4),
+        words(sums + (2 * kWarps + 2) * kRows * 4),
         barriers(words + 16) {}
 
   __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kTileBytes; }
   // Transposed: a row of 64 tokens for each query row.
-  __device__ __forceinline__ u32 probabilities_of(int owner) const { return probabilities + owner * kRows * 128; }
-  // Of a query row over the tokens of one warp; and over all that the owner has seen.
-  __device__ __forceinline__ u32 warp_maximum(int consumer, int warp, int row) const {
-    return maxima + ((consumer * 4 + warp) * kRows + row) * 4;
-  }
-  __device__ __forceinline__ u32 maximum(int owner, int row) const { return warp_maximum(2, owner, row); }
-  // By warp of both consumers; its sum of exponentials, of rounded probabilities.
+  __device__ __forceinline__ u32 probabilities_of(int consumer) const { return probabilities + consumer * kRows * 128; }
+  // Of a query row, by warp of both consumers: the highest score of a block; sums of exponentials, and of rounded
+  // probabilities, over a segment.
+  __device__ __forceinline__ u32 warp_maximum(int warp, int row) const { return maxima + (warp * kRows + row) * 4; }
   __device__ __forceinline__ u32 sum(int warp, int row) const { return sums + (warp * kRows + row) * 4; }
   __device__ __forceinline__ u32 weight(int warp, int row) const { return sum(kWarps + warp, row); }
-  // Barriers: a slot is loaded; is free again; P of a consumer is written.
+  __device__ __forceinline__ u32 maximum(int consumer, int row) const { return sum(2 * kWarps + consumer, row); }
+  // Where consumers leave what the other one adds up: in place of the query, of which a segment has no more use.
+  __device__ __forceinline__ u32 exchange(int consumer, int i) const {
+    return query + ((consumer * (kRows / 4) + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
+  }
+  // Barriers: a slot is loaded; is free again.
   __device__ __forceinline__ u32 full(u32 s) const { return barriers + s * 8; }
   __device__ __forceinline__ u32 free(u32 s) const { return full(kSlots + s); }
-  __device__ __forceinline__ u32 probabilities_full(int owner) const { return free(kSlots) + owner * 8; }
-  __device__ __forceinline__ u32 query_full() const { return probabilities_full(2); }
+  __device__ __forceinline__ u32 query_full() const { return free(kSlots); }
   __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
 };
 

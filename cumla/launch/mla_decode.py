@@ -34,15 +34,14 @@ def _spec(dtype: str, shared_blocks: bool) -> KernelSpec:
 
 
 def _swapped_spec(dtype: str, rows: int) -> KernelSpec:
-    slots, barriers = {16: (24, 52), 32: (22, 48)}[rows]
+    slots = {16: 24, 32: 22}[rows]
     return KernelSpec(
         stem="mla_decode_swapped",
         entry=f"mla_decode_{dtype}_swapped_{rows}",
         function=f"mla_decode_swapped<{_TAGS[dtype]}, {rows}>",
         params="MlaDecodeParams",
         threads=384,
-        smem_bytes=9 * rows * 128 + slots * 8192 + 8192 + 10 * rows * 4 + 16 * rows * 4 + 16
-        + barriers * 8,
+        smem_bytes=rows * (9 * 128 + 26 * 4) + (slots + 1) * 8192 + 16 + (2 * slots + 2) * 8,
     )
 
 
