@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 import numpy as np
 
 from cumla.launch.device import import_cupy
-from cumla.launch.mla_plan import BLOCK_TOKENS, HEAD_DIM, VALUE_DIM
+from cumla.launch.mla_plan import BLOCK_TOKENS, HEAD_DIM, MOST_PARTS, VALUE_DIM, piece_blocks
 
 if TYPE_CHECKING:
     from cumla.arrays import ArrayView, Call
+    from cumla.launch.mla_plan import MLADecodeKey
 
 __all__ = [
     "DTYPES",
@@ -26,16 +27,23 @@ __all__ = [
     "check_data",
     "check_device_number",
     "check_dtype",
+    "check_elements",
+    "check_layout",
     "check_lengths_of_plan",
     "check_mode",
     "check_number",
+    "check_output",
+    "check_parts",
     "check_seqlens",
     "check_shape_numbers",
     "check_values",
     "check_workspace",
     "checked_arguments",
+    "checked_max_blocks",
     "checked_query_and_cache",
     "checked_scale",
+    "copy_to_host",
+    "with_kv_head_axis",
 ]
 
 _log = logging.getLogger(__name__)
@@ -86,28 +94,28 @@ def checked_arguments(call: Call) -> Arguments:
     q, kv_cache = checked_query_and_cache(call)
     block_table, cache_seqlens, out, lse = cast("_Others", call.views[2:])
     batch, q_len, num_heads, _ = q.shape
-    _check_layout("q", q)
-    _check_layout("kv_cache", kv_cache)
+    check_layout("q", q)
+    check_layout("kv_cache", kv_cache)
     _check_block_table(block_table, batch)
     check_seqlens(cache_seqlens, batch)
     if out is not None:
-        _check_output("out", out, (batch, q_len, num_heads, VALUE_DIM), (q.dtype, "float32"))
-        _check_layout("out", out)
+        check_output("out", out, (batch, q_len, num_heads, VALUE_DIM), (q.dtype, "float32"))
+        check_layout("out", out)
     if lse is not None:
-        _check_output("lse", lse, (batch, num_heads, q_len), ("float32",))
-        _check_elements("lse", lse)
+        check_output("lse", lse, (batch, num_heads, q_len), ("float32",))
+        check_elements("lse", lse)
     return Arguments(q, kv_cache, block_table, cache_seqlens, out, lse)
 
 
 def checked_query_and_cache(call: Call) -> tuple[ArrayView, ArrayView]:
     """Check the first two views of a call; kv_cache comes back with its head axis."""
     q, kv_cache = cast("tuple[ArrayView, ArrayView]", call.views[:2])
-    kv_cache = _with_kv_head_axis(kv_cache)
+    kv_cache = with_kv_head_axis(kv_cache)
     _check_query_and_cache(q, kv_cache)
     return q, kv_cache
 
 
-def _with_kv_head_axis(kv_cache: ArrayView) -> ArrayView:
+def with_kv_head_axis(kv_cache: ArrayView) -> ArrayView:
     """Take (num_pages, page_size, 576) for a cache of one kv head."""
     if len(kv_cache.shape) != 3:
         return kv_cache
@@ -187,6 +195,35 @@ def check_number(name: str, value: object, else_: str) -> None:
         raise ValueError(f"{name}: needs a number from 1, got {value}; {else_}")
 
 
+def checked_max_blocks(batch_invariant: bool, max_seqlen: Any) -> int:
+    """Return the most KV blocks of a request of a plan; 0 where nothing depends on them."""
+    if not batch_invariant:
+        if max_seqlen is not None:
+            raise ValueError(
+                f"max_seqlen: needs batch_invariant=True, got {max_seqlen} for a plan that serves "
+                f"any length; leave it out"
+            )
+        return 0
+    if max_seqlen is None:
+        raise ValueError(
+            "max_seqlen: needs the length of the longest request that a batch_invariant plan is to "
+            "serve, got None; pass it, it sizes the plan's buffer"
+        )
+    check_number("max_seqlen", max_seqlen, "nothing to plan for")
+    return -(-int(max_seqlen) // BLOCK_TOKENS)
+
+
+def check_parts(key: MLADecodeKey) -> None:
+    """Check that a grid of thread blocks holds all parts of a batch-invariant shape."""
+    if key.batch_invariant and key.parts > MOST_PARTS:
+        raise ValueError(
+            f"batch_invariant: needs at most {MOST_PARTS} pieces of requests, got {key.parts}: "
+            f"{key.batch} requests of up to {key.max_blocks * BLOCK_TOKENS} tokens, cut every "
+            f"{piece_blocks(key.row_groups) * BLOCK_TOKENS}; lower a plan's max_seqlen, pass fewer "
+            f"columns of block_table, or fewer requests at once"
+        )
+
+
 def check_device_number(device: object) -> None:
     """Check a CUDA ordinal, or None."""
     if device is not None and (not isinstance(device, int) or isinstance(device, bool)):
@@ -236,7 +273,7 @@ def _check_page_size(name: str, page_size: int) -> None:
         )
 
 
-def _check_layout(name: str, view: ArrayView) -> None:
+def check_layout(name: str, view: ArrayView) -> None:
     """Last axis contiguous; the address and every other stride a multiple of 16 bytes."""
     itemsize = 4 if view.dtype == "float32" else 2
     if view.strides[-1] != itemsize:
@@ -257,7 +294,7 @@ def _check_layout(name: str, view: ArrayView) -> None:
             )
 
 
-def _check_elements(name: str, view: ArrayView) -> None:
+def check_elements(name: str, view: ArrayView) -> None:
     """Four-byte elements that lie at multiples of four bytes."""
     if view.ptr % 4 or any(stride % 4 for stride in view.strides):
         raise ValueError(
@@ -277,7 +314,7 @@ def _check_int32(name: str, view: ArrayView, axes: str, shape: tuple[int | None,
             f"{name}: needs shape {axes} with batch {shape[0]}, got {view.shape}; give each "
             f"request of the batch its entry"
         )
-    _check_elements(name, view)
+    check_elements(name, view)
 
 
 def _check_block_table(view: ArrayView, batch: int) -> None:
@@ -289,9 +326,10 @@ def _check_block_table(view: ArrayView, batch: int) -> None:
         )
 
 
-def _check_output(
+def check_output(
     name: str, view: ArrayView, shape: tuple[int, ...], dtypes: tuple[str, ...]
 ) -> None:
+    """One of the dtypes, the shape, and memory for each element."""
     if view.dtype not in dtypes:
         raise TypeError(
             f"{name}: needs {' or '.join(dtypes)}, got {view.dtype}; allocate it so or leave it out"
@@ -334,12 +372,12 @@ def check_data(call: Call, arguments: Arguments, planned: int | None = None) -> 
     if call.capturing:
         _log.warning("CUMLA_CHECK: nothing can be checked while the stream is being captured")
         return
-    lengths = _copy_to_host(arguments.cache_seqlens, call.stream)
-    table = _copy_to_host(arguments.block_table, call.stream)
+    lengths = copy_to_host(arguments.cache_seqlens, call.stream)
+    table = copy_to_host(arguments.block_table, call.stream)
     check_values(lengths, table, *arguments.kv_cache.shape[:2])
     if planned is not None:
         view = arguments.cache_seqlens._replace(ptr=planned, strides=(4,))
-        check_lengths_of_plan(lengths, _copy_to_host(view, call.stream))
+        check_lengths_of_plan(lengths, copy_to_host(view, call.stream))
 
 
 def check_values(
@@ -371,20 +409,22 @@ def check_lengths_of_plan(lengths: np.ndarray[Any, Any], planned: np.ndarray[Any
         i = changed[0]
         raise ValueError(
             f"cache_seqlens[{i}]: needs the length that the plan was updated with, {planned[i]}, "
-            f"got {lengths[i]}; call plan.update(cache_seqlens) after each change of the lengths"
+            f"got {lengths[i]}; call plan.update(cache_seqlens) after each change of the lengths, "
+            f"and give a batch_invariant plan the max_seqlen that they need"
         )
 
 
-def _copy_to_host(view: ArrayView, stream: int) -> np.ndarray[Any, Any]:
-    """Copy an int32 array from the GPU, in the order of the stream, and wait for it."""
+def copy_to_host(view: ArrayView, stream: int) -> np.ndarray[Any, Any]:
+    """Copy an array of integers from the GPU, in the order of the stream, and wait for it."""
+    dtype = np.dtype(view.dtype)
     runtime = import_cupy().cuda.runtime
     reaches = [(n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True)]
     if 0 in view.shape:
-        return np.empty(view.shape, np.int32)
+        return np.empty(view.shape, dtype)
     first = sum(reach for reach in reaches if reach < 0)
-    span = np.empty(sum(abs(reach) for reach in reaches) + 4, np.uint8)
+    span = np.empty(sum(abs(reach) for reach in reaches) + dtype.itemsize, np.uint8)
     runtime.memcpyAsync(
         span.ctypes.data, view.ptr + first, span.nbytes, runtime.memcpyDeviceToHost, stream
     )
     runtime.streamSynchronize(stream)
-    return np.ndarray(view.shape, np.int32, span, offset=-first, strides=view.strides)
+    return np.ndarray(view.shape, dtype, span, offset=-first, strides=view.strides)

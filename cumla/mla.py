@@ -27,19 +27,23 @@ from cumla.checks import (
     check_lengths_of_plan,
     check_mode,
     check_number,
+    check_parts,
     check_seqlens,
     check_shape_numbers,
     check_values,
     check_workspace,
     checked_arguments,
+    checked_max_blocks,
     checked_query_and_cache,
     checked_scale,
 )
+from cumla.launch.append_cache import append_specs
 from cumla.launch.device import current_device, properties, require_hopper
+from cumla.launch.merge_states import merge_spec
 from cumla.launch.mla_decode import decode_spec, decode_specs, prepare_decode
 from cumla.launch.mla_plan import BLOCK_TOKENS, VALUE_DIM, MLADecodeKey
 from cumla.launch.mla_schedule import SPECS as SCHEDULE_SPECS
-from cumla.launch.mla_schedule import prepare_schedule
+from cumla.launch.mla_schedule import prepare_schedule, schedule_spec
 from cumla.launch.module import load
 from cumla.reference import MLADecodeResult
 from cumla.workspace import Workspace
@@ -63,6 +67,7 @@ def mla_decode(
     *,
     softmax_scale: float | None = None,
     causal: bool = True,
+    batch_invariant: bool = False,
     plan: MLADecodePlan | None = None,
     out: Any = None,
     lse: Any = None,
@@ -96,6 +101,11 @@ def mla_decode(
         head dimension.
     causal : bool
         Query i of q_len sees ``cache_seqlens - (q_len - 1 - i)`` tokens; all of them if False.
+    batch_invariant : bool
+        Give a request the same bits whatever else is in the batch: other requests, their number,
+        its place among them. Requests are then cut at fixed positions, which takes longer than
+        cutting them to fill the GPU, and the workspace is that of the longest requests that
+        block_table can hold: pass no more columns than needed, or a plan.
     plan : MLADecodePlan, optional
         A schedule and workspace made ready by :meth:`MLADecodePlan.update`; without it both are
         made in this call.
@@ -150,7 +160,7 @@ def mla_decode(
     if plan is not None:
         if not isinstance(plan, MLADecodePlan):
             raise TypeError(f"plan: needs a cumla.MLADecodePlan, got {type(plan).__qualname__}")
-        plan._check_causal(causal)
+        plan._check_options(causal, batch_invariant)
         return plan.run(
             q,
             kv_cache,
@@ -164,11 +174,18 @@ def mla_decode(
     call = _open(q, kv_cache, block_table, cache_seqlens, out, lse, stream)
     scale = checked_scale(softmax_scale)
     arguments = checked_arguments(call)
+    max_blocks = _blocks_of_table(arguments) if batch_invariant else 0
+    key = decode_key(
+        arguments.q,
+        arguments.kv_cache,
+        causal=causal,
+        batch_invariant=batch_invariant,
+        max_blocks=max_blocks,
+    )
     if call.device is None:
         return _decode_on_cpu(
             call, (q, kv_cache, block_table, cache_seqlens), out, lse, scale, causal
         )
-    key = decode_key(arguments.q, arguments.kv_cache, causal=causal)
     with call:
         check_data(call, arguments)
         kernels = _Kernels.of(call, key)
@@ -204,6 +221,12 @@ class MLADecodePlan:
         ``"bfloat16"`` or ``"float16"``: of q and kv_cache.
     causal : bool
         As in :func:`mla_decode`.
+    batch_invariant : bool
+        As in :func:`mla_decode`; it needs `max_seqlen`.
+    max_seqlen : int, optional
+        With `batch_invariant`, and only then: tokens of the longest request that the plan is to
+        serve. The buffer grows with it, and a little the time. Longer requests are cut off at the
+        next multiple of 64 tokens. It changes no bits.
     device : int, optional
         CUDA ordinal; by default that of `like` or `workspace`, else CuPy's current device.
     workspace : array, optional
@@ -248,16 +271,19 @@ class MLADecodePlan:
         page_size: int = BLOCK_TOKENS,
         dtype: str = "bfloat16",
         causal: bool = True,
+        batch_invariant: bool = False,
+        max_seqlen: int | None = None,
         device: int | None = None,
         workspace: Any = None,
         like: Any = None,
         stream: Any = None,
     ) -> None:
         check_shape_numbers(batch, q_len, num_heads, num_kv_heads, page_size, dtype)
+        max_blocks = checked_max_blocks(batch_invariant, max_seqlen)
         check_device_number(device)
         call = _open_plan(device, like, workspace, stream)
         shape = (batch, q_len, num_heads, num_kv_heads, page_size, dtype)
-        self._key = _key(shape, causal, call.device)
+        self._key = _key(shape, causal, call.device, batch_invariant, max_blocks)
         self._buffer = 0
         self._stream: int | None = None  # of the last update
         self._lost_workspace = False  # to another plan, since the last update
@@ -285,6 +311,8 @@ class MLADecodePlan:
         kv_cache: Any,
         *,
         causal: bool = True,
+        batch_invariant: bool = False,
+        max_seqlen: int | None = None,
         workspace: Any = None,
         stream: Any = None,
     ) -> MLADecodePlan:
@@ -294,7 +322,7 @@ class MLADecodePlan:
         ----------
         q, kv_cache : array
             As in :func:`mla_decode`; only their shapes, dtype and device are looked at.
-        causal, workspace, stream
+        causal, batch_invariant, max_seqlen, workspace, stream
             As for the class.
 
         Returns
@@ -319,6 +347,8 @@ class MLADecodePlan:
                 page_size=key.page_size,
                 dtype=key.dtype,
                 causal=causal,
+                batch_invariant=batch_invariant,
+                max_seqlen=max_seqlen,
                 workspace=workspace,
                 like=q,
                 stream=stream,
@@ -331,13 +361,15 @@ class MLADecodePlan:
         num_heads: int,
         *,
         num_kv_heads: int = 1,
+        batch_invariant: bool = False,
+        max_seqlen: int | None = None,
         sm_count: int | None = None,
     ) -> int:
         """Size of a plan's buffer: a pure function of the shape and the GPU's multiprocessors.
 
         Parameters
         ----------
-        batch, q_len, num_heads, num_kv_heads : int
+        batch, q_len, num_heads, num_kv_heads, batch_invariant, max_seqlen
             As for the class.
         sm_count : int, optional
             Multiprocessors of the GPU that the plan is for; with it no GPU is needed. By default
@@ -356,11 +388,13 @@ class MLADecodePlan:
             Without `sm_count`: there is no GPU, or CuPy is missing.
         """
         check_shape_numbers(batch, q_len, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
+        max_blocks = checked_max_blocks(batch_invariant, max_seqlen)
         if sm_count is None:
             sm_count = properties(current_device()).sm_count
         check_number("sm_count", sm_count, "leave it out to ask the current GPU")
         shape = (batch, q_len, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
-        return MLADecodeKey(*shape, causal=False, device=0, sm_count=sm_count).layout.nbytes
+        invariant = bool(batch_invariant)
+        return _key_on_device(shape, False, 0, sm_count, invariant, max_blocks).layout.nbytes
 
     @property
     def key(self) -> MLADecodeKey:
@@ -395,6 +429,8 @@ class MLADecodePlan:
         self._check_device(call)
         if call.device is None:
             self._lengths = np.array(to_numpy("cache_seqlens", cache_seqlens))
+            if self._key.batch_invariant:
+                np.minimum(self._lengths, self._key.max_blocks * BLOCK_TOKENS, out=self._lengths)
             return
         with call:
             if self._kernels is None:
@@ -542,11 +578,16 @@ class MLADecodePlan:
                 f"plan: made for {names} {made}, got {got}; make a plan for this shape"
             )
 
-    def _check_causal(self, causal: bool) -> None:
+    def _check_options(self, causal: bool, batch_invariant: bool) -> None:
         if self._key.q_len > 1 and bool(causal) != self._key.causal:
             raise ValueError(
                 f"plan: made with causal={self._key.causal}, got causal={causal}; make a plan for "
                 f"each"
+            )
+        if bool(batch_invariant) != self._key.batch_invariant:
+            raise ValueError(
+                f"plan: made with batch_invariant={self._key.batch_invariant}, got "
+                f"batch_invariant={batch_invariant}; make a plan for each"
             )
 
 
@@ -558,7 +599,7 @@ def prepare(device: int | None = None, *, dtypes: Sequence[str] = DTYPES) -> Non
     device : int, optional
         CUDA ordinal; CuPy's current device by default.
     dtypes : sequence of str
-        Of q: ``"bfloat16"``, ``"float16"``.
+        Of q: ``"bfloat16"``, ``"float16"``. Partial results to merge may be float32 as well.
 
     Raises
     ------
@@ -580,8 +621,10 @@ def prepare(device: int | None = None, *, dtypes: Sequence[str] = DTYPES) -> Non
     for spec in SCHEDULE_SPECS:
         load(spec, device, capturing=lambda: False)
     for dtype in dtypes:
-        for spec in decode_specs(dtype):
+        for spec in (*decode_specs(dtype), *append_specs(dtype)):
             load(spec, device, capturing=lambda: False)
+    for dtype in (*dtypes, "float32"):
+        load(merge_spec(dtype), device, capturing=lambda: False)
 
 
 class _Kernels(NamedTuple):
@@ -593,7 +636,7 @@ class _Kernels(NamedTuple):
     @classmethod
     def of(cls, call: Call, key: MLADecodeKey) -> _Kernels:
         assert key.device is not None
-        specs = (*SCHEDULE_SPECS, decode_spec(key))
+        specs = (schedule_spec(key), decode_spec(key))
         return cls(*(load(spec, key.device, capturing=lambda: call.capturing) for spec in specs))
 
 
@@ -665,25 +708,49 @@ def _open_plan(device: int | None, like: Any, workspace: Any, stream: Any) -> Ca
 
 @lru_cache(maxsize=1024)
 def _key_on_device(
-    shape: tuple[int, int, int, int, int, str], causal: bool, device: int | None, sm_count: int
+    shape: tuple[int, int, int, int, int, str],
+    causal: bool,
+    device: int | None,
+    sm_count: int,
+    batch_invariant: bool,
+    max_blocks: int,
 ) -> MLADecodeKey:
     """Make a key, the same object each time: it keeps what follows from it."""
-    return MLADecodeKey(*shape, causal=causal, device=device, sm_count=sm_count)
+    key = MLADecodeKey(*shape, causal, device, sm_count, batch_invariant, max_blocks)
+    check_parts(key)
+    return key
 
 
 def _key(
-    shape: tuple[int, int, int, int, int, str], causal: bool, device: int | None
+    shape: tuple[int, int, int, int, int, str],
+    causal: bool,
+    device: int | None,
+    batch_invariant: bool,
+    max_blocks: int,
 ) -> MLADecodeKey:
     sm_count = 0 if device is None else require_hopper(device).sm_count
-    return _key_on_device(shape, bool(causal) and shape[1] > 1, device, sm_count)
+    seen = bool(causal) and shape[1] > 1
+    return _key_on_device(shape, seen, device, sm_count, bool(batch_invariant), max_blocks)
 
 
-def decode_key(q: ArrayView, kv_cache: ArrayView, *, causal: bool) -> MLADecodeKey:
+def _blocks_of_table(arguments: Arguments) -> int:
+    """Count the KV blocks of the longest request that a block table can name."""
+    return -(-arguments.block_table.shape[1] * arguments.kv_cache.shape[1] // BLOCK_TOKENS)
+
+
+def decode_key(
+    q: ArrayView,
+    kv_cache: ArrayView,
+    *,
+    causal: bool,
+    batch_invariant: bool = False,
+    max_blocks: int = 0,
+) -> MLADecodeKey:
     """Return the key of a call with these arrays, as their checks have left them."""
     batch, q_len, num_heads, _ = q.shape
     _, page_size, num_kv_heads, _ = kv_cache.shape
     shape = (batch, q_len, num_heads, num_kv_heads, page_size, q.dtype)
-    return _key(shape, causal, q.device)
+    return _key(shape, causal, q.device, batch_invariant, max_blocks)
 
 
 def _attention(

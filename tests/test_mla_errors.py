@@ -386,6 +386,15 @@ def test_plan_of_the_other_mask() -> None:
     refuse(ValueError, "plan: ", "causal=False", "got causal=True", "; make a plan", plan=plan)
 
 
+@pytest.mark.parametrize("invariant", [True, False])
+def test_plan_of_the_other_way_to_cut(invariant: bool) -> None:
+    plan = plan_of(make(), batch_invariant=invariant, max_seqlen=192 if invariant else None)
+    got = f"got batch_invariant={not invariant}; make a plan for each"
+    made = f"plan: made with batch_invariant={invariant}, "
+    refuse(ValueError, made, got, plan=plan, batch_invariant=not invariant)
+    cumla.mla_decode(**make(), plan=plan, batch_invariant=invariant)
+
+
 def test_plan_that_was_never_updated() -> None:
     plan = plan_of(make(), updated=False)
     refuse(ValueError, "plan: never updated", "; call plan.update(cache_seqlens)", plan=plan)
@@ -416,6 +425,44 @@ def test_numbers_of_a_plan(name: str, value: object, error: type[Exception], nee
         cumla.MLADecodePlan(**numbers, like=make()["q"])
     with pytest.raises(error, match=f"^{name}: needs {need}$"):
         cumla.MLADecodePlan.workspace_bytes(**numbers, sm_count=132)
+
+
+@pytest.mark.parametrize(
+    ("mode", "error", "message"),
+    [
+        (
+            {"batch_invariant": True},
+            ValueError,
+            "needs the length of the longest request .*, got None; pass it",
+        ),
+        (
+            {"max_seqlen": 4096},
+            ValueError,
+            "needs batch_invariant=True, got 4096 .*; leave it out",
+        ),
+        (
+            {"batch_invariant": True, "max_seqlen": 0},
+            ValueError,
+            "needs a number from 1, got 0; nothing to plan for",
+        ),
+        (
+            {"batch_invariant": True, "max_seqlen": 4096.0},
+            TypeError,
+            "needs an int, got float; convert it",
+        ),
+    ],
+)
+def test_the_longest_request_of_a_plan(
+    mode: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    make_plans: list[Callable[[], object]] = [
+        lambda: cumla.MLADecodePlan(2, 1, 16, like=make()["q"], **mode),
+        lambda: plan_of(make(), **mode),
+        lambda: cumla.MLADecodePlan.workspace_bytes(2, 1, 16, sm_count=132, **mode),
+    ]
+    for make_plan in make_plans:
+        with pytest.raises(error, match=f"^max_seqlen: {message}"):
+            make_plan()
 
 
 @pytest.mark.parametrize(
@@ -512,7 +559,8 @@ def test_lengths_that_are_not_those_of_the_plan() -> None:
     checks.check_lengths_of_plan(planned.copy(), planned)
     message = (
         r"^cache_seqlens\[2\]: needs the length that the plan was updated with, 128, got 129; call "
-        r"plan\.update\(cache_seqlens\) after each change of the lengths$"
+        r"plan\.update\(cache_seqlens\) after each change of the lengths, and give a "
+        r"batch_invariant plan the max_seqlen that they need$"
     )
     with pytest.raises(ValueError, match=message):
         checks.check_lengths_of_plan(np.array([5, 0, 129, 8], np.int32), planned)
@@ -548,7 +596,7 @@ def test_check_mode_copies_strided_arrays(make_array: Any, monkeypatch: pytest.M
     cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
     monkeypatch.setattr(checks, "import_cupy", lambda: cupy)
     view = ArrayView(array.ctypes.data, array.shape, array.strides, "int32", 0)
-    copied = checks._copy_to_host(view, 0x77)
+    copied = checks.copy_to_host(view, 0x77)
     np.testing.assert_array_equal(copied, array)
     assert waited == ([0x77] if array.size else [])
 
@@ -791,7 +839,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_fake_gpu_is_called(on_gpu: dict[str, Any], launched: list[str]) -> None:
     cumla.mla_decode(**on_gpu)
-    assert launched == ["mla_schedule", "mla_decode"]
+    assert launched == ["mla_schedule", "mla_decode_swapped"]
 
 
 @pytest.mark.parametrize("name", ["kv_cache", "block_table", "cache_seqlens"])
@@ -918,7 +966,7 @@ def test_a_cold_kernel_under_capture(
         refuse(cumla.NotPreparedError, "kernel mla_schedule is not loaded", **on_gpu)
 
 
-@pytest.mark.parametrize("cold", ["mla_schedule", "mla_decode_bfloat16"])
+@pytest.mark.parametrize("cold", ["mla_schedule", "mla_decode_bfloat16_swapped_32"])
 def test_one_cold_kernel_of_several_under_capture(
     on_gpu: dict[str, Any], driver: FakeDriver, launched: list[str], cold: str
 ) -> None:

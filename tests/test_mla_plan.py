@@ -118,7 +118,7 @@ def plan_for(arguments: dict[str, Any], **options: Any) -> cumla.MLADecodePlan:
     return cumla.MLADecodePlan.from_arrays(arguments["q"], arguments["kv_cache"], **options)
 
 
-KERNELS = ["mla_schedule", "mla_decode"]
+KERNELS = ["mla_schedule", "mla_decode_swapped"]  # of 32 query rows
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_nothing_is_launched_or_allocated_when_the_last_kernel_cannot_be_loaded(
     plan = plan_for(on_gpu)
 
     def fail(spec: KernelSpec, *_: object, **__: object) -> KernelSpec:
-        if spec.stem == "mla_decode":
+        if spec.stem == KERNELS[-1]:
             raise cumla.NotPreparedError("cold")
         return spec
 
@@ -173,6 +173,127 @@ def test_calls_of_one_shape_share_their_key(
         cumla.mla_decode(**on_gpu, causal=causal)
     assert keys[0] is keys[1]
     assert keys[2].causal is False
+
+
+# --- batch-invariant plans -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch, kernels: None) -> list[tuple[str, Any]]:
+    """The schedule kernels that are prepared, with their keys."""
+    found: list[tuple[str, Any]] = []
+    prepare = mla.prepare_schedule
+
+    def note(kernel: Any, key: Any, *rest: Any) -> Any:
+        found.append((kernel.entry, key))
+        return prepare(kernel, key, *rest)
+
+    monkeypatch.setattr(mla, "prepare_schedule", note)
+    return found
+
+
+def test_a_batch_invariant_call_has_room_for_what_its_table_can_hold(
+    on_gpu: dict[str, Any], prepared: list[tuple[str, Any]]
+) -> None:
+    for _ in range(2):
+        cumla.mla_decode(**on_gpu, batch_invariant=True)
+    cumla.mla_decode(**on_gpu)
+    entries, keys = zip(*prepared, strict=True)
+    assert entries == ("mla_schedule_invariant", "mla_schedule_invariant", "mla_schedule")
+    assert keys[0] is keys[1]
+    assert [(key.batch_invariant, key.max_blocks) for key in keys[1:]] == [(True, 3), (False, 0)]
+
+
+def test_a_batch_invariant_plan_has_room_for_its_longest_request(
+    on_gpu: dict[str, Any], prepared: list[tuple[str, Any]]
+) -> None:
+    shape = (2, 2, 16)
+    for max_seqlen, max_blocks, parts in ((1, 1, 2), (1024, 16, 2), (1025, 17, 4), (4096, 64, 8)):
+        mode = {"batch_invariant": True, "max_seqlen": max_seqlen}
+        nbytes = cumla.MLADecodePlan.workspace_bytes(*shape, **mode, sm_count=132)
+        for plan in (
+            plan_for(on_gpu, **mode),
+            cumla.MLADecodePlan(*shape, like=on_gpu["q"], **mode),
+        ):
+            assert plan.key.max_blocks == max_blocks
+            assert plan.key.parts == parts
+            assert plan.key.layout.nbytes == nbytes
+            plan.update(on_gpu["cache_seqlens"])
+            assert prepared[-1] == ("mla_schedule_invariant", plan.key)
+            plan.run(**on_gpu)
+            cumla.mla_decode(**on_gpu, plan=plan, batch_invariant=True)
+
+
+def test_the_multiprocessors_do_not_matter_to_batch_invariant_parts() -> None:
+    mode = {"batch_invariant": True, "max_seqlen": 100_000}
+    sizes = [
+        cumla.MLADecodePlan.workspace_bytes(3, 1, 16, **mode, sm_count=sm_count)
+        for sm_count in (1, 78, 132)
+    ]
+    assert len(set(sizes)) == 1
+
+
+@pytest.mark.usefixtures("kernels")
+def test_more_pieces_than_a_grid_has_thread_blocks(on_gpu: dict[str, Any], log: Log) -> None:
+    """65535 along y: with 32 rows, 65535 * 1024 tokens of one request, or half of two."""
+    log.taken()
+    most = 65535 // 2 * 1024
+    make_plans: list[Callable[[int], Any]] = [
+        lambda n: cumla.MLADecodePlan.workspace_bytes(
+            2, 2, 16, batch_invariant=True, max_seqlen=n, sm_count=132
+        ),
+        lambda n: plan_for(make(), batch_invariant=True, max_seqlen=n),
+    ]
+    message = (
+        r"^batch_invariant: needs at most 65535 pieces of requests, got 65536: 2 requests of up to "
+        r"33553472 tokens, cut every 1024; lower a plan's max_seqlen, pass fewer columns of"
+    )
+    for make_plan in make_plans:
+        make_plan(most)
+        with pytest.raises(ValueError, match=message):
+            make_plan(most + 1)
+    with pytest.raises(ValueError, match=message):
+        plan_for(on_gpu, batch_invariant=True, max_seqlen=most + 1)
+    wide = np.broadcast_to(np.zeros((2, 1), np.int32), (2, most // 64 + 1))
+    with pytest.raises(ValueError, match=r"^block_table: needs contiguous rows"):
+        cumla.mla_decode(**make(block_table=wide), batch_invariant=True)
+    table = type(on_gpu["q"])(wide.shape, "int32")
+    with pytest.raises(ValueError, match=message):
+        cumla.mla_decode(**on_gpu | {"block_table": table}, batch_invariant=True)
+    assert log.events == []
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_batch_invariant_on_the_cpu(planned: bool) -> None:
+    arguments = make()
+    want = cumla.mla_decode(**arguments)
+    mode: dict[str, Any] = {"batch_invariant": True}
+    if planned:
+        mode["plan"] = plan_for(arguments, batch_invariant=True, max_seqlen=130)
+        mode["plan"].update(arguments["cache_seqlens"])
+    for got in (
+        cumla.mla_decode(**arguments, **mode),
+        cumla.reference.mla_decode(**arguments, batch_invariant=True),
+    ):
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.usefixtures("checked")
+def test_requests_beyond_max_seqlen_are_found() -> None:
+    plan = plan_for(make(), batch_invariant=True, max_seqlen=65)
+    plan.update(np.array([5, 130], np.int32))
+    with pytest.raises(ValueError, match=r"^cache_seqlens\[1\]: .*, 128, got 130; .*max_seqlen"):
+        plan.run(**make())
+
+
+def test_requests_beyond_max_seqlen_are_cut_off_on_the_cpu_too() -> None:
+    """At the next multiple of 64 tokens, as on the GPU."""
+    plan = plan_for(make(), batch_invariant=True, max_seqlen=65)
+    plan.update(np.array([5, 130], np.int32))
+    cut = make(cache_seqlens=np.array([5, 128], np.int32))
+    for one, other in zip(plan.run(**make()), cumla.mla_decode(**cut), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 # --- streams -------------------------------------------------------------------------------------
@@ -510,7 +631,7 @@ def test_lengths_that_changed_since_the_update_on_the_gpu(
             return np.array(lengths[view.ptr], np.int32)
         return np.arange(6, dtype=np.int32).reshape(view.shape)
 
-    monkeypatch.setattr(checks, "_copy_to_host", copy)
+    monkeypatch.setattr(checks, "copy_to_host", copy)
     outputs = {
         "out": type(on_gpu["q"])((2, 2, 16, 512), ml_dtypes.bfloat16),
         "lse": type(on_gpu["q"])((2, 16, 2), "float32"),

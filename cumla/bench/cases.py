@@ -17,6 +17,7 @@ from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
 
 __all__ = [
     "DENSE",
+    "INVARIANT",
     "LOG_NORMAL_SIGMA",
     "PAGE_SIZE",
     "PEER_CASES",
@@ -95,6 +96,8 @@ class Case:
     seed : int or None
         None: every request has kv_len tokens. Else their lengths are log-normal numbers drawn with
         this seed, scaled so that the batch has as many tokens as with equal lengths.
+    batch_invariant : bool
+        As in `cumla.mla_decode`.
     """
 
     batch: int
@@ -104,6 +107,7 @@ class Case:
     kv_heads: int = 1
     dtype: str = "bfloat16"
     seed: int | None = None
+    batch_invariant: bool = False
 
     @property
     def name(self) -> str:
@@ -113,6 +117,7 @@ class Case:
             + (f"-kvheads{self.kv_heads}" if self.kv_heads > 1 else "")
             + (f"-{self.dtype}" if self.dtype != "bfloat16" else "")
             + (f"-lognormal{self.seed}" if self.seed is not None else "")
+            + ("-invariant" if self.batch_invariant else "")
         )
 
     @classmethod
@@ -126,6 +131,7 @@ class Case:
             kv_heads=row.get("kv_heads", 1),
             dtype=row.get("dtype", "bfloat16"),
             seed=seed_of(row.get("lengths", "equal")),
+            batch_invariant=row.get("batch_invariant", False),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -140,6 +146,7 @@ class Case:
             "kv_heads": self.kv_heads,
             "dtype": self.dtype,
             "lengths": "equal" if self.seed is None else f"{_LOG_NORMAL}{self.seed}",
+            "batch_invariant": self.batch_invariant,
         }
 
     @property
@@ -264,6 +271,14 @@ RAGGED: tuple[Case, ...] = tuple(
 )
 """Rows of the table whose time with ragged lengths is held against that with equal ones."""
 RAGGED_SEEDS = range(5)
+
+INVARIANT: tuple[Case, ...] = (
+    Case(128, 1, 128, 4096),
+    Case(128, 1, 16, 4096),
+    Case(16, 1, 128, 8192),
+    Case(1, 1, 16, 131072),
+)
+"""Rows of the table whose batch-invariant time is held against the usual one."""
 
 
 def grid(

@@ -129,6 +129,7 @@ class Workbench:
             out=gpu.empty((*shape, VALUE_DIM), "uint16"),
             lse=gpu.empty((case.batch, case.heads, case.q_len), "float32"),
             dtype=case.dtype,
+            batch_invariant=case.batch_invariant,
         )
 
     def stream_only(self, case: Case) -> Timing:
@@ -176,6 +177,8 @@ class Inputs:
         (batch, q_len, heads, 512), and float32 (batch, heads, q_len).
     dtype : str
         Of `q`, `kv` and `out`.
+    batch_invariant : bool
+        How the calls are to be planned.
     """
 
     q: Any
@@ -186,6 +189,7 @@ class Inputs:
     out: Any
     lse: Any
     dtype: str
+    batch_invariant: bool
 
     def arguments(self, cache: int = 0) -> tuple[Any, ...]:
         """List (q, kv_cache, block_table, cache_seqlens, out, lse), 16-bit floats as such."""
@@ -195,7 +199,10 @@ class Inputs:
     def calls(self, count: int = 1) -> list[partial[Any]]:
         """Make calls that go round the caches, with one plan whose schedule is ready."""
         q, kv, *_ = self.arguments()
-        plan = MLADecodePlan.from_arrays(q, kv)
+        longest = self.tables[0].shape[1] * PAGE_SIZE if self.batch_invariant else None
+        plan = MLADecodePlan.from_arrays(
+            q, kv, batch_invariant=self.batch_invariant, max_seqlen=longest
+        )
         plan.update(self.seqlens)
         calls = []
         for i in range(count):

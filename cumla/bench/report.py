@@ -15,7 +15,8 @@ Row = dict[str, Any]
 Table = list[list[str]]
 
 _SHAPE = ("batch", "q_len", "heads", "kv_len")
-_USUAL = {"kv_heads": 1, "dtype": "bfloat16", "lengths": "equal"}  # columns only for others
+# Columns only for others.
+_USUAL = {"kv_heads": 1, "dtype": "bfloat16", "lengths": "equal", "batch_invariant": False}
 _FIGURES = (
     *("us", "TFLOP/s", "GB/s", "efficiency"),
     *("x FlashMLA*", "x best peer*", "stream-only us", "graph us"),
@@ -44,7 +45,7 @@ def to_text(results: Results) -> str:
     str
         Aligned tables.
     """
-    rows = [*results["rows"], *results.get("ragged", ())]
+    rows = [*results["rows"], *results.get("ragged", ()), *results.get("invariant", ())]
     failures = [row["failed"] for row in rows if "failed" in row]
     said = ["\n".join(notes)] if (notes := results.get("notes")) else []
     return "\n\n".join([*_parts(results, _aligned), *said, *failures, _note(results)])
@@ -75,6 +76,8 @@ def _parts(results: Results, draw: Callable[[Table], str]) -> list[str]:
         parts.append(draw(_peers_of_this_run(rows)))
     if "ragged" in results:
         parts.append(draw(_ragged(results["ragged"])))
+    if "invariant" in results:
+        parts.append(draw(_invariant(results["invariant"])))
     if "schedule" in results:
         parts.append(draw(_schedule(results)))
     if "host" in results:
@@ -205,6 +208,19 @@ def _ragged(rows: Sequence[Row]) -> Table:
         seeds = ", ".join(_us(seed["us"]) for seed in row["seeds"])
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.3f}"
         table.append([*shape, _us(row["worst_us"]), seeds, _us(row["equal_us"]), ratio])
+    return table
+
+
+def _invariant(rows: Sequence[Row]) -> Table:
+    titles = ["batch-invariant: batch", "q_len", "heads", "kv_len", "invariant us", "usual us"]
+    table = [[*titles, "invariant / usual"]]
+    for row in rows:
+        shape = [str(row[key]) for key in _SHAPE]
+        if "failed" in row:
+            table.append([*shape, "wrong result", "", ""])
+            continue
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.3f}"
+        table.append([*shape, _us(row["us"]), _us(row["usual_us"]), ratio])
     return table
 
 

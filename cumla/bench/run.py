@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import cumla
 from cumla.bench.cases import (
     DENSE,
+    INVARIANT,
     LOG_NORMAL_SIGMA,
     RAGGED,
     RAGGED_SEEDS,
@@ -46,7 +48,8 @@ PROTOCOL = (
     "median of 10 replays. Bytes: each cached row once, queries, output; operations of visible "
     "pairs only; efficiency: the larger of bytes / read ceiling and operations / matrix-product "
     f"ceiling, divided by the time. Ragged lengths: log-normal, sigma {LOG_NORMAL_SIGMA}, scaled "
-    "to the tokens of the equal-length case. Peers that are marked as measured ran in this run, on "
+    "to the tokens of the equal-length case. Batch-invariant: with the plan's max_seqlen at the "
+    "longest request. Peers that are marked as measured ran in this run, on "
     "the same inputs, planned or gathered beforehand, median of 15; the others were measured on "
     "the GPU that `peers` names and are scaled by the ratio of the two GPUs' ceilings"
 )
@@ -59,7 +62,7 @@ Results = dict[str, Any]
 
 def steps(cases: tuple[Case, ...], peers: tuple[str, ...] | None = None) -> int:
     """Count how often `run` calls its `note`."""
-    whole = 2 + len(RAGGED) if cases == DENSE else 0
+    whole = 2 + len(RAGGED) + len(INVARIANT) if cases == DENSE else 0
     return 1 + len(cases) + whole + len(peer_cases(cases, peers))
 
 
@@ -75,8 +78,8 @@ def run(
     Parameters
     ----------
     cases : tuple of Case
-        What to run. Ragged lengths, schedule, host and start times are measured with the whole
-        table only.
+        What to run. Ragged lengths, the batch-invariant mode, schedule, host and start times are
+        measured with the whole table only.
     note : callable
         Told what has been done, a line a step.
     peers : tuple of str, optional
@@ -142,6 +145,10 @@ def _whole(bench: Workbench, results: Results, published: Peers, note: Note) -> 
     results["ragged"] = []
     for case in RAGGED:
         results["ragged"].append(_ragged_row(bench, case, results["rows"], note))
+        yield results
+    results["invariant"] = []
+    for case in INVARIANT:
+        results["invariant"].append(_invariant_row(bench, case, results["rows"], note))
         yield results
     results["schedule"] = _schedule_rows(bench, published)
     yield results
@@ -229,8 +236,7 @@ def _best_peer(found: dict[str, dict[str, Any]]) -> str | None:
 def _ragged_row(bench: Workbench, case: Case, rows: list[Results], note: Note) -> Results:
     """Run a case of the table with ragged lengths, a seed after the other."""
     row = case.to_json() | {"lengths": "lognormal", "sigma": LOG_NORMAL_SIGMA}
-    (found,) = (measured for measured in rows if Case.from_json(measured) == case)
-    equal = found.get("us")
+    equal = _row_of(case, rows).get("us")
     seeds: list[Results] = []
     try:
         for ragged in vary((case,), (1,), (case.dtype,), RAGGED_SEEDS):
@@ -245,6 +251,26 @@ def _ragged_row(bench: Workbench, case: Case, rows: list[Results], note: Note) -
     return row | {"seeds": seeds, "worst_us": worst, "equal_us": equal, "ratio": ratio}
 
 
+def _invariant_row(bench: Workbench, case: Case, rows: list[Results], note: Note) -> Results:
+    """Run a case of the table batch-invariant."""
+    invariant = replace(case, batch_invariant=True)
+    usual = _row_of(case, rows).get("us")
+    try:
+        timing = run_case(bench, invariant).single
+    except CheckError as error:
+        note(f"FAILED: {error}")
+        return invariant.to_json() | {"failed": str(error)}
+    ratio = None if usual is None else timing.us / usual
+    note(f"{invariant.name}: {timing.us:.1f} us")
+    return invariant.to_json() | _figures(timing) | {"usual_us": usual, "ratio": ratio}
+
+
+def _row_of(case: Case, rows: list[Results]) -> Results:
+    """Find what was measured of a case."""
+    (found,) = (row for row in rows if Case.from_json(row) == case)
+    return found
+
+
 def _add_peers(
     bench: Workbench,
     cases: tuple[Case, ...],
@@ -256,7 +282,7 @@ def _add_peers(
     for case in peer_cases(cases, names):
         runs = run_peers(bench, case, names)
         results["notes"] += [line for line in runs.notes if line not in results["notes"]]
-        row = next(row for row in results["rows"] if Case.from_json(row) == case)
+        row = _row_of(case, results["rows"])
         if "failed" not in row:
             for name, time in runs.times.items():
                 x = time.us / row["us"]

@@ -33,7 +33,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="measure the kernels against the ceilings of this GPU",
         description="Check each case against float64, time it, and put it beside the ceilings of "
         "the same run, other libraries that are installed, and published times. By default the "
-        "dense table, with ragged lengths, schedule, host and start times.",
+        "dense table, with ragged lengths, the batch-invariant mode, schedule, host and start "
+        "times.",
     )
     _add_cases(parser)
     _add_ways(parser)
@@ -132,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"cumla bench: {error}", file=sys.stderr)
         return 1
     _report(args, results)
-    rows = [*results["rows"], *results.get("ragged", ())]
+    rows = [*results["rows"], *results.get("ragged", ()), *results.get("invariant", ())]
     return 1 if source is None and any("failed" in row for row in rows) else 0
 
 

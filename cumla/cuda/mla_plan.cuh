@@ -6,6 +6,7 @@
 // part touches is split: each of its parts leaves a piece, a normalised float32 partial result with its base-2
 // log-sum-exp, and the CTAs of these parts join the pieces in the order of the parts (mla_decode_join.cuh). A part can
 // hold at most two pieces: of the request with which it begins (slot 0) and of the one with which it ends (slot 1).
+// Batch-invariant, a part holds one piece, in slot 0, or nothing.
 #pragma once
 #include "ptx/types.cuh"
 

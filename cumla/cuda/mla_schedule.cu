@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who works on which KV blocks: one CTA, parallel over the batch. See mla_plan.cuh for the terms.
+// Who works on which KV blocks, parallel over the batch. See mla_plan.cuh for the terms.
 //
-// A request costs its number of blocks + fixed_cost. Three ways to deal the requests out:
+// mla_schedule, one CTA: a request costs its number of blocks + fixed_cost. Three ways to deal the requests out:
 //   apart: each request alone, in equal pieces of one part each, where there are at least two parts a request and pieces
 //          get no larger than an equal share and what cutting costs; a request that cutting would not make shorter by
 //          min_saving stays whole; else
 //   whole: ceil(batch / parts) consecutive requests to a part, no request cut, where no part costs more than that; else
 //   split: equal shares of the summed cost, cut wherever a share ends.
+// mla_schedule_invariant, a CTA for every 1024 parts: each request is cut where its own length says, into pieces of a
+// part each.
 // cumla/launch/mla_schedule.py holds the same arithmetic in NumPy, as its oracle.
 #include "mla_plan.cuh"
 #include "ptx/sync.cuh"
@@ -33,8 +35,13 @@ struct MlaScheduleParams {
   int min_blocks;  // no cut of a split is closer to an end of its request
   int min_share;   // cost of a share, or blocks of a piece, at least
   int min_saving;  // in blocks: a request that has parts of its own is cut where that makes it so much shorter
-  int max_tokens;  // of a request: the summed cost fits an int
+  int max_tokens;  // of a request: the summed cost fits an int; batch-invariant, what there are parts for
+  int piece_blocks;  // batch-invariant: requests are cut at multiples of it
 };
+
+__device__ __forceinline__ int length_of(const MlaScheduleParams& p, int request) {
+  return min(max(p.cache_seqlens[request * p.cache_seqlens_stride], 0), p.max_tokens);
+}
 
 // Exclusive prefix sum of one value a thread; `total` is the sum over all threads.
 __device__ __forceinline__ int block_exclusive_sum(int value, int* warp_sums, int& total) {
@@ -232,7 +239,7 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
   // A thread takes consecutive requests.
   int cost = 0, first_tokens = 0;
   for (int request = begin; request < end; ++request) {
-    const int length = min(max(p.cache_seqlens[request * p.cache_seqlens_stride], 0), p.max_tokens);
+    const int length = length_of(p, request);
     p.seqlens[request] = length;
     if (request == begin) first_tokens = length;
     cost += blocks_of(length) + p.fixed_cost;
@@ -272,6 +279,58 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
   }
   __syncthreads();
   if (thread < p.parts) p.parts_out[thread] = part_of(shared, thread);
+}
+
+// Pieces of a request that is cut at multiples of piece_blocks. The last one is longer than the others where a cut
+// would save less than min_saving.
+__device__ __forceinline__ int fixed_pieces_of(const MlaScheduleParams& p, int tokens) {
+  return 1 + static_cast<u32>(max(blocks_of(tokens) - p.min_saving, 0)) / static_cast<u32>(p.piece_blocks);
+}
+
+// All CTAs count the pieces of all requests; then each thread finds its own part's.
+__device__ void mla_schedule_invariant(const MlaScheduleParams& p) {
+  __shared__ int starts[kScheduleThreads];  // the part in which a thread's first request begins
+  __shared__ int warp_sums[kScheduleWarps];
+  const int thread = threadIdx.x, index = blockIdx.x * kScheduleThreads + thread;
+  const int per_thread = (p.batch + kScheduleThreads - 1) / kScheduleThreads;
+  const int begin = min(thread * per_thread, p.batch);
+  const int end = min(begin + per_thread, p.batch);
+
+  grid_dependency_launch();
+  grid_dependency_wait();
+
+  int count = 0;
+  for (int request = begin; request < end; ++request) {
+    const int length = length_of(p, request);
+    if (blockIdx.x == 0) p.seqlens[request] = length;
+    count += fixed_pieces_of(p, length);
+  }
+  for (int i = index; i < p.num_tickets; i += gridDim.x * kScheduleThreads) p.tickets[i] = {};
+  int all;
+  starts[thread] = block_exclusive_sum(count, warp_sums, all);
+  __syncthreads();
+  if (index >= p.parts) return;
+  if (index >= all) {
+    p.parts_out[index] = {p.batch, 0, 0, p.batch, 0, index, index, 0, index, {}};
+    return;
+  }
+
+  int owner = 0;
+#pragma unroll
+  for (int step = kScheduleThreads / 2; step > 0; step /= 2)
+    if (starts[owner + step] <= index) owner += step;
+  int request = owner * per_thread, first = starts[owner];
+  int tokens = length_of(p, request), pieces = fixed_pieces_of(p, tokens);
+  // Lengths are read again; should they have changed meanwhile, there are no requests behind the last one.
+  while (first + pieces <= index && request + 1 < p.batch) {
+    first += pieces;
+    tokens = length_of(p, ++request);
+    pieces = fixed_pieces_of(p, tokens);
+  }
+  const int piece = index - first, last = first + pieces - 1;
+  const bool ends = index == last;
+  p.parts_out[index] = {request, piece * p.piece_blocks, tokens, ends ? request + 1 : request,
+                        ends ? 0 : (piece + 1) * p.piece_blocks, first, last, 0, ends ? index : last, {}};
 }
 
 }  // namespace cumla

@@ -10,7 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["BLOCK_TOKENS", "HEAD_DIM", "ROW_TILE", "VALUE_DIM", "MLADecodeKey", "PlanLayout"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "HEAD_DIM",
+    "MOST_PARTS",
+    "ROW_TILE",
+    "VALUE_DIM",
+    "MLADecodeKey",
+    "PlanLayout",
+    "piece_blocks",
+]
 
 HEAD_DIM = 576  # 512 latent + 64 RoPE columns
 VALUE_DIM = 512  # the latent columns are the value
@@ -21,10 +30,30 @@ ROW_GROUP = 16  # of them in one warp: partial results hold whole groups
 PART_BYTES = 48  # struct Part
 TICKET_BYTES = 16  # struct Ticket
 
+MOST_PARTS = 65535  # thread blocks along y of a grid
+
 _MAX_WAVES = 3  # of thread blocks, where the row tiles do not divide the multiprocessors
 # Share of the multiprocessors that are busy, from which on more parts are not worth it.
 _GOOD_FILL = 0.9
 _ALIGNMENT = 256
+
+
+def piece_blocks(row_groups: int) -> int:
+    """Tell where batch-invariant requests are cut: at multiples of so many KV blocks.
+
+    It grows with the rows, so that storing and joining a piece stays a like share of computing it.
+
+    Parameters
+    ----------
+    row_groups : int
+        Groups of 16 query rows, whose partial results are stored and joined.
+
+    Returns
+    -------
+    int
+        KV blocks.
+    """
+    return 8 * row_groups
 
 
 @dataclass(frozen=True)
@@ -45,6 +74,10 @@ class MLADecodeKey:
         CUDA ordinal; None for arrays on the CPU, which need no plan.
     sm_count : int
         Multiprocessors of that device, 0 for the CPU.
+    batch_invariant : bool
+        Requests are cut at fixed positions, whatever else is in the batch.
+    max_blocks : int
+        Most KV blocks of a request; 0 unless batch_invariant.
     """
 
     batch: int
@@ -56,6 +89,8 @@ class MLADecodeKey:
     causal: bool
     device: int | None
     sm_count: int
+    batch_invariant: bool = False
+    max_blocks: int = 0
 
     @cached_property
     def heads_per_group(self) -> int:
@@ -92,8 +127,10 @@ class MLADecodeKey:
         """Shares into which the KV blocks of all requests are dealt.
 
         As many as fill the multiprocessors once; where that leaves more than a tenth of them idle,
-        up to three waves.
+        up to three waves. Batch-invariant ones: for all pieces of the longest requests.
         """
+        if self.batch_invariant:
+            return self.batch * max(1, -(-self.max_blocks // piece_blocks(self.row_groups)))
         once = max(1, self.sm_count // self.tiles)
         best, best_fill = once, 0.0
         for parts in range(once, max(once, _MAX_WAVES * self.sm_count // self.tiles) + 1):

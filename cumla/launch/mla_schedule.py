@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launcher of cuda/mla_schedule.cu: deals the KV blocks of all requests out to parts.
 
-:func:`schedule` is the same arithmetic in NumPy: the kernel's oracle.
+:func:`schedule` and :func:`invariant_schedule` are the same arithmetic in NumPy: the kernels'
+oracles.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cumla.launch.kernel import PreparedLaunch
-from cumla.launch.mla_plan import BLOCK_TOKENS
+from cumla.launch.mla_plan import BLOCK_TOKENS, piece_blocks
 from cumla.launch.source import KernelSpec
 
 if TYPE_CHECKING:
@@ -26,10 +27,12 @@ __all__ = [
     "MIN_BLOCKS",
     "SPECS",
     "Schedule",
+    "invariant_schedule",
     "max_tokens",
     "min_saving",
     "prepare_schedule",
     "schedule",
+    "schedule_spec",
 ]
 
 FIXED_COST = 2  # of a request, or of a piece of one, in KV blocks: loads before, stores behind
@@ -37,17 +40,26 @@ CUT_COST = 16  # of cutting, in KV blocks, or what uneven parts may cost instead
 MIN_BLOCKS = 4  # no cut of a split is closer to an end of its request
 MIN_SHARE = 2  # cost of a share, or blocks of a piece, at least
 
-SPECS = (
-    KernelSpec(
+
+def _spec(entry: str) -> KernelSpec:
+    return KernelSpec(
         stem="mla_schedule",
-        entry="mla_schedule",
-        function="mla_schedule",
+        entry=entry,
+        function=entry,
         params="MlaScheduleParams",
         threads=1024,
-    ),
-)
+    )
 
-_PARAMS = struct.Struct("<QqQQQ9i4x")
+
+SPECS = (_spec("mla_schedule"), _spec("mla_schedule_invariant"))
+
+
+def schedule_spec(key: MLADecodeKey) -> KernelSpec:
+    """Choose the kernel for a shape: whether requests are cut at fixed positions."""
+    return SPECS[key.batch_invariant]
+
+
+_PARAMS = struct.Struct("<QqQQQ10i")
 
 
 def prepare_schedule(
@@ -58,7 +70,7 @@ def prepare_schedule(
     Parameters
     ----------
     kernel : LoadedKernel
-        ``mla_schedule``.
+        Of :func:`schedule_spec`.
     key : MLADecodeKey
         The plan's shape.
     buffer : int
@@ -88,9 +100,11 @@ def prepare_schedule(
         MIN_BLOCKS,
         MIN_SHARE,
         min_saving(key.row_groups),
-        max_tokens(key.batch),
+        key.max_blocks * BLOCK_TOKENS if key.batch_invariant else max_tokens(key.batch),
+        piece_blocks(key.row_groups),
     )
-    return PreparedLaunch(kernel, (1, 1, 1), _PARAMS, values, stream)
+    blocks = -(-key.parts // kernel.spec.threads) if key.batch_invariant else 1
+    return PreparedLaunch(kernel, (blocks, 1, 1), _PARAMS, values, stream)
 
 
 def min_saving(row_groups: int) -> int:
@@ -191,6 +205,38 @@ def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule
         request = int(np.searchsorted(ends, cut * share, side="right"))
         offset = cut * share - int(starts[request])
         bounds[cut] = _place_cut(request, int(blocks[request]), offset)
+    return Schedule(bounds, _splits(bounds))
+
+
+def invariant_schedule(cache_seqlens: np.ndarray, max_blocks: int, row_groups: int) -> Schedule:
+    """Cut each request at fixed positions, a part for each piece; the mirror of the kernel.
+
+    Parameters
+    ----------
+    cache_seqlens : numpy.ndarray
+        ``(batch,)`` integers, tokens of each request; negative counts as 0.
+    max_blocks : int
+        Most KV blocks of a request; longer ones count as that long.
+    row_groups : int
+        Groups of 16 query rows in a tile.
+
+    Returns
+    -------
+    Schedule
+        Cuts at multiples of :func:`cumla.launch.mla_plan.piece_blocks`. What is left at the end of
+        a request is a piece of its own if that saves :func:`min_saving` blocks. Parts behind the
+        last piece are empty.
+    """
+    lengths = np.clip(np.asarray(cache_seqlens, np.int64), 0, max_blocks * BLOCK_TOKENS)
+    batch, size = len(lengths), piece_blocks(row_groups)
+    blocks = -(-lengths // BLOCK_TOKENS)
+    pieces = 1 + np.maximum(blocks - min_saving(row_groups), 0) // size
+    requests = np.repeat(np.arange(batch), pieces)
+    index = np.arange(len(requests)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    bounds = np.zeros((batch * max(1, -(-max_blocks // size)) + 1, 2), np.int32)
+    bounds[:, 0] = batch
+    bounds[: len(requests), 0] = requests
+    bounds[: len(requests), 1] = index * size
     return Schedule(bounds, _splits(bounds))
 
 

@@ -36,6 +36,7 @@ def mla_decode(
     *,
     softmax_scale: float | None = None,
     causal: bool = True,
+    batch_invariant: bool = False,
     out: Array | None = None,
     lse: Array | None = None,
     accumulate: Literal["float64", "float32"] = "float64",
@@ -71,6 +72,8 @@ def mla_decode(
     causal : bool, default True
         Align the queries with the end of the cache: query ``i`` sees the first
         ``cache_seqlens[b] - (q_len - 1 - i)`` tokens. Otherwise every query sees all.
+    batch_invariant : bool, default False
+        Makes no difference here: each request is computed on its own.
     out : ndarray of q's dtype or float32, shape (batch, q_len, num_heads, 512), optional
         Where to write the output.
     lse : ndarray of float32, shape (batch, num_heads, q_len), optional

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from cumla.bench.cases import (
     DENSE,
+    INVARIANT,
     PEER_CASES,
     RAGGED,
     RAGGED_SEEDS,
@@ -85,6 +88,7 @@ def test_ragged_lengths_differ_by_seed_and_not_by_heads():
 def test_sections_are_about_rows_of_the_table():
     assert set(PEER_CASES) < set(DENSE)
     assert set(RAGGED) < set(DENSE)
+    assert set(INVARIANT) < set(DENSE)
     assert {(case.batch, case.heads, case.kv_len) for case in RAGGED} == {
         (128, heads, mean) for heads in (16, 128) for mean in (1024, 4096, 8192)
     }
@@ -94,12 +98,15 @@ def test_names_tell_variants_apart():
     cases = vary(DENSE, (1, 2), ("bfloat16", "float16"), (None, 0, 1))
     assert len({case.name for case in cases}) == len(set(cases)) == 24 * 12
     assert Case(128, 1, 16, 4096).name == "b128-s1-h16-kv4096"
+    assert Case(1, 1, 16, 64, batch_invariant=True).name == "b1-s1-h16-kv64-invariant"
     assert Case(1, 2, 16, 64, 4, "float16", 7).name == "b1-s2-h16-kv64-kvheads4-float16-lognormal7"
 
 
 def test_cases_survive_json():
     for case in vary(DENSE[:2], (1, 2), ("bfloat16", "float16"), (None, 3)):
         assert Case.from_json(case.to_json()) == case
+        invariant = replace(case, batch_invariant=True)
+        assert Case.from_json(invariant.to_json()) == invariant
     old = {"op": "dense_decode", "batch": 4, "q_len": 1, "heads": 16, "kv_len": 8192, "page": 64}
     assert Case.from_json(old) == Case(4, 1, 16, 8192)
 
@@ -172,7 +179,9 @@ def test_peers_are_scaled_by_what_bounds_the_case():
     assert many_heads.scaled_us == pytest.approx(many_heads.us)
 
 
-@pytest.mark.parametrize("other", [{"dtype": "float16"}, {"kv_heads": 2}, {"seed": 0}])
+@pytest.mark.parametrize(
+    "other", [{"dtype": "float16"}, {"kv_heads": 2}, {"seed": 0}, {"batch_invariant": True}]
+)
 def test_peers_of_variants_are_unknown(other: dict[str, object]):
     assert load_peers().dense(Case(128, 1, 128, 4096), H200)
     assert load_peers().dense(Case(128, 1, 128, 4096, **other), H200) == {}

@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr("cumla.bench.cases.DENSE", CASES)
     monkeypatch.setattr(run, "RAGGED", CASES[:1])
     monkeypatch.setattr(run, "RAGGED_SEEDS", range(2))
+    monkeypatch.setattr(run, "INVARIANT", CASES[1:])
     monkeypatch.setattr(peer_runs, "PEER_CASES", CASES[1:])
     monkeypatch.setattr(peer_runs, "find_spec", lambda name: None)
     monkeypatch.setattr(run, "import_cupy", lambda: None)
@@ -125,8 +127,59 @@ def test_ragged_times_stand_beside_the_equal_one(results):
     assert row["ratio"] == 1.0
 
 
+def test_batch_invariant_times_stand_beside_the_usual_ones(results):
+    (row,) = results["invariant"]
+    assert Case.from_json(row) == replace(CASES[1], batch_invariant=True)
+    assert row["us"] == row["usual_us"] == LAUNCH_US
+    assert row["ratio"] == 1.0
+
+
+def test_price_of_batch_invariance(fake, monkeypatch):
+    planned = []
+    original = dense.MLADecodePlan.from_arrays.__func__
+
+    def slow(cls: Any, *args: Any, **options: Any) -> Any:
+        planned.append(options)
+        return original(cls, *args, **options)
+
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        fake.now += 2.0 if self.key.batch_invariant else 0.0
+        return launched(self, *args, **kwargs)
+
+    launched = dense.MLADecodePlan.run
+    monkeypatch.setattr(dense.MLADecodePlan, "from_arrays", classmethod(slow))
+    monkeypatch.setattr(dense.MLADecodePlan, "run", timed)
+    *_, results = run.run(CASES, lambda line: None)
+    (row,) = results["invariant"]
+    assert (row["us"], row["usual_us"], row["ratio"]) == (LAUNCH_US + 2, LAUNCH_US, 1.4)
+    lines = to_markdown(results).splitlines()
+    at = next(i for i, line in enumerate(lines) if "invariant us" in line)
+    assert lines[at + 2] == "| 2 | 2 | 3 | 128 | 7.0 | 5.0 | 1.400 |"
+    modes = [(mode["batch_invariant"], mode["max_seqlen"]) for mode in planned if mode]
+    assert set(modes) == {(False, None), (True, 128)}
+
+
+def test_wrong_batch_invariant_result_fails_its_row(fake, monkeypatch):
+    original = dense.MLADecodePlan.run
+
+    def wrong(self: Any, *args: Any, **others: Any) -> Any:
+        result = original(self, *args, **others)
+        if self.key.batch_invariant:
+            others["out"][1] = 0
+        return result
+
+    monkeypatch.setattr(dense.MLADecodePlan, "run", wrong)
+    *_, results = run.run(CASES, lambda line: None)
+    assert all("failed" not in row for row in results["rows"])
+    (row,) = results["invariant"]
+    assert row["failed"].startswith("b2-s2-h3-kv128-invariant: out is wrong")
+    assert row["failed"] in to_text(results)
+    assert "wrong result" in to_markdown(results)
+    assert cli.main(["bench"]) == 1
+
+
 def test_worst_seed_counts(fake, monkeypatch):
-    times = iter([LAUNCH_US, LAUNCH_US, 6.0, 8.0])
+    times = iter([LAUNCH_US, LAUNCH_US, 6.0, 8.0, LAUNCH_US])
 
     def timed(bench: Workbench, case: Case) -> Any:
         return dense.DenseTiming(dense.Timing(*[next(times)] * 3), None, 1e-3, 0.0)
@@ -164,6 +217,7 @@ def test_wrong_ragged_result_fails_its_row(fake, monkeypatch):
         Case(3, 2, 4, 70, kv_heads=2),
         Case(5, 2, 2, 64, seed=3),
         Case(17, 1, 2, 40, dtype="float16", kv_heads=2, seed=0),
+        Case(3, 1, 2, 100, seed=1, batch_invariant=True),
     ],
     ids=lambda case: case.name,
 )
@@ -176,11 +230,13 @@ def test_variants_are_checked_and_timed(fake, case):
     assert Case.from_json(json.loads(json.dumps(row))) == case
     assert "ragged" not in results
     columns = to_text(results).splitlines()[4].split()
-    assert ("dtype" in columns, "kv_heads" in columns, "lengths" in columns) == (
-        case.dtype != "bfloat16",
-        case.kv_heads > 1,
-        case.seed is not None,
-    )
+    unusual = {
+        "dtype": case.dtype != "bfloat16",
+        "kv_heads": case.kv_heads > 1,
+        "lengths": case.seed is not None,
+        "batch_invariant": case.batch_invariant,
+    }
+    assert {name: name in columns for name in unusual} == unusual
 
 
 @pytest.mark.parametrize("kv_head", [0, 1])
@@ -226,11 +282,11 @@ def test_steps_are_counted_and_results_grow(fake):
     assert seen[0] == (1, True)
     assert seen[-1] == (2, True)
     assert told[0] == "import and first calls"
-    assert len(told) == run.steps(CASES) == 7
+    assert len(told) == run.steps(CASES) == 8
     told.clear()
     *_, results = run.run(CASES[:1], told.append)
     assert len(told) == run.steps(CASES[:1]) == 2
-    assert not {"start", "ragged", "schedule", "host"} & set(results)
+    assert not {"start", "ragged", "invariant", "schedule", "host"} & set(results)
 
 
 @pytest.mark.parametrize("what", ["out", "lse"])

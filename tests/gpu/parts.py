@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cumla.launch.mla_plan import PART_BYTES
-from cumla.launch.mla_schedule import max_tokens, schedule
+from cumla.launch.mla_plan import BLOCK_TOKENS, PART_BYTES
+from cumla.launch.mla_schedule import Schedule, invariant_schedule, max_tokens, schedule
 
 FIELDS = (
     "request",
@@ -33,10 +33,19 @@ def parts_table(lengths: np.ndarray, parts: int, row_groups: int) -> np.ndarray:
     numpy.ndarray
         ``(parts,)`` of PART.
     """
-    made = schedule(lengths, parts, row_groups)
-    tokens = np.append(np.clip(np.asarray(lengths, np.int64), 0, max_tokens(len(lengths))), 0)
-    index = np.arange(parts)
-    table = np.zeros(parts, PART)
+    return _records(schedule(lengths, parts, row_groups), lengths, max_tokens(len(lengths)))
+
+
+def invariant_parts_table(lengths: np.ndarray, max_blocks: int, row_groups: int) -> np.ndarray:
+    """The same of a batch-invariant plan, derived from :func:`invariant_schedule`."""
+    made = invariant_schedule(lengths, max_blocks, row_groups)
+    return _records(made, lengths, max_blocks * BLOCK_TOKENS)
+
+
+def _records(made: Schedule, lengths: np.ndarray, longest: int) -> np.ndarray:
+    tokens = np.append(np.clip(np.asarray(lengths, np.int64), 0, longest), 0)
+    index = np.arange(len(made.bounds) - 1)
+    table = np.zeros(len(index), PART)
     begins, ends = made.bounds[:-1], made.bounds[1:]
     table["request"], table["block"] = begins.T
     table["end_request"], table["end_block"] = ends.T

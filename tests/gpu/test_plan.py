@@ -11,11 +11,11 @@ import pytest
 
 import cumla
 from cumla.launch import mla_schedule
-from cumla.launch.mla_plan import TICKET_BYTES
+from cumla.launch.mla_plan import BLOCK_TOKENS, TICKET_BYTES, MLADecodeKey
 from tests.gpu.arrays import bits_of, to_torch
 from tests.gpu.cases import Case
 from tests.gpu.parts import LENGTHS as PARTS_LENGTHS
-from tests.gpu.parts import PART, parts_table
+from tests.gpu.parts import PART, invariant_parts_table, parts_table
 from tests.gpu.problem import Problem, make_problem, typed
 
 cp: Any = pytest.importorskip("cupy")
@@ -62,11 +62,16 @@ class OnDevice(NamedTuple):
         lengths = host[: 4 * key.batch].view(np.int32)
         return cls(lengths, parts.view(PART), tickets.view(np.uint32))
 
-    def check(self, lengths: np.ndarray, row_groups: int, name: str = "") -> None:
+    def check(self, lengths: np.ndarray, key: MLADecodeKey, name: str = "") -> None:
         """Compare with what follows from the NumPy mirror."""
-        clamped = np.clip(lengths, 0, mla_schedule.max_tokens(len(lengths)))
+        if key.batch_invariant:
+            longest = key.max_blocks * BLOCK_TOKENS
+            wanted = invariant_parts_table(lengths, key.max_blocks, key.row_groups)
+        else:
+            longest = mla_schedule.max_tokens(key.batch)
+            wanted = parts_table(lengths, key.parts, key.row_groups)
+        clamped = np.clip(lengths, 0, longest)
         np.testing.assert_array_equal(self.lengths, clamped, err_msg=name)
-        wanted = parts_table(lengths, len(self.parts), row_groups)
         for field in PART.names or ():
             np.testing.assert_array_equal(
                 self.parts[field], wanted[field], err_msg=f"{name}: {field}"
@@ -97,7 +102,7 @@ def update_and_check(
     lengths = np.asarray(lengths).astype(np.int32)
     buffer[: plan.key.layout.partial_lse] = 0x77
     plan.update(cp.asarray(lengths))
-    OnDevice.of(plan, buffer).check(lengths, plan.key.row_groups, name)
+    OnDevice.of(plan, buffer).check(lengths, plan.key, name)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 66, 128, 1000, 1024, 2000, 5000])
@@ -133,7 +138,25 @@ def test_strided_lengths_are_read_with_their_stride() -> None:
     buffer = bytes_of_ones(cumla.MLADecodePlan.workspace_bytes(7, 1, 16))
     plan = cumla.MLADecodePlan(7, 1, 16, workspace=buffer)
     plan.update(spread[::2])
-    OnDevice.of(plan, buffer).check(lengths, plan.key.row_groups)
+    OnDevice.of(plan, buffer).check(lengths, plan.key)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 128, 1025, 1500])
+@pytest.mark.parametrize(
+    ("q_len", "heads", "kv_heads", "max_seqlen"),
+    [(1, 16, 1, 9000), (3, 16, 1, 4097), (1, 128, 1, 20_000), (1, 64, 8, 1)],
+)
+def test_a_batch_invariant_schedule_equals_its_mirror(
+    batch: int, q_len: int, heads: int, kv_heads: int, max_seqlen: int
+) -> None:
+    """Of one thread block and of many, with lengths that are clamped."""
+    options = {"num_kv_heads": kv_heads, "batch_invariant": True, "max_seqlen": max_seqlen}
+    nbytes = cumla.MLADecodePlan.workspace_bytes(batch, q_len, heads, **options)
+    buffer = cp.empty(nbytes, dtype=cp.uint8)
+    plan = cumla.MLADecodePlan(batch, q_len, heads, workspace=buffer, **options)
+    rng = np.random.default_rng(batch)
+    for name, make in LENGTHS.items():
+        update_and_check(plan, buffer, make(rng, batch), name)
 
 
 # --- update and run ------------------------------------------------------------------------------
@@ -232,24 +255,26 @@ GARBAGE_WORDS = (
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("case", "mode"),
     [
-        Case(batch=3, heads=32, kv_len=3000),
-        Case(batch=1, heads=16, kv_len=40_000, ragged=False),
-        Case(batch=4, heads=128, q_len=2, kv_len=1000, dtype="float16"),
-        Case(batch=2, heads=128, kv_heads=128, q_len=4, kv_len=300),  # one part, no partial results
+        (Case(batch=3, heads=32, kv_len=3000), {}),
+        (Case(batch=1, heads=16, kv_len=40_000, ragged=False), {}),
+        (Case(batch=4, heads=128, q_len=2, kv_len=1000, dtype="float16"), {}),
+        # one part, no partial results
+        (Case(batch=2, heads=128, kv_heads=128, q_len=4, kv_len=300), {}),
+        (Case(batch=5, heads=16, kv_len=3000), {"batch_invariant": True, "max_seqlen": 3000}),
     ],
-    ids=["one row tile", "one request", "row tiles", "one part"],
+    ids=["one row tile", "one request", "row tiles", "one part", "batch-invariant"],
 )
-def test_garbage_in_the_buffer_leads_nowhere(case: Case) -> None:
+def test_garbage_in_the_buffer_leads_nowhere(case: Case, mode: dict[str, Any]) -> None:
     """As if another plan had written there since the update: nothing but the outputs suffers."""
     problem = make_problem(cp, case)
     nbytes = cumla.MLADecodePlan.workspace_bytes(
-        case.batch, case.q_len, case.heads, num_kv_heads=case.kv_heads
+        case.batch, case.q_len, case.heads, num_kv_heads=case.kv_heads, **mode
     )
     guard = 4 << 20
     buffer = bytes_of_ones(nbytes + guard)
-    plan = make_plan(problem, workspace=buffer[:nbytes])
+    plan = make_plan(problem, workspace=buffer[:nbytes], **mode)
     layout = plan.key.layout
     pieces = buffer[layout.partial_lse : nbytes].view(np.uint32)
     before = [problem.q_bits.copy(), problem.kv_bits.copy()]
@@ -329,6 +354,15 @@ def test_a_plan_of_another_mask() -> None:
     plan.update(problem.cache_seqlens)
     with pytest.raises(ValueError, match="plan: made with causal=False, got causal=True"):
         cumla.mla_decode(*problem.arrays, plan=plan, causal=True)
+
+
+def test_a_plan_of_the_other_way_to_cut() -> None:
+    problem = make_problem(cp, Case())
+    plan = make_plan(problem, batch_invariant=True, max_seqlen=200)
+    plan.update(problem.cache_seqlens)
+    with pytest.raises(ValueError, match="made with batch_invariant=True, got batch_invariant=Fal"):
+        cumla.mla_decode(*problem.arrays, plan=plan)
+    problem.check(*cumla.mla_decode(*problem.arrays, plan=plan, batch_invariant=True))
 
 
 def test_a_plan_that_was_never_updated() -> None:

@@ -7,7 +7,7 @@ import collections
 import itertools
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 
 import cumla
 from cumla.launch import mla_plan
-from cumla.launch.mla_plan import BLOCK_TOKENS, ROW_GROUP, ROW_TILE, VALUE_DIM, MLADecodeKey
+from cumla.launch.mla_plan import (
+    BLOCK_TOKENS,
+    ROW_GROUP,
+    ROW_TILE,
+    VALUE_DIM,
+    MLADecodeKey,
+    piece_blocks,
+)
 from cumla.launch.mla_schedule import (
     CUT_COST,
     FIXED_COST,
@@ -24,11 +31,13 @@ from cumla.launch.mla_schedule import (
     MIN_SHARE,
     SPECS,
     Schedule,
+    invariant_schedule,
     max_tokens,
     min_saving,
     schedule,
+    schedule_spec,
 )
-from tests.gpu.parts import LENGTHS, PART, parts_table
+from tests.gpu.parts import LENGTHS, PART, invariant_parts_table, parts_table
 
 LONGEST = 10**6  # tokens
 MOST_PARTS = SPECS[0].threads - 1  # a thread of the kernel for every bound
@@ -330,10 +339,9 @@ def segments_of(part: int, record: np.void, lengths: np.ndarray) -> list[Segment
     return found
 
 
-def check_records(lengths: np.ndarray, parts: int, row_groups: int) -> None:
+def check_records(table: np.ndarray, made: Schedule, lengths: np.ndarray) -> None:
     """Every thread block finds its pieces, and the pieces of those with whom it joins them."""
-    table = parts_table(lengths, parts, row_groups)
-    by_request = pieces_by_request(schedule(lengths, parts, row_groups), lengths)
+    by_request = pieces_by_request(made, lengths)
     read: list[list[Segment]] = [[] for _ in lengths]
     for part, record in enumerate(table):
         for segment in segments_of(part, record, lengths):
@@ -352,12 +360,14 @@ def check_records(lengths: np.ndarray, parts: int, row_groups: int) -> None:
 @thorough
 @given(any_lengths, any_parts, any_row_groups)
 def test_records_of_the_parts(lengths: np.ndarray, parts: int, row_groups: int) -> None:
-    check_records(lengths, parts, row_groups)
+    case = (lengths, parts, row_groups)
+    check_records(parts_table(*case), schedule(*case), lengths)
 
 
 @pytest.mark.parametrize("name", LENGTHS)
 def test_records_that_the_gpu_tests_compare(name: str) -> None:
-    check_records(*LENGTHS[name])
+    case = LENGTHS[name]
+    check_records(parts_table(*case), schedule(*case), case[0])
 
 
 def test_the_compared_schedules_are_of_every_kind() -> None:
@@ -563,6 +573,115 @@ def test_the_largest_part_of_a_servers_lengths(
     record_testsuite_property(f"{mix}, {parts} parts, {row_groups} row groups", dict(worst))
 
 
+# --- batch-invariant -----------------------------------------------------------------------------
+
+
+@st.composite
+def invariant_cases(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
+    """Lengths, the most blocks of a request, which some may exceed, and row groups."""
+    row_groups = draw(any_row_groups)
+    size = piece_blocks(row_groups)
+    near = st.builds(
+        lambda pieces, tokens: max(pieces * size * BLOCK_TOKENS + tokens, 0),
+        st.integers(0, 5),
+        st.integers(-2 * BLOCK_TOKENS, 12 * BLOCK_TOKENS),
+    )
+    one = st.one_of(st.integers(-70, 700), near, st.integers(0, 100_000))
+    lengths = np.array(draw(st.lists(one, min_size=1, max_size=20)), np.int32)
+    longest = int(blocks_of(lengths).max())
+    return lengths, draw(st.one_of(st.just(longest), st.integers(0, longest))), row_groups
+
+
+def cuts_of(made: Schedule, request: int) -> list[int]:
+    """Blocks at which a request is cut."""
+    requests, blocks = made.bounds.T
+    found: list[int] = blocks[(requests == request) & (blocks > 0)].tolist()
+    return found
+
+
+@thorough
+@given(invariant_cases())
+@example((np.array([0, 65, 0], np.int32), 2, 1))
+@example((np.array([1, 0], np.int32), 0, 4))
+def test_batch_invariant_parts_hold_a_piece_each(case: tuple[np.ndarray, int, int]) -> None:
+    lengths, max_blocks, _ = case
+    lengths = np.clip(lengths, 0, max_blocks * BLOCK_TOKENS)
+    made = invariant_schedule(*case)
+    pieces = pieces_of(made, lengths)
+    assert [piece.part for piece in pieces] == list(range(len(pieces)))
+    assert (made.bounds[len(pieces) :] == [len(lengths), 0]).all()  # all idle parts are at the end
+    assert all(piece.slot == 0 for piece in pieces)
+    of_requests = pieces_by_request(made, lengths)
+    for of_request, blocks in zip(of_requests, blocks_of(lengths).tolist(), strict=True):
+        edges = [piece.begin for piece in of_request] + [blocks]
+        assert edges[0] == 0
+        assert [piece.end for piece in of_request] == edges[1:]
+        assert blocks == 0 or all(piece.begin < piece.end for piece in of_request)
+
+
+@thorough
+@given(invariant_cases())
+def test_batch_invariant_cuts_are_at_fixed_positions(case: tuple[np.ndarray, int, int]) -> None:
+    """All multiples of a size, but for the last where too little would be left behind it."""
+    lengths, max_blocks, row_groups = case
+    made, size, saving = invariant_schedule(*case), piece_blocks(row_groups), min_saving(row_groups)
+    for request, blocks in enumerate(np.minimum(blocks_of(lengths), max_blocks).tolist()):
+        wanted = [cut for cut in range(size, blocks, size) if blocks - cut >= saving]
+        assert cuts_of(made, request) == wanted
+
+
+@thorough
+@given(invariant_cases(), st.randoms(use_true_random=False), st.integers(0, 3000))
+def test_batch_invariant_cuts_do_not_depend_on_the_batch(
+    case: tuple[np.ndarray, int, int], random: Any, more: int
+) -> None:
+    """Nor on the longest request that there is room for."""
+    lengths, max_blocks, row_groups = case
+    lengths = np.clip(lengths, 0, max_blocks * BLOCK_TOKENS)
+    made = invariant_schedule(lengths, max_blocks, row_groups)
+    order = random.choices(range(len(lengths)), k=random.randrange(1, 2 * len(lengths) + 1))
+    other = invariant_schedule(lengths[order], max_blocks + more, row_groups)
+    for place, request in enumerate(order):
+        alone = invariant_schedule(lengths[request : request + 1], max_blocks, row_groups)
+        assert cuts_of(made, request) == cuts_of(other, place) == cuts_of(alone, 0)
+
+
+@thorough
+@given(invariant_cases())
+def test_records_of_batch_invariant_parts(case: tuple[np.ndarray, int, int]) -> None:
+    lengths, max_blocks, _ = case
+    table = invariant_parts_table(*case)
+    held = np.clip(lengths, 0, max_blocks * BLOCK_TOKENS)
+    check_records(table, invariant_schedule(*case), held)
+    assert not table["first_slot"].any()
+    idle = table[table["request"] == len(lengths)]
+    assert not (idle["block"].any() or idle["tokens"].any() or idle["end_block"].any())
+    assert (idle["end_request"] == len(lengths)).all()
+    for name in ("first_part", "last_part", "tail_last_part"):
+        np.testing.assert_array_equal(idle[name], np.arange(len(table))[len(table) - len(idle) :])
+
+
+@thorough
+@given(invariant_cases(), st.sampled_from([1, 78, 132]))
+def test_batch_invariant_parts_of_a_plan(case: tuple[np.ndarray, int, int], sm_count: int) -> None:
+    """As many as the mirror makes, on any GPU; all needed where all requests are longest."""
+    lengths, max_blocks, row_groups = case
+    shape = (len(lengths), 1, ROW_GROUP * row_groups, 1, BLOCK_TOKENS, "bfloat16", False, 0)
+    key = MLADecodeKey(*shape, sm_count, batch_invariant=True, max_blocks=max_blocks)
+    assert key.row_groups == row_groups
+    assert key.parts == len(invariant_schedule(*case).bounds) - 1
+    whole_pieces = piece_blocks(row_groups) * (key.parts // len(lengths))
+    full = np.full(len(lengths), whole_pieces * BLOCK_TOKENS)
+    assert (invariant_schedule(full, whole_pieces, row_groups).bounds[:-1, 0] < len(lengths)).all()
+
+
+def test_the_kernel_of_a_batch_invariant_plan() -> None:
+    shape = (2, 1, 16, 1, 64, "bfloat16", False, 0, 132)
+    assert schedule_spec(MLADecodeKey(*shape)).entry == "mla_schedule"
+    invariant = MLADecodeKey(*shape, batch_invariant=True, max_blocks=5)
+    assert schedule_spec(invariant).entry == "mla_schedule_invariant"
+
+
 # --- the shape of a plan -------------------------------------------------------------------------
 
 
@@ -570,6 +689,7 @@ def test_the_largest_part_of_a_servers_lengths(
 def keys(draw: st.DrawFn) -> MLADecodeKey:
     """Shapes of plans, on GPUs of every size."""
     kv_heads = draw(st.sampled_from([1, 2, 3, 8, 128]))
+    invariant = draw(st.booleans())
     return MLADecodeKey(
         batch=draw(st.integers(1, 6000)),
         q_len=draw(st.one_of(st.integers(1, 4), st.integers(1, 300))),
@@ -580,6 +700,8 @@ def keys(draw: st.DrawFn) -> MLADecodeKey:
         causal=draw(st.booleans()),
         device=0,
         sm_count=draw(st.one_of(st.sampled_from([78, 114, 132]), st.integers(1, 400))),
+        batch_invariant=invariant,
+        max_blocks=draw(st.integers(0, 80)) if invariant else 0,
     )
 
 
@@ -602,6 +724,7 @@ def test_tiles_hold_all_query_rows(key: MLADecodeKey) -> None:
 @thorough
 @given(keys())
 def test_parts_fill_the_gpu_within_a_few_waves(key: MLADecodeKey) -> None:
+    assume(not key.batch_invariant)
     most = mla_plan._MAX_WAVES * key.sm_count // key.tiles
     assert 1 <= key.parts <= max(1, most)
     assert key.parts + 1 <= SPECS[0].threads  # a thread of mla_schedule for every bound
@@ -623,7 +746,7 @@ def test_parts_of_a_gpu_with_132_multiprocessors(rows: int, parts: int) -> None:
 @given(keys())
 def test_a_thread_block_waits_only_where_all_of_them_run_at_once(key: MLADecodeKey) -> None:
     assert key.may_wait == (key.parts * key.tiles <= key.sm_count)
-    if key.sm_count % key.tiles == 0:  # one wave fills the GPU
+    if key.sm_count % key.tiles == 0 and not key.batch_invariant:  # one wave fills the GPU
         assert key.may_wait
 
 
@@ -655,12 +778,16 @@ def test_what_lies_in_the_buffer_does_not_overlap(key: MLADecodeKey) -> None:
 @given(keys())
 def test_workspace_bytes_is_pure(key: MLADecodeKey) -> None:
     """A function of its numbers alone: no GPU is asked, and nothing is remembered."""
+    assume(key.parts <= mla_plan.MOST_PARTS and (key.max_blocks > 0) == key.batch_invariant)
     shape = (key.batch, key.q_len, key.num_heads)
+    mode: dict[str, Any] = {}
+    if key.batch_invariant:
+        mode = {"batch_invariant": True, "max_seqlen": key.max_blocks * BLOCK_TOKENS - 3}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cupy", None)
         first, again = (
             cumla.MLADecodePlan.workspace_bytes(
-                *shape, num_kv_heads=key.num_kv_heads, sm_count=key.sm_count
+                *shape, num_kv_heads=key.num_kv_heads, sm_count=key.sm_count, **mode
             )
             for _ in range(2)
         )
