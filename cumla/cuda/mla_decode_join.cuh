@@ -84,13 +84,13 @@ struct Joiner {
   // Called by all threads of both consumers, their piece stored. `more`: the CTA has another request to do.
   __device__ __forceinline__ void join(bool more) const {
     Ticket* const tickets = p.tickets + static_cast<i64>(tile.index) * p.parts;
-    u32* const left_here = &tickets[blockIdx.y].left[segment.slot];
+    u32* const left_here = &tickets[segment.part].left[segment.slot];
     consumers_sync();
     if (threadIdx.x == kWarpgroup)
       store_shared_u32(space.words, arrive(&tickets[segment.first_part].arrived, left_here, more));
     consumers_sync();
     const u32 role = load_shared_u32(space.words);
-    const int mine = blockIdx.y - segment.first_part;
+    const int mine = segment.part - segment.first_part;
     int share = role == kGoOn ? -1 : mine;
     u32 left = 0;
     for (int looked = 0; share >= 0;) {
@@ -126,7 +126,7 @@ struct Joiner {
   __device__ __forceinline__ Role arrive(u32* arrived, u32* left, bool more) const {
     const bool waits = !more && p.may_wait;
     if (!waits) store_relaxed(left, 1);
-    const u32 step = segment.first_part == blockIdx.y ? kAll - (pieces - 1) : 1;
+    const u32 step = segment.first_part == segment.part ? kAll - (pieces - 1) : 1;
     const u32 before = atomic_add_acq_rel(arrived, step);
     auto all_arrived = [&](u32 now) { return ((now ^ before) & kAll) != 0; };
     if (all_arrived(before + step)) {

@@ -12,17 +12,17 @@ namespace cumla {
 
 // One consumer warpgroup. Thread layout of the accumulators: tokens, or columns of V, 16 warp + lane / 4 and that + 8; in
 // every group of eight query rows the two at 2 (lane % 4).
-template <typename T, int kRows>
+template <typename T>
 struct SwappedConsumer {
-  static constexpr int kEights = kRows / 8;   // of query rows
+  static constexpr int kEights = kSwappedRows / 8;   // of query rows
   static constexpr int kOwn = 2 * kEights;    // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
   static constexpr int kValueTiles = 2 * kHalfTiles;
 
   const MlaDecodeParams& p;
-  const SwappedLayout<kRows>& shared;
+  const SwappedLayout& shared;
   const Tile& tile;
   const int consumer, warp, lane;
-  RingPlace<kRows> place;  // of this consumer's next block
+  RingPlace place;  // of this consumer's next block
   float output[kValueTiles][4 * kEights];  // this consumer's half of V, then the other's
   float scores[4 * kEights];
   u32 probabilities[2 * kEights];
@@ -30,7 +30,7 @@ struct SwappedConsumer {
   float sum[kOwn];         // of the exponentials of this thread's tokens, for the log-sum-exp,
   float weight[kOwn];      // and of the 16-bit probabilities made of them, which normalise the output
 
-  __device__ __forceinline__ SwappedConsumer(const MlaDecodeParams& p, const SwappedLayout<kRows>& shared,
+  __device__ __forceinline__ SwappedConsumer(const MlaDecodeParams& p, const SwappedLayout& shared,
                                              const Tile& tile, int consumer)
       : p(p),
         shared(shared),
@@ -65,7 +65,7 @@ struct SwappedConsumer {
 
   // scores = block x query; then the RoPE tile is free.
   __device__ __forceinline__ void multiply_query() {
-    RingPlace<kRows> at = place;
+    RingPlace at = place;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       mbarrier_wait(shared.full(at.slot), at.phase, "a KV tile");
@@ -299,7 +299,7 @@ struct SwappedConsumer {
   }
 
   __device__ __forceinline__ void write_lse(const Segment& segment, const float (&lse)[kOwn], bool split) const {
-    float* const of_piece = p.partial_lse + piece_index(p, tile, blockIdx.y, segment.slot) * kRows;
+    float* const of_piece = p.partial_lse + piece_index(p, tile, segment.part, segment.slot) * kSwappedRows;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       if (split)
@@ -314,9 +314,9 @@ struct SwappedConsumer {
   __device__ __forceinline__ void write_output(const Segment& segment, bool split) const {
     const bool odd = lane / 4 % 2;
     const int as_lane = ((lane % 4) * 2 + odd) * 4 + lane / 8;
-    const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
+    const i64 piece = piece_index(p, tile, segment.part, segment.slot);
 #pragma unroll
-    for (int group = 0; group < kRows / kRowGroup; ++group)
+    for (int group = 0; group < kSwappedRows / kRowGroup; ++group)
 #pragma unroll
       for (int d = 0; d < kHalfTiles; ++d) {
         float4 v[2];

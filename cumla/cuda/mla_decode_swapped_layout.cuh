@@ -5,11 +5,11 @@
 
 namespace cumla {
 
-// kRows: 16 or 32 query rows.
-template <int kRows>
+constexpr int kSwappedRows = 16;  // query rows
+
 struct SwappedLayout {
-  static constexpr int kSlots = kRows == 16 ? 24 : 22;  // of the ring, a tile each
-  static constexpr int kQueryTileBytes = kRows * 128;   // 64 columns
+  static constexpr int kSlots = 24;  // of the ring, a tile each
+  static constexpr int kQueryTileBytes = kSwappedRows * 128;   // 64 columns
   static constexpr int kWarps = 2 * kWarpgroup / 32;
 
   u32 query, ring, probabilities, maxima, sums, words, barriers;
@@ -19,39 +19,42 @@ struct SwappedLayout {
         ring(query + kTiles * kQueryTileBytes),
         probabilities(ring + kSlots * kTileBytes),
         maxima(probabilities + kTileBytes),
-        sums(maxima + kWarps * kRows * 4),
-        words(sums + (2 * kWarps + 2) * kRows * 4),
+        sums(maxima + kWarps * kSwappedRows * 4),
+        words(sums + (2 * kWarps + 2) * kSwappedRows * 4),
         barriers(words + 16) {}
 
   __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kTileBytes; }
   // Transposed: a row of 64 tokens for each query row.
-  __device__ __forceinline__ u32 probabilities_of(int consumer) const { return probabilities + consumer * kRows * 128; }
+  __device__ __forceinline__ u32 probabilities_of(int consumer) const { return probabilities + consumer * kSwappedRows * 128; }
   // Of a query row, by warp of both consumers: the highest score of a block; sums of exponentials, and of rounded
   // probabilities, over a segment.
-  __device__ __forceinline__ u32 warp_maximum(int warp, int row) const { return maxima + (warp * kRows + row) * 4; }
-  __device__ __forceinline__ u32 sum(int warp, int row) const { return sums + (warp * kRows + row) * 4; }
+  __device__ __forceinline__ u32 warp_maximum(int warp, int row) const { return maxima + (warp * kSwappedRows + row) * 4; }
+  __device__ __forceinline__ u32 sum(int warp, int row) const { return sums + (warp * kSwappedRows + row) * 4; }
   __device__ __forceinline__ u32 weight(int warp, int row) const { return sum(kWarps + warp, row); }
   __device__ __forceinline__ u32 maximum(int consumer, int row) const { return sum(2 * kWarps + consumer, row); }
   // Where consumers leave what the other one adds up: in place of the query, of which a segment has no more use.
   __device__ __forceinline__ u32 exchange(int consumer, int i) const {
-    return query + ((consumer * (kRows / 4) + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
+    return query + ((consumer * (kSwappedRows / 4) + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
   }
-  // Barriers: a slot is loaded; is free again.
+  // Numbers of the parts to come, by turns.
+  __device__ __forceinline__ u32 part(u32 turn) const { return words + 8 + turn % 2 * 4; }
+  // Barriers: a slot is loaded; is free again; a part's number is there; is known to all.
   __device__ __forceinline__ u32 full(u32 s) const { return barriers + s * 8; }
   __device__ __forceinline__ u32 free(u32 s) const { return full(kSlots + s); }
-  __device__ __forceinline__ u32 query_full() const { return free(kSlots); }
+  __device__ __forceinline__ u32 part_full(u32 turn) const { return free(kSlots) + turn % 2 * 8; }
+  __device__ __forceinline__ u32 part_free(u32 turn) const { return free(kSlots) + 16 + turn % 2 * 8; }
+  __device__ __forceinline__ u32 query_full() const { return free(kSlots) + 32; }
   __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
 };
 
 // Where in the ring a run of tiles begins, and how often the ring has gone round.
-template <int kRows>
 struct RingPlace {
   u32 slot = 0, phase = 0;
 
   __device__ __forceinline__ void advance(u32 tiles) {
     slot += tiles;
-    if (slot >= SwappedLayout<kRows>::kSlots) {
-      slot -= SwappedLayout<kRows>::kSlots;
+    if (slot >= SwappedLayout::kSlots) {
+      slot -= SwappedLayout::kSlots;
       phase ^= 1;
     }
   }

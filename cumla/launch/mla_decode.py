@@ -33,15 +33,14 @@ def _spec(dtype: str, shared_blocks: bool) -> KernelSpec:
     )
 
 
-def _swapped_spec(dtype: str, rows: int) -> KernelSpec:
-    slots = {16: 24, 32: 22}[rows]
+def _swapped_spec(dtype: str) -> KernelSpec:
     return KernelSpec(
         stem="mla_decode_swapped",
-        entry=f"mla_decode_{dtype}_swapped_{rows}",
-        function=f"mla_decode_swapped<{_TAGS[dtype]}, {rows}>",
+        entry=f"mla_decode_{dtype}_swapped",
+        function=f"mla_decode_swapped<{_TAGS[dtype]}>",
         params="MlaDecodeParams",
         threads=384,
-        smem_bytes=rows * (9 * 128 + 26 * 4) + (slots + 1) * 8192 + 16 + (2 * slots + 2) * 8,
+        smem_bytes=225344,
     )
 
 
@@ -49,8 +48,7 @@ _SPECS = {
     (dtype, variant): spec
     for dtype in _TAGS
     for variant, spec in {
-        "swapped_16": _swapped_spec(dtype, 16),
-        "swapped_32": _swapped_spec(dtype, 32),
+        "swapped": _swapped_spec(dtype),
         "one_tile": _spec(dtype, False),
         "shared_blocks": _spec(dtype, True),
     }.items()
@@ -69,12 +67,7 @@ def decode_spec(key: MLADecodeKey) -> KernelSpec:
     Then attention is bound by arithmetic, and products run beside each softmax; with one row tile
     it is bound by memory, and a stage is given back as early as possible.
     """
-    if key.group_rows <= 16:
-        variant = "swapped_16"
-    elif key.group_rows <= 32:
-        variant = "swapped_32"
-    else:
-        variant = "shared_blocks" if key.row_tiles > 1 else "one_tile"
+    variant = "swapped" if key.swapped else "shared_blocks" if key.row_tiles > 1 else "one_tile"
     return _SPECS[key.dtype, variant]
 
 
@@ -157,5 +150,5 @@ def prepare_decode(
         softmax_scale * _LOG2_E,
     )
     return PreparedLaunch(
-        kernel, (key.row_tiles, key.parts, key.num_kv_heads), _PARAMS, values, stream
+        kernel, (key.row_tiles, key.ctas, key.num_kv_heads), _PARAMS, values, stream
     )

@@ -39,6 +39,8 @@ FIXED_COST = 2  # of a request, or of a piece of one, in KV blocks: loads before
 CUT_COST = 16  # of cutting, in KV blocks, or what uneven parts may cost instead of it
 MIN_BLOCKS = 4  # no cut of a split is closer to an end of its request
 MIN_SHARE = 2  # cost of a share, or blocks of a piece, at least
+MIN_CLAIMED = 24  # cost of a share from which on some of it is claimed
+CLAIMED_SHARE = 5  # how many shares come to one that is claimed
 
 
 def _spec(entry: str) -> KernelSpec:
@@ -59,7 +61,7 @@ def schedule_spec(key: MLADecodeKey) -> KernelSpec:
     return SPECS[key.batch_invariant]
 
 
-_PARAMS = struct.Struct("<QqQQQ10i")
+_PARAMS = struct.Struct("<QqQQQ13i4x")
 
 
 def prepare_schedule(
@@ -94,11 +96,14 @@ def prepare_schedule(
         buffer + layout.tickets,
         key.batch,
         key.parts,
+        key.ctas,
         key.num_tickets,
         FIXED_COST,
         CUT_COST,
         MIN_BLOCKS,
         MIN_SHARE,
+        MIN_CLAIMED,
+        CLAIMED_SHARE,
         min_saving(key.row_groups),
         key.max_blocks * BLOCK_TOKENS if key.batch_invariant else max_tokens(key.batch),
         piece_blocks(key.row_groups),
@@ -155,24 +160,28 @@ class Schedule(NamedTuple):
     splits: np.ndarray
 
 
-def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule:
-    """Deal the KV blocks of all requests out to ``parts``; the mirror of the kernel.
+def schedule(cache_seqlens: np.ndarray, ctas: int, row_groups: int, spare: int = 0) -> Schedule:
+    """Deal the KV blocks of all requests out to parts; the mirror of the kernel.
 
     Parameters
     ----------
     cache_seqlens : numpy.ndarray
         ``(batch,)`` integers, tokens of each request; negative counts as 0.
-    parts : int
-        How many shares to make.
+    ctas : int
+        Thread blocks, each of which begins with a part of its own.
     row_groups : int
         Groups of 16 query rows in a tile.
+    spare : int
+        Further parts, which thread blocks can claim.
 
     Returns
     -------
     Schedule
-        Each request in equal pieces of its own parts where there are two parts a request or more,
-        short ones uncut; else whole requests where that is no dearer; else equal shares of the
-        summed cost with requests cut where a share ends.
+        Where there are spare parts and a share is large, four fifths of the cost in equal shares,
+        the rest in small ones. Else each request in equal pieces of its own parts where there are
+        two parts a request or more, short ones uncut; else whole requests where that is no dearer;
+        else equal shares of the summed cost with requests cut where a share ends. Those three leave
+        spare parts out.
     """
     lengths = np.clip(np.asarray(cache_seqlens, np.int64), 0, max_tokens(len(cache_seqlens)))
     batch = len(lengths)
@@ -181,11 +190,17 @@ def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule
     starts = ends - blocks - FIXED_COST
     total = int(ends[-1])
 
-    bounds = np.zeros((parts + 1, 2), np.int32)
+    share = max(-(-total // ctas), MIN_SHARE)
+    if spare and share >= MIN_CLAIMED:
+        dealt = share - share // CLAIMED_SHARE
+        rest = max(total - ctas * dealt, 0)
+        tail = [ctas * dealt + i * rest // spare for i in range(1, spare)]
+        bounds = _cut(blocks, ends, [*(i * dealt for i in range(ctas + 1)), *tail])
+        return Schedule(bounds, _splits(bounds))
 
-    share = max(-(-total // parts), MIN_SHARE)
+    bounds = np.zeros((ctas + 1, 2), np.int32)
     saving = min_saving(row_groups)
-    piece = _find_piece(blocks, parts, saving) if 2 * batch <= parts else 0
+    piece = _find_piece(blocks, ctas, saving) if 2 * batch <= ctas else 0
     if 0 < piece <= share + CUT_COST - FIXED_COST:
         pieces = _pieces(blocks, piece, saving)
         requests = np.repeat(np.arange(batch), pieces)
@@ -195,16 +210,12 @@ def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule
         bounds[: len(requests), 1] = index * blocks[requests] // pieces[requests]
         return Schedule(bounds, _splits(bounds))
 
-    group = -(-batch // parts)
+    group = -(-batch // ctas)
     if int(np.diff(np.append(starts[::group], total)).max()) <= share + CUT_COST:
-        bounds[:, 0] = np.minimum(np.arange(parts + 1) * group, batch)
+        bounds[:, 0] = np.minimum(np.arange(ctas + 1) * group, batch)
         return Schedule(bounds, _splits(bounds))
 
-    bounds[1:, 0] = batch
-    for cut in range(1, min(parts, -(-total // share))):
-        request = int(np.searchsorted(ends, cut * share, side="right"))
-        offset = cut * share - int(starts[request])
-        bounds[cut] = _place_cut(request, int(blocks[request]), offset)
+    bounds = _cut(blocks, ends, [i * share for i in range(ctas)])
     return Schedule(bounds, _splits(bounds))
 
 
@@ -238,6 +249,18 @@ def invariant_schedule(cache_seqlens: np.ndarray, max_blocks: int, row_groups: i
     bounds[: len(requests), 0] = requests
     bounds[: len(requests), 1] = index * size
     return Schedule(bounds, _splits(bounds))
+
+
+def _cut(blocks: np.ndarray, ends: np.ndarray, targets: list[int]) -> np.ndarray:
+    """Cut requests so that parts begin at these places of the summed cost, or next to them."""
+    bounds = np.zeros((len(targets) + 1, 2), np.int32)
+    bounds[1:, 0] = len(blocks)
+    for cut, target in enumerate(targets):
+        if 0 < target < ends[-1]:
+            request = int(np.searchsorted(ends, target, side="right"))
+            offset = target - int(ends[request] - blocks[request] - FIXED_COST)
+            bounds[cut] = _place_cut(request, int(blocks[request]), offset)
+    return bounds
 
 
 def _splits(bounds: np.ndarray) -> np.ndarray:
