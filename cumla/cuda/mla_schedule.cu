@@ -39,6 +39,7 @@ struct MlaScheduleParams {
   int min_share;   // cost of a share, or blocks of a piece, at least
   int min_claimed;    // shares, from which on parts are claimed
   int claimed_share;  // how many shares come to one that is claimed
+  int claimed_part;   // cost of a claimed part, at least
   int min_saving;  // in blocks: a request that has parts of its own is cut where that makes it so much shorter
   int max_tokens;  // of a request: the summed cost fits an int; batch-invariant, what there are parts for
   int piece_blocks;  // batch-invariant: requests are cut at multiples of it
@@ -274,16 +275,16 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
     return;
   }
 
-  const int used = claimed ? p.parts : p.ctas;
+  const int dealt = claimed ? share - share / p.claimed_share : share;
+  const int rest = max(total - dealt * p.ctas, 0);
+  const int spare = claimed ? min(max(rest / p.claimed_part, 1), p.parts - p.ctas) : 0;
+  const int used = p.ctas + spare;
   PartBound bound = {p.batch, 0, 0};
   if (piece > 0) {
     bound = bound_apart(p, shared, piece);
   } else if (thread < used) {
-    const int dealt = claimed ? share - share / p.claimed_share : share;
-    const int rest = max(total - dealt * p.ctas, 0);
-    const int spare = thread - p.ctas;
-    const i64 target = spare <= 0 ? static_cast<i64>(thread) * dealt
-                                  : dealt * p.ctas + static_cast<i64>(spare) * rest / (p.parts - p.ctas);
+    const i64 dealt_parts = min(thread, p.ctas), claimed_parts = max(thread - p.ctas, 0);
+    const i64 target = dealt_parts * dealt + (claimed_parts > 0 ? claimed_parts * rest / spare : 0);
     bound = bound_at(p, shared, per_thread, target, total, tokens_of);
   }
   const bool cuts = thread < used && bound.block > 0;

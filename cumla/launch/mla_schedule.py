@@ -41,6 +41,7 @@ MIN_BLOCKS = 4  # no cut of a split is closer to an end of its request
 MIN_SHARE = 2  # cost of a share, or blocks of a piece, at least
 MIN_CLAIMED = 24  # cost of a share from which on some of it is claimed
 CLAIMED_SHARE = 5  # how many shares come to one that is claimed
+CLAIMED_PART = 8  # cost of a claimed part, at least
 
 
 def _spec(entry: str) -> KernelSpec:
@@ -61,7 +62,7 @@ def schedule_spec(key: MLADecodeKey) -> KernelSpec:
     return SPECS[key.batch_invariant]
 
 
-_PARAMS = struct.Struct("<QqQQQ13i4x")
+_PARAMS = struct.Struct("<QqQQQ14i")
 
 
 def prepare_schedule(
@@ -104,6 +105,7 @@ def prepare_schedule(
         MIN_SHARE,
         MIN_CLAIMED,
         CLAIMED_SHARE,
+        CLAIMED_PART,
         min_saving(key.row_groups),
         key.max_blocks * BLOCK_TOKENS if key.batch_invariant else max_tokens(key.batch),
         piece_blocks(key.row_groups),
@@ -194,8 +196,9 @@ def schedule(cache_seqlens: np.ndarray, ctas: int, row_groups: int, spare: int =
     if spare and share >= MIN_CLAIMED:
         dealt = share - share // CLAIMED_SHARE
         rest = max(total - ctas * dealt, 0)
-        tail = [ctas * dealt + i * rest // spare for i in range(1, spare)]
-        bounds = _cut(blocks, ends, [*(i * dealt for i in range(ctas + 1)), *tail])
+        claimed = min(max(rest // CLAIMED_PART, 1), spare)
+        tail = [ctas * dealt + i * rest // claimed for i in range(claimed)]
+        bounds = _cut(blocks, ends, [*(i * dealt for i in range(ctas)), *tail])
         return Schedule(bounds, _splits(bounds))
 
     bounds = np.zeros((ctas + 1, 2), np.int32)
