@@ -65,22 +65,21 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
 
   const Part part = sane_part(p.parts_in[blockIdx.y], blockIdx.y, p.batch, p.parts);
   const Tile tile(p);
-  const int last_request = last_request_of(p, part);
+  const int last_request = part.end_block > 0 ? min(part.end_request, p.batch - 1) : part.end_request - 1;
 
   if (warpgroup == 0) {
     registers_decrease<56>();
     if (warp < 2) {
       if (lane == 0) load_kv<kSharedBlocks>(p, shared, tile, part, last_request, warp);
     } else {
-      for (int request = part.request; request <= last_request; ++request)
-        load_query<kRowTile>(p, shared, tile, request, (request - part.request) & 1, warp - 2);
+      load_query<kRowTile>(p, shared, tile, part, last_request, warp - 2);
     }
   } else {
     registers_increase<224>();
     Consumer<T, kSharedBlocks> consumer(p, shared, tile, warpgroup - 1);
     int t = 0;
     for (int request = part.request; request <= last_request; ++request) {
-      const Segment segment = segment_of(p, tile, part, blockIdx.y, request);
+      const Segment segment = segment_of(p, tile, part, request);
       consumer.compute(segment, t, (request - part.request) & 1);
       consumer.finish(segment, request < last_request);
       t += segment.blocks;

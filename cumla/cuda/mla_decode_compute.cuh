@@ -300,7 +300,7 @@ struct Consumer {
   __device__ __forceinline__ void write_piece(const Segment& segment, const float (&inverse)[2],
                                               const float (&lse)[2]) const {
     if (warp >= p.row_groups) return;
-    const i64 piece = piece_index(p, tile, segment.part, segment.slot);
+    const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
     if (consumer == 0 && lane % 4 == 0) {
       p.partial_lse[piece * p.row_groups * kRowGroup + row] = lse[0];
       p.partial_lse[piece * p.row_groups * kRowGroup + row + 8] = lse[1];

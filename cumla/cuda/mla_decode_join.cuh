@@ -4,10 +4,10 @@
 // Each CTA counts itself in at the request's ticket when its piece is stored. One whose work is done then waits until
 // all are there, and joins its share of the columns; one that has more requests to do goes on at once, and so does one
 // that has waited for too long (its peers may not even run yet). Whoever comes last joins the shares of those, too: no
-// CTA ever depends on another one's progress. Who joins what never changes its bits: pieces are added up in the order of
-// the parts, in bunches whose number follows from that of the pieces.
+// CTA ever depends on another one's progress. Who joins a share never changes its bits: the pieces are added up in the
+// order of the parts, grouped by the shape of the share alone.
 //
-// A share is a number of items: a unit of 32 columns of one row group. With few items several warps divide the bunches of
+// A share is a number of items: a unit of 32 columns of one row group. With few items several warps divide the pieces of
 // one.
 #pragma once
 #include "mla_decode_layout.cuh"
@@ -84,25 +84,22 @@ struct Joiner {
   // Called by all threads of both consumers, their piece stored. `more`: the CTA has another request to do.
   __device__ __forceinline__ void join(bool more) const {
     Ticket* const tickets = p.tickets + static_cast<i64>(tile.index) * p.parts;
-    u32* const left_here = &tickets[segment.part].left[segment.slot];
+    u32* const left_here = &tickets[blockIdx.y].left[segment.slot];
     consumers_sync();
     if (threadIdx.x == kWarpgroup)
       store_shared_u32(space.words, arrive(&tickets[segment.first_part].arrived, left_here, more));
     consumers_sync();
     const u32 role = load_shared_u32(space.words);
-    const int mine = segment.part - segment.first_part;
-    int looked = role == kLast ? 0 : role == kOwnShare ? mine / 32 * 32 : pieces;
-#pragma unroll 1
-    for (; looked < pieces; looked = role == kLast ? looked + 32 : pieces) {
-      u32 todo = role == kLast ? who_left(tickets, looked, mine) : 1u << mine % 32;
-#pragma unroll 1
-      while (todo != 0) {
-        const int first = __ffs(todo) - 1, run = __ffs(~(todo >> first)) - 1;
-        const int end = run < 0 ? 32 : first + run;
-        join_shares(looked + first, min(looked + end, pieces));
-        todo = end == 32 ? 0 : todo >> end << end;
-      }
+    const int mine = blockIdx.y - segment.first_part;
+    int share = role == kGoOn ? -1 : mine;
+    u32 left = 0;
+    for (int looked = 0; share >= 0;) {
+      join_share(share);
+      for (; role == kLast && left == 0 && looked < pieces; looked += 32) left = who_left(tickets, looked, mine);
+      share = left == 0 ? -1 : (looked - 32) + __ffs(left) - 1;
+      left &= left - 1;
     }
+    if (role == kLast && threadIdx.x == kWarpgroup) store_relaxed(left_here, 0);
     consumers_sync();  // the role's place is written again
   }
 
@@ -110,13 +107,13 @@ struct Joiner {
   enum Role : u32 { kGoOn, kOwnShare, kLast };
   static constexpr u32 kAll = 1u << 31;
 
-  // Which of 32 pieces' CTAs have not waited, as a mask that all threads agree on; with this CTA, the last one.
+  // Which of 32 pieces' CTAs have not waited, as a mask that all threads agree on.
   __device__ __forceinline__ u32 who_left(Ticket* tickets, int from, int mine) const {
     consumers_sync();
     if (warp == 0) {
       const int i = from + lane;
       u32* const flag = &tickets[segment.first_part + i].left[slot_of(i)];
-      const bool left = i < pieces && (load_acquire(flag) != 0 || i == mine);
+      const bool left = i < pieces && i != mine && load_acquire(flag) != 0;
       const u32 mask = __ballot_sync(0xffffffffu, left);
       if (left) store_relaxed(flag, 0);
       if (lane == 0) store_shared_u32(space.words + 4, mask);
@@ -129,7 +126,7 @@ struct Joiner {
   __device__ __forceinline__ Role arrive(u32* arrived, u32* left, bool more) const {
     const bool waits = !more && p.may_wait;
     if (!waits) store_relaxed(left, 1);
-    const u32 step = segment.first_part == segment.part ? kAll - (pieces - 1) : 1;
+    const u32 step = segment.first_part == blockIdx.y ? kAll - (pieces - 1) : 1;
     const u32 before = atomic_add_acq_rel(arrived, step);
     auto all_arrived = [&](u32 now) { return ((now ^ before) & kAll) != 0; };
     if (all_arrived(before + step)) {
@@ -157,80 +154,48 @@ struct Joiner {
     float4 v[kGroups];
     float weight[2], maximum[2];
 
-    __device__ __forceinline__ void clear() {
+    __device__ __forceinline__ void raise(float next0, float next1) {
+      const float factor[2] = {weight_of(maximum[0], next0), weight_of(maximum[1], next1)};
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) v[j] = {0.0f, 0.0f, 0.0f, 0.0f};
-      weight[0] = weight[1] = 0.0f;
-      maximum[0] = maximum[1] = -kInfinity;
+      for (int j = 0; j < kGroups; ++j)
+        v[j] = {v[j].x * factor[0], v[j].y * factor[0], v[j].z * factor[1], v[j].w * factor[1]};
+      weight[0] *= factor[0];
+      weight[1] *= factor[1];
+      maximum[0] = next0;
+      maximum[1] = next1;
+    }
+    __device__ __forceinline__ void add(int j, const float4& other, float weight0, float weight1) {
+      v[j].x += weight0 * other.x;
+      v[j].y += weight0 * other.y;
+      v[j].z += weight1 * other.z;
+      v[j].w += weight1 * other.w;
     }
   };
 
-  // What two sums count for in their union, and its maximum.
-  struct Shares {
-    float of_own[2], of_other[2], maximum[2];
-
-    __device__ __forceinline__ Shares(const float (&own)[2], float other0, float other1) {
-      const float other[2] = {other0, other1};
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        maximum[r] = fmaxf(own[r], other[r]);
-        of_own[r] = weight_of(own[r], maximum[r]);
-        of_other[r] = weight_of(other[r], maximum[r]);
-      }
-    }
-    // Explicit, for the same bits wherever it is compiled.
-    __device__ __forceinline__ float add(int r, float own, float other) const {
-      return __fmaf_rn(of_other[r], other, __fmul_rn(of_own[r], own));
-    }
-    __device__ __forceinline__ float4 add(const float4& own, const float4& other) const {
-      return {add(0, own.x, other.x), add(0, own.y, other.y), add(1, own.z, other.z), add(1, own.w, other.w)};
-    }
-  };
-
-  __device__ __forceinline__ int bunches() const {
-    return pieces > 4 * kAtOnce ? 8 : pieces > 2 * kAtOnce ? 4 : pieces > kAtOnce ? 2 : 1;
-  }
-
-  // The items of some CTAs' shares: units of one row group. All warps come here together. What runs once runs from a cold
+  // The items of one CTA's share: units of one row group. All warps come here together. What runs once runs from a cold
   // instruction cache: the code is kept short rather than unrolled.
-  __device__ __forceinline__ void join_shares(int share, int end_share) const {
+  __device__ __forceinline__ void join_share(int share) const {
     const int all = kUnits * p.row_groups;
-    const int begin = all * share / pieces, items = all * end_share / pieces - begin;
-    const int helpers = items * bunches() <= 2 * kJoinWarps ? bunches() : 1;
+    const int begin = all * share / pieces, items = all * (share + 1) / pieces - begin;
+    const int most = min(kJoinWarps, pieces);  // one item means eight pieces or more: the helpers of an item divide the warps
+    const int helpers = items > 4 ? 1 : items > 2 ? min(most, 2) : items == 2 ? min(most, 4) : most;
 #pragma unroll 1
-    for (int first = 0; first < items; first += kJoinWarps / helpers) {
-      const int i = first + warp / helpers;
-      const int item = begin + min(i, items - 1);
+    for (int first = 0; first < items; first += kJoinWarps) {
+      const int item = begin + min(first + warp / helpers, items - 1);
+      const bool active = first + warp < items * helpers;
       const int unit = item / p.row_groups;
-      join_item(unit, item - unit * p.row_groups, warp % helpers, helpers, i < items);
+      join_item(unit, item - unit * p.row_groups, warp % helpers, helpers, active);
     }
   }
 
   __device__ __forceinline__ void join_item(int unit, int group, int helper, int helpers, bool active) const {
-    const int count = (pieces + bunches() - 1) / bunches();
-    const int end = !active ? 0 : helpers > 1 ? min((helper + 1) * count, pieces) : pieces;
     Sum sum;
-    sum.clear();
-#pragma unroll 1
-    for (int first = helper * count; first < end; first += count) {
-      Sum bunch;
-      bunch.clear();
-      add_up(bunch, unit, group, first, min(first + count, end));
-      const Shares shares(sum.maximum, bunch.maximum[0], bunch.maximum[1]);
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) sum.v[j] = shares.add(sum.v[j], bunch.v[j]);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        sum.weight[r] = shares.add(r, sum.weight[r], bunch.weight[r]);
-        sum.maximum[r] = shares.maximum[r];
-      }
-    }
-    if (helpers > 1) gather(sum, helper, helpers);
-    if (active && helper == 0) store(unit, group, sum);
-  }
-
-  // sum += pieces [first, end) of a unit of one row group.
-  __device__ __forceinline__ void add_up(Sum& sum, int unit, int group, int first, int end) const {
+    for (int j = 0; j < kGroups; ++j) sum.v[j] = {0.0f, 0.0f, 0.0f, 0.0f};
+    sum.weight[0] = sum.weight[1] = 0.0f;
+    sum.maximum[0] = sum.maximum[1] = -kInfinity;
+    const int count = (pieces + helpers - 1) / helpers;
+    const int end = active ? min((helper + 1) * count, pieces) : 0;
     // The pieces lie two slots apart, the first perhaps in its second slot.
     const i64 base = piece_index(p, tile, segment.first_part, 0);
     const int lse_stride = p.row_groups * kRowGroup, stride = p.row_groups * 2 * 1024;
@@ -238,7 +203,7 @@ struct Joiner {
     const float4* const base_of =
         p.partial_out + piece_offset(p, base, unit / (kUnits / 2), group, unit % (kUnits / 2) * kGroups, lane);
 #pragma unroll 1
-    for (; first < end; first += kAtOnce) {
+    for (int first = helper * count; first < end; first += kAtOnce) {
       float4 v[kAtOnce][kGroups];
       float lse[kAtOnce][2];
 #pragma unroll
@@ -252,37 +217,26 @@ struct Joiner {
 #pragma unroll
         for (int j = 0; j < kGroups; ++j) v[k][j] = load_l2_float4(source + 32 * j);
       }
-      float highest[2] = {sum.maximum[0], sum.maximum[1]};
+      float next[2] = {sum.maximum[0], sum.maximum[1]};
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           if (first + k >= end) lse[k][r] = -kInfinity;
-          highest[r] = fmaxf(highest[r], lse[k][r]);
+          next[r] = fmaxf(next[r], lse[k][r]);
         }
-      const float factor[2] = {weight_of(sum.maximum[0], highest[0]), weight_of(sum.maximum[1], highest[1])};
-#pragma unroll
-      for (int j = 0; j < kGroups; ++j)
-        sum.v[j] = {sum.v[j].x * factor[0], sum.v[j].y * factor[0], sum.v[j].z * factor[1], sum.v[j].w * factor[1]};
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        sum.weight[r] *= factor[r];
-        sum.maximum[r] = highest[r];
-      }
+      sum.raise(next[0], next[1]);
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        const float weight[2] = {weight_of(lse[k][0], highest[0]), weight_of(lse[k][1], highest[1])};
+        const float weight[2] = {weight_of(lse[k][0], next[0]), weight_of(lse[k][1], next[1])};
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j) {
-          sum.v[j].x += weight[0] * v[k][j].x;
-          sum.v[j].y += weight[0] * v[k][j].y;
-          sum.v[j].z += weight[1] * v[k][j].z;
-          sum.v[j].w += weight[1] * v[k][j].w;
-        }
+        for (int j = 0; j < kGroups; ++j) sum.add(j, v[k][j], weight[0], weight[1]);
         sum.weight[0] += weight[0];
         sum.weight[1] += weight[1];
       }
     }
+    if (helpers > 1) gather(sum, helper, helpers);
+    if (active && helper == 0) store(unit, group, sum);
   }
 
   // Where a warp leaves what it has for the first helper of its item.
@@ -297,26 +251,33 @@ struct Joiner {
   __device__ __forceinline__ void gather(Sum& sum, int helper, int helpers) const {
     if (lane % 4 == 0)
       store_shared_float4(place_of_weights(warp), {sum.weight[0], sum.weight[1], sum.maximum[0], sum.maximum[1]});
-    const float maximum[2] = {sum.maximum[0], sum.maximum[1]};
 #pragma unroll
     for (int half = 0; half < kGroups; half += 2) {
       store_shared_float4(place_of_sum(warp, 0), sum.v[half]);
       store_shared_float4(place_of_sum(warp, 1), sum.v[half + 1]);
       consumers_sync();
-      sum.maximum[0] = maximum[0];
-      sum.maximum[1] = maximum[1];
-#pragma unroll 1
-      for (int i = warp + 1; helper == 0 && i < warp + helpers; ++i) {
-        const float4 other = load_shared_float4(place_of_weights(i));  // sums of weights, maxima
-        const Shares shares(sum.maximum, other.z, other.w);
-        sum.v[half] = shares.add(sum.v[half], load_shared_float4(place_of_sum(i, 0)));
-        sum.v[half + 1] = shares.add(sum.v[half + 1], load_shared_float4(place_of_sum(i, 1)));
+      if (helper == 0) {
         if (half == 0) {
-          sum.weight[0] = shares.add(0, sum.weight[0], other.x);
-          sum.weight[1] = shares.add(1, sum.weight[1], other.y);
+          float4 highest = load_shared_float4(place_of_weights(warp));
+#pragma unroll 1
+          for (int i = warp + 1; i < warp + helpers; ++i) {
+            const float4 other = load_shared_float4(place_of_weights(i));
+            highest.z = fmaxf(highest.z, other.z);
+            highest.w = fmaxf(highest.w, other.w);
+          }
+          sum.raise(highest.z, highest.w);
         }
-        sum.maximum[0] = shares.maximum[0];
-        sum.maximum[1] = shares.maximum[1];
+#pragma unroll 1
+        for (int i = warp + 1; i < warp + helpers; ++i) {
+          const float4 other = load_shared_float4(place_of_weights(i));  // sums of weights, maxima
+          const float factor[2] = {weight_of(other.z, sum.maximum[0]), weight_of(other.w, sum.maximum[1])};
+          sum.add(half, load_shared_float4(place_of_sum(i, 0)), factor[0], factor[1]);
+          sum.add(half + 1, load_shared_float4(place_of_sum(i, 1)), factor[0], factor[1]);
+          if (half == 0) {
+            sum.weight[0] += factor[0] * other.x;
+            sum.weight[1] += factor[1] * other.y;
+          }
+        }
       }
       consumers_sync();  // the next half is written there
     }

@@ -104,34 +104,28 @@ struct Row {
 // The stretch of one request that this CTA computes. It is a piece where other parts have the rest.
 struct Segment {
   int request, begin, blocks, tokens;
-  int part, slot, first_part, last_part, first_slot;  // of the pieces
+  int slot, first_part, last_part, first_slot;  // of the pieces
 
   __device__ __forceinline__ bool split() const { return last_part > first_part; }
 };
 
-__device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, const Tile& tile, const Part& part, int index,
+__device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, const Tile& tile, const Part& part,
                                               int request) {
   const bool head = request == part.request, tail = request == part.end_request;
   const int scheduled = min(max(head ? part.tokens : p.seqlens[request], 0), kMaxTokens);
   const int tokens = min(static_cast<i64>(scheduled), static_cast<i64>(p.max_blocks) * kBlockTokens);
   Segment segment;
   segment.request = request;
-  segment.part = index;
   segment.tokens = tokens;
   segment.begin = head ? part.block : 0;
   segment.slot = head ? 0 : 1;
-  segment.first_part = head ? part.first_part : index;
-  segment.last_part = head ? part.last_part : tail ? part.tail_last_part : index;
+  segment.first_part = head ? part.first_part : blockIdx.y;
+  segment.last_part = head ? part.last_part : tail ? part.tail_last_part : blockIdx.y;
   segment.first_slot = head ? part.first_slot : 1;
   const int scheduled_end = tail ? part.end_block : blocks_of(scheduled);
   const int end = min(scheduled_end, blocks_of(max(tokens - tile.least_shift, 0)));
   segment.blocks = max(end - segment.begin, 0);
   return segment;
-}
-
-// The last request of which a part has something.
-__device__ __forceinline__ int last_request_of(const MlaDecodeParams& p, const Part& part) {
-  return part.end_block > 0 ? min(part.end_request, p.batch - 1) : part.end_request - 1;
 }
 
 // Number of the piece that a part leaves in a slot.

@@ -8,7 +8,8 @@
 
 namespace cumla {
 
-// Walks over every second block of this CTA's sequence.
+// Walks over every kStep-th block (1 or 2) of this CTA's sequence.
+template <int kStep>
 struct BlockCursor {
   const MlaDecodeParams& p;
   const Tile& tile;
@@ -27,7 +28,7 @@ struct BlockCursor {
         request(part.request),
         i(parity),
         t(0) {
-    if (valid()) segment = segment_of(p, tile, part, blockIdx.y, request);
+    if (valid()) segment = segment_of(p, tile, part, request);
     skip_to_block();
   }
   __device__ __forceinline__ bool valid() const { return request <= last_request; }
@@ -35,14 +36,14 @@ struct BlockCursor {
     return p.block_table[request * p.block_table_stride + segment.begin + i];
   }
   __device__ __forceinline__ void next() {
-    i += 2;
+    i += kStep;
     skip_to_block();
   }
   __device__ __forceinline__ void skip_to_block() {
     while (valid() && i >= segment.blocks) {
       t += segment.blocks;
-      i = (parity ^ t) & 1;
-      if (++request <= last_request) segment = segment_of(p, tile, part, blockIdx.y, request);
+      i = (parity ^ t) & (kStep - 1);
+      if (++request <= last_request) segment = segment_of(p, tile, part, request);
     }
   }
 };
@@ -53,8 +54,8 @@ struct BlockCursor {
 template <bool kSharedBlocks>
 __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
                                         const Part& part, int last_request, int parity) {
-  BlockCursor now(p, tile, part, last_request, parity);
-  BlockCursor ahead = now;
+  BlockCursor<2> now(p, tile, part, last_request, parity);
+  BlockCursor<2> ahead = now;
   int next_page = now.valid() ? now.page() : 0;
   if constexpr (kSharedBlocks) ahead.next();
 #pragma unroll 1
@@ -99,27 +100,30 @@ __device__ __forceinline__ void prefetch_plan(const MlaDecodeParams& p, int thre
   if (thread * kLine < p.batch) prefetch_l2(p.seqlens + thread * kLine);
 }
 
-// Two warps copy the query rows of one request; eight lanes a row, 16 bytes each.
+// Two warps copy the query rows; eight lanes a row, 16 bytes each.
 template <int kRows, typename Layout>
-__device__ __forceinline__ void load_query(const MlaDecodeParams& p, const Layout& shared, const Tile& tile, int request,
-                                           u32 phase, int loader) {
+__device__ __forceinline__ void load_query(const MlaDecodeParams& p, const Layout& shared, const Tile& tile,
+                                           const Part& part, int last_request, int loader) {
   const int lane = threadIdx.x % 32, chunk = lane % 8;
-  mbarrier_wait(shared.query_free(), phase ^ 1, "a free query buffer");
-  const char* q = p.q + request * p.q_stride_batch;
+  for (int request = part.request; request <= last_request; ++request) {
+    const u32 phase = (request - part.request) & 1;
+    mbarrier_wait(shared.query_free(), phase ^ 1, "a free query buffer");
+    const char* q = p.q + request * p.q_stride_batch;
 #pragma unroll 1  // unrolled, the row addresses do not fit the registers of a loader
-  for (int i = 0; i < kRows / 8; ++i) {
-    const int row = loader * (kRows / 2) + i * 4 + lane / 8;
-    const bool valid = row < tile.rows;
-    const Row from(p, tile, valid ? row : 0);
-    const char* source = q + from.token * p.q_stride_token + from.head * p.q_stride_head + chunk * 16;
-    const u32 destination = shared.query + row * 128 + ((chunk ^ (row & 7)) << 4);
+    for (int i = 0; i < kRows / 8; ++i) {
+      const int row = loader * (kRows / 2) + i * 4 + lane / 8;
+      const bool valid = row < tile.rows;
+      const Row from(p, tile, valid ? row : 0);
+      const char* source = q + from.token * p.q_stride_token + from.head * p.q_stride_head + chunk * 16;
+      const u32 destination = shared.query + row * 128 + ((chunk ^ (row & 7)) << 4);
 #pragma unroll
-    for (int k = 0; k < kTiles; ++k) copy_16_async(destination + k * kRows * 128, source + k * 128, valid);
+      for (int k = 0; k < kTiles; ++k) copy_16_async(destination + k * kRows * 128, source + k * 128, valid);
+    }
+    copy_async_wait_all();
+    fence_proxy_async_shared();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared.query_full());
   }
-  copy_async_wait_all();
-  fence_proxy_async_shared();
-  __syncwarp();
-  if (lane == 0) mbarrier_arrive(shared.query_full());
 }
 
 }  // namespace cumla

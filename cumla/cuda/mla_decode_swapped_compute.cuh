@@ -14,8 +14,7 @@ namespace cumla {
 // every group of eight query rows the two at 2 (lane % 4).
 template <typename T>
 struct SwappedConsumer {
-  static constexpr int kEights = kSwappedRows / 8;   // of query rows
-  static constexpr int kOwn = 2 * kEights;    // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
+  static constexpr int kOwn = kSwappedRows / 4;  // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
   static constexpr int kValueTiles = 2 * kHalfTiles;
 
   const MlaDecodeParams& p;
@@ -23,9 +22,9 @@ struct SwappedConsumer {
   const Tile& tile;
   const int consumer, warp, lane;
   RingPlace place;  // of this consumer's next block
-  float output[kValueTiles][4 * kEights];  // this consumer's half of V, then the other's
-  float scores[4 * kEights];
-  u32 probabilities[2 * kEights];
+  float output[kValueTiles][2 * kOwn];  // this consumer's half of V, then the other's
+  float scores[2 * kOwn];
+  u32 probabilities[kOwn];
   float maximum[kOwn];     // base-2 running maximum
   float sum[kOwn];         // of the exponentials of this thread's tokens, for the log-sum-exp,
   float weight[kOwn];      // and of the 16-bit probabilities made of them, which normalise the output
@@ -45,7 +44,7 @@ struct SwappedConsumer {
 #pragma unroll
     for (int d = 0; d < kValueTiles; ++d)
 #pragma unroll
-      for (int i = 0; i < 4 * kEights; ++i) output[d][i] = 0.0f;
+      for (int i = 0; i < 2 * kOwn; ++i) output[d][i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       maximum[i] = kLowest;
@@ -132,18 +131,14 @@ struct SwappedConsumer {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const float factor = exp2_approx(maximum[i] - next[i]);
-      scale_output(i, factor);
+#pragma unroll
+      for (int d = 0; d < kValueTiles; ++d) {
+        output[d][4 * (i / 2) + i % 2] *= factor;
+        output[d][4 * (i / 2) + 2 + i % 2] *= factor;
+      }
       sum[i] *= factor;
       weight[i] *= factor;
       maximum[i] = next[i];
-    }
-  }
-
-  __device__ __forceinline__ void scale_output(int i, float factor) {
-#pragma unroll
-    for (int d = 0; d < kValueTiles; ++d) {
-      output[d][4 * (i / 2) + i % 2] *= factor;
-      output[d][4 * (i / 2) + 2 + i % 2] *= factor;
     }
   }
 
@@ -182,7 +177,7 @@ struct SwappedConsumer {
   // divided by the rounded sum: where one token has most of the weight its rounding cancels.
   __device__ __forceinline__ void exponentiate() {
 #pragma unroll
-    for (int i = 0; i < 4 * kEights; i += 2) {
+    for (int i = 0; i < 2 * kOwn; i += 2) {
       const int own = i / 4 * 2;
       const float low = exp2_approx(__fmaf_rn(scores[i], p.scale_log2, -maximum[own]));
       const float high = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -maximum[own + 1]));
@@ -198,13 +193,9 @@ struct SwappedConsumer {
   // Transposed, for all warps of this consumer.
   __device__ __forceinline__ void store_probabilities() const {
     const int tokens = 2 * warp + lane / 8 % 2;  // eight of them
-#pragma unroll
-    for (int g = 0; g < kEights; g += 2) {
-      const int row = 8 * g + lane / 16 * 8 + lane % 8;
-      store_matrix_x4_transposed(shared.probabilities_of(consumer) + row * 128 + ((tokens ^ (row & 7)) << 4),
-                                 probabilities[2 * g], probabilities[2 * g + 1], probabilities[2 * g + 2],
-                                 probabilities[2 * g + 3]);
-    }
+    const int row = lane / 16 * 8 + lane % 8;
+    store_matrix_x4_transposed(shared.probabilities_of(consumer) + row * 128 + ((tokens ^ (row & 7)) << 4),
+                               probabilities[0], probabilities[1], probabilities[2], probabilities[3]);
     fence_proxy_async_shared();
   }
 
@@ -233,28 +224,16 @@ struct SwappedConsumer {
   // Both consumers' output, each of its half of V; then out and log-sum-exp, or a piece of them.
   __device__ __forceinline__ void finish(const Segment& segment, bool more) {
     leave_sums();
+    consumers_sync();  // nobody needs query and probabilities any more
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float* const of = output[kHalfTiles + i / 2] + i % 2 * 4;
+      store_shared_float4(shared.exchange(consumer, i), {of[0], of[1], of[2], of[3]});
+    }
     consumers_sync();
     float lse[kOwn];
-    normalise(lse);
-#pragma unroll
-    for (int d = 0; d < kHalfTiles; d += 2) {
-#pragma unroll
-      for (int i = 0; i < 2 * kEights; ++i) {
-        const float* const of = output[kHalfTiles + d + i / kEights] + i % kEights * 4;
-        store_shared_float4(shared.exchange(consumer, i), {of[0], of[1], of[2], of[3]});
-      }
-      consumers_sync();
-#pragma unroll
-      for (int i = 0; i < 2 * kEights; ++i) {
-        const float4 other = load_shared_float4(shared.exchange(1 - consumer, i));
-        float* const of = output[d + i / kEights] + i % kEights * 4;
-        of[0] += other.x;
-        of[1] += other.y;
-        of[2] += other.z;
-        of[3] += other.w;
-      }
-      consumers_sync();
-    }
+    add_up(lse);
+    __syncwarp();
     if (lane == 0) mbarrier_arrive(shared.query_free());
     const bool split = segment.split();
     if (consumer == 0 && warp == 0 && lane < 4) write_lse(segment, lse, split);
@@ -272,34 +251,50 @@ struct SwappedConsumer {
       }
     if (lane >= 4) return;
 #pragma unroll
-    for (int i = 0; i < kOwn; i += 2) {
-      store_shared_float2(shared.sum(consumer * 4 + warp, row_of(i)), {sum[i], sum[i + 1]});
-      store_shared_float2(shared.weight(consumer * 4 + warp, row_of(i)), {weight[i], weight[i + 1]});
-      if (warp == 0) store_shared_float2(shared.maximum(consumer, row_of(i)), {maximum[i], maximum[i + 1]});
+    for (int i = 0; i < kOwn; ++i) {
+      store_shared_float(shared.sum(row_of(i), consumer * 4 + warp), sum[i]);
+      store_shared_float(shared.weight(row_of(i), consumer * 4 + warp), weight[i]);
+      if (warp == 0) store_shared_float(shared.maximum(consumer, row_of(i)), maximum[i]);
     }
   }
 
-  // Sums of both consumers, relative to the higher maximum. This consumer's output becomes its share of the whole.
-  __device__ __forceinline__ void normalise(float (&lse)[kOwn]) {
+  // This consumer's half of the output, of both and normalised.
+  __device__ __forceinline__ void add_up(float (&lse)[kOwn]) {
+    float of_own[kOwn], of_other[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const float other = load_shared_float(shared.maximum(1 - consumer, row_of(i)));
+      const int row = row_of(i);
+      const float other = load_shared_float(shared.maximum(1 - consumer, row));
       const float highest = fmaxf(maximum[i], other);
-      const float mine = exp2_approx(maximum[i] - highest), others = exp2_approx(other - highest);
-      float total = 0.0f, rounded = 0.0f;
-#pragma unroll 1
-      for (int w = 0; w < shared.kWarps; ++w) {
-        const float factor = w / 4 == consumer ? mine : others;
-        total += factor * load_shared_float(shared.sum(w, row_of(i)));
-        rounded += factor * load_shared_float(shared.weight(w, row_of(i)));
-      }
-      scale_output(i, rounded == 0.0f ? 0.0f : mine / rounded);
+      const float own_factor = exp2_approx(maximum[i] - highest), other_factor = exp2_approx(other - highest);
+      const float total = own_factor * sum_of_four(shared.sum(row, consumer * 4)) +
+                          other_factor * sum_of_four(shared.sum(row, (1 - consumer) * 4));
+      const float rounded = own_factor * sum_of_four(shared.weight(row, consumer * 4)) +
+                            other_factor * sum_of_four(shared.weight(row, (1 - consumer) * 4));
+      const float inverse = rounded == 0.0f ? 0.0f : 1.0f / rounded;
+      of_own[i] = own_factor * inverse;
+      of_other[i] = other_factor * inverse;
       lse[i] = total == 0.0f ? -kInfinity : highest + log2_approx(total);
     }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float* const of = output[i / 2] + i % 2 * 4;
+      const float4 other = load_shared_float4(shared.exchange(1 - consumer, i));
+      const int row = i % 2 * 2;
+      of[0] = of[0] * of_own[row] + other.x * of_other[row];
+      of[1] = of[1] * of_own[row + 1] + other.y * of_other[row + 1];
+      of[2] = of[2] * of_own[row] + other.z * of_other[row];
+      of[3] = of[3] * of_own[row + 1] + other.w * of_other[row + 1];
+    }
+  }
+
+  __device__ __forceinline__ static float sum_of_four(u32 source) {
+    const float4 v = load_shared_float4(source);
+    return (v.x + v.y) + (v.z + v.w);
   }
 
   __device__ __forceinline__ void write_lse(const Segment& segment, const float (&lse)[kOwn], bool split) const {
-    float* const of_piece = p.partial_lse + piece_index(p, tile, segment.part, segment.slot) * kSwappedRows;
+    float* const of_piece = p.partial_lse + piece_index(p, tile, blockIdx.y, segment.slot) * kSwappedRows;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       if (split)
@@ -313,32 +308,30 @@ struct SwappedConsumer {
   // columns c, c + 1 of query rows r and r + 8. It then stands for another lane of that layout.
   __device__ __forceinline__ void write_output(const Segment& segment, bool split) const {
     const bool odd = lane / 4 % 2;
-    const int as_lane = ((lane % 4) * 2 + odd) * 4 + lane / 8;
-    const i64 piece = piece_index(p, tile, segment.part, segment.slot);
+    const int as_lane = ((lane % 4) * 2 + odd) * 4 + lane / 8, row = as_lane / 4;
+    const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
 #pragma unroll
-    for (int group = 0; group < kSwappedRows / kRowGroup; ++group)
+    for (int d = 0; d < kHalfTiles; ++d) {
+      float4 v[2];
 #pragma unroll
-      for (int d = 0; d < kHalfTiles; ++d) {
-        float4 v[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float* const of = output[d] + 8 * group + 2 * half;  // two query rows; two, eight later, behind them
-          const float a = __shfl_xor_sync(0xffffffffu, odd ? of[0] : of[1], 4);
-          const float b = __shfl_xor_sync(0xffffffffu, odd ? of[4] : of[5], 4);
-          v[half] = odd ? float4{a, of[1], b, of[5]} : float4{of[0], a, of[4], b};
-        }
-        const int columns = 8 * d + 2 * warp;  // groups of eight before these two
-        if (split) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            store_global_float4(p.partial_out + piece_offset(p, piece, consumer, group, columns + half, as_lane), v[half].x,
-                                v[half].y, v[half].z, v[half].w);
-        } else {
-          const int row = group * kRowGroup + as_lane / 4, column = consumer * 256 + columns * 8;
-          store_columns<T, 8>(p, tile, segment.request, row, as_lane % 4, column, v[0].x, v[0].y, v[1].x, v[1].y);
-          store_columns<T, 8>(p, tile, segment.request, row + 8, as_lane % 4, column, v[0].z, v[0].w, v[1].z, v[1].w);
-        }
+      for (int half = 0; half < 2; ++half) {
+        const float* const of = output[d] + 2 * half;  // of two query rows; 4 further on, of two that are 8 behind them
+        const float a = __shfl_xor_sync(0xffffffffu, odd ? of[0] : of[1], 4);
+        const float b = __shfl_xor_sync(0xffffffffu, odd ? of[4] : of[5], 4);
+        v[half] = odd ? float4{a, of[1], b, of[5]} : float4{of[0], a, of[4], b};
       }
+      const int eights = 8 * d + 2 * warp;  // of this consumer's columns, before these two
+      if (split) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          store_global_float4(p.partial_out + piece_offset(p, piece, consumer, 0, eights + half, as_lane), v[half].x,
+                              v[half].y, v[half].z, v[half].w);
+      } else {
+        const int column = consumer * 256 + eights * 8;
+        store_columns<T, 8>(p, tile, segment.request, row, as_lane % 4, column, v[0].x, v[0].y, v[1].x, v[1].y);
+        store_columns<T, 8>(p, tile, segment.request, row + 8, as_lane % 4, column, v[0].z, v[0].w, v[1].z, v[1].w);
+      }
+    }
   }
 };
 

@@ -26,16 +26,14 @@ struct alignas(16) Part {
   int first_part, last_part;   // that hold pieces of the request with which it begins
   int first_slot;              // of the piece in first_part; 0 in the others
   int tail_last_part;          // last part with a piece of the request with which it ends, if it begins in this part
-  int used;                    // parts that have something to do, the same in all
-  int unused[2];
+  int unused[3];
 };
 
 // Where the CTAs of one row tile that share a request meet, at the ticket of their first part. The CTA of the first part
 // adds 2^31 - (pieces - 1), every other one adds 1: when all are there the lower 31 bits are 0 again and the highest has
 // changed. `left`: the CTA of this part does not wait for the joining of its piece in a slot, others do its share.
-// `claimed`, of the first part: how often CTAs of the row tile have asked for one more part.
 struct Ticket {
-  u32 arrived, left[2], claimed;
+  u32 arrived, left[2], unused;
 };
 
 // A part as the schedule makes them. A plan that was never updated holds anything, and nothing of it may lead out of
@@ -49,7 +47,6 @@ __device__ __forceinline__ Part sane_part(Part part, int index, int batch, int p
   part.last_part = min(max(part.last_part, index), parts - 1);
   part.first_slot &= 1;
   part.tail_last_part = min(max(part.tail_last_part, index), parts - 1);
-  part.used = min(max(part.used, 0), parts);
   return part;
 }
 

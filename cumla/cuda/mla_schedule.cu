@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Who works on which KV blocks, parallel over the batch. See mla_plan.cuh for the terms.
 //
-// mla_schedule, one CTA: a request costs its number of blocks + fixed_cost. Ways to deal the requests out:
-//   claimed, where there are spare parts and shares are large: all but a fraction of the cost in equal shares, a part for
-//          each CTA, the rest in small ones, that CTAs claim as they get ready, for not all are equally fast; else
+// mla_schedule, one CTA: a request costs its number of blocks + fixed_cost. Three ways to deal the requests out:
 //   apart: each request alone, in equal pieces of one part each, where there are at least two parts a request and pieces
 //          get no larger than an equal share and what cutting costs; a request that cutting would not make shorter by
 //          min_saving stays whole; else
@@ -30,16 +28,12 @@ struct MlaScheduleParams {
   Part* parts_out;           // [parts]
   Ticket* tickets;           // [num_tickets]
   int batch;
-  int parts;        // those behind `ctas` are spare ones
-  int ctas;
+  int parts;
   int num_tickets;
   int fixed_cost;  // of a request or a piece of one, in blocks
   int cut_cost;    // of cutting, in blocks: a second prologue, and pieces to join; what uneven parts may cost instead
   int min_blocks;  // no cut of a split is closer to an end of its request
   int min_share;   // cost of a share, or blocks of a piece, at least
-  int min_claimed;    // shares, from which on parts are claimed
-  int claimed_share;  // how many shares come to one that is claimed
-  int claimed_part;   // cost of a claimed part, at least
   int min_saving;  // in blocks: a request that has parts of its own is cut where that makes it so much shorter
   int max_tokens;  // of a request: the summed cost fits an int; batch-invariant, what there are parts for
   int piece_blocks;  // batch-invariant: requests are cut at multiples of it
@@ -131,14 +125,14 @@ __device__ __forceinline__ int pieces_of(const MlaScheduleParams& p, int tokens,
 // more. Each warp tries one size, and one always will do: pieces of twice the least size number parts / 2 + batch.
 __device__ __forceinline__ int find_piece(const MlaScheduleParams& p, const int* tokens, int total_blocks, int* feasible) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int least = max((total_blocks + p.ctas - 1) / p.ctas, p.min_share);
+  const int least = max((total_blocks + p.parts - 1) / p.parts, p.min_share);
   const int step = max(least / 16, 1);
   const int size = least + warp * step;
   int pieces = 0;
   for (int request = lane; request < p.batch; request += 32)
     pieces += pieces_of(p, tokens[request], size);
   pieces = __reduce_add_sync(0xffffffffu, pieces);
-  if (lane == 0) feasible[warp] = pieces <= p.ctas;
+  if (lane == 0) feasible[warp] = pieces <= p.parts;
   __syncthreads();
   const u32 good = __ballot_sync(0xffffffffu, feasible[lane] != 0);
   return least + (__ffs(good) - 1) * step;
@@ -163,7 +157,7 @@ __device__ __forceinline__ PartBound bound_apart(const MlaScheduleParams& p, Sha
   const int first = block_exclusive_sum(pieces, shared.warp_values[1], all);
   shared.thread_starts[thread] = first;
   __syncthreads();
-  if (thread >= min(all, p.ctas)) return {p.batch, 0, 0};
+  if (thread >= min(all, p.parts)) return {p.batch, 0, 0};
   int request = 0;
 #pragma unroll
   for (int step = kScheduleThreads / 2; step > 0; step /= 2)
@@ -191,12 +185,13 @@ __device__ __forceinline__ int price_of_whole(const MlaScheduleParams& p, Shared
   return block_max(price, shared.warp_values[1]);
 }
 
-// Where this thread's part begins if that is at `target` of the cost: first the thread whose requests the cut hits, then
-// the request.
+// Where this thread's part begins if all get the same share of the cost: first the thread whose requests the cut hits,
+// then the request.
 template <typename TokensOf>
-__device__ __forceinline__ PartBound bound_at(const MlaScheduleParams& p, const Shared& shared, int per_thread, i64 target,
-                                              int total, TokensOf tokens_of) {
-  if (target >= total) return {p.batch, 0, 0};
+__device__ __forceinline__ PartBound bound_split(const MlaScheduleParams& p, const Shared& shared, int per_thread,
+                                                 int share, int total, TokensOf tokens_of) {
+  const i64 target = static_cast<i64>(threadIdx.x) * share;
+  if (threadIdx.x >= p.parts || target >= total) return {p.batch, 0, 0};
   int owner = 0;
 #pragma unroll
   for (int step = kScheduleThreads / 2; step > 0; step /= 2)
@@ -215,9 +210,9 @@ __device__ __forceinline__ PartBound bound_at(const MlaScheduleParams& p, const 
 
 // A part between two bounds. Bounds that lie inside a request cut it: its first piece ends at the first of them, its last
 // begins at the last.
-__device__ __forceinline__ Part part_of(const Shared& shared, int index, int used) {
+__device__ __forceinline__ Part part_of(const Shared& shared, int index) {
   const PartBound bound = shared.bounds[index], next = shared.bounds[index + 1];
-  Part part = {bound.request, bound.block, bound.tokens, next.request, next.block, index, index, 0, index, used, {}};
+  Part part = {bound.request, bound.block, bound.tokens, next.request, next.block, index, index, 0, index, {}};
   if (bound.block > 0) {
     const Run run = shared.runs[index];
     part.first_part = run.first - 1;
@@ -258,43 +253,32 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
     return request >= p.batch ? 0 : per_thread == 1 ? shared.thread_tokens[request] : p.seqlens[request];
   };
 
-  const int share = max((total + p.ctas - 1) / p.ctas, p.min_share);
+  const int share = max((total + p.parts - 1) / p.parts, p.min_share);
   const int dearest = share + p.cut_cost;
-  const bool claimed = p.parts > p.ctas && share >= p.min_claimed;
   int piece = 0;
-  if (!claimed && 2 * p.batch <= p.ctas) {
+  if (2 * p.batch <= p.parts) {
     piece = find_piece(p, shared.thread_tokens, total - p.batch * p.fixed_cost, shared.warp_values[0]);
     if (piece + p.fixed_cost > dearest) piece = 0;
   }
-  const int group = (p.batch + p.ctas - 1) / p.ctas;
-  if (!claimed && piece == 0 && price_of_whole(p, shared, per_thread, group, total) <= dearest) {
-    if (thread >= p.ctas) return;
+  const int group = (p.batch + p.parts - 1) / p.parts;
+  if (piece == 0 && price_of_whole(p, shared, per_thread, group, total) <= dearest) {
+    if (thread >= p.parts) return;
     const int request = min(thread * group, p.batch);
-    const int next = thread + 1 < p.ctas ? min(request + group, p.batch) : p.batch;
-    p.parts_out[thread] = {request, 0, tokens_of(request), next, 0, thread, thread, 0, thread, p.ctas, {}};
+    const int next = thread + 1 < p.parts ? min(request + group, p.batch) : p.batch;
+    p.parts_out[thread] = {request, 0, tokens_of(request), next, 0, thread, thread, 0, thread, {}};
     return;
   }
 
-  const int dealt = claimed ? share - share / p.claimed_share : share;
-  const int rest = max(total - dealt * p.ctas, 0);
-  const int spare = claimed ? min(max(rest / p.claimed_part, 1), p.parts - p.ctas) : 0;
-  const int used = p.ctas + spare;
-  PartBound bound = {p.batch, 0, 0};
-  if (piece > 0) {
-    bound = bound_apart(p, shared, piece);
-  } else if (thread < used) {
-    const i64 dealt_parts = min(thread, p.ctas), claimed_parts = max(thread - p.ctas, 0);
-    const i64 target = dealt_parts * dealt + (claimed_parts > 0 ? claimed_parts * rest / spare : 0);
-    bound = bound_at(p, shared, per_thread, target, total, tokens_of);
-  }
-  const bool cuts = thread < used && bound.block > 0;
+  const PartBound bound = piece > 0 ? bound_apart(p, shared, piece)
+                                    : bound_split(p, shared, per_thread, share, total, tokens_of);
+  const bool cuts = thread < p.parts && bound.block > 0;
   const Run run = find_run(cuts ? bound.request : -1, shared.edges, shared.edge_requests);
-  if (thread <= used) {
+  if (thread <= p.parts) {
     shared.bounds[thread] = bound;
     shared.runs[thread] = run;
   }
   __syncthreads();
-  if (thread < used) p.parts_out[thread] = part_of(shared, thread, used);
+  if (thread < p.parts) p.parts_out[thread] = part_of(shared, thread);
 }
 
 // Pieces of a request that is cut at multiples of piece_blocks. The last one is longer than the others where a cut
@@ -327,7 +311,7 @@ __device__ void mla_schedule_invariant(const MlaScheduleParams& p) {
   __syncthreads();
   if (index >= p.parts) return;
   if (index >= all) {
-    p.parts_out[index] = {p.batch, 0, 0, p.batch, 0, index, index, 0, index, p.parts, {}};
+    p.parts_out[index] = {p.batch, 0, 0, p.batch, 0, index, index, 0, index, {}};
     return;
   }
 
@@ -346,7 +330,7 @@ __device__ void mla_schedule_invariant(const MlaScheduleParams& p) {
   const int piece = index - first, last = first + pieces - 1;
   const bool ends = index == last;
   p.parts_out[index] = {request, piece * p.piece_blocks, tokens, ends ? request + 1 : request,
-                        ends ? 0 : (piece + 1) * p.piece_blocks, first, last, 0, ends ? index : last, p.parts, {}};
+                        ends ? 0 : (piece + 1) * p.piece_blocks, first, last, 0, ends ? index : last, {}};
 }
 
 }  // namespace cumla

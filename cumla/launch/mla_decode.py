@@ -40,7 +40,7 @@ def _swapped_spec(dtype: str) -> KernelSpec:
         function=f"mla_decode_swapped<{_TAGS[dtype]}>",
         params="MlaDecodeParams",
         threads=384,
-        smem_bytes=225344,
+        smem_bytes=231456,
     )
 
 
@@ -67,7 +67,7 @@ def decode_spec(key: MLADecodeKey) -> KernelSpec:
     Then attention is bound by arithmetic, and products run beside each softmax; with one row tile
     it is bound by memory, and a stage is given back as early as possible.
     """
-    variant = "swapped" if key.swapped else "shared_blocks" if key.row_tiles > 1 else "one_tile"
+    variant = "swapped" if key.group_rows <= 16 else "shared_blocks" if key.row_tiles > 1 else "one_tile"
     return _SPECS[key.dtype, variant]
 
 
@@ -150,5 +150,5 @@ def prepare_decode(
         softmax_scale * _LOG2_E,
     )
     return PreparedLaunch(
-        kernel, (key.row_tiles, key.ctas, key.num_kv_heads), _PARAMS, values, stream
+        kernel, (key.row_tiles, key.parts, key.num_kv_heads), _PARAMS, values, stream
     )

@@ -25,7 +25,6 @@ HEAD_DIM = 576  # 512 latent + 64 RoPE columns
 VALUE_DIM = 512  # the latent columns are the value
 BLOCK_TOKENS = 64  # tokens that a schedule deals out at once
 ROW_TILE = 64  # query rows of one thread block
-SWAPPED_ROWS = 16  # up to here operands are swapped
 ROW_GROUP = 16  # of them in one warp: partial results hold whole groups
 
 PART_BYTES = 48  # struct Part
@@ -36,7 +35,6 @@ MOST_PARTS = 65535  # thread blocks along y of a grid
 _MAX_WAVES = 3  # of thread blocks, where the row tiles do not divide the multiprocessors
 # Share of the multiprocessors that are busy, from which on more parts are not worth it.
 _GOOD_FILL = 0.9
-_SPARE_PARTS = 3  # for each thread block
 _ALIGNMENT = 256
 
 
@@ -122,28 +120,14 @@ class MLADecodeKey:
     @cached_property
     def may_wait(self) -> bool:
         """Whether all thread blocks fit on the GPU at once, so that one may wait for another."""
-        return self.ctas * self.tiles <= self.sm_count
-
-    @cached_property
-    def swapped(self) -> bool:
-        """Whether KV rows are the M side of the matrix products, and query rows the N side."""
-        return self.group_rows <= SWAPPED_ROWS
+        return self.parts * self.tiles <= self.sm_count
 
     @cached_property
     def parts(self) -> int:
         """Shares into which the KV blocks of all requests are dealt.
 
-        One for each thread block of a row tile, and with swapped operands some that they can claim.
-        Batch-invariant ones: for all pieces of the longest requests.
-        """
-        return self.ctas * (1 + _SPARE_PARTS * (self.swapped and not self.batch_invariant))
-
-    @cached_property
-    def ctas(self) -> int:
-        """Thread blocks of a row tile, each of which begins with a part of its own.
-
         As many as fill the multiprocessors once; where that leaves more than a tenth of them idle,
-        up to three waves. Batch-invariant ones: one for each part.
+        up to three waves. Batch-invariant ones: for all pieces of the longest requests.
         """
         if self.batch_invariant:
             return self.batch * max(1, -(-self.max_blocks // piece_blocks(self.row_groups)))

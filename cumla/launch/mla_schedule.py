@@ -39,9 +39,6 @@ FIXED_COST = 2  # of a request, or of a piece of one, in KV blocks: loads before
 CUT_COST = 16  # of cutting, in KV blocks, or what uneven parts may cost instead of it
 MIN_BLOCKS = 4  # no cut of a split is closer to an end of its request
 MIN_SHARE = 2  # cost of a share, or blocks of a piece, at least
-MIN_CLAIMED = 24  # cost of a share from which on some of it is claimed
-CLAIMED_SHARE = 5  # how many shares come to one that is claimed
-CLAIMED_PART = 8  # cost of a claimed part, at least
 
 
 def _spec(entry: str) -> KernelSpec:
@@ -62,7 +59,7 @@ def schedule_spec(key: MLADecodeKey) -> KernelSpec:
     return SPECS[key.batch_invariant]
 
 
-_PARAMS = struct.Struct("<QqQQQ14i")
+_PARAMS = struct.Struct("<QqQQQ10i")
 
 
 def prepare_schedule(
@@ -97,15 +94,11 @@ def prepare_schedule(
         buffer + layout.tickets,
         key.batch,
         key.parts,
-        key.ctas,
         key.num_tickets,
         FIXED_COST,
         CUT_COST,
         MIN_BLOCKS,
         MIN_SHARE,
-        MIN_CLAIMED,
-        CLAIMED_SHARE,
-        CLAIMED_PART,
         min_saving(key.row_groups),
         key.max_blocks * BLOCK_TOKENS if key.batch_invariant else max_tokens(key.batch),
         piece_blocks(key.row_groups),
@@ -162,28 +155,24 @@ class Schedule(NamedTuple):
     splits: np.ndarray
 
 
-def schedule(cache_seqlens: np.ndarray, ctas: int, row_groups: int, spare: int = 0) -> Schedule:
-    """Deal the KV blocks of all requests out to parts; the mirror of the kernel.
+def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule:
+    """Deal the KV blocks of all requests out to ``parts``; the mirror of the kernel.
 
     Parameters
     ----------
     cache_seqlens : numpy.ndarray
         ``(batch,)`` integers, tokens of each request; negative counts as 0.
-    ctas : int
-        Thread blocks, each of which begins with a part of its own.
+    parts : int
+        How many shares to make.
     row_groups : int
         Groups of 16 query rows in a tile.
-    spare : int
-        Further parts, which thread blocks can claim.
 
     Returns
     -------
     Schedule
-        Where there are spare parts and a share is large, four fifths of the cost in equal shares,
-        the rest in small ones. Else each request in equal pieces of its own parts where there are
-        two parts a request or more, short ones uncut; else whole requests where that is no dearer;
-        else equal shares of the summed cost with requests cut where a share ends. Those three leave
-        spare parts out.
+        Each request in equal pieces of its own parts where there are two parts a request or more,
+        short ones uncut; else whole requests where that is no dearer; else equal shares of the
+        summed cost with requests cut where a share ends.
     """
     lengths = np.clip(np.asarray(cache_seqlens, np.int64), 0, max_tokens(len(cache_seqlens)))
     batch = len(lengths)
@@ -192,18 +181,11 @@ def schedule(cache_seqlens: np.ndarray, ctas: int, row_groups: int, spare: int =
     starts = ends - blocks - FIXED_COST
     total = int(ends[-1])
 
-    share = max(-(-total // ctas), MIN_SHARE)
-    if spare and share >= MIN_CLAIMED:
-        dealt = share - share // CLAIMED_SHARE
-        rest = max(total - ctas * dealt, 0)
-        claimed = min(max(rest // CLAIMED_PART, 1), spare)
-        tail = [ctas * dealt + i * rest // claimed for i in range(claimed)]
-        bounds = _cut(blocks, ends, [*(i * dealt for i in range(ctas)), *tail])
-        return Schedule(bounds, _splits(bounds))
+    bounds = np.zeros((parts + 1, 2), np.int32)
 
-    bounds = np.zeros((ctas + 1, 2), np.int32)
+    share = max(-(-total // parts), MIN_SHARE)
     saving = min_saving(row_groups)
-    piece = _find_piece(blocks, ctas, saving) if 2 * batch <= ctas else 0
+    piece = _find_piece(blocks, parts, saving) if 2 * batch <= parts else 0
     if 0 < piece <= share + CUT_COST - FIXED_COST:
         pieces = _pieces(blocks, piece, saving)
         requests = np.repeat(np.arange(batch), pieces)
@@ -213,12 +195,16 @@ def schedule(cache_seqlens: np.ndarray, ctas: int, row_groups: int, spare: int =
         bounds[: len(requests), 1] = index * blocks[requests] // pieces[requests]
         return Schedule(bounds, _splits(bounds))
 
-    group = -(-batch // ctas)
+    group = -(-batch // parts)
     if int(np.diff(np.append(starts[::group], total)).max()) <= share + CUT_COST:
-        bounds[:, 0] = np.minimum(np.arange(ctas + 1) * group, batch)
+        bounds[:, 0] = np.minimum(np.arange(parts + 1) * group, batch)
         return Schedule(bounds, _splits(bounds))
 
-    bounds = _cut(blocks, ends, [i * share for i in range(ctas)])
+    bounds[1:, 0] = batch
+    for cut in range(1, min(parts, -(-total // share))):
+        request = int(np.searchsorted(ends, cut * share, side="right"))
+        offset = cut * share - int(starts[request])
+        bounds[cut] = _place_cut(request, int(blocks[request]), offset)
     return Schedule(bounds, _splits(bounds))
 
 
@@ -252,18 +238,6 @@ def invariant_schedule(cache_seqlens: np.ndarray, max_blocks: int, row_groups: i
     bounds[: len(requests), 0] = requests
     bounds[: len(requests), 1] = index * size
     return Schedule(bounds, _splits(bounds))
-
-
-def _cut(blocks: np.ndarray, ends: np.ndarray, targets: list[int]) -> np.ndarray:
-    """Cut requests so that parts begin at these places of the summed cost, or next to them."""
-    bounds = np.zeros((len(targets) + 1, 2), np.int32)
-    bounds[1:, 0] = len(blocks)
-    for cut, target in enumerate(targets):
-        if 0 < target < ends[-1]:
-            request = int(np.searchsorted(ends, target, side="right"))
-            offset = target - int(ends[request] - blocks[request] - FIXED_COST)
-            bounds[cut] = _place_cut(request, int(blocks[request]), offset)
-    return bounds
 
 
 def _splits(bounds: np.ndarray) -> np.ndarray:
