@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 import numpy as np
 
 from cumla.launch.device import import_cupy
-from cumla.launch.mla_plan import BLOCK_TOKENS, HEAD_DIM, MOST_PARTS, VALUE_DIM, piece_blocks
+from cumla.launch.mla_plan import (
+    BLOCK_TOKENS,
+    HEAD_DIM,
+    MOST_PARTS,
+    SWAPPED_ROWS,
+    VALUE_DIM,
+    VARIANTS,
+    piece_blocks,
+)
 
 if TYPE_CHECKING:
     from cumla.arrays import ArrayView, Call
@@ -211,6 +219,21 @@ def checked_max_blocks(batch_invariant: bool, max_seqlen: Any) -> int:
         )
     check_number("max_seqlen", max_seqlen, "nothing to plan for")
     return -(-int(max_seqlen) // BLOCK_TOKENS)
+
+
+def check_variant(variant: object, num_heads: int, q_len: int, num_kv_heads: int) -> None:
+    """Check the kernel that a plan is pinned to, or None."""
+    if variant is None:
+        return
+    if variant not in VARIANTS:
+        names = ", ".join(repr(name) for name in VARIANTS)
+        raise ValueError(f"variant: needs one of {names} or None, got {variant!r}")
+    rows = q_len * num_heads // num_kv_heads
+    if variant == "swapped" and rows > SWAPPED_ROWS:
+        raise ValueError(
+            f"variant: 'swapped' needs at most {SWAPPED_ROWS} query rows of a kv head, got {rows}; "
+            f"leave it out"
+        )
 
 
 def check_parts(key: MLADecodeKey) -> None:

@@ -31,6 +31,7 @@ from cumla.checks import (
     check_seqlens,
     check_shape_numbers,
     check_values,
+    check_variant,
     check_workspace,
     checked_arguments,
     checked_max_blocks,
@@ -227,6 +228,9 @@ class MLADecodePlan:
         With `batch_invariant`, and only then: tokens of the longest request that the plan is to
         serve. The buffer grows with it, and a little the time. Longer requests are cut off at the
         next multiple of 64 tokens. It changes no bits.
+    variant : str, optional
+        Kernel that attends, to compare them: ``"swapped"`` (up to 16 query rows of a kv head),
+        ``"one_tile"`` or ``"shared_blocks"``. By default the shape says which one is the fastest.
     device : int, optional
         CUDA ordinal; by default that of `like` or `workspace`, else CuPy's current device.
     workspace : array, optional
@@ -273,6 +277,7 @@ class MLADecodePlan:
         causal: bool = True,
         batch_invariant: bool = False,
         max_seqlen: int | None = None,
+        variant: str | None = None,
         device: int | None = None,
         workspace: Any = None,
         like: Any = None,
@@ -280,10 +285,11 @@ class MLADecodePlan:
     ) -> None:
         check_shape_numbers(batch, q_len, num_heads, num_kv_heads, page_size, dtype)
         max_blocks = checked_max_blocks(batch_invariant, max_seqlen)
+        check_variant(variant, num_heads, q_len, num_kv_heads)
         check_device_number(device)
         call = _open_plan(device, like, workspace, stream)
         shape = (batch, q_len, num_heads, num_kv_heads, page_size, dtype)
-        self._key = _key(shape, causal, call.device, batch_invariant, max_blocks)
+        self._key = _key(shape, causal, call.device, batch_invariant, max_blocks, variant)
         self._buffer = 0
         self._stream: int | None = None  # of the last update
         self._lost_workspace = False  # to another plan, since the last update
@@ -313,6 +319,7 @@ class MLADecodePlan:
         causal: bool = True,
         batch_invariant: bool = False,
         max_seqlen: int | None = None,
+        variant: str | None = None,
         workspace: Any = None,
         stream: Any = None,
     ) -> MLADecodePlan:
@@ -322,7 +329,7 @@ class MLADecodePlan:
         ----------
         q, kv_cache : array
             As in :func:`mla_decode`; only their shapes, dtype and device are looked at.
-        causal, batch_invariant, max_seqlen, workspace, stream
+        causal, batch_invariant, max_seqlen, variant, workspace, stream
             As for the class.
 
         Returns
@@ -349,6 +356,7 @@ class MLADecodePlan:
                 causal=causal,
                 batch_invariant=batch_invariant,
                 max_seqlen=max_seqlen,
+                variant=variant,
                 workspace=workspace,
                 like=q,
                 stream=stream,
@@ -714,9 +722,10 @@ def _key_on_device(
     sm_count: int,
     batch_invariant: bool,
     max_blocks: int,
+    variant: str | None = None,
 ) -> MLADecodeKey:
     """Make a key, the same object each time: it keeps what follows from it."""
-    key = MLADecodeKey(*shape, causal, device, sm_count, batch_invariant, max_blocks)
+    key = MLADecodeKey(*shape, causal, device, sm_count, batch_invariant, max_blocks, variant)
     check_parts(key)
     return key
 
@@ -727,10 +736,12 @@ def _key(
     device: int | None,
     batch_invariant: bool,
     max_blocks: int,
+    variant: str | None = None,
 ) -> MLADecodeKey:
     sm_count = 0 if device is None else require_hopper(device).sm_count
     seen = bool(causal) and shape[1] > 1
-    return _key_on_device(shape, seen, device, sm_count, bool(batch_invariant), max_blocks)
+    invariant = bool(batch_invariant)
+    return _key_on_device(shape, seen, device, sm_count, invariant, max_blocks, variant)
 
 
 def _blocks_of_table(arguments: Arguments) -> int:

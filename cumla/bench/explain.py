@@ -11,6 +11,11 @@ from cumla.launch.mla_plan import MLADecodeKey
 
 __all__ = ["explain", "find_sm_count"]
 
+_REASONS = {
+    "swapped": "memory is the bound, and so few rows fit the N side of the matrix products",
+    "one_tile": "it reads each KV block alone, so memory is the bound",
+    "shared_blocks": "they read the same KV blocks, so arithmetic is the bound",
+}
 _SM_COUNT = 132  # of an H100 SXM, an H200 and a GH200
 
 
@@ -46,12 +51,8 @@ def explain(case: Case, sm_count: int) -> str:
     """
     key = _key(case, sm_count)
     spec = decode_spec(key)
-    if key.row_tiles > 1:
-        tiles = f"{key.row_tiles} row tiles"
-        reason = "they read the same KV blocks, so arithmetic is the bound"
-    else:
-        tiles = "1 row tile"
-        reason = "it reads each KV block alone, so memory is the bound"
+    tiles = "1 row tile" if key.row_tiles == 1 else f"{key.row_tiles} row tiles"
+    reason = _REASONS[key.variant]
     blocks = key.parts * key.tiles
     joined = "" if key.parts == 1 else "; pieces of a request that parts share are joined"
     return (

@@ -8,7 +8,7 @@ from math import e, log2
 from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import PreparedLaunch
-from cumla.launch.mla_plan import BLOCK_TOKENS, HEAD_DIM
+from cumla.launch.mla_plan import BLOCK_TOKENS, HEAD_DIM, VARIANTS
 from cumla.launch.source import KernelSpec
 from cumla.launch.tensor_map import paged_kv_map
 
@@ -47,11 +47,9 @@ def _swapped_spec(dtype: str) -> KernelSpec:
 _SPECS = {
     (dtype, variant): spec
     for dtype in _TAGS
-    for variant, spec in {
-        "swapped": _swapped_spec(dtype),
-        "one_tile": _spec(dtype, False),
-        "shared_blocks": _spec(dtype, True),
-    }.items()
+    for variant, spec in zip(
+        VARIANTS, (_swapped_spec(dtype), _spec(dtype, False), _spec(dtype, True)), strict=True
+    )
 }
 SPECS = tuple(_SPECS.values())
 
@@ -62,13 +60,8 @@ def decode_specs(dtype: str) -> tuple[KernelSpec, ...]:
 
 
 def decode_spec(key: MLADecodeKey) -> KernelSpec:
-    """Choose the kernel for a shape: whether several row tiles read the same KV blocks.
-
-    Then attention is bound by arithmetic, and products run beside each softmax; with one row tile
-    it is bound by memory, and a stage is given back as early as possible.
-    """
-    variant = "swapped" if key.group_rows <= 16 else "shared_blocks" if key.row_tiles > 1 else "one_tile"
-    return _SPECS[key.dtype, variant]
+    """Look up the kernel of a shape's variant."""
+    return _SPECS[key.dtype, key.variant]
 
 
 _PARAMS = struct.Struct("<128s19q9if")
@@ -92,7 +85,7 @@ def prepare_decode(
     Parameters
     ----------
     kernel : LoadedKernel
-        ``mla_decode_<dtype>``.
+        Of :func:`decode_spec`.
     key : MLADecodeKey
         The plan's shape.
     buffer : int

@@ -15,7 +15,9 @@ __all__ = [
     "HEAD_DIM",
     "MOST_PARTS",
     "ROW_TILE",
+    "SWAPPED_ROWS",
     "VALUE_DIM",
+    "VARIANTS",
     "MLADecodeKey",
     "PlanLayout",
     "piece_blocks",
@@ -26,6 +28,10 @@ VALUE_DIM = 512  # the latent columns are the value
 BLOCK_TOKENS = 64  # tokens that a schedule deals out at once
 ROW_TILE = 64  # query rows of one thread block
 ROW_GROUP = 16  # of them in one warp: partial results hold whole groups
+
+VARIANTS = ("swapped", "one_tile", "shared_blocks")
+"""Kernels of cuda/mla_decode_swapped.cu and cuda/mla_decode.cu that attend."""
+SWAPPED_ROWS = 16  # most query rows of a kv head that the first of them takes
 
 PART_BYTES = 48  # struct Part
 TICKET_BYTES = 16  # struct Ticket
@@ -78,6 +84,8 @@ class MLADecodeKey:
         Requests are cut at fixed positions, whatever else is in the batch.
     max_blocks : int
         Most KV blocks of a request; 0 unless batch_invariant.
+    pinned : str or None
+        One of VARIANTS that somebody asked for.
     """
 
     batch: int
@@ -91,6 +99,22 @@ class MLADecodeKey:
     sm_count: int
     batch_invariant: bool = False
     max_blocks: int = 0
+    pinned: str | None = None
+
+    @cached_property
+    def variant(self) -> str:
+        """Which of VARIANTS serves this shape: the only place where that is chosen.
+
+        Up to 16 query rows of a kv head: operands swapped, for a matrix product has 64 rows on its
+        M side at least. Up to 64: one row tile, bound by memory, which gives room back as early as
+        possible. More: several row tiles read the same KV blocks, bound by arithmetic, and
+        products run beside each softmax.
+        """
+        if self.pinned is not None:
+            return self.pinned
+        if self.group_rows <= SWAPPED_ROWS:
+            return "swapped"
+        return "one_tile" if self.row_tiles == 1 else "shared_blocks"
 
     @cached_property
     def heads_per_group(self) -> int:
