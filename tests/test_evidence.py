@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cumla.launch import all_specs
 from tests.gpu import conftest as gpu_conftest
 from tests.gpu import record, sanitize
 
@@ -229,6 +230,12 @@ def test_a_log_with_hazards() -> None:
     assert found["kernels"] == {"mla_decode_bfloat16": 4}
     assert list(found["kinds"].values()) == [2]
     assert found["seconds"] == 12.5
+
+
+def test_every_kernel_is_found_in_a_log() -> None:
+    for spec in all_specs():
+        for place in (f"{spec.entry}+0x1f0", f"{spec.entry}(cumla::Params)+0x1f0"):
+            assert sanitize.read_log(f"=========     at {place}\n")["kernels"] == {spec.entry: 1}
 
 
 def test_a_log_with_an_uninitialised_read() -> None:

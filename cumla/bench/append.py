@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,10 @@ from cumla import append_mla_cache, reference
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.dense import CheckError
 from cumla.bench.gpu import DTYPES, Gpu
-from cumla.bench.timing import time_cold
+from cumla.bench.timing import GpuTimer, time_cold
 from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
 
-__all__ = ["CASES", "AppendCase", "run_append"]
+__all__ = ["APPEND", "AppendCase", "run_append"]
 
 _ROW_BYTES = 2 * HEAD_DIM
 _ROPE_DIM = HEAD_DIM - VALUE_DIM
@@ -47,16 +47,25 @@ class AppendCase:
         """Rows, whole pages of them."""
         return self.mbytes * 10**6 // (_ROW_BYTES * self.page_size) * self.page_size
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read and written."""
+        return 2 * self.tokens * _ROW_BYTES
 
-CASES = tuple(
+
+APPEND = tuple(
     AppendCase(mbytes, page_size, rotated)
     for mbytes in (64, 1000)
     for page_size, rotated in ((64, False), (1, False), (64, True))
 )
+"""The cases of the benchmark."""
 
 
 def run_append(
-    gpu: Gpu, copy_gbps: float, cases: Iterable[AppendCase] = CASES
+    gpu: Gpu,
+    copy_gbps: float,
+    cases: Iterable[AppendCase] = APPEND,
+    timer: GpuTimer = time_cold,
 ) -> list[dict[str, Any]]:
     """Check and time cases in bfloat16.
 
@@ -68,23 +77,28 @@ def run_append(
         What a copy reads and writes in the same run, in GB/s.
     cases : iterable of AppendCase
         In the order of the rows that come back.
+    timer : GpuTimer
+        How to time a call.
 
     Returns
     -------
     list of dict
-        ``mbytes``, ``tokens``, ``page_size``, ``rotated``; ``us`` (median), ``us_low``, ``us_high``
-        of one call with a cold L2 cache; ``gbps``, rows read and written; ``efficiency``, their
-        share of the copy ceiling.
-
-    Raises
-    ------
-    CheckError
-        A row was not written as it should be.
+        ``mbytes``, ``page_size``, ``rotated``, ``tokens``, ``dtype``, ``nbytes``; ``us`` (median),
+        ``us_low``, ``us_high`` of one call; ``gbps``, rows read and written; ``efficiency``, their
+        share of the copy ceiling. A case that is not written as it should be has ``failed`` instead
+        of times.
     """
-    return [_run_case(gpu, copy_gbps, case) for case in cases]
+    rows = []
+    for case in cases:
+        row = asdict(case) | {"tokens": case.tokens, "dtype": "bfloat16", "nbytes": case.nbytes}
+        try:
+            rows.append(row | _run_case(gpu, copy_gbps, case, timer))
+        except CheckError as error:
+            rows.append(row | {"failed": str(error)})
+    return rows
 
 
-def _run_case(gpu: Gpu, copy_gbps: float, case: AppendCase) -> dict[str, Any]:
+def _run_case(gpu: Gpu, copy_gbps: float, case: AppendCase, timer: GpuTimer) -> dict[str, float]:
     rng = np.random.default_rng(0)
     tokens = case.tokens
     pages = rng.permutation(tokens // case.page_size)
@@ -108,13 +122,9 @@ def _run_case(gpu: Gpu, copy_gbps: float, case: AppendCase) -> dict[str, Any]:
     append()
     chosen = np.unique([0, tokens - 1, *rng.integers(0, tokens, _CHECKED_ROWS)])
     _check(gpu, case, row_bits, cache_bits, chosen, slots, rotation)
-    timing = time_cold(gpu, append)
-    gbps = 2 * tokens * _ROW_BYTES / (timing.us * 1e3)
+    timing = timer(gpu, append)
+    gbps = case.nbytes / (timing.us * 1e3)
     return {
-        "mbytes": case.mbytes,
-        "tokens": tokens,
-        "page_size": case.page_size,
-        "rotated": case.rotated,
         "us": timing.us,
         "us_low": timing.low,
         "us_high": timing.high,
@@ -146,4 +156,4 @@ def _check(
         allowed[:, VALUE_DIM:] = 2.0**-7 * np.abs(expected[:, VALUE_DIM:]) + 1e-5
     wrong = ~(np.abs(got - expected) <= allowed).all(axis=1)
     if wrong.any():
-        raise CheckError(f"{case}: row {chosen[wrong][0]} was not written as it should be")
+        raise CheckError(f"append {case}: row {chosen[wrong][0]} was not written as it should be")

@@ -9,7 +9,7 @@ from cumla.launch.device import current_device, properties
 from cumla.launch.mla_decode import decode_spec
 from cumla.launch.mla_plan import MLADecodeKey
 
-__all__ = ["explain", "find_sm_count"]
+__all__ = ["explain", "find_sm_count", "key_of"]
 
 _REASONS = {
     "swapped": "memory is the bound, and so few rows fit the N side of the matrix products",
@@ -49,7 +49,7 @@ def explain(case: Case, sm_count: int) -> str:
     str
         One paragraph.
     """
-    key = _key(case, sm_count)
+    key = key_of(case, sm_count)
     spec = decode_spec(key)
     tiles = "1 row tile" if key.row_tiles == 1 else f"{key.row_tiles} row tiles"
     reason = _REASONS[key.variant]
@@ -63,7 +63,20 @@ def explain(case: Case, sm_count: int) -> str:
     )
 
 
-def _key(case: Case, sm_count: int) -> MLADecodeKey:
+def key_of(case: Case, sm_count: int) -> MLADecodeKey:
+    """Return the key of a case's plan.
+
+    Parameters
+    ----------
+    case : Case
+        What would run.
+    sm_count : int
+        Multiprocessors of the GPU.
+
+    Returns
+    -------
+    MLADecodeKey
+    """
     return MLADecodeKey(
         batch=case.batch,
         q_len=case.q_len,

@@ -8,7 +8,7 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["to_csv", "to_markdown", "to_text"]
+__all__ = ["failures", "to_csv", "to_markdown", "to_text"]
 
 Results = dict[str, Any]
 Row = dict[str, Any]
@@ -30,6 +30,12 @@ _MARK = (
 _L2 = {"cold": "full of other data", "warm": "as the call before has left it"}
 _BACK_TO_BACK = " +: timed as the mean of back-to-back graph replays, which hides the launch."
 _MEASURED = " =: ran in this run, and is not scaled."
+# Operations beside attention: what tells their cases apart, a key of a row by its title.
+_OPERATIONS = {
+    "merge": {"partial results": "count", "tokens": "tokens", "dtype": "dtype"},
+    "append": {"tokens": "tokens", "page": "page_size", "rotated": "rotated", "dtype": "dtype"},
+}
+_SECTIONS = ("rows", "ragged", "invariant", *_OPERATIONS)  # of rows that may have failed
 
 
 def to_text(results: Results) -> str:
@@ -45,10 +51,25 @@ def to_text(results: Results) -> str:
     str
         Aligned tables.
     """
-    rows = [*results["rows"], *results.get("ragged", ()), *results.get("invariant", ())]
-    failures = [row["failed"] for row in rows if "failed" in row]
     said = ["\n".join(notes)] if (notes := results.get("notes")) else []
-    return "\n\n".join([*_parts(results, _aligned), *said, *failures, _note(results)])
+    return "\n\n".join([*_parts(results, _aligned), *said, *failures(results), _note(results)])
+
+
+def failures(results: Results) -> list[str]:
+    """List what is wrong with results that are.
+
+    Parameters
+    ----------
+    results : dict
+        What `cumla.bench.run.run` returned.
+
+    Returns
+    -------
+    list of str
+        A sentence for each row without times, of every section.
+    """
+    rows = (row for section in _SECTIONS for row in results.get(section, ()))
+    return [row["failed"] for row in rows if "failed" in row]
 
 
 def to_markdown(results: Results) -> str:
@@ -80,6 +101,7 @@ def _parts(results: Results, draw: Callable[[Table], str]) -> list[str]:
         parts.append(draw(_invariant(results["invariant"])))
     if "schedule" in results:
         parts.append(draw(_schedule(results)))
+    parts += [draw(_operation(name, results[name])) for name in _OPERATIONS if name in results]
     if "host" in results:
         parts.append(_host_line(results))
     if "start" in results:
@@ -221,6 +243,19 @@ def _invariant(rows: Sequence[Row]) -> Table:
             continue
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.3f}"
         table.append([*shape, _us(row["us"]), _us(row["usual_us"]), ratio])
+    return table
+
+
+def _operation(name: str, rows: Sequence[Row]) -> Table:
+    first, *others = keys = _OPERATIONS[name]
+    figures = ("MB read and written", "us", "GB/s", "share of the copy ceiling")
+    table = [[f"{name}: {first}", *others, *figures]]
+    for row in rows:
+        case = [*(str(row[key]) for key in keys.values()), f"{row['nbytes'] / 1e6:.0f}"]
+        if "failed" in row:
+            table.append([*case, "wrong result", "", ""])
+            continue
+        table.append([*case, _us(row["us"]), f"{row['gbps']:.0f}", f"{row['efficiency']:.2f}"])
     return table
 
 

@@ -9,10 +9,12 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from typing import Any
 
 import cumla
+from cumla.bench.append import APPEND, run_append
 from cumla.bench.cases import (
     DENSE,
     INVARIANT,
@@ -27,11 +29,12 @@ from cumla.bench.ceilings import measure
 from cumla.bench.dense import CheckError, DenseTiming, Workbench, run_case
 from cumla.bench.gpu import Gpu
 from cumla.bench.host import HOST_CASE, SCHEDULES, host_times, time_schedule
+from cumla.bench.merge import MERGE, merge_rows
 from cumla.bench.peer_runs import peer_cases, run_peers
 from cumla.bench.peers import Peers, load_peers
 from cumla.bench.start import StartError
 from cumla.bench.start import measure as measure_start
-from cumla.bench.timing import Timing, time_cold, time_warm
+from cumla.bench.timing import GpuTimer, Timing, time_cold, time_warm
 from cumla.errors import CumlaError
 from cumla.launch import all_specs
 from cumla.launch.device import import_cupy, installed_cupy
@@ -49,7 +52,9 @@ PROTOCOL = (
     "pairs only; efficiency: the larger of bytes / read ceiling and operations / matrix-product "
     f"ceiling, divided by the time. Ragged lengths: log-normal, sigma {LOG_NORMAL_SIGMA}, scaled "
     "to the tokens of the equal-length case. Batch-invariant: with the plan's max_seqlen at the "
-    "longest request. Peers that are marked as measured ran in this run, on "
+    "longest request. Merging and writing into caches: some of what was written is checked against "
+    "float64 first; bytes read and written, efficiency as a share of the copy ceiling. "
+    "Peers that are marked as measured ran in this run, on "
     "the same inputs, planned or gathered beforehand, median of 15; the others were measured on "
     "the GPU that `peers` names and are scaled by the ratio of the two GPUs' ceilings"
 )
@@ -62,7 +67,7 @@ Results = dict[str, Any]
 
 def steps(cases: tuple[Case, ...], peers: tuple[str, ...] | None = None) -> int:
     """Count how often `run` calls its `note`."""
-    whole = 2 + len(RAGGED) + len(INVARIANT) if cases == DENSE else 0
+    whole = 2 + sum(map(len, (RAGGED, INVARIANT, MERGE, APPEND))) if cases == DENSE else 0
     return 1 + len(cases) + whole + len(peer_cases(cases, peers))
 
 
@@ -78,8 +83,8 @@ def run(
     Parameters
     ----------
     cases : tuple of Case
-        What to run. Ragged lengths, the batch-invariant mode, schedule, host and start times are
-        measured with the whole table only.
+        What to run. Ragged lengths, the batch-invariant mode, schedule, host and start times,
+        merging and writing into caches are measured with the whole table only.
     note : callable
         Told what has been done, a line a step.
     peers : tuple of str, optional
@@ -121,6 +126,7 @@ def run(
             yield results
         if cases == DENSE:
             yield from _whole(bench, results, published, note)
+            yield from _operations(gpu, results, ceilings, timer, note)
         yield from _add_peers(bench, cases, peers, results, note)
 
 
@@ -141,7 +147,7 @@ def _describe(gpu: Gpu, ceilings: Ceilings, published: Peers, warm: bool) -> Res
 
 
 def _whole(bench: Workbench, results: Results, published: Peers, note: Note) -> Iterator[Results]:
-    """Measure what comes with the whole table only."""
+    """Measure what else there is to say of attention, with the whole table only."""
     results["ragged"] = []
     for case in RAGGED:
         results["ragged"].append(_ragged_row(bench, case, results["rows"], note))
@@ -157,6 +163,26 @@ def _whole(bench: Workbench, results: Results, published: Peers, note: Note) -> 
     results["notes"] += host.notes
     note("schedule and host")
     yield results
+
+
+def _operations(
+    gpu: Gpu, results: Results, ceilings: Ceilings, timer: GpuTimer, note: Note
+) -> Iterator[Results]:
+    """Measure the operations beside attention, which move bytes and do little else."""
+    sections = {
+        "merge": [partial(merge_rows, gpu, ceilings, (case,), timer) for case in MERGE],
+        "append": [partial(run_append, gpu, ceilings.copy_gbps, (case,), timer) for case in APPEND],
+    }
+    for name, runs in sections.items():
+        results[name] = []
+        for measure_one in runs:
+            (row,) = measure_one()
+            results[name].append(row)
+            if "failed" in row:
+                note(f"FAILED: {row['failed']}")
+            else:
+                note(f"{name}, {row['nbytes'] / 1e6:.0f} MB: {row['us']:.1f} us")
+            yield results
 
 
 def _dense_rows(

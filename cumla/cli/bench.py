@@ -19,7 +19,7 @@ __all__ = ["add_parser", "run"]
 
 _GRID = {"batch": 128, "q_len": 1, "heads": 128, "kv_len": 4096}
 """What a grid has along the axes that are not given."""
-_PEERS = ("sdpa", "triton", "flashinfer")
+_PEERS = ("sdpa", "triton", "flashinfer", "flashmla", "fa3")
 
 
 class _UsageError(Exception):
@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Check each case against float64, time it, and put it beside the ceilings of "
         "the same run, other libraries that are installed, and published times. By default the "
         "dense table, with ragged lengths, the batch-invariant mode, schedule, host and start "
-        "times.",
+        "times, and the operations beside attention: merging, and writing into caches.",
     )
     _add_cases(parser)
     _add_ways(parser)
@@ -132,9 +132,7 @@ def run(args: argparse.Namespace) -> int:
     except _UsageError as error:
         print(f"cumla bench: {error}", file=sys.stderr)
         return 1
-    _report(args, results)
-    rows = [*results["rows"], *results.get("ragged", ()), *results.get("invariant", ())]
-    return 1 if source is None and any("failed" in row for row in rows) else 0
+    return 1 if _report(args, results) and source is None else 0
 
 
 def _cases(args: argparse.Namespace) -> tuple[Case, ...]:
@@ -193,7 +191,8 @@ def _peers(names: list[str] | None) -> tuple[str, ...] | None:
     return {"all": _PEERS, "none": ()}.get(names[0], tuple(names))
 
 
-def _report(args: argparse.Namespace, results: dict[str, Any]) -> None:
+def _report(args: argparse.Namespace, results: dict[str, Any]) -> bool:
+    """Print and draw; true if a result was wrong."""
     from cumla.bench import report
 
     if args.markdown is None:
@@ -208,6 +207,7 @@ def _report(args: argparse.Namespace, results: dict[str, Any]) -> None:
 
         for path in draw(results, args.plot):
             print(f"drew {path}", file=sys.stderr)
+    return bool(report.failures(results))
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:

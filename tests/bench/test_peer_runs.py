@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other libraries in the same run: PyTorch's attention on the CPU, FlashInfer in other words."""
+"""Other libraries in the same run: PyTorch's attention on the CPU, the others in other words."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from cumla.bench import peer_runs
-from cumla.bench.cases import Case
+from cumla.bench.cases import DENSE, Case
 from cumla.bench.dense import Workbench
-from cumla.bench.peer_runs import peer_cases, run_peers
+from cumla.bench.peer_runs import PEERS, peer_cases, run_peers
+from cumla.bench.peers import load_peers
+from cumla.cli import bench as cli
 from tests.bench.fake_gpu import FakeGpu
 
 torch = pytest.importorskip("torch")
@@ -86,6 +88,8 @@ def test_peer_that_raises_becomes_a_note(gpu: FakeGpu, monkeypatch: pytest.Monke
         (Case(2, 1, 4, 64, seed=0), "sdpa", "needs requests of the same length"),
         (Case(2, 1, 4, 64, kv_heads=2), "triton", "needs one kv head"),
         (Case(2, 1, 4, 64, kv_heads=2), "flashinfer", "needs one kv head"),
+        (Case(2, 1, 4, 64, kv_heads=2), "flashmla", "needs one kv head"),
+        (Case(2, 1, 4, 64, kv_heads=2), "fa3", "needs one kv head"),
     ],
 )
 def test_what_a_peer_cannot_do_is_said(
@@ -99,7 +103,34 @@ def test_missing_libraries_are_named(gpu: FakeGpu):
     bench = Workbench(gpu, (CASE,))
     runs = run_peers(bench, CASE, None)
     assert set(runs.times) == {"torch SDPA"}
-    assert runs.notes == ["Triton: triton not installed", "FlashInfer: flashinfer not installed"]
+    assert runs.notes == [
+        "Triton: triton not installed",
+        "FlashInfer: flashinfer not installed",
+        "FlashMLA: flash_mla not installed",
+        "FA3-MLA: flash_attn_interface not installed",
+    ]
+
+
+def attend(q: Any, keys: Any, scale: float, causal: bool) -> Any:
+    """A request in float32: q (q_len, heads, 576) and its tokens' keys (tokens, 576)."""
+    scores = torch.einsum("qhd,td->hqt", q.float(), keys.float()) * scale
+    if causal:
+        count, length = len(q), len(keys)
+        hidden = torch.ones(count, length, dtype=torch.bool).triu(length - count + 1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return torch.einsum("hqt,td->qhd", scores.softmax(-1), keys[:, :512].float()).to(q.dtype)
+
+
+def attend_paged(q: Any, kv: Any, table: Any, seqlens: Any, scale: float, causal: bool) -> Any:
+    """All requests, from pages (pages, 64, 1, 576) of which the table's unused entries name none."""
+    return torch.stack(
+        [
+            attend(
+                q[i], kv[table[i, : -(-length // 64)].long()].flatten(0, 2)[:length], scale, causal
+            )
+            for i, length in enumerate(seqlens.tolist())
+        ]
+    )
 
 
 class Wrapper:
@@ -119,23 +150,18 @@ class Wrapper:
         out = torch.empty_like(q_nope)
         for i, length in enumerate(lengths.tolist()):
             own = indices[pages[i] : pages[i + 1]].long()
-            keys = torch.cat([ckv[own], kpe[own]], -1).flatten(0, 1)[:length].float()
+            keys = torch.cat([ckv[own], kpe[own]], -1).flatten(0, 1)[:length]
             rows = slice(int(queries[i]), int(queries[i + 1]))
-            q = torch.cat([q_nope[rows], q_pe[rows]], -1).float()
-            scores = torch.einsum("qhd,td->hqt", q, keys) * scale
-            if causal:
-                count = q.shape[0]
-                hidden = torch.ones(count, length, dtype=torch.bool).triu(length - count + 1)
-                scores = scores.masked_fill(hidden, float("-inf"))
-            out[rows] = torch.einsum("hqt,td->qhd", scores.softmax(-1), keys[:, :latent]).to(
-                out.dtype
-            )
+            out[rows] = attend(torch.cat([q_nope[rows], q_pe[rows]], -1), keys, scale, causal)
         return out
 
 
-@pytest.mark.parametrize(
+both_lengths = pytest.mark.parametrize(
     "case", [CASE, Case(5, 1, 2, 130, dtype="float16", seed=1)], ids=lambda case: case.name
 )
+
+
+@both_lengths
 def test_flashinfer_gets_what_it_needs(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, case: Case):
     module = SimpleNamespace(BatchMLAPagedAttentionWrapper=Wrapper)
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(mla=module))
@@ -144,6 +170,115 @@ def test_flashinfer_gets_what_it_needs(gpu: FakeGpu, monkeypatch: pytest.MonkeyP
     runs = run(gpu, case, "flashinfer")
     assert runs.notes == []
     assert set(runs.times) == {"FlashInfer"}
+
+
+@both_lengths
+def test_flashmla_gets_what_it_needs(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, case: Case):
+    schedule = torch.zeros(4, 8), torch.zeros(case.batch + 1)
+
+    def get_mla_metadata(cache_seqlens: Any, rows: int, kv_heads: int) -> Any:
+        gpu.now += 1000.0  # if it were timed, that would show
+        assert cache_seqlens.tolist() == case.lengths.tolist()
+        assert (rows, kv_heads) == (case.q_len * case.heads, 1)
+        return schedule
+
+    def flash_mla_with_kvcache(
+        *arguments: Any, softmax_scale: float | None = None, causal: bool = False
+    ) -> Any:
+        q, k_cache, block_table, cache_seqlens, head_dim_v, *scheduled = arguments
+        assert head_dim_v == 512
+        assert all(got is made for got, made in zip(scheduled, schedule, strict=True))
+        gpu.now += PEER_US
+        out = attend_paged(q, k_cache, block_table, cache_seqlens, softmax_scale, causal)
+        return out, torch.zeros(case.batch, case.heads, case.q_len)
+
+    module = SimpleNamespace(
+        get_mla_metadata=get_mla_metadata, flash_mla_with_kvcache=flash_mla_with_kvcache
+    )
+    monkeypatch.setitem(sys.modules, "flash_mla", module)
+    monkeypatch.setattr(peer_runs, "find_spec", lambda name: name)
+    runs = run(gpu, case, "flashmla")
+    assert runs.notes == []
+    assert {name: time.us for name, time in runs.times.items()} == {"FlashMLA": PEER_US}
+
+
+class FlashAttention3:
+    """Its interface, with a time for each number of splits and one that may be wrong."""
+
+    times = {0: 9.0, 1: 7.0, 32: 12.0}
+
+    def __init__(self, gpu: FakeGpu, wrong: int | None = None) -> None:
+        self.gpu = gpu
+        self.wrong = wrong
+
+    def get_scheduler_metadata(
+        self,
+        batch_size: int,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        num_heads_q: int,
+        num_heads_kv: int,
+        headdim: int,
+        cache_seqlens: Any,
+        **options: Any,
+    ) -> Any:
+        self.gpu.now += 1000.0  # if it were timed, that would show
+        shape = (batch_size, max_seqlen_q, num_heads_q, num_heads_kv, headdim)
+        return options | {"shape": shape, "longest": max_seqlen_k, "seqlens": cache_seqlens}
+
+    def flash_attn_with_kvcache(
+        self,
+        q: Any,
+        k_cache: Any,
+        v_cache: Any,
+        *,
+        qv: Any,
+        cache_seqlens: Any,
+        page_table: Any,
+        softmax_scale: float,
+        causal: bool,
+        num_splits: int,
+        scheduler_metadata: Any,
+    ) -> Any:
+        assert scheduler_metadata == {
+            "shape": (*q.shape[:3], 1, q.shape[3]),
+            "longest": page_table.shape[1] * k_cache.shape[1],
+            "seqlens": cache_seqlens,
+            "qkv_dtype": q.dtype,
+            "headdim_v": v_cache.shape[3],
+            "page_size": k_cache.shape[1],
+            "causal": causal,
+            "num_splits": num_splits,
+        }
+        assert k_cache.data_ptr() == v_cache.data_ptr() + 2 * 512  # nothing has been copied
+        assert q.data_ptr() == qv.data_ptr() + 2 * 512
+        self.gpu.now += self.times[num_splits]
+        kv = torch.cat([v_cache, k_cache], -1)
+        q = torch.cat([qv, q], -1)
+        out = attend_paged(q, kv, page_table, cache_seqlens, softmax_scale, causal)
+        return out * 2 if num_splits == self.wrong else out
+
+
+@both_lengths
+def test_fa3_counts_with_its_best_number_of_splits(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, case: Case
+):
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", FlashAttention3(gpu))
+    monkeypatch.setattr(peer_runs, "find_spec", lambda name: name)
+    runs = run(gpu, case, "fa3")
+    assert runs.notes == []
+    assert {name: time.us for name, time in runs.times.items()} == {"FA3-MLA": 7.0}
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 32])
+def test_fa3_is_checked_with_each_number_of_splits(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, wrong: int
+):
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", FlashAttention3(gpu, wrong))
+    monkeypatch.setattr(peer_runs, "find_spec", lambda name: name)
+    runs = run(gpu, CASE, "fa3")
+    assert runs.times == {}
+    assert "out is wrong in 24 of 24 rows" in runs.notes[0]
 
 
 def test_triton_gets_what_it_needs(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch):
@@ -181,3 +316,11 @@ def test_who_runs_where(monkeypatch: pytest.MonkeyPatch):
     assert peer_cases(cases, None) == (CASE,)
     assert peer_cases(cases, ("sdpa",)) == cases
     assert peer_cases(cases, ()) == ()
+    assert peer_cases(DENSE, ("flashmla", "fa3", "flashinfer")) == DENSE
+
+
+def test_names_and_titles():
+    """The command names all of them; where times are published, a title supersedes them."""
+    assert tuple(PEERS) == cli._PEERS
+    published = {row["peer"] for row in load_peers().rows}
+    assert {PEERS[name][0] for name in ("flashinfer", "flashmla", "fa3")} <= published

@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 
 from cumla import cli
-from cumla.bench import ceilings, dense, host, peer_runs, run, start
+from cumla.bench import append, ceilings, dense, host, merge, peer_runs, run, start
+from cumla.bench.append import AppendCase
 from cumla.bench.cases import Case
 from cumla.bench.dense import CheckError, Workbench, check
 from cumla.bench.gpu import Gpu
+from cumla.bench.merge import MergeCase
 from cumla.bench.peers import PeerTime
 from cumla.bench.report import to_csv, to_markdown, to_text
 from cumla.errors import CumlaError
@@ -27,6 +29,8 @@ from cumla.launch import all_specs
 from tests.bench.fake_gpu import LAUNCH_US, FakeGpu, memory
 
 CASES = (Case(17, 1, 3, 64), Case(2, 2, 3, 128))  # the first is no small batch
+MERGE = (MergeCase(2, 5), MergeCase(3, 4, "float32"))
+APPEND = (AppendCase(1, 64), AppendCase(1, 16, rotated=True))
 START = {
     "import_s": 0.01,
     "names_s": 0.21,
@@ -46,6 +50,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(run, "RAGGED", CASES[:1])
     monkeypatch.setattr(run, "RAGGED_SEEDS", range(2))
     monkeypatch.setattr(run, "INVARIANT", CASES[1:])
+    monkeypatch.setattr(run, "MERGE", MERGE)
+    monkeypatch.setattr(run, "APPEND", APPEND)
     monkeypatch.setattr(peer_runs, "PEER_CASES", CASES[1:])
     monkeypatch.setattr(peer_runs, "find_spec", lambda name: None)
     monkeypatch.setattr(run, "import_cupy", lambda: None)
@@ -61,14 +67,21 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(run, "measure_start", lambda: START)
     for name in ("CUMLA_CHECK", "CUMLA_DEBUG"):
         monkeypatch.delenv(name, raising=False)
-    original = dense.MLADecodePlan.run
-
-    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        gpu.now += LAUNCH_US
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(dense.MLADecodePlan, "run", timed)
+    for owner, name in (
+        (dense.MLADecodePlan, "run"),
+        (merge, "merge_attention_states"),
+        (append, "append_mla_cache"),
+    ):
+        monkeypatch.setattr(owner, name, _timed(gpu, getattr(owner, name)))
     return gpu
+
+
+def _timed(gpu: FakeGpu, original: Any) -> Any:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        gpu.now += LAUNCH_US
+        return original(*args, **kwargs)
+
+    return timed
 
 
 def _ticks(gpu: FakeGpu) -> Any:
@@ -116,6 +129,8 @@ def test_everything_else_is_recorded(results):
         "torch SDPA: torch not installed",
         "Triton: torch and triton not installed",
         "FlashInfer: torch and flashinfer not installed",
+        "FlashMLA: torch and flash_mla not installed",
+        "FA3-MLA: torch and flash_attn_interface not installed",
     ]
 
 
@@ -132,6 +147,74 @@ def test_batch_invariant_times_stand_beside_the_usual_ones(results):
     assert Case.from_json(row) == replace(CASES[1], batch_invariant=True)
     assert row["us"] == row["usual_us"] == LAUNCH_US
     assert row["ratio"] == 1.0
+
+
+def test_operations_stand_beside_the_copy_ceiling(results):
+    copy_gbps = results["ceilings"]["copy_GBps"]
+    for section, cases in (("merge", MERGE), ("append", APPEND)):
+        assert [row["nbytes"] for row in results[section]] == [case.nbytes for case in cases]
+        for row in results[section]:
+            assert row["us"] == LAUNCH_US
+            assert row["gbps"] == pytest.approx(row["nbytes"] / LAUNCH_US / 1e3)
+            assert row["efficiency"] == pytest.approx(row["gbps"] / copy_gbps)
+    assert [row["count"] for row in results["merge"]] == [2, 3]
+    assert [row["rotated"] for row in results["append"]] == [False, True]
+
+
+def test_tables_of_operations(results):
+    results["merge"][0] |= {"us": 123.4, "gbps": 3900.4, "efficiency": 0.914}
+    lines = to_markdown(results).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("| merge: partial results |"))
+    assert lines[at].endswith("| MB read and written | us | GB/s | share of the copy ceiling |")
+    assert lines[at + 2] == "| 2 | 5 | bfloat16 | 2 | 123 | 3900 | 0.91 |"
+    assert lines[at + 3].startswith("| 3 | 4 | float32 | 4 | 5.0 | ")
+    at = next(i for i, line in enumerate(lines) if line.startswith("| append: tokens | page |"))
+    assert lines[at + 2].startswith("| 832 | 64 | False | bfloat16 | 2 | 5.0 | ")
+    assert lines[at + 3].startswith("| 864 | 16 | True | bfloat16 | 2 | 5.0 | ")
+    assert lines[at + 4] == ""
+
+
+@pytest.mark.parametrize("section", ["merge", "append"])
+def test_wrong_result_of_an_operation_fails_its_rows(fake, monkeypatch, section, capsys):
+    owner, name = {
+        "merge": (merge, "merge_attention_states"),
+        "append": (append, "append_mla_cache"),
+    }[section]
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: None)
+    told: list[str] = []
+    *_, results = run.run(CASES, told.append)
+    assert len(told) == run.steps(CASES)
+    other = ({"merge", "append"} - {section}).pop()
+    assert all("failed" not in row for row in results["rows"] + results[other])
+    failures = [row["failed"] for row in results[section]]
+    assert len(failures) == 2
+    for failure in failures:
+        assert failure.startswith(f"{section} {section.title()}Case(")
+        assert f"FAILED: {failure}" in told
+        assert failure in to_text(results)
+    assert to_markdown(results).count(" | wrong result |  |  |") == 2
+    assert cli.main(["bench"]) == 1
+    assert failures[0] in capsys.readouterr().out
+
+
+def test_warm_operations_are_timed_warm(fake, monkeypatch):
+    monkeypatch.setattr(run, "measure", lambda gpu: ceilings.Ceilings(4000.0, 4000.0, 700.0, 4.0))
+    monkeypatch.setattr(run, "_whole", lambda *arguments: iter(()))
+    monkeypatch.setattr(run, "DENSE", CASES[:1])
+    fake.flush_l2 = pytest.fail
+    *_, results = run.run(CASES[:1], lambda line: None, peers=(), warm=True)
+    assert [row["us"] for row in results["merge"] + results["append"]] == [LAUNCH_US] * 4
+
+
+def test_results_of_before_the_operations_still_print(results, tmp_path, capsys):
+    without = {key: value for key, value in results.items() if key not in ("merge", "append")}
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps(without))
+    assert cli.main(["bench", "--from", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "batch-invariant: batch" in printed
+    assert "merge:" not in printed
+    assert "append:" not in printed
 
 
 def test_price_of_batch_invariance(fake, monkeypatch):
@@ -282,11 +365,12 @@ def test_steps_are_counted_and_results_grow(fake):
     assert seen[0] == (1, True)
     assert seen[-1] == (2, True)
     assert told[0] == "import and first calls"
-    assert len(told) == run.steps(CASES) == 8
+    assert len(told) == run.steps(CASES) == 12
     told.clear()
     *_, results = run.run(CASES[:1], told.append)
     assert len(told) == run.steps(CASES[:1]) == 2
-    assert not {"start", "ragged", "invariant", "schedule", "host"} & set(results)
+    whole = {"start", "ragged", "invariant", "schedule", "host", "merge", "append"}
+    assert not whole & set(results)
 
 
 @pytest.mark.parametrize("what", ["out", "lse"])
@@ -365,8 +449,12 @@ def test_peers_can_be_chosen_for_all_rows(fake, monkeypatch):
     *_, _ = run.run(CASES[:1], told.append, peers=("sdpa",))
     assert asked == [(CASES[0], ("sdpa",))]
     assert len(told) == run.steps(CASES[:1], ("sdpa",)) == 3
+    *_, results = run.run(CASES, told.append, peers=("sdpa",))
+    assert asked[1:] == [(case, ("sdpa",)) for case in CASES]
+    assert {"ragged", "invariant", "schedule", "host", "start"} <= set(results)
+    assert len(told) == 3 + run.steps(CASES, ("sdpa",))
     *_, _ = run.run(CASES, told.append, peers=())
-    assert len(asked) == 1
+    assert len(asked) == 3
 
 
 def test_host_time_of_jax_is_a_note_without_a_gpu(fake, monkeypatch):

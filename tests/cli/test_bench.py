@@ -75,14 +75,14 @@ def test_dtype_alone_is_the_table_in_that_dtype(asked: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("names", "peers"),
     [
-        (("all",), ("sdpa", "triton", "flashinfer")),
+        (("all",), ("sdpa", "triton", "flashinfer", "flashmla", "fa3")),
         (("none",), ()),
         (("triton", "sdpa"), ("triton", "sdpa")),
     ],
 )
 def test_peers(asked: dict[str, Any], names: tuple[str, ...], peers: tuple[str, ...]) -> None:
     assert cumla_bench("--peers", *names, "--warm") == 0
-    assert (asked["peers"], asked["warm"]) == (peers, True)
+    assert (asked["cases"], asked["peers"], asked["warm"]) == (DENSE, peers, True)
 
 
 @pytest.mark.parametrize(

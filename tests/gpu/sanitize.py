@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import math
 import os
 import re
 import shutil
@@ -37,6 +38,7 @@ import cumla  # noqa: E402
 from tests.gpu import record, variants  # noqa: E402
 from tests.gpu.cases import Case  # noqa: E402
 from tests.gpu.problem import NUMPY_DTYPES, Problem, make_problem, typed  # noqa: E402
+from tests.merge_tolerance import assert_merged  # noqa: E402
 
 PLANTS = {
     "missing-wait": variants.MISSING_WAIT,
@@ -55,6 +57,7 @@ RUNS = (  # tool, planted bug
     ("initcheck", "unwritten-partial"),
 )
 SPLIT = "one request cut into many parts"
+INVARIANT = (Case(batch=2, heads=24), np.array([3000, 65]))  # the first is cut, the second is not
 DONE = "sanitize: the grid is done"
 TIMEOUT = 80.0  # seconds a run
 
@@ -101,10 +104,31 @@ def run_grid(plant: str | None) -> None:
         for out, lse in decode(cupy, problem):
             problem.check(out, lse)
         print(f"sanitize: {name}: agrees", flush=True)
+    problem = make_problem(np, *INVARIANT)
+    for out, lse in decode(cupy, problem, batch_invariant=True):
+        problem.check(out, lse)
+    print("sanitize: batch-invariant: agrees", flush=True)
+    for count, dtype in ((2, "bfloat16"), (5, "float32")):
+        merge_states(cupy, count, dtype, in_place=dtype == "float32")
+        print(f"sanitize: {count} merged in {dtype}: agree", flush=True)
     for form in ("slots", "requests, rotated"):
         append_rows(cupy, form)
         print(f"sanitize: rows by {form}: agree", flush=True)
     print(DONE)
+
+
+def merge_states(cupy: Any, count: int, dtype: str, *, in_place: bool) -> None:
+    """Merge partial results, one row of which has weight 0, into memory of their own or not."""
+    rng = np.random.default_rng(0)
+    outs = rng.standard_normal((count, 2, 3, 5, 72)).astype(NUMPY_DTYPES[dtype])
+    lses = rng.standard_normal((count, 2, 5, 3), np.float32)
+    outs[1, 0, 1, 2], lses[1, 0, 2, 1] = np.nan, -np.inf
+    bits = np.uint32 if dtype == "float32" else np.uint16
+    partials = list(typed(cupy.asarray(outs.view(bits)), dtype))
+    logarithms = list(cupy.asarray(lses))
+    options = {"out": partials[1], "lse": logarithms[1]} if in_place else {}
+    out, lse = cumla.merge_attention_states(partials, logarithms, **options)
+    assert_merged(typed(out.view(bits).get(), dtype), lse.get(), outs, lses, lse_base=math.e)
 
 
 def append_rows(cupy: Any, form: str) -> None:
@@ -131,7 +155,9 @@ def append_rows(cupy: Any, form: str) -> None:
     np.testing.assert_array_equal(typed(there.get(), "bfloat16"), cache)
 
 
-def decode(cupy: Any, problem: Problem) -> list[tuple[np.ndarray, np.ndarray]]:
+def decode(
+    cupy: Any, problem: Problem, *, batch_invariant: bool = False
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Results, on the host, of a call of its own and of a plan's run with allocated outputs."""
     case = problem.case
     q, kv = (typed(cupy.asarray(x), case.dtype) for x in (problem.q_bits, problem.kv_bits))
@@ -139,10 +165,12 @@ def decode(cupy: Any, problem: Problem) -> list[tuple[np.ndarray, np.ndarray]]:
     options: dict[str, Any] = {}
     if case.outputs == "float32":
         options["out"] = cupy.empty(problem.out_shape, dtype=cupy.float32)
-    plan = cumla.MLADecodePlan.from_arrays(q, kv, causal=case.causal)
+    ways: dict[str, Any] = {"causal": case.causal, "batch_invariant": batch_invariant}
+    longest = int(problem.lengths.max()) if batch_invariant else None
+    plan = cumla.MLADecodePlan.from_arrays(q, kv, max_seqlen=longest, **ways)
     plan.update(lengths)
     results = [
-        cumla.mla_decode(q, kv, table, lengths, causal=case.causal, **options),
+        cumla.mla_decode(q, kv, table, lengths, **ways, **options),
         plan.run(q, kv, table, lengths),
     ]
     host = []
@@ -192,7 +220,7 @@ def run_all(folder: Path, timeout: float) -> None:
 
 _ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
 _HAZARDS = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warn")
-_KERNEL = re.compile(r"\b((?:mla|append)_\w+?)(?:\+0x[0-9a-f]+|\()")
+_KERNEL = re.compile(r"\b((?:mla|merge|append)_\w+?)(?:\+0x[0-9a-f]+|\()")
 _HEAD = re.compile(r"^========= (?!COMPUTE|ERROR SUMM|RACECHECK SUMM|\s)(.+)$", re.MULTILINE)
 
 
