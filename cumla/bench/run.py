@@ -55,7 +55,8 @@ PROTOCOL = (
     "longest request. Merging and writing into caches: some of what was written is checked against "
     "float64 first; bytes read and written, efficiency as a share of the copy ceiling. "
     "Peers that are marked as measured ran in this run, on "
-    "the same inputs, planned or gathered beforehand, median of 15; the others were measured on "
+    "the same inputs, planned or gathered beforehand, median of 15 (FA3-MLA: with the best of three "
+    "numbers of splits); the others were measured on "
     "the GPU that `peers` names and are scaled by the ratio of the two GPUs' ceilings"
 )
 

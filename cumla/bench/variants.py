@@ -89,7 +89,8 @@ def _call(inputs: Inputs, variant: str) -> Callable[[], object]:
 
 def worst(rows: list[dict[str, Any]]) -> float:
     """Tell how much slower than the best kernel the chosen one is at worst: 1 is never."""
-    return max(row["us"][row["chosen"]] / min(row["us"].values()) for row in rows if "us" in row)
+    timed = [row for row in rows if "us" in row]
+    return max((row["us"][row["chosen"]] / min(row["us"].values()) for row in timed), default=1.0)
 
 
 def _line(row: dict[str, Any], name: str) -> str:

@@ -61,6 +61,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   if (threadIdx.x == 0) initialise_barriers(shared);
   grid_dependency_launch();
   __syncthreads();
+  if (warp == 2 || warp == 3) prefetch_queries(p, threadIdx.x - 64, 64);
   grid_dependency_wait();
 
   const Part part = sane_part(p.parts_in[blockIdx.y], blockIdx.y, p.batch, p.parts);

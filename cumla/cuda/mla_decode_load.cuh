@@ -100,6 +100,22 @@ __device__ __forceinline__ void prefetch_plan(const MlaDecodeParams& p, int thre
   if (thread * kLine < p.batch) prefetch_l2(p.seqlens + thread * kLine);
 }
 
+// Has L2 fetch all query rows where these are few: the CTAs share them. Their request is known only a load later.
+__device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int thread, int threads) {
+  constexpr int kLines = kHeadDim * 2 / 128;  // of a row
+  const int heads = gridDim.z * p.heads_per_group;
+  const i64 lines = static_cast<i64>(p.batch) * p.q_len * heads * kLines;
+  const int ctas = gridDim.x * gridDim.y * gridDim.z;
+  if (lines > 4 * ctas * threads) return;
+  const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+#pragma unroll 1
+  for (int i = cta * threads + thread; i < lines; i += ctas * threads) {
+    const int row = i / kLines, tokens = row / heads, request = tokens / p.q_len;
+    prefetch_l2(p.q + request * p.q_stride_batch + (tokens - request * p.q_len) * p.q_stride_token +
+                (row - tokens * heads) * p.q_stride_head + (i - row * kLines) * 128);
+  }
+}
+
 // Two warps copy the query rows; eight lanes a row, 16 bytes each.
 template <int kRows, typename Layout>
 __device__ __forceinline__ void load_query(const MlaDecodeParams& p, const Layout& shared, const Tile& tile,

@@ -121,30 +121,21 @@ __device__ __forceinline__ int pieces_of(const MlaScheduleParams& p, int tokens,
   return blocks - size < p.min_saving ? 1 : static_cast<u32>(blocks + size - 1) / static_cast<u32>(size);
 }
 
-struct PieceSize {
-  int most, largest;  // what no piece exceeds, and what the largest one really is
-};
-
 // The size of pieces, in blocks, with which each request can have parts of its own, of which there are two a request or
 // more. Each warp tries one size, and one always will do: pieces of twice the least size number parts / 2 + batch.
-__device__ __forceinline__ PieceSize find_piece(const MlaScheduleParams& p, const int* tokens, int total_blocks,
-                                                int* largest_of) {
+__device__ __forceinline__ int find_piece(const MlaScheduleParams& p, const int* tokens, int total_blocks, int* feasible) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int least = max((total_blocks + p.parts - 1) / p.parts, p.min_share);
   const int step = max(least / 16, 1);
   const int size = least + warp * step;
-  int pieces = 0, largest = 0;
-  for (int request = lane; request < p.batch; request += 32) {
-    const u32 blocks = blocks_of(tokens[request]), count = pieces_of(p, tokens[request], size);
-    pieces += count;
-    largest = max(largest, static_cast<int>((blocks + count - 1) / count));
-  }
+  int pieces = 0;
+  for (int request = lane; request < p.batch; request += 32)
+    pieces += pieces_of(p, tokens[request], size);
   pieces = __reduce_add_sync(0xffffffffu, pieces);
-  largest = __reduce_max_sync(0xffffffffu, largest);
-  if (lane == 0) largest_of[warp] = pieces <= p.parts ? largest : -1;
+  if (lane == 0) feasible[warp] = pieces <= p.parts;
   __syncthreads();
-  const int good = __ffs(__ballot_sync(0xffffffffu, largest_of[lane] >= 0)) - 1;
-  return {least + good * step, largest_of[good]};
+  const u32 good = __ballot_sync(0xffffffffu, feasible[lane] != 0);
+  return least + (__ffs(good) - 1) * step;
 }
 
 struct Shared {
@@ -266,9 +257,8 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
   const int dearest = share + p.cut_cost;
   int piece = 0;
   if (2 * p.batch <= p.parts) {
-    const PieceSize found =
-        find_piece(p, shared.thread_tokens, total - p.batch * p.fixed_cost, shared.warp_values[0]);
-    if (found.largest + p.fixed_cost <= dearest) piece = found.most;
+    piece = find_piece(p, shared.thread_tokens, total - p.batch * p.fixed_cost, shared.warp_values[0]);
+    if (piece + p.fixed_cost > dearest) piece = 0;
   }
   const int group = (p.batch + p.parts - 1) / p.parts;
   if (piece == 0 && price_of_whole(p, shared, per_thread, group, total) <= dearest) {

@@ -185,15 +185,15 @@ def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule
 
     share = max(-(-total // parts), MIN_SHARE)
     saving = min_saving(row_groups)
-    if 2 * batch <= parts:
-        pieces = _pieces(blocks, _find_piece(blocks, parts, saving), saving)
-        if int((-(-blocks // pieces)).max()) + FIXED_COST <= share + CUT_COST:
-            requests = np.repeat(np.arange(batch), pieces)
-            index = np.arange(len(requests)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-            bounds[1:, 0] = batch
-            bounds[: len(requests), 0] = requests
-            bounds[: len(requests), 1] = index * blocks[requests] // pieces[requests]
-            return Schedule(bounds, _splits(bounds))
+    piece = _find_piece(blocks, parts, saving) if 2 * batch <= parts else 0
+    if 0 < piece <= share + CUT_COST - FIXED_COST:
+        pieces = _pieces(blocks, piece, saving)
+        requests = np.repeat(np.arange(batch), pieces)
+        index = np.arange(len(requests)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        bounds[1:, 0] = batch
+        bounds[: len(requests), 0] = requests
+        bounds[: len(requests), 1] = index * blocks[requests] // pieces[requests]
+        return Schedule(bounds, _splits(bounds))
 
     group = -(-batch // parts)
     if int(np.diff(np.append(starts[::group], total)).max()) <= share + CUT_COST:
