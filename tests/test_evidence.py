@@ -71,19 +71,37 @@ def test_no_evidence_at_all() -> None:
 
 
 def test_a_kernel_has_all_its_entry_points_in_its_evidence() -> None:
-    assert {"mla_schedule", "mla_decode", "merge_states", "append_cache"} <= set(record.stems())
-    entries = record.subject("mla_decode")["entries"]
     names = {f"mla_decode_{dtype}" for dtype in ("bfloat16", "float16")}
-    assert set(entries) == names | {f"{name}_shared_blocks" for name in names}
-    assert all(len(digest) == 64 for digest in entries.values())
+    wanted = {
+        "mla_schedule": {"mla_schedule", "mla_schedule_invariant"},
+        "mla_decode": names | {f"{name}_shared_blocks" for name in names},
+        "mla_decode_swapped": {f"{name}_swapped" for name in names},
+        "merge_states": {f"merge_states_{dtype}" for dtype in ("bfloat16", "float16", "float32")},
+        "append_cache": {
+            f"append_cache_{dtype}{source}"
+            for dtype in ("bfloat16", "float16")
+            for source in ("", "_from_float32")
+        },
+    }
+    assert set(record.stems()) == set(wanted)
+    for stem, names in wanted.items():
+        entries = record.subject(stem)["entries"]
+        assert set(entries) == names
+        assert all(len(digest) == 64 for digest in entries.values())
 
 
 def test_a_launchers_digest_sees_code_and_no_comments() -> None:
     text = 'x = f"{1}#"  # why\n\n\n# because\ny = """#\n\n"""\n'
     assert record.without_comments(text) == 'x = f"{1}#"\ny = """#\n"""'
     assert record.without_comments("x = 1\n") != record.without_comments("x = 2\n")
-    stems = record.stems()
-    assert len({record.launcher_digest(stem) for stem in stems}) == len(stems)
+
+
+def test_every_kernel_has_one_launcher() -> None:
+    launchers = {stem: record.launcher_of(stem).__name__ for stem in record.stems()}
+    others = {stem: f"cumla.launch.{stem}" for stem in launchers if stem != "mla_decode_swapped"}
+    assert launchers == others | {"mla_decode_swapped": "cumla.launch.mla_decode"}
+    digests = {name: record.launcher_digest(stem) for stem, name in launchers.items()}
+    assert len(set(digests.values())) == len(others)
 
 
 @pytest.mark.parametrize(

@@ -405,8 +405,10 @@ def test_the_cases_of_split_requests_are_of_every_kind() -> None:
 def test_the_edits_of_the_kernels_still_apply(name: str) -> None:
     """And what they make of the kernels compiles, without a spill."""
     edits = variants.ALL[name]
-    specs = variants.specs_of("mla_decode")
-    assert len(specs) == 2
+    stems = variants.stems_of(edits)
+    assert set(stems) == {stem for edit in edits for stem in edit.stems}
+    specs = [spec for stem in stems for spec in variants.specs_of(stem)]
+    assert len(specs) == sum({"mla_decode": 2, "mla_decode_swapped": 1}[stem] for stem in stems)
     try:
         module.bindings_nvrtc_version()
     except MissingDependencyError as error:
@@ -424,6 +426,6 @@ def test_what_the_edited_kernels_go_through_is_there() -> None:
 
 
 def test_an_edit_that_does_not_apply_says_so() -> None:
-    edit = variants.Edit("mla_decode", "no such text", "")
+    edit = variants.Edit(("mla_decode",), "no such text", "")
     with pytest.raises(ValueError, match="mla_decode: 'no such text' occurs 0 times, not 1"):
         variants.edited_text(variants.specs_of("mla_decode")[0], edit)

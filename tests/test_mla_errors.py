@@ -839,7 +839,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_fake_gpu_is_called(on_gpu: dict[str, Any], launched: list[str]) -> None:
     cumla.mla_decode(**on_gpu)
-    assert launched == ["mla_schedule", "mla_decode_swapped"]
+    assert launched == ["mla_schedule", "mla_decode"]
 
 
 @pytest.mark.parametrize("name", ["kv_cache", "block_table", "cache_seqlens"])
@@ -966,7 +966,7 @@ def test_a_cold_kernel_under_capture(
         refuse(cumla.NotPreparedError, "kernel mla_schedule is not loaded", **on_gpu)
 
 
-@pytest.mark.parametrize("cold", ["mla_schedule", "mla_decode_bfloat16_swapped_32"])
+@pytest.mark.parametrize("cold", ["mla_schedule", "mla_decode_bfloat16"])
 def test_one_cold_kernel_of_several_under_capture(
     on_gpu: dict[str, Any], driver: FakeDriver, launched: list[str], cold: str
 ) -> None:

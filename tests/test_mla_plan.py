@@ -118,7 +118,7 @@ def plan_for(arguments: dict[str, Any], **options: Any) -> cumla.MLADecodePlan:
     return cumla.MLADecodePlan.from_arrays(arguments["q"], arguments["kv_cache"], **options)
 
 
-KERNELS = ["mla_schedule", "mla_decode_swapped"]  # of 32 query rows
+KERNELS = ["mla_schedule", "mla_decode"]  # of 32 query rows
 
 
 # --- kernels -------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from cumla.launch.device import import_cupy, installed_cupy
 from cumla.launch.module import cupy_nvrtc_version
 from cumla.launch.source import digest
 
-__all__ = ["PROTOCOL", "dense_row", "run", "steps"]
+__all__ = ["PROTOCOL", "dense_row", "environment", "run", "steps"]
 
 PROTOCOL = (
     "CUDA events, median of 30, 512 MiB read through L2 before each run (with a warm L2: none, the "
@@ -54,10 +54,9 @@ PROTOCOL = (
     "to the tokens of the equal-length case. Batch-invariant: with the plan's max_seqlen at the "
     "longest request. Merging and writing into caches: some of what was written is checked against "
     "float64 first; bytes read and written, efficiency as a share of the copy ceiling. "
-    "Peers that are marked as measured ran in this run, on "
-    "the same inputs, planned or gathered beforehand, median of 15 (FA3-MLA: with the best of three "
-    "numbers of splits); the others were measured on "
-    "the GPU that `peers` names and are scaled by the ratio of the two GPUs' ceilings"
+    "Peers that are marked as measured ran in this run, on the same inputs, planned or gathered "
+    "beforehand, median of 15 (FA3-MLA: with the best of three numbers of splits); the others were "
+    "measured on the GPU that `peers` names and are scaled by the ratio of the two GPUs' ceilings"
 )
 
 _REFUSED = ("CUMLA_CHECK", "CUMLA_DEBUG")  # they make everything slower
@@ -131,13 +130,30 @@ def run(
         yield from _add_peers(bench, cases, peers, results, note)
 
 
-def _describe(gpu: Gpu, ceilings: Ceilings, published: Peers, warm: bool) -> Results:
-    """Begin the results: what ran where."""
+def environment(gpu: Gpu) -> Results:
+    """Say what runs where and when.
+
+    Parameters
+    ----------
+    gpu : Gpu
+        Entered.
+
+    Returns
+    -------
+    dict
+        Ready for JSON: format, date, machine, and a digest of each kernel.
+    """
     return {
         "format": 1,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": _machine(gpu),
         "digests": {spec.entry: digest(spec) for spec in all_specs()},
+    }
+
+
+def _describe(gpu: Gpu, ceilings: Ceilings, published: Peers, warm: bool) -> Results:
+    """Begin the results: what ran where."""
+    return environment(gpu) | {
         "protocol": PROTOCOL,
         "peers": published.source,
         "ceilings": ceilings.to_json(),

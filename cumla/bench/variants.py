@@ -13,6 +13,7 @@ from cumla.bench.cases import Case, grid
 from cumla.bench.dense import CheckError, Inputs, Workbench, check
 from cumla.bench.explain import key_of
 from cumla.bench.gpu import Gpu
+from cumla.bench.run import environment
 from cumla.bench.timing import time_cold
 from cumla.launch.mla_plan import SWAPPED_ROWS, VARIANTS, MLADecodeKey
 
@@ -29,9 +30,7 @@ _REPEATS = 10
 
 def admissible(key: MLADecodeKey) -> tuple[str, ...]:
     """List the kernels that can serve a shape."""
-    return tuple(
-        name for name in VARIANTS if name != "swapped" or key.group_rows <= SWAPPED_ROWS
-    )
+    return tuple(name for name in VARIANTS if name != "swapped" or key.group_rows <= SWAPPED_ROWS)
 
 
 def run_variants(cases: tuple[Case, ...], note: Callable[[str], None]) -> Iterator[dict[str, Any]]:
@@ -47,11 +46,13 @@ def run_variants(cases: tuple[Case, ...], note: Callable[[str], None]) -> Iterat
     Yields
     ------
     dict
-        One row a case: its shape, ``chosen``, and ``us`` by kernel: the median of the medians of
-        three rounds, L2 cold. ``failed`` instead of times where a result was wrong.
+        The results so far, ready for JSON: the same object, fuller each time. ``variants`` has one
+        row a case: its shape, ``chosen``, and ``us`` by kernel: the median of the medians of three
+        rounds, L2 cold. ``failed`` instead of times where a result was wrong.
     """
     with Gpu() as gpu:
         bench = Workbench(gpu, cases)
+        results: dict[str, Any] = environment(gpu) | {"variants": []}
         for case in cases:
             key = key_of(case, gpu.properties.sm_count)
             row: dict[str, Any] = case.to_json() | {"chosen": key.variant}
@@ -60,7 +61,9 @@ def run_variants(cases: tuple[Case, ...], note: Callable[[str], None]) -> Iterat
             except CheckError as error:
                 row["failed"] = str(error)
             note(_line(row, case.name))
-            yield row
+            results["variants"].append(row)
+            results["worst"] = worst(results["variants"])
+            yield results
 
 
 def _times(bench: Workbench, case: Case, names: tuple[str, ...]) -> dict[str, float]:
@@ -101,12 +104,12 @@ def _line(row: dict[str, Any], name: str) -> str:
     return f"{name}: {times} us; {row['chosen']} is chosen, {ratio:.2f} x the best"
 
 
-def to_text(rows: list[dict[str, Any]]) -> str:
-    """Print rows, and the worst choice among them.
+def to_text(results: dict[str, Any]) -> str:
+    """Print what was measured, and the worst choice.
 
     Parameters
     ----------
-    rows : list of dict
+    results : dict
         What `run_variants` yielded.
 
     Returns
@@ -114,5 +117,7 @@ def to_text(rows: list[dict[str, Any]]) -> str:
     str
         One line a shape, and a last one.
     """
+    rows = results["variants"]
     lines = [_line(row, Case.from_json(row).name) for row in rows]
-    return "\n".join([*lines, f"{len(rows)} shapes; worst choice: {worst(rows):.3f} x the best"])
+    lines.append(f"{len(rows)} shapes; worst choice: {results['worst']:.3f} x the best")
+    return "\n".join(lines)

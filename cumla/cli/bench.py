@@ -85,6 +85,12 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
         help="measure nothing: say which kernel the library chooses for each case, and why",
     )
     group.add_argument(
+        "--variants",
+        action="store_true",
+        help="time every kernel that can serve each case beside the one that is chosen, and "
+        "nothing else; 86 shapes if no cases are given",
+    )
+    group.add_argument(
         "--sm-count",
         type=_positive,
         metavar="N",
@@ -127,6 +133,8 @@ def run(args: argparse.Namespace) -> int:
         if args.explain:
             _explain(_cases(args), args.sm_count)
             return 0
+        if args.variants:
+            return _compare_variants(args)
         source = _source(args)
         results = _measure(args) if source is None else _read(source)
     except _UsageError as error:
@@ -161,6 +169,22 @@ def _explain(chosen: tuple[Case, ...], sm_count: int | None) -> None:
         print(f"{sm_count} multiprocessors ({origin})\n")
     for case in chosen:
         print(explain(case, sm_count))
+
+
+def _compare_variants(args: argparse.Namespace) -> int:
+    """Time every kernel that can serve each case; 1 if a result was wrong."""
+    from cumla.bench import variants
+
+    asked = any(getattr(args, name) for name in ("rows", *_GRID, "kv_heads", "dtype", "lengths"))
+    chosen = _cases(args) if asked else variants.SHAPES
+    results: dict[str, Any] = {}
+    with ProgressBar("variants", len(chosen)) as bar:
+        for results in variants.run_variants(chosen, lambda line: bar.advance(note=line)):
+            if args.json is not None:
+                args.json.parent.mkdir(parents=True, exist_ok=True)
+                args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(variants.to_text(results))
+    return 1 if any("failed" in row for row in results["variants"]) else 0
 
 
 def _source(args: argparse.Namespace) -> Path | None:

@@ -122,7 +122,7 @@ def attend(q: Any, keys: Any, scale: float, causal: bool) -> Any:
 
 
 def attend_paged(q: Any, kv: Any, table: Any, seqlens: Any, scale: float, causal: bool) -> Any:
-    """All requests, from pages (pages, 64, 1, 576) of which the table's unused entries name none."""
+    """All requests, from pages (pages, 64, 1, 576); what the table has beyond them is not read."""
     return torch.stack(
         [
             attend(
@@ -205,10 +205,9 @@ def test_flashmla_gets_what_it_needs(gpu: FakeGpu, monkeypatch: pytest.MonkeyPat
 class FlashAttention3:
     """Its interface, with a time for each number of splits and one that may be wrong."""
 
-    times = {0: 9.0, 1: 7.0, 32: 12.0}
-
     def __init__(self, gpu: FakeGpu, wrong: int | None = None) -> None:
         self.gpu = gpu
+        self.times = {0: 9.0, 1: 7.0, 32: 12.0}
         self.wrong = wrong
 
     def get_scheduler_metadata(

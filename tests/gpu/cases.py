@@ -8,6 +8,8 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from cumla.launch.mla_plan import SWAPPED_ROWS, VARIANTS
+
 FACTORS: dict[str, tuple[object, ...]] = {
     "batch": (1, 2, 6, 64, 128),
     "q_len": (1, 2, 3, 4),
@@ -58,6 +60,17 @@ class Case:
     outputs: str = "given"
     softmax: str = "default"
     seed: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a kv head."""
+        return self.q_len * self.heads // self.kv_heads
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The kernels that can serve it, whichever would be chosen."""
+        few = self.rows <= SWAPPED_ROWS
+        return tuple(variant for variant in VARIANTS if few or variant != "swapped")
 
     @property
     def name(self) -> str:
@@ -172,6 +185,39 @@ def _extend(
 
         chosen[name] = max(options, key=gain)
     return chosen
+
+
+def by_every_kernel(cases: Mapping[str, Case]) -> list[tuple[str, str]]:
+    """Names of cases, each with the kernels to which a plan for it may be pinned."""
+    return [(name, variant) for name, case in cases.items() for variant in case.variants]
+
+
+HEADS = ((1, 1), (3, 1), (3, 3), (9, 1), (9, 3), (16, 1), (16, 2), (17, 1), (48, 1), (48, 2))
+HEADS += ((48, 3), (64, 1), (64, 2), (128, 1), (128, 2))  # query and kv heads
+KV_LENS = (0, 1, 63, 64, 65, 140, 4096)
+
+
+def sample_of_every_kernel() -> list[Case]:
+    """Cases for each kernel that can serve them: heads with every kv_len, q_len and mask."""
+    cases = []
+    for i, (heads, kv_heads) in enumerate(HEADS):
+        for j, (q_len, causal) in enumerate(itertools.product((1, 2, 3, 4), (True, False))):
+            case = Case(
+                batch=3,
+                q_len=q_len,
+                kv_len=KV_LENS[(i + j) % len(KV_LENS)],
+                heads=heads,
+                kv_heads=kv_heads,
+                ragged=(i + j // 2) % 3 != 0,
+                causal=causal,
+                dtype=("bfloat16", "float16")[(i // 2 + q_len + j) % 2],
+                inputs=("0.1", "1", "outliers")[(i + j) % 3],
+                outputs=("given", "float32")[(i + q_len) % 2],
+                softmax=("default", "192")[j // 4],
+                seed=len(cases),
+            )
+            cases.append(case)
+    return cases
 
 
 SPLIT_CASES = {

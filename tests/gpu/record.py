@@ -10,19 +10,22 @@ the verdicts, and tests/test_evidence.py holds the files against the sources.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import io
 import json
+import pkgutil
 import platform
 import re
 import subprocess
 import tokenize
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import cumla
+from cumla import launch
 from cumla.launch import all_specs
 from cumla.launch.source import OPTIONS, digest
 
@@ -49,10 +52,18 @@ def without_comments(text: str) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
+def launcher_of(stem: str) -> ModuleType:
+    """The module of cumla.launch among whose SPECS a kernel is."""
+    modules = (
+        import_module(f"cumla.launch.{m.name}") for m in pkgutil.iter_modules(launch.__path__)
+    )
+    (found,) = (m for m in modules if stem in {spec.stem for spec in getattr(m, "SPECS", ())})
+    return found
+
+
 def launcher_digest(stem: str) -> str:
-    """SHA-256 of cumla/launch/<stem>.py without its comments."""
-    path = Path(cumla.__file__).parent / "launch" / f"{stem}.py"
-    text = without_comments(path.read_text(encoding="utf-8"))
+    """SHA-256 of a kernel's launcher without its comments."""
+    text = without_comments(inspect.getsource(launcher_of(stem)))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

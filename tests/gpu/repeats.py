@@ -27,6 +27,25 @@ def wait_for(stream: Any) -> None:
         time.sleep(1e-4)
 
 
+def decode_by(variant: str | None, problem: Problem, **outputs: Array) -> cumla.MLADecodeResult:
+    """A call by a plan that is pinned to a kernel; without one, by the kernel of its shape."""
+    causal = problem.case.causal
+    plan = None
+    if variant is not None:
+        plan = cumla.MLADecodePlan.from_arrays(
+            problem.q, problem.kv_cache, causal=causal, variant=variant
+        )
+        assert plan.key.variant == variant
+        plan.update(problem.cache_seqlens)
+    return cumla.mla_decode(
+        *problem.arrays,
+        softmax_scale=problem.softmax_scale,
+        causal=causal,
+        plan=plan,
+        **outputs,
+    )
+
+
 class Repeats:
     """Runs of one problem on a stream of its own, compared on the device.
 
@@ -43,6 +62,8 @@ class Repeats:
         dtype of out.
     runs : int
         Runs for each update.
+    variant : str, optional
+        Kernel that attends; that of the shape by default.
     """
 
     def __init__(
@@ -51,6 +72,7 @@ class Repeats:
         expected: tuple[Array, Array] | None = None,
         output: str | None = None,
         runs: int = 1,
+        variant: str | None = None,
     ) -> None:
         import cupy
 
@@ -64,7 +86,11 @@ class Repeats:
         )
         self.workspace = cupy.empty(nbytes, dtype=cupy.uint8)
         self.plan = cumla.MLADecodePlan.from_arrays(
-            problem.q, problem.kv_cache, causal=case.causal, workspace=self.workspace
+            problem.q,
+            problem.kv_cache,
+            causal=case.causal,
+            variant=variant,
+            workspace=self.workspace,
         )
         cupy.cuda.Device().synchronize()
         with self.stream:

@@ -17,13 +17,15 @@ import cumla
 from cumla.launch.mla_schedule import schedule
 from tests.gpu import variants
 from tests.gpu.arrays import bits_of
-from tests.gpu.cases import SPLIT_CASES, Case
+from tests.gpu.cases import SPLIT_CASES, Case, by_every_kernel
 from tests.gpu.problem import PAGE_SIZE, Problem, make_problem
-from tests.gpu.repeats import Repeats, count_differences, wait_for
+from tests.gpu.repeats import Repeats, count_differences, decode_by, wait_for
 
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]
+
+RUNS = by_every_kernel({name: case for name, (case, _) in SPLIT_CASES.items()})
 
 
 def small(name: str) -> Problem:
@@ -38,10 +40,10 @@ def most_pieces(problem: Problem) -> int:
     return int((splits[:, 2] - splits[:, 1]).max(initial=0)) + 1
 
 
-def undisturbed(problem: Problem) -> tuple[Any, Any]:
+def undisturbed(problem: Problem, variant: str | None = None) -> tuple[Any, Any]:
     """Bits of out and lse by the kernel as it is."""
     cumla.prepare()
-    result = cumla.mla_decode(*problem.arrays, causal=problem.case.causal)
+    result = decode_by(variant, problem)
     problem.check(*result)
     out, lse = problem.outputs()
     bits = tuple(
@@ -55,32 +57,29 @@ def undisturbed(problem: Problem) -> tuple[Any, Any]:
 # --- delays, patience, waiting -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SPLIT_CASES)
-def test_10000_runs_with_random_delays_at_every_ticket(name: str) -> None:
-    """Two runs for each update: the second one meets at tickets that have been used."""
-    problem = small(name)
-    expected = undisturbed(problem)
-    with variants.installed(*variants.JOIN_DELAYS):
-        assert count_differences(problem, 5000, noise=True, expected=expected, runs=2) == 0
+def differences(problem: Problem, variant: str, replays: int, *edits: variants.Edit) -> int:
+    """Words that differ from those of the kernel as it is; two runs for each update."""
+    options = {"expected": undisturbed(problem, variant), "variant": variant, "runs": 2}
+    with variants.installed(*edits, *variants.JOIN_DELAYS):
+        return count_differences(problem, replays, noise=True, **options)
 
 
-@pytest.mark.parametrize("name", SPLIT_CASES)
-@pytest.mark.parametrize("variant", ["no patience", "no waiting"])
-def test_who_joins_does_not_matter(name: str, variant: str) -> None:
-    problem = small(name)
-    expected = undisturbed(problem)
-    with variants.installed(*variants.ALL[variant], *variants.JOIN_DELAYS):
-        assert count_differences(problem, 500, noise=True, expected=expected, runs=2) == 0
+@pytest.mark.parametrize(("name", "variant"), RUNS)
+def test_10000_runs_with_random_delays_at_every_ticket(name: str, variant: str) -> None:
+    """The second run of each update meets at tickets that have been used."""
+    assert differences(small(name), variant, 5000) == 0
 
 
-def test_the_comparison_finds_an_early_join() -> None:
-    problem = small("many pieces")
-    expected = undisturbed(problem)
-    with (
-        variants.installed(variants.EARLY_JOIN, *variants.JOIN_DELAYS),
-        pytest.raises(AssertionError),
-    ):
-        assert count_differences(problem, 100, noise=True, expected=expected) == 0
+@pytest.mark.parametrize(("name", "variant"), RUNS)
+@pytest.mark.parametrize("edit", ["no patience", "no waiting"])
+def test_who_joins_does_not_matter(name: str, variant: str, edit: str) -> None:
+    assert differences(small(name), variant, 500, *variants.ALL[edit]) == 0
+
+
+@pytest.mark.parametrize("variant", ["swapped", "one_tile"])
+def test_the_comparison_finds_an_early_join(variant: str) -> None:
+    with pytest.raises(AssertionError):
+        assert differences(small("many pieces"), variant, 100, variants.EARLY_JOIN) == 0
 
 
 # --- neighbours ----------------------------------------------------------------------------------
@@ -118,19 +117,15 @@ def test_several_streams_with_delays() -> None:
 # --- shapes --------------------------------------------------------------------------------------
 
 
-def check_call(problem: Problem, output: str | None = None) -> dict[str, float]:
+def check_call(
+    problem: Problem, output: str | None = None, variant: str | None = None
+) -> dict[str, float]:
     """One call into guarded outputs, against float64; and the same bits from a plan."""
     out, lse = problem.outputs(output)
-    cumla.mla_decode(
-        *problem.arrays,
-        softmax_scale=problem.softmax_scale,
-        causal=problem.case.causal,
-        out=out.array,
-        lse=lse.array,
-    )
+    decode_by(variant, problem, out=out.array, lse=lse.array)
     figures = problem.check(out.array, lse.array)
     first = out.bits.copy(), lse.bits.copy()
-    repeats = Repeats(problem, first, output, runs=3)
+    repeats = Repeats(problem, first, output, runs=3, variant=variant)
     with repeats.stream:
         repeats.step()
     assert repeats.finish() == 0
@@ -139,9 +134,10 @@ def check_call(problem: Problem, output: str | None = None) -> dict[str, float]:
     return figures
 
 
+@pytest.mark.parametrize("variant", ["swapped", "one_tile"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("pieces", [2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64, 100])
-def test_numbers_of_pieces(pieces: int, dtype: str, record_figures: Report) -> None:
+def test_numbers_of_pieces(pieces: int, dtype: str, variant: str, record_figures: Report) -> None:
     """Equal requests, as many as take that many parts each."""
     parts = cumla.MLADecodePlan(1, 1, 16).key.parts
     batch = max(1, parts // pieces)
@@ -149,16 +145,17 @@ def test_numbers_of_pieces(pieces: int, dtype: str, record_figures: Report) -> N
     case = Case(batch=batch, kv_len=blocks * PAGE_SIZE - 5, ragged=False, dtype=dtype)
     problem = make_problem(cp, case)
     assert pieces <= most_pieces(problem) <= 2 * pieces + 1
-    record_figures(check_call(problem))
+    record_figures(check_call(problem, variant=variant))
 
 
 @pytest.mark.parametrize("output", [None, "float32"])
-@pytest.mark.parametrize("heads", [1, 7, 8, 15, 16, 17, 31, 33, 48, 49, 63, 64])
+@pytest.mark.parametrize("heads", [1, 7, 8, 9, 15, 16, 17, 31, 33, 48, 49, 63, 64])
 def test_numbers_of_rows(heads: int, output: str | None, record_figures: Report) -> None:
     """Rows that end within a group of 16, and groups that are not there at all."""
     problem = make_problem(cp, Case(batch=2, heads=heads), np.array([9000, 700]))
     assert most_pieces(problem) > 8
-    record_figures(check_call(problem, output))
+    for variant in (None, *problem.case.variants):
+        record_figures(check_call(problem, output, variant))
 
 
 @pytest.mark.parametrize("output", [None, "float32"])
@@ -171,6 +168,8 @@ def test_numbers_of_rows(heads: int, output: str | None, record_figures: Report)
         Case(batch=3, heads=24, kv_heads=8, q_len=2, cache="heads first"),
         Case(batch=3, heads=160, kv_heads=2, dtype="float16", causal=False),
         Case(batch=3, heads=128, kv_heads=64),
+        Case(batch=3, heads=24, kv_heads=8, q_len=5, cache="heads first"),
+        Case(batch=3, heads=5, q_len=3),
         Case(batch=3, heads=16, inputs="outliers", softmax="192"),
         Case(batch=3, heads=20, q_len=70),
     ],
@@ -183,11 +182,12 @@ def test_row_tiles_and_kv_heads(case: Case, output: str | None, record_figures: 
     record_figures(check_call(problem, output))
 
 
+@pytest.mark.parametrize("heads", [8, 32])
 @pytest.mark.parametrize("place", [0, 7, 15])
-def test_a_giant_among_dwarfs(place: int, record_figures: Report) -> None:
+def test_a_giant_among_dwarfs(place: int, heads: int, record_figures: Report) -> None:
     lengths = np.array([1, 64, 0, 65, 3, 130, 2, 0, 64, 63, 200, 5, 1, 0, 70, 66])
     lengths[place] = 100_000
-    problem = make_problem(cp, Case(batch=16, heads=32, q_len=2), lengths)
+    problem = make_problem(cp, Case(batch=16, heads=heads, q_len=2), lengths)
     assert most_pieces(problem) > 50
     record_figures(check_call(problem))
 
@@ -205,7 +205,11 @@ CHANGING = (
 )
 
 
-@pytest.mark.parametrize("case", [Case(batch=3, heads=16), Case(batch=3, heads=64, q_len=3)])
+@pytest.mark.parametrize(
+    "case",
+    [Case(batch=3, heads=16), Case(batch=3, heads=40), Case(batch=3, heads=64, q_len=3)],
+    ids=lambda case: case.name,
+)
 def test_a_graph_whose_requests_have_ever_other_numbers_of_pieces(case: Case) -> None:
     """One update and three runs a replay, each replayed three times before the lengths change."""
     problem = make_problem(cp, case, np.full(3, 33_000))
@@ -227,9 +231,10 @@ def test_a_graph_whose_requests_have_ever_other_numbers_of_pieces(case: Case) ->
     assert len(seen) >= 4
 
 
-def test_a_graph_of_runs_alone_after_updates_with_other_lengths() -> None:
+@pytest.mark.parametrize("heads", [16, 32])
+def test_a_graph_of_runs_alone_after_updates_with_other_lengths(heads: int) -> None:
     """Tickets are as good after an odd number of runs as after an even one."""
-    problem = make_problem(cp, Case(batch=3, heads=16), np.full(3, 33_000))
+    problem = make_problem(cp, Case(batch=3, heads=heads), np.full(3, 33_000))
     repeats = Repeats(problem)
     plan, stream = repeats.plan, repeats.stream
     with stream:

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cumla
 from tests.gpu import variants
 from tests.gpu.arrays import bits_of
-from tests.gpu.cases import Case
-from tests.gpu.problem import make_problem
-from tests.gpu.repeats import count_differences
+from tests.gpu.cases import Case, by_every_kernel
+from tests.gpu.problem import Problem, make_problem
+from tests.gpu.repeats import count_differences, decode_by
 
 cp: Any = pytest.importorskip("cupy")
 
@@ -29,33 +28,47 @@ CASES = {
     "two row tiles": (Case(batch=2, heads=128), [3000, 2500]),
     "kv heads": (Case(batch=2, heads=8, kv_heads=8, dtype="float16"), [2000, 129]),
     "whole requests, several to a part": (Case(batch=300, heads=16), [70] * 300),
+    "few rows, cut and whole": (Case(batch=5, heads=3, q_len=4), [9000, 65, 0, 3, 2500]),
 }
+RUNS = by_every_kernel({name: case for name, (case, _) in CASES.items()})
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_10000_repeats_agree_bit_for_bit(name: str) -> None:
+def problem_of(name: str) -> Problem:
     case, lengths = CASES[name]
-    problem = make_problem(cp, case, np.array(lengths))
-    assert count_differences(problem, 10_000, noise=True) == 0
+    return make_problem(cp, case, np.array(lengths))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "kv heads"])
-def test_repeats_with_random_delays_at_every_barrier(name: str) -> None:
+@pytest.mark.parametrize(("name", "variant"), RUNS)
+def test_10000_repeats_agree_bit_for_bit(name: str, variant: str) -> None:
+    assert count_differences(problem_of(name), 10_000, noise=True, variant=variant) == 0
+
+
+@pytest.mark.parametrize(("name", "variant"), [run for run in RUNS if run[0] != "kv heads"])
+def test_repeats_with_random_delays_at_every_barrier(name: str, variant: str) -> None:
     """Delays shift who waits for whom; the results keep the bits of the kernel without them."""
-    case, lengths = CASES[name]
-    problem = make_problem(cp, case, np.array(lengths))
-    expected = cumla.mla_decode(*problem.arrays)
+    problem = problem_of(name)
+    expected = decode_by(variant, problem)
     cp.cuda.Device().synchronize()
     with variants.installed(*variants.DELAYS):
-        delayed = cumla.mla_decode(*problem.arrays)
+        delayed = decode_by(variant, problem)
         for one, other in zip(expected, delayed, strict=True):
             assert bool((bits_of(one) == bits_of(other)).all())
-        assert count_differences(problem, 500, noise=False) == 0
+        assert count_differences(problem, 500, noise=False, variant=variant) == 0
 
 
-def test_the_comparison_finds_a_missing_wait() -> None:
-    """The same loop on a kernel that reads the other warpgroup's probabilities too early."""
-    case, lengths = CASES["cuts in every request"]
-    problem = make_problem(cp, case, np.array(lengths))
-    with variants.installed(variants.MISSING_WAIT), pytest.raises(AssertionError):
-        assert count_differences(problem, 1000, noise=True) == 0
+@pytest.mark.parametrize(
+    ("name", "variant", "bug"),
+    [
+        ("cuts in every request", "shared_blocks", "missing wait"),
+        ("one request cut into all parts", "one_tile", "missing wait"),
+        ("one request cut into all parts", "one_tile", "unwritten partial"),
+        ("one request cut into all parts", "swapped", "swapped: late wait"),
+        ("one request cut into all parts", "swapped", "swapped: missing sync"),
+        ("one request cut into all parts", "swapped", "swapped: missing exchange sync"),
+        ("one request cut into all parts", "swapped", "swapped: unwritten partial"),
+    ],
+)
+def test_the_comparison_finds(name: str, variant: str, bug: str) -> None:
+    """The same loop on a kernel that reads too early, or something that was never written."""
+    with variants.installed(*variants.ALL[bug]), pytest.raises(AssertionError):
+        assert count_differences(problem_of(name), 1000, noise=True, variant=variant) == 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels with a line changed: random delays for stress, planted bugs to calibrate tools.
 
-Every edit names the text that it replaces, which must occur as often as it says:
-tests/test_gpu_oracle.py sees to it that the edits keep up with the kernels.
+Every edit names the text that it replaces, and the kernels in which it must occur as often as it
+says: tests/test_gpu_oracle.py sees to it that the edits keep up with the kernels.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +19,16 @@ from cumla.launch import all_specs, module
 from cumla.launch.source import OPTIONS, KernelSpec, translation_unit
 
 
+TILES = ("mla_decode",)
+SWAPPED = ("mla_decode_swapped",)
+BOTH = TILES + SWAPPED  # what they share
+
+
 @dataclass(frozen=True)
 class Edit:
-    """One replacement in a kernel's translation unit."""
+    """One replacement in the translation unit of each of some kernels."""
 
-    stem: str
+    stems: tuple[str, ...]
     old: str
     new: str
     times: int = 1
@@ -31,8 +36,14 @@ class Edit:
     def apply(self, text: str) -> str:
         found = text.count(self.old)
         if found != self.times:
-            raise ValueError(f"{self.stem}: {self.old!r} occurs {found} times, not {self.times}")
+            stems = ", ".join(self.stems)
+            raise ValueError(f"{stems}: {self.old!r} occurs {found} times, not {self.times}")
         return text.replace(self.old, self.new)
+
+
+def stems_of(edits: Sequence[Edit]) -> tuple[str, ...]:
+    """The kernels to which all of these edits apply."""
+    return tuple(stem for stem in BOTH if all(stem in edit.stems for edit in edits))
 
 
 JITTER = """
@@ -60,10 +71,10 @@ _EXPECT = "__device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier
 _INIT = "__device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {"
 
 DELAYS = (
-    Edit("mla_decode", _INIT, JITTER + _INIT),
-    Edit("mla_decode", _ARRIVE, _ARRIVE + "\n  jitter();"),
-    Edit("mla_decode", _EXPECT, _EXPECT + "\n  jitter();"),
-    Edit("mla_decode", _WAIT, _WAIT + "\n  jitter();"),
+    Edit(BOTH, _INIT, JITTER + _INIT),
+    Edit(BOTH, _ARRIVE, _ARRIVE + "\n  jitter();"),
+    Edit(BOTH, _EXPECT, _EXPECT + "\n  jitter();"),
+    Edit(BOTH, _WAIT, _WAIT + "\n  jitter();"),
 )
 """Random delays before every arrival on a barrier, and before every wait."""
 
@@ -73,28 +84,26 @@ _STORE = "__device__ __forceinline__ void store_relaxed(u32* address, u32 value)
 _FENCE = "__device__ __forceinline__ void fence_sc_gpu() {"
 
 JOIN_DELAYS = (
-    Edit("mla_decode", _ADD, DAWDLE + _ADD + "\n  dawdle();"),
-    Edit("mla_decode", _LOAD, _LOAD + "\n  dawdle();"),
-    Edit("mla_decode", _STORE, _STORE + "\n  dawdle();"),
-    Edit("mla_decode", _FENCE, _FENCE + "\n  dawdle();"),
+    Edit(BOTH, _ADD, DAWDLE + _ADD + "\n  dawdle();"),
+    Edit(BOTH, _LOAD, _LOAD + "\n  dawdle();"),
+    Edit(BOTH, _STORE, _STORE + "\n  dawdle();"),
+    Edit(BOTH, _FENCE, _FENCE + "\n  dawdle();"),
 )
 """Random delays before every access to a ticket."""
 
 NO_PATIENCE = Edit(
-    "mla_decode", "if (clock64() - start < kPatience) continue;", "if (clock64() < start) continue;"
+    BOTH, "if (clock64() - start < kPatience) continue;", "if (clock64() < start) continue;"
 )
 """A thread block that would wait for the others of its request leaves at once."""
 
-NO_WAITING = Edit(
-    "mla_decode", "const bool waits = !more && p.may_wait;", "const bool waits = false;"
-)
+NO_WAITING = Edit(BOTH, "const bool waits = !more && p.may_wait;", "const bool waits = false;")
 """The last thread block of a request joins everything."""
 
-EARLY_JOIN = Edit("mla_decode", "while (!all_arrived(load_acquire(arrived))) {", "while (false) {")
+EARLY_JOIN = Edit(BOTH, "while (!all_arrived(load_acquire(arrived))) {", "while (false) {")
 """A thread block joins its share without waiting for the pieces of the others."""
 
 MISSING_WAIT = Edit(
-    "mla_decode",
+    TILES,
     "mbarrier_wait(shared.probabilities_full(1 - consumer), (t / 2) & 1, \"the other consumer's "
     'probabilities");',
     "",
@@ -102,23 +111,54 @@ MISSING_WAIT = Edit(
 """A consumer reads the other's maxima and probabilities without waiting for them."""
 
 MISSING_TILE_WAIT = Edit(
-    "mla_decode",
+    TILES,
     'mbarrier_wait(shared.full(consumer, column), phase, "a KV tile");',
     "",
 )
 """A consumer multiplies tiles that TMA may still be writing."""
 
 UNWRITTEN_PARTIAL = Edit(
-    "mla_decode", "p.partial_lse[piece * p.row_groups * kRowGroup + row + 8] = lse[1];", ""
+    TILES, "p.partial_lse[piece * p.row_groups * kRowGroup + row + 8] = lse[1];", ""
 )
 """Half of the log-sum-exps of every piece are never written."""
 
 MISSING_GATHER_SYNC = Edit(
-    "mla_decode",
-    "sync();\n      if (helper == 0) {",
+    BOTH,
+    "consumers_sync();\n      if (helper == 0) {",
     "if (helper == 0) {",
 )
 """A warp adds up what the other warps of its item have before they have written it."""
+
+SWAPPED_LATE_WAIT = Edit(
+    SWAPPED,
+    'mbarrier_wait(shared.full(at.slot), at.phase, "a KV tile");',
+    "const RingPlace last = place.ahead(i == 0 ? 0 : i - 1);\n"
+    '      if (i > 0) mbarrier_wait(shared.full(last.slot), last.phase, "a KV tile");',
+)
+"""A consumer multiplies each tile when the one before it has come."""
+
+SWAPPED_MISSING_SYNC = Edit(
+    SWAPPED,
+    "store_probabilities();\n"
+    "      if (last_token > segment.tokens) "
+    "clear_values_past(kBlockTokens + segment.tokens - last_token);\n"
+    "      sync();",
+    "if (warp == 1) __nanosleep(2000);\n"
+    "      store_probabilities();\n"
+    "      if (last_token > segment.tokens) "
+    "clear_values_past(kBlockTokens + segment.tokens - last_token);",
+)
+"""The warps of a consumer do not wait for each other's probabilities, of which one is late."""
+
+SWAPPED_MISSING_EXCHANGE_SYNC = Edit(
+    SWAPPED, "leave_sums();\n    consumers_sync();", "leave_sums();"
+)
+"""A consumer leaves its output where the other one may still read the query and probabilities."""
+
+SWAPPED_UNWRITTEN_PARTIAL = Edit(
+    SWAPPED, "of_piece[row_of(i)] = lse[i];", "of_piece[row_of(i & 1)] = lse[i & 1];"
+)
+"""Half of the log-sum-exps of every piece are never written."""
 
 ALL = {
     "delays": DELAYS,
@@ -130,6 +170,10 @@ ALL = {
     "missing tile wait": (MISSING_TILE_WAIT,),
     "unwritten partial": (UNWRITTEN_PARTIAL,),
     "missing gather sync": (MISSING_GATHER_SYNC,),
+    "swapped: late wait": (SWAPPED_LATE_WAIT,),
+    "swapped: missing sync": (SWAPPED_MISSING_SYNC,),
+    "swapped: missing exchange sync": (SWAPPED_MISSING_EXCHANGE_SYNC,),
+    "swapped: unwritten partial": (SWAPPED_UNWRITTEN_PARTIAL,),
 }
 """Every variant that a test or a tool uses."""
 
@@ -149,11 +193,13 @@ def edited_text(spec: KernelSpec, *edits: Edit) -> str:
 
 @contextlib.contextmanager
 def installed(*edits: Edit, device: int = 0) -> Iterator[None]:
-    """Let cumla launch the edited bfloat16 kernels of one stem for a while."""
-    (stem,) = {edit.stem for edit in edits}
+    """Let cumla launch the edited bfloat16 kernels for a while: those to which all edits apply."""
     originals = {
-        spec: module.load(spec, device, capturing=lambda: False) for spec in specs_of(stem)
+        spec: module.load(spec, device, capturing=lambda: False)
+        for stem in stems_of(edits)
+        for spec in specs_of(stem)
     }
+    assert originals, "no kernel has the text of all these edits"
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         list(pool.map(lambda spec: _compiled(spec, edits), originals))
         edited = {spec: _load_edited(spec, edits, device, Path(folder)) for spec in originals}
