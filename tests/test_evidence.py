@@ -281,6 +281,8 @@ def test_verdicts_and_calibration_reach_the_evidence(
         "racecheck-missing-tile-wait.log": CLEAN_RACE,
         "racecheck-missing-gather-sync.log": RACE,
         "initcheck-unwritten-partial.log": UNINITIALISED,
+        "racecheck-swapped-missing-exchange-sync.log": RACE,
+        "initcheck-swapped-unwritten-partial.log": UNINITIALISED,
     }
     assert set(logs) == {sanitize.log_name(tool, plant) for tool, plant in sanitize.RUNS}
     for name, text in logs.items():

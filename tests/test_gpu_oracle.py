@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from cumla import reference
+from cumla.checks import check_variant
 from cumla.errors import MissingDependencyError
 from cumla.launch import module
+from cumla.launch.mla_plan import VARIANTS
 from cumla.launch.source import OPTIONS
 from tests import tolerance
 from tests.gpu import emulation, oracle, variants
@@ -27,6 +29,7 @@ from tests.gpu.cases import (
     covered_by,
     covering_sample,
     requirements,
+    sample_of_every_kernel,
 )
 from tests.gpu.parts import parts_table
 from tests.gpu.problem import (
@@ -281,7 +284,7 @@ def test_a_fault_is_noticed(fault: str, inputs: str) -> None:
 MARGIN = 0.8  # share of a bound that an honest result may take
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*SMALL, *sample_of_every_kernel()], ids=lambda case: case.name)
 def test_honest_rounding_passes_on_the_grid(case: Case) -> None:
     """The inputs of the GPU tests themselves: bounds are met, and not by luck."""
     problem = make_problem(np, case)
@@ -374,6 +377,67 @@ def test_a_token_that_one_row_drops_is_noticed(kv_len: int, parts: int, inputs: 
         spoilt = emulation.decode(problem, parts, emulation.Drop(1, 0, head, token))
         with pytest.raises(AssertionError, match=rf"worst at \(1, 0, {head}[,)]"):
             problem.check(*spoilt, expected)
+
+
+@pytest.mark.parametrize("kv_len", [200, 4096])
+def test_the_arithmetic_of_few_rows_is_another(kv_len: int) -> None:
+    """16 rows sum up even and odd blocks apart; among 17 the same rows do not, and both pass."""
+    few, more = (
+        make_problem(np, Case(batch=1, heads=heads, kv_len=kv_len, ragged=False))
+        for heads in (16, 17)
+    )
+    more.kv_bits[...] = few.kv_bits
+    more.q_bits[:, :, :16] = few.q_bits
+    results = [emulation.decode(problem) for problem in (few, more)]
+    for problem, result in zip((few, more), results, strict=True):
+        problem.check(*result)
+    (_, lse), (_, lse_of_more) = results
+    np.testing.assert_allclose(lse, lse_of_more[:, :16], rtol=1e-5)
+    assert (lse != lse_of_more[:, :16]).any()
+
+
+# --- cases of every kernel -----------------------------------------------------------------------
+
+
+def test_the_cases_of_every_kernel_are_of_every_kind() -> None:
+    cases = sample_of_every_kernel()
+    assert len({case.name for case in cases}) == len(cases)
+    assert all(allowed(vars(case)) for case in cases)
+    runs = [(variant, case) for case in cases for variant in case.variants]
+    wanted: dict[str, set[object]] = {
+        "heads": {1, 3, 9, 16, 17, 48, 64, 128},
+        "kv_heads": {1, 2, 3},
+        "q_len": {1, 2, 3, 4},
+        "kv_len": {0, 1, 63, 64, 65, 140, 4096},
+        "causal": {False, True},
+        "ragged": {False, True},
+        "dtype": {"bfloat16", "float16"},
+        "inputs": {"0.1", "1", "outliers"},
+        "outputs": {"given", "float32"},
+        "softmax": {"default", "192"},
+    }
+    for variant in VARIANTS:
+        own = [case for of, case in runs if of == variant]
+        for name, values in wanted.items():
+            few = variant == "swapped" and name == "heads"
+            least = values - {17, 64, 128} if few else values
+            assert least <= {getattr(case, name) for case in own}, (variant, name)
+        pairs = {(c.kv_len, c.q_len, c.causal) for c in own}
+        for place, name in ((1, "q_len"), (2, "causal")):
+            found = {(pair[0], pair[place]) for pair in pairs}
+            assert found == set(itertools.product(wanted["kv_len"], wanted[name])), variant
+
+
+def test_the_kernels_of_a_case_are_those_that_a_plan_takes() -> None:
+    for case in sample_of_every_kernel():
+        shape = (case.heads, case.q_len, case.kv_heads)
+        for variant in VARIANTS:
+            if variant in case.variants:
+                check_variant(variant, *shape)
+            else:
+                with pytest.raises(ValueError, match=r"^variant: "):
+                    check_variant(variant, *shape)
+        assert emulation.key_of(case).variant in case.variants
 
 
 # --- cases of joining ----------------------------------------------------------------------------

@@ -479,6 +479,56 @@ def test_other_arguments_of_a_plan(changes: dict[str, Any], message: str) -> Non
         cumla.MLADecodePlan(2, 1, 16, like=make()["q"], **changes)
 
 
+@pytest.mark.parametrize(
+    ("variant", "shape", "message"),
+    [
+        ("fast", (1, 16, 1), "needs one of 'swapped', 'one_tile', 'shared_blocks' or None, got 'f"),
+        ("", (1, 16, 1), "needs one of .* or None, got ''"),
+        ("Swapped", (1, 16, 1), "needs one of .* or None, got 'Swapped'"),
+        (0, (1, 16, 1), "needs one of .* or None, got 0"),
+        (True, (1, 16, 1), "needs one of .* or None, got True"),
+        ("swapped", (1, 17, 1), "'swapped' needs at most 16 query rows of a kv head, got 17; leav"),
+        ("swapped", (2, 16, 1), "'swapped' needs at most 16 query rows of a kv head, got 32; leav"),
+        ("swapped", (3, 48, 8), "'swapped' needs at most 16 query rows of a kv head, got 18; leav"),
+    ],
+)
+def test_the_kernel_of_a_plan(variant: object, shape: tuple[int, int, int], message: str) -> None:
+    q_len, heads, kv_heads = shape
+    arguments = make(
+        q=np.zeros((2, q_len, heads, 576), BF16), kv_cache=np.zeros((6, 64, kv_heads, 576), BF16)
+    )
+    with pytest.raises(ValueError, match=f"^variant: {message}"):
+        checks.check_variant(variant, heads, q_len, kv_heads)
+    with pytest.raises(ValueError, match=f"^variant: {message}"):
+        cumla.MLADecodePlan(
+            2,
+            q_len,
+            heads,
+            num_kv_heads=kv_heads,
+            variant=variant,  # type: ignore[arg-type]
+            like=arguments["q"],
+        )
+    with pytest.raises(ValueError, match=f"^variant: {message}"):
+        plan_of(arguments, updated=False, variant=variant)
+
+
+@pytest.mark.parametrize(
+    ("variant", "shape"),
+    [
+        (None, (1, 128, 1)),
+        ("swapped", (4, 4, 1)),
+        ("swapped", (2, 64, 8)),
+        ("one_tile", (1, 1, 1)),
+        ("one_tile", (4, 128, 1)),
+        ("shared_blocks", (1, 1, 1)),
+        ("shared_blocks", (4, 128, 1)),
+    ],
+)
+def test_kernels_that_a_plan_can_have(variant: str | None, shape: tuple[int, int, int]) -> None:
+    q_len, heads, kv_heads = shape
+    checks.check_variant(variant, heads, q_len, kv_heads)
+
+
 def test_prepare_names_an_unknown_dtype() -> None:
     with pytest.raises((ValueError, TypeError), match=r"^dtypes: .*got float8"):
         cumla.prepare(dtypes=("float8",))

@@ -175,6 +175,64 @@ def test_calls_of_one_shape_share_their_key(
     assert keys[2].causal is False
 
 
+# --- plans that are pinned to a kernel -----------------------------------------------------------
+
+
+FEW_ROWS = {"q": np.zeros((2, 1, 16, 576), ml_dtypes.bfloat16)}
+PINNED = {
+    "swapped": ("mla_decode_swapped", "mla_decode_bfloat16_swapped"),
+    "one_tile": ("mla_decode", "mla_decode_bfloat16"),
+    "shared_blocks": ("mla_decode", "mla_decode_bfloat16_shared_blocks"),
+}
+
+
+@pytest.mark.parametrize("mode", [{}, {"batch_invariant": True, "max_seqlen": 4096}], ids=str)
+@pytest.mark.parametrize("variant", PINNED)
+def test_a_plan_loads_and_launches_the_kernel_that_it_is_pinned_to(
+    cupy: Any, kernels: None, log: Log, monkeypatch: pytest.MonkeyPatch, variant: str, mode: Any
+) -> None:
+    arguments = {name: cupy.like(array) for name, array in make(**FEW_ROWS).items()}
+    stem, entry = PINNED[variant]
+    entries: list[str] = []
+    load = mla.load
+
+    def note(spec: KernelSpec, *rest: Any, **options: Any) -> Any:
+        entries.append(spec.entry)
+        return load(spec, *rest, **options)
+
+    monkeypatch.setattr(mla, "load", note)
+    plans = [
+        plan_for(arguments, variant=variant, **mode),
+        cumla.MLADecodePlan(2, 1, 16, like=arguments["q"], variant=variant, **mode),
+    ]
+    usual = plan_for(arguments, **mode)
+    assert (usual.key.pinned, usual.key.variant) == (None, "swapped")
+    for plan in plans:
+        assert (plan.key.pinned, plan.key.variant) == (variant, variant)
+        assert plan.key is plans[0].key
+        assert plan.key.layout == usual.key.layout
+        log.taken()
+        plan.update(arguments["cache_seqlens"])
+        plan.run(**arguments)
+        cumla.mla_decode(**arguments, plan=plan, batch_invariant=bool(mode))
+        names = [name for _, name in log.taken("launch")]
+        assert names == ["mla_schedule", stem, stem]
+        assert entries[-1] == entry
+    cumla.mla_decode(**arguments)  # a call of its own is that of the shape
+    assert entries[-1] == "mla_decode_bfloat16_swapped"
+
+
+@pytest.mark.parametrize("variant", [None, *PINNED])
+def test_a_pinned_plan_on_the_cpu(variant: str | None) -> None:
+    """Checked, and of no effect."""
+    arguments = make(**FEW_ROWS)
+    plan = plan_for(arguments, variant=variant)
+    plan.update(arguments["cache_seqlens"])
+    for one, other in zip(plan.run(**arguments), cumla.mla_decode(**arguments), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert plan.key.variant == (variant or "swapped")
+
+
 # --- batch-invariant plans -----------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 import cumla
+from cumla.arrays import open_call
 from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.bench.dense import Workbench
 from cumla.bench.timing import Timing, time_host
@@ -40,10 +41,14 @@ class HostTimes(NamedTuple):
         ``"CuPy"``, and ``"PyTorch"`` and ``"JAX"`` where they are installed, to the time of a call.
     notes : list of str
         Why one of them is missing.
+    stages : dict
+        Of CuPy's call: ``"arguments"`` (their pointers, shapes and stream are read), ``"launch"``
+        (the driver's); what is left finds the prepared launch and notes who uses the memory.
     """
 
     times: dict[str, Timing]
     notes: list[str]
+    stages: dict[str, Timing]
 
 
 def time_schedule(bench: Workbench, case: Case, *, ragged: bool) -> Timing:
@@ -87,6 +92,7 @@ def host_times(bench: Workbench) -> HostTimes:
     """
     arrays = bench.inputs(HOST_CASE).arguments()
     times = {"CuPy": time_host(_call(*arrays), bench.gpu.synchronize)}
+    stages = _stages(bench, *arrays)
     notes = []
     if find_spec("torch") is not None:
         torch = import_module("torch")
@@ -99,7 +105,28 @@ def host_times(bench: Workbench) -> HostTimes:
         except Exception as error:  # JAX for the CPU, or for another CUDA: no reason to stop
             reason = str(error).strip().partition("\n")[0]
             notes.append(f"JAX: no host time ({type(error).__name__}: {reason})")
-    return HostTimes(times, notes)
+    return HostTimes(times, notes, stages)
+
+
+def _stages(bench: Workbench, *arrays: Any) -> dict[str, Timing]:
+    """Time what a call consists of, each part alone."""
+    q, kv_cache, block_table, seqlens, out, lse = arrays
+    plan = cumla.MLADecodePlan.from_arrays(q, kv_cache)
+    plan.update(seqlens)
+    plan.run(q, kv_cache, block_table, seqlens, out=out, lse=lse)
+    inputs = (
+        ("q", q),
+        ("kv_cache", kv_cache),
+        ("block_table", block_table),
+        ("cache_seqlens", seqlens),
+    )
+    outputs = (("out", out), ("lse", lse))
+    parts: dict[str, Callable[[], object]] = {
+        "arguments": lambda: open_call(inputs, outputs, stream=None),
+    }
+    for launch in plan._ready.values():  # none for arrays on the CPU
+        parts["launch"] = launch
+    return {name: time_host(part, bench.gpu.synchronize) for name, part in parts.items()}
 
 
 def _call(

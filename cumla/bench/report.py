@@ -285,7 +285,11 @@ def _host_line(results: Results) -> str:
         f"{_us(time['us'])} us ({name}{', which allocates both' if name == 'JAX' else ''})"
         for name, time in results["host"].items()
     )
-    return f"Host time of an eager call with a ready plan, out= and lse=: {times}"
+    line = f"Host time of an eager call with a ready plan, out= and lse=: {times}"
+    does = {"arguments": "read the arguments", "launch": "are the driver's launch"}
+    stages = results.get("host_stages", {}).items()  # earlier files have none
+    parts = [f"{_us(time['us'])} us {does[name]}" for name, time in stages]
+    return line + (f"; of CuPy's {', '.join(parts)}" if parts else "")
 
 
 def _start_line(results: Results) -> str:

@@ -177,6 +177,7 @@ def _whole(bench: Workbench, results: Results, published: Peers, note: Note) -> 
     yield results
     host = host_times(bench)
     results["host"] = {name: _figures(time) for name, time in host.times.items()}
+    results["host_stages"] = {name: _figures(time) for name, time in host.stages.items()}
     results["notes"] += host.notes
     note("schedule and host")
     yield results

@@ -17,7 +17,7 @@
 // for one of its blocks, so that none of them waits in the ring for long.
 //
 // Shared memory:  ring of 24 tiles 196,608 + query 18,432 + P, exchange and joining 14,336 + maxima 512 + sums 1,152
-//                 + words 16 + barriers 400 = 231,456 B of 232,448
+//                 + words 16 + barriers 416 = 231,472 B of 232,448
 // Registers:      168, of which output 64, scores 8
 // Tensor work:    36 + 32 products m64n16k16 a block, bound by reading A from shared memory
 #include "mla_decode_load.cuh"
@@ -35,6 +35,8 @@ __device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared)
     mbarrier_init(shared.full(s), 1);
     mbarrier_init(shared.free(s), 4);
   }
+  mbarrier_init(shared.begun(0), 1);
+  mbarrier_init(shared.begun(1), 1);
   mbarrier_init(shared.query_full(), 2);
   mbarrier_init(shared.query_free(), 8);
   fence_mbarrier_init();
@@ -48,7 +50,7 @@ __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const Swa
   int next_page = now.valid() ? now.page() : 0;
 #pragma unroll 1
   while (now.valid()) {
-    const int page = next_page;
+    const int page = next_page, owner = (now.t + now.i) & 1;
     now.next();
     if (now.valid()) next_page = now.page();
 #pragma unroll
@@ -59,6 +61,7 @@ __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const Swa
       tma_load_4d_async(shared.slot(place.slot), &p.kv, shared.full(place.slot), column * 64, 0, blockIdx.z, page);
       place.advance(1);
     }
+    mbarrier_arrive(shared.begun(owner));
   }
 }
 

@@ -21,7 +21,8 @@ struct SwappedConsumer {
   const SwappedLayout& shared;
   const Tile& tile;
   const int consumer, warp, lane;
-  RingPlace place;  // of this consumer's next block
+  RingPlace place;     // of this consumer's next block
+  u32 begun = 0;       // parity of its number among this consumer's
   float output[kValueTiles][2 * kOwn];  // this consumer's half of V, then the other's
   float scores[2 * kOwn];
   u32 probabilities[kOwn];
@@ -65,6 +66,10 @@ struct SwappedConsumer {
   // scores = block x query; then the RoPE tile is free.
   __device__ __forceinline__ void multiply_query() {
     RingPlace at = place;
+    // A barrier tells phases apart by their parity. What a slot held before may be a tile of the other consumer that is
+    // still under way: then the phase before that one would be taken for this one.
+    mbarrier_wait(shared.begun(consumer), begun, "the loads of a block to begin");
+    begun ^= 1;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       mbarrier_wait(shared.full(at.slot), at.phase, "a KV tile");

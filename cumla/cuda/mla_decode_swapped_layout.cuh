@@ -42,10 +42,11 @@ struct SwappedLayout {
   __device__ __forceinline__ u32 maximum(int consumer, int row) const {
     return sum(2 * kSwappedRows, 0) + (consumer * kSwappedRows + row) * 4;
   }
-  // Barriers: a slot is loaded; is free again.
+  // Barriers: a slot is loaded; is free again; the loads of a consumer's next block have all begun.
   __device__ __forceinline__ u32 full(u32 s) const { return barriers + s * 8; }
   __device__ __forceinline__ u32 free(u32 s) const { return full(kSlots + s); }
-  __device__ __forceinline__ u32 query_full() const { return free(kSlots); }
+  __device__ __forceinline__ u32 begun(int consumer) const { return free(kSlots) + consumer * 8; }
+  __device__ __forceinline__ u32 query_full() const { return begun(2); }
   __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
 };
 

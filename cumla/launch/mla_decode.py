@@ -40,7 +40,7 @@ def _swapped_spec(dtype: str) -> KernelSpec:
         function=f"mla_decode_swapped<{_TAGS[dtype]}>",
         params="MlaDecodeParams",
         threads=384,
-        smem_bytes=231456,
+        smem_bytes=231472,
     )
 
 

@@ -50,8 +50,8 @@ class KernelSpec:
     Attributes
     ----------
     stem : str
-        The kernel's file ``<stem>.cu`` in `package`; in ``cumla.cuda`` its launcher is
-        ``cumla/launch/<stem>.py``.
+        The kernel's file ``<stem>.cu`` in `package`; in ``cumla.cuda`` its launcher is the module
+        of ``cumla.launch`` whose ``SPECS`` hold it, mostly ``cumla/launch/<stem>.py``.
     entry : str
         Name of the ``extern "C"`` entry point, for example ``"mla_decode_bf16"``.
     function : str

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,19 +10,41 @@ from cumla.bench import explain
 from cumla.bench.cases import DENSE, Case
 from cumla.errors import UnsupportedDeviceError
 from cumla.launch.mla_decode import decode_spec
+from cumla.launch.mla_plan import VARIANTS
 
 
 @pytest.mark.parametrize("case", [*DENSE[::5], Case(3, 2, 48, 100, 2, "float16", 1)])
 def test_names_the_kernel_and_the_grid(case: Case):
-    key = explain._key(case, 60)
+    key = explain.key_of(case, 60)
     text = explain.explain(case, 60)
     assert text.startswith(f"{case.name}: {decode_spec(key).entry} (")
     assert f"= {key.parts * key.tiles} thread blocks on 60 multiprocessors" in text
 
 
-def test_gives_the_reason():
-    assert "16 query rows of a kv head in 1 row tile" in explain.explain(Case(1, 1, 16, 64), 132)
-    assert "256 query rows of a kv head in 4 row tiles" in explain.explain(Case(1, 2, 128, 64), 132)
+@pytest.mark.parametrize(
+    ("case", "variant", "entry", "rows", "reason"),
+    [
+        (Case(1, 1, 1, 64), "swapped", "_swapped", "1 query rows", "fit the N side of the matrix"),
+        (Case(1, 1, 16, 64), "swapped", "_swapped", "16 query rows", "memory is the bound, and so"),
+        (Case(1, 1, 17, 64), "one_tile", "", "17 query rows", "reads each KV block alone, so mem"),
+        (Case(1, 2, 32, 64), "one_tile", "", "64 query rows", "reads each KV block alone, so mem"),
+        (Case(1, 1, 65, 64), "shared_blocks", "_shared_blocks", "65 query rows", "so arithmetic"),
+        (Case(1, 2, 128, 64), "shared_blocks", "_shared_blocks", "256 query rows", "the same KV"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Case) else None,
+)
+def test_gives_the_reason(case: Case, variant: str, entry: str, rows: str, reason: str):
+    text = explain.explain(case, 132)
+    assert explain.key_of(case, 132).variant == variant
+    assert text.startswith(f"{case.name}: mla_decode_bfloat16{entry} (384 threads, ")
+    assert reason in text
+    tiles = {"shared_blocks": rf"{rows} of a kv head in [24] row tiles: they "}
+    assert re.search(tiles.get(variant, rf"{rows} of a kv head in 1 row tile: "), text)
+
+
+def test_every_kernel_has_a_reason():
+    assert set(explain._REASONS) == set(VARIANTS)
+    assert len(set(explain._REASONS.values())) == len(VARIANTS)
 
 
 def test_multiprocessors_without_a_gpu(monkeypatch: pytest.MonkeyPatch):

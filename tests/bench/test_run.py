@@ -123,6 +123,8 @@ def test_everything_else_is_recorded(results):
     shapes = [(row["batch"], row["lengths"]) for row in results["schedule"]]
     assert shapes == [(1, "equal"), (3, "equal"), (3, "ragged")]
     assert results["host"]["CuPy"]["us"] > 0
+    assert set(results["host_stages"]) == {"arguments"}  # nothing is launched on the CPU
+    assert "us read the arguments" in to_text(results)
     assert results["start"] == START
     assert results["l2"] == "cold"
     assert results["notes"] == [
@@ -466,7 +468,7 @@ def test_host_time_of_jax_is_a_note_without_a_gpu(fake, monkeypatch):
         raise RuntimeError(f"Unknown backend: '{backend}'\nand more")
 
     monkeypatch.setattr(jax, "devices", none)
-    times, notes = host.host_times(Workbench(fake, (host.HOST_CASE,)))
+    times, notes, _ = host.host_times(Workbench(fake, (host.HOST_CASE,)))
     assert set(times) == {"CuPy"}
     assert notes == ["JAX: no host time (RuntimeError: Unknown backend: 'gpu')"]
 
@@ -477,7 +479,7 @@ def test_host_time_of_jax(fake, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     cpus = jax.devices("cpu")
     monkeypatch.setattr(jax, "devices", lambda backend: cpus)
-    times, notes = host.host_times(Workbench(fake, (host.HOST_CASE,)))
+    times, notes, _ = host.host_times(Workbench(fake, (host.HOST_CASE,)))
     assert notes == []
     assert times["JAX"].us > 0
 

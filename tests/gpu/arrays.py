@@ -61,4 +61,4 @@ def bits_of(array: Array) -> Array:
     import cupy
 
     kind = cupy.uint32 if array.dtype.itemsize == 4 else cupy.uint16
-    return cupy.ascontiguousarray(array).view(kind).ravel().copy()
+    return cupy.ascontiguousarray(array.view(kind)).ravel().copy()

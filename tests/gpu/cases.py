@@ -205,7 +205,7 @@ def sample_of_every_kernel() -> list[Case]:
             case = Case(
                 batch=3,
                 q_len=q_len,
-                kv_len=KV_LENS[(i + j) % len(KV_LENS)],
+                kv_len=KV_LENS[(2 * i + i // 2 + j) % len(KV_LENS)],
                 heads=heads,
                 kv_heads=kv_heads,
                 ragged=(i + j // 2) % 3 != 0,

@@ -4,7 +4,8 @@
 Scores and sums in float32, a running maximum that lags by up to a factor of 2^8, probabilities
 rounded to 16 bits: the output is divided by the sum of the rounded ones, the log-sum-exp is that of
 the others. Where the schedule cuts a request its pieces are float32 and normalised, and are joined
-in the order of the parts, weighted by powers of 2; one rounding of the output.
+in the order of the parts, weighted by powers of 2; one rounding of the output. The kernel for few
+rows sums up every second block of a piece apart, relative to a running maximum of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def decode(
     out = np.zeros(problem.out_shape, NUMPY_DTYPES[case.dtype])
     lse = np.full(problem.lse_shape, np.inf, np.float32)
     group = case.heads // case.kv_heads
-    bounds = schedule(problem.lengths, parts, key_of(case).row_groups).bounds
+    key = key_of(case)
+    sums = 2 if key.variant == "swapped" else 1
+    bounds = schedule(problem.lengths, parts, key.row_groups).bounds
     for b, length in enumerate(problem.lengths.tolist()):
         if length == 0:
             continue
@@ -59,7 +62,10 @@ def decode(
             if drop and drop.request == b and drop.head // group == kv_head:
                 scores[drop.query, drop.head % group, drop.token] = -np.inf
             flat = scores.reshape(-1, length)
-            pieces = [_attend(problem, flat, keys, edges[i : i + 2]) for i in range(len(edges) - 1)]
+            pieces = [
+                _attend(problem, flat, keys, range(*edges[i : i + 2]), sums)
+                for i in range(len(edges) - 1)
+            ]
             o, s = pieces[0] if len(pieces) == 1 else _join(pieces)
             s = np.where(np.isneginf(s), np.inf, s * np.float32(np.log(2)))
             out[b, :, heads] = o.reshape(case.q_len, group, VALUE_DIM).astype(out.dtype)
@@ -88,10 +94,30 @@ def _scores(problem: Problem, b: int, heads: slice, keys: np.ndarray) -> np.ndar
     return scores
 
 
+class _Sums(NamedTuple):
+    """Of some blocks: output, exponentials and rounded ones, relative to a base-2 maximum."""
+
+    output: np.ndarray
+    total: np.ndarray
+    rounded_total: np.ndarray
+    top: np.ndarray
+
+
 def _attend(
-    problem: Problem, scores: np.ndarray, keys: np.ndarray, edges: list[int]
+    problem: Problem, scores: np.ndarray, keys: np.ndarray, blocks: range, sums: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks from edges[0] to edges[1]: normalised output, and log-sum-exp in base 2."""
+    """Some blocks, in that many sums: normalised output, and log-sum-exp in base 2."""
+    each = [_sum_up(problem, scores, keys, blocks[i::sums]) for i in range(sums)]
+    top = np.max([s.top for s in each], axis=0)
+    factors = [np.exp2(s.top - top) for s in each]
+    total = sum(f * s.total for f, s in zip(factors, each, strict=True))
+    rounded_total = sum(f * s.rounded_total for f, s in zip(factors, each, strict=True))
+    shares = [(f * _inverse(rounded_total))[:, None] for f in factors]
+    output = sum(share * s.output for share, s in zip(shares, each, strict=True))
+    return output, _base2(top, total)
+
+
+def _sum_up(problem: Problem, scores: np.ndarray, keys: np.ndarray, blocks: range) -> _Sums:
     scale = HEAD_DIM**-0.5 if problem.softmax_scale is None else problem.softmax_scale
     scale_log2 = np.float32(scale * LOG2_E)
     dtype = NUMPY_DTYPES[problem.case.dtype]
@@ -99,7 +125,7 @@ def _attend(
     output = np.zeros((rows, VALUE_DIM), np.float32)
     total, rounded_total = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
     top = np.full(rows, LOWEST)
-    for block in range(*edges):
+    for block in blocks:
         some = slice(block * PAGE_SIZE, min((block + 1) * PAGE_SIZE, scores.shape[1]))
         highest = scores[:, some].max(axis=1) * scale_log2
         new_top = np.where(highest > top + SLACK, highest, top)
@@ -112,7 +138,7 @@ def _attend(
         rounded_total = rounded_total * shrink + rounded.sum(axis=1)
         output = output * shrink[:, None] + rounded @ keys[some, :VALUE_DIM]
         top = new_top
-    return output * _inverse(rounded_total)[:, None], _base2(top, total)
+    return _Sums(output, total, rounded_total, top)
 
 
 def _inverse(total: np.ndarray) -> np.ndarray:

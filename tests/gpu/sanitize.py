@@ -45,6 +45,8 @@ PLANTS = {
     "missing-tile-wait": variants.MISSING_TILE_WAIT,
     "missing-gather-sync": variants.MISSING_GATHER_SYNC,
     "unwritten-partial": variants.UNWRITTEN_PARTIAL,
+    "swapped-missing-exchange-sync": variants.SWAPPED_MISSING_EXCHANGE_SYNC,
+    "swapped-unwritten-partial": variants.SWAPPED_UNWRITTEN_PARTIAL,
 }
 RUNS = (  # tool, planted bug
     ("memcheck", None),
@@ -55,6 +57,8 @@ RUNS = (  # tool, planted bug
     ("racecheck", "missing-tile-wait"),
     ("racecheck", "missing-gather-sync"),
     ("initcheck", "unwritten-partial"),
+    ("racecheck", "swapped-missing-exchange-sync"),
+    ("initcheck", "swapped-unwritten-partial"),
 )
 SPLIT = "one request cut into many parts"
 INVARIANT = (Case(batch=2, heads=24), np.array([3000, 65]))  # the first is cut, the second is not
@@ -158,7 +162,7 @@ def append_rows(cupy: Any, form: str) -> None:
 def decode(
     cupy: Any, problem: Problem, *, batch_invariant: bool = False
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Results, on the host, of a call of its own and of a plan's run with allocated outputs."""
+    """Results, on the host, of a call of its own and, allocated, of each kernel that can serve."""
     case = problem.case
     q, kv = (typed(cupy.asarray(x), case.dtype) for x in (problem.q_bits, problem.kv_bits))
     table, lengths = cupy.asarray(problem.table), cupy.asarray(problem.lengths)
@@ -167,12 +171,11 @@ def decode(
         options["out"] = cupy.empty(problem.out_shape, dtype=cupy.float32)
     ways: dict[str, Any] = {"causal": case.causal, "batch_invariant": batch_invariant}
     longest = int(problem.lengths.max()) if batch_invariant else None
-    plan = cumla.MLADecodePlan.from_arrays(q, kv, max_seqlen=longest, **ways)
-    plan.update(lengths)
-    results = [
-        cumla.mla_decode(q, kv, table, lengths, **ways, **options),
-        plan.run(q, kv, table, lengths),
-    ]
+    results = [cumla.mla_decode(q, kv, table, lengths, **ways, **options)]
+    for variant in case.variants:
+        plan = cumla.MLADecodePlan.from_arrays(q, kv, max_seqlen=longest, variant=variant, **ways)
+        plan.update(lengths)
+        results.append(plan.run(q, kv, table, lengths))
     host = []
     for out, lse in results:
         dtype = str(out.dtype)

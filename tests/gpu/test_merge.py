@@ -97,7 +97,8 @@ class States:
         drawn = rng.random(self.lses.shape)
         self.lses[drawn < 0.15], self.lses[drawn > 0.85] = np.inf, -np.inf
         signs = np.where(np.arange(case.count) % 2, np.inf, -np.inf)
-        self.lses[..., 0] = signs.reshape(-1, *[1] * (case.axes - 2))  # rows with nothing at all
+        nothing = self.lses[:, 0, ..., 0]  # one row, or one of each head
+        nothing[...] = signs.reshape(-1, *[1] * (case.axes - 3))
         empty = np.isinf(self.lses)
         self.outs[empty.swapaxes(-1, -2) if case.axes == 4 else empty] = np.nan
         self.arguments = self._upload()

@@ -68,17 +68,18 @@ def test_grid(case: Case, record_figures: Report) -> None:
     record_figures(decode_and_check(make_problem(cp, case), case.outputs))
 
 
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("heads", [8, 16, 128])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_70000_tokens_at_batch_1(heads: int, dtype: str, record_figures: Report) -> None:
     case = Case(batch=1, kv_len=70_000, heads=heads, dtype=dtype, ragged=False, q_len=2)
     record_figures(decode_and_check(make_problem(cp, case)))
 
 
-def test_cache_beyond_32_bit_offsets(record_figures: Report) -> None:
+@pytest.mark.parametrize("heads", [16, 32, 80])
+def test_cache_beyond_32_bit_offsets(heads: int, record_figures: Report) -> None:
     """More than 2^32 elements, 8.9 GB; the pages in use straddle 2^31 and lie at the far end."""
     num_pages = 120_000
-    case = Case(batch=2, heads=16)
+    case = Case(batch=2, heads=heads)
     lengths = np.array([1000, 333], dtype=np.int32)
     used = [num_pages - 1, 58_254, 0, 116_509, 58_255, 119_000, 29_127, 116_508]
     used += list(range(num_pages - 20, num_pages - 1))
@@ -95,7 +96,7 @@ def test_cache_beyond_32_bit_offsets(record_figures: Report) -> None:
     for page, content in zip(used[:22], compact, strict=True):
         kv_bits[page] = content  # addressed on the host, with 64 bits
 
-    q_bits = normal_bits(cp, (2, 1, 16, HEAD_DIM), case.dtype, 0.1, 11)
+    q_bits = normal_bits(cp, (2, 1, heads, HEAD_DIM), case.dtype, 0.1, 11)
     result = cumla.mla_decode(
         typed(q_bits, case.dtype),
         typed(kv_bits, case.dtype),
@@ -119,7 +120,7 @@ def test_cache_beyond_32_bit_offsets(record_figures: Report) -> None:
 
 
 @pytest.mark.parametrize("kv_len", [300, 5000])
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("heads", [8, 16, 128])
 def test_batch_1024_ragged(kv_len: int, heads: int, record_figures: Report) -> None:
     lengths = np.random.default_rng(3).integers(0, 300, size=1024)
     lengths[::97] = kv_len  # a few long ones make cutting worth it
@@ -138,34 +139,38 @@ def test_several_hundred_query_rows(
     record_figures(decode_and_check(make_problem(cp, case, lengths)))
 
 
+@pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("sm_share", [0.5, 1.0, 1.5, 2.0])
 def test_batches_around_the_number_of_multiprocessors(
-    sm_share: float, record_figures: Report
+    sm_share: float, heads: int, record_figures: Report
 ) -> None:
     """Where a schedule turns from cut to whole requests."""
     count = cp.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"]
-    case = Case(batch=int(count * sm_share) + 1, kv_len=257, heads=64, ragged=False)
+    case = Case(batch=int(count * sm_share) + 1, kv_len=257, heads=heads, ragged=False)
     record_figures(decode_and_check(make_problem(cp, case)))
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257])
-def test_every_tail_of_a_few_pages(length: int, record_figures: Report) -> None:
-    case = Case(batch=3, q_len=4, heads=17, ragged=False, kv_len=length)
+@pytest.mark.parametrize("heads", [4, 9, 17])
+def test_every_tail_of_a_few_pages(length: int, heads: int, record_figures: Report) -> None:
+    case = Case(batch=3, q_len=4, heads=heads, ragged=False, kv_len=length)
     record_figures(decode_and_check(make_problem(cp, case)))
 
 
-def test_lengths_are_clamped() -> None:
+@pytest.mark.parametrize("heads", [8, 24, 40])
+def test_lengths_are_clamped(heads: int) -> None:
     """Lengths that the table cannot hold, and negative ones; no memory but the cache is read."""
     true = np.array([256, 0, 200, 0, 256, 256])
-    problem = make_problem(cp, Case(batch=6, heads=24, q_len=2), true)
+    problem = make_problem(cp, Case(batch=6, heads=heads, q_len=2), true)
     problem.block_table = problem.block_table[:, :4]
     wrong = [2**31 - 1, -5, 200, -(2**31), 257, 1 << 30]
     problem.cache_seqlens = cp.asarray(np.array(wrong, dtype=np.int32))
     decode_and_check(problem)
 
 
-def test_page_numbers_out_of_range_read_as_zeros() -> None:
-    problem = make_problem(cp, Case(batch=4, heads=16), np.array([700, 300, 64, 1000]))
+@pytest.mark.parametrize("heads", [16, 32, 80])
+def test_page_numbers_out_of_range_read_as_zeros(heads: int) -> None:
+    problem = make_problem(cp, Case(batch=4, heads=heads), np.array([700, 300, 64, 1000]))
     num_pages = problem.kv_bits.shape[0]
     bad = problem.table.copy()
     bad[0, 3], bad[1, 0], bad[1, 1], bad[3, 15] = -1, 2147480000, num_pages, -(2**31)
@@ -180,28 +185,30 @@ def test_page_numbers_out_of_range_read_as_zeros() -> None:
     lse.check_guards()
 
 
-def test_no_table_columns_and_no_tokens() -> None:
+@pytest.mark.parametrize("heads", [16, 32, 80])
+def test_no_table_columns_and_no_tokens(heads: int) -> None:
     """A table without columns has room for nothing: every length is clamped to 0."""
-    problem = make_problem(cp, Case(batch=2), np.array([64, 64]))
+    problem = make_problem(cp, Case(batch=2, heads=heads), np.array([64, 64]))
     problem.block_table = cp.empty((2, 0), dtype=cp.int32)
     out, lse = problem.outputs()
     decode(problem, out=out.array, lse=lse.array)
     problem.check(out.array, lse.array, problem.expected(np.zeros(2, dtype=np.int32)))
 
 
-def test_strided_outputs_and_lengths(record_figures: Report) -> None:
+@pytest.mark.parametrize("heads", [5, 20, 30])
+def test_strided_outputs_and_lengths(heads: int, record_figures: Report) -> None:
     """Padding between the rows of out stays as it was; lse may have its axes swapped."""
-    case = Case(batch=3, q_len=3, heads=20, kv_len=900)
+    case = Case(batch=3, q_len=3, heads=heads, kv_len=900)
     problem = make_problem(cp, case)
-    base = cp.full((3, 4, 22, VALUE_DIM + 8), 0xFFFF, dtype=cp.uint16)
-    out = typed(base[:, :3, :20, :VALUE_DIM], case.dtype)
-    lse = cp.full((3, 3, 20), np.nan, dtype=cp.float32).transpose(0, 2, 1)
+    base = cp.full((3, 4, heads + 2, VALUE_DIM + 8), 0xFFFF, dtype=cp.uint16)
+    out = typed(base[:, :3, :heads, :VALUE_DIM], case.dtype)
+    lse = cp.full((3, 3, heads), np.nan, dtype=cp.float32).transpose(0, 2, 1)
     spread = cp.full(6, -7, dtype=cp.int32)
     spread[::2] = problem.cache_seqlens
     problem.cache_seqlens = spread[::2]
     decode(problem, out=out, lse=lse)
     record_figures(problem.check(cp.ascontiguousarray(out), cp.ascontiguousarray(lse)))
-    base[:, :3, :20, :VALUE_DIM] = 0xFFFF
+    base[:, :3, :heads, :VALUE_DIM] = 0xFFFF
     assert bool((base == 0xFFFF).all())
 
 
@@ -215,8 +222,9 @@ def test_one_output_given(given: str) -> None:
     problem.check(*result)
 
 
-def test_inputs_are_left_alone() -> None:
-    problem = make_problem(cp, Case(batch=3, kv_len=500, heads=9, q_len=2))
+@pytest.mark.parametrize("heads", [7, 9, 40])
+def test_inputs_are_left_alone(heads: int) -> None:
+    problem = make_problem(cp, Case(batch=3, kv_len=500, heads=heads, q_len=2))
     arrays = (problem.q_bits, problem.kv_bits, problem.block_table, problem.cache_seqlens)
     before = [array.copy() for array in arrays]
     decode(problem)
@@ -224,10 +232,11 @@ def test_inputs_are_left_alone() -> None:
         assert bool((array == copy).all())
 
 
+@pytest.mark.parametrize("heads", [8, 24, 72])
 @pytest.mark.parametrize("inputs", ["one-hot", "constant"])
-def test_one_hot_and_constant_rows(inputs: str) -> None:
+def test_one_hot_and_constant_rows(inputs: str, heads: int) -> None:
     """One token that takes all the weight, wherever it lies; and all weights equal."""
-    case = Case(batch=8, kv_len=1000, heads=8, ragged=False, inputs="outliers")
+    case = Case(batch=8, kv_len=1000, heads=heads, ragged=False, inputs="outliers")
     problem = make_problem(cp, case)
     if inputs == "constant":
         problem.q_bits[...] = 0

@@ -13,7 +13,7 @@ import cumla
 from cumla.launch import mla_schedule
 from cumla.launch.mla_plan import BLOCK_TOKENS, TICKET_BYTES, MLADecodeKey
 from tests.gpu.arrays import bits_of, to_torch
-from tests.gpu.cases import Case
+from tests.gpu.cases import Case, by_every_kernel
 from tests.gpu.parts import LENGTHS as PARTS_LENGTHS
 from tests.gpu.parts import PART, invariant_parts_table, parts_table
 from tests.gpu.problem import Problem, make_problem, typed
@@ -192,9 +192,10 @@ def test_the_lengths_of_the_last_update_count() -> None:
     problem.check(out.array, lse.array, problem.expected(updated))
 
 
-def test_other_lengths_than_those_of_the_update_are_safe() -> None:
+@pytest.mark.parametrize("heads", [16, 32, 80])
+def test_other_lengths_than_those_of_the_update_are_safe(heads: int) -> None:
     """Garbage lengths in run(), and a table too small for the lengths of the update."""
-    problem = make_problem(cp, Case(batch=3), np.array([256, 256, 256]))
+    problem = make_problem(cp, Case(batch=3, heads=heads), np.array([256, 256, 256]))
     plan = make_plan(problem)
     plan.update(cp.asarray(np.array([100_000, 2**31 - 1, -3], dtype=np.int32)))
     problem.block_table = problem.block_table[:, :4]
@@ -206,16 +207,20 @@ def test_other_lengths_than_those_of_the_update_are_safe() -> None:
     lse.check_guards()
 
 
+@pytest.mark.parametrize("heads", [5, 20, 40])
 @pytest.mark.parametrize("causal", [True, False])
-def test_mla_decode_with_a_plan_gives_the_bits_of_one_without(causal: bool) -> None:
-    problem = make_problem(cp, Case(batch=4, q_len=3, heads=40, kv_len=3000, causal=causal))
+def test_mla_decode_with_a_plan_gives_the_bits_of_one_without(causal: bool, heads: int) -> None:
+    """And so does a plan that is pinned to the kernel of the shape."""
+    problem = make_problem(cp, Case(batch=4, q_len=3, heads=heads, kv_len=3000, causal=causal))
     plan = make_plan(problem)
-    plan.update(problem.cache_seqlens)
-    with_plan = cumla.mla_decode(*problem.arrays, causal=causal, plan=plan)
+    pinned = make_plan(problem, variant=plan.key.variant)
     without = cumla.mla_decode(*problem.arrays, causal=causal)
-    for one, other in zip(with_plan, without, strict=True):
-        assert bool((bits_of(one) == bits_of(other)).all())
-    problem.check(*with_plan)
+    for planned in (plan, pinned):
+        planned.update(problem.cache_seqlens)
+        with_plan = cumla.mla_decode(*problem.arrays, causal=causal, plan=planned)
+        for one, other in zip(with_plan, without, strict=True):
+            assert bool((bits_of(one) == bits_of(other)).all())
+    problem.check(*without)
 
 
 def test_plans_share_a_workspace_full_of_garbage() -> None:
@@ -254,27 +259,32 @@ GARBAGE_WORDS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("case", "mode"),
-    [
-        (Case(batch=3, heads=32, kv_len=3000), {}),
-        (Case(batch=1, heads=16, kv_len=40_000, ragged=False), {}),
-        (Case(batch=4, heads=128, q_len=2, kv_len=1000, dtype="float16"), {}),
-        # one part, no partial results
-        (Case(batch=2, heads=128, kv_heads=128, q_len=4, kv_len=300), {}),
-        (Case(batch=5, heads=16, kv_len=3000), {"batch_invariant": True, "max_seqlen": 3000}),
-    ],
-    ids=["one row tile", "one request", "row tiles", "one part", "batch-invariant"],
-)
-def test_garbage_in_the_buffer_leads_nowhere(case: Case, mode: dict[str, Any]) -> None:
+GARBAGE_CASES = {
+    "several requests": Case(batch=3, heads=32, kv_len=3000),
+    "several requests, few rows": Case(batch=3, heads=5, q_len=3, kv_len=3000),
+    "one request": Case(batch=1, heads=16, kv_len=40_000, ragged=False),
+    "row tiles": Case(batch=4, heads=128, q_len=2, kv_len=1000, dtype="float16"),
+    # one part, no partial results
+    "one part": Case(batch=2, heads=128, kv_heads=128, q_len=4, kv_len=300),
+    "batch-invariant": Case(batch=5, heads=16, kv_len=3000),
+}
+
+
+@pytest.mark.parametrize(("name", "variant"), by_every_kernel(GARBAGE_CASES))
+def test_garbage_in_the_buffer_leads_nowhere(name: str, variant: str) -> None:
     """As if another plan had written there since the update: nothing but the outputs suffers."""
+    case = GARBAGE_CASES[name]
+    mode: dict[str, Any] = {}
+    if name == "batch-invariant":
+        mode = {"batch_invariant": True, "max_seqlen": 3000}
     problem = make_problem(cp, case)
     nbytes = cumla.MLADecodePlan.workspace_bytes(
         case.batch, case.q_len, case.heads, num_kv_heads=case.kv_heads, **mode
     )
     guard = 4 << 20
     buffer = bytes_of_ones(nbytes + guard)
-    plan = make_plan(problem, workspace=buffer[:nbytes], **mode)
+    plan = make_plan(problem, variant=variant, workspace=buffer[:nbytes], **mode)
+    assert plan.key.variant == variant
     layout = plan.key.layout
     pieces = buffer[layout.partial_lse : nbytes].view(np.uint32)
     before = [problem.q_bits.copy(), problem.kv_bits.copy()]

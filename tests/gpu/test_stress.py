@@ -28,6 +28,7 @@ CASES = {
     "two row tiles": (Case(batch=2, heads=128), [3000, 2500]),
     "kv heads": (Case(batch=2, heads=8, kv_heads=8, dtype="float16"), [2000, 129]),
     "whole requests, several to a part": (Case(batch=300, heads=16), [70] * 300),
+    "blocks by the dozen": (Case(batch=1, heads=16), [100_003]),
     "few rows, cut and whole": (Case(batch=5, heads=3, q_len=4), [9000, 65, 0, 3, 2500]),
 }
 RUNS = by_every_kernel({name: case for name, (case, _) in CASES.items()})
@@ -60,11 +61,11 @@ def test_repeats_with_random_delays_at_every_barrier(name: str, variant: str) ->
     ("name", "variant", "bug"),
     [
         ("cuts in every request", "shared_blocks", "missing wait"),
-        ("one request cut into all parts", "one_tile", "missing wait"),
+        ("cuts in every request", "one_tile", "missing wait"),
         ("one request cut into all parts", "one_tile", "unwritten partial"),
-        ("one request cut into all parts", "swapped", "swapped: late wait"),
-        ("one request cut into all parts", "swapped", "swapped: missing sync"),
-        ("one request cut into all parts", "swapped", "swapped: missing exchange sync"),
+        ("blocks by the dozen", "swapped", "swapped: late wait"),
+        ("blocks by the dozen", "swapped", "swapped: missing sync"),
+        ("blocks by the dozen", "swapped", "swapped: missing exchange sync"),
         ("one request cut into all parts", "swapped", "swapped: unwritten partial"),
     ],
 )

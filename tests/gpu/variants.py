@@ -18,7 +18,6 @@ from pathlib import Path
 from cumla.launch import all_specs, module
 from cumla.launch.source import OPTIONS, KernelSpec, translation_unit
 
-
 TILES = ("mla_decode",)
 SWAPPED = ("mla_decode_swapped",)
 BOTH = TILES + SWAPPED  # what they share

@@ -3,9 +3,9 @@
 
 The model follows ``join``, ``arrive`` and ``who_left`` of cumla/cuda/mla_decode_join.cuh; a step
 is one access to memory that thread blocks share, or a fence. Loads and stores happen in the order
-of the program, with one exception: the note of a thread block that has lost patience, and its taking
-back, are ordinary stores, which may lie in a store buffer until a fence drains it. What only the
-thread block itself could notice goes with the step before.
+of the program, with one exception: a thread block that has lost patience leaves a note, and may
+take it back, with ordinary stores, which may lie in a store buffer until a fence drains it. What
+only the thread block itself could notice goes with the step before.
 """
 
 from __future__ import annotations

@@ -4,21 +4,22 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cumla.errors import CompilationError, CumlaError, MissingDependencyError
-from cumla.launch import KernelSpec, all_specs, kernel, mla_plan, module, tensor_map
+from cumla.launch import KernelSpec, all_specs, kernel, mla_decode, mla_plan, module, tensor_map
 from cumla.launch import device as launch_device
 from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.module import LoadedKernel
 from cumla.launch.source import translation_unit
+from tests.gpu import record
 from tests.gpu.parts import PART
 
 each_kernel = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.entry)
@@ -26,7 +27,7 @@ each_kernel = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec
 
 def layout_of(spec: KernelSpec) -> struct.Struct:
     """The struct that a kernel's launcher packs."""
-    layout = import_module(f"cumla.launch.{spec.stem}")._PARAMS
+    layout = record.launcher_of(spec.stem)._PARAMS
     assert isinstance(layout, struct.Struct)
     return layout
 
@@ -60,9 +61,59 @@ def test_what_a_plans_buffer_holds_is_as_the_kernels_see_it(nvrtc: None) -> None
     for name in PART.names or ():
         assert PART.fields is not None
         checks[f"4 * kWords.{name}"] = PART.fields[name][1]
+    seen = {"mla_schedule", "mla_decode_bfloat16", "mla_decode_bfloat16_swapped"}
     for spec in all_specs():
-        if spec.entry in ("mla_schedule", "mla_decode_bfloat16"):
+        if spec.entry in seen:
             compile_checks(spec, checks, words)
+            seen.remove(spec.entry)
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    ("dtype", "variant", "nbytes", "checks"),
+    [
+        ("bfloat16", "one_tile", 232160, {"layout.pacer(2 * kWarpgroup)": 232160}),
+        (
+            "float16",
+            "swapped",
+            24 * 8192 + 32768 + 8 * 16 * 4 + (16 + 2) * 16 * 4 + 16 + (2 * 24 + 4) * 8,
+            {
+                "kSwappedRows": mla_plan.SWAPPED_ROWS,
+                "layout.query_free() + 8": 231472,
+                "layout.probabilities - layout.query": 9 * 16 * 128,
+                # what the joining is given: 8,192 and 1,024 bytes, before the next segment
+                "layout.probabilities + 8192 <= layout.maxima": True,
+                "layout.sums + 1024 <= layout.words": True,
+                "layout.words + 2 * 4 <= layout.full(0)": True,
+            },
+        ),
+    ],
+    ids=["tiles", "swapped"],
+)
+def test_shared_memory_holds_its_layout(
+    dtype: str, variant: str, nbytes: int, checks: dict[str, int], nvrtc: None
+) -> None:
+    """To the byte: the layout's own functions, made constant expressions, give its end."""
+    spec = mla_decode._SPECS[dtype, variant]
+    assert spec.smem_bytes == nbytes
+    name = "SwappedLayout" if variant == "swapped" else "SharedLayout"
+    whole, _, _ = translation_unit(spec).partition('extern "C"')
+    functions = "full|free|begun|probabilities_full|query_full|query_free|pacer"
+    constant, found = re.subn(
+        rf"__device__ __forceinline__ (explicit {name}\(|u32 (?:{functions})\()",
+        r"__device__ constexpr \1",
+        whole,
+    )
+    assert found >= 5
+
+    def compile_with(checks: dict[str, int]) -> None:
+        lines = [f'static_assert(({it}) == {int(n)}, "differs");' for it, n in checks.items()]
+        text = "\n".join([constant, f"constexpr {name} layout(0);", *lines, ""])
+        module._compile(spec, text, module.OPTIONS)
+
+    compile_with(checks)
+    with pytest.raises(CompilationError, match="differs"):
+        compile_with({"layout.query_free()": 0})
 
 
 @pytest.fixture

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ring of KV tiles of mla_decode_swapped: every order of loads and consumers, in a model.
+
+One loader fills slots in turn; what it has begun to load arrives in any order. Two consumers take
+every second block each, at their own pace. A barrier's wait sees the parity of its phase only, so
+that no wait may come two phases early. The ring is a third of the kernel's: 8 slots, blocks of 3.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from typing import NamedTuple
+
+import pytest
+
+from cumla.launch.source import strip_comments
+
+SLOTS, TILES, BLOCKS = 8, 3, 7
+TOTAL = TILES * BLOCKS
+
+
+class State(NamedTuple):
+    begun: int = 0  # loads that have begun
+    under_way: frozenset[int] = frozenset()  # tiles among them that have not arrived
+    blocks: tuple[int, int] = (0, 1)  # of each consumer, the one that it is at
+    at: tuple[int, int] = (0, 0)  # step there: a wait for the loads to begin, the tiles, freeing
+    freed: frozenset[int] = frozenset()  # tiles
+
+
+class RingError(Exception):
+    pass
+
+
+def passes(completed: int, parity: int) -> bool:
+    """Whether a wait for the phase with that parity ends, so many phases being complete."""
+    return completed % 2 != parity
+
+
+def of_slot(tiles: range | frozenset[int], slot: int) -> int:
+    return sum(tile % SLOTS == slot for tile in tiles)
+
+
+def steps(state: State, *, waits_for_begin: bool) -> list[State]:
+    """All states that one step leads to."""
+    found = [state._replace(under_way=state.under_way - {tile}) for tile in state.under_way]
+    tile = state.begun
+    if tile < TOTAL and passes(of_slot(state.freed, tile % SLOTS), tile // SLOTS % 2 ^ 1):
+        if tile >= SLOTS and tile - SLOTS not in state.freed:
+            raise RingError(f"tile {tile} overwrites one that is in use")
+        found.append(state._replace(begun=tile + 1, under_way=state.under_way | {tile}))
+    for consumer in (0, 1):
+        if state.blocks[consumer] < BLOCKS:
+            found += consume(state, consumer, waits_for_begin)
+    return found
+
+
+def consume(state: State, consumer: int, waits_for_begin: bool) -> list[State]:
+    block, at = state.blocks[consumer], state.at[consumer]
+    if at == 0:
+        blocks_begun = range(consumer, state.begun // TILES, 2)
+        if waits_for_begin and not passes(len(blocks_begun), block // 2 % 2):
+            return []
+        return [moved(state, consumer, block, 1)]
+    if at <= TILES:
+        tile = block * TILES + at - 1
+        slot = tile % SLOTS
+        arrived = of_slot(range(state.begun), slot) - of_slot(state.under_way, slot)
+        if not passes(arrived, tile // SLOTS % 2):
+            return []
+        if tile >= state.begun or tile in state.under_way:
+            raise RingError(f"tile {tile} is read before it has come")
+        return [moved(state, consumer, block, at + 1)]
+    tile = block * TILES + at - TILES - 1
+    state = state._replace(freed=state.freed | {tile})
+    return [moved(state, consumer, *((block, at + 1) if at < 2 * TILES else (block + 2, 0)))]
+
+
+def moved(state: State, consumer: int, block: int, at: int) -> State:
+    blocks, ats = list(state.blocks), list(state.at)
+    blocks[consumer], ats[consumer] = block, at
+    return state._replace(blocks=(blocks[0], blocks[1]), at=(ats[0], ats[1]))
+
+
+def explore(*, waits_for_begin: bool) -> int:
+    """Go through every order; tell how many states there are."""
+    seen, todo = {State()}, [State()]
+    while todo:
+        state = todo.pop()
+        following = set(steps(state, waits_for_begin=waits_for_begin))
+        if not following and len(state.freed) < TOTAL:
+            raise RingError(f"all wait for ever: {state}")
+        todo.extend(following - seen)
+        seen |= following
+    return len(seen)
+
+
+def test_every_tile_is_read_when_it_has_come() -> None:
+    assert explore(waits_for_begin=True) > 1000
+
+
+def test_without_the_wait_for_the_loads_to_begin_one_is_read_too_early() -> None:
+    with pytest.raises(RingError, match="read before it has come"):
+        explore(waits_for_begin=False)
+
+
+# --- the model is of this code -------------------------------------------------------------------
+
+LINES = {
+    "mla_decode_swapped.cu": (
+        "while (now.valid()) {",
+        "owner = (now.t + now.i) & 1;",
+        "mbarrier_wait(shared.free(place.slot), place.phase ^ 1,",
+        "mbarrier_arrive_expect_tx(shared.full(place.slot), kTileBytes);",
+        "place.advance(1); }",
+        "mbarrier_arrive(shared.begun(owner));",
+    ),
+    "mla_decode_swapped_compute.cuh": (
+        "if (consumer == 1) place.advance(kTiles);",
+        "void multiply_query() {",
+        "mbarrier_wait(shared.begun(consumer), begun,",
+        "begun ^= 1;",
+        "mbarrier_wait(shared.full(at.slot), at.phase,",
+        "at.advance(1);",
+        "place.advance(2 * kTiles);",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_the_steps_are_those_of_the_kernel(name: str) -> None:
+    """In this order; after a change there, change the model, too."""
+    text = resources.files("cumla").joinpath(f"cuda/{name}").read_text("utf-8")
+    source, at = re.sub(r"\s+", " ", strip_comments(text)), 0
+    for line in LINES[name]:
+        assert line in source[at:], line
+        at = source.index(line, at) + len(line)
