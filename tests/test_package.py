@@ -36,7 +36,7 @@ def import_times(*arguments: str) -> dict[str, int]:
     [
         (("-c", "import cumla"), False),
         (("-c", "from cumla import mla_decode"), True),
-        (("-c", "import cumla.reference, cumla.compat.flash_mla"), True),
+        (("-c", "import cumla.reference, cumla.compat.flash_mla, cumla.compat.flashinfer"), True),
         (("-m", "cumla", "--help"), True),
         (("-m", "cumla", "demo", "--help"), True),
     ],

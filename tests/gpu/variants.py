@@ -128,27 +128,6 @@ MISSING_GATHER_SYNC = Edit(
 )
 """A warp adds up what the other warps of its item have before they have written it."""
 
-SWAPPED_LATE_WAIT = Edit(
-    SWAPPED,
-    'mbarrier_wait(shared.full(at.slot), at.phase, "a KV tile");',
-    "const RingPlace last = place.ahead(i == 0 ? 0 : i - 1);\n"
-    '      if (i > 0) mbarrier_wait(shared.full(last.slot), last.phase, "a KV tile");',
-)
-"""A consumer multiplies each tile when the one before it has come."""
-
-SWAPPED_MISSING_SYNC = Edit(
-    SWAPPED,
-    "store_probabilities();\n"
-    "      if (last_token > segment.tokens) "
-    "clear_values_past(kBlockTokens + segment.tokens - last_token);\n"
-    "      sync();",
-    "if (warp == 1) __nanosleep(2000);\n"
-    "      store_probabilities();\n"
-    "      if (last_token > segment.tokens) "
-    "clear_values_past(kBlockTokens + segment.tokens - last_token);",
-)
-"""The warps of a consumer do not wait for each other's probabilities, of which one is late."""
-
 SWAPPED_MISSING_EXCHANGE_SYNC = Edit(
     SWAPPED, "leave_sums();\n    consumers_sync();", "leave_sums();"
 )
@@ -169,8 +148,6 @@ ALL = {
     "missing tile wait": (MISSING_TILE_WAIT,),
     "unwritten partial": (UNWRITTEN_PARTIAL,),
     "missing gather sync": (MISSING_GATHER_SYNC,),
-    "swapped: late wait": (SWAPPED_LATE_WAIT,),
-    "swapped: missing sync": (SWAPPED_MISSING_SYNC,),
     "swapped: missing exchange sync": (SWAPPED_MISSING_EXCHANGE_SYNC,),
     "swapped: unwritten partial": (SWAPPED_UNWRITTEN_PARTIAL,),
 }

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashInfer's functions on torch's CUDA tensors against float64; what has no place is NaN."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla.arrays import to_numpy
+from cumla.compat import flashinfer
+from tests.merge_tolerance import assert_merged
+
+torch = pytest.importorskip("torch")
+
+INF, NAN = float("inf"), float("nan")
+DEVICE = "cuda"
+Report = Callable[..., None]
+
+dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+
+
+@pytest.fixture(autouse=True)
+def prepared() -> None:
+    cumla.prepare()
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Make torch raise where it would wait for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def host(tensor: Any) -> np.ndarray:
+    return to_numpy("tensor", tensor.cpu())
+
+
+def states(
+    count: int,
+    dtype: str = "bfloat16",
+    *,
+    tokens: int = 13,
+    heads: int = 16,
+    head_dim: int = 512,
+    seed: int = 0,
+) -> tuple[Any, Any]:
+    """Stacked states; some are empty, in rows 0 and 1 all of them, and hold NaN there."""
+    random = torch.Generator().manual_seed(1000 * seed + count)
+    s = 3 * torch.randn(count, tokens, heads, generator=random)
+    s[torch.rand(s.shape, generator=random) < 0.2] = -INF
+    s[:, 0], s[:, 1] = -INF, INF
+    v = torch.randn(count, tokens, heads, head_dim, generator=random)
+    v[s.isinf()] = NAN
+    return v.to(getattr(torch, dtype)).to(DEVICE), s.to(DEVICE)
+
+
+def stacked_inside(*tensors: Any) -> list[Any]:
+    """The layout that `merge_states` takes: the states behind the tokens."""
+    return [tensor.swapaxes(0, 1).contiguous() for tensor in tensors]
+
+
+def check(result: tuple[Any, Any], v: np.ndarray, s: np.ndarray) -> dict[str, float]:
+    """Hold a merged state against the reference, which says +inf where nothing was attended."""
+    merged_v, merged_s = map(host, result)
+    assert (merged_v.dtype, merged_s.dtype) == (v.dtype, np.float32)
+    assert not np.isposinf(merged_s).any()
+    assert np.isneginf(merged_s[:2]).all()
+    flipped = np.where(np.isneginf(merged_s), np.float32(INF), merged_s)
+    return assert_merged(merged_v, flipped, v, s, lse_base=2)
+
+
+# --- merging -------------------------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 64), (3, 512), (96, 128), (128, 512)])
+def test_two_states(heads: int, head_dim: int, dtype: str, record_figures: Report) -> None:
+    v, s = states(2, dtype, heads=heads, head_dim=head_dim)
+    with no_waiting():
+        result = flashinfer.merge_state(v[0], s[0], v[1], s[1])
+    assert {x.device for x in result} == {v.device}
+    record_figures(check(result, host(v), host(s)))
+
+
+@dtypes
+@pytest.mark.parametrize("count", [1, 2, 9, 70])
+def test_many_states(count: int, dtype: str, record_figures: Report) -> None:
+    v, s = states(count, dtype)
+    arguments = stacked_inside(v, s)
+    with no_waiting():
+        result = flashinfer.merge_states(*arguments)
+    record_figures(check(result, host(v), host(s)))
+
+
+@dtypes
+def test_in_place(dtype: str, record_figures: Report) -> None:
+    v, s = states(2, dtype)
+    before = host(v.clone()), host(s.clone())
+    with no_waiting():
+        assert flashinfer.merge_state_in_place(v[0], s[0], v[1], s[1]) is None
+    record_figures(check((v[0], s[0]), *before))
+    assert host(v[1]).tobytes() == before[0][1].tobytes()
+    assert host(s[1]).tobytes() == before[1][1].tobytes()
+
+
+@dtypes
+@pytest.mark.parametrize("kind", ["bool", "uint8"])
+def test_masked_in_place(kind: str, dtype: str, record_figures: Report) -> None:
+    v, s = states(2, dtype)
+    before = host(v.clone()), host(s.clone())
+    merged = np.arange(v.shape[1]) % 3 != 1
+    mask = torch.from_numpy(merged).to(DEVICE, getattr(torch, kind))
+    with no_waiting():
+        flashinfer.merge_state_in_place(v[0], s[0], v[1], s[1], mask)
+    as_merged = before[1].copy()
+    as_merged[1, ~merged] = -INF
+    record_figures(check((v[0], s[0]), before[0], as_merged))
+    kept = ~merged[:, None] & np.isfinite(before[1][0])
+    assert kept.any()
+    for got, wanted in ((v, before[0]), (s, before[1])):
+        assert host(got[0])[kept].tobytes() == wanted[0][kept].tobytes()
+        assert host(got[1]).tobytes() == wanted[1].tobytes()
+
+
+def test_a_side_stream() -> None:
+    """Work that went to another stream would overtake the copies behind the sleep."""
+    v, s = states(2)
+    expected = host(v), host(s)
+    late_v, late_s = torch.zeros_like(v), torch.zeros_like(s)
+    mask = torch.ones(v.shape[1], dtype=torch.bool, device=DEVICE)
+
+    def merge() -> tuple[Any, Any]:
+        result = flashinfer.merge_state(late_v[0], late_s[0], late_v[1], late_s[1])
+        flashinfer.merge_state_in_place(late_v[0], late_s[0], late_v[1], late_s[1], mask)
+        return result
+
+    merge()  # torch loads its kernels when they are first called
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        late_v.copy_(v)
+        late_s.copy_(s)
+        result = merge()
+    assert not stream.query(), "a call waited for the device"
+    stream.synchronize()
+    check(result, *expected)
+    check((late_v[0], late_s[0]), *expected)
+
+
+# --- appending -----------------------------------------------------------------------------------
+
+
+class Appending:
+    """Rows for half of the places of three requests, one without pages, and some for nowhere."""
+
+    def __init__(self, dtype: str, page_size: int, *, joined: bool, seed: int = 0) -> None:
+        rng = np.random.default_rng(100 * page_size + seed)
+        torch_dtype = getattr(torch, dtype)
+        indptr, indices = np.array([0, 4, 4, 9], np.int32), rng.permutation(11)[:9]
+        counts = page_size * np.diff(indptr)
+        places = [(r, p) for r, count in enumerate(counts) for p in range(count)]
+        places = [places[i] for i in rng.permutation(len(places))[: len(places) // 2]]
+        nowhere = [(1, 0), (0, int(counts[0])), (-1, 0), (0, -1), (3, 0)]
+        rows = torch.tensor(places + nowhere, dtype=torch.int32)
+        values = torch.from_numpy(rng.standard_normal((len(rows), 576))).to(torch_dtype)
+        self.expected = torch.full((11, page_size, 576), NAN, dtype=torch_dtype)
+        cache = self.expected.to(DEVICE, copy=True)
+        for value, (request, position) in zip(values, places, strict=False):
+            page = indices[indptr[request] + position // page_size]
+            self.expected[page, position % page_size] = value
+        ckv_cache, kpe_cache = cache[..., :512], cache[..., 512:]
+        if not joined:
+            ckv_cache, kpe_cache = ckv_cache.clone(), kpe_cache.clone()
+        self.caches = ckv_cache, kpe_cache
+        self.arguments = (
+            values[:, :512].to(DEVICE),
+            values[:, 512:].to(DEVICE),
+            rows[:, 0].contiguous().to(DEVICE),
+            rows[:, 1].contiguous().to(DEVICE),
+            *self.caches,
+            torch.tensor(indices, dtype=torch.int32, device=DEVICE),
+            torch.tensor(indptr, device=DEVICE),
+            torch.ones(3, dtype=torch.int32, device=DEVICE),
+        )
+
+    def check(self) -> None:
+        """Every bit of the pages, those of rows that nobody wrote included."""
+        got = torch.cat([cache.cpu() for cache in self.caches], dim=-1)
+        assert torch.equal(got.view(torch.int16), self.expected.view(torch.int16))
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_go_to_their_pages(dtype: str, page_size: int, joined: bool) -> None:
+    case = Appending(dtype, page_size, joined=joined)
+    with no_waiting():
+        assert flashinfer.append_paged_mla_kv_cache(*case.arguments) is None
+    case.check()
+
+
+def test_wide_page_lists_are_converted() -> None:
+    case = Appending("bfloat16", 16, joined=False)
+    wide = [x.long() if x.dtype == torch.int32 else x for x in case.arguments]
+    with no_waiting():
+        flashinfer.append_paged_mla_kv_cache(*wide)
+    case.check()
+
+
+# --- graphs --------------------------------------------------------------------------------------
+
+
+def test_every_function_in_one_graph() -> None:
+    """Replayed with other values in the same tensors; what a replay does not write is NaN."""
+    v, s = states(2)
+    many_v, many_s = stacked_inside(*states(70))
+    case = Appending("bfloat16", 16, joined=True)
+    own_v, own_s = v[0].clone(), s[0].clone()
+    mask = torch.zeros(v.shape[1], dtype=torch.bool, device=DEVICE)
+
+    def step() -> tuple[Any, Any]:
+        flashinfer.merge_state_in_place(own_v, own_s, v[1], s[1], mask)
+        flashinfer.append_paged_mla_kv_cache(*case.arguments)
+        return flashinfer.merge_state(v[0], s[0], v[1], s[1]), flashinfer.merge_states(
+            many_v, many_s
+        )
+
+    step()  # torch loads its kernels when they are first called
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        two, many = step()
+    for seed in (0, 1, 2, 0):
+        new_v, new_s = states(2, seed=seed)
+        new_many_v, new_many_s = states(70, seed=seed)
+        new_case = Appending("bfloat16", 16, joined=True, seed=seed)
+        merged = torch.arange(len(mask), device=DEVICE) % 4 != seed
+        pairs = [
+            (v, new_v),
+            (s, new_s),
+            (own_v, new_v[0]),
+            (own_s, new_s[0]),
+            (mask, merged),
+            *zip((many_v, many_s), stacked_inside(new_many_v, new_many_s), strict=True),
+            *zip(case.arguments, new_case.arguments, strict=True),
+        ]
+        for old, new in pairs:
+            old.copy_(new)
+        for result in (*two, *many):
+            result.fill_(NAN)
+        graph.replay()
+        check(two, host(new_v), host(new_s))
+        check(many, host(new_many_v), host(new_many_s))
+        new_s[1, ~merged] = -INF
+        check((own_v, own_s), host(new_v), host(new_s))
+        case.expected = new_case.expected
+        case.check()
