@@ -45,6 +45,7 @@ __all__ = [
     "check_seqlens",
     "check_shape_numbers",
     "check_values",
+    "check_variant",
     "check_workspace",
     "checked_arguments",
     "checked_max_blocks",
@@ -217,6 +218,8 @@ def checked_max_blocks(batch_invariant: bool, max_seqlen: Any) -> int:
             "max_seqlen: needs the length of the longest request that a batch_invariant plan is to "
             "serve, got None; pass it, it sizes the plan's buffer"
         )
+    if isinstance(max_seqlen, np.integer):  # such as the maximum of lengths
+        max_seqlen = int(max_seqlen)
     check_number("max_seqlen", max_seqlen, "nothing to plan for")
     return -(-int(max_seqlen) // BLOCK_TOKENS)
 
@@ -227,7 +230,7 @@ def check_variant(variant: object, num_heads: int, q_len: int, num_kv_heads: int
         return
     if variant not in VARIANTS:
         names = ", ".join(repr(name) for name in VARIANTS)
-        raise ValueError(f"variant: needs one of {names} or None, got {variant!r}")
+        raise ValueError(f"variant: needs one of {names} or None, got {variant!r}; leave it out")
     rows = q_len * num_heads // num_kv_heads
     if variant == "swapped" and rows > SWAPPED_ROWS:
         raise ValueError(

@@ -230,7 +230,7 @@ class MLADecodePlan:
         next multiple of 64 tokens. It changes no bits.
     variant : str, optional
         Kernel that attends, to compare them: ``"swapped"`` (up to 16 query rows of a kv head),
-        ``"one_tile"`` or ``"shared_blocks"``. By default the shape says which one is the fastest.
+        ``"one_tile"`` or ``"shared_blocks"``. By default the query rows of a kv head decide.
     device : int, optional
         CUDA ordinal; by default that of `like` or `workspace`, else CuPy's current device.
     workspace : array, optional

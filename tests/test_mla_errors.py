@@ -465,6 +465,16 @@ def test_the_longest_request_of_a_plan(
             make_plan()
 
 
+def test_the_longest_request_may_be_a_number_of_numpys() -> None:
+    def workspace(longest: Any) -> int:
+        return cumla.MLADecodePlan.workspace_bytes(
+            2, 1, 16, sm_count=132, batch_invariant=True, max_seqlen=longest
+        )
+
+    lengths = np.array([17, 4096], np.int32)
+    assert workspace(lengths.max()) == workspace(4096)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -483,7 +493,7 @@ def test_other_arguments_of_a_plan(changes: dict[str, Any], message: str) -> Non
     ("variant", "shape", "message"),
     [
         ("fast", (1, 16, 1), "needs one of 'swapped', 'one_tile', 'shared_blocks' or None, got 'f"),
-        ("", (1, 16, 1), "needs one of .* or None, got ''"),
+        ("", (1, 16, 1), "needs one of .* or None, got ''; leave it out"),
         ("Swapped", (1, 16, 1), "needs one of .* or None, got 'Swapped'"),
         (0, (1, 16, 1), "needs one of .* or None, got 0"),
         (True, (1, 16, 1), "needs one of .* or None, got True"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 import cumla
+from cumla.bench.report import to_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,6 +36,11 @@ def run_example(title: str) -> dict[str, Any]:
     code = code.replace("import cupy\n", "import numpy as cupy\n")
     exec(compile(code, f"README.md: {title}", "exec"), names)
     return names
+
+
+def test_the_performance_tables_are_those_of_the_recorded_run() -> None:
+    recorded = json.loads((ROOT / "cumla/bench/results/h200.json").read_text(encoding="utf-8"))
+    assert to_markdown(recorded).strip() in section("Performance")
 
 
 def test_there_are_two_commands_each_one_line() -> None:

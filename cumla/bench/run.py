@@ -41,7 +41,7 @@ from cumla.launch.device import import_cupy, installed_cupy
 from cumla.launch.module import cupy_nvrtc_version
 from cumla.launch.source import digest
 
-__all__ = ["PROTOCOL", "dense_row", "environment", "run", "steps"]
+__all__ = ["PROTOCOL", "dense_row", "environment", "refuse_slow_kernels", "run", "steps"]
 
 PROTOCOL = (
     "CUDA events, median of 30, 512 MiB read through L2 before each run (with a warm L2: none, the "
@@ -105,9 +105,7 @@ def run(
         There is no GPU to run on, a case does not fit into its memory, or a variable that makes
         the kernels slower is set.
     """
-    for name in _REFUSED:
-        if os.environ.get(name, "0") not in ("", "0"):
-            raise CumlaError(f"{name}={os.environ[name]}: unset it, it makes the kernels slower")
+    refuse_slow_kernels()
     import_cupy()  # where it is missing, that is said before anything takes time
     start = _start(note) if cases == DENSE else {}  # before this process uses the GPU
     published = load_peers()
@@ -128,6 +126,19 @@ def run(
             yield from _whole(bench, results, published, note)
             yield from _operations(gpu, results, ceilings, timer, note)
         yield from _add_peers(bench, cases, peers, results, note)
+
+
+def refuse_slow_kernels() -> None:
+    """Refuse to time kernels that a variable makes slower.
+
+    Raises
+    ------
+    CumlaError
+        Such a variable is set.
+    """
+    for name in _REFUSED:
+        if os.environ.get(name, "0") not in ("", "0"):
+            raise CumlaError(f"{name}={os.environ[name]}: unset it, it makes the kernels slower")
 
 
 def environment(gpu: Gpu) -> Results:

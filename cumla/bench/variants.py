@@ -13,7 +13,7 @@ from cumla.bench.cases import Case, grid
 from cumla.bench.dense import CheckError, Inputs, Workbench, check
 from cumla.bench.explain import key_of
 from cumla.bench.gpu import Gpu
-from cumla.bench.run import environment
+from cumla.bench.run import environment, refuse_slow_kernels
 from cumla.bench.timing import time_cold
 from cumla.launch.mla_plan import SWAPPED_ROWS, VARIANTS, MLADecodeKey
 
@@ -49,7 +49,13 @@ def run_variants(cases: tuple[Case, ...], note: Callable[[str], None]) -> Iterat
         The results so far, ready for JSON: the same object, fuller each time. ``variants`` has one
         row a case: its shape, ``chosen``, and ``us`` by kernel: the median of the medians of three
         rounds, L2 cold. ``failed`` instead of times where a result was wrong.
+
+    Raises
+    ------
+    CumlaError
+        There is no GPU to run on, or a variable that makes the kernels slower is set.
     """
+    refuse_slow_kernels()
     with Gpu() as gpu:
         bench = Workbench(gpu, cases)
         results: dict[str, Any] = environment(gpu) | {"variants": []}

@@ -175,6 +175,11 @@ def _compare_variants(args: argparse.Namespace) -> int:
     """Time every kernel that can serve each case; 1 if a result was wrong."""
     from cumla.bench import variants
 
+    others = {"warm": "warm", "peers": "peers", "from": "source"}
+    others |= {name: name for name in ("csv", "plot", "markdown")}
+    given = [f"--{option}" for option, name in others.items() if getattr(args, name)]
+    if given:
+        raise _UsageError(f"{', '.join(given)}: --variants has no use for it; leave it out")
     asked = any(getattr(args, name) for name in ("rows", *_GRID, "kv_heads", "dtype", "lengths"))
     chosen = _cases(args) if asked else variants.SHAPES
     results: dict[str, Any] = {}

@@ -102,6 +102,11 @@ def merge_state_in_place(
     if mask is not None:
         _check_axes("mask", mask, "seq_len")
         _check_axes("s_other", s_other, "seq_len", "num_heads")
+        if mask.shape[0] != s_other.shape[0]:
+            raise ValueError(
+                f"mask: needs an entry for each of the {s_other.shape[0]} rows of s_other, got "
+                f"{mask.shape[0]}; say of each whether to merge it"
+            )
         s_other = s_other + 0
         s_other[mask == 0] = -inf
     merge_attention_states((v, v_other), (s, s_other), out=v, lse=s, lse_base=2)

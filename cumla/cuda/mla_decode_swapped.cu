@@ -4,7 +4,8 @@
 //
 //   S^T (64 tokens x rows)  = K (64 x 576) Q^T        O^T (512 x rows) += V^T (512 x 64 tokens) P^T
 //
-// so that few rows cost few registers and little shared memory, and the rest of it is a deep ring of KV tiles. grid = (1, parts, kv heads), 384 threads, one CTA an SM.
+// so that few rows cost few registers and little shared memory, and the rest of it is a deep ring of KV tiles.
+// grid = (1, parts, kv heads), 384 threads, one CTA an SM.
 //
 // Warpgroup 0 loads: warp 0 the KV blocks, tile by tile as slots of the ring become free (TMA, one thread), warps 2 and 3
 // the query rows. Warpgroups 1 and 2 compute, each every second block for itself, from its scores to O += V P; at the end

@@ -11,6 +11,7 @@ from cumla.bench import variants
 from cumla.bench.cases import Case
 from cumla.bench.explain import key_of
 from cumla.cli import main
+from cumla.errors import CumlaError
 
 
 def test_at_least_60_different_shapes_are_compared() -> None:
@@ -49,6 +50,13 @@ def test_the_worst_choice() -> None:
     assert "shared_blocks is chosen, 1.20 x the best" in text
     assert "out is wrong" in text
     assert text.endswith("3 shapes; worst choice: 1.200 x the best")
+
+
+@pytest.mark.parametrize("name", ["CUMLA_CHECK", "CUMLA_DEBUG"])
+def test_slow_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(CumlaError, match=f"{name}=1: unset it"):
+        next(variants.run_variants(variants.SHAPES, lambda line: None))
 
 
 def test_the_command_runs_the_cases_it_is_given(

@@ -100,6 +100,10 @@ def test_peers(asked: dict[str, Any], names: tuple[str, ...], peers: tuple[str, 
             "--from a.json --q-len 2 --warm --json b.json",
             "--q-len, --warm, --json: nothing is measured where a file is read",
         ),
+        (
+            "--variants --warm --csv a.csv --from b.json",
+            "--warm, --from, --csv: --variants has no use for it; leave it out",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said(

@@ -316,6 +316,8 @@ def test_axes_that_flashinfer_does_not_have() -> None:
     v, s = torch.zeros(3, 3, 8), torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"^mask: needs axes \(seq_len\), got shape \(3, 3\)"):
         flashinfer.merge_state_in_place(v, s, v.clone(), s.clone(), s == 0)
+    with pytest.raises(ValueError, match=r"^mask: needs an entry for each of the 3 rows .* got 2"):
+        flashinfer.merge_state_in_place(v, s, v.clone(), s.clone(), torch.ones(2))
 
 
 @pytest.mark.parametrize("name", ["v_a", "s_a", "v_b", "s_b"])

@@ -203,7 +203,7 @@ def sample_of_every_kernel() -> list[Case]:
     for i, (heads, kv_heads) in enumerate(HEADS):
         for j, (q_len, causal) in enumerate(itertools.product((1, 2, 3, 4), (True, False))):
             kv_len = KV_LENS[(2 * i + i // 2 + j) % len(KV_LENS)]
-            # The log-sum-exp of one token is its score: next to 0 it is rounding errors of its terms.
+            # The log-sum-exp of one token is its score: near 0 it is rounding errors of its terms.
             inputs = "0.1" if kv_len == 1 else ("0.1", "1", "outliers")[(i + j) % 3]
             case = Case(
                 batch=3,
