@@ -19,17 +19,19 @@ _SHAPE = ("batch", "q_len", "heads", "kv_len")
 _USUAL = {"kv_heads": 1, "dtype": "bfloat16", "lengths": "equal", "batch_invariant": False}
 _FIGURES = (
     *("us", "TFLOP/s", "GB/s", "efficiency"),
-    *("x FlashMLA*", "x best peer*", "stream-only us", "graph us"),
+    *("x FlashMLA", "x best peer", "stream-only us", "graph us"),
 )
-_MARK = (
-    "x peer: the peer's time divided by ours. *scaled: peers were measured on {device} ({date}), "
-    "their times are multiplied by the ratio of the two GPUs' ceilings. Times: single calls with "
-    "an L2 cache {l2}; graph us: a call among many, back to back in a CUDA graph; "
-    "efficiency: the time that bytes or operations need at the ceilings, divided by ours."
+_NOTE = (
+    "Times: single calls with an L2 cache {l2}; graph us: a call among many, back to back in a "
+    "CUDA graph; efficiency: the time that bytes or operations need at the ceilings, divided by "
+    "ours; x peer: the peer's time, in this run, divided by ours."
 )
 _L2 = {"cold": "full of other data", "warm": "as the call before has left it"}
-_BACK_TO_BACK = " +: timed as the mean of back-to-back graph replays, which hides the launch."
-_MEASURED = " =: ran in this run, and is not scaled."
+_SCALED = (
+    " *: scaled: that peer was measured on {device} ({date}), its time is multiplied by the ratio "
+    "of the two GPUs' ceilings."
+)
+_BACK_TO_BACK = " +: as the mean of back-to-back graph replays, which hides the launch."
 # Operations beside attention: what tells their cases apart, a key of a row by its title.
 _OPERATIONS = {
     "merge": {"partial results": "count", "tokens": "tokens", "dtype": "dtype"},
@@ -195,7 +197,7 @@ def _against(row: Row, name: str | None, *, named: bool = False) -> str:
     peer = row["peers"].get(name)
     if peer is None:
         return "-"
-    mark = "=" if "measured" in peer else "+" if "clock" in peer else ""
+    mark = "" if "measured" in peer else "*+" if "clock" in peer else "*"
     return f"{peer['x']:.2f} ({name}{mark})" if named else f"{peer['x']:.2f}{mark}"
 
 
@@ -266,7 +268,7 @@ def _us(time: float | None) -> str:
 
 
 def _schedule(results: Results) -> Table:
-    titles = ["schedule: batch", "kv_len", "lengths", "us", "over empty", "FlashMLA, unscaled"]
+    titles = ["schedule: batch", "kv_len", "lengths", "us", "over empty", "FlashMLA, published"]
     empty = results["ceilings"]["empty_kernel_us"]
     return [
         titles,
@@ -310,11 +312,13 @@ def _start_line(results: Results) -> str:
 
 
 def _note(results: Results) -> str:
-    note = _MARK.format(**results["peers"], l2=_L2[results.get("l2", "cold")])
+    note = _NOTE.format(l2=_L2[results.get("l2", "cold")])
     peers = [peer for row in results["rows"] for peer in row.get("peers", {}).values()]
-    for key, explanation in (("clock", _BACK_TO_BACK), ("measured", _MEASURED)):
-        if any(key in peer for peer in peers):
-            note += explanation
+    scaled = [peer for peer in peers if "measured" not in peer]
+    if scaled:
+        note += _SCALED.format(**results["peers"])
+    if any("clock" in peer for peer in scaled):
+        note += _BACK_TO_BACK
     return note
 
 
@@ -325,6 +329,6 @@ def _aligned(table: Table) -> str:
 
 
 def _piped(table: Table) -> str:
-    titles, *rows = ([cell.replace("*", "\\*") for cell in cells] for cells in table)
+    titles, *rows = ([cell.replace("*", r"\*") for cell in cells] for cells in table)
     rule = ["---:"] * len(titles)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, rule, *rows))

@@ -435,8 +435,12 @@ def test_peers_of_this_run_stand_beside_the_published_ones(fake, monkeypatch):
     at = next(i for i, line in enumerate(lines) if "peers of this run" in line)
     assert lines[at].endswith("| kv_len | us | FlashInfer us | x | Triton us | x |")
     assert lines[at + 2] == "| 2 | 2 | 3 | 128 | 5.0 | 6.0 | 1.20 | 9.0 | 1.80 |"
-    assert any("| 1.20 (FlashInfer=) |" in line for line in lines)
-    assert any("=: ran in this run" in line for line in lines)
+    assert any("| 1.20 (FlashInfer) |" in line for line in lines)
+    assert any(r"| 1.40\* | 0.80 (FlashInfer\*+) |" in line for line in lines)
+    assert any(r"\*: scaled: that peer was measured on" in line for line in lines)
+    del results["rows"][0]
+    results["rows"][0]["peers"].pop("FlashMLA")
+    assert "scaled" not in to_text(results)
 
 
 def test_peers_can_be_chosen_for_all_rows(fake, monkeypatch):
@@ -542,7 +546,7 @@ def test_text(results):
     lines = text.splitlines()
     row, _ = [line for line in lines if line.split()[:4] == ["17", "1", "3", "64"]]
     assert row.split()[4:] == [
-        *("200", "600", "3000", "0.91", "1.25", "1.05", "(FlashInfer+)", "5.0", "-")
+        *("200", "600", "3000", "0.91", "1.25*", "1.05", "(FlashInfer*+)", "5.0", "-")
     ]
     assert lines[0].startswith("Fake GPU (4 SMs), driver ")
     assert (
@@ -550,20 +554,20 @@ def test_text(results):
         "0.16 s); first call of a process "
     ) in text
     assert "first call of a process 3.40 s with a cold kernel cache, 0.10 s with a warm one" in text
-    assert "*scaled: peers were measured on NVIDIA H200" in text
-    assert "+: timed as the mean of back-to-back graph replays" in text
+    assert "*: scaled: that peer was measured on NVIDIA H200" in text
+    assert "+: as the mean of back-to-back graph replays" in text
 
 
 def test_markdown(results):
     lines = to_markdown(with_peers(results)).splitlines()
     row, _ = [line for line in lines if line.startswith("| 17 | 1 | 3 | 64 |")]
-    assert row.endswith("| 200 | 600 | 3000 | 0.91 | 1.25 | 1.05 (FlashInfer+) | 5.0 | - |")
+    assert row.endswith("| 200 | 600 | 3000 | 0.91 | 1.25\\* | 1.05 (FlashInfer\\*+) | 5.0 | - |")
     at = lines.index(row)
-    assert "x FlashMLA\\*" in lines[at - 2]
+    assert "| x FlashMLA | x best peer |" in lines[at - 2]
     assert lines[at - 1].count("---:") == lines[at - 2].count(" | ") + 1
     for table_line in (line for line in lines if line.startswith("|")):
         assert table_line.endswith("|")
-    assert any("\\*scaled: peers were measured on NVIDIA H200" in line for line in lines)
+    assert any("\\*: scaled: that peer was measured on NVIDIA H200" in line for line in lines)
 
 
 def test_csv(results):
