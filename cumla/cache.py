@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from cumla import reference
 from cumla.arrays import ArrayView, check_mutable, open_call, to_numpy
 from cumla.cache_checks import check_append_values, checked_append_arguments
-from cumla.checks import check_mode, copy_to_host
+from cumla.checks import check_mode, copy_to_host, may_look
 from cumla.launch.append_cache import AppendArguments, append_spec, prepare_append
 from cumla.launch.device import require_hopper
 from cumla.launch.module import load
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from cumla.arrays import Call
 
 __all__ = ["append_mla_cache"]
-
-_log = logging.getLogger(__name__)
 
 
 def append_mla_cache(
@@ -185,10 +182,7 @@ _NUMBERS = (
 
 def _check_data(call: Call, views: dict[str, ArrayView], arguments: AppendArguments) -> None:
     """Look at the numbers on the device, if CUMLA_CHECK asks for it: it waits for the stream."""
-    if not check_mode():
-        return
-    if call.capturing:
-        _log.warning("CUMLA_CHECK: nothing can be checked while the stream is being captured")
+    if not may_look(call):
         return
     numbers = {name: copy_to_host(views[name], call.stream) for name in _NUMBERS if name in views}
     check_append_values(numbers, arguments)

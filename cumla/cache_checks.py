@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cumla.checks import check_dtype, check_layout, check_output, with_kv_head_axis
+from cumla.checks import (
+    check_dtype,
+    check_layout,
+    check_output,
+    check_own_memory,
+    with_kv_head_axis,
+)
 from cumla.launch.append_cache import AppendArguments
 from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
 
@@ -129,7 +135,7 @@ def _checked_cache(views: Mapping[str, ArrayView]) -> tuple[ArrayView, ArrayView
                 f"array that owns the memory"
             )
         check_layout(name, view)
-        _check_own_memory(name, view)
+        check_own_memory(name, view)
         checked[name] = view
     return _as_pair(checked, 4)
 
@@ -213,14 +219,6 @@ def _check_columns(name: str, view: ArrayView, columns: int) -> None:
         )
 
 
-def _check_own_memory(name: str, view: ArrayView) -> None:
-    if any(n > 1 and stride == 0 for n, stride in zip(view.shape, view.strides, strict=True)):
-        raise ValueError(
-            f"{name}: needs memory of its own for each element, got a broadcast array with strides "
-            f"{view.strides}; copy it"
-        )
-
-
 def _check_integers(
     name: str, view: ArrayView, dtypes: tuple[str, ...], axes: str, shape: tuple[int | None, ...]
 ) -> None:
@@ -274,7 +272,7 @@ def _checked_queries(
     check_layout("q_pe", q_pe)
     out = views.get("q_pe_out")
     if out is None:
-        _check_own_memory("q_pe", q_pe)
+        check_own_memory("q_pe", q_pe)
         return q_pe, q_pe
     check_output("q_pe_out", out, q_pe.shape, (dtype,))
     check_layout("q_pe_out", out)

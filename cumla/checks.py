@@ -41,6 +41,7 @@ __all__ = [
     "check_mode",
     "check_number",
     "check_output",
+    "check_own_memory",
     "check_parts",
     "check_seqlens",
     "check_shape_numbers",
@@ -52,6 +53,7 @@ __all__ = [
     "checked_query_and_cache",
     "checked_scale",
     "copy_to_host",
+    "may_look",
     "with_kv_head_axis",
 ]
 
@@ -364,7 +366,12 @@ def check_output(
         raise ValueError(
             f"{name}: needs shape {shape}, got {view.shape}; allocate it so or leave it out"
         )
-    if any(size > 1 and stride == 0 for size, stride in zip(shape, view.strides, strict=True)):
+    check_own_memory(name, view)
+
+
+def check_own_memory(name: str, view: ArrayView) -> None:
+    """Memory that is written to: no two elements in one place."""
+    if any(size > 1 and stride == 0 for size, stride in zip(view.shape, view.strides, strict=True)):
         raise ValueError(
             f"{name}: needs memory of its own for each element, got a broadcast array with strides "
             f"{view.strides}; copy it"
@@ -377,6 +384,14 @@ def check_output(
 def check_mode() -> bool:
     """Tell whether CUMLA_CHECK asks for :func:`check_data`."""
     return os.environ.get("CUMLA_CHECK", "0") not in ("", "0")
+
+
+def may_look(call: Call) -> bool:
+    """Tell whether CUMLA_CHECK asks for a look at the device, and the stream allows it."""
+    if check_mode() and call.capturing:
+        _log.warning("CUMLA_CHECK: nothing can be checked while the stream is being captured")
+        return False
+    return check_mode()
 
 
 def check_data(call: Call, arguments: Arguments, planned: int | None = None) -> None:
@@ -393,10 +408,7 @@ def check_data(call: Call, arguments: Arguments, planned: int | None = None) -> 
     planned : int, optional
         Address of the lengths that the call's plan was updated with; they are compared.
     """
-    if not check_mode():
-        return
-    if call.capturing:
-        _log.warning("CUMLA_CHECK: nothing can be checked while the stream is being captured")
+    if not may_look(call):
         return
     lengths = copy_to_host(arguments.cache_seqlens, call.stream)
     table = copy_to_host(arguments.block_table, call.stream)
