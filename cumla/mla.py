@@ -40,6 +40,7 @@ from cumla.checks import (
 )
 from cumla.launch.append_cache import append_specs
 from cumla.launch.device import current_device, properties, require_hopper
+from cumla.launch.kernel import ReadyLaunches
 from cumla.launch.merge_states import merge_spec
 from cumla.launch.mla_decode import decode_spec, decode_specs, prepare_decode
 from cumla.launch.mla_plan import BLOCK_TOKENS, VALUE_DIM, MLADecodeKey
@@ -56,8 +57,6 @@ if TYPE_CHECKING:
     from cumla.launch.module import LoadedKernel
 
 __all__ = ["MLADecodePlan", "MLADecodeResult", "mla_decode", "prepare"]
-
-_MOST_READY = 1024  # prepared runs that a plan keeps
 
 
 def mla_decode(
@@ -296,7 +295,7 @@ class MLADecodePlan:
         self._lengths: np.ndarray[Any, Any] | None = None  # of the last update, on the CPU
         self._kernels: _Kernels | None = None
         # Launches of runs that were found in order, on the stream of the last update.
-        self._ready: dict[tuple[Any, ...], PreparedLaunch] = {}
+        self._ready = ReadyLaunches()
         if call.device is None:
             return
         nbytes = self._key.layout.nbytes
@@ -535,14 +534,8 @@ class MLADecodePlan:
             attend()
             self._workspace.note_use(call)
             if all(result.given):
-                self._keep_ready(call, scale, attend)
+                self._ready.keep((call.views, scale), attend)
             return result.export(call)
-
-    def _keep_ready(self, call: Call, scale: float, launch: PreparedLaunch) -> None:
-        """Keep a checked and prepared launch: a call on the same arrays only has to repeat it."""
-        if len(self._ready) >= _MOST_READY:
-            self._ready.clear()
-        self._ready[call.views, scale] = launch
 
     def _checked_arguments(self, call: Call) -> Arguments:
         """Check the arguments against each other and the plan."""

@@ -22,6 +22,7 @@ from cumla.launch import append_cache
 from cumla.launch import device as launch_device
 from cumla.launch import module as launch_module
 from cumla.launch.append_cache import AppendArguments
+from cumla.launch.kernel import ReadyLaunches
 from cumla.launch.source import KernelSpec
 from tests.test_mla_errors import FakeCuPy, FakeDriver
 
@@ -487,6 +488,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         return lambda: calls.append(call)
 
     monkeypatch.setattr(cache, "prepare_append", prepare)
+    monkeypatch.setattr(cache, "_ready", ReadyLaunches())
     return calls
 
 
@@ -516,6 +518,29 @@ def test_what_is_launched(cupy: FakeCuPy, launched: Launched, rows: Any) -> None
     assert views.rope_cache.shape == (6, 16, 1, 64)
     assert views.rope_cache.ptr - views.latent_cache.ptr == 1024
     assert views.q_pe is views.q_pe_out is not None
+
+
+def test_a_call_on_the_same_arrays_is_not_prepared_again(
+    cupy: FakeCuPy, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[object] = []
+    prepare = cache.prepare_append
+
+    def note(*arguments: Any) -> Any:
+        prepared.append(arguments)
+        return prepare(*arguments)
+
+    monkeypatch.setattr(cache, "prepare_append", note)
+    given = on_gpu(cupy, rotating())
+    for count in (1, 2):
+        cumla.append_mla_cache(**given)
+        assert (len(prepared), len(launched)) == (1, count)
+    cumla.append_mla_cache(**given, interleaved=False)
+    cumla.append_mla_cache(**given, stream=7)
+    slots = given["slot_mapping"]
+    del given["slot_mapping"], given["positions"]  # the same views would mean something else
+    refuse(ValueError, "", **given, positions=slots)
+    assert (len(prepared), len(launched)) == (3, 4)
 
 
 def test_nothing_is_launched_for_no_tokens(cupy: FakeCuPy, launched: Launched) -> None:

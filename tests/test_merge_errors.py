@@ -20,6 +20,7 @@ from cumla import arrays, merge, mla
 from cumla.launch import KernelSpec
 from cumla.launch import device as launch_device
 from cumla.launch import module as launch_module
+from cumla.launch.kernel import ReadyLaunches
 from tests.test_mla_errors import FakeCuPy, FakeDriver
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -331,6 +332,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         return lambda: found.append((spec.entry, len(partials)))
 
     monkeypatch.setattr(merge, "prepare_merge", prepare)
+    monkeypatch.setattr(merge, "_ready", ReadyLaunches())
     return found
 
 
@@ -352,6 +354,39 @@ def test_many_partial_results_take_several_launches(
         outs, lses = cupy.ndarray((count, *OUT), BF16), cupy.ndarray((count, *LSE), np.float32)
         cumla.merge_attention_states(outs, lses)
         assert [number for _, number in launched] == counts
+
+
+def test_a_call_on_the_same_arrays_is_not_prepared_again(
+    on_gpu: dict[str, Any],
+    cupy: FakeCuPy,
+    launched: list[tuple[str, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepared: list[object] = []
+    prepare = merge.prepare_merge
+
+    def note(*arguments: Any) -> Any:
+        prepared.append(arguments)
+        return prepare(*arguments)
+
+    monkeypatch.setattr(merge, "prepare_merge", note)
+    given = on_gpu | {"out": cupy.ndarray(OUT, BF16), "lse": cupy.ndarray(LSE, np.float32)}
+    for count in (1, 2, 3):
+        merged = cumla.merge_attention_states(**given)
+        assert merged.out is given["out"] and merged.lse is given["lse"]
+        assert (len(prepared), len(launched)) == (1, count)
+    changes: list[dict[str, Any]] = [
+        {"lse_base": 2},
+        {"stream": 0x77},
+        {name: given[name][:2] for name in ("outs", "lses")},
+        {"out": None},
+        {"out": None},  # memory of the call's own
+    ]
+    for i, change in enumerate(changes):
+        cumla.merge_attention_states(**given | change)
+        assert (len(prepared), len(launched)) == (2 + i, 4 + i)
+    given["outs"][1].data.ptr += 8
+    refuse(ValueError, "outs[1]: ", "multiple of 16 bytes", **given)
 
 
 @pytest.mark.parametrize("name", ["outs", "lses"])

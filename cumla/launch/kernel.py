@@ -12,11 +12,13 @@ from cumla.errors import CumlaError
 from cumla.launch.device import import_driver
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from cumla.launch.module import LoadedKernel
 
-__all__ = ["PreparedLaunch"]
+__all__ = ["PreparedLaunch", "ReadyLaunches"]
+
+_MOST_READY = 1024
 
 
 class PreparedLaunch:
@@ -72,6 +74,20 @@ class PreparedLaunch:
                 f"stream of that device, and what an earlier kernel of any library did wrong is "
                 f"reported here too: CUMLA_CHECK=1 looks for it in the arguments of this one"
             )
+
+
+class ReadyLaunches(dict["Hashable", PreparedLaunch]):
+    """Launches by the views of the call that prepared them, and whatever else they depend on.
+
+    What was checked and packed for some arrays need not be for the same ones again: a launch holds
+    addresses, shapes and strides, and no array.
+    """
+
+    def keep(self, key: Hashable, launch: PreparedLaunch) -> None:
+        """Keep a launch; where there are too many, the others are forgotten."""
+        if len(self) >= _MOST_READY:
+            self.clear()
+        self[key] = launch
 
 
 _Pointers = ctypes.c_void_p * 1
