@@ -230,6 +230,10 @@ def check_variant(variant: object, num_heads: int, q_len: int, num_kv_heads: int
     """Check the kernel that a plan is pinned to, or None."""
     if variant is None:
         return
+    if not isinstance(variant, str):
+        raise TypeError(
+            f"variant: needs a string or None, got {type(variant).__qualname__}; leave it out"
+        )
     if variant not in VARIANTS:
         names = ", ".join(repr(name) for name in VARIANTS)
         raise ValueError(f"variant: needs one of {names} or None, got {variant!r}; leave it out")

@@ -6,9 +6,7 @@ GPU arrays are those of a CuPy that has addresses and nothing behind them; nothi
 
 from __future__ import annotations
 
-import gc
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -17,14 +15,11 @@ import pytest
 
 import cumla
 from cumla import arrays, cache, cache_checks
-from cumla._cupy import import_cupy
 from cumla.launch import append_cache
-from cumla.launch import device as launch_device
-from cumla.launch import module as launch_module
 from cumla.launch.append_cache import AppendArguments
 from cumla.launch.kernel import ReadyLaunches
 from cumla.launch.source import KernelSpec
-from tests.test_mla_errors import FakeCuPy, FakeDriver
+from tests.fake_cuda import FakeCuPy, FakeDriver
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -449,30 +444,6 @@ def test_no_array(name: str) -> None:
 
 
 # --- on a GPU that is not there -------------------------------------------------------------------
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    fake = FakeDriver()
-    for module in (arrays, launch_module):
-        monkeypatch.setattr(module, "driver", lambda: fake)
-    monkeypatch.setattr(arrays, "_framework_of_type", {np.ndarray: arrays._NUMPY})
-    yield fake
-    gc.collect()
-
-
-@pytest.fixture
-def cupy(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuPy]:
-    caches = (arrays._cupy, import_cupy, launch_device.properties)
-    for found in caches:
-        found.cache_clear()
-    fake = FakeCuPy()
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr(launch_device, "installed_cupy", lambda: ("cupy-cuda12x 14.2.0",))
-    monkeypatch.setattr(launch_module, "_loaded", {})
-    yield fake
-    for found in caches:
-        found.cache_clear()
 
 
 class Launched(list[tuple[KernelSpec, AppendArguments, bool, int]]):

@@ -7,8 +7,7 @@ GPU arrays are those of a CuPy that has addresses and nothing behind them; nothi
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -16,12 +15,10 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import arrays, merge, mla
+from cumla import merge, mla
 from cumla.launch import KernelSpec
-from cumla.launch import device as launch_device
-from cumla.launch import module as launch_module
 from cumla.launch.kernel import ReadyLaunches
-from tests.test_mla_errors import FakeCuPy, FakeDriver
+from tests.fake_cuda import FakeCuPy, FakeDriver
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 OUT, LSE = (2, 5, 3, 16), (2, 3, 5)
@@ -291,29 +288,6 @@ def test_torch_tensors() -> None:
 
 
 # --- GPU arrays ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    fake = FakeDriver()
-    for module in (arrays, launch_module):
-        monkeypatch.setattr(module, "driver", lambda: fake)
-    monkeypatch.setattr(arrays, "_framework_of_type", {np.ndarray: arrays._NUMPY})
-    return fake
-
-
-@pytest.fixture
-def cupy(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuPy]:
-    caches = (arrays._cupy, launch_device.import_cupy, launch_device.properties)
-    for cache in caches:
-        cache.cache_clear()
-    fake = FakeCuPy()
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr(launch_device, "installed_cupy", lambda: ("cupy-cuda12x 14.2.0",))
-    monkeypatch.setattr(launch_module, "_loaded", {})
-    yield fake
-    for cache in caches:
-        cache.cache_clear()
 
 
 @pytest.fixture

@@ -6,14 +6,12 @@ GPU arrays are those of a CuPy that has addresses and nothing behind them; nothi
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import gc
 import os
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,12 +21,13 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import arrays, checks, mla, workspace
+from cumla import checks, mla
 from cumla.arrays import ArrayView
 from cumla.launch import KernelSpec, all_specs
 from cumla.launch import device as launch_device
 from cumla.launch import module as launch_module
 from cumla.launch import source as launch_source
+from tests.fake_cuda import FakeCuPy, FakeDriver
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 INSTALL_LINES = ('pip install "cumla[cu12]"', 'pip install "cumla[cu13]"')
@@ -489,14 +488,19 @@ def test_other_arguments_of_a_plan(changes: dict[str, Any], message: str) -> Non
         cumla.MLADecodePlan(2, 1, 16, like=make()["q"], **changes)
 
 
+@pytest.mark.parametrize("variant", [0, True, ["swapped"], np.zeros(2)], ids=repr)
+def test_the_kernel_of_a_plan_is_a_string(variant: object) -> None:
+    message = f"^variant: needs a string or None, got {type(variant).__name__}; leave it out"
+    with pytest.raises(TypeError, match=message):
+        cumla.MLADecodePlan(2, 1, 16, like=make()["q"], variant=variant)
+
+
 @pytest.mark.parametrize(
     ("variant", "shape", "message"),
     [
         ("fast", (1, 16, 1), "needs one of 'swapped', 'one_tile', 'shared_blocks' or None, got 'f"),
         ("", (1, 16, 1), "needs one of .* or None, got ''; leave it out"),
         ("Swapped", (1, 16, 1), "needs one of .* or None, got 'Swapped'"),
-        (0, (1, 16, 1), "needs one of .* or None, got 0"),
-        (True, (1, 16, 1), "needs one of .* or None, got True"),
         ("swapped", (1, 17, 1), "'swapped' needs at most 16 query rows of a kv head, got 17; leav"),
         ("swapped", (2, 16, 1), "'swapped' needs at most 16 query rows of a kv head, got 32; leav"),
         ("swapped", (3, 48, 8), "'swapped' needs at most 16 query rows of a kv head, got 18; leav"),
@@ -753,128 +757,6 @@ def test_sharded_jax_arrays_are_refused() -> None:
 
 
 # --- GPU arrays -----------------------------------------------------------------------------------
-
-
-class FakeDriver:
-    """The driver's part in a call: nothing happens, and some streams are being captured."""
-
-    def __init__(self) -> None:
-        self.capturing: set[int] = set()
-        self.recorded: list[int] = []  # streams; event i is the i-th, from 1
-        self.destroyed: list[int] = []
-
-    def enter_device(self, device: int) -> bool:
-        return False
-
-    def is_capturing(self, stream: int) -> bool:
-        return stream in self.capturing
-
-    def relaxed_capture(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def record_event(self, stream: int) -> int:
-        self.recorded.append(stream)
-        return len(self.recorded)
-
-    def destroy_event(self, event: int) -> None:
-        self.destroyed.append(event)
-
-
-class FakeCuPy(types.ModuleType):
-    """A CuPy with one GPU model; its arrays have addresses and nothing behind them."""
-
-    def __init__(self) -> None:
-        super().__init__("cupy")
-        self.capability = (9, 0)
-        self.stream = 0
-        self.nvrtc = (12, 8)
-
-        class ndarray:
-            def __init__(self, shape: tuple[int, ...], dtype: Any, device: int = 0) -> None:
-                shadow = np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape)
-                self.shape, self.dtype = shape, shadow.dtype
-                ends = np.cumprod([self.dtype.itemsize, *shape[:0:-1]])
-                self.strides = tuple(int(end) for end in ends[::-1])
-                self.data = types.SimpleNamespace(ptr=0x1000, device_id=device)
-
-        self.ndarray = ndarray
-        streams = types.SimpleNamespace(from_external=lambda _: contextlib.nullcontext())
-        runtime = types.SimpleNamespace(
-            getDevice=lambda: 0,
-            getDeviceProperties=self._properties,
-            CUDARuntimeError=RuntimeError,
-        )
-        self.cuda = types.SimpleNamespace(
-            Device=FakeDevice,
-            Stream=streams,
-            get_current_stream=lambda device: types.SimpleNamespace(ptr=self.stream),
-            nvrtc=types.SimpleNamespace(getVersion=self._nvrtc_version),
-            runtime=runtime,
-        )
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        return self.ndarray(shape, dtype)
-
-    def like(self, array: Any, device: int = 0) -> Any:
-        return self.ndarray(array.shape, array.dtype, device)
-
-    def _properties(self, device: int) -> dict[str, Any]:
-        return {
-            "name": b"NVIDIA Imaginary",
-            "major": self.capability[0],
-            "minor": self.capability[1],
-            "multiProcessorCount": 132,
-            "sharedMemPerBlockOptin": 232448,
-            "l2CacheSize": 50 << 20,
-        }
-
-    def _nvrtc_version(self) -> tuple[int, int]:
-        if self.nvrtc == (0, 0):
-            raise RuntimeError("CuPy failed to load libnvrtc.so.12\nsome more")
-        return self.nvrtc
-
-
-class FakeDevice:
-    id = 0
-
-    def __init__(self, device: int = 0) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    fake = FakeDriver()
-    for module in (arrays, launch_module, workspace):
-        monkeypatch.setattr(module, "driver", lambda: fake)
-    monkeypatch.setattr(workspace, "order_streams", lambda before, after: None)
-    monkeypatch.setattr(workspace, "keep_until_event", lambda *_: None)
-    monkeypatch.setattr(arrays, "_framework_of_type", {np.ndarray: arrays._NUMPY})
-    yield fake
-    gc.collect()  # plans of the test, while the fakes are there
-
-
-@pytest.fixture
-def no_cupy_yet() -> Iterator[None]:
-    """Forget which CuPy is installed, and which GPU is there, before and after a test."""
-    caches = (arrays._cupy, launch_device.import_cupy, launch_device.properties)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
-
-
-@pytest.fixture
-def cupy(no_cupy_yet: None, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeCuPy:
-    fake = FakeCuPy()
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr(launch_device, "installed_cupy", lambda: ("cupy-cuda12x 14.2.0",))
-    monkeypatch.setattr(launch_module, "_loaded", {})
-    monkeypatch.delenv("CUMLA_CUBIN_DIR", raising=False)
-    return fake
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -18,12 +17,10 @@ import pytest
 
 import cumla
 from cumla import arrays, checks, mla, workspace
-from cumla._cupy import import_cupy
 from cumla.arrays import ArrayView
 from cumla.launch import KernelSpec, mla_plan
-from cumla.launch import device as launch_device
-from cumla.launch import module as launch_module
-from tests.test_mla_errors import FakeCuPy, FakeDriver, make
+from tests.fake_cuda import FakeCuPy, FakeDriver
+from tests.test_mla_errors import make
 
 NBYTES = 1 << 28
 
@@ -47,10 +44,8 @@ def log() -> Log:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, log: Log) -> Iterator[FakeDriver]:
-    fake = FakeDriver()
-    for module in (arrays, launch_module, workspace):
-        monkeypatch.setattr(module, "driver", lambda: fake)
+def driver(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, log: Log) -> FakeDriver:
+    """The same, with a log of the order of streams and of what is kept."""
     monkeypatch.setattr(
         workspace,
         "order_streams",
@@ -63,33 +58,23 @@ def driver(monkeypatch: pytest.MonkeyPatch, log: Log) -> Iterator[FakeDriver]:
             ("keep", owner, event, device, stream)
         ),
     )
-    monkeypatch.setattr(arrays, "_framework_of_type", {np.ndarray: arrays._NUMPY})
     monkeypatch.setattr(workspace, "_given", type(workspace._given)())
-    yield fake
-    gc.collect()  # plans of the test, while the fakes are there
+    return driver
 
 
 @pytest.fixture
-def cupy(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A CuPy whose arrays have addresses of their own, and nothing behind them."""
-    caches = (arrays._cupy, import_cupy, launch_device.properties)
-    for cache in caches:
-        cache.cache_clear()
-    fake = FakeCuPy()
-    fake.cuda.Stream.null = fake.cuda.Stream.from_external(None)
+def cupy(cupy: FakeCuPy, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The same, with addresses of its arrays' own."""
+    cupy.cuda.Stream.null = cupy.cuda.Stream.from_external(None)
     addresses = itertools.count(1)
 
     def empty(shape: tuple[int, ...], dtype: Any) -> Any:
-        array = fake.ndarray(shape, dtype)
+        array = cupy.ndarray(shape, dtype)
         array.data.ptr = next(addresses) << 32
         return array
 
-    monkeypatch.setattr(fake, "empty", empty)
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr(launch_module, "_loaded", {})
-    yield fake
-    for cache in caches:
-        cache.cache_clear()
+    monkeypatch.setattr(cupy, "empty", empty)
+    return cupy
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,10 +12,10 @@ from cumla import append_mla_cache, reference
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.dense import CheckError
 from cumla.bench.gpu import DTYPES, Gpu
-from cumla.bench.timing import GpuTimer, time_cold
+from cumla.bench.timing import GpuTimer, Timing, time_cold
 from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
 
-__all__ = ["APPEND", "AppendCase", "run_append"]
+__all__ = ["APPEND", "AppendCase", "measure_append"]
 
 _ROW_BYTES = 2 * HEAD_DIM
 _ROPE_DIM = HEAD_DIM - VALUE_DIM
@@ -52,6 +51,10 @@ class AppendCase:
         """Bytes that are read and written."""
         return 2 * self.tokens * _ROW_BYTES
 
+    def to_json(self) -> dict[str, Any]:
+        """Name the case as a row of the results file does."""
+        return asdict(self) | {"tokens": self.tokens, "dtype": "bfloat16"}
+
 
 APPEND = tuple(
     AppendCase(mbytes, page_size, rotated)
@@ -61,44 +64,30 @@ APPEND = tuple(
 """The cases of the benchmark."""
 
 
-def run_append(
-    gpu: Gpu,
-    copy_gbps: float,
-    cases: Iterable[AppendCase] = APPEND,
-    timer: GpuTimer = time_cold,
-) -> list[dict[str, Any]]:
-    """Check and time cases in bfloat16.
+def measure_append(
+    gpu: Gpu, case: AppendCase, timer: GpuTimer = time_cold
+) -> tuple[Timing, dict[str, float]]:
+    """Check a case in bfloat16, then time it.
 
     Parameters
     ----------
     gpu : Gpu
         Entered.
-    copy_gbps : float
-        What a copy reads and writes in the same run, in GB/s.
-    cases : iterable of AppendCase
-        In the order of the rows that come back.
+    case : AppendCase
+        What to run.
     timer : GpuTimer
         How to time a call.
 
     Returns
     -------
-    list of dict
-        ``mbytes``, ``page_size``, ``rotated``, ``tokens``, ``dtype``, ``nbytes``; ``us`` (median),
-        ``us_low``, ``us_high`` of one call; ``gbps``, rows read and written; ``efficiency``, their
-        share of the copy ceiling. A case that is not written as it should be has ``failed`` instead
-        of times.
+    tuple
+        The time of a call, and nothing else: rows are right or wrong.
+
+    Raises
+    ------
+    CheckError
+        Something is not written as it should be.
     """
-    rows = []
-    for case in cases:
-        row = asdict(case) | {"tokens": case.tokens, "dtype": "bfloat16", "nbytes": case.nbytes}
-        try:
-            rows.append(row | _run_case(gpu, copy_gbps, case, timer))
-        except CheckError as error:
-            rows.append(row | {"failed": str(error)})
-    return rows
-
-
-def _run_case(gpu: Gpu, copy_gbps: float, case: AppendCase, timer: GpuTimer) -> dict[str, float]:
     rng = np.random.default_rng(0)
     tokens = case.tokens
     pages = rng.permutation(tokens // case.page_size)
@@ -122,15 +111,7 @@ def _run_case(gpu: Gpu, copy_gbps: float, case: AppendCase, timer: GpuTimer) -> 
     append()
     chosen = np.unique([0, tokens - 1, *rng.integers(0, tokens, _CHECKED_ROWS)])
     _check(gpu, case, row_bits, cache_bits, chosen, slots, rotation)
-    timing = timer(gpu, append)
-    gbps = case.nbytes / (timing.us * 1e3)
-    return {
-        "us": timing.us,
-        "us_low": timing.low,
-        "us_high": timing.high,
-        "gbps": gbps,
-        "efficiency": gbps / copy_gbps,
-    }
+    return timer(gpu, append), {}
 
 
 def _check(

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from cumla import merge_attention_states, reference
-from cumla.bench.cases import Ceilings
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.dense import CheckError
 from cumla.bench.gpu import DTYPES, Gpu
-from cumla.bench.timing import GpuTimer, time_cold
+from cumla.bench.timing import GpuTimer, Timing, time_cold
 
-__all__ = ["MERGE", "MergeCase", "merge_rows"]
+__all__ = ["MERGE", "MergeCase", "measure_merge"]
 
 _HEADS, _HEAD_DIM = 128, 512
 _TOLERANCE = {"bfloat16": 4e-3, "float16": 1e-3, "float32": 1e-5}  # |error| / |row|
@@ -50,6 +49,10 @@ class MergeCase:
         """Bytes that are read and written."""
         return (self.count + 1) * self.tokens * _HEADS * (_HEAD_DIM * self.itemsize + 4)
 
+    def to_json(self) -> dict[str, Any]:
+        """Name the case as a row of the results file does."""
+        return asdict(self)
+
 
 def _case_of(nbytes: int, count: int, dtype: str) -> MergeCase:
     """Choose so many tokens that about `nbytes` are read and written."""
@@ -64,43 +67,30 @@ MERGE = tuple(
 """The cases of the benchmark: 64 MiB and 1 GiB."""
 
 
-def merge_rows(
-    gpu: Gpu,
-    ceilings: Ceilings,
-    cases: tuple[MergeCase, ...] = MERGE,
-    timer: GpuTimer = time_cold,
-) -> list[dict[str, Any]]:
-    """Run cases.
+def measure_merge(
+    gpu: Gpu, case: MergeCase, timer: GpuTimer = time_cold
+) -> tuple[Timing, dict[str, float]]:
+    """Check a case, then time it.
 
     Parameters
     ----------
     gpu : Gpu
         Entered.
-    ceilings : Ceilings
-        Of the same run.
-    cases : tuple of MergeCase
+    case : MergeCase
         What to run.
     timer : GpuTimer
         How to time a call.
 
     Returns
     -------
-    list of dict
-        A row a case, ready for JSON: the case, ``nbytes``, ``us`` (median) with ``us_low`` and
-        ``us_high``, ``gbps``, and ``efficiency``: the share of the copy ceiling. One whose result
-        is wrong has ``failed`` instead of times.
+    tuple
+        The time of a call, and ``row_error``: the worst relative error of a row.
+
+    Raises
+    ------
+    CheckError
+        The result is wrong.
     """
-    rows = []
-    for case in cases:
-        row = asdict(case) | {"nbytes": case.nbytes}
-        try:
-            rows.append(row | _run(gpu, case, ceilings, timer))
-        except CheckError as error:
-            rows.append(row | {"failed": str(error)})
-    return rows
-
-
-def _run(gpu: Gpu, case: MergeCase, ceilings: Ceilings, timer: GpuTimer) -> dict[str, float]:
     words = case.itemsize // 2
     shape = (case.tokens, _HEADS, _HEAD_DIM * words)
     bits, out_bits = gpu.empty((case.count, *shape), "uint16"), gpu.empty(shape, "uint16")
@@ -118,16 +108,7 @@ def _run(gpu: Gpu, case: MergeCase, ceilings: Ceilings, timer: GpuTimer) -> dict
     )
     merge()
     error = _check(gpu, case, bits, lses, out_bits, lse)
-    timing = timer(gpu, merge)
-    gbps = case.nbytes / (timing.us * 1e3)
-    return {
-        "us": timing.us,
-        "us_low": timing.low,
-        "us_high": timing.high,
-        "gbps": gbps,
-        "efficiency": gbps / ceilings.copy_gbps,
-        "row_error": error,
-    }
+    return timer(gpu, merge), {"row_error": error}
 
 
 def _check(gpu: Gpu, case: MergeCase, bits: Any, lses: Any, out_bits: Any, lse: Any) -> float:

@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import Any
 
 import cumla
-from cumla.bench.append import APPEND, run_append
+from cumla.bench.append import APPEND, measure_append
 from cumla.bench.cases import (
     DENSE,
     INVARIANT,
@@ -29,7 +29,8 @@ from cumla.bench.ceilings import measure
 from cumla.bench.dense import CheckError, DenseTiming, Workbench, run_case
 from cumla.bench.gpu import Gpu
 from cumla.bench.host import HOST_CASE, SCHEDULES, host_times, time_schedule
-from cumla.bench.merge import MERGE, merge_rows
+from cumla.bench.merge import MERGE, measure_merge
+from cumla.bench.operations import Measure, OperationCase, operation_row
 from cumla.bench.peer_runs import peer_cases, run_peers
 from cumla.bench.peers import Peers, load_peers
 from cumla.bench.start import StartError
@@ -187,8 +188,8 @@ def _whole(bench: Workbench, results: Results, published: Peers, note: Note) -> 
     results["schedule"] = _schedule_rows(bench, published)
     yield results
     host = host_times(bench)
-    results["host"] = {name: _figures(time) for name, time in host.times.items()}
-    results["host_stages"] = {name: _figures(time) for name, time in host.stages.items()}
+    results["host"] = {name: time.figures() for name, time in host.times.items()}
+    results["host_stages"] = {name: time.figures() for name, time in host.stages.items()}
     results["notes"] += host.notes
     note("schedule and host")
     yield results
@@ -198,14 +199,14 @@ def _operations(
     gpu: Gpu, results: Results, ceilings: Ceilings, timer: GpuTimer, note: Note
 ) -> Iterator[Results]:
     """Measure the operations beside attention, which move bytes and do little else."""
-    sections = {
-        "merge": [partial(merge_rows, gpu, ceilings, (case,), timer) for case in MERGE],
-        "append": [partial(run_append, gpu, ceilings.copy_gbps, (case,), timer) for case in APPEND],
+    measures: dict[str, list[tuple[OperationCase, Measure]]] = {
+        "merge": [(case, partial(measure_merge, gpu, case, timer)) for case in MERGE],
+        "append": [(case, partial(measure_append, gpu, case, timer)) for case in APPEND],
     }
-    for name, runs in sections.items():
+    for name, cases in measures.items():
         results[name] = []
-        for measure_one in runs:
-            (row,) = measure_one()
+        for case, measure_one in cases:
+            row = operation_row(case, ceilings.copy_gbps, measure_one)
             results[name].append(row)
             if "failed" in row:
                 note(f"FAILED: {row['failed']}")
@@ -229,11 +230,6 @@ def _dense_rows(
             row = case.to_json() | {"failed": str(error)}
             note(f"FAILED: {error}")
         yield row
-
-
-def _figures(timing: Timing) -> dict[str, float]:
-    """Name the median, and the times between which four fifths of the runs lie."""
-    return {"us": timing.us, "us_low": timing.low, "us_high": timing.high}
 
 
 def dense_row(
@@ -268,7 +264,7 @@ def dense_row(
     }
     return (
         case.to_json()
-        | _figures(timing.single)
+        | timing.single.figures()
         | {
             "tflops": case.flops / (us * 1e6),
             "gbps": case.nbytes / (us * 1e3),
@@ -296,7 +292,7 @@ def _ragged_row(bench: Workbench, case: Case, rows: list[Results], note: Note) -
     try:
         for ragged in vary((case,), (1,), (case.dtype,), RAGGED_SEEDS):
             timing = run_case(bench, ragged)
-            seeds.append({"seed": ragged.seed, **_figures(timing.single)})
+            seeds.append({"seed": ragged.seed, **timing.single.figures()})
     except CheckError as error:
         note(f"FAILED: {error}")
         return row | {"failed": str(error)}
@@ -317,7 +313,7 @@ def _invariant_row(bench: Workbench, case: Case, rows: list[Results], note: Note
         return invariant.to_json() | {"failed": str(error)}
     ratio = None if usual is None else timing.us / usual
     note(f"{invariant.name}: {timing.us:.1f} us")
-    return invariant.to_json() | _figures(timing) | {"usual_us": usual, "ratio": ratio}
+    return invariant.to_json() | timing.figures() | {"usual_us": usual, "ratio": ratio}
 
 
 def _row_of(case: Case, rows: list[Results]) -> Results:
@@ -355,7 +351,7 @@ def _schedule_rows(bench: Workbench, published: Peers) -> list[Results]:
             "heads": case.heads,
             "kv_len": case.kv_len,
             "lengths": "ragged" if ragged else "equal",
-            **_figures(time_schedule(bench, case, ragged=ragged)),
+            **time_schedule(bench, case, ragged=ragged).figures(),
             "flash_mla_us": None if ragged else published.schedule_us(case),
         }
         for case in SCHEDULES

@@ -36,6 +36,10 @@ class Timing(NamedTuple):
         low, median, high = np.percentile(np.asarray(measured, np.float64), (10, 50, 90))
         return cls(float(median), float(low), float(high))
 
+    def figures(self) -> dict[str, float]:
+        """Name the median, and the times between which four fifths of the runs lie."""
+        return {"us": self.us, "us_low": self.low, "us_high": self.high}
+
     def divided(self, count: int) -> Timing:
         """Share the time out among `count` equal pieces of work."""
         return Timing(*(value / count for value in self))

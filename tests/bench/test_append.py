@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from cumla.bench import append
-from cumla.bench.append import APPEND, AppendCase, run_append
+from cumla.bench.append import APPEND, AppendCase, measure_append
+from cumla.bench.operations import operation_row
 from tests.bench.fake_gpu import FakeGpu
 
 COPY_GBPS = 4000.0
@@ -30,6 +31,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return gpu
 
 
+def row_of(gpu: Any, case: AppendCase) -> dict[str, Any]:
+    return operation_row(case, COPY_GBPS, lambda: measure_append(gpu, case))
+
+
 def test_sizes() -> None:
     assert {case.mbytes for case in APPEND} == {64, 1000}
     assert {(case.page_size, case.rotated) for case in APPEND} == {
@@ -43,7 +48,7 @@ def test_sizes() -> None:
 
 
 def test_rows_of_the_result(gpu: FakeGpu) -> None:
-    results = run_append(gpu, COPY_GBPS, SMALL)  # type: ignore[arg-type]
+    results = [row_of(gpu, case) for case in SMALL]
     assert [(row["mbytes"], row["page_size"], row["rotated"]) for row in results] == [
         (1, 64, False),
         (1, 1, False),
@@ -68,6 +73,6 @@ def test_wrong_rows_are_not_timed(
         kv_cache.reshape(-1, 576)[slots[-1], column] += 1
 
     monkeypatch.setattr(append, "append_mla_cache", wrong)
-    (row,) = run_append(gpu, COPY_GBPS, [case])  # type: ignore[arg-type]
+    row = row_of(gpu, case)
     assert f"row {case.tokens - 1} was not written" in row["failed"]
     assert "us" not in row

@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cumla.bench import merge
-from cumla.bench.cases import Ceilings
-from cumla.bench.merge import MERGE, MergeCase, merge_rows
+from cumla.bench.merge import MERGE, MergeCase, measure_merge
+from cumla.bench.operations import operation_row
 from tests.bench.fake_gpu import LAUNCH_US, FakeGpu
 
-CEILINGS = Ceilings(read_gbps=4000.0, copy_gbps=100.0, matmul_tflops=700.0, empty_us=3.0)
 CASES = (MergeCase(2, 5), MergeCase(3, 4, "float16"), MergeCase(2, 3, "float32"))
 
 
@@ -31,6 +31,10 @@ class Merging:
         self.gpu.now += LAUNCH_US
 
 
+def rows_of(gpu: Any) -> list[dict[str, Any]]:
+    return [operation_row(case, 100.0, partial(measure_merge, gpu, case)) for case in CASES]
+
+
 def test_cases_are_of_the_sizes_that_they_should_be() -> None:
     assert len(MERGE) == 6
     for case, nbytes in zip(MERGE, [64 << 20] * 3 + [1 << 30] * 3, strict=True):
@@ -42,8 +46,7 @@ def test_cases_are_of_the_sizes_that_they_should_be() -> None:
 def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu: Any = FakeGpu()
     Merging(gpu, monkeypatch)
-    rows = merge_rows(gpu, CEILINGS, CASES)
-    for row, case in zip(rows, CASES, strict=True):
+    for row, case in zip(rows_of(gpu), CASES, strict=True):
         assert MergeCase(row["count"], row["tokens"], row["dtype"]) == case
         assert row["us"] == row["us_low"] == row["us_high"] == LAUNCH_US
         assert row["gbps"] == pytest.approx(case.nbytes / (LAUNCH_US * 1e3))
@@ -55,6 +58,6 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_result_has_no_times(spoil: float, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu: Any = FakeGpu()
     Merging(gpu, monkeypatch).spoil = spoil
-    for row in merge_rows(gpu, CEILINGS, CASES):
+    for row in rows_of(gpu):
         assert "a row of token 0 is off" in row["failed"]
         assert "us" not in row

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPU that is not there, for tests of what comes before a launch."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from cumla import arrays, workspace
+from cumla.launch import device as launch_device
+from cumla.launch import module as launch_module
+from tests.fake_cuda import FakeCuPy, FakeDriver
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    fake = FakeDriver()
+    for module in (arrays, launch_module, workspace):
+        monkeypatch.setattr(module, "driver", lambda: fake)
+    monkeypatch.setattr(workspace, "order_streams", lambda before, after: None)
+    monkeypatch.setattr(workspace, "keep_until_event", lambda *_: None)
+    monkeypatch.setattr(arrays, "_framework_of_type", {np.ndarray: arrays._NUMPY})
+    yield fake
+    gc.collect()  # plans of the test, while the fakes are there
+
+
+@pytest.fixture
+def no_cupy_yet() -> Iterator[None]:
+    """Forget which CuPy is installed, and which GPU is there, before and after a test."""
+    caches = (arrays._cupy, launch_device.import_cupy, launch_device.properties)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.fixture
+def cupy(no_cupy_yet: None, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeCuPy:
+    fake = FakeCuPy()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(launch_device, "installed_cupy", lambda: ("cupy-cuda12x 14.2.0",))
+    monkeypatch.setattr(launch_module, "_loaded", {})
+    monkeypatch.delenv("CUMLA_CUBIN_DIR", raising=False)
+    return fake
