@@ -5,6 +5,7 @@
 #include "mla_decode_shared.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/mma.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -23,7 +24,7 @@ struct Scorer {
   float scores[32];
   float maximum[2];          // base-2 running maximum of both rows
   float sum[2];              // of the exponentials, for the log-sum-exp,
-  float weight[2];           // and of the 16-bit probabilities made of them, which normalise the output
+  float weight[4];           // and of the 16-bit probabilities made of them, twice, which normalise the output
 
   __device__ __forceinline__ Scorer(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile)
       : p(p),
@@ -110,40 +111,63 @@ struct Scorer {
         if (column + 8 * j + (e & 1) >= limit[e >> 1]) scores[4 * j + e] = -kInfinity;
   }
 
-  // The running maximum of the rows with this block's scores. It only moves when a row grows by more than 2^8 over it.
-  __device__ __forceinline__ void raise_maximum(float (&next)[2]) const {
-    float highest[2] = {-kInfinity, -kInfinity};
+  // The running maximum only moves when a row grows by more than 2^8 over it. Stores what that multiplies the output with.
+  __device__ __forceinline__ void raise_maximum(bool first) {
+    float highest[2] = {highest_of<0, 16>(0), highest_of<0, 16>(1)};
+    float factor[2] = {1.0f, 1.0f};
+    const bool grown = highest[0] * p.scale_log2 > maximum[0] + kMaximumSlack ||
+                       highest[1] * p.scale_log2 > maximum[1] + kMaximumSlack;
+    if (__any_sync(0xffffffffu, grown)) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) highest[i >> 1 & 1] = fmaxf(highest[i >> 1 & 1], scores[i]);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      highest[r] = fmaxf(highest[r], __shfl_xor_sync(0xffffffffu, highest[r], 1));
-      highest[r] = fmaxf(highest[r], __shfl_xor_sync(0xffffffffu, highest[r], 2));
-      highest[r] *= p.scale_log2;
-      next[r] = highest[r] > maximum[r] + kMaximumSlack ? highest[r] : maximum[r];
+      for (int r = 0; r < 2; ++r) {
+        highest[r] = fmaxf(highest[r], __shfl_xor_sync(0xffffffffu, highest[r], 1));
+        highest[r] = fmaxf(highest[r], __shfl_xor_sync(0xffffffffu, highest[r], 2));
+        highest[r] *= p.scale_log2;
+        const float next = highest[r] > maximum[r] + kMaximumSlack ? highest[r] : maximum[r];
+        if (!first) factor[r] = exp2_approx(maximum[r] - next);
+        maximum[r] = next;
+        sum[r] *= factor[r];
+        weight[2 * r] *= factor[r];
+      }
     }
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      if (lane % 4 == 0) store_shared_float(shared.factor(place.rope, row + 8 * r), factor[r]);
+  }
+
+  // Of scores [kFrom, kTo) of a row, as a tree.
+  template <int kFrom, int kTo>
+  __device__ __forceinline__ float highest_of(int r) const {
+    if constexpr (kTo - kFrom == 1)
+      return scores[kFrom / 2 * 4 + 2 * r + kFrom % 2];
+    else
+      return fmaxf(highest_of<kFrom, (kFrom + kTo) / 2>(r), highest_of<(kFrom + kTo) / 2, kTo>(r));
   }
 
   // scores -> probabilities relative to the running maximum, and their sums before and after rounding. The output is
   // divided by the rounded sum: where one token has most of the weight its rounding cancels. The probabilities go in
   // place of the block's RoPE tile.
   __device__ __forceinline__ void exponentiate() {
+    const u32 ones[2] = {pack_pair<T>(1.0f, 1.0f), pack_pair<T>(1.0f, 1.0f)};
     const int store_row = warp * 16 + lane % 16;
     const u32 address = shared.rope(place.rope) + store_row * 128;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       u32 probabilities[4];
+      float pair[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int r = i & 1;
         const float low = exp2_approx(__fmaf_rn(scores[8 * k + 2 * i], p.scale_log2, -maximum[r]));
         const float high = exp2_approx(__fmaf_rn(scores[8 * k + 2 * i + 1], p.scale_log2, -maximum[r]));
-        sum[r] += low + high;
+        pair[i] = low + high;
         probabilities[i] = pack_pair<T>(low, high);
-        weight[r] += sum_of_pair<T>(probabilities[i]);
       }
+      sum[0] += pair[0] + pair[2];
+      sum[1] += pair[1] + pair[3];
       store_matrix_x4(address + (((2 * k + lane / 16) ^ (store_row & 7)) << 4), probabilities[0], probabilities[1],
                       probabilities[2], probabilities[3]);
+      mma_m16n8k16<T>(weight, probabilities, ones);
     }
   }
 
@@ -156,7 +180,7 @@ struct Scorer {
   __device__ __forceinline__ void finish(const Segment& segment) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float total = sum_of_quad(sum[r]), rounded = sum_of_quad(weight[r]);
+      const float total = sum_of_quad(sum[r]), rounded = weight[2 * r];
       if (lane % 4 != 0) continue;
       store_shared_float(shared.inverse(place.rope, row + 8 * r), rounded == 0.0f ? 0.0f : 1.0f / rounded);
       store_segment_lse(p, tile, segment, row + 8 * r, total == 0.0f ? -kInfinity : maximum[r] + log2_approx(total));
@@ -171,7 +195,7 @@ struct Scorer {
     for (int r = 0; r < 2; ++r) {
       maximum[r] = kLowest;
       sum[r] = 0.0f;
-      weight[r] = 0.0f;
+      weight[2 * r] = weight[2 * r + 1] = 0.0f;
     }
     u32 previous = 0;
 #pragma unroll 1
@@ -187,16 +211,7 @@ struct Scorer {
       const int block = segment.begin + i;
       const int last_token = (block + 1) * kBlockTokens;
       if (last_token > segment.tokens - tile.most_shift) mask_scores(segment, block);
-      float next[2];
-      raise_maximum(next);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float factor = i == 0 ? 1.0f : exp2_approx(maximum[r] - next[r]);
-        sum[r] *= factor;
-        weight[r] *= factor;
-        maximum[r] = next[r];
-        if (lane % 4 == 0) store_shared_float(shared.factor(place.rope, row + 8 * r), factor);
-      }
+      raise_maximum(i == 0);
       exponentiate();
       if (last_token > segment.tokens) clear_values_past(kBlockTokens + segment.tokens - last_token);
       const bool last = i == segment.blocks - 1;

@@ -5,7 +5,7 @@
 
 namespace cumla {
 
-constexpr int kHeldTiles = 6;  // tiles of the query that are held in registers; the others stay in shared memory
+constexpr int kHeldTiles = 5;  // tiles of the query that are held in registers; the others stay in shared memory
 constexpr int kHalfBytes = kHalfTiles * kTileBytes;
 
 struct SharedLayout {

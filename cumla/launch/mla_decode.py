@@ -29,7 +29,7 @@ def _spec(dtype: str, shared_blocks: bool) -> KernelSpec:
         function=f"mla_decode<{_TAGS[dtype]}, {str(shared_blocks).lower()}>",
         params="MlaDecodeParams",
         threads=512,
-        smem_bytes=224096,
+        smem_bytes=232288,
     )
 
 
