@@ -29,17 +29,6 @@ __device__ __forceinline__ void store_lse(const MlaDecodeParams& p, int request,
       lse == -kInfinity ? kInfinity : lse * kLn2;
 }
 
-// A row's log-sum-exp, base 2, of a segment: of a piece, or as the caller gets it.
-__device__ __forceinline__ void store_segment_lse(const MlaDecodeParams& p, const Tile& tile, const Segment& segment,
-                                                  int row, float lse) {
-  const int piece_rows = p.row_groups * kRowGroup;
-  if (segment.split()) {
-    if (row < piece_rows) p.partial_lse[piece_index(p, tile, blockIdx.y, segment.slot) * piece_rows + row] = lse;
-  } else if (row < tile.rows) {
-    store_lse(p, segment.request, Row(p, tile, row), lse);
-  }
-}
-
 // A quad of lanes stores 16 columns of a row, each lane a, b at 2 quad_lane and c, d eight columns later. In 16 bits lanes
 // trade with their neighbour, kNeighbour apart: eight bytes a lane, full 32-byte sectors.
 template <typename T, int kNeighbour>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the loading roles of both decode kernels share: early fetches into L2, and copies of query rows.
+// The loading roles of mla_decode: KV blocks by TMA, query rows by asynchronous copies.
 #pragma once
 #include "mla_decode_layout.cuh"
 #include "ptx/copy.cuh"
@@ -7,6 +7,84 @@
 #include "ptx/sync.cuh"
 
 namespace cumla {
+
+// Walks over every kStep-th block (1 or 2) of this CTA's sequence.
+template <int kStep>
+struct BlockCursor {
+  const MlaDecodeParams& p;
+  const Tile& tile;
+  const Part& part;
+  const int last_request, parity;
+  int request, i, t;  // block i of the request's segment; t: blocks of the segments before it
+  Segment segment;
+
+  __device__ __forceinline__ BlockCursor(const MlaDecodeParams& p, const Tile& tile, const Part& part,
+                                         int last_request, int parity)
+      : p(p),
+        tile(tile),
+        part(part),
+        last_request(last_request),
+        parity(parity),
+        request(part.request),
+        i(parity),
+        t(0) {
+    if (valid()) segment = segment_of(p, tile, part, request);
+    skip_to_block();
+  }
+  __device__ __forceinline__ bool valid() const { return request <= last_request; }
+  __device__ __forceinline__ int page() const {
+    return p.block_table[request * p.block_table_stride + segment.begin + i];
+  }
+  __device__ __forceinline__ void next() {
+    i += kStep;
+    skip_to_block();
+  }
+  __device__ __forceinline__ void skip_to_block() {
+    while (valid() && i >= segment.blocks) {
+      t += segment.blocks;
+      i = (parity ^ t) & (kStep - 1);
+      if (++request <= last_request) segment = segment_of(p, tile, part, request);
+    }
+  }
+};
+
+// One thread: loads the blocks of one parity into their stage as it becomes free. With kSharedBlocks (compute-bound) it
+// also has L2 fetch the block after next, so that a load waits for L2 and not for DRAM; the row tiles share that work.
+// With one row tile (memory-bound) that only lengthens the queue of the copy engine.
+template <bool kSharedBlocks>
+__device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
+                                        const Part& part, int last_request, int parity) {
+  BlockCursor<2> now(p, tile, part, last_request, parity);
+  BlockCursor<2> ahead = now;
+  int next_page = now.valid() ? now.page() : 0;
+  if constexpr (kSharedBlocks) ahead.next();
+#pragma unroll 1
+  while (now.valid()) {
+    const int page = next_page;
+    const u32 phase = ((now.t + now.i) / 2) & 1;
+    const u32 stage = shared.stage(parity);
+#pragma unroll
+    for (int k = 0; k < kTiles; ++k) {
+      const int column = tile_in_order(parity, k);
+      const int half = column / kHalfTiles;
+      if (k == 0 || k == 1 || k == 1 + kHalfTiles)
+        mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+      const u32 barrier = shared.full(parity, column);
+      mbarrier_arrive_expect_tx(barrier, kTileBytes);
+      tma_load_4d_async(stage + column * kTileBytes, &p.kv, barrier, column * 64, 0, blockIdx.z, page);
+    }
+    if constexpr (kSharedBlocks) {
+      if (ahead.valid()) {
+        const int page_ahead = ahead.page();
+        for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
+          tma_prefetch_4d(&p.kv, k * 64, 0, blockIdx.z, page_ahead);
+        ahead.next();
+      }
+    }
+    now.next();
+    if (now.valid()) next_page = now.page();
+  }
+}
 
 // Has L2 fetch what the first loads will depend on, one after the other: the part, the lengths, and of the block table
 // each CTA a few lines, as far as a few instructions go.
@@ -38,26 +116,30 @@ __device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int t
   }
 }
 
-// Two warps copy the query rows of a request, eight lanes a row, 16 bytes each: tiles of 64 columns with the 128-byte
-// swizzle, for wgmma and ldmatrix. place(tile): where a tile goes.
-template <int kRows, typename Place>
-__device__ __forceinline__ void copy_query(const MlaDecodeParams& p, const Tile& tile, int request, int loader,
-                                           const Place& place) {
+// Two warps copy the query rows; eight lanes a row, 16 bytes each.
+template <int kRows, typename Layout>
+__device__ __forceinline__ void load_query(const MlaDecodeParams& p, const Layout& shared, const Tile& tile,
+                                           const Part& part, int last_request, int loader) {
   const int lane = threadIdx.x % 32, chunk = lane % 8;
-  const char* q = p.q + request * p.q_stride_batch;
+  for (int request = part.request; request <= last_request; ++request) {
+    const u32 phase = (request - part.request) & 1;
+    mbarrier_wait(shared.query_free(), phase ^ 1, "a free query buffer");
+    const char* q = p.q + request * p.q_stride_batch;
 #pragma unroll 1  // unrolled, the row addresses do not fit the registers of a loader
-  for (int i = 0; i < kRows / 8; ++i) {
-    const int row = loader * (kRows / 2) + i * 4 + lane / 8;
-    const bool valid = row < tile.rows;
-    const Row from(p, tile, valid ? row : 0);
-    const char* source = q + from.token * p.q_stride_token + from.head * p.q_stride_head + chunk * 16;
-    const u32 within = row * 128 + ((chunk ^ (row & 7)) << 4);
+    for (int i = 0; i < kRows / 8; ++i) {
+      const int row = loader * (kRows / 2) + i * 4 + lane / 8;
+      const bool valid = row < tile.rows;
+      const Row from(p, tile, valid ? row : 0);
+      const char* source = q + from.token * p.q_stride_token + from.head * p.q_stride_head + chunk * 16;
+      const u32 destination = shared.query + row * 128 + ((chunk ^ (row & 7)) << 4);
 #pragma unroll
-    for (int k = 0; k < kTiles; ++k) copy_16_async(place(k) + within, source + k * 128, valid);
+      for (int k = 0; k < kTiles; ++k) copy_16_async(destination + k * kRows * 128, source + k * 128, valid);
+    }
+    copy_async_wait_all();
+    fence_proxy_async_shared();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared.query_full());
   }
-  copy_async_wait_all();
-  fence_proxy_async_shared();
-  __syncwarp();
 }
 
 }  // namespace cumla

@@ -43,41 +43,10 @@ __device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared)
   fence_mbarrier_init();
 }
 
-// Walks over the blocks of this CTA's sequence.
-struct BlockCursor {
-  const MlaDecodeParams& p;
-  const Tile& tile;
-  const Part& part;
-  const int last_request;
-  int request, i, t;  // block i of the request's segment; t: blocks of the segments before it
-  Segment segment;
-
-  __device__ __forceinline__ BlockCursor(const MlaDecodeParams& p, const Tile& tile, const Part& part, int last_request)
-      : p(p), tile(tile), part(part), last_request(last_request), request(part.request), i(0), t(0) {
-    if (valid()) segment = segment_of(p, tile, part, request);
-    skip_to_block();
-  }
-  __device__ __forceinline__ bool valid() const { return request <= last_request; }
-  __device__ __forceinline__ int page() const {
-    return p.block_table[request * p.block_table_stride + segment.begin + i];
-  }
-  __device__ __forceinline__ void next() {
-    ++i;
-    skip_to_block();
-  }
-  __device__ __forceinline__ void skip_to_block() {
-    while (valid() && i >= segment.blocks) {
-      t += segment.blocks;
-      i = 0;
-      if (++request <= last_request) segment = segment_of(p, tile, part, request);
-    }
-  }
-};
-
 // One thread: loads all blocks, tile by tile, into a ring of tiles as its slots become free.
 __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const SwappedLayout& shared,
                                              const Tile& tile, const Part& part, int last_request) {
-  BlockCursor now(p, tile, part, last_request);
+  BlockCursor<1> now(p, tile, part, last_request, 0);
   RingPlace place;
   int next_page = now.valid() ? now.page() : 0;
 #pragma unroll 1
@@ -94,17 +63,6 @@ __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const Swa
       place.advance(1);
     }
     mbarrier_arrive(shared.begun(owner));
-  }
-}
-
-// Two warps: the query rows of each request.
-__device__ __forceinline__ void load_queries(const MlaDecodeParams& p, const SwappedLayout& shared, const Tile& tile,
-                                             const Part& part, int last_request, int loader) {
-  for (int request = part.request; request <= last_request; ++request) {
-    mbarrier_wait(shared.query_free(), ((request - part.request) & 1) ^ 1, "a free query buffer");
-    copy_query<kSwappedRows>(p, tile, request, loader,
-                             [&](int column) { return shared.query + column * SwappedLayout::kQueryTileBytes; });
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full());
   }
 }
 
@@ -131,7 +89,7 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
     if (warp == 0) {
       if (lane == 0) load_kv_ring(p, shared, tile, part, last_request);
     } else if (warp >= 2) {
-      load_queries(p, shared, tile, part, last_request, warp - 2);
+      load_query<kSwappedRows>(p, shared, tile, part, last_request, warp - 2);
     }
   } else {
     SwappedConsumer<T> consumer(p, shared, tile, warpgroup - 1);

@@ -28,8 +28,8 @@ def _spec(dtype: str, shared_blocks: bool) -> KernelSpec:
         entry=f"mla_decode_{dtype}" + ("_shared_blocks" if shared_blocks else ""),
         function=f"mla_decode<{_TAGS[dtype]}, {str(shared_blocks).lower()}>",
         params="MlaDecodeParams",
-        threads=512,
-        smem_bytes=232288,
+        threads=384,
+        smem_bytes=232160,
     )
 
 

@@ -63,14 +63,6 @@ __device__ __forceinline__ void store_matrix_x4_transposed(u32 destination, u32 
                : "memory");
 }
 
-// PTX ISA: Warp Level Matrix Instructions: ldmatrix
-__device__ __forceinline__ void load_matrix_x4(u32 source, u32& a, u32& b, u32& c, u32& d) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
-               : "r"(source)
-               : "memory");
-}
-
 // PTX ISA: Data Movement and Conversion Instructions: st
 __device__ __forceinline__ void store_shared_zero_16(u32 destination) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(destination), "r"(0) : "memory");
