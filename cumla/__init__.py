@@ -20,10 +20,14 @@ from cumla.errors import (
 
 if TYPE_CHECKING:
     from cumla import cache as cache
+    from cumla import indexer as indexer
+    from cumla import indexer_cache as indexer_cache
     from cumla import merge as merge
     from cumla import mla as mla
     from cumla import reference as reference
     from cumla.cache import append_mla_cache
+    from cumla.indexer import PagedMQALogitsPlan, mqa_logits, paged_mqa_logits
+    from cumla.indexer_cache import QuantizedRows, append_indexer_cache, quantize_fp8
     from cumla.merge import AttentionState, merge_attention_states
     from cumla.mla import MLADecodePlan, MLADecodeResult, mla_decode, prepare
 
@@ -37,18 +41,37 @@ __all__ = [
     "MLADecodeResult",
     "MissingDependencyError",
     "NotPreparedError",
+    "PagedMQALogitsPlan",
+    "QuantizedRows",
     "UnsupportedDeviceError",
+    "append_indexer_cache",
     "append_mla_cache",
     "merge_attention_states",
     "mla_decode",
+    "mqa_logits",
+    "paged_mqa_logits",
     "prepare",
+    "quantize_fp8",
 ]
 
-_MODULES = ("cache", "merge", "mla", "reference")  # that are there without an import of their own
+_MODULES = (
+    "cache",
+    "indexer",
+    "indexer_cache",
+    "merge",
+    "mla",
+    "reference",
+)  # that are there without an import of their own
 _HOMES = {  # the rest is in mla
     "AttentionState": "merge",
+    "PagedMQALogitsPlan": "indexer",
+    "QuantizedRows": "indexer_cache",
+    "append_indexer_cache": "indexer_cache",
     "append_mla_cache": "cache",
     "merge_attention_states": "merge",
+    "mqa_logits": "indexer",
+    "paged_mqa_logits": "indexer",
+    "quantize_fp8": "indexer_cache",
 }
 
 

@@ -46,6 +46,8 @@ __all__ = [
 
 # --- frameworks ----------------------------------------------------------------------------------
 
+_FLOAT8 = "float8_"  # how the names of one-byte floats begin
+
 
 @functools.cache
 def _dtype_name(dtype: np.dtype[Any]) -> str:
@@ -73,6 +75,10 @@ class _Framework:
         except (BufferError, RuntimeError) as error:
             raise ValueError(f"{name}: its device cannot be told: {error}") from error
         return ordinal(name, device_type, device_id)
+
+    def import_array(self, name: str, array: Any, stream: int | None) -> Imported:
+        """Consume an array's DLPack capsule, as `cumla._dlpack.import_array`."""
+        return import_array(name, array, stream)
 
     def allocator(self) -> _Allocator:
         """Who owns the stream and allocates for calls whose first array is of this framework."""
@@ -162,6 +168,12 @@ class _Torch(_Allocator):
                 f"{array.device}; move it with .to('cuda')"
             )
 
+    def import_array(self, name: str, array: Any, stream: int | None) -> Imported:
+        dtype = str(array.dtype).removeprefix("torch.")
+        if not dtype.startswith(_FLOAT8):  # older versions export none of them
+            return import_array(name, array, stream)
+        return _import_bits(name, array.view(self._torch.uint8), dtype, stream)
+
     def current_stream(self, device: int) -> int:
         return int(self._torch._C._cuda_getCurrentRawStream(device))
 
@@ -201,6 +213,12 @@ class _CuPy(_Allocator):
         return ArrayView(
             data.ptr, array.shape, array.strides, _dtype_name(array.dtype), data.device_id
         )
+
+    def import_array(self, name: str, array: Any, stream: int | None) -> Imported:
+        dtype = _dtype_name(array.dtype)
+        if not dtype.startswith(_FLOAT8):  # CuPy exports none of them
+            return import_array(name, array, stream)
+        return _import_bits(name, array.view(np.uint8), dtype, stream)
 
     def current_stream(self, device: int) -> int:
         return int(self._cupy.cuda.get_current_stream(device).ptr)
@@ -244,6 +262,17 @@ class _Jax(_Framework):
             raise _sharded(name, f"one that is sharded over {devices}", way_out)
         return super().device(name, array)
 
+    def import_array(self, name: str, array: Any, stream: int | None) -> Imported:
+        try:
+            return import_array(name, array, stream)
+        except ValueError:
+            dtype = _dtype_name(array.dtype)
+            if not dtype.startswith(_FLOAT8):  # older versions export none of them
+                raise
+        # A copy, in JAX's own order: of the address alone nobody could tell when to read there.
+        bits = self._jax.lax.bitcast_convert_type(array, np.uint8)
+        return _import_bits(name, bits, dtype, stream)
+
     def export(self, array: Any, stream: int) -> object:
         return lend(self._jax, array, _cupy().view("result", array), stream)
 
@@ -252,6 +281,13 @@ class _Jax(_Framework):
 
     def from_numpy(self, array: np.ndarray[Any, Any]) -> object:
         return self._jax.numpy.asarray(array)
+
+
+def _import_bits(name: str, bits: Any, dtype: str, stream: int | None) -> Imported:
+    """Import the bytes of an array of one-byte elements, as what they are."""
+    imported = import_array(name, bits, stream)
+    imported.view = imported.view._replace(dtype=dtype)
+    return imported
 
 
 _NUMPY = _NumPy()
@@ -654,7 +690,7 @@ def _import_pending(
 ) -> list[Imported]:
     """Import the arguments at the places `pending`, and put their views there."""
     if device is None:
-        imports = [import_array(*arguments[place], None) for place in pending]
+        imports = [_import(*arguments[place], None) for place in pending]
     else:
         imports = _import_on_device(tuple(arguments[place] for place in pending), device, stream)
     for place, imported in zip(pending, imports, strict=True):
@@ -662,6 +698,10 @@ def _import_pending(
         immutable = _framework_of(*arguments[place]).immutable
         views[place] = view._replace(read_only=True) if immutable else view
     return imports
+
+
+def _import(name: str, array: object, stream: int | None) -> Imported:
+    return _framework_of(name, array).import_array(name, array, stream)
 
 
 def _import_on_device(
@@ -676,7 +716,7 @@ def _import_on_device(
             f"CuPy's"
         )
     with on_device(cuda, device):  # producers record their events on it
-        imports = [import_array(name, array, stream) for name, array in arguments]
+        imports = [_import(name, array, stream) for name, array in arguments]
         borrower(device).fence_dropped()
     return imports
 

@@ -3,19 +3,29 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from cumla import reference
 from cumla.arrays import ArrayView, check_mutable, open_call, to_numpy
-from cumla.cache_checks import check_append_values, checked_append_arguments
-from cumla.checks import check_mode, copy_to_host, may_look
+from cumla.cache_checks import (
+    check_append_values,
+    check_scale,
+    checked_append_arguments,
+    checked_scale,
+)
+from cumla.checks import DTYPES, check_mode, copy_to_host, may_look
 from cumla.launch.append_cache import AppendArguments, append_spec, prepare_append
+from cumla.launch.append_fp8_cache import append_fp8_spec, prepare_append_fp8
 from cumla.launch.device import require_hopper
 from cumla.launch.kernel import ReadyLaunches
 from cumla.launch.module import load
 
 if TYPE_CHECKING:
     from cumla.arrays import Call
+    from cumla.launch.kernel import PreparedLaunch
 
 __all__ = ["append_mla_cache"]
 
@@ -36,6 +46,7 @@ def append_mla_cache(
     interleaved: bool = True,
     q_pe: Any = None,
     q_pe_out: Any = None,
+    scale: Any = None,
     stream: Any = None,
 ) -> None:
     """Write the latent rows of new tokens into the pages of an MLA cache, in place.
@@ -55,12 +66,19 @@ def append_mla_cache(
     rows : array or pair of arrays
         ``(tokens, num_kv_heads, 576)``, or ``(tokens, 576)`` for one kv head: 512 latent columns,
         then 64 RoPE ones. A tuple ``(ckv, k_pe)`` holds the two apart, 512 and 64 wide. In the
-        cache's dtype, or float32, which is rounded; of CuPy, PyTorch, JAX or NumPy. Any strides
-        that are multiples of 16 bytes, the last axis contiguous.
-    kv_cache : array or pair of arrays
+        cache's dtype, bfloat16 or float16 for one that is e4m3, or float32, which is rounded; of
+        CuPy, PyTorch, JAX or NumPy. Any strides that are multiples of 16 bytes, the last axis
+        contiguous.
+    kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
         head, bfloat16 or float16, of any page size; strides as for rows. A tuple
         ``(ckv_cache, kpe_cache)`` holds the columns apart. Not of JAX, whose arrays are immutable.
+
+        FP8 caches: either of these as float8_e4m3fn, or uint8 with its bits, under one `scale`,
+        of a pair also the first alone. A triple ``(ckv_cache, kpe_cache, scales)`` of e4m3, 16 bits
+        and float32, the last with 4 columns, a scale for each token and 128 latent columns. And
+        uint8 with 656 columns, the packed format of DeepSeek-V3.2: 512 e4m3, 4 float32 scales, 64
+        bfloat16.
     slot_mapping : array, optional
         ``(tokens,)`` int32 or int64: page * page_size + offset.
     batch_indices : array, optional
@@ -85,6 +103,9 @@ def append_mla_cache(
     q_pe_out : array, optional
         ``(tokens, num_heads, 64)``, written to in place of q_pe. Where a position lies outside of
         cos_sin nothing is written.
+    scale : float or array, optional
+        Of an e4m3 cache without scales of its own: rows are written divided by it. One float32 in
+        an array is read by the kernel, and may change between the replays of a graph. 1 by default.
     stream : optional
         A CUDA stream, as in :func:`cumla.mla_decode`. By default the current stream of kv_cache's
         framework.
@@ -114,6 +135,10 @@ def append_mla_cache(
     What is written may lie beside what is read in one array, as q_pe in a wider query, but must not
     overlap it; q_pe_out may be q_pe itself.
 
+    Rows in e4m3 are rounded to nearest even and saturate at 448; they are ``row * (1 / scale)`` in
+    float32. Scales of 128 columns are as in :func:`cumla.quantize_fp8`, in the packed format with
+    `power_of_two_scales`.
+
     The rotation is that of RoFormer (arXiv:2104.09864), section 3.4.
     """
     optional = {
@@ -126,38 +151,56 @@ def append_mla_cache(
         "cos_sin": cos_sin,
         "q_pe": q_pe,
         "q_pe_out": q_pe_out,
+        "scale": None if isinstance(scale, Real) else scale,
     }
     given = {name: array for name, array in optional.items() if array is not None}
     call, views = _open(_parts("kv_cache", kv_cache), _parts("rows", rows), given, stream)
-    key = (call.views, tuple(views), bool(interleaved), call.stream)
+    number = checked_scale(scale)
+    key = (call.views, tuple(views), number, bool(interleaved), call.stream)
     ready = None if check_mode() else _ready.get(key)
     if ready is not None:
         with call:
             ready()
         return
     arguments = checked_append_arguments(views)
+    check_scale(scale, arguments)
     if call.device is None:
+        if number is not None:
+            given["scale"] = np.array(number, np.float32)
         _append_on_cpu(rows, kv_cache, given, arguments, interleaved)
         return
     require_hopper(call.device)
     if arguments.latent_rows.shape[0]:
         with call:
             _check_data(call, views, arguments)
-            spec = append_spec(arguments.latent_cache.dtype, arguments.latent_rows.dtype)
-            kernel = load(spec, call.device, capturing=lambda: call.capturing)
-            launch = prepare_append(kernel, arguments, bool(interleaved), call.stream)
+            launch = _prepare(call, arguments, 1.0 if number is None else number, bool(interleaved))
             launch()
             _ready.keep(key, launch)
 
 
+def _prepare(
+    call: Call, arguments: AppendArguments, scale: float, interleaved: bool
+) -> PreparedLaunch:
+    """Load the kernel for a cache and prepare its launch."""
+    assert call.device is not None
+    is_fp8 = arguments.latent_cache.dtype not in DTYPES
+    spec_of = append_fp8_spec if is_fp8 else append_spec
+    spec = spec_of(arguments.dtype, arguments.latent_rows.dtype)
+    kernel = load(spec, call.device, capturing=lambda: call.capturing)
+    if is_fp8:
+        return prepare_append_fp8(kernel, arguments, scale, interleaved, call.stream)
+    return prepare_append(kernel, arguments, interleaved, call.stream)
+
+
 def _parts(name: str, value: Any) -> dict[str, Any]:
-    """Name an array, or the two arrays of a pair."""
+    """Name an array, or the arrays of a pair, or of the three parts of a cache."""
     if not isinstance(value, (tuple, list)):
         return {name: value}
-    if len(value) != 2:
+    if len(value) != 2 and (len(value) != 3 or name == "rows"):
+        third = "" if name == "rows" else ", or these and the scales of an e4m3 cache"
         raise ValueError(
-            f"{name}: needs one array, or a pair of latent and RoPE columns, got {len(value)} "
-            f"arrays; join them"
+            f"{name}: needs one array, or a pair of latent and RoPE columns{third}, got "
+            f"{len(value)} arrays; join them"
         )
     return {f"{name}[{i}]": part for i, part in enumerate(value)}
 
@@ -210,8 +253,8 @@ def _append_on_cpu(
         for argument, value in (("rows", rows), ("kv_cache", kv_cache))
     )
     reference.append_mla_cache(
-        row_parts if len(row_parts) == 2 else row_parts[0],
-        cache_parts if len(cache_parts) == 2 else cache_parts[0],
+        row_parts if len(row_parts) > 1 else row_parts[0],
+        cache_parts if len(cache_parts) > 1 else cache_parts[0],
         interleaved=interleaved,
         **host,
     )

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from math import prod
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cumla.checks import (
-    check_dtype,
+    DTYPES,
+    check_elements,
     check_layout,
     check_output,
     check_own_memory,
@@ -23,10 +26,22 @@ if TYPE_CHECKING:
 
     from cumla.arrays import ArrayView
 
-__all__ = ["check_append_values", "checked_append_arguments"]
+__all__ = [
+    "check_append_values",
+    "check_integers",
+    "check_scale",
+    "checked_append_arguments",
+    "checked_scale",
+    "refuse_first",
+]
 
 _ROPE_DIM = HEAD_DIM - VALUE_DIM
 _WIDE = ("int32", "int64")
+_E4M3 = ("float8_e4m3fn", "uint8")
+_SCALES = 4  # of a row, one for 128 latent columns
+# A row of the packed format: e4m3 latent columns, float32 scales, bfloat16 RoPE columns.
+_PACKED_BYTES = VALUE_DIM + 4 * _SCALES + 2 * _ROPE_DIM
+_LEAST_SCALE, _MOST_SCALE = 2.0**-126, 2.0**126  # normal, and so are their inverses
 
 
 def checked_append_arguments(views: Mapping[str, ArrayView]) -> AppendArguments:
@@ -35,8 +50,8 @@ def checked_append_arguments(views: Mapping[str, ArrayView]) -> AppendArguments:
     Parameters
     ----------
     views : mapping
-        ``kv_cache``, or ``kv_cache[0]`` and ``kv_cache[1]``; rows likewise; and of the optional
-        arguments those that are given.
+        ``kv_cache``, or ``kv_cache[0]``, ``kv_cache[1]`` and maybe ``kv_cache[2]``; ``rows``, or
+        ``rows[0]`` and ``rows[1]``; and of the optional arguments those that are given.
 
     Returns
     -------
@@ -44,13 +59,14 @@ def checked_append_arguments(views: Mapping[str, ArrayView]) -> AppendArguments:
         Latent and RoPE columns apart, all with a head axis.
     """
     _check_combination(views)
-    latent_cache, rope_cache = _checked_cache(views)
-    dtype, num_kv_heads = latent_cache.dtype, latent_cache.shape[2]
+    cache = _checked_cache(views)
+    latent_cache, rope_cache, scales, _ = cache
+    dtype, num_kv_heads = _dtype_of_16_bits(rope_cache, views), latent_cache.shape[2]
     latent_rows, rope_rows = _checked_rows(views, dtype, num_kv_heads)
     tokens = latent_rows.shape[0]
     for name in ("slot_mapping", "batch_indices", "positions"):
         if name in views:
-            _check_integers(name, views[name], _WIDE, "(tokens,)", (tokens,))
+            check_integers(name, views[name], _WIDE, "(tokens,)", (tokens,))
     for name, axes in (
         ("block_table", "(batch, max_pages)"),
         ("kv_indices", "(entries,)"),
@@ -58,7 +74,7 @@ def checked_append_arguments(views: Mapping[str, ArrayView]) -> AppendArguments:
     ):
         if name in views:
             shape = (None, None) if name == "block_table" else (None,)
-            _check_integers(name, views[name], ("int32",), axes, shape)
+            check_integers(name, views[name], ("int32",), axes, shape)
     q_pe, q_pe_out = _checked_queries(views, dtype, tokens)
     if "cos_sin" in views:
         _check_table(views["cos_sin"], dtype)
@@ -76,7 +92,42 @@ def checked_append_arguments(views: Mapping[str, ArrayView]) -> AppendArguments:
         views.get("cos_sin"),
         q_pe,
         q_pe_out,
+        dtype,
+        scales,
+        views.get("scale"),
+        cache.is_packed,
     )
+
+
+def checked_scale(scale: Any) -> float | None:
+    """Return a scale that is a number, in float32; None for what is none."""
+    if not isinstance(scale, Real):
+        return None
+    if not _LEAST_SCALE <= float(scale) <= _MOST_SCALE:
+        raise ValueError(
+            f"scale: needs a number from 2 ** -126 to 2 ** 126, got {scale}; quantised rows times "
+            f"it are the rows"
+        )
+    return float(np.float32(scale))
+
+
+def check_scale(scale: Any, arguments: AppendArguments) -> None:
+    """Check that a scale, number or array, is one for this cache."""
+    if scale is None:
+        return
+    if arguments.latent_cache.dtype not in _E4M3 or arguments.scales is not None:
+        raise ValueError(
+            f"scale: needs an e4m3 cache with one scale for all of it, got "
+            f"{'scales for each row' if arguments.scales else arguments.latent_cache.dtype}; leave "
+            f"it out"
+        )
+    view = arguments.scale
+    if view is not None:
+        if view.dtype != "float32":
+            raise TypeError(f"scale: needs float32, got {view.dtype}; convert it first")
+        if prod(view.shape) != 1:
+            raise ValueError(f"scale: needs one element, got shape {view.shape}; pass one number")
+        check_elements("scale", view)
 
 
 def _check_combination(views: Mapping[str, ArrayView]) -> None:
@@ -112,32 +163,99 @@ def _check_combination(views: Mapping[str, ArrayView]) -> None:
         )
 
 
-def _checked_cache(views: Mapping[str, ArrayView]) -> tuple[ArrayView, ArrayView]:
-    """Check the cache, and give its latent and its RoPE columns."""
+class _Cache(NamedTuple):
+    """The parts of a cache, all with a head axis; scales of e4m3 latent columns may be None."""
+
+    latent: ArrayView
+    rope: ArrayView
+    scales: ArrayView | None
+    is_packed: bool
+
+
+def _checked_cache(views: Mapping[str, ArrayView]) -> _Cache:
+    """Check the cache, and take it apart."""
+    whole = views.get("kv_cache")
+    if whole is not None and whole.dtype == "uint8" and whole.shape[-1:] == (_PACKED_BYTES,):
+        return _unpacked(_checked_part("kv_cache", whole, _PACKED_BYTES))
     checked = {}
     for name, (given, columns) in _columns_of("kv_cache", views).items():
-        check_dtype(name, given.dtype)
+        if given.dtype not in DTYPES + _E4M3:
+            raise TypeError(
+                f"{name}: needs {' or '.join(DTYPES + _E4M3)}, got {given.dtype}; convert it first"
+            )
         _check_columns(name, given, columns)
-        view = with_kv_head_axis(given)
-        if len(view.shape) != 4:
-            raise ValueError(
-                f"{name}: needs axes (num_pages, page_size, num_kv_heads, {columns}), or the same "
-                f"without num_kv_heads, got shape {given.shape}; reshape it"
-            )
-        if 0 in view.shape:
-            raise ValueError(
-                f"{name}: needs at least one element on every axis, got shape {given.shape}; skip "
-                f"the call where there is no cache"
-            )
-        if view.read_only:
-            raise ValueError(
-                f"{name}: needs an array that can be written to, got a read-only one; pass the "
-                f"array that owns the memory"
-            )
-        check_layout(name, view)
-        check_own_memory(name, view)
-        checked[name] = view
-    return _as_pair(checked, 4)
+        checked[name] = _checked_part(name, given, columns)
+    latent, rope = _as_pair(checked, 4)
+    scales = views.get("kv_cache[2]")
+    if scales is not None:
+        scales = _checked_scales(scales, latent, rope)
+    return _Cache(latent, rope, scales, False)
+
+
+def _checked_part(name: str, given: ArrayView, columns: int) -> ArrayView:
+    """Check what is written to, and give it its head axis."""
+    view = with_kv_head_axis(given)
+    if len(view.shape) != 4:
+        raise ValueError(
+            f"{name}: needs axes (num_pages, page_size, num_kv_heads, {columns}), or the same "
+            f"without num_kv_heads, got shape {given.shape}; reshape it"
+        )
+    if 0 in view.shape:
+        raise ValueError(
+            f"{name}: needs at least one element on every axis, got shape {given.shape}; skip "
+            f"the call where there is no cache"
+        )
+    if view.read_only:
+        raise ValueError(
+            f"{name}: needs an array that can be written to, got a read-only one; pass the "
+            f"array that owns the memory"
+        )
+    check_layout(name, view)
+    check_own_memory(name, view)
+    return view
+
+
+def _unpacked(rows: ArrayView) -> _Cache:
+    """Take rows of 656 bytes apart."""
+    lead, steps = rows.shape[:3], rows.strides[:3]
+
+    def part(begin: int, columns: int, dtype: str, itemsize: int) -> ArrayView:
+        return rows._replace(
+            ptr=rows.ptr + begin, shape=(*lead, columns), strides=(*steps, itemsize), dtype=dtype
+        )
+
+    return _Cache(
+        part(0, VALUE_DIM, "uint8", 1),
+        part(VALUE_DIM + 4 * _SCALES, _ROPE_DIM, "bfloat16", 2),
+        part(VALUE_DIM, _SCALES, "float32", 4),
+        True,
+    )
+
+
+def _checked_scales(given: ArrayView, latent: ArrayView, rope: ArrayView) -> ArrayView:
+    """Check the third part of a cache: the scales of each row."""
+    name = "kv_cache[2]"
+    if latent.dtype not in _E4M3 or rope.dtype not in DTYPES:
+        raise TypeError(
+            f"{name}: needs kv_cache[0] of {' or '.join(_E4M3)} and kv_cache[1] of "
+            f"{' or '.join(DTYPES)}, got {latent.dtype} and {rope.dtype}; leave it out"
+        )
+    if given.dtype != "float32":
+        raise TypeError(f"{name}: needs float32, got {given.dtype}; convert it first")
+    view = _checked_part(name, given, _SCALES)
+    if view.shape != (*latent.shape[:3], _SCALES):
+        raise ValueError(
+            f"{name}: needs the axes of kv_cache[0], {latent.shape[:3]}, and {_SCALES} scales, got "
+            f"shape {given.shape}; pass three parts of the same rows"
+        )
+    return view
+
+
+def _dtype_of_16_bits(rope_cache: ArrayView, views: Mapping[str, ArrayView]) -> str:
+    """Tell the dtype that queries, tables and rows have: the cache's, unless it is e4m3."""
+    names = ("rows", "rows[0]", "q_pe", "cos_sin")
+    found = [rope_cache.dtype, *(views[name].dtype for name in names if name in views)]
+    return next((dtype for dtype in found if dtype in DTYPES), DTYPES[0])
 
 
 def _checked_rows(
@@ -194,7 +312,7 @@ def _as_pair(parts: Mapping[str, ArrayView], ndim: int) -> tuple[ArrayView, Arra
         )
         return latent._replace(shape=(*lead, VALUE_DIM)), rope
     ((name, rope),) = others
-    if rope.dtype != latent.dtype:
+    if rope.dtype != latent.dtype and not (latent.dtype in _E4M3 and rope.dtype in DTYPES):
         raise TypeError(
             f"{name}: needs the dtype of {first}, {latent.dtype}, got {rope.dtype}; convert it"
         )
@@ -219,7 +337,7 @@ def _check_columns(name: str, view: ArrayView, columns: int) -> None:
         )
 
 
-def _check_integers(
+def check_integers(
     name: str, view: ArrayView, dtypes: tuple[str, ...], axes: str, shape: tuple[int | None, ...]
 ) -> None:
     """Check dtype, shape and alignment; None is any length."""
@@ -296,12 +414,14 @@ def check_append_values(numbers: Mapping[str, NDArray[Any]], arguments: AppendAr
     if "slot_mapping" in numbers:
         slots = numbers["slot_mapping"]
         last = num_pages * page_size - 1
-        _refuse("slot_mapping", slots, slots > last, f"a slot up to {last}, or below 0 to skip")
+        refuse_first(
+            "slot_mapping", slots, slots > last, f"a slot up to {last}, or below 0 to skip"
+        )
     else:
         _check_pages(numbers, num_pages, page_size)
     if arguments.cos_sin is not None:
         positions, last = numbers["positions"], arguments.cos_sin.shape[0] - 1
-        _refuse(
+        refuse_first(
             "positions", positions, positions > last, f"a row of cos_sin, up to {last}, or below 0"
         )
 
@@ -316,25 +436,25 @@ def _check_pages(numbers: Mapping[str, NDArray[Any]], num_pages: int, page_size:
     else:
         pages, name, bounds = numbers["kv_indices"], "kv_indices", numbers["kv_indptr"]
         wrong = (bounds < 0) | (bounds > len(pages))
-        _refuse("kv_indptr", bounds, wrong, f"a number from 0 to {len(pages)}, the entries")
+        refuse_first("kv_indptr", bounds, wrong, f"a number from 0 to {len(pages)}, the entries")
         begin, end = bounds[:-1].astype(np.int64), bounds[1:].astype(np.int64)
     last = len(begin) - 1
-    _refuse(
+    refuse_first(
         "batch_indices", requests, requests > last, f"a request up to {last}, or below 0 to skip"
     )
     used = np.flatnonzero((requests >= 0) & (positions >= 0))
     request, column = requests[used], positions[used] // page_size
     outside = np.zeros(len(positions), bool)
     outside[used] = column >= (end - begin)[request]
-    _refuse("positions", positions, outside, "a position in the pages of its request")
+    refuse_first("positions", positions, outside, "a position in the pages of its request")
     entry = begin[request] + column
     read = np.zeros(pages.shape, bool)
     read[(request, entry) if pages.ndim == 2 else entry] = True
     wrong = read & ((pages < 0) | (pages >= num_pages))
-    _refuse(name, pages, wrong, f"a page number from 0 to {num_pages - 1}")
+    refuse_first(name, pages, wrong, f"a page number from 0 to {num_pages - 1}")
 
 
-def _refuse(name: str, values: NDArray[Any], wrong: NDArray[np.bool_], need: str) -> None:
+def refuse_first(name: str, values: NDArray[Any], wrong: NDArray[np.bool_], need: str) -> None:
     """Raise for the first value that is wrong."""
     places = np.argwhere(wrong)
     if places.size:

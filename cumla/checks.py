@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
+from cumla._dlpack import numpy_dtype
 from cumla.launch.device import import_cupy
 from cumla.launch.mla_plan import (
     BLOCK_TOKENS,
@@ -32,10 +33,12 @@ if TYPE_CHECKING:
 __all__ = [
     "DTYPES",
     "Arguments",
+    "check_block_table",
     "check_data",
     "check_device_number",
     "check_dtype",
     "check_elements",
+    "check_int32",
     "check_layout",
     "check_lengths_of_plan",
     "check_mode",
@@ -107,7 +110,7 @@ def checked_arguments(call: Call) -> Arguments:
     batch, q_len, num_heads, _ = q.shape
     check_layout("q", q)
     check_layout("kv_cache", kv_cache)
-    _check_block_table(block_table, batch)
+    check_block_table(block_table, batch)
     check_seqlens(cache_seqlens, batch)
     if out is not None:
         check_output("out", out, (batch, q_len, num_heads, VALUE_DIM), (q.dtype, "float32"))
@@ -178,7 +181,7 @@ def check_dtype(name: str, dtype: str) -> None:
 
 def check_seqlens(view: ArrayView, batch: int) -> None:
     """Check the lengths' array."""
-    _check_int32("cache_seqlens", view, "(batch,)", (batch,))
+    check_int32("cache_seqlens", view, "(batch,)", (batch,))
 
 
 def check_shape_numbers(
@@ -279,8 +282,8 @@ def check_workspace(view: ArrayView, nbytes: int) -> None:
         )
     if view.shape[0] < nbytes:
         raise ValueError(
-            f"workspace: needs {nbytes} bytes, got {view.shape[0]}; ask "
-            f"MLADecodePlan.workspace_bytes for the size"
+            f"workspace: needs {nbytes} bytes, got {view.shape[0]}; ask workspace_bytes of the "
+            f"plan's class for the size"
         )
     if view.ptr % 256:
         raise ValueError(
@@ -307,7 +310,7 @@ def _check_page_size(name: str, page_size: int) -> None:
 
 def check_layout(name: str, view: ArrayView) -> None:
     """Last axis contiguous; the address and every other stride a multiple of 16 bytes."""
-    itemsize = 4 if view.dtype == "float32" else 2
+    itemsize = numpy_dtype(view.dtype).itemsize
     if view.strides[-1] != itemsize:
         raise ValueError(
             f"{name}: needs a contiguous last axis, got a stride of {view.strides[-1]} bytes for "
@@ -335,7 +338,8 @@ def check_elements(name: str, view: ArrayView) -> None:
         )
 
 
-def _check_int32(name: str, view: ArrayView, axes: str, shape: tuple[int | None, ...]) -> None:
+def check_int32(name: str, view: ArrayView, axes: str, shape: tuple[int | None, ...]) -> None:
+    """Check a table with a row for each request; None in its shape fits any size."""
     if view.dtype != "int32":
         raise TypeError(f"{name}: needs int32, got {view.dtype}; convert it first")
     fits = len(view.shape) == len(shape) and all(
@@ -349,8 +353,9 @@ def _check_int32(name: str, view: ArrayView, axes: str, shape: tuple[int | None,
     check_elements(name, view)
 
 
-def _check_block_table(view: ArrayView, batch: int) -> None:
-    _check_int32("block_table", view, "(batch, max_pages)", (batch, None))
+def check_block_table(view: ArrayView, batch: int) -> None:
+    """Check the page numbers of each request."""
+    check_int32("block_table", view, "(batch, max_pages)", (batch, None))
     if view.shape[1] > 1 and view.strides[1] != 4:
         raise ValueError(
             f"block_table: needs contiguous rows, got a stride of {view.strides[1]} bytes on the "

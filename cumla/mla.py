@@ -38,7 +38,10 @@ from cumla.checks import (
     checked_query_and_cache,
     checked_scale,
 )
+from cumla.indexer_checks import checked_logits_specs
 from cumla.launch.append_cache import append_specs
+from cumla.launch.append_fp8_cache import append_fp8_specs
+from cumla.launch.append_indexer_cache import append_indexer_spec
 from cumla.launch.device import current_device, properties, require_hopper
 from cumla.launch.kernel import ReadyLaunches
 from cumla.launch.merge_states import merge_spec
@@ -47,6 +50,8 @@ from cumla.launch.mla_plan import BLOCK_TOKENS, VALUE_DIM, MLADecodeKey
 from cumla.launch.mla_schedule import SPECS as SCHEDULE_SPECS
 from cumla.launch.mla_schedule import prepare_schedule, schedule_spec
 from cumla.launch.module import load
+from cumla.launch.paged_mqa_schedule import SPECS as LOGITS_SCHEDULE_SPECS
+from cumla.launch.quantize_fp8 import quantize_spec
 from cumla.reference import MLADecodeResult
 from cumla.workspace import Workspace
 
@@ -286,7 +291,7 @@ class MLADecodePlan:
         max_blocks = checked_max_blocks(batch_invariant, max_seqlen)
         check_variant(variant, num_heads, q_len, num_kv_heads)
         check_device_number(device)
-        call = _open_plan(device, like, workspace, stream)
+        call = open_plan(device, like, workspace, stream)
         shape = (batch, q_len, num_heads, num_kv_heads, page_size, dtype)
         self._key = _key(shape, causal, call.device, batch_invariant, max_blocks, variant)
         self._buffer = 0
@@ -592,20 +597,30 @@ class MLADecodePlan:
             )
 
 
-def prepare(device: int | None = None, *, dtypes: Sequence[str] = DTYPES) -> None:
-    """Compile and load all kernels: later calls do not wait, nor fail under stream capture.
+def prepare(
+    device: int | None = None,
+    *,
+    dtypes: Sequence[str] = DTYPES,
+    indexer: Sequence[tuple[int, int]] = (),
+) -> None:
+    """Compile and load the kernels: later calls do not wait, nor fail under stream capture.
 
     Parameters
     ----------
     device : int, optional
         CUDA ordinal; CuPy's current device by default.
     dtypes : sequence of str
-        Of q: ``"bfloat16"``, ``"float16"``. Partial results to merge may be float32 as well.
+        Of q: ``"bfloat16"``, ``"float16"``. Partial results to merge and rows to
+        quantise may be float32 as well.
+    indexer : sequence of (num_heads, head_dim)
+        The indexers whose logits are to be computed, such as ``[(64, 128)]``.
 
     Raises
     ------
     TypeError
         An unknown dtype, a lone string instead of a sequence, or a device that is no number.
+    ValueError
+        An indexer of another shape than there are kernels for.
     UnsupportedDeviceError, CompilationError, MissingDependencyError
         The kernels cannot be had here.
     """
@@ -616,16 +631,18 @@ def prepare(device: int | None = None, *, dtypes: Sequence[str] = DTYPES) -> Non
     for dtype in dtypes:
         check_dtype("dtypes", dtype)
     check_device_number(device)
+    logits = [spec for shape in indexer for spec in checked_logits_specs(*shape)]
     if device is None:
         device = current_device()
     require_hopper(device)
-    for spec in SCHEDULE_SPECS:
+    for spec in (*SCHEDULE_SPECS, *LOGITS_SCHEDULE_SPECS, *logits):
         load(spec, device, capturing=lambda: False)
     for dtype in dtypes:
-        for spec in (*decode_specs(dtype), *append_specs(dtype)):
+        for spec in (*decode_specs(dtype), *append_specs(dtype), *append_fp8_specs(dtype)):
             load(spec, device, capturing=lambda: False)
     for dtype in (*dtypes, "float32"):
-        load(merge_spec(dtype), device, capturing=lambda: False)
+        for spec in (merge_spec(dtype), quantize_spec(dtype), append_indexer_spec(dtype)):
+            load(spec, device, capturing=lambda: False)
 
 
 class _Kernels(NamedTuple):
@@ -682,7 +699,7 @@ def _open(
     )
 
 
-def _open_plan(device: int | None, like: Any, workspace: Any, stream: Any) -> Call:
+def open_plan(device: int | None, like: Any, workspace: Any, stream: Any) -> Call:
     """Open the call that makes a plan: of `workspace`, else of `like`, else of a device number."""
     if like is None and workspace is None:
         return open_device(device, stream=stream)

@@ -493,6 +493,96 @@ def test_producer_that_refuses_is_named():
         open_call((("kv_cache", Refusing()),))
 
 
+# --- one-byte floats ------------------------------------------------------------------------------
+
+
+def bytes_of(imported):
+    """What a kernel would read at the address of an imported contiguous array."""
+    view = imported.view
+    return np.frombuffer(ctypes.string_at(view.ptr, int(np.prod(view.shape))), np.uint8)
+
+
+FLOAT8 = pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+
+
+def some_float8(dtype):
+    return np.arange(-6, 6).reshape(3, 4).astype(getattr(ml_dtypes, dtype))
+
+
+@FLOAT8
+def test_float8_tensors_are_imported_where_torch_does_not_export_them(monkeypatch, dtype):
+    """As tensors are where another framework's array comes first."""
+    torch = pytest.importorskip("torch")
+    values = some_float8(dtype)
+    tensor = from_numpy("torch", values)
+    export = torch.Tensor.__dlpack__
+
+    def refuse(self, **options):
+        if str(self.dtype).startswith("torch.float8"):
+            raise BufferError("float8 types are not supported by dlpack")
+        return export(self, **options)
+
+    monkeypatch.setattr(torch.Tensor, "__dlpack__", refuse)
+    imported = arrays._import("q", tensor, None)
+    expected = ArrayView(tensor.data_ptr(), (3, 4), (4, 1), dtype, None)
+    assert imported.view == expected
+    assert (bytes_of(imported) == values.view(np.uint8).ravel()).all()
+    assert arrays._import("q", tensor[1:, ::2], None).view.strides == (4, 2)
+
+
+@FLOAT8
+def test_float8_arrays_of_cupy_are_imported_as_bytes(cupy, dtype):
+    """NumPy's array in CuPy's place: neither of them exports the type."""
+    values = some_float8(dtype)
+    with pytest.raises((BufferError, ValueError)):
+        arrays.import_array("q", values, None)
+    imported = arrays._CuPy(cupy).import_array("q", values, None)
+    expected = ArrayView(values.ctypes.data, (3, 4), (4, 1), dtype, None)
+    assert imported.view == expected
+
+
+@FLOAT8
+def test_float8_arrays_of_jax_are_not_copied(dtype):
+    jax = pytest.importorskip("jax")
+    array = jax.numpy.asarray(some_float8(dtype))
+    call = open_call((("q", array),))
+    assert call.views[0].ptr == array.unsafe_buffer_pointer()
+    assert call.views[0].dtype == dtype
+
+
+@FLOAT8
+def test_float8_arrays_of_a_jax_that_does_not_export_them(monkeypatch, dtype):
+    jax = pytest.importorskip("jax")
+    values = some_float8(dtype)
+    array = jax.numpy.asarray(values)
+    kind = type(array)
+    export = kind.__dlpack__
+
+    def refuse(self, **options):
+        if self.dtype.itemsize == 1 and self.dtype.kind == "V":
+            raise RuntimeError("INVALID_ARGUMENT: XLA type has no DLPack equivalent")
+        return export(self, **options)
+
+    monkeypatch.setattr(kind, "__dlpack__", refuse)
+    call = open_call((("q", array), ("w", jax.numpy.ones(3))))
+    assert (call.framework, call.views[0].shape, call.views[0].dtype) == ("jax", (3, 4), dtype)
+    assert call.views[0].read_only
+    imported = arrays._import("q", array, None)
+    assert (bytes_of(imported) == values.view(np.uint8).ravel()).all()
+
+
+def test_what_jax_refuses_for_another_reason_is_refused(fake_jax):
+    array = fake_jax.Array()
+    array.dtype = np.dtype(ml_dtypes.bfloat16)
+
+    def refuse(**options):
+        raise RuntimeError("not today")
+
+    array.__dlpack__ = refuse
+    with pytest.raises(ValueError, match="q: its producer does not export it: not today"):
+        arrays._jax().import_array("q", array, None)
+
+
 # --- what is not an array, or has no memory ------------------------------------------------------
 
 

@@ -72,16 +72,24 @@ def test_no_evidence_at_all() -> None:
 
 def test_a_kernel_has_all_its_entry_points_in_its_evidence() -> None:
     names = {f"mla_decode_{dtype}" for dtype in ("bfloat16", "float16")}
+    floats = ("bfloat16", "float16", "float32")
     wanted = {
         "mla_schedule": {"mla_schedule", "mla_schedule_invariant"},
         "mla_decode": names | {f"{name}_shared_blocks" for name in names},
         "mla_decode_swapped": {f"{name}_swapped" for name in names},
-        "merge_states": {f"merge_states_{dtype}" for dtype in ("bfloat16", "float16", "float32")},
+        "merge_states": {f"merge_states_{dtype}" for dtype in floats},
         "append_cache": {
             f"append_cache_{dtype}{source}"
             for dtype in ("bfloat16", "float16")
             for source in ("", "_from_float32")
         },
+        "append_fp8_cache": {
+            f"append_fp8_cache_{dtype}{source}"
+            for dtype in ("bfloat16", "float16")
+            for source in ("", "_from_float32")
+        },
+        "append_indexer_cache": {f"append_indexer_cache_{dtype}" for dtype in floats},
+        "quantize_fp8": {f"quantize_fp8_{dtype}" for dtype in floats},
     }
     assert set(record.stems()) == set(wanted)
     for stem, names in wanted.items():

@@ -91,11 +91,17 @@ def test_public_names() -> None:
         "MLADecodeResult",
         "MissingDependencyError",
         "NotPreparedError",
+        "PagedMQALogitsPlan",
+        "QuantizedRows",
         "UnsupportedDeviceError",
+        "append_indexer_cache",
         "append_mla_cache",
         "merge_attention_states",
         "mla_decode",
+        "mqa_logits",
+        "paged_mqa_logits",
         "prepare",
+        "quantize_fp8",
     }
     for name in cumla.__all__:
         assert getattr(cumla, name).__doc__, name

@@ -16,6 +16,28 @@ def all_specs() -> tuple[KernelSpec, ...]:
     tuple[KernelSpec, ...]
         In the order of the launchers' modules.
     """
-    from cumla.launch import append_cache, merge_states, mla_decode, mla_schedule
+    from cumla.launch import (
+        append_cache,
+        append_fp8_cache,
+        append_indexer_cache,
+        merge_states,
+        mla_decode,
+        mla_schedule,
+        mqa_logits,
+        paged_mqa_logits,
+        paged_mqa_schedule,
+        quantize_fp8,
+    )
 
-    return mla_schedule.SPECS + mla_decode.SPECS + merge_states.SPECS + append_cache.SPECS
+    return (
+        mla_schedule.SPECS
+        + mla_decode.SPECS
+        + merge_states.SPECS
+        + append_cache.SPECS
+        + append_fp8_cache.SPECS
+        + append_indexer_cache.SPECS
+        + quantize_fp8.SPECS
+        + mqa_logits.SPECS
+        + paged_mqa_schedule.SPECS
+        + paged_mqa_logits.SPECS
+    )

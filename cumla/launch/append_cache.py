@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from cumla.arrays import ArrayView
     from cumla.launch.module import LoadedKernel
 
-__all__ = ["SPECS", "AppendArguments", "append_spec", "append_specs", "prepare_append"]
+__all__ = [
+    "PARAMS_FORMAT",
+    "SPECS",
+    "AppendArguments",
+    "append_spec",
+    "append_specs",
+    "append_values",
+    "prepare_append",
+]
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _TILE_ROWS = 16  # rows of one thread block, and heads of a query that one warp rotates
@@ -62,6 +70,14 @@ class AppendArguments(NamedTuple):
         ``(max_position, 64)``.
     q_pe, q_pe_out : ArrayView or None
         ``(tokens, num_heads, 64)``; both, or neither.
+    dtype : str
+        Of all that has 16 bits.
+    scales : ArrayView or None
+        Of an e4m3 cache with a scale for 128 columns: ``(num_pages, page_size, num_kv_heads, 4)``.
+    scale : ArrayView or None
+        Of an e4m3 cache with one scale, where that is an array: one float32.
+    power_of_two_scales : bool
+        Whether `scales` are rounded up to powers of two.
     """
 
     latent_rows: ArrayView
@@ -77,9 +93,14 @@ class AppendArguments(NamedTuple):
     cos_sin: ArrayView | None
     q_pe: ArrayView | None
     q_pe_out: ArrayView | None
+    dtype: str
+    scales: ArrayView | None
+    scale: ArrayView | None
+    power_of_two_scales: bool
 
 
-_PARAMS = struct.Struct("<6q8q9q3q3q2q6q8q2i")
+PARAMS_FORMAT = "<6q8q9q3q3q2q6q8q2i"
+_PARAMS = struct.Struct(PARAMS_FORMAT)
 
 
 def prepare_append(
@@ -103,6 +124,14 @@ def prepare_append(
     PreparedLaunch
         To be called.
     """
+    grid, values = append_values(arguments, interleaved)
+    return PreparedLaunch(kernel, grid, _PARAMS, values, stream)
+
+
+def append_values(
+    arguments: AppendArguments, interleaved: bool
+) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+    """Give the grid, and what struct AppendCacheParams holds in `PARAMS_FORMAT`."""
     a = arguments
     tokens, num_kv_heads, _ = a.latent_rows.shape
     num_pages, page_size, _, _ = a.latent_cache.shape
@@ -136,8 +165,7 @@ def prepare_append(
         a.cos_sin is not None and a.cos_sin.dtype == "float32",
         interleaved,
     )
-    grid = (row_tiles + query_tiles, num_kv_heads, 1)
-    return PreparedLaunch(kernel, grid, _PARAMS, values, stream)
+    return (row_tiles + query_tiles, num_kv_heads, 1), values
 
 
 def _ceil(count: int, size: int) -> int:

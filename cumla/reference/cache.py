@@ -5,19 +5,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
+from cumla.reference.indexer_cache import e4m3_bits, in_float32, quantize_fp8
 
 Array = NDArray[Any]
 
 _ROPE_DIM = HEAD_DIM - VALUE_DIM
+_SCALED_COLUMNS = 128  # by one scale
+_SCALES = VALUE_DIM // _SCALED_COLUMNS
+_PACKED_BYTES = VALUE_DIM + 4 * _SCALES + 2 * _ROPE_DIM
 
 
 def append_mla_cache(
-    rows: Array | tuple[Array, Array],
-    kv_cache: Array | tuple[Array, Array],
+    rows: Array | tuple[Array, ...],
+    kv_cache: Array | tuple[Array, ...],
     slot_mapping: Array | None = None,
     *,
     batch_indices: Array | None = None,
@@ -29,6 +34,7 @@ def append_mla_cache(
     interleaved: bool = True,
     q_pe: Array | None = None,
     q_pe_out: Array | None = None,
+    scale: Array | float = 1.0,
 ) -> None:
     """Write the rows of new tokens into the pages of a cache, and rotate their RoPE columns.
 
@@ -43,13 +49,21 @@ def append_mla_cache(
 
     Rows whose place, or whose row of cos_sin, does not exist are skipped.
 
+    Columns x that are e4m3 in the cache become ``e4m3(x * (1 / scale))``, in float32, with
+    subnormal numbers taken for 0; the conversion rounds to nearest even and saturates at 448. Where
+    the cache has scales of its own, each 128 latent columns of a row are quantised as rows are by
+    :func:`quantize_fp8`, in the packed format with power_of_two_scales.
+
     Parameters
     ----------
     rows : ndarray or pair of ndarray
         ``(tokens, num_kv_heads, 576)``, or without the head axis for one KV head; or the same as
         latent and RoPE columns, 512 and 64 wide. Of any floating dtype.
-    kv_cache : ndarray or pair of ndarray
-        ``(num_pages, page_size, num_kv_heads, 576)``, the rest as for rows. Written to.
+    kv_cache : ndarray, or pair or triple of ndarray
+        ``(num_pages, page_size, num_kv_heads, 576)``, the rest as for rows. Written to. Of
+        float8_e4m3fn, or uint8 with its bits, both parts of a pair or the first one. A third part
+        is float32 scales, ``(num_pages, page_size, num_kv_heads, 4)``. One array of uint8 with 656
+        columns is the packed format: 512 e4m3, 4 float32 scales, 64 bfloat16.
     slot_mapping : ndarray of integers, shape (tokens,), optional
         Where each row goes.
     batch_indices, positions : ndarray of integers, shape (tokens,), optional
@@ -66,6 +80,8 @@ def append_mla_cache(
         Queries to rotate in the same way, whether or not their token's row is skipped.
     q_pe_out : ndarray, shape (tokens, num_heads, 64), optional
         Where to write them; q_pe itself by default. What has no row in cos_sin is left as it is.
+    scale : ndarray of one float32, or float
+        Of e4m3 columns without scales of their own.
 
     Raises
     ------
@@ -73,7 +89,9 @@ def append_mla_cache(
         If shapes disagree, or if it is not clear where the rows go.
     """
     latent_rows, rope_rows = (_with_heads(part, 3) for part in _halves("rows", rows))
-    latent_cache, rope_cache = (_with_heads(part, 4) for part in _halves("kv_cache", kv_cache))
+    power_of_two = isinstance(kv_cache, np.ndarray) and kv_cache.shape[-1] == _PACKED_BYTES
+    *caches, scales = _parts_of_cache(kv_cache)
+    latent_cache, rope_cache = (_with_heads(part, 4) for part in caches)
     per_token = {
         "slot_mapping": slot_mapping,
         "batch_indices": batch_indices,
@@ -109,11 +127,39 @@ def append_mla_cache(
             rotated = _rotated(q_pe[known], cos_sin[positions[known]], interleaved)
             out[known] = rotated.astype(out.dtype)
     where = page[exists], place[exists] % page_size
-    latent_cache[where] = latent_rows[exists].astype(latent_cache.dtype)
-    rope_cache[where] = rope_rows[exists].astype(rope_cache.dtype)
+    inverse = np.float32(1) / np.float32(scale)
+    _write(rope_cache, where, rope_rows[exists], inverse)
+    if scales is None:
+        _write(latent_cache, where, latent_rows[exists], inverse)
+        return
+    groups = latent_rows[exists].reshape(-1, latent_rows.shape[1], _SCALES, _SCALED_COLUMNS)
+    quantized = quantize_fp8(groups, power_of_two_scales=power_of_two)
+    latent_cache.view(np.uint8)[where] = quantized.values.view(np.uint8).reshape(
+        *groups.shape[:2], VALUE_DIM
+    )
+    _with_heads(scales, 4)[where] = quantized.scale
 
 
-def _halves(name: str, array: Array | tuple[Array, Array]) -> tuple[Array, Array]:
+def _write(cache: Array, where: tuple[Array, Array], rows: Array, inverse: np.float32) -> None:
+    """Write rows in the cache's type."""
+    if cache.dtype.itemsize == 1:
+        cache.view(np.uint8)[where] = e4m3_bits(in_float32(rows), inverse)
+    else:
+        cache[where] = rows.astype(cache.dtype)
+
+
+def _parts_of_cache(cache: Array | tuple[Array, ...]) -> tuple[Array, Array, Array | None]:
+    """Give the latent columns, the RoPE columns and the scales, if there are any."""
+    if not isinstance(cache, np.ndarray):
+        latent, rope, *scales = cache
+        return *_halves("kv_cache", (latent, rope)), scales[0] if scales else None
+    if cache.shape[-1] != _PACKED_BYTES:
+        return *_halves("kv_cache", cache), None
+    latent, scale_bytes, rope = np.split(cache, [VALUE_DIM, VALUE_DIM + 4 * _SCALES], axis=-1)
+    return latent, rope.view(ml_dtypes.bfloat16), scale_bytes.view(np.float32)
+
+
+def _halves(name: str, array: Array | tuple[Array, ...]) -> tuple[Array, Array]:
     """Give the latent and the RoPE columns."""
     if isinstance(array, np.ndarray):
         latent, rope = array[..., :VALUE_DIM], array[..., VALUE_DIM:]

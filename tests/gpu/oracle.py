@@ -115,7 +115,7 @@ def _rows(xp: Any, kv_cache: Array, table: np.ndarray, length: int, dtype: str) 
     return widen(xp, xp.ascontiguousarray(bits.transpose(0, 2, 1, 3)), dtype)
 
 
-def _matmul(xp: Any, a: Array, b: Array) -> Array:
+def matmul(xp: Any, a: Array, b: Array) -> Array:
     """Multiply matrices; where CuPy has no cuBLAS, which its wheel lacks, in torch on that GPU."""
     try:
         return xp.matmul(a, b)
@@ -129,7 +129,7 @@ def _attend(
     xp: Any, q: Array, k: Array, v: Array, limit: Array, scale: float
 ) -> tuple[Array, Array]:
     """Attend from q (m, kv_heads, rows, 576); row r sees the first limit[r] tokens."""
-    scores = _matmul(xp, q, k.transpose(0, 1, 3, 2)) * scale
+    scores = matmul(xp, q, k.transpose(0, 1, 3, 2)) * scale
     visible = xp.arange(k.shape[2])[None, :] < limit[:, None]
     scores = xp.where(visible, scores, -np.inf)
     top = scores.max(axis=-1, keepdims=True)
@@ -138,7 +138,7 @@ def _attend(
     total = weights.sum(axis=-1, keepdims=True)
     some = total > 0
     safe = xp.where(some, total, 1.0)
-    out = _matmul(xp, weights, v) / safe
+    out = matmul(xp, weights, v) / safe
     lse = xp.where(some, top + xp.log(safe), np.inf)
     return out, lse[..., 0]
 

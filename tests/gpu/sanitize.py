@@ -118,6 +118,9 @@ def run_grid(plant: str | None) -> None:
     for form in ("slots", "requests, rotated"):
         append_rows(cupy, form)
         print(f"sanitize: rows by {form}: agree", flush=True)
+    for dtype in ("bfloat16", "float32"):
+        quantize_rows(cupy, dtype)
+        print(f"sanitize: FP8 of {dtype}: agrees", flush=True)
     print(DONE)
 
 
@@ -157,6 +160,27 @@ def append_rows(cupy: Any, form: str) -> None:
     cumla.append_mla_cache(typed(bits, "bfloat16"), typed(there, "bfloat16"), **given)
     cumla.reference.append_mla_cache(rows, cache, **arguments)
     np.testing.assert_array_equal(typed(there.get(), "bfloat16"), cache)
+
+
+def quantize_rows(cupy: Any, dtype: str) -> None:
+    """Quantise rows alone, into the indexer's pages and into FP8 caches; some have no place."""
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((37, 576)).astype(NUMPY_DTYPES[dtype])
+    slots = rng.permutation(100)[:37] - 10
+    there, at = cupy.asarray(rows.view(f"u{rows.itemsize}")).view(rows.dtype), cupy.asarray(slots)
+    for got, expected in zip(
+        cumla.quantize_fp8(there), cumla.reference.quantize_fp8(rows), strict=True
+    ):
+        np.testing.assert_array_equal(got.get().view(np.uint8), expected.view(np.uint8))
+    for shape in ((5, 16, 132), (5, 16, 576), (5, 16, 656)):
+        host, device = np.zeros(shape, np.uint8), cupy.zeros(shape, dtype=np.uint8)
+        if shape[2] == 132:
+            cumla.append_indexer_cache(there[:, :128], device, at)
+            cumla.reference.append_indexer_cache(rows[:, :128], host, slots)
+        else:
+            cumla.append_mla_cache(there, device, at)
+            cumla.reference.append_mla_cache(rows, host, slots)
+        np.testing.assert_array_equal(device.get(), host)
 
 
 def decode(
@@ -223,7 +247,7 @@ def run_all(folder: Path, timeout: float) -> None:
 
 _ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
 _HAZARDS = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warn")
-_KERNEL = re.compile(r"\b((?:mla|merge|append)_\w+?)(?:\+0x[0-9a-f]+|\()")
+_KERNEL = re.compile(r"\b((?:mla|merge|append|quantize)_\w+?)(?:\+0x[0-9a-f]+|\()")
 _HEAD = re.compile(r"^========= (?!COMPUTE|ERROR SUMM|RACECHECK SUMM|\s)(.+)$", re.MULTILINE)
 
 

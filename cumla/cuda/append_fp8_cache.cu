@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+// Writes rows into a paged cache whose latent columns are e4m3: under one scale a tensor, or under a float32 scale for each
+// token and 128 columns, which is found here. The RoPE columns are e4m3 under the scale of the tensor, or of 16 bits.
+//
+// Rows, tiles and threads are those of append_cache.cu: 64 threads hold the latent columns of a row, half a warp those of
+// one scale. Queries are rotated as they are there.
+//
+// In flight: 4 x 16 B a thread, 18 KiB a CTA; from float32 rows 36 KiB. Three CTAs an SM: 72 registers. Shared memory:
+// 512 B.
+#include "append_rows.cuh"
+#include "fp8_rows.cuh"
+#include "ptx/sync.cuh"
+
+namespace cumla {
+
+constexpr int kScaleChunks = 128 / kChunk;  // of one scale
+
+struct AppendFp8CacheParams {
+  AppendCacheParams to;
+  Pages scales;         // four float32 a row; null: the tensor's
+  const float* scale;   // of the tensor; null: scale_value
+  float scale_value;
+  int rope_is_e4m3, power_of_two, unused;
+};
+
+// Where a row goes, from the beginnings of the caches; latent is negative if it goes nowhere.
+struct Fp8Target {
+  i64 latent, rope, scales, position;
+
+  __device__ __forceinline__ bool exists() const { return latent >= 0; }
+};
+
+__device__ __forceinline__ Fp8Target find_fp8_target(const AppendFp8CacheParams& p, i64 token, int head) {
+  const auto [page, row, position] = find_place(p.to, token);
+  if (page < 0) return {-1, -1, -1, 0};
+  return {p.to.latent_cache.offset(page, row, head), p.to.rope_cache.offset(page, row, head),
+          p.scales.offset(page, row, head), position};
+}
+
+__device__ __forceinline__ float inverse_of_tensor(const AppendFp8CacheParams& p) {
+  return 1.0f / (p.scale != nullptr ? *p.scale : p.scale_value);
+}
+
+// By whole warps.
+template <typename T, bool kFloat>
+__device__ __forceinline__ void store_latent(const AppendFp8CacheParams& p, const Fp8Target* targets,
+                                             const Chunk<T, kFloat> (&chunks)[kAtOnce], int chunk) {
+  const bool is_scaled_here = p.scales.data != nullptr;
+  float inverse = is_scaled_here ? 1.0f : inverse_of_tensor(p);
+#pragma unroll
+  for (int k = 0; k < kAtOnce; ++k) {
+    const Fp8Target& target = targets[kAbreast * k];
+    if (is_scaled_here) {
+      const float scale = scale_of(largest_of_lanes(largest_of(chunks[k]), kScaleChunks), p.power_of_two);
+      inverse = 1.0f / scale;
+      if (target.exists() && chunk % kScaleChunks == 0)
+        reinterpret_cast<float*>(p.scales.data + target.scales)[chunk / kScaleChunks] = scale;
+    }
+    if (target.exists()) store_quantized(p.to.latent_cache.data + target.latent, chunk, chunks[k], inverse);
+  }
+}
+
+template <typename Elements>
+__device__ __forceinline__ void store_rope(const AppendFp8CacheParams& p, const Fp8Target& target, int chunk,
+                                           const Elements& elements, float inverse) {
+  if (!target.exists()) return;
+  char* const row = p.to.rope_cache.data + target.rope;
+  if (p.rope_is_e4m3)
+    store_quantized(row, chunk, elements, inverse);
+  else
+    store(row, chunk, elements.packed());
+}
+
+// By the warp that holds the RoPE columns.
+template <typename T, bool kInterleaved, bool kFloat>
+__device__ __forceinline__ void store_rotated_rope(const AppendFp8CacheParams& p, const Fp8Target* targets,
+                                                   const Chunk<T, kFloat> (&chunks)[kAtOnce], int chunk, float inverse) {
+#pragma unroll
+  for (int k = 0; k < kAtOnce; ++k) {
+    const Fp8Target& target = targets[kAbreast * k];
+    Rotation rotation = {};
+    if (target.exists()) rotation = find_rotation<T, kInterleaved>(p.to, target.position, chunk);
+    store_rope(p, target, chunk, rotate<T, kInterleaved>(chunks[k], rotation), inverse);
+  }
+}
+
+template <typename T, bool kFloatRows>
+__device__ __forceinline__ void append_fp8_rows(const AppendFp8CacheParams& p) {
+  __shared__ Fp8Target targets[kTileRows];
+  Chunk<T, kFloatRows> chunks[kAtOnce] = {};
+  const auto [is_latent, first, chunk] = load_share(p.to, chunks);
+  const int lane = threadIdx.x % 32;
+  if (!is_latent && lane < kTileRows)
+    targets[lane] = find_fp8_target(p, static_cast<i64>(blockIdx.x) * kTileRows + lane, blockIdx.y);
+  __syncthreads();
+
+  if (is_latent) {
+    store_latent(p, targets + first, chunks, chunk);
+    return;
+  }
+  const float inverse = p.rope_is_e4m3 ? inverse_of_tensor(p) : 1.0f;
+  if (p.to.cos_sin == nullptr) {
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) store_rope(p, targets[first + kAbreast * k], chunk, chunks[k], inverse);
+  } else if (p.to.interleaved) {
+    store_rotated_rope<T, true>(p, targets + first, chunks, chunk, inverse);
+  } else {
+    store_rotated_rope<T, false>(p, targets + first, chunks, chunk, inverse);
+  }
+}
+
+template <typename T, bool kFloatRows>
+__device__ __forceinline__ void append_fp8_cache(const AppendFp8CacheParams& p) {
+  grid_dependency_launch();
+  grid_dependency_wait();
+  if (blockIdx.x < p.to.row_tiles)
+    append_fp8_rows<T, kFloatRows>(p);
+  else if (p.to.interleaved)
+    rotate_queries<T, true>(p.to);
+  else
+    rotate_queries<T, false>(p.to);
+}
+
+}  // namespace cumla

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// What mqa_logits and paged_mqa_logits share: the words of their walk, parameters, shared memory.
+//
+// An item is what shares its tokens: a few neighbouring query rows, or all rows of a request. Its tokens are cut into
+// blocks of 64. The blocks of all items, in order, are dealt out to the CTAs as contiguous ranges; what a CTA has of one
+// item is a segment.
+#pragma once
+#include "ptx/copy_rows.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla {
+
+constexpr int kBlockTokens = 64;  // the M side of a product
+constexpr int kWarpgroup = 128;
+constexpr int kLogitsThreads = 3 * kWarpgroup;
+constexpr int kMostTokens = 0x7fffffc0;  // the end of the last block still fits an int
+
+// One instantiation. A column is a query row with one of its heads; a tile is the columns of one product.
+template <int kHeads_, int kDim_, int kTile_, int kTiles_, int kStages_>
+struct LogitsShape {
+  static constexpr int kHeads = kHeads_;    // columns of a query row; heads that do not exist have weight 0
+  static constexpr int kDim = kDim_;        // bytes of a row of q and k
+  static constexpr int kTile = kTile_;      // the N side of a product
+  static constexpr int kTiles = kTiles_;    // of one consumer
+  static constexpr int kStages = kStages_;  // of the ring, a block each
+  static constexpr int kRows = kTile / kHeads;                       // query rows of a tile
+  static constexpr int kMostTiles = kTile == 64 ? 1 : 2 * kTiles;    // of an item
+  static constexpr int kMostRows = kMostTiles * kRows;
+  static_assert(kStages % 2 == 0, "consumers that take every second block always meet the same slots");
+};
+
+// Strides are bytes everywhere.
+struct LogitsParams {
+  const char* weights;  // float
+  i64 weights_stride_row, weights_stride_head;
+  char* out;
+  i64 out_stride;
+  i64 rows, width;  // of out
+  i64 q_stride_head;
+  int num_heads;
+  int out_is_bf16;  // else float
+  int clean;        // write -inf to what is not visible
+  int tiles;        // of an item: 1, and each consumer takes every second block; or each has tiles of its own
+};
+
+// Tokens [begin, end) that a query row sees; `shift` of them have no column.
+struct Span {
+  int begin, end, shift;
+};
+
+struct Place {
+  int item, block;
+};
+
+struct Segment {
+  int item, first, blocks;
+};
+
+// Walks over the segments of a CTA, which has what is between two places. Work knows the items.
+template <typename Work>
+struct SegmentCursor {
+  const Work& work;
+  Place at, end;
+
+  // False at the end; empty segments are left out.
+  __device__ __forceinline__ bool next(Segment& segment) {
+#pragma unroll 1
+    for (; at.item < end.item || (at.item == end.item && end.block > 0); at = {at.item + 1, 0}) {
+      int first, blocks;
+      work.blocks_of(at.item, first, blocks);
+      if (at.item == end.item) blocks = min(blocks, end.block);
+      if (at.block < blocks) {
+        segment = {at.item, first + at.block, blocks - at.block};
+        at = {at.item + 1, 0};
+        return true;
+      }
+    }
+    return false;
+  }
+};
+
+template <typename Shape>
+struct LogitsLayout {
+  static constexpr int kBlockBytes = kBlockTokens * Shape::kDim;
+  static constexpr int kScaleBytes = kBlockTokens * 4;
+  static constexpr int kTileBytes = Shape::kTile * Shape::kDim;
+  static constexpr int kQueryBytes = Shape::kMostTiles * kTileBytes;
+  static constexpr int kWeightBytes = Shape::kMostTiles * Shape::kTile * 4;
+  static constexpr int kTargetBytes = Shape::kMostRows * 16;
+  static constexpr int kScratchBytes = 128;
+  static constexpr int kScratchOffset = Shape::kStages * (kBlockBytes + kScaleBytes) +
+                                        2 * (kQueryBytes + kWeightBytes + kTargetBytes + 16);
+  static constexpr int kBytes = kScratchOffset + kScratchBytes + (2 * Shape::kStages + 4) * 8;
+
+  u32 ring, query, scales, weights, targets, segments, barriers;
+
+  __device__ __forceinline__ explicit LogitsLayout(u32 base)
+      : ring(base),
+        query(ring + Shape::kStages * kBlockBytes),
+        scales(query + 2 * kQueryBytes),
+        weights(scales + Shape::kStages * kScaleBytes),
+        targets(weights + 2 * kWeightBytes),
+        segments(targets + 2 * kTargetBytes),
+        barriers(base + kScratchOffset + kScratchBytes) {}
+
+  __device__ __forceinline__ u32 block(u32 slot) const { return ring + slot * kBlockBytes; }
+  __device__ __forceinline__ u32 scales_of(u32 slot) const { return scales + slot * kScaleBytes; }
+  // Of the two segments that are in shared memory; a target is 16 bytes of a query row: where its token 0 would go (u64),
+  // and which tokens it sees (begin, end).
+  __device__ __forceinline__ u32 query_of(u32 buffer) const { return query + buffer * kQueryBytes; }
+  __device__ __forceinline__ u32 weights_of(u32 buffer) const { return weights + buffer * kWeightBytes; }
+  __device__ __forceinline__ u32 targets_of(u32 buffer) const { return targets + buffer * kTargetBytes; }
+  __device__ __forceinline__ u32 segment_of(u32 buffer) const { return segments + buffer * 16; }
+  // Barriers: a block is loaded; its slot is free again; a segment's query is there; is no longer needed.
+  __device__ __forceinline__ u32 full(u32 slot) const { return barriers + slot * 8; }
+  __device__ __forceinline__ u32 free(u32 slot) const { return full(Shape::kStages + slot); }
+  __device__ __forceinline__ u32 query_full(u32 buffer) const { return free(Shape::kStages + buffer); }
+  __device__ __forceinline__ u32 query_free(u32 buffer) const { return query_full(2 + buffer); }
+};
+
+// Where in the ring a block is, and how often the ring has gone round.
+template <typename Shape>
+struct RingPlace {
+  u32 slot = 0, phase = 0;
+
+  __device__ __forceinline__ void advance(u32 blocks) {
+    slot += blocks;
+    if (slot >= Shape::kStages) {
+      slot -= Shape::kStages;
+      phase ^= 1;
+    }
+  }
+};
+
+}  // namespace cumla

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies of the indexer: boxes of two and three dimensions, contiguous bytes, single words that a barrier counts.
+#pragma once
+#include "ptx/types.cuh"
+
+namespace cumla {
+
+// PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.tensor
+// Out-of-range coordinates bring zeros and still count their bytes on the barrier.
+__device__ __forceinline__ void tma_load_2d_async(u32 destination, const TensorMap* map, u32 barrier, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          destination),
+      "l"(map), "r"(barrier), "r"(x), "r"(y)
+      : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.tensor
+__device__ __forceinline__ void tma_load_3d_async(u32 destination, const TensorMap* map, u32 barrier, int x, int y,
+                                                  int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
+          destination),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk
+// Addresses and bytes are multiples of 16.
+__device__ __forceinline__ void copy_bulk_async(u32 destination, const void* source, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: cp.async
+// Copies 4 bytes, or writes 4 zero bytes when `valid` is false (the source is then not read).
+__device__ __forceinline__ void copy_4_async(u32 destination, const void* source, bool valid) {
+  const int bytes = valid ? 4 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: cp.async.mbarrier.arrive
+// This thread arrives, as one of those that the barrier expects, when what it copied so far has come.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
+__device__ __forceinline__ void store_shared_16(u32 destination, const uint4& v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(destination), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: ld
+__device__ __forceinline__ uint4 load_shared_16(u32 source) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(source)
+               : "memory");
+  return v;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
+__device__ __forceinline__ void store_global_float(u64 destination, float value) {
+  asm volatile("st.global.f32 [%0], %1;" ::"l"(destination), "f"(value) : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
+// The lower half of a word.
+__device__ __forceinline__ void store_global_low_half(u64 destination, u32 word) {
+  asm volatile("st.global.b16 [%0], %1;" ::"l"(destination), "h"(static_cast<unsigned short>(word)) : "memory");
+}
+
+}  // namespace cumla

@@ -1,0 +1,521 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the arguments of the indexer's logits must look like; all of it before anything is launched.
+
+Keys and scales that share the pages of one cache are taken apart here, too.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from cumla.checks import (
+    check_block_table,
+    check_elements,
+    check_int32,
+    check_layout,
+    check_number,
+    check_own_memory,
+    copy_to_host,
+    may_look,
+)
+from cumla.launch.mqa_logits import mqa_logits_spec
+from cumla.launch.paged_mqa_logits import paged_mqa_logits_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cumla.arrays import ArrayView, Call
+    from cumla.launch.source import KernelSpec
+
+__all__ = [
+    "PagedShape",
+    "PagedViews",
+    "check_context_lens",
+    "check_paged_data",
+    "check_paged_values",
+    "check_planned_lens",
+    "check_range_data",
+    "check_range_values",
+    "check_shape_numbers",
+    "checked_logits_dtype",
+    "checked_logits_specs",
+    "checked_number",
+    "checked_out",
+    "checked_paged",
+    "checked_paged_shape",
+    "checked_parts",
+    "checked_prefill",
+]
+
+HEADS = (8, 16, 32, 64)
+HEAD_DIMS = (32, 64, 128)
+PAGE_SIZES = (16, 32, 64, 128)
+MOST_NEXT_N = 8
+LOGITS_DTYPES = ("float32", "bfloat16")
+_E4M3 = ("float8_e4m3fn", "uint8")  # the latter with the bits of the former
+_SCALE_BYTES = 4  # of a token in a fused cache
+
+
+class PagedShape(NamedTuple):
+    """What a plan of paged logits is made for.
+
+    Attributes
+    ----------
+    batch, next_n, num_heads, head_dim : int
+        Shape of the queries.
+    page_size : int
+        Tokens of a page.
+    max_pages : int
+        Columns of the block table.
+    per_row_lens : bool
+        Whether each query has a length of its own, and not each request.
+    """
+
+    batch: int
+    next_n: int
+    num_heads: int
+    head_dim: int
+    page_size: int
+    max_pages: int
+    per_row_lens: bool
+
+
+class PrefillViews(NamedTuple):
+    """Checked inputs of `mqa_logits`, in the order of the call."""
+
+    q: ArrayView
+    k: ArrayView
+    k_scale: ArrayView
+    weights: ArrayView
+    ks: ArrayView
+    ke: ArrayView
+
+
+class PagedViews(NamedTuple):
+    """Checked inputs of `paged_mqa_logits`; the cache as keys and scales."""
+
+    q: ArrayView
+    k_cache: ArrayView
+    scale_cache: ArrayView
+    weights: ArrayView
+    context_lens: ArrayView
+    block_table: ArrayView
+
+    @property
+    def shape(self) -> PagedShape:
+        """What a plan for this call is made for."""
+        return _shape_of(self.q, self.k_cache, self.context_lens, self.block_table)
+
+
+# --- numbers and dtypes ---------------------------------------------------------------------------
+
+
+def checked_logits_dtype(logits_dtype: Any) -> str | None:
+    """Return the name of a dtype of any framework, or None."""
+    return None if logits_dtype is None else _logits_dtype(logits_dtype)
+
+
+@lru_cache(maxsize=64)
+def _logits_dtype(logits_dtype: Any) -> str:
+    text = str(logits_dtype)
+    if text.startswith("torch."):
+        name = text.removeprefix("torch.")
+    else:
+        try:
+            name = np.dtype(logits_dtype).name
+        except TypeError:  # names of types that NumPy does not know until ml_dtypes is loaded, too
+            name = text
+    if name not in LOGITS_DTYPES:
+        raise TypeError(
+            f"logits_dtype: needs {' or '.join(LOGITS_DTYPES)}, got {text}; convert the result"
+        )
+    return name
+
+
+def checked_number(name: str, value: Any, way_out: str, least: int = 1) -> int:
+    """Return an int, Python's or NumPy's, that is at least `least`."""
+    if isinstance(value, np.integer):  # such as the maximum of lengths
+        value = int(value)
+    if value == 0 and least == 0 and not isinstance(value, bool):
+        return 0
+    check_number(name, value, way_out)
+    return int(value)
+
+
+def check_shape_numbers(shape: PagedShape) -> None:
+    """Check a shape that was given in numbers, to make a plan for it."""
+    for name in ("batch", "next_n", "num_heads", "head_dim", "page_size", "max_pages"):
+        check_number(name, getattr(shape, name), "nothing to plan for")
+    _check_sizes("num_heads", shape.num_heads, "head_dim", shape.head_dim)
+    _check_next_n("next_n", shape.next_n)
+    _check_page_size("page_size", shape.page_size)
+
+
+def checked_logits_specs(num_heads: int, head_dim: int) -> tuple[KernelSpec, ...]:
+    """Return the kernels of an indexer: of a prefill, and of each number of new tokens."""
+    shape = PagedShape(1, MOST_NEXT_N, num_heads, head_dim, PAGE_SIZES[0], 1, False)
+    check_shape_numbers(shape)
+    float32 = LOGITS_DTYPES[0]
+    paged = [
+        paged_mqa_logits_spec(num_heads, head_dim, shape.page_size, next_n, float32)
+        for next_n in range(1, MOST_NEXT_N + 1)
+    ]
+    return tuple(dict.fromkeys((mqa_logits_spec(num_heads, head_dim, float32), *paged)))
+
+
+def _check_sizes(heads_name: str, num_heads: int, dim_name: str, head_dim: int) -> None:
+    if num_heads not in HEADS:
+        raise ValueError(
+            f"{heads_name}: needs {_one_of(HEADS)} heads, got {num_heads}; pad them with heads of "
+            f"weight 0"
+        )
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(
+            f"{dim_name}: needs a head_dim of {_one_of(HEAD_DIMS)}, got {head_dim}; pad queries "
+            f"and keys with zeros"
+        )
+
+
+def _check_next_n(name: str, next_n: int) -> None:
+    if next_n > MOST_NEXT_N:
+        raise ValueError(
+            f"{name}: needs at most {MOST_NEXT_N} queries of a request, got next_n {next_n}; pass "
+            f"them in several calls, or as requests of their own"
+        )
+
+
+def _check_page_size(name: str, page_size: int) -> None:
+    if page_size not in PAGE_SIZES:
+        raise ValueError(
+            f"{name}: needs a page size of {_one_of(PAGE_SIZES)} tokens, got {page_size}; allocate "
+            f"the cache so"
+        )
+
+
+def _one_of(values: tuple[int, ...]) -> str:
+    *most, last = values
+    return f"{', '.join(str(value) for value in most)} or {last}"
+
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+
+def checked_prefill(views: Sequence[ArrayView]) -> PrefillViews:
+    """Check the inputs of `mqa_logits` against each other."""
+    q, k, k_scale, weights, ks, ke = views
+    _check_e4m3("q", q, "(seq_len, num_heads, head_dim)", 3)
+    _check_e4m3("kv[0]", k, "(seq_len_kv, head_dim)", 2)
+    seq_len, num_heads, head_dim = q.shape
+    _check_sizes("q", num_heads, "q", head_dim)
+    _check_head_dim("kv[0]", k, head_dim)
+    check_layout("q", q)
+    check_layout("kv[0]", k)
+    _check_float32("kv[1]", k_scale, "(seq_len_kv,)", (k.shape[0],))
+    _check_float32("weights", weights, "(seq_len, num_heads)", (seq_len, num_heads))
+    for name, bounds in (("ks", ks), ("ke", ke)):
+        if bounds.dtype != "int32":
+            raise TypeError(f"{name}: needs int32, got {bounds.dtype}; convert it first")
+        _check_shape(name, bounds, "(seq_len,)", (seq_len,))
+        check_elements(name, bounds)
+    return PrefillViews(q, k, k_scale, weights, ks, ke)
+
+
+def checked_paged(views: Sequence[ArrayView]) -> PagedViews:
+    """Check the inputs of `paged_mqa_logits` against each other."""
+    q, *cache, weights, context_lens, block_table = views
+    k_cache, scale_cache = _checked_cache(q, cache)
+    batch, next_n, num_heads, _ = q.shape
+    rows = (batch * next_n, num_heads)
+    _check_float32("weights", weights, "(batch * next_n, num_heads)", rows)
+    _check_tables(q, context_lens, block_table)
+    return PagedViews(q, k_cache, scale_cache, weights, context_lens, block_table)
+
+
+def checked_paged_shape(views: Sequence[ArrayView]) -> PagedShape:
+    """Check what a plan is made for: the inputs of `paged_mqa_logits` without the weights."""
+    q, *cache, context_lens, block_table = views
+    k_cache, _ = _checked_cache(q, cache)
+    _check_tables(q, context_lens, block_table)
+    return _shape_of(q, k_cache, context_lens, block_table)
+
+
+def _checked_cache(q: ArrayView, cache: Sequence[ArrayView]) -> tuple[ArrayView, ArrayView]:
+    """Check queries and cache; the latter comes back as keys and scales."""
+    _check_e4m3("q", q, "(batch, next_n, num_heads, head_dim)", 4)
+    _, next_n, num_heads, head_dim = q.shape
+    _check_sizes("q", num_heads, "q", head_dim)
+    _check_next_n("q", next_n)
+    check_layout("q", q)
+    if len(cache) == 1:
+        return _split(cache[0], head_dim)
+    k_cache, scale_cache = cache
+    return _checked_pair(k_cache, scale_cache, head_dim)
+
+
+def checked_parts(name: str, view: ArrayView) -> int:
+    """Check memory for a schedule that the caller keeps, and return the number of its parts."""
+    if view.dtype != "int32":
+        raise TypeError(f"{name}: needs int32, got {view.dtype}; pass what was computed for it")
+    if len(view.shape) != 2 or view.shape[0] < 2 or view.shape[1] != 2:
+        raise ValueError(
+            f"{name}: needs shape (parts + 1, 2), got {view.shape}; pass what was computed for it"
+        )
+    if view.strides != (8, 4) or view.ptr % 8:
+        raise ValueError(
+            f"{name}: needs contiguous memory at a multiple of 8 bytes, got address {view.ptr:#x} "
+            f"and strides {view.strides}; copy it"
+        )
+    return view.shape[0] - 1
+
+
+def _check_tables(q: ArrayView, context_lens: ArrayView, block_table: ArrayView) -> None:
+    batch, next_n, _, _ = q.shape
+    check_context_lens(context_lens, batch, next_n, len(context_lens.shape) == 2)
+    check_block_table(block_table, batch)
+    if block_table.shape[1] == 0:
+        raise ValueError(
+            f"block_table: needs at least one column, got shape {block_table.shape}; skip the call "
+            f"where there is no cache"
+        )
+
+
+def _shape_of(
+    q: ArrayView, k_cache: ArrayView, context_lens: ArrayView, block_table: ArrayView
+) -> PagedShape:
+    batch, next_n, num_heads, head_dim = q.shape
+    per_row = len(context_lens.shape) == 2
+    page_size, max_pages = k_cache.shape[1], block_table.shape[1]
+    return PagedShape(batch, next_n, num_heads, head_dim, page_size, max_pages, per_row)
+
+
+def check_context_lens(view: ArrayView, batch: int, next_n: int, per_row: bool) -> None:
+    """Check the lengths: one for each request, or one for each query."""
+    if per_row:
+        check_int32("context_lens", view, "(batch, next_n)", (batch, next_n))
+    else:
+        check_int32("context_lens", view, "(batch,)", (batch,))
+
+
+def _split(view: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]:
+    """Check a cache of fused pages, and give its keys and its scales."""
+    width = head_dim + _SCALE_BYTES
+    if view.dtype != "uint8":
+        raise TypeError(
+            f"kv_cache: needs uint8, the bytes of keys and scales, got {view.dtype}; view it so, "
+            f"or pass keys and scales as a pair"
+        )
+    flat = _without_head_axis(view)
+    if len(flat.shape) != 3 or flat.shape[2] != width:
+        raise ValueError(
+            f"kv_cache: needs shape (num_pages, page_size, 1, {width}), or the same without the 1, "
+            f"for a head_dim of {head_dim} and {_SCALE_BYTES} bytes of a scale, got {view.shape}; "
+            f"allocate it so, or pass keys and scales as a pair"
+        )
+    _check_pages("kv_cache", flat)
+    num_pages, page_size, _ = flat.shape
+    page_stride, row_stride, stride = flat.strides
+    if (row_stride, stride) != (width, 1):
+        raise ValueError(
+            f"kv_cache: needs pages whose bytes are contiguous, got strides {view.strides}; only "
+            f"the pages may lie apart"
+        )
+    _check_page_stride("kv_cache", flat)
+    keys = flat._replace(
+        shape=(num_pages, page_size, head_dim),
+        strides=(page_stride, head_dim, 1),
+        dtype="float8_e4m3fn",
+    )
+    scales = flat._replace(
+        ptr=flat.ptr + page_size * head_dim,
+        shape=(num_pages, page_size),
+        strides=(page_stride, _SCALE_BYTES),
+        dtype="float32",
+    )
+    return keys, scales
+
+
+def _checked_pair(
+    k_cache: ArrayView, scale_cache: ArrayView, head_dim: int
+) -> tuple[ArrayView, ArrayView]:
+    """Check a cache whose keys and scales are arrays of their own."""
+    keys = _without_head_axis(k_cache)
+    _check_e4m3("kv_cache[0]", keys, "(num_pages, page_size, head_dim)", 3)
+    _check_head_dim("kv_cache[0]", keys, head_dim)
+    _check_pages("kv_cache[0]", keys)
+    if keys.strides[1:] != (head_dim, 1):
+        raise ValueError(
+            f"kv_cache[0]: needs pages whose keys are contiguous, got strides {k_cache.strides}; "
+            f"only the pages may lie apart"
+        )
+    _check_page_stride("kv_cache[0]", keys)
+    axes = "(num_pages, page_size)"
+    _check_float32("kv_cache[1]", scale_cache, axes, keys.shape[:2])
+    check_layout("kv_cache[1]", scale_cache)
+    return keys, scale_cache
+
+
+def _without_head_axis(view: ArrayView) -> ArrayView:
+    """Take (num_pages, page_size, columns) for a cache with its one kv head."""
+    if len(view.shape) != 4 or view.shape[2] != 1:
+        return view
+    return view._replace(
+        shape=(*view.shape[:2], view.shape[3]), strides=(*view.strides[:2], view.strides[3])
+    )
+
+
+def _check_e4m3(name: str, view: ArrayView, axes: str, count: int) -> None:
+    if view.dtype not in _E4M3:
+        raise TypeError(
+            f"{name}: needs float8_e4m3fn, or uint8 with its bits, got {view.dtype}; quantise it, "
+            f"e.g. with cumla.quantize_fp8"
+        )
+    if len(view.shape) != count:
+        raise ValueError(f"{name}: needs axes {axes}, got shape {view.shape}; reshape it")
+    if 0 in view.shape:
+        raise ValueError(
+            f"{name}: needs at least one element on every axis, got shape {view.shape}; skip the "
+            f"call where there is nothing to score"
+        )
+
+
+def _check_head_dim(name: str, view: ArrayView, head_dim: int) -> None:
+    if view.shape[-1] != head_dim:
+        raise ValueError(
+            f"{name}: needs q's head_dim {head_dim} as its last axis, got shape {view.shape}; pass "
+            f"keys and queries of one model"
+        )
+
+
+def _check_pages(name: str, view: ArrayView) -> None:
+    if view.shape[0] == 0:
+        raise ValueError(
+            f"{name}: needs at least one page, got shape {view.shape}; skip the call where there "
+            f"is no cache"
+        )
+    _check_page_size(name, view.shape[1])
+
+
+def _check_page_stride(name: str, view: ArrayView) -> None:
+    """Check alignment as `check_layout` does, where the rows may be of any width."""
+    pages = view._replace(shape=(view.shape[0], 1), strides=(view.strides[0], 1), dtype="uint8")
+    check_layout(name, pages)
+
+
+def _check_float32(name: str, view: ArrayView, axes: str, shape: tuple[int, ...]) -> None:
+    if view.dtype != "float32":
+        raise TypeError(f"{name}: needs float32, got {view.dtype}; convert it first")
+    _check_shape(name, view, axes, shape)
+    check_elements(name, view)
+
+
+def _check_shape(name: str, view: ArrayView, axes: str, shape: tuple[int, ...]) -> None:
+    if view.shape != shape:
+        raise ValueError(f"{name}: needs shape {axes} = {shape}, got {view.shape}; reshape it")
+
+
+# --- the result -----------------------------------------------------------------------------------
+
+
+def checked_out(out: ArrayView | None, shape: tuple[int, int], dtype: str | None) -> str:
+    """Check where the logits go, if the caller gave it, and return their dtype."""
+    if out is None:
+        return dtype or LOGITS_DTYPES[0]
+    if out.dtype not in (LOGITS_DTYPES if dtype is None else (dtype,)):
+        raise TypeError(
+            f"out: needs {dtype or ' or '.join(LOGITS_DTYPES)}, got {out.dtype}; allocate it so, "
+            f"or change logits_dtype"
+        )
+    if out.shape != shape:
+        raise ValueError(
+            f"out: needs shape {shape}, got {out.shape}; allocate it so or leave it out"
+        )
+    check_own_memory("out", out)
+    itemsize = 4 if out.dtype == "float32" else 2
+    row_stride, stride = out.strides
+    if shape[1] > 1 and stride != itemsize:
+        raise ValueError(
+            f"out: needs contiguous rows, got a stride of {stride} bytes for {itemsize}-byte "
+            f"elements; allocate it so or leave it out"
+        )
+    if out.ptr % itemsize or (shape[0] > 1 and row_stride % itemsize):
+        raise ValueError(
+            f"out: needs an address and rows at multiples of {itemsize} bytes, got address "
+            f"{out.ptr:#x} and strides {out.strides}; allocate it so or leave it out"
+        )
+    if shape[0] > 1 and row_stride < shape[1] * itemsize:
+        raise ValueError(
+            f"out: needs rows behind each other that do not overlap, got a stride of {row_stride} "
+            f"bytes for rows of {shape[1] * itemsize}; allocate it so or leave it out"
+        )
+    return out.dtype
+
+
+# --- check mode -----------------------------------------------------------------------------------
+
+
+def check_range_data(call: Call, views: PrefillViews) -> None:
+    """Look at the ranges on the device, if CUMLA_CHECK asks for it: it waits for the stream."""
+    if may_look(call):
+        bounds = {name: copy_to_host(getattr(views, name), call.stream) for name in ("ks", "ke")}
+        check_range_values(bounds, views.k.shape[0])
+
+
+def check_range_values(bounds: dict[str, np.ndarray[Any, Any]], seq_len_kv: int) -> None:
+    """Raise for the first bound that is no place among the keys."""
+    for name, values in bounds.items():
+        wrong = np.flatnonzero((values < 0) | (values > seq_len_kv))
+        if wrong.size:
+            i = wrong[0]
+            raise ValueError(
+                f"{name}[{i}]: needs a number from 0 to seq_len_kv = {seq_len_kv}, got "
+                f"{values[i]}; the kernel would clamp it"
+            )
+
+
+def check_paged_data(call: Call, views: PagedViews) -> None:
+    """Look at lengths and page numbers, as `check_range_data` does at ranges."""
+    if may_look(call):
+        lengths = copy_to_host(views.context_lens, call.stream)
+        table = copy_to_host(views.block_table, call.stream)
+        check_paged_values(lengths, table, *views.k_cache.shape[:2])
+
+
+def check_paged_values(
+    lengths: np.ndarray[Any, Any],
+    table: np.ndarray[Any, Any],
+    num_pages: int,
+    page_size: int,
+) -> None:
+    """Raise for the first length or used page number that is out of range."""
+    longest = table.shape[1] * page_size
+    wrong = np.argwhere((lengths < 0) | (lengths > longest))
+    if wrong.size:
+        place = tuple(wrong[0].tolist())
+        raise ValueError(
+            f"context_lens[{', '.join(map(str, place))}]: needs a length from 0 to max_pages * "
+            f"page_size = {longest}, got {lengths[place]}; the kernels would clamp it"
+        )
+    most = lengths.reshape(len(lengths), -1).max(axis=1)
+    used = np.arange(table.shape[1]) * page_size < most[:, None]
+    bad = np.argwhere(used & ((table < 0) | (table >= num_pages)))
+    if bad.size:
+        i, j = bad[0]
+        raise ValueError(
+            f"block_table[{i}, {j}]: needs a page number from 0 to {num_pages - 1}, got "
+            f"{table[i, j]}; the kernels would take the nearest that there is"
+        )
+
+
+def check_planned_lens(lengths: np.ndarray[Any, Any], planned: np.ndarray[Any, Any]) -> None:
+    """Raise for the first length that is not the one a plan was updated with."""
+    changed = np.argwhere(lengths != planned)
+    if changed.size:
+        place = tuple(changed[0].tolist())
+        raise ValueError(
+            f"context_lens[{', '.join(map(str, place))}]: needs the length that the plan was "
+            f"updated with, {planned[place]}, got {lengths[place]}; call plan.update(context_lens) "
+            f"after each change of the lengths"
+        )

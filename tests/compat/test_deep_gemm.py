@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepGEMM's indexer logits on the CPU: signatures, results, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cumla.compat import deep_gemm
+from tests.deep_gemm_example import load_example
+
+torch = pytest.importorskip("torch")
+
+NUM_SMS = 132
+EMPTY = inspect.Parameter.empty
+
+
+@pytest.fixture(autouse=True)
+def _num_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be no GPU to ask."""
+    monkeypatch.setattr(deep_gemm, "_num_sms", NUM_SMS)
+
+
+def prefill_inputs(heads: int = 8, dim: int = 32) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "q": torch.randn(5, heads, dim).to(torch.float8_e4m3fn),
+        "kv": (torch.randn(20, dim).to(torch.float8_e4m3fn), torch.rand(20) + 0.1),
+        "weights": torch.randn(5, heads),
+        "ks": torch.tensor([0, 3, 4, 9, 20], dtype=torch.int32),
+        "ke": torch.tensor([20, 7, 4, 18, 20], dtype=torch.int32),
+    }
+
+
+def naive_prefill(q: Any, kv: Any, weights: Any, ks: Any, ke: Any) -> Any:
+    """The formula in float64, with torch's own functions."""
+    products = torch.einsum("mhd,nd->mhn", q.double(), kv[0].double()).relu()
+    logits = (products * weights.double()[..., None]).sum(1) * kv[1].double()
+    tokens = torch.arange(logits.shape[1])
+    hidden = (tokens < ks[:, None]) | (tokens >= ke[:, None])
+    return logits.masked_fill(hidden, -torch.inf)
+
+
+def paged_inputs(next_n: int = 2, page_size: int = 16) -> dict[str, Any]:
+    torch.manual_seed(next_n)
+    dim, heads = 32, 8
+    keys = torch.randn(9, page_size, dim).to(torch.float8_e4m3fn)
+    scales = torch.rand(9, page_size) + 0.1
+    parts = (keys.view(torch.uint8).flatten(1), scales.view(torch.uint8).flatten(1))
+    return {
+        "q": torch.randn(3, next_n, heads, dim).to(torch.float8_e4m3fn),
+        "kv_cache": torch.cat(parts, 1).view(9, page_size, 1, dim + 4),
+        "weights": torch.randn(3 * next_n, heads),
+        "context_lens": torch.tensor([2 * page_size + 3, 0, page_size], dtype=torch.int32),
+        "block_table": torch.randperm(9, dtype=torch.int32).view(3, 3),
+    }
+
+
+def naive_paged(inputs: dict[str, Any], width: int, seen: Any) -> Any:
+    """The formula in float64 for each row, which sees so many tokens."""
+    q, cache = inputs["q"], inputs["kv_cache"]
+    batch, next_n, _, dim = q.shape
+    pages, page_size = cache.shape[:2]
+    flat = cache.view(pages, -1)
+    keys = flat[:, : page_size * dim].view(torch.float8_e4m3fn).view(pages, page_size, dim)
+    scales = flat[:, page_size * dim :].contiguous().view(torch.float32)
+    logits = torch.full((batch * next_n, width), -torch.inf, dtype=torch.float64)
+    for b in range(batch):
+        table = inputs["block_table"][b].long()
+        k, scale = keys[table].flatten(0, 1).double(), scales[table].flatten().double()
+        for i in range(next_n):
+            row, length = b * next_n + i, int(seen[b, i])
+            products = (q[b, i].double() @ k[:length].T).relu()
+            logits[row, :length] = inputs["weights"][row].double() @ products * scale[:length]
+    return logits
+
+
+def seen_by_rows(context_lens: Any, next_n: int) -> Any:
+    steps = torch.arange(next_n) - next_n + 1
+    return (context_lens[:, None] + steps).clamp(min=0)
+
+
+def assert_logits(logits: Any, wanted: Any, dtype: Any = torch.float32) -> None:
+    """The reference rounds once."""
+    assert logits.dtype == dtype
+    assert torch.equal(logits == -torch.inf, wanted == -torch.inf)
+    rtol = 2.0**-24 if dtype == torch.float32 else 2.0**-8
+    torch.testing.assert_close(logits.double(), wanted, rtol=1.001 * rtol, atol=1e-30)
+
+
+# --- signatures -----------------------------------------------------------------------------------
+
+PREFILL = {
+    "kv": EMPTY,
+    "weights": EMPTY,
+    "cu_seq_len_k_start": EMPTY,
+    "cu_seq_len_k_end": EMPTY,
+    "clean_logits": True,
+    "max_seqlen_k": 0,
+}
+PAGED = {
+    "kv_cache": EMPTY,
+    "weights": EMPTY,
+    "context_lens": EMPTY,
+    "block_table": EMPTY,
+    "schedule_meta": EMPTY,
+    "max_context_len": EMPTY,
+    "clean_logits": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (deep_gemm.fp8_mqa_logits, {"q": EMPTY} | PREFILL),
+        (
+            deep_gemm.fp8_fp4_mqa_logits,
+            {"q": EMPTY} | PREFILL | {"logits_dtype": None, "schedule_meta": None},
+        ),
+        (deep_gemm.fp8_paged_mqa_logits, {"q": EMPTY} | PAGED | {"indices": None}),
+        (
+            deep_gemm.fp8_fp4_paged_mqa_logits,
+            {"q": EMPTY} | PAGED | {"logits_dtype": None, "indices": None},
+        ),
+        (
+            deep_gemm.get_paged_mqa_logits_metadata,
+            {"context_lens": EMPTY, "block_kv": EMPTY, "num_sms": EMPTY, "indices": None},
+        ),
+        (deep_gemm.get_num_sms, {}),
+        (deep_gemm.set_num_sms, {"new_num_sms": EMPTY}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_signatures(function: Callable[..., Any], wanted: dict[str, Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    assert {name: p.default for name, p in parameters.items()} == wanted
+    assert list(parameters) == list(wanted)
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
+    assert function.__name__ in deep_gemm.__all__
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def test_prefill_of_the_example() -> None:
+    inputs = prefill_inputs()
+    logits, compressed = load_example().prefill(*inputs.values())
+    wanted = naive_prefill(**inputs)
+    assert_logits(logits, wanted)
+    assert compressed.shape == (5, 20)
+    for i, (begin, end) in enumerate(zip(inputs["ks"], inputs["ke"], strict=True)):
+        assert_logits(compressed[i, : end - begin], wanted[i, begin:end])
+
+
+def test_prefill_cleans_compressed_logits_too() -> None:
+    inputs = prefill_inputs()
+    logits = deep_gemm.fp8_mqa_logits(*inputs.values(), max_seqlen_k=9)
+    wanted = torch.full((5, 9), -torch.inf, dtype=torch.float64)
+    for i, row in enumerate(naive_prefill(**inputs)):
+        visible = row[row > -torch.inf][:9]
+        wanted[i, : len(visible)] = visible
+    assert_logits(logits, wanted)
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 4])
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_decoding_of_the_example(next_n: int, per_row: bool, page_size: int) -> None:
+    inputs = paged_inputs(next_n, page_size)
+    seen = seen_by_rows(inputs["context_lens"], next_n)
+    if per_row:
+        inputs["context_lens"] = seen.int()
+    step = load_example().DecodeStep("cpu")
+    step.update(inputs["context_lens"], page_size)
+    wanted = naive_paged(inputs, 100, seen.clamp(max=100))
+    assert_logits(step.run(*inputs.values(), 100, True), wanted)
+    unclean = step.run(*inputs.values(), 100, False)
+    visible = wanted > -torch.inf
+    assert torch.equal(unclean[visible], step.run(*inputs.values(), 100, True)[visible])
+
+
+def test_defaults_of_cleaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    cleaned: list[bool] = []
+    for name in ("mqa_logits", "score_with_schedule"):
+        monkeypatch.setattr(deep_gemm, name, lambda *_, clean, **__: cleaned.append(clean))
+    schedule = torch.zeros(NUM_SMS + 1, 2, dtype=torch.int32)
+    deep_gemm.fp8_mqa_logits(*prefill_inputs().values())
+    deep_gemm.fp8_paged_mqa_logits(*paged_inputs().values(), schedule, 100)
+    assert cleaned == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_newer_names(dtype: Any) -> None:
+    inputs = prefill_inputs()
+    q, *rest = inputs.values()
+    logits = deep_gemm.fp8_fp4_mqa_logits((q, None), *rest, logits_dtype=dtype)
+    assert_logits(logits, naive_prefill(**inputs), dtype)
+    inputs = paged_inputs()
+    q, *rest = inputs.values()
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(inputs["context_lens"], 16, NUM_SMS)
+    logits = deep_gemm.fp8_fp4_paged_mqa_logits(
+        (q, None), *rest, schedule, 50, clean_logits=True, logits_dtype=dtype
+    )
+    wanted = naive_paged(inputs, 50, seen_by_rows(inputs["context_lens"], 2))
+    assert_logits(logits, wanted, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_rows_begin_at_multiples_of_1024_bytes(dtype: Any, itemsize: int) -> None:
+    q, kv, *rest = prefill_inputs().values()
+    for width, columns in ((0, 20), (256, 256), (300, 300)):
+        logits = deep_gemm.fp8_fp4_mqa_logits(
+            (q, None), kv, *rest, max_seqlen_k=width, logits_dtype=dtype
+        )
+        assert logits.shape == (5, columns)
+        assert logits.stride(1) == 1
+        assert logits.stride(0) * itemsize == -(-columns * itemsize // 1024) * 1024
+    schedule = torch.zeros(NUM_SMS + 1, 2, dtype=torch.int32)
+    logits = deep_gemm.fp8_paged_mqa_logits(*paged_inputs().values(), schedule, 257)
+    assert (logits.shape, logits.stride()) == ((6, 257), (512, 1))
+
+
+def test_metadata_has_the_shape_of_deep_gemms() -> None:
+    lengths = torch.ones(7, dtype=torch.int32)
+    for form in (lengths, lengths[:, None]):
+        metadata = deep_gemm.get_paged_mqa_logits_metadata(form, 64, deep_gemm.get_num_sms())
+        assert (metadata.shape, metadata.dtype) == ((NUM_SMS + 1, 2), torch.int32)
+
+
+def test_num_sms() -> None:
+    assert deep_gemm.get_num_sms() == NUM_SMS
+    deep_gemm.set_num_sms(100)
+    assert deep_gemm.get_num_sms() == 100
+    for value, error in ((0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"^new_num_sms: needs "):
+            deep_gemm.set_num_sms(value)  # type: ignore[arg-type]
+    assert deep_gemm.get_num_sms() == 100
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+def test_what_belongs_to_other_gpus() -> None:
+    some = torch.zeros(3, 2, dtype=torch.int32)
+    q, *rest = prefill_inputs().values()
+    paged_q, *paged_rest = paged_inputs().values()
+    calls: dict[str, Callable[[], Any]] = {
+        r"fp8_fp4_mqa_logits: q\[1\]": lambda: deep_gemm.fp8_fp4_mqa_logits((q, some), *rest),
+        "fp8_fp4_mqa_logits: schedule_meta": lambda: deep_gemm.fp8_fp4_mqa_logits(
+            (q, None),
+            *rest,
+            schedule_meta=some,  # type: ignore[arg-type]
+        ),
+        r"fp8_fp4_paged_mqa_logits: q\[1\]": lambda: deep_gemm.fp8_fp4_paged_mqa_logits(
+            (paged_q, some), *paged_rest, some, 9
+        ),
+        "fp8_fp4_paged_mqa_logits: indices": lambda: deep_gemm.fp8_paged_mqa_logits(
+            paged_q,
+            *paged_rest,
+            some,
+            9,
+            indices=some,  # type: ignore[arg-type]
+        ),
+        "get_paged_mqa_logits_metadata: indices": lambda: deep_gemm.get_paged_mqa_logits_metadata(
+            some,
+            64,
+            NUM_SMS,
+            indices=some,  # type: ignore[arg-type]
+        ),
+    }
+    for message, call in calls.items():
+        with pytest.raises(NotImplementedError, match=f"^{message} belongs to kernels for GPUs"):
+            call()
+
+
+def test_queries_of_newer_names_are_a_pair() -> None:
+    q, *rest = prefill_inputs().values()
+    with pytest.raises(TypeError, match=r"^q: needs a pair of queries .*got Tensor; pass \(q, No"):
+        deep_gemm.fp8_fp4_mqa_logits(q, *rest)
+
+
+@pytest.mark.parametrize("schedule", [None, 0, np.zeros((133, 2), np.int32)])
+def test_schedules_that_are_no_tensors(schedule: Any) -> None:
+    with pytest.raises(TypeError, match=r"^schedule_meta: needs a PyTorch tensor, got "):
+        deep_gemm.fp8_paged_mqa_logits(*paged_inputs().values(), schedule, 50)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "error", "message"),
+    [
+        (torch.zeros(133, 2), TypeError, "schedule: needs int32, got float32"),
+        (torch.zeros(266, dtype=torch.int32), ValueError, "schedule_meta: needs 2 axes"),
+        (torch.zeros(133, 3, dtype=torch.int32), ValueError, r"schedule: .*got \(133, 3\)"),
+        (torch.zeros(1, 2, dtype=torch.int32), ValueError, r"schedule: .*got \(1, 2\)"),
+        (torch.zeros(133, 4, dtype=torch.int32)[:, :2], ValueError, "schedule: .*contiguous"),
+    ],
+)
+def test_schedules_that_do_not_fit(schedule: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        deep_gemm.fp8_paged_mqa_logits(*paged_inputs().values(), schedule, 50)
+
+
+def test_metadata_checks_its_arguments() -> None:
+    lengths = torch.ones(7, dtype=torch.int32)
+    metadata = deep_gemm.get_paged_mqa_logits_metadata
+    with pytest.raises(ValueError, match=r"^num_sms: needs a number from 1, got 0"):
+        metadata(lengths, 64, 0)
+    with pytest.raises(
+        TypeError, match=r"^context_lens: needs a PyTorch tensor, got builtins.list"
+    ):
+        metadata([1, 2], 64, NUM_SMS)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^context_lens: needs 1 or 2 axes"):
+        metadata(lengths[:, None, None], 64, NUM_SMS)
+    with pytest.raises(TypeError, match=r"^context_lens: needs int32, got int64"):
+        metadata(lengths.long(), 64, NUM_SMS)
