@@ -24,8 +24,8 @@
 // Tensor work:    2,176 clocks a block; loads 73,728 B a block and CTA
 #include "mla_decode_compute.cuh"
 #include "mla_decode_join.cuh"
-#include "mla_decode_layout.cuh"
 #include "mla_decode_load.cuh"
+#include "mla_decode_shared.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
@@ -48,6 +48,44 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared) 
   fence_mbarrier_init();
 }
 
+// One thread: loads the blocks of one parity into their stage as it becomes free. With kSharedBlocks (compute-bound) it
+// also has L2 fetch the block after next, so that a load waits for L2 and not for DRAM; the row tiles share that work.
+// With one row tile (memory-bound) that only lengthens the queue of the copy engine.
+template <bool kSharedBlocks>
+__device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
+                                        const Part& part, int last_request, int parity) {
+  BlockCursor<2> now(p, tile, part, last_request, parity);
+  BlockCursor<2> ahead = now;
+  int next_page = now.valid() ? now.page() : 0;
+  if constexpr (kSharedBlocks) ahead.next();
+#pragma unroll 1
+  while (now.valid()) {
+    const int page = next_page;
+    const u32 phase = ((now.t + now.i) / 2) & 1;
+    const u32 stage = shared.stage(parity);
+#pragma unroll
+    for (int k = 0; k < kTiles; ++k) {
+      const int column = tile_in_order(parity, k);
+      const int half = column / kHalfTiles;
+      if (k == 0 || k == 1 || k == 1 + kHalfTiles)
+        mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+      const u32 barrier = shared.full(parity, column);
+      mbarrier_arrive_expect_tx(barrier, kTileBytes);
+      tma_load_4d_async(stage + column * kTileBytes, &p.kv, barrier, column * 64, 0, blockIdx.z, page);
+    }
+    if constexpr (kSharedBlocks) {
+      if (ahead.valid()) {
+        const int page_ahead = ahead.page();
+        for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
+          tma_prefetch_4d(&p.kv, k * 64, 0, blockIdx.z, page_ahead);
+        ahead.next();
+      }
+    }
+    now.next();
+    if (now.valid()) next_page = now.page();
+  }
+}
+
 // kSharedBlocks: several row tiles read the same blocks.
 template <typename T, bool kSharedBlocks>
 __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
@@ -55,14 +93,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   const SharedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Fetching into L2 reads nothing: an earlier kernel may still write these lines.
-  if (warp == 2 || warp == 3) prefetch_plan(p, threadIdx.x - 64, 64);
-  if (threadIdx.x == 32) prefetch_tensor_map(&p.kv);
-  if (threadIdx.x == 0) initialise_barriers(shared);
-  grid_dependency_launch();
-  __syncthreads();
-  if (warp == 2 || warp == 3) prefetch_queries(p, threadIdx.x - 64, 64);
-  grid_dependency_wait();
+  begin_kernel(p, shared);
 
   const Part part = sane_part(p.parts_in[blockIdx.y], blockIdx.y, p.batch, p.parts);
   const Tile tile(p);

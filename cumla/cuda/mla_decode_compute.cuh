@@ -2,7 +2,7 @@
 // The computing role of mla_decode: one consumer warpgroup, from its first scores to the stored output.
 #pragma once
 #include "mla_decode_join.cuh"
-#include "mla_decode_layout.cuh"
+#include "mla_decode_shared.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
@@ -156,10 +156,9 @@ struct Consumer {
     }
   }
 
-  // scores[kFrom, kTo) -> probabilities relative to next, and their sums before and after rounding. The output is divided
-  // by the rounded sum: where one token has most of the weight its rounding cancels.
+  // scores[kFrom, kTo) -> probabilities relative to next, and the sum before they are rounded.
   template <int kFrom, int kTo>
-  __device__ __forceinline__ void exponentiate(const float (&next)[2], float (&block_sum)[2], float (&block_weight)[2]) {
+  __device__ __forceinline__ void exponentiate(const float (&next)[2], float (&block_sum)[2]) {
 #pragma unroll
     for (int i = kFrom; i < kTo; i += 2) {
       const int r = i >> 1 & 1;
@@ -167,12 +166,11 @@ struct Consumer {
       const float high = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -next[r]));
       block_sum[r] += low + high;
       probabilities[i / 2] = pack_pair<T>(low, high);
-      block_weight[r] += sum_of_pair<T>(probabilities[i / 2]);
     }
   }
 
-  // Hands probabilities and running maximum to the other consumer.
-  __device__ __forceinline__ void publish(const float (&next)[2]) {
+  // Probabilities and running maximum, for the other consumer, which may read them when they are published.
+  __device__ __forceinline__ void leave(const float (&next)[2]) {
     const int store_row = warp * 16 + lane % 16;
     const u32 address = shared.probabilities + store_row * 128;
 #pragma unroll
@@ -183,6 +181,8 @@ struct Consumer {
       store_shared_float(shared.maximum(consumer, row), next[0]);
       store_shared_float(shared.maximum(consumer, row + 8), next[1]);
     }
+  }
+  __device__ __forceinline__ void publish() {
     // Every thread that stored a maximum arrives itself: racecheck does not see an order that goes through another lane.
     fence_proxy_async_shared();
     __syncwarp();
@@ -222,9 +222,9 @@ struct Consumer {
     const int block = segment.begin + i;
     const int last_token = (block + 1) * kBlockTokens;
     if (last_token > segment.tokens - tile.most_shift) mask_scores(block);
-    float next[2], block_sum[2] = {0.0f, 0.0f}, block_weight[2] = {0.0f, 0.0f};
+    float next[2], block_sum[2] = {0.0f, 0.0f};
     raise_maximum(next);
-    exponentiate<0, 16>(next, block_sum, block_weight);
+    exponentiate<0, 16>(next, block_sum);
     if constexpr (kPrevious) {
       // The other block's product is done about now, and its stage is wanted. ptxas would move the wait up, before the
       // arithmetic that it should run beside, but not past a store: sixteen dependent exponentials then stand between
@@ -233,16 +233,25 @@ struct Consumer {
       warpgroup_wait<0>();
       arrive(shared.free(1 - consumer, consumer));
     }
-    exponentiate<16, 32>(next, block_sum, block_weight);
-    publish(next);
+    exponentiate<16, 32>(next, block_sum);
+    leave(next);
     rescale(next);
+    // What can wait is done beside the product, whose operand nobody may read meanwhile. The output is divided by the sum
+    // of the rounded probabilities: where one token has most of the weight its rounding cancels.
+    u32 copies[16];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sum[r] += block_sum[r];
-      weight[r] += block_weight[r];
-    }
+    for (int k = 0; k < 16; ++k) copies[k] = copy_of(probabilities[k]);
     if (last_token > segment.tokens) clear_values_past(consumer, kBlockTokens + segment.tokens - last_token);
     multiply_own(consumer);
+    publish();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float block_weight = 0.0f;
+#pragma unroll
+      for (int k = r; k < 16; k += 2) block_weight += sum_of_pair<T>(copies[k]);
+      sum[r] += block_sum[r];
+      weight[r] += block_weight;
+    }
     warpgroup_wait<0>();
     arrive(shared.free(consumer, consumer));
   }

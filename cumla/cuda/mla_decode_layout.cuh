@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the roles of mla_decode share: constants, parameters, shared memory, and which blocks of which request a CTA has.
+// What the decode kernels share: constants, parameters, and which blocks of which request a CTA has.
 #pragma once
 #include "mla_plan.cuh"
 #include "ptx/sync.cuh"
@@ -12,8 +12,6 @@ constexpr int kTileBytes = 64 * 128;  // 64 rows x 64 columns of 16 bits, 128-by
 constexpr int kTiles = kHeadDim / 64;
 constexpr int kRopeTile = 8;
 constexpr int kHalfTiles = 4;  // tiles of one half of V
-constexpr int kStages = 2;
-constexpr int kStageBytes = kTiles * kTileBytes;
 constexpr int kWarpgroup = 128;
 constexpr int kConsumerBarrier = 1;  // named barriers: both consumers; then one for each consumer
 constexpr float kMaximumSlack = 8.0f;
@@ -44,32 +42,6 @@ struct MlaDecodeParams {
   int causal;
   int out_is_float;
   float scale_log2;  // softmax_scale * log2(e)
-};
-
-struct SharedLayout {
-  u32 query, stages, probabilities, maxima, sums, barriers;
-
-  __device__ __forceinline__ explicit SharedLayout(u32 base)
-      : query(base),
-        stages(query + kStageBytes),
-        probabilities(stages + kStages * kStageBytes),
-        maxima(probabilities + kTileBytes),
-        sums(maxima + 2 * kRowTile * 4),
-        barriers(sums + 4 * kRowTile * 4) {}
-
-  __device__ __forceinline__ u32 stage(int s) const { return stages + s * kStageBytes; }
-  __device__ __forceinline__ u32 maximum(int owner, int row) const { return maxima + (owner * kRowTile + row) * 4; }
-  __device__ __forceinline__ u32 sum(int consumer, int row) const { return sums + (consumer * kRowTile + row) * 4; }
-  __device__ __forceinline__ u32 weight(int consumer, int row) const { return sum(2 + consumer, row); }
-  // Barriers: a tile of a stage is loaded; its half (0, 1: V columns; 2: RoPE) is free again; P of a consumer is written.
-  __device__ __forceinline__ u32 full(int s, int tile) const { return barriers + (s * kTiles + tile) * 8; }
-  __device__ __forceinline__ u32 free(int s, int half) const { return full(kStages, 0) + (s * 3 + half) * 8; }
-  __device__ __forceinline__ u32 probabilities_full(int owner) const { return free(kStages, 0) + owner * 8; }
-  __device__ __forceinline__ u32 query_full() const { return probabilities_full(2); }
-  __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
-  // Within a segment written only: see Consumer::own_block. Between segments the first two words hold what all threads of
-  // a joining CTA must agree on.
-  __device__ __forceinline__ u32 pacer(int thread) const { return query_free() + 8 + thread * 4; }
 };
 
 // Which rows a CTA has: grid = (row tiles of a kv head, parts, kv heads).

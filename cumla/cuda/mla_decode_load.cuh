@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loading roles of mla_decode: KV blocks by TMA, query rows by asynchronous copies.
+// What the loading roles of the decode kernels share: the order of the blocks, early fetches, the query rows.
 #pragma once
 #include "mla_decode_layout.cuh"
 #include "ptx/copy.cuh"
@@ -48,44 +48,6 @@ struct BlockCursor {
   }
 };
 
-// One thread: loads the blocks of one parity into their stage as it becomes free. With kSharedBlocks (compute-bound) it
-// also has L2 fetch the block after next, so that a load waits for L2 and not for DRAM; the row tiles share that work.
-// With one row tile (memory-bound) that only lengthens the queue of the copy engine.
-template <bool kSharedBlocks>
-__device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
-                                        const Part& part, int last_request, int parity) {
-  BlockCursor<2> now(p, tile, part, last_request, parity);
-  BlockCursor<2> ahead = now;
-  int next_page = now.valid() ? now.page() : 0;
-  if constexpr (kSharedBlocks) ahead.next();
-#pragma unroll 1
-  while (now.valid()) {
-    const int page = next_page;
-    const u32 phase = ((now.t + now.i) / 2) & 1;
-    const u32 stage = shared.stage(parity);
-#pragma unroll
-    for (int k = 0; k < kTiles; ++k) {
-      const int column = tile_in_order(parity, k);
-      const int half = column / kHalfTiles;
-      if (k == 0 || k == 1 || k == 1 + kHalfTiles)
-        mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
-      const u32 barrier = shared.full(parity, column);
-      mbarrier_arrive_expect_tx(barrier, kTileBytes);
-      tma_load_4d_async(stage + column * kTileBytes, &p.kv, barrier, column * 64, 0, blockIdx.z, page);
-    }
-    if constexpr (kSharedBlocks) {
-      if (ahead.valid()) {
-        const int page_ahead = ahead.page();
-        for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
-          tma_prefetch_4d(&p.kv, k * 64, 0, blockIdx.z, page_ahead);
-        ahead.next();
-      }
-    }
-    now.next();
-    if (now.valid()) next_page = now.page();
-  }
-}
-
 // Has L2 fetch what the first loads will depend on, one after the other: the part, the lengths, and of the block table
 // each CTA a few lines, as far as a few instructions go.
 __device__ __forceinline__ void prefetch_plan(const MlaDecodeParams& p, int thread, int threads) {
@@ -114,6 +76,20 @@ __device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int t
     prefetch_l2(p.q + request * p.q_stride_batch + (tokens - request * p.q_len) * p.q_stride_token +
                 (row - tokens * heads) * p.q_stride_head + (i - row * kLines) * 128);
   }
+}
+
+// What comes before the roles: early fetches, barriers, and the wait for the kernel before.
+template <typename Layout>
+__device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Layout& shared) {
+  const int warp = threadIdx.x / 32;
+  // Fetching into L2 reads nothing: an earlier kernel may still write these lines.
+  if (warp == 2 || warp == 3) prefetch_plan(p, threadIdx.x - 64, 64);
+  if (threadIdx.x == 32) prefetch_tensor_map(&p.kv);
+  if (threadIdx.x == 0) initialise_barriers(shared);
+  grid_dependency_launch();
+  __syncthreads();
+  if (warp == 2 || warp == 3) prefetch_queries(p, threadIdx.x - 64, 64);
+  grid_dependency_wait();
 }
 
 // Two warps copy the query rows; eight lanes a row, 16 bytes each.

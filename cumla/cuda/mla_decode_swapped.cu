@@ -72,14 +72,7 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
   const SwappedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Fetching into L2 reads nothing: an earlier kernel may still write these lines.
-  if (warp == 2 || warp == 3) prefetch_plan(p, threadIdx.x - 64, 64);
-  if (threadIdx.x == 32) prefetch_tensor_map(&p.kv);
-  if (threadIdx.x == 0) initialise_barriers(shared);
-  grid_dependency_launch();
-  __syncthreads();
-  if (warp == 2 || warp == 3) prefetch_queries(p, threadIdx.x - 64, 64);
-  grid_dependency_wait();
+  begin_kernel(p, shared);
 
   const Part part = sane_part(p.parts_in[blockIdx.y], blockIdx.y, p.batch, p.parts);
   const Tile tile(p);

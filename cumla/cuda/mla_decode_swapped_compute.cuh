@@ -77,7 +77,7 @@ struct SwappedConsumer {
       warpgroup_arrive();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        wgmma_m64_async<T, false>(scores, matrix_descriptor(shared.slot(at.slot) + k * 32, 0, 1024),
+        wgmma_m64n16k16_async<T, false>(scores, matrix_descriptor(shared.slot(at.slot) + k * 32, 0, 1024),
                                   matrix_descriptor(query + k * 32, 0, 1024), i + k > 0);
       at.advance(1);
     }
@@ -98,7 +98,7 @@ struct SwappedConsumer {
       const u32 values = shared.slot(slot_of_value(d));
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        wgmma_m64_async<T, true>(output[d], matrix_descriptor(values + k * 2048, 0, 1024),
+        wgmma_m64n16k16_async<T, true>(output[d], matrix_descriptor(values + k * 2048, 0, 1024),
                                  matrix_descriptor(shared.probabilities_of(consumer) + k * 32, 0, 1024), true);
       if (d % kHalfTiles == kHalfTiles - 1) warpgroup_commit();
     }

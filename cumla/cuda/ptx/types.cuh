@@ -28,6 +28,14 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+// PTX ISA: Data Movement and Conversion Instructions: mov
+// In a register of its own, which the compiler does not see through.
+__device__ __forceinline__ u32 copy_of(u32 value) {
+  u32 copy;
+  asm volatile("mov.b32 %0, %1;" : "=r"(copy) : "r"(value));
+  return copy;
+}
+
 // PTX ISA: Data Movement and Conversion Instructions: cvt
 template <typename T>
 __device__ __forceinline__ u32 pack_pair(float low, float high);

@@ -38,12 +38,6 @@ __device__ __forceinline__ void warpgroup_wait() {
 #define CUMLA_D8_OPERANDS \
   "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
 
-#define CUMLA_D16 CUMLA_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-
-#define CUMLA_D16_OPERANDS \
-  CUMLA_D8_OPERANDS, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), \
-  "+f"(d[15])
-
 #define CUMLA_D32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -163,7 +157,7 @@ __device__ __forceinline__ void wgmma_m64n256k16_async<Fp16>(float (&d)[128], co
 // D (64 x 16) = A (64 x 16) B^T (16 x 16) + (accumulate ? D : 0); both in shared memory, B contiguous in K, A contiguous
 // in K or, with kTransposedA, in M.
 template <typename T, bool kTransposedA>
-__device__ __forceinline__ void wgmma_m64_async(float (&d)[8], u64 a, u64 b, bool accumulate) {
+__device__ __forceinline__ void wgmma_m64n16k16_async(float (&d)[8], u64 a, u64 b, bool accumulate) {
   if constexpr (kIsBf16<T>)
     asm volatile(
         "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %10, 0;\n"
@@ -180,30 +174,8 @@ __device__ __forceinline__ void wgmma_m64_async(float (&d)[8], u64 a, u64 b, boo
         : "memory");
 }
 
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
-// The same with 32 columns.
-template <typename T, bool kTransposedA>
-__device__ __forceinline__ void wgmma_m64_async(float (&d)[16], u64 a, u64 b, bool accumulate) {
-  if constexpr (kIsBf16<T>)
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" CUMLA_D16 "}, %16, %17, accumulate, 1, 1, %19, 0;\n}"
-        : CUMLA_D16_OPERANDS
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kTransposedA))
-        : "memory");
-  else
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" CUMLA_D16 "}, %16, %17, accumulate, 1, 1, %19, 0;\n}"
-        : CUMLA_D16_OPERANDS
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kTransposedA))
-        : "memory");
-}
-
 #undef CUMLA_D8
 #undef CUMLA_D8_OPERANDS
-#undef CUMLA_D16
-#undef CUMLA_D16_OPERANDS
 #undef CUMLA_D32
 #undef CUMLA_D32_OPERANDS
 #undef CUMLA_D128
