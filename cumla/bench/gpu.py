@@ -6,6 +6,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from time import sleep
 from types import TracebackType
 from typing import Any, cast
 
@@ -142,6 +143,15 @@ class Gpu:
     def flush_l2(self) -> None:
         """Read so much that nothing of interest is left in the L2 cache."""
         self.read(self._streamed[: FLUSH_BYTES // 2])
+
+    def rest(self) -> None:
+        """Wait until all work is done, and a tenth of a second more.
+
+        A GPU that was at its power limit a moment ago keeps lower clocks for some time: one case
+        took 17 % longer behind another one. So no timing depends on what was timed before.
+        """
+        self.synchronize()
+        sleep(0.1)
 
     def hold(self) -> None:
         """Keep the stream busy about as long as `flush_l2` does, and leave the caches alone."""

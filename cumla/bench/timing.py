@@ -102,7 +102,8 @@ def _time_behind(
     repeats: int,
     warmup: int,
 ) -> Timing:
-    """Time work that goes to the stream while `before` keeps the GPU busy."""
+    """Time work that goes to the stream while `before` keeps the GPU busy, after a rest."""
+    gpu.rest()
     pairs = []
     for _ in range(warmup + repeats):
         before()

@@ -89,6 +89,9 @@ class FakeGpu:
     def elapsed_us(self, begin: float, end: float) -> float:
         return end - begin
 
+    def rest(self) -> None:
+        self.synchronize()
+
     def synchronize(self) -> None:
         pass
 
