@@ -45,12 +45,13 @@ from cumla.launch.source import digest
 __all__ = ["PROTOCOL", "dense_row", "environment", "refuse_slow_kernels", "run", "steps"]
 
 PROTOCOL = (
-    "CUDA events, median of 30 after 0.1 s of rest, 512 MiB read through L2 before each run (with a "
-    "warm L2: none, the GPU only kept busy); inputs normal(0, 0.1), shuffled pages of 64 tokens; attention with the "
-    "schedule ready; 512 output rows of each case checked against float64 first. "
-    "graph_us: mean of a call among 20 to 32 in a CUDA graph that goes round several caches, "
-    "median of 10 replays. Bytes: each cached row once, queries, output; operations of visible "
-    "pairs only; efficiency: the larger of bytes / read ceiling and operations / matrix-product "
+    "CUDA events, median of 30 after 0.1 s of rest, 512 MiB read through L2 before each run (with "
+    "a warm L2: none, the GPU only kept busy); inputs normal(0, 0.1), shuffled pages of 64 tokens; "
+    "attention with the schedule ready; 512 output rows of each case checked against float64 "
+    "first. graph_us: mean of a call among 20 to 32 in a CUDA graph that goes round several "
+    "caches, median of 10 replays. Bytes: each cached row once, queries, output; operations of "
+    "visible pairs only; efficiency: the larger of bytes / read ceiling and operations / "
+    "matrix-product "
     f"ceiling, divided by the time. Ragged lengths: log-normal, sigma {LOG_NORMAL_SIGMA}, scaled "
     "to the tokens of the equal-length case. Batch-invariant: with the plan's max_seqlen at the "
     "longest request. Merging and writing into caches: some of what was written is checked against "
