@@ -18,8 +18,8 @@
 //
 // Budget of 64 tokens by 128 columns, head_dim 128: 256 tensor clocks; of these the shared-memory port is busy for 192 with
 // operands and 16 with the block's arrival. 64 accumulators a thread, each a maximum and an FMA: 128 issue slots of a
-// scheduler, of which the maxima keep the integer pipe, at half rate, busy for 128 clocks; some 40 slots for sums over
-// lanes, scale and store. The other warpgroup's are 168 more where the tensor cores need 512 clocks for both.
+// scheduler, of which the maxima keep the integer pipe, at half rate, busy for 128 clocks; some 57 slots beside (counted in
+// the machine code: 19 for descriptors, the rest for sums over lanes, scale and store). Both consumers: 370 of 512 clocks.
 //
 // Shared memory:  ring of 10 blocks 84,480 + 2 items 135,488 (64 heads, head_dim 128) + barriers 160 + scratch 128 = 220,256 B
 // Registers:      224 of a consumer, of which accumulators 128, weights 64; 56 of the others
@@ -58,9 +58,8 @@ struct QueryTiles {
   __device__ __forceinline__ int items() const { return (p.seq_len + kRows - 1) / kRows; }
   __device__ __forceinline__ i64 first_row(int item) const { return static_cast<i64>(item) * kRows; }
   __device__ __forceinline__ int rows_of(int item) const { return min(kRows, p.seq_len - item * kRows); }
-  __device__ __forceinline__ const char* query(int item, int row) const {
-    return p.q + (first_row(item) + row) * p.q_stride_row;
-  }
+  __device__ __forceinline__ const char* query(int item) const { return p.q + first_row(item) * p.q_stride_row; }
+  __device__ __forceinline__ i64 query_stride_row() const { return p.q_stride_row; }
   __device__ __forceinline__ Span span(int item, int row) const { return span_of_row(first_row(item) + row); }
 
   __device__ __forceinline__ Span span_of_row(i64 row) const {
@@ -142,6 +141,13 @@ __device__ __forceinline__ SegmentCursor<Work> take_share(const Work& work, Shar
   return {work, scratch.places[0], scratch.places[1]};
 }
 
+// All threads, before the kernels before are done: which tokens the rows see, into L2. Of very many rows the first.
+__device__ __forceinline__ void prefetch_spans(const MqaLogitsParams& p) {
+  const i64 at = static_cast<i64>(threadIdx.x) * 128;
+  if (at < (p.seq_len - 1) * p.ks_stride + 4) prefetch_l2(p.ks + at);
+  if (at < (p.seq_len - 1) * p.ke_stride + 4) prefetch_l2(p.ke + at);
+}
+
 // One warp: the blocks of all segments, as slots of the ring become free.
 template <typename Shape>
 __device__ __forceinline__ void load_tokens(const MqaLogitsParams& p, const LogitsLayout<Shape>& shared,
@@ -181,6 +187,7 @@ __device__ __forceinline__ void mqa_logits(const MqaLogitsParams& p) {
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 32) prefetch_tensor_map(&p.keys);
   if (threadIdx.x == 0) initialise_barriers(shared, 1 + 32, p.logits.tiles);
+  prefetch_spans(p);
   grid_dependency_launch();
   grid_dependency_wait();
 

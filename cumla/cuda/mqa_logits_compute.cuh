@@ -15,13 +15,22 @@ namespace cumla {
 // is a block.
 //
 // Thread layout of the accumulators: tokens 16 warp + lane / 4 and that + 8; of every eight columns the two at
-// 2 (lane % 4), which belong to one query row.
+// 2 (lane % 4), which belong to one query row. Of a set of kSide rows lying side by side a lane has one.
 template <typename Shape>
 struct LogitsConsumer {
   static constexpr int kTiles = Shape::kTiles;
-  static constexpr int kOwn = Shape::kTile / 4;               // columns of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
-  static constexpr int kOwnOfRow = Shape::kHeads / 4;         // of these, of one query row
-  static constexpr int kAtOnce = Shape::kRows == 1 ? 1 : 2;  // query rows that four lanes sum up together
+  static constexpr int kSets = Shape::kSets;
+  static constexpr int kOwn = Shape::kTile / 4;      // columns of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
+  static constexpr int kOwnOfSet = kOwn / kSets;     // of these, of one query row
+  static constexpr int kLanes = 4 / Shape::kSide;    // that share a query row
+  static constexpr bool kKeepsTargets = kSets == 1;  // in registers; else they would not fit
+
+  // Where token 0 of a query row would go, and which tokens it sees.
+  struct Target {
+    u64 out;
+    int begin;
+    u32 count;
+  };
 
   const LogitsLayout<Shape>& shared;
   const int consumer, warp, lane;
@@ -30,6 +39,7 @@ struct LogitsConsumer {
   RingPlace<Shape> multiplied, finished;  // the next block to multiply, and to make logits of
   u32 buffer = 0;
   int token = 0;  // of this thread, in the next block to finish
+  Target targets[kTiles];
   float weights[kTiles][kOwn];
   float even[2 * kOwn], odd[2 * kOwn];
 
@@ -49,19 +59,30 @@ struct LogitsConsumer {
     for (int i = 0; i < 2 * kOwn; ++i) even[i] = odd[i] = 0.0f;
   }
 
-  // Of this thread's two tokens and four lanes' sums, the one that it stores.
-  __device__ __forceinline__ int token_in_block() const { return 16 * warp + lane / 4 + lane % 2 * 8; }
+  // Of the two tokens that it has parts of, the one that a lane stores; with a query row of its own it stores that + 8 too.
+  __device__ __forceinline__ int token_in_block() const {
+    return 16 * warp + lane / 4 + (kLanes == 1 ? 0 : lane % 2 * 8);
+  }
   __device__ __forceinline__ int tile(int i) const { return every_block ? consumer * kTiles + i : 0; }
 
-  __device__ __forceinline__ void load_weights() {
+  __device__ __forceinline__ Target load_target(int tile, int set) const {
+    const int row = (tile * kSets + set) * Shape::kSide + lane % 4 / kLanes;
+    const uint4 words = load_shared_16(shared.targets_of(buffer) + row * 16);
+    return {static_cast<u64>(words.y) << 32 | words.x, static_cast<int>(words.z), words.w - words.z};
+  }
+
+  // What a segment's units have in common.
+  __device__ __forceinline__ void load_segment() {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
+    for (int t = 0; t < kTiles; ++t) {
+      if (kKeepsTargets) targets[t] = load_target(tile(t), 0);
 #pragma unroll
       for (int i = 0; i < kOwn; i += 2) {
         const float2 pair = load_shared_float2(shared.weights_of(buffer) + tile(t) * Shape::kTile * 4 + i * 16 + lane % 4 * 8);
         weights[t][i] = pair.x;
         weights[t][i + 1] = pair.y;
       }
+    }
   }
 
   // accumulators = block x tile, begun.
@@ -86,57 +107,54 @@ struct LogitsConsumer {
     constexpr int kTile = kTiles == 2 ? kParity : 0;
     constexpr bool kLast = kTiles == 1 || kParity == 1;
     keep_behind_wait(accumulators);
-    const float scale = load_shared_float(shared.scales_of(finished.slot) + token_in_block() * 4);
+    const u32 scales = shared.scales_of(finished.slot) + token_in_block() * 4;
+    const float scale = load_shared_float(scales);
+    const float scale_8 = kLanes == 1 ? load_shared_float(scales + 32) : 0.0f;
     if (kLast) {
       __syncwarp();
       if (lane == 0) mbarrier_arrive(shared.free(finished.slot));
       finished.advance(step);
     }
 #pragma unroll
-    for (int row = 0; row < Shape::kRows; row += kAtOnce) {
-      float sums[2 * kAtOnce];  // [query row][token]
-#pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) sum_heads(accumulators, weights[kTile], row + r, sums[2 * r], sums[2 * r + 1]);
-      store(tile(kTile) * Shape::kRows + row, sum_lanes(sums) * scale);
+    for (int set = 0; set < kSets; ++set) {
+      const Target target = kKeepsTargets ? targets[kTile] : load_target(tile(kTile), set);
+      float low, high;
+      sum_heads(accumulators, weights[kTile], set, low, high);
+      if (kLanes == 1) {
+        store(target, token, low * scale);
+        store(target, token + 8, high * scale_8);
+      } else {
+        float sum = take_half(low, high);
+        if (kLanes == 4) sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        store(target, token, sum * scale);
+      }
     }
     if (kLast) token += step * kBlockTokens;
   }
 
   // sum of weight * max(product, 0) over this thread's heads of a query row.
   __device__ __forceinline__ static void sum_heads(const float (&accumulators)[2 * kOwn], const float (&weights)[kOwn],
-                                                   int row, float& low, float& high) {
+                                                   int set, float& low, float& high) {
     low = high = 0.0f;
 #pragma unroll
-    for (int i = row * kOwnOfRow; i < (row + 1) * kOwnOfRow; ++i) {
+    for (int i = set * kOwnOfSet; i < (set + 1) * kOwnOfSet; ++i) {
       low = __fmaf_rn(fmaxf(accumulators[4 * (i / 2) + i % 2], 0.0f), weights[i], low);
       high = __fmaf_rn(fmaxf(accumulators[4 * (i / 2) + 2 + i % 2], 0.0f), weights[i], high);
     }
   }
 
-  // Four lanes hold parts of two sums (of one query row) or four (of two): lane % 2 says for which of the tokens, and
-  // with two query rows lane / 2 % 2 for which of these, this lane gets the whole.
-  __device__ __forceinline__ float sum_lanes(const float (&sums)[2]) const {
-    const float value = take_half(sums[0], sums[1], lane % 2, 1);
-    return value + __shfl_xor_sync(0xffffffffu, value, 2);
-  }
-  __device__ __forceinline__ float sum_lanes(const float (&sums)[4]) const {
-    const float first = take_half(sums[0], sums[1], lane % 2, 1), second = take_half(sums[2], sums[3], lane % 2, 1);
-    return take_half(first, second, lane / 2 % 2, 2);
-  }
-  __device__ __forceinline__ static float take_half(float a, float b, bool takes_b, int distance) {
-    return (takes_b ? b : a) + __shfl_xor_sync(0xffffffffu, takes_b ? a : b, distance);
+  // Two neighbours each have a part of two sums: one gets the whole of the first, the other of the second.
+  __device__ __forceinline__ float take_half(float low, float high) const {
+    const bool second = lane % 2;
+    return (second ? high : low) + __shfl_xor_sync(0xffffffffu, second ? low : high, 1);
   }
 
-  __device__ __forceinline__ void store(int row, float logit) const {
-    const int of_lane = row + (kAtOnce == 2 ? lane / 2 % 2 : 0);
-    const uint4 words = load_shared_16(shared.targets_of(buffer) + of_lane * 16);
-    const int begin = static_cast<int>(words.z), end = static_cast<int>(words.w);
-    if (token < begin || token >= end || (kAtOnce == 1 && lane % 4 >= 2)) return;
-    const u64 out = static_cast<u64>(words.y) << 32 | words.x;
-    if (out_is_bf16)
-      store_global_low_half(out + static_cast<i64>(token) * 2, pack_pair<Bf16>(logit, 0.0f));
-    else
-      store_global_float(out + static_cast<i64>(token) * 4, logit);
+  // Of four lanes with one sum the first two store it, a token each.
+  __device__ __forceinline__ void store(const Target& target, int token, float logit) const {
+    const bool valid = static_cast<u32>(token - target.begin) < target.count && (kLanes < 4 || lane % 4 < 2);
+    const u64 out = target.out + static_cast<i64>(token) * (out_is_bf16 ? 2 : 4);
+    store_global_float_if(valid && !out_is_bf16, out, logit);
+    store_global_low_half_if(valid && out_is_bf16, out, pack_pair<Bf16>(logit, 0.0f));
   }
 
   // All units of a segment, of which there are some.
@@ -174,7 +192,7 @@ struct LogitsConsumer {
       const int first = load_shared_u32(shared.segment_of(buffer));
       const int blocks = load_shared_u32(shared.segment_of(buffer) + 4);
       if (blocks == 0) return;
-      load_weights();
+      load_segment();
       const int skipped = every_block ? 0 : (before ^ consumer) & 1;
       const int mine = every_block ? blocks : (blocks - skipped + 1) / 2;
       token = (first + skipped) * kBlockTokens + token_in_block();

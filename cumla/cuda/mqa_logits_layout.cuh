@@ -15,7 +15,9 @@ constexpr int kWarpgroup = 128;
 constexpr int kLogitsThreads = 3 * kWarpgroup;
 constexpr int kMostTokens = 0x7fffffc0;  // the end of the last block still fits an int
 
-// One instantiation. A column is a query row with one of its heads; a tile is the columns of one product.
+// One instantiation. A column is a query row with one of its heads; a tile is the columns of one product. In a product's
+// accumulators four lanes have two each of every eight columns: these are dealt to as many query rows, up to four, as
+// there are, so that fewer lanes, or none, have to add up what they have of a row.
 template <int kHeads_, int kDim_, int kTile_, int kTiles_, int kStages_>
 struct LogitsShape {
   static constexpr int kHeads = kHeads_;    // columns of a query row; heads that do not exist have weight 0
@@ -26,7 +28,18 @@ struct LogitsShape {
   static constexpr int kRows = kTile / kHeads;                       // query rows of a tile
   static constexpr int kMostTiles = kTile == 64 ? 1 : 2 * kTiles;    // of an item
   static constexpr int kMostRows = kMostTiles * kRows;
+  static constexpr int kSide = kRows < 4 ? kRows : 4;       // query rows side by side in eight columns
+  static constexpr int kSets = kRows / kSide;               // of such rows in a tile, one behind the other
+  static constexpr int kHeadsSide = 8 / kSide;              // heads of a query row in eight columns
+  static constexpr int kSetColumns = kSide * kHeads;
   static_assert(kStages % 2 == 0, "consumers that take every second block always meet the same slots");
+
+  __device__ __forceinline__ static int row_of(int column) {
+    return column / kSetColumns * kSide + column % 8 / kHeadsSide;
+  }
+  __device__ __forceinline__ static int head_of(int column) {
+    return column % kSetColumns / 8 * kHeadsSide + column % kHeadsSide;
+  }
 };
 
 // Strides are bytes everywhere.

@@ -33,21 +33,25 @@ template <typename Shape, typename Work>
 __device__ __forceinline__ void load_query(const LogitsParams& p, const Work& work, const LogitsLayout<Shape>& shared,
                                            const Segment& segment, u32 buffer) {
   constexpr int kChunks = Shape::kDim / 16;
+  constexpr int kAtOnce = kQueryWarps * 32 / kChunks;  // columns
+  static_assert(kAtOnce % 8 == 0, "a thread's columns all lie alike in the swizzle");
   const int thread = threadIdx.x % (kQueryWarps * 32);
   const int columns = p.tiles * Shape::kTile, rows = work.rows_of(segment.item);
   const i64 first_row = work.first_row(segment.item);
-#pragma unroll 1
-  for (int i = thread; i < columns * kChunks; i += kQueryWarps * 32) {
-    const int column = i / kChunks, chunk = i % kChunks;
-    const int row = column / Shape::kHeads, head = column % Shape::kHeads;
+  const int chunk = thread % kChunks, first_column = thread / kChunks;
+  const char* const first_source = work.query(segment.item) + chunk * 16;
+  const u32 first_destination =
+      shared.query_of(buffer) + first_column * Shape::kDim + swizzled_chunk<Shape::kDim>(first_column, chunk) * 16;
+#pragma unroll 4
+  for (int begin = 0; begin < columns; begin += kAtOnce) {
+    const int row = Shape::row_of(begin + first_column), head = Shape::head_of(begin + first_column);
     const bool valid = row < rows && head < p.num_heads;
-    const char* const source = work.query(segment.item, valid ? row : 0) + (valid ? head * p.q_stride_head : 0) + chunk * 16;
-    copy_16_async(shared.query_of(buffer) + column * Shape::kDim + swizzled_chunk<Shape::kDim>(column, chunk) * 16, source,
-                  valid);
+    const char* const source = valid ? first_source + row * work.query_stride_row() + head * p.q_stride_head : first_source;
+    copy_16_async(first_destination + begin * Shape::kDim, source, valid);
   }
 #pragma unroll 1
   for (int column = thread; column < columns; column += kQueryWarps * 32) {
-    const int row = column / Shape::kHeads, head = column % Shape::kHeads;
+    const int row = Shape::row_of(column), head = Shape::head_of(column);
     const bool valid = row < rows && head < p.num_heads;
     const char* const source =
         p.weights + (valid ? (first_row + row) * p.weights_stride_row + head * p.weights_stride_head : 0);

@@ -10,8 +10,11 @@
 // writes -inf, warps 2 and 3 bring queries and weights of the next request. Warpgroups 1 and 2 compute. Where all columns
 // of a request fit one product each takes every second block; else each has columns of its own and takes all blocks.
 //
-// Memory-bound for one or two rows of 64 heads: a block of 8,448 B takes an SM some 440 clocks at its share of the read
-// bandwidth. The tensor cores take 128 clocks for 64 columns, and a consumer has two blocks' time to make logits of them.
+// Memory-bound for one or two rows of 64 heads: a block of 8,448 B takes an SM some 430 clocks at its share of the read
+// bandwidth. The tensor cores take 128 clocks for 64 columns, a scheduler issues 126 instructions for it (64 columns; of
+// these 64 maxima and FMAs; counted in the machine code), and a consumer has two blocks' time for its chain of waiting,
+// multiplying, summing and storing. 256 columns: 512 tensor clocks, 370 issue slots. The loading warp has 430 clocks, too:
+// it issues some 30 instructions a block.
 //
 // Shared memory:  head_dim 128: up to 64 columns, ring of 24 blocks 202,752 + 2 queries 16,992; up to 256, 18 blocks 152,064
 //                 + 67,776; up to 512, 10 blocks 84,480 + 135,488; and some 500 B
@@ -36,11 +39,11 @@ struct PagedMqaParams {
   i64 q_stride_request, q_stride_row;
   const char* scales;  // float
   i64 scales_stride;   // of a page
-  const int* block_table;
+  const char* block_table;  // int
   i64 block_table_stride;
   const Place* bounds;
   int num_pages;
-  int page_size;  // a power of two, 16 to 128
+  int log2_of_page;  // tokens: 16 to 128
 };
 
 struct Requests {
@@ -48,9 +51,8 @@ struct Requests {
 
   __device__ __forceinline__ i64 first_row(int item) const { return static_cast<i64>(item) * p.lengths.next_n; }
   __device__ __forceinline__ int rows_of(int) const { return p.lengths.next_n; }
-  __device__ __forceinline__ const char* query(int item, int row) const {
-    return p.q + item * p.q_stride_request + row * p.q_stride_row;
-  }
+  __device__ __forceinline__ const char* query(int item) const { return p.q + item * p.q_stride_request; }
+  __device__ __forceinline__ i64 query_stride_row() const { return p.q_stride_row; }
   __device__ __forceinline__ Span span(int item, int row) const { return {0, visible_tokens(p.lengths, item, row), 0}; }
   __device__ __forceinline__ Span span_of_row(i64 row) const {
     const int item = static_cast<u32>(row) / static_cast<u32>(p.lengths.next_n);
@@ -68,49 +70,64 @@ __device__ __forceinline__ Place bound_of(const PagedMqaParams& p, int part) {
   return {min(max(place.item, 0), p.lengths.batch), place.item < p.lengths.batch ? max(place.block, 0) : 0};
 }
 
-// One warp: the blocks of all segments, as slots of the ring become free. A block of small pages comes in several boxes.
+// All threads, before the kernels before are done: where this CTA begins and how long requests are, into L2.
+__device__ __forceinline__ void prefetch_lengths(const PagedMqaParams& p) {
+  const i64 at = static_cast<i64>(threadIdx.x) * 128;
+  if (at < (p.lengths.batch - 1) * p.lengths.stride_request + 4) prefetch_l2(p.lengths.data + at);
+  if (threadIdx.x == kLogitsThreads - 1) prefetch_l2(p.bounds + blockIdx.x);
+}
+
+// One warp: the blocks of all segments, as slots of the ring become free. A block of small pages comes in several boxes; a
+// lane has every 32nd box, and four lanes at a time load theirs. Nothing here may divide: this one warp has to ask for a
+// block in far less time than the block takes to come.
 template <typename Shape>
 __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const LogitsLayout<Shape>& shared,
                                            SegmentCursor<Requests> cursor) {
   const int lane = threadIdx.x % 32;
-  const int box_tokens = min(p.page_size, kBlockTokens);
-  const int box_bytes = box_tokens * Shape::kDim, scale_bytes = box_tokens * 4;
-  const int of_block = kBlockTokens / box_tokens;  // boxes
-  RingPlace<Shape> place;
+  const int log2_of_box = p.log2_of_page < 6 ? p.log2_of_page : 6;  // tokens
+  const int log2_of_boxes = 6 - log2_of_box;                        // in a block
+  const u32 box_bytes = Shape::kDim << log2_of_box, scale_bytes = 4u << log2_of_box;
+  auto entry_of = [&](int item, u32 token) {  // of the block table; there is one for any item and token
+    const char* const row = p.block_table + min(item, p.lengths.batch - 1) * p.block_table_stride;
+    return reinterpret_cast<const int*>(row)[min(token, static_cast<u32>(p.lengths.most_tokens - 1)) >> p.log2_of_page];
+  };
+  u32 loaded = 0;  // blocks before the segment
   Segment segment;
 #pragma unroll 1
-  while (cursor.next(segment)) {
-    const int* const table =
-        reinterpret_cast<const int*>(reinterpret_cast<const char*>(p.block_table) + segment.item * p.block_table_stride);
-    const int tokens = tokens_of(p.lengths, segment.item);
-    auto page_of = [&](i64 box) {
-      const i64 token = box * box_tokens;
-      return token < tokens ? min(max(table[token / static_cast<u32>(p.page_size)], 0), p.num_pages - 1) : 0;
-    };
-    const i64 first_box = static_cast<i64>(segment.first) * of_block;
-    int pages = page_of(first_box + lane), ahead = page_of(first_box + 32 + lane);  // a box a lane
+  while (true) {
+    const Place expected = cursor.at;
+    const u32 own = lane << log2_of_box;  // this lane's first token, from the segment's first one on
+    int entry = entry_of(expected.item, static_cast<u32>(expected.block) * kBlockTokens + own);  // while the length comes
+    if (!cursor.next(segment)) return;
+    const u32 first_token = segment.first * kBlockTokens;
+    if (segment.item != expected.item) entry = entry_of(segment.item, first_token + own);
+    const u32 tokens = tokens_of(p.lengths, segment.item);
+    const int boxes = segment.blocks << log2_of_boxes;
 #pragma unroll 1
-    for (int block = 0; block < segment.blocks; ++block) {
-      const int box = block * of_block % 32;
-      if (box == 0 && block > 0) {
-        pages = ahead;
-        ahead = page_of(first_box + block * of_block + 32 + lane);
+    for (int begin = 0; begin < boxes; begin += 32) {
+      const int page = min(max(entry, 0), p.num_pages - 1);
+      const int box = begin + lane;
+      const u32 token = first_token + (static_cast<u32>(box) << log2_of_box);
+      if (begin + 32 < boxes) entry = entry_of(segment.item, token + (32u << log2_of_box));
+      const u32 block = loaded + (box >> log2_of_boxes), slot = block % Shape::kStages;
+      const u32 free_phase = block / Shape::kStages % 2 ^ 1;
+      const u32 in_block = box & ((1 << log2_of_boxes) - 1), in_page = token & ((1 << p.log2_of_page) - 1);
+      const char* const scales = p.scales + page * p.scales_stride + in_page * 4;
+#pragma unroll 1
+      for (int four = 0; four < 32 && begin + four < boxes; four += 4) {
+        if (lane / 4 * 4 == four && box < boxes) {
+          const u32 full = shared.full(slot);
+          mbarrier_wait(shared.free(slot), free_phase, "a free slot for tokens");
+          mbarrier_arrive_expect_tx(full, token < tokens ? box_bytes + scale_bytes : 0);
+          if (token < tokens) {
+            tma_load_3d_async(shared.block(slot) + in_block * box_bytes, &p.keys, full, 0, in_page, page);
+            copy_bulk_async(shared.scales_of(slot) + in_block * scale_bytes, scales, scale_bytes, full);
+          }
+        }
+        __syncwarp();
       }
-      const int page = __shfl_sync(0xffffffffu, pages, box + lane % of_block);
-      const int token = (segment.first + block) * kBlockTokens;
-      const int boxes = min(of_block, (tokens - token + box_tokens - 1) / box_tokens);
-      const u32 full = shared.full(place.slot);
-      mbarrier_wait(shared.free(place.slot), place.phase ^ 1, "a free slot for tokens");
-      if (lane == 0) mbarrier_arrive_expect_tx(full, boxes * (box_bytes + scale_bytes));
-      __syncwarp();
-      if (lane < boxes) {
-        const int in_page = (token + lane * box_tokens) % p.page_size;
-        tma_load_3d_async(shared.block(place.slot) + lane * box_bytes, &p.keys, full, 0, in_page, page);
-        copy_bulk_async(shared.scales_of(place.slot) + lane * scale_bytes,
-                        p.scales + page * p.scales_stride + in_page * 4, scale_bytes, full);
-      }
-      place.advance(1);
     }
+    loaded += segment.blocks;
   }
 }
 
@@ -123,7 +140,8 @@ __device__ __forceinline__ void paged_mqa_logits(const PagedMqaParams& p) {
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 32) prefetch_tensor_map(&p.keys);
-  if (threadIdx.x == 0) initialise_barriers(shared, 1, p.logits.tiles);
+  if (threadIdx.x == 0) initialise_barriers(shared, 1 << max(6 - p.log2_of_page, 0), p.logits.tiles);
+  prefetch_lengths(p);
   grid_dependency_launch();
   __syncthreads();
   grid_dependency_wait();

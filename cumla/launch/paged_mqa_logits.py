@@ -139,6 +139,6 @@ def prepare_paged_mqa_logits(
         a.block_table.strides[0],
         a.buffer.ptr,
         num_pages,
-        page_size,
+        page_size.bit_length() - 1,
     )
     return PreparedLaunch(kernel, (key.num_sms, 1, 1), _PARAMS, values, stream)

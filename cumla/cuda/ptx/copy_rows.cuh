@@ -63,14 +63,19 @@ __device__ __forceinline__ uint4 load_shared_16(u32 source) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: st
-__device__ __forceinline__ void store_global_float(u64 destination, float value) {
-  asm volatile("st.global.f32 [%0], %1;" ::"l"(destination), "f"(value) : "memory");
+// Only where `valid`, without a branch.
+__device__ __forceinline__ void store_global_float_if(bool valid, u64 destination, float value) {
+  asm volatile("{\n.reg .pred valid;\nsetp.ne.b32 valid, %2, 0;\n@valid st.global.f32 [%0], %1;\n}" ::"l"(destination),
+               "f"(value), "r"(static_cast<int>(valid))
+               : "memory");
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: st
-// The lower half of a word.
-__device__ __forceinline__ void store_global_low_half(u64 destination, u32 word) {
-  asm volatile("st.global.b16 [%0], %1;" ::"l"(destination), "h"(static_cast<unsigned short>(word)) : "memory");
+// The lower half of a word, only where `valid`, without a branch.
+__device__ __forceinline__ void store_global_low_half_if(bool valid, u64 destination, u32 word) {
+  asm volatile("{\n.reg .pred valid;\nsetp.ne.b32 valid, %2, 0;\n@valid st.global.b16 [%0], %1;\n}" ::"l"(destination),
+               "h"(static_cast<unsigned short>(word)), "r"(static_cast<int>(valid))
+               : "memory");
 }
 
 }  // namespace cumla
