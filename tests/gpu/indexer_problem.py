@@ -124,6 +124,41 @@ def score(xp: Any, q: Array, k: Array, scale: Array, weights: Array) -> tuple[Ar
     return logits, size
 
 
+class Figures:
+    """How far logits are off, summed up over the parts of a result.
+
+    ``cos`` is that of all values together: a part may be one value that almost cancels, which says
+    nothing of the result. ``element`` is the worst element's share of what it is allowed.
+    """
+
+    def __init__(self) -> None:
+        self.errors = self.norms = self.element = 0.0
+
+    def add(self, xp: Any, got: Array, expected: Expected, *, clean: bool) -> None:
+        """Add logits (rows, columns); where nothing is visible they only count if clean."""
+        visible = expected.visible
+        if clean:
+            assert bool((xp.isneginf(widen(xp, got)) == ~visible).all()), "-inf in other places"
+        values = xp.where(visible, widen(xp, got), 0.0)
+        assert bool(xp.isfinite(values).all()), "NaN or infinities where something is visible"
+        wanted = xp.where(visible, expected.logits, 0.0)
+        error = xp.abs(values - wanted)
+        allowed = ELEMENT * xp.where(visible, expected.size, 1.0)
+        if got.dtype.name == "bfloat16":
+            allowed = allowed + HALF_BF16 * xp.abs(wanted)
+        self.errors += float((error * error).sum())
+        self.norms += float((values * values).sum() + (wanted * wanted).sum())
+        self.element = max(self.element, float((error / xp.maximum(allowed, 1e-300)).max()))
+
+    def check(self, dtype: str) -> dict[str, float]:
+        """Hold them against the limits of a dtype, and name them."""
+        cos = self.errors / self.norms if self.norms else 0.0
+        figures = {"cos": cos, "element": self.element}
+        assert cos <= COS[dtype], figures
+        assert self.element <= 1.0, figures
+        return figures
+
+
 def check_logits(
     xp: Any, got: Array, expected: Expected, *, clean: bool = True
 ) -> dict[str, float]:
@@ -132,27 +167,11 @@ def check_logits(
     Returns
     -------
     dict
-        ``cos``, of the whole, and ``element``: the worst element's share of what it is allowed.
+        ``cos`` and ``element`` of :class:`Figures`.
     """
-    visible = expected.visible
-    if clean:
-        assert bool((xp.isneginf(widen(xp, got)) == ~visible).all()), "-inf in other places"
-    values = xp.where(visible, widen(xp, got), 0.0)
-    assert bool(xp.isfinite(values).all()), "NaN or infinities where something is visible"
-    wanted = xp.where(visible, expected.logits, 0.0)
-    dtype = got.dtype.name
-    error = xp.abs(values - wanted)
-    allowed = ELEMENT * xp.where(visible, expected.size, 1.0)
-    if dtype == "bfloat16":
-        allowed = allowed + HALF_BF16 * xp.abs(wanted)
-    norms = float((values * values).sum() + (wanted * wanted).sum())
-    figures = {
-        "cos": float((error * error).sum()) / norms if norms else 0.0,
-        "element": float((error / xp.maximum(allowed, 1e-300)).max()),
-    }
-    assert figures["cos"] <= COS[dtype], figures
-    assert figures["element"] <= 1.0, figures
-    return figures
+    figures = Figures()
+    figures.add(xp, got, expected, clean=clean)
+    return figures.check(got.dtype.name)
 
 
 # --- prefill --------------------------------------------------------------------------------------
@@ -373,9 +392,8 @@ class Paged:
         chosen = range(self.batch)
         if self.batch > most:
             chosen = np.random.default_rng(0).choice(self.batch, most, replace=False).tolist()
-        worst: dict[str, float] = {}
+        figures = Figures()
         for b in chosen:
             rows = got[b * self.next_n : (b + 1) * self.next_n]
-            figures = check_logits(xp, rows, self.requests_expected(b, columns), clean=clean)
-            worst = {name: max(v, worst.get(name, 0.0)) for name, v in figures.items()}
-        return worst
+            figures.add(xp, rows, self.requests_expected(b, columns), clean=clean)
+        return figures.check(got.dtype.name)
