@@ -23,9 +23,9 @@ constexpr int kScheduleThreads = 1024;
 constexpr int kScheduleWarps = kScheduleThreads / 32;
 static_assert(kScheduleWarps == 32, "a warp scans one value of each warp");
 constexpr int kMaxParts = kScheduleThreads - 1;  // a thread each, and one for the end
-constexpr int kMaxLimits = 16;     // that are tried for filled parts, by a warp each
+constexpr int kMaxLimits = 16;       // that are tried for filled parts, by a warp each
 constexpr int kFilledBounds = 4096;  // of all that are tried
-constexpr int kNowhere = -0x7fffffff;
+constexpr int kNowhere = -0x7fffffff;  // no lane ends the part
 static_assert(kFilledBounds / kMaxParts >= 2, "two limits have a step between them");
 
 struct MlaScheduleParams {
