@@ -5,8 +5,11 @@
 //   apart: each request alone, in equal pieces of one part each, where there are at least two parts a request and pieces
 //          get no larger than an equal share and what cutting costs; a request that cutting would not make shorter by
 //          min_saving stays whole; else
-//   whole: ceil(batch / parts) consecutive requests to a part, no request cut, where no part costs more than that; else
-//   split: equal shares of the summed cost, cut wherever a share ends.
+//   whole: ceil(batch / parts) consecutive requests to a part, no request cut, where that costs little more than equal
+//          shares, or no more than the dearest part of the third way; else
+//   filled: parts take requests up to a common limit, one part after the other, and cut those that do not fit; a piece
+//          of a request costs piece_cost more. The limit is the least of a few with which the parts suffice. More
+//          requests than threads get equal shares of the summed cost instead, cut wherever a share ends.
 // mla_schedule_invariant, a CTA for every 1024 parts: each request is cut where its own length says, into pieces of a
 // part each.
 // cumla/launch/mla_schedule.py holds the same arithmetic in NumPy, as its oracle.
@@ -20,6 +23,10 @@ constexpr int kScheduleThreads = 1024;
 constexpr int kScheduleWarps = kScheduleThreads / 32;
 static_assert(kScheduleWarps == 32, "a warp scans one value of each warp");
 constexpr int kMaxParts = kScheduleThreads - 1;  // a thread each, and one for the end
+constexpr int kMaxLimits = 16;       // that are tried for filled parts, by a warp each
+constexpr int kFilledBounds = 4096;  // of all that are tried
+constexpr int kNowhere = -0x7fffffff;  // no lane ends the part
+static_assert(kFilledBounds / kMaxParts >= 2, "two limits have a step between them");
 
 struct MlaScheduleParams {
   const int* cache_seqlens;
@@ -32,7 +39,8 @@ struct MlaScheduleParams {
   int num_tickets;
   int fixed_cost;  // of a request or a piece of one, in blocks
   int cut_cost;    // of cutting, in blocks: a second prologue, and pieces to join; what uneven parts may cost instead
-  int min_blocks;  // no cut of a split is closer to an end of its request
+  int piece_cost;  // of a piece, in blocks: to be stored, counted and joined
+  int min_blocks;  // no cut of filled parts or of shares is closer to an end of its request
   int min_share;   // cost of a share, or blocks of a piece, at least
   int min_saving;  // in blocks: a request that has parts of its own is cut where that makes it so much shorter
   int max_tokens;  // of a request: the summed cost fits an int; batch-invariant, what there are parts for
@@ -66,13 +74,6 @@ __device__ __forceinline__ int block_exclusive_sum(int value, int* warp_sums, in
   return before + inclusive - value;
 }
 
-__device__ __forceinline__ int block_max(int value, int* warp_values) {
-  const int warp_value = __reduce_max_sync(0xffffffffu, value);
-  if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = warp_value;
-  __syncthreads();
-  return __reduce_max_sync(0xffffffffu, warp_values[threadIdx.x % 32]);
-}
-
 struct PartBound {
   int request, block, tokens;
 };
@@ -80,15 +81,6 @@ struct PartBound {
 __device__ __forceinline__ int divide(u64 numerator, u32 denominator) {
   if (numerator >> 32 == 0) return static_cast<u32>(numerator) / denominator;  // five times as fast
   return static_cast<int>(numerator / denominator);
-}
-
-// The block at which a cut that falls `offset` cost units into a request really goes, in proportion and rounded: not
-// closer than min_blocks to its ends, but before or behind it.
-__device__ __forceinline__ int place_cut(const MlaScheduleParams& p, int blocks, int offset) {
-  const u32 cost = blocks + p.fixed_cost;
-  const int block = divide(2 * static_cast<u64>(offset) * blocks + cost, 2 * cost);
-  if (block < p.min_blocks) return 0;
-  return blocks - block < p.min_blocks ? blocks : block;
 }
 
 // Bounds first ... last that cut the same request.
@@ -140,9 +132,9 @@ __device__ __forceinline__ int find_piece(const MlaScheduleParams& p, const int*
 
 struct Shared {
   int warp_values[2][kScheduleWarps];
-  int group_starts[kMaxParts + 1];
-  int thread_starts[kScheduleThreads];
-  int thread_tokens[kScheduleThreads];  // of a thread's first request
+  int thread_starts[kScheduleThreads + 1];  // cost of all requests before a thread's first one; the last: of all
+  int thread_tokens[kScheduleThreads];      // of a thread's first request
+  int filled_bounds[kFilledBounds];         // `parts` for each limit
   PartBound bounds[kMaxParts + 1];
   Run runs[kMaxParts + 1];
   Run edges[kScheduleWarps][2];
@@ -168,44 +160,98 @@ __device__ __forceinline__ PartBound bound_apart(const MlaScheduleParams& p, Sha
   return {request, divide(static_cast<u64>(thread - begin) * blocks_of(tokens), end - begin), tokens};
 }
 
-// The price of dealing out whole requests: the dearest group of consecutive ones.
-__device__ __forceinline__ int price_of_whole(const MlaScheduleParams& p, Shared& shared, int per_thread, int group,
-                                              int total) {
-  const int thread = threadIdx.x;
-  const int groups = (p.batch + group - 1) / group;
-  const int begin = min(thread * per_thread, p.batch), end = min(begin + per_thread, p.batch);
-  int position = shared.thread_starts[thread];
-  for (int request = begin; request < end; ++request) {
-    if (request % group == 0) shared.group_starts[request / group] = position;
-    position += blocks_of(request == begin ? shared.thread_tokens[thread] : p.seqlens[request]) + p.fixed_cost;
+// One warp fills parts up to a cost of `limit` each. On the axis of summed costs, where request r has starts[r] ...
+// starts[r + 1], bounds[i] becomes the place at which part i begins; a cut of it at block b is at starts[r] + b. False if
+// there are too few parts.
+//
+// A part takes whole requests while it has room. The next one is cut, where the room ends less `lost`, what the end of a
+// piece costs, or the part ends before it; a part that begins in a request has piece_cost less room. A cut that is worth
+// less than that is made only in requests that no part could hold.
+//
+// Each lane looks at one request, of 32 at a time, until these are all dealt out. A part is a chain of eight dependent
+// instructions and a reduction over the warp: a budget of 80 clocks.
+//
+// The limit must be at least fixed_cost + piece_cost + 2 * min_blocks - 1: then what lies between two cuts of a request
+// has min_blocks, and what does not fit behind a cut can be cut again.
+__device__ __forceinline__ bool fill_parts(const MlaScheduleParams& p, const int* starts, int total, int limit,
+                                           int* bounds) {
+  const int lane = threadIdx.x % 32;
+  const int lost = p.fixed_cost + p.piece_cost;
+  int part = 1;
+  int cut_at = limit - lost;  // the end of this part's room, less what is lost if a request is cut there
+  for (int base = 0; base < p.batch; base += 32) {
+    const int start = starts[base + lane], end = starts[base + lane + 1];
+    const int first_cut = start + (end - start > limit ? p.min_blocks : max(p.min_blocks, p.piece_cost + 1));
+    const int last_cut = end - p.fixed_cost - p.min_blocks;
+    int cut_again_at = 0;  // if this request was cut: between two cuts lies what costs the limit
+    while (true) {
+      const int cut = min(max(cut_at, cut_again_at), last_cut);
+      const bool cuts = cut >= first_cut;
+      const int bound = cuts ? cut : start;
+      const bool ends = start - lost <= cut_at && cut_at < end - lost;
+      const int next = bound + limit - lost - (cuts ? p.piece_cost : 0);
+      const int next_cut_at = __reduce_max_sync(0xffffffffu, ends ? next : kNowhere);
+      if (next_cut_at == kNowhere) break;  // the part takes all that is left of these requests
+      if (part == p.parts) return false;
+      if (ends) bounds[part] = bound;
+      if (ends && cuts) cut_again_at = cut + limit - lost;
+      cut_at = next_cut_at;
+      ++part;
+    }
   }
-  if (thread == 0) shared.group_starts[groups] = total;
-  __syncthreads();
-  const int price = thread < groups ? shared.group_starts[thread + 1] - shared.group_starts[thread] : 0;
-  return block_max(price, shared.warp_values[1]);
+  if (lane == 0) bounds[0] = 0;
+  for (int i = part + lane; i < p.parts; i += 32) bounds[i] = total;
+  return true;
 }
 
-// Where this thread's part begins if all get the same share of the cost: first the thread whose requests the cut hits,
-// then the request.
+struct Filled {
+  int limit;
+  const int* bounds;
+};
+
+// The least limit, of a few from an equal share on, with which all requests fit into the parts. Each warp tries one, and
+// the last always will do. Let d = max(piece_cost, min_blocks - 1). From one part to the next, reach grows by
+//   limit - fixed_cost - 2 * piece_cost where it cuts a request (- piece_cost where that was cut before),
+//   limit - fixed_cost - piece_cost - (min_blocks - 1) at least where the cut must leave min_blocks behind it,
+//   limit - fixed_cost - piece_cost - d at least where a cut would be too close to the request's begin, and
+//   limit - fixed_cost - (min_blocks - 1) - d at least where a request is too short to be cut.
+// So with limit = share + fixed_cost + 2 * d it grows by a share at least, starts behind the first, and is behind `parts`
+// shares, which are all requests, in the last part.
+__device__ __forceinline__ Filled find_filled(const MlaScheduleParams& p, Shared& shared, int share, int total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int least = max(share, p.fixed_cost + p.piece_cost + 2 * p.min_blocks - 1);
+  const int beyond = p.fixed_cost + 2 * max(p.piece_cost, p.min_blocks - 1);
+  const int limits = min(kMaxLimits, kFilledBounds / p.parts);
+  const int step = (beyond + limits - 2) / (limits - 1);
+  int* feasible = shared.warp_values[0];
+  bool fits = false;
+  if (warp < limits)
+    fits = fill_parts(p, shared.thread_starts, total, least + warp * step, shared.filled_bounds + warp * p.parts);
+  if (lane == 0) feasible[warp] = fits;
+  __syncthreads();
+  const int found = __ffs(__ballot_sync(0xffffffffu, feasible[lane] != 0)) - 1;
+  return {least + found * step, shared.filled_bounds + found * p.parts};
+}
+
+// The bound at a place on the axis of costs: a cut not closer than min_blocks to the ends of its request, but before or
+// behind it. Those of filled parts stay where they are.
 template <typename TokensOf>
-__device__ __forceinline__ PartBound bound_split(const MlaScheduleParams& p, const Shared& shared, int per_thread,
-                                                 int share, int total, TokensOf tokens_of) {
-  const i64 target = static_cast<i64>(threadIdx.x) * share;
-  if (threadIdx.x >= p.parts || target >= total) return {p.batch, 0, 0};
+__device__ __forceinline__ PartBound bound_at(const MlaScheduleParams& p, const Shared& shared, int per_thread,
+                                              int place, int total, TokensOf tokens_of) {
+  if (place >= total) return {p.batch, 0, 0};
   int owner = 0;
 #pragma unroll
   for (int step = kScheduleThreads / 2; step > 0; step /= 2)
-    if (shared.thread_starts[owner + step] <= target) owner += step;
-  PartBound bound = {owner * per_thread, 0, shared.thread_tokens[owner]};
-  int before = shared.thread_starts[owner];
-  while (before + blocks_of(bound.tokens) + p.fixed_cost <= target) {
-    before += blocks_of(bound.tokens) + p.fixed_cost;
-    bound.tokens = tokens_of(++bound.request);
+    if (shared.thread_starts[owner + step] <= place) owner += step;
+  int request = owner * per_thread, tokens = shared.thread_tokens[owner];
+  int block = place - shared.thread_starts[owner];
+  while (block >= blocks_of(tokens) + p.fixed_cost) {
+    block -= blocks_of(tokens) + p.fixed_cost;
+    tokens = tokens_of(++request);
   }
-  const int blocks = blocks_of(bound.tokens);
-  bound.block = place_cut(p, blocks, static_cast<int>(target) - before);
-  if (bound.block == blocks && blocks > 0) bound = {bound.request + 1, 0, tokens_of(bound.request + 1)};
-  return bound;
+  if (block < p.min_blocks) return {request, 0, tokens};
+  if (blocks_of(tokens) - block < p.min_blocks) return {request + 1, 0, tokens_of(request + 1)};
+  return {request, block, tokens};
 }
 
 // A part between two bounds. Bounds that lie inside a request cut it: its first piece ends at the first of them, its last
@@ -248,29 +294,51 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
   int total;
   shared.thread_tokens[thread] = first_tokens;
   shared.thread_starts[thread] = block_exclusive_sum(cost, shared.warp_values[0], total);
+  if (thread == 0) shared.thread_starts[kScheduleThreads] = total;
   __syncthreads();
   auto tokens_of = [&](int request) {
     return request >= p.batch ? 0 : per_thread == 1 ? shared.thread_tokens[request] : p.seqlens[request];
   };
+  auto start_of = [&](int request) {
+    if (per_thread == 1) return shared.thread_starts[request];
+    const int owner = request / per_thread;
+    int start = shared.thread_starts[owner];
+    for (int before = owner * per_thread; before < request; ++before)
+      start += blocks_of(tokens_of(before)) + p.fixed_cost;
+    return start;
+  };
 
   const int share = max((total + p.parts - 1) / p.parts, p.min_share);
-  const int dearest = share + p.cut_cost;
   int piece = 0;
   if (2 * p.batch <= p.parts) {
     piece = find_piece(p, shared.thread_tokens, total - p.batch * p.fixed_cost, shared.warp_values[0]);
-    if (piece + p.fixed_cost > dearest) piece = 0;
+    if (piece + p.fixed_cost > share + p.cut_cost) piece = 0;
   }
-  const int group = (p.batch + p.parts - 1) / p.parts;
-  if (piece == 0 && price_of_whole(p, shared, per_thread, group, total) <= dearest) {
-    if (thread >= p.parts) return;
-    const int request = min(thread * group, p.batch);
-    const int next = thread + 1 < p.parts ? min(request + group, p.batch) : p.batch;
-    p.parts_out[thread] = {request, 0, tokens_of(request), next, 0, thread, thread, 0, thread, {}};
-    return;
+  int place = total;  // where this thread's part begins on the axis of costs, if parts are filled or shares
+  if (piece == 0) {
+    const int group = (p.batch + p.parts - 1) / p.parts;
+    const int first = thread < p.parts ? min(thread * group, p.batch) : p.batch;
+    const int next = min(first + group, p.batch);
+    const int price = start_of(next) - start_of(first);
+    // Nearly equal groups are taken at once: 128 of 132 multiprocessors, 1/32 dearer than shares, were as fast as all.
+    const int limit = share + (per_thread == 1 ? min(p.cut_cost, share / 32) : p.cut_cost);
+    bool dearer = __syncthreads_or(price > limit);
+    if (dearer && per_thread == 1) {
+      const Filled filled = find_filled(p, shared, share, total);
+      dearer = __syncthreads_or(price > filled.limit);
+      if (thread < p.parts) place = filled.bounds[thread];
+    } else if (thread < p.parts) {
+      place = static_cast<int>(min(static_cast<i64>(thread) * share, static_cast<i64>(total)));
+    }
+    if (!dearer) {
+      if (thread < p.parts)
+        p.parts_out[thread] = {first, 0, tokens_of(first), next, 0, thread, thread, 0, thread, {}};
+      return;
+    }
   }
 
   const PartBound bound = piece > 0 ? bound_apart(p, shared, piece)
-                                    : bound_split(p, shared, per_thread, share, total, tokens_of);
+                                    : bound_at(p, shared, per_thread, place, total, tokens_of);
   const bool cuts = thread < p.parts && bound.block > 0;
   const Run run = find_run(cuts ? bound.request : -1, shared.edges, shared.edge_requests);
   if (thread <= p.parts) {

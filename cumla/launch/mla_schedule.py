@@ -8,6 +8,7 @@ oracles.
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ __all__ = [
     "invariant_schedule",
     "max_tokens",
     "min_saving",
+    "piece_cost",
     "prepare_schedule",
     "schedule",
     "schedule_spec",
@@ -37,8 +39,11 @@ __all__ = [
 
 FIXED_COST = 2  # of a request, or of a piece of one, in KV blocks: loads before, stores behind
 CUT_COST = 16  # of cutting, in KV blocks, or what uneven parts may cost instead of it
-MIN_BLOCKS = 4  # no cut of a split is closer to an end of its request
+MIN_BLOCKS = 4  # no cut of filled parts or of shares is closer to an end of its request
 MIN_SHARE = 2  # cost of a share, or blocks of a piece, at least
+_THREADS = 1024
+_MAX_LIMITS = 16  # that are tried for filled parts
+_FILLED_BOUNDS = 4096  # of all that are tried
 
 
 def _spec(entry: str) -> KernelSpec:
@@ -47,7 +52,7 @@ def _spec(entry: str) -> KernelSpec:
         entry=entry,
         function=entry,
         params="MlaScheduleParams",
-        threads=1024,
+        threads=_THREADS,
     )
 
 
@@ -59,7 +64,7 @@ def schedule_spec(key: MLADecodeKey) -> KernelSpec:
     return SPECS[key.batch_invariant]
 
 
-_PARAMS = struct.Struct("<QqQQQ10i")
+_PARAMS = struct.Struct("<QqQQQ11i4x")
 
 
 def prepare_schedule(
@@ -97,6 +102,7 @@ def prepare_schedule(
         key.num_tickets,
         FIXED_COST,
         CUT_COST,
+        piece_cost(key.row_groups),
         MIN_BLOCKS,
         MIN_SHARE,
         min_saving(key.row_groups),
@@ -121,6 +127,22 @@ def min_saving(row_groups: int) -> int:
         KV blocks.
     """
     return 1 + 2 * row_groups
+
+
+def piece_cost(row_groups: int) -> int:
+    """Tell how many KV blocks a piece of a request costs: to be stored, counted and joined.
+
+    Parameters
+    ----------
+    row_groups : int
+        Groups of 16 query rows, whose partial results are stored and joined.
+
+    Returns
+    -------
+    int
+        KV blocks, while all parts load: fewer than :func:`min_saving` says for a part alone.
+    """
+    return row_groups + 2
 
 
 def max_tokens(batch: int) -> int:
@@ -171,8 +193,9 @@ def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule
     -------
     Schedule
         Each request in equal pieces of its own parts where there are two parts a request or more,
-        short ones uncut; else whole requests where that is no dearer; else equal shares of the
-        summed cost with requests cut where a share ends.
+        short ones uncut; else whole requests in groups where that is no dearer; else parts that
+        are filled up to a common limit, or, of more requests than the kernel has threads, equal
+        shares of the summed cost, with requests cut where a part is full or a share ends.
     """
     lengths = np.clip(np.asarray(cache_seqlens, np.int64), 0, max_tokens(len(cache_seqlens)))
     batch = len(lengths)
@@ -195,16 +218,22 @@ def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule
         bounds[: len(requests), 1] = index * blocks[requests] // pieces[requests]
         return Schedule(bounds, _splits(bounds))
 
+    many = batch > _THREADS
+    limit = share + (CUT_COST if many else min(CUT_COST, share // 32))
     group = -(-batch // parts)
-    if int(np.diff(np.append(starts[::group], total)).max()) <= share + CUT_COST:
+    price = int(np.diff(np.append(starts[::group], total)).max())
+    places = np.minimum(np.arange(parts, dtype=np.int64) * share, total)
+    if price > limit and not many:
+        limit, places = _fill(starts, ends, parts, share, piece_cost(row_groups))
+    if price <= limit:
         bounds[:, 0] = np.minimum(np.arange(parts + 1) * group, batch)
         return Schedule(bounds, _splits(bounds))
 
     bounds[1:, 0] = batch
-    for cut in range(1, min(parts, -(-total // share))):
-        request = int(np.searchsorted(ends, cut * share, side="right"))
-        offset = cut * share - int(starts[request])
-        bounds[cut] = _place_cut(request, int(blocks[request]), offset)
+    for index in np.flatnonzero(places < total):
+        request = int(np.searchsorted(ends, places[index], side="right"))
+        offset = int(places[index] - starts[request])
+        bounds[index] = _place_cut(request, int(blocks[request]), offset)
     return Schedule(bounds, _splits(bounds))
 
 
@@ -261,12 +290,46 @@ def _find_piece(blocks: np.ndarray, parts: int, saving: int) -> int:
     return next(size for size in sizes if int(_pieces(blocks, size, saving).sum()) <= parts)
 
 
+def _fill(
+    starts: np.ndarray, ends: np.ndarray, parts: int, share: int, piece: int
+) -> tuple[int, np.ndarray]:
+    """Find the least limit with which filled parts suffice, and where they begin."""
+    least = max(share, FIXED_COST + piece + 2 * MIN_BLOCKS - 1)
+    limits = min(_MAX_LIMITS, _FILLED_BOUNDS // parts)
+    step = -(-(FIXED_COST + 2 * max(piece, MIN_BLOCKS - 1)) // (limits - 1))
+    each = starts.tolist(), ends.tolist()
+    tried = (
+        (limit, _fill_up_to(limit, *each, parts, piece))
+        for limit in range(least, least + limits * step, step)
+    )
+    return next((limit, np.array(places)) for limit, places in tried if places)
+
+
+def _fill_up_to(
+    limit: int, starts: list[int], ends: list[int], parts: int, piece: int
+) -> list[int]:
+    """Fill parts up to a limit: where they begin on the axis of costs; nothing if they are few."""
+    places = [0]
+    reach = limit
+    while reach < ends[-1]:
+        if len(places) == parts:
+            return []
+        request = bisect_right(starts, reach) - 1
+        start, end = starts[request], ends[request]
+        first_cut = start + (MIN_BLOCKS if end - start > limit else max(MIN_BLOCKS, piece + 1))
+        lost = FIXED_COST + piece
+        if places[-1] > start:  # in this request
+            first_cut, lost = places[-1] + MIN_BLOCKS, FIXED_COST
+        cut = min(reach - lost, end - FIXED_COST - MIN_BLOCKS)
+        places.append(cut if cut >= first_cut else start)
+        reach = places[-1] + limit - (piece if cut >= first_cut else 0)
+    return places + [ends[-1]] * (parts - len(places))
+
+
 def _place_cut(request: int, blocks: int, offset: int) -> tuple[int, int]:
     """Place a cut that falls ``offset`` into the cost of a request: (request, block)."""
-    cost = blocks + FIXED_COST
-    block = (2 * offset * blocks + cost) // (2 * cost)
-    if block < MIN_BLOCKS:
+    if offset < MIN_BLOCKS:
         return request, 0
-    if blocks - block < MIN_BLOCKS:
+    if blocks - offset < MIN_BLOCKS:
         return request + 1, 0
-    return request, block
+    return request, offset

@@ -95,6 +95,21 @@ LENGTHS = {
         66,
         4,
     ),
+    "batch 1100, more parts than most requests have blocks": (
+        np.tile([640, 576, 64, 64, 64, 0, 64, 64, 64, 64], 110) + 3000 * (np.arange(1100) == 700),
+        1000,
+        2,
+    ),
+    "batch 128, log-normal": (
+        np.random.default_rng(3).lognormal(6.7, 0.8, 128).astype(int),
+        66,
+        4,
+    ),
+    "batch 1024, log-normal": (
+        np.random.default_rng(4).lognormal(7, 0.8, 1024).astype(int),
+        132,
+        1,
+    ),
     "whole requests": (np.full(132, 300), 132, 1),
     "whole requests, two to a part": (np.full(200, 300), 132, 4),
     "batch 1500, whole requests": (np.full(1500, 300), 132, 1),
