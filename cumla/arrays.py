@@ -234,6 +234,8 @@ class _CuPy(_Allocator):
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> object:
         with self.use_stream(device, stream):
+            if dtype.startswith(_FLOAT8):  # CuPy allocates none of them, but views bytes as such
+                return self._cupy.empty(shape, dtype=np.uint8).view(numpy_dtype(dtype))
             return self._cupy.empty(shape, dtype=numpy_dtype(dtype))
 
 
@@ -274,7 +276,14 @@ class _Jax(_Framework):
         return _import_bits(name, bits, dtype, stream)
 
     def export(self, array: Any, stream: int) -> object:
-        return lend(self._jax, array, _cupy().view("result", array), stream)
+        view = _cupy().view("result", array)
+        try:
+            return lend(self._jax, array, view, stream)
+        except RuntimeError:
+            if not view.dtype.startswith(_FLOAT8):  # older versions take none of them
+                raise
+        bits = lend(self._jax, array, view._replace(dtype="uint8"), stream)
+        return self._jax.lax.bitcast_convert_type(bits, numpy_dtype(view.dtype))
 
     def to_numpy(self, name: str, array: Any) -> np.ndarray[Any, Any]:
         return np.asarray(array)
@@ -382,6 +391,7 @@ class Call:
     """
 
     __slots__ = (
+        "_absent",
         "_framework",
         "_imports",
         "_must_leave",
@@ -409,6 +419,7 @@ class Call:
         self._imports = imports
         self._must_leave = False
         self._stream_object: object = None
+        self._absent: tuple[str, ...] = ()  # outputs that were not given
         self._workspaces: list[object] = []
 
     def __enter__(self) -> Call:
@@ -471,9 +482,10 @@ class Call:
             raise ValueError("empty: needs a call whose arrays are on the GPU, got the CPU")
         allocator = self._framework.allocator()
         if not allocator.serves_capture and self.capturing:
+            ways = (*(f"{name}=" for name in self._absent), "plan= or workspace=")
             raise NotPreparedError(
-                "the stream is being captured, and CuPy's allocator does not serve captures: pass "
-                "out=, lse= and plan=, made before the capture"
+                f"the stream is being captured, and CuPy's allocator does not serve captures: pass "
+                f"{_in_prose(ways)} where the call takes one, made before the capture"
             )
         array = allocator.empty(shape, dtype, self.device, self.stream)
         return array, allocator.view("result", array)
@@ -572,6 +584,7 @@ def open_call(
     imports = _import_pending(arguments, pending, views, device, handle) if pending else None
     call = Call(first, device, handle, tuple(views), imports)
     call._stream_object = stream
+    call._absent = tuple([name for name, output in outputs if output is None])
     return call
 
 
@@ -605,6 +618,12 @@ def open_device(device: int | None = None, *, stream: object = None) -> Call:
         call = Call(cupy, ordinal, _handle(stream, cupy, ordinal), (), None)
         call._stream_object = stream
         return call
+
+
+def _in_prose(names: tuple[str, ...]) -> str:
+    """List names: a, b and c."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _framework_of(name: str, array: object) -> _Framework:

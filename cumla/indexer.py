@@ -9,7 +9,7 @@ import numpy as np
 
 from cumla import reference
 from cumla.arrays import ArrayView, Call, from_numpy, open_call, place_name, to_numpy
-from cumla.checks import check_device_number, check_mode, check_number, check_workspace
+from cumla.checks import check_device_number, check_mode, check_number
 from cumla.errors import NotPreparedError
 from cumla.indexer_checks import (
     PagedShape,
@@ -46,7 +46,7 @@ from cumla.launch.paged_mqa_schedule import (
     schedule_bytes,
 )
 from cumla.mla import open_plan
-from cumla.workspace import Workspace
+from cumla.workspace import PlanMemory, never_updated
 
 if TYPE_CHECKING:
     from cumla.launch.kernel import PreparedLaunch
@@ -377,23 +377,13 @@ class PagedMQALogitsPlan:
         check_device_number(device)
         call = open_plan(device, like, workspace, stream)
         self._device = call.device
-        self._stream: int | None = None  # of the last update
-        self._lost_workspace = False  # to another plan, since the last update
         self._lengths: np.ndarray[Any, Any] | None = None  # of the last update, on the CPU
-        # Launches of runs that were found in order, on the stream of the last update.
-        self._ready = ReadyLaunches()
+        self._memory: PlanMemory | None = None
         if call.device is None:
             return
         self._key = _key(self._shape, require_hopper(call.device).sm_count)
-        nbytes = schedule_bytes(self._key)
         with call:
-            if workspace is None:
-                owner, self._buffer = call.empty((nbytes,), "uint8")
-                self._workspace = Workspace(owner, call)
-            else:
-                (self._buffer,) = cast("tuple[ArrayView]", call.views)
-                check_workspace(self._buffer, nbytes)
-                self._workspace = Workspace.at(workspace, self._buffer.ptr, call)
+            self._memory = PlanMemory(call, schedule_bytes(self._key), workspace)
 
     @classmethod
     def from_arrays(
@@ -513,25 +503,14 @@ class PagedMQALogitsPlan:
         shape = self._shape
         check_context_lens(view, shape.batch, shape.next_n, shape.per_row_lens)
         self._check_device(call)
-        if call.device is None:
+        memory = self._memory
+        if memory is None:
             self._lengths = np.array(to_numpy("context_lens", context_lens))
             return
         with call:
-            launch = prepare_paged_mqa_schedule(
-                _load_schedule(call), self._key, view, self._buffer, call.stream
-            )
-            self._workspace.hand_to(self, call)
-            launch()
-            self._workspace.note_use(call)
-        if call.stream != self._stream:
-            self._ready.clear()
-        self._stream = call.stream
-        self._lost_workspace = False
-
-    def lose_workspace(self) -> None:
-        """Forget the schedule: another plan is being updated in the same workspace."""
-        self._stream = None
-        self._lost_workspace = True
+            kernel = _load_schedule(call)
+            launch = prepare_paged_mqa_schedule(kernel, self._key, view, memory.buffer, call.stream)
+            memory.update(call, launch)
 
     def run(
         self,
@@ -579,30 +558,29 @@ class PagedMQALogitsPlan:
         arrays = _paged_arrays(q, kv_cache, weights, context_lens, block_table)
         call = open_call(tuple(arrays.items()), (("out", out),), stream=stream)
         key = (call.views, width, dtype, bool(clean))
-        ready = self._ready.get(key) if call.stream == self._stream else None
-        if ready is not None and not check_mode():
-            with call:
-                ready()
-                if self._workspace.away:
-                    self._workspace.note_use(call)
-            return out
+        memory = self._memory
+        if memory is not None and memory.serves(call.stream) and not check_mode():
+            ready = memory.ready.get(key)
+            if ready is not None:
+                with call:
+                    memory.run(call, ready)
+                return out
         *inputs, out_view = call.views
         self._check_ready(call)
         views = checked_paged(cast("list[ArrayView]", inputs))
         self._check_shape(views.shape)
         shape = (views.weights.shape[0], width)
         dtype = checked_out(out_view, shape, dtype)
-        if call.device is None:
+        if memory is None:
             return _paged_on_cpu(call, arrays, views, self._lengths, out, dtype, clean, width)
         with call:
             check_paged_data(call, views)
             kernel = _load_logits(call, views.shape, dtype)
             result = _Output.of(call, shape, dtype, out, out_view)
-            launch = _prepare_logits(call, kernel, self._key, views, self._buffer, result, clean)
-            launch()
-            self._workspace.note_use(call)
+            launch = _prepare_logits(call, kernel, self._key, views, memory.buffer, result, clean)
+            memory.run(call, launch)
             if result.given:
-                self._ready.keep(key, launch)
+                memory.ready.keep(key, launch)
             return result.export(call)
 
     def _check_device(self, call: Call) -> None:
@@ -615,23 +593,10 @@ class PagedMQALogitsPlan:
     def _check_ready(self, call: Call) -> None:
         """Check that the last update serves a run on the call's stream."""
         self._check_device(call)
-        on_gpu = call.device is not None
-        if call.stream == self._stream if on_gpu else self._lengths is not None:
-            return
-        if self._lost_workspace:
-            raise ValueError(
-                "plan: its workspace has been taken by another plan, whose update came later; call "
-                "plan.update(context_lens) again, behind the runs of that plan, or give each plan "
-                "a workspace of its own"
-            )
-        if self._stream is None:
-            raise ValueError(
-                "plan: never updated; call plan.update(context_lens) before the first run"
-            )
-        raise ValueError(
-            f"plan: updated on stream {self._stream:#x}, got a run on stream {call.stream:#x}; a "
-            f"plan serves one stream at a time: call plan.update on this stream first"
-        )
+        if self._memory is not None:
+            self._memory.check_serves(call.stream, "context_lens")
+        elif self._lengths is None:
+            raise never_updated("context_lens")
 
     def _check_shape(self, shape: PagedShape) -> None:
         if shape != self._shape:

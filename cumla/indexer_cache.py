@@ -20,6 +20,7 @@ from cumla.checks import (
     copy_to_host,
     may_look,
 )
+from cumla.indexer_pages import E4M3, HEAD_DIMS, fused_pages, one_of, pair_of_pages
 from cumla.launch.append_indexer_cache import (
     AppendIndexerArguments,
     append_indexer_spec,
@@ -48,11 +49,6 @@ _ready_quantize = ReadyLaunches()
 _ready_append = ReadyLaunches()
 
 _FLOATS = ("bfloat16", "float16", "float32")
-_E4M3 = ("float8_e4m3fn", "uint8")
-_PAGE_SIZES = (16, 32, 64, 128)
-_HEAD_DIMS = (32, 64, 128)
-_SCALE_BYTES = 4
-_ALIGNMENT = 16  # bytes: of pages
 
 
 def quantize_fp8(
@@ -162,7 +158,7 @@ def _checked_quantize(call: Call) -> tuple[ArrayView, ArrayView | None, ArrayVie
         )
     check_layout("x", rows)
     if values is not None:
-        check_output("out", values, rows.shape, _E4M3)
+        check_output("out", values, rows.shape, E4M3)
         check_layout("out", values)
     if scale is not None:
         check_output("scale_out", scale, rows.shape[:-1], ("float32",))
@@ -315,94 +311,23 @@ def _checked_append(views: Mapping[str, ArrayView]) -> AppendIndexerArguments:
     k, slots = views["k"], views["slot_mapping"]
     if k.dtype not in _FLOATS:
         raise TypeError(f"k: needs {' or '.join(_FLOATS)}, got {k.dtype}; convert it first")
-    if len(k.shape) != 2 or k.shape[1] not in _HEAD_DIMS:
+    if len(k.shape) != 2 or k.shape[1] not in HEAD_DIMS:
         raise ValueError(
-            f"k: needs shape (tokens, head_dim) with head_dim {_either(_HEAD_DIMS)}, got "
+            f"k: needs shape (tokens, head_dim) with head_dim {one_of(HEAD_DIMS)}, got "
             f"{k.shape}; reshape it, or pad its rows and the cache's with zeros"
         )
     check_layout("k", k)
     head_dim = k.shape[1]
+    for name, view in views.items():
+        if name.startswith("kv_cache"):
+            _check_written(name, view)
     if "kv_cache" in views:
-        values, scales = _fused_parts(views["kv_cache"], head_dim)
+        values, scales = fused_pages(views["kv_cache"], head_dim)
     else:
-        values, scales = _split_parts(views["kv_cache[0]"], views["kv_cache[1]"], head_dim)
+        values, scales = pair_of_pages(views["kv_cache[0]"], views["kv_cache[1]"], head_dim)
+        check_layout("kv_cache[0]", values)
     check_integers("slot_mapping", slots, ("int32", "int64"), "(tokens,)", (k.shape[0],))
     return AppendIndexerArguments(k, values, scales, slots)
-
-
-def _fused_parts(cache: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]:
-    """Check fused pages, and give their values and their scales."""
-    name, row_bytes = "kv_cache", head_dim + _SCALE_BYTES
-    if cache.dtype != "uint8":
-        raise TypeError(f"{name}: needs uint8, got {cache.dtype}; view its bytes, or pass a pair")
-    pages = _without_head_axis(name, cache, row_bytes)
-    _check_written(name, pages)
-    num_pages, page_size, _ = pages.shape
-    if pages.strides[1:] != (row_bytes, 1):
-        raise ValueError(
-            f"{name}: needs contiguous pages, got byte strides {cache.strides} for rows of "
-            f"{row_bytes} bytes; only pages may be padded"
-        )
-    stride = pages.strides[0]
-    if pages.ptr % _ALIGNMENT or (num_pages > 1 and (stride % _ALIGNMENT or stride < 0)):
-        raise ValueError(
-            f"{name}: needs an address and a page stride that are multiples of {_ALIGNMENT} bytes, "
-            f"and no negative one, got address {pages.ptr:#x} and page stride {stride}; pad the "
-            f"pages, or copy them"
-        )
-    values = pages._replace(shape=(num_pages, page_size, head_dim), strides=(stride, head_dim, 1))
-    scales = pages._replace(
-        ptr=pages.ptr + page_size * head_dim,
-        shape=(num_pages, page_size),
-        strides=(stride, _SCALE_BYTES),
-        dtype="float32",
-    )
-    return values, scales
-
-
-def _split_parts(
-    values: ArrayView, scales: ArrayView, head_dim: int
-) -> tuple[ArrayView, ArrayView]:
-    """Check a pair of values and scales."""
-    first, second = "kv_cache[0]", "kv_cache[1]"
-    if values.dtype not in _E4M3:
-        raise TypeError(f"{first}: needs {' or '.join(_E4M3)}, got {values.dtype}; convert it")
-    values = _without_head_axis(first, values, head_dim)
-    _check_written(first, values)
-    check_layout(first, values)
-    check_output(second, scales, values.shape[:2], ("float32",))
-    check_elements(second, scales)
-    return values, scales
-
-
-def _without_head_axis(name: str, cache: ArrayView, columns: int) -> ArrayView:
-    """Check the shape of pages; (num_pages, page_size, columns) of it."""
-    view = cache
-    if len(cache.shape) == 4 and cache.shape[2] == 1:
-        view = cache._replace(
-            shape=cache.shape[:2] + cache.shape[3:], strides=cache.strides[:2] + cache.strides[3:]
-        )
-    if len(view.shape) != 3 or view.shape[2] != columns:
-        raise ValueError(
-            f"{name}: needs shape (num_pages, page_size, {columns}), or (num_pages, page_size, 1, "
-            f"{columns}), for the {_bytes_of(name, columns)} of a token, got {cache.shape}; "
-            f"reshape it"
-        )
-    if view.shape[0] == 0 or view.shape[1] not in _PAGE_SIZES:
-        raise ValueError(
-            f"{name}: needs at least one page, of {_either(_PAGE_SIZES)} tokens, got shape "
-            f"{cache.shape}; allocate it so"
-        )
-    return view
-
-
-def _bytes_of(name: str, columns: int) -> str:
-    fused = name == "kv_cache"
-    return f"{columns - _SCALE_BYTES} values and the scale" if fused else f"{columns} values"
-
-
-def _either(numbers: tuple[int, ...]) -> str:
-    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
 
 
 def _check_written(name: str, view: ArrayView) -> None:

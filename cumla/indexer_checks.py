@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the arguments of the indexer's logits must look like; all of it before anything is launched.
 
-Keys and scales that share the pages of one cache are taken apart here, too.
+What the pages of a cache must look like stands in `cumla.indexer_pages`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,17 @@ from cumla.checks import (
     check_own_memory,
     copy_to_host,
     may_look,
+)
+from cumla.indexer_pages import (
+    E4M3,
+    HEAD_DIMS,
+    PAGE_SIZES,
+    check_page_size,
+    check_page_stride,
+    check_shape,
+    fused_pages,
+    one_of,
+    pair_of_pages,
 )
 from cumla.launch.mqa_logits import mqa_logits_spec
 from cumla.launch.paged_mqa_logits import paged_mqa_logits_spec
@@ -51,12 +62,8 @@ __all__ = [
 ]
 
 HEADS = (8, 16, 32, 64)
-HEAD_DIMS = (32, 64, 128)
-PAGE_SIZES = (16, 32, 64, 128)
 MOST_NEXT_N = 8
 LOGITS_DTYPES = ("float32", "bfloat16")
-_E4M3 = ("float8_e4m3fn", "uint8")  # the latter with the bits of the former
-_SCALE_BYTES = 4  # of a token in a fused cache
 
 
 class PagedShape(NamedTuple):
@@ -151,7 +158,7 @@ def check_shape_numbers(shape: PagedShape) -> None:
         check_number(name, getattr(shape, name), "nothing to plan for")
     _check_sizes("num_heads", shape.num_heads, "head_dim", shape.head_dim)
     _check_next_n("next_n", shape.next_n)
-    _check_page_size("page_size", shape.page_size)
+    check_page_size("page_size", shape.page_size)
 
 
 def checked_logits_specs(num_heads: int, head_dim: int) -> tuple[KernelSpec, ...]:
@@ -169,12 +176,12 @@ def checked_logits_specs(num_heads: int, head_dim: int) -> tuple[KernelSpec, ...
 def _check_sizes(heads_name: str, num_heads: int, dim_name: str, head_dim: int) -> None:
     if num_heads not in HEADS:
         raise ValueError(
-            f"{heads_name}: needs {_one_of(HEADS)} heads, got {num_heads}; pad them with heads of "
+            f"{heads_name}: needs {one_of(HEADS)} heads, got {num_heads}; pad them with heads of "
             f"weight 0"
         )
     if head_dim not in HEAD_DIMS:
         raise ValueError(
-            f"{dim_name}: needs a head_dim of {_one_of(HEAD_DIMS)}, got {head_dim}; pad queries "
+            f"{dim_name}: needs a head_dim of {one_of(HEAD_DIMS)}, got {head_dim}; pad queries "
             f"and keys with zeros"
         )
 
@@ -185,19 +192,6 @@ def _check_next_n(name: str, next_n: int) -> None:
             f"{name}: needs at most {MOST_NEXT_N} queries of a request, got next_n {next_n}; pass "
             f"them in several calls, or as requests of their own"
         )
-
-
-def _check_page_size(name: str, page_size: int) -> None:
-    if page_size not in PAGE_SIZES:
-        raise ValueError(
-            f"{name}: needs a page size of {_one_of(PAGE_SIZES)} tokens, got {page_size}; allocate "
-            f"the cache so"
-        )
-
-
-def _one_of(values: tuple[int, ...]) -> str:
-    *most, last = values
-    return f"{', '.join(str(value) for value in most)} or {last}"
 
 
 # --- inputs ---------------------------------------------------------------------------------------
@@ -218,7 +212,7 @@ def checked_prefill(views: Sequence[ArrayView]) -> PrefillViews:
     for name, bounds in (("ks", ks), ("ke", ke)):
         if bounds.dtype != "int32":
             raise TypeError(f"{name}: needs int32, got {bounds.dtype}; convert it first")
-        _check_shape(name, bounds, "(seq_len,)", (seq_len,))
+        check_shape(name, bounds, "(seq_len,)", (seq_len,))
         check_elements(name, bounds)
     return PrefillViews(q, k, k_scale, weights, ks, ke)
 
@@ -250,7 +244,7 @@ def _checked_cache(q: ArrayView, cache: Sequence[ArrayView]) -> tuple[ArrayView,
     _check_next_n("q", next_n)
     check_layout("q", q)
     if len(cache) == 1:
-        return _split(cache[0], head_dim)
+        return fused_pages(cache[0], head_dim)
     k_cache, scale_cache = cache
     return _checked_pair(k_cache, scale_cache, head_dim)
 
@@ -299,75 +293,23 @@ def check_context_lens(view: ArrayView, batch: int, next_n: int, per_row: bool) 
         check_int32("context_lens", view, "(batch,)", (batch,))
 
 
-def _split(view: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]:
-    """Check a cache of fused pages, and give its keys and its scales."""
-    width = head_dim + _SCALE_BYTES
-    if view.dtype != "uint8":
-        raise TypeError(
-            f"kv_cache: needs uint8, the bytes of keys and scales, got {view.dtype}; view it so, "
-            f"or pass keys and scales as a pair"
-        )
-    flat = _without_head_axis(view)
-    if len(flat.shape) != 3 or flat.shape[2] != width:
-        raise ValueError(
-            f"kv_cache: needs shape (num_pages, page_size, 1, {width}), or the same without the 1, "
-            f"for a head_dim of {head_dim} and {_SCALE_BYTES} bytes of a scale, got {view.shape}; "
-            f"allocate it so, or pass keys and scales as a pair"
-        )
-    _check_pages("kv_cache", flat)
-    num_pages, page_size, _ = flat.shape
-    page_stride, row_stride, stride = flat.strides
-    if (row_stride, stride) != (width, 1):
-        raise ValueError(
-            f"kv_cache: needs pages whose bytes are contiguous, got strides {view.strides}; only "
-            f"the pages may lie apart"
-        )
-    _check_page_stride("kv_cache", flat)
-    keys = flat._replace(
-        shape=(num_pages, page_size, head_dim),
-        strides=(page_stride, head_dim, 1),
-        dtype="float8_e4m3fn",
-    )
-    scales = flat._replace(
-        ptr=flat.ptr + page_size * head_dim,
-        shape=(num_pages, page_size),
-        strides=(page_stride, _SCALE_BYTES),
-        dtype="float32",
-    )
-    return keys, scales
-
-
 def _checked_pair(
     k_cache: ArrayView, scale_cache: ArrayView, head_dim: int
 ) -> tuple[ArrayView, ArrayView]:
     """Check a cache whose keys and scales are arrays of their own."""
-    keys = _without_head_axis(k_cache)
-    _check_e4m3("kv_cache[0]", keys, "(num_pages, page_size, head_dim)", 3)
-    _check_head_dim("kv_cache[0]", keys, head_dim)
-    _check_pages("kv_cache[0]", keys)
+    keys, scales = pair_of_pages(k_cache, scale_cache, head_dim)
     if keys.strides[1:] != (head_dim, 1):
         raise ValueError(
             f"kv_cache[0]: needs pages whose keys are contiguous, got strides {k_cache.strides}; "
             f"only the pages may lie apart"
         )
-    _check_page_stride("kv_cache[0]", keys)
-    axes = "(num_pages, page_size)"
-    _check_float32("kv_cache[1]", scale_cache, axes, keys.shape[:2])
-    check_layout("kv_cache[1]", scale_cache)
-    return keys, scale_cache
-
-
-def _without_head_axis(view: ArrayView) -> ArrayView:
-    """Take (num_pages, page_size, columns) for a cache with its one kv head."""
-    if len(view.shape) != 4 or view.shape[2] != 1:
-        return view
-    return view._replace(
-        shape=(*view.shape[:2], view.shape[3]), strides=(*view.strides[:2], view.strides[3])
-    )
+    check_page_stride("kv_cache[0]", keys)
+    check_layout("kv_cache[1]", scales)
+    return keys, scales
 
 
 def _check_e4m3(name: str, view: ArrayView, axes: str, count: int) -> None:
-    if view.dtype not in _E4M3:
+    if view.dtype not in E4M3:
         raise TypeError(
             f"{name}: needs float8_e4m3fn, or uint8 with its bits, got {view.dtype}; quantise it, "
             f"e.g. with cumla.quantize_fp8"
@@ -389,31 +331,11 @@ def _check_head_dim(name: str, view: ArrayView, head_dim: int) -> None:
         )
 
 
-def _check_pages(name: str, view: ArrayView) -> None:
-    if view.shape[0] == 0:
-        raise ValueError(
-            f"{name}: needs at least one page, got shape {view.shape}; skip the call where there "
-            f"is no cache"
-        )
-    _check_page_size(name, view.shape[1])
-
-
-def _check_page_stride(name: str, view: ArrayView) -> None:
-    """Check alignment as `check_layout` does, where the rows may be of any width."""
-    pages = view._replace(shape=(view.shape[0], 1), strides=(view.strides[0], 1), dtype="uint8")
-    check_layout(name, pages)
-
-
 def _check_float32(name: str, view: ArrayView, axes: str, shape: tuple[int, ...]) -> None:
     if view.dtype != "float32":
         raise TypeError(f"{name}: needs float32, got {view.dtype}; convert it first")
-    _check_shape(name, view, axes, shape)
+    check_shape(name, view, axes, shape)
     check_elements(name, view)
-
-
-def _check_shape(name: str, view: ArrayView, axes: str, shape: tuple[int, ...]) -> None:
-    if view.shape != shape:
-        raise ValueError(f"{name}: needs shape {axes} = {shape}, got {view.shape}; reshape it")
 
 
 # --- the result -----------------------------------------------------------------------------------

@@ -9,17 +9,20 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from cumla._driver import driver
 from cumla._lifetime import keep_until_event
 from cumla.arrays import order_streams
+from cumla.checks import check_workspace
 from cumla.errors import CumlaError
+from cumla.launch.kernel import ReadyLaunches
 
 if TYPE_CHECKING:
-    from cumla.arrays import Call
+    from cumla.arrays import ArrayView, Call
+    from cumla.launch.kernel import PreparedLaunch
 
-__all__ = ["User", "Workspace"]
+__all__ = ["PlanMemory", "User", "Workspace", "never_updated"]
 
 _log = logging.getLogger(__name__)
 
@@ -131,3 +134,82 @@ class Workspace:
 
 # The workspaces that callers gave, by address, as long as anyone uses them.
 _given: weakref.WeakValueDictionary[int, Workspace] = weakref.WeakValueDictionary()
+
+
+class PlanMemory:
+    """A plan's buffer on the GPU, and the stream on which its schedule was computed.
+
+    Parameters
+    ----------
+    call : Call
+        In which the plan is made, entered; its only view is the workspace's.
+    nbytes : int
+        Size of the buffer.
+    workspace : array or None
+        The caller's, if there is one.
+
+    Attributes
+    ----------
+    buffer : ArrayView
+        The memory.
+    ready : ReadyLaunches
+        Launches of runs that were found in order, on the stream of the last update.
+    """
+
+    def __init__(self, call: Call, nbytes: int, workspace: Any) -> None:
+        self.buffer: ArrayView
+        if workspace is None:
+            owner, self.buffer = call.empty((nbytes,), "uint8")
+            self._workspace = Workspace(owner, call)
+        else:
+            (self.buffer,) = cast("tuple[ArrayView]", call.views)
+            check_workspace(self.buffer, nbytes)
+            self._workspace = Workspace.at(workspace, self.buffer.ptr, call)
+        self.ready = ReadyLaunches()
+        self._stream: int | None = None  # of the last update
+        self._lost = False  # to another plan, since the last update
+
+    def lose_workspace(self) -> None:
+        """Forget the schedule: another plan is being updated in the same workspace."""
+        self._stream = None
+        self._lost = True
+
+    def update(self, call: Call, launch: PreparedLaunch) -> None:
+        """Have the schedule computed by `launch`, on the call's stream."""
+        self._workspace.hand_to(self, call)
+        self.run(call, launch)
+        if call.stream != self._stream:
+            self.ready.clear()
+        self._stream = call.stream
+        self._lost = False
+
+    def run(self, call: Call, launch: PreparedLaunch) -> None:
+        """Launch what uses the schedule, on the call's stream."""
+        launch()
+        self._workspace.note_use(call)
+
+    def serves(self, stream: int) -> bool:
+        """Tell whether a run on a stream can do without an update before it."""
+        return stream == self._stream
+
+    def check_serves(self, stream: int, lengths: str) -> None:
+        """Refuse a run that needs an update, with the argument of that in the message."""
+        if self.serves(stream):
+            return
+        if self._lost:
+            raise ValueError(
+                f"plan: its workspace has been taken by another plan, whose update came later; "
+                f"call plan.update({lengths}) again, behind the runs of that plan, or give each "
+                f"plan a workspace of its own"
+            )
+        if self._stream is None:
+            raise never_updated(lengths)
+        raise ValueError(
+            f"plan: updated on stream {self._stream:#x}, got a run on stream {stream:#x}; a plan "
+            f"serves one stream at a time: call plan.update on this stream first"
+        )
+
+
+def never_updated(lengths: str) -> ValueError:
+    """Make the error of a run before the first update, whose argument is `lengths`."""
+    return ValueError(f"plan: never updated; call plan.update({lengths}) before the first run")

@@ -178,6 +178,13 @@ class FakeCuPy(types.ModuleType):
                 for length in shape[:0:-1]:
                     steps.insert(0, steps[0] * length)
                 self.strides = tuple(steps)
+                self.base = None
+
+            def view(self, dtype):
+                one_byte = type(self)(self.shape, dtype, self.data.device_id, self.data.ptr)
+                assert one_byte.strides == self.strides
+                one_byte.base = self
+                return one_byte
 
         class Stream(FakeStream):
             null = module.null
@@ -196,6 +203,8 @@ class FakeCuPy(types.ModuleType):
         )
 
     def empty(self, shape, dtype):
+        if np.dtype(dtype).name.startswith("float8"):  # as CuPy 14.2
+            raise ValueError(f"Unsupported dtype {np.dtype(dtype)}")
         self.allocated.append((shape, np.dtype(dtype).name, self.stream.ptr))
         return self.ndarray(shape, dtype, device=0, ptr=0x2000)
 
@@ -941,6 +950,51 @@ def test_jax_results_are_cupys_and_ordered_behind_the_stream(fake_jax, cuda, cup
     assert cuda.recorded[0] == 640
 
 
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def test_jax_results_of_fp8_are_bytes_of_cupys(fake_jax, cupy):
+    with open_call((("q", fake_jax.Array()),), stream=640) as call:
+        array, view = call.empty((2, 3), "float8_e4m3fn")
+        result = call.export(array)
+    assert cupy.allocated == [((2, 3), "uint8", 640)]
+    assert view == result.view == ArrayView(0x2000, (2, 3), (3, 1), "float8_e4m3fn", 0)
+    memory = weakref.ref(array.base)
+    del array
+    assert not freed(memory)
+
+
+def test_a_jax_that_takes_no_fp8_gets_bytes(fake_jax, monkeypatch):
+    take = fake_jax.dlpack.from_dlpack
+
+    def old(exporter):
+        if exporter._view.dtype == E4M3.name:
+            exporter.__dlpack__(stream=77)
+            raise RuntimeError("UNIMPLEMENTED: Unknown or invalid DLPack type code 10")
+        return take(exporter)
+
+    monkeypatch.setattr(fake_jax.dlpack, "from_dlpack", old)
+    fake_jax.lax = types.SimpleNamespace(bitcast_convert_type=lambda bits, dtype: (bits, dtype))
+    before = len(_lend._lent)
+    with open_call((("q", fake_jax.Array()),), stream=640) as call:
+        array, _ = call.empty((2, 3), E4M3.name)
+        bits, dtype = call.export(array)
+    assert (bits.view.ptr, bits.view.dtype, dtype) == (0x2000, "uint8", E4M3)
+    assert len(_lend._lent) == before + 1
+
+
+def test_what_jax_does_not_take_for_another_reason_is_an_error(fake_jax, monkeypatch):
+    def refuse(exporter):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(fake_jax.dlpack, "from_dlpack", refuse)
+    with open_call((("q", fake_jax.Array()),), stream=640) as call:
+        for dtype in ("bfloat16", E4M3.name):
+            array, _ = call.empty((2, 3), dtype)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                call.export(array)
+
+
 @pytest.mark.parametrize(("reader", "waits"), [(None, [(0, 1)]), (-1, []), (640, [])])
 def test_jax_readers_that_need_no_order(fake_jax, cuda, reader, waits):
     fake_jax.reader = reader
@@ -1077,6 +1131,17 @@ def test_jax_itself_takes_them_and_gives_them_back(cuda, monkeypatch, traced):
     assert alive() is None
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "float32"])
+def test_jax_itself_sees_the_dtype(cuda, monkeypatch, dtype):
+    jax = pytest.importorskip("jax")
+    monkeypatch.setattr(_lend, "_CUDA", 1)
+    values = aligned(64).view(getattr(ml_dtypes, dtype, dtype))
+    values[:] = np.arange(len(values)) % 16
+    result = lend_to_jax(jax, values)
+    assert result.dtype == values.dtype
+    np.testing.assert_array_equal(np.asarray(result), values)
+
+
 @pytest.mark.parametrize("how", ["held", "held by JAX", "dropped", "fenced", "in a thread"])
 def test_interpreter_exit_with_jax_results(how):
     """Memory that JAX drops late must not call into an interpreter that is gone."""
@@ -1147,11 +1212,29 @@ def test_capture_forbids_cupy_allocations(cuda, cupy):
     cuda.capturing.add(5)
     with open_call((("q", cupy.ndarray()),), stream=5) as call:
         assert call.capturing
-        with pytest.raises(NotPreparedError, match="out=, lse= and plan="):
-            call.empty((2,), "float16")
-        with pytest.raises(NotPreparedError, match="out=, lse= and plan="):
-            call.workspace(256)
+        for allocate in (lambda: call.empty((2,), "float16"), lambda: call.workspace(256)):
+            with pytest.raises(NotPreparedError, match="captures: pass plan= or workspace= where"):
+                allocate()
     assert cupy.allocated == []
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ((), "out=, scale_out= and plan="),
+        (("out",), "scale_out= and plan="),
+        (("scale_out",), "out= and plan="),
+    ],
+)
+def test_a_refusal_under_capture_names_the_outputs_that_were_not_given(cuda, cupy, given, named):
+    cuda.capturing.add(5)
+    outputs = tuple(
+        (name, cupy.ndarray() if name in given else None) for name in ("out", "scale_out")
+    )
+    message = f"captures: pass {named}.* before the capture"
+    call = open_call((("q", cupy.ndarray()),), outputs, stream=5)
+    with call, pytest.raises(NotPreparedError, match=message):
+        call.empty((2,), "float16")
 
 
 def test_capture_forbids_imports(cuda, fake_jax):

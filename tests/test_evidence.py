@@ -90,6 +90,14 @@ def test_a_kernel_has_all_its_entry_points_in_its_evidence() -> None:
         },
         "append_indexer_cache": {f"append_indexer_cache_{dtype}" for dtype in floats},
         "quantize_fp8": {f"quantize_fp8_{dtype}" for dtype in floats},
+        "mqa_logits": {f"mqa_logits_h{h}_d{d}" for h in (8, 16, 32, 64) for d in (32, 64, 128)},
+        "paged_mqa_schedule": {"paged_mqa_schedule"},
+        "paged_mqa_logits": {
+            f"paged_mqa_logits_h{heads}_d{dim}_n{columns}"
+            for heads in (32, 64)
+            for dim in (32, 64, 128)
+            for columns in (64, 128, 256)
+        },
     }
     assert set(record.stems()) == set(wanted)
     for stem, names in wanted.items():

@@ -162,7 +162,10 @@ def test_dtype_of_a_fused_cache(dtype: Any) -> None:
 
 
 def test_dtypes_of_a_pair() -> None:
-    message = ("kv_cache[0]: needs float8_e4m3fn or uint8, got float16", "; convert")
+    message = (
+        "kv_cache[0]: needs float8_e4m3fn, or uint8 with its bits, got float16",
+        "; quantise",
+    )
     refuse(TypeError, *message, **pair(values=aligned((6, 16, 64), np.float16)))
     refuse(TypeError, "kv_cache[1]: needs float32, got", **pair(scales=aligned((6, 16), BF16)))
 
@@ -175,34 +178,41 @@ def test_shape_of_a_fused_cache(shape: tuple[int, ...]) -> None:
     refuse(ValueError, *message, f"got {shape}", **make(kv_cache=aligned(shape, np.uint8)))
 
 
-@pytest.mark.parametrize("shape", [(0, 16, 68), (6, 0, 68), (6, 48, 68), (6, 256, 68), (6, 1, 68)])
-def test_page_sizes(shape: tuple[int, ...]) -> None:
-    message = (
-        "kv_cache: needs at least one page, of 16, 32, 64 or 128 tokens",
-        f"got shape {shape}",
-    )
-    refuse(ValueError, *message, **make(kv_cache=aligned(shape, np.uint8)))
+@pytest.mark.parametrize("size", [0, 1, 48, 256])
+def test_page_sizes(size: int) -> None:
+    message = f"kv_cache: needs a page size of 16, 32, 64 or 128 tokens, got {size}"
+    refuse(ValueError, message, **make(kv_cache=aligned((6, size, 68), np.uint8)))
+
+
+def test_a_cache_has_pages() -> None:
+    message = ("kv_cache: needs at least one page", "got shape (0, 16, 68)", "; skip")
+    refuse(ValueError, *message, **make(kv_cache=aligned((0, 16, 68), np.uint8)))
 
 
 def test_shapes_of_a_pair() -> None:
     values = aligned((6, 16, 128), FP8)
     refuse(ValueError, "kv_cache[0]: ", "64 values of a token", **pair(values=values))
     scales = aligned((6, 32), np.float32)
-    refuse(ValueError, "kv_cache[1]: needs shape (6, 16), got (6, 32)", **pair(scales=scales))
+    refuse(
+        ValueError,
+        "kv_cache[1]: needs shape (num_pages",
+        "(6, 16), got (6, 32)",
+        **pair(scales=scales),
+    )
     refuse(ValueError, "kv_cache: ", "a pair", "got 3", **make(kv_cache=(values, scales, scales)))
 
 
 def test_layout_of_a_fused_cache() -> None:
     padded_rows = aligned((6, 16, 84), np.uint8)[..., :68]
-    refuse(ValueError, "kv_cache: needs contiguous pages", **make(kv_cache=padded_rows))
+    refuse(ValueError, "kv_cache: needs pages whose bytes are", **make(kv_cache=padded_rows))
     swapped = aligned((16, 6, 68), np.uint8).swapaxes(0, 1)
-    refuse(ValueError, "kv_cache: needs contiguous pages", **make(kv_cache=swapped))
+    refuse(ValueError, "kv_cache: needs pages whose bytes are", **make(kv_cache=swapped))
     shifted = aligned((6, 16, 68), np.uint8, shift=8)
-    refuse(ValueError, "kv_cache: needs an address and a page stride", **make(kv_cache=shifted))
+    refuse(ValueError, "kv_cache: needs an address", "of 16 bytes", **make(kv_cache=shifted))
     odd = aligned((6, 17, 68), np.uint8)[:, :16]
-    refuse(ValueError, "kv_cache: needs an address and a page stride", **make(kv_cache=odd))
+    refuse(ValueError, "kv_cache: needs strides", "got 1156", **make(kv_cache=odd))
     backwards = aligned((6, 16, 68), np.uint8)[::-1]
-    refuse(ValueError, "kv_cache: ", "no negative one", **make(kv_cache=backwards))
+    refuse(ValueError, "kv_cache: ", "not negative", **make(kv_cache=backwards))
     one_page = aligned((6, 16, 68), np.uint8)
     same = np.lib.stride_tricks.as_strided(one_page, one_page.shape, (0, 68, 1))
     refuse(ValueError, "kv_cache: needs memory of its own", **make(kv_cache=same))
@@ -259,7 +269,8 @@ def test_torch_tensors(dtype: str) -> None:
     values, scale = cumla.quantize_fp8(x)
     assert (values.dtype, scale.dtype) == (torch.float8_e4m3fn, torch.float32)
     error = (values.float() * scale[:, None] - x.float()).abs()
-    assert (error <= 16 * scale[:, None]).all()
+    most = 16 * (1 + 2**-20)  # half a step of the largest numbers; the division rounds, too
+    assert (error <= most * scale[:, None]).all()
     out, scale_out = torch.empty_like(values), torch.empty_like(scale)
     result = cumla.quantize_fp8(x, out=out, scale_out=scale_out)
     assert result.values is out

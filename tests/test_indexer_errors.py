@@ -168,7 +168,11 @@ def test_tables_are_int32(make: Any, name: str, shape: tuple[int, ...], dtype: s
         (paged, {"kv_cache": np.zeros((6, 16 * 36), np.uint8)}, ("kv_cache: ", "1, 36")),
         (paged, {"kv_cache": np.zeros((6, 48, 36), np.uint8)}, ("kv_cache: ", "64 or 128", "48")),
         (paged, {"kv_cache": np.zeros((0, 16, 36), np.uint8)}, ("kv_cache: ", "one page", "skip")),
-        (paged, {"kv_cache": pair(k=np.zeros((6, 16, 64), E4M3))}, ("kv_cache[0]: ", "dim 32")),
+        (
+            paged,
+            {"kv_cache": pair(k=np.zeros((6, 16, 64), E4M3))},
+            ("kv_cache[0]: ", "32 values of"),
+        ),
         (paged, {"kv_cache": pair(k=np.zeros((6, 8, 32), E4M3))}, ("kv_cache[0]: ", "got 8")),
         (
             paged,
@@ -653,7 +657,9 @@ def test_a_launch_is_repeated_for_the_same_arrays(
     refuse(prefill, ValueError, "q: needs an address", "got 0x1008", **given, out=out)
 
 
-def test_a_plan_launches_its_schedule_once(cupy: FakeCuPy, launched: Launches) -> None:
+def test_a_plan_launches_its_schedule_once(
+    cupy: FakeCuPy, driver: FakeDriver, launched: Launches
+) -> None:
     given = on_gpu(cupy, paged())
     plan = plan_of(given)
     out = cupy.ndarray((6, 50), "float32")
@@ -664,8 +670,11 @@ def test_a_plan_launches_its_schedule_once(cupy: FakeCuPy, launched: Launches) -
     assert launched[0][1][0][2] == launched[1][1][0][1].buffer
     refuse(paged, ValueError, "plan: updated on stream 0x0", **given, plan=plan, stream=5)
     refuse(paged, ValueError, "out: needs shape", **given | {"max_context_len": 51}, out=out)
+    assert driver.recorded == []
     plan.update(given["context_lens"], stream=5)
-    plan.run(**given, out=out, stream=5)
+    for _ in range(2):
+        plan.run(**given, out=out, stream=5)
+    assert driver.recorded == [5, 5, 5]  # each use away from where the buffer was allocated
     refuse(paged, ValueError, "plan: updated on stream 0x5", **given, plan=plan)
 
 

@@ -76,6 +76,24 @@ def test_the_example_that_writes_a_cache() -> None:
     assert rows.any(dim=1).nonzero().ravel().tolist() == [7, 64, 65, 130]
 
 
+@pytest.mark.parametrize(
+    ("title", "seen"),
+    [("The indexer of sparse attention", [128, 70]), ("The indexer in a prefill", range(1, 97))],
+)
+def test_the_examples_of_the_indexer(title: str, seen: Any) -> None:
+    torch = pytest.importorskip("torch")
+    names = run_example(title)
+    logits, columns = names["logits"], names["logits"].shape[1]
+    assert logits.shape == (len(seen), columns)
+    assert columns == max(seen)
+    visible = torch.arange(columns)[None, :] < torch.tensor(list(seen))[:, None]
+    assert torch.equal(logits.isneginf(), ~visible)
+    values = logits[visible]  # of positive weights
+    assert bool(values.isfinite().all())
+    assert bool((values >= 0).all())
+    assert float(values.max()) > 0
+
+
 def test_messages_are_the_real_ones() -> None:
     pytest.importorskip("torch")
     names = run_example("PyTorch")

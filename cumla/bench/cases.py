@@ -52,12 +52,19 @@ class Ceilings:
         An 8192 x 8192 x 8192 bfloat16 matrix product of random numbers.
     empty_us : float
         An empty kernel between two events.
+    fp8_tflops : float
+        The matrix product with float8_e4m3fn; 0 in files that are older than this.
+    fp8_scaled : bool
+        Whether it was not measured but scaled: from the bfloat16 one, by the ratio of the two on
+        another GPU.
     """
 
     read_gbps: float
     copy_gbps: float
     matmul_tflops: float
     empty_us: float
+    fp8_tflops: float = 0.0
+    fp8_scaled: bool = False
 
     @classmethod
     def from_json(cls, figures: dict[str, Any]) -> Ceilings:
@@ -67,15 +74,19 @@ class Ceilings:
             copy_gbps=float(figures["copy_GBps"]),
             matmul_tflops=float(figures["bf16_matmul_TFLOPs"]),
             empty_us=float(figures["empty_kernel_us"]),
+            fp8_tflops=float(figures.get("fp8_matmul_TFLOPs", 0.0)),
+            fp8_scaled=bool(figures.get("fp8_scaled", False)),
         )
 
-    def to_json(self) -> dict[str, float]:
+    def to_json(self) -> dict[str, float | bool]:
         """Name the figures as the results file does."""
         return {
             "read_GBps": self.read_gbps,
             "copy_GBps": self.copy_gbps,
             "bf16_matmul_TFLOPs": self.matmul_tflops,
             "empty_kernel_us": self.empty_us,
+            "fp8_matmul_TFLOPs": self.fp8_tflops,
+            "fp8_scaled": self.fp8_scaled,
         }
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from cumla.bench.cases import PAGE_SIZE, Ceilings
 from cumla.bench.gpu import DTYPES, Gpu, bench_spec
+from cumla.bench.peers import load_peers
 from cumla.bench.timing import time_cold
 from cumla.launch.mla_plan import HEAD_DIM
 from cumla.launch.tensor_map import paged_kv_map
@@ -76,13 +77,35 @@ def measure(gpu: Gpu) -> Ceilings:
     product, stream = _matmul(gpu, large)
     with stream:
         matmul = time_cold(gpu, product, repeats=15)
+    tflops = _product_tflops(matmul.us)
+    fp8_tflops, fp8_scaled = _fp8_tflops(gpu, large, tflops)
     empty = time_cold(gpu, lambda: gpu.launch(EMPTY, 1, _EMPTY_PARAMS, (0,)))
     return Ceilings(
         read_gbps=large.nbytes / (read.us * 1e3),
         copy_gbps=large.nbytes / (copy.us * 1e3),  # half of it read, half of it written
-        matmul_tflops=2 * _MATMUL_SIZE**3 / (matmul.us * 1e6),
+        matmul_tflops=tflops,
         empty_us=empty.us,
+        fp8_tflops=fp8_tflops,
+        fp8_scaled=fp8_scaled,
     )
+
+
+def _product_tflops(us: float) -> float:
+    return 2 * _MATMUL_SIZE**3 / (us * 1e6)
+
+
+def _fp8_tflops(gpu: Gpu, large: Any, bfloat16_tflops: float) -> tuple[float, bool]:
+    """Measure a product of float8_e4m3fn matrices; without PyTorch's, scale the other product.
+
+    CuPy has no binding of cuBLASLt, where such products are.
+    """
+    made = _fp8_matmul(gpu, large)
+    if made is None:
+        other = load_peers().ceilings
+        return bfloat16_tflops * other.fp8_tflops / other.matmul_tflops, True
+    product, stream = made
+    with stream:
+        return _product_tflops(time_cold(gpu, product, repeats=15).us), False
 
 
 def _matmul(gpu: Gpu, large: Any) -> tuple[Callable[[], None], AbstractContextManager[object]]:
@@ -100,6 +123,34 @@ def _matmul(gpu: Gpu, large: Any) -> tuple[Callable[[], None], AbstractContextMa
 
     def product() -> None:
         torch.matmul(a, b, out=c)
+
+    return product, gpu.torch_stream(torch)
+
+
+def _fp8_matmul(
+    gpu: Gpu, large: Any
+) -> tuple[Callable[[], object], AbstractContextManager[object]] | None:
+    """Make a product of the numbers in `large` as float8_e4m3fn, if PyTorch has it."""
+    if find_spec("torch") is None:
+        return None
+    torch = import_module("torch")
+    if not hasattr(torch, "_scaled_mm"):
+        return None
+    n = _MATMUL_SIZE
+    with gpu.torch_stream(torch):
+        a, b = (
+            torch.from_dlpack(large[i * n * n : (i + 1) * n * n].view("int16"))
+            .view(torch.bfloat16)
+            .reshape(n, n)
+            .to(torch.float8_e4m3fn)
+            for i in range(2)
+        )
+        one = torch.ones((), dtype=torch.float32, device=a.device)
+
+    def product() -> object:
+        return torch._scaled_mm(
+            a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
 
     return product, gpu.torch_stream(torch)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from cumla.bench.cases import PAGE_SIZE, Case, Ceilings
 
-__all__ = ["PeerTime", "Peers", "load_peers"]
+__all__ = ["PeerTime", "Peers", "beside", "load_peers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,27 @@ class Peers:
             if row["page"] == PAGE_SIZE
         }
 
+    def times(self, case: dict[str, Any], ratio: float) -> dict[str, PeerTime]:
+        """Find who ran a case of another operation.
+
+        Parameters
+        ----------
+        case : dict
+            As a row has it: every key must be the same there.
+        ratio : float
+            By which the times are scaled.
+
+        Returns
+        -------
+        dict
+            Library to its time.
+        """
+        return {
+            row["peer"]: PeerTime(row["us"], row["us"] * ratio, row.get("clock", ""))
+            for row in self.rows
+            if all(row.get(key) == value for key, value in case.items())
+        }
+
     def schedule_us(self, case: Case) -> float | None:
         """Look up FlashMLA's schedule kernel for a case; launch-bound, so never scaled."""
         times = [row["us"] for row in self._of(case, "schedule") if row["peer"] == "FlashMLA"]
@@ -89,6 +110,15 @@ class Peers:
         wanted = (operation, case.batch, case.q_len, case.heads, case.kv_len)
         keys = ("op", "batch", "q_len", "heads", "kv_len")
         return [row for row in self.rows if tuple(row.get(key) for key in keys) == wanted]
+
+
+def beside(us: float, times: dict[str, PeerTime]) -> dict[str, dict[str, Any]]:
+    """Put the times of peers beside ours, as a row of the results has them."""
+    return {
+        name: {"us": time.us, "scaled_us": time.scaled_us, "x": time.scaled_us / us}
+        | ({"clock": time.clock} if time.clock else {})
+        for name, time in times.items()
+    }
 
 
 def load_peers() -> Peers:

@@ -37,7 +37,13 @@ _OPERATIONS = {
     "merge": {"partial results": "count", "tokens": "tokens", "dtype": "dtype"},
     "append": {"tokens": "tokens", "page": "page_size", "rotated": "rotated", "dtype": "dtype"},
 }
-_SECTIONS = ("rows", "ragged", "invariant", *_OPERATIONS)  # of rows that may have failed
+# The same of the indexer, whose rows, of several operations, are one section.
+_INDEXER_OPERATIONS = {
+    "quantize_fp8": {"rows": "tokens", "columns": "dim", "dtype": "dtype"},
+    "append_indexer_cache": {"tokens": "tokens", "head_dim": "dim", "dtype": "dtype"},
+}
+_LOGITS = ("paged_mqa_logits", "mqa_logits")
+_SECTIONS = ("rows", "ragged", "invariant", *_OPERATIONS, "indexer")  # of rows that may have failed
 
 
 def to_text(results: Results) -> str:
@@ -103,7 +109,13 @@ def _parts(results: Results, draw: Callable[[Table], str]) -> list[str]:
         parts.append(draw(_invariant(results["invariant"])))
     if "schedule" in results:
         parts.append(draw(_schedule(results)))
-    parts += [draw(_operation(name, results[name])) for name in _OPERATIONS if name in results]
+    parts += [
+        draw(_operation(name, keys, results[name]))
+        for name, keys in _OPERATIONS.items()
+        if name in results
+    ]
+    if "indexer" in results:
+        parts += [draw(table) for table in _indexer(results)]
     if "host" in results:
         parts.append(_host_line(results))
     if "start" in results:
@@ -112,7 +124,7 @@ def _parts(results: Results, draw: Callable[[Table], str]) -> list[str]:
 
 
 def to_csv(results: Results) -> str:
-    """Print the dense rows for a spreadsheet.
+    """Print the rows of attention, and those of the indexer, for a spreadsheet.
 
     Parameters
     ----------
@@ -124,7 +136,7 @@ def to_csv(results: Results) -> str:
     str
         Comma-separated, one line a case, a column ``<peer>_scaled_us`` for each peer.
     """
-    rows = results["rows"]
+    rows = results["rows"] + results.get("indexer", [])
     columns = [key for key in _all_keys(rows) if key != "peers"]
     peers = _all_keys([row.get("peers", {}) for row in rows])
     file = io.StringIO()
@@ -159,9 +171,16 @@ def _ceilings_line(results: Results) -> str:
     return (
         f"Ceilings of this run: read {ceilings['read_GBps']:.0f} GB/s, copy "
         f"{ceilings['copy_GBps']:.0f} GB/s, bfloat16 8192^3 matrix product "
-        f"{ceilings['bf16_matmul_TFLOPs']:.0f} TFLOP/s, an empty kernel "
+        f"{ceilings['bf16_matmul_TFLOPs']:.0f} TFLOP/s{_fp8_ceiling(ceilings)}, an empty kernel "
         f"{ceilings['empty_kernel_us']:.1f} us"
     )
+
+
+def _fp8_ceiling(ceilings: Row) -> str:
+    if "fp8_matmul_TFLOPs" not in ceilings:  # earlier files
+        return ""
+    how = " (scaled from that of bfloat16, not measured)" if ceilings["fp8_scaled"] else ""
+    return f", float8_e4m3fn {ceilings['fp8_matmul_TFLOPs']:.0f} TFLOP/s{how}"
 
 
 def _dense(rows: Sequence[Row]) -> Table:
@@ -248,8 +267,45 @@ def _invariant(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _operation(name: str, rows: Sequence[Row]) -> Table:
-    first, *others = keys = _OPERATIONS[name]
+def _indexer(results: Results) -> list[Table]:
+    """Tables of the logits, of their schedule, and of what quantises; those that have rows."""
+    rows, empty = results["indexer"], results["ceilings"]["empty_kernel_us"]
+    shape, peer = ("queries", "kv_len", "us"), "DeepGEMM, published"
+    figures = ("TFLOP/s", "GB/s", "efficiency", "x DeepGEMM", "graph us")
+    logits = [["indexer: op", "batch", *shape, *figures]]
+    schedule = [["indexer schedule: batch", *shape, "over empty", peer]]
+    for row in rows:
+        if row["op"] in _LOGITS:
+            logits.append(_logits_cells(row))
+        elif row["op"] == "paged_schedule":
+            case = [str(row[key]) for key in ("batch", "next_n", "kv_len")]
+            times = (row["us"], row["us"] - empty, row["deep_gemm_us"])
+            schedule.append([*case, *map(_us, times)])
+    operations = [
+        _operation(name, keys, [row for row in rows if row["op"] == name])
+        for name, keys in _INDEXER_OPERATIONS.items()
+    ]
+    return [table for table in (logits, schedule, *operations) if len(table) > 1]
+
+
+def _logits_cells(row: Row) -> list[str]:
+    queries = row["next_n"] if "next_n" in row else row["q_len"]
+    shape = [row["op"], str(row.get("batch", 1)), str(queries), str(row["kv_len"])]
+    if "failed" in row:
+        return [*shape, "wrong result", *[""] * 5]
+    return [
+        *shape,
+        _us(row["us"]),
+        f"{row['tflops']:.0f}",
+        f"{row['gbps']:.0f}",
+        f"{row['efficiency']:.2f}",
+        _against(row, "DeepGEMM"),
+        _us(row["graph_us"]),
+    ]
+
+
+def _operation(name: str, keys: dict[str, str], rows: Sequence[Row]) -> Table:
+    first, *others = keys
     figures = ("MB read and written", "us", "GB/s", "share of the copy ceiling")
     table = [[f"{name}: {first}", *others, *figures]]
     for row in rows:
@@ -313,7 +369,8 @@ def _start_line(results: Results) -> str:
 
 def _note(results: Results) -> str:
     note = _NOTE.format(l2=_L2[results.get("l2", "cold")])
-    peers = [peer for row in results["rows"] for peer in row.get("peers", {}).values()]
+    rows = results["rows"] + results.get("indexer", [])
+    peers = [peer for row in rows for peer in row.get("peers", {}).values()]
     scaled = [peer for peer in peers if "measured" not in peer]
     if scaled:
         note += _SCALED.format(**results["peers"])

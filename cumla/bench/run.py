@@ -29,10 +29,19 @@ from cumla.bench.ceilings import measure
 from cumla.bench.dense import CheckError, DenseTiming, Workbench, run_case
 from cumla.bench.gpu import Gpu
 from cumla.bench.host import HOST_CASE, SCHEDULES, host_times, time_schedule
+from cumla.bench.indexer import (
+    LOGITS,
+    LOGITS_SCHEDULES,
+    logits_row,
+    logits_schedule_row,
+    measure_logits,
+    time_logits_schedule,
+)
+from cumla.bench.indexer_cache import INDEXER_CACHE, measure_indexer_cache
 from cumla.bench.merge import MERGE, measure_merge
 from cumla.bench.operations import Measure, OperationCase, operation_row
 from cumla.bench.peer_runs import peer_cases, run_peers
-from cumla.bench.peers import Peers, load_peers
+from cumla.bench.peers import Peers, beside, load_peers
 from cumla.bench.start import StartError
 from cumla.bench.start import measure as measure_start
 from cumla.bench.timing import GpuTimer, Timing, time_cold, time_warm
@@ -55,7 +64,10 @@ PROTOCOL = (
     f"ceiling, divided by the time. Ragged lengths: log-normal, sigma {LOG_NORMAL_SIGMA}, scaled "
     "to the tokens of the equal-length case. Batch-invariant: with the plan's max_seqlen at the "
     "longest request. Merging and writing into caches: some of what was written is checked against "
-    "float64 first; bytes read and written, efficiency as a share of the copy ceiling. "
+    "float64 first; bytes read and written, efficiency as a share of the copy ceiling. The "
+    "indexer's logits: 64 heads of 128, float32, cleaned, inputs normal(0, 1) quantised, some rows "
+    "checked against float64 first; bytes: each visible token's 132 once, the logits; the "
+    "matrix-product ceiling is that of float8_e4m3fn. "
     "Peers that are marked as measured ran in this run, on the same inputs, planned or gathered "
     "beforehand, median of 15 (FA3-MLA: with the best of three numbers of splits); the others were "
     "measured on the GPU that `peers` names and are scaled by the ratio of the two GPUs' ceilings"
@@ -69,7 +81,8 @@ Results = dict[str, Any]
 
 def steps(cases: tuple[Case, ...], peers: tuple[str, ...] | None = None) -> int:
     """Count how often `run` calls its `note`."""
-    whole = 2 + sum(map(len, (RAGGED, INVARIANT, MERGE, APPEND))) if cases == DENSE else 0
+    sections = (RAGGED, INVARIANT, MERGE, APPEND, LOGITS, INDEXER_CACHE)
+    whole = 3 + sum(map(len, sections)) if cases == DENSE else 0
     return 1 + len(cases) + whole + len(peer_cases(cases, peers))
 
 
@@ -86,7 +99,7 @@ def run(
     ----------
     cases : tuple of Case
         What to run. Ragged lengths, the batch-invariant mode, schedule, host and start times,
-        merging and writing into caches are measured with the whole table only.
+        merging, writing into caches and the indexer are measured with the whole table only.
     note : callable
         Told what has been done, a line a step.
     peers : tuple of str, optional
@@ -127,6 +140,7 @@ def run(
         if cases == DENSE:
             yield from _whole(bench, results, published, note)
             yield from _operations(gpu, results, ceilings, timer, note)
+            yield from _indexer(gpu, results, ceilings, published, timer, note)
         yield from _add_peers(bench, cases, peers, results, note)
 
 
@@ -209,11 +223,47 @@ def _operations(
         for case, measure_one in cases:
             row = operation_row(case, ceilings.copy_gbps, measure_one)
             results[name].append(row)
-            if "failed" in row:
-                note(f"FAILED: {row['failed']}")
-            else:
-                note(f"{name}, {row['nbytes'] / 1e6:.0f} MB: {row['us']:.1f} us")
+            note(_operation_line(name, row))
             yield results
+
+
+def _operation_line(name: str, row: Results) -> str:
+    if "failed" in row:
+        return f"FAILED: {row['failed']}"
+    return f"{name}, {row['nbytes'] / 1e6:.0f} MB: {row['us']:.1f} us"
+
+
+def _indexer(
+    gpu: Gpu,
+    results: Results,
+    ceilings: Ceilings,
+    published: Peers,
+    timer: GpuTimer,
+    note: Note,
+) -> Iterator[Results]:
+    """Measure the indexer: its logits, their schedule, and what quantises."""
+    rows: list[Results] = []
+    results["indexer"] = rows
+    for case in LOGITS:
+        try:
+            row = logits_row(case, measure_logits(gpu, case, timer), ceilings, published)
+            note(f"{case.name}: {row['us']:.1f} us, efficiency {row['efficiency']:.2f}")
+        except CheckError as error:
+            row = case.to_json() | {"failed": str(error)}
+            note(f"FAILED: {error}")
+        rows.append(row)
+        yield results
+    for shape in LOGITS_SCHEDULES:
+        timing = time_logits_schedule(gpu, shape, timer)
+        rows.append(logits_schedule_row(shape, timing, published))
+    note("schedule of the logits")
+    yield results
+    for cache_case in INDEXER_CACHE:
+        measure_one = partial(measure_indexer_cache, gpu, cache_case, timer)
+        row = operation_row(cache_case, ceilings.copy_gbps, measure_one)
+        rows.append(row)
+        note(_operation_line(cache_case.op, row))
+        yield results
 
 
 def _dense_rows(
@@ -258,11 +308,7 @@ def dense_row(
     """
     us = timing.single.us
     floor = case.floor_us(ceilings)
-    found = {
-        name: {"us": time.us, "scaled_us": time.scaled_us, "x": time.scaled_us / us}
-        | ({"clock": time.clock} if time.clock else {})
-        for name, time in peers.dense(case, ceilings).items()
-    }
+    found = beside(us, peers.dense(case, ceilings))
     return (
         case.to_json()
         | timing.single.figures()

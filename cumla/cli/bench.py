@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Check each case against float64, time it, and put it beside the ceilings of "
         "the same run, other libraries that are installed, and published times. By default the "
         "dense table, with ragged lengths, the batch-invariant mode, schedule, host and start "
-        "times, and the operations beside attention: merging, and writing into caches.",
+        "times, the operations beside attention (merging, writing into caches), and the indexer.",
     )
     _add_cases(parser)
     _add_ways(parser)

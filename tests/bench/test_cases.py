@@ -23,7 +23,7 @@ from cumla.bench.cases import (
 )
 from cumla.bench.peers import load_peers
 
-H200 = Ceilings(read_gbps=4468, copy_gbps=4191, matmul_tflops=754, empty_us=3.7)
+H200 = Ceilings(read_gbps=4468, copy_gbps=4191, matmul_tflops=754, empty_us=3.7, fp8_tflops=1356)
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,24 @@ import numpy as np
 import pytest
 
 from cumla import cli
-from cumla.bench import append, ceilings, dense, host, merge, peer_runs, run, start
+from cumla.bench import (
+    append,
+    ceilings,
+    dense,
+    host,
+    indexer,
+    indexer_cache,
+    merge,
+    peer_runs,
+    run,
+    start,
+)
 from cumla.bench.append import AppendCase
 from cumla.bench.cases import Case
 from cumla.bench.dense import CheckError, Workbench, check
 from cumla.bench.gpu import Gpu
+from cumla.bench.indexer import PagedLogitsCase, PrefillLogitsCase
+from cumla.bench.indexer_cache import IndexerCacheCase
 from cumla.bench.merge import MergeCase
 from cumla.bench.peers import PeerTime
 from cumla.bench.report import to_csv, to_markdown, to_text
@@ -31,6 +44,8 @@ from tests.bench.fake_gpu import LAUNCH_US, FakeGpu, memory
 CASES = (Case(17, 1, 3, 64), Case(2, 2, 3, 128))  # the first is no small batch
 MERGE = (MergeCase(2, 5), MergeCase(3, 4, "float32"))
 APPEND = (AppendCase(1, 64), AppendCase(1, 16, rotated=True))
+LOGITS = (PagedLogitsCase(3, 2, 70), PagedLogitsCase(2, 1, 66), PrefillLogitsCase(5, 9))
+INDEXER_CACHE = (IndexerCacheCase("quantize_fp8", 1), IndexerCacheCase("append_indexer_cache", 1))
 START = {
     "import_s": 0.01,
     "names_s": 0.21,
@@ -52,6 +67,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(run, "INVARIANT", CASES[1:])
     monkeypatch.setattr(run, "MERGE", MERGE)
     monkeypatch.setattr(run, "APPEND", APPEND)
+    monkeypatch.setattr(run, "LOGITS", LOGITS)
+    monkeypatch.setattr(run, "LOGITS_SCHEDULES", (PagedLogitsCase(64, 1, 8192), LOGITS[0]))
+    monkeypatch.setattr(run, "INDEXER_CACHE", INDEXER_CACHE)
+    monkeypatch.setattr(indexer, "_SMALL_BATCH", 2)
+    monkeypatch.setattr(indexer, "_GRAPH_CALLS", 2)
+    monkeypatch.setattr(indexer, "_ROTATED_BYTES", 2 * LOGITS[1].cache_bytes)
     monkeypatch.setattr(peer_runs, "PEER_CASES", CASES[1:])
     monkeypatch.setattr(peer_runs, "find_spec", lambda name: None)
     monkeypatch.setattr(run, "import_cupy", lambda: None)
@@ -63,6 +84,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(dense, "_ROTATED_BYTES", 3 * CASES[1].cache_bytes)
     monkeypatch.setattr(ceilings, "paged_kv_map", lambda *arguments: bytes(128))
     monkeypatch.setattr(ceilings, "_matmul", lambda gpu, large: (_ticks(gpu), nullcontext()))
+    monkeypatch.setattr(ceilings, "_fp8_matmul", lambda gpu, large: (_ticks(gpu), nullcontext()))
     monkeypatch.setattr(run, "cupy_nvrtc_version", lambda: (12, 9))
     monkeypatch.setattr(run, "measure_start", lambda: START)
     for name in ("CUMLA_CHECK", "CUMLA_DEBUG"):
@@ -71,6 +93,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         (dense.MLADecodePlan, "run"),
         (merge, "merge_attention_states"),
         (append, "append_mla_cache"),
+        (indexer, "mqa_logits"),
+        (indexer.PagedMQALogitsPlan, "run"),
+        (indexer_cache, "quantize_fp8"),
+        (indexer_cache, "append_indexer_cache"),
     ):
         monkeypatch.setattr(owner, name, _timed(gpu, getattr(owner, name)))
     return gpu
@@ -119,6 +145,8 @@ def test_everything_else_is_recorded(results):
     assert results["machine"]["gpu"] == "Fake GPU"
     assert set(results["digests"]) == {spec.entry for spec in all_specs()}
     assert results["ceilings"]["bf16_matmul_TFLOPs"] == pytest.approx(2 * 8192**3 / 1400.0 / 1e6)
+    assert results["ceilings"]["fp8_matmul_TFLOPs"] == pytest.approx(2 * 8192**3 / 1400.0 / 1e6)
+    assert results["ceilings"]["fp8_scaled"] is False
     assert results["ceilings"]["empty_kernel_us"] == LAUNCH_US
     shapes = [(row["batch"], row["lengths"]) for row in results["schedule"]]
     assert shapes == [(1, "equal"), (3, "equal"), (3, "ragged")]
@@ -163,6 +191,33 @@ def test_operations_stand_beside_the_copy_ceiling(results):
     assert [row["rotated"] for row in results["append"]] == [False, True]
 
 
+def test_the_indexer_is_a_section(results):
+    rows = results["indexer"]
+    ops = ["paged_mqa_logits"] * 2 + ["mqa_logits"] + ["paged_schedule"] * 2
+    assert [row["op"] for row in rows] == [*ops, "quantize_fp8", "append_indexer_cache"]
+    for row in rows[:3]:
+        assert row["us"] == LAUNCH_US
+        assert row["efficiency"] == pytest.approx(row["floor_us"] / LAUNCH_US)
+        assert 0 < row["row_error"] < 1e-6
+    assert [row["graph_us"] for row in rows[:3]] == [None, pytest.approx(LAUNCH_US), None]
+    assert [row["deep_gemm_us"] for row in rows[3:5]] == [6.08, None]
+    assert [row["gbps"] for row in rows[5:]] == [case.nbytes / 5e3 for case in INDEXER_CACHE]
+    assert "| paged_mqa_logits | 3 | 2 | 70 | 5.0 | " in to_markdown(results)
+
+
+def test_wrong_logits_fail_their_row(fake, monkeypatch, capsys):
+    monkeypatch.setattr(indexer, "mqa_logits", lambda *args, **kwargs: None)
+    told: list[str] = []
+    *_, results = run.run(CASES, told.append)
+    assert len(told) == run.steps(CASES)
+    (failed,) = [row for row in results["indexer"] if "failed" in row]
+    assert (failed["op"], failed["q_len"], failed["kv_len"]) == ("mqa_logits", 5, 9)
+    assert f"FAILED: {failed['failed']}" in told
+    assert "| mqa_logits | 1 | 5 | 9 | wrong result |" in to_markdown(results)
+    assert cli.main(["bench"]) == 1
+    assert failed["failed"] in capsys.readouterr().out
+
+
 def test_tables_of_operations(results):
     results["merge"][0] |= {"us": 123.4, "gbps": 3900.4, "efficiency": 0.914}
     lines = to_markdown(results).splitlines()
@@ -202,6 +257,7 @@ def test_wrong_result_of_an_operation_fails_its_rows(fake, monkeypatch, section,
 def test_warm_operations_are_timed_warm(fake, monkeypatch):
     monkeypatch.setattr(run, "measure", lambda gpu: ceilings.Ceilings(4000.0, 4000.0, 700.0, 4.0))
     monkeypatch.setattr(run, "_whole", lambda *arguments: iter(()))
+    monkeypatch.setattr(run, "_indexer", lambda *arguments: iter(()))
     monkeypatch.setattr(run, "DENSE", CASES[:1])
     fake.flush_l2 = pytest.fail
     *_, results = run.run(CASES[:1], lambda line: None, peers=(), warm=True)
@@ -209,7 +265,9 @@ def test_warm_operations_are_timed_warm(fake, monkeypatch):
 
 
 def test_results_of_before_the_operations_still_print(results, tmp_path, capsys):
-    without = {key: value for key, value in results.items() if key not in ("merge", "append")}
+    later = ("merge", "append", "indexer")
+    without = {key: value for key, value in results.items() if key not in later}
+    without["ceilings"] = {k: v for k, v in results["ceilings"].items() if "fp8" not in k}
     file = tmp_path / "old.json"
     file.write_text(json.dumps(without))
     assert cli.main(["bench", "--from", str(file)]) == 0
@@ -217,6 +275,8 @@ def test_results_of_before_the_operations_still_print(results, tmp_path, capsys)
     assert "batch-invariant: batch" in printed
     assert "merge:" not in printed
     assert "append:" not in printed
+    assert "indexer" not in printed
+    assert "float8" not in printed
 
 
 def test_price_of_batch_invariance(fake, monkeypatch):
@@ -367,11 +427,11 @@ def test_steps_are_counted_and_results_grow(fake):
     assert seen[0] == (1, True)
     assert seen[-1] == (2, True)
     assert told[0] == "import and first calls"
-    assert len(told) == run.steps(CASES) == 12
+    assert len(told) == run.steps(CASES) == 18
     told.clear()
     *_, results = run.run(CASES[:1], told.append)
     assert len(told) == run.steps(CASES[:1]) == 2
-    whole = {"start", "ragged", "invariant", "schedule", "host", "merge", "append"}
+    whole = {"start", "ragged", "invariant", "schedule", "host", "merge", "append", "indexer"}
     assert not whole & set(results)
 
 
@@ -396,7 +456,7 @@ def test_wrong_result_fails_the_row_and_no_other(fake, monkeypatch, what):
     assert "wrong result" in to_text(results)
     assert second["failed"] in to_text(results)
     assert "wrong result" in to_markdown(results)
-    assert len(to_csv(results).splitlines()) == 3
+    assert len(to_csv(results).splitlines()) == 3 + len(results["indexer"])
 
 
 def test_unwritten_output_is_wrong(fake):
@@ -571,7 +631,9 @@ def test_markdown(results):
 
 
 def test_csv(results):
-    first, second = csv.DictReader(io.StringIO(to_csv(with_peers(results))))
+    first, second, *of_indexer = csv.DictReader(io.StringIO(to_csv(with_peers(results))))
+    assert [row["op"] for row in of_indexer] == [row["op"] for row in results["indexer"]]
+    assert {row["us"] for row in of_indexer if row["op"] != "paged_schedule"} == {str(LAUNCH_US)}
     assert first["us"] == "200.0"
     assert first["FlashMLA_scaled_us"] == "250.0"
     assert second["FlashMLA_scaled_us"] == ""

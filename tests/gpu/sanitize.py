@@ -37,6 +37,7 @@ if str(ROOT) not in sys.path:
 import cumla  # noqa: E402
 from tests.gpu import record, variants  # noqa: E402
 from tests.gpu.cases import Case  # noqa: E402
+from tests.gpu.indexer_problem import MARGIN, Paged, Prefill, Rows, check_logits  # noqa: E402
 from tests.gpu.problem import NUMPY_DTYPES, Problem, make_problem, typed  # noqa: E402
 from tests.merge_tolerance import assert_merged  # noqa: E402
 
@@ -121,6 +122,11 @@ def run_grid(plant: str | None) -> None:
     for dtype in ("bfloat16", "float32"):
         quantize_rows(cupy, dtype)
         print(f"sanitize: FP8 of {dtype}: agrees", flush=True)
+    for clean in (True, False):
+        score_sequence(cupy, clean=clean)
+        for next_n in (1, 2):
+            score_pages(cupy, next_n, clean=clean)
+        print(f"sanitize: logits, {'' if clean else 'not '}cleaned: agree", flush=True)
     print(DONE)
 
 
@@ -181,6 +187,46 @@ def quantize_rows(cupy: Any, dtype: str) -> None:
             cumla.append_mla_cache(there, device, at)
             cumla.reference.append_mla_cache(rows, host, slots)
         np.testing.assert_array_equal(device.get(), host)
+
+
+def score_sequence(cupy: Any, *, clean: bool) -> None:
+    """Score tokens for the queries of several requests; compressed into bfloat16 if not clean."""
+    width, dtype = (0, "float32") if clean else (40, "bfloat16")
+    problem = Prefill(np, 21, 300, 64, 128, "packed")
+    out = Rows(np, problem.seq_len, width or problem.seq_len_kv, dtype)
+    given = uploaded(cupy, problem.arrays)
+    logits = score(cupy, cumla.mqa_logits, given, out, max_seqlen_k=width, clean=clean)
+    check_logits(np, logits, problem.expected(width), clean=clean)
+
+
+def score_pages(cupy: Any, next_n: int, *, clean: bool) -> None:
+    """Score the tokens of ragged requests, in a call of its own and with a plan."""
+    problem = Paged(np, 5, next_n, 200, 64, 128, form="pair" if clean else "fused")
+    columns = int(problem.lengths.max()) + 9
+    given = uploaded(cupy, problem.arrays)
+    plan = cumla.PagedMQALogitsPlan.from_arrays(*given[:2], *given[3:])
+    plan.update(given[3])
+    for function in (cumla.paged_mqa_logits, plan.run):
+        out = Rows(np, 5 * next_n, columns, "float32")
+        logits = score(cupy, function, given, out, max_context_len=columns, clean=clean)
+        problem.check(logits, clean=clean)
+
+
+def score(cupy: Any, function: Any, arrays: tuple[Any, ...], out: Rows, **options: Any) -> Any:
+    """Logits on the host, written into a part of poisoned memory, around which nothing changes."""
+    there = cupy.asarray(out.base)
+    part = there[1:-1, MARGIN:-MARGIN].view(out.array.dtype)
+    function(*arrays, out=part, **options)
+    out.base[...] = there.get()
+    out.check_guards()
+    return out.array
+
+
+def uploaded(cupy: Any, arrays: Any) -> Any:
+    """The same on the device, numbers of one byte as such."""
+    if isinstance(arrays, tuple):
+        return tuple(uploaded(cupy, array) for array in arrays)
+    return cupy.asarray(arrays.view(np.uint8) if arrays.itemsize == 1 else arrays)
 
 
 def decode(
@@ -247,7 +293,7 @@ def run_all(folder: Path, timeout: float) -> None:
 
 _ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
 _HAZARDS = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warn")
-_KERNEL = re.compile(r"\b((?:mla|merge|append|quantize)_\w+?)(?:\+0x[0-9a-f]+|\()")
+_KERNEL = re.compile(r"\b((?:mla|merge|append|quantize|mqa|paged)_\w+?)(?:\+0x[0-9a-f]+|\()")
 _HEAD = re.compile(r"^========= (?!COMPUTE|ERROR SUMM|RACECHECK SUMM|\s)(.+)$", re.MULTILINE)
 
 
