@@ -39,7 +39,8 @@ struct MlaScheduleParams {
   int num_tickets;
   int fixed_cost;  // of a request or a piece of one, in blocks
   int cut_cost;    // of cutting, in blocks: a second prologue, and pieces to join; what uneven parts may cost instead
-  int piece_cost;  // of a piece, in blocks: to be stored, counted and joined
+  int piece_cost;  // of a piece, in blocks: to be stored, counted and joined; half of it where shares are long
+  int long_share;  // a share that costs more is long
   int min_blocks;  // no cut of filled parts or of shares is closer to an end of its request
   int min_share;   // cost of a share, or blocks of a piece, at least
   int min_saving;  // in blocks: a request that has parts of its own is cut where that makes it so much shorter
@@ -174,14 +175,14 @@ __device__ __forceinline__ PartBound bound_apart(const MlaScheduleParams& p, Sha
 // The limit must be at least fixed_cost + piece_cost + 2 * min_blocks - 1: then what lies between two cuts of a request
 // has min_blocks, and what does not fit behind a cut can be cut again.
 __device__ __forceinline__ bool fill_parts(const MlaScheduleParams& p, const int* starts, int total, int limit,
-                                           int* bounds) {
+                                           int piece_cost, int* bounds) {
   const int lane = threadIdx.x % 32;
-  const int lost = p.fixed_cost + p.piece_cost;
+  const int lost = p.fixed_cost + piece_cost;
   int part = 1;
   int cut_at = limit - lost;  // the end of this part's room, less what is lost if a request is cut there
   for (int base = 0; base < p.batch; base += 32) {
     const int start = starts[base + lane], end = starts[base + lane + 1];
-    const int first_cut = start + (end - start > limit ? p.min_blocks : max(p.min_blocks, p.piece_cost + 1));
+    const int first_cut = start + (end - start > limit ? p.min_blocks : max(p.min_blocks, piece_cost + 1));
     const int last_cut = end - p.fixed_cost - p.min_blocks;
     int cut_again_at = 0;  // if this request was cut: between two cuts lies what costs the limit
     while (true) {
@@ -189,7 +190,7 @@ __device__ __forceinline__ bool fill_parts(const MlaScheduleParams& p, const int
       const bool cuts = cut >= first_cut;
       const int bound = cuts ? cut : start;
       const bool ends = start - lost <= cut_at && cut_at < end - lost;
-      const int next = bound + limit - lost - (cuts ? p.piece_cost : 0);
+      const int next = bound + limit - lost - (cuts ? piece_cost : 0);
       const int next_cut_at = __reduce_max_sync(0xffffffffu, ends ? next : kNowhere);
       if (next_cut_at == kNowhere) break;  // the part takes all that is left of these requests
       if (part == p.parts) return false;
@@ -219,14 +220,16 @@ struct Filled {
 // shares, which are all requests, in the last part.
 __device__ __forceinline__ Filled find_filled(const MlaScheduleParams& p, Shared& shared, int share, int total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int least = max(share, p.fixed_cost + p.piece_cost + 2 * p.min_blocks - 1);
-  const int beyond = p.fixed_cost + 2 * max(p.piece_cost, p.min_blocks - 1);
+  const int piece_cost = share > p.long_share ? p.piece_cost / 2 : p.piece_cost;
+  const int least = max(share, p.fixed_cost + piece_cost + 2 * p.min_blocks - 1);
+  const int beyond = p.fixed_cost + 2 * max(piece_cost, p.min_blocks - 1);
   const int limits = min(kMaxLimits, kFilledBounds / p.parts);
   const int step = (beyond + limits - 2) / (limits - 1);
   int* feasible = shared.warp_values[0];
   bool fits = false;
   if (warp < limits)
-    fits = fill_parts(p, shared.thread_starts, total, least + warp * step, shared.filled_bounds + warp * p.parts);
+    fits = fill_parts(p, shared.thread_starts, total, least + warp * step, piece_cost,
+                      shared.filled_bounds + warp * p.parts);
   if (lane == 0) feasible[warp] = fits;
   __syncthreads();
   const int found = __ffs(__ballot_sync(0xffffffffu, feasible[lane] != 0)) - 1;

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CUT_COST",
     "FIXED_COST",
+    "LONG_SHARE",
     "MIN_BLOCKS",
     "SPECS",
     "Schedule",
@@ -40,6 +41,7 @@ __all__ = [
 FIXED_COST = 2  # of a request, or of a piece of one, in KV blocks: loads before, stores behind
 CUT_COST = 16  # of cutting, in KV blocks, or what uneven parts may cost instead of it
 MIN_BLOCKS = 4  # no cut of filled parts or of shares is closer to an end of its request
+LONG_SHARE = 64  # cost of a share from which on even parts matter less
 MIN_SHARE = 2  # cost of a share, or blocks of a piece, at least
 _THREADS = 1024
 _MAX_LIMITS = 16  # that are tried for filled parts
@@ -64,7 +66,7 @@ def schedule_spec(key: MLADecodeKey) -> KernelSpec:
     return SPECS[key.batch_invariant]
 
 
-_PARAMS = struct.Struct("<QqQQQ11i4x")
+_PARAMS = struct.Struct("<QqQQQ12i")
 
 
 def prepare_schedule(
@@ -102,7 +104,8 @@ def prepare_schedule(
         key.num_tickets,
         FIXED_COST,
         CUT_COST,
-        piece_cost(key.row_groups),
+        piece_cost(key.row_groups, 0),
+        LONG_SHARE,
         MIN_BLOCKS,
         MIN_SHARE,
         min_saving(key.row_groups),
@@ -129,20 +132,25 @@ def min_saving(row_groups: int) -> int:
     return 1 + 2 * row_groups
 
 
-def piece_cost(row_groups: int) -> int:
+def piece_cost(row_groups: int, share: int) -> int:
     """Tell how many KV blocks a piece of a request costs: to be stored, counted and joined.
 
     Parameters
     ----------
     row_groups : int
         Groups of 16 query rows, whose partial results are stored and joined.
+    share : int
+        An equal share of the cost. Long parts that end early leave the others bandwidth, and a
+        higher clock, so that even ones are worth less: with more than LONG_SHARE, pieces are better
+        priced at half.
 
     Returns
     -------
     int
-        KV blocks, while all parts load: fewer than :func:`min_saving` says for a part alone.
+        KV blocks, as measured with log-normal lengths.
     """
-    return row_groups + 2
+    cost = 2 * row_groups + 2
+    return cost // 2 if share > LONG_SHARE else cost
 
 
 def max_tokens(batch: int) -> int:
@@ -224,7 +232,7 @@ def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule
     price = int(np.diff(np.append(starts[::group], total)).max())
     places = np.minimum(np.arange(parts, dtype=np.int64) * share, total)
     if price > limit and not many:
-        limit, places = _fill(starts, ends, parts, share, piece_cost(row_groups))
+        limit, places = _fill(starts, ends, parts, share, piece_cost(row_groups, share))
     if price <= limit:
         bounds[:, 0] = np.minimum(np.arange(parts + 1) * group, batch)
         return Schedule(bounds, _splits(bounds))
