@@ -90,13 +90,11 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
   }
 }
 
-// The same of kRows, all blocks in turn: one of two warps, half of the rows. It reads the part for itself: what both roles
-// hold from before would cost the consumers registers that they lack.
+// The same of kRows, all blocks in turn: one of two warps, half of the rows.
 template <bool kSharedBlocks>
-__device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const SharedLayout& shared, int warp) {
-  const Part part = part_of_cta(p);
-  const Tile tile(p);
-  RowCopier rows(p, tile, part, last_request_of(p, part), warp);
+__device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
+                                             const Part& part, int last_request, int warp) {
+  RowCopier rows(p, tile, part, last_request, warp);
 #pragma unroll 1
   for (int t = 0; rows.take(); ++t) {
     const int parity = t & 1;
@@ -119,38 +117,62 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
   copy_async_wait_all();
 }
 
+template <bool kSharedBlocks, PageForm kForm>
+__device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
+                                     const Part& part, int last_request) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp >= 2)
+    load_query<kRowTile>(p, shared, tile, part, last_request, warp - 2);
+  else if constexpr (kForm == kRows)
+    load_kv_rows<kSharedBlocks>(p, shared, tile, part, last_request, warp);
+  else if (kForm == kBoxes || lane == 0)
+    load_kv<kSharedBlocks, kForm>(p, shared, tile, part, last_request, warp);
+}
+
+template <typename T, bool kSharedBlocks, PageForm kForm>
+__device__ __forceinline__ void compute(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
+                                        const Part& part, int last_request, int warpgroup) {
+  Consumer<T, kSharedBlocks, kForm == kRows> consumer(p, shared, tile, warpgroup - 1);
+  int t = 0;
+  for (int request = part.request; request <= last_request; ++request) {
+    const Segment segment = segment_of(p, tile, part, request);
+    consumer.compute(segment, t, (request - part.request) & 1);
+    consumer.finish(segment, request < last_request);
+    t += segment.blocks;
+  }
+}
+
 // kSharedBlocks: several row tiles read the same blocks.
 template <typename T, bool kSharedBlocks, PageForm kForm>
 __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const SharedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   begin_kernel<kForm>(p, shared);
 
-  const Part part = part_of_cta(p);
-  const Tile tile(p);
-  const int last_request = last_request_of(p, part);
-
-  if (warpgroup == 0) {
-    registers_decrease<56>();
-    if (warp < 2) {
-      if constexpr (kForm == kRows)
-        load_kv_rows<kSharedBlocks>(p, shared, warp);
-      else if (kForm == kBoxes || lane == 0)
-        load_kv<kSharedBlocks, kForm>(p, shared, tile, part, last_request, warp);
+  if constexpr (kForm == kRows) {
+    // Each role reads the part for itself: what both hold from before would cost registers that they lack.
+    if (warpgroup == 0) {
+      registers_decrease<56>();
+      const Part part = part_of_cta(p, copy_of(blockIdx.y));
+      const Tile tile(p);
+      load<kSharedBlocks, kForm>(p, shared, tile, part, last_request_of(p, part));
     } else {
-      load_query<kRowTile>(p, shared, tile, part, last_request, warp - 2);
+      registers_increase<224>();
+      const Part part = part_of_cta(p, blockIdx.y);
+      const Tile tile(p);
+      compute<T, kSharedBlocks, kForm>(p, shared, tile, part, last_request_of(p, part), warpgroup);
     }
   } else {
-    registers_increase<224>();
-    Consumer<T, kSharedBlocks, kForm == kRows> consumer(p, shared, tile, warpgroup - 1);
-    int t = 0;
-    for (int request = part.request; request <= last_request; ++request) {
-      const Segment segment = segment_of(p, tile, part, request);
-      consumer.compute(segment, t, (request - part.request) & 1);
-      consumer.finish(segment, request < last_request);
-      t += segment.blocks;
+    const Part part = part_of_cta(p, blockIdx.y);
+    const Tile tile(p);
+    const int last_request = last_request_of(p, part);
+    if (warpgroup == 0) {
+      registers_decrease<56>();
+      load<kSharedBlocks, kForm>(p, shared, tile, part, last_request);
+    } else {
+      registers_increase<224>();
+      compute<T, kSharedBlocks, kForm>(p, shared, tile, part, last_request, warpgroup);
     }
   }
 }

@@ -8,8 +8,8 @@
 
 namespace cumla {
 
-__device__ __forceinline__ Part part_of_cta(const MlaDecodeParams& p) {
-  return sane_part(p.parts_in[blockIdx.y], blockIdx.y, p.batch, p.parts);
+__device__ __forceinline__ Part part_of_cta(const MlaDecodeParams& p, u32 index) {
+  return sane_part(p.parts_in[index], index, p.batch, p.parts);
 }
 __device__ __forceinline__ int last_request_of(const MlaDecodeParams& p, const Part& part) {
   return part.end_block > 0 ? min(part.end_request, p.batch - 1) : part.end_request - 1;

@@ -90,10 +90,9 @@ __device__ __forceinline__ void copy_to_ring(const RowCopier& rows, const CacheC
 
 // The same of kRows: one of two warps, half of the rows. That one of them has begun to load into a slot is enough to know
 // that all of what was there before has come.
-__device__ __forceinline__ void load_kv_ring_rows(const MlaDecodeParams& p, const SwappedLayout& shared, int warp) {
-  const Part part = part_of_cta(p);
-  const Tile tile(p);
-  RowCopier rows(p, tile, part, last_request_of(p, part), warp);
+__device__ __forceinline__ void load_kv_ring_rows(const MlaDecodeParams& p, const SwappedLayout& shared, const Tile& tile,
+                                                  const Part& part, int last_request, int warp) {
+  RowCopier rows(p, tile, part, last_request, warp);
   RingPlace place;
 #pragma unroll 1
   for (int t = 0; rows.take(); ++t) {
@@ -113,14 +112,14 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   begin_kernel<kForm>(p, shared);
 
-  const Part part = part_of_cta(p);
+  const Part part = part_of_cta(p, blockIdx.y);
   const Tile tile(p);
   const int last_request = last_request_of(p, part);
 
   if (warpgroup == 0) {
     if (warp < 2) {
       if constexpr (kForm == kRows)
-        load_kv_ring_rows(p, shared, warp);
+        load_kv_ring_rows(p, shared, tile, part, last_request, warp);
       else if (warp == 0 && (kForm == kBoxes || lane == 0))
         load_kv_ring<kForm>(p, shared, tile, part, last_request);
     } else {
