@@ -50,8 +50,9 @@ def run_in(
     page_size: int,
     cache: str = "one",
     query: str = "one",
+    *,
     shared: int = 0,
-    **o: Any,
+    **options: Any,
 ) -> list[Guarded]:
     """Decode the problem's tokens from other pages."""
     kv_cache, table = pages.cache_in(problem, page_size, cache, shared)
