@@ -1017,6 +1017,32 @@ def test_cupy_allocations_under_capture(
     assert launched == []
 
 
+@pytest.mark.parametrize(
+    ("page_sizes", "error", "message"),
+    [
+        (64, TypeError, r"^page_sizes: needs a sequence of ints, got 64; pass \(64,\)"),
+        ((16, 0), ValueError, "^page_sizes: needs a number from 1, got 0; name those"),
+        ((1.0,), TypeError, "^page_sizes: needs an int, got float"),
+    ],
+)
+def test_page_sizes_to_prepare(page_sizes: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        cumla.prepare(page_sizes=page_sizes)
+
+
+def test_only_the_forms_of_these_page_sizes_are_prepared(
+    cupy: FakeCuPy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(mla, "load", lambda spec, *_, **__: loaded.append(spec.entry))
+    for page_sizes, wanted in (((64, 128), {""}), ((1, 48), {"_rows", "_boxes"})):
+        loaded.clear()
+        cumla.prepare(dtypes=("bfloat16",), page_sizes=page_sizes)
+        found = {entry for entry in loaded if entry.startswith("mla_decode_")}
+        variants = ("", "_swapped", "_shared_blocks")
+        assert found == {f"mla_decode_bfloat16{v}{form}" for v in variants for form in wanted}
+
+
 # --- installation ---------------------------------------------------------------------------------
 
 
