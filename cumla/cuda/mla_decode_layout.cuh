@@ -47,10 +47,10 @@ struct MlaDecodeParams {
   Ticket* tickets;       // [kv head][row tile][part]
   float4* partial_out;   // [kv head][row tile][part][slot][consumer][row group][32][lane]
   float* partial_lse;    // [kv head][row tile][part][slot][row]
+  i64 max_tokens;        // of a request: what the block table can name
   int batch;
   int parts;
   int max_pages;  // of a request: columns of the block table
-  i64 max_tokens;  // in these
   int num_pages;
   int page_size;
   int box_rows;

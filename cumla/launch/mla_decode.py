@@ -57,7 +57,7 @@ def decode_spec(key: MLADecodeKey) -> KernelSpec:
     return _SPECS[key.dtype, key.variant, key.form]
 
 
-_PARAMS = struct.Struct("<128s128s31q13if16x")
+_PARAMS = struct.Struct("<128s128s32q12if12x")
 _MOST_TOKENS = 0x7FFFFFC0  # of a request
 _LOG2_E = log2(e)
 
@@ -113,10 +113,10 @@ def prepare_decode(
         buffer + layout.tickets,
         buffer + layout.partial_out,
         buffer + layout.partial_lse,
+        min(block_table.shape[1] * key.page_size, _MOST_TOKENS),
         key.batch,
         key.parts,
         block_table.shape[1],
-        min(block_table.shape[1] * key.page_size, _MOST_TOKENS),
         arguments.kv_cache.shape[0],
         key.page_size,
         key.box_rows,

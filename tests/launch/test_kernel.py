@@ -47,6 +47,49 @@ def test_params_are_as_large_as_packed(spec: KernelSpec, nvrtc: None) -> None:
         compile_checks(spec, {f"sizeof({spec.params})": size + 8})
 
 
+def count_of(text: str, member: str) -> int:
+    """How many values a member holds: an array's bound is a number, or a constant of the text."""
+    array = re.search(r"\[(\w+)\]", member)
+    if array is None:
+        return 1
+    constant = re.search(rf"constexpr int {array[1]} = (\d+);", text)
+    return int(constant[1] if constant else array[1])
+
+
+def kinds_of(text: str, name: str) -> str:
+    """The members of a struct of a kernel's text, a letter of `struct` each, in their order."""
+    body = re.search(rf"struct (?:alignas\(\d+\) )?{name} {{\n(.*?)\n}};", text, re.DOTALL)
+    assert body is not None, name
+    kinds = ""
+    for declaration in re.sub("//.*", "", body[1]).split(";")[:-1]:
+        kind, *rest = re.findall(r"\w+(?:\[\w+\])?", declaration.replace("const ", ""))
+        if "*" in declaration or kind in ("i64", "u64"):
+            letter = "q"
+        elif kind in ("int", "u32"):
+            letter = "i"
+        else:
+            letter = {"float": "f", "TensorMap": "s"}.get(kind) or kinds_of(text, kind)
+        for member in rest:
+            kinds += letter * count_of(text, member)
+    return kinds
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [spec for spec in all_specs() if spec.stem.startswith(("mla_", "mqa_", "paged_"))],
+    ids=lambda spec: spec.entry,
+)
+def test_params_are_packed_in_the_kernels_order(spec: KernelSpec) -> None:
+    """Their size alone does not tell: padding at the end hides a member of another size."""
+    text, _, _ = translation_unit(spec).partition('extern "C"')
+    packed = "".join(
+        (letter if letter == "s" else letter.lower() * int(count or 1))
+        for count, letter in re.findall(r"(\d*)([a-zA-Z])", layout_of(spec).format)
+        if letter != "x"
+    )
+    assert packed == kinds_of(text, spec.params)
+
+
 def test_what_a_plans_buffer_holds_is_as_the_kernels_see_it(nvrtc: None) -> None:
     """Sizes and places of both sides: the launcher's layout, and the tests' reading of it."""
     checks = {
