@@ -11,21 +11,17 @@
 //
 // Warpgroup 0: warp 0 loads blocks of 64 tokens (TMA) and their scales into a ring, warp 1 writes -inf where nothing is
 // visible, warps 2 and 3 bring query rows and weights of the next item. Warpgroups 1 and 2 each have half of an item's
-// columns and multiply every block by them, 256 columns a product, in opposite phase:
+// columns and multiply every block by them, 128 columns a product, in turns into two sets of accumulators:
 //
 //   tensor cores:    A0 = K0 Qa   B0 = K0 Qb   A1 = K1 Qa   B1 = K1 Qb ...
-//   warpgroup 1:     (waits)      logits(A0)   (waits)      logits(A1) ...
-//   warpgroup 2:                  (waits)      logits(B0)   (waits)    ...
+//   the warpgroup:                logits(A0)   logits(B0)   logits(A1) ...
 //
-// Budget of 64 tokens by 256 columns, head_dim 128: 512 tensor clocks; of these the shared-memory port is busy for 320 with
-// operands and 32 with the block's arrival. 128 accumulators a thread, each a maximum and an FMA: 256 issue slots of a
-// scheduler, of which the maxima keep the integer pipe, at half rate, busy for 256 clocks; some 75 slots beside (counted in
-// the machine code: 30 for descriptors, the rest for waiting, scale, store and the ring). Both consumers: 660 of 1024
-// clocks. Two sets of accumulators for 128 columns each, so that a consumer always has a product waiting, are 2 % slower:
-// more operands, more instructions.
+// Budget of 64 tokens by 128 columns, head_dim 128: 256 tensor clocks; of these the shared-memory port is busy for 192 with
+// operands and 16 with the block's arrival. 64 accumulators a thread, each a maximum and an FMA: 128 issue slots of a
+// scheduler, of which the maxima keep the integer pipe, at half rate, busy for 128 clocks; some 57 slots beside (counted in
+// the machine code: 19 for descriptors, the rest for sums over lanes, scale and store). Both consumers: 370 of 512 clocks.
 //
-// Shared memory:  ring of 11 blocks 92,928 + 2 items 135,456 (64 heads, head_dim 128) + barriers, announcements (of
-//                 paged_mqa_logits) and scratch 624 = 229,008 B
+// Shared memory:  ring of 10 blocks 84,480 + 2 items 135,488 (64 heads, head_dim 128) + barriers 160 + scratch 128 = 220,256 B
 // Registers:      224 of a consumer, of which accumulators 128, weights 64; 56 of the others
 #include "mqa_logits_compute.cuh"
 #include "mqa_logits_layout.cuh"
@@ -95,7 +91,6 @@ struct QueryTiles {
   }
 };
 
-constexpr int kLogitsThreads = 3 * kWarpgroup;
 constexpr int kItemCost = 1;  // of changing items, in blocks: the pipeline of products runs dry
 
 struct ShareScratch {
@@ -184,9 +179,8 @@ __device__ __forceinline__ void load_tokens(const MqaLogitsParams& p, const Logi
 
 template <int kHeads, int kDim, int kStages, int kSharedBytes>
 __device__ __forceinline__ void mqa_logits(const MqaLogitsParams& p) {
-  using Shape = LogitsShape<kHeads, kDim, 256, kStages>;
-  static_assert(Shape::kThreads == kLogitsThreads && LogitsLayout<Shape>::kBytes == kSharedBytes,
-                "the launcher asks for another layout");
+  using Shape = LogitsShape<kHeads, kDim, 128, 2, kStages>;
+  static_assert(LogitsLayout<Shape>::kBytes == kSharedBytes, "the launcher asks for another layout");
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const LogitsLayout<Shape> shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
@@ -201,7 +195,7 @@ __device__ __forceinline__ void mqa_logits(const MqaLogitsParams& p) {
   const SegmentCursor<QueryTiles<Shape>> cursor =
       take_share(work, *reinterpret_cast<ShareScratch*>(shared_bytes + shared.kScratchOffset));  // synchronises the CTA
   if (warpgroup == 0) {
-    registers_decrease<Shape::kOtherRegisters>();
+    registers_decrease<56>();
     if (warp == 0)
       load_tokens<Shape>(p, shared, cursor);
     else if (warp >= 2)
@@ -209,8 +203,8 @@ __device__ __forceinline__ void mqa_logits(const MqaLogitsParams& p) {
     else if (p.logits.clean)
       fill_outside(p.logits, work);
   } else {
-    registers_increase<Shape::kConsumerRegisters>();
-    LogitsConsumer<Shape>(p.logits, shared, warpgroup - 1, true).run();
+    registers_increase<224>();
+    LogitsConsumer<Shape>(p.logits, shared, warpgroup - 1).run();
   }
 }
 

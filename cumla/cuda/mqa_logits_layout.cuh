@@ -12,29 +12,27 @@ namespace cumla {
 
 constexpr int kBlockTokens = 64;  // the M side of a product
 constexpr int kWarpgroup = 128;
+constexpr int kLogitsThreads = 3 * kWarpgroup;
 constexpr int kMostTokens = 0x7fffffc0;  // the end of the last block still fits an int
 
 // One instantiation. A column is a query row with one of its heads; a tile is the columns of one product. In a product's
 // accumulators four lanes have two each of every eight columns: these are dealt to as many query rows, up to four, as
 // there are, so that fewer lanes, or none, have to add up what they have of a row.
-template <int kHeads_, int kDim_, int kTile_, int kStages_>
+template <int kHeads_, int kDim_, int kTile_, int kTiles_, int kStages_>
 struct LogitsShape {
   static constexpr int kHeads = kHeads_;    // columns of a query row; heads that do not exist have weight 0
   static constexpr int kDim = kDim_;        // bytes of a row of q and k
   static constexpr int kTile = kTile_;      // the N side of a product
+  static constexpr int kTiles = kTiles_;    // of one consumer
   static constexpr int kStages = kStages_;  // of the ring, a block each
   static constexpr int kRows = kTile / kHeads;                       // query rows of a tile
-  static constexpr int kMostTiles = kTile == 256 ? 2 : 1;            // of an item
+  static constexpr int kMostTiles = kTile == 64 ? 1 : 2 * kTiles;    // of an item
   static constexpr int kMostRows = kMostTiles * kRows;
-  static constexpr int kConsumers = kTile == 256 ? 2 : 3;            // warpgroups
-  static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
-  // Of a thread. A consumer's accumulators are 128, 64 or 32, its weights half as many.
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : 152;
-  static constexpr int kOtherRegisters = 56;
   static constexpr int kSide = kRows < 4 ? kRows : 4;       // query rows side by side in eight columns
   static constexpr int kSets = kRows / kSide;               // of such rows in a tile, one behind the other
   static constexpr int kHeadsSide = 8 / kSide;              // heads of a query row in eight columns
   static constexpr int kSetColumns = kSide * kHeads;
+  static_assert(kStages % 2 == 0, "consumers that take every second block always meet the same slots");
 
   __device__ __forceinline__ static int row_of(int column) {
     return column / kSetColumns * kSide + column % 8 / kHeadsSide;
@@ -55,7 +53,7 @@ struct LogitsParams {
   int num_heads;
   int out_is_bf16;  // else float
   int clean;        // write -inf to what is not visible
-  int tiles;        // of an item: 1, and the consumers take turns at blocks; or 2, and each has its own for all blocks
+  int tiles;        // of an item: 1, and each consumer takes every second block; or each has tiles of its own
 };
 
 // Tokens [begin, end) that a query row sees; `shift` of them have no column.
@@ -103,14 +101,11 @@ struct LogitsLayout {
   static constexpr int kWeightBytes = Shape::kMostTiles * Shape::kTile * 4;
   static constexpr int kTargetBytes = Shape::kMostRows * 16;
   static constexpr int kScratchBytes = 128;
-  // Where one warp finds the segments for all: it cannot be further ahead than the ring has blocks, so that an announcement
-  // has been read when its place is needed again.
-  static constexpr int kAnnouncements = Shape::kStages + 1;
   static constexpr int kScratchOffset = Shape::kStages * (kBlockBytes + kScaleBytes) +
-                                        2 * (kQueryBytes + kWeightBytes + kTargetBytes + 16) + kAnnouncements * 16;
-  static constexpr int kBytes = kScratchOffset + kScratchBytes + (2 * Shape::kStages + 4 + kAnnouncements) * 8;
+                                        2 * (kQueryBytes + kWeightBytes + kTargetBytes + 16);
+  static constexpr int kBytes = kScratchOffset + kScratchBytes + (2 * Shape::kStages + 4) * 8;
 
-  u32 ring, query, scales, weights, targets, segments, announcements, barriers;
+  u32 ring, query, scales, weights, targets, segments, barriers;
 
   __device__ __forceinline__ explicit LogitsLayout(u32 base)
       : ring(base),
@@ -119,7 +114,6 @@ struct LogitsLayout {
         weights(scales + Shape::kStages * kScaleBytes),
         targets(weights + 2 * kWeightBytes),
         segments(targets + 2 * kTargetBytes),
-        announcements(segments + 2 * 16),
         barriers(base + kScratchOffset + kScratchBytes) {}
 
   __device__ __forceinline__ u32 block(u32 slot) const { return ring + slot * kBlockBytes; }
@@ -130,14 +124,11 @@ struct LogitsLayout {
   __device__ __forceinline__ u32 weights_of(u32 buffer) const { return weights + buffer * kWeightBytes; }
   __device__ __forceinline__ u32 targets_of(u32 buffer) const { return targets + buffer * kTargetBytes; }
   __device__ __forceinline__ u32 segment_of(u32 buffer) const { return segments + buffer * 16; }
-  __device__ __forceinline__ u32 announcement(u32 i) const { return announcements + i * 16; }
-  // Barriers: a block is loaded; its slot is free again; a segment's query is there; is no longer needed; a segment is
-  // announced.
+  // Barriers: a block is loaded; its slot is free again; a segment's query is there; is no longer needed.
   __device__ __forceinline__ u32 full(u32 slot) const { return barriers + slot * 8; }
   __device__ __forceinline__ u32 free(u32 slot) const { return full(Shape::kStages + slot); }
   __device__ __forceinline__ u32 query_full(u32 buffer) const { return free(Shape::kStages + buffer); }
   __device__ __forceinline__ u32 query_free(u32 buffer) const { return query_full(2 + buffer); }
-  __device__ __forceinline__ u32 announced(u32 i) const { return query_free(2 + i); }
 };
 
 // Where in the ring a block is, and how often the ring has gone round.

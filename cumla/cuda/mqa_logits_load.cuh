@@ -13,7 +13,7 @@ constexpr int kQueryWarps = 2;
 
 template <typename Shape>
 __device__ __forceinline__ void initialise_barriers(const LogitsLayout<Shape>& shared, int arrivals, int tiles) {
-  const int consumers = tiles;  // of a block
+  const int consumers = tiles == 1 ? 1 : 2;  // of a block
 #pragma unroll 1
   for (int s = 0; s < Shape::kStages; ++s) {
     mbarrier_init(shared.full(s), arrivals);
@@ -22,10 +22,8 @@ __device__ __forceinline__ void initialise_barriers(const LogitsLayout<Shape>& s
 #pragma unroll
   for (int b = 0; b < 2; ++b) {
     mbarrier_init(shared.query_full(b), kQueryWarps);
-    mbarrier_init(shared.query_free(b), Shape::kConsumers * 4);
+    mbarrier_init(shared.query_free(b), 8);
   }
-#pragma unroll 1
-  for (int i = 0; i < LogitsLayout<Shape>::kAnnouncements; ++i) mbarrier_init(shared.announced(i), 1);
   fence_mbarrier_init();
 }
 
@@ -73,15 +71,15 @@ __device__ __forceinline__ void load_query(const LogitsParams& p, const Work& wo
 }
 
 // Two warps: all segments in turn, two at most that the consumers have not finished; an empty one is the last.
-template <typename Shape, typename Work, typename Segments>
+template <typename Shape, typename Work>
 __device__ __forceinline__ void load_queries(const LogitsParams& p, const Work& work, const LogitsLayout<Shape>& shared,
-                                             Segments segments) {
+                                             SegmentCursor<Work> cursor) {
   bool more = true;
 #pragma unroll 1
   for (u32 n = 0; more; ++n) {
     const u32 buffer = n % 2;
     Segment segment = {0, 0, 0};
-    more = segments.next(segment);
+    more = cursor.next(segment);
     mbarrier_wait(shared.query_free(buffer), n / 2 % 2 ^ 1, "a free query buffer");
     if (more) load_query(p, work, shared, segment, buffer);
     if (threadIdx.x % (kQueryWarps * 32) == 0) {

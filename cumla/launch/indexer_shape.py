@@ -38,12 +38,15 @@ class LogitsShape(NamedTuple):
     head_dim : int
         32, 64 or 128.
     tile : int
-        Columns of one product: 64, 128 or 256.
+        Columns of one product, 64 or 128.
+    tiles : int
+        Tiles of one of the two consumers, 1 or 2.
     """
 
     heads: int
     head_dim: int
     tile: int
+    tiles: int
 
     @property
     def rows_of_tile(self) -> int:
@@ -52,19 +55,14 @@ class LogitsShape(NamedTuple):
 
     @property
     def most_tiles(self) -> int:
-        """Tiles of an item; where there is one, all consumers have it."""
-        return 2 if self.tile == 256 else 1
-
-    @property
-    def threads(self) -> int:
-        """LogitsShape::kThreads: a warpgroup that loads, and two or three that compute."""
-        return 128 * (3 if self.tile == 256 else 4)
+        """Tiles of an item; where there is one, both consumers have it."""
+        return 1 if self.tile == 64 else 2 * self.tiles
 
     @property
     def stages(self) -> int:
-        """Blocks of the ring: as many as shared memory holds."""
+        """Blocks of the ring: as many as shared memory holds, an even number."""
         fit = (_SMEM_LIMIT - self._smem_beside_ring) // self._stage_bytes
-        return min(fit, _MOST_STAGES)
+        return min(fit, _MOST_STAGES) // 2 * 2
 
     @property
     def smem_bytes(self) -> int:
@@ -73,15 +71,15 @@ class LogitsShape(NamedTuple):
 
     @property
     def _stage_bytes(self) -> int:
-        """Tokens of a block, their scales, and two barriers; an announcement and its barrier."""
-        return BLOCK_TOKENS * (self.head_dim + 4) + 16 + 24
+        """Tokens of a block, their scales, and two barriers."""
+        return BLOCK_TOKENS * (self.head_dim + 4) + 16
 
     @property
     def _smem_beside_ring(self) -> int:
-        """Two segments of query rows, weights, targets, a segment and two barriers; scratch."""
+        """Two segments of query rows, weights, targets, a segment and two barriers, and scratch."""
         columns = self.most_tiles * self.tile
         rows = self.most_tiles * self.rows_of_tile
-        return 2 * (columns * (self.head_dim + 4) + 16 * rows + 16 + 16) + 24 + 128
+        return 2 * (columns * (self.head_dim + 4) + 16 * rows + 16 + 16) + 128
 
 
 LOGITS_FIELDS = "8q4i"  # struct LogitsParams

@@ -19,7 +19,7 @@ __all__ = ["SPECS", "MQALogitsArguments", "mqa_logits_spec", "prepare_mqa_logits
 
 
 def _shape(heads: int, head_dim: int) -> LogitsShape:
-    return LogitsShape(heads, head_dim, tile=256)
+    return LogitsShape(heads, head_dim, tile=128, tiles=2)
 
 
 def _spec(heads: int, head_dim: int) -> KernelSpec:
@@ -29,7 +29,7 @@ def _spec(heads: int, head_dim: int) -> KernelSpec:
         entry=f"mqa_logits_h{heads}_d{head_dim}",
         function=f"mqa_logits<{heads}, {head_dim}, {shape.stages}, {shape.smem_bytes}>",
         params="MqaLogitsParams",
-        threads=shape.threads,
+        threads=384,
         smem_bytes=shape.smem_bytes,
     )
 

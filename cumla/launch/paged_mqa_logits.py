@@ -24,17 +24,18 @@ def _shape(num_heads: int, head_dim: int, next_n: int) -> LogitsShape:
     """Choose the products: as few columns as hold all rows of a request, but 64 at least."""
     heads = max(num_heads, _FEWEST_HEADS)
     columns = next_n * heads
-    return LogitsShape(heads, head_dim, 64 if columns <= 64 else 128 if columns <= 128 else 256)
+    return LogitsShape(heads, head_dim, 64 if columns <= 64 else 128, 1 if columns <= 256 else 2)
 
 
 def _spec(shape: LogitsShape) -> KernelSpec:
+    columns = shape.most_tiles * shape.tile
     numbers = ", ".join(map(str, (*shape, shape.stages, shape.smem_bytes)))
     return KernelSpec(
         stem="paged_mqa_logits",
-        entry=f"paged_mqa_logits_h{shape.heads}_d{shape.head_dim}_n{shape.tile}",
+        entry=f"paged_mqa_logits_h{shape.heads}_d{shape.head_dim}_n{columns}",
         function=f"paged_mqa_logits<{numbers}>",
         params="PagedMqaParams",
-        threads=shape.threads,
+        threads=384,
         smem_bytes=shape.smem_bytes,
     )
 
