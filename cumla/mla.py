@@ -88,16 +88,13 @@ def mla_decode(
 
     Parameters
     ----------
-    q : array or pair of arrays
-        ``(batch, q_len, num_heads, 576)`` bfloat16 or float16, of CuPy, PyTorch, JAX or NumPy. A
-        tuple ``(q_nope, q_pe)`` holds the 512 latent columns and the 64 RoPE ones apart, in one
-        dtype. Any strides that are multiples of 16 bytes, the last axis contiguous: slices of wider
-        arrays are read where they are.
-    kv_cache : array or pair of arrays
+    q : array
+        ``(batch, q_len, num_heads, 576)`` bfloat16 or float16, of CuPy, PyTorch, JAX or NumPy. Any
+        strides that are multiples of 16 bytes, the last axis contiguous.
+    kv_cache : array
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
-        head, in q's dtype; strides as for q. A tuple ``(ckv, kpe)`` holds the columns apart, 512
-        and 64, each with strides of its own, whether or not q does. num_kv_heads divides num_heads;
-        page_size is any. Slots that no request uses may hold anything, NaN included.
+        head, in q's dtype; strides as for q. num_kv_heads divides num_heads; page_size is 64. Slots
+        that no request uses may hold anything, NaN included.
     block_table : array
         ``(batch, max_pages)`` int32, rows contiguous. Entries behind a request's last page are
         never read; a page number outside ``[0, num_pages)`` in a used entry reads as zeros.
@@ -181,7 +178,7 @@ def mla_decode(
         )
     call = _open(q, kv_cache, block_table, cache_seqlens, out, lse, stream)
     scale = checked_scale(softmax_scale)
-    arguments = checked_arguments(_named(call, q, kv_cache))
+    arguments = checked_arguments(call)
     max_blocks = _blocks_of_table(arguments) if batch_invariant else 0
     key = decode_key(
         arguments.q,
@@ -224,7 +221,7 @@ class MLADecodePlan:
     num_kv_heads : int
         Divides num_heads.
     page_size : int
-        Tokens of a cache page: any number from 1.
+        Tokens of a cache page: 64.
     dtype : str
         ``"bfloat16"`` or ``"float16"``: of q and kv_cache.
     causal : bool
@@ -350,11 +347,8 @@ class MLADecodePlan:
         UnsupportedDeviceError, MissingDependencyError, NotPreparedError
             As the class.
         """
-        arrays = (*_parts("q", q), *_parts("kv_cache", kv_cache))
-        call = open_call(arrays, stream=stream)
-        names = (name for name, _ in arrays)
-        query, _, cache, _ = checked_query_and_cache(dict(zip(names, call.views, strict=True)))
-        key = decode_key(query, cache, causal=causal)
+        call = open_call((("q", q), ("kv_cache", kv_cache)), stream=stream)
+        key = decode_key(*checked_query_and_cache(call), causal=causal)
         with call:
             return cls(
                 key.batch,
@@ -368,7 +362,7 @@ class MLADecodePlan:
                 max_seqlen=max_seqlen,
                 variant=variant,
                 workspace=workspace,
-                like=arrays[0][1],
+                like=q,
                 stream=stream,
             )
 
@@ -529,7 +523,7 @@ class MLADecodePlan:
                 if self._workspace.away:
                     self._workspace.note_use(call)
             return MLADecodeResult(out, lse)
-        arguments = self._checked_arguments(call, q, kv_cache)
+        arguments = self._checked_arguments(call)
         key = self._key
         if call.device is None:
             assert self._lengths is not None  # or the plan would have been refused
@@ -548,12 +542,12 @@ class MLADecodePlan:
                 self._ready.keep((call.views, scale), attend)
             return result.export(call)
 
-    def _checked_arguments(self, call: Call, q: Any, kv_cache: Any) -> Arguments:
+    def _checked_arguments(self, call: Call) -> Arguments:
         """Check the arguments against each other and the plan."""
         self._check_device(call)
         if not self.serves(call.stream):
             raise ValueError(self._stream_problem(call.stream))
-        arguments = checked_arguments(_named(call, q, kv_cache))
+        arguments = checked_arguments(call)
         self._check_shape(arguments)
         return arguments
 
@@ -607,7 +601,6 @@ def prepare(
     device: int | None = None,
     *,
     dtypes: Sequence[str] = DTYPES,
-    page_sizes: Sequence[int] = (BLOCK_TOKENS,),
     indexer: Sequence[tuple[int, int]] = (),
 ) -> None:
     """Compile and load the kernels: later calls do not wait, nor fail under stream capture.
@@ -619,18 +612,15 @@ def prepare(
     dtypes : sequence of str
         Of q: ``"bfloat16"``, ``"float16"``. Partial results to merge and rows to
         quantise may be float32 as well.
-    page_sizes : sequence of int
-        Of the caches that are to be attended to, such as ``(1, 64)``.
     indexer : sequence of (num_heads, head_dim)
         The indexers whose logits are to be computed, such as ``[(64, 128)]``.
 
     Raises
     ------
     TypeError
-        An unknown dtype, a lone string instead of a sequence, or a device or page size that is no
-        number.
+        An unknown dtype, a lone string instead of a sequence, or a device that is no number.
     ValueError
-        A page size below 1, or an indexer of another shape than there are kernels for.
+        An indexer of another shape than there are kernels for.
     UnsupportedDeviceError, CompilationError, MissingDependencyError
         The kernels cannot be had here.
     """
@@ -640,12 +630,6 @@ def prepare(
         )
     for dtype in dtypes:
         check_dtype("dtypes", dtype)
-    if isinstance(page_sizes, int):
-        raise TypeError(
-            f"page_sizes: needs a sequence of ints, got {page_sizes}; pass ({page_sizes},)"
-        )
-    for page_size in page_sizes:
-        check_number("page_sizes", page_size, "name those of the caches")
     check_device_number(device)
     logits = [spec for shape in indexer for spec in checked_logits_specs(*shape)]
     if device is None:
@@ -654,8 +638,7 @@ def prepare(
     for spec in (*SCHEDULE_SPECS, *LOGITS_SCHEDULE_SPECS, *logits):
         load(spec, device, capturing=lambda: False)
     for dtype in dtypes:
-        decode = (spec for page_size in page_sizes for spec in decode_specs(dtype, page_size))
-        for spec in (*decode, *append_specs(dtype), *append_fp8_specs(dtype)):
+        for spec in (*decode_specs(dtype), *append_specs(dtype), *append_fp8_specs(dtype)):
             load(spec, device, capturing=lambda: False)
     for dtype in (*dtypes, "float32"):
         for spec in (merge_spec(dtype), quantize_spec(dtype), append_indexer_spec(dtype)):
@@ -706,33 +689,14 @@ def _open(
 ) -> Call:
     return open_call(
         (
-            *_parts("q", q),
-            *_parts("kv_cache", kv_cache),
+            ("q", q),
+            ("kv_cache", kv_cache),
             ("block_table", block_table),
             ("cache_seqlens", cache_seqlens),
         ),
         (("out", out), ("lse", lse)),
         stream=stream,
     )
-
-
-def _parts(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
-    """Name an array, or the two that hold latent and RoPE columns."""
-    if not isinstance(value, tuple):
-        return ((name, value),)
-    if len(value) != 2:
-        raise ValueError(
-            f"{name}: needs one array, or a tuple of latent and RoPE columns, got {len(value)} "
-            f"arrays; join them"
-        )
-    return ((f"{name}[0]", value[0]), (f"{name}[1]", value[1]))
-
-
-def _named(call: Call, q: Any, kv_cache: Any) -> dict[str, ArrayView | None]:
-    """Give the views of a call of :func:`_open` their names."""
-    columns = (name for name, _ in (*_parts("q", q), *_parts("kv_cache", kv_cache)))
-    others = ("block_table", "cache_seqlens", "out", "lse")
-    return dict(zip((*columns, *others), call.views, strict=True))
 
 
 def open_plan(device: int | None, like: Any, workspace: Any, stream: Any) -> Call:
@@ -824,7 +788,9 @@ def _attention(
         kernels.decode,
         key,
         buffer,
-        arguments,
+        arguments.q,
+        arguments.kv_cache,
+        arguments.block_table,
         result.out_view,
         result.lse_view,
         softmax_scale,
@@ -835,16 +801,15 @@ def _attention(
 def _decode_on_cpu(
     call: Call, arrays: tuple[Any, ...], out: Any, lse: Any, softmax_scale: float, causal: bool
 ) -> MLADecodeResult:
-    queries, caches = (
-        tuple(to_numpy(part, array) for part, array in _parts(name, value))
-        for name, value in zip(("q", "kv_cache"), arrays, strict=False)
+    names = ("q", "kv_cache", "block_table", "cache_seqlens")
+    q, kv_cache, table, lengths = (
+        to_numpy(name, array) for name, array in zip(names, arrays, strict=True)
     )
-    table, lengths = to_numpy("block_table", arrays[2]), to_numpy("cache_seqlens", arrays[3])
     if check_mode():
-        check_values(lengths, table, *caches[0].shape[:2])
+        check_values(lengths, table, *kv_cache.shape[:2])
     result = reference.mla_decode(
-        queries if len(queries) == 2 else queries[0],
-        caches if len(caches) == 2 else caches[0],
+        q,
+        kv_cache,
         table,
         lengths,
         softmax_scale=softmax_scale,

@@ -12,8 +12,7 @@ namespace cumla {
 
 // One consumer warpgroup. Thread layout of the accumulators: tokens, or columns of V, 16 warp + lane / 4 and that + 8; in
 // every group of eight query rows the two at 2 (lane % 4).
-// kCopied: tiles were written by threads' own copies, not by TMA.
-template <typename T, bool kCopied>
+template <typename T>
 struct SwappedConsumer {
   static constexpr int kOwn = kSwappedRows / 4;  // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
   static constexpr int kValueTiles = 2 * kHalfTiles;
@@ -74,7 +73,6 @@ struct SwappedConsumer {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       mbarrier_wait(shared.full(at.slot), at.phase, "a KV tile");
-      if constexpr (kCopied) fence_proxy_async_shared();
       const u32 query = shared.query + tile_in_order(0, i) * shared.kQueryTileBytes;
       warpgroup_arrive();
 #pragma unroll

@@ -111,7 +111,7 @@ LINES = {
         "while (now.valid()) {",
         "owner = (now.t + now.i) & 1;",
         "mbarrier_wait(shared.free(place.slot), place.phase ^ 1,",
-        "load_tile<kForm>(p, shared.slot(place.slot),",
+        "mbarrier_arrive_expect_tx(shared.full(place.slot), kTileBytes);",
         "place.advance(1); }",
         "mbarrier_arrive(shared.begun(owner));",
     ),
