@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from cumla.indexer import PagedMQALogitsPlan, mqa_logits, paged_mqa_logits
     from cumla.indexer_cache import QuantizedRows, append_indexer_cache, quantize_fp8
     from cumla.merge import AttentionState, merge_attention_states
-    from cumla.mla import MLADecodePlan, MLADecodeResult, mla_decode, prepare
+    from cumla.mla import MLADecodePlan, MLADecodeResult, mla_decode
+    from cumla.preparation import prepare
 
 __version__ = "0.1.0"
 
@@ -71,6 +72,7 @@ _HOMES = {  # the rest is in mla
     "merge_attention_states": "merge",
     "mqa_logits": "indexer",
     "paged_mqa_logits": "indexer",
+    "prepare": "preparation",
     "quantize_fp8": "indexer_cache",
 }
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import arrays, cache, cache_checks
+from cumla import arrays, cache, cache_checks, preparation
 from cumla.launch import append_cache
 from cumla.launch.append_cache import AppendArguments
 from cumla.launch.kernel import ReadyLaunches
@@ -544,7 +544,7 @@ def test_a_cold_kernel_under_capture(cupy: FakeCuPy, driver: FakeDriver) -> None
 
 def test_prepare_loads_the_kernels(cupy: FakeCuPy, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = []
-    monkeypatch.setattr(cumla.mla, "load", lambda spec, device, *, capturing: loaded.append(spec))
+    monkeypatch.setattr(preparation, "load", lambda spec, *_, **__: loaded.append(spec))
     cumla.prepare(dtypes=("float16",))
     ours = [spec for spec in loaded if spec.stem == "append_cache"]
     assert [spec.entry for spec in ours] == [

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import arrays, cache, cache_checks
+from cumla import arrays, cache, cache_checks, preparation
 from cumla.launch import append_fp8_cache
 from cumla.launch.kernel import ReadyLaunches
 from tests.fake_cuda import FakeCuPy
@@ -261,7 +261,7 @@ def test_a_scale_elsewhere(cupy: FakeCuPy, launched: list[Any]) -> None:
 
 def test_prepare_loads_the_kernels(cupy: FakeCuPy, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = []
-    monkeypatch.setattr(cumla.mla, "load", lambda spec, device, *, capturing: loaded.append(spec))
+    monkeypatch.setattr(preparation, "load", lambda spec, *_, **__: loaded.append(spec))
     cumla.prepare(dtypes=("float16",))
     assert [spec.entry for spec in loaded if spec.stem == "append_fp8_cache"] == [
         "append_fp8_cache_float16",

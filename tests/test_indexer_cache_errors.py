@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import arrays, indexer_cache
+from cumla import arrays, indexer_cache, preparation
 from cumla.launch import append_indexer_cache, quantize_fp8
 from cumla.launch.kernel import ReadyLaunches
 from tests.fake_cuda import FakeCuPy, FakeDriver
@@ -408,7 +408,7 @@ def test_cold_kernels_under_capture(cupy: FakeCuPy, driver: FakeDriver) -> None:
 
 def test_prepare_loads_the_kernels(cupy: FakeCuPy, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = []
-    monkeypatch.setattr(cumla.mla, "load", lambda spec, device, *, capturing: loaded.append(spec))
+    monkeypatch.setattr(preparation, "load", lambda spec, *_, **__: loaded.append(spec))
     cumla.prepare(dtypes=("float16",))
     stems = ("quantize_fp8", "append_indexer_cache")
     found = {spec.entry for spec in loaded if spec.stem in stems}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import indexer, mla
+from cumla import indexer, preparation
 from cumla.launch import KernelSpec
 from cumla.launch import module as launch_module
 from cumla.launch.mqa_logits import mqa_logits_spec
@@ -764,7 +764,7 @@ def test_prepare_loads_what_an_indexer_needs(
     cupy: FakeCuPy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: set[KernelSpec] = set()
-    monkeypatch.setattr(mla, "load", lambda spec, device, *, capturing: loaded.add(spec))
+    monkeypatch.setattr(preparation, "load", lambda spec, *_, **__: loaded.add(spec))
     cumla.prepare()
     assert set(SCHEDULE_SPECS) <= loaded
     assert not {spec for spec in loaded if "mqa_logits" in spec.stem}

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import merge, mla
+from cumla import merge, preparation
 from cumla.launch import KernelSpec
 from cumla.launch.kernel import ReadyLaunches
 from tests.fake_cuda import FakeCuPy, FakeDriver
@@ -387,7 +387,7 @@ def test_unsupported_gpus(
 
 def test_prepare_loads_the_kernels(cupy: FakeCuPy, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
-    monkeypatch.setattr(mla, "load", lambda spec, *_, **__: names.append(spec.entry))
+    monkeypatch.setattr(preparation, "load", lambda spec, *_, **__: names.append(spec.entry))
     cumla.prepare(dtypes=("float16",))
     found = [name for name in names if name.startswith("merge_states")]
     assert found == ["merge_states_float16", "merge_states_float32"]

@@ -56,7 +56,7 @@ def test_names_that_are_loaded_late() -> None:
     alone = python("-c", "import cumla; print(cumla.mla.__name__, cumla.reference.__name__)")
     assert alone.stdout.split() == ["cumla.mla", "cumla.reference"]
     lines = python("-c", "from cumla import *; print(mla_decode.__module__, prepare.__module__)")
-    assert lines.stdout.split() == ["cumla.mla", "cumla.mla"]
+    assert lines.stdout.split() == ["cumla.mla", "cumla.preparation"]
 
 
 def test_import_costs_little_beside_numpy() -> None:

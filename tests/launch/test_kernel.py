@@ -137,7 +137,7 @@ def test_shared_memory_holds_its_layout(
     dtype: str, variant: str, nbytes: int, checks: dict[str, int], nvrtc: None
 ) -> None:
     """To the byte: the layout's own functions, made constant expressions, give its end."""
-    spec = mla_decode._SPECS[dtype, variant, "pages"]
+    spec = mla_decode._SPECS[dtype, variant]
     assert spec.smem_bytes == nbytes
     name = "SwappedLayout" if variant == "swapped" else "SharedLayout"
     whole, _, _ = translation_unit(spec).partition('extern "C"')

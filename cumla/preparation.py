@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All kernels ahead of time. A module of its own: no operation needs the others' launchers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cumla.checks import DTYPES, check_device_number, check_dtype
+from cumla.indexer_checks import checked_logits_specs
+from cumla.launch import mla_schedule, paged_mqa_schedule
+from cumla.launch.append_cache import append_specs
+from cumla.launch.append_fp8_cache import append_fp8_specs
+from cumla.launch.append_indexer_cache import append_indexer_spec
+from cumla.launch.device import current_device, require_hopper
+from cumla.launch.merge_states import merge_spec
+from cumla.launch.mla_decode import decode_specs
+from cumla.launch.module import load
+from cumla.launch.quantize_fp8 import quantize_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["prepare"]
+
+
+def prepare(
+    device: int | None = None,
+    *,
+    dtypes: Sequence[str] = DTYPES,
+    indexer: Sequence[tuple[int, int]] = (),
+) -> None:
+    """Compile and load the kernels: later calls do not wait, nor fail under stream capture.
+
+    Parameters
+    ----------
+    device : int, optional
+        CUDA ordinal; CuPy's current device by default.
+    dtypes : sequence of str
+        Of q: ``"bfloat16"``, ``"float16"``. Partial results to merge and rows to
+        quantise may be float32 as well.
+    indexer : sequence of (num_heads, head_dim)
+        The indexers whose logits are to be computed, such as ``[(64, 128)]``.
+
+    Raises
+    ------
+    TypeError
+        An unknown dtype, a lone string instead of a sequence, or a device that is no number.
+    ValueError
+        An indexer of another shape than there are kernels for.
+    UnsupportedDeviceError, CompilationError, MissingDependencyError
+        The kernels cannot be had here.
+    """
+    if isinstance(dtypes, str):
+        raise TypeError(
+            f"dtypes: needs a sequence of names, got the string {dtypes!r}; pass ({dtypes!r},)"
+        )
+    for dtype in dtypes:
+        check_dtype("dtypes", dtype)
+    check_device_number(device)
+    logits = [spec for shape in indexer for spec in checked_logits_specs(*shape)]
+    if device is None:
+        device = current_device()
+    require_hopper(device)
+    for spec in (*mla_schedule.SPECS, *paged_mqa_schedule.SPECS, *logits):
+        load(spec, device, capturing=lambda: False)
+    for dtype in dtypes:
+        for spec in (*decode_specs(dtype), *append_specs(dtype), *append_fp8_specs(dtype)):
+            load(spec, device, capturing=lambda: False)
+    for dtype in (*dtypes, "float32"):
+        for spec in (merge_spec(dtype), quantize_spec(dtype), append_indexer_spec(dtype)):
+            load(spec, device, capturing=lambda: False)
