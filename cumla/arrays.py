@@ -391,10 +391,10 @@ class Call:
     """
 
     __slots__ = (
-        "_absent",
         "_framework",
         "_imports",
         "_must_leave",
+        "_outputs",
         "_stream_object",
         "_workspaces",
         "device",
@@ -419,7 +419,7 @@ class Call:
         self._imports = imports
         self._must_leave = False
         self._stream_object: object = None
-        self._absent: tuple[str, ...] = ()  # outputs that were not given
+        self._outputs: tuple[tuple[str, object], ...] = ()
         self._workspaces: list[object] = []
 
     def __enter__(self) -> Call:
@@ -482,7 +482,8 @@ class Call:
             raise ValueError("empty: needs a call whose arrays are on the GPU, got the CPU")
         allocator = self._framework.allocator()
         if not allocator.serves_capture and self.capturing:
-            ways = (*(f"{name}=" for name in self._absent), "plan= or workspace=")
+            absent = (f"{name}=" for name, output in self._outputs if output is None)
+            ways = (*absent, "plan= or workspace=")
             raise NotPreparedError(
                 f"the stream is being captured, and CuPy's allocator does not serve captures: pass "
                 f"{_in_prose(ways)} where the call takes one, made before the capture"
@@ -584,7 +585,7 @@ def open_call(
     imports = _import_pending(arguments, pending, views, device, handle) if pending else None
     call = Call(first, device, handle, tuple(views), imports)
     call._stream_object = stream
-    call._absent = tuple([name for name, output in outputs if output is None])
+    call._outputs = outputs
     return call
 
 

@@ -330,13 +330,10 @@ def verdicts(folder: Path) -> dict[str, dict[str, Any]]:
             verdict = "clean" if clean else "findings"
             result[tool] = {"verdict": verdict if found["complete"] else "incomplete"} | found
         else:
-            seen = (
-                found["errors"]
-                + found["warnings"]
-                - (result[tool]["errors"] + result[tool]["warnings"])
-            )
+            usual = result[tool]["kernels"]  # the planted grid is a part of it
+            seen = any(count > usual.get(name, 0) for name, count in found["kernels"].items())
             planted = result[tool].setdefault("planted", {})
-            planted[plant] = {"found": seen > 0} | found
+            planted[plant] = {"found": seen} | found
     return result
 
 

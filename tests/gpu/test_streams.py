@@ -271,7 +271,7 @@ def test_a_cupy_capture_needs_its_memory_beforehand() -> None:
                 cumla.mla_decode(*problem.arrays)
             with pytest.raises(cumla.NotPreparedError, match="out="):
                 plan.run(*problem.arrays)
-            with pytest.raises(cumla.NotPreparedError, match="out="):
+            with pytest.raises(cumla.NotPreparedError, match="pass lse= and"):
                 plan.run(*problem.arrays, out=out.array)
             with pytest.raises(cumla.NotPreparedError):
                 cumla.mla_decode(*problem.arrays, out=out.array, lse=lse.array)
