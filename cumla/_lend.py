@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import ctypes
 import logging
+import time
 from collections import deque
 from typing import Any
 
@@ -29,6 +30,7 @@ _log = logging.getLogger(__name__)
 _CUDA = 2  # DLDeviceType
 _CODES = {name: code for code, name in DTYPES.items()}
 _NAME = b"dltensor"  # a capsule keeps a pointer to it
+_LAST_CALLS = 0.02  # seconds at the end of the process for calls of XLA that have begun
 _FENCES = -1  # names the queue of fences; those of CUDA streams are named by their handles
 
 _new_capsule = ctypes.PYFUNCTYPE(
@@ -193,3 +195,8 @@ def _leave_it_to_the_process() -> None:
     for managed, *_ in list(_lent.values()):
         managed.deleter = nothing
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_lent))  # it still points to these tensors
+    # A thread of XLA may be on its way into `_put_aside` already. Python ends threads that ask for
+    # the GIL when the interpreter is gone, and in the middle of C++ that aborts the process: so it
+    # gets the GIL now.
+    if _borrowers:
+        time.sleep(_LAST_CALLS)
