@@ -62,7 +62,8 @@ def checked_append_arguments(views: Mapping[str, ArrayView]) -> AppendArguments:
     cache = _checked_cache(views)
     latent_cache, rope_cache, scales, _ = cache
     dtype, num_kv_heads = _dtype_of_16_bits(rope_cache, views), latent_cache.shape[2]
-    latent_rows, rope_rows = _checked_rows(views, dtype, num_kv_heads)
+    is_e4m3 = rope_cache.dtype in _E4M3
+    latent_rows, rope_rows = _checked_rows(views, dtype, num_kv_heads, is_e4m3)
     tokens = latent_rows.shape[0]
     for name in ("slot_mapping", "batch_indices", "positions"):
         if name in views:
@@ -101,12 +102,14 @@ def checked_append_arguments(views: Mapping[str, ArrayView]) -> AppendArguments:
 
 def checked_scale(scale: Any) -> float | None:
     """Return a scale that is a number, in float32; None for what is none."""
+    if isinstance(scale, bool):
+        raise TypeError("scale: needs a number, or an array of one float32, got bool; convert it")
     if not isinstance(scale, Real):
         return None
     if not _LEAST_SCALE <= float(scale) <= _MOST_SCALE:
         raise ValueError(
-            f"scale: needs a number from 2 ** -126 to 2 ** 126, got {scale}; quantised rows times "
-            f"it are the rows"
+            f"scale: needs a number from 2 ** -126 to 2 ** 126, got {scale}; pass the factor by "
+            f"which quantised rows give the rows"
         )
     return float(np.float32(scale))
 
@@ -242,13 +245,12 @@ def _checked_scales(given: ArrayView, latent: ArrayView, rope: ArrayView) -> Arr
         )
     if given.dtype != "float32":
         raise TypeError(f"{name}: needs float32, got {given.dtype}; convert it first")
-    view = _checked_part(name, given, _SCALES)
-    if view.shape != (*latent.shape[:3], _SCALES):
+    if with_kv_head_axis(given).shape != (*latent.shape[:3], _SCALES):
         raise ValueError(
             f"{name}: needs the axes of kv_cache[0], {latent.shape[:3]}, and {_SCALES} scales, got "
             f"shape {given.shape}; pass three parts of the same rows"
         )
-    return view
+    return _checked_part(name, given, _SCALES)
 
 
 def _dtype_of_16_bits(rope_cache: ArrayView, views: Mapping[str, ArrayView]) -> str:
@@ -259,16 +261,18 @@ def _dtype_of_16_bits(rope_cache: ArrayView, views: Mapping[str, ArrayView]) -> 
 
 
 def _checked_rows(
-    views: Mapping[str, ArrayView], dtype: str, num_kv_heads: int
+    views: Mapping[str, ArrayView], dtype: str, num_kv_heads: int, is_e4m3: bool
 ) -> tuple[ArrayView, ArrayView]:
     """Check the new rows, and give their latent and their RoPE columns."""
+    dtypes: tuple[str, ...]
+    if is_e4m3:  # throughout: any of the others
+        dtypes, need = DTYPES, f"{', '.join(DTYPES)} or float32 for an e4m3 cache"
+    else:
+        dtypes, need = (dtype,), f"kv_cache's dtype {dtype}, or float32"
     checked = {}
     for name, (given, columns) in _columns_of("rows", views).items():
-        if given.dtype not in (dtype, "float32"):
-            raise TypeError(
-                f"{name}: needs kv_cache's dtype {dtype}, or float32, got {given.dtype}; convert "
-                f"it first"
-            )
+        if given.dtype not in (*dtypes, "float32"):
+            raise TypeError(f"{name}: needs {need}, got {given.dtype}; convert it first")
         _check_columns(name, given, columns)
         view = _with_head_axis(given)
         if len(view.shape) != 3:

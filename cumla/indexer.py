@@ -45,8 +45,7 @@ from cumla.launch.paged_mqa_schedule import (
     prepare_paged_mqa_schedule,
     schedule_bytes,
 )
-from cumla.mla import open_plan
-from cumla.workspace import PlanMemory, never_updated
+from cumla.workspace import PlanMemory, never_updated, open_plan
 
 if TYPE_CHECKING:
     from cumla.launch.kernel import PreparedLaunch
@@ -140,7 +139,7 @@ def mqa_logits(
     """
     dtype = checked_logits_dtype(logits_dtype)
     width = checked_number("max_seqlen_k", max_seqlen_k, "pass 0 for all columns", least=0)
-    k, k_scale = _pair("kv", kv)
+    k, k_scale = checked_pair("kv", kv)
     arrays = {"q": q, "kv[0]": k, "kv[1]": k_scale, "weights": weights, "ks": ks, "ke": ke}
     call = open_call(tuple(arrays.items()), (("out", out),), stream=stream)
     key = (call.views, width, dtype, bool(clean), call.stream)
@@ -623,8 +622,18 @@ def write_schedule(context_lens: Any, schedule: Any) -> None:
     """
     call = open_call((("context_lens", context_lens),), (("schedule", schedule),))
     lengths, view = cast("tuple[ArrayView, ArrayView]", call.views)
+    if len(lengths.shape) not in (1, 2):
+        raise ValueError(
+            f"context_lens: needs shape (batch,) or (batch, next_n), got {lengths.shape}; reshape "
+            f"it"
+        )
     per_row = len(lengths.shape) == 2
-    batch, next_n = lengths.shape if per_row else (*lengths.shape[:1], 1)
+    batch, next_n = lengths.shape if per_row else (*lengths.shape, 1)
+    if 0 in lengths.shape:
+        raise ValueError(
+            f"context_lens: needs at least one length, got shape {lengths.shape}; skip the call "
+            f"where there is nothing to score"
+        )
     check_context_lens(lengths, batch, next_n, per_row)
     parts = checked_parts("schedule", view)
     if call.device is None:
@@ -745,7 +754,8 @@ def _prepare_logits(
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def _pair(name: str, value: Any) -> tuple[Any, Any]:
+def checked_pair(name: str, value: Any) -> tuple[Any, Any]:
+    """Return the two of a pair of keys and scales."""
     if not isinstance(value, (tuple, list)):
         raise TypeError(
             f"{name}: needs a pair of arrays, keys and their scales, got "
@@ -765,7 +775,7 @@ def _paged_arrays(
     """Name the arrays of a call, in the order of `checked_paged`."""
     cache = {"kv_cache": kv_cache}
     if isinstance(kv_cache, (tuple, list)):
-        keys, scales = _pair("kv_cache", kv_cache)
+        keys, scales = checked_pair("kv_cache", kv_cache)
         cache = {"kv_cache[0]": keys, "kv_cache[1]": scales}
     rest = {"weights": weights, "context_lens": context_lens, "block_table": block_table}
     return {"q": q, **cache, **rest}

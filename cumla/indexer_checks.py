@@ -122,7 +122,16 @@ class PagedViews(NamedTuple):
 
 def checked_logits_dtype(logits_dtype: Any) -> str | None:
     """Return the name of a dtype of any framework, or None."""
-    return None if logits_dtype is None else _logits_dtype(logits_dtype)
+    if logits_dtype is None:
+        return None
+    try:
+        hash(logits_dtype)
+    except TypeError:
+        raise TypeError(
+            f"logits_dtype: needs {' or '.join(LOGITS_DTYPES)}, got "
+            f"{type(logits_dtype).__qualname__}; pass its name"
+        ) from None
+    return _logits_dtype(logits_dtype)
 
 
 @lru_cache(maxsize=64)
@@ -146,10 +155,11 @@ def checked_number(name: str, value: Any, way_out: str, least: int = 1) -> int:
     """Return an int, Python's or NumPy's, that is at least `least`."""
     if isinstance(value, np.integer):  # such as the maximum of lengths
         value = int(value)
-    if value == 0 and least == 0 and not isinstance(value, bool):
-        return 0
-    check_number(name, value, way_out)
-    return int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: needs an int, got {type(value).__qualname__}; convert it")
+    if value < least:
+        raise ValueError(f"{name}: needs a number from {least}, got {value}; {way_out}")
+    return value
 
 
 def check_shape_numbers(shape: PagedShape) -> None:
@@ -287,10 +297,17 @@ def _shape_of(
 
 def check_context_lens(view: ArrayView, batch: int, next_n: int, per_row: bool) -> None:
     """Check the lengths: one for each request, or one for each query."""
-    if per_row:
-        check_int32("context_lens", view, "(batch, next_n)", (batch, next_n))
-    else:
+    if not per_row:
         check_int32("context_lens", view, "(batch,)", (batch,))
+        return
+    if view.dtype != "int32":
+        raise TypeError(f"context_lens: needs int32, got {view.dtype}; convert it first")
+    if view.shape != (batch, next_n):
+        raise ValueError(
+            f"context_lens: needs shape (batch, next_n) = {(batch, next_n)}, got {view.shape}; "
+            f"give each query its length"
+        )
+    check_elements("context_lens", view)
 
 
 def _checked_pair(

@@ -14,7 +14,6 @@ from cumla.arrays import (
     Call,
     from_numpy,
     open_call,
-    open_device,
     place_name,
     to_numpy,
 )
@@ -44,7 +43,7 @@ from cumla.launch.mla_plan import BLOCK_TOKENS, VALUE_DIM, MLADecodeKey
 from cumla.launch.mla_schedule import prepare_schedule, schedule_spec
 from cumla.launch.module import load
 from cumla.reference import MLADecodeResult
-from cumla.workspace import Workspace
+from cumla.workspace import Workspace, open_plan
 
 if TYPE_CHECKING:
     from cumla.launch.kernel import PreparedLaunch
@@ -638,31 +637,6 @@ def _open(
         (("out", out), ("lse", lse)),
         stream=stream,
     )
-
-
-def open_plan(device: int | None, like: Any, workspace: Any, stream: Any) -> Call:
-    """Open the call that makes a plan: of `workspace`, else of `like`, else of a device number."""
-    if like is None and workspace is None:
-        return open_device(device, stream=stream)
-    calls = {
-        name: open_call(((name, array),), stream=stream)
-        for name, array in (("like", like), ("workspace", workspace))
-        if array is not None
-    }
-    (first, *_), (last, *_) = calls, reversed(calls)
-    place, reason = (calls[first].device, f"as {first}") if device is None else (device, "device=")
-    for name, call in calls.items():
-        if call.device != place:
-            raise ValueError(
-                f"{name}: needs an array on {place_name(place)} ({reason}), got one on "
-                f"{place_name(call.device)}; let device, like and workspace name one place"
-            )
-    if workspace is not None and place is None:
-        raise ValueError(
-            "workspace: needs an array on the GPU, got one on the CPU, where a plan has no buffer; "
-            "leave it out"
-        )
-    return calls[last]
 
 
 @lru_cache(maxsize=1024)

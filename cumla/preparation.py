@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All kernels ahead of time. A module of its own: no operation needs the others' launchers."""
+"""All kernels ahead of time: the one module that needs every launcher."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 from cumla.checks import DTYPES, check_device_number, check_dtype
 from cumla.indexer_checks import checked_logits_specs
@@ -16,9 +17,6 @@ from cumla.launch.merge_states import merge_spec
 from cumla.launch.mla_decode import decode_specs
 from cumla.launch.module import load
 from cumla.launch.quantize_fp8 import quantize_spec
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["prepare"]
 
@@ -44,7 +42,8 @@ def prepare(
     Raises
     ------
     TypeError
-        An unknown dtype, a lone string instead of a sequence, or a device that is no number.
+        An unknown dtype, a lone string instead of a sequence, a device that is no number, or an
+        indexer that is no pair in a sequence, such as ``(64, 128)`` for ``[(64, 128)]``.
     ValueError
         An indexer of another shape than there are kernels for.
     UnsupportedDeviceError, CompilationError, MissingDependencyError
@@ -57,7 +56,7 @@ def prepare(
     for dtype in dtypes:
         check_dtype("dtypes", dtype)
     check_device_number(device)
-    logits = [spec for shape in indexer for spec in checked_logits_specs(*shape)]
+    logits = [spec for shape in _pairs(indexer) for spec in checked_logits_specs(*shape)]
     if device is None:
         device = current_device()
     require_hopper(device)
@@ -69,3 +68,15 @@ def prepare(
     for dtype in (*dtypes, "float32"):
         for spec in (merge_spec(dtype), quantize_spec(dtype), append_indexer_spec(dtype)):
             load(spec, device, capturing=lambda: False)
+
+
+def _pairs(indexer: Any) -> Sequence[tuple[int, int]]:
+    """Check that it is a sequence of pairs."""
+    is_sequence = isinstance(indexer, Sequence) and not isinstance(indexer, str)
+    shapes: Sequence[Any] = indexer if is_sequence else (indexer,)
+    for shape in shapes:
+        if not is_sequence or not isinstance(shape, (tuple, list)) or len(shape) != 2:
+            raise TypeError(
+                f"indexer: needs pairs (num_heads, head_dim), got {shape!r}; pass [(64, 128)]"
+            )
+    return shapes

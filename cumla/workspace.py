@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from cumla._driver import driver
 from cumla._lifetime import keep_until_event
-from cumla.arrays import order_streams
+from cumla.arrays import open_call, open_device, order_streams, place_name
 from cumla.checks import check_workspace
 from cumla.errors import CumlaError
 from cumla.launch.kernel import ReadyLaunches
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cumla.arrays import ArrayView, Call
     from cumla.launch.kernel import PreparedLaunch
 
-__all__ = ["PlanMemory", "User", "Workspace", "never_updated"]
+__all__ = ["PlanMemory", "User", "Workspace", "never_updated", "open_plan"]
 
 _log = logging.getLogger(__name__)
 
@@ -213,3 +213,28 @@ class PlanMemory:
 def never_updated(lengths: str) -> ValueError:
     """Make the error of a run before the first update, whose argument is `lengths`."""
     return ValueError(f"plan: never updated; call plan.update({lengths}) before the first run")
+
+
+def open_plan(device: int | None, like: Any, workspace: Any, stream: Any) -> Call:
+    """Open the call that makes a plan: of `workspace`, else of `like`, else of a device number."""
+    if like is None and workspace is None:
+        return open_device(device, stream=stream)
+    calls = {
+        name: open_call(((name, array),), stream=stream)
+        for name, array in (("like", like), ("workspace", workspace))
+        if array is not None
+    }
+    (first, *_), (last, *_) = calls, reversed(calls)
+    place, reason = (calls[first].device, f"as {first}") if device is None else (device, "device=")
+    for name, call in calls.items():
+        if call.device != place:
+            raise ValueError(
+                f"{name}: needs an array on {place_name(place)} ({reason}), got one on "
+                f"{place_name(call.device)}; let device, like and workspace name one place"
+            )
+    if workspace is not None and place is None:
+        raise ValueError(
+            "workspace: needs an array on the GPU, got one on the CPU, where a plan has no buffer; "
+            "leave it out"
+        )
+    return calls[last]

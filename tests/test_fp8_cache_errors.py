@@ -100,6 +100,8 @@ def test_what_scales_need() -> None:
     refuse(ValueError, "kv_cache[2]: ", "the axes of kv_cache[0]", "(6, 15, 4)", **make(wrong))
     wide = (*pair(), aligned((6, 16, 8), np.float32))
     refuse(ValueError, "kv_cache[2]: ", "4 scales", "(6, 16, 8)", **make(wide))
+    single = (*pair(), aligned((6, 16, 1), np.float32))
+    refuse(ValueError, "kv_cache[2]: ", "4 scales, got shape (6, 16, 1)", **make(single))
     row_rows = (*pair(), aligned((6, 16, 6), np.float32)[..., :4])
     refuse(ValueError, "kv_cache[2]: ", "multiples of 16 bytes", **make(row_rows))
 
@@ -122,6 +124,25 @@ def test_dtype_of_rows(kv_cache: Any, rows: Any, got: str) -> None:
     refuse(TypeError, *message, **make(kv_cache, rows=aligned((5, 576), rows)))
 
 
+@pytest.mark.parametrize("kv_cache", [one(), one(np.uint8), pair(FP8, FP8)])
+@pytest.mark.parametrize("changes", [{}, {"q_pe": aligned((5, 3, 64), np.float16)}])
+def test_rows_are_not_e4m3(kv_cache: Any, changes: dict[str, Any]) -> None:
+    if changes:
+        changes = changes | {"positions": np.arange(5), "cos_sin": aligned((9, 64), np.float32)}
+    needed = "needs bfloat16, float16 or float32 for an e4m3 cache"
+    message = f"rows: {needed}, got float8_e4m3fn; convert it first"
+    refuse(TypeError, message, **make(kv_cache, rows=aligned((5, 576), FP8), **changes))
+    message = f"rows[1]: {needed}, got float8_e4m3fn; convert it first"
+    halves = aligned((5, 512)), aligned((5, 64), FP8)
+    refuse(TypeError, message, **make(kv_cache, rows=halves, **changes))
+
+
+def test_both_parts_of_rows_are_of_one_dtype() -> None:
+    halves = aligned((5, 512)), aligned((5, 64), np.float16)
+    message = "rows[1]: needs the dtype of rows[0], bfloat16, got float16"
+    refuse(TypeError, message, **make(one(), rows=halves))
+
+
 @pytest.mark.parametrize("dtype", [BF16, np.float16])
 def test_queries_have_the_dtype_of_rows(dtype: Any) -> None:
     """Where the cache is e4m3 throughout; the table's, or float32, too."""
@@ -138,7 +159,16 @@ def test_queries_have_the_dtype_of_rows(dtype: Any) -> None:
 
 @pytest.mark.parametrize("scale", [0, -1.0, float("nan"), float("inf"), 1e-40, 1e39])
 def test_numbers_that_are_no_scale(scale: float) -> None:
-    refuse(ValueError, "scale: needs a number from 2 ** -126", **make(one(), scale=scale))
+    message = ("scale: needs a number from 2 ** -126", f"got {scale}; pass the factor by which")
+    refuse(ValueError, *message, **make(one(), scale=scale))
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_a_scale_is_no_bool(scale: bool) -> None:
+    message = "scale: needs a number, or an array of one float32, got bool; convert it"
+    kv_cache = one()
+    refuse(TypeError, message, **make(kv_cache, rows=aligned((5, 576)) + BF16.type(1), scale=scale))
+    assert not kv_cache.view(np.uint8).any()
 
 
 @pytest.mark.parametrize("scale", [1.0, np.float32(2), np.ones((), np.float32)])

@@ -324,6 +324,9 @@ def test_dtypes_of_the_logits(make: Any) -> None:
     message = "logits_dtype: needs float32 or bfloat16, got "
     for name in ("float16", np.float64, "nonsense", 7):
         refuse(make, TypeError, message, "; convert", logits_dtype=name)
+    for value in ([1], {}, ([1],)):
+        kind = type(value).__qualname__
+        refuse(make, TypeError, f"{message}{kind}; pass its name", logits_dtype=value)
     refuse(make, TypeError, "out: needs float32, got bfloat16", out=out, logits_dtype="float32")
     wrong = np.zeros(shape)
     refuse(make, TypeError, "out: needs float32 or bfloat16, got float64", out=wrong)
@@ -364,7 +367,7 @@ def test_layouts_of_out(make: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        (-1, ValueError, "needs a number from 1, got -1"),
+        (-1, ValueError, "needs a number from {least}, got -1; {way_out}"),
         (2.0, TypeError, "needs an int, got float"),
         (True, TypeError, "needs an int, got bool"),
         (False, TypeError, "needs an int, got bool"),
@@ -372,8 +375,10 @@ def test_layouts_of_out(make: Any) -> None:
     ],
 )
 def test_widths(value: object, error: type[Exception], message: str) -> None:
-    refuse(prefill, error, "max_seqlen_k: ", message, max_seqlen_k=value)
-    refuse(paged, error, "max_context_len: ", message, max_context_len=value)
+    prefills = message.format(least=0, way_out="pass 0 for all columns")
+    refuse(prefill, error, f"max_seqlen_k: {prefills}", max_seqlen_k=value)
+    steps = message.format(least=1, way_out="there is nothing to write")
+    refuse(paged, error, f"max_context_len: {steps}", max_context_len=value)
 
 
 def test_widths_of_numpy() -> None:
@@ -492,6 +497,17 @@ def test_update_checks_the_lengths() -> None:
         plan.update(np.zeros(2, np.int64))
     with pytest.raises(ValueError, match=r"^context_lens: .*\(batch,\) with batch 2, got \(2, 3\)"):
         plan.update(np.zeros((2, 3), np.int32))
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2), (3, 3)])
+def test_lengths_of_queries(shape: tuple[int, ...]) -> None:
+    plan = plan_of(paged(context_lens=np.zeros((2, 3), np.int32)))
+    with pytest.raises(TypeError, match=r"^context_lens: needs int32, got int64"):
+        plan.update(np.zeros((2, 3), np.int64))
+    with pytest.raises(ValueError) as caught:
+        plan.update(np.zeros(shape, np.int32))
+    needed = "context_lens: needs shape (batch, next_n) = (2, 3)"
+    assert str(caught.value) == f"{needed}, got {shape}; give each query its length"
 
 
 SIZES: dict[str, Any] = {"batch": 2, "next_n": 1, "num_heads": 8, "head_dim": 32, "max_pages": 3}
@@ -781,6 +797,24 @@ def test_prepare_loads_what_an_indexer_needs(
         cumla.prepare(indexer=[(128, 128)])
 
 
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        ((64, 128), "64"),
+        ([(64, 128, 1)], "(64, 128, 1)"),
+        (None, "None"),
+        (["64"], "'64'"),
+        ("", "''"),
+        ([(64, 128), 5], "5"),
+    ],
+)
+def test_prepare_needs_pairs(cupy: FakeCuPy, value: Any, got: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        cumla.prepare(indexer=value)
+    needed = "indexer: needs pairs (num_heads, head_dim)"
+    assert str(caught.value) == f"{needed}, got {got}; pass [(64, 128)]"
+
+
 # --- schedules that callers keep ------------------------------------------------------------------
 
 
@@ -816,3 +850,23 @@ def test_schedules_lie_at_multiples_of_8_bytes_on_one_device(cupy: FakeCuPy) -> 
     elsewhere = cupy.ndarray((133, 2), "int32", device=1)
     with pytest.raises(ValueError, match=r"^schedule: needs to be where context_lens is"):
         indexer.write_schedule(lengths, elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((0,), "needs at least one length, got shape (0,); skip"),
+        ((2, 0), "needs at least one length, got shape (2, 0); skip"),
+        ((0, 2), "needs at least one length, got shape (0, 2); skip"),
+        ((), "needs shape (batch,) or (batch, next_n), got (); reshape"),
+        ((2, 1, 1), "needs shape (batch,) or (batch, next_n), got (2, 1, 1); reshape"),
+    ],
+)
+def test_lengths_of_a_schedule(
+    cupy: FakeCuPy, launched: Launches, shape: tuple[int, ...], message: str
+) -> None:
+    schedule = cupy.ndarray((133, 2), "int32")
+    with pytest.raises(ValueError) as caught:
+        indexer.write_schedule(cupy.ndarray(shape, "int32"), schedule)
+    assert str(caught.value).startswith(f"context_lens: {message}")
+    assert launched == []

@@ -30,7 +30,8 @@ What differs: more shapes are taken (8, 16, 32 or 64 heads, pages of 16, 32, 64 
 cleaned, too, by the kernel itself. Paged logits are computed by as many multiprocessors as the
 metadata has parts, also for 4 queries of a request: pass ``get_num_sms()`` there, too, undivided.
 
-Tensors on the CPU are computed by `cumla.reference`. Errors of the operation behind a function call
+Tensors on the CPU are computed by `cumla.reference`; `get_num_sms` needs a GPU, or `set_num_sms`
+before it. Errors of the operation behind a function call
 arguments by its names: ``ks`` and ``ke`` are ``cu_seq_len_k_start`` and ``cu_seq_len_k_end``,
 ``schedule`` is ``schedule_meta``.
 """
@@ -40,7 +41,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cumla.checks import check_number
-from cumla.indexer import mqa_logits, score_with_schedule, write_schedule
+from cumla.indexer import checked_pair, mqa_logits, score_with_schedule, write_schedule
+from cumla.indexer_checks import checked_logits_dtype, checked_number
 from cumla.launch.device import current_device, properties
 
 if TYPE_CHECKING:
@@ -174,17 +176,19 @@ def fp8_fp4_mqa_logits(
     queries = _queries("fp8_fp4_mqa_logits", q)
     _refuse("fp8_fp4_mqa_logits", "schedule_meta", schedule_meta)
     _check_axes("q", queries, 3)
-    _check_axes("kv[0]", kv[0], 2)
-    columns = max_seqlen_k or kv[0].shape[0]
+    keys, _ = checked_pair("kv", kv)
+    _check_axes("kv[0]", keys, 2)
+    dtype = checked_logits_dtype(logits_dtype)
+    width = checked_number("max_seqlen_k", max_seqlen_k, "pass 0 for all columns", least=0)
     return mqa_logits(
         queries,
         kv,
         weights,
         cu_seq_len_k_start,
         cu_seq_len_k_end,
-        max_seqlen_k=max_seqlen_k,
+        max_seqlen_k=width,
         clean=clean_logits,
-        out=_padded_rows(queries, queries.shape[0], columns, logits_dtype),
+        out=_padded_rows(queries, queries.shape[0], width or keys.shape[0], dtype),
     )
 
 
@@ -271,6 +275,7 @@ def fp8_paged_mqa_logits(
     TypeError, ValueError, CumlaError
         As `cumla.paged_mqa_logits`.
     """
+    _refuse("fp8_paged_mqa_logits", "indices", indices)
     return fp8_fp4_paged_mqa_logits(
         (q, None),
         kv_cache,
@@ -280,7 +285,6 @@ def fp8_paged_mqa_logits(
         schedule_meta,
         max_context_len,
         clean_logits,
-        indices=indices,
     )
 
 
@@ -325,6 +329,8 @@ def fp8_fp4_paged_mqa_logits(
     _refuse("fp8_fp4_paged_mqa_logits", "indices", indices)
     _check_axes("schedule_meta", schedule_meta, 2)
     _check_axes("q", queries, 4)
+    dtype = checked_logits_dtype(logits_dtype)
+    width = checked_number("max_context_len", max_context_len, "there is nothing to write")
     rows = queries.shape[0] * queries.shape[1]
     return score_with_schedule(
         queries,
@@ -333,19 +339,19 @@ def fp8_fp4_paged_mqa_logits(
         context_lens,
         block_table,
         schedule_meta,
-        max_context_len=max_context_len,
+        max_context_len=width,
         clean=clean_logits,
-        out=_padded_rows(queries, rows, max_context_len, logits_dtype),
+        out=_padded_rows(queries, rows, width, dtype),
     )
 
 
 def _padded_rows(
-    like: torch.Tensor, rows: int, columns: int, dtype: torch.dtype | None
+    like: torch.Tensor, rows: int, columns: int, dtype_name: str | None
 ) -> torch.Tensor:
     """Allocate logits whose rows begin at multiples of 1024 bytes."""
     import torch
 
-    dtype = torch.float32 if dtype is None else dtype
+    dtype = torch.bfloat16 if dtype_name == "bfloat16" else torch.float32
     step = _ROW_BYTES // dtype.itemsize
     return like.new_empty((rows, -(-columns // step) * step), dtype=dtype)[:, :columns]
 

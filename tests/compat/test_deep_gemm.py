@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -193,17 +194,19 @@ def test_defaults_of_cleaning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cleaned == [True, False]
 
 
+@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_newer_names(dtype: Any) -> None:
+def test_newer_names(dtype: Any, named: bool) -> None:
+    logits_dtype = str(dtype).removeprefix("torch.") if named else dtype
     inputs = prefill_inputs()
     q, *rest = inputs.values()
-    logits = deep_gemm.fp8_fp4_mqa_logits((q, None), *rest, logits_dtype=dtype)
+    logits = deep_gemm.fp8_fp4_mqa_logits((q, None), *rest, logits_dtype=logits_dtype)
     assert_logits(logits, naive_prefill(**inputs), dtype)
     inputs = paged_inputs()
     q, *rest = inputs.values()
     schedule = deep_gemm.get_paged_mqa_logits_metadata(inputs["context_lens"], 16, NUM_SMS)
     logits = deep_gemm.fp8_fp4_paged_mqa_logits(
-        (q, None), *rest, schedule, 50, clean_logits=True, logits_dtype=dtype
+        (q, None), *rest, schedule, 50, clean_logits=True, logits_dtype=logits_dtype
     )
     wanted = naive_paged(inputs, 50, seen_by_rows(inputs["context_lens"], 2))
     assert_logits(logits, wanted, dtype)
@@ -258,8 +261,15 @@ def test_what_belongs_to_other_gpus() -> None:
         r"fp8_fp4_paged_mqa_logits: q\[1\]": lambda: deep_gemm.fp8_fp4_paged_mqa_logits(
             (paged_q, some), *paged_rest, some, 9
         ),
-        "fp8_fp4_paged_mqa_logits: indices": lambda: deep_gemm.fp8_paged_mqa_logits(
+        "fp8_paged_mqa_logits: indices": lambda: deep_gemm.fp8_paged_mqa_logits(
             paged_q,
+            *paged_rest,
+            some,
+            9,
+            indices=some,  # type: ignore[arg-type]
+        ),
+        "fp8_fp4_paged_mqa_logits: indices": lambda: deep_gemm.fp8_fp4_paged_mqa_logits(
+            (paged_q, None),
             *paged_rest,
             some,
             9,
@@ -281,6 +291,43 @@ def test_queries_of_newer_names_are_a_pair() -> None:
     q, *rest = prefill_inputs().values()
     with pytest.raises(TypeError, match=r"^q: needs a pair of queries .*got Tensor; pass \(q, No"):
         deep_gemm.fp8_fp4_mqa_logits(q, *rest)
+
+
+@pytest.mark.parametrize(
+    ("kv", "error", "got"),
+    [
+        (None, TypeError, "builtins.NoneType"),
+        ((), ValueError, "0"),
+        (torch.zeros(20, 32).to(torch.float8_e4m3fn), TypeError, "torch.Tensor"),
+    ],
+)
+def test_keys_and_scales_are_a_pair(kv: Any, error: type[Exception], got: str) -> None:
+    inputs = prefill_inputs() | {"kv": kv}
+    with pytest.raises(error, match=rf"^kv: needs a pair of arrays.*got {got}; pass \(k, scale\)$"):
+        deep_gemm.fp8_mqa_logits(*inputs.values())
+
+
+@pytest.mark.parametrize("value", [torch.float16, "float16", [1]])
+def test_dtypes_of_logits_that_there_are_not(value: Any) -> None:
+    q, *rest = prefill_inputs().values()
+    message = "^logits_dtype: needs float32 or bfloat16, got "
+    with pytest.raises(TypeError, match=message):
+        deep_gemm.fp8_fp4_mqa_logits((q, None), *rest, logits_dtype=value)
+    q, *rest = paged_inputs().values()
+    schedule = torch.zeros(NUM_SMS + 1, 2, dtype=torch.int32)
+    with pytest.raises(TypeError, match=message):
+        deep_gemm.fp8_fp4_paged_mqa_logits((q, None), *rest, schedule, 9, logits_dtype=value)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "got"), [(2.5, TypeError, "float"), (-1, ValueError, "-1")]
+)
+def test_widths(value: Any, error: type[Exception], got: str) -> None:
+    with pytest.raises(error, match=f"^max_seqlen_k: needs .*got {got};"):
+        deep_gemm.fp8_mqa_logits(*prefill_inputs().values(), max_seqlen_k=value)
+    schedule = torch.zeros(NUM_SMS + 1, 2, dtype=torch.int32)
+    with pytest.raises(error, match=f"^max_context_len: needs .*got {got};"):
+        deep_gemm.fp8_paged_mqa_logits(*paged_inputs().values(), schedule, value)
 
 
 @pytest.mark.parametrize("schedule", [None, 0, np.zeros((133, 2), np.int32)])
@@ -317,3 +364,9 @@ def test_metadata_checks_its_arguments() -> None:
         metadata(lengths[:, None, None], 64, NUM_SMS)
     with pytest.raises(TypeError, match=r"^context_lens: needs int32, got int64"):
         metadata(lengths.long(), 64, NUM_SMS)
+    with pytest.raises(ValueError, match=r"^context_lens: needs 1 or 2 axes"):
+        metadata(lengths[0], 64, NUM_SMS)
+    for empty in (lengths[:0], lengths[:2, None][:, :0]):
+        got = re.escape(str(tuple(empty.shape)))
+        with pytest.raises(ValueError, match=f"^context_lens: needs at least one .*{got}; skip"):
+            metadata(empty, 64, NUM_SMS)
