@@ -197,10 +197,12 @@ def _parts(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, (tuple, list)):
         return {name: value}
     if len(value) != 2 and (len(value) != 3 or name == "rows"):
-        third = "" if name == "rows" else ", or these and the scales of an e4m3 cache"
+        third, counts = ", or these and the scales of an e4m3 cache", "one, two or three"
+        if name == "rows":
+            third, counts = "", "one or two"
         raise ValueError(
             f"{name}: needs one array, or a pair of latent and RoPE columns{third}, got "
-            f"{len(value)} arrays; join them"
+            f"{len(value)} arrays; pass {counts}"
         )
     return {f"{name}[{i}]": part for i, part in enumerate(value)}
 

@@ -301,7 +301,7 @@ def _cache_parts(kv_cache: Any) -> dict[str, Any]:
     if len(kv_cache) != 2:
         raise ValueError(
             f"kv_cache: needs one array, or a pair of values and scales, got {len(kv_cache)} "
-            f"arrays; join them"
+            f"arrays; pass (values, scales)"
         )
     return {f"kv_cache[{i}]": part for i, part in enumerate(kv_cache)}
 

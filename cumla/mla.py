@@ -43,7 +43,7 @@ from cumla.launch.mla_plan import BLOCK_TOKENS, VALUE_DIM, MLADecodeKey
 from cumla.launch.mla_schedule import prepare_schedule, schedule_spec
 from cumla.launch.module import load
 from cumla.reference import MLADecodeResult
-from cumla.workspace import Workspace, open_plan
+from cumla.workspace import Workspace, open_plan, unserved
 
 if TYPE_CHECKING:
     from cumla.launch.kernel import PreparedLaunch
@@ -534,7 +534,8 @@ class MLADecodePlan:
         """Check the arguments against each other and the plan."""
         self._check_device(call)
         if not self.serves(call.stream):
-            raise ValueError(self._stream_problem(call.stream))
+            last, lost = self._stream, self._lost_workspace
+            raise unserved(call.stream, last, lost=lost, lengths="cache_seqlens")
         arguments = checked_arguments(call)
         self._check_shape(arguments)
         return arguments
@@ -545,20 +546,6 @@ class MLADecodePlan:
                 f"plan: made for {place_name(self._key.device)}, got arrays on "
                 f"{place_name(call.device)}; make a plan for each device"
             )
-
-    def _stream_problem(self, stream: int) -> str:
-        if self._lost_workspace:
-            return (
-                "plan: its workspace has been taken by another plan, whose update came later; call "
-                "plan.update(cache_seqlens) again, behind the runs of that plan, or give each plan "
-                "a workspace of its own"
-            )
-        if self._stream is None:
-            return "plan: never updated; call plan.update(cache_seqlens) before the first run"
-        return (
-            f"plan: updated on stream {self._stream:#x}, got a run on stream {stream:#x}; a "
-            f"plan serves one stream at a time: call plan.update on this stream first"
-        )
 
     def _check_shape(self, arguments: Arguments) -> None:
         key = self._key

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cumla.arrays import ArrayView, Call
     from cumla.launch.kernel import PreparedLaunch
 
-__all__ = ["PlanMemory", "User", "Workspace", "never_updated", "open_plan"]
+__all__ = ["PlanMemory", "User", "Workspace", "never_updated", "open_plan", "unserved"]
 
 _log = logging.getLogger(__name__)
 
@@ -196,18 +196,39 @@ class PlanMemory:
         """Refuse a run that needs an update, with the argument of that in the message."""
         if self.serves(stream):
             return
-        if self._lost:
-            raise ValueError(
-                f"plan: its workspace has been taken by another plan, whose update came later; "
-                f"call plan.update({lengths}) again, behind the runs of that plan, or give each "
-                f"plan a workspace of its own"
-            )
-        if self._stream is None:
-            raise never_updated(lengths)
-        raise ValueError(
-            f"plan: updated on stream {self._stream:#x}, got a run on stream {stream:#x}; a plan "
-            f"serves one stream at a time: call plan.update on this stream first"
+        raise unserved(stream, self._stream, lost=self._lost, lengths=lengths)
+
+
+def unserved(stream: int, last: int | None, *, lost: bool, lengths: str) -> ValueError:
+    """Make the error of a run on a stream that needs an update first.
+
+    Parameters
+    ----------
+    stream : int
+        CUstream handle of the run.
+    last : int or None
+        That of the last update, if it still counts.
+    lost : bool
+        Another plan has taken the workspace since.
+    lengths : str
+        Argument of an update.
+
+    Returns
+    -------
+    ValueError
+    """
+    if lost:
+        return ValueError(
+            f"plan: its workspace has been taken by another plan, whose update came later; call "
+            f"plan.update({lengths}) again, behind the runs of that plan, or give each plan a "
+            f"workspace of its own"
         )
+    if last is None:
+        return never_updated(lengths)
+    return ValueError(
+        f"plan: updated on stream {last:#x}, got a run on stream {stream:#x}; a plan serves one "
+        f"stream at a time: call plan.update on this stream first"
+    )
 
 
 def never_updated(lengths: str) -> ValueError:
