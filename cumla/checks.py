@@ -415,7 +415,8 @@ def check_data(call: Call, arguments: Arguments, planned: int | None = None) -> 
     arguments : Arguments
         Of the call.
     planned : int, optional
-        Address of the lengths that the call's plan was updated with; they are compared.
+        Address of the requests and lengths that the call's plan was updated with (layout.places);
+        they are compared.
     """
     if not may_look(call):
         return
@@ -423,8 +424,14 @@ def check_data(call: Call, arguments: Arguments, planned: int | None = None) -> 
     table = copy_to_host(arguments.block_table, call.stream)
     check_values(lengths, table, *arguments.kv_cache.shape[:2])
     if planned is not None:
-        view = arguments.cache_seqlens._replace(ptr=planned, strides=(4,))
-        check_lengths_of_plan(lengths, copy_to_host(view, call.stream))
+        view = arguments.cache_seqlens._replace(
+            ptr=planned, shape=(len(lengths), 2), strides=(8, 4)
+        )
+        places = copy_to_host(view, call.stream)
+        in_order = np.full_like(lengths, -1)  # a plan that was never updated holds anything
+        known = (places[:, 0] >= 0) & (places[:, 0] < len(lengths))
+        in_order[places[known, 0]] = places[known, 1]
+        check_lengths_of_plan(lengths, in_order)
 
 
 def check_values(

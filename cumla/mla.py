@@ -521,7 +521,7 @@ class MLADecodePlan:
             return _decode_on_cpu(call, arrays, out, lse, scale, key.causal)
         assert self._kernels is not None  # they come with the first update
         with call:
-            check_data(call, arguments, self._buffer + key.layout.seqlens)
+            check_data(call, arguments, self._buffer + key.layout.places)
             result = _Outputs.of(call, arguments, out, lse)
             attend = _attention(call, self._kernels, key, self._buffer, arguments, result, scale)
             attend()

@@ -53,8 +53,8 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared) 
 // With one row tile (memory-bound) that only lengthens the queue of the copy engine.
 template <bool kSharedBlocks>
 __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
-                                        const Part& part, int last_request, int parity) {
-  BlockCursor<2> now(p, tile, part, last_request, parity);
+                                        const Part& part, int last_place, int parity) {
+  BlockCursor<2> now(p, tile, part, last_place, parity);
   BlockCursor<2> ahead = now;
   int next_page = now.valid() ? now.page() : 0;
   if constexpr (kSharedBlocks) ahead.next();
@@ -97,23 +97,23 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
 
   const Part part = sane_part(p.parts_in[blockIdx.y], blockIdx.y, p.batch, p.parts);
   const Tile tile(p);
-  const int last_request = part.end_block > 0 ? min(part.end_request, p.batch - 1) : part.end_request - 1;
+  const int last_place = part.end_block > 0 ? min(part.end_place, p.batch - 1) : part.end_place - 1;
 
   if (warpgroup == 0) {
     registers_decrease<56>();
     if (warp < 2) {
-      if (lane == 0) load_kv<kSharedBlocks>(p, shared, tile, part, last_request, warp);
+      if (lane == 0) load_kv<kSharedBlocks>(p, shared, tile, part, last_place, warp);
     } else {
-      load_query<kRowTile>(p, shared, tile, part, last_request, warp - 2);
+      load_query<kRowTile>(p, shared, tile, part, last_place, warp - 2);
     }
   } else {
     registers_increase<224>();
     Consumer<T, kSharedBlocks> consumer(p, shared, tile, warpgroup - 1);
     int t = 0;
-    for (int request = part.request; request <= last_request; ++request) {
-      const Segment segment = segment_of(p, tile, part, request);
-      consumer.compute(segment, t, (request - part.request) & 1);
-      consumer.finish(segment, request < last_request);
+    for (int place = part.place; place <= last_place; ++place) {
+      const Segment segment = segment_of(p, tile, part, place);
+      consumer.compute(segment, t, (place - part.place) & 1);
+      consumer.finish(segment, place < last_place);
       t += segment.blocks;
     }
   }

@@ -205,10 +205,10 @@ struct Consumer {
   }
 
   // Block i of the segment, counter t, is this consumer's; with kPrevious, block i - 1 of the other one still waits to
-  // be multiplied here, which runs beside this block's softmax.
+  // be multiplied here, which runs beside this block's softmax. `scored`: its scores were computed before.
   template <bool kPrevious>
-  __device__ __forceinline__ void own_block(const Segment& segment, int i, int t) {
-    multiply_query(t);
+  __device__ __forceinline__ void own_block(const Segment& segment, int i, int t, bool scored = false) {
+    if (!scored) multiply_query(t);
     if constexpr (kPrevious) {
       adopt(t - 1);
       multiply_other(1 - consumer);
@@ -281,11 +281,19 @@ struct Consumer {
       for (; i < segment.blocks; i += 2) own_block<true>(segment, i, t + i);
       if (i == segment.blocks && i > 0) other_block(segment, i - 1, t + i - 1);
     } else {
+      // The first blocks are scored at once: a short segment must not be a single chain.
+      bool scored = first == 1 && segment.blocks > 1;
+      if (scored) {
+        multiply_query(t + 1);
+        warpgroup_wait<0>();
+      }
       for (int i = 0; i < segment.blocks; ++i) {
-        if (i % 2 == first)
-          own_block<false>(segment, i, t + i);
-        else
+        if (i % 2 == first) {
+          own_block<false>(segment, i, t + i, scored);
+          scored = false;
+        } else {
           other_block(segment, i, t + i);
+        }
       }
     }
   }

@@ -27,7 +27,7 @@ struct MlaDecodeParams {
   i64 lse_stride_batch, lse_stride_head, lse_stride_token;  // elements
   const int* block_table;
   i64 block_table_stride;  // elements
-  const int* seqlens;
+  const Place* places;   // [batch], of the schedule's order
   const Part* parts_in;
   Ticket* tickets;       // [kv head][row tile][part]
   float4* partial_out;   // [kv head][row tile][part][slot][consumer][row group][32][lane]
@@ -82,12 +82,14 @@ struct Segment {
 };
 
 __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, const Tile& tile, const Part& part,
-                                              int request) {
-  const bool head = request == part.request, tail = request == part.end_request;
-  const int scheduled = min(max(head ? part.tokens : p.seqlens[request], 0), kMaxTokens);
+                                              int place) {
+  const bool head = place == part.place, tail = place == part.end_place;
+  Place at = {part.request, part.tokens};
+  if (!head) at = p.places[place];
+  const int scheduled = min(max(at.tokens, 0), kMaxTokens);
   const int tokens = min(static_cast<i64>(scheduled), static_cast<i64>(p.max_blocks) * kBlockTokens);
   Segment segment;
-  segment.request = request;
+  segment.request = min(max(at.request, 0), p.batch - 1);
   segment.tokens = tokens;
   segment.begin = head ? part.block : 0;
   segment.slot = head ? 0 : 1;

@@ -14,26 +14,26 @@ struct BlockCursor {
   const MlaDecodeParams& p;
   const Tile& tile;
   const Part& part;
-  const int last_request, parity;
-  int request, i, t;  // block i of the request's segment; t: blocks of the segments before it
+  const int last_place, parity;
+  int place, i, t;  // block i of the segment at a place; t: blocks of the segments before it
   Segment segment;
 
   __device__ __forceinline__ BlockCursor(const MlaDecodeParams& p, const Tile& tile, const Part& part,
-                                         int last_request, int parity)
+                                         int last_place, int parity)
       : p(p),
         tile(tile),
         part(part),
-        last_request(last_request),
+        last_place(last_place),
         parity(parity),
-        request(part.request),
+        place(part.place),
         i(parity),
         t(0) {
-    if (valid()) segment = segment_of(p, tile, part, request);
+    if (valid()) segment = segment_of(p, tile, part, place);
     skip_to_block();
   }
-  __device__ __forceinline__ bool valid() const { return request <= last_request; }
+  __device__ __forceinline__ bool valid() const { return place <= last_place; }
   __device__ __forceinline__ int page() const {
-    return p.block_table[request * p.block_table_stride + segment.begin + i];
+    return p.block_table[segment.request * p.block_table_stride + segment.begin + i];
   }
   __device__ __forceinline__ void next() {
     i += kStep;
@@ -43,7 +43,7 @@ struct BlockCursor {
     while (valid() && i >= segment.blocks) {
       t += segment.blocks;
       i = (parity ^ t) & (kStep - 1);
-      if (++request <= last_request) segment = segment_of(p, tile, part, request);
+      if (++place <= last_place) segment = segment_of(p, tile, part, place);
     }
   }
 };
@@ -51,7 +51,7 @@ struct BlockCursor {
 // Has L2 fetch what the first loads will depend on, one after the other: the part, the lengths, and of the block table
 // each CTA a few lines, as far as a few instructions go.
 __device__ __forceinline__ void prefetch_plan(const MlaDecodeParams& p, int thread, int threads) {
-  constexpr int kLine = 32;  // entries of 128 bytes
+  constexpr int kLine = 32, kPlaces = 16;  // entries of 128 bytes
   if (thread == 0) prefetch_l2(p.parts_in + blockIdx.y);
   const int ctas = gridDim.x * gridDim.y * gridDim.z;
   const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
@@ -59,7 +59,7 @@ __device__ __forceinline__ void prefetch_plan(const MlaDecodeParams& p, int thre
 #pragma unroll 1
   for (int i = cta * threads + thread, k = 0; i < static_cast<i64>(p.batch) * lines && k < 4; i += ctas * threads, ++k)
     prefetch_l2(p.block_table + (i / lines) * p.block_table_stride + (i % lines) * kLine);
-  if (thread * kLine < p.batch) prefetch_l2(p.seqlens + thread * kLine);
+  if (thread * kPlaces < p.batch) prefetch_l2(p.places + thread * kPlaces);
 }
 
 // Has L2 fetch all query rows where these are few: the CTAs share them. Their request is known only a load later.
@@ -95,10 +95,11 @@ __device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Lay
 // Two warps copy the query rows; eight lanes a row, 16 bytes each.
 template <int kRows, typename Layout>
 __device__ __forceinline__ void load_query(const MlaDecodeParams& p, const Layout& shared, const Tile& tile,
-                                           const Part& part, int last_request, int loader) {
+                                           const Part& part, int last_place, int loader) {
   const int lane = threadIdx.x % 32, chunk = lane % 8;
-  for (int request = part.request; request <= last_request; ++request) {
-    const u32 phase = (request - part.request) & 1;
+  for (int place = part.place; place <= last_place; ++place) {
+    const int request = segment_of(p, tile, part, place).request;
+    const u32 phase = (place - part.place) & 1;
     mbarrier_wait(shared.query_free(), phase ^ 1, "a free query buffer");
     const char* q = p.q + request * p.q_stride_batch;
 #pragma unroll 1  // unrolled, the row addresses do not fit the registers of a loader

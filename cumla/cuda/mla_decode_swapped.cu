@@ -45,8 +45,8 @@ __device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared)
 
 // One thread: loads all blocks, tile by tile, into a ring of tiles as its slots become free.
 __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const SwappedLayout& shared,
-                                             const Tile& tile, const Part& part, int last_request) {
-  BlockCursor<1> now(p, tile, part, last_request, 0);
+                                             const Tile& tile, const Part& part, int last_place) {
+  BlockCursor<1> now(p, tile, part, last_place, 0);
   RingPlace place;
   int next_page = now.valid() ? now.page() : 0;
 #pragma unroll 1
@@ -76,21 +76,21 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
 
   const Part part = sane_part(p.parts_in[blockIdx.y], blockIdx.y, p.batch, p.parts);
   const Tile tile(p);
-  const int last_request = part.end_block > 0 ? min(part.end_request, p.batch - 1) : part.end_request - 1;
+  const int last_place = part.end_block > 0 ? min(part.end_place, p.batch - 1) : part.end_place - 1;
 
   if (warpgroup == 0) {
     if (warp == 0) {
-      if (lane == 0) load_kv_ring(p, shared, tile, part, last_request);
+      if (lane == 0) load_kv_ring(p, shared, tile, part, last_place);
     } else if (warp >= 2) {
-      load_query<kSwappedRows>(p, shared, tile, part, last_request, warp - 2);
+      load_query<kSwappedRows>(p, shared, tile, part, last_place, warp - 2);
     }
   } else {
     SwappedConsumer<T> consumer(p, shared, tile, warpgroup - 1);
     int t = 0;
-    for (int request = part.request; request <= last_request; ++request) {
-      const Segment segment = segment_of(p, tile, part, request);
-      consumer.compute(segment, t, (request - part.request) & 1);
-      consumer.finish(segment, request < last_request);
+    for (int place = part.place; place <= last_place; ++place) {
+      const Segment segment = segment_of(p, tile, part, place);
+      consumer.compute(segment, t, (place - part.place) & 1);
+      consumer.finish(segment, place < last_place);
       t += segment.blocks;
     }
   }

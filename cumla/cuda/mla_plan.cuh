@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a plan's buffer holds: written by mla_schedule, read by mla_decode.
 //
-// The KV cache of a request is cut into blocks of 64 tokens. All blocks of all requests, in order, are dealt out to
-// `parts` as contiguous ranges; one CTA per part and row tile works through its range. A request that more than one
+// The KV cache of a request is cut into blocks of 64 tokens. The schedule puts the requests into an order, in which each
+// has its place, and deals all their blocks out to `parts` as contiguous ranges; one CTA per part and row tile works
+// through its range. A request that more than one
 // part touches is split: each of its parts leaves a piece, a normalised float32 partial result with its base-2
 // log-sum-exp, and the CTAs of these parts join the pieces in the order of the parts (mla_decode_join.cuh). A part can
 // hold at most two pieces: of the request with which it begins (slot 0) and of the one with which it ends (slot 1).
@@ -20,13 +21,18 @@ constexpr int kMaxTokens = 0x7fffffc0;  // of a request: the number of blocks st
 
 // What one part works on; all that a CTA must know before its first load lies together.
 struct alignas(16) Part {
-  int request, block;          // where it begins
-  int tokens;                  // length of that request
-  int end_request, end_block;  // where it ends, which is where the next part begins
+  int place, block;          // where it begins
+  int request, tokens;       // that lies there, and its length
+  int end_place, end_block;  // where it ends, which is where the next part begins
   int first_part, last_part;   // that hold pieces of the request with which it begins
   int first_slot;              // of the piece in first_part; 0 in the others
   int tail_last_part;          // last part with a piece of the request with which it ends, if it begins in this part
-  int unused[3];
+  int unused[2];
+};
+
+// What lies at a place.
+struct alignas(8) Place {
+  int request, tokens;
 };
 
 // Where the CTAs of one row tile that share a request meet, at the ticket of their first part. The CTA of the first part
@@ -39,8 +45,9 @@ struct Ticket {
 // A part as the schedule makes them. A plan that was never updated holds anything, and nothing of it may lead out of
 // the arrays.
 __device__ __forceinline__ Part sane_part(Part part, int index, int batch, int parts) {
-  part.request = min(max(part.request, 0), batch);
-  part.end_request = min(max(part.end_request, 0), batch);
+  part.place = min(max(part.place, 0), batch);
+  part.end_place = min(max(part.end_place, 0), batch);
+  part.request = min(max(part.request, 0), batch - 1);
   part.block = max(part.block, 0);
   part.end_block = max(part.end_block, 0);
   part.first_part = min(max(part.first_part, 0), index);

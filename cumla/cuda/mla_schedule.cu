@@ -6,104 +6,42 @@
 //          get no larger than an equal share and what cutting costs; a request that cutting would not make shorter by
 //          min_saving stays whole; else
 //   whole: ceil(batch / parts) consecutive requests to a part, no request cut, where that costs little more than equal
-//          shares, or no more than the dearest part of the third way; else
-//   filled: parts take requests up to a common limit, one part after the other, and cut those that do not fit; a piece
-//          of a request costs piece_cost more. The limit is the least of a few with which the parts suffice. More
-//          requests than threads get equal shares of the summed cost instead, cut wherever a share ends.
+//          shares, or no more than the dearest part of the third way, where that can be had; else
+//   packed: requests that cost more than a limit get parts of their own for all but the last piece, their rest; rests and
+//          whole requests go to the other parts, the dearest first, each to the cheapest. A piece costs piece_cost more.
+//          This takes the requests into another order. Of a few limits that one is taken whose dearest part is cheapest;
+//          else, of many requests or parts:
+//   shares: equal ones of the summed cost, cut wherever one ends.
 // mla_schedule_invariant, a CTA for every 1024 parts: each request is cut where its own length says, into pieces of a
 // part each.
 // cumla/launch/mla_schedule.py holds the same arithmetic in NumPy, as its oracle.
-#include "mla_plan.cuh"
+#include "mla_schedule_layout.cuh"
+#include "mla_schedule_pack.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla {
-
-constexpr int kScheduleThreads = 1024;
-constexpr int kScheduleWarps = kScheduleThreads / 32;
-static_assert(kScheduleWarps == 32, "a warp scans one value of each warp");
-constexpr int kMaxParts = kScheduleThreads - 1;  // a thread each, and one for the end
-constexpr int kMaxLimits = 16;       // that are tried for filled parts, by a warp each
-constexpr int kFilledBounds = 4096;  // of all that are tried
-constexpr int kNowhere = -0x7fffffff;  // no lane ends the part
-static_assert(kFilledBounds / kMaxParts >= 2, "two limits have a step between them");
-
-struct MlaScheduleParams {
-  const int* cache_seqlens;
-  i64 cache_seqlens_stride;  // elements
-  int* seqlens;              // [batch]: the lengths this schedule was made for, none negative
-  Part* parts_out;           // [parts]
-  Ticket* tickets;           // [num_tickets]
-  int batch;
-  int parts;
-  int num_tickets;
-  int fixed_cost;  // of a request or a piece of one, in blocks
-  int cut_cost;    // of cutting, in blocks: a second prologue, and pieces to join; what uneven parts may cost instead
-  int piece_cost;  // of a piece, in blocks: to be stored, counted and joined; half of it where shares are long
-  int long_share;  // a share that costs more is long
-  int min_blocks;  // no cut of filled parts or of shares is closer to an end of its request
-  int min_share;   // cost of a share, or blocks of a piece, at least
-  int min_saving;  // in blocks: a request that has parts of its own is cut where that makes it so much shorter
-  int max_tokens;  // of a request: the summed cost fits an int; batch-invariant, what there are parts for
-  int piece_blocks;  // batch-invariant: requests are cut at multiples of it
-};
-
-__device__ __forceinline__ int length_of(const MlaScheduleParams& p, int request) {
-  return min(max(p.cache_seqlens[request * p.cache_seqlens_stride], 0), p.max_tokens);
-}
-
-// Exclusive prefix sum of one value a thread; `total` is the sum over all threads.
-__device__ __forceinline__ int block_exclusive_sum(int value, int* warp_sums, int& total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int inclusive = value;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, inclusive, offset);
-    if (lane >= offset) inclusive += other;
-  }
-  if (lane == 31) warp_sums[warp] = inclusive;
-  __syncthreads();
-  // Every warp scans the sums of all warps (there are 32) and takes what it needs.
-  int warps = warp_sums[lane];
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, warps, offset);
-    if (lane >= offset) warps += other;
-  }
-  total = __shfl_sync(0xffffffffu, warps, 31);
-  const int before = warp == 0 ? 0 : __shfl_sync(0xffffffffu, warps, warp - 1);
-  return before + inclusive - value;
-}
-
-struct PartBound {
-  int request, block, tokens;
-};
-
-__device__ __forceinline__ int divide(u64 numerator, u32 denominator) {
-  if (numerator >> 32 == 0) return static_cast<u32>(numerator) / denominator;  // five times as fast
-  return static_cast<int>(numerator / denominator);
-}
 
 // Bounds first ... last that cut the same request.
 struct Run {
   int first, last;
 };
 
-// The run of this thread's bound, which cuts `request`, or is -1 and in no run. Runs within a warp come from a match;
+// The run of this thread's bound, which cuts what lies at `place`, or is -1 and in no run. Runs within a warp come from a match;
 // those that touch its edges go on in the neighbouring warps.
-__device__ __forceinline__ Run find_run(int request, Run (&edges)[kScheduleWarps][2], int (&edge_requests)[kScheduleWarps][2]) {
+__device__ __forceinline__ Run find_run(int place, Run (&edges)[kScheduleWarps][2], int (&edge_places)[kScheduleWarps][2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, base = warp * 32;
-  const u32 same = __match_any_sync(0xffffffffu, request);
+  const u32 same = __match_any_sync(0xffffffffu, place);
   Run run = {base + __ffs(same) - 1, base + 31 - __clz(same)};
   if (lane % 31 == 0) {
     edges[warp][lane / 31] = run;
-    edge_requests[warp][lane / 31] = request;
+    edge_places[warp][lane / 31] = place;
   }
   __syncthreads();
-  if (request < 0) return run;
-  for (int w = warp; run.first == w * 32 && w > 0 && edge_requests[w - 1][1] == request; --w)
+  if (place < 0) return run;
+  for (int w = warp; run.first == w * 32 && w > 0 && edge_places[w - 1][1] == place; --w)
     run.first = edges[w - 1][1].first;
-  for (int w = warp; run.last == w * 32 + 31 && w < kScheduleWarps - 1 && edge_requests[w + 1][0] == request; ++w)
+  for (int w = warp; run.last == w * 32 + 31 && w < kScheduleWarps - 1 && edge_places[w + 1][0] == place; ++w)
     run.last = edges[w + 1][0].last;
   return run;
 }
@@ -135,11 +73,14 @@ struct Shared {
   int warp_values[2][kScheduleWarps];
   int thread_starts[kScheduleThreads + 1];  // cost of all requests before a thread's first one; the last: of all
   int thread_tokens[kScheduleThreads];      // of a thread's first request
-  int filled_bounds[kFilledBounds];         // `parts` for each limit
+  Packing packing;
   PartBound bounds[kMaxParts + 1];
-  Run runs[kMaxParts + 1];
+  union {
+    alignas(16) u32 keys[kScheduleThreads];  // while requests are packed
+    Run runs[kMaxParts + 1];
+  };
   Run edges[kScheduleWarps][2];
-  int edge_requests[kScheduleWarps][2];
+  int edge_places[kScheduleWarps][2];
 };
 
 // Where this thread's part begins if each request has parts of its own, in pieces of `size` blocks at most.
@@ -150,7 +91,7 @@ __device__ __forceinline__ PartBound bound_apart(const MlaScheduleParams& p, Sha
   const int first = block_exclusive_sum(pieces, shared.warp_values[1], all);
   shared.thread_starts[thread] = first;
   __syncthreads();
-  if (thread >= min(all, p.parts)) return {p.batch, 0, 0};
+  if (thread >= min(all, p.parts)) return {p.batch, 0, 0, 0};
   int request = 0;
 #pragma unroll
   for (int step = kScheduleThreads / 2; step > 0; step /= 2)
@@ -158,90 +99,15 @@ __device__ __forceinline__ PartBound bound_apart(const MlaScheduleParams& p, Sha
   const int begin = shared.thread_starts[request];
   const int end = request + 1 < p.batch ? shared.thread_starts[request + 1] : all;
   const int tokens = shared.thread_tokens[request];
-  return {request, divide(static_cast<u64>(thread - begin) * blocks_of(tokens), end - begin), tokens};
-}
-
-// One warp fills parts up to a cost of `limit` each. On the axis of summed costs, where request r has starts[r] ...
-// starts[r + 1], bounds[i] becomes the place at which part i begins; a cut of it at block b is at starts[r] + b. False if
-// there are too few parts.
-//
-// A part takes whole requests while it has room. The next one is cut, where the room ends less `lost`, what the end of a
-// piece costs, or the part ends before it; a part that begins in a request has piece_cost less room. A cut that is worth
-// less than that is made only in requests that no part could hold.
-//
-// Each lane looks at one request, of 32 at a time, until these are all dealt out. A part is a chain of eight dependent
-// instructions and a reduction over the warp: a budget of 80 clocks.
-//
-// The limit must be at least fixed_cost + piece_cost + 2 * min_blocks - 1: then what lies between two cuts of a request
-// has min_blocks, and what does not fit behind a cut can be cut again.
-__device__ __forceinline__ bool fill_parts(const MlaScheduleParams& p, const int* starts, int total, int limit,
-                                           int piece_cost, int* bounds) {
-  const int lane = threadIdx.x % 32;
-  const int lost = p.fixed_cost + piece_cost;
-  int part = 1;
-  int cut_at = limit - lost;  // the end of this part's room, less what is lost if a request is cut there
-  for (int base = 0; base < p.batch; base += 32) {
-    const int start = starts[base + lane], end = starts[base + lane + 1];
-    const int first_cut = start + (end - start > limit ? p.min_blocks : max(p.min_blocks, piece_cost + 1));
-    const int last_cut = end - p.fixed_cost - p.min_blocks;
-    int cut_again_at = 0;  // if this request was cut: between two cuts lies what costs the limit
-    while (true) {
-      const int cut = min(max(cut_at, cut_again_at), last_cut);
-      const bool cuts = cut >= first_cut;
-      const int bound = cuts ? cut : start;
-      const bool ends = start - lost <= cut_at && cut_at < end - lost;
-      const int next = bound + limit - lost - (cuts ? piece_cost : 0);
-      const int next_cut_at = __reduce_max_sync(0xffffffffu, ends ? next : kNowhere);
-      if (next_cut_at == kNowhere) break;  // the part takes all that is left of these requests
-      if (part == p.parts) return false;
-      if (ends) bounds[part] = bound;
-      if (ends && cuts) cut_again_at = cut + limit - lost;
-      cut_at = next_cut_at;
-      ++part;
-    }
-  }
-  if (lane == 0) bounds[0] = 0;
-  for (int i = part + lane; i < p.parts; i += 32) bounds[i] = total;
-  return true;
-}
-
-struct Filled {
-  int limit;
-  const int* bounds;
-};
-
-// The least limit, of a few from an equal share on, with which all requests fit into the parts. Each warp tries one, and
-// the last always will do. Let d = max(piece_cost, min_blocks - 1). From one part to the next, reach grows by
-//   limit - fixed_cost - 2 * piece_cost where it cuts a request (- piece_cost where that was cut before),
-//   limit - fixed_cost - piece_cost - (min_blocks - 1) at least where the cut must leave min_blocks behind it,
-//   limit - fixed_cost - piece_cost - d at least where a cut would be too close to the request's begin, and
-//   limit - fixed_cost - (min_blocks - 1) - d at least where a request is too short to be cut.
-// So with limit = share + fixed_cost + 2 * d it grows by a share at least, starts behind the first, and is behind `parts`
-// shares, which are all requests, in the last part.
-__device__ __forceinline__ Filled find_filled(const MlaScheduleParams& p, Shared& shared, int share, int total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int piece_cost = share > p.long_share ? p.piece_cost / 2 : p.piece_cost;
-  const int least = max(share, p.fixed_cost + piece_cost + 2 * p.min_blocks - 1);
-  const int beyond = p.fixed_cost + 2 * max(piece_cost, p.min_blocks - 1);
-  const int limits = min(kMaxLimits, kFilledBounds / p.parts);
-  const int step = (beyond + limits - 2) / (limits - 1);
-  int* feasible = shared.warp_values[0];
-  bool fits = false;
-  if (warp < limits)
-    fits = fill_parts(p, shared.thread_starts, total, least + warp * step, piece_cost,
-                      shared.filled_bounds + warp * p.parts);
-  if (lane == 0) feasible[warp] = fits;
-  __syncthreads();
-  const int found = __ffs(__ballot_sync(0xffffffffu, feasible[lane] != 0)) - 1;
-  return {least + found * step, shared.filled_bounds + found * p.parts};
+  return {request, divide(static_cast<u64>(thread - begin) * blocks_of(tokens), end - begin), request, tokens};
 }
 
 // The bound at a place on the axis of costs: a cut not closer than min_blocks to the ends of its request, but before or
-// behind it. Those of filled parts stay where they are.
+// behind it.
 template <typename TokensOf>
 __device__ __forceinline__ PartBound bound_at(const MlaScheduleParams& p, const Shared& shared, int per_thread,
                                               int place, int total, TokensOf tokens_of) {
-  if (place >= total) return {p.batch, 0, 0};
+  if (place >= total) return {p.batch, 0, 0, 0};
   int owner = 0;
 #pragma unroll
   for (int step = kScheduleThreads / 2; step > 0; step /= 2)
@@ -252,25 +118,28 @@ __device__ __forceinline__ PartBound bound_at(const MlaScheduleParams& p, const 
     block -= blocks_of(tokens) + p.fixed_cost;
     tokens = tokens_of(++request);
   }
-  if (block < p.min_blocks) return {request, 0, tokens};
-  if (blocks_of(tokens) - block < p.min_blocks) return {request + 1, 0, tokens_of(request + 1)};
-  return {request, block, tokens};
+  if (blocks_of(tokens) - block < p.min_blocks && block >= p.min_blocks) {
+    tokens = tokens_of(++request);
+    block = 0;
+  }
+  if (request == p.batch) return {p.batch, 0, 0, 0};
+  return {request, block < p.min_blocks ? 0 : block, request, tokens};
 }
 
 // A part between two bounds. Bounds that lie inside a request cut it: its first piece ends at the first of them, its last
 // begins at the last.
 __device__ __forceinline__ Part part_of(const Shared& shared, int index) {
   const PartBound bound = shared.bounds[index], next = shared.bounds[index + 1];
-  Part part = {bound.request, bound.block, bound.tokens, next.request, next.block, index, index, 0, index, {}};
+  Part part = {bound.place, bound.block, bound.request, bound.tokens, next.place, next.block, index, index, 0, index, {}};
   if (bound.block > 0) {
     const Run run = shared.runs[index];
     part.first_part = run.first - 1;
     part.last_part = run.last;
-    part.first_slot = shared.bounds[run.first - 1].request == bound.request ? 0 : 1;
+    part.first_slot = shared.bounds[run.first - 1].place == bound.place ? 0 : 1;
   }
   if (next.block > 0) {
     part.tail_last_part = shared.runs[index + 1].last;
-    if (next.request == bound.request) part.last_part = part.tail_last_part;
+    if (next.place == bound.place) part.last_part = part.tail_last_part;
   }
   return part;
 }
@@ -289,7 +158,7 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
   int cost = 0, first_tokens = 0;
   for (int request = begin; request < end; ++request) {
     const int length = length_of(p, request);
-    p.seqlens[request] = length;
+    p.places[request] = {request, length};
     if (request == begin) first_tokens = length;
     cost += blocks_of(length) + p.fixed_cost;
   }
@@ -300,7 +169,7 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
   if (thread == 0) shared.thread_starts[kScheduleThreads] = total;
   __syncthreads();
   auto tokens_of = [&](int request) {
-    return request >= p.batch ? 0 : per_thread == 1 ? shared.thread_tokens[request] : p.seqlens[request];
+    return request >= p.batch ? 0 : per_thread == 1 ? shared.thread_tokens[request] : p.places[request].tokens;
   };
   auto start_of = [&](int request) {
     if (per_thread == 1) return shared.thread_starts[request];
@@ -317,33 +186,35 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
     piece = find_piece(p, shared.thread_tokens, total - p.batch * p.fixed_cost, shared.warp_values[0]);
     if (piece + p.fixed_cost > share + p.cut_cost) piece = 0;
   }
-  int place = total;  // where this thread's part begins on the axis of costs, if parts are filled or shares
-  if (piece == 0) {
+  PartBound bound;
+  if (piece > 0) {
+    bound = bound_apart(p, shared, piece);
+  } else {
     const int group = (p.batch + p.parts - 1) / p.parts;
     const int first = thread < p.parts ? min(thread * group, p.batch) : p.batch;
     const int next = min(first + group, p.batch);
     const int price = start_of(next) - start_of(first);
+    const bool packable = p.batch <= kPackedRequests && p.parts <= kPackedParts && share <= kPackedShare;
     // Nearly equal groups are taken at once: 128 of 132 multiprocessors, 1/32 dearer than shares, were as fast as all.
-    const int limit = share + (per_thread == 1 ? min(p.cut_cost, share / 32) : p.cut_cost);
-    bool dearer = __syncthreads_or(price > limit);
-    if (dearer && per_thread == 1) {
-      const Filled filled = find_filled(p, shared, share, total);
-      dearer = __syncthreads_or(price > filled.limit);
-      if (thread < p.parts) place = filled.bounds[thread];
-    } else if (thread < p.parts) {
-      place = static_cast<int>(min(static_cast<i64>(thread) * share, static_cast<i64>(total)));
+    bool dearer = __syncthreads_or(price > share + (packable ? min(p.cut_cost, share / 32) : p.cut_cost));
+    Packed packed = {0, 0, 0, kNever};
+    if (dearer && packable) {
+      packed = find_packed(p, shared.packing, shared.keys, shared.thread_tokens, share);
+      if (packed.cost != kNever) dearer = __syncthreads_or(price > packed.cost);
     }
     if (!dearer) {
       if (thread < p.parts)
-        p.parts_out[thread] = {first, 0, tokens_of(first), next, 0, thread, thread, 0, thread, {}};
+        p.parts_out[thread] = {first,  0, first < p.batch ? first : 0, tokens_of(first), next, 0, thread, thread, 0,
+                               thread, {}};
       return;
     }
+    const i64 place = static_cast<i64>(thread) * share;
+    bound = packed.cost != kNever ? bound_packed(p, shared.packing, shared.thread_tokens, shared.warp_values[1], packed)
+            : bound_at(p, shared, per_thread, thread < p.parts && place < total ? place : total, total, tokens_of);
   }
 
-  const PartBound bound = piece > 0 ? bound_apart(p, shared, piece)
-                                    : bound_at(p, shared, per_thread, place, total, tokens_of);
   const bool cuts = thread < p.parts && bound.block > 0;
-  const Run run = find_run(cuts ? bound.request : -1, shared.edges, shared.edge_requests);
+  const Run run = find_run(cuts ? bound.place : -1, shared.edges, shared.edge_places);
   if (thread <= p.parts) {
     shared.bounds[thread] = bound;
     shared.runs[thread] = run;
@@ -373,7 +244,7 @@ __device__ void mla_schedule_invariant(const MlaScheduleParams& p) {
   int count = 0;
   for (int request = begin; request < end; ++request) {
     const int length = length_of(p, request);
-    if (blockIdx.x == 0) p.seqlens[request] = length;
+    if (blockIdx.x == 0) p.places[request] = {request, length};
     count += fixed_pieces_of(p, length);
   }
   for (int i = index; i < p.num_tickets; i += gridDim.x * kScheduleThreads) p.tickets[i] = {};
@@ -382,7 +253,7 @@ __device__ void mla_schedule_invariant(const MlaScheduleParams& p) {
   __syncthreads();
   if (index >= p.parts) return;
   if (index >= all) {
-    p.parts_out[index] = {p.batch, 0, 0, p.batch, 0, index, index, 0, index, {}};
+    p.parts_out[index] = {p.batch, 0, 0, 0, p.batch, 0, index, index, 0, index, {}};
     return;
   }
 
@@ -400,7 +271,7 @@ __device__ void mla_schedule_invariant(const MlaScheduleParams& p) {
   }
   const int piece = index - first, last = first + pieces - 1;
   const bool ends = index == last;
-  p.parts_out[index] = {request, piece * p.piece_blocks, tokens, ends ? request + 1 : request,
+  p.parts_out[index] = {request, piece * p.piece_blocks, request, tokens, ends ? request + 1 : request,
                         ends ? 0 : (piece + 1) * p.piece_blocks, first, last, 0, ends ? index : last, {}};
 }
 

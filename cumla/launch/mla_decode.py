@@ -126,7 +126,7 @@ def prepare_decode(
         *(stride // 4 for stride in lse.strides),
         block_table.ptr,
         block_table.strides[0] // 4,
-        buffer + layout.seqlens,
+        buffer + layout.places,
         buffer + layout.parts,
         buffer + layout.tickets,
         buffer + layout.partial_out,

@@ -33,6 +33,7 @@ VARIANTS = ("swapped", "one_tile", "shared_blocks")
 """Kernels of cuda/mla_decode_swapped.cu and cuda/mla_decode.cu that attend."""
 SWAPPED_ROWS = 16  # most query rows of a kv head that the first of them takes
 
+PLACE_BYTES = 8  # struct Place
 PART_BYTES = 48  # struct Part
 TICKET_BYTES = 16  # struct Ticket
 
@@ -181,7 +182,7 @@ class MLADecodeKey:
 class PlanLayout:
     """Byte offsets into a plan's buffer (256-byte aligned), and its size."""
 
-    seqlens: int
+    places: int
     parts: int
     tickets: int
     partial_lse: int
@@ -195,7 +196,7 @@ class PlanLayout:
         rows = pieces * key.row_groups * ROW_GROUP
         offsets = [0]
         for size in (
-            key.batch * 4,
+            key.batch * PLACE_BYTES,
             key.parts * PART_BYTES,
             key.num_tickets * TICKET_BYTES,
             rows * 4,

@@ -8,7 +8,6 @@ oracles.
 from __future__ import annotations
 
 import struct
-from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CUT_COST",
     "FIXED_COST",
-    "LONG_SHARE",
     "MIN_BLOCKS",
     "SPECS",
     "Schedule",
@@ -41,11 +39,12 @@ __all__ = [
 FIXED_COST = 2  # of a request, or of a piece of one, in KV blocks: loads before, stores behind
 CUT_COST = 16  # of cutting, in KV blocks, or what uneven parts may cost instead of it
 MIN_BLOCKS = 4  # no cut of filled parts or of shares is closer to an end of its request
-LONG_SHARE = 64  # cost of a share from which on even parts matter less
 MIN_SHARE = 2  # cost of a share, or blocks of a piece, at least
 _THREADS = 1024
-_MAX_LIMITS = 16  # that are tried for filled parts
-_FILLED_BOUNDS = 4096  # of all that are tried
+_PACKED_REQUESTS = 256  # most that are packed,
+_PACKED_PARTS = 160  # most parts that they are packed into,
+_LIMITS = 8  # that are tried for that at most,
+_PACKED_SHARE = 1 << 20  # and the largest share for which that is done
 
 
 def _spec(entry: str) -> KernelSpec:
@@ -66,7 +65,7 @@ def schedule_spec(key: MLADecodeKey) -> KernelSpec:
     return SPECS[key.batch_invariant]
 
 
-_PARAMS = struct.Struct("<QqQQQ12i")
+_PARAMS = struct.Struct("<QqQQQ11i")
 
 
 def prepare_schedule(
@@ -96,7 +95,7 @@ def prepare_schedule(
     values = (
         cache_seqlens.ptr,
         cache_seqlens.strides[0] // 4,
-        buffer + layout.seqlens,
+        buffer + layout.places,
         buffer + layout.parts,
         buffer + layout.tickets,
         key.batch,
@@ -104,8 +103,7 @@ def prepare_schedule(
         key.num_tickets,
         FIXED_COST,
         CUT_COST,
-        piece_cost(key.row_groups, 0),
-        LONG_SHARE,
+        piece_cost(key.row_groups),
         MIN_BLOCKS,
         MIN_SHARE,
         min_saving(key.row_groups),
@@ -132,25 +130,20 @@ def min_saving(row_groups: int) -> int:
     return 1 + 2 * row_groups
 
 
-def piece_cost(row_groups: int, share: int) -> int:
+def piece_cost(row_groups: int) -> int:
     """Tell how many KV blocks a piece of a request costs: to be stored, counted and joined.
 
     Parameters
     ----------
     row_groups : int
         Groups of 16 query rows, whose partial results are stored and joined.
-    share : int
-        An equal share of the cost. Long parts that end early leave the others bandwidth, and a
-        higher clock, so that even ones are worth less: with more than LONG_SHARE, pieces are better
-        priced at half.
 
     Returns
     -------
     int
         KV blocks, as measured with log-normal lengths.
     """
-    cost = 2 * row_groups + 2
-    return cost // 2 if share > LONG_SHARE else cost
+    return 2 * row_groups + 2
 
 
 def max_tokens(batch: int) -> int:
@@ -175,14 +168,17 @@ class Schedule(NamedTuple):
     Attributes
     ----------
     bounds : numpy.ndarray
-        ``(parts + 1, 2)`` int32: (request, block) where each part begins; part i ends where i + 1
-        begins.
+        ``(parts + 1, 2)`` int32: (place, block) where each part begins, the place being that of a
+        request in the order; part i ends where i + 1 begins.
     splits : numpy.ndarray
-        ``(requests that are cut, 3)`` int32: (request, first part, last part) in ascending order.
+        ``(requests that are cut, 3)`` int32: (place, first part, last part) in ascending order.
+    order : numpy.ndarray
+        ``(batch,)`` int64: the request at each place.
     """
 
     bounds: np.ndarray
     splits: np.ndarray
+    order: np.ndarray
 
 
 def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule:
@@ -201,9 +197,9 @@ def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule
     -------
     Schedule
         Each request in equal pieces of its own parts where there are two parts a request or more,
-        short ones uncut; else whole requests in groups where that is no dearer; else parts that
-        are filled up to a common limit, or, of more requests than the kernel has threads, equal
-        shares of the summed cost, with requests cut where a part is full or a share ends.
+        short ones uncut; else whole requests in groups where that is no dearer; else packed parts,
+        which take what fits whole and cut only requests above a limit, or, of many requests or
+        parts, equal shares of the summed cost, cut wherever one ends.
     """
     lengths = np.clip(np.asarray(cache_seqlens, np.int64), 0, max_tokens(len(cache_seqlens)))
     batch = len(lengths)
@@ -212,6 +208,7 @@ def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule
     starts = ends - blocks - FIXED_COST
     total = int(ends[-1])
 
+    order = np.arange(batch)
     bounds = np.zeros((parts + 1, 2), np.int32)
 
     share = max(-(-total // parts), MIN_SHARE)
@@ -219,30 +216,31 @@ def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule
     piece = _find_piece(blocks, parts, saving) if 2 * batch <= parts else 0
     if 0 < piece <= share + CUT_COST - FIXED_COST:
         pieces = _pieces(blocks, piece, saving)
-        requests = np.repeat(np.arange(batch), pieces)
+        requests = np.repeat(order, pieces)
         index = np.arange(len(requests)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         bounds[1:, 0] = batch
         bounds[: len(requests), 0] = requests
         bounds[: len(requests), 1] = index * blocks[requests] // pieces[requests]
-        return Schedule(bounds, _splits(bounds))
+        return Schedule(bounds, _splits(bounds), order)
 
-    many = batch > _THREADS
-    limit = share + (CUT_COST if many else min(CUT_COST, share // 32))
+    packable = batch <= _PACKED_REQUESTS and parts <= _PACKED_PARTS and share <= _PACKED_SHARE
+    limit = share + (min(CUT_COST, share // 32) if packable else CUT_COST)
     group = -(-batch // parts)
     price = int(np.diff(np.append(starts[::group], total)).max())
-    places = np.minimum(np.arange(parts, dtype=np.int64) * share, total)
-    if price > limit and not many:
-        limit, places = _fill(starts, ends, parts, share, piece_cost(row_groups, share))
-    if price <= limit:
+    packed = None
+    if packable and price > limit:
+        packed = _pack(blocks, parts, share, piece_cost(row_groups))
+    if price <= (packed.cost if packed else limit):
         bounds[:, 0] = np.minimum(np.arange(parts + 1) * group, batch)
-        return Schedule(bounds, _splits(bounds))
+        return Schedule(bounds, _splits(bounds), order)
+    if packed:
+        return Schedule(packed.bounds, _splits(packed.bounds), packed.order)
 
     bounds[1:, 0] = batch
-    for index in np.flatnonzero(places < total):
-        request = int(np.searchsorted(ends, places[index], side="right"))
-        offset = int(places[index] - starts[request])
-        bounds[index] = _place_cut(request, int(blocks[request]), offset)
-    return Schedule(bounds, _splits(bounds))
+    for index, place in enumerate(range(0, min(parts * share, total), share)):
+        request = int(np.searchsorted(ends, place, side="right"))
+        bounds[index] = _place_cut(request, int(blocks[request]), place - int(starts[request]))
+    return Schedule(bounds, _splits(bounds), order)
 
 
 def invariant_schedule(cache_seqlens: np.ndarray, max_blocks: int, row_groups: int) -> Schedule:
@@ -274,7 +272,7 @@ def invariant_schedule(cache_seqlens: np.ndarray, max_blocks: int, row_groups: i
     bounds[:, 0] = batch
     bounds[: len(requests), 0] = requests
     bounds[: len(requests), 1] = index * size
-    return Schedule(bounds, _splits(bounds))
+    return Schedule(bounds, _splits(bounds), np.arange(batch))
 
 
 def _splits(bounds: np.ndarray) -> np.ndarray:
@@ -298,40 +296,69 @@ def _find_piece(blocks: np.ndarray, parts: int, saving: int) -> int:
     return next(size for size in sizes if int(_pieces(blocks, size, saving).sum()) <= parts)
 
 
-def _fill(
-    starts: np.ndarray, ends: np.ndarray, parts: int, share: int, piece: int
-) -> tuple[int, np.ndarray]:
-    """Find the least limit with which filled parts suffice, and where they begin."""
+class _Packed(NamedTuple):
+    cost: int  # of the dearest part
+    bounds: np.ndarray
+    order: np.ndarray
+
+
+def _pack(blocks: np.ndarray, parts: int, share: int, piece: int) -> _Packed | None:
+    """Pack requests into parts with the limit, of a few, that makes the dearest part cheapest."""
     least = max(share, FIXED_COST + piece + 2 * MIN_BLOCKS - 1)
-    limits = min(_MAX_LIMITS, _FILLED_BOUNDS // parts)
-    step = -(-(FIXED_COST + 2 * max(piece, MIN_BLOCKS - 1)) // (limits - 1))
-    each = starts.tolist(), ends.tolist()
-    tried = (
-        (limit, _fill_up_to(limit, *each, parts, piece))
-        for limit in range(least, least + limits * step, step)
-    )
-    return next((limit, np.array(places)) for limit, places in tried if places)
+    step = max((FIXED_COST + piece) // 4, share // 64, 1)
+    limits = range(least, least + _limits(len(blocks)) * step, step)
+    tried = (_pack_up_to(limit, blocks.tolist(), parts, piece) for limit in limits)
+    return min((packed for packed in tried if packed), key=lambda packed: packed.cost, default=None)
 
 
-def _fill_up_to(
-    limit: int, starts: list[int], ends: list[int], parts: int, piece: int
-) -> list[int]:
-    """Fill parts up to a limit: where they begin on the axis of costs; nothing if they are few."""
-    places = [0]
-    reach = limit
-    while reach < ends[-1]:
-        if len(places) == parts:
-            return []
-        request = bisect_right(starts, reach) - 1
-        start, end = starts[request], ends[request]
-        first_cut = start + (MIN_BLOCKS if end - start > limit else max(MIN_BLOCKS, piece + 1))
-        lost = FIXED_COST + piece
-        if places[-1] > start:  # in this request
-            first_cut, lost = places[-1] + MIN_BLOCKS, FIXED_COST
-        cut = min(reach - lost, end - FIXED_COST - MIN_BLOCKS)
-        places.append(cut if cut >= first_cut else start)
-        reach = places[-1] + limit - (piece if cut >= first_cut else 0)
-    return places + [ends[-1]] * (parts - len(places))
+def _limits(batch: int) -> int:
+    """Tell how many limits are tried: as many as there are threads for all requests."""
+    return min(_LIMITS, _THREADS // (-(-batch // 32) * 32))
+
+
+def _pack_up_to(limit: int, blocks: list[int], parts: int, piece: int) -> _Packed | None:
+    """Pack requests into parts, those that cost more than a limit in pieces.
+
+    Such a request gets parts of its own for all that it has but the last piece, its rest. Rests and
+    whole requests go to the other parts, the dearest first, each to the cheapest of them. A part
+    takes two rests at most: one ends there, and the other one begins.
+    """
+    size = limit - FIXED_COST - piece
+    cuts = [(n - 1) // size if n + FIXED_COST > limit else 0 for n in blocks]
+    rests = [max(n - k * size, MIN_BLOCKS) if k else n for n, k in zip(blocks, cuts, strict=True)]
+    costs = [n + FIXED_COST + (piece if k else 0) for n, k in zip(rests, cuts, strict=True)]
+    others = parts - sum(cuts)
+    if others < 1 or sum(k > 0 for k in cuts) > 2 * others:
+        return None
+
+    loads = [0] * others
+    whole: list[list[int]] = [[] for _ in loads]
+    cut: list[list[int]] = [[] for _ in loads]
+    for request in sorted(range(len(blocks)), key=lambda r: (-costs[r], r)):
+        k = cuts[request]
+        free = (p for p in range(others) if not k or len(cut[p]) < 2)
+        part = min(free, key=lambda p: (loads[p], p))
+        loads[part] += costs[request]
+        (cut if k else whole)[part].append(request)
+
+    order: list[int] = []
+    bounds: list[tuple[int, int]] = []
+    for requests, cut_here in zip(whole, cut, strict=True):
+        first, last = (*cut_here, None, None)[:2]
+        begin = len(order), 0
+        if first is not None:
+            own = blocks[first] - rests[first]
+            bounds += [(len(order), j * own // cuts[first]) for j in range(cuts[first])]
+            begin = len(order), own
+        bounds.append(begin)
+        order += cut_here[:1] + requests + cut_here[1:]
+        if last is not None:
+            own = blocks[last] - rests[last]
+            pieces = range(cuts[last])
+            bounds += [(len(order) - 1, rests[last] + j * own // cuts[last]) for j in pieces]
+    bounds.append((len(blocks), 0))
+    cost = max(max(loads), limit if any(cuts) else 0)
+    return _Packed(cost, np.array(bounds, np.int32), np.array(order))
 
 
 def _place_cut(request: int, blocks: int, offset: int) -> tuple[int, int]:

@@ -49,11 +49,12 @@ def decode(
     group = case.heads // case.kv_heads
     key = key_of(case)
     sums = 2 if key.variant == "swapped" else 1
-    bounds = schedule(problem.lengths, parts, key.row_groups).bounds
+    made = schedule(problem.lengths, parts, key.row_groups)
+    bounds, places = made.bounds, np.argsort(made.order)
     for b, length in enumerate(problem.lengths.tolist()):
         if length == 0:
             continue
-        cuts = bounds[(bounds[:, 0] == b) & (bounds[:, 1] > 0), 1].tolist()
+        cuts = bounds[(bounds[:, 0] == places[b]) & (bounds[:, 1] > 0), 1].tolist()
         edges = [0, *cuts, -(-length // PAGE_SIZE)]
         for kv_head in range(case.kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan's buffer must hold of its schedule: struct Part, as it follows from the mirror."""
+"""What a plan's buffer must hold of its schedule, as it follows from the mirror."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from cumla.launch.mla_plan import BLOCK_TOKENS, PART_BYTES
+from cumla.launch.mla_plan import BLOCK_TOKENS, PART_BYTES, PLACE_BYTES
 from cumla.launch.mla_schedule import Schedule, invariant_schedule, max_tokens, schedule
 
 FIELDS = (
-    "request",
+    "place",
     "block",
+    "request",
     "tokens",
-    "end_request",
+    "end_place",
     "end_block",
     "first_part",
     "last_part",
@@ -23,6 +24,22 @@ PART = np.dtype(
     {"names": FIELDS, "formats": ["<i4"] * len(FIELDS), "itemsize": PART_BYTES},
 )
 """struct Part of cumla/cuda/mla_plan.cuh; what is left of its bytes is unused."""
+
+PLACE = np.dtype(
+    {"names": ("request", "tokens"), "formats": ["<i4", "<i4"], "itemsize": PLACE_BYTES},
+)
+"""struct Place."""
+
+
+def places_table(lengths: np.ndarray, parts: int, row_groups: int) -> np.ndarray:
+    """What lies at each place for these lengths, derived from :func:`schedule`.
+
+    Returns
+    -------
+    numpy.ndarray
+        ``(batch,)`` of PLACE.
+    """
+    return _places(schedule(lengths, parts, row_groups), lengths, max_tokens(len(lengths)))
 
 
 def parts_table(lengths: np.ndarray, parts: int, row_groups: int) -> np.ndarray:
@@ -36,29 +53,43 @@ def parts_table(lengths: np.ndarray, parts: int, row_groups: int) -> np.ndarray:
     return _records(schedule(lengths, parts, row_groups), lengths, max_tokens(len(lengths)))
 
 
+def invariant_places_table(lengths: np.ndarray, max_blocks: int, row_groups: int) -> np.ndarray:
+    """The places of a batch-invariant plan, derived from :func:`invariant_schedule`."""
+    made = invariant_schedule(lengths, max_blocks, row_groups)
+    return _places(made, lengths, max_blocks * BLOCK_TOKENS)
+
+
 def invariant_parts_table(lengths: np.ndarray, max_blocks: int, row_groups: int) -> np.ndarray:
-    """The same of a batch-invariant plan, derived from :func:`invariant_schedule`."""
+    """The records of a batch-invariant plan, derived from :func:`invariant_schedule`."""
     made = invariant_schedule(lengths, max_blocks, row_groups)
     return _records(made, lengths, max_blocks * BLOCK_TOKENS)
 
 
+def _places(made: Schedule, lengths: np.ndarray, longest: int) -> np.ndarray:
+    table = np.zeros(len(lengths), PLACE)
+    table["request"] = made.order
+    table["tokens"] = np.clip(np.asarray(lengths, np.int64), 0, longest)[made.order]
+    return table
+
+
 def _records(made: Schedule, lengths: np.ndarray, longest: int) -> np.ndarray:
-    tokens = np.append(np.clip(np.asarray(lengths, np.int64), 0, longest), 0)
+    places = np.append(_places(made, lengths, longest), np.zeros(1, PLACE))  # nothing behind them
     index = np.arange(len(made.bounds) - 1)
     table = np.zeros(len(index), PART)
     begins, ends = made.bounds[:-1], made.bounds[1:]
-    table["request"], table["block"] = begins.T
-    table["end_request"], table["end_block"] = ends.T
-    table["tokens"] = tokens[begins[:, 0]]
+    table["place"], table["block"] = begins.T
+    table["end_place"], table["end_block"] = ends.T
+    for name in PLACE.names or ():
+        table[name] = places[begins[:, 0]][name]
     for name in ("first_part", "last_part", "tail_last_part"):
         table[name] = index
-    for request, first, last in made.splits.tolist():
+    for place, first, last in made.splits.tolist():
         among = (index >= first) & (index <= last)
-        begin_with_it = among & (begins[:, 0] == request)
+        begin_with_it = among & (begins[:, 0] == place)
         table["first_part"][begin_with_it] = first
         table["last_part"][begin_with_it] = last
         # Only the first of its parts can begin with another request: its piece is the second there.
-        table["first_slot"][begin_with_it] = int(begins[first, 0] != request)
+        table["first_slot"][begin_with_it] = int(begins[first, 0] != place)
         table["tail_last_part"][among & (index < last)] = last
     return table
 

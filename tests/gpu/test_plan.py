@@ -10,12 +10,18 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.launch import mla_schedule
-from cumla.launch.mla_plan import BLOCK_TOKENS, TICKET_BYTES, MLADecodeKey
+from cumla.launch.mla_plan import TICKET_BYTES, MLADecodeKey
 from tests.gpu.arrays import bits_of, to_torch
 from tests.gpu.cases import Case, by_every_kernel
 from tests.gpu.parts import LENGTHS as PARTS_LENGTHS
-from tests.gpu.parts import PART, invariant_parts_table, parts_table
+from tests.gpu.parts import (
+    PART,
+    PLACE,
+    invariant_parts_table,
+    invariant_places_table,
+    parts_table,
+    places_table,
+)
 from tests.gpu.problem import Problem, make_problem, typed
 
 cp: Any = pytest.importorskip("cupy")
@@ -49,7 +55,7 @@ def bytes_of_ones(nbytes: int) -> Any:
 class OnDevice(NamedTuple):
     """What a plan's buffer holds of its schedule."""
 
-    lengths: np.ndarray  # (batch,)
+    places: np.ndarray  # (batch,) of PLACE
     parts: np.ndarray  # (parts,) of PART
     tickets: np.ndarray  # their words
 
@@ -59,23 +65,22 @@ class OnDevice(NamedTuple):
         host = buffer[: layout.partial_lse].get()
         parts = host[layout.parts : layout.parts + key.parts * PART.itemsize]
         tickets = host[layout.tickets : layout.tickets + key.num_tickets * TICKET_BYTES]
-        lengths = host[: 4 * key.batch].view(np.int32)
-        return cls(lengths, parts.view(PART), tickets.view(np.uint32))
+        places = host[layout.places : layout.places + key.batch * PLACE.itemsize]
+        return cls(places.view(PLACE), parts.view(PART), tickets.view(np.uint32))
 
     def check(self, lengths: np.ndarray, key: MLADecodeKey, name: str = "") -> None:
         """Compare with what follows from the NumPy mirror."""
         if key.batch_invariant:
-            longest = key.max_blocks * BLOCK_TOKENS
-            wanted = invariant_parts_table(lengths, key.max_blocks, key.row_groups)
+            shape = lengths, key.max_blocks, key.row_groups
+            places, parts = invariant_places_table(*shape), invariant_parts_table(*shape)
         else:
-            longest = mla_schedule.max_tokens(key.batch)
-            wanted = parts_table(lengths, key.parts, key.row_groups)
-        clamped = np.clip(lengths, 0, longest)
-        np.testing.assert_array_equal(self.lengths, clamped, err_msg=name)
-        for field in PART.names or ():
-            np.testing.assert_array_equal(
-                self.parts[field], wanted[field], err_msg=f"{name}: {field}"
-            )
+            shape = lengths, key.parts, key.row_groups
+            places, parts = places_table(*shape), parts_table(*shape)
+        for found, wanted in ((self.places, places), (self.parts, parts)):
+            for field in wanted.dtype.names or ():
+                np.testing.assert_array_equal(
+                    found[field], wanted[field], err_msg=f"{name}: {field}"
+                )
         assert not self.tickets.any(), name
 
 
@@ -105,7 +110,7 @@ def update_and_check(
     OnDevice.of(plan, buffer).check(lengths, plan.key, name)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 66, 128, 1000, 1024, 2000, 5000])
+@pytest.mark.parametrize("batch", [1, 2, 66, 128, 200, 256, 257, 1000, 1024, 2000, 5000])
 @pytest.mark.parametrize(
     ("q_len", "heads", "kv_heads"),
     [(1, 16, 1), (2, 16, 1), (3, 16, 1), (1, 64, 1), (2, 128, 1), (1, 64, 8), (4, 128, 128)],

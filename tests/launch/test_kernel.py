@@ -93,6 +93,7 @@ def test_params_are_packed_in_the_kernels_order(spec: KernelSpec) -> None:
 def test_what_a_plans_buffer_holds_is_as_the_kernels_see_it(nvrtc: None) -> None:
     """Sizes and places of both sides: the launcher's layout, and the tests' reading of it."""
     checks = {
+        "sizeof(Place)": mla_plan.PLACE_BYTES,
         "sizeof(Part)": mla_plan.PART_BYTES,
         "sizeof(Ticket)": mla_plan.TICKET_BYTES,
         "kBlockTokens": mla_plan.BLOCK_TOKENS,
@@ -100,7 +101,7 @@ def test_what_a_plans_buffer_holds_is_as_the_kernels_see_it(nvrtc: None) -> None
         "kRowGroup": mla_plan.ROW_GROUP,
         "kValueDim": mla_plan.VALUE_DIM,
     }
-    words = "constexpr Part kWords = {0, 1, 2, 3, 4, 5, 6, 7, 8, {9, 10, 11}};"
+    words = "constexpr Part kWords = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, {10, 11}};"
     for name in PART.names or ():
         assert PART.fields is not None
         checks[f"4 * kWords.{name}"] = PART.fields[name][1]

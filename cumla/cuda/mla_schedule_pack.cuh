@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+// Packs requests of different lengths into parts of like cost with few cuts: longest processing time first.
+#pragma once
+#include "mla_schedule_layout.cuh"
+
+namespace cumla {
+
+constexpr int kLimits = 8;  // that are tried, by a warp each
+constexpr int kPackedRequests = 256, kPackedParts = 160;  // at most
+constexpr int kPackedShare = 1 << 20;  // the largest share: costs of requests fit 23 bits, of parts 24
+constexpr int kPartsOfLane = kPackedParts / 32;
+constexpr int kNever = 0x7fffffff;  // cost of what cannot be packed
+
+// What packing leaves to be laid out, of each limit, and of each request and part.
+struct Packing {
+  u32 sorted[kScheduleThreads];  // the dearest first
+  unsigned char cuts[kScheduleThreads];  // of a request
+  unsigned char part[kScheduleThreads], rank[kScheduleThreads];  // where it, or its rest, goes; and which there of its kind
+  unsigned char whole[kLimits][kPackedParts];    // requests in a part
+  short rests[kLimits][kPackedParts][2];         // requests whose rests are there, or -1
+  int cost[kLimits];                             // of the dearest part
+  u32 begins[kPackedParts];  // of the limit that is taken: parts before this one, with those of its rests, << 16 | places
+  unsigned char order[kPackedRequests];
+};
+
+// How requests fit under a limit.
+struct Limit {
+  int limit, size;  // size: of a piece that fills a part, in blocks
+
+  __device__ __forceinline__ Limit(const MlaScheduleParams& p, int limit)
+      : limit(limit), size(limit - p.fixed_cost - p.piece_cost) {}
+  __device__ __forceinline__ int cuts(const MlaScheduleParams& p, int blocks) const {
+    return blocks + p.fixed_cost > limit ? (blocks - 1) / size : 0;
+  }
+  // Blocks of what is not in parts of its own.
+  __device__ __forceinline__ int rest(const MlaScheduleParams& p, int blocks, int cuts) const {
+    return cuts > 0 ? max(blocks - cuts * size, p.min_blocks) : blocks;
+  }
+};
+
+// Dearer ones, and of these lower requests, have greater keys.
+__device__ __forceinline__ u32 key_of(int cost, int request, bool is_rest) {
+  return static_cast<u32>(cost) << 9 | (255 - request) << 1 | (is_rest ? 1 : 0);
+}
+
+// One warp: puts the sorted requests into `others` parts, each into the cheapest one that may take it, of equal ones the
+// first. A lane looks after every 32nd part: its cost << 8 | its number, and whole requests | rests << 16 in it.
+__device__ __forceinline__ int pack(const MlaScheduleParams& p, Packing& packing, int trial, int slots, int others) {
+  const int lane = threadIdx.x % 32;
+  const u32* const sorted = packing.sorted + trial * slots;
+  u32 cost[kPartsOfLane], held[kPartsOfLane];
+#pragma unroll
+  for (int j = 0; j < kPartsOfLane; ++j) {
+    const int part = lane + 32 * j;
+    cost[j] = part < others ? part : ~0u;
+    held[j] = 0;
+    packing.rests[trial][part][0] = packing.rests[trial][part][1] = -1;
+  }
+  auto put = [&](int j, u32 key) {
+    const int part = lane + 32 * j, request = 255 - (key >> 1 & 0xff);
+    const bool is_rest = key & 1;
+    const int rank = is_rest ? held[j] >> 16 : held[j] & 0xffff;
+    cost[j] += key >> 9 << 8;
+    held[j] += is_rest ? 1 << 16 : 1;
+    packing.part[trial * slots + request] = part;
+    packing.rank[trial * slots + request] = rank;
+    if (is_rest) packing.rests[trial][part][rank] = request;
+  };
+  // The first ones find empty parts.
+#pragma unroll
+  for (int j = 0; j < kPartsOfLane; ++j)
+    if (lane + 32 * j < min(others, p.batch)) put(j, sorted[lane + 32 * j]);
+  int i = others;
+  u32 next_key = sorted[min(i, p.batch - 1)];
+#pragma unroll 1
+  while (i < p.batch) {
+    const u32 key = next_key;
+    next_key = sorted[min(++i, p.batch - 1)];
+    u32 cheapest = ~0u;
+#pragma unroll
+    for (int j = 0; j < kPartsOfLane; ++j)
+      cheapest = min(cheapest, (key & 1) != 0 && held[j] >> 17 != 0 ? ~0u : cost[j]);
+    const u32 taken = __reduce_min_sync(0xffffffffu, cheapest);
+#pragma unroll
+    for (int j = 0; j < kPartsOfLane; ++j)
+      if (cost[j] == taken) put(j, key);
+  }
+  u32 dearest = 0;
+#pragma unroll
+  for (int j = 0; j < kPartsOfLane; ++j) {
+    const int part = lane + 32 * j;
+    if (part < others) dearest = max(dearest, cost[j] >> 8);
+    packing.whole[trial][part] = held[j] & 0xffff;
+  }
+  return __reduce_max_sync(0xffffffffu, dearest);
+}
+
+struct Packed {
+  int limit, trial, slots;
+  int cost;  // of the dearest part; the most that there is if no limit would do
+};
+
+// Tries limits from an equal share on. A thread has one request under one of them: it takes up its key, and counts how
+// many are greater, which is its rank. Then a warp packs the requests of a limit.
+__device__ __forceinline__ Packed find_packed(const MlaScheduleParams& p, Packing& packing, u32* keys,
+                                              const int* tokens, int share) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int slots = (p.batch + 31) / 32 * 32, trials = min(kLimits, kScheduleThreads / slots);
+  const int least = max(share, p.fixed_cost + p.piece_cost + 2 * p.min_blocks - 1);
+  const int step = max(max((p.fixed_cost + p.piece_cost) / 4, share / 64), 1);
+  const int trial = static_cast<int>(threadIdx.x) / slots, request = static_cast<int>(threadIdx.x) - trial * slots;
+  if (trial < trials) {
+    u32 key = 0;
+    int cuts = 0;
+    if (request < p.batch) {
+      const Limit limit(p, least + trial * step);
+      const int blocks = blocks_of(tokens[request]);
+      cuts = limit.cuts(p, blocks);
+      const int cost = limit.rest(p, blocks, cuts) + p.fixed_cost + (cuts > 0 ? p.piece_cost : 0);
+      key = key_of(cost, request, cuts > 0);
+    }
+    keys[threadIdx.x] = key;
+    packing.cuts[threadIdx.x] = min(cuts, kPackedParts);
+  }
+  __syncthreads();
+  if (trial < trials && request < p.batch) {
+    const u32 key = keys[threadIdx.x];
+    const uint4* const of_limit = reinterpret_cast<const uint4*>(keys + trial * slots);
+    int rank = 0;
+#pragma unroll 8
+    for (int i = 0; i < slots / 4; ++i) {
+      const uint4 others = of_limit[i];
+      rank += (others.x > key) + (others.y > key) + (others.z > key) + (others.w > key);
+    }
+    packing.sorted[trial * slots + rank] = key;
+  }
+  __syncthreads();
+  if (warp < trials) {
+    int own = 0, rests = 0;
+    for (int i = lane; i < p.batch; i += 32) {
+      const int cuts = packing.cuts[warp * slots + i];
+      own += cuts;
+      rests += cuts > 0;
+    }
+    own = __reduce_add_sync(0xffffffffu, own);
+    rests = __reduce_add_sync(0xffffffffu, rests);
+    const int others = p.parts - own;
+    int cost = kNever;
+    if (others >= 1 && rests <= 2 * others) {
+      cost = pack(p, packing, warp, slots, others);
+      if (rests > 0) cost = max(cost, least + warp * step);
+    }
+    if (lane == 0) packing.cost[warp] = cost;
+  }
+  __syncthreads();
+  const int cost = lane < trials ? packing.cost[lane] : kNever;
+  const int best = __reduce_min_sync(0xffffffffu, cost);
+  const int taken = __ffs(__ballot_sync(0xffffffffu, cost == best)) - 1;
+  return {least + taken * step, taken, slots, best};
+}
+
+// Lays packed parts out, writes the order, and tells where this thread's part begins. What lies in the parts that others
+// go to forms groups: [full pieces of the first rest] part [full pieces of the second rest], and the same for places.
+__device__ __forceinline__ PartBound bound_packed(const MlaScheduleParams& p, Packing& packing, const int* tokens,
+                                                  int* warp_sums, const Packed& packed) {
+  const int thread = threadIdx.x;
+  const Limit limit(p, packed.limit);
+  const unsigned char* const cuts = packing.cuts + packed.trial * packed.slots;
+  const auto& rests = packing.rests[packed.trial];
+  u32 size = 0;  // of a group: parts << 16 | places
+  if (thread < kPackedParts) {
+    const int first = rests[thread][0], last = rests[thread][1];
+    size = packing.whole[packed.trial][thread] + (first >= 0 ? 1 + (cuts[first] << 16) : 0) +
+           (last >= 0 ? 1 + (cuts[last] << 16) : 0) + (1 << 16);
+  }
+  int all;
+  const u32 begins = block_exclusive_sum(size, warp_sums, all);
+  if (thread < kPackedParts) packing.begins[thread] = begins;
+  __syncthreads();
+  if (thread < p.batch) {
+    const int at = packed.trial * packed.slots + thread, part = packing.part[at], rank = packing.rank[at];
+    int place = (packing.begins[part] & 0xffff) + rank;
+    if (cuts[thread] == 0) place += rests[part][0] >= 0;
+    else if (rank == 1) place += packing.whole[packed.trial][part];
+    packing.order[place] = thread;
+    p.places[place] = {thread, tokens[thread]};
+  }
+  __syncthreads();
+  if (thread >= p.parts) return {p.batch, 0, 0, 0};
+  int group = 0;
+#pragma unroll
+  for (int step = 128; step > 0; step /= 2)
+    if (group + step < kPackedParts && packing.begins[group + step] >> 16 <= thread) group += step;
+  const int first = rests[group][0], last = rests[group][1];
+  const int own = first >= 0 ? cuts[first] : 0;  // parts of the first rest before that of the group
+  int place = packing.begins[group] & 0xffff, index = thread - (packing.begins[group] >> 16), block = 0;
+  if (place >= p.batch) return {p.batch, 0, 0, 0};
+  if (index <= own) {
+    if (first >= 0) {
+      const int blocks = blocks_of(tokens[first]);
+      block = divide(static_cast<u64>(index) * (blocks - limit.rest(p, blocks, own)), own);
+    }
+  } else {
+    index -= own + 1;
+    place += packing.whole[packed.trial][group] + (first >= 0);
+    const int blocks = blocks_of(tokens[last]), rest = limit.rest(p, blocks, cuts[last]);
+    block = rest + divide(static_cast<u64>(index) * (blocks - rest), cuts[last]);
+  }
+  const int request = packing.order[place];
+  return {place, block, request, tokens[request]};
+}
+
+}  // namespace cumla
