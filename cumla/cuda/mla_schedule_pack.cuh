@@ -44,54 +44,72 @@ __device__ __forceinline__ u32 key_of(int cost, int request, bool is_rest) {
 }
 
 // One warp: puts the sorted requests into `others` parts, each into the cheapest one that may take it, of equal ones the
-// first. A lane looks after every 32nd part: its cost << 8 | its number, and whole requests | rests << 16 in it.
+// first. A lane looks after every 32nd part: its cost << 8 | its number. From one request to the next goes a chain of a
+// few instructions and a reduction over the warp; what is noted down is not part of it: lane i keeps where the i-th of 32
+// requests goes, and their ranks follow all at once.
 __device__ __forceinline__ int pack(const MlaScheduleParams& p, Packing& packing, int trial, int slots, int others) {
   const int lane = threadIdx.x % 32;
   const u32* const sorted = packing.sorted + trial * slots;
-  u32 cost[kPartsOfLane], held[kPartsOfLane];
+  u32 cost[kPartsOfLane], rests = 0;  // rests: two bits a part
 #pragma unroll
   for (int j = 0; j < kPartsOfLane; ++j) {
     const int part = lane + 32 * j;
     cost[j] = part < others ? part : ~0u;
-    held[j] = 0;
+    packing.whole[trial][part] = 0;
     packing.rests[trial][part][0] = packing.rests[trial][part][1] = -1;
   }
-  auto put = [&](int j, u32 key) {
-    const int part = lane + 32 * j, request = 255 - (key >> 1 & 0xff);
-    const bool is_rest = key & 1;
-    const int rank = is_rest ? held[j] >> 16 : held[j] & 0xffff;
-    cost[j] += key >> 9 << 8;
-    held[j] += is_rest ? 1 << 16 : 1;
-    packing.part[trial * slots + request] = part;
-    packing.rank[trial * slots + request] = rank;
-    if (is_rest) packing.rests[trial][part][rank] = request;
-  };
-  // The first ones find empty parts.
-#pragma unroll
-  for (int j = 0; j < kPartsOfLane; ++j)
-    if (lane + 32 * j < min(others, p.batch)) put(j, sorted[lane + 32 * j]);
-  int i = others;
-  u32 next_key = sorted[min(i, p.batch - 1)];
 #pragma unroll 1
-  while (i < p.batch) {
-    const u32 key = next_key;
-    next_key = sorted[min(++i, p.batch - 1)];
-    u32 cheapest = ~0u;
+  for (int base = 0; base < p.batch; base += 32) {
+    const u32 keys = sorted[min(base + lane, p.batch - 1)];
+    const int direct = min(max(min(others, p.batch) - base, 0), 32);  // the first requests find empty parts
+    u32 part = base + lane;
 #pragma unroll
     for (int j = 0; j < kPartsOfLane; ++j)
-      cheapest = min(cheapest, (key & 1) != 0 && held[j] >> 17 != 0 ? ~0u : cost[j]);
-    const u32 taken = __reduce_min_sync(0xffffffffu, cheapest);
+      if (base == 32 * j && lane < direct) {
+        cost[j] += keys >> 9 << 8;
+        rests |= (keys & 1) << 2 * j;
+      }
+#pragma unroll 1
+    for (int i = direct; i < min(p.batch - base, 32); ++i) {
+      const u32 key = __shfl_sync(0xffffffffu, keys, i);
+      const bool is_rest = key & 1;
+      u32 cheapest = ~0u;
+      if (is_rest) {
 #pragma unroll
-    for (int j = 0; j < kPartsOfLane; ++j)
-      if (cost[j] == taken) put(j, key);
+        for (int j = 0; j < kPartsOfLane; ++j) cheapest = min(cheapest, rests >> (2 * j + 1) & 1 ? ~0u : cost[j]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kPartsOfLane; ++j) cheapest = min(cheapest, cost[j]);
+      }
+      const u32 taken = __reduce_min_sync(0xffffffffu, cheapest);
+#pragma unroll
+      for (int j = 0; j < kPartsOfLane; ++j) {
+        if (cost[j] != taken) continue;
+        cost[j] += key >> 9 << 8;
+        if (is_rest) rests += 1 << 2 * j;
+      }
+      if (lane == i) part = taken & 0xff;
+    }
+    const bool valid = base + lane < p.batch, is_rest = keys & 1;
+    const int at = trial * slots + 255 - (keys >> 1 & 0xff);  // of the request
+    const u32 alike = __match_any_sync(0xffffffffu, valid ? part << 1 | (is_rest ? 1 : 0) : 0x10000 + lane);
+    int rank = __popc(alike & ((1u << lane) - 1));
+    if (valid) rank += is_rest ? packing.rests[trial][part][0] >= 0 : packing.whole[trial][part];
+    __syncwarp();
+    if (valid) {
+      packing.part[at] = part;
+      packing.rank[at] = rank;
+      if (is_rest)
+        packing.rests[trial][part][rank] = at - trial * slots;
+      else if (alike >> lane == 1)
+        packing.whole[trial][part] = rank + 1;
+    }
+    __syncwarp();
   }
   u32 dearest = 0;
 #pragma unroll
-  for (int j = 0; j < kPartsOfLane; ++j) {
-    const int part = lane + 32 * j;
-    if (part < others) dearest = max(dearest, cost[j] >> 8);
-    packing.whole[trial][part] = held[j] & 0xffff;
-  }
+  for (int j = 0; j < kPartsOfLane; ++j)
+    if (lane + 32 * j < others) dearest = max(dearest, cost[j] >> 8);
   return __reduce_max_sync(0xffffffffu, dearest);
 }
 
