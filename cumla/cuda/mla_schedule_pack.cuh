@@ -73,20 +73,16 @@ __device__ __forceinline__ int pack(const MlaScheduleParams& p, Packing& packing
     for (int i = direct; i < min(p.batch - base, 32); ++i) {
       const u32 key = __shfl_sync(0xffffffffu, keys, i);
       const bool is_rest = key & 1;
+      const u32 full = is_rest ? rests : 0;
       u32 cheapest = ~0u;
-      if (is_rest) {
 #pragma unroll
-        for (int j = 0; j < kPartsOfLane; ++j) cheapest = min(cheapest, rests >> (2 * j + 1) & 1 ? ~0u : cost[j]);
-      } else {
-#pragma unroll
-        for (int j = 0; j < kPartsOfLane; ++j) cheapest = min(cheapest, cost[j]);
-      }
+      for (int j = 0; j < kPartsOfLane; ++j) cheapest = min(cheapest, full >> (2 * j + 1) & 1 ? ~0u : cost[j]);
       const u32 taken = __reduce_min_sync(0xffffffffu, cheapest);
 #pragma unroll
       for (int j = 0; j < kPartsOfLane; ++j) {
         if (cost[j] != taken) continue;
         cost[j] += key >> 9 << 8;
-        if (is_rest) rests += 1 << 2 * j;
+        rests += (key & 1) << 2 * j;
       }
       if (lane == i) part = taken & 0xff;
     }
@@ -145,7 +141,7 @@ __device__ __forceinline__ Packed find_packed(const MlaScheduleParams& p, Packin
     const u32 key = keys[threadIdx.x];
     const uint4* const of_limit = reinterpret_cast<const uint4*>(keys + trial * slots);
     int rank = 0;
-#pragma unroll 8
+#pragma unroll 4
     for (int i = 0; i < slots / 4; ++i) {
       const uint4 others = of_limit[i];
       rank += (others.x > key) + (others.y > key) + (others.z > key) + (others.w > key);
@@ -155,6 +151,7 @@ __device__ __forceinline__ Packed find_packed(const MlaScheduleParams& p, Packin
   __syncthreads();
   if (warp < trials) {
     int own = 0, rests = 0;
+#pragma unroll 1
     for (int i = lane; i < p.batch; i += 32) {
       const int cuts = packing.cuts[warp * slots + i];
       own += cuts;
