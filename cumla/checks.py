@@ -87,7 +87,7 @@ def checked_scale(softmax_scale: Any) -> float:
     """Return the factor of the scores as a float; 576 ** -0.5 for None."""
     if softmax_scale is None:
         return float(HEAD_DIM**-0.5)
-    if not isinstance(softmax_scale, Real):
+    if not isinstance(softmax_scale, (float, Real)):  # a float alone is told without asking an ABC
         raise TypeError(
             f"softmax_scale: needs a Python or NumPy number, got "
             f"{type(softmax_scale).__qualname__}; an array on a GPU would have to be waited for, "
@@ -389,10 +389,16 @@ def check_own_memory(name: str, view: ArrayView) -> None:
 
 # Check mode: CUMLA_CHECK=1 looks at what the kernels take on trust.
 
+# Every call asks, and os.environ.get raises two errors inside to find out that a name is not there,
+# twice as slow as the launch around which it is asked: so ask the dictionary behind it.
+_environment = os.environ._data  # type: ignore[attr-defined]
+_CHECK = os.environ.encodekey("CUMLA_CHECK")
+
 
 def check_mode() -> bool:
     """Tell whether CUMLA_CHECK asks for :func:`check_data`."""
-    return os.environ.get("CUMLA_CHECK", "0") not in ("", "0")
+    value = _environment.get(_CHECK)
+    return value is not None and os.environ.decodevalue(value) not in ("", "0")
 
 
 def may_look(call: Call) -> bool:

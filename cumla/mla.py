@@ -13,8 +13,10 @@ from cumla.arrays import (
     ArrayView,
     Call,
     from_numpy,
+    glance,
     open_call,
     place_name,
+    reopen_call,
     to_numpy,
 )
 from cumla.checks import (
@@ -502,23 +504,31 @@ class MLADecodePlan:
         CumlaError
             The driver refuses a launch.
         """
-        call = _open(q, kv_cache, block_table, cache_seqlens, out, lse, stream)
         scale = checked_scale(softmax_scale)
-        ready = self._ready.get((call.views, scale)) if call.stream == self._stream else None
+        arrays = (q, kv_cache, block_table, cache_seqlens, out, lse)
+        call, seen = None, glance(arrays)
+        if seen is None:
+            call = _open(*arrays, stream)
+            seen = call.views
+        ready = self._ready.get((seen, scale))
         if ready is not None and not check_mode():
-            with call:
-                ready()
-                if self._workspace.away:
-                    self._workspace.note_use(call)
-            return MLADecodeResult(out, lse)
+            again = call or reopen_call(q, self._key.device, stream)
+            if again.stream == self._stream:
+                with again:
+                    ready()
+                    if self._workspace.away:
+                        self._workspace.note_use(again)
+                return MLADecodeResult(out, lse)
+        if call is None:
+            call = _open(*arrays, stream)
         arguments = self._checked_arguments(call)
         key = self._key
         if call.device is None:
             assert self._lengths is not None  # or the plan would have been refused
             if check_mode():
                 check_lengths_of_plan(to_numpy("cache_seqlens", cache_seqlens), self._lengths)
-            arrays = (q, kv_cache, block_table, self._lengths)
-            return _decode_on_cpu(call, arrays, out, lse, scale, key.causal)
+            inputs = (q, kv_cache, block_table, self._lengths)
+            return _decode_on_cpu(call, inputs, out, lse, scale, key.causal)
         assert self._kernels is not None  # they come with the first update
         with call:
             check_data(call, arguments, self._buffer + key.layout.places)
@@ -527,7 +537,7 @@ class MLADecodePlan:
             attend()
             self._workspace.note_use(call)
             if all(result.given):
-                self._ready.keep((call.views, scale), attend)
+                self._ready.keep((seen, scale), attend)
             return result.export(call)
 
     def _checked_arguments(self, call: Call) -> Arguments:

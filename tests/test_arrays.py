@@ -23,10 +23,12 @@ from cumla import _cupy, _dlpack, _driver, _lend, _lifetime, arrays
 from cumla.arrays import (
     ArrayView,
     from_numpy,
+    glance,
     keep_until_passed,
     open_call,
     open_device,
     order_streams,
+    reopen_call,
     to_numpy,
 )
 from cumla.errors import (
@@ -312,6 +314,7 @@ def fake_torch(cuda, monkeypatch):
 
     class Tensor:
         is_cuda = True
+        device = "cuda:0"
 
         def __init__(self, shape, dtype):
             self.shape, self.dtype = shape, dtype
@@ -726,6 +729,106 @@ def test_cupy_distributed_array(cupy):
 
     with pytest.raises(ValueError, match=r"q: .*got a DistributedArray, which is sharded"):
         open_call((("q", DistributedArray()),))
+
+
+# --- arrays that are known again ----------------------------------------------------------------
+
+
+def views_at_first(*given):
+    """Views of each array; it also makes their types known."""
+    return [open_call((("x", array),)).views[0] for array in given]
+
+
+def check_glances(given):
+    """Two glances are equal exactly where the views are."""
+    views = views_at_first(*given)
+    glances = [glance((array,)) for array in given]
+    assert None not in glances
+    for one, view in zip(glances, views, strict=True):
+        same = [other == one and hash(other) == hash(one) for other in glances]
+        assert same == [other == view for other in views]
+    assert len(set(glances)) == len(given) - 1  # the first two are one array in two objects
+
+
+def test_a_glance_tells_torch_tensors_apart():
+    torch = pytest.importorskip("torch")
+    x = torch.zeros(4, 6, 8, dtype=torch.bfloat16)
+    others = (x[:, :, :], x[1:], x[:2], x.view(24, 8), x.transpose(0, 1), x[::2], x[:, ::2])
+    check_glances((x, *others, x.view(torch.float16), x.clone()))
+
+
+def test_a_glance_tells_torch_devices_apart(fake_torch):
+    """Of one number, too: not only CUDA counts its devices."""
+    tensor = fake_torch.Tensor((3,), fake_torch.uint8)
+    views_at_first(tensor)
+    seen = glance((tensor,))
+    for device in ("cuda:1", "xpu:0"):
+        tensor.device = device
+        assert glance((tensor,)) not in (seen, None)
+    tensor.device = "cuda:0"
+    assert glance((tensor,)) == seen
+
+
+def test_a_glance_tells_cupy_arrays_apart(cupy):
+    kind = cupy.ndarray
+    others = (kind(), kind((4, 9)), kind(dtype="int16"), kind(device=1), kind(ptr=0x2000))
+    transposed = kind()
+    transposed.strides = (2, 8)
+    check_glances((kind(), *others, transposed))
+
+
+def test_a_tensor_that_changes_is_not_known_again():
+    torch = pytest.importorskip("torch")
+    x = torch.zeros(4, 6)
+    views_at_first(x)
+    seen = {glance((x,))}
+    for change in (
+        lambda: x.resize_(4, 8),
+        lambda: x.t_(),
+        lambda: x.unsqueeze_(0),
+        lambda: setattr(x, "data", torch.zeros(4, 6)),
+        lambda: setattr(x, "data", x.data.view(torch.int32)),
+    ):
+        change()
+        assert glance((x,)) not in seen
+        seen.add(glance((x,)))
+
+
+def test_what_a_glance_leaves_to_the_whole_look(cupy):
+    torch = pytest.importorskip("torch")
+    tensor, array, host = torch.zeros(3), cupy.ndarray(), np.zeros(3)
+    assert glance((tensor,)) is None  # nobody has seen its type yet
+    views_at_first(tensor, array, host)
+    assert glance((tensor, tensor)) is not None
+    assert glance((array, array)) is not None
+    for given in (
+        (tensor, array),
+        (array, tensor),
+        (tensor, None),
+        (None, tensor),
+        (host, host),
+        (array, Producer()),
+        (torch.zeros(3).to_sparse(),),
+        (tensor, [1, 2]),
+    ):
+        assert glance(given) is None, given
+
+
+def test_a_call_that_is_opened_again(cuda, cupy):
+    cupy.stream = FakeStream(cupy, 5)
+    with open_call((("q", Producer(device=(2, 0))),), stream=9):
+        pass
+    array = cupy.ndarray(device=3)
+    first = open_call((("q", array),))
+    assert _lifetime.waiting
+    cuda.passed.add(1)
+    call = reopen_call(array, 3)
+    assert not _lifetime.waiting  # it lets go of what is done, as every call
+    assert (call.device, call.stream, call.framework) == (3, first.stream, first.framework)
+    assert reopen_call(array, 3, CoreStream()).stream == 99
+    with call:
+        assert cuda.current == 3
+    assert cuda.current == 0
 
 
 # --- streams and devices -------------------------------------------------------------------------

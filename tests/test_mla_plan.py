@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -441,6 +442,223 @@ def test_on_its_own_stream_the_buffer_goes_back_at_once(
     del plan
     gc.collect()
     assert log.taken("keep") == []
+
+
+# --- runs that were found in order before --------------------------------------------------------
+
+
+@pytest.fixture
+def prepared_for(monkeypatch: pytest.MonkeyPatch, kernels: None, log: Log) -> list[Any]:
+    """Views, scale and stream of each attention that is prepared."""
+    found: list[Any] = []
+
+    def prepare(spec: KernelSpec, key: Any, buffer: int, *rest: Any) -> Callable[[], None]:
+        found.append(rest)
+        return lambda: log.events.append(("launch", rest))
+
+    monkeypatch.setattr(mla, "prepare_decode", prepare)
+    return found
+
+
+@pytest.fixture
+def whole(on_gpu: dict[str, Any], cupy: Any) -> dict[str, Any]:
+    """All that a run can be given, each at an address of its own."""
+    outputs = {
+        "out": cupy.ndarray((2, 2, 16, 512), ml_dtypes.bfloat16),
+        "lse": cupy.ndarray((2, 16, 2), "float32"),
+    }
+    arguments = on_gpu | outputs
+    for number, array in enumerate(arguments.values()):
+        array.data.ptr = (number + 1) << 24
+    return arguments
+
+
+def test_a_run_is_prepared_once_and_launched_each_time(
+    whole: dict[str, Any], prepared_for: list[Any], log: Log
+) -> None:
+    plan = plan_for(whole)
+    plan.update(whole["cache_seqlens"])
+    log.taken()
+    for scale in (None, 576**-0.5, np.float64(576**-0.5)):
+        result = plan.run(**whole, softmax_scale=scale)
+        assert result.out is whole["out"]
+        assert result.lse is whole["lse"]
+        cumla.mla_decode(**whole, plan=plan, softmax_scale=scale)
+    (once,) = prepared_for
+    assert log.taken("launch") == [("launch", once)] * 6
+
+
+@pytest.mark.parametrize("name", ["q", "kv_cache", "block_table", "cache_seqlens", "out", "lse"])
+def test_a_ready_run_sees_another_address(
+    whole: dict[str, Any], prepared_for: list[Any], log: Log, name: str
+) -> None:
+    """Under the same object; and both are ready then."""
+    plan = plan_for(whole)
+    plan.update(whole["cache_seqlens"])
+    log.taken()
+    address = whole[name].data.ptr
+    for moved in (0, 1 << 20, 0, 1 << 20):
+        whole[name].data.ptr = address + moved
+        plan.run(**whole)
+    one, other = prepared_for
+    launched = [rest for _, rest in log.taken("launch")]
+    assert all(a is b for a, b in zip(launched, (one, other, one, other), strict=True))
+    if name != "cache_seqlens":  # no parameter of attention
+        assert one != other
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "value"),
+    [
+        ("kv_cache", "shape", (5, 64, 1, 576)),
+        ("kv_cache", "strides", (2 * 64 * 1152, 1152, 1152, 2)),
+        ("block_table", "shape", (2, 2)),
+        ("block_table", "strides", (16, 4)),
+        ("q", "strides", (1152 * 64, 1152 * 32, 1152, 2)),
+        ("out", "dtype", np.dtype("float32")),
+        ("out", "strides", (4096 * 16, 1024 * 16, 1024, 2)),
+        ("lse", "strides", (512, 8, 4)),
+    ],
+)
+def test_a_ready_run_sees_another_layout(
+    whole: dict[str, Any], prepared_for: list[Any], name: str, attribute: str, value: Any
+) -> None:
+    plan = plan_for(whole)
+    plan.update(whole["cache_seqlens"])
+    plan.run(**whole)
+    before = getattr(whole[name], attribute)
+    assert before != value
+    setattr(whole[name], attribute, value)
+    if attribute == "dtype":
+        whole[name].strides = tuple(2 * stride for stride in whole[name].strides)
+    plan.run(**whole)
+    assert len(prepared_for) == 2
+    assert prepared_for[0] != prepared_for[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "value", "message"),
+    [
+        ("q", "dtype", np.dtype("float16"), "dtype"),
+        ("q", "shape", (2, 2, 15, 576), "^(q|plan|out): "),
+        ("cache_seqlens", "shape", (3,), "^cache_seqlens: "),
+        ("cache_seqlens", "dtype", np.dtype("int64"), "^cache_seqlens: "),
+        ("out", "shape", (2, 2, 16, 511), "^out: "),
+        ("lse", "dtype", np.dtype("float16"), "^lse: "),
+    ],
+)
+def test_a_ready_run_refuses_what_does_not_fit_any_more(
+    whole: dict[str, Any],
+    prepared_for: list[Any],
+    log: Log,
+    name: str,
+    attribute: str,
+    value: Any,
+    message: str,
+) -> None:
+    plan = plan_for(whole)
+    plan.update(whole["cache_seqlens"])
+    plan.run(**whole)
+    log.taken()
+    setattr(whole[name], attribute, value)
+    with pytest.raises((TypeError, ValueError), match=message):
+        plan.run(**whole)
+    assert log.events == []
+
+
+@pytest.mark.parametrize("name", ["q", "kv_cache", "block_table", "cache_seqlens", "out", "lse"])
+def test_a_ready_run_sees_another_device_or_framework(
+    whole: dict[str, Any], prepared_for: list[Any], log: Log, name: str
+) -> None:
+    plan = plan_for(whole)
+    plan.update(whole["cache_seqlens"])
+    plan.run(**whole)
+    log.taken()
+    whole[name].data.device_id = 1
+    with pytest.raises(ValueError, match="CUDA device 1"):
+        plan.run(**whole)
+    host = np.zeros(whole[name].shape, whole[name].dtype)
+    with pytest.raises((TypeError, ValueError), match=f"^{name if name != 'q' else 'kv_cache'}: "):
+        plan.run(**whole | {name: host})
+    assert log.events == []
+
+
+def test_a_ready_run_sees_the_stream_and_the_scale(
+    whole: dict[str, Any], prepared_for: list[Any], cupy: Any, log: Log
+) -> None:
+    plan = plan_for(whole)
+    plan.update(whole["cache_seqlens"])
+    plan.run(**whole)
+    log.taken()
+    with pytest.raises(ValueError, match=r"^plan: updated on stream 0x0, got a run on stream 0x5"):
+        plan.run(**whole, stream=5)
+    cupy.stream = 7
+    with pytest.raises(ValueError, match=r"^plan: updated on stream 0x0, got a run on stream 0x7"):
+        plan.run(**whole)
+    plan.run(**whole, stream=0)
+    assert len(prepared_for) == 1
+    plan.update(whole["cache_seqlens"])
+    plan.run(**whole)
+    plan.run(**whole, softmax_scale=0.5)
+    with pytest.raises(TypeError, match=r"^softmax_scale: "):
+        plan.run(**whole, softmax_scale=np.zeros(1))
+    assert [(rest[-2], rest[-1]) for rest in prepared_for] == [
+        (576**-0.5, 0),
+        (576**-0.5, 7),
+        (0.5, 7),
+    ]
+
+
+def test_a_ready_run_looks_once_check_mode_is_on(
+    whole: dict[str, Any], prepared_for: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_for(whole)
+    plan.update(whole["cache_seqlens"])
+    plan.run(**whole)
+
+    def copy(view: ArrayView, stream: int) -> np.ndarray:
+        raise KeyError("looked")
+
+    monkeypatch.setattr(checks, "copy_to_host", copy)
+    for value in ("0", ""):
+        monkeypatch.setenv("CUMLA_CHECK", value)
+        plan.run(**whole)
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    with pytest.raises(KeyError, match="looked"):
+        plan.run(**whole)
+    monkeypatch.delenv("CUMLA_CHECK")
+    plan.run(**whole)
+    assert len(prepared_for) == 1
+
+
+def test_a_ready_run_of_arrays_that_a_glance_does_not_know(
+    whole: dict[str, Any], prepared_for: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of two frameworks: they are looked at in full, and known again by their views."""
+    plan = plan_for(whole)
+    plan.update(whole["cache_seqlens"])
+    monkeypatch.setattr(mla, "glance", lambda arrays: None)
+    for shift in (0, 0, 1 << 20, 0):
+        whole["q"].data.ptr += shift
+        plan.run(**whole)
+    assert len(prepared_for) == 2
+    with pytest.raises(ValueError, match=r"^plan: updated on stream 0x0, got a run on stream 0x5"):
+        plan.run(**whole, stream=5)
+
+
+def test_a_ready_run_keeps_no_array_alive(
+    whole: dict[str, Any], on_gpu: dict[str, Any], prepared_for: list[Any]
+) -> None:
+    plan = plan_for(whole)
+    plan.update(whole["cache_seqlens"])
+    plan.run(**whole)
+    plan.run(**whole)
+    seen = [weakref.ref(array) for array in whole.values()]
+    whole.clear()
+    on_gpu.clear()
+    gc.collect()
+    assert [reference() for reference in seen] == [None] * 6
+    assert len(prepared_for) == 1
 
 
 # --- shared workspaces ---------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 import cumla
-from cumla.arrays import open_call
+from cumla.arrays import glance, reopen_call
 from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.bench.dense import Workbench
 from cumla.bench.timing import Timing, time_host
@@ -114,15 +114,8 @@ def _stages(bench: Workbench, *arrays: Any) -> dict[str, Timing]:
     plan = cumla.MLADecodePlan.from_arrays(q, kv_cache)
     plan.update(seqlens)
     plan.run(q, kv_cache, block_table, seqlens, out=out, lse=lse)
-    inputs = (
-        ("q", q),
-        ("kv_cache", kv_cache),
-        ("block_table", block_table),
-        ("cache_seqlens", seqlens),
-    )
-    outputs = (("out", out), ("lse", lse))
     parts: dict[str, Callable[[], object]] = {
-        "arguments": lambda: open_call(inputs, outputs, stream=None),
+        "arguments": lambda: (glance(arrays), reopen_call(q, plan.key.device)),
     }
     for launch in plan._ready.values():  # none for arrays on the CPU
         parts["launch"] = launch
