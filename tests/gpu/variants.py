@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from cumla.launch import all_specs, module
+from cumla.launch import module
+from cumla.launch.mla_decode import decode_specs
 from cumla.launch.source import OPTIONS, KernelSpec, translation_unit
 
 TILES = ("mla_decode",)
@@ -155,8 +156,8 @@ ALL = {
 
 
 def specs_of(stem: str) -> tuple[KernelSpec, ...]:
-    """The bfloat16 entry points of a kernel."""
-    return tuple(spec for spec in all_specs() if spec.stem == stem and "bfloat16" in spec.entry)
+    """The bfloat16 entry points of a kernel, for pages of 64."""
+    return tuple(spec for spec in decode_specs("bfloat16", 64) if spec.stem == stem)
 
 
 def edited_text(spec: KernelSpec, *edits: Edit) -> str:

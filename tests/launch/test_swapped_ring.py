@@ -111,7 +111,7 @@ LINES = {
         "while (now.valid()) {",
         "owner = (now.t + now.i) & 1;",
         "mbarrier_wait(shared.free(place.slot), place.phase ^ 1,",
-        "mbarrier_arrive_expect_tx(shared.full(place.slot), kTileBytes);",
+        "load_tile<kForm>(p, shared.slot(place.slot),",
         "place.advance(1); }",
         "mbarrier_arrive(shared.begun(owner));",
     ),
