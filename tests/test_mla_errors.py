@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import checks, mla
+from cumla import checks, mla, preparation
 from cumla.arrays import ArrayView
 from cumla.launch import KernelSpec, all_specs
 from cumla.launch import device as launch_device
@@ -1034,7 +1034,7 @@ def test_only_the_forms_of_these_page_sizes_are_prepared(
     cupy: FakeCuPy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    monkeypatch.setattr(mla, "load", lambda spec, *_, **__: loaded.append(spec.entry))
+    monkeypatch.setattr(preparation, "load", lambda spec, *_, **__: loaded.append(spec.entry))
     for page_sizes, wanted in (((64, 128), {""}), ((1, 48), {"_rows", "_boxes"})):
         loaded.clear()
         cumla.prepare(dtypes=("bfloat16",), page_sizes=page_sizes)
