@@ -2,10 +2,11 @@
 // Split-KV MLA decode for sm_90a: attention of up to 64 query rows of one kv head over the blocks of one part of the
 // schedule (mla_plan.cuh). grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM.
 //
-// Three warpgroups. Warpgroup 0 loads: warp 0 the even KV blocks of this CTA's sequence, warp 1 the odd ones (TMA), of kRows
-// each half of every block (mla_decode_pages.cuh); warps 2 and 3 the query rows. Warpgroups 1 and 2 compute: consumer c holds the output columns
-// [256 c, 256 c + 256) of all 64 rows and computes the scores of every second block; its probabilities go to the other
-// consumer through shared memory, so that both add P V of every block, in the order of the blocks:
+// Three warpgroups. Warpgroup 0 loads: warp 0 the even KV blocks of this CTA's sequence, warp 1 the odd ones (TMA), of
+// kRows each half of every block (mla_decode_pages.cuh); warps 2 and 3 the query rows. Warpgroups 1 and 2 compute:
+// consumer c holds the output columns [256 c, 256 c + 256) of all 64 rows and computes the scores of every second block;
+// its probabilities go to the other consumer through shared memory, so that both add P V of every block, in the order of
+// the blocks:
 //
 //   consumer 0:  S0 = Q K0   softmax0  O += P0 V0   S2 = Q K2 | O += P1 V1   softmax2  O += P2 V2 ...
 //   consumer 1:              S1 = Q K1 | O += P0 V0  softmax1  O += P1 V1    S3 = Q K3 | O += P2 V2 ...

@@ -8,8 +8,8 @@
 // grid = (1, parts, kv heads), 384 threads, one CTA an SM.
 //
 // Warpgroup 0 loads: warp 0 the KV blocks, tile by tile as slots of the ring become free (TMA), of kRows warps 0 and 1
-// (mla_decode_pages.cuh); warps 2 and 3 the query rows. Warpgroups 1 and 2 compute, each every second block for itself, from its scores to O += V P; at the end
-// of a segment they add up what they have, each half of the columns of V:
+// (mla_decode_pages.cuh); warps 2 and 3 the query rows. Warpgroups 1 and 2 compute, each every second block for itself,
+// from its scores to O += V P; at the end of a segment they add up what they have, each half of the columns of V:
 //
 //   consumer 0:  S0 = K0 Q   softmax0   O += V0 P0   S2 = K2 Q ...          } O[0, 256) of both
 //   consumer 1:              S1 = K1 Q   softmax1   O += V1 P1   S3 ...     } O[256, 512) of both

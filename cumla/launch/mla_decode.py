@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["SPECS", "decode_spec", "decode_specs", "prepare_decode"]
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
-
-
 _FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
 
 
