@@ -22,8 +22,9 @@ CASE = Case(batch=3, heads=4, kv_heads=2, q_len=2, kv_len=200)
 def test_the_same_result(page_size: int, form: str) -> None:
     problem = make_problem(np, CASE)
     expected = cumla.mla_decode(*problem.arrays)
-    kv_cache, table = pages.cache_in(problem, page_size, form)
-    got = cumla.mla_decode(pages.query_in(problem, form), kv_cache, table, problem.cache_seqlens)
+    moved = pages.moved(problem, page_size, form)
+    got = cumla.mla_decode(*moved.arrays)
+    moved.check(got.out, got.lse)
     assert got.out.tobytes() == expected.out.tobytes()
     assert got.lse.tobytes() == expected.lse.tobytes()
 

@@ -7,6 +7,7 @@ the same poison around them: the reference stays what it was, and so must every 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any, NamedTuple
 
@@ -97,6 +98,17 @@ def lay_out(xp: Any, lead: tuple[int, ...], form: str, dtype: str) -> Columns:
         latent, rope = whole[..., :VALUE_DIM], whole[..., VALUE_DIM:]
         return Columns(latent, rope, typed(whole, dtype))
     return Columns(latent, rope, (typed(latent, dtype), typed(rope, dtype)))
+
+
+def moved(problem: Problem, page_size: int, form: str = "pair") -> Problem:
+    """The problem in other pages, query and cache in one of FORMS: it has the same results."""
+    kv_cache, table = cache_in(problem, page_size, form)
+    return dataclasses.replace(
+        problem,
+        q=query_in(problem, form),
+        kv_cache=kv_cache,
+        block_table=problem.xp.asarray(table),
+    )
 
 
 def query_in(problem: Problem, form: str) -> Any:
