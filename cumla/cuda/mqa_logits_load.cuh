@@ -21,7 +21,7 @@ __device__ __forceinline__ void initialise_barriers(const LogitsLayout<Shape>& s
   }
 #pragma unroll
   for (int b = 0; b < 2; ++b) {
-    mbarrier_init(shared.query_full(b), kQueryWarps);
+    mbarrier_init(shared.query_full(b), kQueryWarps * 32);
     mbarrier_init(shared.query_free(b), 8);
   }
   fence_mbarrier_init();
@@ -88,8 +88,7 @@ __device__ __forceinline__ void load_queries(const LogitsParams& p, const Work& 
     }
     copy_async_wait_all();
     fence_proxy_async_shared();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full(buffer));
+    mbarrier_arrive(shared.query_full(buffer));  // every lane for what it wrote itself
   }
 }
 
