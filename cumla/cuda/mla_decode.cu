@@ -60,11 +60,11 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
   BlockCursor<2> now(p, tile, part, last_request, parity);
   BlockCursor<2> ahead = now;
   const int offset = first_of_box<kForm>(p);
-  Place next = now.place(offset);
+  PageRow next = now.row_of(offset);
   if constexpr (kSharedBlocks) ahead.next();
 #pragma unroll 1
   while (now.valid()) {
-    const Place place = next;
+    const PageRow from = next;
     const u32 phase = ((now.t + now.i) / 2) & 1;
     const u32 stage = shared.stage(parity);
 #pragma unroll
@@ -75,19 +75,19 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
         mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
       const u32 destination = stage + column * kTileBytes, barrier = shared.full(parity, column);
       if (k == 0)
-        load_tile<kForm>(p, destination, &p.rope_map, barrier, 0, place);
+        load_tile<kForm>(p, destination, &p.rope_map, barrier, 0, from);
       else
-        load_tile<kForm>(p, destination, &p.latent_map, barrier, column * 64, place);
+        load_tile<kForm>(p, destination, &p.latent_map, barrier, column * 64, from);
     }
     if constexpr (kSharedBlocks) {
       if (ahead.valid()) {
-        const Place place_ahead = ahead.place(offset);
-        for (int k = blockIdx.x; k < kTiles; k += gridDim.x) prefetch_tile<kForm>(p, k, place_ahead);
+        const PageRow from_ahead = ahead.row_of(offset);
+        for (int k = blockIdx.x; k < kTiles; k += gridDim.x) prefetch_tile<kForm>(p, k, from_ahead);
         ahead.next();
       }
     }
     now.next();
-    next = now.place(offset);
+    next = now.row_of(offset);
   }
 }
 

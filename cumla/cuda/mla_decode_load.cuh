@@ -15,8 +15,8 @@ __device__ __forceinline__ int last_request_of(const MlaDecodeParams& p, const P
   return part.end_block > 0 ? min(part.end_request, p.batch - 1) : part.end_request - 1;
 }
 
-// Where something of a block lies: a page, and the row in it. No page, -1, brings zeros.
-struct Place {
+// Where a token lies: a page, and the row in it. No page, -1, brings zeros.
+struct PageRow {
   int page, row;
 };
 
@@ -45,7 +45,7 @@ struct BlockCursor {
   }
   __device__ __forceinline__ bool valid() const { return request <= last_request; }
   // Of the block's token `offset`; behind the end of the request the block table is not read.
-  __device__ __forceinline__ Place place(int offset) const {
+  __device__ __forceinline__ PageRow row_of(int offset) const {
     const int first = valid() ? (segment.begin + i) * kBlockTokens : 0;
     if (!valid() || offset >= segment.tokens - first) return {-1, 0};
     const u32 token = first + offset, page_size = p.page_size;

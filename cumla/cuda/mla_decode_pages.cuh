@@ -23,28 +23,28 @@ __device__ __forceinline__ int first_of_box(const MlaDecodeParams& p) {
 // Begins to load 64 columns of a block, from column `x` of what the map describes, into a tile.
 template <PageForm kForm>
 __device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destination, const TensorMap* map, u32 barrier,
-                                          int x, const Place& place) {
+                                          int x, const PageRow& from) {
   if constexpr (kForm == kPages) {
     mbarrier_arrive_expect_tx(barrier, kTileBytes);
-    tma_load_4d_async(destination, map, barrier, x, place.row, blockIdx.z, place.page);
+    tma_load_4d_async(destination, map, barrier, x, from.row, blockIdx.z, from.page);
   } else {
     const int row = first_of_box<kForm>(p);
     if (row == 0) mbarrier_arrive_expect_tx(barrier, kTileBytes);
     __syncwarp();
     if (row < kBlockTokens)
-      tma_load_4d_async(destination + row * 128, map, barrier, x, place.row, blockIdx.z, place.page);
+      tma_load_4d_async(destination + row * 128, map, barrier, x, from.row, blockIdx.z, from.page);
   }
 }
 
 // Has L2 fetch the same.
 template <PageForm kForm>
-__device__ __forceinline__ void prefetch_tile(const MlaDecodeParams& p, int column, const Place& place) {
+__device__ __forceinline__ void prefetch_tile(const MlaDecodeParams& p, int column, const PageRow& from) {
   const TensorMap* const map = column == kRopeTile ? &p.rope_map : &p.latent_map;
   const int x = column == kRopeTile ? 0 : column * 64;
   if constexpr (kForm == kPages) {
-    tma_prefetch_4d(map, x, place.row, blockIdx.z, place.page);
+    tma_prefetch_4d(map, x, from.row, blockIdx.z, from.page);
   } else {
-    if (first_of_box<kForm>(p) < kBlockTokens) tma_prefetch_4d(map, x, place.row, blockIdx.z, place.page);
+    if (first_of_box<kForm>(p) < kBlockTokens) tma_prefetch_4d(map, x, from.row, blockIdx.z, from.page);
   }
 }
 
@@ -57,7 +57,7 @@ struct RowCopier {
   const int lane, first_row;
   BlockCursor<1> ahead;
   int taken = 0, found = 0;  // blocks
-  Place now, next, later;
+  PageRow now, next, later;
 
   __device__ __forceinline__ RowCopier(const MlaDecodeParams& p, const Tile& tile, const Part& part, int last_request,
                                        int warp)
@@ -69,13 +69,13 @@ struct RowCopier {
     later = find();
   }
 
-  __device__ __forceinline__ Place find() {
-    const Place place = ahead.place(first_row + lane);
+  __device__ __forceinline__ PageRow find() {
+    const PageRow at = ahead.row_of(first_row + lane);
     if (ahead.valid()) {
       ++found;
       ahead.next();
     }
-    return place;
+    return at;
   }
 
   // Goes on to the next block, if there is one.
@@ -89,9 +89,9 @@ struct RowCopier {
   }
 
   // Bytes from the first row of the cache; -1 for a row that is to be zeros.
-  __device__ __forceinline__ i64 offset_of(const CacheColumns& from, const Place& place) const {
-    if (static_cast<u32>(place.page) >= p.num_pages) return -1;
-    return place.page * from.stride_page + place.row * from.stride_row + blockIdx.z * from.stride_head;
+  __device__ __forceinline__ i64 offset_of(const CacheColumns& columns, const PageRow& at) const {
+    if (static_cast<u32>(at.page) >= p.num_pages) return -1;
+    return at.page * columns.stride_page + at.row * columns.stride_row + blockIdx.z * columns.stride_head;
   }
 
   // 128 bytes of each of this warp's rows, `bytes` from where they begin, into each of some tiles, asynchronously.

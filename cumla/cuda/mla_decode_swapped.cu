@@ -52,19 +52,19 @@ __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const Swa
   BlockCursor<1> now(p, tile, part, last_request, 0);
   RingPlace place;
   const int offset = first_of_box<kForm>(p);
-  Place next = now.place(offset);
+  PageRow next = now.row_of(offset);
 #pragma unroll 1
   while (now.valid()) {
     const int owner = (now.t + now.i) & 1;
-    const Place at = next;
+    const PageRow from = next;
     now.next();
-    next = now.place(offset);
+    next = now.row_of(offset);
 #pragma unroll
     for (int k = 0; k < kTiles; ++k) {
       const int column = tile_in_order(0, k);
       mbarrier_wait(shared.free(place.slot), place.phase ^ 1, "a free KV slot");
       load_tile<kForm>(p, shared.slot(place.slot), column == kRopeTile ? &p.rope_map : &p.latent_map,
-                       shared.full(place.slot), column == kRopeTile ? 0 : column * 64, at);
+                       shared.full(place.slot), column == kRopeTile ? 0 : column * 64, from);
       place.advance(1);
     }
     if (threadIdx.x == 0) mbarrier_arrive(shared.begun(owner));
