@@ -27,6 +27,8 @@ from cumla.launch.mla_plan import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cumla.arrays import ArrayView, Call
     from cumla.launch.mla_plan import MLADecodeKey
 
@@ -63,6 +65,12 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 DTYPES = ("bfloat16", "float16")  # of q and kv_cache
+# Last axis of each array of query and cache: 512 latent and 64 RoPE columns in one, or in a pair.
+_COLUMNS = {
+    f"{name}{part}": columns
+    for name in ("q", "kv_cache")
+    for part, columns in (("", HEAD_DIM), ("[0]", VALUE_DIM), ("[1]", HEAD_DIM - VALUE_DIM))
+}
 _ALIGNMENT = 16  # bytes: of addresses and strides, what the copy engine moves
 # Of the scores. Queries and keys of ordinary size, products up to some 1e30 and down to some 1e-17,
 # times this and log2(e), stay finite and normal as float32; what is larger is not caught.
@@ -70,17 +78,19 @@ _SCALES = (1e-20, 1e6)
 
 
 class Arguments(NamedTuple):
-    """Checked views of one call; kv_cache with its head axis."""
+    """Checked views of one call: latent and RoPE columns apart, those of the cache with heads."""
 
     q: ArrayView
+    q_rope: ArrayView
     kv_cache: ArrayView
+    kv_rope: ArrayView
     block_table: ArrayView
     cache_seqlens: ArrayView
     out: ArrayView | None
     lse: ArrayView | None
 
 
-_Others: TypeAlias = "tuple[ArrayView, ArrayView, ArrayView | None, ArrayView | None]"
+_Views: TypeAlias = "Mapping[str, ArrayView | None]"
 
 
 def checked_scale(softmax_scale: Any) -> float:
@@ -103,30 +113,80 @@ def checked_scale(softmax_scale: Any) -> float:
     return scale
 
 
-def checked_arguments(call: Call) -> Arguments:
-    """Check the views of one call against each other."""
-    q, kv_cache = checked_query_and_cache(call)
-    block_table, cache_seqlens, out, lse = cast("_Others", call.views[2:])
-    batch, q_len, num_heads, _ = q.shape
-    check_layout("q", q)
-    check_layout("kv_cache", kv_cache)
+def checked_arguments(views: _Views) -> Arguments:
+    """Check the views of one call, by name, against each other.
+
+    Parameters
+    ----------
+    views : mapping
+        ``q``, or ``q[0]`` and ``q[1]``; ``kv_cache``, or ``kv_cache[0]`` and ``kv_cache[1]``;
+        ``block_table``, ``cache_seqlens``; ``out`` and ``lse``, which may be None.
+
+    Returns
+    -------
+    Arguments
+    """
+    columns = checked_query_and_cache(views)
+    for name, view in _columns_of(views).items():
+        check_layout(name, view)
+    block_table, cache_seqlens = (
+        cast("ArrayView", views[name]) for name in ("block_table", "cache_seqlens")
+    )
+    out, lse = views["out"], views["lse"]
+    batch, q_len, num_heads, _ = columns[0].shape
     check_block_table(block_table, batch)
     check_seqlens(cache_seqlens, batch)
     if out is not None:
-        check_output("out", out, (batch, q_len, num_heads, VALUE_DIM), (q.dtype, "float32"))
+        dtypes = (columns[0].dtype, "float32")
+        check_output("out", out, (batch, q_len, num_heads, VALUE_DIM), dtypes)
         check_layout("out", out)
     if lse is not None:
         check_output("lse", lse, (batch, num_heads, q_len), ("float32",))
         check_elements("lse", lse)
-    return Arguments(q, kv_cache, block_table, cache_seqlens, out, lse)
+    return Arguments(*columns, block_table, cache_seqlens, out, lse)
 
 
-def checked_query_and_cache(call: Call) -> tuple[ArrayView, ArrayView]:
-    """Check the first two views of a call; kv_cache comes back with its head axis."""
-    q, kv_cache = cast("tuple[ArrayView, ArrayView]", call.views[:2])
-    kv_cache = with_kv_head_axis(kv_cache)
-    _check_query_and_cache(q, kv_cache)
-    return q, kv_cache
+def checked_query_and_cache(views: _Views) -> tuple[ArrayView, ArrayView, ArrayView, ArrayView]:
+    """Check query and cache, by name: all but how they lie in memory.
+
+    Parameters
+    ----------
+    views : mapping
+        As of :func:`checked_arguments`.
+
+    Returns
+    -------
+    tuple of ArrayView
+        Latent and RoPE columns of the query, ``(batch, q_len, num_heads, 512)`` and 64, and of the
+        cache, ``(num_pages, page_size, num_kv_heads, 512)`` and 64: of one array, views of it.
+    """
+    given = _columns_of(views)
+    _check_query_and_cache(given)
+    parts = (*_apart("q", given), *_apart("kv_cache", given))
+    _check_heads(parts[0].shape[2], parts[2].shape[2])
+    return parts
+
+
+def _columns_of(views: _Views) -> dict[str, ArrayView]:
+    """Pick query and cache, the latter with its head axis."""
+    picked = {name: cast("ArrayView", view) for name, view in views.items() if name in _COLUMNS}
+    return {
+        name: view if name.startswith("q") else with_kv_head_axis(view)
+        for name, view in picked.items()
+    }
+
+
+def _apart(name: str, given: dict[str, ArrayView]) -> tuple[ArrayView, ArrayView]:
+    """Take latent and RoPE columns apart, unless they came so."""
+    if name not in given:
+        return given[f"{name}[0]"], given[f"{name}[1]"]
+    view = given[name]
+    lead = view.shape[:3]
+    rope = view.ptr + VALUE_DIM * view.strides[3]
+    return (
+        view._replace(shape=(*lead, VALUE_DIM)),
+        view._replace(shape=(*lead, HEAD_DIM - VALUE_DIM), ptr=rope),
+    )
 
 
 def with_kv_head_axis(kv_cache: ArrayView) -> ArrayView:
@@ -140,37 +200,60 @@ def with_kv_head_axis(kv_cache: ArrayView) -> ArrayView:
     )
 
 
-def _check_query_and_cache(q: ArrayView, kv_cache: ArrayView) -> None:
-    """Check ranks, dtypes and sizes; kv_cache with its head axis."""
-    if len(q.shape) != 4:
-        raise ValueError(
-            f"q: needs 4 axes (batch, q_len, num_heads, {HEAD_DIM}), got shape {q.shape}; reshape "
-            f"it, with q_len 1 where each request has one query"
-        )
-    if len(kv_cache.shape) != 4:
-        raise ValueError(
-            f"kv_cache: needs axes (num_pages, page_size, num_kv_heads, {HEAD_DIM}), or the same "
-            f"without num_kv_heads, got shape {kv_cache.shape}; reshape it"
-        )
-    check_dtype("q", q.dtype)
-    if kv_cache.dtype != q.dtype:
-        raise TypeError(
-            f"kv_cache: needs q's dtype {q.dtype}, got {kv_cache.dtype}; convert one of them"
-        )
-    for name, view in (("q", q), ("kv_cache", kv_cache)):
-        if view.shape[3] != HEAD_DIM:
-            raise ValueError(
-                f"{name}: needs a last axis of {HEAD_DIM} ({VALUE_DIM} latent + "
-                f"{HEAD_DIM - VALUE_DIM} RoPE), got shape {view.shape}; join the two parts in one "
-                f"array, the latent one first"
+def _check_query_and_cache(given: dict[str, ArrayView]) -> None:
+    """Check ranks, dtypes and sizes; the cache with its head axis."""
+    for name, view in given.items():
+        if len(view.shape) != 4:
+            raise ValueError(_rank_problem(name, view))
+    (first, query), *others = given.items()
+    check_dtype(first, query.dtype)
+    for name, view in others:
+        if view.dtype != query.dtype:
+            raise TypeError(
+                f"{name}: needs {first}'s dtype {query.dtype}, got {view.dtype}; convert one of "
+                f"them"
             )
+    for name, view in given.items():
+        if view.shape[3] != _COLUMNS[name]:
+            raise ValueError(_columns_problem(name, view))
         if 0 in view.shape:
             raise ValueError(
                 f"{name}: needs at least one element on every axis, got shape {view.shape}; skip "
                 f"the call where there is nothing to attend"
             )
-    _check_heads(q.shape[2], kv_cache.shape[2])
-    _check_page_size("kv_cache", kv_cache.shape[1])
+    for name in ("q", "kv_cache"):
+        latent, rope = given.get(f"{name}[0]"), given.get(f"{name}[1]")
+        if latent and rope and latent.shape[:3] != rope.shape[:3]:
+            raise ValueError(
+                f"{name}[1]: needs the first axes of {name}[0], {latent.shape[:3]}, got "
+                f"{rope.shape[:3]}; pass both parts of the same rows"
+            )
+
+
+def _rank_problem(name: str, view: ArrayView) -> str:
+    columns = _COLUMNS[name]
+    if name.startswith("q"):
+        return (
+            f"{name}: needs 4 axes (batch, q_len, num_heads, {columns}), got shape {view.shape}; "
+            f"reshape it, with q_len 1 where each request has one query"
+        )
+    return (
+        f"{name}: needs axes (num_pages, page_size, num_kv_heads, {columns}), or the same without "
+        f"num_kv_heads, got shape {view.shape}; reshape it"
+    )
+
+
+def _columns_problem(name: str, view: ArrayView) -> str:
+    latent, rope = VALUE_DIM, HEAD_DIM - VALUE_DIM
+    if name in ("q", "kv_cache"):
+        return (
+            f"{name}: needs a last axis of {HEAD_DIM} ({latent} latent + {rope} RoPE), got shape "
+            f"{view.shape}; pass a tuple of both where they lie apart, the latent one first"
+        )
+    return (
+        f"{name}: needs a last axis of {_COLUMNS[name]}, got shape {view.shape}; a pair holds "
+        f"{latent} latent columns, then {rope} RoPE ones"
+    )
 
 
 def check_dtype(name: str, dtype: str) -> None:
@@ -197,7 +280,7 @@ def check_shape_numbers(
     for name, value in numbers.items():
         check_number(name, value, "nothing to plan for")
     _check_heads(num_heads, num_kv_heads)
-    _check_page_size("page_size", page_size)
+    check_number("page_size", page_size, "allocate the cache in pages of one token at least")
     check_dtype("dtype", dtype)
 
 
@@ -297,14 +380,6 @@ def _check_heads(num_heads: int, num_kv_heads: int) -> None:
         raise ValueError(
             f"num_heads: needs a multiple of num_kv_heads, got {num_heads} query heads and "
             f"{num_kv_heads} kv heads; pad the query heads"
-        )
-
-
-def _check_page_size(name: str, page_size: int) -> None:
-    if page_size != BLOCK_TOKENS:
-        raise ValueError(
-            f"{name}: needs a page size of {BLOCK_TOKENS} tokens, the only one that this release "
-            f"serves, got {page_size}; allocate the cache in pages of {BLOCK_TOKENS}"
         )
 
 

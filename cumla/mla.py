@@ -78,13 +78,16 @@ def mla_decode(
 
     Parameters
     ----------
-    q : array
-        ``(batch, q_len, num_heads, 576)`` bfloat16 or float16, of CuPy, PyTorch, JAX or NumPy. Any
-        strides that are multiples of 16 bytes, the last axis contiguous.
-    kv_cache : array
+    q : array or pair of arrays
+        ``(batch, q_len, num_heads, 576)`` bfloat16 or float16, of CuPy, PyTorch, JAX or NumPy. A
+        tuple ``(q_nope, q_pe)`` holds the 512 latent columns and the 64 RoPE ones apart, in one
+        dtype. Any strides that are multiples of 16 bytes, the last axis contiguous: slices of wider
+        arrays are read where they are.
+    kv_cache : array or pair of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
-        head, in q's dtype; strides as for q. num_kv_heads divides num_heads; page_size is 64. Slots
-        that no request uses may hold anything, NaN included.
+        head, in q's dtype; strides as for q. A tuple ``(ckv, kpe)`` holds the columns apart, 512
+        and 64, each with strides of its own, whether or not q does. num_kv_heads divides num_heads;
+        page_size is any. Slots that no request uses may hold anything, NaN included.
     block_table : array
         ``(batch, max_pages)`` int32, rows contiguous. Entries behind a request's last page are
         never read; a page number outside ``[0, num_pages)`` in a used entry reads as zeros.
@@ -168,7 +171,7 @@ def mla_decode(
         )
     call = _open(q, kv_cache, block_table, cache_seqlens, out, lse, stream)
     scale = checked_scale(softmax_scale)
-    arguments = checked_arguments(call)
+    arguments = checked_arguments(_named(call, q, kv_cache))
     max_blocks = _blocks_of_table(arguments) if batch_invariant else 0
     key = decode_key(
         arguments.q,
@@ -211,7 +214,7 @@ class MLADecodePlan:
     num_kv_heads : int
         Divides num_heads.
     page_size : int
-        Tokens of a cache page: 64.
+        Tokens of a cache page: any number from 1.
     dtype : str
         ``"bfloat16"`` or ``"float16"``: of q and kv_cache.
     causal : bool
@@ -337,8 +340,11 @@ class MLADecodePlan:
         UnsupportedDeviceError, MissingDependencyError, NotPreparedError
             As the class.
         """
-        call = open_call((("q", q), ("kv_cache", kv_cache)), stream=stream)
-        key = decode_key(*checked_query_and_cache(call), causal=causal)
+        arrays = (*_parts("q", q), *_parts("kv_cache", kv_cache))
+        call = open_call(arrays, stream=stream)
+        names = (name for name, _ in arrays)
+        query, _, cache, _ = checked_query_and_cache(dict(zip(names, call.views, strict=True)))
+        key = decode_key(query, cache, causal=causal)
         with call:
             return cls(
                 key.batch,
@@ -352,7 +358,7 @@ class MLADecodePlan:
                 max_seqlen=max_seqlen,
                 variant=variant,
                 workspace=workspace,
-                like=q,
+                like=arrays[0][1],
                 stream=stream,
             )
 
@@ -521,7 +527,7 @@ class MLADecodePlan:
                 return MLADecodeResult(out, lse)
         if call is None:
             call = _open(*arrays, stream)
-        arguments = self._checked_arguments(call)
+        arguments = self._checked_arguments(call, q, kv_cache)
         key = self._key
         if call.device is None:
             assert self._lengths is not None  # or the plan would have been refused
@@ -540,13 +546,13 @@ class MLADecodePlan:
                 self._ready.keep((seen, scale), attend)
             return result.export(call)
 
-    def _checked_arguments(self, call: Call) -> Arguments:
+    def _checked_arguments(self, call: Call, q: Any, kv_cache: Any) -> Arguments:
         """Check the arguments against each other and the plan."""
         self._check_device(call)
         if not self.serves(call.stream):
             last, lost = self._stream, self._lost_workspace
             raise unserved(call.stream, last, lost=lost, lengths="cache_seqlens")
-        arguments = checked_arguments(call)
+        arguments = checked_arguments(_named(call, q, kv_cache))
         self._check_shape(arguments)
         return arguments
 
@@ -626,14 +632,33 @@ def _open(
 ) -> Call:
     return open_call(
         (
-            ("q", q),
-            ("kv_cache", kv_cache),
+            *_parts("q", q),
+            *_parts("kv_cache", kv_cache),
             ("block_table", block_table),
             ("cache_seqlens", cache_seqlens),
         ),
         (("out", out), ("lse", lse)),
         stream=stream,
     )
+
+
+def _parts(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
+    """Name an array, or the two that hold latent and RoPE columns."""
+    if not isinstance(value, tuple):
+        return ((name, value),)
+    if len(value) != 2:
+        raise ValueError(
+            f"{name}: needs one array, or a tuple of latent and RoPE columns, got {len(value)} "
+            f"arrays; join them"
+        )
+    return ((f"{name}[0]", value[0]), (f"{name}[1]", value[1]))
+
+
+def _named(call: Call, q: Any, kv_cache: Any) -> dict[str, ArrayView | None]:
+    """Give the views of a call of :func:`_open` their names."""
+    columns = (name for name, _ in (*_parts("q", q), *_parts("kv_cache", kv_cache)))
+    others = ("block_table", "cache_seqlens", "out", "lse")
+    return dict(zip((*columns, *others), call.views, strict=True))
 
 
 @lru_cache(maxsize=1024)
@@ -700,9 +725,7 @@ def _attention(
         kernels.decode,
         key,
         buffer,
-        arguments.q,
-        arguments.kv_cache,
-        arguments.block_table,
+        arguments,
         result.out_view,
         result.lse_view,
         softmax_scale,
@@ -713,15 +736,16 @@ def _attention(
 def _decode_on_cpu(
     call: Call, arrays: tuple[Any, ...], out: Any, lse: Any, softmax_scale: float, causal: bool
 ) -> MLADecodeResult:
-    names = ("q", "kv_cache", "block_table", "cache_seqlens")
-    q, kv_cache, table, lengths = (
-        to_numpy(name, array) for name, array in zip(names, arrays, strict=True)
+    queries, caches = (
+        tuple(to_numpy(part, array) for part, array in _parts(name, value))
+        for name, value in zip(("q", "kv_cache"), arrays, strict=False)
     )
+    table, lengths = to_numpy("block_table", arrays[2]), to_numpy("cache_seqlens", arrays[3])
     if check_mode():
-        check_values(lengths, table, *kv_cache.shape[:2])
+        check_values(lengths, table, *caches[0].shape[:2])
     result = reference.mla_decode(
-        q,
-        kv_cache,
+        queries if len(queries) == 2 else queries[0],
+        caches if len(caches) == 2 else caches[0],
         table,
         lengths,
         softmax_scale=softmax_scale,

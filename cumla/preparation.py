@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cumla.checks import DTYPES, check_device_number, check_dtype
+from cumla.checks import DTYPES, check_device_number, check_dtype, check_number
 from cumla.indexer_checks import checked_logits_specs
 from cumla.launch import mla_schedule, paged_mqa_schedule
 from cumla.launch.append_cache import append_specs
@@ -15,6 +15,7 @@ from cumla.launch.append_indexer_cache import append_indexer_spec
 from cumla.launch.device import current_device, require_hopper
 from cumla.launch.merge_states import merge_spec
 from cumla.launch.mla_decode import decode_specs
+from cumla.launch.mla_plan import BLOCK_TOKENS
 from cumla.launch.module import load
 from cumla.launch.quantize_fp8 import quantize_spec
 
@@ -25,6 +26,7 @@ def prepare(
     device: int | None = None,
     *,
     dtypes: Sequence[str] = DTYPES,
+    page_sizes: Sequence[int] = (BLOCK_TOKENS,),
     indexer: Sequence[tuple[int, int]] = (),
 ) -> None:
     """Compile and load the kernels: later calls do not wait, nor fail under stream capture.
@@ -36,16 +38,19 @@ def prepare(
     dtypes : sequence of str
         Of q: ``"bfloat16"``, ``"float16"``. Partial results to merge and rows to
         quantise may be float32 as well.
+    page_sizes : sequence of int
+        Of the caches that are to be attended to, such as ``(1, 64)``.
     indexer : sequence of (num_heads, head_dim)
         The indexers whose logits are to be computed, such as ``[(64, 128)]``.
 
     Raises
     ------
     TypeError
-        An unknown dtype, a lone string instead of a sequence, a device that is no number, or an
-        indexer that is no pair in a sequence, such as ``(64, 128)`` for ``[(64, 128)]``.
+        An unknown dtype, a lone string or number instead of a sequence, a device or page size that
+        is no number, or an indexer that is no pair in a sequence, such as ``(64, 128)`` for
+        ``[(64, 128)]``.
     ValueError
-        An indexer of another shape than there are kernels for.
+        A page size below 1, or an indexer of another shape than there are kernels for.
     UnsupportedDeviceError, CompilationError, MissingDependencyError
         The kernels cannot be had here.
     """
@@ -55,6 +60,12 @@ def prepare(
         )
     for dtype in dtypes:
         check_dtype("dtypes", dtype)
+    if isinstance(page_sizes, int):
+        raise TypeError(
+            f"page_sizes: needs a sequence of ints, got {page_sizes}; pass ({page_sizes},)"
+        )
+    for page_size in page_sizes:
+        check_number("page_sizes", page_size, "name those of the caches")
     check_device_number(device)
     logits = [spec for shape in _pairs(indexer) for spec in checked_logits_specs(*shape)]
     if device is None:
@@ -63,7 +74,8 @@ def prepare(
     for spec in (*mla_schedule.SPECS, *paged_mqa_schedule.SPECS, *logits):
         load(spec, device, capturing=lambda: False)
     for dtype in dtypes:
-        for spec in (*decode_specs(dtype), *append_specs(dtype), *append_fp8_specs(dtype)):
+        decode = (spec for page_size in page_sizes for spec in decode_specs(dtype, page_size))
+        for spec in (*decode, *append_specs(dtype), *append_fp8_specs(dtype)):
             load(spec, device, capturing=lambda: False)
     for dtype in (*dtypes, "float32"):
         for spec in (merge_spec(dtype), quantize_spec(dtype), append_indexer_spec(dtype)):

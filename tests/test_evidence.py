@@ -72,11 +72,17 @@ def test_no_evidence_at_all() -> None:
 
 def test_a_kernel_has_all_its_entry_points_in_its_evidence() -> None:
     names = {f"mla_decode_{dtype}" for dtype in ("bfloat16", "float16")}
+    forms = ("", "_boxes", "_rows")
     floats = ("bfloat16", "float16", "float32")
     wanted = {
         "mla_schedule": {"mla_schedule", "mla_schedule_invariant"},
-        "mla_decode": names | {f"{name}_shared_blocks" for name in names},
-        "mla_decode_swapped": {f"{name}_swapped" for name in names},
+        "mla_decode": {
+            f"{name}{variant}{form}"
+            for name in names
+            for variant in ("", "_shared_blocks")
+            for form in forms
+        },
+        "mla_decode_swapped": {f"{name}_swapped{form}" for name in names for form in forms},
         "merge_states": {f"merge_states_{dtype}" for dtype in floats},
         "append_cache": {
             f"append_cache_{dtype}{source}"

@@ -465,13 +465,16 @@ def test_the_cases_of_split_requests_are_of_every_kind() -> None:
 # --- kernels with a line changed -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", variants.ALL)
-def test_the_edits_of_the_kernels_still_apply(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "page_size"),
+    [(name, 64) for name in variants.ALL] + [("delays", 1), ("delays", 48)],
+)
+def test_the_edits_of_the_kernels_still_apply(name: str, page_size: int) -> None:
     """And what they make of the kernels compiles, without a spill."""
     edits = variants.ALL[name]
     stems = variants.stems_of(edits)
     assert set(stems) == {stem for edit in edits for stem in edit.stems}
-    specs = [spec for stem in stems for spec in variants.specs_of(stem)]
+    specs = [spec for stem in stems for spec in variants.specs_of(stem, page_size)]
     assert len(specs) == sum({"mla_decode": 2, "mla_decode_swapped": 1}[stem] for stem in stems)
     try:
         module.bindings_nvrtc_version()

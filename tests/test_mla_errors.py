@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import checks, mla
+from cumla import checks, mla, preparation
 from cumla.arrays import ArrayView
 from cumla.launch import KernelSpec, all_specs
 from cumla.launch import device as launch_device
@@ -164,10 +164,23 @@ def test_head_dim(name: str, shape: tuple[int, ...], head_dim: int) -> None:
     refuse(ValueError, f"{name}: ", "576", f"{(*shape, head_dim)}", **{name: array})
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 128])
-def test_page_size(page_size: int) -> None:
-    kv_cache = np.zeros((6, page_size, 1, 576), BF16)
-    refuse(ValueError, "kv_cache: ", "page size of 64", f"got {page_size}", kv_cache=kv_cache)
+@pytest.mark.parametrize("page_size", [1, 2, 16, 48, 128])
+def test_every_page_size_works(page_size: int) -> None:
+    """The same tokens in other pages give the same result."""
+    arguments = make()
+    rows = arguments["kv_cache"][arguments["block_table"]].reshape(2, 192, 1, 576)
+    count = -(-192 // page_size)
+    padded = np.full((2, count * page_size, 1, 576), np.nan, BF16)
+    padded[:, :192] = rows
+    table = np.arange(2 * count, dtype=np.int32).reshape(2, count)
+    kv_cache = padded.reshape(-1, page_size, 1, 576)
+    got = cumla.mla_decode(**arguments | {"kv_cache": kv_cache, "block_table": table})
+    np.testing.assert_array_equal(got.out, cumla.mla_decode(**arguments).out)
+
+
+def test_empty_pages() -> None:
+    kv_cache = np.zeros((6, 0, 1, 576), BF16)
+    refuse(ValueError, "kv_cache: ", "at least one", "(6, 0, 1, 576)", kv_cache=kv_cache)
 
 
 def test_kv_heads_divide_the_heads() -> None:
@@ -292,6 +305,73 @@ def test_out_is_checked_before_lse() -> None:
     refuse(TypeError, "out: needs bfloat16 or float32", out=out.view(np.int16), lse=lse)
     refuse(ValueError, "out: needs shape", out=out[:1], lse=lse)
     refuse(ValueError, "q: needs a contiguous last axis", q=make()["q"].repeat(2, 3)[..., ::2])
+
+
+def split(array: Any) -> tuple[Any, Any]:
+    """Latent and RoPE columns as slices of one array."""
+    return array[..., :512], array[..., 512:]
+
+
+def test_pairs_are_the_same_call() -> None:
+    """Query and cache each as one array or two, slices or copies."""
+    arguments = make()
+    expected = cumla.mla_decode(**arguments)
+    q, kv_cache = arguments["q"], arguments["kv_cache"]
+    copies = tuple(np.ascontiguousarray(part) for part in split(kv_cache))
+    without_heads = tuple(part[:, :, 0] for part in copies)
+    for pair in (
+        {"q": split(q)},
+        {"kv_cache": split(kv_cache)},
+        {"q": split(q), "kv_cache": copies},
+        {"kv_cache": without_heads},
+    ):
+        for plan in (None, plan_of(arguments | pair)):
+            got = cumla.mla_decode(**arguments | pair, plan=plan)
+            np.testing.assert_array_equal(got.out, expected.out)
+            np.testing.assert_array_equal(got.lse, expected.lse)
+
+
+@pytest.mark.parametrize("name", ["q", "kv_cache"])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_tuples_are_pairs(name: str, count: int) -> None:
+    arrays = (make()[name],) * count
+    message = ("needs one array, or a tuple of latent and RoPE columns", f"got {count} arrays")
+    refuse(ValueError, f"{name}: ", *message, "; join them", **{name: arrays})
+
+
+@pytest.mark.parametrize("name", ["q", "kv_cache"])
+def test_parts_of_a_pair(name: str) -> None:
+    """Each is named where it does not fit, by itself or with the other."""
+    latent, rope = split(make()[name])
+
+    def refuse_pair(error: type[Exception], *fragments: str, pair: tuple[Any, Any]) -> None:
+        refuse(error, *fragments, **{name: pair})
+
+    wide = np.zeros((*latent.shape[:3], 576), BF16)
+    refuse_pair(ValueError, f"{name}[0]: ", "512", f"{wide.shape}", "; a pair", pair=(wide, rope))
+    refuse_pair(
+        ValueError, f"{name}[1]: ", "64", f"{latent.shape}", "; a pair", pair=(latent, latent)
+    )
+    refuse_pair(
+        ValueError,
+        f"{name}[1]: needs the first axes of {name}[0]",
+        f"{latent.shape[:3]}, got {rope[:1].shape[:3]}",
+        "; pass both parts",
+        pair=(latent, rope[:1]),
+    )
+    refuse_pair(ValueError, f"{name}[1]: needs", "axes", "(64,)", pair=(latent, rope[0, 0, 0]))
+    half = rope.astype(np.float16)
+    refuse_pair(TypeError, f"{name}[1]: ", "bfloat16", "got float16", pair=(latent, half))
+    every_other = np.zeros((*rope.shape[:3], 128), BF16)[..., ::2]
+    refuse_pair(ValueError, f"{name}[1]: ", "contiguous last axis", pair=(latent, every_other))
+    shifted = np.zeros((*rope.shape[:3], 80), BF16)[..., 4:68]
+    refuse_pair(ValueError, f"{name}[1]: ", "multiple of 16 bytes", pair=(latent, shifted))
+    refuse_pair(TypeError, f"{name}[1]: ", "an array of CuPy", pair=(latent, None))
+
+
+def test_heads_of_a_pair() -> None:
+    caches = split(np.zeros((6, 64, 3, 576), BF16))
+    refuse(ValueError, "num_heads: ", "multiple of num_kv_heads", "16", "3", kv_cache=caches)
 
 
 def test_layouts_that_are_fine() -> None:
@@ -478,7 +558,8 @@ def test_the_longest_request_may_be_a_number_of_numpys() -> None:
     ("changes", "message"),
     [
         ({"num_kv_heads": 3}, "^num_heads: .*16 query heads and 3 kv heads"),
-        ({"page_size": 16}, "^page_size: .*64.*got 16"),
+        ({"page_size": 0}, "^page_size: needs a number from 1, got 0"),
+        ({"page_size": 16.0}, "^page_size: needs an int, got float"),
         ({"dtype": "float32"}, "^dtype: needs bfloat16 or float16, got float32"),
         ({"device": 0}, "^like: .*CUDA device 0"),
     ],
@@ -934,6 +1015,32 @@ def test_cupy_allocations_under_capture(
     message = ("the stream is being captured", "CuPy", "out=, lse= and plan=")
     refuse(cumla.NotPreparedError, *message, **on_gpu)
     assert launched == []
+
+
+@pytest.mark.parametrize(
+    ("page_sizes", "error", "message"),
+    [
+        (64, TypeError, r"^page_sizes: needs a sequence of ints, got 64; pass \(64,\)"),
+        ((16, 0), ValueError, "^page_sizes: needs a number from 1, got 0; name those"),
+        ((1.0,), TypeError, "^page_sizes: needs an int, got float"),
+    ],
+)
+def test_page_sizes_to_prepare(page_sizes: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        cumla.prepare(page_sizes=page_sizes)
+
+
+def test_only_the_forms_of_these_page_sizes_are_prepared(
+    cupy: FakeCuPy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(preparation, "load", lambda spec, *_, **__: loaded.append(spec.entry))
+    for page_sizes, wanted in (((64, 128), {""}), ((1, 48), {"_rows", "_boxes"})):
+        loaded.clear()
+        cumla.prepare(dtypes=("bfloat16",), page_sizes=page_sizes)
+        found = {entry for entry in loaded if entry.startswith("mla_decode_")}
+        variants = ("", "_swapped", "_shared_blocks")
+        assert found == {f"mla_decode_bfloat16{v}{form}" for v in variants for form in wanted}
 
 
 # --- installation ---------------------------------------------------------------------------------

@@ -51,6 +51,8 @@ __all__ = [
     "get_mla_metadata",
 ]
 
+_PAGE_SIZE = 64  # tokens
+
 
 class FlashMLASchedMeta:
     """What `get_mla_metadata` returns: empty at first, the schedule from the first call on.
@@ -108,7 +110,7 @@ def flash_mla_with_kvcache(
     q : torch.Tensor
         ``(batch, seq_q, heads_q, 576)``, bfloat16 or float16.
     k_cache : torch.Tensor
-        ``(num_blocks, page_size, heads_k, 576)``, q's dtype.
+        ``(num_blocks, 64, heads_k, 576)``, q's dtype.
     block_table : torch.Tensor
         ``(batch, max_blocks)``, int32: the pages of each request, in order.
     cache_seqlens : torch.Tensor
@@ -156,7 +158,10 @@ extra_topk_length
     )
     _check_metadata(head_dim_v, tile_scheduler_metadata, num_splits)
     call = open_call((("q", q), ("k_cache", k_cache)))
-    key = decode_key(*checked_query_and_cache(call), causal=causal)
+    views = dict(zip(("q", "kv_cache"), call.views, strict=True))
+    query, _, cache, _ = checked_query_and_cache(views)
+    _check_page_size(cache.shape[1])
+    key = decode_key(query, cache, causal=causal)
     plan = tile_scheduler_metadata._plan
     if plan is not None and plan.key != key:
         raise ValueError(
@@ -223,6 +228,14 @@ def _check_metadata(head_dim_v: int, metadata: object, num_splits: object) -> No
         raise ValueError(
             f"head_dim_v: needs {VALUE_DIM}, the width of the values in a cache row, got "
             f"{head_dim_v}; pass {VALUE_DIM}, and slice the output where you need fewer columns"
+        )
+
+
+def _check_page_size(page_size: int) -> None:
+    if page_size != _PAGE_SIZE:
+        raise ValueError(
+            f"k_cache: needs a page size of {_PAGE_SIZE} tokens, FlashMLA's, got {page_size}; call "
+            f"cumla.mla_decode, which takes any"
         )
 
 

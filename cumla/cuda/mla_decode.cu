@@ -2,10 +2,11 @@
 // Split-KV MLA decode for sm_90a: attention of up to 64 query rows of one kv head over the blocks of one part of the
 // schedule (mla_plan.cuh). grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM.
 //
-// Three warpgroups. Warpgroup 0 loads: warp 0 the even KV blocks of this CTA's sequence, warp 1 the odd ones (TMA, one
-// thread each), warps 2 and 3 the query rows. Warpgroups 1 and 2 compute: consumer c holds the output columns
-// [256 c, 256 c + 256) of all 64 rows and computes the scores of every second block; its probabilities go to the other
-// consumer through shared memory, so that both add P V of every block, in the order of the blocks:
+// Three warpgroups. Warpgroup 0 loads: warp 0 the even KV blocks of this CTA's sequence, warp 1 the odd ones (TMA), of
+// kRows each half of every block (mla_decode_pages.cuh); warps 2 and 3 the query rows. Warpgroups 1 and 2 compute:
+// consumer c holds the output columns [256 c, 256 c + 256) of all 64 rows and computes the scores of every second block;
+// its probabilities go to the other consumer through shared memory, so that both add P V of every block, in the order of
+// the blocks:
 //
 //   consumer 0:  S0 = Q K0   softmax0  O += P0 V0   S2 = Q K2 | O += P1 V1   softmax2  O += P2 V2 ...
 //   consumer 1:              S1 = Q K1 | O += P0 V0  softmax1  O += P1 V1    S3 = Q K3 | O += P2 V2 ...
@@ -25,6 +26,7 @@
 #include "mla_decode_compute.cuh"
 #include "mla_decode_join.cuh"
 #include "mla_decode_load.cuh"
+#include "mla_decode_pages.cuh"
 #include "mla_decode_shared.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
@@ -33,11 +35,12 @@
 namespace cumla {
 
 // By one thread: with an address of its own in each lane the hardware takes them one by one, and slower.
-__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared) {
+// loaders: threads that arrive for a tile.
+__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int loaders) {
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), 1);
+    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), loaders);
 #pragma unroll
     for (int half = 0; half < 3; ++half) mbarrier_init(shared.free(s, half), 4);
   }
@@ -48,19 +51,20 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared) 
   fence_mbarrier_init();
 }
 
-// One thread: loads the blocks of one parity into their stage as it becomes free. With kSharedBlocks (compute-bound) it
-// also has L2 fetch the block after next, so that a load waits for L2 and not for DRAM; the row tiles share that work.
-// With one row tile (memory-bound) that only lengthens the queue of the copy engine.
-template <bool kSharedBlocks>
+// Loads the blocks of one parity into their stage as it becomes free: one thread, of kBoxes a warp. With kSharedBlocks
+// (compute-bound) it also has L2 fetch the block after next, so that a load waits for L2 and not for DRAM; the row tiles
+// share that work. With one row tile (memory-bound) that only lengthens the queue of the copy engine.
+template <bool kSharedBlocks, PageForm kForm>
 __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
                                         const Part& part, int last_place, int parity) {
   BlockCursor<2> now(p, tile, part, last_place, parity);
   BlockCursor<2> ahead = now;
-  int next_page = now.valid() ? now.page() : 0;
+  const int offset = first_of_box<kForm>(p);
+  PageRow next = now.row_of(offset);
   if constexpr (kSharedBlocks) ahead.next();
 #pragma unroll 1
   while (now.valid()) {
-    const int page = next_page;
+    const PageRow from = next;
     const u32 phase = ((now.t + now.i) / 2) & 1;
     const u32 stage = shared.stage(parity);
 #pragma unroll
@@ -69,52 +73,107 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
       const int half = column / kHalfTiles;
       if (k == 0 || k == 1 || k == 1 + kHalfTiles)
         mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
-      const u32 barrier = shared.full(parity, column);
-      mbarrier_arrive_expect_tx(barrier, kTileBytes);
-      tma_load_4d_async(stage + column * kTileBytes, &p.kv, barrier, column * 64, 0, blockIdx.z, page);
+      const u32 destination = stage + column * kTileBytes, barrier = shared.full(parity, column);
+      if (k == 0)
+        load_tile<kForm>(p, destination, &p.rope_map, barrier, 0, from);
+      else
+        load_tile<kForm>(p, destination, &p.latent_map, barrier, column * 64, from);
     }
     if constexpr (kSharedBlocks) {
       if (ahead.valid()) {
-        const int page_ahead = ahead.page();
-        for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
-          tma_prefetch_4d(&p.kv, k * 64, 0, blockIdx.z, page_ahead);
+        const PageRow from_ahead = ahead.row_of(offset);
+        for (int k = blockIdx.x; k < kTiles; k += gridDim.x) prefetch_tile<kForm>(p, k, from_ahead);
         ahead.next();
       }
     }
     now.next();
-    if (now.valid()) next_page = now.page();
+    next = now.row_of(offset);
+  }
+}
+
+// The same of kRows, all blocks in turn: one of two warps, half of the rows.
+template <bool kSharedBlocks>
+__device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
+                                             const Part& part, int last_place, int warp) {
+  RowCopier rows(p, tile, part, last_place, warp);
+#pragma unroll 1
+  for (int t = 0; rows.take(); ++t) {
+    const int parity = t & 1;
+    const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
+    mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
+    rows.copy<1>(p.rope, 0, {stage + kRopeTile * kTileBytes});
+    mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      const int half = i ^ parity, column = half * kHalfTiles;
+      const u32 tiles = stage + column * kTileBytes;
+      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+      rows.copy<kHalfTiles>(p.latent, column * 128,
+                            {tiles, tiles + kTileBytes, tiles + 2 * kTileBytes, tiles + 3 * kTileBytes});
+#pragma unroll
+      for (int k = 0; k < kHalfTiles; ++k) mbarrier_arrive_after_copies(shared.full(parity, column + k));
+    }
+    if constexpr (kSharedBlocks) rows.prefetch();
+  }
+  copy_async_wait_all();
+}
+
+template <bool kSharedBlocks, PageForm kForm>
+__device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
+                                     const Part& part, int last_place) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp >= 2)
+    load_query<kRowTile>(p, shared, tile, part, last_place, warp - 2);
+  else if constexpr (kForm == kRows)
+    load_kv_rows<kSharedBlocks>(p, shared, tile, part, last_place, warp);
+  else if (kForm == kBoxes || lane == 0)
+    load_kv<kSharedBlocks, kForm>(p, shared, tile, part, last_place, warp);
+}
+
+template <typename T, bool kSharedBlocks, PageForm kForm>
+__device__ __forceinline__ void compute(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
+                                        const Part& part, int last_place, int warpgroup) {
+  Consumer<T, kSharedBlocks, kForm == kRows> consumer(p, shared, tile, warpgroup - 1);
+  int t = 0;
+  for (int place = part.place; place <= last_place; ++place) {
+    const Segment segment = segment_of(p, tile, part, place);
+    consumer.compute(segment, t, (place - part.place) & 1);
+    consumer.finish(segment, place < last_place);
+    t += segment.blocks;
   }
 }
 
 // kSharedBlocks: several row tiles read the same blocks.
-template <typename T, bool kSharedBlocks>
+template <typename T, bool kSharedBlocks, PageForm kForm>
 __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const SharedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  begin_kernel(p, shared);
+  begin_kernel<kForm>(p, shared);
 
-  const Part part = sane_part(p.parts_in[blockIdx.y], blockIdx.y, p.batch, p.parts);
-  const Tile tile(p);
-  const int last_place = part.end_block > 0 ? min(part.end_place, p.batch - 1) : part.end_place - 1;
-
-  if (warpgroup == 0) {
-    registers_decrease<56>();
-    if (warp < 2) {
-      if (lane == 0) load_kv<kSharedBlocks>(p, shared, tile, part, last_place, warp);
+  if constexpr (kForm == kRows) {
+    // Each role reads the part for itself: what both hold from before would cost registers that they lack.
+    if (warpgroup == 0) {
+      registers_decrease<56>();
+      const Part part = part_of_cta(p, copy_of(blockIdx.y));
+      const Tile tile(p);
+      load<kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part));
     } else {
-      load_query<kRowTile>(p, shared, tile, part, last_place, warp - 2);
+      registers_increase<224>();
+      const Part part = part_of_cta(p, blockIdx.y);
+      const Tile tile(p);
+      compute<T, kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part), warpgroup);
     }
   } else {
-    registers_increase<224>();
-    Consumer<T, kSharedBlocks> consumer(p, shared, tile, warpgroup - 1);
-    int t = 0;
-    for (int place = part.place; place <= last_place; ++place) {
-      const Segment segment = segment_of(p, tile, part, place);
-      consumer.compute(segment, t, (place - part.place) & 1);
-      consumer.finish(segment, place < last_place);
-      t += segment.blocks;
+    const Part part = part_of_cta(p, blockIdx.y);
+    const Tile tile(p);
+    const int last_place = last_place_of(p, part);
+    if (warpgroup == 0) {
+      registers_decrease<56>();
+      load<kSharedBlocks, kForm>(p, shared, tile, part, last_place);
+    } else {
+      registers_increase<224>();
+      compute<T, kSharedBlocks, kForm>(p, shared, tile, part, last_place, warpgroup);
     }
   }
 }

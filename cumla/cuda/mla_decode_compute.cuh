@@ -12,7 +12,8 @@ namespace cumla {
 
 // One consumer warpgroup. Thread layout of the accumulators: rows 16 warp + lane / 4 and that + 8; in every group of
 // eight columns the two at 2 (lane % 4).
-template <typename T, bool kSharedBlocks>
+// kCopied: tiles were written by threads' own copies, not by TMA.
+template <typename T, bool kSharedBlocks, bool kCopied>
 struct Consumer {
   const MlaDecodeParams& p;
   const SharedLayout& shared;
@@ -61,6 +62,7 @@ struct Consumer {
     for (int i = 0; i < kTiles; ++i) {
       const int column = tile_in_order(consumer, i);
       mbarrier_wait(shared.full(consumer, column), phase, "a KV tile");
+      if constexpr (kCopied) fence_proxy_async_shared();
       warpgroup_arrive();
 #pragma unroll
       for (int k = 0; k < 4; ++k)

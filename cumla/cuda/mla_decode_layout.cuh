@@ -13,14 +13,29 @@ constexpr int kTiles = kHeadDim / 64;
 constexpr int kRopeTile = 8;
 constexpr int kHalfTiles = 4;  // tiles of one half of V
 constexpr int kWarpgroup = 128;
+constexpr int kRowLoaders = 64;      // threads of kRows that load
 constexpr int kConsumerBarrier = 1;  // named barriers: both consumers; then one for each consumer
 constexpr float kMaximumSlack = 8.0f;
 constexpr float kLowest = -3e38f;  // stands for no score yet: below every score, and finite
 
+// How a block comes from its pages (mla_decode_pages.cuh), which follows from the page size.
+enum PageForm { kPages, kBoxes, kRows };
+
+// Latent or RoPE columns of the query or of the cache. Where both lie in one array, these are views of it.
+struct QueryColumns {
+  const char* base;
+  i64 stride_batch, stride_token, stride_head;  // bytes
+};
+struct CacheColumns {
+  const char* base;
+  i64 stride_page, stride_row, stride_head;  // bytes
+};
+
 struct MlaDecodeParams {
-  TensorMap kv;  // dims (576, page_size, num_kv_heads, num_pages), box (64, 64, 1, 1), 128-byte swizzle
-  const char* q;
-  i64 q_stride_batch, q_stride_token, q_stride_head;  // bytes
+  // dims (512 or 64, page_size, num_kv_heads, num_pages), box (64, box_rows, 1, 1), 128-byte swizzle; not of kRows
+  TensorMap latent_map, rope_map;
+  CacheColumns latent, rope;  // of kRows
+  QueryColumns q_latent, q_rope;
   char* out;
   i64 out_stride_batch, out_stride_token, out_stride_head;  // bytes
   float* lse;
@@ -32,9 +47,13 @@ struct MlaDecodeParams {
   Ticket* tickets;       // [kv head][row tile][part]
   float4* partial_out;   // [kv head][row tile][part][slot][consumer][row group][32][lane]
   float* partial_lse;    // [kv head][row tile][part][slot][row]
+  i64 max_tokens;        // of a request: what the block table can name
   int batch;
   int parts;
-  int max_blocks;  // that the block table can name
+  int max_pages;  // of a request: columns of the block table
+  int num_pages;
+  int page_size;
+  int box_rows;
   int q_len;
   int heads_per_group;
   int row_groups;  // of 16 rows in a tile
@@ -87,7 +106,7 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, const Ti
   Place at = {part.request, part.tokens};
   if (!head) at = p.places[place];
   const int scheduled = min(max(at.tokens, 0), kMaxTokens);
-  const int tokens = min(static_cast<i64>(scheduled), static_cast<i64>(p.max_blocks) * kBlockTokens);
+  const int tokens = min(static_cast<i64>(scheduled), p.max_tokens);
   Segment segment;
   segment.request = min(max(at.request, 0), p.batch - 1);
   segment.tokens = tokens;

@@ -8,6 +8,18 @@
 
 namespace cumla {
 
+__device__ __forceinline__ Part part_of_cta(const MlaDecodeParams& p, u32 index) {
+  return sane_part(p.parts_in[index], index, p.batch, p.parts);
+}
+__device__ __forceinline__ int last_place_of(const MlaDecodeParams& p, const Part& part) {
+  return part.end_block > 0 ? min(part.end_place, p.batch - 1) : part.end_place - 1;
+}
+
+// Where a token lies: a page, and the row in it. No page, -1, brings zeros.
+struct PageRow {
+  int page, row;
+};
+
 // Walks over every kStep-th block (1 or 2) of this CTA's sequence.
 template <int kStep>
 struct BlockCursor {
@@ -32,8 +44,13 @@ struct BlockCursor {
     skip_to_block();
   }
   __device__ __forceinline__ bool valid() const { return place <= last_place; }
-  __device__ __forceinline__ int page() const {
-    return p.block_table[segment.request * p.block_table_stride + segment.begin + i];
+  // Of the block's token `offset`; behind the end of the request the block table is not read.
+  __device__ __forceinline__ PageRow row_of(int offset) const {
+    const int first = valid() ? (segment.begin + i) * kBlockTokens : 0;
+    if (!valid() || offset >= segment.tokens - first) return {-1, 0};
+    const u32 token = first + offset, page_size = p.page_size;
+    const u32 entry = page_size == kBlockTokens ? token / kBlockTokens : token / page_size;
+    return {p.block_table[segment.request * p.block_table_stride + entry], static_cast<int>(token - entry * page_size)};
   }
   __device__ __forceinline__ void next() {
     i += kStep;
@@ -55,37 +72,44 @@ __device__ __forceinline__ void prefetch_plan(const MlaDecodeParams& p, int thre
   if (thread == 0) prefetch_l2(p.parts_in + blockIdx.y);
   const int ctas = gridDim.x * gridDim.y * gridDim.z;
   const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-  const int lines = (p.max_blocks + kLine - 1) / kLine;
+  const int lines = (p.max_pages + kLine - 1) / kLine;
 #pragma unroll 1
   for (int i = cta * threads + thread, k = 0; i < static_cast<i64>(p.batch) * lines && k < 4; i += ctas * threads, ++k)
     prefetch_l2(p.block_table + (i / lines) * p.block_table_stride + (i % lines) * kLine);
   if (thread * kPlaces < p.batch) prefetch_l2(p.places + thread * kPlaces);
 }
 
+// 64 columns, 128 bytes, of a query row.
+__device__ __forceinline__ const char* query_tile(const MlaDecodeParams& p, int column, int request, int token,
+                                                  int head) {
+  const bool rope = column == kRopeTile;
+  const QueryColumns& q = rope ? p.q_rope : p.q_latent;
+  return q.base + request * q.stride_batch + token * q.stride_token + head * q.stride_head + (rope ? 0 : column * 128);
+}
+
 // Has L2 fetch all query rows where these are few: the CTAs share them. Their request is known only a load later.
 __device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int thread, int threads) {
-  constexpr int kLines = kHeadDim * 2 / 128;  // of a row
   const int heads = gridDim.z * p.heads_per_group;
-  const i64 lines = static_cast<i64>(p.batch) * p.q_len * heads * kLines;
+  const i64 lines = static_cast<i64>(p.batch) * p.q_len * heads * kTiles;
   const int ctas = gridDim.x * gridDim.y * gridDim.z;
   if (lines > 4 * ctas * threads) return;
   const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
 #pragma unroll 1
   for (int i = cta * threads + thread; i < lines; i += ctas * threads) {
-    const int row = i / kLines, tokens = row / heads, request = tokens / p.q_len;
-    prefetch_l2(p.q + request * p.q_stride_batch + (tokens - request * p.q_len) * p.q_stride_token +
-                (row - tokens * heads) * p.q_stride_head + (i - row * kLines) * 128);
+    const int row = i / kTiles, tokens = row / heads, request = tokens / p.q_len;
+    prefetch_l2(query_tile(p, i - row * kTiles, request, tokens - request * p.q_len, row - tokens * heads));
   }
 }
 
 // What comes before the roles: early fetches, barriers, and the wait for the kernel before.
-template <typename Layout>
+template <PageForm kForm, typename Layout>
 __device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Layout& shared) {
   const int warp = threadIdx.x / 32;
   // Fetching into L2 reads nothing: an earlier kernel may still write these lines.
   if (warp == 2 || warp == 3) prefetch_plan(p, threadIdx.x - 64, 64);
-  if (threadIdx.x == 32) prefetch_tensor_map(&p.kv);
-  if (threadIdx.x == 0) initialise_barriers(shared);
+  if (kForm != kRows && (threadIdx.x == 32 || threadIdx.x == 33))
+    prefetch_tensor_map(threadIdx.x == 32 ? &p.rope_map : &p.latent_map);
+  if (threadIdx.x == 0) initialise_barriers(shared, kForm == kRows ? kRowLoaders : 1);
   grid_dependency_launch();
   __syncthreads();
   if (warp == 2 || warp == 3) prefetch_queries(p, threadIdx.x - 64, 64);
@@ -93,7 +117,7 @@ __device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Lay
 }
 
 // Two warps copy the query rows; eight lanes a row, 16 bytes each.
-template <int kRows, typename Layout>
+template <int kQueryRows, typename Layout>
 __device__ __forceinline__ void load_query(const MlaDecodeParams& p, const Layout& shared, const Tile& tile,
                                            const Part& part, int last_place, int loader) {
   const int lane = threadIdx.x % 32, chunk = lane % 8;
@@ -101,16 +125,17 @@ __device__ __forceinline__ void load_query(const MlaDecodeParams& p, const Layou
     const int request = segment_of(p, tile, part, place).request;
     const u32 phase = (place - part.place) & 1;
     mbarrier_wait(shared.query_free(), phase ^ 1, "a free query buffer");
-    const char* q = p.q + request * p.q_stride_batch;
 #pragma unroll 1  // unrolled, the row addresses do not fit the registers of a loader
-    for (int i = 0; i < kRows / 8; ++i) {
-      const int row = loader * (kRows / 2) + i * 4 + lane / 8;
+    for (int i = 0; i < kQueryRows / 8; ++i) {
+      const int row = loader * (kQueryRows / 2) + i * 4 + lane / 8;
       const bool valid = row < tile.rows;
       const Row from(p, tile, valid ? row : 0);
-      const char* source = q + from.token * p.q_stride_token + from.head * p.q_stride_head + chunk * 16;
+      const char* latent = query_tile(p, 0, request, from.token, from.head) + chunk * 16;
+      const char* rope = query_tile(p, kRopeTile, request, from.token, from.head) + chunk * 16;
       const u32 destination = shared.query + row * 128 + ((chunk ^ (row & 7)) << 4);
 #pragma unroll
-      for (int k = 0; k < kTiles; ++k) copy_16_async(destination + k * kRows * 128, source + k * 128, valid);
+      for (int k = 0; k < kTiles; ++k)
+        copy_16_async(destination + k * kQueryRows * 128, k == kRopeTile ? rope : latent + k * 128, valid);
     }
     copy_async_wait_all();
     fence_proxy_async_shared();

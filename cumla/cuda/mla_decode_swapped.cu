@@ -7,9 +7,9 @@
 // so that few rows cost few registers and little shared memory, and the rest of it is a deep ring of KV tiles.
 // grid = (1, parts, kv heads), 384 threads, one CTA an SM.
 //
-// Warpgroup 0 loads: warp 0 the KV blocks, tile by tile as slots of the ring become free (TMA, one thread), warps 2 and 3
-// the query rows. Warpgroups 1 and 2 compute, each every second block for itself, from its scores to O += V P; at the end
-// of a segment they add up what they have, each half of the columns of V:
+// Warpgroup 0 loads: warp 0 the KV blocks, tile by tile as slots of the ring become free (TMA), of kRows warps 0 and 1
+// (mla_decode_pages.cuh); warps 2 and 3 the query rows. Warpgroups 1 and 2 compute, each every second block for itself,
+// from its scores to O += V P; at the end of a segment they add up what they have, each half of the columns of V:
 //
 //   consumer 0:  S0 = K0 Q   softmax0   O += V0 P0   S2 = K2 Q ...          } O[0, 256) of both
 //   consumer 1:              S1 = K1 Q   softmax1   O += V1 P1   S3 ...     } O[256, 512) of both
@@ -22,6 +22,7 @@
 // Registers:      168, of which output 64, scores 8
 // Tensor work:    36 + 32 products m64n16k16 a block, bound by reading A from shared memory
 #include "mla_decode_load.cuh"
+#include "mla_decode_pages.cuh"
 #include "mla_decode_swapped_compute.cuh"
 #include "mla_decode_swapped_layout.cuh"
 #include "ptx/copy.cuh"
@@ -30,10 +31,11 @@
 
 namespace cumla {
 
-__device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared) {
+// loaders: threads that arrive for a tile.
+__device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared, int loaders) {
 #pragma unroll
   for (int s = 0; s < SwappedLayout::kSlots; ++s) {
-    mbarrier_init(shared.full(s), 1);
+    mbarrier_init(shared.full(s), loaders);
     mbarrier_init(shared.free(s), 4);
   }
   mbarrier_init(shared.begun(0), 1);
@@ -43,49 +45,88 @@ __device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared)
   fence_mbarrier_init();
 }
 
-// One thread: loads all blocks, tile by tile, into a ring of tiles as its slots become free.
+// Loads all blocks, tile by tile, into a ring of tiles as its slots become free: one thread, of kBoxes a warp.
+template <PageForm kForm>
 __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const SwappedLayout& shared,
                                              const Tile& tile, const Part& part, int last_place) {
   BlockCursor<1> now(p, tile, part, last_place, 0);
   RingPlace place;
-  int next_page = now.valid() ? now.page() : 0;
+  const int offset = first_of_box<kForm>(p);
+  PageRow next = now.row_of(offset);
 #pragma unroll 1
   while (now.valid()) {
-    const int page = next_page, owner = (now.t + now.i) & 1;
+    const int owner = (now.t + now.i) & 1;
+    const PageRow from = next;
     now.next();
-    if (now.valid()) next_page = now.page();
+    next = now.row_of(offset);
 #pragma unroll
     for (int k = 0; k < kTiles; ++k) {
       const int column = tile_in_order(0, k);
       mbarrier_wait(shared.free(place.slot), place.phase ^ 1, "a free KV slot");
-      mbarrier_arrive_expect_tx(shared.full(place.slot), kTileBytes);
-      tma_load_4d_async(shared.slot(place.slot), &p.kv, shared.full(place.slot), column * 64, 0, blockIdx.z, page);
+      load_tile<kForm>(p, shared.slot(place.slot), column == kRopeTile ? &p.rope_map : &p.latent_map,
+                       shared.full(place.slot), column == kRopeTile ? 0 : column * 64, from);
       place.advance(1);
     }
-    mbarrier_arrive(shared.begun(owner));
+    if (threadIdx.x == 0) mbarrier_arrive(shared.begun(owner));
   }
 }
 
-template <typename T>
+// kCount tiles of a block into the next slots of the ring.
+template <int kCount>
+__device__ __forceinline__ void copy_to_ring(const RowCopier& rows, const CacheColumns& from, int bytes,
+                                             const SwappedLayout& shared, RingPlace& place) {
+  u32 tiles[kCount], barriers[kCount];
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    tiles[k] = shared.slot(place.slot);
+    barriers[k] = shared.full(place.slot);
+    mbarrier_wait(shared.free(place.slot), place.phase ^ 1, "a free KV slot");
+    place.advance(1);
+  }
+  rows.copy<kCount>(from, bytes, tiles);
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) mbarrier_arrive_after_copies(barriers[k]);
+}
+
+// The same of kRows: one of two warps, half of the rows. That one of them has begun to load into a slot is enough to know
+// that all of what was there before has come.
+__device__ __forceinline__ void load_kv_ring_rows(const MlaDecodeParams& p, const SwappedLayout& shared, const Tile& tile,
+                                                  const Part& part, int last_place, int warp) {
+  RowCopier rows(p, tile, part, last_place, warp);
+  RingPlace place;
+#pragma unroll 1
+  for (int t = 0; rows.take(); ++t) {
+    copy_to_ring<1>(rows, p.rope, 0, shared, place);
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) copy_to_ring<kHalfTiles>(rows, p.latent, half * kHalfTiles * 128, shared, place);
+    if (threadIdx.x == 0) mbarrier_arrive(shared.begun(t & 1));
+  }
+  copy_async_wait_all();
+}
+
+template <typename T, PageForm kForm>
 __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const SwappedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  begin_kernel(p, shared);
+  begin_kernel<kForm>(p, shared);
 
-  const Part part = sane_part(p.parts_in[blockIdx.y], blockIdx.y, p.batch, p.parts);
+  const Part part = part_of_cta(p, blockIdx.y);
   const Tile tile(p);
-  const int last_place = part.end_block > 0 ? min(part.end_place, p.batch - 1) : part.end_place - 1;
+  const int last_place = last_place_of(p, part);
 
   if (warpgroup == 0) {
-    if (warp == 0) {
-      if (lane == 0) load_kv_ring(p, shared, tile, part, last_place);
-    } else if (warp >= 2) {
+    if (warp < 2) {
+      if constexpr (kForm == kRows)
+        load_kv_ring_rows(p, shared, tile, part, last_place, warp);
+      else if (warp == 0 && (kForm == kBoxes || lane == 0))
+        load_kv_ring<kForm>(p, shared, tile, part, last_place);
+    } else {
       load_query<kSwappedRows>(p, shared, tile, part, last_place, warp - 2);
     }
   } else {
-    SwappedConsumer<T> consumer(p, shared, tile, warpgroup - 1);
+    SwappedConsumer<T, kForm == kRows> consumer(p, shared, tile, warpgroup - 1);
     int t = 0;
     for (int place = part.place; place <= last_place; ++place) {
       const Segment segment = segment_of(p, tile, part, place);

@@ -12,7 +12,8 @@ namespace cumla {
 
 // One consumer warpgroup. Thread layout of the accumulators: tokens, or columns of V, 16 warp + lane / 4 and that + 8; in
 // every group of eight query rows the two at 2 (lane % 4).
-template <typename T>
+// kCopied: tiles were written by threads' own copies, not by TMA.
+template <typename T, bool kCopied>
 struct SwappedConsumer {
   static constexpr int kOwn = kSwappedRows / 4;  // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
   static constexpr int kValueTiles = 2 * kHalfTiles;
@@ -73,6 +74,7 @@ struct SwappedConsumer {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       mbarrier_wait(shared.full(at.slot), at.phase, "a KV tile");
+      if constexpr (kCopied) fence_proxy_async_shared();
       const u32 query = shared.query + tile_in_order(0, i) * shared.kQueryTileBytes;
       warpgroup_arrive();
 #pragma unroll

@@ -4,67 +4,59 @@
 from __future__ import annotations
 
 import struct
+from itertools import product
 from math import e, log2
 from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import PreparedLaunch
-from cumla.launch.mla_plan import BLOCK_TOKENS, HEAD_DIM, VARIANTS
+from cumla.launch.mla_plan import PAGE_FORMS, VARIANTS, page_form
 from cumla.launch.source import KernelSpec
 from cumla.launch.tensor_map import paged_kv_map
 
 if TYPE_CHECKING:
     from cumla.arrays import ArrayView
+    from cumla.checks import Arguments
     from cumla.launch.mla_plan import MLADecodeKey
     from cumla.launch.module import LoadedKernel
 
 __all__ = ["SPECS", "decode_spec", "decode_specs", "prepare_decode"]
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
+_FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
 
 
-def _spec(dtype: str, shared_blocks: bool) -> KernelSpec:
+def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
+    swapped = variant == "swapped"
+    stem = "mla_decode_swapped" if swapped else "mla_decode"
+    shared_blocks = () if swapped else (str(variant == "shared_blocks").lower(),)
+    arguments = ", ".join((_TAGS[dtype], *shared_blocks, _FORM_TAGS[form]))
+    suffixes = (name for name in (variant, form) if name not in ("one_tile", "pages"))
     return KernelSpec(
-        stem="mla_decode",
-        entry=f"mla_decode_{dtype}" + ("_shared_blocks" if shared_blocks else ""),
-        function=f"mla_decode<{_TAGS[dtype]}, {str(shared_blocks).lower()}>",
+        stem=stem,
+        entry="_".join(("mla_decode", dtype, *suffixes)),
+        function=f"{stem}<{arguments}>",
         params="MlaDecodeParams",
         threads=384,
-        smem_bytes=232160,
+        smem_bytes=231472 if swapped else 232160,
     )
 
 
-def _swapped_spec(dtype: str) -> KernelSpec:
-    return KernelSpec(
-        stem="mla_decode_swapped",
-        entry=f"mla_decode_{dtype}_swapped",
-        function=f"mla_decode_swapped<{_TAGS[dtype]}>",
-        params="MlaDecodeParams",
-        threads=384,
-        smem_bytes=231472,
-    )
-
-
-_SPECS = {
-    (dtype, variant): spec
-    for dtype in _TAGS
-    for variant, spec in zip(
-        VARIANTS, (_swapped_spec(dtype), _spec(dtype, False), _spec(dtype, True)), strict=True
-    )
-}
+_SPECS = {names: _spec(*names) for names in product(_TAGS, VARIANTS, PAGE_FORMS)}
 SPECS = tuple(_SPECS.values())
 
 
-def decode_specs(dtype: str) -> tuple[KernelSpec, ...]:
-    """List the kernels of one dtype."""
-    return tuple(spec for (of, _), spec in _SPECS.items() if of == dtype)
+def decode_specs(dtype: str, page_size: int) -> tuple[KernelSpec, ...]:
+    """List the kernels of one dtype and page size."""
+    return tuple(_SPECS[dtype, variant, page_form(page_size)] for variant in VARIANTS)
 
 
 def decode_spec(key: MLADecodeKey) -> KernelSpec:
-    """Look up the kernel of a shape's variant."""
-    return _SPECS[key.dtype, key.variant]
+    """Look up the kernel of a shape's variant and form."""
+    return _SPECS[key.dtype, key.variant, key.form]
 
 
-_PARAMS = struct.Struct("<128s19q9if")
+_PARAMS = struct.Struct("<128s128s32q12if12x")
+_MOST_TOKENS = 0x7FFFFFC0  # of a request
 _LOG2_E = log2(e)
 
 
@@ -72,9 +64,7 @@ def prepare_decode(
     kernel: LoadedKernel,
     key: MLADecodeKey,
     buffer: int,
-    q: ArrayView,
-    kv_cache: ArrayView,
-    block_table: ArrayView,
+    arguments: Arguments,
     out: ArrayView,
     lse: ArrayView,
     softmax_scale: float,
@@ -90,8 +80,10 @@ def prepare_decode(
         The plan's shape.
     buffer : int
         Address of the plan's buffer, which holds a schedule.
-    q, kv_cache, block_table, out, lse : ArrayView
-        Checked arguments as :func:`cumla.mla_decode` describes them; kv_cache four-dimensional.
+    arguments : Arguments
+        Checked.
+    out, lse : ArrayView
+        As :func:`cumla.mla_decode` describes them.
     softmax_scale : float
         Factor of the scores.
     stream : int
@@ -102,24 +94,12 @@ def prepare_decode(
     PreparedLaunch
         To be called.
     """
-    num_pages, page_size, num_kv_heads, _ = kv_cache.shape
-    page_stride, row_stride, head_stride, _ = kv_cache.strides
-    layout = key.layout
+    block_table, layout = arguments.block_table, key.layout
+    caches = (arguments.kv_cache, arguments.kv_rope)
+    columns = (*caches, arguments.q, arguments.q_rope)
     values = (
-        paged_kv_map(
-            kv_cache.ptr,
-            key.dtype,
-            num_pages,
-            page_size,
-            num_kv_heads,
-            HEAD_DIM,
-            page_stride,
-            row_stride,
-            head_stride,
-            BLOCK_TOKENS,
-        ),
-        q.ptr,
-        *q.strides[:3],
+        *(bytes(128) if key.form == "rows" else _map(key, cache) for cache in caches),
+        *(value for view in columns for value in (view.ptr, *view.strides[:3])),
         out.ptr,
         *out.strides[:3],
         lse.ptr,
@@ -131,9 +111,13 @@ def prepare_decode(
         buffer + layout.tickets,
         buffer + layout.partial_out,
         buffer + layout.partial_lse,
+        min(block_table.shape[1] * key.page_size, _MOST_TOKENS),
         key.batch,
         key.parts,
         block_table.shape[1],
+        arguments.kv_cache.shape[0],
+        key.page_size,
+        key.box_rows,
         key.q_len,
         key.heads_per_group,
         key.row_groups,
@@ -144,4 +128,22 @@ def prepare_decode(
     )
     return PreparedLaunch(
         kernel, (key.row_tiles, key.parts, key.num_kv_heads), _PARAMS, values, stream
+    )
+
+
+def _map(key: MLADecodeKey, cache: ArrayView) -> bytes:
+    """Describe latent or RoPE columns to the copy engine, which brings boxes of 64 of them."""
+    num_pages, page_size, num_kv_heads, columns = cache.shape
+    page_stride, row_stride, head_stride, _ = cache.strides
+    return paged_kv_map(
+        cache.ptr,
+        key.dtype,
+        num_pages,
+        page_size,
+        num_kv_heads,
+        columns,
+        page_stride,
+        row_stride,
+        head_stride,
+        key.box_rows,
     )

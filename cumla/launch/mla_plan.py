@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 __all__ = [
     "BLOCK_TOKENS",
     "HEAD_DIM",
     "MOST_PARTS",
+    "PAGE_FORMS",
     "ROW_TILE",
     "SWAPPED_ROWS",
     "VALUE_DIM",
     "VARIANTS",
     "MLADecodeKey",
     "PlanLayout",
+    "page_form",
     "piece_blocks",
 ]
 
@@ -31,6 +34,8 @@ ROW_GROUP = 16  # of them in one warp: partial results hold whole groups
 
 VARIANTS = ("swapped", "one_tile", "shared_blocks")
 """Kernels of cuda/mla_decode_swapped.cu and cuda/mla_decode.cu that attend."""
+PAGE_FORMS = ("pages", "boxes", "rows")
+"""Each of these kernels in three forms, by how a KV block comes from its pages."""
 SWAPPED_ROWS = 16  # most query rows of a kv head that the first of them takes
 
 PLACE_BYTES = 8  # struct Place
@@ -43,6 +48,28 @@ _MAX_WAVES = 3  # of thread blocks, where the row tiles do not divide the multip
 # Share of the multiprocessors that are busy, from which on more parts are not worth it.
 _GOOD_FILL = 0.9
 _ALIGNMENT = 256
+_LEAST_BOX = 8  # rows: the period of the swizzle
+
+
+def page_form(page_size: int) -> str:
+    """Tell which of PAGE_FORMS serves a page size: the only place where that is chosen.
+
+    Parameters
+    ----------
+    page_size : int
+        Tokens of a cache page.
+
+    Returns
+    -------
+    str
+        ``"pages"`` for multiples of 64: a block is 64 rows of one page. ``"boxes"`` for what has 8,
+        16 or 32 as its greatest common divisor with 64: several boxes of so many rows. ``"rows"``
+        for the others, such as 1: each row is copied for itself.
+    """
+    rows = gcd(page_size, BLOCK_TOKENS)
+    if rows == BLOCK_TOKENS:
+        return "pages"
+    return "boxes" if rows >= _LEAST_BOX else "rows"
 
 
 def piece_blocks(row_groups: int) -> int:
@@ -116,6 +143,16 @@ class MLADecodeKey:
         if self.group_rows <= SWAPPED_ROWS:
             return "swapped"
         return "one_tile" if self.row_tiles == 1 else "shared_blocks"
+
+    @cached_property
+    def form(self) -> str:
+        """Which of PAGE_FORMS serves these pages."""
+        return page_form(self.page_size)
+
+    @cached_property
+    def box_rows(self) -> int:
+        """Rows of a KV block that lie in one page wherever it begins: those of one load."""
+        return gcd(self.page_size, BLOCK_TOKENS)
 
     @cached_property
     def heads_per_group(self) -> int:

@@ -29,8 +29,8 @@ class MLADecodeResult(NamedTuple):
 
 
 def mla_decode(
-    q: Array,
-    kv_cache: Array,
+    q: Array | tuple[Array, Array],
+    kv_cache: Array | tuple[Array, Array],
     block_table: Array,
     cache_seqlens: Array,
     *,
@@ -59,9 +59,10 @@ def mla_decode(
     Parameters
     ----------
     q : ndarray of bfloat16, float16, float32 or float64, shape (batch, q_len, num_heads, 576)
-        Absorbed queries.
+        Absorbed queries. A tuple holds the first 512 columns and the last 64 apart.
     kv_cache : ndarray, shape (num_pages, page_size, num_kv_heads, 576)
-        Pages of latent rows; without the head axis for one KV head. Any strides.
+        Pages of latent rows; without the head axis for one KV head. Any strides, any page size. A
+        tuple as for q.
     block_table : ndarray of int32, shape (batch, max_pages)
         Page numbers of each request, in the order of its tokens.
     cache_seqlens : ndarray of int32, shape (batch,)
@@ -97,22 +98,29 @@ def mla_decode(
         raise ValueError(
             f"accumulate: needs 'float64' or 'float32', got {accumulate!r}; pass one of them"
         )
-    _check_dtype("q", q, _FLOATS)
-    _check_dtype("kv_cache", kv_cache, _FLOATS)
+    queries, caches = _parts("q", q), _parts("kv_cache", kv_cache)
+    for name, array in (*queries.items(), *caches.items()):
+        _check_dtype(name, array, _FLOATS)
     _check_dtype("block_table", block_table, _INTEGERS)
     _check_dtype("cache_seqlens", cache_seqlens, _INTEGERS)
-    if kv_cache.ndim == 3:
-        kv_cache = kv_cache[:, :, None, :]
-    _check_inputs(q, kv_cache, block_table, cache_seqlens)
+    caches = {
+        name: array[:, :, None, :] if array.ndim == 3 else array for name, array in caches.items()
+    }
+    _check_inputs(queries, caches, block_table, cache_seqlens)
+    q = np.concatenate([*queries.values()], axis=-1)
     batch, q_len, num_heads, _ = q.shape
     scale = HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale
     out = _output("out", out, (batch, q_len, num_heads, VALUE_DIM), (q.dtype, np.dtype("f4")))
     lse = _output("lse", lse, (batch, num_heads, q_len), (np.dtype("f4"),))
 
-    capacity = block_table.shape[1] * kv_cache.shape[1]
+    capacity = block_table.shape[1] * next(iter(caches.values())).shape[1]
     for b in range(batch):
         kv_len = min(max(int(cache_seqlens[b]), 0), capacity)
-        rows = _cached_rows(kv_cache, block_table[b], kv_len, np.dtype(accumulate))
+        parts = (
+            _cached_rows(cache, block_table[b], kv_len, np.dtype(accumulate))
+            for cache in caches.values()
+        )
+        rows = np.concatenate([*parts], axis=-1)
         for i in range(q_len):
             visible = max(kv_len - (q_len - 1 - i), 0) if causal else kv_len
             out[b, i], lse[b, :, i] = _attend(q[b, i], rows[:visible], scale)
@@ -137,13 +145,13 @@ def _attend(q: Array, rows: Array, scale: float) -> tuple[Array, Array]:
 
 
 def _cached_rows(kv_cache: Array, table: Array, kv_len: int, dtype: np.dtype[Any]) -> Array:
-    """Gather the first kv_len rows of a request: (kv_len, num_kv_heads, 576)."""
-    num_pages, page_size, num_kv_heads, _ = kv_cache.shape
+    """Gather the first kv_len rows of a request: (kv_len, num_kv_heads, columns)."""
+    num_pages, page_size, num_kv_heads, columns = kv_cache.shape
     used = table[: -(-kv_len // page_size)]
     exists = (used >= 0) & (used < num_pages)
-    pages = np.zeros((len(used), page_size, num_kv_heads, HEAD_DIM), dtype)
+    pages = np.zeros((len(used), page_size, num_kv_heads, columns), dtype)
     pages[exists] = kv_cache[used[exists]]
-    return pages.reshape(-1, num_kv_heads, HEAD_DIM)[:kv_len]
+    return pages.reshape(-1, num_kv_heads, columns)[:kv_len]
 
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -163,18 +171,36 @@ def _check_dtype(name: str, array: Any, dtypes: tuple[str, ...]) -> None:
         )
 
 
-def _check_inputs(q: Array, kv_cache: Array, block_table: Array, cache_seqlens: Array) -> None:
+def _parts(name: str, value: Any) -> dict[str, Any]:
+    """Name an array, or the two that hold latent and RoPE columns."""
+    if not isinstance(value, tuple):
+        return {name: value}
+    if len(value) != 2:
+        raise ValueError(
+            f"{name}: needs one array, or a tuple of latent and RoPE columns, got {len(value)} "
+            f"arrays; join them"
+        )
+    return {f"{name}[{i}]": part for i, part in enumerate(value)}
+
+
+def _check_inputs(
+    queries: dict[str, Array], caches: dict[str, Array], block_table: Array, cache_seqlens: Array
+) -> None:
     """Refuse shapes that do not fit together."""
-    if q.ndim != 4 or q.shape[3] != HEAD_DIM:
-        raise ValueError(
-            f"q: needs shape (batch, q_len, num_heads, {HEAD_DIM}), got {q.shape}; reshape it"
-        )
+    q, kv_cache = next(iter(queries.values())), next(iter(caches.values()))
+    for (name, array), columns in zip(queries.items(), _columns(queries), strict=True):
+        if array.ndim != 4 or array.shape != (*q.shape[:3], columns):
+            raise ValueError(
+                f"{name}: needs shape (batch, q_len, num_heads, {columns}), got {array.shape}; "
+                f"reshape it"
+            )
     batch, _, num_heads, _ = q.shape
-    if kv_cache.ndim != 4 or kv_cache.shape[3] != HEAD_DIM or 0 in kv_cache.shape[1:]:
-        raise ValueError(
-            f"kv_cache: needs shape (num_pages, page_size, num_kv_heads, {HEAD_DIM}) or "
-            f"(num_pages, page_size, {HEAD_DIM}), got {kv_cache.shape}; reshape it"
-        )
+    for (name, array), columns in zip(caches.items(), _columns(caches), strict=True):
+        if array.ndim != 4 or array.shape != (*kv_cache.shape[:3], columns) or 0 in array.shape[1:]:
+            raise ValueError(
+                f"{name}: needs shape (num_pages, page_size, num_kv_heads, {columns}) or "
+                f"(num_pages, page_size, {columns}), got {array.shape}; reshape it"
+            )
     if num_heads % kv_cache.shape[2]:
         raise ValueError(
             f"kv_cache: num_kv_heads must divide q's {num_heads} heads, got {kv_cache.shape[2]}; "
@@ -190,6 +216,11 @@ def _check_inputs(q: Array, kv_cache: Array, block_table: Array, cache_seqlens: 
             f"cache_seqlens: needs shape ({batch},), got {cache_seqlens.shape}; give each request "
             f"a length"
         )
+
+
+def _columns(parts: dict[str, Array]) -> tuple[int, ...]:
+    """Widths of one array, or of two."""
+    return (HEAD_DIM,) if len(parts) == 1 else (VALUE_DIM, HEAD_DIM - VALUE_DIM)
 
 
 def _output(

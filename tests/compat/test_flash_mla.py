@@ -366,7 +366,7 @@ def test_head_dim_v_is_512(
         ({"q": (576,)}, r"^q: needs 4 axes .*got shape \(576,\)"),
         ({"q": (3, 16, 576)}, r"^q: needs 4 axes .*got shape \(3, 16, 576\)"),
         ({"k_cache": (64, 576)}, r"^kv_cache: needs axes .*got shape \(64, 576\)"),
-        ({"k_cache": (9, 32, 1, 576)}, "^kv_cache: needs a page size of 64 .*got 32"),
+        ({"k_cache": (9, 32, 1, 576)}, "^k_cache: needs a page size of 64 .*got 32"),
     ],
 )
 @pytest.mark.parametrize("first", [True, False])

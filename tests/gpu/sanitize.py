@@ -35,7 +35,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 import cumla  # noqa: E402
-from tests.gpu import record, variants  # noqa: E402
+from tests.gpu import pages, record, variants  # noqa: E402
 from tests.gpu.cases import Case  # noqa: E402
 from tests.gpu.indexer_problem import MARGIN, Paged, Prefill, Rows, check_logits  # noqa: E402
 from tests.gpu.problem import NUMPY_DTYPES, Problem, make_problem, typed  # noqa: E402
@@ -63,6 +63,8 @@ RUNS = (  # tool, planted bug
 )
 SPLIT = "one request cut into many parts"
 INVARIANT = (Case(batch=2, heads=24), np.array([3000, 65]))  # the first is cut, the second is not
+PAGES = (Case(batch=3, heads=8, q_len=2), np.array([300, 65, 0]))
+PAGE_SIZES = (1, 16, 128)  # besides 64: rows, boxes, and blocks that begin inside of a page
 DONE = "sanitize: the grid is done"
 TIMEOUT = 80.0  # seconds a run
 
@@ -113,6 +115,11 @@ def run_grid(plant: str | None) -> None:
     for out, lse in decode(cupy, problem, batch_invariant=True):
         problem.check(out, lse)
     print("sanitize: batch-invariant: agrees", flush=True)
+    for page_size in PAGE_SIZES:
+        problem = pages.moved(make_problem(np, *PAGES), page_size)
+        for out, lse in decode(cupy, problem):
+            problem.check(out, lse)
+        print(f"sanitize: pages of {page_size}: agree", flush=True)
     for count, dtype in ((2, "bfloat16"), (5, "float32")):
         merge_states(cupy, count, dtype, in_place=dtype == "float32")
         print(f"sanitize: {count} merged in {dtype}: agree", flush=True)
@@ -229,13 +236,20 @@ def uploaded(cupy: Any, arrays: Any) -> Any:
     return cupy.asarray(arrays.view(np.uint8) if arrays.itemsize == 1 else arrays)
 
 
+def on_device(cupy: Any, array: Any, dtype: str) -> Any:
+    """One array of query or cache, or a pair, without anything between their rows."""
+    if isinstance(array, tuple):
+        return tuple(on_device(cupy, part, dtype) for part in array)
+    return typed(cupy.asarray(np.ascontiguousarray(array.view(np.uint16))), dtype)
+
+
 def decode(
     cupy: Any, problem: Problem, *, batch_invariant: bool = False
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Results, on the host, of a call of its own and, allocated, of each kernel that can serve."""
     case = problem.case
-    q, kv = (typed(cupy.asarray(x), case.dtype) for x in (problem.q_bits, problem.kv_bits))
-    table, lengths = cupy.asarray(problem.table), cupy.asarray(problem.lengths)
+    q, kv = (on_device(cupy, x, case.dtype) for x in (problem.q, problem.kv_cache))
+    table, lengths = cupy.asarray(problem.block_table), cupy.asarray(problem.lengths)
     options: dict[str, Any] = {}
     if case.outputs == "float32":
         options["out"] = cupy.empty(problem.out_shape, dtype=cupy.float32)

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.launch.mla_plan import TICKET_BYTES, MLADecodeKey
+from cumla.launch import mla_schedule
+from cumla.launch.mla_plan import BLOCK_TOKENS, TICKET_BYTES, MLADecodeKey
+from tests.gpu import pages
 from tests.gpu.arrays import bits_of, to_torch
 from tests.gpu.cases import Case, by_every_kernel
 from tests.gpu.parts import LENGTHS as PARTS_LENGTHS
@@ -197,13 +199,16 @@ def test_the_lengths_of_the_last_update_count() -> None:
     problem.check(out.array, lse.array, problem.expected(updated))
 
 
+@pytest.mark.parametrize("page_size", [64, 1, 16, 128])
 @pytest.mark.parametrize("heads", [16, 32, 80])
-def test_other_lengths_than_those_of_the_update_are_safe(heads: int) -> None:
+def test_other_lengths_than_those_of_the_update_are_safe(heads: int, page_size: int) -> None:
     """Garbage lengths in run(), and a table too small for the lengths of the update."""
     problem = make_problem(cp, Case(batch=3, heads=heads), np.array([256, 256, 256]))
+    if page_size != BLOCK_TOKENS:
+        problem = pages.moved(problem, page_size)
     plan = make_plan(problem)
     plan.update(cp.asarray(np.array([100_000, 2**31 - 1, -3], dtype=np.int32)))
-    problem.block_table = problem.block_table[:, :4]
+    problem.block_table = problem.block_table[:, : 256 // page_size]
     problem.cache_seqlens = cp.asarray(np.array([-1, 2**31 - 1, 77], dtype=np.int32))
     out, lse = problem.outputs()
     plan.run(*problem.arrays, out=out.array, lse=lse.array)
@@ -272,7 +277,10 @@ GARBAGE_CASES = {
     # one part, no partial results
     "one part": Case(batch=2, heads=128, kv_heads=128, q_len=4, kv_len=300),
     "batch-invariant": Case(batch=5, heads=16, kv_len=3000),
+    "pages of 1": Case(batch=3, heads=5, q_len=3, kv_len=3000),
+    "pages of 16": Case(batch=3, heads=5, q_len=3, kv_len=3000),
 }
+GARBAGE_PAGES = {"pages of 1": 1, "pages of 16": 16}
 
 
 @pytest.mark.parametrize(("name", "variant"), by_every_kernel(GARBAGE_CASES))
@@ -283,6 +291,8 @@ def test_garbage_in_the_buffer_leads_nowhere(name: str, variant: str) -> None:
     if name == "batch-invariant":
         mode = {"batch_invariant": True, "max_seqlen": 3000}
     problem = make_problem(cp, case)
+    if name in GARBAGE_PAGES:
+        problem = pages.moved(problem, GARBAGE_PAGES[name])
     nbytes = cumla.MLADecodePlan.workspace_bytes(
         case.batch, case.q_len, case.heads, num_kv_heads=case.kv_heads, **mode
     )

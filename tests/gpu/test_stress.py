@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.gpu import variants
+from tests.gpu import pages, variants
 from tests.gpu.arrays import bits_of
 from tests.gpu.cases import Case, by_every_kernel
 from tests.gpu.problem import Problem, make_problem
@@ -30,13 +30,17 @@ CASES = {
     "whole requests, several to a part": (Case(batch=300, heads=16), [70] * 300),
     "blocks by the dozen": (Case(batch=1, heads=16), [100_003]),
     "few rows, cut and whole": (Case(batch=5, heads=3, q_len=4), [9000, 65, 0, 3, 2500]),
+    "pages of 1": (Case(batch=3, heads=16), [9000, 65, 700]),
+    "pages of 48": (Case(batch=3, heads=16), [9000, 65, 700]),
 }
+PAGES = {"pages of 1": 1, "pages of 48": 48}
 RUNS = by_every_kernel({name: case for name, (case, _) in CASES.items()})
 
 
 def problem_of(name: str) -> Problem:
     case, lengths = CASES[name]
-    return make_problem(cp, case, np.array(lengths))
+    problem = make_problem(cp, case, np.array(lengths))
+    return pages.moved(problem, PAGES[name]) if name in PAGES else problem
 
 
 @pytest.mark.parametrize(("name", "variant"), RUNS)
@@ -50,7 +54,7 @@ def test_repeats_with_random_delays_at_every_barrier(name: str, variant: str) ->
     problem = problem_of(name)
     expected = decode_by(variant, problem)
     cp.cuda.Device().synchronize()
-    with variants.installed(*variants.DELAYS):
+    with variants.installed(*variants.DELAYS, page_size=PAGES.get(name, 64)):
         delayed = decode_by(variant, problem)
         for one, other in zip(expected, delayed, strict=True):
             assert bool((bits_of(one) == bits_of(other)).all())

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from cumla.launch import all_specs, module
+from cumla.launch import module
+from cumla.launch.mla_decode import decode_specs
 from cumla.launch.source import OPTIONS, KernelSpec, translation_unit
 
 TILES = ("mla_decode",)
@@ -154,9 +155,9 @@ ALL = {
 """Every variant that a test or a tool uses."""
 
 
-def specs_of(stem: str) -> tuple[KernelSpec, ...]:
-    """The bfloat16 entry points of a kernel."""
-    return tuple(spec for spec in all_specs() if spec.stem == stem and "bfloat16" in spec.entry)
+def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
+    """The bfloat16 entry points of a kernel, for one size of pages."""
+    return tuple(spec for spec in decode_specs("bfloat16", page_size) if spec.stem == stem)
 
 
 def edited_text(spec: KernelSpec, *edits: Edit) -> str:
@@ -168,12 +169,12 @@ def edited_text(spec: KernelSpec, *edits: Edit) -> str:
 
 
 @contextlib.contextmanager
-def installed(*edits: Edit, device: int = 0) -> Iterator[None]:
+def installed(*edits: Edit, page_size: int = 64, device: int = 0) -> Iterator[None]:
     """Let cumla launch the edited bfloat16 kernels for a while: those to which all edits apply."""
     originals = {
         spec: module.load(spec, device, capturing=lambda: False)
         for stem in stems_of(edits)
-        for spec in specs_of(stem)
+        for spec in specs_of(stem, page_size)
     }
     assert originals, "no kernel has the text of all these edits"
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:

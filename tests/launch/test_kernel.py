@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import struct
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from cumla.arrays import ArrayView
+from cumla.checks import Arguments
 from cumla.errors import CompilationError, CumlaError, MissingDependencyError
 from cumla.launch import KernelSpec, all_specs, kernel, mla_decode, mla_plan, module, tensor_map
 from cumla.launch import device as launch_device
@@ -56,11 +59,11 @@ def count_of(text: str, member: str) -> int:
     return int(constant[1] if constant else array[1])
 
 
-def kinds_of(text: str, name: str) -> str:
+def members_of(text: str, name: str, prefix: str = "") -> dict[str, str]:
     """The members of a struct of a kernel's text, a letter of `struct` each, in their order."""
     body = re.search(rf"struct (?:alignas\(\d+\) )?{name} {{\n(.*?)\n}};", text, re.DOTALL)
     assert body is not None, name
-    kinds = ""
+    members: dict[str, str] = {}
     for declaration in re.sub("//.*", "", body[1]).split(";")[:-1]:
         kind, *rest = re.findall(r"\w+(?:\[\w+\])?", declaration.replace("const ", ""))
         if "*" in declaration or kind in ("i64", "u64"):
@@ -68,26 +71,157 @@ def kinds_of(text: str, name: str) -> str:
         elif kind in ("int", "u32"):
             letter = "i"
         else:
-            letter = {"float": "f", "TensorMap": "s"}.get(kind) or kinds_of(text, kind)
+            letter = {"float": "f", "TensorMap": "s"}.get(kind, "")
         for member in rest:
-            kinds += letter * count_of(text, member)
-    return kinds
+            path, count = prefix + member.partition("[")[0], count_of(text, member)
+            paths = [f"{path}[{i}]" for i in range(count)] if "[" in member else [path]
+            for each in paths:
+                inner = {each: letter} if letter else members_of(text, kind, f"{each}.")
+                members.update(inner)
+    return members
 
 
-@pytest.mark.parametrize(
+def packed_in(layout: struct.Struct) -> list[tuple[str, int]]:
+    """What a layout without gaps of its own packs: a letter, and where it lies."""
+    values, offset = [], 0
+    for count, letter in re.findall(r"(\d*)([a-zA-Z])", layout.format):
+        if letter in "sx":
+            size, repeats = int(count or 1), 1
+        else:
+            size, repeats = struct.calcsize(f"<{letter}"), int(count or 1)
+        for _ in range(repeats):
+            if letter != "x":
+                values.append((letter.lower(), offset))
+            offset += size
+    assert layout.format.startswith("<")
+    assert offset == layout.size
+    return values
+
+
+packing_kernels = pytest.mark.parametrize(
     "spec",
     [spec for spec in all_specs() if spec.stem.startswith(("mla_", "mqa_", "paged_"))],
     ids=lambda spec: spec.entry,
 )
+
+
+@packing_kernels
 def test_params_are_packed_in_the_kernels_order(spec: KernelSpec) -> None:
     """Their size alone does not tell: padding at the end hides a member of another size."""
     text, _, _ = translation_unit(spec).partition('extern "C"')
-    packed = "".join(
-        (letter if letter == "s" else letter.lower() * int(count or 1))
-        for count, letter in re.findall(r"(\d*)([a-zA-Z])", layout_of(spec).format)
-        if letter != "x"
+    letters = [letter for letter, _ in packed_in(layout_of(spec))]
+    assert letters == [*members_of(text, spec.params).values()]
+
+
+@packing_kernels
+def test_params_lie_where_the_kernel_reads_them(spec: KernelSpec, nvrtc: None) -> None:
+    """To the byte, as the compiler places the members (NVRTC has offsetof under this name only)."""
+    text, _, _ = translation_unit(spec).partition('extern "C"')
+    places = [offset for _, offset in packed_in(layout_of(spec))]
+    checks = {
+        f"__INTADDR__(&(({spec.params}*)0)->{name})": place
+        for name, place in zip(members_of(text, spec.params), places, strict=True)
+    }
+    compile_checks(spec, checks)
+    last = [*checks][-1]
+    with pytest.raises(CompilationError, match="differs"):
+        compile_checks(spec, checks | {last: checks[last] + 4})
+
+
+def strided(ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> ArrayView:
+    return ArrayView(ptr=ptr, shape=shape, strides=strides, dtype=dtype, device=0)
+
+
+@pytest.mark.parametrize(("page_size", "box_rows"), [(1, 1), (48, 16), (128, 64)])
+def test_the_decode_kernels_parameters_by_name(
+    page_size: int, box_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Letters agree also where two members of a size have changed places: values that differ."""
+    maps: list[tuple[Any, ...]] = []
+
+    def encode(*geometry: Any) -> bytes:
+        maps.append(geometry)
+        return bytes([len(maps)]) * 128
+
+    monkeypatch.setattr(mla_decode, "paged_kv_map", encode)
+    monkeypatch.setattr(
+        mla_decode,
+        "PreparedLaunch",
+        lambda kernel, grid, layout, values, stream: (grid, layout.pack(*values), stream),
     )
-    assert packed == kinds_of(text, spec.params)
+    key = mla_plan.MLADecodeKey(
+        5, 3, 44, 2, page_size, "bfloat16", causal=True, device=0, sm_count=132
+    )
+    arguments = Arguments(
+        q=strided(1 << 40, (5, 3, 44, 512), (4016, 3008, 2000, 2), "bfloat16"),
+        q_rope=strided(2 << 40, (5, 3, 44, 64), (4032, 3024, 2016, 2), "bfloat16"),
+        kv_cache=strided(3 << 40, (70, page_size, 2, 512), (9008, 8000, 7008, 2), "bfloat16"),
+        kv_rope=strided(4 << 40, (70, page_size, 2, 64), (9024, 8016, 7024, 2), "bfloat16"),
+        block_table=strided(5 << 40, (5, 11), (52, 4), "int32"),
+        cache_seqlens=strided(6 << 40, (5,), (4,), "int32"),
+        out=None,
+        lse=None,
+    )
+    out = strided(7 << 40, (5, 3, 44, 512), (5008, 5024, 5040, 4), "float32")
+    lse = strided(8 << 40, (5, 44, 3), (6004, 6008, 6012), "float32")
+    spec = mla_decode.decode_spec(key)
+    loaded = LoadedKernel(handle=1, spec=spec, device=0, owner=None)
+    grid, packed, stream = mla_decode.prepare_decode(
+        loaded, key, 9 << 40, arguments, out, lse, 0.25, 77
+    )
+    text, _, _ = translation_unit(spec).partition('extern "C"')
+    values = mla_decode._PARAMS.unpack(packed)
+    got = dict(zip(members_of(text, spec.params), values, strict=True))
+
+    expected: dict[str, Any] = {
+        "out": 7 << 40,
+        "out_stride_batch": 5008,
+        "out_stride_token": 5024,
+        "out_stride_head": 5040,
+        "lse": 8 << 40,
+        "lse_stride_batch": 1501,
+        "lse_stride_head": 1502,
+        "lse_stride_token": 1503,
+        "block_table": 5 << 40,
+        "block_table_stride": 13,
+        "max_tokens": 11 * page_size,
+        "batch": 5,
+        "parts": key.parts,
+        "max_pages": 11,
+        "num_pages": 70,
+        "page_size": page_size,
+        "box_rows": box_rows,
+        "q_len": 3,
+        "heads_per_group": 22,
+        "row_groups": key.row_groups,
+        "may_wait": key.may_wait,
+        "causal": 1,
+        "out_is_float": 1,
+        "scale_log2": pytest.approx(0.25 * math.log2(math.e)),
+    }
+    for member, view, axes in (
+        ("latent", arguments.kv_cache, ("page", "row", "head")),
+        ("rope", arguments.kv_rope, ("page", "row", "head")),
+        ("q_latent", arguments.q, ("batch", "token", "head")),
+        ("q_rope", arguments.q_rope, ("batch", "token", "head")),
+    ):
+        expected[f"{member}.base"] = view.ptr
+        for axis, stride in zip(axes, view.strides[:3], strict=True):
+            expected[f"{member}.stride_{axis}"] = stride
+    names = ("seqlens", "parts", "tickets", "partial_out", "partial_lse")
+    for member, name in zip(("seqlens", "parts_in", *names[2:]), names, strict=True):
+        expected[member] = (9 << 40) + getattr(key.layout, name)
+    in_rows = key.form == "rows"
+    for i, member in enumerate(("latent_map", "rope_map")):
+        expected[member] = bytes(128) if in_rows else bytes([i + 1]) * 128
+    assert got == expected
+    assert grid == (key.row_tiles, key.parts, 2)
+    assert stream == 77
+    assert maps == [
+        (view.ptr, "bfloat16", 70, page_size, 2, view.shape[3], *view.strides[:3], box_rows)
+        for view in (arguments.kv_cache, arguments.kv_rope)
+        if not in_rows
+    ]
 
 
 def test_what_a_plans_buffer_holds_is_as_the_kernels_see_it(nvrtc: None) -> None:
@@ -138,7 +272,7 @@ def test_shared_memory_holds_its_layout(
     dtype: str, variant: str, nbytes: int, checks: dict[str, int], nvrtc: None
 ) -> None:
     """To the byte: the layout's own functions, made constant expressions, give its end."""
-    spec = mla_decode._SPECS[dtype, variant]
+    spec = mla_decode._SPECS[dtype, variant, "pages"]
     assert spec.smem_bytes == nbytes
     name = "SwappedLayout" if variant == "swapped" else "SharedLayout"
     whole, _, _ = translation_unit(spec).partition('extern "C"')

@@ -8,7 +8,14 @@ import dataclasses
 import pytest
 
 from cumla.launch.mla_decode import SPECS, decode_spec, decode_specs
-from cumla.launch.mla_plan import ROW_TILE, SWAPPED_ROWS, VARIANTS, MLADecodeKey
+from cumla.launch.mla_plan import (
+    PAGE_FORMS,
+    ROW_TILE,
+    SWAPPED_ROWS,
+    VARIANTS,
+    MLADecodeKey,
+    page_form,
+)
 
 
 def key_of(
@@ -52,21 +59,58 @@ def test_a_pinned_kernel_changes_nothing_else(pinned: str) -> None:
 @pytest.mark.parametrize(
     ("variant", "stem", "entry", "function"),
     [
-        ("swapped", "mla_decode_swapped", "_swapped", "mla_decode_swapped<{}>"),
-        ("one_tile", "mla_decode", "", "mla_decode<{}, false>"),
-        ("shared_blocks", "mla_decode", "_shared_blocks", "mla_decode<{}, true>"),
+        ("swapped", "mla_decode_swapped", "_swapped", "mla_decode_swapped<{}, {}>"),
+        ("one_tile", "mla_decode", "", "mla_decode<{}, false, {}>"),
+        ("shared_blocks", "mla_decode", "_shared_blocks", "mla_decode<{}, true, {}>"),
     ],
 )
 def test_the_kernel_of_a_variant(
     dtype: str, variant: str, stem: str, entry: str, function: str
 ) -> None:
-    spec = decode_spec(key_of(1, 16, dtype=dtype, pinned=variant))
-    assert spec in decode_specs(dtype)
-    assert (spec.stem, spec.entry) == (stem, f"mla_decode_{dtype}{entry}")
-    assert spec.function == function.format({"bfloat16": "Bf16", "float16": "Fp16"}[dtype])
+    tag = {"bfloat16": "Bf16", "float16": "Fp16"}[dtype]
+    for page_size, suffix, form in (
+        (64, "", "kPages"),
+        (16, "_boxes", "kBoxes"),
+        (1, "_rows", "kRows"),
+    ):
+        key = dataclasses.replace(key_of(1, 16, dtype=dtype, pinned=variant), page_size=page_size)
+        spec = decode_spec(key)
+        assert spec in decode_specs(dtype, page_size)
+        assert (spec.stem, spec.entry) == (stem, f"mla_decode_{dtype}{entry}{suffix}")
+        assert spec.function == function.format(tag, form)
 
 
 def test_every_dtype_has_every_kernel() -> None:
-    both = [*decode_specs("bfloat16"), *decode_specs("float16")]
-    assert len(both) == len(set(both)) == 2 * len(VARIANTS)
-    assert set(both) == set(SPECS)
+    every = [
+        spec
+        for dtype in ("bfloat16", "float16")
+        for page_size in (64, 16, 1)
+        for spec in decode_specs(dtype, page_size)
+    ]
+    assert len(every) == len(set(every)) == 2 * len(VARIANTS) * len(PAGE_FORMS)
+    assert set(every) == set(SPECS)
+
+
+def test_the_page_size_chooses_the_form() -> None:
+    """Wherever a block begins in its pages, the rows of a box lie in one of them."""
+    for page_size in range(1, 400):
+        key = dataclasses.replace(key_of(1, 16), page_size=page_size)
+        rows = key.box_rows
+        assert key.form == page_form(page_size)
+        assert page_size % rows == 64 % rows == 0
+        if key.form == "pages":
+            assert rows == 64
+        elif key.form == "boxes":
+            assert rows in (8, 16, 32)
+        else:
+            assert rows < 8
+
+
+@pytest.mark.parametrize(
+    ("page_size", "form"),
+    [(1, "rows"), (2, "rows"), (4, "rows"), (7, "rows"), (100, "rows"), (8, "boxes")]
+    + [(16, "boxes"), (24, "boxes"), (32, "boxes"), (48, "boxes"), (96, "boxes")]
+    + [(64, "pages"), (128, "pages"), (192, "pages"), (256, "pages")],
+)
+def test_forms(page_size: int, form: str) -> None:
+    assert page_form(page_size) == form

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies of the indexer: boxes of two and three dimensions, contiguous bytes, single words that a barrier counts.
+// Copies of the indexer and of pages that come row by row: boxes of two and three dimensions, contiguous bytes, single
+// words, copies by threads that a barrier counts.
 #pragma once
 #include "ptx/types.cuh"
 

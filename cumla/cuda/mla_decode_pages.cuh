@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a block of 64 tokens comes from its pages into tiles of shared memory:
+//
+//   kPages  pages of a multiple of 64 tokens: one box a tile, by one thread
+//   kBoxes  pages that have 8, 16 or 32 tokens in common with 64: boxes of so many rows, by a warp whose lanes know where
+//           the boxes lie. Eight rows are a period of the swizzle, so that boxes land as the rows of a larger one do.
+//   kRows   any other page size: each row by eight lanes, 16 bytes a lane, swizzled by them
+#pragma once
+#include "mla_decode_layout.cuh"
+#include "mla_decode_load.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/copy_rows.cuh"
+#include "ptx/mbarrier.cuh"
+
+namespace cumla {
+
+// First row, in a block, of the box whose place this thread knows.
+template <PageForm kForm>
+__device__ __forceinline__ int first_of_box(const MlaDecodeParams& p) {
+  return kForm == kBoxes ? threadIdx.x % 32 * p.box_rows : 0;
+}
+
+// Begins to load 64 columns of a block, from column `x` of what the map describes, into a tile.
+template <PageForm kForm>
+__device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destination, const TensorMap* map, u32 barrier,
+                                          int x, const PageRow& from) {
+  if constexpr (kForm == kPages) {
+    mbarrier_arrive_expect_tx(barrier, kTileBytes);
+    tma_load_4d_async(destination, map, barrier, x, from.row, blockIdx.z, from.page);
+  } else {
+    const int row = first_of_box<kForm>(p);
+    if (row == 0) mbarrier_arrive_expect_tx(barrier, kTileBytes);
+    __syncwarp();
+    if (row < kBlockTokens)
+      tma_load_4d_async(destination + row * 128, map, barrier, x, from.row, blockIdx.z, from.page);
+  }
+}
+
+// Has L2 fetch the same.
+template <PageForm kForm>
+__device__ __forceinline__ void prefetch_tile(const MlaDecodeParams& p, int column, const PageRow& from) {
+  const TensorMap* const map = column == kRopeTile ? &p.rope_map : &p.latent_map;
+  const int x = column == kRopeTile ? 0 : column * 64;
+  if constexpr (kForm == kPages) {
+    tma_prefetch_4d(map, x, from.row, blockIdx.z, from.page);
+  } else {
+    if (first_of_box<kForm>(p) < kBlockTokens) tma_prefetch_4d(map, x, from.row, blockIdx.z, from.page);
+  }
+}
+
+// Copies half of the rows of every block, by one of two warps. Lane i knows where row i of this half lies, two blocks
+// ahead.
+struct RowCopier {
+  static constexpr int kHalf = kBlockTokens / 2;
+
+  const MlaDecodeParams& p;
+  const int lane, first_row;
+  BlockCursor<1> ahead;
+  int taken = 0, found = 0;  // blocks
+  PageRow now, next, later;
+
+  __device__ __forceinline__ RowCopier(const MlaDecodeParams& p, const Tile& tile, const Part& part, int last_place,
+                                       int warp)
+      : p(p),
+        lane(threadIdx.x % 32),
+        first_row(warp * kHalf),
+        ahead(p, tile, part, last_place, 0) {
+    next = find();
+    later = find();
+  }
+
+  __device__ __forceinline__ PageRow find() {
+    const PageRow at = ahead.row_of(first_row + lane);
+    if (ahead.valid()) {
+      ++found;
+      ahead.next();
+    }
+    return at;
+  }
+
+  // Goes on to the next block, if there is one.
+  __device__ __forceinline__ bool take() {
+    if (taken == found) return false;
+    ++taken;
+    now = next;
+    next = later;
+    later = find();
+    return true;
+  }
+
+  // Bytes from the first row of the cache; -1 for a row that is to be zeros.
+  __device__ __forceinline__ i64 offset_of(const CacheColumns& columns, const PageRow& at) const {
+    if (static_cast<u32>(at.page) >= p.num_pages) return -1;
+    return at.page * columns.stride_page + at.row * columns.stride_row + blockIdx.z * columns.stride_head;
+  }
+
+  // 128 bytes of each of this warp's rows, `bytes` from where they begin, into each of some tiles, asynchronously.
+  template <int kCount>
+  __device__ __forceinline__ void copy(const CacheColumns& from, int bytes, const u32 (&tiles)[kCount]) const {
+    const i64 own = offset_of(from, now);
+    const int chunk = lane % 8;
+    const char* const base = from.base + bytes + chunk * 16;
+#pragma unroll 4
+    for (int i = 0; i < kHalf / 4; ++i) {
+      const int row = 4 * i + lane / 8;
+      const i64 offset = __shfl_sync(0xffffffffu, own, row);
+      const bool exists = offset >= 0;
+      const char* const source = base + (exists ? offset : 0);
+      const u32 destination = (first_row + row) * 128 + ((chunk ^ (row & 7)) << 4);
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) copy_16_async(tiles[k] + destination, source + k * 128, exists);
+    }
+  }
+
+  // Has L2 fetch the block after next; the row tiles share that work.
+  __device__ __forceinline__ void prefetch() const {
+    const i64 latent = offset_of(p.latent, later), rope = offset_of(p.rope, later);
+    if (latent < 0) return;
+#pragma unroll 1
+    for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
+      prefetch_l2(k == kRopeTile ? p.rope.base + rope : p.latent.base + latent + k * 128);
+  }
+};
+
+}  // namespace cumla
