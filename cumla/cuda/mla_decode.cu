@@ -151,30 +151,17 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   begin_kernel<kForm>(p, shared);
 
-  if constexpr (kForm == kRows) {
-    // Each role reads the part for itself: what both hold from before would cost registers that they lack.
-    if (warpgroup == 0) {
-      registers_decrease<56>();
-      const Part part = part_of_cta(p, copy_of(blockIdx.y));
-      const Tile tile(p);
-      load<kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part));
-    } else {
-      registers_increase<224>();
-      const Part part = part_of_cta(p, blockIdx.y);
-      const Tile tile(p);
-      compute<T, kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part), warpgroup);
-    }
+  // Each role reads the part for itself: what both hold from before would cost registers that they lack.
+  if (warpgroup == 0) {
+    registers_decrease<56>();
+    const Part part = part_of_cta(p, copy_of(blockIdx.y));
+    const Tile tile(p);
+    load<kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part));
   } else {
+    registers_increase<224>();
     const Part part = part_of_cta(p, blockIdx.y);
     const Tile tile(p);
-    const int last_place = last_place_of(p, part);
-    if (warpgroup == 0) {
-      registers_decrease<56>();
-      load<kSharedBlocks, kForm>(p, shared, tile, part, last_place);
-    } else {
-      registers_increase<224>();
-      compute<T, kSharedBlocks, kForm>(p, shared, tile, part, last_place, warpgroup);
-    }
+    compute<T, kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part), warpgroup);
   }
 }
 
