@@ -306,7 +306,10 @@ def test_garbage_in_the_buffer_leads_nowhere(name: str, variant: str) -> None:
     out, lse = problem.outputs()
     rng = np.random.default_rng(1)
     for garbage in GARBAGE_WORDS * 2:
-        for begin, end in ((0, layout.partial_lse), (layout.parts, layout.tickets)) + (
+        for begin, end in (
+            (0, layout.partial_lse),
+            (layout.places, layout.parts),
+            (layout.parts, layout.tickets),
             (layout.tickets, layout.partial_lse),
         ):
             plan.update(problem.cache_seqlens)

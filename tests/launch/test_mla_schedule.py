@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import heapq
 import itertools
 import sys
 from collections.abc import Callable
@@ -38,11 +39,19 @@ from cumla.launch.mla_schedule import (
     schedule,
     schedule_spec,
 )
-from tests.gpu.parts import LENGTHS, PART, invariant_parts_table, parts_table
+from tests.gpu.parts import (
+    LENGTHS,
+    PART,
+    invariant_parts_table,
+    invariant_places_table,
+    parts_table,
+    places_table,
+)
 
 LONGEST = 10**6  # tokens
 THREADS = SPECS[0].threads
 MOST_PARTS = THREADS - 1  # a thread of the kernel for every bound
+PACKED_REQUESTS, PACKED_PARTS, PACKED_SHARE = 256, 160, 2**20  # most that packing takes
 
 thorough = settings(deadline=None, max_examples=300)
 
@@ -68,15 +77,15 @@ def pieces_of(made: Schedule, lengths: np.ndarray) -> list[Piece]:
     blocks = blocks_of(lengths).tolist()
     pieces = []
     for part, (begin, end) in enumerate(itertools.pairwise(made.bounds.tolist())):
-        last_request = end[0] if end[1] > 0 else end[0] - 1
-        for request in range(begin[0], last_request + 1):
-            first = request == begin[0]
+        last_place = end[0] if end[1] > 0 else end[0] - 1
+        for place in range(begin[0], last_place + 1):
+            first, request = place == begin[0], int(made.order[place])
             pieces.append(
                 Piece(
                     part,
                     request,
                     begin[1] if first else 0,
-                    end[1] if request == end[0] else blocks[request],
+                    end[1] if place == end[0] else blocks[request],
                     0 if first else 1,
                 )
             )
@@ -137,56 +146,116 @@ def size_of_pieces(lengths: np.ndarray, parts: int, row_groups: int) -> int:
     return next(size for size in sizes if parts_needed(lengths, size, row_groups) <= parts)
 
 
-def fill(blocks: list[int], parts: int, limit: int, piece: int) -> list[tuple[int, int]]:
-    """Where parts begin that are filled up to a limit, one after the other; [] if they are few."""
-    bounds = [(0, 0)]
-    request = block = 0
-    while len(bounds) <= parts:
-        room = limit - (piece if block else 0)
-        while request < len(blocks) and blocks[request] - block + FIXED_COST <= room:
-            room -= blocks[request] - block + FIXED_COST
-            request, block = request + 1, 0
-        if request == len(blocks):
-            return bounds + [(request, 0)] * (parts + 1 - len(bounds))
-        room -= FIXED_COST + (0 if block else piece)
-        taken = min(room, blocks[request] - block - MIN_BLOCKS)
-        whole_fits = not block and blocks[request] + FIXED_COST <= limit
-        if taken >= MIN_BLOCKS and (taken > piece or not whole_fits):
-            block += taken
-        bounds.append((request, block))
-    return []
+class Packing(NamedTuple):
+    """Who does what under a limit."""
+
+    cost: int  # of the dearest part, full pieces counted as the limit
+    parts: list[list[tuple[int, int, int]]]  # of each: request, and its blocks [begin, end)
+
+
+def pack(blocks: list[int], parts: int, limit: int, piece: int) -> Packing | None:
+    """Pack requests: the dearest of what is left goes to the cheapest part, and so on.
+
+    Of a request above the limit full pieces are taken off, for parts of their own, until one piece
+    would hold the rest. Of rests a part takes two. None if parts are few.
+    """
+    full_pieces: dict[int, int] = {}
+    left, items = list(blocks), []
+    for request in range(len(blocks)):
+        if blocks[request] + FIXED_COST > limit:
+            full_pieces[request] = 0
+            while left[request] > limit - FIXED_COST - piece:
+                left[request] -= limit - FIXED_COST - piece
+                full_pieces[request] += 1
+            left[request] = max(left[request], MIN_BLOCKS)
+        price = piece if request in full_pieces else 0
+        items.append((-(left[request] + FIXED_COST + price), request))
+    others = parts - sum(full_pieces.values())
+    if others < 1 or len(full_pieces) > 2 * others:
+        return None
+
+    held: list[list[int]] = [[] for _ in range(others)]
+    heapq.heapify(items)
+    loads = [(0, part) for part in range(others)]
+    while items:
+        minus_cost, request = heapq.heappop(items)
+        passed_over = []
+        while request in full_pieces and sum(r in full_pieces for r in held[loads[0][1]]) == 2:
+            passed_over.append(heapq.heappop(loads))
+        load, part = loads[0]
+        heapq.heapreplace(loads, (load - minus_cost, part))
+        held[part].append(request)
+        for passed in passed_over:
+            heapq.heappush(loads, passed)
+
+    dealt: list[list[tuple[int, int, int]]] = []
+    for requests in held:
+        rests = [r for r in requests if r in full_pieces]
+        here = [(r, 0, blocks[r]) for r in requests if r not in full_pieces]
+        behind = []
+        for request in rests[:1]:  # it ends here
+            own = blocks[request] - left[request]
+            dealt += [[(request, *ends)] for ends in evenly(0, own, full_pieces[request])]
+            here.insert(0, (request, own, blocks[request]))
+        for request in rests[1:]:  # it begins here
+            here.append((request, 0, left[request]))
+            ends_of = evenly(left[request], blocks[request], full_pieces[request])
+            behind += [[(request, *ends)] for ends in ends_of]
+        dealt += [here, *behind]
+    return Packing(max(max(loads)[0], limit if full_pieces else 0), dealt)
+
+
+def evenly(begin: int, end: int, count: int) -> list[tuple[int, int]]:
+    """Ranges of equal size, but for the rounding."""
+    edges = [begin + i * (end - begin) // count for i in range(count + 1)]
+    return list(itertools.pairwise(edges))
 
 
 def limits_of(lengths: np.ndarray, parts: int, piece: int) -> range:
-    """Limits to try, from the equal share up; that the last one will do is derived in the kernel.
+    """Limits to try, from the equal share up; a thread of the kernel for each of all requests.
 
     Below the first one what is between two cuts could be too small, and what is left uncuttable.
     """
-    least = max(share_of(lengths, parts), FIXED_COST + piece + 2 * MIN_BLOCKS - 1)
-    tries = min(16, 4096 // parts)
-    beyond = FIXED_COST + 2 * max(piece, MIN_BLOCKS - 1)
-    step = -(-beyond // (tries - 1))
-    return range(least, least + tries * step, step)
+    share = share_of(lengths, parts)
+    least = max(share, FIXED_COST + piece + 2 * MIN_BLOCKS - 1)
+    warps = -(-len(lengths) // 32)
+    step = max((FIXED_COST + piece) // 4, share // 64, 1)
+    return range(least, least + min(8, 32 // warps) * step, step)
 
 
-def limit_of(lengths: np.ndarray, parts: int, row_groups: int) -> int:
-    """The first limit with which filled parts suffice."""
-    blocks, piece = blocks_of(lengths).tolist(), piece_cost(row_groups, share_of(lengths, parts))
+def packable(lengths: np.ndarray, parts: int) -> bool:
+    """Whether there are few enough of all for packing."""
+    few = len(lengths) <= PACKED_REQUESTS and parts <= PACKED_PARTS
+    return few and share_of(lengths, parts) <= PACKED_SHARE
+
+
+def packings(lengths: np.ndarray, parts: int, row_groups: int) -> dict[int, Packing]:
+    """All that are tried and that there are enough parts for, by their limits."""
+    blocks, piece = blocks_of(lengths).tolist(), piece_cost(row_groups)
     limits = limits_of(lengths, parts, piece)
-    return next(limit for limit in limits if fill(blocks, parts, limit, piece))
+    tried = {limit: pack(blocks, parts, limit, piece) for limit in limits}
+    return {limit: packing for limit, packing in tried.items() if packing}
+
+
+def best_limit(found: dict[int, Packing]) -> int:
+    """The one whose dearest part is cheapest, of equal ones the least."""
+    return min(found, key=lambda limit: (found[limit].cost, limit))
 
 
 def kind(lengths: np.ndarray, parts: int, row_groups: int) -> str:
-    """How requests are dealt out: apart, whole ones in groups, or to filled parts or shares."""
+    """How requests are dealt out: apart, whole ones in groups, packed, or in equal shares."""
     share, price = share_of(lengths, parts), whole_price(lengths, parts)
     two_each = 2 * len(lengths) <= parts
     if two_each and size_of_pieces(lengths, parts, row_groups) + FIXED_COST <= share + CUT_COST:
         return "apart"
-    if len(lengths) > THREADS:
+    if not packable(lengths, parts):
         return "whole" if price <= share + CUT_COST else "shares"
     if price <= share + min(CUT_COST, share // 32):
         return "whole"
-    return "whole" if price <= limit_of(lengths, parts, row_groups) else "filled"
+    found = packings(lengths, parts, row_groups)
+    if not found:
+        return "shares"
+    return "whole" if price <= found[best_limit(found)].cost else "packed"
 
 
 # What a part of equal shares may cost beyond a share: a part's range of the summed cost is one
@@ -200,21 +269,26 @@ def kind(lengths: np.ndarray, parts: int, row_groups: int) -> str:
 #       more, MIN_BLOCKS - 1 + FIXED_COST at most.
 #     The worst is a cut moved to the begin and the next one moved to the end. What a moved cut
 #     gives to one part the other one lacks, so that no part lacks more than that either.
+# With the price of pieces the worst is two cuts that stay: a moved one leaves no piece, and a piece
+# costs MIN_BLOCKS or more.
 SHARE_EXCESS = 2 * (MIN_BLOCKS - 1) + FIXED_COST
 
 
 def most_of(how: str, lengths: np.ndarray, parts: int, row_groups: int) -> int:
-    """What the dearest part may cost: a filled one with its pieces' price, others without."""
+    """What the dearest part may cost: with its pieces' price, but for those of requests apart.
+
+    5 % beyond an equal share, or what cutting costs: two pieces' price, and once more FIXED_COST.
+    """
     share = share_of(lengths, parts)
     if how == "apart":  # what is not cut is longer than a piece by less than min_saving
         return share + CUT_COST + min_saving(row_groups) - 1
-    if how == "shares":
-        return share + SHARE_EXCESS
-    last = limits_of(lengths, parts, piece_cost(row_groups, share_of(lengths, parts)))[-1]
-    if how == "filled":
-        return last
-    cheap = CUT_COST if len(lengths) > THREADS else min(CUT_COST, share // 32)
-    return max(share + cheap, 0 if len(lengths) > THREADS else last)
+    return share + max(share // 20, 2 * piece_cost(row_groups) + FIXED_COST)
+
+
+def dearest_of(how: str, lengths: np.ndarray, parts: int, row_groups: int) -> int:
+    """What the dearest part costs, with its pieces' price, but for those of requests apart."""
+    piece = 0 if how == "apart" else piece_cost(row_groups)
+    return int(cost_of_parts(schedule(lengths, parts, row_groups), lengths, piece).max())
 
 
 MIXES = {
@@ -252,6 +326,35 @@ any_parts = st.one_of(st.integers(1, 8), st.integers(1, 200), st.integers(1, MOS
 any_row_groups = st.integers(1, ROW_TILE // ROW_GROUP)
 
 
+@st.composite
+def cut_as_they_fall(
+    draw: st.DrawFn, batches: tuple[int, ...] = (1, 1, 150, THREADS + 1)
+) -> tuple[np.ndarray, int, int]:
+    """Lengths, less than two parts for each, and row groups; some are much longer than the rest."""
+    longest = draw(st.sampled_from([5, 10, 40, 400]))  # blocks
+    blocks = draw(st.lists(st.integers(0, longest), min_size=2, max_size=100))
+    blocks *= -(-draw(st.sampled_from(batches)) // len(blocks))
+    for giant in draw(st.lists(st.integers(0, len(blocks) - 1), min_size=1, max_size=3)):
+        blocks[giant] = draw(st.integers(20, 5000))
+    parts = draw(st.integers(2, min(2 * len(blocks) - 1, MOST_PARTS)))
+    return np.array(blocks) * BLOCK_TOKENS, parts, draw(any_row_groups)
+
+
+@st.composite
+def many_above_the_limit(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
+    """Lengths of which most cost more than a share, parts to pack them into, and row groups."""
+    short = draw(st.lists(st.integers(0, 40), max_size=20))
+    most = draw(st.sampled_from([1500, 20_000]))  # blocks
+    long = draw(st.lists(st.integers(most // 2, most), min_size=2, max_size=60))
+    blocks = draw(st.permutations([*short, *long]))
+    parts = draw(st.integers(len(long), min(2 * len(blocks) - 1, PACKED_PARTS)))
+    return np.array(blocks) * BLOCK_TOKENS, parts, draw(any_row_groups)
+
+
+packed_or_shares = st.one_of(cut_as_they_fall(), many_above_the_limit())
+any_case = st.one_of(st.tuples(any_lengths, any_parts, any_row_groups), packed_or_shares)
+
+
 # --- who does what --------------------------------------------------------------------------------
 
 
@@ -261,16 +364,28 @@ any_row_groups = st.integers(1, ROW_TILE // ROW_GROUP)
 def test_bounds_run_from_the_first_block_to_the_last(
     lengths: np.ndarray, parts: int, row_groups: int
 ) -> None:
-    bounds = schedule(lengths, parts, row_groups).bounds
+    made = schedule(lengths, parts, row_groups)
+    bounds = made.bounds
     assert (bounds.shape, bounds.dtype) == ((parts + 1, 2), np.dtype(np.int32))
     assert bounds[0].tolist() == [0, 0]
     assert bounds[-1].tolist() == [len(lengths), 0]
-    requests, blocks = bounds.T
-    assert (np.diff(requests) >= 0).all()
-    assert (np.diff(blocks)[np.diff(requests) == 0] >= 0).all()
+    places, blocks = bounds.T
+    assert (np.diff(places) >= 0).all()
+    assert (np.diff(blocks)[np.diff(places) == 0] >= 0).all()
     inside = blocks > 0  # a cut in the middle of a request leaves something on both sides
     assert (blocks >= 0).all()
-    assert (blocks[inside] < blocks_of(lengths)[requests[inside]]).all()
+    assert (blocks[inside] < blocks_of(lengths)[made.order][places[inside]]).all()
+
+
+@thorough
+@given(any_lengths, any_parts, any_row_groups)
+def test_every_request_has_a_place(lengths: np.ndarray, parts: int, row_groups: int) -> None:
+    """That of its number, but for packed ones."""
+    order = schedule(lengths, parts, row_groups).order
+    assert order.dtype == np.int64
+    np.testing.assert_array_equal(np.sort(order), np.arange(len(lengths)))
+    if kind(lengths, parts, row_groups) != "packed":
+        np.testing.assert_array_equal(order, np.arange(len(lengths)))
 
 
 @thorough
@@ -294,16 +409,18 @@ def test_records_are_of_the_requests_that_several_parts_touch(
     lengths: np.ndarray, parts: int, row_groups: int
 ) -> None:
     made = schedule(lengths, parts, row_groups)
+    by_request = pieces_by_request(made, lengths)
+    by_place = [by_request[request] for request in made.order]
     wanted = [
-        (request, pieces[0].part, pieces[-1].part)
-        for request, pieces in enumerate(pieces_by_request(made, lengths))
+        (place, pieces[0].part, pieces[-1].part)
+        for place, pieces in enumerate(by_place)
         if len(pieces) > 1
     ]
     assert made.splits.dtype == np.int32
     assert made.splits.shape == (len(wanted), 3)
     assert made.splits.tolist() == [list(record) for record in wanted]
     assert len(wanted) <= parts - 1
-    for pieces in pieces_by_request(made, lengths):  # without a gap
+    for pieces in by_request:  # without a gap
         assert [p.part for p in pieces] == list(range(pieces[0].part, pieces[-1].part + 1))
 
 
@@ -326,8 +443,8 @@ def test_a_part_holds_a_piece_a_slot(lengths: np.ndarray, parts: int, row_groups
 def test_negative_lengths_are_empty_ones(lengths: np.ndarray, parts: int, row_groups: int) -> None:
     made = schedule(lengths, parts, row_groups)
     other = schedule(np.maximum(lengths, 0), parts, row_groups)
-    np.testing.assert_array_equal(made.bounds, other.bounds)
-    np.testing.assert_array_equal(made.splits, other.splits)
+    for one, same in zip(made, other, strict=True):
+        np.testing.assert_array_equal(one, same)
 
 
 @thorough
@@ -336,9 +453,9 @@ def test_only_the_number_of_blocks_counts(
     lengths: np.ndarray, parts: int, row_groups: int, tail: int
 ) -> None:
     other = np.maximum((blocks_of(lengths) - 1) * BLOCK_TOKENS + tail, 0)
-    np.testing.assert_array_equal(
-        schedule(lengths, parts, row_groups).bounds, schedule(other, parts, row_groups).bounds
-    )
+    made = schedule(lengths, parts, row_groups), schedule(other, parts, row_groups)
+    for one, same in zip(*made, strict=True):
+        np.testing.assert_array_equal(one, same)
 
 
 @pytest.mark.parametrize("batch", [1, 7, 31, 32, 3000, 100_000])
@@ -369,16 +486,18 @@ class Segment(NamedTuple):
     first_slot: int
 
 
-def segments_of(part: int, record: np.void, lengths: np.ndarray) -> list[Segment]:
+def segments_of(
+    part: int, record: np.void, places: np.ndarray, lengths: np.ndarray
+) -> list[Segment]:
     """What a thread block works on: segment_of in cumla/cuda/mla_decode_layout.cuh."""
     blocks = blocks_of(lengths).tolist()
     r = {name: int(record[name]) for name in PART.names or ()}
-    last_request = r["end_request"] if r["end_block"] > 0 else r["end_request"] - 1
+    last_place = r["end_place"] if r["end_block"] > 0 else r["end_place"] - 1
     found = []
-    for request in range(r["request"], last_request + 1):
-        head, tail = request == r["request"], request == r["end_request"]
-        if head:
-            assert r["tokens"] == max(lengths[request], 0)
+    for place in range(r["place"], last_place + 1):
+        head, tail = place == r["place"], place == r["end_place"]
+        request, tokens = (r["request"], r["tokens"]) if head else places[place].tolist()
+        assert tokens == max(lengths[request], 0)
         end = r["end_block"] if tail else blocks[request]
         piece = Piece(part, request, r["block"] if head else 0, end, 0 if head else 1)
         last = r["last_part"] if head else r["tail_last_part"] if tail else part
@@ -387,12 +506,14 @@ def segments_of(part: int, record: np.void, lengths: np.ndarray) -> list[Segment
     return found
 
 
-def check_records(table: np.ndarray, made: Schedule, lengths: np.ndarray) -> None:
+def check_records(
+    table: np.ndarray, places: np.ndarray, made: Schedule, lengths: np.ndarray
+) -> None:
     """Every thread block finds its pieces, and the pieces of those with whom it joins them."""
     by_request = pieces_by_request(made, lengths)
     read: list[list[Segment]] = [[] for _ in lengths]
     for part, record in enumerate(table):
-        for segment in segments_of(part, record, lengths):
+        for segment in segments_of(part, record, places, lengths):
             read[segment.piece.request].append(segment)
     meetings = set()
     for pieces, segments in zip(by_request, read, strict=True):
@@ -409,18 +530,20 @@ def check_records(table: np.ndarray, made: Schedule, lengths: np.ndarray) -> Non
 @given(any_lengths, any_parts, any_row_groups)
 def test_records_of_the_parts(lengths: np.ndarray, parts: int, row_groups: int) -> None:
     case = (lengths, parts, row_groups)
-    check_records(parts_table(*case), schedule(*case), lengths)
+    check_records(parts_table(*case), places_table(*case), schedule(*case), lengths)
 
 
 @pytest.mark.parametrize("name", LENGTHS)
 def test_records_that_the_gpu_tests_compare(name: str) -> None:
     case = LENGTHS[name]
-    check_records(parts_table(*case), schedule(*case), case[0])
+    lengths = np.minimum(case[0], max_tokens(len(case[0])))
+    check_records(parts_table(*case), places_table(*case), schedule(*case), lengths)
 
 
 def test_the_compared_schedules_are_of_every_kind() -> None:
     kinds = collections.defaultdict(set)
-    for case in LENGTHS.values():
+    for lengths, parts, row_groups in LENGTHS.values():
+        case = np.minimum(lengths, max_tokens(len(lengths))), parts, row_groups
         made, blocks = schedule(*case), blocks_of(case[0])
         of = kind(*case)
         kinds[of].add("cut" if len(made.splits) else "not cut")
@@ -434,17 +557,40 @@ def test_the_compared_schedules_are_of_every_kind() -> None:
             uncut = np.delete(blocks, made.splits[:, 0])
             longer = (uncut > size_of_pieces(*case)).any()
             kinds[of] |= {"longer than a piece, not cut"} if longer and len(made.splits) else set()
+        if of == "packed":
+            kinds[of] |= kinds_of_packing(made, case[0])
+        if of == "shares":
+            kinds[of] |= {"of too few parts to pack"} if packable(*case[:2]) else set()
+            kinds[of] |= {"too long to pack"} if share_of(*case[:2]) > PACKED_SHARE else set()
     everywhere = {"zeros", "idle at the end"}
     assert kinds == {
         "apart": everywhere | {"cut", "not cut", "longer than a piece, not cut"},
         "whole": everywhere | {"not cut", "more requests than threads"},
-        "filled": everywhere | {"cut"},
-        "shares": everywhere | {"cut", "empty in the middle", "more requests than threads"},
+        "packed": everywhere
+        | {"cut", "not cut", "256 requests", "one rest and whole requests", "one rest alone"}
+        | {"two rests and whole requests", "two rests alone", "whole requests", "equal costs"}
+        | {"160 parts"},
+        "shares": {"zeros", "cut", "empty in the middle", "more requests than threads"}
+        | {"idle at the end", "of too few parts to pack", "too long to pack"},
     }
     tables = {name: parts_table(*case) for name, case in LENGTHS.items()}
     assert any(table["first_slot"].any() for table in tables.values())
     spans = tables["one request over all warps of the schedule"]
     assert (spans["last_part"] - spans["first_part"]).max() > 300
+
+
+def kinds_of_packing(made: Schedule, lengths: np.ndarray) -> set[str]:
+    blocks, parts = blocks_of(lengths), len(made.bounds) - 1
+    found = {"256 requests"} if len(blocks) == PACKED_REQUESTS else set()
+    found |= {"160 parts"} if parts == PACKED_PARTS else set()
+    found |= {"equal costs"} if len(np.unique(blocks)) < len(blocks) else set()
+    for here in packed_parts(made, lengths):
+        rests, wholes = len(here.rests), len(here.wholes)
+        name = ("whole requests", "one rest", "two rests")[rests]
+        if rests:
+            name += " and whole requests" if wholes else " alone"
+        found |= {name} if rests or wholes else set()
+    return found
 
 
 # --- how well ------------------------------------------------------------------------------------
@@ -464,34 +610,20 @@ def test_whole_requests(lengths: np.ndarray, parts: int, row_groups: int) -> Non
 
 
 @thorough
-@given(any_lengths, any_parts, any_row_groups)
+@given(any_case)
 def test_requests_are_cut_only_where_whole_ones_are_dearer(
-    lengths: np.ndarray, parts: int, row_groups: int
+    case: tuple[np.ndarray, int, int],
 ) -> None:
-    made = schedule(lengths, parts, row_groups)
-    dearest, whole = cost_of_parts(made, lengths).max(), whole_price(lengths, parts)
-    how = kind(lengths, parts, row_groups)
-    if how == "filled":
-        assert (
-            cost_of_parts(made, lengths, piece_cost(row_groups, share_of(lengths, parts))).max()
-            < whole
-        )
-    elif how == "shares":
-        assert dearest < whole
-    else:
-        assert dearest <= whole
+    how, whole = kind(*case), whole_price(*case[:2])
+    dearest = dearest_of(how, *case)
+    assert dearest < whole if how in ("packed", "shares") else dearest <= whole
 
 
 @thorough
-@given(any_lengths, any_parts, any_row_groups)
-def test_the_dearest_part(lengths: np.ndarray, parts: int, row_groups: int) -> None:
-    how = kind(lengths, parts, row_groups)
-    piece = piece_cost(row_groups, share_of(lengths, parts)) if how == "filled" else 0
-    dearest = int(cost_of_parts(schedule(lengths, parts, row_groups), lengths, piece).max())
-    assert dearest <= most_of(how, lengths, parts, row_groups)
-
-
-ODD = [27, 22, 58, 57, 40, 23, 12, 56, 16, 33, 40, 14, 18, 44, 11, 40, 56, 41, 38, 27, 58, 13]
+@given(any_case)
+def test_the_dearest_part(case: tuple[np.ndarray, int, int]) -> None:
+    how = kind(*case)
+    assert dearest_of(how, *case) <= most_of(how, *case)
 
 
 def tiled(blocks: list[int], batch: int, giant: int) -> list[int]:
@@ -504,11 +636,9 @@ def tiled(blocks: list[int], batch: int, giant: int) -> list[int]:
 @pytest.mark.parametrize(
     ("how", "blocks", "parts", "row_groups", "short"),
     [
-        ("whole", [40, 56, 55, 81, 45, 51, 62, 36, 23, 95, 47, 71, 78, 53, 27, 79, 31], 2, 1, 0),
         ("apart", [56, 103, 322, 80], 9, 1, 0),
         ("apart", [142, 116, 81, 320, 371, 77], 12, 4, 0),
-        ("filled", [14] * 48, 46, 2, 1),
-        ("shares", tiled(ODD, 1050, 99), 738, 1, 0),
+        ("shares", tiled([25, 30, 38, 11, 12], 361, 90), 110, 1, 0),
     ],
 )
 def test_the_bounds_of_the_cost_are_met(
@@ -517,9 +647,8 @@ def test_the_bounds_of_the_cost_are_met(
     """They are about as small as they can be stated: these come that close."""
     lengths = np.array(blocks) * BLOCK_TOKENS
     assert kind(lengths, parts, row_groups) == how
-    piece = piece_cost(row_groups, share_of(lengths, parts)) if how == "filled" else 0
-    dearest = int(cost_of_parts(schedule(lengths, parts, row_groups), lengths, piece).max())
-    assert dearest == most_of(how, lengths, parts, row_groups) - short
+    case = lengths, parts, row_groups
+    assert dearest_of(how, *case) == most_of(how, *case) - short
 
 
 @st.composite
@@ -569,168 +698,194 @@ def test_the_size_of_pieces_is_the_smallest_but_for_a_step(
     assert size < 2 * sizes[0] + sizes.step
 
 
-@st.composite
-def cut_as_they_fall(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
-    """Lengths, less than two parts for each, and row groups; some are much longer than the rest."""
-    longest = draw(st.sampled_from([5, 10, 40, 400]))  # blocks
-    blocks = draw(st.lists(st.integers(0, longest), min_size=2, max_size=100))
-    blocks *= draw(st.sampled_from([1, 1 + THREADS // len(blocks)]))
-    for giant in draw(st.lists(st.integers(0, len(blocks) - 1), min_size=1, max_size=3)):
-        blocks[giant] = draw(st.integers(20, 5000))
-    parts = draw(st.integers(2, min(2 * len(blocks) - 1, MOST_PARTS)))
-    return np.array(blocks) * BLOCK_TOKENS, parts, draw(any_row_groups)
-
-
 @thorough
-@given(cut_as_they_fall())
+@given(packed_or_shares)
 def test_split_requests_are_not_cut_close_to_an_end(case: tuple[np.ndarray, int, int]) -> None:
-    assume(kind(*case) in ("filled", "shares"))
-    lengths, _, _ = case
-    requests, cuts = schedule(*case).bounds.T
+    assume(kind(*case) in ("packed", "shares"))
+    made, lengths = schedule(*case), case[0]
+    places, cuts = made.bounds.T
     inside = cuts > 0
     assert (cuts[inside] >= MIN_BLOCKS).all()
-    assert (blocks_of(lengths)[requests[inside]] - cuts[inside] >= MIN_BLOCKS).all()
+    behind = blocks_of(lengths)[made.order][places[inside]] - cuts[inside]
+    assert (behind >= MIN_BLOCKS).all()
 
 
 @thorough
-@given(cut_as_they_fall())
-@example((np.array([9, 8, 3, 1, 4, 11, 11, 187, 2, 15, 12, 7, 9]) * BLOCK_TOKENS, 19, 1))
-@example((np.where(np.arange(100) == 50, 40, 4) * BLOCK_TOKENS, 132, 1))
-def test_no_part_lacks_much(case: tuple[np.ndarray, int, int]) -> None:
+@given(cut_as_they_fall(batches=(PACKED_REQUESTS + 1, THREADS + 1)))
+def test_no_share_lacks_much(case: tuple[np.ndarray, int, int]) -> None:
     """Parts without work are at the end, and all but the last one with some are full."""
-    how = kind(*case)
-    assume(how in ("filled", "shares"))
-    lengths, parts, row_groups = case
-    made, share = schedule(*case), share_of(lengths, parts)
-    if how == "filled":
-        piece = piece_cost(row_groups, share_of(lengths, parts))
-        costs = cost_of_parts(made, lengths, piece)
-        lacks = FIXED_COST + 2 * max(piece, MIN_BLOCKS - 1)
-        least = limit_of(*case) - lacks
-        used = int(np.flatnonzero(costs)[-1]) + 1
-    else:
-        costs, least, used = cost_of_parts(made, lengths), share - SHARE_EXCESS, 0
-        used = -(-int((blocks_of(lengths) + FIXED_COST).sum()) // share)
-    assert not costs[used:].any()
-    assert (costs[: used - 1] >= least).all()  # the last one gets what is left
-
-
-@thorough
-@given(cut_as_they_fall())
-def test_filled_parts(case: tuple[np.ndarray, int, int]) -> None:
-    """Up to the least limit, each as far as it goes."""
-    assume(kind(*case) == "filled")
-    lengths, parts, row_groups = case
-    piece = piece_cost(row_groups, share_of(lengths, parts))
-    wanted = fill(blocks_of(lengths).tolist(), parts, limit_of(*case), piece)
-    assert schedule(*case).bounds.tolist() == [list(bound) for bound in wanted]
-
-
-@thorough
-@given(cut_as_they_fall(), st.integers(0, 30))
-def test_the_last_limit_always_does(case: tuple[np.ndarray, int, int], piece: int) -> None:
-    """Whatever a piece costs."""
+    assume(kind(*case) == "shares")
     lengths, parts, _ = case
-    bounds = fill(blocks_of(lengths).tolist(), parts, limits_of(lengths, parts, piece)[-1], piece)
-    assert bounds[-1:] == [(len(lengths), 0)]
-
-
-def fill_by_a_warp(starts: list[int], parts: int, limit: int, piece: int) -> list[int]:
-    """fill_parts of the kernel, lane by lane: its bounds on the axis of costs, [] for false."""
-    batch, nowhere = len(starts) - 1, -0x7FFFFFFF
-    starts = starts + [starts[-1]] * (THREADS - batch)
-    lost = FIXED_COST + piece
-    bounds = [0]
-    cut_at = limit - lost
-    for base in range(0, batch, 32):
-        begins, ends = starts[base : base + 32], starts[base + 1 : base + 33]
-        assert len(ends) == 32
-        again = [0] * 32
-        while True:
-            offers = []
-            for lane, (start, end) in enumerate(zip(begins, ends, strict=True)):
-                fits = end - start <= limit
-                first_cut = start + (max(MIN_BLOCKS, piece + 1) if fits else MIN_BLOCKS)
-                cut = min(max(cut_at, again[lane]), end - FIXED_COST - MIN_BLOCKS)
-                cuts = cut >= first_cut
-                bound = cut if cuts else start
-                if start - lost <= cut_at < end - lost:
-                    next_at = bound + limit - lost - (piece if cuts else 0)
-                    offers.append((next_at, lane, bound, cuts))
-                    assert nowhere < next_at < 2**31
-            assert len(offers) <= 1, "lanes that end the same part"
-            if not offers:
-                break
-            if len(bounds) == parts:
-                return []
-            next_at, lane, bound, cuts = offers[0]
-            assert bound > bounds[-1] or (bound, parts) == (0, 1), "a part without work"
-            bounds.append(bound)
-            if cuts:
-                again[lane] = bound + limit - lost
-            cut_at = next_at
-    return bounds + [starts[-1]] * (parts - len(bounds))
-
-
-@thorough
-@given(cut_as_they_fall(), st.integers(0, 30), st.integers(0, 100))
-@example((np.full(1024, 9000), 300, 4), 6, 3)
-@example((np.array([(1 << 30) * BLOCK_TOKENS // 4] * 3), 2, 4), 6, 14)
-def test_how_the_lanes_of_a_warp_fill_parts(
-    case: tuple[np.ndarray, int, int], piece: int, more: int
-) -> None:
-    lengths, parts, _ = case
-    lengths = lengths[:THREADS]
-    blocks = blocks_of(lengths)
-    parts = min(parts, 2 * len(lengths) - 1)
-    starts = np.append(0, np.cumsum(blocks + FIXED_COST))
-    limit = limits_of(lengths, parts, piece)[0] + more
-    wanted = fill(blocks.tolist(), parts, limit, piece)
-    places = [int(starts[request]) + block for request, block in wanted]
-    assert fill_by_a_warp(starts.tolist(), parts, limit, piece) == places[:-1]
-
-
-def equal_shares(lengths: np.ndarray, parts: int) -> Schedule:
-    """As requests were cut before pieces had a price: in proportion, where a share ends."""
-    blocks = blocks_of(lengths)
-    ends = np.cumsum(blocks + FIXED_COST)
     share = share_of(lengths, parts)
-    bounds = np.full((parts + 1, 2), [len(lengths), 0], np.int32)
-    bounds[0] = 0
-    for index in range(1, min(parts, -(-int(ends[-1]) // share))):
-        request = int(np.searchsorted(ends, index * share, side="right"))
-        cost = int(blocks[request]) + FIXED_COST
-        offset = index * share - (int(ends[request]) - cost)
-        block = (2 * offset * int(blocks[request]) + cost) // (2 * cost)
-        if block < MIN_BLOCKS:
-            bounds[index] = request, 0
-        elif blocks[request] - block < MIN_BLOCKS:
-            bounds[index] = request + 1, 0
+    costs = cost_of_parts(schedule(*case), lengths)
+    used = -(-int((blocks_of(lengths) + FIXED_COST).sum()) // share)
+    assert not costs[used:].any()
+    assert (costs[: used - 1] >= share - SHARE_EXCESS).all()  # the last one gets what is left
+
+
+# --- packed --------------------------------------------------------------------------------------
+
+
+class Packed(NamedTuple):
+    """What was packed into a part, by request: (cost, request); full pieces have other parts."""
+
+    wholes: list[tuple[int, int]]
+    rests: list[tuple[int, int]]
+
+    @property
+    def items(self) -> list[tuple[int, int]]:
+        return [*self.wholes, *self.rests]
+
+    @property
+    def load(self) -> int:
+        return sum(cost for cost, _ in self.items)
+
+
+def packed_parts(made: Schedule, lengths: np.ndarray, piece: int = 0) -> list[Packed]:
+    """All parts but those of full pieces.
+
+    The rest of a request is its last piece, which ends in a part that then takes others; only where
+    that part had a rest already, the second one is the first piece, and in slot 1.
+    """
+    found = [Packed([], []) for _ in made.bounds[:-1]]
+    full = set()
+    for pieces in pieces_by_request(made, lengths):
+        rest = pieces[0] if len(pieces) == 1 or pieces[0].slot == 1 else pieces[-1]
+        cost = rest.end - rest.begin + FIXED_COST
+        if len(pieces) == 1:
+            found[rest.part].wholes.append((cost, rest.request))
         else:
-            bounds[index] = request, block
-    return Schedule(bounds, np.zeros((0, 3), np.int32))
+            found[rest.part].rests.append((cost + piece, rest.request))
+        full |= {one.part for one in pieces if one != rest}
+    assert not any(found[part].items for part in full)
+    return [here for part, here in enumerate(found) if part not in full]
 
 
-@pytest.mark.parametrize("row_groups", [1, 2, 4])
-@pytest.mark.parametrize("parts", [132, 66, 33, 8])
-@pytest.mark.parametrize("mix", ["log-normal", "bimodal", "one giant, many dwarfs"])
-def test_filled_parts_are_no_dearer_than_equal_shares(
-    mix: str, parts: int, row_groups: int
-) -> None:
-    """With their pieces' price; it is not proved, and not so below the least limit there is."""
-    rng = np.random.default_rng(parts)
-    gained = 0
-    sizes = itertools.product((16, 40, 128, 300, 1000), (1000, 4000, 16_000, 64_000, 262_144))
-    for batch, most in sizes:
-        lengths = np.asarray(MIXES[mix](rng, batch, most)).astype(np.int32)
-        piece = piece_cost(row_groups, share_of(lengths, parts))
-        if kind(lengths, parts, row_groups) != "filled":
+@thorough
+@given(packed_or_shares)
+@example((np.tile([3000, 0, 700, 3000, 0], 40), 132, 3))
+@example((np.full(88, 30_000), 132, 1))
+def test_packed_parts(case: tuple[np.ndarray, int, int]) -> None:
+    """Of the limit, among those tried, whose dearest part is cheapest."""
+    assume(kind(*case) == "packed")
+    lengths, parts, _ = case
+    found = packings(*case)
+    made = schedule(*case)
+    dealt: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
+    for piece in pieces_of(made, lengths):
+        dealt[piece.part].append(piece[1:4])
+    assert dealt == found[best_limit(found)].parts
+    dearest = dearest_of("packed", *case)
+    assert dearest <= min(packing.cost for packing in found.values())
+
+
+@thorough
+@given(packed_or_shares)
+def test_only_requests_above_the_limit_are_cut(case: tuple[np.ndarray, int, int]) -> None:
+    """No piece costs more than it; full ones are equal, and have parts of their own."""
+    assume(kind(*case) == "packed")
+    lengths, _, row_groups = case
+    limit, made = best_limit(packings(*case)), schedule(*case)
+    alone = np.bincount([piece.part for piece in pieces_of(made, lengths)]) == 1
+    by_request = pieces_by_request(made, lengths)
+    for pieces, blocks in zip(by_request, blocks_of(lengths).tolist(), strict=True):
+        assert (len(pieces) > 1) == (blocks + FIXED_COST > limit)
+        if len(pieces) == 1:
             continue
-        before = cost_of_parts(equal_shares(lengths, parts), lengths, piece).max()
-        after = cost_of_parts(schedule(lengths, parts, row_groups), lengths, piece).max()
-        assert after <= max(before, FIXED_COST + piece + 2 * MIN_BLOCKS - 1), (batch, most)
-        gained += int(before - after)
-    assert gained > 0
+        sizes = [piece.end - piece.begin for piece in pieces]
+        assert max(sizes) + FIXED_COST + piece_cost(row_groups) <= limit
+        at = 0 if pieces[0].slot == 1 else len(pieces) - 1
+        full = sizes[:at] + sizes[at + 1 :]
+        assert max(full) - min(full) <= 1
+        assert all(alone[piece.part] for piece in pieces[:at] + pieces[at + 1 :])
+        # with a piece less they would have been larger than the limit, or the rest nothing
+        most = limit - FIXED_COST - piece_cost(row_groups)
+        assert len(pieces) == -(-blocks // most)
+
+
+@thorough
+@given(packed_or_shares)
+@example((np.tile([3000, 0, 700, 3000, 0], 40), 132, 3))
+def test_nothing_was_packed_where_it_is_dearer(case: tuple[np.ndarray, int, int]) -> None:
+    """Without its last item a part is no dearer than any other that could have taken it.
+
+    So the dearest part costs less than the average and its last item, but where parts with two
+    rests had to be passed over.
+    """
+    assume(kind(*case) == "packed")
+    lengths, _, row_groups = case
+    here = packed_parts(schedule(*case), lengths, piece_cost(row_groups))
+    for part in here:
+        assert len(part.rests) <= 2
+        if not part.items:
+            continue
+        cost, request = min(part.items, key=lambda item: (item[0], -item[1]))
+        is_rest = (cost, request) in part.rests
+        others = [o.load for o in here if not (is_rest and len(o.rests) == 2)]
+        assert part.load - cost <= min(others, default=part.load)
+    if all(len(part.rests) < 2 for part in here):
+        average = sum(part.load for part in here) / len(here)
+        largest = max(cost for part in here for cost, _ in part.items)
+        assert max(part.load for part in here) <= average + largest * (1 - 1 / len(here))
+
+
+@thorough
+@given(packed_or_shares)
+def test_the_order_of_a_part(case: tuple[np.ndarray, int, int]) -> None:
+    """The dearer rest, whole requests from the dearest on, the other rest."""
+    assume(kind(*case) == "packed")
+    made, lengths = schedule(*case), case[0]
+    place_of = np.argsort(made.order)
+    here = packed_parts(made, lengths)
+    for part in here:
+        rests = sorted(part.rests, key=lambda item: (-item[0], item[1]))
+        wholes = sorted(part.wholes, key=lambda item: (-item[0], item[1]))
+        wanted = [request for _, request in [*rests[:1], *wholes, *rests[1:]]]
+        places = place_of[wanted].tolist()
+        assert places == list(range(places[0], places[0] + len(places))) if places else True
+    used = [bool(part.items) for part in here]  # all idle parts are at the end
+    assert used == sorted(used, reverse=True)
+
+
+def ragged(batch: int) -> np.ndarray:
+    return np.random.default_rng(batch).integers(0, 9000, batch)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "parts", "packed"),
+    [
+        (blocks_of(ragged(PACKED_REQUESTS)), 132, True),
+        (blocks_of(ragged(PACKED_REQUESTS + 1)), 132, False),
+        (blocks_of(ragged(200)), PACKED_PARTS, True),
+        (blocks_of(ragged(200)), PACKED_PARTS + 1, False),
+        (np.array([PACKED_SHARE - 12, PACKED_SHARE - 12, 8, 8]), 2, True),
+        (np.array([PACKED_SHARE - 12, PACKED_SHARE - 12, 8, 9]), 2, False),
+    ],
+)
+def test_how_much_is_packed(blocks: np.ndarray, parts: int, packed: bool) -> None:
+    """Beyond, there are equal shares, of requests in their own order."""
+    lengths = blocks * BLOCK_TOKENS
+    assert packable(lengths, parts) == packed
+    assert kind(lengths, parts, 1) == ("packed" if packed else "shares")
+    order = schedule(lengths, parts, 1).order
+    assert (order != np.arange(len(lengths))).any() == packed
+
+
+@thorough
+@given(packed_or_shares)
+def test_costs_of_packed_parts_fit_24_bits(case: tuple[np.ndarray, int, int]) -> None:
+    """The kernel has them beside a part's number; the same lengths, with the largest share."""
+    lengths, parts, row_groups = case
+    blocks = blocks_of(lengths[:PACKED_REQUESTS])
+    parts = min(parts, PACKED_PARTS)
+    blocks = blocks * (PACKED_SHARE * parts - 2 * FIXED_COST * len(blocks)) // max(blocks.sum(), 1)
+    lengths = blocks * BLOCK_TOKENS
+    assert packable(lengths, parts)
+    for packing in packings(lengths, parts, row_groups).values():
+        assert packing.cost < 1 << 24
+
+
+# --- lengths that servers see --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("row_groups", [1, 2, 3, 4])
@@ -754,11 +909,11 @@ def test_the_largest_part_of_a_servers_lengths(
     ):
         lengths = np.asarray(MIXES[mix](rng, batch, most)).astype(np.int32)
         made = schedule(lengths, parts, row_groups)
-        largest = np.zeros(parts, int)
+        held = np.zeros(parts, int)
         for piece in pieces_of(made, lengths):
-            largest[piece.part] += piece.end - piece.begin
+            held[piece.part] += piece.end - piece.begin
         equal = -(-int(blocks_of(lengths).sum()) // parts)
-        beyond = int(largest.max()) - equal
+        beyond = int(held.max()) - equal
         of = kind(lengths, parts, row_groups)
         excess = most_of(of, lengths, parts, row_groups) - share_of(lengths, parts)
         most_beyond = excess - FIXED_COST + -(-FIXED_COST * batch // parts)
@@ -801,6 +956,7 @@ def test_batch_invariant_parts_hold_a_piece_each(case: tuple[np.ndarray, int, in
     lengths, max_blocks, _ = case
     lengths = np.clip(lengths, 0, max_blocks * BLOCK_TOKENS)
     made = invariant_schedule(*case)
+    np.testing.assert_array_equal(made.order, np.arange(len(lengths)))
     pieces = pieces_of(made, lengths)
     assert [piece.part for piece in pieces] == list(range(len(pieces)))
     assert (made.bounds[len(pieces) :] == [len(lengths), 0]).all()  # all idle parts are at the end
@@ -846,11 +1002,12 @@ def test_records_of_batch_invariant_parts(case: tuple[np.ndarray, int, int]) -> 
     lengths, max_blocks, _ = case
     table = invariant_parts_table(*case)
     held = np.clip(lengths, 0, max_blocks * BLOCK_TOKENS)
-    check_records(table, invariant_schedule(*case), held)
+    check_records(table, invariant_places_table(*case), invariant_schedule(*case), held)
     assert not table["first_slot"].any()
-    idle = table[table["request"] == len(lengths)]
-    assert not (idle["block"].any() or idle["tokens"].any() or idle["end_block"].any())
-    assert (idle["end_request"] == len(lengths)).all()
+    idle = table[table["place"] == len(lengths)]
+    for name in ("block", "request", "tokens", "end_block"):
+        assert not idle[name].any(), name
+    assert (idle["end_place"] == len(lengths)).all()
     for name in ("first_part", "last_part", "tail_last_part"):
         np.testing.assert_array_equal(idle[name], np.arange(len(table))[len(table) - len(idle) :])
 
@@ -952,7 +1109,7 @@ def test_what_lies_in_the_buffer_does_not_overlap(key: MLADecodeKey) -> None:
     rows = tickets * 2 * key.row_groups * ROW_GROUP
     assert key.num_tickets == tickets
     sizes = {
-        "seqlens": 4 * key.batch,
+        "places": 8 * key.batch,
         "parts": 48 * parts,
         "tickets": 16 * tickets,
         "partial_lse": 4 * rows,
