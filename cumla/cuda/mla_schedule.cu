@@ -194,13 +194,16 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
     const int first = thread < p.parts ? min(thread * group, p.batch) : p.batch;
     const int next = min(first + group, p.batch);
     const int price = start_of(next) - start_of(first);
-    const bool packable = p.batch <= kPackedRequests && p.parts <= kPackedParts && share <= kPackedShare;
+    const int of_shares = share + p.fixed_cost + 2 * p.piece_cost;  // they cost that at most, whatever their cuts
     // Nearly equal groups are taken at once: 128 of 132 multiprocessors, 1/32 dearer than shares, were as fast as all.
-    bool dearer = __syncthreads_or(price > share + (packable ? min(p.cut_cost, share / 32) : p.cut_cost));
+    bool dearer = __syncthreads_or(price > share + min(p.cut_cost, share / 32));
     Packed packed = {0, 0, 0, kNever};
-    if (dearer && packable) {
-      packed = find_packed(p, shared.packing, shared.keys, shared.thread_tokens, share);
-      if (packed.cost != kNever) dearer = __syncthreads_or(price > packed.cost);
+    if (dearer) {
+      if (p.batch <= kPackedRequests && p.parts <= kPackedParts && share <= kPackedShare) {
+        packed = find_packed(p, shared.packing, shared.keys, shared.thread_tokens, share);
+        if (packed.cost > max(of_shares, share + share / 20)) packed.cost = kNever;
+      }
+      dearer = __syncthreads_or(price > (packed.cost != kNever ? packed.cost : of_shares));
     }
     if (!dearer) {
       if (thread < p.parts)

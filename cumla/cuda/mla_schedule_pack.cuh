@@ -121,7 +121,8 @@ __device__ __forceinline__ Packed find_packed(const MlaScheduleParams& p, Packin
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int slots = (p.batch + 31) / 32 * 32, trials = min(kLimits, kScheduleThreads / slots);
   const int least = max(share, p.fixed_cost + p.piece_cost + 2 * p.min_blocks - 1);
-  const int step = max(max((p.fixed_cost + p.piece_cost) / 4, share / 64), 1);
+  const int beyond = p.fixed_cost + 2 * p.piece_cost;
+  const int step = max((beyond + trials - 2) / (trials - 1), share / 64);
   const int trial = static_cast<int>(threadIdx.x) / slots, request = static_cast<int>(threadIdx.x) - trial * slots;
   if (trial < trials) {
     u32 key = 0;

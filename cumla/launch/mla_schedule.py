@@ -38,7 +38,7 @@ __all__ = [
 
 FIXED_COST = 2  # of a request, or of a piece of one, in KV blocks: loads before, stores behind
 CUT_COST = 16  # of cutting, in KV blocks, or what uneven parts may cost instead of it
-MIN_BLOCKS = 4  # no cut of filled parts or of shares is closer to an end of its request
+MIN_BLOCKS = 4  # no cut of packed parts or of shares is closer to an end of its request
 MIN_SHARE = 2  # cost of a share, or blocks of a piece, at least
 _THREADS = 1024
 _PACKED_REQUESTS = 256  # most that are packed,
@@ -224,13 +224,17 @@ def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule
         return Schedule(bounds, _splits(bounds), order)
 
     packable = batch <= _PACKED_REQUESTS and parts <= _PACKED_PARTS and share <= _PACKED_SHARE
-    limit = share + (min(CUT_COST, share // 32) if packable else CUT_COST)
+    each = piece_cost(row_groups)
+    limit = share + min(CUT_COST, share // 32)
+    of_shares = share + FIXED_COST + 2 * each  # they cost that at most
     group = -(-batch // parts)
     price = int(np.diff(np.append(starts[::group], total)).max())
     packed = None
     if packable and price > limit:
-        packed = _pack(blocks, parts, share, piece_cost(row_groups))
-    if price <= (packed.cost if packed else limit):
+        packed = _pack(blocks, parts, share, each)
+    if packed and packed.cost > max(of_shares, share + share // 20):
+        packed = None
+    if price <= (packed.cost if packed else of_shares):
         bounds[:, 0] = np.minimum(np.arange(parts + 1) * group, batch)
         return Schedule(bounds, _splits(bounds), order)
     if packed:
@@ -305,8 +309,9 @@ class _Packed(NamedTuple):
 def _pack(blocks: np.ndarray, parts: int, share: int, piece: int) -> _Packed | None:
     """Pack requests into parts with the limit, of a few, that makes the dearest part cheapest."""
     least = max(share, FIXED_COST + piece + 2 * MIN_BLOCKS - 1)
-    step = max((FIXED_COST + piece) // 4, share // 64, 1)
-    limits = range(least, least + _limits(len(blocks)) * step, step)
+    tries = _limits(len(blocks))
+    step = max(-(-(FIXED_COST + 2 * piece) // (tries - 1)), share // 64)
+    limits = range(least, least + tries * step, step)
     tried = (_pack_up_to(limit, blocks.tolist(), parts, piece) for limit in limits)
     return min((packed for packed in tried if packed), key=lambda packed: packed.cost, default=None)
 

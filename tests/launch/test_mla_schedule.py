@@ -219,8 +219,9 @@ def limits_of(lengths: np.ndarray, parts: int, piece: int) -> range:
     share = share_of(lengths, parts)
     least = max(share, FIXED_COST + piece + 2 * MIN_BLOCKS - 1)
     warps = -(-len(lengths) // 32)
-    step = max((FIXED_COST + piece) // 4, share // 64, 1)
-    return range(least, least + min(8, 32 // warps) * step, step)
+    tries = min(8, 32 // warps)
+    step = max(-(-(FIXED_COST + 2 * piece) // (tries - 1)), share // 64)
+    return range(least, least + tries * step, step)
 
 
 def packable(lengths: np.ndarray, parts: int) -> bool:
@@ -248,14 +249,14 @@ def kind(lengths: np.ndarray, parts: int, row_groups: int) -> str:
     two_each = 2 * len(lengths) <= parts
     if two_each and size_of_pieces(lengths, parts, row_groups) + FIXED_COST <= share + CUT_COST:
         return "apart"
-    if not packable(lengths, parts):
-        return "whole" if price <= share + CUT_COST else "shares"
     if price <= share + min(CUT_COST, share // 32):
         return "whole"
-    found = packings(lengths, parts, row_groups)
-    if not found:
-        return "shares"
-    return "whole" if price <= found[best_limit(found)].cost else "packed"
+    found = packings(lengths, parts, row_groups) if packable(lengths, parts) else {}
+    if found:
+        packed = found[best_limit(found)].cost
+        if packed <= most_of("packed", lengths, parts, row_groups):
+            return "whole" if price <= packed else "packed"
+    return "whole" if price <= share + FIXED_COST + 2 * piece_cost(row_groups) else "shares"
 
 
 # What a part of equal shares may cost beyond a share: a part's range of the summed cost is one
@@ -638,6 +639,8 @@ def tiled(blocks: list[int], batch: int, giant: int) -> list[int]:
     [
         ("apart", [56, 103, 322, 80], 9, 1, 0),
         ("apart", [142, 116, 81, 320, 371, 77], 12, 4, 0),
+        ("whole", [212, 47, 155, 67], 2, 3, 0),
+        ("packed", [23, 58, 52, 51], 6, 2, 0),
         ("shares", tiled([25, 30, 38, 11, 12], 361, 90), 110, 1, 0),
     ],
 )
