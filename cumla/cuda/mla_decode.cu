@@ -54,11 +54,11 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, 
 // Loads the blocks of one parity into their stage as it becomes free: one thread, of kBoxes a warp. With kSharedBlocks
 // (compute-bound) it also has L2 fetch the block after next, so that a load waits for L2 and not for DRAM; the row tiles
 // share that work. With one row tile (memory-bound) that only lengthens the queue of the copy engine.
-template <bool kSharedBlocks, PageForm kForm>
-__device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
+template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
+__device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
                                         const Part& part, int last_place, int parity) {
-  BlockCursor<2> now(p, tile, part, last_place, parity);
-  BlockCursor<2> ahead = now;
+  BlockCursor<2, AnyTile> now(p, tile, part, last_place, parity);
+  BlockCursor<2, AnyTile> ahead = now;
   const int offset = first_of_box<kForm>(p);
   PageRow next = now.row_of(offset);
   if constexpr (kSharedBlocks) ahead.next();
@@ -92,23 +92,23 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
 }
 
 // The same of kRows, all blocks in turn: one of two warps, half of the rows.
-template <bool kSharedBlocks>
-__device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
+template <bool kSharedBlocks, typename AnyTile>
+__device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
                                              const Part& part, int last_place, int warp) {
-  RowCopier rows(p, tile, part, last_place, warp);
+  RowCopier<AnyTile> rows(p, tile, part, last_place, warp);
 #pragma unroll 1
   for (int t = 0; rows.take(); ++t) {
     const int parity = t & 1;
     const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
     mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
-    rows.copy<1>(p.rope, 0, {stage + kRopeTile * kTileBytes});
+    rows.template copy<1>(p.rope, 0, {stage + kRopeTile * kTileBytes});
     mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
       const int half = i ^ parity, column = half * kHalfTiles;
       const u32 tiles = stage + column * kTileBytes;
       mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
-      rows.copy<kHalfTiles>(p.latent, column * 128,
+      rows.template copy<kHalfTiles>(p.latent, column * 128,
                             {tiles, tiles + kTileBytes, tiles + 2 * kTileBytes, tiles + 3 * kTileBytes});
 #pragma unroll
       for (int k = 0; k < kHalfTiles; ++k) mbarrier_arrive_after_copies(shared.full(parity, column + k));
@@ -118,8 +118,8 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
   copy_async_wait_all();
 }
 
-template <bool kSharedBlocks, PageForm kForm>
-__device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
+template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
+__device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                      const Part& part, int last_place) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp >= 2)
@@ -130,10 +130,10 @@ __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayou
     load_kv<kSharedBlocks, kForm>(p, shared, tile, part, last_place, warp);
 }
 
-template <typename T, bool kSharedBlocks, PageForm kForm>
-__device__ __forceinline__ void compute(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
+template <typename T, bool kSharedBlocks, PageForm kForm, typename AnyTile>
+__device__ __forceinline__ void compute(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                         const Part& part, int last_place, int warpgroup) {
-  Consumer<T, kSharedBlocks, kForm == kRows> consumer(p, shared, tile, warpgroup - 1);
+  Consumer<T, kSharedBlocks, kForm == kRows, AnyTile> consumer(p, shared, tile, warpgroup - 1);
   int t = 0;
   for (int place = part.place; place <= last_place; ++place) {
     const Segment segment = segment_of(p, tile, part, place);
@@ -144,23 +144,23 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, const SharedLa
 }
 
 // kSharedBlocks: several row tiles read the same blocks.
-template <typename T, bool kSharedBlocks, PageForm kForm>
+template <typename T, bool kSharedBlocks, PageForm kForm, typename AnyTile = Tile>
 __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const SharedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  begin_kernel<kForm>(p, shared);
+  begin_kernel<kForm, AnyTile>(p, shared);
 
   // Each role reads the part for itself: what both hold from before would cost registers that they lack.
   if (warpgroup == 0) {
     registers_decrease<56>();
     const Part part = part_of_cta(p, copy_of(blockIdx.y));
-    const Tile tile(p);
+    AnyTile tile(p);
     load<kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part));
   } else {
     registers_increase<224>();
     const Part part = part_of_cta(p, blockIdx.y);
-    const Tile tile(p);
+    AnyTile tile(p);
     compute<T, kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part), warpgroup);
   }
 }

@@ -13,11 +13,11 @@ namespace cumla {
 // One consumer warpgroup. Thread layout of the accumulators: rows 16 warp + lane / 4 and that + 8; in every group of
 // eight columns the two at 2 (lane % 4).
 // kCopied: tiles were written by threads' own copies, not by TMA.
-template <typename T, bool kSharedBlocks, bool kCopied>
+template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
 struct Consumer {
   const MlaDecodeParams& p;
   const SharedLayout& shared;
-  const Tile& tile;
+  const AnyTile& tile;
   const int consumer, warp, lane, row;
   float output[128];
   float scores[32];
@@ -27,7 +27,7 @@ struct Consumer {
   float weight[2];           // and of the 16-bit probabilities made of them, which normalise the output
   int limit[2];              // tokens that the two rows see
 
-  __device__ __forceinline__ Consumer(const MlaDecodeParams& p, const SharedLayout& shared, const Tile& tile,
+  __device__ __forceinline__ Consumer(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
                                       int consumer)
       : p(p),
         shared(shared),
@@ -324,7 +324,7 @@ struct Consumer {
     consumers_sync();  // the next segment writes there
     if (segment.split()) {
       write_piece(segment, inverse, lse);
-      Joiner<T>(p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0)}, tile, segment).join(more);
+      Joiner<T, AnyTile>(p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0)}, tile, segment).join(more);
     } else {
       write_result(segment, inverse, lse);
     }

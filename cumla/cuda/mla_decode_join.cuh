@@ -31,8 +31,8 @@ __device__ __forceinline__ void store_lse(const MlaDecodeParams& p, int request,
 
 // A quad of lanes stores 16 columns of a row, each lane a, b at 2 quad_lane and c, d eight columns later. In 16 bits lanes
 // trade with their neighbour, kNeighbour apart: eight bytes a lane, full 32-byte sectors.
-template <typename T, int kNeighbour>
-__device__ __forceinline__ void store_columns(const MlaDecodeParams& p, const Tile& tile, int request, int row,
+template <typename T, int kNeighbour, typename AnyTile>
+__device__ __forceinline__ void store_columns(const MlaDecodeParams& p, const AnyTile& tile, int request, int row,
                                               int quad_lane, int column, float a, float b, float c, float d) {
   const bool exists = row < tile.rows, odd = quad_lane % 2;
   const Row to(p, tile, row);
@@ -63,15 +63,15 @@ struct JoinSpace {
   u32 weights;  // 1,024 bytes
 };
 
-template <typename T>
+template <typename T, typename AnyTile>
 struct Joiner {
   const MlaDecodeParams& p;
   const JoinSpace space;
-  const Tile& tile;
+  const AnyTile& tile;
   const Segment& segment;
   const int pieces, warp, lane;  // warp: of both consumers
 
-  __device__ __forceinline__ Joiner(const MlaDecodeParams& p, const JoinSpace& space, const Tile& tile,
+  __device__ __forceinline__ Joiner(const MlaDecodeParams& p, const JoinSpace& space, const AnyTile& tile,
                                     const Segment& segment)
       : p(p),
         space(space),

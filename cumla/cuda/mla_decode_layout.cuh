@@ -42,7 +42,7 @@ struct MlaDecodeParams {
   i64 lse_stride_batch, lse_stride_head, lse_stride_token;  // elements
   const int* block_table;
   i64 block_table_stride;  // elements
-  const Place* places;   // [batch], of the schedule's order
+  const Place* places;   // [batch], of the schedule's order; TilePlace where query lengths differ
   const Part* parts_in;
   Ticket* tickets;       // [kv head][row tile][part]
   float4* partial_out;   // [kv head][row tile][part][slot][consumer][row group][32][lane]
@@ -54,7 +54,7 @@ struct MlaDecodeParams {
   int num_pages;
   int page_size;
   int box_rows;
-  int q_len;
+  int q_len;  // where query lengths differ: of all requests together
   int heads_per_group;
   int row_groups;  // of 16 rows in a tile
   int may_wait;    // all CTAs fit on the GPU at once, so that one may wait for another
@@ -65,6 +65,7 @@ struct MlaDecodeParams {
 
 // Which rows a CTA has: grid = (row tiles of a kv head, parts, kv heads).
 struct Tile {
+  using Held = const Tile&;  // by what walks over segments
   int index, first_row, rows;   // index over all kv heads; rows of this tile that exist
   int least_shift, most_shift;  // causal: its rows see between tokens - most_shift and tokens - least_shift tokens
 
@@ -81,6 +82,31 @@ struct Tile {
   }
 };
 
+// Where query lengths differ: each place of the schedule is a row tile, grid = (1, parts, kv heads).
+struct RaggedTile {
+  using Held = RaggedTile;
+  int index, first_row, rows;
+  int least_shift, most_shift;
+  int q_len, q_begin;
+  i64 pages;
+
+  __device__ __forceinline__ explicit RaggedTile(const MlaDecodeParams&) { index = blockIdx.z; }
+  __device__ __forceinline__ int shift_of(const MlaDecodeParams& p, int row) const {
+    if (!p.causal) return 0;
+    return q_len - 1 - min((first_row + row) / p.heads_per_group, q_len - 1);
+  }
+  // Nothing of a place that was never written may lead out of the arrays.
+  __device__ __forceinline__ void move_to(const MlaDecodeParams& p, const TilePlace& place) {
+    q_begin = min(max(place.q_begin, 0), p.q_len - 1);
+    q_len = min(max(place.q_len, 1), p.q_len - q_begin);
+    first_row = min(max(place.first_row, 0), q_len * p.heads_per_group - 1);
+    rows = min(kRowTile, q_len * p.heads_per_group - first_row);
+    most_shift = shift_of(p, 0);
+    least_shift = shift_of(p, rows - 1);
+    pages = place.pages;
+  }
+};
+
 // A row of a tile as the arrays have it.
 struct Row {
   int token, head;
@@ -89,6 +115,11 @@ struct Row {
     const int group_row = tile.first_row + row;
     token = p.q_len == 1 ? 0 : group_row / p.heads_per_group;
     head = blockIdx.z * p.heads_per_group + group_row - token * p.heads_per_group;
+  }
+  __device__ __forceinline__ Row(const MlaDecodeParams& p, const RaggedTile& tile, int row) {
+    const int group_row = tile.first_row + row, own = group_row / p.heads_per_group;
+    token = tile.q_begin + own;
+    head = blockIdx.z * p.heads_per_group + group_row - own * p.heads_per_group;
   }
 };
 
@@ -100,15 +131,14 @@ struct Segment {
   __device__ __forceinline__ bool split() const { return last_part > first_part; }
 };
 
-__device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, const Tile& tile, const Part& part,
-                                              int place) {
+// What lies at a place of a part, of so many tokens and with a row that sees all but least_shift of them.
+__device__ __forceinline__ Segment segment_at(const MlaDecodeParams& p, const Part& part, int place, int tokens_there,
+                                              int least_shift) {
   const bool head = place == part.place, tail = place == part.end_place;
-  Place at = {part.request, part.tokens};
-  if (!head) at = p.places[place];
-  const int scheduled = min(max(at.tokens, 0), kMaxTokens);
+  const int scheduled = min(max(tokens_there, 0), kMaxTokens);
   const int tokens = min(static_cast<i64>(scheduled), p.max_tokens);
   Segment segment;
-  segment.request = min(max(at.request, 0), p.batch - 1);
+  segment.request = 0;
   segment.tokens = tokens;
   segment.begin = head ? part.block : 0;
   segment.slot = head ? 0 : 1;
@@ -116,13 +146,36 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, const Ti
   segment.last_part = head ? part.last_part : tail ? part.tail_last_part : blockIdx.y;
   segment.first_slot = head ? part.first_slot : 1;
   const int scheduled_end = tail ? part.end_block : blocks_of(scheduled);
-  const int end = min(scheduled_end, blocks_of(max(tokens - tile.least_shift, 0)));
+  const int end = min(scheduled_end, blocks_of(max(tokens - least_shift, 0)));
   segment.blocks = max(end - segment.begin, 0);
   return segment;
 }
 
+__device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, const Tile& tile, const Part& part,
+                                              int place) {
+  Place at = {part.request, part.tokens};
+  if (place != part.place) at = p.places[place];
+  Segment segment = segment_at(p, part, place, at.tokens, tile.least_shift);
+  segment.request = min(max(at.request, 0), p.batch - 1);
+  return segment;
+}
+__device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, RaggedTile& tile, const Part& part, int place) {
+  const TilePlace at = reinterpret_cast<const TilePlace*>(p.places)[place];
+  tile.move_to(p, at);
+  return segment_at(p, part, place, at.tokens, tile.least_shift);
+}
+
+// Where the pages of a segment begin, from the block table's first entry.
+__device__ __forceinline__ i64 pages_of(const MlaDecodeParams& p, const Tile&, const Segment& segment) {
+  return segment.request * p.block_table_stride;
+}
+__device__ __forceinline__ i64 pages_of(const MlaDecodeParams& p, const RaggedTile& tile, const Segment&) {
+  return tile.pages * p.block_table_stride;
+}
+
 // Number of the piece that a part leaves in a slot.
-__device__ __forceinline__ i64 piece_index(const MlaDecodeParams& p, const Tile& tile, int part, int slot) {
+template <typename AnyTile>
+__device__ __forceinline__ i64 piece_index(const MlaDecodeParams& p, const AnyTile& tile, int part, int slot) {
   return (static_cast<i64>(tile.index) * p.parts + part) * 2 + slot;
 }
 

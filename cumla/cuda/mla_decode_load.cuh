@@ -20,17 +20,22 @@ struct PageRow {
   int page, row;
 };
 
+template <typename AnyTile>
+constexpr bool kIsRagged = false;
+template <>
+constexpr bool kIsRagged<RaggedTile> = true;
+
 // Walks over every kStep-th block (1 or 2) of this CTA's sequence.
-template <int kStep>
+template <int kStep, typename AnyTile>
 struct BlockCursor {
   const MlaDecodeParams& p;
-  const Tile& tile;
+  typename AnyTile::Held tile;
   const Part& part;
   const int last_place, parity;
   int place, i, t;  // block i of the segment at a place; t: blocks of the segments before it
   Segment segment;
 
-  __device__ __forceinline__ BlockCursor(const MlaDecodeParams& p, const Tile& tile, const Part& part,
+  __device__ __forceinline__ BlockCursor(const MlaDecodeParams& p, const AnyTile& tile, const Part& part,
                                          int last_place, int parity)
       : p(p),
         tile(tile),
@@ -40,7 +45,7 @@ struct BlockCursor {
         place(part.place),
         i(parity),
         t(0) {
-    if (valid()) segment = segment_of(p, tile, part, place);
+    if (valid()) segment = segment_of(p, this->tile, part, place);
     skip_to_block();
   }
   __device__ __forceinline__ bool valid() const { return place <= last_place; }
@@ -50,7 +55,7 @@ struct BlockCursor {
     if (!valid() || offset >= segment.tokens - first) return {-1, 0};
     const u32 token = first + offset, page_size = p.page_size;
     const u32 entry = page_size == kBlockTokens ? token / kBlockTokens : token / page_size;
-    return {p.block_table[segment.request * p.block_table_stride + entry], static_cast<int>(token - entry * page_size)};
+    return {p.block_table[pages_of(p, tile, segment) + entry], static_cast<int>(token - entry * page_size)};
   }
   __device__ __forceinline__ void next() {
     i += kStep;
@@ -67,9 +72,11 @@ struct BlockCursor {
 
 // Has L2 fetch what the first loads will depend on, one after the other: the part, the lengths, and of the block table
 // each CTA a few lines, as far as a few instructions go.
+template <typename AnyTile>
 __device__ __forceinline__ void prefetch_plan(const MlaDecodeParams& p, int thread, int threads) {
   constexpr int kLine = 32, kPlaces = 16;  // entries of 128 bytes
   if (thread == 0) prefetch_l2(p.parts_in + blockIdx.y);
+  if (kIsRagged<AnyTile>) return;
   const int ctas = gridDim.x * gridDim.y * gridDim.z;
   const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
   const int lines = (p.max_pages + kLine - 1) / kLine;
@@ -102,23 +109,23 @@ __device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int t
 }
 
 // What comes before the roles: early fetches, barriers, and the wait for the kernel before.
-template <PageForm kForm, typename Layout>
+template <PageForm kForm, typename AnyTile, typename Layout>
 __device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Layout& shared) {
   const int warp = threadIdx.x / 32;
   // Fetching into L2 reads nothing: an earlier kernel may still write these lines.
-  if (warp == 2 || warp == 3) prefetch_plan(p, threadIdx.x - 64, 64);
+  if (warp == 2 || warp == 3) prefetch_plan<AnyTile>(p, threadIdx.x - 64, 64);
   if (kForm != kRows && (threadIdx.x == 32 || threadIdx.x == 33))
     prefetch_tensor_map(threadIdx.x == 32 ? &p.rope_map : &p.latent_map);
   if (threadIdx.x == 0) initialise_barriers(shared, kForm == kRows ? kRowLoaders : 1);
   grid_dependency_launch();
   __syncthreads();
-  if (warp == 2 || warp == 3) prefetch_queries(p, threadIdx.x - 64, 64);
+  if (!kIsRagged<AnyTile> && (warp == 2 || warp == 3)) prefetch_queries(p, threadIdx.x - 64, 64);
   grid_dependency_wait();
 }
 
 // Two warps copy the query rows; eight lanes a row, 16 bytes each.
-template <int kQueryRows, typename Layout>
-__device__ __forceinline__ void load_query(const MlaDecodeParams& p, const Layout& shared, const Tile& tile,
+template <int kQueryRows, typename Layout, typename AnyTile>
+__device__ __forceinline__ void load_query(const MlaDecodeParams& p, const Layout& shared, AnyTile& tile,
                                            const Part& part, int last_place, int loader) {
   const int lane = threadIdx.x % 32, chunk = lane % 8;
   for (int place = part.place; place <= last_place; ++place) {

@@ -50,16 +50,17 @@ __device__ __forceinline__ void prefetch_tile(const MlaDecodeParams& p, int colu
 
 // Copies half of the rows of every block, by one of two warps. Lane i knows where row i of this half lies, two blocks
 // ahead.
+template <typename AnyTile>
 struct RowCopier {
   static constexpr int kHalf = kBlockTokens / 2;
 
   const MlaDecodeParams& p;
   const int lane, first_row;
-  BlockCursor<1> ahead;
+  BlockCursor<1, AnyTile> ahead;
   int taken = 0, found = 0;  // blocks
   PageRow now, next, later;
 
-  __device__ __forceinline__ RowCopier(const MlaDecodeParams& p, const Tile& tile, const Part& part, int last_place,
+  __device__ __forceinline__ RowCopier(const MlaDecodeParams& p, const AnyTile& tile, const Part& part, int last_place,
                                        int warp)
       : p(p),
         lane(threadIdx.x % 32),

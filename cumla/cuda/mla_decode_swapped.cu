@@ -49,7 +49,7 @@ __device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared,
 template <PageForm kForm>
 __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const SwappedLayout& shared,
                                              const Tile& tile, const Part& part, int last_place) {
-  BlockCursor<1> now(p, tile, part, last_place, 0);
+  BlockCursor<1, Tile> now(p, tile, part, last_place, 0);
   RingPlace place;
   const int offset = first_of_box<kForm>(p);
   PageRow next = now.row_of(offset);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const Swa
 
 // kCount tiles of a block into the next slots of the ring.
 template <int kCount>
-__device__ __forceinline__ void copy_to_ring(const RowCopier& rows, const CacheColumns& from, int bytes,
+__device__ __forceinline__ void copy_to_ring(const RowCopier<Tile>& rows, const CacheColumns& from, int bytes,
                                              const SwappedLayout& shared, RingPlace& place) {
   u32 tiles[kCount], barriers[kCount];
 #pragma unroll
@@ -92,7 +92,7 @@ __device__ __forceinline__ void copy_to_ring(const RowCopier& rows, const CacheC
 // that all of what was there before has come.
 __device__ __forceinline__ void load_kv_ring_rows(const MlaDecodeParams& p, const SwappedLayout& shared, const Tile& tile,
                                                   const Part& part, int last_place, int warp) {
-  RowCopier rows(p, tile, part, last_place, warp);
+  RowCopier<Tile> rows(p, tile, part, last_place, warp);
   RingPlace place;
 #pragma unroll 1
   for (int t = 0; rows.take(); ++t) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
   const SwappedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  begin_kernel<kForm>(p, shared);
+  begin_kernel<kForm, Tile>(p, shared);
 
   const Part part = part_of_cta(p, blockIdx.y);
   const Tile tile(p);

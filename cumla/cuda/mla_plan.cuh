@@ -35,6 +35,15 @@ struct alignas(8) Place {
   int request, tokens;
 };
 
+// The same where query lengths differ: a row tile of one request.
+struct alignas(16) TilePlace {
+  int tokens;          // of the request, cached, its new ones included
+  int first_row;       // of the request's q_len x heads_per_group rows of a kv head
+  int q_len, q_begin;  // the request's query tokens, and where they begin in q
+  i64 pages;           // where its pages begin, in strides of the block table
+  i64 unused;
+};
+
 // Where the CTAs of one row tile that share a request meet, at the ticket of their first part. The CTA of the first part
 // adds 2^31 - (pieces - 1), every other one adds 1: when all are there the lower 31 bits are 0 again and the highest has
 // changed. `left`: the CTA of this part does not wait for the joining of its piece in a slot, others do its share.

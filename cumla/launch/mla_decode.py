@@ -41,8 +41,21 @@ def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
     )
 
 
+def _ragged_spec(dtype: str, form: str) -> KernelSpec:
+    suffixes = () if form == "pages" else (form,)
+    return KernelSpec(
+        stem="mla_decode",
+        entry="_".join(("mla_attention", dtype, *suffixes)),
+        function=f"mla_decode<{_TAGS[dtype]}, true, {_FORM_TAGS[form]}, RaggedTile>",
+        params="MlaDecodeParams",
+        threads=384,
+        smem_bytes=232160,
+    )
+
+
 _SPECS = {names: _spec(*names) for names in product(_TAGS, VARIANTS, PAGE_FORMS)}
-SPECS = tuple(_SPECS.values())
+_RAGGED_SPECS = {names: _ragged_spec(*names) for names in product(_TAGS, PAGE_FORMS)}
+SPECS = (*_SPECS.values(), *_RAGGED_SPECS.values())
 
 
 def decode_specs(dtype: str, page_size: int) -> tuple[KernelSpec, ...]:
