@@ -17,34 +17,11 @@
 // cumla/launch/mla_schedule.py holds the same arithmetic in NumPy, as its oracle.
 #include "mla_schedule_layout.cuh"
 #include "mla_schedule_pack.cuh"
+#include "mla_schedule_parts.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla {
-
-// Bounds first ... last that cut the same request.
-struct Run {
-  int first, last;
-};
-
-// The run of this thread's bound, which cuts what lies at `place`, or is -1 and in no run. Runs within a warp come from a match;
-// those that touch its edges go on in the neighbouring warps.
-__device__ __forceinline__ Run find_run(int place, Run (&edges)[kScheduleWarps][2], int (&edge_places)[kScheduleWarps][2]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, base = warp * 32;
-  const u32 same = __match_any_sync(0xffffffffu, place);
-  Run run = {base + __ffs(same) - 1, base + 31 - __clz(same)};
-  if (lane % 31 == 0) {
-    edges[warp][lane / 31] = run;
-    edge_places[warp][lane / 31] = place;
-  }
-  __syncthreads();
-  if (place < 0) return run;
-  for (int w = warp; run.first == w * 32 && w > 0 && edge_places[w - 1][1] == place; --w)
-    run.first = edges[w - 1][1].first;
-  for (int w = warp; run.last == w * 32 + 31 && w < kScheduleWarps - 1 && edge_places[w + 1][0] == place; ++w)
-    run.last = edges[w + 1][0].last;
-  return run;
-}
 
 // Parts of a request that has some of its own, in pieces of `size` blocks at most.
 __device__ __forceinline__ int pieces_of(const MlaScheduleParams& p, int tokens, int size) {
@@ -126,24 +103,6 @@ __device__ __forceinline__ PartBound bound_at(const MlaScheduleParams& p, const 
   return {request, block < p.min_blocks ? 0 : block, request, tokens};
 }
 
-// A part between two bounds. Bounds that lie inside a request cut it: its first piece ends at the first of them, its last
-// begins at the last.
-__device__ __forceinline__ Part part_of(const Shared& shared, int index) {
-  const PartBound bound = shared.bounds[index], next = shared.bounds[index + 1];
-  Part part = {bound.place, bound.block, bound.request, bound.tokens, next.place, next.block, index, index, 0, index, {}};
-  if (bound.block > 0) {
-    const Run run = shared.runs[index];
-    part.first_part = run.first - 1;
-    part.last_part = run.last;
-    part.first_slot = shared.bounds[run.first - 1].place == bound.place ? 0 : 1;
-  }
-  if (next.block > 0) {
-    part.tail_last_part = shared.runs[index + 1].last;
-    if (next.place == bound.place) part.last_part = part.tail_last_part;
-  }
-  return part;
-}
-
 __device__ void mla_schedule(const MlaScheduleParams& p) {
   __shared__ Shared shared;
   const int thread = threadIdx.x;
@@ -223,7 +182,7 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
     shared.runs[thread] = run;
   }
   __syncthreads();
-  if (thread < p.parts) p.parts_out[thread] = part_of(shared, thread);
+  if (thread < p.parts) p.parts_out[thread] = part_of(shared.bounds, shared.runs, thread);
 }
 
 // Pieces of a request that is cut at multiples of piece_blocks. The last one is longer than the others where a cut

@@ -1,16 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all ways to deal requests out share: parameters, where a part begins, sums over a thread block.
+// Parameters of mla_schedule, and how long a request is.
 #pragma once
 #include "mla_plan.cuh"
-#include "ptx/sync.cuh"
+#include "mla_schedule_parts.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla {
-
-constexpr int kScheduleThreads = 1024;
-constexpr int kScheduleWarps = kScheduleThreads / 32;
-static_assert(kScheduleWarps == 32, "a warp scans one value of each warp");
-constexpr int kMaxParts = kScheduleThreads - 1;  // a thread each, and one for the end
 
 struct MlaScheduleParams {
   const int* cache_seqlens;
@@ -33,38 +28,6 @@ struct MlaScheduleParams {
 
 __device__ __forceinline__ int length_of(const MlaScheduleParams& p, int request) {
   return min(max(p.cache_seqlens[request * p.cache_seqlens_stride], 0), p.max_tokens);
-}
-
-// Exclusive prefix sum of one value a thread; `total` is the sum over all threads.
-__device__ __forceinline__ int block_exclusive_sum(int value, int* warp_sums, int& total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int inclusive = value;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, inclusive, offset);
-    if (lane >= offset) inclusive += other;
-  }
-  if (lane == 31) warp_sums[warp] = inclusive;
-  __syncthreads();
-  // Every warp scans the sums of all warps (there are 32) and takes what it needs.
-  int warps = warp_sums[lane];
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, warps, offset);
-    if (lane >= offset) warps += other;
-  }
-  total = __shfl_sync(0xffffffffu, warps, 31);
-  const int before = warp == 0 ? 0 : __shfl_sync(0xffffffffu, warps, warp - 1);
-  return before + inclusive - value;
-}
-
-struct PartBound {
-  int place, block, request, tokens;
-};
-
-__device__ __forceinline__ int divide(u64 numerator, u32 denominator) {
-  if (numerator >> 32 == 0) return static_cast<u32>(numerator) / denominator;  // five times as fast
-  return static_cast<int>(numerator / denominator);
 }
 
 }  // namespace cumla

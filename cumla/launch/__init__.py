@@ -21,6 +21,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
         append_fp8_cache,
         append_indexer_cache,
         merge_states,
+        mla_attention,
         mla_decode,
         mla_schedule,
         mqa_logits,
@@ -31,6 +32,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
 
     return (
         mla_schedule.SPECS
+        + mla_attention.SPECS
         + mla_decode.SPECS
         + merge_states.SPECS
         + append_cache.SPECS

@@ -16,10 +16,11 @@ from cumla.launch.tensor_map import paged_kv_map
 if TYPE_CHECKING:
     from cumla.arrays import ArrayView
     from cumla.checks import Arguments
+    from cumla.launch.mla_attention import MLAAttentionKey
     from cumla.launch.mla_plan import MLADecodeKey
     from cumla.launch.module import LoadedKernel
 
-__all__ = ["SPECS", "decode_spec", "decode_specs", "prepare_decode"]
+__all__ = ["SPECS", "decode_spec", "decode_specs", "prepare_decode", "ragged_spec"]
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
@@ -68,6 +69,11 @@ def decode_spec(key: MLADecodeKey) -> KernelSpec:
     return _SPECS[key.dtype, key.variant, key.form]
 
 
+def ragged_spec(dtype: str, form: str) -> KernelSpec:
+    """Look up the kernel for queries of different lengths."""
+    return _RAGGED_SPECS[dtype, form]
+
+
 _PARAMS = struct.Struct("<128s128s32q12if12x")
 _MOST_TOKENS = 0x7FFFFFC0  # of a request
 _LOG2_E = log2(e)
@@ -75,7 +81,7 @@ _LOG2_E = log2(e)
 
 def prepare_decode(
     kernel: LoadedKernel,
-    key: MLADecodeKey,
+    key: MLADecodeKey | MLAAttentionKey,
     buffer: int,
     arguments: Arguments,
     out: ArrayView,
@@ -125,7 +131,7 @@ def prepare_decode(
         buffer + layout.partial_out,
         buffer + layout.partial_lse,
         min(block_table.shape[1] * key.page_size, _MOST_TOKENS),
-        key.batch,
+        key.num_places,
         key.parts,
         block_table.shape[1],
         arguments.kv_cache.shape[0],
@@ -144,7 +150,7 @@ def prepare_decode(
     )
 
 
-def _map(key: MLADecodeKey, cache: ArrayView) -> bytes:
+def _map(key: MLADecodeKey | MLAAttentionKey, cache: ArrayView) -> bytes:
     """Describe latent or RoPE columns to the copy engine, which brings boxes of 64 of them."""
     num_pages, page_size, num_kv_heads, columns = cache.shape
     page_stride, row_stride, head_stride, _ = cache.strides

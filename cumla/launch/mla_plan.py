@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
+from typing import Protocol
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -39,6 +40,7 @@ PAGE_FORMS = ("pages", "boxes", "rows")
 SWAPPED_ROWS = 16  # most query rows of a kv head that the first of them takes
 
 PLACE_BYTES = 8  # struct Place
+TILE_PLACE_BYTES = 32  # struct TilePlace
 PART_BYTES = 48  # struct Part
 TICKET_BYTES = 16  # struct Ticket
 
@@ -209,10 +211,35 @@ class MLADecodeKey:
         """Places where thread blocks meet that share a request: one for each part and tile."""
         return self.tiles * self.parts if self.parts > 1 else 0
 
+    @property
+    def num_places(self) -> int:
+        """Places of the schedule's order: one for each request."""
+        return self.batch
+
+    @property
+    def places_bytes(self) -> int:
+        """Size of the schedule's order."""
+        return self.num_places * PLACE_BYTES
+
     @cached_property
     def layout(self) -> PlanLayout:
         """Where things lie in the plan's buffer."""
         return PlanLayout.of(self)
+
+
+class PlanKey(Protocol):
+    """What the layout of a plan's buffer follows from."""
+
+    @property
+    def places_bytes(self) -> int: ...
+    @property
+    def parts(self) -> int: ...
+    @property
+    def tiles(self) -> int: ...
+    @property
+    def row_groups(self) -> int: ...
+    @property
+    def num_tickets(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,13 +254,13 @@ class PlanLayout:
     nbytes: int
 
     @classmethod
-    def of(cls, key: MLADecodeKey) -> PlanLayout:
+    def of(cls, key: PlanKey) -> PlanLayout:
         """Lay out the buffer for a key."""
         pieces = key.tiles * key.parts * 2 if key.parts > 1 else 0
         rows = pieces * key.row_groups * ROW_GROUP
         offsets = [0]
         for size in (
-            key.batch * PLACE_BYTES,
+            key.places_bytes,
             key.parts * PART_BYTES,
             key.num_tickets * TICKET_BYTES,
             rows * 4,

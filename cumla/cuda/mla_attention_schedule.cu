@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who works on which KV blocks where query lengths differ: one CTA, parallel over requests, then over row tiles.
+//
+// A request has q_len x heads_per_group rows of a kv head, in tiles of 64, and each tile is a place of the schedule (see
+// mla_plan.cuh). It costs the blocks that its rows see, together, and fixed_cost. Parts are equal shares of the summed
+// cost, and cut a tile where one ends. cumla/launch/mla_attention.py holds the same arithmetic in NumPy, as its oracle.
+#include "mla_plan.cuh"
+#include "mla_schedule_parts.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla {
+
+struct MlaAttentionScheduleParams {
+  const int* qo_indptr;  // [batch + 1]
+  i64 qo_indptr_stride;  // elements, as of the others
+  const int* kv_lens;    // [batch]
+  i64 kv_lens_stride;
+  const int* kv_indptr;  // [batch + 1]: pages of the requests before one; nullptr: request r has row r of a block table
+  i64 kv_indptr_stride;
+  TilePlace* places;  // [max_places]
+  Part* parts_out;    // [parts]
+  Ticket* tickets;    // [num_tickets]
+  int batch;
+  int total_tokens;  // rows of q
+  int max_places;
+  int parts;
+  int num_tickets;
+  int heads_per_group;
+  int page_size;
+  int causal;
+  int fixed_cost;  // of a tile or a piece of one, in blocks
+  int min_blocks;  // no cut is closer to an end of its tile
+  int min_share;   // cost of a share, at least
+  int max_tokens;  // of a request: the summed cost fits an int
+};
+
+// The query tokens of a request. Whatever qo_indptr holds, they lie in q.
+struct Queries {
+  int begin, count, tiles;
+
+  __device__ __forceinline__ Queries(const MlaAttentionScheduleParams& p, int request) {
+    begin = min(max(p.qo_indptr[request * p.qo_indptr_stride], 0), p.total_tokens);
+    const int end = min(p.qo_indptr[(request + 1) * p.qo_indptr_stride], p.total_tokens);
+    count = max(end - begin, 0);
+    tiles = (static_cast<i64>(count) * p.heads_per_group + kRowTile - 1) / kRowTile;
+  }
+};
+
+// The place of a request's first tile.
+__device__ __forceinline__ TilePlace first_tile(const MlaAttentionScheduleParams& p, int request, const Queries& queries) {
+  i64 tokens = max(p.kv_lens[request * p.kv_lens_stride], 0), pages = request;
+  if (p.kv_indptr != nullptr) {
+    pages = p.kv_indptr[request * p.kv_indptr_stride];
+    tokens = min(tokens, max(p.kv_indptr[(request + 1) * p.kv_indptr_stride] - pages, i64{0}) * p.page_size);
+  }
+  return {static_cast<int>(min(tokens, static_cast<i64>(p.max_tokens))), 0, queries.count, queries.begin, pages, 0};
+}
+
+// Blocks that the rows of a tile see, together.
+__device__ __forceinline__ int visible_blocks(const MlaAttentionScheduleParams& p, const TilePlace& tile) {
+  if (!p.causal) return blocks_of(tile.tokens);
+  const int last_row = min(tile.first_row + kRowTile, tile.q_len * p.heads_per_group) - 1;
+  return blocks_of(max(tile.tokens - (tile.q_len - 1 - last_row / p.heads_per_group), 0));
+}
+
+struct Shared {
+  int warp_sums[2][kScheduleWarps];
+  int tile_starts[kScheduleThreads];  // tiles of all requests before a thread's first one
+  int cost_starts[kScheduleThreads];  // cost of all tiles before a thread's first one
+  PartBound bounds[kMaxParts + 1];
+  Run runs[kMaxParts + 1];
+  Run edges[kScheduleWarps][2];
+  int edge_places[kScheduleWarps][2];
+};
+
+// The last thread that starts no later than `place`.
+__device__ __forceinline__ int owner_of(const int* starts, i64 place) {
+  int owner = 0;
+#pragma unroll 1
+  for (int step = kScheduleThreads / 2; step > 0; step /= 2)
+    if (starts[owner + step] <= place) owner += step;
+  return owner;
+}
+
+// Writes this thread's tiles, [tile, end) of all; returns what they cost.
+__device__ __forceinline__ int write_tiles(const MlaAttentionScheduleParams& p, const int* tile_starts, int tile, int end,
+                                           int requests_of_thread) {
+  if (tile >= end) return 0;
+  const int owner = owner_of(tile_starts, tile);
+  int request = owner * requests_of_thread, skip = tile - tile_starts[owner], cost = 0;
+  Queries queries(p, request);
+  while (skip >= queries.tiles && request + 1 < p.batch) {
+    skip -= queries.tiles;
+    queries = Queries(p, ++request);
+  }
+  TilePlace place = first_tile(p, request, queries);
+  place.first_row = skip * kRowTile;
+#pragma unroll 1
+  while (true) {
+    p.places[tile] = place;
+    cost += visible_blocks(p, place) + p.fixed_cost;
+    if (++tile >= end) return cost;
+    place.first_row += kRowTile;
+    if (place.first_row < place.q_len * p.heads_per_group) continue;
+    do {
+      if (++request >= p.batch) return cost;
+      queries = Queries(p, request);
+    } while (queries.tiles == 0);
+    place = first_tile(p, request, queries);
+  }
+}
+
+// Where a share begins: a cut not closer than min_blocks to the ends of its tile, but before or behind it.
+__device__ __forceinline__ PartBound bound_at(const MlaAttentionScheduleParams& p, const int* cost_starts, i64 at, int total,
+                                              int tiles, int tiles_of_thread) {
+  if (at >= total) return {tiles, 0, 0, 0};
+  const int owner = owner_of(cost_starts, at);
+  int tile = owner * tiles_of_thread, block = static_cast<int>(at) - cost_starts[owner];
+  int blocks = visible_blocks(p, p.places[tile]);
+#pragma unroll 1
+  while (block >= blocks + p.fixed_cost && tile + 1 < tiles) {
+    block -= blocks + p.fixed_cost;
+    blocks = visible_blocks(p, p.places[++tile]);
+  }
+  if (block < p.min_blocks) return {tile, 0, 0, 0};
+  if (blocks - block < p.min_blocks) return {tile + 1, 0, 0, 0};
+  return {tile, block, 0, 0};
+}
+
+__device__ __forceinline__ void mla_attention_schedule(const MlaAttentionScheduleParams& p) {
+  __shared__ Shared shared;
+  const int thread = threadIdx.x;
+  const int requests_of_thread = (p.batch + kScheduleThreads - 1) / kScheduleThreads;
+
+  grid_dependency_launch();
+  grid_dependency_wait();
+
+  int count = 0, all_tiles;
+  for (int i = 0; i < requests_of_thread; ++i) {
+    const int request = thread * requests_of_thread + i;
+    if (request < p.batch) count += Queries(p, request).tiles;
+  }
+  for (int i = thread; i < p.num_tickets; i += kScheduleThreads) p.tickets[i] = {};
+  shared.tile_starts[thread] = block_exclusive_sum(count, shared.warp_sums[0], all_tiles);
+  __syncthreads();
+  const int tiles = min(all_tiles, p.max_places);  // there are more only where qo_indptr falls
+  const int tiles_of_thread = (tiles + kScheduleThreads - 1) / kScheduleThreads;
+  const int first = min(thread * tiles_of_thread, tiles), last = min(first + tiles_of_thread, tiles);
+  int total;
+  const int cost = write_tiles(p, shared.tile_starts, first, last, requests_of_thread);
+  shared.cost_starts[thread] = block_exclusive_sum(cost, shared.warp_sums[1], total);
+  __syncthreads();
+
+  const int share = max((total + p.parts - 1) / p.parts, p.min_share);
+  const i64 at = thread < p.parts ? static_cast<i64>(thread) * share : total;
+  const PartBound bound = bound_at(p, shared.cost_starts, at, total, tiles, tiles_of_thread);
+  const bool cuts = thread < p.parts && bound.block > 0;
+  const Run run = find_run(cuts ? bound.place : -1, shared.edges, shared.edge_places);
+  if (thread <= p.parts) {
+    shared.bounds[thread] = bound;
+    shared.runs[thread] = run;
+  }
+  __syncthreads();
+  if (thread < p.parts) p.parts_out[thread] = part_of(shared.bounds, shared.runs, thread);
+}
+
+}  // namespace cumla

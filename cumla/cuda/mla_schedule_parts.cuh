@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// Parts from where they begin, and sums over a thread block: what the schedules of dense attention share.
+#pragma once
+#include "mla_plan.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla {
+
+constexpr int kScheduleThreads = 1024;
+constexpr int kScheduleWarps = kScheduleThreads / 32;
+static_assert(kScheduleWarps == 32, "a warp scans one value of each warp");
+constexpr int kMaxParts = kScheduleThreads - 1;  // a thread each, and one for the end
+
+// Exclusive prefix sum of one value a thread; `total` is the sum over all threads.
+__device__ __forceinline__ int block_exclusive_sum(int value, int* warp_sums, int& total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int inclusive = value;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, inclusive, offset);
+    if (lane >= offset) inclusive += other;
+  }
+  if (lane == 31) warp_sums[warp] = inclusive;
+  __syncthreads();
+  // Every warp scans the sums of all warps (there are 32) and takes what it needs.
+  int warps = warp_sums[lane];
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, warps, offset);
+    if (lane >= offset) warps += other;
+  }
+  total = __shfl_sync(0xffffffffu, warps, 31);
+  const int before = warp == 0 ? 0 : __shfl_sync(0xffffffffu, warps, warp - 1);
+  return before + inclusive - value;
+}
+
+struct PartBound {
+  int place, block, request, tokens;
+};
+
+__device__ __forceinline__ int divide(u64 numerator, u32 denominator) {
+  if (numerator >> 32 == 0) return static_cast<u32>(numerator) / denominator;  // five times as fast
+  return static_cast<int>(numerator / denominator);
+}
+
+// Bounds first ... last that cut the same request.
+struct Run {
+  int first, last;
+};
+
+// The run of this thread's bound, which cuts what lies at `place`, or is in no run where that is -1. Runs within a warp
+// come from a match; those that touch its edges go on in the neighbouring warps.
+__device__ __forceinline__ Run find_run(int place, Run (&edges)[kScheduleWarps][2], int (&edge_places)[kScheduleWarps][2]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, base = warp * 32;
+  const u32 same = __match_any_sync(0xffffffffu, place);
+  Run run = {base + __ffs(same) - 1, base + 31 - __clz(same)};
+  if (lane % 31 == 0) {
+    edges[warp][lane / 31] = run;
+    edge_places[warp][lane / 31] = place;
+  }
+  __syncthreads();
+  if (place < 0) return run;
+  for (int w = warp; run.first == w * 32 && w > 0 && edge_places[w - 1][1] == place; --w)
+    run.first = edges[w - 1][1].first;
+  for (int w = warp; run.last == w * 32 + 31 && w < kScheduleWarps - 1 && edge_places[w + 1][0] == place; ++w)
+    run.last = edges[w + 1][0].last;
+  return run;
+}
+
+// A part between two bounds. Bounds that lie inside a request cut it: its first piece ends at the first of them, its last
+// begins at the last.
+__device__ __forceinline__ Part part_of(const PartBound* bounds, const Run* runs, int index) {
+  const PartBound bound = bounds[index], next = bounds[index + 1];
+  Part part = {bound.place, bound.block, bound.request, bound.tokens, next.place, next.block, index, index, 0, index, {}};
+  if (bound.block > 0) {
+    const Run run = runs[index];
+    part.first_part = run.first - 1;
+    part.last_part = run.last;
+    part.first_slot = bounds[run.first - 1].place == bound.place ? 0 : 1;
+  }
+  if (next.block > 0) {
+    part.tail_last_part = runs[index + 1].last;
+    if (next.place == bound.place) part.last_part = part.tail_last_part;
+  }
+  return part;
+}
+
+}  // namespace cumla

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/mla_attention_schedule.cu, and of cuda/mla_decode.cu over ragged queries.
+
+:func:`schedule` is the schedule's arithmetic in NumPy: the kernel's oracle.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.mla_decode import prepare_decode, ragged_spec
+from cumla.launch.mla_plan import (
+    BLOCK_TOKENS,
+    ROW_GROUP,
+    ROW_TILE,
+    TILE_PLACE_BYTES,
+    PlanLayout,
+    page_form,
+)
+from cumla.launch.mla_schedule import FIXED_COST, MIN_BLOCKS, MIN_SHARE
+from cumla.launch.source import KernelSpec
+
+if TYPE_CHECKING:
+    from cumla.arrays import ArrayView
+    from cumla.checks import Arguments
+    from cumla.launch.module import LoadedKernel
+
+__all__ = [
+    "SPECS",
+    "MLAAttentionKey",
+    "TileSchedule",
+    "attention_spec",
+    "prepare_attention",
+    "prepare_attention_schedule",
+    "schedule",
+]
+
+SPECS = (
+    KernelSpec(
+        stem="mla_attention_schedule",
+        entry="mla_attention_schedule",
+        function="mla_attention_schedule",
+        params="MlaAttentionScheduleParams",
+        threads=1024,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class MLAAttentionKey:
+    """The shape for which a plan of :func:`cumla.mla_attention` is made.
+
+    Attributes
+    ----------
+    batch : int
+        Requests.
+    total_tokens : int
+        Rows of ``q`` (total_tokens, num_heads, 576): the most query tokens of all requests.
+    num_heads, num_kv_heads : int
+        num_kv_heads divides num_heads.
+    page_size : int
+        Tokens of a cache page.
+    dtype : str
+        ``"bfloat16"`` or ``"float16"``.
+    causal : bool
+        Bottom-right causal mask.
+    device : int or None
+        CUDA ordinal; None for arrays on the CPU, which need no plan.
+    sm_count : int
+        Multiprocessors of that device, 0 for the CPU.
+    """
+
+    batch: int
+    total_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    page_size: int
+    dtype: str
+    causal: bool
+    device: int | None
+    sm_count: int
+
+    @cached_property
+    def form(self) -> str:
+        """Which of PAGE_FORMS serves these pages."""
+        return page_form(self.page_size)
+
+    @cached_property
+    def box_rows(self) -> int:
+        """Rows of a KV block that lie in one page wherever it begins: those of one load."""
+        return gcd(self.page_size, BLOCK_TOKENS)
+
+    @cached_property
+    def heads_per_group(self) -> int:
+        """Query heads that share a kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    @cached_property
+    def tiles(self) -> int:
+        """Thread blocks that work on the same part: one for each kv head."""
+        return self.num_kv_heads
+
+    @property
+    def q_len(self) -> int:
+        """Query tokens that the kernel may look at."""
+        return self.total_tokens
+
+    @property
+    def row_tiles(self) -> int:
+        """Row tiles that thread blocks have for themselves: each gets its own from the schedule."""
+        return 1
+
+    @cached_property
+    def num_places(self) -> int:
+        """Row tiles of a kv head that all requests may have together, however long each is."""
+        return self.total_tokens * self.heads_per_group // ROW_TILE + self.batch
+
+    @cached_property
+    def places_bytes(self) -> int:
+        """Size of the schedule's list of row tiles."""
+        return self.num_places * TILE_PLACE_BYTES
+
+    @cached_property
+    def max_tokens(self) -> int:
+        """How long a request may be: so that the summed cost of all tiles stays below 2**30."""
+        return min(0x7FFFFFC0, ((1 << 30) // self.num_places - FIXED_COST) * BLOCK_TOKENS)
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of 16 rows in a tile: what is stored of its partial results."""
+        return ROW_TILE // ROW_GROUP
+
+    @cached_property
+    def parts(self) -> int:
+        """Shares into which the KV blocks of all tiles are dealt: as many as fill the GPU once."""
+        return max(1, self.sm_count // self.tiles)
+
+    @cached_property
+    def may_wait(self) -> bool:
+        """Whether all thread blocks fit on the GPU at once, so that one may wait for another."""
+        return self.parts * self.tiles <= self.sm_count
+
+    @cached_property
+    def num_tickets(self) -> int:
+        """Places where thread blocks meet that share a tile: one for each part and kv head."""
+        return self.tiles * self.parts if self.parts > 1 else 0
+
+    @cached_property
+    def layout(self) -> PlanLayout:
+        """Where things lie in the plan's buffer."""
+        return PlanLayout.of(self)
+
+
+def attention_spec(key: MLAAttentionKey) -> KernelSpec:
+    """Look up the kernel of a shape's dtype and pages."""
+    return ragged_spec(key.dtype, key.form)
+
+
+_PARAMS = struct.Struct("<QqQqQqQQQ12i")
+
+
+def prepare_attention_schedule(
+    kernel: LoadedKernel,
+    key: MLAAttentionKey,
+    buffer: int,
+    qo_indptr: ArrayView,
+    kv_lens: ArrayView,
+    kv_indptr: ArrayView | None,
+    stream: int,
+) -> PreparedLaunch:
+    """Prepare to compute the schedule for these lengths into the plan's buffer.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+        Of SPECS.
+    key : MLAAttentionKey
+        The plan's shape.
+    buffer : int
+        Address of the plan's buffer.
+    qo_indptr, kv_lens : ArrayView
+        ``(batch + 1,)`` and ``(batch,)`` int32.
+    kv_indptr : ArrayView or None
+        ``(batch + 1,)`` int32 where pages come as a list, None where as a block table.
+    stream : int
+        CUstream handle.
+
+    Returns
+    -------
+    PreparedLaunch
+        To be called.
+    """
+    layout = key.layout
+    values = (
+        qo_indptr.ptr,
+        qo_indptr.strides[0] // 4,
+        kv_lens.ptr,
+        kv_lens.strides[0] // 4,
+        0 if kv_indptr is None else kv_indptr.ptr,
+        0 if kv_indptr is None else kv_indptr.strides[0] // 4,
+        buffer + layout.places,
+        buffer + layout.parts,
+        buffer + layout.tickets,
+        key.batch,
+        key.total_tokens,
+        key.num_places,
+        key.parts,
+        key.num_tickets,
+        key.heads_per_group,
+        key.page_size,
+        key.causal,
+        FIXED_COST,
+        MIN_BLOCKS,
+        MIN_SHARE,
+        key.max_tokens,
+    )
+    return PreparedLaunch(kernel, (1, 1, 1), _PARAMS, values, stream)
+
+
+def prepare_attention(
+    kernel: LoadedKernel,
+    key: MLAAttentionKey,
+    buffer: int,
+    arguments: Arguments,
+    out: ArrayView,
+    lse: ArrayView,
+    softmax_scale: float,
+    stream: int,
+) -> PreparedLaunch:
+    """Prepare to attend to the blocks of every part; split tiles go to the plan's buffer.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+        Of :func:`attention_spec`.
+    key : MLAAttentionKey
+        The plan's shape.
+    buffer : int
+        Address of the plan's buffer, which holds a schedule.
+    arguments : Arguments
+        Checked: q and q_rope ``(total_tokens, num_heads, columns)``, block_table ``(batch,
+        max_pages)`` or the list of pages ``(pages,)``.
+    out, lse : ArrayView
+        ``(total_tokens, num_heads, 512)`` and ``(total_tokens, num_heads)``.
+    softmax_scale : float
+        Factor of the scores.
+    stream : int
+        CUstream handle.
+
+    Returns
+    -------
+    PreparedLaunch
+        To be called.
+    """
+    pages = arguments.block_table
+    if len(pages.shape) == 1:  # a row of a table whose rows are a page apart
+        pages = pages._replace(shape=(1, *pages.shape), strides=(4, 4))
+    one_request = arguments._replace(
+        q=_with_batch(arguments.q), q_rope=_with_batch(arguments.q_rope), block_table=pages
+    )
+    tokens, heads = lse.shape
+    per_head = lse._replace(shape=(1, heads, tokens), strides=(0, *lse.strides[::-1]))
+    return prepare_decode(
+        kernel, key, buffer, one_request, _with_batch(out), per_head, softmax_scale, stream
+    )
+
+
+def _with_batch(view: ArrayView) -> ArrayView:
+    """Put an axis of length 1 in front."""
+    return view._replace(shape=(1, *view.shape), strides=(0, *view.strides))
+
+
+class TileSchedule(NamedTuple):
+    """Who works on which KV blocks.
+
+    Attributes
+    ----------
+    places : numpy.ndarray
+        ``(tiles, 5)`` int64: tokens, first_row, q_len, q_begin and pages of each row tile.
+    bounds : numpy.ndarray
+        ``(parts + 1, 2)`` int32: (tile, block) where each part begins; part i ends where i + 1
+        begins.
+    """
+
+    places: np.ndarray
+    bounds: np.ndarray
+
+
+def schedule(
+    qo_indptr: np.ndarray,
+    kv_lens: np.ndarray,
+    kv_indptr: np.ndarray | None,
+    key: MLAAttentionKey,
+) -> TileSchedule:
+    """Deal the KV blocks of all row tiles out to the parts; the mirror of the kernel.
+
+    Parameters
+    ----------
+    qo_indptr, kv_lens, kv_indptr : numpy.ndarray
+        As of :func:`prepare_attention_schedule`.
+    key : MLAAttentionKey
+        The plan's shape.
+
+    Returns
+    -------
+    TileSchedule
+        Equal shares of the summed cost, which cut a tile where one ends.
+    """
+    group = key.heads_per_group
+    indptr = np.asarray(qo_indptr, np.int64)
+    begins = np.clip(indptr[:-1], 0, key.total_tokens)
+    counts = np.maximum(np.minimum(indptr[1:], key.total_tokens) - begins, 0)
+    tokens = np.maximum(np.asarray(kv_lens, np.int64), 0)
+    pages = np.arange(key.batch)
+    if kv_indptr is not None:
+        pages = np.asarray(kv_indptr, np.int64)[:-1]
+        tokens = np.minimum(tokens, np.maximum(np.diff(kv_indptr), 0) * key.page_size)
+    tokens = np.minimum(tokens, key.max_tokens)
+
+    tiles_of = -(-counts * group // ROW_TILE)
+    request = np.repeat(np.arange(key.batch), tiles_of)
+    index = np.arange(len(request)) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)
+    request, index = request[: key.num_places], index[: key.num_places]
+    columns = (tokens[request], index * ROW_TILE, counts[request], begins[request], pages[request])
+    places = np.stack(columns, axis=1)
+
+    last_row = np.minimum(places[:, 1] + ROW_TILE, places[:, 2] * group) - 1
+    hidden = places[:, 2] - 1 - last_row // group if key.causal else 0
+    blocks = -(-np.maximum(places[:, 0] - hidden, 0) // BLOCK_TOKENS)
+    ends = np.cumsum(blocks + FIXED_COST)
+    total = int(ends[-1]) if len(ends) else 0
+    share = max(-(-total // key.parts), MIN_SHARE)
+    bounds = np.zeros((key.parts + 1, 2), np.int32)
+    bounds[:, 0] = len(places)
+    for part, at in enumerate(range(0, min(key.parts * share, total), share)):
+        tile = int(np.searchsorted(ends, at, side="right"))
+        block = at - int(ends[tile] - blocks[tile] - FIXED_COST)
+        if block < MIN_BLOCKS:
+            bounds[part] = tile, 0
+        elif blocks[tile] - block < MIN_BLOCKS:
+            bounds[part] = tile + 1, 0
+        else:
+            bounds[part] = tile, block
+    return TileSchedule(places, bounds)
