@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
   BlockCursor<2, AnyTile> now(p, tile, part, last_place, parity);
   BlockCursor<2, AnyTile> ahead = now;
   const int offset = first_of_box<kForm>(p);
-  PageRow next = now.row_of(offset);
+  PageRow next = now.template row_of<kForm>(offset);
   if constexpr (kSharedBlocks) ahead.next();
 #pragma unroll 1
   while (now.valid()) {
@@ -81,13 +81,13 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
     }
     if constexpr (kSharedBlocks) {
       if (ahead.valid()) {
-        const PageRow from_ahead = ahead.row_of(offset);
+        const PageRow from_ahead = ahead.template row_of<kForm>(offset);
         for (int k = blockIdx.x; k < kTiles; k += gridDim.x) prefetch_tile<kForm>(p, k, from_ahead);
         ahead.next();
       }
     }
     now.next();
-    next = now.row_of(offset);
+    next = now.template row_of<kForm>(offset);
   }
 }
 
@@ -151,17 +151,30 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   begin_kernel<kForm, AnyTile>(p, shared);
 
-  // Each role reads the part for itself: what both hold from before would cost registers that they lack.
-  if (warpgroup == 0) {
-    registers_decrease<56>();
-    const Part part = part_of_cta(p, copy_of(blockIdx.y));
-    AnyTile tile(p);
-    load<kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part));
+  if constexpr (kForm == kRows || kIsRagged<AnyTile>) {
+    // Each role reads the part for itself: what both hold from before would cost registers that they lack.
+    if (warpgroup == 0) {
+      registers_decrease<56>();
+      const Part part = part_of_cta(p, copy_of(blockIdx.y));
+      AnyTile tile(p);
+      load<kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part));
+    } else {
+      registers_increase<224>();
+      const Part part = part_of_cta(p, blockIdx.y);
+      AnyTile tile(p);
+      compute<T, kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part), warpgroup);
+    }
   } else {
-    registers_increase<224>();
     const Part part = part_of_cta(p, blockIdx.y);
     AnyTile tile(p);
-    compute<T, kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part), warpgroup);
+    const int last_place = last_place_of(p, part);
+    if (warpgroup == 0) {
+      registers_decrease<56>();
+      load<kSharedBlocks, kForm>(p, shared, tile, part, last_place);
+    } else {
+      registers_increase<224>();
+      compute<T, kSharedBlocks, kForm>(p, shared, tile, part, last_place, warpgroup);
+    }
   }
 }
 

@@ -207,10 +207,10 @@ struct Consumer {
   }
 
   // Block i of the segment, counter t, is this consumer's; with kPrevious, block i - 1 of the other one still waits to
-  // be multiplied here, which runs beside this block's softmax.
+  // be multiplied here, which runs beside this block's softmax. `scored`: its scores were computed before.
   template <bool kPrevious>
-  __device__ __forceinline__ void own_block(const Segment& segment, int i, int t) {
-    multiply_query(t);
+  __device__ __forceinline__ void own_block(const Segment& segment, int i, int t, bool scored = false) {
+    if (!scored) multiply_query(t);
     if constexpr (kPrevious) {
       adopt(t - 1);
       multiply_other(1 - consumer);
@@ -283,19 +283,19 @@ struct Consumer {
       for (; i < segment.blocks; i += 2) own_block<true>(segment, i, t + i);
       if (i == segment.blocks && i > 0) other_block(segment, i - 1, t + i - 1);
     } else {
-      // At the begin no load waits for a stage: as above, so that a segment of two blocks is not a single chain. (With
-      // copied tiles ptxas would spill.)
-      int i = 0;
-      if (!kCopied && first == 1 && segment.blocks > 1) {
-        own_block<true>(segment, 1, t + 1);
-        i = 2;
+      // The first blocks are scored at once: a short segment must not be a single chain.
+      bool scored = first == 1 && segment.blocks > 1;
+      if (scored) {
+        multiply_query(t + 1);
+        warpgroup_wait<0>();
       }
-#pragma unroll 1
-      for (; i < segment.blocks; ++i) {
-        if (((t + i) & 1) == consumer)
-          own_block<false>(segment, i, t + i);
-        else
+      for (int i = 0; i < segment.blocks; ++i) {
+        if (i % 2 == first) {
+          own_block<false>(segment, i, t + i, scored);
+          scored = false;
+        } else {
           other_block(segment, i, t + i);
+        }
       }
     }
   }

@@ -49,12 +49,20 @@ struct BlockCursor {
     skip_to_block();
   }
   __device__ __forceinline__ bool valid() const { return place <= last_place; }
-  // Of the block's token `offset`; behind the end of the request the block table is not read.
+  // Of the block's token `offset`; behind the end of the request the block table is not read. Pages of whole blocks have
+  // a shorter way, which the loads of all blocks wait for.
+  template <PageForm kForm>
   __device__ __forceinline__ PageRow row_of(int offset) const {
+    if constexpr (kForm == kPages) {
+      if (!valid()) return {-1, 0};
+      const u32 block = segment.begin + i, page_blocks = static_cast<u32>(p.page_size) / kBlockTokens;
+      const u32 entry = page_blocks == 1 ? block : block / page_blocks;
+      return {p.block_table[pages_of(p, tile, segment) + entry], static_cast<int>((block - entry * page_blocks) * kBlockTokens)};
+    }
     const int first = valid() ? (segment.begin + i) * kBlockTokens : 0;
     if (!valid() || offset >= segment.tokens - first) return {-1, 0};
     const u32 token = first + offset, page_size = p.page_size;
-    const u32 entry = page_size == kBlockTokens ? token / kBlockTokens : token / page_size;
+    const u32 entry = token / page_size;
     return {p.block_table[pages_of(p, tile, segment) + entry], static_cast<int>(token - entry * page_size)};
   }
   __device__ __forceinline__ void next() {

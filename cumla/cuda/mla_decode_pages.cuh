@@ -71,7 +71,7 @@ struct RowCopier {
   }
 
   __device__ __forceinline__ PageRow find() {
-    const PageRow at = ahead.row_of(first_row + lane);
+    const PageRow at = ahead.template row_of<kRows>(first_row + lane);
     if (ahead.valid()) {
       ++found;
       ahead.next();

@@ -52,13 +52,13 @@ __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const Swa
   BlockCursor<1, Tile> now(p, tile, part, last_place, 0);
   RingPlace place;
   const int offset = first_of_box<kForm>(p);
-  PageRow next = now.row_of(offset);
+  PageRow next = now.template row_of<kForm>(offset);
 #pragma unroll 1
   while (now.valid()) {
     const int owner = (now.t + now.i) & 1;
     const PageRow from = next;
     now.next();
-    next = now.row_of(offset);
+    next = now.template row_of<kForm>(offset);
 #pragma unroll
     for (int k = 0; k < kTiles; ++k) {
       const int column = tile_in_order(0, k);
