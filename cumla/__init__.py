@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from cumla import indexer_cache as indexer_cache
     from cumla import merge as merge
     from cumla import mla as mla
+    from cumla import ragged as ragged
     from cumla import reference as reference
     from cumla.cache import append_mla_cache
     from cumla.indexer import PagedMQALogitsPlan, mqa_logits, paged_mqa_logits
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from cumla.merge import AttentionState, merge_attention_states
     from cumla.mla import MLADecodePlan, MLADecodeResult, mla_decode
     from cumla.preparation import prepare
+    from cumla.ragged import MLAAttentionPlan, MLAAttentionResult, mla_attention
 
 __version__ = "0.1.0"
 
@@ -38,6 +40,8 @@ __all__ = [
     "AttentionState",
     "CompilationError",
     "CumlaError",
+    "MLAAttentionPlan",
+    "MLAAttentionResult",
     "MLADecodePlan",
     "MLADecodeResult",
     "MissingDependencyError",
@@ -48,6 +52,7 @@ __all__ = [
     "append_indexer_cache",
     "append_mla_cache",
     "merge_attention_states",
+    "mla_attention",
     "mla_decode",
     "mqa_logits",
     "paged_mqa_logits",
@@ -61,15 +66,19 @@ _MODULES = (
     "indexer_cache",
     "merge",
     "mla",
+    "ragged",
     "reference",
 )  # that are there without an import of their own
 _HOMES = {  # the rest is in mla
     "AttentionState": "merge",
+    "MLAAttentionPlan": "ragged",
+    "MLAAttentionResult": "ragged",
     "PagedMQALogitsPlan": "indexer",
     "QuantizedRows": "indexer_cache",
     "append_indexer_cache": "indexer_cache",
     "append_mla_cache": "cache",
     "merge_attention_states": "merge",
+    "mla_attention": "ragged",
     "mqa_logits": "indexer",
     "paged_mqa_logits": "indexer",
     "prepare": "preparation",

@@ -57,14 +57,17 @@ __all__ = [
     "checked_max_blocks",
     "checked_query_and_cache",
     "checked_scale",
+    "columns_of",
     "copy_to_host",
     "may_look",
+    "named_parts",
     "with_kv_head_axis",
 ]
 
 _log = logging.getLogger(__name__)
 
 DTYPES = ("bfloat16", "float16")  # of q and kv_cache
+QUERY_AXES = ("batch", "q_len", "num_heads")  # of q, before its columns
 # Last axis of each array of query and cache: 512 latent and 64 RoPE columns in one, or in a pair.
 _COLUMNS = {
     f"{name}{part}": columns
@@ -85,7 +88,7 @@ class Arguments(NamedTuple):
     kv_cache: ArrayView
     kv_rope: ArrayView
     block_table: ArrayView
-    cache_seqlens: ArrayView
+    cache_seqlens: ArrayView | None  # None where a plan holds them
     out: ArrayView | None
     lse: ArrayView | None
 
@@ -127,7 +130,7 @@ def checked_arguments(views: _Views) -> Arguments:
     Arguments
     """
     columns = checked_query_and_cache(views)
-    for name, view in _columns_of(views).items():
+    for name, view in columns_of(views).items():
         check_layout(name, view)
     block_table, cache_seqlens = (
         cast("ArrayView", views[name]) for name in ("block_table", "cache_seqlens")
@@ -146,13 +149,17 @@ def checked_arguments(views: _Views) -> Arguments:
     return Arguments(*columns, block_table, cache_seqlens, out, lse)
 
 
-def checked_query_and_cache(views: _Views) -> tuple[ArrayView, ArrayView, ArrayView, ArrayView]:
+def checked_query_and_cache(
+    views: _Views, query_axes: tuple[str, ...] = QUERY_AXES
+) -> tuple[ArrayView, ArrayView, ArrayView, ArrayView]:
     """Check query and cache, by name: all but how they lie in memory.
 
     Parameters
     ----------
     views : mapping
         As of :func:`checked_arguments`.
+    query_axes : tuple of str
+        Axes of the query before its columns; the last one is num_heads.
 
     Returns
     -------
@@ -160,14 +167,14 @@ def checked_query_and_cache(views: _Views) -> tuple[ArrayView, ArrayView, ArrayV
         Latent and RoPE columns of the query, ``(batch, q_len, num_heads, 512)`` and 64, and of the
         cache, ``(num_pages, page_size, num_kv_heads, 512)`` and 64: of one array, views of it.
     """
-    given = _columns_of(views)
-    _check_query_and_cache(given)
+    given = columns_of(views)
+    _check_query_and_cache(given, query_axes)
     parts = (*_apart("q", given), *_apart("kv_cache", given))
-    _check_heads(parts[0].shape[2], parts[2].shape[2])
+    _check_heads(parts[0].shape[-2], parts[2].shape[2])
     return parts
 
 
-def _columns_of(views: _Views) -> dict[str, ArrayView]:
+def columns_of(views: _Views) -> dict[str, ArrayView]:
     """Pick query and cache, the latter with its head axis."""
     picked = {name: cast("ArrayView", view) for name, view in views.items() if name in _COLUMNS}
     return {
@@ -181,12 +188,24 @@ def _apart(name: str, given: dict[str, ArrayView]) -> tuple[ArrayView, ArrayView
     if name not in given:
         return given[f"{name}[0]"], given[f"{name}[1]"]
     view = given[name]
-    lead = view.shape[:3]
-    rope = view.ptr + VALUE_DIM * view.strides[3]
+    lead = view.shape[:-1]
+    rope = view.ptr + VALUE_DIM * view.strides[-1]
     return (
         view._replace(shape=(*lead, VALUE_DIM)),
         view._replace(shape=(*lead, HEAD_DIM - VALUE_DIM), ptr=rope),
     )
+
+
+def named_parts(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
+    """Name an array, or the two that hold latent and RoPE columns."""
+    if not isinstance(value, tuple):
+        return ((name, value),)
+    if len(value) != 2:
+        raise ValueError(
+            f"{name}: needs one array, or a tuple of latent and RoPE columns, got {len(value)} "
+            f"arrays; join them"
+        )
+    return ((f"{name}[0]", value[0]), (f"{name}[1]", value[1]))
 
 
 def with_kv_head_axis(kv_cache: ArrayView) -> ArrayView:
@@ -200,11 +219,11 @@ def with_kv_head_axis(kv_cache: ArrayView) -> ArrayView:
     )
 
 
-def _check_query_and_cache(given: dict[str, ArrayView]) -> None:
+def _check_query_and_cache(given: dict[str, ArrayView], query_axes: tuple[str, ...]) -> None:
     """Check ranks, dtypes and sizes; the cache with its head axis."""
     for name, view in given.items():
-        if len(view.shape) != 4:
-            raise ValueError(_rank_problem(name, view))
+        if len(view.shape) != (len(query_axes) + 1 if name.startswith("q") else 4):
+            raise ValueError(_rank_problem(name, view, query_axes))
     (first, query), *others = given.items()
     check_dtype(first, query.dtype)
     for name, view in others:
@@ -214,7 +233,7 @@ def _check_query_and_cache(given: dict[str, ArrayView]) -> None:
                 f"them"
             )
     for name, view in given.items():
-        if view.shape[3] != _COLUMNS[name]:
+        if view.shape[-1] != _COLUMNS[name]:
             raise ValueError(_columns_problem(name, view))
         if 0 in view.shape:
             raise ValueError(
@@ -223,19 +242,20 @@ def _check_query_and_cache(given: dict[str, ArrayView]) -> None:
             )
     for name in ("q", "kv_cache"):
         latent, rope = given.get(f"{name}[0]"), given.get(f"{name}[1]")
-        if latent and rope and latent.shape[:3] != rope.shape[:3]:
+        if latent and rope and latent.shape[:-1] != rope.shape[:-1]:
             raise ValueError(
-                f"{name}[1]: needs the first axes of {name}[0], {latent.shape[:3]}, got "
-                f"{rope.shape[:3]}; pass both parts of the same rows"
+                f"{name}[1]: needs the first axes of {name}[0], {latent.shape[:-1]}, got "
+                f"{rope.shape[:-1]}; pass both parts of the same rows"
             )
 
 
-def _rank_problem(name: str, view: ArrayView) -> str:
+def _rank_problem(name: str, view: ArrayView, query_axes: tuple[str, ...]) -> str:
     columns = _COLUMNS[name]
     if name.startswith("q"):
+        hint = ", with q_len 1 where each request has one query" if "q_len" in query_axes else ""
         return (
-            f"{name}: needs 4 axes (batch, q_len, num_heads, {columns}), got shape {view.shape}; "
-            f"reshape it, with q_len 1 where each request has one query"
+            f"{name}: needs {len(query_axes) + 1} axes ({', '.join(query_axes)}, {columns}), got "
+            f"shape {view.shape}; reshape it{hint}"
         )
     return (
         f"{name}: needs axes (num_pages, page_size, num_kv_heads, {columns}), or the same without "
@@ -268,16 +288,11 @@ def check_seqlens(view: ArrayView, batch: int) -> None:
 
 
 def check_shape_numbers(
-    batch: int, q_len: int, num_heads: int, num_kv_heads: int, page_size: int, dtype: str
+    numbers: Mapping[str, int], num_heads: int, num_kv_heads: int, page_size: int, dtype: str
 ) -> None:
-    """Check a shape that was given in numbers, to make a plan for it."""
-    numbers = {
-        "batch": batch,
-        "q_len": q_len,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-    }
-    for name, value in numbers.items():
+    """Check a shape that was given in numbers, to make a plan for it; `numbers` by their names."""
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    for name, value in (*numbers.items(), *heads.items()):
         check_number(name, value, "nothing to plan for")
     _check_heads(num_heads, num_kv_heads)
     check_number("page_size", page_size, "allocate the cache in pages of one token at least")
@@ -501,6 +516,7 @@ def check_data(call: Call, arguments: Arguments, planned: int | None = None) -> 
     """
     if not may_look(call):
         return
+    assert arguments.cache_seqlens is not None
     lengths = copy_to_host(arguments.cache_seqlens, call.stream)
     table = copy_to_host(arguments.block_table, call.stream)
     check_values(lengths, table, *arguments.kv_cache.shape[:2])

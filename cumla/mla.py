@@ -37,6 +37,7 @@ from cumla.checks import (
     checked_max_blocks,
     checked_query_and_cache,
     checked_scale,
+    named_parts,
 )
 from cumla.launch.device import current_device, properties, require_hopper
 from cumla.launch.kernel import ReadyLaunches
@@ -190,6 +191,7 @@ def mla_decode(
         result = _Outputs.of(call, arguments, out, lse)
         buffer = call.workspace(key.layout.nbytes).ptr
         lengths = arguments.cache_seqlens
+        assert lengths is not None
         schedule = prepare_schedule(kernels.schedule, key, buffer, lengths, call.stream)
         attend = _attention(call, kernels, key, buffer, arguments, result, scale)
         schedule()
@@ -280,7 +282,8 @@ class MLADecodePlan:
         like: Any = None,
         stream: Any = None,
     ) -> None:
-        check_shape_numbers(batch, q_len, num_heads, num_kv_heads, page_size, dtype)
+        numbers = {"batch": batch, "q_len": q_len}
+        check_shape_numbers(numbers, num_heads, num_kv_heads, page_size, dtype)
         max_blocks = checked_max_blocks(batch_invariant, max_seqlen)
         check_variant(variant, num_heads, q_len, num_kv_heads)
         check_device_number(device)
@@ -340,7 +343,7 @@ class MLADecodePlan:
         UnsupportedDeviceError, MissingDependencyError, NotPreparedError
             As the class.
         """
-        arrays = (*_parts("q", q), *_parts("kv_cache", kv_cache))
+        arrays = (*named_parts("q", q), *named_parts("kv_cache", kv_cache))
         call = open_call(arrays, stream=stream)
         names = (name for name, _ in arrays)
         query, _, cache, _ = checked_query_and_cache(dict(zip(names, call.views, strict=True)))
@@ -395,7 +398,8 @@ class MLADecodePlan:
         UnsupportedDeviceError, MissingDependencyError
             Without `sm_count`: there is no GPU, or CuPy is missing.
         """
-        check_shape_numbers(batch, q_len, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
+        numbers = {"batch": batch, "q_len": q_len}
+        check_shape_numbers(numbers, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
         max_blocks = checked_max_blocks(batch_invariant, max_seqlen)
         if sm_count is None:
             sm_count = properties(current_device()).sm_count
@@ -632,8 +636,8 @@ def _open(
 ) -> Call:
     return open_call(
         (
-            *_parts("q", q),
-            *_parts("kv_cache", kv_cache),
+            *named_parts("q", q),
+            *named_parts("kv_cache", kv_cache),
             ("block_table", block_table),
             ("cache_seqlens", cache_seqlens),
         ),
@@ -642,21 +646,9 @@ def _open(
     )
 
 
-def _parts(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
-    """Name an array, or the two that hold latent and RoPE columns."""
-    if not isinstance(value, tuple):
-        return ((name, value),)
-    if len(value) != 2:
-        raise ValueError(
-            f"{name}: needs one array, or a tuple of latent and RoPE columns, got {len(value)} "
-            f"arrays; join them"
-        )
-    return ((f"{name}[0]", value[0]), (f"{name}[1]", value[1]))
-
-
 def _named(call: Call, q: Any, kv_cache: Any) -> dict[str, ArrayView | None]:
     """Give the views of a call of :func:`_open` their names."""
-    columns = (name for name, _ in (*_parts("q", q), *_parts("kv_cache", kv_cache)))
+    columns = (name for name, _ in (*named_parts("q", q), *named_parts("kv_cache", kv_cache)))
     others = ("block_table", "cache_seqlens", "out", "lse")
     return dict(zip((*columns, *others), call.views, strict=True))
 
@@ -737,7 +729,7 @@ def _decode_on_cpu(
     call: Call, arrays: tuple[Any, ...], out: Any, lse: Any, softmax_scale: float, causal: bool
 ) -> MLADecodeResult:
     queries, caches = (
-        tuple(to_numpy(part, array) for part, array in _parts(name, value))
+        tuple(to_numpy(part, array) for part, array in named_parts(name, value))
         for name, value in zip(("q", "kv_cache"), arrays, strict=False)
     )
     table, lengths = to_numpy("block_table", arrays[2]), to_numpy("cache_seqlens", arrays[3])

@@ -8,18 +8,20 @@ from typing import Any
 
 from cumla.checks import DTYPES, check_device_number, check_dtype, check_number
 from cumla.indexer_checks import checked_logits_specs
-from cumla.launch import mla_schedule, paged_mqa_schedule
+from cumla.launch import mla_attention, mla_schedule, paged_mqa_schedule
 from cumla.launch.append_cache import append_specs
 from cumla.launch.append_fp8_cache import append_fp8_specs
 from cumla.launch.append_indexer_cache import append_indexer_spec
 from cumla.launch.device import current_device, require_hopper
 from cumla.launch.merge_states import merge_spec
-from cumla.launch.mla_decode import decode_specs
-from cumla.launch.mla_plan import BLOCK_TOKENS
+from cumla.launch.mla_decode import decode_specs, ragged_spec
+from cumla.launch.mla_plan import BLOCK_TOKENS, page_form
 from cumla.launch.module import load
 from cumla.launch.quantize_fp8 import quantize_spec
 
 __all__ = ["prepare"]
+
+_SCHEDULES = (*mla_schedule.SPECS, *mla_attention.SPECS, *paged_mqa_schedule.SPECS)
 
 
 def prepare(
@@ -71,11 +73,12 @@ def prepare(
     if device is None:
         device = current_device()
     require_hopper(device)
-    for spec in (*mla_schedule.SPECS, *paged_mqa_schedule.SPECS, *logits):
+    for spec in (*_SCHEDULES, *logits):
         load(spec, device, capturing=lambda: False)
     for dtype in dtypes:
         decode = (spec for page_size in page_sizes for spec in decode_specs(dtype, page_size))
-        for spec in (*decode, *append_specs(dtype), *append_fp8_specs(dtype)):
+        ragged = (ragged_spec(dtype, page_form(page_size)) for page_size in page_sizes)
+        for spec in (*decode, *ragged, *append_specs(dtype), *append_fp8_specs(dtype)):
             load(spec, device, capturing=lambda: False)
     for dtype in (*dtypes, "float32"):
         for spec in (merge_spec(dtype), quantize_spec(dtype), append_indexer_spec(dtype)):
