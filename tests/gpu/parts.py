@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cumla.launch.mla_plan import BLOCK_TOKENS, PART_BYTES, PLACE_BYTES
+from cumla.launch.mla_attention import TileSchedule
+from cumla.launch.mla_plan import BLOCK_TOKENS, PART_BYTES, PLACE_BYTES, TILE_PLACE_BYTES
 from cumla.launch.mla_schedule import Schedule, invariant_schedule, max_tokens, schedule
 
 FIELDS = (
@@ -29,6 +30,15 @@ PLACE = np.dtype(
     {"names": ("request", "tokens"), "formats": ["<i4", "<i4"], "itemsize": PLACE_BYTES},
 )
 """struct Place."""
+
+TILE_PLACE = np.dtype(
+    {
+        "names": ("tokens", "first_row", "q_len", "q_begin", "pages"),
+        "formats": ["<i4", "<i4", "<i4", "<i4", "<i8"],
+        "itemsize": TILE_PLACE_BYTES,
+    }
+)
+"""struct TilePlace."""
 
 
 def places_table(lengths: np.ndarray, parts: int, row_groups: int) -> np.ndarray:
@@ -74,16 +84,22 @@ def _places(made: Schedule, lengths: np.ndarray, longest: int) -> np.ndarray:
 
 def _records(made: Schedule, lengths: np.ndarray, longest: int) -> np.ndarray:
     places = np.append(_places(made, lengths, longest), np.zeros(1, PLACE))  # nothing behind them
-    index = np.arange(len(made.bounds) - 1)
+    table = _parts(made.bounds, made.splits.tolist())
+    for name in PLACE.names or ():
+        table[name] = places[table["place"]][name]
+    return table
+
+
+def _parts(bounds: np.ndarray, splits: list[tuple[int, int, int]]) -> np.ndarray:
+    """The records of all parts, but for what lies at their places."""
+    index = np.arange(len(bounds) - 1)
     table = np.zeros(len(index), PART)
-    begins, ends = made.bounds[:-1], made.bounds[1:]
+    begins, ends = bounds[:-1], bounds[1:]
     table["place"], table["block"] = begins.T
     table["end_place"], table["end_block"] = ends.T
-    for name in PLACE.names or ():
-        table[name] = places[begins[:, 0]][name]
     for name in ("first_part", "last_part", "tail_last_part"):
         table[name] = index
-    for place, first, last in made.splits.tolist():
+    for place, first, last in splits:
         among = (index >= first) & (index <= last)
         begin_with_it = among & (begins[:, 0] == place)
         table["first_part"][begin_with_it] = first
@@ -92,6 +108,25 @@ def _records(made: Schedule, lengths: np.ndarray, longest: int) -> np.ndarray:
         table["first_slot"][begin_with_it] = int(begins[first, 0] != place)
         table["tail_last_part"][among & (index < last)] = last
     return table
+
+
+def tile_places_table(made: TileSchedule) -> np.ndarray:
+    """What lies at each place where query lengths differ: ``(tiles,)`` of TILE_PLACE."""
+    table = np.zeros(len(made.places), TILE_PLACE)
+    for name, column in zip(TILE_PLACE.names or (), made.places.T, strict=True):
+        table[name] = column
+    return table
+
+
+def tile_parts_table(made: TileSchedule) -> np.ndarray:
+    """The records of all parts where query lengths differ; of requests they say nothing."""
+    inside = made.bounds[:-1, 1] > 0  # parts that begin inside a tile
+    cut = np.unique(made.bounds[:-1, 0][inside])
+    splits = []
+    for tile in cut.tolist():
+        (parts,) = np.nonzero(inside & (made.bounds[:-1, 0] == tile))
+        splits.append((tile, int(parts[0]) - 1, int(parts[-1])))
+    return _parts(made.bounds, splits)
 
 
 LENGTHS = {
