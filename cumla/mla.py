@@ -41,7 +41,7 @@ from cumla.checks import (
 )
 from cumla.launch.device import current_device, properties, require_hopper
 from cumla.launch.kernel import ReadyLaunches
-from cumla.launch.mla_decode import decode_spec, prepare_decode
+from cumla.launch.mla_decode import decode_spec, form_of, prepare_decode
 from cumla.launch.mla_plan import BLOCK_TOKENS, VALUE_DIM, MLADecodeKey
 from cumla.launch.mla_schedule import prepare_schedule, schedule_spec
 from cumla.launch.module import load
@@ -713,8 +713,12 @@ def _attention(
     softmax_scale: float,
 ) -> PreparedLaunch:
     """Prepare attention of checked arguments into these outputs."""
+    form, kernel = form_of(key, arguments), kernels.decode
+    if form != key.form:
+        assert key.device is not None
+        kernel = load(decode_spec(key, form), key.device, capturing=lambda: call.capturing)
     return prepare_decode(
-        kernels.decode,
+        kernel,
         key,
         buffer,
         arguments,

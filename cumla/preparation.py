@@ -14,7 +14,7 @@ from cumla.launch.append_fp8_cache import append_fp8_specs
 from cumla.launch.append_indexer_cache import append_indexer_spec
 from cumla.launch.device import current_device, require_hopper
 from cumla.launch.merge_states import merge_spec
-from cumla.launch.mla_decode import decode_specs, ragged_spec
+from cumla.launch.mla_decode import form_specs
 from cumla.launch.mla_plan import BLOCK_TOKENS, page_form
 from cumla.launch.module import load
 from cumla.launch.quantize_fp8 import quantize_spec
@@ -29,6 +29,7 @@ def prepare(
     *,
     dtypes: Sequence[str] = DTYPES,
     page_sizes: Sequence[int] = (BLOCK_TOKENS,),
+    split_caches: bool = False,
     indexer: Sequence[tuple[int, int]] = (),
 ) -> None:
     """Compile and load the kernels: later calls do not wait, nor fail under stream capture.
@@ -42,6 +43,8 @@ def prepare(
         quantise may be float32 as well.
     page_sizes : sequence of int
         Of the caches that are to be attended to, such as ``(1, 64)``.
+    split_caches : bool
+        Whether some of them have their latent and RoPE columns in two arrays.
     indexer : sequence of (num_heads, head_dim)
         The indexers whose logits are to be computed, such as ``[(64, 128)]``.
 
@@ -70,15 +73,17 @@ def prepare(
         check_number("page_sizes", page_size, "name those of the caches")
     check_device_number(device)
     logits = [spec for shape in _pairs(indexer) for spec in checked_logits_specs(*shape)]
+    forms = dict.fromkeys(page_form(page_size) for page_size in page_sizes)
+    if split_caches and "pages" in forms:
+        forms |= {"boxes": None}
     if device is None:
         device = current_device()
     require_hopper(device)
     for spec in (*_SCHEDULES, *logits):
         load(spec, device, capturing=lambda: False)
     for dtype in dtypes:
-        decode = (spec for page_size in page_sizes for spec in decode_specs(dtype, page_size))
-        ragged = (ragged_spec(dtype, page_form(page_size)) for page_size in page_sizes)
-        for spec in (*decode, *ragged, *append_specs(dtype), *append_fp8_specs(dtype)):
+        decode = (spec for form in forms for spec in form_specs(dtype, form))
+        for spec in (*decode, *append_specs(dtype), *append_fp8_specs(dtype)):
             load(spec, device, capturing=lambda: False)
     for dtype in (*dtypes, "float32"):
         for spec in (merge_spec(dtype), quantize_spec(dtype), append_indexer_spec(dtype)):

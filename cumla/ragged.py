@@ -40,6 +40,7 @@ from cumla.launch.mla_attention import (
     prepare_attention,
     prepare_attention_schedule,
 )
+from cumla.launch.mla_decode import form_of
 from cumla.launch.mla_plan import BLOCK_TOKENS, VALUE_DIM
 from cumla.launch.module import load
 from cumla.ragged_checks import (
@@ -675,8 +676,12 @@ def _attention(
     softmax_scale: float,
 ) -> PreparedLaunch:
     """Prepare attention of checked arguments into these outputs."""
+    form, kernel = form_of(key, arguments), kernels.attention
+    if form != key.form:
+        assert key.device is not None
+        kernel = load(attention_spec(key, form), key.device, capturing=lambda: call.capturing)
     return prepare_attention(
-        kernels.attention,
+        kernel,
         key,
         buffer,
         arguments,

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Who works on which KV blocks where query lengths differ: one CTA, parallel over requests, then over row tiles.
 //
-// A request has q_len x heads_per_group rows of a kv head, in tiles of 64, and each tile is a place of the schedule (see
-// mla_plan.cuh). It costs the blocks that its rows see, together, and fixed_cost. Parts are equal shares of the summed
-// cost, and cut a tile where one ends. cumla/launch/mla_attention.py holds the same arithmetic in NumPy, as its oracle.
+// A request has q_len x heads_per_group rows of a kv head, in tiles of 64, and each tile has a place in the schedule (see
+// mla_plan.cuh). It costs the blocks that its rows see, together, and fixed_cost. The tiles are dealt out like cards, one
+// to each part and then the next ones, and what a part gets lies together: so the parts work on neighbouring tiles at the
+// same time, which read the same pages. Where that would leave a part dearer than cutting can cost, parts are equal
+// shares of the summed cost instead, of the tiles in the same order, and cut a tile where one ends. cumla/launch/mla_attention.py holds the same arithmetic in NumPy, as its oracle.
 #include "mla_plan.cuh"
 #include "mla_schedule_parts.cuh"
 #include "ptx/sync.cuh"
@@ -30,6 +32,7 @@ struct MlaAttentionScheduleParams {
   int page_size;
   int causal;
   int fixed_cost;  // of a tile or a piece of one, in blocks
+  int piece_cost;  // of a piece, in blocks: to be stored, counted and joined
   int min_blocks;  // no cut is closer to an end of its tile
   int min_share;   // cost of a share, at least
   int max_tokens;  // of a request: the summed cost fits an int
@@ -67,7 +70,7 @@ __device__ __forceinline__ int visible_blocks(const MlaAttentionScheduleParams& 
 struct Shared {
   int warp_sums[2][kScheduleWarps];
   int tile_starts[kScheduleThreads];  // tiles of all requests before a thread's first one
-  int cost_starts[kScheduleThreads];  // cost of all tiles before a thread's first one
+  int cost_starts[kScheduleThreads];  // cost of all places before a thread's first one
   PartBound bounds[kMaxParts + 1];
   Run runs[kMaxParts + 1];
   Run edges[kScheduleWarps][2];
@@ -83,12 +86,17 @@ __device__ __forceinline__ int owner_of(const int* starts, i64 place) {
   return owner;
 }
 
-// Writes this thread's tiles, [tile, end) of all; returns what they cost.
-__device__ __forceinline__ int write_tiles(const MlaAttentionScheduleParams& p, const int* tile_starts, int tile, int end,
-                                           int requests_of_thread) {
-  if (tile >= end) return 0;
+// The first place of a part, if all are dealt out: parts that get one more than others come first.
+__device__ __forceinline__ int first_place(int part, int tiles, int parts) {
+  return part * (tiles / parts) + min(part, tiles % parts);
+}
+
+// Writes this thread's tiles, [tile, end) of all.
+__device__ __forceinline__ void write_tiles(const MlaAttentionScheduleParams& p, const int* tile_starts, int tile, int end,
+                                            int tiles, int requests_of_thread) {
+  if (tile >= end) return;
   const int owner = owner_of(tile_starts, tile);
-  int request = owner * requests_of_thread, skip = tile - tile_starts[owner], cost = 0;
+  int request = owner * requests_of_thread, skip = tile - tile_starts[owner];
   Queries queries(p, request);
   while (skip >= queries.tiles && request + 1 < p.batch) {
     skip -= queries.tiles;
@@ -98,17 +106,26 @@ __device__ __forceinline__ int write_tiles(const MlaAttentionScheduleParams& p, 
   place.first_row = skip * kRowTile;
 #pragma unroll 1
   while (true) {
-    p.places[tile] = place;
-    cost += visible_blocks(p, place) + p.fixed_cost;
-    if (++tile >= end) return cost;
+    p.places[first_place(tile % p.parts, tiles, p.parts) + tile / p.parts] = place;
+    if (++tile >= end) return;
     place.first_row += kRowTile;
     if (place.first_row < place.q_len * p.heads_per_group) continue;
     do {
-      if (++request >= p.batch) return cost;
+      if (++request >= p.batch) return;
       queries = Queries(p, request);
     } while (queries.tiles == 0);
     place = first_tile(p, request, queries);
   }
+}
+
+// What all places before one cost.
+__device__ __forceinline__ int cost_before(const MlaAttentionScheduleParams& p, const int* cost_starts, int place,
+                                           int tiles_of_thread) {
+  const int owner = place / tiles_of_thread;
+  int cost = cost_starts[owner];
+#pragma unroll 1
+  for (int i = owner * tiles_of_thread; i < place; ++i) cost += visible_blocks(p, p.places[i]) + p.fixed_cost;
+  return cost;
 }
 
 // Where a share begins: a cut not closer than min_blocks to the ends of its tile, but before or behind it.
@@ -116,16 +133,16 @@ __device__ __forceinline__ PartBound bound_at(const MlaAttentionScheduleParams& 
                                               int tiles, int tiles_of_thread) {
   if (at >= total) return {tiles, 0, 0, 0};
   const int owner = owner_of(cost_starts, at);
-  int tile = owner * tiles_of_thread, block = static_cast<int>(at) - cost_starts[owner];
-  int blocks = visible_blocks(p, p.places[tile]);
+  int place = owner * tiles_of_thread, block = static_cast<int>(at) - cost_starts[owner];
+  int blocks = visible_blocks(p, p.places[place]);
 #pragma unroll 1
-  while (block >= blocks + p.fixed_cost && tile + 1 < tiles) {
+  while (block >= blocks + p.fixed_cost && place + 1 < tiles) {
     block -= blocks + p.fixed_cost;
-    blocks = visible_blocks(p, p.places[++tile]);
+    blocks = visible_blocks(p, p.places[++place]);
   }
-  if (block < p.min_blocks) return {tile, 0, 0, 0};
-  if (blocks - block < p.min_blocks) return {tile + 1, 0, 0, 0};
-  return {tile, block, 0, 0};
+  if (block < p.min_blocks) return {place, 0, 0, 0};
+  if (blocks - block < p.min_blocks) return {place + 1, 0, 0, 0};
+  return {place, block, 0, 0};
 }
 
 __device__ __forceinline__ void mla_attention_schedule(const MlaAttentionScheduleParams& p) {
@@ -147,14 +164,26 @@ __device__ __forceinline__ void mla_attention_schedule(const MlaAttentionSchedul
   const int tiles = min(all_tiles, p.max_places);  // there are more only where qo_indptr falls
   const int tiles_of_thread = (tiles + kScheduleThreads - 1) / kScheduleThreads;
   const int first = min(thread * tiles_of_thread, tiles), last = min(first + tiles_of_thread, tiles);
-  int total;
-  const int cost = write_tiles(p, shared.tile_starts, first, last, requests_of_thread);
+  write_tiles(p, shared.tile_starts, first, last, tiles, requests_of_thread);
+  __syncthreads();
+  int total, cost = 0;
+  for (int place = first; place < last; ++place) cost += visible_blocks(p, p.places[place]) + p.fixed_cost;
   shared.cost_starts[thread] = block_exclusive_sum(cost, shared.warp_sums[1], total);
   __syncthreads();
 
   const int share = max((total + p.parts - 1) / p.parts, p.min_share);
-  const i64 at = thread < p.parts ? static_cast<i64>(thread) * share : total;
-  const PartBound bound = bound_at(p, shared.cost_starts, at, total, tiles, tiles_of_thread);
+  const int dealt = thread < p.parts ? first_place(thread, tiles, p.parts) : tiles;
+  const int next = thread < p.parts ? first_place(thread + 1, tiles, p.parts) : tiles;
+  int price = 0;
+  if (dealt < next) {
+    price = (next < tiles ? cost_before(p, shared.cost_starts, next, tiles_of_thread) : total) -
+            cost_before(p, shared.cost_starts, dealt, tiles_of_thread);
+  }
+  PartBound bound = {dealt, 0, 0, 0};
+  if (__syncthreads_or(price > share + p.fixed_cost + 2 * p.piece_cost)) {
+    const i64 at = thread < p.parts ? static_cast<i64>(thread) * share : total;
+    bound = bound_at(p, shared.cost_starts, at, total, tiles, tiles_of_thread);
+  }
   const bool cuts = thread < p.parts && bound.block > 0;
   const Run run = find_run(cuts ? bound.place : -1, shared.edges, shared.edge_places);
   if (thread <= p.parts) {

@@ -74,10 +74,7 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
       if (k == 0 || k == 1 || k == 1 + kHalfTiles)
         mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
       const u32 destination = stage + column * kTileBytes, barrier = shared.full(parity, column);
-      if (k == 0)
-        load_tile<kForm>(p, destination, &p.rope_map, barrier, 0, from);
-      else
-        load_tile<kForm>(p, destination, &p.latent_map, barrier, column * 64, from);
+      load_tile<kForm>(p, destination, k == 0 ? kRopeTile : column, k == 0, barrier, from);
     }
     if constexpr (kSharedBlocks) {
       if (ahead.valid()) {

@@ -32,7 +32,8 @@ struct CacheColumns {
 };
 
 struct MlaDecodeParams {
-  // dims (512 or 64, page_size, num_kv_heads, num_pages), box (64, box_rows, 1, 1), 128-byte swizzle; not of kRows
+  // dims (columns, page_size, num_kv_heads, num_pages), box (64, box_rows, 1, 1), 128-byte swizzle: of kPages one of all 576
+  // columns (another map costs half a microsecond), of kBoxes one of 512 and one of 64
   TensorMap latent_map, rope_map;
   CacheColumns latent, rope;  // of kRows
   QueryColumns q_latent, q_rope;

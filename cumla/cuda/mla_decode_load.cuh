@@ -122,7 +122,8 @@ __device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Lay
   const int warp = threadIdx.x / 32;
   // Fetching into L2 reads nothing: an earlier kernel may still write these lines.
   if (warp == 2 || warp == 3) prefetch_plan<AnyTile>(p, threadIdx.x - 64, 64);
-  if (kForm != kRows && (threadIdx.x == 32 || threadIdx.x == 33))
+  if (kForm == kPages && threadIdx.x == 32) prefetch_tensor_map(&p.latent_map);
+  if (kForm == kBoxes && (threadIdx.x == 32 || threadIdx.x == 33))
     prefetch_tensor_map(threadIdx.x == 32 ? &p.rope_map : &p.latent_map);
   if (threadIdx.x == 0) initialise_barriers(shared, kForm == kRows ? kRowLoaders : 1);
   grid_dependency_launch();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a block of 64 tokens comes from its pages into tiles of shared memory:
 //
-//   kPages  pages of a multiple of 64 tokens: one box a tile, by one thread
-//   kBoxes  pages that have 8, 16 or 32 tokens in common with 64: boxes of so many rows, by a warp whose lanes know where
+//   kPages  pages of a multiple of 64 tokens, all columns in one array: one box a tile, by one thread
+//   kBoxes  pages that have 8, 16, 32 or 64 tokens in common with 64: boxes of so many rows, by a warp whose lanes know where
 //           the boxes lie. Eight rows are a period of the swizzle, so that boxes land as the rows of a larger one do.
 //   kRows   any other page size: each row by eight lanes, 16 bytes a lane, swizzled by them
 #pragma once
@@ -20,15 +20,16 @@ __device__ __forceinline__ int first_of_box(const MlaDecodeParams& p) {
   return kForm == kBoxes ? threadIdx.x % 32 * p.box_rows : 0;
 }
 
-// Begins to load 64 columns of a block, from column `x` of what the map describes, into a tile.
+// Begins to load the 64 columns of a tile, of a block. `rope`: they are the RoPE columns, as the compiler knows.
 template <PageForm kForm>
-__device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destination, const TensorMap* map, u32 barrier,
-                                          int x, const PageRow& from) {
+__device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
+                                          const PageRow& from) {
   if constexpr (kForm == kPages) {
     mbarrier_arrive_expect_tx(barrier, kTileBytes);
-    tma_load_4d_async(destination, map, barrier, x, from.row, blockIdx.z, from.page);
+    tma_load_4d_async(destination, &p.latent_map, barrier, column * 64, from.row, blockIdx.z, from.page);
   } else {
-    const int row = first_of_box<kForm>(p);
+    const TensorMap* const map = rope ? &p.rope_map : &p.latent_map;
+    const int x = rope ? 0 : column * 64, row = first_of_box<kForm>(p);
     if (row == 0) mbarrier_arrive_expect_tx(barrier, kTileBytes);
     __syncwarp();
     if (row < kBlockTokens)
@@ -39,11 +40,11 @@ __device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destinat
 // Has L2 fetch the same.
 template <PageForm kForm>
 __device__ __forceinline__ void prefetch_tile(const MlaDecodeParams& p, int column, const PageRow& from) {
-  const TensorMap* const map = column == kRopeTile ? &p.rope_map : &p.latent_map;
-  const int x = column == kRopeTile ? 0 : column * 64;
   if constexpr (kForm == kPages) {
-    tma_prefetch_4d(map, x, from.row, blockIdx.z, from.page);
+    tma_prefetch_4d(&p.latent_map, column * 64, from.row, blockIdx.z, from.page);
   } else {
+    const TensorMap* const map = column == kRopeTile ? &p.rope_map : &p.latent_map;
+    const int x = column == kRopeTile ? 0 : column * 64;
     if (first_of_box<kForm>(p) < kBlockTokens) tma_prefetch_4d(map, x, from.row, blockIdx.z, from.page);
   }
 }

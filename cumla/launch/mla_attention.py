@@ -24,7 +24,7 @@ from cumla.launch.mla_plan import (
     PlanLayout,
     page_form,
 )
-from cumla.launch.mla_schedule import FIXED_COST, MIN_BLOCKS, MIN_SHARE
+from cumla.launch.mla_schedule import FIXED_COST, MIN_BLOCKS, MIN_SHARE, piece_cost
 from cumla.launch.source import KernelSpec
 
 if TYPE_CHECKING:
@@ -158,12 +158,12 @@ class MLAAttentionKey:
         return PlanLayout.of(self)
 
 
-def attention_spec(key: MLAAttentionKey) -> KernelSpec:
-    """Look up the kernel of a shape's dtype and pages."""
-    return ragged_spec(key.dtype, key.form)
+def attention_spec(key: MLAAttentionKey, form: str | None = None) -> KernelSpec:
+    """Look up the kernel of a shape's dtype, for caches of a form; by default in one array."""
+    return ragged_spec(key.dtype, form or key.form)
 
 
-_PARAMS = struct.Struct("<QqQqQqQQQ12i")
+_PARAMS = struct.Struct("<QqQqQqQQQ13i4x")
 
 
 def prepare_attention_schedule(
@@ -217,6 +217,7 @@ def prepare_attention_schedule(
         key.page_size,
         key.causal,
         FIXED_COST,
+        piece_cost(key.row_groups),
         MIN_BLOCKS,
         MIN_SHARE,
         key.max_tokens,
@@ -239,7 +240,7 @@ def prepare_attention(
     Parameters
     ----------
     kernel : LoadedKernel
-        Of :func:`attention_spec`.
+        Of :func:`attention_spec`, for the form of these arrays.
     key : MLAAttentionKey
         The plan's shape.
     buffer : int
@@ -283,9 +284,10 @@ class TileSchedule(NamedTuple):
     Attributes
     ----------
     places : numpy.ndarray
-        ``(tiles, 5)`` int64: tokens, first_row, q_len, q_begin and pages of each row tile.
+        ``(tiles, 5)`` int64: tokens, first_row, q_len, q_begin and pages of the row tile at each
+        place.
     bounds : numpy.ndarray
-        ``(parts + 1, 2)`` int32: (tile, block) where each part begins; part i ends where i + 1
+        ``(parts + 1, 2)`` int32: (place, block) where each part begins; part i ends where i + 1
         begins.
     """
 
@@ -311,7 +313,8 @@ def schedule(
     Returns
     -------
     TileSchedule
-        Equal shares of the summed cost, which cut a tile where one ends.
+        The tiles dealt out like cards; where that leaves a part too dear, equal shares of the
+        summed cost, which cut a tile where one ends.
     """
     group = key.heads_per_group
     indptr = np.asarray(qo_indptr, np.int64)
@@ -329,7 +332,8 @@ def schedule(
     index = np.arange(len(request)) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)
     request, index = request[: key.num_places], index[: key.num_places]
     columns = (tokens[request], index * ROW_TILE, counts[request], begins[request], pages[request])
-    places = np.stack(columns, axis=1)
+    dealt = [np.arange(part, len(request), key.parts) for part in range(key.parts)]
+    places = np.stack(columns, axis=1)[np.concatenate(dealt)]
 
     last_row = np.minimum(places[:, 1] + ROW_TILE, places[:, 2] * group) - 1
     hidden = places[:, 2] - 1 - last_row // group if key.causal else 0
@@ -338,14 +342,18 @@ def schedule(
     total = int(ends[-1]) if len(ends) else 0
     share = max(-(-total // key.parts), MIN_SHARE)
     bounds = np.zeros((key.parts + 1, 2), np.int32)
+    bounds[:, 0] = np.cumsum([0, *map(len, dealt)])
+    prices = np.diff(np.append(0, ends)[bounds[:, 0]])
+    if prices.max() <= share + FIXED_COST + 2 * piece_cost(key.row_groups):
+        return TileSchedule(places, bounds)
     bounds[:, 0] = len(places)
     for part, at in enumerate(range(0, min(key.parts * share, total), share)):
-        tile = int(np.searchsorted(ends, at, side="right"))
-        block = at - int(ends[tile] - blocks[tile] - FIXED_COST)
+        place = int(np.searchsorted(ends, at, side="right"))
+        block = at - int(ends[place] - blocks[place] - FIXED_COST)
         if block < MIN_BLOCKS:
-            bounds[part] = tile, 0
-        elif blocks[tile] - block < MIN_BLOCKS:
-            bounds[part] = tile + 1, 0
+            bounds[part] = place, 0
+        elif blocks[place] - block < MIN_BLOCKS:
+            bounds[part] = place + 1, 0
         else:
-            bounds[part] = tile, block
+            bounds[part] = place, block
     return TileSchedule(places, bounds)

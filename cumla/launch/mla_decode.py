@@ -9,7 +9,7 @@ from math import e, log2
 from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import PreparedLaunch
-from cumla.launch.mla_plan import PAGE_FORMS, VARIANTS, page_form
+from cumla.launch.mla_plan import HEAD_DIM, PAGE_FORMS, VALUE_DIM, VARIANTS, page_form
 from cumla.launch.source import KernelSpec
 from cumla.launch.tensor_map import paged_kv_map
 
@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from cumla.launch.mla_plan import MLADecodeKey
     from cumla.launch.module import LoadedKernel
 
-__all__ = ["SPECS", "decode_spec", "decode_specs", "prepare_decode", "ragged_spec"]
+__all__ = [
+    "SPECS",
+    "decode_spec",
+    "decode_specs",
+    "form_of",
+    "form_specs",
+    "prepare_decode",
+    "ragged_spec",
+]
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
@@ -60,18 +68,43 @@ SPECS = (*_SPECS.values(), *_RAGGED_SPECS.values())
 
 
 def decode_specs(dtype: str, page_size: int) -> tuple[KernelSpec, ...]:
-    """List the kernels of one dtype and page size."""
+    """List the kernels of one dtype and page size, for caches in one array."""
     return tuple(_SPECS[dtype, variant, page_form(page_size)] for variant in VARIANTS)
 
 
-def decode_spec(key: MLADecodeKey) -> KernelSpec:
-    """Look up the kernel of a shape's variant and form."""
-    return _SPECS[key.dtype, key.variant, key.form]
+def form_specs(dtype: str, form: str) -> tuple[KernelSpec, ...]:
+    """List the kernels of one dtype and form, that for ragged queries included."""
+    return (*(_SPECS[dtype, variant, form] for variant in VARIANTS), ragged_spec(dtype, form))
+
+
+def decode_spec(key: MLADecodeKey, form: str | None = None) -> KernelSpec:
+    """Look up the kernel of a shape's variant, for caches of a form; by default in one array."""
+    return _SPECS[key.dtype, key.variant, form or key.form]
 
 
 def ragged_spec(dtype: str, form: str) -> KernelSpec:
     """Look up the kernel for queries of different lengths."""
     return _RAGGED_SPECS[dtype, form]
+
+
+def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) -> str:
+    """Tell in which form a cache's pages come: whole ones need all columns in one array.
+
+    Parameters
+    ----------
+    key : MLADecodeKey or MLAAttentionKey
+        Of the call.
+    arguments : Arguments
+        Checked.
+
+    Returns
+    -------
+    str
+        One of PAGE_FORMS.
+    """
+    latent, rope = arguments.kv_cache, arguments.kv_rope
+    together = rope.ptr == latent.ptr + VALUE_DIM * 2 and rope.strides[:3] == latent.strides[:3]
+    return "boxes" if key.form == "pages" and not together else key.form
 
 
 _PARAMS = struct.Struct("<128s128s32q12if12x")
@@ -94,7 +127,7 @@ def prepare_decode(
     Parameters
     ----------
     kernel : LoadedKernel
-        Of :func:`decode_spec`.
+        Of :func:`decode_spec`, for the form of these arrays.
     key : MLADecodeKey
         The plan's shape.
     buffer : int
@@ -117,7 +150,7 @@ def prepare_decode(
     caches = (arguments.kv_cache, arguments.kv_rope)
     columns = (*caches, arguments.q, arguments.q_rope)
     values = (
-        *(bytes(128) if key.form == "rows" else _map(key, cache) for cache in caches),
+        *_maps(key, form_of(key, arguments), *caches),
         *(value for view in columns for value in (view.ptr, *view.strides[:3])),
         out.ptr,
         *out.strides[:3],
@@ -148,6 +181,17 @@ def prepare_decode(
     return PreparedLaunch(
         kernel, (key.row_tiles, key.parts, key.num_kv_heads), _PARAMS, values, stream
     )
+
+
+def _maps(
+    key: MLADecodeKey | MLAAttentionKey, form: str, latent: ArrayView, rope: ArrayView
+) -> tuple[bytes, bytes]:
+    """Describe the cache to the copy engine: whole pages by one map of all columns."""
+    if form == "rows":
+        return bytes(128), bytes(128)
+    if form == "pages":
+        return _map(key, latent._replace(shape=(*latent.shape[:3], HEAD_DIM))), bytes(128)
+    return _map(key, latent), _map(key, rope)
 
 
 def _map(key: MLADecodeKey | MLAAttentionKey, cache: ArrayView) -> bytes:
