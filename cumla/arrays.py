@@ -615,7 +615,7 @@ def glance(arrays: tuple[object, ...]) -> Hashable | None:
     Parameters
     ----------
     arrays : tuple of array
-        Arguments and outputs of one call.
+        Arguments and outputs of one call; a tuple of two among them is an argument in two arrays.
 
     Returns
     -------
@@ -627,17 +627,25 @@ def glance(arrays: tuple[object, ...]) -> Hashable | None:
     framework = _framework_of_type.get(type(arrays[0]), _DLPACK)
     for array in arrays:
         if _framework_of_type.get(type(array)) is not framework:
-            return None
+            return _glance_at_pairs(arrays)
     return framework.glance(arrays)
 
 
-def reopen_call(first: object, device: int | None, stream: object = None) -> Call:
+def _glance_at_pairs(arrays: tuple[object, ...]) -> Hashable | None:
+    """Look at arrays some of which are in two, and at which of them are."""
+    each = [a if isinstance(a, tuple) and len(a) == 2 else (a,) for a in arrays]
+    flat = tuple([array for group in each for array in group])
+    seen = glance(flat) if len(flat) > len(arrays) else None
+    return seen and (tuple([len(group) for group in each]), seen)
+
+
+def reopen_call(array: object, device: int | None, stream: object = None) -> Call:
     """Open a call whose arrays a `glance` has known again; it has no views.
 
     Parameters
     ----------
-    first : array
-        The first argument.
+    array : array
+        One of them: all are of one framework.
     device : int or None
         Where they are, as in `Call`.
     stream : optional
@@ -650,7 +658,7 @@ def reopen_call(first: object, device: int | None, stream: object = None) -> Cal
     """
     if waiting:
         release_finished()
-    framework = _framework_of_type[type(first)]
+    framework = _framework_of_type[type(array)]
     handle = 0 if device is None else _handle(stream, framework.allocator(), device)
     return Call(framework, device, handle, (), None)
 

@@ -479,16 +479,10 @@ def check_own_memory(name: str, view: ArrayView) -> None:
 
 # Check mode: CUMLA_CHECK=1 looks at what the kernels take on trust.
 
-# Every call asks, and os.environ.get raises two errors inside to find out that a name is not there,
-# twice as slow as the launch around which it is asked: so ask the dictionary behind it.
-_environment = os.environ._data  # type: ignore[attr-defined]
-_CHECK = os.environ.encodekey("CUMLA_CHECK")
-
 
 def check_mode() -> bool:
     """Tell whether CUMLA_CHECK asks for :func:`check_data`."""
-    value = _environment.get(_CHECK)
-    return value is not None and os.environ.decodevalue(value) not in ("", "0")
+    return os.environ.get("CUMLA_CHECK", "") not in ("", "0")
 
 
 def may_look(call: Call) -> bool:

@@ -522,7 +522,7 @@ class MLADecodePlan:
             seen = call.views
         ready = self._ready.get((seen, scale))
         if ready is not None and not check_mode():
-            again = call or reopen_call(q, self._key.device, stream)
+            again = call or reopen_call(out, self._key.device, stream)
             if again.stream == self._stream:
                 with again:
                     ready()

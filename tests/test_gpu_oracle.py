@@ -454,7 +454,7 @@ def test_the_cases_of_split_requests_are_of_every_kind() -> None:
         assert held.max() > 1
         pieces |= set(held.tolist())
         goes_on = (held > 1) & (table["tail_last_part"] > index)
-        goes_on &= table["request"] != table["end_request"]
+        goes_on &= table["place"] != table["end_place"]
         kinds |= {("goes on", case.kv_heads > 1)} if goes_on.any() else set()
         kinds |= {("second slot", case.kv_heads > 1)} if table["first_slot"].any() else set()
     assert {2, 3} <= pieces

@@ -646,6 +646,30 @@ def test_a_ready_run_of_arrays_that_a_glance_does_not_know(
         plan.run(**whole, stream=5)
 
 
+def test_a_ready_run_knows_pairs(
+    whole: dict[str, Any], prepared_for: list[Any], cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place, name in enumerate(("q", "kv_cache")):
+        shape, dtype = whole[name].shape[:-1], whole[name].dtype
+        whole[name] = tuple(cupy.ndarray((*shape, columns), dtype) for columns in (512, 64))
+        for number, array in enumerate(whole[name]):
+            array.data.ptr = (20 + 2 * place + number) << 24
+    plan = plan_for(whole)
+    plan.update(whole["cache_seqlens"])
+    plan.run(**whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(mla, "open_call", lambda *_, **__: pytest.fail("looked at all of them"))
+        assert plan.run(**whole).out is whole["out"]
+    assert len(prepared_for) == 1
+    for name in ("q", "kv_cache"):
+        whole[name][1].data.ptr += 1 << 20
+        plan.run(**whole)
+    assert len(prepared_for) == 3
+    latent, rope = whole["q"]
+    with pytest.raises(ValueError, match=r"^(q|kv_cache|block_table)"):
+        plan.run(**whole | {"q": latent, "kv_cache": (rope, whole["kv_cache"][0])})
+
+
 def test_a_ready_run_keeps_no_array_alive(
     whole: dict[str, Any], on_gpu: dict[str, Any], prepared_for: list[Any]
 ) -> None:
@@ -880,17 +904,15 @@ def test_lengths_that_changed_since_the_update_on_the_gpu(
     """The plan's copy of them is read from its buffer, also by a run that was found in order."""
     plan = plan_for(on_gpu)
     plan.update(on_gpu["cache_seqlens"], stream=3)
-    lengths = {
-        on_gpu["cache_seqlens"].data.ptr: [5, 130],
-        plan._buffer + plan.key.layout.seqlens: [5, 130],
-    }
+    places = plan._buffer + plan.key.layout.places
+    held = [[1, 130], [0, 5]]  # requests, in the schedule's order, and their lengths
 
     def copy(view: ArrayView, stream: int) -> np.ndarray:
         assert (view.dtype, stream) == ("int32", 3)
-        if view.shape == (2,):
-            assert view.strides == (4,)
-            return np.array(lengths[view.ptr], np.int32)
-        return np.arange(6, dtype=np.int32).reshape(view.shape)
+        if view.ptr == places:
+            assert (view.shape, view.strides) == ((2, 2), (8, 4))
+            return np.array(held, np.int32)
+        return np.array([5, 130] if view.shape == (2,) else [[0, 1, 2], [3, 4, 5]], np.int32)
 
     monkeypatch.setattr(checks, "copy_to_host", copy)
     outputs = {
@@ -898,9 +920,11 @@ def test_lengths_that_changed_since_the_update_on_the_gpu(
         "lse": type(on_gpu["q"])((2, 16, 2), "float32"),
     }
     plan.run(**on_gpu, **outputs, stream=3)
-    lengths[plan._buffer + plan.key.layout.seqlens] = [5, 129]
-    with pytest.raises(ValueError, match=r"^cache_seqlens\[1\]: .*updated with, 129, got 130"):
-        plan.run(**on_gpu, **outputs, stream=3)
+    for place, found in (([1, 129], "129"), ([9, 130], "-1")):
+        held[0] = place
+        message = rf"^cache_seqlens\[1\]: .*updated with, {found}, got 130"
+        with pytest.raises(ValueError, match=message):
+            plan.run(**on_gpu, **outputs, stream=3)
     cumla.mla_decode(**on_gpu, **outputs, stream=3)  # without a plan there is nothing to compare
 
 

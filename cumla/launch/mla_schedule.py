@@ -65,7 +65,7 @@ def schedule_spec(key: MLADecodeKey) -> KernelSpec:
     return SPECS[key.batch_invariant]
 
 
-_PARAMS = struct.Struct("<QqQQQ11i")
+_PARAMS = struct.Struct("<QqQQQ11i4x")
 
 
 def prepare_schedule(
@@ -234,7 +234,7 @@ def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule
         packed = _pack(blocks, parts, share, each)
     if packed and packed.cost > max(of_shares, share + share // 20):
         packed = None
-    if price <= (packed.cost if packed else of_shares):
+    if price <= max(limit, packed.cost if packed else of_shares):
         bounds[:, 0] = np.minimum(np.arange(parts + 1) * group, batch)
         return Schedule(bounds, _splits(bounds), order)
     if packed:

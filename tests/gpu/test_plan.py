@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.launch import mla_schedule
 from cumla.launch.mla_plan import BLOCK_TOKENS, TICKET_BYTES, MLADecodeKey
 from tests.gpu import pages
 from tests.gpu.arrays import bits_of, to_torch

@@ -208,8 +208,8 @@ def test_the_decode_kernels_parameters_by_name(
         expected[f"{member}.base"] = view.ptr
         for axis, stride in zip(axes, view.strides[:3], strict=True):
             expected[f"{member}.stride_{axis}"] = stride
-    names = ("seqlens", "parts", "tickets", "partial_out", "partial_lse")
-    for member, name in zip(("seqlens", "parts_in", *names[2:]), names, strict=True):
+    names = ("places", "parts", "tickets", "partial_out", "partial_lse")
+    for member, name in zip(("places", "parts_in", *names[2:]), names, strict=True):
         expected[member] = (9 << 40) + getattr(key.layout, name)
     in_rows = key.form == "rows"
     for i, member in enumerate(("latent_map", "rope_map")):

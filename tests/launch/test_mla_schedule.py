@@ -599,6 +599,7 @@ def kinds_of_packing(made: Schedule, lengths: np.ndarray) -> set[str]:
 
 @thorough
 @given(any_lengths, any_parts, any_row_groups)
+@example(np.full(33, 20 * BLOCK_TOKENS), 2, 1)  # a block dearer than equal shares may be
 def test_whole_requests(lengths: np.ndarray, parts: int, row_groups: int) -> None:
     """As many to each part, in order."""
     assume(kind(lengths, parts, row_groups) == "whole")
