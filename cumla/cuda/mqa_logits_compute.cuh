@@ -198,8 +198,7 @@ struct LogitsConsumer {
       token = (first + skipped) * kBlockTokens + token_in_block();
       if (mine > 0) score(mine * kTiles);
       before += blocks;
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared.query_free(buffer));
+      mbarrier_arrive(shared.query_free(buffer));  // every lane for what it read itself
     }
   }
 };

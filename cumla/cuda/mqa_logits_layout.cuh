@@ -69,6 +69,16 @@ struct Segment {
   int item, first, blocks;
 };
 
+// One warp: of the lanes up to each one.
+__device__ __forceinline__ i64 warp_inclusive_sum(i64 value) {
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const i64 other = __shfl_up_sync(0xffffffffu, value, offset);
+    if (static_cast<int>(threadIdx.x % 32) >= offset) value += other;
+  }
+  return value;
+}
+
 // Walks over the segments of a CTA, which has what is between two places. Work knows the items.
 template <typename Work>
 struct SegmentCursor {

@@ -22,7 +22,7 @@ __device__ __forceinline__ void initialise_barriers(const LogitsLayout<Shape>& s
 #pragma unroll
   for (int b = 0; b < 2; ++b) {
     mbarrier_init(shared.query_full(b), kQueryWarps * 32);
-    mbarrier_init(shared.query_free(b), 8);
+    mbarrier_init(shared.query_free(b), 2 * kWarpgroup);
   }
   fence_mbarrier_init();
 }

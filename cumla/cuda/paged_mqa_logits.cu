@@ -19,9 +19,9 @@
 // Shared memory:  head_dim 128: up to 64 columns, ring of 24 blocks 202,752 + 2 queries 16,992; up to 256, 18 blocks 152,064
 //                 + 67,776; up to 512, 10 blocks 84,480 + 135,488; and some 500 B
 // Registers:      224 of a consumer, of which accumulators 64 or 128, weights 16, 32 or 64; 56 of the others
-#include "mqa_logits_compute.cuh"
 #include "mqa_logits_layout.cuh"
 #include "mqa_logits_load.cuh"
+#include "mqa_logits_roles.cuh"
 #include "paged_mqa_plan.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/copy_rows.cuh"
@@ -137,8 +137,6 @@ __device__ __forceinline__ void paged_mqa_logits(const PagedMqaParams& p) {
   static_assert(LogitsLayout<Shape>::kBytes == kSharedBytes, "the launcher asks for another layout");
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const LogitsLayout<Shape> shared(shared_address(shared_bytes));
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  const int warp = threadIdx.x / 32;
   if (threadIdx.x == 32) prefetch_tensor_map(&p.keys);
   if (threadIdx.x == 0) initialise_barriers(shared, 1 << max(6 - p.log2_of_page, 0), p.logits.tiles);
   prefetch_lengths(p);
@@ -148,18 +146,7 @@ __device__ __forceinline__ void paged_mqa_logits(const PagedMqaParams& p) {
 
   const Requests work{p};
   const SegmentCursor<Requests> cursor{work, bound_of(p, blockIdx.x), bound_of(p, blockIdx.x + 1)};
-  if (warpgroup == 0) {
-    registers_decrease<56>();
-    if (warp == 0)
-      load_pages<Shape>(p, shared, cursor);
-    else if (warp >= 2)
-      load_queries(p.logits, work, shared, cursor);
-    else if (p.logits.clean)
-      fill_outside(p.logits, work);
-  } else {
-    registers_increase<224>();
-    LogitsConsumer<Shape>(p.logits, shared, warpgroup - 1).run();
-  }
+  do_segments(p.logits, work, shared, cursor, [&] { load_pages(p, shared, cursor); });
 }
 
 }  // namespace cumla

@@ -38,7 +38,7 @@ _SPECS = {(heads, dim): _spec(heads, dim) for heads in (8, 16, 32, 64) for dim i
 SPECS = tuple(_SPECS.values())
 
 
-def mqa_logits_spec(num_heads: int, head_dim: int, logits_dtype: str) -> KernelSpec:
+def mqa_logits_spec(num_heads: int, head_dim: int) -> KernelSpec:
     """Choose the kernel; the same one writes float32 and bfloat16."""
     return _SPECS[num_heads, head_dim]
 

@@ -52,9 +52,7 @@ _SPECS = {
 SPECS = tuple(_SPECS.values())
 
 
-def paged_mqa_logits_spec(
-    num_heads: int, head_dim: int, page_size: int, next_n: int, logits_dtype: str
-) -> KernelSpec:
+def paged_mqa_logits_spec(num_heads: int, head_dim: int, next_n: int) -> KernelSpec:
     """Choose the kernel; the same one serves all page sizes, and float32 and bfloat16."""
     return _SPECS[_shape(num_heads, head_dim, next_n)]
 
