@@ -118,6 +118,7 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
         if (lane / 4 * 4 == four && box < boxes) {
           const u32 full = shared.full(slot);
           mbarrier_wait(shared.free(slot), free_phase, "a free slot for tokens");
+          fence_proxy_async_shared();  // the scales that were there have been read by ordinary loads
           mbarrier_arrive_expect_tx(full, token < tokens ? box_bytes + scale_bytes : 0);
           if (token < tokens) {
             tma_load_3d_async(shared.block(slot) + in_block * box_bytes, &p.keys, full, 0, in_page, page);
