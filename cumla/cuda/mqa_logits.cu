@@ -11,15 +11,17 @@
 //
 // Warpgroup 0: warp 0 loads blocks of 64 tokens (TMA) and their scales into a ring, warp 1 writes -inf where nothing is
 // visible, warps 2 and 3 bring query rows and weights of the next item. Warpgroups 1 and 2 each have half of an item's
-// columns and multiply every block by them, 128 columns a product, in turns into two sets of accumulators:
+// columns and multiply every block by them, 256 columns a product, in opposite phase:
 //
 //   tensor cores:    A0 = K0 Qa   B0 = K0 Qb   A1 = K1 Qa   B1 = K1 Qb ...
-//   the warpgroup:                logits(A0)   logits(B0)   logits(A1) ...
+//   warpgroup 1:     (waits)      logits(A0)   (waits)      logits(A1) ...
+//   warpgroup 2:                  (waits)      logits(B0)   (waits)    ...
 //
-// Budget of 64 tokens by 128 columns, head_dim 128: 256 tensor clocks; of these the shared-memory port is busy for 192 with
-// operands and 16 with the block's arrival. 64 accumulators a thread, each a maximum and an FMA: 128 issue slots of a
-// scheduler, of which the maxima keep the integer pipe, at half rate, busy for 128 clocks; some 57 slots beside (counted in
-// the machine code: 19 for descriptors, the rest for sums over lanes, scale and store). Both consumers: 370 of 512 clocks.
+// Budget of 64 tokens by 256 columns, head_dim 128: 512 tensor clocks; of these the shared-memory port is busy for 320 with
+// operands and 32 with the block's arrival. 128 accumulators a thread, each a maximum and an FMA: 256 issue slots of a
+// scheduler, of which the maxima keep the integer pipe, at half rate, busy for 256 clocks; some 95 slots beside (counted in
+// the machine code: descriptors, waiting, scale, store, the ring). Both consumers: 700 of 1024 clocks. Two sets of
+// accumulators for 128 columns each, so that a consumer always has a product waiting, need more operands and instructions.
 //
 // Shared memory:  ring of 10 blocks 84,480 + 2 items 135,488 (64 heads, head_dim 128) + barriers 160 + scratch 128 = 220,256 B
 // Registers:      224 of a consumer, of which accumulators 128, weights 64; 56 of the others
@@ -174,7 +176,7 @@ __device__ __forceinline__ void load_tokens(const MqaLogitsParams& p, const Logi
 
 template <int kHeads, int kDim, int kStages, int kSharedBytes>
 __device__ __forceinline__ void mqa_logits(const MqaLogitsParams& p) {
-  using Shape = LogitsShape<kHeads, kDim, 128, 2, kStages>;
+  using Shape = LogitsShape<kHeads, kDim, 256, 1, kStages>;
   static_assert(LogitsLayout<Shape>::kBytes == kSharedBytes, "the launcher asks for another layout");
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const LogitsLayout<Shape> shared(shared_address(shared_bytes));

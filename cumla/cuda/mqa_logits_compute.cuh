@@ -12,7 +12,8 @@ namespace cumla {
 
 // A unit is one product, a block by a tile. Units go in turns to two sets of accumulators: while the tensor cores fill
 // one, the other becomes logits. With two tiles of its own a consumer multiplies each block by both in turn, else a unit
-// is a block.
+// is a block. There is one set only for 256 columns: while it becomes logits the tensor cores work for the other consumer,
+// which falls into the opposite phase by itself.
 //
 // Thread layout of the accumulators: tokens 16 warp + lane / 4 and that + 8; of every eight columns the two at
 // 2 (lane % 4), which belong to one query row. Of a set of kSide rows lying side by side a lane has one.
@@ -24,6 +25,8 @@ struct LogitsConsumer {
   static constexpr int kOwnOfSet = kOwn / kSets;     // of these, of one query row
   static constexpr int kLanes = 4 / Shape::kSide;    // that share a query row
   static constexpr bool kKeepsTargets = kSets == 1;  // in registers; else they would not fit
+  static constexpr int kTokens = kLanes == 1 ? 2 : 1;  // of a block, that a lane stores
+  static constexpr bool kAlternates = Shape::kTile < 256;  // between two sets of accumulators
 
   // Where token 0 of a query row would go, and which tokens it sees.
   struct Target {
@@ -41,7 +44,7 @@ struct LogitsConsumer {
   int token = 0;  // of this thread, in the next block to finish
   Target targets[kTiles];
   float weights[kTiles][kOwn];
-  float even[2 * kOwn], odd[2 * kOwn];
+  float even[2 * kOwn], odd[kAlternates ? 2 * kOwn : 1];
 
   __device__ __forceinline__ LogitsConsumer(const LogitsParams& p, const LogitsLayout<Shape>& shared, int consumer)
       : shared(shared),
@@ -56,7 +59,9 @@ struct LogitsConsumer {
       finished.advance(consumer);
     }
 #pragma unroll
-    for (int i = 0; i < 2 * kOwn; ++i) even[i] = odd[i] = 0.0f;
+    for (float& x : even) x = 0.0f;
+#pragma unroll
+    for (float& x : odd) x = 0.0f;
   }
 
   // Of the two tokens that it has parts of, the one that a lane stores; with a query row of its own it stores that + 8 too.
@@ -101,15 +106,18 @@ struct LogitsConsumer {
     if (kTiles == 1 || kParity == 1) multiplied.advance(step);
   }
 
-  // Accumulators -> logits. The product is done; with it, or with that by the other tile, the block's slot is free.
-  template <int kParity>
+  // Waits until kPending younger products at most are under way; accumulators -> logits. With this product, or with that by
+  // the other tile, the block's slot is free.
+  template <int kParity, int kPending>
   __device__ __forceinline__ void finish(float (&accumulators)[2 * kOwn]) {
     constexpr int kTile = kTiles == 2 ? kParity : 0;
     constexpr bool kLast = kTiles == 1 || kParity == 1;
+    float scales[kTokens];
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i)
+      scales[i] = load_shared_float(shared.scales_of(finished.slot) + (token_in_block() + 8 * i) * 4);
+    warpgroup_wait<kPending>();
     keep_behind_wait(accumulators);
-    const u32 scales = shared.scales_of(finished.slot) + token_in_block() * 4;
-    const float scale = load_shared_float(scales);
-    const float scale_8 = kLanes == 1 ? load_shared_float(scales + 32) : 0.0f;
     if (kLast) {
       __syncwarp();
       if (lane == 0) mbarrier_arrive(shared.free(finished.slot));
@@ -121,12 +129,12 @@ struct LogitsConsumer {
       float low, high;
       sum_heads(accumulators, weights[kTile], set, low, high);
       if (kLanes == 1) {
-        store(target, token, low * scale);
-        store(target, token + 8, high * scale_8);
+        store(target, token, low * scales[0]);
+        store(target, token + 8, high * scales[kTokens - 1]);
       } else {
         float sum = take_half(low, high);
         if (kLanes == 4) sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        store(target, token, sum * scale);
+        store(target, token, sum * scales[0]);
       }
     }
     if (kLast) token += step * kBlockTokens;
@@ -159,26 +167,29 @@ struct LogitsConsumer {
 
   // All units of a segment, of which there are some.
   __device__ __forceinline__ void score(int units) {
-    multiply<0>(even);
     int left = units;
-#pragma unroll 1
-    for (; left > 2; left -= 2) {
-      multiply<1>(odd);
-      warpgroup_wait<1>();
-      finish<0>(even);
+    if constexpr (kAlternates) {
       multiply<0>(even);
-      warpgroup_wait<1>();
-      finish<1>(odd);
-    }
-    if (left == 2) {  // always so with two tiles; ptxas serialises the products where it is not asked
-      multiply<1>(odd);
-      warpgroup_wait<1>();
-      finish<0>(even);
-      warpgroup_wait<0>();
-      finish<1>(odd);
+#pragma unroll 1
+      for (; left > 2; left -= 2) {
+        multiply<1>(odd);
+        finish<0, 1>(even);
+        multiply<0>(even);
+        finish<1, 1>(odd);
+      }
+      if (left == 2) {  // always so with two tiles; ptxas serialises the products where it is not asked
+        multiply<1>(odd);
+        finish<0, 1>(even);
+        finish<1, 0>(odd);
+      } else {
+        finish<0, 0>(even);
+      }
     } else {
-      warpgroup_wait<0>();
-      finish<0>(even);
+#pragma unroll 1
+      for (; left > 0; --left) {
+        multiply<0>(even);
+        finish<0, 0>(even);
+      }
     }
   }
 

@@ -38,7 +38,7 @@ class LogitsShape(NamedTuple):
     head_dim : int
         32, 64 or 128.
     tile : int
-        Columns of one product, 64 or 128.
+        Columns of one product: 64, 128 or 256.
     tiles : int
         Tiles of one of the two consumers, 1 or 2.
     """

@@ -19,7 +19,7 @@ __all__ = ["SPECS", "MQALogitsArguments", "mqa_logits_spec", "prepare_mqa_logits
 
 
 def _shape(heads: int, head_dim: int) -> LogitsShape:
-    return LogitsShape(heads, head_dim, tile=128, tiles=2)
+    return LogitsShape(heads, head_dim, tile=256, tiles=1)
 
 
 def _spec(heads: int, head_dim: int) -> KernelSpec:
