@@ -19,8 +19,8 @@
 //
 // Budget of 64 tokens by 256 columns, head_dim 128: 512 tensor clocks; of these the shared-memory port is busy for 320 with
 // operands and 32 with the block's arrival. 128 accumulators a thread, each a maximum and an FMA: 256 issue slots of a
-// scheduler, of which the maxima keep the integer pipe, at half rate, busy for 256 clocks; some 95 slots beside (counted in
-// the machine code: descriptors, waiting, scale, store, the ring). Both consumers: 700 of 1024 clocks. Two sets of
+// scheduler, of which the maxima keep the integer pipe, at half rate, busy for 256 clocks; some 80 slots beside (counted in
+// the machine code: descriptors, waiting, scale, store, the ring). Both consumers: 680 of 1024 clocks. Two sets of
 // accumulators for 128 columns each, so that a consumer always has a product waiting, need more operands and instructions.
 //
 // Shared memory:  ring of 10 blocks 84,480 + 2 items 135,488 (64 heads, head_dim 128) + barriers 160 + scratch 128 = 220,256 B
@@ -53,7 +53,7 @@ struct MqaLogitsParams {
 
 template <typename Shape>
 struct QueryTiles {
-  static constexpr int kRows = Shape::kMostRows;  // query rows of an item
+  static constexpr int kRows = Shape::kRows;  // query rows of an item
 
   const MqaLogitsParams& p;
 
@@ -93,6 +93,7 @@ struct QueryTiles {
   }
 };
 
+constexpr int kLogitsThreads = 3 * kWarpgroup;
 constexpr int kItemCost = 1;  // of changing items, in blocks: the pipeline of products runs dry
 
 struct ShareScratch {
@@ -176,12 +177,13 @@ __device__ __forceinline__ void load_tokens(const MqaLogitsParams& p, const Logi
 
 template <int kHeads, int kDim, int kStages, int kSharedBytes>
 __device__ __forceinline__ void mqa_logits(const MqaLogitsParams& p) {
-  using Shape = LogitsShape<kHeads, kDim, 256, 1, kStages>;
-  static_assert(LogitsLayout<Shape>::kBytes == kSharedBytes, "the launcher asks for another layout");
+  using Shape = LogitsShape<kHeads, kDim, 256, 2, kStages>;
+  static_assert(Shape::kThreads == kLogitsThreads && LogitsLayout<Shape>::kBytes == kSharedBytes,
+                "the launcher asks for another layout");
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const LogitsLayout<Shape> shared(shared_address(shared_bytes));
   if (threadIdx.x == 32) prefetch_tensor_map(&p.keys);
-  if (threadIdx.x == 0) initialise_barriers(shared, 1 + 32, p.logits.tiles);
+  if (threadIdx.x == 0) initialise_barriers(shared, 1 + 32);
   prefetch_spans(p);
   grid_dependency_launch();
   grid_dependency_wait();

@@ -10,25 +10,22 @@
 
 namespace cumla {
 
-// A unit is one product, a block by a tile. Units go in turns to two sets of accumulators: while the tensor cores fill
-// one, the other becomes logits. With two tiles of its own a consumer multiplies each block by both in turn, else a unit
-// is a block. There is one set only for 256 columns: while it becomes logits the tensor cores work for the other consumer,
-// which falls into the opposite phase by itself.
+// A consumer makes logits of a product, a block by a tile, before it begins the next: the tensor cores work for the other
+// consumers meanwhile, which fall into other phases by themselves.
 //
 // Thread layout of the accumulators: tokens 16 warp + lane / 4 and that + 8; of every eight columns the two at
 // 2 (lane % 4), which belong to one query row. Of a set of kSide rows lying side by side a lane has one.
 template <typename Shape>
 struct LogitsConsumer {
-  static constexpr int kTiles = Shape::kTiles;
+  static constexpr int kOwn = Shape::kTile / 4;        // columns of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
   static constexpr int kSets = Shape::kSets;
-  static constexpr int kOwn = Shape::kTile / 4;      // columns of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
-  static constexpr int kOwnOfSet = kOwn / kSets;     // of these, of one query row
-  static constexpr int kLanes = 4 / Shape::kSide;    // that share a query row
-  static constexpr bool kKeepsTargets = kSets == 1;  // in registers; else they would not fit
+  static constexpr int kOwnOfSet = kOwn / kSets;       // of these, of one query row
+  static constexpr int kLanes = 4 / Shape::kSide;      // that share a query row
   static constexpr int kTokens = kLanes == 1 ? 2 : 1;  // of a block, that a lane stores
-  static constexpr bool kAlternates = Shape::kTile < 256;  // between two sets of accumulators
+  static constexpr bool kKeepsTarget = kSets == 1;     // in registers; else they would not fit
+  static constexpr u32 kStep = Shape::kTakesTurns ? Shape::kConsumers : 1;  // from one of a consumer's blocks to the next
 
-  // Where token 0 of a query row would go, and which tokens it sees.
+  // Where token 0 of a query row would go, and which tokens it sees; none where other lanes store them.
   struct Target {
     u64 out;
     int begin;
@@ -37,112 +34,77 @@ struct LogitsConsumer {
 
   const LogitsLayout<Shape>& shared;
   const int consumer, warp, lane;
-  const bool out_is_bf16, every_block;
-  const u32 step;  // from one of this consumer's blocks to the next
-  RingPlace<Shape> multiplied, finished;  // the next block to multiply, and to make logits of
+  const bool out_is_bf16;
+  RingPlace<Shape> place;  // of the next block
   u32 buffer = 0;
-  int token = 0;  // of this thread, in the next block to finish
-  Target targets[kTiles];
-  float weights[kTiles][kOwn];
-  float even[2 * kOwn], odd[kAlternates ? 2 * kOwn : 1];
+  int token = 0;  // of this thread, in the next block
+  Target kept;
+  float weights[kOwn];
+  float accumulators[2 * kOwn];
 
   __device__ __forceinline__ LogitsConsumer(const LogitsParams& p, const LogitsLayout<Shape>& shared, int consumer)
       : shared(shared),
         consumer(consumer),
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32),
-        out_is_bf16(p.out_is_bf16),
-        every_block(p.tiles > 1),
-        step(every_block ? 1 : 2) {
-    if (!every_block) {
-      multiplied.advance(consumer);
-      finished.advance(consumer);
-    }
+        out_is_bf16(p.out_is_bf16) {
+    if (Shape::kTakesTurns) place.advance(consumer);
 #pragma unroll
-    for (float& x : even) x = 0.0f;
-#pragma unroll
-    for (float& x : odd) x = 0.0f;
+    for (float& x : accumulators) x = 0.0f;
   }
 
   // Of the two tokens that it has parts of, the one that a lane stores; with a query row of its own it stores that + 8 too.
   __device__ __forceinline__ int token_in_block() const {
     return 16 * warp + lane / 4 + (kLanes == 1 ? 0 : lane % 2 * 8);
   }
-  __device__ __forceinline__ int tile(int i) const { return every_block ? consumer * kTiles + i : 0; }
+  __device__ __forceinline__ int tile() const { return Shape::kTakesTurns ? 0 : consumer; }
 
-  __device__ __forceinline__ Target load_target(int tile, int set) const {
-    const int row = (tile * kSets + set) * Shape::kSide + lane % 4 / kLanes;
+  __device__ __forceinline__ Target load_target(int set) const {
+    const int row = (tile() * kSets + set) * Shape::kSide + lane % 4 / kLanes;
     const uint4 words = load_shared_16(shared.targets_of(buffer) + row * 16);
-    return {static_cast<u64>(words.y) << 32 | words.x, static_cast<int>(words.z), words.w - words.z};
+    const bool stores = kLanes < 4 || lane % 4 < 2;  // of four lanes with one sum the first two store it, a token each
+    return {static_cast<u64>(words.y) << 32 | words.x, static_cast<int>(words.z), stores ? words.w - words.z : 0};
   }
 
-  // What a segment's units have in common.
+  // What a segment's products have in common.
   __device__ __forceinline__ void load_segment() {
+    if (kKeepsTarget) kept = load_target(0);
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      if (kKeepsTargets) targets[t] = load_target(tile(t), 0);
-#pragma unroll
-      for (int i = 0; i < kOwn; i += 2) {
-        const float2 pair = load_shared_float2(shared.weights_of(buffer) + tile(t) * Shape::kTile * 4 + i * 16 + lane % 4 * 8);
-        weights[t][i] = pair.x;
-        weights[t][i + 1] = pair.y;
-      }
+    for (int i = 0; i < kOwn; i += 2) {
+      const float2 pair = load_shared_float2(shared.weights_of(buffer) + tile() * Shape::kTile * 4 + i * 16 + lane % 4 * 8);
+      weights[i] = pair.x;
+      weights[i + 1] = pair.y;
     }
   }
 
-  // accumulators = block x tile, begun.
-  template <int kParity>
-  __device__ __forceinline__ void multiply(float (&accumulators)[2 * kOwn]) {
-    if (kTiles == 1 || kParity == 0)
-      mbarrier_wait(shared.full(multiplied.slot), multiplied.phase, "a block of tokens");
-    const u32 tokens = shared.block(multiplied.slot);
-    const u32 columns = shared.query_of(buffer) + tile(kTiles == 2 ? kParity : 0) * LogitsLayout<Shape>::kTileBytes;
+  // accumulators = block x tile, begun. The block is there.
+  __device__ __forceinline__ void multiply() {
+    const u32 tokens = shared.block(place.slot);
+    const u32 columns = shared.query_of(buffer) + tile() * LogitsLayout<Shape>::kTileBytes;
     warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < Shape::kDim; k += 32)
       wgmma_e4m3_async(accumulators, descriptor_of_rows<Shape::kDim>(tokens, k), descriptor_of_rows<Shape::kDim>(columns, k),
                        k > 0);
     warpgroup_commit();
-    if (kTiles == 1 || kParity == 1) multiplied.advance(step);
   }
 
-  // Waits until kPending younger products at most are under way; accumulators -> logits. With this product, or with that by
-  // the other tile, the block's slot is free.
-  template <int kParity, int kPending>
-  __device__ __forceinline__ void finish(float (&accumulators)[2 * kOwn]) {
-    constexpr int kTile = kTiles == 2 ? kParity : 0;
-    constexpr bool kLast = kTiles == 1 || kParity == 1;
-    float scales[kTokens];
-#pragma unroll
-    for (int i = 0; i < kTokens; ++i)
-      scales[i] = load_shared_float(shared.scales_of(finished.slot) + (token_in_block() + 8 * i) * 4);
-    warpgroup_wait<kPending>();
-    keep_behind_wait(accumulators);
-    if (kLast) {
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared.free(finished.slot));
-      finished.advance(step);
-    }
+  // Accumulators -> logits.
+  __device__ __forceinline__ void store_logits(const float (&scales)[kTokens]) const {
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
-      const Target target = kKeepsTargets ? targets[kTile] : load_target(tile(kTile), set);
-      float low, high;
-      sum_heads(accumulators, weights[kTile], set, low, high);
-      if (kLanes == 1) {
-        store(target, token, low * scales[0]);
-        store(target, token + 8, high * scales[kTokens - 1]);
-      } else {
-        float sum = take_half(low, high);
-        if (kLanes == 4) sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        store(target, token, sum * scales[0]);
-      }
+      float sums[2];
+      sum_heads(set, sums[0], sums[1]);
+      if (kLanes > 1) sums[0] = take_half(sums[0], sums[1]);
+      if (kLanes == 4) sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], 2);
+      const Target target = kKeepsTarget ? kept : load_target(set);
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) store(target, token + 8 * i, sums[i] * scales[i]);
     }
-    if (kLast) token += step * kBlockTokens;
   }
 
-  // sum of weight * max(product, 0) over this thread's heads of a query row.
-  __device__ __forceinline__ static void sum_heads(const float (&accumulators)[2 * kOwn], const float (&weights)[kOwn],
-                                                   int set, float& low, float& high) {
+  // sum of weight * max(product, 0) over this thread's heads of a query row, of both its tokens.
+  __device__ __forceinline__ void sum_heads(int set, float& low, float& high) const {
     low = high = 0.0f;
 #pragma unroll
     for (int i = set * kOwnOfSet; i < (set + 1) * kOwnOfSet; ++i) {
@@ -157,45 +119,36 @@ struct LogitsConsumer {
     return (second ? high : low) + __shfl_xor_sync(0xffffffffu, second ? low : high, 1);
   }
 
-  // Of four lanes with one sum the first two store it, a token each.
   __device__ __forceinline__ void store(const Target& target, int token, float logit) const {
-    const bool valid = static_cast<u32>(token - target.begin) < target.count && (kLanes < 4 || lane % 4 < 2);
+    const bool valid = static_cast<u32>(token - target.begin) < target.count;
     const u64 out = target.out + static_cast<i64>(token) * (out_is_bf16 ? 2 : 4);
     store_global_float_if(valid && !out_is_bf16, out, logit);
     store_global_low_half_if(valid && out_is_bf16, out, pack_pair<Bf16>(logit, 0.0f));
   }
 
-  // All units of a segment, of which there are some.
-  __device__ __forceinline__ void score(int units) {
-    int left = units;
-    if constexpr (kAlternates) {
-      multiply<0>(even);
+  // So many blocks of a segment.
+  __device__ __forceinline__ void score(int blocks) {
 #pragma unroll 1
-      for (; left > 2; left -= 2) {
-        multiply<1>(odd);
-        finish<0, 1>(even);
-        multiply<0>(even);
-        finish<1, 1>(odd);
-      }
-      if (left == 2) {  // always so with two tiles; ptxas serialises the products where it is not asked
-        multiply<1>(odd);
-        finish<0, 1>(even);
-        finish<1, 0>(odd);
-      } else {
-        finish<0, 0>(even);
-      }
-    } else {
-#pragma unroll 1
-      for (; left > 0; --left) {
-        multiply<0>(even);
-        finish<0, 0>(even);
-      }
+    for (; blocks > 0; --blocks) {
+      mbarrier_wait(shared.full(place.slot), place.phase, "a block of tokens");
+      multiply();
+      float scales[kTokens];
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i)
+        scales[i] = load_shared_float(shared.scales_of(place.slot) + (token_in_block() + 8 * i) * 4);
+      warpgroup_wait<0>();
+      keep_behind_wait(accumulators);
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(shared.free(place.slot));
+      place.advance(kStep);
+      store_logits(scales);
+      token += kStep * kBlockTokens;
     }
   }
 
   // All segments that the query warps announce.
   __device__ __forceinline__ void run() {
-    u32 before = 0;  // blocks of the segments before, as far as it matters
+    u32 turn = 0;  // the consumer that has the segment's first block, if they take turns
 #pragma unroll 1
     for (u32 n = 0;; ++n) {
       buffer = n % 2;
@@ -204,11 +157,10 @@ struct LogitsConsumer {
       const int blocks = load_shared_u32(shared.segment_of(buffer) + 4);
       if (blocks == 0) return;
       load_segment();
-      const int skipped = every_block ? 0 : (before ^ consumer) & 1;
-      const int mine = every_block ? blocks : (blocks - skipped + 1) / 2;
+      const int skipped = (consumer + kStep - turn) % kStep;
       token = (first + skipped) * kBlockTokens + token_in_block();
-      if (mine > 0) score(mine * kTiles);
-      before += blocks;
+      score((blocks - skipped + static_cast<int>(kStep) - 1) / static_cast<int>(kStep));
+      turn = (turn + blocks) % kStep;
       mbarrier_arrive(shared.query_free(buffer));  // every lane for what it read itself
     }
   }

@@ -15,7 +15,7 @@ __device__ __forceinline__ void do_segments(const LogitsParams& p, const Work& w
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const int warp = threadIdx.x / 32;
   if (warpgroup == 0) {
-    registers_decrease<56>();
+    registers_decrease<Shape::kOtherRegisters>();
     if (warp == 0)
       load_blocks();
     else if (warp >= 2)
@@ -23,7 +23,7 @@ __device__ __forceinline__ void do_segments(const LogitsParams& p, const Work& w
     else if (p.clean)
       fill_outside(p, work);
   } else {
-    registers_increase<224>();
+    registers_increase<Shape::kConsumerRegisters>();
     LogitsConsumer<Shape>(p, shared, warpgroup - 1).run();
   }
 }

@@ -3,22 +3,24 @@
 //
 //   logits[b next_n + i, j] = scale[j] sum_h weights[b next_n + i, h] max(q[b, i, h] . k[j], 0)        j < length of row i
 //
-// and -inf behind it. Products as in mqa_logits. grid = parts of the schedule (paged_mqa_schedule.cu), 384 threads, one CTA
-// a multiprocessor; an item is a request.
+// and -inf behind it. Products as in mqa_logits. grid = parts of the schedule (paged_mqa_schedule.cu), one CTA a
+// multiprocessor, of 512 threads, or of 384 for more than 128 columns; an item is a request.
 //
 // Warpgroup 0: warp 0 loads blocks of 64 tokens with their scales into a ring, page by page (TMA and bulk copies), warp 1
-// writes -inf, warps 2 and 3 bring queries and weights of the next request. Warpgroups 1 and 2 compute. Where all columns
-// of a request fit one product each takes every second block; else each has columns of its own and takes all blocks.
+// writes -inf, warps 2 and 3 bring queries and weights of the next request. The others compute: three for up to 128
+// columns, else two. Where all columns of a request fit one product they take turns at blocks; else each of the two has 256
+// columns of its own and takes all blocks.
 //
 // Memory-bound for one or two rows of 64 heads: a block of 8,448 B takes an SM some 430 clocks at its share of the read
-// bandwidth. The tensor cores take 128 clocks for 64 columns, a scheduler issues 126 instructions for it (64 columns; of
-// these 64 maxima and FMAs; counted in the machine code), and a consumer has two blocks' time for its chain of waiting,
-// multiplying, summing and storing. 256 columns: 512 tensor clocks, 370 issue slots. The loading warp has 430 clocks, too:
-// it issues some 30 instructions a block.
+// bandwidth. The tensor cores take 128 or 256 clocks for 64 or 128 columns, a scheduler issues 134 or 199 instructions for
+// it (of these 64 or 128 maxima and FMAs; counted in the machine code), and a consumer has three blocks' time for its chain
+// of waiting, multiplying, summing and storing. 256 columns: 512 tensor clocks, 335 issue slots. The loading warp has 430
+// clocks, too: it issues some 30 instructions a block.
 //
-// Shared memory:  head_dim 128: up to 64 columns, ring of 24 blocks 202,752 + 2 queries 16,992; up to 256, 18 blocks 152,064
-//                 + 67,776; up to 512, 10 blocks 84,480 + 135,488; and some 500 B
-// Registers:      224 of a consumer, of which accumulators 64 or 128, weights 16, 32 or 64; 56 of the others
+// Shared memory:  head_dim 128: up to 64 columns, ring of 24 blocks 202,752 + 2 queries 16,960; up to 128, 21 blocks 177,408
+//                 + 33,888; up to 256, 18 blocks 152,064 + 67,744; up to 512, 10 blocks 84,480 + 135,456; and some 500 B
+// Registers:      152 of a consumer, of which accumulators 32 or 64, weights 16 or 32; for more than 128 columns 224, of
+//                 which 128 and 64; 56 of the others
 #include "mqa_logits_layout.cuh"
 #include "mqa_logits_load.cuh"
 #include "mqa_logits_roles.cuh"
@@ -74,7 +76,7 @@ __device__ __forceinline__ Place bound_of(const PagedMqaParams& p, int part) {
 __device__ __forceinline__ void prefetch_lengths(const PagedMqaParams& p) {
   const i64 at = static_cast<i64>(threadIdx.x) * 128;
   if (at < (p.lengths.batch - 1) * p.lengths.stride_request + 4) prefetch_l2(p.lengths.data + at);
-  if (threadIdx.x == kLogitsThreads - 1) prefetch_l2(p.bounds + blockIdx.x);
+  if (threadIdx.x == kWarpgroup) prefetch_l2(p.bounds + blockIdx.x);
 }
 
 // One warp: the blocks of all segments, as slots of the ring become free. A block of small pages comes in several boxes; a
@@ -139,7 +141,7 @@ __device__ __forceinline__ void paged_mqa_logits(const PagedMqaParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const LogitsLayout<Shape> shared(shared_address(shared_bytes));
   if (threadIdx.x == 32) prefetch_tensor_map(&p.keys);
-  if (threadIdx.x == 0) initialise_barriers(shared, 1 << max(6 - p.log2_of_page, 0), p.logits.tiles);
+  if (threadIdx.x == 0) initialise_barriers(shared, 1 << max(6 - p.log2_of_page, 0));
   prefetch_lengths(p);
   grid_dependency_launch();
   __syncthreads();

@@ -40,7 +40,7 @@ class LogitsShape(NamedTuple):
     tile : int
         Columns of one product: 64, 128 or 256.
     tiles : int
-        Tiles of one of the two consumers, 1 or 2.
+        Tiles of an item, 1 or 2.
     """
 
     heads: int
@@ -49,20 +49,25 @@ class LogitsShape(NamedTuple):
     tiles: int
 
     @property
-    def rows_of_tile(self) -> int:
-        """Query rows of a tile."""
-        return self.tile // self.heads
+    def columns(self) -> int:
+        """Columns of an item."""
+        return self.tiles * self.tile
 
     @property
-    def most_tiles(self) -> int:
-        """Tiles of an item; where there is one, both consumers have it."""
-        return 1 if self.tile == 64 else 2 * self.tiles
+    def consumers(self) -> int:
+        """Warpgroups that compute; where an item has one tile they take turns at blocks."""
+        return 2 if self.tile == 256 else 3
+
+    @property
+    def threads(self) -> int:
+        """LogitsShape::kThreads: a warpgroup that loads, and the consumers."""
+        return 128 * (1 + self.consumers)
 
     @property
     def stages(self) -> int:
-        """Blocks of the ring: as many as shared memory holds, an even number."""
+        """Blocks of the ring: as many as shared memory holds, a multiple of the consumers."""
         fit = (_SMEM_LIMIT - self._smem_beside_ring) // self._stage_bytes
-        return min(fit, _MOST_STAGES) // 2 * 2
+        return min(fit, _MOST_STAGES) // self.consumers * self.consumers
 
     @property
     def smem_bytes(self) -> int:
@@ -77,17 +82,14 @@ class LogitsShape(NamedTuple):
     @property
     def _smem_beside_ring(self) -> int:
         """Two segments of query rows, weights, targets, a segment and two barriers, and scratch."""
-        columns = self.most_tiles * self.tile
-        rows = self.most_tiles * self.rows_of_tile
-        return 2 * (columns * (self.head_dim + 4) + 16 * rows + 16 + 16) + 128
+        rows = self.columns // self.heads
+        return 2 * (self.columns * (self.head_dim + 4) + 16 * rows + 16 + 16) + 128
 
 
 LOGITS_FIELDS = "8q4i"  # struct LogitsParams
 
 
-def logits_values(
-    q: ArrayView, weights: ArrayView, out: ArrayView, clean: bool, tiles: int
-) -> tuple[int, ...]:
+def logits_values(q: ArrayView, weights: ArrayView, out: ArrayView, clean: bool) -> tuple[int, ...]:
     """Pack struct LogitsParams.
 
     Parameters
@@ -96,8 +98,6 @@ def logits_values(
         Checked; axes of `q` end with (num_heads, head_dim).
     clean : bool
         Whether -inf is written where nothing is visible.
-    tiles : int
-        Of an item.
 
     Returns
     -------
@@ -114,7 +114,7 @@ def logits_values(
         q.shape[-2],
         out.dtype == "bfloat16",
         clean,
-        tiles,
+        0,
     )
 
 

@@ -19,7 +19,7 @@ __all__ = ["SPECS", "MQALogitsArguments", "mqa_logits_spec", "prepare_mqa_logits
 
 
 def _shape(heads: int, head_dim: int) -> LogitsShape:
-    return LogitsShape(heads, head_dim, tile=256, tiles=1)
+    return LogitsShape(heads, head_dim, tile=256, tiles=2)
 
 
 def _spec(heads: int, head_dim: int) -> KernelSpec:
@@ -29,7 +29,7 @@ def _spec(heads: int, head_dim: int) -> KernelSpec:
         entry=f"mqa_logits_h{heads}_d{head_dim}",
         function=f"mqa_logits<{heads}, {head_dim}, {shape.stages}, {shape.smem_bytes}>",
         params="MqaLogitsParams",
-        threads=384,
+        threads=shape.threads,
         smem_bytes=shape.smem_bytes,
     )
 
@@ -104,10 +104,9 @@ def prepare_mqa_logits(
         To be called.
     """
     a = arguments
-    _, num_heads, head_dim = a.q.shape
     values = (
         keys_map("k", a.k.ptr, a.k.shape, a.k.strides),
-        *logits_values(a.q, a.weights, a.out, clean, _shape(num_heads, head_dim).most_tiles),
+        *logits_values(a.q, a.weights, a.out, clean),
         a.q.ptr,
         a.q.strides[0],
         a.k_scale.ptr,

@@ -142,13 +142,13 @@ SWAPPED_UNWRITTEN_PARTIAL = Edit(
 EVERY_LANE_FREES = (
     Edit(
         LOGITS,
-        "mbarrier_init(shared.free(s), consumers * 4);",
-        "mbarrier_init(shared.free(s), consumers * kWarpgroup);",
+        "mbarrier_init(shared.free(s), Shape::kTiles * 4);",
+        "mbarrier_init(shared.free(s), Shape::kTiles * kWarpgroup);",
     ),
     Edit(
         LOGITS,
-        "__syncwarp();\n      if (lane == 0) mbarrier_arrive(shared.free(finished.slot));",
-        "mbarrier_arrive(shared.free(finished.slot));",
+        "__syncwarp();\n      if (lane == 0) mbarrier_arrive(shared.free(place.slot));",
+        "mbarrier_arrive(shared.free(place.slot));",
     ),
 )
 """Every lane says itself that it has read a block's scales: racecheck follows no other order."""
