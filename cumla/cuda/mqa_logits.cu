@@ -11,7 +11,7 @@
 //
 // Warpgroup 0: warp 0 loads blocks of 64 tokens (TMA) and their scales into a ring, warp 1 writes -inf where nothing is
 // visible, warps 2 and 3 bring query rows and weights of the next item. Warpgroups 1 and 2 each have half of an item's
-// columns and multiply every block by them, 256 columns a product, in opposite phase:
+// columns and multiply every block by them, 256 columns a product, strictly in turn:
 //
 //   tensor cores:    A0 = K0 Qa   B0 = K0 Qb   A1 = K1 Qa   B1 = K1 Qb ...
 //   warpgroup 1:     (waits)      logits(A0)   (waits)      logits(A1) ...

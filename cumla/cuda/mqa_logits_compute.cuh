@@ -5,13 +5,15 @@
 #include "ptx/copy.cuh"
 #include "ptx/copy_rows.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/named_barrier.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/wgmma_fp8.cuh"
 
 namespace cumla {
 
 // A consumer makes logits of a product, a block by a tile, before it begins the next: the tensor cores work for the other
-// consumers meanwhile, which fall into other phases by themselves.
+// consumers meanwhile. Two consumers, which arithmetic bounds, begin their products strictly in turn: were these mixed, both
+// would be done, and leave the tensor cores idle, at once.
 //
 // Thread layout of the accumulators: tokens 16 warp + lane / 4 and that + 8; of every eight columns the two at
 // 2 (lane % 4), which belong to one query row. Of a set of kSide rows lying side by side a lane has one.
@@ -23,6 +25,7 @@ struct LogitsConsumer {
   static constexpr int kLanes = 4 / Shape::kSide;      // that share a query row
   static constexpr int kTokens = kLanes == 1 ? 2 : 1;  // of a block, that a lane stores
   static constexpr bool kKeepsTarget = kSets == 1;     // in registers; else they would not fit
+  static constexpr bool kInTurn = Shape::kConsumers == 2;
   static constexpr u32 kStep = Shape::kTakesTurns ? Shape::kConsumers : 1;  // from one of a consumer's blocks to the next
 
   // Where token 0 of a query row would go, and which tokens it sees; none where other lanes store them.
@@ -49,6 +52,7 @@ struct LogitsConsumer {
         lane(threadIdx.x % 32),
         out_is_bf16(p.out_is_bf16) {
     if (Shape::kTakesTurns) place.advance(consumer);
+    if (kInTurn && consumer == 1) pass_turn();
 #pragma unroll
     for (float& x : accumulators) x = 0.0f;
   }
@@ -76,6 +80,10 @@ struct LogitsConsumer {
       weights[i + 1] = pair.y;
     }
   }
+
+  // Turns are passed by barriers 1 and 2: consumer 0 begins, and nobody takes the last one.
+  __device__ __forceinline__ void wait_for_turn() const { named_barrier_wait<2 * kWarpgroup>(1 + consumer); }
+  __device__ __forceinline__ void pass_turn() const { named_barrier_arrive<2 * kWarpgroup>(2 - consumer); }
 
   // accumulators = block x tile, begun. The block is there.
   __device__ __forceinline__ void multiply() {
@@ -131,7 +139,9 @@ struct LogitsConsumer {
 #pragma unroll 1
     for (; blocks > 0; --blocks) {
       mbarrier_wait(shared.full(place.slot), place.phase, "a block of tokens");
+      if (kInTurn) wait_for_turn();
       multiply();
+      if (kInTurn) pass_turn();
       float scales[kTokens];
 #pragma unroll
       for (int i = 0; i < kTokens; ++i)
