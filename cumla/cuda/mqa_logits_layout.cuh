@@ -122,11 +122,14 @@ struct LogitsLayout {
   static constexpr int kWeightBytes = Shape::kColumns * 4;
   static constexpr int kTargetBytes = Shape::kRows * 16;
   static constexpr int kScratchBytes = 128;
+  // Where one warp finds the segments for all (paged_mqa_logits): it cannot be further ahead than the ring has blocks, so that
+  // an announcement has been read when its place is needed again.
+  static constexpr int kAnnouncements = Shape::kStages + 1;
   static constexpr int kScratchOffset = Shape::kStages * (kBlockBytes + kScaleBytes) +
-                                        2 * (kQueryBytes + kWeightBytes + kTargetBytes + 16);
-  static constexpr int kBytes = kScratchOffset + kScratchBytes + (2 * Shape::kStages + 4) * 8;
+                                        2 * (kQueryBytes + kWeightBytes + kTargetBytes + 16) + kAnnouncements * 16;
+  static constexpr int kBytes = kScratchOffset + kScratchBytes + (2 * Shape::kStages + 4 + kAnnouncements) * 8;
 
-  u32 ring, query, scales, weights, targets, segments, barriers;
+  u32 ring, query, scales, weights, targets, segments, announcements, barriers;
 
   __device__ __forceinline__ explicit LogitsLayout(u32 base)
       : ring(base),
@@ -135,6 +138,7 @@ struct LogitsLayout {
         weights(scales + Shape::kStages * kScaleBytes),
         targets(weights + 2 * kWeightBytes),
         segments(targets + 2 * kTargetBytes),
+        announcements(segments + 2 * 16),
         barriers(base + kScratchOffset + kScratchBytes) {}
 
   __device__ __forceinline__ u32 block(u32 slot) const { return ring + slot * kBlockBytes; }
@@ -145,11 +149,14 @@ struct LogitsLayout {
   __device__ __forceinline__ u32 weights_of(u32 buffer) const { return weights + buffer * kWeightBytes; }
   __device__ __forceinline__ u32 targets_of(u32 buffer) const { return targets + buffer * kTargetBytes; }
   __device__ __forceinline__ u32 segment_of(u32 buffer) const { return segments + buffer * 16; }
-  // Barriers: a block is loaded; its slot is free again; a segment's query is there; is no longer needed.
+  __device__ __forceinline__ u32 announcement(u32 i) const { return announcements + i * 16; }
+  // Barriers: a block is loaded; its slot is free again; a segment's query is there; is no longer needed; a segment is
+  // announced.
   __device__ __forceinline__ u32 full(u32 slot) const { return barriers + slot * 8; }
   __device__ __forceinline__ u32 free(u32 slot) const { return full(Shape::kStages + slot); }
   __device__ __forceinline__ u32 query_full(u32 buffer) const { return free(Shape::kStages + buffer); }
   __device__ __forceinline__ u32 query_free(u32 buffer) const { return query_full(2 + buffer); }
+  __device__ __forceinline__ u32 announced(u32 i) const { return query_free(2 + i); }
 };
 
 // Where in the ring a block is, and how often the ring has gone round.

@@ -23,6 +23,8 @@ __device__ __forceinline__ void initialise_barriers(const LogitsLayout<Shape>& s
     mbarrier_init(shared.query_full(b), kQueryWarps * 32);
     mbarrier_init(shared.query_free(b), Shape::kConsumers * kWarpgroup);
   }
+#pragma unroll 1
+  for (int i = 0; i < LogitsLayout<Shape>::kAnnouncements; ++i) mbarrier_init(shared.announced(i), 1);
   fence_mbarrier_init();
 }
 
@@ -70,15 +72,15 @@ __device__ __forceinline__ void load_query(const LogitsParams& p, const Work& wo
 }
 
 // Two warps: all segments in turn, two at most that the consumers have not finished; an empty one is the last.
-template <typename Shape, typename Work>
+template <typename Shape, typename Work, typename Segments>
 __device__ __forceinline__ void load_queries(const LogitsParams& p, const Work& work, const LogitsLayout<Shape>& shared,
-                                             SegmentCursor<Work> cursor) {
+                                             Segments segments) {
   bool more = true;
 #pragma unroll 1
   for (u32 n = 0; more; ++n) {
     const u32 buffer = n % 2;
     Segment segment = {0, 0, 0};
-    more = cursor.next(segment);
+    more = segments.next(segment);
     mbarrier_wait(shared.query_free(buffer), n / 2 % 2 ^ 1, "a free query buffer");
     if (more) load_query(p, work, shared, segment, buffer);
     if (threadIdx.x % (kQueryWarps * 32) == 0) {

@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What paged_mqa_schedule and paged_mqa_logits agree on: how many tokens the rows of a request see.
+// What paged_mqa_schedule and paged_mqa_logits agree on: how many tokens the rows of a request see, what a request costs, and
+// the plan.
+//
+// A plan is Place[parts + 1]: where each part begins. The first one begins at {0, 0} and the end is {batch, 0}; so these
+// places hold something else: {tickets drawn, 0}, which is 0 but during a run, and {batch, cost of a part}.
 #pragma once
 #include "mqa_logits_layout.cuh"
 #include "ptx/types.cuh"
@@ -29,5 +33,12 @@ __device__ __forceinline__ int tokens_of(const ContextLengths& l, int request) {
     for (int row = 0; row < l.next_n - 1; ++row) tokens = max(tokens, visible_tokens(l, request, row));
   return tokens;
 }
+
+__device__ __forceinline__ int blocks_of(const ContextLengths& l, int request) {
+  return (tokens_of(l, request) + kBlockTokens - 1) / kBlockTokens;
+}
+
+// Its blocks, and one more for its query.
+__device__ __forceinline__ int cost_of(const ContextLengths& l, int request) { return blocks_of(l, request) + 1; }
 
 }  // namespace cumla

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Deals the blocks of 64 tokens of all requests out to parts, one for each CTA of paged_mqa_logits, as contiguous ranges.
-// A request costs its blocks and one more, for its query; all parts cost the same, give or take one. Part i begins where
-// the summed cost reaches i / parts of the whole. cumla/launch/paged_mqa_schedule.py computes the same in NumPy: its
-// oracle. One CTA; a thread has consecutive requests, then some of the parts.
+// All parts cost the same, give or take one. Part i begins where the summed cost reaches i / parts of the whole.
+// cumla/launch/paged_mqa_schedule.py computes the same in NumPy: its oracle. One CTA; a thread has consecutive requests, then some of the parts.
 #include "paged_mqa_plan.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
@@ -19,10 +18,6 @@ struct PagedMqaScheduleParams {
   int parts;
   int unused;
 };
-
-__device__ __forceinline__ int cost_of(const ContextLengths& l, int request) {
-  return (tokens_of(l, request) + kBlockTokens - 1) / kBlockTokens + 1;
-}
 
 __device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams& p) {
   __shared__ i64 warp_sums[kScheduleWarps];
@@ -48,7 +43,7 @@ __device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams&
 
   for (int part = thread; part <= p.parts; part += kScheduleThreads) {
     if (part == p.parts) {
-      p.bounds[part] = {batch, 0};
+      p.bounds[part] = {batch, static_cast<int>(min(total / p.parts, static_cast<i64>(0x7fffffff)))};
       continue;
     }
     const i64 target = total * part / p.parts;

@@ -76,14 +76,14 @@ class LogitsShape(NamedTuple):
 
     @property
     def _stage_bytes(self) -> int:
-        """Tokens of a block, their scales, and two barriers."""
-        return BLOCK_TOKENS * (self.head_dim + 4) + 16
+        """Tokens of a block, their scales, and two barriers; an announcement and its barrier."""
+        return BLOCK_TOKENS * (self.head_dim + 4) + 16 + 24
 
     @property
     def _smem_beside_ring(self) -> int:
-        """Two segments of query rows, weights, targets, a segment and two barriers, and scratch."""
+        """Two segments of query rows, weights, targets, a segment and two barriers; scratch."""
         rows = self.columns // self.heads
-        return 2 * (self.columns * (self.head_dim + 4) + 16 * rows + 16 + 16) + 128
+        return 2 * (self.columns * (self.head_dim + 4) + 16 * rows + 16 + 16) + 24 + 128
 
 
 LOGITS_FIELDS = "8q4i"  # struct LogitsParams

@@ -112,13 +112,15 @@ def schedule_reference(key: PagedMQAKey, context_lens: np.ndarray) -> np.ndarray
     -------
     numpy.ndarray
         ``(num_sms + 1, 2)`` int32: request and block of 64 tokens where each part begins; part i
-        ends where i + 1 begins.
+        ends where i + 1 begins, the last one behind all requests. The last row is the number of
+        requests and the cost of a part. The first one, (0, 0), changes while a run goes on.
     """
     costs = -(-visible_tokens(key, context_lens).max(axis=1) // BLOCK_TOKENS) + 1
     ends = np.cumsum(costs)
     targets = int(ends[-1]) * np.arange(key.num_sms, dtype=np.int64) // key.num_sms
     requests = np.searchsorted(ends, targets, side="right")
-    bounds = np.array([[key.batch, 0]] * (key.num_sms + 1), np.int32)
+    cost = min(int(ends[-1]) // key.num_sms, 0x7FFFFFFF)
+    bounds = np.array([[key.batch, cost]] * (key.num_sms + 1), np.int32)
     bounds[:-1, 0] = requests
     bounds[:-1, 1] = targets - (ends - costs)[requests]
     return bounds

@@ -33,17 +33,63 @@ def blocks_of(key: PagedMQAKey, lengths: np.ndarray) -> np.ndarray:
     return blocks
 
 
-def walk(bounds: np.ndarray, blocks: np.ndarray) -> list[list[tuple[int, int]]]:
-    """(request, block) of all that each part does: SegmentCursor of the kernels."""
-    parts = []
-    for (item, block), (end_item, end_block) in itertools.pairwise(bounds.tolist()):
-        done = []
-        while item < end_item or (item == end_item and end_block > 0):
-            last = min(blocks[item], end_block) if item == end_item else blocks[item]
-            done += [(item, b) for b in range(block, last)]
-            item, block = item + 1, 0
-        parts.append(done)
-    return parts
+Place = tuple[int, int]
+EVERYTHING = 2**32 - 1
+
+
+def places(bounds: np.ndarray) -> list[Place]:
+    """Where each part begins, and the end."""
+    begins: list[Place] = [(int(item), int(block)) for item, block in bounds]
+    return [(0, 0), *begins[1:-1], (begins[-1][0], 0)]
+
+
+def stretch(at: Place, end: Place, skip: int, budget: int, blocks: np.ndarray) -> list[Place]:
+    """(request, block) of a piece: struct Stretch of paged_mqa_logits.cu, line by line."""
+    (item, block), (end_item, end_block) = at, end
+    while item < end_item:
+        left = max(int(blocks[item]) + 1 - block, 0)
+        if skip < left:
+            break
+        skip -= left
+        item, block = item + 1, 0
+    block += skip
+    done = []
+    while budget > 0 and (item < end_item or (item == end_item and block < end_block)):
+        last = int(blocks[item])
+        if item == end_item:
+            last = min(last, end_block)
+        count = min(max(last - block, 0), budget)
+        done += [(item, b) for b in range(block, block + count)]
+        budget -= count
+        if budget > 0 and block <= last:
+            budget -= 1
+        item, block = item + 1, 0
+    return done
+
+
+def walk(bounds: np.ndarray, blocks: np.ndarray) -> list[list[Place]]:
+    """(request, block) of all that belongs to each part."""
+    return [
+        stretch(at, end, 0, EVERYTHING, blocks) for at, end in itertools.pairwise(places(bounds))
+    ]
+
+
+def handed_out(
+    bounds: np.ndarray, blocks: np.ndarray
+) -> tuple[list[list[Place]], list[list[Place]]]:
+    """What CTAs have from the start, and the pieces that tickets stand for: struct Handout."""
+    cost = int(bounds[-1, 1])
+    rest = cost // 6
+    rounds = rest.bit_length() - 2 if cost >= 48 else 0
+    begins = [cost - (rest >> i) for i in range(rounds)]
+    parts = list(itertools.pairwise(places(bounds)))
+    own = [stretch(*part, 0, begins[0] if rounds else EVERYTHING, blocks) for part in parts]
+    pieces = [
+        stretch(*part, begin, end - begin, blocks)
+        for begin, end in itertools.pairwise([*begins, EVERYTHING])
+        for part in parts
+    ]
+    return own, pieces if rounds else []
 
 
 @st.composite
@@ -76,8 +122,30 @@ def test_every_block_is_done_once(problem: tuple[PagedMQAKey, np.ndarray]):
     bounds = schedule_reference(key, lengths)
     assert bounds.dtype == np.int32
     assert bounds.nbytes == schedule_bytes(key)
-    done = list(itertools.chain.from_iterable(walk(bounds, blocks)))
-    assert done == [(r, b) for r in range(key.batch) for b in range(blocks[r])]
+    wanted = [(r, b) for r in range(key.batch) for b in range(blocks[r])]
+    assert list(itertools.chain.from_iterable(walk(bounds, blocks))) == wanted
+    own, pieces = handed_out(bounds, blocks)
+    assert sorted(itertools.chain.from_iterable(own + pieces)) == wanted
+
+
+@thorough
+@given(problems())
+def test_a_sixth_is_handed_out_in_ever_smaller_pieces(problem: tuple[PagedMQAKey, np.ndarray]):
+    key, lengths = problem
+    blocks = blocks_of(key, lengths)
+    bounds = schedule_reference(key, lengths)
+    cost = int((blocks + 1).sum()) // key.num_sms
+    own, pieces = handed_out(bounds, blocks)
+    assert bounds[-1].tolist() == [key.batch, cost]
+    assert len(pieces) % key.num_sms == 0
+    if not pieces:
+        assert cost < 48
+        return
+    assert max(map(len, own)) <= cost - cost // 6
+    last = [len(piece) for piece in pieces[-key.num_sms :]]
+    assert max(last) <= 8
+    for i in range(0, len(pieces) - key.num_sms, key.num_sms):
+        assert max(map(len, pieces[i : i + key.num_sms])) <= -(-(cost // 6) // 2)
 
 
 @thorough
@@ -87,7 +155,8 @@ def test_parts_cost_the_same_give_or_take_one(problem: tuple[PagedMQAKey, np.nda
     blocks = blocks_of(key, lengths)
     starts = np.append(0, np.cumsum(blocks + 1))
     bounds = schedule_reference(key, lengths)
-    costs = np.diff(starts[bounds[:, 0]] + bounds[:, 1])
+    begins = np.array(places(bounds))
+    costs = np.diff(starts[begins[:, 0]] + begins[:, 1])
     assert bounds[0].tolist() == [0, 0]
     assert costs.sum() == starts[-1]
     assert costs.max() - costs.min() <= 1
@@ -102,8 +171,29 @@ def test_other_lengths_are_still_done_whole(
     key, lengths = problem
     grown = data.draw(st.integers(-500, 500))
     now = blocks_of(key, np.clip(lengths + grown, 0, 20000))
-    done = list(itertools.chain.from_iterable(walk(schedule_reference(key, lengths), now)))
+    own, pieces = handed_out(schedule_reference(key, lengths), now)
+    done = sorted(itertools.chain.from_iterable(own + pieces))
     assert done == [(r, b) for r in range(key.batch) for b in range(now[r])]
+
+
+def last_ticket(order: list[int], tickets: int, parts: int) -> tuple[list[int], int]:
+    """Draw as the CTAs do, in this order of turns; what was drawn to do, and what is left."""
+    counter, busy, done = 0, list(range(parts)), []
+    for turn in itertools.cycle(order):
+        if not busy:
+            return done, counter
+        cta = busy[turn % len(busy)]
+        ticket, counter = counter, 0 if counter >= tickets + parts - 1 else counter + 1
+        if ticket >= tickets:
+            busy.remove(cta)
+        else:
+            done.append(ticket)
+    raise AssertionError("a cycle ends")
+
+
+@given(st.lists(st.integers(0, 200), min_size=1), st.integers(1, 300), st.integers(1, 132))
+def test_tickets_begin_again_by_themselves(order: list[int], tickets: int, parts: int):
+    assert last_ticket(order, tickets, parts) == (list(range(tickets)), 0)
 
 
 def test_what_rows_see():
