@@ -18,8 +18,8 @@
 //
 // Budget of 64 tokens by 128 columns, head_dim 128: 256 tensor clocks; of these the shared-memory port is busy for 192 with
 // operands and 16 with the block's arrival. 64 accumulators a thread, each a maximum and an FMA: 128 issue slots of a
-// scheduler, of which the maxima keep the integer pipe, at half rate, busy for 128 clocks; some 57 slots beside (counted in
-// the machine code: 19 for descriptors, the rest for sums over lanes, scale and store). Both consumers: 370 of 512 clocks.
+// scheduler, of which the maxima keep the integer pipe, at half rate, busy for 128 clocks; some 52 slots beside (counted in
+// the machine code: 19 for descriptors, the rest for sums over lanes, scale and store). Both consumers: 360 of 512 clocks.
 //
 // Shared memory:  ring of 10 blocks 84,480 + 2 items 135,488 (64 heads, head_dim 128) + barriers 160 + scratch 128 = 220,256 B
 // Registers:      224 of a consumer, of which accumulators 128, weights 64; 56 of the others
@@ -51,7 +51,7 @@ struct MqaLogitsParams {
 
 template <typename Shape>
 struct QueryTiles {
-  static constexpr int kRows = Shape::kMostRows;  // query rows of an item
+  static constexpr int kRows = Shape::kRows;  // query rows of an item
 
   const MqaLogitsParams& p;
 
@@ -174,12 +174,12 @@ __device__ __forceinline__ void load_tokens(const MqaLogitsParams& p, const Logi
 
 template <int kHeads, int kDim, int kStages, int kSharedBytes>
 __device__ __forceinline__ void mqa_logits(const MqaLogitsParams& p) {
-  using Shape = LogitsShape<kHeads, kDim, 128, 2, kStages>;
+  using Shape = LogitsShape<kHeads, kDim, 128, 4, kStages>;
   static_assert(LogitsLayout<Shape>::kBytes == kSharedBytes, "the launcher asks for another layout");
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const LogitsLayout<Shape> shared(shared_address(shared_bytes));
   if (threadIdx.x == 32) prefetch_tensor_map(&p.keys);
-  if (threadIdx.x == 0) initialise_barriers(shared, 1 + 32, p.logits.tiles);
+  if (threadIdx.x == 0) initialise_barriers(shared, 1 + 32);
   prefetch_spans(p);
   grid_dependency_launch();
   grid_dependency_wait();

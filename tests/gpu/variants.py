@@ -142,8 +142,8 @@ SWAPPED_UNWRITTEN_PARTIAL = Edit(
 EVERY_LANE_FREES = (
     Edit(
         LOGITS,
-        "mbarrier_init(shared.free(s), consumers * 4);",
-        "mbarrier_init(shared.free(s), consumers * kWarpgroup);",
+        "mbarrier_init(shared.free(s), kConsumers * 4);",
+        "mbarrier_init(shared.free(s), kConsumers * kWarpgroup);",
     ),
     Edit(
         LOGITS,

@@ -52,4 +52,15 @@ __device__ __forceinline__ void wgmma_e4m3_async(float (&d)[64], u64 a, u64 b, b
       : "memory");
 }
 
+// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
+// The same with 256 columns.
+__device__ __forceinline__ void wgmma_e4m3_async(float (&d)[128], u64 a, u64 b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {" CUMLA_D128 "}, %128, %129, accumulate, 1, 1;\n}"
+      : CUMLA_D128_OPERANDS
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))
+      : "memory");
+}
+
 }  // namespace cumla
