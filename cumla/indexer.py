@@ -164,7 +164,7 @@ def mqa_logits(
     require_hopper(call.device)
     with call:
         check_range_data(call, views)
-        kernel = _load(call, mqa_logits_spec(num_heads, head_dim, dtype), num_heads, head_dim)
+        kernel = _load(call, mqa_logits_spec(num_heads, head_dim), num_heads, head_dim)
         result = _Output.of(call, shape, dtype, out, out_view)
         launch = prepare_mqa_logits(
             kernel,
@@ -287,7 +287,7 @@ def paged_mqa_logits(
     with call:
         check_paged_data(call, views)
         schedule_kernel = _load_schedule(call)
-        kernel = _load_logits(call, views.shape, dtype)
+        kernel = _load_logits(call, views.shape)
         result = _Output.of(call, shape, dtype, out, out_view)
         buffer = call.workspace(schedule_bytes(key))
         schedule = prepare_paged_mqa_schedule(
@@ -574,7 +574,7 @@ class PagedMQALogitsPlan:
             return _paged_on_cpu(call, arrays, views, self._lengths, out, dtype, clean, width)
         with call:
             check_paged_data(call, views)
-            kernel = _load_logits(call, views.shape, dtype)
+            kernel = _load_logits(call, views.shape)
             result = _Output.of(call, shape, dtype, out, out_view)
             launch = _prepare_logits(call, kernel, self._key, views, memory.buffer, result, clean)
             memory.run(call, launch)
@@ -673,7 +673,7 @@ def score_with_schedule(
     require_hopper(call.device)
     with call:
         check_paged_data(call, views)
-        kernel = _load_logits(call, views.shape, dtype)
+        kernel = _load_logits(call, views.shape)
         result = _Output(out, out_view, given=True)
         key = _key(views.shape, parts)
         _prepare_logits(call, kernel, key, views, schedule_view, result, clean)()
@@ -720,9 +720,9 @@ def _load_schedule(call: Call) -> LoadedKernel:
     return load(SCHEDULE_SPECS[0], call.device, capturing=lambda: call.capturing)
 
 
-def _load_logits(call: Call, shape: PagedShape, dtype: str) -> LoadedKernel:
+def _load_logits(call: Call, shape: PagedShape) -> LoadedKernel:
     heads, dim = shape.num_heads, shape.head_dim
-    spec = paged_mqa_logits_spec(heads, dim, shape.page_size, shape.next_n, dtype)
+    spec = paged_mqa_logits_spec(heads, dim, shape.next_n)
     return _load(call, spec, heads, dim)
 
 

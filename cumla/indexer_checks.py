@@ -175,12 +175,10 @@ def checked_logits_specs(num_heads: int, head_dim: int) -> tuple[KernelSpec, ...
     """Return the kernels of an indexer: of a prefill, and of each number of new tokens."""
     shape = PagedShape(1, MOST_NEXT_N, num_heads, head_dim, PAGE_SIZES[0], 1, False)
     check_shape_numbers(shape)
-    float32 = LOGITS_DTYPES[0]
     paged = [
-        paged_mqa_logits_spec(num_heads, head_dim, shape.page_size, next_n, float32)
-        for next_n in range(1, MOST_NEXT_N + 1)
+        paged_mqa_logits_spec(num_heads, head_dim, next_n) for next_n in range(1, MOST_NEXT_N + 1)
     ]
-    return tuple(dict.fromkeys((mqa_logits_spec(num_heads, head_dim, float32), *paged)))
+    return tuple(dict.fromkeys((mqa_logits_spec(num_heads, head_dim), *paged)))
 
 
 def _check_sizes(heads_name: str, num_heads: int, dim_name: str, head_dim: int) -> None:

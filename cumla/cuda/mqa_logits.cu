@@ -18,14 +18,14 @@
 //
 // Budget of 64 tokens by 128 columns, head_dim 128: 256 tensor clocks; of these the shared-memory port is busy for 192 with
 // operands and 16 with the block's arrival. 64 accumulators a thread, each a maximum and an FMA: 128 issue slots of a
-// scheduler, of which the maxima keep the integer pipe, at half rate, busy for 128 clocks; some 57 slots beside (counted in
-// the machine code: 19 for descriptors, the rest for sums over lanes, scale and store). Both consumers: 370 of 512 clocks.
+// scheduler, of which the maxima keep the integer pipe, at half rate, busy for 128 clocks; some 52 slots beside (counted in
+// the machine code: 19 for descriptors, the rest for sums over lanes, scale and store). Both consumers: 360 of 512 clocks.
 //
 // Shared memory:  ring of 10 blocks 84,480 + 2 items 135,488 (64 heads, head_dim 128) + barriers 160 + scratch 128 = 220,256 B
 // Registers:      224 of a consumer, of which accumulators 128, weights 64; 56 of the others
-#include "mqa_logits_compute.cuh"
 #include "mqa_logits_layout.cuh"
 #include "mqa_logits_load.cuh"
+#include "mqa_logits_roles.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/copy_rows.cuh"
 #include "ptx/mbarrier.cuh"
@@ -51,7 +51,7 @@ struct MqaLogitsParams {
 
 template <typename Shape>
 struct QueryTiles {
-  static constexpr int kRows = Shape::kMostRows;  // query rows of an item
+  static constexpr int kRows = Shape::kRows;  // query rows of an item
 
   const MqaLogitsParams& p;
 
@@ -113,12 +113,7 @@ __device__ __forceinline__ SegmentCursor<Work> take_share(const Work& work, Shar
     work.blocks_of(item, first, blocks);
     cost += blocks + kItemCost;
   }
-  i64 inclusive = cost;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const i64 other = __shfl_up_sync(0xffffffffu, inclusive, offset);
-    if (lane >= offset) inclusive += other;
-  }
+  const i64 inclusive = warp_inclusive_sum(cost);
   if (lane == 31) scratch.warp_costs[warp] = inclusive;
   if (thread < 2) scratch.places[thread] = {items, 0};
   __syncthreads();
@@ -179,14 +174,12 @@ __device__ __forceinline__ void load_tokens(const MqaLogitsParams& p, const Logi
 
 template <int kHeads, int kDim, int kStages, int kSharedBytes>
 __device__ __forceinline__ void mqa_logits(const MqaLogitsParams& p) {
-  using Shape = LogitsShape<kHeads, kDim, 128, 2, kStages>;
+  using Shape = LogitsShape<kHeads, kDim, 128, 4, kStages>;
   static_assert(LogitsLayout<Shape>::kBytes == kSharedBytes, "the launcher asks for another layout");
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const LogitsLayout<Shape> shared(shared_address(shared_bytes));
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  const int warp = threadIdx.x / 32;
   if (threadIdx.x == 32) prefetch_tensor_map(&p.keys);
-  if (threadIdx.x == 0) initialise_barriers(shared, 1 + 32, p.logits.tiles);
+  if (threadIdx.x == 0) initialise_barriers(shared, 1 + 32);
   prefetch_spans(p);
   grid_dependency_launch();
   grid_dependency_wait();
@@ -194,18 +187,7 @@ __device__ __forceinline__ void mqa_logits(const MqaLogitsParams& p) {
   const QueryTiles<Shape> work{p};
   const SegmentCursor<QueryTiles<Shape>> cursor =
       take_share(work, *reinterpret_cast<ShareScratch*>(shared_bytes + shared.kScratchOffset));  // synchronises the CTA
-  if (warpgroup == 0) {
-    registers_decrease<56>();
-    if (warp == 0)
-      load_tokens<Shape>(p, shared, cursor);
-    else if (warp >= 2)
-      load_queries(p.logits, work, shared, cursor);
-    else if (p.logits.clean)
-      fill_outside(p.logits, work);
-  } else {
-    registers_increase<224>();
-    LogitsConsumer<Shape>(p.logits, shared, warpgroup - 1).run();
-  }
+  do_segments(p.logits, work, shared, cursor, [&] { load_tokens(p, shared, cursor); });
 }
 
 }  // namespace cumla

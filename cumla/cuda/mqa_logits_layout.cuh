@@ -23,15 +23,18 @@ struct LogitsShape {
   static constexpr int kHeads = kHeads_;    // columns of a query row; heads that do not exist have weight 0
   static constexpr int kDim = kDim_;        // bytes of a row of q and k
   static constexpr int kTile = kTile_;      // the N side of a product
-  static constexpr int kTiles = kTiles_;    // of one consumer
+  static constexpr int kTiles = kTiles_;    // of an item
   static constexpr int kStages = kStages_;  // of the ring, a block each
-  static constexpr int kRows = kTile / kHeads;                       // query rows of a tile
-  static constexpr int kMostTiles = kTile == 64 ? 1 : 2 * kTiles;    // of an item
-  static constexpr int kMostRows = kMostTiles * kRows;
-  static constexpr int kSide = kRows < 4 ? kRows : 4;       // query rows side by side in eight columns
-  static constexpr int kSets = kRows / kSide;               // of such rows in a tile, one behind the other
-  static constexpr int kHeadsSide = 8 / kSide;              // heads of a query row in eight columns
+  static constexpr int kColumns = kTiles * kTile;              // of an item
+  static constexpr int kTileRows = kTile / kHeads;             // query rows
+  static constexpr int kRows = kTiles * kTileRows;             // of an item
+  static constexpr int kSide = kTileRows < 4 ? kTileRows : 4;  // query rows side by side in eight columns
+  static constexpr int kSets = kTileRows / kSide;              // of such rows in a tile, one behind the other
+  static constexpr int kHeadsSide = 8 / kSide;                 // heads of a query row in eight columns
   static constexpr int kSetColumns = kSide * kHeads;
+  static constexpr bool kTakesTurns = kTiles == 1;  // each consumer every second block; else tiles of its own, all blocks
+  // A barrier tells rounds of a slot apart by their parity alone. Were the last round the other consumer's, whose block
+  // might still be on its way, this one could take the round before for its own.
   static_assert(kStages % 2 == 0, "consumers that take every second block always meet the same slots");
 
   __device__ __forceinline__ static int row_of(int column) {
@@ -53,7 +56,7 @@ struct LogitsParams {
   int num_heads;
   int out_is_bf16;  // else float
   int clean;        // write -inf to what is not visible
-  int tiles;        // of an item: 1, and each consumer takes every second block; or each has tiles of its own
+  int unused;
 };
 
 // Tokens [begin, end) that a query row sees; `shift` of them have no column.
@@ -68,6 +71,16 @@ struct Place {
 struct Segment {
   int item, first, blocks;
 };
+
+// One warp: of the lanes up to each one.
+__device__ __forceinline__ i64 warp_inclusive_sum(i64 value) {
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const i64 other = __shfl_up_sync(0xffffffffu, value, offset);
+    if (static_cast<int>(threadIdx.x % 32) >= offset) value += other;
+  }
+  return value;
+}
 
 // Walks over the segments of a CTA, which has what is between two places. Work knows the items.
 template <typename Work>
@@ -97,9 +110,9 @@ struct LogitsLayout {
   static constexpr int kBlockBytes = kBlockTokens * Shape::kDim;
   static constexpr int kScaleBytes = kBlockTokens * 4;
   static constexpr int kTileBytes = Shape::kTile * Shape::kDim;
-  static constexpr int kQueryBytes = Shape::kMostTiles * kTileBytes;
-  static constexpr int kWeightBytes = Shape::kMostTiles * Shape::kTile * 4;
-  static constexpr int kTargetBytes = Shape::kMostRows * 16;
+  static constexpr int kQueryBytes = Shape::kColumns * Shape::kDim;
+  static constexpr int kWeightBytes = Shape::kColumns * 4;
+  static constexpr int kTargetBytes = Shape::kRows * 16;
   static constexpr int kScratchBytes = 128;
   static constexpr int kScratchOffset = Shape::kStages * (kBlockBytes + kScaleBytes) +
                                         2 * (kQueryBytes + kWeightBytes + kTargetBytes + 16);

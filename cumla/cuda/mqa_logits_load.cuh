@@ -12,17 +12,17 @@ namespace cumla {
 constexpr int kQueryWarps = 2;
 
 template <typename Shape>
-__device__ __forceinline__ void initialise_barriers(const LogitsLayout<Shape>& shared, int arrivals, int tiles) {
-  const int consumers = tiles == 1 ? 1 : 2;  // of a block
+__device__ __forceinline__ void initialise_barriers(const LogitsLayout<Shape>& shared, int arrivals) {
+  constexpr int kConsumers = Shape::kTakesTurns ? 1 : 2;  // of a block
 #pragma unroll 1
   for (int s = 0; s < Shape::kStages; ++s) {
     mbarrier_init(shared.full(s), arrivals);
-    mbarrier_init(shared.free(s), consumers * 4);
+    mbarrier_init(shared.free(s), kConsumers * 4);
   }
 #pragma unroll
   for (int b = 0; b < 2; ++b) {
     mbarrier_init(shared.query_full(b), kQueryWarps * 32);
-    mbarrier_init(shared.query_free(b), 8);
+    mbarrier_init(shared.query_free(b), 2 * kWarpgroup);
   }
   fence_mbarrier_init();
 }
@@ -36,21 +36,21 @@ __device__ __forceinline__ void load_query(const LogitsParams& p, const Work& wo
   constexpr int kAtOnce = kQueryWarps * 32 / kChunks;  // columns
   static_assert(kAtOnce % 8 == 0, "a thread's columns all lie alike in the swizzle");
   const int thread = threadIdx.x % (kQueryWarps * 32);
-  const int columns = p.tiles * Shape::kTile, rows = work.rows_of(segment.item);
+  const int rows = work.rows_of(segment.item);
   const i64 first_row = work.first_row(segment.item);
   const int chunk = thread % kChunks, first_column = thread / kChunks;
   const char* const first_source = work.query(segment.item) + chunk * 16;
   const u32 first_destination =
       shared.query_of(buffer) + first_column * Shape::kDim + swizzled_chunk<Shape::kDim>(first_column, chunk) * 16;
 #pragma unroll 4
-  for (int begin = 0; begin < columns; begin += kAtOnce) {
+  for (int begin = 0; begin < Shape::kColumns; begin += kAtOnce) {
     const int row = Shape::row_of(begin + first_column), head = Shape::head_of(begin + first_column);
     const bool valid = row < rows && head < p.num_heads;
     const char* const source = valid ? first_source + row * work.query_stride_row() + head * p.q_stride_head : first_source;
     copy_16_async(first_destination + begin * Shape::kDim, source, valid);
   }
 #pragma unroll 1
-  for (int column = thread; column < columns; column += kQueryWarps * 32) {
+  for (int column = thread; column < Shape::kColumns; column += kQueryWarps * 32) {
     const int row = Shape::row_of(column), head = Shape::head_of(column);
     const bool valid = row < rows && head < p.num_heads;
     const char* const source =
@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_query(const LogitsParams& p, const Work& wo
   }
   const int log2_of_bytes = p.out_is_bf16 ? 1 : 2;
 #pragma unroll 1
-  for (int row = thread; row < p.tiles * Shape::kRows; row += kQueryWarps * 32) {
+  for (int row = thread; row < Shape::kRows; row += kQueryWarps * 32) {
     Span span = {0, 0, 0};
     if (row < rows) span = work.span(segment.item, row);
     const u64 out = reinterpret_cast<u64>(p.out) + (first_row + row) * p.out_stride -

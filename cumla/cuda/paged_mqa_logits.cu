@@ -3,25 +3,31 @@
 //
 //   logits[b next_n + i, j] = scale[j] sum_h weights[b next_n + i, h] max(q[b, i, h] . k[j], 0)        j < length of row i
 //
-// and -inf behind it. Products as in mqa_logits. grid = parts of the schedule (paged_mqa_schedule.cu), 384 threads, one CTA
+// and -inf behind it. Operands as in mqa_logits. grid = parts of the schedule (paged_mqa_schedule.cu), 384 threads, one CTA
 // a multiprocessor; an item is a request.
 //
 // Warpgroup 0: warp 0 loads blocks of 64 tokens with their scales into a ring, page by page (TMA and bulk copies), warp 1
 // writes -inf, warps 2 and 3 bring queries and weights of the next request. Warpgroups 1 and 2 compute. Where all columns
-// of a request fit one product each takes every second block; else each has columns of its own and takes all blocks.
+// of a request, up to 256, fit one product each takes every second block; else each has 256 of its own and takes all
+// blocks. Up to 128 columns a product fills one set of accumulators while another becomes logits, as in mqa_logits. For 256
+// there is one set, and the consumers fall into opposite phase by themselves:
+//
+//   tensor cores:    K0 Q         K1 Q         K2 Q         K3 Q ...
+//   warpgroup 1:     (waits)      logits(K0)   (waits)      logits(K2) ...
+//   warpgroup 2:                  (waits)      logits(K1)   (waits)    ...
 //
 // Memory-bound for one or two rows of 64 heads: a block of 8,448 B takes an SM some 430 clocks at its share of the read
-// bandwidth. The tensor cores take 128 clocks for 64 columns, a scheduler issues 126 instructions for it (64 columns; of
+// bandwidth. The tensor cores take 128 clocks for 64 columns, a scheduler issues 120 instructions for it (64 columns; of
 // these 64 maxima and FMAs; counted in the machine code), and a consumer has two blocks' time for its chain of waiting,
-// multiplying, summing and storing. 256 columns: 512 tensor clocks, 370 issue slots. The loading warp has 430 clocks, too:
+// multiplying, summing and storing. 256 columns: 512 tensor clocks, 341 issue slots. The loading warp has 430 clocks, too:
 // it issues some 30 instructions a block.
 //
-// Shared memory:  head_dim 128: up to 64 columns, ring of 24 blocks 202,752 + 2 queries 16,992; up to 256, 18 blocks 152,064
-//                 + 67,776; up to 512, 10 blocks 84,480 + 135,488; and some 500 B
+// Shared memory:  head_dim 128: up to 64 columns, ring of 24 blocks 202,752 + 2 queries 16,992; up to 128, 22 blocks 185,856
+//                 + 33,920; up to 256, 18 blocks 152,064 + 67,776; up to 512, 10 blocks 84,480 + 135,488; and some 500 B
 // Registers:      224 of a consumer, of which accumulators 64 or 128, weights 16, 32 or 64; 56 of the others
-#include "mqa_logits_compute.cuh"
 #include "mqa_logits_layout.cuh"
 #include "mqa_logits_load.cuh"
+#include "mqa_logits_roles.cuh"
 #include "paged_mqa_plan.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/copy_rows.cuh"
@@ -118,6 +124,7 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
         if (lane / 4 * 4 == four && box < boxes) {
           const u32 full = shared.full(slot);
           mbarrier_wait(shared.free(slot), free_phase, "a free slot for tokens");
+          fence_proxy_async_shared();  // the scales that were there have been read by ordinary loads
           mbarrier_arrive_expect_tx(full, token < tokens ? box_bytes + scale_bytes : 0);
           if (token < tokens) {
             tma_load_3d_async(shared.block(slot) + in_block * box_bytes, &p.keys, full, 0, in_page, page);
@@ -137,10 +144,8 @@ __device__ __forceinline__ void paged_mqa_logits(const PagedMqaParams& p) {
   static_assert(LogitsLayout<Shape>::kBytes == kSharedBytes, "the launcher asks for another layout");
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const LogitsLayout<Shape> shared(shared_address(shared_bytes));
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  const int warp = threadIdx.x / 32;
   if (threadIdx.x == 32) prefetch_tensor_map(&p.keys);
-  if (threadIdx.x == 0) initialise_barriers(shared, 1 << max(6 - p.log2_of_page, 0), p.logits.tiles);
+  if (threadIdx.x == 0) initialise_barriers(shared, 1 << max(6 - p.log2_of_page, 0));
   prefetch_lengths(p);
   grid_dependency_launch();
   __syncthreads();
@@ -148,18 +153,7 @@ __device__ __forceinline__ void paged_mqa_logits(const PagedMqaParams& p) {
 
   const Requests work{p};
   const SegmentCursor<Requests> cursor{work, bound_of(p, blockIdx.x), bound_of(p, blockIdx.x + 1)};
-  if (warpgroup == 0) {
-    registers_decrease<56>();
-    if (warp == 0)
-      load_pages<Shape>(p, shared, cursor);
-    else if (warp >= 2)
-      load_queries(p.logits, work, shared, cursor);
-    else if (p.logits.clean)
-      fill_outside(p.logits, work);
-  } else {
-    registers_increase<224>();
-    LogitsConsumer<Shape>(p.logits, shared, warpgroup - 1).run();
-  }
+  do_segments(p.logits, work, shared, cursor, [&] { load_pages(p, shared, cursor); });
 }
 
 }  // namespace cumla

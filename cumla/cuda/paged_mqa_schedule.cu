@@ -20,15 +20,6 @@ struct PagedMqaScheduleParams {
   int unused;
 };
 
-__device__ __forceinline__ i64 warp_inclusive_sum(i64 value) {
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const i64 other = __shfl_up_sync(0xffffffffu, value, offset);
-    if (static_cast<int>(threadIdx.x % 32) >= offset) value += other;
-  }
-  return value;
-}
-
 __device__ __forceinline__ int cost_of(const ContextLengths& l, int request) {
   return (tokens_of(l, request) + kBlockTokens - 1) / kBlockTokens + 1;
 }

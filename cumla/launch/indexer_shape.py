@@ -38,9 +38,10 @@ class LogitsShape(NamedTuple):
     head_dim : int
         32, 64 or 128.
     tile : int
-        Columns of one product, 64 or 128.
+        Columns of one product: 64, 128 or 256.
     tiles : int
-        Tiles of one of the two consumers, 1 or 2.
+        Tiles of an item: one, and the two consumers take turns at blocks; or 2 or 4, half of them
+        a consumer's.
     """
 
     heads: int
@@ -49,14 +50,9 @@ class LogitsShape(NamedTuple):
     tiles: int
 
     @property
-    def rows_of_tile(self) -> int:
-        """Query rows of a tile."""
-        return self.tile // self.heads
-
-    @property
-    def most_tiles(self) -> int:
-        """Tiles of an item; where there is one, both consumers have it."""
-        return 1 if self.tile == 64 else 2 * self.tiles
+    def columns(self) -> int:
+        """Columns of an item."""
+        return self.tiles * self.tile
 
     @property
     def stages(self) -> int:
@@ -77,17 +73,14 @@ class LogitsShape(NamedTuple):
     @property
     def _smem_beside_ring(self) -> int:
         """Two segments of query rows, weights, targets, a segment and two barriers, and scratch."""
-        columns = self.most_tiles * self.tile
-        rows = self.most_tiles * self.rows_of_tile
-        return 2 * (columns * (self.head_dim + 4) + 16 * rows + 16 + 16) + 128
+        rows = self.columns // self.heads
+        return 2 * (self.columns * (self.head_dim + 4) + 16 * rows + 16 + 16) + 128
 
 
 LOGITS_FIELDS = "8q4i"  # struct LogitsParams
 
 
-def logits_values(
-    q: ArrayView, weights: ArrayView, out: ArrayView, clean: bool, tiles: int
-) -> tuple[int, ...]:
+def logits_values(q: ArrayView, weights: ArrayView, out: ArrayView, clean: bool) -> tuple[int, ...]:
     """Pack struct LogitsParams.
 
     Parameters
@@ -96,8 +89,6 @@ def logits_values(
         Checked; axes of `q` end with (num_heads, head_dim).
     clean : bool
         Whether -inf is written where nothing is visible.
-    tiles : int
-        Of an item.
 
     Returns
     -------
@@ -114,7 +105,7 @@ def logits_values(
         q.shape[-2],
         out.dtype == "bfloat16",
         clean,
-        tiles,
+        0,
     )
 
 

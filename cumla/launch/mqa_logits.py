@@ -19,7 +19,7 @@ __all__ = ["SPECS", "MQALogitsArguments", "mqa_logits_spec", "prepare_mqa_logits
 
 
 def _shape(heads: int, head_dim: int) -> LogitsShape:
-    return LogitsShape(heads, head_dim, tile=128, tiles=2)
+    return LogitsShape(heads, head_dim, tile=128, tiles=4)
 
 
 def _spec(heads: int, head_dim: int) -> KernelSpec:
@@ -38,7 +38,7 @@ _SPECS = {(heads, dim): _spec(heads, dim) for heads in (8, 16, 32, 64) for dim i
 SPECS = tuple(_SPECS.values())
 
 
-def mqa_logits_spec(num_heads: int, head_dim: int, logits_dtype: str) -> KernelSpec:
+def mqa_logits_spec(num_heads: int, head_dim: int) -> KernelSpec:
     """Choose the kernel; the same one writes float32 and bfloat16."""
     return _SPECS[num_heads, head_dim]
 
@@ -104,10 +104,9 @@ def prepare_mqa_logits(
         To be called.
     """
     a = arguments
-    _, num_heads, head_dim = a.q.shape
     values = (
         keys_map("k", a.k.ptr, a.k.shape, a.k.strides),
-        *logits_values(a.q, a.weights, a.out, clean, _shape(num_heads, head_dim).most_tiles),
+        *logits_values(a.q, a.weights, a.out, clean),
         a.q.ptr,
         a.q.strides[0],
         a.k_scale.ptr,

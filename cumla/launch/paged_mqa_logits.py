@@ -24,15 +24,15 @@ def _shape(num_heads: int, head_dim: int, next_n: int) -> LogitsShape:
     """Choose the products: as few columns as hold all rows of a request, but 64 at least."""
     heads = max(num_heads, _FEWEST_HEADS)
     columns = next_n * heads
-    return LogitsShape(heads, head_dim, 64 if columns <= 64 else 128, 1 if columns <= 256 else 2)
+    tile = 64 if columns <= 64 else 128 if columns <= 128 else 256
+    return LogitsShape(heads, head_dim, tile, 1 if columns <= tile else 2)
 
 
 def _spec(shape: LogitsShape) -> KernelSpec:
-    columns = shape.most_tiles * shape.tile
     numbers = ", ".join(map(str, (*shape, shape.stages, shape.smem_bytes)))
     return KernelSpec(
         stem="paged_mqa_logits",
-        entry=f"paged_mqa_logits_h{shape.heads}_d{shape.head_dim}_n{columns}",
+        entry=f"paged_mqa_logits_h{shape.heads}_d{shape.head_dim}_n{shape.columns}",
         function=f"paged_mqa_logits<{numbers}>",
         params="PagedMqaParams",
         threads=384,
@@ -52,9 +52,7 @@ _SPECS = {
 SPECS = tuple(_SPECS.values())
 
 
-def paged_mqa_logits_spec(
-    num_heads: int, head_dim: int, page_size: int, next_n: int, logits_dtype: str
-) -> KernelSpec:
+def paged_mqa_logits_spec(num_heads: int, head_dim: int, next_n: int) -> KernelSpec:
     """Choose the kernel; the same one serves all page sizes, and float32 and bfloat16."""
     return _SPECS[_shape(num_heads, head_dim, next_n)]
 
@@ -124,12 +122,10 @@ def prepare_paged_mqa_logits(
         To be called.
     """
     a = arguments
-    shape = _shape(key.num_heads, key.head_dim, key.next_n)
-    tiles = -(-key.next_n // shape.rows_of_tile)
     num_pages, page_size, _ = a.k_cache.shape
     values = (
         keys_map("kv_cache", a.k_cache.ptr, a.k_cache.shape, a.k_cache.strides),
-        *logits_values(a.q, a.weights, a.out, clean, 1 if tiles == 1 else shape.most_tiles),
+        *logits_values(a.q, a.weights, a.out, clean),
         *lengths_values(key, a.context_lens, min(key.most_tokens, a.out.shape[1])),
         a.q.ptr,
         *a.q.strides[:2],

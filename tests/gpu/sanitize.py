@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import math
 import os
 import re
@@ -25,8 +26,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -35,6 +39,8 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 import cumla  # noqa: E402
+import cumla.launch.device as devices  # noqa: E402
+import cumla.launch.mqa_logits as mqa_logits_launcher  # noqa: E402
 from tests.gpu import pages, record, variants  # noqa: E402
 from tests.gpu.cases import Case  # noqa: E402
 from tests.gpu.indexer_problem import MARGIN, Paged, Prefill, Rows, check_logits  # noqa: E402
@@ -134,6 +140,11 @@ def run_grid(plant: str | None) -> None:
         for next_n in (1, 2):
             score_pages(cupy, next_n, clean=clean)
         print(f"sanitize: logits, {'' if clean else 'not '}cleaned: agree", flush=True)
+    with variants.installed(*variants.EVERY_LANE_FREES), multiprocessors(2):
+        score_sequence(cupy, seq_len=60, seq_len_kv=700, ranges="causal")
+        for next_n in (1, 2, 5):
+            score_pages(cupy, next_n, batch=9, mean=900)
+    print("sanitize: logits by two thread blocks, all memory used again: agree", flush=True)
     print(DONE)
 
 
@@ -196,25 +207,45 @@ def quantize_rows(cupy: Any, dtype: str) -> None:
         np.testing.assert_array_equal(device.get(), host)
 
 
-def score_sequence(cupy: Any, *, clean: bool) -> None:
+@contextlib.contextmanager
+def multiprocessors(count: int) -> Iterator[None]:
+    """Let the indexer share its work out to so many only: memory is used again in small cases."""
+    few = replace(devices.properties(0), sm_count=count)
+    with (
+        mock.patch.object(devices, "properties", return_value=few),
+        mock.patch.object(mqa_logits_launcher, "properties", return_value=few),
+    ):
+        yield
+
+
+def score_sequence(
+    cupy: Any,
+    *,
+    clean: bool = True,
+    seq_len: int = 21,
+    seq_len_kv: int = 300,
+    ranges: str = "packed",
+) -> None:
     """Score tokens for the queries of several requests; compressed into bfloat16 if not clean."""
     width, dtype = (0, "float32") if clean else (40, "bfloat16")
-    problem = Prefill(np, 21, 300, 64, 128, "packed")
+    problem = Prefill(np, seq_len, seq_len_kv, 64, 128, ranges)
     out = Rows(np, problem.seq_len, width or problem.seq_len_kv, dtype)
     given = uploaded(cupy, problem.arrays)
     logits = score(cupy, cumla.mqa_logits, given, out, max_seqlen_k=width, clean=clean)
     check_logits(np, logits, problem.expected(width), clean=clean)
 
 
-def score_pages(cupy: Any, next_n: int, *, clean: bool) -> None:
+def score_pages(
+    cupy: Any, next_n: int, *, clean: bool = True, batch: int = 5, mean: int = 200
+) -> None:
     """Score the tokens of ragged requests, in a call of its own and with a plan."""
-    problem = Paged(np, 5, next_n, 200, 64, 128, form="pair" if clean else "fused")
+    problem = Paged(np, batch, next_n, mean, 64, 128, form="pair" if clean else "fused")
     columns = int(problem.lengths.max()) + 9
     given = uploaded(cupy, problem.arrays)
     plan = cumla.PagedMQALogitsPlan.from_arrays(*given[:2], *given[3:])
     plan.update(given[3])
     for function in (cumla.paged_mqa_logits, plan.run):
-        out = Rows(np, 5 * next_n, columns, "float32")
+        out = Rows(np, batch * next_n, columns, "float32")
         logits = score(cupy, function, given, out, max_context_len=columns, clean=clean)
         problem.check(logits, clean=clean)
 

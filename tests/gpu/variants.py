@@ -22,6 +22,7 @@ from cumla.launch.source import OPTIONS, KernelSpec, translation_unit
 TILES = ("mla_decode",)
 SWAPPED = ("mla_decode_swapped",)
 BOTH = TILES + SWAPPED  # what they share
+LOGITS = ("mqa_logits", "paged_mqa_logits")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Edit:
 
 def stems_of(edits: Sequence[Edit]) -> tuple[str, ...]:
     """The kernels to which all of these edits apply."""
-    return tuple(stem for stem in BOTH if all(stem in edit.stems for edit in edits))
+    return tuple(stem for stem in BOTH + LOGITS if all(stem in edit.stems for edit in edits))
 
 
 JITTER = """
@@ -139,6 +140,20 @@ SWAPPED_UNWRITTEN_PARTIAL = Edit(
 )
 """Half of the log-sum-exps of every piece are never written."""
 
+EVERY_LANE_FREES = (
+    Edit(
+        LOGITS,
+        "mbarrier_init(shared.free(s), kConsumers * 4);",
+        "mbarrier_init(shared.free(s), kConsumers * kWarpgroup);",
+    ),
+    Edit(
+        LOGITS,
+        "__syncwarp();\n      if (lane == 0) mbarrier_arrive(shared.free(finished.slot));",
+        "mbarrier_arrive(shared.free(finished.slot));",
+    ),
+)
+"""Every lane says itself that it has read a block's scales: racecheck follows no other order."""
+
 ALL = {
     "delays": DELAYS,
     "delays of the joining": JOIN_DELAYS,
@@ -151,13 +166,16 @@ ALL = {
     "missing gather sync": (MISSING_GATHER_SYNC,),
     "swapped: missing exchange sync": (SWAPPED_MISSING_EXCHANGE_SYNC,),
     "swapped: unwritten partial": (SWAPPED_UNWRITTEN_PARTIAL,),
+    "every lane frees": EVERY_LANE_FREES,
 }
 """Every variant that a test or a tool uses."""
 
 
 def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
-    """The bfloat16 entry points of a kernel, for one size of pages."""
-    return tuple(spec for spec in decode_specs("bfloat16", page_size) if spec.stem == stem)
+    """The entry points of a kernel for bfloat16 and one size of pages, or for 64 heads of 128."""
+    decode = decode_specs("bfloat16", page_size)
+    logits = (spec for spec in all_specs() if "h64_d128" in spec.entry)
+    return tuple(spec for spec in (*decode, *logits) if spec.stem == stem)
 
 
 def edited_text(spec: KernelSpec, *edits: Edit) -> str:
@@ -170,7 +188,7 @@ def edited_text(spec: KernelSpec, *edits: Edit) -> str:
 
 @contextlib.contextmanager
 def installed(*edits: Edit, page_size: int = 64, device: int = 0) -> Iterator[None]:
-    """Let cumla launch the edited bfloat16 kernels for a while: those to which all edits apply."""
+    """Let cumla launch edited kernels (`specs_of`) for a while: those to which all edits apply."""
     originals = {
         spec: module.load(spec, device, capturing=lambda: False)
         for stem in stems_of(edits)
