@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from cumla.launch import module
+from cumla.launch import all_specs, module
 from cumla.launch.mla_decode import decode_specs
 from cumla.launch.source import OPTIONS, KernelSpec, translation_unit
 
