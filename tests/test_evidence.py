@@ -76,10 +76,15 @@ def test_a_kernel_has_all_its_entry_points_in_its_evidence() -> None:
     floats = ("bfloat16", "float16", "float32")
     wanted = {
         "mla_schedule": {"mla_schedule", "mla_schedule_invariant"},
+        "mla_attention_schedule": {"mla_attention_schedule"},
         "mla_decode": {
-            f"{name}{variant}{form}"
-            for name in names
-            for variant in ("", "_shared_blocks")
+            f"{name}{form}"
+            for dtype in ("bfloat16", "float16")
+            for name in (
+                f"mla_decode_{dtype}",
+                f"mla_decode_{dtype}_shared_blocks",
+                f"mla_attention_{dtype}",
+            )
             for form in forms
         },
         "mla_decode_swapped": {f"{name}_swapped{form}" for name in names for form in forms},
@@ -121,8 +126,10 @@ def test_a_launchers_digest_sees_code_and_no_comments() -> None:
 
 def test_every_kernel_has_one_launcher() -> None:
     launchers = {stem: record.launcher_of(stem).__name__ for stem in record.stems()}
-    others = {stem: f"cumla.launch.{stem}" for stem in launchers if stem != "mla_decode_swapped"}
-    assert launchers == others | {"mla_decode_swapped": "cumla.launch.mla_decode"}
+    shared = {"mla_decode_swapped": "cumla.launch.mla_decode"}
+    renamed = {"mla_attention_schedule": "cumla.launch.mla_attention"}
+    others = {stem: f"cumla.launch.{stem}" for stem in launchers if stem not in shared} | renamed
+    assert launchers == others | shared
     digests = {name: record.launcher_digest(stem) for stem, name in launchers.items()}
     assert len(set(digests.values())) == len(others)
 

@@ -69,6 +69,18 @@ def test_example_runs(title: str, framework: str) -> None:
     assert [bool(row == float("inf")) for row in lse[:, 0, 0]] == [False, False, False, True]
 
 
+def test_the_example_of_queries_of_different_lengths() -> None:
+    torch = pytest.importorskip("torch")
+    names = run_example("Queries of different lengths")
+    out, lse = names["out"], names["lse"]
+    assert (out.shape, lse.shape) == ((105, 16, 512), (105, 16))
+    assert bool(out.isfinite().all())
+    assert bool(lse.isfinite().all())
+    arguments = {name: names[name] for name in ("qo_indptr", "kv_lens", "block_table")}
+    expected = cumla.mla_attention(names["q"], names["kv_cache"], **arguments)
+    assert torch.equal(out, expected.out)
+
+
 def test_the_example_that_writes_a_cache() -> None:
     pytest.importorskip("torch")
     names = run_example("Writing the cache")

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from cumla.launch.mla_decode import SPECS, decode_spec, decode_specs
+from cumla.launch.mla_decode import SPECS, decode_spec, decode_specs, ragged_spec
 from cumla.launch.mla_plan import (
     PAGE_FORMS,
     ROW_TILE,
@@ -88,7 +88,9 @@ def test_every_dtype_has_every_kernel() -> None:
         for spec in decode_specs(dtype, page_size)
     ]
     assert len(every) == len(set(every)) == 2 * len(VARIANTS) * len(PAGE_FORMS)
-    assert set(every) == set(SPECS)
+    ragged = {ragged_spec(dtype, form) for dtype in ("bfloat16", "float16") for form in PAGE_FORMS}
+    assert len(ragged) == 2 * len(PAGE_FORMS)
+    assert set(every) | ragged == set(SPECS)
 
 
 def test_the_page_size_chooses_the_form() -> None:
