@@ -49,6 +49,7 @@ struct MlaDecodeParams {
   float4* partial_out;   // [kv head][row tile][part][slot][consumer][row group][32][lane]
   float* partial_lse;    // [kv head][row tile][part][slot][row]
   i64 max_tokens;        // of a request: what the block table can name
+  i64 page_entries;      // of the block table, from its first to its last, or of a list of pages
   int batch;
   int parts;
   int max_pages;  // of a request: columns of the block table
@@ -166,12 +167,13 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, RaggedTi
   return segment_at(p, part, place, at.tokens, tile.least_shift);
 }
 
-// Where the pages of a segment begin, from the block table's first entry.
-__device__ __forceinline__ i64 pages_of(const MlaDecodeParams& p, const Tile&, const Segment& segment) {
-  return segment.request * p.block_table_stride;
+// An entry of a segment's pages.
+__device__ __forceinline__ int page_of(const MlaDecodeParams& p, const Tile&, const Segment& segment, u32 entry) {
+  return p.block_table[segment.request * p.block_table_stride + entry];
 }
-__device__ __forceinline__ i64 pages_of(const MlaDecodeParams& p, const RaggedTile& tile, const Segment&) {
-  return tile.pages * p.block_table_stride;
+__device__ __forceinline__ int page_of(const MlaDecodeParams& p, const RaggedTile& tile, const Segment&, u32 entry) {
+  const u64 at = static_cast<u64>(tile.pages) * p.block_table_stride + entry;
+  return at < static_cast<u64>(p.page_entries) ? p.block_table[at] : -1;  // a list may be shorter than it should be
 }
 
 // Number of the piece that a part leaves in a slot.

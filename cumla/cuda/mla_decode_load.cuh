@@ -57,13 +57,13 @@ struct BlockCursor {
       if (!valid()) return {-1, 0};
       const u32 block = segment.begin + i, page_blocks = static_cast<u32>(p.page_size) / kBlockTokens;
       const u32 entry = page_blocks == 1 ? block : block / page_blocks;
-      return {p.block_table[pages_of(p, tile, segment) + entry], static_cast<int>((block - entry * page_blocks) * kBlockTokens)};
+      return {page_of(p, tile, segment, entry), static_cast<int>((block - entry * page_blocks) * kBlockTokens)};
     }
     const int first = valid() ? (segment.begin + i) * kBlockTokens : 0;
     if (!valid() || offset >= segment.tokens - first) return {-1, 0};
     const u32 token = first + offset, page_size = p.page_size;
     const u32 entry = token / page_size;
-    return {p.block_table[pages_of(p, tile, segment) + entry], static_cast<int>(token - entry * page_size)};
+    return {page_of(p, tile, segment, entry), static_cast<int>(token - entry * page_size)};
   }
   __device__ __forceinline__ void next() {
     i += kStep;

@@ -3,11 +3,10 @@
 //
 // The KV cache of a request is cut into blocks of 64 tokens. The schedule puts the requests into an order, in which each
 // has its place, and deals all their blocks out to `parts` as contiguous ranges; one CTA per part and row tile works
-// through its range. A request that more than one
-// part touches is split: each of its parts leaves a piece, a normalised float32 partial result with its base-2
-// log-sum-exp, and the CTAs of these parts join the pieces in the order of the parts (mla_decode_join.cuh). A part can
-// hold at most two pieces: of the request with which it begins (slot 0) and of the one with which it ends (slot 1).
-// Batch-invariant, a part holds one piece, in slot 0, or nothing.
+// through its range. A request that more than one part touches is split: each of its parts leaves a piece, a normalised
+// float32 partial result with its base-2 log-sum-exp, and the CTAs of these parts join the pieces in the order of the
+// parts (mla_decode_join.cuh). A part can hold at most two pieces: of the request with which it begins (slot 0) and of
+// the one with which it ends (slot 1). Batch-invariant, a part holds one piece, in slot 0, or nothing.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -21,9 +20,9 @@ constexpr int kMaxTokens = 0x7fffffc0;  // of a request: the number of blocks st
 
 // What one part works on; all that a CTA must know before its first load lies together.
 struct alignas(16) Part {
-  int place, block;          // where it begins
-  int request, tokens;       // that lies there, and its length
-  int end_place, end_block;  // where it ends, which is where the next part begins
+  int place, block;            // where it begins
+  int request, tokens;         // that lies there, and its length
+  int end_place, end_block;    // where it ends, which is where the next part begins
   int first_part, last_part;   // that hold pieces of the request with which it begins
   int first_slot;              // of the piece in first_part; 0 in the others
   int tail_last_part;          // last part with a piece of the request with which it ends, if it begins in this part
@@ -40,7 +39,7 @@ struct alignas(16) TilePlace {
   int tokens;          // of the request, cached, its new ones included
   int first_row;       // of the request's q_len x heads_per_group rows of a kv head
   int q_len, q_begin;  // the request's query tokens, and where they begin in q
-  i64 pages;           // where its pages begin, in strides of the block table
+  i64 pages;           // where its pages begin, in rows of the block table or entries of the list
   i64 unused;
 };
 

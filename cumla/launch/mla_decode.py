@@ -107,7 +107,7 @@ def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) -> str:
     return "boxes" if key.form == "pages" and not together else key.form
 
 
-_PARAMS = struct.Struct("<128s128s32q12if12x")
+_PARAMS = struct.Struct("<128s128s33q12if4x")
 _MOST_TOKENS = 0x7FFFFFC0  # of a request
 _LOG2_E = log2(e)
 
@@ -164,6 +164,7 @@ def prepare_decode(
         buffer + layout.partial_out,
         buffer + layout.partial_lse,
         min(block_table.shape[1] * key.page_size, _MOST_TOKENS),
+        (block_table.shape[0] - 1) * (block_table.strides[0] // 4) + block_table.shape[1],
         key.num_places,
         key.parts,
         block_table.shape[1],
