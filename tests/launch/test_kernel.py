@@ -185,6 +185,7 @@ def test_the_decode_kernels_parameters_by_name(
         "block_table": 5 << 40,
         "block_table_stride": 13,
         "max_tokens": 11 * page_size,
+        "page_entries": 4 * 13 + 11,
         "batch": 5,
         "parts": key.parts,
         "max_pages": 11,
@@ -222,6 +223,42 @@ def test_the_decode_kernels_parameters_by_name(
         for view in (arguments.kv_cache, arguments.kv_rope)
         if not in_rows
     ]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "form", "columns"),
+    [(64, "pages", [576]), (192, "pages", [576]), (32, "boxes", [512, 64]), (3, "rows", [])],
+)
+def test_whole_pages_of_one_array_have_one_map(
+    page_size: int, form: str, columns: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two arrays take the boxes' kernel instead, with a map each."""
+    maps: list[int] = []
+
+    def encode(*geometry: Any) -> bytes:
+        maps.append(geometry[5])
+        return bytes([len(maps)]) * 128
+
+    monkeypatch.setattr(mla_decode, "paged_kv_map", encode)
+    key = mla_plan.MLADecodeKey(
+        1, 1, 16, 1, page_size, "bfloat16", causal=True, device=0, sm_count=132
+    )
+    strides = (page_size * 1152, 1152, 1152, 2)
+    latent = strided(3 << 40, (70, page_size, 1, 512), strides, "bfloat16")
+    q = strided(1 << 40, (1, 1, 16, 512), (18432, 18432, 1152, 2), "bfloat16")
+    table = strided(5 << 40, (1, 11), (44, 4), "int32")
+
+    def arguments(rope: int) -> Arguments:
+        kv_rope = strided(rope, (70, page_size, 1, 64), strides, "bfloat16")
+        q_rope = q._replace(ptr=q.ptr + 1024, shape=(1, 1, 16, 64))
+        return Arguments(q, q_rope, latent, kv_rope, table, table, None, None)
+
+    one, two = arguments((3 << 40) + 1024), arguments(4 << 40)
+    assert mla_decode.form_of(key, one) == form
+    assert mla_decode.form_of(key, two) == {"pages": "boxes"}.get(form, form)
+    latent_map, rope_map = mla_decode._maps(key, form, one.kv_cache, one.kv_rope)
+    assert maps == columns
+    assert (any(latent_map), any(rope_map)) == (form != "rows", form == "boxes")
 
 
 def test_what_a_plans_buffer_holds_is_as_the_kernels_see_it(nvrtc: None) -> None:
