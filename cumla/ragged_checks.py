@@ -142,6 +142,11 @@ def checked_ragged(views: Mapping[str, ArrayView | None], batch: int) -> Argumen
     pages = views.get("block_table")
     if pages is not None:
         check_block_table(pages, batch)
+        if batch > 1 and pages.strides[0] < 0:  # entries are counted from the first row's
+            raise ValueError(
+                f"block_table: needs rows in the order of memory, got a stride of "
+                f"{pages.strides[0]} bytes between them; make a contiguous copy"
+            )
     else:
         pages = cast("ArrayView", views["kv_indices"])
         _check_list(pages)

@@ -207,6 +207,8 @@ def test_layouts(name: str, shape: tuple[int, ...]) -> None:
 def test_layouts_of_integers() -> None:
     table = np.zeros((2, 6), np.int32)[:, ::2]
     refuse(ValueError, "block_table: needs contiguous rows", "8 bytes", block_table=table)
+    table = np.zeros((2, 3), np.int32)[::-1]
+    refuse(ValueError, "block_table: needs rows in the order of", "-12 bytes", block_table=table)
     indices = np.zeros(8, np.int32)[::2]
     refuse(
         ValueError,

@@ -270,6 +270,23 @@ def test_page_numbers_out_of_range_read_as_zeros(paging: str) -> None:
     attend_and_check(problem)
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_offsets_of_pages_outside_of_the_list_lead_nowhere(page_size: int) -> None:
+    """What they give is undefined; nothing but the outputs is written, and nothing else read."""
+    case = Ragged(q_lens=(3, 40), kv_lens=(300, 700), paging="list", page_size=page_size)
+    problem = make_ragged(cp, case)
+    listed = problem.paging["kv_indptr"].copy()
+    problem.kv_lens[...] = 700
+    for wrong in ([-(2**31), 0, 2**31 - 1], [2**31 - 999, 2**31 - 1, 2**31 - 1], [0, 10**6, 10**7]):
+        problem.paging["kv_indptr"] = cp.asarray(np.array(wrong, np.int32))
+        out, lse = problem.outputs()
+        cumla.mla_attention(**problem.arguments, out=out.array, lse=lse.array)
+        problem.check_untouched(out, lse)
+    problem.paging["kv_indptr"] = listed
+    problem.kv_lens = cp.asarray(np.array(case.kv_lens, np.int32))
+    attend_and_check(problem)
+
+
 # --- layout ---------------------------------------------------------------------------------------
 
 
@@ -482,7 +499,7 @@ GARBAGE_WORDS = (
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_garbage_in_the_parts_leads_nowhere(heads: int, page_size: int) -> None:
+def test_garbage_in_the_buffer_leads_nowhere(heads: int, page_size: int) -> None:
     """As if another plan had written there since the update: nothing but the outputs suffers."""
     case = Ragged(
         q_lens=(1, 70, 3), kv_lens=(3000, 700, 64), heads=heads, page_size=page_size, before=3
@@ -496,7 +513,8 @@ def test_garbage_in_the_parts_leads_nowhere(heads: int, page_size: int) -> None:
     rng = np.random.default_rng(1)
     for garbage in GARBAGE_WORDS * 2:
         for begin, end in (
-            (layout.parts, layout.partial_lse),
+            (0, layout.partial_lse),
+            (layout.places, layout.parts),
             (layout.parts, layout.tickets),
             (layout.tickets, layout.partial_lse),
         ):
