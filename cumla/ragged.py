@@ -106,8 +106,7 @@ def mla_attention(
         to no request: what they give is not written.
     kv_lens : array
         ``(batch,)`` int32: cached tokens of each request, those of its queries included. Clamped to
-        what the pages of the request hold, and to some 2**36 / (total_tokens * num_heads) more than
-        which the schedule does not count, or 2**31.
+        what the pages of the request hold.
     block_table : array, optional
         ``(batch, max_pages)`` int32, rows contiguous, as in :func:`cumla.mla_decode`.
     kv_indptr, kv_indices : array, optional
@@ -406,7 +405,8 @@ class MLAAttentionPlan:
         TypeError, ValueError
             An array does not fit the plan.
         MissingDependencyError, CompilationError, NotPreparedError, CumlaError
-            As :func:`mla_attention`; every kernel of the plan is loaded here.
+            As :func:`mla_attention`; every kernel of the plan is loaded here, but for that of a
+            cache in two arrays of whole 64-token blocks a page, which the first run loads.
         """
         arrays = _present(qo_indptr, kv_lens, kv_indptr)
         call, lengths = self._open_lengths(arrays, stream)
@@ -477,7 +477,7 @@ class MLAAttentionPlan:
             seen = glance((q, kv_cache, pages, out, lse))
             ready = memory.ready.get((seen, scale, self._has_list))
             if ready is not None and not check_mode():
-                again = reopen_call(q, self._key.device, stream)
+                again = reopen_call(out, self._key.device, stream)
                 if memory.serves(again.stream):
                     with again:
                         memory.run(again, ready)
@@ -648,7 +648,7 @@ def _key_on_device(
 ) -> MLAAttentionKey:
     """Make a key, the same object each time: it keeps what follows from it."""
     key = MLAAttentionKey(*shape, causal, device, sm_count)
-    check_total_tokens(key.total_tokens, key.max_tokens)
+    check_total_tokens(key.total_tokens, key.num_places)
     return key
 
 
@@ -693,7 +693,7 @@ def _attention(
 
 
 def _check_lengths(lengths: Lengths[np.ndarray[Any, Any]], key: MLAAttentionKey) -> None:
-    check_length_values(lengths, key.total_tokens, key.page_size, key.max_tokens)
+    check_length_values(lengths, key.total_tokens, key.page_size)
 
 
 def _check_pages(call: Call, arguments: Arguments, lengths: Lengths[np.ndarray[Any, Any]]) -> None:

@@ -20,7 +20,7 @@ from cumla.checks import (
     columns_of,
     copy_to_host,
 )
-from cumla.launch.mla_plan import VALUE_DIM
+from cumla.launch.mla_plan import MOST_TOKENS, VALUE_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,6 +44,7 @@ __all__ = [
 QUERY_AXES = ("total_tokens", "num_heads")  # of q, before its columns
 
 Array = np.ndarray[Any, Any]
+_MOST_PLACES = (1 << 31) - 1  # row tiles that a schedule can number
 T = TypeVar("T")
 
 
@@ -175,9 +176,9 @@ def _check_list(view: ArrayView) -> None:
         )
 
 
-def check_total_tokens(total_tokens: int, max_tokens: int) -> None:
-    """Check that a schedule of so many query tokens has room for cached ones."""
-    if max_tokens < 1:
+def check_total_tokens(total_tokens: int, places: int) -> None:
+    """Check that a schedule can number the row tiles of so many query tokens."""
+    if places > _MOST_PLACES:
         raise ValueError(
             f"total_tokens: needs fewer query tokens, or heads, than a schedule can hold, got "
             f"{total_tokens}; cut the call in two"
@@ -193,9 +194,7 @@ def lengths_on_host(lengths: Lengths[ArrayView], stream: int) -> Lengths[Array]:
     return Lengths(host["qo_indptr"], host["kv_lens"], host.get("kv_indptr"))
 
 
-def check_length_values(
-    lengths: Lengths[Array], total_tokens: int, page_size: int, max_tokens: int
-) -> None:
+def check_length_values(lengths: Lengths[Array], total_tokens: int, page_size: int) -> None:
     """Raise for the first offset or length that is out of range.
 
     Parameters
@@ -206,11 +205,9 @@ def check_length_values(
         Rows of q.
     page_size : int
         Tokens of a page.
-    max_tokens : int
-        The longest request that a schedule of the shape takes.
     """
     _check_offsets("qo_indptr", lengths.qo_indptr, total_tokens, "total_tokens")
-    most = np.full(len(lengths.kv_lens), max_tokens)
+    most = np.full(len(lengths.kv_lens), MOST_TOKENS)
     if lengths.kv_indptr is not None:
         _check_offsets("kv_indptr", lengths.kv_indptr, (1 << 31) - 1, "the largest int32")
         most = np.minimum(most, np.diff(lengths.kv_indptr.astype(np.int64)) * page_size)
@@ -234,8 +231,8 @@ def _check_most(kv_lens: Array, most: Array) -> None:
     if wrong.size:
         i = wrong[0]
         raise ValueError(
-            f"kv_lens[{i}]: needs a length from 0 to {most[i]}, what the request's pages and a "
-            f"schedule of this shape hold, got {kv_lens[i]}; the kernels would clamp it"
+            f"kv_lens[{i}]: needs a length from 0 to {most[i]}, what the request's pages "
+            f"hold, got {kv_lens[i]}; the kernels would clamp it"
         )
 
 

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who works on which KV blocks where query lengths differ: one CTA, parallel over requests, then over row tiles.
+// Who works on which KV blocks where query lengths differ: one CTA, parallel over requests, then over row tiles. The
+// kernels of mla_decode over a RaggedTile follow it.
 //
 // A request has q_len x heads_per_group rows of a kv head, in tiles of 64, and each tile has a place in the schedule (see
 // mla_plan.cuh). It costs the blocks that its rows see, together, and fixed_cost. The tiles are dealt out like cards, one
 // to each part and then the next ones, and what a part gets lies together: so the parts work on neighbouring tiles at the
 // same time, which read the same pages. Where that would leave a part dearer than cutting can cost, parts are equal
-// shares of the summed cost instead, of the tiles in the same order, and cut a tile where one ends. cumla/launch/mla_attention.py holds the same arithmetic in NumPy, as its oracle.
+// shares of the summed cost instead, of the tiles in the same order, and cut a tile where one ends.
+// cumla/launch/mla_attention.py holds the same arithmetic in NumPy, as its oracle.
 #include "mla_plan.cuh"
 #include "mla_schedule_parts.cuh"
 #include "ptx/sync.cuh"
@@ -35,7 +37,6 @@ struct MlaAttentionScheduleParams {
   int piece_cost;  // of a piece, in blocks: to be stored, counted and joined
   int min_blocks;  // no cut is closer to an end of its tile
   int min_share;   // cost of a share, at least
-  int max_tokens;  // of a request: the summed cost fits an int
 };
 
 // The query tokens of a request. Whatever qo_indptr holds, they lie in q.
@@ -57,7 +58,7 @@ __device__ __forceinline__ TilePlace first_tile(const MlaAttentionScheduleParams
     pages = p.kv_indptr[request * p.kv_indptr_stride];
     tokens = min(tokens, max(p.kv_indptr[(request + 1) * p.kv_indptr_stride] - pages, i64{0}) * p.page_size);
   }
-  return {static_cast<int>(min(tokens, static_cast<i64>(p.max_tokens))), 0, queries.count, queries.begin, pages, 0};
+  return {static_cast<int>(min(tokens, static_cast<i64>(kMaxTokens))), 0, queries.count, queries.begin, pages, 0};
 }
 
 // Blocks that the rows of a tile see, together.
@@ -68,9 +69,9 @@ __device__ __forceinline__ int visible_blocks(const MlaAttentionScheduleParams& 
 }
 
 struct Shared {
-  int warp_sums[2][kScheduleWarps];
+  i64 warp_sums[2][kScheduleWarps];
   int tile_starts[kScheduleThreads];  // tiles of all requests before a thread's first one
-  int cost_starts[kScheduleThreads];  // cost of all places before a thread's first one
+  i64 cost_starts[kScheduleThreads];  // cost of all places before a thread's first one
   PartBound bounds[kMaxParts + 1];
   Run runs[kMaxParts + 1];
   Run edges[kScheduleWarps][2];
@@ -78,7 +79,8 @@ struct Shared {
 };
 
 // The last thread that starts no later than `place`.
-__device__ __forceinline__ int owner_of(const int* starts, i64 place) {
+template <typename Start>
+__device__ __forceinline__ int owner_of(const Start* starts, i64 place) {
   int owner = 0;
 #pragma unroll 1
   for (int step = kScheduleThreads / 2; step > 0; step /= 2)
@@ -119,22 +121,22 @@ __device__ __forceinline__ void write_tiles(const MlaAttentionScheduleParams& p,
 }
 
 // What all places before one cost.
-__device__ __forceinline__ int cost_before(const MlaAttentionScheduleParams& p, const int* cost_starts, int place,
+__device__ __forceinline__ i64 cost_before(const MlaAttentionScheduleParams& p, const i64* cost_starts, int place,
                                            int tiles_of_thread) {
   const int owner = place / tiles_of_thread;
-  int cost = cost_starts[owner];
+  i64 cost = cost_starts[owner];
 #pragma unroll 1
   for (int i = owner * tiles_of_thread; i < place; ++i) cost += visible_blocks(p, p.places[i]) + p.fixed_cost;
   return cost;
 }
 
 // Where a share begins: a cut not closer than min_blocks to the ends of its tile, but before or behind it.
-__device__ __forceinline__ PartBound bound_at(const MlaAttentionScheduleParams& p, const int* cost_starts, i64 at, int total,
-                                              int tiles, int tiles_of_thread) {
+__device__ __forceinline__ PartBound bound_at(const MlaAttentionScheduleParams& p, const i64* cost_starts, i64 at,
+                                              i64 total, int tiles, int tiles_of_thread) {
   if (at >= total) return {tiles, 0, 0, 0};
   const int owner = owner_of(cost_starts, at);
-  int place = owner * tiles_of_thread, block = static_cast<int>(at) - cost_starts[owner];
-  int blocks = visible_blocks(p, p.places[place]);
+  int place = owner * tiles_of_thread, blocks = visible_blocks(p, p.places[place]);
+  i64 block = at - cost_starts[owner];
 #pragma unroll 1
   while (block >= blocks + p.fixed_cost && place + 1 < tiles) {
     block -= blocks + p.fixed_cost;
@@ -142,7 +144,7 @@ __device__ __forceinline__ PartBound bound_at(const MlaAttentionScheduleParams& 
   }
   if (block < p.min_blocks) return {place, 0, 0, 0};
   if (blocks - block < p.min_blocks) return {place + 1, 0, 0, 0};
-  return {place, block, 0, 0};
+  return {place, static_cast<int>(block), 0, 0};
 }
 
 __device__ __forceinline__ void mla_attention_schedule(const MlaAttentionScheduleParams& p) {
@@ -153,35 +155,37 @@ __device__ __forceinline__ void mla_attention_schedule(const MlaAttentionSchedul
   grid_dependency_launch();
   grid_dependency_wait();
 
-  int count = 0, all_tiles;
+  i64 count = 0, all_tiles;
   for (int i = 0; i < requests_of_thread; ++i) {
     const int request = thread * requests_of_thread + i;
     if (request < p.batch) count += Queries(p, request).tiles;
   }
   for (int i = thread; i < p.num_tickets; i += kScheduleThreads) p.tickets[i] = {};
-  shared.tile_starts[thread] = block_exclusive_sum(count, shared.warp_sums[0], all_tiles);
+  // There are more tiles than places only where qo_indptr falls.
+  const i64 tiles_before = block_exclusive_sum(count, shared.warp_sums[0], all_tiles), places = p.max_places;
+  shared.tile_starts[thread] = min(tiles_before, places);
   __syncthreads();
-  const int tiles = min(all_tiles, p.max_places);  // there are more only where qo_indptr falls
+  const int tiles = min(all_tiles, places);
   const int tiles_of_thread = (tiles + kScheduleThreads - 1) / kScheduleThreads;
   const int first = min(thread * tiles_of_thread, tiles), last = min(first + tiles_of_thread, tiles);
   write_tiles(p, shared.tile_starts, first, last, tiles, requests_of_thread);
   __syncthreads();
-  int total, cost = 0;
+  i64 total, cost = 0;
   for (int place = first; place < last; ++place) cost += visible_blocks(p, p.places[place]) + p.fixed_cost;
   shared.cost_starts[thread] = block_exclusive_sum(cost, shared.warp_sums[1], total);
   __syncthreads();
 
-  const int share = max((total + p.parts - 1) / p.parts, p.min_share);
+  const i64 share = max((total + p.parts - 1) / p.parts, static_cast<i64>(p.min_share));
   const int dealt = thread < p.parts ? first_place(thread, tiles, p.parts) : tiles;
   const int next = thread < p.parts ? first_place(thread + 1, tiles, p.parts) : tiles;
-  int price = 0;
+  i64 price = 0;
   if (dealt < next) {
     price = (next < tiles ? cost_before(p, shared.cost_starts, next, tiles_of_thread) : total) -
             cost_before(p, shared.cost_starts, dealt, tiles_of_thread);
   }
   PartBound bound = {dealt, 0, 0, 0};
   if (__syncthreads_or(price > share + p.fixed_cost + 2 * p.piece_cost)) {
-    const i64 at = thread < p.parts ? static_cast<i64>(thread) * share : total;
+    const i64 at = thread < p.parts ? thread * share : total;
     bound = bound_at(p, shared.cost_starts, at, total, tiles, tiles_of_thread);
   }
   const bool cuts = thread < p.parts && bound.block > 0;

@@ -190,7 +190,7 @@ __device__ __forceinline__ PartBound bound_packed(const MlaScheduleParams& p, Pa
            (last >= 0 ? 1 + (cuts[last] << 16) : 0) + (1 << 16);
   }
   int all;
-  const u32 begins = block_exclusive_sum(size, warp_sums, all);
+  const u32 begins = block_exclusive_sum(static_cast<int>(size), warp_sums, all);
   if (thread < kPackedParts) packing.begins[thread] = begins;
   __syncthreads();
   if (thread < p.batch) {

@@ -13,25 +13,26 @@ static_assert(kScheduleWarps == 32, "a warp scans one value of each warp");
 constexpr int kMaxParts = kScheduleThreads - 1;  // a thread each, and one for the end
 
 // Exclusive prefix sum of one value a thread; `total` is the sum over all threads.
-__device__ __forceinline__ int block_exclusive_sum(int value, int* warp_sums, int& total) {
+template <typename Value>
+__device__ __forceinline__ Value block_exclusive_sum(Value value, Value* warp_sums, Value& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int inclusive = value;
+  Value inclusive = value;
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, inclusive, offset);
+    const Value other = __shfl_up_sync(0xffffffffu, inclusive, offset);
     if (lane >= offset) inclusive += other;
   }
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();
   // Every warp scans the sums of all warps (there are 32) and takes what it needs.
-  int warps = warp_sums[lane];
+  Value warps = warp_sums[lane];
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, warps, offset);
+    const Value other = __shfl_up_sync(0xffffffffu, warps, offset);
     if (lane >= offset) warps += other;
   }
   total = __shfl_sync(0xffffffffu, warps, 31);
-  const int before = warp == 0 ? 0 : __shfl_sync(0xffffffffu, warps, warp - 1);
+  const Value before = warp == 0 ? 0 : __shfl_sync(0xffffffffu, warps, warp - 1);
   return before + inclusive - value;
 }
 
@@ -51,7 +52,8 @@ struct Run {
 
 // The run of this thread's bound, which cuts what lies at `place`, or is in no run where that is -1. Runs within a warp
 // come from a match; those that touch its edges go on in the neighbouring warps.
-__device__ __forceinline__ Run find_run(int place, Run (&edges)[kScheduleWarps][2], int (&edge_places)[kScheduleWarps][2]) {
+__device__ __forceinline__ Run find_run(int place, Run (&edges)[kScheduleWarps][2],
+                                        int (&edge_places)[kScheduleWarps][2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, base = warp * 32;
   const u32 same = __match_any_sync(0xffffffffu, place);
   Run run = {base + __ffs(same) - 1, base + 31 - __clz(same)};
@@ -72,7 +74,8 @@ __device__ __forceinline__ Run find_run(int place, Run (&edges)[kScheduleWarps][
 // begins at the last.
 __device__ __forceinline__ Part part_of(const PartBound* bounds, const Run* runs, int index) {
   const PartBound bound = bounds[index], next = bounds[index + 1];
-  Part part = {bound.place, bound.block, bound.request, bound.tokens, next.place, next.block, index, index, 0, index, {}};
+  Part part = {bound.place, bound.block, bound.request, bound.tokens, next.place, next.block, index, index, 0,
+               index,       {}};
   if (bound.block > 0) {
     const Run run = runs[index];
     part.first_part = run.first - 1;

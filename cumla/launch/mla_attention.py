@@ -18,6 +18,7 @@ from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.mla_decode import prepare_decode, ragged_spec
 from cumla.launch.mla_plan import (
     BLOCK_TOKENS,
+    MOST_TOKENS,
     ROW_GROUP,
     ROW_TILE,
     TILE_PLACE_BYTES,
@@ -127,11 +128,6 @@ class MLAAttentionKey:
         """Size of the schedule's list of row tiles."""
         return self.num_places * TILE_PLACE_BYTES
 
-    @cached_property
-    def max_tokens(self) -> int:
-        """How long a request may be: so that the summed cost of all tiles stays below 2**30."""
-        return min(0x7FFFFFC0, ((1 << 30) // self.num_places - FIXED_COST) * BLOCK_TOKENS)
-
     @property
     def row_groups(self) -> int:
         """Groups of 16 rows in a tile: what is stored of its partial results."""
@@ -163,7 +159,7 @@ def attention_spec(key: MLAAttentionKey, form: str | None = None) -> KernelSpec:
     return ragged_spec(key.dtype, form or key.form)
 
 
-_PARAMS = struct.Struct("<QqQqQqQQQ13i4x")
+_PARAMS = struct.Struct("<QqQqQqQQQ12i")
 
 
 def prepare_attention_schedule(
@@ -220,7 +216,6 @@ def prepare_attention_schedule(
         piece_cost(key.row_groups),
         MIN_BLOCKS,
         MIN_SHARE,
-        key.max_tokens,
     )
     return PreparedLaunch(kernel, (1, 1, 1), _PARAMS, values, stream)
 
@@ -325,7 +320,7 @@ def schedule(
     if kv_indptr is not None:
         pages = np.asarray(kv_indptr, np.int64)[:-1]
         tokens = np.minimum(tokens, np.maximum(np.diff(kv_indptr), 0) * key.page_size)
-    tokens = np.minimum(tokens, key.max_tokens)
+    tokens = np.minimum(tokens, MOST_TOKENS)
 
     tiles_of = -(-counts * group // ROW_TILE)
     request = np.repeat(np.arange(key.batch), tiles_of)

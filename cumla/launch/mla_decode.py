@@ -9,7 +9,7 @@ from math import e, log2
 from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import PreparedLaunch
-from cumla.launch.mla_plan import HEAD_DIM, PAGE_FORMS, VALUE_DIM, VARIANTS, page_form
+from cumla.launch.mla_plan import HEAD_DIM, MOST_TOKENS, PAGE_FORMS, VALUE_DIM, VARIANTS, page_form
 from cumla.launch.source import KernelSpec
 from cumla.launch.tensor_map import paged_kv_map
 
@@ -108,7 +108,6 @@ def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) -> str:
 
 
 _PARAMS = struct.Struct("<128s128s33q12if4x")
-_MOST_TOKENS = 0x7FFFFFC0  # of a request
 _LOG2_E = log2(e)
 
 
@@ -163,7 +162,7 @@ def prepare_decode(
         buffer + layout.tickets,
         buffer + layout.partial_out,
         buffer + layout.partial_lse,
-        min(block_table.shape[1] * key.page_size, _MOST_TOKENS),
+        min(block_table.shape[1] * key.page_size, MOST_TOKENS),
         (block_table.shape[0] - 1) * (block_table.strides[0] // 4) + block_table.shape[1],
         key.num_places,
         key.parts,

@@ -16,6 +16,7 @@ __all__ = [
     "BLOCK_TOKENS",
     "HEAD_DIM",
     "MOST_PARTS",
+    "MOST_TOKENS",
     "PAGE_FORMS",
     "ROW_TILE",
     "SWAPPED_ROWS",
@@ -43,6 +44,8 @@ PLACE_BYTES = 8  # struct Place
 TILE_PLACE_BYTES = 32  # struct TilePlace
 PART_BYTES = 48  # struct Part
 TICKET_BYTES = 16  # struct Ticket
+
+MOST_TOKENS = 0x7FFFFFC0  # kMaxTokens: of a request; the number of blocks still fits an int
 
 MOST_PARTS = 65535  # thread blocks along y of a grid
 

@@ -197,7 +197,7 @@ def test_garbage_stays_in_the_arrays(indptr: list[int], kv_lens: list[int], tile
     tokens, first_row, q_len, q_begin, _ = made.places.T
     assert len(made.places) == tiles
     assert key.num_places == 14
-    assert ((tokens >= 0) & (tokens <= key.max_tokens)).all()
+    assert ((tokens >= 0) & (tokens <= mla_plan.MOST_TOKENS)).all()
     assert ((first_row >= 0) & (first_row < q_len * 16)).all()
     assert ((q_begin >= 0) & (q_begin + q_len <= 44)).all()
 
@@ -208,12 +208,15 @@ def test_a_list_holds_no_more_than_its_pages() -> None:
     assert schedule(*lengths, key).places[:, 0].tolist() == [32, 0, 100]
 
 
-def test_the_cost_of_all_tiles_fits_an_int() -> None:
-    for batch, total, heads in ((1, 1, 1), (3, 16384, 128), (4096, 1 << 20, 128)):
-        key = key_of(batch, total, heads)
-        assert key.max_tokens >= 64
-        most = key.num_places * (-(-key.max_tokens // 64) + FIXED_COST)
-        assert most <= 1 << 30
+def test_no_request_is_too_long_for_a_shape() -> None:
+    """Of 2**20 query tokens and 2**21 row tiles: the sum of their costs takes more than 32 bits."""
+    tokens = 1 << 20
+    key = key_of(1, tokens, 128)
+    made = schedule(np.array([0, tokens]), np.array([10 * tokens]), None, key)
+    assert (made.places[:, 0] == 10 * tokens).all()
+    assert len(made.places) == 2 * tokens
+    begins = made.bounds[:, 0]
+    assert (np.diff(begins) > 0).all() and begins[-1] == len(made.places)
 
 
 # --- the buffer and the launches ------------------------------------------------------------------
@@ -314,7 +317,6 @@ def test_the_schedules_parameters_by_name(listed: bool) -> None:
         "piece_cost": piece_cost(4),
         "min_blocks": MIN_BLOCKS,
         "min_share": MIN_SHARE,
-        "max_tokens": key.max_tokens,
     }
 
 
