@@ -45,6 +45,7 @@ from tests.gpu import pages, record, variants  # noqa: E402
 from tests.gpu.cases import Case  # noqa: E402
 from tests.gpu.indexer_problem import MARGIN, Paged, Prefill, Rows, check_logits  # noqa: E402
 from tests.gpu.problem import NUMPY_DTYPES, Problem, make_problem, typed  # noqa: E402
+from tests.gpu.ragged_problem import Ragged, make_ragged  # noqa: E402
 from tests.merge_tolerance import assert_merged  # noqa: E402
 
 PLANTS = {
@@ -71,6 +72,11 @@ SPLIT = "one request cut into many parts"
 INVARIANT = (Case(batch=2, heads=24), np.array([3000, 65]))  # the first is cut, the second is not
 PAGES = (Case(batch=3, heads=8, q_len=2), np.array([300, 65, 0]))
 PAGE_SIZES = (1, 16, 128)  # besides 64: rows, boxes, and blocks that begin inside of a page
+RAGGED = (
+    Ragged(),
+    Ragged(q_lens=(1, 0, 9, 2), kv_lens=(900, 5, 70, 3), heads=24, page_size=1, paging="list"),
+    Ragged(q_lens=(2,), kv_lens=(2000,), heads=8, page_size=16, causal=False),  # cut
+)
 DONE = "sanitize: the grid is done"
 TIMEOUT = 80.0  # seconds a run
 
@@ -126,6 +132,9 @@ def run_grid(plant: str | None) -> None:
         for out, lse in decode(cupy, problem):
             problem.check(out, lse)
         print(f"sanitize: pages of {page_size}: agree", flush=True)
+    for ragged in RAGGED:
+        attend_ragged(cupy, ragged)
+    print("sanitize: queries of different lengths: agree", flush=True)
     for count, dtype in ((2, "bfloat16"), (5, "float32")):
         merge_states(cupy, count, dtype, in_place=dtype == "float32")
         print(f"sanitize: {count} merged in {dtype}: agree", flush=True)
@@ -299,6 +308,20 @@ def decode(
             (bits.view(np.float32) if dtype == "float32" else typed(bits, dtype), lse.get())
         )
     return host
+
+
+def attend_ragged(cupy: Any, case: Ragged) -> None:
+    """Queries of different lengths, each row of which some request has."""
+    problem = make_ragged(np, case)
+    given = {
+        name: on_device(cupy, array, case.dtype)
+        if name in ("q", "kv_cache")
+        else cupy.asarray(array)
+        for name, array in problem.arguments.items()
+        if name != "causal"
+    }
+    out, lse = cumla.mla_attention(**given, causal=case.causal)
+    problem.check(typed(out.view(np.uint16).get(), case.dtype), lse.get())
 
 
 # --- compute-sanitizer ---------------------------------------------------------------------------
