@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Split-KV MLA decode for sm_90a: attention of up to 64 query rows of one kv head over the blocks of one part of the
-// schedule (mla_plan.cuh). grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM.
+// schedule (mla_plan.cuh). grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM; over queries of
+// different lengths (1, parts, kv heads), a row tile at each place of the schedule (RaggedTile).
 //
 // Three warpgroups. Warpgroup 0 loads: warp 0 the even KV blocks of this CTA's sequence, warp 1 the odd ones (TMA), of
 // kRows each half of every block (mla_decode_pages.cuh); warps 2 and 3 the query rows. Warpgroups 1 and 2 compute:
@@ -12,7 +13,8 @@
 //   consumer 1:              S1 = Q K1 | O += P0 V0  softmax1  O += P1 V1    S3 = Q K3 | O += P2 V2 ...
 //
 // That is the order where several row tiles read the same blocks: compute-bound, P V of the other's block runs beside
-// the softmax. With one row tile, memory-bound, it comes before Q K, so that its stage is free for the next load earlier.
+// the softmax. With one row tile, memory-bound, it comes before Q K, so that its stage is free for the next load earlier
+// (but for the first two blocks of a segment, which are scored at once).
 //
 // The block counter runs on over the requests of a part: block t belongs to consumer t % 2 and stage t % 2 everywhere.
 //

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a plan's buffer holds: written by mla_schedule, read by mla_decode.
+// What a plan's buffer holds: written by mla_schedule or mla_attention_schedule, read by mla_decode.
 //
 // The KV cache of a request is cut into blocks of 64 tokens. The schedule puts the requests into an order, in which each
 // has its place, and deals all their blocks out to `parts` as contiguous ranges; one CTA per part and row tile works
