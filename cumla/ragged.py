@@ -434,6 +434,22 @@ class MLAAttentionPlan:
         self._lengths = host
         self._has_list = kv_indptr is not None
 
+    def serves(self, stream: int) -> bool:
+        """Tell whether a run on a stream can do without an update before it.
+
+        Parameters
+        ----------
+        stream : int
+            CUstream handle. For a plan on the CPU any.
+
+        Returns
+        -------
+        bool
+        """
+        if self._memory is None:
+            return self._lengths is not None
+        return self._memory.serves(stream)
+
     def run(
         self,
         q: Any,

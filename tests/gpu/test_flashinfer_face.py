@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla import reference
 from cumla.arrays import to_numpy
 from cumla.compat import flashinfer
 from tests.merge_tolerance import assert_merged
+from tests.tolerance import assert_close_lse, assert_close_out
 
 torch = pytest.importorskip("torch")
 
@@ -214,6 +216,136 @@ def test_wide_page_lists_are_converted() -> None:
     with no_waiting():
         flashinfer.append_paged_mla_kv_cache(*wide)
     case.check()
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+class Step:
+    """A step of a server, on the host; queries of nobody and what lies behind lengths are NaN."""
+
+    TOKENS, PAGES, PAGE_SIZE, LIST, MOST = 8, 160, 16, 170, 60
+
+    def __init__(self, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], heads: int = 16) -> None:
+        rng = np.random.default_rng(sum(kv_lens))
+        counts = [-(-length // self.PAGE_SIZE) for length in kv_lens]
+        pages = np.split(rng.permutation(self.PAGES).astype(np.int32), np.cumsum(counts))
+        table = np.full((len(counts), self.MOST), -77, np.int32)
+        q = np.full((self.TOKENS, heads, 576), NAN, np.float32)
+        self.end = sum(q_lens)
+        q[: self.end] = rng.standard_normal((self.end, heads, 576))
+        cache = np.full((self.PAGES, self.PAGE_SIZE, 576), NAN, np.float32)
+        for r, length in enumerate(kv_lens):
+            table[r, : counts[r]] = pages[r]
+            rows = np.full((counts[r] * self.PAGE_SIZE, 576), NAN, np.float32)
+            rows[:length] = 0.1 * rng.standard_normal((length, 576))
+            cache[pages[r]] = rows.reshape(counts[r], self.PAGE_SIZE, 576)
+        self.q = torch.from_numpy(q).to(torch.bfloat16)
+        self.cache = torch.from_numpy(cache).to(torch.bfloat16)
+        ends = [torch.tensor([0, *np.cumsum(n)], dtype=torch.int32) for n in (q_lens, counts)]
+        lens = torch.tensor(kv_lens, dtype=torch.int32)
+        self.csr = (*ends, torch.from_numpy(np.concatenate(pages)), lens)
+        self.dense = ends[0], torch.from_numpy(table), lens
+        self.settings = {
+            "num_heads": heads,
+            "head_dim_ckv": 512,
+            "head_dim_kpe": 64,
+            "page_size": self.PAGE_SIZE,
+            "causal": True,
+            "sm_scale": 576**-0.5,
+            "q_data_type": torch.bfloat16,
+            "kv_data_type": torch.bfloat16,
+        }
+
+    def check(self, out: Any, lse: Any, cache: Any = None) -> dict[str, float]:
+        """Hold results of the queries that are somebody's against the reference; lse to base 2."""
+        qo_indptr, table, lens = map(host, self.dense)
+        wanted = reference.mla_attention(
+            host(self.q),
+            host(self.cache if cache is None else cache),
+            qo_indptr=qo_indptr,
+            kv_lens=lens,
+            block_table=table,
+            causal=True,
+            out=np.zeros((*self.q.shape[:2], 512), np.float32),
+        )
+        wanted_lse = np.where(np.isposinf(wanted.lse), -INF, wanted.lse / np.log(2))
+        mine = slice(0, self.end)
+        assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+        figures = assert_close_out(host(out)[mine].astype(np.float32), wanted.out[mine])
+        lse_figures = assert_close_lse(host(lse)[mine], wanted_lse[mine])
+        return figures | {f"lse_{name}": value for name, value in lse_figures.items()}
+
+
+STEPS = (
+    ((1, 5, 0, 2), (700, 5, 33, 1)),  # the first of the last two queries sees nothing
+    ((1, 1, 1, 1), (17, 900, 0, 64)),
+    ((0, 0, 8, 0), (96, 7, 514, 1)),
+)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_attention(heads: int, on_host: bool, record_figures: Report) -> None:
+    """Positional, as in version 0.6; lengths may come from the host."""
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1, device=DEVICE))
+    for q_lens, kv_lens in STEPS:
+        step = Step(q_lens, kv_lens, heads)
+        q_nope, q_pe = step.q.to(DEVICE).split((512, 64), dim=-1)
+        ckv, kpe = (part.contiguous() for part in step.cache.to(DEVICE).split((512, 64), dim=-1))
+        lengths = step.csr if on_host else [array.to(DEVICE) for array in step.csr]
+        with no_waiting():
+            wrapper.plan(*lengths, *step.settings.values())
+            out, lse = wrapper.run(q_nope, q_pe, ckv, kpe, return_lse=True)
+        record_figures(step.check(out, lse))
+        natural = torch.empty_like(lse)
+        wrapper.run(q_nope, q_pe, ckv, kpe, out, natural, return_lse_base_on_e=True)
+        record_figures(step.check(out, natural / np.log(2)))
+
+
+@pytest.mark.parametrize("form", ["csr", "dense"])
+def test_a_server_loop(form: str, record_figures: Report) -> None:
+    """One graph of two layers for all steps: plan, replay; metadata and tensors as in 0.7."""
+    steps = [Step(*lengths) for lengths in STEPS]
+    sizes = (5, 5, Step.LIST, 4)
+    buffers = [torch.full((size,), -9, dtype=torch.int32, device=DEVICE) for size in sizes]
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(
+        torch.empty(1, device=DEVICE), True, *buffers, backend="fa3"
+    )
+    q = torch.empty_like(steps[0].q, device=DEVICE)
+    caches = [torch.empty_like(steps[0].cache, device=DEVICE) for _ in range(2)]
+
+    def load(step: Step) -> None:
+        q.copy_(step.q)
+        caches[0].copy_(step.cache)
+        caches[1].copy_(-step.cache)
+        metadata = getattr(flashinfer.MLAPlanMetadata, form)(*getattr(step, form))
+        with no_waiting():
+            wrapper.plan(metadata=metadata, **step.settings)
+
+    def attend() -> list[tuple[Any, Any]]:
+        return [wrapper.run(query=q, kv_cache=cache, return_lse=True) for cache in caches]
+
+    def check(step: Step, results: list[tuple[Any, Any]]) -> None:
+        for (out, lse), cache in zip(results, (step.cache, -step.cache), strict=True):
+            record_figures(step.check(out, lse, cache))
+
+    load(steps[0])
+    check(steps[0], attend())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = attend()
+    for step in (*steps, *reversed(steps)):
+        load(step)
+        for out, lse in results:
+            out.fill_(NAN)
+            lse.fill_(NAN)
+        graph.replay()
+        check(step, results)
+        assert all(bool(out[step.end :].isnan().all()) for out, _ in results)
+    load(steps[1])
+    check(steps[1], attend())
 
 
 # --- graphs --------------------------------------------------------------------------------------

@@ -1,39 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's merging of attention states and its MLA cache writer, over cumla's operations.
+"""FlashInfer's MLA interface over cumla's operations: attention, merging, writing into caches.
 
 Code written for FlashInfer runs by changing its import line::
 
-    from cumla.compat.flashinfer import append_paged_mla_kv_cache, merge_state
+    from cumla.compat.flashinfer import BatchMLAPagedAttentionWrapper, merge_state
 
 What carries over from FlashInfer:
 
+* `BatchMLAPagedAttentionWrapper`, whose `plan` takes lengths and pages in both its forms; see
+  :mod:`cumla.compat.flashinfer.mla`.
 * A state is an output ``v`` and its log-sum-exp ``s``, a logarithm to base 2. Where nothing was
   attended ``s`` is -inf, and a result that is empty has ``v`` 0.
 * Calls can be captured into a CUDA graph, after `cumla.prepare`.
 * It is for inference: no gradients flow.
 
 What differs: ``v`` of an empty state may hold anything, NaN included, and an ``s`` of +inf means
-empty, too. `cumla.merge_attention_states` itself says +inf; what it returns is rewritten in place,
-by two short elementwise kernels over ``s`` behind it on the stream.
+empty, too. `cumla.mla_attention` and `cumla.merge_attention_states` themselves say +inf; what they
+return is rewritten in place, by short elementwise kernels over ``s`` behind them on the stream.
 
-Tensors on the CPU, and NumPy arrays, are computed by `cumla.reference`. Errors of the operation
-behind a function call arguments by its names: ``outs[0]`` is the first ``v``, ``lses[0]`` its
-``s``, ``rows`` and ``kv_cache`` the pairs of an append.
+Tensors on the CPU are computed by `cumla.reference`, and so are NumPy arrays, which the functions
+take. Errors of the operation behind a function call arguments by its names: ``outs[0]`` is the
+first ``v``, ``lses[0]`` its ``s``, ``rows`` and ``kv_cache`` the pairs of an append.
 """
 
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cumla.cache import append_mla_cache
+from cumla.compat.flashinfer._tensors import as_int32, check_axes, mark_empty
+from cumla.compat.flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 from cumla.merge import merge_attention_states
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "BatchMLAPagedAttentionWrapper",
+    "MLAPlanMetadata",
     "append_paged_mla_kv_cache",
+    "concat_mla_k",
     "merge_state",
     "merge_state_in_place",
     "merge_states",
@@ -65,9 +72,9 @@ def merge_state(
     TypeError, ValueError, CumlaError
         As `cumla.merge_attention_states`.
     """
-    _check_axes("v_a", v_a, "seq_len", "num_heads", "head_dim")
+    check_axes("v_a", v_a, "seq_len", "num_heads", "head_dim")
     v, s = merge_attention_states((v_a, v_b), (s_a, s_b), lse_base=2)
-    _mark_empty(s)
+    mark_empty(s)
     return v, s
 
 
@@ -98,10 +105,10 @@ def merge_state_in_place(
     TypeError, ValueError, CumlaError
         As `cumla.merge_attention_states`.
     """
-    _check_axes("v", v, "seq_len", "num_heads", "head_dim")
+    check_axes("v", v, "seq_len", "num_heads", "head_dim")
     if mask is not None:
-        _check_axes("mask", mask, "seq_len")
-        _check_axes("s_other", s_other, "seq_len", "num_heads")
+        check_axes("mask", mask, "seq_len")
+        check_axes("s_other", s_other, "seq_len", "num_heads")
         if mask.shape[0] != s_other.shape[0]:
             raise ValueError(
                 f"mask: needs an entry for each of the {s_other.shape[0]} rows of s_other, got "
@@ -110,7 +117,7 @@ def merge_state_in_place(
         s_other = s_other + 0
         s_other[mask == 0] = -inf
     merge_attention_states((v, v_other), (s, s_other), out=v, lse=s, lse_base=2)
-    _mark_empty(s)
+    mark_empty(s)
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,10 +143,10 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     TypeError, ValueError, CumlaError
         As `cumla.merge_attention_states`; shapes in messages have num_states in front.
     """
-    _check_axes("v", v, "seq_len", "num_states", "num_heads", "head_dim")
-    _check_axes("s", s, "seq_len", "num_states", "num_heads")
+    check_axes("v", v, "seq_len", "num_states", "num_heads", "head_dim")
+    check_axes("s", s, "seq_len", "num_states", "num_heads")
     merged_v, merged_s = merge_attention_states(v.swapaxes(0, 1), s.swapaxes(0, 1), lse_base=2)
-    _mark_empty(merged_s)
+    mark_empty(merged_s)
     return merged_v, merged_s
 
 
@@ -189,28 +196,49 @@ def append_paged_mla_kv_cache(
         (ckv_cache, kpe_cache),
         batch_indices=batch_indices,
         positions=positions,
-        kv_indices=_as_int32(kv_indices),
-        kv_indptr=_as_int32(kv_indptr),
+        kv_indices=as_int32(kv_indices),
+        kv_indptr=as_int32(kv_indptr),
     )
 
 
-def _mark_empty(s: Any) -> None:
-    """Write -inf where cumla says +inf, without waiting for the GPU."""
-    s[s == inf] = -inf
+def concat_mla_k(k: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) -> None:
+    """Put the keys of a prefill together: each head's own columns, then those that all share.
 
+    Two copies by the tensors' own library.
 
-def _as_int32(numbers: Any) -> Any:
-    """Convert a tensor, as FlashInfer does; one of int32 is returned as it is."""
-    return numbers.int() if hasattr(numbers, "int") else numbers
+    Parameters
+    ----------
+    k : torch.Tensor
+        ``(num_tokens, num_heads, nope_dim + rope_dim)``. Written to.
+    k_nope : torch.Tensor
+        ``(num_tokens, num_heads, nope_dim)``, 128 columns in DeepSeek's models.
+    k_rope : torch.Tensor
+        ``(num_tokens, 1, rope_dim)``, 64 columns there.
 
-
-def _check_axes(name: str, array: Any, *axes: str) -> None:
-    """Check the number of axes: cumla gives others a meaning, and views need them."""
-    wanted = f"({', '.join(axes)})"
-    if not hasattr(array, "shape"):
-        raise TypeError(
-            f"{name}: needs a tensor {wanted}, got {type(array).__module__}."
-            f"{type(array).__qualname__}; convert it first"
+    Raises
+    ------
+    TypeError, ValueError
+        A shape or a dtype does not fit.
+    """
+    check_axes("k", k, "num_tokens", "num_heads", "nope_dim + rope_dim")
+    check_axes("k_nope", k_nope, "num_tokens", "num_heads", "nope_dim")
+    check_axes("k_rope", k_rope, "num_tokens", "1", "rope_dim")
+    tokens, heads, nope_dim = k_nope.shape
+    wanted = (tokens, heads, nope_dim + k_rope.shape[2])
+    if tuple(k.shape) != wanted:
+        raise ValueError(
+            f"k: needs shape {wanted}, that of k_nope with the columns of k_rope behind, got "
+            f"{tuple(k.shape)}; allocate it so"
         )
-    if len(array.shape) != len(axes):
-        raise ValueError(f"{name}: needs axes {wanted}, got shape {tuple(array.shape)}; reshape it")
+    if tuple(k_rope.shape[:2]) != (tokens, 1):
+        raise ValueError(
+            f"k_rope: needs shape {(tokens, 1, k_rope.shape[2])}, a row for each token of k_nope, "
+            f"got {tuple(k_rope.shape)}; all heads share it"
+        )
+    for name, part in (("k_nope", k_nope), ("k_rope", k_rope)):
+        if part.dtype != k.dtype:
+            raise TypeError(
+                f"{name}: needs the dtype of k, {k.dtype}, got {part.dtype}; convert it first"
+            )
+    k[..., :nope_dim] = k_nope
+    k[..., nope_dim:] = k_rope

@@ -1,0 +1,507 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashInfer's wrapper of MLA attention on the CPU, against a formula written out here."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any, NamedTuple
+
+import pytest
+
+from cumla.compat import flashinfer
+from cumla.compat.flashinfer import BatchMLAPagedAttentionWrapper, MLAPlanMetadata, mla
+
+torch = pytest.importorskip("torch")
+
+HEADS = 6
+SCALE = 0.08
+Q_LENS, KV_LENS = (1, 5, 0, 3, 2), (70, 5, 33, 0, 1)  # the first query of the last one sees nothing
+
+
+def int32(numbers: Any) -> Any:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def ends(counts: Any) -> Any:
+    return int32([0, *counts]).cumsum(0, dtype=torch.int32)
+
+
+class Batch(NamedTuple):
+    """A batch in FlashInfer's terms; what no request may read is NaN."""
+
+    qo_indptr: Any
+    kv_indptr: Any
+    kv_indices: Any
+    kv_len_arr: Any
+    block_tables: Any
+    q: Any
+    cache: Any
+
+    @property
+    def csr(self) -> tuple[Any, ...]:
+        return self.qo_indptr, self.kv_indptr, self.kv_indices, self.kv_len_arr
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return (*self.q.split((512, 64), dim=-1), *self.cache.split((512, 64), dim=-1))
+
+    def expected(self, *, causal: bool) -> tuple[Any, Any]:
+        """Softmax a token and head at a time, in float64; the lse is a natural logarithm."""
+        tokens = self.q.shape[0]
+        out = torch.zeros(tokens, HEADS, 512, dtype=torch.float64)
+        lse = torch.full((tokens, HEADS), -math.inf, dtype=torch.float64)
+        for r, length in enumerate(self.kv_len_arr.tolist()):
+            begin, end = self.qo_indptr[r : r + 2].tolist()
+            pages = self.kv_indices[self.kv_indptr[r] : self.kv_indptr[r + 1]].long()
+            rows = self.cache[pages].flatten(0, 1)[:length].double()
+            for i in range(begin, end):
+                seen = rows[: max(length - (end - 1 - i), 0)] if causal else rows
+                if len(seen):
+                    scores = SCALE * self.q[i].double() @ seen.T
+                    lse[i] = scores.logsumexp(-1)
+                    out[i] = scores.softmax(-1) @ seen[:, :512]
+        return out, lse
+
+
+def make_batch(
+    q_lens: Any = Q_LENS, kv_lens: Any = KV_LENS, *, page_size: int = 16, seed: int = 0
+) -> Batch:
+    random = torch.Generator().manual_seed(seed)
+    counts = [-(-length // page_size) for length in kv_lens]
+    pages = torch.randperm(sum(counts) + 2, generator=random).int()
+    indptr = ends(counts)
+    table = torch.full((len(counts), max(counts) + 1), -77, dtype=torch.int32)
+    cache = torch.full((len(pages), page_size, 576), math.nan)
+    for r, (count, length) in enumerate(zip(counts, kv_lens, strict=True)):
+        own = pages[indptr[r] : indptr[r + 1]]
+        table[r, :count] = own
+        for i in range(length):
+            row = torch.randn(576, generator=random)
+            cache[int(own[i // page_size]), i % page_size] = row
+    q = torch.randn(sum(q_lens), HEADS, 576, generator=random)
+    return Batch(
+        *(ends(q_lens), indptr, pages, int32(kv_lens), table),
+        *(q.to(torch.bfloat16), cache.to(torch.bfloat16)),
+    )
+
+
+def settings(batch: Batch, **changes: Any) -> dict[str, Any]:
+    """What a plan takes beside lengths and pages, in FlashInfer's order."""
+    return {
+        "num_heads": HEADS,
+        "head_dim_ckv": 512,
+        "head_dim_kpe": 64,
+        "page_size": batch.cache.shape[1],
+        "causal": True,
+        "sm_scale": SCALE,
+        "q_data_type": batch.q.dtype,
+        "kv_data_type": batch.cache.dtype,
+        **changes,
+    }
+
+
+def make_wrapper(*buffers: Any, **options: Any) -> BatchMLAPagedAttentionWrapper:
+    return BatchMLAPagedAttentionWrapper(torch.empty(0, dtype=torch.uint8), *buffers, **options)
+
+
+def planned(batch: Batch, **changes: Any) -> BatchMLAPagedAttentionWrapper:
+    wrapper = make_wrapper()
+    wrapper.plan(*batch.csr, *settings(batch, **changes).values())
+    return wrapper
+
+
+def check(result: Any, batch: Batch, *, natural: bool = False, causal: bool = True) -> None:
+    out, lse = batch.expected(causal=causal)
+    if not natural:
+        lse = lse / math.log(2)
+    assert (result[0].dtype, result[1].dtype) == (batch.q.dtype, torch.float32)
+    torch.testing.assert_close(result[0].double(), out, rtol=2.0**-8, atol=1e-6)
+    torch.testing.assert_close(result[1].double(), lse, rtol=1e-6, atol=1e-6)
+
+
+# --- signatures ----------------------------------------------------------------------------------
+
+
+def test_the_signatures_are_flashinfers() -> None:
+    lengths = ["qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"]
+    made = inspect.signature(BatchMLAPagedAttentionWrapper).parameters
+    assert list(made) == ["float_workspace_buffer", "use_cuda_graph", *lengths, "backend"]
+    plan = inspect.signature(BatchMLAPagedAttentionWrapper.plan).parameters
+    positional = [n for n, p in plan.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == ["self", *lengths, *settings(make_batch()), "use_profiler"]
+    run = inspect.signature(BatchMLAPagedAttentionWrapper.run).parameters
+    positional = [n for n, p in run.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == [
+        *("self", "q_nope", "q_pe", "ckv_cache", "kpe_cache", "out", "lse", "return_lse"),
+        *("profiler_buffer", "kv_len", "page_table", "return_lse_base_on_e", "o_scale"),
+    ]
+    assert flashinfer.mla.BatchMLAPagedAttentionWrapper is BatchMLAPagedAttentionWrapper
+    assert {"BatchMLAPagedAttentionWrapper", "MLAPlanMetadata", "concat_mla_k"} <= set(
+        flashinfer.__all__
+    )
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_as_in_version_0_6(causal: bool, page_size: int) -> None:
+    batch = make_batch(page_size=page_size)
+    wrapper = planned(batch, causal=causal)
+    result = wrapper.run(*batch.parts, return_lse=True)
+    assert type(result) is tuple
+    check(result, batch, causal=causal)
+    blind = result[1].isneginf().all(dim=-1)
+    assert blind.sum() == (4 if causal else 3)
+    assert not result[0][blind].any()
+    assert torch.equal(wrapper.run(*batch.parts), result[0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("form", ["csr", "dense", "dual"])
+def test_as_in_version_0_7(form: str, packed: bool) -> None:
+    batch = make_batch()
+    dense = {
+        "cum_seq_lens_q": batch.qo_indptr,
+        "block_tables": batch.block_tables,
+        "seq_lens": batch.kv_len_arr,
+    }
+    metadata = {
+        "csr": lambda: MLAPlanMetadata.csr(*batch.csr),
+        "dense": lambda: MLAPlanMetadata.dense(**dense, max_q_len=5),
+        "dual": lambda: MLAPlanMetadata.dual(*batch.csr, **dense),
+    }[form]()
+    wrapper = make_wrapper(backend="fa3")
+    layout = "packed" if packed else "split"
+    wrapper.plan(
+        metadata=metadata,
+        **settings(batch),
+        query_layout=layout,
+        kv_cache_layout=layout,
+        lse_mode="basee",
+        output_dtype=torch.bfloat16,
+    )
+    parts = batch.parts
+    query, cache = (batch.q, batch.cache) if packed else (parts[:2], parts[2:])
+    result = wrapper.run(query=query, kv_cache=cache, return_lse=True, return_lse_base_on_e=True)
+    check(result, batch, natural=True)
+
+
+@pytest.mark.parametrize("natural", [False, True])
+def test_given_outputs(natural: bool) -> None:
+    """An lse is written whether it is returned or not; nothing is left of what was there."""
+    batch = make_batch()
+    wrapper = planned(batch)
+    for return_lse in (False, True):
+        out = torch.full((11, HEADS, 512), math.nan, dtype=torch.bfloat16)
+        lse = torch.full((11, HEADS), math.nan)
+        result = wrapper.run(*batch.parts, out, lse, return_lse, return_lse_base_on_e=natural)
+        given = result if return_lse else (result, lse)
+        assert given[0] is out
+        assert given[1] is lse
+        check((out, lse), batch, natural=natural)
+
+
+def test_a_plan_serves_many_runs_and_the_next_one_counts() -> None:
+    """Layers of a step; then another batch, with another number of requests and tokens."""
+    wrapper = make_wrapper()
+    for q_lens, kv_lens in ((Q_LENS, KV_LENS), ((4, 4, 3), (40, 4, 100)), ((1,), (9,))):
+        layers = [make_batch(q_lens, kv_lens, seed=seed) for seed in (1, 2)]
+        pages = {name: getattr(layers[0], name) for name in ("kv_indptr", "kv_indices")}
+        layers[1] = layers[1]._replace(**pages, cache=layers[0].cache * 2)
+        wrapper.plan(*layers[0].csr, *settings(layers[0]).values())
+        for batch in layers:
+            check(wrapper.run(*batch.parts, return_lse=True), batch)
+
+
+def test_wide_lengths_and_longer_lists() -> None:
+    batch = make_batch()
+    wide = [x.long() for x in batch.csr]
+    wide[2] = torch.cat([wide[2], torch.full((9,), -5)])
+    wrapper = make_wrapper()
+    wrapper.plan(*wide, *settings(batch).values())
+    check(wrapper.run(*batch.parts, return_lse=True), batch)
+
+
+# --- CUDA graphs ---------------------------------------------------------------------------------
+
+
+def graph_buffers(batch: int = 5, pages: int = 40) -> list[Any]:
+    return [
+        torch.full((size,), -9, dtype=torch.int32) for size in (batch + 1,) * 2 + (pages, batch)
+    ]
+
+
+def test_plans_fill_the_given_buffers() -> None:
+    buffers = graph_buffers()
+    wrapper = make_wrapper(True, *buffers)
+    for q_lens, kv_lens in ((Q_LENS, KV_LENS), ((0, 2, 6, 2, 1), (9, 80, 6, 1, 300))):
+        batch = make_batch(q_lens, kv_lens)
+        wrapper.plan(*batch.csr, *settings(batch).values())
+        for buffer, array in zip(buffers, batch.csr, strict=True):
+            assert torch.equal(buffer[: len(array)], array)
+        for array in batch.csr:
+            array.fill_(-1)  # it is not looked at any more
+        batch = make_batch(q_lens, kv_lens)
+        check(wrapper.run(*batch.parts, return_lse=True), batch)
+
+
+def test_a_graphs_table_is_kept_where_the_first_one_was_copied() -> None:
+    wrapper = make_wrapper(True)
+    places = set()
+    for q_lens, kv_lens in ((Q_LENS, (300, 5, 33, 0, 1)), ((0, 2, 6, 2, 1), (9, 80, 6, 1, 100))):
+        batch = make_batch(q_lens, kv_lens)
+        metadata = MLAPlanMetadata.dense(batch.qo_indptr, batch.block_tables, batch.kv_len_arr)
+        wrapper.plan(metadata=metadata, **settings(batch))
+        places.add(tuple(array.data_ptr() for array in wrapper._arrays.values()))
+        assert wrapper._arrays["block_table"] is not batch.block_tables
+        check(wrapper.run(*batch.parts, return_lse=True), batch)
+    assert len(places) == 1
+
+
+class Gpu:
+    """What the wrapper asks of a stream, and a plan that notes where it is updated and run."""
+
+    def __init__(self) -> None:
+        self.stream, self.capturing = 1, False
+        self.log: list[str] = []
+
+    def open_call(self, arguments: Any) -> Gpu:
+        return self
+
+    def make_plan(self, *shape: Any, like: Any, **options: Any) -> Any:
+        self.log.append("make")
+        return GpuPlan(self)
+
+
+class GpuPlan:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.stream = gpu, 0
+        self.key = type("Key", (), {"total_tokens": 11})
+
+    def update(self, *lengths: Any) -> None:
+        self.stream = self.gpu.stream
+        self.gpu.log.append("captured update" if self.gpu.capturing else "update")
+
+    def serves(self, stream: int) -> bool:
+        return stream == self.stream
+
+    def run(self, *arguments: Any, **options: Any) -> Any:
+        assert self.serves(self.gpu.stream)
+        self.gpu.log.append("captured run" if self.gpu.capturing else "run")
+        return type("Result", (), {"out": None, "lse": None})
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+    monkeypatch.setattr(mla, "open_call", gpu.open_call)
+    monkeypatch.setattr(mla, "MLAAttentionPlan", gpu.make_plan)
+    return gpu
+
+
+def test_without_graphs_the_first_run_makes_the_schedule(gpu: Gpu) -> None:
+    batch = make_batch()
+    wrapper = make_wrapper()
+    for _ in range(2):
+        wrapper.plan(*batch.csr, *settings(batch).values())
+        for _ in range(2):
+            wrapper.run(*batch.parts)
+    gpu.stream = 2
+    wrapper.run(*batch.parts)
+    assert gpu.log == ["make", *["update", "run", "run"] * 2, "update", "run"]
+    gpu.log.clear()
+    other = make_batch((1,) * 5)
+    wrapper.plan(*other.csr, *settings(other).values())
+    wrapper.run(*other.parts)
+    assert gpu.log == ["make", "update", "run"]
+
+
+@pytest.mark.parametrize("capture_stream", [1, 2])
+def test_a_graph_has_its_schedule_once(gpu: Gpu, capture_stream: int) -> None:
+    """In each capture before its first run; and each plan makes it, for graphs that have none."""
+    batch = make_batch()
+    wrapper = make_wrapper(True, *graph_buffers())
+
+    def capture() -> None:
+        gpu.stream, gpu.capturing = capture_stream, True
+        wrapper.run(*batch.parts)
+        wrapper.run(*batch.parts)
+        gpu.stream, gpu.capturing = 1, False
+
+    wrapper.plan(*batch.csr, *settings(batch).values())
+    wrapper.run(*batch.parts)
+    assert gpu.log == ["make", "update", "run"]
+    for _ in range(2):
+        gpu.log.clear()
+        capture()
+        assert gpu.log == ["captured update", "captured run", "captured run"]
+        wrapper.plan(*batch.csr, *settings(batch).values())
+        assert gpu.log[3:] == ["update"]
+    gpu.log.clear()
+    capture()
+    wrapper.run(*batch.parts)
+    assert gpu.log[3:] == ["update", "run"]  # what was captured has not been computed
+
+
+def test_what_a_graph_would_not_see_is_refused() -> None:
+    batch = make_batch()
+    wrapper = make_wrapper(True, *graph_buffers(pages=len(batch.kv_indices)))
+    wrapper.plan(*batch.csr, *settings(batch).values())
+    wrapper.run(*batch.parts)
+    with pytest.raises(
+        ValueError, match=r"^query: needs 11 query tokens, .* got 10; with use_cuda"
+    ):
+        wrapper.run(*(part[:10] for part in batch.parts[:2]), *batch.parts[2:])
+    for changes in ({"causal": False}, {"page_size": 8}, {"num_heads": 3}):
+        with pytest.raises(ValueError, match=r"^use_cuda_graph: needs every plan to say what the"):
+            wrapper.plan(*batch.csr, *settings(batch, **changes).values())
+    metadata = MLAPlanMetadata.dense(batch.qo_indptr, batch.block_tables, batch.kv_len_arr)
+    with pytest.raises(ValueError, match=r"^use_cuda_graph: .*block_table.*; make a wrapper"):
+        wrapper.plan(metadata=metadata, **settings(batch))
+    longer = list(batch.csr)
+    longer[0] = longer[0] + 100  # must not be copied before the error
+    longer[2] = int32([0] * (len(longer[2]) + 1))
+    with pytest.raises(ValueError, match=r"^kv_indices: needs to fit the buffer of shape \(12,\)"):
+        wrapper.plan(*longer, *settings(batch).values())
+    check(wrapper.run(*batch.parts, return_lse=True), batch)
+    fewer = make_wrapper(True, *graph_buffers(batch=6))
+    with pytest.raises(ValueError, match=r"^qo_indptr: needs to fit .* \(7,\) .* got \(6,\)"):
+        fewer.plan(*batch.csr, *settings(batch).values())
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["cutlass", "trtllm-gen", ""])
+def test_other_backends(backend: str) -> None:
+    with pytest.raises(NotImplementedError, match=r"^backend: needs one of auto, fa2, fa3, got '"):
+        make_wrapper(backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"use_profiler": True},
+            NotImplementedError,
+            "use_profiler: belongs to what cumla does not",
+        ),
+        ({"output_scale": "per-tensor"}, NotImplementedError, "output_scale: belongs"),
+        ({"scale_mode": "kv-per-tensor"}, NotImplementedError, "scale_mode: belongs"),
+        ({"skip_softmax": True}, NotImplementedError, "skip_softmax: belongs"),
+        ({"head_dim_ckv": 256}, ValueError, r"head_dim_ckv: needs rows of 512 and 64 .* got 256"),
+        ({"head_dim_kpe": 0}, ValueError, r"head_dim_ckv: needs rows of 512 and 64 .* and 0"),
+        ({"q_data_type": torch.float32}, TypeError, "q_data_type: needs bfloat16 or float16"),
+        ({"kv_data_type": torch.float8_e4m3fn}, TypeError, "kv_data_type: needs q_data_type"),
+        (
+            {"output_dtype": torch.float32},
+            TypeError,
+            r"output_dtype: .*; leave it out, and pass out",
+        ),
+        ({"sm_scale": None}, TypeError, r"sm_scale: needs a value, got None; pass it to plan\(\)"),
+        ({"causal": None}, TypeError, "causal: needs a value"),
+        ({"metadata": None}, TypeError, "metadata: needs all of qo_indptr, kv_len_arr"),
+        ({"metadata": 7}, TypeError, "metadata: needs all of qo_indptr, kv_len_arr"),
+        ({"qo_indptr": int32([0])}, ValueError, "metadata: needs the other tensors left out"),
+    ],
+)
+def test_arguments_of_a_plan(changes: Any, error: type[Exception], message: str) -> None:
+    batch = make_batch()
+    arguments = settings(batch) | {"metadata": MLAPlanMetadata.csr(*batch.csr)} | changes
+    with pytest.raises(error, match=f"^{message}"):
+        make_wrapper().plan(**arguments)
+
+
+def test_lengths_that_do_not_fit() -> None:
+    batch = make_batch()
+    for i, (wrong, message) in enumerate(
+        [
+            (
+                int32([0] * 5),
+                r"qo_indptr: needs 6 entries with the 5 requests of kv_len_arr, got 5",
+            ),
+            (int32([[0] * 6]), r"kv_indptr: needs axes \(batch \+ 1\), got shape \(1, 6\)"),
+            (batch.block_tables, r"kv_indices: needs axes \(pages\)"),
+            (int32([0] * 4), r"qo_indptr: needs 5 entries with the 4 requests"),
+        ]
+    ):
+        given = [*batch.csr[:i], wrong, *batch.csr[i + 1 :]]
+        with pytest.raises(ValueError, match=f"^{message}"):
+            make_wrapper().plan(*given, *settings(batch).values())
+    given = [batch.qo_indptr.numpy(), *batch.csr[1:]]
+    with pytest.raises(
+        TypeError, match=r"^qo_indptr: needs a tensor of PyTorch, got numpy.ndarray"
+    ):
+        make_wrapper().plan(*given, *settings(batch).values())
+    with pytest.raises(TypeError, match=r"^float_workspace_buffer: needs a tensor of PyTorch"):
+        BatchMLAPagedAttentionWrapper(7)
+    with pytest.raises(ValueError, match=r"^kv_len_arr: needs a tensor on cpu, .* got one on meta"):
+        make_wrapper(True, kv_len_arr=torch.empty(5, device="meta"))
+
+
+def test_arguments_of_a_run() -> None:
+    batch = make_batch()
+    parts = batch.parts
+    with pytest.raises(RuntimeError, match=r"^run: needs a plan, got none; call plan\(\) first"):
+        make_wrapper().run(*parts)
+    wrapper = planned(batch)
+    for name in (
+        *("profiler_buffer", "kv_len", "page_table"),
+        *("o_scale", "ckv_scale", "ckv_scale_arr", "kpe_scale"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"^{name}: belongs to what cumla does not"):
+            wrapper.run(*parts, **{name: 1})
+    for arguments in (
+        {},
+        {"q_nope": parts[0]},
+        {"query": batch.q, "q_pe": parts[1]},
+    ):
+        with pytest.raises(TypeError, match=r"^query: needs query= alone, or q_nope and q_pe toge"):
+            wrapper.run(**arguments, kv_cache=batch.cache)
+    with pytest.raises(TypeError, match=r"^kv_cache: needs kv_cache= alone, or ckv_cache and kpe_"):
+        wrapper.run(query=batch.q)
+    with pytest.raises(ValueError, match=r"^plan: made for .*\(11, 6, 1, 16, 'bfloat16'\), got"):
+        wrapper.run(query=batch.q[:, :3], kv_cache=batch.cache)
+
+
+# --- concat_mla_k --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_keys_are_put_together(dtype: Any) -> None:
+    base = torch.full((7, 4, 200), 7, dtype=dtype)
+    k_nope, k_rope = torch.randn(7, 4, 128).to(dtype), torch.randn(7, 1, 64).to(dtype)
+    assert flashinfer.concat_mla_k(base[..., 8:], k_nope, k_rope) is None
+    assert (base[..., :8] == 7).all()
+    expected = torch.cat([k_nope, k_rope.expand(7, 4, 64)], dim=-1)
+    assert torch.equal(base[..., 8:], expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "error", "message"),
+    [
+        ("k", torch.zeros(7, 4, 200), ValueError, r"needs shape \(7, 4, 192\).*got \(7, 4, 200\)"),
+        ("k_nope", torch.zeros(7, 1, 128), ValueError, r"needs shape \(7, 1, 192\)"),
+        (
+            "k_rope",
+            torch.zeros(7, 4, 64),
+            ValueError,
+            r"needs shape \(7, 1, 64\).*got \(7, 4, 64\)",
+        ),
+        ("k_rope", torch.zeros(7, 64), ValueError, r"needs axes \(num_tokens, 1, rope_dim\)"),
+        ("k_nope", torch.zeros(7, 4, 128).half(), TypeError, "needs the dtype of k, torch.float32"),
+        ("k", 5, TypeError, "needs a tensor"),
+    ],
+)
+def test_keys_that_do_not_fit(name: str, wrong: Any, error: Any, message: str) -> None:
+    arguments = {
+        "k": torch.zeros(7, 4, 192),
+        "k_nope": torch.zeros(7, 4, 128),
+        "k_rope": torch.zeros(7, 1, 64),
+        name: wrong,
+    }
+    with pytest.raises(error, match=message):
+        flashinfer.concat_mla_k(**arguments)
