@@ -43,7 +43,8 @@ _INDEXER_OPERATIONS = {
     "append_indexer_cache": {"tokens": "tokens", "head_dim": "dim", "dtype": "dtype"},
 }
 _LOGITS = ("paged_mqa_logits", "mqa_logits")
-_SECTIONS = ("rows", "ragged", "invariant", *_OPERATIONS, "indexer")  # of rows that may have failed
+# Sections of rows that may have failed.
+_SECTIONS = ("rows", "ragged", "invariant", "attention", "pages", *_OPERATIONS, "indexer")
 
 
 def to_text(results: Results) -> str:
@@ -109,6 +110,10 @@ def _parts(results: Results, draw: Callable[[Table], str]) -> list[str]:
         parts.append(draw(_invariant(results["invariant"])))
     if "schedule" in results:
         parts.append(draw(_schedule(results)))
+    if "attention" in results:
+        parts.append(draw(_attention(results["attention"])))
+    if results.get("pages"):
+        parts.append(draw(_pages(results["pages"])))
     parts += [
         draw(_operation(name, keys, results[name]))
         for name, keys in _OPERATIONS.items()
@@ -264,6 +269,37 @@ def _invariant(rows: Sequence[Row]) -> Table:
             continue
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.3f}"
         table.append([*shape, _us(row["us"]), _us(row["usual_us"]), ratio])
+    return table
+
+
+def _attention(rows: Sequence[Row]) -> Table:
+    titles = ["ragged queries: batch", "heads", "q_len", "kv_len", "causal"]
+    table = [[*titles, "us", "TFLOP/s", "efficiency", "schedule us"]]
+    for row in rows:
+        q_len, decodes = str(row["q_len"]), row["decodes"]
+        if decodes:
+            q_len = f"{decodes} x 1, {row['batch'] - decodes} x {q_len}"
+        shape = [str(row["batch"]), str(row["heads"]), q_len, str(row["kv_len"])]
+        shape.append(str(row["causal"]))
+        if "failed" in row:
+            table.append([*shape, "failed", "", "", ""])
+            continue
+        figures = [_us(row["us"]), f"{row['tflops']:.0f}", f"{row['efficiency']:.2f}"]
+        table.append([*shape, *figures, _us(row["schedule_us"])])
+    return table
+
+
+def _pages(rows: Sequence[Row]) -> Table:
+    """Show times by page size, and behind each its ratio to that with pages of 64."""
+    sizes = list(dict.fromkeys(of["page"] for row in rows for of in row.get("pages", ())))
+    titles = [f"{size}: us (ratio)" for size in sizes] or ["us (ratio)"]
+    table = [["page sizes: batch", "heads", "kv_len", *titles]]
+    for row in rows:
+        shape = [str(row[key]) for key in ("batch", "heads", "kv_len")]
+        times = [f"{_us(of['us'])} ({of['ratio']:.3f})" for of in row.get("pages", ())]
+        if "failed" in row:
+            times = ["failed", *[""] * (len(titles) - 1)]
+        table.append([*shape, *times])
     return table
 
 

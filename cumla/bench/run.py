@@ -15,6 +15,7 @@ from typing import Any
 
 import cumla
 from cumla.bench.append import APPEND, measure_append
+from cumla.bench.attention import ATTENTION, AttentionCase, attention_row, measure_attention
 from cumla.bench.cases import (
     DENSE,
     INVARIANT,
@@ -40,6 +41,7 @@ from cumla.bench.indexer import (
 from cumla.bench.indexer_cache import INDEXER_CACHE, measure_indexer_cache
 from cumla.bench.merge import MERGE, measure_merge
 from cumla.bench.operations import Measure, OperationCase, operation_row
+from cumla.bench.pages import PAGES, measure_pages, pages_row
 from cumla.bench.peer_runs import peer_cases, run_peers
 from cumla.bench.peers import Peers, beside, load_peers
 from cumla.bench.start import StartError
@@ -63,11 +65,13 @@ PROTOCOL = (
     "matrix-product "
     f"ceiling, divided by the time. Ragged lengths: log-normal, sigma {LOG_NORMAL_SIGMA}, scaled "
     "to the tokens of the equal-length case. Batch-invariant: with the plan's max_seqlen at the "
-    "longest request. Merging and writing into caches: some of what was written is checked against "
-    "float64 first; bytes read and written, efficiency as a share of the copy ceiling. The "
-    "indexer's logits: 64 heads of 128, float32, cleaned, inputs normal(0, 1) quantised, some rows "
-    "checked against float64 first; bytes: each visible token's 132 once, the logits; the "
-    "matrix-product ceiling is that of float8_e4m3fn. "
+    "longest request. Ragged queries: median of 3 behind one warm-up; efficiency: operations of "
+    "visible pairs a second as a share of the matrix-product ceiling. Page sizes: all of them in "
+    "turns, median of 3 turns of 10. Merging and writing into caches: some of what was written is "
+    "checked against float64 first; bytes read and written, efficiency as a share of the copy "
+    "ceiling. The indexer's logits: 64 heads of 128, float32, cleaned, inputs normal(0, 1) "
+    "quantised, some rows checked against float64 first; bytes: each visible token's 132 once, the "
+    "logits; the matrix-product ceiling is that of float8_e4m3fn. "
     "Peers that are marked as measured ran in this run, on the same inputs, planned or gathered "
     "beforehand, median of 15 (FA3-MLA: with the best of three numbers of splits); the others were "
     "measured on the GPU that `peers` names and are scaled by the ratio of the two GPUs' ceilings"
@@ -81,7 +85,7 @@ Results = dict[str, Any]
 
 def steps(cases: tuple[Case, ...], peers: tuple[str, ...] | None = None) -> int:
     """Count how often `run` calls its `note`."""
-    sections = (RAGGED, INVARIANT, MERGE, APPEND, LOGITS, INDEXER_CACHE)
+    sections = (RAGGED, INVARIANT, MERGE, APPEND, LOGITS, INDEXER_CACHE, ATTENTION, PAGES)
     whole = 3 + sum(map(len, sections)) if cases == DENSE else 0
     return 1 + len(cases) + whole + len(peer_cases(cases, peers))
 
@@ -99,7 +103,8 @@ def run(
     ----------
     cases : tuple of Case
         What to run. Ragged lengths, the batch-invariant mode, schedule, host and start times,
-        merging, writing into caches and the indexer are measured with the whole table only.
+        merging, writing into caches, the indexer, ragged queries and page sizes are measured with
+        the whole table only.
     note : callable
         Told what has been done, a line a step.
     peers : tuple of str, optional
@@ -141,6 +146,8 @@ def run(
             yield from _whole(bench, results, published, note)
             yield from _operations(gpu, results, ceilings, timer, note)
             yield from _indexer(gpu, results, ceilings, published, timer, note)
+            yield from _attention(gpu, results, ceilings, timer, note)
+            yield from _pages(gpu, results, timer, note)
         yield from _add_peers(bench, cases, peers, results, note)
 
 
@@ -264,6 +271,45 @@ def _indexer(
         rows.append(row)
         note(_operation_line(cache_case.op, row))
         yield results
+
+
+def _attention(
+    gpu: Gpu, results: Results, ceilings: Ceilings, timer: GpuTimer, note: Note
+) -> Iterator[Results]:
+    """Measure attention over queries of different lengths."""
+    results["attention"] = []
+    for case in ATTENTION:
+        try:
+            row = attention_row(case, measure_attention(gpu, case, timer), ceilings)
+            note(f"{case.name}: {row['us']:.1f} us, {row['tflops']:.0f} TFLOP/s")
+        except Exception as error:  # of any kind: what is measured later stands
+            row = _failed(case, error, note)
+        results["attention"].append(row)
+        yield results
+
+
+def _pages(gpu: Gpu, results: Results, timer: GpuTimer, note: Note) -> Iterator[Results]:
+    """Measure decoding with pages of several sizes."""
+    results["pages"] = []
+    for case in PAGES:
+        try:
+            row = pages_row(case, measure_pages(gpu, case, timer))
+            ratios = ", ".join(f"{of['page']}: {of['ratio']:.3f}" for of in row["pages"])
+            note(f"{case.name}, times by page size: {ratios}")
+        except Exception as error:  # as above
+            row = _failed(case, error, note)
+        results["pages"].append(row)
+        yield results
+
+
+def _failed(case: AttentionCase | Case, error: Exception, note: Note) -> Results:
+    """Make the row of a case that went wrong, in whatever way."""
+    failed = str(error)
+    if not isinstance(error, CheckError):
+        reason = failed.strip().partition("\n")[0]
+        failed = f"{case.name}: {type(error).__name__}: {reason}"
+    note(f"FAILED: {failed}")
+    return case.to_json() | {"failed": failed}
 
 
 def _dense_rows(

@@ -34,7 +34,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Check each case against float64, time it, and put it beside the ceilings of "
         "the same run, other libraries that are installed, and published times. By default the "
         "dense table, with ragged lengths, the batch-invariant mode, schedule, host and start "
-        "times, the operations beside attention (merging, writing into caches), and the indexer.",
+        "times, the operations beside attention (merging, writing into caches), the indexer, "
+        "ragged queries and page sizes.",
     )
     _add_cases(parser)
     _add_ways(parser)

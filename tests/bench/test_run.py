@@ -18,6 +18,7 @@ import pytest
 from cumla import cli
 from cumla.bench import (
     append,
+    attention,
     ceilings,
     dense,
     host,
@@ -29,6 +30,7 @@ from cumla.bench import (
     start,
 )
 from cumla.bench.append import AppendCase
+from cumla.bench.attention import AttentionCase
 from cumla.bench.cases import Case
 from cumla.bench.dense import CheckError, Workbench, check
 from cumla.bench.gpu import Gpu
@@ -46,6 +48,11 @@ MERGE = (MergeCase(2, 5), MergeCase(3, 4, "float32"))
 APPEND = (AppendCase(1, 64), AppendCase(1, 16, rotated=True))
 LOGITS = (PagedLogitsCase(3, 2, 70), PagedLogitsCase(2, 1, 66), PrefillLogitsCase(5, 9))
 INDEXER_CACHE = (IndexerCacheCase("quantize_fp8", 1), IndexerCacheCase("append_indexer_cache", 1))
+ATTENTION = (
+    AttentionCase(2, 2, 3, 70, causal=False),
+    AttentionCase(3, 2, 4, 80, causal=True, decodes=2),
+)
+PAGES = (Case(2, 1, 2, 70),)
 START = {
     "import_s": 0.01,
     "names_s": 0.21,
@@ -70,6 +77,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(run, "LOGITS", LOGITS)
     monkeypatch.setattr(run, "LOGITS_SCHEDULES", (PagedLogitsCase(64, 1, 8192), LOGITS[0]))
     monkeypatch.setattr(run, "INDEXER_CACHE", INDEXER_CACHE)
+    monkeypatch.setattr(run, "ATTENTION", ATTENTION)
+    monkeypatch.setattr(run, "PAGES", PAGES)
     monkeypatch.setattr(indexer, "_SMALL_BATCH", 2)
     monkeypatch.setattr(indexer, "_GRAPH_CALLS", 2)
     monkeypatch.setattr(indexer, "_ROTATED_BYTES", 2 * LOGITS[1].cache_bytes)
@@ -91,6 +100,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         monkeypatch.delenv(name, raising=False)
     for owner, name in (
         (dense.MLADecodePlan, "run"),
+        (attention.MLAAttentionPlan, "run"),
         (merge, "merge_attention_states"),
         (append, "append_mla_cache"),
         (indexer, "mqa_logits"),
@@ -218,6 +228,44 @@ def test_wrong_logits_fail_their_row(fake, monkeypatch, capsys):
     assert failed["failed"] in capsys.readouterr().out
 
 
+def test_ragged_queries_and_page_sizes_are_sections(results):
+    rows = results["attention"]
+    assert [(row["op"], row["decodes"], row["us"]) for row in rows] == [
+        ("mla_attention", 0, LAUNCH_US),
+        ("mla_attention", 2, LAUNCH_US),
+    ]
+    for row, case in zip(rows, ATTENTION, strict=True):
+        assert row["tflops"] == pytest.approx(case.flops / LAUNCH_US / 1e6)
+        ceiling = results["ceilings"]["bf16_matmul_TFLOPs"]
+        assert row["efficiency"] == pytest.approx(row["tflops"] / ceiling)
+    (row,) = results["pages"]
+    assert [of["page"] for of in row["pages"]] == [64, 1, 16, 32, 48, 128]
+    assert {(of["us"], of["ratio"]) for of in row["pages"]} == {(LAUNCH_US, 1.0)}
+    assert "| 3 | 2 | 2 x 1, 1 x 4 | 80 | True | 5.0 | " in to_markdown(results)
+    assert "| 2 | 2 | 70 | 5.0 (1.000) | 5.0 (1.000) |" in to_markdown(results)
+
+
+@pytest.mark.parametrize("section", ["attention", "pages"])
+def test_what_breaks_a_new_section_leaves_the_others(fake, monkeypatch, section):
+    def broken(*arguments: object) -> None:
+        raise TypeError("no such\nargument")
+
+    monkeypatch.setattr(run, f"measure_{section}", broken)
+    told: list[str] = []
+    *_, results = run.run(CASES, told.append)
+    assert len(told) == run.steps(CASES)
+    cases = {"attention": ATTENTION, "pages": PAGES}[section]
+    failures = [f"{case.name}: TypeError: no such" for case in cases]
+    assert [row["failed"] for row in results[section]] == failures
+    assert f"FAILED: {failures[0]}" in told
+    others = {"attention": "pages", "pages": "attention"}
+    for name in ("rows", "indexer", "merge", others[section]):
+        assert all("failed" not in row for row in results[name])
+    assert results["notes"]  # peers came to their turn
+    assert failures[0] in to_text(results)
+    assert " | failed |" in to_markdown(results)
+
+
 def test_tables_of_operations(results):
     results["merge"][0] |= {"us": 123.4, "gbps": 3900.4, "efficiency": 0.914}
     lines = to_markdown(results).splitlines()
@@ -257,7 +305,8 @@ def test_wrong_result_of_an_operation_fails_its_rows(fake, monkeypatch, section,
 def test_warm_operations_are_timed_warm(fake, monkeypatch):
     monkeypatch.setattr(run, "measure", lambda gpu: ceilings.Ceilings(4000.0, 4000.0, 700.0, 4.0))
     monkeypatch.setattr(run, "_whole", lambda *arguments: iter(()))
-    monkeypatch.setattr(run, "_indexer", lambda *arguments: iter(()))
+    for others in ("_indexer", "_attention", "_pages"):
+        monkeypatch.setattr(run, others, lambda *arguments: iter(()))
     monkeypatch.setattr(run, "DENSE", CASES[:1])
     fake.flush_l2 = pytest.fail
     *_, results = run.run(CASES[:1], lambda line: None, peers=(), warm=True)
@@ -265,7 +314,7 @@ def test_warm_operations_are_timed_warm(fake, monkeypatch):
 
 
 def test_results_of_before_the_operations_still_print(results, tmp_path, capsys):
-    later = ("merge", "append", "indexer")
+    later = ("merge", "append", "indexer", "attention", "pages")
     without = {key: value for key, value in results.items() if key not in later}
     without["ceilings"] = {k: v for k, v in results["ceilings"].items() if "fp8" not in k}
     file = tmp_path / "old.json"
@@ -276,6 +325,8 @@ def test_results_of_before_the_operations_still_print(results, tmp_path, capsys)
     assert "merge:" not in printed
     assert "append:" not in printed
     assert "indexer" not in printed
+    assert "ragged queries" not in printed
+    assert "page sizes" not in printed
     assert "float8" not in printed
 
 
@@ -427,11 +478,12 @@ def test_steps_are_counted_and_results_grow(fake):
     assert seen[0] == (1, True)
     assert seen[-1] == (2, True)
     assert told[0] == "import and first calls"
-    assert len(told) == run.steps(CASES) == 18
+    assert len(told) == run.steps(CASES) == 21
     told.clear()
     *_, results = run.run(CASES[:1], told.append)
     assert len(told) == run.steps(CASES[:1]) == 2
     whole = {"start", "ragged", "invariant", "schedule", "host", "merge", "append", "indexer"}
+    whole |= {"attention", "pages"}
     assert not whole & set(results)
 
 
