@@ -28,6 +28,9 @@ from cumla.launch import device as launch_device
 from cumla.launch import module as launch_module
 from cumla.launch import source as launch_source
 from tests.fake_cuda import FakeCuPy, FakeDriver
+from tests.gpu.cases import Case
+from tests.gpu.problem import make_problem
+from tests.gpu.refusals import REFUSALS, refused
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 INSTALL_LINES = ('pip install "cumla[cu12]"', 'pip install "cumla[cu13]"')
@@ -54,6 +57,15 @@ def refuse(error: type[Exception], *fragments: str, **changes: Any) -> None:
     for fragment in fragments:
         assert fragment in message[end:], message
         end = message.index(fragment, end) + len(fragment)
+
+
+@pytest.mark.parametrize(("change", "error", "message"), REFUSALS)
+def test_what_the_gpu_tests_expect(change: str, error: type[Exception], message: str) -> None:
+    """The same calls with NumPy arrays: an expectation that is out of date shows here first."""
+    problem = make_problem(np, Case(batch=4, q_len=2, kv_len=70))
+    arrays, options = refused(np, problem, change)
+    with pytest.raises(error, match=message):
+        cumla.mla_decode(*arrays, **options)
 
 
 def test_the_unchanged_arguments_work() -> None:

@@ -17,6 +17,7 @@ import cumla
 from tests.gpu.arrays import bits_of, from_jax, from_torch, jax_arguments, to_torch
 from tests.gpu.cases import Case
 from tests.gpu.problem import Problem, make_problem, typed
+from tests.gpu.refusals import REFUSALS, refused
 
 cp: Any = pytest.importorskip("cupy")
 
@@ -284,78 +285,12 @@ def test_jax_tracers(jax: Any) -> None:
         traced(jax.numpy.zeros((4, 2, 16, 576), "bfloat16"))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ("q float32", TypeError, "q: needs bfloat16 or float16, got float32"),
-        ("cache float16", TypeError, "kv_cache: needs q's dtype bfloat16, got float16"),
-        ("q 3-d", ValueError, "q: needs 4 axes"),
-        ("q 512 wide", ValueError, r"q: needs a last axis of 576.*got shape \(4, 2, 16, 512"),
-        ("q every second", ValueError, "q: needs a contiguous last axis.*stride of 4 bytes"),
-        ("q off by 2 bytes", ValueError, "q: needs an address.*multiple of 16 bytes"),
-        ("cache pitch 1154", ValueError, "kv_cache: needs strides.*16 bytes.*got 1154"),
-        ("3 kv heads", ValueError, "num_heads: needs a multiple of num_kv_heads, got 16.*3"),
-        ("table int64", TypeError, "block_table: needs int32, got int64"),
-        ("table of 5", ValueError, r"block_table: needs shape \(batch, max_pages\).*batch 4"),
-        ("table column-major", ValueError, "block_table: needs contiguous rows"),
-        ("lengths int64", TypeError, "cache_seqlens: needs int32, got int64"),
-        ("lengths 2-d", ValueError, r"cache_seqlens: needs shape \(batch,\)"),
-        ("out float16", TypeError, "out: needs bfloat16 or float32, got float16"),
-        ("out 576 wide", ValueError, r"out: needs shape \(4, 2, 16, 512\), got"),
-        ("lse transposed", ValueError, r"lse: needs shape \(4, 16, 2\), got \(4, 2, 16\)"),
-        ("lse float64", TypeError, "lse: needs float32, got float64"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "message"), REFUSALS)
 def test_arguments_that_do_not_fit(change: str, error: type[Exception], message: str) -> None:
     """Refused before anything is allocated or launched."""
-    problem = a_problem()
-    q, kv, table, lengths = problem.arrays
-    options: dict[str, Any] = {}
-
-    def bits(*shape: int) -> Any:
-        return cp.zeros(shape, dtype=cp.uint16)
-
-    def bf16(array: Any) -> Any:
-        return typed(array, "bfloat16")
-
-    pages = kv.shape[0]
-    match change:
-        case "q float32":
-            q = cp.zeros(q.shape, dtype=cp.float32)
-        case "cache float16":
-            kv = kv.view(np.float16)
-        case "q 3-d":
-            q = q[:, 0]
-        case "q 512 wide":
-            q = q[..., :512]
-        case "q every second":
-            q = bf16(bits(4, 2, 16, 1152)[..., ::2])
-        case "q off by 2 bytes":
-            q = bf16(bits(4 * 2 * 16 * 576 + 1)[1:].reshape(4, 2, 16, 576))
-        case "cache pitch 1154":
-            kv = bf16(bits(pages, 64, 1, 577)[..., :576])
-        case "3 kv heads":
-            kv = bf16(bits(pages, 64, 3, 576))
-        case "table int64":
-            table = table.astype(cp.int64)
-        case "table of 5":
-            table = cp.zeros((5, 9), dtype=cp.int32)
-        case "table column-major":
-            table = table.T.copy().T  # column-major, without cuBLAS
-        case "lengths int64":
-            lengths = lengths.astype(cp.int64)
-        case "lengths 2-d":
-            lengths = lengths[:, None]
-        case "out float16":
-            options["out"] = cp.zeros(problem.out_shape, dtype=cp.float16)
-        case "out 576 wide":
-            options["out"] = bf16(bits(4, 2, 16, 576))
-        case "lse transposed":
-            options["lse"] = cp.zeros((4, 2, 16), dtype=cp.float32)
-        case "lse float64":
-            options["lse"] = cp.zeros(problem.lse_shape, dtype=cp.float64)
+    arrays, options = refused(cp, a_problem(), change)
     with allocations() as sizes, pytest.raises(error, match=message):
-        cumla.mla_decode(q, kv, table, lengths, **options)
+        cumla.mla_decode(*arrays, **options)
     assert sizes == []
 
 
