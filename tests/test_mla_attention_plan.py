@@ -182,6 +182,29 @@ def test_a_ready_run_sees_another_address(
     assert one[2] != other[2]
 
 
+@pytest.mark.parametrize("split", [("q",), ("kv_cache",), ("q", "kv_cache")], ids="-".join)
+def test_a_ready_run_knows_pairs(
+    cupy: FakeCuPy, whole: dict[str, Any], events: list[Any], split: tuple[str, ...]
+) -> None:
+    """The second run is launched as it was; caches in two arrays have a kernel of their own."""
+    for place, name in enumerate(split):
+        shape, dtype = whole[name].shape[:-1], whole[name].dtype
+        whole[name] = tuple(cupy.ndarray((*shape, columns), dtype) for columns in (512, 64))
+        for number, array in enumerate(whole[name]):
+            array.data.ptr = (20 + 2 * place + number) << 24
+    plan = plan_of(whole)
+    taken(events)
+    for _ in range(2):
+        assert plan.run(**runs_of(whole)).out is whole["out"]
+    kernel = KERNELS[1] + ("_boxes" if "kv_cache" in split else "")
+    kinds = [event[0] for event in events if event[0] != "load"]
+    assert kinds == ["prepare", "launch", "launch"]
+    assert {event[1] for event in events} == {kernel}
+    whole[split[0]][1].data.ptr += 1 << 20
+    plan.run(**runs_of(whole))
+    assert len(taken(events, "prepare")) == 2
+
+
 def test_a_ready_run_still_sees_what_is_wrong(
     cupy: FakeCuPy, whole: dict[str, Any], events: list[Any]
 ) -> None:
