@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of cuda/mla_attention_schedule.cu, and of cuda/mla_decode.cu over ragged queries.
+"""Launcher of cuda/mla_attention_schedule.cu, and of the decode kernels over ragged queries.
 
 :func:`schedule` is the schedule's arithmetic in NumPy: the kernel's oracle.
 """
@@ -16,9 +16,11 @@ import numpy as np
 
 from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.mla_decode import prepare_decode, ragged_spec
+from cumla.launch.mla_decode_fp8 import prepare_decode_fp8
 from cumla.launch.mla_plan import (
     BLOCK_TOKENS,
     MOST_TOKENS,
+    NARROW_ROWS,
     ROW_GROUP,
     ROW_TILE,
     TILE_PLACE_BYTES,
@@ -76,6 +78,8 @@ class MLAAttentionKey:
         CUDA ordinal; None for arrays on the CPU, which need no plan.
     sm_count : int
         Multiprocessors of that device, 0 for the CPU.
+    cache : str
+        One of CACHES of :mod:`cumla.launch.mla_plan`.
     """
 
     batch: int
@@ -87,6 +91,7 @@ class MLAAttentionKey:
     causal: bool
     device: int | None
     sm_count: int
+    cache: str = "same"
 
     @cached_property
     def form(self) -> str:
@@ -105,8 +110,8 @@ class MLAAttentionKey:
 
     @cached_property
     def tiles(self) -> int:
-        """Thread blocks that work on the same part: one for each kv head."""
-        return self.num_kv_heads
+        """Thread blocks that work on the same part: those of each kv head."""
+        return self.num_kv_heads * self.row_tiles
 
     @property
     def q_len(self) -> int:
@@ -115,8 +120,8 @@ class MLAAttentionKey:
 
     @property
     def row_tiles(self) -> int:
-        """Row tiles that thread blocks have for themselves: each gets its own from the schedule."""
-        return 1
+        """Thread blocks that share the row tile at each place of the schedule."""
+        return 1 if self.cache == "same" else ROW_TILE // NARROW_ROWS[-1]
 
     @cached_property
     def num_places(self) -> int:
@@ -130,8 +135,8 @@ class MLAAttentionKey:
 
     @property
     def row_groups(self) -> int:
-        """Groups of 16 rows in a tile: what is stored of its partial results."""
-        return ROW_TILE // ROW_GROUP
+        """Groups of 16 rows of a thread block: what it stores of its partial results."""
+        return ROW_TILE // self.row_tiles // ROW_GROUP
 
     @cached_property
     def parts(self) -> int:
@@ -145,7 +150,7 @@ class MLAAttentionKey:
 
     @cached_property
     def num_tickets(self) -> int:
-        """Places where thread blocks meet that share a tile: one for each part and kv head."""
+        """Places where thread blocks meet that share a tile: one for each part and its blocks."""
         return self.tiles * self.parts if self.parts > 1 else 0
 
     @cached_property
@@ -235,7 +240,8 @@ def prepare_attention(
     Parameters
     ----------
     kernel : LoadedKernel
-        Of :func:`attention_spec`, for the form of these arrays.
+        Of :func:`attention_spec`, for the form of these arrays, or of
+        :func:`cumla.launch.mla_decode_fp8.fp8_spec`.
     key : MLAAttentionKey
         The plan's shape.
     buffer : int
@@ -263,7 +269,8 @@ def prepare_attention(
     )
     tokens, heads = lse.shape
     per_head = lse._replace(shape=(1, heads, tokens), strides=(0, *lse.strides[::-1]))
-    return prepare_decode(
+    prepare = prepare_decode if key.cache == "same" else prepare_decode_fp8
+    return prepare(
         kernel, key, buffer, one_request, _with_batch(out), per_head, softmax_scale, stream
     )
 

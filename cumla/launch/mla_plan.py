@@ -14,9 +14,11 @@ from typing import Protocol
 
 __all__ = [
     "BLOCK_TOKENS",
+    "CACHES",
     "HEAD_DIM",
     "MOST_PARTS",
     "MOST_TOKENS",
+    "NARROW_ROWS",
     "PAGE_FORMS",
     "ROW_TILE",
     "SWAPPED_ROWS",
@@ -31,7 +33,7 @@ __all__ = [
 HEAD_DIM = 576  # 512 latent + 64 RoPE columns
 VALUE_DIM = 512  # the latent columns are the value
 BLOCK_TOKENS = 64  # tokens that a schedule deals out at once
-ROW_TILE = 64  # query rows of one thread block
+ROW_TILE = 64  # query rows of one thread block, and of a place of a ragged schedule
 ROW_GROUP = 16  # of them in one warp: partial results hold whole groups
 
 VARIANTS = ("swapped", "one_tile", "shared_blocks")
@@ -39,6 +41,9 @@ VARIANTS = ("swapped", "one_tile", "shared_blocks")
 PAGE_FORMS = ("pages", "boxes", "rows")
 """Each of these kernels in three forms, by how a KV block comes from its pages."""
 SWAPPED_ROWS = 16  # most query rows of a kv head that the first of them takes
+CACHES = ("same", "e4m3")
+"""What a cache holds: numbers of the query's dtype, or e4m3 ones, in any of their formats."""
+NARROW_ROWS = (16, 32)  # query rows of a thread block of cuda/mla_decode_fp8.cu
 
 PLACE_BYTES = 8  # struct Place
 TILE_PLACE_BYTES = 32  # struct TilePlace
@@ -119,6 +124,8 @@ class MLADecodeKey:
         Most KV blocks of a request; 0 unless batch_invariant.
     pinned : str or None
         One of VARIANTS that somebody asked for.
+    cache : str
+        One of CACHES.
     """
 
     batch: int
@@ -133,6 +140,7 @@ class MLADecodeKey:
     batch_invariant: bool = False
     max_blocks: int = 0
     pinned: str | None = None
+    cache: str = "same"
 
     @cached_property
     def variant(self) -> str:
@@ -170,9 +178,17 @@ class MLADecodeKey:
         return self.q_len * self.heads_per_group
 
     @cached_property
+    def row_tile(self) -> int:
+        """Query rows of one thread block: fewer where it computes from e4m3 numbers."""
+        if self.cache == "same":
+            return ROW_TILE
+        narrow, wide = NARROW_ROWS
+        return narrow if self.group_rows <= narrow else wide
+
+    @cached_property
     def row_tiles(self) -> int:
         """Row tiles of a kv head."""
-        return -(-self.group_rows // ROW_TILE)
+        return -(-self.group_rows // self.row_tile)
 
     @cached_property
     def tiles(self) -> int:
@@ -182,7 +198,7 @@ class MLADecodeKey:
     @cached_property
     def row_groups(self) -> int:
         """Groups of 16 rows in a tile: what is stored of its partial results."""
-        return -(-min(ROW_TILE, self.group_rows) // ROW_GROUP)
+        return -(-min(self.row_tile, self.group_rows) // ROW_GROUP)
 
     @cached_property
     def may_wait(self) -> bool:

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/mla_decode_fp8.cu: split-KV MLA attention over caches of e4m3 numbers."""
+
+from __future__ import annotations
+
+import struct
+from itertools import product
+from math import e, log2
+from typing import TYPE_CHECKING
+
+from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.mla_plan import MOST_TOKENS, NARROW_ROWS, MLADecodeKey
+from cumla.launch.source import KernelSpec
+
+if TYPE_CHECKING:
+    from cumla.arrays import ArrayView
+    from cumla.checks import Arguments
+    from cumla.launch.mla_attention import MLAAttentionKey
+    from cumla.launch.module import LoadedKernel
+
+__all__ = ["SPECS", "fp8_spec", "fp8_specs", "prepare_decode_fp8"]
+
+_RAGGED = "ragged"
+_SHAPES = (*NARROW_ROWS, _RAGGED)  # query rows of a tile; halves of the tiles of ragged queries
+# Of a thread block, without scales of each token and with them (kBytes of Fp8Layout).
+_SMEM_BYTES = {16: (198080, 202176), 32: (219904, 224000)}
+
+
+def _spec(shape: int | str, grouped: bool) -> KernelSpec:
+    rows = NARROW_ROWS[-1] if isinstance(shape, str) else shape
+    name = "mla_attention_fp8" if shape == _RAGGED else f"mla_decode_fp8_{shape}"
+    tile = ", HalfTile" if shape == _RAGGED else ""
+    return KernelSpec(
+        stem="mla_decode_fp8",
+        entry=f"{name}_grouped" if grouped else name,
+        function=f"mla_decode_fp8<{rows}, {str(grouped).lower()}{tile}>",
+        params="MlaDecodeFp8Params",
+        threads=384,
+        smem_bytes=_SMEM_BYTES[rows][grouped],
+    )
+
+
+_SPECS = {names: _spec(*names) for names in product(_SHAPES, (False, True))}
+SPECS = tuple(_SPECS.values())
+
+
+def fp8_spec(key: MLADecodeKey | MLAAttentionKey, grouped: bool) -> KernelSpec:
+    """Look up the kernel of a shape.
+
+    Parameters
+    ----------
+    key : MLADecodeKey or MLAAttentionKey
+        Of a cache of e4m3 numbers.
+    grouped : bool
+        Each token has a scale for each 128 of its latent columns.
+
+    Returns
+    -------
+    KernelSpec
+    """
+    return _SPECS[key.row_tile if isinstance(key, MLADecodeKey) else _RAGGED, grouped]
+
+
+def fp8_specs(key: MLADecodeKey | MLAAttentionKey) -> tuple[KernelSpec, ...]:
+    """List the kernels of a shape, for every format of the cache."""
+    return fp8_spec(key, grouped=False), fp8_spec(key, grouped=True)
+
+
+_PARAMS = struct.Struct("<128s128s33q12if4x5qfi16x")
+_LOG2_E = log2(e)
+_NO_MAP = bytes(128)  # each row is copied for itself
+
+
+def prepare_decode_fp8(
+    kernel: LoadedKernel,
+    key: MLADecodeKey | MLAAttentionKey,
+    buffer: int,
+    arguments: Arguments,
+    out: ArrayView,
+    lse: ArrayView,
+    softmax_scale: float,
+    stream: int,
+) -> PreparedLaunch:
+    """Prepare to attend to the blocks of every part; split requests go to the plan's buffer.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+        Of :func:`fp8_spec`, grouped where the arguments have kv_scales.
+    key : MLADecodeKey or MLAAttentionKey
+        The plan's shape.
+    buffer : int
+        Address of the plan's buffer, which holds a schedule.
+    arguments : Arguments
+        Checked. Of ragged queries as :func:`cumla.launch.mla_attention.prepare_attention` turns
+        them into those of one request.
+    out, lse : ArrayView
+        As :func:`cumla.mla_decode` describes them.
+    softmax_scale : float
+        Factor of the scores.
+    stream : int
+        CUstream handle.
+
+    Returns
+    -------
+    PreparedLaunch
+        To be called.
+    """
+    block_table, layout, scales = arguments.block_table, key.layout, arguments.kv_scales
+    columns = (arguments.kv_cache, arguments.kv_rope, arguments.q, arguments.q_rope)
+    factor = arguments.kv_scale
+    pointer, value = (0, factor) if isinstance(factor, (int, float)) else (factor.ptr, 0.0)
+    values = (
+        _NO_MAP,
+        _NO_MAP,
+        *(value for view in columns for value in (view.ptr, *view.strides[:3])),
+        out.ptr,
+        *out.strides[:3],
+        lse.ptr,
+        *(stride // 4 for stride in lse.strides),
+        block_table.ptr,
+        block_table.strides[0] // 4,
+        buffer + layout.places,
+        buffer + layout.parts,
+        buffer + layout.tickets,
+        buffer + layout.partial_out,
+        buffer + layout.partial_lse,
+        min(block_table.shape[1] * key.page_size, MOST_TOKENS),
+        (block_table.shape[0] - 1) * (block_table.strides[0] // 4) + block_table.shape[1],
+        key.num_places,
+        key.parts,
+        block_table.shape[1],
+        arguments.kv_cache.shape[0],
+        key.page_size,
+        key.box_rows,
+        key.q_len,
+        key.heads_per_group,
+        key.row_groups,
+        key.may_wait,
+        key.causal,
+        out.dtype == "float32",
+        softmax_scale * _LOG2_E,
+        *((0, 0, 0, 0) if scales is None else (scales.ptr, *scales.strides[:3])),
+        pointer,
+        value,
+        arguments.kv_rope.dtype != "bfloat16",
+    )
+    grid = key.row_tiles, key.parts, key.num_kv_heads
+    return PreparedLaunch(kernel, grid, _PARAMS, values, stream)

@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paths of mla_decode_fp8's numbers through shared memory and fragments, in a model of a block.
+
+The model moves bytes as the kernel's threads do: copies into a slot of the ring, fragments of K and
+V, the query's columns, accumulators, pieces and output. Products are those of the manual's fragment
+layouts. What comes out must be attention over the dequantised block.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cumla.launch import mla_decode_fp8
+from cumla.launch.mla_decode_fp8 import SPECS, fp8_spec, fp8_specs
+from cumla.launch.mla_plan import MLADecodeKey
+from cumla.launch.source import strip_comments
+from tests.launch.test_kernel import compile_checks
+
+Array = NDArray[Any]
+
+TOKENS, LATENT, ROPE, RAW_TILE = 64, 512, 64, 4096
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+# --- shared memory -------------------------------------------------------------------------------
+
+
+def raw_offset(row: int, chunk: int) -> int:
+    return row * 64 + ((chunk ^ (row // 2 & 3)) << 4)
+
+
+def load_latent(cache: Array, slot: Array) -> list[list[int]]:
+    """Copy (64, 512) bytes as copy_latent_half's two warps do; the banks' addresses by instruction."""
+    wrote = np.zeros(8 * RAW_TILE, bool)
+    instructions = []
+    for warp in range(2):
+        for half in range(2):
+            for i in range(8):
+                for k in range(2):
+                    places = []
+                    for lane in range(32):
+                        chunk, tile = lane % 4, lane // 8 % 2
+                        row = 4 * i + lane // 16 * 2 + lane // 4 % 2
+                        source = half * 256 + tile * 64 + chunk * 16 + k * 128
+                        to = (half * 4 + tile) * RAW_TILE + raw_offset(warp * 32 + row, chunk)
+                        to += k * 2 * RAW_TILE
+                        assert not wrote[to : to + 16].any()
+                        wrote[to : to + 16] = True
+                        slot[to : to + 16] = cache[warp * 32 + row, source : source + 16]
+                        places.append(to)
+                    instructions.append(places)
+    assert wrote.all()
+    return instructions
+
+
+def load_rope_raw(cache: Array, tile: Array) -> list[list[int]]:
+    """Copy (64, 64) bytes as copy_raw_tile's two warps do."""
+    instructions = []
+    for warp in range(2):
+        for i in range(4):
+            places = [raw_offset(warp * 32 + 8 * i + lane // 4, lane % 4) for lane in range(32)]
+            for lane, to in enumerate(places):
+                row, chunk = warp * 32 + 8 * i + lane // 4, lane % 4
+                tile[to : to + 16] = cache[row, chunk * 16 : chunk * 16 + 16]
+            instructions.append(places)
+    return instructions
+
+
+def conflict_free(places: list[int]) -> bool:
+    """Whether each eight lanes' 16 bytes lie in different banks."""
+    groups = np.array(places).reshape(-1, 8) // 16 % 8
+    return all(len(set(group)) == 8 for group in groups.tolist())
+
+
+def load_query(q: Array, rows: int, rope_is_fp8: bool) -> tuple[Array, Array]:
+    """Write (rows, 576) numbers of bfloat16 as load_query_fp8 does: the tiles' bytes, the divisors."""
+    tiles = np.zeros((9, rows * 128), np.uint8)
+    divisors = np.zeros(rows, np.float32)
+    words = q.view(np.uint32).reshape(rows, 9, 32)
+    for row in range(rows):
+        seen = q[row] if rope_is_fp8 else q[row, :512]
+        highest = int((seen.view(np.uint16) & 0x7FFF).max()) << 16
+        exponent = max(highest >> 23, 16)
+        factor = np.uint32((127 + 14 + 127 - exponent) << 23).view(np.float32)
+        divisors[row] = np.uint32((exponent - 14) << 23).view(np.float32)
+        for k in range(9):
+            for chunk in range(8):
+                for j in range(4):
+                    word = words[row, k, chunk * 4 + j : chunk * 4 + j + 1]
+                    if k < 8 or rope_is_fp8:
+                        u = chunk % 2 * 4 + j
+                        to = row * 128 + ((u ^ (row & 7)) << 4) + chunk // 2 * 4
+                        pair = word.view(ml_dtypes.bfloat16).astype(np.float32) * factor
+                        word = pair.astype(np.float16).view(np.uint32)
+                    else:
+                        to = row * 128 + ((chunk ^ (row & 7)) << 4) + j * 4
+                    tiles[k, to : to + 4] = word.view(np.uint8)
+    return tiles, divisors
+
+
+def rows_of_tile(tile: Array, dtype: Any) -> Array:
+    """A tile as a product sees it: rows of 128 bytes whose chunks are swizzled."""
+    rows = len(tile) // 128
+    chunks = tile.reshape(rows, 8, 16)
+    straight = [chunks[row, np.arange(8) ^ (row & 7)] for row in range(rows)]
+    return np.stack(straight).reshape(rows, 128).view(dtype).astype(np.float64)
+
+
+# --- fragments -----------------------------------------------------------------------------------
+
+
+def fragment_a(registers: Array) -> Array:
+    """A (64, 16) of the four registers, (128 threads, 4, 2 numbers), that hold it."""
+    a = np.full((64, 16), np.nan)
+    for thread in range(128):
+        warp, lane = divmod(thread, 32)
+        for i in range(4):
+            row = 16 * warp + lane // 4 + 8 * (i % 2)
+            column = 2 * (lane % 4) + 8 * (i // 2)
+            a[row, column : column + 2] = registers[thread, i]
+    return a
+
+
+def expand_halves(word: Array) -> tuple[Array, Array]:
+    numbers = word.view(E4M3).astype(np.float64)
+    return numbers[:2], numbers[2:]
+
+
+def expand_to_bfloat16(word: int) -> tuple[Array, Array]:
+    """The bits of expand_values<Bf16>."""
+    even = ((word << 4) & 0x07F007F0) | ((word << 8) & 0x80008000)
+    odd = ((word >> 4) & 0x07F007F0) | (word & 0x80008000)
+    halves = [np.uint32(x & 0xFFFFFFFF).reshape(1).view(ml_dtypes.bfloat16) for x in (even, odd)]
+    first, second = (half.astype(np.float64) * 2.0**120 for half in halves)
+    return first, second
+
+
+def key_steps(tile: Array) -> tuple[list[Array], list[list[int]]]:
+    """Four fragments of K (64, 16) from a tile's bytes: KeyTile::load and expand."""
+    registers = np.zeros((4, 128, 4, 2))
+    places: list[list[int]] = [[], []]
+    for thread in range(128):
+        warp, lane = divmod(thread, 32)
+        at = raw_offset(warp * 16 + lane // 4, lane % 4)
+        low, high = tile[at : at + 16].reshape(4, 4), tile[at + 512 : at + 528].reshape(4, 4)
+        places[0].append(at)
+        places[1].append(at + 512)
+        for k in range(4):
+            registers[k, thread, 0], registers[k, thread, 2] = expand_halves(low[k].copy())
+            registers[k, thread, 1], registers[k, thread, 3] = expand_halves(high[k].copy())
+    return [fragment_a(registers[k]) for k in range(4)], places
+
+
+def value_steps(tile: Array, bf16: bool) -> tuple[list[Array], list[list[int]]]:
+    """Four fragments of V^T (64 columns, 16 tokens): ldmatrix .trans, and expand_values."""
+    registers = np.zeros((4, 128, 4, 2))
+    instructions = []
+    for warp in range(4):
+        for half in range(2):
+            places = [raw_offset(lane, warp) + half * 32 * 64 for lane in range(32)]
+            instructions.append(places)
+            units = np.stack([tile[at : at + 16].view(np.uint16) for at in places])  # (32 rows, 8)
+            for lane in range(32):
+                for i in range(4):
+                    rows = units[8 * i + 2 * (lane % 4) : 8 * i + 2 * (lane % 4) + 2, lane // 4]
+                    word = np.ascontiguousarray(rows).view(np.uint8)
+                    if bf16:
+                        even, odd = expand_to_bfloat16(int(word.view(np.uint32)[0]))
+                    else:
+                        even, odd = expand_halves(word[[0, 2, 1, 3]])
+                    thread, k = warp * 32 + lane, 2 * half + i // 2
+                    registers[k, thread, i % 2 * 2] = even
+                    registers[k, thread, i % 2 * 2 + 1] = odd
+    # a[2 i], a[2 i + 1] of word i; of a product four registers
+    return [fragment_a(registers[k]) for k in range(4)], instructions
+
+
+# --- a block -------------------------------------------------------------------------------------
+
+
+def accumulators(d: Array) -> Array:
+    """What each of 128 threads holds of a product (64, columns): (128, columns / 2)."""
+    held = np.zeros((128, d.shape[1] // 2))
+    for thread in range(128):
+        warp, lane = divmod(thread, 32)
+        for i in range(held.shape[1]):
+            row = 16 * warp + lane // 4 + 8 * (i % 4 // 2)
+            held[thread, i] = d[row, 8 * (i // 4) + 2 * (lane % 4) + i % 2]
+    return held
+
+
+def store_probabilities(p: Array, factors: Array, rows: int, dtype: Any) -> Array:
+    """The bytes of P^T, of the threads' probabilities times (128, 2) factors of their tokens."""
+    tile = np.zeros(rows * 128, np.uint8)
+    for warp in range(4):
+        for first in range(0, 2 * (rows // 4), 8):
+            for lane in range(32):  # whose address is that of a row of matrix lane / 8
+                tokens = 2 * warp + lane // 8 % 2
+                row = lane // 16 * 8 + lane % 8
+                to = row * 128 + ((tokens ^ (row & 7)) << 4) + first // 8 * 16 * 128
+                # row lane % 8 of the transposed matrix: of each of eight lanes of one quad's place
+                column = lane % 8
+                holders = [warp * 32 + 4 * unit + column // 2 for unit in range(8)]
+                value = first + 2 * (lane // 8) + column % 2
+                which = lane // 8 % 2
+                numbers = [p[thread, value] * factors[thread, which] for thread in holders]
+                tile[to : to + 16] = np.array(numbers, np.float32).astype(dtype).view(np.uint8)
+    return tile
+
+
+class Block:
+    """A block of 64 tokens as one consumer computes it, and what a segment of it alone leaves."""
+
+    def __init__(
+        self,
+        latent: Array,
+        rope: Array,
+        scales: Array | None,
+        kv_scale: float,
+        q: Array,
+        rows: int,
+        consumer: int,
+    ) -> None:
+        slot = np.zeros(8 * RAW_TILE, np.uint8)
+        load_latent(latent, slot)
+        rope_is_fp8 = rope.dtype == np.uint8
+        query, divisors = load_query(q, rows, rope_is_fp8)
+        tiles = slot.reshape(8, RAW_TILE)
+        lanes = np.arange(128)
+        tokens = lanes // 32 * 16 + lanes % 32 // 4
+        own = np.arange(rows // 2)
+        held_rows = (own // 4 * 8 + own % 2)[None] + 2 * (lanes % 4)[:, None]
+        low = own[None] % 4 < 2
+
+        def of_tokens(factors: Array) -> Array:
+            return np.where(low, factors[tokens][:, None], factors[tokens + 8][:, None])
+
+        scores = np.zeros((128, rows // 2))
+        if rope_is_fp8:
+            tile = np.zeros(RAW_TILE, np.uint8)
+            load_rope_raw(rope, tile)
+            raw = self.keys(tile, query[8], np.float16)
+            scores += accumulators(raw) * kv_scale * divisors[held_rows]
+        else:
+            raw = rope.astype(np.float64) @ rows_of_tile(query[8], ml_dtypes.bfloat16).T
+            scores += accumulators(raw)
+        for group in range(4):
+            pair = (2 * group, 2 * group + 1)
+            d = accumulators(sum(self.keys(tiles[k], query[k], np.float16) for k in pair))
+            factor = kv_scale if scales is None else of_tokens(scales[:, group])
+            scores += d * divisors[held_rows] * factor
+        scores *= np.log2(np.e) * 576**-0.5
+        self.scores = scores
+
+        maximum = np.full(rows, -np.inf)
+        np.maximum.at(maximum, held_rows, scores)
+        self.reference = maximum - 7
+        p = np.exp2(scores - self.reference[held_rows])
+        self.sum = np.zeros(rows)
+        np.add.at(self.sum, held_rows, p)
+
+        self.output = []
+        self.consumer, self.rows = consumer, rows
+        for d in range(8):
+            tile = d ^ consumer * 4
+            steps, _ = value_steps(tiles[tile], scales is not None)
+            factors, dtype = np.ones((128, 2)), np.dtype(np.float16)
+            if scales is not None:
+                token_scales = scales[:, tile // 2]
+                factors = np.stack([token_scales[tokens], token_scales[tokens + 8]], axis=1)
+                dtype = np.dtype(ml_dtypes.bfloat16)
+            stored = rows_of_tile(store_probabilities(p, factors, rows, dtype), dtype)
+            product = sum(steps[k] @ stored[:, 16 * k : 16 * k + 16].T for k in range(4))
+            normal = (kv_scale if scales is None else 1.0) / self.sum[held_rows]
+            self.output.append(accumulators(product) * normal)
+
+    @staticmethod
+    def keys(tile: Array, query: Array, dtype: Any) -> Array:
+        steps, _ = key_steps(tile)
+        columns = rows_of_tile(query, dtype)
+        return sum(steps[k] @ columns[:, 16 * k : 16 * k + 16].T for k in range(4))  # type: ignore
+
+    def written(self) -> Array:
+        """This consumer's half of the output, (rows, 256), as write_rows stores 16-bit numbers."""
+        out = np.full((self.rows, 256), np.nan)
+        for thread in range(128):
+            warp, lane = divmod(thread, 32)
+            odd = lane // 4 % 2
+            for i in range(self.rows // 8):
+                row = 8 * i + 2 * (lane % 4) + odd
+                for d in range(4):
+                    v = self.output[d][:, 4 * i : 4 * i + 4]
+                    first, second = v[thread, [0, 2]], v[thread, [1, 3]]
+                    theirs = v[thread ^ 4]
+                    received = theirs[[1, 3]] if odd else theirs[[0, 2]]
+                    four = (received, second) if odd else (first, received)
+                    column = warp * 16 + lane // 4 * 2 - 2 * odd + d * 64
+                    assert np.isnan(out[row, column : column + 4]).all()
+                    out[row, column : column + 4] = np.concatenate(four)
+        return out
+
+    def written_as_float(self) -> Array:
+        """The same as write_rows stores it in float32."""
+        out = np.full((self.rows, 256), np.nan)
+        for thread in range(128):
+            warp, lane = divmod(thread, 32)
+            column = warp * 16 + lane // 4 * 2
+            for i in range(self.rows // 8):
+                for j in range(2):
+                    for d in range(4):
+                        v = self.output[d][thread]
+                        row = 8 * i + 2 * (lane % 4) + j
+                        out[row, d * 64 + column : d * 64 + column + 2] = v[[4 * i + j, 4 * i + j + 2]]
+        return out
+
+    def piece(self) -> Array:
+        """The same as write_piece leaves it: (row groups, 32 eights, 32 lanes, 4)."""
+        piece = np.full((self.rows // 16, 32, 32, 4), np.nan)
+        flat = piece.reshape(self.rows // 16, 32 * 32, 4)
+        for thread in range(128):
+            warp, lane = divmod(thread, 32)
+            pair, row = lane // 4, 2 * (lane % 4)
+            for group in range(self.rows // 16):
+                to = (2 * warp + pair // 4) * 32 + row * 4 + pair % 4
+                for d in range(4):
+                    v = self.output[d][thread, group * 8 : group * 8 + 8]
+                    for j in range(2):
+                        at = to + d * 8 * 32 + j * 4
+                        assert np.isnan(flat[group, at]).all()
+                        flat[group, at] = v[[j, j + 2, j + 4, j + 6]]
+        return piece
+
+
+def rows_of_piece(piece: Array) -> Array:
+    """What the joining CTAs take a piece for (mla_decode_join.cuh): (rows, 256)."""
+    rows = np.zeros((len(piece) * 16, 256))
+    for lane in range(32):
+        for r in range(2):
+            for i in range(2):
+                row, column = lane // 4 + 8 * r, 2 * (lane % 4) + i
+                for group in range(len(piece)):
+                    rows[group * 16 + row, column::8] = piece[group, :, lane, 2 * r + i]
+    return rows
+
+
+def attention(k: Array, q: Array) -> tuple[Array, Array]:
+    scores = q.astype(np.float64) @ k.T * 576**-0.5
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    total = weights.sum(1, keepdims=True)
+    return weights / total @ k[:, :512], np.log(total[:, 0]) + scores.max(1)
+
+
+@pytest.mark.parametrize("consumer", [0, 1])
+@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize("form", ["e4m3", "bfloat16 rope", "scales", "scales and e4m3 rope"])
+def test_a_block_through_shared_memory(form: str, rows: int, consumer: int) -> None:
+    rng = np.random.default_rng(len(form) + rows + consumer)
+    latent = rng.standard_normal((TOKENS, LATENT)).astype(E4M3)
+    rope = rng.standard_normal((TOKENS, ROPE)).astype(np.float32)
+    q = (rng.standard_normal((rows, 576)) * 2.0 ** rng.integers(-40, 40, (rows, 1))).astype(
+        ml_dtypes.bfloat16
+    )
+    q *= np.array(2.0, ml_dtypes.bfloat16) ** -(q.view(np.uint16).max(1, keepdims=True) >> 7).clip(
+        0, 0
+    )
+    scales, kv_scale = None, 0.37
+    if form.startswith("scales"):
+        scales = np.exp(rng.uniform(-9, 0, (TOKENS, 4)))
+    factors = np.full((TOKENS, 4), kv_scale) if scales is None else scales
+    k = np.zeros((TOKENS, 576))
+    k[:, :512] = latent.astype(np.float64) * factors.repeat(128, axis=1)
+    if form.endswith("rope") and "e4m3" not in form or form == "scales":
+        rope_in_cache: Array = rope.astype(ml_dtypes.bfloat16)
+        k[:, 512:] = rope_in_cache.astype(np.float64)
+    else:
+        rope_in_cache = rope.astype(E4M3)
+        k[:, 512:] = rope_in_cache.astype(np.float64) * kv_scale
+        rope_in_cache = rope_in_cache.view(np.uint8)
+    q = (q.astype(np.float64) / np.abs(q.astype(np.float64)).max(1, keepdims=True)).astype(
+        ml_dtypes.bfloat16
+    )
+    block = Block(latent.view(np.uint8), rope_in_cache, scales, kv_scale, q, rows, consumer)
+    out, lse = attention(k, q)
+    half = out[:, consumer * 256 : consumer * 256 + 256]
+    for got in (block.written(), block.written_as_float(), rows_of_piece(block.piece())):
+        assert np.linalg.norm(got - half, axis=1).max() <= 2e-3 * np.linalg.norm(half, axis=1).min()
+    got_lse = (block.reference + np.log2(block.sum)) * np.log(2)
+    np.testing.assert_allclose(got_lse, lse, rtol=0, atol=1e-4)
