@@ -24,7 +24,7 @@ __device__ __forceinline__ void initialise_barriers(const Fp8Layout<kQueryRows, 
 
 template <int kQueryRows, bool kGrouped, typename AnyTile>
 __device__ __forceinline__ void load(const MlaDecodeFp8Params& p, const Fp8Layout<kQueryRows, kGrouped>& shared) {
-  const Part part = part_of_cta(p.decode, copy_of(blockIdx.y));
+  const Part part = part_of_cta(p.decode, blockIdx.y);
   AnyTile tile(p.decode);
   const int last_place = last_place_of(p.decode, part), warp = threadIdx.x / 32;
   if (warp < 2)
@@ -35,7 +35,7 @@ __device__ __forceinline__ void load(const MlaDecodeFp8Params& p, const Fp8Layou
 
 template <typename AnyTile>
 __device__ __forceinline__ Segment segment_here(const MlaDecodeParams& p, AnyTile& tile, int place) {
-  return segment_of(p, tile, part_of_cta(p, copy_of(blockIdx.y)), place);
+  return segment_of(p, tile, part_of_cta(p, blockIdx.y), place);
 }
 
 template <int kQueryRows, bool kGrouped, typename AnyTile>
@@ -43,16 +43,14 @@ __device__ __forceinline__ void compute(const MlaDecodeFp8Params& p, const Fp8La
                                         int consumer_index) {
   AnyTile tile(p.decode);
   Fp8Consumer<kQueryRows, kGrouped, AnyTile> consumer(p, shared, tile, consumer_index);
-  int place, last_place, first_place, t = 0;
-  {
-    const Part part = part_of_cta(p.decode, blockIdx.y);
-    place = first_place = part.place;
-    last_place = last_place_of(p.decode, part);
-  }
+  const Part part = part_of_cta(p.decode, blockIdx.y);
+  const int last_place = last_place_of(p.decode, part);
+  int t = 0;
+  u32 query_phase = 0;
 #pragma unroll 1
-  for (; place <= last_place; ++place) {
+  for (int place = part.place; place <= last_place; ++place, query_phase ^= 1) {
     // Read again for the end of the segment: kept over its blocks, part and segment would cost registers that they lack.
-    t += consumer.compute(segment_here<AnyTile>(p.decode, tile, place), t, (place - first_place) & 1);
+    t += consumer.compute(segment_here<AnyTile>(p.decode, tile, place), t, query_phase);
     const Segment segment = segment_here<AnyTile>(p.decode, tile, place);
     Fp8Finisher<kQueryRows, kGrouped, AnyTile>(consumer, segment).finish(place < last_place);
   }

@@ -4,31 +4,25 @@
 #pragma once
 #include "mla_decode_fp8_layout.cuh"
 #include "mla_decode_fp8_products.cuh"
+#include "ptx/barrier_vote.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
 
 namespace cumla {
 
-// Probabilities are relative to a reference, which makes the highest one 2^7 when it is set and stays while none exceeds
-// 2^15: as float16 they neither overflow nor lose bits down to 2^-21 of the highest.
+// Probabilities are stored relative to a reference, a power of two, which makes the highest one 2^7 or more when it is set
+// and stays until one is beyond float16: so they lose no bits down to 2^-21 of the highest, and are rarely compared with one
+// another. Times scales, they have references for each group of columns.
 constexpr float kReferenceBelow = 7.0f, kReferenceSlack = 15.0f;
-
-template <bool kGrouped>
-struct ValueType {
-  using Type = Fp16;  // V exactly, and probabilities with three bits more than bfloat16
-};
-template <>
-struct ValueType<true> {
-  using Type = Bf16;  // probabilities times scales have any exponent
-};
+constexpr float kMostProbability = 1e15f;     // before scales
+constexpr float kLeastGroupReference = -100;  // above that of the probabilities: scales of 0 set none
 
 // One consumer warpgroup. Thread layout of the scores: tokens 16 warp + lane / 4 and that + 8, in every group of eight query
 // rows the two at 2 (lane % 4). Of the output, of 64 columns of V: 16 warp + 2 (lane / 4) and the one behind that.
 template <int kQueryRows, bool kGrouped, typename AnyTile>
 struct Fp8Consumer {
   using Layout = Fp8Layout<kQueryRows, kGrouped>;
-  using Value = typename ValueType<kGrouped>::Type;
   static constexpr int kOwn = kQueryRows / 4;  // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
   static constexpr int kSums = 2 * kOwn;       // accumulators of a product
   static constexpr bool kRoomy = kQueryRows == 16;  // registers for a tile ahead and for two groups of columns at once
@@ -38,7 +32,7 @@ struct Fp8Consumer {
   const Layout& shared;
   const AnyTile& tile;
   const int consumer, warp, lane;
-  const float kv_scale;              // of e4m3 columns without scales of their own
+  const float kv_scale;              // of all latent columns
   float output[kValueTiles][kSums];  // this consumer's half of V, then the other's
   float scores[kSums];
   float sum[kOwn];  // of the exponentials of this thread's tokens
@@ -52,7 +46,11 @@ struct Fp8Consumer {
         consumer(consumer),
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32),
-        kv_scale(params.kv_scale ? *params.kv_scale : params.kv_scale_value) {}
+        kv_scale(kGrouped ? 1.0f : read_kv_scale()) {}
+
+  __device__ __forceinline__ float read_kv_scale() const {
+    return params.kv_scale ? *params.kv_scale : params.kv_scale_value;
+  }
 
   __device__ __forceinline__ void begin() {
 #pragma unroll
@@ -61,9 +59,17 @@ struct Fp8Consumer {
       for (int i = 0; i < kSums; ++i) output[d][i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) sum[i] = 0.0f;
-    if (threadIdx.x % kWarpgroup < 4) {
+    if (threadIdx.x % kWarpgroup >= 4) return;
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) store_shared_float(shared.reference(consumer, row_of(i)), kLowest);
+    for (int i = 0; i < kOwn; ++i) {
+      store_shared_float(shared.reference(consumer, row_of(i)), kLowest);
+      if constexpr (kGrouped) {
+#pragma unroll
+        for (int group = 0; group < kScaleGroups; ++group) {
+          store_shared_float(shared.group_reference(consumer, group, row_of(i)), kLowest);
+          store_shared_float(shared.group_factor(consumer, group, row_of(i)), 1.0f);
+        }
+      }
     }
   }
 
@@ -74,6 +80,12 @@ struct Fp8Consumer {
       named_barrier_sync<kConsumerBarrier + 1, kWarpgroup>();
     else
       named_barrier_sync<kConsumerBarrier + 2, kWarpgroup>();
+  }
+
+  // Whether any thread of this consumer says so.
+  __device__ __forceinline__ bool sync_any(bool vote) const {
+    return consumer == 0 ? named_barrier_any<kConsumerBarrier + 1, kWarpgroup>(vote)
+                         : named_barrier_any<kConsumerBarrier + 2, kWarpgroup>(vote);
   }
 
   // d (+)= a step of K x query.
@@ -117,7 +129,8 @@ struct Fp8Consumer {
       for (int half = 0; half < 2; ++half) multiply_step(sums, keys, half, a[half], kRopeTile, half > 0);
       warpgroup_wait<0>();
       keep_behind_wait(sums);
-      add_to_scores<true>(sums, p.scale_log2 * kv_scale, p.scale_log2 * kv_scale);
+      const float factor = p.scale_log2 * (kGrouped ? read_kv_scale() : kv_scale);
+      add_to_scores<true>(sums, factor, factor);
     } else {
       fence_proxy_async_shared();  // the tile was written by threads' own copies
       warpgroup_arrive();
@@ -201,14 +214,14 @@ struct Fp8Consumer {
       if (step + 1 < 2 * kValueTiles)
         load_matrix_x4_transposed(next, source + value_tile((step + 1) / 2) * kRawTileBytes + (step + 1) % 2 * 32 * 64);
       if (step > 1) warpgroup_wait<1>();
-      expand_values<Value>(words, a[half]);
+      expand_values(words, a[half]);
       keep_before_products(a[half]);
       warpgroup_arrive();
       const int group = kGrouped ? value_tile(d) / (kValueTiles / kScaleGroups) : 0;
       const u32 probabilities = shared.probabilities_of(consumer, group, slot);
 #pragma unroll
       for (int k = 0; k < 2; ++k)
-        wgmma_registers_async<Value>(output[d], a[half] + 4 * k,
+        wgmma_registers_async<Fp16>(output[d], a[half] + 4 * k,
                                      descriptor_of_rows<128>(probabilities, half * 64 + k * 32), true);
       warpgroup_commit();
 #pragma unroll
@@ -233,93 +246,156 @@ struct Fp8Consumer {
     }
   }
 
-  // What was summed up so far, relative to `next` from now on instead of `before`. Rarely anything to do.
-  __device__ __forceinline__ void rescale(const float (&before)[kOwn], const float (&next)[kOwn]) {
-    bool moved = false;
+  // The scores of a row, of this thread's token or of the one eight behind it.
+  __device__ __forceinline__ float score_of(int i, int eight) const { return scores[4 * (i / 2) + 2 * eight + i % 2]; }
+
+  // Four of a thread's query rows, from `first` on: multiplies what was summed up so far of 128 columns, counted from this
+  // consumer's half.
+  __device__ __forceinline__ void rescale(int pair, int first, const float (&factor)[4]) {
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) moved |= next[i] != before[i];
-    if (!__any_sync(0xffffffffu, moved)) return;
+    for (int k = 0; k < 4; ++k)
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const float factor = exp2_approx(before[i] - next[i]);
-#pragma unroll
-      for (int d = 0; d < kValueTiles; ++d) {
-        output[d][4 * (i / 2) + i % 2] *= factor;
-        output[d][4 * (i / 2) + 2 + i % 2] *= factor;
+      for (int d = 2 * pair; d < 2 * pair + 2; ++d) {
+        const int i = first + k;
+        output[d][4 * (i / 2) + i % 2] *= factor[k];
+        output[d][4 * (i / 2) + 2 + i % 2] *= factor[k];
       }
-      sum[i] *= factor;
-    }
   }
 
-  // The references of the query rows before and with this block's scores: those of a thread's two tokens, its warp's, all.
-  __device__ __forceinline__ void raise_references(float (&before)[kOwn], float (&next)[kOwn]) const {
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) next[i] = fmaxf(scores[4 * (i / 2) + i % 2], scores[4 * (i / 2) + 2 + i % 2]);
+  // Their highest values: of those of a thread its warp's, then all.
+  __device__ __forceinline__ void find_highest(int first, float (&v)[4]) const {
 #pragma unroll
     for (int step = 4; step < 32; step *= 2)
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) next[i] = fmaxf(next[i], __shfl_xor_sync(0xffffffffu, next[i], step));
+      for (int k = 0; k < 4; ++k) v[k] = fmaxf(v[k], __shfl_xor_sync(0xffffffffu, v[k], step));
     if (lane < 4) {
 #pragma unroll
-      for (int i = 0; i < kOwn; i += 2)
-        store_shared_float2(shared.warp_maximum(consumer * 4 + warp, row_of(i)), {next[i], next[i + 1]});
+      for (int k = 0; k < 4; ++k) store_shared_float(shared.warp_maximum(consumer * 4 + warp, row_of(first + k)), v[k]);
     }
     sync();
 #pragma unroll
-    for (int i = 0; i < kOwn; i += 2) {
-      float2 highest = {-kInfinity, -kInfinity};
+    for (int k = 0; k < 4; ++k)
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const float2 other = load_shared_float2(shared.warp_maximum(consumer * 4 + w, row_of(i)));
-        highest = {fmaxf(highest.x, other.x), fmaxf(highest.y, other.y)};
+      for (int w = 0; w < 4; ++w)
+        v[k] = fmaxf(v[k], load_shared_float(shared.warp_maximum(consumer * 4 + w, row_of(first + k))));
+    sync();
+  }
+
+  // Whole numbers: differences of references are exact.
+  __device__ __forceinline__ static float raised(float reference, float highest) {
+    return highest > reference + kReferenceSlack ? ceilf(highest) - kReferenceBelow : reference;
+  }
+
+  // Raises the references where this block needs it, and brings what was summed up to the new ones. What threads read here
+  // was written before a meeting, and what they write is read behind another one.
+  __device__ __forceinline__ void raise_references(u32 slot) {
+#pragma unroll
+    for (int first = 0; first < kOwn; first += 4) {
+      float highest[4], factor[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) highest[k] = fmaxf(score_of(first + k, 0), score_of(first + k, 1));
+      find_highest(first, highest);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float before = load_shared_float(shared.reference(consumer, row_of(first + k)));
+        highest[k] = raised(before, highest[k]);
+        factor[k] = exp2_approx(before - highest[k]);
+        sum[first + k] *= factor[k];
       }
-      const float2 reference = load_shared_float2(shared.reference(consumer, row_of(i)));
-      before[i] = reference.x;
-      before[i + 1] = reference.y;
-      next[i] = slacken(highest.x, before[i]);
-      next[i + 1] = slacken(highest.y, before[i + 1]);
-    }
-  }
-
-  __device__ __forceinline__ static float slacken(float highest, float reference) {
-    return highest > reference + kReferenceSlack ? highest - kReferenceBelow : reference;
-  }
-
-  // scores -> probabilities relative to the references, and their sums.
-  __device__ __forceinline__ void exponentiate(const float (&references)[kOwn]) {
+      sync();
+      if (threadIdx.x % kWarpgroup < 4) {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      const int own = i / 4 * 2 + i % 2;
-      scores[i] = exp2_approx(scores[i] - references[own]);
-      sum[own] += scores[i];
+        for (int k = 0; k < 4; ++k) store_shared_float(shared.reference(consumer, row_of(first + k)), highest[k]);
+      }
+#pragma unroll
+      for (int pair = 0; pair < kScaleGroups; ++pair) {
+        if constexpr (kGrouped) raise_group(slot, value_tile(2 * pair) / 2, first, highest, factor);
+        rescale(pair, first, factor);
+      }
     }
+    sync();
   }
 
-  // For the next block. All warps have read what was there before, and read it again behind their next meeting.
-  __device__ __forceinline__ void keep_references(const float (&next)[kOwn]) const {
+  // The same of what is stored for a group of columns.
+  __device__ __forceinline__ void raise_group(u32 slot, int group, int first, const float (&reference)[4],
+                                              float (&factor)[4]) const {
+    const float low = scale_of(slot, group, 0), high = scale_of(slot, group, 1);
+    float highest[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      highest[k] = fmaxf(exp2_approx(score_of(first + k, 0) - reference[k]) * low,
+                         exp2_approx(score_of(first + k, 1) - reference[k]) * high);
+    find_highest(first, highest);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const float before = load_shared_float(shared.group_reference(consumer, group, row_of(first + k)));
+      highest[k] = fmaxf(raised(before, reference[k] + log2_approx(highest[k])), reference[k] + kLeastGroupReference);
+      factor[k] = exp2_approx(before - highest[k]);
+    }
+    sync();
     if (threadIdx.x % kWarpgroup >= 4) return;
 #pragma unroll
-    for (int i = 0; i < kOwn; i += 2)
-      store_shared_float2(shared.reference(consumer, row_of(i)), {next[i], next[i + 1]});
+    for (int k = 0; k < 4; ++k) {
+      store_shared_float(shared.group_reference(consumer, group, row_of(first + k)), highest[k]);
+      store_shared_float(shared.group_factor(consumer, group, row_of(first + k)), exp2_approx(reference[k] - highest[k]));
+    }
   }
 
-  // Transposed, for all warps of this consumer: as they are, or for each group of columns times its scales.
-  __device__ __forceinline__ void store_probabilities(u32 slot) const {
+  // scores -> probabilities, and, for all warps of this consumer, as float16 and transposed: as they are, or for each group
+  // of columns times scales. Tells whether some are too high for their references.
+  __device__ __forceinline__ bool store_probabilities(u32 slot, float (&p)[kSums]) const {
     const int tokens = 2 * warp + lane / 8 % 2;  // eight of them
     const int row = lane / 16 * 8 + lane % 8;
     const u32 place = row * 128 + ((tokens ^ (row & 7)) << 4);
 #pragma unroll
-    for (int group = 0; group < (kGrouped ? kScaleGroups : 1); ++group) {
-      const float low = kGrouped ? scale_of(slot, group, 0) : 1.0f, high = kGrouped ? scale_of(slot, group, 1) : 1.0f;
-      const u32 to = shared.probabilities_of(consumer, group, slot) + place;
+    for (int i = 0; i < kOwn; i += 2) {
+      const float2 references = load_shared_float2(shared.reference(consumer, row_of(i)));
 #pragma unroll
-      for (int i = 0; i < kSums; i += 8)
-        store_matrix_x4_transposed(to + i / 8 * 16 * 128, pack_pair<Value>(scores[i] * low, scores[i + 1] * low),
-                                   pack_pair<Value>(scores[i + 2] * high, scores[i + 3] * high),
-                                   pack_pair<Value>(scores[i + 4] * low, scores[i + 5] * low),
-                                   pack_pair<Value>(scores[i + 6] * high, scores[i + 7] * high));
+      for (int j = 0; j < 4; ++j) p[2 * i + j] = exp2_approx(scores[2 * i + j] - (j % 2 == 0 ? references.x : references.y));
+    }
+    u32 highest = 0;
+#pragma unroll
+    for (int group = 0; group < (kGrouped ? kScaleGroups : 1); ++group) {
+      const u32 to = shared.probabilities_of(consumer, group, slot) + place;
+      const float low = kGrouped ? scale_of(slot, group, 0) : 1.0f, high = kGrouped ? scale_of(slot, group, 1) : 1.0f;
+#pragma unroll
+      for (int i = 0; i < kSums; i += 8) {
+        u32 packed[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* const v = p + i + 2 * j;
+          float2 factors = {1.0f, 1.0f};
+          if constexpr (kGrouped) {
+            factors = load_shared_float2(shared.group_factor(consumer, group, row_of(i / 2 + j / 2 * 2)));
+            factors = {factors.x * (j % 2 == 0 ? low : high), factors.y * (j % 2 == 0 ? low : high)};
+          }
+          packed[j] = pack_pair<Fp16>(v[0] * factors.x, v[1] * factors.y);
+          highest = highest_f16x2(highest, packed[j]);
+        }
+        store_matrix_x4_transposed(to + i / 8 * 16 * 128, packed[0], packed[1], packed[2], packed[3]);
+      }
+    }
+    constexpr u32 kHalfInfinity = 0x7c00;
+    bool too_high = (highest & 0x7fff) >= kHalfInfinity || (highest >> 16) >= kHalfInfinity;
+    if constexpr (kGrouped) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) too_high |= p[i] > kMostProbability;
     }
     fence_proxy_async_shared();
+    return too_high;
+  }
+
+  // scores -> probabilities for multiply_values, and their sums.
+  __device__ __forceinline__ void weigh(u32 slot) {
+    float p[kSums];
+    sync();  // nobody reads this consumer's probabilities of before, nor RoPE columns
+    if (sync_any(store_probabilities(slot, p))) {
+      raise_references(slot);
+      store_probabilities(slot, p);
+      sync();
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sum[i / 4 * 2 + i % 2] += p[i];
   }
 
   // Returns how many blocks there were. t: those of the segments before. Tokens past the end are zeros (load_kv_fp8): only their scores need a mask.
@@ -332,13 +408,7 @@ struct Fp8Consumer {
       const u32 s = (t + i) % Layout::kSlots, phase = (t + i) / Layout::kSlots & 1;
       multiply_query(s, phase);
       if ((i + 1) * kBlockTokens > tokens - tile.most_shift) mask_scores(i, tokens);
-      float before[kOwn], next[kOwn];
-      raise_references(before, next);
-      rescale(before, next);
-      exponentiate(next);
-      store_probabilities(shared.slot(s));
-      sync();
-      keep_references(next);
+      weigh(shared.slot(s));
       multiply_values(s);
     }
     return segment.blocks;

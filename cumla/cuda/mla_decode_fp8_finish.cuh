@@ -11,7 +11,8 @@ template <int kQueryRows, bool kGrouped, typename AnyTile>
 struct Fp8Finisher {
   using Consumer = Fp8Consumer<kQueryRows, kGrouped, AnyTile>;
   static constexpr int kOwn = Consumer::kOwn;
-  static constexpr int kRounds = kQueryRows / 16;  // in which consumers trade halves
+  static constexpr int kRounds = kQueryRows / 16;      // in which consumers trade halves
+  static constexpr int kSets = kGrouped ? 2 : 1;       // of factors: for each group of columns in a half
 
   Consumer& of;
   const typename Consumer::Layout& shared;
@@ -34,7 +35,6 @@ struct Fp8Finisher {
   __device__ __forceinline__ void finish(bool more) {
     leave_sums();
     consumers_sync();  // nobody needs query and probabilities any more
-    float own[kOwn], other[kOwn];
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
 #pragma unroll
@@ -43,7 +43,8 @@ struct Fp8Finisher {
         store_shared_float4(shared.exchange(consumer, i), {v[0], v[1], v[2], v[3]});
       }
       consumers_sync();
-      if (round == 0) weigh(own, other);
+      float own[kSets][4], other[kSets][4];
+      find_factors(round * 4, own, other);
       add_up(round, own, other);
       if (round + 1 < kRounds) consumers_sync();
     }
@@ -62,30 +63,44 @@ struct Fp8Finisher {
     if (lane >= 4) return;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      store_shared_float(shared.sum(of.row_of(i), consumer * 4 + warp), of.sum[i]);
-      if (warp == 0)
-        store_shared_float(shared.last_reference(consumer, of.row_of(i)),
-                           load_shared_float(shared.reference(consumer, of.row_of(i))));
+      const int row = of.row_of(i);
+      store_shared_float(shared.sum(row, consumer * 4 + warp), of.sum[i]);
+      if (warp > 0) continue;
+      keep(shared.reference(consumer, row), shared.last_reference(consumer, row));
+      if constexpr (kGrouped) {
+#pragma unroll
+        for (int group = 0; group < kScaleGroups; ++group)
+          keep(shared.group_reference(consumer, group, row), shared.last_group_reference(consumer, group, row));
+      }
+    }
+  }
+  __device__ __forceinline__ static void keep(u32 from, u32 to) { store_shared_float(to, load_shared_float(from)); }
+
+  // The factors of what this consumer has and of what it gets, all normalised and scaled; and the log-sum-exp.
+  __device__ __forceinline__ void find_factors(int first, float (&own)[kSets][4], float (&other)[kSets][4]) const {
+    const bool writes = consumer == 0 && warp == 0 && lane < 4;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int row = of.row_of(first + k);
+      const float ours = load_shared_float(shared.last_reference(consumer, row));
+      const float theirs = load_shared_float(shared.last_reference(1 - consumer, row));
+      const float highest = fmaxf(ours, theirs);
+      const float total = exp2_approx(ours - highest) * sum_of_four(shared.sum(row, consumer * 4)) +
+                          exp2_approx(theirs - highest) * sum_of_four(shared.sum(row, (1 - consumer) * 4));
+      const float inverse = total == 0.0f ? 0.0f : of.kv_scale / total;
+#pragma unroll
+      for (int set = 0; set < kSets; ++set) {
+        own[set][k] = exp2_approx(reference_of(consumer, set, row) - highest) * inverse;
+        other[set][k] = exp2_approx(reference_of(1 - consumer, set, row) - highest) * inverse;
+      }
+      if (writes) write_lse(row, total == 0.0f ? -kInfinity : highest + log2_approx(total));
     }
   }
 
-  // The factors of what this consumer has and of what it gets, all normalised and scaled; and the log-sum-exp.
-  __device__ __forceinline__ void weigh(float (&own)[kOwn], float (&other)[kOwn]) const {
-    const bool writes = consumer == 0 && warp == 0 && lane < 4;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int row = of.row_of(i);
-      const float ours = load_shared_float(shared.last_reference(consumer, row));
-      const float others = load_shared_float(shared.last_reference(1 - consumer, row));
-      const float highest = fmaxf(ours, others);
-      const float own_factor = exp2_approx(ours - highest), other_factor = exp2_approx(others - highest);
-      const float total = own_factor * sum_of_four(shared.sum(row, consumer * 4)) +
-                          other_factor * sum_of_four(shared.sum(row, (1 - consumer) * 4));
-      const float inverse = total == 0.0f ? 0.0f : (kGrouped ? 1.0f : of.kv_scale) / total;
-      own[i] = own_factor * inverse;
-      other[i] = other_factor * inverse;
-      if (writes) write_lse(row, total == 0.0f ? -kInfinity : highest + log2_approx(total));
-    }
+  // To what a consumer's sums of columns of this consumer's half are relative.
+  __device__ __forceinline__ float reference_of(int whose, int set, int row) const {
+    return load_shared_float(kGrouped ? shared.last_group_reference(whose, consumer * 2 + set, row)
+                                      : shared.last_reference(whose, row));
   }
 
   __device__ __forceinline__ static float sum_of_four(u32 source) {
@@ -94,12 +109,14 @@ struct Fp8Finisher {
   }
 
   // This consumer's half of the output, of 16 query rows: of both.
-  __device__ __forceinline__ void add_up(int round, const float (&own)[kOwn], const float (&other)[kOwn]) const {
+  __device__ __forceinline__ void add_up(int round, const float (&all_own)[kSets][4],
+                                         const float (&all_other)[kSets][4]) const {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float* const v = of.output[i / 2] + round * 8 + i % 2 * 4;
       const float4 theirs = load_shared_float4(shared.exchange(1 - consumer, i));
-      const int row = round * 4 + i % 2 * 2;
+      const int row = i % 2 * 2, set = kGrouped ? i / 4 : 0;  // two float4 of 64 columns
+      const float(&own)[4] = all_own[set], (&other)[4] = all_other[set];
       v[0] = v[0] * own[row] + theirs.x * other[row];
       v[1] = v[1] * own[row + 1] + theirs.y * other[row + 1];
       v[2] = v[2] * own[row] + theirs.z * other[row];

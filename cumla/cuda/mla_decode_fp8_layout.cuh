@@ -35,11 +35,10 @@ struct HalfTile : RaggedTile {
   using Held = HalfTile;
   static constexpr int kHalf = kRowTile / 2;
 
-  __device__ __forceinline__ explicit HalfTile(const MlaDecodeParams& p) : RaggedTile(p) {
-    index = blockIdx.z * gridDim.x + blockIdx.x;
-  }
+  __device__ __forceinline__ explicit HalfTile(const MlaDecodeParams& p) : RaggedTile(p) {}
   __device__ __forceinline__ void move_to(const MlaDecodeParams& p, const TilePlace& place) {
     RaggedTile::move_to(p, place);
+    index = blockIdx.z * gridDim.x + blockIdx.x;
     first_row += blockIdx.x * kHalf;
     rows = min(kHalf, q_len * p.heads_per_group - first_row);
     most_shift = shift_of(p, 0);
@@ -72,8 +71,11 @@ struct Fp8Layout {
   static constexpr int kQueryBytes = kTiles * kQueryTileBytes;
   static constexpr int kSharedBytes = kQueryBytes + 2 * kOwnProbabilities * kQueryTileBytes;
   static constexpr int kWarps = 2 * kWarpgroup / 32;
+  static constexpr int kReferences = kGrouped ? 1 + 2 * kScaleGroups : 1;  // of a query row and consumer
+  static constexpr int kLastReferences = kGrouped ? 1 + kScaleGroups : 1;
+  static constexpr int kRowFloats = 2 * kWarps + 2 * (kReferences + kLastReferences) + 1;
   static constexpr int kBytes = kSlots * kSlotBytes + (kSharedBytes > kExchangeBytes ? kSharedBytes : kExchangeBytes) +
-                                (2 * kWarps + 5) * kQueryRows * 4 + 16 + (3 * kSlots + 2) * 8;
+                                kRowFloats * kQueryRows * 4 + 16 + (3 * kSlots + 2) * 8;
 
   u32 ring, query, probabilities, maxima, words, barriers;
 
@@ -82,7 +84,7 @@ struct Fp8Layout {
         query(ring + kSlots * kSlotBytes),
         probabilities(query + kQueryBytes),
         maxima(query + (kSharedBytes > kExchangeBytes ? kSharedBytes : kExchangeBytes)),
-        words(maxima + (2 * kWarps + 5) * kQueryRows * 4),
+        words(maxima + kRowFloats * kQueryRows * 4),
         barriers(words + 16) {}
 
   __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kSlotBytes; }
@@ -96,15 +98,29 @@ struct Fp8Layout {
   __device__ __forceinline__ u32 exchange(int consumer, int i) const {
     return query + ((consumer * 8 + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
   }
-  // Of a query row, by warp of both consumers: the highest score of a block; the sum of exponentials over a segment. By
-  // consumer: its reference, and the one of the segment that has ended. And by what the row of the query was divided.
+  // Of a query row, by warp of both consumers: the highest value where references are raised; the sum of exponentials over a
+  // segment.
   __device__ __forceinline__ u32 warp_maximum(int warp, int row) const { return maxima + (warp * kQueryRows + row) * 4; }
   __device__ __forceinline__ u32 sum(int row, int warp) const { return warp_maximum(kWarps, 0) + (row * kWarps + warp) * 4; }
+  // By consumer: the reference of the probabilities; those of what is stored for each group of columns, and their factors;
+  // the references of the segment that has ended, in the same order.
   __device__ __forceinline__ u32 reference(int consumer, int row) const {
-    return sum(kQueryRows, 0) + (consumer * kQueryRows + row) * 4;
+    return sum(kQueryRows, 0) + (consumer * kReferences * kQueryRows + row) * 4;
   }
-  __device__ __forceinline__ u32 last_reference(int consumer, int row) const { return reference(2 + consumer, row); }
-  __device__ __forceinline__ u32 divisor(int row) const { return reference(4, row); }
+  __device__ __forceinline__ u32 group_reference(int consumer, int group, int row) const {
+    return reference(consumer, (1 + group) * kQueryRows + row);
+  }
+  __device__ __forceinline__ u32 group_factor(int consumer, int group, int row) const {
+    return group_reference(consumer, kScaleGroups + group, row);
+  }
+  __device__ __forceinline__ u32 last_reference(int consumer, int row) const {
+    return reference(2, 0) + (consumer * kLastReferences * kQueryRows + row) * 4;
+  }
+  __device__ __forceinline__ u32 last_group_reference(int consumer, int group, int row) const {
+    return last_reference(consumer, (1 + group) * kQueryRows + row);
+  }
+  // By what the row of the query was divided.
+  __device__ __forceinline__ u32 divisor(int row) const { return last_reference(2, row); }
   // Barriers: half of a slot's latent columns are loaded, with the first one everything else, too; a slot is free again.
   __device__ __forceinline__ u32 full(u32 s, int half) const { return barriers + (s * 2 + half) * 8; }
   __device__ __forceinline__ u32 free(u32 s) const { return full(kSlots, 0) + s * 8; }

@@ -32,21 +32,9 @@ struct KeyTile {
 
 // V, transposed: bytes of a word are columns 2 (lane / 4) and the one behind that of one token, then of the next. The former
 // are row lane / 4 of a fragment, the latter row lane / 4 + 8.
-template <typename T>
-__device__ __forceinline__ void expand_values(u32 word, u32& even, u32& odd) {
-  if constexpr (kIsBf16<T>) {
-    // Exponent and mantissa in their places make 2^-120 of the number, a subnormal one of a subnormal one.
-    constexpr u32 kTwoTo120 = 0x7b807b80u;
-    even = multiply_bf16x2(((word << 4) & 0x07f007f0u) | ((word << 8) & 0x80008000u), kTwoTo120);
-    odd = multiply_bf16x2(((word >> 4) & 0x07f007f0u) | (word & 0x80008000u), kTwoTo120);
-  } else {
-    expand_e4m3x4(__byte_perm(word, 0, 0x3120), even, odd);
-  }
-}
-template <typename T>
 __device__ __forceinline__ void expand_values(const u32 (&words)[4], u32 (&a)[kStepRegisters]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) expand_values<T>(words[i], a[2 * i], a[2 * i + 1]);
+  for (int i = 0; i < 4; ++i) expand_e4m3x4(__byte_perm(words[i], 0, 0x3120), a[2 * i], a[2 * i + 1]);
 }
 
 }  // namespace cumla

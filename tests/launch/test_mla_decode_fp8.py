@@ -9,24 +9,29 @@ layouts. What comes out must be attention over the dequantised block.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cumla.launch import mla_decode_fp8
-from cumla.launch.mla_decode_fp8 import SPECS, fp8_spec, fp8_specs
+from cumla.arrays import ArrayView
+from cumla.launch import KernelSpec, mla_decode_fp8
+from cumla.launch.mla_attention import MLAAttentionKey
+from cumla.launch.mla_decode_fp8 import SPECS, fp8_spec, fp8_specs, prepare_decode_fp8
 from cumla.launch.mla_plan import MLADecodeKey
-from cumla.launch.source import strip_comments
-from tests.launch.test_kernel import compile_checks
+from cumla.launch.module import LoadedKernel
+from cumla.launch.source import strip_comments, translation_unit
+from tests.launch.test_kernel import compile_checks, members_of
 
 Array = NDArray[Any]
 
 TOKENS, LATENT, ROPE, RAW_TILE = 64, 512, 64, 4096
 E4M3 = ml_dtypes.float8_e4m3fn
+KV_SCALE = 0.37
 
 
 # --- shared memory -------------------------------------------------------------------------------
@@ -317,7 +322,9 @@ class Block:
                     for d in range(4):
                         v = self.output[d][thread]
                         row = 8 * i + 2 * (lane % 4) + j
-                        out[row, d * 64 + column : d * 64 + column + 2] = v[[4 * i + j, 4 * i + j + 2]]
+                        out[row, d * 64 + column : d * 64 + column + 2] = v[
+                            [4 * i + j, 4 * i + j + 2]
+                        ]
         return out
 
     def piece(self) -> Array:
@@ -357,39 +364,285 @@ def attention(k: Array, q: Array) -> tuple[Array, Array]:
     return weights / total @ k[:, :512], np.log(total[:, 0]) + scores.max(1)
 
 
+FORMS = ("e4m3", "bfloat16 rope", "scales", "scales and e4m3 rope")
+
+
+def cache_of(form: str, rng: np.random.Generator) -> tuple[Array, Array, Array | None, Array]:
+    """A block of the cache: latent bytes, RoPE, scales or None, and all its values."""
+    latent = rng.standard_normal((TOKENS, LATENT)).astype(E4M3)
+    latent.reshape(-1)[:256] = (
+        np.delete(np.arange(256), [0x7F, 0xFF])[np.arange(256) % 254].astype(np.uint8).view(E4M3)
+    )
+    rope = rng.standard_normal((TOKENS, ROPE)).astype(np.float32)
+    scales = np.exp(rng.uniform(-9, 0, (TOKENS, 4))) if form.startswith("scales") else None
+    factors = np.full((TOKENS, 4), KV_SCALE) if scales is None else scales
+    values = np.zeros((TOKENS, 576))
+    values[:, :LATENT] = latent.astype(np.float64) * factors.repeat(128, axis=1)
+    if form in ("bfloat16 rope", "scales"):
+        stored = rope.astype(ml_dtypes.bfloat16)
+        values[:, LATENT:] = stored.astype(np.float64)
+        return latent.view(np.uint8), stored, scales, values
+    bits = rope.astype(E4M3)
+    values[:, LATENT:] = bits.astype(np.float64) * KV_SCALE
+    return latent.view(np.uint8), bits.view(np.uint8), scales, values
+
+
 @pytest.mark.parametrize("consumer", [0, 1])
 @pytest.mark.parametrize("rows", [16, 32])
-@pytest.mark.parametrize("form", ["e4m3", "bfloat16 rope", "scales", "scales and e4m3 rope"])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_block_through_shared_memory(form: str, rows: int, consumer: int) -> None:
-    rng = np.random.default_rng(len(form) + rows + consumer)
-    latent = rng.standard_normal((TOKENS, LATENT)).astype(E4M3)
-    rope = rng.standard_normal((TOKENS, ROPE)).astype(np.float32)
-    q = (rng.standard_normal((rows, 576)) * 2.0 ** rng.integers(-40, 40, (rows, 1))).astype(
+    """Rows of the query as small and as large as their exponents go, and all that e4m3 has."""
+    rng = np.random.default_rng([len(form), rows, consumer])
+    latent, rope, scales, values = cache_of(form, rng)
+    q = (rng.standard_normal((rows, 576)) * np.exp2(-rng.integers(0, 20, (rows, 1)))).astype(
         ml_dtypes.bfloat16
     )
-    q *= np.array(2.0, ml_dtypes.bfloat16) ** -(q.view(np.uint16).max(1, keepdims=True) >> 7).clip(
-        0, 0
-    )
-    scales, kv_scale = None, 0.37
-    if form.startswith("scales"):
-        scales = np.exp(rng.uniform(-9, 0, (TOKENS, 4)))
-    factors = np.full((TOKENS, 4), kv_scale) if scales is None else scales
-    k = np.zeros((TOKENS, 576))
-    k[:, :512] = latent.astype(np.float64) * factors.repeat(128, axis=1)
-    if form.endswith("rope") and "e4m3" not in form or form == "scales":
-        rope_in_cache: Array = rope.astype(ml_dtypes.bfloat16)
-        k[:, 512:] = rope_in_cache.astype(np.float64)
-    else:
-        rope_in_cache = rope.astype(E4M3)
-        k[:, 512:] = rope_in_cache.astype(np.float64) * kv_scale
-        rope_in_cache = rope_in_cache.view(np.uint8)
-    q = (q.astype(np.float64) / np.abs(q.astype(np.float64)).max(1, keepdims=True)).astype(
-        ml_dtypes.bfloat16
-    )
-    block = Block(latent.view(np.uint8), rope_in_cache, scales, kv_scale, q, rows, consumer)
-    out, lse = attention(k, q)
+    block = Block(latent, rope, scales, KV_SCALE, q, rows, consumer)
+    out, lse = attention(values, q)
     half = out[:, consumer * 256 : consumer * 256 + 256]
+    most = 1e-3 if scales is None else 3e-3  # of float16 and of bfloat16 probabilities
     for got in (block.written(), block.written_as_float(), rows_of_piece(block.piece())):
-        assert np.linalg.norm(got - half, axis=1).max() <= 2e-3 * np.linalg.norm(half, axis=1).min()
+        errors = np.linalg.norm(got - half, axis=1) / np.linalg.norm(half, axis=1)
+        assert errors.max() <= most
     got_lse = (block.reference + np.log2(block.sum)) * np.log(2)
     np.testing.assert_allclose(got_lse, lse, rtol=0, atol=1e-4)
+
+
+def test_every_number_is_expanded_exactly() -> None:
+    for bits in range(256):
+        number = float(np.uint8(bits).view(E4M3))
+        if np.isnan(number):
+            continue
+        word = bits * 0x01010101
+        assert all((pair == number).all() for pair in expand_to_bfloat16(word))
+        assert float(np.float16(number)) == number
+
+
+def test_no_two_lanes_meet_in_a_bank() -> None:
+    """Of the eight lanes whose 16 bytes a copy, a load or ldmatrix moves at once."""
+    slot = np.zeros(8 * RAW_TILE, np.uint8)
+    cache = np.zeros((TOKENS, LATENT), np.uint8)
+    instructions = load_latent(cache, slot)
+    instructions += load_rope_raw(cache[:, :ROPE], slot[:RAW_TILE])
+    instructions += [
+        at[32 * w : 32 * w + 32] for at in key_steps(slot[:RAW_TILE])[1] for w in range(4)
+    ]
+    instructions += value_steps(slot[:RAW_TILE], bf16=False)[1]
+    assert len(instructions) == 64 + 8 + 8 + 8
+    assert all(conflict_free(places) for places in instructions)
+    assert not conflict_free([64 * row for row in range(8)])
+
+
+def test_a_query_of_any_size_keeps_its_bits() -> None:
+    """What is divided by a power of two and made float16 comes back, from 2**-110 to 2**127."""
+    rng = np.random.default_rng(3)
+    for size in (-110, -60, 0, 60, 126):
+        q = (rng.uniform(1, 2, (16, 576)) * 2.0**size * np.exp2(-rng.integers(0, 30, 576))).astype(
+            ml_dtypes.bfloat16
+        )
+        tiles, divisors = load_query(q, 16, rope_is_fp8=True)
+        halves = np.stack([rows_of_tile(tile, np.float16) for tile in tiles])
+        assert np.abs(halves).max() < 2.0**15
+        back = np.sort(halves * divisors[:, None].astype(np.float64), axis=2)
+        wanted = np.sort(q.astype(np.float64).reshape(16, 9, 64).swapaxes(0, 1), axis=2)
+        assert (back == wanted).all()
+
+
+# --- the model is of this code -------------------------------------------------------------------
+
+LINES = {
+    "mla_decode_fp8_load.cuh": (
+        "const int row = 8 * i + rows.lane / 4;",
+        "copy_16_async(tile + raw_offset(rows.first_row + row, chunk),",
+        "const int lane = rows.lane, chunk = lane % 4, tile = lane / 8 % 2;",
+        "from.base + half * 256 + tile * 64 + chunk * 16;",
+        "slot + (half * 4 + tile) * kRawTileBytes;",
+        "const int row = 4 * i + lane / 16 * 2 + lane / 4 % 2;",
+        "copy_16_async(destination + k * 2 * kRawTileBytes, source + k * 128, exists);",
+        "const u32 exponent = max(highest >> 23, 16u);",
+        "__uint_as_float((127 + 14 + 127 - exponent) << 23);",
+        "const int u = chunk % 2 * 4 + j;",
+        "store_shared_u32(to + ((u ^ (row & 7)) << 4) + chunk / 2 * 4,",
+        "store_shared_16(to + ((chunk ^ (row & 7)) << 4), v);",
+        "__uint_as_float((exponent - 14) << 23)",
+    ),
+    "mla_decode_fp8_layout.cuh": ("return row * 64 + ((chunk ^ (row / 2 & 3)) << 4);",),
+    "mla_decode_fp8_products.cuh": (
+        "high = load_shared_16(source + 8 * 64);",
+        "expand_e4m3x4(half == 0 ? low.x : low.z, a[0], a[2]);",
+        "expand_e4m3x4(half == 0 ? high.x : high.z, a[1], a[3]);",
+        "expand_e4m3x4(half == 0 ? low.y : low.w, a[4], a[6]);",
+        "expand_e4m3x4(half == 0 ? high.y : high.w, a[5], a[7]);",
+        "((word << 4) & 0x07f007f0u) | ((word << 8) & 0x80008000u)",
+        "((word >> 4) & 0x07f007f0u) | (word & 0x80008000u)",
+        "expand_e4m3x4(__byte_perm(word, 0, 0x3120), even, odd);",
+        "expand_values<T>(words[i], a[2 * i], a[2 * i + 1]);",
+    ),
+    "mla_decode_fp8_compute.cuh": (
+        "raw_offset(warp * 16 + lane / 4, lane % 4);",
+        "return d ^ consumer * kHalfTiles;",
+        "slot + raw_offset(lane, warp);",
+        "+ (step + 1) % 2 * 32 * 64);",
+        "const int tokens = 2 * warp + lane / 8 % 2;",
+        "const int row = lane / 16 * 8 + lane % 8;",
+        "const u32 place = row * 128 + ((tokens ^ (row & 7)) << 4);",
+        "store_matrix_x4_transposed(to + i / 8 * 16 * 128,",
+    ),
+    "mla_decode_fp8_finish.cuh": (
+        "const int pair = lane / 4, row = 2 * (lane % 4);",
+        "piece_offset(p, piece, consumer, group, 2 * warp + pair / 4, row * 4 + pair % 4);",
+        "store_global_float4(to + d * 8 * 32 + j * 4, v[j], v[j + 2], v[j + 4], v[j + 6]);",
+        "const int row = first + 2 * (lane % 4), column = consumer * 256 + warp * 16 + lane / 4 * 2;",
+        "store_global_float2(to + d * 256, of.output[d][at + j], of.output[d][at + j + 2]);",
+        "pack_pair<Bf16>(v[0], v[2]), second_row = pack_pair<Bf16>(v[1], v[3]);",
+        "__shfl_xor_sync(0xffffffffu, odd ? first_row : second_row, 4);",
+        "odd ? received : first_row, odd ? second_row : received);",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_the_steps_are_those_of_the_kernel(name: str) -> None:
+    """In this order; after a change there, change the model, too."""
+    text = resources.files("cumla").joinpath(f"cuda/{name}").read_text("utf-8")
+    source, at = re.sub(r"\s+", " ", strip_comments(text)), 0
+    for line in LINES[name]:
+        assert line in source[at:], line
+        at = source.index(line, at) + len(line)
+
+
+# --- shapes and launches -------------------------------------------------------------------------
+
+
+def decode_key(rows: int, kv_heads: int = 1, **change: Any) -> MLADecodeKey:
+    return MLADecodeKey(
+        3, 1, rows * kv_heads, kv_heads, 64, "bfloat16", True, 0, 132, cache="e4m3", **change
+    )
+
+
+ATTENTION_KEY = MLAAttentionKey(3, 100, 128, 2, 64, "bfloat16", True, 0, 132, cache="e4m3")
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_kernel_of_a_shape(grouped: bool) -> None:
+    suffix = "_grouped" if grouped else ""
+    for rows in (1, 16, 17, 32, 33, 128):
+        width = 16 if rows <= 16 else 32
+        spec = fp8_spec(decode_key(rows), grouped)
+        assert spec.entry == f"mla_decode_fp8_{width}{suffix}"
+        assert spec.function == f"mla_decode_fp8<{width}, {str(grouped).lower()}>"
+    spec = fp8_spec(ATTENTION_KEY, grouped)
+    assert spec.entry == f"mla_attention_fp8{suffix}"
+    assert spec.function == f"mla_decode_fp8<32, {str(grouped).lower()}, HalfTile>"
+
+
+def test_every_kernel_serves_a_shape() -> None:
+    keys = (decode_key(16), decode_key(32), ATTENTION_KEY)
+    assert {spec for key in keys for spec in fp8_specs(key)} == set(SPECS)
+    assert len(SPECS) == 6
+
+
+def test_row_tiles_are_those_of_the_kernel() -> None:
+    for rows, tiles, groups in (
+        (1, 1, 1),
+        (16, 1, 1),
+        (17, 1, 2),
+        (32, 1, 2),
+        (33, 2, 2),
+        (128, 4, 2),
+    ):
+        key = decode_key(rows, kv_heads=3)
+        assert (key.row_tiles, key.row_groups, key.tiles) == (tiles, groups, 3 * tiles)
+        assert key.row_groups * 16 == key.row_tile
+        pieces = key.tiles * key.parts * 2
+        assert key.layout.nbytes - key.layout.partial_out == pieces * key.row_tile * 512 * 4
+    assert (ATTENTION_KEY.row_tiles, ATTENTION_KEY.row_groups, ATTENTION_KEY.tiles) == (2, 2, 4)
+    assert ATTENTION_KEY.parts == 33
+
+
+def test_other_caches_have_the_plans_that_they_had() -> None:
+    same = replace(decode_key(100), cache="same")
+    assert (same.row_tile, same.row_tiles, same.row_groups) == (64, 2, 4)
+    ragged = replace(ATTENTION_KEY, cache="same")
+    assert (ragged.row_tiles, ragged.row_groups, ragged.tiles, ragged.parts) == (1, 4, 2, 66)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
+def test_shared_memory_is_what_the_layout_takes(spec: KernelSpec, nvrtc: None) -> None:
+    found = re.search(r"<(\d+), (\w+)", spec.function)
+    assert found is not None
+    compile_checks(spec, {f"(Fp8Layout<{found[1]}, {found[2]}>::kBytes)": spec.smem_bytes})
+
+
+class Checked(NamedTuple):
+    """The fields of cumla.checks.Arguments that the launcher reads."""
+
+    q: ArrayView
+    q_rope: ArrayView
+    kv_cache: ArrayView
+    kv_rope: ArrayView
+    block_table: ArrayView
+    kv_scales: ArrayView | None
+    kv_scale: ArrayView | float
+
+
+def strided(at: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> ArrayView:
+    return ArrayView(at << 40, shape, strides, dtype, 0, False)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("rope", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("factor", [0.25, strided(12, (1,), (4,), "float32")])
+def test_what_the_kernel_is_told_of_the_cache(
+    grouped: bool, rope: str, factor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        mla_decode_fp8,
+        "PreparedLaunch",
+        lambda kernel, grid, layout, values, stream: (grid, layout.pack(*values)),
+    )
+    key = decode_key(40, kv_heads=2)
+    checked = Checked(
+        strided(1, (3, 1, 80, 512), (8016, 8000, 1152, 2), "bfloat16"),
+        strided(2, (3, 1, 80, 64), (8016, 8000, 1152, 2), "bfloat16"),
+        strided(3, (70, 64, 2, 512), (90000, 1200, 608, 1), "float8_e4m3fn"),
+        strided(4, (70, 64, 2, 64), (90016, 1216, 624, 2), rope),
+        strided(5, (3, 11), (52, 4), "int32"),
+        strided(6, (70, 64, 2, 4), (90032, 1232, 640, 4), "float32") if grouped else None,
+        factor,
+    )
+    out = strided(7, (3, 1, 80, 512), (5008, 5024, 5040, 4), "float32")
+    lse = strided(8, (3, 80, 1), (6004, 6008, 6012), "float32")
+    spec = fp8_spec(key, grouped)
+    grid, packed = prepare_decode_fp8(  # type: ignore[misc]
+        LoadedKernel(1, spec, 0, None),
+        key,
+        9 << 40,
+        checked,
+        out,
+        lse,
+        0.5,
+        0,  # type: ignore[arg-type]
+    )
+    assert grid == (2, key.parts, 2)
+    text, _, _ = translation_unit(spec).partition('extern "C"')
+    values = mla_decode_fp8._PARAMS.unpack(packed)
+    got = dict(zip(members_of(text, spec.params), values, strict=True))
+    wanted = {
+        "decode.latent.base": 3 << 40,
+        "decode.latent.stride_row": 1200,
+        "decode.rope.base": 4 << 40,
+        "decode.q_rope.base": 2 << 40,
+        "decode.partial_out": (9 << 40) + key.layout.partial_out,
+        "decode.num_pages": 70,
+        "decode.row_groups": 2,
+        "decode.out_is_float": 1,
+        "scales.base": 6 << 40 if grouped else 0,
+        "scales.stride_page": 90032 if grouped else 0,
+        "scales.stride_row": 1232 if grouped else 0,
+        "scales.stride_head": 640 if grouped else 0,
+        "kv_scale": 0 if factor == 0.25 else 12 << 40,
+        "kv_scale_value": 0.25 if factor == 0.25 else 0.0,
+        "rope_is_fp8": int(rope != "bfloat16"),
+    }
+    assert {name: got[name] for name in wanted} == wanted

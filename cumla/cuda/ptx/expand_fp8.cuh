@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From e4m3 to 16-bit floating point, without loss.
+// From e4m3 to float16, without loss; and float16 compared.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -18,12 +18,12 @@ __device__ __forceinline__ void expand_e4m3x4(u32 packed, u32& low, u32& high) {
       : "r"(packed));
 }
 
-// PTX ISA: Half Precision Floating Point Instructions: mul
-// Of pairs of bfloat16, subnormal numbers included.
-__device__ __forceinline__ u32 multiply_bf16x2(u32 a, u32 b) {
-  u32 product;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-  return product;
+// PTX ISA: Half Precision Floating Point Instructions: max
+// Of pairs of float16; of a number and NaN the number.
+__device__ __forceinline__ u32 highest_f16x2(u32 a, u32 b) {
+  u32 highest;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(highest) : "r"(a), "r"(b));
+  return highest;
 }
 
 }  // namespace cumla
