@@ -363,13 +363,13 @@ struct Fp8Consumer {
         u32 packed[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const float* const v = p + i + 2 * j;
-          float2 factors = {1.0f, 1.0f};
+          float2 v = {p[i + 2 * j], p[i + 2 * j + 1]};
           if constexpr (kGrouped) {
-            factors = load_shared_float2(shared.group_factor(consumer, group, row_of(i / 2 + j / 2 * 2)));
-            factors = {factors.x * (j % 2 == 0 ? low : high), factors.y * (j % 2 == 0 ? low : high)};
+            const float2 factors = load_shared_float2(shared.group_factor(consumer, group, row_of(i / 2 + j / 2 * 2)));
+            const float scale = j % 2 == 0 ? low : high;
+            v = {v.x * scale * factors.x, v.y * scale * factors.y};  // in this order: 0 times infinity does not come up
           }
-          packed[j] = pack_pair<Fp16>(v[0] * factors.x, v[1] * factors.y);
+          packed[j] = pack_pair<Fp16>(v.x, v.y);
           highest = highest_f16x2(highest, packed[j]);
         }
         store_matrix_x4_transposed(to + i / 8 * 16 * 128, packed[0], packed[1], packed[2], packed[3]);
