@@ -1,4 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
+// Split-KV MLA decode for sm_90a over caches whose latent columns are e4m3: with a factor for all of them, or (kGrouped) with
+// scales for each token and 128 columns; RoPE columns are e4m3 or bfloat16. As in mla_decode_swapped, KV rows and columns of V are
+// the M side of the products, and the query rows the N side, here 16 or 32:
+//
+//   S^T (64 tokens x rows)  = K (64 x 576) Q^T        O^T (512 x rows) += V^T (512 x 64 tokens) P^T
+//
+// grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM; over queries of different lengths (2, parts,
+// kv heads), half of a row tile at each place of the schedule (HalfTile).
+//
+// Warpgroup 0 loads: warps 0 and 1 the KV blocks, row by row, as slots of the ring become free, of pages of any size; warps 2
+// and 3 the query rows, as float16. Warpgroups 1 and 2 compute, each every second block for itself, which is every second
+// slot of the ring; at the end of a segment they add up what they have, each half of the columns of V.
+//
+// The bytes of the cache lie in shared memory as they came. Both products take A from registers: a thread reads the bytes
+// that are its fragments (K by rows, V through transposing ldmatrix of two columns as a unit) and converts them to float16,
+// which has all e4m3 numbers. A copy in 16 bits, written and read again, would take more of the shared-memory port (128 B a
+// clock) than a block has. The order of columns in which K's fragments come is that of the query's columns, too (load_query_fp8);
+// the one of V's columns is undone where the output is stored.
+//
+// Scales stay float32: the scores of 128 columns are multiplied by them, and so are the probabilities before they are
+// rounded, once for each 128 columns of V.
+//
+// Shared memory:  ring of 4 blocks 163,840, with scales 167,936; query and P, also exchange and joining, 32,768 (16 rows) or
+//                 53,248; sums and references 84 or 180 B a row; words 16; barriers 112: at most 227,072 B of 232,448
+// Registers:      consumers 208 (16 rows: output 64) or 224 (output 128), loaders 88 or 56; 168 at the start
+// Tensor work:    36 + 32 products m64n16k16 or m64n32k16 a block
+// Port:           a block's bytes are written once and read twice, 32,768 of them as V; 512 or 1,024 B for each product's B
 #include "mla_decode_fp8_compute.cuh"
 #include "mla_decode_fp8_finish.cuh"
 #include "mla_decode_fp8_layout.cuh"

@@ -398,7 +398,8 @@ struct Fp8Consumer {
     for (int i = 0; i < kSums; ++i) sum[i / 4 * 2 + i % 2] += p[i];
   }
 
-  // Returns how many blocks there were. t: those of the segments before. Tokens past the end are zeros (load_kv_fp8): only their scores need a mask.
+  // Returns how many blocks there were. t: those of the segments before. Tokens past the end are zeros (load_kv_fp8): only
+  // their scores need a mask.
   __device__ __forceinline__ int compute(const Segment& segment, int t, u32 query_phase) {
     begin();
     mbarrier_wait(shared.query_full(), query_phase, "the query");

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import struct
-from itertools import product
 from math import e, log2
 from typing import TYPE_CHECKING
 
@@ -40,7 +39,7 @@ def _spec(shape: int | str, grouped: bool) -> KernelSpec:
     )
 
 
-_SPECS = {names: _spec(*names) for names in product(_SHAPES, (False, True))}
+_SPECS = {(shape, grouped): _spec(shape, grouped) for shape in _SHAPES for grouped in (False, True)}
 SPECS = tuple(_SPECS.values())
 
 
