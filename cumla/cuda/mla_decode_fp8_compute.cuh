@@ -96,7 +96,7 @@ struct Fp8Consumer {
     warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < 2; ++k)
-      wgmma_registers_async<Fp16>(
+      wgmma_f16_async(
           d, a + 4 * k, descriptor_of_rows<128>(shared.query, query_tile * Layout::kQueryTileBytes + half * 64 + k * 32),
           accumulate || k > 0);
     warpgroup_commit();
@@ -221,8 +221,7 @@ struct Fp8Consumer {
       const u32 probabilities = shared.probabilities_of(consumer, group, slot);
 #pragma unroll
       for (int k = 0; k < 2; ++k)
-        wgmma_registers_async<Fp16>(output[d], a[half] + 4 * k,
-                                     descriptor_of_rows<128>(probabilities, half * 64 + k * 32), true);
+        wgmma_f16_async(output[d], a[half] + 4 * k, descriptor_of_rows<128>(probabilities, half * 64 + k * 32), true);
       warpgroup_commit();
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[i] = next[i];
