@@ -20,32 +20,55 @@ __device__ __forceinline__ int first_of_box(const MlaDecodeParams& p) {
   return kForm == kBoxes ? threadIdx.x % 32 * p.box_rows : 0;
 }
 
-// Begins to load the 64 columns of a tile, of a block. `rope`: they are the RoPE columns, as the compiler knows.
-template <PageForm kForm>
-__device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
-                                          const PageRow& from) {
+// Begins to load tiles of 64 columns of a block, from `column` on, each with a barrier of its own; they and the barriers
+// lie one behind the other. `rope`: they are the RoPE columns, as the compiler knows. Of kBoxes a warp: lane i knows where
+// box i lies, and one lane issues all of them, for lanes that issue each their own take turns, and slower.
+template <PageForm kForm, int kCount>
+__device__ __forceinline__ void load_tiles(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
+                                           const PageRow& from) {
   if constexpr (kForm == kPages) {
-    mbarrier_arrive_expect_tx(barrier, kTileBytes);
-    tma_load_4d_async(destination, &p.latent_map, barrier, column * 64, from.row, blockIdx.z, from.page);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      mbarrier_arrive_expect_tx(barrier + 8 * k, kTileBytes);
+      tma_load_4d_async(destination + k * kTileBytes, &p.latent_map, barrier + 8 * k, (column + k) * 64, from.row,
+                        blockIdx.z, from.page);
+    }
   } else {
     const TensorMap* const map = rope ? &p.rope_map : &p.latent_map;
-    const int x = rope ? 0 : column * 64, row = first_of_box<kForm>(p);
-    if (row == 0) mbarrier_arrive_expect_tx(barrier, kTileBytes);
-    __syncwarp();
-    if (row < kBlockTokens)
-      tma_load_4d_async(destination + row * 128, map, barrier, x, from.row, blockIdx.z, from.page);
+    const int x = rope ? 0 : column * 64;
+    const bool issues = threadIdx.x % 32 == 0;
+    if (issues) {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) mbarrier_arrive_expect_tx(barrier + 8 * k, kTileBytes);
+    }
+#pragma unroll 1
+    for (int box = 0; box * p.box_rows < kBlockTokens; ++box) {
+      const int page = __shfl_sync(0xffffffffu, from.page, box), row = __shfl_sync(0xffffffffu, from.row, box);
+      if (issues) {
+#pragma unroll
+        for (int k = 0; k < kCount; ++k)
+          tma_load_4d_async(destination + k * kTileBytes + box * p.box_rows * 128, map, barrier + 8 * k, x + k * 64, row,
+                            blockIdx.z, page);
+      }
+    }
   }
 }
 
-// Has L2 fetch the same.
+// Has L2 fetch a block; the row tiles share that work.
 template <PageForm kForm>
-__device__ __forceinline__ void prefetch_tile(const MlaDecodeParams& p, int column, const PageRow& from) {
+__device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const PageRow& from) {
   if constexpr (kForm == kPages) {
-    tma_prefetch_4d(&p.latent_map, column * 64, from.row, blockIdx.z, from.page);
+    for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
+      tma_prefetch_4d(&p.latent_map, k * 64, from.row, blockIdx.z, from.page);
   } else {
-    const TensorMap* const map = column == kRopeTile ? &p.rope_map : &p.latent_map;
-    const int x = column == kRopeTile ? 0 : column * 64;
-    if (first_of_box<kForm>(p) < kBlockTokens) tma_prefetch_4d(map, x, from.row, blockIdx.z, from.page);
+#pragma unroll 1
+    for (int box = 0; box * p.box_rows < kBlockTokens; ++box) {
+      const int page = __shfl_sync(0xffffffffu, from.page, box), row = __shfl_sync(0xffffffffu, from.row, box);
+      if (threadIdx.x % 32 != 0) continue;
+#pragma unroll 1
+      for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
+        tma_prefetch_4d(k == kRopeTile ? &p.rope_map : &p.latent_map, k == kRopeTile ? 0 : k * 64, row, blockIdx.z, page);
+    }
   }
 }
 

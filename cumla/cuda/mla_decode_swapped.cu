@@ -63,7 +63,7 @@ __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const Swa
     for (int k = 0; k < kTiles; ++k) {
       const int column = tile_in_order(0, k);
       mbarrier_wait(shared.free(place.slot), place.phase ^ 1, "a free KV slot");
-      load_tile<kForm>(p, shared.slot(place.slot), column, column == kRopeTile, shared.full(place.slot), from);
+      load_tiles<kForm, 1>(p, shared.slot(place.slot), column, column == kRopeTile, shared.full(place.slot), from);
       place.advance(1);
     }
     if (threadIdx.x == 0) mbarrier_arrive(shared.begun(owner));
