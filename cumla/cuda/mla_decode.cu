@@ -120,12 +120,12 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
 template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                      const Part& part, int last_place) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   if (warp >= 2)
     load_query<kRowTile>(p, shared, tile, part, last_place, warp - 2);
   else if constexpr (kForm == kRows)
     load_kv_rows<kSharedBlocks>(p, shared, tile, part, last_place, warp);
-  else if (kForm == kBoxes || lane == 0)
+  else if (kForm == kBoxes || elect_one())
     load_kv<kSharedBlocks, kForm>(p, shared, tile, part, last_place, warp);
 }
 

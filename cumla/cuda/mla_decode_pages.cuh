@@ -11,6 +11,7 @@
 #include "ptx/copy.cuh"
 #include "ptx/copy_rows.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
 
 namespace cumla {
 
@@ -22,7 +23,7 @@ __device__ __forceinline__ int first_of_box(const MlaDecodeParams& p) {
 
 // Begins to load tiles of 64 columns of a block, from `column` on, each with a barrier of its own; they and the barriers
 // lie one behind the other. `rope`: they are the RoPE columns, as the compiler knows. Of kBoxes a warp: lane i knows where
-// box i lies, and one lane issues all of them, for lanes that issue each their own take turns, and slower.
+// box i lies, and one lane issues all of them.
 template <PageForm kForm, int kCount>
 __device__ __forceinline__ void load_tiles(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
                                            const PageRow& from) {
@@ -36,7 +37,7 @@ __device__ __forceinline__ void load_tiles(const MlaDecodeParams& p, u32 destina
   } else {
     const TensorMap* const map = rope ? &p.rope_map : &p.latent_map;
     const int x = rope ? 0 : column * 64;
-    const bool issues = threadIdx.x % 32 == 0;
+    const bool issues = elect_one();
     if (issues) {
 #pragma unroll
       for (int k = 0; k < kCount; ++k) mbarrier_arrive_expect_tx(barrier + 8 * k, kTileBytes);
@@ -64,7 +65,7 @@ __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const P
 #pragma unroll 1
     for (int box = 0; box * p.box_rows < kBlockTokens; ++box) {
       const int page = __shfl_sync(0xffffffffu, from.page, box), row = __shfl_sync(0xffffffffu, from.row, box);
-      if (threadIdx.x % 32 != 0) continue;
+      if (!elect_one()) continue;
 #pragma unroll 1
       for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
         tma_prefetch_4d(k == kRopeTile ? &p.rope_map : &p.latent_map, k == kRopeTile ? 0 : k * 64, row, blockIdx.z, page);

@@ -84,20 +84,20 @@ __device__ __forceinline__ void prefetch_lengths(const PagedMqaParams& p) {
 }
 
 // One warp: the blocks of all segments, as slots of the ring become free. A block of small pages comes in several boxes; a
-// lane has every 32nd box, and four lanes at a time load theirs. Nothing here may divide: this one warp has to ask for a
-// block in far less time than the block takes to come.
+// lane knows the page of every 32nd box, and one lane loads all of them. Nothing here may divide: this one warp has to ask
+// for a block in far less time than the block takes to come.
 template <typename Shape>
 __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const LogitsLayout<Shape>& shared,
                                            SegmentCursor<Requests> cursor) {
   const int lane = threadIdx.x % 32;
   const int log2_of_box = p.log2_of_page < 6 ? p.log2_of_page : 6;  // tokens
-  const int log2_of_boxes = 6 - log2_of_box;                        // in a block
+  const int boxes_of_block = 1 << (6 - log2_of_box);
   const u32 box_bytes = Shape::kDim << log2_of_box, scale_bytes = 4u << log2_of_box;
   auto entry_of = [&](int item, u32 token) {  // of the block table; there is one for any item and token
     const char* const row = p.block_table + min(item, p.lengths.batch - 1) * p.block_table_stride;
     return reinterpret_cast<const int*>(row)[min(token, static_cast<u32>(p.lengths.most_tokens - 1)) >> p.log2_of_page];
   };
-  u32 loaded = 0;  // blocks before the segment
+  RingPlace<Shape> place;
   Segment segment;
 #pragma unroll 1
   while (true) {
@@ -105,36 +105,32 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
     const u32 own = lane << log2_of_box;  // this lane's first token, from the segment's first one on
     int entry = entry_of(expected.item, static_cast<u32>(expected.block) * kBlockTokens + own);  // while the length comes
     if (!cursor.next(segment)) return;
-    const u32 first_token = segment.first * kBlockTokens;
-    if (segment.item != expected.item) entry = entry_of(segment.item, first_token + own);
+    u32 token = segment.first * kBlockTokens;
+    if (segment.item != expected.item) entry = entry_of(segment.item, token + own);
     const u32 tokens = tokens_of(p.lengths, segment.item);
-    const int boxes = segment.blocks << log2_of_boxes;
+    const int boxes = segment.blocks * boxes_of_block;
 #pragma unroll 1
     for (int begin = 0; begin < boxes; begin += 32) {
-      const int page = min(max(entry, 0), p.num_pages - 1);
-      const int box = begin + lane;
-      const u32 token = first_token + (static_cast<u32>(box) << log2_of_box);
-      if (begin + 32 < boxes) entry = entry_of(segment.item, token + (32u << log2_of_box));
-      const u32 block = loaded + (box >> log2_of_boxes), slot = block % Shape::kStages;
-      const u32 free_phase = block / Shape::kStages % 2 ^ 1;
-      const u32 in_block = box & ((1 << log2_of_boxes) - 1), in_page = token & ((1 << p.log2_of_page) - 1);
-      const char* const scales = p.scales + page * p.scales_stride + in_page * 4;
+      const int own_page = min(max(entry, 0), p.num_pages - 1);
+      if (begin + 32 < boxes) entry = entry_of(segment.item, token + (32u << log2_of_box) + own);
 #pragma unroll 1
-      for (int four = 0; four < 32 && begin + four < boxes; four += 4) {
-        if (lane / 4 * 4 == four && box < boxes) {
-          const u32 full = shared.full(slot);
-          mbarrier_wait(shared.free(slot), free_phase, "a free slot for tokens");
+      for (int box = begin; box < min(begin + 32, boxes); ++box, token += 1u << log2_of_box) {
+        const int page = __shfl_sync(0xffffffffu, own_page, box - begin);
+        const int in_block = box & (boxes_of_block - 1), in_page = token & ((1 << p.log2_of_page) - 1);
+        const u32 full = shared.full(place.slot);
+        if (in_block == 0) mbarrier_wait(shared.free(place.slot), place.phase ^ 1, "a free slot for tokens");
+        if (elect_one()) {
           fence_proxy_async_shared();  // the scales that were there have been read by ordinary loads
           mbarrier_arrive_expect_tx(full, token < tokens ? box_bytes + scale_bytes : 0);
           if (token < tokens) {
-            tma_load_3d_async(shared.block(slot) + in_block * box_bytes, &p.keys, full, 0, in_page, page);
-            copy_bulk_async(shared.scales_of(slot) + in_block * scale_bytes, scales, scale_bytes, full);
+            const char* const scales = p.scales + page * p.scales_stride + in_page * 4;
+            tma_load_3d_async(shared.block(place.slot) + in_block * box_bytes, &p.keys, full, 0, in_page, page);
+            copy_bulk_async(shared.scales_of(place.slot) + in_block * scale_bytes, scales, scale_bytes, full);
           }
         }
-        __syncwarp();
+        if (in_block == boxes_of_block - 1) place.advance(1);
       }
     }
-    loaded += segment.blocks;
   }
 }
 
