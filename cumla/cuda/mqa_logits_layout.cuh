@@ -156,6 +156,11 @@ struct RingPlace {
       phase ^= 1;
     }
   }
+  __device__ __forceinline__ RingPlace ahead(u32 blocks) const {
+    RingPlace place = *this;
+    place.advance(blocks);
+    return place;
+  }
 };
 
 }  // namespace cumla

@@ -84,14 +84,15 @@ __device__ __forceinline__ void prefetch_lengths(const PagedMqaParams& p) {
 }
 
 // One warp: the blocks of all segments, as slots of the ring become free. A block of small pages comes in several boxes; a
-// lane knows the page of every 32nd box, and one lane loads all of them. Nothing here may divide: this one warp has to ask
-// for a block in far less time than the block takes to come.
+// lane knows the page of every 32nd box, and one lane loads all of them, four at a time. Nothing here may divide: this one
+// warp has to ask for a block in far less time than the block takes to come.
+constexpr int kBoxesAtOnce = 4;  // a block has at most so many
 template <typename Shape>
 __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const LogitsLayout<Shape>& shared,
                                            SegmentCursor<Requests> cursor) {
   const int lane = threadIdx.x % 32;
   const int log2_of_box = p.log2_of_page < 6 ? p.log2_of_page : 6;  // tokens
-  const int boxes_of_block = 1 << (6 - log2_of_box);
+  const int log2_of_boxes = 6 - log2_of_box;                        // in a block
   const u32 box_bytes = Shape::kDim << log2_of_box, scale_bytes = 4u << log2_of_box;
   auto entry_of = [&](int item, u32 token) {  // of the block table; there is one for any item and token
     const char* const row = p.block_table + min(item, p.lengths.batch - 1) * p.block_table_stride;
@@ -108,27 +109,39 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
     u32 token = segment.first * kBlockTokens;
     if (segment.item != expected.item) entry = entry_of(segment.item, token + own);
     const u32 tokens = tokens_of(p.lengths, segment.item);
-    const int boxes = segment.blocks * boxes_of_block;
+    const int boxes = segment.blocks << log2_of_boxes;
 #pragma unroll 1
     for (int begin = 0; begin < boxes; begin += 32) {
       const int own_page = min(max(entry, 0), p.num_pages - 1);
       if (begin + 32 < boxes) entry = entry_of(segment.item, token + (32u << log2_of_box) + own);
+      const int end = min(begin + 32, boxes);
 #pragma unroll 1
-      for (int box = begin; box < min(begin + 32, boxes); ++box, token += 1u << log2_of_box) {
-        const int page = __shfl_sync(0xffffffffu, own_page, box - begin);
-        const int in_block = box & (boxes_of_block - 1), in_page = token & ((1 << p.log2_of_page) - 1);
-        const u32 full = shared.full(place.slot);
-        if (in_block == 0) mbarrier_wait(shared.free(place.slot), place.phase ^ 1, "a free slot for tokens");
+      for (int box = begin; box < end; box += kBoxesAtOnce) {
+        int pages[kBoxesAtOnce];
+        u32 slots[kBoxesAtOnce];
+#pragma unroll
+        for (int i = 0; i < kBoxesAtOnce; ++i) {
+          const RingPlace<Shape> at = place.ahead(i >> log2_of_boxes);
+          slots[i] = at.slot;
+          pages[i] = __shfl_sync(0xffffffffu, own_page, box - begin + i);
+          if (box + i < end) mbarrier_wait(shared.free(at.slot), at.phase ^ 1, "a free slot for tokens");
+        }
         if (elect_one()) {
           fence_proxy_async_shared();  // the scales that were there have been read by ordinary loads
-          mbarrier_arrive_expect_tx(full, token < tokens ? box_bytes + scale_bytes : 0);
-          if (token < tokens) {
-            const char* const scales = p.scales + page * p.scales_stride + in_page * 4;
-            tma_load_3d_async(shared.block(place.slot) + in_block * box_bytes, &p.keys, full, 0, in_page, page);
-            copy_bulk_async(shared.scales_of(place.slot) + in_block * scale_bytes, scales, scale_bytes, full);
+#pragma unroll
+          for (int i = 0; i < kBoxesAtOnce; ++i) {
+            if (box + i >= end) break;
+            const u32 first = token + (i << log2_of_box), in_page = first & ((1 << p.log2_of_page) - 1);
+            const u32 in_block = i & ((1 << log2_of_boxes) - 1), full = shared.full(slots[i]);
+            mbarrier_arrive_expect_tx(full, first < tokens ? box_bytes + scale_bytes : 0);
+            if (first >= tokens) continue;
+            tma_load_3d_async(shared.block(slots[i]) + in_block * box_bytes, &p.keys, full, 0, in_page, pages[i]);
+            copy_bulk_async(shared.scales_of(slots[i]) + in_block * scale_bytes,
+                            p.scales + pages[i] * p.scales_stride + in_page * 4, scale_bytes, full);
           }
         }
-        if (in_block == boxes_of_block - 1) place.advance(1);
+        place.advance(min(kBoxesAtOnce, end - box) >> log2_of_boxes);
+        token += kBoxesAtOnce << log2_of_box;
       }
     }
   }
