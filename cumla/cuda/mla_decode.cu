@@ -120,12 +120,12 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
 template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                      const Part& part, int last_place) {
-  const int warp = threadIdx.x / 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp >= 2)
     load_query<kRowTile>(p, shared, tile, part, last_place, warp - 2);
   else if constexpr (kForm == kRows)
     load_kv_rows<kSharedBlocks>(p, shared, tile, part, last_place, warp);
-  else if (kForm == kBoxes || elect_one())
+  else if (kForm == kBoxes || lane == 0)
     load_kv<kSharedBlocks, kForm>(p, shared, tile, part, last_place, warp);
 }
 
@@ -150,7 +150,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   begin_kernel<kForm, AnyTile>(p, shared);
 
-  if constexpr (kForm == kRows || kIsRagged<AnyTile>) {
+  if constexpr (kForm != kPages || kIsRagged<AnyTile>) {
     // Each role reads the part for itself: what both hold from before would cost registers that they lack.
     if (warpgroup == 0) {
       registers_decrease<56>();

@@ -21,9 +21,32 @@ __device__ __forceinline__ int first_of_box(const MlaDecodeParams& p) {
   return kForm == kBoxes ? threadIdx.x % 32 * p.box_rows : 0;
 }
 
+// Some boxes of some tiles, from a box on, issued by one lane; lane i knows where box i lies.
+template <int kCount, int kBoxCount>
+__device__ __forceinline__ void load_boxes(const TensorMap* map, u32 destination, int x, u32 barrier, const PageRow& from,
+                                           int first, u32 box_bytes) {
+  int pages[kBoxCount], rows[kBoxCount];
+#pragma unroll
+  for (int box = 0; box < kBoxCount; ++box) {
+    pages[box] = __shfl_sync(0xffffffffu, from.page, first + box);
+    rows[box] = __shfl_sync(0xffffffffu, from.row, first + box);
+  }
+  if (!elect_one()) return;
+  destination += first * box_bytes;
+#pragma unroll 1
+  for (int k = 0; k < kCount; ++k) {
+    if (first == 0) mbarrier_arrive_expect_tx(barrier, kTileBytes);
+#pragma unroll
+    for (int box = 0; box < kBoxCount; ++box)
+      tma_load_4d_async(destination + box * box_bytes, map, barrier, x, rows[box], blockIdx.z, pages[box]);
+    destination += kTileBytes;
+    barrier += 8;
+    x += 64;
+  }
+}
+
 // Begins to load tiles of 64 columns of a block, from `column` on, each with a barrier of its own; they and the barriers
-// lie one behind the other. `rope`: they are the RoPE columns, as the compiler knows. Of kBoxes a warp: lane i knows where
-// box i lies, and one lane issues all of them.
+// lie one behind the other. `rope`: they are the RoPE columns, as the compiler knows. Of kBoxes by a warp.
 template <PageForm kForm, int kCount>
 __device__ __forceinline__ void load_tiles(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
                                            const PageRow& from) {
@@ -37,21 +60,14 @@ __device__ __forceinline__ void load_tiles(const MlaDecodeParams& p, u32 destina
   } else {
     const TensorMap* const map = rope ? &p.rope_map : &p.latent_map;
     const int x = rope ? 0 : column * 64;
-    const bool issues = elect_one();
-    if (issues) {
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) mbarrier_arrive_expect_tx(barrier + 8 * k, kTileBytes);
-    }
+    if (p.box_rows == 64)
+      load_boxes<kCount, 1>(map, destination, x, barrier, from, 0, kTileBytes);
+    else if (p.box_rows == 32)
+      load_boxes<kCount, 2>(map, destination, x, barrier, from, 0, kTileBytes / 2);
+    else
 #pragma unroll 1
-    for (int box = 0; box * p.box_rows < kBlockTokens; ++box) {
-      const int page = __shfl_sync(0xffffffffu, from.page, box), row = __shfl_sync(0xffffffffu, from.row, box);
-      if (issues) {
-#pragma unroll
-        for (int k = 0; k < kCount; ++k)
-          tma_load_4d_async(destination + k * kTileBytes + box * p.box_rows * 128, map, barrier + 8 * k, x + k * 64, row,
-                            blockIdx.z, page);
-      }
-    }
+      for (int first = 0; first * p.box_rows < kBlockTokens; first += 4)
+        load_boxes<kCount, 4>(map, destination, x, barrier, from, first, p.box_rows * 128);
   }
 }
 

@@ -108,7 +108,7 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const SwappedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  const int warp = threadIdx.x / 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   begin_kernel<kForm, Tile>(p, shared);
 
   const Part part = part_of_cta(p, blockIdx.y);
@@ -119,7 +119,7 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
     if (warp < 2) {
       if constexpr (kForm == kRows)
         load_kv_ring_rows(p, shared, tile, part, last_place, warp);
-      else if (warp == 0 && (kForm == kBoxes || elect_one()))
+      else if (warp == 0 && (kForm == kBoxes || lane == 0))
         load_kv_ring<kForm>(p, shared, tile, part, last_place);
     } else {
       load_query<kSwappedRows>(p, shared, tile, part, last_place, warp - 2);

@@ -156,7 +156,7 @@ __device__ __forceinline__ void load_tokens(const MqaLogitsParams& p, const Logi
     for (int block = segment.first; block < segment.first + segment.blocks; ++block) {
       const u32 full = shared.full(place.slot);
       mbarrier_wait(shared.free(place.slot), place.phase ^ 1, "a free slot for tokens");
-      if (elect_one()) {
+      if (lane == 0) {
         mbarrier_arrive_expect_tx(full, LogitsLayout<Shape>::kBlockBytes);
         tma_load_2d_async(shared.block(place.slot), &p.keys, full, 0, block * kBlockTokens);
       }
