@@ -45,18 +45,32 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map, u32 destination
   }
 }
 
-// Begins to load tiles of 64 columns of a block, from `column` on, each with a barrier of its own; they and the barriers
-// lie one behind the other. `rope`: they are the RoPE columns, as the compiler knows. Of kBoxes by a warp.
+// Begins to load the 64 columns of a tile, of a block; of kBoxes each lane its own box. A ring that is bound by memory is
+// served faster so, stages that wait for their tiles by load_tiles. `rope`: they are the RoPE columns, as the compiler knows.
+template <PageForm kForm>
+__device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
+                                          const PageRow& from) {
+  if constexpr (kForm == kPages) {
+    mbarrier_arrive_expect_tx(barrier, kTileBytes);
+    tma_load_4d_async(destination, &p.latent_map, barrier, column * 64, from.row, blockIdx.z, from.page);
+  } else {
+    const TensorMap* const map = rope ? &p.rope_map : &p.latent_map;
+    const int x = rope ? 0 : column * 64, row = first_of_box<kForm>(p);
+    if (row == 0) mbarrier_arrive_expect_tx(barrier, kTileBytes);
+    __syncwarp();
+    if (row < kBlockTokens)
+      tma_load_4d_async(destination + row * 128, map, barrier, x, from.row, blockIdx.z, from.page);
+  }
+}
+
+// The same of several tiles, from `column` on, which lie one behind the other, as do their barriers; by a whole warp.
 template <PageForm kForm, int kCount>
 __device__ __forceinline__ void load_tiles(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
                                            const PageRow& from) {
   if constexpr (kForm == kPages) {
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      mbarrier_arrive_expect_tx(barrier + 8 * k, kTileBytes);
-      tma_load_4d_async(destination + k * kTileBytes, &p.latent_map, barrier + 8 * k, (column + k) * 64, from.row,
-                        blockIdx.z, from.page);
-    }
+    for (int k = 0; k < kCount; ++k)
+      load_tile<kForm>(p, destination + k * kTileBytes, column + k, rope, barrier + 8 * k, from);
   } else {
     const TensorMap* const map = rope ? &p.rope_map : &p.latent_map;
     const int x = rope ? 0 : column * 64;

@@ -63,10 +63,10 @@ __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const Swa
     for (int k = 0; k < kTiles; ++k) {
       const int column = tile_in_order(0, k);
       mbarrier_wait(shared.free(place.slot), place.phase ^ 1, "a free KV slot");
-      load_tiles<kForm, 1>(p, shared.slot(place.slot), column, column == kRopeTile, shared.full(place.slot), from);
+      load_tile<kForm>(p, shared.slot(place.slot), column, column == kRopeTile, shared.full(place.slot), from);
       place.advance(1);
     }
-    if (kForm == kPages || threadIdx.x == 0) mbarrier_arrive(shared.begun(owner));
+    if (threadIdx.x == 0) mbarrier_arrive(shared.begun(owner));
   }
 }
 

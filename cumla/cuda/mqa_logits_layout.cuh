@@ -156,11 +156,6 @@ struct RingPlace {
       phase ^= 1;
     }
   }
-  __device__ __forceinline__ RingPlace ahead(u32 blocks) const {
-    RingPlace place = *this;
-    place.advance(blocks);
-    return place;
-  }
 };
 
 }  // namespace cumla

@@ -84,9 +84,8 @@ __device__ __forceinline__ void prefetch_lengths(const PagedMqaParams& p) {
 }
 
 // One warp: the blocks of all segments, as slots of the ring become free. A block of small pages comes in several boxes; a
-// lane knows the page of every 32nd box, and one lane loads all of them, four at a time. Nothing here may divide: this one
-// warp has to ask for a block in far less time than the block takes to come.
-constexpr int kBoxesAtOnce = 4;  // a block has at most so many
+// lane has every 32nd box, and four lanes at a time load theirs. Nothing here may divide: this one warp has to ask for a
+// block in far less time than the block takes to come.
 template <typename Shape>
 __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const LogitsLayout<Shape>& shared,
                                            SegmentCursor<Requests> cursor) {
@@ -98,7 +97,7 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
     const char* const row = p.block_table + min(item, p.lengths.batch - 1) * p.block_table_stride;
     return reinterpret_cast<const int*>(row)[min(token, static_cast<u32>(p.lengths.most_tokens - 1)) >> p.log2_of_page];
   };
-  RingPlace<Shape> place;
+  u32 loaded = 0;  // blocks before the segment
   Segment segment;
 #pragma unroll 1
   while (true) {
@@ -106,44 +105,36 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
     const u32 own = lane << log2_of_box;  // this lane's first token, from the segment's first one on
     int entry = entry_of(expected.item, static_cast<u32>(expected.block) * kBlockTokens + own);  // while the length comes
     if (!cursor.next(segment)) return;
-    u32 token = segment.first * kBlockTokens;
-    if (segment.item != expected.item) entry = entry_of(segment.item, token + own);
+    const u32 first_token = segment.first * kBlockTokens;
+    if (segment.item != expected.item) entry = entry_of(segment.item, first_token + own);
     const u32 tokens = tokens_of(p.lengths, segment.item);
     const int boxes = segment.blocks << log2_of_boxes;
 #pragma unroll 1
     for (int begin = 0; begin < boxes; begin += 32) {
-      const int own_page = min(max(entry, 0), p.num_pages - 1);
-      if (begin + 32 < boxes) entry = entry_of(segment.item, token + (32u << log2_of_box) + own);
-      const int end = min(begin + 32, boxes);
+      const int page = min(max(entry, 0), p.num_pages - 1);
+      const int box = begin + lane;
+      const u32 token = first_token + (static_cast<u32>(box) << log2_of_box);
+      if (begin + 32 < boxes) entry = entry_of(segment.item, token + (32u << log2_of_box));
+      const u32 block = loaded + (box >> log2_of_boxes), slot = block % Shape::kStages;
+      const u32 free_phase = block / Shape::kStages % 2 ^ 1;
+      const u32 in_block = box & ((1 << log2_of_boxes) - 1), in_page = token & ((1 << p.log2_of_page) - 1);
+      const char* const scales = p.scales + page * p.scales_stride + in_page * 4;
 #pragma unroll 1
-      for (int box = begin; box < end; box += kBoxesAtOnce) {
-        int pages[kBoxesAtOnce];
-        u32 slots[kBoxesAtOnce];
-#pragma unroll
-        for (int i = 0; i < kBoxesAtOnce; ++i) {
-          const RingPlace<Shape> at = place.ahead(i >> log2_of_boxes);
-          slots[i] = at.slot;
-          pages[i] = __shfl_sync(0xffffffffu, own_page, box - begin + i);
-          if (box + i < end) mbarrier_wait(shared.free(at.slot), at.phase ^ 1, "a free slot for tokens");
-        }
-        if (elect_one()) {
+      for (int four = 0; four < 32 && begin + four < boxes; four += 4) {
+        if (lane / 4 * 4 == four && box < boxes) {
+          const u32 full = shared.full(slot);
+          mbarrier_wait(shared.free(slot), free_phase, "a free slot for tokens");
           fence_proxy_async_shared();  // the scales that were there have been read by ordinary loads
-#pragma unroll
-          for (int i = 0; i < kBoxesAtOnce; ++i) {
-            if (box + i >= end) break;
-            const u32 first = token + (i << log2_of_box), in_page = first & ((1 << p.log2_of_page) - 1);
-            const u32 in_block = i & ((1 << log2_of_boxes) - 1), full = shared.full(slots[i]);
-            mbarrier_arrive_expect_tx(full, first < tokens ? box_bytes + scale_bytes : 0);
-            if (first >= tokens) continue;
-            tma_load_3d_async(shared.block(slots[i]) + in_block * box_bytes, &p.keys, full, 0, in_page, pages[i]);
-            copy_bulk_async(shared.scales_of(slots[i]) + in_block * scale_bytes,
-                            p.scales + pages[i] * p.scales_stride + in_page * 4, scale_bytes, full);
+          mbarrier_arrive_expect_tx(full, token < tokens ? box_bytes + scale_bytes : 0);
+          if (token < tokens) {
+            tma_load_3d_async(shared.block(slot) + in_block * box_bytes, &p.keys, full, 0, in_page, page);
+            copy_bulk_async(shared.scales_of(slot) + in_block * scale_bytes, scales, scale_bytes, full);
           }
         }
-        place.advance(min(kBoxesAtOnce, end - box) >> log2_of_boxes);
-        token += kBoxesAtOnce << log2_of_box;
+        __syncwarp();
       }
     }
+    loaded += segment.blocks;
   }
 }
 

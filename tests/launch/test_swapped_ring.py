@@ -144,7 +144,7 @@ LINES = {
         "while (now.valid()) {",
         "owner = (now.t + now.i) & 1;",
         "mbarrier_wait(shared.free(place.slot), place.phase ^ 1,",
-        "load_tiles<kForm, 1>(p, shared.slot(place.slot),",
+        "load_tile<kForm>(p, shared.slot(place.slot),",
         "place.advance(1); }",
         "mbarrier_arrive(shared.begun(owner));",
         # two loaders
