@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from cumla.arrays import (
     from_numpy,
     glance,
     open_call,
-    place_name,
     reopen_call,
     to_numpy,
 )
@@ -32,7 +31,6 @@ from cumla.checks import (
     check_shape_numbers,
     check_values,
     check_variant,
-    check_workspace,
     checked_arguments,
     checked_max_blocks,
     checked_query_and_cache,
@@ -40,17 +38,15 @@ from cumla.checks import (
     named_parts,
 )
 from cumla.launch.device import current_device, properties, require_hopper
-from cumla.launch.kernel import ReadyLaunches
 from cumla.launch.mla_decode import decode_spec, form_of, prepare_decode
-from cumla.launch.mla_plan import BLOCK_TOKENS, VALUE_DIM, MLADecodeKey
+from cumla.launch.mla_plan import BLOCK_TOKENS, MLADecodeKey
 from cumla.launch.mla_schedule import prepare_schedule, schedule_spec
-from cumla.launch.module import load
+from cumla.mla_call import Kernels, Outputs, load_for
 from cumla.reference import MLADecodeResult
-from cumla.workspace import Workspace, open_plan, unserved
+from cumla.workspace import PlanMemory, check_plan_device, never_updated, open_plan
 
 if TYPE_CHECKING:
     from cumla.launch.kernel import PreparedLaunch
-    from cumla.launch.module import LoadedKernel
 
 __all__ = ["MLADecodePlan", "MLADecodeResult", "mla_decode"]
 
@@ -187,8 +183,8 @@ def mla_decode(
         )
     with call:
         check_data(call, arguments)
-        kernels = _Kernels.of(call, key)
-        result = _Outputs.of(call, arguments, out, lse)
+        kernels = Kernels.of(call, schedule_spec(key), decode_spec(key))
+        result = Outputs.of(call, arguments, _lse_shape(key), out, lse)
         buffer = call.workspace(key.layout.nbytes).ptr
         lengths = arguments.cache_seqlens
         assert lengths is not None
@@ -196,7 +192,7 @@ def mla_decode(
         attend = _attention(call, kernels, key, buffer, arguments, result, scale)
         schedule()
         attend()
-        return result.export(call)
+        return MLADecodeResult(*result.export(call))
 
 
 class MLADecodePlan:
@@ -290,25 +286,12 @@ class MLADecodePlan:
         call = open_plan(device, like, workspace, stream)
         shape = (batch, q_len, num_heads, num_kv_heads, page_size, dtype)
         self._key = _key(shape, causal, call.device, batch_invariant, max_blocks, variant)
-        self._buffer = 0
-        self._stream: int | None = None  # of the last update
-        self._lost_workspace = False  # to another plan, since the last update
         self._lengths: np.ndarray[Any, Any] | None = None  # of the last update, on the CPU
-        self._kernels: _Kernels | None = None
-        # Launches of runs that were found in order, on the stream of the last update.
-        self._ready = ReadyLaunches()
-        if call.device is None:
-            return
-        nbytes = self._key.layout.nbytes
-        with call:
-            if workspace is None:
-                owner, view = call.empty((nbytes,), "uint8")
-                self._workspace = Workspace(owner, call)
-            else:
-                (view,) = cast("tuple[ArrayView]", call.views)
-                check_workspace(view, nbytes)
-                self._workspace = Workspace.at(workspace, view.ptr, call)
-        self._buffer = view.ptr
+        self._kernels: Kernels | None = None
+        self._memory: PlanMemory | None = None
+        if call.device is not None:
+            with call:
+                self._memory = PlanMemory(call, self._key.layout.nbytes, workspace)
 
     @classmethod
     def from_arrays(
@@ -438,30 +421,20 @@ class MLADecodePlan:
         call = open_call((("cache_seqlens", cache_seqlens),), stream=stream)
         (view,) = cast("tuple[ArrayView]", call.views)
         check_seqlens(view, self._key.batch)
-        self._check_device(call)
-        if call.device is None:
+        check_plan_device(self._key.device, call)
+        memory = self._memory
+        if memory is None:
             self._lengths = np.array(to_numpy("cache_seqlens", cache_seqlens))
             if self._key.batch_invariant:
                 np.minimum(self._lengths, self._key.max_blocks * BLOCK_TOKENS, out=self._lengths)
             return
         with call:
             if self._kernels is None:
-                self._kernels = _Kernels.of(call, self._key)
+                self._kernels = Kernels.of(call, schedule_spec(self._key), decode_spec(self._key))
             launch = prepare_schedule(
-                self._kernels.schedule, self._key, self._buffer, view, call.stream
+                self._kernels.schedule, self._key, memory.buffer.ptr, view, call.stream
             )
-            self._workspace.hand_to(self, call)
-            launch()
-            self._workspace.note_use(call)
-        if call.stream != self._stream:
-            self._ready.clear()
-        self._stream = call.stream
-        self._lost_workspace = False
-
-    def lose_workspace(self) -> None:
-        """Forget the schedule: another plan is being updated in the same workspace."""
-        self._stream = None
-        self._lost_workspace = True
+            memory.update(call, launch)
 
     def serves(self, stream: int) -> bool:
         """Tell whether a run on a stream can do without an update before it.
@@ -475,9 +448,9 @@ class MLADecodePlan:
         -------
         bool
         """
-        if self._key.device is None:
+        if self._memory is None:
             return self._lengths is not None
-        return stream == self._stream
+        return stream == self._memory.stream
 
     def run(
         self,
@@ -520,20 +493,19 @@ class MLADecodePlan:
         if seen is None:
             call = _open(*arrays, stream)
             seen = call.views
-        ready = self._ready.get((seen, scale))
-        if ready is not None and not check_mode():
+        memory = self._memory
+        ready = None if memory is None else memory.ready.get((seen, scale))
+        if memory is not None and ready is not None and not check_mode():
             again = call or reopen_call(out, self._key.device, stream)
-            if again.stream == self._stream:
+            if again.stream == memory.stream:
                 with again:
-                    ready()
-                    if self._workspace.away:
-                        self._workspace.note_use(again)
+                    memory.run(again, ready)
                 return MLADecodeResult(out, lse)
         if call is None:
             call = _open(*arrays, stream)
         arguments = self._checked_arguments(call, q, kv_cache)
         key = self._key
-        if call.device is None:
+        if memory is None:
             assert self._lengths is not None  # or the plan would have been refused
             if check_mode():
                 check_lengths_of_plan(to_numpy("cache_seqlens", cache_seqlens), self._lengths)
@@ -541,31 +513,25 @@ class MLADecodePlan:
             return _decode_on_cpu(call, inputs, out, lse, scale, key.causal)
         assert self._kernels is not None  # they come with the first update
         with call:
-            check_data(call, arguments, self._buffer + key.layout.places)
-            result = _Outputs.of(call, arguments, out, lse)
-            attend = _attention(call, self._kernels, key, self._buffer, arguments, result, scale)
-            attend()
-            self._workspace.note_use(call)
+            buffer = memory.buffer.ptr
+            check_data(call, arguments, buffer + key.layout.places)
+            result = Outputs.of(call, arguments, _lse_shape(key), out, lse)
+            attend = _attention(call, self._kernels, key, buffer, arguments, result, scale)
+            memory.run(call, attend)
             if all(result.given):
-                self._ready.keep((seen, scale), attend)
-            return result.export(call)
+                memory.ready.keep((seen, scale), attend)
+            return MLADecodeResult(*result.export(call))
 
     def _checked_arguments(self, call: Call, q: Any, kv_cache: Any) -> Arguments:
         """Check the arguments against each other and the plan."""
-        self._check_device(call)
-        if not self.serves(call.stream):
-            last, lost = self._stream, self._lost_workspace
-            raise unserved(call.stream, last, lost=lost, lengths="cache_seqlens")
+        check_plan_device(self._key.device, call)
+        if self._memory is not None:
+            self._memory.check_serves(call.stream, "cache_seqlens")
+        elif self._lengths is None:
+            raise never_updated("cache_seqlens")
         arguments = checked_arguments(_named(call, q, kv_cache))
         self._check_shape(arguments)
         return arguments
-
-    def _check_device(self, call: Call) -> None:
-        if call.device != self._key.device:
-            raise ValueError(
-                f"plan: made for {place_name(self._key.device)}, got arrays on "
-                f"{place_name(call.device)}; make a plan for each device"
-            )
 
     def _check_shape(self, arguments: Arguments) -> None:
         key = self._key
@@ -590,45 +556,6 @@ class MLADecodePlan:
                 f"plan: made with batch_invariant={self._key.batch_invariant}, got "
                 f"batch_invariant={batch_invariant}; make a plan for each"
             )
-
-
-class _Kernels(NamedTuple):
-    """The kernels of a shape, all loaded before the first of them is launched."""
-
-    schedule: LoadedKernel
-    decode: LoadedKernel
-
-    @classmethod
-    def of(cls, call: Call, key: MLADecodeKey) -> _Kernels:
-        assert key.device is not None
-        specs = (schedule_spec(key), decode_spec(key))
-        return cls(*(load(spec, key.device, capturing=lambda: call.capturing) for spec in specs))
-
-
-class _Outputs(NamedTuple):
-    """Where the results go: the caller's arrays, or new ones of the caller's framework."""
-
-    out: Any
-    out_view: ArrayView
-    lse: Any
-    lse_view: ArrayView
-    given: tuple[bool, bool]
-
-    @classmethod
-    def of(cls, call: Call, arguments: Arguments, out: Any, lse: Any) -> _Outputs:
-        batch, q_len, num_heads, _ = arguments.q.shape
-        out_view, lse_view = arguments.out, arguments.lse
-        given = (out_view is not None, lse_view is not None)
-        if out_view is None:
-            out, out_view = call.empty((batch, q_len, num_heads, VALUE_DIM), arguments.q.dtype)
-        if lse_view is None:
-            lse, lse_view = call.empty((batch, num_heads, q_len), "float32")
-        return cls(out, out_view, lse, lse_view, given)
-
-    def export(self, call: Call) -> MLADecodeResult:
-        out = self.out if self.given[0] else call.export(self.out)
-        lse = self.lse if self.given[1] else call.export(self.lse)
-        return MLADecodeResult(out, lse)
 
 
 def _open(
@@ -703,20 +630,23 @@ def decode_key(
     return _key(shape, causal, q.device, batch_invariant, max_blocks)
 
 
+def _lse_shape(key: MLADecodeKey) -> tuple[int, int, int]:
+    return key.batch, key.num_heads, key.q_len
+
+
 def _attention(
     call: Call,
-    kernels: _Kernels,
+    kernels: Kernels,
     key: MLADecodeKey,
     buffer: int,
     arguments: Arguments,
-    result: _Outputs,
+    result: Outputs,
     softmax_scale: float,
 ) -> PreparedLaunch:
     """Prepare attention of checked arguments into these outputs."""
-    form, kernel = form_of(key, arguments), kernels.decode
+    form, kernel = form_of(key, arguments), kernels.attention
     if form != key.form:
-        assert key.device is not None
-        kernel = load(decode_spec(key, form), key.device, capturing=lambda: call.capturing)
+        kernel = load_for(call, decode_spec(key, form))
     return prepare_decode(
         kernel,
         key,
