@@ -8,8 +8,8 @@
 // grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM; over queries of different lengths (2, parts,
 // kv heads), half of a row tile at each place of the schedule (HalfTile).
 //
-// Warpgroup 0 loads: warps 0 and 1 the KV blocks, row by row, as slots of the ring become free, of pages of any size; warps 2
-// and 3 the query rows, as float16. Warpgroups 1 and 2 compute, each every second block for itself, which is every second
+// Warpgroup 0 loads: warp 0 the KV blocks as slots of the ring become free (TMA), of pages that are no multiples of 64 tokens
+// warps 0 and 1 row by row; warps 2 and 3 the query rows, as float16. Warpgroups 1 and 2 compute, each every second block for itself, which is every second
 // slot of the ring; at the end of a segment they add up what they have, each half of the columns of V.
 //
 // The bytes of the cache lie in shared memory as they came. Both products take A from registers: a thread reads the bytes
@@ -49,15 +49,19 @@ __device__ __forceinline__ void initialise_barriers(const Fp8Layout<kQueryRows, 
   fence_mbarrier_init();
 }
 
-template <int kQueryRows, bool kGrouped, typename AnyTile>
+template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void load(const MlaDecodeFp8Params& p, const Fp8Layout<kQueryRows, kGrouped>& shared) {
   const Part part = part_of_cta(p.decode, blockIdx.y);
   AnyTile tile(p.decode);
   const int last_place = last_place_of(p.decode, part), warp = threadIdx.x / 32;
-  if (warp < 2)
-    load_kv_fp8<Fp8Layout<kQueryRows, kGrouped>, kGrouped>(p, shared, tile, part, last_place, warp);
-  else
+  if (warp < 2) {
+    if constexpr (kForm == kRows)
+      load_kv_fp8<Fp8Layout<kQueryRows, kGrouped>, kGrouped>(p, shared, tile, part, last_place, warp);
+    else if (warp == 0 && elect_one())
+      load_kv_fp8_pages<Fp8Layout<kQueryRows, kGrouped>, kGrouped>(p, shared, tile, part, last_place);
+  } else {
     load_query_fp8<kQueryRows>(p, shared, tile, part, last_place, warp - 2);
+  }
 }
 
 template <typename AnyTile>
@@ -65,11 +69,11 @@ __device__ __forceinline__ Segment segment_here(const MlaDecodeParams& p, AnyTil
   return segment_of(p, tile, part_of_cta(p, blockIdx.y), place);
 }
 
-template <int kQueryRows, bool kGrouped, typename AnyTile>
+template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void compute(const MlaDecodeFp8Params& p, const Fp8Layout<kQueryRows, kGrouped>& shared,
                                         int consumer_index) {
   AnyTile tile(p.decode);
-  Fp8Consumer<kQueryRows, kGrouped, AnyTile> consumer(p, shared, tile, consumer_index);
+  Fp8Consumer<kQueryRows, kGrouped, kForm, AnyTile> consumer(p, shared, tile, consumer_index);
   const Part part = part_of_cta(p.decode, blockIdx.y);
   const int last_place = last_place_of(p.decode, part);
   int t = 0;
@@ -79,22 +83,23 @@ __device__ __forceinline__ void compute(const MlaDecodeFp8Params& p, const Fp8La
     // Read again for the end of the segment: kept over its blocks, part and segment would cost registers that they lack.
     t += consumer.compute(segment_here<AnyTile>(p.decode, tile, place), t, query_phase);
     const Segment segment = segment_here<AnyTile>(p.decode, tile, place);
-    Fp8Finisher<kQueryRows, kGrouped, AnyTile>(consumer, segment).finish(place < last_place);
+    Fp8Finisher<kQueryRows, kGrouped, kForm, AnyTile>(consumer, segment).finish(place < last_place);
   }
 }
 
-template <int kQueryRows, bool kGrouped, typename AnyTile = QueryTile<kQueryRows>>
+// kForm: kPages, or kRows for pages that are no multiples of 64 tokens.
+template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile = QueryTile<kQueryRows>>
 __device__ __forceinline__ void mla_decode_fp8(const MlaDecodeFp8Params& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Fp8Layout<kQueryRows, kGrouped> shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  begin_kernel<kRows, AnyTile>(p.decode, shared);
+  begin_kernel<kForm, AnyTile>(p.decode, shared);
   if (warpgroup == 0) {
     registers_decrease<kQueryRows == 16 ? 88 : 56>();
-    load<kQueryRows, kGrouped, AnyTile>(p, shared);
+    load<kQueryRows, kGrouped, kForm, AnyTile>(p, shared);
   } else {
     registers_increase<kQueryRows == 16 ? 208 : 224>();
-    compute<kQueryRows, kGrouped, AnyTile>(p, shared, warpgroup - 1);
+    compute<kQueryRows, kGrouped, kForm, AnyTile>(p, shared, warpgroup - 1);
   }
 }
 

@@ -20,7 +20,7 @@ constexpr float kLeastGroupReference = -100;  // above that of the probabilities
 
 // One consumer warpgroup. Thread layout of the scores: tokens 16 warp + lane / 4 and that + 8, in every group of eight query
 // rows the two at 2 (lane % 4). Of the output, of 64 columns of V: 16 warp + 2 (lane / 4) and the one behind that.
-template <int kQueryRows, bool kGrouped, typename AnyTile>
+template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
 struct Fp8Consumer {
   using Layout = Fp8Layout<kQueryRows, kGrouped>;
   static constexpr int kOwn = kQueryRows / 4;  // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
@@ -132,7 +132,7 @@ struct Fp8Consumer {
       const float factor = p.scale_log2 * (kGrouped ? read_kv_scale() : kv_scale);
       add_to_scores<true>(sums, factor, factor);
     } else {
-      fence_proxy_async_shared();  // the tile was written by threads' own copies
+      if constexpr (kForm == kRows) fence_proxy_async_shared();  // the tile was written by threads' own copies
       warpgroup_arrive();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
@@ -397,8 +397,19 @@ struct Fp8Consumer {
     for (int i = 0; i < kSums; ++i) sum[i / 4 * 2 + i % 2] += p[i];
   }
 
-  // Returns how many blocks there were. t: those of the segments before. Tokens past the end are zeros (load_kv_fp8): only
-  // their scores need a mask.
+  // Tokens past the end, of a block with so many valid ones, may be anything: their probabilities are 0, and 0 x NaN is NaN.
+  __device__ __forceinline__ void clear_past(u32 slot, int valid) const {
+    const int thread = threadIdx.x % kWarpgroup;
+#pragma unroll 1
+    for (int i = valid * 4 + thread; i < kBlockTokens * 4; i += kWarpgroup)
+#pragma unroll 1
+      for (int k = 0; k < kValueTiles; ++k) store_shared_zero_16(slot + k * kRawTileBytes + i * 16);
+    if (kGrouped && thread >= valid && thread < kBlockTokens)
+      store_shared_zero_16(slot + Layout::kScalesOffset + thread * 16);
+  }
+
+  // Returns how many blocks there were. t: those of the segments before. Of kRows tokens past the end are zeros already
+  // (load_kv_fp8): only their scores need a mask.
   __device__ __forceinline__ int compute(const Segment& segment, int t, u32 query_phase) {
     begin();
     mbarrier_wait(shared.query_full(), query_phase, "the query");
@@ -408,6 +419,7 @@ struct Fp8Consumer {
       const u32 s = (t + i) % Layout::kSlots, phase = (t + i) / Layout::kSlots & 1;
       multiply_query(s, phase);
       if ((i + 1) * kBlockTokens > tokens - tile.most_shift) mask_scores(i, tokens);
+      if (kForm == kPages && (i + 1) * kBlockTokens > tokens) clear_past(shared.slot(s), tokens - i * kBlockTokens);
       weigh(shared.slot(s));
       multiply_values(s);
     }

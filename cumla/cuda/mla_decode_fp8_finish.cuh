@@ -7,9 +7,9 @@
 
 namespace cumla {
 
-template <int kQueryRows, bool kGrouped, typename AnyTile>
+template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
 struct Fp8Finisher {
-  using Consumer = Fp8Consumer<kQueryRows, kGrouped, AnyTile>;
+  using Consumer = Fp8Consumer<kQueryRows, kGrouped, kForm, AnyTile>;
   static constexpr int kOwn = Consumer::kOwn;
   static constexpr int kRounds = kQueryRows / 16;      // in which consumers trade halves
   static constexpr int kSets = kGrouped ? 2 : 1;       // of factors: for each group of columns in a half

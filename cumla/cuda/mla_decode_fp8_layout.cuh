@@ -11,11 +11,12 @@ constexpr int kValueTiles = kValueDim / 64;
 constexpr int kRawTileBytes = kBlockTokens * 64;  // 64 tokens x 64 columns of 8 bits
 
 struct MlaDecodeFp8Params {
-  MlaDecodeParams decode;  // its latent columns are e4m3
+  MlaDecodeParams decode;  // its latent columns are e4m3; of kPages the maps of both, 8-bit boxes with a 64-byte swizzle
   CacheColumns scales;     // of a token, one for each group of columns; none without kGrouped
   const float* kv_scale;   // factor of e4m3 columns without such scales; null: it is kv_scale_value
   float kv_scale_value;
-  int rope_is_fp8;  // or else bfloat16
+  int rope_is_fp8;       // or else bfloat16
+  TensorMap scales_map;  // of kPages: dims (4, page_size, num_kv_heads, num_pages), box (4, 64, 1, 1)
 };
 
 // Row tiles of kQueryRows: grid = (row tiles of a kv head, parts, kv heads).

@@ -73,6 +73,40 @@ __device__ __forceinline__ void load_kv_fp8(const MlaDecodeFp8Params& p, const L
   copy_async_wait_all();
 }
 
+// The same of pages of whole blocks, by one thread and the copy engine, whose 64-byte swizzle is that of raw_offset. Pages that
+// do not exist bring zeros; tokens behind the end of a request whatever their page holds.
+template <typename Layout, bool kGrouped, typename AnyTile>
+__device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, const Layout& shared, const AnyTile& tile,
+                                                  const Part& part, int last_place) {
+  constexpr int kTilesOfHalf = kValueTiles / 2;
+  const u32 beside = (p.rope_is_fp8 ? kRawTileBytes : kTileBytes) + (kGrouped ? kBlockTokens * 4 * kScaleGroups : 0);
+  BlockCursor<1, AnyTile> now(p.decode, tile, part, last_place, 0);
+  PageRow next = now.template row_of<kPages>(0);
+#pragma unroll 1
+  for (u32 t = 0; now.valid(); ++t) {
+    const PageRow from = next;
+    now.next();
+    next = now.template row_of<kPages>(0);
+    const u32 s = t % Layout::kSlots, slot = shared.slot(s);
+    mbarrier_wait(shared.free(s), t / Layout::kSlots % 2 ^ 1, "a free KV slot");
+    fence_proxy_async_shared();  // what was there has been read, and written to, in the ordinary way
+    auto load = [&](const TensorMap& map, u32 offset, int half, int column) {
+      tma_load_4d_async(slot + offset, &map, shared.full(s, half), column, from.row, blockIdx.z, from.page);
+    };
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      mbarrier_arrive_expect_tx(shared.full(s, half), kTilesOfHalf * kRawTileBytes + (half == 0 ? beside : 0));
+      if (half == 0) {
+        load(p.decode.rope_map, Layout::kRopeOffset, half, 0);
+        if constexpr (kGrouped) load(p.scales_map, Layout::kScalesOffset, half, 0);
+      }
+#pragma unroll
+      for (int k = half * kTilesOfHalf; k < (half + 1) * kTilesOfHalf; ++k)
+        load(p.decode.latent_map, k * kRawTileBytes, half, k * 64);
+    }
+  }
+}
+
 constexpr int kAtOnceOfQuery = 3;  // tiles that a thread loads together
 
 // The highest of two magnitudes and a pair of bfloat16, as bits of float32.

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import struct
+from itertools import product
 from math import e, log2
 from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.mla_plan import MOST_TOKENS, NARROW_ROWS, MLADecodeKey
 from cumla.launch.source import KernelSpec
+from cumla.launch.tensor_map import paged_kv_map
 
 if TYPE_CHECKING:
     from cumla.arrays import ArrayView
@@ -21,25 +23,33 @@ __all__ = ["SPECS", "fp8_spec", "fp8_specs", "prepare_decode_fp8"]
 
 _RAGGED = "ragged"
 _SHAPES = (*NARROW_ROWS, _RAGGED)  # query rows of a tile; halves of the tiles of ragged queries
+_FORM_TAGS = {"pages": "kPages", "rows": "kRows"}  # the latter serves whatever is no whole block
 # Of a thread block, without scales of each token and with them (kBytes of Fp8Layout).
 _SMEM_BYTES = {16: (198080, 203712), 32: (219904, 227072)}
 
 
-def _spec(shape: int | str, grouped: bool) -> KernelSpec:
+def _spec(shape: int | str, grouped: bool, form: str) -> KernelSpec:
     rows = NARROW_ROWS[-1] if isinstance(shape, str) else shape
     name = "mla_attention_fp8" if shape == _RAGGED else f"mla_decode_fp8_{shape}"
     tile = ", HalfTile" if shape == _RAGGED else ""
     return KernelSpec(
         stem="mla_decode_fp8",
-        entry=f"{name}_grouped" if grouped else name,
-        function=f"mla_decode_fp8<{rows}, {str(grouped).lower()}{tile}>",
+        entry="_".join(
+            (name, *(["grouped"] if grouped else []), *([form] if form == "rows" else []))
+        ),
+        function=f"mla_decode_fp8<{rows}, {str(grouped).lower()}, {_FORM_TAGS[form]}{tile}>",
         params="MlaDecodeFp8Params",
         threads=384,
         smem_bytes=_SMEM_BYTES[rows][grouped],
     )
 
 
-_SPECS = {(shape, grouped): _spec(shape, grouped) for shape in _SHAPES for grouped in (False, True)}
+# Of ragged queries with scales only the form for any pages: the other one runs out of registers.
+_SPECS = {
+    names: _spec(*names)
+    for names in product(_SHAPES, (False, True), _FORM_TAGS)
+    if names != (_RAGGED, True, "pages")
+}
 SPECS = tuple(_SPECS.values())
 
 
@@ -57,7 +67,14 @@ def fp8_spec(key: MLADecodeKey | MLAAttentionKey, grouped: bool) -> KernelSpec:
     -------
     KernelSpec
     """
-    return _SPECS[key.row_tile if isinstance(key, MLADecodeKey) else _RAGGED, grouped]
+    shape = key.row_tile if isinstance(key, MLADecodeKey) else _RAGGED
+    return _SPECS[shape, grouped, _form_of(key, grouped)]
+
+
+def _form_of(key: MLADecodeKey | MLAAttentionKey, grouped: bool) -> str:
+    """Tell in which form blocks come from the pages of a key."""
+    ragged = not isinstance(key, MLADecodeKey)
+    return "pages" if key.form == "pages" and not (ragged and grouped) else "rows"
 
 
 def fp8_specs(key: MLADecodeKey | MLAAttentionKey) -> tuple[KernelSpec, ...]:
@@ -65,9 +82,9 @@ def fp8_specs(key: MLADecodeKey | MLAAttentionKey) -> tuple[KernelSpec, ...]:
     return fp8_spec(key, grouped=False), fp8_spec(key, grouped=True)
 
 
-_PARAMS = struct.Struct("<128s128s33q12if4x5qfi16x")
+_PARAMS = struct.Struct("<128s128s33q12if4x5qfi16x128s")
 _LOG2_E = log2(e)
-_NO_MAP = bytes(128)  # each row is copied for itself
+_NO_MAP = bytes(128)  # each row is copied for itself, or there are no scales
 
 
 def prepare_decode_fp8(
@@ -109,9 +126,14 @@ def prepare_decode_fp8(
     columns = (arguments.kv_cache, arguments.kv_rope, arguments.q, arguments.q_rope)
     factor = arguments.kv_scale
     pointer, value = (0, factor) if isinstance(factor, (int, float)) else (factor.ptr, 0.0)
+    caches = (arguments.kv_cache, arguments.kv_rope, scales)
+    maps = (
+        [_map(key, cache) for cache in caches]
+        if _form_of(key, scales is not None) == "pages"
+        else [_NO_MAP] * 3
+    )
     values = (
-        _NO_MAP,
-        _NO_MAP,
+        *maps[:2],
         *(value for view in columns for value in (view.ptr, *view.strides[:3])),
         out.ptr,
         *out.strides[:3],
@@ -143,6 +165,27 @@ def prepare_decode_fp8(
         pointer,
         value,
         arguments.kv_rope.dtype != "bfloat16",
+        maps[2],
     )
     grid = key.row_tiles, key.parts, key.num_kv_heads
     return PreparedLaunch(kernel, grid, _PARAMS, values, stream)
+
+
+def _map(key: MLADecodeKey | MLAAttentionKey, cache: ArrayView | None) -> bytes:
+    """Describe columns of the cache, or its scales, to the copy engine."""
+    if cache is None:
+        return _NO_MAP
+    num_pages, page_size, num_kv_heads, columns = cache.shape
+    page_stride, row_stride, head_stride, _ = cache.strides
+    return paged_kv_map(
+        cache.ptr,
+        cache.dtype,
+        num_pages,
+        page_size,
+        num_kv_heads,
+        columns,
+        page_stride,
+        row_stride,
+        head_stride,
+        key.box_rows,
+    )
