@@ -107,8 +107,6 @@ __device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, c
   }
 }
 
-constexpr int kAtOnceOfQuery = 3;  // tiles that a thread loads together
-
 // The highest of two magnitudes and a pair of bfloat16, as bits of float32.
 __device__ __forceinline__ u32 highest_magnitude(u32 highest, u32 pair) {
   return max(max(highest, pair & 0x7fff0000u), (pair << 16) & 0x7fff0000u);
@@ -127,6 +125,8 @@ __device__ __forceinline__ u32 scaled_to_half(u32 pair, float factor) {
 template <int kQueryRows, typename Layout, typename AnyTile>
 __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params, const Layout& shared, AnyTile& tile,
                                                const Part& part, int last_place, int loader) {
+  constexpr bool kKeeps = kQueryRows == 16;  // a row in registers; there are not enough of them beside 32 rows
+  constexpr int kAtOnce = kKeeps ? kTiles : 3;
   const MlaDecodeParams& p = params.decode;
   const int lane = threadIdx.x % 32, chunk = lane % 8;
 #pragma unroll 1
@@ -146,10 +146,15 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
         if (valid) v = *reinterpret_cast<const uint4*>(k == kRopeTile ? rope : latent + k * 128);
         return v;
       };
+      uint4 kept[kKeeps ? kTiles : 1];
+      if constexpr (kKeeps) {
+#pragma unroll
+        for (int k = 0; k < kTiles; ++k) kept[k] = words_of(k);
+      }
       u32 highest = 0;
-#pragma unroll kAtOnceOfQuery
+#pragma unroll kAtOnce
       for (int k = 0; k < kTiles; ++k) {
-        const uint4 v = words_of(k);
+        const uint4 v = kKeeps ? kept[kKeeps ? k : 0] : words_of(k);
         if (k < kRopeTile || params.rope_is_fp8) {
           highest = highest_magnitude(highest_magnitude(highest, v.x), v.y);
           highest = highest_magnitude(highest_magnitude(highest, v.z), v.w);
@@ -160,9 +165,9 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
       const u32 exponent = max(highest >> 23, 16u);  // lower ones would need a factor that is no float
       const float factor = __uint_as_float((127 + 14 + 127 - exponent) << 23);
       const u32 row_bytes = shared.query + row * 128;
-#pragma unroll kAtOnceOfQuery
+#pragma unroll kAtOnce
       for (int k = 0; k < kTiles; ++k) {
-        const uint4 v = words_of(k);  // again: kept from before they would take too many registers
+        const uint4 v = kKeeps ? kept[kKeeps ? k : 0] : words_of(k);  // the latter again, from L2
         const u32 to = row_bytes + k * Layout::kQueryTileBytes;
         if (k < kRopeTile || params.rope_is_fp8) {
           const u32 words[4] = {v.x, v.y, v.z, v.w};
