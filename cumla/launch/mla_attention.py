@@ -16,6 +16,7 @@ import numpy as np
 
 from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.mla_decode import prepare_decode, ragged_spec
+from cumla.launch.mla_decode_fp8 import prepare_decode_fp8
 from cumla.launch.mla_plan import (
     BLOCK_TOKENS,
     MOST_TOKENS,
@@ -76,6 +77,8 @@ class MLAAttentionKey:
         CUDA ordinal; None for arrays on the CPU, which need no plan.
     sm_count : int
         Multiprocessors of that device, 0 for the CPU.
+    cache : str
+        One of CACHES: what the numbers of the cache are.
     """
 
     batch: int
@@ -87,6 +90,7 @@ class MLAAttentionKey:
     causal: bool
     device: int | None
     sm_count: int
+    cache: str = "same"
 
     @cached_property
     def form(self) -> str:
@@ -263,7 +267,8 @@ def prepare_attention(
     )
     tokens, heads = lse.shape
     per_head = lse._replace(shape=(1, heads, tokens), strides=(0, *lse.strides[::-1]))
-    return prepare_decode(
+    prepare = prepare_decode if key.cache == "same" else prepare_decode_fp8
+    return prepare(
         kernel, key, buffer, one_request, _with_batch(out), per_head, softmax_scale, stream
     )
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 __all__ = [
     "BLOCK_TOKENS",
+    "CACHES",
     "HEAD_DIM",
     "MOST_PARTS",
     "MOST_TOKENS",
@@ -38,6 +39,8 @@ VARIANTS = ("swapped", "one_tile", "shared_blocks")
 """Kernels of cuda/mla_decode_swapped.cu and cuda/mla_decode.cu that attend."""
 PAGE_FORMS = ("pages", "boxes", "rows")
 """Each of these kernels in three forms, by how a KV block comes from its pages."""
+CACHES = ("same", "e4m3")
+"""Numbers of a cache: of the query's dtype, or FP8."""
 SWAPPED_ROWS = 16  # most query rows of a kv head that the first of them takes
 
 PLACE_BYTES = 8  # struct Place
@@ -119,6 +122,8 @@ class MLADecodeKey:
         Most KV blocks of a request; 0 unless batch_invariant.
     pinned : str or None
         One of VARIANTS that somebody asked for.
+    cache : str
+        One of CACHES.
     """
 
     batch: int
@@ -133,6 +138,7 @@ class MLADecodeKey:
     batch_invariant: bool = False
     max_blocks: int = 0
     pinned: str | None = None
+    cache: str = "same"
 
     @cached_property
     def variant(self) -> str:
