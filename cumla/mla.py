@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -22,27 +23,32 @@ from cumla.arrays import (
 from cumla.checks import (
     DTYPES,
     Arguments,
+    cache_of,
     check_data,
     check_device_number,
     check_lengths_of_plan,
     check_mode,
     check_number,
     check_parts,
+    check_plans_cache,
     check_seqlens,
     check_shape_numbers,
     check_values,
     check_variant,
     check_workspace,
     checked_arguments,
+    checked_cache_dtype,
     checked_max_blocks,
     checked_query_and_cache,
     checked_scale,
     named_parts,
 )
+from cumla.fp8_caches import number_of
 from cumla.launch.device import current_device, properties, require_hopper
 from cumla.launch.kernel import ReadyLaunches
 from cumla.launch.mla_decode import decode_spec, form_of, prepare_decode
-from cumla.launch.mla_plan import BLOCK_TOKENS, VALUE_DIM, MLADecodeKey
+from cumla.launch.mla_decode_fp8 import fp8_spec, prepare_decode_fp8
+from cumla.launch.mla_plan import BLOCK_TOKENS, CACHES, VALUE_DIM, MLADecodeKey
 from cumla.launch.mla_schedule import prepare_schedule, schedule_spec
 from cumla.launch.module import load
 from cumla.reference import MLADecodeResult
@@ -62,6 +68,7 @@ def mla_decode(
     cache_seqlens: Any,
     *,
     softmax_scale: float | None = None,
+    kv_scale: Any = None,
     causal: bool = True,
     batch_invariant: bool = False,
     plan: MLADecodePlan | None = None,
@@ -84,11 +91,18 @@ def mla_decode(
         tuple ``(q_nope, q_pe)`` holds the 512 latent columns and the 64 RoPE ones apart, in one
         dtype. Any strides that are multiples of 16 bytes, the last axis contiguous: slices of wider
         arrays are read where they are.
-    kv_cache : array or pair of arrays
+    kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
         head, in q's dtype; strides as for q. A tuple ``(ckv, kpe)`` holds the columns apart, 512
         and 64, each with strides of its own, whether or not q does. num_kv_heads divides num_heads;
         page_size is any. Slots that no request uses may hold anything, NaN included.
+
+        FP8 caches, as :func:`cumla.append_mla_cache` writes them, for q in bfloat16: either of
+        these as float8_e4m3fn, or uint8 with its bits, under one `kv_scale`; of a pair also the
+        first alone, beside RoPE columns in bfloat16. A triple ``(ckv, kpe, scales)`` of e4m3, e4m3
+        or bfloat16, and float32, the last with 4 columns: a scale for each token and 128 latent
+        columns. And uint8 with 656 columns, the packed format of DeepSeek-V3.2: 512 e4m3, 4 float32
+        scales, 64 bfloat16.
     block_table : array
         ``(batch, max_pages)`` int32, rows contiguous. Entries behind a request's last page are
         never read; a page number outside ``[0, num_pages)`` in a used entry reads as zeros.
@@ -98,6 +112,10 @@ def mla_decode(
     softmax_scale : float, optional
         Factor of the scores; 576 ** -0.5 by default. A real model passes that of its un-absorbed
         head dimension.
+    kv_scale : float or array, optional
+        Factor of e4m3 columns without scales of their own: all of them, the latent ones beside RoPE
+        columns in bfloat16, or the e4m3 RoPE columns of a triple. One float32 in an array is read
+        by the kernel, and may change between the replays of a graph. 1 by default.
     causal : bool
         Query i of q_len sees ``cache_seqlens - (q_len - 1 - i)`` tokens; all of them if False.
     batch_invariant : bool
@@ -150,6 +168,9 @@ def mla_decode(
     Formula and conventions: DeepSeek-V2 (arXiv:2405.04434), section 2.1, with the absorbed weights
     of its appendix.
 
+    Scales of an FP8 cache act in float32, on scores and weights, whatever they are: what such a
+    cache costs is what its rows were rounded by.
+
     This is for inference: no gradients flow, and PyTorch's autograd does not record the call,
     whatever its tensors require.
 
@@ -166,13 +187,15 @@ def mla_decode(
             block_table,
             cache_seqlens,
             softmax_scale=softmax_scale,
+            kv_scale=kv_scale,
             out=out,
             lse=lse,
             stream=stream,
         )
-    call = _open(q, kv_cache, block_table, cache_seqlens, out, lse, stream)
-    scale = checked_scale(softmax_scale)
-    arguments = checked_arguments(_named(call, q, kv_cache))
+    inputs = _inputs(q, kv_cache, block_table, cache_seqlens, kv_scale)
+    call = _open(inputs, out, lse, stream)
+    scale, factor = checked_scale(softmax_scale), number_of("kv_scale", kv_scale)
+    arguments = checked_arguments(_named(call, inputs), factor)
     max_blocks = _blocks_of_table(arguments) if batch_invariant else 0
     key = decode_key(
         arguments.q,
@@ -182,9 +205,7 @@ def mla_decode(
         max_blocks=max_blocks,
     )
     if call.device is None:
-        return _decode_on_cpu(
-            call, (q, kv_cache, block_table, cache_seqlens), out, lse, scale, causal
-        )
+        return _decode_on_cpu(call, inputs, factor, out, lse, scale, causal)
     with call:
         check_data(call, arguments)
         kernels = _Kernels.of(call, key)
@@ -219,6 +240,8 @@ class MLADecodePlan:
         Tokens of a cache page: any number from 1.
     dtype : str
         ``"bfloat16"`` or ``"float16"``: of q and kv_cache.
+    cache_dtype : str, optional
+        ``"float8_e4m3fn"`` for FP8 caches in any form, with dtype bfloat16; dtype by default.
     causal : bool
         As in :func:`mla_decode`.
     batch_invariant : bool
@@ -229,7 +252,8 @@ class MLADecodePlan:
         next multiple of 64 tokens. It changes no bits.
     variant : str, optional
         Kernel that attends, to compare them: ``"swapped"`` (up to 16 query rows of a kv head),
-        ``"one_tile"`` or ``"shared_blocks"``. By default the query rows of a kv head decide.
+        ``"one_tile"`` or ``"shared_blocks"``. By default the query rows of a kv head decide. Not
+        for FP8 caches, which have one kernel.
     device : int, optional
         CUDA ordinal; by default that of `like` or `workspace`, else CuPy's current device.
     workspace : array, optional
@@ -273,6 +297,7 @@ class MLADecodePlan:
         num_kv_heads: int = 1,
         page_size: int = BLOCK_TOKENS,
         dtype: str = "bfloat16",
+        cache_dtype: str | None = None,
         causal: bool = True,
         batch_invariant: bool = False,
         max_seqlen: int | None = None,
@@ -285,11 +310,12 @@ class MLADecodePlan:
         numbers = {"batch": batch, "q_len": q_len}
         check_shape_numbers(numbers, num_heads, num_kv_heads, page_size, dtype)
         max_blocks = checked_max_blocks(batch_invariant, max_seqlen)
-        check_variant(variant, num_heads, q_len, num_kv_heads)
+        cache = checked_cache_dtype(cache_dtype, dtype)
+        check_variant(variant, num_heads, q_len, num_kv_heads, cache)
         check_device_number(device)
         call = open_plan(device, like, workspace, stream)
         shape = (batch, q_len, num_heads, num_kv_heads, page_size, dtype)
-        self._key = _key(shape, causal, call.device, batch_invariant, max_blocks, variant)
+        self._key = _key(shape, causal, call.device, batch_invariant, max_blocks, variant, cache)
         self._buffer = 0
         self._stream: int | None = None  # of the last update
         self._lost_workspace = False  # to another plan, since the last update
@@ -346,8 +372,8 @@ class MLADecodePlan:
         arrays = (*named_parts("q", q), *named_parts("kv_cache", kv_cache))
         call = open_call(arrays, stream=stream)
         names = (name for name, _ in arrays)
-        query, _, cache, _ = checked_query_and_cache(dict(zip(names, call.views, strict=True)))
-        key = decode_key(query, cache, causal=causal)
+        columns = checked_query_and_cache(dict(zip(names, call.views, strict=True)))
+        key = decode_key(columns.q, columns.kv_cache, causal=causal)
         with call:
             return cls(
                 key.batch,
@@ -356,6 +382,7 @@ class MLADecodePlan:
                 num_kv_heads=key.num_kv_heads,
                 page_size=key.page_size,
                 dtype=key.dtype,
+                cache_dtype=columns.kv_cache.dtype,
                 causal=causal,
                 batch_invariant=batch_invariant,
                 max_seqlen=max_seqlen,
@@ -487,6 +514,7 @@ class MLADecodePlan:
         cache_seqlens: Any,
         *,
         softmax_scale: float | None = None,
+        kv_scale: Any = None,
         out: Any = None,
         lse: Any = None,
         stream: Any = None,
@@ -495,7 +523,7 @@ class MLADecodePlan:
 
         Parameters
         ----------
-        q, kv_cache, block_table, cache_seqlens, softmax_scale, out, lse, stream
+        q, kv_cache, block_table, cache_seqlens, softmax_scale, kv_scale, out, lse, stream
             As in :func:`mla_decode`. The values of cache_seqlens are those of the last update;
             should they have changed since, those of the update count (and the check mode,
             ``CUMLA_CHECK=1``, refuses the call).
@@ -515,12 +543,16 @@ class MLADecodePlan:
             The driver refuses a launch.
         """
         scale = checked_scale(softmax_scale)
-        arrays = (q, kv_cache, block_table, cache_seqlens, out, lse)
+        factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
+        arrays: tuple[Any, ...] = (q, kv_cache, block_table, cache_seqlens, out, lse)
+        if factor is None and kv_scale is not None:
+            arrays = (*arrays, kv_scale)
         call, seen = None, glance(arrays)
         if seen is None:
-            call = _open(*arrays, stream)
+            inputs = _inputs(q, kv_cache, block_table, cache_seqlens, kv_scale)
+            call = _open(inputs, out, lse, stream)
             seen = call.views
-        ready = self._ready.get((seen, scale))
+        ready = self._ready.get((seen, scale, factor))
         if ready is not None and not check_mode():
             again = call or reopen_call(out, self._key.device, stream)
             if again.stream == self._stream:
@@ -530,15 +562,16 @@ class MLADecodePlan:
                         self._workspace.note_use(again)
                 return MLADecodeResult(out, lse)
         if call is None:
-            call = _open(*arrays, stream)
-        arguments = self._checked_arguments(call, q, kv_cache)
+            inputs = _inputs(q, kv_cache, block_table, cache_seqlens, kv_scale)
+            call = _open(inputs, out, lse, stream)
+        arguments = self._checked_arguments(call, inputs, factor)
         key = self._key
         if call.device is None:
             assert self._lengths is not None  # or the plan would have been refused
             if check_mode():
                 check_lengths_of_plan(to_numpy("cache_seqlens", cache_seqlens), self._lengths)
-            inputs = (q, kv_cache, block_table, self._lengths)
-            return _decode_on_cpu(call, inputs, out, lse, scale, key.causal)
+            inputs["cache_seqlens"] = self._lengths
+            return _decode_on_cpu(call, inputs, factor, out, lse, scale, key.causal)
         assert self._kernels is not None  # they come with the first update
         with call:
             check_data(call, arguments, self._buffer + key.layout.places)
@@ -547,16 +580,18 @@ class MLADecodePlan:
             attend()
             self._workspace.note_use(call)
             if all(result.given):
-                self._ready.keep((seen, scale), attend)
+                self._ready.keep((seen, scale, factor), attend)
             return result.export(call)
 
-    def _checked_arguments(self, call: Call, q: Any, kv_cache: Any) -> Arguments:
+    def _checked_arguments(
+        self, call: Call, inputs: dict[str, Any], factor: float | None
+    ) -> Arguments:
         """Check the arguments against each other and the plan."""
         self._check_device(call)
         if not self.serves(call.stream):
             last, lost = self._stream, self._lost_workspace
             raise unserved(call.stream, last, lost=lost, lengths="cache_seqlens")
-        arguments = checked_arguments(_named(call, q, kv_cache))
+        arguments = checked_arguments(_named(call, inputs), factor)
         self._check_shape(arguments)
         return arguments
 
@@ -578,6 +613,7 @@ class MLADecodePlan:
             raise ValueError(
                 f"plan: made for {names} {made}, got {got}; make a plan for this shape"
             )
+        check_plans_cache(key.cache, arguments)
 
     def _check_options(self, causal: bool, batch_invariant: bool) -> None:
         if self._key.q_len > 1 and bool(causal) != self._key.causal:
@@ -597,11 +633,16 @@ class _Kernels(NamedTuple):
 
     schedule: LoadedKernel
     decode: LoadedKernel
+    grouped: LoadedKernel | None = None  # for FP8 caches with scales of 128 columns
 
     @classmethod
     def of(cls, call: Call, key: MLADecodeKey) -> _Kernels:
         assert key.device is not None
-        specs = (schedule_spec(key), decode_spec(key))
+        specs = [schedule_spec(key)]
+        if key.cache == "same":
+            specs.append(decode_spec(key))
+        else:
+            specs += [fp8_spec(key, grouped) for grouped in (False, True)]
         return cls(*(load(spec, key.device, capturing=lambda: call.capturing) for spec in specs))
 
 
@@ -631,26 +672,24 @@ class _Outputs(NamedTuple):
         return MLADecodeResult(out, lse)
 
 
-def _open(
-    q: Any, kv_cache: Any, block_table: Any, cache_seqlens: Any, out: Any, lse: Any, stream: Any
-) -> Call:
-    return open_call(
-        (
-            *named_parts("q", q),
-            *named_parts("kv_cache", kv_cache),
-            ("block_table", block_table),
-            ("cache_seqlens", cache_seqlens),
-        ),
-        (("out", out), ("lse", lse)),
-        stream=stream,
-    )
+def _inputs(
+    q: Any, kv_cache: Any, block_table: Any, cache_seqlens: Any, kv_scale: Any
+) -> dict[str, Any]:
+    """Name the arrays that are read; a kv_scale that is a number is none."""
+    named = dict((*named_parts("q", q), *named_parts("kv_cache", kv_cache)))
+    named |= {"block_table": block_table, "cache_seqlens": cache_seqlens}
+    if kv_scale is not None and not isinstance(kv_scale, Real):
+        named["kv_scale"] = kv_scale
+    return named
 
 
-def _named(call: Call, q: Any, kv_cache: Any) -> dict[str, ArrayView | None]:
+def _open(inputs: dict[str, Any], out: Any, lse: Any, stream: Any) -> Call:
+    return open_call(tuple(inputs.items()), (("out", out), ("lse", lse)), stream=stream)
+
+
+def _named(call: Call, inputs: dict[str, Any]) -> dict[str, ArrayView | None]:
     """Give the views of a call of :func:`_open` their names."""
-    columns = (name for name, _ in (*named_parts("q", q), *named_parts("kv_cache", kv_cache)))
-    others = ("block_table", "cache_seqlens", "out", "lse")
-    return dict(zip((*columns, *others), call.views, strict=True))
+    return dict(zip((*inputs, "out", "lse"), call.views, strict=True))
 
 
 @lru_cache(maxsize=1024)
@@ -662,9 +701,11 @@ def _key_on_device(
     batch_invariant: bool,
     max_blocks: int,
     variant: str | None = None,
+    cache: str = CACHES[0],
 ) -> MLADecodeKey:
     """Make a key, the same object each time: it keeps what follows from it."""
-    key = MLADecodeKey(*shape, causal, device, sm_count, batch_invariant, max_blocks, variant)
+    modes = (batch_invariant, max_blocks, variant, cache)
+    key = MLADecodeKey(*shape, causal, device, sm_count, *modes)
     check_parts(key)
     return key
 
@@ -676,11 +717,12 @@ def _key(
     batch_invariant: bool,
     max_blocks: int,
     variant: str | None = None,
+    cache: str = CACHES[0],
 ) -> MLADecodeKey:
     sm_count = 0 if device is None else require_hopper(device).sm_count
     seen = bool(causal) and shape[1] > 1
     invariant = bool(batch_invariant)
-    return _key_on_device(shape, seen, device, sm_count, invariant, max_blocks, variant)
+    return _key_on_device(shape, seen, device, sm_count, invariant, max_blocks, variant, cache)
 
 
 def _blocks_of_table(arguments: Arguments) -> int:
@@ -700,7 +742,8 @@ def decode_key(
     batch, q_len, num_heads, _ = q.shape
     _, page_size, num_kv_heads, _ = kv_cache.shape
     shape = (batch, q_len, num_heads, num_kv_heads, page_size, q.dtype)
-    return _key(shape, causal, q.device, batch_invariant, max_blocks)
+    cache = cache_of(kv_cache)
+    return _key(shape, causal, q.device, batch_invariant, max_blocks, cache=cache)
 
 
 def _attention(
@@ -713,11 +756,14 @@ def _attention(
     softmax_scale: float,
 ) -> PreparedLaunch:
     """Prepare attention of checked arguments into these outputs."""
-    form, kernel = form_of(key, arguments), kernels.decode
-    if form != key.form:
+    kernel, prepare = kernels.decode, prepare_decode
+    if kernels.grouped is not None:
+        kernel = kernel if arguments.kv_scales is None else kernels.grouped
+        prepare = prepare_decode_fp8
+    elif (form := form_of(key, arguments)) != key.form:
         assert key.device is not None
         kernel = load(decode_spec(key, form), key.device, capturing=lambda: call.capturing)
-    return prepare_decode(
+    return prepare(
         kernel,
         key,
         buffer,
@@ -730,21 +776,29 @@ def _attention(
 
 
 def _decode_on_cpu(
-    call: Call, arrays: tuple[Any, ...], out: Any, lse: Any, softmax_scale: float, causal: bool
+    call: Call,
+    inputs: dict[str, Any],
+    factor: float | None,
+    out: Any,
+    lse: Any,
+    softmax_scale: float,
+    causal: bool,
 ) -> MLADecodeResult:
+    host = {name: to_numpy(name, array) for name, array in inputs.items()}
     queries, caches = (
-        tuple(to_numpy(part, array) for part, array in named_parts(name, value))
-        for name, value in zip(("q", "kv_cache"), arrays, strict=False)
+        tuple(array for part, array in host.items() if part.partition("[")[0] == name)
+        for name in ("q", "kv_cache")
     )
-    table, lengths = to_numpy("block_table", arrays[2]), to_numpy("cache_seqlens", arrays[3])
+    table, lengths = host["block_table"], host["cache_seqlens"]
     if check_mode():
         check_values(lengths, table, *caches[0].shape[:2])
     result = reference.mla_decode(
-        queries if len(queries) == 2 else queries[0],
-        caches if len(caches) == 2 else caches[0],
+        queries if len(queries) > 1 else queries[0],
+        caches if len(caches) > 1 else caches[0],
         table,
         lengths,
         softmax_scale=softmax_scale,
+        kv_scale=host.get("kv_scale", factor),
         causal=causal,
         out=None if out is None else to_numpy("out", out),
         lse=None if lse is None else to_numpy("lse", lse),
