@@ -112,7 +112,7 @@ def mla_decode(
         )
     queries, caches = _parts("q", q), _parts("kv_cache", kv_cache)
     for name, array in (*queries.items(), *caches.items()):
-        _check_dtype(name, array, _FLOATS + _E4M3 if name in _MAYBE_E4M3 else _FLOATS)
+        _check_dtype(name, array, _DTYPES.get(name, _FLOATS))
     _check_dtype("block_table", block_table, _INTEGERS)
     _check_dtype("cache_seqlens", cache_seqlens, _INTEGERS)
     caches = {
@@ -205,7 +205,12 @@ def _cached_rows(kv_cache: Array, table: Array, kv_len: int, dtype: np.dtype[Any
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 _E4M3 = ("float8_e4m3fn", "uint8")
-_MAYBE_E4M3 = ("kv_cache", "kv_cache[0]", "kv_cache[1]")
+_DTYPES: dict[str, tuple[str, ...]] = {
+    "kv_cache": _FLOATS + _E4M3,
+    "kv_cache[0]": _FLOATS + _E4M3,
+    "kv_cache[1]": _FLOATS + _E4M3,
+    "kv_cache[2]": ("float32",),
+}
 _INTEGERS = ("int32", "int64")
 
 
