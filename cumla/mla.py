@@ -399,6 +399,7 @@ class MLADecodePlan:
         num_heads: int,
         *,
         num_kv_heads: int = 1,
+        cache_dtype: str | None = None,
         batch_invariant: bool = False,
         max_seqlen: int | None = None,
         sm_count: int | None = None,
@@ -407,8 +408,8 @@ class MLADecodePlan:
 
         Parameters
         ----------
-        batch, q_len, num_heads, num_kv_heads, batch_invariant, max_seqlen
-            As for the class.
+        batch, q_len, num_heads, num_kv_heads, cache_dtype, batch_invariant, max_seqlen
+            As for the class; of 16-bit numbers it is no matter which.
         sm_count : int, optional
             Multiprocessors of the GPU that the plan is for; with it no GPU is needed. By default
             CuPy's current device is asked.
@@ -427,13 +428,15 @@ class MLADecodePlan:
         """
         numbers = {"batch": batch, "q_len": q_len}
         check_shape_numbers(numbers, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
+        dtype = cache_dtype if cache_dtype in DTYPES else DTYPES[0]
+        cache = checked_cache_dtype(cache_dtype, dtype)
         max_blocks = checked_max_blocks(batch_invariant, max_seqlen)
         if sm_count is None:
             sm_count = properties(current_device()).sm_count
         check_number("sm_count", sm_count, "leave it out to ask the current GPU")
         shape = (batch, q_len, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
-        invariant = bool(batch_invariant)
-        return _key_on_device(shape, False, 0, sm_count, invariant, max_blocks).layout.nbytes
+        mode = (bool(batch_invariant), max_blocks, None, cache)
+        return _key_on_device(shape, False, 0, sm_count, *mode).layout.nbytes
 
     @property
     def key(self) -> MLADecodeKey:

@@ -359,14 +359,15 @@ class MLAAttentionPlan:
         num_heads: int,
         *,
         num_kv_heads: int = 1,
+        cache_dtype: str | None = None,
         sm_count: int | None = None,
     ) -> int:
         """Size of a plan's buffer: a pure function of the shape and the GPU's multiprocessors.
 
         Parameters
         ----------
-        batch, total_tokens, num_heads, num_kv_heads
-            As for the class.
+        batch, total_tokens, num_heads, num_kv_heads, cache_dtype
+            As for the class; of 16-bit numbers it is no matter which.
         sm_count : int, optional
             Multiprocessors of the GPU that the plan is for; with it no GPU is needed. By default
             CuPy's current device is asked.
@@ -385,11 +386,13 @@ class MLAAttentionPlan:
         """
         numbers = {"batch": batch, "total_tokens": total_tokens}
         check_shape_numbers(numbers, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
+        dtype = cache_dtype if cache_dtype in DTYPES else DTYPES[0]
+        cache = checked_cache_dtype(cache_dtype, dtype)
         if sm_count is None:
             sm_count = properties(current_device()).sm_count
         check_number("sm_count", sm_count, "leave it out to ask the current GPU")
         shape = (batch, total_tokens, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
-        return _key_on_device(shape, False, 0, sm_count).layout.nbytes
+        return _key_on_device(shape, False, 0, sm_count, cache).layout.nbytes
 
     @property
     def key(self) -> MLAAttentionKey:

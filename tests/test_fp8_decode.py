@@ -364,31 +364,16 @@ def test_a_plan_of_ragged_queries_tells_caches_apart() -> None:
         plan.run(q, aligned((6, 64, 1, 576), BF16), TABLE)
 
 
-def test_buffers_are_as_large_as_for_other_caches() -> None:
-    """One workspace_bytes serves both."""
-    for options in ({}, {"batch_invariant": True, "max_seqlen": 9000}):
-        for shape in ((1, 1, 16), (128, 1, 128), (3, 17, 96)):
-            keys = [
-                cumla.mla._key_on_device(
-                    (*shape, 1, 64, "bfloat16"),
-                    False,
-                    0,
-                    132,
-                    bool(options),
-                    141 if options else 0,
-                    None,
-                    cache,
-                )
-                for cache in ("same", "e4m3")
-            ]
-            assert keys[0].layout == keys[1].layout
-            nbytes = cumla.MLADecodePlan.workspace_bytes(*shape, **options, sm_count=132)
-            assert keys[1].layout.nbytes == nbytes
-    keys = [
-        cumla.ragged._key_on_device((8, 99, 48, 1, 64, "bfloat16"), True, 0, 132, cache)
-        for cache in ("same", "e4m3")
-    ]
-    assert keys[0].layout == keys[1].layout
+def test_sizes_of_buffers() -> None:
+    """Of FP8 caches they may differ; of 16 bits they are one."""
+    for make_size in (
+        lambda **options: cumla.MLADecodePlan.workspace_bytes(3, 7, 16, sm_count=132, **options),
+        lambda **options: cumla.MLAAttentionPlan.workspace_bytes(3, 7, 16, sm_count=132, **options),
+    ):
+        assert make_size() == make_size(cache_dtype="bfloat16") == make_size(cache_dtype="float16")
+        assert make_size(cache_dtype="float8_e4m3fn") > 0
+        message = "cache_dtype: needs dtype's bfloat16, or float8_e4m3fn, got uint8"
+        refuse(make_size, TypeError, message, cache_dtype="uint8")
 
 
 def test_check_mode_looks_at_lengths_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:

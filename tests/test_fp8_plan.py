@@ -212,6 +212,34 @@ def test_kernels(
         assert [e.entry for e in taken(events, "load")] == ([] if plan else loaded)
 
 
+@OPERATIONS
+def test_the_buffer_is_as_large_as_workspace_bytes_says(
+    cupy: FakeCuPy,
+    make: Make,
+    events: list[Event],
+    monkeypatch: pytest.MonkeyPatch,
+    operation: str,
+) -> None:
+    sizes: list[int] = []
+    empty = cupy.empty
+
+    def note(shape: tuple[int, ...], dtype: Any) -> Any:
+        sizes.append(shape[0])
+        return empty(shape, dtype)
+
+    monkeypatch.setattr(cupy, "empty", note)
+    whole = make("packed")
+    for plan in (True, False):
+        call_of(cupy, whole, operation, plan=plan)()
+    options: dict[str, Any] = {"cache_dtype": "float8_e4m3fn", "sm_count": 132}
+    size = (
+        cumla.MLADecodePlan.workspace_bytes(2, 2, 16, **options)
+        if operation == "decode"
+        else cumla.MLAAttentionPlan.workspace_bytes(2, 4, 16, **options)
+    )
+    assert sizes == [size] * 2
+
+
 def test_every_kernel_of_the_launcher_is_one_of_a_shape(make: Make) -> None:
     for operation, key in (
         ("decode", cumla.MLADecodePlan(2, 2, 16, like=np.zeros(1)).key),
