@@ -69,6 +69,7 @@ class Fp8Case:
     kv_scale: str = "number"  # or "array"
     spread: str = "even"  # of SPREADS
     outputs: str = "given"
+    shared: int = 0  # tokens of request 0, whole pages, that lie in the same pages for all
     seed: int = 0
 
     @property
@@ -119,8 +120,9 @@ def e4m3_bits(xp: Any, shape: tuple[int, ...], offset: int) -> Array:
     return wide[offset % POOL : offset % POOL + size].reshape(shape).copy()
 
 
-def _scales(case: Fp8Case, lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _scales(case: Fp8Case, lengths: np.ndarray) -> np.ndarray:
     """Scales of all tokens, request by request: (tokens, kv_heads, 4)."""
+    rng = np.random.default_rng(4000 + case.seed)
     tokens = np.concatenate([np.arange(length) for length in lengths]).astype(np.int64)
     of_token = rng.uniform(0.95, 1.05, (len(tokens), case.kv_heads, 1))
     light = (rng.random(len(tokens)) < 1 / 8) & (tokens >= FIRST_LIGHT)
@@ -156,6 +158,7 @@ class Fp8Problem:
     block_table: Array
     cache_seqlens: Array
     kv_scale: Any
+    factor: float = FACTOR
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -232,18 +235,20 @@ class Fp8Problem:
 
     def rows(self, requests: np.ndarray, length: int) -> Array:
         """What the cache stands for, of requests of a length: (requests, kv_heads, length, 576)."""
-        index = self.xp.asarray(self.begins[requests][:, None] + np.arange(length))
+        tokens = np.arange(length)
+        own = self.begins[requests][:, None] + tokens
+        index = self.xp.asarray(np.where(tokens < self.case.shared, tokens, own))
         numbers = self.xp.asarray(e4m3_numbers())
         latent = numbers[self.latent[index].astype(np.int32)]
         if self.scales is None:
-            latent *= FACTOR
+            latent *= self.factor
         else:
             scales = self.scales[index].astype(np.float64)
             shape = latent.shape
             latent = (latent.reshape(*shape[:-1], 4, -1) * scales[..., None]).reshape(shape)
         rope = self.rope[index]
         if self.case.has_e4m3_rope:
-            known = numbers[rope.astype(np.int32)] * FACTOR
+            known = numbers[rope.astype(np.int32)] * self.factor
         else:
             known = oracle.widen(self.xp, rope, "bfloat16")
         rows = self.xp.concatenate([latent, known], axis=-1)
@@ -316,7 +321,7 @@ def make_fp8(xp: Any, case: Fp8Case, lengths: np.ndarray | None = None) -> Fp8Pr
         rope = e4m3_bits(xp, (*lead, ROPE_DIM), 5 * offset)
     else:
         rope = normal_bits(xp, (*lead, ROPE_DIM), "bfloat16", SIZE, 5 * offset)
-    scales = xp.asarray(_scales(case, lengths, rng)) if case.is_grouped else None
+    scales = xp.asarray(_scales(case, lengths)) if case.is_grouped else None
     q_bits, q = _query(xp, case, offset)
     begins = np.cumsum(lengths) - lengths
     factor: Any = FACTOR
@@ -352,6 +357,8 @@ def _deal(case: Fp8Case, lengths: np.ndarray, rng: np.random.Generator) -> tuple
     begin = 0
     for row, count in zip(table, counts.tolist(), strict=True):
         row[:count] = pages[begin : begin + count]
+        shared = min(case.shared // case.page_size, count)
+        row[:shared] = table[0, :shared]
         begin += count
     return table, num_pages
 
@@ -388,21 +395,22 @@ def cache_in(problem: Fp8Problem, form: str, num_pages: int) -> Any:
     lead = (num_pages, case.page_size, case.kv_heads)
     requests = np.repeat(np.arange(len(problem.lengths)), problem.lengths)
     tokens = np.arange(len(requests)) - problem.begins[requests]
+    own = (tokens >= case.shared) | (requests == 0)
     places = problem.table[requests, tokens // case.page_size], tokens % case.page_size
-    index = tuple(xp.asarray(place.astype(np.int64)) for place in places)
+    index = tuple(xp.asarray(place[own].astype(np.int64)) for place in places)
     rope = problem.rope if case.has_e4m3_rope else problem.rope.view(xp.uint8)
     columns = {"latent": problem.latent, "rope": rope}
     if problem.scales is not None:
         columns["scales"] = problem.scales.view(xp.uint8)
     arrays = []
-    for order, (width, dtype) in zip(_ORDER[form], FORMS[form], strict=True):
+    for order, (width, dtype) in zip(PARTS[form], FORMS[form], strict=True):
         nbytes = width * np.dtype(dtype).itemsize
         base = xp.full((*lead, nbytes + 16 * case.padded), 0xFF, dtype=xp.uint8)
         base[:, ::2] = 0x7F
         part = base[..., :nbytes]
         begin = 0
         for name in order:
-            values = columns[name]
+            values = columns[name][xp.asarray(np.flatnonzero(own))]
             end = begin + values.shape[-1]
             part[(*index, slice(None), slice(begin, end))] = values
             begin = end
@@ -412,7 +420,7 @@ def cache_in(problem: Fp8Problem, form: str, num_pages: int) -> Any:
 
 
 # What lies in each array of a form, column by column.
-_ORDER: Mapping[str, tuple[tuple[str, ...], ...]] = {
+PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "one": (("latent", "rope"),),
     "bytes": (("latent", "rope"),),
     "pair": (("latent",), ("rope",)),
