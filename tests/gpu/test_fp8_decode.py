@@ -26,7 +26,7 @@ from tests.gpu.fp8_problem import (
     group_sizes,
     make_fp8,
 )
-from tests.gpu.problem import NUMPY_DTYPES, Guarded
+from tests.gpu.problem import Guarded, typed
 
 cp: Any = pytest.importorskip("cupy")
 
@@ -287,8 +287,8 @@ def test_batch_invariant(form: str, heads: int, record_figures: Report) -> None:
         some = dataclasses.replace(
             problem,
             case=dataclasses.replace(case, batch=len(requests)),
-            q=cp.ascontiguousarray(problem.q[index]),
-            block_table=cp.ascontiguousarray(problem.block_table[index]),
+            q=typed(problem.q_bits[index], "bfloat16"),
+            block_table=problem.block_table[index],
             cache_seqlens=problem.cache_seqlens[index],
         )
         got = run(some, batch_invariant=True)
@@ -346,7 +346,7 @@ def divide_query(problem: Fp8Problem, columns: slice, number: float) -> None:
     q = oracle.widen(cp, problem.q_bits, "bfloat16").astype(cp.float32)
     q[..., columns] /= np.float32(number)
     problem.q_bits = (q.view(cp.uint32) >> cp.uint32(16)).astype(cp.uint16)
-    problem.q = problem.q_bits.view(NUMPY_DTYPES["bfloat16"]).reshape(problem.q.shape)
+    problem.q = typed(problem.q_bits, "bfloat16").reshape(problem.q.shape)
 
 
 def test_scales_of_one_row_for_all() -> None:
@@ -371,12 +371,13 @@ def test_a_graph_replayed_with_new_factors(operation: str, form: str) -> None:
     problem = make_fp8(cp, case)
     plan = problem.plan()
     out, lse = problem.outputs()
+    lengths, inputs = problem.lengths_of_plan, problem.inputs
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
-        plan.update(**problem.lengths_of_plan)
-        plan.run(**problem.inputs, out=out.array, lse=lse.array)
+        plan.update(**lengths)
+        plan.run(**inputs, out=out.array, lse=lse.array)
         graph = stream.end_capture()
     for factor in (FACTOR, 0.3 * FACTOR, 1.7 * FACTOR):
         problem.kv_scale[...] = factor
@@ -485,14 +486,14 @@ def test_a_side_stream(operation: str, form: str) -> None:
 
 
 def as_bytes(array: Any) -> Any:
-    """Contiguous bytes of an array."""
+    """Contiguous bytes of an array; CuPy copies no numbers of few bits as such."""
     return cp.ascontiguousarray(cp.atleast_1d(array).view(cp.uint8))
 
 
 def test_plans_of_other_caches_are_refused() -> None:
     problem = make_fp8(cp, Fp8Case())
     plan = problem.plan()
-    whole = cp.zeros((8, 64, 1, 576), cp.uint16).view(NUMPY_DTYPES["bfloat16"])
+    whole = typed(cp.zeros((8, 64, 1, 576), cp.uint16), "bfloat16")
     with pytest.raises(ValueError, match=r"^plan: made for a cache of float8_e4m3fn, got one of b"):
         plan.run(**problem.inputs | {"kv_cache": whole})
 
@@ -551,8 +552,8 @@ def parts_of(cache: Any) -> tuple[Any, ...]:
 
 
 def as_host(array: Any) -> np.ndarray:
-    """A copy on the host; CuPy hands numbers of few bits over as such."""
-    copied: np.ndarray = cp.asnumpy(cp.ascontiguousarray(array).view(cp.uint8))
+    """A copy on the host."""
+    copied: np.ndarray = cp.asnumpy(as_bytes(array))
     return copied.view(array.dtype)
 
 
