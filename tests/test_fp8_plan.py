@@ -241,9 +241,10 @@ def test_the_buffer_is_as_large_as_workspace_bytes_says(
 
 
 def test_every_kernel_of_the_launcher_is_one_of_a_shape(make: Make) -> None:
+    options: dict[str, Any] = {"like": np.zeros(1), "cache_dtype": "float8_e4m3fn"}
     for operation, key in (
-        ("decode", cumla.MLADecodePlan(2, 2, 16, like=np.zeros(1)).key),
-        ("attention", cumla.MLAAttentionPlan(2, 4, 16, like=np.zeros(1)).key),
+        ("decode", cumla.MLADecodePlan(2, 2, 16, **options).key),
+        ("attention", cumla.MLAAttentionPlan(2, 4, 16, **options).key),
     ):
         specs = {fp8_spec(key, grouped) for grouped in (False, True)}
         assert len(specs) == 2, operation
