@@ -61,7 +61,6 @@ __all__ = [
     "check_output",
     "check_own_memory",
     "check_parts",
-    "check_plans_cache",
     "check_seqlens",
     "check_shape_numbers",
     "check_values",
@@ -77,6 +76,7 @@ __all__ = [
     "copy_to_host",
     "may_look",
     "named_parts",
+    "other_cache",
     "with_kv_head_axis",
 ]
 
@@ -172,7 +172,9 @@ def checked_arguments(views: _Views, kv_scale: float | None = None) -> Arguments
         cast("ArrayView", views[name]) for name in ("block_table", "cache_seqlens")
     )
     out, lse = views["out"], views["lse"]
-    factor = checked_kv_scale(columns, views, kv_scale)
+    factor: ArrayView | float = 1.0
+    if kv_scale is not None or "kv_scale" in views:
+        factor = checked_kv_scale(columns, views, kv_scale)
     batch, q_len, num_heads, _ = columns.q.shape
     check_block_table(block_table, batch)
     check_seqlens(cache_seqlens, batch)
@@ -188,25 +190,21 @@ def checked_arguments(views: _Views, kv_scale: float | None = None) -> Arguments
 
 
 def checked_kv_scale(columns: Columns, views: _Views, kv_scale: float | None) -> ArrayView | float:
-    """Check that there is a factor of e4m3 columns only where some are under it.
+    """Check the factor of e4m3 columns, and that some are under it.
 
     Parameters
     ----------
     columns : Columns
         Checked.
     views : mapping
-        By name; only ``kv_scale`` is looked at, which is there if it is an array.
+        With ``kv_scale``, if it is an array; others are not looked at.
     kv_scale : float or None
         If it is a number.
 
     Returns
     -------
     ArrayView or float
-        1 by default.
     """
-    view = views.get("kv_scale")
-    if view is None and kv_scale is None:
-        return 1.0
     scaled = columns.kv_scales is not None
     if cache_of(columns.kv_cache) == "same" or (scaled and columns.kv_rope.dtype != FP8):
         got = columns.kv_cache.dtype
@@ -216,9 +214,9 @@ def checked_kv_scale(columns: Columns, views: _Views, kv_scale: float | None) ->
             f"kv_scale: needs a cache with e4m3 columns that have no scales of their own, got "
             f"{got}; leave it out"
         )
-    if view is None:
-        assert kv_scale is not None
+    if kv_scale is not None:
         return kv_scale
+    view = cast("ArrayView", views["kv_scale"])
     check_factor("kv_scale", view)
     return view
 
@@ -241,14 +239,16 @@ def checked_query_and_cache(views: _Views, query_axes: tuple[str, ...] = QUERY_A
     """
     given = columns_of(views)
     _check_query_and_cache(given, query_axes)
+    query = _apart("q", given)
     whole, scales = given.get("kv_cache"), given.get("kv_cache[2]")
     if whole is not None and is_packed(whole):
         latent, rope, scales = unpacked(whole)
     else:
         latent, rope = _apart("kv_cache", given)
-    parts = Columns(*_apart("q", given), relabelled(latent), relabelled(rope), scales)
-    _check_heads(parts.q.shape[-2], parts.kv_cache.shape[2])
-    return parts
+    _check_heads(query[0].shape[-2], latent.shape[2])
+    if latent.dtype != query[0].dtype:
+        latent, rope = relabelled(latent), relabelled(rope)
+    return Columns(*query, latent, rope, scales)
 
 
 def columns_of(views: _Views) -> dict[str, ArrayView]:
@@ -311,12 +311,15 @@ def _check_query_and_cache(given: dict[str, ArrayView], query_axes: tuple[str, .
                 f"{name}: needs at least one element on every axis, got shape {view.shape}; skip "
                 f"the call where there is nothing to attend"
             )
-    for name, other in (("q", "q[1]"), ("kv_cache", "kv_cache[1]"), ("kv_cache", "kv_cache[2]")):
-        latent, part = given.get(f"{name}[0]"), given.get(other)
-        if latent and part and latent.shape[:-1] != part.shape[:-1]:
+    for first, other in (
+        ("q[0]", "q[1]"),
+        ("kv_cache[0]", "kv_cache[1]"),
+        ("kv_cache[0]", "kv_cache[2]"),
+    ):
+        if other in given and given[first].shape[:-1] != given[other].shape[:-1]:
             raise ValueError(
-                f"{other}: needs the first axes of {name}[0], {latent.shape[:-1]}, got "
-                f"{part.shape[:-1]}; pass both parts of the same rows"
+                f"{other}: needs the first axes of {first}, {given[first].shape[:-1]}, got "
+                f"{given[other].shape[:-1]}; pass both parts of the same rows"
             )
 
 
@@ -324,6 +327,8 @@ def _check_dtypes(given: dict[str, ArrayView]) -> None:
     """Check that all is of the query's dtype, but for what is FP8 in a cache."""
     (first, query), *others = given.items()
     check_dtype(first, query.dtype)
+    if {view.dtype for _, view in others} == {query.dtype} and "kv_cache[2]" not in given:
+        return
     cache, cached = next((name, view) for name, view in others if name.startswith("kv_cache"))
     allowed: dict[str, tuple[str, ...]] = {name: (query.dtype,) for name, _ in others}
     if cached.dtype in E4M3:
@@ -465,14 +470,14 @@ def checked_cache_dtype(cache_dtype: object, dtype: str) -> str:
     return "e4m3"
 
 
-def check_plans_cache(cache: str, arguments: Arguments) -> None:
-    """Check that a plan for one of CACHES fits what came."""
-    if cache_of(arguments.kv_cache) != cache:
-        made = FP8 if cache != CACHES[0] else arguments.q.dtype
-        raise ValueError(
-            f"plan: made for a cache of {made}, got one of {arguments.kv_cache.dtype}; make a plan "
-            f"with the cache_dtype of each"
-        )
+def other_cache(arguments: Arguments) -> ValueError:
+    """Say that a plan is not for the cache that came."""
+    got = arguments.kv_cache.dtype
+    made = arguments.q.dtype if got == FP8 else FP8
+    return ValueError(
+        f"plan: made for a cache of {made}, got one of {got}; make a plan with the cache_dtype of "
+        f"each"
+    )
 
 
 def check_variant(
@@ -491,7 +496,7 @@ def check_variant(
     if cache != CACHES[0]:
         raise ValueError(
             f"variant: needs a cache of 16-bit numbers, got {variant!r} for one of {FP8}, which "
-            f"has one kernel; leave it out"
+            f"has kernels of its own; leave it out"
         )
     rows = q_len * num_heads // num_kv_heads
     if variant == "swapped" and rows > SWAPPED_ROWS:

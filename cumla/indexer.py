@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from cumla import reference
-from cumla.arrays import ArrayView, Call, from_numpy, open_call, place_name, to_numpy
+from cumla.arrays import ArrayView, Call, from_numpy, open_call, to_numpy
 from cumla.checks import check_device_number, check_mode, check_number
 from cumla.errors import NotPreparedError
 from cumla.indexer_checks import (
@@ -45,7 +45,7 @@ from cumla.launch.paged_mqa_schedule import (
     prepare_paged_mqa_schedule,
     schedule_bytes,
 )
-from cumla.workspace import PlanMemory, never_updated, open_plan
+from cumla.workspace import PlanMemory, check_plan_device, never_updated, open_plan
 
 if TYPE_CHECKING:
     from cumla.launch.kernel import PreparedLaunch
@@ -501,7 +501,7 @@ class PagedMQALogitsPlan:
         (view,) = cast("tuple[ArrayView]", call.views)
         shape = self._shape
         check_context_lens(view, shape.batch, shape.next_n, shape.per_row_lens)
-        self._check_device(call)
+        check_plan_device(self._device, call)
         memory = self._memory
         if memory is None:
             self._lengths = np.array(to_numpy("context_lens", context_lens))
@@ -558,7 +558,7 @@ class PagedMQALogitsPlan:
         call = open_call(tuple(arrays.items()), (("out", out),), stream=stream)
         key = (call.views, width, dtype, bool(clean))
         memory = self._memory
-        if memory is not None and memory.serves(call.stream) and not check_mode():
+        if memory is not None and call.stream == memory.stream and not check_mode():
             ready = memory.ready.get(key)
             if ready is not None:
                 with call:
@@ -582,16 +582,9 @@ class PagedMQALogitsPlan:
                 memory.ready.keep(key, launch)
             return result.export(call)
 
-    def _check_device(self, call: Call) -> None:
-        if call.device != self._device:
-            raise ValueError(
-                f"plan: made for {place_name(self._device)}, got arrays on "
-                f"{place_name(call.device)}; make a plan for each device"
-            )
-
     def _check_ready(self, call: Call) -> None:
         """Check that the last update serves a run on the call's stream."""
-        self._check_device(call)
+        check_plan_device(self._device, call)
         if self._memory is not None:
             self._memory.check_serves(call.stream, "context_lens")
         elif self._lengths is None:

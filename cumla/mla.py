@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from cumla.arrays import (
     from_numpy,
     glance,
     open_call,
-    place_name,
     reopen_call,
     to_numpy,
 )
@@ -30,33 +29,30 @@ from cumla.checks import (
     check_mode,
     check_number,
     check_parts,
-    check_plans_cache,
     check_seqlens,
     check_shape_numbers,
     check_values,
     check_variant,
-    check_workspace,
     checked_arguments,
     checked_cache_dtype,
     checked_max_blocks,
     checked_query_and_cache,
     checked_scale,
     named_parts,
+    other_cache,
 )
 from cumla.fp8_caches import number_of
 from cumla.launch.device import current_device, properties, require_hopper
-from cumla.launch.kernel import ReadyLaunches
 from cumla.launch.mla_decode import decode_spec, form_of, prepare_decode
 from cumla.launch.mla_decode_fp8 import fp8_spec, prepare_decode_fp8
-from cumla.launch.mla_plan import BLOCK_TOKENS, CACHES, VALUE_DIM, MLADecodeKey
+from cumla.launch.mla_plan import BLOCK_TOKENS, CACHES, MLADecodeKey
 from cumla.launch.mla_schedule import prepare_schedule, schedule_spec
-from cumla.launch.module import load
+from cumla.mla_call import Kernels, Outputs, load_for
 from cumla.reference import MLADecodeResult
-from cumla.workspace import Workspace, open_plan, unserved
+from cumla.workspace import PlanMemory, check_plan_device, never_updated, open_plan
 
 if TYPE_CHECKING:
     from cumla.launch.kernel import PreparedLaunch
-    from cumla.launch.module import LoadedKernel
 
 __all__ = ["MLADecodePlan", "MLADecodeResult", "mla_decode"]
 
@@ -194,7 +190,8 @@ def mla_decode(
         )
     inputs = _inputs(q, kv_cache, block_table, cache_seqlens, kv_scale)
     call = _open(inputs, out, lse, stream)
-    scale, factor = checked_scale(softmax_scale), number_of("kv_scale", kv_scale)
+    scale = checked_scale(softmax_scale)
+    factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
     arguments = checked_arguments(_named(call, inputs), factor)
     max_blocks = _blocks_of_table(arguments) if batch_invariant else 0
     key = decode_key(
@@ -208,8 +205,8 @@ def mla_decode(
         return _decode_on_cpu(call, inputs, factor, out, lse, scale, causal)
     with call:
         check_data(call, arguments)
-        kernels = _Kernels.of(call, key)
-        result = _Outputs.of(call, arguments, out, lse)
+        kernels = _kernels(call, key)
+        result = Outputs.of(call, arguments, _lse_shape(key), out, lse)
         buffer = call.workspace(key.layout.nbytes).ptr
         lengths = arguments.cache_seqlens
         assert lengths is not None
@@ -217,7 +214,7 @@ def mla_decode(
         attend = _attention(call, kernels, key, buffer, arguments, result, scale)
         schedule()
         attend()
-        return result.export(call)
+        return MLADecodeResult(*result.export(call))
 
 
 class MLADecodePlan:
@@ -253,7 +250,7 @@ class MLADecodePlan:
     variant : str, optional
         Kernel that attends, to compare them: ``"swapped"`` (up to 16 query rows of a kv head),
         ``"one_tile"`` or ``"shared_blocks"``. By default the query rows of a kv head decide. Not
-        for FP8 caches, which have one kernel.
+        for FP8 caches, which have kernels of their own.
     device : int, optional
         CUDA ordinal; by default that of `like` or `workspace`, else CuPy's current device.
     workspace : array, optional
@@ -316,25 +313,12 @@ class MLADecodePlan:
         call = open_plan(device, like, workspace, stream)
         shape = (batch, q_len, num_heads, num_kv_heads, page_size, dtype)
         self._key = _key(shape, causal, call.device, batch_invariant, max_blocks, variant, cache)
-        self._buffer = 0
-        self._stream: int | None = None  # of the last update
-        self._lost_workspace = False  # to another plan, since the last update
         self._lengths: np.ndarray[Any, Any] | None = None  # of the last update, on the CPU
-        self._kernels: _Kernels | None = None
-        # Launches of runs that were found in order, on the stream of the last update.
-        self._ready = ReadyLaunches()
-        if call.device is None:
-            return
-        nbytes = self._key.layout.nbytes
-        with call:
-            if workspace is None:
-                owner, view = call.empty((nbytes,), "uint8")
-                self._workspace = Workspace(owner, call)
-            else:
-                (view,) = cast("tuple[ArrayView]", call.views)
-                check_workspace(view, nbytes)
-                self._workspace = Workspace.at(workspace, view.ptr, call)
-        self._buffer = view.ptr
+        self._kernels: Kernels | None = None
+        self._memory: PlanMemory | None = None
+        if call.device is not None:
+            with call:
+                self._memory = PlanMemory(call, self._key.layout.nbytes, workspace)
 
     @classmethod
     def from_arrays(
@@ -468,30 +452,20 @@ class MLADecodePlan:
         call = open_call((("cache_seqlens", cache_seqlens),), stream=stream)
         (view,) = cast("tuple[ArrayView]", call.views)
         check_seqlens(view, self._key.batch)
-        self._check_device(call)
-        if call.device is None:
+        check_plan_device(self._key.device, call)
+        memory = self._memory
+        if memory is None:
             self._lengths = np.array(to_numpy("cache_seqlens", cache_seqlens))
             if self._key.batch_invariant:
                 np.minimum(self._lengths, self._key.max_blocks * BLOCK_TOKENS, out=self._lengths)
             return
         with call:
             if self._kernels is None:
-                self._kernels = _Kernels.of(call, self._key)
+                self._kernels = _kernels(call, self._key)
             launch = prepare_schedule(
-                self._kernels.schedule, self._key, self._buffer, view, call.stream
+                self._kernels.schedule, self._key, memory.buffer.ptr, view, call.stream
             )
-            self._workspace.hand_to(self, call)
-            launch()
-            self._workspace.note_use(call)
-        if call.stream != self._stream:
-            self._ready.clear()
-        self._stream = call.stream
-        self._lost_workspace = False
-
-    def lose_workspace(self) -> None:
-        """Forget the schedule: another plan is being updated in the same workspace."""
-        self._stream = None
-        self._lost_workspace = True
+            memory.update(call, launch)
 
     def serves(self, stream: int) -> bool:
         """Tell whether a run on a stream can do without an update before it.
@@ -505,9 +479,9 @@ class MLADecodePlan:
         -------
         bool
         """
-        if self._key.device is None:
+        if self._memory is None:
             return self._lengths is not None
-        return stream == self._stream
+        return stream == self._memory.stream
 
     def run(
         self,
@@ -546,30 +520,31 @@ class MLADecodePlan:
             The driver refuses a launch.
         """
         scale = checked_scale(softmax_scale)
-        factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
         arrays: tuple[Any, ...] = (q, kv_cache, block_table, cache_seqlens, out, lse)
-        if factor is None and kv_scale is not None:
-            arrays = (*arrays, kv_scale)
+        factor = None
+        if kv_scale is not None:
+            factor = number_of("kv_scale", kv_scale)
+            if factor is None:
+                arrays = (*arrays, kv_scale)
         call, seen = None, glance(arrays)
         if seen is None:
             inputs = _inputs(q, kv_cache, block_table, cache_seqlens, kv_scale)
             call = _open(inputs, out, lse, stream)
             seen = call.views
-        ready = self._ready.get((seen, scale, factor))
-        if ready is not None and not check_mode():
+        memory = self._memory
+        ready = None if memory is None else memory.ready.get((seen, scale, factor))
+        if memory is not None and ready is not None and not check_mode():
             again = call or reopen_call(out, self._key.device, stream)
-            if again.stream == self._stream:
+            if again.stream == memory.stream:
                 with again:
-                    ready()
-                    if self._workspace.away:
-                        self._workspace.note_use(again)
+                    memory.run(again, ready)
                 return MLADecodeResult(out, lse)
         if call is None:
             inputs = _inputs(q, kv_cache, block_table, cache_seqlens, kv_scale)
             call = _open(inputs, out, lse, stream)
         arguments = self._checked_arguments(call, inputs, factor)
         key = self._key
-        if call.device is None:
+        if memory is None:
             assert self._lengths is not None  # or the plan would have been refused
             if check_mode():
                 check_lengths_of_plan(to_numpy("cache_seqlens", cache_seqlens), self._lengths)
@@ -577,33 +552,27 @@ class MLADecodePlan:
             return _decode_on_cpu(call, inputs, factor, out, lse, scale, key.causal)
         assert self._kernels is not None  # they come with the first update
         with call:
-            check_data(call, arguments, self._buffer + key.layout.places)
-            result = _Outputs.of(call, arguments, out, lse)
-            attend = _attention(call, self._kernels, key, self._buffer, arguments, result, scale)
-            attend()
-            self._workspace.note_use(call)
+            buffer = memory.buffer.ptr
+            check_data(call, arguments, buffer + key.layout.places)
+            result = Outputs.of(call, arguments, _lse_shape(key), out, lse)
+            attend = _attention(call, self._kernels, key, buffer, arguments, result, scale)
+            memory.run(call, attend)
             if all(result.given):
-                self._ready.keep((seen, scale, factor), attend)
-            return result.export(call)
+                memory.ready.keep((seen, scale, factor), attend)
+            return MLADecodeResult(*result.export(call))
 
     def _checked_arguments(
         self, call: Call, inputs: dict[str, Any], factor: float | None
     ) -> Arguments:
         """Check the arguments against each other and the plan."""
-        self._check_device(call)
-        if not self.serves(call.stream):
-            last, lost = self._stream, self._lost_workspace
-            raise unserved(call.stream, last, lost=lost, lengths="cache_seqlens")
+        check_plan_device(self._key.device, call)
+        if self._memory is not None:
+            self._memory.check_serves(call.stream, "cache_seqlens")
+        elif self._lengths is None:
+            raise never_updated("cache_seqlens")
         arguments = checked_arguments(_named(call, inputs), factor)
         self._check_shape(arguments)
         return arguments
-
-    def _check_device(self, call: Call) -> None:
-        if call.device != self._key.device:
-            raise ValueError(
-                f"plan: made for {place_name(self._key.device)}, got arrays on "
-                f"{place_name(call.device)}; make a plan for each device"
-            )
 
     def _check_shape(self, arguments: Arguments) -> None:
         key = self._key
@@ -616,7 +585,8 @@ class MLADecodePlan:
             raise ValueError(
                 f"plan: made for {names} {made}, got {got}; make a plan for this shape"
             )
-        check_plans_cache(key.cache, arguments)
+        if cache_of(arguments.kv_cache) != key.cache:
+            raise other_cache(arguments)
 
     def _check_options(self, causal: bool, batch_invariant: bool) -> None:
         if self._key.q_len > 1 and bool(causal) != self._key.causal:
@@ -631,56 +601,19 @@ class MLADecodePlan:
             )
 
 
-class _Kernels(NamedTuple):
-    """The kernels of a shape, all loaded before the first of them is launched."""
-
-    schedule: LoadedKernel
-    decode: LoadedKernel
-    grouped: LoadedKernel | None = None  # for FP8 caches with scales of 128 columns
-
-    @classmethod
-    def of(cls, call: Call, key: MLADecodeKey) -> _Kernels:
-        assert key.device is not None
-        specs = [schedule_spec(key)]
-        if key.cache == "same":
-            specs.append(decode_spec(key))
-        else:
-            specs += [fp8_spec(key, grouped) for grouped in (False, True)]
-        return cls(*(load(spec, key.device, capturing=lambda: call.capturing) for spec in specs))
-
-
-class _Outputs(NamedTuple):
-    """Where the results go: the caller's arrays, or new ones of the caller's framework."""
-
-    out: Any
-    out_view: ArrayView
-    lse: Any
-    lse_view: ArrayView
-    given: tuple[bool, bool]
-
-    @classmethod
-    def of(cls, call: Call, arguments: Arguments, out: Any, lse: Any) -> _Outputs:
-        batch, q_len, num_heads, _ = arguments.q.shape
-        out_view, lse_view = arguments.out, arguments.lse
-        given = (out_view is not None, lse_view is not None)
-        if out_view is None:
-            out, out_view = call.empty((batch, q_len, num_heads, VALUE_DIM), arguments.q.dtype)
-        if lse_view is None:
-            lse, lse_view = call.empty((batch, num_heads, q_len), "float32")
-        return cls(out, out_view, lse, lse_view, given)
-
-    def export(self, call: Call) -> MLADecodeResult:
-        out = self.out if self.given[0] else call.export(self.out)
-        lse = self.lse if self.given[1] else call.export(self.lse)
-        return MLADecodeResult(out, lse)
+def _kernels(call: Call, key: MLADecodeKey) -> Kernels:
+    """Load the kernels of a shape."""
+    if key.cache == "same":
+        return Kernels.of(call, schedule_spec(key), decode_spec(key))
+    return Kernels.of(call, schedule_spec(key), fp8_spec(key, False), fp8_spec(key, True))
 
 
 def _inputs(
     q: Any, kv_cache: Any, block_table: Any, cache_seqlens: Any, kv_scale: Any
 ) -> dict[str, Any]:
     """Name the arrays that are read; a kv_scale that is a number is none."""
-    named = dict((*named_parts("q", q), *named_parts("kv_cache", kv_cache)))
-    named |= {"block_table": block_table, "cache_seqlens": cache_seqlens}
+    columns = named_parts("q", q) + named_parts("kv_cache", kv_cache)
+    named = dict(columns, block_table=block_table, cache_seqlens=cache_seqlens)
     if kv_scale is not None and not isinstance(kv_scale, Real):
         named["kv_scale"] = kv_scale
     return named
@@ -749,23 +682,25 @@ def decode_key(
     return _key(shape, causal, q.device, batch_invariant, max_blocks, cache=cache)
 
 
+def _lse_shape(key: MLADecodeKey) -> tuple[int, int, int]:
+    return key.batch, key.num_heads, key.q_len
+
+
 def _attention(
     call: Call,
-    kernels: _Kernels,
+    kernels: Kernels,
     key: MLADecodeKey,
     buffer: int,
     arguments: Arguments,
-    result: _Outputs,
+    result: Outputs,
     softmax_scale: float,
 ) -> PreparedLaunch:
     """Prepare attention of checked arguments into these outputs."""
-    kernel, prepare = kernels.decode, prepare_decode
-    if kernels.grouped is not None:
-        kernel = kernel if arguments.kv_scales is None else kernels.grouped
-        prepare = prepare_decode_fp8
+    kernel, prepare = kernels.attention, prepare_decode
+    if key.cache != "same":
+        kernel, prepare = kernels.of_fp8(arguments), prepare_decode_fp8
     elif (form := form_of(key, arguments)) != key.form:
-        assert key.device is not None
-        kernel = load(decode_spec(key, form), key.device, capturing=lambda: call.capturing)
+        kernel = load_for(call, decode_spec(key, form))
     return prepare(
         kernel,
         key,

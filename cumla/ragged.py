@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from cumla.arrays import (
     from_numpy,
     glance,
     open_call,
-    place_name,
     reopen_call,
     to_numpy,
 )
@@ -27,7 +26,6 @@ from cumla.checks import (
     check_device_number,
     check_mode,
     check_number,
-    check_plans_cache,
     check_shape_numbers,
     checked_cache_dtype,
     checked_query_and_cache,
@@ -35,6 +33,7 @@ from cumla.checks import (
     copy_to_host,
     may_look,
     named_parts,
+    other_cache,
 )
 from cumla.fp8_caches import number_of
 from cumla.launch.device import current_device, properties, require_hopper
@@ -47,8 +46,8 @@ from cumla.launch.mla_attention import (
 )
 from cumla.launch.mla_decode import form_of
 from cumla.launch.mla_decode_fp8 import fp8_spec
-from cumla.launch.mla_plan import BLOCK_TOKENS, CACHES, VALUE_DIM
-from cumla.launch.module import load
+from cumla.launch.mla_plan import BLOCK_TOKENS, CACHES
+from cumla.mla_call import Kernels, Outputs, load_for
 from cumla.ragged_checks import (
     QUERY_AXES,
     Lengths,
@@ -63,11 +62,10 @@ from cumla.ragged_checks import (
     lengths_on_host,
 )
 from cumla.reference import MLAAttentionResult
-from cumla.workspace import PlanMemory, never_updated, open_plan
+from cumla.workspace import PlanMemory, check_plan_device, never_updated, open_plan
 
 if TYPE_CHECKING:
     from cumla.launch.kernel import PreparedLaunch
-    from cumla.launch.module import LoadedKernel
 
 __all__ = ["MLAAttentionPlan", "MLAAttentionResult", "mla_attention"]
 
@@ -178,7 +176,8 @@ def mla_attention(
             lse=lse,
             stream=stream,
         )
-    scale, factor = checked_scale(softmax_scale), number_of("kv_scale", kv_scale)
+    scale = checked_scale(softmax_scale)
+    factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
     given = _present(qo_indptr, kv_lens, kv_indptr)
     inputs = _named(q, kv_cache, block_table, kv_indices, kv_scale)
     arrays = inputs | given
@@ -197,8 +196,8 @@ def mla_attention(
             host = lengths_on_host(lengths, call.stream)
             _check_lengths(host, key)
             _check_pages(call, arguments, host)
-        kernels = _Kernels.of(call, key)
-        result = _Outputs.of(call, arguments, out, lse)
+        kernels = _kernels(call, key)
+        result = Outputs.of(call, arguments, (key.total_tokens, key.num_heads), out, lse)
         buffer = call.workspace(key.layout.nbytes).ptr
         schedule = prepare_attention_schedule(
             kernels.schedule, key, buffer, *lengths, stream=call.stream
@@ -206,7 +205,7 @@ def mla_attention(
         attend = _attention(call, kernels, key, buffer, arguments, result, scale)
         schedule()
         attend()
-        return result.export(call)
+        return MLAAttentionResult(*result.export(call))
 
 
 class MLAAttentionPlan:
@@ -296,7 +295,7 @@ class MLAAttentionPlan:
         self._key = _key(shape, causal, call.device, cache)
         self._lengths: Lengths[np.ndarray[Any, Any]] | None = None  # on the CPU, or in check mode
         self._has_list: bool | None = None  # whether the last update was for a list of pages
-        self._kernels: _Kernels | None = None
+        self._kernels: Kernels | None = None
         self._memory: PlanMemory | None = None
         if call.device is not None:
             with call:
@@ -441,7 +440,7 @@ class MLAAttentionPlan:
                     host = lengths_on_host(lengths, call.stream)
                     _check_lengths(host, self._key)
                 if self._kernels is None:
-                    self._kernels = _Kernels.of(call, self._key)
+                    self._kernels = _kernels(call, self._key)
                 launch = prepare_attention_schedule(
                     self._kernels.schedule,
                     self._key,
@@ -467,7 +466,7 @@ class MLAAttentionPlan:
         """
         if self._memory is None:
             return self._lengths is not None
-        return self._memory.serves(stream)
+        return stream == self._memory.stream
 
     def run(
         self,
@@ -518,7 +517,7 @@ class MLAAttentionPlan:
             ready = memory.ready.get((seen, scale, factor, self._has_list))
             if ready is not None and not check_mode():
                 again = reopen_call(out, self._key.device, stream)
-                if memory.serves(again.stream):
+                if again.stream == memory.stream:
                     with again:
                         memory.run(again, ready)
                     return MLAAttentionResult(out, lse)
@@ -536,21 +535,22 @@ class MLAAttentionPlan:
         with call:
             if self._lengths is not None and may_look(call):
                 _check_pages(call, arguments, self._lengths)
-            result = _Outputs.of(call, arguments, out, lse)
+            shape = (self._key.total_tokens, self._key.num_heads)
+            result = Outputs.of(call, arguments, shape, out, lse)
             attend = _attention(
                 call, self._kernels, self._key, memory.buffer.ptr, arguments, result, scale
             )
             memory.run(call, attend)
             if seen is not None:
                 memory.ready.keep((seen, scale, factor, self._has_list), attend)
-            return result.export(call)
+            return MLAAttentionResult(*result.export(call))
 
     def _open_lengths(self, arrays: dict[str, Any], stream: Any) -> tuple[Call, Lengths[ArrayView]]:
         """Open a call with the lengths, and check them against the plan."""
         call = open_call(tuple(arrays.items()), stream=stream)
         views = dict(zip(arrays, call.views, strict=True))
         lengths = checked_lengths(views, self._key.batch)
-        self._check_device(call)
+        check_plan_device(self._key.device, call)
         return call, lengths
 
     def _check_call(self, causal: bool, arrays: dict[str, Any], stream: Any) -> None:
@@ -595,16 +595,9 @@ class MLAAttentionPlan:
             f"got one updated {had}; pass {other}, or call plan.update({update})"
         )
 
-    def _check_device(self, call: Call) -> None:
-        if call.device != self._key.device:
-            raise ValueError(
-                f"plan: made for {place_name(self._key.device)}, got arrays on "
-                f"{place_name(call.device)}; make a plan for each device"
-            )
-
     def _check_ready(self, call: Call) -> None:
         """Check that the last update serves a run on the call's stream."""
-        self._check_device(call)
+        check_plan_device(self._key.device, call)
         if self._memory is not None:
             self._memory.check_serves(call.stream, _LENGTHS)
         elif self._lengths is None:
@@ -620,51 +613,16 @@ class MLAAttentionPlan:
             raise ValueError(
                 f"plan: made for {names} {made}, got {got}; make a plan for this shape"
             )
-        check_plans_cache(key.cache, arguments)
+        if cache_of(arguments.kv_cache) != key.cache:
+            raise other_cache(arguments)
 
 
-class _Kernels(NamedTuple):
-    """The kernels of a shape, all loaded before the first of them is launched."""
-
-    schedule: LoadedKernel
-    attention: LoadedKernel
-    grouped: LoadedKernel | None = None  # for FP8 caches with scales of 128 columns
-
-    @classmethod
-    def of(cls, call: Call, key: MLAAttentionKey) -> _Kernels:
-        assert key.device is not None
-        specs = [SCHEDULE_SPECS[0]]
-        if key.cache == "same":
-            specs.append(attention_spec(key))
-        else:
-            specs += [fp8_spec(key, grouped) for grouped in (False, True)]
-        return cls(*(load(spec, key.device, capturing=lambda: call.capturing) for spec in specs))
-
-
-class _Outputs(NamedTuple):
-    """Where the results go: the caller's arrays, or new ones of the caller's framework."""
-
-    out: Any
-    out_view: ArrayView
-    lse: Any
-    lse_view: ArrayView
-    given: tuple[bool, bool]
-
-    @classmethod
-    def of(cls, call: Call, arguments: Arguments, out: Any, lse: Any) -> _Outputs:
-        tokens, num_heads, _ = arguments.q.shape
-        out_view, lse_view = arguments.out, arguments.lse
-        given = (out_view is not None, lse_view is not None)
-        if out_view is None:
-            out, out_view = call.empty((tokens, num_heads, VALUE_DIM), arguments.q.dtype)
-        if lse_view is None:
-            lse, lse_view = call.empty((tokens, num_heads), "float32")
-        return cls(out, out_view, lse, lse_view, given)
-
-    def export(self, call: Call) -> MLAAttentionResult:
-        out = self.out if self.given[0] else call.export(self.out)
-        lse = self.lse if self.given[1] else call.export(self.lse)
-        return MLAAttentionResult(out, lse)
+def _kernels(call: Call, key: MLAAttentionKey) -> Kernels:
+    """Load the kernels of a shape."""
+    (schedule,) = SCHEDULE_SPECS
+    if key.cache == "same":
+        return Kernels.of(call, schedule, attention_spec(key))
+    return Kernels.of(call, schedule, fp8_spec(key, False), fp8_spec(key, True))
 
 
 def _present(qo_indptr: Any, kv_lens: Any, kv_indptr: Any) -> dict[str, Any]:
@@ -722,20 +680,19 @@ def _key_of(q: ArrayView, kv_cache: ArrayView, batch: int, causal: bool) -> MLAA
 
 def _attention(
     call: Call,
-    kernels: _Kernels,
+    kernels: Kernels,
     key: MLAAttentionKey,
     buffer: int,
     arguments: Arguments,
-    result: _Outputs,
+    result: Outputs,
     softmax_scale: float,
 ) -> PreparedLaunch:
     """Prepare attention of checked arguments into these outputs."""
     kernel = kernels.attention
-    if kernels.grouped is not None:
-        kernel = kernel if arguments.kv_scales is None else kernels.grouped
+    if key.cache != "same":
+        kernel = kernels.of_fp8(arguments)
     elif (form := form_of(key, arguments)) != key.form:
-        assert key.device is not None
-        kernel = load(attention_spec(key, form), key.device, capturing=lambda: call.capturing)
+        kernel = load_for(call, attention_spec(key, form))
     return prepare_attention(
         kernel,
         key,

@@ -145,7 +145,9 @@ def checked_ragged(
     columns = checked_query_and_cache(views, QUERY_AXES)
     for name, view in columns_of(views).items():
         check_layout(name, view)
-    factor = checked_kv_scale(columns, views, kv_scale)
+    factor: ArrayView | float = 1.0
+    if kv_scale is not None or "kv_scale" in views:
+        factor = checked_kv_scale(columns, views, kv_scale)
     pages = views.get("block_table")
     if pages is not None:
         check_block_table(pages, batch)

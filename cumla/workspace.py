@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cumla.arrays import ArrayView, Call
     from cumla.launch.kernel import PreparedLaunch
 
-__all__ = ["PlanMemory", "User", "Workspace", "never_updated", "open_plan", "unserved"]
+__all__ = ["PlanMemory", "User", "Workspace", "check_plan_device", "never_updated", "open_plan"]
 
 _log = logging.getLogger(__name__)
 
@@ -43,23 +43,28 @@ class Workspace:
         The array that holds the memory.
     call : Call
         In which the memory was allocated, or handed over by the caller.
+
+    Attributes
+    ----------
+    home : int
+        CUstream handle: there the memory may be used again as soon as the owner lets go.
     """
 
     __slots__ = (
         "__weakref__",
         "_device",
         "_event",
-        "_home",
         "_owner",
         "_stream",
         "_stream_object",
         "_user",
+        "home",
     )
 
     def __init__(self, owner: object, call: Call) -> None:
         self._owner = owner
         self._device = call.device
-        self._home = call.stream  # where it is free to be reused as soon as the owner lets go
+        self.home = call.stream
         self._stream = None if call.capturing else call.stream  # of the last use outside captures
         self._event = 0  # on the last stream, behind the last use, if that stream is not home
         # A handle of a destroyed stream must not be touched: the driver may crash on it.
@@ -73,11 +78,6 @@ class Workspace:
         if found is None:
             found = _given[address] = cls(owner, call)
         return found
-
-    @property
-    def away(self) -> bool:
-        """Whether the last use outside captures was on another stream than the allocator's."""
-        return self._stream is not None and self._stream != self._home
 
     def hand_to(self, user: User, call: Call) -> None:
         """Let `user` write to the memory on the call's stream, behind all that used it before.
@@ -110,12 +110,12 @@ class Workspace:
             )
 
     def note_use(self, call: Call) -> None:
-        """Remember the point up to which the call's stream uses the memory, if that is not home.
+        """Remember the point up to which the call's stream, which is not home, uses the memory.
 
         The allocator reuses memory in the order of its own stream. For any other the point is noted
         at each use, because the stream may be destroyed before the memory is let go.
         """
-        if call.stream == self._home or call.capturing:
+        if call.capturing:
             return
         event = driver().record_event(call.stream)
         self._destroy_event()
@@ -154,6 +154,9 @@ class PlanMemory:
         The memory.
     ready : ReadyLaunches
         Launches of runs that were found in order, on the stream of the last update.
+    stream : int or None
+        CUstream handle of the last update: a run there needs no other before it. None before the
+        first, and since another plan has taken the workspace.
     """
 
     def __init__(self, call: Call, nbytes: int, workspace: Any) -> None:
@@ -166,69 +169,54 @@ class PlanMemory:
             check_workspace(self.buffer, nbytes)
             self._workspace = Workspace.at(workspace, self.buffer.ptr, call)
         self.ready = ReadyLaunches()
-        self._stream: int | None = None  # of the last update
+        self.stream: int | None = None
         self._lost = False  # to another plan, since the last update
 
     def lose_workspace(self) -> None:
         """Forget the schedule: another plan is being updated in the same workspace."""
-        self._stream = None
+        self.stream = None
         self._lost = True
 
     def update(self, call: Call, launch: PreparedLaunch) -> None:
         """Have the schedule computed by `launch`, on the call's stream."""
         self._workspace.hand_to(self, call)
         self.run(call, launch)
-        if call.stream != self._stream:
+        if call.stream != self.stream:
             self.ready.clear()
-        self._stream = call.stream
+        self.stream = call.stream
         self._lost = False
 
     def run(self, call: Call, launch: PreparedLaunch) -> None:
         """Launch what uses the schedule, on the call's stream."""
         launch()
-        self._workspace.note_use(call)
-
-    def serves(self, stream: int) -> bool:
-        """Tell whether a run on a stream can do without an update before it."""
-        return stream == self._stream
+        if call.stream != self._workspace.home:  # eager runs are many, most of them at home
+            self._workspace.note_use(call)
 
     def check_serves(self, stream: int, lengths: str) -> None:
-        """Refuse a run that needs an update, with the argument of that in the message."""
-        if self.serves(stream):
+        """Refuse a run on a stream that needs an update, whose arguments are `lengths`, first."""
+        if stream == self.stream:
             return
-        raise unserved(stream, self._stream, lost=self._lost, lengths=lengths)
-
-
-def unserved(stream: int, last: int | None, *, lost: bool, lengths: str) -> ValueError:
-    """Make the error of a run on a stream that needs an update first.
-
-    Parameters
-    ----------
-    stream : int
-        CUstream handle of the run.
-    last : int or None
-        That of the last update, if it still counts.
-    lost : bool
-        Another plan has taken the workspace since.
-    lengths : str
-        Argument of an update.
-
-    Returns
-    -------
-    ValueError
-    """
-    if lost:
-        return ValueError(
-            f"plan: its workspace has been taken by another plan, whose update came later; call "
-            f"plan.update({lengths}) again, behind the runs of that plan, or give each plan a "
-            f"workspace of its own"
+        if self._lost:
+            raise ValueError(
+                f"plan: its workspace has been taken by another plan, whose update came later; "
+                f"call plan.update({lengths}) again, behind the runs of that plan, or give each "
+                f"plan a workspace of its own"
+            )
+        if self.stream is None:
+            raise never_updated(lengths)
+        raise ValueError(
+            f"plan: updated on stream {self.stream:#x}, got a run on stream {stream:#x}; a plan "
+            f"serves one stream at a time: call plan.update on this stream first"
         )
-    if last is None:
-        return never_updated(lengths)
-    return ValueError(
-        f"plan: updated on stream {last:#x}, got a run on stream {stream:#x}; a plan serves one "
-        f"stream at a time: call plan.update on this stream first"
-    )
+
+
+def check_plan_device(made_for: int | None, call: Call) -> None:
+    """Refuse arrays that are not where the plan was made for."""
+    if call.device != made_for:
+        raise ValueError(
+            f"plan: made for {place_name(made_for)}, got arrays on {place_name(call.device)}; "
+            f"make a plan for each device"
+        )
 
 
 def never_updated(lengths: str) -> ValueError:

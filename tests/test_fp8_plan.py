@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import mla, preparation, ragged
+from cumla import mla, mla_call, preparation, ragged
 from cumla.checks import Arguments
 from cumla.launch import KernelSpec
 from cumla.launch import mla_attention as attention_launcher
@@ -45,8 +45,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         log.append(Event("prepare", spec.entry, values))
         return lambda: log.append(Event("launch", spec.entry, values))
 
-    for module in (mla, ragged):
-        monkeypatch.setattr(module, "load", load)
+    monkeypatch.setattr(mla_call, "load", load)
     for module, names in (
         (mla, ("prepare_schedule", "prepare_decode", "prepare_decode_fp8")),
         (ragged, ("prepare_attention_schedule",)),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import ragged
+from cumla import mla_call, ragged
 from cumla.launch import KernelSpec, all_specs
 from cumla.launch import module as launch_module
 from tests.fake_cuda import FakeCuPy, FakeDriver
@@ -584,7 +584,7 @@ def on(cupy: FakeCuPy, arguments: dict[str, Any]) -> dict[str, Any]:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kernels that would be launched; none is loaded."""
     names: list[str] = []
-    monkeypatch.setattr(ragged, "load", lambda spec, device, *, capturing: spec)
+    monkeypatch.setattr(mla_call, "load", lambda spec, device, *, capturing: spec)
 
     def prepare(spec: KernelSpec, *_: object, **__: object) -> Callable[[], None]:
         return lambda: names.append(spec.entry)
@@ -692,7 +692,7 @@ def test_a_cold_kernel_under_capture(
     driver.capturing.add(0)
     message = f"kernel {cold} is not loaded on device 0"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ragged, "load", launch_module.load)
+        patch.setattr(mla_call, "load", launch_module.load)
         refuse(cumla.NotPreparedError, message, "call cumla.prepare()", **given)
         with pytest.raises(cumla.NotPreparedError, match=f"^{message}"):
             plan.update(**lengths_of(given))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import preparation, ragged, ragged_checks
+from cumla import mla_call, preparation, ragged, ragged_checks
 from cumla.arrays import ArrayView
 from cumla.launch import KernelSpec
 from cumla.launch.mla_attention import MLAAttentionKey
@@ -38,7 +38,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         log.append(("prepare", spec.entry, values))
         return lambda: log.append(("launch", spec.entry, values))
 
-    monkeypatch.setattr(ragged, "load", load)
+    monkeypatch.setattr(mla_call, "load", load)
     for name in ("prepare_attention_schedule", "prepare_attention"):
         monkeypatch.setattr(ragged, name, prepare)
     return log

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import checks, mla, preparation
+from cumla import checks, mla, mla_call, preparation
 from cumla.arrays import ArrayView
 from cumla.launch import KernelSpec, all_specs
 from cumla.launch import device as launch_device
@@ -862,7 +862,7 @@ def on_gpu(cupy: FakeCuPy) -> dict[str, Any]:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kernels that would be launched; none is loaded."""
     names: list[str] = []
-    monkeypatch.setattr(mla, "load", lambda spec, device, *, capturing: spec)
+    monkeypatch.setattr(mla_call, "load", lambda spec, device, *, capturing: spec)
 
     def prepare(spec: KernelSpec, *_: object) -> Callable[[], None]:
         return lambda: names.append(spec.stem)
@@ -988,7 +988,7 @@ def test_a_cold_kernel_under_capture(
     plan = plan_of(on_gpu, updated=False)
     driver.capturing.add(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mla, "load", launch_module.load)
+        patch.setattr(mla_call, "load", launch_module.load)
         with pytest.raises(cumla.NotPreparedError) as caught:
             plan.update(on_gpu["cache_seqlens"])
         assert "kernel mla_schedule" in str(caught.value)
@@ -996,7 +996,7 @@ def test_a_cold_kernel_under_capture(
         assert "call cumla.prepare()" in str(caught.value)
     plan.update(on_gpu["cache_seqlens"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mla, "load", launch_module.load)
+        patch.setattr(mla_call, "load", launch_module.load)
         cumla.mla_decode(**on_gpu, **cupy_outputs, plan=plan)  # update has loaded all
         refuse(cumla.NotPreparedError, "kernel mla_schedule is not loaded", **on_gpu)
 
@@ -1013,7 +1013,7 @@ def test_one_cold_kernel_of_several_under_capture(
     driver.capturing.add(0)
     message = f"kernel {cold} is not loaded on device 0"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mla, "load", launch_module.load)
+        patch.setattr(mla_call, "load", launch_module.load)
         refuse(cumla.NotPreparedError, message, "call cumla.prepare()", **on_gpu)
         with pytest.raises(cumla.NotPreparedError, match=f"^{message}"):
             plan.update(on_gpu["cache_seqlens"])

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import arrays, checks, mla, workspace
+from cumla import arrays, checks, mla, mla_call, workspace
 from cumla.arrays import ArrayView
 from cumla.launch import KernelSpec, mla_plan
 from tests.fake_cuda import FakeCuPy, FakeDriver
@@ -95,7 +95,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
     def prepare(spec: KernelSpec, *_: object) -> Callable[[], None]:
         return lambda: log.events.append(("launch", spec.stem))
 
-    monkeypatch.setattr(mla, "load", load)
+    monkeypatch.setattr(mla_call, "load", load)
     for name in ("prepare_schedule", "prepare_decode"):
         monkeypatch.setattr(mla, name, prepare)
 
@@ -134,7 +134,7 @@ def test_nothing_is_launched_or_allocated_when_the_last_kernel_cannot_be_loaded(
             raise cumla.NotPreparedError("cold")
         return spec
 
-    monkeypatch.setattr(mla, "load", fail)
+    monkeypatch.setattr(mla_call, "load", fail)
     monkeypatch.setattr(cupy, "empty", lambda *_, **__: pytest.fail("allocated"))
     with pytest.raises(cumla.NotPreparedError):
         cumla.mla_decode(**on_gpu)
@@ -180,13 +180,13 @@ def test_a_plan_loads_and_launches_the_kernel_that_it_is_pinned_to(
     arguments = {name: cupy.like(array) for name, array in make(**FEW_ROWS).items()}
     stem, entry = PINNED[variant]
     entries: list[str] = []
-    load = mla.load
+    load = mla_call.load
 
     def note(spec: KernelSpec, *rest: Any, **options: Any) -> Any:
         entries.append(spec.entry)
         return load(spec, *rest, **options)
 
-    monkeypatch.setattr(mla, "load", note)
+    monkeypatch.setattr(mla_call, "load", note)
     plans = [
         plan_for(arguments, variant=variant, **mode),
         cumla.MLADecodePlan(2, 1, 16, like=arguments["q"], variant=variant, **mode),
@@ -407,7 +407,7 @@ def test_the_buffer_is_kept_until_another_stream_has_passed(
 ) -> None:
     plan = plan_for(on_gpu, stream=3)
     plan.update(on_gpu["cache_seqlens"], stream=5)
-    address = plan._buffer
+    address = plan._memory.buffer.ptr
     log.taken()
     del plan
     gc.collect()
@@ -904,7 +904,7 @@ def test_lengths_that_changed_since_the_update_on_the_gpu(
     """The plan's copy of them is read from its buffer, also by a run that was found in order."""
     plan = plan_for(on_gpu)
     plan.update(on_gpu["cache_seqlens"], stream=3)
-    places = plan._buffer + plan.key.layout.places
+    places = plan._memory.buffer.ptr + plan.key.layout.places
     held = [[1, 130], [0, 5]]  # requests, in the schedule's order, and their lengths
 
     def copy(view: ArrayView, stream: int) -> np.ndarray:

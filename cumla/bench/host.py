@@ -117,8 +117,8 @@ def _stages(bench: Workbench, *arrays: Any) -> dict[str, Timing]:
     parts: dict[str, Callable[[], object]] = {
         "arguments": lambda: (glance(arrays), reopen_call(q, plan.key.device)),
     }
-    for launch in plan._ready.values():  # none for arrays on the CPU
-        parts["launch"] = launch
+    if plan._memory is not None:  # as it is for arrays on the CPU
+        (parts["launch"],) = plan._memory.ready.values()
     return {name: time_host(part, bench.gpu.synchronize) for name, part in parts.items()}
 
 

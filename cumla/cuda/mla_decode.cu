@@ -70,18 +70,18 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
     const u32 phase = ((now.t + now.i) / 2) & 1;
     const u32 stage = shared.stage(parity);
 #pragma unroll
-    for (int k = 0; k < kTiles; ++k) {
-      const int column = tile_in_order(parity, k);
-      const int half = column / kHalfTiles;
-      if (k == 0 || k == 1 || k == 1 + kHalfTiles)
-        mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+    for (int k = 0; k < kTiles; k += k == 0 ? 1 : kHalfTiles) {
+      const int column = tile_in_order(parity, k), half = column / kHalfTiles;
+      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
       const u32 destination = stage + column * kTileBytes, barrier = shared.full(parity, column);
-      load_tile<kForm>(p, destination, k == 0 ? kRopeTile : column, k == 0, barrier, from);
+      if (k == 0)
+        load_tiles<kForm, 1>(p, destination, kRopeTile, true, barrier, from);
+      else
+        load_tiles<kForm, kHalfTiles>(p, destination, column, false, barrier, from);
     }
     if constexpr (kSharedBlocks) {
       if (ahead.valid()) {
-        const PageRow from_ahead = ahead.template row_of<kForm>(offset);
-        for (int k = blockIdx.x; k < kTiles; k += gridDim.x) prefetch_tile<kForm>(p, k, from_ahead);
+        prefetch_block<kForm>(p, ahead.template row_of<kForm>(offset));
         ahead.next();
       }
     }
@@ -150,7 +150,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   begin_kernel<kForm, AnyTile>(p, shared);
 
-  if constexpr (kForm == kRows || kIsRagged<AnyTile>) {
+  if constexpr (kForm != kPages || kIsRagged<AnyTile>) {
     // Each role reads the part for itself: what both hold from before would cost registers that they lack.
     if (warpgroup == 0) {
       registers_decrease<56>();

@@ -11,6 +11,7 @@
 #include "ptx/copy.cuh"
 #include "ptx/copy_rows.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
 
 namespace cumla {
 
@@ -20,7 +21,32 @@ __device__ __forceinline__ int first_of_box(const MlaDecodeParams& p) {
   return kForm == kBoxes ? threadIdx.x % 32 * p.box_rows : 0;
 }
 
-// Begins to load the 64 columns of a tile, of a block. `rope`: they are the RoPE columns, as the compiler knows.
+// Some boxes of some tiles, from a box on, issued by one lane; lane i knows where box i lies.
+template <int kCount, int kBoxCount>
+__device__ __forceinline__ void load_boxes(const TensorMap* map, u32 destination, int x, u32 barrier, const PageRow& from,
+                                           int first, u32 box_bytes) {
+  int pages[kBoxCount], rows[kBoxCount];
+#pragma unroll
+  for (int box = 0; box < kBoxCount; ++box) {
+    pages[box] = __shfl_sync(0xffffffffu, from.page, first + box);
+    rows[box] = __shfl_sync(0xffffffffu, from.row, first + box);
+  }
+  if (!elect_one()) return;
+  destination += first * box_bytes;
+#pragma unroll 1
+  for (int k = 0; k < kCount; ++k) {
+    if (first == 0) mbarrier_arrive_expect_tx(barrier, kTileBytes);
+#pragma unroll
+    for (int box = 0; box < kBoxCount; ++box)
+      tma_load_4d_async(destination + box * box_bytes, map, barrier, x, rows[box], blockIdx.z, pages[box]);
+    destination += kTileBytes;
+    barrier += 8;
+    x += 64;
+  }
+}
+
+// Begins to load the 64 columns of a tile, of a block; of kBoxes each lane its own box. A ring that is bound by memory is
+// served faster so, stages that wait for their tiles by load_tiles. `rope`: they are the RoPE columns, as the compiler knows.
 template <PageForm kForm>
 __device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
                                           const PageRow& from) {
@@ -37,15 +63,43 @@ __device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destinat
   }
 }
 
-// Has L2 fetch the same.
-template <PageForm kForm>
-__device__ __forceinline__ void prefetch_tile(const MlaDecodeParams& p, int column, const PageRow& from) {
+// The same of several tiles, from `column` on, which lie one behind the other, as do their barriers; by a whole warp.
+template <PageForm kForm, int kCount>
+__device__ __forceinline__ void load_tiles(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
+                                           const PageRow& from) {
   if constexpr (kForm == kPages) {
-    tma_prefetch_4d(&p.latent_map, column * 64, from.row, blockIdx.z, from.page);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k)
+      load_tile<kForm>(p, destination + k * kTileBytes, column + k, rope, barrier + 8 * k, from);
   } else {
-    const TensorMap* const map = column == kRopeTile ? &p.rope_map : &p.latent_map;
-    const int x = column == kRopeTile ? 0 : column * 64;
-    if (first_of_box<kForm>(p) < kBlockTokens) tma_prefetch_4d(map, x, from.row, blockIdx.z, from.page);
+    const TensorMap* const map = rope ? &p.rope_map : &p.latent_map;
+    const int x = rope ? 0 : column * 64;
+    if (p.box_rows == 64)
+      load_boxes<kCount, 1>(map, destination, x, barrier, from, 0, kTileBytes);
+    else if (p.box_rows == 32)
+      load_boxes<kCount, 2>(map, destination, x, barrier, from, 0, kTileBytes / 2);
+    else
+#pragma unroll 1
+      for (int first = 0; first * p.box_rows < kBlockTokens; first += 4)
+        load_boxes<kCount, 4>(map, destination, x, barrier, from, first, p.box_rows * 128);
+  }
+}
+
+// Has L2 fetch a block; the row tiles share that work.
+template <PageForm kForm>
+__device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const PageRow& from) {
+  if constexpr (kForm == kPages) {
+    for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
+      tma_prefetch_4d(&p.latent_map, k * 64, from.row, blockIdx.z, from.page);
+  } else {
+#pragma unroll 1
+    for (int box = 0; box * p.box_rows < kBlockTokens; ++box) {
+      const int page = __shfl_sync(0xffffffffu, from.page, box), row = __shfl_sync(0xffffffffu, from.row, box);
+      if (!elect_one()) continue;
+#pragma unroll 1
+      for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
+        tma_prefetch_4d(k == kRopeTile ? &p.rope_map : &p.latent_map, k == kRopeTile ? 0 : k * 64, row, blockIdx.z, page);
+    }
   }
 }
 

@@ -26,6 +26,9 @@ BLOCK_TOKENS = 64  # kBlockTokens: tokens of one product, and of one load
 MOST_TOKENS = 0x7FFFFFC0  # kMostTokens: of a request
 _SMEM_LIMIT = 227 * 1024
 _MOST_STAGES = 32
+# Of a ring. What is under way to a multiprocessor hides the way from memory with less; asking for
+# more at first only makes the earliest blocks wait (docs/indexer.md).
+_RING_BYTES = 100 * 1024
 
 
 class LogitsShape(NamedTuple):
@@ -56,8 +59,9 @@ class LogitsShape(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Blocks of the ring: as many as shared memory holds, an even number."""
-        fit = (_SMEM_LIMIT - self._smem_beside_ring) // self._stage_bytes
+        """Blocks of the ring: as many as it takes and shared memory holds, an even number."""
+        room = min(_SMEM_LIMIT - self._smem_beside_ring, _RING_BYTES)
+        fit = room // self._stage_bytes
         return min(fit, _MOST_STAGES) // 2 * 2
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,8 +22,7 @@ from cumla.launch.mla_plan import (
     ROW_GROUP,
     ROW_TILE,
     TILE_PLACE_BYTES,
-    PlanLayout,
-    page_form,
+    PlanKey,
 )
 from cumla.launch.mla_schedule import FIXED_COST, MIN_BLOCKS, MIN_SHARE, piece_cost
 from cumla.launch.source import KernelSpec
@@ -56,7 +54,7 @@ SPECS = (
 
 
 @dataclass(frozen=True)
-class MLAAttentionKey:
+class MLAAttentionKey(PlanKey):
     """The shape for which a plan of :func:`cumla.mla_attention` is made.
 
     Attributes
@@ -93,21 +91,6 @@ class MLAAttentionKey:
     cache: str = "same"
 
     @cached_property
-    def form(self) -> str:
-        """Which of PAGE_FORMS serves these pages."""
-        return page_form(self.page_size)
-
-    @cached_property
-    def box_rows(self) -> int:
-        """Rows of a KV block that lie in one page wherever it begins: those of one load."""
-        return gcd(self.page_size, BLOCK_TOKENS)
-
-    @cached_property
-    def heads_per_group(self) -> int:
-        """Query heads that share a kv head."""
-        return self.num_heads // self.num_kv_heads
-
-    @cached_property
     def tiles(self) -> int:
         """Thread blocks that work on the same part: one for each kv head."""
         return self.num_kv_heads
@@ -141,21 +124,6 @@ class MLAAttentionKey:
     def parts(self) -> int:
         """Shares into which the KV blocks of all tiles are dealt: as many as fill the GPU once."""
         return max(1, self.sm_count // self.tiles)
-
-    @cached_property
-    def may_wait(self) -> bool:
-        """Whether all thread blocks fit on the GPU at once, so that one may wait for another."""
-        return self.parts * self.tiles <= self.sm_count
-
-    @cached_property
-    def num_tickets(self) -> int:
-        """Places where thread blocks meet that share a tile: one for each part and kv head."""
-        return self.tiles * self.parts if self.parts > 1 else 0
-
-    @cached_property
-    def layout(self) -> PlanLayout:
-        """Where things lie in the plan's buffer."""
-        return PlanLayout.of(self)
 
 
 def attention_spec(key: MLAAttentionKey, form: str | None = None) -> KernelSpec:

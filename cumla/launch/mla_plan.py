@@ -7,10 +7,10 @@ the terms.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
-from typing import Protocol
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -24,6 +24,7 @@ __all__ = [
     "VALUE_DIM",
     "VARIANTS",
     "MLADecodeKey",
+    "PlanKey",
     "PlanLayout",
     "page_form",
     "piece_blocks",
@@ -98,8 +99,70 @@ def piece_blocks(row_groups: int) -> int:
     return 8 * row_groups
 
 
+class PlanKey(ABC):
+    """What follows in the same way from every shape for which a plan is made.
+
+    A shape is a frozen dataclass, whose fields these are.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    page_size: int
+    sm_count: int
+
+    @property
+    @abstractmethod
+    def tiles(self) -> int:
+        """Thread blocks that work on the same part."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> int:
+        """Shares into which the KV blocks are dealt."""
+
+    @property
+    @abstractmethod
+    def row_groups(self) -> int:
+        """Groups of 16 rows in a tile: what is stored of its partial results."""
+
+    @property
+    @abstractmethod
+    def places_bytes(self) -> int:
+        """Size of what the schedule lists: an order of requests, or row tiles."""
+
+    @cached_property
+    def form(self) -> str:
+        """Which of PAGE_FORMS serves these pages."""
+        return page_form(self.page_size)
+
+    @cached_property
+    def box_rows(self) -> int:
+        """Rows of a KV block that lie in one page wherever it begins: those of one load."""
+        return gcd(self.page_size, BLOCK_TOKENS)
+
+    @cached_property
+    def heads_per_group(self) -> int:
+        """Query heads that share a kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    @cached_property
+    def may_wait(self) -> bool:
+        """Whether all thread blocks fit on the GPU at once, so that one may wait for another."""
+        return self.parts * self.tiles <= self.sm_count
+
+    @cached_property
+    def num_tickets(self) -> int:
+        """Places where thread blocks meet that share work: one for each part and tile."""
+        return self.tiles * self.parts if self.parts > 1 else 0
+
+    @cached_property
+    def layout(self) -> PlanLayout:
+        """Where things lie in the plan's buffer."""
+        return PlanLayout.of(self)
+
+
 @dataclass(frozen=True)
-class MLADecodeKey:
+class MLADecodeKey(PlanKey):
     """The shape for which a plan is made.
 
     Attributes
@@ -156,21 +219,6 @@ class MLADecodeKey:
         return "one_tile" if self.row_tiles == 1 else "shared_blocks"
 
     @cached_property
-    def form(self) -> str:
-        """Which of PAGE_FORMS serves these pages."""
-        return page_form(self.page_size)
-
-    @cached_property
-    def box_rows(self) -> int:
-        """Rows of a KV block that lie in one page wherever it begins: those of one load."""
-        return gcd(self.page_size, BLOCK_TOKENS)
-
-    @cached_property
-    def heads_per_group(self) -> int:
-        """Query heads that share a kv head."""
-        return self.num_heads // self.num_kv_heads
-
-    @cached_property
     def group_rows(self) -> int:
         """Query rows of a kv head."""
         return self.q_len * self.heads_per_group
@@ -189,11 +237,6 @@ class MLADecodeKey:
     def row_groups(self) -> int:
         """Groups of 16 rows in a tile: what is stored of its partial results."""
         return -(-min(ROW_TILE, self.group_rows) // ROW_GROUP)
-
-    @cached_property
-    def may_wait(self) -> bool:
-        """Whether all thread blocks fit on the GPU at once, so that one may wait for another."""
-        return self.parts * self.tiles <= self.sm_count
 
     @cached_property
     def parts(self) -> int:
@@ -215,11 +258,6 @@ class MLADecodeKey:
                 break
         return best
 
-    @cached_property
-    def num_tickets(self) -> int:
-        """Places where thread blocks meet that share a request: one for each part and tile."""
-        return self.tiles * self.parts if self.parts > 1 else 0
-
     @property
     def num_places(self) -> int:
         """Places of the schedule's order: one for each request."""
@@ -229,26 +267,6 @@ class MLADecodeKey:
     def places_bytes(self) -> int:
         """Size of the schedule's order."""
         return self.num_places * PLACE_BYTES
-
-    @cached_property
-    def layout(self) -> PlanLayout:
-        """Where things lie in the plan's buffer."""
-        return PlanLayout.of(self)
-
-
-class PlanKey(Protocol):
-    """What the layout of a plan's buffer follows from."""
-
-    @property
-    def places_bytes(self) -> int: ...
-    @property
-    def parts(self) -> int: ...
-    @property
-    def tiles(self) -> int: ...
-    @property
-    def row_groups(self) -> int: ...
-    @property
-    def num_tickets(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

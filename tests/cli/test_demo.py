@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo on the CPU: what it prints, and that it notices wrong attention."""
+"""The demo on the CPU: what it prints, and that it notices wrong attention and wrong rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import io
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +19,14 @@ import pytest
 
 import cumla
 from cumla.cli import demo
+from cumla.cli.demo import backends, cache, serving
+from cumla.cli.demo import text as demo_text
 from cumla.cli.progress import ProgressBar
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(40)).encode()
 REAL_DECODE = cumla.mla_decode
+REAL_ATTENTION = cumla.mla_attention
+REAL_APPEND = cumla.append_mla_cache
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +34,7 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(ordinal: int) -> None:
         raise cumla.UnsupportedDeviceError(f"device {ordinal}: not today\nmore")
 
-    monkeypatch.setattr(demo, "require_hopper", refuse)
+    monkeypatch.setattr(backends, "require_hopper", refuse)
 
 
 @pytest.fixture
@@ -139,21 +144,21 @@ def test_the_default_text_is_the_readme(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(cumla, "__file__", str(package / "__init__.py"))
     installed = SimpleNamespace(json={"description": "# what pip keeps"})
     monkeypatch.setattr(metadata, "metadata", lambda name: installed)
-    assert demo.load_text(None)[1] == b"# what pip keeps"
+    assert demo_text.load_text(None)[1] == b"# what pip keeps"
 
     def not_installed(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "metadata", not_installed)
     with pytest.raises(ValueError, match="name a text with --file"):
-        demo.load_text(None)
+        demo_text.load_text(None)
     (tmp_path / "README.md").write_bytes(b"# of the checkout")
-    assert demo.load_text(None)[1] == b"# of the checkout"
+    assert demo_text.load_text(None)[1] == b"# of the checkout"
 
 
 @pytest.mark.parametrize("steps", [1, 100, len(TEXT) - 1])
 def test_requests_are_stretches_of_the_text(steps: int) -> None:
-    requests = demo.cut_requests(TEXT, steps)
+    requests = demo_text.cut_requests(TEXT, steps)
     for request in requests:
         assert request.tokens.tobytes() in TEXT
         assert len(request.tokens) == request.prompt + steps
@@ -162,21 +167,150 @@ def test_requests_are_stretches_of_the_text(steps: int) -> None:
 
 
 def test_cache_keeps_rows_and_leaves_the_rest_poisoned() -> None:
-    requests = demo.cut_requests(TEXT, 10)
-    cache = demo.PagedCache.shuffled(requests, demo.CPUBackend(), seed=1)
+    requests = demo_text.cut_requests(TEXT, 10)
+    paged = cache.PagedCache.shuffled(requests, backends.CPUBackend(), seed=1)
     rng = np.random.default_rng(0)
-    written = [rng.standard_normal((r.prompt, 576)).astype(demo.BF16) for r in requests]
+    written = [rng.standard_normal((r.prompt, 576)).astype(cache.BF16) for r in requests]
     for i, rows in enumerate(written):
-        cache.write(i, 0, rows[:5].astype(np.float32))
-        cache.write(i, 5, rows[5:].astype(np.float32))
-    for rows, read in zip(written, cache.read(np.array([len(r) for r in written])), strict=True):
+        paged.write(i, 0, rows[:5].astype(np.float32))
+        paged.write(i, 5, rows[5:].astype(np.float32))
+    for rows, read in zip(written, paged.read(np.array([len(r) for r in written])), strict=True):
         np.testing.assert_array_equal(read, rows.astype(np.float32))
-    used = cache.table[cache.table >= 0]
+    used = paged.table[paged.table >= 0]
     assert len(np.unique(used)) == len(used)
     assert np.any(np.diff(used) != 1)  # shuffled
-    assert np.isnan(cache.pages.astype(np.float32)).sum() == cache.pages.size - 576 * sum(
+    assert np.isnan(paged.pages.astype(np.float32)).sum() == paged.pages.size - 576 * sum(
         len(rows) for rows in written
     )
+
+
+def served(output: str) -> list[dict[str, str]]:
+    """The lines of the steps."""
+    rows = [line for line in output.splitlines() if line.startswith("|")]
+    header, _, *steps = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return [dict(zip(header, cells, strict=True)) for cells in steps]
+
+
+@pytest.mark.parametrize("check", ["0", "1"])
+def test_serves_requests_that_decode_beside_chunks_of_prompts(
+    check: str,
+    text: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUMLA_CHECK", check)
+    calls = []
+    monkeypatch.setattr(
+        cumla, "mla_attention", lambda *a, **k: (calls.append(k["plan"]), REAL_ATTENTION(*a, **k))
+    )
+    assert run("--file", str(text), "--steps", "3", "--chunked-prefill") == 0
+    captured = capsys.readouterr()
+    steps = served(captured.out)
+    assert len(calls) == len(steps)
+    assert len(set(map(id, calls))) == 1  # one plan
+    assert [step["step"] for step in steps] == [str(i + 1) for i in range(len(steps))]
+    decoding = [int(step["decoding"]) for step in steps]
+    chunks = [[int(n) for n in step["prompt chunks"].split("+") if n != "-"] for step in steps]
+    prompts = sorted(request.prompt for request in demo_text.cut_requests(TEXT, 3))
+    assert sum(map(sum, chunks)) == sum(prompts)
+    assert sum(decoding) == 3 * len(prompts)
+    assert max(n + sum(c) for n, c in zip(decoding, chunks, strict=True)) == serving.STEP_TOKENS
+    assert any(n and sum(c) for n, c in zip(decoding, chunks, strict=True))  # at the same time
+    assert any(len(c) > 1 for c in chunks)
+    assert decoding[-1] < len(prompts)  # those that are done are gone
+    assert int(steps[-1]["cached tokens"]) == sum(prompts) + 3 * len(prompts)
+    assert all(1e-5 < float(step["worst error"]) <= 1e-2 for step in steps)
+    assert "backend   cumla.reference on the CPU (device 0: not today)" in captured.out
+    assert "step      up to 256 query tokens, a call of the reference" in captured.out
+    assert f"{sum(prompts) + 3 * len(prompts)} tokens, " in captured.out
+    assert "ok: every step within 0.01" in captured.out
+    assert captured.err == ""
+
+
+def ragged_without_the_newest_token(*arrays: Any, plan: Any, **options: Any) -> Any:
+    return REAL_ATTENTION(*arrays, **options | {"kv_lens": options["kv_lens"] - 1})
+
+
+def ragged_without_a_mask(*arrays: Any, plan: Any, **options: Any) -> Any:
+    return REAL_ATTENTION(*arrays, **options, causal=False)
+
+
+def ragged_with_neighbours_pages(*arrays: Any, **options: Any) -> Any:
+    shifted = np.roll(options["block_table"], 1, axis=0)
+    return REAL_ATTENTION(*arrays, **options | {"block_table": shifted})
+
+
+def ragged_with_one_token_a_little_off(*arrays: Any, **options: Any) -> Any:
+    result = REAL_ATTENTION(*arrays, **options)
+    result.out[7] *= np.float32(1.05)
+    return result
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ragged_without_the_newest_token,
+        ragged_without_a_mask,
+        ragged_with_neighbours_pages,
+        ragged_with_one_token_a_little_off,
+    ],
+)
+def test_serving_fails_when_attention_is_wrong(
+    wrong: Callable[..., Any],
+    text: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cumla, "mla_attention", wrong)
+    assert run("--file", str(text), "--steps", "1", "--chunked-prefill") == 1
+    assert "the first is step 1" in capsys.readouterr().out
+
+
+def test_serving_fails_when_rows_are_not_written(
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def forget_the_third(*arrays: Any, **options: Any) -> None:
+        calls.append(options)
+        if len(calls) != 3:
+            REAL_APPEND(*arrays, **options)
+
+    monkeypatch.setattr(cumla, "append_mla_cache", forget_the_third)
+    assert run("--file", str(text), "--steps", "1", "--chunked-prefill") == 1
+    assert "the first is step 3" in capsys.readouterr().out
+
+
+def test_serving_fails_with_a_schedule_of_the_step_before(
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates = []
+    update = cumla.MLAAttentionPlan.update
+
+    def update_once(plan: Any, *lengths: Any) -> None:
+        updates.append(lengths)
+        if len(updates) == 1:
+            update(plan, *lengths)
+
+    monkeypatch.setattr(cumla.MLAAttentionPlan, "update", update_once)
+    assert run("--file", str(text), "--steps", "1", "--chunked-prefill") == 1
+    assert "the first is step 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("left", "decoding", "counts"),
+    [
+        ([300, 5, 9], [False] * 3, [256, 0, 0]),
+        ([200, 50, 9], [False] * 3, [200, 50, 6]),
+        ([0, -3, 300], [True, True, False], [1, 1, 254]),
+        ([-4, 254, 1], [True, False, False], [1, 254, 1]),
+        ([-4, -9, -2], [False, True, False], [0, 1, 0]),
+    ],
+)
+def test_tokens_of_a_step_are_dealt_out(
+    left: list[int], decoding: list[bool], counts: list[int]
+) -> None:
+    assert serving.deal(np.array(left), np.array(decoding)).tolist() == counts
 
 
 class FakeGPUArray(np.ndarray):
@@ -188,27 +322,87 @@ class FakeGPUArray(np.ndarray):
         self[...] = array
 
 
-def test_gpu_backend_copies_and_takes_the_time_of_events(
-    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Event:
-        def record(self) -> None:
-            self.time = time.perf_counter()
+class FakeEvent:
+    def record(self) -> None:
+        self.time = time.perf_counter()
 
-        def synchronize(self) -> None:
-            self.waited = True
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+class FakeStreams:
+    """Streams whose captures hold what was called through `enqueue` meanwhile."""
+
+    def __init__(self) -> None:
+        self.capturing: list[Callable[[], Any]] | None = None
+        self.graphs: list[list[Callable[[], Any]]] = []
+        self.launches = 0
+
+    def stream(self, *, non_blocking: bool) -> Any:
+        assert non_blocking  # or work on the null stream would break the capture
+        stream = nullcontext()
+        stream.begin_capture = self.begin  # type: ignore[attr-defined]
+        stream.end_capture = self.end  # type: ignore[attr-defined]
+        return stream
+
+    def begin(self) -> None:
+        assert self.capturing is None
+        self.capturing = []
+
+    def end(self) -> Any:
+        assert self.capturing is not None
+        self.graphs.append(graph := self.capturing)
+        self.capturing = None
+
+        def launch() -> None:
+            self.launches += 1
+            for call in graph:
+                call()
+
+        return SimpleNamespace(launch=launch)
+
+    def enqueue(self, function: Callable[..., Any]) -> Callable[..., None]:
+        """Have the function called with the memory of its arrays, now or at each launch."""
+
+        def call(*arguments: Any, **named: Any) -> None:
+            bound = [as_host(argument) for argument in arguments]
+            options = {name: as_host(value) for name, value in named.items()}
+            if self.capturing is None:
+                function(*bound, **options)
+            else:
+                self.capturing.append(lambda: function(*bound, **options))
+
+        return call
+
+
+def as_host(value: Any) -> Any:
+    return value.view(np.ndarray) if isinstance(value, FakeGPUArray) else value
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
+    """A GPU whose arrays lie on the CPU."""
 
     def elapsed(start: Any, end: Any) -> float:
         assert end.waited
         assert end.time > start.time
         return 2.5  # milliseconds
 
+    streams = FakeStreams()
     cupy = SimpleNamespace(
         asarray=lambda array: array.copy().view(FakeGPUArray),
         asnumpy=lambda array: array.view(np.ndarray).copy(),
-        cuda=SimpleNamespace(Event=Event, get_elapsed_time=elapsed),
+        cuda=SimpleNamespace(Event=FakeEvent, get_elapsed_time=elapsed, Stream=streams.stream),
     )
+    monkeypatch.setattr(backends, "require_hopper", lambda _: SimpleNamespace(name="Fake H200"))
+    monkeypatch.setattr(backends, "import_cupy", lambda: cupy)
+    return streams
 
+
+@pytest.mark.usefixtures("streams")
+def test_gpu_backend_copies_and_takes_the_time_of_events(
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def decode(*arrays: Any, **options: Any) -> Any:
         assert all(isinstance(array, FakeGPUArray) for array in arrays)
         result = REAL_DECODE(*(array.view(np.ndarray) for array in arrays), **options)
@@ -217,13 +411,40 @@ def test_gpu_backend_copies_and_takes_the_time_of_events(
     prepared = []
     monkeypatch.setattr(cumla, "mla_decode", decode)
     monkeypatch.setattr(cumla, "prepare", lambda device, *, dtypes: prepared.append(device))
-    monkeypatch.setattr(demo, "require_hopper", lambda ordinal: SimpleNamespace(name="Fake H200"))
-    monkeypatch.setattr(demo, "import_cupy", lambda: cupy)
     assert run("--file", str(text), "--steps", "2") == 0
     found = table(capsys.readouterr().out)
     assert found["kernel time"] == "2.500 ms"
     assert found["backend"] == "CUDA kernels on Fake H200"
     assert prepared == [0]
+
+
+def test_on_a_gpu_one_graph_serves_all_steps(
+    text: Path,
+    streams: FakeStreams,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans = []
+
+    def make_plan(*arrays: Any) -> Any:
+        plans.append(plan := real_plan(*map(as_host, arrays)))
+        plan.update = streams.enqueue(plan.update)
+        return plan
+
+    real_plan = cumla.MLAAttentionPlan.from_arrays
+    monkeypatch.setattr(cumla.MLAAttentionPlan, "from_arrays", make_plan)
+    monkeypatch.setattr(cumla, "append_mla_cache", streams.enqueue(REAL_APPEND))
+    monkeypatch.setattr(cumla, "mla_attention", streams.enqueue(REAL_ATTENTION))
+    monkeypatch.setattr(cumla, "prepare", lambda *_, **__: None)
+    assert run("--file", str(text), "--steps", "3", "--chunked-prefill") == 0
+    steps = served(output := capsys.readouterr().out)
+    assert len(plans) == 1
+    (graph,) = streams.graphs
+    assert len(graph) == 3  # rows, schedule, attention
+    assert streams.launches == len(steps) > 5
+    assert {step["kernel time"] for step in steps} == {"2.500 ms"}
+    assert "backend   CUDA kernels on Fake H200 (the first GPU)" in output
+    assert "query tokens, a replay of one CUDA graph" in output
 
 
 class Terminal(io.StringIO):

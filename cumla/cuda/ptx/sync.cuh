@@ -5,6 +5,21 @@
 
 namespace cumla {
 
+// PTX ISA: Parallel Synchronization and Communication Instructions: elect.sync
+// True in one lane of a converged warp. What depends on it the compiler knows to be done by one lane: instructions that take
+// uniform registers, such as those of the copy engine, need no loop over the lanes that may be there.
+__device__ __forceinline__ bool elect_one() {
+  u32 elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred is_one;\n"
+      "elect.sync _|is_one, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, is_one;\n"
+      "}"
+      : "=r"(elected)::"memory");
+  return elected != 0;
+}
+
 // PTX ISA: Parallel Synchronization and Communication Instructions: fence (proxy)
 // What this thread wrote with ordinary stores becomes visible to wgmma and TMA.
 __device__ __forceinline__ void fence_proxy_async_shared() {

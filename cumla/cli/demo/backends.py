@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the demo's cache lives and attention runs: on the GPU if it can, else on the CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+import cumla
+from cumla.launch.device import import_cupy, require_hopper
+
+Array = NDArray[Any]
+
+
+class Backend(Protocol):
+    """Where the cache lives and attention runs."""
+
+    name: str
+    clock: str
+    repeats: str
+
+    def put(self, array: Array) -> Any:
+        """Bring a host array to where attention runs."""
+
+    def fetch(self, array: Any) -> Array:
+        """Bring it back."""
+
+    def write(self, target: Any, array: Array) -> None:
+        """Overwrite a contiguous part of an array there."""
+
+    def timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
+        """Run a call to its end; its result and its seconds."""
+
+    def repeatable(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Make a call ready that is going to be repeated, on the same arrays with new contents."""
+
+
+class CPUBackend:
+    """NumPy arrays, which cumla's operations hand to `cumla.reference`."""
+
+    name = "cumla.reference on the CPU"
+    clock = "wall clock"
+    repeats = "a call of the reference"
+
+    def put(self, array: Array) -> Array:
+        """Return the array itself."""
+        return array
+
+    def fetch(self, array: Array) -> Array:
+        """Return the array itself."""
+        return array
+
+    def write(self, target: Array, array: Array) -> None:
+        """Copy."""
+        target[...] = array
+
+    def timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
+        """Time by the clock on the wall."""
+        start = time.perf_counter()
+        result = call()
+        return result, time.perf_counter() - start
+
+    def repeatable(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Return the call itself."""
+        return call
+
+
+class GPUBackend:
+    """CuPy arrays, on which cumla's operations run their kernels. Only copies are left to CuPy."""
+
+    clock = "CUDA events around the call, launches included"
+    repeats = "a replay of one CUDA graph"
+
+    def __init__(self, cupy: Any, device: str) -> None:
+        self._cupy = cupy
+        self.name = f"CUDA kernels on {device}"
+
+    def put(self, array: Array) -> Any:
+        """Copy to the GPU."""
+        return self._cupy.asarray(array)
+
+    def fetch(self, array: Any) -> Array:
+        """Copy to the host, after all work so far."""
+        return np.asarray(self._cupy.asnumpy(array))
+
+    def write(self, target: Any, array: Array) -> None:
+        """Copy to the GPU, into a contiguous part of an array."""
+        target.set(array)
+
+    def timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
+        """Time by events on the current stream."""
+        start, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
+        start.record()
+        result = call()
+        end.record()
+        end.synchronize()
+        return result, self._cupy.cuda.get_elapsed_time(start, end) / 1e3
+
+    def repeatable(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Capture the call into a CUDA graph, to be launched on the current stream."""
+        stream = self._cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            call()
+            graph = stream.end_capture()
+        launch: Callable[[], None] = graph.launch
+        return launch
+
+
+def choose_backend() -> tuple[Backend, str]:
+    """Take the first GPU, kernels ready, if it can run them; say why or why not."""
+    try:
+        device = require_hopper(0)
+    except cumla.CumlaError as error:
+        return CPUBackend(), str(error).splitlines()[0]
+    cumla.prepare(0, dtypes=("bfloat16",))
+    return GPUBackend(import_cupy(), device.name), "the first GPU"
