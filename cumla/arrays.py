@@ -615,7 +615,7 @@ def glance(arrays: tuple[object, ...]) -> Hashable | None:
     Parameters
     ----------
     arrays : tuple of array
-        Arguments and outputs of one call; a tuple of two among them is an argument in two arrays.
+        Arguments and outputs of one call; a tuple of two or three among them is one argument.
 
     Returns
     -------
@@ -627,13 +627,13 @@ def glance(arrays: tuple[object, ...]) -> Hashable | None:
     framework = _framework_of_type.get(type(arrays[0]), _DLPACK)
     for array in arrays:
         if _framework_of_type.get(type(array)) is not framework:
-            return _glance_at_pairs(arrays)
+            return _glance_at_parts(arrays)
     return framework.glance(arrays)
 
 
-def _glance_at_pairs(arrays: tuple[object, ...]) -> Hashable | None:
-    """Look at arrays some of which are in two, and at which of them are."""
-    each = [a if isinstance(a, tuple) and len(a) == 2 else (a,) for a in arrays]
+def _glance_at_parts(arrays: tuple[object, ...]) -> Hashable | None:
+    """Look at arrays some of which are in parts, and at which of them are."""
+    each = [a if isinstance(a, tuple) and len(a) in (2, 3) else (a,) for a in arrays]
     flat = tuple([array for group in each for array in group])
     seen = glance(flat) if len(flat) > len(arrays) else None
     return seen and (tuple([len(group) for group in each]), seen)

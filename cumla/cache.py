@@ -14,9 +14,9 @@ from cumla.cache_checks import (
     check_append_values,
     check_scale,
     checked_append_arguments,
-    checked_scale,
 )
 from cumla.checks import DTYPES, check_mode, copy_to_host, may_look
+from cumla.fp8_caches import number_of
 from cumla.launch.append_cache import AppendArguments, append_spec, prepare_append
 from cumla.launch.append_fp8_cache import append_fp8_spec, prepare_append_fp8
 from cumla.launch.device import require_hopper
@@ -155,7 +155,7 @@ def append_mla_cache(
     }
     given = {name: array for name, array in optional.items() if array is not None}
     call, views = _open(_parts("kv_cache", kv_cache), _parts("rows", rows), given, stream)
-    number = checked_scale(scale)
+    number = number_of("scale", scale)
     key = (call.views, tuple(views), number, bool(interleaved), call.stream)
     ready = None if check_mode() else _ready.get(key)
     if ready is not None:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from math import prod
-from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,12 +10,12 @@ from numpy.typing import NDArray
 
 from cumla.checks import (
     DTYPES,
-    check_elements,
     check_layout,
     check_output,
     check_own_memory,
     with_kv_head_axis,
 )
+from cumla.fp8_caches import E4M3, PACKED_BYTES, SCALES, check_factor, is_packed, unpacked
 from cumla.launch.append_cache import AppendArguments
 from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
 
@@ -31,17 +29,11 @@ __all__ = [
     "check_integers",
     "check_scale",
     "checked_append_arguments",
-    "checked_scale",
     "refuse_first",
 ]
 
 _ROPE_DIM = HEAD_DIM - VALUE_DIM
 _WIDE = ("int32", "int64")
-_E4M3 = ("float8_e4m3fn", "uint8")
-_SCALES = 4  # of a row, one for 128 latent columns
-# A row of the packed format: e4m3 latent columns, float32 scales, bfloat16 RoPE columns.
-_PACKED_BYTES = VALUE_DIM + 4 * _SCALES + 2 * _ROPE_DIM
-_LEAST_SCALE, _MOST_SCALE = 2.0**-126, 2.0**126  # normal, and so are their inverses
 
 
 def checked_append_arguments(views: Mapping[str, ArrayView]) -> AppendArguments:
@@ -62,7 +54,7 @@ def checked_append_arguments(views: Mapping[str, ArrayView]) -> AppendArguments:
     cache = _checked_cache(views)
     latent_cache, rope_cache, scales, _ = cache
     dtype, num_kv_heads = _dtype_of_16_bits(rope_cache, views), latent_cache.shape[2]
-    is_e4m3 = rope_cache.dtype in _E4M3
+    is_e4m3 = rope_cache.dtype in E4M3
     latent_rows, rope_rows = _checked_rows(views, dtype, num_kv_heads, is_e4m3)
     tokens = latent_rows.shape[0]
     for name in ("slot_mapping", "batch_indices", "positions"):
@@ -100,37 +92,18 @@ def checked_append_arguments(views: Mapping[str, ArrayView]) -> AppendArguments:
     )
 
 
-def checked_scale(scale: Any) -> float | None:
-    """Return a scale that is a number, in float32; None for what is none."""
-    if isinstance(scale, bool):
-        raise TypeError("scale: needs a number, or an array of one float32, got bool; convert it")
-    if not isinstance(scale, Real):
-        return None
-    if not _LEAST_SCALE <= float(scale) <= _MOST_SCALE:
-        raise ValueError(
-            f"scale: needs a number from 2 ** -126 to 2 ** 126, got {scale}; pass the factor by "
-            f"which quantised rows give the rows"
-        )
-    return float(np.float32(scale))
-
-
 def check_scale(scale: Any, arguments: AppendArguments) -> None:
     """Check that a scale, number or array, is one for this cache."""
     if scale is None:
         return
-    if arguments.latent_cache.dtype not in _E4M3 or arguments.scales is not None:
+    if arguments.latent_cache.dtype not in E4M3 or arguments.scales is not None:
         raise ValueError(
             f"scale: needs an e4m3 cache with one scale for all of it, got "
             f"{'scales for each row' if arguments.scales else arguments.latent_cache.dtype}; leave "
             f"it out"
         )
-    view = arguments.scale
-    if view is not None:
-        if view.dtype != "float32":
-            raise TypeError(f"scale: needs float32, got {view.dtype}; convert it first")
-        if prod(view.shape) != 1:
-            raise ValueError(f"scale: needs one element, got shape {view.shape}; pass one number")
-        check_elements("scale", view)
+    if arguments.scale is not None:
+        check_factor("scale", arguments.scale)
 
 
 def _check_combination(views: Mapping[str, ArrayView]) -> None:
@@ -178,13 +151,13 @@ class _Cache(NamedTuple):
 def _checked_cache(views: Mapping[str, ArrayView]) -> _Cache:
     """Check the cache, and take it apart."""
     whole = views.get("kv_cache")
-    if whole is not None and whole.dtype == "uint8" and whole.shape[-1:] == (_PACKED_BYTES,):
-        return _unpacked(_checked_part("kv_cache", whole, _PACKED_BYTES))
+    if whole is not None and is_packed(whole):
+        return _Cache(*unpacked(_checked_part("kv_cache", whole, PACKED_BYTES)), True)
     checked = {}
     for name, (given, columns) in _columns_of("kv_cache", views).items():
-        if given.dtype not in DTYPES + _E4M3:
+        if given.dtype not in DTYPES + E4M3:
             raise TypeError(
-                f"{name}: needs {' or '.join(DTYPES + _E4M3)}, got {given.dtype}; convert it first"
+                f"{name}: needs {' or '.join(DTYPES + E4M3)}, got {given.dtype}; convert it first"
             )
         _check_columns(name, given, columns)
         checked[name] = _checked_part(name, given, columns)
@@ -218,39 +191,22 @@ def _checked_part(name: str, given: ArrayView, columns: int) -> ArrayView:
     return view
 
 
-def _unpacked(rows: ArrayView) -> _Cache:
-    """Take rows of 656 bytes apart."""
-    lead, steps = rows.shape[:3], rows.strides[:3]
-
-    def part(begin: int, columns: int, dtype: str, itemsize: int) -> ArrayView:
-        return rows._replace(
-            ptr=rows.ptr + begin, shape=(*lead, columns), strides=(*steps, itemsize), dtype=dtype
-        )
-
-    return _Cache(
-        part(0, VALUE_DIM, "uint8", 1),
-        part(VALUE_DIM + 4 * _SCALES, _ROPE_DIM, "bfloat16", 2),
-        part(VALUE_DIM, _SCALES, "float32", 4),
-        True,
-    )
-
-
 def _checked_scales(given: ArrayView, latent: ArrayView, rope: ArrayView) -> ArrayView:
     """Check the third part of a cache: the scales of each row."""
     name = "kv_cache[2]"
-    if latent.dtype not in _E4M3 or rope.dtype not in DTYPES:
+    if latent.dtype not in E4M3 or rope.dtype not in DTYPES:
         raise TypeError(
-            f"{name}: needs kv_cache[0] of {' or '.join(_E4M3)} and kv_cache[1] of "
+            f"{name}: needs kv_cache[0] of {' or '.join(E4M3)} and kv_cache[1] of "
             f"{' or '.join(DTYPES)}, got {latent.dtype} and {rope.dtype}; leave it out"
         )
     if given.dtype != "float32":
         raise TypeError(f"{name}: needs float32, got {given.dtype}; convert it first")
-    if with_kv_head_axis(given).shape != (*latent.shape[:3], _SCALES):
+    if with_kv_head_axis(given).shape != (*latent.shape[:3], SCALES):
         raise ValueError(
-            f"{name}: needs the axes of kv_cache[0], {latent.shape[:3]}, and {_SCALES} scales, got "
+            f"{name}: needs the axes of kv_cache[0], {latent.shape[:3]}, and {SCALES} scales, got "
             f"shape {given.shape}; pass three parts of the same rows"
         )
-    return _checked_part(name, given, _SCALES)
+    return _checked_part(name, given, SCALES)
 
 
 def _dtype_of_16_bits(rope_cache: ArrayView, views: Mapping[str, ArrayView]) -> str:
@@ -316,7 +272,7 @@ def _as_pair(parts: Mapping[str, ArrayView], ndim: int) -> tuple[ArrayView, Arra
         )
         return latent._replace(shape=(*lead, VALUE_DIM)), rope
     ((name, rope),) = others
-    if rope.dtype != latent.dtype and not (latent.dtype in _E4M3 and rope.dtype in DTYPES):
+    if rope.dtype != latent.dtype and not (latent.dtype in E4M3 and rope.dtype in DTYPES):
         raise TypeError(
             f"{name}: needs the dtype of {first}, {latent.dtype}, got {rope.dtype}; convert it"
         )

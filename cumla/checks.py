@@ -15,9 +15,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 import numpy as np
 
 from cumla._dlpack import numpy_dtype
+from cumla.fp8_caches import (
+    E4M3,
+    FP8,
+    PACKED_BYTES,
+    SCALES,
+    check_factor,
+    is_packed,
+    relabelled,
+    unpacked,
+)
 from cumla.launch.device import import_cupy
 from cumla.launch.mla_plan import (
     BLOCK_TOKENS,
+    CACHES,
     HEAD_DIM,
     MOST_PARTS,
     SWAPPED_ROWS,
@@ -35,6 +46,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DTYPES",
     "Arguments",
+    "Columns",
+    "cache_of",
     "check_block_table",
     "check_data",
     "check_device_number",
@@ -54,6 +67,8 @@ __all__ = [
     "check_variant",
     "check_workspace",
     "checked_arguments",
+    "checked_cache_dtype",
+    "checked_kv_scale",
     "checked_max_blocks",
     "checked_query_and_cache",
     "checked_scale",
@@ -61,6 +76,7 @@ __all__ = [
     "copy_to_host",
     "may_look",
     "named_parts",
+    "other_cache",
     "with_kv_head_axis",
 ]
 
@@ -73,7 +89,7 @@ _COLUMNS = {
     f"{name}{part}": columns
     for name in ("q", "kv_cache")
     for part, columns in (("", HEAD_DIM), ("[0]", VALUE_DIM), ("[1]", HEAD_DIM - VALUE_DIM))
-}
+} | {"kv_cache[2]": SCALES}
 _ALIGNMENT = 16  # bytes: of addresses and strides, what the copy engine moves
 # Of the scores. Queries and keys of ordinary size, products up to some 1e30 and down to some 1e-17,
 # times this and log2(e), stay finite and normal as float32; what is larger is not caught.
@@ -81,7 +97,12 @@ _SCALES = (1e-20, 1e6)
 
 
 class Arguments(NamedTuple):
-    """Checked views of one call: latent and RoPE columns apart, those of the cache with heads."""
+    """Checked views of one call: latent and RoPE columns apart, those of the cache with heads.
+
+    The cache's columns are of the query's dtype, or of float8_e4m3fn: then the RoPE ones may be of
+    the query's, kv_scales ``(num_pages, page_size, num_kv_heads, 4)`` may hold a factor for 128
+    latent columns each, and kv_scale, or the number there, is the factor of all other e4m3 columns.
+    """
 
     q: ArrayView
     q_rope: ArrayView
@@ -91,6 +112,18 @@ class Arguments(NamedTuple):
     cache_seqlens: ArrayView | None  # None where a plan holds them
     out: ArrayView | None
     lse: ArrayView | None
+    kv_scales: ArrayView | None = None
+    kv_scale: ArrayView | float = 1.0
+
+
+class Columns(NamedTuple):
+    """Query and cache of :class:`Arguments`."""
+
+    q: ArrayView
+    q_rope: ArrayView
+    kv_cache: ArrayView
+    kv_rope: ArrayView
+    kv_scales: ArrayView | None
 
 
 _Views: TypeAlias = "Mapping[str, ArrayView | None]"
@@ -116,14 +149,17 @@ def checked_scale(softmax_scale: Any) -> float:
     return scale
 
 
-def checked_arguments(views: _Views) -> Arguments:
+def checked_arguments(views: _Views, kv_scale: float | None = None) -> Arguments:
     """Check the views of one call, by name, against each other.
 
     Parameters
     ----------
     views : mapping
-        ``q``, or ``q[0]`` and ``q[1]``; ``kv_cache``, or ``kv_cache[0]`` and ``kv_cache[1]``;
-        ``block_table``, ``cache_seqlens``; ``out`` and ``lse``, which may be None.
+        ``q``, or ``q[0]`` and ``q[1]``; ``kv_cache``, or ``kv_cache[0]``, ``kv_cache[1]`` and maybe
+        ``kv_cache[2]``; ``block_table``, ``cache_seqlens``; ``out`` and ``lse``, which may be None;
+        ``kv_scale`` if it is an array.
+    kv_scale : float, optional
+        If it is a number.
 
     Returns
     -------
@@ -136,22 +172,56 @@ def checked_arguments(views: _Views) -> Arguments:
         cast("ArrayView", views[name]) for name in ("block_table", "cache_seqlens")
     )
     out, lse = views["out"], views["lse"]
-    batch, q_len, num_heads, _ = columns[0].shape
+    factor: ArrayView | float = 1.0
+    if kv_scale is not None or "kv_scale" in views:
+        factor = checked_kv_scale(columns, views, kv_scale)
+    batch, q_len, num_heads, _ = columns.q.shape
     check_block_table(block_table, batch)
     check_seqlens(cache_seqlens, batch)
     if out is not None:
-        dtypes = (columns[0].dtype, "float32")
+        dtypes = (columns.q.dtype, "float32")
         check_output("out", out, (batch, q_len, num_heads, VALUE_DIM), dtypes)
         check_layout("out", out)
     if lse is not None:
         check_output("lse", lse, (batch, num_heads, q_len), ("float32",))
         check_elements("lse", lse)
-    return Arguments(*columns, block_table, cache_seqlens, out, lse)
+    scales = columns.kv_scales
+    return Arguments(*columns[:4], block_table, cache_seqlens, out, lse, scales, factor)
 
 
-def checked_query_and_cache(
-    views: _Views, query_axes: tuple[str, ...] = QUERY_AXES
-) -> tuple[ArrayView, ArrayView, ArrayView, ArrayView]:
+def checked_kv_scale(columns: Columns, views: _Views, kv_scale: float | None) -> ArrayView | float:
+    """Check the factor of e4m3 columns, and that some are under it.
+
+    Parameters
+    ----------
+    columns : Columns
+        Checked.
+    views : mapping
+        With ``kv_scale``, if it is an array; others are not looked at.
+    kv_scale : float or None
+        If it is a number.
+
+    Returns
+    -------
+    ArrayView or float
+    """
+    scaled = columns.kv_scales is not None
+    if cache_of(columns.kv_cache) == "same" or (scaled and columns.kv_rope.dtype != FP8):
+        got = columns.kv_cache.dtype
+        if scaled:
+            got = f"scales for each row beside RoPE columns of {columns.kv_rope.dtype}"
+        raise ValueError(
+            f"kv_scale: needs a cache with e4m3 columns that have no scales of their own, got "
+            f"{got}; leave it out"
+        )
+    if kv_scale is not None:
+        return kv_scale
+    view = cast("ArrayView", views["kv_scale"])
+    check_factor("kv_scale", view)
+    return view
+
+
+def checked_query_and_cache(views: _Views, query_axes: tuple[str, ...] = QUERY_AXES) -> Columns:
     """Check query and cache, by name: all but how they lie in memory.
 
     Parameters
@@ -163,15 +233,22 @@ def checked_query_and_cache(
 
     Returns
     -------
-    tuple of ArrayView
+    Columns
         Latent and RoPE columns of the query, ``(batch, q_len, num_heads, 512)`` and 64, and of the
         cache, ``(num_pages, page_size, num_kv_heads, 512)`` and 64: of one array, views of it.
     """
     given = columns_of(views)
     _check_query_and_cache(given, query_axes)
-    parts = (*_apart("q", given), *_apart("kv_cache", given))
-    _check_heads(parts[0].shape[-2], parts[2].shape[2])
-    return parts
+    query = _apart("q", given)
+    whole, scales = given.get("kv_cache"), given.get("kv_cache[2]")
+    if whole is not None and is_packed(whole):
+        latent, rope, scales = unpacked(whole)
+    else:
+        latent, rope = _apart("kv_cache", given)
+    _check_heads(query[0].shape[-2], latent.shape[2])
+    if latent.dtype != query[0].dtype:
+        latent, rope = relabelled(latent), relabelled(rope)
+    return Columns(*query, latent, rope, scales)
 
 
 def columns_of(views: _Views) -> dict[str, ArrayView]:
@@ -197,15 +274,16 @@ def _apart(name: str, given: dict[str, ArrayView]) -> tuple[ArrayView, ArrayView
 
 
 def named_parts(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
-    """Name an array, or the two that hold latent and RoPE columns."""
+    """Name an array, or the two that hold latent and RoPE columns, or these and scales."""
     if not isinstance(value, tuple):
         return ((name, value),)
-    if len(value) != 2:
+    if len(value) != 2 and (len(value) != 3 or name == "q"):
+        third = ", or these and the scales of an e4m3 cache" if name != "q" else ""
         raise ValueError(
-            f"{name}: needs one array, or a tuple of latent and RoPE columns, got {len(value)} "
-            f"arrays; join them"
+            f"{name}: needs one array, or a tuple of latent and RoPE columns{third}, got "
+            f"{len(value)} arrays; join them"
         )
-    return ((f"{name}[0]", value[0]), (f"{name}[1]", value[1]))
+    return tuple([(f"{name}[{i}]", part) for i, part in enumerate(value)])
 
 
 def with_kv_head_axis(kv_cache: ArrayView) -> ArrayView:
@@ -224,29 +302,62 @@ def _check_query_and_cache(given: dict[str, ArrayView], query_axes: tuple[str, .
     for name, view in given.items():
         if len(view.shape) != (len(query_axes) + 1 if name.startswith("q") else 4):
             raise ValueError(_rank_problem(name, view, query_axes))
-    (first, query), *others = given.items()
-    check_dtype(first, query.dtype)
-    for name, view in others:
-        if view.dtype != query.dtype:
-            raise TypeError(
-                f"{name}: needs {first}'s dtype {query.dtype}, got {view.dtype}; convert one of "
-                f"them"
-            )
+    _check_dtypes(given)
     for name, view in given.items():
-        if view.shape[-1] != _COLUMNS[name]:
+        if view.shape[-1] != _COLUMNS[name] and not (name == "kv_cache" and is_packed(view)):
             raise ValueError(_columns_problem(name, view))
         if 0 in view.shape:
             raise ValueError(
                 f"{name}: needs at least one element on every axis, got shape {view.shape}; skip "
                 f"the call where there is nothing to attend"
             )
-    for name in ("q", "kv_cache"):
-        latent, rope = given.get(f"{name}[0]"), given.get(f"{name}[1]")
-        if latent and rope and latent.shape[:-1] != rope.shape[:-1]:
+    for first, other in (
+        ("q[0]", "q[1]"),
+        ("kv_cache[0]", "kv_cache[1]"),
+        ("kv_cache[0]", "kv_cache[2]"),
+    ):
+        if other in given and given[first].shape[:-1] != given[other].shape[:-1]:
             raise ValueError(
-                f"{name}[1]: needs the first axes of {name}[0], {latent.shape[:-1]}, got "
-                f"{rope.shape[:-1]}; pass both parts of the same rows"
+                f"{other}: needs the first axes of {first}, {given[first].shape[:-1]}, got "
+                f"{given[other].shape[:-1]}; pass both parts of the same rows"
             )
+
+
+def _check_dtypes(given: dict[str, ArrayView]) -> None:
+    """Check that all is of the query's dtype, but for what is FP8 in a cache."""
+    (first, query), *others = given.items()
+    check_dtype(first, query.dtype)
+    if {view.dtype for _, view in others} == {query.dtype} and "kv_cache[2]" not in given:
+        return
+    cache, cached = next((name, view) for name, view in others if name.startswith("kv_cache"))
+    allowed: dict[str, tuple[str, ...]] = {name: (query.dtype,) for name, _ in others}
+    if cached.dtype in E4M3:
+        if query.dtype != DTYPES[0]:
+            raise TypeError(
+                f"{first}: needs {DTYPES[0]} with {cache} of {cached.dtype}, got {query.dtype}; "
+                f"convert it first"
+            )
+        allowed |= {
+            cache: E4M3,
+            "kv_cache[1]": (query.dtype, cached.dtype),
+            "kv_cache[2]": ("float32",),
+        }
+    elif "kv_cache[2]" in given:
+        raise TypeError(
+            f"kv_cache[2]: needs kv_cache[0] of {' or '.join(E4M3)}, got {cached.dtype}; leave it "
+            f"out"
+        )
+    for name, view in others:
+        if view.dtype in allowed[name]:
+            continue
+        if allowed[name] == (query.dtype,):
+            raise TypeError(
+                f"{name}: needs {first}'s dtype {query.dtype}, got {view.dtype}; convert one of "
+                f"them"
+            )
+        raise TypeError(
+            f"{name}: needs {' or '.join(allowed[name])}, got {view.dtype}; convert it first"
+        )
 
 
 def _rank_problem(name: str, view: ArrayView, query_axes: tuple[str, ...]) -> str:
@@ -265,6 +376,17 @@ def _rank_problem(name: str, view: ArrayView, query_axes: tuple[str, ...]) -> st
 
 def _columns_problem(name: str, view: ArrayView) -> str:
     latent, rope = VALUE_DIM, HEAD_DIM - VALUE_DIM
+    if name == "kv_cache[2]":
+        return (
+            f"{name}: needs a last axis of {SCALES}, a scale for 128 latent columns each, got "
+            f"shape {view.shape}; pass one for each row and 128 columns"
+        )
+    if name == "kv_cache" and view.dtype == "uint8":
+        return (
+            f"{name}: needs a last axis of {HEAD_DIM} e4m3 numbers ({latent} latent + {rope} RoPE),"
+            f" or of the {PACKED_BYTES} bytes of a packed row, got shape {view.shape}; pass a tuple"
+            f" of the parts where they lie apart"
+        )
     if name in ("q", "kv_cache"):
         return (
             f"{name}: needs a last axis of {HEAD_DIM} ({latent} latent + {rope} RoPE), got shape "
@@ -327,7 +449,40 @@ def checked_max_blocks(batch_invariant: bool, max_seqlen: Any) -> int:
     return -(-int(max_seqlen) // BLOCK_TOKENS)
 
 
-def check_variant(variant: object, num_heads: int, q_len: int, num_kv_heads: int) -> None:
+def cache_of(kv_cache: ArrayView) -> str:
+    """Tell which of CACHES a cache is, by its latent columns as their checks have left them."""
+    return "e4m3" if kv_cache.dtype == FP8 else "same"
+
+
+def checked_cache_dtype(cache_dtype: object, dtype: str) -> str:
+    """Check what a plan's caches are to hold; tell which of CACHES that is."""
+    if cache_dtype is None or cache_dtype == dtype:
+        return "same"
+    if cache_dtype != FP8:
+        raise TypeError(
+            f"cache_dtype: needs dtype's {dtype}, or {FP8}, got {cache_dtype}; leave it out for "
+            f"caches of dtype"
+        )
+    if dtype != DTYPES[0]:
+        raise TypeError(
+            f"dtype: needs {DTYPES[0]} with cache_dtype {FP8}, got {dtype}; convert the queries"
+        )
+    return "e4m3"
+
+
+def other_cache(arguments: Arguments) -> ValueError:
+    """Say that a plan is not for the cache that came."""
+    got = arguments.kv_cache.dtype
+    made = arguments.q.dtype if got == FP8 else FP8
+    return ValueError(
+        f"plan: made for a cache of {made}, got one of {got}; make a plan with the cache_dtype of "
+        f"each"
+    )
+
+
+def check_variant(
+    variant: object, num_heads: int, q_len: int, num_kv_heads: int, cache: str = CACHES[0]
+) -> None:
     """Check the kernel that a plan is pinned to, or None."""
     if variant is None:
         return
@@ -338,6 +493,11 @@ def check_variant(variant: object, num_heads: int, q_len: int, num_kv_heads: int
     if variant not in VARIANTS:
         names = ", ".join(repr(name) for name in VARIANTS)
         raise ValueError(f"variant: needs one of {names} or None, got {variant!r}; leave it out")
+    if cache != CACHES[0]:
+        raise ValueError(
+            f"variant: needs a cache of 16-bit numbers, got {variant!r} for one of {FP8}, which "
+            f"has kernels of its own; leave it out"
+        )
     rows = q_len * num_heads // num_kv_heads
     if variant == "swapped" and rows > SWAPPED_ROWS:
         raise ValueError(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ from cumla.arrays import (
 from cumla.checks import (
     DTYPES,
     Arguments,
+    cache_of,
     check_data,
     check_device_number,
     check_lengths_of_plan,
@@ -32,14 +34,18 @@ from cumla.checks import (
     check_values,
     check_variant,
     checked_arguments,
+    checked_cache_dtype,
     checked_max_blocks,
     checked_query_and_cache,
     checked_scale,
     named_parts,
+    other_cache,
 )
+from cumla.fp8_caches import number_of
 from cumla.launch.device import current_device, properties, require_hopper
 from cumla.launch.mla_decode import decode_spec, form_of, prepare_decode
-from cumla.launch.mla_plan import BLOCK_TOKENS, MLADecodeKey
+from cumla.launch.mla_decode_fp8 import fp8_spec, prepare_decode_fp8
+from cumla.launch.mla_plan import BLOCK_TOKENS, CACHES, MLADecodeKey
 from cumla.launch.mla_schedule import prepare_schedule, schedule_spec
 from cumla.mla_call import Kernels, Outputs, load_for
 from cumla.reference import MLADecodeResult
@@ -58,6 +64,7 @@ def mla_decode(
     cache_seqlens: Any,
     *,
     softmax_scale: float | None = None,
+    kv_scale: Any = None,
     causal: bool = True,
     batch_invariant: bool = False,
     plan: MLADecodePlan | None = None,
@@ -80,11 +87,18 @@ def mla_decode(
         tuple ``(q_nope, q_pe)`` holds the 512 latent columns and the 64 RoPE ones apart, in one
         dtype. Any strides that are multiples of 16 bytes, the last axis contiguous: slices of wider
         arrays are read where they are.
-    kv_cache : array or pair of arrays
+    kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
         head, in q's dtype; strides as for q. A tuple ``(ckv, kpe)`` holds the columns apart, 512
         and 64, each with strides of its own, whether or not q does. num_kv_heads divides num_heads;
         page_size is any. Slots that no request uses may hold anything, NaN included.
+
+        FP8 caches, as :func:`cumla.append_mla_cache` writes them, for q in bfloat16: either of
+        these as float8_e4m3fn, or uint8 with its bits, under one `kv_scale`; of a pair also the
+        first alone, beside RoPE columns in bfloat16. A triple ``(ckv, kpe, scales)`` of e4m3, e4m3
+        or bfloat16, and float32, the last with 4 columns: a scale for each token and 128 latent
+        columns. And uint8 with 656 columns, the packed format of DeepSeek-V3.2: 512 e4m3, 4 float32
+        scales, 64 bfloat16.
     block_table : array
         ``(batch, max_pages)`` int32, rows contiguous. Entries behind a request's last page are
         never read; a page number outside ``[0, num_pages)`` in a used entry reads as zeros.
@@ -94,6 +108,10 @@ def mla_decode(
     softmax_scale : float, optional
         Factor of the scores; 576 ** -0.5 by default. A real model passes that of its un-absorbed
         head dimension.
+    kv_scale : float or array, optional
+        Factor of e4m3 columns without scales of their own: all of them, the latent ones beside RoPE
+        columns in bfloat16, or the e4m3 RoPE columns of a triple. One float32 in an array is read
+        by the kernel, and may change between the replays of a graph. 1 by default.
     causal : bool
         Query i of q_len sees ``cache_seqlens - (q_len - 1 - i)`` tokens; all of them if False.
     batch_invariant : bool
@@ -146,6 +164,9 @@ def mla_decode(
     Formula and conventions: DeepSeek-V2 (arXiv:2405.04434), section 2.1, with the absorbed weights
     of its appendix.
 
+    Scales of an FP8 cache act in float32, on scores and weights, whatever they are: what such a
+    cache costs is what its rows were rounded by.
+
     This is for inference: no gradients flow, and PyTorch's autograd does not record the call,
     whatever its tensors require.
 
@@ -162,13 +183,16 @@ def mla_decode(
             block_table,
             cache_seqlens,
             softmax_scale=softmax_scale,
+            kv_scale=kv_scale,
             out=out,
             lse=lse,
             stream=stream,
         )
-    call = _open(q, kv_cache, block_table, cache_seqlens, out, lse, stream)
+    inputs = _inputs(q, kv_cache, block_table, cache_seqlens, kv_scale)
+    call = _open(inputs, out, lse, stream)
     scale = checked_scale(softmax_scale)
-    arguments = checked_arguments(_named(call, q, kv_cache))
+    factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
+    arguments = checked_arguments(_named(call, inputs), factor)
     max_blocks = _blocks_of_table(arguments) if batch_invariant else 0
     key = decode_key(
         arguments.q,
@@ -178,12 +202,10 @@ def mla_decode(
         max_blocks=max_blocks,
     )
     if call.device is None:
-        return _decode_on_cpu(
-            call, (q, kv_cache, block_table, cache_seqlens), out, lse, scale, causal
-        )
+        return _decode_on_cpu(call, inputs, factor, out, lse, scale, causal)
     with call:
         check_data(call, arguments)
-        kernels = Kernels.of(call, schedule_spec(key), decode_spec(key))
+        kernels = _kernels(call, key)
         result = Outputs.of(call, arguments, _lse_shape(key), out, lse)
         buffer = call.workspace(key.layout.nbytes).ptr
         lengths = arguments.cache_seqlens
@@ -215,6 +237,8 @@ class MLADecodePlan:
         Tokens of a cache page: any number from 1.
     dtype : str
         ``"bfloat16"`` or ``"float16"``: of q and kv_cache.
+    cache_dtype : str, optional
+        ``"float8_e4m3fn"`` for FP8 caches in any form, with dtype bfloat16; dtype by default.
     causal : bool
         As in :func:`mla_decode`.
     batch_invariant : bool
@@ -225,7 +249,8 @@ class MLADecodePlan:
         next multiple of 64 tokens. It changes no bits.
     variant : str, optional
         Kernel that attends, to compare them: ``"swapped"`` (up to 16 query rows of a kv head),
-        ``"one_tile"`` or ``"shared_blocks"``. By default the query rows of a kv head decide.
+        ``"one_tile"`` or ``"shared_blocks"``. By default the query rows of a kv head decide. Not
+        for FP8 caches, which have kernels of their own.
     device : int, optional
         CUDA ordinal; by default that of `like` or `workspace`, else CuPy's current device.
     workspace : array, optional
@@ -269,6 +294,7 @@ class MLADecodePlan:
         num_kv_heads: int = 1,
         page_size: int = BLOCK_TOKENS,
         dtype: str = "bfloat16",
+        cache_dtype: str | None = None,
         causal: bool = True,
         batch_invariant: bool = False,
         max_seqlen: int | None = None,
@@ -281,11 +307,12 @@ class MLADecodePlan:
         numbers = {"batch": batch, "q_len": q_len}
         check_shape_numbers(numbers, num_heads, num_kv_heads, page_size, dtype)
         max_blocks = checked_max_blocks(batch_invariant, max_seqlen)
-        check_variant(variant, num_heads, q_len, num_kv_heads)
+        cache = checked_cache_dtype(cache_dtype, dtype)
+        check_variant(variant, num_heads, q_len, num_kv_heads, cache)
         check_device_number(device)
         call = open_plan(device, like, workspace, stream)
         shape = (batch, q_len, num_heads, num_kv_heads, page_size, dtype)
-        self._key = _key(shape, causal, call.device, batch_invariant, max_blocks, variant)
+        self._key = _key(shape, causal, call.device, batch_invariant, max_blocks, variant, cache)
         self._lengths: np.ndarray[Any, Any] | None = None  # of the last update, on the CPU
         self._kernels: Kernels | None = None
         self._memory: PlanMemory | None = None
@@ -329,8 +356,8 @@ class MLADecodePlan:
         arrays = (*named_parts("q", q), *named_parts("kv_cache", kv_cache))
         call = open_call(arrays, stream=stream)
         names = (name for name, _ in arrays)
-        query, _, cache, _ = checked_query_and_cache(dict(zip(names, call.views, strict=True)))
-        key = decode_key(query, cache, causal=causal)
+        columns = checked_query_and_cache(dict(zip(names, call.views, strict=True)))
+        key = decode_key(columns.q, columns.kv_cache, causal=causal)
         with call:
             return cls(
                 key.batch,
@@ -339,6 +366,7 @@ class MLADecodePlan:
                 num_kv_heads=key.num_kv_heads,
                 page_size=key.page_size,
                 dtype=key.dtype,
+                cache_dtype=columns.kv_cache.dtype,
                 causal=causal,
                 batch_invariant=batch_invariant,
                 max_seqlen=max_seqlen,
@@ -355,6 +383,7 @@ class MLADecodePlan:
         num_heads: int,
         *,
         num_kv_heads: int = 1,
+        cache_dtype: str | None = None,
         batch_invariant: bool = False,
         max_seqlen: int | None = None,
         sm_count: int | None = None,
@@ -363,8 +392,8 @@ class MLADecodePlan:
 
         Parameters
         ----------
-        batch, q_len, num_heads, num_kv_heads, batch_invariant, max_seqlen
-            As for the class.
+        batch, q_len, num_heads, num_kv_heads, cache_dtype, batch_invariant, max_seqlen
+            As for the class; of 16-bit numbers it is no matter which.
         sm_count : int, optional
             Multiprocessors of the GPU that the plan is for; with it no GPU is needed. By default
             CuPy's current device is asked.
@@ -383,13 +412,15 @@ class MLADecodePlan:
         """
         numbers = {"batch": batch, "q_len": q_len}
         check_shape_numbers(numbers, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
+        dtype = cache_dtype if cache_dtype in DTYPES else DTYPES[0]
+        cache = checked_cache_dtype(cache_dtype, dtype)
         max_blocks = checked_max_blocks(batch_invariant, max_seqlen)
         if sm_count is None:
             sm_count = properties(current_device()).sm_count
         check_number("sm_count", sm_count, "leave it out to ask the current GPU")
         shape = (batch, q_len, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
-        invariant = bool(batch_invariant)
-        return _key_on_device(shape, False, 0, sm_count, invariant, max_blocks).layout.nbytes
+        mode = (bool(batch_invariant), max_blocks, None, cache)
+        return _key_on_device(shape, False, 0, sm_count, *mode).layout.nbytes
 
     @property
     def key(self) -> MLADecodeKey:
@@ -430,7 +461,7 @@ class MLADecodePlan:
             return
         with call:
             if self._kernels is None:
-                self._kernels = Kernels.of(call, schedule_spec(self._key), decode_spec(self._key))
+                self._kernels = _kernels(call, self._key)
             launch = prepare_schedule(
                 self._kernels.schedule, self._key, memory.buffer.ptr, view, call.stream
             )
@@ -460,6 +491,7 @@ class MLADecodePlan:
         cache_seqlens: Any,
         *,
         softmax_scale: float | None = None,
+        kv_scale: Any = None,
         out: Any = None,
         lse: Any = None,
         stream: Any = None,
@@ -468,7 +500,7 @@ class MLADecodePlan:
 
         Parameters
         ----------
-        q, kv_cache, block_table, cache_seqlens, softmax_scale, out, lse, stream
+        q, kv_cache, block_table, cache_seqlens, softmax_scale, kv_scale, out, lse, stream
             As in :func:`mla_decode`. The values of cache_seqlens are those of the last update;
             should they have changed since, those of the update count (and the check mode,
             ``CUMLA_CHECK=1``, refuses the call).
@@ -488,13 +520,19 @@ class MLADecodePlan:
             The driver refuses a launch.
         """
         scale = checked_scale(softmax_scale)
-        arrays = (q, kv_cache, block_table, cache_seqlens, out, lse)
+        arrays: tuple[Any, ...] = (q, kv_cache, block_table, cache_seqlens, out, lse)
+        factor = None
+        if kv_scale is not None:
+            factor = number_of("kv_scale", kv_scale)
+            if factor is None:
+                arrays = (*arrays, kv_scale)
         call, seen = None, glance(arrays)
         if seen is None:
-            call = _open(*arrays, stream)
+            inputs = _inputs(q, kv_cache, block_table, cache_seqlens, kv_scale)
+            call = _open(inputs, out, lse, stream)
             seen = call.views
         memory = self._memory
-        ready = None if memory is None else memory.ready.get((seen, scale))
+        ready = None if memory is None else memory.ready.get((seen, scale, factor))
         if memory is not None and ready is not None and not check_mode():
             again = call or reopen_call(out, self._key.device, stream)
             if again.stream == memory.stream:
@@ -502,15 +540,16 @@ class MLADecodePlan:
                     memory.run(again, ready)
                 return MLADecodeResult(out, lse)
         if call is None:
-            call = _open(*arrays, stream)
-        arguments = self._checked_arguments(call, q, kv_cache)
+            inputs = _inputs(q, kv_cache, block_table, cache_seqlens, kv_scale)
+            call = _open(inputs, out, lse, stream)
+        arguments = self._checked_arguments(call, inputs, factor)
         key = self._key
         if memory is None:
             assert self._lengths is not None  # or the plan would have been refused
             if check_mode():
                 check_lengths_of_plan(to_numpy("cache_seqlens", cache_seqlens), self._lengths)
-            inputs = (q, kv_cache, block_table, self._lengths)
-            return _decode_on_cpu(call, inputs, out, lse, scale, key.causal)
+            inputs["cache_seqlens"] = self._lengths
+            return _decode_on_cpu(call, inputs, factor, out, lse, scale, key.causal)
         assert self._kernels is not None  # they come with the first update
         with call:
             buffer = memory.buffer.ptr
@@ -519,17 +558,19 @@ class MLADecodePlan:
             attend = _attention(call, self._kernels, key, buffer, arguments, result, scale)
             memory.run(call, attend)
             if all(result.given):
-                memory.ready.keep((seen, scale), attend)
+                memory.ready.keep((seen, scale, factor), attend)
             return MLADecodeResult(*result.export(call))
 
-    def _checked_arguments(self, call: Call, q: Any, kv_cache: Any) -> Arguments:
+    def _checked_arguments(
+        self, call: Call, inputs: dict[str, Any], factor: float | None
+    ) -> Arguments:
         """Check the arguments against each other and the plan."""
         check_plan_device(self._key.device, call)
         if self._memory is not None:
             self._memory.check_serves(call.stream, "cache_seqlens")
         elif self._lengths is None:
             raise never_updated("cache_seqlens")
-        arguments = checked_arguments(_named(call, q, kv_cache))
+        arguments = checked_arguments(_named(call, inputs), factor)
         self._check_shape(arguments)
         return arguments
 
@@ -544,6 +585,8 @@ class MLADecodePlan:
             raise ValueError(
                 f"plan: made for {names} {made}, got {got}; make a plan for this shape"
             )
+        if cache_of(arguments.kv_cache) != key.cache:
+            raise other_cache(arguments)
 
     def _check_options(self, causal: bool, batch_invariant: bool) -> None:
         if self._key.q_len > 1 and bool(causal) != self._key.causal:
@@ -558,26 +601,31 @@ class MLADecodePlan:
             )
 
 
-def _open(
-    q: Any, kv_cache: Any, block_table: Any, cache_seqlens: Any, out: Any, lse: Any, stream: Any
-) -> Call:
-    return open_call(
-        (
-            *named_parts("q", q),
-            *named_parts("kv_cache", kv_cache),
-            ("block_table", block_table),
-            ("cache_seqlens", cache_seqlens),
-        ),
-        (("out", out), ("lse", lse)),
-        stream=stream,
-    )
+def _kernels(call: Call, key: MLADecodeKey) -> Kernels:
+    """Load the kernels of a shape."""
+    if key.cache == "same":
+        return Kernels.of(call, schedule_spec(key), decode_spec(key))
+    return Kernels.of(call, schedule_spec(key), fp8_spec(key, False), fp8_spec(key, True))
 
 
-def _named(call: Call, q: Any, kv_cache: Any) -> dict[str, ArrayView | None]:
+def _inputs(
+    q: Any, kv_cache: Any, block_table: Any, cache_seqlens: Any, kv_scale: Any
+) -> dict[str, Any]:
+    """Name the arrays that are read; a kv_scale that is a number is none."""
+    columns = named_parts("q", q) + named_parts("kv_cache", kv_cache)
+    named = dict(columns, block_table=block_table, cache_seqlens=cache_seqlens)
+    if kv_scale is not None and not isinstance(kv_scale, Real):
+        named["kv_scale"] = kv_scale
+    return named
+
+
+def _open(inputs: dict[str, Any], out: Any, lse: Any, stream: Any) -> Call:
+    return open_call(tuple(inputs.items()), (("out", out), ("lse", lse)), stream=stream)
+
+
+def _named(call: Call, inputs: dict[str, Any]) -> dict[str, ArrayView | None]:
     """Give the views of a call of :func:`_open` their names."""
-    columns = (name for name, _ in (*named_parts("q", q), *named_parts("kv_cache", kv_cache)))
-    others = ("block_table", "cache_seqlens", "out", "lse")
-    return dict(zip((*columns, *others), call.views, strict=True))
+    return dict(zip((*inputs, "out", "lse"), call.views, strict=True))
 
 
 @lru_cache(maxsize=1024)
@@ -589,9 +637,11 @@ def _key_on_device(
     batch_invariant: bool,
     max_blocks: int,
     variant: str | None = None,
+    cache: str = CACHES[0],
 ) -> MLADecodeKey:
     """Make a key, the same object each time: it keeps what follows from it."""
-    key = MLADecodeKey(*shape, causal, device, sm_count, batch_invariant, max_blocks, variant)
+    modes = (batch_invariant, max_blocks, variant, cache)
+    key = MLADecodeKey(*shape, causal, device, sm_count, *modes)
     check_parts(key)
     return key
 
@@ -603,11 +653,12 @@ def _key(
     batch_invariant: bool,
     max_blocks: int,
     variant: str | None = None,
+    cache: str = CACHES[0],
 ) -> MLADecodeKey:
     sm_count = 0 if device is None else require_hopper(device).sm_count
     seen = bool(causal) and shape[1] > 1
     invariant = bool(batch_invariant)
-    return _key_on_device(shape, seen, device, sm_count, invariant, max_blocks, variant)
+    return _key_on_device(shape, seen, device, sm_count, invariant, max_blocks, variant, cache)
 
 
 def _blocks_of_table(arguments: Arguments) -> int:
@@ -627,7 +678,8 @@ def decode_key(
     batch, q_len, num_heads, _ = q.shape
     _, page_size, num_kv_heads, _ = kv_cache.shape
     shape = (batch, q_len, num_heads, num_kv_heads, page_size, q.dtype)
-    return _key(shape, causal, q.device, batch_invariant, max_blocks)
+    cache = cache_of(kv_cache)
+    return _key(shape, causal, q.device, batch_invariant, max_blocks, cache=cache)
 
 
 def _lse_shape(key: MLADecodeKey) -> tuple[int, int, int]:
@@ -644,10 +696,12 @@ def _attention(
     softmax_scale: float,
 ) -> PreparedLaunch:
     """Prepare attention of checked arguments into these outputs."""
-    form, kernel = form_of(key, arguments), kernels.attention
-    if form != key.form:
+    kernel, prepare = kernels.attention, prepare_decode
+    if key.cache != "same":
+        kernel, prepare = kernels.of_fp8(arguments), prepare_decode_fp8
+    elif (form := form_of(key, arguments)) != key.form:
         kernel = load_for(call, decode_spec(key, form))
-    return prepare_decode(
+    return prepare(
         kernel,
         key,
         buffer,
@@ -660,21 +714,29 @@ def _attention(
 
 
 def _decode_on_cpu(
-    call: Call, arrays: tuple[Any, ...], out: Any, lse: Any, softmax_scale: float, causal: bool
+    call: Call,
+    inputs: dict[str, Any],
+    factor: float | None,
+    out: Any,
+    lse: Any,
+    softmax_scale: float,
+    causal: bool,
 ) -> MLADecodeResult:
+    host = {name: to_numpy(name, array) for name, array in inputs.items()}
     queries, caches = (
-        tuple(to_numpy(part, array) for part, array in named_parts(name, value))
-        for name, value in zip(("q", "kv_cache"), arrays, strict=False)
+        tuple(array for part, array in host.items() if part.partition("[")[0] == name)
+        for name in ("q", "kv_cache")
     )
-    table, lengths = to_numpy("block_table", arrays[2]), to_numpy("cache_seqlens", arrays[3])
+    table, lengths = host["block_table"], host["cache_seqlens"]
     if check_mode():
         check_values(lengths, table, *caches[0].shape[:2])
     result = reference.mla_decode(
-        queries if len(queries) == 2 else queries[0],
-        caches if len(caches) == 2 else caches[0],
+        queries if len(queries) > 1 else queries[0],
+        caches if len(caches) > 1 else caches[0],
         table,
         lengths,
         softmax_scale=softmax_scale,
+        kv_scale=host.get("kv_scale", factor),
         causal=causal,
         out=None if out is None else to_numpy("out", out),
         lse=None if lse is None else to_numpy("lse", lse),

@@ -22,11 +22,19 @@ class Kernels(NamedTuple):
 
     schedule: LoadedKernel
     attention: LoadedKernel
+    grouped: LoadedKernel | None = None  # the same over FP8 caches with scales of 128 columns
 
     @classmethod
-    def of(cls, call: Call, schedule: KernelSpec, attention: KernelSpec) -> Kernels:
-        """Load both."""
-        return cls(load_for(call, schedule), load_for(call, attention))
+    def of(cls, call: Call, *specs: KernelSpec) -> Kernels:
+        """Load them, in their order."""
+        return cls(*(load_for(call, spec) for spec in specs))
+
+    def of_fp8(self, arguments: Arguments) -> LoadedKernel:
+        """Choose the kernel that attends to an FP8 cache as it came."""
+        if arguments.kv_scales is None:
+            return self.attention
+        assert self.grouped is not None
+        return self.grouped
 
 
 def load_for(call: Call, spec: KernelSpec) -> LoadedKernel:

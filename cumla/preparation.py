@@ -8,7 +8,7 @@ from typing import Any
 
 from cumla.checks import DTYPES, check_device_number, check_dtype, check_number
 from cumla.indexer_checks import checked_logits_specs
-from cumla.launch import mla_attention, mla_schedule, paged_mqa_schedule
+from cumla.launch import mla_attention, mla_decode_fp8, mla_schedule, paged_mqa_schedule
 from cumla.launch.append_cache import append_specs
 from cumla.launch.append_fp8_cache import append_fp8_specs
 from cumla.launch.append_indexer_cache import append_indexer_spec
@@ -30,6 +30,7 @@ def prepare(
     dtypes: Sequence[str] = DTYPES,
     page_sizes: Sequence[int] = (BLOCK_TOKENS,),
     split_caches: bool = False,
+    fp8_caches: bool = False,
     indexer: Sequence[tuple[int, int]] = (),
 ) -> None:
     """Compile and load the kernels: later calls do not wait, nor fail under stream capture.
@@ -45,6 +46,8 @@ def prepare(
         Of the caches that are to be attended to, such as ``(1, 64)``.
     split_caches : bool
         Whether some of them have their latent and RoPE columns in two arrays.
+    fp8_caches : bool
+        Whether some are FP8, in any form and with pages of any size.
     indexer : sequence of (num_heads, head_dim)
         The indexers whose logits are to be computed, such as ``[(64, 128)]``.
 
@@ -79,7 +82,7 @@ def prepare(
     if device is None:
         device = current_device()
     require_hopper(device)
-    for spec in (*_SCHEDULES, *logits):
+    for spec in (*_SCHEDULES, *(mla_decode_fp8.SPECS if fp8_caches else ()), *logits):
         load(spec, device, capturing=lambda: False)
     for dtype in dtypes:
         decode = (spec for form in forms for spec in form_specs(dtype, form))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -21,16 +22,20 @@ from cumla.arrays import (
 from cumla.checks import (
     DTYPES,
     Arguments,
+    cache_of,
     check_device_number,
     check_mode,
     check_number,
     check_shape_numbers,
+    checked_cache_dtype,
     checked_query_and_cache,
     checked_scale,
     copy_to_host,
     may_look,
     named_parts,
+    other_cache,
 )
+from cumla.fp8_caches import number_of
 from cumla.launch.device import current_device, properties, require_hopper
 from cumla.launch.mla_attention import SPECS as SCHEDULE_SPECS
 from cumla.launch.mla_attention import (
@@ -40,7 +45,8 @@ from cumla.launch.mla_attention import (
     prepare_attention_schedule,
 )
 from cumla.launch.mla_decode import form_of
-from cumla.launch.mla_plan import BLOCK_TOKENS
+from cumla.launch.mla_decode_fp8 import fp8_spec
+from cumla.launch.mla_plan import BLOCK_TOKENS, CACHES
 from cumla.mla_call import Kernels, Outputs, load_for
 from cumla.ragged_checks import (
     QUERY_AXES,
@@ -77,6 +83,7 @@ def mla_attention(
     kv_indices: Any = None,
     causal: bool = True,
     softmax_scale: float | None = None,
+    kv_scale: Any = None,
     out: Any = None,
     lse: Any = None,
     plan: MLAAttentionPlan | None = None,
@@ -95,9 +102,9 @@ def mla_attention(
     q : array or pair of arrays
         ``(total_tokens, num_heads, 576)`` bfloat16 or float16, of CuPy, PyTorch, JAX or NumPy. A
         tuple ``(q_nope, q_pe)``, and strides, as in :func:`cumla.mla_decode`.
-    kv_cache : array or pair of arrays
+    kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or without num_kv_heads, or a tuple
-        ``(ckv, kpe)``: as in :func:`cumla.mla_decode`.
+        ``(ckv, kpe)``: as in :func:`cumla.mla_decode`, FP8 caches included.
     qo_indptr : array
         ``(batch + 1,)`` int32: where the query tokens of each request begin in q, and where the
         last ones end. The numbers must not fall. Rows before the first and from the last on belong
@@ -116,6 +123,8 @@ def mla_attention(
         False.
     softmax_scale : float, optional
         Factor of the scores, as in :func:`cumla.mla_decode`.
+    kv_scale : float or array, optional
+        Factor of an FP8 cache, as in :func:`cumla.mla_decode`.
     out : array, optional
         ``(total_tokens, num_heads, 512)`` in q's dtype or float32, written and returned. Of q's
         framework; JAX's arrays cannot be written to.
@@ -162,29 +171,32 @@ def mla_attention(
             block_table,
             kv_indices=kv_indices,
             softmax_scale=softmax_scale,
+            kv_scale=kv_scale,
             out=out,
             lse=lse,
             stream=stream,
         )
     scale = checked_scale(softmax_scale)
+    factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
     given = _present(qo_indptr, kv_lens, kv_indptr)
-    arrays = _named(q, kv_cache, block_table, kv_indices) | given
+    inputs = _named(q, kv_cache, block_table, kv_indices, kv_scale)
+    arrays = inputs | given
     call, views = _open(arrays, out, lse, stream)
     lengths = checked_lengths(views)
     batch = lengths.kv_lens.shape[0]
-    arguments = checked_ragged(views, batch)
+    arguments = checked_ragged(views, batch, factor)
     key = _key_of(arguments.q, arguments.kv_cache, batch, causal)
     if call.device is None:
         host = _on_host(given)
         if check_mode():
             _check_lengths(host, key)
-        return _attend_on_cpu(call, arrays, host, out, lse, scale, causal)
+        return _attend_on_cpu(call, inputs, factor, host, out, lse, scale, causal)
     with call:
         if may_look(call):
             host = lengths_on_host(lengths, call.stream)
             _check_lengths(host, key)
             _check_pages(call, arguments, host)
-        kernels = Kernels.of(call, SCHEDULE_SPECS[0], attention_spec(key))
+        kernels = _kernels(call, key)
         result = Outputs.of(call, arguments, (key.total_tokens, key.num_heads), out, lse)
         buffer = call.workspace(key.layout.nbytes).ptr
         schedule = prepare_attention_schedule(
@@ -220,6 +232,8 @@ class MLAAttentionPlan:
         Tokens of a cache page: any number from 1.
     dtype : str
         ``"bfloat16"`` or ``"float16"``: of q and kv_cache.
+    cache_dtype : str, optional
+        ``"float8_e4m3fn"`` for FP8 caches in any form, with dtype bfloat16; dtype by default.
     causal : bool
         As in :func:`mla_attention`.
     device : int, optional
@@ -265,6 +279,7 @@ class MLAAttentionPlan:
         num_kv_heads: int = 1,
         page_size: int = BLOCK_TOKENS,
         dtype: str = "bfloat16",
+        cache_dtype: str | None = None,
         causal: bool = True,
         device: int | None = None,
         workspace: Any = None,
@@ -273,10 +288,11 @@ class MLAAttentionPlan:
     ) -> None:
         numbers = {"batch": batch, "total_tokens": total_tokens}
         check_shape_numbers(numbers, num_heads, num_kv_heads, page_size, dtype)
+        cache = checked_cache_dtype(cache_dtype, dtype)
         check_device_number(device)
         call = open_plan(device, like, workspace, stream)
         shape = (batch, total_tokens, num_heads, num_kv_heads, page_size, dtype)
-        self._key = _key(shape, causal, call.device)
+        self._key = _key(shape, causal, call.device, cache)
         self._lengths: Lengths[np.ndarray[Any, Any]] | None = None  # on the CPU, or in check mode
         self._has_list: bool | None = None  # whether the last update was for a list of pages
         self._kernels: Kernels | None = None
@@ -319,15 +335,16 @@ class MLAAttentionPlan:
         arrays = _named(q, kv_cache, None, None) | {"qo_indptr": qo_indptr}
         call = open_call(tuple(arrays.items()), stream=stream)
         views = dict(zip(arrays, call.views, strict=True))
-        query, _, cache, _ = checked_query_and_cache(views, QUERY_AXES)
+        columns = checked_query_and_cache(views, QUERY_AXES)
         batch = checked_batch(cast("ArrayView", views["qo_indptr"]))
         with call:
             return cls(
                 batch,
-                *query.shape[:2],
-                num_kv_heads=cache.shape[2],
-                page_size=cache.shape[1],
-                dtype=query.dtype,
+                *columns.q.shape[:2],
+                num_kv_heads=columns.kv_cache.shape[2],
+                page_size=columns.kv_cache.shape[1],
+                dtype=columns.q.dtype,
+                cache_dtype=columns.kv_cache.dtype,
                 causal=causal,
                 workspace=workspace,
                 like=next(iter(arrays.values())),
@@ -341,14 +358,15 @@ class MLAAttentionPlan:
         num_heads: int,
         *,
         num_kv_heads: int = 1,
+        cache_dtype: str | None = None,
         sm_count: int | None = None,
     ) -> int:
         """Size of a plan's buffer: a pure function of the shape and the GPU's multiprocessors.
 
         Parameters
         ----------
-        batch, total_tokens, num_heads, num_kv_heads
-            As for the class.
+        batch, total_tokens, num_heads, num_kv_heads, cache_dtype
+            As for the class; of 16-bit numbers it is no matter which.
         sm_count : int, optional
             Multiprocessors of the GPU that the plan is for; with it no GPU is needed. By default
             CuPy's current device is asked.
@@ -367,11 +385,13 @@ class MLAAttentionPlan:
         """
         numbers = {"batch": batch, "total_tokens": total_tokens}
         check_shape_numbers(numbers, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
+        dtype = cache_dtype if cache_dtype in DTYPES else DTYPES[0]
+        cache = checked_cache_dtype(cache_dtype, dtype)
         if sm_count is None:
             sm_count = properties(current_device()).sm_count
         check_number("sm_count", sm_count, "leave it out to ask the current GPU")
         shape = (batch, total_tokens, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
-        return _key_on_device(shape, False, 0, sm_count).layout.nbytes
+        return _key_on_device(shape, False, 0, sm_count, cache).layout.nbytes
 
     @property
     def key(self) -> MLAAttentionKey:
@@ -420,8 +440,7 @@ class MLAAttentionPlan:
                     host = lengths_on_host(lengths, call.stream)
                     _check_lengths(host, self._key)
                 if self._kernels is None:
-                    attention = attention_spec(self._key)
-                    self._kernels = Kernels.of(call, SCHEDULE_SPECS[0], attention)
+                    self._kernels = _kernels(call, self._key)
                 launch = prepare_attention_schedule(
                     self._kernels.schedule,
                     self._key,
@@ -457,6 +476,7 @@ class MLAAttentionPlan:
         *,
         kv_indices: Any = None,
         softmax_scale: float | None = None,
+        kv_scale: Any = None,
         out: Any = None,
         lse: Any = None,
         stream: Any = None,
@@ -465,7 +485,7 @@ class MLAAttentionPlan:
 
         Parameters
         ----------
-        q, kv_cache, block_table, kv_indices, softmax_scale, out, lse, stream
+        q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, out, lse, stream
             As in :func:`mla_attention`. Of block_table and kv_indices the one that the last update
             asks for.
 
@@ -485,12 +505,16 @@ class MLAAttentionPlan:
             The driver refuses a launch.
         """
         scale = checked_scale(softmax_scale)
+        factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
         memory = self._memory
         pages = block_table if kv_indices is None else kv_indices
         seen = None
         if memory is not None and (block_table is None or kv_indices is None):
-            seen = glance((q, kv_cache, pages, out, lse))
-            ready = memory.ready.get((seen, scale, self._has_list))
+            looked: tuple[Any, ...] = (q, kv_cache, pages, out, lse)
+            if factor is None and kv_scale is not None:
+                looked = (*looked, kv_scale)
+            seen = glance(looked)
+            ready = memory.ready.get((seen, scale, factor, self._has_list))
             if ready is not None and not check_mode():
                 again = reopen_call(out, self._key.device, stream)
                 if again.stream == memory.stream:
@@ -498,15 +522,15 @@ class MLAAttentionPlan:
                         memory.run(again, ready)
                     return MLAAttentionResult(out, lse)
         self._check_form(block_table, kv_indices)
-        arrays = _named(q, kv_cache, block_table, kv_indices)
+        arrays = _named(q, kv_cache, block_table, kv_indices, kv_scale)
         call, views = _open(arrays, out, lse, stream)
         self._check_ready(call)
-        arguments = checked_ragged(views, self._key.batch)
+        arguments = checked_ragged(views, self._key.batch, factor)
         self._check_shape(arguments)
         if memory is None:
             assert self._lengths is not None  # or the plan would have been refused
             causal = self._key.causal
-            return _attend_on_cpu(call, arrays, self._lengths, out, lse, scale, causal)
+            return _attend_on_cpu(call, arrays, factor, self._lengths, out, lse, scale, causal)
         assert self._kernels is not None  # they come with the first update
         with call:
             if self._lengths is not None and may_look(call):
@@ -518,7 +542,7 @@ class MLAAttentionPlan:
             )
             memory.run(call, attend)
             if seen is not None:
-                memory.ready.keep((seen, scale, self._has_list), attend)
+                memory.ready.keep((seen, scale, factor, self._has_list), attend)
             return MLAAttentionResult(*result.export(call))
 
     def _open_lengths(self, arrays: dict[str, Any], stream: Any) -> tuple[Call, Lengths[ArrayView]]:
@@ -589,6 +613,16 @@ class MLAAttentionPlan:
             raise ValueError(
                 f"plan: made for {names} {made}, got {got}; make a plan for this shape"
             )
+        if cache_of(arguments.kv_cache) != key.cache:
+            raise other_cache(arguments)
+
+
+def _kernels(call: Call, key: MLAAttentionKey) -> Kernels:
+    """Load the kernels of a shape."""
+    (schedule,) = SCHEDULE_SPECS
+    if key.cache == "same":
+        return Kernels.of(call, schedule, attention_spec(key))
+    return Kernels.of(call, schedule, fp8_spec(key, False), fp8_spec(key, True))
 
 
 def _present(qo_indptr: Any, kv_lens: Any, kv_indptr: Any) -> dict[str, Any]:
@@ -597,11 +631,14 @@ def _present(qo_indptr: Any, kv_lens: Any, kv_indptr: Any) -> dict[str, Any]:
     return arrays if kv_indptr is None else arrays | {"kv_indptr": kv_indptr}
 
 
-def _named(q: Any, kv_cache: Any, block_table: Any, kv_indices: Any) -> dict[str, Any]:
-    """Name query, cache and the pages that there are."""
-    pages = {"block_table": block_table, "kv_indices": kv_indices}
+def _named(
+    q: Any, kv_cache: Any, block_table: Any, kv_indices: Any, kv_scale: Any = None
+) -> dict[str, Any]:
+    """Name query, cache and what else there is; a kv_scale that is a number is no array."""
+    factor = None if isinstance(kv_scale, Real) else kv_scale
+    others = {"block_table": block_table, "kv_indices": kv_indices, "kv_scale": factor}
     columns = dict((*named_parts("q", q), *named_parts("kv_cache", kv_cache)))
-    return columns | {name: array for name, array in pages.items() if array is not None}
+    return columns | {name: array for name, array in others.items() if array is not None}
 
 
 def _open(
@@ -614,26 +651,31 @@ def _open(
 
 @lru_cache(maxsize=1024)
 def _key_on_device(
-    shape: tuple[int, int, int, int, int, str], causal: bool, device: int | None, sm_count: int
+    shape: tuple[int, int, int, int, int, str],
+    causal: bool,
+    device: int | None,
+    sm_count: int,
+    cache: str = CACHES[0],
 ) -> MLAAttentionKey:
     """Make a key, the same object each time: it keeps what follows from it."""
-    key = MLAAttentionKey(*shape, causal, device, sm_count)
+    key = MLAAttentionKey(*shape, causal, device, sm_count, cache)
     check_total_tokens(key.total_tokens, key.num_places)
     return key
 
 
 def _key(
-    shape: tuple[int, int, int, int, int, str], causal: bool, device: int | None
+    shape: tuple[int, int, int, int, int, str], causal: bool, device: int | None, cache: str
 ) -> MLAAttentionKey:
     sm_count = 0 if device is None else require_hopper(device).sm_count
-    return _key_on_device(shape, bool(causal), device, sm_count)
+    return _key_on_device(shape, bool(causal), device, sm_count, cache)
 
 
 def _key_of(q: ArrayView, kv_cache: ArrayView, batch: int, causal: bool) -> MLAAttentionKey:
     """Return the key of a call with these arrays, as their checks have left them."""
     _, page_size, num_kv_heads, _ = kv_cache.shape
     tokens, num_heads, _ = q.shape
-    return _key((batch, tokens, num_heads, num_kv_heads, page_size, q.dtype), causal, q.device)
+    shape = (batch, tokens, num_heads, num_kv_heads, page_size, q.dtype)
+    return _key(shape, causal, q.device, cache_of(kv_cache))
 
 
 def _attention(
@@ -646,8 +688,10 @@ def _attention(
     softmax_scale: float,
 ) -> PreparedLaunch:
     """Prepare attention of checked arguments into these outputs."""
-    form, kernel = form_of(key, arguments), kernels.attention
-    if form != key.form:
+    kernel = kernels.attention
+    if key.cache != "same":
+        kernel = kernels.of_fp8(arguments)
+    elif (form := form_of(key, arguments)) != key.form:
         kernel = load_for(call, attention_spec(key, form))
     return prepare_attention(
         kernel,
@@ -679,6 +723,7 @@ def _on_host(arrays: dict[str, Any]) -> Lengths[np.ndarray[Any, Any]]:
 def _attend_on_cpu(
     call: Call,
     arrays: dict[str, Any],
+    factor: float | None,
     lengths: Lengths[np.ndarray[Any, Any]],
     out: Any,
     lse: Any,
@@ -695,13 +740,14 @@ def _attend_on_cpu(
         pages = cast("np.ndarray[Any, Any]", indices if table is None else table)
         check_page_values(lengths, pages, *caches[0].shape[:2])
     result = reference.mla_attention(
-        queries if len(queries) == 2 else queries[0],
-        caches if len(caches) == 2 else caches[0],
+        queries if len(queries) > 1 else queries[0],
+        caches if len(caches) > 1 else caches[0],
         **lengths._asdict(),
         block_table=table,
         kv_indices=indices,
         causal=causal,
         softmax_scale=softmax_scale,
+        kv_scale=host.get("kv_scale", factor),
         out=None if out is None else to_numpy("out", out),
         lse=None if lse is None else to_numpy("lse", lse),
     )

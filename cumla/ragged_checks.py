@@ -16,6 +16,7 @@ from cumla.checks import (
     check_elements,
     check_layout,
     check_output,
+    checked_kv_scale,
     checked_query_and_cache,
     columns_of,
     copy_to_host,
@@ -120,17 +121,21 @@ def _check_int32(name: str, view: ArrayView) -> None:
     check_elements(name, view)
 
 
-def checked_ragged(views: Mapping[str, ArrayView | None], batch: int) -> Arguments:
+def checked_ragged(
+    views: Mapping[str, ArrayView | None], batch: int, kv_scale: float | None = None
+) -> Arguments:
     """Check the views of one call, by name, but for its lengths.
 
     Parameters
     ----------
     views : mapping
-        ``q``, or ``q[0]`` and ``q[1]``; ``kv_cache``, or ``kv_cache[0]`` and ``kv_cache[1]``;
-        ``block_table`` or ``kv_indices``; ``out`` and ``lse``, which may be None. Others are not
-        looked at.
+        ``q``, or ``q[0]`` and ``q[1]``; ``kv_cache``, or ``kv_cache[0]``, ``kv_cache[1]`` and maybe
+        ``kv_cache[2]``; ``block_table`` or ``kv_indices``; ``out`` and ``lse``, which may be None;
+        ``kv_scale`` if it is an array. Others are not looked at.
     batch : int
         Requests.
+    kv_scale : float, optional
+        If it is a number.
 
     Returns
     -------
@@ -140,6 +145,9 @@ def checked_ragged(views: Mapping[str, ArrayView | None], batch: int) -> Argumen
     columns = checked_query_and_cache(views, QUERY_AXES)
     for name, view in columns_of(views).items():
         check_layout(name, view)
+    factor: ArrayView | float = 1.0
+    if kv_scale is not None or "kv_scale" in views:
+        factor = checked_kv_scale(columns, views, kv_scale)
     pages = views.get("block_table")
     if pages is not None:
         check_block_table(pages, batch)
@@ -152,14 +160,14 @@ def checked_ragged(views: Mapping[str, ArrayView | None], batch: int) -> Argumen
         pages = cast("ArrayView", views["kv_indices"])
         _check_list(pages)
     out, lse = views["out"], views["lse"]
-    tokens, num_heads, _ = columns[0].shape
+    tokens, num_heads, _ = columns.q.shape
     if out is not None:
-        check_output("out", out, (tokens, num_heads, VALUE_DIM), (columns[0].dtype, "float32"))
+        check_output("out", out, (tokens, num_heads, VALUE_DIM), (columns.q.dtype, "float32"))
         check_layout("out", out)
     if lse is not None:
         check_output("lse", lse, (tokens, num_heads), ("float32",))
         check_elements("lse", lse)
-    return Arguments(*columns, pages, None, out, lse)
+    return Arguments(*columns[:4], pages, None, out, lse, columns.kv_scales, factor)
 
 
 def _check_list(view: ArrayView) -> None:

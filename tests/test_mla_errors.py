@@ -344,7 +344,7 @@ def test_pairs_are_the_same_call() -> None:
 
 
 @pytest.mark.parametrize("name", ["q", "kv_cache"])
-@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("count", [0, 1, 4])
 def test_tuples_are_pairs(name: str, count: int) -> None:
     arrays = (make()[name],) * count
     message = ("needs one array, or a tuple of latent and RoPE columns", f"got {count} arrays")

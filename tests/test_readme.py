@@ -88,6 +88,18 @@ def test_the_example_that_writes_a_cache() -> None:
     assert rows.any(dim=1).nonzero().ravel().tolist() == [7, 64, 65, 130]
 
 
+def test_the_example_of_fp8_caches() -> None:
+    torch = pytest.importorskip("torch")
+    names = run_example("FP8 caches")
+    whole = torch.zeros(4, 64, 576, dtype=torch.bfloat16)
+    cumla.append_mla_cache(names["rows"], whole, names["slot_mapping"])
+    places = names["block_table"], names["cache_seqlens"]
+    exact = cumla.mla_decode(names["q"], whole, *places).out.float()
+    packed = cumla.mla_decode(names["q"], names["packed"], *places).out.float()
+    for out in (names["out"].float(), packed):
+        assert 0 < float((out - exact).norm() / exact.norm()) < 0.1
+
+
 @pytest.mark.parametrize(
     ("title", "seen"),
     [("The indexer of sparse attention", [128, 70]), ("The indexer in a prefill", range(1, 97))],

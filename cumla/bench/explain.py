@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.errors import CumlaError
 from cumla.launch.device import current_device, properties
 from cumla.launch.mla_decode import decode_spec
+from cumla.launch.mla_decode_fp8 import fp8_spec
 from cumla.launch.mla_plan import MLADecodeKey
 
 __all__ = ["explain", "find_sm_count", "key_of"]
@@ -59,8 +62,17 @@ def explain(case: Case, sm_count: int) -> str:
         f"{case.name}: {spec.entry} ({spec.threads} threads, {spec.smem_bytes} B of shared memory)"
         f"\n  {key.group_rows} query rows of a kv head in {tiles}: {reason}"
         f"\n  {key.parts} parts x {key.tiles} tiles of all kv heads = {blocks} thread blocks on "
-        f"{sm_count} multiprocessors{joined}"
+        f"{sm_count} multiprocessors{joined}{_of_fp8_caches(key)}"
     )
+
+
+def _of_fp8_caches(key: MLADecodeKey) -> str:
+    """Name the kernels that serve the shape where its cache is FP8, if queries are as they need."""
+    if key.dtype != "bfloat16":
+        return ""
+    own = replace(key, cache="e4m3")
+    one, grouped = (fp8_spec(own, with_scales).entry for with_scales in (False, True))
+    return f"\n  of an FP8 cache: {one}, or with scales of its own {grouped}"
 
 
 def key_of(case: Case, sm_count: int) -> MLADecodeKey:

@@ -63,7 +63,7 @@ def measure_pages(gpu: Gpu, case: Case, timer: GpuTimer = time_cold) -> dict[int
     for _ in range(_ROUNDS):
         for size, call in calls.items():
             turns[size].append(timer(gpu, call, repeats=_REPEATS))
-    return {size: _summary(times) for size, times in turns.items()}
+    return {size: Timing.of_turns(times) for size, times in turns.items()}
 
 
 def _checked_call(gpu: Gpu, case: Case, q: Any, cached: Any, page_size: int) -> partial[Any]:
@@ -116,14 +116,6 @@ def _check(
         batch_invariant=False,
     )
     check(gpu, usual, replace(case, batch=len(requests)))
-
-
-def _summary(turns: list[Timing]) -> Timing:
-    return Timing(
-        float(np.median([time.us for time in turns])),
-        min(time.low for time in turns),
-        max(time.high for time in turns),
-    )
 
 
 def pages_row(case: Case, times: dict[int, Timing]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ _INDEXER_OPERATIONS = {
 }
 _LOGITS = ("paged_mqa_logits", "mqa_logits")
 # Sections of rows that may have failed.
-_SECTIONS = ("rows", "ragged", "invariant", "attention", "pages", *_OPERATIONS, "indexer")
+_SECTIONS = ("rows", "ragged", "invariant", "attention", "pages", "fp8", *_OPERATIONS, "indexer")
 
 
 def to_text(results: Results) -> str:
@@ -114,6 +114,8 @@ def _parts(results: Results, draw: Callable[[Table], str]) -> list[str]:
         parts.append(draw(_attention(results["attention"])))
     if results.get("pages"):
         parts.append(draw(_pages(results["pages"])))
+    if results.get("fp8"):
+        parts.append(draw(_fp8(results["fp8"])))
     parts += [
         draw(_operation(name, keys, results[name]))
         for name, keys in _OPERATIONS.items()
@@ -300,6 +302,20 @@ def _pages(rows: Sequence[Row]) -> Table:
         if "failed" in row:
             times = ["failed", *[""] * (len(titles) - 1)]
         table.append([*shape, *times])
+    return table
+
+
+def _fp8(rows: Sequence[Row]) -> Table:
+    """Show a line for each format of a cache."""
+    titles = ["FP8 caches: batch", "heads", "kv_len", "format", "us", "GB/s"]
+    table = [[*titles, "share of the read ceiling", "x bfloat16"]]
+    for row in rows:
+        shape = [str(row[key]) for key in ("batch", "heads", "kv_len")]
+        if "failed" in row:
+            table.append([*shape, "failed", "", "", "", ""])
+        for of in row.get("formats", ()):
+            figures = [f"{of['gbps']:.0f}", f"{of['read_share']:.2f}", f"{of['x_bfloat16']:.2f}"]
+            table.append([*shape, of["format"], _us(of["us"]), *figures])
     return table
 
 

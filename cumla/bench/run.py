@@ -28,6 +28,7 @@ from cumla.bench.cases import (
 )
 from cumla.bench.ceilings import measure
 from cumla.bench.dense import CheckError, DenseTiming, Workbench, run_case
+from cumla.bench.fp8 import FP8, fp8_row, measure_fp8
 from cumla.bench.gpu import Gpu
 from cumla.bench.host import HOST_CASE, SCHEDULES, host_times, time_schedule
 from cumla.bench.indexer import (
@@ -67,8 +68,10 @@ PROTOCOL = (
     "to the tokens of the equal-length case. Batch-invariant: with the plan's max_seqlen at the "
     "longest request. Ragged queries: median of 3 behind one warm-up; efficiency: operations of "
     "visible pairs a second as a share of the matrix-product ceiling. Page sizes: all of them in "
-    "turns, median of 3 turns of 10. Merging and writing into caches: some of what was written is "
-    "checked against float64 first; bytes read and written, efficiency as a share of the copy "
+    "turns, median of 3 turns of 10. FP8 caches: every format and bfloat16 in such turns, checked "
+    "against float64 over what the quantised rows stand for; bytes: those of the format. Merging "
+    "and writing into caches: some of what was written is checked against float64 first; bytes "
+    "read and written, efficiency as a share of the copy "
     "ceiling. The indexer's logits: 64 heads of 128, float32, cleaned, inputs normal(0, 1) "
     "quantised, some rows checked against float64 first; bytes: each visible token's 132 once, the "
     "logits; the matrix-product ceiling is that of float8_e4m3fn. "
@@ -85,7 +88,7 @@ Results = dict[str, Any]
 
 def steps(cases: tuple[Case, ...], peers: tuple[str, ...] | None = None) -> int:
     """Count how often `run` calls its `note`."""
-    sections = (RAGGED, INVARIANT, MERGE, APPEND, LOGITS, INDEXER_CACHE, ATTENTION, PAGES)
+    sections = (RAGGED, INVARIANT, MERGE, APPEND, LOGITS, INDEXER_CACHE, ATTENTION, PAGES, FP8)
     whole = 3 + sum(map(len, sections)) if cases == DENSE else 0
     return 1 + len(cases) + whole + len(peer_cases(cases, peers))
 
@@ -103,8 +106,8 @@ def run(
     ----------
     cases : tuple of Case
         What to run. Ragged lengths, the batch-invariant mode, schedule, host and start times,
-        merging, writing into caches, the indexer, ragged queries and page sizes are measured with
-        the whole table only.
+        merging, writing into caches, the indexer, ragged queries, page sizes and FP8 caches are
+        measured with the whole table only.
     note : callable
         Told what has been done, a line a step.
     peers : tuple of str, optional
@@ -148,6 +151,7 @@ def run(
             yield from _indexer(gpu, results, ceilings, published, timer, note)
             yield from _attention(gpu, results, ceilings, timer, note)
             yield from _pages(gpu, results, timer, note)
+            yield from _fp8(gpu, results, ceilings, timer, note)
         yield from _add_peers(bench, cases, peers, results, note)
 
 
@@ -299,6 +303,22 @@ def _pages(gpu: Gpu, results: Results, timer: GpuTimer, note: Note) -> Iterator[
         except Exception as error:  # as above
             row = _failed(case, error, note)
         results["pages"].append(row)
+        yield results
+
+
+def _fp8(
+    gpu: Gpu, results: Results, ceilings: Ceilings, timer: GpuTimer, note: Note
+) -> Iterator[Results]:
+    """Measure decoding over FP8 caches."""
+    results["fp8"] = []
+    for case in FP8:
+        try:
+            row = fp8_row(case, measure_fp8(gpu, case, timer), ceilings)
+            times = ", ".join(f"{of['format']}: {of['us']:.1f} us" for of in row["formats"])
+            note(f"{case.name} by format, {times}")
+        except Exception as error:  # as above
+            row = _failed(case, error, note)
+        results["fp8"].append(row)
         yield results
 
 

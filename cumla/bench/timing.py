@@ -36,6 +36,15 @@ class Timing(NamedTuple):
         low, median, high = np.percentile(np.asarray(measured, np.float64), (10, 50, 90))
         return cls(float(median), float(low), float(high))
 
+    @classmethod
+    def of_turns(cls, turns: Sequence[Timing]) -> Timing:
+        """Summarise measurements that were made in turns with others: median, and extremes."""
+        return cls(
+            float(np.median([time.us for time in turns])),
+            min(time.low for time in turns),
+            max(time.high for time in turns),
+        )
+
     def figures(self) -> dict[str, float]:
         """Name the median, and the times between which four fifths of the runs lie."""
         return {"us": self.us, "us_low": self.low, "us_high": self.high}

@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     _row("NVRTC of cuda.bindings", _bindings_nvrtc)
     _row("CUDA driver", _driver)
     _row("GPUs", _gpus)
+    _row("kernels", _kernels)
     _row("kernel cache (CuPy)", _kernel_cache)
     _row("kernels ahead of time", _cubins)
     for name in _VARIABLES:
@@ -138,6 +139,13 @@ def _gpu(ordinal: int) -> str:
         f"{found.sm_count} SMs, {found.smem_optin} bytes of shared memory a block, "
         f"{found.l2_bytes >> 20} MiB of L2"
     )
+
+
+def _kernels() -> str:
+    from cumla.launch import all_specs
+
+    specs = all_specs()
+    return f"{len(specs)}, of {', '.join(dict.fromkeys(spec.stem for spec in specs))}"
 
 
 def _kernel_cache() -> str:

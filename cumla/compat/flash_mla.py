@@ -159,9 +159,14 @@ extra_topk_length
     _check_metadata(head_dim_v, tile_scheduler_metadata, num_splits)
     call = open_call((("q", q), ("k_cache", k_cache)))
     views = dict(zip(("q", "kv_cache"), call.views, strict=True))
-    query, _, cache, _ = checked_query_and_cache(views)
-    _check_page_size(cache.shape[1])
-    key = decode_key(query, cache, causal=causal)
+    columns = checked_query_and_cache(views)
+    _check_page_size(columns.kv_cache.shape[1])
+    key = decode_key(columns.q, columns.kv_cache, causal=causal)
+    if key.cache != "same":
+        raise TypeError(
+            f"k_cache: needs q's dtype {key.dtype}, got {columns.kv_cache.dtype}; call "
+            f"cumla.mla_decode, which takes FP8 caches and their scales"
+        )
     plan = tile_scheduler_metadata._plan
     if plan is not None and plan.key != key:
         raise ValueError(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import struct
-from itertools import product
 from math import e, log2
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["SPECS", "fp8_spec", "fp8_specs", "prepare_decode_fp8"]
 
 _RAGGED = "ragged"
-_SHAPES = (*NARROW_ROWS, _RAGGED)  # query rows of a tile; halves of the tiles of ragged queries
+_SHAPES: tuple[int | str, ...] = (
+    *NARROW_ROWS,
+    _RAGGED,
+)  # query rows of a tile; halves of the tiles of ragged queries
 _FORM_TAGS = {"pages": "kPages", "rows": "kRows"}  # the latter serves whatever is no whole block
 # Of a thread block, without scales of each token and with them (kBytes of Fp8Layout).
 _SMEM_BYTES = {16: (198080, 203712), 32: (219904, 227072)}
@@ -46,9 +48,11 @@ def _spec(shape: int | str, grouped: bool, form: str) -> KernelSpec:
 
 # Of ragged queries with scales only the form for any pages: the other one runs out of registers.
 _SPECS = {
-    names: _spec(*names)
-    for names in product(_SHAPES, (False, True), _FORM_TAGS)
-    if names != (_RAGGED, True, "pages")
+    (shape, grouped, form): _spec(shape, grouped, form)
+    for shape in _SHAPES
+    for grouped in (False, True)
+    for form in _FORM_TAGS
+    if (shape, grouped, form) != (_RAGGED, True, "pages")
 }
 SPECS = tuple(_SPECS.values())
 

@@ -15,9 +15,9 @@ from cumla.reference.indexer_cache import e4m3_bits, in_float32, quantize_fp8
 Array = NDArray[Any]
 
 _ROPE_DIM = HEAD_DIM - VALUE_DIM
-_SCALED_COLUMNS = 128  # by one scale
-_SCALES = VALUE_DIM // _SCALED_COLUMNS
-_PACKED_BYTES = VALUE_DIM + 4 * _SCALES + 2 * _ROPE_DIM
+SCALED_COLUMNS = 128  # by one scale
+SCALES = VALUE_DIM // SCALED_COLUMNS
+PACKED_BYTES = VALUE_DIM + 4 * SCALES + 2 * _ROPE_DIM
 
 
 def append_mla_cache(
@@ -89,7 +89,7 @@ def append_mla_cache(
         If shapes disagree, or if it is not clear where the rows go.
     """
     latent_rows, rope_rows = (_with_heads(part, 3) for part in _halves("rows", rows))
-    power_of_two = isinstance(kv_cache, np.ndarray) and kv_cache.shape[-1] == _PACKED_BYTES
+    power_of_two = isinstance(kv_cache, np.ndarray) and kv_cache.shape[-1] == PACKED_BYTES
     *caches, scales = _parts_of_cache(kv_cache)
     latent_cache, rope_cache = (_with_heads(part, 4) for part in caches)
     per_token = {
@@ -132,7 +132,7 @@ def append_mla_cache(
     if scales is None:
         _write(latent_cache, where, latent_rows[exists], inverse)
         return
-    groups = latent_rows[exists].reshape(-1, latent_rows.shape[1], _SCALES, _SCALED_COLUMNS)
+    groups = latent_rows[exists].reshape(-1, latent_rows.shape[1], SCALES, SCALED_COLUMNS)
     quantized = quantize_fp8(groups, power_of_two_scales=power_of_two)
     latent_cache.view(np.uint8)[where] = quantized.values.view(np.uint8).reshape(
         *groups.shape[:2], VALUE_DIM
@@ -153,9 +153,14 @@ def _parts_of_cache(cache: Array | tuple[Array, ...]) -> tuple[Array, Array, Arr
     if not isinstance(cache, np.ndarray):
         latent, rope, *scales = cache
         return *_halves("kv_cache", (latent, rope)), scales[0] if scales else None
-    if cache.shape[-1] != _PACKED_BYTES:
+    if cache.shape[-1] != PACKED_BYTES:
         return *_halves("kv_cache", cache), None
-    latent, scale_bytes, rope = np.split(cache, [VALUE_DIM, VALUE_DIM + 4 * _SCALES], axis=-1)
+    return unpacked(cache)
+
+
+def unpacked(cache: Array) -> tuple[Array, Array, Array]:
+    """Take rows of 656 bytes apart: views of latent columns as bytes, RoPE columns and scales."""
+    latent, scale_bytes, rope = np.split(cache, [VALUE_DIM, VALUE_DIM + 4 * SCALES], axis=-1)
     return latent, rope.view(ml_dtypes.bfloat16), scale_bytes.view(np.float32)
 
 

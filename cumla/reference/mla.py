@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
+from cumla.reference.cache import PACKED_BYTES, SCALED_COLUMNS, SCALES, unpacked
 
 Array = NDArray[Any]
 
@@ -29,12 +31,13 @@ class MLADecodeResult(NamedTuple):
 
 
 def mla_decode(
-    q: Array | tuple[Array, Array],
-    kv_cache: Array | tuple[Array, Array],
+    q: Array | tuple[Array, ...],
+    kv_cache: Array | tuple[Array, ...],
     block_table: Array,
     cache_seqlens: Array,
     *,
     softmax_scale: float | None = None,
+    kv_scale: Array | float | None = None,
     causal: bool = True,
     batch_invariant: bool = False,
     out: Array | None = None,
@@ -50,6 +53,9 @@ def mla_decode(
         lse = log(sum(exp(softmax_scale * q.k)))
         out = sum(exp(softmax_scale * q.k - lse) * v)
 
+    An FP8 cache stands for the numbers that its factors make of it: an e4m3 column times its scale,
+    where there are scales, and times `kv_scale` where there are none.
+
     Token ``t`` of request ``b`` lies in slot ``t % page_size`` of page
     ``block_table[b, t // page_size]``. Lengths are clamped to ``[0, max_pages * page_size]``.
     Nothing else of the table or of the cache is read: unused entries and slots may hold anything,
@@ -62,7 +68,10 @@ def mla_decode(
         Absorbed queries. A tuple holds the first 512 columns and the last 64 apart.
     kv_cache : ndarray, shape (num_pages, page_size, num_kv_heads, 576)
         Pages of latent rows; without the head axis for one KV head. Any strides, any page size. A
-        tuple as for q.
+        tuple as for q. In a dtype of q's, or float8_e4m3fn, or uint8 with its bits: of a tuple also
+        the first part alone. A third part is float32 scales, (num_pages, page_size, num_kv_heads,
+        4), of 128 latent columns each. One array of uint8 with 656 columns is the packed format:
+        512 e4m3, 4 float32 scales, 64 bfloat16.
     block_table : ndarray of int32, shape (batch, max_pages)
         Page numbers of each request, in the order of its tokens.
     cache_seqlens : ndarray of int32, shape (batch,)
@@ -70,6 +79,8 @@ def mla_decode(
     softmax_scale : float, optional
         Factor of the scores; 576 ** -0.5 by default. A model passes its own, which stems from the
         head dimension before absorption.
+    kv_scale : ndarray of one float32, or float, optional
+        Factor of e4m3 columns without scales of their own; 1 by default.
     causal : bool, default True
         Align the queries with the end of the cache: query ``i`` sees the first
         ``cache_seqlens[b] - (q_len - 1 - i)`` tokens. Otherwise every query sees all.
@@ -90,7 +101,8 @@ def mla_decode(
     Raises
     ------
     ValueError
-        If shapes disagree, if num_kv_heads does not divide num_heads, or for an unknown precision.
+        If shapes disagree, if there is a kv_scale and nothing that it scales, if num_kv_heads does
+        not divide num_heads, or for an unknown precision.
     TypeError
         If something is no NumPy array, or of another dtype than the above.
     """
@@ -100,7 +112,7 @@ def mla_decode(
         )
     queries, caches = _parts("q", q), _parts("kv_cache", kv_cache)
     for name, array in (*queries.items(), *caches.items()):
-        _check_dtype(name, array, _FLOATS)
+        _check_dtype(name, array, _DTYPES.get(name, _FLOATS))
     _check_dtype("block_table", block_table, _INTEGERS)
     _check_dtype("cache_seqlens", cache_seqlens, _INTEGERS)
     caches = {
@@ -113,14 +125,11 @@ def mla_decode(
     out = _output("out", out, (batch, q_len, num_heads, VALUE_DIM), (q.dtype, np.dtype("f4")))
     lse = _output("lse", lse, (batch, num_heads, q_len), (np.dtype("f4"),))
 
-    capacity = block_table.shape[1] * next(iter(caches.values())).shape[1]
+    cache = _Cache.of(caches, kv_scale)
+    capacity = block_table.shape[1] * cache.parts[0].shape[1]
     for b in range(batch):
         kv_len = min(max(int(cache_seqlens[b]), 0), capacity)
-        parts = (
-            _cached_rows(cache, block_table[b], kv_len, np.dtype(accumulate))
-            for cache in caches.values()
-        )
-        rows = np.concatenate([*parts], axis=-1)
+        rows = cache.rows(block_table[b], kv_len, np.dtype(accumulate))
         for i in range(q_len):
             visible = max(kv_len - (q_len - 1 - i), 0) if causal else kv_len
             out[b, i], lse[b, :, i] = _attend(q[b, i], rows[:visible], scale)
@@ -144,6 +153,45 @@ def _attend(q: Array, rows: Array, scale: float) -> tuple[Array, Array]:
     return out.reshape(num_heads, VALUE_DIM), (top + np.log(total)).reshape(num_heads)
 
 
+class _Cache(NamedTuple):
+    """A cache's columns in one array or two, and what their numbers are multiplied by."""
+
+    parts: tuple[Array, ...]
+    scales: Array | None
+    factor: float
+
+    @classmethod
+    def of(cls, caches: dict[str, Array], kv_scale: Array | float | None) -> _Cache:
+        """Take a cache apart, the bytes of e4m3 numbers as such."""
+        first, *others = caches.values()
+        scales = caches.get("kv_cache[2]")
+        if first.dtype == np.uint8 and first.shape[-1] == PACKED_BYTES:
+            latent, rope, scales = unpacked(first)
+            parts = [latent, rope]
+        else:
+            parts = [first, *others[:1]]
+        parts = [part.view(_FP8) if part.dtype == np.uint8 else part for part in parts]
+        if kv_scale is None:
+            return cls(tuple(parts), scales, 1.0)
+        if not any(part.dtype == _FP8 for part in (parts if scales is None else parts[1:])):
+            raise ValueError(
+                "kv_scale: needs a cache with e4m3 columns that have no scales of their own; leave "
+                "it out"
+            )
+        return cls(tuple(parts), scales, float(np.asarray(kv_scale, np.float32).reshape(())))
+
+    def rows(self, table: Array, kv_len: int, dtype: np.dtype[Any]) -> Array:
+        """Gather the first kv_len rows of a request: (kv_len, num_kv_heads, 576)."""
+        rows = [_cached_rows(part, table, kv_len, dtype) for part in self.parts]
+        for i, part in enumerate(self.parts):
+            if i == 0 and self.scales is not None:
+                scales = _cached_rows(self.scales, table, kv_len, dtype)
+                rows[0] *= np.repeat(scales, SCALED_COLUMNS, axis=-1)
+            elif part.dtype == _FP8:
+                rows[i] *= dtype.type(self.factor)
+        return np.concatenate(rows, axis=-1)
+
+
 def _cached_rows(kv_cache: Array, table: Array, kv_len: int, dtype: np.dtype[Any]) -> Array:
     """Gather the first kv_len rows of a request: (kv_len, num_kv_heads, columns)."""
     num_pages, page_size, num_kv_heads, columns = kv_cache.shape
@@ -154,7 +202,15 @@ def _cached_rows(kv_cache: Array, table: Array, kv_len: int, dtype: np.dtype[Any
     return pages.reshape(-1, num_kv_heads, columns)[:kv_len]
 
 
+_FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
+_E4M3 = ("float8_e4m3fn", "uint8")
+_DTYPES: dict[str, tuple[str, ...]] = {
+    "kv_cache": _FLOATS + _E4M3,
+    "kv_cache[0]": _FLOATS + _E4M3,
+    "kv_cache[1]": _FLOATS + _E4M3,
+    "kv_cache[2]": ("float32",),
+}
 _INTEGERS = ("int32", "int64")
 
 
@@ -172,10 +228,10 @@ def _check_dtype(name: str, array: Any, dtypes: tuple[str, ...]) -> None:
 
 
 def _parts(name: str, value: Any) -> dict[str, Any]:
-    """Name an array, or the two that hold latent and RoPE columns."""
+    """Name an array, or the two that hold latent and RoPE columns, or these and scales."""
     if not isinstance(value, tuple):
         return {name: value}
-    if len(value) != 2:
+    if len(value) != 2 and (len(value) != 3 or name == "q"):
         raise ValueError(
             f"{name}: needs one array, or a tuple of latent and RoPE columns, got {len(value)} "
             f"arrays; join them"
@@ -195,6 +251,11 @@ def _check_inputs(
                 f"reshape it"
             )
     batch, _, num_heads, _ = q.shape
+    if "kv_cache[2]" in caches and kv_cache.dtype.name not in _E4M3:
+        raise TypeError(
+            f"kv_cache[2]: needs kv_cache[0] of {' or '.join(_E4M3)}, got {kv_cache.dtype}; leave "
+            f"it out"
+        )
     for (name, array), columns in zip(caches.items(), _columns(caches), strict=True):
         if array.ndim != 4 or array.shape != (*kv_cache.shape[:3], columns) or 0 in array.shape[1:]:
             raise ValueError(
@@ -219,8 +280,12 @@ def _check_inputs(
 
 
 def _columns(parts: dict[str, Array]) -> tuple[int, ...]:
-    """Widths of one array, or of two."""
-    return (HEAD_DIM,) if len(parts) == 1 else (VALUE_DIM, HEAD_DIM - VALUE_DIM)
+    """Widths of one array, or of two, and of scales."""
+    if len(parts) > 1:
+        return (VALUE_DIM, HEAD_DIM - VALUE_DIM, SCALES)[: len(parts)]
+    (whole,) = parts.values()
+    is_packed = whole.dtype == np.uint8 and whole.shape[-1:] == (PACKED_BYTES,)
+    return (PACKED_BYTES if is_packed else HEAD_DIM,)
 
 
 def _output(

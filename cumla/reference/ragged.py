@@ -31,8 +31,8 @@ class MLAAttentionResult(NamedTuple):
 
 
 def mla_attention(
-    q: Array | tuple[Array, Array],
-    kv_cache: Array | tuple[Array, Array],
+    q: Array | tuple[Array, ...],
+    kv_cache: Array | tuple[Array, ...],
     *,
     qo_indptr: Array,
     kv_lens: Array,
@@ -41,6 +41,7 @@ def mla_attention(
     kv_indices: Array | None = None,
     causal: bool = True,
     softmax_scale: float | None = None,
+    kv_scale: Array | float | None = None,
     out: Array | None = None,
     lse: Array | None = None,
     accumulate: Literal["float64", "float32"] = "float64",
@@ -65,7 +66,7 @@ def mla_attention(
         As in :func:`mla_decode`.
     kv_indptr, kv_indices : ndarray of int32, shapes (batch + 1,) and (pages,), optional
         In place of a table: where the pages of each request begin in a list of page numbers.
-    causal, softmax_scale, accumulate
+    causal, softmax_scale, kv_scale, accumulate
         As in :func:`mla_decode`, of each request for itself.
     out : ndarray of q's dtype or float32, shape (total_tokens, num_heads, 512), optional
         Where to write the output. Rows of no request are not written.
@@ -114,6 +115,7 @@ def mla_attention(
             tables[r][None],
             kv_lens[r : r + 1],
             softmax_scale=softmax_scale,
+            kv_scale=kv_scale,
             causal=causal,
             out=out[None, begin:end],
             lse=lse[begin:end].T[None],

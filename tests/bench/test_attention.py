@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cumla.bench import attention, dense, pages
+from cumla.bench import attention, dense
 from cumla.bench.attention import (
     ATTENTION,
     AttentionCase,
@@ -161,7 +161,7 @@ def test_a_wrong_page_size_is_found(gpu: Any, page_size: int, request_: int) -> 
 
 def test_turns_are_summarised() -> None:
     turns = [Timing(7.0, 6.0, 9.0), Timing(5.0, 4.0, 8.0), Timing(6.0, 5.0, 7.0)]
-    assert pages._summary(turns) == Timing(6.0, 4.0, 9.0)
+    assert Timing.of_turns(turns) == Timing(6.0, 4.0, 9.0)
 
 
 # --- tables ---------------------------------------------------------------------------------------

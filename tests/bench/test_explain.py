@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from cumla.bench import explain
 from cumla.bench.cases import DENSE, Case
 from cumla.errors import UnsupportedDeviceError
+from cumla.launch import KernelSpec
 from cumla.launch.mla_decode import decode_spec
+from cumla.launch.mla_decode_fp8 import fp8_spec
 from cumla.launch.mla_plan import VARIANTS
 
 
@@ -40,6 +43,18 @@ def test_gives_the_reason(case: Case, variant: str, entry: str, rows: str, reaso
     assert reason in text
     tiles = {"shared_blocks": rf"{rows} of a kv head in [24] row tiles: they "}
     assert re.search(tiles.get(variant, rf"{rows} of a kv head in 1 row tile: "), text)
+
+
+def test_names_the_kernels_of_fp8_caches():
+    text = explain.explain(Case(3, 2, 48, 100), 60)
+    one, grouped = (spec.entry for spec in _fp8_specs(Case(3, 2, 48, 100)))
+    assert text.endswith(f"\n  of an FP8 cache: {one}, or with scales of its own {grouped}")
+    assert "FP8" not in explain.explain(Case(3, 2, 48, 100, dtype="float16"), 60)
+
+
+def _fp8_specs(case: Case) -> list[KernelSpec]:
+    key = replace(explain.key_of(case, 60), cache="e4m3")
+    return [fp8_spec(key, grouped) for grouped in (False, True)]
 
 
 def test_every_kernel_has_a_reason():

@@ -33,6 +33,7 @@ from cumla.bench.append import AppendCase
 from cumla.bench.attention import AttentionCase
 from cumla.bench.cases import Case
 from cumla.bench.dense import CheckError, Workbench, check
+from cumla.bench.fp8 import FORMATS
 from cumla.bench.gpu import Gpu
 from cumla.bench.indexer import PagedLogitsCase, PrefillLogitsCase
 from cumla.bench.indexer_cache import IndexerCacheCase
@@ -53,6 +54,7 @@ ATTENTION = (
     AttentionCase(3, 2, 4, 80, causal=True, decodes=2),
 )
 PAGES = (Case(2, 1, 2, 70),)
+FP8 = (Case(2, 1, 2, 70),)
 START = {
     "import_s": 0.01,
     "names_s": 0.21,
@@ -79,6 +81,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(run, "INDEXER_CACHE", INDEXER_CACHE)
     monkeypatch.setattr(run, "ATTENTION", ATTENTION)
     monkeypatch.setattr(run, "PAGES", PAGES)
+    monkeypatch.setattr(run, "FP8", FP8)
     monkeypatch.setattr(indexer, "_SMALL_BATCH", 2)
     monkeypatch.setattr(indexer, "_GRAPH_CALLS", 2)
     monkeypatch.setattr(indexer, "_ROTATED_BYTES", 2 * LOGITS[1].cache_bytes)
@@ -245,7 +248,17 @@ def test_ragged_queries_and_page_sizes_are_sections(results):
     assert "| 2 | 2 | 70 | 5.0 (1.000) | 5.0 (1.000) |" in to_markdown(results)
 
 
-@pytest.mark.parametrize("section", ["attention", "pages"])
+def test_fp8_caches_are_a_section(results):
+    (row,) = results["fp8"]
+    assert [of["format"] for of in row["formats"]] == [*FORMATS]
+    assert {(of["us"], of["x_bfloat16"]) for of in row["formats"]} == {(LAUNCH_US, 1.0)}
+    for of in row["formats"]:
+        ceiling = results["ceilings"]["read_GBps"]
+        assert of["read_share"] == pytest.approx(of["gbps"] / ceiling)
+    assert "| 2 | 2 | 70 | e4m3 and scales | 5.0 | " in to_markdown(results)
+
+
+@pytest.mark.parametrize("section", ["attention", "pages", "fp8"])
 def test_what_breaks_a_new_section_leaves_the_others(fake, monkeypatch, section):
     def broken(*arguments: object) -> None:
         raise TypeError("no such\nargument")
@@ -254,11 +267,11 @@ def test_what_breaks_a_new_section_leaves_the_others(fake, monkeypatch, section)
     told: list[str] = []
     *_, results = run.run(CASES, told.append)
     assert len(told) == run.steps(CASES)
-    cases = {"attention": ATTENTION, "pages": PAGES}[section]
+    cases = {"attention": ATTENTION, "pages": PAGES, "fp8": FP8}[section]
     failures = [f"{case.name}: TypeError: no such" for case in cases]
     assert [row["failed"] for row in results[section]] == failures
     assert f"FAILED: {failures[0]}" in told
-    others = {"attention": "pages", "pages": "attention"}
+    others = {"attention": "pages", "pages": "fp8", "fp8": "attention"}
     for name in ("rows", "indexer", "merge", others[section]):
         assert all("failed" not in row for row in results[name])
     assert results["notes"]  # peers came to their turn
@@ -305,7 +318,7 @@ def test_wrong_result_of_an_operation_fails_its_rows(fake, monkeypatch, section,
 def test_warm_operations_are_timed_warm(fake, monkeypatch):
     monkeypatch.setattr(run, "measure", lambda gpu: ceilings.Ceilings(4000.0, 4000.0, 700.0, 4.0))
     monkeypatch.setattr(run, "_whole", lambda *arguments: iter(()))
-    for others in ("_indexer", "_attention", "_pages"):
+    for others in ("_indexer", "_attention", "_pages", "_fp8"):
         monkeypatch.setattr(run, others, lambda *arguments: iter(()))
     monkeypatch.setattr(run, "DENSE", CASES[:1])
     fake.flush_l2 = pytest.fail
@@ -314,7 +327,7 @@ def test_warm_operations_are_timed_warm(fake, monkeypatch):
 
 
 def test_results_of_before_the_operations_still_print(results, tmp_path, capsys):
-    later = ("merge", "append", "indexer", "attention", "pages")
+    later = ("merge", "append", "indexer", "attention", "pages", "fp8")
     without = {key: value for key, value in results.items() if key not in later}
     without["ceilings"] = {k: v for k, v in results["ceilings"].items() if "fp8" not in k}
     file = tmp_path / "old.json"
@@ -327,6 +340,7 @@ def test_results_of_before_the_operations_still_print(results, tmp_path, capsys)
     assert "indexer" not in printed
     assert "ragged queries" not in printed
     assert "page sizes" not in printed
+    assert "FP8 caches" not in printed
     assert "float8" not in printed
 
 
@@ -478,12 +492,12 @@ def test_steps_are_counted_and_results_grow(fake):
     assert seen[0] == (1, True)
     assert seen[-1] == (2, True)
     assert told[0] == "import and first calls"
-    assert len(told) == run.steps(CASES) == 21
+    assert len(told) == run.steps(CASES) == 22
     told.clear()
     *_, results = run.run(CASES[:1], told.append)
     assert len(told) == run.steps(CASES[:1]) == 2
     whole = {"start", "ragged", "invariant", "schedule", "host", "merge", "append", "indexer"}
-    whole |= {"attention", "pages"}
+    whole |= {"attention", "pages", "fp8"}
     assert not whole & set(results)
 
 

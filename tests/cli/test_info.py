@@ -28,6 +28,12 @@ def test_every_row_is_there(capsys):
         assert rows[title]
 
 
+def test_the_kernels_are_named(capsys):
+    number, _, names = report(capsys)["kernels"].partition(", of ")
+    assert int(number) == len(all_specs())
+    assert sorted(names.split(", ")) == sorted({spec.stem for spec in all_specs()})
+
+
 def test_each_nvrtc_has_its_row(capsys, monkeypatch):
     monkeypatch.setattr(module, "cupy_nvrtc_version", lambda: (12, 8))
     monkeypatch.setattr(module, "bindings_nvrtc_version", lambda: (13, 1))

@@ -225,6 +225,101 @@ def test_wide_lengths_and_longer_lists() -> None:
     check(wrapper.run(*batch.parts, return_lse=True), batch)
 
 
+# --- FP8 caches ----------------------------------------------------------------------------------
+
+
+def quantized(batch: Batch, *scales: float, seed: int = 0) -> tuple[Any, Any, Any, Batch]:
+    """The cache in e4m3 with scales of latent and RoPE columns, or of 128 columns and RoPE."""
+    ckv, kpe = batch.cache.float().split((512, 64), dim=-1)
+    random = torch.Generator().manual_seed(seed)
+    shape = (*ckv.shape[:2], 4)
+    by_token = 10.0 ** (-4 * torch.rand(shape, generator=random)) * scales[0]
+    factors = by_token if len(scales) == 3 else torch.full(shape, scales[0])
+    wide = factors.repeat_interleave(128, dim=-1)
+    values = ckv.to(torch.float8_e4m3fn), kpe.to(torch.float8_e4m3fn)
+    known = values[0].double() * wide.double(), values[1].double() * scales[-1]
+    return *values, by_token, batch._replace(cache=torch.cat(known, dim=-1))
+
+
+FP8 = {"kv_data_type": torch.float8_e4m3fn}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("ckv_scale", "kpe_scale"), [(0.37, 0.37), (0.37, 2.6), (1.0, 1)])
+def test_scales_of_an_fp8_cache(ckv_scale: float, kpe_scale: float, packed: bool) -> None:
+    batch = make_batch()
+    ckv, kpe, _, exact = quantized(batch, ckv_scale, kpe_scale)
+    wrapper = planned(batch, **FP8)
+    q_nope, q_pe = batch.parts[:2]
+    cache = (ckv, kpe)
+    if packed:
+        cache = torch.cat([part.view(torch.uint8) for part in cache], dim=-1)
+        cache = cache.view(torch.float8_e4m3fn)
+    result = wrapper.run(
+        query=(q_nope, q_pe),
+        kv_cache=cache,
+        return_lse=True,
+        ckv_scale=ckv_scale,
+        kpe_scale=kpe_scale,
+    )
+    check(result, exact)
+
+
+@pytest.mark.parametrize("ckv_scale", [None, 1.0, 77.0])
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_array_of_scales(ckv_scale: float | None, packed: bool) -> None:
+    """It counts, whatever the number beside it."""
+    batch = make_batch()
+    ckv, kpe, scales, exact = quantized(batch, 3.0, 1.0, 0.7)
+    wrapper = make_wrapper()
+    options = {"scale_mode": "kv-per-tensor", "lse_mode": "base2"}
+    wrapper.plan(*batch.csr, *settings(batch, **FP8).values(), **options)
+    caches: dict[str, Any] = {"ckv_cache": ckv, "kpe_cache": kpe}
+    if packed:
+        both = torch.cat([part.view(torch.uint8) for part in (ckv, kpe)], dim=-1)
+        caches = {"kv_cache": both.view(torch.float8_e4m3fn)}
+    result = wrapper.run(
+        *batch.parts[:2],
+        **caches,
+        return_lse=True,
+        ckv_scale=ckv_scale,
+        ckv_scale_arr=scales,
+        kpe_scale=0.7,
+    )
+    check(result, exact)
+
+
+def test_scales_that_do_not_fit() -> None:
+    batch = make_batch()
+    ckv, kpe, scales, _ = quantized(batch, 1.0, 1.0)
+    wrapper = planned(batch, **FP8)
+    arguments = (*batch.parts[:2], ckv, kpe)
+    for given, error, message in (
+        ({}, ValueError, "kpe_scale: needs the factor of the FP8 cache, got None; pass kpe_scale"),
+        ({"ckv_scale": 1.0}, ValueError, "kpe_scale: needs the factor"),
+        ({"kpe_scale": 1.0}, ValueError, "ckv_scale: needs the factor"),
+        ({"ckv_scale": 0.0, "kpe_scale": 1.0}, ValueError, "ckv_scale: needs a number from 2"),
+        ({"ckv_scale": 1.0, "kpe_scale": -1.0}, ValueError, "kpe_scale: needs a number from 2"),
+        ({"ckv_scale": 1.0, "kpe_scale": math.nan}, ValueError, "kpe_scale: needs a number"),
+        (
+            {"ckv_scale": torch.ones(()), "kpe_scale": 1.0},
+            TypeError,
+            r"ckv_scale: needs a number, got Tensor; .* pass float\(\.\.\.\) of it once",
+        ),
+        (
+            {"ckv_scale_arr": scales[:, :1], "kpe_scale": 1.0},
+            ValueError,
+            r"kv_cache\[2\]: needs the first axes of kv_cache\[0\]",
+        ),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            wrapper.run(*arguments, **given)
+    with pytest.raises(ValueError, match=r"^kv_scale: needs a cache with e4m3 .*, got bfloat16"):
+        wrapper.run(*batch.parts, ckv_scale=1.0, kpe_scale=1.0)
+    with pytest.raises(ValueError, match=r"^plan: made for a cache of bfloat16, got one of float8"):
+        planned(batch).run(*arguments)
+
+
 # --- CUDA graphs ---------------------------------------------------------------------------------
 
 
@@ -391,11 +486,26 @@ def test_other_backends(backend: str) -> None:
         ),
         ({"output_scale": "per-tensor"}, NotImplementedError, "output_scale: belongs"),
         ({"scale_mode": "kv-per-tensor"}, NotImplementedError, "scale_mode: belongs"),
+        (
+            {"kv_data_type": torch.float8_e4m3fn, "scale_mode": "bmm-scalar"},
+            NotImplementedError,
+            "scale_mode: belongs",
+        ),
         ({"skip_softmax": True}, NotImplementedError, "skip_softmax: belongs"),
         ({"head_dim_ckv": 256}, ValueError, r"head_dim_ckv: needs rows of 512 and 64 .* got 256"),
         ({"head_dim_kpe": 0}, ValueError, r"head_dim_ckv: needs rows of 512 and 64 .* and 0"),
         ({"q_data_type": torch.float32}, TypeError, "q_data_type: needs bfloat16 or float16"),
-        ({"kv_data_type": torch.float8_e4m3fn}, TypeError, "kv_data_type: needs q_data_type"),
+        ({"kv_data_type": torch.float16}, TypeError, "kv_data_type: needs q_data_type"),
+        (
+            {"kv_data_type": torch.float8_e5m2},
+            TypeError,
+            r"kv_data_type: .* or float8_e4m3fn beside bfloat16, got torch.float8_e5m2; keep",
+        ),
+        (
+            {"q_data_type": torch.float16, "kv_data_type": torch.float8_e4m3fn},
+            TypeError,
+            "kv_data_type: needs q_data_type, torch.float16, or float8_e4m3fn beside bfloat16",
+        ),
         (
             {"output_dtype": torch.float32},
             TypeError,
@@ -448,12 +558,12 @@ def test_arguments_of_a_run() -> None:
     with pytest.raises(RuntimeError, match=r"^run: needs a plan, got none; call plan\(\) first"):
         make_wrapper().run(*parts)
     wrapper = planned(batch)
-    for name in (
-        *("profiler_buffer", "kv_len", "page_table"),
-        *("o_scale", "ckv_scale", "ckv_scale_arr", "kpe_scale"),
-    ):
+    for name in ("profiler_buffer", "kv_len", "page_table", "o_scale"):
         with pytest.raises(NotImplementedError, match=f"^{name}: belongs to what cumla does not"):
             wrapper.run(*parts, **{name: 1})
+    for name in ("ckv_scale", "ckv_scale_arr", "kpe_scale"):
+        with pytest.raises(ValueError, match=f"^{name}: needs a plan with kv_data_type float8_e4m"):
+            wrapper.run(*parts, **{name: 1.0})
     for arguments in (
         {},
         {"q_nope": parts[0]},

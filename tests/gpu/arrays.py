@@ -18,8 +18,10 @@ def to_host(bits: Array, dtype: str) -> np.ndarray:
 
 
 def to_torch(torch: Any, array: Array) -> Any:
-    """The same memory as a torch tensor; bfloat16 travels as int16."""
+    """The same memory as a torch tensor; bfloat16 travels as int16, e4m3 as bytes."""
     name = str(array.dtype)
+    if name == "float8_e4m3fn":
+        return torch.from_dlpack(array.view(np.uint8)).view(torch.float8_e4m3fn)
     if name in ("bfloat16", "float16"):
         return torch.from_dlpack(array.view(np.int16)).view(getattr(torch, name))
     return torch.from_dlpack(array)

@@ -10,6 +10,7 @@ uint16 bits, which every array library handles.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,8 +68,50 @@ def decode(
         out (batch, q_len, num_heads, 512), lse (batch, num_heads, q_len), both float64 arrays of
         ``xp``.
     """
+
+    def rows(requests: np.ndarray, length: int) -> Array:
+        return _rows(xp, kv_cache, block_table[requests], length, dtype)
+
+    return attend(
+        xp,
+        q,
+        rows,
+        kv_cache.shape[2],
+        cache_seqlens,
+        dtype=dtype,
+        softmax_scale=softmax_scale,
+        causal=causal,
+    )
+
+
+def attend(
+    xp: Any,
+    q: Array,
+    rows_of: Callable[[np.ndarray, int], Array],
+    kv_heads: int,
+    cache_seqlens: np.ndarray,
+    *,
+    dtype: str,
+    softmax_scale: float,
+    causal: bool,
+) -> Expected:
+    """Compute the same over rows that lie anywhere.
+
+    Parameters
+    ----------
+    rows_of : callable
+        Of requests of one length, and that length: their rows in float64, (requests, kv_heads,
+        length, 576).
+    kv_heads : int
+        How many there are.
+    xp, q, cache_seqlens, dtype, softmax_scale, causal
+        As of :func:`decode`.
+
+    Returns
+    -------
+    Expected
+    """
     batch, q_len, num_heads, head_dim = q.shape
-    kv_heads = kv_cache.shape[2]
     group = num_heads // kv_heads
     rows = q_len * group
     out = xp.zeros((batch, q_len, num_heads, VALUE_DIM), dtype=xp.float64)
@@ -81,7 +124,7 @@ def decode(
         step = max(1, CHUNK_BYTES // each)
         for start in range(0, len(members), step):
             chunk = members[start : start + step]
-            k = _rows(xp, kv_cache, block_table[chunk], length, dtype)
+            k = rows_of(chunk, length)
             v = k[..., :VALUE_DIM]
             squares += (v * v).sum(axis=-1).sum()
             count += v.size

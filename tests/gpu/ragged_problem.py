@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -287,22 +288,29 @@ class GridCase(NamedTuple):
     outputs: str
 
 
-def covering_sample(candidates: int = 30) -> list[GridCase]:
-    """Cases that together hold every pair of values, and the triples: greedy, always the same."""
+def cover(
+    factors: Mapping[str, tuple[Any, ...]],
+    triples: tuple[tuple[str, ...], ...],
+    candidates: int = 30,
+) -> list[dict[str, Any]]:
+    """Points of a grid that together hold every pair of values, and the triples.
+
+    Greedy, and always the same.
+    """
     rng = random.Random(20261122)
-    groups = [*itertools.combinations(FACTORS, 2), *TRIPLES]
+    groups = [*itertools.combinations(factors, 2), *triples]
     wanted = {
         tuple(zip(names, values, strict=True))
         for names in groups
-        for values in itertools.product(*(FACTORS[name] for name in names))
+        for values in itertools.product(*(factors[name] for name in names))
     }
     open_ones = sorted(wanted, key=lambda c: (-len(c), repr(c)))
-    cases: list[GridCase] = []
+    points: list[dict[str, Any]] = []
     for start in open_ones:
         if start not in wanted:
             continue
         tries = [
-            {name: rng.choice(values) for name, values in FACTORS.items()} | dict(start)
+            {name: rng.choice(values) for name, values in factors.items()} | dict(start)
             for _ in range(candidates)
         ]
         held = [
@@ -310,10 +318,16 @@ def covering_sample(candidates: int = 30) -> list[GridCase]:
         ]
         best = max(range(candidates), key=lambda i: len(held[i] & wanted))
         wanted -= held[best]
-        values = tries[best]
+        points.append(tries[best])
+    return points
+
+
+def covering_sample() -> list[GridCase]:
+    """Cases that together hold every pair of FACTORS, and TRIPLES."""
+    cases: list[GridCase] = []
+    for number, values in enumerate(cover(FACTORS, TRIPLES)):
         batch, q_len, kv_len = (values.pop(name) for name in ("batch", "q_len", "kv_len"))
         lengths = {"q_lens": (q_len,) * batch, "kv_lens": (kv_len,) * batch}
-        number = len(cases)
         around = {"before": number % 3, "behind": number % 2 * 5}
         case = Ragged(**lengths, **values, **around, seed=number)
         cases.append(GridCase(case, ("given", "float32", "allocated")[number % 3]))

@@ -43,6 +43,7 @@ import cumla.launch.device as devices  # noqa: E402
 import cumla.launch.mqa_logits as mqa_logits_launcher  # noqa: E402
 from tests.gpu import pages, record, variants  # noqa: E402
 from tests.gpu.cases import Case  # noqa: E402
+from tests.gpu.fp8_problem import Fp8Case, Fp8Problem, make_fp8  # noqa: E402
 from tests.gpu.indexer_problem import MARGIN, Paged, Prefill, Rows, check_logits  # noqa: E402
 from tests.gpu.problem import NUMPY_DTYPES, Problem, make_problem, typed  # noqa: E402
 from tests.gpu.ragged_problem import Ragged, make_ragged  # noqa: E402
@@ -76,6 +77,15 @@ RAGGED = (
     Ragged(),
     Ragged(q_lens=(1, 0, 9, 2), kv_lens=(900, 5, 70, 3), heads=24, page_size=1, paging="list"),
     Ragged(q_lens=(2,), kv_lens=(2000,), heads=8, page_size=16, causal=False),  # cut
+)
+FP8_CACHES = (  # few rows and more, one scale and many, a table and a list, and what is cut
+    (Fp8Case(form="packed", heads=16, page_size=1), [900, 65, 0]),
+    (Fp8Case(form="one", heads=24, q_len=2, kv_scale="array"), [300, 64, 3]),
+    (Fp8Case(form="scales", heads=16, kv_heads=2, q_len=3, page_size=16), [700, 130, 1]),
+    (Fp8Case(form="16-bit rope", batch=1, heads=8, page_size=48), [4300]),
+    (Fp8Case(form="packed", batch=1, heads=40), [3000]),
+    (Fp8Case(form="pair", heads=24, q_len=5, operation="table"), [900, 70, 3]),
+    (Fp8Case(form="packed", heads=24, q_len=3, page_size=1, operation="list"), [2000, 70, 0]),
 )
 DONE = "sanitize: the grid is done"
 TIMEOUT = 80.0  # seconds a run
@@ -136,6 +146,9 @@ def run_grid(plant: str | None) -> None:
     for ragged in RAGGED:
         attend_ragged(cupy, ragged)
     print("sanitize: queries of different lengths: agree", flush=True)
+    for fp8_case, lengths in FP8_CACHES:
+        attend_fp8(cupy, make_fp8(np, fp8_case, np.array(lengths)))
+        print(f"sanitize: FP8 cache, {fp8_case.name}: agrees", flush=True)
     for count, dtype in ((2, "bfloat16"), (5, "float32")):
         merge_states(cupy, count, dtype, in_place=dtype == "float32")
         print(f"sanitize: {count} merged in {dtype}: agree", flush=True)
@@ -324,6 +337,33 @@ def attend_ragged(cupy: Any, case: Ragged) -> None:
     }
     out, lse = cumla.mla_attention(**given, causal=case.causal)
     problem.check(typed(out.view(np.uint16).get(), case.dtype), lse.get())
+
+
+def attend_fp8(cupy: Any, problem: Fp8Problem) -> None:
+    """A call of its own, and one with a plan."""
+
+    def there(array: Any) -> Any:
+        if isinstance(array, tuple):
+            return tuple(there(part) for part in array)
+        if not isinstance(array, np.ndarray):
+            return array
+        flat = np.ascontiguousarray(array)
+        return cupy.asarray(flat.view(f"u{flat.itemsize}")).view(flat.dtype)
+
+    lengths = {name: there(array) for name, array in problem.lengths_of_plan.items()}
+    inputs = {name: there(array) for name, array in problem.inputs.items()}
+    is_decode = problem.case.operation == "decode"
+    call = cumla.mla_decode if is_decode else cumla.mla_attention
+    results = [call(**lengths | inputs)]
+    if is_decode:
+        plan: Any = cumla.MLADecodePlan.from_arrays(inputs["q"], inputs["kv_cache"])
+    else:
+        offsets = lengths["qo_indptr"]
+        plan = cumla.MLAAttentionPlan.from_arrays(inputs["q"], inputs["kv_cache"], offsets)
+    plan.update(**lengths)
+    results.append(plan.run(**inputs))
+    for out, lse in results:
+        problem.check(typed(out.view(np.uint16).get(), "bfloat16"), lse.get())
 
 
 # --- compute-sanitizer ---------------------------------------------------------------------------

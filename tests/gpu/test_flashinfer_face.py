@@ -14,6 +14,8 @@ import cumla
 from cumla import reference
 from cumla.arrays import to_numpy
 from cumla.compat import flashinfer
+from tests.gpu.arrays import from_torch, to_torch
+from tests.gpu.fp8_problem import FACTOR, Fp8Case, make_fp8
 from tests.merge_tolerance import assert_merged
 from tests.tolerance import assert_close_lse, assert_close_out
 
@@ -346,6 +348,61 @@ def test_a_server_loop(form: str, record_figures: Report) -> None:
         assert all(bool(out[step.end :].isnan().all()) for out, _ in results)
     load(steps[1])
     check(steps[1], attend())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("scales", ["equal", "two", "array"])
+def test_fp8_caches(scales: str, packed: bool, record_figures: Report) -> None:
+    """Scales as FlashInfer names them; eagerly and in a graph, without waiting for the GPU."""
+    cp = pytest.importorskip("cupy")
+    cumla.prepare(fp8_caches=True)
+    form = "scales, e4m3 rope" if scales == "array" else "pair"
+    case = Fp8Case(batch=4, q_len=3, heads=48, form=form, operation="list", page_size=16)
+    problem = make_fp8(cp, case, np.array([700, 33, 5, 0]))
+    options: dict[str, Any] = {"ckv_scale": FACTOR, "kpe_scale": FACTOR}
+    ckv, kpe, *others = (to_torch(torch, part) for part in problem.kv_cache)
+    if scales == "array":
+        options["ckv_scale_arr"] = others[0][:, :, 0]
+    elif scales == "two":  # the query makes up for it
+        options["kpe_scale"] = 4 * FACTOR
+        rope = problem.q.view(cp.uint16)[..., 512:]
+        rope -= cp.uint16(2 << 7)  # a quarter: no number is as small as that
+    caches: dict[str, Any] = {"kv_cache": (ckv[:, :, 0], kpe[:, :, 0])}
+    if packed:
+        both = torch.cat([part.view(torch.uint8) for part in caches["kv_cache"]], dim=-1)
+        caches["kv_cache"] = both.view(torch.float8_e4m3fn)
+    given = problem.lengths_of_plan | problem.inputs
+    names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_lens")
+    lengths = [to_torch(torch, given[name]) for name in names]
+    plain = Step((1, 1, 1, 1), (17, 9, 0, 64), heads=48).settings
+    settings = plain | {"kv_data_type": torch.float8_e4m3fn}
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1, device=DEVICE))
+    q = to_torch(torch, problem.q)
+
+    def attend() -> tuple[Any, Any]:
+        natural = {"return_lse": True, "return_lse_base_on_e": True}
+        result: tuple[Any, Any] = wrapper.run(query=q, **caches, **options, **natural)
+        return result
+
+    def check(result: tuple[Any, Any]) -> None:
+        out, lse = (from_torch(torch, tensor) for tensor in result)
+        lse[cp.isneginf(lse)] = np.inf
+        record_figures(problem.check(out, lse))
+
+    torch.cuda.synchronize()
+    with no_waiting():
+        wrapper.plan(*lengths, *settings.values())
+        eager = attend()
+    check(eager)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    for tensor in captured:
+        tensor.fill_(NAN)
+    graph.replay()
+    torch.cuda.synchronize()
+    check(captured)
 
 
 # --- graphs --------------------------------------------------------------------------------------

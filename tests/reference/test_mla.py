@@ -285,7 +285,7 @@ def test_refuses(error: type[Exception], message: str, change: dict[str, Any]) -
     [
         (0, "q", "int16", "bfloat16, float16, float32, float64"),
         (0, "q", "complex64", "bfloat16, float16, float32, float64"),
-        (1, "kv_cache", "bool", "bfloat16, float16, float32, float64"),
+        (1, "kv_cache", "bool", "bfloat16, float16, float32, float64, float8_e4m3fn, uint8"),
         (2, "block_table", "float32", "int32, int64"),
         (2, "block_table", "uint8", "int32, int64"),
         (3, "cache_seqlens", "float64", "int32, int64"),

@@ -29,16 +29,26 @@ What differs:
 * With ``use_cuda_graph=True`` the number of query tokens must stay, like the batch. Rows of the
   query behind the last offset belong to nobody; what they give in ``out`` is not written.
 * Any page size, any number of heads, and causal masks of them all.
+
+FP8 caches are as in FlashInfer (0.6.18, its backends fa2 and fa3): a `plan` with
+``kv_data_type=torch.float8_e4m3fn`` beside queries in bfloat16, ``scale_mode`` left alone or
+``"kv-per-tensor"``; and with each `run` ``kpe_scale``, and ``ckv_scale`` or ``ckv_scale_arr``, by
+which the numbers of the cache are multiplied. Where both are given, the array counts. Scales act in
+float32 here; FlashInfer rounds what they make of the cache to 16 bits. Two numbers that differ cost
+a small kernel more than two that are equal.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from math import e, log2
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.arrays import open_call
 from cumla.compat.flashinfer._tensors import as_int32, check_axes, mark_empty
+from cumla.fp8_caches import FP8, SCALES, number_of
 from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
 from cumla.ragged import MLAAttentionPlan
 
@@ -153,6 +163,7 @@ class _Shape(NamedTuple):
     num_heads: int
     page_size: int
     dtype: str
+    cache_dtype: str
     causal: bool
 
     def make(self, total_tokens: int, like: Any) -> MLAAttentionPlan:
@@ -162,6 +173,7 @@ class _Shape(NamedTuple):
             self.num_heads,
             page_size=self.page_size,
             dtype=self.dtype,
+            cache_dtype=self.cache_dtype,
             causal=self.causal,
             like=like,
         )
@@ -281,7 +293,7 @@ class BatchMLAPagedAttentionWrapper:
         sm_scale : float
             Factor of the scores.
         q_data_type, kv_data_type : torch.dtype
-            bfloat16 or float16, both the same.
+            bfloat16 or float16, both the same; with bfloat16 the cache may be float8_e4m3fn.
         use_profiler : bool
             False.
         metadata : MLAPlanMetadata
@@ -290,8 +302,10 @@ class BatchMLAPagedAttentionWrapper:
             Not looked at: every run takes packed tensors or pairs, with or without an lse.
         output_dtype : torch.dtype, optional
             q_data_type.
-        output_scale, scale_mode, skip_softmax
-            Of FlashInfer's FP8 and of other GPUs: leave them at their defaults.
+        scale_mode : str
+            ``"default"``, or with an FP8 cache ``"kv-per-tensor"``: they mean the same.
+        output_scale, skip_softmax
+            Of FP8 outputs and of other GPUs: leave them at their defaults.
 
         Raises
         ------
@@ -300,10 +314,11 @@ class BatchMLAPagedAttentionWrapper:
         TypeError, ValueError
             An argument is missing or does not fit; a change that a CUDA graph would not see.
         """
+        modes = ("default", "kv-per-tensor") if _name(kv_data_type) == FP8 else ("default",)
         _refuse(
             use_profiler=use_profiler or None,
             output_scale=None if output_scale == "none" else output_scale,
-            scale_mode=None if scale_mode == "default" else scale_mode,
+            scale_mode=None if scale_mode in modes else scale_mode,
             skip_softmax=skip_softmax or None,
         )
         numbers = {"num_heads": num_heads, "head_dim_ckv": head_dim_ckv}
@@ -322,7 +337,7 @@ class BatchMLAPagedAttentionWrapper:
                 f" got {head_dim_ckv} and {head_dim_kpe}; import the wrapper from flashinfer for "
                 f"others"
             )
-        dtype = _checked_dtype(q_data_type, kv_data_type, output_dtype)
+        dtypes = _checked_dtypes(q_data_type, kv_data_type, output_dtype)
         flat = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
         if metadata is None:
             metadata = MLAPlanMetadata(*flat)
@@ -332,7 +347,7 @@ class BatchMLAPagedAttentionWrapper:
             )
         arrays = _lengths_and_pages(metadata)
         assert num_heads is not None and page_size is not None  # checked above
-        shape = _Shape(arrays["kv_lens"].shape[0], num_heads, page_size, dtype, bool(causal))
+        shape = _Shape(arrays["kv_lens"].shape[0], num_heads, page_size, *dtypes, bool(causal))
         if self._use_cuda_graph:
             self._keep(arrays, shape)
         else:
@@ -388,8 +403,14 @@ class BatchMLAPagedAttentionWrapper:
             In place of q_nope and q_pe: both, or one tensor ``(tokens, num_heads, 576)``.
         kv_cache : torch.Tensor or pair of torch.Tensor
             In place of ckv_cache and kpe_cache: both, or ``(num_pages, page_size, 576)``.
-        o_scale, ckv_scale, ckv_scale_arr, kpe_scale : None
-            Of FlashInfer's FP8, which cumla does not have here.
+        ckv_scale : float, optional
+            Factor of the latent columns of an FP8 cache.
+        ckv_scale_arr : torch.Tensor, optional
+            In place of it ``(num_pages, page_size, 4)`` float32, of 128 columns of a token each.
+        kpe_scale : float, optional
+            Factor of the RoPE columns of an FP8 cache.
+        o_scale : None
+            Of FP8 outputs, which cumla does not have.
 
         Returns
         -------
@@ -407,25 +428,30 @@ class BatchMLAPagedAttentionWrapper:
             There was no plan.
         TypeError, ValueError, CumlaError
             As `cumla.mla_attention`, in whose messages ``q`` is the query, ``kv_lens`` is
-            kv_len_arr or seq_lens, and ``block_table`` is block_tables.
+            kv_len_arr or seq_lens, ``block_table`` is block_tables, and ``kv_scale`` is kpe_scale,
+            or both scales.
         """
         _refuse(
             profiler_buffer=profiler_buffer,
             kv_len=kv_len,
             page_table=page_table,
             o_scale=o_scale,
-            ckv_scale=ckv_scale,
-            ckv_scale_arr=ckv_scale_arr,
-            kpe_scale=kpe_scale,
         )
         q = _one_form("query", query, q_nope=q_nope, q_pe=q_pe)
         cache = _one_form("kv_cache", kv_cache, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
-        result = self._ready_plan(q).run(
+        plan = self._ready_plan(q)
+        kv_scale = None
+        if self._shape is not None and self._shape.cache_dtype == FP8:
+            cache, kv_scale = _with_scales(cache, ckv_scale, ckv_scale_arr, kpe_scale)
+        else:
+            _refuse_scales(ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
+        result = plan.run(
             q,
             cache,
             self._arrays.get("block_table"),
             kv_indices=self._arrays.get("kv_indices"),
             softmax_scale=self._sm_scale,
+            kv_scale=kv_scale,
             out=out,
             lse=lse,
         )
@@ -503,9 +529,46 @@ def _refuse(**arguments: object) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(
-                f"{name}: belongs to what cumla does not have under this name, FP8, profiling or "
-                f"other backends; leave it out, or import the wrapper from flashinfer"
+                f"{name}: belongs to what cumla does not have under this name, FP8 outputs, "
+                f"profiling or other backends; leave it out, or import the wrapper from flashinfer"
             )
+
+
+def _refuse_scales(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: needs a plan with kv_data_type {FP8}, got one for 16-bit numbers; leave "
+                f"it out"
+            )
+
+
+def _with_scales(cache: Any, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any) -> tuple[Any, Any]:
+    """Return an FP8 cache as cumla takes it, and the factor of what has no scales in it."""
+    missing = "kpe_scale" if kpe_scale is None else "ckv_scale"
+    if kpe_scale is None or (ckv_scale is None and ckv_scale_arr is None):
+        raise ValueError(
+            f"{missing}: needs the factor of the FP8 cache, got None; pass kpe_scale, and "
+            f"ckv_scale or ckv_scale_arr (1.0 if the rows were not scaled)"
+        )
+    for name, scale in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
+        if scale is not None and not isinstance(scale, Real):
+            raise TypeError(
+                f"{name}: needs a number, got {type(scale).__qualname__}; a tensor on a GPU would "
+                f"have to be waited for, so pass float(...) of it once"
+            )
+        number_of(name, scale)
+    if ckv_scale_arr is None:
+        if ckv_scale == kpe_scale:
+            return cache, kpe_scale
+        first = cache[0] if isinstance(cache, tuple) else cache
+        torch = sys.modules["torch"]
+        number = float(ckv_scale)
+        row = torch.full((SCALES,), number, dtype=torch.float32, device=first.device)
+        ckv_scale_arr = row.expand(*first.shape[:-1], SCALES)
+    if not isinstance(cache, tuple):
+        cache = cache[..., :VALUE_DIM], cache[..., VALUE_DIM:]
+    return (*cache, ckv_scale_arr), kpe_scale
 
 
 def _check_tensor(name: str, array: Any) -> None:
@@ -517,25 +580,29 @@ def _check_tensor(name: str, array: Any) -> None:
         )
 
 
-def _checked_dtype(query: Any, cache: Any, output: Any) -> str:
-    """Return the name of the one dtype of query, cache and output."""
-    name = str(query).removeprefix("torch.")
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _checked_dtypes(query: Any, cache: Any, output: Any) -> tuple[str, str]:
+    """Return the names of the dtype of query and output, and of that of the cache."""
+    name = _name(query)
     if name not in ("bfloat16", "float16"):
         raise TypeError(
             f"q_data_type: needs bfloat16 or float16, got {query}; import the wrapper from "
             f"flashinfer for others"
         )
-    if cache != query:
+    if cache != query and (name, _name(cache)) != ("bfloat16", FP8):
         raise TypeError(
-            f"kv_data_type: needs q_data_type, {query}, got {cache}; keep the cache in that, or "
-            f"import the wrapper from flashinfer"
+            f"kv_data_type: needs q_data_type, {query}, or {FP8} beside bfloat16, got {cache}; "
+            f"keep the cache in that, or import the wrapper from flashinfer"
         )
     if output not in (None, query):
         raise TypeError(
             f"output_dtype: needs q_data_type, {query}, got {output}; leave it out, and pass out= "
             f"of float32 to run() for an output that is not rounded"
         )
-    return name
+    return name, _name(cache)
 
 
 def _lengths_and_pages(metadata: Any) -> dict[str, Any]:
