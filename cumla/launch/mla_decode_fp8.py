@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["SPECS", "fp8_spec", "fp8_specs", "prepare_decode_fp8"]
 
 _RAGGED = "ragged"
-_SHAPES: tuple[int | str, ...] = (
+# Query rows of a tile; halves of the tiles of ragged queries.
+_SHAPES: tuple[int | str, ...] = (*NARROW_ROWS, _RAGGED)
     *NARROW_ROWS,
     _RAGGED,
 )  # query rows of a tile; halves of the tiles of ragged queries
