@@ -23,9 +23,6 @@ __all__ = ["SPECS", "fp8_spec", "fp8_specs", "prepare_decode_fp8"]
 _RAGGED = "ragged"
 # Query rows of a tile; halves of the tiles of ragged queries.
 _SHAPES: tuple[int | str, ...] = (*NARROW_ROWS, _RAGGED)
-    *NARROW_ROWS,
-    _RAGGED,
-)  # query rows of a tile; halves of the tiles of ragged queries
 _FORM_TAGS = {"pages": "kPages", "rows": "kRows"}  # the latter serves whatever is no whole block
 # Of a thread block, without scales of each token and with them (kBytes of Fp8Layout).
 _SMEM_BYTES = {16: (198080, 203712), 32: (219904, 227072)}
