@@ -24,8 +24,8 @@ SHAPES: tuple[Case, ...] = (
     *grid((1, 4), (1,), (16, 64, 128), (131072,)),
 )
 """What is looked at if nobody says: 86 shapes."""
-_ROUNDS = 3  # in turns, so that a GPU that gets warm is fair
-_REPEATS = 10
+_ROUNDS = 5  # in turns, so that a GPU that gets warm is fair
+_REPEATS = 8
 
 
 def admissible(key: MLADecodeKey) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ def run_variants(cases: tuple[Case, ...], note: Callable[[str], None]) -> Iterat
     ------
     dict
         The results so far, ready for JSON: the same object, fuller each time. ``variants`` has one
-        row a case: its shape, ``chosen``, and ``us`` by kernel: the median of the medians of three
+        row a case: its shape, ``chosen``, and ``us`` by kernel: the median of the medians of five
         rounds, L2 cold. ``failed`` instead of times where a result was wrong.
 
     Raises

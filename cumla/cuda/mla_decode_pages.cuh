@@ -85,21 +85,38 @@ __device__ __forceinline__ void load_tiles(const MlaDecodeParams& p, u32 destina
   }
 }
 
+// Has L2 fetch some boxes of this row tile's share of a block.
+template <int kBoxCount>
+__device__ __forceinline__ void prefetch_boxes(const MlaDecodeParams& p, const PageRow& from, int first) {
+  int pages[kBoxCount], rows[kBoxCount];
+#pragma unroll
+  for (int box = 0; box < kBoxCount; ++box) {
+    pages[box] = __shfl_sync(0xffffffffu, from.page, first + box);
+    rows[box] = __shfl_sync(0xffffffffu, from.row, first + box);
+  }
+  if (!elect_one()) return;
+#pragma unroll 1
+  for (int k = blockIdx.x; k < kTiles; k += gridDim.x) {
+    const TensorMap* const map = k == kRopeTile ? &p.rope_map : &p.latent_map;
+    const int x = k == kRopeTile ? 0 : k * 64;
+#pragma unroll
+    for (int box = 0; box < kBoxCount; ++box) tma_prefetch_4d(map, x, rows[box], blockIdx.z, pages[box]);
+  }
+}
+
 // Has L2 fetch a block; the row tiles share that work.
 template <PageForm kForm>
 __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const PageRow& from) {
   if constexpr (kForm == kPages) {
     for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
       tma_prefetch_4d(&p.latent_map, k * 64, from.row, blockIdx.z, from.page);
+  } else if (p.box_rows == 64) {
+    prefetch_boxes<1>(p, from, 0);
+  } else if (p.box_rows == 32) {
+    prefetch_boxes<2>(p, from, 0);
   } else {
 #pragma unroll 1
-    for (int box = 0; box * p.box_rows < kBlockTokens; ++box) {
-      const int page = __shfl_sync(0xffffffffu, from.page, box), row = __shfl_sync(0xffffffffu, from.row, box);
-      if (!elect_one()) continue;
-#pragma unroll 1
-      for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
-        tma_prefetch_4d(k == kRopeTile ? &p.rope_map : &p.latent_map, k == kRopeTile ? 0 : k * 64, row, blockIdx.z, page);
-    }
+    for (int first = 0; first * p.box_rows < kBlockTokens; first += 4) prefetch_boxes<4>(p, from, first);
   }
 }
 

@@ -23,6 +23,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
         merge_states,
         mla_attention,
         mla_decode,
+        mla_decode_fp8,
         mla_schedule,
         mqa_logits,
         paged_mqa_logits,
@@ -34,6 +35,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
         mla_schedule.SPECS
         + mla_attention.SPECS
         + mla_decode.SPECS
+        + mla_decode_fp8.SPECS
         + merge_states.SPECS
         + append_cache.SPECS
         + append_fp8_cache.SPECS

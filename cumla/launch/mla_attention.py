@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of cuda/mla_attention_schedule.cu, and of cuda/mla_decode.cu over ragged queries.
+"""Launcher of cuda/mla_attention_schedule.cu, and of the decode kernels over ragged queries.
 
 :func:`schedule` is the schedule's arithmetic in NumPy: the kernel's oracle.
 """
@@ -19,6 +19,7 @@ from cumla.launch.mla_decode_fp8 import prepare_decode_fp8
 from cumla.launch.mla_plan import (
     BLOCK_TOKENS,
     MOST_TOKENS,
+    NARROW_ROWS,
     ROW_GROUP,
     ROW_TILE,
     TILE_PLACE_BYTES,
@@ -76,7 +77,7 @@ class MLAAttentionKey(PlanKey):
     sm_count : int
         Multiprocessors of that device, 0 for the CPU.
     cache : str
-        One of CACHES: what the numbers of the cache are.
+        One of CACHES of :mod:`cumla.launch.mla_plan`.
     """
 
     batch: int
@@ -92,8 +93,8 @@ class MLAAttentionKey(PlanKey):
 
     @cached_property
     def tiles(self) -> int:
-        """Thread blocks that work on the same part: one for each kv head."""
-        return self.num_kv_heads
+        """Thread blocks that work on the same part: those of each kv head."""
+        return self.num_kv_heads * self.row_tiles
 
     @property
     def q_len(self) -> int:
@@ -102,8 +103,8 @@ class MLAAttentionKey(PlanKey):
 
     @property
     def row_tiles(self) -> int:
-        """Row tiles that thread blocks have for themselves: each gets its own from the schedule."""
-        return 1
+        """Thread blocks that share the row tile at each place of the schedule."""
+        return 1 if self.cache == "same" else ROW_TILE // NARROW_ROWS[-1]
 
     @cached_property
     def num_places(self) -> int:
@@ -117,8 +118,8 @@ class MLAAttentionKey(PlanKey):
 
     @property
     def row_groups(self) -> int:
-        """Groups of 16 rows in a tile: what is stored of its partial results."""
-        return ROW_TILE // ROW_GROUP
+        """Groups of 16 rows of a thread block: what it stores of its partial results."""
+        return ROW_TILE // self.row_tiles // ROW_GROUP
 
     @cached_property
     def parts(self) -> int:
@@ -207,7 +208,8 @@ def prepare_attention(
     Parameters
     ----------
     kernel : LoadedKernel
-        Of :func:`attention_spec`, for the form of these arrays.
+        Of :func:`attention_spec`, for the form of these arrays, or of
+        :func:`cumla.launch.mla_decode_fp8.fp8_spec`.
     key : MLAAttentionKey
         The plan's shape.
     buffer : int

@@ -18,6 +18,7 @@ __all__ = [
     "HEAD_DIM",
     "MOST_PARTS",
     "MOST_TOKENS",
+    "NARROW_ROWS",
     "PAGE_FORMS",
     "ROW_TILE",
     "SWAPPED_ROWS",
@@ -33,16 +34,17 @@ __all__ = [
 HEAD_DIM = 576  # 512 latent + 64 RoPE columns
 VALUE_DIM = 512  # the latent columns are the value
 BLOCK_TOKENS = 64  # tokens that a schedule deals out at once
-ROW_TILE = 64  # query rows of one thread block
+ROW_TILE = 64  # query rows of one thread block, and of a place of a ragged schedule
 ROW_GROUP = 16  # of them in one warp: partial results hold whole groups
 
 VARIANTS = ("swapped", "one_tile", "shared_blocks")
 """Kernels of cuda/mla_decode_swapped.cu and cuda/mla_decode.cu that attend."""
 PAGE_FORMS = ("pages", "boxes", "rows")
 """Each of these kernels in three forms, by how a KV block comes from its pages."""
-CACHES = ("same", "e4m3")
-"""Numbers of a cache: of the query's dtype, or FP8."""
 SWAPPED_ROWS = 16  # most query rows of a kv head that the first of them takes
+CACHES = ("same", "e4m3")
+"""What a cache holds: numbers of the query's dtype, or e4m3 ones, in any of their formats."""
+NARROW_ROWS = (16, 32)  # query rows of a thread block of cuda/mla_decode_fp8.cu
 
 PLACE_BYTES = 8  # struct Place
 TILE_PLACE_BYTES = 32  # struct TilePlace
@@ -224,9 +226,17 @@ class MLADecodeKey(PlanKey):
         return self.q_len * self.heads_per_group
 
     @cached_property
+    def row_tile(self) -> int:
+        """Query rows of one thread block: fewer where it computes from e4m3 numbers."""
+        if self.cache == "same":
+            return ROW_TILE
+        narrow, wide = NARROW_ROWS
+        return narrow if self.group_rows <= narrow else wide
+
+    @cached_property
     def row_tiles(self) -> int:
         """Row tiles of a kv head."""
-        return -(-self.group_rows // ROW_TILE)
+        return -(-self.group_rows // self.row_tile)
 
     @cached_property
     def tiles(self) -> int:
@@ -236,7 +246,7 @@ class MLADecodeKey(PlanKey):
     @cached_property
     def row_groups(self) -> int:
         """Groups of 16 rows in a tile: what is stored of its partial results."""
-        return -(-min(ROW_TILE, self.group_rows) // ROW_GROUP)
+        return -(-min(self.row_tile, self.group_rows) // ROW_GROUP)
 
     @cached_property
     def parts(self) -> int:

@@ -11,7 +11,13 @@ from cumla.launch.device import import_driver
 
 __all__ = ["paged_kv_map"]
 
-_COLUMNS = 64  # of a box: 128 bytes of 16-bit values, the width of the swizzle
+# Of a box: type, columns, and the bytes of the swizzle, as wide as the box is if there is one.
+_BOXES = {
+    "bfloat16": ("BFLOAT16", 64, 128),
+    "float16": ("FLOAT16", 64, 128),
+    "float8_e4m3fn": ("UINT8", 64, 64),
+    "float32": ("FLOAT32", 4, 0),
+}
 
 
 @lru_cache(maxsize=4096)
@@ -29,16 +35,17 @@ def paged_kv_map(
 ) -> bytes:
     """Describe a paged KV cache as (head_dim, page_size, num_kv_heads, num_pages), innermost first.
 
-    One load brings ``box_rows`` rows x 64 columns of one head of one page into shared memory with
-    the 128-byte swizzle; coordinates outside the array bring zeros. Descriptors are cached by all
-    arguments: a cache that stays where it is costs one dictionary look-up a call.
+    One load brings ``box_rows`` rows x 64 columns of one head of one page into shared memory with a
+    swizzle as wide as they are, or x 4 of float32 without; coordinates outside the array bring
+    zeros. Descriptors are cached by all arguments: a cache that stays where it is costs one
+    dictionary look-up a call.
 
     Parameters
     ----------
     ptr : int
         Address of the cache, a multiple of 16.
     dtype : str
-        ``"bfloat16"`` or ``"float16"``.
+        ``"bfloat16"``, ``"float16"``, ``"float8_e4m3fn"`` or ``"float32"``.
     num_pages, page_size, num_kv_heads, head_dim : int
         Extents in elements.
     page_stride, row_stride, head_stride : int
@@ -52,25 +59,22 @@ def paged_kv_map(
         The 128-byte descriptor.
     """
     driver = import_driver()
-    types = driver.CUtensorMapDataType
-    kind = {
-        "bfloat16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        "float16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-    }[dtype]
+    kind, box_columns, width = _BOXES[dtype]
+    swizzle = f"CU_TENSOR_MAP_SWIZZLE_{width}B" if width else "CU_TENSOR_MAP_SWIZZLE_NONE"
     sizes = (head_dim, page_size, num_kv_heads, num_pages)
     strides = (row_stride, head_stride, page_stride)
     # The stride of an axis of length 1 means nothing and frameworks report anything there.
     usable = [s if n > 1 else 16 * head_dim for n, s in zip(sizes[1:], strides, strict=True)]
     status, descriptor = driver.cuTensorMapEncodeTiled(
-        kind,
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
         4,
         ptr,
         [driver.cuuint64_t(n) for n in sizes],
         [driver.cuuint64_t(s) for s in usable],
-        [driver.cuuint32_t(n) for n in (_COLUMNS, box_rows, 1, 1)],
+        [driver.cuuint32_t(n) for n in (box_columns, box_rows, 1, 1)],
         [driver.cuuint32_t(1)] * 4,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        getattr(driver.CUtensorMapSwizzle, swizzle),
         # 256-byte promotion costs 8 % of the bandwidth on an H200; none and 128 bytes are equal.
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,

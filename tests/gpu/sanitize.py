@@ -89,6 +89,7 @@ FP8_CACHES = (  # few rows and more, one scale and many, a table and a list, and
 )
 DONE = "sanitize: the grid is done"
 TIMEOUT = 80.0  # seconds a run
+VERSION = "version.txt"  # beside the logs: what the tool says of itself
 
 
 def grid(multiprocessors: int) -> dict[str, tuple[Case, list[int]]]:
@@ -164,8 +165,9 @@ def run_grid(plant: str | None) -> None:
         print(f"sanitize: logits, {'' if clean else 'not '}cleaned: agree", flush=True)
     with variants.installed(*variants.EVERY_LANE_FREES), multiprocessors(2):
         score_sequence(cupy, seq_len=60, seq_len_kv=700, ranges="causal")
-        for next_n in (1, 2, 5):
-            score_pages(cupy, next_n, batch=9, mean=900)
+        with variants.installed(*variants.EVERY_LANE_FREES, variants.LOADERS_WAIT_TOGETHER):
+            for next_n in (1, 2, 5):
+                score_pages(cupy, next_n, batch=9, mean=900)
     print("sanitize: logits by two thread blocks, all memory used again: agree", flush=True)
     print(DONE)
 
@@ -375,6 +377,8 @@ def run_all(folder: Path, timeout: float) -> None:
     """Run every tool, one after the other; a log each, with its time at the end."""
     command = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     folder.mkdir(parents=True, exist_ok=True)
+    version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    (folder / VERSION).write_text(version.stdout, encoding="utf-8")
     warm = [sys.executable, str(Path(__file__).resolve())]
     subprocess.run(warm, cwd=ROOT, check=True, timeout=timeout)  # and fills the kernel cache
     for tool, plant in RUNS:
@@ -430,6 +434,8 @@ def _kind(head: str) -> str:
 def verdicts(folder: Path) -> dict[str, dict[str, Any]]:
     """One entry a tool: clean, findings or incomplete, and what it made of the planted bugs."""
     result: dict[str, dict[str, Any]] = {}
+    version = folder / VERSION
+    known = re.search(r"Version ([\d.]+)", version.read_text("utf-8") if version.exists() else "")
     for tool, plant in RUNS:
         path = folder / log_name(tool, plant)
         found = read_log(path.read_text("utf-8", errors="replace") if path.exists() else "")
@@ -437,6 +443,7 @@ def verdicts(folder: Path) -> dict[str, dict[str, Any]]:
             clean = not found["errors"] and not found["warnings"]
             verdict = "clean" if clean else "findings"
             result[tool] = {"verdict": verdict if found["complete"] else "incomplete"} | found
+            result[tool]["version"] = known[1] if known else None
         else:
             usual = result[tool]["kernels"]  # the planted grid is a part of it
             seen = any(count > usual.get(name, 0) for name, count in found["kernels"].items())

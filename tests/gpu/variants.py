@@ -149,10 +149,25 @@ EVERY_LANE_FREES = (
     Edit(
         LOGITS,
         "__syncwarp();\n      if (lane == 0) mbarrier_arrive(shared.free(finished.slot));",
-        "mbarrier_arrive(shared.free(finished.slot));",
+        "fence_proxy_async_shared();\n      mbarrier_arrive(shared.free(finished.slot));",
     ),
 )
-"""Every lane says itself that it has read a block's scales: racecheck follows no other order."""
+"""Every lane says itself, behind a fence of its own, that it has read a block's scales.
+
+racecheck follows no order that goes through another lane, nor the fence of who loads.
+"""
+
+LOADERS_WAIT_TOGETHER = Edit(
+    ("paged_mqa_logits",),
+    "if (lane / 4 * 4 == four && box < boxes) {",
+    """for (int other = four; other < four + 4 && begin + other < boxes; ++other) {
+          const u32 slot_there = __shfl_sync(0xffffffffu, slot, other);
+          const u32 phase_there = __shfl_sync(0xffffffffu, free_phase, other);
+          mbarrier_wait(shared.free(slot_there), phase_there, "a free slot for tokens");
+        }
+        if (lane / 4 * 4 == four && box < boxes) {""",
+)
+"""Each lane waits for the slots of its neighbours, too: racecheck misses waits of some lanes."""
 
 ALL = {
     "delays": DELAYS,
@@ -167,6 +182,7 @@ ALL = {
     "swapped: missing exchange sync": (SWAPPED_MISSING_EXCHANGE_SYNC,),
     "swapped: unwritten partial": (SWAPPED_UNWRITTEN_PARTIAL,),
     "every lane frees": EVERY_LANE_FREES,
+    "loaders wait together": (LOADERS_WAIT_TOGETHER,),
 }
 """Every variant that a test or a tool uses."""
 

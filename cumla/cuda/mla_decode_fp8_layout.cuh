@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// Parameters, row tiles and shared memory of mla_decode_fp8.
+#pragma once
+#include "mla_decode_layout.cuh"
+#include "mla_decode_load.cuh"
+
+namespace cumla {
+
+constexpr int kScaleGroups = 4;  // of 128 latent columns, each with a scale of its own
+constexpr int kValueTiles = kValueDim / 64;
+constexpr int kRawTileBytes = kBlockTokens * 64;  // 64 tokens x 64 columns of 8 bits
+
+struct MlaDecodeFp8Params {
+  MlaDecodeParams decode;  // its latent columns are e4m3; of kPages the maps of both, 8-bit boxes with a 64-byte swizzle
+  CacheColumns scales;     // of a token, one for each group of columns; none without kGrouped
+  const float* kv_scale;   // factor of e4m3 columns without such scales; null: it is kv_scale_value
+  float kv_scale_value;
+  int rope_is_fp8;       // or else bfloat16
+  TensorMap scales_map;  // of kPages: dims (4, page_size, num_kv_heads, num_pages), box (4, 64, 1, 1)
+};
+
+// Row tiles of kQueryRows: grid = (row tiles of a kv head, parts, kv heads).
+template <int kQueryRows>
+struct QueryTile : Tile {
+  __device__ __forceinline__ explicit QueryTile(const MlaDecodeParams& p) : Tile(p) {
+    first_row = blockIdx.x * kQueryRows;
+    rows = min(kQueryRows, p.q_len * p.heads_per_group - first_row);
+    most_shift = shift_of(p, 0);
+    least_shift = shift_of(p, rows - 1);
+  }
+};
+
+// Where query lengths differ: half of the row tile at a place of the schedule, grid = (2, parts, kv heads). The second half
+// may have no rows; its CTA then has no blocks, and pieces that count for nothing.
+struct HalfTile : RaggedTile {
+  using Held = HalfTile;
+  static constexpr int kHalf = kRowTile / 2;
+
+  __device__ __forceinline__ explicit HalfTile(const MlaDecodeParams& p) : RaggedTile(p) {}
+  __device__ __forceinline__ void move_to(const MlaDecodeParams& p, const TilePlace& place) {
+    RaggedTile::move_to(p, place);
+    index = blockIdx.z * gridDim.x + blockIdx.x;
+    first_row += blockIdx.x * kHalf;
+    rows = min(kHalf, q_len * p.heads_per_group - first_row);
+    most_shift = shift_of(p, 0);
+    least_shift = shift_of(p, max(rows, 1) - 1);
+  }
+};
+template <>
+constexpr bool kIsRagged<HalfTile> = true;
+
+__device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, HalfTile& tile, const Part& part, int place) {
+  const TilePlace at = reinterpret_cast<const TilePlace*>(p.places)[place];
+  tile.move_to(p, at);
+  Segment segment = segment_at(p, part, place, at.tokens, tile.least_shift);
+  if (tile.rows <= 0) segment.blocks = 0;
+  return segment;
+}
+
+// A slot of the ring holds a block as it lies in the cache: of the latent columns eight tiles, RoPE columns as a tile of 8 or 16
+// bits, 16 bytes of scales a token. Tiles of 8 bits have rows of 64 bytes, whose four chunks of 16 are swapped so that neither
+// eight rows of one chunk (ldmatrix) nor all of two neighbouring rows (fragments of K, copies) meet in a bank.
+template <int kQueryRows, bool kGrouped>
+struct Fp8Layout {
+  static constexpr int kSlots = 4;  // even: a slot always meets the same consumer
+  static constexpr int kRopeOffset = kValueTiles * kRawTileBytes;
+  static constexpr int kScalesOffset = kRopeOffset + kTileBytes;
+  static constexpr int kSlotBytes = kScalesOffset + (kGrouped ? kBlockTokens * 4 * kScaleGroups : 0);
+  static constexpr int kQueryTileBytes = kQueryRows * 128;  // 64 columns
+  static constexpr int kOwnProbabilities = 2;               // tiles a consumer; two more lie in place of RoPE
+  static constexpr int kExchangeBytes = 2 * 8 * kWarpgroup * 16;
+  static constexpr int kQueryBytes = kTiles * kQueryTileBytes;
+  static constexpr int kSharedBytes = kQueryBytes + 2 * kOwnProbabilities * kQueryTileBytes;
+  static constexpr int kWarps = 2 * kWarpgroup / 32;
+  static constexpr int kReferences = kGrouped ? 1 + 2 * kScaleGroups : 1;  // of a query row and consumer
+  static constexpr int kLastReferences = kGrouped ? 1 + kScaleGroups : 1;
+  static constexpr int kRowFloats = 2 * kWarps + 2 * (kReferences + kLastReferences) + 1;
+  static constexpr int kBytes = kSlots * kSlotBytes + (kSharedBytes > kExchangeBytes ? kSharedBytes : kExchangeBytes) +
+                                kRowFloats * kQueryRows * 4 + 16 + (3 * kSlots + 2) * 8;
+
+  u32 ring, query, probabilities, maxima, words, barriers;
+
+  __device__ __forceinline__ explicit Fp8Layout(u32 base)
+      : ring(base),
+        query(ring + kSlots * kSlotBytes),
+        probabilities(query + kQueryBytes),
+        maxima(query + (kSharedBytes > kExchangeBytes ? kSharedBytes : kExchangeBytes)),
+        words(maxima + kRowFloats * kQueryRows * 4),
+        barriers(words + 16) {}
+
+  __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kSlotBytes; }
+  // Transposed: a row of 64 tokens for each query row; of a group of columns. The RoPE columns of a slot are in use no more.
+  __device__ __forceinline__ u32 probabilities_of(int consumer, int group, u32 slot) const {
+    return group < kOwnProbabilities ? probabilities + (consumer * kOwnProbabilities + group) * kQueryTileBytes
+                                     : slot + kRopeOffset + (group - kOwnProbabilities) * kQueryTileBytes;
+  }
+  // Where consumers leave what the other one adds up: in place of query and probabilities, for which a segment has no more
+  // use then.
+  __device__ __forceinline__ u32 exchange(int consumer, int i) const {
+    return query + ((consumer * 8 + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
+  }
+  // Of a query row, by warp of both consumers: the highest value where references are raised; the sum of exponentials over a
+  // segment.
+  __device__ __forceinline__ u32 warp_maximum(int warp, int row) const { return maxima + (warp * kQueryRows + row) * 4; }
+  __device__ __forceinline__ u32 sum(int row, int warp) const { return warp_maximum(kWarps, 0) + (row * kWarps + warp) * 4; }
+  // By consumer: the reference of the probabilities; those of what is stored for each group of columns, and their factors;
+  // the references of the segment that has ended, in the same order.
+  __device__ __forceinline__ u32 reference(int consumer, int row) const {
+    return sum(kQueryRows, 0) + (consumer * kReferences * kQueryRows + row) * 4;
+  }
+  __device__ __forceinline__ u32 group_reference(int consumer, int group, int row) const {
+    return reference(consumer, (1 + group) * kQueryRows + row);
+  }
+  __device__ __forceinline__ u32 group_factor(int consumer, int group, int row) const {
+    return group_reference(consumer, kScaleGroups + group, row);
+  }
+  __device__ __forceinline__ u32 last_reference(int consumer, int row) const {
+    return reference(2, 0) + (consumer * kLastReferences * kQueryRows + row) * 4;
+  }
+  __device__ __forceinline__ u32 last_group_reference(int consumer, int group, int row) const {
+    return last_reference(consumer, (1 + group) * kQueryRows + row);
+  }
+  // By what the row of the query was divided.
+  __device__ __forceinline__ u32 divisor(int row) const { return last_reference(2, row); }
+  // Barriers: half of a slot's latent columns are loaded, with the first one everything else, too; a slot is free again.
+  __device__ __forceinline__ u32 full(u32 s, int half) const { return barriers + (s * 2 + half) * 8; }
+  __device__ __forceinline__ u32 free(u32 s) const { return full(kSlots, 0) + s * 8; }
+  __device__ __forceinline__ u32 query_full() const { return free(kSlots); }
+  __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
+};
+
+// Where the 16-byte chunk of a row of 64 bytes lies.
+__device__ __forceinline__ u32 raw_offset(int row, int chunk) { return row * 64 + ((chunk ^ (row / 2 & 3)) << 4); }
+
+}  // namespace cumla

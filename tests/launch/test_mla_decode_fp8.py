@@ -1,0 +1,717 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paths of mla_decode_fp8's numbers through shared memory and fragments, in a model of a block.
+
+The model moves bytes as the kernel's threads do: copies into a slot of the ring, fragments of K and
+V, the query's columns, accumulators, pieces and output. Products are those of the manual's fragment
+layouts. What comes out must be attention over the dequantised block.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from importlib import resources
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cumla.arrays import ArrayView
+from cumla.launch import KernelSpec, mla_decode_fp8
+from cumla.launch.mla_attention import MLAAttentionKey
+from cumla.launch.mla_decode_fp8 import SPECS, fp8_spec, fp8_specs, prepare_decode_fp8
+from cumla.launch.mla_plan import MLADecodeKey
+from cumla.launch.module import LoadedKernel
+from cumla.launch.source import strip_comments, translation_unit
+from tests.launch.test_kernel import compile_checks, members_of
+
+Array = NDArray[Any]
+
+TOKENS, LATENT, ROPE, RAW_TILE = 64, 512, 64, 4096
+E4M3 = ml_dtypes.float8_e4m3fn
+KV_SCALE = 0.37
+
+
+# --- shared memory -------------------------------------------------------------------------------
+
+
+def raw_offset(row: int, chunk: int) -> int:
+    return row * 64 + ((chunk ^ (row // 2 & 3)) << 4)
+
+
+def load_latent(cache: Array, slot: Array) -> list[list[int]]:
+    """Copy (64, 512) bytes as copy_latent_half's two warps do; where each instruction writes."""
+    wrote = np.zeros(8 * RAW_TILE, bool)
+    instructions = []
+    for warp in range(2):
+        for half in range(2):
+            for i in range(8):
+                for k in range(2):
+                    places = []
+                    for lane in range(32):
+                        chunk, tile = lane % 4, lane // 8 % 2
+                        row = 4 * i + lane // 16 * 2 + lane // 4 % 2
+                        source = half * 256 + tile * 64 + chunk * 16 + k * 128
+                        to = (half * 4 + tile) * RAW_TILE + raw_offset(warp * 32 + row, chunk)
+                        to += k * 2 * RAW_TILE
+                        assert not wrote[to : to + 16].any()
+                        wrote[to : to + 16] = True
+                        slot[to : to + 16] = cache[warp * 32 + row, source : source + 16]
+                        places.append(to)
+                    instructions.append(places)
+    assert wrote.all()
+    return instructions
+
+
+def load_rope_raw(cache: Array, tile: Array) -> list[list[int]]:
+    """Copy (64, 64) bytes as copy_raw_tile's two warps do."""
+    instructions = []
+    for warp in range(2):
+        for i in range(4):
+            places = [raw_offset(warp * 32 + 8 * i + lane // 4, lane % 4) for lane in range(32)]
+            for lane, to in enumerate(places):
+                row, chunk = warp * 32 + 8 * i + lane // 4, lane % 4
+                tile[to : to + 16] = cache[row, chunk * 16 : chunk * 16 + 16]
+            instructions.append(places)
+    return instructions
+
+
+def conflict_free(places: list[int]) -> bool:
+    """Whether each eight lanes' 16 bytes lie in different banks."""
+    groups = np.array(places).reshape(-1, 8) // 16 % 8
+    return all(len(set(group)) == 8 for group in groups.tolist())
+
+
+def load_query(q: Array, rows: int, rope_is_fp8: bool) -> tuple[Array, Array]:
+    """Write (rows, 576) numbers of bfloat16 as load_query_fp8 does: bytes of tiles, divisors."""
+    tiles = np.zeros((9, rows * 128), np.uint8)
+    divisors = np.zeros(rows, np.float32)
+    words = q.view(np.uint32).reshape(rows, 9, 32)
+    for row in range(rows):
+        seen = q[row] if rope_is_fp8 else q[row, :512]
+        highest = int((seen.view(np.uint16) & 0x7FFF).max()) << 16
+        exponent = max(highest >> 23, 16)
+        factor = np.uint32((127 + 14 + 127 - exponent) << 23).view(np.float32)
+        divisors[row] = np.uint32((exponent - 14) << 23).view(np.float32)
+        for k in range(9):
+            for chunk in range(8):
+                for j in range(4):
+                    word = words[row, k, chunk * 4 + j : chunk * 4 + j + 1]
+                    if k < 8 or rope_is_fp8:
+                        u = chunk % 2 * 4 + j
+                        to = row * 128 + ((u ^ (row & 7)) << 4) + chunk // 2 * 4
+                        pair = word.view(ml_dtypes.bfloat16).astype(np.float32) * factor
+                        word = pair.astype(np.float16).view(np.uint32)
+                    else:
+                        to = row * 128 + ((chunk ^ (row & 7)) << 4) + j * 4
+                    tiles[k, to : to + 4] = word.view(np.uint8)
+    return tiles, divisors
+
+
+def rows_of_tile(tile: Array, dtype: Any) -> Array:
+    """A tile as a product sees it: rows of 128 bytes whose chunks are swizzled."""
+    rows = len(tile) // 128
+    chunks = tile.reshape(rows, 8, 16)
+    straight = [chunks[row, np.arange(8) ^ (row & 7)] for row in range(rows)]
+    return np.stack(straight).reshape(rows, 128).view(dtype).astype(np.float64)
+
+
+# --- fragments -----------------------------------------------------------------------------------
+
+
+def fragment_a(registers: Array) -> Array:
+    """A (64, 16) of the four registers, (128 threads, 4, 2 numbers), that hold it."""
+    a = np.full((64, 16), np.nan)
+    for thread in range(128):
+        warp, lane = divmod(thread, 32)
+        for i in range(4):
+            row = 16 * warp + lane // 4 + 8 * (i % 2)
+            column = 2 * (lane % 4) + 8 * (i // 2)
+            a[row, column : column + 2] = registers[thread, i]
+    return a
+
+
+def expand_halves(word: Array) -> tuple[Array, Array]:
+    numbers = word.view(E4M3).astype(np.float64)
+    return numbers[:2], numbers[2:]
+
+
+def key_steps(tile: Array) -> tuple[list[Array], list[list[int]]]:
+    """Four fragments of K (64, 16) from a tile's bytes: KeyTile::load and expand."""
+    registers = np.zeros((4, 128, 4, 2))
+    places: list[list[int]] = [[], []]
+    for thread in range(128):
+        warp, lane = divmod(thread, 32)
+        at = raw_offset(warp * 16 + lane // 4, lane % 4)
+        low, high = tile[at : at + 16].reshape(4, 4), tile[at + 512 : at + 528].reshape(4, 4)
+        places[0].append(at)
+        places[1].append(at + 512)
+        for k in range(4):
+            registers[k, thread, 0], registers[k, thread, 2] = expand_halves(low[k].copy())
+            registers[k, thread, 1], registers[k, thread, 3] = expand_halves(high[k].copy())
+    return [fragment_a(registers[k]) for k in range(4)], places
+
+
+def value_steps(tile: Array) -> tuple[list[Array], list[list[int]]]:
+    """Four fragments of V^T (64 columns, 16 tokens): ldmatrix .trans, and expand_values."""
+    registers = np.zeros((4, 128, 4, 2))
+    instructions = []
+    for warp in range(4):
+        for half in range(2):
+            places = [raw_offset(lane, warp) + half * 32 * 64 for lane in range(32)]
+            instructions.append(places)
+            units = np.stack([tile[at : at + 16].view(np.uint16) for at in places])  # (32 rows, 8)
+            for lane in range(32):
+                for i in range(4):
+                    rows = units[8 * i + 2 * (lane % 4) : 8 * i + 2 * (lane % 4) + 2, lane // 4]
+                    word = np.ascontiguousarray(rows).view(np.uint8)
+                    even, odd = expand_halves(word[[0, 2, 1, 3]])
+                    thread, k = warp * 32 + lane, 2 * half + i // 2
+                    registers[k, thread, i % 2 * 2] = even
+                    registers[k, thread, i % 2 * 2 + 1] = odd
+    # a[2 i], a[2 i + 1] of word i; of a product four registers
+    return [fragment_a(registers[k]) for k in range(4)], instructions
+
+
+# --- a block -------------------------------------------------------------------------------------
+
+
+def accumulators(d: Array) -> Array:
+    """What each of 128 threads holds of a product (64, columns): (128, columns / 2)."""
+    held = np.zeros((128, d.shape[1] // 2))
+    for thread in range(128):
+        warp, lane = divmod(thread, 32)
+        for i in range(held.shape[1]):
+            row = 16 * warp + lane // 4 + 8 * (i % 4 // 2)
+            held[thread, i] = d[row, 8 * (i // 4) + 2 * (lane % 4) + i % 2]
+    return held
+
+
+def store_probabilities(p: Array, rows: int) -> Array:
+    """The bytes of P^T, of what the threads hold of it."""
+    tile = np.zeros(rows * 128, np.uint8)
+    for warp in range(4):
+        for first in range(0, 2 * (rows // 4), 8):
+            for lane in range(32):  # whose address is that of a row of matrix lane / 8
+                tokens = 2 * warp + lane // 8 % 2
+                row = lane // 16 * 8 + lane % 8
+                to = row * 128 + ((tokens ^ (row & 7)) << 4) + first // 8 * 16 * 128
+                # row lane % 8 of the transposed matrix: of each of eight lanes of one quad's place
+                column = lane % 8
+                holders = [warp * 32 + 4 * unit + column // 2 for unit in range(8)]
+                value = first + 2 * (lane // 8) + column % 2
+                tile[to : to + 16] = p[holders, value].astype(np.float16).view(np.uint8)
+    return tile
+
+
+class Block:
+    """A block of 64 tokens as one consumer computes it, and what a segment of it alone leaves."""
+
+    def __init__(
+        self,
+        latent: Array,
+        rope: Array,
+        scales: Array | None,
+        kv_scale: float,
+        q: Array,
+        rows: int,
+        consumer: int,
+    ) -> None:
+        slot = np.zeros(8 * RAW_TILE, np.uint8)
+        load_latent(latent, slot)
+        rope_is_fp8 = rope.dtype == np.uint8
+        query, divisors = load_query(q, rows, rope_is_fp8)
+        tiles = slot.reshape(8, RAW_TILE)
+        lanes = np.arange(128)
+        tokens = lanes // 32 * 16 + lanes % 32 // 4
+        own = np.arange(rows // 2)
+        held_rows = (own // 4 * 8 + own % 2)[None] + 2 * (lanes % 4)[:, None]
+        low = own[None] % 4 < 2
+
+        def of_tokens(factors: Array) -> Array:
+            return np.where(low, factors[tokens][:, None], factors[tokens + 8][:, None])
+
+        scores = np.zeros((128, rows // 2))
+        if rope_is_fp8:
+            tile = np.zeros(RAW_TILE, np.uint8)
+            load_rope_raw(rope, tile)
+            raw = self.keys(tile, query[8], np.float16)
+            scores += accumulators(raw) * kv_scale * divisors[held_rows]
+        else:
+            raw = rope.astype(np.float64) @ rows_of_tile(query[8], ml_dtypes.bfloat16).T
+            scores += accumulators(raw)
+        for group in range(4):
+            pair = (2 * group, 2 * group + 1)
+            d = accumulators(sum(self.keys(tiles[k], query[k], np.float16) for k in pair))
+            factor = kv_scale if scales is None else of_tokens(scales[:, group])
+            scores += d * divisors[held_rows] * factor
+        scores *= np.log2(np.e) * 576**-0.5
+        self.scores = scores
+
+        maximum = np.full(rows, -np.inf)
+        np.maximum.at(maximum, held_rows, scores)
+        self.reference = maximum - 7
+        p = np.exp2(scores - self.reference[held_rows])
+        self.sum = np.zeros(rows)
+        np.add.at(self.sum, held_rows, p)
+
+        self.output = []
+        self.consumer, self.rows = consumer, rows
+        for d in range(8):
+            tile = d ^ consumer * 4
+            steps, _ = value_steps(tiles[tile])
+            weighed, factor = p, np.ones(rows)
+            if scales is not None:
+                weighed = p * of_tokens(scales[:, tile // 2])
+                highest = np.zeros(rows)
+                np.maximum.at(highest, held_rows, weighed)
+                factor = np.exp2(7 - np.ceil(np.log2(highest)))
+            stored = rows_of_tile(
+                store_probabilities(weighed * factor[held_rows], rows), np.dtype(np.float16)
+            )
+            product = sum(steps[k] @ stored[:, 16 * k : 16 * k + 16].T for k in range(4))
+            normal = (kv_scale if scales is None else 1.0) / (self.sum * factor)[held_rows]
+            self.output.append(accumulators(product) * normal)
+
+    @staticmethod
+    def keys(tile: Array, query: Array, dtype: Any) -> Array:
+        steps, _ = key_steps(tile)
+        columns = rows_of_tile(query, dtype)
+        return sum(steps[k] @ columns[:, 16 * k : 16 * k + 16].T for k in range(4))  # type: ignore
+
+    def written(self) -> Array:
+        """This consumer's half of the output, (rows, 256), as write_rows stores 16-bit numbers."""
+        out = np.full((self.rows, 256), np.nan)
+        for thread in range(128):
+            warp, lane = divmod(thread, 32)
+            odd = lane // 4 % 2
+            for i in range(self.rows // 8):
+                row = 8 * i + 2 * (lane % 4) + odd
+                for d in range(4):
+                    v = self.output[d][:, 4 * i : 4 * i + 4]
+                    first, second = v[thread, [0, 2]], v[thread, [1, 3]]
+                    theirs = v[thread ^ 4]
+                    received = theirs[[1, 3]] if odd else theirs[[0, 2]]
+                    four = (received, second) if odd else (first, received)
+                    column = warp * 16 + lane // 4 * 2 - 2 * odd + d * 64
+                    assert np.isnan(out[row, column : column + 4]).all()
+                    out[row, column : column + 4] = np.concatenate(four)
+        return out
+
+    def written_as_float(self) -> Array:
+        """The same as write_rows stores it in float32."""
+        out = np.full((self.rows, 256), np.nan)
+        for thread in range(128):
+            warp, lane = divmod(thread, 32)
+            column = warp * 16 + lane // 4 * 2
+            for i in range(self.rows // 8):
+                for j in range(2):
+                    for d in range(4):
+                        v = self.output[d][thread]
+                        row = 8 * i + 2 * (lane % 4) + j
+                        out[row, d * 64 + column : d * 64 + column + 2] = v[
+                            [4 * i + j, 4 * i + j + 2]
+                        ]
+        return out
+
+    def piece(self) -> Array:
+        """The same as write_piece leaves it: (row groups, 32 eights, 32 lanes, 4)."""
+        piece = np.full((self.rows // 16, 32, 32, 4), np.nan)
+        flat = piece.reshape(self.rows // 16, 32 * 32, 4)
+        for thread in range(128):
+            warp, lane = divmod(thread, 32)
+            pair, row = lane // 4, 2 * (lane % 4)
+            for group in range(self.rows // 16):
+                to = (2 * warp + pair // 4) * 32 + row * 4 + pair % 4
+                for d in range(4):
+                    v = self.output[d][thread, group * 8 : group * 8 + 8]
+                    for j in range(2):
+                        at = to + d * 8 * 32 + j * 4
+                        assert np.isnan(flat[group, at]).all()
+                        flat[group, at] = v[[j, j + 2, j + 4, j + 6]]
+        return piece
+
+
+def rows_of_piece(piece: Array) -> Array:
+    """What the joining CTAs take a piece for (mla_decode_join.cuh): (rows, 256)."""
+    rows = np.zeros((len(piece) * 16, 256))
+    for lane in range(32):
+        for r in range(2):
+            for i in range(2):
+                row, column = lane // 4 + 8 * r, 2 * (lane % 4) + i
+                for group in range(len(piece)):
+                    rows[group * 16 + row, column::8] = piece[group, :, lane, 2 * r + i]
+    return rows
+
+
+def attention(k: Array, q: Array) -> tuple[Array, Array]:
+    scores = q.astype(np.float64) @ k.T * 576**-0.5
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    total = weights.sum(1, keepdims=True)
+    return weights / total @ k[:, :512], np.log(total[:, 0]) + scores.max(1)
+
+
+FORMS = ("e4m3", "bfloat16 rope", "scales", "scales and e4m3 rope")
+
+
+def cache_of(form: str, rng: np.random.Generator) -> tuple[Array, Array, Array | None, Array]:
+    """A block of the cache: latent bytes, RoPE, scales or None, and all its values."""
+    latent = rng.standard_normal((TOKENS, LATENT)).astype(E4M3)
+    latent.reshape(-1)[:256] = (
+        np.delete(np.arange(256), [0x7F, 0xFF])[np.arange(256) % 254].astype(np.uint8).view(E4M3)
+    )
+    rope = rng.standard_normal((TOKENS, ROPE)).astype(np.float32)
+    scales = np.exp(rng.uniform(-9, 0, (TOKENS, 4))) if form.startswith("scales") else None
+    factors = np.full((TOKENS, 4), KV_SCALE) if scales is None else scales
+    values = np.zeros((TOKENS, 576))
+    values[:, :LATENT] = latent.astype(np.float64) * factors.repeat(128, axis=1)
+    if form in ("bfloat16 rope", "scales"):
+        stored = rope.astype(ml_dtypes.bfloat16)
+        values[:, LATENT:] = stored.astype(np.float64)
+        return latent.view(np.uint8), stored, scales, values
+    bits = rope.astype(E4M3)
+    values[:, LATENT:] = bits.astype(np.float64) * KV_SCALE
+    return latent.view(np.uint8), bits.view(np.uint8), scales, values
+
+
+@pytest.mark.parametrize("consumer", [0, 1])
+@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_block_through_shared_memory(form: str, rows: int, consumer: int) -> None:
+    """Rows of the query as small and as large as their exponents go, and all that e4m3 has."""
+    rng = np.random.default_rng([len(form), rows, consumer])
+    latent, rope, scales, values = cache_of(form, rng)
+    q = (rng.standard_normal((rows, 576)) * np.exp2(-rng.integers(0, 20, (rows, 1)))).astype(
+        ml_dtypes.bfloat16
+    )
+    block = Block(latent, rope, scales, KV_SCALE, q, rows, consumer)
+    out, lse = attention(values, q)
+    half = out[:, consumer * 256 : consumer * 256 + 256]
+    for got in (block.written(), block.written_as_float(), rows_of_piece(block.piece())):
+        errors = np.linalg.norm(got - half, axis=1) / np.linalg.norm(half, axis=1)
+        assert errors.max() <= 5e-4  # of float16 probabilities
+    got_lse = (block.reference + np.log2(block.sum)) * np.log(2)
+    np.testing.assert_allclose(got_lse, lse, rtol=0, atol=1e-4)
+
+
+def test_every_number_is_one_of_float16() -> None:
+    numbers = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float64)
+    halves = numbers.astype(np.float16).astype(np.float64)
+    np.testing.assert_array_equal(halves, numbers)
+    assert np.nanmin(np.abs(halves[halves != 0])) >= 2.0**-14  # a normal one
+
+
+def test_no_two_lanes_meet_in_a_bank() -> None:
+    """Of the eight lanes whose 16 bytes a copy, a load or ldmatrix moves at once."""
+    slot = np.zeros(8 * RAW_TILE, np.uint8)
+    cache = np.zeros((TOKENS, LATENT), np.uint8)
+    instructions = load_latent(cache, slot)
+    instructions += load_rope_raw(cache[:, :ROPE], slot[:RAW_TILE])
+    instructions += [
+        at[32 * w : 32 * w + 32] for at in key_steps(slot[:RAW_TILE])[1] for w in range(4)
+    ]
+    instructions += value_steps(slot[:RAW_TILE])[1]
+    assert len(instructions) == 64 + 8 + 8 + 8
+    assert all(conflict_free(places) for places in instructions)
+    assert not conflict_free([64 * row for row in range(8)])
+
+
+def test_a_query_of_any_size_keeps_its_bits() -> None:
+    """What is divided by a power of two and made float16 comes back, from 2**-110 to 2**127."""
+    rng = np.random.default_rng(3)
+    for size in (-110, -60, 0, 60, 126):
+        q = (rng.uniform(1, 2, (16, 576)) * 2.0**size * np.exp2(-rng.integers(0, 30, 576))).astype(
+            ml_dtypes.bfloat16
+        )
+        tiles, divisors = load_query(q, 16, rope_is_fp8=True)
+        halves = np.stack([rows_of_tile(tile, np.float16) for tile in tiles])
+        assert np.abs(halves).max() < 2.0**15
+        back = np.sort(halves * divisors[:, None].astype(np.float64), axis=2)
+        wanted = np.sort(q.astype(np.float64).reshape(16, 9, 64).swapaxes(0, 1), axis=2)
+        assert (back == wanted).all()
+
+
+# --- references ------------------------------------------------------------------------------
+
+
+LOWEST, BELOW, SLACK, LEAST = -3e38, 7.0, 15.0, -100.0
+
+
+class Stream:
+    """A query row over many blocks, as weigh and raise_references treat it, in float32."""
+
+    def __init__(self) -> None:
+        self.reference = np.float32(LOWEST)
+        self.group_reference, self.factor = np.float32(LOWEST), np.float32(1)
+        self.sum, self.output = np.float32(0), 0.0
+        self.raised = 0
+
+    def add(self, scores: Array, scales: Array, values: Array) -> None:
+        for again in (False, True):
+            p = np.exp2(scores - self.reference)
+            stored = (p * scales * self.factor).astype(np.float16)
+            if again or not (np.isinf(stored).any() or (p > np.float32(1e15)).any()):
+                break
+            self.raise_references(scores, scales)
+            self.raised += 1
+        assert np.isfinite(stored).all()
+        self.sum += p.sum(dtype=np.float32)
+        self.output += float(stored.astype(np.float64) @ values)
+
+    def raise_references(self, scores: Array, scales: Array) -> None:
+        before, self.reference = self.reference, self.above(self.reference, scores.max())
+        self.sum *= np.exp2(before - self.reference)
+        with np.errstate(divide="ignore"):
+            highest = np.log2((np.exp2(scores - self.reference) * scales).max())
+        before = self.group_reference
+        raised = self.above(before, self.reference + highest)
+        self.group_reference = max(raised, self.reference + np.float32(LEAST))
+        self.output *= float(np.exp2(before - self.group_reference))
+        self.factor = np.exp2(self.reference - self.group_reference)
+
+    @staticmethod
+    def above(reference: Any, highest: Any) -> Any:
+        if highest > reference + np.float32(SLACK):
+            return np.float32(np.ceil(highest) - BELOW)
+        return reference
+
+    def result(self) -> float:
+        if self.sum == 0:
+            return 0.0
+        return self.output * 2.0 ** float(self.group_reference - self.reference) / float(self.sum)
+
+
+@np.errstate(over="ignore", under="ignore", invalid="ignore")
+@pytest.mark.parametrize("spread", [0.0, 10.0, 300.0])
+@pytest.mark.parametrize("octaves", [0, 30, 90])
+def test_probabilities_times_scales_keep_their_bits(spread: float, octaves: int) -> None:
+    """Whatever the scores and scales, even where the tokens that count have the lowest scales."""
+    rng = np.random.default_rng([int(spread), octaves])
+    for case in range(40):
+        count = int(rng.integers(1, 12))
+        scores = rng.normal(0, spread, (count, 64)).astype(np.float32)
+        scales = np.exp2(rng.uniform(-octaves / 2, octaves / 2, (count, 64))).astype(np.float32)
+        if case % 4 == 1:  # nearly all of the weight on what has the lowest scale
+            scores.reshape(-1)[scales.argmin()] = scores.max() + 20
+        if case % 4 == 2:
+            scales[0] = 0
+            scores[0, ::2] = -np.inf
+        if case % 4 == 3:
+            scores[0] = -np.inf
+        values = rng.choice(np.array([-3.5, 0.25, 2.0, 448.0]), (count, 64))
+        row = Stream()
+        for block in range(count):
+            row.add(scores[block], scales[block], values[block])
+        s = scores.astype(np.float64)
+        top = s.max()
+        weights = np.exp2(s - top) if np.isfinite(top) else np.zeros_like(s)
+        terms = weights * scales * values
+        wanted = terms.sum() / weights.sum() if weights.any() else 0.0
+        size = np.abs(terms).sum() / weights.sum() if weights.any() else 0.0
+        assert abs(row.result() - wanted) <= 5e-4 * size + 2.0**-90  # a scale of 0 sets none
+        assert row.raised <= count
+
+
+# --- the model is of this code -------------------------------------------------------------------
+
+LINES = {
+    "mla_decode_fp8_load.cuh": (
+        "const int row = 8 * i + rows.lane / 4;",
+        "copy_16_async(tile + raw_offset(rows.first_row + row, chunk),",
+        "const int lane = rows.lane, chunk = lane % 4, tile = lane / 8 % 2;",
+        "from.base + half * 256 + tile * 64 + chunk * 16;",
+        "slot + (half * 4 + tile) * kRawTileBytes;",
+        "const int row = 4 * i + lane / 16 * 2 + lane / 4 % 2;",
+        "copy_16_async(destination + k * 2 * kRawTileBytes, source + k * 128, exists);",
+        "const u32 exponent = max(highest >> 23, 16u);",
+        "__uint_as_float((127 + 14 + 127 - exponent) << 23);",
+        "const int u = chunk % 2 * 4 + j;",
+        "store_shared_u32(to + ((u ^ (row & 7)) << 4) + chunk / 2 * 4,",
+        "store_shared_16(to + ((chunk ^ (row & 7)) << 4), v);",
+        "__uint_as_float((exponent - 14) << 23)",
+    ),
+    "mla_decode_fp8_layout.cuh": ("return row * 64 + ((chunk ^ (row / 2 & 3)) << 4);",),
+    "mla_decode_fp8_products.cuh": (
+        "high = load_shared_16(source + 8 * 64);",
+        "expand_e4m3x4(half == 0 ? low.x : low.z, a[0], a[2]);",
+        "expand_e4m3x4(half == 0 ? high.x : high.z, a[1], a[3]);",
+        "expand_e4m3x4(half == 0 ? low.y : low.w, a[4], a[6]);",
+        "expand_e4m3x4(half == 0 ? high.y : high.w, a[5], a[7]);",
+        "expand_e4m3x4(__byte_perm(words[i], 0, 0x3120), a[2 * i], a[2 * i + 1]);",
+    ),
+    "mla_decode_fp8_compute.cuh": (
+        "kReferenceBelow = 7.0f, kReferenceSlack = 15.0f;",
+        "kMostProbability = 1e15f;",
+        "kLeastGroupReference = -100;",
+        "raw_offset(warp * 16 + lane / 4, lane % 4);",
+        "return d ^ consumer * kHalfTiles;",
+        "slot + raw_offset(lane, warp);",
+        "+ (step + 1) % 2 * 32 * 64);",
+        "const int tokens = 2 * warp + lane / 8 % 2;",
+        "const int row = lane / 16 * 8 + lane % 8;",
+        "const u32 place = row * 128 + ((tokens ^ (row & 7)) << 4);",
+        "v = {v.x * scale * factors.x, v.y * scale * factors.y};",
+        "packed[j] = pack_pair<Fp16>(v.x, v.y);",
+        "store_matrix_x4_transposed(to + i / 8 * 16 * 128, packed[0], packed[1],",
+    ),
+    "mla_decode_fp8_finish.cuh": (
+        "const int pair = lane / 4, row = 2 * (lane % 4);",
+        "piece_offset(p, piece, consumer, group, 2 * warp + pair / 4, row * 4 + pair % 4);",
+        "store_global_float4(to + d * 8 * 32 + j * 4, v[j], v[j + 2], v[j + 4], v[j + 6]);",
+        "const int row = first + 2 * (lane % 4),",
+        "column = consumer * 256 + warp * 16 + lane / 4 * 2;",
+        "store_global_float2(to + d * 256, of.output[d][at + j], of.output[d][at + j + 2]);",
+        "pack_pair<Bf16>(v[0], v[2]), second_row = pack_pair<Bf16>(v[1], v[3]);",
+        "__shfl_xor_sync(0xffffffffu, odd ? first_row : second_row, 4);",
+        "odd ? received : first_row, odd ? second_row : received);",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_the_steps_are_those_of_the_kernel(name: str) -> None:
+    """In this order; after a change there, change the model, too."""
+    text = resources.files("cumla").joinpath(f"cuda/{name}").read_text("utf-8")
+    source, at = re.sub(r"\s+", " ", strip_comments(text)), 0
+    for line in LINES[name]:
+        assert line in source[at:], line
+        at = source.index(line, at) + len(line)
+
+
+# --- shapes and launches -------------------------------------------------------------------------
+
+
+def decode_key(rows: int, kv_heads: int = 1, **change: Any) -> MLADecodeKey:
+    return MLADecodeKey(
+        3, 1, rows * kv_heads, kv_heads, 64, "bfloat16", True, 0, 132, cache="e4m3", **change
+    )
+
+
+ATTENTION_KEY = MLAAttentionKey(3, 100, 128, 2, 64, "bfloat16", True, 0, 132, cache="e4m3")
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_kernel_of_a_shape(grouped: bool) -> None:
+    suffix = "_grouped" if grouped else ""
+    for rows in (1, 16, 17, 32, 33, 128):
+        width = 16 if rows <= 16 else 32
+        spec = fp8_spec(decode_key(rows), grouped)
+        assert spec.entry == f"mla_decode_fp8_{width}{suffix}"
+        assert spec.function == f"mla_decode_fp8<{width}, {str(grouped).lower()}>"
+    spec = fp8_spec(ATTENTION_KEY, grouped)
+    assert spec.entry == f"mla_attention_fp8{suffix}"
+    assert spec.function == f"mla_decode_fp8<32, {str(grouped).lower()}, HalfTile>"
+
+
+def test_every_kernel_serves_a_shape() -> None:
+    keys = (decode_key(16), decode_key(32), ATTENTION_KEY)
+    assert {spec for key in keys for spec in fp8_specs(key)} == set(SPECS)
+    assert len(SPECS) == 6
+
+
+def test_row_tiles_are_those_of_the_kernel() -> None:
+    for rows, tiles, groups in (
+        (1, 1, 1),
+        (16, 1, 1),
+        (17, 1, 2),
+        (32, 1, 2),
+        (33, 2, 2),
+        (128, 4, 2),
+    ):
+        key = decode_key(rows, kv_heads=3)
+        assert (key.row_tiles, key.row_groups, key.tiles) == (tiles, groups, 3 * tiles)
+        assert key.row_groups * 16 == key.row_tile
+        pieces = key.tiles * key.parts * 2
+        assert key.layout.nbytes - key.layout.partial_out == pieces * key.row_tile * 512 * 4
+    assert (ATTENTION_KEY.row_tiles, ATTENTION_KEY.row_groups, ATTENTION_KEY.tiles) == (2, 2, 4)
+    assert ATTENTION_KEY.parts == 33
+
+
+def test_other_caches_have_the_plans_that_they_had() -> None:
+    same = replace(decode_key(100), cache="same")
+    assert (same.row_tile, same.row_tiles, same.row_groups) == (64, 2, 4)
+    ragged = replace(ATTENTION_KEY, cache="same")
+    assert (ragged.row_tiles, ragged.row_groups, ragged.tiles, ragged.parts) == (1, 4, 2, 66)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
+def test_shared_memory_is_what_the_layout_takes(spec: KernelSpec, nvrtc: None) -> None:
+    found = re.search(r"<(\d+), (\w+)", spec.function)
+    assert found is not None
+    compile_checks(spec, {f"(Fp8Layout<{found[1]}, {found[2]}>::kBytes)": spec.smem_bytes})
+
+
+class Checked(NamedTuple):
+    """The fields of cumla.checks.Arguments that the launcher reads."""
+
+    q: ArrayView
+    q_rope: ArrayView
+    kv_cache: ArrayView
+    kv_rope: ArrayView
+    block_table: ArrayView
+    kv_scales: ArrayView | None
+    kv_scale: ArrayView | float
+
+
+def strided(at: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> ArrayView:
+    return ArrayView(at << 40, shape, strides, dtype, 0, False)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("rope", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("factor", [0.25, strided(12, (1,), (4,), "float32")])
+def test_what_the_kernel_is_told_of_the_cache(
+    grouped: bool, rope: str, factor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        mla_decode_fp8,
+        "PreparedLaunch",
+        lambda kernel, grid, layout, values, stream: (grid, layout.pack(*values)),
+    )
+    key = decode_key(40, kv_heads=2)
+    checked = Checked(
+        strided(1, (3, 1, 80, 512), (8016, 8000, 1152, 2), "bfloat16"),
+        strided(2, (3, 1, 80, 64), (8016, 8000, 1152, 2), "bfloat16"),
+        strided(3, (70, 64, 2, 512), (90000, 1200, 608, 1), "float8_e4m3fn"),
+        strided(4, (70, 64, 2, 64), (90016, 1216, 624, 2), rope),
+        strided(5, (3, 11), (52, 4), "int32"),
+        strided(6, (70, 64, 2, 4), (90032, 1232, 640, 4), "float32") if grouped else None,
+        factor,
+    )
+    out = strided(7, (3, 1, 80, 512), (5008, 5024, 5040, 4), "float32")
+    lse = strided(8, (3, 80, 1), (6004, 6008, 6012), "float32")
+    spec = fp8_spec(key, grouped)
+    grid, packed = prepare_decode_fp8(  # type: ignore[misc]
+        LoadedKernel(1, spec, 0, None),
+        key,
+        9 << 40,
+        checked,
+        out,
+        lse,
+        0.5,
+        0,  # type: ignore[arg-type]
+    )
+    assert grid == (2, key.parts, 2)
+    text, _, _ = translation_unit(spec).partition('extern "C"')
+    values = mla_decode_fp8._PARAMS.unpack(packed)
+    got = dict(zip(members_of(text, spec.params), values, strict=True))
+    wanted = {
+        "decode.latent.base": 3 << 40,
+        "decode.latent.stride_row": 1200,
+        "decode.rope.base": 4 << 40,
+        "decode.q_rope.base": 2 << 40,
+        "decode.partial_out": (9 << 40) + key.layout.partial_out,
+        "decode.num_pages": 70,
+        "decode.row_groups": 2,
+        "decode.out_is_float": 1,
+        "scales.base": 6 << 40 if grouped else 0,
+        "scales.stride_page": 90032 if grouped else 0,
+        "scales.stride_row": 1232 if grouped else 0,
+        "scales.stride_head": 640 if grouped else 0,
+        "kv_scale": 0 if factor == 0.25 else 12 << 40,
+        "kv_scale_value": 0.25 if factor == 0.25 else 0.0,
+        "rope_is_fp8": int(rope != "bfloat16"),
+    }
+    assert {name: got[name] for name in wanted} == wanted
