@@ -384,6 +384,17 @@ def test_shapes_are_checked_before_they_are_compared(
         call(inputs, metadata, **changes)
 
 
+@pytest.mark.parametrize(("dtype", "columns"), [("float8_e4m3fn", 576), ("uint8", 656)])
+def test_fp8_caches_are_not_flash_mlas(
+    inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta, dtype: str, columns: int
+) -> None:
+    """Without is_fp8_kvcache, which belongs to its sparse attention, they are no caches of q's."""
+    cache = torch.zeros(9, 64, 1, columns, dtype=torch.uint8).view(getattr(torch, dtype))
+    message = "^k_cache: needs q's dtype bfloat16, got float8_e4m3fn; call cumla.mla_decode"
+    with pytest.raises(TypeError, match=message):
+        call(inputs, metadata, k_cache=cache)
+
+
 def test_a_cache_without_its_head_axis(
     inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta
 ) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic over FP8 caches in NumPy: which errors an honest result has.
+"""Arithmetic over FP8 caches in NumPy, as coarse as an honest kernel's may be: what errors it has.
 
 Scores and sums in float32, a group of columns after the other, each times its scale. Weights are
 relative to a reference that lags behind the maximum; times the scale of a group they are rounded to

@@ -352,12 +352,14 @@ def test_a_server_loop(form: str, record_figures: Report) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("scales", ["equal", "two", "array"])
-def test_fp8_caches(scales: str, packed: bool, record_figures: Report) -> None:
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_fp8_caches(page_size: int, scales: str, packed: bool, record_figures: Report) -> None:
     """Scales as FlashInfer names them; eagerly and in a graph, without waiting for the GPU."""
     cp = pytest.importorskip("cupy")
     cumla.prepare(fp8_caches=True)
     form = "scales, e4m3 rope" if scales == "array" else "pair"
-    case = Fp8Case(batch=4, q_len=3, heads=48, form=form, operation="list", page_size=16)
+    shape = {"batch": 4, "q_len": 3, "heads": 48, "page_size": page_size}
+    case = Fp8Case(**shape, form=form, operation="list")
     problem = make_fp8(cp, case, np.array([700, 33, 5, 0]))
     options: dict[str, Any] = {"ckv_scale": FACTOR, "kpe_scale": FACTOR}
     ckv, kpe, *others = (to_torch(torch, part) for part in problem.kv_cache)
@@ -375,7 +377,7 @@ def test_fp8_caches(scales: str, packed: bool, record_figures: Report) -> None:
     names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_lens")
     lengths = [to_torch(torch, given[name]) for name in names]
     plain = Step((1, 1, 1, 1), (17, 9, 0, 64), heads=48).settings
-    settings = plain | {"kv_data_type": torch.float8_e4m3fn}
+    settings = plain | {"page_size": page_size, "kv_data_type": torch.float8_e4m3fn}
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1, device=DEVICE))
     q = to_torch(torch, problem.q)
 

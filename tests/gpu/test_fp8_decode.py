@@ -349,9 +349,10 @@ def divide_query(problem: Fp8Problem, columns: slice, number: float) -> None:
     problem.q = typed(problem.q_bits, "bfloat16").reshape(problem.q.shape)
 
 
-def test_scales_of_one_row_for_all() -> None:
-    """Without memory of their own: strides of 0."""
-    problem = make_fp8(cp, Fp8Case(form="scales, e4m3 rope", batch=2))
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_scales_of_one_row_for_all(page_size: int) -> None:
+    """Without memory of their own: strides of 0, which threads read and the copy engine may not."""
+    problem = make_fp8(cp, Fp8Case(form="scales, e4m3 rope", batch=2, page_size=page_size))
     latent, rope, _ = problem.kv_cache
     row = (group_sizes(problem.case)[0] * 0.0107).astype(np.float32)
     assert problem.scales is not None

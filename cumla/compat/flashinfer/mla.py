@@ -35,7 +35,7 @@ FP8 caches are as in FlashInfer (0.6.18, its backends fa2 and fa3): a `plan` wit
 ``"kv-per-tensor"``; and with each `run` ``kpe_scale``, and ``ckv_scale`` or ``ckv_scale_arr``, by
 which the numbers of the cache are multiplied. Where both are given, the array counts. Scales act in
 float32 here; FlashInfer rounds what they make of the cache to 16 bits. Two numbers that differ cost
-a small kernel more than two that are equal.
+more than two that are equal: an array of scales is made for the run.
 """
 
 from __future__ import annotations
@@ -563,9 +563,8 @@ def _with_scales(cache: Any, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any)
             return cache, kpe_scale
         first = cache[0] if isinstance(cache, tuple) else cache
         torch = sys.modules["torch"]
-        number = float(ckv_scale)
-        row = torch.full((SCALES,), number, dtype=torch.float32, device=first.device)
-        ckv_scale_arr = row.expand(*first.shape[:-1], SCALES)
+        shape, number = (*first.shape[:-1], SCALES), float(ckv_scale)
+        ckv_scale_arr = torch.full(shape, number, dtype=torch.float32, device=first.device)
     if not isinstance(cache, tuple):
         cache = cache[..., :VALUE_DIM], cache[..., VALUE_DIM:]
     return (*cache, ckv_scale_arr), kpe_scale
