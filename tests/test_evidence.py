@@ -89,10 +89,12 @@ def test_a_kernel_has_all_its_entry_points_in_its_evidence() -> None:
         },
         "mla_decode_swapped": {f"{name}_swapped{form}" for name in names for form in forms},
         "mla_decode_fp8": {
-            f"{name}{scales}"
+            f"{name}{scales}{form}"
             for name in ("mla_decode_fp8_16", "mla_decode_fp8_32", "mla_attention_fp8")
             for scales in ("", "_grouped")
-        },
+            for form in ("", "_rows")
+        }
+        - {"mla_attention_fp8_grouped"},
         "merge_states": {f"merge_states_{dtype}" for dtype in floats},
         "append_cache": {
             f"append_cache_{dtype}{source}"

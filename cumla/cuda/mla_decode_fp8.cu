@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Split-KV MLA decode for sm_90a over caches whose latent columns are e4m3: with a factor for all of them, or (kGrouped) with
-// scales for each token and 128 columns; RoPE columns are e4m3 or bfloat16. As in mla_decode_swapped, KV rows and columns of V are
-// the M side of the products, and the query rows the N side, here 16 or 32:
+// scales for each token and 128 columns; RoPE columns are e4m3 or bfloat16. As in mla_decode_swapped, KV rows and columns of
+// V are the M side of the products, and the query rows the N side, here 16 or 32:
 //
 //   S^T (64 tokens x rows)  = K (64 x 576) Q^T        O^T (512 x rows) += V^T (512 x 64 tokens) P^T
 //
@@ -9,14 +9,15 @@
 // kv heads), half of a row tile at each place of the schedule (HalfTile).
 //
 // Warpgroup 0 loads: warp 0 the KV blocks as slots of the ring become free (TMA), of pages that are no multiples of 64 tokens
-// warps 0 and 1 row by row; warps 2 and 3 the query rows, as float16. Warpgroups 1 and 2 compute, each every second block for itself, which is every second
-// slot of the ring; at the end of a segment they add up what they have, each half of the columns of V.
+// warps 0 and 1 row by row; warps 2 and 3 the query rows, as float16. Warpgroups 1 and 2 compute, each every second block for
+// itself, which is every second slot of the ring; at the end of a segment they add up what they have, each half of the
+// columns of V.
 //
 // The bytes of the cache lie in shared memory as they came. Both products take A from registers: a thread reads the bytes
 // that are its fragments (K by rows, V through transposing ldmatrix of two columns as a unit) and converts them to float16,
 // which has all e4m3 numbers. A copy in 16 bits, written and read again, would take more of the shared-memory port (128 B a
-// clock) than a block has. The order of columns in which K's fragments come is that of the query's columns, too (load_query_fp8);
-// the one of V's columns is undone where the output is stored.
+// clock) than a block has. The order of columns in which K's fragments come is that of the query's columns, too
+// (load_query_fp8); the one of V's columns is undone where the output is stored.
 //
 // Scales stay float32: the scores of 128 columns are multiplied by them, and so are the probabilities before they are
 // rounded, once for each 128 columns of V.

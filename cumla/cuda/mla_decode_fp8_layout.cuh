@@ -57,9 +57,9 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, HalfTile
   return segment;
 }
 
-// A slot of the ring holds a block as it lies in the cache: of the latent columns eight tiles, RoPE columns as a tile of 8 or 16
-// bits, 16 bytes of scales a token. Tiles of 8 bits have rows of 64 bytes, whose four chunks of 16 are swapped so that neither
-// eight rows of one chunk (ldmatrix) nor all of two neighbouring rows (fragments of K, copies) meet in a bank.
+// A slot of the ring holds a block as it lies in the cache: of the latent columns eight tiles, RoPE columns as a tile of 8 or
+// 16 bits, 16 bytes of scales a token. Tiles of 8 bits have rows of 64 bytes, whose four chunks of 16 are swapped so that
+// neither eight rows of one chunk (ldmatrix) nor all of two neighbouring rows (fragments of K, copies) meet in a bank.
 template <int kQueryRows, bool kGrouped>
 struct Fp8Layout {
   static constexpr int kSlots = 4;  // even: a slot always meets the same consumer

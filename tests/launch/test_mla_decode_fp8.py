@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paths of mla_decode_fp8's numbers through shared memory and fragments, in a model of a block.
 
-The model moves bytes as the kernel's threads do: copies into a slot of the ring, fragments of K and
-V, the query's columns, accumulators, pieces and output. Products are those of the manual's fragment
-layouts. What comes out must be attention over the dequantised block.
+The model moves bytes as the kernel's threads do: copies into a slot of the ring, of rows or by the
+copy engine, fragments of K and V, the query's columns, accumulators, pieces and output. Products
+are those of the manual's fragment layouts. What comes out must be attention over the dequantised
+block.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import resources
 from typing import Any, NamedTuple
@@ -76,6 +78,34 @@ def load_rope_raw(cache: Array, tile: Array) -> list[list[int]]:
                 tile[to : to + 16] = cache[row, chunk * 16 : chunk * 16 + 16]
             instructions.append(places)
     return instructions
+
+
+def swizzled_64(place: int) -> int:
+    """Where the copy engine's 64-byte swizzle puts a byte: bits 4 and 5 xor bits 7 and 8."""
+    return place ^ (place >> 7 & 3) << 4
+
+
+def load_box(rows: Array, slot: Array, at: int) -> None:
+    """Copy rows of 64 bytes as the copy engine does, which swizzles addresses, not offsets."""
+    for place, value in enumerate(np.ascontiguousarray(rows).reshape(-1), start=at):
+        slot[swizzled_64(place)] = value
+
+
+def load_boxes(cache: Array, slot: Array) -> None:
+    """Copy (64, 512) bytes as load_kv_fp8_pages has the copy engine do it."""
+    for half in range(2):
+        for k in range(half * 4, (half + 1) * 4):
+            load_box(cache[:, k * 64 : k * 64 + 64], slot, k * RAW_TILE)
+
+
+def clear_past(slot: Array, scales: Array, valid: int) -> None:
+    """Clear the tokens past the end as a consumer's 128 threads do."""
+    chunks, rows = slot.reshape(8, RAW_TILE // 16, 16), scales.reshape(TOKENS, 16)
+    for thread in range(128):
+        for i in range(valid * 4 + thread, TOKENS * 4, 128):
+            chunks[:, i] = 0
+        if valid <= thread < TOKENS:
+            rows[thread] = 0
 
 
 def conflict_free(places: list[int]) -> bool:
@@ -418,6 +448,45 @@ def test_no_two_lanes_meet_in_a_bank() -> None:
     assert not conflict_free([64 * row for row in range(8)])
 
 
+def test_the_copy_engine_swizzles_as_the_consumers_read() -> None:
+    """Its 64-byte swizzle is raw_offset, of tiles that begin where its pattern does."""
+    places = [[row * 64 + chunk * 16 for chunk in range(4)] for row in range(TOKENS)]
+    for row in range(TOKENS):
+        for chunk in range(4):
+            assert swizzled_64(places[row][chunk]) == raw_offset(row, chunk)
+            assert swizzled_64(RAW_TILE + places[row][chunk]) == RAW_TILE + raw_offset(row, chunk)
+    assert any(swizzled_64(place) != place for row in places for place in row)
+
+
+def test_both_forms_of_loading_fill_a_slot_alike() -> None:
+    rng = np.random.default_rng(4)
+    cache = rng.integers(0, 256, (TOKENS, LATENT), np.uint8)
+    by_rows, by_boxes = (np.full(8 * RAW_TILE, 0x7F, np.uint8) for _ in range(2))
+    load_latent(cache, by_rows)
+    load_boxes(cache, by_boxes)
+    np.testing.assert_array_equal(by_boxes, by_rows)
+    rope_by_rows, rope_by_boxes = np.zeros(RAW_TILE, np.uint8), np.zeros(RAW_TILE, np.uint8)
+    load_rope_raw(cache[:, :ROPE], rope_by_rows)
+    load_box(cache[:, :ROPE], rope_by_boxes, 0)
+    np.testing.assert_array_equal(rope_by_boxes, rope_by_rows)
+
+
+@pytest.mark.parametrize("valid", [1, 2, 31, 32, 33, 63])
+def test_tokens_past_the_end_are_cleared_and_no_others(valid: int) -> None:
+    """Whole pages bring what lies behind the end, NaN too; rows copied one by one bring zeros."""
+    cache = np.full((TOKENS, LATENT), 0x7F, np.uint8)
+    cache[:valid] = np.random.default_rng(valid).integers(1, 127, (valid, LATENT), np.uint8)
+    scales = np.full((TOKENS, 4), np.nan, np.float32)
+    scales[:valid] = 2.0
+    slot, wanted = np.zeros(8 * RAW_TILE, np.uint8), np.zeros(8 * RAW_TILE, np.uint8)
+    load_boxes(cache, slot)
+    clear_past(slot, scales.view(np.uint8), valid)
+    load_latent(np.where(np.arange(TOKENS)[:, None] < valid, cache, 0).astype(np.uint8), wanted)
+    np.testing.assert_array_equal(slot, wanted)
+    assert (scales[:valid] == 2).all()
+    assert (scales[valid:] == 0).all()
+
+
 def test_a_query_of_any_size_keeps_its_bits() -> None:
     """What is divided by a power of two and made float16 comes back, from 2**-110 to 2**127."""
     rng = np.random.default_rng(3)
@@ -525,6 +594,12 @@ LINES = {
         "slot + (half * 4 + tile) * kRawTileBytes;",
         "const int row = 4 * i + lane / 16 * 2 + lane / 4 % 2;",
         "copy_16_async(destination + k * 2 * kRawTileBytes, source + k * 128, exists);",
+        "tma_load_4d_async(slot + offset, &map, shared.full(s, half), column, from.row,",
+        "kTilesOfHalf * kRawTileBytes + (half == 0 ? beside : 0));",
+        "load(p.decode.rope_map, Layout::kRopeOffset, half, 0);",
+        "load(p.scales_map, Layout::kScalesOffset, half, 0);",
+        "for (int k = half * kTilesOfHalf; k < (half + 1) * kTilesOfHalf; ++k)",
+        "load(p.decode.latent_map, k * kRawTileBytes, half, k * 64);",
         "const u32 exponent = max(highest >> 23, 16u);",
         "__uint_as_float((127 + 14 + 127 - exponent) << 23);",
         "const int u = chunk % 2 * 4 + j;",
@@ -555,6 +630,10 @@ LINES = {
         "v = {v.x * scale * factors.x, v.y * scale * factors.y};",
         "packed[j] = pack_pair<Fp16>(v.x, v.y);",
         "store_matrix_x4_transposed(to + i / 8 * 16 * 128, packed[0], packed[1],",
+        "for (int i = valid * 4 + thread; i < kBlockTokens * 4; i += kWarpgroup)",
+        "store_shared_zero_16(slot + k * kRawTileBytes + i * 16);",
+        "if (kGrouped && thread >= valid && thread < kBlockTokens)",
+        "store_shared_zero_16(slot + Layout::kScalesOffset + thread * 16);",
     ),
     "mla_decode_fp8_finish.cuh": (
         "const int pair = lane / 4, row = 2 * (lane % 4);",
@@ -583,32 +662,48 @@ def test_the_steps_are_those_of_the_kernel(name: str) -> None:
 # --- shapes and launches -------------------------------------------------------------------------
 
 
-def decode_key(rows: int, kv_heads: int = 1, **change: Any) -> MLADecodeKey:
+def decode_key(rows: int, kv_heads: int = 1, page_size: int = 64) -> MLADecodeKey:
     return MLADecodeKey(
-        3, 1, rows * kv_heads, kv_heads, 64, "bfloat16", True, 0, 132, cache="e4m3", **change
+        3, 1, rows * kv_heads, kv_heads, page_size, "bfloat16", True, 0, 132, cache="e4m3"
     )
 
 
-ATTENTION_KEY = MLAAttentionKey(3, 100, 128, 2, 64, "bfloat16", True, 0, 132, cache="e4m3")
+def attention_key(page_size: int = 64) -> MLAAttentionKey:
+    return MLAAttentionKey(3, 100, 128, 2, page_size, "bfloat16", True, 0, 132, cache="e4m3")
 
 
+ATTENTION_KEY = attention_key()
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 48, 64, 96, 128, 192])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_the_kernel_of_a_shape(grouped: bool) -> None:
-    suffix = "_grouped" if grouped else ""
+def test_the_kernel_of_a_shape(grouped: bool, page_size: int) -> None:
+    whole = page_size in (64, 128, 192)
+    flag, tag, form = str(grouped).lower(), "_grouped" if grouped else "", "" if whole else "_rows"
     for rows in (1, 16, 17, 32, 33, 128):
         width = 16 if rows <= 16 else 32
-        spec = fp8_spec(decode_key(rows), grouped)
-        assert spec.entry == f"mla_decode_fp8_{width}{suffix}"
-        assert spec.function == f"mla_decode_fp8<{width}, {str(grouped).lower()}>"
-    spec = fp8_spec(ATTENTION_KEY, grouped)
-    assert spec.entry == f"mla_attention_fp8{suffix}"
-    assert spec.function == f"mla_decode_fp8<32, {str(grouped).lower()}, HalfTile>"
+        spec = fp8_spec(decode_key(rows, page_size=page_size), grouped)
+        assert spec.entry == f"mla_decode_fp8_{width}{tag}{form}"
+        assert spec.function == (
+            f"mla_decode_fp8<{width}, {flag}, {'kPages' if whole else 'kRows'}>"
+        )
+    whole = whole and not grouped  # ragged queries with scales have the other form only
+    spec = fp8_spec(attention_key(page_size), grouped)
+    assert spec.entry == f"mla_attention_fp8{tag}{'' if whole else '_rows'}"
+    assert spec.function == (
+        f"mla_decode_fp8<32, {flag}, {'kPages' if whole else 'kRows'}, HalfTile>"
+    )
 
 
 def test_every_kernel_serves_a_shape() -> None:
-    keys = (decode_key(16), decode_key(32), ATTENTION_KEY)
+    keys = [
+        key
+        for size in (64, 16)
+        for key in (decode_key(16, 1, size), decode_key(32, 1, size), attention_key(size))
+    ]
     assert {spec for key in keys for spec in fp8_specs(key)} == set(SPECS)
-    assert len(SPECS) == 6
+    assert len(SPECS) == 11
+    assert len({spec.entry for spec in SPECS}) == 11
 
 
 def test_row_tiles_are_those_of_the_kernel() -> None:
@@ -640,7 +735,11 @@ def test_other_caches_have_the_plans_that_they_had() -> None:
 def test_shared_memory_is_what_the_layout_takes(spec: KernelSpec, nvrtc: None) -> None:
     found = re.search(r"<(\d+), (\w+)", spec.function)
     assert found is not None
-    compile_checks(spec, {f"(Fp8Layout<{found[1]}, {found[2]}>::kBytes)": spec.smem_bytes})
+    layout = f"Fp8Layout<{found[1]}, {found[2]}>"
+    checks = {f"({layout}::kBytes)": spec.smem_bytes}
+    # The copy engine's swizzles, of 64 and of 128 bytes, have periods of 512 and 1024 bytes.
+    checks |= {f"({layout}::{name} % 1024)": 0 for name in ("kSlotBytes", "kRopeOffset")}
+    compile_checks(spec, checks | {"kRawTileBytes % 512": 0})
 
 
 class Checked(NamedTuple):
@@ -659,44 +758,68 @@ def strided(at: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: st
     return ArrayView(at << 40, shape, strides, dtype, 0, False)
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("rope", ["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("factor", [0.25, strided(12, (1,), (4,), "float32")])
-def test_what_the_kernel_is_told_of_the_cache(
-    grouped: bool, rope: str, factor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def checked_for(key: MLADecodeKey, grouped: bool, rope: str, factor: Any) -> Checked:
+    size = key.page_size
+    return Checked(
+        strided(1, (3, 1, 80, 512), (8016, 8000, 1152, 2), "bfloat16"),
+        strided(2, (3, 1, 80, 64), (8016, 8000, 1152, 2), "bfloat16"),
+        strided(3, (70, size, 2, 512), (90000, 1200, 608, 1), "float8_e4m3fn"),
+        strided(4, (70, size, 2, 64), (90016, 1216, 624, 2), rope),
+        strided(5, (3, 11), (52, 4), "int32"),
+        strided(6, (70, size, 2, 4), (90032, 1232, 640, 4), "float32") if grouped else None,
+        factor,
+    )
+
+
+class Prepared(NamedTuple):
+    """A launch as the driver would get it, by the kernel's names of its parameters."""
+
+    grid: tuple[int, int, int]
+    values: dict[str, Any]
+    encoded: dict[bytes, tuple[Any, ...]]  # tensor maps: what they were made of
+
+
+@pytest.fixture
+def prepare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Prepared]:
+    encoded: dict[bytes, tuple[Any, ...]] = {}
+
+    def encode(*geometry: Any) -> bytes:
+        descriptor = bytes([len(encoded) + 1]) * 128
+        encoded[descriptor] = geometry
+        return descriptor
+
+    def prepare(key: Any, checked: Checked, grouped: bool) -> Prepared:
+        spec = fp8_spec(key, grouped)
+        out = strided(7, (3, 1, 80, 512), (5008, 5024, 5040, 4), "float32")
+        lse = strided(8, (3, 80, 1), (6004, 6008, 6012), "float32")
+        kernel = LoadedKernel(1, spec, 0, None)
+        arguments: Any = checked
+        prepared: Any = prepare_decode_fp8(kernel, key, 9 << 40, arguments, out, lse, 0.5, 0)
+        grid, packed = prepared
+        text, _, _ = translation_unit(spec).partition('extern "C"')
+        values = mla_decode_fp8._PARAMS.unpack(packed)
+        named = dict(zip(members_of(text, spec.params), values, strict=True))
+        return Prepared(grid, named, encoded)
+
+    monkeypatch.setattr(mla_decode_fp8, "paged_kv_map", encode)
     monkeypatch.setattr(
         mla_decode_fp8,
         "PreparedLaunch",
         lambda kernel, grid, layout, values, stream: (grid, layout.pack(*values)),
     )
-    key = decode_key(40, kv_heads=2)
-    checked = Checked(
-        strided(1, (3, 1, 80, 512), (8016, 8000, 1152, 2), "bfloat16"),
-        strided(2, (3, 1, 80, 64), (8016, 8000, 1152, 2), "bfloat16"),
-        strided(3, (70, 64, 2, 512), (90000, 1200, 608, 1), "float8_e4m3fn"),
-        strided(4, (70, 64, 2, 64), (90016, 1216, 624, 2), rope),
-        strided(5, (3, 11), (52, 4), "int32"),
-        strided(6, (70, 64, 2, 4), (90032, 1232, 640, 4), "float32") if grouped else None,
-        factor,
-    )
-    out = strided(7, (3, 1, 80, 512), (5008, 5024, 5040, 4), "float32")
-    lse = strided(8, (3, 80, 1), (6004, 6008, 6012), "float32")
-    spec = fp8_spec(key, grouped)
-    grid, packed = prepare_decode_fp8(  # type: ignore[misc]
-        LoadedKernel(1, spec, 0, None),
-        key,
-        9 << 40,
-        checked,
-        out,
-        lse,
-        0.5,
-        0,  # type: ignore[arg-type]
-    )
+    return prepare
+
+
+@pytest.mark.parametrize("page_size", [64, 16])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("rope", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("factor", [0.25, strided(12, (1,), (4,), "float32")])
+def test_what_the_kernel_is_told_of_the_cache(
+    grouped: bool, rope: str, factor: Any, page_size: int, prepare: Callable[..., Prepared]
+) -> None:
+    key = decode_key(40, kv_heads=2, page_size=page_size)
+    grid, got, _ = prepare(key, checked_for(key, grouped, rope, factor), grouped)
     assert grid == (2, key.parts, 2)
-    text, _, _ = translation_unit(spec).partition('extern "C"')
-    values = mla_decode_fp8._PARAMS.unpack(packed)
-    got = dict(zip(members_of(text, spec.params), values, strict=True))
     wanted = {
         "decode.latent.base": 3 << 40,
         "decode.latent.stride_row": 1200,
@@ -704,6 +827,7 @@ def test_what_the_kernel_is_told_of_the_cache(
         "decode.q_rope.base": 2 << 40,
         "decode.partial_out": (9 << 40) + key.layout.partial_out,
         "decode.num_pages": 70,
+        "decode.page_size": page_size,
         "decode.row_groups": 2,
         "decode.out_is_float": 1,
         "scales.base": 6 << 40 if grouped else 0,
@@ -715,3 +839,53 @@ def test_what_the_kernel_is_told_of_the_cache(
         "rope_is_fp8": int(rope != "bfloat16"),
     }
     assert {name: got[name] for name in wanted} == wanted
+
+
+MAPS = ("decode.latent_map", "decode.rope_map", "scales_map")
+
+
+@pytest.mark.parametrize("page_size", [64, 128])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("rope", ["bfloat16", "float8_e4m3fn"])
+def test_whole_pages_are_described_to_the_copy_engine(
+    grouped: bool, rope: str, page_size: int, prepare: Callable[..., Prepared]
+) -> None:
+    """Latent columns, RoPE columns and scales, a map each; without scales the last stays zero."""
+    key = decode_key(40, kv_heads=2, page_size=page_size)
+    _, got, encoded = prepare(key, checked_for(key, grouped, rope, 1.0), grouped)
+    extents = 70, page_size, 2
+    latent, its_rope, scales = (got[name] for name in MAPS)
+    assert encoded[latent] == (3 << 40, "float8_e4m3fn", *extents, 512, 90000, 1200, 608, 64)
+    assert encoded[its_rope] == (4 << 40, rope, *extents, 64, 90016, 1216, 624, 64)
+    if grouped:
+        assert encoded[scales] == (6 << 40, "float32", *extents, 4, 90032, 1232, 640, 64)
+    else:
+        assert scales == bytes(128)
+    assert len(encoded) == 2 + grouped
+
+
+@pytest.mark.parametrize(
+    ("key", "grouped"),
+    [
+        *((decode_key(40, 2, size), grouped) for size in (1, 48) for grouped in (False, True)),
+        (attention_key(48), False),
+        (attention_key(64), True),
+    ],
+)
+def test_rows_that_are_copied_one_by_one_need_no_maps(
+    key: Any, grouped: bool, prepare: Callable[..., Prepared]
+) -> None:
+    checked = checked_for(key, grouped, "bfloat16", 1.0)
+    _, got, encoded = prepare(key, checked, grouped)
+    assert [got[name] for name in MAPS] == [bytes(128)] * 3
+    assert not encoded
+
+
+def test_whole_pages_of_ragged_queries_without_scales_have_maps(
+    prepare: Callable[..., Prepared],
+) -> None:
+    checked = checked_for(decode_key(40, 2), False, "bfloat16", 1.0)
+    _, got, encoded = prepare(ATTENTION_KEY, checked, False)
+    assert {got[name] for name in MAPS[:2]} == set(encoded)
+    assert len(encoded) == 2
+    assert got["scales_map"] == bytes(128)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor maps: what the driver is asked to encode, of each kind of number."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cumla.errors import CumlaError
+from cumla.launch import tensor_map
+
+PTR = 7 << 40
+
+
+class FakeDriver:
+    """A driver that keeps what it is asked to encode; the types are those of cuda.bindings."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self._descriptor = ctypes.create_string_buffer(bytes(range(128)), 128)
+        self.status: Any = 0
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def cuTensorMapEncodeTiled(
+        self, kind: Any, rank: int, ptr: int, *rest: Any
+    ) -> tuple[Any, SimpleNamespace]:
+        sizes, strides, box, steps, _, swizzle, _, _ = rest
+        numbers = ([int(n) for n in each] for each in (sizes, strides, box, steps))
+        self.seen.append((kind.name.rpartition("_")[2], rank, ptr, *numbers, swizzle.name))
+        return self.status, SimpleNamespace(getPtr=lambda: ctypes.addressof(self._descriptor))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    fake = FakeDriver(pytest.importorskip("cuda.bindings.driver"))
+    monkeypatch.setattr(tensor_map, "import_driver", lambda: fake)
+    tensor_map.paged_kv_map.cache_clear()
+    yield fake
+    tensor_map.paged_kv_map.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "kind", "box_columns", "swizzle"),
+    [
+        ("bfloat16", 576, "BFLOAT16", 64, "128B"),
+        ("float16", 64, "FLOAT16", 64, "128B"),
+        ("float8_e4m3fn", 512, "UINT8", 64, "64B"),
+        ("float32", 4, "FLOAT32", 4, "NONE"),
+    ],
+)
+def test_boxes_of_each_kind(
+    dtype: str, columns: int, kind: str, box_columns: int, swizzle: str, driver: FakeDriver
+) -> None:
+    """64 columns in a swizzle as wide as they are, or the four scales of a token as they lie."""
+    geometry = (PTR, dtype, 70, 128, 2, columns, 90000, 1200, 608, 64)
+    descriptor = tensor_map.paged_kv_map(*geometry)
+    assert descriptor == bytes(range(128))
+    assert tensor_map.paged_kv_map(*geometry) is descriptor
+    assert driver.seen == [
+        (
+            *(kind, 4, PTR),
+            [columns, 128, 2, 70],
+            [1200, 608, 90000],
+            [box_columns, 64, 1, 1],
+            [1, 1, 1, 1],
+            f"CU_TENSOR_MAP_SWIZZLE_{swizzle}",
+        )
+    ]
+
+
+def test_strides_of_axes_of_length_one_mean_nothing(driver: FakeDriver) -> None:
+    """Frameworks report anything there, even what the driver refuses."""
+    tensor_map.paged_kv_map(PTR, "float8_e4m3fn", 1, 64, 1, 512, 3, 656, 5, 64)
+    ((*_, strides, _, _, _),) = driver.seen
+    assert strides == [656, 16 * 512, 16 * 512]
+
+
+def test_a_refused_map_says_what_was_asked(driver: FakeDriver) -> None:
+    driver.status = SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE")
+    with pytest.raises(
+        CumlaError,
+        match=r"^kv_cache: the driver refused a tensor map with CUDA_ERROR_INVALID_VALUE \(sizes "
+        r"\(512, 64, 2, 70\), byte strides \[656, 1312, 90000\]\); make a contiguous copy",
+    ):
+        tensor_map.paged_kv_map(PTR, "float8_e4m3fn", 70, 64, 2, 512, 90000, 656, 1312, 64)
