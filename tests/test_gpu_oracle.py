@@ -475,7 +475,13 @@ def test_the_edits_of_the_kernels_still_apply(name: str, page_size: int) -> None
     stems = variants.stems_of(edits)
     assert set(stems) == {stem for edit in edits for stem in edit.stems}
     specs = [spec for stem in stems for spec in variants.specs_of(stem, page_size)]
-    entries = {"mla_decode": 2, "mla_decode_swapped": 1, "mqa_logits": 1, "paged_mqa_logits": 4}
+    entries = {
+        "mla_decode": 2,
+        "mla_decode_swapped": 1,
+        "mla_decode_fp8": 11,
+        "mqa_logits": 1,
+        "paged_mqa_logits": 4,
+    }
     assert len(specs) == sum(entries[stem] for stem in stems)
     try:
         module.bindings_nvrtc_version()

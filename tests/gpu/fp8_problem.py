@@ -181,13 +181,23 @@ class Fp8Problem:
         """What a plan of the operation is updated with."""
         if self.case.operation == "decode":
             return {"cache_seqlens": self.cache_seqlens}
-        indptr = np.arange(self.case.batch + 1, dtype=np.int32) * self.case.q_len
-        lengths = {"qo_indptr": self.xp.asarray(indptr), "kv_lens": self.cache_seqlens}
-        if self.case.operation == "table":
-            return lengths
-        counts = [self._pages_of(length) for length in self.lengths.tolist()]
+        lengths = {"qo_indptr": self._qo_indptr, "kv_lens": self.cache_seqlens}
+        return lengths | ({"kv_indptr": self._list[0]} if self.case.operation == "list" else {})
+
+    # Made once: a call on another stream needs them for longer than it takes.
+    @functools.cached_property
+    def _qo_indptr(self) -> Array:
+        ends = np.arange(self.case.batch + 1, dtype=np.int32) * self.case.q_len
+        return self.xp.asarray(ends)
+
+    @functools.cached_property
+    def _list(self) -> tuple[Array, Array]:
+        """Where each request's pages begin in a list of all, and the list."""
+        counts = [-(-length // self.case.page_size) for length in self.lengths.tolist()]
+        used = [row[:count] for row, count in zip(self.table, counts, strict=True)]
         begins = np.cumsum([0, *counts]).astype(np.int32)
-        return lengths | {"kv_indptr": self.xp.asarray(begins)}
+        listed = np.concatenate([*used, np.array(GARBAGE, np.int32)])
+        return self.xp.asarray(begins), self.xp.asarray(listed)
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -196,17 +206,11 @@ class Fp8Problem:
         if self.case.form in SCALED:
             inputs["kv_scale"] = self.kv_scale
         if self.case.operation == "list":
-            lengths = self.lengths.tolist()
-            used = [row[: self._pages_of(n)] for row, n in zip(self.table, lengths, strict=True)]
-            listed = np.concatenate([*used, np.array(GARBAGE, np.int32)])
-            return inputs | {"kv_indices": self.xp.asarray(listed)}
+            return inputs | {"kv_indices": self._list[1]}
         inputs["block_table"] = self.block_table
         if self.case.operation == "decode":
             inputs["cache_seqlens"] = self.cache_seqlens
         return inputs
-
-    def _pages_of(self, length: int) -> int:
-        return -(-length // self.case.page_size)
 
     def call(self, **options: Any) -> Any:
         """The operation on these arrays."""

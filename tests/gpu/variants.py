@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from cumla.launch import all_specs, module
+from cumla.launch import all_specs, mla_decode_fp8, module
 from cumla.launch.mla_decode import decode_specs
 from cumla.launch.source import OPTIONS, KernelSpec, translation_unit
 
@@ -23,6 +23,7 @@ TILES = ("mla_decode",)
 SWAPPED = ("mla_decode_swapped",)
 BOTH = TILES + SWAPPED  # what they share
 LOGITS = ("mqa_logits", "paged_mqa_logits")
+FP8 = ("mla_decode_fp8",)
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Edit:
 
 def stems_of(edits: Sequence[Edit]) -> tuple[str, ...]:
     """The kernels to which all of these edits apply."""
-    return tuple(stem for stem in BOTH + LOGITS if all(stem in edit.stems for edit in edits))
+    return tuple(stem for stem in BOTH + LOGITS + FP8 if all(stem in edit.stems for edit in edits))
 
 
 JITTER = """
@@ -169,6 +170,29 @@ LOADERS_WAIT_TOGETHER = Edit(
 )
 """Each lane waits for the slots of its neighbours, too: racecheck misses waits of some lanes."""
 
+FP8_EVERY_LANE_ARRIVES = (
+    Edit(FP8, "mbarrier_init(shared.free(s), 4);", "mbarrier_init(shared.free(s), kWarpgroup);"),
+    Edit(FP8, "mbarrier_init(shared.query_full(), 2);", "mbarrier_init(shared.query_full(), 64);"),
+    Edit(FP8, "mbarrier_init(shared.query_free(), 8);", "mbarrier_init(shared.query_free(), 256);"),
+    Edit(
+        FP8,
+        "if (lane == 0) mbarrier_arrive(shared.free(s));",
+        "fence_proxy_async_shared();\n    mbarrier_arrive(shared.free(s));",
+    ),
+    Edit(
+        FP8,
+        "if (lane == 0) mbarrier_arrive(shared.query_full());",
+        "mbarrier_arrive(shared.query_full());",
+        times=2,  # one of them of other kernels
+    ),
+    Edit(
+        FP8,
+        "if (lane == 0) mbarrier_arrive(shared.query_free());",
+        "mbarrier_arrive(shared.query_free());",
+    ),
+)
+"""Every lane says itself that it has read from a slot of the ring, and what it did to the query."""
+
 ALL = {
     "delays": DELAYS,
     "delays of the joining": JOIN_DELAYS,
@@ -182,6 +206,7 @@ ALL = {
     "swapped: missing exchange sync": (SWAPPED_MISSING_EXCHANGE_SYNC,),
     "swapped: unwritten partial": (SWAPPED_UNWRITTEN_PARTIAL,),
     "every lane frees": EVERY_LANE_FREES,
+    "every lane arrives": FP8_EVERY_LANE_ARRIVES,
     "loaders wait together": (LOADERS_WAIT_TOGETHER,),
 }
 """Every variant that a test or a tool uses."""
@@ -189,6 +214,8 @@ ALL = {
 
 def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
     """The entry points of a kernel for bfloat16 and one size of pages, or for 64 heads of 128."""
+    if stem in FP8:
+        return mla_decode_fp8.SPECS
     decode = decode_specs("bfloat16", page_size)
     logits = (spec for spec in all_specs() if "h64_d128" in spec.entry)
     return tuple(spec for spec in (*decode, *logits) if spec.stem == stem)
