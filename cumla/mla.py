@@ -44,7 +44,7 @@ from cumla.checks import (
 from cumla.fp8_caches import number_of
 from cumla.launch.device import current_device, properties, require_hopper
 from cumla.launch.mla_decode import decode_spec, form_of, prepare_decode
-from cumla.launch.mla_decode_fp8 import fp8_spec, prepare_decode_fp8
+from cumla.launch.mla_decode_fp8 import fp8_specs, prepare_decode_fp8
 from cumla.launch.mla_plan import BLOCK_TOKENS, CACHES, MLADecodeKey
 from cumla.launch.mla_schedule import prepare_schedule, schedule_spec
 from cumla.mla_call import Kernels, Outputs, load_for
@@ -93,12 +93,14 @@ def mla_decode(
         and 64, each with strides of its own, whether or not q does. num_kv_heads divides num_heads;
         page_size is any. Slots that no request uses may hold anything, NaN included.
 
-        FP8 caches, as :func:`cumla.append_mla_cache` writes them, for q in bfloat16: either of
-        these as float8_e4m3fn, or uint8 with its bits, under one `kv_scale`; of a pair also the
-        first alone, beside RoPE columns in bfloat16. A triple ``(ckv, kpe, scales)`` of e4m3, e4m3
-        or bfloat16, and float32, the last with 4 columns: a scale for each token and 128 latent
-        columns. And uint8 with 656 columns, the packed format of DeepSeek-V3.2: 512 e4m3, 4 float32
-        scales, 64 bfloat16.
+        FP8 caches, for q in bfloat16: either of the above as float8_e4m3fn, or uint8 with its bits,
+        under one `kv_scale`; of a pair also the first alone, beside RoPE columns in bfloat16. A
+        triple ``(ckv, kpe, scales)`` of e4m3, e4m3 or bfloat16, and float32, the last with 4
+        columns: a scale for each token and 128 latent columns. And uint8 with 656 columns, the
+        packed format of DeepSeek-V3.2: 512 e4m3, 4 float32 scales, 64 bfloat16.
+        :func:`cumla.append_mla_cache` writes all of these but triples with e4m3 RoPE columns.
+        Where pages are multiples of 64 tokens the driver may refuse strides of 0 (broadcast
+        arrays).
     block_table : array
         ``(batch, max_pages)`` int32, rows contiguous. Entries behind a request's last page are
         never read; a page number outside ``[0, num_pages)`` in a used entry reads as zeros.
@@ -164,8 +166,9 @@ def mla_decode(
     Formula and conventions: DeepSeek-V2 (arXiv:2405.04434), section 2.1, with the absorbed weights
     of its appendix.
 
-    Scales of an FP8 cache act in float32, on scores and weights, whatever they are: what such a
-    cache costs is what its rows were rounded by.
+    Scales of an FP8 cache act in float32 on the scores, and on the weights before these are rounded
+    to 16 bits: they need not be powers of two. Few query heads gain time by such a cache, many lose
+    it, because its numbers are converted for each 32 query rows anew.
 
     This is for inference: no gradients flow, and PyTorch's autograd does not record the call,
     whatever its tensors require.
@@ -236,7 +239,7 @@ class MLADecodePlan:
     page_size : int
         Tokens of a cache page: any number from 1.
     dtype : str
-        ``"bfloat16"`` or ``"float16"``: of q and kv_cache.
+        ``"bfloat16"`` or ``"float16"``: of q, and of kv_cache unless `cache_dtype` says otherwise.
     cache_dtype : str, optional
         ``"float8_e4m3fn"`` for FP8 caches in any form, with dtype bfloat16; dtype by default.
     causal : bool
@@ -605,7 +608,7 @@ def _kernels(call: Call, key: MLADecodeKey) -> Kernels:
     """Load the kernels of a shape."""
     if key.cache == "same":
         return Kernels.of(call, schedule_spec(key), decode_spec(key))
-    return Kernels.of(call, schedule_spec(key), fp8_spec(key, False), fp8_spec(key, True))
+    return Kernels.of(call, schedule_spec(key), *fp8_specs(key))
 
 
 def _inputs(

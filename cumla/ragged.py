@@ -45,7 +45,7 @@ from cumla.launch.mla_attention import (
     prepare_attention_schedule,
 )
 from cumla.launch.mla_decode import form_of
-from cumla.launch.mla_decode_fp8 import fp8_spec
+from cumla.launch.mla_decode_fp8 import fp8_specs
 from cumla.launch.mla_plan import BLOCK_TOKENS, CACHES
 from cumla.mla_call import Kernels, Outputs, load_for
 from cumla.ragged_checks import (
@@ -231,7 +231,7 @@ class MLAAttentionPlan:
     page_size : int
         Tokens of a cache page: any number from 1.
     dtype : str
-        ``"bfloat16"`` or ``"float16"``: of q and kv_cache.
+        ``"bfloat16"`` or ``"float16"``: of q, and of kv_cache unless `cache_dtype` says otherwise.
     cache_dtype : str, optional
         ``"float8_e4m3fn"`` for FP8 caches in any form, with dtype bfloat16; dtype by default.
     causal : bool
@@ -622,7 +622,7 @@ def _kernels(call: Call, key: MLAAttentionKey) -> Kernels:
     (schedule,) = SCHEDULE_SPECS
     if key.cache == "same":
         return Kernels.of(call, schedule, attention_spec(key))
-    return Kernels.of(call, schedule, fp8_spec(key, False), fp8_spec(key, True))
+    return Kernels.of(call, schedule, *fp8_specs(key))
 
 
 def _present(qo_indptr: Any, kv_lens: Any, kv_indptr: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@
 // grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM; over queries of different lengths (2, parts,
 // kv heads), half of a row tile at each place of the schedule (HalfTile).
 //
-// Warpgroup 0 loads: warp 0 the KV blocks as slots of the ring become free (TMA), of pages that are no multiples of 64 tokens
+// Warpgroup 0 loads: warp 0 the KV blocks as slots of the ring become free (TMA), or, of kRows,
 // warps 0 and 1 row by row; warps 2 and 3 the query rows, as float16. Warpgroups 1 and 2 compute, each every second block for
 // itself, which is every second slot of the ring; at the end of a segment they add up what they have, each half of the
 // columns of V.
@@ -88,7 +88,7 @@ __device__ __forceinline__ void compute(const MlaDecodeFp8Params& p, const Fp8La
   }
 }
 
-// kForm: kPages, or kRows for pages that are no multiples of 64 tokens.
+// kForm: kPages, or kRows for pages that are no multiples of 64 tokens, and for ragged queries with kGrouped.
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile = QueryTile<kQueryRows>>
 __device__ __forceinline__ void mla_decode_fp8(const MlaDecodeFp8Params& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
@@ -178,7 +179,7 @@ class _Cache(NamedTuple):
                 "kv_scale: needs a cache with e4m3 columns that have no scales of their own; leave "
                 "it out"
             )
-        return cls(tuple(parts), scales, float(np.asarray(kv_scale, np.float32).reshape(())))
+        return cls(tuple(parts), scales, _factor(kv_scale))
 
     def rows(self, table: Array, kv_len: int, dtype: np.dtype[Any]) -> Array:
         """Gather the first kv_len rows of a request: (kv_len, num_kv_heads, 576)."""
@@ -190,6 +191,23 @@ class _Cache(NamedTuple):
             elif part.dtype == _FP8:
                 rows[i] *= dtype.type(self.factor)
         return np.concatenate(rows, axis=-1)
+
+
+def _factor(kv_scale: Any) -> float:
+    """Return a factor as a number of float32."""
+    if isinstance(kv_scale, np.ndarray):
+        if kv_scale.dtype != np.float32:
+            raise TypeError(f"kv_scale: needs float32, got {kv_scale.dtype}; convert it first")
+        if kv_scale.size != 1:
+            raise ValueError(
+                f"kv_scale: needs one element, got shape {kv_scale.shape}; pass one number"
+            )
+    elif isinstance(kv_scale, bool) or not isinstance(kv_scale, Real):
+        raise TypeError(
+            f"kv_scale: needs a number, or an array of one float32, got "
+            f"{type(kv_scale).__qualname__}; convert it"
+        )
+    return float(np.asarray(kv_scale, np.float32).reshape(()))
 
 
 def _cached_rows(kv_cache: Array, table: Array, kv_len: int, dtype: np.dtype[Any]) -> Array:
@@ -232,9 +250,10 @@ def _parts(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, tuple):
         return {name: value}
     if len(value) != 2 and (len(value) != 3 or name == "q"):
+        third = ", or these and the scales of an e4m3 cache" if name != "q" else ""
         raise ValueError(
-            f"{name}: needs one array, or a tuple of latent and RoPE columns, got {len(value)} "
-            f"arrays; join them"
+            f"{name}: needs one array, or a tuple of latent and RoPE columns{third}, got "
+            f"{len(value)} arrays; join them"
         )
     return {f"{name}[{i}]": part for i, part in enumerate(value)}
 

@@ -428,8 +428,8 @@ class BatchMLAPagedAttentionWrapper:
             There was no plan.
         TypeError, ValueError, CumlaError
             As `cumla.mla_attention`, in whose messages ``q`` is the query, ``kv_lens`` is
-            kv_len_arr or seq_lens, ``block_table`` is block_tables, and ``kv_scale`` is kpe_scale,
-            or both scales.
+            kv_len_arr or seq_lens, ``block_table`` is block_tables, ``kv_scale`` is kpe_scale, or
+            both scales, and ``kv_cache[2]`` is ckv_scale_arr, or what stands for ckv_scale.
         """
         _refuse(
             profiler_buffer=profiler_buffer,
@@ -439,12 +439,14 @@ class BatchMLAPagedAttentionWrapper:
         )
         q = _one_form("query", query, q_nope=q_nope, q_pe=q_pe)
         cache = _one_form("kv_cache", kv_cache, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
-        plan = self._ready_plan(q)
+        if self._shape is None:
+            raise RuntimeError("run: needs a plan, got none; call plan() first")
         kv_scale = None
-        if self._shape is not None and self._shape.cache_dtype == FP8:
+        if self._shape.cache_dtype == FP8:
             cache, kv_scale = _with_scales(cache, ckv_scale, ckv_scale_arr, kpe_scale)
         else:
             _refuse_scales(ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
+        plan = self._ready_plan(q, self._shape)
         result = plan.run(
             q,
             cache,
@@ -493,13 +495,11 @@ class BatchMLAPagedAttentionWrapper:
                 kept[corner].copy_(staged, non_blocking=self._on_gpu)
         self._arrays = {name: self._kept[name] for name in arrays}
 
-    def _ready_plan(self, q: Any) -> MLAAttentionPlan:
+    def _ready_plan(self, q: Any, shape: _Shape) -> MLAAttentionPlan:
         """Return a plan whose schedule serves a run with this query, on the current stream."""
-        if self._shape is None:
-            raise RuntimeError("run: needs a plan, got none; call plan() first")
         part = q[0] if isinstance(q, tuple) else q
         call = open_call((("query", part),))
-        made_for = (self._shape, part.shape[0])
+        made_for = (shape, part.shape[0])
         if self._plan is None or made_for != self._made_for:
             if self._plan is not None and self._use_cuda_graph:
                 raise ValueError(
@@ -507,7 +507,7 @@ class BatchMLAPagedAttentionWrapper:
                     f"of this wrapper, got {part.shape[0]}; with use_cuda_graph make a wrapper for "
                     f"each number"
                 )
-            self._plan = self._shape.make(part.shape[0], part)
+            self._plan = shape.make(part.shape[0], part)
             self._made_for = made_for
             self._captured = None
         if self._captured != call.capturing or not self._plan.serves(call.stream):
@@ -552,7 +552,7 @@ def _with_scales(cache: Any, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any)
             f"ckv_scale or ckv_scale_arr (1.0 if the rows were not scaled)"
         )
     for name, scale in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
-        if scale is not None and not isinstance(scale, Real):
+        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
             raise TypeError(
                 f"{name}: needs a number, got {type(scale).__qualname__}; a tensor on a GPU would "
                 f"have to be waited for, so pass float(...) of it once"
