@@ -351,11 +351,9 @@ def _check_dtypes(given: dict[str, ArrayView]) -> None:
         if view.dtype in allowed[name]:
             continue
         if allowed[name] == (query.dtype,):
-            whole = name.startswith("kv_cache") and query.dtype == DTYPES[0]
-            or_fp8 = f", or {E4M3[0]}" if whole and name != "kv_cache[1]" else ""
             raise TypeError(
-                f"{name}: needs {first}'s dtype {query.dtype}{or_fp8}, got {view.dtype}; convert "
-                f"one of them"
+                f"{name}: needs {first}'s dtype {query.dtype}, got {view.dtype}; convert one of "
+                f"them"
             )
         raise TypeError(
             f"{name}: needs {' or '.join(allowed[name])}, got {view.dtype}; convert it first"

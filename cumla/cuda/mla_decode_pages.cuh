@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a block of 64 tokens comes from its pages into tiles of shared memory:
 //
-//   kPages  pages of a multiple of 64 tokens, all columns in one array (FP8 caches: or in several): one box a tile, by one thread
+//   kPages  pages of a multiple of 64 tokens, all columns in one array (of FP8 caches in up to three): a box a tile, one thread
 //   kBoxes  pages that have 8, 16, 32 or 64 tokens in common with 64: boxes of so many rows, by a warp whose lanes know where
 //           the boxes lie. Eight rows are a period of the swizzle, so that boxes land as the rows of a larger one do.
 //   kRows   any other page size: each row by eight lanes, 16 bytes a lane, swizzled by them
