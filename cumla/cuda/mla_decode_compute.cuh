@@ -318,7 +318,7 @@ struct Consumer {
       total[r] = load_shared_float(shared.sum(0, row + 8 * r)) + load_shared_float(shared.sum(1, row + 8 * r));
       const float rounded =
           load_shared_float(shared.weight(0, row + 8 * r)) + load_shared_float(shared.weight(1, row + 8 * r));
-      inverse[r] = rounded == 0.0f ? 0.0f : 1.0f / rounded;
+      inverse[r] = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
       lse[r] = total[r] == 0.0f ? -kInfinity : maximum[r] + log2_approx(total[r]);
     }
     consumers_sync();  // the next segment writes there
@@ -338,7 +338,7 @@ struct Consumer {
       p.partial_lse[piece * p.row_groups * kRowGroup + row] = lse[0];
       p.partial_lse[piece * p.row_groups * kRowGroup + row + 8] = lse[1];
     }
-    float4* destination = p.partial_out + piece_offset(p, piece, consumer, warp, 0, lane);
+    float4* const destination = copy_of(p.partial_out + piece_offset(p, piece, consumer, warp, 0, lane));
 #pragma unroll
     for (int j = 0; j < 32; ++j)
       store_global_float4(destination + 32 * j, output[4 * j] * inverse[0], output[4 * j + 1] * inverse[0],
@@ -378,7 +378,7 @@ struct Consumer {
   // Lane pairs trade halves of two neighbouring column groups: eight bytes a lane, full 32-byte sectors.
   __device__ __forceinline__ void write_halves(char* out, int r, bool exists, float inverse) const {
     const bool odd = lane % 2;
-    out += (consumer * 256 + (odd ? 8 + (lane % 4 - 1) * 2 : (lane % 4) * 2)) * 2;
+    out = copy_of(out + (consumer * 256 + (odd ? 8 + (lane % 4 - 1) * 2 : (lane % 4) * 2)) * 2);
 #pragma unroll
     for (int j = 0; j < 32; j += 2) {
       const u32 first = pack_pair<T>(output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);

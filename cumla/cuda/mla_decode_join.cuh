@@ -198,8 +198,8 @@ struct Joiner {
     const int end = active ? min((helper + 1) * count, pieces) : 0;
     // The pieces lie two slots apart, the first perhaps in its second slot.
     const i64 base = piece_index(p, tile, segment.first_part, 0);
-    const int lse_stride = p.row_groups * kRowGroup, stride = p.row_groups * 2 * 1024;
-    const float* const lse_base = p.partial_lse + base * lse_stride + group * kRowGroup + lane / 4;
+    const int rows = p.row_groups * kRowGroup;  // of a slot
+    const float* const lse_base = p.partial_lse + base * rows + group * kRowGroup + lane / 4;
     const float4* const base_of =
         p.partial_out + piece_offset(p, base, unit / (kUnits / 2), group, unit % (kUnits / 2) * kGroups, lane);
 #pragma unroll 1
@@ -208,23 +208,24 @@ struct Joiner {
       float lse[kAtOnce][2];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        const int i = min(first + k, end - 1);
-        const int slot = i == 0 ? segment.first_slot : 2 * i;
-        const float* const lse_source = lse_base + static_cast<i64>(slot) * lse_stride;
-        const float4* const source = base_of + static_cast<i64>(slot) * stride;
-        lse[k][0] = load_l2_float(lse_source);
-        lse[k][1] = load_l2_float(lse_source + 8);
+        lse[k][0] = lse[k][1] = -kInfinity;
+        const int i = first + k, row = (i == 0 ? segment.first_slot : 2 * i) * rows;
+        const float4* const source = base_of + static_cast<i64>(row) * (kValueDim / 4);
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j) v[k][j] = load_l2_float4(source + 32 * j);
+        for (int j = 0; j < kGroups; ++j) v[k][j] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (i < end) {
+          lse[k][0] = load_l2_float(lse_base + row);
+          lse[k][1] = load_l2_float(lse_base + row + 8);
+#pragma unroll
+          for (int j = 0; j < kGroups; ++j) v[k][j] = load_l2_float4(source + 32 * j);
+        }
       }
       float next[2] = {sum.maximum[0], sum.maximum[1]};
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k)
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          if (first + k >= end) lse[k][r] = -kInfinity;
+        for (int r = 0; r < 2; ++r)
           next[r] = fmaxf(next[r], lse[k][r]);
-        }
       sum.raise(next[0], next[1]);
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
@@ -288,7 +289,7 @@ struct Joiner {
     for (int r = 0; r < 2; ++r) {
       const int row = group * kRowGroup + lane / 4 + 8 * r;
       const float weight = r == 0 ? sum.weight[0] : sum.weight[1], highest = r == 0 ? sum.maximum[0] : sum.maximum[1];
-      const float scale = weight == 0.0f ? 0.0f : 1.0f / weight;
+      const float scale = weight == 0.0f ? 0.0f : reciprocal_approx(weight);
 #pragma unroll
       for (int j = 0; j < kGroups; j += 2) {
         const int column = unit * 8 * kGroups + 8 * j;

@@ -278,7 +278,7 @@ struct SwappedConsumer {
                           other_factor * sum_of_four(shared.sum(row, (1 - consumer) * 4));
       const float rounded = own_factor * sum_of_four(shared.weight(row, consumer * 4)) +
                             other_factor * sum_of_four(shared.weight(row, (1 - consumer) * 4));
-      const float inverse = rounded == 0.0f ? 0.0f : 1.0f / rounded;
+      const float inverse = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
       of_own[i] = own_factor * inverse;
       of_other[i] = other_factor * inverse;
       lse[i] = total == 0.0f ? -kInfinity : highest + log2_approx(total);
@@ -317,6 +317,7 @@ struct SwappedConsumer {
     const bool odd = lane / 4 % 2;
     const int as_lane = ((lane % 4) * 2 + odd) * 4 + lane / 8, row = as_lane / 4;
     const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
+    float4* const place = copy_of(p.partial_out + piece_offset(p, piece, consumer, 0, 2 * warp, as_lane));
 #pragma unroll
     for (int d = 0; d < kHalfTiles; ++d) {
       float4 v[2];
@@ -331,8 +332,7 @@ struct SwappedConsumer {
       if (split) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          store_global_float4(p.partial_out + piece_offset(p, piece, consumer, 0, eights + half, as_lane), v[half].x,
-                              v[half].y, v[half].z, v[half].w);
+          store_global_float4(place + (8 * d + half) * 32, v[half].x, v[half].y, v[half].z, v[half].w);
       } else {
         const int column = consumer * 256 + eights * 8;
         store_columns<T, 8>(p, tile, segment.request, row, as_lane % 4, column, v[0].x, v[0].y, v[1].x, v[1].y);

@@ -36,6 +36,14 @@ __device__ __forceinline__ u32 copy_of(u32 value) {
   return copy;
 }
 
+// An address that many accesses share, computed once for all of them.
+template <typename Pointee>
+__device__ __forceinline__ Pointee* copy_of(Pointee* pointer) {
+  Pointee* copy;
+  asm volatile("mov.b64 %0, %1;" : "=l"(copy) : "l"(pointer));
+  return copy;
+}
+
 // PTX ISA: Data Movement and Conversion Instructions: cvt
 template <typename T>
 __device__ __forceinline__ u32 pack_pair(float low, float high);
@@ -87,6 +95,14 @@ __device__ __forceinline__ float sum_of_pair(u32 packed) {
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// PTX ISA: Floating Point Instructions: rcp
+// To one unit in the last place, in one instruction; a quotient takes a subroutine.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
