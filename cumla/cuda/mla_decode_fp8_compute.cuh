@@ -399,14 +399,18 @@ struct Fp8Consumer {
   }
 
   // Tokens past the end, of a block with so many valid ones, may be anything: their probabilities are 0, and 0 x NaN is NaN.
+  // Each thread clears what it alone has read so far, its bytes of K, and one of the four that read a token's scales clears
+  // these; others read them behind a meeting (weigh).
   __device__ __forceinline__ void clear_past(u32 slot, int valid) const {
-    const int thread = threadIdx.x % kWarpgroup;
+    __syncwarp();  // all four have read the scales
 #pragma unroll 1
-    for (int i = valid * 4 + thread; i < kBlockTokens * 4; i += kWarpgroup)
+    for (int token = warp * 16 + lane / 4, eight = 0; eight < 2; token += 8, ++eight) {
+      if (token < valid) continue;
 #pragma unroll 1
-      for (int k = 0; k < kValueTiles; ++k) store_shared_zero_16(slot + k * kRawTileBytes + i * 16);
-    if (kGrouped && thread >= valid && thread < kBlockTokens)
-      store_shared_zero_16(slot + Layout::kScalesOffset + thread * 16);
+      for (int k = 0; k < kValueTiles; ++k)
+        store_shared_zero_16(slot + key_offset() + eight * 8 * 64 + k * kRawTileBytes);
+      if (kGrouped && lane % 4 == 0) store_shared_zero_16(slot + Layout::kScalesOffset + token * 16);
+    }
   }
 
   // Returns how many blocks there were. t: those of the segments before. Of kRows tokens past the end are zeros already

@@ -100,12 +100,16 @@ def load_boxes(cache: Array, slot: Array) -> None:
 
 def clear_past(slot: Array, scales: Array, valid: int) -> None:
     """Clear the tokens past the end as a consumer's 128 threads do."""
-    chunks, rows = slot.reshape(8, RAW_TILE // 16, 16), scales.reshape(TOKENS, 16)
     for thread in range(128):
-        for i in range(valid * 4 + thread, TOKENS * 4, 128):
-            chunks[:, i] = 0
-        if valid <= thread < TOKENS:
-            rows[thread] = 0
+        warp, lane = divmod(thread, 32)
+        for token in (warp * 16 + lane // 4, warp * 16 + lane // 4 + 8):
+            if token < valid:
+                continue
+            for k in range(8):
+                at = k * RAW_TILE + raw_offset(token, lane % 4)
+                slot[at : at + 16] = 0
+            if lane % 4 == 0:
+                scales.reshape(TOKENS, 16)[token] = 0
 
 
 def conflict_free(places: list[int]) -> bool:
@@ -630,10 +634,11 @@ LINES = {
         "v = {v.x * scale * factors.x, v.y * scale * factors.y};",
         "packed[j] = pack_pair<Fp16>(v.x, v.y);",
         "store_matrix_x4_transposed(to + i / 8 * 16 * 128, packed[0], packed[1],",
-        "for (int i = valid * 4 + thread; i < kBlockTokens * 4; i += kWarpgroup)",
-        "store_shared_zero_16(slot + k * kRawTileBytes + i * 16);",
-        "if (kGrouped && thread >= valid && thread < kBlockTokens)",
-        "store_shared_zero_16(slot + Layout::kScalesOffset + thread * 16);",
+        "for (int token = warp * 16 + lane / 4, eight = 0; eight < 2; token += 8, ++eight) {",
+        "if (token < valid) continue;",
+        "store_shared_zero_16(slot + key_offset() + eight * 8 * 64 + k * kRawTileBytes);",
+        "if (kGrouped && lane % 4 == 0)",
+        "store_shared_zero_16(slot + Layout::kScalesOffset + token * 16);",
     ),
     "mla_decode_fp8_finish.cuh": (
         "const int pair = lane / 4, row = 2 * (lane % 4);",
