@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_kv_fp8(const MlaDecodeFp8Params& p, const L
 }
 
 // The same of pages of whole blocks, by one thread and the copy engine, whose 64-byte swizzle is that of raw_offset. Pages that
-// do not exist bring zeros; tokens behind the end of a request whatever their page holds.
+// do not exist bring zeros; tokens behind the end of a request whatever their page holds. Packed rows come whole, in one box.
 template <typename Layout, bool kGrouped, typename AnyTile>
 __device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, const Layout& shared, const AnyTile& tile,
                                                   const Part& part, int last_place) {
@@ -93,16 +93,21 @@ __device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, c
     auto load = [&](const TensorMap& map, u32 offset, int half, int column) {
       tma_load_4d_async(slot + offset, &map, shared.full(s, half), column, from.row, blockIdx.z, from.page);
     };
+    if constexpr (Layout::kWhole) {
+      mbarrier_arrive_expect_tx(shared.full(s, 0), Layout::kSlotBytes);
+      load(p.decode.latent_map, 0, 0, 0);
+    } else {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      mbarrier_arrive_expect_tx(shared.full(s, half), kTilesOfHalf * kRawTileBytes + (half == 0 ? beside : 0));
-      if (half == 0) {
-        load(p.decode.rope_map, Layout::kRopeOffset, half, 0);
-        if constexpr (kGrouped) load(p.scales_map, Layout::kScalesOffset, half, 0);
+      for (int half = 0; half < 2; ++half) {
+        mbarrier_arrive_expect_tx(shared.full(s, half), kTilesOfHalf * kRawTileBytes + (half == 0 ? beside : 0));
+        if (half == 0) {
+          load(p.decode.rope_map, Layout::kRopeOffset, half, 0);
+          if constexpr (kGrouped) load(p.scales_map, Layout::kScalesOffset, half, 0);
+        }
+#pragma unroll
+        for (int k = half * kTilesOfHalf; k < (half + 1) * kTilesOfHalf; ++k)
+          load(p.decode.latent_map, k * kRawTileBytes, half, k * 64);
       }
-#pragma unroll
-      for (int k = half * kTilesOfHalf; k < (half + 1) * kTilesOfHalf; ++k)
-        load(p.decode.latent_map, k * kRawTileBytes, half, k * 64);
     }
   }
 }

@@ -23,7 +23,13 @@ from numpy.typing import NDArray
 from cumla.arrays import ArrayView
 from cumla.launch import KernelSpec, mla_decode_fp8
 from cumla.launch.mla_attention import MLAAttentionKey
-from cumla.launch.mla_decode_fp8 import SPECS, fp8_spec, fp8_specs, prepare_decode_fp8
+from cumla.launch.mla_decode_fp8 import (
+    SPECS,
+    fp8_spec,
+    fp8_specs,
+    lies_packed,
+    prepare_decode_fp8,
+)
 from cumla.launch.mla_plan import MLADecodeKey
 from cumla.launch.module import LoadedKernel
 from cumla.launch.source import strip_comments, translation_unit
@@ -32,6 +38,7 @@ from tests.launch.test_kernel import compile_checks, members_of
 Array = NDArray[Any]
 
 TOKENS, LATENT, ROPE, RAW_TILE = 64, 512, 64, 4096
+PACKED = 656  # bytes of a row: latent columns, scales from 512 on, RoPE columns from 528 on
 E4M3 = ml_dtypes.float8_e4m3fn
 KV_SCALE = 0.37
 
@@ -41,6 +48,29 @@ KV_SCALE = 0.37
 
 def raw_offset(row: int, chunk: int) -> int:
     return row * 64 + ((chunk ^ (row // 2 & 3)) << 4)
+
+
+class Layout(NamedTuple):
+    """How the latent columns of a block lie in a slot: tiles, or packed rows (Fp8Layout)."""
+
+    whole: bool
+
+    @property
+    def row_bytes(self) -> int:
+        return PACKED if self.whole else 64
+
+    @property
+    def next_tile(self) -> int:
+        return 64 if self.whole else RAW_TILE
+
+    def token_at(self, place: int) -> int:
+        return (place & ~7) | (place & 1) << 2 | (place >> 1 & 3) if self.whole else place
+
+    def chunk_of(self, token: int, chunk: int) -> int:
+        return token * PACKED + chunk * 16 if self.whole else raw_offset(token, chunk)
+
+
+TILES, WHOLE = Layout(False), Layout(True)
 
 
 def load_latent(cache: Array, slot: Array) -> list[list[int]]:
@@ -98,18 +128,22 @@ def load_boxes(cache: Array, slot: Array) -> None:
             load_box(cache[:, k * 64 : k * 64 + 64], slot, k * RAW_TILE)
 
 
-def clear_past(slot: Array, scales: Array, valid: int) -> None:
+def clear_past(slot: Array, scales: Array, valid: int, layout: Layout) -> None:
     """Clear the tokens past the end as a consumer's 128 threads do."""
+    next_scales = PACKED if layout.whole else 16
     for thread in range(128):
         warp, lane = divmod(thread, 32)
-        for token in (warp * 16 + lane // 4, warp * 16 + lane // 4 + 8):
-            if token < valid:
+        own = layout.token_at(warp * 16 + lane // 4)
+        for eight in range(2):
+            if own + 8 * eight < valid:
                 continue
             for k in range(8):
-                at = k * RAW_TILE + raw_offset(token, lane % 4)
+                at = layout.chunk_of(own, lane % 4) + eight * 8 * layout.row_bytes
+                at += k * layout.next_tile
                 slot[at : at + 16] = 0
             if lane % 4 == 0:
-                scales.reshape(TOKENS, 16)[token] = 0
+                at = (own + 8 * eight) * next_scales
+                scales[at : at + 16] = 0
 
 
 def conflict_free(places: list[int]) -> bool:
@@ -172,29 +206,33 @@ def expand_halves(word: Array) -> tuple[Array, Array]:
     return numbers[:2], numbers[2:]
 
 
-def key_steps(tile: Array) -> tuple[list[Array], list[list[int]]]:
-    """Four fragments of K (64, 16) from a tile's bytes: KeyTile::load and expand."""
+def key_steps(tile: Array, layout: Layout = TILES) -> tuple[list[Array], list[list[int]]]:
+    """Four fragments of K (64, 16) from the bytes where a tile begins: KeyTile::load and expand."""
     registers = np.zeros((4, 128, 4, 2))
     places: list[list[int]] = [[], []]
     for thread in range(128):
         warp, lane = divmod(thread, 32)
-        at = raw_offset(warp * 16 + lane // 4, lane % 4)
-        low, high = tile[at : at + 16].reshape(4, 4), tile[at + 512 : at + 528].reshape(4, 4)
+        at = layout.chunk_of(layout.token_at(warp * 16 + lane // 4), lane % 4)
+        behind = at + 8 * layout.row_bytes
+        low, high = tile[at : at + 16].reshape(4, 4), tile[behind : behind + 16].reshape(4, 4)
         places[0].append(at)
-        places[1].append(at + 512)
+        places[1].append(behind)
         for k in range(4):
             registers[k, thread, 0], registers[k, thread, 2] = expand_halves(low[k].copy())
             registers[k, thread, 1], registers[k, thread, 3] = expand_halves(high[k].copy())
     return [fragment_a(registers[k]) for k in range(4)], places
 
 
-def value_steps(tile: Array) -> tuple[list[Array], list[list[int]]]:
+def value_steps(tile: Array, layout: Layout = TILES) -> tuple[list[Array], list[list[int]]]:
     """Four fragments of V^T (64 columns, 16 tokens): ldmatrix .trans, and expand_values."""
     registers = np.zeros((4, 128, 4, 2))
     instructions = []
     for warp in range(4):
         for half in range(2):
-            places = [raw_offset(lane, warp) + half * 32 * 64 for lane in range(32)]
+            rows_of_half = half * 32 * layout.row_bytes
+            places = [
+                layout.chunk_of(layout.token_at(lane), warp) + rows_of_half for lane in range(32)
+            ]
             instructions.append(places)
             units = np.stack([tile[at : at + 16].view(np.uint16) for at in places])  # (32 rows, 8)
             for lane in range(32):
@@ -206,6 +244,25 @@ def value_steps(tile: Array) -> tuple[list[Array], list[list[int]]]:
                     registers[k, thread, i % 2 * 2] = even
                     registers[k, thread, i % 2 * 2 + 1] = odd
     # a[2 i], a[2 i + 1] of word i; of a product four registers
+    return [fragment_a(registers[k]) for k in range(4)], instructions
+
+
+def rope_steps(columns: Array) -> tuple[list[Array], list[list[int]]]:
+    """Four fragments (64, 16) of bfloat16 columns, from where the first row has them: ldmatrix."""
+    registers = np.zeros((4, 128, 4, 2))
+    instructions = []
+    for warp in range(4):
+        for k in range(4):
+            places = [
+                WHOLE.chunk_of(WHOLE.token_at(warp * 16 + lane % 16), lane // 16) + k * 32
+                for lane in range(32)
+            ]
+            instructions.append(places)
+            rows = np.stack([columns[at : at + 16].view(ml_dtypes.bfloat16) for at in places])
+            for lane in range(32):
+                for i in range(4):
+                    pair = rows[8 * i + lane // 4, 2 * (lane % 4) : 2 * (lane % 4) + 2]
+                    registers[k, warp * 32 + lane, i] = pair
     return [fragment_a(registers[k]) for k in range(4)], instructions
 
 
@@ -240,6 +297,16 @@ def store_probabilities(p: Array, rows: int) -> Array:
     return tile
 
 
+def filled_slot(latent: Array, rope: Array, scales: Array | None, layout: Layout) -> Array:
+    """A slot with the latent columns of a block; of packed rows with all that they hold."""
+    if layout.whole:
+        assert scales is not None
+        return packed_rows(latent, rope, scales).reshape(-1)
+    slot = np.zeros(8 * RAW_TILE, np.uint8)
+    load_latent(latent, slot)
+    return slot
+
+
 class Block:
     """A block of 64 tokens as one consumer computes it, and what a segment of it alone leaves."""
 
@@ -252,14 +319,17 @@ class Block:
         q: Array,
         rows: int,
         consumer: int,
+        layout: Layout = TILES,
     ) -> None:
-        slot = np.zeros(8 * RAW_TILE, np.uint8)
-        load_latent(latent, slot)
+        slot = filled_slot(latent, rope, scales, layout)
+        if layout.whole:
+            scales = slot.reshape(TOKENS, PACKED)[:, 512:528].copy().view(np.float32)
         rope_is_fp8 = rope.dtype == np.uint8
         query, divisors = load_query(q, rows, rope_is_fp8)
-        tiles = slot.reshape(8, RAW_TILE)
+        tiles = [slot[k * layout.next_tile :] for k in range(8)]
+        self.layout = layout
         lanes = np.arange(128)
-        tokens = lanes // 32 * 16 + lanes % 32 // 4
+        tokens = np.array([layout.token_at(t // 32 * 16 + t % 32 // 4) for t in range(128)])
         own = np.arange(rows // 2)
         held_rows = (own // 4 * 8 + own % 2)[None] + 2 * (lanes % 4)[:, None]
         low = own[None] % 4 < 2
@@ -274,8 +344,9 @@ class Block:
             raw = self.keys(tile, query[8], np.float16)
             scores += accumulators(raw) * kv_scale * divisors[held_rows]
         else:
-            raw = rope.astype(np.float64) @ rows_of_tile(query[8], ml_dtypes.bfloat16).T
-            scores += accumulators(raw)
+            keys = np.hstack(rope_steps(slot[528:])[0]) if layout.whole else rope
+            columns = rows_of_tile(query[8], ml_dtypes.bfloat16)
+            scores += accumulators(keys.astype(np.float64) @ columns.T)
         for group in range(4):
             pair = (2 * group, 2 * group + 1)
             d = accumulators(sum(self.keys(tiles[k], query[k], np.float16) for k in pair))
@@ -295,7 +366,7 @@ class Block:
         self.consumer, self.rows = consumer, rows
         for d in range(8):
             tile = d ^ consumer * 4
-            steps, _ = value_steps(tiles[tile])
+            steps, _ = value_steps(tiles[tile], layout)
             weighed, factor = p, np.ones(rows)
             if scales is not None:
                 weighed = p * of_tokens(scales[:, tile // 2])
@@ -309,9 +380,8 @@ class Block:
             normal = (kv_scale if scales is None else 1.0) / (self.sum * factor)[held_rows]
             self.output.append(accumulators(product) * normal)
 
-    @staticmethod
-    def keys(tile: Array, query: Array, dtype: Any) -> Array:
-        steps, _ = key_steps(tile)
+    def keys(self, tile: Array, query: Array, dtype: Any) -> Array:
+        steps, _ = key_steps(tile, self.layout)
         columns = rows_of_tile(query, dtype)
         return sum(steps[k] @ columns[:, 16 * k : 16 * k + 16].T for k in range(4))  # type: ignore
 
@@ -387,6 +457,12 @@ def attention(k: Array, q: Array) -> tuple[Array, Array]:
     return weights / total @ k[:, :512], np.log(total[:, 0]) + scores.max(1)
 
 
+def packed_rows(latent: Array, rope: Array, scales: Array) -> Array:
+    """A block of packed rows, which the copy engine brings as it lies: (64, 656) bytes."""
+    parts = latent, scales.astype(np.float32).view(np.uint8), rope.view(np.uint8)
+    return np.concatenate(parts, axis=1)
+
+
 FORMS = ("e4m3", "bfloat16 rope", "scales", "scales and e4m3 rope")
 
 
@@ -420,8 +496,31 @@ def test_a_block_through_shared_memory(form: str, rows: int, consumer: int) -> N
     q = (rng.standard_normal((rows, 576)) * np.exp2(-rng.integers(0, 20, (rows, 1)))).astype(
         ml_dtypes.bfloat16
     )
-    block = Block(latent, rope, scales, KV_SCALE, q, rows, consumer)
-    out, lse = attention(values, q)
+    hold_against(attention(values, q), Block(latent, rope, scales, KV_SCALE, q, rows, consumer))
+
+
+@pytest.mark.parametrize("consumer", [0, 1])
+def test_a_block_of_packed_rows(consumer: int) -> None:
+    """It has the scores of the same numbers in tiles, token by token, and their output."""
+    rng = np.random.default_rng(consumer)
+    latent, rope, scales, values = cache_of("scales", rng)
+    assert scales is not None
+    scales = scales.astype(np.float32)
+    q = rng.standard_normal((16, 576)).astype(ml_dtypes.bfloat16)
+    block, tiled = (
+        Block(latent, rope, scales, KV_SCALE, q, 16, consumer, layout) for layout in (WHOLE, TILES)
+    )
+    hold_against(attention(values, q), block)
+    for thread in range(128):
+        warp, lane = divmod(thread, 32)
+        other = warp * 32 + WHOLE.token_at(lane // 4) * 4 + lane % 4
+        np.testing.assert_allclose(block.scores[thread], tiled.scores[other], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(block.written(), tiled.written(), rtol=0, atol=1e-12)
+
+
+def hold_against(expected: tuple[Array, Array], block: Block) -> None:
+    """Compare a consumer's half of the output, however it is stored, and the log-sum-exp."""
+    (out, lse), consumer = expected, block.consumer
     half = out[:, consumer * 256 : consumer * 256 + 256]
     for got in (block.written(), block.written_as_float(), rows_of_piece(block.piece())):
         errors = np.linalg.norm(got - half, axis=1) / np.linalg.norm(half, axis=1)
@@ -452,6 +551,28 @@ def test_no_two_lanes_meet_in_a_bank() -> None:
     assert not conflict_free([64 * row for row in range(8)])
 
 
+def test_no_two_lanes_meet_in_a_bank_of_packed_rows() -> None:
+    """Nor four bytes of scales of eight tokens, which four lanes each read."""
+    slot = np.zeros(TOKENS * PACKED, np.uint8)
+    keys = [at[32 * w : 32 * w + 32] for at in key_steps(slot, WHOLE)[1] for w in range(4)]
+    instructions = keys + value_steps(slot, WHOLE)[1] + rope_steps(slot[528:])[1]
+    assert len(instructions) == 8 + 8 + 16
+    assert all(conflict_free(places) for places in instructions)
+    in_order = [WHOLE.chunk_of(lane // 4, lane % 4) for lane in range(8)]
+    assert not conflict_free(in_order)  # why neighbours in a fragment are four tokens apart
+    banks = {WHOLE.token_at(place) * PACKED // 4 % 32 for place in range(8)}
+    assert len(banks) == 8
+
+
+def test_sums_over_tokens_have_one_order() -> None:
+    """Lanes trade sums so that of the tokens' numbers first the last bit differs, then the next."""
+    for bit in range(3):
+        step = 4 << (bit + 1) % 3
+        for lane in range(32):
+            tokens = [WHOLE.token_at(at // 4) for at in (lane, lane ^ step)]
+            assert tokens[0] ^ tokens[1] == 1 << bit
+
+
 def test_the_copy_engine_swizzles_as_the_consumers_read() -> None:
     """Its 64-byte swizzle is raw_offset, of tiles that begin where its pattern does."""
     places = [[row * 64 + chunk * 16 for chunk in range(4)] for row in range(TOKENS)]
@@ -475,7 +596,10 @@ def test_both_forms_of_loading_fill_a_slot_alike() -> None:
     np.testing.assert_array_equal(rope_by_boxes, rope_by_rows)
 
 
-@pytest.mark.parametrize("valid", [1, 2, 31, 32, 33, 63])
+PAST_THE_END = pytest.mark.parametrize("valid", [1, 2, 31, 32, 33, 63])
+
+
+@PAST_THE_END
 def test_tokens_past_the_end_are_cleared_and_no_others(valid: int) -> None:
     """Whole pages bring what lies behind the end, NaN too; rows copied one by one bring zeros."""
     cache = np.full((TOKENS, LATENT), 0x7F, np.uint8)
@@ -484,11 +608,22 @@ def test_tokens_past_the_end_are_cleared_and_no_others(valid: int) -> None:
     scales[:valid] = 2.0
     slot, wanted = np.zeros(8 * RAW_TILE, np.uint8), np.zeros(8 * RAW_TILE, np.uint8)
     load_boxes(cache, slot)
-    clear_past(slot, scales.view(np.uint8), valid)
+    clear_past(slot, scales.view(np.uint8).reshape(-1), valid, TILES)
     load_latent(np.where(np.arange(TOKENS)[:, None] < valid, cache, 0).astype(np.uint8), wanted)
     np.testing.assert_array_equal(slot, wanted)
     assert (scales[:valid] == 2).all()
     assert (scales[valid:] == 0).all()
+
+
+@PAST_THE_END
+def test_packed_rows_past_the_end_are_cleared_and_no_others(valid: int) -> None:
+    """But for RoPE columns: of those nothing is left once scores are masked."""
+    rows = np.full((TOKENS, PACKED), 0x7F, np.uint8)
+    wanted = rows.copy()
+    wanted[valid:, :528] = 0
+    slot = rows.reshape(-1)
+    clear_past(slot, slot[512:], valid, WHOLE)
+    np.testing.assert_array_equal(rows, wanted)
 
 
 def test_a_query_of_any_size_keeps_its_bits() -> None:
@@ -599,6 +734,8 @@ LINES = {
         "const int row = 4 * i + lane / 16 * 2 + lane / 4 % 2;",
         "copy_16_async(destination + k * 2 * kRawTileBytes, source + k * 128, exists);",
         "tma_load_4d_async(slot + offset, &map, shared.full(s, half), column, from.row,",
+        "mbarrier_arrive_expect_tx(shared.full(s, 0), Layout::kSlotBytes);",
+        "load(p.decode.latent_map, 0, 0, 0);",
         "kTilesOfHalf * kRawTileBytes + (half == 0 ? beside : 0));",
         "load(p.decode.rope_map, Layout::kRopeOffset, half, 0);",
         "load(p.scales_map, Layout::kScalesOffset, half, 0);",
@@ -611,9 +748,20 @@ LINES = {
         "store_shared_16(to + ((chunk ^ (row & 7)) << 4), v);",
         "__uint_as_float((exponent - 14) << 23)",
     ),
-    "mla_decode_fp8_layout.cuh": ("return row * 64 + ((chunk ^ (row / 2 & 3)) << 4);",),
+    "mla_decode_fp8_layout.cuh": (
+        "kPackedScales = kValueDim, kPackedRope = kPackedScales + 4 * kScaleGroups,",
+        "kPackedBytes = kPackedRope + 128;",
+        "return row * 64 + ((chunk ^ (row / 2 & 3)) << 4);",
+        "kRowBytes = kWhole ? kPackedBytes : 64;",
+        "kNextTile = kWhole ? 64 : kRawTileBytes;",
+        "kRopeOffset = kWhole ? kPackedRope :",
+        "kScalesOffset = kWhole ? kPackedScales :",
+        "kNextScales = kWhole ? kPackedBytes : 4 * kScaleGroups;",
+        "return kWhole ? (place & ~7) | (place & 1) << 2 | (place >> 1 & 3) : place;",
+        "return kWhole ? token * kPackedBytes + chunk * 16 : raw_offset(token, chunk);",
+    ),
     "mla_decode_fp8_products.cuh": (
-        "high = load_shared_16(source + 8 * 64);",
+        "high = load_shared_16(source + 8 * kRowBytes);",
         "expand_e4m3x4(half == 0 ? low.x : low.z, a[0], a[2]);",
         "expand_e4m3x4(half == 0 ? high.x : high.z, a[1], a[3]);",
         "expand_e4m3x4(half == 0 ? low.y : low.w, a[4], a[6]);",
@@ -624,23 +772,29 @@ LINES = {
         "kReferenceBelow = 7.0f, kReferenceSlack = 15.0f;",
         "kMostProbability = 1e15f;",
         "kLeastGroupReference = -100;",
-        "raw_offset(warp * 16 + lane / 4, lane % 4);",
+        "Layout::chunk_of(Layout::token_at(warp * 16 + lane % 16), lane / 16);",
+        "load_matrix_x4(a[k], source + k * 32);",
+        "return Layout::token_at(warp * 16 + lane / 4);",
+        "return Layout::chunk_of(own_token(), lane % 4);",
+        "keys.load<Layout::kRowBytes>(source + tile * Layout::kNextTile);",
+        "(own_token() + 8 * eight) * Layout::kNextScales + group * 4);",
         "return d ^ consumer * kHalfTiles;",
-        "slot + raw_offset(lane, warp);",
-        "+ (step + 1) % 2 * 32 * 64);",
+        "value_tile(step / 2) * Layout::kNextTile + step % 2 * 32 * Layout::kRowBytes);",
+        "slot + Layout::chunk_of(Layout::token_at(lane), warp);",
         "const int tokens = 2 * warp + lane / 8 % 2;",
         "const int row = lane / 16 * 8 + lane % 8;",
         "const u32 place = row * 128 + ((tokens ^ (row & 7)) << 4);",
         "v = {v.x * scale * factors.x, v.y * scale * factors.y};",
         "packed[j] = pack_pair<Fp16>(v.x, v.y);",
         "store_matrix_x4_transposed(to + i / 8 * 16 * 128, packed[0], packed[1],",
-        "for (int token = warp * 16 + lane / 4, eight = 0; eight < 2; token += 8, ++eight) {",
+        "for (int token = own_token(), eight = 0; eight < 2; token += 8, ++eight) {",
         "if (token < valid) continue;",
-        "store_shared_zero_16(slot + key_offset() + eight * 8 * 64 + k * kRawTileBytes);",
+        "slot + key_offset() + eight * 8 * Layout::kRowBytes + k * Layout::kNextTile);",
         "if (kGrouped && lane % 4 == 0)",
-        "store_shared_zero_16(slot + Layout::kScalesOffset + token * 16);",
+        "store_shared_zero_16(slot + Layout::kScalesOffset + token * Layout::kNextScales);",
     ),
     "mla_decode_fp8_finish.cuh": (
+        "const int step = 4 << (kForm == kPacked ? (bit + 1) % 3 : bit);",
         "const int pair = lane / 4, row = 2 * (lane % 4);",
         "piece_offset(p, piece, consumer, group, 2 * warp + pair / 4, row * 4 + pair % 4);",
         "store_global_float4(to + d * 8 * 32 + j * 4, v[j], v[j + 2], v[j + 4], v[j + 6]);",
@@ -692,12 +846,22 @@ def test_the_kernel_of_a_shape(grouped: bool, page_size: int) -> None:
         assert spec.function == (
             f"mla_decode_fp8<{width}, {flag}, {'kPages' if whole else 'kRows'}>"
         )
+        if not grouped:
+            continue
+        packed = fp8_spec(decode_key(rows, page_size=page_size), grouped, packed=True)
+        if whole and width == 16:
+            assert packed.entry == "mla_decode_fp8_16_packed"
+            assert packed.function == "mla_decode_fp8<16, true, kPacked>"
+        else:
+            assert packed is spec
     whole = whole and not grouped  # ragged queries with scales have the other form only
     spec = fp8_spec(attention_key(page_size), grouped)
     assert spec.entry == f"mla_attention_fp8{tag}{'' if whole else '_rows'}"
     assert spec.function == (
         f"mla_decode_fp8<32, {flag}, {'kPages' if whole else 'kRows'}, HalfTile>"
     )
+    if grouped:
+        assert fp8_spec(attention_key(page_size), grouped, packed=True) is spec
 
 
 def test_every_kernel_serves_a_shape() -> None:
@@ -707,8 +871,8 @@ def test_every_kernel_serves_a_shape() -> None:
         for key in (decode_key(16, 1, size), decode_key(32, 1, size), attention_key(size))
     ]
     assert {spec for key in keys for spec in fp8_specs(key)} == set(SPECS)
-    assert len(SPECS) == 11
-    assert len({spec.entry for spec in SPECS}) == 11
+    assert len(SPECS) == 12
+    assert len({spec.entry for spec in SPECS}) == 12
 
 
 def test_row_tiles_are_those_of_the_kernel() -> None:
@@ -738,13 +902,17 @@ def test_other_caches_have_the_plans_that_they_had() -> None:
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
 def test_shared_memory_is_what_the_layout_takes(spec: KernelSpec, nvrtc: None) -> None:
-    found = re.search(r"<(\d+), (\w+)", spec.function)
+    found = re.search(r"<(\d+, \w+, \w+)", spec.function)
     assert found is not None
-    layout = f"Fp8Layout<{found[1]}, {found[2]}>"
+    layout = f"Fp8Layout<{found[1]}>"
     checks = {f"({layout}::kBytes)": spec.smem_bytes}
     # The copy engine's swizzles, of 64 and of 128 bytes, have periods of 512 and 1024 bytes.
-    checks |= {f"({layout}::{name} % 1024)": 0 for name in ("kSlotBytes", "kRopeOffset")}
-    compile_checks(spec, checks | {"kRawTileBytes % 512": 0})
+    checks |= {f"({layout}::kSlotBytes % 1024)": 0, "kRawTileBytes % 512": 0}
+    if "kPacked" in spec.function:
+        checks |= {"kPackedBytes": PACKED, f"({layout}::kSlotBytes)": TOKENS * PACKED}
+    else:
+        checks |= {f"({layout}::kRopeOffset % 1024)": 0}
+    compile_checks(spec, checks)
 
 
 class Checked(NamedTuple):
@@ -776,6 +944,20 @@ def checked_for(key: MLADecodeKey, grouped: bool, rope: str, factor: Any) -> Che
     )
 
 
+def packed_for(key: MLADecodeKey, row: int = PACKED) -> Checked:
+    """Of packed rows that are so many bytes apart, and kv heads behind one another."""
+    strides = (key.page_size * 2 * row + 64, 2 * row, row)
+    shape = (70, key.page_size, 2)
+    latent = strided(3, (*shape, 512), (*strides, 1), "float8_e4m3fn")
+    rope = strided(3, (*shape, 64), (*strides, 2), "bfloat16")
+    scales = strided(3, (*shape, 4), (*strides, 4), "float32")
+    return checked_for(key, True, "bfloat16", 1.0)._replace(
+        kv_cache=latent,
+        kv_rope=rope._replace(ptr=latent.ptr + 528),
+        kv_scales=scales._replace(ptr=latent.ptr + 512),
+    )
+
+
 class Prepared(NamedTuple):
     """A launch as the driver would get it, by the kernel's names of its parameters."""
 
@@ -794,11 +976,11 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Prepared]:
         return descriptor
 
     def prepare(key: Any, checked: Checked, grouped: bool) -> Prepared:
-        spec = fp8_spec(key, grouped)
+        arguments: Any = checked
+        spec = fp8_spec(key, grouped, lies_packed(arguments))
         out = strided(7, (3, 1, 80, 512), (5008, 5024, 5040, 4), "float32")
         lse = strided(8, (3, 80, 1), (6004, 6008, 6012), "float32")
         kernel = LoadedKernel(1, spec, 0, None)
-        arguments: Any = checked
         prepared: Any = prepare_decode_fp8(kernel, key, 9 << 40, arguments, out, lse, 0.5, 0)
         grid, packed = prepared
         text, _, _ = translation_unit(spec).partition('extern "C"')
@@ -867,6 +1049,49 @@ def test_whole_pages_are_described_to_the_copy_engine(
     else:
         assert scales == bytes(128)
     assert len(encoded) == 2 + grouped
+
+
+@pytest.mark.parametrize("page_size", [64, 128])
+@pytest.mark.parametrize("row", [656, 672])
+def test_packed_rows_are_described_whole(
+    row: int, page_size: int, prepare: Callable[..., Prepared]
+) -> None:
+    """As words, in one map; with more query rows than 16, column by column like other caches."""
+    key = decode_key(16, kv_heads=2, page_size=page_size)
+    page = page_size * 2 * row + 64
+    _, got, encoded = prepare(key, packed_for(key, row), True)
+    latent, *others = (got[name] for name in MAPS)
+    assert encoded == {latent: (3 << 40, "uint32", 70, page_size, 2, 164, page, 2 * row, row, 64)}
+    assert others == [bytes(128)] * 2
+    wide = decode_key(17, kv_heads=2, page_size=page_size)
+    _, got, encoded = prepare(wide, packed_for(wide, row), True)
+    at = [encoded[got[name]][:2] for name in MAPS]
+    begin = 3 << 40
+    assert at == [
+        (begin, "float8_e4m3fn"),
+        (begin + 528, "bfloat16"),
+        (begin + 512, "float32"),
+    ]
+
+
+def test_which_caches_are_packed() -> None:
+    """Any views of such rows; nothing that lies otherwise."""
+    key = decode_key(16, kv_heads=2)
+    packed: Any = packed_for(key)
+    assert lies_packed(packed)
+    other: Any = checked_for(key, True, "bfloat16", 1.0)
+    assert not lies_packed(other)
+    rope, scales = packed.kv_rope, packed.kv_scales
+    further = {"strides": (rope.strides[0] + 16, *rope.strides[1:])}
+    for change in (
+        {"kv_scales": None},
+        {"kv_scales": scales._replace(ptr=scales.ptr + 16)},
+        {"kv_scales": scales._replace(**further)},
+        {"kv_rope": rope._replace(ptr=rope.ptr + 16)},
+        {"kv_rope": rope._replace(**further)},
+        {"kv_rope": rope._replace(dtype="float8_e4m3fn")},
+    ):
+        assert not lies_packed(packed._replace(**change))
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,19 @@ __device__ __forceinline__ void wgmma_bf16_async(float (&d)[8], u64 a, u64 b, bo
 }
 
 // PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
-// The same with 32 columns.
+// The same with A in registers.
+__device__ __forceinline__ void wgmma_bf16_async(float (&d)[8], const u32* a, u64 b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %13, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {" CUMLA_D8 "}, {%8, %9, %10, %11}, %12, "
+      "accumulate, 1, 1, 0;\n}"
+      : CUMLA_D8_OPERANDS
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate))
+      : "memory");
+}
+
+// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
+// With 32 columns, both in shared memory.
 __device__ __forceinline__ void wgmma_bf16_async(float (&d)[16], u64 a, u64 b, bool accumulate) {
   asm volatile(
       "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %18, 0;\n"
