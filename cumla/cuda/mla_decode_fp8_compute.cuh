@@ -18,8 +18,8 @@ constexpr float kReferenceBelow = 7.0f, kReferenceSlack = 15.0f;
 constexpr float kMostProbability = 1e15f;     // before scales
 constexpr float kLeastGroupReference = -100;  // above that of the probabilities: scales of 0 set none
 
-// One consumer warpgroup. Thread layout of the scores: tokens 16 warp + lane / 4 and that + 8, of kPacked those there in
-// Fp8Layout's order, in every group of eight query rows the two at 2 (lane % 4). Of the output, of 64 columns of V:
+// One consumer warpgroup. Thread layout of the scores: tokens 16 warp + lane / 4 and that + 8, or rather those there in the
+// order of token_at; in every group of eight query rows the two at 2 (lane % 4). Of the output, of 64 columns of V:
 // 16 warp + 2 (lane / 4) and the one behind that.
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
 struct Fp8Consumer {
@@ -142,38 +142,29 @@ struct Fp8Consumer {
     }
   }
 
-  // RoPE columns of 16 bits: a tile from shared memory, of packed rows fragments.
+  // RoPE columns of 16 bits: fragments as well, for the order of the tokens.
   __device__ __forceinline__ void multiply_rope_16(u32 rope) {
-    const u32 query = kRopeTile * Layout::kQueryTileBytes;
-    if constexpr (kForm == kPacked) {
-      const u32 source = rope + Layout::chunk_of(Layout::token_at(warp * 16 + lane % 16), lane / 16);
-      u32 a[4][4];
+    const int token = token_at(warp * 16 + lane % 16);
+    u32 a[4][4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        load_matrix_x4(a[k], source + k * 32);
-        keep_before_products(a[k]);
-      }
-      warpgroup_arrive();
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        wgmma_bf16_async(scores, a[k], descriptor_of_rows<128>(shared.query, query + k * 32), k > 0);
-    } else {
-      if constexpr (kForm == kRows) fence_proxy_async_shared();  // the tile was written by threads' own copies
-      warpgroup_arrive();
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        wgmma_bf16_async(scores, descriptor_of_rows<128>(rope, k * 32),
-                         descriptor_of_rows<128>(shared.query, query + k * 32), k > 0);
+    for (int k = 0; k < 4; ++k) {
+      load_matrix_x4(a[k], rope + Layout::chunk_of(token, 2 * k + lane / 16));
+      keep_before_products(a[k]);
     }
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      wgmma_bf16_async(scores, a[k], descriptor_of_rows<128>(shared.query, kRopeTile * Layout::kQueryTileBytes + k * 32),
+                       k > 0);
   }
 
-  // This thread's token, and the one eight behind it. Where their bytes of K begin: eight rows are two periods of the swizzle.
-  __device__ __forceinline__ int own_token() const { return Layout::token_at(warp * 16 + lane / 4); }
+  // This thread's token, and the one eight behind it. Where their bytes of K begin: eight rows are a period of the swizzle.
+  __device__ __forceinline__ int own_token() const { return token_at(warp * 16 + lane / 4); }
   __device__ __forceinline__ u32 key_offset() const { return Layout::chunk_of(own_token(), lane % 4); }
 
   // Their bytes of 64 columns of K.
   __device__ __forceinline__ static void load_keys(KeyTile& keys, u32 source, int tile) {
-    keys.load<Layout::kRowBytes>(source + tile * Layout::kNextTile);
+    keys.load<Layout::kRowBytes>(Layout::chunk_of_tile(source, tile));
   }
 
   // The scale of this thread's token, or of the one eight behind it, and a group of columns.
@@ -233,13 +224,13 @@ struct Fp8Consumer {
   // 32 tokens of 64 columns of V, of 16 columns a row a lane.
   __device__ __forceinline__ void load_values(u32 (&words)[4], u32 source, int step) const {
     load_matrix_x4_transposed(
-        words, source + value_tile(step / 2) * Layout::kNextTile + step % 2 * 32 * Layout::kRowBytes);
+        words, Layout::chunk_of_tile(source, value_tile(step / 2)) + step % 2 * 32 * Layout::kRowBytes);
   }
 
   // output += V x probabilities; then the slot is free.
   __device__ __forceinline__ void multiply_values(u32 s) {
     const u32 slot = shared.slot(s);
-    const u32 source = slot + Layout::chunk_of(Layout::token_at(lane), warp);  // 32 rows are periods of the swizzle
+    const u32 source = slot + Layout::chunk_of(token_at(lane), warp);  // 32 rows are periods of the swizzle
     u32 a[2][kStepRegisters], words[4];
     load_values(words, source, 0);
 #pragma unroll
@@ -441,7 +432,7 @@ struct Fp8Consumer {
       if (token < valid) continue;
 #pragma unroll 1
       for (int k = 0; k < kValueTiles; ++k)
-        store_shared_zero_16(slot + key_offset() + eight * 8 * Layout::kRowBytes + k * Layout::kNextTile);
+        store_shared_zero_16(Layout::chunk_of_tile(slot + key_offset(), k) + eight * 8 * Layout::kRowBytes);
       if (kGrouped && lane % 4 == 0)
         store_shared_zero_16(slot + Layout::kScalesOffset + token * Layout::kNextScales);
     }

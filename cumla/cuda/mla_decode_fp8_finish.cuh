@@ -57,11 +57,9 @@ struct Fp8Finisher {
 
   __device__ __forceinline__ void leave_sums() const {
 #pragma unroll
-    for (int bit = 0; bit < 3; ++bit) {  // of the tokens' numbers: the order of the sum is the same in all forms
-      const int step = 4 << (kForm == kPacked ? (bit + 1) % 3 : bit);
+    for (int step = 4; step < 32; step *= 2)
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) of.sum[i] += __shfl_xor_sync(0xffffffffu, of.sum[i], step);
-    }
     if (lane >= 4) return;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {

@@ -8,7 +8,7 @@ namespace cumla {
 
 constexpr int kScaleGroups = 4;  // of 128 latent columns, each with a scale of its own
 constexpr int kValueTiles = kValueDim / 64;
-constexpr int kRawTileBytes = kBlockTokens * 64;  // 64 tokens x 64 columns of 8 bits
+constexpr int kRawColumns = 128;  // of a tile of 8 bits, kTileBytes large
 // A packed row: e4m3 latent columns, their scales, bfloat16 RoPE columns.
 constexpr int kPackedScales = kValueDim, kPackedRope = kPackedScales + 4 * kScaleGroups, kPackedBytes = kPackedRope + 128;
 
@@ -16,7 +16,7 @@ constexpr int kPackedScales = kValueDim, kPackedRope = kPackedScales + 4 * kScal
 constexpr PageForm kPacked = static_cast<PageForm>(kRows + 1);
 
 struct MlaDecodeFp8Params {
-  MlaDecodeParams decode;  // its latent columns are e4m3; of kPages the maps of both, 8-bit boxes with a 64-byte swizzle
+  MlaDecodeParams decode;  // its latent columns are e4m3; of kPages the maps of both, boxes 128 bytes wide, swizzled
   CacheColumns scales;     // of a token, one for each group of columns; none without kGrouped
   const float* kv_scale;   // factor of e4m3 columns without such scales; null: it is kv_scale_value
   float kv_scale_value;
@@ -63,23 +63,22 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, HalfTile
   return segment;
 }
 
-// Where the 16-byte chunk of a row of 64 bytes lies.
-__device__ __forceinline__ u32 raw_offset(int row, int chunk) { return row * 64 + ((chunk ^ (row / 2 & 3)) << 4); }
+// Which token's columns the fragments of a block have as one of its 64 rows: neighbours are four tokens apart.
+__device__ __forceinline__ int token_at(int place) { return (place & ~7) | (place & 1) << 2 | (place >> 1 & 3); }
 
-// A slot of the ring holds a block as it lies in the cache: of the latent columns eight tiles, RoPE columns as a tile of 8 or
-// 16 bits, 16 bytes of scales a token. Tiles of 8 bits have rows of 64 bytes, whose four chunks of 16 are swapped so that
-// neither eight rows of one chunk (ldmatrix) nor all of two neighbouring rows (fragments of K, copies) meet in a bank.
+// A slot of the ring holds a block as it lies in the cache: of the latent columns four tiles, RoPE columns as a tile of 8 or
+// 16 bits, 16 bytes of scales a token. Tiles have rows of 128 bytes, whose eight chunks of 16 are swapped, each row in its
+// way (chunk_of): eight rows of one chunk (ldmatrix) meet in no bank, nor do the same four of a row and of the one four
+// behind it (fragments of K). Of RoPE columns of 8 bits a row has half of the chunks.
 //
-// Of kPacked it holds whole rows, one behind the other. 656 bytes are five times all banks and 16 bytes: eight rows of one
-// chunk meet in no bank, nor do four chunks of a row and of the one four behind it, which fragments therefore have as
-// neighbours (token_at).
+// Of kPacked it holds whole rows, one behind the other. 656 bytes are five times all banks and 16 bytes: the same meet in no
+// bank without being swapped.
 template <int kQueryRows, bool kGrouped, PageForm kForm>
 struct Fp8Layout {
   static constexpr bool kWhole = kForm == kPacked;
-  static constexpr int kSlots = 4;                               // even: a slot always meets the same consumer
-  static constexpr int kRowBytes = kWhole ? kPackedBytes : 64;   // from a token's latent columns to the next one's
-  static constexpr int kNextTile = kWhole ? 64 : kRawTileBytes;  // from 64 columns to the next ones
-  static constexpr int kRopeOffset = kWhole ? kPackedRope : kValueTiles * kRawTileBytes;
+  static constexpr int kSlots = 4;                              // even: a slot always meets the same consumer
+  static constexpr int kRowBytes = kWhole ? kPackedBytes : 128;  // from a token's latent columns to the next one's
+  static constexpr int kRopeOffset = kWhole ? kPackedRope : kValueDim / kRawColumns * kTileBytes;
   static constexpr int kScalesOffset = kWhole ? kPackedScales : kRopeOffset + kTileBytes;
   static constexpr int kNextScales = kWhole ? kPackedBytes : 4 * kScaleGroups;  // from a token's to the next one's
   static constexpr int kSlotBytes =
@@ -108,13 +107,13 @@ struct Fp8Layout {
         barriers(words + 16) {}
 
   __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kSlotBytes; }
-  // Which token's columns the fragments of a block have as one of its 64 rows.
-  __device__ __forceinline__ static int token_at(int place) {
-    return kWhole ? (place & ~7) | (place & 1) << 2 | (place >> 1 & 3) : place;
-  }
-  // Where, in a slot, a chunk of 16 of the first 64 columns of a token lies.
+  // Where, in a slot, a chunk of 16 bytes of the first 128 of a token lies.
   __device__ __forceinline__ static u32 chunk_of(int token, int chunk) {
-    return kWhole ? token * kPackedBytes + chunk * 16 : raw_offset(token, chunk);
+    return token * kRowBytes + (kWhole ? chunk * 16 : (chunk ^ (token & 7)) << 4);
+  }
+  // From a chunk of the first 64 latent columns of a block to the same one of the `tile`-th 64.
+  __device__ __forceinline__ static u32 chunk_of_tile(u32 chunk, int tile) {
+    return kWhole ? chunk + tile * 64 : (chunk ^ (tile & 1) << 6) + (tile >> 1) * kTileBytes;
   }
   // Transposed: a row of 64 tokens for each query row; of a group of columns. The RoPE tile of a slot is in use no more.
   __device__ __forceinline__ u32 probabilities_of(int consumer, int group, u32 slot) const {

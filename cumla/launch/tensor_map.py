@@ -16,7 +16,7 @@ __all__ = ["paged_kv_map"]
 _BOXES = {
     "bfloat16": ("BFLOAT16", 64, 128),
     "float16": ("FLOAT16", 64, 128),
-    "float8_e4m3fn": ("UINT8", 64, 64),
+    "float8_e4m3fn": ("UINT8", 128, 128),
     "float32": ("FLOAT32", 4, 0),
     "uint32": ("UINT32", 164, 0),
 }
@@ -37,9 +37,9 @@ def paged_kv_map(
 ) -> bytes:
     """Describe a paged KV cache as (head_dim, page_size, num_kv_heads, num_pages), innermost first.
 
-    One load brings ``box_rows`` rows x 64 columns of one head of one page into shared memory with a
+    One load brings ``box_rows`` rows x 128 bytes of one head of one page into shared memory with a
     swizzle as wide as they are, or x 4 of float32 or x 164 words without; coordinates outside the
-    array bring zeros. Descriptors are cached by all arguments: a cache that stays where it is costs
+    array bring zeros, columns too. Descriptors are cached by all arguments: a cache that stays where it is costs
     one dictionary look-up a call.
 
     Parameters
