@@ -13,12 +13,12 @@
 // itself, which is every second slot of the ring; at the end of a segment they add up what they have, each half of the
 // columns of V.
 //
-// The bytes of the cache lie in shared memory as they came, in tiles of 64 columns or, of kPacked, in whole rows with scales
+// The bytes of the cache lie in shared memory as they came, in tiles of 128 columns or, of kPacked, in whole rows with scales
 // and RoPE columns. Both products take A from registers: a thread reads the bytes that are its fragments (K by rows, V
 // through transposing ldmatrix of two columns as a unit) and converts them to float16, which has all e4m3 numbers. A copy in
 // 16 bits, written and read again, would take more of the shared-memory port (128 B a clock) than a block has. The order of
 // columns in which K's fragments come is that of the query's columns, too (load_query_fp8); the one of V's columns is undone
-// where the output is stored.
+// where the output is stored. Tokens come in the order of token_at, in both products.
 //
 // Scales stay float32: the scores of 128 columns are multiplied by them, and so are the probabilities before they are
 // rounded, once for each 128 columns of V.

@@ -39,8 +39,8 @@ def paged_kv_map(
 
     One load brings ``box_rows`` rows x 128 bytes of one head of one page into shared memory with a
     swizzle as wide as they are, or x 4 of float32 or x 164 words without; coordinates outside the
-    array bring zeros, columns too. Descriptors are cached by all arguments: a cache that stays where it is costs
-    one dictionary look-up a call.
+    array bring zeros, columns too. Descriptors are cached by all arguments: a cache that stays
+    where it is costs one dictionary look-up a call.
 
     Parameters
     ----------
