@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cumla.launch.mla_decode_fp8 import lies_packed
 from cumla.launch.mla_plan import VALUE_DIM
 from cumla.launch.module import load
 
@@ -23,6 +24,7 @@ class Kernels(NamedTuple):
     schedule: LoadedKernel
     attention: LoadedKernel
     grouped: LoadedKernel | None = None  # the same over FP8 caches with scales of 128 columns
+    packed: LoadedKernel | None = None  # and of packed rows, where these have a kernel of their own
 
     @classmethod
     def of(cls, call: Call, *specs: KernelSpec) -> Kernels:
@@ -34,7 +36,7 @@ class Kernels(NamedTuple):
         if arguments.kv_scales is None:
             return self.attention
         assert self.grouped is not None
-        return self.grouped
+        return self.packed if self.packed is not None and lies_packed(arguments) else self.grouped
 
 
 def load_for(call: Call, spec: KernelSpec) -> LoadedKernel:

@@ -211,6 +211,25 @@ def test_kernels(
         assert [e.entry for e in taken(events, "load")] == ([] if plan else loaded)
 
 
+@pytest.mark.parametrize("form", GROUPED)
+def test_packed_rows_have_their_kernel_with_few_query_rows(
+    cupy: FakeCuPy, make: Make, events: list[Event], form: str
+) -> None:
+    """Whole pages of them, in one array or views of it; it is loaded whatever cache comes."""
+    whole = make(form)
+    for name, shape in (("q", (2, 2, 8, 576)), ("out", (2, 2, 8, 512)), ("lse", (2, 8, 2))):
+        old = whole[name]
+        whole[name] = cupy.ndarray(shape, old.dtype)
+        whole[name].data.ptr = old.data.ptr
+    for plan in (False, True):
+        call_of(cupy, whole, "decode", plan=plan)()
+        names = [f"mla_decode_fp8_16{tag}" for tag in ("", "_grouped", "_packed")]
+        assert [e.entry for e in events if e.kind == "load"][1:] == names
+        (prepared,) = [e for e in events if e.kind == "prepare" and "fp8" in e.entry]
+        assert prepared.entry == names[2 if form == "packed" else 1]
+        events.clear()
+
+
 @OPERATIONS
 def test_the_buffer_is_as_large_as_workspace_bytes_says(
     cupy: FakeCuPy,

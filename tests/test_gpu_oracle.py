@@ -478,7 +478,7 @@ def test_the_edits_of_the_kernels_still_apply(name: str, page_size: int) -> None
     entries = {
         "mla_decode": 2,
         "mla_decode_swapped": 1,
-        "mla_decode_fp8": 11,
+        "mla_decode_fp8": 12,
         "mqa_logits": 1,
         "paged_mqa_logits": 4,
     }

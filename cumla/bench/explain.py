@@ -9,7 +9,7 @@ from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.errors import CumlaError
 from cumla.launch.device import current_device, properties
 from cumla.launch.mla_decode import decode_spec
-from cumla.launch.mla_decode_fp8 import fp8_spec
+from cumla.launch.mla_decode_fp8 import fp8_specs
 from cumla.launch.mla_plan import MLADecodeKey
 
 __all__ = ["explain", "find_sm_count", "key_of"]
@@ -71,8 +71,9 @@ def _of_fp8_caches(key: MLADecodeKey) -> str:
     if key.dtype != "bfloat16":
         return ""
     own = replace(key, cache="e4m3")
-    one, grouped = (fp8_spec(own, with_scales).entry for with_scales in (False, True))
-    return f"\n  of an FP8 cache: {one}, or with scales of its own {grouped}"
+    one, grouped, *packed = (spec.entry for spec in fp8_specs(own))
+    in_rows = f", packed {packed[0]}" if packed else ""
+    return f"\n  of an FP8 cache: {one}, or with scales of its own {grouped}{in_rows}"
 
 
 def key_of(case: Case, sm_count: int) -> MLADecodeKey:

@@ -13,17 +13,19 @@
 // itself, which is every second slot of the ring; at the end of a segment they add up what they have, each half of the
 // columns of V.
 //
-// The bytes of the cache lie in shared memory as they came. Both products take A from registers: a thread reads the bytes
-// that are its fragments (K by rows, V through transposing ldmatrix of two columns as a unit) and converts them to float16,
-// which has all e4m3 numbers. A copy in 16 bits, written and read again, would take more of the shared-memory port (128 B a
-// clock) than a block has. The order of columns in which K's fragments come is that of the query's columns, too
-// (load_query_fp8); the one of V's columns is undone where the output is stored.
+// The bytes of the cache lie in shared memory as they came, in tiles of 128 columns or, of kPacked, in whole rows with scales
+// and RoPE columns. Both products take A from registers: a thread reads the bytes that are its fragments (K by rows, V
+// through transposing ldmatrix of two columns as a unit) and converts them to float16, which has all e4m3 numbers. A copy in
+// 16 bits, written and read again, would take more of the shared-memory port (128 B a clock) than a block has. The order of
+// columns in which K's fragments come is that of the query's columns, too (load_query_fp8); the one of V's columns is undone
+// where the output is stored. Tokens come in the order of token_at, in both products.
 //
 // Scales stay float32: the scores of 128 columns are multiplied by them, and so are the probabilities before they are
 // rounded, once for each 128 columns of V.
 //
-// Shared memory:  ring of 4 blocks 163,840, with scales 167,936; query and P, also exchange and joining, 32,768 (16 rows) or
-//                 53,248; sums and references 84 or 180 B a row; words 16; barriers 112: at most 227,072 B of 232,448
+// Shared memory:  ring of 4 blocks 163,840, with scales 167,936; query and P, also exchange and joining, 32,768 (16 rows;
+//                 kPacked 34,816, where no P lies in place of RoPE columns) or 53,248; sums and references 84 or 180 B a
+//                 row; words 16; barriers 112: at most 227,072 B of 232,448
 // Registers:      consumers 208 (16 rows: output 64) or 224 (output 128), loaders 88 or 56; 168 at the start
 // Tensor work:    36 + 32 products m64n16k16 or m64n32k16 a block
 // Port:           a block's bytes are written once and read twice, 32,768 of them as V; 512 or 1,024 B for each product's B
@@ -37,8 +39,8 @@
 namespace cumla {
 
 // loaders: threads that arrive for half of a block.
-template <int kQueryRows, bool kGrouped>
-__device__ __forceinline__ void initialise_barriers(const Fp8Layout<kQueryRows, kGrouped>& shared, int loaders) {
+template <int kQueryRows, bool kGrouped, PageForm kForm>
+__device__ __forceinline__ void initialise_barriers(const Fp8Layout<kQueryRows, kGrouped, kForm>& shared, int loaders) {
 #pragma unroll
   for (int s = 0; s < shared.kSlots; ++s) {
     mbarrier_init(shared.full(s, 0), loaders);
@@ -51,15 +53,16 @@ __device__ __forceinline__ void initialise_barriers(const Fp8Layout<kQueryRows, 
 }
 
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
-__device__ __forceinline__ void load(const MlaDecodeFp8Params& p, const Fp8Layout<kQueryRows, kGrouped>& shared) {
+__device__ __forceinline__ void load(const MlaDecodeFp8Params& p, const Fp8Layout<kQueryRows, kGrouped, kForm>& shared) {
+  using Layout = Fp8Layout<kQueryRows, kGrouped, kForm>;
   const Part part = part_of_cta(p.decode, blockIdx.y);
   AnyTile tile(p.decode);
   const int last_place = last_place_of(p.decode, part), warp = threadIdx.x / 32;
   if (warp < 2) {
     if constexpr (kForm == kRows)
-      load_kv_fp8<Fp8Layout<kQueryRows, kGrouped>, kGrouped>(p, shared, tile, part, last_place, warp);
+      load_kv_fp8<Layout, kGrouped>(p, shared, tile, part, last_place, warp);
     else if (warp == 0 && elect_one())
-      load_kv_fp8_pages<Fp8Layout<kQueryRows, kGrouped>, kGrouped>(p, shared, tile, part, last_place);
+      load_kv_fp8_pages<Layout, kGrouped>(p, shared, tile, part, last_place);
   } else {
     load_query_fp8<kQueryRows>(p, shared, tile, part, last_place, warp - 2);
   }
@@ -71,8 +74,8 @@ __device__ __forceinline__ Segment segment_here(const MlaDecodeParams& p, AnyTil
 }
 
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
-__device__ __forceinline__ void compute(const MlaDecodeFp8Params& p, const Fp8Layout<kQueryRows, kGrouped>& shared,
-                                        int consumer_index) {
+__device__ __forceinline__ void compute(const MlaDecodeFp8Params& p,
+                                        const Fp8Layout<kQueryRows, kGrouped, kForm>& shared, int consumer_index) {
   AnyTile tile(p.decode);
   Fp8Consumer<kQueryRows, kGrouped, kForm, AnyTile> consumer(p, shared, tile, consumer_index);
   const Part part = part_of_cta(p.decode, blockIdx.y);
@@ -88,13 +91,14 @@ __device__ __forceinline__ void compute(const MlaDecodeFp8Params& p, const Fp8La
   }
 }
 
-// kForm: kPages, or kRows for pages that are no multiples of 64 tokens, and for ragged queries with kGrouped.
+// kForm: kPages, or kPacked where rows are packed and query rows at most 16; kRows for pages that are no multiples of 64
+// tokens, and for ragged queries with kGrouped.
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile = QueryTile<kQueryRows>>
 __device__ __forceinline__ void mla_decode_fp8(const MlaDecodeFp8Params& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  const Fp8Layout<kQueryRows, kGrouped> shared(shared_address(shared_bytes));
+  const Fp8Layout<kQueryRows, kGrouped, kForm> shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  begin_kernel<kForm, AnyTile>(p.decode, shared);
+  begin_kernel<kForm == kPacked ? kPages : kForm, AnyTile>(p.decode, shared);
   if (warpgroup == 0) {
     registers_decrease<kQueryRows == 16 ? 88 : 56>();
     load<kQueryRows, kGrouped, kForm, AnyTile>(p, shared);

@@ -18,11 +18,12 @@ constexpr float kReferenceBelow = 7.0f, kReferenceSlack = 15.0f;
 constexpr float kMostProbability = 1e15f;     // before scales
 constexpr float kLeastGroupReference = -100;  // above that of the probabilities: scales of 0 set none
 
-// One consumer warpgroup. Thread layout of the scores: tokens 16 warp + lane / 4 and that + 8, in every group of eight query
-// rows the two at 2 (lane % 4). Of the output, of 64 columns of V: 16 warp + 2 (lane / 4) and the one behind that.
+// One consumer warpgroup. Thread layout of the scores: tokens 16 warp + lane / 4 and that + 8, or rather those there in the
+// order of token_at; in every group of eight query rows the two at 2 (lane % 4). Of the output, of 64 columns of V:
+// 16 warp + 2 (lane / 4) and the one behind that.
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
 struct Fp8Consumer {
-  using Layout = Fp8Layout<kQueryRows, kGrouped>;
+  using Layout = Fp8Layout<kQueryRows, kGrouped, kForm>;
   static constexpr int kOwn = kQueryRows / 4;  // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
   static constexpr int kSums = 2 * kOwn;       // accumulators of a product
   static constexpr bool kRoomy = kQueryRows == 16;  // registers for a tile ahead and for two groups of columns at once
@@ -120,9 +121,9 @@ struct Fp8Consumer {
 
   // Scores, in base 2, begin as those of the RoPE columns.
   __device__ __forceinline__ void multiply_rope(u32 rope) {
-    if (params.rope_is_fp8) {
+    if (kForm != kPacked && params.rope_is_fp8) {
       KeyTile keys;
-      keys.load(rope + key_offset());
+      load_keys(keys, rope + key_offset(), 0);
       float sums[kSums];
       u32 a[2][kStepRegisters];
 #pragma unroll
@@ -132,12 +133,7 @@ struct Fp8Consumer {
       const float factor = p.scale_log2 * (kGrouped ? read_kv_scale() : kv_scale);
       add_to_scores<true>(sums, factor, factor);
     } else {
-      if constexpr (kForm == kRows) fence_proxy_async_shared();  // the tile was written by threads' own copies
-      warpgroup_arrive();
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        wgmma_bf16_async(scores, descriptor_of_rows<128>(rope, k * 32),
-                         descriptor_of_rows<128>(shared.query, kRopeTile * Layout::kQueryTileBytes + k * 32), k > 0);
+      multiply_rope_16(rope);
       warpgroup_commit();
       warpgroup_wait<0>();
       keep_behind_wait(scores);
@@ -146,12 +142,34 @@ struct Fp8Consumer {
     }
   }
 
-  // Where this thread's rows of a tile of K begin: eight rows are two periods of the swizzle.
-  __device__ __forceinline__ u32 key_offset() const { return raw_offset(warp * 16 + lane / 4, lane % 4); }
+  // RoPE columns of 16 bits: fragments as well, for the order of the tokens.
+  __device__ __forceinline__ void multiply_rope_16(u32 rope) {
+    const int token = token_at(warp * 16 + lane % 16);
+    u32 a[4][4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      load_matrix_x4(a[k], rope + Layout::chunk_of(token, 2 * k + lane / 16));
+      keep_before_products(a[k]);
+    }
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      wgmma_bf16_async(scores, a[k], descriptor_of_rows<128>(shared.query, kRopeTile * Layout::kQueryTileBytes + k * 32),
+                       k > 0);
+  }
+
+  // This thread's token, and the one eight behind it. Where their bytes of K begin: eight rows are a period of the swizzle.
+  __device__ __forceinline__ int own_token() const { return token_at(warp * 16 + lane / 4); }
+  __device__ __forceinline__ u32 key_offset() const { return Layout::chunk_of(own_token(), lane % 4); }
+
+  // Their bytes of 64 columns of K.
+  __device__ __forceinline__ static void load_keys(KeyTile& keys, u32 source, int tile) {
+    keys.load<Layout::kRowBytes>(Layout::chunk_of_tile(source, tile));
+  }
 
   // The scale of this thread's token, or of the one eight behind it, and a group of columns.
   __device__ __forceinline__ float scale_of(u32 slot, int group, int eight) const {
-    return load_shared_float(slot + Layout::kScalesOffset + (warp * 16 + lane / 4 + 8 * eight) * 16 + group * 4);
+    return load_shared_float(slot + Layout::kScalesOffset + (own_token() + 8 * eight) * Layout::kNextScales + group * 4);
   }
 
   // scores = block x query, in base 2.
@@ -164,13 +182,14 @@ struct Fp8Consumer {
     float sums[kSets][kSums];
     u32 a[2][kStepRegisters];
     KeyTile keys;
-    keys.load(source);
+    load_keys(keys, source, 0);
 #pragma unroll
     for (int k = 0; k < kValueTiles; ++k) {
       const int group = k / kTilesOfGroup;
       KeyTile next;
-      if (k + 1 == kValueTiles / 2) mbarrier_wait(shared.full(s, 1), phase, "the second half of a KV block");
-      if (kRoomy && k + 1 < kValueTiles) next.load(source + (k + 1) * kRawTileBytes);
+      if (kForm != kPacked && k + 1 == kValueTiles / 2)
+        mbarrier_wait(shared.full(s, 1), phase, "the second half of a KV block");
+      if (kRoomy && k + 1 < kValueTiles) load_keys(next, source, k + 1);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (k + half > 0) warpgroup_wait<1>();
@@ -185,7 +204,7 @@ struct Fp8Consumer {
       if (kRoomy)
         keys = next;
       else if (k + 1 < kValueTiles)
-        keys.load(source + (k + 1) * kRawTileBytes);
+        load_keys(keys, source, k + 1);
     }
     if constexpr (!kGrouped) {
       warpgroup_wait<0>();
@@ -202,18 +221,23 @@ struct Fp8Consumer {
   // Tile of 64 columns of V, counted from this consumer's half.
   __device__ __forceinline__ int value_tile(int d) const { return d ^ consumer * kHalfTiles; }
 
+  // 32 tokens of 64 columns of V, of 16 columns a row a lane.
+  __device__ __forceinline__ void load_values(u32 (&words)[4], u32 source, int step) const {
+    load_matrix_x4_transposed(
+        words, Layout::chunk_of_tile(source, value_tile(step / 2)) + step % 2 * 32 * Layout::kRowBytes);
+  }
+
   // output += V x probabilities; then the slot is free.
   __device__ __forceinline__ void multiply_values(u32 s) {
     const u32 slot = shared.slot(s);
-    const u32 source = slot + raw_offset(lane, warp);  // of 16 columns a row a lane: 32 rows are periods of the swizzle
+    const u32 source = slot + Layout::chunk_of(token_at(lane), warp);  // 32 rows are periods of the swizzle
     u32 a[2][kStepRegisters], words[4];
-    load_matrix_x4_transposed(words, source + value_tile(0) * kRawTileBytes);
+    load_values(words, source, 0);
 #pragma unroll
     for (int step = 0; step < 2 * kValueTiles; ++step) {
       const int d = step / 2, half = step % 2;
       u32 next[4];
-      if (step + 1 < 2 * kValueTiles)
-        load_matrix_x4_transposed(next, source + value_tile((step + 1) / 2) * kRawTileBytes + (step + 1) % 2 * 32 * 64);
+      if (step + 1 < 2 * kValueTiles) load_values(next, source, step + 1);
       if (step > 1) warpgroup_wait<1>();
       expand_values(words, a[half]);
       keep_before_products(a[half]);
@@ -236,7 +260,7 @@ struct Fp8Consumer {
 
   // Block `block` of a segment, of a request that has so many tokens from the segment's first one on.
   __device__ __forceinline__ void mask_scores(int block, int tokens) {
-    const int token = block * kBlockTokens + warp * 16 + lane / 4;
+    const int token = block * kBlockTokens + own_token();
     const int first = copy_of(row_of(0));  // or else the limits of all rows would be kept in registers over the blocks
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -399,14 +423,19 @@ struct Fp8Consumer {
   }
 
   // Tokens past the end, of a block with so many valid ones, may be anything: their probabilities are 0, and 0 x NaN is NaN.
+  // Each thread clears what it alone has read so far, its bytes of K, and one of the four that read a token's scales clears
+  // these; others read them behind a meeting (weigh).
   __device__ __forceinline__ void clear_past(u32 slot, int valid) const {
-    const int thread = threadIdx.x % kWarpgroup;
+    __syncwarp();  // all four have read the scales
 #pragma unroll 1
-    for (int i = valid * 4 + thread; i < kBlockTokens * 4; i += kWarpgroup)
+    for (int token = own_token(), eight = 0; eight < 2; token += 8, ++eight) {
+      if (token < valid) continue;
 #pragma unroll 1
-      for (int k = 0; k < kValueTiles; ++k) store_shared_zero_16(slot + k * kRawTileBytes + i * 16);
-    if (kGrouped && thread >= valid && thread < kBlockTokens)
-      store_shared_zero_16(slot + Layout::kScalesOffset + thread * 16);
+      for (int k = 0; k < kValueTiles; ++k)
+        store_shared_zero_16(Layout::chunk_of_tile(slot + key_offset(), k) + eight * 8 * Layout::kRowBytes);
+      if (kGrouped && lane % 4 == 0)
+        store_shared_zero_16(slot + Layout::kScalesOffset + token * Layout::kNextScales);
+    }
   }
 
   // Returns how many blocks there were. t: those of the segments before. Of kRows tokens past the end are zeros already
@@ -420,7 +449,7 @@ struct Fp8Consumer {
       const u32 s = (t + i) % Layout::kSlots, phase = (t + i) / Layout::kSlots & 1;
       multiply_query(s, phase);
       if ((i + 1) * kBlockTokens > tokens - tile.most_shift) mask_scores(i, tokens);
-      if (kForm == kPages && (i + 1) * kBlockTokens > tokens) clear_past(shared.slot(s), tokens - i * kBlockTokens);
+      if (kForm != kRows && (i + 1) * kBlockTokens > tokens) clear_past(shared.slot(s), tokens - i * kBlockTokens);
       weigh(shared.slot(s));
       multiply_values(s);
     }

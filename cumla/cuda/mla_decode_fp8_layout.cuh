@@ -8,15 +8,21 @@ namespace cumla {
 
 constexpr int kScaleGroups = 4;  // of 128 latent columns, each with a scale of its own
 constexpr int kValueTiles = kValueDim / 64;
-constexpr int kRawTileBytes = kBlockTokens * 64;  // 64 tokens x 64 columns of 8 bits
+constexpr int kRawColumns = 128;  // of a tile of 8 bits, kTileBytes large
+// A packed row: e4m3 latent columns, their scales, bfloat16 RoPE columns.
+constexpr int kPackedScales = kValueDim, kPackedRope = kPackedScales + 4 * kScaleGroups, kPackedBytes = kPackedRope + 128;
+
+// Beside the forms of mla_decode_pages.cuh one of this kernel: 64 packed rows of a page, as they lie there.
+constexpr PageForm kPacked = static_cast<PageForm>(kRows + 1);
 
 struct MlaDecodeFp8Params {
-  MlaDecodeParams decode;  // its latent columns are e4m3; of kPages the maps of both, 8-bit boxes with a 64-byte swizzle
+  MlaDecodeParams decode;  // its latent columns are e4m3; of kPages the maps of both, boxes 128 bytes wide, swizzled
   CacheColumns scales;     // of a token, one for each group of columns; none without kGrouped
   const float* kv_scale;   // factor of e4m3 columns without such scales; null: it is kv_scale_value
   float kv_scale_value;
   int rope_is_fp8;       // or else bfloat16
   TensorMap scales_map;  // of kPages: dims (4, page_size, num_kv_heads, num_pages), box (4, 64, 1, 1)
+  // Of kPacked decode.latent_map is that of whole rows, in words: dims (164, page_size, ...), box (164, 64, 1, 1).
 };
 
 // Row tiles of kQueryRows: grid = (row tiles of a kv head, parts, kv heads).
@@ -57,17 +63,29 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, HalfTile
   return segment;
 }
 
-// A slot of the ring holds a block as it lies in the cache: of the latent columns eight tiles, RoPE columns as a tile of 8 or
-// 16 bits, 16 bytes of scales a token. Tiles of 8 bits have rows of 64 bytes, whose four chunks of 16 are swapped so that
-// neither eight rows of one chunk (ldmatrix) nor all of two neighbouring rows (fragments of K, copies) meet in a bank.
-template <int kQueryRows, bool kGrouped>
+// Which token's columns the fragments of a block have as one of its 64 rows: neighbours are four tokens apart.
+__device__ __forceinline__ int token_at(int place) { return (place & ~7) | (place & 1) << 2 | (place >> 1 & 3); }
+
+// A slot of the ring holds a block as it lies in the cache: of the latent columns four tiles, RoPE columns as a tile of 8 or
+// 16 bits, 16 bytes of scales a token. Tiles have rows of 128 bytes, whose eight chunks of 16 are swapped, each row in its
+// way (chunk_of): eight rows of one chunk (ldmatrix) meet in no bank, nor do the same four of a row and of the one four
+// behind it (fragments of K). Of RoPE columns of 8 bits a row has half of the chunks.
+//
+// Of kPacked it holds whole rows, one behind the other. 656 bytes are five times all banks and 16 bytes: the same meet in no
+// bank without being swapped.
+template <int kQueryRows, bool kGrouped, PageForm kForm>
 struct Fp8Layout {
-  static constexpr int kSlots = 4;  // even: a slot always meets the same consumer
-  static constexpr int kRopeOffset = kValueTiles * kRawTileBytes;
-  static constexpr int kScalesOffset = kRopeOffset + kTileBytes;
-  static constexpr int kSlotBytes = kScalesOffset + (kGrouped ? kBlockTokens * 4 * kScaleGroups : 0);
+  static constexpr bool kWhole = kForm == kPacked;
+  static constexpr int kSlots = 4;                              // even: a slot always meets the same consumer
+  static constexpr int kRowBytes = kWhole ? kPackedBytes : 128;  // from a token's latent columns to the next one's
+  static constexpr int kRopeOffset = kWhole ? kPackedRope : kValueDim / kRawColumns * kTileBytes;
+  static constexpr int kScalesOffset = kWhole ? kPackedScales : kRopeOffset + kTileBytes;
+  static constexpr int kNextScales = kWhole ? kPackedBytes : 4 * kScaleGroups;  // from a token's to the next one's
+  static constexpr int kSlotBytes =
+      kWhole ? kBlockTokens * kPackedBytes : kScalesOffset + (kGrouped ? kBlockTokens * kNextScales : 0);
   static constexpr int kQueryTileBytes = kQueryRows * 128;  // 64 columns
-  static constexpr int kOwnProbabilities = 2;               // tiles a consumer; two more lie in place of RoPE
+  // Tiles a consumer; where a slot has RoPE columns as a tile, two more lie in place of that.
+  static constexpr int kOwnProbabilities = kWhole ? kScaleGroups : 2;
   static constexpr int kExchangeBytes = 2 * 8 * kWarpgroup * 16;
   static constexpr int kQueryBytes = kTiles * kQueryTileBytes;
   static constexpr int kSharedBytes = kQueryBytes + 2 * kOwnProbabilities * kQueryTileBytes;
@@ -89,10 +107,19 @@ struct Fp8Layout {
         barriers(words + 16) {}
 
   __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kSlotBytes; }
-  // Transposed: a row of 64 tokens for each query row; of a group of columns. The RoPE columns of a slot are in use no more.
+  // Where, in a slot, a chunk of 16 bytes of the first 128 of a token lies.
+  __device__ __forceinline__ static u32 chunk_of(int token, int chunk) {
+    return token * kRowBytes + (kWhole ? chunk * 16 : (chunk ^ (token & 7)) << 4);
+  }
+  // From a chunk of the first 64 latent columns of a block to the same one of the `tile`-th 64.
+  __device__ __forceinline__ static u32 chunk_of_tile(u32 chunk, int tile) {
+    return kWhole ? chunk + tile * 64 : (chunk ^ (tile & 1) << 6) + (tile >> 1) * kTileBytes;
+  }
+  // Transposed: a row of 64 tokens for each query row; of a group of columns. The RoPE tile of a slot is in use no more.
   __device__ __forceinline__ u32 probabilities_of(int consumer, int group, u32 slot) const {
-    return group < kOwnProbabilities ? probabilities + (consumer * kOwnProbabilities + group) * kQueryTileBytes
-                                     : slot + kRopeOffset + (group - kOwnProbabilities) * kQueryTileBytes;
+    return kWhole || group < kOwnProbabilities
+               ? probabilities + (consumer * kOwnProbabilities + group) * kQueryTileBytes
+               : slot + kRopeOffset + (group - kOwnProbabilities) * kQueryTileBytes;
   }
   // Where consumers leave what the other one adds up: in place of query and probabilities, for which a segment has no more
   // use then.
@@ -128,8 +155,5 @@ struct Fp8Layout {
   __device__ __forceinline__ u32 query_full() const { return free(kSlots); }
   __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
 };
-
-// Where the 16-byte chunk of a row of 64 bytes lies.
-__device__ __forceinline__ u32 raw_offset(int row, int chunk) { return row * 64 + ((chunk ^ (row / 2 & 3)) << 4); }
 
 }  // namespace cumla

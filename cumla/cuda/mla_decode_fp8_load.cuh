@@ -10,37 +10,18 @@
 
 namespace cumla {
 
-// 64 bytes of each of a warp's rows into a tile of 8 bits, asynchronously.
-template <typename AnyTile>
-__device__ __forceinline__ void copy_raw_tile(const RowCopier<AnyTile>& rows, const CacheColumns& from, u32 tile) {
+// 64 bytes of each of a warp's rows into a tile, asynchronously.
+template <typename Layout, typename AnyTile>
+__device__ __forceinline__ void copy_half_tile(const RowCopier<AnyTile>& rows, const CacheColumns& from, u32 tile) {
   const i64 own = rows.offset_of(from, rows.now);
   const int chunk = rows.lane % 4;
 #pragma unroll
   for (int i = 0; i < rows.kHalf / 8; ++i) {
-    const int row = 8 * i + rows.lane / 4;
+    const int row = token_at(8 * i + rows.lane / 4);
     const i64 offset = __shfl_sync(0xffffffffu, own, row);
     const bool exists = offset >= 0;
-    copy_16_async(tile + raw_offset(rows.first_row + row, chunk), from.base + (exists ? offset : 0) + chunk * 16, exists);
-  }
-}
-
-// Half of the latent columns: two times 128 bytes of four rows at once, of each row two tiles.
-template <typename AnyTile>
-__device__ __forceinline__ void copy_latent_half(const RowCopier<AnyTile>& rows, const CacheColumns& from, u32 slot,
-                                                 int half) {
-  const i64 own = rows.offset_of(from, rows.now);
-  const int lane = rows.lane, chunk = lane % 4, tile = lane / 8 % 2;
-  const char* const base = from.base + half * 256 + tile * 64 + chunk * 16;
-  const u32 tiles = slot + (half * 4 + tile) * kRawTileBytes;
-#pragma unroll 4
-  for (int i = 0; i < rows.kHalf / 4; ++i) {
-    const int row = 4 * i + lane / 16 * 2 + lane / 4 % 2;
-    const i64 offset = __shfl_sync(0xffffffffu, own, row);
-    const bool exists = offset >= 0;
-    const char* const source = base + (exists ? offset : 0);
-    const u32 destination = tiles + raw_offset(rows.first_row + row, chunk);
-#pragma unroll
-    for (int k = 0; k < 2; ++k) copy_16_async(destination + k * 2 * kRawTileBytes, source + k * 128, exists);
+    copy_16_async(tile + Layout::chunk_of(rows.first_row + row, chunk), from.base + (exists ? offset : 0) + chunk * 16,
+                  exists);
   }
 }
 
@@ -55,7 +36,7 @@ __device__ __forceinline__ void load_kv_fp8(const MlaDecodeFp8Params& p, const L
     const u32 s = t % Layout::kSlots, slot = shared.slot(s);
     mbarrier_wait(shared.free(s), t / Layout::kSlots % 2 ^ 1, "a free KV slot");
     if (p.rope_is_fp8)
-      copy_raw_tile(rows, p.decode.rope, slot + Layout::kRopeOffset);
+      copy_half_tile<Layout>(rows, p.decode.rope, slot + Layout::kRopeOffset);
     else
       rows.template copy<1>(p.decode.rope, 0, {slot + Layout::kRopeOffset});
     if constexpr (kGrouped) {
@@ -66,20 +47,22 @@ __device__ __forceinline__ void load_kv_fp8(const MlaDecodeFp8Params& p, const L
     }
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      copy_latent_half(rows, p.decode.latent, slot, half);
+      const u32 tiles = slot + half * 2 * kTileBytes;
+      rows.template copy<2>(p.decode.latent, half * 2 * kRawColumns, {tiles, tiles + kTileBytes});
       mbarrier_arrive_after_copies(shared.full(s, half));
     }
   }
   copy_async_wait_all();
 }
 
-// The same of pages of whole blocks, by one thread and the copy engine, whose 64-byte swizzle is that of raw_offset. Pages that
-// do not exist bring zeros; tokens behind the end of a request whatever their page holds.
+// The same of pages of whole blocks, by one thread and the copy engine, whose 128-byte swizzle is that of chunk_of. Pages
+// that do not exist bring zeros, as do the columns behind RoPE columns of 8 bits, of which there is half a box; tokens behind
+// the end of a request whatever their page holds. Packed rows come whole, in one box.
 template <typename Layout, bool kGrouped, typename AnyTile>
 __device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, const Layout& shared, const AnyTile& tile,
                                                   const Part& part, int last_place) {
-  constexpr int kTilesOfHalf = kValueTiles / 2;
-  const u32 beside = (p.rope_is_fp8 ? kRawTileBytes : kTileBytes) + (kGrouped ? kBlockTokens * 4 * kScaleGroups : 0);
+  constexpr int kTilesOfHalf = kValueDim / kRawColumns / 2;
+  constexpr u32 kBeside = kTileBytes + (kGrouped ? kBlockTokens * 4 * kScaleGroups : 0);
   BlockCursor<1, AnyTile> now(p.decode, tile, part, last_place, 0);
   PageRow next = now.template row_of<kPages>(0);
 #pragma unroll 1
@@ -93,16 +76,21 @@ __device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, c
     auto load = [&](const TensorMap& map, u32 offset, int half, int column) {
       tma_load_4d_async(slot + offset, &map, shared.full(s, half), column, from.row, blockIdx.z, from.page);
     };
+    if constexpr (Layout::kWhole) {
+      mbarrier_arrive_expect_tx(shared.full(s, 0), Layout::kSlotBytes);
+      load(p.decode.latent_map, 0, 0, 0);
+    } else {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      mbarrier_arrive_expect_tx(shared.full(s, half), kTilesOfHalf * kRawTileBytes + (half == 0 ? beside : 0));
-      if (half == 0) {
-        load(p.decode.rope_map, Layout::kRopeOffset, half, 0);
-        if constexpr (kGrouped) load(p.scales_map, Layout::kScalesOffset, half, 0);
+      for (int half = 0; half < 2; ++half) {
+        mbarrier_arrive_expect_tx(shared.full(s, half), kTilesOfHalf * kTileBytes + (half == 0 ? kBeside : 0));
+        if (half == 0) {
+          load(p.decode.rope_map, Layout::kRopeOffset, half, 0);
+          if constexpr (kGrouped) load(p.scales_map, Layout::kScalesOffset, half, 0);
+        }
+#pragma unroll
+        for (int k = half * kTilesOfHalf; k < (half + 1) * kTilesOfHalf; ++k)
+          load(p.decode.latent_map, k * kTileBytes, half, k * kRawColumns);
       }
-#pragma unroll
-      for (int k = half * kTilesOfHalf; k < (half + 1) * kTilesOfHalf; ++k)
-        load(p.decode.latent_map, k * kRawTileBytes, half, k * 64);
     }
   }
 }

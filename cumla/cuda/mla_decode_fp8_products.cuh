@@ -18,9 +18,10 @@ constexpr int kStepRegisters = 8;
 struct KeyTile {
   uint4 low, high;
 
+  template <int kRowBytes>
   __device__ __forceinline__ void load(u32 source) {
     low = load_shared_16(source);
-    high = load_shared_16(source + 8 * 64);
+    high = load_shared_16(source + 8 * kRowBytes);
   }
   __device__ __forceinline__ void expand(int half, u32 (&a)[kStepRegisters]) const {
     expand_e4m3x4(half == 0 ? low.x : low.z, a[0], a[2]);

@@ -18,44 +18,55 @@ if TYPE_CHECKING:
     from cumla.launch.mla_attention import MLAAttentionKey
     from cumla.launch.module import LoadedKernel
 
-__all__ = ["SPECS", "fp8_spec", "fp8_specs", "prepare_decode_fp8"]
+__all__ = ["SPECS", "fp8_spec", "fp8_specs", "lies_packed", "prepare_decode_fp8"]
 
 _RAGGED = "ragged"
 # Query rows of a tile; halves of the tiles of ragged queries.
 _SHAPES: tuple[int | str, ...] = (*NARROW_ROWS, _RAGGED)
-_FORM_TAGS = {"pages": "kPages", "rows": "kRows"}  # the latter serves whatever is no whole block
+# The second serves whatever is no whole block, the last packed rows.
+_FORM_TAGS = {"pages": "kPages", "rows": "kRows", "packed": "kPacked"}
 # Of a thread block, without scales of each token and with them (kBytes of Fp8Layout).
 _SMEM_BYTES = {16: (198080, 203712), 32: (219904, 227072)}
+_PACKED_SMEM_BYTES = 205760
+# Latent columns as words are rows of them; where in a row scales and RoPE columns begin, in bytes.
+_PACKED_WORDS, _PACKED_SCALES, _PACKED_ROPE = 164, 512, 528
 
 
 def _spec(shape: int | str, grouped: bool, form: str) -> KernelSpec:
     rows = NARROW_ROWS[-1] if isinstance(shape, str) else shape
     name = "mla_attention_fp8" if shape == _RAGGED else f"mla_decode_fp8_{shape}"
     tile = ", HalfTile" if shape == _RAGGED else ""
+    tags = (
+        *(["grouped"] if grouped and form != "packed" else []),
+        *([form] if form != "pages" else []),
+    )
     return KernelSpec(
         stem="mla_decode_fp8",
-        entry="_".join(
-            (name, *(["grouped"] if grouped else []), *([form] if form == "rows" else []))
-        ),
+        entry="_".join((name, *tags)),
         function=f"mla_decode_fp8<{rows}, {str(grouped).lower()}, {_FORM_TAGS[form]}{tile}>",
         params="MlaDecodeFp8Params",
         threads=384,
-        smem_bytes=_SMEM_BYTES[rows][grouped],
+        smem_bytes=_PACKED_SMEM_BYTES if form == "packed" else _SMEM_BYTES[rows][grouped],
     )
 
 
 # Of ragged queries with scales only the form for any pages: the other one runs out of registers.
+# Packed rows as they lie are for few query rows: with more, all probabilities find no room.
 _SPECS = {
     (shape, grouped, form): _spec(shape, grouped, form)
     for shape in _SHAPES
     for grouped in (False, True)
     for form in _FORM_TAGS
     if (shape, grouped, form) != (_RAGGED, True, "pages")
+    and (form != "packed" or (shape == NARROW_ROWS[0] and grouped))
 }
 SPECS = tuple(_SPECS.values())
+_FORMS = {spec: form for (_, _, form), spec in _SPECS.items()}
 
 
-def fp8_spec(key: MLADecodeKey | MLAAttentionKey, grouped: bool) -> KernelSpec:
+def fp8_spec(
+    key: MLADecodeKey | MLAAttentionKey, grouped: bool, packed: bool = False
+) -> KernelSpec:
     """Look up the kernel of a shape.
 
     Parameters
@@ -64,24 +75,40 @@ def fp8_spec(key: MLADecodeKey | MLAAttentionKey, grouped: bool) -> KernelSpec:
         Of a cache of e4m3 numbers.
     grouped : bool
         Each token has a scale for each 128 of its latent columns.
+    packed : bool
+        These lie as :func:`lies_packed` tells.
 
     Returns
     -------
     KernelSpec
     """
     shape = key.row_tile if isinstance(key, MLADecodeKey) else _RAGGED
-    return _SPECS[shape, grouped, _form_of(key, grouped)]
+    return _SPECS[shape, grouped, _form_of(key, grouped, packed)]
 
 
-def _form_of(key: MLADecodeKey | MLAAttentionKey, grouped: bool) -> str:
-    """Tell in which form blocks come from the pages of a key."""
+def _form_of(key: MLADecodeKey | MLAAttentionKey, grouped: bool, packed: bool) -> str:
+    """Tell in which form blocks come from the pages of a key: the only place that chooses it."""
     ragged = not isinstance(key, MLADecodeKey)
-    return "pages" if key.form == "pages" and not (ragged and grouped) else "rows"
+    if key.form != "pages" or (ragged and grouped):
+        return "rows"
+    return "packed" if packed and key.row_groups == 1 else "pages"
 
 
 def fp8_specs(key: MLADecodeKey | MLAAttentionKey) -> tuple[KernelSpec, ...]:
-    """List the kernels of a shape, for every format of the cache."""
-    return fp8_spec(key, grouped=False), fp8_spec(key, grouped=True)
+    """List the kernels of a shape: of one factor, of scales, of packed rows if there is one."""
+    all_three = (fp8_spec(key, False), fp8_spec(key, True), fp8_spec(key, True, packed=True))
+    return tuple(dict.fromkeys(all_three))
+
+
+def lies_packed(arguments: Arguments) -> bool:
+    """Tell whether a cache is rows of 656 bytes: one array, or views of it."""
+    latent, rope, scales = arguments.kv_cache, arguments.kv_rope, arguments.kv_scales
+    if scales is None or rope.dtype != "bfloat16":
+        return False
+    begins = scales.ptr - latent.ptr, rope.ptr - latent.ptr
+    return begins == (_PACKED_SCALES, _PACKED_ROPE) and (
+        latent.strides[:3] == scales.strides[:3] == rope.strides[:3]
+    )
 
 
 _PARAMS = struct.Struct("<128s128s33q12if4x5qfi16x128s")
@@ -104,7 +131,8 @@ def prepare_decode_fp8(
     Parameters
     ----------
     kernel : LoadedKernel
-        Of :func:`fp8_spec`, grouped where the arguments have kv_scales.
+        Of :func:`fp8_spec`, grouped where the arguments have kv_scales, and packed where they lie
+        so.
     key : MLADecodeKey or MLAAttentionKey
         The plan's shape.
     buffer : int
@@ -128,12 +156,7 @@ def prepare_decode_fp8(
     columns = (arguments.kv_cache, arguments.kv_rope, arguments.q, arguments.q_rope)
     factor = arguments.kv_scale
     pointer, value = (0, factor) if isinstance(factor, (int, float)) else (factor.ptr, 0.0)
-    caches = (arguments.kv_cache, arguments.kv_rope, scales)
-    maps = (
-        [_map(key, cache) for cache in caches]
-        if _form_of(key, scales is not None) == "pages"
-        else [_NO_MAP] * 3
-    )
+    maps = _maps(_FORMS[kernel.spec], key, arguments)
     values = (
         *maps[:2],
         *(value for view in columns for value in (view.ptr, *view.strides[:3])),
@@ -171,6 +194,15 @@ def prepare_decode_fp8(
     )
     grid = key.row_tiles, key.parts, key.num_kv_heads
     return PreparedLaunch(kernel, grid, _PARAMS, values, stream)
+
+
+def _maps(form: str, key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) -> list[bytes]:
+    """Describe latent columns, RoPE columns and scales, or whole rows, as a kernel's form asks."""
+    latent, rope, scales = arguments.kv_cache, arguments.kv_rope, arguments.kv_scales
+    if form == "packed":
+        rows = latent._replace(shape=(*latent.shape[:3], _PACKED_WORDS), dtype="uint32")
+        return [_map(key, rows), _NO_MAP, _NO_MAP]
+    return [_map(key, cache if form == "pages" else None) for cache in (latent, rope, scales)]
 
 
 def _map(key: MLADecodeKey | MLAAttentionKey, cache: ArrayView | None) -> bytes:

@@ -12,7 +12,7 @@ from cumla.bench.cases import DENSE, Case
 from cumla.errors import UnsupportedDeviceError
 from cumla.launch import KernelSpec
 from cumla.launch.mla_decode import decode_spec
-from cumla.launch.mla_decode_fp8 import fp8_spec
+from cumla.launch.mla_decode_fp8 import fp8_specs
 from cumla.launch.mla_plan import VARIANTS
 
 
@@ -52,9 +52,15 @@ def test_names_the_kernels_of_fp8_caches():
     assert "FP8" not in explain.explain(Case(3, 2, 48, 100, dtype="float16"), 60)
 
 
-def _fp8_specs(case: Case) -> list[KernelSpec]:
-    key = replace(explain.key_of(case, 60), cache="e4m3")
-    return [fp8_spec(key, grouped) for grouped in (False, True)]
+def test_names_the_kernel_of_packed_rows():
+    """Of few query rows they have their own."""
+    text = explain.explain(Case(3, 1, 16, 100), 60)
+    assert text.endswith("_fp8_16_grouped, packed mla_decode_fp8_16_packed")
+    assert "packed" not in explain.explain(Case(3, 2, 16, 100), 60)
+
+
+def _fp8_specs(case: Case) -> tuple[KernelSpec, ...]:
+    return fp8_specs(replace(explain.key_of(case, 60), cache="e4m3"))
 
 
 def test_every_kernel_has_a_reason():

@@ -83,6 +83,7 @@ FP8_CACHES = (  # few rows and more, one scale and many, a table and a list, and
     (Fp8Case(form="one", heads=24, q_len=2, kv_scale="array"), [300, 64, 3]),
     (Fp8Case(form="scales", heads=16, kv_heads=2, q_len=3, page_size=16), [700, 130, 1]),
     (Fp8Case(form="16-bit rope", batch=1, heads=8, page_size=48), [4300]),
+    (Fp8Case(form="packed", heads=8, q_len=2), [700, 65, 0]),
     (Fp8Case(form="packed", batch=1, heads=40), [3000]),
     (Fp8Case(form="pair", heads=24, q_len=5, operation="table"), [900, 70, 3]),
     (Fp8Case(form="packed", heads=24, q_len=3, page_size=1, operation="list"), [2000, 70, 0]),

@@ -23,7 +23,13 @@ from numpy.typing import NDArray
 from cumla.arrays import ArrayView
 from cumla.launch import KernelSpec, mla_decode_fp8
 from cumla.launch.mla_attention import MLAAttentionKey
-from cumla.launch.mla_decode_fp8 import SPECS, fp8_spec, fp8_specs, prepare_decode_fp8
+from cumla.launch.mla_decode_fp8 import (
+    SPECS,
+    fp8_spec,
+    fp8_specs,
+    lies_packed,
+    prepare_decode_fp8,
+)
 from cumla.launch.mla_plan import MLADecodeKey
 from cumla.launch.module import LoadedKernel
 from cumla.launch.source import strip_comments, translation_unit
@@ -31,7 +37,8 @@ from tests.launch.test_kernel import compile_checks, members_of
 
 Array = NDArray[Any]
 
-TOKENS, LATENT, ROPE, RAW_TILE = 64, 512, 64, 4096
+TOKENS, LATENT, ROPE, TILE = 64, 512, 64, 8192
+PACKED = 656  # bytes of a row: latent columns, scales from 512 on, RoPE columns from 528 on
 E4M3 = ml_dtypes.float8_e4m3fn
 KV_SCALE = 0.37
 
@@ -39,73 +46,134 @@ KV_SCALE = 0.37
 # --- shared memory -------------------------------------------------------------------------------
 
 
-def raw_offset(row: int, chunk: int) -> int:
-    return row * 64 + ((chunk ^ (row // 2 & 3)) << 4)
+def token_at(place: int) -> int:
+    return (place & ~7) | (place & 1) << 2 | (place >> 1 & 3)
+
+
+class Layout(NamedTuple):
+    """How a block lies in a slot: tiles of 128 bytes a row, or packed rows (Fp8Layout)."""
+
+    whole: bool
+
+    @property
+    def row_bytes(self) -> int:
+        return PACKED if self.whole else 128
+
+    @property
+    def rope(self) -> int:
+        return 528 if self.whole else 4 * TILE
+
+    @property
+    def slot_bytes(self) -> int:
+        return TOKENS * PACKED if self.whole else 5 * TILE
+
+    def chunk_of(self, token: int, chunk: int) -> int:
+        return token * self.row_bytes + (chunk * 16 if self.whole else (chunk ^ token & 7) << 4)
+
+    def chunk_of_tile(self, chunk: int, tile: int) -> int:
+        if self.whole:
+            return chunk + tile * 64
+        return (chunk ^ (tile & 1) << 6) + (tile >> 1) * TILE
+
+
+TILES, WHOLE = Layout(False), Layout(True)
+
+
+def copy_rows(
+    columns: Array, begin: int, slot: Array, tiles: list[int], wrote: Array
+) -> list[list[int]]:
+    """Copy 128 bytes of 64 rows into each tile as two warps do (RowCopier::copy)."""
+    instructions = []
+    for warp in range(2):
+        for i in range(8):
+            for k, tile in enumerate(tiles):
+                places = []
+                for lane in range(32):
+                    chunk, row = lane % 8, warp * 32 + 4 * i + lane // 8
+                    source = begin + chunk * 16 + k * 128
+                    to = tile + row * 128 + ((chunk ^ (row & 7)) << 4)
+                    assert not wrote[to : to + 16].any()
+                    wrote[to : to + 16] = True
+                    slot[to : to + 16] = columns[row, source : source + 16]
+                    places.append(to)
+                instructions.append(places)
+    return instructions
 
 
 def load_latent(cache: Array, slot: Array) -> list[list[int]]:
-    """Copy (64, 512) bytes as copy_latent_half's two warps do; where each instruction writes."""
-    wrote = np.zeros(8 * RAW_TILE, bool)
+    """Copy (64, 512) bytes as load_kv_fp8's two warps do; where each instruction writes."""
+    wrote = np.zeros(4 * TILE, bool)
     instructions = []
-    for warp in range(2):
-        for half in range(2):
-            for i in range(8):
-                for k in range(2):
-                    places = []
-                    for lane in range(32):
-                        chunk, tile = lane % 4, lane // 8 % 2
-                        row = 4 * i + lane // 16 * 2 + lane // 4 % 2
-                        source = half * 256 + tile * 64 + chunk * 16 + k * 128
-                        to = (half * 4 + tile) * RAW_TILE + raw_offset(warp * 32 + row, chunk)
-                        to += k * 2 * RAW_TILE
-                        assert not wrote[to : to + 16].any()
-                        wrote[to : to + 16] = True
-                        slot[to : to + 16] = cache[warp * 32 + row, source : source + 16]
-                        places.append(to)
-                    instructions.append(places)
+    for half in range(2):
+        tiles = [half * 2 * TILE, (half * 2 + 1) * TILE]
+        instructions += copy_rows(cache, half * 2 * 128, slot, tiles, wrote)
     assert wrote.all()
     return instructions
 
 
+def load_rope_16(cache: Array, tile: Array) -> list[list[int]]:
+    """Copy (64, 64) numbers of 16 bits in the same way."""
+    return copy_rows(cache.view(np.uint8), 0, tile, [0], np.zeros(TILE, bool))
+
+
 def load_rope_raw(cache: Array, tile: Array) -> list[list[int]]:
-    """Copy (64, 64) bytes as copy_raw_tile's two warps do."""
+    """Copy (64, 64) bytes as copy_half_tile's two warps do."""
     instructions = []
+    wrote = np.zeros(TILE, bool)
     for warp in range(2):
         for i in range(4):
-            places = [raw_offset(warp * 32 + 8 * i + lane // 4, lane % 4) for lane in range(32)]
-            for lane, to in enumerate(places):
-                row, chunk = warp * 32 + 8 * i + lane // 4, lane % 4
+            places = []
+            for lane in range(32):
+                row, chunk = warp * 32 + token_at(8 * i + lane // 4), lane % 4
+                to = TILES.chunk_of(row, chunk)
+                assert not wrote[to : to + 16].any()
+                wrote[to : to + 16] = True
                 tile[to : to + 16] = cache[row, chunk * 16 : chunk * 16 + 16]
+                places.append(to)
             instructions.append(places)
+    assert wrote.sum() == TOKENS * ROPE
     return instructions
 
 
-def swizzled_64(place: int) -> int:
-    """Where the copy engine's 64-byte swizzle puts a byte: bits 4 and 5 xor bits 7 and 8."""
-    return place ^ (place >> 7 & 3) << 4
+def swizzled_128(place: int) -> int:
+    """Where the copy engine's 128-byte swizzle puts a byte: bits 4 to 6 xor bits 7 to 9."""
+    return place ^ (place >> 7 & 7) << 4
 
 
 def load_box(rows: Array, slot: Array, at: int) -> None:
-    """Copy rows of 64 bytes as the copy engine does, which swizzles addresses, not offsets."""
-    for place, value in enumerate(np.ascontiguousarray(rows).reshape(-1), start=at):
-        slot[swizzled_64(place)] = value
+    """Copy rows of up to 128 bytes as the copy engine does.
+
+    It swizzles addresses, not offsets, and has zeros where the array has no columns.
+    """
+    box = np.zeros((TOKENS, 128), np.uint8)
+    box[:, : rows.shape[1]] = rows
+    for place, value in enumerate(box.reshape(-1), start=at):
+        slot[swizzled_128(place)] = value
 
 
 def load_boxes(cache: Array, slot: Array) -> None:
     """Copy (64, 512) bytes as load_kv_fp8_pages has the copy engine do it."""
     for half in range(2):
-        for k in range(half * 4, (half + 1) * 4):
-            load_box(cache[:, k * 64 : k * 64 + 64], slot, k * RAW_TILE)
+        for k in range(half * 2, (half + 1) * 2):
+            load_box(cache[:, k * 128 : k * 128 + 128], slot, k * TILE)
 
 
-def clear_past(slot: Array, scales: Array, valid: int) -> None:
+def clear_past(slot: Array, scales: Array, valid: int, layout: Layout) -> None:
     """Clear the tokens past the end as a consumer's 128 threads do."""
-    chunks, rows = slot.reshape(8, RAW_TILE // 16, 16), scales.reshape(TOKENS, 16)
+    next_scales = PACKED if layout.whole else 16
     for thread in range(128):
-        for i in range(valid * 4 + thread, TOKENS * 4, 128):
-            chunks[:, i] = 0
-        if valid <= thread < TOKENS:
-            rows[thread] = 0
+        warp, lane = divmod(thread, 32)
+        own = token_at(warp * 16 + lane // 4)
+        for eight in range(2):
+            if own + 8 * eight < valid:
+                continue
+            for k in range(8):
+                at = layout.chunk_of_tile(layout.chunk_of(own, lane % 4), k)
+                at += eight * 8 * layout.row_bytes
+                slot[at : at + 16] = 0
+            if lane % 4 == 0:
+                at = (own + 8 * eight) * next_scales
+                scales[at : at + 16] = 0
 
 
 def conflict_free(places: list[int]) -> bool:
@@ -168,31 +236,37 @@ def expand_halves(word: Array) -> tuple[Array, Array]:
     return numbers[:2], numbers[2:]
 
 
-def key_steps(tile: Array) -> tuple[list[Array], list[list[int]]]:
-    """Four fragments of K (64, 16) from a tile's bytes: KeyTile::load and expand."""
+def key_steps(slot: Array, tile: int, layout: Layout) -> tuple[list[Array], list[list[int]]]:
+    """Four fragments of K (64, 16) from the bytes of 64 columns: KeyTile::load and expand."""
     registers = np.zeros((4, 128, 4, 2))
     places: list[list[int]] = [[], []]
     for thread in range(128):
         warp, lane = divmod(thread, 32)
-        at = raw_offset(warp * 16 + lane // 4, lane % 4)
-        low, high = tile[at : at + 16].reshape(4, 4), tile[at + 512 : at + 528].reshape(4, 4)
+        own = layout.chunk_of(token_at(warp * 16 + lane // 4), lane % 4)
+        at = layout.chunk_of_tile(own, tile)
+        behind = at + 8 * layout.row_bytes
+        low, high = slot[at : at + 16].reshape(4, 4), slot[behind : behind + 16].reshape(4, 4)
         places[0].append(at)
-        places[1].append(at + 512)
+        places[1].append(behind)
         for k in range(4):
             registers[k, thread, 0], registers[k, thread, 2] = expand_halves(low[k].copy())
             registers[k, thread, 1], registers[k, thread, 3] = expand_halves(high[k].copy())
     return [fragment_a(registers[k]) for k in range(4)], places
 
 
-def value_steps(tile: Array) -> tuple[list[Array], list[list[int]]]:
+def value_steps(slot: Array, tile: int, layout: Layout) -> tuple[list[Array], list[list[int]]]:
     """Four fragments of V^T (64 columns, 16 tokens): ldmatrix .trans, and expand_values."""
     registers = np.zeros((4, 128, 4, 2))
     instructions = []
     for warp in range(4):
         for half in range(2):
-            places = [raw_offset(lane, warp) + half * 32 * 64 for lane in range(32)]
+            rows_of_half = half * 32 * layout.row_bytes
+            places = [
+                layout.chunk_of_tile(layout.chunk_of(token_at(lane), warp), tile) + rows_of_half
+                for lane in range(32)
+            ]
             instructions.append(places)
-            units = np.stack([tile[at : at + 16].view(np.uint16) for at in places])  # (32 rows, 8)
+            units = np.stack([slot[at : at + 16].view(np.uint16) for at in places])  # (32 rows, 8)
             for lane in range(32):
                 for i in range(4):
                     rows = units[8 * i + 2 * (lane % 4) : 8 * i + 2 * (lane % 4) + 2, lane // 4]
@@ -202,6 +276,25 @@ def value_steps(tile: Array) -> tuple[list[Array], list[list[int]]]:
                     registers[k, thread, i % 2 * 2] = even
                     registers[k, thread, i % 2 * 2 + 1] = odd
     # a[2 i], a[2 i + 1] of word i; of a product four registers
+    return [fragment_a(registers[k]) for k in range(4)], instructions
+
+
+def rope_steps(columns: Array, layout: Layout) -> tuple[list[Array], list[list[int]]]:
+    """Four fragments (64, 16) of bfloat16 columns, from where the first row has them: ldmatrix."""
+    registers = np.zeros((4, 128, 4, 2))
+    instructions = []
+    for warp in range(4):
+        for k in range(4):
+            places = [
+                layout.chunk_of(token_at(warp * 16 + lane % 16), 2 * k + lane // 16)
+                for lane in range(32)
+            ]
+            instructions.append(places)
+            rows = np.stack([columns[at : at + 16].view(ml_dtypes.bfloat16) for at in places])
+            for lane in range(32):
+                for i in range(4):
+                    pair = rows[8 * i + lane // 4, 2 * (lane % 4) : 2 * (lane % 4) + 2]
+                    registers[k, warp * 32 + lane, i] = pair
     return [fragment_a(registers[k]) for k in range(4)], instructions
 
 
@@ -236,6 +329,17 @@ def store_probabilities(p: Array, rows: int) -> Array:
     return tile
 
 
+def filled_slot(latent: Array, rope: Array, scales: Array | None, layout: Layout) -> Array:
+    """A slot with the latent and RoPE columns of a block; of packed rows with all they hold."""
+    if layout.whole:
+        assert scales is not None
+        return packed_rows(latent, rope, scales).reshape(-1)
+    slot = np.full(layout.slot_bytes, 0x7F, np.uint8)
+    load_latent(latent, slot)
+    (load_rope_raw if rope.dtype == np.uint8 else load_rope_16)(rope, slot[layout.rope :])
+    return slot
+
+
 class Block:
     """A block of 64 tokens as one consumer computes it, and what a segment of it alone leaves."""
 
@@ -248,14 +352,16 @@ class Block:
         q: Array,
         rows: int,
         consumer: int,
+        layout: Layout = TILES,
     ) -> None:
-        slot = np.zeros(8 * RAW_TILE, np.uint8)
-        load_latent(latent, slot)
+        slot = filled_slot(latent, rope, scales, layout)
+        if layout.whole:
+            scales = slot.reshape(TOKENS, PACKED)[:, 512:528].copy().view(np.float32)
         rope_is_fp8 = rope.dtype == np.uint8
         query, divisors = load_query(q, rows, rope_is_fp8)
-        tiles = slot.reshape(8, RAW_TILE)
+        self.layout = layout
         lanes = np.arange(128)
-        tokens = lanes // 32 * 16 + lanes % 32 // 4
+        tokens = np.array([token_at(t // 32 * 16 + t % 32 // 4) for t in range(128)])
         own = np.arange(rows // 2)
         held_rows = (own // 4 * 8 + own % 2)[None] + 2 * (lanes % 4)[:, None]
         low = own[None] % 4 < 2
@@ -265,16 +371,14 @@ class Block:
 
         scores = np.zeros((128, rows // 2))
         if rope_is_fp8:
-            tile = np.zeros(RAW_TILE, np.uint8)
-            load_rope_raw(rope, tile)
-            raw = self.keys(tile, query[8], np.float16)
+            raw = self.keys(slot[layout.rope :], 0, query[8])
             scores += accumulators(raw) * kv_scale * divisors[held_rows]
         else:
-            raw = rope.astype(np.float64) @ rows_of_tile(query[8], ml_dtypes.bfloat16).T
-            scores += accumulators(raw)
+            keys = np.hstack(rope_steps(slot[layout.rope :], layout)[0])
+            scores += accumulators(keys @ rows_of_tile(query[8], ml_dtypes.bfloat16).T)
         for group in range(4):
             pair = (2 * group, 2 * group + 1)
-            d = accumulators(sum(self.keys(tiles[k], query[k], np.float16) for k in pair))
+            d = accumulators(sum(self.keys(slot, k, query[k]) for k in pair))
             factor = kv_scale if scales is None else of_tokens(scales[:, group])
             scores += d * divisors[held_rows] * factor
         scores *= np.log2(np.e) * 576**-0.5
@@ -291,7 +395,7 @@ class Block:
         self.consumer, self.rows = consumer, rows
         for d in range(8):
             tile = d ^ consumer * 4
-            steps, _ = value_steps(tiles[tile])
+            steps, _ = value_steps(slot, tile, layout)
             weighed, factor = p, np.ones(rows)
             if scales is not None:
                 weighed = p * of_tokens(scales[:, tile // 2])
@@ -305,10 +409,9 @@ class Block:
             normal = (kv_scale if scales is None else 1.0) / (self.sum * factor)[held_rows]
             self.output.append(accumulators(product) * normal)
 
-    @staticmethod
-    def keys(tile: Array, query: Array, dtype: Any) -> Array:
-        steps, _ = key_steps(tile)
-        columns = rows_of_tile(query, dtype)
+    def keys(self, slot: Array, tile: int, query: Array) -> Array:
+        steps, _ = key_steps(slot, tile, self.layout)
+        columns = rows_of_tile(query, np.float16)
         return sum(steps[k] @ columns[:, 16 * k : 16 * k + 16].T for k in range(4))  # type: ignore
 
     def written(self) -> Array:
@@ -383,6 +486,12 @@ def attention(k: Array, q: Array) -> tuple[Array, Array]:
     return weights / total @ k[:, :512], np.log(total[:, 0]) + scores.max(1)
 
 
+def packed_rows(latent: Array, rope: Array, scales: Array) -> Array:
+    """A block of packed rows, which the copy engine brings as it lies: (64, 656) bytes."""
+    parts = latent, scales.astype(np.float32).view(np.uint8), rope.view(np.uint8)
+    return np.concatenate(parts, axis=1)
+
+
 FORMS = ("e4m3", "bfloat16 rope", "scales", "scales and e4m3 rope")
 
 
@@ -416,8 +525,28 @@ def test_a_block_through_shared_memory(form: str, rows: int, consumer: int) -> N
     q = (rng.standard_normal((rows, 576)) * np.exp2(-rng.integers(0, 20, (rows, 1)))).astype(
         ml_dtypes.bfloat16
     )
-    block = Block(latent, rope, scales, KV_SCALE, q, rows, consumer)
-    out, lse = attention(values, q)
+    hold_against(attention(values, q), Block(latent, rope, scales, KV_SCALE, q, rows, consumer))
+
+
+@pytest.mark.parametrize("consumer", [0, 1])
+def test_a_block_of_packed_rows(consumer: int) -> None:
+    """Each thread has the scores of the same numbers in tiles, and their output."""
+    rng = np.random.default_rng(consumer)
+    latent, rope, scales, values = cache_of("scales", rng)
+    assert scales is not None
+    scales = scales.astype(np.float32)
+    q = rng.standard_normal((16, 576)).astype(ml_dtypes.bfloat16)
+    block, tiled = (
+        Block(latent, rope, scales, KV_SCALE, q, 16, consumer, layout) for layout in (WHOLE, TILES)
+    )
+    hold_against(attention(values, q), block)
+    np.testing.assert_array_equal(block.scores, tiled.scores)
+    np.testing.assert_array_equal(block.written(), tiled.written())
+
+
+def hold_against(expected: tuple[Array, Array], block: Block) -> None:
+    """Compare a consumer's half of the output, however it is stored, and the log-sum-exp."""
+    (out, lse), consumer = expected, block.consumer
     half = out[:, consumer * 256 : consumer * 256 + 256]
     for got in (block.written(), block.written_as_float(), rows_of_piece(block.piece())):
         errors = np.linalg.norm(got - half, axis=1) / np.linalg.norm(half, axis=1)
@@ -433,58 +562,101 @@ def test_every_number_is_one_of_float16() -> None:
     assert np.nanmin(np.abs(halves[halves != 0])) >= 2.0**-14  # a normal one
 
 
-def test_no_two_lanes_meet_in_a_bank() -> None:
-    """Of the eight lanes whose 16 bytes a copy, a load or ldmatrix moves at once."""
-    slot = np.zeros(8 * RAW_TILE, np.uint8)
+def fragment_loads(slot: Array, layout: Layout) -> list[list[int]]:
+    """Where each instruction that loads fragments of a block reads."""
+    instructions = []
+    for tile in range(8):
+        keys = key_steps(slot, tile, layout)[1]
+        instructions += [at[32 * w : 32 * w + 32] for at in keys for w in range(4)]
+        instructions += value_steps(slot, tile, layout)[1]
+    return instructions + rope_steps(slot[layout.rope :], layout)[1]
+
+
+@pytest.mark.parametrize("layout", [TILES, WHOLE], ids=["tiles", "packed"])
+def test_no_two_lanes_meet_in_a_bank(layout: Layout) -> None:
+    """Of the eight lanes whose 16 bytes a load or ldmatrix moves at once."""
+    instructions = fragment_loads(np.zeros(layout.slot_bytes, np.uint8), layout)
+    assert len(instructions) == 8 * (8 + 8) + 16
+    assert all(conflict_free(places) for places in instructions)
+    in_order = [layout.chunk_of(lane // 4, lane % 4) for lane in range(8)]
+    assert not conflict_free(in_order)  # why neighbours in a fragment are four tokens apart
+
+
+def test_no_two_lanes_that_copy_meet_in_a_bank() -> None:
+    slot = np.zeros(TILES.slot_bytes, np.uint8)
     cache = np.zeros((TOKENS, LATENT), np.uint8)
     instructions = load_latent(cache, slot)
-    instructions += load_rope_raw(cache[:, :ROPE], slot[:RAW_TILE])
-    instructions += [
-        at[32 * w : 32 * w + 32] for at in key_steps(slot[:RAW_TILE])[1] for w in range(4)
-    ]
-    instructions += value_steps(slot[:RAW_TILE])[1]
-    assert len(instructions) == 64 + 8 + 8 + 8
+    instructions += load_rope_16(cache[:, : 2 * ROPE], slot[TILES.rope :])
+    instructions += load_rope_raw(cache[:, :ROPE], slot[TILES.rope :])
+    assert len(instructions) == 64 + 16 + 8
     assert all(conflict_free(places) for places in instructions)
-    assert not conflict_free([64 * row for row in range(8)])
+    assert not conflict_free([128 * row for row in range(8)])
+
+
+@pytest.mark.parametrize("next_scales", [16, PACKED])
+def test_scales_of_eight_tokens_lie_in_different_banks(next_scales: int) -> None:
+    """Four bytes each, which four lanes read."""
+    banks = {token_at(place) * next_scales // 4 % 32 for place in range(8)}
+    assert len(banks) == 8
 
 
 def test_the_copy_engine_swizzles_as_the_consumers_read() -> None:
-    """Its 64-byte swizzle is raw_offset, of tiles that begin where its pattern does."""
-    places = [[row * 64 + chunk * 16 for chunk in range(4)] for row in range(TOKENS)]
+    """Its 128-byte swizzle is that of chunk_of, of tiles that begin where its pattern does."""
+    places = [[row * 128 + chunk * 16 for chunk in range(8)] for row in range(TOKENS)]
     for row in range(TOKENS):
-        for chunk in range(4):
-            assert swizzled_64(places[row][chunk]) == raw_offset(row, chunk)
-            assert swizzled_64(RAW_TILE + places[row][chunk]) == RAW_TILE + raw_offset(row, chunk)
-    assert any(swizzled_64(place) != place for row in places for place in row)
+        for chunk in range(8):
+            at = TILES.chunk_of(row, chunk)
+            assert swizzled_128(places[row][chunk]) == at
+            assert swizzled_128(TILE + places[row][chunk]) == TILE + at
+            if chunk < 4:  # of the first 64 columns; the same one of the others
+                for tile in range(8):
+                    place = tile // 2 * TILE + places[row][chunk + tile % 2 * 4]
+                    assert TILES.chunk_of_tile(at, tile) == swizzled_128(place)
+    assert any(swizzled_128(place) != place for row in places for place in row)
 
 
 def test_both_forms_of_loading_fill_a_slot_alike() -> None:
     rng = np.random.default_rng(4)
     cache = rng.integers(0, 256, (TOKENS, LATENT), np.uint8)
-    by_rows, by_boxes = (np.full(8 * RAW_TILE, 0x7F, np.uint8) for _ in range(2))
+    by_rows, by_boxes = (np.full(4 * TILE, 0x7F, np.uint8) for _ in range(2))
     load_latent(cache, by_rows)
     load_boxes(cache, by_boxes)
     np.testing.assert_array_equal(by_boxes, by_rows)
-    rope_by_rows, rope_by_boxes = np.zeros(RAW_TILE, np.uint8), np.zeros(RAW_TILE, np.uint8)
-    load_rope_raw(cache[:, :ROPE], rope_by_rows)
-    load_box(cache[:, :ROPE], rope_by_boxes, 0)
-    np.testing.assert_array_equal(rope_by_boxes, rope_by_rows)
+    for rope, load in ((cache[:, :ROPE], load_rope_raw), (cache[:, : 2 * ROPE], load_rope_16)):
+        rope_by_rows, rope_by_boxes = np.zeros(TILE, np.uint8), np.full(TILE, 0x7F, np.uint8)
+        load(rope, rope_by_rows)
+        load_box(rope, rope_by_boxes, 0)
+        np.testing.assert_array_equal(rope_by_boxes, rope_by_rows)
 
 
-@pytest.mark.parametrize("valid", [1, 2, 31, 32, 33, 63])
+PAST_THE_END = pytest.mark.parametrize("valid", [1, 2, 31, 32, 33, 63])
+
+
+@PAST_THE_END
 def test_tokens_past_the_end_are_cleared_and_no_others(valid: int) -> None:
     """Whole pages bring what lies behind the end, NaN too; rows copied one by one bring zeros."""
     cache = np.full((TOKENS, LATENT), 0x7F, np.uint8)
     cache[:valid] = np.random.default_rng(valid).integers(1, 127, (valid, LATENT), np.uint8)
     scales = np.full((TOKENS, 4), np.nan, np.float32)
     scales[:valid] = 2.0
-    slot, wanted = np.zeros(8 * RAW_TILE, np.uint8), np.zeros(8 * RAW_TILE, np.uint8)
+    slot, wanted = np.zeros(4 * TILE, np.uint8), np.zeros(4 * TILE, np.uint8)
     load_boxes(cache, slot)
-    clear_past(slot, scales.view(np.uint8), valid)
+    clear_past(slot, scales.view(np.uint8).reshape(-1), valid, TILES)
     load_latent(np.where(np.arange(TOKENS)[:, None] < valid, cache, 0).astype(np.uint8), wanted)
     np.testing.assert_array_equal(slot, wanted)
     assert (scales[:valid] == 2).all()
     assert (scales[valid:] == 0).all()
+
+
+@PAST_THE_END
+def test_packed_rows_past_the_end_are_cleared_and_no_others(valid: int) -> None:
+    """But for RoPE columns: of those nothing is left once scores are masked."""
+    rows = np.full((TOKENS, PACKED), 0x7F, np.uint8)
+    wanted = rows.copy()
+    wanted[valid:, :528] = 0
+    slot = rows.reshape(-1)
+    clear_past(slot, slot[512:], valid, WHOLE)
+    np.testing.assert_array_equal(rows, wanted)
 
 
 def test_a_query_of_any_size_keeps_its_bits() -> None:
@@ -586,20 +758,32 @@ def test_probabilities_times_scales_keep_their_bits(spread: float, octaves: int)
 # --- the model is of this code -------------------------------------------------------------------
 
 LINES = {
+    "mla_decode_pages.cuh": (
+        "first_row(warp * kHalf),",
+        "const int chunk = lane % 8;",
+        "from.base + bytes + chunk * 16;",
+        "const int row = 4 * i + lane / 8;",
+        "(first_row + row) * 128 + ((chunk ^ (row & 7)) << 4);",
+        "copy_16_async(tiles[k] + destination, source + k * 128, exists);",
+    ),
     "mla_decode_fp8_load.cuh": (
-        "const int row = 8 * i + rows.lane / 4;",
-        "copy_16_async(tile + raw_offset(rows.first_row + row, chunk),",
-        "const int lane = rows.lane, chunk = lane % 4, tile = lane / 8 % 2;",
-        "from.base + half * 256 + tile * 64 + chunk * 16;",
-        "slot + (half * 4 + tile) * kRawTileBytes;",
-        "const int row = 4 * i + lane / 16 * 2 + lane / 4 % 2;",
-        "copy_16_async(destination + k * 2 * kRawTileBytes, source + k * 128, exists);",
+        "const int chunk = rows.lane % 4;",
+        "const int row = token_at(8 * i + rows.lane / 4);",
+        "copy_16_async(tile + Layout::chunk_of(rows.first_row + row, chunk),",
+        "copy_half_tile<Layout>(rows, p.decode.rope, slot + Layout::kRopeOffset);",
+        "rows.template copy<1>(p.decode.rope, 0, {slot + Layout::kRopeOffset});",
+        "const u32 tiles = slot + half * 2 * kTileBytes;",
+        "copy<2>(p.decode.latent, half * 2 * kRawColumns, {tiles, tiles + kTileBytes});",
+        "constexpr int kTilesOfHalf = kValueDim / kRawColumns / 2;",
+        "kBeside = kTileBytes + (kGrouped ? kBlockTokens * 4 * kScaleGroups : 0);",
         "tma_load_4d_async(slot + offset, &map, shared.full(s, half), column, from.row,",
-        "kTilesOfHalf * kRawTileBytes + (half == 0 ? beside : 0));",
+        "mbarrier_arrive_expect_tx(shared.full(s, 0), Layout::kSlotBytes);",
+        "load(p.decode.latent_map, 0, 0, 0);",
+        "kTilesOfHalf * kTileBytes + (half == 0 ? kBeside : 0));",
         "load(p.decode.rope_map, Layout::kRopeOffset, half, 0);",
         "load(p.scales_map, Layout::kScalesOffset, half, 0);",
         "for (int k = half * kTilesOfHalf; k < (half + 1) * kTilesOfHalf; ++k)",
-        "load(p.decode.latent_map, k * kRawTileBytes, half, k * 64);",
+        "load(p.decode.latent_map, k * kTileBytes, half, k * kRawColumns);",
         "const u32 exponent = max(highest >> 23, 16u);",
         "__uint_as_float((127 + 14 + 127 - exponent) << 23);",
         "const int u = chunk % 2 * 4 + j;",
@@ -607,9 +791,20 @@ LINES = {
         "store_shared_16(to + ((chunk ^ (row & 7)) << 4), v);",
         "__uint_as_float((exponent - 14) << 23)",
     ),
-    "mla_decode_fp8_layout.cuh": ("return row * 64 + ((chunk ^ (row / 2 & 3)) << 4);",),
+    "mla_decode_fp8_layout.cuh": (
+        "kRawColumns = 128;",
+        "kPackedScales = kValueDim, kPackedRope = kPackedScales + 4 * kScaleGroups,",
+        "kPackedBytes = kPackedRope + 128;",
+        "return (place & ~7) | (place & 1) << 2 | (place >> 1 & 3);",
+        "kRowBytes = kWhole ? kPackedBytes : 128;",
+        "kRopeOffset = kWhole ? kPackedRope : kValueDim / kRawColumns * kTileBytes;",
+        "kScalesOffset = kWhole ? kPackedScales :",
+        "kNextScales = kWhole ? kPackedBytes : 4 * kScaleGroups;",
+        "return token * kRowBytes + (kWhole ? chunk * 16 : (chunk ^ (token & 7)) << 4);",
+        "kWhole ? chunk + tile * 64 : (chunk ^ (tile & 1) << 6) + (tile >> 1) * kTileBytes;",
+    ),
     "mla_decode_fp8_products.cuh": (
-        "high = load_shared_16(source + 8 * 64);",
+        "high = load_shared_16(source + 8 * kRowBytes);",
         "expand_e4m3x4(half == 0 ? low.x : low.z, a[0], a[2]);",
         "expand_e4m3x4(half == 0 ? high.x : high.z, a[1], a[3]);",
         "expand_e4m3x4(half == 0 ? low.y : low.w, a[4], a[6]);",
@@ -620,22 +815,29 @@ LINES = {
         "kReferenceBelow = 7.0f, kReferenceSlack = 15.0f;",
         "kMostProbability = 1e15f;",
         "kLeastGroupReference = -100;",
-        "raw_offset(warp * 16 + lane / 4, lane % 4);",
+        "const int token = token_at(warp * 16 + lane % 16);",
+        "load_matrix_x4(a[k], rope + Layout::chunk_of(token, 2 * k + lane / 16));",
+        "return token_at(warp * 16 + lane / 4);",
+        "return Layout::chunk_of(own_token(), lane % 4);",
+        "keys.load<Layout::kRowBytes>(Layout::chunk_of_tile(source, tile));",
+        "(own_token() + 8 * eight) * Layout::kNextScales + group * 4);",
         "return d ^ consumer * kHalfTiles;",
-        "slot + raw_offset(lane, warp);",
-        "+ (step + 1) % 2 * 32 * 64);",
+        "Layout::chunk_of_tile(source, value_tile(step / 2)) + step % 2 * 32 * Layout::kRowBytes);",
+        "slot + Layout::chunk_of(token_at(lane), warp);",
         "const int tokens = 2 * warp + lane / 8 % 2;",
         "const int row = lane / 16 * 8 + lane % 8;",
         "const u32 place = row * 128 + ((tokens ^ (row & 7)) << 4);",
         "v = {v.x * scale * factors.x, v.y * scale * factors.y};",
         "packed[j] = pack_pair<Fp16>(v.x, v.y);",
         "store_matrix_x4_transposed(to + i / 8 * 16 * 128, packed[0], packed[1],",
-        "for (int i = valid * 4 + thread; i < kBlockTokens * 4; i += kWarpgroup)",
-        "store_shared_zero_16(slot + k * kRawTileBytes + i * 16);",
-        "if (kGrouped && thread >= valid && thread < kBlockTokens)",
-        "store_shared_zero_16(slot + Layout::kScalesOffset + thread * 16);",
+        "for (int token = own_token(), eight = 0; eight < 2; token += 8, ++eight) {",
+        "if (token < valid) continue;",
+        "Layout::chunk_of_tile(slot + key_offset(), k) + eight * 8 * Layout::kRowBytes);",
+        "if (kGrouped && lane % 4 == 0)",
+        "store_shared_zero_16(slot + Layout::kScalesOffset + token * Layout::kNextScales);",
     ),
     "mla_decode_fp8_finish.cuh": (
+        "for (int step = 4; step < 32; step *= 2)",
         "const int pair = lane / 4, row = 2 * (lane % 4);",
         "piece_offset(p, piece, consumer, group, 2 * warp + pair / 4, row * 4 + pair % 4);",
         "store_global_float4(to + d * 8 * 32 + j * 4, v[j], v[j + 2], v[j + 4], v[j + 6]);",
@@ -687,12 +889,22 @@ def test_the_kernel_of_a_shape(grouped: bool, page_size: int) -> None:
         assert spec.function == (
             f"mla_decode_fp8<{width}, {flag}, {'kPages' if whole else 'kRows'}>"
         )
+        if not grouped:
+            continue
+        packed = fp8_spec(decode_key(rows, page_size=page_size), grouped, packed=True)
+        if whole and width == 16:
+            assert packed.entry == "mla_decode_fp8_16_packed"
+            assert packed.function == "mla_decode_fp8<16, true, kPacked>"
+        else:
+            assert packed is spec
     whole = whole and not grouped  # ragged queries with scales have the other form only
     spec = fp8_spec(attention_key(page_size), grouped)
     assert spec.entry == f"mla_attention_fp8{tag}{'' if whole else '_rows'}"
     assert spec.function == (
         f"mla_decode_fp8<32, {flag}, {'kPages' if whole else 'kRows'}, HalfTile>"
     )
+    if grouped:
+        assert fp8_spec(attention_key(page_size), grouped, packed=True) is spec
 
 
 def test_every_kernel_serves_a_shape() -> None:
@@ -702,8 +914,8 @@ def test_every_kernel_serves_a_shape() -> None:
         for key in (decode_key(16, 1, size), decode_key(32, 1, size), attention_key(size))
     ]
     assert {spec for key in keys for spec in fp8_specs(key)} == set(SPECS)
-    assert len(SPECS) == 11
-    assert len({spec.entry for spec in SPECS}) == 11
+    assert len(SPECS) == 12
+    assert len({spec.entry for spec in SPECS}) == 12
 
 
 def test_row_tiles_are_those_of_the_kernel() -> None:
@@ -733,13 +945,17 @@ def test_other_caches_have_the_plans_that_they_had() -> None:
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
 def test_shared_memory_is_what_the_layout_takes(spec: KernelSpec, nvrtc: None) -> None:
-    found = re.search(r"<(\d+), (\w+)", spec.function)
+    found = re.search(r"<(\d+, \w+, \w+)", spec.function)
     assert found is not None
-    layout = f"Fp8Layout<{found[1]}, {found[2]}>"
+    layout = f"Fp8Layout<{found[1]}>"
     checks = {f"({layout}::kBytes)": spec.smem_bytes}
-    # The copy engine's swizzles, of 64 and of 128 bytes, have periods of 512 and 1024 bytes.
-    checks |= {f"({layout}::{name} % 1024)": 0 for name in ("kSlotBytes", "kRopeOffset")}
-    compile_checks(spec, checks | {"kRawTileBytes % 512": 0})
+    # The copy engine's swizzle of 128 bytes has a period of 1024 bytes.
+    checks |= {f"({layout}::kSlotBytes % 1024)": 0, "kTileBytes % 1024": 0, "kTileBytes": TILE}
+    if "kPacked" in spec.function:
+        checks |= {"kPackedBytes": PACKED, f"({layout}::kSlotBytes)": TOKENS * PACKED}
+    else:
+        checks |= {f"({layout}::kRopeOffset % 1024)": 0}
+    compile_checks(spec, checks)
 
 
 class Checked(NamedTuple):
@@ -771,6 +987,20 @@ def checked_for(key: MLADecodeKey, grouped: bool, rope: str, factor: Any) -> Che
     )
 
 
+def packed_for(key: MLADecodeKey, row: int = PACKED) -> Checked:
+    """Of packed rows that are so many bytes apart, and kv heads behind one another."""
+    strides = (key.page_size * 2 * row + 64, 2 * row, row)
+    shape = (70, key.page_size, 2)
+    latent = strided(3, (*shape, 512), (*strides, 1), "float8_e4m3fn")
+    rope = strided(3, (*shape, 64), (*strides, 2), "bfloat16")
+    scales = strided(3, (*shape, 4), (*strides, 4), "float32")
+    return checked_for(key, True, "bfloat16", 1.0)._replace(
+        kv_cache=latent,
+        kv_rope=rope._replace(ptr=latent.ptr + 528),
+        kv_scales=scales._replace(ptr=latent.ptr + 512),
+    )
+
+
 class Prepared(NamedTuple):
     """A launch as the driver would get it, by the kernel's names of its parameters."""
 
@@ -789,11 +1019,11 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Prepared]:
         return descriptor
 
     def prepare(key: Any, checked: Checked, grouped: bool) -> Prepared:
-        spec = fp8_spec(key, grouped)
+        arguments: Any = checked
+        spec = fp8_spec(key, grouped, lies_packed(arguments))
         out = strided(7, (3, 1, 80, 512), (5008, 5024, 5040, 4), "float32")
         lse = strided(8, (3, 80, 1), (6004, 6008, 6012), "float32")
         kernel = LoadedKernel(1, spec, 0, None)
-        arguments: Any = checked
         prepared: Any = prepare_decode_fp8(kernel, key, 9 << 40, arguments, out, lse, 0.5, 0)
         grid, packed = prepared
         text, _, _ = translation_unit(spec).partition('extern "C"')
@@ -862,6 +1092,49 @@ def test_whole_pages_are_described_to_the_copy_engine(
     else:
         assert scales == bytes(128)
     assert len(encoded) == 2 + grouped
+
+
+@pytest.mark.parametrize("page_size", [64, 128])
+@pytest.mark.parametrize("row", [656, 672])
+def test_packed_rows_are_described_whole(
+    row: int, page_size: int, prepare: Callable[..., Prepared]
+) -> None:
+    """As words, in one map; with more query rows than 16, column by column like other caches."""
+    key = decode_key(16, kv_heads=2, page_size=page_size)
+    page = page_size * 2 * row + 64
+    _, got, encoded = prepare(key, packed_for(key, row), True)
+    latent, *others = (got[name] for name in MAPS)
+    assert encoded == {latent: (3 << 40, "uint32", 70, page_size, 2, 164, page, 2 * row, row, 64)}
+    assert others == [bytes(128)] * 2
+    wide = decode_key(17, kv_heads=2, page_size=page_size)
+    _, got, encoded = prepare(wide, packed_for(wide, row), True)
+    at = [encoded[got[name]][:2] for name in MAPS]
+    begin = 3 << 40
+    assert at == [
+        (begin, "float8_e4m3fn"),
+        (begin + 528, "bfloat16"),
+        (begin + 512, "float32"),
+    ]
+
+
+def test_which_caches_are_packed() -> None:
+    """Any views of such rows; nothing that lies otherwise."""
+    key = decode_key(16, kv_heads=2)
+    packed: Any = packed_for(key)
+    assert lies_packed(packed)
+    other: Any = checked_for(key, True, "bfloat16", 1.0)
+    assert not lies_packed(other)
+    rope, scales = packed.kv_rope, packed.kv_scales
+    further = {"strides": (rope.strides[0] + 16, *rope.strides[1:])}
+    for change in (
+        {"kv_scales": None},
+        {"kv_scales": scales._replace(ptr=scales.ptr + 16)},
+        {"kv_scales": scales._replace(**further)},
+        {"kv_rope": rope._replace(ptr=rope.ptr + 16)},
+        {"kv_rope": rope._replace(**further)},
+        {"kv_rope": rope._replace(dtype="float8_e4m3fn")},
+    ):
+        assert not lies_packed(packed._replace(**change))
 
 
 @pytest.mark.parametrize(

@@ -51,14 +51,19 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     [
         ("bfloat16", 576, "BFLOAT16", 64, "128B"),
         ("float16", 64, "FLOAT16", 64, "128B"),
-        ("float8_e4m3fn", 512, "UINT8", 64, "64B"),
+        ("float8_e4m3fn", 512, "UINT8", 128, "128B"),
+        ("float8_e4m3fn", 64, "UINT8", 128, "128B"),
         ("float32", 4, "FLOAT32", 4, "NONE"),
+        ("uint32", 164, "UINT32", 164, "NONE"),
     ],
 )
 def test_boxes_of_each_kind(
     dtype: str, columns: int, kind: str, box_columns: int, swizzle: str, driver: FakeDriver
 ) -> None:
-    """64 columns in a swizzle as wide as they are, or the four scales of a token as they lie."""
+    """128 bytes in a swizzle as wide as they are, even of an array that has fewer.
+
+    Scales, or a whole packed row, as they lie.
+    """
     geometry = (PTR, dtype, 70, 128, 2, columns, 90000, 1200, 608, 64)
     descriptor = tensor_map.paged_kv_map(*geometry)
     assert descriptor == bytes(range(128))
