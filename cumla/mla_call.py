@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cumla.launch.mla_decode_fp8 import fp8_spec, is_broadcast
 from cumla.launch.mla_plan import VALUE_DIM
 from cumla.launch.module import load
 
 if TYPE_CHECKING:
     from cumla.arrays import ArrayView, Call
     from cumla.checks import Arguments
+    from cumla.launch.mla_attention import MLAAttentionKey
+    from cumla.launch.mla_plan import MLADecodeKey
     from cumla.launch.module import LoadedKernel
     from cumla.launch.source import KernelSpec
 
@@ -29,8 +32,13 @@ class Kernels(NamedTuple):
         """Load them, in their order."""
         return cls(*(load_for(call, spec) for spec in specs))
 
-    def of_fp8(self, arguments: Arguments) -> LoadedKernel:
+    def of_fp8(
+        self, call: Call, key: MLADecodeKey | MLAAttentionKey, arguments: Arguments
+    ) -> LoadedKernel:
         """Choose the kernel that attends to an FP8 cache as it came."""
+        if is_broadcast(arguments):
+            grouped = arguments.kv_scales is not None
+            return load_for(call, fp8_spec(key, grouped, broadcast=True))
         if arguments.kv_scales is None:
             return self.attention
         assert self.grouped is not None

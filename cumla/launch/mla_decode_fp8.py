@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cumla.launch.mla_attention import MLAAttentionKey
     from cumla.launch.module import LoadedKernel
 
-__all__ = ["SPECS", "fp8_spec", "fp8_specs", "prepare_decode_fp8"]
+__all__ = ["SPECS", "fp8_spec", "fp8_specs", "is_broadcast", "prepare_decode_fp8"]
 
 _RAGGED = "ragged"
 # Query rows of a tile; halves of the tiles of ragged queries.
@@ -55,7 +55,9 @@ _SPECS = {
 SPECS = tuple(_SPECS.values())
 
 
-def fp8_spec(key: MLADecodeKey | MLAAttentionKey, grouped: bool) -> KernelSpec:
+def fp8_spec(
+    key: MLADecodeKey | MLAAttentionKey, grouped: bool, *, broadcast: bool = False
+) -> KernelSpec:
     """Look up the kernel of a shape.
 
     Parameters
@@ -64,19 +66,33 @@ def fp8_spec(key: MLADecodeKey | MLAAttentionKey, grouped: bool) -> KernelSpec:
         Of a cache of e4m3 numbers.
     grouped : bool
         Each token has a scale for each 128 of its latent columns.
+    broadcast : bool
+        As :func:`is_broadcast` tells.
 
     Returns
     -------
     KernelSpec
     """
     shape = key.row_tile if isinstance(key, MLADecodeKey) else _RAGGED
-    return _SPECS[shape, grouped, _form_of(key, grouped)]
+    return _SPECS[shape, grouped, _form_of(key, grouped, broadcast)]
 
 
-def _form_of(key: MLADecodeKey | MLAAttentionKey, grouped: bool) -> str:
+def is_broadcast(arguments: Arguments) -> bool:
+    """Tell whether tokens share memory: strides of 0, which a tensor map need not take."""
+    parts = (arguments.kv_cache, arguments.kv_rope, arguments.kv_scales)
+    return any(
+        length > 1 and stride == 0
+        for part in parts
+        if part is not None
+        for length, stride in zip(part.shape, part.strides, strict=True)
+    )
+
+
+def _form_of(key: MLADecodeKey | MLAAttentionKey, grouped: bool, broadcast: bool) -> str:
     """Tell in which form blocks come from the pages of a key."""
     ragged = not isinstance(key, MLADecodeKey)
-    return "pages" if key.form == "pages" and not (ragged and grouped) else "rows"
+    whole = key.form == "pages" and not broadcast and not (ragged and grouped)
+    return "pages" if whole else "rows"
 
 
 def fp8_specs(key: MLADecodeKey | MLAAttentionKey) -> tuple[KernelSpec, ...]:
@@ -104,7 +120,8 @@ def prepare_decode_fp8(
     Parameters
     ----------
     kernel : LoadedKernel
-        Of :func:`fp8_spec`, grouped where the arguments have kv_scales.
+        Of :func:`fp8_spec`, grouped where the arguments have kv_scales, and for broadcast ones if
+        they are.
     key : MLADecodeKey or MLAAttentionKey
         The plan's shape.
     buffer : int
@@ -131,7 +148,7 @@ def prepare_decode_fp8(
     caches = (arguments.kv_cache, arguments.kv_rope, scales)
     maps = (
         [_map(key, cache) for cache in caches]
-        if _form_of(key, scales is not None) == "pages"
+        if _form_of(key, scales is not None, is_broadcast(arguments)) == "pages"
         else [_NO_MAP] * 3
     )
     values = (

@@ -23,7 +23,13 @@ from numpy.typing import NDArray
 from cumla.arrays import ArrayView
 from cumla.launch import KernelSpec, mla_decode_fp8
 from cumla.launch.mla_attention import MLAAttentionKey
-from cumla.launch.mla_decode_fp8 import SPECS, fp8_spec, fp8_specs, prepare_decode_fp8
+from cumla.launch.mla_decode_fp8 import (
+    SPECS,
+    fp8_spec,
+    fp8_specs,
+    is_broadcast,
+    prepare_decode_fp8,
+)
 from cumla.launch.mla_plan import MLADecodeKey
 from cumla.launch.module import LoadedKernel
 from cumla.launch.source import strip_comments, translation_unit
@@ -788,8 +794,8 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Prepared]:
         encoded[descriptor] = geometry
         return descriptor
 
-    def prepare(key: Any, checked: Checked, grouped: bool) -> Prepared:
-        spec = fp8_spec(key, grouped)
+    def prepare(key: Any, checked: Checked, grouped: bool, broadcast: bool = False) -> Prepared:
+        spec = fp8_spec(key, grouped, broadcast=broadcast)
         out = strided(7, (3, 1, 80, 512), (5008, 5024, 5040, 4), "float32")
         lse = strided(8, (3, 80, 1), (6004, 6008, 6012), "float32")
         kernel = LoadedKernel(1, spec, 0, None)
@@ -879,6 +885,39 @@ def test_rows_that_are_copied_one_by_one_need_no_maps(
     _, got, encoded = prepare(key, checked, grouped)
     assert [got[name] for name in MAPS] == [bytes(128)] * 3
     assert not encoded
+
+
+SHAPE_OF = {"kv_cache": (70, 64, 2, 512), "kv_rope": (70, 64, 2, 64), "kv_scales": (70, 64, 2, 4)}
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("name", SHAPE_OF)
+def test_parts_that_are_broadcast_need_no_maps(
+    name: str, axis: int, prepare: Callable[..., Prepared]
+) -> None:
+    """Of whole pages: a stride of 0 is for threads, not for the copy engine."""
+    key = decode_key(40, kv_heads=2, page_size=64)
+    checked: Any = checked_for(key, True, "bfloat16", 1.0)
+    assert not is_broadcast(checked)
+    part = getattr(checked, name)
+    assert part.shape == SHAPE_OF[name]
+    strides = (*part.strides[:axis], 0, *part.strides[axis + 1 :])
+    checked = checked._replace(**{name: part._replace(strides=strides)})
+    assert is_broadcast(checked)
+    assert fp8_spec(key, True, broadcast=True) == fp8_spec(decode_key(40, 2, 16), True)
+    assert fp8_spec(key, False, broadcast=True) == fp8_spec(decode_key(40, 2, 16), False)
+    _, got, encoded = prepare(key, checked, True, broadcast=True)
+    assert [got[name] for name in MAPS] == [bytes(128)] * 3
+    assert not encoded
+    member = {"kv_cache": "decode.latent", "kv_rope": "decode.rope", "kv_scales": "scales"}[name]
+    assert got[f"{member}.stride_{('page', 'row', 'head')[axis]}"] == 0
+
+
+def test_an_axis_of_one_is_not_broadcast() -> None:
+    """Whatever its stride: frameworks report anything there."""
+    checked: Any = checked_for(decode_key(40), True, "bfloat16", 1.0)
+    one_head = checked.kv_scales._replace(shape=(70, 64, 1, 4), strides=(1024, 16, 0, 4))
+    assert not is_broadcast(checked._replace(kv_scales=one_head))
 
 
 def test_whole_pages_of_ragged_queries_without_scales_have_maps(
