@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import struct
-from math import e, log2
 from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import PreparedLaunch
-from cumla.launch.mla_plan import MOST_TOKENS, NARROW_ROWS, MLADecodeKey
+from cumla.launch.mla_decode import PARAMS_FORMAT, decode_values
+from cumla.launch.mla_plan import NARROW_ROWS, MLADecodeKey
 from cumla.launch.source import KernelSpec
 from cumla.launch.tensor_map import paged_kv_map
 
@@ -100,8 +100,7 @@ def fp8_specs(key: MLADecodeKey | MLAAttentionKey) -> tuple[KernelSpec, ...]:
     return fp8_spec(key, grouped=False), fp8_spec(key, grouped=True)
 
 
-_PARAMS = struct.Struct("<128s128s33q12if4x5qfi16x128s")
-_LOG2_E = log2(e)
+_PARAMS = struct.Struct(PARAMS_FORMAT + "5qfi16x128s")
 _NO_MAP = bytes(128)  # each row is copied for itself, or there are no scales
 
 
@@ -141,9 +140,7 @@ def prepare_decode_fp8(
     PreparedLaunch
         To be called.
     """
-    block_table, layout, scales = arguments.block_table, key.layout, arguments.kv_scales
-    columns = (arguments.kv_cache, arguments.kv_rope, arguments.q, arguments.q_rope)
-    factor = arguments.kv_scale
+    scales, factor = arguments.kv_scales, arguments.kv_scale
     pointer, value = (0, factor) if isinstance(factor, (int, float)) else (factor.ptr, 0.0)
     caches = (arguments.kv_cache, arguments.kv_rope, scales)
     maps = (
@@ -153,33 +150,7 @@ def prepare_decode_fp8(
     )
     values = (
         *maps[:2],
-        *(value for view in columns for value in (view.ptr, *view.strides[:3])),
-        out.ptr,
-        *out.strides[:3],
-        lse.ptr,
-        *(stride // 4 for stride in lse.strides),
-        block_table.ptr,
-        block_table.strides[0] // 4,
-        buffer + layout.places,
-        buffer + layout.parts,
-        buffer + layout.tickets,
-        buffer + layout.partial_out,
-        buffer + layout.partial_lse,
-        min(block_table.shape[1] * key.page_size, MOST_TOKENS),
-        (block_table.shape[0] - 1) * (block_table.strides[0] // 4) + block_table.shape[1],
-        key.num_places,
-        key.parts,
-        block_table.shape[1],
-        arguments.kv_cache.shape[0],
-        key.page_size,
-        key.box_rows,
-        key.q_len,
-        key.heads_per_group,
-        key.row_groups,
-        key.may_wait,
-        key.causal,
-        out.dtype == "float32",
-        softmax_scale * _LOG2_E,
+        *decode_values(key, buffer, arguments, out, lse, softmax_scale),
         *((0, 0, 0, 0) if scales is None else (scales.ptr, *scales.strides[:3])),
         pointer,
         value,
