@@ -99,8 +99,7 @@ def mla_decode(
         columns: a scale for each token and 128 latent columns. And uint8 with 656 columns, the
         packed format of DeepSeek-V3.2: 512 e4m3, 4 float32 scales, 64 bfloat16.
         :func:`cumla.append_mla_cache` writes all of these but triples with e4m3 RoPE columns.
-        Where pages are multiples of 64 tokens the driver may refuse strides of 0 (broadcast
-        arrays).
+        Arrays may be broadcast, such as scales that are the same for all tokens: strides of 0.
     block_table : array
         ``(batch, max_pages)`` int32, rows contiguous. Entries behind a request's last page are
         never read; a page number outside ``[0, num_pages)`` in a used entry reads as zeros.
@@ -701,7 +700,7 @@ def _attention(
     """Prepare attention of checked arguments into these outputs."""
     kernel, prepare = kernels.attention, prepare_decode
     if key.cache != "same":
-        kernel, prepare = kernels.of_fp8(arguments), prepare_decode_fp8
+        kernel, prepare = kernels.of_fp8(call, key, arguments), prepare_decode_fp8
     elif (form := form_of(key, arguments)) != key.form:
         kernel = load_for(call, decode_spec(key, form))
     return prepare(

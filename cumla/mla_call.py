@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.launch.mla_decode_fp8 import lies_packed
+from cumla.launch.mla_decode_fp8 import fp8_spec, how_it_lies
 from cumla.launch.mla_plan import VALUE_DIM
 from cumla.launch.module import load
 
 if TYPE_CHECKING:
     from cumla.arrays import ArrayView, Call
     from cumla.checks import Arguments
+    from cumla.launch.mla_attention import MLAAttentionKey
+    from cumla.launch.mla_plan import MLADecodeKey
     from cumla.launch.module import LoadedKernel
     from cumla.launch.source import KernelSpec
 
@@ -23,20 +25,20 @@ class Kernels(NamedTuple):
 
     schedule: LoadedKernel
     attention: LoadedKernel
-    grouped: LoadedKernel | None = None  # the same over FP8 caches with scales of 128 columns
-    packed: LoadedKernel | None = None  # and of packed rows, where these have a kernel of their own
+    of_spec: dict[KernelSpec, LoadedKernel]
 
     @classmethod
     def of(cls, call: Call, *specs: KernelSpec) -> Kernels:
-        """Load them, in their order."""
-        return cls(*(load_for(call, spec) for spec in specs))
+        """Load them, in their order: schedule, attention, that over FP8 caches of other formats."""
+        kernels = [load_for(call, spec) for spec in specs]
+        return cls(kernels[0], kernels[1], dict(zip(specs, kernels, strict=True)))
 
-    def of_fp8(self, arguments: Arguments) -> LoadedKernel:
+    def of_fp8(
+        self, call: Call, key: MLADecodeKey | MLAAttentionKey, arguments: Arguments
+    ) -> LoadedKernel:
         """Choose the kernel that attends to an FP8 cache as it came."""
-        if arguments.kv_scales is None:
-            return self.attention
-        assert self.grouped is not None
-        return self.packed if self.packed is not None and lies_packed(arguments) else self.grouped
+        spec = fp8_spec(key, arguments.kv_scales is not None, how_it_lies(arguments))
+        return self.of_spec.get(spec) or load_for(call, spec)
 
 
 def load_for(call: Call, spec: KernelSpec) -> LoadedKernel:

@@ -690,7 +690,7 @@ def _attention(
     """Prepare attention of checked arguments into these outputs."""
     kernel = kernels.attention
     if key.cache != "same":
-        kernel = kernels.of_fp8(arguments)
+        kernel = kernels.of_fp8(call, key, arguments)
     elif (form := form_of(key, arguments)) != key.form:
         kernel = load_for(call, attention_spec(key, form))
     return prepare_attention(

@@ -231,6 +231,26 @@ def test_packed_rows_have_their_kernel_with_few_query_rows(
 
 
 @OPERATIONS
+@pytest.mark.parametrize("form", ["pair", "scales"])
+def test_broadcast_arrays_have_the_kernel_of_any_pages(
+    cupy: FakeCuPy, make: Make, events: list[Event], form: str, operation: str
+) -> None:
+    """The driver might refuse to describe strides of 0 to the copy engine."""
+    whole = make(form)
+    last = whole["kv_cache"][-1]
+    last.strides = (0, 0, 0, last.strides[3])
+    for plan in (False, True):
+        call_of(cupy, whole, operation, plan=plan)()
+        name = "mla_decode_fp8_32" if operation == "decode" else "mla_attention_fp8"
+        suffix = "_grouped_rows" if form == "scales" else "_rows"
+        (prepared,) = [e.entry for e in events if e.kind == "prepare" and "fp8" in e.entry]
+        assert prepared == name + suffix
+        kinds = [event.kind for event in events if event.entry == prepared]
+        assert kinds.index("load") < kinds.index("prepare")
+        events.clear()
+
+
+@OPERATIONS
 def test_the_buffer_is_as_large_as_workspace_bytes_says(
     cupy: FakeCuPy,
     make: Make,

@@ -230,7 +230,7 @@ def _sample(case: AttentionCase) -> NDArray[np.int64]:
 def attention_row(
     case: AttentionCase, timing: AttentionTiming, ceilings: Ceilings
 ) -> dict[str, Any]:
-    """Put a case's time beside the ceiling of matrix products.
+    """Put a case's time beside the ceilings of matrix products.
 
     Parameters
     ----------
@@ -247,12 +247,14 @@ def attention_row(
         A row of the results.
     """
     tflops = case.flops / (timing.single.us * 1e6)
+    sustained = ceilings.sustained_tflops
     return (
         case.to_json()
         | timing.single.figures()
         | {
             "tflops": tflops,
             "efficiency": tflops / ceilings.matmul_tflops,
+            "sustained_share": tflops / sustained if sustained else None,
             "schedule_us": timing.schedule.us,
             "row_error": timing.row_error,
             "lse_error": timing.lse_error,

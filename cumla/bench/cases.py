@@ -57,6 +57,9 @@ class Ceilings:
     fp8_scaled : bool
         Whether it was not measured but scaled: from the bfloat16 one, by the ratio of the two on
         another GPU.
+    sustained_tflops : float
+        The bfloat16 product once more, over and over, with the GPU at its power limit; 0 in files
+        that are older than this.
     """
 
     read_gbps: float
@@ -65,6 +68,7 @@ class Ceilings:
     empty_us: float
     fp8_tflops: float = 0.0
     fp8_scaled: bool = False
+    sustained_tflops: float = 0.0
 
     @classmethod
     def from_json(cls, figures: dict[str, Any]) -> Ceilings:
@@ -76,6 +80,7 @@ class Ceilings:
             empty_us=float(figures["empty_kernel_us"]),
             fp8_tflops=float(figures.get("fp8_matmul_TFLOPs", 0.0)),
             fp8_scaled=bool(figures.get("fp8_scaled", False)),
+            sustained_tflops=float(figures.get("bf16_sustained_TFLOPs", 0.0)),
         )
 
     def to_json(self) -> dict[str, float | bool]:
@@ -87,6 +92,7 @@ class Ceilings:
             "empty_kernel_us": self.empty_us,
             "fp8_matmul_TFLOPs": self.fp8_tflops,
             "fp8_scaled": self.fp8_scaled,
+            "bf16_sustained_TFLOPs": self.sustained_tflops,
         }
 
 

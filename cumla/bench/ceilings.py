@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cumla.bench.cases import PAGE_SIZE, Ceilings
 from cumla.bench.gpu import DTYPES, Gpu, bench_spec
 from cumla.bench.peers import load_peers
-from cumla.bench.timing import time_cold
+from cumla.bench.timing import time_cold, time_sustained
 from cumla.launch.mla_plan import HEAD_DIM
 from cumla.launch.tensor_map import paged_kv_map
 
@@ -80,6 +80,8 @@ def measure(gpu: Gpu) -> Ceilings:
     tflops = _product_tflops(matmul.us)
     fp8_tflops, fp8_scaled = _fp8_tflops(gpu, large, tflops)
     empty = time_cold(gpu, lambda: gpu.launch(EMPTY, 1, _EMPTY_PARAMS, (0,)))
+    with stream:  # last, because it heats the GPU
+        sustained_us = time_sustained(gpu, product, matmul.us)
     return Ceilings(
         read_gbps=large.nbytes / (read.us * 1e3),
         copy_gbps=large.nbytes / (copy.us * 1e3),  # half of it read, half of it written
@@ -87,6 +89,7 @@ def measure(gpu: Gpu) -> Ceilings:
         empty_us=empty.us,
         fp8_tflops=fp8_tflops,
         fp8_scaled=fp8_scaled,
+        sustained_tflops=_product_tflops(sustained_us),
     )
 
 

@@ -178,9 +178,15 @@ def _ceilings_line(results: Results) -> str:
     return (
         f"Ceilings of this run: read {ceilings['read_GBps']:.0f} GB/s, copy "
         f"{ceilings['copy_GBps']:.0f} GB/s, bfloat16 8192^3 matrix product "
-        f"{ceilings['bf16_matmul_TFLOPs']:.0f} TFLOP/s{_fp8_ceiling(ceilings)}, an empty kernel "
+        f"{ceilings['bf16_matmul_TFLOPs']:.0f} TFLOP/s{_sustained_ceiling(ceilings)}"
+        f"{_fp8_ceiling(ceilings)}, an empty kernel "
         f"{ceilings['empty_kernel_us']:.1f} us"
     )
+
+
+def _sustained_ceiling(ceilings: Row) -> str:
+    sustained = ceilings.get("bf16_sustained_TFLOPs")  # earlier files have none
+    return f" (sustained, repeated for 1.5 s: {sustained:.0f})" if sustained else ""
 
 
 def _fp8_ceiling(ceilings: Row) -> str:
@@ -276,7 +282,11 @@ def _invariant(rows: Sequence[Row]) -> Table:
 
 def _attention(rows: Sequence[Row]) -> Table:
     titles = ["ragged queries: batch", "heads", "q_len", "kv_len", "causal"]
-    table = [[*titles, "us", "TFLOP/s", "efficiency", "schedule us"]]
+    figures = ["us", "TFLOP/s", "efficiency"]
+    has_share = any(row.get("sustained_share") for row in rows)  # earlier files have none
+    if has_share:
+        figures.append("share of the sustained product")
+    table = [[*titles, *figures, "schedule us"]]
     for row in rows:
         q_len, decodes = str(row["q_len"]), row["decodes"]
         if decodes:
@@ -284,10 +294,12 @@ def _attention(rows: Sequence[Row]) -> Table:
         shape = [str(row["batch"]), str(row["heads"]), q_len, str(row["kv_len"])]
         shape.append(str(row["causal"]))
         if "failed" in row:
-            table.append([*shape, "failed", "", "", ""])
+            table.append([*shape, "failed", *[""] * len(figures)])
             continue
-        figures = [_us(row["us"]), f"{row['tflops']:.0f}", f"{row['efficiency']:.2f}"]
-        table.append([*shape, *figures, _us(row["schedule_us"])])
+        cells = [*shape, _us(row["us"]), f"{row['tflops']:.0f}", f"{row['efficiency']:.2f}"]
+        if has_share:
+            cells.append(f"{row['sustained_share']:.2f}")
+        table.append([*cells, _us(row["schedule_us"])])
     return table
 
 

@@ -137,7 +137,8 @@ def run(
         results = _describe(gpu, ceilings, published, warm) | start
         note(
             f"{gpu.properties.name}: reads {ceilings.read_gbps:.0f} GB/s, multiplies "
-            f"{ceilings.matmul_tflops:.0f} TFLOP/s, empty kernel {ceilings.empty_us:.1f} us"
+            f"{ceilings.matmul_tflops:.0f} TFLOP/s ({ceilings.sustained_tflops:.0f} sustained), "
+            f"empty kernel {ceilings.empty_us:.1f} us"
         )
         ragged = vary(RAGGED, (1,), ("bfloat16",), RAGGED_SEEDS) if cases == DENSE else ()
         timer = time_warm if warm else time_cold

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import ceil
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -12,7 +13,15 @@ import numpy as np
 if TYPE_CHECKING:
     from cumla.bench.gpu import Gpu
 
-__all__ = ["GpuTimer", "Timing", "time_cold", "time_graph", "time_host", "time_warm"]
+__all__ = [
+    "GpuTimer",
+    "Timing",
+    "time_cold",
+    "time_graph",
+    "time_host",
+    "time_sustained",
+    "time_warm",
+]
 
 
 class Timing(NamedTuple):
@@ -149,6 +158,39 @@ def time_graph(
 
     replay = gpu.capture(work)
     return time_cold(gpu, replay, repeats=repeats, warmup=warmup).divided(len(calls))
+
+
+def time_sustained(
+    gpu: Gpu, work: Callable[[], object], single_us: float, *, seconds: float = 1.5
+) -> float:
+    """Time work that keeps the GPU busy for so long that its power limit sets the clocks.
+
+    Parameters
+    ----------
+    gpu : Gpu
+        Work must go to its stream.
+    work : callable
+        Enqueues what is repeated back to back.
+    single_us : float
+        About how long it takes, in microseconds.
+    seconds : float
+        About how long it is repeated.
+
+    Returns
+    -------
+    float
+        The mean of the second half of the runs, in microseconds.
+    """
+    half = ceil(seconds / 2 * 1e6 / single_us)
+    gpu.rest()
+    for _ in range(half):
+        work()
+    begin = gpu.record()
+    for _ in range(half):
+        work()
+    end = gpu.record()
+    gpu.synchronize()
+    return gpu.elapsed_us(begin, end) / half
 
 
 def time_host(

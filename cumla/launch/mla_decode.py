@@ -6,7 +6,7 @@ from __future__ import annotations
 import struct
 from itertools import product
 from math import e, log2
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.mla_plan import HEAD_DIM, MOST_TOKENS, PAGE_FORMS, VALUE_DIM, VARIANTS, page_form
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from cumla.launch.module import LoadedKernel
 
 __all__ = [
+    "PARAMS_FORMAT",
     "SPECS",
     "decode_spec",
     "decode_specs",
+    "decode_values",
     "form_of",
     "form_specs",
     "prepare_decode",
@@ -107,7 +109,8 @@ def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) -> str:
     return "boxes" if key.form == "pages" and not together else key.form
 
 
-_PARAMS = struct.Struct("<128s128s33q12if4x")
+PARAMS_FORMAT = "<128s128s33q12if4x"
+_PARAMS = struct.Struct(PARAMS_FORMAT)
 _LOG2_E = log2(e)
 
 
@@ -145,11 +148,30 @@ def prepare_decode(
     PreparedLaunch
         To be called.
     """
+    maps = _maps(key, form_of(key, arguments), arguments.kv_cache, arguments.kv_rope)
+    values = (*maps, *decode_values(key, buffer, arguments, out, lse, softmax_scale))
+    grid = key.row_tiles, key.parts, key.num_kv_heads
+    return PreparedLaunch(kernel, grid, _PARAMS, values, stream)
+
+
+def decode_values(
+    key: MLADecodeKey | MLAAttentionKey,
+    buffer: int,
+    arguments: Arguments,
+    out: ArrayView,
+    lse: ArrayView,
+    softmax_scale: float,
+) -> tuple[Any, ...]:
+    """List what the kernel is told behind the tensor maps; parameters as for prepare_decode.
+
+    Returns
+    -------
+    tuple
+        In the order of ``MlaDecodeParams``, with which ``MlaDecodeFp8Params`` begins, too.
+    """
     block_table, layout = arguments.block_table, key.layout
-    caches = (arguments.kv_cache, arguments.kv_rope)
-    columns = (*caches, arguments.q, arguments.q_rope)
-    values = (
-        *_maps(key, form_of(key, arguments), *caches),
+    columns = (arguments.kv_cache, arguments.kv_rope, arguments.q, arguments.q_rope)
+    return (
         *(value for view in columns for value in (view.ptr, *view.strides[:3])),
         out.ptr,
         *out.strides[:3],
@@ -177,9 +199,6 @@ def prepare_decode(
         key.causal,
         out.dtype == "float32",
         softmax_scale * _LOG2_E,
-    )
-    return PreparedLaunch(
-        kernel, (key.row_tiles, key.parts, key.num_kv_heads), _PARAMS, values, stream
     )
 
 

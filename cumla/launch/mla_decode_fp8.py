@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import struct
-from math import e, log2
 from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import PreparedLaunch
-from cumla.launch.mla_plan import MOST_TOKENS, NARROW_ROWS, MLADecodeKey
+from cumla.launch.mla_decode import PARAMS_FORMAT, decode_values
+from cumla.launch.mla_plan import NARROW_ROWS, MLADecodeKey
 from cumla.launch.source import KernelSpec
 from cumla.launch.tensor_map import paged_kv_map
 
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from cumla.launch.mla_attention import MLAAttentionKey
     from cumla.launch.module import LoadedKernel
 
-__all__ = ["SPECS", "fp8_spec", "fp8_specs", "lies_packed", "prepare_decode_fp8"]
+__all__ = ["LIES", "SPECS", "fp8_spec", "fp8_specs", "how_it_lies", "prepare_decode_fp8"]
 
+LIES = ("plain", "packed", "broadcast")
+"""How a cache can lie: see `how_it_lies`."""
 _RAGGED = "ragged"
 # Query rows of a tile; halves of the tiles of ragged queries.
 _SHAPES: tuple[int | str, ...] = (*NARROW_ROWS, _RAGGED)
@@ -64,9 +66,7 @@ SPECS = tuple(_SPECS.values())
 _FORMS = {spec: form for (_, _, form), spec in _SPECS.items()}
 
 
-def fp8_spec(
-    key: MLADecodeKey | MLAAttentionKey, grouped: bool, packed: bool = False
-) -> KernelSpec:
+def fp8_spec(key: MLADecodeKey | MLAAttentionKey, grouped: bool, lies: str = "plain") -> KernelSpec:
     """Look up the kernel of a shape.
 
     Parameters
@@ -75,44 +75,62 @@ def fp8_spec(
         Of a cache of e4m3 numbers.
     grouped : bool
         Each token has a scale for each 128 of its latent columns.
-    packed : bool
-        These lie as :func:`lies_packed` tells.
+    lies : str
+        One of LIES, as :func:`how_it_lies` tells.
 
     Returns
     -------
     KernelSpec
     """
     shape = key.row_tile if isinstance(key, MLADecodeKey) else _RAGGED
-    return _SPECS[shape, grouped, _form_of(key, grouped, packed)]
+    return _SPECS[shape, grouped, _form_of(key, grouped, lies)]
 
 
-def _form_of(key: MLADecodeKey | MLAAttentionKey, grouped: bool, packed: bool) -> str:
+def _form_of(key: MLADecodeKey | MLAAttentionKey, grouped: bool, lies: str) -> str:
     """Tell in which form blocks come from the pages of a key: the only place that chooses it."""
     ragged = not isinstance(key, MLADecodeKey)
-    if key.form != "pages" or (ragged and grouped):
+    if key.form != "pages" or lies == "broadcast" or (ragged and grouped):
         return "rows"
-    return "packed" if packed and key.row_groups == 1 else "pages"
+    return "packed" if lies == "packed" and key.row_groups == 1 else "pages"
 
 
 def fp8_specs(key: MLADecodeKey | MLAAttentionKey) -> tuple[KernelSpec, ...]:
     """List the kernels of a shape: of one factor, of scales, of packed rows if there is one."""
-    all_three = (fp8_spec(key, False), fp8_spec(key, True), fp8_spec(key, True, packed=True))
+    all_three = (fp8_spec(key, False), fp8_spec(key, True), fp8_spec(key, True, "packed"))
     return tuple(dict.fromkeys(all_three))
 
 
-def lies_packed(arguments: Arguments) -> bool:
-    """Tell whether a cache is rows of 656 bytes: one array, or views of it."""
+def how_it_lies(arguments: Arguments) -> str:
+    """Tell what a cache's addresses and strides have to say about its loading.
+
+    Parameters
+    ----------
+    arguments : Arguments
+        Checked.
+
+    Returns
+    -------
+    str
+        One of LIES: ``"packed"`` for rows of 656 bytes, in one array or in views of it;
+        ``"broadcast"`` where tokens share memory by strides of 0, which a tensor map need not take;
+        ``"plain"`` else.
+    """
     latent, rope, scales = arguments.kv_cache, arguments.kv_rope, arguments.kv_scales
+    if any(
+        length > 1 and stride == 0
+        for part in (latent, rope, scales)
+        if part is not None
+        for length, stride in zip(part.shape, part.strides, strict=True)
+    ):
+        return "broadcast"
     if scales is None or rope.dtype != "bfloat16":
-        return False
+        return "plain"
     begins = scales.ptr - latent.ptr, rope.ptr - latent.ptr
-    return begins == (_PACKED_SCALES, _PACKED_ROPE) and (
-        latent.strides[:3] == scales.strides[:3] == rope.strides[:3]
-    )
+    together = latent.strides[:3] == scales.strides[:3] == rope.strides[:3]
+    return "packed" if together and begins == (_PACKED_SCALES, _PACKED_ROPE) else "plain"
 
 
-_PARAMS = struct.Struct("<128s128s33q12if4x5qfi16x128s")
-_LOG2_E = log2(e)
+_PARAMS = struct.Struct(PARAMS_FORMAT + "5qfi16x128s")
 _NO_MAP = bytes(128)  # each row is copied for itself, or there are no scales
 
 
@@ -131,8 +149,7 @@ def prepare_decode_fp8(
     Parameters
     ----------
     kernel : LoadedKernel
-        Of :func:`fp8_spec`, grouped where the arguments have kv_scales, and packed where they lie
-        so.
+        Of :func:`fp8_spec`, grouped where the arguments have kv_scales, and for how these lie.
     key : MLADecodeKey or MLAAttentionKey
         The plan's shape.
     buffer : int
@@ -152,40 +169,12 @@ def prepare_decode_fp8(
     PreparedLaunch
         To be called.
     """
-    block_table, layout, scales = arguments.block_table, key.layout, arguments.kv_scales
-    columns = (arguments.kv_cache, arguments.kv_rope, arguments.q, arguments.q_rope)
-    factor = arguments.kv_scale
+    scales, factor = arguments.kv_scales, arguments.kv_scale
     pointer, value = (0, factor) if isinstance(factor, (int, float)) else (factor.ptr, 0.0)
     maps = _maps(_FORMS[kernel.spec], key, arguments)
     values = (
         *maps[:2],
-        *(value for view in columns for value in (view.ptr, *view.strides[:3])),
-        out.ptr,
-        *out.strides[:3],
-        lse.ptr,
-        *(stride // 4 for stride in lse.strides),
-        block_table.ptr,
-        block_table.strides[0] // 4,
-        buffer + layout.places,
-        buffer + layout.parts,
-        buffer + layout.tickets,
-        buffer + layout.partial_out,
-        buffer + layout.partial_lse,
-        min(block_table.shape[1] * key.page_size, MOST_TOKENS),
-        (block_table.shape[0] - 1) * (block_table.strides[0] // 4) + block_table.shape[1],
-        key.num_places,
-        key.parts,
-        block_table.shape[1],
-        arguments.kv_cache.shape[0],
-        key.page_size,
-        key.box_rows,
-        key.q_len,
-        key.heads_per_group,
-        key.row_groups,
-        key.may_wait,
-        key.causal,
-        out.dtype == "float32",
-        softmax_scale * _LOG2_E,
+        *decode_values(key, buffer, arguments, out, lse, softmax_scale),
         *((0, 0, 0, 0) if scales is None else (scales.ptr, *scales.strides[:3])),
         pointer,
         value,

@@ -17,7 +17,7 @@ from cumla.bench.attention import (
     attention_row,
     measure_attention,
 )
-from cumla.bench.cases import Case
+from cumla.bench.cases import Case, Ceilings
 from cumla.bench.dense import CheckError
 from cumla.bench.pages import PAGE_SIZES, PAGES, measure_pages, pages_row
 from cumla.bench.peers import load_peers
@@ -105,6 +105,9 @@ def test_ragged_queries_are_checked_and_timed(gpu: Any, case: AttentionCase) -> 
     row = attention_row(case, timing, H200)
     assert row["tflops"] == pytest.approx(case.flops / LAUNCH_US / 1e6)
     assert row["efficiency"] == pytest.approx(row["tflops"] / H200.matmul_tflops)
+    assert row["sustained_share"] is None  # published ceilings have no such product
+    row = attention_row(case, timing, replace(H200, sustained_tflops=640.0))
+    assert row["sustained_share"] == pytest.approx(row["tflops"] / 640.0)
     assert (row["batch"], row["q_len"], row["decodes"]) == (case.batch, case.q_len, case.decodes)
 
 
@@ -183,19 +186,38 @@ def results(**sections: list[dict[str, Any]]) -> dict[str, Any]:
 def test_table_of_ragged_queries() -> None:
     *_, chunk, _, mixed = ATTENTION
     timing = AttentionTiming(Timing(1000.0, 990.0, 1010.0), Timing(7.25, 7.0, 7.5), 1e-3, 1e-7)
-    ceilings = replace(H200, matmul_tflops=chunk.flops / 1e9 / 0.5)
+    done = chunk.flops / 1e9
+    ceilings = replace(H200, matmul_tflops=done / 0.5, sustained_tflops=done / 0.75)
     rows = [attention_row(case, timing, ceilings) for case in (chunk, mixed)]
     rows.append(chunk.to_json() | {"failed": "rows are off"})
-    found = results(attention=rows)
+    found = results(attention=rows, ceilings=ceilings.to_json())
     lines = to_markdown(found).splitlines()
     (at,) = (i for i, line in enumerate(lines) if line.startswith("| ragged queries: batch |"))
-    assert lines[at].endswith("| causal | us | TFLOP/s | efficiency | schedule us |")
-    tflops = f"{chunk.flops / 1e9:.0f}"
-    assert lines[at + 2] == f"| 8 | 128 | 2048 | 8192 | True | 1000 | {tflops} | 0.50 | 7.2 |"
+    assert lines[at].endswith(
+        "| causal | us | TFLOP/s | efficiency | share of the sustained product | schedule us |"
+    )
+    assert (
+        lines[at + 2] == f"| 8 | 128 | 2048 | 8192 | True | 1000 | {done:.0f} | 0.50 | 0.75 | 7.2 |"
+    )
     assert lines[at + 3].startswith("| 64 | 128 | 60 x 1, 4 x 512 | 4096 | True | 1000 | ")
-    assert lines[at + 4] == "| 8 | 128 | 2048 | 8192 | True | failed |  |  |  |"
+    assert lines[at + 4] == "| 8 | 128 | 2048 | 8192 | True | failed |  |  |  |  |"
     assert failures(found) == ["rows are off"]
     assert "60 x 1, 4 x 512" in to_text(found)
+    said = f"TFLOP/s (sustained, repeated for 1.5 s: {done / 0.75:.0f}), float8_e4m3fn "
+    assert said in to_markdown(found)
+
+
+def test_results_from_before_the_sustained_product() -> None:
+    chunk = ATTENTION[-3]
+    timing = AttentionTiming(Timing(1000.0, 990.0, 1010.0), Timing(7.25, 7.0, 7.5), 1e-3, 1e-7)
+    row = attention_row(chunk, timing, H200)
+    del row["sustained_share"]
+    found = results(attention=[row])
+    del found["ceilings"]["bf16_sustained_TFLOPs"]
+    text = to_markdown(found)
+    assert "sustained" not in text
+    assert f"| {row['efficiency']:.2f} | 7.2 |" in text
+    assert Ceilings.from_json(found["ceilings"]) == H200
 
 
 def test_table_of_page_sizes() -> None:

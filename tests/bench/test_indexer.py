@@ -270,6 +270,25 @@ def test_the_fp8_ceiling(monkeypatch: pytest.MonkeyPatch, has_product: bool) -> 
     assert Ceilings.from_json(found.to_json()) == found
 
 
+def test_the_sustained_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same product, when it has heated the GPU."""
+    gpu: Any = FakeGpu()
+    runs = []
+
+    def work() -> None:
+        runs.append(gpu.now)
+        gpu.now += 1400.0 if len(runs) <= 400 else 1750.0
+
+    monkeypatch.setattr(ceilings, "_matmul", lambda gpu, large: (work, nullcontext()))
+    monkeypatch.setattr(ceilings, "_fp8_matmul", lambda gpu, large: None)
+    found = ceilings.measure(gpu)
+    of_us = 2 * 8192**3 / 1e6
+    assert found.matmul_tflops == pytest.approx(of_us / 1400.0)
+    assert found.sustained_tflops == pytest.approx(of_us / 1750.0)
+    assert 1.4e6 <= gpu.now - runs[20] <= 2e6
+    assert Ceilings.from_json(found.to_json()) == found
+
+
 def test_the_fp8_product_needs_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu: Any = FakeGpu()
     monkeypatch.setattr(ceilings, "find_spec", lambda name: None)

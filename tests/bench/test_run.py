@@ -160,6 +160,7 @@ def test_everything_else_is_recorded(results):
     assert results["ceilings"]["bf16_matmul_TFLOPs"] == pytest.approx(2 * 8192**3 / 1400.0 / 1e6)
     assert results["ceilings"]["fp8_matmul_TFLOPs"] == pytest.approx(2 * 8192**3 / 1400.0 / 1e6)
     assert results["ceilings"]["fp8_scaled"] is False
+    assert results["ceilings"]["bf16_sustained_TFLOPs"] == pytest.approx(2 * 8192**3 / 1400.0 / 1e6)
     assert results["ceilings"]["empty_kernel_us"] == LAUNCH_US
     shapes = [(row["batch"], row["lengths"]) for row in results["schedule"]]
     assert shapes == [(1, "equal"), (3, "equal"), (3, "ragged")]

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from cumla.bench.timing import Timing, time_cold, time_graph, time_host
+from cumla.bench.timing import Timing, time_cold, time_graph, time_host, time_sustained
 from tests.bench.fake_gpu import FakeGpu
 
 
@@ -41,6 +41,19 @@ def test_graph_shares_a_replay_out_among_its_calls():
     timing = time_graph(gpu, calls, repeats=3, warmup=1)
     assert timing.us == pytest.approx(15.0)
     assert order == [0, 1] * 4
+
+
+def test_sustained_times_the_last_half_without_a_pause():
+    gpu = FakeGpu()
+    runs = []
+
+    def work() -> None:
+        runs.append(gpu.now)
+        gpu.now += 1400.0 if len(runs) <= 500 else 1600.0 + len(runs) % 2
+
+    assert time_sustained(gpu, work, 1500.0) == 1600.5
+    assert len(runs) == 1000  # of 1500 us: 1.5 s
+    assert max(later - earlier for earlier, later in pairwise(runs)) <= 1601.0
 
 
 def test_host_waits_between_bursts_outside_the_clock(monkeypatch):

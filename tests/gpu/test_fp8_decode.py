@@ -387,18 +387,74 @@ def divide_query(problem: Fp8Problem, columns: slice, number: float) -> None:
     problem.q = typed(problem.q_bits, "bfloat16").reshape(problem.q.shape)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_scales_of_one_row_for_all(page_size: int) -> None:
-    """Without memory of their own: strides of 0, which threads read and the copy engine may not."""
-    problem = make_fp8(cp, Fp8Case(form="scales, e4m3 rope", batch=2, page_size=page_size))
+def with_one_row_of_scales(problem: Fp8Problem, kv_heads: int = 1) -> Fp8Problem:
+    """Give all tokens the scales of one row, or of one a kv head, without memory of their own."""
     latent, rope, _ = problem.kv_cache
-    row = (group_sizes(problem.case)[0] * 0.0107).astype(np.float32)
+    rows = cp.asarray((group_sizes(problem.case)[:kv_heads] * 0.0107).astype(np.float32))
     assert problem.scales is not None
-    problem.scales[...] = cp.asarray(row)
-    scales = cp.broadcast_to(cp.asarray(row), (*latent.shape[:3], 4))
-    assert scales.strides[:3] == (0, 0, 0)
+    problem.scales[...] = rows
+    scales = cp.broadcast_to(rows if kv_heads > 1 else rows[0], (*latent.shape[:3], 4))
+    assert scales.strides == (0, 0, 16 * (kv_heads > 1), 4)
     problem.kv_cache = latent, rope, scales
+    return problem
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
+@pytest.mark.parametrize("form", ["scales", "scales, e4m3 rope"])
+@every_operation
+def test_scales_of_one_row_for_all(operation: str, form: str, page_size: int) -> None:
+    """Strides of 0, which threads read and the copy engine may not."""
+    case = Fp8Case(form=form, batch=2, page_size=page_size, operation=operation)
+    attend_and_check(with_one_row_of_scales(make_fp8(cp, case)))
+
+
+@pytest.mark.parametrize("heads", [32, 128])
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_scales_of_one_row_a_kv_head(page_size: int, heads: int) -> None:
+    """With split requests, and with the bits of scales that have memory."""
+    case = Fp8Case(form="scales", batch=2, kv_heads=2, heads=heads, page_size=page_size)
+    problem = with_one_row_of_scales(make_fp8(cp, case, np.array([9000, 70])), 2)
+    got = run(problem)
+    check(problem, got)
+    latent, rope, scales = problem.kv_cache
+    problem.kv_cache = latent, rope, cp.ascontiguousarray(scales)
+    assert same_bits(arrays_of(run(problem)), arrays_of(got))
+
+
+@every_operation
+def test_columns_of_one_page_for_all(operation: str) -> None:
+    """A cache whose pages are one and the same, too."""
+    case = Fp8Case(form="bytes", batch=2, kv_len=64, operation=operation)
+    problem = make_fp8(cp, case)
+    page = problem.kv_cache[int(problem.table[0, 0])]
+    problem.latent[64:], problem.rope[64:] = problem.latent[:64], problem.rope[:64]
+    problem.kv_cache = cp.broadcast_to(page, problem.kv_cache.shape)
+    assert problem.kv_cache.strides[0] == 0
     attend_and_check(problem)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@every_operation
+def test_a_plan_and_a_graph_of_broadcast_scales(operation: str, page_size: int) -> None:
+    """Their kernel, not that of other caches with such pages, is among those made ready."""
+    cumla.prepare(fp8_caches=True)
+    case = Fp8Case(form="scales", batch=2, page_size=page_size, operation=operation)
+    problem = with_one_row_of_scales(make_fp8(cp, case))
+    plan = problem.plan()
+    expected = arrays_of(run(problem, plan))
+    problem.check(*expected)
+    out, lse = problem.outputs()
+    lengths, inputs = problem.lengths_of_plan, problem.inputs
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        plan.update(**lengths)
+        plan.run(**inputs, out=out.array, lse=lse.array)
+        graph = stream.end_capture()
+    graph.launch(stream)
+    stream.synchronize()
+    assert same_bits((out.array, lse.array), expected)
 
 
 @pytest.mark.parametrize("form", SCALED)

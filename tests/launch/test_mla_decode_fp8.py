@@ -27,7 +27,7 @@ from cumla.launch.mla_decode_fp8 import (
     SPECS,
     fp8_spec,
     fp8_specs,
-    lies_packed,
+    how_it_lies,
     prepare_decode_fp8,
 )
 from cumla.launch.mla_plan import MLADecodeKey
@@ -891,7 +891,7 @@ def test_the_kernel_of_a_shape(grouped: bool, page_size: int) -> None:
         )
         if not grouped:
             continue
-        packed = fp8_spec(decode_key(rows, page_size=page_size), grouped, packed=True)
+        packed = fp8_spec(decode_key(rows, page_size=page_size), grouped, "packed")
         if whole and width == 16:
             assert packed.entry == "mla_decode_fp8_16_packed"
             assert packed.function == "mla_decode_fp8<16, true, kPacked>"
@@ -904,7 +904,7 @@ def test_the_kernel_of_a_shape(grouped: bool, page_size: int) -> None:
         f"mla_decode_fp8<32, {flag}, {'kPages' if whole else 'kRows'}, HalfTile>"
     )
     if grouped:
-        assert fp8_spec(attention_key(page_size), grouped, packed=True) is spec
+        assert fp8_spec(attention_key(page_size), grouped, "packed") is spec
 
 
 def test_every_kernel_serves_a_shape() -> None:
@@ -1020,7 +1020,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Prepared]:
 
     def prepare(key: Any, checked: Checked, grouped: bool) -> Prepared:
         arguments: Any = checked
-        spec = fp8_spec(key, grouped, lies_packed(arguments))
+        spec = fp8_spec(key, grouped, how_it_lies(arguments))
         out = strided(7, (3, 1, 80, 512), (5008, 5024, 5040, 4), "float32")
         lse = strided(8, (3, 80, 1), (6004, 6008, 6012), "float32")
         kernel = LoadedKernel(1, spec, 0, None)
@@ -1121,9 +1121,9 @@ def test_which_caches_are_packed() -> None:
     """Any views of such rows; nothing that lies otherwise."""
     key = decode_key(16, kv_heads=2)
     packed: Any = packed_for(key)
-    assert lies_packed(packed)
+    assert how_it_lies(packed) == "packed"
     other: Any = checked_for(key, True, "bfloat16", 1.0)
-    assert not lies_packed(other)
+    assert how_it_lies(other) == "plain"
     rope, scales = packed.kv_rope, packed.kv_scales
     further = {"strides": (rope.strides[0] + 16, *rope.strides[1:])}
     for change in (
@@ -1134,7 +1134,7 @@ def test_which_caches_are_packed() -> None:
         {"kv_rope": rope._replace(**further)},
         {"kv_rope": rope._replace(dtype="float8_e4m3fn")},
     ):
-        assert not lies_packed(packed._replace(**change))
+        assert how_it_lies(packed._replace(**change)) == "plain"
 
 
 @pytest.mark.parametrize(
@@ -1152,6 +1152,39 @@ def test_rows_that_are_copied_one_by_one_need_no_maps(
     _, got, encoded = prepare(key, checked, grouped)
     assert [got[name] for name in MAPS] == [bytes(128)] * 3
     assert not encoded
+
+
+SHAPE_OF = {"kv_cache": (70, 64, 2, 512), "kv_rope": (70, 64, 2, 64), "kv_scales": (70, 64, 2, 4)}
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("name", SHAPE_OF)
+def test_parts_that_are_broadcast_need_no_maps(
+    name: str, axis: int, prepare: Callable[..., Prepared]
+) -> None:
+    """Of whole pages: a stride of 0 is for threads, not for the copy engine."""
+    key = decode_key(40, kv_heads=2, page_size=64)
+    checked: Any = checked_for(key, True, "bfloat16", 1.0)
+    assert how_it_lies(checked) == "plain"
+    part = getattr(checked, name)
+    assert part.shape == SHAPE_OF[name]
+    strides = (*part.strides[:axis], 0, *part.strides[axis + 1 :])
+    checked = checked._replace(**{name: part._replace(strides=strides)})
+    assert how_it_lies(checked) == "broadcast"
+    assert fp8_spec(key, True, "broadcast") == fp8_spec(decode_key(40, 2, 16), True)
+    assert fp8_spec(key, False, "broadcast") == fp8_spec(decode_key(40, 2, 16), False)
+    _, got, encoded = prepare(key, checked, True)
+    assert [got[name] for name in MAPS] == [bytes(128)] * 3
+    assert not encoded
+    member = {"kv_cache": "decode.latent", "kv_rope": "decode.rope", "kv_scales": "scales"}[name]
+    assert got[f"{member}.stride_{('page', 'row', 'head')[axis]}"] == 0
+
+
+def test_an_axis_of_one_is_not_broadcast() -> None:
+    """Whatever its stride: frameworks report anything there."""
+    checked: Any = checked_for(decode_key(40), True, "bfloat16", 1.0)
+    one_head = checked.kv_scales._replace(shape=(70, 64, 1, 4), strides=(1024, 16, 0, 4))
+    assert how_it_lies(checked._replace(kv_scales=one_head)) == "plain"
 
 
 def test_whole_pages_of_ragged_queries_without_scales_have_maps(
