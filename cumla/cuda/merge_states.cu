@@ -7,6 +7,7 @@
 //
 // Registers: 16 of loads in flight, 16 of sums; at most 64 in all, so that four blocks fit on a multiprocessor, and
 // 1024 threads x 4 loads x 16 B = 64 KiB are in flight there. Memory needs about 40.
+#include "ptx/load_once.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
@@ -181,7 +182,7 @@ __device__ __forceinline__ void add_partials(Sum<T>& sum, const MergeStatesParam
       const uint4* const row = reinterpret_cast<const uint4*>(place.out(partial));
 #pragma unroll
       for (int c = 0; c < kColumns; ++c)
-        if (column[c] < p.columns) loaded[k][c] = row[column[c]];
+        if (column[c] < p.columns) loaded[k][c] = load_once(row + column[c]);
     }
     float next = sum.maximum;
 #pragma unroll
