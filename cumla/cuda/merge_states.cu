@@ -95,14 +95,13 @@ __device__ __forceinline__ void store_column(char* row, int column, OutType type
 
 // Where a row lies.
 struct Place {
-  i64 batch;
-  int token, head;
+  u32 batch, token, head;  // unsigned: half as many instructions to multiply by strides
 
   __device__ __forceinline__ Place(const MergeStatesParams& p, i64 row) {
     const i64 token_row = divide(row, p.heads);
-    batch = divide(token_row, p.tokens);
-    head = static_cast<int>(row - token_row * p.heads);
-    token = static_cast<int>(token_row - batch * p.tokens);
+    batch = static_cast<u32>(divide(token_row, p.tokens));
+    head = static_cast<u32>(row - token_row * p.heads);
+    token = static_cast<u32>(token_row - static_cast<i64>(batch) * p.tokens);
   }
   __device__ __forceinline__ char* out(const AttentionState& of) const { return of.out + offset(of.out_strides); }
   __device__ __forceinline__ float* lse(const AttentionState& of) const {
@@ -130,12 +129,13 @@ struct Sum {
 
   __device__ __forceinline__ void raise(float next, float to_log2) {
     const float factor = weight_of(maximum, next, to_log2);
+    maximum = next;
+    if (weight == 0.0f) return;  // nothing has been added
     weight *= factor;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c)
 #pragma unroll
       for (int i = 0; i < kElements<T>; ++i) v[c][i] *= factor;
-    maximum = next;
   }
   // Nothing for an empty result. The difference first: it is exact where it counts.
   __device__ __forceinline__ static float weight_of(float lse, float maximum, float to_log2) {
