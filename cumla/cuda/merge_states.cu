@@ -97,12 +97,16 @@ __device__ __forceinline__ void store_column(char* row, int column, OutType type
 struct Place {
   u32 batch, token, head;  // unsigned: half as many instructions to multiply by strides
 
+  __device__ __forceinline__ Place(u32 batch, u32 token, u32 head) : batch(batch), token(token), head(head) {}
   __device__ __forceinline__ Place(const MergeStatesParams& p, i64 row) {
     const i64 token_row = divide(row, p.heads);
     batch = static_cast<u32>(divide(token_row, p.tokens));
     head = static_cast<u32>(row - token_row * p.heads);
     token = static_cast<u32>(token_row - static_cast<i64>(batch) * p.tokens);
   }
+  // One whose addresses are computed where they are needed: hoisted out of a loop they cost registers and, where nothing is
+  // carried, all their instructions.
+  __device__ __forceinline__ Place late() const { return {copy_of(batch), copy_of(token), copy_of(head)}; }
   __device__ __forceinline__ char* out(const AttentionState& of) const { return of.out + offset(of.out_strides); }
   __device__ __forceinline__ float* lse(const AttentionState& of) const {
     return reinterpret_cast<float*>(of.lse + offset(of.lse_strides));
@@ -213,15 +217,16 @@ __device__ __forceinline__ void merge_states(const MergeStatesParams& p) {
   for (int first = lane; first - lane < p.columns; first += kColumns * lanes) {
     const int column[kColumns] = {first, first + lanes};
     Sum<T> sum;
-    if (p.carried.out != nullptr) start_from_carried(sum, p, place, column);
+    if (p.carried.out != nullptr) start_from_carried(sum, p, place.late(), column);
     add_partials(sum, p, place, column);
     const bool empty = sum.weight == 0.0f;
     const float factor = empty ? 0.0f : 1.0f / sum.weight;
+    char* const out = place.late().out(p.result);
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
       for (int i = 0; i < kElements<T>; ++i) sum.v[c][i] *= factor;
-      if (column[c] < p.columns) store_column(place.out(p.result), column[c], p.out_type, sum.v[c]);
+      if (column[c] < p.columns) store_column(out, column[c], p.out_type, sum.v[c]);
     }
     lse = empty ? kInfinity : sum.maximum + log2_approx(sum.weight) * p.from_log2;
   }
