@@ -2,11 +2,12 @@
 // Merges partial attention results: the average of their outputs, weighted by the exponentials of their log-sum-exps.
 //
 // A row (one head of one token) belongs to a group of 1 to 32 lanes of one warp, so that a barrier of the warp is enough for
-// results in place. A lane takes 16 bytes of two columns of two partial results at a time, and their log-sum-exps are loaded
-// beside them, not before. The weights are relative to a running maximum, as in flash attention.
+// results in place. A lane takes 16 bytes of four columns of two partial results at a time: to find out where they are takes
+// as many instructions as to add them. Their log-sum-exps are loaded beside them, not before. The weights are relative to a
+// running maximum, as in flash attention.
 //
-// Registers: 16 of loads in flight, 16 of sums; at most 64 in all, so that four blocks fit on a multiprocessor, and
-// 1024 threads x 4 loads x 16 B = 64 KiB are in flight there. Memory needs about 40.
+// Registers: 32 of loads in flight, 32 of sums; at most 96 in all, so that five blocks fit on a multiprocessor, and
+// 640 threads x 8 loads x 16 B = 80 KiB are in flight there. Memory needs about 40.
 #include "ptx/load_once.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
@@ -15,8 +16,8 @@ namespace cumla {
 
 struct Fp32 {};
 
-constexpr int kMergeThreads = 256;
-constexpr int kColumns = 2;        // of 16 bytes, of a lane, at once
+constexpr int kMergeThreads = 128;
+constexpr int kColumns = 4;        // of 16 bytes, of a lane, at once
 constexpr int kAtOnce = 2;         // partial results that a lane loads together
 constexpr int kMostPartials = 60;  // of one launch: the parameters of a kernel are at most 4096 bytes
 
@@ -215,7 +216,7 @@ __device__ __forceinline__ void merge_states(const MergeStatesParams& p) {
   float lse = kInfinity;
 #pragma unroll 1
   for (int first = lane; first - lane < p.columns; first += kColumns * lanes) {
-    const int column[kColumns] = {first, first + lanes};
+    const int column[kColumns] = {first, first + lanes, first + 2 * lanes, first + 3 * lanes};
     Sum<T> sum;
     if (p.carried.out != nullptr) start_from_carried(sum, p, place.late(), column);
     add_partials(sum, p, place, column);
