@@ -21,8 +21,8 @@ struct Target {
   __device__ __forceinline__ bool exists() const { return latent >= 0; }
 };
 
-__device__ __forceinline__ Target find_target(const AppendCacheParams& p, i64 token, int head) {
-  const Place place = find_place(p, token);
+__device__ __forceinline__ Target find_target(const AppendCacheParams& p, i64 token, const Given& given, int head) {
+  const Place place = find_place(p, token, given);
   if (place.page < 0) return {-1, -1, 0};
   return {p.latent_cache.offset(place.page, place.row, head), p.rope_cache.offset(place.page, place.row, head),
           place.position};
@@ -48,8 +48,11 @@ __device__ __forceinline__ void append_rows(const AppendCacheParams& p) {
   Chunk<T, kFloatRows> chunks[kAtOnce] = {};
   const auto [is_latent, first, chunk] = load_share(p, chunks);
   const int lane = threadIdx.x % 32;
-  if (!is_latent && lane < kTileRows)
-    targets[lane] = find_target(p, static_cast<i64>(blockIdx.x) * kTileRows + lane, blockIdx.y);
+  if (!is_latent) {
+    const i64 tile = static_cast<i64>(blockIdx.x) * kTileRows;
+    const Given given = load_given(p, tile);
+    if (lane < kTileRows) targets[lane] = find_target(p, tile + lane, given, blockIdx.y);
+  }
   __syncthreads();
 
   if (is_latent || p.cos_sin == nullptr) {

@@ -30,8 +30,9 @@ struct Fp8Target {
   __device__ __forceinline__ bool exists() const { return latent >= 0; }
 };
 
-__device__ __forceinline__ Fp8Target find_fp8_target(const AppendFp8CacheParams& p, i64 token, int head) {
-  const auto [page, row, position] = find_place(p.to, token);
+__device__ __forceinline__ Fp8Target find_fp8_target(const AppendFp8CacheParams& p, i64 token, const Given& given,
+                                                     int head) {
+  const auto [page, row, position] = find_place(p.to, token, given);
   if (page < 0) return {-1, -1, -1, 0};
   return {p.to.latent_cache.offset(page, row, head), p.to.rope_cache.offset(page, row, head),
           p.scales.offset(page, row, head), position};
@@ -90,8 +91,11 @@ __device__ __forceinline__ void append_fp8_rows(const AppendFp8CacheParams& p) {
   Chunk<T, kFloatRows> chunks[kAtOnce] = {};
   const auto [is_latent, first, chunk] = load_share(p.to, chunks);
   const int lane = threadIdx.x % 32;
-  if (!is_latent && lane < kTileRows)
-    targets[lane] = find_fp8_target(p, static_cast<i64>(blockIdx.x) * kTileRows + lane, blockIdx.y);
+  if (!is_latent) {
+    const i64 tile = static_cast<i64>(blockIdx.x) * kTileRows;
+    const Given given = load_given(p.to, tile);
+    if (lane < kTileRows) targets[lane] = find_fp8_target(p, tile + lane, given, blockIdx.y);
+  }
   __syncthreads();
 
   if (is_latent) {

@@ -159,19 +159,31 @@ __device__ __forceinline__ bool has_rotation(const AppendCacheParams& p, i64 pos
   return position >= 0 && position < p.max_position;
 }
 
+// What is given of a token: its position, and its slot, or again its position where there are no slots. Negative: neither.
+struct Given {
+  i64 position, slot;
+};
+
+// By a whole warp, of the tokens of a tile: half of it loads positions, half slots, so that one does not wait for the other.
+__device__ __forceinline__ Given load_given(const AppendCacheParams& p, i64 tile) {
+  static_assert(2 * kTileRows == 32, "half a warp");
+  const int lane = threadIdx.x % 32, row = lane % kTileRows;
+  const Indices indices = lane < kTileRows ? p.positions : p.slots;
+  i64 own = -1;
+  if (tile + row < p.tokens && indices.data != nullptr) own = indices[tile + row];
+  const i64 position = __shfl_sync(0xffffffffu, own, row), slot = __shfl_sync(0xffffffffu, own, kTileRows + row);
+  return {position, p.slots.data != nullptr ? slot : position};
+}
+
 // Where a row goes; page is negative if it goes nowhere. The position counts where something is rotated.
 struct Place {
   i64 page, row, position;
 };
 
-__device__ __forceinline__ Place find_place(const AppendCacheParams& p, i64 token) {
-  Place nowhere = {-1, 0, 0};
-  if (token >= p.tokens) return nowhere;
-  if (p.positions.data != nullptr) nowhere.position = p.positions[token];
-  if (p.cos_sin != nullptr && !has_rotation(p, nowhere.position)) return nowhere;
-
-  const i64 place = p.slots.data != nullptr ? p.slots[token] : nowhere.position;
-  if (place < 0) return nowhere;
+__device__ __forceinline__ Place find_place(const AppendCacheParams& p, i64 token, const Given& given) {
+  const Place nowhere = {-1, 0, given.position};
+  const i64 place = given.slot;
+  if (place < 0 || (p.cos_sin != nullptr && !has_rotation(p, given.position))) return nowhere;
   i64 page = static_cast<u64>(place) / static_cast<u64>(p.page_size);
   const i64 row = place - page * p.page_size;
   if (p.slots.data == nullptr) {
@@ -187,7 +199,7 @@ __device__ __forceinline__ Place find_place(const AppendCacheParams& p, i64 toke
                                          (first + page) * p.page_numbers_stride);
   }
   if (page < 0 || page >= p.num_pages) return nowhere;
-  return {page, row, nowhere.position};
+  return {page, row, given.position};
 }
 
 // The chunks that a thread of a row tile takes: of rows first, first + kAbreast ...
