@@ -80,7 +80,7 @@ __device__ __forceinline__ void store_rotated_rope(const AppendFp8CacheParams& p
   for (int k = 0; k < kAtOnce; ++k) {
     const Fp8Target& target = targets[kAbreast * k];
     Rotation rotation = {};
-    if (target.exists()) rotation = find_rotation<T, kInterleaved>(p.to, target.position, chunk);
+    if (target.exists()) rotation = find_rotation<T, kInterleaved>(p.to, table_row(p.to, target.position), chunk);
     store_rope(p, target, chunk, rotate<T, kInterleaved>(chunks[k], rotation), inverse);
   }
 }

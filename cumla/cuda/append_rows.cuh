@@ -99,10 +99,13 @@ __device__ __forceinline__ void store(char* row, int chunk, const uint4& words) 
   reinterpret_cast<uint4*>(row)[chunk] = words;
 }
 
-// Four neighbouring numbers of the table's row of a position.
+__device__ __forceinline__ const char* table_row(const AppendCacheParams& p, i64 position) {
+  return p.cos_sin + position * p.cos_sin_stride;
+}
+
+// Four neighbouring numbers of a row of the table.
 template <typename T>
-__device__ __forceinline__ float4 table_entries(const AppendCacheParams& p, i64 position, int column) {
-  const char* const row = p.cos_sin + position * p.cos_sin_stride;
+__device__ __forceinline__ float4 table_entries(const AppendCacheParams& p, const char* row, int column) {
   if (p.cos_sin_is_float) return *reinterpret_cast<const float4*>(row + 4 * column);
   const uint2 words = *reinterpret_cast<const uint2*>(row + 2 * column);
   const float2 low = unpack_pair<T>(words.x), high = unpack_pair<T>(words.y);
@@ -115,9 +118,9 @@ struct Rotation {
 };
 
 template <typename T, bool kInterleaved>
-__device__ __forceinline__ Rotation find_rotation(const AppendCacheParams& p, i64 position, int chunk) {
+__device__ __forceinline__ Rotation find_rotation(const AppendCacheParams& p, const char* table_row, int chunk) {
   if (kInterleaved) {
-    const float4 cos = table_entries<T>(p, position, 4 * chunk), sin = table_entries<T>(p, position, 32 + 4 * chunk);
+    const float4 cos = table_entries<T>(p, table_row, 4 * chunk), sin = table_entries<T>(p, table_row, 32 + 4 * chunk);
     return {{cos.x, cos.x, cos.y, cos.y, cos.z, cos.z, cos.w, cos.w},
             {-sin.x, sin.x, -sin.y, sin.y, -sin.z, sin.z, -sin.w, sin.w}};
   }
@@ -126,7 +129,7 @@ __device__ __forceinline__ Rotation find_rotation(const AppendCacheParams& p, i6
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int column = chunk % (kRopeChunks / 2) * kChunk + 4 * half;
-    const float4 cos = table_entries<T>(p, position, column), sin = table_entries<T>(p, position, 32 + column);
+    const float4 cos = table_entries<T>(p, table_row, column), sin = table_entries<T>(p, table_row, 32 + column);
     const float cosines[4] = {cos.x, cos.y, cos.z, cos.w}, sines[4] = {sin.x, sin.y, sin.z, sin.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -243,7 +246,7 @@ __device__ __forceinline__ void rotate_queries(const AppendCacheParams& p) {
     if (first + kAbreast * k < p.num_heads) chunks[k].load(row_of(p.queries, k), chunk);
   const i64 position = p.positions[token];
   if (!has_rotation(p, position)) return;
-  const Rotation rotation = find_rotation<T, kInterleaved>(p, position, chunk);
+  const Rotation rotation = find_rotation<T, kInterleaved>(p, table_row(p, position), chunk);
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k) {
     const Chunk<T, true> rotated = rotate<T, kInterleaved>(chunks[k], rotation);
