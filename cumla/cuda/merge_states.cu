@@ -6,7 +6,7 @@
 // as many instructions as to add them. Their log-sum-exps are loaded beside them, not before. The weights are relative to a
 // running maximum, as in flash attention.
 //
-// Registers: 32 of loads in flight, 32 of sums; at most 96 in all, so that five blocks fit on a multiprocessor, and
+// Registers: 32 of loads in flight, 32 of sums; at most 96 in all, so that ten blocks fit on a multiprocessor, and
 // 640 threads x 8 loads x 16 B = 80 KiB are in flight there. Memory needs about 40.
 #include "ptx/load_once.cuh"
 #include "ptx/sync.cuh"
@@ -16,7 +16,7 @@ namespace cumla {
 
 struct Fp32 {};
 
-constexpr int kMergeThreads = 128;
+constexpr int kMergeThreads = 64;
 constexpr int kColumns = 4;        // of 16 bytes, of a lane, at once
 constexpr int kAtOnce = 2;         // partial results that a lane loads together
 constexpr int kMostPartials = 60;  // of one launch: the parameters of a kernel are at most 4096 bytes

@@ -31,8 +31,8 @@ _SPECS = {
         entry=f"merge_states_{dtype}",
         function=f"merge_states<{tag}>",
         params="MergeStatesParams",
-        threads=128,
-        min_blocks=5,
+        threads=64,
+        min_blocks=10,
     )
     for dtype, tag in _TAGS.items()
 }
