@@ -210,9 +210,10 @@ __device__ __forceinline__ void merge_states(const MergeStatesParams& p) {
   const int lanes = 1 << p.lanes_log2;
   const int lane = threadIdx.x & (lanes - 1);
   const i64 row = (static_cast<i64>(blockIdx.x) * kMergeThreads + threadIdx.x) >> p.lanes_log2;
-  grid_dependency_wait();
+  grid_dependency_launch();
   if (row >= p.rows) return;
   const Place place(p, row);
+  grid_dependency_wait();
   float lse = kInfinity;
 #pragma unroll 1
   for (int first = lane; first - lane < p.columns; first += kColumns * lanes) {
