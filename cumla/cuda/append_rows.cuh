@@ -2,7 +2,7 @@
 // What the kernels that write rows into paged caches share: the rows and where they go, the rotation of RoPE columns, and
 // that of the queries beside them.
 #pragma once
-#include "ptx/load_once.cuh"
+#include "ptx/load_global.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla {
@@ -69,7 +69,7 @@ struct Chunk<T, false> {
   uint4 words;
 
   __device__ __forceinline__ void load(const char* row, int chunk) {
-    words = load_once(reinterpret_cast<const uint4*>(row) + chunk);
+    words = load_global_16(reinterpret_cast<const uint4*>(row) + chunk);
   }
   __device__ __forceinline__ float2 pair(int i) const {
     return unpack_pair<T>(i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w);
@@ -82,8 +82,8 @@ struct Chunk<T, true> {
   float4 low, high;
 
   __device__ __forceinline__ void load(const char* row, int chunk) {
-    low = load_once(reinterpret_cast<const float4*>(row) + 2 * chunk);
-    high = load_once(reinterpret_cast<const float4*>(row) + 2 * chunk + 1);
+    low = load_global_16(reinterpret_cast<const float4*>(row) + 2 * chunk);
+    high = load_global_16(reinterpret_cast<const float4*>(row) + 2 * chunk + 1);
   }
   __device__ __forceinline__ float2 pair(int i) const {
     return i == 0 ? float2{low.x, low.y} : i == 1 ? float2{low.z, low.w} : i == 2 ? float2{high.x, high.y}

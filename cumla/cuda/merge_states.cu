@@ -8,7 +8,7 @@
 //
 // Registers: 32 of loads in flight, 32 of sums; at most 96 in all, so that ten blocks fit on a multiprocessor, and
 // 640 threads x 8 loads x 16 B = 80 KiB are in flight there. Memory needs about 40.
-#include "ptx/load_once.cuh"
+#include "ptx/load_global.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
@@ -187,7 +187,7 @@ __device__ __forceinline__ void add_partials(Sum<T>& sum, const MergeStatesParam
       const uint4* const row = reinterpret_cast<const uint4*>(place.out(partial));
 #pragma unroll
       for (int c = 0; c < kColumns; ++c)
-        if (column[c] < p.columns) loaded[k][c] = load_once(row + column[c]);
+        if (column[c] < p.columns) loaded[k][c] = load_global_16(row + column[c]);
     }
     float next = sum.maximum;
 #pragma unroll
