@@ -13,6 +13,7 @@ from cumla import merge_attention_states, reference
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.dense import CheckError
 from cumla.bench.gpu import DTYPES, Gpu
+from cumla.bench.operations import time_copy
 from cumla.bench.timing import GpuTimer, Timing, time_cold
 
 __all__ = ["MERGE", "MergeCase", "measure_merge"]
@@ -84,7 +85,8 @@ def measure_merge(
     Returns
     -------
     tuple
-        The time of a call, and ``row_error``: the worst relative error of a row.
+        The time of a call; ``row_error``: the worst relative error of a row; and ``copy_us``: how
+        long a plain copy of as many bytes takes.
 
     Raises
     ------
@@ -108,7 +110,8 @@ def measure_merge(
     )
     merge()
     error = _check(gpu, case, bits, lses, out_bits, lse)
-    return timer(gpu, merge), {"row_error": error}
+    timing, copy = timer(gpu, merge), time_copy(gpu, case.nbytes, timer)
+    return timing, {"row_error": error, "copy_us": copy.us}
 
 
 def _check(gpu: Gpu, case: MergeCase, bits: Any, lses: Any, out_bits: Any, lse: Any) -> float:

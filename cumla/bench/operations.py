@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from cumla.bench.ceilings import fill_normal
 from cumla.bench.dense import CheckError
-from cumla.bench.timing import Timing
+from cumla.bench.gpu import Gpu
+from cumla.bench.timing import GpuTimer, Timing
 
-__all__ = ["Measure", "OperationCase", "operation_row"]
+__all__ = ["Measure", "OperationCase", "operation_row", "time_copy"]
 
 Measure = Callable[[], tuple[Timing, dict[str, float]]]
 """Checks a case, times it, and says what else was found; raises `CheckError` if it is wrong."""
@@ -24,6 +26,29 @@ class OperationCase(Protocol):
 
     def to_json(self) -> dict[str, Any]:
         """Name the case as a row of the results file does."""
+
+
+def time_copy(gpu: Gpu, nbytes: int, timer: GpuTimer) -> Timing:
+    """Time what there is to compare with: a plain copy within the device's memory.
+
+    Of some 64 MB, launching and getting under way are a large part, of a copy's time too.
+
+    Parameters
+    ----------
+    gpu : Gpu
+        Entered.
+    nbytes : int
+        Bytes that are read and written, half of them each.
+    timer : GpuTimer
+        As for what is compared with it.
+
+    Returns
+    -------
+    Timing
+    """
+    source, destination = (gpu.empty((nbytes // 8 * 2,), "uint16") for _ in range(2))
+    fill_normal(gpu, source, "bfloat16", seed=3, deviation=1.0)
+    return timer(gpu, lambda: gpu.copy(destination, source))
 
 
 def operation_row(case: OperationCase, copy_gbps: float, measure: Measure) -> dict[str, Any]:

@@ -370,14 +370,20 @@ def _logits_cells(row: Row) -> list[str]:
 
 def _operation(name: str, keys: dict[str, str], rows: Sequence[Row]) -> Table:
     first, *others = keys
-    figures = ("MB read and written", "us", "GB/s", "share of the copy ceiling")
+    figures = ["MB read and written", "us", "GB/s", "share of the copy ceiling"]
+    has_copies = any("copy_us" in row for row in rows)  # earlier files have none
+    if has_copies:
+        figures.append("us of a plain copy")
     table = [[f"{name}: {first}", *others, *figures]]
     for row in rows:
-        case = [*(str(row[key]) for key in keys.values()), f"{row['nbytes'] / 1e6:.0f}"]
+        cells = [*(str(row[key]) for key in keys.values()), f"{row['nbytes'] / 1e6:.0f}"]
         if "failed" in row:
-            table.append([*case, "wrong result", "", ""])
-            continue
-        table.append([*case, _us(row["us"]), f"{row['gbps']:.0f}", f"{row['efficiency']:.2f}"])
+            cells += ["wrong result", "", ""]
+        else:
+            cells += [_us(row["us"]), f"{row['gbps']:.0f}", f"{row['efficiency']:.2f}"]
+        if has_copies:
+            cells.append("" if "failed" in row else _us(row.get("copy_us")))
+        table.append(cells)
     return table
 
 

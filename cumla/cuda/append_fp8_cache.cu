@@ -30,8 +30,9 @@ struct Fp8Target {
   __device__ __forceinline__ bool exists() const { return latent >= 0; }
 };
 
-__device__ __forceinline__ Fp8Target find_fp8_target(const AppendFp8CacheParams& p, i64 token, int head) {
-  const auto [page, row, position] = find_place(p.to, token);
+__device__ __forceinline__ Fp8Target find_fp8_target(const AppendFp8CacheParams& p, i64 token, const Given& given,
+                                                     int head) {
+  const auto [page, row, position] = find_place(p.to, token, given);
   if (page < 0) return {-1, -1, -1, 0};
   return {p.to.latent_cache.offset(page, row, head), p.to.rope_cache.offset(page, row, head),
           p.scales.offset(page, row, head), position};
@@ -79,7 +80,7 @@ __device__ __forceinline__ void store_rotated_rope(const AppendFp8CacheParams& p
   for (int k = 0; k < kAtOnce; ++k) {
     const Fp8Target& target = targets[kAbreast * k];
     Rotation rotation = {};
-    if (target.exists()) rotation = find_rotation<T, kInterleaved>(p.to, target.position, chunk);
+    if (target.exists()) rotation = find_rotation<T, kInterleaved>(p.to, table_row(p.to, target.position), chunk);
     store_rope(p, target, chunk, rotate<T, kInterleaved>(chunks[k], rotation), inverse);
   }
 }
@@ -90,8 +91,11 @@ __device__ __forceinline__ void append_fp8_rows(const AppendFp8CacheParams& p) {
   Chunk<T, kFloatRows> chunks[kAtOnce] = {};
   const auto [is_latent, first, chunk] = load_share(p.to, chunks);
   const int lane = threadIdx.x % 32;
-  if (!is_latent && lane < kTileRows)
-    targets[lane] = find_fp8_target(p, static_cast<i64>(blockIdx.x) * kTileRows + lane, blockIdx.y);
+  if (!is_latent) {
+    const i64 tile = static_cast<i64>(blockIdx.x) * kTileRows;
+    const Given given = load_given(p.to, tile);
+    if (lane < kTileRows) targets[lane] = find_fp8_target(p, tile + lane, given, blockIdx.y);
+  }
   __syncthreads();
 
   if (is_latent) {

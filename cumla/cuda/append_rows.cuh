@@ -2,6 +2,7 @@
 // What the kernels that write rows into paged caches share: the rows and where they go, the rotation of RoPE columns, and
 // that of the queries beside them.
 #pragma once
+#include "ptx/load_global.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla {
@@ -68,7 +69,7 @@ struct Chunk<T, false> {
   uint4 words;
 
   __device__ __forceinline__ void load(const char* row, int chunk) {
-    words = reinterpret_cast<const uint4*>(row)[chunk];
+    words = load_global_16(reinterpret_cast<const uint4*>(row) + chunk);
   }
   __device__ __forceinline__ float2 pair(int i) const {
     return unpack_pair<T>(i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w);
@@ -81,8 +82,8 @@ struct Chunk<T, true> {
   float4 low, high;
 
   __device__ __forceinline__ void load(const char* row, int chunk) {
-    low = reinterpret_cast<const float4*>(row)[2 * chunk];
-    high = reinterpret_cast<const float4*>(row)[2 * chunk + 1];
+    low = load_global_16(reinterpret_cast<const float4*>(row) + 2 * chunk);
+    high = load_global_16(reinterpret_cast<const float4*>(row) + 2 * chunk + 1);
   }
   __device__ __forceinline__ float2 pair(int i) const {
     return i == 0 ? float2{low.x, low.y} : i == 1 ? float2{low.z, low.w} : i == 2 ? float2{high.x, high.y}
@@ -98,10 +99,13 @@ __device__ __forceinline__ void store(char* row, int chunk, const uint4& words) 
   reinterpret_cast<uint4*>(row)[chunk] = words;
 }
 
-// Four neighbouring numbers of the table's row of a position.
+__device__ __forceinline__ const char* table_row(const AppendCacheParams& p, i64 position) {
+  return p.cos_sin + position * p.cos_sin_stride;
+}
+
+// Four neighbouring numbers of a row of the table.
 template <typename T>
-__device__ __forceinline__ float4 table_entries(const AppendCacheParams& p, i64 position, int column) {
-  const char* const row = p.cos_sin + position * p.cos_sin_stride;
+__device__ __forceinline__ float4 table_entries(const AppendCacheParams& p, const char* row, int column) {
   if (p.cos_sin_is_float) return *reinterpret_cast<const float4*>(row + 4 * column);
   const uint2 words = *reinterpret_cast<const uint2*>(row + 2 * column);
   const float2 low = unpack_pair<T>(words.x), high = unpack_pair<T>(words.y);
@@ -114,9 +118,9 @@ struct Rotation {
 };
 
 template <typename T, bool kInterleaved>
-__device__ __forceinline__ Rotation find_rotation(const AppendCacheParams& p, i64 position, int chunk) {
+__device__ __forceinline__ Rotation find_rotation(const AppendCacheParams& p, const char* table_row, int chunk) {
   if (kInterleaved) {
-    const float4 cos = table_entries<T>(p, position, 4 * chunk), sin = table_entries<T>(p, position, 32 + 4 * chunk);
+    const float4 cos = table_entries<T>(p, table_row, 4 * chunk), sin = table_entries<T>(p, table_row, 32 + 4 * chunk);
     return {{cos.x, cos.x, cos.y, cos.y, cos.z, cos.z, cos.w, cos.w},
             {-sin.x, sin.x, -sin.y, sin.y, -sin.z, sin.z, -sin.w, sin.w}};
   }
@@ -125,7 +129,7 @@ __device__ __forceinline__ Rotation find_rotation(const AppendCacheParams& p, i6
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int column = chunk % (kRopeChunks / 2) * kChunk + 4 * half;
-    const float4 cos = table_entries<T>(p, position, column), sin = table_entries<T>(p, position, 32 + column);
+    const float4 cos = table_entries<T>(p, table_row, column), sin = table_entries<T>(p, table_row, 32 + column);
     const float cosines[4] = {cos.x, cos.y, cos.z, cos.w}, sines[4] = {sin.x, sin.y, sin.z, sin.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -158,19 +162,31 @@ __device__ __forceinline__ bool has_rotation(const AppendCacheParams& p, i64 pos
   return position >= 0 && position < p.max_position;
 }
 
+// What is given of a token: its position, and its slot, or again its position where there are no slots. Negative: neither.
+struct Given {
+  i64 position, slot;
+};
+
+// By a whole warp, of the tokens of a tile: half of it loads positions, half slots, so that one does not wait for the other.
+__device__ __forceinline__ Given load_given(const AppendCacheParams& p, i64 tile) {
+  static_assert(2 * kTileRows == 32, "half a warp");
+  const int lane = threadIdx.x % 32, row = lane % kTileRows;
+  const Indices indices = lane < kTileRows ? p.positions : p.slots;
+  i64 own = -1;
+  if (tile + row < p.tokens && indices.data != nullptr) own = indices[tile + row];
+  const i64 position = __shfl_sync(0xffffffffu, own, row), slot = __shfl_sync(0xffffffffu, own, kTileRows + row);
+  return {position, p.slots.data != nullptr ? slot : position};
+}
+
 // Where a row goes; page is negative if it goes nowhere. The position counts where something is rotated.
 struct Place {
   i64 page, row, position;
 };
 
-__device__ __forceinline__ Place find_place(const AppendCacheParams& p, i64 token) {
-  Place nowhere = {-1, 0, 0};
-  if (token >= p.tokens) return nowhere;
-  if (p.positions.data != nullptr) nowhere.position = p.positions[token];
-  if (p.cos_sin != nullptr && !has_rotation(p, nowhere.position)) return nowhere;
-
-  const i64 place = p.slots.data != nullptr ? p.slots[token] : nowhere.position;
-  if (place < 0) return nowhere;
+__device__ __forceinline__ Place find_place(const AppendCacheParams& p, i64 token, const Given& given) {
+  const Place nowhere = {-1, 0, given.position};
+  const i64 place = given.slot;
+  if (place < 0 || (p.cos_sin != nullptr && !has_rotation(p, given.position))) return nowhere;
   i64 page = static_cast<u64>(place) / static_cast<u64>(p.page_size);
   const i64 row = place - page * p.page_size;
   if (p.slots.data == nullptr) {
@@ -186,7 +202,7 @@ __device__ __forceinline__ Place find_place(const AppendCacheParams& p, i64 toke
                                          (first + page) * p.page_numbers_stride);
   }
   if (page < 0 || page >= p.num_pages) return nowhere;
-  return {page, row, nowhere.position};
+  return {page, row, given.position};
 }
 
 // The chunks that a thread of a row tile takes: of rows first, first + kAbreast ...
@@ -230,7 +246,7 @@ __device__ __forceinline__ void rotate_queries(const AppendCacheParams& p) {
     if (first + kAbreast * k < p.num_heads) chunks[k].load(row_of(p.queries, k), chunk);
   const i64 position = p.positions[token];
   if (!has_rotation(p, position)) return;
-  const Rotation rotation = find_rotation<T, kInterleaved>(p, position, chunk);
+  const Rotation rotation = find_rotation<T, kInterleaved>(p, table_row(p, position), chunk);
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k) {
     const Chunk<T, true> rotated = rotate<T, kInterleaved>(chunks[k], rotation);

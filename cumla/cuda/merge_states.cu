@@ -2,11 +2,13 @@
 // Merges partial attention results: the average of their outputs, weighted by the exponentials of their log-sum-exps.
 //
 // A row (one head of one token) belongs to a group of 1 to 32 lanes of one warp, so that a barrier of the warp is enough for
-// results in place. A lane takes 16 bytes of two columns of two partial results at a time, and their log-sum-exps are loaded
-// beside them, not before. The weights are relative to a running maximum, as in flash attention.
+// results in place. A lane takes 16 bytes of four columns of two partial results at a time: to find out where they are takes
+// as many instructions as to add them. Their log-sum-exps are loaded beside them, not before. The weights are relative to a
+// running maximum, as in flash attention.
 //
-// Registers: 16 of loads in flight, 16 of sums; at most 64 in all, so that four blocks fit on a multiprocessor, and
-// 1024 threads x 4 loads x 16 B = 64 KiB are in flight there. Memory needs about 40.
+// Registers: 32 of loads in flight, 32 of sums; at most 96 in all, so that ten blocks fit on a multiprocessor, and
+// 640 threads x 8 loads x 16 B = 80 KiB are in flight there. Memory needs about 40.
+#include "ptx/load_global.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
@@ -14,8 +16,8 @@ namespace cumla {
 
 struct Fp32 {};
 
-constexpr int kMergeThreads = 256;
-constexpr int kColumns = 2;        // of 16 bytes, of a lane, at once
+constexpr int kMergeThreads = 64;
+constexpr int kColumns = 4;        // of 16 bytes, of a lane, at once
 constexpr int kAtOnce = 2;         // partial results that a lane loads together
 constexpr int kMostPartials = 60;  // of one launch: the parameters of a kernel are at most 4096 bytes
 
@@ -94,15 +96,18 @@ __device__ __forceinline__ void store_column(char* row, int column, OutType type
 
 // Where a row lies.
 struct Place {
-  i64 batch;
-  int token, head;
+  u32 batch, token, head;  // unsigned: half as many instructions to multiply by strides
 
+  __device__ __forceinline__ Place(u32 batch, u32 token, u32 head) : batch(batch), token(token), head(head) {}
   __device__ __forceinline__ Place(const MergeStatesParams& p, i64 row) {
     const i64 token_row = divide(row, p.heads);
-    batch = divide(token_row, p.tokens);
-    head = static_cast<int>(row - token_row * p.heads);
-    token = static_cast<int>(token_row - batch * p.tokens);
+    batch = static_cast<u32>(divide(token_row, p.tokens));
+    head = static_cast<u32>(row - token_row * p.heads);
+    token = static_cast<u32>(token_row - static_cast<i64>(batch) * p.tokens);
   }
+  // One whose addresses are computed where they are needed: hoisted out of a loop they cost registers and, where nothing is
+  // carried, all their instructions.
+  __device__ __forceinline__ Place late() const { return {copy_of(batch), copy_of(token), copy_of(head)}; }
   __device__ __forceinline__ char* out(const AttentionState& of) const { return of.out + offset(of.out_strides); }
   __device__ __forceinline__ float* lse(const AttentionState& of) const {
     return reinterpret_cast<float*>(of.lse + offset(of.lse_strides));
@@ -129,12 +134,13 @@ struct Sum {
 
   __device__ __forceinline__ void raise(float next, float to_log2) {
     const float factor = weight_of(maximum, next, to_log2);
+    maximum = next;
+    if (weight == 0.0f) return;  // nothing has been added
     weight *= factor;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c)
 #pragma unroll
       for (int i = 0; i < kElements<T>; ++i) v[c][i] *= factor;
-    maximum = next;
   }
   // Nothing for an empty result. The difference first: it is exact where it counts.
   __device__ __forceinline__ static float weight_of(float lse, float maximum, float to_log2) {
@@ -181,7 +187,7 @@ __device__ __forceinline__ void add_partials(Sum<T>& sum, const MergeStatesParam
       const uint4* const row = reinterpret_cast<const uint4*>(place.out(partial));
 #pragma unroll
       for (int c = 0; c < kColumns; ++c)
-        if (column[c] < p.columns) loaded[k][c] = row[column[c]];
+        if (column[c] < p.columns) loaded[k][c] = load_global_16(row + column[c]);
     }
     float next = sum.maximum;
 #pragma unroll
@@ -204,23 +210,25 @@ __device__ __forceinline__ void merge_states(const MergeStatesParams& p) {
   const int lanes = 1 << p.lanes_log2;
   const int lane = threadIdx.x & (lanes - 1);
   const i64 row = (static_cast<i64>(blockIdx.x) * kMergeThreads + threadIdx.x) >> p.lanes_log2;
-  grid_dependency_wait();
+  grid_dependency_launch();
   if (row >= p.rows) return;
   const Place place(p, row);
+  grid_dependency_wait();
   float lse = kInfinity;
 #pragma unroll 1
   for (int first = lane; first - lane < p.columns; first += kColumns * lanes) {
-    const int column[kColumns] = {first, first + lanes};
+    const int column[kColumns] = {first, first + lanes, first + 2 * lanes, first + 3 * lanes};
     Sum<T> sum;
-    if (p.carried.out != nullptr) start_from_carried(sum, p, place, column);
+    if (p.carried.out != nullptr) start_from_carried(sum, p, place.late(), column);
     add_partials(sum, p, place, column);
     const bool empty = sum.weight == 0.0f;
     const float factor = empty ? 0.0f : 1.0f / sum.weight;
+    char* const out = place.late().out(p.result);
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
       for (int i = 0; i < kElements<T>; ++i) sum.v[c][i] *= factor;
-      if (column[c] < p.columns) store_column(place.out(p.result), column[c], p.out_type, sum.v[c]);
+      if (column[c] < p.columns) store_column(out, column[c], p.out_type, sum.v[c]);
     }
     lse = empty ? kInfinity : sum.maximum + log2_approx(sum.weight) * p.from_log2;
   }

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["MOST_PARTIALS", "SPECS", "StateViews", "merge_spec", "prepare_merge"]
 
 MOST_PARTIALS = 60  # kMostPartials of the kernel
-_COLUMNS = 2  # kColumns: of 16 bytes, that a lane takes at once
+_COLUMNS = 4  # kColumns: of 16 bytes, that a lane takes at once
 _WARP = 32
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16", "float32": "Fp32"}
@@ -31,8 +31,8 @@ _SPECS = {
         entry=f"merge_states_{dtype}",
         function=f"merge_states<{tag}>",
         params="MergeStatesParams",
-        threads=256,
-        min_blocks=4,
+        threads=64,
+        min_blocks=10,
     )
     for dtype, tag in _TAGS.items()
 }

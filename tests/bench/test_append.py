@@ -10,7 +10,7 @@ import pytest
 from cumla.bench import append
 from cumla.bench.append import APPEND, AppendCase, measure_append
 from cumla.bench.operations import operation_row
-from tests.bench.fake_gpu import FakeGpu
+from tests.bench.fake_gpu import LAUNCH_US, FakeGpu
 
 COPY_GBPS = 4000.0
 CALL_US = 8.0
@@ -59,6 +59,7 @@ def test_rows_of_the_result(gpu: FakeGpu) -> None:
         assert (row["tokens"], row["nbytes"]) == (case.tokens, 2 * case.tokens * 1152)
         assert row["gbps"] == pytest.approx(2 * case.tokens * 1152 / CALL_US / 1e3)
         assert row["efficiency"] == pytest.approx(row["gbps"] / COPY_GBPS)
+        assert row["copy_us"] == LAUNCH_US
 
 
 @pytest.mark.parametrize("column", [0, 511, 512, 575])

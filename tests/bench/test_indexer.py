@@ -231,6 +231,7 @@ def test_quantising_stands_beside_the_copy_ceiling(gpu: Any, case: IndexerCacheC
     assert (row["op"], row["us"], row["tokens"] % 64) == (case.op, LAUNCH_US, 0)
     assert row["nbytes"] == row["tokens"] * (256 + 132)
     assert row["efficiency"] == pytest.approx(row["nbytes"] / LAUNCH_US / 1e3 / 4000.0)
+    assert row["copy_us"] == LAUNCH_US
 
 
 @pytest.mark.parametrize("case", CACHE, ids=lambda case: case.op)

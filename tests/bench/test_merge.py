@@ -52,6 +52,26 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["gbps"] == pytest.approx(case.nbytes / (LAUNCH_US * 1e3))
         assert row["efficiency"] == pytest.approx(row["gbps"] / 100)
         assert 0 < row["row_error"] < 4e-3
+        assert row["copy_us"] == LAUNCH_US
+
+
+def test_the_copy_beside_a_row_moves_as_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu: Any = FakeGpu()
+    Merging(gpu, monkeypatch)
+    copied: list[int] = []
+    copy = gpu.copy
+
+    def counted(destination: np.ndarray, source: np.ndarray) -> None:
+        assert not np.shares_memory(destination, source)
+        copied.append(destination.nbytes + source.nbytes)
+        copy(destination, source)
+
+    gpu.copy = counted
+    rows_of(gpu)
+    times = len(copied) // len(CASES)
+    assert times > 1
+    for i, case in enumerate(CASES):
+        assert copied[i * times : (i + 1) * times] == [case.nbytes // 8 * 8] * times
 
 
 @pytest.mark.parametrize("spoil", [0.0, 1.02, float("nan")])

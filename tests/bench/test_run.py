@@ -281,16 +281,23 @@ def test_what_breaks_a_new_section_leaves_the_others(fake, monkeypatch, section)
 
 
 def test_tables_of_operations(results):
-    results["merge"][0] |= {"us": 123.4, "gbps": 3900.4, "efficiency": 0.914}
+    results["merge"][0] |= {"us": 123.4, "gbps": 3900.4, "efficiency": 0.914, "copy_us": 115.6}
     lines = to_markdown(results).splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("| merge: partial results |"))
-    assert lines[at].endswith("| MB read and written | us | GB/s | share of the copy ceiling |")
-    assert lines[at + 2] == "| 2 | 5 | bfloat16 | 2 | 123 | 3900 | 0.91 |"
+    figures = "| MB read and written | us | GB/s | share of the copy ceiling |"
+    assert lines[at].endswith(f"{figures} us of a plain copy |")
+    assert lines[at + 2] == "| 2 | 5 | bfloat16 | 2 | 123 | 3900 | 0.91 | 116 |"
     assert lines[at + 3].startswith("| 3 | 4 | float32 | 4 | 5.0 | ")
     at = next(i for i, line in enumerate(lines) if line.startswith("| append: tokens | page |"))
     assert lines[at + 2].startswith("| 832 | 64 | False | bfloat16 | 2 | 5.0 | ")
     assert lines[at + 3].startswith("| 864 | 16 | True | bfloat16 | 2 | 5.0 | ")
     assert lines[at + 4] == ""
+    for section in ("merge", "append", "indexer"):
+        for row in results[section]:
+            row.pop("copy_us", None)
+    earlier = to_markdown(results).splitlines()  # of files that have no such times
+    assert sum(line.endswith(figures) for line in earlier) == 4
+    assert not any("plain copy" in line for line in earlier)
 
 
 @pytest.mark.parametrize("section", ["merge", "append"])

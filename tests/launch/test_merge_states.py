@@ -179,10 +179,10 @@ def test_lanes_and_blocks_cover_every_row(
         out, lse = np.empty((rows, 1, head_dim), kind), np.empty((rows, 1), np.float32)
         (launch,) = launches(outs, lses, out, lse)
         columns = head_dim * kind.itemsize // 16
-        in_block = 256 // launch.lanes
+        in_block = SPECS[0].threads // launch.lanes
         assert launch.lanes in (1, 2, 4, 8, 16, 32)
         assert (launch.grid[0] - 1) * in_block < rows <= launch.grid[0] * in_block
-        assert launch.lanes == 32 or 2 * launch.lanes >= columns
+        assert launch.lanes == 32 or merge_states._COLUMNS * launch.lanes >= columns
         assert launch.lanes == 1 or launch.lanes < columns  # none of the lanes idles
 
 
