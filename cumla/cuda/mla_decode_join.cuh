@@ -289,7 +289,7 @@ struct Joiner {
     for (int r = 0; r < 2; ++r) {
       const int row = group * kRowGroup + lane / 4 + 8 * r;
       const float weight = r == 0 ? sum.weight[0] : sum.weight[1], highest = r == 0 ? sum.maximum[0] : sum.maximum[1];
-      const float scale = weight == 0.0f ? 0.0f : reciprocal_approx(weight);
+      const float scale = weight == 0.0f ? 0.0f : 1.0f / weight;
 #pragma unroll
       for (int j = 0; j < kGroups; j += 2) {
         const int column = unit * 8 * kGroups + 8 * j;
