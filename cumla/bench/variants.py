@@ -24,7 +24,7 @@ SHAPES: tuple[Case, ...] = (
     *grid((1, 4), (1,), (16, 64, 128), (131072,)),
 )
 """What is looked at if nobody says: 86 shapes."""
-_ROUNDS = 5  # in turns, so that a GPU that gets warm is fair
+_ROUNDS = 9  # in turns, so that a GPU that gets warm is fair
 _REPEATS = 8
 
 
