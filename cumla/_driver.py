@@ -53,6 +53,7 @@ class Driver:
         self._event_query = cuda.cuEventQuery
         self._wait_event = cuda.cuStreamWaitEvent
         self._event_destroy = cuda.cuEventDestroy_v2
+        self._fill = cuda.cuMemsetD8Async
         self._error_name = cuda.cuGetErrorName
         handle, pointer = ctypes.c_void_p, ctypes.c_void_p
         self._get_device.argtypes = [pointer]
@@ -66,6 +67,7 @@ class Driver:
         self._event_query.argtypes = [handle]
         self._wait_event.argtypes = [handle, handle, ctypes.c_uint]
         self._event_destroy.argtypes = [handle]
+        self._fill.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, handle]
         self._error_name.argtypes = [ctypes.c_int, pointer]
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._check(cuda.cuInit(0), "cuInit", UnsupportedDeviceError)
@@ -127,6 +129,10 @@ class Driver:
             self._event_destroy(event)
         self._check(status, "cuEventRecord")
         return event.value or 0
+
+    def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        """Set so many bytes on `stream`."""
+        self._check(self._fill(address, value, nbytes, stream), "cuMemsetD8Async")
 
     def wait_event(self, stream: int, event: int) -> None:
         """Make `stream` wait for the event; the host does not."""

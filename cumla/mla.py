@@ -321,7 +321,8 @@ class MLADecodePlan:
         self._memory: PlanMemory | None = None
         if call.device is not None:
             with call:
-                self._memory = PlanMemory(call, self._key.layout.nbytes, workspace)
+                layout = self._key.layout
+                self._memory = PlanMemory(call, layout.nbytes, workspace, layout.own_nbytes)
 
     @classmethod
     def from_arrays(
@@ -558,7 +559,9 @@ class MLADecodePlan:
             buffer = memory.buffer.ptr
             check_data(call, arguments, buffer + key.layout.places)
             result = Outputs.of(call, arguments, _lse_shape(key), out, lse)
-            attend = _attention(call, self._kernels, key, buffer, arguments, result, scale)
+            attend = _attention(
+                call, self._kernels, key, buffer, arguments, result, scale, own=memory.own
+            )
             memory.run(call, attend)
             if all(result.given):
                 memory.ready.keep((seen, scale, factor), attend)
@@ -697,23 +700,18 @@ def _attention(
     arguments: Arguments,
     result: Outputs,
     softmax_scale: float,
+    *,
+    own: bool = False,
 ) -> PreparedLaunch:
-    """Prepare attention of checked arguments into these outputs."""
-    kernel, prepare = kernels.attention, prepare_decode
+    """Prepare attention of checked arguments into these outputs; `own` as of `PlanMemory`."""
+    views = arguments, result.out_view, result.lse_view
     if key.cache != "same":
-        kernel, prepare = kernels.of_fp8(arguments), prepare_decode_fp8
-    elif (form := form_of(key, arguments)) != key.form:
+        kernel = kernels.of_fp8(arguments)
+        return prepare_decode_fp8(kernel, key, buffer, *views, softmax_scale, call.stream)
+    kernel = kernels.attention
+    if (form := form_of(key, arguments)) != key.form:
         kernel = load_for(call, decode_spec(key, form))
-    return prepare(
-        kernel,
-        key,
-        buffer,
-        arguments,
-        result.out_view,
-        result.lse_view,
-        softmax_scale,
-        call.stream,
-    )
+    return prepare_decode(kernel, key, buffer, *views, softmax_scale, call.stream, own=own)
 
 
 def _decode_on_cpu(

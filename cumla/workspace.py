@@ -147,11 +147,15 @@ class PlanMemory:
         Size of the buffer.
     workspace : array or None
         The caller's, if there is one.
+    own_nbytes : int
+        Size of a buffer that nobody else writes to. What is more than `nbytes` is set to 0xFF.
 
     Attributes
     ----------
     buffer : ArrayView
         The memory.
+    own : bool
+        It has `own_nbytes`.
     ready : ReadyLaunches
         Launches of runs that were found in order, on the stream of the last update.
     stream : int or None
@@ -159,10 +163,15 @@ class PlanMemory:
         first, and since another plan has taken the workspace.
     """
 
-    def __init__(self, call: Call, nbytes: int, workspace: Any) -> None:
+    def __init__(self, call: Call, nbytes: int, workspace: Any, own_nbytes: int = 0) -> None:
         self.buffer: ArrayView
+        # What is captured runs when its graph does, perhaps behind other work with the memory.
+        self.own = workspace is None and own_nbytes > nbytes and not call.capturing
         if workspace is None:
-            owner, self.buffer = call.empty((nbytes,), "uint8")
+            owner, self.buffer = call.empty((own_nbytes if self.own else nbytes,), "uint8")
+            if self.own:
+                more = own_nbytes - nbytes
+                driver().fill(self.buffer.ptr + nbytes, 0xFF, more, call.stream)
             self._workspace = Workspace(owner, call)
         else:
             (self.buffer,) = cast("tuple[ArrayView]", call.views)

@@ -117,13 +117,15 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
   copy_async_wait_all();
 }
 
-template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
+template <typename T, bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                      const Part& part, int last_place) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (warp >= 2)
+  if (warp >= 2) {
     load_query<kRowTile>(p, shared, tile, part, last_place, warp - 2);
-  else if constexpr (kForm == kRows)
+    if constexpr (!kIsRagged<AnyTile>)
+      if (warp == 2) tend_mailbox<T>(p, shared.join_space(), tile, part, last_place);
+  } else if constexpr (kForm == kRows)
     load_kv_rows<kSharedBlocks>(p, shared, tile, part, last_place, warp);
   else if (kForm == kBoxes || lane == 0)
     load_kv<kSharedBlocks, kForm>(p, shared, tile, part, last_place, warp);
@@ -133,6 +135,8 @@ template <typename T, bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void compute(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                         const Part& part, int last_place, int warpgroup) {
   Consumer<T, kSharedBlocks, kForm == kRows, AnyTile> consumer(p, shared, tile, warpgroup - 1);
+  if (!kIsRagged<AnyTile> && threadIdx.x == kWarpgroup)
+    choose_mailbox(p, tile, part, last_place, shared.mailbox());
   int t = 0;
   for (int place = part.place; place <= last_place; ++place) {
     const Segment segment = segment_of(p, tile, part, place);
@@ -150,13 +154,13 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   begin_kernel<kForm, AnyTile>(p, shared);
 
-  if constexpr (kForm != kPages || kIsRagged<AnyTile>) {
+  if constexpr (true) {
     // Each role reads the part for itself: what both hold from before would cost registers that they lack.
     if (warpgroup == 0) {
       registers_decrease<56>();
       const Part part = part_of_cta(p, copy_of(blockIdx.y));
       AnyTile tile(p);
-      load<kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part));
+      load<T, kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part));
     } else {
       registers_increase<224>();
       const Part part = part_of_cta(p, blockIdx.y);
@@ -169,7 +173,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
     const int last_place = last_place_of(p, part);
     if (warpgroup == 0) {
       registers_decrease<56>();
-      load<kSharedBlocks, kForm>(p, shared, tile, part, last_place);
+      load<T, kSharedBlocks, kForm>(p, shared, tile, part, last_place);
     } else {
       registers_increase<224>();
       compute<T, kSharedBlocks, kForm>(p, shared, tile, part, last_place, warpgroup);

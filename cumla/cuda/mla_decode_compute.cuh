@@ -323,26 +323,26 @@ struct Consumer {
     }
     consumers_sync();  // the next segment writes there
     if (segment.split()) {
-      write_piece(segment, inverse, lse);
-      Joiner<T, AnyTile>(p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0)}, tile, segment).join(more);
+      const u32 mailbox = kIsRagged<AnyTile> ? kNoMailbox : load_shared_u32(shared.mailbox());
+      write_piece({p, tile, segment, mailbox}, inverse, lse);
+      Joiner<T, AnyTile>(p, shared.join_space(), tile, segment, mailbox).join(more);
     } else {
       write_result(segment, inverse, lse);
     }
   }
 
-  __device__ __forceinline__ void write_piece(const Segment& segment, const float (&inverse)[2],
+  __device__ __forceinline__ void write_piece(const Piece& piece, const float (&inverse)[2],
                                               const float (&lse)[2]) const {
     if (warp >= p.row_groups) return;
-    const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
-    if (consumer == 0 && lane % 4 == 0) {
-      p.partial_lse[piece * p.row_groups * kRowGroup + row] = lse[0];
-      p.partial_lse[piece * p.row_groups * kRowGroup + row + 8] = lse[1];
-    }
-    float4* destination = p.partial_out + piece_offset(p, piece, consumer, warp, 0, lane);
+    float4* destination = piece.out + piece_offset(p, 0, consumer, warp, 0, lane);
 #pragma unroll
     for (int j = 0; j < 32; ++j)
-      store_global_float4(destination + 32 * j, output[4 * j] * inverse[0], output[4 * j + 1] * inverse[0],
-                          output[4 * j + 2] * inverse[1], output[4 * j + 3] * inverse[1]);
+      store_relaxed_float4(destination + 32 * j, output[4 * j] * inverse[0], output[4 * j + 1] * inverse[0],
+                           output[4 * j + 2] * inverse[1], output[4 * j + 3] * inverse[1]);
+    if (consumer == 0 && lane % 4 == 0) {
+      store_relaxed_float(piece.lse + row, lse[0]);
+      store_relaxed_float(piece.lse + row + 8, lse[1]);
+    }
   }
 
   __device__ __forceinline__ void write_result(const Segment& segment, const float (&inverse)[2],
@@ -378,7 +378,7 @@ struct Consumer {
   // Lane pairs trade halves of two neighbouring column groups: eight bytes a lane, full 32-byte sectors.
   __device__ __forceinline__ void write_halves(char* out, int r, bool exists, float inverse) const {
     const bool odd = lane % 2;
-    out += (consumer * 256 + (odd ? 8 + (lane % 4 - 1) * 2 : (lane % 4) * 2)) * 2;
+    out = copy_of(out + (consumer * 256 + (odd ? 8 + (lane % 4 - 1) * 2 : (lane % 4) * 2)) * 2);  // once for all stores
 #pragma unroll
     for (int j = 0; j < 32; j += 2) {
       const u32 first = pack_pair<T>(output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);

@@ -7,11 +7,16 @@
 // CTA ever depends on another one's progress. Who joins a share never changes its bits: the pieces are added up in the
 // order of the parts, grouped by the shape of the share alone.
 //
+// Pieces in mailboxes (mla_decode_mail.cuh) are not waited for like that: each warp looks for the words that it joins, and a
+// loading warp counts the CTA in meanwhile. The counter only matters for CTAs that have lost patience.
+//
 // A share is a number of items: a unit of 32 columns of one row group. With few items several warps divide the pieces of
 // one.
 #pragma once
 #include "mla_decode_layout.cuh"
+#include "mla_decode_mail.cuh"
 #include "ptx/atomic.cuh"
+#include "ptx/barrier_vote.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
 
@@ -21,7 +26,7 @@ constexpr int kGroups = 4;  // of eight columns in a unit
 constexpr int kUnits = kValueDim / (8 * kGroups);
 constexpr int kAtOnce = 4;  // pieces that a warp loads together
 constexpr int kJoinWarps = 2 * kWarpgroup / 32;
-constexpr long long kPatience = 40000;  // clocks, about 20 us: requests are dealt out evenly
+constexpr u32 kPatience = 40000;  // clocks, about 20 us: requests are dealt out evenly
 
 // A row's log-sum-exp, base 2, as the caller gets it.
 __device__ __forceinline__ void store_lse(const MlaDecodeParams& p, int request, const Row& to, float lse) {
@@ -56,9 +61,12 @@ __device__ __forceinline__ float weight_of(float lse, float maximum) {
   return lse == -kInfinity ? 0.0f : exp2_approx(lse - maximum);
 }
 
+constexpr int kMailedBarrier = 4;  // named barriers of both consumers and the warp that counts: the piece is mailed,
+constexpr int kCountedBarrier = 5;  // and counted in
+
 // Shared memory that nobody else uses between the segments of a CTA.
 struct JoinSpace {
-  u32 words;    // two, that all threads must agree on
+  u32 words;    // two, that all threads must agree on; of mailed pieces a third one, the counter as it was
   u32 sums;     // 8,192 bytes
   u32 weights;  // 1,024 bytes
 };
@@ -69,51 +77,101 @@ struct Joiner {
   const JoinSpace space;
   const AnyTile& tile;
   const Segment& segment;
+  const u32 mailbox;
+  const bool mailed;
   const int pieces, warp, lane;  // warp: of both consumers
 
   __device__ __forceinline__ Joiner(const MlaDecodeParams& p, const JoinSpace& space, const AnyTile& tile,
-                                    const Segment& segment)
+                                    const Segment& segment, u32 mailbox = kNoMailbox)
       : p(p),
         space(space),
         tile(tile),
         segment(segment),
+        mailbox(mailbox),
+        mailed(mailbox != kNoMailbox),
         pieces(segment.last_part - segment.first_part + 1),
-        warp(threadIdx.x / 32 - kWarpgroup / 32),
+        warp(copy_of(threadIdx.x) / 32 - kWarpgroup / 32),  // what follows from it would else be kept between segments
         lane(threadIdx.x % 32) {}
 
   // Called by all threads of both consumers, their piece stored. `more`: the CTA has another request to do.
   __device__ __forceinline__ void join(bool more) const {
-    Ticket* const tickets = p.tickets + static_cast<i64>(tile.index) * p.parts;
-    u32* const left_here = &tickets[blockIdx.y].left[segment.slot];
-    consumers_sync();
-    if (threadIdx.x == kWarpgroup)
-      store_shared_u32(space.words, arrive(&tickets[segment.first_part].arrived, left_here, more));
-    consumers_sync();
-    const u32 role = load_shared_u32(space.words);
-    const int mine = blockIdx.y - segment.first_part;
-    int share = role == kGoOn ? -1 : mine;
+    u32 role = kOwnShare;
+    if (mailed) {
+      named_barrier_arrive<kMailedBarrier, kCounting>();
+    } else {
+      consumers_sync();
+      if (threadIdx.x == kWarpgroup) store_shared_u32(space.words, arrive(more));
+      consumers_sync();
+      role = load_shared_u32(space.words);
+    }
+    const u32 begun = clock();
+    bool waits = mailed;  // pieces may not be there yet
+    int share = role == kGoOn ? -1 : mine();
     u32 left = 0;
     for (int looked = 0; share >= 0;) {
-      join_share(share);
-      for (; role == kLast && left == 0 && looked < pieces; looked += 32) left = who_left(tickets, looked, mine);
+      const bool whole = join_share(share, waits, begun);
+      if (waits) {
+        waits = false;
+        role = role_of_mailed(whole);
+        if (!whole && role != kGoOn) continue;
+      }
+      for (; role == kLast && left == 0 && looked < pieces; looked += 32) left = who_left(looked);
       share = left == 0 ? -1 : (looked - 32) + __ffs(left) - 1;
       left &= left - 1;
     }
-    if (role == kLast && threadIdx.x == kWarpgroup) store_relaxed(left_here, 0);
-    consumers_sync();  // the role's place is written again
+    if (role == kLast && threadIdx.x == kWarpgroup) store_relaxed(left_here(), 0);
+    if (!mailed) consumers_sync();  // the role's place is written again
+  }
+
+  // By a warp that loads.
+  __device__ __forceinline__ void count_mailed() const {
+    named_barrier_sync<kMailedBarrier, kCounting>();
+    u32 before = 0;
+    if (lane == 0) before = count_in();
+    before = __shfl_sync(0xffffffffu, before, 0);
+    bool look = false;
+    if (all_arrived(before + step(), before)) {
+      fence_sc_gpu();
+      for (int i = lane; i < pieces; i += 32) look |= i != mine() && load_acquire(left_by(i)) != 0;
+      look = __any_sync(0xffffffffu, look);
+    }
+    if (lane == 0) {
+      store_shared_u32(space.words, look ? kLast : kGoOn);
+      store_shared_u32(space.words + 8, before);
+    }
+    named_barrier_arrive<kCountedBarrier, kCounting>();
   }
 
  private:
   enum Role : u32 { kGoOn, kOwnShare, kLast };
   static constexpr u32 kAll = 1u << 31;
+  static constexpr int kCounting = 2 * kWarpgroup + 32;  // threads
+
+  __device__ __forceinline__ Ticket* tickets() const { return p.tickets + static_cast<i64>(copy_of(tile.index)) * p.parts; }
+  __device__ __forceinline__ int mine() const { return blockIdx.y - segment.first_part; }
+  __device__ __forceinline__ u32* arrived() const { return &tickets()[segment.first_part].arrived; }
+  __device__ __forceinline__ u32* left_here() const { return &tickets()[blockIdx.y].left[segment.slot]; }
+  __device__ __forceinline__ u32* left_by(int i) const {
+    return &tickets()[segment.first_part + i].left[i == 0 ? segment.first_slot : 0];
+  }
+
+  // What is left to do for a CTA whose pieces are mailed, by whether its own share is done. All that arrived has been stored.
+  __device__ __forceinline__ u32 role_of_mailed(bool done) const {
+    named_barrier_sync<kCountedBarrier, kCounting>();
+    const u32 role = load_shared_u32(space.words);
+    if (done || role == kLast) return role;
+    if (threadIdx.x == kWarpgroup) store_shared_u32(space.words + 4, leave(load_shared_u32(space.words + 8)));
+    consumers_sync();
+    return load_shared_u32(space.words + 4);
+  }
 
   // Which of 32 pieces' CTAs have not waited, as a mask that all threads agree on.
-  __device__ __forceinline__ u32 who_left(Ticket* tickets, int from, int mine) const {
+  __device__ __forceinline__ u32 who_left(int from) const {
     consumers_sync();
     if (warp == 0) {
       const int i = from + lane;
-      u32* const flag = &tickets[segment.first_part + i].left[slot_of(i)];
-      const bool left = i < pieces && i != mine && load_acquire(flag) != 0;
+      u32* const flag = left_by(i);
+      const bool left = i < pieces && i != mine() && load_acquire(flag) != 0;
       const u32 mask = __ballot_sync(0xffffffffu, left);
       if (left) store_relaxed(flag, 0);
       if (lane == 0) store_shared_u32(space.words + 4, mask);
@@ -122,31 +180,36 @@ struct Joiner {
     return load_shared_u32(space.words + 4);
   }
 
+  __device__ __forceinline__ u32 step() const { return segment.first_part == blockIdx.y ? kAll - (pieces - 1) : 1; }
+  __device__ __forceinline__ u32 count_in() const { return atomic_add_acq_rel(arrived(), step()); }
+  __device__ __forceinline__ static bool all_arrived(u32 now, u32 before) { return ((now ^ before) & kAll) != 0; }
+
   // By one thread.
-  __device__ __forceinline__ Role arrive(u32* arrived, u32* left, bool more) const {
+  __device__ __forceinline__ Role arrive(bool more) const {
     const bool waits = !more && p.may_wait;
-    if (!waits) store_relaxed(left, 1);
-    const u32 step = segment.first_part == blockIdx.y ? kAll - (pieces - 1) : 1;
-    const u32 before = atomic_add_acq_rel(arrived, step);
-    auto all_arrived = [&](u32 now) { return ((now ^ before) & kAll) != 0; };
-    if (all_arrived(before + step)) {
+    if (!waits) store_relaxed(left_here(), 1);
+    const u32 before = count_in();
+    if (all_arrived(before + step(), before)) {
       fence_sc_gpu();  // a CTA that leaves now either sees that all are there or is seen to have left
       return kLast;
     }
     if (!waits) return kGoOn;
-    const long long start = clock64();
-    while (!all_arrived(load_acquire(arrived))) {
-      if (clock64() - start < kPatience) continue;
-      store_relaxed(left, 1);
-      fence_sc_gpu();
-      if (!all_arrived(load_acquire(arrived))) return kGoOn;
-      store_relaxed(left, 0);  // should the last one have read it, it does this share as well, with the same bits
-      return kOwnShare;
+    const u32 begun = clock();
+    while (!all_arrived(load_acquire(arrived()), before)) {
+      if (clock() - begun < kPatience) continue;
+      return leave(before);
     }
     return kOwnShare;
   }
 
-  __device__ __forceinline__ int slot_of(int i) const { return i == 0 ? segment.first_slot : 0; }
+  // By one thread that has lost patience.
+  __device__ __forceinline__ Role leave(u32 before) const {
+    store_relaxed(left_here(), 1);
+    fence_sc_gpu();
+    if (!all_arrived(load_acquire(arrived()), before)) return kGoOn;
+    store_relaxed(left_here(), 0);  // should the last one have read it, it does this share as well, with the same bits
+    return kOwnShare;
+  }
 
   // What one warp adds up: the accumulators of a unit of one row group and, for both rows of a lane, the sum of the weights
   // and the base-2 maximum to which all is relative.
@@ -173,8 +236,9 @@ struct Joiner {
   };
 
   // The items of one CTA's share: units of one row group. All warps come here together. What runs once runs from a cold
-  // instruction cache: the code is kept short rather than unrolled.
-  __device__ __forceinline__ void join_share(int share) const {
+  // instruction cache: the code is kept short rather than unrolled. False where it waits for pieces, and
+  // they have not come in good time.
+  __device__ __forceinline__ bool join_share(int share, bool waits, u32 begun) const {
     const int all = kUnits * p.row_groups;
     const int begin = all * share / pieces, items = all * (share + 1) / pieces - begin;
     const int most = min(kJoinWarps, pieces);  // one item means eight pieces or more: the helpers of an item divide the warps
@@ -184,11 +248,13 @@ struct Joiner {
       const int item = begin + min(first + warp / helpers, items - 1);
       const bool active = first + warp < items * helpers;
       const int unit = item / p.row_groups;
-      join_item(unit, item - unit * p.row_groups, warp % helpers, helpers, active);
+      if (!join_item(unit, item - unit * p.row_groups, warp % helpers, helpers, active, waits, begun)) return false;
     }
+    return true;
   }
 
-  __device__ __forceinline__ void join_item(int unit, int group, int helper, int helpers, bool active) const {
+  __device__ __forceinline__ bool join_item(int unit, int group, int helper, int helpers, bool active,
+                                            bool waits, u32 begun) const {
     Sum sum;
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) sum.v[j] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -196,26 +262,36 @@ struct Joiner {
     sum.maximum[0] = sum.maximum[1] = -kInfinity;
     const int count = (pieces + helpers - 1) / helpers;
     const int end = active ? min((helper + 1) * count, pieces) : 0;
-    // The pieces lie two slots apart, the first perhaps in its second slot.
-    const i64 base = piece_index(p, tile, segment.first_part, 0);
-    const int lse_stride = p.row_groups * kRowGroup, stride = p.row_groups * 2 * 1024;
-    const float* const lse_base = p.partial_lse + base * lse_stride + group * kRowGroup + lane / 4;
-    const float4* const base_of =
-        p.partial_out + piece_offset(p, base, unit / (kUnits / 2), group, unit % (kUnits / 2) * kGroups, lane);
+    // Pieces lie two slots apart, the first perhaps in its second slot; mailed ones side by side.
+    const i64 base = mailed ? mail_index(p, tile, segment.first_part, mailbox)
+                            : piece_index(p, tile, segment.first_part, 0);
+    const int rows = p.row_groups * kRowGroup;
+    const float* const lse_of = (mailed ? p.mail_lse : p.partial_lse) + base * rows + group * kRowGroup;
+    const float4* const out_of =
+        (mailed ? p.mail_out : p.partial_out) +
+        piece_offset(p, base, unit / (kUnits / 2), group, unit % (kUnits / 2) * kGroups, lane);
+    bool late = false;
 #pragma unroll 1
     for (int first = helper * count; first < end; first += kAtOnce) {
       float4 v[kAtOnce][kGroups];
       float lse[kAtOnce][2];
+      for (bool again = true; again;) {
+        const int from = copy_of(first);  // or else all addresses would be kept for another time
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const int i = min(first + k, end - 1);
-        const int slot = i == 0 ? segment.first_slot : 2 * i;
-        const float* const lse_source = lse_base + static_cast<i64>(slot) * lse_stride;
-        const float4* const source = base_of + static_cast<i64>(slot) * stride;
-        lse[k][0] = load_l2_float(lse_source);
-        lse[k][1] = load_l2_float(lse_source + 8);
+        for (int k = 0; k < kAtOnce; ++k) {
+          const int i = min(from + k, end - 1);
+          const int row = (i == 0 ? segment.first_slot : mailed ? i : 2 * i) * rows;
+          lse[k][0] = load_relaxed_float(lse_of + row + lane / 4);
+          lse[k][1] = load_relaxed_float(lse_of + row + lane / 4 + 8);
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j) v[k][j] = load_l2_float4(source + 32 * j);
+          for (int j = 0; j < kGroups; ++j)
+            v[k][j] = load_relaxed_float4(out_of + static_cast<i64>(row) * (kValueDim / 4) + 32 * j);
+        }
+        again = waits && !all_there(lse, v);
+        if (again && !wait_for_pieces(lse_of, rows, from, end, begun)) {
+          late = true;
+          again = false;
+        }
       }
       float next[2] = {sum.maximum[0], sum.maximum[1]};
 #pragma unroll
@@ -235,8 +311,36 @@ struct Joiner {
         sum.weight[1] += weight[1];
       }
     }
+    if (waits && named_barrier_any<kConsumerBarrier, 2 * kWarpgroup>(late)) return false;
     if (helpers > 1) gather(sum, helper, helpers);
     if (active && helper == 0) store(unit, group, sum);
+    return true;
+  }
+
+  // Whether none of these words is absent, in any lane.
+  __device__ __forceinline__ static bool all_there(const float (&lse)[kAtOnce][2], const float4 (&v)[kAtOnce][kGroups]) {
+    u32 highest = 0;
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      highest = max(highest, max(__float_as_uint(lse[k][0]), __float_as_uint(lse[k][1])));
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j)
+        highest = max(max(max(highest, __float_as_uint(v[k][j].x)), __float_as_uint(v[k][j].y)),
+                      max(__float_as_uint(v[k][j].z), __float_as_uint(v[k][j].w)));
+    }
+    return !__any_sync(0xffffffffu, highest == kAbsent);
+  }
+
+  // Looks at the log-sum-exps of a few mailed pieces, which come last, until they are there; false if patience ends first.
+  __device__ __forceinline__ bool wait_for_pieces(const float* lse_of, int rows, int first, int end, u32 begun) const {
+    static_assert(kAtOnce * kRowGroup == 2 * 32, "two rows a lane");
+    const float* const mine = lse_of + min(first + lane / 8, end - 1) * rows + lane % 8;
+    bool absent, patient;
+    do {
+      absent = __float_as_uint(load_relaxed_float(mine)) == kAbsent || __float_as_uint(load_relaxed_float(mine + 8)) == kAbsent;
+      patient = clock() - begun < kPatience;
+    } while (__any_sync(0xffffffffu, absent) && __all_sync(0xffffffffu, patient));
+    return !__any_sync(0xffffffffu, absent);
   }
 
   // Where a warp leaves what it has for the first helper of its item.
@@ -301,5 +405,19 @@ struct Joiner {
     }
   }
 };
+
+// By a loading warp: what a CTA does about mailed pieces beside its blocks.
+template <typename T, typename AnyTile>
+__device__ __forceinline__ void tend_mailbox(const MlaDecodeParams& p, const JoinSpace& space, const AnyTile& tile,
+                                             const Part& part, int last_place) {
+  if (!mails<AnyTile>(p, part, last_place)) return;
+  const u32 round = *round_of(p, tile);
+  empty_mailbox(p, tile, round);
+  if (last_place == part.place) {
+    const Segment segment = segment_of(p, tile, part, part.place);
+    if (segment.split()) Joiner<T, AnyTile>(p, space, tile, segment).count_mailed();
+  }
+  if (threadIdx.x % 32 == 0) *round_of(p, tile) = round + 1;
+}
 
 }  // namespace cumla

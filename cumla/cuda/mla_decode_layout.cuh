@@ -48,6 +48,9 @@ struct MlaDecodeParams {
   Ticket* tickets;       // [kv head][row tile][part]
   float4* partial_out;   // [kv head][row tile][part][slot][consumer][row group][32][lane]
   float* partial_lse;    // [kv head][row tile][part][slot][row]
+  u32* rounds;           // [kv head][row tile][part]: which of two mailboxes, where there are any (mla_decode_mail.cuh)
+  float4* mail_out;      // [round % 2][kv head][row tile][part][consumer][row group][32][lane]
+  float* mail_lse;       // [round % 2][kv head][row tile][part][row]
   i64 max_tokens;        // of a request: what the block table can name
   i64 page_entries;      // of the block table, from its first to its last, or of a list of pages
   int batch;
@@ -108,6 +111,11 @@ struct RaggedTile {
     pages = place.pages;
   }
 };
+
+template <typename AnyTile>
+constexpr bool kIsRagged = false;
+template <>
+constexpr bool kIsRagged<RaggedTile> = true;
 
 // A row of a tile as the arrays have it.
 struct Row {

@@ -20,11 +20,6 @@ struct PageRow {
   int page, row;
 };
 
-template <typename AnyTile>
-constexpr bool kIsRagged = false;
-template <>
-constexpr bool kIsRagged<RaggedTile> = true;
-
 // Walks over every kStep-th block (1 or 2) of this CTA's sequence.
 template <int kStep, typename AnyTile>
 struct BlockCursor {

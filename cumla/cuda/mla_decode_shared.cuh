@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Shared memory of mla_decode.
 #pragma once
+#include "mla_decode_join.cuh"
 #include "mla_decode_layout.cuh"
 
 namespace cumla {
@@ -29,9 +30,11 @@ struct SharedLayout {
   __device__ __forceinline__ u32 probabilities_full(int owner) const { return free(kStages, 0) + owner * 8; }
   __device__ __forceinline__ u32 query_full() const { return probabilities_full(2); }
   __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
-  // Within a segment written only: see Consumer::own_block. Between segments the first two words hold what all threads of
-  // a joining CTA must agree on.
+  // Written only: see Consumer::own_block.
   __device__ __forceinline__ u32 pacer(int thread) const { return query_free() + 8 + thread * 4; }
+  __device__ __forceinline__ u32 words() const { return pacer(2 * kWarpgroup); }
+  __device__ __forceinline__ JoinSpace join_space() const { return {words(), probabilities, sum(0, 0)}; }
+  __device__ __forceinline__ u32 mailbox() const { return words() + 12; }
 };
 
 }  // namespace cumla

@@ -116,6 +116,7 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
   const int last_place = last_place_of(p, part);
 
   if (warpgroup == 0) {
+    registers_decrease<88>();
     if (warp < 2) {
       if constexpr (kForm == kRows)
         load_kv_ring_rows(p, shared, tile, part, last_place, warp);
@@ -123,9 +124,12 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
         load_kv_ring<kForm>(p, shared, tile, part, last_place);
     } else {
       load_query<kSwappedRows>(p, shared, tile, part, last_place, warp - 2);
+      if (warp == 2) tend_mailbox<T>(p, shared.join_space(), tile, part, last_place);
     }
   } else {
+    registers_increase<208>();
     SwappedConsumer<T, kForm == kRows> consumer(p, shared, tile, warpgroup - 1);
+    if (threadIdx.x == kWarpgroup) choose_mailbox(p, tile, part, last_place, shared.mailbox());
     int t = 0;
     for (int place = part.place; place <= last_place; ++place) {
       const Segment segment = segment_of(p, tile, part, place);

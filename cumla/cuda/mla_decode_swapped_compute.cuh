@@ -243,9 +243,11 @@ struct SwappedConsumer {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared.query_free());
     const bool split = segment.split();
-    if (consumer == 0 && warp == 0 && lane < 4) write_lse(segment, lse, split);
-    write_output(segment, split);
-    if (split) Joiner<T, Tile>(p, {shared.words, shared.probabilities, shared.sums}, tile, segment).join(more);
+    const u32 mailbox = load_shared_u32(shared.mailbox());
+    const Piece piece(p, tile, segment, mailbox);
+    write_output(segment, split, piece);
+    if (consumer == 0 && warp == 0 && lane < 4) write_lse(segment, lse, split, piece);
+    if (split) Joiner<T, Tile>(p, shared.join_space(), tile, segment, mailbox).join(more);
   }
 
   __device__ __forceinline__ void leave_sums() {
@@ -300,12 +302,12 @@ struct SwappedConsumer {
     return (v.x + v.y) + (v.z + v.w);
   }
 
-  __device__ __forceinline__ void write_lse(const Segment& segment, const float (&lse)[kOwn], bool split) const {
-    float* const of_piece = p.partial_lse + piece_index(p, tile, blockIdx.y, segment.slot) * kSwappedRows;
+  __device__ __forceinline__ void write_lse(const Segment& segment, const float (&lse)[kOwn], bool split,
+                                            const Piece& piece) const {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       if (split)
-        of_piece[row_of(i)] = lse[i];
+        store_relaxed_float(piece.lse + row_of(i), lse[i]);
       else if (row_of(i) < tile.rows)
         store_lse(p, segment.request, Row(p, tile, row_of(i)), lse[i]);
     }
@@ -313,10 +315,9 @@ struct SwappedConsumer {
 
   // Lanes 4 apart trade values, after which a thread has what it would have of a product with the query rows on the M side:
   // columns c, c + 1 of query rows r and r + 8. It then stands for another lane of that layout.
-  __device__ __forceinline__ void write_output(const Segment& segment, bool split) const {
+  __device__ __forceinline__ void write_output(const Segment& segment, bool split, const Piece& piece) const {
     const bool odd = lane / 4 % 2;
     const int as_lane = ((lane % 4) * 2 + odd) * 4 + lane / 8, row = as_lane / 4;
-    const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
 #pragma unroll
     for (int d = 0; d < kHalfTiles; ++d) {
       float4 v[2];
@@ -331,8 +332,8 @@ struct SwappedConsumer {
       if (split) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          store_global_float4(p.partial_out + piece_offset(p, piece, consumer, 0, eights + half, as_lane), v[half].x,
-                              v[half].y, v[half].z, v[half].w);
+          store_relaxed_float4(piece.out + piece_offset(p, 0, consumer, 0, eights + half, as_lane), v[half].x,
+                               v[half].y, v[half].z, v[half].w);
       } else {
         const int column = consumer * 256 + eights * 8;
         store_columns<T, 8>(p, tile, segment.request, row, as_lane % 4, column, v[0].x, v[0].y, v[1].x, v[1].y);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Shared memory of mla_decode_swapped.
 #pragma once
+#include "mla_decode_join.cuh"
 #include "mla_decode_layout.cuh"
 
 namespace cumla {
@@ -25,6 +26,8 @@ struct SwappedLayout {
         barriers(words + 16) {}
 
   __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kTileBytes; }
+  __device__ __forceinline__ JoinSpace join_space() const { return {words, probabilities, sums}; }
+  __device__ __forceinline__ u32 mailbox() const { return words + 12; }
   // Transposed: a row of 64 tokens for each query row.
   __device__ __forceinline__ u32 probabilities_of(int consumer) const {
     return probabilities + consumer * kSwappedRows * 128;

@@ -26,7 +26,8 @@ struct alignas(16) Part {
   int first_part, last_part;   // that hold pieces of the request with which it begins
   int first_slot;              // of the piece in first_part; 0 in the others
   int tail_last_part;          // last part with a piece of the request with which it ends, if it begins in this part
-  int unused[2];
+  int apart;                   // of all parts: each request has parts of its own
+  int unused;
 };
 
 // What lies at a place.

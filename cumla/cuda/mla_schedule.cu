@@ -182,7 +182,10 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
     shared.runs[thread] = run;
   }
   __syncthreads();
-  if (thread < p.parts) p.parts_out[thread] = part_of(shared.bounds, shared.runs, thread);
+  if (thread >= p.parts) return;
+  Part part = part_of(shared.bounds, shared.runs, thread);
+  part.apart = piece > 0;
+  p.parts_out[thread] = part;
 }
 
 // Pieces of a request that is cut at multiples of piece_blocks. The last one is longer than the others where a cut

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cumla.launch.module import LoadedKernel
 
 __all__ = [
+    "NO_MAILBOXES",
     "SPECS",
     "decode_spec",
     "decode_specs",
@@ -46,7 +47,7 @@ def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
         function=f"{stem}<{arguments}>",
         params="MlaDecodeParams",
         threads=384,
-        smem_bytes=231472 if swapped else 232160,
+        smem_bytes=231472 if swapped else 232176,
     )
 
 
@@ -58,7 +59,7 @@ def _ragged_spec(dtype: str, form: str) -> KernelSpec:
         function=f"mla_decode<{_TAGS[dtype]}, true, {_FORM_TAGS[form]}, RaggedTile>",
         params="MlaDecodeParams",
         threads=384,
-        smem_bytes=232160,
+        smem_bytes=232176,
     )
 
 
@@ -107,8 +108,9 @@ def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) -> str:
     return "boxes" if key.form == "pages" and not together else key.form
 
 
-_PARAMS = struct.Struct("<128s128s33q12if4x")
+_PARAMS = struct.Struct("<128s128s36q12if44x")
 _LOG2_E = log2(e)
+NO_MAILBOXES = (0, 0, 0)
 
 
 def prepare_decode(
@@ -120,6 +122,8 @@ def prepare_decode(
     lse: ArrayView,
     softmax_scale: float,
     stream: int,
+    *,
+    own: bool = False,
 ) -> PreparedLaunch:
     """Prepare to attend to the blocks of every part; split requests go to the plan's buffer.
 
@@ -139,6 +143,8 @@ def prepare_decode(
         Factor of the scores.
     stream : int
         CUstream handle.
+    own : bool
+        The buffer has ``key.layout.own_nbytes``, and what lies behind its end is the plan's alone.
 
     Returns
     -------
@@ -146,6 +152,7 @@ def prepare_decode(
         To be called.
     """
     block_table, layout = arguments.block_table, key.layout
+    mailboxes = (layout.rounds, layout.mail_out, layout.mail_lse) if own and key.mails else ()
     caches = (arguments.kv_cache, arguments.kv_rope)
     columns = (*caches, arguments.q, arguments.q_rope)
     values = (
@@ -162,6 +169,7 @@ def prepare_decode(
         buffer + layout.tickets,
         buffer + layout.partial_out,
         buffer + layout.partial_lse,
+        *([buffer + offset for offset in mailboxes] or NO_MAILBOXES),
         min(block_table.shape[1] * key.page_size, MOST_TOKENS),
         (block_table.shape[0] - 1) * (block_table.strides[0] // 4) + block_table.shape[1],
         key.num_places,

@@ -8,6 +8,7 @@ from math import e, log2
 from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.mla_decode import NO_MAILBOXES
 from cumla.launch.mla_plan import MOST_TOKENS, NARROW_ROWS, MLADecodeKey
 from cumla.launch.source import KernelSpec
 from cumla.launch.tensor_map import paged_kv_map
@@ -84,7 +85,7 @@ def fp8_specs(key: MLADecodeKey | MLAAttentionKey) -> tuple[KernelSpec, ...]:
     return fp8_spec(key, grouped=False), fp8_spec(key, grouped=True)
 
 
-_PARAMS = struct.Struct("<128s128s33q12if4x5qfi16x128s")
+_PARAMS = struct.Struct("<128s128s36q12if44x5qfi16x128s")
 _LOG2_E = log2(e)
 _NO_MAP = bytes(128)  # each row is copied for itself, or there are no scales
 
@@ -148,6 +149,7 @@ def prepare_decode_fp8(
         buffer + layout.tickets,
         buffer + layout.partial_out,
         buffer + layout.partial_lse,
+        *NO_MAILBOXES,
         min(block_table.shape[1] * key.page_size, MOST_TOKENS),
         (block_table.shape[0] - 1) * (block_table.strides[0] // 4) + block_table.shape[1],
         key.num_places,

@@ -50,6 +50,8 @@ PLACE_BYTES = 8  # struct Place
 TILE_PLACE_BYTES = 32  # struct TilePlace
 PART_BYTES = 48  # struct Part
 TICKET_BYTES = 16  # struct Ticket
+ROUND_BYTES = 4  # of MlaDecodeParams::rounds
+MAILBOXES = 2  # of a part: launches take turns
 
 MOST_TOKENS = 0x7FFFFFC0  # kMaxTokens: of a request; the number of blocks still fits an int
 
@@ -151,6 +153,11 @@ class PlanKey(ABC):
     def may_wait(self) -> bool:
         """Whether all thread blocks fit on the GPU at once, so that one may wait for another."""
         return self.parts * self.tiles <= self.sm_count
+
+    @property
+    def mails(self) -> bool:
+        """Whether pieces of split requests may go to mailboxes: see cuda/mla_decode_mail.cuh."""
+        return False
 
     @cached_property
     def num_tickets(self) -> int:
@@ -268,6 +275,15 @@ class MLADecodeKey(PlanKey):
                 break
         return best
 
+    @cached_property
+    def mails(self) -> bool:
+        """Whether pieces may go to mailboxes: where requests can have parts of their own.
+
+        The schedule then sees for each step whether they have.
+        """
+        apart = not self.batch_invariant and self.parts >= 2 * self.batch
+        return apart and self.may_wait and self.cache == "same"
+
     @property
     def num_places(self) -> int:
         """Places of the schedule's order: one for each request."""
@@ -281,7 +297,11 @@ class MLADecodeKey(PlanKey):
 
 @dataclass(frozen=True, slots=True)
 class PlanLayout:
-    """Byte offsets into a plan's buffer (256-byte aligned), and its size."""
+    """Byte offsets into a plan's buffer (256-byte aligned), and its size.
+
+    Rounds and mailboxes lie behind its end, in memory that nobody else ever writes to: `own_nbytes`
+    with them, which is no more where there are none.
+    """
 
     places: int
     parts: int
@@ -289,12 +309,22 @@ class PlanLayout:
     partial_lse: int
     partial_out: int
     nbytes: int
+    mail_lse: int
+    mail_out: int
+    own_nbytes: int
+
+    @property
+    def rounds(self) -> int:
+        """The first of what lies behind the end."""
+        return self.nbytes
 
     @classmethod
     def of(cls, key: PlanKey) -> PlanLayout:
         """Lay out the buffer for a key."""
         pieces = key.tiles * key.parts * 2 if key.parts > 1 else 0
         rows = pieces * key.row_groups * ROW_GROUP
+        mailboxes = key.tiles * key.parts if key.mails else 0
+        mailed = mailboxes * MAILBOXES * key.row_groups * ROW_GROUP
         offsets = [0]
         for size in (
             key.places_bytes,
@@ -302,6 +332,9 @@ class PlanLayout:
             key.num_tickets * TICKET_BYTES,
             rows * 4,
             rows * VALUE_DIM * 4,
+            mailboxes * ROUND_BYTES,
+            mailed * 4,
+            mailed * VALUE_DIM * 4,
         ):
             offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
         return cls(*offsets)

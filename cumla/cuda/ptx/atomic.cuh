@@ -24,6 +24,31 @@ __device__ __forceinline__ void store_relaxed(u32* address, u32 value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// PTX ISA: Data Movement and Conversion Instructions: st
+// Each word for itself: what reads them may see some of them and not yet others.
+__device__ __forceinline__ void store_relaxed_float4(float4* address, float a, float b, float c, float d) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+__device__ __forceinline__ void store_relaxed_float(float* address, float value) {
+  asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: ld
+__device__ __forceinline__ float4 load_relaxed_float4(const float4* address) {
+  float4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ float load_relaxed_float(const float* address) {
+  float value;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // PTX ISA: Parallel Synchronization and Communication Instructions: membar, fence
 // Stores before it and loads behind it are in one order for all who use it.
 __device__ __forceinline__ void fence_sc_gpu() {

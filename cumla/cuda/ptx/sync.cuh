@@ -32,6 +32,13 @@ __device__ __forceinline__ void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
+// PTX ISA: Parallel Synchronization and Communication Instructions: bar, barrier
+// For others to wait for.
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void named_barrier_arrive() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
 // PTX ISA: Parallel Synchronization and Communication Instructions: griddepcontrol
 __device__ __forceinline__ void grid_dependency_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -36,6 +36,13 @@ __device__ __forceinline__ u32 copy_of(u32 value) {
   return copy;
 }
 
+// PTX ISA: Data Movement and Conversion Instructions: mov
+__device__ __forceinline__ char* copy_of(char* pointer) {
+  char* copy;
+  asm volatile("mov.b64 %0, %1;" : "=l"(copy) : "l"(pointer));
+  return copy;
+}
+
 // PTX ISA: Data Movement and Conversion Instructions: cvt
 template <typename T>
 __device__ __forceinline__ u32 pack_pair(float low, float high);
