@@ -136,7 +136,7 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, const SharedLa
                                         const Part& part, int last_place, int warpgroup) {
   Consumer<T, kSharedBlocks, kForm == kRows, AnyTile> consumer(p, shared, tile, warpgroup - 1);
   if (!kIsRagged<AnyTile> && threadIdx.x == kWarpgroup)
-    choose_mailbox(p, tile, part, last_place, shared.mailbox());
+    choose_stamp(p, tile, part, last_place, shared.stamp());
   int t = 0;
   for (int place = part.place; place <= last_place; ++place) {
     const Segment segment = segment_of(p, tile, part, place);

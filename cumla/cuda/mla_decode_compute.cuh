@@ -323,9 +323,9 @@ struct Consumer {
     }
     consumers_sync();  // the next segment writes there
     if (segment.split()) {
-      const u32 mailbox = kIsRagged<AnyTile> ? kNoMailbox : load_shared_u32(shared.mailbox());
-      write_piece({p, tile, segment, mailbox}, inverse, lse);
-      Joiner<T, AnyTile>(p, shared.join_space(), tile, segment, mailbox).join(more);
+      const u32 stamp = kIsRagged<AnyTile> ? kNotMailed : load_shared_u32(shared.stamp());
+      write_piece({p, tile, segment, stamp}, inverse, lse);
+      Joiner<T, AnyTile>(p, shared.join_space(), tile, segment, stamp).join(more);
     } else {
       write_result(segment, inverse, lse);
     }
@@ -334,14 +334,14 @@ struct Consumer {
   __device__ __forceinline__ void write_piece(const Piece& piece, const float (&inverse)[2],
                                               const float (&lse)[2]) const {
     if (warp >= p.row_groups) return;
-    float4* destination = piece.out + piece_offset(p, 0, consumer, warp, 0, lane);
+    const i64 begin = piece_offset(p, 0, consumer, warp, 0, lane);
 #pragma unroll
     for (int j = 0; j < 32; ++j)
-      store_relaxed_float4(destination + 32 * j, output[4 * j] * inverse[0], output[4 * j + 1] * inverse[0],
-                           output[4 * j + 2] * inverse[1], output[4 * j + 3] * inverse[1]);
+      piece.store(begin + 32 * j, output[4 * j] * inverse[0], output[4 * j + 1] * inverse[0],
+                  output[4 * j + 2] * inverse[1], output[4 * j + 3] * inverse[1]);
     if (consumer == 0 && lane % 4 == 0) {
-      store_relaxed_float(piece.lse + row, lse[0]);
-      store_relaxed_float(piece.lse + row + 8, lse[1]);
+      piece.store_lse(row, lse[0]);
+      piece.store_lse(row + 8, lse[1]);
     }
   }
 

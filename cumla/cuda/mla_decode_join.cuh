@@ -77,18 +77,18 @@ struct Joiner {
   const JoinSpace space;
   const AnyTile& tile;
   const Segment& segment;
-  const u32 mailbox;
+  const u32 stamp;
   const bool mailed;
   const int pieces, warp, lane;  // warp: of both consumers
 
   __device__ __forceinline__ Joiner(const MlaDecodeParams& p, const JoinSpace& space, const AnyTile& tile,
-                                    const Segment& segment, u32 mailbox = kNoMailbox)
+                                    const Segment& segment, u32 stamp = kNotMailed)
       : p(p),
         space(space),
         tile(tile),
         segment(segment),
-        mailbox(mailbox),
-        mailed(mailbox != kNoMailbox),
+        stamp(stamp),
+        mailed(stamp != kNotMailed),
         pieces(segment.last_part - segment.first_part + 1),
         warp(copy_of(threadIdx.x) / 32 - kWarpgroup / 32),  // what follows from it would else be kept between segments
         lane(threadIdx.x % 32) {}
@@ -104,7 +104,7 @@ struct Joiner {
       consumers_sync();
       role = load_shared_u32(space.words);
     }
-    const u32 begun = clock();
+    const u32 begun = static_cast<u32>(clock());
     bool waits = mailed;  // pieces may not be there yet
     int share = role == kGoOn ? -1 : mine();
     u32 left = 0;
@@ -194,9 +194,9 @@ struct Joiner {
       return kLast;
     }
     if (!waits) return kGoOn;
-    const u32 begun = clock();
+    const u32 begun = static_cast<u32>(clock());
     while (!all_arrived(load_acquire(arrived()), before)) {
-      if (clock() - begun < kPatience) continue;
+      if (static_cast<u32>(clock()) - begun < kPatience) continue;
       return leave(before);
     }
     return kOwnShare;
@@ -263,10 +263,10 @@ struct Joiner {
     const int count = (pieces + helpers - 1) / helpers;
     const int end = active ? min((helper + 1) * count, pieces) : 0;
     // Pieces lie two slots apart, the first perhaps in its second slot; mailed ones side by side.
-    const i64 base = mailed ? mail_index(p, tile, segment.first_part, mailbox)
+    const i64 base = mailed ? mail_index(p, tile, segment.first_part)
                             : piece_index(p, tile, segment.first_part, 0);
     const int rows = p.row_groups * kRowGroup;
-    const float* const lse_of = (mailed ? p.mail_lse : p.partial_lse) + base * rows + group * kRowGroup;
+    const u64* const lse_of = (mailed ? p.mail_lse : p.partial_lse) + base * rows + group * kRowGroup;
     const float4* const out_of =
         (mailed ? p.mail_out : p.partial_out) +
         piece_offset(p, base, unit / (kUnits / 2), group, unit % (kUnits / 2) * kGroups, lane);
@@ -274,15 +274,15 @@ struct Joiner {
 #pragma unroll 1
     for (int first = helper * count; first < end; first += kAtOnce) {
       float4 v[kAtOnce][kGroups];
-      float lse[kAtOnce][2];
+      u64 lse[kAtOnce][2];
       for (bool again = true; again;) {
         const int from = copy_of(first);  // or else all addresses would be kept for another time
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
           const int i = min(from + k, end - 1);
           const int row = (i == 0 ? segment.first_slot : mailed ? i : 2 * i) * rows;
-          lse[k][0] = load_relaxed_float(lse_of + row + lane / 4);
-          lse[k][1] = load_relaxed_float(lse_of + row + lane / 4 + 8);
+          lse[k][0] = load_relaxed_u64(lse_of + row + lane / 4);
+          lse[k][1] = load_relaxed_u64(lse_of + row + lane / 4 + 8);
 #pragma unroll
           for (int j = 0; j < kGroups; ++j)
             v[k][j] = load_relaxed_float4(out_of + static_cast<i64>(row) * (kValueDim / 4) + 32 * j);
@@ -293,20 +293,20 @@ struct Joiner {
           again = false;
         }
       }
-      float next[2] = {sum.maximum[0], sum.maximum[1]};
+      float next[2] = {sum.maximum[0], sum.maximum[1]}, relative[kAtOnce][2];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          if (first + k >= end) lse[k][r] = -kInfinity;
-          next[r] = fmaxf(next[r], lse[k][r]);
+          relative[k][r] = first + k < end ? __uint_as_float(static_cast<u32>(lse[k][r])) : -kInfinity;
+          next[r] = fmaxf(next[r], relative[k][r]);
         }
       sum.raise(next[0], next[1]);
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        const float weight[2] = {weight_of(lse[k][0], next[0]), weight_of(lse[k][1], next[1])};
+        const float weight[2] = {weight_of(relative[k][0], next[0]), weight_of(relative[k][1], next[1])};
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j) sum.add(j, v[k][j], weight[0], weight[1]);
+        for (int j = 0; j < kGroups; ++j) sum.add(j, unstamped(v[k][j]), weight[0], weight[1]);
         sum.weight[0] += weight[0];
         sum.weight[1] += weight[1];
       }
@@ -317,30 +317,35 @@ struct Joiner {
     return true;
   }
 
-  // Whether none of these words is absent, in any lane.
-  __device__ __forceinline__ static bool all_there(const float (&lse)[kAtOnce][2], const float4 (&v)[kAtOnce][kGroups]) {
-    u32 highest = 0;
+  static __device__ __forceinline__ u32 stamp_in(u64 lse) { return static_cast<u32>(lse >> 32); }
+
+  // Whether all of these words have come, in every lane.
+  __device__ __forceinline__ bool all_there(const u64 (&lse)[kAtOnce][2], const float4 (&v)[kAtOnce][kGroups]) const {
+    bool there = true;
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      highest = max(highest, max(__float_as_uint(lse[k][0]), __float_as_uint(lse[k][1])));
+      const u32 own = stamp_in(lse[k][0]);
+      there &= same_round(own, stamp) && stamp_in(lse[k][1]) == own;
+      u32 differ = 0;
 #pragma unroll
       for (int j = 0; j < kGroups; ++j)
-        highest = max(max(max(highest, __float_as_uint(v[k][j].x)), __float_as_uint(v[k][j].y)),
-                      max(__float_as_uint(v[k][j].z), __float_as_uint(v[k][j].w)));
+        differ |= (__float_as_uint(v[k][j].x) ^ own) | (__float_as_uint(v[k][j].y) ^ own) |
+                  (__float_as_uint(v[k][j].z) ^ own) | (__float_as_uint(v[k][j].w) ^ own);
+      there &= (differ & 1) == 0;
     }
-    return !__any_sync(0xffffffffu, highest == kAbsent);
+    return __all_sync(0xffffffffu, there);
   }
 
   // Looks at the log-sum-exps of a few mailed pieces, which come last, until they are there; false if patience ends first.
-  __device__ __forceinline__ bool wait_for_pieces(const float* lse_of, int rows, int first, int end, u32 begun) const {
+  __device__ __forceinline__ bool wait_for_pieces(const u64* lse_of, int rows, int first, int end, u32 begun) const {
     static_assert(kAtOnce * kRowGroup == 2 * 32, "two rows a lane");
-    const float* const mine = lse_of + min(first + lane / 8, end - 1) * rows + lane % 8;
-    bool absent, patient;
+    const u64* const mine = lse_of + min(first + lane / 8, end - 1) * rows + lane % 8;
+    bool there, patient;
     do {
-      absent = __float_as_uint(load_relaxed_float(mine)) == kAbsent || __float_as_uint(load_relaxed_float(mine + 8)) == kAbsent;
-      patient = clock() - begun < kPatience;
-    } while (__any_sync(0xffffffffu, absent) && __all_sync(0xffffffffu, patient));
-    return !__any_sync(0xffffffffu, absent);
+      there = same_round(stamp_in(load_relaxed_u64(mine)), stamp) && same_round(stamp_in(load_relaxed_u64(mine + 8)), stamp);
+      patient = static_cast<u32>(clock()) - begun < kPatience;
+    } while (!__all_sync(0xffffffffu, there) && __all_sync(0xffffffffu, patient));
+    return __all_sync(0xffffffffu, there);
   }
 
   // Where a warp leaves what it has for the first helper of its item.
@@ -411,13 +416,10 @@ template <typename T, typename AnyTile>
 __device__ __forceinline__ void tend_mailbox(const MlaDecodeParams& p, const JoinSpace& space, const AnyTile& tile,
                                              const Part& part, int last_place) {
   if (!mails<AnyTile>(p, part, last_place)) return;
-  const u32 round = *round_of(p, tile);
-  empty_mailbox(p, tile, round);
-  if (last_place == part.place) {
-    const Segment segment = segment_of(p, tile, part, part.place);
-    if (segment.split()) Joiner<T, AnyTile>(p, space, tile, segment).count_mailed();
-  }
-  if (threadIdx.x % 32 == 0) *round_of(p, tile) = round + 1;
+  const bool has_piece = last_place == part.place && part.last_part > part.first_part;
+  const u32 last = *stamp_of(p, tile);
+  if (has_piece) Joiner<T, AnyTile>(p, space, tile, segment_of(p, tile, part, part.place)).count_mailed();
+  if (threadIdx.x % 32 == 0) *stamp_of(p, tile) = next_stamp(last, has_piece);
 }
 
 }  // namespace cumla

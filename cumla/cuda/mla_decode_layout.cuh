@@ -47,10 +47,10 @@ struct MlaDecodeParams {
   const Part* parts_in;
   Ticket* tickets;       // [kv head][row tile][part]
   float4* partial_out;   // [kv head][row tile][part][slot][consumer][row group][32][lane]
-  float* partial_lse;    // [kv head][row tile][part][slot][row]
-  u32* rounds;           // [kv head][row tile][part]: which of two mailboxes, where there are any (mla_decode_mail.cuh)
-  float4* mail_out;      // [round % 2][kv head][row tile][part][consumer][row group][32][lane]
-  float* mail_lse;       // [round % 2][kv head][row tile][part][row]
+  u64* partial_lse;      // [kv head][row tile][part][slot][row], in the lower 32 bits
+  u32* stamps;           // [kv head][row tile][part], where there are mailboxes (mla_decode_mail.cuh)
+  float4* mail_out;      // [kv head][row tile][part][consumer][row group][32][lane]
+  u64* mail_lse;         // [kv head][row tile][part][row]: stamp and log-sum-exp
   i64 max_tokens;        // of a request: what the block table can name
   i64 page_entries;      // of the block table, from its first to its last, or of a list of pages
   int batch;

@@ -34,7 +34,7 @@ struct SharedLayout {
   __device__ __forceinline__ u32 pacer(int thread) const { return query_free() + 8 + thread * 4; }
   __device__ __forceinline__ u32 words() const { return pacer(2 * kWarpgroup); }
   __device__ __forceinline__ JoinSpace join_space() const { return {words(), probabilities, sum(0, 0)}; }
-  __device__ __forceinline__ u32 mailbox() const { return words() + 12; }
+  __device__ __forceinline__ u32 stamp() const { return words() + 12; }
 };
 
 }  // namespace cumla

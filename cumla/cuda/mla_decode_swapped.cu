@@ -129,7 +129,7 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
   } else {
     registers_increase<208>();
     SwappedConsumer<T, kForm == kRows> consumer(p, shared, tile, warpgroup - 1);
-    if (threadIdx.x == kWarpgroup) choose_mailbox(p, tile, part, last_place, shared.mailbox());
+    if (threadIdx.x == kWarpgroup) choose_stamp(p, tile, part, last_place, shared.stamp());
     int t = 0;
     for (int place = part.place; place <= last_place; ++place) {
       const Segment segment = segment_of(p, tile, part, place);

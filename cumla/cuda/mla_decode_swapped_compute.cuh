@@ -243,11 +243,10 @@ struct SwappedConsumer {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared.query_free());
     const bool split = segment.split();
-    const u32 mailbox = load_shared_u32(shared.mailbox());
-    const Piece piece(p, tile, segment, mailbox);
+    const Piece piece(p, tile, segment, load_shared_u32(shared.stamp()));
     write_output(segment, split, piece);
     if (consumer == 0 && warp == 0 && lane < 4) write_lse(segment, lse, split, piece);
-    if (split) Joiner<T, Tile>(p, shared.join_space(), tile, segment, mailbox).join(more);
+    if (split) Joiner<T, Tile>(p, shared.join_space(), tile, segment, piece.stamp).join(more);
   }
 
   __device__ __forceinline__ void leave_sums() {
@@ -307,7 +306,7 @@ struct SwappedConsumer {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       if (split)
-        store_relaxed_float(piece.lse + row_of(i), lse[i]);
+        piece.store_lse(row_of(i), lse[i]);
       else if (row_of(i) < tile.rows)
         store_lse(p, segment.request, Row(p, tile, row_of(i)), lse[i]);
     }
@@ -332,8 +331,7 @@ struct SwappedConsumer {
       if (split) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          store_relaxed_float4(piece.out + piece_offset(p, 0, consumer, 0, eights + half, as_lane), v[half].x,
-                               v[half].y, v[half].z, v[half].w);
+          piece.store(piece_offset(p, 0, consumer, 0, eights + half, as_lane), v[half].x, v[half].y, v[half].z, v[half].w);
       } else {
         const int column = consumer * 256 + eights * 8;
         store_columns<T, 8>(p, tile, segment.request, row, as_lane % 4, column, v[0].x, v[0].y, v[1].x, v[1].y);

@@ -27,7 +27,7 @@ struct SwappedLayout {
 
   __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kTileBytes; }
   __device__ __forceinline__ JoinSpace join_space() const { return {words, probabilities, sums}; }
-  __device__ __forceinline__ u32 mailbox() const { return words + 12; }
+  __device__ __forceinline__ u32 stamp() const { return words + 12; }
   // Transposed: a row of 64 tokens for each query row.
   __device__ __forceinline__ u32 probabilities_of(int consumer) const {
     return probabilities + consumer * kSwappedRows * 128;

@@ -152,7 +152,7 @@ def prepare_decode(
         To be called.
     """
     block_table, layout = arguments.block_table, key.layout
-    mailboxes = (layout.rounds, layout.mail_out, layout.mail_lse) if own and key.mails else ()
+    mailboxes = (layout.stamps, layout.mail_out, layout.mail_lse) if own and key.mails else ()
     caches = (arguments.kv_cache, arguments.kv_rope)
     columns = (*caches, arguments.q, arguments.q_rope)
     values = (

@@ -50,8 +50,8 @@ PLACE_BYTES = 8  # struct Place
 TILE_PLACE_BYTES = 32  # struct TilePlace
 PART_BYTES = 48  # struct Part
 TICKET_BYTES = 16  # struct Ticket
-ROUND_BYTES = 4  # of MlaDecodeParams::rounds
-MAILBOXES = 2  # of a part: launches take turns
+STAMP_BYTES = 4  # of MlaDecodeParams::stamps
+LSE_BYTES = 8  # of a row of a piece: its log-sum-exp and a stamp
 
 MOST_TOKENS = 0x7FFFFFC0  # kMaxTokens: of a request; the number of blocks still fits an int
 
@@ -299,7 +299,7 @@ class MLADecodeKey(PlanKey):
 class PlanLayout:
     """Byte offsets into a plan's buffer (256-byte aligned), and its size.
 
-    Rounds and mailboxes lie behind its end, in memory that nobody else ever writes to: `own_nbytes`
+    Stamps and mailboxes lie behind its end, in memory that nobody else ever writes to: `own_nbytes`
     with them, which is no more where there are none.
     """
 
@@ -314,7 +314,7 @@ class PlanLayout:
     own_nbytes: int
 
     @property
-    def rounds(self) -> int:
+    def stamps(self) -> int:
         """The first of what lies behind the end."""
         return self.nbytes
 
@@ -324,16 +324,16 @@ class PlanLayout:
         pieces = key.tiles * key.parts * 2 if key.parts > 1 else 0
         rows = pieces * key.row_groups * ROW_GROUP
         mailboxes = key.tiles * key.parts if key.mails else 0
-        mailed = mailboxes * MAILBOXES * key.row_groups * ROW_GROUP
+        mailed = mailboxes * key.row_groups * ROW_GROUP
         offsets = [0]
         for size in (
             key.places_bytes,
             key.parts * PART_BYTES,
             key.num_tickets * TICKET_BYTES,
-            rows * 4,
+            rows * LSE_BYTES,
             rows * VALUE_DIM * 4,
-            mailboxes * ROUND_BYTES,
-            mailed * 4,
+            mailboxes * STAMP_BYTES,
+            mailed * LSE_BYTES,
             mailed * VALUE_DIM * 4,
         ):
             offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)

@@ -25,13 +25,13 @@ __device__ __forceinline__ void store_relaxed(u32* address, u32 value) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: st
-// Each word for itself: what reads them may see some of them and not yet others.
+// Each word for itself: who reads them may see some of them and not yet others.
 __device__ __forceinline__ void store_relaxed_float4(float4* address, float a, float b, float c, float d) {
   asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
 }
-__device__ __forceinline__ void store_relaxed_float(float* address, float value) {
-  asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
+__device__ __forceinline__ void store_relaxed_u64(u64* address, u64 value) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: ld
@@ -43,9 +43,9 @@ __device__ __forceinline__ float4 load_relaxed_float4(const float4* address) {
                : "memory");
   return v;
 }
-__device__ __forceinline__ float load_relaxed_float(const float* address) {
-  float value;
-  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
+__device__ __forceinline__ u64 load_relaxed_u64(const u64* address) {
+  u64 value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
   return value;
 }
 
