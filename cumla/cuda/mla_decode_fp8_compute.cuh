@@ -102,35 +102,38 @@ struct Fp8Consumer {
     warpgroup_commit();
   }
 
-  // scores (+)= sums of e4m3 columns, `low` and `high` being the factors of this thread's two tokens.
-  template <bool kFirst>
-  __device__ __forceinline__ void add_to_scores(const float (&sums)[kSums], float low, float high) {
+  // What a row of the query was divided by, times factors of this thread's two tokens, for its accumulators from `at` on.
+  template <typename Use>
+  __device__ __forceinline__ void for_each_factor(float low, float high, Use use) const {
 #pragma unroll
     for (int i = 0; i < kOwn; i += 2) {
       const float2 divisors = load_shared_float2(shared.divisor(row_of(i)));
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int at = 4 * (i / 2) + j;
         const float divisor = j == 0 ? divisors.x : divisors.y;
-        scores[at] = __fmaf_rn(sums[at], divisor * low, kFirst ? 0.0f : scores[at]);
-        scores[at + 2] = __fmaf_rn(sums[at + 2], divisor * high, kFirst ? 0.0f : scores[at + 2]);
+        use(2 * i + j, divisor * low);
+        use(2 * i + j + 2, divisor * high);
       }
     }
   }
 
-  // Scores, in base 2, begin as those of the RoPE columns.
-  __device__ __forceinline__ void multiply_rope(u32 rope) {
+  // scores += sums of e4m3 columns, `low` and `high` being the factors of this thread's two tokens.
+  __device__ __forceinline__ void add_to_scores(const float (&sums)[kSums], float low, float high) {
+    for_each_factor(low, high, [&](int at, float factor) { scores[at] = __fmaf_rn(sums[at], factor, scores[at]); });
+  }
+
+  // Sums up the RoPE columns in the scores; where there are registers for that, beside what follows: until end_rope.
+  __device__ __forceinline__ void multiply_rope(u32 rope, u32 (&a)[2][kStepRegisters]) {
     if (params.rope_is_fp8) {
+      float own[kSums];
+      float(&sums)[kSums] = kRoomy ? scores : own;
       KeyTile keys;
       keys.load(rope + key_offset());
-      float sums[kSums];
-      u32 a[2][kStepRegisters];
 #pragma unroll
       for (int half = 0; half < 2; ++half) multiply_step(sums, keys, half, a[half], kRopeTile, half > 0);
+      if (kRoomy) return;
       warpgroup_wait<0>();
-      keep_behind_wait(sums);
-      const float factor = p.scale_log2 * (kGrouped ? read_kv_scale() : kv_scale);
-      add_to_scores<true>(sums, factor, factor);
+      scale_fp8_rope(sums);
     } else {
       if constexpr (kForm == kRows) fence_proxy_async_shared();  // the tile was written by threads' own copies
       warpgroup_arrive();
@@ -139,11 +142,29 @@ struct Fp8Consumer {
         wgmma_bf16_async(scores, descriptor_of_rows<128>(rope, k * 32),
                          descriptor_of_rows<128>(shared.query, kRopeTile * Layout::kQueryTileBytes + k * 32), k > 0);
       warpgroup_commit();
+      if (kRoomy) return;
       warpgroup_wait<0>();
-      keep_behind_wait(scores);
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) scores[i] *= p.scale_log2;
+      scale_rope();
     }
+  }
+
+  // Behind a wait for these sums: they become scores, in base 2.
+  __device__ __forceinline__ void scale_fp8_rope(float (&sums)[kSums]) {
+    keep_behind_wait(sums);
+    const float factor = p.scale_log2 * (kGrouped ? read_kv_scale() : kv_scale);
+    for_each_factor(factor, factor, [&](int at, float f) { scores[at] = sums[at] * f; });
+  }
+  __device__ __forceinline__ void scale_rope() {
+    keep_behind_wait(scores);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) scores[i] *= p.scale_log2;
+  }
+  __device__ __forceinline__ void end_rope() {
+    if (!kRoomy) return;
+    if (params.rope_is_fp8)
+      scale_fp8_rope(scores);
+    else
+      scale_rope();
   }
 
   // Where this thread's rows of a tile of K begin: eight rows are two periods of the swizzle.
@@ -158,13 +179,14 @@ struct Fp8Consumer {
   __device__ __forceinline__ void multiply_query(u32 s, u32 phase) {
     const u32 slot = shared.slot(s), source = slot + key_offset();
     mbarrier_wait(shared.full(s, 0), phase, "the first half of a KV block");
-    multiply_rope(slot + Layout::kRopeOffset);
     constexpr int kTilesOfGroup = kGrouped ? kValueTiles / kScaleGroups : kValueTiles;
     constexpr int kSets = kGrouped && kRoomy ? 2 : 1;  // of sums: those of a group are added to the scores beside the next one
     float sums[kSets][kSums];
     u32 a[2][kStepRegisters];
     KeyTile keys;
-    keys.load(source);
+    if (kRoomy) keys.load(source);
+    multiply_rope(slot + Layout::kRopeOffset, a);
+    if (!kRoomy) keys.load(source);
 #pragma unroll
     for (int k = 0; k < kValueTiles; ++k) {
       const int group = k / kTilesOfGroup;
@@ -173,7 +195,7 @@ struct Fp8Consumer {
       if (kRoomy && k + 1 < kValueTiles) next.load(source + (k + 1) * kRawTileBytes);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (k + half > 0) warpgroup_wait<1>();
+        if (kRoomy || k + half > 0) warpgroup_wait<1>();
         if (kSets == 2 && k % kTilesOfGroup == 0 && half == 1 && group > 0)
           add_group(sums[(group - 1) % kSets], slot, group - 1);
         multiply_step(sums[group % kSets], keys, half, a[half], k, k % kTilesOfGroup + half > 0);
@@ -189,14 +211,16 @@ struct Fp8Consumer {
     }
     if constexpr (!kGrouped) {
       warpgroup_wait<0>();
+      end_rope();
       keep_behind_wait(sums[0]);
-      add_to_scores<false>(sums[0], p.scale_log2 * kv_scale, p.scale_log2 * kv_scale);
+      add_to_scores(sums[0], p.scale_log2 * kv_scale, p.scale_log2 * kv_scale);
     }
   }
 
   __device__ __forceinline__ void add_group(float (&sums)[kSums], u32 slot, int group) {
+    if (group == 0) end_rope();
     keep_behind_wait(sums);
-    add_to_scores<false>(sums, p.scale_log2 * scale_of(slot, group, 0), p.scale_log2 * scale_of(slot, group, 1));
+    add_to_scores(sums, p.scale_log2 * scale_of(slot, group, 0), p.scale_log2 * scale_of(slot, group, 1));
   }
 
   // Tile of 64 columns of V, counted from this consumer's half.
