@@ -26,6 +26,7 @@ struct Fp8Consumer {
   static constexpr int kOwn = kQueryRows / 4;  // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
   static constexpr int kSums = 2 * kOwn;       // accumulators of a product
   static constexpr bool kRoomy = kQueryRows == 16;  // registers for a tile ahead and for two groups of columns at once
+  static constexpr int kSteps = kRoomy ? 2 : 1;     // half tiles that go to the tensor cores together
 
   const MlaDecodeFp8Params& params;
   const MlaDecodeParams& p;
@@ -230,26 +231,32 @@ struct Fp8Consumer {
   __device__ __forceinline__ void multiply_values(u32 s) {
     const u32 slot = shared.slot(s);
     const u32 source = slot + raw_offset(lane, warp);  // of 16 columns a row a lane: 32 rows are periods of the swizzle
-    u32 a[2][kStepRegisters], words[4];
-    load_matrix_x4_transposed(words, source + value_tile(0) * kRawTileBytes);
+    u32 a[2][kSteps * kStepRegisters], words[2 * kSteps][4];
+    auto load = [&](int step) {
 #pragma unroll
-    for (int step = 0; step < 2 * kValueTiles; ++step) {
-      const int d = step / 2, half = step % 2;
-      u32 next[4];
-      if (step + 1 < 2 * kValueTiles)
-        load_matrix_x4_transposed(next, source + value_tile((step + 1) / 2) * kRawTileBytes + (step + 1) % 2 * 32 * 64);
+      for (int i = 0; i < kSteps; ++i)
+        load_matrix_x4_transposed(words[step % 2 * kSteps + i],
+                                  source + value_tile(step / 2 * kSteps + i) * kRawTileBytes + step % 2 * 32 * 64);
+    };
+    load(0);
+#pragma unroll
+    for (int step = 0; step < 2 * kValueTiles / kSteps; ++step) {
+      const int first = step / 2 * kSteps, half = step % 2;
+      if (step + 1 < 2 * kValueTiles / kSteps) load(step + 1);
       if (step > 1) warpgroup_wait<1>();
-      expand_values(words, a[half]);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) expand_values(words[half * kSteps + i], a[half] + i * kStepRegisters);
       keep_before_products(a[half]);
       warpgroup_arrive();
-      const int group = kGrouped ? value_tile(d) / (kValueTiles / kScaleGroups) : 0;
+      const int group = kGrouped ? value_tile(first) / (kValueTiles / kScaleGroups) : 0;
       const u32 probabilities = shared.probabilities_of(consumer, group, slot);
 #pragma unroll
       for (int k = 0; k < 2; ++k)
-        wgmma_f16_async(output[d], a[half] + 4 * k, descriptor_of_rows<128>(probabilities, half * 64 + k * 32), true);
-      warpgroup_commit();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) words[i] = next[i];
+        for (int i = 0; i < kSteps; ++i)
+          wgmma_f16_async(output[first + i], a[half] + i * kStepRegisters + 4 * k,
+                          descriptor_of_rows<128>(probabilities, half * 64 + k * 32), true);
+      warpgroup_commit();
     }
     warpgroup_wait<0>();
 #pragma unroll

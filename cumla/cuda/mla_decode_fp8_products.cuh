@@ -32,7 +32,7 @@ struct KeyTile {
 
 // V, transposed: bytes of a word are columns 2 (lane / 4) and the one behind that of one token, then of the next. The former
 // are row lane / 4 of a fragment, the latter row lane / 4 + 8.
-__device__ __forceinline__ void expand_values(const u32 (&words)[4], u32 (&a)[kStepRegisters]) {
+__device__ __forceinline__ void expand_values(const u32 (&words)[4], u32* a) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) expand_e4m3x4(__byte_perm(words[i], 0, 0x3120), a[2 * i], a[2 * i + 1]);
 }
