@@ -27,6 +27,7 @@ struct Fp8Consumer {
   static constexpr int kSums = 2 * kOwn;       // accumulators of a product
   static constexpr bool kRoomy = kQueryRows == 16;  // registers for a tile ahead and for two groups of columns at once
   static constexpr int kSteps = kRoomy ? 2 : 1;     // half tiles that go to the tensor cores together
+  static constexpr int kKeySteps = kGrouped ? 1 : kSteps;  // the same of K; their products are added in turn to so many sums
 
   const MlaDecodeFp8Params& params;
   const MlaDecodeParams& p;
@@ -89,17 +90,20 @@ struct Fp8Consumer {
                          : named_barrier_any<kConsumerBarrier + 2, kWarpgroup>(vote);
   }
 
-  // d (+)= a step of K x query.
-  __device__ __forceinline__ void multiply_step(float (&d)[kSums], const KeyTile& keys, int half, u32 (&a)[kStepRegisters],
-                                                int query_tile, bool accumulate) const {
-    keys.expand(half, a);
+  // Steps of K x query: sums of their products, which are added in turn to kCount of d.
+  template <int kCount>
+  __device__ __forceinline__ void multiply_keys(float (*d)[kSums], const KeyTile& keys, int half,
+                                                u32 (&a)[kKeySteps * kStepRegisters], int query_tile, bool accumulate) const {
+#pragma unroll
+    for (int i = 0; i < kKeySteps; ++i) keys.expand(half + i, a + i * kStepRegisters);
     keep_before_products(a);
     warpgroup_arrive();
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
+    for (int k = 0; k < 2 * kKeySteps; ++k)
       wgmma_f16_async(
-          d, a + 4 * k, descriptor_of_rows<128>(shared.query, query_tile * Layout::kQueryTileBytes + half * 64 + k * 32),
-          accumulate || k > 0);
+          d[k % kCount], a + 4 * k,
+          descriptor_of_rows<128>(shared.query, query_tile * Layout::kQueryTileBytes + half * 64 + k * 32),
+          accumulate || k >= kCount);
     warpgroup_commit();
   }
 
@@ -118,20 +122,26 @@ struct Fp8Consumer {
     }
   }
 
-  // scores += sums of e4m3 columns, `low` and `high` being the factors of this thread's two tokens.
-  __device__ __forceinline__ void add_to_scores(const float (&sums)[kSums], float low, float high) {
-    for_each_factor(low, high, [&](int at, float factor) { scores[at] = __fmaf_rn(sums[at], factor, scores[at]); });
+  // Behind a wait for these sums of e4m3 columns: scores += the sums, `low` and `high` being the factors of this thread's two
+  // tokens.
+  __device__ __forceinline__ void add_to_scores(float (&sums)[kKeySteps][kSums], float low, float high) {
+#pragma unroll
+    for (int i = 0; i < kKeySteps; ++i) keep_behind_wait(sums[i]);
+    for_each_factor(low, high, [&](int at, float factor) {
+      const float sum = kKeySteps == 1 ? sums[0][at] : sums[0][at] + sums[kKeySteps - 1][at];
+      scores[at] = __fmaf_rn(sum, factor, scores[at]);
+    });
   }
 
   // Sums up the RoPE columns in the scores; where there are registers for that, beside what follows: until end_rope.
-  __device__ __forceinline__ void multiply_rope(u32 rope, u32 (&a)[2][kStepRegisters]) {
+  __device__ __forceinline__ void multiply_rope(u32 rope, u32 (&a)[2][kKeySteps * kStepRegisters]) {
     if (params.rope_is_fp8) {
       float own[kSums];
       float(&sums)[kSums] = kRoomy ? scores : own;
       KeyTile keys;
       keys.load(rope + key_offset());
 #pragma unroll
-      for (int half = 0; half < 2; ++half) multiply_step(sums, keys, half, a[half], kRopeTile, half > 0);
+      for (int half = 0; half < 2; half += kKeySteps) multiply_keys<1>(&sums, keys, half, a[half], kRopeTile, half > 0);
       if (kRoomy) return;
       warpgroup_wait<0>();
       scale_fp8_rope(sums);
@@ -182,8 +192,8 @@ struct Fp8Consumer {
     mbarrier_wait(shared.full(s, 0), phase, "the first half of a KV block");
     constexpr int kTilesOfGroup = kGrouped ? kValueTiles / kScaleGroups : kValueTiles;
     constexpr int kSets = kGrouped && kRoomy ? 2 : 1;  // of sums: those of a group are added to the scores beside the next one
-    float sums[kSets][kSums];
-    u32 a[2][kStepRegisters];
+    float sums[kSets][kKeySteps][kSums];
+    u32 a[2][kKeySteps * kStepRegisters];
     KeyTile keys;
     if (kRoomy) keys.load(source);
     multiply_rope(slot + Layout::kRopeOffset, a);
@@ -195,11 +205,12 @@ struct Fp8Consumer {
       if (k + 1 == kValueTiles / 2) mbarrier_wait(shared.full(s, 1), phase, "the second half of a KV block");
       if (kRoomy && k + 1 < kValueTiles) next.load(source + (k + 1) * kRawTileBytes);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < 2; half += kKeySteps) {
         if (kRoomy || k + half > 0) warpgroup_wait<1>();
         if (kSets == 2 && k % kTilesOfGroup == 0 && half == 1 && group > 0)
           add_group(sums[(group - 1) % kSets], slot, group - 1);
-        multiply_step(sums[group % kSets], keys, half, a[half], k, k % kTilesOfGroup + half > 0);
+        multiply_keys<kKeySteps>(sums[group % kSets], keys, half, a[kKeySteps == 2 ? (k + 1) % 2 : half], k,
+                                 k % kTilesOfGroup + half > 0);
       }
       if (kGrouped && (kSets == 1 || k + 1 == kValueTiles) && k % kTilesOfGroup == kTilesOfGroup - 1) {
         warpgroup_wait<0>();
@@ -213,14 +224,12 @@ struct Fp8Consumer {
     if constexpr (!kGrouped) {
       warpgroup_wait<0>();
       end_rope();
-      keep_behind_wait(sums[0]);
       add_to_scores(sums[0], p.scale_log2 * kv_scale, p.scale_log2 * kv_scale);
     }
   }
 
-  __device__ __forceinline__ void add_group(float (&sums)[kSums], u32 slot, int group) {
+  __device__ __forceinline__ void add_group(float (&sums)[kKeySteps][kSums], u32 slot, int group) {
     if (group == 0) end_rope();
-    keep_behind_wait(sums);
     add_to_scores(sums, p.scale_log2 * scale_of(slot, group, 0), p.scale_log2 * scale_of(slot, group, 1));
   }
 

@@ -22,7 +22,7 @@ struct KeyTile {
     low = load_shared_16(source);
     high = load_shared_16(source + 8 * 64);
   }
-  __device__ __forceinline__ void expand(int half, u32 (&a)[kStepRegisters]) const {
+  __device__ __forceinline__ void expand(int half, u32* a) const {
     expand_e4m3x4(half == 0 ? low.x : low.z, a[0], a[2]);
     expand_e4m3x4(half == 0 ? high.x : high.z, a[1], a[3]);
     expand_e4m3x4(half == 0 ? low.y : low.w, a[4], a[6]);
