@@ -27,6 +27,8 @@ struct Fp8Consumer {
   static constexpr int kSums = 2 * kOwn;       // accumulators of a product
   static constexpr bool kRoomy = kQueryRows == 16;  // registers for a tile ahead and for two groups of columns at once
   static constexpr int kSteps = kRoomy ? 2 : 1;     // half tiles that go to the tensor cores together
+  static constexpr int kAhead = kRoomy ? kForm == kPages ? 8 : 4 : 1;  // half tiles of V that are read ahead
+  static constexpr int kWords = kAhead + kSteps;                       // and those in registers
   static constexpr int kKeySteps = kGrouped ? 1 : kSteps;  // the same of K; their products are added in turn to so many sums
 
   const MlaDecodeFp8Params& params;
@@ -236,25 +238,30 @@ struct Fp8Consumer {
   // Tile of 64 columns of V, counted from this consumer's half.
   __device__ __forceinline__ int value_tile(int d) const { return d ^ consumer * kHalfTiles; }
 
-  // output += V x probabilities; then the slot is free.
-  __device__ __forceinline__ void multiply_values(u32 s) {
-    const u32 slot = shared.slot(s);
+  // Bytes of V: of each half tile four words, as they are wanted: two tiles' first halves, their second ones, and so on.
+  using Words = u32[kWords][4];
+
+  // Half tiles of V from `first` on.
+  __device__ __forceinline__ void load_values(u32 slot, int first, int count, Words& words) const {
     const u32 source = slot + raw_offset(lane, warp);  // of 16 columns a row a lane: 32 rows are periods of the swizzle
-    u32 a[2][kSteps * kStepRegisters], words[2 * kSteps][4];
-    auto load = [&](int step) {
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i)
-        load_matrix_x4_transposed(words[step % 2 * kSteps + i],
-                                  source + value_tile(step / 2 * kSteps + i) * kRawTileBytes + step % 2 * 32 * 64);
-    };
-    load(0);
+    for (int i = first; i < min(first + count, 2 * kValueTiles); ++i)
+      load_matrix_x4_transposed(words[i % kWords], source + value_tile(i / (2 * kSteps) * kSteps + i % kSteps) * kRawTileBytes +
+                                                       i / kSteps % 2 * 32 * 64);
+  }
+
+  // output += V x probabilities; then the slot is free.
+  __device__ __forceinline__ void multiply_values(u32 s, Words& words) {
+    const u32 slot = shared.slot(s);
+    u32 a[2][kSteps * kStepRegisters];
+    if (!kRoomy) load_values(slot, 0, kAhead, words);
 #pragma unroll
     for (int step = 0; step < 2 * kValueTiles / kSteps; ++step) {
       const int first = step / 2 * kSteps, half = step % 2;
-      if (step + 1 < 2 * kValueTiles / kSteps) load(step + 1);
+      load_values(slot, step * kSteps + kAhead, kSteps, words);
       if (step > 1) warpgroup_wait<1>();
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) expand_values(words[half * kSteps + i], a[half] + i * kStepRegisters);
+      for (int i = 0; i < kSteps; ++i) expand_values(words[(step * kSteps + i) % kWords], a[half] + i * kStepRegisters);
       keep_before_products(a[half]);
       warpgroup_arrive();
       const int group = kGrouped ? value_tile(first) / (kValueTiles / kScaleGroups) : 0;
@@ -460,9 +467,14 @@ struct Fp8Consumer {
       const u32 s = (t + i) % Layout::kSlots, phase = (t + i) / Layout::kSlots & 1;
       multiply_query(s, phase);
       if ((i + 1) * kBlockTokens > tokens - tile.most_shift) mask_scores(i, tokens);
-      if (kForm == kPages && (i + 1) * kBlockTokens > tokens) clear_past(shared.slot(s), tokens - i * kBlockTokens);
+      if (kForm == kPages && (i + 1) * kBlockTokens > tokens) {
+        clear_past(shared.slot(s), tokens - i * kBlockTokens);
+        if (kRoomy) sync();  // V is read next
+      }
+      Words words;
+      if (kRoomy) load_values(shared.slot(s), 0, kAhead, words);
       weigh(shared.slot(s));
-      multiply_values(s);
+      multiply_values(s, words);
     }
     return segment.blocks;
   }
