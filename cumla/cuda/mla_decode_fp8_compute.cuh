@@ -26,10 +26,10 @@ struct Fp8Consumer {
   static constexpr int kOwn = kQueryRows / 4;  // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
   static constexpr int kSums = 2 * kOwn;       // accumulators of a product
   static constexpr bool kRoomy = kQueryRows == 16;  // registers for a tile ahead and for two groups of columns at once
-  static constexpr int kSteps = kRoomy ? 2 : 1;     // half tiles that go to the tensor cores together
-  static constexpr int kAhead = kRoomy ? kForm == kPages ? 8 : 4 : 1;  // half tiles of V that are read ahead
-  static constexpr int kWords = kAhead + kSteps;                       // and those in registers
+  static constexpr int kSteps = kRoomy ? 2 : 1;     // half tiles of V that go to the tensor cores together
   static constexpr int kKeySteps = kGrouped ? 1 : kSteps;  // the same of K; their products are added in turn to so many sums
+  static constexpr int kAhead = kRoomy ? 8 : 1;            // half tiles of V that are read ahead
+  static constexpr int kWords = kAhead + kSteps;           // and those in registers
 
   const MlaDecodeFp8Params& params;
   const MlaDecodeParams& p;
@@ -63,7 +63,11 @@ struct Fp8Consumer {
       for (int i = 0; i < kSums; ++i) output[d][i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) sum[i] = 0.0f;
-    if (threadIdx.x % kWarpgroup >= 4) return;
+    if (threadIdx.x % kWarpgroup < 4) set_references();
+    if (Layout::kOfSlot) sync();
+  }
+
+  __device__ __forceinline__ void set_references() const {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       store_shared_float(shared.reference(consumer, row_of(i)), kLowest);
@@ -265,7 +269,7 @@ struct Fp8Consumer {
       keep_before_products(a[half]);
       warpgroup_arrive();
       const int group = kGrouped ? value_tile(first) / (kValueTiles / kScaleGroups) : 0;
-      const u32 probabilities = shared.probabilities_of(consumer, group, slot);
+      const u32 probabilities = shared.probabilities_of(consumer, group, s);
 #pragma unroll
       for (int k = 0; k < 2; ++k)
 #pragma unroll
@@ -390,7 +394,8 @@ struct Fp8Consumer {
 
   // scores -> probabilities, and, for all warps of this consumer, as float16 and transposed: as they are, or for each group
   // of columns times scales. Tells whether some are too high for their references.
-  __device__ __forceinline__ bool store_probabilities(u32 slot, float (&p)[kSums]) const {
+  __device__ __forceinline__ bool store_probabilities(u32 s, float (&p)[kSums]) const {
+    const u32 slot = shared.slot(s);
     const int tokens = 2 * warp + lane / 8 % 2;  // eight of them
     const int row = lane / 16 * 8 + lane % 8;
     const u32 place = row * 128 + ((tokens ^ (row & 7)) << 4);
@@ -403,7 +408,7 @@ struct Fp8Consumer {
     u32 highest = 0;
 #pragma unroll
     for (int group = 0; group < (kGrouped ? kScaleGroups : 1); ++group) {
-      const u32 to = shared.probabilities_of(consumer, group, slot) + place;
+      const u32 to = shared.probabilities_of(consumer, group, s) + place;
       const float low = kGrouped ? scale_of(slot, group, 0) : 1.0f, high = kGrouped ? scale_of(slot, group, 1) : 1.0f;
 #pragma unroll
       for (int i = 0; i < kSums; i += 8) {
@@ -433,12 +438,14 @@ struct Fp8Consumer {
   }
 
   // scores -> probabilities for multiply_values, and their sums.
-  __device__ __forceinline__ void weigh(u32 slot) {
+  __device__ __forceinline__ void weigh(u32 s) {
     float p[kSums];
-    sync();  // nobody reads this consumer's probabilities of before, nor RoPE columns
-    if (sync_any(store_probabilities(slot, p))) {
-      raise_references(slot);
-      store_probabilities(slot, p);
+    // Nobody reads this consumer's probabilities of before, nor RoPE columns. Those of a slot's own were read for the last time
+    // two meetings ago.
+    if (!Layout::kOfSlot) sync();
+    if (sync_any(store_probabilities(s, p))) {
+      raise_references(shared.slot(s));
+      store_probabilities(s, p);
       sync();
     }
 #pragma unroll
@@ -473,7 +480,7 @@ struct Fp8Consumer {
       }
       Words words;
       if (kRoomy) load_values(shared.slot(s), 0, kAhead, words);
-      weigh(shared.slot(s));
+      weigh(s);
       multiply_values(s, words);
     }
     return segment.blocks;

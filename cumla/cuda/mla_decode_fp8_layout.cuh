@@ -67,10 +67,12 @@ struct Fp8Layout {
   static constexpr int kScalesOffset = kRopeOffset + kTileBytes;
   static constexpr int kSlotBytes = kScalesOffset + (kGrouped ? kBlockTokens * 4 * kScaleGroups : 0);
   static constexpr int kQueryTileBytes = kQueryRows * 128;  // 64 columns
-  static constexpr int kOwnProbabilities = 2;               // tiles a consumer; two more lie in place of RoPE
+  static constexpr bool kOfSlot = kQueryRows == 16;         // each slot has probabilities of its own
+  static constexpr int kOwnProbabilities = 2;               // or else tiles a consumer; two more lie in place of RoPE
+  static constexpr int kProbabilities = kOfSlot ? kSlots * (kGrouped ? kScaleGroups : 1) : 2 * kOwnProbabilities;  // tiles
   static constexpr int kExchangeBytes = 2 * 8 * kWarpgroup * 16;
   static constexpr int kQueryBytes = kTiles * kQueryTileBytes;
-  static constexpr int kSharedBytes = kQueryBytes + 2 * kOwnProbabilities * kQueryTileBytes;
+  static constexpr int kSharedBytes = kQueryBytes + kProbabilities * kQueryTileBytes;
   static constexpr int kWarps = 2 * kWarpgroup / 32;
   static constexpr int kReferences = kGrouped ? 1 + 2 * kScaleGroups : 1;  // of a query row and consumer
   static constexpr int kLastReferences = kGrouped ? 1 + kScaleGroups : 1;
@@ -89,10 +91,12 @@ struct Fp8Layout {
         barriers(words + 16) {}
 
   __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kSlotBytes; }
-  // Transposed: a row of 64 tokens for each query row; of a group of columns. The RoPE columns of a slot are in use no more.
-  __device__ __forceinline__ u32 probabilities_of(int consumer, int group, u32 slot) const {
+  // Transposed: a row of 64 tokens for each query row; of a slot's consumer and a group of columns. The RoPE columns of the slot
+  // are in use no more.
+  __device__ __forceinline__ u32 probabilities_of(int consumer, int group, u32 s) const {
+    if (kOfSlot) return probabilities + (s * (kProbabilities / kSlots) + group) * kQueryTileBytes;
     return group < kOwnProbabilities ? probabilities + (consumer * kOwnProbabilities + group) * kQueryTileBytes
-                                     : slot + kRopeOffset + (group - kOwnProbabilities) * kQueryTileBytes;
+                                     : slot(s) + kRopeOffset + (group - kOwnProbabilities) * kQueryTileBytes;
   }
   // Where consumers leave what the other one adds up: in place of query and probabilities, for which a segment has no more
   // use then.
