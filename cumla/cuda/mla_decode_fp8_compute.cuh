@@ -254,7 +254,7 @@ struct Fp8Consumer {
                                                        i / kSteps % 2 * 32 * 64);
   }
 
-  // output += V x probabilities; then the slot is free.
+  // output += V x probabilities. The slot is free behind that, or once all of V is in registers and nothing else lies there.
   __device__ __forceinline__ void multiply_values(u32 s, Words& words) {
     const u32 slot = shared.slot(s);
     u32 a[2][kSteps * kStepRegisters];
@@ -263,6 +263,7 @@ struct Fp8Consumer {
     for (int step = 0; step < 2 * kValueTiles / kSteps; ++step) {
       const int first = step / 2 * kSteps, half = step % 2;
       load_values(slot, step * kSteps + kAhead, kSteps, words);
+      if (kRoomy && step * kSteps == 2 * kValueTiles - kAhead) give_back(s);
       if (step > 1) warpgroup_wait<1>();
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) expand_values(words[(step * kSteps + i) % kWords], a[half] + i * kStepRegisters);
@@ -281,6 +282,10 @@ struct Fp8Consumer {
     warpgroup_wait<0>();
 #pragma unroll
     for (int d = 0; d < kValueTiles; ++d) keep_behind_wait(output[d]);
+    if (!kRoomy) give_back(s);
+  }
+
+  __device__ __forceinline__ void give_back(u32 s) const {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared.free(s));
   }
