@@ -24,7 +24,7 @@
 //
 // Shared memory:  ring of 4 blocks 163,840, with scales 167,936; query and P, also exchange and joining, 32,768 (16 rows; with
 //                 scales 51,200) or 53,248; sums and references 84 or 180 B a row; words 16; barriers 112: at most 227,072 B of 232,448
-// Registers:      consumers 200 (16 rows: output 64) or 224 (output 128), loaders 104 or 56; 168 at the start
+// Registers:      consumers 208 or, of kRows, 200 (16 rows: output 64), or 224 (output 128), loaders 88, 104 or 56; 168 at the start
 // Tensor work:    36 + 32 products m64n16k16 or m64n32k16 a block
 // Port:           a block's bytes are written once and read twice, 32,768 of them as V; 512 or 1,024 B for each product's B
 #include "mla_decode_fp8_compute.cuh"
@@ -91,15 +91,17 @@ __device__ __forceinline__ void compute(const MlaDecodeFp8Params& p, const Fp8La
 // kForm: kPages, or kRows for pages that are no multiples of 64 tokens, and for ragged queries with kGrouped.
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile = QueryTile<kQueryRows>>
 __device__ __forceinline__ void mla_decode_fp8(const MlaDecodeFp8Params& p) {
+  constexpr int kLoaderRegisters = kQueryRows == 32 ? 56 : kForm == kPages ? 88 : 104;
+  constexpr int kConsumerRegisters = 168 + (168 - kLoaderRegisters) / 2;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Fp8Layout<kQueryRows, kGrouped> shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   begin_kernel<kForm, AnyTile>(p.decode, shared);
   if (warpgroup == 0) {
-    registers_decrease<kQueryRows == 16 ? 104 : 56>();
+    registers_decrease<kLoaderRegisters>();
     load<kQueryRows, kGrouped, kForm, AnyTile>(p, shared);
   } else {
-    registers_increase<kQueryRows == 16 ? 200 : 224>();
+    registers_increase<kConsumerRegisters>();
     compute<kQueryRows, kGrouped, kForm, AnyTile>(p, shared, warpgroup - 1);
   }
 }

@@ -40,6 +40,7 @@ struct Fp8Consumer {
   float output[kValueTiles][kSums];  // this consumer's half of V, then the other's
   float scores[kSums];
   float sum[kOwn];  // of the exponentials of this thread's tokens
+  float divisor[kOwn], reference[kOwn];  // of a block
 
   __device__ __forceinline__ Fp8Consumer(const MlaDecodeFp8Params& params, const Layout& shared, const AnyTile& tile,
                                          int consumer)
@@ -118,12 +119,12 @@ struct Fp8Consumer {
   __device__ __forceinline__ void for_each_factor(float low, float high, Use use) const {
 #pragma unroll
     for (int i = 0; i < kOwn; i += 2) {
-      const float2 divisors = load_shared_float2(shared.divisor(row_of(i)));
+      const float2 divisors = kRoomy ? float2{divisor[i], divisor[i + 1]} : load_shared_float2(shared.divisor(row_of(i)));
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float divisor = j == 0 ? divisors.x : divisors.y;
-        use(2 * i + j, divisor * low);
-        use(2 * i + j + 2, divisor * high);
+        const float of_row = j == 0 ? divisors.x : divisors.y;
+        use(2 * i + j, of_row * low);
+        use(2 * i + j + 2, of_row * high);
       }
     }
   }
@@ -192,8 +193,45 @@ struct Fp8Consumer {
     return load_shared_float(slot + Layout::kScalesOffset + (warp * 16 + lane / 4 + 8 * eight) * 16 + group * 4);
   }
 
-  // scores = block x query, in base 2.
-  __device__ __forceinline__ void multiply_query(u32 s, u32 phase) {
+  // Tile of 64 columns of V, counted from this consumer's half.
+  __device__ __forceinline__ int value_tile(int d) const { return d ^ consumer * kHalfTiles; }
+
+  // Bytes of V: of each half tile four words, as they are wanted: two tiles' first halves, their second ones, and so on.
+  using Words = u32[kWords][4];
+
+  // Where this lane's row of 16 columns lies in this consumer's half of V; 32 rows are periods of the swizzle.
+  __device__ __forceinline__ u32 first_value(u32 slot) const {
+    return slot + raw_offset(lane, warp) + consumer * kHalfTiles * kRawTileBytes;
+  }
+
+  // Half tiles of V from `first` on, `source` being the first_value.
+  __device__ __forceinline__ void load_values(u32 source, int first, int count, Words& words) const {
+    const u32 other = source + (1 - 2 * consumer) * kHalfTiles * kRawTileBytes;
+#pragma unroll
+    for (int i = first; i < min(first + count, 2 * kValueTiles); ++i) {
+      const int d = i / (2 * kSteps) * kSteps + i % kSteps;
+      load_matrix_x4_transposed(words[i % kWords], (d < kHalfTiles ? source : other) + d % kHalfTiles * kRawTileBytes +
+                                                       i / kSteps % 2 * 32 * 64);
+    }
+  }
+
+  __device__ __forceinline__ void load_references() {
+#pragma unroll
+    for (int i = 0; i < kOwn; i += 2) load_pair(shared.reference(consumer, row_of(i)), reference + i);
+  }
+  __device__ __forceinline__ void load_divisors() {
+#pragma unroll
+    for (int i = 0; i < kOwn; i += 2) load_pair(shared.divisor(row_of(i)), divisor + i);
+  }
+  __device__ __forceinline__ static void load_pair(u32 source, float* to) {
+    const float2 v = load_shared_float2(source);
+    to[0] = v.x;
+    to[1] = v.y;
+  }
+
+  // scores = block x query, in base 2. Where there are registers for that, what the softmax and the first products of V read
+  // comes meanwhile.
+  __device__ __forceinline__ void multiply_query(u32 s, u32 phase, u32 values, Words& words) {
     const u32 slot = shared.slot(s), source = slot + key_offset();
     mbarrier_wait(shared.full(s, 0), phase, "the first half of a KV block");
     constexpr int kTilesOfGroup = kGrouped ? kValueTiles / kScaleGroups : kValueTiles;
@@ -218,8 +256,11 @@ struct Fp8Consumer {
         multiply_keys<kKeySteps>(sums[group % kSets], keys, half, a[kKeySteps == 2 ? (k + 1) % 2 : half], k,
                                  k % kTilesOfGroup + half > 0);
       }
+      if (kRoomy && k == (kGrouped ? 0 : kValueTiles - 1)) load_divisors();
+      if (kRoomy && k + 1 == kValueTiles) load_references();
       if (kGrouped && (kSets == 1 || k + 1 == kValueTiles) && k % kTilesOfGroup == kTilesOfGroup - 1) {
         warpgroup_wait<0>();
+        if (kRoomy) load_values(values, 0, kAhead, words);
         add_group(sums[group % kSets], slot, group);
       }
       if (kRoomy)
@@ -229,6 +270,7 @@ struct Fp8Consumer {
     }
     if constexpr (!kGrouped) {
       warpgroup_wait<0>();
+      if (kRoomy) load_values(values, 0, kAhead, words);
       end_rope();
       add_to_scores(sums[0], p.scale_log2 * kv_scale, p.scale_log2 * kv_scale);
     }
@@ -239,30 +281,14 @@ struct Fp8Consumer {
     add_to_scores(sums, p.scale_log2 * scale_of(slot, group, 0), p.scale_log2 * scale_of(slot, group, 1));
   }
 
-  // Tile of 64 columns of V, counted from this consumer's half.
-  __device__ __forceinline__ int value_tile(int d) const { return d ^ consumer * kHalfTiles; }
-
-  // Bytes of V: of each half tile four words, as they are wanted: two tiles' first halves, their second ones, and so on.
-  using Words = u32[kWords][4];
-
-  // Half tiles of V from `first` on.
-  __device__ __forceinline__ void load_values(u32 slot, int first, int count, Words& words) const {
-    const u32 source = slot + raw_offset(lane, warp);  // of 16 columns a row a lane: 32 rows are periods of the swizzle
-#pragma unroll
-    for (int i = first; i < min(first + count, 2 * kValueTiles); ++i)
-      load_matrix_x4_transposed(words[i % kWords], source + value_tile(i / (2 * kSteps) * kSteps + i % kSteps) * kRawTileBytes +
-                                                       i / kSteps % 2 * 32 * 64);
-  }
-
   // output += V x probabilities. The slot is free behind that, or once all of V is in registers and nothing else lies there.
-  __device__ __forceinline__ void multiply_values(u32 s, Words& words) {
-    const u32 slot = shared.slot(s);
+  __device__ __forceinline__ void multiply_values(u32 s, u32 values, Words& words) {
     u32 a[2][kSteps * kStepRegisters];
-    if (!kRoomy) load_values(slot, 0, kAhead, words);
+    if (!kRoomy) load_values(values, 0, kAhead, words);
 #pragma unroll
     for (int step = 0; step < 2 * kValueTiles / kSteps; ++step) {
       const int first = step / 2 * kSteps, half = step % 2;
-      load_values(slot, step * kSteps + kAhead, kSteps, words);
+      load_values(values, step * kSteps + kAhead, kSteps, words);
       if (kRoomy && step * kSteps == 2 * kValueTiles - kAhead) give_back(s);
       if (step > 1) warpgroup_wait<1>();
 #pragma unroll
@@ -406,9 +432,8 @@ struct Fp8Consumer {
     const u32 place = row * 128 + ((tokens ^ (row & 7)) << 4);
 #pragma unroll
     for (int i = 0; i < kOwn; i += 2) {
-      const float2 references = load_shared_float2(shared.reference(consumer, row_of(i)));
 #pragma unroll
-      for (int j = 0; j < 4; ++j) p[2 * i + j] = exp2_approx(scores[2 * i + j] - (j % 2 == 0 ? references.x : references.y));
+      for (int j = 0; j < 4; ++j) p[2 * i + j] = exp2_approx(scores[2 * i + j] - reference[i + j % 2]);
     }
     u32 highest = 0;
 #pragma unroll
@@ -447,9 +472,13 @@ struct Fp8Consumer {
     float p[kSums];
     // Nobody reads this consumer's probabilities of before, nor RoPE columns. Those of a slot's own were read for the last time
     // two meetings ago.
-    if (!Layout::kOfSlot) sync();
+    if (!Layout::kOfSlot) {
+      sync();
+      load_references();
+    }
     if (sync_any(store_probabilities(s, p))) {
       raise_references(shared.slot(s));
+      load_references();
       store_probabilities(s, p);
       sync();
     }
@@ -458,14 +487,18 @@ struct Fp8Consumer {
   }
 
   // Tokens past the end, of a block with so many valid ones, may be anything: their probabilities are 0, and 0 x NaN is NaN.
-  __device__ __forceinline__ void clear_past(u32 slot, int valid) const {
+  __device__ __forceinline__ void clear_past(u32 s, u32 phase, int valid) const {
     const int thread = threadIdx.x % kWarpgroup;
+    const u32 slot = shared.slot(s);
+    mbarrier_wait(shared.full(s, 0), phase, "the first half of the last KV block");
+    mbarrier_wait(shared.full(s, 1), phase, "the second half of the last KV block");
 #pragma unroll 1
     for (int i = valid * 4 + thread; i < kBlockTokens * 4; i += kWarpgroup)
 #pragma unroll 1
       for (int k = 0; k < kValueTiles; ++k) store_shared_zero_16(slot + k * kRawTileBytes + i * 16);
     if (kGrouped && thread >= valid && thread < kBlockTokens)
       store_shared_zero_16(slot + Layout::kScalesOffset + thread * 16);
+    sync();
   }
 
   // Returns how many blocks there were. t: those of the segments before. Of kRows tokens past the end are zeros already
@@ -477,16 +510,13 @@ struct Fp8Consumer {
 #pragma unroll 1
     for (int i = (consumer ^ t) & 1; i < segment.blocks; i += 2) {
       const u32 s = (t + i) % Layout::kSlots, phase = (t + i) / Layout::kSlots & 1;
-      multiply_query(s, phase);
-      if ((i + 1) * kBlockTokens > tokens - tile.most_shift) mask_scores(i, tokens);
-      if (kForm == kPages && (i + 1) * kBlockTokens > tokens) {
-        clear_past(shared.slot(s), tokens - i * kBlockTokens);
-        if (kRoomy) sync();  // V is read next
-      }
+      if (kForm == kPages && (i + 1) * kBlockTokens > tokens) clear_past(s, phase, tokens - i * kBlockTokens);
+      const u32 values = first_value(shared.slot(s));
       Words words;
-      if (kRoomy) load_values(shared.slot(s), 0, kAhead, words);
+      multiply_query(s, phase, values, words);
+      if ((i + 1) * kBlockTokens > tokens - tile.most_shift) mask_scores(i, tokens);
       weigh(s);
-      multiply_values(s, words);
+      multiply_values(s, values, words);
     }
     return segment.blocks;
   }
