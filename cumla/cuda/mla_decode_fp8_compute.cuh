@@ -199,6 +199,14 @@ struct Fp8Consumer {
   // Bytes of V: of each half tile four words, as they are wanted: two tiles' first halves, their second ones, and so on.
   using Words = u32[kWords][4];
 
+  using Fragments = u32[kSteps * kStepRegisters];
+
+  __device__ __forceinline__ static void expand_values(const Words& words, int step, Fragments& a) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) cumla::expand_values(words[(step * kSteps + i) % kWords], a + i * kStepRegisters);
+    keep_before_products(a);
+  }
+
   // Where this lane's row of 16 columns lies in this consumer's half of V; 32 rows are periods of the swizzle.
   __device__ __forceinline__ u32 first_value(u32 slot) const {
     return slot + raw_offset(lane, warp) + consumer * kHalfTiles * kRawTileBytes;
@@ -281,9 +289,8 @@ struct Fp8Consumer {
     add_to_scores(sums, p.scale_log2 * scale_of(slot, group, 0), p.scale_log2 * scale_of(slot, group, 1));
   }
 
-  // output += V x probabilities. The slot is free behind that, or once all of V is in registers and nothing else lies there.
-  __device__ __forceinline__ void multiply_values(u32 s, u32 values, Words& words) {
-    u32 a[2][kSteps * kStepRegisters];
+  // output += V x probabilities, with fragments of the first step or, of more rows, none yet. The slot is free behind that, or once all of V is in registers and nothing else lies there.
+  __device__ __forceinline__ void multiply_values(u32 s, u32 values, Words& words, Fragments (&a)[2]) {
     if (!kRoomy) load_values(values, 0, kAhead, words);
 #pragma unroll
     for (int step = 0; step < 2 * kValueTiles / kSteps; ++step) {
@@ -291,9 +298,7 @@ struct Fp8Consumer {
       load_values(values, step * kSteps + kAhead, kSteps, words);
       if (kRoomy && step * kSteps == 2 * kValueTiles - kAhead) give_back(s);
       if (step > 1) warpgroup_wait<1>();
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) expand_values(words[(step * kSteps + i) % kWords], a[half] + i * kStepRegisters);
-      keep_before_products(a[half]);
+      if (!kRoomy || step > 0) expand_values(words, step, a[half]);
       warpgroup_arrive();
       const int group = kGrouped ? value_tile(first) / (kValueTiles / kScaleGroups) : 0;
       const u32 probabilities = shared.probabilities_of(consumer, group, s);
@@ -468,7 +473,7 @@ struct Fp8Consumer {
   }
 
   // scores -> probabilities for multiply_values, and their sums.
-  __device__ __forceinline__ void weigh(u32 s) {
+  __device__ __forceinline__ void weigh(u32 s, const Words& words, Fragments& first) {
     float p[kSums];
     // Nobody reads this consumer's probabilities of before, nor RoPE columns. Those of a slot's own were read for the last time
     // two meetings ago.
@@ -476,7 +481,9 @@ struct Fp8Consumer {
       sync();
       load_references();
     }
-    if (sync_any(store_probabilities(s, p))) {
+    const bool too_high = store_probabilities(s, p);
+    if (kRoomy) expand_values(words, 0, first);
+    if (sync_any(too_high)) {
       raise_references(shared.slot(s));
       load_references();
       store_probabilities(s, p);
@@ -515,8 +522,9 @@ struct Fp8Consumer {
       Words words;
       multiply_query(s, phase, values, words);
       if ((i + 1) * kBlockTokens > tokens - tile.most_shift) mask_scores(i, tokens);
-      weigh(s);
-      multiply_values(s, values, words);
+      Fragments fragments[2];
+      weigh(s, words, fragments[0]);
+      multiply_values(s, values, words, fragments);
     }
     return segment.blocks;
   }
