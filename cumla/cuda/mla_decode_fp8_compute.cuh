@@ -247,7 +247,10 @@ struct Fp8Consumer {
     float sums[kSets][kKeySteps][kSums];
     u32 a[2][kKeySteps * kStepRegisters];
     KeyTile keys;
-    if (kRoomy) keys.load(source);
+    if (kRoomy) {
+      keys.load(source);
+      wait_for_output();  // of the block before
+    }
     multiply_rope(slot + Layout::kRopeOffset, a);
     if (!kRoomy) keys.load(source);
 #pragma unroll
@@ -289,7 +292,8 @@ struct Fp8Consumer {
     add_to_scores(sums, p.scale_log2 * scale_of(slot, group, 0), p.scale_log2 * scale_of(slot, group, 1));
   }
 
-  // output += V x probabilities, with fragments of the first step or, of more rows, none yet. The slot is free behind that, or once all of V is in registers and nothing else lies there.
+  // output += V x probabilities, with fragments of the first step or, of more rows, none yet. Of fewer rows the last products are
+  // waited for in the next block. The slot is free behind that, or once all of V is in registers and nothing else lies there.
   __device__ __forceinline__ void multiply_values(u32 s, u32 values, Words& words, Fragments (&a)[2]) {
     if (!kRoomy) load_values(values, 0, kAhead, words);
 #pragma unroll
@@ -310,10 +314,15 @@ struct Fp8Consumer {
                           descriptor_of_rows<128>(probabilities, half * 64 + k * 32), true);
       warpgroup_commit();
     }
+    if (kRoomy) return;
+    wait_for_output();
+    give_back(s);
+  }
+
+  __device__ __forceinline__ void wait_for_output() {
     warpgroup_wait<0>();
 #pragma unroll
     for (int d = 0; d < kValueTiles; ++d) keep_behind_wait(output[d]);
-    if (!kRoomy) give_back(s);
   }
 
   __device__ __forceinline__ void give_back(u32 s) const {
@@ -526,6 +535,7 @@ struct Fp8Consumer {
       weigh(s, words, fragments[0]);
       multiply_values(s, values, words, fragments);
     }
+    if (kRoomy) wait_for_output();
     return segment.blocks;
   }
 };
