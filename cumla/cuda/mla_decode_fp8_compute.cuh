@@ -141,12 +141,11 @@ struct Fp8Consumer {
   }
 
   // Sums up the RoPE columns in the scores; where there are registers for that, beside what follows: until end_rope.
-  __device__ __forceinline__ void multiply_rope(u32 rope, u32 (&a)[2][kKeySteps * kStepRegisters]) {
+  __device__ __forceinline__ void multiply_rope(u32 rope, KeyTile& keys, u32 (&a)[2][kKeySteps * kStepRegisters]) {
     if (params.rope_is_fp8) {
       float own[kSums];
       float(&sums)[kSums] = kRoomy ? scores : own;
-      KeyTile keys;
-      keys.load(rope + key_offset());
+      if (!kRoomy) keys.load(rope + key_offset());
 #pragma unroll
       for (int half = 0; half < 2; half += kKeySteps) multiply_keys<1>(&sums, keys, half, a[half], kRopeTile, half > 0);
       if (kRoomy) return;
@@ -246,12 +245,13 @@ struct Fp8Consumer {
     constexpr int kSets = kGrouped && kRoomy ? 2 : 1;  // of sums: those of a group are added to the scores beside the next one
     float sums[kSets][kKeySteps][kSums];
     u32 a[2][kKeySteps * kStepRegisters];
-    KeyTile keys;
+    KeyTile keys, rope;
     if (kRoomy) {
+      if (params.rope_is_fp8) rope.load(source + Layout::kRopeOffset);
       keys.load(source);
       wait_for_output();  // of the block before
     }
-    multiply_rope(slot + Layout::kRopeOffset, a);
+    multiply_rope(slot + Layout::kRopeOffset, rope, a);
     if (!kRoomy) keys.load(source);
 #pragma unroll
     for (int k = 0; k < kValueTiles; ++k) {
