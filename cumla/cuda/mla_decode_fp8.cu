@@ -23,8 +23,10 @@
 // rounded, once for each 128 columns of V.
 //
 // Shared memory:  ring of 4 blocks 163,840, with scales 167,936; query and P, also exchange and joining, 32,768 (16 rows; with
-//                 scales 51,200) or 53,248; sums and references 84 or 180 B a row; words 16; barriers 112: at most 227,072 B of 232,448
-// Registers:      consumers 208 or, of kRows, 200 (16 rows: output 64), or 224 (output 128), loaders 88, 104 or 56; 168 at the start
+//                 scales 51,200) or 53,248; sums and references 84 or 180 B a row; words 16; barriers 112: at most 227,072 B
+//                 of 232,448
+// Registers:      consumers 208 or, of kRows, 200 (16 rows: output 64), or 224 (output 128), loaders 88, 104 or 56; 168 at
+//                 the start
 // Tensor work:    36 + 32 products m64n16k16 or m64n32k16 a block
 // Port:           a block's bytes are written once and read twice, 32,768 of them as V; 512 or 1,024 B for each product's B
 #include "mla_decode_fp8_compute.cuh"

@@ -25,7 +25,7 @@ struct Fp8Consumer {
   using Layout = Fp8Layout<kQueryRows, kGrouped>;
   static constexpr int kOwn = kQueryRows / 4;  // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
   static constexpr int kSums = 2 * kOwn;       // accumulators of a product
-  static constexpr bool kRoomy = kQueryRows == 16;  // registers for a tile ahead and for two groups of columns at once
+  static constexpr bool kRoomy = kQueryRows == 16;  // registers for what comes next and for two groups of columns at once
   static constexpr int kSteps = kRoomy ? 2 : 1;     // half tiles of V that go to the tensor cores together
   static constexpr int kKeySteps = kGrouped ? 1 : kSteps;  // the same of K; their products are added in turn to so many sums
   static constexpr int kAhead = kRoomy ? 8 : 1;            // half tiles of V that are read ahead
