@@ -33,6 +33,7 @@
 #include "mla_decode_fp8_finish.cuh"
 #include "mla_decode_fp8_layout.cuh"
 #include "mla_decode_fp8_load.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
 
@@ -98,6 +99,8 @@ __device__ __forceinline__ void mla_decode_fp8(const MlaDecodeFp8Params& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Fp8Layout<kQueryRows, kGrouped> shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+  if (kForm == kPages && threadIdx.x == 33) prefetch_tensor_map(&p.decode.rope_map);  // the first load's
+  if (kForm == kPages && kGrouped && threadIdx.x == 34) prefetch_tensor_map(&p.scales_map);
   begin_kernel<kForm, AnyTile>(p.decode, shared);
   if (warpgroup == 0) {
     registers_decrease<kLoaderRegisters>();
