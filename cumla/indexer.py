@@ -219,7 +219,8 @@ def paged_mqa_logits(
     context_lens : array
         ``(batch,)`` int32: cached tokens of each request, the next_n newest included; query i sees
         ``context_lens - (next_n - 1 - i)`` of them. Or ``(batch, next_n)`` int32: how many each
-        query sees. Clamped to ``[0, max_pages * page_size]`` and to max_context_len.
+        query sees. What a query sees by that is clamped to ``[0, max_pages * page_size]`` and to
+        max_context_len.
     block_table : array
         ``(batch, max_pages)`` int32, rows contiguous. Entries behind a request's last page are
         never used; a page number outside ``[0, num_pages)`` in a used entry counts as the nearest

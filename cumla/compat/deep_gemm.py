@@ -84,7 +84,8 @@ def set_num_sms(new_num_sms: int) -> None:
     Parameters
     ----------
     new_num_sms : int
-        From 1. What is not paged uses all multiprocessors, whatever it is.
+        From 1, or 0 for those of the current GPU again. What is not paged uses all multiprocessors,
+        whatever it is.
 
     Raises
     ------
@@ -92,7 +93,10 @@ def set_num_sms(new_num_sms: int) -> None:
         It is no such number.
     """
     global _num_sms
-    check_number("new_num_sms", new_num_sms, "pass the number of multiprocessors to use")
+    if new_num_sms == 0 and type(new_num_sms) is int:
+        _num_sms = None
+        return
+    check_number("new_num_sms", new_num_sms, "pass the number of multiprocessors, or 0 for all")
     _num_sms = new_num_sms
 
 

@@ -238,10 +238,21 @@ def test_num_sms() -> None:
     assert deep_gemm.get_num_sms() == NUM_SMS
     deep_gemm.set_num_sms(100)
     assert deep_gemm.get_num_sms() == 100
-    for value, error in ((0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)):
+    for value, error in ((-1, ValueError), (0.0, TypeError), (False, TypeError), (True, TypeError)):
         with pytest.raises(error, match=r"^new_num_sms: needs "):
             deep_gemm.set_num_sms(value)  # type: ignore[arg-type]
     assert deep_gemm.get_num_sms() == 100
+
+
+def test_no_number_of_sms_means_the_gpus_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gpu:
+        sm_count = 114
+
+    monkeypatch.setattr(deep_gemm, "current_device", lambda: 3)
+    monkeypatch.setattr(deep_gemm, "properties", lambda ordinal: {3: Gpu}[ordinal])
+    deep_gemm.set_num_sms(100)
+    deep_gemm.set_num_sms(0)
+    assert deep_gemm.get_num_sms() == 114
 
 
 # --- refused --------------------------------------------------------------------------------------
