@@ -36,6 +36,7 @@ __device__ __forceinline__ u32 copy_of(u32 value) {
   return copy;
 }
 
+// PTX ISA: Data Movement and Conversion Instructions: mov
 // An address that many accesses share, computed once for all of them.
 template <typename Pointee>
 __device__ __forceinline__ Pointee* copy_of(Pointee* pointer) {
