@@ -15,8 +15,7 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cumla._driver import driver
 from cumla.errors import CompilationError, MissingDependencyError, NotPreparedError
@@ -30,6 +29,9 @@ from cumla.launch.source import (
     error_excerpt,
     translation_unit,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path  # 5 ms that no import of cumla needs
 
 __all__ = [
     "CompiledKernel",
@@ -247,6 +249,7 @@ def _compile_beside_cupy(cupy: Any, spec: KernelSpec, *, debug: bool) -> Any:
 
 def _function_through_temporary_file(cupy: Any, spec: KernelSpec, cubin: bytes) -> Any:
     import tempfile
+    from pathlib import Path
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -269,12 +272,16 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def cache_dir() -> Path:
     """Return the folder in which CuPy keeps compiled kernels (``CUPY_CACHE_DIR``)."""
+    from pathlib import Path
+
     # expanduser, as in CuPy: Path.home() fails for a user without a home.
     return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
 
 
 def cubin_dir() -> Path | None:
     """Return the folder of kernels compiled ahead of time (``CUMLA_CUBIN_DIR``), or None."""
+    from pathlib import Path
+
     folder = os.environ.get("CUMLA_CUBIN_DIR")
     return Path(folder) if folder else None
 
