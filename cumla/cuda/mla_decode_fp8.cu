@@ -92,7 +92,7 @@ __device__ __forceinline__ void compute(const MlaDecodeFp8Params& p,
 }
 
 // kForm: kPages, or kPacked where rows are packed and query rows at most 16; kRows for pages that are no multiples of 64
-// tokens, and for ragged queries with kGrouped.
+// tokens, for ragged queries with kGrouped, and for broadcast arrays.
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile = QueryTile<kQueryRows>>
 __device__ __forceinline__ void mla_decode_fp8(const MlaDecodeFp8Params& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
