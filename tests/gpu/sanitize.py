@@ -88,6 +88,12 @@ FP8_CACHES = (  # few rows and more, one scale and many, a table and a list, and
     (Fp8Case(form="pair", heads=24, q_len=5, operation="table"), [900, 70, 3]),
     (Fp8Case(form="packed", heads=24, q_len=3, page_size=1, operation="list"), [2000, 70, 0]),
 )
+LOGITS_SHAPES = (  # heads, head_dim, next_n: other kernels than those for 64 heads of 128
+    (8, 64, 3),
+    (16, 32, 8),
+    (32, 128, 1),
+    (64, 64, 4),
+)
 DONE = "sanitize: the grid is done"
 TIMEOUT = 80.0  # seconds a run
 VERSION = "version.txt"  # beside the logs: what the tool says of itself
@@ -165,11 +171,16 @@ def run_grid(plant: str | None) -> None:
         for next_n in (1, 2):
             score_pages(cupy, next_n, clean=clean)
         print(f"sanitize: logits, {'' if clean else 'not '}cleaned: agree", flush=True)
+    for heads, head_dim, next_n in LOGITS_SHAPES:
+        score_sequence(cupy, heads=heads, head_dim=head_dim)
+        score_pages(cupy, next_n, batch=3, mean=130, heads=heads, head_dim=head_dim)
+        print(f"sanitize: logits of {heads} heads of {head_dim}: agree", flush=True)
     with variants.installed(*variants.EVERY_LANE_FREES), multiprocessors(2):
         score_sequence(cupy, seq_len=60, seq_len_kv=700, ranges="causal")
         with variants.installed(*variants.EVERY_LANE_FREES, variants.LOADERS_WAIT_TOGETHER):
             for next_n in (1, 2, 5):
                 score_pages(cupy, next_n, batch=9, mean=900)
+            score_pages(cupy, 3, batch=7, mean=400)  # 19 blocks each, of a ring of 12
     print("sanitize: logits by two thread blocks, all memory used again: agree", flush=True)
     print(DONE)
 
@@ -251,10 +262,12 @@ def score_sequence(
     seq_len: int = 21,
     seq_len_kv: int = 300,
     ranges: str = "packed",
+    heads: int = 64,
+    head_dim: int = 128,
 ) -> None:
     """Score tokens for the queries of several requests; compressed into bfloat16 if not clean."""
     width, dtype = (0, "float32") if clean else (40, "bfloat16")
-    problem = Prefill(np, seq_len, seq_len_kv, 64, 128, ranges)
+    problem = Prefill(np, seq_len, seq_len_kv, heads, head_dim, ranges)
     out = Rows(np, problem.seq_len, width or problem.seq_len_kv, dtype)
     given = uploaded(cupy, problem.arrays)
     logits = score(cupy, cumla.mqa_logits, given, out, max_seqlen_k=width, clean=clean)
@@ -262,10 +275,18 @@ def score_sequence(
 
 
 def score_pages(
-    cupy: Any, next_n: int, *, clean: bool = True, batch: int = 5, mean: int = 200
+    cupy: Any,
+    next_n: int,
+    *,
+    clean: bool = True,
+    batch: int = 5,
+    mean: int = 200,
+    heads: int = 64,
+    head_dim: int = 128,
 ) -> None:
     """Score the tokens of ragged requests, in a call of its own and with a plan."""
-    problem = Paged(np, batch, next_n, mean, 64, 128, form="pair" if clean else "fused")
+    form = "pair" if clean else "fused"
+    problem = Paged(np, batch, next_n, mean, heads, head_dim, form=form)
     columns = int(problem.lengths.max()) + 9
     given = uploaded(cupy, problem.arrays)
     plan = cumla.PagedMQALogitsPlan.from_arrays(*given[:2], *given[3:])
