@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 import cumla
-from tests.gpu.indexer_problem import RANGES, Paged, Prefill, Rows, check_logits
+from tests.gpu.indexer_problem import (
+    RANGES,
+    Paged,
+    Prefill,
+    Rows,
+    check_logits,
+    check_unquantised,
+    unquantised,
+)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -40,6 +48,33 @@ def test_paged(form: str, per_row: bool, page_size: int) -> None:
     assert problem.check(logits)["element"] <= 1e-4
     narrow = cumla.paged_mqa_logits(*problem.arrays, max_context_len=20)
     assert problem.check(narrow, most=4)["element"] <= 1e-4
+
+
+def test_moved_pages() -> None:
+    problem = Paged(np, 9, 2, 300, 8, 32)
+    memory = np.full((500, 64 * 36), 0xFF, np.uint8)
+    run = problem.num_pages // 4
+    table = problem.move(memory, (0, 200, 300, 500 - run))
+    q, _, weights, lengths, _ = problem.arrays
+    arrays = (q, memory.reshape(500, 64, 1, 36), weights, lengths, table)
+    problem.check(cumla.paged_mqa_logits(*arrays, max_context_len=400))
+    untouched = (memory == 0xFF).all(axis=1)
+    assert not untouched[[0, 200, 300, 499]].any()
+    assert untouched.sum() == 500 - problem.num_pages
+
+
+def test_logits_beside_what_was_quantised() -> None:
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal(shape, np.float32) for shape in ((40, 16, 64), (300, 64)))
+    weights, seen = rng.standard_normal((40, 16), np.float32), np.arange(40) * 7
+    values, scale = cumla.quantize_fp8(q)
+    bounds = (np.zeros(40, np.int32), seen.astype(np.int32))
+    logits = cumla.mqa_logits(values, cumla.quantize_fp8(k), weights * scale, *bounds)
+    wanted = unquantised(q, k, weights)
+    assert check_unquantised(logits, wanted, seen)["cos_unquantised"] > 1e-4
+    for wrong in (logits * np.float32(1.05), np.where(logits > 0, logits, -np.inf)):
+        with pytest.raises(AssertionError):
+            check_unquantised(wrong, wanted, seen)
 
 
 def test_what_the_checks_find() -> None:

@@ -9,6 +9,7 @@ rows. tests/test_gpu_indexer.py holds the references against `cumla.reference` o
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ ONES = {"float32": np.uint32(0xFFFFFFFF), "bfloat16": np.uint16(0xFFFF)}  # bits
 GARBAGE = (2147480000, -1, -(2**31), 2**31 - 1)
 POOL = 4194319  # a prime: no two rows repeat each other
 COS = {"float32": 5e-6, "bfloat16": 3e-5}
+COS_UNQUANTISED = 1e-3
 # Of |q| |k| and what multiplies it: FP8 products are summed with some 13 bits behind the largest.
 ELEMENT = 2.0**-10
 HALF_BF16 = 2.0**-8
@@ -172,6 +174,28 @@ def check_logits(
     figures = Figures()
     figures.add(xp, got, expected, clean=clean)
     return figures.check(got.dtype.name)
+
+
+def unquantised(q: np.ndarray, k: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Float64 logits (rows, tokens) of real numbers q (rows, heads, dim) and k (tokens, dim)."""
+    products = np.maximum(q.astype(np.float64) @ k.astype(np.float64).T, 0.0)
+    return np.einsum("mhn,mh->mn", products, weights, optimize=True)
+
+
+def check_unquantised(logits: np.ndarray, wanted: np.ndarray, seen: np.ndarray) -> dict[str, float]:
+    """Hold logits against those of what was quantised, of which each row sees the first so many.
+
+    Returns
+    -------
+    dict
+        ``cos_unquantised``, of all values together.
+    """
+    visible = np.arange(logits.shape[1])[None, :] < seen[:, None]
+    assert (np.isneginf(logits) == ~visible).all(), "-inf in other places"
+    got, wanted = logits[visible].astype(np.float64), wanted[visible]
+    difference = float(((got - wanted) ** 2).sum() / ((got**2).sum() + (wanted**2).sum()))
+    assert difference <= COS_UNQUANTISED, difference
+    return {"cos_unquantised": difference}
 
 
 # --- prefill --------------------------------------------------------------------------------------
@@ -340,6 +364,19 @@ class Paged:
         bits = xp.asarray(scales.view(np.uint8).reshape(pages, -1))
         self.memory[:, size * dim : page_bytes] = bits
         self.scales = xp.asarray(scales)
+
+    def move(self, memory: Array, begins: Sequence[int]) -> np.ndarray:
+        """Copy the pages, in runs that begin there, into the rows of other memory; the table then.
+
+        Runs are equally long, up to one page.
+        """
+        table = self.table.copy()
+        runs = np.array_split(np.arange(self.num_pages), len(begins))
+        for begin, run in zip(begins, runs, strict=True):
+            first, behind = int(run[0]), int(run[-1]) + 1
+            memory[begin : begin + len(run)] = self.memory[first:behind]
+            table[(self.table >= first) & (self.table < behind)] += begin - first
+        return table
 
     @property
     def kv_cache(self) -> Any:

@@ -25,8 +25,10 @@ from tests.gpu.indexer_problem import (
     Prefill,
     Rows,
     check_logits,
+    check_unquantised,
     ragged,
     typed,
+    unquantised,
     widen,
 )
 
@@ -157,25 +159,19 @@ def test_prefill_with_strided_weights_scales_and_bounds() -> None:
 def test_prefill_against_what_was_quantised(record_figures: Report) -> None:
     """Keys and queries of real numbers, quantised by the library's own kernel."""
     rng = np.random.default_rng(3)
-    q, k = (cp.asarray(rng.standard_normal(s, np.float32)) for s in ((128, 64, 128), (2048, 128)))
+    q, k = (rng.standard_normal(shape, np.float32) for shape in ((128, 64, 128), (2048, 128)))
     weights = rng.standard_normal((128, 64), np.float32)
-    quantised_q, q_scale = cumla.quantize_fp8(q)
+    quantised_q, q_scale = cumla.quantize_fp8(cp.asarray(q))
     ends = cp.arange(128, dtype=cp.int32) + 1921
     logits = cumla.mqa_logits(
         quantised_q,
-        cumla.quantize_fp8(k),
+        cumla.quantize_fp8(cp.asarray(k)),
         cp.asarray(weights) * q_scale,
         cp.zeros_like(ends),
         ends,
-    ).get()
-    products = np.maximum(np.einsum("mhd,nd->mhn", q.get(), k.get(), optimize=True), 0)
-    wanted = np.einsum("mhn,mh->mn", products, weights, optimize=True)
-    visible = np.arange(2048)[None, :] < ends.get()[:, None]
-    assert (np.isneginf(logits) == ~visible).all()
-    got, wanted = logits[visible].astype(np.float64), wanted[visible].astype(np.float64)
-    difference = float(((got - wanted) ** 2).sum() / ((got**2).sum() + (wanted**2).sum()))
-    record_figures({"cos_unquantised": difference})
-    assert difference <= 1e-3
+    )
+    wanted = unquantised(q, k, weights)
+    record_figures(check_unquantised(logits.get(), wanted, ends.get()))
 
 
 @pytest.mark.parametrize(("dtype", "clean"), [("bfloat16", True), ("float32", False)])
@@ -274,6 +270,59 @@ def test_paged_of_every_shape(heads: int, dim: int, next_n: int, record_figures:
 def test_paged_of_every_form(form: str, page_size: int) -> None:
     problem = Paged(cp, 9, 2, 900, 64, 128, page_size, False, form)
     problem.check(cumla.paged_mqa_logits(*problem.arrays, max_context_len=1300))
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 4])
+def test_paged_against_what_was_quantised(next_n: int, record_figures: Report) -> None:
+    """Real numbers again, the keys quantised into pages by the kernel that fills caches."""
+    rng = np.random.default_rng(next_n)
+    lengths = np.array([1300, 64, 0, 2047, 900], np.int32)
+    q = rng.standard_normal((5, next_n, 64, 128), np.float32)
+    k = rng.standard_normal((5, 2048, 128), np.float32)
+    weights = rng.standard_normal((5 * next_n, 64), np.float32)
+    table = rng.permutation(5 * 32).astype(np.int32).reshape(5, 32)
+    slots = (table.astype(np.int64)[:, :, None] * 64 + np.arange(64)).reshape(5, 2048)
+    slots[np.arange(2048) >= lengths[:, None]] = -1  # skipped
+    cache = cp.full((5 * 32, 64, 1, 132), 0xFF, dtype=cp.uint8)  # NaN
+    cumla.append_indexer_cache(cp.asarray(k.reshape(-1, 128)), cache, cp.asarray(slots.reshape(-1)))
+    quantised_q, q_scale = cumla.quantize_fp8(cp.asarray(q))
+    logits = cumla.paged_mqa_logits(
+        quantised_q,
+        cache,
+        cp.asarray(weights) * q_scale.reshape(-1, 64),
+        cp.asarray(lengths),
+        cp.asarray(table),
+        max_context_len=2048,
+    )
+    by_request = weights.reshape(5, next_n, 64)
+    wanted = np.concatenate([unquantised(*one) for one in zip(q, k, by_request, strict=True)])
+    seen = np.maximum(lengths[:, None] + np.arange(next_n) - next_n + 1, 0)
+    record_figures(check_unquantised(logits.get(), wanted, seen.reshape(-1)))
+
+
+@pytest.mark.parametrize("form", ["fused", "pair"])
+def test_paged_beyond_32_bits(form: str, record_figures: Report) -> None:
+    """Pages at the ends of 5 GB and around the offsets 2^31 and 2^32; all between them is NaN."""
+    num_pages, page_bytes = 600_000, 64 * 132
+    cp.get_default_memory_pool().free_all_blocks()
+    if cp.cuda.runtime.memGetInfo()[0] < num_pages * page_bytes + (2 << 30):
+        pytest.skip("needs 7 GB of free memory")
+    problem = Paged(cp, 20, 2, 900)
+    run = problem.num_pages // 4
+    around = [(1 << bits) // page_bytes - run // 2 for bits in (31, 32)]
+    memory = cp.empty((num_pages, page_bytes), dtype=cp.uint8)
+    memory.data.memset(0xFF, memory.nbytes)
+    table = problem.move(memory, (0, *around, num_pages - run))
+    cache: Any = memory.reshape(num_pages, 64, 1, 132)
+    if form == "pair":  # of the same bytes
+        strides = (page_bytes, 128, 1)
+        keys = cp.lib.stride_tricks.as_strided(memory, (num_pages, 64, 128), strides)
+        cache = typed(keys), memory.view(cp.float32)[:, 64 * 32 :]
+    q, _, weights, lengths, _ = problem.arrays
+    logits = cumla.paged_mqa_logits(
+        q, cache, weights, lengths, cp.asarray(table), max_context_len=1300
+    )
+    record_figures(problem.check(logits))
 
 
 @pytest.mark.parametrize("clean", [True, False])
