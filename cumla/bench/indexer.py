@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -24,10 +23,12 @@ from cumla.bench.timing import GpuTimer, Timing, time_cold, time_graph
 __all__ = [
     "LOGITS",
     "LOGITS_SCHEDULES",
+    "DecodeStep",
     "LogitsCase",
     "LogitsTiming",
     "PagedLogitsCase",
     "PrefillLogitsCase",
+    "PrefillStep",
     "floor_us",
     "logits_row",
     "logits_schedule_row",
@@ -86,8 +87,12 @@ class PagedLogitsCase:
     @property
     def flops(self) -> int:
         """Operations on visible pairs of query and token."""
-        visible = sum(max(self.kv_len - hidden, 0) for hidden in range(self.next_n))
-        return 2 * HEADS * DIM * self.batch * visible
+        return 2 * HEADS * DIM * self.batch * sum(self.seen)
+
+    @property
+    def seen(self) -> list[int]:
+        """How many tokens each query of a request sees."""
+        return [max(self.kv_len - hidden, 0) for hidden in reversed(range(self.next_n))]
 
     def to_json(self) -> dict[str, Any]:
         """Name the case as a row of the results file and of the peers' does."""
@@ -218,18 +223,18 @@ def measure_logits(gpu: Gpu, case: LogitsCase, timer: GpuTimer = time_cold) -> L
         A result is wrong.
     """
     if isinstance(case, PrefillLogitsCase):
-        call, check = _prefill(gpu, case)
-        call()
-        error = check()
-        return LogitsTiming(timer(gpu, call), None, error)
-    one = _Step(gpu, case, caches=1)
+        prefill = PrefillStep(gpu, case)
+        prefill.run()
+        error = prefill.check()
+        return LogitsTiming(timer(gpu, prefill.run), None, error)
+    one = DecodeStep(gpu, case, caches=1)
     one.run()
     error = one.check()
     single = timer(gpu, one.run)
     if case.batch > _SMALL_BATCH:
         return LogitsTiming(single, None, error)
     caches = min(_MOST_CACHES, max(2, -(-_ROTATED_BYTES // case.cache_bytes)))
-    several = _Step(gpu, case, caches)
+    several = DecodeStep(gpu, case, caches)
     calls = [partial(several.run, i % caches) for i in range(max(_GRAPH_CALLS, caches))]
     graph = time_graph(gpu, calls)
     several.check((len(calls) - 1) % caches)  # what the last call of a replay left
@@ -259,22 +264,41 @@ def time_logits_schedule(gpu: Gpu, case: PagedLogitsCase, timer: GpuTimer = time
     return timer(gpu, partial(plan.update, lengths))
 
 
-def _prefill(gpu: Gpu, case: PrefillLogitsCase) -> tuple[Callable[[], object], Callable[[], float]]:
-    """Make a call, and a check of what it has written."""
-    q, weights = _queries(gpu, (case.q_len,))
-    k = gpu.empty((case.kv_len, DIM), "uint8")
-    scale = gpu.empty((case.kv_len,), "float32")
-    quantize_fp8(_normal(gpu, (case.kv_len, DIM), seed=8), out=k, scale_out=scale)
-    ks = gpu.upload(np.zeros(case.q_len, np.int32))
-    ke = gpu.upload(case.ends.astype(np.int32))
-    out = _poisoned(gpu, (case.q_len, case.kv_len))
+class PrefillStep:
+    """Arrays of a prefill on the device.
 
-    def check() -> float:
+    Attributes
+    ----------
+    inputs : tuple
+        Those of `cumla.mqa_logits`.
+    out : array
+        Poisoned, until it is written.
+    """
+
+    def __init__(self, gpu: Gpu, case: PrefillLogitsCase) -> None:
+        self.gpu, self.case = gpu, case
+        q, weights = _queries(gpu, (case.q_len,))
+        k = gpu.empty((case.kv_len, DIM), "uint8")
+        scale = gpu.empty((case.kv_len,), "float32")
+        quantize_fp8(_normal(gpu, (case.kv_len, DIM), seed=8), out=k, scale_out=scale)
+        ks = gpu.upload(np.zeros(case.q_len, np.int32))
+        ke = gpu.upload(case.ends.astype(np.int32))
+        self.inputs = (q, (k, scale), weights, ks, ke)
+        self.out = _poisoned(gpu, (case.q_len, case.kv_len))
+
+    def run(self) -> object:
+        """Score the tokens."""
+        return mqa_logits(*self.inputs, out=self.out)
+
+    def check(self) -> float:
+        """Hold rows of `out` against float64; the worst relative error."""
+        gpu, case = self.gpu, self.case
+        q, (k, scale), weights, *_ = self.inputs
         keys, scales = gpu.download(k).view(_E4M3), gpu.download(scale)
         return max(
             _row_error(
                 f"{case.name}: the logits of query {i}",
-                gpu.download(out[i]),
+                gpu.download(self.out[i]),
                 gpu.download(q[i]).view(_E4M3),
                 gpu.download(weights[i]),
                 keys[: case.ends[i]],
@@ -283,11 +307,19 @@ def _prefill(gpu: Gpu, case: PrefillLogitsCase) -> tuple[Callable[[], object], C
             for i in _some(case.q_len)
         )
 
-    return partial(mqa_logits, q, (k, scale), weights, ks, ke, out=out), check
 
+class DecodeStep:
+    """Arrays of a decoding step on the device, with a plan whose schedule is ready.
 
-class _Step:
-    """Arrays of a decoding step on the device, with a plan whose schedule is ready."""
+    Attributes
+    ----------
+    q, cache, weights, lengths, tables
+        What `cumla.paged_mqa_logits` takes, a block table for each of the caches.
+    out : array
+        Poisoned, until it is written.
+    plan : PagedMQALogitsPlan
+        For all of them.
+    """
 
     def __init__(self, gpu: Gpu, case: PagedLogitsCase, caches: int) -> None:
         self.gpu, self.case = gpu, case
@@ -311,8 +343,8 @@ class _Step:
         inputs = (self.q, self.cache, self.weights, self.lengths, self.tables[number])
         return self.plan.run(*inputs, max_context_len=self.case.kv_len, out=self.out)
 
-    def check(self, number: int = 0) -> float:
-        """Hold rows of what a cache gave against float64; the worst relative error."""
+    def check(self, number: int = 0, *, clean: bool = True) -> float:
+        """Hold rows of what a cache gave against float64, -inf if clean; the worst error."""
         gpu, case = self.gpu, self.case
         worst = 0.0
         for request in _some(case.batch):
@@ -322,10 +354,11 @@ class _Step:
             scales = np.ascontiguousarray(own[:, PAGE_SIZE * DIM :]).view(np.float32).ravel()
             for i in range(case.next_n):
                 row = request * case.next_n + i
-                seen = max(case.kv_len - (case.next_n - 1 - i), 0)
+                seen = case.seen[i]
+                got = gpu.download(self.out[row])
                 error = _row_error(
                     f"{case.name}: the logits of query {i} of request {request}",
-                    gpu.download(self.out[row]),
+                    got if clean else got[:seen],
                     gpu.download(self.q[request, i]).view(_E4M3),
                     gpu.download(self.weights[row]),
                     keys[:seen],

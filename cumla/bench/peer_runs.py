@@ -58,7 +58,7 @@ def peer_cases(cases: tuple[Case, ...], names: tuple[str, ...] | None) -> tuple[
     cases : tuple of Case
         What cumla runs.
     names : tuple of str or None
-        Libraries that were asked for; None if nobody asked.
+        What was asked for, keys of `PEERS` among it; None if nobody asked.
 
     Returns
     -------
@@ -67,7 +67,7 @@ def peer_cases(cases: tuple[Case, ...], names: tuple[str, ...] | None) -> tuple[
     """
     if names is None:
         return tuple(case for case in cases if case in PEER_CASES)
-    return cases if names else ()
+    return cases if any(name in PEERS for name in names) else ()
 
 
 def run_peers(bench: Workbench, case: Case, names: tuple[str, ...] | None) -> PeerRuns:
@@ -80,14 +80,14 @@ def run_peers(bench: Workbench, case: Case, names: tuple[str, ...] | None) -> Pe
     case : Case
         What to run.
     names : tuple of str or None
-        Keys of `PEERS`; None for all.
+        Keys of `PEERS`, the others are left out; None for all.
 
     Returns
     -------
     PeerRuns
     """
     runs = PeerRuns({}, [])
-    for name in PEERS if names is None else names:
+    for name in PEERS if names is None else (name for name in names if name in PEERS):
         title, modules, prepare = PEERS[name]
         missing = [module for module in modules if find_spec(module) is None]
         if missing:

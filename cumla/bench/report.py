@@ -349,12 +349,27 @@ def _indexer(results: Results) -> list[Table]:
         _operation(name, keys, [row for row in rows if row["op"] == name])
         for name, keys in _INDEXER_OPERATIONS.items()
     ]
-    return [table for table in (logits, schedule, *operations) if len(table) > 1]
+    tables = (logits, schedule, _indexer_in_turns(rows), *operations)
+    return [table for table in tables if len(table) > 1]
+
+
+def _indexer_in_turns(rows: Sequence[Row]) -> Table:
+    """Show what a peer of this run took in turns with cumla."""
+    table = [["indexer in turns: op", "batch", "queries", "kv_len", "us", "DeepGEMM us", "x"]]
+    for row in rows:
+        for peer in _measured(row).values():
+            times = [_us(peer["own_us"]), _us(peer["us"]), f"{peer['x']:.3f}"]
+            table.append([*_logits_shape(row), *times])
+    return table
+
+
+def _logits_shape(row: Row) -> list[str]:
+    queries = row["next_n"] if "next_n" in row else row["q_len"]
+    return [row["op"], str(row.get("batch", 1)), str(queries), str(row["kv_len"])]
 
 
 def _logits_cells(row: Row) -> list[str]:
-    queries = row["next_n"] if "next_n" in row else row["q_len"]
-    shape = [row["op"], str(row.get("batch", 1)), str(queries), str(row["kv_len"])]
+    shape = _logits_shape(row)
     if "failed" in row:
         return [*shape, "wrong result", *[""] * 5]
     return [

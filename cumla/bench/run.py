@@ -34,12 +34,14 @@ from cumla.bench.host import HOST_CASE, SCHEDULES, host_times, time_schedule
 from cumla.bench.indexer import (
     LOGITS,
     LOGITS_SCHEDULES,
+    LogitsCase,
     logits_row,
     logits_schedule_row,
     measure_logits,
     time_logits_schedule,
 )
 from cumla.bench.indexer_cache import INDEXER_CACHE, measure_indexer_cache
+from cumla.bench.logits_peers import DEEP_GEMM, run_deep_gemm
 from cumla.bench.merge import MERGE, measure_merge
 from cumla.bench.operations import Measure, OperationCase, operation_row
 from cumla.bench.pages import PAGES, measure_pages, pages_row
@@ -76,11 +78,14 @@ PROTOCOL = (
     "cleaned, inputs normal(0, 1) quantised, some rows checked against float64 first; bytes: each "
     "visible token's 132 once, the logits; the matrix-product ceiling is that of float8_e4m3fn. "
     "Peers that are marked as measured ran in this run, on the same inputs, planned or gathered "
-    "beforehand, median of 15 (FA3-MLA: with the best of three numbers of splits); the others were "
+    "beforehand, median of 15 (FA3-MLA: with the best of three numbers of splits; DeepGEMM: in "
+    "turns with cumla, median of three of 30 each, paged logits not cleaned); the others were "
     "measured on the GPU that `peers` names and are scaled by the ratio of the two GPUs' ceilings"
 )
 
 _REFUSED = ("CUMLA_CHECK", "CUMLA_DEBUG")  # they make everything slower
+# The last one's version ends with its commit where it was built from a checkout.
+_OTHERS = ("torch", "triton", "flashinfer-python", "jax", "deep_gemm")
 
 Note = Callable[[str], None]
 Results = dict[str, Any]
@@ -90,7 +95,8 @@ def steps(cases: tuple[Case, ...], peers: tuple[str, ...] | None = None) -> int:
     """Count how often `run` calls its `note`."""
     sections = (RAGGED, INVARIANT, MERGE, APPEND, LOGITS, INDEXER_CACHE, ATTENTION, PAGES, FP8)
     whole = 3 + sum(map(len, sections)) if cases == DENSE else 0
-    return 1 + len(cases) + whole + len(peer_cases(cases, peers))
+    of_peers = len(peer_cases(cases, peers)) + len(_deep_gemm_cases(cases, peers))
+    return 1 + len(cases) + whole + of_peers
 
 
 def run(
@@ -111,8 +117,8 @@ def run(
     note : callable
         Told what has been done, a line a step.
     peers : tuple of str, optional
-        Keys of `cumla.bench.peer_runs.PEERS` that run on all cases; by default all run on a few
-        rows of the table.
+        Keys of `cumla.bench.peer_runs.PEERS` that run on all cases, and ``"deepgemm"``, which
+        runs on the indexer's; by default all run, on a few rows of the table and on the indexer's.
     warm : bool
         Leave the L2 cache as it is before a timed call.
 
@@ -154,6 +160,8 @@ def run(
             yield from _pages(gpu, results, timer, note)
             yield from _fp8(gpu, results, ceilings, timer, note)
         yield from _add_peers(bench, cases, peers, results, note)
+        for case in _deep_gemm_cases(cases, peers):
+            yield _add_deep_gemm(gpu, case, results, timer, note)
 
 
 def refuse_slow_kernels() -> None:
@@ -458,6 +466,31 @@ def _add_peers(
         yield results
 
 
+def _deep_gemm_cases(
+    cases: tuple[Case, ...], names: tuple[str, ...] | None
+) -> tuple[LogitsCase, ...]:
+    """Choose the cases on which DeepGEMM runs: all, if the indexer was measured."""
+    return LOGITS if cases == DENSE and (names is None or "deepgemm" in names) else ()
+
+
+def _add_deep_gemm(
+    gpu: Gpu, case: LogitsCase, results: Results, timer: GpuTimer, note: Note
+) -> Results:
+    """Run DeepGEMM on a case of the indexer, and put it beside the rows of that shape."""
+    runs = run_deep_gemm(gpu, case, timer)
+    results["notes"] += [line for line in runs.notes if line not in results["notes"]]
+    wanted = case.to_json()
+    for row in results["indexer"]:
+        same = all(
+            row.get(key) == wanted.get(key) for key in ("batch", "next_n", "q_len", "kv_len")
+        )
+        if same and row["op"] in runs.turns and "failed" not in row:
+            row.setdefault("peers", {})[DEEP_GEMM] = runs.turns[row["op"]].to_json()
+    times = ", ".join(f"{op} {turns.peer.us:.1f} us" for op, turns in runs.turns.items())
+    note(f"{case.name}: {f'{DEEP_GEMM}, {times}' if times else 'no peer ran'}")
+    return results
+
+
 def _schedule_rows(bench: Workbench, published: Peers) -> list[Results]:
     return [
         {
@@ -493,7 +526,7 @@ def _machine(gpu: Gpu) -> dict[str, Any]:
         "cupy": ", ".join(installed_cupy()),
         "nvrtc": f"{major}.{minor}",
         "cuda_bindings": _version("cuda-bindings"),
-        **{name: _version(name) for name in ("torch", "triton", "flashinfer-python", "jax")},
+        **{name: _version(name) for name in _OTHERS},
         "python": platform.python_version(),
     }
 

@@ -19,7 +19,7 @@ __all__ = ["add_parser", "run"]
 
 _GRID = {"batch": 128, "q_len": 1, "heads": 128, "kv_len": 4096}
 """What a grid has along the axes that are not given."""
-_PEERS = ("sdpa", "triton", "flashinfer", "flashmla", "fa3")
+_PEERS = ("sdpa", "triton", "flashinfer", "flashmla", "fa3", "deepgemm")
 
 
 class _UsageError(Exception):
@@ -77,8 +77,9 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=("all", "none", *_PEERS),
         metavar="NAME",
-        help=f"libraries to run on every case, if installed: all, none or {', '.join(_PEERS)}; by "
-        "default all of them on a few rows of the table",
+        help=f"libraries to run on every case, if installed: all, none or {', '.join(_PEERS)} (the "
+        "last on the indexer, which comes with the whole table); by default all of them, on a few "
+        "rows of the table and on the indexer",
     )
     group.add_argument(
         "--explain",

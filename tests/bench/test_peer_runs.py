@@ -99,6 +99,11 @@ def test_what_a_peer_cannot_do_is_said(
     assert run(gpu, case, name).notes[0].endswith(f"{case.name}: ValueError: {reason}")
 
 
+def test_what_runs_elsewhere_is_left_out(gpu: FakeGpu):
+    runs = run(gpu, CASE, "deepgemm", "sdpa")
+    assert (set(runs.times), runs.notes) == ({"torch SDPA"}, [])
+
+
 def test_missing_libraries_are_named(gpu: FakeGpu):
     bench = Workbench(gpu, (CASE,))
     runs = run_peers(bench, CASE, None)
@@ -315,11 +320,13 @@ def test_who_runs_where(monkeypatch: pytest.MonkeyPatch):
     assert peer_cases(cases, None) == (CASE,)
     assert peer_cases(cases, ("sdpa",)) == cases
     assert peer_cases(cases, ()) == ()
+    assert peer_cases(cases, ("deepgemm",)) == ()
+    assert peer_cases(cases, ("deepgemm", "sdpa")) == cases
     assert peer_cases(DENSE, ("flashmla", "fa3", "flashinfer")) == DENSE
 
 
 def test_names_and_titles():
     """The command names all of them; where times are published, a title supersedes them."""
-    assert tuple(PEERS) == cli._PEERS
+    assert (*PEERS, "deepgemm") == cli._PEERS
     published = {row["peer"] for row in load_peers().rows}
     assert {PEERS[name][0] for name in ("flashinfer", "flashmla", "fa3")} <= published

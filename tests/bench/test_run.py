@@ -24,10 +24,12 @@ from cumla.bench import (
     host,
     indexer,
     indexer_cache,
+    logits_peers,
     merge,
     peer_runs,
     run,
     start,
+    timing,
 )
 from cumla.bench.append import AppendCase
 from cumla.bench.attention import AttentionCase
@@ -37,6 +39,7 @@ from cumla.bench.fp8 import FORMATS
 from cumla.bench.gpu import Gpu
 from cumla.bench.indexer import PagedLogitsCase, PrefillLogitsCase
 from cumla.bench.indexer_cache import IndexerCacheCase
+from cumla.bench.logits_peers import LogitsPeerRuns, Turns
 from cumla.bench.merge import MergeCase
 from cumla.bench.peers import PeerTime
 from cumla.bench.report import to_csv, to_markdown, to_text
@@ -86,7 +89,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(indexer, "_GRAPH_CALLS", 2)
     monkeypatch.setattr(indexer, "_ROTATED_BYTES", 2 * LOGITS[1].cache_bytes)
     monkeypatch.setattr(peer_runs, "PEER_CASES", CASES[1:])
-    monkeypatch.setattr(peer_runs, "find_spec", lambda name: None)
+    for module in (peer_runs, logits_peers):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
     monkeypatch.setattr(run, "import_cupy", lambda: None)
     for module in (run, host):
         monkeypatch.setattr(module, "HOST_CASE", Case(2, 1, 2, 64))
@@ -175,6 +179,7 @@ def test_everything_else_is_recorded(results):
         "FlashInfer: torch and flashinfer not installed",
         "FlashMLA: torch and flash_mla not installed",
         "FA3-MLA: torch and flash_attn_interface not installed",
+        "DeepGEMM: torch and deep_gemm not installed",
     ]
 
 
@@ -500,7 +505,7 @@ def test_steps_are_counted_and_results_grow(fake):
     assert seen[0] == (1, True)
     assert seen[-1] == (2, True)
     assert told[0] == "import and first calls"
-    assert len(told) == run.steps(CASES) == 22
+    assert len(told) == run.steps(CASES) == 25
     told.clear()
     *_, results = run.run(CASES[:1], told.append)
     assert len(told) == run.steps(CASES[:1]) == 2
@@ -563,8 +568,8 @@ def test_peers_of_this_run_stand_beside_the_published_ones(fake, monkeypatch):
         "measured": True,
     }
     assert set(second["peers"]) == {"FlashMLA", "FlashInfer", "Triton"}
-    assert results["notes"] == ["torch SDPA: no"]
-    assert "\n\ntorch SDPA: no\n\n" in to_text(results)
+    assert results["notes"] == ["torch SDPA: no", "DeepGEMM: torch and deep_gemm not installed"]
+    assert "\n\ntorch SDPA: no\n" in to_text(results)
     lines = to_markdown(results).splitlines()
     at = next(i for i, line in enumerate(lines) if "peers of this run" in line)
     assert lines[at].endswith("| kv_len | us | FlashInfer us | x | Triton us | x |")
@@ -575,6 +580,44 @@ def test_peers_of_this_run_stand_beside_the_published_ones(fake, monkeypatch):
     del results["rows"][0]
     results["rows"][0]["peers"].pop("FlashMLA")
     assert "scaled" not in to_text(results)
+
+
+def test_deep_gemm_stands_beside_the_rows_of_its_shapes(fake, monkeypatch):
+    asked = []
+
+    def ran(gpu: Any, case: Any, timer: Any) -> LogitsPeerRuns:
+        asked.append((case, timer))
+        if case == LOGITS[1]:
+            return LogitsPeerRuns({}, ["DeepGEMM: no"])
+        times = [dense.Timing(us, us, us) for us in (5.0, 6.0, 2.0, 3.0)]
+        turns = {case.to_json()["op"]: Turns(*times[:2]), "paged_schedule": Turns(*times[2:])}
+        return LogitsPeerRuns(turns, [])
+
+    monkeypatch.setattr(run, "run_deep_gemm", ran)
+    told: list[str] = []
+    *_, results = run.run(CASES, told.append, peers=("deepgemm",))
+    assert asked == [(case, timing.time_cold) for case in LOGITS]
+    assert len(told) == run.steps(CASES, ("deepgemm",))
+    assert results["notes"] == ["DeepGEMM: no"]
+    entry = {"us": 6.0, "scaled_us": 6.0, "own_us": 5.0, "x": 1.2, "measured": True}
+    shapes = [(row["op"], row.get("batch"), row["kv_len"]) for row in results["indexer"][:5]]
+    found = [row.get("peers", {}).get("DeepGEMM", {}) for row in results["indexer"][:5]]
+    with_peer = dict(zip(shapes, found, strict=True))
+    for case in LOGITS:
+        row = case.to_json()
+        expected = {} if case == LOGITS[1] else entry
+        assert with_peer[row["op"], row.get("batch"), row["kv_len"]] == expected
+    of_schedule = with_peer["paged_schedule", LOGITS[0].batch, LOGITS[0].kv_len]
+    assert of_schedule == entry | {"us": 3.0, "scaled_us": 3.0, "own_us": 2.0, "x": 1.5}
+    lines = to_markdown(results).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("| indexer in turns: op |"))
+    assert lines[at + 2].endswith("| 5.0 | 6.0 | 1.200 |")
+    assert any(" | 1.20 | - |" in line for line in lines)
+    *_, results = run.run(CASES, told.append, peers=("sdpa",))
+    *_, results = run.run(CASES[:1], told.append, peers=("deepgemm",))
+    assert len(asked) == len(LOGITS)
+    *_, results = run.run(CASES, told.append)
+    assert len(asked) == 2 * len(LOGITS)
 
 
 def test_peers_can_be_chosen_for_all_rows(fake, monkeypatch):

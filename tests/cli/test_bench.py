@@ -75,7 +75,7 @@ def test_dtype_alone_is_the_table_in_that_dtype(asked: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("names", "peers"),
     [
-        (("all",), ("sdpa", "triton", "flashinfer", "flashmla", "fa3")),
+        (("all",), ("sdpa", "triton", "flashinfer", "flashmla", "fa3", "deepgemm")),
         (("none",), ()),
         (("triton", "sdpa"), ("triton", "sdpa")),
     ],

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepGEMM's logits in turns with cumla's, on the same arrays, where it is installed.
+
+They differ by less than a GPU does from one minute to the next, so each is timed several times,
+one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cumla.bench.cases import PAGE_SIZE
+from cumla.bench.gpu import Gpu
+from cumla.bench.host import as_tensor
+from cumla.bench.indexer import (
+    DecodeStep,
+    LogitsCase,
+    PagedLogitsCase,
+    PrefillLogitsCase,
+    PrefillStep,
+)
+from cumla.bench.timing import GpuTimer, Timing, time_cold
+
+__all__ = ["DEEP_GEMM", "LogitsPeerRuns", "Turns", "run_deep_gemm"]
+
+DEEP_GEMM = "DeepGEMM"
+_MODULES = ("torch", "deep_gemm")
+_ROUNDS = 3
+
+Call = Callable[[], Any]
+Pairs = dict[str, tuple[Call, Call]]
+"""Operation, as rows of the results name it, to cumla's call of it and DeepGEMM's."""
+
+
+class Turns(NamedTuple):
+    """Two libraries, in turns.
+
+    Attributes
+    ----------
+    own : Timing
+        Of cumla.
+    peer : Timing
+        Of the other one.
+    """
+
+    own: Timing
+    peer: Timing
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe it as the entry of a peer that ran in this run."""
+        us, own_us = self.peer.us, self.own.us
+        return {"us": us, "scaled_us": us, "own_us": own_us, "x": us / own_us, "measured": True}
+
+
+class LogitsPeerRuns(NamedTuple):
+    """What DeepGEMM took for a case.
+
+    Attributes
+    ----------
+    turns : dict
+        Operation to its times: the logits, and for pages ``paged_schedule`` as well.
+    notes : list of str
+        Why there are none.
+    """
+
+    turns: dict[str, Turns]
+    notes: list[str]
+
+
+def run_deep_gemm(gpu: Gpu, case: LogitsCase, timer: GpuTimer = time_cold) -> LogitsPeerRuns:
+    """Check DeepGEMM's logits against float64, and time them in turns with cumla's.
+
+    Parameters
+    ----------
+    gpu : Gpu
+        Entered.
+    case : LogitsCase
+        What to run. Those of a prefill are cleaned. Paged ones are not by DeepGEMM, whose newer
+        versions cannot.
+    timer : GpuTimer
+        How to time a call.
+
+    Returns
+    -------
+    LogitsPeerRuns
+        Whatever DeepGEMM raises becomes a note.
+    """
+    missing = [module for module in _MODULES if find_spec(module) is None]
+    if missing:
+        return LogitsPeerRuns({}, [f"{DEEP_GEMM}: {' and '.join(missing)} not installed"])
+    try:
+        torch, deep_gemm = (import_module(name) for name in _MODULES)
+        with gpu.torch_stream(torch):
+            if isinstance(case, PrefillLogitsCase):
+                pairs = _prefill(gpu, case, torch, deep_gemm)
+            else:
+                pairs = _paged(gpu, case, torch, deep_gemm)
+            turns = {name: _in_turns(gpu, *pair, timer) for name, pair in pairs.items()}
+        return LogitsPeerRuns(turns, [])
+    except Exception as error:  # of any kind, from code that is not ours
+        reason = str(error).strip().partition("\n")[0]
+        note = f"{DEEP_GEMM}: {case.name}: {type(error).__name__}: {reason}"
+        return LogitsPeerRuns({}, [note])
+
+
+def _in_turns(gpu: Gpu, own: Call, peer: Call, timer: GpuTimer) -> Turns:
+    rounds = [(timer(gpu, own), timer(gpu, peer)) for _ in range(_ROUNDS)]
+    return Turns(*(Timing.of_turns(times) for times in zip(*rounds, strict=True)))
+
+
+def _prefill(gpu: Gpu, case: PrefillLogitsCase, torch: Any, deep_gemm: Any) -> Pairs:
+    step = PrefillStep(gpu, case)
+    step.run()
+    step.check()
+    q, (k, scale), weights, ks, ke = step.inputs
+    call = partial(
+        deep_gemm.fp8_mqa_logits,
+        _as_fp8(torch, q),
+        (_as_fp8(torch, k), as_tensor(torch, scale)),
+        *(as_tensor(torch, array) for array in (weights, ks, ke)),
+        clean_logits=True,
+    )
+    gpu.fill_bytes(step.out, 0xFF)
+    as_tensor(torch, step.out).copy_(call())
+    step.check()
+    return {"mqa_logits": (step.run, call)}
+
+
+def _paged(gpu: Gpu, case: PagedLogitsCase, torch: Any, deep_gemm: Any) -> Pairs:
+    step = DecodeStep(gpu, case, caches=1)
+    step.run()
+    step.check()
+    # What each query sees: the one form of lengths that all versions take.
+    lengths = as_tensor(torch, gpu.upload(np.array([case.seen] * case.batch, np.int32)))
+    parts = deep_gemm.get_num_sms() // (2 if case.next_n == 4 else 1)  # as its own tests do
+    schedule = partial(deep_gemm.get_paged_mqa_logits_metadata, lengths, PAGE_SIZE, parts)
+    call = partial(
+        deep_gemm.fp8_paged_mqa_logits,
+        _as_fp8(torch, step.q),
+        as_tensor(torch, step.cache),
+        as_tensor(torch, step.weights),
+        lengths,
+        as_tensor(torch, step.tables[0]),
+        schedule(),
+        case.kv_len,
+        clean_logits=False,
+    )
+    gpu.fill_bytes(step.out, 0xFF)
+    as_tensor(torch, step.out).copy_(call())
+    step.check(clean=False)
+    update = partial(step.plan.update, step.lengths)
+    return {"paged_mqa_logits": (step.run, call), "paged_schedule": (update, schedule)}
+
+
+def _as_fp8(torch: Any, array: Any) -> Any:
+    return as_tensor(torch, array).view(torch.float8_e4m3fn)
