@@ -64,6 +64,10 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
   const int offset = first_of_box<kForm>(p);
   PageRow next = now.template row_of<kForm>(offset);
   if constexpr (kSharedBlocks) ahead.next();
+  // Nothing begins without the query, so it does not share the bandwidth with the second block. Where that belongs to
+  // another request, the query's barrier may have gone on before.
+  if (parity == 1 && now.valid() && now.place == part.place)
+    mbarrier_wait(shared.query_full(), 0, "the first query");
 #pragma unroll 1
   while (now.valid()) {
     const PageRow from = next;

@@ -22,8 +22,8 @@
 // multiplying, summing and storing. 256 columns: 512 tensor clocks, 341 issue slots. The loading warp has 430 clocks, too:
 // it issues some 30 instructions a block.
 //
-// Shared memory:  head_dim 128: up to 64 columns, ring of 24 blocks 202,752 + 2 queries 16,992; up to 128, 22 blocks 185,856
-//                 + 33,920; up to 256, 18 blocks 152,064 + 67,776; up to 512, 10 blocks 84,480 + 135,488; and some 500 B
+// Shared memory:  head_dim 128: up to 64 columns, ring of 12 blocks 101,376 + 2 queries 16,992; up to 128, 12 blocks
+//                 + 33,920; up to 256, 12 blocks + 67,776; up to 512, 10 blocks 84,480 + 135,488; and some 400 B
 // Registers:      224 of a consumer, of which accumulators 64 or 128, weights 16, 32 or 64; 56 of the others
 #include "mqa_logits_layout.cuh"
 #include "mqa_logits_load.cuh"
@@ -97,6 +97,9 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
     const char* const row = p.block_table + min(item, p.lengths.batch - 1) * p.block_table_stride;
     return reinterpret_cast<const int*>(row)[min(token, static_cast<u32>(p.lengths.most_tokens - 1)) >> p.log2_of_page];
   };
+  // Tokens are read once. As ordinary lines they would push logits out of L2, and DRAM would turn from reading to writing
+  // and back all the time.
+  const u64 policy = evict_first_policy();
   u32 loaded = 0;  // blocks before the segment
   Segment segment;
 #pragma unroll 1
@@ -127,8 +130,8 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
           fence_proxy_async_shared();  // the scales that were there have been read by ordinary loads
           mbarrier_arrive_expect_tx(full, token < tokens ? box_bytes + scale_bytes : 0);
           if (token < tokens) {
-            tma_load_3d_async(shared.block(slot) + in_block * box_bytes, &p.keys, full, 0, in_page, page);
-            copy_bulk_async(shared.scales_of(slot) + in_block * scale_bytes, scales, scale_bytes, full);
+            tma_load_3d_async(shared.block(slot) + in_block * box_bytes, &p.keys, full, 0, in_page, page, policy);
+            copy_bulk_async(shared.scales_of(slot) + in_block * scale_bytes, scales, scale_bytes, full, policy);
           }
         }
         __syncwarp();
@@ -145,14 +148,14 @@ __device__ __forceinline__ void paged_mqa_logits(const PagedMqaParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const LogitsLayout<Shape> shared(shared_address(shared_bytes));
   if (threadIdx.x == 32) prefetch_tensor_map(&p.keys);
-  if (threadIdx.x == 0) initialise_barriers(shared, 1 << max(6 - p.log2_of_page, 0));
+  if (threadIdx.x == kLogitsThreads - 32) initialise_barriers(shared, 1 << max(6 - p.log2_of_page, 0));
   prefetch_lengths(p);
   grid_dependency_launch();
-  __syncthreads();
   grid_dependency_wait();
 
   const Requests work{p};
   const SegmentCursor<Requests> cursor{work, bound_of(p, blockIdx.x), bound_of(p, blockIdx.x + 1)};
+  __syncthreads();  // barriers are made while the bounds come
   do_segments(p.logits, work, shared, cursor, [&] { load_pages(p, shared, cursor); });
 }
 

@@ -16,22 +16,32 @@ __device__ __forceinline__ void tma_load_2d_async(u32 destination, const TensorM
       : "memory");
 }
 
+// PTX ISA: Data Movement and Conversion Instructions: createpolicy
+// For what is read once: L2 gives up these lines before others.
+__device__ __forceinline__ u64 evict_first_policy() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.tensor
 __device__ __forceinline__ void tma_load_3d_async(u32 destination, const TensorMap* map, u32 barrier, int x, int y,
-                                                  int z) {
+                                                  int z, u64 policy) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-          destination),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(destination),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy)
       : "memory");
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk
 // Addresses and bytes are multiples of 16.
-__device__ __forceinline__ void copy_bulk_async(u32 destination, const void* source, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
-               "l"(source), "r"(bytes), "r"(barrier)
-               : "memory");
+__device__ __forceinline__ void copy_bulk_async(u32 destination, const void* source, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          destination),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: cp.async
