@@ -1060,6 +1060,8 @@ def test_what_the_kernel_is_told_of_the_cache(
         "decode.partial_out": (9 << 40) + key.layout.partial_out,
         "decode.num_pages": 70,
         "decode.page_size": page_size,
+        "decode.by_heads_per_group.shift": 6,
+        "decode.by_page_size.shift": 6 if page_size == 64 else 4,
         "decode.row_groups": 2,
         "decode.out_is_float": 1,
         "scales.base": 6 << 40 if grouped else 0,
