@@ -64,7 +64,7 @@ struct MlaDecodeParams {
   int causal;
   int out_is_float;
   float scale_log2;  // softmax_scale * log2(e)
-  Divisor by_heads_per_group, by_page_size;
+  Divisor by_heads_per_group, by_page_size, by_num_heads, by_q_len;
 };
 
 // Which rows a CTA has: grid = (row tiles of a kv head, parts, kv heads).

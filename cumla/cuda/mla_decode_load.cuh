@@ -103,7 +103,7 @@ __device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int t
   const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
 #pragma unroll 1
   for (int i = cta * threads + thread; i < lines; i += ctas * threads) {
-    const int row = i / kTiles, tokens = row / heads, request = tokens / p.q_len;
+    const int row = i / kTiles, tokens = quotient(row, p.by_num_heads), request = quotient(tokens, p.by_q_len);
     prefetch_l2(query_tile(p, i - row * kTiles, request, tokens - request * p.q_len, row - tokens * heads));
   }
 }

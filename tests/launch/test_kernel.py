@@ -199,6 +199,10 @@ def test_the_decode_kernels_parameters_by_name(
         "by_heads_per_group.shift": 5,
         "by_page_size.magic": divisor_of(page_size)[0],
         "by_page_size.shift": divisor_of(page_size)[1],
+        "by_num_heads.magic": 3123612579,
+        "by_num_heads.shift": 6,
+        "by_q_len.magic": 2863311531,  # ceil(2^33 / 3)
+        "by_q_len.shift": 2,
         "row_groups": key.row_groups,
         "may_wait": key.may_wait,
         "causal": 1,

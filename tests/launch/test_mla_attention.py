@@ -371,6 +371,8 @@ def test_the_attentions_parameters_by_name(listed: bool) -> None:
         "by_heads_per_group.shift": 5,
         "by_page_size.magic": 1 << 31,
         "by_page_size.shift": 4,
+        "by_num_heads.shift": 6,
+        "by_q_len.shift": 6,
         "row_groups": 4,
         "may_wait": 1,
         "causal": 1,
