@@ -54,16 +54,14 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, 
 }
 
 // Loads the blocks of one parity into their stage as it becomes free: one thread, of kBoxes a warp. With kSharedBlocks
-// (compute-bound) it also has L2 fetch the block after next, so that a load waits for L2 and not for DRAM; the row tiles
-// share that work. With one row tile (memory-bound) that only lengthens the queue of the copy engine.
+// (compute-bound) it also has L2 fetch its next block, so that a load waits for L2 and not for DRAM; the row tiles share
+// that work. With one row tile (memory-bound) that only lengthens the queue of the copy engine.
 template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
                                         const Part& part, int last_place, int parity) {
   BlockCursor<2, AnyTile> now(p, tile, part, last_place, parity);
-  BlockCursor<2, AnyTile> ahead = now;
   const int offset = first_of_box<kForm>(p);
   PageRow next = now.template row_of<kForm>(offset);
-  if constexpr (kSharedBlocks) ahead.next();
   // Nothing begins without the query, so it does not share the bandwidth with the second block. Where that belongs to
   // another request, the query's barrier may have gone on before.
   if (parity == 1 && now.valid() && now.place == part.place)
@@ -83,14 +81,11 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
       else
         load_tiles<kForm, kHalfTiles>(p, destination, column, false, barrier, from);
     }
-    if constexpr (kSharedBlocks) {
-      if (ahead.valid()) {
-        prefetch_block<kForm>(p, ahead.template row_of<kForm>(offset));
-        ahead.next();
-      }
-    }
     now.next();
     next = now.template row_of<kForm>(offset);
+    if constexpr (kSharedBlocks) {
+      if (now.valid()) prefetch_block<kForm>(p, next);
+    }
   }
 }
 

@@ -54,7 +54,8 @@ struct BlockCursor {
   __device__ __forceinline__ PageRow row_of(int offset) const {
     const int first = valid() ? (segment.begin + i) * kBlockTokens : 0;
     if (!valid() || (kForm != kPages && offset >= segment.tokens - first)) return {-1, 0};
-    const u32 token = first + offset, entry = quotient(token, p.by_page_size);
+    const u32 token = first + offset;
+    const u32 entry = kForm == kPages && p.page_size == kBlockTokens ? token / kBlockTokens : quotient(token, p.by_page_size);
     return {page_of(p, tile, segment, entry), static_cast<int>(token - entry * p.page_size)};
   }
   __device__ __forceinline__ void next() {
