@@ -7,6 +7,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/wgmma_fp8.cuh"
+#include "ptx/wgmma_narrow.cuh"
 
 namespace cumla {
 
@@ -42,7 +43,9 @@ struct LogitsConsumer {
   u32 buffer = 0;
   int token = 0;  // of this thread, in the next block to finish
   Target targets[kTiles];
-  float weights[kTiles][kOwn];
+  u32 positive[kOwn];     // products, or 0, of the unit that becomes logits
+  float sums[kSets][4];   // of it, over heads
+  float scale, scale_8;
   float accumulators[kUnits][2 * kOwn];
 
   __device__ __forceinline__ LogitsConsumer(const LogitsParams& p, const LogitsLayout<Shape>& shared, int consumer)
@@ -77,15 +80,8 @@ struct LogitsConsumer {
   // What a segment's units have in common.
   __device__ __forceinline__ void load_segment() {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
+    for (int t = 0; t < kTiles; ++t)
       if (kKeepsTargets) targets[t] = load_target(tile(t), 0);
-#pragma unroll
-      for (int i = 0; i < kOwn; i += 2) {
-        const float2 pair = load_shared_float2(shared.weights_of(buffer) + tile(t) * Shape::kTile * 4 + i * 16 + lane % 4 * 8);
-        weights[t][i] = pair.x;
-        weights[t][i + 1] = pair.y;
-      }
-    }
   }
 
   // accumulators = block x tile, begun.
@@ -104,52 +100,54 @@ struct LogitsConsumer {
     if (kTiles == 1 || kParity == 1) multiplied.advance(kStep);
   }
 
-  // Accumulators -> logits. The product is done; with it, or with that by the other tile, the block's slot is free.
+  // The product is done: its positive parts times the weights, begun. Accumulators are free now, and with them, or with
+  // those of the other tile, the block's slot.
   template <int kParity>
-  __device__ __forceinline__ void finish() {
+  __device__ __forceinline__ void begin_sums() {
     constexpr int kTile = kTiles == 2 ? kParity : 0;
-    constexpr bool kLast = kTiles == 1 || kParity == 1;
+    constexpr int kSteps = Shape::kSetColumns / 16;
     keep_behind_wait(accumulators[kParity]);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i)
+      positive[i] = pack_positive(accumulators[kParity][2 * i], accumulators[kParity][2 * i + 1]);
     const u32 scales = shared.scales_of(finished.slot) + token_in_block() * 4;
-    const float scale = load_shared_float(scales);
-    const float scale_8 = kLanes == 1 ? load_shared_float(scales + 32) : 0.0f;
-    if (kLast) {
-      __syncwarp();
+    scale = load_shared_float(scales);
+    if (kLanes == 1) scale_8 = load_shared_float(scales + 32);
+    __syncwarp();
+    if (kTiles == 1 || kParity == 1) {
       if (lane == 0) mbarrier_arrive(shared.free(finished.slot));
       finished.advance(kStep);
     }
+    const u32 weights = shared.weights_of(buffer) + tile(kTile) * Shape::kTile * 16;
+    keep_before_products(positive);
+    warpgroup_arrive();
+#pragma unroll
+    for (int set = 0; set < kSets; ++set)
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int k = set * kSteps + step;
+        wgmma_m64n8k16_async(sums[set], positive + 4 * k, descriptor_of_chunks(weights + k * 256), step > 0);
+      }
+    warpgroup_commit();
+  }
+
+  // The sums are there: logits.
+  template <int kParity>
+  __device__ __forceinline__ void finish() {
+    constexpr int kTile = kTiles == 2 ? kParity : 0;
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
+      keep_behind_wait(sums[set]);
       const Target target = kKeepsTargets ? targets[kTile] : load_target(tile(kTile), set);
-      float low, high;
-      sum_heads(accumulators[kParity], weights[kTile], set, low, high);
+      const float low = sums[set][0] + sums[set][1], high = sums[set][2] + sums[set][3];
       if (kLanes == 1) {
         store(target, token, low * scale);
         store(target, token + 8, high * scale_8);
       } else {
-        float sum = take_half(low, high);
-        if (kLanes == 4) sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        store(target, token, sum * scale);
+        store(target, token, (lane % 2 ? high : low) * scale);
       }
     }
-    if (kLast) token += kStep * kBlockTokens;
-  }
-
-  // sum of weight * max(product, 0) over this thread's heads of a query row.
-  __device__ __forceinline__ static void sum_heads(const float (&accumulators)[2 * kOwn], const float (&weights)[kOwn],
-                                                   int set, float& low, float& high) {
-    low = high = 0.0f;
-#pragma unroll
-    for (int i = set * kOwnOfSet; i < (set + 1) * kOwnOfSet; ++i) {
-      low = __fmaf_rn(fmaxf(accumulators[4 * (i / 2) + i % 2], 0.0f), weights[i], low);
-      high = __fmaf_rn(fmaxf(accumulators[4 * (i / 2) + 2 + i % 2], 0.0f), weights[i], high);
-    }
-  }
-
-  // Two neighbours each have a part of two sums: one gets the whole of the first, the other of the second.
-  __device__ __forceinline__ float take_half(float low, float high) const {
-    const bool second = lane % 2;
-    return (second ? high : low) + __shfl_xor_sync(0xffffffffu, second ? low : high, 1);
+    if (kTiles == 1 || kParity == 1) token += kStep * kBlockTokens;
   }
 
   // Of four lanes with one sum the first two store it, a token each.
@@ -160,38 +158,54 @@ struct LogitsConsumer {
     store_global_low_half_if(valid && out_is_bf16, out, pack_pair<Bf16>(logit, 0.0f));
   }
 
-  // All units of a segment into one set of accumulators.
-  __device__ __forceinline__ void score_singly(int units) {
-#pragma unroll 1
-    for (; units > 0; --units) {
-      multiply<0>();
+  // A unit, whose product is done; with kMore the next one into its accumulators, which the tensor cores go on with.
+  template <int kParity, bool kMore>
+  __device__ __forceinline__ void step() {
+    begin_sums<kParity>();
+    if constexpr (kMore) {
+      multiply<kParity>();
+      warpgroup_wait<1>();
+    } else {
       warpgroup_wait<0>();
-      finish<0>();
     }
+    finish<kParity>();
+  }
+
+  // All units of a segment, of which there are some, into one set of accumulators.
+  __device__ __forceinline__ void score_singly(int units) {
+    multiply<0>();
+    warpgroup_wait<0>();
+#pragma unroll 1
+    for (; units > 1; --units) {
+      step<0, true>();
+      warpgroup_wait<0>();
+    }
+    step<0, false>();
   }
 
   // All units of a segment, of which there are some, in turns into two sets of accumulators.
   __device__ __forceinline__ void score_in_pairs(int units) {
     multiply<0>();
+    if (units == 1) {
+      warpgroup_wait<0>();
+      step<0, false>();
+      return;
+    }
+    multiply<1>();
+    warpgroup_wait<1>();
     int left = units;
 #pragma unroll 1
-    for (; left > 2; left -= 2) {
-      multiply<1>();
-      warpgroup_wait<1>();
-      finish<0>();
-      multiply<0>();
-      warpgroup_wait<1>();
-      finish<1>();
+    for (; left > 3; left -= 2) {
+      step<0, true>();
+      step<1, true>();
     }
-    if (left == 2) {  // always so with two tiles; ptxas serialises the products where it is not asked
-      multiply<1>();
-      warpgroup_wait<1>();
-      finish<0>();
-      warpgroup_wait<0>();
-      finish<1>();
+    if (left == 2) {
+      step<0, false>();
+      step<1, false>();
     } else {
-      warpgroup_wait<0>();
-      finish<0>();
+      step<0, true>();
+      step<1, false>();
+      step<0, false>();
     }
   }
 
@@ -209,10 +223,12 @@ struct LogitsConsumer {
       const int skipped = Shape::kTakesTurns ? (before ^ consumer) & 1 : 0;
       const int mine = Shape::kTakesTurns ? (blocks - skipped + 1) / 2 : blocks;
       token = (first + skipped) * kBlockTokens + token_in_block();
-      if constexpr (kUnits == 1)
-        score_singly(mine);
-      else if (mine > 0)
-        score_in_pairs(mine * kTiles);
+      if (mine > 0) {
+        if constexpr (kUnits == 1)
+          score_singly(mine);
+        else
+          score_in_pairs(mine * kTiles);
+      }
       before += blocks;
       mbarrier_arrive(shared.query_free(buffer));  // every lane for what it read itself
     }

@@ -111,7 +111,7 @@ struct LogitsLayout {
   static constexpr int kScaleBytes = kBlockTokens * 4;
   static constexpr int kTileBytes = Shape::kTile * Shape::kDim;
   static constexpr int kQueryBytes = Shape::kColumns * Shape::kDim;
-  static constexpr int kWeightBytes = Shape::kColumns * 4;
+  static constexpr int kWeightBytes = Shape::kColumns * 16;
   static constexpr int kTargetBytes = Shape::kRows * 16;
   static constexpr int kScratchBytes = 128;
   static constexpr int kScratchOffset = Shape::kStages * (kBlockBytes + kScaleBytes) +

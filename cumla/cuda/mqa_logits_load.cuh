@@ -27,6 +27,25 @@ __device__ __forceinline__ void initialise_barriers(const LogitsLayout<Shape>& s
   fence_mbarrier_init();
 }
 
+// One column's weight as the products that sum over heads want it: of each eight columns 8 x 8 numbers, contiguous in the
+// columns, of which those of other query rows are 0. A query row has the upper and the lower half of a weight, in as many
+// pairs as lanes share it.
+template <typename Shape>
+__device__ __forceinline__ void store_weight(u32 weights, int column, float weight) {
+  constexpr int kLanes = 4 / Shape::kSide;
+  const u32 upper = pack_pair<Bf16>(weight, 0.0f);
+  const float rounded = unpack_pair<Bf16>(upper).x;
+  const u32 lower = pack_pair<Bf16>(rounded == weight ? 0.0f : weight - rounded, 0.0f);  // an infinite one has no rest
+  const int own = column % 8 / Shape::kHeadsSide;
+  const u32 to = weights + column / 8 * 128 + column % 8 * 2;
+#pragma unroll
+  for (int lane = 0; lane < 4; ++lane) {
+    const bool here = lane / kLanes == own;
+    store_shared_half(to + lane * 32, here ? upper : 0);
+    store_shared_half(to + lane * 32 + 16, here ? lower : 0);
+  }
+}
+
 // Two warps: what the consumers need of one segment. Columns that do not exist have zeros for q and weights: their part
 // of a sum is 0, whatever the token holds; rows that do not exist see nothing.
 template <typename Shape, typename Work>
@@ -49,14 +68,17 @@ __device__ __forceinline__ void load_query(const LogitsParams& p, const Work& wo
     const char* const source = valid ? first_source + row * work.query_stride_row() + head * p.q_stride_head : first_source;
     copy_16_async(first_destination + begin * Shape::kDim, source, valid);
   }
-#pragma unroll 1
-  for (int column = thread; column < Shape::kColumns; column += kQueryWarps * 32) {
-    const int row = Shape::row_of(column), head = Shape::head_of(column);
-    const bool valid = row < rows && head < p.num_heads;
-    const char* const source =
-        p.weights + (valid ? (first_row + row) * p.weights_stride_row + head * p.weights_stride_head : 0);
-    copy_4_async(shared.weights_of(buffer) + column * 4, source, valid);
+  constexpr int kOwn = Shape::kColumns / (kQueryWarps * 32);  // columns of a thread
+  float weights[kOwn];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int column = thread + i * kQueryWarps * 32, row = Shape::row_of(column), head = Shape::head_of(column);
+    const i64 offset = (first_row + row) * p.weights_stride_row + head * p.weights_stride_head;
+    weights[i] = row < rows && head < p.num_heads ? *reinterpret_cast<const float*>(p.weights + offset) : 0.0f;
   }
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i)
+    store_weight<Shape>(shared.weights_of(buffer), thread + i * kQueryWarps * 32, weights[i]);
   const int log2_of_bytes = p.out_is_bf16 ? 1 : 2;
 #pragma unroll 1
   for (int row = thread; row < Shape::kRows; row += kQueryWarps * 32) {

@@ -63,6 +63,12 @@ __device__ __forceinline__ void store_shared_16(u32 destination, const uint4& v)
                : "memory");
 }
 
+// PTX ISA: Data Movement and Conversion Instructions: st
+// The lower half of a word.
+__device__ __forceinline__ void store_shared_half(u32 destination, u32 word) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(destination), "h"(static_cast<unsigned short>(word)) : "memory");
+}
+
 // PTX ISA: Data Movement and Conversion Instructions: ld
 __device__ __forceinline__ uint4 load_shared_16(u32 source) {
   uint4 v;

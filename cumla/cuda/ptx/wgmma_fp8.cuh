@@ -23,6 +23,13 @@ __device__ __forceinline__ int swizzled_chunk(int row, int chunk) {
   return chunk ^ ((row * kRowBytes / 128) & (kRowBytes / 16 - 1));
 }
 
+// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: Matrix Descriptor Format
+// Of 8 rows whose 16-byte chunks lie side by side, 128 bytes for each eight columns, without a swizzle.
+__device__ __forceinline__ u64 descriptor_of_chunks(u32 address) {
+  constexpr u64 kLeading = 128 >> 4;  // from one chunk of a row to the next
+  return kLeading << 16 | address >> 4;
+}
+
 // Behind a wait for the product: what reads the accumulators stays there.
 template <int kCount>
 __device__ __forceinline__ void keep_behind_wait(float (&d)[kCount]) {
@@ -60,6 +67,25 @@ __device__ __forceinline__ void wgmma_e4m3_async(float (&d)[128], u64 a, u64 b, 
       "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {" CUMLA_D128 "}, %128, %129, accumulate, 1, 1;\n}"
       : CUMLA_D128_OPERANDS
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))
+      : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: cvt
+// The larger of each and 0, as bfloat16.
+__device__ __forceinline__ u32 pack_positive(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
+// D (64 x 8) = A (64 x 16) B^T (8 x 16) + (accumulate ? D : 0); A in registers, B in shared memory, contiguous in K.
+__device__ __forceinline__ void wgmma_m64n8k16_async(float (&d)[4], const u32* a, u64 b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %9, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, accumulate, 1, 1, 0;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate))
       : "memory");
 }
 
