@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,6 +141,33 @@ def test_every_kernel_has_one_launcher() -> None:
     assert launchers == others | shared
     digests = {name: record.launcher_digest(stem) for stem, name in launchers.items()}
     assert len(set(digests.values())) == len(others)
+
+
+@pytest.mark.parametrize(
+    ("module", "stems"),
+    [
+        (
+            "mla_decode",
+            {"mla_decode", "mla_decode_swapped", "mla_decode_fp8", "mla_attention_schedule"},
+        ),
+        ("mla_decode_fp8", {"mla_decode_fp8", "mla_attention_schedule"}),
+        ("mla_attention", {"mla_attention_schedule"}),
+        ("append_cache", {"append_cache", "append_fp8_cache"}),
+        ("indexer_shape", {"mqa_logits", "paged_mqa_logits", "paged_mqa_schedule"}),
+        ("kernel", set()),
+    ],
+)
+def test_a_launchers_digest_covers_what_it_imports(
+    module: str, stems: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {stem: record.launcher_digest(stem) for stem in record.stems()}
+    source = inspect.getsource
+
+    def edited(of: ModuleType) -> str:
+        return source(of) + "\nedited = True\n" * (of.__name__ == f"cumla.launch.{module}")
+
+    monkeypatch.setattr(inspect, "getsource", edited)
+    assert {stem for stem in before if record.launcher_digest(stem) != before[stem]} == stems
 
 
 @pytest.mark.parametrize(

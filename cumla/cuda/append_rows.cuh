@@ -2,7 +2,7 @@
 // What the kernels that write rows into paged caches share: the rows and where they go, the rotation of RoPE columns, and
 // that of the queries beside them.
 #pragma once
-#include "ptx/load_global.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla {

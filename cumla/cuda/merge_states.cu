@@ -8,7 +8,7 @@
 //
 // Registers: 32 of loads in flight, 32 of sums; at most 96 in all, so that ten blocks fit on a multiprocessor, and
 // 640 threads x 8 loads x 16 B = 80 KiB are in flight there. Memory needs about 40.
-#include "ptx/load_global.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 

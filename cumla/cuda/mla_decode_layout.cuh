@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the decode kernels share: constants, parameters, and which blocks of which request a CTA has.
 #pragma once
+#include "division.cuh"
 #include "mla_plan.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
@@ -63,6 +64,7 @@ struct MlaDecodeParams {
   int causal;
   int out_is_float;
   float scale_log2;  // softmax_scale * log2(e)
+  Divisor by_heads_per_group, by_page_size, by_num_heads, by_q_len;
 };
 
 // Which rows a CTA has: grid = (row tiles of a kv head, parts, kv heads).
@@ -78,9 +80,13 @@ struct Tile {
     most_shift = shift_of(p, 0);
     least_shift = shift_of(p, rows - 1);
   }
+  // Without a way of its own for one query, ptxas spills registers of some kernels.
+  __device__ __forceinline__ int token_of(const MlaDecodeParams& p, int row) const {
+    return p.q_len == 1 ? 0 : quotient(first_row + row, p.by_heads_per_group);
+  }
   __device__ __forceinline__ int shift_of(const MlaDecodeParams& p, int row) const {
     if (!p.causal) return 0;
-    return p.q_len - 1 - min((first_row + row) / p.heads_per_group, p.q_len - 1);
+    return p.q_len - 1 - min(token_of(p, row), p.q_len - 1);
   }
 };
 
@@ -93,9 +99,13 @@ struct RaggedTile {
   i64 pages;
 
   __device__ __forceinline__ explicit RaggedTile(const MlaDecodeParams&) { index = blockIdx.z; }
+  // Of the request's.
+  __device__ __forceinline__ int token_of(const MlaDecodeParams& p, int row) const {
+    return quotient(first_row + row, p.by_heads_per_group);
+  }
   __device__ __forceinline__ int shift_of(const MlaDecodeParams& p, int row) const {
     if (!p.causal) return 0;
-    return q_len - 1 - min((first_row + row) / p.heads_per_group, q_len - 1);
+    return q_len - 1 - min(token_of(p, row), q_len - 1);
   }
   // Nothing of a place that was never written may lead out of the arrays.
   __device__ __forceinline__ void move_to(const MlaDecodeParams& p, const TilePlace& place) {
@@ -114,14 +124,13 @@ struct Row {
   int token, head;
 
   __device__ __forceinline__ Row(const MlaDecodeParams& p, const Tile& tile, int row) {
-    const int group_row = tile.first_row + row;
-    token = p.q_len == 1 ? 0 : group_row / p.heads_per_group;
-    head = blockIdx.z * p.heads_per_group + group_row - token * p.heads_per_group;
+    token = tile.token_of(p, row);
+    head = blockIdx.z * p.heads_per_group + tile.first_row + row - token * p.heads_per_group;
   }
   __device__ __forceinline__ Row(const MlaDecodeParams& p, const RaggedTile& tile, int row) {
-    const int group_row = tile.first_row + row, own = group_row / p.heads_per_group;
+    const int own = tile.token_of(p, row);
     token = tile.q_begin + own;
-    head = blockIdx.z * p.heads_per_group + group_row - own * p.heads_per_group;
+    head = blockIdx.z * p.heads_per_group + tile.first_row + row - own * p.heads_per_group;
   }
 };
 

@@ -49,21 +49,13 @@ struct BlockCursor {
     skip_to_block();
   }
   __device__ __forceinline__ bool valid() const { return place <= last_place; }
-  // Of the block's token `offset`; behind the end of the request the block table is not read. Pages of whole blocks have
-  // a shorter way, which the loads of all blocks wait for.
+  // Of the block's token `offset`, 0 for whole pages; behind the end of the request the block table is not read.
   template <PageForm kForm>
   __device__ __forceinline__ PageRow row_of(int offset) const {
-    if constexpr (kForm == kPages) {
-      if (!valid()) return {-1, 0};
-      const u32 block = segment.begin + i, page_blocks = static_cast<u32>(p.page_size) / kBlockTokens;
-      const u32 entry = page_blocks == 1 ? block : block / page_blocks;
-      return {page_of(p, tile, segment, entry), static_cast<int>((block - entry * page_blocks) * kBlockTokens)};
-    }
     const int first = valid() ? (segment.begin + i) * kBlockTokens : 0;
-    if (!valid() || offset >= segment.tokens - first) return {-1, 0};
-    const u32 token = first + offset, page_size = p.page_size;
-    const u32 entry = token / page_size;
-    return {page_of(p, tile, segment, entry), static_cast<int>(token - entry * page_size)};
+    if (!valid() || (kForm != kPages && offset >= segment.tokens - first)) return {-1, 0};
+    const u32 token = first + offset, entry = quotient(token, p.by_page_size);
+    return {page_of(p, tile, segment, entry), static_cast<int>(token - entry * p.page_size)};
   }
   __device__ __forceinline__ void next() {
     i += kStep;
@@ -111,7 +103,7 @@ __device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int t
   const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
 #pragma unroll 1
   for (int i = cta * threads + thread; i < lines; i += ctas * threads) {
-    const int row = i / kTiles, tokens = row / heads, request = tokens / p.q_len;
+    const int row = i / kTiles, tokens = quotient(row, p.by_num_heads), request = quotient(tokens, p.by_q_len);
     prefetch_l2(query_tile(p, i - row * kTiles, request, tokens - request * p.q_len, row - tokens * heads));
   }
 }

@@ -8,6 +8,7 @@ from itertools import product
 from math import e, log2
 from typing import TYPE_CHECKING, Any
 
+from cumla.launch.division import divisor_of
 from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.mla_plan import HEAD_DIM, MOST_TOKENS, PAGE_FORMS, VALUE_DIM, VARIANTS, page_form
 from cumla.launch.source import KernelSpec
@@ -109,7 +110,7 @@ def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) -> str:
     return "boxes" if key.form == "pages" and not together else key.form
 
 
-PARAMS_FORMAT = "<128s128s33q12if4x"
+PARAMS_FORMAT = "<128s128s33q12if8I36x"
 _PARAMS = struct.Struct(PARAMS_FORMAT)
 _LOG2_E = log2(e)
 
@@ -199,6 +200,10 @@ def decode_values(
         key.causal,
         out.dtype == "float32",
         softmax_scale * _LOG2_E,
+        *divisor_of(key.heads_per_group),
+        *divisor_of(key.page_size),
+        *divisor_of(key.num_heads),
+        *divisor_of(key.q_len),
     )
 
 

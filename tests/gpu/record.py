@@ -2,13 +2,15 @@
 """Evidence files: what a GPU run proved, of which sources.
 
 One JSON file a kernel, tests/gpu/evidence/<stem>.json: the digests of its entry points and of its
-launcher, a record of each kind of test run (one a CuPy package), and the verdicts of
-compute-sanitizer. `pytest tests/gpu --write-evidence` writes the runs, tests/gpu/sanitize.py adds
-the verdicts, and tests/test_evidence.py holds the files against the sources.
+launcher with what that imports from cumla.launch, a record of each kind of test run (one a CuPy
+package), and the verdicts of compute-sanitizer. `pytest tests/gpu --write-evidence` writes the
+runs, tests/gpu/sanitize.py adds the verdicts, and tests/test_evidence.py holds the files against
+the sources.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
 import io
@@ -32,6 +34,8 @@ from cumla.launch.source import OPTIONS, digest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).resolve().parent / "evidence"
 FORMAT = 1
+# Compile and launch all kernels alike: no part of a launcher.
+FOR_ALL = tuple(f"cumla.launch.{name}" for name in ("device", "kernel", "module", "source"))
 
 
 def stems() -> tuple[str, ...]:
@@ -61,10 +65,24 @@ def launcher_of(stem: str) -> ModuleType:
     return found
 
 
+def launcher_sources(stem: str) -> dict[str, str]:
+    """A kernel's launcher and what it takes from modules beside it, by name, without comments."""
+    sources: dict[str, str] = {}
+    names = [launcher_of(stem).__name__]
+    while names:
+        name = names.pop()
+        if name in sources or name in FOR_ALL:
+            continue
+        text = inspect.getsource(import_module(name))
+        sources[name] = without_comments(text)
+        imports = (node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom))
+        names += [m for node in imports if (m := str(node.module)).startswith("cumla.launch.")]
+    return dict(sorted(sources.items()))
+
+
 def launcher_digest(stem: str) -> str:
-    """SHA-256 of a kernel's launcher without its comments."""
-    text = without_comments(inspect.getsource(launcher_of(stem)))
-    return hashlib.sha256(text.encode()).hexdigest()
+    """SHA-256 of a kernel's launcher and of what it takes from modules beside it."""
+    return hashlib.sha256("\0".join(launcher_sources(stem).values()).encode()).hexdigest()
 
 
 def subject(stem: str) -> dict[str, Any]:

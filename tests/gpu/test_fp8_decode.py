@@ -77,6 +77,32 @@ def arrays_of(result: tuple[Guarded, Guarded]) -> tuple[Any, Any]:
     return result[0].array, result[1].array
 
 
+class CapturedRun:
+    """A graph of a plan's update and run. It keeps the arrays whose addresses the graph has."""
+
+    def __init__(self, problem: Fp8Problem, plan: Any) -> None:
+        self.plan, self.lengths, self.inputs = plan, problem.lengths_of_plan, problem.inputs
+        self.outputs = out, lse = problem.outputs()
+        self.stream = cp.cuda.Stream(non_blocking=True)
+        cp.cuda.Device().synchronize()
+        with self.stream:
+            self.stream.begin_capture()
+            plan.update(**self.lengths)
+            plan.run(**self.inputs, out=out.array, lse=lse.array)
+            self.graph = self.stream.end_capture()
+
+    def replay(self) -> tuple[Guarded, Guarded]:
+        """Run once into poisoned outputs."""
+        for output in self.outputs:
+            output.repoison()
+        cp.cuda.Device().synchronize()
+        self.graph.launch(self.stream)
+        self.stream.synchronize()
+        for output in self.outputs:
+            output.check_guards()
+        return self.outputs
+
+
 # --- lengths, shapes, pages -----------------------------------------------------------------------
 
 
@@ -443,18 +469,7 @@ def test_a_plan_and_a_graph_of_broadcast_scales(operation: str, page_size: int) 
     plan = problem.plan()
     expected = arrays_of(run(problem, plan))
     problem.check(*expected)
-    out, lse = problem.outputs()
-    lengths, inputs = problem.lengths_of_plan, problem.inputs
-    stream = cp.cuda.Stream(non_blocking=True)
-    cp.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        plan.update(**lengths)
-        plan.run(**inputs, out=out.array, lse=lse.array)
-        graph = stream.end_capture()
-    graph.launch(stream)
-    stream.synchronize()
-    assert same_bits((out.array, lse.array), expected)
+    assert same_bits(arrays_of(CapturedRun(problem, plan).replay()), expected)
 
 
 @pytest.mark.parametrize("form", SCALED)
@@ -464,25 +479,11 @@ def test_a_graph_replayed_with_new_factors(operation: str, form: str) -> None:
     cumla.prepare(fp8_caches=True)
     case = Fp8Case(batch=3, form=form, operation=operation, kv_scale="array")
     problem = make_fp8(cp, case)
-    plan = problem.plan()
-    out, lse = problem.outputs()
-    lengths, inputs = problem.lengths_of_plan, problem.inputs
-    stream = cp.cuda.Stream(non_blocking=True)
-    cp.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        plan.update(**lengths)
-        plan.run(**inputs, out=out.array, lse=lse.array)
-        graph = stream.end_capture()
+    captured = CapturedRun(problem, problem.plan())
     for factor in (FACTOR, 0.3 * FACTOR, 1.7 * FACTOR):
         problem.kv_scale[...] = factor
         problem.factor = float(np.float32(factor))
-        out.repoison()
-        lse.repoison()
-        cp.cuda.Device().synchronize()
-        graph.launch(stream)
-        stream.synchronize()
-        check(problem, (out, lse))
+        check(problem, captured.replay())
 
 
 # --- plans, graphs, streams -----------------------------------------------------------------------
@@ -524,26 +525,10 @@ def test_a_graph_serves_changing_lengths(operation: str, heads: int, form: str) 
     cumla.prepare(fp8_caches=True)
     case = Fp8Case(batch=4, q_len=2, heads=heads, form=form, operation=operation)
     problem = make_fp8(cp, case, np.full(4, 3000))
-    plan = problem.plan()
-    out, lse = problem.outputs()
-    lengths, inputs = problem.lengths_of_plan, problem.inputs
-    stream = cp.cuda.Stream(non_blocking=True)
-    cp.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        plan.update(**lengths)
-        plan.run(**inputs, out=out.array, lse=lse.array)
-        graph = stream.end_capture()
+    captured = CapturedRun(problem, problem.plan())
     for later in ([3000] * 4, [1, 3000, 64, 0], [0] * 4, [2999, 65, 3000, 700]):
         problem.cache_seqlens[...] = cp.asarray(np.array(later, np.int32))
-        out.repoison()
-        lse.repoison()
-        cp.cuda.Device().synchronize()
-        graph.launch(stream)
-        stream.synchronize()
-        check(problem, (out, lse), expected=problem.expected(np.array(later)))
-        out.check_guards()
-        lse.check_guards()
+        check(problem, captured.replay(), expected=problem.expected(np.array(later)))
 
 
 @some_forms

@@ -19,6 +19,7 @@ from cumla.checks import Arguments
 from cumla.errors import CompilationError, CumlaError, MissingDependencyError
 from cumla.launch import KernelSpec, all_specs, kernel, mla_decode, mla_plan, module, tensor_map
 from cumla.launch import device as launch_device
+from cumla.launch.division import divisor_of
 from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.module import LoadedKernel
 from cumla.launch.source import translation_unit
@@ -194,6 +195,14 @@ def test_the_decode_kernels_parameters_by_name(
         "box_rows": box_rows,
         "q_len": 3,
         "heads_per_group": 22,
+        "by_heads_per_group.magic": 3123612579,  # ceil(2^36 / 22)
+        "by_heads_per_group.shift": 5,
+        "by_page_size.magic": divisor_of(page_size)[0],
+        "by_page_size.shift": divisor_of(page_size)[1],
+        "by_num_heads.magic": 3123612579,
+        "by_num_heads.shift": 6,
+        "by_q_len.magic": 2863311531,  # ceil(2^33 / 3)
+        "by_q_len.shift": 2,
         "row_groups": key.row_groups,
         "may_wait": key.may_wait,
         "causal": 1,
