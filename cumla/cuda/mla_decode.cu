@@ -68,29 +68,32 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
   // another request, the query's barrier may have gone on before.
   if (parity == 1 && now.valid() && now.place == part.place)
     mbarrier_wait(shared.query_full(), 0, "the first query");
+  int look_ahead = 2;  // what comes later is looked up behind so many halves: of the first block all, then none
 #pragma unroll 1
   while (now.valid()) {
     const PageRow from = next;
     const u32 phase = ((now.t + now.i) / 2) & 1;
     const u32 stage = shared.stage(parity);
-#pragma unroll
-    for (int k = 0; k < kTiles; k += k == 0 ? 1 : kHalfTiles) {
-      const int column = tile_in_order(parity, k), half = column / kHalfTiles;
-      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
-      const u32 destination = stage + column * kTileBytes, barrier = shared.full(parity, column);
-      if (k == 0)
-        load_tiles<kForm, 1>(p, destination, kRopeTile, true, barrier, from);
-      else
-        load_tiles<kForm, kHalfTiles>(p, destination, column, false, barrier, from);
-    }
-    if constexpr (kSharedBlocks) {
-      if (ahead.valid()) {
-        prefetch_block<kForm>(p, ahead.template row_of<kForm>(offset));
-        ahead.next();
+    mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
+    load_tiles<kForm, 1>(p, stage + kRopeTile * kTileBytes, kRopeTile, true, shared.full(parity, kRopeTile), from);
+#pragma unroll 1
+    for (int k = 0;; ++k) {
+      if (k == look_ahead) {
+        if constexpr (kSharedBlocks) {
+          if (ahead.valid()) {
+            prefetch_block<kForm>(p, ahead.template row_of<kForm>(offset));
+            ahead.next();
+          }
+        }
+        now.next();
+        next = now.template row_of<kForm>(offset);
       }
+      if (k == 2) break;
+      const int half = k ^ parity, column = half * kHalfTiles;
+      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+      load_tiles<kForm, kHalfTiles>(p, stage + column * kTileBytes, column, false, shared.full(parity, column), from);
     }
-    now.next();
-    next = now.template row_of<kForm>(offset);
+    look_ahead = 0;
   }
 }
 
