@@ -38,17 +38,17 @@ namespace cumla {
 
 // By one thread: with an address of its own in each lane the hardware takes them one by one, and slower.
 // loaders: threads that arrive for a tile.
-__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int loaders) {
+__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, bool copied) {
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), loaders);
+    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), copied ? 4 * 32 : 1);
 #pragma unroll
     for (int half = 0; half < 3; ++half) mbarrier_init(shared.free(s, half), 4);
   }
 #pragma unroll
   for (int owner = 0; owner < 2; ++owner) mbarrier_init(shared.probabilities_full(owner), kWarpgroup / 4);
-  mbarrier_init(shared.query_full(), 2);
+  mbarrier_init(shared.query_full(), copied ? 2 * 32 : 2);
   mbarrier_init(shared.query_free(), 8);
   fence_mbarrier_init();
 }
@@ -97,13 +97,25 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
   }
 }
 
-// The same of kRows, all blocks in turn: one of two warps, half of the rows.
+// The same of kRows, all blocks in turn: one of four warps, a quarter of the rows. Warps 2 and 3 begin with the query rows
+// of each request.
 template <bool kSharedBlocks, typename AnyTile>
-__device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
+__device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                              const Part& part, int last_place, int warp) {
-  RowCopier<AnyTile> rows(p, tile, part, last_place, warp);
+  RowCopier<AnyTile, 4> rows(p, tile, part, last_place, warp);
+  int place = part.place, left = 0;  // blocks before the next query
+  if (warp < 2) left = 0x7fffffff;
 #pragma unroll 1
-  for (int t = 0; rows.take(); ++t) {
+  for (int t = 0;; ++t, --left) {
+#pragma unroll 1
+    for (; left == 0 && place <= last_place; ++place) {
+      const Segment segment = segment_of(p, tile, part, place);
+      mbarrier_wait(shared.query_free(), ((place - part.place) & 1) ^ 1, "a free query buffer");
+      copy_query<kRowTile>(p, shared, tile, segment.request, warp - 2);
+      mbarrier_arrive_after_copies(shared.query_full());
+      left = segment.blocks;
+    }
+    if (!rows.take()) break;
     const int parity = t & 1;
     const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
     mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
@@ -119,7 +131,6 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
 #pragma unroll
       for (int k = 0; k < kHalfTiles; ++k) mbarrier_arrive_after_copies(shared.full(parity, column + k));
     }
-    if constexpr (kSharedBlocks) rows.prefetch();
   }
   copy_async_wait_all();
 }
@@ -128,10 +139,10 @@ template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                      const Part& part, int last_place) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (warp >= 2)
-    load_query<kRowTile>(p, shared, tile, part, last_place, warp - 2);
-  else if constexpr (kForm == kRows)
+  if constexpr (kForm == kRows)
     load_kv_rows<kSharedBlocks>(p, shared, tile, part, last_place, warp);
+  else if (warp >= 2)
+    load_query<kRowTile>(p, shared, tile, part, last_place, warp - 2);
   else if (kForm == kBoxes || lane == 0)
     load_kv<kSharedBlocks, kForm>(p, shared, tile, part, last_place, warp);
 }

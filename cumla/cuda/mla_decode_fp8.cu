@@ -40,11 +40,11 @@ namespace cumla {
 
 // loaders: threads that arrive for half of a block.
 template <int kQueryRows, bool kGrouped, PageForm kForm>
-__device__ __forceinline__ void initialise_barriers(const Fp8Layout<kQueryRows, kGrouped, kForm>& shared, int loaders) {
+__device__ __forceinline__ void initialise_barriers(const Fp8Layout<kQueryRows, kGrouped, kForm>& shared, bool copied) {
 #pragma unroll
   for (int s = 0; s < shared.kSlots; ++s) {
-    mbarrier_init(shared.full(s, 0), loaders);
-    mbarrier_init(shared.full(s, 1), loaders);
+    mbarrier_init(shared.full(s, 0), copied ? 64 : 1);
+    mbarrier_init(shared.full(s, 1), copied ? 64 : 1);
     mbarrier_init(shared.free(s), 4);
   }
   mbarrier_init(shared.query_full(), 2);

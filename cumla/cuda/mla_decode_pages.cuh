@@ -120,44 +120,37 @@ __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const P
   }
 }
 
-// Copies half of the rows of every block, by one of two warps. Lane i knows where row i of this half lies, two blocks
-// ahead.
-template <typename AnyTile>
+// Copies some rows of every block, by one of kWarps warps. Lane i knows where row i of these lies, a block ahead.
+template <typename AnyTile, int kWarps = 2>
 struct RowCopier {
-  static constexpr int kHalf = kBlockTokens / 2;
+  static constexpr int kRowsOfWarp = kBlockTokens / kWarps;
 
   const MlaDecodeParams& p;
   const int lane, first_row;
   BlockCursor<1, AnyTile> ahead;
-  int taken = 0, found = 0;  // blocks
-  PageRow now, next, later;
+  bool more;  // `next` is a block
+  PageRow now, next;
 
   __device__ __forceinline__ RowCopier(const MlaDecodeParams& p, const AnyTile& tile, const Part& part, int last_place,
                                        int warp)
       : p(p),
         lane(threadIdx.x % 32),
-        first_row(warp * kHalf),
+        first_row(warp * kRowsOfWarp),
         ahead(p, tile, part, last_place, 0) {
-    next = find();
-    later = find();
+    find();
   }
 
-  __device__ __forceinline__ PageRow find() {
-    const PageRow at = ahead.template row_of<kRows>(first_row + lane);
-    if (ahead.valid()) {
-      ++found;
-      ahead.next();
-    }
-    return at;
+  __device__ __forceinline__ void find() {
+    more = ahead.valid();
+    next = ahead.template row_of<kRows>(first_row + lane);
+    if (more) ahead.next();
   }
 
   // Goes on to the next block, if there is one.
   __device__ __forceinline__ bool take() {
-    if (taken == found) return false;
-    ++taken;
+    if (!more) return false;
     now = next;
-    next = later;
-    later = find();
+    find();
     return true;
   }
 
@@ -174,7 +167,7 @@ struct RowCopier {
     const int chunk = lane % 8;
     const char* const base = from.base + bytes + chunk * 16;
 #pragma unroll 4
-    for (int i = 0; i < kHalf / 4; ++i) {
+    for (int i = 0; i < kRowsOfWarp / 4; ++i) {
       const int row = 4 * i + lane / 8;
       const i64 offset = __shfl_sync(0xffffffffu, own, row);
       const bool exists = offset >= 0;
@@ -183,15 +176,6 @@ struct RowCopier {
 #pragma unroll
       for (int k = 0; k < kCount; ++k) copy_16_async(tiles[k] + destination, source + k * 128, exists);
     }
-  }
-
-  // Has L2 fetch the block after next; the row tiles share that work.
-  __device__ __forceinline__ void prefetch() const {
-    const i64 latent = offset_of(p.latent, later), rope = offset_of(p.rope, later);
-    if (latent < 0) return;
-#pragma unroll 1
-    for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
-      prefetch_l2(k == kRopeTile ? p.rope.base + rope : p.latent.base + latent + k * 128);
   }
 };
 

@@ -32,10 +32,10 @@
 namespace cumla {
 
 // loaders: threads that arrive for a tile.
-__device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared, int loaders) {
+__device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared, bool copied) {
 #pragma unroll
   for (int s = 0; s < SwappedLayout::kSlots; ++s) {
-    mbarrier_init(shared.full(s), loaders);
+    mbarrier_init(shared.full(s), copied ? 64 : 1);
     mbarrier_init(shared.free(s), 4);
   }
   mbarrier_init(shared.begun(0), 1);
