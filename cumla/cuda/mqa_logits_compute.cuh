@@ -4,7 +4,6 @@
 #include "mqa_logits_layout.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/copy_rows.cuh"
-#include "ptx/sync.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/wgmma_fp8.cuh"
@@ -43,8 +42,6 @@ struct LogitsConsumer {
   u32 buffer = 0;
   int token = 0;  // of this thread, in the next block to finish
   Target targets[kTiles];
-  Target mine;
-  u32 unit = 0;
   float weights[kTiles][kOwn];
   float accumulators[kUnits][2 * kOwn];
 
@@ -79,14 +76,9 @@ struct LogitsConsumer {
 
   // What a segment's units have in common.
   __device__ __forceinline__ void load_segment() {
-    if (Shape::kTakesTurns) {
-      const u32 row = threadIdx.x % kWarpgroup / 16;
-      const uint4 words = load_shared_16(shared.targets_of(buffer) + min(row, Shape::kTileRows - 1) * 16);
-      mine = {static_cast<u64>(words.y) << 32 | words.x, static_cast<int>(words.z), words.w - words.z};
-    }
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      if (kKeepsTargets && !Shape::kTakesTurns) targets[t] = load_target(tile(t), 0);
+      if (kKeepsTargets) targets[t] = load_target(tile(t), 0);
 #pragma unroll
       for (int i = 0; i < kOwn; i += 2) {
         const float2 pair = load_shared_float2(shared.weights_of(buffer) + tile(t) * Shape::kTile * 4 + i * 16 + lane % 4 * 8);
@@ -128,21 +120,9 @@ struct LogitsConsumer {
     }
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
+      const Target target = kKeepsTargets ? targets[kTile] : load_target(tile(kTile), set);
       float low, high;
       sum_heads(accumulators[kParity], weights[kTile], set, low, high);
-      if constexpr (Shape::kTakesTurns) {
-        const u32 row = set * Shape::kSide + lane % 4 / kLanes;
-        const u32 to = shared.logits_of(consumer, unit & 1) + row * 256 + token_in_block() * 4;
-        if (kLanes == 1) {
-          store_shared_float(to, low * scale);
-          store_shared_float(to + 32, high * scale_8);
-        } else {
-          float sum = take_half(low, high);
-          if (kLanes == 4) sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-          if (kLanes < 4 || lane % 4 < 2) store_shared_float(to, sum * scale);
-        }
-      } else {
-      const Target target = kKeepsTargets ? targets[kTile] : load_target(tile(kTile), set);
       if (kLanes == 1) {
         store(target, token, low * scale);
         store(target, token + 8, high * scale_8);
@@ -151,30 +131,6 @@ struct LogitsConsumer {
         if (kLanes == 4) sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         store(target, token, sum * scale);
       }
-      }
-    }
-    if constexpr (Shape::kTakesTurns) {
-      if (consumer == 0)
-        named_barrier_sync<1, kWarpgroup>();
-      else
-        named_barrier_sync<2, kWarpgroup>();
-      const u32 i = threadIdx.x % kWarpgroup;
-      if (i < Shape::kTileRows * 16) {
-        const float4 four = load_shared_float4(shared.logits_of(consumer, unit & 1) + i * 16);
-        const int first = token - token_in_block() + i % 16 * 4;
-        const Target target = mine;
-        const u32 at = first - target.begin;
-        const u64 out = target.out + static_cast<i64>(first) * 4;
-        if (at < target.count && at + 3 < target.count && (out & 15) == 0) {
-          store_global_float4(reinterpret_cast<void*>(out), four.x, four.y, four.z, four.w);
-        } else {
-          store_global_float_if(at < target.count, out, four.x);
-          store_global_float_if(at + 1 < target.count, out + 4, four.y);
-          store_global_float_if(at + 2 < target.count, out + 8, four.z);
-          store_global_float_if(at + 3 < target.count, out + 12, four.w);
-        }
-      }
-      ++unit;
     }
     if (kLast) token += kStep * kBlockTokens;
   }

@@ -113,12 +113,12 @@ struct LogitsLayout {
   static constexpr int kQueryBytes = Shape::kColumns * Shape::kDim;
   static constexpr int kWeightBytes = Shape::kColumns * 4;
   static constexpr int kTargetBytes = Shape::kRows * 16;
-  static constexpr int kScratchBytes = 128 + (Shape::kTakesTurns ? Shape::kTileRows * 1024 : 0);
+  static constexpr int kScratchBytes = 128;
   static constexpr int kScratchOffset = Shape::kStages * (kBlockBytes + kScaleBytes) +
                                         2 * (kQueryBytes + kWeightBytes + kTargetBytes + 16);
   static constexpr int kBytes = kScratchOffset + kScratchBytes + (2 * Shape::kStages + 4) * 8;
 
-  u32 ring, query, scales, weights, targets, segments, logits, barriers;
+  u32 ring, query, scales, weights, targets, segments, barriers;
 
   __device__ __forceinline__ explicit LogitsLayout(u32 base)
       : ring(base),
@@ -127,9 +127,7 @@ struct LogitsLayout {
         weights(scales + Shape::kStages * kScaleBytes),
         targets(weights + 2 * kWeightBytes),
         segments(targets + 2 * kTargetBytes),
-        logits(base + kScratchOffset),
         barriers(base + kScratchOffset + kScratchBytes) {}
-  __device__ __forceinline__ u32 logits_of(int consumer, int parity) const { return logits + (consumer * 2 + parity) * Shape::kTileRows * 256; }
 
   __device__ __forceinline__ u32 block(u32 slot) const { return ring + slot * kBlockBytes; }
   __device__ __forceinline__ u32 scales_of(u32 slot) const { return scales + slot * kScaleBytes; }

@@ -78,7 +78,7 @@ class LogitsShape(NamedTuple):
     def _smem_beside_ring(self) -> int:
         """Two segments of query rows, weights, targets, a segment and two barriers, and scratch."""
         rows = self.columns // self.heads
-        return 2 * (self.columns * (self.head_dim + 4) + 16 * rows + 16 + 16) + 128 + (rows * 1024 if self.tiles == 1 else 0)
+        return 2 * (self.columns * (self.head_dim + 4) + 16 * rows + 16 + 16) + 128
 
 
 LOGITS_FIELDS = "8q4i"  # struct LogitsParams
