@@ -64,6 +64,7 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
   const int offset = first_of_box<kForm>(p);
   PageRow next = now.template row_of<kForm>(offset);
   if constexpr (kSharedBlocks) ahead.next();
+  if (!kSharedBlocks && parity == 1 && now.valid() && now.t == 0 && now.place == part.place) mbarrier_wait(shared.query_full(), 0, "q");
 #pragma unroll 1
   while (now.valid()) {
     const PageRow from = next;

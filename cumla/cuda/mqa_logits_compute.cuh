@@ -213,22 +213,6 @@ struct LogitsConsumer {
         score_singly(mine);
       else if (mine > 0)
         score_in_pairs(mine * kTiles);
-      if (Shape::kTakesTurns) {
-        const u32 per_row = mine * 2;
-        const u32 thread = threadIdx.x % kWarpgroup;
-#pragma unroll 1
-        for (u32 row = 0; row < Shape::kTileRows; ++row) {
-          const uint4 words = load_shared_16(shared.targets_of(buffer) + row * 16);
-          const u64 out = (static_cast<u64>(words.y) << 32 | words.x) + (first + skipped) * 256ll;
-          if (words.w <= words.z) continue;
-#pragma unroll 1
-          for (u32 i = thread; i < per_row; i += kWarpgroup) {
-            if ((first + skipped + i / 2 * 2) * 64 + i % 2 * 32 >= words.w) break;
-            const u64 a = (out + (i / 2) * 512 + i % 2 * 128) & ~127ull;
-    asm volatile("applypriority.global.L2::evict_normal [%0], 128;" ::"l"(a) : "memory");
-          }
-        }
-      }
       before += blocks;
       mbarrier_arrive(shared.query_free(buffer));  // every lane for what it read itself
     }

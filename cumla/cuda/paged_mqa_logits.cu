@@ -145,14 +145,14 @@ __device__ __forceinline__ void paged_mqa_logits(const PagedMqaParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const LogitsLayout<Shape> shared(shared_address(shared_bytes));
   if (threadIdx.x == 32) prefetch_tensor_map(&p.keys);
-  if (threadIdx.x == kLogitsThreads - 32) initialise_barriers(shared, 1 << max(6 - p.log2_of_page, 0));
+  if (threadIdx.x == 0) initialise_barriers(shared, 1 << max(6 - p.log2_of_page, 0));
   prefetch_lengths(p);
   grid_dependency_launch();
+  __syncthreads();
   grid_dependency_wait();
 
   const Requests work{p};
   const SegmentCursor<Requests> cursor{work, bound_of(p, blockIdx.x), bound_of(p, blockIdx.x + 1)};
-  __syncthreads();
   do_segments(p.logits, work, shared, cursor, [&] { load_pages(p, shared, cursor); });
 }
 

@@ -66,7 +66,7 @@ __device__ __forceinline__ uint4 load_shared_16(u32 source) {
 // PTX ISA: Data Movement and Conversion Instructions: st
 // Only where `valid`, without a branch.
 __device__ __forceinline__ void store_global_float_if(bool valid, u64 destination, float value) {
-  asm volatile("{\n.reg .pred valid;\n.reg .b64 pol;\ncreatepolicy.fractional.L2::evict_last.b64 pol, 1.0;\nsetp.ne.b32 valid, %2, 0;\n@valid st.global.L2::cache_hint.f32 [%0], %1, pol;\n}" ::"l"(destination),
+  asm volatile("{\n.reg .pred valid;\nsetp.ne.b32 valid, %2, 0;\n@valid st.global.f32 [%0], %1;\n}" ::"l"(destination),
                "f"(value), "r"(static_cast<int>(valid))
                : "memory");
 }
