@@ -152,7 +152,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   begin_kernel<kForm, AnyTile>(p, shared);
 
   if constexpr (kForm != kPages || kIsRagged<AnyTile>) {
-    // Each role reads the part for itself: what both hold from before would cost registers that they lack.
+    __syncthreads();
     if (warpgroup == 0) {
       registers_decrease<56>();
       const Part part = part_of_cta(p, copy_of(blockIdx.y));
@@ -167,6 +167,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   } else {
     const Part part = part_of_cta(p, blockIdx.y);
     AnyTile tile(p);
+    __syncthreads();
     const int last_place = last_place_of(p, part);
     if (warpgroup == 0) {
       registers_decrease<56>();
