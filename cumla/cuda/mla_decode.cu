@@ -58,31 +58,30 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, 
 // share that work. With one row tile (memory-bound) that only lengthens the queue of the copy engine.
 template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
-                                        const Part& part, int last_place, int parity) {
-  BlockCursor<2, AnyTile> now(p, tile, part, last_place, parity);
-  BlockCursor<2, AnyTile> ahead = now;
+                                        const Part& part, int last_place, int warp) {
+  BlockCursor<1, AnyTile> now(p, tile, part, last_place, 0);
+  const bool query_first = now.valid() && now.place == part.place && now.segment.blocks >= 2;
+  BlockCursor<1, AnyTile> ahead = now;
   const int offset = first_of_box<kForm>(p);
   PageRow next = now.template row_of<kForm>(offset);
-  if constexpr (kSharedBlocks) ahead.next();
-  if (!kSharedBlocks && parity == 1 && now.valid() && now.t == 0 && now.place == part.place) mbarrier_wait(shared.query_full(), 0, "q");
+  if constexpr (kSharedBlocks) { ahead.next(); ahead.next(); }
 #pragma unroll 1
   while (now.valid()) {
     const PageRow from = next;
-    const u32 phase = ((now.t + now.i) / 2) & 1;
+    const u32 t = now.t + now.i, phase = (t / 2) & 1;
+    const int parity = t & 1;
     const u32 stage = shared.stage(parity);
-#pragma unroll
-    for (int k = 0; k < kTiles; k += k == 0 ? 1 : kHalfTiles) {
-      const int column = tile_in_order(parity, k), half = column / kHalfTiles;
-      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
-      const u32 destination = stage + column * kTileBytes, barrier = shared.full(parity, column);
-      if (k == 0)
-        load_tiles<kForm, 1>(p, destination, kRopeTile, true, barrier, from);
-      else
-        load_tiles<kForm, kHalfTiles>(p, destination, column, false, barrier, from);
+    if (t == 1 && query_first) mbarrier_wait(shared.query_full(), 0, "the query");
+    if (warp == 0) {
+      mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
+      load_tiles<kForm, 1>(p, stage + kRopeTile * kTileBytes, kRopeTile, true, shared.full(parity, kRopeTile), from);
     }
+    const int half = parity ^ warp, column = half * kHalfTiles;
+    mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+    load_tiles<kForm, kHalfTiles>(p, stage + column * kTileBytes, column, false, shared.full(parity, column), from);
     if constexpr (kSharedBlocks) {
       if (ahead.valid()) {
-        prefetch_block<kForm>(p, ahead.template row_of<kForm>(offset));
+        prefetch_block<kForm>(p, ahead.template row_of<kForm>(offset), warp);
         ahead.next();
       }
     }
@@ -152,7 +151,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   begin_kernel<kForm, AnyTile>(p, shared);
 
   if constexpr (kForm != kPages || kIsRagged<AnyTile>) {
-    __syncthreads();
+    // Each role reads the part for itself: what both hold from before would cost registers that they lack.
     if (warpgroup == 0) {
       registers_decrease<56>();
       const Part part = part_of_cta(p, copy_of(blockIdx.y));
@@ -167,7 +166,6 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   } else {
     const Part part = part_of_cta(p, blockIdx.y);
     AnyTile tile(p);
-    __syncthreads();
     const int last_place = last_place_of(p, part);
     if (warpgroup == 0) {
       registers_decrease<56>();

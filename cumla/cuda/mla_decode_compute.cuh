@@ -326,7 +326,7 @@ struct Consumer {
       write_piece(segment, inverse, lse);
       Joiner<T, AnyTile>(p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0)}, tile, segment).join(more);
     } else {
-      write_result(segment, inverse, lse, more);
+      write_result(segment, inverse, lse);
     }
   }
 
@@ -346,7 +346,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void write_result(const Segment& segment, const float (&inverse)[2],
-                                               const float (&lse)[2], bool more) const {
+                                               const float (&lse)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool exists = row + 8 * r < tile.rows;
@@ -357,31 +357,8 @@ struct Consumer {
         store_lse(p, segment.request, to, lse[r]);
       if (p.out_is_float)
         write_floats(reinterpret_cast<float*>(out), r, exists, inverse[r]);
-      else if (more)
+      else
         write_halves(out, r, exists, inverse[r]);
-    }
-    if (!p.out_is_float && !more) write_rows(segment, inverse);
-  }
-
-  // The same where this is the last of the CTA: its stages are free. Each warp lays its rows out there, and each goes as one copy.
-  __device__ __forceinline__ void write_rows(const Segment& segment, const float (&inverse)[2]) const {
-    constexpr u32 kPitch = 512 + 16;
-    const u32 rows = shared.stages + (consumer * 4 + warp) * 16 * kPitch;
-    const u32 to = copy_of(rows + (lane % 16) * kPitch + lane / 16 * 16);
-#pragma unroll
-    for (int j = 0; j < 32; j += 2)
-      store_matrix_x4(to + 16 * j, pack_pair<T>(output[4 * j] * inverse[0], output[4 * j + 1] * inverse[0]),
-                      pack_pair<T>(output[4 * j + 2] * inverse[1], output[4 * j + 3] * inverse[1]),
-                      pack_pair<T>(output[4 * j + 4] * inverse[0], output[4 * j + 5] * inverse[0]),
-                      pack_pair<T>(output[4 * j + 6] * inverse[1], output[4 * j + 7] * inverse[1]));
-    fence_proxy_async_shared();
-    __syncwarp();
-    const int own = warp * 16 + lane;
-    if (lane < 16 && own < tile.rows) {
-      const Row at(p, tile, own);
-      store_bulk_async(p.out + segment.request * p.out_stride_batch + at.token * p.out_stride_token + at.head * p.out_stride_head + consumer * 512,
-                       rows + lane * kPitch, 512);
-      store_bulk_wait();
     }
   }
 

@@ -125,8 +125,9 @@ __device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Lay
   if (kForm == kPages && threadIdx.x == 32) prefetch_tensor_map(&p.latent_map);
   if (kForm == kBoxes && (threadIdx.x == 32 || threadIdx.x == 33))
     prefetch_tensor_map(threadIdx.x == 32 ? &p.rope_map : &p.latent_map);
-  if (threadIdx.x == 352) initialise_barriers(shared, kForm == kRows ? kRowLoaders : 1);
+  if (threadIdx.x == 0) initialise_barriers(shared, kForm == kRows ? kRowLoaders : 1);
   grid_dependency_launch();
+  __syncthreads();
   if (!kIsRagged<AnyTile> && (warp == 2 || warp == 3)) prefetch_queries(p, threadIdx.x - 64, 64);
   grid_dependency_wait();
 }

@@ -87,7 +87,7 @@ __device__ __forceinline__ void load_tiles(const MlaDecodeParams& p, u32 destina
 
 // Has L2 fetch some boxes of this row tile's share of a block.
 template <int kBoxCount>
-__device__ __forceinline__ void prefetch_boxes(const MlaDecodeParams& p, const PageRow& from, int first) {
+__device__ __forceinline__ void prefetch_boxes(const MlaDecodeParams& p, const PageRow& from, int first, int warp) {
   int pages[kBoxCount], rows[kBoxCount];
 #pragma unroll
   for (int box = 0; box < kBoxCount; ++box) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ void prefetch_boxes(const MlaDecodeParams& p, const P
   }
   if (!elect_one()) return;
 #pragma unroll 1
-  for (int k = blockIdx.x; k < kTiles; k += gridDim.x) {
+  for (int k = blockIdx.x + gridDim.x * warp; k < kTiles; k += 2 * gridDim.x) {
     const TensorMap* const map = k == kRopeTile ? &p.rope_map : &p.latent_map;
     const int x = k == kRopeTile ? 0 : k * 64;
 #pragma unroll
@@ -106,17 +106,17 @@ __device__ __forceinline__ void prefetch_boxes(const MlaDecodeParams& p, const P
 
 // Has L2 fetch a block; the row tiles share that work.
 template <PageForm kForm>
-__device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const PageRow& from) {
+__device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const PageRow& from, int warp) {
   if constexpr (kForm == kPages) {
-    for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
+    for (int k = blockIdx.x + gridDim.x * warp; k < kTiles; k += 2 * gridDim.x)
       tma_prefetch_4d(&p.latent_map, k * 64, from.row, blockIdx.z, from.page);
   } else if (p.box_rows == 64) {
-    prefetch_boxes<1>(p, from, 0);
+    prefetch_boxes<1>(p, from, 0, warp);
   } else if (p.box_rows == 32) {
-    prefetch_boxes<2>(p, from, 0);
+    prefetch_boxes<2>(p, from, 0, warp);
   } else {
 #pragma unroll 1
-    for (int first = 0; first * p.box_rows < kBlockTokens; first += 4) prefetch_boxes<4>(p, from, first);
+    for (int first = 0; first * p.box_rows < kBlockTokens; first += 4) prefetch_boxes<4>(p, from, first, warp);
   }
 }
 

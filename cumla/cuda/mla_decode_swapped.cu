@@ -113,7 +113,6 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
 
   const Part part = part_of_cta(p, blockIdx.y);
   const Tile tile(p);
-  __syncthreads();
   const int last_place = last_place_of(p, part);
 
   if (warpgroup == 0) {

@@ -63,16 +63,6 @@ __device__ __forceinline__ void store_matrix_x4_transposed(u32 destination, u32 
                : "memory");
 }
 
-// PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk
-// From shared to global memory.
-__device__ __forceinline__ void store_bulk_async(void* destination, u32 source, u32 bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes) : "memory");
-}
-// PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.commit_group, cp.async.bulk.wait_group
-__device__ __forceinline__ void store_bulk_wait() {
-  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
 // PTX ISA: Data Movement and Conversion Instructions: st
 __device__ __forceinline__ void store_shared_zero_16(u32 destination) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(destination), "r"(0) : "memory");
