@@ -42,7 +42,7 @@ struct LogitsConsumer {
   u32 buffer = 0;
   int token = 0;  // of this thread, in the next block to finish
   Target targets[kTiles];
-  float weights[kTiles][kOwn];
+  u32 weights[kTiles][kOwn / 2];  // of the products that sum over heads
   float accumulators[kUnits][2 * kOwn];
 
   __device__ __forceinline__ LogitsConsumer(const LogitsParams& p, const LogitsLayout<Shape>& shared, int consumer)
@@ -80,10 +80,9 @@ struct LogitsConsumer {
     for (int t = 0; t < kTiles; ++t) {
       if (kKeepsTargets) targets[t] = load_target(tile(t), 0);
 #pragma unroll
-      for (int i = 0; i < kOwn; i += 2) {
-        const float2 pair = load_shared_float2(shared.weights_of(buffer) + tile(t) * Shape::kTile * 4 + i * 16 + lane % 4 * 8);
-        weights[t][i] = pair.x;
-        weights[t][i + 1] = pair.y;
+      for (int i = 0; i < kOwn / 2; ++i) {
+        const float2 pair = load_shared_float2(shared.weights_of(buffer) + tile(t) * Shape::kTile * 4 + i * 32 + lane % 4 * 8);
+        weights[t][i] = weight_pair(pair);
       }
     }
   }
@@ -127,29 +126,49 @@ struct LogitsConsumer {
         store(target, token, low * scale);
         store(target, token + 8, high * scale_8);
       } else {
-        float sum = take_half(low, high);
-        if (kLanes == 4) sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        store(target, token, sum * scale);
+        store(target, token, (lane % 2 ? high : low) * scale);
       }
     }
     if (kLast) token += kStep * kBlockTokens;
   }
 
-  // sum of weight * max(product, 0) over this thread's heads of a query row.
-  __device__ __forceinline__ static void sum_heads(const float (&accumulators)[2 * kOwn], const float (&weights)[kOwn],
-                                                   int set, float& low, float& high) {
-    low = high = 0.0f;
-#pragma unroll
-    for (int i = set * kOwnOfSet; i < (set + 1) * kOwnOfSet; ++i) {
-      low = __fmaf_rn(fmaxf(accumulators[4 * (i / 2) + i % 2], 0.0f), weights[i], low);
-      high = __fmaf_rn(fmaxf(accumulators[4 * (i / 2) + 2 + i % 2], 0.0f), weights[i], high);
-    }
+  // Two weights of neighbouring columns as an operand: for column lane / 4 of the product, which is the upper (even) or lower
+  // half of the weights of a query row, 0 for those of other rows.
+  __device__ __forceinline__ u32 weight_pair(const float2& pair) const {
+    const int row = lane / 8 / kLanes;
+    const bool lower = lane / 4 % 2;
+    const float2 own = {(lane % 4 * 2) / Shape::kHeadsSide == row ? pair.x : 0.0f,
+                        (lane % 4 * 2 + 1) / Shape::kHeadsSide == row ? pair.y : 0.0f};
+    const u32 upper = pack_pair<Bf16>(own.x, own.y);
+    const float2 rounded = unpack_pair<Bf16>(upper);
+    const u32 rest = pack_pair<Bf16>(rounded.x == own.x ? 0.0f : own.x - rounded.x, rounded.y == own.y ? 0.0f : own.y - rounded.y);
+    return lower ? rest : upper;
   }
 
-  // Two neighbours each have a part of two sums: one gets the whole of the first, the other of the second.
-  __device__ __forceinline__ float take_half(float low, float high) const {
-    const bool second = lane % 2;
-    return (second ? high : low) + __shfl_xor_sync(0xffffffffu, second ? low : high, 1);
+  // sum of weight * max(product, 0) over the heads of a query row, for two tokens.
+  __device__ __forceinline__ static void sum_heads(const float (&accumulators)[2 * kOwn], const u32 (&weights)[kOwn / 2],
+                                                   int set, float& low, float& high) {
+    constexpr int kSteps = Shape::kSetColumns / 16, kChains = kSteps < 4 ? kSteps : 4;
+    float sums[kChains][4];
+#pragma unroll
+    for (int c = 0; c < kChains; ++c)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[c][i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int step = set * kSteps + i;
+      u32 positive[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        positive[j] = pack_positive(accumulators[8 * step + 2 * j], accumulators[8 * step + 2 * j + 1]);
+      mma_m16n8k16(sums[i % kChains], positive, weights[2 * step], weights[2 * step + 1]);
+    }
+    low = high = 0.0f;
+#pragma unroll
+    for (int c = 0; c < kChains; ++c) {
+      low += sums[c][0] + sums[c][1];
+      high += sums[c][2] + sums[c][3];
+    }
   }
 
   // Of four lanes with one sum the first two store it, a token each.
