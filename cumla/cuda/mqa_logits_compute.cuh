@@ -43,6 +43,8 @@ struct LogitsConsumer {
   int token = 0;  // of this thread, in the next block to finish
   Target targets[kTiles];
   u32 weights[kTiles][kOwn / 2];  // of the products that sum over heads
+  u32 positive[kOwn];
+  float scale, scale_8;
   float accumulators[kUnits][2 * kOwn];
 
   __device__ __forceinline__ LogitsConsumer(const LogitsParams& p, const LogitsLayout<Shape>& shared, int consumer)
@@ -103,25 +105,33 @@ struct LogitsConsumer {
     if (kTiles == 1 || kParity == 1) multiplied.advance(kStep);
   }
 
-  // Accumulators -> logits. The product is done; with it, or with that by the other tile, the block's slot is free.
+  // The product is done: positive parts leave the accumulators, and the block's slot is free, with it or with the product by
+  // the other tile.
   template <int kParity>
-  __device__ __forceinline__ void finish() {
-    constexpr int kTile = kTiles == 2 ? kParity : 0;
-    constexpr bool kLast = kTiles == 1 || kParity == 1;
+  __device__ __forceinline__ void take() {
     keep_behind_wait(accumulators[kParity]);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i)
+      positive[i] = pack_positive(accumulators[kParity][2 * i], accumulators[kParity][2 * i + 1]);
     const u32 scales = shared.scales_of(finished.slot) + token_in_block() * 4;
-    const float scale = load_shared_float(scales);
-    const float scale_8 = kLanes == 1 ? load_shared_float(scales + 32) : 0.0f;
-    if (kLast) {
+    scale = load_shared_float(scales);
+    scale_8 = kLanes == 1 ? load_shared_float(scales + 32) : 0.0f;
+    if (kTiles == 1 || kParity == 1) {
       __syncwarp();
       if (lane == 0) mbarrier_arrive(shared.free(finished.slot));
       finished.advance(kStep);
     }
+  }
+
+  // Positive parts -> logits.
+  template <int kParity>
+  __device__ __forceinline__ void finish() {
+    constexpr int kTile = kTiles == 2 ? kParity : 0;
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
       const Target target = kKeepsTargets ? targets[kTile] : load_target(tile(kTile), set);
       float low, high;
-      sum_heads(accumulators[kParity], weights[kTile], set, low, high);
+      sum_heads(positive, weights[kTile], set, low, high);
       if (kLanes == 1) {
         store(target, token, low * scale);
         store(target, token + 8, high * scale_8);
@@ -129,7 +139,7 @@ struct LogitsConsumer {
         store(target, token, (lane % 2 ? high : low) * scale);
       }
     }
-    if (kLast) token += kStep * kBlockTokens;
+    if (kTiles == 1 || kParity == 1) token += kStep * kBlockTokens;
   }
 
   // Two weights of neighbouring columns as an operand: for column lane / 4 of the product, which is the upper (even) or lower
@@ -146,7 +156,7 @@ struct LogitsConsumer {
   }
 
   // sum of weight * max(product, 0) over the heads of a query row, for two tokens.
-  __device__ __forceinline__ static void sum_heads(const float (&accumulators)[2 * kOwn], const u32 (&weights)[kOwn / 2],
+  __device__ __forceinline__ static void sum_heads(const u32 (&positive)[kOwn], const u32 (&weights)[kOwn / 2],
                                                    int set, float& low, float& high) {
     constexpr int kSteps = Shape::kSetColumns / 16, kChains = kSteps < 4 ? kSteps : 4;
     float sums[kChains][4];
@@ -157,11 +167,7 @@ struct LogitsConsumer {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       const int step = set * kSteps + i;
-      u32 positive[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        positive[j] = pack_positive(accumulators[8 * step + 2 * j], accumulators[8 * step + 2 * j + 1]);
-      mma_m16n8k16(sums[i % kChains], positive, weights[2 * step], weights[2 * step + 1]);
+      mma_m16n8k16(sums[i % kChains], positive + 4 * step, weights[2 * step], weights[2 * step + 1]);
     }
     low = high = 0.0f;
 #pragma unroll
@@ -179,38 +185,54 @@ struct LogitsConsumer {
     store_global_low_half_if(valid && out_is_bf16, out, pack_pair<Bf16>(logit, 0.0f));
   }
 
+  // A unit, whose product is done; with kMore the next one into its accumulators begins before its logits are made.
+  template <int kParity, bool kMore>
+  __device__ __forceinline__ void step() {
+    take<kParity>();
+    if constexpr (kMore) multiply<kParity>();
+    finish<kParity>();
+  }
+
   // All units of a segment into one set of accumulators.
   __device__ __forceinline__ void score_singly(int units) {
+    multiply<0>();
 #pragma unroll 1
-    for (; units > 0; --units) {
-      multiply<0>();
+    for (; units > 1; --units) {
       warpgroup_wait<0>();
-      finish<0>();
+      step<0, true>();
     }
+    warpgroup_wait<0>();
+    step<0, false>();
   }
 
   // All units of a segment, of which there are some, in turns into two sets of accumulators.
   __device__ __forceinline__ void score_in_pairs(int units) {
     multiply<0>();
+    if (units == 1) {
+      warpgroup_wait<0>();
+      step<0, false>();
+      return;
+    }
+    multiply<1>();
+    warpgroup_wait<1>();
     int left = units;
 #pragma unroll 1
-    for (; left > 2; left -= 2) {
-      multiply<1>();
+    for (; left > 3; left -= 2) {
+      step<0, true>();
       warpgroup_wait<1>();
-      finish<0>();
-      multiply<0>();
+      step<1, true>();
       warpgroup_wait<1>();
-      finish<1>();
     }
-    if (left == 2) {  // always so with two tiles; ptxas serialises the products where it is not asked
-      multiply<1>();
-      warpgroup_wait<1>();
-      finish<0>();
+    if (left == 2) {
+      step<0, false>();
       warpgroup_wait<0>();
-      finish<1>();
+      step<1, false>();
     } else {
+      step<0, true>();
+      warpgroup_wait<1>();
+      step<1, false>();
       warpgroup_wait<0>();
-      finish<0>();
+      step<0, false>();
     }
   }
 
@@ -228,10 +250,12 @@ struct LogitsConsumer {
       const int skipped = Shape::kTakesTurns ? (before ^ consumer) & 1 : 0;
       const int mine = Shape::kTakesTurns ? (blocks - skipped + 1) / 2 : blocks;
       token = (first + skipped) * kBlockTokens + token_in_block();
-      if constexpr (kUnits == 1)
-        score_singly(mine);
-      else if (mine > 0)
-        score_in_pairs(mine * kTiles);
+      if (mine > 0) {
+        if constexpr (kUnits == 1)
+          score_singly(mine);
+        else
+          score_in_pairs(mine * kTiles);
+      }
       before += blocks;
       mbarrier_arrive(shared.query_free(buffer));  // every lane for what it read itself
     }

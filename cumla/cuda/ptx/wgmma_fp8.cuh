@@ -73,7 +73,7 @@ __device__ __forceinline__ u32 pack_positive(float low, float high) {
 
 // PTX ISA: Warp Level Matrix Instructions: mma
 // D (16 x 8) += A (16 x 16) B (16 x 8) of one warp.
-__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const u32* a, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
