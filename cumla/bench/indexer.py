@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from typing import Any, NamedTuple, TypeAlias
@@ -17,7 +17,7 @@ from cumla.bench.cases import PAGE_SIZE, Ceilings
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.dense import CheckError
 from cumla.bench.gpu import DTYPES, Gpu
-from cumla.bench.peers import Peers, beside
+from cumla.bench.peers import Peers, PeerTime, beside
 from cumla.bench.timing import GpuTimer, Timing, time_cold, time_graph
 
 __all__ = [
@@ -450,10 +450,26 @@ def logits_row(
             "floor_us": floor,
             "efficiency": floor / us,
             "graph_us": None if timing.graph is None else timing.graph.us,
-            "peers": beside(us, peers.times(case.to_json(), ratio)),
+            "peers": beside(us, _of_peers(case, ratio, ceilings, peers)),
             "row_error": timing.row_error,
         }
     )
+
+
+def _of_peers(
+    case: LogitsCase, ratio: float, ceilings: Ceilings, peers: Peers
+) -> dict[str, PeerTime]:
+    """Find who ran a case; a prefill with the kernel that writes -inf, which memory bounds."""
+    times = peers.times(case.to_json(), ratio)
+    if not isinstance(case, PrefillLogitsCase):
+        return times
+    share = peers.ceilings.read_gbps / ceilings.read_gbps
+    cleaning = peers.times(case.to_json() | {"op": "clean_logits"}, share)
+    return {
+        name: replace(time, us=time.us + clean.us, scaled_us=time.scaled_us + clean.scaled_us)
+        for name, time in times.items()
+        if (clean := cleaning.get(name)) is not None
+    }
 
 
 def logits_schedule_row(case: PagedLogitsCase, timing: Timing, peers: Peers) -> dict[str, Any]:

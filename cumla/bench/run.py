@@ -80,7 +80,8 @@ PROTOCOL = (
     "Peers that are marked as measured ran in this run, on the same inputs, planned or gathered "
     "beforehand, median of 15 (FA3-MLA: with the best of three numbers of splits; DeepGEMM: in "
     "turns with cumla, median of three of 30 each, paged logits not cleaned); the others were "
-    "measured on the GPU that `peers` names and are scaled by the ratio of the two GPUs' ceilings"
+    "measured on the GPU that `peers` names and are scaled by the ratio of the two GPUs' ceilings "
+    "(DeepGEMM's prefill with its kernel that writes -inf)"
 )
 
 _REFUSED = ("CUMLA_CHECK", "CUMLA_DEBUG")  # they make everything slower

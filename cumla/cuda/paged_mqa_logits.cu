@@ -20,7 +20,7 @@
 // bandwidth. The tensor cores take 128 clocks for 64 columns, a scheduler issues 120 instructions for it (64 columns; of
 // these 64 maxima and FMAs; counted in the machine code), and a consumer has two blocks' time for its chain of waiting,
 // multiplying, summing and storing. 256 columns: 512 tensor clocks, 341 issue slots. The loading warp has 430 clocks, too:
-// it issues some 30 instructions a block.
+// it issues some 60 instructions a block.
 //
 // Shared memory:  head_dim 128: up to 64 columns, ring of 12 blocks 101,376 + 2 queries 16,992; up to 128, 12 blocks
 //                 + 33,920; up to 256, 12 blocks + 67,776; up to 512, 10 blocks 84,480 + 135,488; and some 400 B

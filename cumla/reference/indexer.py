@@ -206,9 +206,12 @@ def split_cache(kv_cache: Array | tuple[Array, Array], head_dim: int) -> tuple[A
 
 
 def _row(q: Array, weights: Array, keys: Array, scale: Array) -> Array:
-    """Compute the logits of a query (num_heads, head_dim) for keys (tokens, head_dim)."""
+    """Compute the logits of a query (num_heads, head_dim) for keys (tokens, head_dim).
+
+    A product that is NaN counts as 0, as it does on the GPU.
+    """
     products = q.astype(np.float64) @ keys.astype(np.float64).T
-    return scale.astype(np.float64) * (weights.astype(np.float64) @ np.maximum(products, 0.0))
+    return scale.astype(np.float64) * (weights.astype(np.float64) @ np.fmax(products, 0.0))
 
 
 def _e4m3(name: str, array: Array) -> Array:

@@ -107,6 +107,17 @@ def test_prefill_without_cleaning_writes_what_is_visible_only(width: int) -> Non
     np.testing.assert_array_equal(out, np.where(np.isneginf(wanted), 7, wanted))
 
 
+def test_a_product_that_is_nan_counts_as_0() -> None:
+    inputs = prefill_inputs()
+    k, scale = inputs["kv"]
+    bits = k.view(np.uint8).copy()
+    bits[0] = 0x7F  # NaN
+    out = mqa_logits(**inputs | {"kv": (bits, scale), "ks": np.zeros(len(inputs["ks"]), np.int32)})
+    seen = inputs["ke"] > 0
+    assert seen.any()
+    assert (out[seen, 0] == 0.0).all()
+
+
 def test_prefill_looks_at_no_token_that_nobody_sees() -> None:
     inputs = prefill_inputs()
     inputs["ks"], inputs["ke"] = np.full(6, 2, np.int32), np.full(6, 8, np.int32)
@@ -114,7 +125,7 @@ def test_prefill_looks_at_no_token_that_nobody_sees() -> None:
     k, scale = (part.copy() for part in inputs["kv"])
     k[[0, 1, 8, 9, 10]], scale[[0, 1, 8, 9, 10]] = NAN_BYTE, np.nan
     np.testing.assert_array_equal(mqa_logits(**inputs | {"kv": (k, scale)}), wanted)
-    k[7] = NAN_BYTE
+    scale[7] = np.nan
     assert np.isnan(mqa_logits(**inputs | {"kv": (k, scale)})[:, 7]).all()
 
 
