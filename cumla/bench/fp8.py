@@ -16,7 +16,7 @@ from cumla.bench.cases import PAGE_SIZE, Case, Ceilings
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.dense import CheckError, Inputs, check
 from cumla.bench.gpu import DTYPES, Gpu
-from cumla.bench.timing import GpuTimer, Timing, time_cold
+from cumla.bench.timing import GpuTimer, Timing, in_turns, time_cold
 from cumla.fp8_caches import PACKED_BYTES, SCALES
 from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
 
@@ -39,7 +39,7 @@ RoPE ones of bfloat16 and scales of 128 columns in three arrays; these in one.""
 
 _DEVIATION = 0.1  # of queries and cache
 _SCALE = 2.0**-9  # of the tensor: 448 times it is above the largest number
-_ROUNDS, _REPEATS = 3, 10  # each format in turn, so often; runs of a turn
+_REPEATS = 10  # runs of a turn
 
 
 class _Cache(NamedTuple):
@@ -99,11 +99,8 @@ def measure_fp8(gpu: Gpu, case: Case, timer: GpuTimer = time_cold) -> dict[str, 
             _check(gpu, case, inputs, cache)
         except CheckError as error:
             raise CheckError(f"{name}: some requests of {case.name}: {error}") from error
-    turns: dict[str, list[Timing]] = {name: [] for name in FORMATS}
-    for _ in range(_ROUNDS):
-        for name, call in calls.items():
-            turns[name].append(timer(gpu, call, repeats=_REPEATS))
-    return {name: Timing.of_turns(times) for name, times in turns.items()}
+    times = in_turns(partial(timer, gpu, repeats=_REPEATS), tuple(calls.values()))
+    return dict(zip(calls, times, strict=True))
 
 
 def _caches(gpu: Gpu, inputs: Inputs) -> dict[str, _Cache]:

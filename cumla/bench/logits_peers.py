@@ -25,37 +25,16 @@ from cumla.bench.indexer import (
     PrefillLogitsCase,
     PrefillStep,
 )
-from cumla.bench.timing import GpuTimer, Timing, time_cold
+from cumla.bench.timing import GpuTimer, Turns, in_turns, time_cold
 
-__all__ = ["DEEP_GEMM", "LogitsPeerRuns", "Turns", "run_deep_gemm"]
+__all__ = ["DEEP_GEMM", "LogitsPeerRuns", "run_deep_gemm"]
 
 DEEP_GEMM = "DeepGEMM"
 _MODULES = ("torch", "deep_gemm")
-_ROUNDS = 3
 
 Call = Callable[[], Any]
 Pairs = dict[str, tuple[Call, Call]]
 """Operation, as rows of the results name it, to cumla's call of it and DeepGEMM's."""
-
-
-class Turns(NamedTuple):
-    """Two libraries, in turns.
-
-    Attributes
-    ----------
-    own : Timing
-        Of cumla.
-    peer : Timing
-        Of the other one.
-    """
-
-    own: Timing
-    peer: Timing
-
-    def to_json(self) -> dict[str, Any]:
-        """Describe it as the entry of a peer that ran in this run."""
-        us, own_us = self.peer.us, self.own.us
-        return {"us": us, "scaled_us": us, "own_us": own_us, "x": us / own_us, "measured": True}
 
 
 class LogitsPeerRuns(NamedTuple):
@@ -101,17 +80,13 @@ def run_deep_gemm(gpu: Gpu, case: LogitsCase, timer: GpuTimer = time_cold) -> Lo
                 pairs = _prefill(gpu, case, torch, deep_gemm)
             else:
                 pairs = _paged(gpu, case, torch, deep_gemm)
-            turns = {name: _in_turns(gpu, *pair, timer) for name, pair in pairs.items()}
+            time = partial(timer, gpu)
+            turns = {name: Turns(*in_turns(time, pair)) for name, pair in pairs.items()}
         return LogitsPeerRuns(turns, [])
     except Exception as error:  # of any kind, from code that is not ours
         reason = str(error).strip().partition("\n")[0]
         note = f"{DEEP_GEMM}: {case.name}: {type(error).__name__}: {reason}"
         return LogitsPeerRuns({}, [note])
-
-
-def _in_turns(gpu: Gpu, own: Call, peer: Call, timer: GpuTimer) -> Turns:
-    rounds = [(timer(gpu, own), timer(gpu, peer)) for _ in range(_ROUNDS)]
-    return Turns(*(Timing.of_turns(times) for times in zip(*rounds, strict=True)))
 
 
 def _prefill(gpu: Gpu, case: PrefillLogitsCase, torch: Any, deep_gemm: Any) -> Pairs:

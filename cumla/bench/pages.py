@@ -14,7 +14,7 @@ from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.dense import CheckError, Inputs, check
 from cumla.bench.gpu import Gpu
-from cumla.bench.timing import GpuTimer, Timing, time_cold
+from cumla.bench.timing import GpuTimer, Timing, in_turns, time_cold
 from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
 
 __all__ = ["PAGES", "PAGE_SIZES", "measure_pages", "pages_row"]
@@ -28,7 +28,7 @@ PAGES: tuple[Case, ...] = (
 PAGE_SIZES = (PAGE_SIZE, 1, 16, 32, 48, 128)
 
 _DEVIATION = 0.1  # of queries and cache
-_ROUNDS, _REPEATS = 3, 10  # each size in turn, so often; runs of a turn
+_REPEATS = 10  # runs of a turn
 
 
 def measure_pages(gpu: Gpu, case: Case, timer: GpuTimer = time_cold) -> dict[int, Timing]:
@@ -58,12 +58,9 @@ def measure_pages(gpu: Gpu, case: Case, timer: GpuTimer = time_cold) -> dict[int
     q = gpu.empty((case.batch, case.q_len, case.heads, HEAD_DIM), "uint16")
     fill_normal(gpu, cached, case.dtype, seed=2, deviation=_DEVIATION)
     fill_normal(gpu, q, case.dtype, seed=3, deviation=_DEVIATION)
-    turns: dict[int, list[Timing]] = {size: [] for size in PAGE_SIZES}
     calls = {size: _checked_call(gpu, case, q, cached, size) for size in PAGE_SIZES}
-    for _ in range(_ROUNDS):
-        for size, call in calls.items():
-            turns[size].append(timer(gpu, call, repeats=_REPEATS))
-    return {size: Timing.of_turns(times) for size, times in turns.items()}
+    times = in_turns(partial(timer, gpu, repeats=_REPEATS), tuple(calls.values()))
+    return dict(zip(calls, times, strict=True))
 
 
 def _checked_call(gpu: Gpu, case: Case, q: Any, cached: Any, page_size: int) -> partial[Any]:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other libraries on the same inputs in the same run, where they are installed.
 
-Each result is held against float64 before it is timed. Whatever a library raises becomes a note:
-it is its matter, and none of ours.
+Each result is held against float64 before it is timed. Libraries that are about as fast as cumla
+differ from it by less than a GPU does from one minute to the next, so they are timed in turns with
+it. Whatever a library raises becomes a note: it is its matter, and none of ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,12 +20,13 @@ import numpy as np
 from cumla.bench.cases import PAGE_SIZE, PEER_CASES, Case
 from cumla.bench.dense import Inputs, Workbench, check_rows
 from cumla.bench.host import as_tensor
-from cumla.bench.timing import Timing
+from cumla.bench.timing import Timing, Turns, in_turns, time_roughly
 from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
 
 __all__ = ["PEERS", "PeerRuns", "peer_cases", "run_peers"]
 
-_REPEATS = 15
+_REPEATS = 15  # of each turn
+_CLOSE = 1.5  # times as slow as cumla: beyond that the drift of a GPU does not matter
 _TOLERANCE = 2e-2  # of a row: that the same thing was computed, however precisely
 _FLASHINFER_WORKSPACE = 128 << 20
 _FA3_SPLITS = (0, 1, 32)  # 0: its own choice, which is not always its best
@@ -40,13 +43,16 @@ class PeerRuns(NamedTuple):
 
     Attributes
     ----------
-    times : dict
-        Library to its time.
+    turns : dict
+        Library to its time and cumla's, in turns.
+    apart : dict
+        Those that are much slower, to their time.
     notes : list of str
         Why others have none.
     """
 
-    times: dict[str, Timing]
+    turns: dict[str, Turns]
+    apart: dict[str, Timing]
     notes: list[str]
 
 
@@ -86,35 +92,61 @@ def run_peers(bench: Workbench, case: Case, names: tuple[str, ...] | None) -> Pe
     -------
     PeerRuns
     """
-    runs = PeerRuns({}, [])
+    runs = PeerRuns({}, {}, [])
+    calls: dict[str, Call] = {}
     for name in PEERS if names is None else (name for name in names if name in PEERS):
         title, modules, prepare = PEERS[name]
         missing = [module for module in modules if find_spec(module) is None]
         if missing:
             runs.notes.append(f"{title}: {' and '.join(missing)} not installed")
             continue
-        try:
-            runs.times[title] = _run(bench, case, prepare)
-        except Exception as error:  # of any kind, from code that is not ours
-            reason = str(error).strip().partition("\n")[0]
-            runs.notes.append(f"{title}: {case.name}: {type(error).__name__}: {reason}")
+        with _noting(runs.notes, f"{title}: {case.name}"):
+            calls[title] = _fastest(bench, case, prepare)
+    if calls:
+        with _noting(runs.notes, f"times of peers: {case.name}"):
+            _time(bench, case, calls, runs)
     return runs
 
 
-def _run(bench: Workbench, case: Case, prepare: Prepare) -> Timing:
-    """Check and time one library."""
+@contextmanager
+def _noting(notes: list[str], what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of any kind, from code that is not ours
+        reason = str(error).strip().partition("\n")[0]
+        notes.append(f"{what}: {type(error).__name__}: {reason}")
+
+
+def _fastest(bench: Workbench, case: Case, prepare: Prepare) -> Call:
+    """Check all calls of one library, and choose."""
     torch = import_module("torch")
     with bench.gpu.torch_stream(torch):
         inputs = bench.inputs(case)
         tensors = tuple(as_tensor(torch, array) for array in inputs.arguments())
-        times = []
+        times = {}
         for call in prepare(bench, case, inputs, tensors):
             bench.gpu.fill_bytes(inputs.out, 0xFF)
             result = call()
             tensors[4].view(result.shape).copy_(result)
             check_rows(bench.gpu, inputs, case, _TOLERANCE)
-            times.append(bench.time(call, repeats=_REPEATS))
-        return min(times, key=lambda time: time.us)
+            times[call] = time_roughly(bench.gpu, call)
+        return min(times, key=lambda call: times[call])
+
+
+def _time(bench: Workbench, case: Case, calls: dict[str, Call], runs: PeerRuns) -> None:
+    """Time what is right, in turns with cumla unless it is much slower."""
+    torch = import_module("torch")
+    time = partial(bench.time, repeats=_REPEATS)
+    with bench.gpu.torch_stream(torch):
+        (own,) = bench.inputs(case).calls()
+        limit = _CLOSE * time_roughly(bench.gpu, own)
+        rough = {name: time_roughly(bench.gpu, call) for name, call in calls.items()}
+        close = [name for name, us in rough.items() if us <= limit]
+        runs.apart.update((name, time(call)) for name, call in calls.items() if name not in close)
+        if close:
+            own_time, *times = in_turns(time, (own, *(calls[name] for name in close)))
+            turns = (Turns(own_time, peer) for peer in times)
+            runs.turns.update(zip(close, turns, strict=True))
 
 
 def _sdpa(

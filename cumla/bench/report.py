@@ -32,6 +32,8 @@ _SCALED = (
     "of the two GPUs' ceilings."
 )
 _BACK_TO_BACK = " +: as the mean of back-to-back graph replays, which hides the launch."
+_IN_TURNS = " us in turns: ours in turns with the peers of this run, whose x is by it."
+_APART = " ^: a much slower peer, which ran apart, minutes after ours."
 # Operations beside attention: what tells their cases apart, a key of a row by its title.
 _OPERATIONS = {
     "merge": {"partial results": "count", "tokens": "tokens", "dtype": "dtype"},
@@ -229,8 +231,15 @@ def _against(row: Row, name: str | None, *, named: bool = False) -> str:
     peer = row["peers"].get(name)
     if peer is None:
         return "-"
-    mark = "" if "measured" in peer else "*+" if "clock" in peer else "*"
+    mark = _mark(peer)
     return f"{peer['x']:.2f} ({name}{mark})" if named else f"{peer['x']:.2f}{mark}"
+
+
+def _mark(peer: Row) -> str:
+    """Say how it was timed, if neither in turns nor in a file older than those."""
+    if "measured" in peer:
+        return "^" if "apart" in peer else ""
+    return "*+" if "clock" in peer else "*"
 
 
 def _measured(row: Row) -> dict[str, Row]:
@@ -238,17 +247,26 @@ def _measured(row: Row) -> dict[str, Row]:
     return {name: peer for name, peer in row.get("peers", {}).items() if "measured" in peer}
 
 
+def _own_us(row: Row) -> float | None:
+    """Find what ours took in turns with peers; all of a row share these turns."""
+    times = (peer["own_us"] for peer in _measured(row).values() if "own_us" in peer)
+    return next(times, None)
+
+
 def _peers_of_this_run(rows: Sequence[Row]) -> Table:
     rows = [row for row in rows if _measured(row)]
     names = _all_keys([_measured(row) for row in rows])
     columns = _shape_columns(rows)
     titles = [title for name in names for title in (f"{name} us", "x")]
-    table = [["peers of this run: batch", *columns[1:], "us", *titles]]
+    own = ["us", "us in turns"] if any(map(_own_us, rows)) else ["us"]
+    table = [["peers of this run: batch", *columns[1:], *own, *titles]]
     for row in rows:
-        cells = [*(str(row[key]) for key in columns), _us(row["us"])]
+        times = (row["us"], _own_us(row))[: len(own)]
+        cells = [*(str(row[key]) for key in columns), *map(_us, times)]
         for name in names:
             peer = _measured(row).get(name)
-            cells += ["-", "-"] if peer is None else [_us(peer["us"]), f"{peer['x']:.2f}"]
+            x = "-" if peer is None else f"{peer['x']:.2f}{_mark(peer)}"
+            cells += ["-" if peer is None else _us(peer["us"]), x]
         table.append(cells)
     return table
 
@@ -456,6 +474,10 @@ def _note(results: Results) -> str:
     note = _NOTE.format(l2=_L2[results.get("l2", "cold")])
     rows = results["rows"] + results.get("indexer", [])
     peers = [peer for row in rows for peer in row.get("peers", {}).values()]
+    if any(map(_own_us, results["rows"])):
+        note += _IN_TURNS
+    if any("apart" in peer for peer in peers):
+        note += _APART
     scaled = [peer for peer in peers if "measured" not in peer]
     if scaled:
         note += _SCALED.format(**results["peers"])

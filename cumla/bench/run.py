@@ -78,10 +78,12 @@ PROTOCOL = (
     "cleaned, inputs normal(0, 1) quantised, some rows checked against float64 first; bytes: each "
     "visible token's 132 once, the logits; the matrix-product ceiling is that of float8_e4m3fn. "
     "Peers that are marked as measured ran in this run, on the same inputs, planned or gathered "
-    "beforehand, median of 15 (FA3-MLA: with the best of three numbers of splits; DeepGEMM: in "
-    "turns with cumla, median of three of 30 each, paged logits not cleaned); the others were "
-    "measured on the GPU that `peers` names and are scaled by the ratio of the two GPUs' ceilings "
-    "(DeepGEMM's prefill with its kernel that writes -inf)"
+    "beforehand, in turns with cumla, whose time in them is own_us: median of 3 turns of 15, of "
+    "DeepGEMM of 30 (FA3-MLA: with the best of three numbers of splits; DeepGEMM: paged logits not "
+    "cleaned). Those marked as apart are much slower, by a quick timing: median of 15, beside a "
+    "time of cumla that is minutes older. The others were measured on the GPU that `peers` names "
+    "and are scaled by the ratio of the two GPUs' ceilings (DeepGEMM's prefill with its kernel that "
+    "writes -inf)"
 )
 
 _REFUSED = ("CUMLA_CHECK", "CUMLA_DEBUG")  # they make everything slower
@@ -404,7 +406,7 @@ def dense_row(
 
 
 def _best_peer(found: dict[str, dict[str, Any]]) -> str | None:
-    return min(found, key=lambda name: found[name]["scaled_us"], default=None)
+    return min(found, key=lambda name: found[name]["x"], default=None)
 
 
 def _ragged_row(bench: Workbench, case: Case, rows: list[Results], note: Note) -> Results:
@@ -458,11 +460,14 @@ def _add_peers(
         results["notes"] += [line for line in runs.notes if line not in results["notes"]]
         row = _row_of(case, results["rows"])
         if "failed" not in row:
-            for name, time in runs.times.items():
-                x = time.us / row["us"]
-                row["peers"][name] = {"us": time.us, "scaled_us": time.us, "x": x, "measured": True}
+            for name, turns in runs.turns.items():
+                row["peers"][name] = turns.to_json()
+            for name, time in runs.apart.items():
+                figures = {"us": time.us, "scaled_us": time.us, "x": time.us / row["us"]}
+                row["peers"][name] = figures | {"measured": True, "apart": True}
             row["best_peer"] = _best_peer(row["peers"])
-        times = ", ".join(f"{name} {time.us:.1f} us" for name, time in runs.times.items())
+        ran = {name: turns.peer for name, turns in runs.turns.items()} | runs.apart
+        times = ", ".join(f"{name} {time.us:.1f} us" for name, time in ran.items())
         note(f"{case.name}: {times or 'no peer ran'}")
         yield results
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import ceil
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,12 +16,17 @@ if TYPE_CHECKING:
 __all__ = [
     "GpuTimer",
     "Timing",
+    "Turns",
+    "in_turns",
     "time_cold",
     "time_graph",
     "time_host",
+    "time_roughly",
     "time_sustained",
     "time_warm",
 ]
+
+_ROUNDS = 3
 
 
 class Timing(NamedTuple):
@@ -61,6 +66,26 @@ class Timing(NamedTuple):
     def divided(self, count: int) -> Timing:
         """Share the time out among `count` equal pieces of work."""
         return Timing(*(value / count for value in self))
+
+
+class Turns(NamedTuple):
+    """Two libraries, in turns.
+
+    Attributes
+    ----------
+    own : Timing
+        Of cumla.
+    peer : Timing
+        Of the other one.
+    """
+
+    own: Timing
+    peer: Timing
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe it as the entry of a peer that ran in this run."""
+        us, own_us = self.peer.us, self.own.us
+        return {"us": us, "scaled_us": us, "own_us": own_us, "x": us / own_us, "measured": True}
 
 
 class GpuTimer(Protocol):
@@ -122,6 +147,16 @@ def _time_behind(
 ) -> Timing:
     """Time work that goes to the stream while `before` keeps the GPU busy, after a rest."""
     gpu.rest()
+    return _time_at_once(before, gpu, work, repeats, warmup)
+
+
+def _time_at_once(
+    before: Callable[[], None],
+    gpu: Gpu,
+    work: Callable[[], object],
+    repeats: int,
+    warmup: int,
+) -> Timing:
     pairs = []
     for _ in range(warmup + repeats):
         before()
@@ -130,6 +165,45 @@ def _time_behind(
         pairs.append((begin, gpu.record()))
     gpu.synchronize()
     return Timing.of([gpu.elapsed_us(begin, end) for begin, end in pairs[warmup:]])
+
+
+def time_roughly(gpu: Gpu, work: Callable[[], object]) -> float:
+    """Time work with a cold L2 cache in a few runs and without a rest: to choose by, not to report.
+
+    Parameters
+    ----------
+    gpu, work
+        As for `time_cold`.
+
+    Returns
+    -------
+    float
+        In microseconds.
+    """
+    return _time_at_once(gpu.flush_l2, gpu, work, repeats=5, warmup=2).us
+
+
+def in_turns(
+    time: Callable[[Callable[[], object]], Timing], calls: Sequence[Callable[[], object]]
+) -> list[Timing]:
+    """Time calls one behind the other, and that three times.
+
+    A GPU changes by several per cent within minutes, which meets all of them alike.
+
+    Parameters
+    ----------
+    time : callable
+        Times a call.
+    calls : sequence of callable
+        What is timed.
+
+    Returns
+    -------
+    list of Timing
+        Of each call, its rounds summarised.
+    """
+    rounds = [[time(call) for call in calls] for _ in range(_ROUNDS)]
+    return [Timing.of_turns(times) for times in zip(*rounds, strict=True)]
 
 
 def time_graph(

@@ -9,31 +9,45 @@ from typing import Any
 
 import pytest
 
-from cumla.bench import peer_runs
+from cumla.bench import dense, peer_runs
 from cumla.bench.cases import DENSE, Case
 from cumla.bench.dense import Workbench
 from cumla.bench.peer_runs import PEERS, peer_cases, run_peers
 from cumla.bench.peers import load_peers
+from cumla.bench.timing import Timing, Turns
 from cumla.cli import bench as cli
 from tests.bench.fake_gpu import FakeGpu
 
 torch = pytest.importorskip("torch")
 
 CASE = Case(3, 2, 4, 100)
-PEER_US = 10.0
+OWN_US, PEER_US = 8.0, 10.0
+OWN, PEER = (Timing(us, us, us) for us in (OWN_US, PEER_US))
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """A GPU on which PyTorch's attention takes 10 us; PyTorch is the only library installed."""
-    gpu = FakeGpu()
-    original = torch.nn.functional.scaled_dot_product_attention
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A GPU on which cumla takes 8 us and PyTorch's attention, the only peer installed, 10.
 
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        gpu.now += PEER_US
-        return original(*args, **kwargs)
+    It lists whose calls came, and the rests between them.
+    """
+    gpu: Any = FakeGpu()
+    gpu.calls = []
+    gpu.own_us = OWN_US
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", timed)
+    def timed(name: str, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            gpu.calls.append(name)
+            gpu.now += gpu.own_us if name == "own" else PEER_US
+            return original(*args, **kwargs)
+
+        return call
+
+    gpu.rest = lambda: gpu.calls.append("rest")
+    functions = torch.nn.functional
+    attend = functions.scaled_dot_product_attention
+    monkeypatch.setattr(functions, "scaled_dot_product_attention", timed("sdpa", attend))
+    monkeypatch.setattr(dense.MLADecodePlan, "run", timed("own", dense.MLADecodePlan.run))
     monkeypatch.setattr(peer_runs, "find_spec", lambda name: name if name == "torch" else None)
     return gpu
 
@@ -54,8 +68,63 @@ def run(gpu: FakeGpu, case: Case, *names: str) -> peer_runs.PeerRuns:
 )
 def test_sdpa_computes_the_same(gpu: FakeGpu, case: Case):
     runs = run(gpu, case, "sdpa")
-    assert runs.notes == []
-    assert runs.times["torch SDPA"].us == PEER_US
+    assert runs == ({"torch SDPA": Turns(OWN, PEER)}, {}, [])
+
+
+def test_they_run_in_turns(gpu: Any):
+    run(gpu, CASE, "sdpa")
+    chosen = ["sdpa"] * (1 + 7)  # the first is checked
+    compared = ["own"] * 7 + ["sdpa"] * 7
+    turn = ["rest", *["own"] * 20, "rest", *["sdpa"] * 20]
+    assert gpu.calls == [*chosen, *compared, *turn * 3]
+
+
+def test_what_is_much_slower_runs_apart(gpu: Any):
+    gpu.own_us = PEER_US / 1.6
+    assert run(gpu, CASE, "sdpa") == ({}, {"torch SDPA": PEER}, [])
+    assert gpu.calls[-21:] == ["rest", *["sdpa"] * 20]
+
+
+def take(gpu: Any, name: str, us: float, last: int = 10**6) -> tuple[str, tuple[str, ...], Any]:
+    """A library that is right and takes some time, but raises in later calls than the last one."""
+
+    def prepare(bench: Any, case: Case, inputs: Any, tensors: Any) -> tuple[Any, ...]:
+        (decode,) = inputs.calls()
+
+        def call() -> Any:
+            if gpu.calls.count(name) == last:
+                raise RuntimeError("misaligned address")
+            decode()
+            del gpu.calls[-1]
+            gpu.calls.append(name)
+            gpu.now += us - gpu.own_us
+            return tensors[4]
+
+        return (call,)
+
+    return name, (), prepare
+
+
+def test_all_share_the_turns(gpu: Any, monkeypatch: pytest.MonkeyPatch):
+    for name, us in (("triton", 13.0), ("flashmla", 7.0), ("fa3", 11.0)):
+        monkeypatch.setitem(PEERS, name, take(gpu, name, us))
+    turns, apart, notes = run(gpu, CASE, "triton", "flashmla", "fa3")
+    assert {name: (own.us, peer.us) for name, (own, peer) in turns.items()} == {
+        "flashmla": (8.0, 7.0),
+        "fa3": (8.0, 11.0),
+    }
+    assert {name: time.us for name, time in apart.items()} == {"triton": 13.0}
+    assert notes == []
+    behind = [gpu.calls[i + 1] for i, what in enumerate(gpu.calls) if what == "rest"]
+    assert behind == ["triton", *["own", "flashmla", "fa3"] * 3]
+
+
+def test_what_breaks_in_turns_becomes_a_note(gpu: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(PEERS, "triton", take(gpu, "triton", 13.0))
+    monkeypatch.setitem(PEERS, "fa3", take(gpu, "fa3", 11.0, last=30))
+    runs = run(gpu, CASE, "triton", "fa3")
+    assert (runs.turns, set(runs.apart)) == ({}, {"triton"})
+    assert runs.notes == ["times of peers: b3-s2-h4-kv100: RuntimeError: misaligned address"]
 
 
 def test_wrong_peer_is_not_timed(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch):
@@ -66,7 +135,7 @@ def test_wrong_peer_is_not_timed(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", blind)
     runs = run(gpu, CASE, "sdpa")
-    assert runs.times == {}
+    assert (runs.turns, runs.apart) == ({}, {})
     (note,) = runs.notes
     assert note.startswith("torch SDPA: b3-s2-h4-kv100: CheckError: ")
     assert "out is wrong in 12 of 24 rows" in note
@@ -79,7 +148,7 @@ def test_peer_that_raises_becomes_a_note(gpu: FakeGpu, monkeypatch: pytest.Monke
     monkeypatch.setitem(peer_runs.PEERS, "triton", ("Triton", (), fail))
     runs = run(gpu, CASE, "triton", "sdpa")
     assert runs.notes == ["Triton: b3-s2-h4-kv100: RuntimeError: no kernel image"]
-    assert set(runs.times) == {"torch SDPA"}
+    assert set(runs.turns) == {"torch SDPA"}
 
 
 @pytest.mark.parametrize(
@@ -101,13 +170,13 @@ def test_what_a_peer_cannot_do_is_said(
 
 def test_what_runs_elsewhere_is_left_out(gpu: FakeGpu):
     runs = run(gpu, CASE, "deepgemm", "sdpa")
-    assert (set(runs.times), runs.notes) == ({"torch SDPA"}, [])
+    assert (set(runs.turns), runs.notes) == ({"torch SDPA"}, [])
 
 
 def test_missing_libraries_are_named(gpu: FakeGpu):
     bench = Workbench(gpu, (CASE,))
     runs = run_peers(bench, CASE, None)
-    assert set(runs.times) == {"torch SDPA"}
+    assert set(runs.turns) == {"torch SDPA"}
     assert runs.notes == [
         "Triton: triton not installed",
         "FlashInfer: flashinfer not installed",
@@ -174,7 +243,7 @@ def test_flashinfer_gets_what_it_needs(gpu: FakeGpu, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(peer_runs, "find_spec", lambda name: name)
     runs = run(gpu, case, "flashinfer")
     assert runs.notes == []
-    assert set(runs.times) == {"FlashInfer"}
+    assert set(runs.turns) == {"FlashInfer"}
 
 
 @both_lengths
@@ -204,7 +273,7 @@ def test_flashmla_gets_what_it_needs(gpu: FakeGpu, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(peer_runs, "find_spec", lambda name: name)
     runs = run(gpu, case, "flashmla")
     assert runs.notes == []
-    assert {name: time.us for name, time in runs.times.items()} == {"FlashMLA": PEER_US}
+    assert runs.turns == {"FlashMLA": Turns(OWN, PEER)}
 
 
 class FlashAttention3:
@@ -271,7 +340,7 @@ def test_fa3_counts_with_its_best_number_of_splits(
     monkeypatch.setattr(peer_runs, "find_spec", lambda name: name)
     runs = run(gpu, case, "fa3")
     assert runs.notes == []
-    assert {name: time.us for name, time in runs.times.items()} == {"FA3-MLA": 7.0}
+    assert runs.turns == {"FA3-MLA": Turns(OWN, Timing(7.0, 7.0, 7.0))}
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 32])
@@ -281,7 +350,7 @@ def test_fa3_is_checked_with_each_number_of_splits(
     monkeypatch.setitem(sys.modules, "flash_attn_interface", FlashAttention3(gpu, wrong))
     monkeypatch.setattr(peer_runs, "find_spec", lambda name: name)
     runs = run(gpu, CASE, "fa3")
-    assert runs.times == {}
+    assert (runs.turns, runs.apart) == ({}, {})
     assert "out is wrong in 24 of 24 rows" in runs.notes[0]
 
 
@@ -309,7 +378,7 @@ def test_triton_gets_what_it_needs(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(peer_runs, "find_spec", lambda name: name)
     runs = run(gpu, CASE, "triton")
     assert runs.notes == []
-    assert set(runs.times) == {"Triton"}
+    assert set(runs.turns) == {"Triton"}
     assert (asked["longest"], asked["sm_count"]) == (100, 4)
     assert asked["softmax_scale"] == 576**-0.5
 

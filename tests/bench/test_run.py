@@ -39,10 +39,11 @@ from cumla.bench.fp8 import FORMATS
 from cumla.bench.gpu import Gpu
 from cumla.bench.indexer import PagedLogitsCase, PrefillLogitsCase
 from cumla.bench.indexer_cache import IndexerCacheCase
-from cumla.bench.logits_peers import LogitsPeerRuns, Turns
+from cumla.bench.logits_peers import LogitsPeerRuns
 from cumla.bench.merge import MergeCase
 from cumla.bench.peers import PeerTime
 from cumla.bench.report import to_csv, to_markdown, to_text
+from cumla.bench.timing import Turns
 from cumla.errors import CumlaError
 from cumla.launch import all_specs
 from tests.bench.fake_gpu import LAUNCH_US, FakeGpu, memory
@@ -548,8 +549,10 @@ def test_unwritten_output_is_wrong(fake):
 def test_peers_of_this_run_stand_beside_the_published_ones(fake, monkeypatch):
     def ran(bench: Workbench, case: Case, names: Any) -> peer_runs.PeerRuns:
         assert (case, names) == (CASES[1], None)
-        times = {"Triton": dense.Timing(9.0, 8.0, 10.0), "FlashInfer": dense.Timing(6.0, 6.0, 6.0)}
-        return peer_runs.PeerRuns(times, ["torch SDPA: no"])
+        own, peer, slow = (dense.Timing(us, us, us) for us in (4.8, 6.0, 9.0))
+        return peer_runs.PeerRuns(
+            {"FlashInfer": Turns(own, peer)}, {"Triton": slow}, ["torch SDPA: no"]
+        )
 
     def published(self: Any, case: Case, limits: Any) -> dict[str, PeerTime]:
         return {"FlashMLA": PeerTime(7.0, 7.0), "FlashInfer": PeerTime(5.0, 4.0, "graph")}
@@ -564,22 +567,48 @@ def test_peers_of_this_run_stand_beside_the_published_ones(fake, monkeypatch):
     assert second["peers"]["FlashInfer"] == {
         "us": 6.0,
         "scaled_us": 6.0,
-        "x": 1.2,
+        "own_us": 4.8,
+        "x": 1.25,
         "measured": True,
+    }
+    assert second["peers"]["Triton"] == {
+        "us": 9.0,
+        "scaled_us": 9.0,
+        "x": 1.8,
+        "measured": True,
+        "apart": True,
     }
     assert set(second["peers"]) == {"FlashMLA", "FlashInfer", "Triton"}
     assert results["notes"] == ["torch SDPA: no", "DeepGEMM: torch and deep_gemm not installed"]
     assert "\n\ntorch SDPA: no\n" in to_text(results)
     lines = to_markdown(results).splitlines()
     at = next(i for i, line in enumerate(lines) if "peers of this run" in line)
-    assert lines[at].endswith("| kv_len | us | FlashInfer us | x | Triton us | x |")
-    assert lines[at + 2] == "| 2 | 2 | 3 | 128 | 5.0 | 6.0 | 1.20 | 9.0 | 1.80 |"
-    assert any("| 1.20 (FlashInfer) |" in line for line in lines)
+    assert lines[at].endswith("| kv_len | us | us in turns | FlashInfer us | x | Triton us | x |")
+    assert lines[at + 2] == "| 2 | 2 | 3 | 128 | 5.0 | 4.8 | 6.0 | 1.25 | 9.0 | 1.80^ |"
+    assert any("| 1.25 (FlashInfer) |" in line for line in lines)
     assert any(r"| 1.40\* | 0.80 (FlashInfer\*+) |" in line for line in lines)
     assert any(r"\*: scaled: that peer was measured on" in line for line in lines)
+    assert "us in turns: ours in turns with the peers of this run" in lines[-1]
+    assert "^: a much slower peer, which ran apart" in lines[-1]
     del results["rows"][0]
-    results["rows"][0]["peers"].pop("FlashMLA")
+    peers = results["rows"][0]["peers"]
+    peers.pop("FlashMLA")
     assert "scaled" not in to_text(results)
+    peers.pop("FlashInfer")
+    assert "us in turns" not in to_text(results)
+    assert "^: a much slower peer" in to_text(results)
+
+
+def test_peers_of_older_files_ran_apart_without_a_mark(results):
+    peer = {"us": 6.0, "scaled_us": 6.0, "x": 1.2, "measured": True}
+    results["rows"][1] |= {"peers": {"FlashInfer": peer}, "best_peer": "FlashInfer"}
+    lines = to_markdown(results).splitlines()
+    at = next(i for i, line in enumerate(lines) if "peers of this run" in line)
+    assert lines[at].endswith("| kv_len | us | FlashInfer us | x |")
+    assert lines[at + 2] == "| 2 | 2 | 3 | 128 | 5.0 | 6.0 | 1.20 |"
+    assert any("| 1.20 (FlashInfer) |" in line for line in lines)
+    assert "in turns" not in lines[-1]
+    assert "apart" not in lines[-1]
 
 
 def test_deep_gemm_stands_beside_the_rows_of_its_shapes(fake, monkeypatch):
@@ -625,7 +654,7 @@ def test_peers_can_be_chosen_for_all_rows(fake, monkeypatch):
 
     def ran(bench: Workbench, case: Case, names: Any) -> peer_runs.PeerRuns:
         asked.append((case, names))
-        return peer_runs.PeerRuns({}, [])
+        return peer_runs.PeerRuns({}, {}, [])
 
     monkeypatch.setattr(run, "run_peers", ran)
     told: list[str] = []

@@ -5,7 +5,15 @@ from itertools import pairwise
 
 import pytest
 
-from cumla.bench.timing import Timing, time_cold, time_graph, time_host, time_sustained
+from cumla.bench.timing import (
+    Timing,
+    in_turns,
+    time_cold,
+    time_graph,
+    time_host,
+    time_roughly,
+    time_sustained,
+)
 from tests.bench.fake_gpu import FakeGpu
 
 
@@ -27,6 +35,32 @@ def test_cold_times_the_work_alone_and_drops_the_warm_up():
     assert len(runs) == 7
     gaps = [later - earlier for earlier, later in pairwise(runs)]
     assert min(gaps) >= 1000.0  # the cache is flushed before each
+
+
+def test_rough_times_need_no_rest(monkeypatch):
+    gpu = FakeGpu()
+    runs = []
+    monkeypatch.setattr(gpu, "rest", lambda: runs.append("rest"))
+
+    def work() -> None:
+        runs.append(gpu.now)
+        gpu.now += 100.0 if len(runs) <= 2 else 7.0
+
+    assert time_roughly(gpu, work) == 7.0
+    assert len(runs) == 7
+    assert min(later - earlier for earlier, later in pairwise(runs)) >= 1000.0
+
+
+def test_turns_come_one_behind_the_other():
+    order = []
+
+    def time(call) -> Timing:
+        order.append(call)
+        return Timing(*([float(len(order))] * 3))
+
+    calls = (lambda: None, lambda: None)
+    assert in_turns(time, calls) == [Timing(3.0, 1.0, 5.0), Timing(4.0, 2.0, 6.0)]
+    assert order == [*calls] * 3
 
 
 def test_graph_shares_a_replay_out_among_its_calls():
