@@ -82,8 +82,8 @@ PROTOCOL = (
     "DeepGEMM of 30 (FA3-MLA: with the best of three numbers of splits; DeepGEMM: paged logits not "
     "cleaned). Those marked as apart are much slower, by a quick timing: median of 15, beside a "
     "time of cumla that is minutes older. The others were measured on the GPU that `peers` names "
-    "and are scaled by the ratio of the two GPUs' ceilings (DeepGEMM's prefill with its kernel that "
-    "writes -inf)"
+    "and are scaled by the ratio of the two GPUs' ceilings (DeepGEMM's prefill with its kernel "
+    "that writes -inf)"
 )
 
 _REFUSED = ("CUMLA_CHECK", "CUMLA_DEBUG")  # they make everything slower
