@@ -71,15 +71,31 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
     const PageRow from = next;
     const u32 phase = ((now.t + now.i) / 2) & 1;
     const u32 stage = shared.stage(parity);
+    if constexpr (kForm == kBoxes) {
+      // One lane waits and loads: a warp that waits as a whole is slower.
+      const BoxRows boxes(p, from);
+      if (threadIdx.x % 32 == 0) {
+        mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
+        load_tiles_singly<1>(p, stage + kRopeTile * kTileBytes, kRopeTile, true, shared.full(parity, kRopeTile), boxes);
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) {
+          const int half = i ^ parity, column = half * kHalfTiles;
+          mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+          load_tiles_singly<kHalfTiles>(p, stage + column * kTileBytes, column, false, shared.full(parity, column), boxes);
+        }
+      }
+      __syncwarp();
+    } else {
 #pragma unroll
-    for (int k = 0; k < kTiles; k += k == 0 ? 1 : kHalfTiles) {
-      const int column = tile_in_order(parity, k), half = column / kHalfTiles;
-      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
-      const u32 destination = stage + column * kTileBytes, barrier = shared.full(parity, column);
-      if (k == 0)
-        load_tiles<kForm, 1>(p, destination, kRopeTile, true, barrier, from);
-      else
-        load_tiles<kForm, kHalfTiles>(p, destination, column, false, barrier, from);
+      for (int k = 0; k < kTiles; k += k == 0 ? 1 : kHalfTiles) {
+        const int column = tile_in_order(parity, k), half = column / kHalfTiles;
+        mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+        const u32 destination = stage + column * kTileBytes, barrier = shared.full(parity, column);
+        if (k == 0)
+          load_tiles<kForm, 1>(p, destination, kRopeTile, true, barrier, from);
+        else
+          load_tiles<kForm, kHalfTiles>(p, destination, column, false, barrier, from);
+      }
     }
     now.next();
     next = now.template row_of<kForm>(offset);

@@ -85,6 +85,37 @@ __device__ __forceinline__ void load_tiles(const MlaDecodeParams& p, u32 destina
   }
 }
 
+// Where the boxes of a block lie, as one lane needs it that loads all of them.
+struct BoxRows {
+  int pages[8], rows[8];
+
+  // By a whole warp.
+  __device__ __forceinline__ BoxRows(const MlaDecodeParams& p, const PageRow& from) {
+#pragma unroll
+    for (int box = 0; box < 8; ++box) {
+      pages[box] = __shfl_sync(0xffffffffu, from.page, box);
+      rows[box] = __shfl_sync(0xffffffffu, from.row, box);
+    }
+  }
+};
+
+// The boxes of some tiles, by one lane.
+template <int kCount>
+__device__ __forceinline__ void load_tiles_singly(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
+                                                  const BoxRows& from) {
+  const TensorMap* const map = rope ? &p.rope_map : &p.latent_map;
+  const u32 box_bytes = p.box_rows * 128;
+#pragma unroll 1
+  for (int k = 0; k < kCount; ++k) {
+    mbarrier_arrive_expect_tx(barrier + 8 * k, kTileBytes);
+#pragma unroll
+    for (int box = 0; box < 8; ++box)
+      if (box * box_bytes < kTileBytes)
+        tma_load_4d_async(destination + k * kTileBytes + box * box_bytes, map, barrier + 8 * k,
+                          rope ? 0 : (column + k) * 64, from.rows[box], blockIdx.z, from.pages[box]);
+  }
+}
+
 // Has L2 fetch some boxes of this row tile's share of a block.
 template <int kBoxCount>
 __device__ __forceinline__ void prefetch_boxes(const MlaDecodeParams& p, const PageRow& from, int first) {
