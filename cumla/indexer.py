@@ -286,7 +286,7 @@ def paged_mqa_logits(
         return _paged_on_cpu(call, arrays, views, None, out, dtype, clean, width)
     key = _key(views.shape, require_hopper(call.device).sm_count)
     with call:
-        check_paged_data(call, views)
+        check_paged_data(call, views, width)
         schedule_kernel = _load_schedule(call)
         kernel = _load_logits(call, views.shape)
         result = _Output.of(call, shape, dtype, out, out_view)
@@ -574,7 +574,7 @@ class PagedMQALogitsPlan:
         if memory is None:
             return _paged_on_cpu(call, arrays, views, self._lengths, out, dtype, clean, width)
         with call:
-            check_paged_data(call, views)
+            check_paged_data(call, views, width)
             kernel = _load_logits(call, views.shape)
             result = _Output.of(call, shape, dtype, out, out_view)
             launch = _prepare_logits(call, kernel, self._key, views, memory.buffer, result, clean)
@@ -666,7 +666,7 @@ def score_with_schedule(
         return _paged_on_cpu(call, arrays, views, None, out, dtype, clean, width)
     require_hopper(call.device)
     with call:
-        check_paged_data(call, views)
+        check_paged_data(call, views, width)
         kernel = _load_logits(call, views.shape)
         result = _Output(out, out_view, given=True)
         key = _key(views.shape, parts)
@@ -791,7 +791,7 @@ def _paged_on_cpu(
     """Compute with the lengths of a plan, if there is one."""
     q, *cache, weights, lengths, table = _on_host(arrays).values()
     if check_mode():
-        check_paged_values(lengths, table, *views.k_cache.shape[:2])
+        check_paged_values(lengths, table, views.k_cache.shape, width)
         if planned is not None:
             check_planned_lens(lengths, planned)
     kv_cache = tuple(cache) if len(cache) == 2 else cache[0]

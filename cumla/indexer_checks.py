@@ -412,21 +412,22 @@ def check_range_values(bounds: dict[str, np.ndarray[Any, Any]], seq_len_kv: int)
             )
 
 
-def check_paged_data(call: Call, views: PagedViews) -> None:
+def check_paged_data(call: Call, views: PagedViews, max_context_len: int) -> None:
     """Look at lengths and page numbers, as `check_range_data` does at ranges."""
     if may_look(call):
         lengths = copy_to_host(views.context_lens, call.stream)
         table = copy_to_host(views.block_table, call.stream)
-        check_paged_values(lengths, table, *views.k_cache.shape[:2])
+        check_paged_values(lengths, table, views.k_cache.shape, max_context_len)
 
 
 def check_paged_values(
     lengths: np.ndarray[Any, Any],
     table: np.ndarray[Any, Any],
-    num_pages: int,
-    page_size: int,
+    cache_shape: tuple[int, ...],
+    max_context_len: int,
 ) -> None:
     """Raise for the first length or used page number that is out of range."""
+    num_pages, page_size = cache_shape[:2]
     longest = table.shape[1] * page_size
     wrong = np.argwhere((lengths < 0) | (lengths > longest))
     if wrong.size:
@@ -434,6 +435,14 @@ def check_paged_values(
         raise ValueError(
             f"context_lens[{', '.join(map(str, place))}]: needs a length from 0 to max_pages * "
             f"page_size = {longest}, got {lengths[place]}; the kernels would clamp it"
+        )
+    wrong = np.argwhere(lengths > max_context_len)
+    if wrong.size:
+        place = tuple(wrong[0].tolist())
+        raise ValueError(
+            f"context_lens[{', '.join(map(str, place))}]: needs a length up to max_context_len = "
+            f"{max_context_len}, got {lengths[place]}; the logits behind it would be left out, ask "
+            f"for more columns"
         )
     most = lengths.reshape(len(lengths), -1).max(axis=1)
     used = np.arange(table.shape[1]) * page_size < most[:, None]

@@ -571,6 +571,10 @@ def test_check_mode_of_pages() -> None:
     refuse(paged, ValueError, message, context_lens=lengths)
     message = "context_lens[0]: needs a length from 0"
     refuse(paged, ValueError, message, "got -1", context_lens=np.array([-1, 3], np.int32))
+    message = (
+        "context_lens[1]: needs a length up to max_context_len = 39, got 40; the logits behind"
+    )
+    refuse(paged, ValueError, message, max_context_len=39)
     table = paged()["block_table"]
     table[0, 1:] = -1  # not used by 5 tokens
     cumla.paged_mqa_logits(**paged(block_table=table))

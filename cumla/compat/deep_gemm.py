@@ -62,6 +62,8 @@ _ROW_BYTES = 1024  # rows of logits begin at multiples of it
 
 _num_sms: int | None = None  # what set_num_sms was told
 
+_MISSING = {"schedule_meta": "call get_paged_mqa_logits_metadata first"}
+
 
 def get_num_sms() -> int:
     """Return the number that `set_num_sms` was told, or the current GPU's multiprocessors.
@@ -382,6 +384,10 @@ def _refuse(function: str, name: str, value: object) -> None:
 
 def _check_axes(name: str, tensor: Any, *counts: int) -> None:
     """Check what is looked at here; the operations check the rest."""
+    if tensor is None:
+        raise TypeError(
+            f"{name}: needs a PyTorch tensor, got None; {_MISSING.get(name, 'pass it')}"
+        )
     if not hasattr(tensor, "new_empty"):
         raise TypeError(
             f"{name}: needs a PyTorch tensor, got {type(tensor).__module__}."

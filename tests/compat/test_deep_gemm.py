@@ -347,6 +347,11 @@ def test_schedules_that_are_no_tensors(schedule: Any) -> None:
         deep_gemm.fp8_paged_mqa_logits(*paged_inputs().values(), schedule, 50)
 
 
+def test_a_schedule_that_nobody_computed() -> None:
+    with pytest.raises(TypeError, match=r"got None; call get_paged_mqa_logits_metadata first$"):
+        deep_gemm.fp8_paged_mqa_logits(*paged_inputs().values(), None, 50)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("schedule", "error", "message"),
     [
