@@ -429,16 +429,14 @@ def check_paged_values(
     """Raise for the first length or used page number that is out of range."""
     num_pages, page_size = cache_shape[:2]
     longest = table.shape[1] * page_size
-    wrong = np.argwhere((lengths < 0) | (lengths > longest))
-    if wrong.size:
-        place = tuple(wrong[0].tolist())
+    place = _first((lengths < 0) | (lengths > longest))
+    if place is not None:
         raise ValueError(
             f"context_lens[{', '.join(map(str, place))}]: needs a length from 0 to max_pages * "
             f"page_size = {longest}, got {lengths[place]}; the kernels would clamp it"
         )
-    wrong = np.argwhere(lengths > max_context_len)
-    if wrong.size:
-        place = tuple(wrong[0].tolist())
+    place = _first(lengths > max_context_len)
+    if place is not None:
         raise ValueError(
             f"context_lens[{', '.join(map(str, place))}]: needs a length up to max_context_len = "
             f"{max_context_len}, got {lengths[place]}; the logits behind it would be left out, ask "
@@ -457,11 +455,16 @@ def check_paged_values(
 
 def check_planned_lens(lengths: np.ndarray[Any, Any], planned: np.ndarray[Any, Any]) -> None:
     """Raise for the first length that is not the one a plan was updated with."""
-    changed = np.argwhere(lengths != planned)
-    if changed.size:
-        place = tuple(changed[0].tolist())
+    place = _first(lengths != planned)
+    if place is not None:
         raise ValueError(
             f"context_lens[{', '.join(map(str, place))}]: needs the length that the plan was "
             f"updated with, {planned[place]}, got {lengths[place]}; call plan.update(context_lens) "
             f"after each change of the lengths"
         )
+
+
+def _first(wrong: np.ndarray[Any, Any]) -> tuple[int, ...] | None:
+    """Where the first of these is."""
+    places = np.argwhere(wrong)
+    return tuple(places[0].tolist()) if places.size else None

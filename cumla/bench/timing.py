@@ -118,6 +118,7 @@ def time_cold(
     -------
     Timing
     """
+    gpu.rest()
     return _time_behind(gpu.flush_l2, gpu, work, repeats, warmup)
 
 
@@ -135,6 +136,7 @@ def time_warm(
     -------
     Timing
     """
+    gpu.rest()
     return _time_behind(gpu.hold, gpu, work, repeats, warmup)
 
 
@@ -145,18 +147,7 @@ def _time_behind(
     repeats: int,
     warmup: int,
 ) -> Timing:
-    """Time work that goes to the stream while `before` keeps the GPU busy, after a rest."""
-    gpu.rest()
-    return _time_at_once(before, gpu, work, repeats, warmup)
-
-
-def _time_at_once(
-    before: Callable[[], None],
-    gpu: Gpu,
-    work: Callable[[], object],
-    repeats: int,
-    warmup: int,
-) -> Timing:
+    """Time work that goes to the stream while `before` keeps the GPU busy."""
     pairs = []
     for _ in range(warmup + repeats):
         before()
@@ -180,7 +171,7 @@ def time_roughly(gpu: Gpu, work: Callable[[], object]) -> float:
     float
         In microseconds.
     """
-    return _time_at_once(gpu.flush_l2, gpu, work, repeats=5, warmup=2).us
+    return _time_behind(gpu.flush_l2, gpu, work, repeats=5, warmup=2).us
 
 
 def in_turns(

@@ -62,8 +62,6 @@ _ROW_BYTES = 1024  # rows of logits begin at multiples of it
 
 _num_sms: int | None = None  # what set_num_sms was told
 
-_MISSING = {"schedule_meta": "call get_paged_mqa_logits_metadata first"}
-
 
 def get_num_sms() -> int:
     """Return the number that `set_num_sms` was told, or the current GPU's multiprocessors.
@@ -333,6 +331,11 @@ def fp8_fp4_paged_mqa_logits(
     """
     queries = _queries("fp8_fp4_paged_mqa_logits", q)
     _refuse("fp8_fp4_paged_mqa_logits", "indices", indices)
+    if schedule_meta is None:
+        raise TypeError(
+            "schedule_meta: needs a PyTorch tensor, got None; call get_paged_mqa_logits_metadata "
+            "first"
+        )
     _check_axes("schedule_meta", schedule_meta, 2)
     _check_axes("q", queries, 4)
     dtype = checked_logits_dtype(logits_dtype)
@@ -384,10 +387,6 @@ def _refuse(function: str, name: str, value: object) -> None:
 
 def _check_axes(name: str, tensor: Any, *counts: int) -> None:
     """Check what is looked at here; the operations check the rest."""
-    if tensor is None:
-        raise TypeError(
-            f"{name}: needs a PyTorch tensor, got None; {_MISSING.get(name, 'pass it')}"
-        )
     if not hasattr(tensor, "new_empty"):
         raise TypeError(
             f"{name}: needs a PyTorch tensor, got {type(tensor).__module__}."

@@ -97,8 +97,8 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
     const char* const row = p.block_table + min(item, p.lengths.batch - 1) * p.block_table_stride;
     return reinterpret_cast<const int*>(row)[min(token, static_cast<u32>(p.lengths.most_tokens - 1)) >> p.log2_of_page];
   };
-  // Tokens are read once. As ordinary lines they would push logits out of L2, and DRAM would turn from reading to writing
-  // and back all the time.
+  // Tokens are read once, but for pages that requests share. As ordinary lines they would push logits out of L2, and DRAM
+  // would turn from reading to writing and back all the time.
   const u64 policy = evict_first_policy();
   u32 loaded = 0;  // blocks before the segment
   Segment segment;
