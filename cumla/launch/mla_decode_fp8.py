@@ -191,30 +191,13 @@ def _maps(form: str, key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) 
     if form == "packed":
         rows = latent._replace(shape=(*latent.shape[:3], _PACKED_WORDS), dtype="uint32")
         return [_map(key, rows), _NO_MAP, _NO_MAP]
-    if form != "pages":
-        return [_NO_MAP] * 3
-    return [_map(key, latent), _map(key, rope), _scales_map(key, scales)]
+    return [_map(key, cache if form == "pages" else None) for cache in (latent, rope, scales)]
 
 
-def _scales_map(key: MLADecodeKey | MLAAttentionKey, scales: ArrayView | None) -> bytes:
-    """Describe scales to the copy engine; a block's in one row where tokens lie side by side.
-
-    Such a row begins at every token, so the kernel finds it as it finds 64 rows of a token each,
-    which the copy engine fetches one by one.
-    """
-    if scales is None:
+def _map(key: MLADecodeKey | MLAAttentionKey, cache: ArrayView | None) -> bytes:
+    """Describe columns of the cache, or its scales, to the copy engine."""
+    if cache is None:
         return _NO_MAP
-    *lead, groups = scales.shape
-    if scales.strides[1] == groups * 4:
-        scales = scales._replace(shape=(*lead, key.box_rows * groups))
-        return _map(key, scales, box_rows=1)
-    return _map(key, scales)
-
-
-def _map(
-    key: MLADecodeKey | MLAAttentionKey, cache: ArrayView, box_rows: int | None = None
-) -> bytes:
-    """Describe columns of the cache to the copy engine."""
     num_pages, page_size, num_kv_heads, columns = cache.shape
     page_stride, row_stride, head_stride, _ = cache.strides
     return paged_kv_map(
@@ -227,5 +210,5 @@ def _map(
         page_stride,
         row_stride,
         head_stride,
-        box_rows or key.box_rows,
+        key.box_rows,
     )

@@ -11,14 +11,14 @@ from cumla.launch.device import import_driver
 
 __all__ = ["paged_kv_map"]
 
-# Of a box: type, columns (None: all), and the bytes of the swizzle, as wide as the box is if there
-# is one.
+# Of a box: type, columns, and the bytes of the swizzle, as wide as the box is if there is one; of
+# words those of a packed row.
 _BOXES = {
     "bfloat16": ("BFLOAT16", 64, 128),
     "float16": ("FLOAT16", 64, 128),
     "float8_e4m3fn": ("UINT8", 128, 128),
-    "float32": ("FLOAT32", None, 0),
-    "uint32": ("UINT32", None, 0),
+    "float32": ("FLOAT32", 4, 0),
+    "uint32": ("UINT32", 164, 0),
 }
 
 
@@ -38,7 +38,7 @@ def paged_kv_map(
     """Describe a paged KV cache as (head_dim, page_size, num_kv_heads, num_pages), innermost first.
 
     One load brings ``box_rows`` rows x 128 bytes of one head of one page into shared memory with a
-    swizzle as wide as they are, or whole rows of float32 or words without; coordinates outside the
+    swizzle as wide as they are, or x 4 of float32 or x 164 words without; coordinates outside the
     array bring zeros, columns too. Descriptors are cached by all arguments: a cache that stays
     where it is costs one dictionary look-up a call.
 
@@ -73,7 +73,7 @@ def paged_kv_map(
         ptr,
         [driver.cuuint64_t(n) for n in sizes],
         [driver.cuuint64_t(s) for s in usable],
-        [driver.cuuint32_t(n) for n in (box_columns or head_dim, box_rows, 1, 1)],
+        [driver.cuuint32_t(n) for n in (box_columns, box_rows, 1, 1)],
         [driver.cuuint32_t(1)] * 4,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(driver.CUtensorMapSwizzle, swizzle),
