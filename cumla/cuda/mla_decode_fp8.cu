@@ -25,7 +25,7 @@
 //
 // Shared memory:  ring of 4 blocks 163,840, with scales 167,936; query and P, also exchange and joining, 32,768 (16 rows;
 //                 kPacked 34,816, where no P lies in place of RoPE columns) or 53,248; sums and references 84 or 180 B a
-//                 row; words 16; barriers 112: at most 227,072 B of 232,448
+//                 row; words 16; barriers 80: at most 227,040 B of 232,448
 // Registers:      consumers 208 (16 rows: output 64) or 224 (output 128), loaders 88 or 56; 168 at the start
 // Tensor work:    36 + 32 products m64n16k16 or m64n32k16 a block
 // Port:           a block's bytes are written once and read twice, 32,768 of them as V; 512 or 1,024 B for each product's B
@@ -38,13 +38,12 @@
 
 namespace cumla {
 
-// loaders: threads that arrive for half of a block.
+// loaders: threads that arrive for a block.
 template <int kQueryRows, bool kGrouped, PageForm kForm>
 __device__ __forceinline__ void initialise_barriers(const Fp8Layout<kQueryRows, kGrouped, kForm>& shared, int loaders) {
 #pragma unroll
   for (int s = 0; s < shared.kSlots; ++s) {
-    mbarrier_init(shared.full(s, 0), loaders);
-    mbarrier_init(shared.full(s, 1), loaders);
+    mbarrier_init(shared.full(s), loaders);
     mbarrier_init(shared.free(s), 4);
   }
   mbarrier_init(shared.query_full(), 2);

@@ -104,7 +104,7 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
   // scores = block x query, in base 2.
   __device__ __forceinline__ void multiply_query(u32 s, u32 phase) {
     const u32 slot = shared.slot(s), source = slot + key_offset();
-    mbarrier_wait(shared.full(s, 0), phase, "the first half of a KV block");
+    mbarrier_wait(shared.full(s), phase, "a KV block");
     multiply_rope(slot + Layout::kRopeOffset);
     constexpr int kTilesOfGroup = kGrouped ? kValueTiles / kScaleGroups : kValueTiles;
     constexpr int kSets = kGrouped && kRoomy ? 2 : 1;  // of sums: those of a group are added to the scores beside the next one
@@ -116,8 +116,8 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     for (int k = 0; k < kValueTiles; ++k) {
       const int group = k / kTilesOfGroup;
       KeyTile next;
-      if (kForm != kPacked && k + 1 == kValueTiles / 2)
-        mbarrier_wait(shared.full(s, 1), phase, "the second half of a KV block");
+      // Nothing to wait for, but without it ptxas spills registers of 32 query rows.
+      if (!kRoomy && k + 1 == kValueTiles / 2) mbarrier_wait(shared.full(s), phase, "a KV block");
       if (kRoomy && k + 1 < kValueTiles) load_keys(next, source, k + 1);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

@@ -94,7 +94,7 @@ struct Fp8Layout {
   static constexpr int kLastReferences = kGrouped ? 1 + kScaleGroups : 1;
   static constexpr int kRowFloats = 2 * kWarps + 2 * (kReferences + kLastReferences) + 1;
   static constexpr int kBytes = kSlots * kSlotBytes + (kSharedBytes > kExchangeBytes ? kSharedBytes : kExchangeBytes) +
-                                kRowFloats * kQueryRows * 4 + 16 + (3 * kSlots + 2) * 8;
+                                kRowFloats * kQueryRows * 4 + 16 + (2 * kSlots + 2) * 8;
 
   u32 ring, query, probabilities, maxima, words, barriers;
 
@@ -149,9 +149,9 @@ struct Fp8Layout {
   }
   // By what the row of the query was divided.
   __device__ __forceinline__ u32 divisor(int row) const { return last_reference(2, row); }
-  // Barriers: half of a slot's latent columns are loaded, with the first one everything else, too; a slot is free again.
-  __device__ __forceinline__ u32 full(u32 s, int half) const { return barriers + (s * 2 + half) * 8; }
-  __device__ __forceinline__ u32 free(u32 s) const { return full(kSlots, 0) + s * 8; }
+  // Barriers: a slot is loaded; it is free again.
+  __device__ __forceinline__ u32 full(u32 s) const { return barriers + s * 8; }
+  __device__ __forceinline__ u32 free(u32 s) const { return full(kSlots) + s * 8; }
   __device__ __forceinline__ u32 query_full() const { return free(kSlots); }
   __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
 };

@@ -49,8 +49,8 @@ __device__ __forceinline__ void load_kv_fp8(const MlaDecodeFp8Params& p, const L
     for (int half = 0; half < 2; ++half) {
       const u32 tiles = slot + half * 2 * kTileBytes;
       rows.template copy<2>(p.decode.latent, half * 2 * kRawColumns, {tiles, tiles + kTileBytes});
-      mbarrier_arrive_after_copies(shared.full(s, half));
     }
+    mbarrier_arrive_after_copies(shared.full(s));
   }
   copy_async_wait_all();
 }
@@ -61,8 +61,6 @@ __device__ __forceinline__ void load_kv_fp8(const MlaDecodeFp8Params& p, const L
 template <typename Layout, bool kGrouped, typename AnyTile>
 __device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, const Layout& shared, const AnyTile& tile,
                                                   const Part& part, int last_place) {
-  constexpr int kTilesOfHalf = kValueDim / kRawColumns / 2;
-  constexpr u32 kBeside = kTileBytes + (kGrouped ? kBlockTokens * 4 * kScaleGroups : 0);
   BlockCursor<1, AnyTile> now(p.decode, tile, part, last_place, 0);
   PageRow next = now.template row_of<kPages>(0);
 #pragma unroll 1
@@ -73,24 +71,17 @@ __device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, c
     const u32 s = t % Layout::kSlots, slot = shared.slot(s);
     mbarrier_wait(shared.free(s), t / Layout::kSlots % 2 ^ 1, "a free KV slot");
     fence_proxy_async_shared();  // what was there has been read, and written to, in the ordinary way
-    auto load = [&](const TensorMap& map, u32 offset, int half, int column) {
-      tma_load_4d_async(slot + offset, &map, shared.full(s, half), column, from.row, blockIdx.z, from.page);
+    auto load = [&](const TensorMap& map, u32 offset, int column) {
+      tma_load_4d_async(slot + offset, &map, shared.full(s), column, from.row, blockIdx.z, from.page);
     };
+    mbarrier_arrive_expect_tx(shared.full(s), Layout::kSlotBytes);
     if constexpr (Layout::kWhole) {
-      mbarrier_arrive_expect_tx(shared.full(s, 0), Layout::kSlotBytes);
-      load(p.decode.latent_map, 0, 0, 0);
+      load(p.decode.latent_map, 0, 0);
     } else {
+      load(p.decode.rope_map, Layout::kRopeOffset, 0);
+      if constexpr (kGrouped) load(p.scales_map, Layout::kScalesOffset, 0);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        mbarrier_arrive_expect_tx(shared.full(s, half), kTilesOfHalf * kTileBytes + (half == 0 ? kBeside : 0));
-        if (half == 0) {
-          load(p.decode.rope_map, Layout::kRopeOffset, half, 0);
-          if constexpr (kGrouped) load(p.scales_map, Layout::kScalesOffset, half, 0);
-        }
-#pragma unroll
-        for (int k = half * kTilesOfHalf; k < (half + 1) * kTilesOfHalf; ++k)
-          load(p.decode.latent_map, k * kTileBytes, half, k * kRawColumns);
-      }
+      for (int k = 0; k < kValueDim / kRawColumns; ++k) load(p.decode.latent_map, k * kTileBytes, k * kRawColumns);
     }
   }
 }
