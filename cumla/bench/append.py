@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from cumla import append_mla_cache, reference
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.dense import CheckError
 from cumla.bench.gpu import DTYPES, Gpu
-from cumla.bench.operations import time_copy
+from cumla.bench.operations import time_copy, time_in_graph
 from cumla.bench.timing import GpuTimer, Timing, time_cold
 from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
 
@@ -67,7 +68,7 @@ APPEND = tuple(
 
 def measure_append(
     gpu: Gpu, case: AppendCase, timer: GpuTimer = time_cold
-) -> tuple[Timing, dict[str, float]]:
+) -> tuple[Timing, dict[str, float | None]]:
     """Check a case in bfloat16, then time it.
 
     Parameters
@@ -77,65 +78,79 @@ def measure_append(
     case : AppendCase
         What to run.
     timer : GpuTimer
-        How to time a call.
+        How to time a single call.
 
     Returns
     -------
     tuple
-        The time of a call, and ``copy_us``: how long a plain copy of as many bytes takes.
+        The time of a call; ``copy_us``: how long a plain copy of as many bytes takes; and what
+        `time_in_graph` finds.
 
     Raises
     ------
     CheckError
         Something is not written as it should be.
     """
-    rng = np.random.default_rng(0)
-    tokens = case.tokens
-    pages = rng.permutation(tokens // case.page_size)
-    slots = (pages[:, None] * case.page_size + np.arange(case.page_size)).ravel()
-    row_bits, cache_bits = (gpu.empty((tokens, HEAD_DIM), "uint16") for _ in range(2))
-    fill_normal(gpu, row_bits, "bfloat16", seed=1, deviation=1.0)
-    gpu.fill_bytes(cache_bits, 0xFF)
-    rows = row_bits.view(DTYPES["bfloat16"])
-    kv_cache = cache_bits.view(DTYPES["bfloat16"]).reshape(-1, case.page_size, HEAD_DIM)
-    slot_mapping = gpu.upload(slots)
-    rotation: dict[str, Any] = {}
-    if case.rotated:
-        angles = 6.28 * rng.random((_MAX_POSITION, _ROPE_DIM // 2))
-        table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
-        rotation = {"positions": np.arange(tokens) % _MAX_POSITION, "cos_sin": table}
-    given = {name: gpu.upload(array) for name, array in rotation.items()}
-
-    def append() -> None:
-        append_mla_cache(rows, kv_cache, slot_mapping, **given)
-
-    append()
-    chosen = np.unique([0, tokens - 1, *rng.integers(0, tokens, _CHECKED_ROWS)])
-    _check(gpu, case, row_bits, cache_bits, chosen, slots, rotation)
-    return timer(gpu, append), {"copy_us": time_copy(gpu, case.nbytes, timer).us}
+    one = AppendStep(gpu, case)
+    one.run()
+    one.check()
+    timing, copy = timer(gpu, one.run), time_copy(gpu, case.nbytes, timer)
+    graph = time_in_graph(gpu, case.nbytes, partial(AppendStep, gpu, case))
+    return timing, {"copy_us": copy.us} | graph
 
 
-def _check(
-    gpu: Gpu,
-    case: AppendCase,
-    row_bits: Any,
-    cache_bits: Any,
-    chosen: np.ndarray[Any, Any],
-    slots: np.ndarray[Any, Any],
-    rotation: dict[str, Any],
-) -> None:
-    """Compare some rows with what the reference makes of them."""
-    rows = gpu.download(row_bits[gpu.upload(chosen)]).view(DTYPES["bfloat16"])
-    got = gpu.download(cache_bits[gpu.upload(slots[chosen])]).view(DTYPES["bfloat16"])
-    expected = np.empty_like(rows)
-    if rotation:
-        rotation = rotation | {"positions": rotation["positions"][chosen]}
-    reference.append_mla_cache(rows, expected[:, None], np.arange(len(chosen)), **rotation)
-    got, expected = got.astype(np.float32), expected.astype(np.float32)
-    # Rotations in float32 may round to the neighbour of what float64 rounds to.
-    allowed = np.zeros_like(expected)
-    if case.rotated:
-        allowed[:, VALUE_DIM:] = 2.0**-7 * np.abs(expected[:, VALUE_DIM:]) + 1e-5
-    wrong = ~(np.abs(got - expected) <= allowed).all(axis=1)
-    if wrong.any():
-        raise CheckError(f"append {case}: row {chosen[wrong][0]} was not written as it should be")
+class AppendStep:
+    """Arrays of a case on the device; the cache is poisoned until it is written.
+
+    Attributes
+    ----------
+    rows, cache : array
+        (tokens, 576), as uint16; of another seed other rows, and other places for them.
+    slots : numpy.ndarray
+        (tokens,) int64: where each row goes.
+    rotation : dict
+        ``positions`` and ``cos_sin``, both of NumPy, or nothing.
+    """
+
+    def __init__(self, gpu: Gpu, case: AppendCase, seed: int = 0) -> None:
+        self.gpu, self.case = gpu, case
+        rng = np.random.default_rng(seed)
+        tokens = case.tokens
+        pages = rng.permutation(tokens // case.page_size)
+        self.slots = (pages[:, None] * case.page_size + np.arange(case.page_size)).ravel()
+        self.rows, self.cache = (gpu.empty((tokens, HEAD_DIM), "uint16") for _ in range(2))
+        fill_normal(gpu, self.rows, "bfloat16", seed=1 + seed, deviation=1.0)
+        gpu.fill_bytes(self.cache, 0xFF)
+        self.rotation: dict[str, Any] = {}
+        if case.rotated:
+            angles = 6.28 * rng.random((_MAX_POSITION, _ROPE_DIM // 2))
+            table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+            self.rotation = {"positions": np.arange(tokens) % _MAX_POSITION, "cos_sin": table}
+        self._chosen = np.unique([0, tokens - 1, *rng.integers(0, tokens, _CHECKED_ROWS)])
+        rows, cache = (bits.view(DTYPES["bfloat16"]) for bits in (self.rows, self.cache))
+        pages_of_cache = cache.reshape(-1, case.page_size, HEAD_DIM)
+        self._arguments = (rows, pages_of_cache, gpu.upload(self.slots))
+        self._given = {name: gpu.upload(array) for name, array in self.rotation.items()}
+
+    def run(self) -> None:
+        """Write the rows."""
+        append_mla_cache(*self._arguments, **self._given)
+
+    def check(self) -> None:
+        """Compare some rows with what the reference makes of them."""
+        gpu, case, chosen, rotation = self.gpu, self.case, self._chosen, self.rotation
+        rows = gpu.download(self.rows[gpu.upload(chosen)]).view(DTYPES["bfloat16"])
+        got = gpu.download(self.cache[gpu.upload(self.slots[chosen])]).view(DTYPES["bfloat16"])
+        expected = np.empty_like(rows)
+        if rotation:
+            rotation = rotation | {"positions": rotation["positions"][chosen]}
+        reference.append_mla_cache(rows, expected[:, None], np.arange(len(chosen)), **rotation)
+        got, expected = got.astype(np.float32), expected.astype(np.float32)
+        # Rotations in float32 may round to the neighbour of what float64 rounds to.
+        allowed = np.zeros_like(expected)
+        if case.rotated:
+            allowed[:, VALUE_DIM:] = 2.0**-7 * np.abs(expected[:, VALUE_DIM:]) + 1e-5
+        wrong = ~(np.abs(got - expected) <= allowed).all(axis=1)
+        if wrong.any():
+            row = chosen[wrong][0]
+            raise CheckError(f"append {case}: row {row} was not written as it should be")

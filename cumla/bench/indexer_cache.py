@@ -65,7 +65,7 @@ INDEXER_CACHE = tuple(
 
 def measure_indexer_cache(
     gpu: Gpu, case: IndexerCacheCase, timer: GpuTimer = time_cold
-) -> tuple[Timing, dict[str, float]]:
+) -> tuple[Timing, dict[str, float | None]]:
     """Check a case, then time it.
 
     Parameters

@@ -13,7 +13,7 @@ from cumla import merge_attention_states, reference
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.dense import CheckError
 from cumla.bench.gpu import DTYPES, Gpu
-from cumla.bench.operations import time_copy
+from cumla.bench.operations import time_copy, time_in_graph
 from cumla.bench.timing import GpuTimer, Timing, time_cold
 
 __all__ = ["MERGE", "MergeCase", "measure_merge"]
@@ -70,7 +70,7 @@ MERGE = tuple(
 
 def measure_merge(
     gpu: Gpu, case: MergeCase, timer: GpuTimer = time_cold
-) -> tuple[Timing, dict[str, float]]:
+) -> tuple[Timing, dict[str, float | None]]:
     """Check a case, then time it.
 
     Parameters
@@ -80,55 +80,75 @@ def measure_merge(
     case : MergeCase
         What to run.
     timer : GpuTimer
-        How to time a call.
+        How to time a single call.
 
     Returns
     -------
     tuple
-        The time of a call; ``row_error``: the worst relative error of a row; and ``copy_us``: how
-        long a plain copy of as many bytes takes.
+        The time of a call; ``row_error``: the worst relative error of a row; ``copy_us``: how
+        long a plain copy of as many bytes takes; and what `time_in_graph` finds.
 
     Raises
     ------
     CheckError
-        The result is wrong.
+        A result is wrong.
     """
-    words = case.itemsize // 2
-    shape = (case.tokens, _HEADS, _HEAD_DIM * words)
-    bits, out_bits = gpu.empty((case.count, *shape), "uint16"), gpu.empty(shape, "uint16")
-    # As float32, two bfloat16 numbers are the second of them with some lower bits.
-    fill_normal(
-        gpu, bits, "float16" if case.dtype == "float16" else "bfloat16", seed=5, deviation=1.0
-    )
-    gpu.fill_bytes(out_bits, 0xFF)
-    dtype = DTYPES.get(case.dtype, np.float32)
-    logarithms = np.random.default_rng(5).standard_normal((case.count, case.tokens, _HEADS))
-    lses = gpu.upload(logarithms.astype(np.float32))
-    lse = gpu.empty(shape[:2], "float32")
-    merge = partial(
-        merge_attention_states, bits.view(dtype), lses, out=out_bits.view(dtype), lse=lse
-    )
-    merge()
-    error = _check(gpu, case, bits, lses, out_bits, lse)
-    timing, copy = timer(gpu, merge), time_copy(gpu, case.nbytes, timer)
-    return timing, {"row_error": error, "copy_us": copy.us}
+    one = MergeStep(gpu, case)
+    one.run()
+    error = one.check()
+    timing, copy = timer(gpu, one.run), time_copy(gpu, case.nbytes, timer)
+    graph = time_in_graph(gpu, case.nbytes, partial(MergeStep, gpu, case))
+    return timing, {"row_error": error, "copy_us": copy.us} | graph
 
 
-def _check(gpu: Gpu, case: MergeCase, bits: Any, lses: Any, out_bits: Any, lse: Any) -> float:
-    """Compare some tokens with float64; returns the worst relative error of a row."""
-    dtype = DTYPES.get(case.dtype, np.float32)
-    worst = 0.0
-    for token in (0, case.tokens // 2, case.tokens - 1):
-        some = slice(token, token + 1)
-        partials = gpu.download(bits[:, some]).view(dtype)
-        exact = reference.merge_attention_states(
-            partials.astype(np.float64), gpu.download(lses[:, some])
-        )
-        got = gpu.download(out_bits[some]).view(dtype).astype(np.float64)
-        rows = np.linalg.norm(got - exact.out, axis=-1) / np.linalg.norm(exact.out, axis=-1)
-        worst = max(worst, float(np.nan_to_num(rows, nan=np.inf).max()))
-        if worst > _TOLERANCE[case.dtype]:
-            raise CheckError(f"merge {case}: a row of token {token} is off by {worst:.2e}")
-        if not np.allclose(gpu.download(lse[some]), exact.lse, rtol=1e-6, atol=2e-6):
-            raise CheckError(f"merge {case}: the logarithms of token {token} are off")
-    return worst
+class MergeStep:
+    """Arrays of a case on the device; those of the result are poisoned until they are written.
+
+    Attributes
+    ----------
+    partials, lses : array
+        What is merged, of another seed other numbers; the former as uint16.
+    out, lse : array
+        The result, likewise.
+    """
+
+    def __init__(self, gpu: Gpu, case: MergeCase, seed: int = 0) -> None:
+        self.gpu, self.case = gpu, case
+        self._dtype = DTYPES.get(case.dtype, np.float32)
+        words = case.itemsize // 2
+        shape = (case.tokens, _HEADS, _HEAD_DIM * words)
+        self.partials = gpu.empty((case.count, *shape), "uint16")
+        self.out, self.lse = gpu.empty(shape, "uint16"), gpu.empty(shape[:2], "float32")
+        # As float32, two bfloat16 numbers are the second of them with some lower bits.
+        kind = "float16" if case.dtype == "float16" else "bfloat16"
+        fill_normal(gpu, self.partials, kind, seed=5 + seed, deviation=1.0)
+        for array in (self.out, self.lse):
+            gpu.fill_bytes(array, 0xFF)
+        shape_of_lses = (case.count, case.tokens, _HEADS)
+        logarithms = np.random.default_rng(5 + seed).standard_normal(shape_of_lses)
+        self.lses = gpu.upload(logarithms.astype(np.float32))
+        self._inputs = (self.partials.view(self._dtype), self.lses)
+        self._outputs = {"out": self.out.view(self._dtype), "lse": self.lse}
+
+    def run(self) -> object:
+        """Merge."""
+        return merge_attention_states(*self._inputs, **self._outputs)
+
+    def check(self) -> float:
+        """Hold some tokens against float64; the worst relative error of a row."""
+        gpu, case, dtype = self.gpu, self.case, self._dtype
+        worst = 0.0
+        for token in (0, case.tokens // 2, case.tokens - 1):
+            some = slice(token, token + 1)
+            partials = gpu.download(self.partials[:, some]).view(dtype)
+            exact = reference.merge_attention_states(
+                partials.astype(np.float64), gpu.download(self.lses[:, some])
+            )
+            got = gpu.download(self.out[some]).view(dtype).astype(np.float64)
+            rows = np.linalg.norm(got - exact.out, axis=-1) / np.linalg.norm(exact.out, axis=-1)
+            worst = max(worst, float(np.nan_to_num(rows, nan=np.inf).max()))
+            if worst > _TOLERANCE[case.dtype]:
+                raise CheckError(f"merge {case}: a row of token {token} is off by {worst:.2e}")
+            if not np.allclose(gpu.download(self.lse[some]), exact.lse, rtol=1e-6, atol=2e-6):
+                raise CheckError(f"merge {case}: the logarithms of token {token} are off")
+        return worst

@@ -26,6 +26,10 @@ _NOTE = (
     "CUDA graph; efficiency: the time that bytes or operations need at the ceilings, divided by "
     "ours; x peer: the peer's time, in this run, divided by ours."
 )
+_GRAPHS = (
+    " Merges and appends of up to 256 MB: graphs go round 512 MiB of inputs and outputs; graph "
+    "share: of the copy ceiling; graph copy: plain copies of as many bytes in such a graph."
+)
 _L2 = {"cold": "full of other data", "warm": "as the call before has left it"}
 _SCALED = (
     " *: scaled: that peer was measured on {device} ({date}), its time is multiplied by the ratio "
@@ -133,7 +137,7 @@ def _parts(results: Results, draw: Callable[[Table], str]) -> list[str]:
 
 
 def to_csv(results: Results) -> str:
-    """Print the rows of attention, and those of the indexer, for a spreadsheet.
+    """Print rows for a spreadsheet: of attention, of the indexer, of merges and of appends.
 
     Parameters
     ----------
@@ -145,7 +149,8 @@ def to_csv(results: Results) -> str:
     str
         Comma-separated, one line a case, a column ``<peer>_scaled_us`` for each peer.
     """
-    rows = results["rows"] + results.get("indexer", [])
+    operations = [{"op": name} | row for name in _OPERATIONS for row in results.get(name, ())]
+    rows = results["rows"] + results.get("indexer", []) + operations
     columns = [key for key in _all_keys(rows) if key != "peers"]
     peers = _all_keys([row.get("peers", {}) for row in rows])
     file = io.StringIO()
@@ -407,6 +412,10 @@ def _operation(name: str, keys: dict[str, str], rows: Sequence[Row]) -> Table:
     has_copies = any("copy_us" in row for row in rows)  # earlier files have none
     if has_copies:
         figures.append("us of a plain copy")
+    has_graphs = any("graph_us" in row for row in rows)  # nor these
+    if has_graphs:
+        for of in ("graph", "graph copy"):
+            figures += [f"{of} us", f"{of} GB/s", f"{of} share"]
     table = [[f"{name}: {first}", *others, *figures]]
     for row in rows:
         cells = [*(str(row[key]) for key in keys.values()), f"{row['nbytes'] / 1e6:.0f}"]
@@ -416,8 +425,19 @@ def _operation(name: str, keys: dict[str, str], rows: Sequence[Row]) -> Table:
             cells += [_us(row["us"]), f"{row['gbps']:.0f}", f"{row['efficiency']:.2f}"]
         if has_copies:
             cells.append("" if "failed" in row else _us(row.get("copy_us")))
+        if has_graphs:
+            for of in ("graph", "graph_copy"):
+                cells += [""] * 3 if "failed" in row else _graph_cells(row, of)
         table.append(cells)
     return table
+
+
+def _graph_cells(row: Row, of: str) -> list[str]:
+    """Show the time of a call in a graph, its rate and its share; large cases have none."""
+    if row.get(f"{of}_us") is None:
+        return ["-"] * 3
+    rates = [f"{row[f'{of}_gbps']:.0f}", f"{row[f'{of}_efficiency']:.2f}"]
+    return [_us(row[f"{of}_us"]), *rates]
 
 
 def _us(time: float | None) -> str:
@@ -474,6 +494,8 @@ def _note(results: Results) -> str:
     note = _NOTE.format(l2=_L2[results.get("l2", "cold")])
     rows = results["rows"] + results.get("indexer", [])
     peers = [peer for row in rows for peer in row.get("peers", {}).values()]
+    if any(row.get("graph_us") for name in _OPERATIONS for row in results.get(name, ())):
+        note += _GRAPHS
     if any(map(_own_us, results["rows"])):
         note += _IN_TURNS
     if any("apart" in peer for peer in peers):

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from cumla.bench import append
+from cumla.bench import append, operations
 from cumla.bench.append import APPEND, AppendCase, measure_append
 from cumla.bench.operations import operation_row
 from tests.bench.fake_gpu import LAUNCH_US, FakeGpu
@@ -28,6 +29,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         gpu.now += CALL_US
 
     monkeypatch.setattr(append, "append_mla_cache", timed)
+    monkeypatch.setattr(operations, "_REPLAY_BYTES", 3 * SMALL[0].nbytes + 1)
+    monkeypatch.setattr(operations, "_ROTATED_BYTES", 2 * SMALL[0].nbytes + 1)
     return gpu
 
 
@@ -60,6 +63,53 @@ def test_rows_of_the_result(gpu: FakeGpu) -> None:
         assert row["gbps"] == pytest.approx(2 * case.tokens * 1152 / CALL_US / 1e3)
         assert row["efficiency"] == pytest.approx(row["gbps"] / COPY_GBPS)
         assert row["copy_us"] == LAUNCH_US
+        for of, us in (("graph", CALL_US), ("graph_copy", LAUNCH_US)):
+            assert row[f"{of}_us"] == pytest.approx(us)
+            assert row[f"{of}_gbps"] == pytest.approx(row["nbytes"] / us / 1e3)
+            assert row[f"{of}_efficiency"] == pytest.approx(row[f"{of}_gbps"] / COPY_GBPS)
+
+
+def test_a_graph_goes_round_inputs_and_outputs(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[np.ndarray]] = []
+    public = append.append_mla_cache
+
+    def recorded(*arguments: Any, **options: Any) -> None:
+        calls.append([*arguments, *options.values()])
+        public(*arguments, **options)
+
+    monkeypatch.setattr(append, "append_mla_cache", recorded)
+    row_of(gpu, AppendCase(1, 64, rotated=True))
+    *_, first, second, third, again = calls  # of the last replay
+    for a, b in ((first, second), (second, third), (first, third)):
+        assert not any(np.shares_memory(x, y) for x, y in zip(a, b, strict=True))
+        assert not any(np.array_equal(x, y) for x, y in zip(a[:3], b[:3], strict=True))
+    assert all(x is y for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_a_graph_left_is_checked(
+    gpu: FakeGpu, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    public, capture = append.append_mla_cache, gpu.capture
+
+    def captured(work: Any) -> Any:
+        seen: list[int] = []
+
+        def forgetful(rows: Any, kv_cache: Any, slots: Any) -> None:
+            if id(rows) not in seen:
+                seen.append(id(rows))
+            few = len(slots) - (seen.index(id(rows)) == place)
+            public(rows[:few], kv_cache, slots[:few])
+
+        monkeypatch.setattr(append, "append_mla_cache", forgetful)
+        return capture(work)
+
+    gpu.capture = captured
+    row = row_of(gpu, SMALL[0])
+    assert f"row {SMALL[0].tokens - 1} was not written" in row["failed"]
+    assert "us" not in row
 
 
 @pytest.mark.parametrize("column", [0, 511, 512, 575])

@@ -26,6 +26,7 @@ from cumla.bench import (
     indexer_cache,
     logits_peers,
     merge,
+    operations,
     peer_runs,
     run,
     start,
@@ -89,6 +90,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(indexer, "_SMALL_BATCH", 2)
     monkeypatch.setattr(indexer, "_GRAPH_CALLS", 2)
     monkeypatch.setattr(indexer, "_ROTATED_BYTES", 2 * LOGITS[1].cache_bytes)
+    monkeypatch.setattr(operations, "_GRAPH_BYTES", 2 * 10**6)  # less than the second merge
+    for name in ("_ROTATED_BYTES", "_REPLAY_BYTES"):
+        monkeypatch.setattr(operations, name, 2 * 10**6)
     monkeypatch.setattr(peer_runs, "PEER_CASES", CASES[1:])
     for module in (peer_runs, logits_peers):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
@@ -207,6 +211,8 @@ def test_operations_stand_beside_the_copy_ceiling(results):
             assert row["us"] == LAUNCH_US
             assert row["gbps"] == pytest.approx(row["nbytes"] / LAUNCH_US / 1e3)
             assert row["efficiency"] == pytest.approx(row["gbps"] / copy_gbps)
+    in_graphs = [row["graph_us"] for row in results["merge"] + results["append"]]
+    assert in_graphs == [pytest.approx(LAUNCH_US), None, *[pytest.approx(LAUNCH_US)] * 2]
     assert [row["count"] for row in results["merge"]] == [2, 3]
     assert [row["rotated"] for row in results["append"]] == [False, True]
 
@@ -288,22 +294,40 @@ def test_what_breaks_a_new_section_leaves_the_others(fake, monkeypatch, section)
 
 def test_tables_of_operations(results):
     results["merge"][0] |= {"us": 123.4, "gbps": 3900.4, "efficiency": 0.914, "copy_us": 115.6}
+    in_graph = {"us": 17.26, "gbps": 3998.5, "efficiency": 0.934}
+    of_copy = {"us": 16.75, "gbps": 4099.5, "efficiency": 0.966}
+    for of, row in (("graph", in_graph), ("graph_copy", of_copy)):
+        results["merge"][0] |= {f"{of}_{key}": value for key, value in row.items()}
     lines = to_markdown(results).splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("| merge: partial results |"))
     figures = "| MB read and written | us | GB/s | share of the copy ceiling |"
-    assert lines[at].endswith(f"{figures} us of a plain copy |")
-    assert lines[at + 2] == "| 2 | 5 | bfloat16 | 2 | 123 | 3900 | 0.91 | 116 |"
+    graphs = "graph us | graph GB/s | graph share"
+    graphs = f" {graphs} | {graphs.replace('graph', 'graph copy')} |"
+    assert lines[at].endswith(f"{figures} us of a plain copy |{graphs}")
+    assert lines[at + 2] == (
+        "| 2 | 5 | bfloat16 | 2 | 123 | 3900 | 0.91 | 116 "
+        "| 17.3 | 3998 | 0.93 | 16.8 | 4100 | 0.97 |"
+    )
     assert lines[at + 3].startswith("| 3 | 4 | float32 | 4 | 5.0 | ")
+    assert lines[at + 3].endswith(" | 5.0 | - | - | - | - | - | - |")
+    assert "; graph copy: plain copies of as many bytes in such a graph." in lines[-1]
     at = next(i for i, line in enumerate(lines) if line.startswith("| append: tokens | page |"))
     assert lines[at + 2].startswith("| 832 | 64 | False | bfloat16 | 2 | 5.0 | ")
     assert lines[at + 3].startswith("| 864 | 16 | True | bfloat16 | 2 | 5.0 | ")
     assert lines[at + 4] == ""
+    for section in ("merge", "append"):
+        for row in results[section]:
+            for key in [key for key in row if key.startswith("graph_")]:
+                del row[key]
+    earlier = to_markdown(results).splitlines()  # of files that have no such times
+    assert sum(line.endswith(f"{figures} us of a plain copy |") for line in earlier) == 4
+    assert not any("graph share" in line or "graph copy" in line for line in earlier)  # nor a note
     for section in ("merge", "append", "indexer"):
         for row in results[section]:
             row.pop("copy_us", None)
-    earlier = to_markdown(results).splitlines()  # of files that have no such times
-    assert sum(line.endswith(figures) for line in earlier) == 4
-    assert not any("plain copy" in line for line in earlier)
+    earliest = to_markdown(results).splitlines()  # nor those of copies
+    assert sum(line.endswith(figures) for line in earliest) == 4
+    assert not any("plain copy" in line for line in earliest)
 
 
 @pytest.mark.parametrize("section", ["merge", "append"])
@@ -335,6 +359,7 @@ def test_warm_operations_are_timed_warm(fake, monkeypatch):
     for others in ("_indexer", "_attention", "_pages", "_fp8"):
         monkeypatch.setattr(run, others, lambda *arguments: iter(()))
     monkeypatch.setattr(run, "DENSE", CASES[:1])
+    monkeypatch.setattr(operations, "_GRAPH_BYTES", 0)
     fake.flush_l2 = pytest.fail
     *_, results = run.run(CASES[:1], lambda line: None, peers=(), warm=True)
     assert [row["us"] for row in results["merge"] + results["append"]] == [LAUNCH_US] * 4
@@ -536,7 +561,8 @@ def test_wrong_result_fails_the_row_and_no_other(fake, monkeypatch, what):
     assert "wrong result" in to_text(results)
     assert second["failed"] in to_text(results)
     assert "wrong result" in to_markdown(results)
-    assert len(to_csv(results).splitlines()) == 3 + len(results["indexer"])
+    others = sum(len(results[section]) for section in ("indexer", "merge", "append"))
+    assert len(to_csv(results).splitlines()) == 3 + others
 
 
 def test_unwritten_output_is_wrong(fake):
@@ -777,8 +803,15 @@ def test_markdown(results):
 
 
 def test_csv(results):
-    first, second, *of_indexer = csv.DictReader(io.StringIO(to_csv(with_peers(results))))
+    first, second, *others = csv.DictReader(io.StringIO(to_csv(with_peers(results))))
+    of_indexer, of_operations = others[:-4], others[-4:]
     assert [row["op"] for row in of_indexer] == [row["op"] for row in results["indexer"]]
+    assert [row["op"] for row in of_operations] == ["merge"] * 2 + ["append"] * 2
+    for row, of in zip(of_operations, results["merge"] + results["append"], strict=True):
+        assert (row["us"], row["nbytes"]) == (str(LAUNCH_US), str(of["nbytes"]))
+        graph = ["graph_us", "graph_gbps", "graph_efficiency", "graph_copy_us", "graph_copy_gbps"]
+        for key in graph:
+            assert row[key] == ("" if of.get(key) is None else str(of[key]))
     assert {row["us"] for row in of_indexer if row["op"] != "paged_schedule"} == {str(LAUNCH_US)}
     assert first["us"] == "200.0"
     assert first["FlashMLA_scaled_us"] == "250.0"
