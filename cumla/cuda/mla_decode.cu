@@ -38,8 +38,7 @@ namespace cumla {
 
 // By one thread: with an address of its own in each lane the hardware takes them one by one, and slower.
 // loaders: threads that arrive for a tile.
-template <PageForm kForm>
-__device__ __forceinline__ void initialise_barriers(const SharedLayout<kForm>& shared, int loaders) {
+__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int loaders) {
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {
 #pragma unroll
@@ -58,7 +57,7 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout<kForm>& s
 // (compute-bound) it also has L2 fetch its next block, so that a load waits for L2 and not for DRAM; the row tiles share
 // that work. With one row tile (memory-bound) that only lengthens the queue of the copy engine.
 template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
-__device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout<kForm>& shared, const AnyTile& tile,
+__device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
                                         const Part& part, int last_place, int parity) {
   BlockCursor<2, AnyTile> now(p, tile, part, last_place, parity);
   const int offset = first_of_box<kForm>(p);
@@ -92,7 +91,7 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
 
 // The same of kRows, all blocks in turn: one of two warps, half of the rows.
 template <bool kSharedBlocks, typename AnyTile>
-__device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const SharedLayout<kRows>& shared, const AnyTile& tile,
+__device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
                                              const Part& part, int last_place, int warp) {
   RowCopier<AnyTile> rows(p, tile, part, last_place, warp);
 #pragma unroll 1
@@ -118,7 +117,7 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
 }
 
 template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
-__device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayout<kForm>& shared, AnyTile& tile,
+__device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                      const Part& part, int last_place) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp >= 2)
@@ -130,9 +129,9 @@ __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayou
 }
 
 template <typename T, bool kSharedBlocks, PageForm kForm, typename AnyTile>
-__device__ __forceinline__ void compute(const MlaDecodeParams& p, const SharedLayout<kForm>& shared, AnyTile& tile,
+__device__ __forceinline__ void compute(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                         const Part& part, int last_place, int warpgroup) {
-  Consumer<T, kSharedBlocks, kForm, AnyTile> consumer(p, shared, tile, warpgroup - 1);
+  Consumer<T, kSharedBlocks, kForm == kRows, AnyTile> consumer(p, shared, tile, warpgroup - 1);
   int t = 0;
   for (int place = part.place; place <= last_place; ++place) {
     const Segment segment = segment_of(p, tile, part, place);
@@ -146,7 +145,7 @@ __device__ __forceinline__ void compute(const MlaDecodeParams& p, const SharedLa
 template <typename T, bool kSharedBlocks, PageForm kForm, typename AnyTile = Tile>
 __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  const SharedLayout<kForm> shared(shared_address(shared_bytes));
+  const SharedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   begin_kernel<kForm, AnyTile>(p, shared);
 

@@ -12,13 +12,11 @@ namespace cumla {
 
 // One consumer warpgroup. Thread layout of the accumulators: rows 16 warp + lane / 4 and that + 8; in every group of
 // eight columns the two at 2 (lane % 4).
-template <typename T, bool kSharedBlocks, PageForm kForm, typename AnyTile>
+// kCopied: tiles were written by threads' own copies, not by TMA.
+template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
 struct Consumer {
-  using Layout = SharedLayout<kForm>;
-  static constexpr bool kCopied = kForm == kRows;  // tiles were written by threads' own copies, not by TMA
-
   const MlaDecodeParams& p;
-  const Layout& shared;
+  const SharedLayout& shared;
   const AnyTile& tile;
   const int consumer, warp, lane, row;
   float output[128];
@@ -29,7 +27,7 @@ struct Consumer {
   float weight[2];           // and of the 16-bit probabilities made of them, which normalise the output
   int limit[2];              // tokens that the two rows see
 
-  __device__ __forceinline__ Consumer(const MlaDecodeParams& p, const Layout& shared, const AnyTile& tile,
+  __device__ __forceinline__ Consumer(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
                                       int consumer)
       : p(p),
         shared(shared),
@@ -63,21 +61,19 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       const int column = tile_in_order(consumer, i);
-      if (Layout::waits_at(i)) mbarrier_wait(shared.full(consumer, column), phase, "KV tiles");
+      mbarrier_wait(shared.full(consumer, column), phase, "a KV tile");
       if constexpr (kCopied) fence_proxy_async_shared();
       warpgroup_arrive();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
         wgmma_m64n64k16_async<T>(scores, matrix_descriptor(shared.query + column * kTileBytes + k * 32, 0, 1024),
-                                 matrix_descriptor(stage + Layout::tile(consumer, i) + k * 32, 0, Layout::next_rows(i == 0 ? kRopeTile : 0)),
-                                 i + k > 0);
+                                 matrix_descriptor(stage + column * kTileBytes + k * 32, 0, 1024), i + k > 0);
     }
     warpgroup_commit();
   }
 
   __device__ __forceinline__ u64 value_descriptor(int stage, int k) const {
-    return matrix_descriptor(shared.stage(stage) + consumer * kHalfTiles * kTileBytes + k * 2 * Layout::kNextRows, Layout::kNextTile,
-                             Layout::kNextRows);
+    return matrix_descriptor(shared.stage(stage) + consumer * kHalfTiles * kTileBytes + k * 2048, kTileBytes, 1024);
   }
 
   // output += own probabilities x this consumer's half of V, asynchronously.
@@ -103,8 +99,7 @@ struct Consumer {
   __device__ __forceinline__ void clear_values_past(int stage, int valid) {
     const u32 half = shared.stage(stage) + consumer * kHalfTiles * kTileBytes;
     for (int i = valid * 32 + threadIdx.x % kWarpgroup; i < kBlockTokens * 32; i += kWarpgroup)
-      store_shared_zero_16(half + (i / 256) * Layout::kNextRows + (i % 32 / 8) * Layout::kNextTile + (i / 32 % 8) * 128 +
-                           (i % 8) * 16);
+      store_shared_zero_16(half + (i % 32 / 8) * kTileBytes + (i / 32) * 128 + (i % 8) * 16);
     fence_proxy_async_shared();
     if (consumer == 0)
       named_barrier_sync<kConsumerBarrier + 1, kWarpgroup>();

@@ -122,9 +122,9 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (k + half > 0) warpgroup_wait<1>();
+        multiply_step(sums[group % kSets], keys, half, a[half], k, k % kTilesOfGroup + half > 0);
         if (kSets == 2 && k % kTilesOfGroup == 0 && half == 1 && group > 0)
           add_group(sums[(group - 1) % kSets], slot, group - 1);
-        multiply_step(sums[group % kSets], keys, half, a[half], k, k % kTilesOfGroup + half > 0);
       }
       if (kGrouped && (kSets == 1 || k + 1 == kValueTiles) && k % kTilesOfGroup == kTilesOfGroup - 1) {
         warpgroup_wait<0>();

@@ -57,7 +57,6 @@ struct MlaDecodeParams {
   int num_pages;
   int page_size;
   int box_rows;
-  int latent_page_heads, rope_page_heads;  // of kBoxes: the maps' last dimension has page x this + kv head
   int q_len;  // where query lengths differ: of all requests together
   int heads_per_group;
   int row_groups;  // of 16 rows in a tile

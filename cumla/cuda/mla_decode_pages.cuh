@@ -21,6 +21,30 @@ __device__ __forceinline__ int first_of_box(const MlaDecodeParams& p) {
   return kForm == kBoxes ? threadIdx.x % 32 * p.box_rows : 0;
 }
 
+// Some boxes of some tiles, from a box on, issued by one lane; lane i knows where box i lies.
+template <int kCount, int kBoxCount>
+__device__ __forceinline__ void load_boxes(const TensorMap* map, u32 destination, int x, u32 barrier, const PageRow& from,
+                                           int first, u32 box_bytes) {
+  int pages[kBoxCount], rows[kBoxCount];
+#pragma unroll
+  for (int box = 0; box < kBoxCount; ++box) {
+    pages[box] = __shfl_sync(0xffffffffu, from.page, first + box);
+    rows[box] = __shfl_sync(0xffffffffu, from.row, first + box);
+  }
+  if (!elect_one()) return;
+  destination += first * box_bytes;
+#pragma unroll 1
+  for (int k = 0; k < kCount; ++k) {
+    if (first == 0) mbarrier_arrive_expect_tx(barrier, kTileBytes);
+#pragma unroll
+    for (int box = 0; box < kBoxCount; ++box)
+      tma_load_4d_async(destination + box * box_bytes, map, barrier, x, rows[box], blockIdx.z, pages[box]);
+    destination += kTileBytes;
+    barrier += 8;
+    x += 64;
+  }
+}
+
 // Begins to load the 64 columns of a tile, of a block; of kBoxes each lane its own box. A ring that is bound by memory is
 // served faster so, stages that wait for their tiles by load_tiles. `rope`: they are the RoPE columns, as the compiler knows.
 template <PageForm kForm>
@@ -39,37 +63,7 @@ __device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destinat
   }
 }
 
-// Some boxes of a block, from a box on, issued by one lane: where each lies in it, and its coordinates in a map of kBoxes
-// (launch/tensor_map.py). Lane i knows where box i lies. Pages that do not exist have a coordinate that brings zeros.
-template <int kBoxCount, typename Issue>
-__device__ __forceinline__ void for_some_boxes(const MlaDecodeParams& p, const PageRow& from, int page_heads, int first,
-                                               Issue issue) {
-  const int own = static_cast<u32>(from.page) < p.num_pages ? from.page * page_heads + static_cast<int>(blockIdx.z) : -1;
-  int pages[kBoxCount], rows[kBoxCount];
-#pragma unroll
-  for (int box = 0; box < kBoxCount; ++box) {
-    pages[box] = __shfl_sync(0xffffffffu, own, first + box);
-    rows[box] = __shfl_sync(0xffffffffu, from.row / 8, first + box);
-  }
-  if (!elect_one()) return;
-#pragma unroll
-  for (int box = 0; box < kBoxCount; ++box) issue((first + box) * p.box_rows, rows[box], pages[box]);
-}
-
-// All of them, by a whole warp.
-template <typename Issue>
-__device__ __forceinline__ void for_boxes(const MlaDecodeParams& p, const PageRow& from, int page_heads, Issue issue) {
-  if (p.box_rows == 64)
-    for_some_boxes<1>(p, from, page_heads, 0, issue);
-  else if (p.box_rows == 32)
-    for_some_boxes<2>(p, from, page_heads, 0, issue);
-  else
-#pragma unroll 1
-    for (int first = 0; first * p.box_rows < kBlockTokens; first += 4) for_some_boxes<4>(p, from, page_heads, first, issue);
-}
-
-// The same of several tiles, from `column` on, by a whole warp: of kPages one behind the other, as are their barriers; of
-// kBoxes as SharedLayout has them, all with the first one's barrier.
+// The same of several tiles, from `column` on, which lie one behind the other, as do their barriers; by a whole warp.
 template <PageForm kForm, int kCount>
 __device__ __forceinline__ void load_tiles(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
                                            const PageRow& from) {
@@ -79,10 +73,34 @@ __device__ __forceinline__ void load_tiles(const MlaDecodeParams& p, u32 destina
       load_tile<kForm>(p, destination + k * kTileBytes, column + k, rope, barrier + 8 * k, from);
   } else {
     const TensorMap* const map = rope ? &p.rope_map : &p.latent_map;
-    for_boxes(p, from, rope ? p.rope_page_heads : p.latent_page_heads, [&](int first_row, int row, int page) {
-      if (first_row == 0) mbarrier_arrive_expect_tx(barrier, kCount * kTileBytes);
-      tma_load_5d_async(destination + first_row * kCount * 128, map, barrier, 0, 0, rope ? 0 : column, row, page);
-    });
+    const int x = rope ? 0 : column * 64;
+    if (p.box_rows == 64)
+      load_boxes<kCount, 1>(map, destination, x, barrier, from, 0, kTileBytes);
+    else if (p.box_rows == 32)
+      load_boxes<kCount, 2>(map, destination, x, barrier, from, 0, kTileBytes / 2);
+    else
+#pragma unroll 1
+      for (int first = 0; first * p.box_rows < kBlockTokens; first += 4)
+        load_boxes<kCount, 4>(map, destination, x, barrier, from, first, p.box_rows * 128);
+  }
+}
+
+// Has L2 fetch some boxes of this row tile's share of a block.
+template <int kBoxCount>
+__device__ __forceinline__ void prefetch_boxes(const MlaDecodeParams& p, const PageRow& from, int first) {
+  int pages[kBoxCount], rows[kBoxCount];
+#pragma unroll
+  for (int box = 0; box < kBoxCount; ++box) {
+    pages[box] = __shfl_sync(0xffffffffu, from.page, first + box);
+    rows[box] = __shfl_sync(0xffffffffu, from.row, first + box);
+  }
+  if (!elect_one()) return;
+#pragma unroll 1
+  for (int k = blockIdx.x; k < kTiles; k += gridDim.x) {
+    const TensorMap* const map = k == kRopeTile ? &p.rope_map : &p.latent_map;
+    const int x = k == kRopeTile ? 0 : k * 64;
+#pragma unroll
+    for (int box = 0; box < kBoxCount; ++box) tma_prefetch_4d(map, x, rows[box], blockIdx.z, pages[box]);
   }
 }
 
@@ -92,14 +110,13 @@ __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const P
   if constexpr (kForm == kPages) {
     for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
       tma_prefetch_4d(&p.latent_map, k * 64, from.row, blockIdx.z, from.page);
+  } else if (p.box_rows == 64) {
+    prefetch_boxes<1>(p, from, 0);
+  } else if (p.box_rows == 32) {
+    prefetch_boxes<2>(p, from, 0);
   } else {
 #pragma unroll 1
-    for (int k = blockIdx.x * kHalfTiles; k < kTiles; k += gridDim.x * kHalfTiles) {
-      const bool rope = k == kRopeTile;
-      const TensorMap* const map = rope ? &p.rope_map : &p.latent_map;
-      for_boxes(p, from, rope ? p.rope_page_heads : p.latent_page_heads,
-                [&](int, int row, int page) { tma_prefetch_5d(map, 0, 0, rope ? 0 : k, row, page); });
-    }
+    for (int first = 0; first * p.box_rows < kBlockTokens; first += 4) prefetch_boxes<4>(p, from, first);
   }
 }
 

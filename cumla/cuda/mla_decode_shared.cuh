@@ -8,16 +8,7 @@ namespace cumla {
 constexpr int kStages = 2;
 constexpr int kStageBytes = kTiles * kTileBytes;
 
-// Of kBoxes, half of a stage's latent columns lie eight rows by eight rows, so that a box of some of its rows is one stretch:
-// four tiles of eight rows, then those of the next eight. Else they lie tile by tile.
-template <PageForm kForm>
 struct SharedLayout {
-  static constexpr bool kBands = kForm == kBoxes;
-  static constexpr u32 kNextTile = kBands ? 1024 : kTileBytes;           // from a tile to the next one of its half
-  static constexpr u32 kNextRows = kBands ? kHalfTiles * 1024 : 1024;    // from eight rows to the next eight
-  // Of the tiles in their order: RoPE columns, and the first of each half.
-  __device__ __forceinline__ static constexpr bool waits_at(int i) { return !kBands || i == 0 || i % kHalfTiles == 1; }
-
   u32 query, stages, probabilities, maxima, sums, barriers;
 
   __device__ __forceinline__ explicit SharedLayout(u32 base)
@@ -29,16 +20,10 @@ struct SharedLayout {
         barriers(sums + 4 * kRowTile * 4) {}
 
   __device__ __forceinline__ u32 stage(int s) const { return stages + s * kStageBytes; }
-  // Where, in a stage, the i-th tile in the order of its owner begins (tile_in_order).
-  __device__ __forceinline__ static u32 tile(int owner, int i) {
-    if (!kBands || i == 0) return tile_in_order(owner, i) * kTileBytes;
-    return ((i - 1) / kHalfTiles ^ owner) * kHalfTiles * kTileBytes + (i - 1) % kHalfTiles * kNextTile;
-  }
-  __device__ __forceinline__ static constexpr u32 next_rows(int column) { return column == kRopeTile ? 1024 : kNextRows; }
   __device__ __forceinline__ u32 maximum(int owner, int row) const { return maxima + (owner * kRowTile + row) * 4; }
   __device__ __forceinline__ u32 sum(int consumer, int row) const { return sums + (consumer * kRowTile + row) * 4; }
   __device__ __forceinline__ u32 weight(int consumer, int row) const { return sum(2 + consumer, row); }
-  // Barriers: a tile of a stage is loaded, of kBoxes the half that begins with it; a half (0, 1: V columns; 2: RoPE) is free again; P of a consumer is written.
+  // Barriers: a tile of a stage is loaded; its half (0, 1: V columns; 2: RoPE) is free again; P of a consumer is written.
   __device__ __forceinline__ u32 full(int s, int tile) const { return barriers + (s * kTiles + tile) * 8; }
   __device__ __forceinline__ u32 free(int s, int half) const { return full(kStages, 0) + (s * 3 + half) * 8; }
   __device__ __forceinline__ u32 probabilities_full(int owner) const { return free(kStages, 0) + owner * 8; }

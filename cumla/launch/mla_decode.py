@@ -12,7 +12,7 @@ from cumla.launch.division import divisor_of
 from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.mla_plan import HEAD_DIM, MOST_TOKENS, PAGE_FORMS, VALUE_DIM, VARIANTS, page_form
 from cumla.launch.source import KernelSpec
-from cumla.launch.tensor_map import banded_kv_map, page_heads, paged_kv_map
+from cumla.launch.tensor_map import paged_kv_map
 
 if TYPE_CHECKING:
     from cumla.arrays import ArrayView
@@ -107,16 +107,12 @@ def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) -> str:
     """
     latent, rope = arguments.kv_cache, arguments.kv_rope
     together = rope.ptr == latent.ptr + VALUE_DIM * 2 and rope.strides[:3] == latent.strides[:3]
-    form = "boxes" if key.form == "pages" and not together else key.form
-    if form == "boxes" and not all(page_heads(view.shape, view.strides) for view in (latent, rope)):
-        return "rows"
-    return form
+    return "boxes" if key.form == "pages" and not together else key.form
 
 
-PARAMS_FORMAT = "<128s128s33q14if8I28x"
+PARAMS_FORMAT = "<128s128s33q12if8I36x"
 _PARAMS = struct.Struct(PARAMS_FORMAT)
 _LOG2_E = log2(e)
-_HALF_TILES = 4  # of 64 latent columns, of a stage's half
 
 
 def prepare_decode(
@@ -153,7 +149,7 @@ def prepare_decode(
     PreparedLaunch
         To be called.
     """
-    maps = _maps(key, kernel.spec, form_of(key, arguments), arguments)
+    maps = _maps(key, form_of(key, arguments), arguments.kv_cache, arguments.kv_rope)
     values = (*maps, *decode_values(key, buffer, arguments, out, lse, softmax_scale))
     grid = key.row_tiles, key.parts, key.num_kv_heads
     return PreparedLaunch(kernel, grid, _PARAMS, values, stream)
@@ -197,7 +193,6 @@ def decode_values(
         arguments.kv_cache.shape[0],
         key.page_size,
         key.box_rows,
-        *(page_heads(view.shape, view.strides) or 0 for view in columns[:2]),
         key.q_len,
         key.heads_per_group,
         key.row_groups,
@@ -213,36 +208,14 @@ def decode_values(
 
 
 def _maps(
-    key: MLADecodeKey | MLAAttentionKey, spec: KernelSpec, form: str, arguments: Arguments
+    key: MLADecodeKey | MLAAttentionKey, form: str, latent: ArrayView, rope: ArrayView
 ) -> tuple[bytes, bytes]:
     """Describe the cache to the copy engine: whole pages by one map of all columns."""
-    latent, rope = arguments.kv_cache, arguments.kv_rope
     if form == "rows":
         return bytes(128), bytes(128)
     if form == "pages":
         return _map(key, latent._replace(shape=(*latent.shape[:3], HEAD_DIM))), bytes(128)
-    if spec.stem == "mla_decode":  # its stages take half of a block's latent columns at once
-        return _bands(key, latent, _HALF_TILES), _bands(key, rope, 1)
     return _map(key, latent), _map(key, rope)
-
-
-def _bands(key: MLADecodeKey | MLAAttentionKey, cache: ArrayView, tiles: int) -> bytes:
-    """Describe latent or RoPE columns, of which a box has so many tiles of 64."""
-    num_pages, page_size, num_kv_heads, columns = cache.shape
-    page_stride, row_stride, head_stride, _ = cache.strides
-    return banded_kv_map(
-        cache.ptr,
-        key.dtype,
-        num_pages,
-        page_size,
-        num_kv_heads,
-        columns,
-        page_stride,
-        row_stride,
-        head_stride,
-        key.box_rows,
-        tiles,
-    )
 
 
 def _map(key: MLADecodeKey | MLAAttentionKey, cache: ArrayView) -> bytes:

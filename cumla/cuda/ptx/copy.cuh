@@ -21,24 +21,6 @@ __device__ __forceinline__ void tma_load_4d_async(u32 destination, const TensorM
       : "memory");
 }
 
-// PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.tensor
-__device__ __forceinline__ void tma_load_5d_async(u32 destination, const TensorMap* map, u32 barrier,
-                                                  int x, int y, int z, int w, int v) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(destination),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
-      : "memory");
-}
-
-// PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.prefetch.tensor
-// The same box into L2 only.
-__device__ __forceinline__ void tma_prefetch_5d(const TensorMap* map, int x, int y, int z, int w, int v) {
-  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(x),
-               "r"(y), "r"(z), "r"(w), "r"(v)
-               : "memory");
-}
-
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.prefetch.tensor
 // The same box into L2 only.
 __device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x, int y, int z, int w) {
