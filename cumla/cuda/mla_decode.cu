@@ -36,19 +36,23 @@
 
 namespace cumla {
 
+// Warps that copy KV rows: where arithmetic limits, two are too late.
+template <bool kSharedBlocks, PageForm kForm>
+constexpr int kRowWarps = kForm != kRows ? 0 : kSharedBlocks ? 4 : 2;
+
 // By one thread: with an address of its own in each lane the hardware takes them one by one, and slower.
-// loaders: threads that arrive for a tile.
-__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int loaders) {
+// row_warps: those that copy rows, two of them the query's as well if there are four; 0 without kRows.
+__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int row_warps) {
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), loaders);
+    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), row_warps ? row_warps * 32 : 1);
 #pragma unroll
     for (int half = 0; half < 3; ++half) mbarrier_init(shared.free(s, half), 4);
   }
 #pragma unroll
   for (int owner = 0; owner < 2; ++owner) mbarrier_init(shared.probabilities_full(owner), kWarpgroup / 4);
-  mbarrier_init(shared.query_full(), 2);
+  mbarrier_init(shared.query_full(), row_warps == 4 ? 64 : 2);
   mbarrier_init(shared.query_free(), 8);
   fence_mbarrier_init();
 }
@@ -89,13 +93,26 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
   }
 }
 
-// The same of kRows, all blocks in turn: one of two warps, half of the rows.
+// The same of kRows, all blocks in turn, each warp its share of the rows. With kSharedBlocks all four warps do that, and warps
+// 2 and 3 bring the query rows of a request before its first block; else two do.
 template <bool kSharedBlocks, typename AnyTile>
-__device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
+__device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                              const Part& part, int last_place, int warp) {
-  RowCopier<AnyTile> rows(p, tile, part, last_place, warp);
+  RowCopier<AnyTile, kRowWarps<kSharedBlocks, kRows>> rows(p, tile, part, last_place, warp);
+  int place = part.place, left = 0;  // blocks before the next query
 #pragma unroll 1
-  for (int t = 0; rows.take(); ++t) {
+  for (int t = 0;; ++t, --left) {
+    if (kSharedBlocks && warp >= 2) {
+#pragma unroll 1
+      for (; left == 0 && place <= last_place; ++place) {
+        const Segment segment = segment_of(p, tile, part, place);
+        mbarrier_wait(shared.query_free(), (place - part.place) & 1 ^ 1, "a free query buffer");
+        copy_query<kRowTile>(p, shared, tile, segment.request, warp - 2);
+        mbarrier_arrive_after_copies(shared.query_full());
+        left = segment.blocks;
+      }
+    }
+    if (!rows.take()) break;
     const int parity = t & 1;
     const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
     mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
@@ -109,7 +126,8 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
       rows.template copy<kHalfTiles>(p.latent, column * 128,
                             {tiles, tiles + kTileBytes, tiles + 2 * kTileBytes, tiles + 3 * kTileBytes});
 #pragma unroll
-      for (int k = 0; k < kHalfTiles; ++k) mbarrier_arrive_after_copies(shared.full(parity, column + k));
+      for (int k = 0; k < (kSharedBlocks ? 1 : kHalfTiles); ++k)  // Consumer::kByHalves
+        mbarrier_arrive_after_copies(shared.full(parity, column + k));
     }
     if constexpr (kSharedBlocks) rows.prefetch();
   }
@@ -120,10 +138,10 @@ template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                      const Part& part, int last_place) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (warp >= 2)
-    load_query<kRowTile>(p, shared, tile, part, last_place, warp - 2);
-  else if constexpr (kForm == kRows)
+  if (warp < kRowWarps<kSharedBlocks, kForm>)
     load_kv_rows<kSharedBlocks>(p, shared, tile, part, last_place, warp);
+  else if (warp >= 2)
+    load_query<kRowTile>(p, shared, tile, part, last_place, warp - 2);
   else if (kForm == kBoxes || lane == 0)
     load_kv<kSharedBlocks, kForm>(p, shared, tile, part, last_place, warp);
 }
@@ -147,7 +165,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const SharedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  begin_kernel<kForm, AnyTile>(p, shared);
+  begin_kernel<kForm, AnyTile>(p, shared, kRowWarps<kSharedBlocks, kForm>);
 
   if constexpr (kForm != kPages || kIsRagged<AnyTile>) {
     // Each role reads the part for itself: what both hold from before would cost registers that they lack.

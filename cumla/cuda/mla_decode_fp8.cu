@@ -38,12 +38,12 @@
 
 namespace cumla {
 
-// loaders: threads that arrive for a block.
+// row_warps: those that copy rows; 0 without kRows.
 template <int kQueryRows, bool kGrouped, PageForm kForm>
-__device__ __forceinline__ void initialise_barriers(const Fp8Layout<kQueryRows, kGrouped, kForm>& shared, int loaders) {
+__device__ __forceinline__ void initialise_barriers(const Fp8Layout<kQueryRows, kGrouped, kForm>& shared, int row_warps) {
 #pragma unroll
   for (int s = 0; s < shared.kSlots; ++s) {
-    mbarrier_init(shared.full(s), loaders);
+    mbarrier_init(shared.full(s), row_warps ? row_warps * 32 : 1);
     mbarrier_init(shared.free(s), 4);
   }
   mbarrier_init(shared.query_full(), 2);

@@ -16,7 +16,7 @@ __device__ __forceinline__ void copy_half_tile(const RowCopier<AnyTile>& rows, c
   const i64 own = rows.offset_of(from, rows.now);
   const int chunk = rows.lane % 4;
 #pragma unroll
-  for (int i = 0; i < rows.kHalf / 8; ++i) {
+  for (int i = 0; i < rows.kShare / 8; ++i) {
     const int row = token_at(8 * i + rows.lane / 4);
     const i64 offset = __shfl_sync(0xffffffffu, own, row);
     const bool exists = offset >= 0;

@@ -14,7 +14,6 @@ constexpr int kTiles = kHeadDim / 64;
 constexpr int kRopeTile = 8;
 constexpr int kHalfTiles = 4;  // tiles of one half of V
 constexpr int kWarpgroup = 128;
-constexpr int kRowLoaders = 64;      // threads of kRows that load
 constexpr int kConsumerBarrier = 1;  // named barriers: both consumers; then one for each consumer
 constexpr float kMaximumSlack = 8.0f;
 constexpr float kLowest = -3e38f;  // stands for no score yet: below every score, and finite

@@ -112,45 +112,53 @@ __device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int t
 
 // What comes before the roles: early fetches, barriers, and the wait for the kernel before.
 template <PageForm kForm, typename AnyTile, typename Layout>
-__device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Layout& shared) {
+__device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Layout& shared,
+                                             int row_warps = kForm == kRows ? 2 : 0) {
   const int warp = threadIdx.x / 32;
   // Fetching into L2 reads nothing: an earlier kernel may still write these lines.
   if (warp == 2 || warp == 3) prefetch_plan<AnyTile>(p, threadIdx.x - 64, 64);
   if (kForm == kPages && threadIdx.x == 32) prefetch_tensor_map(&p.latent_map);
   if (kForm == kBoxes && (threadIdx.x == 32 || threadIdx.x == 33))
     prefetch_tensor_map(threadIdx.x == 32 ? &p.rope_map : &p.latent_map);
-  if (threadIdx.x == 0) initialise_barriers(shared, kForm == kRows ? kRowLoaders : 1);
+  if (threadIdx.x == 0) initialise_barriers(shared, row_warps);
   grid_dependency_launch();
   __syncthreads();
   if (!kIsRagged<AnyTile> && (warp == 2 || warp == 3)) prefetch_queries(p, threadIdx.x - 64, 64);
   grid_dependency_wait();
 }
 
-// Two warps copy the query rows; eight lanes a row, 16 bytes each.
+// Two warps begin to copy the query rows of a request; eight lanes a row, 16 bytes each.
+template <int kQueryRows, typename Layout, typename AnyTile>
+__device__ __forceinline__ void copy_query(const MlaDecodeParams& p, const Layout& shared, const AnyTile& tile, int request,
+                                           int loader) {
+  const int lane = threadIdx.x % 32, chunk = lane % 8;
+#pragma unroll 1  // unrolled, the row addresses do not fit the registers of a loader
+  for (int i = 0; i < kQueryRows / 8; ++i) {
+    const int row = loader * (kQueryRows / 2) + i * 4 + lane / 8;
+    const bool valid = row < tile.rows;
+    const Row from(p, tile, valid ? row : 0);
+    const char* latent = query_tile(p, 0, request, from.token, from.head) + chunk * 16;
+    const char* rope = query_tile(p, kRopeTile, request, from.token, from.head) + chunk * 16;
+    const u32 destination = shared.query + row * 128 + ((chunk ^ (row & 7)) << 4);
+#pragma unroll
+    for (int k = 0; k < kTiles; ++k)
+      copy_16_async(destination + k * kQueryRows * 128, k == kRopeTile ? rope : latent + k * 128, valid);
+  }
+}
+
+// Two warps: the query rows of all requests.
 template <int kQueryRows, typename Layout, typename AnyTile>
 __device__ __forceinline__ void load_query(const MlaDecodeParams& p, const Layout& shared, AnyTile& tile,
                                            const Part& part, int last_place, int loader) {
-  const int lane = threadIdx.x % 32, chunk = lane % 8;
   for (int place = part.place; place <= last_place; ++place) {
     const int request = segment_of(p, tile, part, place).request;
     const u32 phase = (place - part.place) & 1;
     mbarrier_wait(shared.query_free(), phase ^ 1, "a free query buffer");
-#pragma unroll 1  // unrolled, the row addresses do not fit the registers of a loader
-    for (int i = 0; i < kQueryRows / 8; ++i) {
-      const int row = loader * (kQueryRows / 2) + i * 4 + lane / 8;
-      const bool valid = row < tile.rows;
-      const Row from(p, tile, valid ? row : 0);
-      const char* latent = query_tile(p, 0, request, from.token, from.head) + chunk * 16;
-      const char* rope = query_tile(p, kRopeTile, request, from.token, from.head) + chunk * 16;
-      const u32 destination = shared.query + row * 128 + ((chunk ^ (row & 7)) << 4);
-#pragma unroll
-      for (int k = 0; k < kTiles; ++k)
-        copy_16_async(destination + k * kQueryRows * 128, k == kRopeTile ? rope : latent + k * 128, valid);
-    }
+    copy_query<kQueryRows>(p, shared, tile, request, loader);
     copy_async_wait_all();
     fence_proxy_async_shared();
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared.query_full());
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full());
   }
 }
 

@@ -120,11 +120,12 @@ __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const P
   }
 }
 
-// Copies half of the rows of every block, by one of two warps. Lane i knows where row i of this half lies, two blocks
-// ahead.
-template <typename AnyTile>
+// Copies its share of the rows of every block, by one of kWarps warps. Lane i, counted modulo the share, knows where row i of
+// that lies, two blocks ahead.
+template <typename AnyTile, int kWarps = 2>
 struct RowCopier {
-  static constexpr int kHalf = kBlockTokens / 2;
+  static constexpr int kShare = kBlockTokens / kWarps;
+  static constexpr int kAtOnce = kShare / 8;  // rows of a lane: with more of four warps registers are spilled
 
   const MlaDecodeParams& p;
   const int lane, first_row;
@@ -136,14 +137,14 @@ struct RowCopier {
                                        int warp)
       : p(p),
         lane(threadIdx.x % 32),
-        first_row(warp * kHalf),
+        first_row(warp * kShare),
         ahead(p, tile, part, last_place, 0) {
     next = find();
     later = find();
   }
 
   __device__ __forceinline__ PageRow find() {
-    const PageRow at = ahead.template row_of<kRows>(first_row + lane);
+    const PageRow at = ahead.template row_of<kRows>(first_row + lane % kShare);
     if (ahead.valid()) {
       ++found;
       ahead.next();
@@ -173,8 +174,8 @@ struct RowCopier {
     const i64 own = offset_of(from, now);
     const int chunk = lane % 8;
     const char* const base = from.base + bytes + chunk * 16;
-#pragma unroll 4
-    for (int i = 0; i < kHalf / 4; ++i) {
+#pragma unroll kAtOnce
+    for (int i = 0; i < kShare / 4; ++i) {
       const int row = 4 * i + lane / 8;
       const i64 offset = __shfl_sync(0xffffffffu, own, row);
       const bool exists = offset >= 0;
@@ -187,11 +188,17 @@ struct RowCopier {
 
   // Has L2 fetch the block after next; the row tiles share that work.
   __device__ __forceinline__ void prefetch() const {
-    const i64 latent = offset_of(p.latent, later), rope = offset_of(p.rope, later);
+    constexpr int kLines = 32 / kShare;  // of a row, at once
+    if (blockIdx.x == 0 && lane < kShare) {
+      const i64 rope = offset_of(p.rope, later);
+      if (rope >= 0) prefetch_l2(p.rope.base + rope);
+    }
+    const i64 latent = offset_of(p.latent, later);
     if (latent < 0) return;
+    const char* line = p.latent.base + latent + (blockIdx.x * kLines + lane / kShare) * 128;
+    const char* const end = p.latent.base + latent + kRopeTile * 128;
 #pragma unroll 1
-    for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
-      prefetch_l2(k == kRopeTile ? p.rope.base + rope : p.latent.base + latent + k * 128);
+    for (; line < end; line += gridDim.x * kLines * 128) prefetch_l2(line);
   }
 };
 

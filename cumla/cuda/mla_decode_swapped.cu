@@ -31,11 +31,11 @@
 
 namespace cumla {
 
-// loaders: threads that arrive for a tile.
-__device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared, int loaders) {
+// row_warps: those that copy rows; 0 without kRows.
+__device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared, int row_warps) {
 #pragma unroll
   for (int s = 0; s < SwappedLayout::kSlots; ++s) {
-    mbarrier_init(shared.full(s), loaders);
+    mbarrier_init(shared.full(s), row_warps ? row_warps * 32 : 1);
     mbarrier_init(shared.free(s), 4);
   }
   mbarrier_init(shared.begun(0), 1);
