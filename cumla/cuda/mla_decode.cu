@@ -93,26 +93,13 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
   }
 }
 
-// The same of kRows, all blocks in turn, each warp its share of the rows. With kSharedBlocks all four warps do that, and warps
-// 2 and 3 bring the query rows of a request before its first block; else two do.
-template <bool kSharedBlocks, typename AnyTile>
-__device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
+// The same of kRows, all blocks in turn: one of two warps, half of the rows.
+template <typename AnyTile>
+__device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
                                              const Part& part, int last_place, int warp) {
-  RowCopier<AnyTile, kRowWarps<kSharedBlocks, kRows>> rows(p, tile, part, last_place, warp);
-  int place = part.place, left = 0;  // blocks before the next query
+  RowCopier<AnyTile, 2> rows(p, tile, part, last_place, warp);
 #pragma unroll 1
-  for (int t = 0;; ++t, --left) {
-    if (kSharedBlocks && warp >= 2) {
-#pragma unroll 1
-      for (; left == 0 && place <= last_place; ++place) {
-        const Segment segment = segment_of(p, tile, part, place);
-        mbarrier_wait(shared.query_free(), (place - part.place) & 1 ^ 1, "a free query buffer");
-        copy_query<kRowTile>(p, shared, tile, segment.request, warp - 2);
-        mbarrier_arrive_after_copies(shared.query_full());
-        left = segment.blocks;
-      }
-    }
-    if (!rows.take()) break;
+  for (int t = 0; rows.take(); ++t) {
     const int parity = t & 1;
     const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
     mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
@@ -126,10 +113,46 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
       rows.template copy<kHalfTiles>(p.latent, column * 128,
                             {tiles, tiles + kTileBytes, tiles + 2 * kTileBytes, tiles + 3 * kTileBytes});
 #pragma unroll
-      for (int k = 0; k < (kSharedBlocks ? 1 : kHalfTiles); ++k)  // Consumer::kByHalves
-        mbarrier_arrive_after_copies(shared.full(parity, column + k));
+      for (int k = 0; k < kHalfTiles; ++k) mbarrier_arrive_after_copies(shared.full(parity, column + k));
     }
-    if constexpr (kSharedBlocks) rows.prefetch();
+  }
+  copy_async_wait_all();
+}
+
+// Where arithmetic limits, two warps are too late: one of four, a quarter of the rows, and warps 2 and 3 bring the query rows of
+// a request before its first block. A half of a block's tiles has one barrier (Consumer::kByHalves).
+template <typename AnyTile>
+__device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile, const Part& part,
+                                          int last_place, int warp) {
+  RowCopier<AnyTile, 4> rows(p, tile, part, last_place, warp);
+  int place = part.place, left = warp < 2 ? kMaxTokens : 0;  // blocks before the next query
+#pragma unroll 1
+  for (int t = 0;; ++t, --left) {
+#pragma unroll 1
+    for (; left == 0 && place <= last_place; ++place) {
+      const Segment segment = segment_of(p, tile, part, place);
+      mbarrier_wait(shared.query_free(), (place - part.place) & 1 ^ 1, "a free query buffer");
+      copy_query<kRowTile>(p, shared, tile, segment.request, warp - 2);
+      mbarrier_arrive_after_copies(shared.query_full());
+      left = segment.blocks;
+    }
+    if (!rows.take()) break;
+    const int parity = t & 1;
+    const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
+    rows.locate(p.rope, 0);
+    mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
+    rows.template copy_located<1>(stage + kRopeTile * kTileBytes);
+    mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
+    rows.locate(p.latent, parity * kHalfTiles * 128);
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      const int half = i ^ parity, column = half * kHalfTiles;
+      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+      rows.template copy_located<kHalfTiles>(stage + column * kTileBytes);
+      mbarrier_arrive_after_copies(shared.full(parity, column));
+      rows.move(parity == 0 ? kHalfTiles * 128 : -kHalfTiles * 128);
+    }
+    rows.prefetch();
   }
   copy_async_wait_all();
 }
@@ -138,8 +161,11 @@ template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                      const Part& part, int last_place) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (warp < kRowWarps<kSharedBlocks, kForm>)
-    load_kv_rows<kSharedBlocks>(p, shared, tile, part, last_place, warp);
+  constexpr int kRowers = kRowWarps<kSharedBlocks, kForm>;
+  if constexpr (kRowers == 4)
+    load_rows(p, shared, tile, part, last_place, warp);
+  else if (warp < kRowers)
+    load_kv_rows(p, shared, tile, part, last_place, warp);
   else if (warp >= 2)
     load_query<kRowTile>(p, shared, tile, part, last_place, warp - 2);
   else if (kForm == kBoxes || lane == 0)

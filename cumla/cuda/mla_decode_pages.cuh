@@ -125,13 +125,15 @@ __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const P
 template <typename AnyTile, int kWarps = 2>
 struct RowCopier {
   static constexpr int kShare = kBlockTokens / kWarps;
-  static constexpr int kAtOnce = kShare / 8;  // rows of a lane: with more of four warps registers are spilled
+  static constexpr int kOwn = kShare / 4;  // rows of which a lane copies something
 
   const MlaDecodeParams& p;
   const int lane, first_row;
   BlockCursor<1, AnyTile> ahead;
   int taken = 0, found = 0;  // blocks
   PageRow now, next, later;
+  const char* sources[kOwn];  // of a lane's next 16 bytes of its rows, and a bit for each that exists: locate
+  u32 exist;
 
   __device__ __forceinline__ RowCopier(const MlaDecodeParams& p, const AnyTile& tile, const Part& part, int last_place,
                                        int warp)
@@ -174,8 +176,8 @@ struct RowCopier {
     const i64 own = offset_of(from, now);
     const int chunk = lane % 8;
     const char* const base = from.base + bytes + chunk * 16;
-#pragma unroll kAtOnce
-    for (int i = 0; i < kShare / 4; ++i) {
+#pragma unroll 4
+    for (int i = 0; i < kOwn; ++i) {
       const int row = 4 * i + lane / 8;
       const i64 offset = __shfl_sync(0xffffffffu, own, row);
       const bool exists = offset >= 0;
@@ -184,6 +186,34 @@ struct RowCopier {
 #pragma unroll
       for (int k = 0; k < kCount; ++k) copy_16_async(tiles[k] + destination, source + k * 128, exists);
     }
+  }
+
+  // The same in two steps, where a copy must not wait for addresses: this one first, then as many copies as one likes.
+  __device__ __forceinline__ void locate(const CacheColumns& from, int bytes) {
+    const i64 own = offset_of(from, now);
+    exist = 0;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const i64 offset = __shfl_sync(0xffffffffu, own, 4 * i + lane / 8);
+      if (offset >= 0) exist |= 1 << i;
+      sources[i] = from.base + (offset >= 0 ? offset : 0) + bytes + lane % 8 * 16;
+    }
+  }
+  // Into kCount tiles that lie one behind the other; a row's bytes together.
+  template <int kCount>
+  __device__ __forceinline__ void copy_located(u32 tiles) const {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int row = 4 * i + lane / 8;
+      const u32 destination = tiles + (first_row + row) * 128 + ((lane % 8 ^ (row & 7)) << 4);
+#pragma unroll
+      for (int k = 0; k < kCount; ++k)
+        copy_16_async(destination + k * kTileBytes, sources[i] + k * 128, exist >> i & 1);
+    }
+  }
+  __device__ __forceinline__ void move(int bytes) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) sources[i] += bytes;
   }
 
   // Has L2 fetch the block after next; the row tiles share that work.
