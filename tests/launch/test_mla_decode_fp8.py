@@ -153,9 +153,8 @@ def load_box(rows: Array, slot: Array, at: int) -> None:
 
 def load_boxes(cache: Array, slot: Array) -> None:
     """Copy (64, 512) bytes as load_kv_fp8_pages has the copy engine do it."""
-    for half in range(2):
-        for k in range(half * 2, (half + 1) * 2):
-            load_box(cache[:, k * 128 : k * 128 + 128], slot, k * TILE)
+    for k in range(4):
+        load_box(cache[:, k * 128 : k * 128 + 128], slot, k * TILE)
 
 
 def clear_past(slot: Array, scales: Array, valid: int, layout: Layout) -> None:
@@ -759,7 +758,7 @@ def test_probabilities_times_scales_keep_their_bits(spread: float, octaves: int)
 
 LINES = {
     "mla_decode_pages.cuh": (
-        "first_row(warp * kHalf),",
+        "first_row(warp * kShare),",
         "const int chunk = lane % 8;",
         "from.base + bytes + chunk * 16;",
         "const int row = 4 * i + lane / 8;",
@@ -774,16 +773,13 @@ LINES = {
         "rows.template copy<1>(p.decode.rope, 0, {slot + Layout::kRopeOffset});",
         "const u32 tiles = slot + half * 2 * kTileBytes;",
         "copy<2>(p.decode.latent, half * 2 * kRawColumns, {tiles, tiles + kTileBytes});",
-        "constexpr int kTilesOfHalf = kValueDim / kRawColumns / 2;",
-        "kBeside = kTileBytes + (kGrouped ? kBlockTokens * 4 * kScaleGroups : 0);",
-        "tma_load_4d_async(slot + offset, &map, shared.full(s, half), column, from.row,",
-        "mbarrier_arrive_expect_tx(shared.full(s, 0), Layout::kSlotBytes);",
-        "load(p.decode.latent_map, 0, 0, 0);",
-        "kTilesOfHalf * kTileBytes + (half == 0 ? kBeside : 0));",
-        "load(p.decode.rope_map, Layout::kRopeOffset, half, 0);",
-        "load(p.scales_map, Layout::kScalesOffset, half, 0);",
-        "for (int k = half * kTilesOfHalf; k < (half + 1) * kTilesOfHalf; ++k)",
-        "load(p.decode.latent_map, k * kTileBytes, half, k * kRawColumns);",
+        "tma_load_4d_async(slot + offset, &map, shared.full(s), column, from.row,",
+        "mbarrier_arrive_expect_tx(shared.full(s), Layout::kSlotBytes);",
+        "load(p.decode.latent_map, 0, 0);",
+        "load(p.decode.rope_map, Layout::kRopeOffset, 0);",
+        "load(p.scales_map, Layout::kScalesOffset, 0);",
+        "for (int k = 0; k < kValueDim / kRawColumns; ++k)",
+        "load(p.decode.latent_map, k * kTileBytes, k * kRawColumns);",
         "const u32 exponent = max(highest >> 23, 16u);",
         "__uint_as_float((127 + 14 + 127 - exponent) << 23);",
         "const int u = chunk % 2 * 4 + j;",
