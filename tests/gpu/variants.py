@@ -114,7 +114,7 @@ MISSING_WAIT = Edit(
 
 MISSING_TILE_WAIT = Edit(
     TILES,
-    'mbarrier_wait(shared.full(consumer, column), phase, "a KV tile");',
+    'mbarrier_wait(shared.full(consumer, column), phase, "KV tiles");',
     "",
 )
 """A consumer multiplies tiles that TMA may still be writing."""
@@ -183,7 +183,6 @@ FP8_EVERY_LANE_ARRIVES = (
         FP8,
         "if (lane == 0) mbarrier_arrive(shared.query_full());",
         "mbarrier_arrive(shared.query_full());",
-        times=2,  # one of them of other kernels
     ),
     Edit(
         FP8,
