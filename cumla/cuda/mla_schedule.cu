@@ -18,6 +18,7 @@
 #include "mla_schedule_layout.cuh"
 #include "mla_schedule_pack.cuh"
 #include "mla_schedule_parts.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
@@ -50,7 +51,10 @@ struct Shared {
   int warp_values[2][kScheduleWarps];
   int thread_starts[kScheduleThreads + 1];  // cost of all requests before a thread's first one; the last: of all
   int thread_tokens[kScheduleThreads];      // of a thread's first request
-  Packing packing;
+  union {
+    Packing packing;
+    int lengths[kScheduleThreads];
+  };
   PartBound bounds[kMaxParts + 1];
   union {
     alignas(16) u32 keys[kScheduleThreads];  // while requests are packed
@@ -113,10 +117,16 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
   grid_dependency_launch();
   grid_dependency_wait();
 
+  // Lengths are on their way while the code that waits for them runs once on requests of no tokens, which fetches it.
+  if (per_thread == 1 && begin < end)
+    copy_4_async(shared_address(&shared.lengths[thread]), p.cache_seqlens + begin * p.cache_seqlens_stride);
+#pragma unroll 1
+  for (int rehearsal = per_thread == 1; rehearsal >= 0; --rehearsal) {
+  if (rehearsal == 0) copy_async_wait_all();
   // A thread takes consecutive requests.
   int cost = 0, first_tokens = 0;
   for (int request = begin; request < end; ++request) {
-    const int length = length_of(p, request);
+    const int length = rehearsal ? 0 : per_thread == 1 ? min(max(shared.lengths[thread], 0), p.max_tokens) : length_of(p, request);
     p.places[request] = {request, length};
     if (request == begin) first_tokens = length;
     cost += blocks_of(length) + p.fixed_cost;
@@ -157,7 +167,7 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
     // Nearly equal groups are taken at once: 128 of 132 multiprocessors, 1/32 dearer than shares, were as fast as all.
     bool dearer = __syncthreads_or(price > share + min(p.cut_cost, share / 32));
     Packed packed = {0, 0, 0, kNever};
-    if (dearer) {
+    if (dearer && !rehearsal) {
       if (p.batch <= kPackedRequests && p.parts <= kPackedParts && share <= kPackedShare) {
         packed = find_packed(p, shared.packing, shared.keys, shared.thread_tokens, share);
         if (packed.cost > max(of_shares, share + share / 20)) packed.cost = kNever;
@@ -168,7 +178,9 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
       if (thread < p.parts)
         p.parts_out[thread] = {first,  0, first < p.batch ? first : 0, tokens_of(first), next, 0, thread, thread, 0,
                                thread, {}};
-      return;
+      if (rehearsal == 0) return;
+      __syncthreads();
+      continue;
     }
     const i64 place = static_cast<i64>(thread) * share;
     bound = packed.cost != kNever ? bound_packed(p, shared.packing, shared.thread_tokens, shared.warp_values[1], packed)
@@ -183,6 +195,8 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
   }
   __syncthreads();
   if (thread < p.parts) p.parts_out[thread] = part_of(shared.bounds, shared.runs, thread);
+  __syncthreads();
+  }
 }
 
 // Pieces of a request that is cut at multiples of piece_blocks. The last one is longer than the others where a cut

@@ -43,6 +43,11 @@ __device__ __forceinline__ void copy_16_async(u32 destination, const void* sourc
                : "memory");
 }
 
+// PTX ISA: Data Movement and Conversion Instructions: cp.async
+__device__ __forceinline__ void copy_4_async(u32 destination, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
+}
+
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.wait_all
 __device__ __forceinline__ void copy_async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");
