@@ -96,6 +96,7 @@ LOGITS_SHAPES = (  # heads, head_dim, next_n: other kernels than those for 64 he
 )
 DONE = "sanitize: the grid is done"
 TIMEOUT = 80.0  # seconds a run
+COLD = 600.0  # seconds the first may take, without the tool: it compiles what is not in the kernel cache
 VERSION = "version.txt"  # beside the logs: what the tool says of itself
 
 
@@ -403,7 +404,7 @@ def run_all(folder: Path, timeout: float) -> None:
     version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
     (folder / VERSION).write_text(version.stdout, encoding="utf-8")
     warm = [sys.executable, str(Path(__file__).resolve())]
-    subprocess.run(warm, cwd=ROOT, check=True, timeout=timeout)  # and fills the kernel cache
+    subprocess.run(warm, cwd=ROOT, check=True, timeout=max(timeout, COLD))
     for tool, plant in RUNS:
         arguments = [command, "--tool", tool, "--print-limit", "1000"]
         if tool == "memcheck":  # libraries probe for driver functions that are not there
