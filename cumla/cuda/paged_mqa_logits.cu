@@ -81,6 +81,14 @@ __device__ __forceinline__ void prefetch_lengths(const PagedMqaParams& p) {
   const i64 at = static_cast<i64>(threadIdx.x) * 128;
   if (at < (p.lengths.batch - 1) * p.lengths.stride_request + 4) prefetch_l2(p.lengths.data + at);
   if (threadIdx.x == kLogitsThreads - 1) prefetch_l2(p.bounds + blockIdx.x);
+  // A small block table, too: which entry a CTA begins with it knows only when the bounds have come.
+  constexpr int kMostLines = 1024;
+  const int lines = (((p.lengths.most_tokens - 1) >> p.log2_of_page) + 1) * 4 / 128 + 1;  // of a row
+  const int line = blockIdx.x * kLogitsThreads + threadIdx.x;
+  if (p.lengths.batch * static_cast<i64>(lines) > kMostLines || line >= p.lengths.batch * lines) return;
+  const int row = line / lines, entries = (line - row * lines) * 32;
+  if ((entries << p.log2_of_page) < p.lengths.most_tokens)
+    prefetch_l2(p.block_table + row * p.block_table_stride + entries * 4);
 }
 
 // One warp: the blocks of all segments, as slots of the ring become free. A block of small pages comes in several boxes; a
