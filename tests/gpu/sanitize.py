@@ -96,7 +96,7 @@ LOGITS_SHAPES = (  # heads, head_dim, next_n: other kernels than those for 64 he
 )
 DONE = "sanitize: the grid is done"
 TIMEOUT = 80.0  # seconds a run
-COLD = 600.0  # seconds the first may take, without the tool: it compiles what is not in the kernel cache
+COLD = 600.0  # for the first one, without a tool: it compiles what is not in the kernel cache
 VERSION = "version.txt"  # beside the logs: what the tool says of itself
 
 
