@@ -476,7 +476,7 @@ def test_the_edits_of_the_kernels_still_apply(name: str, page_size: int) -> None
     assert set(stems) == {stem for edit in edits for stem in edit.stems}
     specs = [spec for stem in stems for spec in variants.specs_of(stem, page_size)]
     entries = {
-        "mla_decode": 2,
+        "mla_decode": 3,
         "mla_decode_swapped": 1,
         "mla_decode_fp8": 12,
         "mqa_logits": 1,

@@ -153,6 +153,11 @@ def run_grid(plant: str | None) -> None:
         print(f"sanitize: pages of {page_size}: agree", flush=True)
     for ragged in RAGGED:
         attend_ragged(cupy, ragged)
+    with multiprocessors(2):  # rows of several requests and many blocks a part
+        problem = pages.moved(make_problem(np, *PAGES), 1)
+        for out, lse in decode(cupy, problem):
+            problem.check(out, lse)
+        attend_ragged(cupy, RAGGED[1])
     print("sanitize: queries of different lengths: agree", flush=True)
     with variants.installed(*variants.FP8_EVERY_LANE_ARRIVES):
         for fp8_case, lengths in FP8_CACHES:
@@ -247,7 +252,7 @@ def quantize_rows(cupy: Any, dtype: str) -> None:
 
 @contextlib.contextmanager
 def multiprocessors(count: int) -> Iterator[None]:
-    """Let the indexer share its work out to so many only: memory is used again in small cases."""
+    """Let work be shared out to so many only: memory is used again in small cases."""
     few = replace(devices.properties(0), sm_count=count)
     with (
         mock.patch.object(devices, "properties", return_value=few),

@@ -13,7 +13,7 @@ import pytest
 
 import cumla
 from tests.fp8_arrays import FORMS, FP8, SCALED
-from tests.gpu import kernels, oracle
+from tests.gpu import kernels, oracle, variants
 from tests.gpu.arrays import bits_of, from_jax, from_torch, to_torch
 from tests.gpu.fp8_problem import (
     FACTOR,
@@ -335,6 +335,20 @@ def test_20_repeats_give_the_same_bits(operation: str, form: str) -> None:
         results = [arrays_of(run(problem)) for _ in range(20)]
         problem.check(*results[0])
         assert all(same_bits(result, results[0]) for result in results[1:])
+
+
+@pytest.mark.parametrize("heads", [16, 40])
+@pytest.mark.parametrize(
+    ("form", "page_size"), [("one", 64), ("scales", 64), ("packed", 64), ("one", 1), ("packed", 16)]
+)
+def test_random_delays_at_every_barrier(form: str, page_size: int, heads: int) -> None:
+    """Delays shift who waits for whom; the results keep the bits of the kernel without them."""
+    case = Fp8Case(batch=3, heads=heads, form=form, page_size=page_size)
+    problem = make_fp8(cp, case, np.array([100_003, 65, 3000]))
+    expected = arrays_of(run(problem))
+    with variants.installed(*variants.FP8_DELAYS):
+        for _ in range(50):
+            assert same_bits(arrays_of(run(problem)), expected)
 
 
 @pytest.mark.parametrize("heads", [8, 48, 128])

@@ -13,7 +13,7 @@ import pytest
 import cumla
 from cumla.launch.mla_attention import schedule
 from cumla.launch.mla_plan import TICKET_BYTES
-from tests.gpu import kernels
+from tests.gpu import kernels, variants
 from tests.gpu.arrays import bits_of, to_torch
 from tests.gpu.parts import (
     PART,
@@ -412,6 +412,19 @@ def test_repeats_give_the_same_bits() -> None:
     for _ in range(200):
         plan.run(**problem.inputs, out=out.array, lse=lse.array)
         assert_same_bits((out.array, lse.array), [output.array for output in first])
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_random_delays_at_every_barrier(page_size: int) -> None:
+    """Delays shift who waits for whom; the results keep the bits of the kernel without them."""
+    case = Ragged(q_lens=MIXED_Q, kv_lens=MIXED_KV, heads=64, page_size=page_size)
+    problem = make_ragged(cp, case)
+    plan = plan_of(problem)
+    plan.update(**problem.lengths)
+    first = [output.array.copy() for output in run(plan, problem)]
+    with variants.installed(*variants.DELAYS, page_size=page_size):
+        for _ in range(50):
+            assert_same_bits([output.array for output in run(plan, problem)], first)
 
 
 def test_several_layers() -> None:

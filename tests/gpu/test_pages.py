@@ -106,6 +106,15 @@ def test_split_requests(page_size: int, heads: int, record_figures: Report) -> N
     record_figures(check(problem, run_in(problem, page_size, "slices", "slices")))
 
 
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+def test_several_requests_to_a_part(page_size: int, heads: int, record_figures: Report) -> None:
+    """A query and KV stages that are used again, also behind requests that have no tokens."""
+    case = Case(batch=300, heads=heads)
+    problem = make_problem(cp, case, np.array([70, 0, 1, 200, 65] * 60))
+    record_figures(check(problem, run_in(problem, page_size, "pair")))
+
+
 @pytest.mark.parametrize("heads", [16, 48, 128])
 @pytest.mark.parametrize("page_size", [1, 4, 24, 40])
 def test_every_tail_of_a_few_blocks(page_size: int, heads: int, record_figures: Report) -> None:

@@ -31,9 +31,11 @@ CASES = {
     "blocks by the dozen": (Case(batch=1, heads=16), [100_003]),
     "few rows, cut and whole": (Case(batch=5, heads=3, q_len=4), [9000, 65, 0, 3, 2500]),
     "pages of 1": (Case(batch=3, heads=16), [9000, 65, 700]),
+    "pages of 1, blocks by the dozen": (Case(batch=1, heads=128), [100_003]),
+    "pages of 1, several requests to a part": (Case(batch=300, heads=128), [70, 0, 200] * 100),
     "pages of 48": (Case(batch=3, heads=16), [9000, 65, 700]),
 }
-PAGES = {"pages of 1": 1, "pages of 48": 48}
+PAGES = {name: int(name.split()[2].rstrip(",")) for name in CASES if name.startswith("pages of")}
 RUNS = by_every_kernel({name: case for name, (case, _) in CASES.items()})
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cumla.launch import all_specs, mla_decode_fp8, module
-from cumla.launch.mla_decode import decode_specs
+from cumla.launch.mla_decode import decode_specs, ragged_spec
+from cumla.launch.mla_plan import page_form
 from cumla.launch.source import OPTIONS, KernelSpec, translation_unit
 
 TILES = ("mla_decode",)
@@ -71,14 +72,20 @@ _WAIT = "__device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, 
 _ARRIVE = "__device__ __forceinline__ void mbarrier_arrive(u32 barrier) {"
 _EXPECT = "__device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {"
 _INIT = "__device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {"
+_AFTER = "__device__ __forceinline__ void mbarrier_arrive_after_copies(u32 barrier) {"
 
-DELAYS = (
-    Edit(BOTH, _INIT, JITTER + _INIT),
-    Edit(BOTH, _ARRIVE, _ARRIVE + "\n  jitter();"),
-    Edit(BOTH, _EXPECT, _EXPECT + "\n  jitter();"),
-    Edit(BOTH, _WAIT, _WAIT + "\n  jitter();"),
-)
+
+def _delays_of(stems: tuple[str, ...]) -> tuple[Edit, ...]:
+    delayed = (_ARRIVE, _EXPECT, _AFTER, _WAIT)
+    jitters = (Edit(stems, text, text + "\n  jitter();") for text in delayed)
+    return (Edit(stems, _INIT, JITTER + _INIT), *jitters)
+
+
+DELAYS = _delays_of(BOTH)
 """Random delays before every arrival on a barrier, and before every wait."""
+
+FP8_DELAYS = _delays_of(FP8)
+"""The same of what reads FP8 caches."""
 
 _ADD = "__device__ __forceinline__ u32 atomic_add_acq_rel(u32* address, u32 value) {"
 _LOAD = "__device__ __forceinline__ u32 load_acquire(const u32* address) {"
@@ -194,6 +201,7 @@ FP8_EVERY_LANE_ARRIVES = (
 
 ALL = {
     "delays": DELAYS,
+    "delays over FP8 caches": FP8_DELAYS,
     "delays of the joining": JOIN_DELAYS,
     "no patience": (NO_PATIENCE,),
     "no waiting": (NO_WAITING,),
@@ -215,7 +223,7 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
     """The entry points of a kernel for bfloat16 and one size of pages, or for 64 heads of 128."""
     if stem in FP8:
         return mla_decode_fp8.SPECS
-    decode = decode_specs("bfloat16", page_size)
+    decode = (*decode_specs("bfloat16", page_size), ragged_spec("bfloat16", page_form(page_size)))
     logits = (spec for spec in all_specs() if "h64_d128" in spec.entry)
     return tuple(spec for spec in (*decode, *logits) if spec.stem == stem)
 

@@ -21,7 +21,8 @@ __device__ __forceinline__ bool elect_one() {
 }
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: fence (proxy)
-// What this thread wrote with ordinary stores becomes visible to wgmma and TMA.
+// What this thread wrote with ordinary stores, or has seen arrive of others' stores and copies, becomes visible to wgmma and
+// TMA.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
