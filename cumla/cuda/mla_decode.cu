@@ -4,7 +4,8 @@
 // different lengths (1, parts, kv heads), a row tile at each place of the schedule (RaggedTile).
 //
 // Three warpgroups. Warpgroup 0 loads: warp 0 the even KV blocks of this CTA's sequence, warp 1 the odd ones (TMA), of
-// kRows each half of every block, or all four warps a quarter (mla_decode_pages.cuh); warps 2 and 3 the query rows as well. Warpgroups 1 and 2 compute:
+// kRows each half of every block, or all four warps a quarter (mla_decode_pages.cuh); warps 2 and 3 the query rows as
+// well. Warpgroups 1 and 2 compute:
 // consumer c holds the output columns [256 c, 256 c + 256) of all 64 rows and computes the scores of every second block;
 // its probabilities go to the other consumer through shared memory, so that both add P V of every block, in the order of
 // the blocks:
