@@ -84,7 +84,7 @@ __device__ __forceinline__ void prefetch_lengths(const PagedMqaParams& p) {
 }
 
 // One warp: the blocks of all segments, as slots of the ring become free. A block of small pages comes in several boxes; a
-// lane has every 32nd box, and four lanes at a time load theirs. Nothing here may divide: this one warp has to ask for a
+// lane has every 32nd box, and eight lanes at a time load theirs. Nothing here may divide: this one warp has to ask for a
 // block in far less time than the block takes to come.
 template <typename Shape>
 __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const LogitsLayout<Shape>& shared,
@@ -123,8 +123,8 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
       const u32 in_block = box & ((1 << log2_of_boxes) - 1), in_page = token & ((1 << p.log2_of_page) - 1);
       const char* const scales = p.scales + page * p.scales_stride + in_page * 4;
 #pragma unroll 1
-      for (int four = 0; four < 32 && begin + four < boxes; four += 4) {
-        if (lane / 4 * 4 == four && box < boxes) {
+      for (int eight = 0; eight < 32 && begin + eight < boxes; eight += 8) {
+        if (lane / 8 * 8 == eight && box < boxes) {
           const u32 full = shared.full(slot);
           mbarrier_wait(shared.free(slot), free_phase, "a free slot for tokens");
           fence_proxy_async_shared();  // the scales that were there have been read by ordinary loads
