@@ -144,7 +144,6 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
     rows.locate(p.rope, 0);
     mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
     rows.template copy_located<1>(stage + kRopeTile * kTileBytes);
-    mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
     rows.locate(p.latent, parity * kHalfTiles * 128);
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {

@@ -15,7 +15,7 @@ namespace cumla {
 // kCopied: tiles were written by threads' own copies, not by TMA.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
 struct Consumer {
-  // The tiles of half of V have the first one's barrier; with one row tile registers would be spilled.
+  // The tiles of half of V have the first one's barrier, those of a consumer's own half with the RoPE columns; with one row tile registers would be spilled.
   static constexpr bool kByHalves = kCopied && kSharedBlocks;
 
   const MlaDecodeParams& p;
@@ -64,8 +64,9 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       const int column = tile_in_order(consumer, i);
-      if (!kByHalves || i == 0 || i % kHalfTiles == 1) {
-        mbarrier_wait(shared.full(consumer, column), phase, "KV tiles");
+      if (!kByHalves || i == 0 || i == 1 + kHalfTiles) {
+        mbarrier_wait(shared.full(consumer, kByHalves ? (i == 0 ? consumer : 1 - consumer) * kHalfTiles : column), phase,
+                      "KV tiles");
         if constexpr (kCopied) fence_proxy_async_shared();
       }
       warpgroup_arrive();
