@@ -226,8 +226,9 @@ __device__ __forceinline__ Packed find_packed(const MlaScheduleParams& p, Packin
 
 // Lays packed parts out, writes the order, and tells where this thread's part begins. What lies in the parts that others
 // go to forms groups: [full pieces of the first rest] part [full pieces of the second rest], and the same for places.
+// `run`: of the bounds that cut the same request.
 __device__ __forceinline__ PartBound bound_packed(const MlaScheduleParams& p, Packing& packing, const int* tokens,
-                                                  int* warp_sums, const Packed& packed) {
+                                                  int* warp_sums, const Packed& packed, Run& run) {
   const int thread = threadIdx.x;
   const Limit limit(p, packed.limit);
   const unsigned char* const cuts = packing.cuts + packed.trial * packed.slots;
@@ -258,14 +259,17 @@ __device__ __forceinline__ PartBound bound_packed(const MlaScheduleParams& p, Pa
     if (group + step < kPackedParts && packing.begins[group + step] >> 16 <= thread) group += step;
   const int first = rests[group][0], last = rests[group][1];
   const int own = first >= 0 ? cuts[first] : 0;  // parts of the first rest before that of the group
-  int place = packing.begins[group] & 0xffff, index = thread - (packing.begins[group] >> 16), block = 0;
+  const int begin = packing.begins[group] >> 16;
+  int place = packing.begins[group] & 0xffff, index = thread - begin, block = 0;
   if (place >= p.batch) return {p.batch, 0, 0, 0};
   if (index <= own) {
+    run = {begin + 1, begin + own};
     if (first >= 0) {
       const int blocks = blocks_of(tokens[first]);
       block = divide(static_cast<u64>(index) * (blocks - limit.rest(p, blocks, own)), own);
     }
   } else {
+    run = {begin + own + 1, begin + own + cuts[last]};
     index -= own + 1;
     place += packing.whole[packed.trial][group] + (first >= 0);
     const int blocks = blocks_of(tokens[last]), rest = limit.rest(p, blocks, cuts[last]);
