@@ -109,7 +109,12 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
   const SwappedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool fetches = kForm == kPages && warp == 1;  // which has nothing else to do
+  const u32 guess = fetches ? first_request_guessed(p) : 0;
   begin_kernel<kForm, Tile>(p, shared);
+  if constexpr (kForm == kPages) {
+    if (fetches) prefetch_first_blocks<2>(p, guess);
+  }
 
   const Part part = part_of_cta(p, blockIdx.y);
   const Tile tile(p);
