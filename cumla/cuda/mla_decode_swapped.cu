@@ -8,7 +8,7 @@
 // grid = (1, parts, kv heads), 384 threads, one CTA an SM.
 //
 // Warpgroup 0 loads: warp 0 the KV blocks, tile by tile as slots of the ring become free (TMA), of kRows warps 0 and 1
-// (mla_decode_pages.cuh); warps 2 and 3 the query rows. Warpgroups 1 and 2 compute, each every second block for itself,
+// (mla_decode_pages.cuh), of kPages warp 1 the first two; warps 2 and 3 the query rows. Warpgroups 1 and 2 compute, each every second block for itself,
 // from its scores to O += V P; at the end of a segment they add up what they have, each half of the columns of V:
 //
 //   consumer 0:  S0 = K0 Q   softmax0   O += V0 P0   S2 = K2 Q ...          } O[0, 256) of both
@@ -45,13 +45,81 @@ __device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared,
   fence_mbarrier_init();
 }
 
-// Loads all blocks, tile by tile, into a ring of tiles as its slots become free: one thread, of kBoxes a warp.
+constexpr int kFirstBlocks = 2;  // at most, of a part's first request: they fit into the ring at once
+
+// The request with which this CTA's part begins, if all requests have one length and blocks enough.
+__device__ __forceinline__ u32 first_request_guessed(const MlaDecodeParams& p) {
+  const u32 batch = p.batch, parts = p.parts;
+  const u32 guess = 2 * batch <= parts ? blockIdx.y / (parts / batch) : blockIdx.y * ((batch + parts - 1) / parts);
+  return copy_of(min(guess, batch - 1));  // now, not where it is used
+}
+
+// Loads the first blocks of this CTA's sequence, of whole pages, into the ring while it is free: one warp, on a shorter way
+// than the one on which all others come. Entries of the block table are read beside the part, of the request that is guessed;
+// of another one they are read again, behind it.
+__device__ __forceinline__ void load_first_blocks(const MlaDecodeParams& p, const SwappedLayout& shared, const Tile& tile,
+                                                  u32 guess) {
+  constexpr int kLines = 4;  // of 32 entries
+  const int lane = threadIdx.x % 32;
+  // In words, which nobody waits for yet.
+  const uint4* const record = reinterpret_cast<const uint4*>(p.parts_in + blockIdx.y);
+  const uint4 begin = load_global_16(record), end = load_global_16(record + 1);
+  int entries[kLines];
+#pragma unroll
+  for (int k = 0; k < kLines; ++k) {
+    entries[k] = 0;
+    if (lane + 32 * k < p.max_pages) entries[k] = p.block_table[guess * p.block_table_stride + lane + 32 * k];
+  }
+  Part part = {};
+  part.place = begin.x;
+  part.block = begin.y;
+  part.request = begin.z;
+  part.tokens = begin.w;
+  part.end_place = end.x;
+  part.end_block = end.y;
+  part = sane_part(part, blockIdx.y, p.batch, p.parts);
+  if (part.place > last_place_of(p, part)) return;
+  const Segment segment = segment_of(p, tile, part, part.place);
+  u32 slot = 0;
+#pragma unroll 1
+  for (int i = 0; i < min(segment.blocks, kFirstBlocks); ++i) {
+    const u32 token = (segment.begin + i) * kBlockTokens;
+    const u32 entry = p.page_size == kBlockTokens ? token / kBlockTokens : quotient(token, p.by_page_size);
+    int page;
+    if (segment.request == guess && entry < 32 * kLines) {
+      page = entry < 64 ? (entry < 32 ? entries[0] : entries[1]) : (entry < 96 ? entries[2] : entries[3]);
+      page = __shfl_sync(0xffffffffu, page, entry % 32);
+    } else {
+      page = page_of(p, tile, segment, entry);
+    }
+    const PageRow from = {page, static_cast<int>(token - entry * p.page_size)};
+    if (elect_one()) {
+#pragma unroll 1
+      for (int k = 0; k < kTiles; ++k) {
+        const int column = tile_in_order(0, k);
+        load_tile<kPages>(p, shared.slot(slot + k), column, column == kRopeTile, shared.full(slot + k), from);
+      }
+      mbarrier_arrive(shared.begun(i));
+    }
+    __syncwarp();
+    slot += kTiles;
+  }
+}
+
+// Loads all blocks but the first, tile by tile, into a ring of tiles as its slots become free: one thread, of kBoxes a warp,
+// which loads the first ones, too.
 template <PageForm kForm>
 __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const SwappedLayout& shared,
                                              const Tile& tile, const Part& part, int last_place) {
   BlockCursor<1, Tile> now(p, tile, part, last_place, 0);
   RingPlace place;
   const int offset = first_of_box<kForm>(p);
+  if constexpr (kForm == kPages) {
+    for (int i = 0; i < kFirstBlocks && now.valid() && now.place == part.place; ++i) {  // load_first_blocks
+      now.next();
+      place.advance(kTiles);
+    }
+  }
   PageRow next = now.template row_of<kForm>(offset);
 #pragma unroll 1
   while (now.valid()) {
@@ -109,7 +177,13 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
   const SwappedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool loads_first = kForm == kPages && warp == 1;
+  const u32 guess = loads_first ? first_request_guessed(p) : 0;
   begin_kernel<kForm, Tile>(p, shared);
+  if (loads_first) {
+    load_first_blocks(p, shared, Tile(p), guess);
+    return;
+  }
 
   const Part part = part_of_cta(p, blockIdx.y);
   const Tile tile(p);
