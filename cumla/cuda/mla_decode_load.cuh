@@ -96,12 +96,11 @@ __device__ __forceinline__ const char* query_tile(const MlaDecodeParams& p, int 
   return q.base + request * q.stride_batch + token * q.stride_token + head * q.stride_head + (rope ? 0 : column * 128);
 }
 
-// Has L2 fetch all query rows where these are few: the CTAs share them. Their request is known only a load later.
+// Has L2 fetch all query rows, before the plan is known: the CTAs share them. Their request is known only a load later.
 __device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int thread, int threads) {
   const int heads = gridDim.z * p.heads_per_group;
-  const i64 lines = static_cast<i64>(p.batch) * p.q_len * heads * kTiles;
+  const int lines = p.batch * p.q_len * heads * kTiles;  // of 128 bytes, which fit the GPU's memory
   const int ctas = gridDim.x * gridDim.y * gridDim.z;
-  if (lines > 4 * ctas * threads) return;
   const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
 #pragma unroll 1
   for (int i = cta * threads + thread; i < lines; i += ctas * threads) {
