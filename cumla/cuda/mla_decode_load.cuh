@@ -146,6 +146,17 @@ __device__ __forceinline__ void copy_query(const MlaDecodeParams& p, const Layou
   }
 }
 
+// Two warps have L2 fetch the query rows of a request, a line of 128 bytes at a time, which a lane takes as it comes.
+template <typename AnyTile>
+__device__ __forceinline__ void prefetch_query(const MlaDecodeParams& p, const AnyTile& tile, int request, int loader) {
+#pragma unroll 1
+  for (int i = loader * 32 + threadIdx.x % 32; i < tile.rows * kTiles; i += 64) {
+    const int row = static_cast<u32>(i) / kTiles;
+    const Row from(p, tile, row);
+    prefetch_l2(query_tile(p, i - row * kTiles, request, from.token, from.head));
+  }
+}
+
 // Two warps: the query rows of all requests.
 template <int kQueryRows, typename Layout, typename AnyTile>
 __device__ __forceinline__ void load_query(const MlaDecodeParams& p, const Layout& shared, AnyTile& tile,
@@ -159,6 +170,10 @@ __device__ __forceinline__ void load_query(const MlaDecodeParams& p, const Layou
     fence_proxy_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full());
+    if constexpr (!kIsRagged<AnyTile>) {
+      if (place < last_place)
+        prefetch_query(p, tile, segment_of(p, tile, part, place + 1).request, loader);
+    }
   }
 }
 
