@@ -192,11 +192,16 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   const SharedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   begin_kernel<kForm, AnyTile>(p, shared, kRowWarps<kSharedBlocks, kForm>);
+  constexpr bool kWholePages = kForm == kPages && !kIsRagged<AnyTile>;
+  const bool fetches = kWholePages && threadIdx.x / 32 == 1;  // the warp whose first load waits for the query
 
-  if constexpr (kForm != kPages || kIsRagged<AnyTile>) {
+  if constexpr (!kWholePages || !kSharedBlocks) {
     // Each role reads the part for itself: what both hold from before would cost registers that they lack.
     if (warpgroup == 0) {
       registers_decrease<56>();
+      if constexpr (kWholePages) {
+        if (fetches) prefetch_first_blocks<1>(p, first_request_guessed(p));
+      }
       const Part part = part_of_cta(p, copy_of(blockIdx.y));
       AnyTile tile(p);
       load<kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part));
@@ -207,6 +212,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
       compute<T, kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part), warpgroup);
     }
   } else {
+    if (fetches) prefetch_first_blocks<1>(p, first_request_guessed(p));
     const Part part = part_of_cta(p, blockIdx.y);
     AnyTile tile(p);
     const int last_place = last_place_of(p, part);

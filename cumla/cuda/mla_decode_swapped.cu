@@ -47,13 +47,6 @@ __device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared,
 
 constexpr int kFirstBlocks = 2;  // at most, of a part's first request: they fit into the ring at once
 
-// The request with which this CTA's part begins, if all requests have one length and blocks enough.
-__device__ __forceinline__ u32 first_request_guessed(const MlaDecodeParams& p) {
-  const u32 batch = p.batch, parts = p.parts;
-  const u32 guess = 2 * batch <= parts ? blockIdx.y / (parts / batch) : blockIdx.y * ((batch + parts - 1) / parts);
-  return copy_of(min(guess, batch - 1));  // now, not where it is used
-}
-
 // Loads the first blocks of this CTA's sequence, of whole pages, into the ring while it is free: one warp, on a shorter way
 // than the one on which all others come. Entries of the block table are read beside the part, of the request that is guessed;
 // of another one they are read again, behind it.
