@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Parameters of mla_schedule, and how long a request is.
 #pragma once
+#include "division.cuh"
 #include "mla_plan.cuh"
 #include "mla_schedule_parts.cuh"
 #include "ptx/types.cuh"
@@ -24,10 +25,15 @@ struct MlaScheduleParams {
   int min_saving;  // in blocks: a request that has parts of its own is cut where that makes it so much shorter
   int max_tokens;  // of a request: the summed cost fits an int; batch-invariant, what there are parts for
   int piece_blocks;  // batch-invariant: requests are cut at multiples of it
+  Divisor by_parts;
 };
 
+__device__ __forceinline__ int clamp_length(const MlaScheduleParams& p, int tokens) {
+  return min(max(tokens, 0), p.max_tokens);
+}
+
 __device__ __forceinline__ int length_of(const MlaScheduleParams& p, int request) {
-  return min(max(p.cache_seqlens[request * p.cache_seqlens_stride], 0), p.max_tokens);
+  return clamp_length(p, p.cache_seqlens[request * p.cache_seqlens_stride]);
 }
 
 }  // namespace cumla

@@ -43,34 +43,80 @@ __device__ __forceinline__ u32 key_of(int cost, int request, bool is_rest) {
   return static_cast<u32>(cost) << 9 | (255 - request) << 1 | (is_rest ? 1 : 0);
 }
 
+// One warp: for each part a lane looks after, the place of its cost among those of all `others` parts, the cheapest first
+// and of equal ones the first. The k-th part has the k-th of the sorted requests, so that only runs of equal costs are not
+// in the reverse order.
+__device__ __forceinline__ void places_of_costs(const u32* sorted, int others, int (&places)[kPartsOfLane]) {
+  const int lane = threadIdx.x % 32;
+  const u32 behind = ~1u << lane;  // lanes behind this one
+  u32 begins[kPartsOfLane];  // lanes whose parts begin a run
+  int first = 0, next = others;
+#pragma unroll
+  for (int j = 0; j < kPartsOfLane; ++j) {
+    const int part = lane + 32 * j;
+    const bool begins_run = part > 0 && part < others && (sorted[part] ^ sorted[part - 1]) >> 9 != 0;
+    begins[j] = __ballot_sync(0xffffffffu, begins_run);
+    const u32 before = begins[j] & ~behind;
+    places[j] = part - (before != 0 ? 32 * j + 31 - __clz(before) : first);
+    if (begins[j] != 0) first = 32 * j + 31 - __clz(begins[j]);
+  }
+#pragma unroll
+  for (int j = kPartsOfLane - 1; j >= 0; --j) {
+    const u32 after = begins[j] & behind;
+    places[j] += others - (after != 0 ? 32 * j + __ffs(after) - 1 : next);
+    if (begins[j] != 0) next = 32 * j + __ffs(begins[j]) - 1;
+  }
+}
+
 // One warp: puts the sorted requests into `others` parts, each into the cheapest one that may take it, of equal ones the
-// first. A lane looks after every 32nd part: its cost << 8 | its number. From one request to the next goes a chain of a
-// few instructions and a reduction over the warp; what is noted down is not part of it: lane i keeps where the i-th of 32
+// first. A lane looks after every 32nd part: its cost << 8 | its number. The first requests find empty parts. The next ones
+// go to the parts in the order of their costs, all at once, as far as these are cheaper than any part with two requests
+// would be: what one after the other would get. From one request to the next of those that are left goes a chain of a few
+// instructions and a reduction over the warp; what is noted down is not part of it: lane i keeps where the i-th of 32
 // requests goes, and their ranks follow all at once.
 __device__ __forceinline__ int pack(const MlaScheduleParams& p, Packing& packing, int trial, int slots, int others) {
   const int lane = threadIdx.x % 32;
   const u32* const sorted = packing.sorted + trial * slots;
+  auto slot_of = [&](u32 key) { return trial * slots + 255 - static_cast<int>(key >> 1 & 0xff); };  // of its request
   u32 cost[kPartsOfLane], rests = 0;  // rests: two bits a part
+  int placed = min(others, p.batch);
 #pragma unroll
   for (int j = 0; j < kPartsOfLane; ++j) {
     const int part = lane + 32 * j;
-    cost[j] = part < others ? part : ~0u;
+    const u32 key = part < placed ? sorted[part] : 0;
+    cost[j] = part < others ? key >> 9 << 8 | part : ~0u;
+    rests |= (key & 1) << 2 * j;
     packing.whole[trial][part] = 0;
     packing.rests[trial][part][0] = packing.rests[trial][part][1] = -1;
+  }
+  if (others < p.batch) {
+    int places[kPartsOfLane];
+    u32 keys[kPartsOfLane], cheapest = ~0u, seconds = 0;
+    places_of_costs(sorted, others, places);
+#pragma unroll
+    for (int j = 0; j < kPartsOfLane; ++j) {
+      keys[j] = lane + 32 * j < others && places[j] < p.batch - others ? sorted[others + places[j]] : 0;
+      if (keys[j] != 0) cheapest = min(cheapest, (cost[j] >> 8) + (keys[j] >> 9));
+    }
+    cheapest = __reduce_min_sync(0xffffffffu, cheapest);  // of the parts that would have two requests
+#pragma unroll
+    for (int j = 0; j < kPartsOfLane; ++j) {
+      if (keys[j] == 0 || cost[j] >> 8 >= cheapest) continue;
+      cost[j] += keys[j] >> 9 << 8;
+      rests += (keys[j] & 1) << 2 * j;
+      packing.part[slot_of(keys[j])] = lane + 32 * j;
+      ++seconds;
+    }
+    placed += __reduce_add_sync(0xffffffffu, seconds);
+    __syncwarp();
   }
 #pragma unroll 1
   for (int base = 0; base < p.batch; base += 32) {
     const u32 keys = sorted[min(base + lane, p.batch - 1)];
-    const int direct = min(max(min(others, p.batch) - base, 0), 32);  // the first requests find empty parts
-    u32 part = base + lane;
-#pragma unroll
-    for (int j = 0; j < kPartsOfLane; ++j)
-      if (base == 32 * j && lane < direct) {
-        cost[j] += keys >> 9 << 8;
-        rests |= (keys & 1) << 2 * j;
-      }
+    const int at = slot_of(keys);
+    u32 part = base + lane < others ? base + lane : packing.part[at];
 #pragma unroll 1
-    for (int i = direct; i < min(p.batch - base, 32); ++i) {
+    for (int i = max(placed - base, 0); i < min(p.batch - base, 32); ++i) {
       const u32 key = __shfl_sync(0xffffffffu, keys, i);
       const bool is_rest = key & 1;
       const u32 full = is_rest ? rests : 0;
@@ -87,7 +133,6 @@ __device__ __forceinline__ int pack(const MlaScheduleParams& p, Packing& packing
       if (lane == i) part = taken & 0xff;
     }
     const bool valid = base + lane < p.batch, is_rest = keys & 1;
-    const int at = trial * slots + 255 - (keys >> 1 & 0xff);  // of the request
     const u32 alike = __match_any_sync(0xffffffffu, valid ? part << 1 | (is_rest ? 1 : 0) : 0x10000 + lane);
     int rank = __popc(alike & ((1u << lane) - 1));
     if (valid) rank += is_rest ? packing.rests[trial][part][0] >= 0 : packing.whole[trial][part];
@@ -124,8 +169,8 @@ __device__ __forceinline__ Packed find_packed(const MlaScheduleParams& p, Packin
   const int beyond = p.fixed_cost + 2 * p.piece_cost;
   const int step = max((beyond + trials - 2) / (trials - 1), share / 64);
   const int trial = static_cast<int>(threadIdx.x) / slots, request = static_cast<int>(threadIdx.x) - trial * slots;
+  u32 key = 0;
   if (trial < trials) {
-    u32 key = 0;
     int cuts = 0;
     if (request < p.batch) {
       const Limit limit(p, least + trial * step);
@@ -134,18 +179,22 @@ __device__ __forceinline__ Packed find_packed(const MlaScheduleParams& p, Packin
       const int cost = limit.rest(p, blocks, cuts) + p.fixed_cost + (cuts > 0 ? p.piece_cost : 0);
       key = key_of(cost, request, cuts > 0);
     }
-    keys[threadIdx.x] = key;
+    keys[threadIdx.x] = key >> 1;  // all differ in these bits
     packing.cuts[threadIdx.x] = min(cuts, kPackedParts);
   }
   __syncthreads();
   if (trial < trials && request < p.batch) {
-    const u32 key = keys[threadIdx.x];
-    const uint4* const of_limit = reinterpret_cast<const uint4*>(keys + trial * slots);
-    int rank = 0;
+    const int own = key >> 1;
+    const int4* const of_limit = reinterpret_cast<const int4*>(keys + trial * slots);
+    u32 rank = 0;
+    // The sign of a difference is added up in two instructions, a comparison in three or four.
 #pragma unroll 4
     for (int i = 0; i < slots / 4; ++i) {
-      const uint4 others = of_limit[i];
-      rank += (others.x > key) + (others.y > key) + (others.z > key) + (others.w > key);
+      const int4 others = of_limit[i];
+      rank += static_cast<u32>(own - others.x) >> 31;
+      rank += static_cast<u32>(own - others.y) >> 31;
+      rank += static_cast<u32>(own - others.z) >> 31;
+      rank += static_cast<u32>(own - others.w) >> 31;
     }
     packing.sorted[trial * slots + rank] = key;
   }
@@ -177,8 +226,9 @@ __device__ __forceinline__ Packed find_packed(const MlaScheduleParams& p, Packin
 
 // Lays packed parts out, writes the order, and tells where this thread's part begins. What lies in the parts that others
 // go to forms groups: [full pieces of the first rest] part [full pieces of the second rest], and the same for places.
+// `run`: of the bounds that cut the same request.
 __device__ __forceinline__ PartBound bound_packed(const MlaScheduleParams& p, Packing& packing, const int* tokens,
-                                                  int* warp_sums, const Packed& packed) {
+                                                  int* warp_sums, const Packed& packed, Run& run) {
   const int thread = threadIdx.x;
   const Limit limit(p, packed.limit);
   const unsigned char* const cuts = packing.cuts + packed.trial * packed.slots;
@@ -209,14 +259,17 @@ __device__ __forceinline__ PartBound bound_packed(const MlaScheduleParams& p, Pa
     if (group + step < kPackedParts && packing.begins[group + step] >> 16 <= thread) group += step;
   const int first = rests[group][0], last = rests[group][1];
   const int own = first >= 0 ? cuts[first] : 0;  // parts of the first rest before that of the group
-  int place = packing.begins[group] & 0xffff, index = thread - (packing.begins[group] >> 16), block = 0;
+  const int begin = packing.begins[group] >> 16;
+  int place = packing.begins[group] & 0xffff, index = thread - begin, block = 0;
   if (place >= p.batch) return {p.batch, 0, 0, 0};
   if (index <= own) {
+    run = {begin + 1, begin + own};
     if (first >= 0) {
       const int blocks = blocks_of(tokens[first]);
       block = divide(static_cast<u64>(index) * (blocks - limit.rest(p, blocks, own)), own);
     }
   } else {
+    run = {begin + own + 1, begin + own + cuts[last]};
     index -= own + 1;
     place += packing.whole[packed.trial][group] + (first >= 0);
     const int blocks = blocks_of(tokens[last]), rest = limit.rest(p, blocks, cuts[last]);

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from cumla.launch.division import divisor_of
 from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.mla_plan import BLOCK_TOKENS, piece_blocks
 from cumla.launch.source import KernelSpec
@@ -65,7 +66,7 @@ def schedule_spec(key: MLADecodeKey) -> KernelSpec:
     return SPECS[key.batch_invariant]
 
 
-_PARAMS = struct.Struct("<QqQQQ11i4x")
+_PARAMS = struct.Struct("<QqQQQ11i2I4x")
 
 
 def prepare_schedule(
@@ -109,6 +110,7 @@ def prepare_schedule(
         min_saving(key.row_groups),
         key.max_blocks * BLOCK_TOKENS if key.batch_invariant else max_tokens(key.batch),
         piece_blocks(key.row_groups),
+        *divisor_of(key.parts),
     )
     blocks = -(-key.parts // kernel.spec.threads) if key.batch_invariant else 1
     return PreparedLaunch(kernel, (blocks, 1, 1), _PARAMS, values, stream)
