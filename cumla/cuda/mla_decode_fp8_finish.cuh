@@ -52,7 +52,7 @@ struct Fp8Finisher {
     if (lane == 0) mbarrier_arrive(shared.query_free());
     write_output();
     if (segment.split())
-      Joiner<Bf16, AnyTile>(p, {shared.words, shared.probabilities, shared.maxima}, tile, segment).join(more);
+      Joiner<Bf16, AnyTile, kQueryRows == 16 ? 1 : 4>(p, {shared.words, shared.probabilities, shared.maxima}, tile, segment).join(more);
   }
 
   __device__ __forceinline__ void leave_sums() const {

@@ -8,7 +8,8 @@
 // order of the parts, grouped by the shape of the share alone.
 //
 // A share is a number of items: a unit of 32 columns of one row group. With few items several warps divide the pieces of
-// one.
+// one. Of many pieces units are narrower, where a kernel has the registers: more items then, and less to add up between
+// warps; but not where one CTA joins all of hundreds of pieces.
 #pragma once
 #include "mla_decode_layout.cuh"
 #include "ptx/atomic.cuh"
@@ -17,9 +18,7 @@
 
 namespace cumla {
 
-constexpr int kGroups = 4;  // of eight columns in a unit
-constexpr int kUnits = kValueDim / (8 * kGroups);
-constexpr int kAtOnce = 4;  // pieces that a warp loads together
+constexpr int kManyPieces = 8;  // from so many on, units are narrower
 constexpr int kJoinWarps = 2 * kWarpgroup / 32;
 constexpr long long kPatience = 40000;  // clocks, about 20 us: requests are dealt out evenly
 
@@ -29,14 +28,19 @@ __device__ __forceinline__ void store_lse(const MlaDecodeParams& p, int request,
       lse == -kInfinity ? kInfinity : lse * kLn2;
 }
 
+template <typename AnyTile>
+__device__ __forceinline__ char* row_of_out(const MlaDecodeParams& p, const AnyTile& tile, int request, int row) {
+  const Row to(p, tile, row);
+  return p.out + request * p.out_stride_batch + to.token * p.out_stride_token + to.head * p.out_stride_head;
+}
+
 // A quad of lanes stores 16 columns of a row, each lane a, b at 2 quad_lane and c, d eight columns later. In 16 bits lanes
 // trade with their neighbour, kNeighbour apart: eight bytes a lane, full 32-byte sectors.
 template <typename T, int kNeighbour, typename AnyTile>
 __device__ __forceinline__ void store_columns(const MlaDecodeParams& p, const AnyTile& tile, int request, int row,
                                               int quad_lane, int column, float a, float b, float c, float d) {
   const bool exists = row < tile.rows, odd = quad_lane % 2;
-  const Row to(p, tile, row);
-  char* const out = p.out + request * p.out_stride_batch + to.token * p.out_stride_token + to.head * p.out_stride_head;
+  char* const out = row_of_out(p, tile, request, row);
   if (p.out_is_float) {
     float* const destination = reinterpret_cast<float*>(out) + column + quad_lane * 2;
     if (exists) {
@@ -51,6 +55,19 @@ __device__ __forceinline__ void store_columns(const MlaDecodeParams& p, const An
   }
 }
 
+// A quad of lanes stores eight columns of a row, each lane two.
+template <typename T, typename AnyTile>
+__device__ __forceinline__ void store_pair(const MlaDecodeParams& p, const AnyTile& tile, int request, int row, int quad_lane,
+                                           int column, float a, float b) {
+  char* const out = row_of_out(p, tile, request, row);
+  column += quad_lane * 2;
+  if (row >= tile.rows) return;
+  if (p.out_is_float)
+    store_global_float2(reinterpret_cast<float*>(out) + column, a, b);
+  else
+    *reinterpret_cast<u32*>(out + column * 2) = pack_pair<T>(a, b);
+}
+
 // What a piece counts for, by its base-2 log-sum-exp: nothing if it is empty.
 __device__ __forceinline__ float weight_of(float lse, float maximum) {
   return lse == -kInfinity ? 0.0f : exp2_approx(lse - maximum);
@@ -63,7 +80,8 @@ struct JoinSpace {
   u32 weights;  // 1,024 bytes
 };
 
-template <typename T, typename AnyTile>
+// kManyGroups: of eight columns in a unit where there are many pieces; 4 where they need no registers of their own.
+template <typename T, typename AnyTile, int kManyGroups>
 struct Joiner {
   const MlaDecodeParams& p;
   const JoinSpace space;
@@ -94,7 +112,10 @@ struct Joiner {
     int share = role == kGoOn ? -1 : mine;
     u32 left = 0;
     for (int looked = 0; share >= 0;) {
-      join_share(share);
+      if (kManyGroups == 4 || pieces < kManyPieces || p.batch_invariant)
+        join_share<4, 4>(share);
+      else
+        join_share<kManyGroups, 8>(share);
       for (; role == kLast && left == 0 && looked < pieces; looked += 32) left = who_left(tickets, looked, mine);
       share = left == 0 ? -1 : (looked - 32) + __ffs(left) - 1;
       left &= left - 1;
@@ -150,8 +171,9 @@ struct Joiner {
 
   // What one warp adds up: the accumulators of a unit of one row group and, for both rows of a lane, the sum of the weights
   // and the base-2 maximum to which all is relative.
+  template <int kGroups>
   struct Sum {
-    float4 v[kGroups];
+    float4 v[kGroups];  // of eight columns each
     float weight[2], maximum[2];
 
     __device__ __forceinline__ void raise(float next0, float next1) {
@@ -173,9 +195,11 @@ struct Joiner {
   };
 
   // The items of one CTA's share: units of one row group. All warps come here together. What runs once runs from a cold
-  // instruction cache: the code is kept short rather than unrolled.
+  // instruction cache: the code is kept short rather than unrolled. kGroups: of eight columns in a unit; kAtOnce: pieces that
+  // a warp loads together.
+  template <int kGroups, int kAtOnce>
   __device__ __forceinline__ void join_share(int share) const {
-    const int all = kUnits * p.row_groups;
+    const int all = kValueDim / (8 * kGroups) * p.row_groups;
     const int begin = all * share / pieces, items = all * (share + 1) / pieces - begin;
     const int most = min(kJoinWarps, pieces);  // one item means eight pieces or more: the helpers of an item divide the warps
     const int helpers = items > 4 ? 1 : items > 2 ? min(most, 2) : items == 2 ? min(most, 4) : most;
@@ -184,12 +208,14 @@ struct Joiner {
       const int item = begin + min(first + warp / helpers, items - 1);
       const bool active = first + warp < items * helpers;
       const int unit = item / p.row_groups;
-      join_item(unit, item - unit * p.row_groups, warp % helpers, helpers, active);
+      join_item<kGroups, kAtOnce>(unit, item - unit * p.row_groups, warp % helpers, helpers, active);
     }
   }
 
+  template <int kGroups, int kAtOnce>
   __device__ __forceinline__ void join_item(int unit, int group, int helper, int helpers, bool active) const {
-    Sum sum;
+    constexpr int kHalfUnits = kValueDim / (8 * kGroups) / 2;
+    Sum<kGroups> sum;
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) sum.v[j] = {0.0f, 0.0f, 0.0f, 0.0f};
     sum.weight[0] = sum.weight[1] = 0.0f;
@@ -201,7 +227,7 @@ struct Joiner {
     const int rows = p.row_groups * kRowGroup;  // of a slot
     const float* const lse_base = p.partial_lse + base * rows + group * kRowGroup + lane / 4;
     const float4* const base_of =
-        p.partial_out + piece_offset(p, base, unit / (kUnits / 2), group, unit % (kUnits / 2) * kGroups, lane);
+        p.partial_out + piece_offset(p, base, unit / kHalfUnits, group, unit % kHalfUnits * kGroups, lane);
 #pragma unroll 1
     for (int first = helper * count; first < end; first += kAtOnce) {
       float4 v[kAtOnce][kGroups];
@@ -249,13 +275,14 @@ struct Joiner {
   }
 
   // Adds up what the helpers of an item have, in their order, in the first of them; half at a time, as there is room.
-  __device__ __forceinline__ void gather(Sum& sum, int helper, int helpers) const {
+  template <int kGroups>
+  __device__ __forceinline__ void gather(Sum<kGroups>& sum, int helper, int helpers) const {
     if (lane % 4 == 0)
       store_shared_float4(place_of_weights(warp), {sum.weight[0], sum.weight[1], sum.maximum[0], sum.maximum[1]});
 #pragma unroll
     for (int half = 0; half < kGroups; half += 2) {
       store_shared_float4(place_of_sum(warp, 0), sum.v[half]);
-      store_shared_float4(place_of_sum(warp, 1), sum.v[half + 1]);
+      if constexpr (kGroups > 1) store_shared_float4(place_of_sum(warp, 1), sum.v[half + 1]);
       consumers_sync();
       if (helper == 0) {
         if (half == 0) {
@@ -273,7 +300,7 @@ struct Joiner {
           const float4 other = load_shared_float4(place_of_weights(i));  // sums of weights, maxima
           const float factor[2] = {weight_of(other.z, sum.maximum[0]), weight_of(other.w, sum.maximum[1])};
           sum.add(half, load_shared_float4(place_of_sum(i, 0)), factor[0], factor[1]);
-          sum.add(half + 1, load_shared_float4(place_of_sum(i, 1)), factor[0], factor[1]);
+          if constexpr (kGroups > 1) sum.add(half + 1, load_shared_float4(place_of_sum(i, 1)), factor[0], factor[1]);
           if (half == 0) {
             sum.weight[0] += factor[0] * other.x;
             sum.weight[1] += factor[1] * other.y;
@@ -284,18 +311,25 @@ struct Joiner {
     }
   }
 
-  __device__ __forceinline__ void store(int unit, int group, const Sum& sum) const {
+  template <int kGroups>
+  __device__ __forceinline__ void store(int unit, int group, const Sum<kGroups>& sum) const {
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {
       const int row = group * kRowGroup + lane / 4 + 8 * r;
       const float weight = r == 0 ? sum.weight[0] : sum.weight[1], highest = r == 0 ? sum.maximum[0] : sum.maximum[1];
       const float scale = weight == 0.0f ? 0.0f : 1.0f / weight;
+      if constexpr (kGroups == 1) {
+        const float4& v = sum.v[0];
+        store_pair<T>(p, tile, segment.request, row, lane % 4, unit * 8, (r == 0 ? v.x : v.z) * scale,
+                      (r == 0 ? v.y : v.w) * scale);
+      } else {
 #pragma unroll
-      for (int j = 0; j < kGroups; j += 2) {
-        const int column = unit * 8 * kGroups + 8 * j;
-        const float4 &v = sum.v[j], &w = sum.v[j + 1];
-        store_columns<T, 1>(p, tile, segment.request, row, lane % 4, column, (r == 0 ? v.x : v.z) * scale,
-                            (r == 0 ? v.y : v.w) * scale, (r == 0 ? w.x : w.z) * scale, (r == 0 ? w.y : w.w) * scale);
+        for (int j = 0; j < kGroups; j += 2) {
+          const int column = unit * 8 * kGroups + 8 * j;
+          const float4 &v = sum.v[j], &w = sum.v[j + 1];
+          store_columns<T, 1>(p, tile, segment.request, row, lane % 4, column, (r == 0 ? v.x : v.z) * scale,
+                              (r == 0 ? v.y : v.w) * scale, (r == 0 ? w.x : w.z) * scale, (r == 0 ? w.y : w.w) * scale);
+        }
       }
       if (row < tile.rows && unit == 0 && lane % 4 == 0)
         store_lse(p, segment.request, Row(p, tile, row), weight == 0.0f ? -kInfinity : highest + log2_approx(weight));

@@ -245,7 +245,7 @@ struct SwappedConsumer {
     const bool split = segment.split();
     if (consumer == 0 && warp == 0 && lane < 4) write_lse(segment, lse, split);
     write_output(segment, split);
-    if (split) Joiner<T, Tile>(p, {shared.words, shared.probabilities, shared.sums}, tile, segment).join(more);
+    if (split) Joiner<T, Tile, 1>(p, {shared.words, shared.probabilities, shared.sums}, tile, segment).join(more);
   }
 
   __device__ __forceinline__ void leave_sums() {

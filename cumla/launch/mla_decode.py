@@ -110,7 +110,7 @@ def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) -> str:
     return "boxes" if key.form == "pages" and not together else key.form
 
 
-PARAMS_FORMAT = "<128s128s33q12if8I36x"
+PARAMS_FORMAT = "<128s128s33q12if8Ii32x"
 _PARAMS = struct.Struct(PARAMS_FORMAT)
 _LOG2_E = log2(e)
 
@@ -204,6 +204,7 @@ def decode_values(
         *divisor_of(key.page_size),
         *divisor_of(key.num_heads),
         *divisor_of(key.q_len),
+        key.batch_invariant,
     )
 
 

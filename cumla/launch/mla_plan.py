@@ -111,6 +111,7 @@ class PlanKey(ABC):
     num_kv_heads: int
     page_size: int
     sm_count: int
+    batch_invariant: bool = False
 
     @property
     @abstractmethod

@@ -203,6 +203,7 @@ def test_the_decode_kernels_parameters_by_name(
         "by_num_heads.shift": 6,
         "by_q_len.magic": 2863311531,  # ceil(2^33 / 3)
         "by_q_len.shift": 2,
+        "batch_invariant": 0,
         "row_groups": key.row_groups,
         "may_wait": key.may_wait,
         "causal": 1,

@@ -373,6 +373,7 @@ def test_the_attentions_parameters_by_name(listed: bool) -> None:
         "by_page_size.shift": 4,
         "by_num_heads.shift": 6,
         "by_q_len.shift": 6,
+        "batch_invariant": 0,
         "row_groups": 4,
         "may_wait": 1,
         "causal": 1,
