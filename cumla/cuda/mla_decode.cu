@@ -209,6 +209,8 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
       compute<T, kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part), warpgroup);
     }
   } else {
+    // Whose first load waits for the query.
+    if (kSharedBlocks && threadIdx.x / 32 == 1) prefetch_first_block(p);
     const Part part = part_of_cta(p, blockIdx.y);
     AnyTile tile(p);
     const int last_place = last_place_of(p, part);

@@ -120,6 +120,43 @@ __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const P
   }
 }
 
+// The request with which this CTA's part begins, if all requests have one length and blocks enough.
+__device__ __forceinline__ u32 first_request_guessed(const MlaDecodeParams& p) {
+  const u32 batch = p.batch, parts = p.parts;
+  return min(2 * batch <= parts ? blockIdx.y / (parts / batch) : blockIdx.y * ((batch + parts - 1) / parts), batch - 1);
+}
+
+// Has L2 fetch the first block of this CTA's sequence, of whole pages: one warp, on a shorter way than its loader's, which
+// works out all that the record of a part says before its first load. Entries of the block table are read beside the
+// record, of the request that is guessed; of another one the entry is read again, behind it.
+__device__ __forceinline__ void prefetch_first_block(const MlaDecodeParams& p) {
+  constexpr int kLines = 4;  // of 32 entries
+  const u32 guess = first_request_guessed(p);
+  const uint4* const record = reinterpret_cast<const uint4*>(p.parts_in + blockIdx.y);
+  const uint4 begin = load_global_16(record), end = load_global_16(record + 1);
+  const int lane = threadIdx.x % 32;
+  int entries[kLines];
+#pragma unroll
+  for (int k = 0; k < kLines; ++k) {
+    entries[k] = 0;
+    if (lane + 32 * k < p.max_pages) entries[k] = p.block_table[guess * p.block_table_stride + lane + 32 * k];
+  }
+  // place, block, request and tokens; place and block where the part ends
+  const u32 request = min(max(static_cast<int>(begin.z), 0), p.batch - 1);
+  const u32 block = max(static_cast<int>(begin.y), 0), token = block * kBlockTokens;
+  const i64 tokens = min(static_cast<i64>(static_cast<int>(begin.w)), p.max_tokens);
+  if (static_cast<i64>(block) * kBlockTokens >= tokens || (begin.x == end.x && block >= end.y)) return;
+  const u32 entry = p.page_size == kBlockTokens ? block : quotient(token, p.by_page_size);
+  int page;
+  if (request == guess && entry < 32 * kLines) {
+    page = entry < 64 ? (entry < 32 ? entries[0] : entries[1]) : (entry < 96 ? entries[2] : entries[3]);
+    page = __shfl_sync(0xffffffffu, page, entry % 32);
+  } else {
+    page = p.block_table[request * p.block_table_stride + entry];
+  }
+  if (elect_one()) prefetch_block<kPages>(p, {page, static_cast<int>(token - entry * p.page_size)});
+}
+
 // Copies its share of the rows of every block, by one of kWarps warps. Lane i, counted modulo the share, knows where row i of
 // that lies, two blocks ahead.
 template <typename AnyTile, int kWarps = 2>
