@@ -329,7 +329,8 @@ struct Consumer {
     consumers_sync();  // the next segment writes there
     if (segment.split()) {
       write_piece(segment, inverse, lse);
-      Joiner<T, AnyTile, kSharedBlocks ? 2 : 4>(p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0)}, tile, segment).join(more);
+      Joiner<T, AnyTile, kSharedBlocks ? 2 : 4>(p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0)}, tile, segment)
+          .join(more);
     } else {
       write_result(segment, inverse, lse);
     }

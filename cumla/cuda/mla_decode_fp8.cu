@@ -23,9 +23,9 @@
 // Scales stay float32: the scores of 128 columns are multiplied by them, and so are the probabilities before they are
 // rounded, once for each 128 columns of V.
 //
-// Shared memory:  ring of 4 blocks 163,840, with scales 167,936; query and P, also exchange and joining, 32,768 (16 rows;
-//                 kPacked 34,816, where no P lies in place of RoPE columns) or 53,248; sums and references 84 or 180 B a
-//                 row; words 16; barriers 80: at most 227,040 B of 232,448
+// Shared memory:  ring of 4 blocks 163,840, with scales 167,936; query and P, also exchange and joining, 32,768 (kPacked
+//                 34,816, where no P lies in place of RoPE columns) and the next query 18,432 (16 rows), or 53,248; sums,
+//                 maxima and references of a row 84 to 312 B; words 16; barriers 80 or 96: at most 231,136 B of 232,448
 // Registers:      consumers 208 (16 rows: output 64) or 224 (output 128), loaders 88 or 56; 168 at the start
 // Tensor work:    36 + 32 products m64n16k16 or m64n32k16 a block
 // Port:           a block's bytes are written once and read twice, 32,768 of them as V; 512 or 1,024 B for each product's B
@@ -46,8 +46,11 @@ __device__ __forceinline__ void initialise_barriers(const Fp8Layout<kQueryRows, 
     mbarrier_init(shared.full(s), row_warps ? row_warps * 32 : 1);
     mbarrier_init(shared.free(s), 4);
   }
-  mbarrier_init(shared.query_full(), 2);
-  mbarrier_init(shared.query_free(), 8);
+#pragma unroll
+  for (int n = 0; n < shared.kQueries; ++n) {
+    mbarrier_init(shared.query_full(n), 2);
+    mbarrier_init(shared.query_free(n), 8);
+  }
   fence_mbarrier_init();
 }
 
@@ -80,11 +83,10 @@ __device__ __forceinline__ void compute(const MlaDecodeFp8Params& p,
   const Part part = part_of_cta(p.decode, blockIdx.y);
   const int last_place = last_place_of(p.decode, part);
   int t = 0;
-  u32 query_phase = 0;
 #pragma unroll 1
-  for (int place = part.place; place <= last_place; ++place, query_phase ^= 1) {
+  for (int place = part.place; place <= last_place; ++place, ++consumer.n) {
     // Read again for the end of the segment: kept over its blocks, part and segment would cost registers that they lack.
-    t += consumer.compute(segment_here<AnyTile>(p.decode, tile, place), t, query_phase);
+    t += consumer.compute(segment_here<AnyTile>(p.decode, tile, place), t);
     const Segment segment = segment_here<AnyTile>(p.decode, tile, place);
     Fp8Finisher<kQueryRows, kGrouped, kForm, AnyTile>(consumer, segment).finish(place < last_place);
   }

@@ -17,7 +17,7 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
   using Softmax = Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile>;
   using typename Softmax::Layout;
   using Softmax::kOwn, Softmax::kSums;
-  using Softmax::params, Softmax::p, Softmax::shared, Softmax::tile, Softmax::consumer, Softmax::warp, Softmax::lane;
+  using Softmax::params, Softmax::p, Softmax::shared, Softmax::n, Softmax::tile, Softmax::consumer, Softmax::warp, Softmax::lane;
   using Softmax::kv_scale, Softmax::output, Softmax::scores;
   using Softmax::read_kv_scale, Softmax::row_of, Softmax::own_token, Softmax::scale_of, Softmax::value_tile;
   using Softmax::begin, Softmax::mask_scores, Softmax::weigh;
@@ -33,7 +33,7 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
 #pragma unroll
     for (int k = 0; k < 2; ++k)
       wgmma_f16_async(
-          d, a + 4 * k, descriptor_of_rows<128>(shared.query, query_tile * Layout::kQueryTileBytes + half * 64 + k * 32),
+          d, a + 4 * k, descriptor_of_rows<128>(shared.query(n), query_tile * Layout::kQueryTileBytes + half * 64 + k * 32),
           accumulate || k > 0);
     warpgroup_commit();
   }
@@ -43,7 +43,7 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
   __device__ __forceinline__ void add_to_scores(const float (&sums)[kSums], float low, float high) {
 #pragma unroll
     for (int i = 0; i < kOwn; i += 2) {
-      const float2 divisors = load_shared_float2(shared.divisor(row_of(i)));
+      const float2 divisors = load_shared_float2(shared.divisor(n, row_of(i)));
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int at = 4 * (i / 2) + j;
@@ -89,7 +89,7 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      wgmma_bf16_async(scores, a[k], descriptor_of_rows<128>(shared.query, kRopeTile * Layout::kQueryTileBytes + k * 32),
+      wgmma_bf16_async(scores, a[k], descriptor_of_rows<128>(shared.query(n), kRopeTile * Layout::kQueryTileBytes + k * 32),
                        k > 0);
   }
 
@@ -202,9 +202,9 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
 
   // Returns how many blocks there were. t: those of the segments before. Of kRows tokens past the end are zeros already
   // (load_kv_fp8): only their scores need a mask.
-  __device__ __forceinline__ int compute(const Segment& segment, int t, u32 query_phase) {
+  __device__ __forceinline__ int compute(const Segment& segment, int t) {
     begin();
-    mbarrier_wait(shared.query_full(), query_phase, "the query");
+    mbarrier_wait(shared.query_full(n), Layout::phase_of(n), "the query");
     const int tokens = segment.tokens - segment.begin * kBlockTokens;
 #pragma unroll 1
     for (int i = (consumer ^ t) & 1; i < segment.blocks; i += 2) {

@@ -40,7 +40,7 @@ struct Fp8Finisher {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const float* const v = of.output[kHalfTiles + i / 2] + round * 8 + i % 2 * 4;
-        store_shared_float4(shared.exchange(consumer, i), {v[0], v[1], v[2], v[3]});
+        store_shared_float4(shared.exchange(of.n, consumer, i), {v[0], v[1], v[2], v[3]});
       }
       consumers_sync();
       float own[kSets][4], other[kSets][4];
@@ -49,10 +49,11 @@ struct Fp8Finisher {
       if (round + 1 < kRounds) consumers_sync();
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared.query_free());
+    if (lane == 0) mbarrier_arrive(shared.query_free(of.n));
     write_output();
     if (segment.split())
-      Joiner<Bf16, AnyTile, kQueryRows == 16 ? 1 : 4>(p, {shared.words, shared.probabilities, shared.maxima}, tile, segment).join(more);
+      Joiner<Bf16, AnyTile, kQueryRows == 16 ? 1 : 4>(p, {shared.words, shared.probabilities, shared.maxima}, tile, segment)
+          .join(more);
   }
 
   __device__ __forceinline__ void leave_sums() const {
@@ -114,7 +115,7 @@ struct Fp8Finisher {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float* const v = of.output[i / 2] + round * 8 + i % 2 * 4;
-      const float4 theirs = load_shared_float4(shared.exchange(1 - consumer, i));
+      const float4 theirs = load_shared_float4(shared.exchange(of.n, 1 - consumer, i));
       const int row = i % 2 * 2, set = kGrouped ? i / 4 : 0;  // two float4 of 64 columns
       const float(&own)[4] = all_own[set], (&other)[4] = all_other[set];
       v[0] = v[0] * own[row] + theirs.x * other[row];

@@ -88,21 +88,26 @@ struct Fp8Layout {
   static constexpr int kOwnProbabilities = kWhole ? kScaleGroups : 2;
   static constexpr int kExchangeBytes = 2 * 8 * kWarpgroup * 16;
   static constexpr int kQueryBytes = kTiles * kQueryTileBytes;
-  static constexpr int kSharedBytes = kQueryBytes + 2 * kOwnProbabilities * kQueryTileBytes;
+  // Of 16 rows there is room for the next segment's query, too. Exchanges take the place of a query and of probabilities.
+  static constexpr int kQueries = kQueryRows == 16 ? 2 : 1;
+  static constexpr int kAllProbabilities = 2 * kOwnProbabilities * kQueryTileBytes;
+  static constexpr int kProbabilityBytes =
+      kAllProbabilities > kExchangeBytes - kQueryBytes ? kAllProbabilities : kExchangeBytes - kQueryBytes;
+  static constexpr int kMaxima = kGrouped ? 1 + kScaleGroups : 1;  // of a query row and warp
   static constexpr int kWarps = 2 * kWarpgroup / 32;
   static constexpr int kReferences = kGrouped ? 1 + 2 * kScaleGroups : 1;  // of a query row and consumer
   static constexpr int kLastReferences = kGrouped ? 1 + kScaleGroups : 1;
-  static constexpr int kRowFloats = 2 * kWarps + 2 * (kReferences + kLastReferences) + 1;
-  static constexpr int kBytes = kSlots * kSlotBytes + (kSharedBytes > kExchangeBytes ? kSharedBytes : kExchangeBytes) +
-                                kRowFloats * kQueryRows * 4 + 16 + (2 * kSlots + 2) * 8;
+  static constexpr int kRowFloats = (kMaxima + 1) * kWarps + 2 * (kReferences + kLastReferences) + kQueries;
+  static constexpr int kBytes = kSlots * kSlotBytes + kQueries * kQueryBytes + kProbabilityBytes +
+                                kRowFloats * kQueryRows * 4 + 16 + (2 * kSlots + 2 * kQueries) * 8;
 
-  u32 ring, query, probabilities, maxima, words, barriers;
+  u32 ring, first_query, probabilities, maxima, words, barriers;
 
   __device__ __forceinline__ explicit Fp8Layout(u32 base)
       : ring(base),
-        query(ring + kSlots * kSlotBytes),
-        probabilities(query + kQueryBytes),
-        maxima(query + (kSharedBytes > kExchangeBytes ? kSharedBytes : kExchangeBytes)),
+        first_query(ring + kSlots * kSlotBytes),
+        probabilities(first_query + kQueryBytes),
+        maxima(first_query + kQueries * kQueryBytes + kProbabilityBytes),
         words(maxima + kRowFloats * kQueryRows * 4),
         barriers(words + 16) {}
 
@@ -121,15 +126,24 @@ struct Fp8Layout {
                ? probabilities + (consumer * kOwnProbabilities + group) * kQueryTileBytes
                : slot + kRopeOffset + (group - kOwnProbabilities) * kQueryTileBytes;
   }
-  // Where consumers leave what the other one adds up: in place of query and probabilities, for which a segment has no more
-  // use then.
-  __device__ __forceinline__ u32 exchange(int consumer, int i) const {
-    return query + ((consumer * 8 + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
+  // The query of a segment, counted from a part's first one: probabilities lie between the two.
+  __device__ __forceinline__ static u32 buffer_of(u32 n) { return n % kQueries; }
+  __device__ __forceinline__ static u32 phase_of(u32 n) { return n / kQueries & 1; }
+  __device__ __forceinline__ u32 query(u32 n) const { return first_query + buffer_of(n) * (kQueryBytes + kProbabilityBytes); }
+  // Where consumers leave what the other one adds up: in place of the query and of probabilities, for which the segment has
+  // no more use then.
+  __device__ __forceinline__ u32 exchange(u32 n, int consumer, int i) const {
+    const u32 place = buffer_of(n) == 0 ? first_query : probabilities;
+    return place + ((consumer * 8 + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
   }
-  // Of a query row, by warp of both consumers: the highest value where references are raised; the sum of exponentials over a
-  // segment.
-  __device__ __forceinline__ u32 warp_maximum(int warp, int row) const { return maxima + (warp * kQueryRows + row) * 4; }
-  __device__ __forceinline__ u32 sum(int row, int warp) const { return warp_maximum(kWarps, 0) + (row * kWarps + warp) * 4; }
+  // Of a query row, by warp of both consumers: the highest value where references are raised, of scores and of those times
+  // the scales of each group of columns; the sum of exponentials over a segment.
+  __device__ __forceinline__ u32 warp_maximum(int which, int warp, int row) const {
+    return maxima + ((which * kWarps + warp) * kQueryRows + row) * 4;
+  }
+  __device__ __forceinline__ u32 sum(int row, int warp) const {
+    return warp_maximum(kMaxima, 0, 0) + (row * kWarps + warp) * 4;
+  }
   // By consumer: the reference of the probabilities; those of what is stored for each group of columns, and their factors;
   // the references of the segment that has ended, in the same order.
   __device__ __forceinline__ u32 reference(int consumer, int row) const {
@@ -147,13 +161,13 @@ struct Fp8Layout {
   __device__ __forceinline__ u32 last_group_reference(int consumer, int group, int row) const {
     return last_reference(consumer, (1 + group) * kQueryRows + row);
   }
-  // By what the row of the query was divided.
-  __device__ __forceinline__ u32 divisor(int row) const { return last_reference(2, row); }
+  // By what the row of a query was divided.
+  __device__ __forceinline__ u32 divisor(u32 n, int row) const { return last_reference(2, buffer_of(n) * kQueryRows + row); }
   // Barriers: a slot is loaded; it is free again.
   __device__ __forceinline__ u32 full(u32 s) const { return barriers + s * 8; }
   __device__ __forceinline__ u32 free(u32 s) const { return full(kSlots) + s * 8; }
-  __device__ __forceinline__ u32 query_full() const { return free(kSlots); }
-  __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
+  __device__ __forceinline__ u32 query_full(u32 n) const { return free(kSlots) + buffer_of(n) * 8; }
+  __device__ __forceinline__ u32 query_free(u32 n) const { return query_full(0) + kQueries * 8 + buffer_of(n) * 8; }
 };
 
 }  // namespace cumla

@@ -109,10 +109,9 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
   const MlaDecodeParams& p = params.decode;
   const int lane = threadIdx.x % 32, chunk = lane % 8;
 #pragma unroll 1
-  for (int place = part.place; place <= last_place; ++place) {
-    const int request = segment_of(p, tile, part, place).request;
-    const u32 phase = (place - part.place) & 1;
-    mbarrier_wait(shared.query_free(), phase ^ 1, "a free query buffer");
+  for (u32 n = 0; part.place + static_cast<int>(n) <= last_place; ++n) {
+    const int request = segment_of(p, tile, part, part.place + n).request;
+    mbarrier_wait(shared.query_free(n), Layout::phase_of(n) ^ 1, "a free query buffer");
 #pragma unroll 1
     for (int i = 0; i < kQueryRows / 8; ++i) {
       const int row = loader * (kQueryRows / 2) + i * 4 + lane / 8;
@@ -143,7 +142,7 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
       for (int step = 1; step < 8; step *= 2) highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, step));
       const u32 exponent = max(highest >> 23, 16u);  // lower ones would need a factor that is no float
       const float factor = __uint_as_float((127 + 14 + 127 - exponent) << 23);
-      const u32 row_bytes = shared.query + row * 128;
+      const u32 row_bytes = shared.query(copy_of(n)) + row * 128;
 #pragma unroll kAtOnce
       for (int k = 0; k < kTiles; ++k) {
         const uint4 v = kKeeps ? kept[kKeeps ? k : 0] : words_of(k);  // the latter again, from L2
@@ -159,11 +158,11 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
           store_shared_16(to + ((chunk ^ (row & 7)) << 4), v);
         }
       }
-      if (chunk == 0) store_shared_float(shared.divisor(row), __uint_as_float((exponent - 14) << 23));
+      if (chunk == 0) store_shared_float(shared.divisor(n, row), __uint_as_float((exponent - 14) << 23));
     }
     fence_proxy_async_shared();
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared.query_full());
+    if (lane == 0) mbarrier_arrive(shared.query_full(n));
   }
 }
 

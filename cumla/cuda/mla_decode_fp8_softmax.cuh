@@ -30,6 +30,7 @@ struct Fp8Softmax {
   const MlaDecodeParams& p;
   const Layout& shared;
   const AnyTile& tile;
+  u32 n = 0;  // which segment of the part it is
   const int consumer, warp, lane;
   const float kv_scale;              // of all latent columns
   float output[kValueTiles][kSums];  // this consumer's half of V, then the other's
@@ -95,8 +96,9 @@ struct Fp8Softmax {
     return load_shared_float(slot + Layout::kScalesOffset + (own_token() + 8 * eight) * Layout::kNextScales + group * 4);
   }
 
-  // Tile of 64 columns of V, counted from this consumer's half.
+  // Tile of 64 columns of V, and group of 128, counted from this consumer's half.
   __device__ __forceinline__ int value_tile(int d) const { return d ^ consumer * kHalfTiles; }
+  __device__ __forceinline__ int group_of(int pair) const { return value_tile(2 * pair) / 2; }
 
   // Block `block` of a segment, of a request that has so many tokens from the segment's first one on.
   __device__ __forceinline__ void mask_scores(int block, int tokens) {
@@ -126,23 +128,24 @@ struct Fp8Softmax {
       }
   }
 
-  // Their highest values: of those of a thread its warp's, then all.
-  __device__ __forceinline__ void find_highest(int first, float (&v)[4]) const {
+  // Their highest values, of one kind: of those of a thread its warp's.
+  __device__ __forceinline__ void leave_highest(int kind, int first, float (&v)[4]) const {
 #pragma unroll
     for (int step = 4; step < 32; step *= 2)
 #pragma unroll
       for (int k = 0; k < 4; ++k) v[k] = fmaxf(v[k], __shfl_xor_sync(0xffffffffu, v[k], step));
-    if (lane < 4) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) store_shared_float(shared.warp_maximum(consumer * 4 + warp, row_of(first + k)), v[k]);
-    }
-    sync();
+    if (lane >= 4) return;
 #pragma unroll
     for (int k = 0; k < 4; ++k)
+      store_shared_float(shared.warp_maximum(kind, consumer * 4 + warp, row_of(first + k)), v[k]);
+  }
+
+  // Of all warps', when they have met.
+  __device__ __forceinline__ float highest_of(int kind, int row) const {
+    float v = load_shared_float(shared.warp_maximum(kind, consumer * 4, row));
 #pragma unroll
-      for (int w = 0; w < 4; ++w)
-        v[k] = fmaxf(v[k], load_shared_float(shared.warp_maximum(consumer * 4 + w, row_of(first + k))));
-    sync();
+    for (int w = 1; w < 4; ++w) v = fmaxf(v, load_shared_float(shared.warp_maximum(kind, consumer * 4 + w, row)));
+    return v;
   }
 
   // Whole numbers: differences of references are exact.
@@ -150,59 +153,78 @@ struct Fp8Softmax {
     return highest > reference + kReferenceSlack ? ceilf(highest) - kReferenceBelow : reference;
   }
 
-  // Raises the references where this block needs it, and brings what was summed up to the new ones. What threads read here
-  // was written before a meeting, and what they write is read behind another one.
+  // Raises the references where this block needs it, and brings what was summed up to the new ones: each segment begins with
+  // this. What threads read here was written before a meeting, and what they write is read behind another one.
   __device__ __forceinline__ void raise_references(u32 slot) {
 #pragma unroll
     for (int first = 0; first < kOwn; first += 4) {
       float highest[4], factor[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) highest[k] = fmaxf(score_of(first + k, 0), score_of(first + k, 1));
-      find_highest(first, highest);
+      leave_highest(0, first, highest);
+      sync();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const float before = load_shared_float(shared.reference(consumer, row_of(first + k)));
-        highest[k] = raised(before, highest[k]);
+        highest[k] = raised(before, highest_of(0, row_of(first + k)));
         factor[k] = exp2_approx(before - highest[k]);
         sum[first + k] *= factor[k];
       }
+      if constexpr (kGrouped) leave_highest_of_groups(slot, first, highest);
       sync();
-      if (threadIdx.x % kWarpgroup < 4) {
+      if (lane < 4) {
+        if constexpr (kGrouped) raise_group(first, highest);
+        if (warp == 0) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) store_shared_float(shared.reference(consumer, row_of(first + k)), highest[k]);
+          for (int k = 0; k < 4; ++k) store_shared_float(shared.reference(consumer, row_of(first + k)), highest[k]);
+        }
       }
+      if constexpr (kGrouped) sync();
 #pragma unroll
       for (int pair = 0; pair < kScaleGroups; ++pair) {
-        if constexpr (kGrouped) raise_group(slot, value_tile(2 * pair) / 2, first, highest, factor);
+        if constexpr (kGrouped) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) factor[k] = load_shared_float(group_change(pair, row_of(first + k)));
+        }
         rescale(pair, first, factor);
       }
     }
     sync();
   }
 
-  // The same of what is stored for a group of columns.
-  __device__ __forceinline__ void raise_group(u32 slot, int group, int first, const float (&reference)[4],
-                                              float (&factor)[4]) const {
-    const float low = scale_of(slot, group, 0), high = scale_of(slot, group, 1);
-    float highest[4];
+  // What is stored for each group of columns, relative to the new references.
+  __device__ __forceinline__ void leave_highest_of_groups(u32 slot, int first, const float (&reference)[4]) const {
+#pragma unroll 1
+    for (int pair = 0; pair < kScaleGroups; ++pair) {
+      const float low = scale_of(slot, group_of(pair), 0), high = scale_of(slot, group_of(pair), 1);
+      float highest[4];
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-      highest[k] = fmaxf(exp2_approx(score_of(first + k, 0) - reference[k]) * low,
-                         exp2_approx(score_of(first + k, 1) - reference[k]) * high);
-    find_highest(first, highest);
+      for (int k = 0; k < 4; ++k)
+        highest[k] = fmaxf(exp2_approx(score_of(first + k, 0) - reference[k]) * low,
+                           exp2_approx(score_of(first + k, 1) - reference[k]) * high);
+      leave_highest(1 + pair, first, highest);
+    }
+  }
+
+  // Each warp raises the references of one group of columns.
+  __device__ __forceinline__ void raise_group(int first, const float (&reference)[4]) const {
+    const int group = group_of(warp);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const float before = load_shared_float(shared.group_reference(consumer, group, row_of(first + k)));
-      highest[k] = fmaxf(raised(before, reference[k] + log2_approx(highest[k])), reference[k] + kLeastGroupReference);
-      factor[k] = exp2_approx(before - highest[k]);
+      const int row = row_of(first + k);
+      const float before = load_shared_float(shared.group_reference(consumer, group, row));
+      const float highest =
+          fmaxf(raised(before, reference[k] + log2_approx(highest_of(1 + warp, row))), reference[k] + kLeastGroupReference);
+      store_shared_float(shared.group_reference(consumer, group, row), highest);
+      store_shared_float(shared.group_factor(consumer, group, row), exp2_approx(reference[k] - highest));
+      store_shared_float(group_change(warp, row), exp2_approx(before - highest));
     }
-    sync();
-    if (threadIdx.x % kWarpgroup >= 4) return;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      store_shared_float(shared.group_reference(consumer, group, row_of(first + k)), highest[k]);
-      store_shared_float(shared.group_factor(consumer, group, row_of(first + k)), exp2_approx(reference[k] - highest[k]));
-    }
+  }
+
+  // By what sums of a group of columns change with its reference: in place of its first highest value, which the lane that
+  // writes here has read.
+  __device__ __forceinline__ u32 group_change(int pair, int row) const {
+    return shared.warp_maximum(1 + pair, consumer * 4, row);
   }
 
   // scores -> probabilities, and, for all warps of this consumer, as float16 and transposed: as they are, or for each group

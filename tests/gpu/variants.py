@@ -179,8 +179,8 @@ LOADERS_WAIT_TOGETHER = Edit(
 
 FP8_EVERY_LANE_ARRIVES = (
     Edit(FP8, "mbarrier_init(shared.free(s), 4);", "mbarrier_init(shared.free(s), kWarpgroup);"),
-    Edit(FP8, "mbarrier_init(shared.query_full(), 2);", "mbarrier_init(shared.query_full(), 64);"),
-    Edit(FP8, "mbarrier_init(shared.query_free(), 8);", "mbarrier_init(shared.query_free(), 256);"),
+    Edit(FP8, "mbarrier_init(shared.query_full(n), 2);", "mbarrier_init(shared.query_full(n), 64);"),
+    Edit(FP8, "mbarrier_init(shared.query_free(n), 8);", "mbarrier_init(shared.query_free(n), 256);"),
     Edit(
         FP8,
         "if (lane == 0) mbarrier_arrive(shared.free(s));",
@@ -188,13 +188,13 @@ FP8_EVERY_LANE_ARRIVES = (
     ),
     Edit(
         FP8,
-        "if (lane == 0) mbarrier_arrive(shared.query_full());",
-        "mbarrier_arrive(shared.query_full());",
+        "if (lane == 0) mbarrier_arrive(shared.query_full(n));",
+        "mbarrier_arrive(shared.query_full(n));",
     ),
     Edit(
         FP8,
-        "if (lane == 0) mbarrier_arrive(shared.query_free());",
-        "mbarrier_arrive(shared.query_free());",
+        "if (lane == 0) mbarrier_arrive(shared.query_free(of.n));",
+        "mbarrier_arrive(shared.query_free(of.n));",
     ),
 )
 """Every lane says itself that it has read from a slot of the ring, and what it did to the query."""
