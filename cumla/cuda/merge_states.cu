@@ -2,8 +2,9 @@
 // Merges partial attention results: the average of their outputs, weighted by the exponentials of their log-sum-exps.
 //
 // A row (one head of one token) belongs to a group of 1 to 32 lanes of one warp, so that a barrier of the warp is enough for
-// results in place. A lane takes 16 bytes of four columns of two partial results at a time: to find out where they are takes
-// as many instructions as to add them. Their log-sum-exps are loaded beside them, not before. The weights are relative to a
+// results in place. A lane takes 16 bytes of four columns of two partial results at a time, or of two columns of four where
+// there are more: then more threads have fewer of them to wait for, one after the other. To find out where they are takes as
+// many instructions as to add them. Their log-sum-exps are loaded beside them, not before. The weights are relative to a
 // running maximum, as in flash attention.
 //
 // Registers: 32 of loads in flight, 32 of sums; at most 96 in all, so that ten blocks fit on a multiprocessor, and
@@ -17,8 +18,9 @@ namespace cumla {
 struct Fp32 {};
 
 constexpr int kMergeThreads = 64;
-constexpr int kColumns = 4;        // of 16 bytes, of a lane, at once
-constexpr int kAtOnce = 2;         // partial results that a lane loads together
+constexpr int kColumnsOfFew = 4, kColumnsOfMany = 2;  // of 16 bytes, of a lane, at once
+constexpr int kFew = 2;                               // partial results
+constexpr int kLoads = 8;                             // of 16 bytes, that a lane begins together
 constexpr int kMostPartials = 60;  // of one launch: the parameters of a kernel are at most 4096 bytes
 
 // An output (batch, token, head, head_dim) and its log-sum-exp; strides in bytes, of batch, token and head.
@@ -127,7 +129,7 @@ __device__ __forceinline__ bool is_empty(float lse) { return fabsf(lse) == kInfi
 
 // What one lane has added up: its columns of a row, and the weights, relative to the largest log-sum-exp so far. A NaN among
 // the log-sum-exps stays one.
-template <typename T>
+template <typename T, int kColumns>
 struct Sum {
   float v[kColumns][kElements<T>] = {};
   float weight = 0.0f, maximum = -kInfinity;
@@ -148,8 +150,8 @@ struct Sum {
   }
 };
 
-template <typename T>
-__device__ __forceinline__ void start_from_carried(Sum<T>& sum, const MergeStatesParams& p, const Place& place,
+template <typename T, int kColumns>
+__device__ __forceinline__ void start_from_carried(Sum<T, kColumns>& sum, const MergeStatesParams& p, const Place& place,
                                                    const int (&column)[kColumns]) {
   const float lse = *place.lse(p.carried);
   if (is_empty(lse)) return;
@@ -171,9 +173,10 @@ __device__ __forceinline__ void start_from_carried(Sum<T>& sum, const MergeState
   }
 }
 
-template <typename T>
-__device__ __forceinline__ void add_partials(Sum<T>& sum, const MergeStatesParams& p, const Place& place,
+template <typename T, int kColumns>
+__device__ __forceinline__ void add_partials(Sum<T, kColumns>& sum, const MergeStatesParams& p, const Place& place,
                                              const int (&column)[kColumns]) {
+  constexpr int kAtOnce = kLoads / kColumns;
 #pragma unroll 1
   for (int first = 0; first < p.count; first += kAtOnce) {
     uint4 loaded[kAtOnce][kColumns] = {};
@@ -205,20 +208,15 @@ __device__ __forceinline__ void add_partials(Sum<T>& sum, const MergeStatesParam
   }
 }
 
-template <typename T>
-__device__ __forceinline__ void merge_states(const MergeStatesParams& p) {
-  const int lanes = 1 << p.lanes_log2;
-  const int lane = threadIdx.x & (lanes - 1);
-  const i64 row = (static_cast<i64>(blockIdx.x) * kMergeThreads + threadIdx.x) >> p.lanes_log2;
-  grid_dependency_launch();
-  if (row >= p.rows) return;
-  const Place place(p, row);
-  grid_dependency_wait();
+template <typename T, int kColumns>
+__device__ __forceinline__ float merge_row(const MergeStatesParams& p, const Place& place, int lane, int lanes) {
   float lse = kInfinity;
 #pragma unroll 1
   for (int first = lane; first - lane < p.columns; first += kColumns * lanes) {
-    const int column[kColumns] = {first, first + lanes, first + 2 * lanes, first + 3 * lanes};
-    Sum<T> sum;
+    int column[kColumns];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) column[c] = first + c * lanes;
+    Sum<T, kColumns> sum;
     if (p.carried.out != nullptr) start_from_carried(sum, p, place.late(), column);
     add_partials(sum, p, place, column);
     const bool empty = sum.weight == 0.0f;
@@ -232,6 +230,20 @@ __device__ __forceinline__ void merge_states(const MergeStatesParams& p) {
     }
     lse = empty ? kInfinity : sum.maximum + log2_approx(sum.weight) * p.from_log2;
   }
+  return lse;
+}
+
+template <typename T>
+__device__ __forceinline__ void merge_states(const MergeStatesParams& p) {
+  const int lanes = 1 << p.lanes_log2;
+  const int lane = threadIdx.x & (lanes - 1);
+  const i64 row = (static_cast<i64>(blockIdx.x) * kMergeThreads + threadIdx.x) >> p.lanes_log2;
+  grid_dependency_launch();
+  if (row >= p.rows) return;
+  const Place place(p, row);
+  grid_dependency_wait();
+  const float lse = p.count > kFew ? merge_row<T, kColumnsOfMany>(p, place, lane, lanes)
+                                   : merge_row<T, kColumnsOfFew>(p, place, lane, lanes);
   __syncwarp();  // all have read the log-sum-exps, one of which the result may replace
   if (lane == 0) *place.lse(p.result) = lse;
 }

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["MOST_PARTIALS", "SPECS", "StateViews", "merge_spec", "prepare_merge"]
 
 MOST_PARTIALS = 60  # kMostPartials of the kernel
-_COLUMNS = 4  # kColumns: of 16 bytes, that a lane takes at once
+# kColumnsOfFew and kColumnsOfMany, of 16 bytes, that a lane takes at once; and how many are few.
+_COLUMNS_OF_FEW, _COLUMNS_OF_MANY, _FEW = 4, 2, 2
 _WARP = 32
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16", "float32": "Fp32"}
@@ -101,7 +102,7 @@ def prepare_merge(
     first = partials[0].out
     rows = prod(first.shape[:3])
     columns = first.shape[3] * first.strides[3] // 16
-    lanes_log2 = _lanes_log2(columns)
+    lanes_log2 = _lanes_log2(columns, len(partials))
     values = (
         *result.fields,
         *(_NOTHING if carried is None else carried.fields),
@@ -121,7 +122,8 @@ def prepare_merge(
     return PreparedLaunch(kernel, (blocks, 1, 1), _PARAMS, values, stream)
 
 
-def _lanes_log2(columns: int) -> int:
+def _lanes_log2(columns: int, count: int) -> int:
     """Choose the lanes of a row: a power of two, so many that all have columns to take."""
-    lanes = min(-(-columns // _COLUMNS), _WARP)
+    at_once = _COLUMNS_OF_FEW if count <= _FEW else _COLUMNS_OF_MANY
+    lanes = min(-(-columns // at_once), _WARP)
     return (lanes - 1).bit_length()

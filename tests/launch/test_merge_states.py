@@ -170,19 +170,20 @@ def test_any_number_of_partial_results(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 128, 520, 4096])
+@pytest.mark.parametrize(("count", "at_once"), [(1, 4), (2, 4), (3, 2), (8, 2)])
 def test_lanes_and_blocks_cover_every_row(
-    launches: Callable[..., list[StandIn]], dtype: str, head_dim: int
+    launches: Callable[..., list[StandIn]], dtype: str, head_dim: int, count: int, at_once: int
 ) -> None:
     kind = np.dtype(merge_numpy(dtype))
     for rows in (1, 2, 31, 32, 33, 1000):
-        outs, lses = states(1, (rows, 1, head_dim), kind)
+        outs, lses = states(count, (rows, 1, head_dim), kind)
         out, lse = np.empty((rows, 1, head_dim), kind), np.empty((rows, 1), np.float32)
-        (launch,) = launches(outs, lses, out, lse)
+        (launch,) = launches(list(outs), list(lses), out, lse)
         columns = head_dim * kind.itemsize // 16
         in_block = SPECS[0].threads // launch.lanes
         assert launch.lanes in (1, 2, 4, 8, 16, 32)
         assert (launch.grid[0] - 1) * in_block < rows <= launch.grid[0] * in_block
-        assert launch.lanes == 32 or merge_states._COLUMNS * launch.lanes >= columns
+        assert launch.lanes == 32 or at_once * launch.lanes >= columns
         assert launch.lanes == 1 or launch.lanes < columns  # none of the lanes idles
 
 
@@ -197,7 +198,9 @@ def test_the_struct_is_as_the_kernel_sees_it(nvrtc: None) -> None:
     checks = {f"kWords.{name}": 16 + i for i, name in enumerate(names)}
     checks |= {"kWords.to_log2": 23, "kWords.from_log2": 24}
     checks |= {"kWords.result.out_strides[2]": 3, "kWords.partials[0].lse_strides[2]": 7}
-    checks |= {"kMostPartials": MOST_PARTIALS, "kColumns": merge_states._COLUMNS}
+    checks |= {"kMostPartials": MOST_PARTIALS, "kFew": merge_states._FEW}
+    checks |= {"kColumnsOfFew": merge_states._COLUMNS_OF_FEW}
+    checks |= {"kColumnsOfMany": merge_states._COLUMNS_OF_MANY}
     checks |= {"kMergeThreads": SPECS[0].threads, "kOutBfloat16": 1, "kOutFloat16": 2}
     compile_checks(SPECS[0], checks, *words)
 
