@@ -106,10 +106,7 @@ struct Consumer {
     for (int i = valid * 32 + threadIdx.x % kWarpgroup; i < kBlockTokens * 32; i += kWarpgroup)
       store_shared_zero_16(half + (i % 32 / 8) * kTileBytes + (i / 32) * 128 + (i % 8) * 16);
     fence_proxy_async_shared();
-    if (consumer == 0)
-      named_barrier_sync<kConsumerBarrier + 1, kWarpgroup>();
-    else
-      named_barrier_sync<kConsumerBarrier + 2, kWarpgroup>();
+    consumer_sync(consumer);
   }
 
   __device__ __forceinline__ void mask_scores(int block) {

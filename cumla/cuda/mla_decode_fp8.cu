@@ -99,7 +99,7 @@ __device__ __forceinline__ void mla_decode_fp8(const MlaDecodeFp8Params& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Fp8Layout<kQueryRows, kGrouped, kForm> shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  begin_kernel<kForm == kPacked ? kPages : kForm, AnyTile>(p.decode, shared);
+  begin_kernel<kForm == kPacked ? kPages : kForm, AnyTile>(p.decode, shared, kForm == kRows ? 2 : 0);
   if (warpgroup == 0) {
     registers_decrease<kQueryRows == 16 ? 88 : 56>();
     load<kQueryRows, kGrouped, kForm, AnyTile>(p, shared);

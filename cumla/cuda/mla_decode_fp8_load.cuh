@@ -61,6 +61,10 @@ __device__ __forceinline__ void load_kv_fp8(const MlaDecodeFp8Params& p, const L
 template <typename Layout, bool kGrouped, typename AnyTile>
 __device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, const Layout& shared, const AnyTile& tile,
                                                   const Part& part, int last_place) {
+  constexpr int kBoxBytes = Layout::kWhole ? kBlockTokens * kPackedBytes
+                                           : (1 + kValueDim / kRawColumns) * kTileBytes +
+                                                 (kGrouped ? kBlockTokens * Layout::kNextScales : 0);
+  static_assert(Layout::kSlotBytes == kBoxBytes, "a barrier expects what its boxes bring");
   BlockCursor<1, AnyTile> now(p.decode, tile, part, last_place, 0);
   PageRow next = now.template row_of<kPages>(0);
 #pragma unroll 1

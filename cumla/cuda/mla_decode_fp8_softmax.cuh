@@ -75,13 +75,6 @@ struct Fp8Softmax {
 
   __device__ __forceinline__ int row_of(int i) const { return 8 * (i / 2) + 2 * (lane % 4) + i % 2; }
 
-  __device__ __forceinline__ void sync() const {
-    if (consumer == 0)
-      named_barrier_sync<kConsumerBarrier + 1, kWarpgroup>();
-    else
-      named_barrier_sync<kConsumerBarrier + 2, kWarpgroup>();
-  }
-
   // Whether any thread of this consumer says so.
   __device__ __forceinline__ bool sync_any(bool vote) const {
     return consumer == 0 ? named_barrier_any<kConsumerBarrier + 1, kWarpgroup>(vote)
@@ -162,7 +155,7 @@ struct Fp8Softmax {
 #pragma unroll
       for (int k = 0; k < 4; ++k) highest[k] = fmaxf(score_of(first + k, 0), score_of(first + k, 1));
       leave_highest(0, first, highest);
-      sync();
+      consumer_sync(consumer);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const float before = load_shared_float(shared.reference(consumer, row_of(first + k)));
@@ -171,7 +164,7 @@ struct Fp8Softmax {
         sum[first + k] *= factor[k];
       }
       if constexpr (kGrouped) leave_highest_of_groups(slot, first, highest);
-      sync();
+      consumer_sync(consumer);
       if (lane < 4) {
         if constexpr (kGrouped) raise_group(first, highest);
         if (warp == 0) {
@@ -179,7 +172,7 @@ struct Fp8Softmax {
           for (int k = 0; k < 4; ++k) store_shared_float(shared.reference(consumer, row_of(first + k)), highest[k]);
         }
       }
-      if constexpr (kGrouped) sync();
+      if constexpr (kGrouped) consumer_sync(consumer);
 #pragma unroll
       for (int pair = 0; pair < kScaleGroups; ++pair) {
         if constexpr (kGrouped) {
@@ -189,7 +182,7 @@ struct Fp8Softmax {
         rescale(pair, first, factor);
       }
     }
-    sync();
+    consumer_sync(consumer);
   }
 
   // What is stored for each group of columns, relative to the new references.
@@ -274,11 +267,11 @@ struct Fp8Softmax {
   // scores -> probabilities for multiply_values, and their sums.
   __device__ __forceinline__ void weigh(u32 slot) {
     float p[kSums];
-    sync();  // nobody reads this consumer's probabilities of before, nor RoPE columns
+    consumer_sync(consumer);  // nobody reads this consumer's probabilities of before, nor RoPE columns
     if (sync_any(store_probabilities(slot, p))) {
       raise_references(slot);
       store_probabilities(slot, p);
-      sync();
+      consumer_sync(consumer);
     }
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sum[i / 4 * 2 + i % 2] += p[i];

@@ -197,7 +197,14 @@ __device__ __forceinline__ i64 piece_offset(const MlaDecodeParams& p, i64 piece,
   return (((piece * 2 + consumer) * p.row_groups + group) * 32 + columns) * 32 + lane;
 }
 
+// The threads of both consumers meet; those of one.
 __device__ __forceinline__ void consumers_sync() { named_barrier_sync<kConsumerBarrier, 2 * kWarpgroup>(); }
+__device__ __forceinline__ void consumer_sync(int consumer) {
+  if (consumer == 0)
+    named_barrier_sync<kConsumerBarrier + 1, kWarpgroup>();
+  else
+    named_barrier_sync<kConsumerBarrier + 2, kWarpgroup>();
+}
 
 // Order in which the tiles of a block are wanted and become free: RoPE, the owner's half of V, the other half.
 __device__ __forceinline__ int tile_in_order(int owner, int i) {

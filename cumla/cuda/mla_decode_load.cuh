@@ -112,8 +112,7 @@ __device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int t
 
 // What comes before the roles: early fetches, barriers, and the wait for the kernel before.
 template <PageForm kForm, typename AnyTile, typename Layout>
-__device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Layout& shared,
-                                             int row_warps = kForm == kRows ? 2 : 0) {
+__device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Layout& shared, int row_warps) {
   const int warp = threadIdx.x / 32;
   // Fetching into L2 reads nothing: an earlier kernel may still write these lines.
   if (warp == 2 || warp == 3) prefetch_plan<AnyTile>(p, threadIdx.x - 64, 64);

@@ -57,13 +57,6 @@ struct SwappedConsumer {
 
   __device__ __forceinline__ int row_of(int i) const { return 8 * (i / 2) + 2 * (lane % 4) + i % 2; }
 
-  __device__ __forceinline__ void sync() const {
-    if (consumer == 0)
-      named_barrier_sync<kConsumerBarrier + 1, kWarpgroup>();
-    else
-      named_barrier_sync<kConsumerBarrier + 2, kWarpgroup>();
-  }
-
   // scores = block x query; then the RoPE tile is free.
   __device__ __forceinline__ void multiply_query() {
     RingPlace at = place;
@@ -162,7 +155,7 @@ struct SwappedConsumer {
       for (int i = 0; i < kOwn; i += 2)
         store_shared_float2(shared.warp_maximum(consumer * 4 + warp, row_of(i)), {next[i], next[i + 1]});
     }
-    sync();
+    consumer_sync(consumer);
 #pragma unroll
     for (int i = 0; i < kOwn; i += 2) {
       float2 highest = {-kInfinity, -kInfinity};
@@ -222,7 +215,7 @@ struct SwappedConsumer {
       exponentiate();
       store_probabilities();
       if (last_token > segment.tokens) clear_values_past(kBlockTokens + segment.tokens - last_token);
-      sync();
+      consumer_sync(consumer);
       multiply_values();
       place.advance(2 * kTiles);
     }
