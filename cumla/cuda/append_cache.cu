@@ -15,30 +15,20 @@
 
 namespace cumla {
 
-// Where a row goes, from the beginning of the cache; latent is negative if it goes nowhere.
-struct Target {
-  i64 latent, rope;
-
-  __device__ __forceinline__ bool exists() const { return latent >= 0; }
-};
-
-__device__ __forceinline__ Target find_target(const AppendCacheParams& p, i64 token, const Given& given, int head) {
-  const Place place = find_place(p, token, given);
-  if (place.page < 0) return {-1, -1};
-  return {p.latent_cache.offset(place.page, place.row, head), p.rope_cache.offset(place.page, place.row, head)};
-}
-
 template <typename T, bool kFloatRows>
 __device__ __forceinline__ void append_rows(const AppendCacheParams& p) {
-  __shared__ Target targets[kTileRows];
+  __shared__ i64 latent_offsets[kTileRows], rope_offsets[kTileRows];  // in the caches; negative: the row goes nowhere
   __shared__ alignas(16) char table_rows[kTileRows * kTableRowBytes];
   const i64 tile = static_cast<i64>(blockIdx.x) * kTileRows;
-  const int lane = threadIdx.x % 32;
   const bool looks_up = threadIdx.x >= kLatentThreads;
   Held<T, kFloatRows> held;
   if (looks_up) {
-    const Given given = load_given(p, tile);
-    if (lane < kTileRows) targets[lane] = find_target(p, tile + lane, given, blockIdx.y);
+    const int row = threadIdx.x % kTileRows;
+    const bool is_latent = threadIdx.x % 32 < kTileRows;
+    const Pages& cache = is_latent ? p.latent_cache : p.rope_cache;
+    const Place place = find_place(p, tile + row, load_given(p, tile));
+    (is_latent ? latent_offsets : rope_offsets)[row] =
+        place.page < 0 ? -1 : cache.offset(place.page, place.row, blockIdx.y);
   } else {
     load_rows(p, tile, held, table_rows);
   }
@@ -48,14 +38,14 @@ __device__ __forceinline__ void append_rows(const AppendCacheParams& p) {
   const auto [first, chunk] = latent_share();
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k) {
-    const Target& target = targets[first + kAbreast * k];
-    if (target.exists()) store(p.latent_cache.data + target.latent, chunk, held.latent[k].packed());
+    const i64 offset = latent_offsets[first + kAbreast * k];
+    if (offset >= 0) store(p.latent_cache.data + offset, chunk, held.latent[k].packed());
   }
   if (threadIdx.x >= kRopeThreads) return;
   const auto [row, rope_chunk] = rope_share();
-  const Target target = targets[row];
+  const i64 offset = rope_offsets[row];
   const uint4 rope = p.cos_sin == nullptr ? held.rope.packed() : rotate_rope(p, held.rope, table_rows).packed();
-  if (target.exists()) store(p.rope_cache.data + target.rope, rope_chunk, rope);
+  if (offset >= 0) store(p.rope_cache.data + offset, rope_chunk, rope);
 }
 
 template <typename T, bool kFloatRows>

@@ -2,6 +2,7 @@
 // What the kernels that write rows into paged caches share: the rows and where they go, the rotation of RoPE columns, and
 // that of the queries beside them.
 #pragma once
+#include "division.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/types.cuh"
 
@@ -58,6 +59,7 @@ struct AppendCacheParams {
   i64 cos_sin_stride;
   Rows queries, queries_out;          // null: none
   i64 tokens, num_pages, page_size, batch, num_entries, max_position, row_tiles, num_heads;
+  Divisor by_page_size;  // of places below 2^31
   int cos_sin_is_float;  // else of the cache's type
   int interleaved;       // pairs are (2 i, 2 i + 1), else (i, i + 32)
 };
@@ -189,7 +191,11 @@ __device__ __forceinline__ Place find_place(const AppendCacheParams& p, i64 toke
   const Place nowhere = {-1, 0};
   const i64 place = given.slot;
   if (place < 0 || (p.cos_sin != nullptr && !has_rotation(p, given.position))) return nowhere;
-  i64 page = static_cast<u64>(place) / static_cast<u64>(p.page_size);
+  i64 page;
+  if (place >> 31 == 0)
+    page = quotient(static_cast<u32>(place), p.by_page_size);
+  else
+    page = static_cast<u64>(place) / static_cast<u64>(p.page_size);
   const i64 row = place - page * p.page_size;
   if (p.slots.data == nullptr) {
     const i64 request = p.batch_indices[token];
