@@ -5,8 +5,8 @@
 // Rows, tiles and threads are those of append_cache.cu: 64 threads hold the latent columns of a row, half a warp those of
 // one scale. Queries are rotated as they are there.
 //
-// In flight: 4 x 16 B a thread, 18 KiB a CTA; from float32 rows 36 KiB. Three CTAs an SM: 72 registers. Shared memory:
-// 512 B.
+// In flight: 4 x 16 B a thread and 16 B of 128, 18 KiB a CTA; from float32 rows 36 KiB. Three CTAs an SM: 72 registers.
+// Shared memory: 4.4 KB.
 #include "append_rows.cuh"
 #include "fp8_rows.cuh"
 #include "ptx/sync.cuh"
@@ -25,17 +25,17 @@ struct AppendFp8CacheParams {
 
 // Where a row goes, from the beginnings of the caches; latent is negative if it goes nowhere.
 struct Fp8Target {
-  i64 latent, rope, scales, position;
+  i64 latent, rope, scales;
 
   __device__ __forceinline__ bool exists() const { return latent >= 0; }
 };
 
 __device__ __forceinline__ Fp8Target find_fp8_target(const AppendFp8CacheParams& p, i64 token, const Given& given,
                                                      int head) {
-  const auto [page, row, position] = find_place(p.to, token, given);
-  if (page < 0) return {-1, -1, -1, 0};
-  return {p.to.latent_cache.offset(page, row, head), p.to.rope_cache.offset(page, row, head),
-          p.scales.offset(page, row, head), position};
+  const Place place = find_place(p.to, token, given);
+  if (place.page < 0) return {-1, -1, -1};
+  return {p.to.latent_cache.offset(place.page, place.row, head), p.to.rope_cache.offset(place.page, place.row, head),
+          p.scales.offset(place.page, place.row, head)};
 }
 
 __device__ __forceinline__ float inverse_of_tensor(const AppendFp8CacheParams& p) {
@@ -72,45 +72,32 @@ __device__ __forceinline__ void store_rope(const AppendFp8CacheParams& p, const 
     store(row, chunk, elements.packed());
 }
 
-// By the warp that holds the RoPE columns.
-template <typename T, bool kInterleaved, bool kFloat>
-__device__ __forceinline__ void store_rotated_rope(const AppendFp8CacheParams& p, const Fp8Target* targets,
-                                                   const Chunk<T, kFloat> (&chunks)[kAtOnce], int chunk, float inverse) {
-#pragma unroll
-  for (int k = 0; k < kAtOnce; ++k) {
-    const Fp8Target& target = targets[kAbreast * k];
-    Rotation rotation = {};
-    if (target.exists()) rotation = find_rotation<T, kInterleaved>(p.to, table_row(p.to, target.position), chunk);
-    store_rope(p, target, chunk, rotate<T, kInterleaved>(chunks[k], rotation), inverse);
-  }
-}
-
 template <typename T, bool kFloatRows>
 __device__ __forceinline__ void append_fp8_rows(const AppendFp8CacheParams& p) {
   __shared__ Fp8Target targets[kTileRows];
-  Chunk<T, kFloatRows> chunks[kAtOnce] = {};
-  const auto [is_latent, first, chunk] = load_share(p.to, chunks);
+  __shared__ alignas(16) char table_rows[kTileRows * kTableRowBytes];
+  const i64 tile = static_cast<i64>(blockIdx.x) * kTileRows;
   const int lane = threadIdx.x % 32;
-  if (!is_latent) {
-    const i64 tile = static_cast<i64>(blockIdx.x) * kTileRows;
+  const bool looks_up = threadIdx.x >= kLatentThreads;
+  Held<T, kFloatRows> held;
+  if (looks_up) {
     const Given given = load_given(p.to, tile);
     if (lane < kTileRows) targets[lane] = find_fp8_target(p, tile + lane, given, blockIdx.y);
+  } else {
+    load_rows(p.to, tile, held, table_rows);
   }
   __syncthreads();
+  if (looks_up) return;
 
-  if (is_latent) {
-    store_latent(p, targets + first, chunks, chunk);
-    return;
-  }
+  const auto [first, chunk] = latent_share();
+  store_latent(p, targets + first, held.latent, chunk);
+  if (threadIdx.x >= kRopeThreads) return;
+  const auto [row, rope_chunk] = rope_share();
   const float inverse = p.rope_is_e4m3 ? inverse_of_tensor(p) : 1.0f;
-  if (p.to.cos_sin == nullptr) {
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) store_rope(p, targets[first + kAbreast * k], chunk, chunks[k], inverse);
-  } else if (p.to.interleaved) {
-    store_rotated_rope<T, true>(p, targets + first, chunks, chunk, inverse);
-  } else {
-    store_rotated_rope<T, false>(p, targets + first, chunks, chunk, inverse);
-  }
+  if (p.to.cos_sin == nullptr)
+    store_rope(p, targets[row], rope_chunk, held.rope, inverse);
+  else
+    store_rope(p, targets[row], rope_chunk, rotate_rope(p.to, held.rope, table_rows), inverse);
 }
 
 template <typename T, bool kFloatRows>

@@ -2,6 +2,7 @@
 // What the kernels that write rows into paged caches share: the rows and where they go, the rotation of RoPE columns, and
 // that of the queries beside them.
 #pragma once
+#include "division.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/types.cuh"
 
@@ -11,10 +12,12 @@ constexpr int kChunk = 8;  // elements that a thread moves at once: 16 bytes in 
 constexpr int kLatentChunks = 512 / kChunk;
 constexpr int kRopeChunks = 64 / kChunk;
 constexpr int kAbreast = 32 / kRopeChunks;  // rows whose RoPE columns one warp holds
-constexpr int kAtOnce = 4;                  // chunks of a thread, in flight
+constexpr int kAtOnce = 4;                  // latent chunks of a thread, in flight
 constexpr int kTileRows = kAbreast * kAtOnce;
 constexpr int kLatentThreads = kAbreast * kLatentChunks;
+constexpr int kRopeThreads = kTileRows * kRopeChunks;
 constexpr int kAppendWarps = kLatentThreads / 32 + 1;
+constexpr int kTableRowBytes = 64 * 4;  // at most
 
 // Strides are bytes everywhere.
 struct Rows {
@@ -56,6 +59,7 @@ struct AppendCacheParams {
   i64 cos_sin_stride;
   Rows queries, queries_out;          // null: none
   i64 tokens, num_pages, page_size, batch, num_entries, max_position, row_tiles, num_heads;
+  Divisor by_page_size;  // of places below 2^31
   int cos_sin_is_float;  // else of the cache's type
   int interleaved;       // pairs are (2 i, 2 i + 1), else (i, i + 32)
 };
@@ -180,14 +184,18 @@ __device__ __forceinline__ Given load_given(const AppendCacheParams& p, i64 tile
 
 // Where a row goes; page is negative if it goes nowhere. The position counts where something is rotated.
 struct Place {
-  i64 page, row, position;
+  i64 page, row;
 };
 
 __device__ __forceinline__ Place find_place(const AppendCacheParams& p, i64 token, const Given& given) {
-  const Place nowhere = {-1, 0, given.position};
+  const Place nowhere = {-1, 0};
   const i64 place = given.slot;
   if (place < 0 || (p.cos_sin != nullptr && !has_rotation(p, given.position))) return nowhere;
-  i64 page = static_cast<u64>(place) / static_cast<u64>(p.page_size);
+  i64 page;
+  if (place >> 31 == 0)
+    page = quotient(static_cast<u32>(place), p.by_page_size);
+  else
+    page = static_cast<u64>(place) / static_cast<u64>(p.page_size);
   const i64 row = place - page * p.page_size;
   if (p.slots.data == nullptr) {
     const i64 request = p.batch_indices[token];
@@ -202,29 +210,70 @@ __device__ __forceinline__ Place find_place(const AppendCacheParams& p, i64 toke
                                          (first + page) * p.page_numbers_stride);
   }
   if (page < 0 || page >= p.num_pages) return nowhere;
-  return {page, row, given.position};
+  return {page, row};
 }
 
-// The chunks that a thread of a row tile takes: of rows first, first + kAbreast ...
+// What a thread of a row tile takes.
 struct Share {
-  bool is_latent;  // else of the RoPE columns
-  int first, chunk;
+  int row, chunk;
 };
 
-template <typename T, bool kFloatRows>
-__device__ __forceinline__ Share load_share(const AppendCacheParams& p, Chunk<T, kFloatRows> (&chunks)[kAtOnce]) {
-  const int thread = threadIdx.x, head = blockIdx.y;
-  const bool is_latent = thread < kLatentThreads;
-  const int first = is_latent ? thread / kLatentChunks : thread % 32 / kRopeChunks;
-  const int chunk = is_latent ? thread % kLatentChunks : thread % kRopeChunks;
-  const i64 tile = static_cast<i64>(blockIdx.x) * kTileRows;
-  const Rows& rows = is_latent ? p.latent_rows : p.rope_rows;
+// Of the latent columns, by the first kLatentThreads: the same chunk of row + kAbreast, row + 2 * kAbreast ..., too.
+__device__ __forceinline__ Share latent_share() {
+  const int thread = threadIdx.x;
+  return {thread / kLatentChunks, thread % kLatentChunks};
+}
+
+// Of the RoPE columns, by the first kRopeThreads.
+__device__ __forceinline__ Share rope_share() {
+  const int thread = threadIdx.x;
+  return {thread / kRopeChunks, thread % kRopeChunks};
+}
+
+template <typename T, bool kFloat>
+struct Held {
+  Chunk<T, kFloat> latent[kAtOnce], rope;
+};
+
+__device__ __forceinline__ const char* row_of(const Rows& rows, i64 token) {
+  const int head = blockIdx.y;
+  return rows.data + token * rows.stride_token + head * rows.stride_head;
+}
+
+// By the first kLatentThreads. Those that hold RoPE columns have the table's row for them brought to shared memory, eight
+// lanes a row, for which there are not enough registers; positions come last, since widening them waits for them.
+template <typename T, bool kFloat>
+__device__ __forceinline__ void load_rows(const AppendCacheParams& p, i64 tile, Held<T, kFloat>& held, char* table_rows) {
+  held = {};
+  const auto [first, latent_chunk] = latent_share();
+  const auto [row, chunk] = rope_share();
+  const int num_rows = static_cast<int>(min(p.tokens - tile, static_cast<i64>(kTileRows)));
+  const bool holds_rope = row < num_rows;  // and so one of the first kRopeThreads
+  const char* const latent = row_of(p.latent_rows, tile + first);
 #pragma unroll
-  for (int k = 0; k < kAtOnce; ++k) {
-    const i64 token = tile + first + kAbreast * k;
-    if (token < p.tokens) chunks[k].load(rows.data + token * rows.stride_token + head * rows.stride_head, chunk);
-  }
-  return {is_latent, first, chunk};
+  for (int k = 0; k < kAtOnce; ++k)
+    if (first + kAbreast * k < num_rows)
+      held.latent[k].load(latent + kAbreast * k * p.latent_rows.stride_token, latent_chunk);
+  if (holds_rope) held.rope.load(row_of(p.rope_rows, tile + row), chunk);
+  if (!holds_rope || p.cos_sin == nullptr) return;
+  const i64 position = p.positions[tile + row];
+  if (!has_rotation(p, position)) return;
+  const u32 to = shared_address(table_rows + row * kTableRowBytes) + 16 * chunk;
+  const char* const from = table_row(p, position) + 16 * chunk;
+  copy_16_async(to, from, true);
+  if (p.cos_sin_is_float) copy_16_async(to + kTableRowBytes / 2, from + kTableRowBytes / 2, true);
+}
+
+// By the warps that hold RoPE columns, after load_rows. Of a row whose position has no rotation, numbers without a meaning.
+template <typename T, bool kFloat>
+__device__ __forceinline__ Chunk<T, true> rotate_rope(const AppendCacheParams& p, const Chunk<T, kFloat>& rope,
+                                                      const char* table_rows) {
+  const auto [row, chunk] = rope_share();
+  copy_async_wait_all();
+  __syncwarp();
+  const char* const entries = table_rows + row * kTableRowBytes;
+  return p.interleaved ? rotate<T, true>(rope, find_rotation<T, true>(p, entries, chunk))
+                       : rotate<T, false>(rope, find_rotation<T, false>(p, entries, chunk));
 }
 
 template <typename T, bool kInterleaved>
