@@ -136,17 +136,17 @@ def checked_logits_dtype(logits_dtype: Any) -> str | None:
 
 @lru_cache(maxsize=64)
 def _logits_dtype(logits_dtype: Any) -> str:
-    text = str(logits_dtype)
-    if text.startswith("torch."):
-        name = text.removeprefix("torch.")
+    got = str(logits_dtype)
+    if got.startswith("torch."):
+        name = got.removeprefix("torch.")
     else:
         try:
-            name = np.dtype(logits_dtype).name
+            name = got = np.dtype(logits_dtype).name
         except TypeError:  # names of types that NumPy does not know until ml_dtypes is loaded, too
-            name = text
+            name = got
     if name not in LOGITS_DTYPES:
         raise TypeError(
-            f"logits_dtype: needs {' or '.join(LOGITS_DTYPES)}, got {text}; convert the result"
+            f"logits_dtype: needs {' or '.join(LOGITS_DTYPES)}, got {got}; convert the result"
         )
     return name
 

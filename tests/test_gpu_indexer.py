@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 import cumla
+from tests.gpu.indexer_cases import BATCHES, MEANS, NEXT_NS, samples, steps
 from tests.gpu.indexer_problem import (
     RANGES,
     Paged,
@@ -17,8 +20,42 @@ from tests.gpu.indexer_problem import (
     Rows,
     check_logits,
     check_unquantised,
+    ragged,
     unquantised,
 )
+
+
+def missing_pairs(points: Sequence[tuple[Any, ...]]) -> set[tuple[int, Any, int, Any]]:
+    """Values of two axes that occur, but nowhere together."""
+    axes = range(len(points[0]))
+    values = [{point[axis] for point in points} for axis in axes]
+    return {
+        (one, a, other, b)
+        for one, other in itertools.combinations(axes, 2)
+        for a, b in itertools.product(values[one], values[other])
+        if all((point[one], point[other]) != (a, b) for point in points)
+    }
+
+
+def test_the_grids_cover_every_pair_and_every_step() -> None:
+    prefills, decoding = samples(), [step for step in steps() if step.next_n in NEXT_NS]
+    assert missing_pairs(prefills) == set()
+    assert missing_pairs(decoding) == set()
+    assert missing_pairs([("a", 1, 2), ("b", 1, 3)]) == {(0, "a", 2, 3), (0, "b", 2, 2)}
+    wanted = set(itertools.product(BATCHES, NEXT_NS, MEANS))
+    assert {(step.batch, step.next_n, step.mean) for step in decoding} == wanted
+    assert len(decoding) == len(wanted)
+    for points in (prefills, steps()):
+        assert len({point.name for point in points}) == len(points)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_lengths_are_ragged_and_some_are_zero(batch: int) -> None:
+    lengths = ragged(np.random.default_rng(0), batch, 700)
+    some = lengths[lengths > 0]
+    assert len(some) < batch or batch == 1
+    assert 0.7 * 700 <= some.min() <= some.max() <= 1.3 * 700
+    assert len(some) >= 0.8 * batch - 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

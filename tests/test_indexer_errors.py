@@ -324,6 +324,7 @@ def test_dtypes_of_the_logits(make: Any) -> None:
     message = "logits_dtype: needs float32 or bfloat16, got "
     for name in ("float16", np.float64, "nonsense", 7):
         refuse(make, TypeError, message, "; convert", logits_dtype=name)
+    refuse(make, TypeError, f"{message}float64; convert", logits_dtype=np.float64)
     for value in ([1], {}, ([1],)):
         kind = type(value).__qualname__
         refuse(make, TypeError, f"{message}{kind}; pass its name", logits_dtype=value)

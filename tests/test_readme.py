@@ -116,6 +116,7 @@ def test_the_examples_of_the_indexer(title: str, seen: Any) -> None:
     assert bool(values.isfinite().all())
     assert bool((values >= 0).all())
     assert float(values.max()) > 0
+    assert torch.equal(names.get("again", logits), logits)
 
 
 def test_messages_are_the_real_ones() -> None:

@@ -300,9 +300,9 @@ class Prefill:
 
 
 def ragged(rng: np.random.Generator, batch: int, mean: int) -> np.ndarray:
-    """Lengths of mean +-30 %, a seventh of them 0."""
+    """Lengths of mean +-30 %, a seventh of them 0, or one of three."""
     lengths = rng.integers(int(0.7 * mean), int(1.3 * mean) + 1, batch)
-    lengths[3::7] = 0
+    lengths[min(3, max(2, batch - 1)) :: 7] = 0
     return lengths
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +16,21 @@ from cumla.launch.paged_mqa_schedule import PagedMQAKey, schedule_reference
 from tests.deep_gemm_example import load_example
 from tests.gpu import kernels
 from tests.gpu.arrays import from_jax
+from tests.gpu.indexer_cases import (
+    DIMS,
+    DTYPES,
+    FORMS,
+    HEADS,
+    KV_LENS,
+    PAGE_SIZES,
+    SEQ_LENS,
+    Sample,
+    Step,
+    samples,
+    steps,
+)
 from tests.gpu.indexer_problem import (
     E4M3,
-    RANGES,
     Expected,
     Paged,
     Prefill,
@@ -35,8 +46,6 @@ from tests.gpu.indexer_problem import (
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]
-HEADS, DIMS = (8, 16, 32, 64), (32, 64, 128)
-DTYPES = ("float32", "bfloat16")
 AT_ONCE = 1 << 24  # logits that are compared whole
 
 
@@ -47,39 +56,6 @@ def same_bits(one: Any, other: Any) -> bool:
 
 
 # --- prefill --------------------------------------------------------------------------------------
-
-
-class Sample(NamedTuple):
-    """One point of the grid."""
-
-    seq_len: int
-    seq_len_kv: int
-    heads: int
-    dim: int
-    ranges: str
-    mode: str  # "clean", "unclean", "compressed", "compressed unclean"
-    dtype: str
-    padded: bool
-
-    @property
-    def name(self) -> str:
-        return "-".join(str(value) for value in self).replace(" ", "_")
-
-
-def samples() -> list[Sample]:
-    """The same ones every time: four of each size, all of the rest dealt out in turn."""
-    rng = random.Random(5)
-    shapes = itertools.cycle(itertools.product(HEADS, DIMS))
-    modes = itertools.cycle(("clean", "compressed", "unclean", "compressed unclean", "clean"))
-    found = []
-    sizes = itertools.product((1, 7, 77, 2048), (1, 63, 1000, 8192, 65536))
-    for i, (seq_len, seq_len_kv) in enumerate(s for s in sizes for _ in range(4)):
-        heads, dim = next(shapes)
-        ranges, dtype = rng.choice(list(RANGES)), DTYPES[(i // 3) % 2]
-        found.append(
-            Sample(seq_len, seq_len_kv, heads, dim, ranges, next(modes), dtype, i % 5 == 2)
-        )
-    return found
 
 
 def width_of(problem: Prefill, sample: Sample) -> int:
@@ -133,6 +109,24 @@ def test_prefill(sample: Sample, record_figures: Report) -> None:
         assert bool((out.written == ((column >= first) & (column < last))).all())
 
 
+@pytest.mark.parametrize(("heads", "dim"), itertools.product(HEADS, DIMS))
+@pytest.mark.parametrize("seq_len_kv", KV_LENS)
+@pytest.mark.parametrize("seq_len", SEQ_LENS)
+def test_prefill_of_the_whole_grid(
+    seq_len: int, seq_len_kv: int, heads: int, dim: int, record_figures: Report
+) -> None:
+    """All logits, and compressed ones, of both dtypes, of a causal and a cut sequence."""
+    for ranges in ("causal", "context parallel"):
+        problem = Prefill(cp, seq_len, seq_len_kv, heads, dim, ranges, seed=heads + dim)
+        longest = int((problem.end - problem.begin).max())
+        for width, dtype in itertools.product((0, max(1, longest)), DTYPES):
+            options = {"max_seqlen_k": width, "logits_dtype": dtype}
+            logits = cumla.mqa_logits(*problem.arrays, **options)
+            assert logits.shape == (seq_len, width or seq_len_kv)
+            assert logits.dtype.name == dtype
+            record_figures(check_prefill(problem, logits, width, clean=True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "dim"), itertools.product(HEADS, DIMS))
 def test_prefill_of_every_shape(heads: int, dim: int, dtype: str, record_figures: Report) -> None:
@@ -156,11 +150,12 @@ def test_prefill_with_strided_weights_scales_and_bounds() -> None:
     assert same_bits(cumla.mqa_logits(q.view(cp.uint8), (k, scale), weights, ks, ke), wanted)
 
 
-def test_prefill_against_what_was_quantised(record_figures: Report) -> None:
+@pytest.mark.parametrize(("heads", "dim"), itertools.product(HEADS, DIMS))
+def test_prefill_against_what_was_quantised(heads: int, dim: int, record_figures: Report) -> None:
     """Keys and queries of real numbers, quantised by the library's own kernel."""
     rng = np.random.default_rng(3)
-    q, k = (rng.standard_normal(shape, np.float32) for shape in ((128, 64, 128), (2048, 128)))
-    weights = rng.standard_normal((128, 64), np.float32)
+    q, k = (rng.standard_normal(shape, np.float32) for shape in ((128, heads, dim), (2048, dim)))
+    weights = rng.standard_normal((128, heads), np.float32)
     quantised_q, q_scale = cumla.quantize_fp8(cp.asarray(q))
     ends = cp.arange(128, dtype=cp.int32) + 1921
     logits = cumla.mqa_logits(
@@ -195,51 +190,6 @@ def test_prefill_beyond_32_bits(dtype: str, clean: bool, record_figures: Report)
 # --- pages ----------------------------------------------------------------------------------------
 
 
-class Step(NamedTuple):
-    """One point of the grid of decoding steps."""
-
-    batch: int
-    next_n: int
-    mean: int
-    heads: int
-    dim: int
-    page_size: int
-    per_row: bool
-    form: str
-    dtype: str
-    clean: bool
-
-    @property
-    def name(self) -> str:
-        return "-".join(str(value) for value in self)
-
-
-def steps() -> list[Step]:
-    """Every batch with every mean length, and with every next_n; the rest dealt out in turn."""
-    rng = random.Random(6)
-    shapes = itertools.cycle(itertools.product((64, 32, 16, 8), (128, 64, 32)))
-    forms = itertools.cycle(("fused", "padded", "pair", "3d", "fused"))
-    pages = itertools.cycle((64, 16, 128, 32, 64, 64))
-    found = []
-    for batch, mean in itertools.product((1, 3, 64, 256), (1, 700, 8192, 65536)):
-        for next_n in rng.sample((1, 2, 3, 4), 2 if batch * mean > 1 << 23 else 4):
-            heads, dim = next(shapes)
-            if batch * mean > 1 << 23:  # some GB
-                heads, dim = 64, 128
-            found.append(
-                Step(
-                    *(batch, next_n, mean, heads, dim, next(pages)),
-                    rng.random() < 0.4,
-                    next(forms),
-                    rng.choice(DTYPES),
-                    rng.random() < 0.7,
-                )
-            )
-    for next_n in (5, 6, 7, 8):
-        found.append(Step(5, next_n, 700, 64, 128, 64, next_n % 2 == 0, "fused", "float32", True))
-    return found
-
-
 @pytest.mark.parametrize("step", steps(), ids=lambda step: step.name)
 def test_paged(step: Step, record_figures: Report) -> None:
     problem = Paged(cp, *step[:8], seed=step.batch + step.next_n)
@@ -258,43 +208,48 @@ def test_paged(step: Step, record_figures: Report) -> None:
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("next_n", [1, 2, 4, 8])
-def test_paged_of_every_shape(heads: int, dim: int, next_n: int, record_figures: Report) -> None:
-    page_size = (16, 32, 64, 128)[(heads + dim + next_n) % 4]
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_paged_of_every_shape(
+    heads: int, dim: int, next_n: int, page_size: int, record_figures: Report
+) -> None:
     problem = Paged(cp, 7, next_n, 600, heads, dim, page_size)
     logits = cumla.paged_mqa_logits(*problem.arrays, max_context_len=1000)
     record_figures(problem.check(logits))
 
 
-@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
-@pytest.mark.parametrize("form", ["fused", "3d", "padded", "pair"])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("form", FORMS)
 def test_paged_of_every_form(form: str, page_size: int) -> None:
     problem = Paged(cp, 9, 2, 900, 64, 128, page_size, False, form)
     problem.check(cumla.paged_mqa_logits(*problem.arrays, max_context_len=1300))
 
 
-@pytest.mark.parametrize("next_n", [1, 2, 4])
-def test_paged_against_what_was_quantised(next_n: int, record_figures: Report) -> None:
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+@pytest.mark.parametrize(("heads", "dim"), itertools.product(HEADS, DIMS))
+def test_paged_against_what_was_quantised(
+    heads: int, dim: int, next_n: int, record_figures: Report
+) -> None:
     """Real numbers again, the keys quantised into pages by the kernel that fills caches."""
     rng = np.random.default_rng(next_n)
     lengths = np.array([1300, 64, 0, 2047, 900], np.int32)
-    q = rng.standard_normal((5, next_n, 64, 128), np.float32)
-    k = rng.standard_normal((5, 2048, 128), np.float32)
-    weights = rng.standard_normal((5 * next_n, 64), np.float32)
+    q = rng.standard_normal((5, next_n, heads, dim), np.float32)
+    k = rng.standard_normal((5, 2048, dim), np.float32)
+    weights = rng.standard_normal((5 * next_n, heads), np.float32)
     table = rng.permutation(5 * 32).astype(np.int32).reshape(5, 32)
     slots = (table.astype(np.int64)[:, :, None] * 64 + np.arange(64)).reshape(5, 2048)
     slots[np.arange(2048) >= lengths[:, None]] = -1  # skipped
-    cache = cp.full((5 * 32, 64, 1, 132), 0xFF, dtype=cp.uint8)  # NaN
-    cumla.append_indexer_cache(cp.asarray(k.reshape(-1, 128)), cache, cp.asarray(slots.reshape(-1)))
+    cache = cp.full((5 * 32, 64, 1, dim + 4), 0xFF, dtype=cp.uint8)  # NaN
+    cumla.append_indexer_cache(cp.asarray(k.reshape(-1, dim)), cache, cp.asarray(slots.reshape(-1)))
     quantised_q, q_scale = cumla.quantize_fp8(cp.asarray(q))
     logits = cumla.paged_mqa_logits(
         quantised_q,
         cache,
-        cp.asarray(weights) * q_scale.reshape(-1, 64),
+        cp.asarray(weights) * q_scale.reshape(-1, heads),
         cp.asarray(lengths),
         cp.asarray(table),
         max_context_len=2048,
     )
-    by_request = weights.reshape(5, next_n, 64)
+    by_request = weights.reshape(5, next_n, heads)
     wanted = np.concatenate([unquantised(*one) for one in zip(q, k, by_request, strict=True)])
     seen = np.maximum(lengths[:, None] + np.arange(next_n) - next_n + 1, 0)
     record_figures(check_unquantised(logits.get(), wanted, seen.reshape(-1)))
@@ -336,10 +291,11 @@ def test_paged_of_fewer_columns_than_tokens(clean: bool) -> None:
     out.check_guards()
 
 
-@pytest.mark.parametrize("next_n", [1, 3])
-def test_paged_with_nothing_to_see(next_n: int) -> None:
-    for lengths in (np.zeros(5, np.int64), np.full(5, -7)):
-        problem = Paged(cp, 5, next_n, 0, lengths=np.zeros(5, np.int64))
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+def test_paged_with_nothing_to_see(next_n: int, batch: int) -> None:
+    for lengths in (np.zeros(batch, np.int64), np.full(batch, -7)):
+        problem = Paged(cp, batch, next_n, 0, lengths=np.zeros(batch, np.int64))
         q, cache, weights, _, table = problem.arrays
         given = cp.asarray(lengths.astype(np.int32))
         logits = cumla.paged_mqa_logits(q, cache, weights, given, table, max_context_len=70)
