@@ -33,15 +33,17 @@ __device__ __forceinline__ void append_rows(const AppendCacheParams& p) {
   __shared__ alignas(16) char table_rows[kTileRows * kTableRowBytes];
   const i64 tile = static_cast<i64>(blockIdx.x) * kTileRows;
   const bool looks_up = threadIdx.x >= kLatentThreads;
-  Held<T, kFloatRows> held;
-  load_rows(p, tile, held, table_rows);
+  Held<T, kFloatRows> held = {};
   if (looks_up) {
+    if (p.cos_sin == nullptr) load_copied(p, p.rope_rows, tile, held.copied);
     const int row = threadIdx.x % kTileRows;
     const bool is_latent = threadIdx.x % 32 < kTileRows;
     const Pages& cache = is_latent ? p.latent_cache : p.rope_cache;
     const Place place = find_place(p, tile + row, load_given(p, tile));
     (is_latent ? latent_offsets : rope_offsets)[row] =
         place.page < 0 ? -1 : cache.offset(place.page, place.row, blockIdx.y);
+  } else {
+    load_rows(p, tile, held, table_rows);
   }
   __syncthreads();
 

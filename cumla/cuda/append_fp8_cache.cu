@@ -79,11 +79,13 @@ __device__ __forceinline__ void append_fp8_rows(const AppendFp8CacheParams& p) {
   const i64 tile = static_cast<i64>(blockIdx.x) * kTileRows;
   const int lane = threadIdx.x % 32;
   const bool looks_up = threadIdx.x >= kLatentThreads;
-  Held<T, kFloatRows> held;
-  load_rows(p.to, tile, held, table_rows);
+  Held<T, kFloatRows> held = {};
   if (looks_up) {
+    if (p.to.cos_sin == nullptr) load_copied(p.to, p.to.rope_rows, tile, held.copied);
     const Given given = load_given(p.to, tile);
     if (lane < kTileRows) targets[lane] = find_fp8_target(p, tile + lane, given, blockIdx.y);
+  } else {
+    load_rows(p.to, tile, held, table_rows);
   }
   __syncthreads();
 

@@ -236,29 +236,28 @@ __device__ __forceinline__ const char* row_of(const Rows& rows, i64 token) {
   return rows.data + token * rows.stride_token + head * rows.stride_head;
 }
 
+__device__ __forceinline__ int rows_of_tile(const AppendCacheParams& p, i64 tile) {
+  return static_cast<int>(min(p.tokens - tile, static_cast<i64>(kTileRows)));
+}
+
 template <typename T, bool kFloat>
-__device__ __forceinline__ void load_copied(const Rows& rows, i64 tile, int num_rows, Chunk<T, kFloat> (&chunks)[kAtOnce]) {
+__device__ __forceinline__ void load_copied(const AppendCacheParams& p, const Rows& rows, i64 tile,
+                                            Chunk<T, kFloat> (&chunks)[kAtOnce]) {
   const auto [first, chunk] = copied_share();
   const char* const row = row_of(rows, tile + first);
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k)
-    if (first + kAbreast * k < num_rows) chunks[k].load(row + kAbreast * k * rows.stride_token, chunk);
+    if (first + kAbreast * k < rows_of_tile(p, tile)) chunks[k].load(row + kAbreast * k * rows.stride_token, chunk);
 }
 
-// RoPE columns that are not rotated have a warp of their own: behind the latent columns of others they made copies slower.
-// Of those that are, the table's rows are brought to shared memory, by eight lanes each, for which there are not enough
-// registers; positions come last, since widening them waits for them.
+// By the first kLatentThreads. Those that hold RoPE columns to be rotated have the table's row for them brought to shared
+// memory, eight lanes a row, for which there are not enough registers; positions come last, since widening them waits for
+// them. RoPE columns that are not rotated are left to the last warp: here, behind latent ones, they made copies slower.
 template <typename T, bool kFloat>
 __device__ __forceinline__ void load_rows(const AppendCacheParams& p, i64 tile, Held<T, kFloat>& held, char* table_rows) {
-  held = {};
-  const int num_rows = static_cast<int>(min(p.tokens - tile, static_cast<i64>(kTileRows)));
-  if (threadIdx.x >= kLatentThreads) {
-    if (p.cos_sin == nullptr) load_copied(p.rope_rows, tile, num_rows, held.copied);
-    return;
-  }
-  load_copied(p.latent_rows, tile, num_rows, held.copied);
+  load_copied(p, p.latent_rows, tile, held.copied);
   const auto [row, chunk] = rotated_share();
-  if (p.cos_sin == nullptr || row >= num_rows) return;
+  if (p.cos_sin == nullptr || row >= rows_of_tile(p, tile)) return;  // else one of the first kRopeThreads
   held.rotated.load(row_of(p.rope_rows, tile + row), chunk);
   const i64 position = p.positions[tile + row];
   if (!has_rotation(p, position)) return;
