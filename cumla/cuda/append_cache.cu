@@ -3,17 +3,29 @@
 // rotates the RoPE columns of queries beside them.
 //
 // grid = (row tiles + query tiles, kv heads), 288 threads. A row tile is 16 tokens of one kv head: four rows abreast, 64
-// threads for the latent columns of each; the first four warps hold the RoPE columns of four rows each, too, and rotate them.
-// The rows are on their way before anybody knows where they go: that is looked up once a row, by the ninth warp, while they
-// come, and so are cosines and sines, by the warps that rotate. In a query tile each warp takes 16 heads of one token.
+// threads for the latent columns of each, and the ninth warp for the RoPE columns of all four; if these are to be rotated,
+// the first four warps take them instead, of four rows each. The rows are on their way before anybody knows where they go:
+// that is looked up once a row, by the ninth warp, while they come, and so are cosines and sines, by the warps that rotate.
+// In a query tile each warp takes 16 heads of one token.
 //
-// In flight: 4 x 16 B a thread and 16 B of 128, 18 KiB a CTA, four CTAs an SM; from float32 rows 36 KiB, three CTAs. An SM
-// needs some 40. Registers: 56, from float32 rows 64 (65,536 / 288 / CTAs in steps of 8). Shared memory: 4.3 KB.
+// In flight: 18 KiB a CTA, 4 x 16 B a thread or 4 x 16 B of 256 and 16 B of 128, four CTAs an SM; from float32 rows 36 KiB,
+// three CTAs. An SM needs some 40. Registers: 56, from float32 rows 64 (65,536 / 288 / CTAs in steps of 8). Shared memory:
+// 4.3 KB.
 #include "append_rows.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
 
 namespace cumla {
+
+template <typename T, bool kFloat>
+__device__ __forceinline__ void store_copied(char* cache, const i64* offsets, const Chunk<T, kFloat> (&chunks)[kAtOnce]) {
+  const auto [first, chunk] = copied_share();
+#pragma unroll
+  for (int k = 0; k < kAtOnce; ++k) {
+    const i64 offset = offsets[first + kAbreast * k];
+    if (offset >= 0) store(cache + offset, chunk, chunks[k].packed());
+  }
+}
 
 template <typename T, bool kFloatRows>
 __device__ __forceinline__ void append_rows(const AppendCacheParams& p) {
@@ -21,8 +33,9 @@ __device__ __forceinline__ void append_rows(const AppendCacheParams& p) {
   __shared__ alignas(16) char table_rows[kTileRows * kTableRowBytes];
   const i64 tile = static_cast<i64>(blockIdx.x) * kTileRows;
   const bool looks_up = threadIdx.x >= kLatentThreads;
-  Held<T, kFloatRows> held;
+  Held<T, kFloatRows> held = {};
   if (looks_up) {
+    if (p.cos_sin == nullptr) load_copied(p, p.rope_rows, tile, held.copied);
     const int row = threadIdx.x % kTileRows;
     const bool is_latent = threadIdx.x % 32 < kTileRows;
     const Pages& cache = is_latent ? p.latent_cache : p.rope_cache;
@@ -33,19 +46,16 @@ __device__ __forceinline__ void append_rows(const AppendCacheParams& p) {
     load_rows(p, tile, held, table_rows);
   }
   __syncthreads();
-  if (looks_up) return;
 
-  const auto [first, chunk] = latent_share();
-#pragma unroll
-  for (int k = 0; k < kAtOnce; ++k) {
-    const i64 offset = latent_offsets[first + kAbreast * k];
-    if (offset >= 0) store(p.latent_cache.data + offset, chunk, held.latent[k].packed());
-  }
-  if (threadIdx.x >= kRopeThreads) return;
-  const auto [row, rope_chunk] = rope_share();
+  if (!looks_up)
+    store_copied(p.latent_cache.data, latent_offsets, held.copied);
+  else if (p.cos_sin == nullptr)
+    store_copied(p.rope_cache.data, rope_offsets, held.copied);
+  if (threadIdx.x >= kRopeThreads || p.cos_sin == nullptr) return;
+  const auto [row, chunk] = rotated_share();
   const i64 offset = rope_offsets[row];
-  const uint4 rope = p.cos_sin == nullptr ? held.rope.packed() : rotate_rope(p, held.rope, table_rows).packed();
-  if (offset >= 0) store(p.rope_cache.data + offset, rope_chunk, rope);
+  const uint4 words = rotate_rope(p, held.rotated, table_rows).packed();
+  if (offset >= 0) store(p.rope_cache.data + offset, chunk, words);
 }
 
 template <typename T, bool kFloatRows>

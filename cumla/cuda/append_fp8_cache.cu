@@ -5,7 +5,7 @@
 // Rows, tiles and threads are those of append_cache.cu: 64 threads hold the latent columns of a row, half a warp those of
 // one scale. Queries are rotated as they are there.
 //
-// In flight: 4 x 16 B a thread and 16 B of 128, 18 KiB a CTA; from float32 rows 36 KiB. Three CTAs an SM: 72 registers.
+// In flight: 18 KiB a CTA; from float32 rows 36 KiB. Three CTAs an SM: 72 registers.
 // Shared memory: 4.4 KB.
 #include "append_rows.cuh"
 #include "fp8_rows.cuh"
@@ -79,25 +79,28 @@ __device__ __forceinline__ void append_fp8_rows(const AppendFp8CacheParams& p) {
   const i64 tile = static_cast<i64>(blockIdx.x) * kTileRows;
   const int lane = threadIdx.x % 32;
   const bool looks_up = threadIdx.x >= kLatentThreads;
-  Held<T, kFloatRows> held;
+  Held<T, kFloatRows> held = {};
   if (looks_up) {
+    if (p.to.cos_sin == nullptr) load_copied(p.to, p.to.rope_rows, tile, held.copied);
     const Given given = load_given(p.to, tile);
     if (lane < kTileRows) targets[lane] = find_fp8_target(p, tile + lane, given, blockIdx.y);
   } else {
     load_rows(p.to, tile, held, table_rows);
   }
   __syncthreads();
-  if (looks_up) return;
 
-  const auto [first, chunk] = latent_share();
-  store_latent(p, targets + first, held.latent, chunk);
-  if (threadIdx.x >= kRopeThreads) return;
-  const auto [row, rope_chunk] = rope_share();
+  const auto [first, chunk] = copied_share();
+  if (!looks_up) store_latent(p, targets + first, held.copied, chunk);
+  const bool rotates = p.to.cos_sin != nullptr;
+  if (rotates ? threadIdx.x >= kRopeThreads : !looks_up) return;
   const float inverse = p.rope_is_e4m3 ? inverse_of_tensor(p) : 1.0f;
-  if (p.to.cos_sin == nullptr)
-    store_rope(p, targets[row], rope_chunk, held.rope, inverse);
-  else
-    store_rope(p, targets[row], rope_chunk, rotate_rope(p.to, held.rope, table_rows), inverse);
+  if (rotates) {
+    const auto [row, rope_chunk] = rotated_share();
+    store_rope(p, targets[row], rope_chunk, rotate_rope(p.to, held.rotated, table_rows), inverse);
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kAtOnce; ++k) store_rope(p, targets[first + kAbreast * k], chunk, held.copied[k], inverse);
 }
 
 template <typename T, bool kFloatRows>

@@ -2,7 +2,6 @@
 // What the kernels that write rows into paged caches share: the rows and where they go, the rotation of RoPE columns, and
 // that of the queries beside them.
 #pragma once
-#include "division.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/types.cuh"
 
@@ -12,7 +11,7 @@ constexpr int kChunk = 8;  // elements that a thread moves at once: 16 bytes in 
 constexpr int kLatentChunks = 512 / kChunk;
 constexpr int kRopeChunks = 64 / kChunk;
 constexpr int kAbreast = 32 / kRopeChunks;  // rows whose RoPE columns one warp holds
-constexpr int kAtOnce = 4;                  // latent chunks of a thread, in flight
+constexpr int kAtOnce = 4;                  // chunks of a thread, in flight
 constexpr int kTileRows = kAbreast * kAtOnce;
 constexpr int kLatentThreads = kAbreast * kLatentChunks;
 constexpr int kRopeThreads = kTileRows * kRopeChunks;
@@ -59,7 +58,6 @@ struct AppendCacheParams {
   i64 cos_sin_stride;
   Rows queries, queries_out;          // null: none
   i64 tokens, num_pages, page_size, batch, num_entries, max_position, row_tiles, num_heads;
-  Divisor by_page_size;  // of places below 2^31
   int cos_sin_is_float;  // else of the cache's type
   int interleaved;       // pairs are (2 i, 2 i + 1), else (i, i + 32)
 };
@@ -191,11 +189,7 @@ __device__ __forceinline__ Place find_place(const AppendCacheParams& p, i64 toke
   const Place nowhere = {-1, 0};
   const i64 place = given.slot;
   if (place < 0 || (p.cos_sin != nullptr && !has_rotation(p, given.position))) return nowhere;
-  i64 page;
-  if (place >> 31 == 0)
-    page = quotient(static_cast<u32>(place), p.by_page_size);
-  else
-    page = static_cast<u64>(place) / static_cast<u64>(p.page_size);
+  i64 page = static_cast<u64>(place) / static_cast<u64>(p.page_size);
   const i64 row = place - page * p.page_size;
   if (p.slots.data == nullptr) {
     const i64 request = p.batch_indices[token];
@@ -218,21 +212,23 @@ struct Share {
   int row, chunk;
 };
 
-// Of the latent columns, by the first kLatentThreads: the same chunk of row + kAbreast, row + 2 * kAbreast ..., too.
-__device__ __forceinline__ Share latent_share() {
-  const int thread = threadIdx.x;
-  return {thread / kLatentChunks, thread % kLatentChunks};
+// As they are: of the latent columns, by the first kLatentThreads, and of RoPE columns that are not rotated, by the last
+// warp. The same chunk of row + kAbreast, row + 2 * kAbreast ..., too.
+__device__ __forceinline__ Share copied_share() {
+  const int thread = threadIdx.x, lane = threadIdx.x % 32;
+  if (threadIdx.x < kLatentThreads) return {thread / kLatentChunks, thread % kLatentChunks};
+  return {lane / kRopeChunks, lane % kRopeChunks};
 }
 
-// Of the RoPE columns, by the first kRopeThreads.
-__device__ __forceinline__ Share rope_share() {
+// Of the RoPE columns to be rotated, by the first kRopeThreads.
+__device__ __forceinline__ Share rotated_share() {
   const int thread = threadIdx.x;
   return {thread / kRopeChunks, thread % kRopeChunks};
 }
 
 template <typename T, bool kFloat>
 struct Held {
-  Chunk<T, kFloat> latent[kAtOnce], rope;
+  Chunk<T, kFloat> copied[kAtOnce], rotated;
 };
 
 __device__ __forceinline__ const char* row_of(const Rows& rows, i64 token) {
@@ -240,22 +236,29 @@ __device__ __forceinline__ const char* row_of(const Rows& rows, i64 token) {
   return rows.data + token * rows.stride_token + head * rows.stride_head;
 }
 
-// By the first kLatentThreads. Those that hold RoPE columns have the table's row for them brought to shared memory, eight
-// lanes a row, for which there are not enough registers; positions come last, since widening them waits for them.
+__device__ __forceinline__ int rows_of_tile(const AppendCacheParams& p, i64 tile) {
+  return static_cast<int>(min(p.tokens - tile, static_cast<i64>(kTileRows)));
+}
+
 template <typename T, bool kFloat>
-__device__ __forceinline__ void load_rows(const AppendCacheParams& p, i64 tile, Held<T, kFloat>& held, char* table_rows) {
-  held = {};
-  const auto [first, latent_chunk] = latent_share();
-  const auto [row, chunk] = rope_share();
-  const int num_rows = static_cast<int>(min(p.tokens - tile, static_cast<i64>(kTileRows)));
-  const bool holds_rope = row < num_rows;  // and so one of the first kRopeThreads
-  const char* const latent = row_of(p.latent_rows, tile + first);
+__device__ __forceinline__ void load_copied(const AppendCacheParams& p, const Rows& rows, i64 tile,
+                                            Chunk<T, kFloat> (&chunks)[kAtOnce]) {
+  const auto [first, chunk] = copied_share();
+  const char* const row = row_of(rows, tile + first);
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k)
-    if (first + kAbreast * k < num_rows)
-      held.latent[k].load(latent + kAbreast * k * p.latent_rows.stride_token, latent_chunk);
-  if (holds_rope) held.rope.load(row_of(p.rope_rows, tile + row), chunk);
-  if (!holds_rope || p.cos_sin == nullptr) return;
+    if (first + kAbreast * k < rows_of_tile(p, tile)) chunks[k].load(row + kAbreast * k * rows.stride_token, chunk);
+}
+
+// By the first kLatentThreads. Those that hold RoPE columns to be rotated have the table's row for them brought to shared
+// memory, eight lanes a row, for which there are not enough registers; positions come last, since widening them waits for
+// them. RoPE columns that are not rotated are left to the last warp: here, behind latent ones, they made copies slower.
+template <typename T, bool kFloat>
+__device__ __forceinline__ void load_rows(const AppendCacheParams& p, i64 tile, Held<T, kFloat>& held, char* table_rows) {
+  load_copied(p, p.latent_rows, tile, held.copied);
+  const auto [row, chunk] = rotated_share();
+  if (p.cos_sin == nullptr || row >= rows_of_tile(p, tile)) return;  // else one of the first kRopeThreads
+  held.rotated.load(row_of(p.rope_rows, tile + row), chunk);
   const i64 position = p.positions[tile + row];
   if (!has_rotation(p, position)) return;
   const u32 to = shared_address(table_rows + row * kTableRowBytes) + 16 * chunk;
@@ -264,11 +267,11 @@ __device__ __forceinline__ void load_rows(const AppendCacheParams& p, i64 tile, 
   if (p.cos_sin_is_float) copy_16_async(to + kTableRowBytes / 2, from + kTableRowBytes / 2, true);
 }
 
-// By the warps that hold RoPE columns, after load_rows. Of a row whose position has no rotation, numbers without a meaning.
+// By the first kRopeThreads, after load_rows. Of a row whose position has no rotation, numbers without a meaning.
 template <typename T, bool kFloat>
 __device__ __forceinline__ Chunk<T, true> rotate_rope(const AppendCacheParams& p, const Chunk<T, kFloat>& rope,
                                                       const char* table_rows) {
-  const auto [row, chunk] = rope_share();
+  const auto [row, chunk] = rotated_share();
   copy_async_wait_all();
   __syncwarp();
   const char* const entries = table_rows + row * kTableRowBytes;

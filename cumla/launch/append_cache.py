@@ -6,7 +6,6 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from cumla.launch.division import divisor_of
 from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.source import KernelSpec
 
@@ -100,7 +99,7 @@ class AppendArguments(NamedTuple):
     power_of_two_scales: bool
 
 
-PARAMS_FORMAT = "<6q8q9q3q3q2q6q8q2I2i"
+PARAMS_FORMAT = "<6q8q9q3q3q2q6q8q2i"
 _PARAMS = struct.Struct(PARAMS_FORMAT)
 
 
@@ -163,7 +162,6 @@ def append_values(
         0 if a.cos_sin is None else a.cos_sin.shape[0],
         row_tiles,
         num_heads,
-        *divisor_of(min(page_size, 2**31)),
         a.cos_sin is not None and a.cos_sin.dtype == "float32",
         interleaved,
     )
