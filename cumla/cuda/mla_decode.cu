@@ -5,7 +5,7 @@
 //
 // Three warpgroups. Warpgroup 0 loads: warp 0 the even KV blocks of this CTA's sequence, warp 1 the odd ones (TMA), of
 // kRows each half of every block, or all four warps a quarter (mla_decode_pages.cuh); warps 2 and 3 the query rows as
-// well. Warpgroups 1 and 2 compute:
+// well, and two tiles of each block beside boxes (load_last_tiles). Warpgroups 1 and 2 compute:
 // consumer c holds the output columns [256 c, 256 c + 256) of all 64 rows and computes the scores of every second block;
 // its probabilities go to the other consumer through shared memory, so that both add P V of every block, in the order of
 // the blocks:
@@ -37,23 +37,34 @@
 
 namespace cumla {
 
-// Warps that copy KV rows: where arithmetic limits, two are too late.
+// Warps that copy KV rows: where arithmetic limits, two are too late for all of them. There two copy the last tile of each half
+// of V beside boxes.
 template <bool kSharedBlocks, PageForm kForm>
-constexpr int kRowWarps = kForm != kRows ? 0 : kSharedBlocks ? 4 : 2;
+constexpr int kRowWarps = kForm == kRows ? (kSharedBlocks ? 4 : 2) : kLastByRows<kSharedBlocks, kForm> ? 2 : 0;
+
+// What barriers of tiles, of the last tiles of halves, and of the query count.
+struct Arrivals {
+  int of_tile, of_last, of_query;
+};
+template <bool kSharedBlocks, PageForm kForm>
+__device__ __forceinline__ constexpr Arrivals arrivals_of() {
+  const int copying = kRowWarps<kSharedBlocks, kForm> * 32;
+  return {kForm == kRows ? copying : 1, copying ? copying : 1, copying && kSharedBlocks ? 64 : 2};
+}
 
 // By one thread: with an address of its own in each lane the hardware takes them one by one, and slower.
-// row_warps: those that copy rows, two of them the query's as well if there are four; 0 without kRows.
-__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int row_warps) {
+__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, const Arrivals& arrivals) {
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), row_warps ? row_warps * 32 : 1);
+    for (int tile = 0; tile < kTiles; ++tile)
+      mbarrier_init(shared.full(s, tile), is_last_of_half(tile) ? arrivals.of_last : arrivals.of_tile);
 #pragma unroll
     for (int half = 0; half < 3; ++half) mbarrier_init(shared.free(s, half), 4);
   }
 #pragma unroll
   for (int owner = 0; owner < 2; ++owner) mbarrier_init(shared.probabilities_full(owner), kWarpgroup / 4);
-  mbarrier_init(shared.query_full(), row_warps == 4 ? 64 : 2);
+  mbarrier_init(shared.query_full(), arrivals.of_query);
   mbarrier_init(shared.query_free(), 8);
   fence_mbarrier_init();
 }
@@ -84,7 +95,7 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
       if (k == 0)
         load_tiles<kForm, 1>(p, destination, kRopeTile, true, barrier, from);
       else
-        load_tiles<kForm, kHalfTiles>(p, destination, column, false, barrier, from);
+        load_tiles<kForm, kHalfTiles - kLastByRows<kSharedBlocks, kForm>>(p, destination, column, false, barrier, from);
     }
     now.next();
     next = now.template row_of<kForm>(offset);
@@ -159,6 +170,43 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
   copy_async_wait_all();
 }
 
+// Of kBoxes, where arithmetic limits: the last tile of each half of V of all blocks, half of the rows by each of two warps, which
+// bring the query rows as well. Boxes of few rows cost the copy engine more than their bytes, and this is another one beside it.
+template <typename AnyTile>
+__device__ __forceinline__ void load_last_tiles(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
+                                                const Part& part, int last_place, int warp) {
+  const int first_row = warp * kBlockTokens / 2, own_row = first_row + threadIdx.x % 32;
+  BlockCursor<1, AnyTile> now(p, tile, part, last_place, 0);
+  PageRow next = now.template row_of<kRows>(own_row);
+  int place = part.place;  // of the next query
+#pragma unroll 1
+  while (true) {
+#pragma unroll 1
+    for (; place <= min(now.place, last_place); ++place) {
+      const int request = segment_of(p, tile, part, place).request;
+      mbarrier_wait(shared.query_free(), (place - part.place) & 1 ^ 1, "a free query buffer");
+      copy_query<kRowTile>(p, shared, tile, request, warp);
+      mbarrier_arrive_after_copies(shared.query_full());
+    }
+    if (!now.valid()) break;
+    const int t = now.t + now.i, parity = t & 1;
+    const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
+    const i64 offset = offset_of_row(p, p.latent, next);
+    const u32 exist = __ballot_sync(0xffffffffu, offset >= 0);
+    const char* const own = p.latent.base + (offset >= 0 ? offset : 0);
+    now.next();
+    next = now.template row_of<kRows>(own_row);
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      const int half = i ^ parity, column = half * kHalfTiles + kHalfTiles - 1;
+      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+      copy_rows(own + column * 128, exist, stage + column * kTileBytes + first_row * 128);
+      mbarrier_arrive_after_copies(shared.full(parity, column));
+    }
+  }
+  copy_async_wait_all();
+}
+
 template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                      const Part& part, int last_place) {
@@ -166,8 +214,10 @@ __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayou
   constexpr int kRowers = kRowWarps<kSharedBlocks, kForm>;
   if constexpr (kRowers == 4)
     load_rows(p, shared, tile, part, last_place, warp);
-  else if (warp < kRowers)
+  else if (kForm == kRows && warp < kRowers)
     load_kv_rows(p, shared, tile, part, last_place, warp);
+  else if (warp >= 2 && kLastByRows<kSharedBlocks, kForm>)
+    load_last_tiles(p, shared, tile, part, last_place, warp - 2);
   else if (warp >= 2)
     load_query<kRowTile>(p, shared, tile, part, last_place, warp - 2);
   else if (kForm == kBoxes || lane == 0)
@@ -177,7 +227,7 @@ __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayou
 template <typename T, bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void compute(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                         const Part& part, int last_place, int warpgroup) {
-  Consumer<T, kSharedBlocks, kForm == kRows, AnyTile> consumer(p, shared, tile, warpgroup - 1);
+  Consumer<T, kSharedBlocks, kForm, AnyTile> consumer(p, shared, tile, warpgroup - 1);
   int t = 0;
   for (int place = part.place; place <= last_place; ++place) {
     const Segment segment = segment_of(p, tile, part, place);
@@ -193,7 +243,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const SharedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  begin_kernel<kForm, AnyTile>(p, shared, kRowWarps<kSharedBlocks, kForm>);
+  begin_kernel<kForm, AnyTile>(p, shared, arrivals_of<kSharedBlocks, kForm>());
 
   if constexpr (kForm != kPages || kIsRagged<AnyTile>) {
     // Each role reads the part for itself: what both hold from before would cost registers that they lack.

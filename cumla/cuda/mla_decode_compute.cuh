@@ -12,9 +12,10 @@ namespace cumla {
 
 // One consumer warpgroup. Thread layout of the accumulators: rows 16 warp + lane / 4 and that + 8; in every group of
 // eight columns the two at 2 (lane % 4).
-// kCopied: tiles were written by threads' own copies, not by TMA.
-template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
+template <typename T, bool kSharedBlocks, PageForm kForm, typename AnyTile>
 struct Consumer {
+  // Tiles were written by threads' own copies, not by TMA: all, or the last one of each half of V.
+  static constexpr bool kCopied = kForm == kRows, kLastCopied = kLastByRows<kSharedBlocks, kForm>;
   // The tiles of half of V have the first one's barrier; with one row tile registers would be spilled.
   static constexpr bool kByHalves = kCopied && kSharedBlocks;
 
@@ -66,7 +67,7 @@ struct Consumer {
       const int column = tile_in_order(consumer, i);
       if (!kByHalves || i == 0 || i % kHalfTiles == 1) {
         mbarrier_wait(shared.full(consumer, column), phase, "KV tiles");
-        if constexpr (kCopied) fence_proxy_async_shared();
+        if (kCopied || (kLastCopied && is_last_of_half(column))) fence_proxy_async_shared();
       }
       warpgroup_arrive();
 #pragma unroll
@@ -278,6 +279,7 @@ struct Consumer {
     const int first = (consumer ^ t) & 1;  // own block
     // Also without a block to score: or one loader warp could run a segment ahead of the other.
     mbarrier_wait(shared.query_full(), query_phase, "the query");
+    if constexpr (kLastCopied) fence_proxy_async_shared();
     if (first >= segment.blocks) arrive(shared.query_free());
     if constexpr (kSharedBlocks) {
       int i = first;

@@ -111,16 +111,16 @@ __device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int t
 }
 
 // What comes before the roles: early fetches, barriers, and the wait for the kernel before.
-template <PageForm kForm, typename AnyTile, typename Layout>
+template <PageForm kForm, typename AnyTile, typename Layout, typename Arrivals = int>
 __device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Layout& shared,
-                                             int row_warps = kForm == kRows ? 2 : 0) {
+                                             Arrivals arrivals = kForm == kRows ? 2 : 0) {
   const int warp = threadIdx.x / 32;
   // Fetching into L2 reads nothing: an earlier kernel may still write these lines.
   if (warp == 2 || warp == 3) prefetch_plan<AnyTile>(p, threadIdx.x - 64, 64);
   if (kForm == kPages && threadIdx.x == 32) prefetch_tensor_map(&p.latent_map);
   if (kForm == kBoxes && (threadIdx.x == 32 || threadIdx.x == 33))
     prefetch_tensor_map(threadIdx.x == 32 ? &p.rope_map : &p.latent_map);
-  if (threadIdx.x == 0) initialise_barriers(shared, row_warps);
+  if (threadIdx.x == 0) initialise_barriers(shared, arrivals);
   grid_dependency_launch();
   __syncthreads();
   if (!kIsRagged<AnyTile> && (warp == 2 || warp == 3)) prefetch_queries(p, threadIdx.x - 64, 64);

@@ -120,6 +120,25 @@ __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const P
   }
 }
 
+// Bytes from the first row of the cache; -1 for a row that is to be zeros.
+__device__ __forceinline__ i64 offset_of_row(const MlaDecodeParams& p, const CacheColumns& columns, const PageRow& at) {
+  if (static_cast<u32>(at.page) >= p.num_pages) return -1;
+  return at.page * columns.stride_page + at.row * columns.stride_row + blockIdx.z * columns.stride_head;
+}
+
+// 128 bytes of each of 32 rows into a tile, asynchronously; lane i knows where those of row i begin, and all which rows exist.
+__device__ __forceinline__ void copy_rows(const char* own, u32 exist, u32 destination) {
+  const int lane = threadIdx.x % 32, chunk = lane % 8;
+  exist >>= lane / 8;
+#pragma unroll 4
+  for (int i = 0; i < 8; ++i) {
+    const int row = 4 * i + lane / 8;
+    const u64 source = __shfl_sync(0xffffffffu, reinterpret_cast<u64>(own), row) + chunk * 16;
+    copy_16_async(destination + row * 128 + ((chunk ^ (row & 7)) << 4), reinterpret_cast<const char*>(source),
+                  exist >> 4 * i & 1);
+  }
+}
+
 // Copies its share of the rows of every block, by one of kWarps warps. Lane i, counted modulo the share, knows where row i of
 // that lies, two blocks ahead.
 template <typename AnyTile, int kWarps = 2>
@@ -164,10 +183,8 @@ struct RowCopier {
     return true;
   }
 
-  // Bytes from the first row of the cache; -1 for a row that is to be zeros.
   __device__ __forceinline__ i64 offset_of(const CacheColumns& columns, const PageRow& at) const {
-    if (static_cast<u32>(at.page) >= p.num_pages) return -1;
-    return at.page * columns.stride_page + at.row * columns.stride_row + blockIdx.z * columns.stride_head;
+    return offset_of_row(p, columns, at);
   }
 
   // 128 bytes of each of this warp's rows, `bytes` from where they begin, into each of some tiles, asynchronously.

@@ -8,6 +8,11 @@ namespace cumla {
 constexpr int kStages = 2;
 constexpr int kStageBytes = kTiles * kTileBytes;
 
+// Of boxes, where several row tiles read the same blocks, threads copy the last tile of each half of V.
+template <bool kSharedBlocks, PageForm kForm>
+constexpr bool kLastByRows = kSharedBlocks && kForm == kBoxes;
+__device__ __forceinline__ constexpr bool is_last_of_half(int tile) { return tile % kHalfTiles == kHalfTiles - 1; }
+
 struct SharedLayout {
   u32 query, stages, probabilities, maxima, sums, barriers;
 
