@@ -23,7 +23,7 @@
 // that the 128 accumulators a thread are rarely rescaled.
 //
 // Shared memory:  query 73,728 + two KV stages of 73,728 + P 8,192 + maxima 512 + sums 1,024 + barriers 224
-//                 + pacer 1,024 = 232,160 B of 232,448
+//                 + pacer 1,024 + what nobody reads 16 = 232,176 B of 232,448
 // Registers:      consumers 224 (128 output, 32 scores, 16 probabilities), loaders 56; 168 at the start (65,536 / 384 in steps of 8)
 // Tensor work:    2,176 clocks a block; loads 73,728 B a block and CTA
 #include "mla_decode_compute.cuh"
@@ -154,7 +154,7 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
       mbarrier_arrive_after_copies(shared.full(parity, column));
       rows.move(parity == 0 ? kHalfTiles * 128 : -kHalfTiles * 128);
     }
-    rows.prefetch();
+    rows.prefetch(shared.unread());
   }
   copy_async_wait_all();
 }

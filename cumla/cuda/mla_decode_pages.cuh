@@ -216,19 +216,19 @@ struct RowCopier {
     for (int i = 0; i < kOwn; ++i) sources[i] += bytes;
   }
 
-  // Has L2 fetch the block after next; the row tiles share that work.
-  __device__ __forceinline__ void prefetch() const {
+  // Has L2 fetch the block after next, in whole lines; the row tiles share that work. 4 bytes of each go to `unread`.
+  __device__ __forceinline__ void prefetch(u32 unread) const {
     constexpr int kLines = 32 / kShare;  // of a row, at once
     if (blockIdx.x == 0 && lane < kShare) {
       const i64 rope = offset_of(p.rope, later);
-      if (rope >= 0) prefetch_l2(p.rope.base + rope);
+      if (rope >= 0) fetch_line(unread, p.rope.base + rope);
     }
     const i64 latent = offset_of(p.latent, later);
     if (latent < 0) return;
     const char* line = p.latent.base + latent + (blockIdx.x * kLines + lane / kShare) * 128;
     const char* const end = p.latent.base + latent + kRopeTile * 128;
 #pragma unroll 1
-    for (; line < end; line += gridDim.x * kLines * 128) prefetch_l2(line);
+    for (; line < end; line += gridDim.x * kLines * 128) fetch_line(unread, line);
   }
 };
 

@@ -33,6 +33,8 @@ struct SharedLayout {
   // Within a segment written only: see Consumer::own_block. Between segments the first two words hold what all threads of
   // a joining CTA must agree on.
   __device__ __forceinline__ u32 pacer(int thread) const { return query_free() + 8 + thread * 4; }
+  // Of kRows: where copies that are only meant to bring a line into L2 go.
+  __device__ __forceinline__ u32 unread() const { return pacer(2 * kWarpgroup); }
 };
 
 }  // namespace cumla

@@ -296,7 +296,7 @@ def test_what_a_plans_buffer_holds_is_as_the_kernels_see_it(nvrtc: None) -> None
 @pytest.mark.parametrize(
     ("dtype", "variant", "nbytes", "checks"),
     [
-        ("bfloat16", "one_tile", 232160, {"layout.pacer(2 * kWarpgroup)": 232160}),
+        ("bfloat16", "one_tile", 232176, {"layout.unread() + 16": 232176}),
         (
             "float16",
             "swapped",
@@ -322,7 +322,7 @@ def test_shared_memory_holds_its_layout(
     assert spec.smem_bytes == nbytes
     name = "SwappedLayout" if variant == "swapped" else "SharedLayout"
     whole, _, _ = translation_unit(spec).partition('extern "C"')
-    functions = "full|free|begun|probabilities_full|query_full|query_free|pacer"
+    functions = "full|free|begun|probabilities_full|query_full|query_free|pacer|unread"
     constant, found = re.subn(
         rf"__device__ __forceinline__ (explicit {name}\(|u32 (?:{functions})\()",
         r"__device__ constexpr \1",

@@ -51,6 +51,13 @@ __device__ __forceinline__ void copy_4_async(u32 destination, const void* source
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
 }
 
+// PTX ISA: Data Movement and Conversion Instructions: cp.async
+// Has L2 fetch all 128 bytes of a line, where prefetch_l2 asks for the sector of an address: copies its first 4 bytes to where
+// nobody reads them. A load would keep a register until it has come.
+__device__ __forceinline__ void fetch_line(u32 destination, const void* line) {
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4;" ::"r"(destination), "l"(line) : "memory");
+}
+
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.mbarrier.arrive
 // This thread arrives, as one of those that the barrier expects, when what it copied so far has come.
 __device__ __forceinline__ void mbarrier_arrive_after_copies(u32 barrier) {
