@@ -122,7 +122,7 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
 
 // Where arithmetic limits, two warps are too late: one of four, a quarter of the rows, and warps 2 and 3 bring the query rows of
 // a request before its first block; the fence that products need between these and them is the consumers' behind their first
-// tiles (Consumer::multiply_query). A half of a block's tiles has one barrier (Consumer::kByHalves).
+// tiles (Consumer::multiply_query). Two tiles have one barrier (Consumer::kByPairs): 256 bytes of a row at once.
 template <typename AnyTile>
 __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile, const Part& part,
                                           int last_place, int warp) {
@@ -147,12 +147,12 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
     mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
     rows.locate(p.latent, parity * kHalfTiles * 128);
 #pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-      const int half = i ^ parity, column = half * kHalfTiles;
-      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
-      rows.template copy_located<kHalfTiles>(stage + column * kTileBytes);
+    for (int i = 0; i < kRopeTile; i += 2) {
+      const int column = i ^ (parity * kHalfTiles);
+      if (i % kHalfTiles == 0) mbarrier_wait(shared.free(parity, column / kHalfTiles), phase ^ 1, "a free KV stage");
+      rows.template copy_located<2>(stage + column * kTileBytes);
       mbarrier_arrive_after_copies(shared.full(parity, column));
-      rows.move(parity == 0 ? kHalfTiles * 128 : -kHalfTiles * 128);
+      rows.move(parity == 1 && i == 2 ? -6 * 128 : 2 * 128);
     }
     rows.prefetch(shared.unread());
   }

@@ -202,10 +202,11 @@ struct RowCopier {
   // Into kCount tiles that lie one behind the other; a row's bytes together.
   template <int kCount>
   __device__ __forceinline__ void copy_located(u32 tiles) const {
+    // Recomputed for each copy: kept from block to block it would take more registers than there are.
+    const u32 own = copy_of(lane), first = tiles + (first_row + own / 8) * 128 + ((own % 8 ^ own / 8) << 4);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const int row = 4 * i + lane / 8;
-      const u32 destination = tiles + (first_row + row) * 128 + ((lane % 8 ^ (row & 7)) << 4);
+      const u32 destination = (first ^ i % 2 * 64) + i * 512;  // four rows on, the swizzle changes its highest bit
 #pragma unroll
       for (int k = 0; k < kCount; ++k)
         copy_16_async(destination + k * kTileBytes, sources[i] + k * 128, exist >> i & 1);

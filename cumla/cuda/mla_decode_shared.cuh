@@ -23,7 +23,7 @@ struct SharedLayout {
   __device__ __forceinline__ u32 maximum(int owner, int row) const { return maxima + (owner * kRowTile + row) * 4; }
   __device__ __forceinline__ u32 sum(int consumer, int row) const { return sums + (consumer * kRowTile + row) * 4; }
   __device__ __forceinline__ u32 weight(int consumer, int row) const { return sum(2 + consumer, row); }
-  // Barriers: a tile of a stage is loaded, of Consumer::kByHalves all of the half that begins with it; a half (0, 1: V
+  // Barriers: a tile of a stage is loaded, of Consumer::kByPairs also the one behind it; a half (0, 1: V
   // columns; 2: RoPE) is free again; P of a consumer is written.
   __device__ __forceinline__ u32 full(int s, int tile) const { return barriers + (s * kTiles + tile) * 8; }
   __device__ __forceinline__ u32 free(int s, int half) const { return full(kStages, 0) + (s * 3 + half) * 8; }
