@@ -179,8 +179,12 @@ LOADERS_WAIT_TOGETHER = Edit(
 
 FP8_EVERY_LANE_ARRIVES = (
     Edit(FP8, "mbarrier_init(shared.free(s), 4);", "mbarrier_init(shared.free(s), kWarpgroup);"),
-    Edit(FP8, "mbarrier_init(shared.query_full(n), 2);", "mbarrier_init(shared.query_full(n), 64);"),
-    Edit(FP8, "mbarrier_init(shared.query_free(n), 8);", "mbarrier_init(shared.query_free(n), 256);"),
+    Edit(
+        FP8, "mbarrier_init(shared.query_full(n), 2);", "mbarrier_init(shared.query_full(n), 64);"
+    ),
+    Edit(
+        FP8, "mbarrier_init(shared.query_free(n), 8);", "mbarrier_init(shared.query_free(n), 256);"
+    ),
     Edit(
         FP8,
         "if (lane == 0) mbarrier_arrive(shared.free(s));",
