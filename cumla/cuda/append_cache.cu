@@ -9,7 +9,7 @@
 // In a query tile each warp takes 16 heads of one token.
 //
 // In flight: 18 KiB a CTA, 4 x 16 B a thread or 4 x 16 B of 256 and 16 B of 128, four CTAs an SM; from float32 rows 36 KiB,
-// three CTAs. An SM needs some 40. Registers: 56, from float32 rows 64 (65,536 / 288 / CTAs in steps of 8). Shared memory:
+// three CTAs. An SM needs some 40. Registers: 56 (65,536 / 288 / CTAs in steps of 8), from float32 rows 64 of 72. Shared memory:
 // 4.3 KB.
 #include "append_rows.cuh"
 #include "ptx/copy.cuh"

@@ -5,7 +5,7 @@
 // Rows, tiles and threads are those of append_cache.cu: 64 threads hold the latent columns of a row, half a warp those of
 // one scale. Queries are rotated as they are there.
 //
-// In flight: 18 KiB a CTA; from float32 rows 36 KiB. Three CTAs an SM: 72 registers.
+// In flight: 18 KiB a CTA; from float32 rows 36 KiB. Three CTAs an SM: 72 registers at most.
 // Shared memory: 4.4 KB.
 #include "append_rows.cuh"
 #include "fp8_rows.cuh"

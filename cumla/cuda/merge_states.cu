@@ -7,7 +7,7 @@
 // many instructions as to add them. Their log-sum-exps are loaded beside them, not before. The weights are relative to a
 // running maximum, as in flash attention.
 //
-// Registers: 32 of loads in flight, 32 of sums; at most 96 in all, so that ten blocks fit on a multiprocessor, and
+// Registers: 32 of loads in flight, 16 or 32 of sums; at most 96 in all, so that ten blocks fit on a multiprocessor, and
 // 640 threads x 8 loads x 16 B = 80 KiB are in flight there. Memory needs about 40.
 #include "ptx/copy.cuh"
 #include "ptx/sync.cuh"

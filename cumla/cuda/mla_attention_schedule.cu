@@ -15,6 +15,26 @@
 
 namespace cumla {
 
+// The run of this thread's bound, which cuts what lies at `place`, or is in no run where that is -1. Runs within a warp
+// come from a match; those that touch its edges go on in the neighbouring warps.
+__device__ __forceinline__ Run find_run(int place, Run (&edges)[kScheduleWarps][2],
+                                        int (&edge_places)[kScheduleWarps][2]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, base = warp * 32;
+  const u32 same = __match_any_sync(0xffffffffu, place);
+  Run run = {base + __ffs(same) - 1, base + 31 - __clz(same)};
+  if (lane % 31 == 0) {
+    edges[warp][lane / 31] = run;
+    edge_places[warp][lane / 31] = place;
+  }
+  __syncthreads();
+  if (place < 0) return run;
+  for (int w = warp; run.first == w * 32 && w > 0 && edge_places[w - 1][1] == place; --w)
+    run.first = edges[w - 1][1].first;
+  for (int w = warp; run.last == w * 32 + 31 && w < kScheduleWarps - 1 && edge_places[w + 1][0] == place; ++w)
+    run.last = edges[w + 1][0].last;
+  return run;
+}
+
 struct MlaAttentionScheduleParams {
   const int* qo_indptr;  // [batch + 1]
   i64 qo_indptr_stride;  // elements, as of the others

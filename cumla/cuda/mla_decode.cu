@@ -209,7 +209,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
       compute<T, kSharedBlocks, kForm>(p, shared, tile, part, last_place_of(p, part), warpgroup);
     }
   } else {
-    // Whose first load waits for the query.
+    // Warp 1 has nothing to load before the query is there.
     if (kSharedBlocks && threadIdx.x / 32 == 1) prefetch_first_block(p);
     const Part part = part_of_cta(p, blockIdx.y);
     AnyTile tile(p);

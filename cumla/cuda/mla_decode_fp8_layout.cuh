@@ -131,7 +131,7 @@ struct Fp8Layout {
   __device__ __forceinline__ static u32 phase_of(u32 n) { return n / kQueries & 1; }
   __device__ __forceinline__ u32 query(u32 n) const { return first_query + buffer_of(n) * (kQueryBytes + kProbabilityBytes); }
   // Where consumers leave what the other one adds up: in place of the query and of probabilities, for which the segment has
-  // no more use then.
+  // no more use then; the next one waits for query_free(n) before it has (Fp8Consumer::compute).
   __device__ __forceinline__ u32 exchange(u32 n, int consumer, int i) const {
     const u32 place = buffer_of(n) == 0 ? first_query : probabilities;
     return place + ((consumer * 8 + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;

@@ -8,8 +8,8 @@
 // order of the parts, grouped by the shape of the share alone.
 //
 // A share is a number of items: a unit of 32 columns of one row group. With few items several warps divide the pieces of
-// one. Of many pieces units are narrower, where a kernel has the registers: more items then, and less to add up between
-// warps; but not where one CTA joins all of hundreds of pieces.
+// one. Of many pieces units are narrower in some kernels: more items then, and less to add up between warps; but not where one
+// CTA joins all of hundreds of pieces.
 #pragma once
 #include "mla_decode_layout.cuh"
 #include "ptx/atomic.cuh"
@@ -80,7 +80,8 @@ struct JoinSpace {
   u32 weights;  // 1,024 bytes
 };
 
-// kManyGroups: of eight columns in a unit where there are many pieces; 4 where they need no registers of their own.
+// kManyGroups: of eight columns in a unit of many pieces; 4, as in all others, where the kernel lacks registers for more code
+// or got slower beside it.
 template <typename T, typename AnyTile, int kManyGroups>
 struct Joiner {
   const MlaDecodeParams& p;

@@ -64,7 +64,7 @@ struct MlaDecodeParams {
   int out_is_float;
   float scale_log2;  // softmax_scale * log2(e)
   Divisor by_heads_per_group, by_page_size, by_num_heads, by_q_len;
-  int batch_invariant;  // one CTA may have to join all that the others left
+  int batch_invariant;  // requests are cut at fixed places, one of them into any number of pieces
 };
 
 // Which rows a CTA has: grid = (row tiles of a kv head, parts, kv heads).

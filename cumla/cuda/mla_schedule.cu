@@ -208,8 +208,8 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
                              thread, {}};
     return;
   }
-  PartBound bound;
-  Run run;
+  PartBound bound = {};
+  Run run = {};
   if (packed.cost != kNever)
     bound = bound_packed(p, shared.packing, shared.thread_tokens, shared.warp_values[1], packed, run);
   else if (has_bound)

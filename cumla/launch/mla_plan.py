@@ -104,7 +104,7 @@ def piece_blocks(row_groups: int) -> int:
 class PlanKey(ABC):
     """What follows in the same way from every shape for which a plan is made.
 
-    A shape is a frozen dataclass, whose fields these are.
+    A shape is a frozen dataclass, most of whose fields these are.
     """
 
     num_heads: int

@@ -88,6 +88,12 @@ FP8_CACHES = (  # few rows and more, one scale and many, a table and a list, and
     (Fp8Case(form="pair", heads=24, q_len=5, operation="table"), [900, 70, 3]),
     (Fp8Case(form="packed", heads=24, q_len=3, page_size=1, operation="list"), [2000, 70, 0]),
 )
+FP8_SEGMENTS = (  # by two thread blocks: several requests each; one consumer has no block of some
+    (Fp8Case(form="one", batch=6, heads=16), [128, 64, 0, 65, 1, 192]),
+    (Fp8Case(form="scales", batch=6, heads=16), [128, 64, 0, 65, 1, 192]),
+    (Fp8Case(form="packed", batch=6, heads=16), [128, 64, 0, 65, 1, 192]),
+    (Fp8Case(form="scales", batch=5, heads=24), [64, 130, 0, 1, 65]),
+)
 LOGITS_SHAPES = (  # heads, head_dim, next_n: other kernels than those for 64 heads of 128
     (8, 64, 3),
     (16, 32, 8),
@@ -163,6 +169,10 @@ def run_grid(plant: str | None) -> None:
         for fp8_case, lengths in FP8_CACHES:
             attend_fp8(cupy, make_fp8(np, fp8_case, np.array(lengths)))
             print(f"sanitize: FP8 cache, {fp8_case.name}: agrees", flush=True)
+        with multiprocessors(2):
+            for fp8_case, lengths in FP8_SEGMENTS:
+                attend_fp8(cupy, make_fp8(np, fp8_case, np.array(lengths)))
+        print("sanitize: FP8 caches by two thread blocks: agree", flush=True)
     for count, dtype in ((2, "bfloat16"), (5, "float32")):
         merge_states(cupy, count, dtype, in_place=dtype == "float32")
         print(f"sanitize: {count} merged in {dtype}: agree", flush=True)

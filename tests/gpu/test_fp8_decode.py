@@ -351,6 +351,19 @@ def test_random_delays_at_every_barrier(form: str, page_size: int, heads: int) -
             assert same_bits(arrays_of(run(problem)), expected)
 
 
+@pytest.mark.parametrize("form", ["one", "scales", "packed"])
+@pytest.mark.parametrize("wait", [True, False], ids=["as it is", "a planted race"])
+def test_random_delays_between_short_segments(form: str, wait: bool) -> None:
+    """Several requests a part, some of which one consumer has no block of, or none has."""
+    lengths = np.array([128, 64, 0, 65, 192, 1, 130] * 90)
+    problem = make_fp8(cp, Fp8Case(batch=len(lengths), heads=16, form=form), lengths)
+    expected = arrays_of(run(problem))
+    edits = [*variants.FP8_DELAYS, *([] if wait else [variants.FP8_MISSING_END_WAIT])]
+    with variants.installed(*edits):
+        same = [same_bits(arrays_of(run(problem)), expected) for _ in range(40)]
+    assert all(same) is wait
+
+
 @pytest.mark.parametrize("heads", [8, 48, 128])
 @some_forms
 def test_batch_invariant(form: str, heads: int, record_figures: Report) -> None:

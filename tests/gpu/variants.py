@@ -84,8 +84,18 @@ def _delays_of(stems: tuple[str, ...]) -> tuple[Edit, ...]:
 DELAYS = _delays_of(BOTH)
 """Random delays before every arrival on a barrier, and before every wait."""
 
-FP8_DELAYS = _delays_of(FP8)
-"""The same of what reads FP8 caches."""
+FP8_DELAYS = (
+    *_delays_of(FP8),
+    Edit(
+        FP8,
+        "find_factors(round * 4, own, other);",
+        "jitter();\n      find_factors(round * 4, own, other);\n      jitter();",
+    ),
+)
+"""The same of what reads FP8 caches, and while consumers add up what they left for each other."""
+
+FP8_MISSING_END_WAIT = Edit(FP8, "if (Layout::kQueries > 1 && n > 0)", "if (false)")
+"""A consumer begins with a segment where the other one may still add up the one before."""
 
 _ADD = "__device__ __forceinline__ u32 atomic_add_acq_rel(u32* address, u32 value) {"
 _LOAD = "__device__ __forceinline__ u32 load_acquire(const u32* address) {"
@@ -211,6 +221,7 @@ ALL = {
     "no waiting": (NO_WAITING,),
     "early join": (EARLY_JOIN,),
     "missing wait": (MISSING_WAIT,),
+    "over FP8 caches: missing end wait": (*FP8_DELAYS, FP8_MISSING_END_WAIT),
     "missing tile wait": (MISSING_TILE_WAIT,),
     "unwritten partial": (UNWRITTEN_PARTIAL,),
     "missing gather sync": (MISSING_GATHER_SYNC,),
