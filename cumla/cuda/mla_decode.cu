@@ -177,7 +177,7 @@ __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayou
 template <typename T, bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void compute(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                         const Part& part, int last_place, int warpgroup) {
-  Consumer<T, kSharedBlocks, kForm, AnyTile> consumer(p, shared, tile, warpgroup - 1);
+  Consumer<T, kSharedBlocks, kForm == kRows, AnyTile> consumer(p, shared, tile, warpgroup - 1);
   int t = 0;
   for (int place = part.place; place <= last_place; ++place) {
     const Segment segment = segment_of(p, tile, part, place);

@@ -2,7 +2,6 @@
 // The computing role of mla_decode: one consumer warpgroup, from its first scores to the stored output.
 #pragma once
 #include "mla_decode_join.cuh"
-#include "mla_decode_load.cuh"
 #include "mla_decode_shared.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
@@ -13,13 +12,11 @@ namespace cumla {
 
 // One consumer warpgroup. Thread layout of the accumulators: rows 16 warp + lane / 4 and that + 8; in every group of
 // eight columns the two at 2 (lane % 4).
-template <typename T, bool kSharedBlocks, PageForm kForm, typename AnyTile>
+// kCopied: tiles were written by threads' own copies, not by TMA.
+template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
 struct Consumer {
-  static constexpr bool kCopied = kForm == kRows;  // tiles were written by threads' own copies, not by TMA
   // The tiles of half of V have the first one's barrier; with one row tile registers would be spilled.
   static constexpr bool kByHalves = kCopied && kSharedBlocks;
-  // Narrower units (Joiner) of whole pages alone: beside their code boxes took 1 to 2 % longer.
-  static constexpr int kManyGroups = kSharedBlocks && kForm == kPages && !kIsRagged<AnyTile> ? 2 : 4;
 
   const MlaDecodeParams& p;
   const SharedLayout& shared;
@@ -329,8 +326,8 @@ struct Consumer {
     consumers_sync();  // the next segment writes there
     if (segment.split()) {
       write_piece(segment, inverse, lse);
-      Joiner<T, AnyTile, kManyGroups>(p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0)}, tile, segment)
-          .join(more);
+      // Units of 4 groups always: beside the code of narrower ones boxes took 1 to 2 % longer, and all forms give the same bits.
+      Joiner<T, AnyTile, 4>(p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0)}, tile, segment).join(more);
     } else {
       write_result(segment, inverse, lse);
     }

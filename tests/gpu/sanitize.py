@@ -159,12 +159,8 @@ def run_grid(plant: str | None) -> None:
         print(f"sanitize: pages of {page_size}: agree", flush=True)
     for ragged in RAGGED:
         attend_ragged(cupy, ragged)
-    with multiprocessors(2):  # rows of several requests and many blocks a part
-        problem = pages.moved(make_problem(np, *PAGES), 1)
-        for out, lse in decode(cupy, problem):
-            problem.check(out, lse)
-        attend_ragged(cupy, RAGGED[1])
     print("sanitize: queries of different lengths: agree", flush=True)
+    use_again(cupy)
     with variants.installed(*variants.FP8_EVERY_LANE_ARRIVES):
         for fp8_case, lengths in FP8_CACHES:
             attend_fp8(cupy, make_fp8(np, fp8_case, np.array(lengths)))
@@ -199,6 +195,17 @@ def run_grid(plant: str | None) -> None:
             score_pages(cupy, 3, batch=7, mean=400)  # 19 blocks each, of a ring of 12
     print("sanitize: logits by two thread blocks, all memory used again: agree", flush=True)
     print(DONE)
+
+
+def use_again(cupy: Any) -> None:
+    """Pages of 1 by two thread blocks: several requests and many blocks a part."""
+    with multiprocessors(2):
+        with variants.installed(*variants.SWAPPED_EVERY_LANE_ARRIVES, page_size=1):
+            problem = pages.moved(make_problem(np, *PAGES), 1)
+            for out, lse in decode(cupy, problem):
+                problem.check(out, lse)
+        attend_ragged(cupy, RAGGED[1])
+    print("sanitize: pages of 1 by two thread blocks: agree", flush=True)
 
 
 def merge_states(cupy: Any, count: int, dtype: str, *, in_place: bool) -> None:

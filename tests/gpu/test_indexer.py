@@ -32,6 +32,7 @@ from tests.gpu.indexer_cases import (
 from tests.gpu.indexer_problem import (
     E4M3,
     Expected,
+    Figures,
     Paged,
     Prefill,
     Rows,
@@ -115,16 +116,30 @@ def test_prefill(sample: Sample, record_figures: Report) -> None:
 def test_prefill_of_the_whole_grid(
     seq_len: int, seq_len_kv: int, heads: int, dim: int, record_figures: Report
 ) -> None:
-    """All logits, and compressed ones, of both dtypes, of a causal and a cut sequence."""
+    """All logits, and compressed ones, of both dtypes, of a causal and a cut sequence.
+
+    Of many rows some are compared, and all of the -inf.
+    """
+    figures = {dtype: Figures() for dtype in DTYPES}
     for ranges in ("causal", "context parallel"):
         problem = Prefill(cp, seq_len, seq_len_kv, heads, dim, ranges, seed=heads + dim)
         longest = int((problem.end - problem.begin).max())
-        for width, dtype in itertools.product((0, max(1, longest)), DTYPES):
-            options = {"max_seqlen_k": width, "logits_dtype": dtype}
-            logits = cumla.mqa_logits(*problem.arrays, **options)
-            assert logits.shape == (seq_len, width or seq_len_kv)
-            assert logits.dtype.name == dtype
-            record_figures(check_prefill(problem, logits, width, clean=True))
+        for width in (0, max(1, longest)):
+            logits = {
+                dtype: cumla.mqa_logits(*problem.arrays, max_seqlen_k=width, logits_dtype=dtype)
+                for dtype in DTYPES
+            }
+            for dtype, got in logits.items():
+                assert got.shape == (seq_len, width or seq_len_kv)
+                assert got.dtype.name == dtype
+                check_infinities(problem, got, width)
+            for begin in (0, seq_len // 2 - 21, seq_len - 64) if seq_len > 192 else (0,):
+                some = slice(begin, begin + (64 if seq_len > 192 else seq_len))
+                expected = problem.expected(width, some)
+                for dtype, got in logits.items():
+                    figures[dtype].add(cp, got[some], expected, clean=True)
+    for dtype, found in figures.items():
+        record_figures(found.check(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -213,6 +213,29 @@ FP8_EVERY_LANE_ARRIVES = (
 )
 """Every lane says itself that it has read from a slot of the ring, and what it did to the query."""
 
+SWAPPED_EVERY_LANE_ARRIVES = (
+    Edit(
+        SWAPPED, "mbarrier_init(shared.query_full(), 2);", "mbarrier_init(shared.query_full(), 64);"
+    ),
+    Edit(
+        SWAPPED,
+        "mbarrier_init(shared.query_free(), 8);",
+        "mbarrier_init(shared.query_free(), 256);",
+    ),
+    Edit(
+        SWAPPED,
+        "if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full());",
+        "mbarrier_arrive(shared.query_full());",
+    ),
+    Edit(
+        SWAPPED,
+        "if (lane == 0) mbarrier_arrive(shared.query_free());",
+        "mbarrier_arrive(shared.query_free());",
+    ),
+)
+"""The same of what is done to the query of few rows."""
+
+
 ALL = {
     "delays": DELAYS,
     "delays over FP8 caches": FP8_DELAYS,
@@ -229,6 +252,7 @@ ALL = {
     "swapped: unwritten partial": (SWAPPED_UNWRITTEN_PARTIAL,),
     "every lane frees": EVERY_LANE_FREES,
     "every lane arrives": FP8_EVERY_LANE_ARRIVES,
+    "swapped: every lane arrives": SWAPPED_EVERY_LANE_ARRIVES,
     "loaders wait together": (LOADERS_WAIT_TOGETHER,),
 }
 """Every variant that a test or a tool uses."""
