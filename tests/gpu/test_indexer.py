@@ -110,7 +110,7 @@ def test_prefill(sample: Sample, record_figures: Report) -> None:
         assert bool((out.written == ((column >= first) & (column < last))).all())
 
 
-@pytest.mark.parametrize(("heads", "dim"), itertools.product(HEADS, DIMS))
+@pytest.mark.parametrize(("heads", "dim"), list(itertools.product(HEADS, DIMS)))
 @pytest.mark.parametrize("seq_len_kv", KV_LENS)
 @pytest.mark.parametrize("seq_len", SEQ_LENS)
 def test_prefill_of_the_whole_grid(
@@ -143,7 +143,7 @@ def test_prefill_of_the_whole_grid(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "dim"), itertools.product(HEADS, DIMS))
+@pytest.mark.parametrize(("heads", "dim"), list(itertools.product(HEADS, DIMS)))
 def test_prefill_of_every_shape(heads: int, dim: int, dtype: str, record_figures: Report) -> None:
     problem = Prefill(cp, 130, 1500, heads, dim, "packed")
     logits = cumla.mqa_logits(*problem.arrays, logits_dtype=dtype)
@@ -165,7 +165,7 @@ def test_prefill_with_strided_weights_scales_and_bounds() -> None:
     assert same_bits(cumla.mqa_logits(q.view(cp.uint8), (k, scale), weights, ks, ke), wanted)
 
 
-@pytest.mark.parametrize(("heads", "dim"), itertools.product(HEADS, DIMS))
+@pytest.mark.parametrize(("heads", "dim"), list(itertools.product(HEADS, DIMS)))
 def test_prefill_against_what_was_quantised(heads: int, dim: int, record_figures: Report) -> None:
     """Keys and queries of real numbers, quantised by the library's own kernel."""
     rng = np.random.default_rng(3)
@@ -240,7 +240,7 @@ def test_paged_of_every_form(form: str, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
-@pytest.mark.parametrize(("heads", "dim"), itertools.product(HEADS, DIMS))
+@pytest.mark.parametrize(("heads", "dim"), list(itertools.product(HEADS, DIMS)))
 def test_paged_against_what_was_quantised(
     heads: int, dim: int, next_n: int, record_figures: Report
 ) -> None:

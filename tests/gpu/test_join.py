@@ -79,7 +79,13 @@ def test_who_joins_does_not_matter(name: str, variant: str, edit: str) -> None:
 @pytest.mark.parametrize("variant", ["swapped", "one_tile"])
 def test_the_comparison_finds_an_early_join(variant: str) -> None:
     with pytest.raises(AssertionError):
-        assert differences(small("many pieces"), variant, 1000, variants.EARLY_JOIN) == 0
+        late = variants.LATE_PIECES[variant]
+        assert differences(small("many pieces"), variant, 1000, variants.EARLY_JOIN, late) == 0
+
+
+@pytest.mark.parametrize("variant", ["swapped", "one_tile"])
+def test_late_pieces_are_waited_for(variant: str) -> None:
+    assert differences(small("many pieces"), variant, 100, variants.LATE_PIECES[variant]) == 0
 
 
 # --- neighbours ----------------------------------------------------------------------------------

@@ -121,6 +121,17 @@ NO_WAITING = Edit(BOTH, "const bool waits = !more && p.may_wait;", "const bool w
 EARLY_JOIN = Edit(BOTH, "while (!all_arrived(load_acquire(arrived))) {", "while (false) {")
 """A thread block joins its share without waiting for the pieces of the others."""
 
+_LATE = "if (blockIdx.y % 2 != 0) __nanosleep(20000u);\n    "
+LATE_PIECES = {
+    "one_tile": Edit(
+        TILES, "write_piece(segment, inverse, lse);", _LATE + "write_piece(segment, inverse, lse);"
+    ),
+    "swapped": Edit(
+        SWAPPED, "write_output(segment, split);", _LATE + "write_output(segment, split);"
+    ),
+}
+"""Every second part stores its pieces when the others have long stored theirs."""
+
 MISSING_WAIT = Edit(
     TILES,
     "mbarrier_wait(shared.probabilities_full(1 - consumer), (t / 2) & 1, \"the other consumer's "
@@ -243,6 +254,8 @@ ALL = {
     "no patience": (NO_PATIENCE,),
     "no waiting": (NO_WAITING,),
     "early join": (EARLY_JOIN,),
+    "late pieces": (LATE_PIECES["one_tile"],),
+    "swapped: late pieces": (LATE_PIECES["swapped"],),
     "missing wait": (MISSING_WAIT,),
     "over FP8 caches: missing end wait": (*FP8_DELAYS, FP8_MISSING_END_WAIT),
     "missing tile wait": (MISSING_TILE_WAIT,),
