@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of any producer through DLPack, read with ctypes.
+
+No reader among the dependencies takes both bfloat16 and float8, so the capsule is read here. A
+capsule is consumed once, its memory is given back once, and never before the stream that reads
+it has passed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import sys
+from collections import deque
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from cumla._driver import driver
+
+
+class ArrayView(NamedTuple):
+    """What a kernel needs to know of an array.
+
+    Attributes
+    ----------
+    ptr : int
+        Address of the first element.
+    shape : tuple of int
+        Elements along each axis.
+    strides : tuple of int
+        Bytes from one element to the next along each axis.
+    dtype : str
+        NumPy's name of the element type, with ml_dtypes' names for the rest: `"bfloat16"`,
+        `"float16"`, `"float32"`, `"int32"`, `"uint8"`, `"float8_e4m3fn"` ... An array in foreign
+        byte order has NumPy's code instead (`">f4"`), which matches none of them.
+    device : int or None
+        CUDA ordinal; None for CPU memory.
+    """
+
+    ptr: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: int | None
+
+
+@functools.cache
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """NumPy's or ml_dtypes' element type of that name."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+# PYFUNCTYPE: the deleters of some producers touch Python objects.
+_Deleter = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+
+
+class _ManagedTensor(ctypes.Structure):
+    _fields_ = [
+        ("tensor", _DLTensor),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    ]
+
+
+class _ManagedTensorVersioned(ctypes.Structure):
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _DLTensor),
+    ]
+
+
+_DLPACK_VERSION = (1, 0)
+# A capsule keeps a pointer to its name, so both names live as long as this module.
+_CAPSULES: tuple[tuple[bytes, bytes, Any], ...] = (
+    (b"dltensor", b"used_dltensor", _ManagedTensor),
+    (b"dltensor_versioned", b"used_dltensor_versioned", _ManagedTensorVersioned),
+)
+
+_capsule_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_IsValid", ctypes.pythonapi)
+)
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_capsule_rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_SetName", ctypes.pythonapi)
+)
+
+_DLPACK_DTYPES: dict[tuple[int, int], str] = {
+    **{(0, bits): f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{(1, bits): f"uint{bits}" for bits in (8, 16, 32, 64)},
+    **{(2, bits): f"float{bits}" for bits in (16, 32, 64)},
+    (4, 16): "bfloat16",
+    **{(5, bits): f"complex{bits}" for bits in (64, 128)},
+    (6, 8): "bool",
+    (7, 8): "float8_e3m4",
+    (8, 8): "float8_e4m3",
+    (9, 8): "float8_e4m3b11fnuz",
+    (10, 8): "float8_e4m3fn",
+    (11, 8): "float8_e4m3fnuz",
+    (12, 8): "float8_e5m2",
+    (13, 8): "float8_e5m2fnuz",
+    (14, 8): "float8_e8m0fnu",
+}
+
+# DLDeviceType: 1 CPU, 2 CUDA, 3 page-locked CPU memory, 13 CUDA managed memory.
+_CPU_DEVICES = (1, 3)
+_CUDA_DEVICES = (2, 13)
+
+
+def ordinal(name: str, device_type: int, device_id: int) -> int | None:
+    """CUDA ordinal of a DLPack device, None for the CPU."""
+    if device_type in _CUDA_DEVICES:
+        return int(device_id)
+    if device_type in _CPU_DEVICES:
+        return None
+    raise ValueError(
+        f"{name}: needs an array on a CUDA device or on the CPU, got one on the DLPack device "
+        f"type {int(device_type)}; copy it to a CUDA device first"
+    )
+
+
+class Imported:
+    """A DLPack capsule that has been consumed; dropping this object gives the memory back.
+
+    Attributes
+    ----------
+    view : ArrayView
+    """
+
+    __slots__ = ("_address", "_deleter", "view")
+
+    def __init__(self, name: str, capsule: object) -> None:
+        self._deleter = 0
+        for fresh, used, layout in _CAPSULES:
+            if _capsule_is_valid(capsule, fresh):
+                self._address = _capsule_pointer(capsule, fresh)
+                managed = layout.from_address(self._address)
+                _capsule_rename(capsule, used)
+                self._deleter = managed.deleter or 0
+                break
+        else:
+            raise TypeError(
+                f"{name}: __dlpack__ must return a fresh DLPack capsule, got {capsule!r}"
+            )
+        if layout is _ManagedTensorVersioned and managed.major > _DLPACK_VERSION[0]:
+            raise TypeError(
+                f"{name}: its DLPack capsule has version {managed.major}.{managed.minor}, and "
+                f"1.x is the newest that can be read; pass an array of PyTorch, CuPy or JAX"
+            )
+        self.view = _view_of_tensor(name, managed.tensor)
+
+    def __del__(self) -> None:
+        # At interpreter exit the producer may be gone already: its memory goes with the process.
+        if self._deleter and not sys.is_finalizing():
+            _Deleter(self._deleter)(self._address)
+
+    @property
+    def __array_interface__(self) -> dict[str, object]:
+        """The bytes as unsigned integers of the element size: every dtype fits into them."""
+        view = self.view
+        return {
+            "version": 3,
+            "data": (view.ptr, False),
+            "shape": view.shape,
+            "strides": view.strides,
+            "typestr": f"|V{numpy_dtype(view.dtype).itemsize}",
+        }
+
+
+def _view_of_tensor(name: str, tensor: Any) -> ArrayView:
+    dtype = _DLPACK_DTYPES.get((tensor.code, tensor.bits))
+    if dtype is None or tensor.lanes != 1:
+        raise TypeError(
+            f"{name}: its element type is unknown (DLPack type code {tensor.code}, {tensor.bits} "
+            f"bits, {tensor.lanes} lanes); pass it as one of {', '.join(_DLPACK_DTYPES.values())}"
+        )
+    ndim, itemsize = tensor.ndim, tensor.bits // 8
+    shape = tuple(tensor.shape[:ndim]) if ndim else ()
+    if ndim and tensor.strides:
+        strides = tuple([stride * itemsize for stride in tensor.strides[:ndim]])
+    else:
+        strides = tuple([itemsize * math.prod(shape[axis + 1 :]) for axis in range(ndim)])
+    device = ordinal(name, tensor.device_type, tensor.device_id)
+    return ArrayView((tensor.data or 0) + tensor.byte_offset, shape, strides, dtype, device)
+
+
+def import_array(name: str, array: Any, stream: int | None) -> Imported:
+    """Consume `array.__dlpack__`, ordered before what `stream` does next; None for the CPU."""
+    # In the protocol 1 is the legacy default stream, 2 the per-thread one, and 0 is not allowed.
+    number = None if stream is None else stream or 1
+    try:
+        try:
+            capsule = array.__dlpack__(stream=number, max_version=_DLPACK_VERSION)
+        except TypeError:  # a producer older than DLPack 1.0
+            capsule = array.__dlpack__(stream=number)
+    except (BufferError, RuntimeError) as error:
+        raise ValueError(f"{name}: its producer does not export it: {error}") from error
+    return Imported(name, capsule)
+
+
+# Event and imports of calls whose work may still run; a deque appends and pops atomically.
+retained: deque[tuple[int, list[Imported]]] = deque()
+
+
+def retain(imports: list[Imported], stream: int) -> None:
+    """Keep `imports` alive until `stream` has passed this point; its device is current."""
+    retained.append((driver().record_event(stream), imports))
+
+
+def release_finished() -> None:
+    """Give back what finished calls had imported; stops at the first call that still runs."""
+    cuda = driver()
+    with cuda.relaxed_capture():
+        while True:
+            try:
+                event, imports = retained.popleft()
+            except IndexError:
+                return
+            if not cuda.event_passed(event):
+                retained.appendleft((event, imports))
+                return
+            cuda.destroy_event(event)
+            del imports

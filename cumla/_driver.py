@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The few calls of the CUDA driver that looking after arrays and streams takes.
+
+They go through ctypes, because each call of an operation pays for them: about 0.4 us a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterator
+
+from cumla.errors import CumlaError
+
+_CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906
+_CU_EVENT_DISABLE_TIMING = 2
+_CU_STREAM_CAPTURE_MODE_RELAXED = 2
+
+
+class Driver:
+    """Driver calls on plain integers; a failure raises `CumlaError` with the driver's name of it.
+
+    `PyDLL` keeps the GIL. None of these calls waits, and giving the GIL up would cost a thread
+    switch whenever another Python thread is busy.
+    """
+
+    def __init__(self) -> None:
+        cuda = ctypes.PyDLL("libcuda.so.1")
+        self._get_device = cuda.cuCtxGetDevice
+        self._retain_context = cuda.cuDevicePrimaryCtxRetain
+        self._push = cuda.cuCtxPushCurrent_v2
+        self._pop = cuda.cuCtxPopCurrent_v2
+        self._is_capturing = cuda.cuStreamIsCapturing
+        self._exchange_mode = cuda.cuThreadExchangeStreamCaptureMode
+        self._event_create = cuda.cuEventCreate
+        self._event_record = cuda.cuEventRecord
+        self._event_query = cuda.cuEventQuery
+        self._event_destroy = cuda.cuEventDestroy_v2
+        self._error_name = cuda.cuGetErrorName
+        handle, pointer = ctypes.c_void_p, ctypes.c_void_p
+        self._get_device.argtypes = [pointer]
+        self._retain_context.argtypes = [pointer, ctypes.c_int]
+        self._push.argtypes = [handle]
+        self._pop.argtypes = [pointer]
+        self._is_capturing.argtypes = [handle, pointer]
+        self._exchange_mode.argtypes = [pointer]
+        self._event_create.argtypes = [pointer, ctypes.c_uint]
+        self._event_record.argtypes = [handle, handle]
+        self._event_query.argtypes = [handle]
+        self._event_destroy.argtypes = [handle]
+        self._error_name.argtypes = [ctypes.c_int, pointer]
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._check(cuda.cuInit(0), "cuInit")
+
+    def _check(self, status: int, what: str) -> None:
+        if status:
+            name = ctypes.c_char_p()
+            self._error_name(status, ctypes.byref(name))
+            reason = name.value.decode() if name.value else "unknown error"
+            raise CumlaError(f"{what} failed: {reason} ({status})")
+
+    def enter_device(self, device: int) -> bool:
+        """Make a context of `device` current; whether one was pushed, to be popped later.
+
+        A thread that has not used CUDA yet has no current context at all, and a context that is
+        current on the right device may be a green one: both are why this asks the driver.
+        """
+        current = ctypes.c_int(-1)
+        if self._get_device(ctypes.byref(current)) == 0 and current.value == device:
+            return False
+        context = self._contexts.get(device)
+        if context is None:
+            context = ctypes.c_void_p()
+            status = self._retain_context(ctypes.byref(context), device)
+            self._check(status, f"cuDevicePrimaryCtxRetain of device {device}")
+            self._contexts[device] = context  # for the life of the process: kernels live in it
+        self._check(self._push(context), "cuCtxPushCurrent")
+        return True
+
+    def leave_device(self) -> None:
+        """Pop what `enter_device` pushed."""
+        self._check(self._pop(ctypes.byref(ctypes.c_void_p())), "cuCtxPopCurrent")
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether `stream` is being captured into a graph."""
+        status = ctypes.c_int()
+        result = self._is_capturing(stream, ctypes.byref(status))
+        if result == _CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+            return True  # the legacy stream, while a stream that synchronises with it captures
+        self._check(result, "cuStreamIsCapturing")
+        return status.value != 0
+
+    def record_event(self, stream: int) -> int:
+        """Record a new event on `stream`, whose device is current."""
+        event = ctypes.c_void_p()
+        status = self._event_create(ctypes.byref(event), _CU_EVENT_DISABLE_TIMING)
+        self._check(status, "cuEventCreate")
+        self._check(self._event_record(event, stream), "cuEventRecord")
+        return event.value or 0
+
+    def event_passed(self, event: int) -> bool:
+        """Whether all work before the event is done; never waits."""
+        return bool(self._event_query(event) == 0)
+
+    def destroy_event(self, event: int) -> None:
+        """Give the event back."""
+        self._event_destroy(event)
+
+    @contextlib.contextmanager
+    def relaxed_capture(self) -> Iterator[None]:
+        """Let this thread query events: under a global-mode capture a query would break it."""
+        mode = ctypes.c_int(_CU_STREAM_CAPTURE_MODE_RELAXED)
+        self._exchange_mode(ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self._exchange_mode(ctypes.byref(mode))
+
+
+@functools.cache
+def driver() -> Driver:
+    """Load the driver once, when the first array on a GPU comes."""
+    return Driver()

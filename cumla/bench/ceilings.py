@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ceilings of the GPU at hand, measured in the run whose results are held against them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from cumla.bench.cases import HEAD_DIM, PAGE_SIZE, Case, Ceilings
+from cumla.bench.gpu import Gpu, bench_spec
+from cumla.bench.timing import Timing, time_cold
+from cumla.launch.tensor_map import paged_kv_map
+
+__all__ = ["EMPTY", "FILL_NORMAL", "STREAM_KV", "fill_normal", "measure", "time_stream_only"]
+
+EMPTY = bench_spec("empty", "EmptyParams", 32)
+FILL_NORMAL = bench_spec("fill_normal", "FillNormalParams", 256)
+STREAM_KV = bench_spec("stream_kv", "StreamKvParams", 1, smem_bytes=148480)
+
+_EMPTY_PARAMS = struct.Struct("<i")
+_FILL_NORMAL_PARAMS = struct.Struct("<QqQf4x")
+_STREAM_KV_PARAMS = struct.Struct("<128sQi52x")  # the tensor map aligns the struct to 64 bytes
+
+_MATMUL_SIZE = 8192
+_ROW_BYTES = 2 * HEAD_DIM
+_NO_TRANSPOSE, _BFLOAT16, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM = 0, 14, 68, -1  # of cuBLAS
+
+
+def fill_normal(gpu: Gpu, array: Any, *, seed: int, deviation: float) -> None:
+    """Fill a contiguous uint16 array with the bits of normal bfloat16 numbers.
+
+    Parameters
+    ----------
+    gpu : Gpu
+        Where the array is.
+    array : array of uint16
+        Of even size.
+    seed : int
+        Arrays of different seeds hold different numbers.
+    deviation : float
+        Standard deviation.
+    """
+    values = (gpu.address(array), array.size // 2, seed, deviation)
+    gpu.launch(FILL_NORMAL, 8 * gpu.properties.sm_count, _FILL_NORMAL_PARAMS, values)
+
+
+def measure(gpu: Gpu) -> Ceilings:
+    """Measure what memory, tensor cores and launches of this GPU can do at best.
+
+    Parameters
+    ----------
+    gpu : Gpu
+        Entered.
+
+    Returns
+    -------
+    Ceilings
+    """
+    large = gpu.streamed
+    fill_normal(gpu, large, seed=1, deviation=1.0)
+    half = large.size // 2
+    read = time_cold(gpu, lambda: gpu.read(large), repeats=15)
+    copy = time_cold(gpu, lambda: gpu.copy(large[half:], large[:half]), repeats=15)
+    product, stream = _matmul(gpu, large)
+    with stream:
+        matmul = time_cold(gpu, product, repeats=15)
+    empty = time_cold(gpu, lambda: gpu.launch(EMPTY, 1, _EMPTY_PARAMS, (0,)))
+    return Ceilings(
+        read_gbps=large.nbytes / (read.us * 1e3),
+        copy_gbps=large.nbytes / (copy.us * 1e3),  # half of it read, half of it written
+        matmul_tflops=2 * _MATMUL_SIZE**3 / (matmul.us * 1e6),
+        empty_us=empty.us,
+    )
+
+
+def _matmul(gpu: Gpu, large: Any) -> tuple[Callable[[], None], AbstractContextManager[object]]:
+    """Make a product of bfloat16 matrices that lie in `large`, and what to run it inside."""
+    size = _MATMUL_SIZE**2
+    matrices = [large[i * size : (i + 1) * size] for i in range(3)]
+    if find_spec("torch") is None:
+        return _cublas_product(gpu, *(gpu.address(matrix) for matrix in matrices)), nullcontext()
+    torch = import_module("torch")
+    shape = (_MATMUL_SIZE, _MATMUL_SIZE)
+    stream = torch.cuda.ExternalStream(gpu.stream.ptr)
+    a, b, c = (
+        torch.from_dlpack(matrix.view("int16")).view(torch.bfloat16).reshape(shape)
+        for matrix in matrices
+    )
+
+    def product() -> None:
+        torch.matmul(a, b, out=c)
+
+    return product, torch.cuda.stream(stream)
+
+
+def _cublas_product(gpu: Gpu, a: int, b: int, c: int) -> Callable[[], None]:
+    """Do the same through CuPy's cuBLAS where PyTorch is not installed."""
+    cublas = import_module("cupy_backends.cuda.libs.cublas")
+    handle = import_module("cupy.cuda.device").get_cublas_handle()
+    one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+    n = _MATMUL_SIZE
+
+    def product() -> None:
+        cublas.setStream(handle, gpu.stream.ptr)
+        cublas.gemmEx(
+            *(handle, _NO_TRANSPOSE, _NO_TRANSPOSE, n, n, n),
+            *(one.ctypes.data, a, _BFLOAT16, n, b, _BFLOAT16, n),
+            *(zero.ctypes.data, c, _BFLOAT16, n, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM),
+        )
+
+    return product
+
+
+def time_stream_only(gpu: Gpu, kv: Any, block_table: Any, case: Case) -> Timing:
+    """Time a kernel that brings a case's pages into shared memory and does nothing else.
+
+    Parameters
+    ----------
+    gpu : Gpu
+        Entered.
+    kv : array of uint16
+        (pages, 64, 1, 576), contiguous.
+    block_table : array of int32
+        (batch, pages of a request), contiguous.
+    case : Case
+        Whose cache this is.
+
+    Returns
+    -------
+    Timing
+    """
+    page_bytes = PAGE_SIZE * _ROW_BYTES
+    descriptor = paged_kv_map(
+        *(gpu.address(kv), "bfloat16", kv.shape[0], PAGE_SIZE, 1, HEAD_DIM),
+        *(page_bytes, _ROW_BYTES, _ROW_BYTES, PAGE_SIZE),
+    )
+    values = (descriptor, gpu.address(block_table), case.pages)
+    blocks = gpu.properties.sm_count
+    return time_cold(gpu, lambda: gpu.launch(STREAM_KV, blocks, _STREAM_KV_PARAMS, values))

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What starting costs: importing the package, and the first call of a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+
+import cumla
+
+__all__ = ["StartError", "measure"]
+
+_IMPORT = (
+    "from time import perf_counter; begin = perf_counter(); import cumla; "
+    "print(perf_counter() - begin)"
+)
+_IMPORTS = 5
+_WARM_STARTS = 3
+_TIME_LIMIT = 120.0
+
+
+class StartError(Exception):
+    """A process that was to be timed failed."""
+
+
+def measure() -> dict[str, float]:
+    """Time imports and first calls, each in a process of its own.
+
+    Returns
+    -------
+    dict
+        Seconds: ``import_s``, the median of several imports; ``first_call_cold_s``, with nothing in
+        CuPy's kernel cache; ``first_call_warm_s``, the median of several with the kernels there.
+
+    Raises
+    ------
+    StartError
+        A process failed; its message is in the error.
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        first = ("-m", "cumla.bench.first_call")
+        cold = _seconds(first, cache)
+        warm = [_seconds(first, cache) for _ in range(_WARM_STARTS)]
+        imports = [_seconds(("-c", _IMPORT), cache) for _ in range(_IMPORTS)]
+    return {
+        "import_s": median(imports),
+        "first_call_cold_s": cold,
+        "first_call_warm_s": median(warm),
+    }
+
+
+def _seconds(arguments: tuple[str, ...], cache: str) -> float:
+    """Run Python, return the number that it prints."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            env=_environment(os.environ, cache),
+            capture_output=True,
+            text=True,
+            timeout=_TIME_LIMIT,
+            check=True,
+        )
+        return float(done.stdout)
+    except subprocess.CalledProcessError as error:
+        raise StartError(f"{' '.join(arguments)} failed:\n{error.stderr.strip()}") from error
+    except (subprocess.TimeoutExpired, ValueError) as error:
+        raise StartError(f"{' '.join(arguments)}: {error}") from error
+
+
+def _environment(current: Mapping[str, str], cache: str) -> dict[str, str]:
+    """Build an environment in which this cumla is found, and no kernel but in `cache`."""
+    found = [str(Path(cumla.__file__).resolve().parent.parent), current.get("PYTHONPATH", "")]
+    path = os.pathsep.join(entry for entry in found if entry)
+    kept = {key: value for key, value in current.items() if not key.startswith("CUMLA_")}
+    return kept | {"PYTHONPATH": path, "CUPY_CACHE_DIR": cache}

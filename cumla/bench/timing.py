@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How things are timed: on the GPU with a cold L2 cache, in CUDA graphs, and on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from cumla.bench.gpu import Gpu
+
+__all__ = ["Timing", "time_cold", "time_graph", "time_host"]
+
+
+class Timing(NamedTuple):
+    """Repeated measurements of one thing, in microseconds.
+
+    Attributes
+    ----------
+    us : float
+        The median.
+    low, high : float
+        A tenth of the measurements is below, and above.
+    """
+
+    us: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, measured: Sequence[float]) -> Timing:
+        """Summarise measurements."""
+        low, median, high = np.percentile(np.asarray(measured, np.float64), (10, 50, 90))
+        return cls(float(median), float(low), float(high))
+
+    def divided(self, count: int) -> Timing:
+        """Share the time out among `count` equal pieces of work."""
+        return Timing(*(value / count for value in self))
+
+
+def time_cold(
+    gpu: Gpu, work: Callable[[], object], *, repeats: int = 30, warmup: int = 5
+) -> Timing:
+    """Time work on the GPU, between two events, with an L2 cache full of something else.
+
+    Reading 512 MiB before each run empties the cache of the work's data; meanwhile the host gets
+    ahead, so that its launches do not count.
+
+    Parameters
+    ----------
+    gpu : Gpu
+        Work must go to its stream.
+    work : callable
+        Enqueues what is timed.
+    repeats, warmup : int
+        Runs that are timed, and runs before them.
+
+    Returns
+    -------
+    Timing
+    """
+    pairs = []
+    for _ in range(warmup + repeats):
+        gpu.flush_l2()
+        begin = gpu.record()
+        work()
+        pairs.append((begin, gpu.record()))
+    gpu.synchronize()
+    return Timing.of([gpu.elapsed_us(begin, end) for begin, end in pairs[warmup:]])
+
+
+def time_graph(
+    gpu: Gpu, calls: Sequence[Callable[[], object]], *, repeats: int = 10, warmup: int = 2
+) -> Timing:
+    """Time calls back to back in one CUDA graph; what stays in L2 from one to the next stays.
+
+    Parameters
+    ----------
+    gpu : Gpu
+        The calls must go to its stream.
+    calls : sequence of callable
+        Enqueue the work of one call each. Let neighbours use different caches.
+    repeats, warmup : int
+        Replays that are timed, and replays before them.
+
+    Returns
+    -------
+    Timing
+        Of one call: a replay's time divided by the number of calls.
+    """
+
+    def work() -> None:
+        for call in calls:
+            call()
+
+    replay = gpu.capture(work)
+    return time_cold(gpu, replay, repeats=repeats, warmup=warmup).divided(len(calls))
+
+
+def time_host(
+    call: Callable[[], object],
+    drain: Callable[[], object],
+    *,
+    repeats: int = 512,
+    warmup: int = 64,
+    burst: int = 16,
+) -> Timing:
+    """Time how long a call keeps the host.
+
+    Parameters
+    ----------
+    call : callable
+        Enqueues work and returns.
+    drain : callable
+        Waits for the GPU; called between bursts so that the queue never fills up.
+    repeats, warmup : int
+        Calls that are timed, and calls before them.
+    burst : int
+        Calls between two waits.
+
+    Returns
+    -------
+    Timing
+    """
+    measured = []
+    for i in range(warmup + repeats):
+        if i % burst == 0:
+            drain()
+        begin = perf_counter_ns()
+        call()
+        measured.append((perf_counter_ns() - begin) / 1e3)
+    drain()
+    return Timing.of(measured[warmup:])

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m cumla info``: what is installed here and what the GPUs are. Never fails."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+# Looked up without importing them: torch alone would take seconds.
+_PACKAGES = (
+    "numpy",
+    "ml_dtypes",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "nvidia-cuda-nvrtc-cu12",
+    "nvidia-cuda-nvrtc",
+    "cuda-core",
+    "cuda-bindings",
+    "torch",
+    "jax",
+)
+_VARIABLES = ("CUMLA_CHECK", "CUMLA_CUBIN_DIR", "CUMLA_DEBUG")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to ``python -m cumla``."""
+    parser = subparsers.add_parser(
+        "info",
+        help="show versions, GPUs, NVRTC and cache folders",
+        description="Show versions, GPUs, NVRTC and cache folders; never fails.",
+    )
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; always 0."""
+    _row("cumla", _cumla)
+    _row("Python", lambda: f"{platform.python_version()} on {platform.platform()}")
+    for name in _PACKAGES:
+        _row(name, partial(_version, name))
+    _row("CuPy", _cupy)
+    _row("NVRTC of CuPy", _cupy_nvrtc)
+    _row("NVRTC of cuda.bindings", _bindings_nvrtc)
+    _row("CUDA driver", _driver)
+    _row("GPUs", _gpus)
+    _row("kernel cache (CuPy)", _kernel_cache)
+    _row("kernels ahead of time", _cubins)
+    for name in _VARIABLES:
+        _row(name, partial(_variable, name))
+    return 0
+
+
+def _row(title: str, ask: Callable[[], str]) -> None:
+    """Print one answer, or why there is none: a broken driver can raise anything."""
+    try:
+        answer = ask()
+    except Exception as error:
+        first_line = (str(error).strip() or "no message").splitlines()[0]
+        answer = f"not available: {type(error).__name__}: {first_line}"
+    first, *rest = answer.split("\n")
+    print(f"{title:<24} {first}")
+    for line in rest:
+        print(f"{'':<24} {line}")
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _variable(name: str) -> str:
+    return os.environ.get(name, "not set")
+
+
+def _cumla() -> str:
+    return f"{_version('cumla')} in {Path(__file__).resolve().parent.parent}"
+
+
+def _cupy() -> str:
+    from cumla.launch.device import import_cupy
+
+    cupy = import_cupy()
+    return f"{cupy.__version__}, made for CUDA {_dotted(cupy.cuda.driver.get_build_version())}"
+
+
+def _cupy_nvrtc() -> str:
+    from cumla.launch.module import compiles_with_cupy, cupy_nvrtc_version
+
+    version = cupy_nvrtc_version()
+    how = "RawModule compiles" if compiles_with_cupy(version) else "cuda.bindings compiles instead"
+    return f"{version[0]}.{version[1]} ({how})"
+
+
+def _bindings_nvrtc() -> str:
+    from cumla.launch.module import bindings_nvrtc_version
+
+    return "{}.{}".format(*bindings_nvrtc_version())
+
+
+def _driver() -> str:
+    from cumla.launch.device import import_cupy
+
+    version = import_cupy().cuda.runtime.driverGetVersion()
+    return f"supports CUDA {_dotted(version)}" if version else "none"
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _gpus() -> str:
+    from cumla.launch.device import import_cupy
+
+    count = import_cupy().cuda.runtime.getDeviceCount()
+    return "\n".join(_gpu(ordinal) for ordinal in range(count)) or "none"
+
+
+def _gpu(ordinal: int) -> str:
+    from cumla.errors import UnsupportedDeviceError
+    from cumla.launch.device import properties, require_hopper
+
+    found = properties(ordinal)
+    try:
+        require_hopper(ordinal)
+        verdict = "the kernels run on it"
+    except UnsupportedDeviceError:
+        verdict = "the kernels need 9.0"
+    major, minor = found.compute_capability
+    return (
+        f"{ordinal}: {found.name}, compute capability {major}.{minor}: {verdict}; "
+        f"{found.sm_count} SMs, {found.smem_optin} bytes of shared memory a block, "
+        f"{found.l2_bytes >> 20} MiB of L2"
+    )
+
+
+def _kernel_cache() -> str:
+    from cumla.launch.module import cache_dir
+
+    folder = cache_dir()
+    if not folder.is_dir():
+        return f"{folder} (not there yet)"
+    return f"{folder} ({sum(path.suffix == '.cubin' for path in folder.iterdir())} cubins)"
+
+
+def _cubins() -> str:
+    from cumla.launch import all_specs
+    from cumla.launch.module import cubin_dir
+    from cumla.launch.source import cubin_name, debug_build
+
+    folder = cubin_dir()
+    if folder is None:
+        return "none (CUMLA_CUBIN_DIR is not set)"
+    specs, debug = all_specs(), debug_build()
+    found = sum((folder / cubin_name(spec, debug=debug)).is_file() for spec in specs)
+    return f"{folder}: {found} of {len(specs)} kernels of this version"

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The errors that are neither a wrong type nor a wrong value.
+
+A mistake in an argument is a `TypeError` or a `ValueError`, as everywhere in Python. What the
+machine or the installation cannot do is a `CumlaError`.
+"""
+
+from __future__ import annotations
+
+
+class CumlaError(Exception):
+    """Base class of the errors that cumla raises for reasons other than a wrong argument."""
+
+
+class UnsupportedDeviceError(CumlaError):
+    """The GPU cannot run the kernels: the message names what was found and what is needed."""
+
+
+class CompilationError(CumlaError):
+    """A kernel did not compile, or compiled into code that breaks its resource budget.
+
+    Parameters
+    ----------
+    message : str
+        What failed, and for which kernel.
+    log : str, optional
+        The compiler's log, with numbered source lines around the errors. It is appended to the
+        message, so that a traceback shows it.
+
+    Attributes
+    ----------
+    log : str
+        The log as it was given.
+    """
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(f"{message}\n{log}" if log else message)
+        self.log = log
+
+
+class NotPreparedError(CumlaError):
+    """A stream is being captured, and the call needs what capture forbids.
+
+    Either a kernel is not loaded yet (call `cumla.prepare` before the capture), or memory would
+    have to be allocated by an allocator that does not serve captures.
+    """
+
+
+_INSTALL = (
+    "install one of the two extras, the one of your CUDA major version:\n"
+    '    pip install "cumla[cu12]"\n'
+    '    pip install "cumla[cu13]"'
+)
+
+
+class MissingDependencyError(CumlaError, ImportError):
+    """What the GPU path imports is missing, or is installed twice.
+
+    Parameters
+    ----------
+    problem : str
+        What is wrong with the installation, without a full stop. The two install commands are
+        added to it.
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}; {_INSTALL}")

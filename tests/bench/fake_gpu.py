@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPU made of NumPy: the benchmark's own kernels in other words, and a clock that work advances.
+
+The public functions of cumla compute NumPy arrays through the reference, so a benchmark can run
+from end to end on it. Parameter structs are packed as for a real launch and read from the bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cumla import reference
+from cumla.bench.ceilings import EMPTY, FILL_NORMAL, STREAM_KV
+from cumla.bench.dense import ATTEND_ROWS
+from cumla.launch.source import KernelSpec
+
+LAUNCH_US = 5.0
+FLUSH_US = 1000.0
+
+
+class FakeGpu:
+    """Stands in for `cumla.bench.gpu.Gpu`."""
+
+    ordinal = 0
+    properties = SimpleNamespace(name="Fake GPU", sm_count=4)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.launched: list[str] = []
+        self.streamed = np.zeros(1 << 16, np.uint16)
+
+    def __enter__(self) -> FakeGpu:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        array = np.empty(shape, dtype)
+        array.view(np.uint8).fill(0x7F)  # a NaN as bfloat16
+        return array
+
+    def upload(self, array: np.ndarray) -> np.ndarray:
+        return array.copy()
+
+    def download(self, array: np.ndarray) -> np.ndarray:
+        return array.copy()
+
+    def address(self, array: np.ndarray) -> int:
+        assert array.flags.c_contiguous
+        return array.ctypes.data
+
+    def fill_bytes(self, array: np.ndarray, value: int) -> None:
+        array.view(np.uint8).fill(value)
+
+    def copy(self, destination: np.ndarray, source: np.ndarray) -> None:
+        destination[...] = source
+        self.now += LAUNCH_US
+
+    def read(self, array: np.ndarray) -> None:
+        assert array.nbytes % 16 == 0
+        self.now += LAUNCH_US
+
+    def flush_l2(self) -> None:
+        self.now += FLUSH_US
+
+    def record(self) -> float:
+        return self.now
+
+    def elapsed_us(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def synchronize(self) -> None:
+        pass
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        return work
+
+    def launch(
+        self, spec: KernelSpec, blocks: int, layout: struct.Struct, values: Sequence[Any]
+    ) -> None:
+        self.launched.append(spec.function)
+        self.now += LAUNCH_US
+        _KERNELS[spec](blocks, *layout.unpack(layout.pack(*values)))
+
+
+def _fill_normal(blocks: int, destination: int, words: int, seed: int, deviation: float) -> None:
+    numbers = np.random.default_rng(seed).standard_normal(2 * words) * deviation
+    memory(destination, (2 * words,), "uint16")[...] = numbers.astype(ml_dtypes.bfloat16).view(
+        np.uint16
+    )
+
+
+def _attend_rows(
+    blocks: int,
+    q: int,
+    kv: int,
+    table: int,
+    table_stride: int,
+    seqlens: int,
+    rows: int,
+    out: int,
+    lse: int,
+    scale: float,
+    q_len: int,
+    heads: int,
+    causal: int,
+) -> None:
+    chosen = memory(rows, (blocks, 3), "int32")
+    batch = int(chosen[:, 0].max()) + 1
+    tables = memory(table, (batch, table_stride), "int32")
+    got = reference.mla_decode(
+        memory(q, (batch, q_len, heads, 576), "uint16").view(ml_dtypes.bfloat16),
+        memory(kv, (int(tables.max()) + 1, 64, 1, 576), "uint16").view(ml_dtypes.bfloat16),
+        tables,
+        memory(seqlens, (batch,), "int32"),
+        softmax_scale=scale,
+        causal=bool(causal),
+        out=np.empty((batch, q_len, heads, 512), np.float32),
+    )
+    request, token, head = chosen.T
+    memory(out, (blocks, 512), "float64")[...] = got.out[request, token, head]
+    memory(lse, (blocks,), "float64")[...] = got.lse[request, head, token]
+
+
+def _nothing(blocks: int, *values: object) -> None:
+    assert blocks >= 1
+
+
+_KERNELS: dict[KernelSpec, Callable[..., None]] = {
+    EMPTY: _nothing,
+    STREAM_KV: _nothing,
+    FILL_NORMAL: _fill_normal,
+    ATTEND_ROWS: _attend_rows,
+}
+
+
+def memory(address: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """The array that lies at an address."""
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = (ctypes.c_char * nbytes).from_address(address)
+    return np.frombuffer(raw, dtype=dtype).reshape(shape)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from cumla.bench.timing import Timing, time_cold, time_graph, time_host
+from tests.bench.fake_gpu import FakeGpu
+
+
+def test_median_and_spread():
+    timing = Timing.of([*range(1, 11), 1000])
+    assert timing == Timing(us=6.0, low=2.0, high=10.0)
+    assert timing.divided(2) == Timing(3.0, 1.0, 5.0)
+
+
+def test_cold_times_the_work_alone_and_drops_the_warm_up():
+    gpu = FakeGpu()
+    runs = []
+
+    def work() -> None:
+        runs.append(gpu.now)
+        gpu.now += 100.0 if len(runs) <= 3 else 7.0
+
+    assert time_cold(gpu, work, repeats=4, warmup=3) == Timing(7.0, 7.0, 7.0)
+    assert len(runs) == 7
+    gaps = [later - earlier for earlier, later in pairwise(runs)]
+    assert min(gaps) >= 1000.0  # the cache is flushed before each
+
+
+def test_graph_shares_a_replay_out_among_its_calls():
+    gpu = FakeGpu()
+    order = []
+
+    def call(number: int, us: float) -> None:
+        order.append(number)
+        gpu.now += us
+
+    calls = [lambda: call(0, 10.0), lambda: call(1, 20.0)]
+    timing = time_graph(gpu, calls, repeats=3, warmup=1)
+    assert timing.us == pytest.approx(15.0)
+    assert order == [0, 1] * 4
+
+
+def test_host_waits_between_bursts_outside_the_clock(monkeypatch):
+    clock = [0]
+    monkeypatch.setattr("cumla.bench.timing.perf_counter_ns", lambda: clock[0])
+    done = []
+
+    def call() -> None:
+        done.append("call")
+        clock[0] += 20_000 if len(done) > 9 else 90_000
+
+    def drain() -> None:
+        done.append("drain")
+        clock[0] += 1_000_000
+
+    timing = time_host(call, drain, repeats=20, warmup=10, burst=5)
+    assert timing == Timing(20.0, 20.0, 20.0)
+    assert done == [*["drain", *["call"] * 5] * 6, "drain"]

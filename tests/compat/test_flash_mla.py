@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashMLA's interface on the CPU: signatures, results, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from cumla.compat import flash_mla
+from cumla.mla import MLADecodePlan, MLADecodeResult
+from tests.flash_mla_example import StepInputs, load_example, make_inputs
+
+torch = pytest.importorskip("torch")
+
+LENGTHS = (1, 130, 64)
+
+
+def naive_layer(inputs: StepInputs, layer: int, *, causal: bool) -> tuple[Any, Any]:
+    """Attention of a layer in float64, written per request with torch's own functions."""
+    q, cache = inputs.queries[layer].double(), inputs.caches[layer].double()
+    batch, q_len, heads, _ = q.shape
+    out = torch.zeros(batch, q_len, heads, 512, dtype=torch.float64)
+    lse = torch.full((batch, heads, q_len), math.inf, dtype=torch.float64)
+    for b, kv_len in enumerate(inputs.cache_seqlens.tolist()):
+        rows = cache[inputs.block_table[b].long()].flatten(0, 1)[:kv_len]
+        rows = rows.repeat_interleave(heads // rows.shape[1], dim=1)
+        for i in range(q_len):
+            seen = rows[: max(kv_len - (q_len - 1 - i), 0)] if causal else rows
+            if len(seen):
+                scores = inputs.softmax_scale * torch.einsum("hd,thd->ht", q[b, i], seen)
+                out[b, i] = torch.einsum("ht,thd->hd", scores.softmax(-1), seen[..., :512])
+                lse[b, :, i] = scores.logsumexp(-1)
+    return out, lse
+
+
+def assert_layer(out: Any, lse: Any, inputs: StepInputs, layer: int, *, causal: bool) -> None:
+    ref_out, ref_lse = naive_layer(inputs, layer, causal=causal)
+    q = inputs.queries[layer]
+    assert out.dtype == q.dtype
+    assert lse.dtype == torch.float32
+    # The reference rounds once, to the dtype of the output.
+    torch.testing.assert_close(out.double(), ref_out, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(lse.double(), ref_lse, rtol=1e-6, atol=1e-6)
+
+
+def call(inputs: StepInputs, metadata: Any, **changes: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "q": inputs.queries[0],
+        "k_cache": inputs.caches[0],
+        "block_table": inputs.block_table,
+        "cache_seqlens": inputs.cache_seqlens,
+        "head_dim_v": 512,
+        "tile_scheduler_metadata": metadata,
+        **changes,
+    }
+    return flash_mla.flash_mla_with_kvcache(**arguments)
+
+
+@pytest.fixture(scope="module")
+def inputs() -> StepInputs:
+    return make_inputs(LENGTHS, max_pages=3)
+
+
+@pytest.fixture
+def metadata() -> flash_mla.FlashMLASchedMeta:
+    return flash_mla.get_mla_metadata()[0]
+
+
+def test_the_signature_is_flash_mlas() -> None:
+    parameters = inspect.signature(flash_mla.flash_mla_with_kvcache).parameters
+    required = [
+        "q",
+        "k_cache",
+        "block_table",
+        "cache_seqlens",
+        "head_dim_v",
+        "tile_scheduler_metadata",
+    ]
+    optional = {
+        "num_splits": None,
+        "softmax_scale": None,
+        "causal": False,
+        "is_fp8_kvcache": False,
+        "indices": None,
+        "attn_sink": None,
+        "extra_k_cache": None,
+        "extra_indices_in_kvcache": None,
+        "topk_length": None,
+        "extra_topk_length": None,
+    }
+    assert list(parameters) == [*required, *optional]
+    assert {n: p.default for n, p in parameters.items() if n in optional} == optional
+    kinds = {p.kind for p in parameters.values()}
+    assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+def test_every_name_of_flash_mla_is_there() -> None:
+    names = {
+        "get_mla_metadata",
+        "flash_mla_with_kvcache",
+        "flash_mla_sparse_fwd",
+        "flash_attn_varlen_func",
+        "flash_attn_varlen_qkvpacked_func",
+        "flash_attn_varlen_kvpacked_func",
+    }
+    assert names <= set(flash_mla.__all__)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((), {}),
+        ((object(), 16, 1), {}),  # lengths, rows a kv head, kv heads
+        ((object(), 32, 1, 16, True, 2048), {}),  # ... query heads, fp8, topk
+        ((), {"cache_seqlens": object(), "num_heads_k": 1}),
+    ],
+)
+def test_metadata_takes_the_arguments_of_any_version(args: Any, kwargs: Any) -> None:
+    result = flash_mla.get_mla_metadata(*args, **kwargs)
+    assert isinstance(result, tuple)
+    metadata, num_splits = result
+    assert isinstance(metadata, flash_mla.FlashMLASchedMeta)
+    assert num_splits is None
+    assert flash_mla.get_mla_metadata(*args, **kwargs)[0] is not metadata
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "q_len"), [(16, 1, 1), (6, 2, 3)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_example_runs_with_its_import_line_changed(
+    heads: int, kv_heads: int, q_len: int, dtype: str
+) -> None:
+    inputs = make_inputs(
+        LENGTHS, max_pages=3, heads=heads, kv_heads=kv_heads, q_len=q_len, dtype=dtype
+    )
+    outs, lses = load_example()(*inputs.arguments)
+    assert tuple(outs.shape) == (3, len(LENGTHS), q_len, heads, 512)
+    assert tuple(lses.shape) == (3, len(LENGTHS), heads, q_len)
+    for layer in range(3):
+        assert_layer(outs[layer], lses[layer], inputs, layer, causal=True)
+
+
+def test_arguments_by_position_as_in_the_old_style() -> None:
+    inputs = make_inputs(LENGTHS, max_pages=3, q_len=2)
+    metadata, num_splits = flash_mla.get_mla_metadata(inputs.cache_seqlens, 2 * 16, 1)
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        inputs.queries[0],
+        inputs.caches[0],
+        inputs.block_table,
+        inputs.cache_seqlens,
+        512,
+        metadata,
+        num_splits,
+        inputs.softmax_scale,
+        True,
+    )
+    assert_layer(out, lse, inputs, 0, causal=True)
+
+
+def test_not_causal_and_scaled_by_the_head_dim_unless_told() -> None:
+    base = make_inputs(LENGTHS, max_pages=3, q_len=2)
+    inputs = StepInputs(
+        base.queries, base.caches, base.block_table, base.cache_seqlens, softmax_scale=576**-0.5
+    )
+    out, lse = call(inputs, flash_mla.get_mla_metadata()[0])
+    assert_layer(out, lse, inputs, 0, causal=False)
+
+
+def test_a_request_without_tokens() -> None:
+    inputs = make_inputs((0, 5), max_pages=1)
+    out, lse = call(inputs, flash_mla.get_mla_metadata()[0])
+    assert not out[0].any()
+    assert torch.isposinf(lse[0]).all()
+    assert torch.isfinite(lse[1]).all()
+
+
+class PlanRecorder:
+    """A `cumla.MLADecodePlan` that notes what is asked of it."""
+
+    made: ClassVar[list[PlanRecorder]] = []
+
+    def __init__(self, plan: MLADecodePlan) -> None:
+        self.plan = plan
+        self.updates: list[Any] = []
+        self.runs: list[dict[str, Any]] = []
+        PlanRecorder.made.append(self)
+
+    @classmethod
+    def from_arrays(cls, *args: Any, **kwargs: Any) -> PlanRecorder:
+        return cls(MLADecodePlan.from_arrays(*args, **kwargs))
+
+    def update(self, cache_seqlens: Any) -> None:
+        self.updates.append(cache_seqlens)
+        self.plan.update(cache_seqlens)
+
+    def run(self, *args: Any, **kwargs: Any) -> MLADecodeResult:
+        self.runs.append(kwargs)
+        return self.plan.run(*args, **kwargs)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[PlanRecorder]:
+    """The plans that `flash_mla_with_kvcache` makes, in order."""
+    monkeypatch.setattr(PlanRecorder, "made", [])
+    monkeypatch.setattr(flash_mla, "MLADecodePlan", PlanRecorder)
+    return PlanRecorder.made
+
+
+def test_the_schedule_is_computed_by_the_first_call_only(
+    inputs: StepInputs, plans: list[PlanRecorder], metadata: flash_mla.FlashMLASchedMeta
+) -> None:
+    assert plans == []
+    for _ in range(3):
+        call(inputs, metadata, softmax_scale=0.5)
+    (plan,) = plans
+    assert len(plan.updates) == 1
+    assert plan.updates[0] is inputs.cache_seqlens
+    assert plan.runs == [{"softmax_scale": 0.5}] * 3
+
+
+def test_a_new_metadata_object_has_its_own_plan(
+    inputs: StepInputs, plans: list[PlanRecorder]
+) -> None:
+    for _ in range(2):
+        call(inputs, flash_mla.get_mla_metadata()[0])
+    assert [len(plan.updates) for plan in plans] == [1, 1]
+
+
+def test_another_stream_has_its_own_plan(
+    inputs: StepInputs,
+    plans: list[PlanRecorder],
+    metadata: flash_mla.FlashMLASchedMeta,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when a warmed-up step is captured: torch captures on a stream of its own."""
+    for stream in (7, 7, 9, 9):
+        monkeypatch.setattr(flash_mla, "open_call", lambda _, s=stream: SimpleNamespace(stream=s))
+        call(inputs, metadata)
+    assert [(len(plan.updates), len(plan.runs)) for plan in plans] == [(1, 2), (1, 2)]
+
+
+def test_a_failed_first_call_leaves_the_metadata_empty(
+    inputs: StepInputs, plans: list[PlanRecorder], metadata: flash_mla.FlashMLASchedMeta
+) -> None:
+    with pytest.raises(TypeError, match="block_table: needs int32"):
+        call(inputs, metadata, block_table=inputs.block_table.long())
+    call(inputs, metadata, q=inputs.queries[0][:, :, :8])
+    assert [len(plan.updates) for plan in plans] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"causal": True}, "causal=True"),
+        ({"q": (3, 2, 16, 576)}, "seq_q=2"),
+        ({"q": (3, 1, 32, 576)}, "heads_q=32"),
+        ({"q": (5, 1, 16, 576)}, "batch=5"),
+        ({"k_cache": (9, 32, 1, 576)}, "page_size=32"),
+        ({"k_cache": (9, 64, 2, 576)}, "heads_k=2"),
+    ],
+)
+def test_metadata_belongs_to_the_shapes_of_its_first_call(
+    inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta, change: dict[str, Any], named: str
+) -> None:
+    call(inputs, metadata)
+    changes = {
+        name: torch.zeros(value, dtype=torch.bfloat16) if isinstance(value, tuple) else value
+        for name, value in change.items()
+    }
+    with pytest.raises(ValueError, match=rf"tile_scheduler_metadata: .*got .*{named}") as error:
+        call(inputs, metadata, **changes)
+    assert "call get_mla_metadata()" in str(error.value)
+    call(inputs, metadata)  # it still serves the shapes that it belongs to
+
+
+def test_another_number_of_pages_is_no_other_shape(
+    inputs: StepInputs, plans: list[PlanRecorder], metadata: flash_mla.FlashMLASchedMeta
+) -> None:
+    call(inputs, metadata)
+    call(inputs, metadata, k_cache=inputs.caches[0].repeat(2, 1, 1, 1))
+    assert len(plans) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "indices",
+        "attn_sink",
+        "extra_k_cache",
+        "extra_indices_in_kvcache",
+        "topk_length",
+        "extra_topk_length",
+    ],
+)
+def test_sparse_arguments_are_refused_by_name(
+    inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta, name: str
+) -> None:
+    with pytest.raises(NotImplementedError, match=f"flash_mla_with_kvcache: {name}="):
+        call(inputs, metadata, **{name: torch.zeros(1, dtype=torch.int32)})
+
+
+def test_an_fp8_cache_is_refused_by_name(
+    inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta
+) -> None:
+    with pytest.raises(NotImplementedError, match="flash_mla_with_kvcache: is_fp8_kvcache="):
+        call(inputs, metadata, is_fp8_kvcache=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flash_mla_sparse_fwd",
+        "flash_attn_varlen_func",
+        "flash_attn_varlen_qkvpacked_func",
+        "flash_attn_varlen_kvpacked_func",
+    ],
+)
+def test_functions_that_are_not_there_yet_say_so(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"^{name}: "):
+        getattr(flash_mla, name)(torch.zeros(1), causal=True)
+
+
+def test_tensors_as_metadata_are_refused(inputs: StepInputs) -> None:
+    made_by_another_library = torch.zeros(132, 8, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"tile_scheduler_metadata: .*get_mla_metadata\(\).*Tensor"):
+        call(inputs, made_by_another_library)
+
+
+def test_num_splits_must_be_the_placeholder(
+    inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta
+) -> None:
+    with pytest.raises(TypeError, match=r"num_splits: needs None.*got Tensor"):
+        call(inputs, metadata, num_splits=torch.zeros(4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("width", [576, 128])
+def test_head_dim_v_is_512(
+    inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta, width: int
+) -> None:
+    with pytest.raises(ValueError, match=f"head_dim_v: must be 512.*got {width}"):
+        call(inputs, metadata, head_dim_v=width)
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "block_table", "cache_seqlens"])
+def test_dense_decoding_needs_every_tensor(
+    inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta, name: str
+) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: needs an array.*got builtins.NoneType"):
+        call(inputs, metadata, **{name: None})

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from cumla.launch import source
+from cumla.launch.module import CompiledKernel, compile_to_cubin
+from cumla.launch.source import KernelSpec
+
+Compiler = Callable[[KernelSpec], CompiledKernel]
+
+SMALL = KernelSpec("small", "small_f32", "scale<float>", "ScaleParams", 128, 2, smem_bytes=512)
+
+SMALL_CU = """\
+// SPDX-License-Identifier: Apache-2.0
+#include "ptx/types.cuh"
+#include "scale.cuh"
+
+namespace cumla {
+
+struct ScaleParams {
+  float* x;
+  float by;
+};
+
+template <typename T>
+__device__ __forceinline__ void scale(const ScaleParams& params) {
+  extern __shared__ float staged[];
+  staged[threadIdx.x] = params.x[threadIdx.x];
+  __syncthreads();
+  params.x[threadIdx.x] = times(staged[127 - threadIdx.x], T(params.by));
+}
+
+}  // namespace cumla
+"""
+SCALE_CUH = """\
+#pragma once
+#include "ptx/types.cuh"
+
+namespace cumla {
+__device__ __forceinline__ f32 times(f32 x, f32 y) { return x * y; }
+}
+"""
+TYPES_CUH = """\
+#pragma once
+namespace cumla {
+using f32 = float;
+}
+"""
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that stands for cumla/cuda, with one small kernel in it: `SMALL`."""
+    root = tmp_path / "cuda"
+    (root / "ptx").mkdir(parents=True)
+    (root / "small.cu").write_text(SMALL_CU)
+    (root / "scale.cuh").write_text(SCALE_CUH)
+    (root / "ptx" / "types.cuh").write_text(TYPES_CUH)
+    monkeypatch.setattr(source, "_sources", lambda: root)
+    monkeypatch.delenv("CUMLA_DEBUG", raising=False)
+    monkeypatch.delenv("CUMLA_CUBIN_DIR", raising=False)
+    return root
+
+
+@pytest.fixture
+def small() -> KernelSpec:
+    return SMALL
+
+
+@pytest.fixture
+def edit(sources: Path) -> Callable[[str, str, str], None]:
+    """Replace text in one of the small kernel's files; fails if the text is not there."""
+
+    def replace(name: str, old: str, new: str) -> None:
+        text = (sources / name).read_text()
+        assert old in text
+        (sources / name).write_text(text.replace(old, new))
+
+    return replace
+
+
+@pytest.fixture
+def nvrtc() -> None:
+    """Skip where NVRTC or cuda.bindings is not installed."""
+    from cumla.errors import MissingDependencyError
+    from cumla.launch.module import bindings_nvrtc_version
+
+    try:
+        bindings_nvrtc_version()
+    except MissingDependencyError as error:
+        pytest.skip(str(error).split("\n")[0])
+
+
+@pytest.fixture(scope="session")
+def _compile_once() -> Compiler:
+    return cache(compile_to_cubin)
+
+
+@pytest.fixture
+def compiled(nvrtc: None, _compile_once: Compiler) -> Compiler:
+    """Compile a kernel of the package, once a session."""
+    return _compile_once

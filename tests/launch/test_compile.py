@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels compiled for sm_90a without a GPU: resources, errors, and both ways of compiling."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cumla.errors import CompilationError
+from cumla.launch import all_specs
+from cumla.launch.module import bindings_nvrtc_version, compile_to_cubin, compiles_with_cupy
+from cumla.launch.source import ADDED_BY_CUPY, OPTIONS, KernelSpec, translation_unit
+from tests.launch.conftest import Compiler
+from tests.launch.elf import sections
+
+every_kernel = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.entry)
+
+pytestmark = pytest.mark.usefixtures("nvrtc")
+
+
+@every_kernel
+def test_every_kernel_compiles_within_its_budget(spec: KernelSpec, compiled: Compiler):
+    kernel = compiled(spec)
+    assert f".text.{spec.entry}" in sections(kernel.cubin)
+    assert (kernel.spills, kernel.stack, kernel.remarks) == (0, 0, ())
+    assert kernel.registers * spec.threads * spec.min_blocks <= 65536
+
+
+@every_kernel
+def test_every_debug_build_compiles(spec: KernelSpec):
+    assert compile_to_cubin(spec, debug=True).cubin
+
+
+class Compiled(Exception):
+    """Carries a cubin out of CuPy before it loads it, which would need a GPU."""
+
+
+def compile_through_cupy(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """Run what RawModule runs on an sm_90 GPU, from its options to the compiler, cold."""
+    cupy = pytest.importorskip("cupy")
+    compiler = cupy.cuda.compiler
+
+    class NoCache:
+        def load(self, name: str) -> None:
+            return None
+
+        def save(self, name: str, cubin: bytes, source: str) -> None:
+            raise Compiled(cubin)
+
+    if not compiles_with_cupy(cupy.cuda.nvrtc.getVersion()):
+        pytest.skip("this NVRTC refuses CuPy's options, so CuPy does not compile with it")
+    monkeypatch.setattr(compiler, "_kernel_cache_backend", NoCache())
+    monkeypatch.setattr(compiler, "_get_arch", lambda: "90")
+    monkeypatch.setattr(
+        compiler, "_get_arch_for_options_for_nvrtc", lambda arch=None: ("-arch=sm_90", "cubin")
+    )
+    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
+    options = tuple(option for option in OPTIONS if option not in ADDED_BY_CUPY)
+    with pytest.raises(Compiled) as compiled:
+        cupy._core.core.compile_with_cache(
+            translation_unit(spec), options, prepend_cupy_headers=False, backend="nvrtc"
+        )
+    cubin: bytes = compiled.value.args[0]
+    return cubin
+
+
+@every_kernel
+def test_cupy_and_nvrtc_make_the_same_code(
+    spec: KernelSpec, compiled: Compiler, monkeypatch: pytest.MonkeyPatch
+):
+    theirs = sections(compile_through_cupy(spec, monkeypatch))
+    import cupy
+
+    assert tuple(cupy.cuda.nvrtc.getVersion()) == bindings_nvrtc_version()
+    ours = sections(compiled(spec).cubin)
+    name = f".text.{spec.entry}"
+    assert len(ours[name]) > 0
+    assert ours[name] == theirs[name]
+
+
+def test_resources_are_those_of_the_kernel(sources, small, edit):
+    kernel = compile_to_cubin(small)
+    assert kernel.smem == 512
+    assert 0 < kernel.registers <= 64
+    edit("small.cu", "extern __shared__ float staged[];", "__shared__ float staged[300];")
+    assert compile_to_cubin(replace(small, smem_bytes=100)).smem == 1300
+
+
+def test_spill_or_stack_frame_fails(sources, small, edit):
+    edit(
+        "small.cu",
+        "params.x[threadIdx.x] = times",
+        "float kept[64];\n"
+        "  for (int i = 0; i < 64; ++i) kept[i] = params.x[i];\n"
+        "  for (int i = 0; i < int(params.by); ++i) kept[i & 63] += kept[int(kept[i & 31]) & 63];\n"
+        "  params.x[threadIdx.x] = kept[int(params.by) & 63] + times",
+    )
+    with pytest.raises(CompilationError, match=r"small_f32 compiles, but .*stack frame of \d+"):
+        compile_to_cubin(small)
+    assert compile_to_cubin(small, debug=True).stack > 0
+
+
+def test_ptxas_remark_fails(sources, small, edit):
+    edit(
+        "small.cu",
+        "__syncthreads();",
+        '__syncthreads();\n  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");',
+    )
+    loose = replace(small, entry="loose")
+    text = translation_unit(loose).replace("__launch_bounds__(128, 2)", "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cumla.launch.module.translation_unit", lambda spec, debug: text)
+        with pytest.raises(CompilationError, match=r"ptxas remarks: .*\(C7508\).*setmaxnreg"):
+            compile_to_cubin(loose)
+
+
+def test_too_much_shared_memory_fails(sources, small):
+    with pytest.raises(CompilationError, match="needs 232449 bytes of shared memory, of 232448"):
+        compile_to_cubin(replace(small, smem_bytes=227 * 1024 + 1))
+
+
+def test_failure_shows_the_log_and_the_numbered_source(sources, small, edit):
+    edit("scale.cuh", "return x * y;", "return x * z;")
+    with pytest.raises(CompilationError) as failure:
+        compile_to_cubin(small)
+    message = str(failure.value)
+    assert "kernel small_f32 (cumla/cuda/small.cu) does not compile" in message
+    assert 'cumla/cuda/scale.cuh(5): error: identifier "z" is undefined' in message
+    assert (
+        ">    5 | __device__ __forceinline__ f32 times(f32 x, f32 y) { return x * z; }" in message
+    )
+
+
+def test_no_nvrtc_is_a_missing_dependency(sources, small, monkeypatch):
+    from cuda.bindings import nvrtc
+
+    from cumla.errors import MissingDependencyError
+
+    def absent() -> None:
+        raise RuntimeError('"nvrtc" was not found\nsearched: everywhere')
+
+    monkeypatch.setattr(nvrtc, "nvrtcVersion", absent)
+    with pytest.raises(MissingDependencyError, match=r'found no NVRTC \("nvrtc" was not found\)'):
+        compile_to_cubin(small)
+    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
+    with pytest.raises(MissingDependencyError, match=r"cuda\.bindings, which compiles"):
+        compile_to_cubin(small)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README says what is so: its commands, examples, messages, table of variables and links."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cumla
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def section(title: str) -> str:
+    """The text under a heading of level 2 or 3, up to the next one."""
+    _, _, rest = README.partition(f"## {title}\n")
+    return re.split(r"^##+ ", rest, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def run_example(title: str) -> dict[str, Any]:
+    """What an example leaves behind; NumPy stands for CuPy, which knows no arrays but the GPU's."""
+    (code,) = blocks("python", section(title))
+    names: dict[str, Any] = {}
+    code = code.replace("import cupy\n", "import numpy as cupy\n")
+    exec(compile(code, f"README.md: {title}", "exec"), names)
+    return names
+
+
+def test_there_are_two_commands_each_one_line() -> None:
+    demo, tests = blocks("bash")
+    assert demo.count("\n") == tests.count("\n") == 1
+    assert demo.endswith("cumla demo\n")
+    assert tests.endswith("pytest\n")
+
+
+@pytest.mark.parametrize(
+    ("title", "framework"),
+    [("PyTorch", "torch"), ("CuPy", "numpy"), ("JAX", "jax"), ("FlashMLA", "torch")],
+)
+def test_example_runs(title: str, framework: str) -> None:
+    pytest.importorskip(framework)
+    names = run_example(title)
+    out, lse = names["out"], names["lse"]
+    assert type(out).__module__.partition(".")[0].removesuffix("lib") == framework
+    assert out.shape == (4, 1, 16, 512)
+    assert [bool(row == float("inf")) for row in lse[:, 0, 0]] == [False, False, False, True]
+
+
+def test_messages_are_the_real_ones() -> None:
+    pytest.importorskip("torch")
+    names = run_example("PyTorch")
+    (session,) = blocks("pycon", section("When something is wrong"))
+    test = doctest.DocTestParser().get_doctest(session, names, "README.md", "README.md", 0)
+    assert len(test.examples) == 2
+    assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def variables_in_the_code() -> set[str]:
+    """The environment variables of the package: string constants that are nothing else."""
+    found = set()
+    for path in (ROOT / "cumla").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.update(re.findall(r"\ACUMLA_[A-Z0-9_]+\Z", node.value))
+    return found
+
+
+def test_environment_table_is_complete_and_short() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", section("Environment variables"), re.MULTILINE)
+    assert set(rows) == variables_in_the_code()
+    assert len(rows) == len(set(rows)) <= 6
+
+
+def test_errors_that_the_text_names_exist() -> None:
+    named = re.findall(r"`(?:cumla\.)?(\w+Error)`", section("When something is wrong"))
+    assert len(named) == 5
+    assert all(issubclass(getattr(cumla, name), cumla.CumlaError) for name in named)
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+)\)", README))
+def test_link_leads_somewhere(link: str) -> None:
+    assert (ROOT / link).exists()
