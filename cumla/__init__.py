@@ -19,13 +19,18 @@ from cumla.errors import (
 )
 
 if TYPE_CHECKING:
+    from cumla import cache as cache
+    from cumla import merge as merge
     from cumla import mla as mla
     from cumla import reference as reference
+    from cumla.cache import append_mla_cache
+    from cumla.merge import AttentionState, merge_attention_states
     from cumla.mla import MLADecodePlan, MLADecodeResult, mla_decode, prepare
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionState",
     "CompilationError",
     "CumlaError",
     "MLADecodePlan",
@@ -33,11 +38,18 @@ __all__ = [
     "MissingDependencyError",
     "NotPreparedError",
     "UnsupportedDeviceError",
+    "append_mla_cache",
+    "merge_attention_states",
     "mla_decode",
     "prepare",
 ]
 
-_MODULES = ("mla", "reference")  # that are there without an import of their own
+_MODULES = ("cache", "merge", "mla", "reference")  # that are there without an import of their own
+_HOMES = {  # the rest is in mla
+    "AttentionState": "merge",
+    "append_mla_cache": "cache",
+    "merge_attention_states": "merge",
+}
 
 
 if not TYPE_CHECKING:  # or every name would pass
@@ -48,7 +60,8 @@ if not TYPE_CHECKING:  # or every name would pass
             return import_module(f"{__name__}.{name}")
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module("cumla.mla"), name)
+        home = import_module(f"{__name__}.{_HOMES.get(name, 'mla')}")
+        value = globals()[name] = getattr(home, name)
         return value
 
 

@@ -33,6 +33,7 @@ from cumla.errors import NotPreparedError
 __all__ = [
     "ArrayView",
     "Call",
+    "check_mutable",
     "from_numpy",
     "keep_until_passed",
     "open_call",
@@ -572,6 +573,27 @@ def open_device(device: int | None = None, *, stream: object = None) -> Call:
 
 def _framework_of(name: str, array: object) -> _Framework:
     return _framework_of_type.get(type(array)) or _recognise(name, array)
+
+
+def check_mutable(name: str, array: object) -> None:
+    """Refuse an array of JAX where it is to be written to in place, and nothing is returned.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for errors.
+    array : object
+
+    Raises
+    ------
+    TypeError
+        The array is JAX's, or none at all.
+    """
+    if _framework_of(name, array).immutable:
+        raise TypeError(
+            f"{name}: JAX arrays are immutable and cannot be written to; keep what is written in "
+            f"an array of CuPy or PyTorch, the other arguments may be JAX's"
+        )
 
 
 def place_name(device: int | None) -> str:

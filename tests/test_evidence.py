@@ -70,7 +70,7 @@ def test_no_evidence_at_all() -> None:
 
 
 def test_a_kernel_has_all_its_entry_points_in_its_evidence() -> None:
-    assert set(record.stems()) == {"mla_schedule", "mla_decode"}
+    assert {"mla_schedule", "mla_decode", "merge_states", "append_cache"} <= set(record.stems())
     entries = record.subject("mla_decode")["entries"]
     names = {f"mla_decode_{dtype}" for dtype in ("bfloat16", "float16")}
     assert set(entries) == names | {f"{name}_shared_blocks" for name in names}
@@ -81,7 +81,8 @@ def test_a_launchers_digest_sees_code_and_no_comments() -> None:
     text = 'x = f"{1}#"  # why\n\n\n# because\ny = """#\n\n"""\n'
     assert record.without_comments(text) == 'x = f"{1}#"\ny = """#\n"""'
     assert record.without_comments("x = 1\n") != record.without_comments("x = 2\n")
-    assert len({record.launcher_digest(stem) for stem in record.stems()}) == 2
+    stems = record.stems()
+    assert len({record.launcher_digest(stem) for stem in stems}) == len(stems)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def test_type_checkers_know_the_names(tmp_path: Path) -> None:
 def test_public_names() -> None:
     assert list(cumla.__all__) == sorted(cumla.__all__)
     assert set(cumla.__all__) == {
+        "AttentionState",
         "CompilationError",
         "CumlaError",
         "MLADecodePlan",
@@ -91,6 +92,8 @@ def test_public_names() -> None:
         "MissingDependencyError",
         "NotPreparedError",
         "UnsupportedDeviceError",
+        "append_mla_cache",
+        "merge_attention_states",
         "mla_decode",
         "prepare",
     }

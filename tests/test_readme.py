@@ -45,7 +45,13 @@ def test_there_are_two_commands_each_one_line() -> None:
 
 @pytest.mark.parametrize(
     ("title", "framework"),
-    [("PyTorch", "torch"), ("CuPy", "numpy"), ("JAX", "jax"), ("FlashMLA", "torch")],
+    [
+        ("PyTorch", "torch"),
+        ("CuPy", "numpy"),
+        ("JAX", "jax"),
+        ("Partial results", "torch"),
+        ("FlashMLA", "torch"),
+    ],
 )
 def test_example_runs(title: str, framework: str) -> None:
     pytest.importorskip(framework)
@@ -54,6 +60,13 @@ def test_example_runs(title: str, framework: str) -> None:
     assert type(out).__module__.partition(".")[0].removesuffix("lib") == framework
     assert out.shape == (4, 1, 16, 512)
     assert [bool(row == float("inf")) for row in lse[:, 0, 0]] == [False, False, False, True]
+
+
+def test_the_example_that_writes_a_cache() -> None:
+    pytest.importorskip("torch")
+    names = run_example("Writing the cache")
+    rows = names["kv_cache"].view(-1, 576)
+    assert rows.any(dim=1).nonzero().ravel().tolist() == [7, 64, 65, 130]
 
 
 def test_messages_are_the_real_ones() -> None:

@@ -16,6 +16,6 @@ def all_specs() -> tuple[KernelSpec, ...]:
     tuple[KernelSpec, ...]
         In the order of the launchers' modules.
     """
-    from cumla.launch import mla_decode, mla_schedule
+    from cumla.launch import append_cache, merge_states, mla_decode, mla_schedule
 
-    return mla_schedule.SPECS + mla_decode.SPECS
+    return mla_schedule.SPECS + mla_decode.SPECS + merge_states.SPECS + append_cache.SPECS

@@ -36,7 +36,7 @@ if str(ROOT) not in sys.path:
 import cumla  # noqa: E402
 from tests.gpu import record, variants  # noqa: E402
 from tests.gpu.cases import Case  # noqa: E402
-from tests.gpu.problem import Problem, make_problem, typed  # noqa: E402
+from tests.gpu.problem import NUMPY_DTYPES, Problem, make_problem, typed  # noqa: E402
 
 PLANTS = {
     "missing-wait": variants.MISSING_WAIT,
@@ -101,7 +101,34 @@ def run_grid(plant: str | None) -> None:
         for out, lse in decode(cupy, problem):
             problem.check(out, lse)
         print(f"sanitize: {name}: agrees", flush=True)
+    for form in ("slots", "requests, rotated"):
+        append_rows(cupy, form)
+        print(f"sanitize: rows by {form}: agree", flush=True)
     print(DONE)
+
+
+def append_rows(cupy: Any, form: str) -> None:
+    """Write rows into a cache, and compare all of it; some of their places do not exist."""
+    rng = np.random.default_rng(0)
+    tokens, bf16 = 37, NUMPY_DTYPES["bfloat16"]
+    rows = rng.standard_normal((tokens, 2, 576)).astype(bf16)
+    cache = np.zeros((5, 16, 2, 576), bf16)
+    arguments: dict[str, Any] = {"slot_mapping": rng.permutation(100)[:tokens] - 10}
+    if form != "slots":
+        quarter_turns = np.zeros((20, 64), np.float32)
+        quarter_turns[:, 32:] = 1
+        arguments = {
+            "batch_indices": np.arange(tokens) % 3 - 1,
+            "positions": np.arange(tokens) - 3,
+            "block_table": np.array([[4, 2147480000, 1], [0, -1, 3]], np.int32),
+            "cos_sin": quarter_turns,
+        }
+    there = cupy.asarray(cache.view(np.uint16))
+    bits = cupy.asarray(rows.view(np.uint16))
+    given = {name: cupy.asarray(array) for name, array in arguments.items()}
+    cumla.append_mla_cache(typed(bits, "bfloat16"), typed(there, "bfloat16"), **given)
+    cumla.reference.append_mla_cache(rows, cache, **arguments)
+    np.testing.assert_array_equal(typed(there.get(), "bfloat16"), cache)
 
 
 def decode(cupy: Any, problem: Problem) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -165,7 +192,7 @@ def run_all(folder: Path, timeout: float) -> None:
 
 _ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
 _HAZARDS = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warn")
-_KERNEL = re.compile(r"\b(mla_\w+?)(?:\+0x[0-9a-f]+|\()")
+_KERNEL = re.compile(r"\b((?:mla|append)_\w+?)(?:\+0x[0-9a-f]+|\()")
 _HEAD = re.compile(r"^========= (?!COMPUTE|ERROR SUMM|RACECHECK SUMM|\s)(.+)$", re.MULTILINE)
 
 

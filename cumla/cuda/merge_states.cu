@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+// Merges partial attention results: the average of their outputs, weighted by the exponentials of their log-sum-exps.
+//
+// A row (one head of one token) belongs to a group of 1 to 32 lanes of one warp, so that a barrier of the warp is enough for
+// results in place. A lane takes 16 bytes of two columns of two partial results at a time, and their log-sum-exps are loaded
+// beside them, not before. The weights are relative to a running maximum, as in flash attention.
+//
+// Registers: 16 of loads in flight, 16 of sums; at most 64 in all, so that four blocks fit on a multiprocessor, and
+// 1024 threads x 4 loads x 16 B = 64 KiB are in flight there. Memory needs about 40.
+#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla {
+
+struct Fp32 {};
+
+constexpr int kMergeThreads = 256;
+constexpr int kColumns = 2;        // of 16 bytes, of a lane, at once
+constexpr int kAtOnce = 2;         // partial results that a lane loads together
+constexpr int kMostPartials = 60;  // of one launch: the parameters of a kernel are at most 4096 bytes
+
+// An output (batch, token, head, head_dim) and its log-sum-exp; strides in bytes, of batch, token and head.
+struct AttentionState {
+  char* out;
+  i64 out_strides[3];
+  char* lse;
+  i64 lse_strides[3];
+};
+
+enum OutType : int { kOutFloat32, kOutBfloat16, kOutFloat16 };
+
+struct MergeStatesParams {
+  AttentionState result;
+  AttentionState carried;  // float32, what earlier launches have merged; out is null in the first
+  i64 rows;                // batch x tokens x heads
+  int tokens;
+  int heads;
+  int columns;     // of 16 bytes in a row of a partial result
+  int lanes_log2;  // of a group
+  int count;       // of partial results
+  OutType out_type;
+  float to_log2;    // from the base of the log-sum-exps
+  float from_log2;  // and back
+  AttentionState partials[kMostPartials];
+};
+
+template <typename T>
+constexpr int kElements = 8;  // in 16 bytes
+template <>
+constexpr int kElements<Fp32> = 4;
+
+template <typename T>
+__device__ __forceinline__ void add_weighted(float (&sum)[kElements<T>], const uint4& packed, float weight) {
+  const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = unpack_pair<T>(words[i]);
+    sum[2 * i] += weight * pair.x;
+    sum[2 * i + 1] += weight * pair.y;
+  }
+}
+
+template <>
+__device__ __forceinline__ void add_weighted<Fp32>(float (&sum)[4], const uint4& packed, float weight) {
+  const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum[i] += weight * __uint_as_float(words[i]);
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ void store_16_bit(char* destination, const float (&v)[kCount]) {
+  u32 words[kCount / 2];
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) words[i] = pack_pair<T>(v[2 * i], v[2 * i + 1]);
+  if constexpr (kCount == 8) {
+    *reinterpret_cast<uint4*>(destination) = {words[0], words[1], words[2], words[3]};
+  } else {
+    *reinterpret_cast<uint2*>(destination) = {words[0], words[1]};
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void store_column(char* row, int column, OutType type, const float (&v)[kCount]) {
+  if (type == kOutFloat32) {
+    float4* const destination = reinterpret_cast<float4*>(row) + column * (kCount / 4);
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) destination[i] = {v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]};
+  } else if (type == kOutBfloat16) {
+    store_16_bit<Bf16>(row + column * (2 * kCount), v);
+  } else {
+    store_16_bit<Fp16>(row + column * (2 * kCount), v);
+  }
+}
+
+// Where a row lies.
+struct Place {
+  i64 batch;
+  int token, head;
+
+  __device__ __forceinline__ Place(const MergeStatesParams& p, i64 row) {
+    const i64 token_row = divide(row, p.heads);
+    batch = divide(token_row, p.tokens);
+    head = static_cast<int>(row - token_row * p.heads);
+    token = static_cast<int>(token_row - batch * p.tokens);
+  }
+  __device__ __forceinline__ char* out(const AttentionState& of) const { return of.out + offset(of.out_strides); }
+  __device__ __forceinline__ float* lse(const AttentionState& of) const {
+    return reinterpret_cast<float*>(of.lse + offset(of.lse_strides));
+  }
+
+ private:
+  __device__ __forceinline__ i64 offset(const i64 (&strides)[3]) const {
+    return batch * strides[0] + token * strides[1] + head * strides[2];
+  }
+  __device__ __forceinline__ static i64 divide(i64 numerator, int denominator) {
+    if (numerator >> 32 == 0) return static_cast<u32>(numerator) / static_cast<u32>(denominator);  // five times as fast
+    return numerator / denominator;
+  }
+};
+
+__device__ __forceinline__ bool is_empty(float lse) { return fabsf(lse) == kInfinity; }
+
+// What one lane has added up: its columns of a row, and the weights, relative to the largest log-sum-exp so far. A NaN among
+// the log-sum-exps stays one.
+template <typename T>
+struct Sum {
+  float v[kColumns][kElements<T>] = {};
+  float weight = 0.0f, maximum = -kInfinity;
+
+  __device__ __forceinline__ void raise(float next, float to_log2) {
+    const float factor = weight_of(maximum, next, to_log2);
+    weight *= factor;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c)
+#pragma unroll
+      for (int i = 0; i < kElements<T>; ++i) v[c][i] *= factor;
+    maximum = next;
+  }
+  // Nothing for an empty result. The difference first: it is exact where it counts.
+  __device__ __forceinline__ static float weight_of(float lse, float maximum, float to_log2) {
+    return is_empty(lse) ? 0.0f : exp2_approx((lse - maximum) * to_log2);
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ void start_from_carried(Sum<T>& sum, const MergeStatesParams& p, const Place& place,
+                                                   const int (&column)[kColumns]) {
+  const float lse = *place.lse(p.carried);
+  if (is_empty(lse)) return;
+  sum.maximum = lse;
+  sum.weight = 1.0f;
+  const float4* const row = reinterpret_cast<const float4*>(place.out(p.carried));
+  constexpr int kQuads = kElements<T> / 4;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    if (column[c] >= p.columns) continue;
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      const float4 quad = row[column[c] * kQuads + i];
+      sum.v[c][4 * i] = quad.x;
+      sum.v[c][4 * i + 1] = quad.y;
+      sum.v[c][4 * i + 2] = quad.z;
+      sum.v[c][4 * i + 3] = quad.w;
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void add_partials(Sum<T>& sum, const MergeStatesParams& p, const Place& place,
+                                             const int (&column)[kColumns]) {
+#pragma unroll 1
+  for (int first = 0; first < p.count; first += kAtOnce) {
+    uint4 loaded[kAtOnce][kColumns] = {};
+    float lse[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      lse[k] = -kInfinity;
+      if (first + k >= p.count) continue;
+      const AttentionState& partial = p.partials[first + k];
+      lse[k] = *place.lse(partial);
+      const uint4* const row = reinterpret_cast<const uint4*>(place.out(partial));
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c)
+        if (column[c] < p.columns) loaded[k][c] = row[column[c]];
+    }
+    float next = sum.maximum;
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k)
+      if (!is_empty(lse[k])) next = fmaxf(next, lse[k]);
+    sum.raise(next, p.to_log2);
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const float weight = sum.weight_of(lse[k], next, p.to_log2);
+      if (weight == 0.0f) continue;  // what counts for nothing may be NaN
+      sum.weight += weight;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) add_weighted<T>(sum.v[c], loaded[k][c], weight);
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void merge_states(const MergeStatesParams& p) {
+  const int lanes = 1 << p.lanes_log2;
+  const int lane = threadIdx.x & (lanes - 1);
+  const i64 row = (static_cast<i64>(blockIdx.x) * kMergeThreads + threadIdx.x) >> p.lanes_log2;
+  grid_dependency_wait();
+  if (row >= p.rows) return;
+  const Place place(p, row);
+  float lse = kInfinity;
+#pragma unroll 1
+  for (int first = lane; first - lane < p.columns; first += kColumns * lanes) {
+    const int column[kColumns] = {first, first + lanes};
+    Sum<T> sum;
+    if (p.carried.out != nullptr) start_from_carried(sum, p, place, column);
+    add_partials(sum, p, place, column);
+    const bool empty = sum.weight == 0.0f;
+    const float factor = empty ? 0.0f : 1.0f / sum.weight;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+      for (int i = 0; i < kElements<T>; ++i) sum.v[c][i] *= factor;
+      if (column[c] < p.columns) store_column(place.out(p.result), column[c], p.out_type, sum.v[c]);
+    }
+    lse = empty ? kInfinity : sum.maximum + log2_approx(sum.weight) * p.from_log2;
+  }
+  __syncwarp();  // all have read the log-sum-exps, one of which the result may replace
+  if (lane == 0) *place.lse(p.result) = lse;
+}
+
+}  // namespace cumla

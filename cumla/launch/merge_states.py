@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/merge_states.cu: merges up to 60 partial attention results in one pass."""
+
+from __future__ import annotations
+
+import struct
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.source import KernelSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cumla.arrays import ArrayView
+    from cumla.launch.module import LoadedKernel
+
+__all__ = ["MOST_PARTIALS", "SPECS", "StateViews", "merge_spec", "prepare_merge"]
+
+MOST_PARTIALS = 60  # kMostPartials of the kernel
+_COLUMNS = 2  # kColumns: of 16 bytes, that a lane takes at once
+_WARP = 32
+
+_TAGS = {"bfloat16": "Bf16", "float16": "Fp16", "float32": "Fp32"}
+_OUT_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+
+_SPECS = {
+    dtype: KernelSpec(
+        stem="merge_states",
+        entry=f"merge_states_{dtype}",
+        function=f"merge_states<{tag}>",
+        params="MergeStatesParams",
+        threads=256,
+        min_blocks=4,
+    )
+    for dtype, tag in _TAGS.items()
+}
+SPECS = tuple(_SPECS.values())
+
+
+def merge_spec(dtype: str) -> KernelSpec:
+    """Choose the kernel for the dtype of the partial results."""
+    return _SPECS[dtype]
+
+
+class StateViews(NamedTuple):
+    """An attention output and its log-sum-exp, on the GPU.
+
+    Attributes
+    ----------
+    out : ArrayView
+        ``(batch, tokens, heads, head_dim)``, rows contiguous, on 16-byte boundaries.
+    lse : ArrayView
+        ``(batch, tokens, heads)`` float32.
+    """
+
+    out: ArrayView
+    lse: ArrayView
+
+    @property
+    def fields(self) -> tuple[int, ...]:
+        """The struct AttentionState of the kernel's file."""
+        return (self.out.ptr, *self.out.strides[:3], self.lse.ptr, *self.lse.strides)
+
+
+_NOTHING = (0,) * 8  # the fields of no state
+_PARAMS = struct.Struct(f"<17q6i2f{len(_NOTHING) * MOST_PARTIALS}q")
+
+
+def prepare_merge(
+    kernel: LoadedKernel,
+    partials: Sequence[StateViews],
+    carried: StateViews | None,
+    result: StateViews,
+    log2_of_base: float,
+    stream: int,
+) -> PreparedLaunch:
+    """Prepare to merge partial results, behind what an earlier launch has merged.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+        ``merge_states_<dtype>`` of the partial results.
+    partials : sequence of StateViews
+        1 to `MOST_PARTIALS` of one shape and dtype.
+    carried : StateViews or None
+        The float32 result of the launch before this one.
+    result : StateViews
+        Where to write; out float32, bfloat16 or float16.
+    log2_of_base : float
+        Binary logarithm of the base of the log-sum-exps.
+    stream : int
+        CUstream handle.
+
+    Returns
+    -------
+    PreparedLaunch
+        To be called.
+    """
+    first = partials[0].out
+    rows = prod(first.shape[:3])
+    columns = first.shape[3] * first.strides[3] // 16
+    lanes_log2 = _lanes_log2(columns)
+    values = (
+        *result.fields,
+        *(_NOTHING if carried is None else carried.fields),
+        rows,
+        first.shape[1],
+        first.shape[2],
+        columns,
+        lanes_log2,
+        len(partials),
+        _OUT_TYPES[result.out.dtype],
+        log2_of_base,
+        1.0 / log2_of_base,
+        *(field for partial in partials for field in partial.fields),
+        *_NOTHING * (MOST_PARTIALS - len(partials)),
+    )
+    blocks = -(-rows // (kernel.spec.threads >> lanes_log2))
+    return PreparedLaunch(kernel, (blocks, 1, 1), _PARAMS, values, stream)
+
+
+def _lanes_log2(columns: int) -> int:
+    """Choose the lanes of a row: a power of two, so many that all have columns to take."""
+    lanes = min(-(-columns // _COLUMNS), _WARP)
+    return (lanes - 1).bit_length()

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is packed for merge_states, read back from the bytes by a stand-in for the kernel.
+
+The stand-in finds every array by the addresses and strides of the struct, and merges with the
+reference; whatever the struct does not name is NaN.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cumla import merge, reference
+from cumla.arrays import ArrayView
+from cumla.launch import merge_states
+from cumla.launch.merge_states import MOST_PARTIALS, SPECS, StateViews, merge_spec
+from tests.launch.test_kernel import compile_checks
+
+OUT_DTYPES = {0: np.float32, 1: ml_dtypes.bfloat16, 2: np.float16}  # of enum OutType
+
+
+def at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """The array that lies at an address."""
+    dtype = np.dtype(dtype)
+    reach = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + dtype.itemsize
+    memory = (ctypes.c_char * reach).from_address(address)
+    return np.ndarray(shape, dtype, memory, strides=strides)
+
+
+class StandIn:
+    """A `PreparedLaunch` that keeps the struct's bytes, and works on NumPy's memory."""
+
+    made: list[StandIn]
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        layout: struct.Struct,
+        values: tuple[Any, ...],
+        stream: int,
+    ) -> None:
+        self.fields = layout.unpack(layout.pack(*values))
+        self.grid, self.dtype = grid, kernel.spec.entry.removeprefix("merge_states_")
+        rows, tokens, heads, columns, lanes_log2, count, out_type = self.fields[16:23]
+        self.out_type, self.lanes, self.count = out_type, 1 << lanes_log2, count
+        self.shape = (rows // (tokens * heads), tokens, heads)
+        self.head_dim = columns * 16 // np.dtype(merge_numpy(self.dtype)).itemsize
+        self.made.append(self)
+
+    def state(self, first: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The output and the logarithms whose fields begin there."""
+        out, *steps = self.fields[first : first + 4]
+        lse, *lse_steps = self.fields[first + 4 : first + 8]
+        shape = (*self.shape, self.head_dim)
+        strides = (*steps, np.dtype(dtype).itemsize)
+        return at(out, shape, strides, dtype), at(lse, self.shape, tuple(lse_steps), np.float32)
+
+    def __call__(self) -> None:
+        dtype = merge_numpy(self.dtype)
+        states = [self.state(25 + 8 * i, dtype) for i in range(self.count)]
+        if self.fields[8]:
+            states.insert(0, self.state(8, np.float32))
+        out, lse = self.state(0, OUT_DTYPES[self.out_type])
+        to_log2, from_log2 = self.fields[23:25]
+        assert to_log2 * from_log2 == pytest.approx(1.0)
+        merged = reference.merge_attention_states(
+            [out.astype(np.float32) for out, _ in states],
+            [lse.swapaxes(1, 2) for _, lse in states],
+            lse_base=2 if to_log2 == 1 else math.e,
+        )
+        out[...], lse[...] = merged.out, merged.lse.swapaxes(1, 2)
+
+
+def merge_numpy(dtype: str) -> Any:
+    return {"bfloat16": ml_dtypes.bfloat16}.get(dtype, dtype)
+
+
+def view(array: np.ndarray) -> ArrayView:
+    return ArrayView(array.ctypes.data, array.shape, array.strides, array.dtype.name, 0)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[StandIn]]:
+    """Merge arrays as on a GPU, by stand-ins, which come back."""
+    monkeypatch.setattr(merge_states, "PreparedLaunch", StandIn)
+
+    def run(
+        outs: Any, lses: Any, out: np.ndarray, lse: np.ndarray, base: float = math.e
+    ) -> list[StandIn]:
+        memory: list[np.ndarray] = []
+
+        def workspace(nbytes: int) -> ArrayView:
+            memory.append(np.full(nbytes, 0xFF, np.uint8))
+            return view(memory[-1])
+
+        StandIn.made = []
+        call: Any = SimpleNamespace(stream=0, workspace=workspace)
+        kernel: Any = SimpleNamespace(spec=merge_spec(outs[0].dtype.name))
+        parts = zip(split("outs", outs), split("lses", lses), strict=True)
+        states = [merge._state(*pair) for pair in parts]
+        result = merge._state(view(out), view(lse))
+        for launch in merge._launches(call, kernel, states, result, math.log2(base)):
+            launch()
+        return StandIn.made
+
+    return run
+
+
+def split(name: str, arrays: Any) -> list[ArrayView]:
+    views = [view(x) for x in arrays] if isinstance(arrays, list) else [view(arrays)]
+    return merge._split(name, arrays, views)
+
+
+def states(
+    count: int, shape: tuple[int, ...], dtype: Any, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Stacked partial results in padded memory, their logarithms in the other order of axes."""
+    rng = np.random.default_rng(seed)
+    wide = np.full((*shape[:-1], count, shape[-1] + 16), np.nan, dtype)
+    outs = np.moveaxis(wide, -2, 0)[..., : shape[-1]]
+    outs[...] = rng.standard_normal(outs.shape)
+    lse_shape = merge._lse_shape(shape)
+    lses = rng.standard_normal((count, *lse_shape[::-1])).astype(np.float32)
+    return outs, lses.transpose(0, *range(len(lse_shape), 0, -1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(7, 3, 8), (5, 96, 72), (2, 3, 4, 512), (3, 1, 1, 2048)])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_every_row_of_every_state_is_found(
+    launches: Callable[..., list[StandIn]], dtype: str, shape: tuple[int, ...], stacked: bool
+) -> None:
+    outs, lses = states(5, shape, merge_numpy(dtype))
+    arguments = (outs, lses) if stacked else (list(outs), list(lses))
+    for kind in OUT_DTYPES.values():
+        out = np.full((*shape[:-1], shape[-1] + 8), np.nan, kind)[..., : shape[-1]]
+        lse = np.full(lses.shape[1:], np.nan, np.float32)
+        (launch,) = launches(*arguments, out, lse, base=2)
+        expected = reference.merge_attention_states(outs, lses, out=np.empty(shape), lse_base=2)
+        np.testing.assert_allclose(out.astype(float), expected.out, rtol=5e-3, atol=1e-6)
+        np.testing.assert_allclose(lse, expected.lse, rtol=1e-6)
+        assert launch.count == 5
+
+
+@pytest.mark.parametrize("count", [1, MOST_PARTIALS, MOST_PARTIALS + 1, 2 * MOST_PARTIALS + 5])
+@pytest.mark.parametrize("shape", [(7, 3, 8), (2, 3, 4, 16)])
+def test_any_number_of_partial_results(
+    launches: Callable[..., list[StandIn]], count: int, shape: tuple[int, ...]
+) -> None:
+    """What is handed from launch to launch is float32: nothing is rounded to 16 bits between."""
+    outs, lses = states(count, shape, ml_dtypes.bfloat16)
+    lses[:MOST_PARTIALS, 1] = np.inf  # a row of which the first launch finds nothing
+    expected = reference.merge_attention_states(outs, lses, out=np.empty(shape))
+    out, lse = np.full(shape, np.nan, np.float32), np.full(lses.shape[1:], np.nan, np.float32)
+    made = launches(list(outs), list(lses), out, lse)
+    assert sum(launch.count for launch in made) == count
+    assert len(made) == -(-count // MOST_PARTIALS)
+    np.testing.assert_allclose(out, expected.out, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(lse, expected.lse, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 128, 520, 4096])
+def test_lanes_and_blocks_cover_every_row(
+    launches: Callable[..., list[StandIn]], dtype: str, head_dim: int
+) -> None:
+    kind = np.dtype(merge_numpy(dtype))
+    for rows in (1, 2, 31, 32, 33, 1000):
+        outs, lses = states(1, (rows, 1, head_dim), kind)
+        out, lse = np.empty((rows, 1, head_dim), kind), np.empty((rows, 1), np.float32)
+        (launch,) = launches(outs, lses, out, lse)
+        columns = head_dim * kind.itemsize // 16
+        in_block = 256 // launch.lanes
+        assert launch.lanes in (1, 2, 4, 8, 16, 32)
+        assert (launch.grid[0] - 1) * in_block < rows <= launch.grid[0] * in_block
+        assert launch.lanes == 32 or 2 * launch.lanes >= columns
+        assert launch.lanes == 1 or launch.lanes < columns  # none of the lanes idles
+
+
+def test_the_struct_is_as_the_kernel_sees_it(nvrtc: None) -> None:
+    """The order of the fields, by initialising them in the order in which they are packed."""
+    words = [
+        "constexpr AttentionState kState = {nullptr, {1, 2, 3}, nullptr, {5, 6, 7}};",
+        "constexpr MergeStatesParams kWords = {kState, {}, 16, 17, 18, 19, 20, 21, kOutFloat16,",
+        "                                      23.0f, 24.0f, {kState}};",
+    ]
+    names = ("rows", "tokens", "heads", "columns", "lanes_log2", "count")
+    checks = {f"kWords.{name}": 16 + i for i, name in enumerate(names)}
+    checks |= {"kWords.to_log2": 23, "kWords.from_log2": 24}
+    checks |= {"kWords.result.out_strides[2]": 3, "kWords.partials[0].lse_strides[2]": 7}
+    checks |= {"kMostPartials": MOST_PARTIALS, "kColumns": merge_states._COLUMNS}
+    checks |= {"kMergeThreads": SPECS[0].threads, "kOutBfloat16": 1, "kOutFloat16": 2}
+    compile_checks(SPECS[0], checks, *words)
+
+
+def test_views_have_as_many_fields_as_the_struct() -> None:
+    out, lse = np.zeros((2, 3, 4, 8), np.float32), np.zeros((2, 4, 3), np.float32)
+    state = merge._state(view(out), view(lse))
+    assert isinstance(state, StateViews)
+    ptrs = (out.ctypes.data, 384, 128, 32, lse.ctypes.data, 48, 4, 12)
+    assert state.fields == ptrs
