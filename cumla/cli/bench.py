@@ -20,6 +20,7 @@ __all__ = ["add_parser", "run"]
 _GRID = {"batch": 128, "q_len": 1, "heads": 128, "kv_len": 4096}
 """What a grid has along the axes that are not given."""
 _PEERS = ("sdpa", "triton", "flashinfer", "flashmla", "fa3", "deepgemm")
+_OUTPUTS = ("csv", "plot", "markdown")
 
 
 class _UsageError(Exception):
@@ -123,16 +124,16 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"needs a whole number from 1, got {text!r}")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure or read, and report; 0 if every result was right."""
     try:
         if args.explain:
+            _refuse(args, "--explain", "variants", "warm", "peers", "source", "json", *_OUTPUTS)
             _explain(_cases(args), args.sm_count)
             return 0
         if args.variants:
@@ -163,6 +164,13 @@ def _cases(args: argparse.Namespace) -> tuple[Case, ...]:
         raise _UsageError(str(error)) from error
 
 
+def _refuse(args: argparse.Namespace, mode: str, *names: str) -> None:
+    """Say which options do not go with one that does something else."""
+    options = [f"--{'from' if name == 'source' else name}" for name in names if getattr(args, name)]
+    if options:
+        raise _UsageError(f"{', '.join(options)}: {mode} has no use for it; leave it out")
+
+
 def _explain(chosen: tuple[Case, ...], sm_count: int | None) -> None:
     from cumla.bench.explain import explain, find_sm_count
 
@@ -177,11 +185,7 @@ def _compare_variants(args: argparse.Namespace) -> int:
     """Time every kernel that can serve each case; 1 if a result was wrong."""
     from cumla.bench import variants
 
-    others = {"warm": "warm", "peers": "peers", "from": "source"}
-    others |= {name: name for name in ("csv", "plot", "markdown")}
-    given = [f"--{option}" for option, name in others.items() if getattr(args, name)]
-    if given:
-        raise _UsageError(f"{', '.join(given)}: --variants has no use for it; leave it out")
+    _refuse(args, "--variants", "warm", "peers", "source", *_OUTPUTS)
     asked = any(getattr(args, name) for name in ("rows", *_GRID, "kv_heads", "dtype", "lengths"))
     chosen = _cases(args) if asked else variants.SHAPES
     results: dict[str, Any] = {}

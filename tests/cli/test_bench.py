@@ -104,6 +104,10 @@ def test_peers(asked: dict[str, Any], names: tuple[str, ...], peers: tuple[str, 
             "--variants --warm --csv a.csv --from b.json",
             "--warm, --from, --csv: --variants has no use for it; leave it out",
         ),
+        (
+            "--explain --json a.json --plot a",
+            "--json, --plot: --explain has no use for it; leave it out",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said(
@@ -121,10 +125,21 @@ def test_what_does_not_fit_is_said(
     assert (said.out, asked) == ("", {})
 
 
-@pytest.mark.parametrize("arguments", ["--batch 0", "--batch x", "--dtype fp8", "--peers cuda"])
-def test_what_argparse_refuses(arguments: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--batch 0", "--batch: needs a whole number from 1, got '0'"),
+        ("--kv-len 64 x", "--kv-len: needs a whole number from 1, got 'x'"),
+        ("--dtype fp8", "--dtype: invalid choice: 'fp8'"),
+        ("--peers cuda", "--peers: invalid choice: 'cuda'"),
+    ],
+)
+def test_what_argparse_refuses(
+    capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
     with pytest.raises(SystemExit):
         cumla_bench(*arguments.split())
+    assert f"argument {message}" in capsys.readouterr().err
 
 
 def test_everything_is_written(
