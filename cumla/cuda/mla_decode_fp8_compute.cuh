@@ -201,8 +201,8 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
   }
 
   // Returns how many blocks there were. t: those of the segments before. What both consumers leave for each other at the end
-  // of a segment lies where this one has its probabilities and sums: nobody begins before all warps have added it up. Of kRows tokens past the end are zeros already
-  // (load_kv_fp8): only their scores need a mask.
+  // of a segment lies where this one has its probabilities and sums: nobody begins before all warps have added it up. Of
+  // kRows tokens past the end are zeros already (load_kv_fp8): only their scores need a mask.
   __device__ __forceinline__ int compute(const Segment& segment, int t) {
     // With one query, that it is there says as much.
     if (Layout::kQueries > 1 && n > 0)
