@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import re
-from importlib import resources
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cumla.launch.division import divisor_of
-from cumla.launch.source import strip_comments
+from tests.launch.kernel_text import in_one_line
 
 LIMIT = 1 << 31  # of what is divided
 
@@ -33,8 +30,7 @@ def assert_exact(x: np.ndarray, number: int) -> None:
 
 
 def test_the_quotient_is_that_of_the_kernels() -> None:
-    text = resources.files("cumla").joinpath("cuda/division.cuh").read_text("utf-8")
-    source = re.sub(r"\s+", " ", strip_comments(text))
+    source = in_one_line("division.cuh")
     assert "struct Divisor { u32 magic, shift; };" in source
     assert "return __umulhi(2 * x, divisor.magic) >> divisor.shift;" in source
 

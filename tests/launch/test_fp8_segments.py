@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import itertools
 import random
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib import resources
 from typing import NamedTuple
 
 import pytest
 
-from cumla.launch.source import strip_comments
+from tests.launch.kernel_text import assert_in_order
 
 SLOTS, WARPS = 4, range(4)
 
@@ -613,8 +611,4 @@ LINES = {
 @pytest.mark.parametrize("name", LINES)
 def test_the_steps_are_those_of_the_kernel(name: str) -> None:
     """In this order; after a change there, change the model, too."""
-    text = resources.files("cumla").joinpath(f"cuda/{name}").read_text("utf-8")
-    source, at = re.sub(r"\s+", " ", strip_comments(text)), 0
-    for line in LINES[name]:
-        assert line in source[at:], line
-        at = source.index(line, at) + len(line)
+    assert_in_order(name, LINES[name])

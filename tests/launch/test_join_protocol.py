@@ -13,16 +13,13 @@ from __future__ import annotations
 import enum
 import itertools
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import resources
 from typing import NamedTuple
 
 import pytest
 
-from cumla.launch.source import strip_comments
+from tests.launch.kernel_text import in_one_line
 
 ALL = 1 << 31
 MASK = (1 << 32) - 1
@@ -397,13 +394,7 @@ def test_another_first_step_fails(wrong: int, monkeypatch: pytest.MonkeyPatch) -
 # --- the model is of this code -------------------------------------------------------------------
 
 
-@cache
-def source() -> str:
-    """The joining code in one line, without comments."""
-    text = resources.files("cumla").joinpath("cuda/mla_decode_join.cuh").read_text("utf-8")
-    return re.sub(r"\s+", " ", strip_comments(text))
-
-
+SOURCE = in_one_line("mla_decode_join.cuh")
 KERNEL = {
     "constexpr u32 kAll = 1u << 31;": (),
     "u32 who_left(": (
@@ -434,8 +425,8 @@ KERNEL = {
 @pytest.mark.parametrize("function", KERNEL)
 def test_the_steps_are_those_of_the_kernel(function: str) -> None:
     """After a change there, change the model, too."""
-    assert source().count(function) == 1
-    at = source().index(function)
+    assert SOURCE.count(function) == 1
+    at = SOURCE.index(function)
     for line in KERNEL[function]:
-        assert line in source()[at:], f"{function}: {line}"
-        at = source().index(line, at) + len(line)
+        assert line in SOURCE[at:], f"{function}: {line}"
+        at = SOURCE.index(line, at) + len(line)

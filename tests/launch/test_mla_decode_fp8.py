@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import resources
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -32,7 +31,8 @@ from cumla.launch.mla_decode_fp8 import (
 )
 from cumla.launch.mla_plan import MLADecodeKey
 from cumla.launch.module import LoadedKernel
-from cumla.launch.source import strip_comments, translation_unit
+from cumla.launch.source import translation_unit
+from tests.launch.kernel_text import assert_in_order
 from tests.launch.test_kernel import compile_checks, members_of
 
 Array = NDArray[Any]
@@ -852,11 +852,7 @@ LINES = {
 @pytest.mark.parametrize("name", LINES)
 def test_the_steps_are_those_of_the_kernel(name: str) -> None:
     """In this order; after a change there, change the model, too."""
-    text = resources.files("cumla").joinpath(f"cuda/{name}").read_text("utf-8")
-    source, at = re.sub(r"\s+", " ", strip_comments(text)), 0
-    for line in LINES[name]:
-        assert line in source[at:], line
-        at = source.index(line, at) + len(line)
+    assert_in_order(name, LINES[name])
 
 
 # --- shapes and launches -------------------------------------------------------------------------

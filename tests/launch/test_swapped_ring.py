@@ -11,14 +11,12 @@ the kernel's: 8 slots, blocks of 3.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from importlib import resources
 from typing import NamedTuple
 
 import pytest
 
-from cumla.launch.source import strip_comments
+from tests.launch.kernel_text import assert_in_order
 
 SLOTS, TILES, BLOCKS = 8, 3, 7
 TOTAL = TILES * BLOCKS
@@ -173,8 +171,4 @@ LINES = {
 @pytest.mark.parametrize("name", LINES)
 def test_the_steps_are_those_of_the_kernel(name: str) -> None:
     """In this order; after a change there, change the model, too."""
-    text = resources.files("cumla").joinpath(f"cuda/{name}").read_text("utf-8")
-    source, at = re.sub(r"\s+", " ", strip_comments(text)), 0
-    for line in LINES[name]:
-        assert line in source[at:], line
-        at = source.index(line, at) + len(line)
+    assert_in_order(name, LINES[name])
