@@ -47,7 +47,7 @@ def run_variants(cases: tuple[Case, ...], note: Callable[[str], None]) -> Iterat
     ------
     dict
         The results so far, ready for JSON: the same object, fuller each time. ``variants`` has one
-        row a case: its shape, ``chosen``, and ``us`` by kernel: the median of the medians of five
+        row a case: its shape, ``chosen``, and ``us`` by kernel: the median of the medians of nine
         rounds, L2 cold. ``failed`` instead of times where a result was wrong.
 
     Raises
