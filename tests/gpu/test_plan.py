@@ -23,7 +23,7 @@ from tests.gpu.parts import (
     parts_table,
     places_table,
 )
-from tests.gpu.problem import Problem, make_problem, typed
+from tests.gpu.problem import Problem, make_problem
 
 cp: Any = pytest.importorskip("cupy")
 
@@ -422,31 +422,3 @@ def test_arrays_on_the_cpu_with_a_plan_of_the_gpu() -> None:
         plan.run(*host.arrays)
     with pytest.raises(ValueError, match="plan: made for CUDA device 0, got arrays on the CPU"):
         plan.update(host.cache_seqlens)
-
-
-def test_a_plan_of_another_device() -> None:
-    if cp.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two GPUs")
-    problem = make_problem(cp, Case())
-    plan = cumla.MLADecodePlan(2, 1, 16, device=1)
-    assert cp.cuda.Device().id == 0
-    with pytest.raises(ValueError, match="plan: made for CUDA device 1, got arrays on CUDA device"):
-        plan.update(problem.cache_seqlens)
-
-
-def test_another_current_device_than_that_of_the_arrays() -> None:
-    if cp.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two GPUs")
-    problem = make_problem(cp, Case())
-    with cp.cuda.Device(1):
-        q, kv = (cp.asarray(bits.get()) for bits in (problem.q_bits, problem.kv_bits))
-        table, lengths = cp.asarray(problem.table), cp.asarray(problem.lengths)
-        cp.cuda.Device(1).synchronize()
-    out, lse = cumla.mla_decode(
-        typed(q, problem.case.dtype), typed(kv, problem.case.dtype), table, lengths
-    )
-    assert cp.cuda.Device().id == 0
-    assert out.device.id == lse.device.id == 1
-    with cp.cuda.Device(1):
-        host_out, host_lse = out.view(cp.uint16).get(), lse.get()
-    problem.check(typed(cp.asarray(host_out), problem.case.dtype), cp.asarray(host_lse))
