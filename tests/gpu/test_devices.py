@@ -29,6 +29,7 @@ OTHER = 1
 def _two_gpus() -> None:
     if cp.cuda.runtime.getDeviceCount() <= OTHER:
         pytest.skip("needs two GPUs")
+    cp.cuda.Device(0).use()  # whatever another framework has left current
     for device in (0, OTHER):
         cumla.prepare(device)
     assert cp.cuda.Device().id == 0
@@ -152,7 +153,11 @@ def test_jax_on_the_other_gpu() -> None:
     device = jax.devices()[OTHER]
     with jax.default_device(device):
         arguments = jax_arguments(jax.numpy, on_gpu(host))
-    out, lse = cumla.mla_decode(*(jax.device_put(array, device) for array in arguments))
+    arrays = [jax.device_put(array, device) for array in arguments]
+    jax.block_until_ready(arrays)
+    cp.cuda.Device(0).use()
+    out, lse = cumla.mla_decode(*arrays)
+    assert cp.cuda.Device().id == 0
     assert out.devices() == lse.devices() == {device}
     host.check(np.asarray(out), np.asarray(lse))
 
