@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ __all__ = [
     "Workbench",
     "check",
     "check_rows",
+    "check_some",
     "run_case",
 ]
 
@@ -292,6 +293,48 @@ def check(gpu: Gpu, inputs: Inputs, case: Case, cache: int = 0) -> tuple[float, 
     with np.errstate(invalid="ignore"):  # a row that sees nothing: inf in both
         errors = np.where(got_lse == want_lse, 0.0, np.abs(got_lse - want_lse) / np.abs(want_lse))
     return row_error, _worst(case, "lse", rows, errors, _LSE_TOLERANCE)
+
+
+def check_some(
+    gpu: Gpu, inputs: Inputs, case: Case, gather: Callable[[NDArray[np.int64]], Any]
+) -> None:
+    """Hold rows of some requests against float64, over a cache that is gathered for that.
+
+    So neither the cache nor the query of the call need lie as `check` reads them.
+
+    Parameters
+    ----------
+    gpu : Gpu
+        Entered.
+    inputs : Inputs
+        With the outputs of a call; `kv` and `tables` are not looked at.
+    case : Case
+        What was called: requests of the same length.
+    gather : callable
+        Given requests, their pages one behind the other: (pages, 64, kv_heads, 576) uint16,
+        contiguous.
+
+    Raises
+    ------
+    CheckError
+        As `check`, which numbers the requests among those it is shown.
+    """
+    requests = np.unique([0, case.batch // 2, case.batch - 1])
+    each = -(-case.kv_len // PAGE_SIZE)
+    table = np.arange(len(requests) * each, dtype=np.int32).reshape(-1, each)
+    chosen = gpu.upload(requests)
+    some = Inputs(
+        q=inputs.q[chosen],
+        kv=gather(requests),
+        pages=table.reshape(1, -1),
+        tables=[gpu.upload(table)],
+        seqlens=gpu.upload(case.lengths[requests]),
+        out=inputs.out[chosen],
+        lse=inputs.lse[chosen],
+        dtype=case.dtype,
+        batch_invariant=False,
+    )
+    check(gpu, some, replace(case, batch=len(requests)))
 
 
 def check_rows(gpu: Gpu, inputs: Inputs, case: Case, tolerance: float) -> float:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from cumla import MLADecodePlan, append_mla_cache
 from cumla.bench.cases import PAGE_SIZE, Case, Ceilings
 from cumla.bench.ceilings import fill_normal
-from cumla.bench.dense import CheckError, Inputs, check
+from cumla.bench.dense import CheckError, Inputs, check_some
 from cumla.bench.gpu import DTYPES, Gpu
 from cumla.bench.timing import GpuTimer, Timing, in_turns, time_cold
 from cumla.fp8_caches import PACKED_BYTES, SCALES
@@ -96,7 +95,7 @@ def measure_fp8(gpu: Gpu, case: Case, timer: GpuTimer = time_cold) -> dict[str, 
         gpu.fill_bytes(inputs.lse, 0xFF)
         calls[name]()
         try:
-            _check(gpu, case, inputs, cache)
+            check_some(gpu, inputs, case, partial(_gathered, gpu, inputs, cache))
         except CheckError as error:
             raise CheckError(f"{name}: some requests of {case.name}: {error}") from error
     times = in_turns(partial(timer, gpu, repeats=_REPEATS), tuple(calls.values()))
@@ -137,13 +136,12 @@ def _call(inputs: Inputs, cache: _Cache) -> partial[Any]:
     return partial(plan.run, q, cache.argument, table, seqlens, **outputs)
 
 
-def _check(gpu: Gpu, case: Case, inputs: Inputs, cache: _Cache) -> None:
-    """Hold rows of some requests against float64 over what the cache stands for.
+def _gathered(gpu: Gpu, inputs: Inputs, cache: _Cache, requests: NDArray[np.int64]) -> Any:
+    """Gather what the cache stands for in some requests.
 
     All scales are powers of two, so bfloat16 holds that exactly.
     """
-    requests = np.unique([0, case.batch // 2, case.batch - 1])
-    own = inputs.pages.reshape(case.batch, -1)[requests]
+    own = inputs.pages.reshape(len(inputs.q), -1)[requests]
     some = gpu.upload(own.ravel())
     latent, rope = (
         _known(gpu.download(part[some]), cache.kv_scale) for part in (cache.latent, cache.rope)
@@ -151,20 +149,7 @@ def _check(gpu: Gpu, case: Case, inputs: Inputs, cache: _Cache) -> None:
     if cache.scales is not None:
         latent *= np.repeat(gpu.download(cache.scales[some]), VALUE_DIM // SCALES, axis=-1)
     rows = np.concatenate([latent, rope], axis=-1).astype(DTYPES["bfloat16"])
-    table = np.arange(own.size, dtype=np.int32).reshape(own.shape)
-    chosen = gpu.upload(requests)
-    known = Inputs(
-        q=inputs.q[chosen],
-        kv=gpu.upload(rows.view(np.uint16)),
-        pages=table.reshape(1, -1),
-        tables=[gpu.upload(table)],
-        seqlens=gpu.upload(case.lengths[requests]),
-        out=inputs.out[chosen],
-        lse=inputs.lse[chosen],
-        dtype=case.dtype,
-        batch_invariant=False,
-    )
-    check(gpu, known, replace(case, batch=len(requests)))
+    return gpu.upload(rows.view(np.uint16))
 
 
 def _known(bits: NDArray[Any], kv_scale: float | None) -> NDArray[np.float32]:

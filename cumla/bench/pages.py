@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.bench.ceilings import fill_normal
-from cumla.bench.dense import CheckError, Inputs, check
+from cumla.bench.dense import CheckError, Inputs, check_some
 from cumla.bench.gpu import Gpu
 from cumla.bench.timing import GpuTimer, Timing, in_turns, time_cold
 from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
@@ -84,35 +83,26 @@ def _checked_call(gpu: Gpu, case: Case, q: Any, cached: Any, page_size: int) -> 
     (call,) = inputs.calls()
     call()
     try:
-        _check(gpu, case, inputs, cached, pages, page_size)
+        check_some(gpu, inputs, case, partial(_gathered, gpu, case, cached, pages, page_size))
     except CheckError as error:
         raise CheckError(f"pages of {page_size}: some requests of {case.name}: {error}") from error
     return call
 
 
-def _check(
-    gpu: Gpu, case: Case, inputs: Inputs, cached: Any, pages: NDArray[np.int32], page_size: int
-) -> None:
-    """Hold rows of some requests against float64, their tokens gathered into pages of 64."""
-    requests = np.unique([0, case.batch // 2, case.batch - 1])
+def _gathered(
+    gpu: Gpu,
+    case: Case,
+    cached: Any,
+    pages: NDArray[np.int32],
+    page_size: int,
+    requests: NDArray[np.int64],
+) -> Any:
+    """Gather the tokens of some requests into pages of 64."""
     each = -(-case.kv_len // PAGE_SIZE)
     tokens = np.minimum(np.arange(each * PAGE_SIZE), case.kv_len - 1)
     slots = pages[requests][:, tokens // page_size].astype(np.int64) * page_size
     gathered = cached[gpu.upload((slots + tokens % page_size).ravel())]
-    table = np.arange(len(requests) * each, dtype=np.int32).reshape(-1, each)
-    chosen = gpu.upload(requests)
-    usual = Inputs(
-        q=inputs.q[chosen],
-        kv=gathered.reshape(-1, PAGE_SIZE, 1, HEAD_DIM),
-        pages=table.reshape(1, -1),
-        tables=[gpu.upload(table)],
-        seqlens=gpu.upload(case.lengths[requests]),
-        out=inputs.out[chosen],
-        lse=inputs.lse[chosen],
-        dtype=case.dtype,
-        batch_invariant=False,
-    )
-    check(gpu, usual, replace(case, batch=len(requests)))
+    return gathered.reshape(-1, PAGE_SIZE, 1, HEAD_DIM)
 
 
 def pages_row(case: Case, times: dict[int, Timing]) -> dict[str, Any]:

@@ -50,7 +50,10 @@ _INDEXER_OPERATIONS = {
 }
 _LOGITS = ("paged_mqa_logits", "mqa_logits")
 # Sections of rows that may have failed.
-_SECTIONS = ("rows", "ragged", "invariant", "attention", "pages", "fp8", *_OPERATIONS, "indexer")
+_SECTIONS = (
+    *("rows", "ragged", "invariant", "attention", "pages", "fp8", "forms"),
+    *(*_OPERATIONS, "indexer"),
+)
 
 
 def to_text(results: Results) -> str:
@@ -107,7 +110,9 @@ def to_markdown(results: Results) -> str:
 def _parts(results: Results, draw: Callable[[Table], str]) -> list[str]:
     """List what every report has: the lines, and the tables as `draw` makes them."""
     rows = results["rows"]
-    parts = [_machine_line(results), _ceilings_line(results), draw(_dense(rows))]
+    parts = [_machine_line(results), _ceilings_line(results)]
+    if rows:  # none where a section was measured alone
+        parts.append(draw(_dense(rows)))
     if any(_measured(row) for row in rows):
         parts.append(draw(_peers_of_this_run(rows)))
     if "ragged" in results:
@@ -122,6 +127,8 @@ def _parts(results: Results, draw: Callable[[Table], str]) -> list[str]:
         parts.append(draw(_pages(results["pages"])))
     if results.get("fp8"):
         parts.append(draw(_fp8(results["fp8"])))
+    if results.get("forms"):
+        parts.append(draw(_forms(results["forms"])))
     parts += [
         draw(_operation(name, keys, results[name]))
         for name, keys in _OPERATIONS.items()
@@ -351,6 +358,18 @@ def _fp8(rows: Sequence[Row]) -> Table:
         for of in row.get("formats", ()):
             figures = [f"{of['gbps']:.0f}", f"{of['read_share']:.2f}", f"{of['x_bfloat16']:.2f}"]
             table.append([*shape, of["format"], _us(of["us"]), *figures])
+    return table
+
+
+def _forms(rows: Sequence[Row]) -> Table:
+    """Show a line for each form, and its ratio to the first of its group."""
+    table = [["forms: batch", "heads", "kv_len", "by", "form", "us", "ratio to the first"]]
+    for row in rows:
+        shape = [str(row[key]) for key in ("batch", "heads", "kv_len", "varied")]
+        if "failed" in row:
+            table.append([*shape, "failed", "", ""])
+        for of in row.get("forms", ()):
+            table.append([*shape, of["form"], _us(of["us"]), f"{of['ratio']:.3f}"])
     return table
 
 

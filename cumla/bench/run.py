@@ -28,6 +28,7 @@ from cumla.bench.cases import (
 )
 from cumla.bench.ceilings import measure
 from cumla.bench.dense import CheckError, DenseTiming, Workbench, run_case
+from cumla.bench.forms import FORMS, FormGroup, forms_row, measure_forms
 from cumla.bench.fp8 import FP8, fp8_row, measure_fp8
 from cumla.bench.gpu import Gpu
 from cumla.bench.host import HOST_CASE, SCHEDULES, host_times, time_schedule
@@ -56,7 +57,15 @@ from cumla.launch.device import import_cupy, installed_cupy
 from cumla.launch.module import cupy_nvrtc_version
 from cumla.launch.source import digest
 
-__all__ = ["PROTOCOL", "dense_row", "environment", "refuse_slow_kernels", "run", "steps"]
+__all__ = [
+    "PROTOCOL",
+    "SECTIONS",
+    "dense_row",
+    "environment",
+    "refuse_slow_kernels",
+    "run",
+    "steps",
+]
 
 PROTOCOL = (
     "CUDA events, median of 30 after 0.1 s of rest, 512 MiB read through L2 before each run (with "
@@ -71,10 +80,11 @@ PROTOCOL = (
     "longest request. Ragged queries: median of 3 behind one warm-up; efficiency: operations of "
     "visible pairs a second as a share of the matrix-product ceiling. Page sizes: all of them in "
     "turns, median of 3 turns of 10. FP8 caches: every format and bfloat16 in such turns, checked "
-    "against float64 over what the quantised rows stand for; bytes: those of the format. Merging "
-    "and writing into caches: some of what was written is checked against float64 first; bytes "
-    "read and written, efficiency as a share of the copy ceiling; copy_us: a plain copy that reads "
-    "and writes as many bytes, timed likewise; up to 256 MB graph_us: mean of the calls of a CUDA "
+    "against float64 over what the quantised rows stand for; bytes: those of the format. Forms of "
+    "the same work: those of a group in such turns, ratio: time / time of its first. Merging and "
+    "writing into caches: some of what was written is checked against float64 first; bytes read "
+    "and written, efficiency as a share of the copy ceiling; copy_us: a plain copy that reads and "
+    "writes as many bytes, timed likewise; up to 256 MB graph_us: mean of the calls of a CUDA "
     "graph that moves 4 GiB and goes round 512 MiB of inputs and outputs, every set of which is "
     "checked afterwards, graph_copy_us: of plain copies, likewise. The indexer's logits: 64 heads "
     "of 128, float32, cleaned, inputs normal(0, 1) quantised, some rows checked against float64 "
@@ -89,6 +99,9 @@ PROTOCOL = (
     "that writes -inf)"
 )
 
+SECTIONS = ("operations", "indexer", "attention", "pages", "fp8", "forms")
+"""Parts of the whole table that need nothing else of it, and may be measured alone."""
+
 _REFUSED = ("CUMLA_CHECK", "CUMLA_DEBUG")  # they make everything slower
 # The last one's version ends with its commit where it was built from a checkout.
 _OTHERS = ("torch", "triton", "flashinfer-python", "jax", "deep_gemm")
@@ -97,12 +110,29 @@ Note = Callable[[str], None]
 Results = dict[str, Any]
 
 
-def steps(cases: tuple[Case, ...], peers: tuple[str, ...] | None = None) -> int:
+def steps(
+    cases: tuple[Case, ...], peers: tuple[str, ...] | None = None, only: str | None = None
+) -> int:
     """Count how often `run` calls its `note`."""
-    sections = (RAGGED, INVARIANT, MERGE, APPEND, LOGITS, INDEXER_CACHE, ATTENTION, PAGES, FP8)
-    whole = 3 + sum(map(len, sections)) if cases == DENSE else 0
+    of_sections = {
+        "operations": len(MERGE) + len(APPEND),
+        "indexer": len(LOGITS) + 1 + len(INDEXER_CACHE),
+        "attention": len(ATTENTION),
+        "pages": len(PAGES),
+        "fp8": len(FP8),
+        "forms": len(FORMS),
+    }
+    whole = 2 + len(RAGGED) + len(INVARIANT) if cases == DENSE else 0
     of_peers = len(peer_cases(cases, peers)) + len(_deep_gemm_cases(cases, peers))
-    return 1 + len(cases) + whole + of_peers
+    chosen = sum(of_sections[name] for name in _chosen_sections(cases, only))
+    return 1 + len(cases) + whole + chosen + of_peers
+
+
+def _chosen_sections(cases: tuple[Case, ...], only: str | None) -> tuple[str, ...]:
+    """Choose what is measured beside the cases: everything with the whole table, or one part."""
+    if only is not None:
+        return (only,)
+    return SECTIONS if cases == DENSE else ()
 
 
 def run(
@@ -111,6 +141,7 @@ def run(
     *,
     peers: tuple[str, ...] | None = None,
     warm: bool = False,
+    only: str | None = None,
 ) -> Iterator[Results]:
     """Run a benchmark on the current GPU.
 
@@ -118,8 +149,8 @@ def run(
     ----------
     cases : tuple of Case
         What to run. Ragged lengths, the batch-invariant mode, schedule, host and start times,
-        merging, writing into caches, the indexer, ragged queries, page sizes and FP8 caches are
-        measured with the whole table only.
+        merging, writing into caches, the indexer, ragged queries, page sizes, FP8 caches and
+        forms of the same work are measured with the whole table only.
     note : callable
         Told what has been done, a line a step.
     peers : tuple of str, optional
@@ -127,6 +158,8 @@ def run(
         runs on the indexer's; by default all run, on a few rows of the table and on the indexer's.
     warm : bool
         Leave the L2 cache as it is before a timed call.
+    only : str, optional
+        One of `SECTIONS`, which is measured without the table: `cases` is empty then.
 
     Yields
     ------
@@ -160,11 +193,9 @@ def run(
             yield results
         if cases == DENSE:
             yield from _whole(bench, results, published, note)
-            yield from _operations(gpu, results, ceilings, timer, note)
-            yield from _indexer(gpu, results, ceilings, published, timer, note)
-            yield from _attention(gpu, results, ceilings, timer, note)
-            yield from _pages(gpu, results, timer, note)
-            yield from _fp8(gpu, results, ceilings, timer, note)
+        sections = _sections(gpu, results, ceilings, published, timer, note)
+        for name in _chosen_sections(cases, only):
+            yield from sections[name]
         yield from _add_peers(bench, cases, peers, results, note)
         for case in _deep_gemm_cases(cases, peers):
             yield _add_deep_gemm(gpu, case, results, timer, note)
@@ -234,6 +265,25 @@ def _whole(bench: Workbench, results: Results, published: Peers, note: Note) -> 
     results["notes"] += host.notes
     note("schedule and host")
     yield results
+
+
+def _sections(
+    gpu: Gpu,
+    results: Results,
+    ceilings: Ceilings,
+    published: Peers,
+    timer: GpuTimer,
+    note: Note,
+) -> dict[str, Iterator[Results]]:
+    """Get each of `SECTIONS` ready; it is measured when it is gone through."""
+    return {
+        "operations": _operations(gpu, results, ceilings, timer, note),
+        "indexer": _indexer(gpu, results, ceilings, published, timer, note),
+        "attention": _attention(gpu, results, ceilings, timer, note),
+        "pages": _pages(gpu, results, timer, note),
+        "fp8": _fp8(gpu, results, ceilings, timer, note),
+        "forms": _forms(gpu, results, timer, note),
+    }
 
 
 def _operations(
@@ -337,7 +387,21 @@ def _fp8(
         yield results
 
 
-def _failed(case: AttentionCase | Case, error: Exception, note: Note) -> Results:
+def _forms(gpu: Gpu, results: Results, timer: GpuTimer, note: Note) -> Iterator[Results]:
+    """Measure decoding of the same work in several forms."""
+    results["forms"] = []
+    for group in FORMS:
+        try:
+            row = forms_row(group, measure_forms(gpu, group, timer))
+            ratios = ", ".join(f"{of['form']}: {of['ratio']:.3f}" for of in row["forms"])
+            note(f"{group.name}, times by form: {ratios}")
+        except Exception as error:  # as above
+            row = _failed(group, error, note)
+        results["forms"].append(row)
+        yield results
+
+
+def _failed(case: AttentionCase | Case | FormGroup, error: Exception, note: Note) -> Results:
     """Make the row of a case that went wrong, in whatever way."""
     failed = str(error)
     if not isinstance(error, CheckError):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ __all__ = ["add_parser", "run"]
 _GRID = {"batch": 128, "q_len": 1, "heads": 128, "kv_len": 4096}
 """What a grid has along the axes that are not given."""
 _PEERS = ("sdpa", "triton", "flashinfer", "flashmla", "fa3", "deepgemm")
+_SECTIONS = ("operations", "indexer", "attention", "pages", "fp8", "forms")
+_CASES = ("rows", *_GRID, "kv_heads", "dtype", "lengths")
+"""Options that choose cases."""
 _OUTPUTS = ("csv", "plot", "markdown")
 
 
@@ -36,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "the same run, other libraries that are installed, and published times. By default the "
         "dense table, with ragged lengths, the batch-invariant mode, schedule, host and start "
         "times, the operations beside attention (merging, writing into caches), the indexer, "
-        "ragged queries and page sizes.",
+        "ragged queries, page sizes, FP8 caches and forms of the same work.",
     )
     _add_cases(parser)
     _add_ways(parser)
@@ -81,6 +85,13 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
         help=f"libraries to run on every case, if installed: all, none or {', '.join(_PEERS)} (the "
         "last on the indexer, which comes with the whole table); by default all of them, on a few "
         "rows of the table and on the indexer",
+    )
+    group.add_argument(
+        "--only",
+        choices=_SECTIONS,
+        metavar="SECTION",
+        help="measure one part of what comes with the table, and nothing else but the ceilings: "
+        f"{', '.join(_SECTIONS)}",
     )
     group.add_argument(
         "--explain",
@@ -133,12 +144,16 @@ def run(args: argparse.Namespace) -> int:
     """Measure or read, and report; 0 if every result was right."""
     try:
         if args.explain:
-            _refuse(args, "--explain", "variants", "warm", "peers", "source", "json", *_OUTPUTS)
+            _refuse(
+                args, "--explain", "variants", "only", "warm", "peers", "source", "json", *_OUTPUTS
+            )
             _explain(_cases(args), args.sm_count)
             return 0
         if args.variants:
             return _compare_variants(args)
         source = _source(args)
+        if args.only is not None:
+            _refuse(args, "--only", *_CASES, "peers", "csv", "plot")
         results = _measure(args) if source is None else _read(source)
     except _UsageError as error:
         print(f"cumla bench: {error}", file=sys.stderr)
@@ -166,9 +181,14 @@ def _cases(args: argparse.Namespace) -> tuple[Case, ...]:
 
 def _refuse(args: argparse.Namespace, mode: str, *names: str) -> None:
     """Say which options do not go with one that does something else."""
-    options = [f"--{'from' if name == 'source' else name}" for name in names if getattr(args, name)]
-    if options:
+    if options := _given(args, names):
         raise _UsageError(f"{', '.join(options)}: {mode} has no use for it; leave it out")
+
+
+def _given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """List the options of these names that were given, as they are written."""
+    given = (name for name in names if getattr(args, name))
+    return [f"--{'from' if name == 'source' else name.replace('_', '-')}" for name in given]
 
 
 def _explain(chosen: tuple[Case, ...], sm_count: int | None) -> None:
@@ -185,9 +205,8 @@ def _compare_variants(args: argparse.Namespace) -> int:
     """Time every kernel that can serve each case; 1 if a result was wrong."""
     from cumla.bench import variants
 
-    _refuse(args, "--variants", "warm", "peers", "source", *_OUTPUTS)
-    asked = any(getattr(args, name) for name in ("rows", *_GRID, "kv_heads", "dtype", "lengths"))
-    chosen = _cases(args) if asked else variants.SHAPES
+    _refuse(args, "--variants", "only", "warm", "peers", "source", *_OUTPUTS)
+    chosen = _cases(args) if _given(args, _CASES) else variants.SHAPES
     results: dict[str, Any] = {}
     with ProgressBar("variants", len(chosen)) as bar:
         for results in variants.run_variants(chosen, lambda line: bar.advance(note=line)):
@@ -203,8 +222,7 @@ def _source(args: argparse.Namespace) -> Path | None:
     files = [path for path in (args.source, args.markdown) if isinstance(path, Path)]
     if len(files) > 1:
         raise _UsageError("--from and --markdown both name a file: leave one out")
-    measuring = ("rows", *_GRID, "kv_heads", "dtype", "lengths", "warm", "peers", "json")
-    given = [f"--{name.replace('_', '-')}" for name in measuring if getattr(args, name)]
+    given = _given(args, (*_CASES, "warm", "peers", "only", "json"))
     if files and given:
         raise _UsageError(f"{', '.join(given)}: nothing is measured where a file is read")
     return files[0] if files else None
@@ -249,7 +267,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run the benchmark; what has been measured is in the file even if a later step fails."""
     from cumla.bench import run as bench
 
-    chosen, peers, path = _cases(args), _peers(args.peers), args.json
+    chosen = () if args.only else _cases(args)
+    peers, path = _peers(args.peers), args.json
     if args.plot is not None:
         from cumla.bench.plot import require_matplotlib
 
@@ -258,14 +277,14 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         path.parent.mkdir(parents=True, exist_ok=True)
     began = perf_counter()
     results: dict[str, Any] = {}
-    with ProgressBar("benchmark", bench.steps(chosen, peers)) as bar:
+    with ProgressBar("benchmark", bench.steps(chosen, peers, args.only)) as bar:
 
         def note(line: str) -> None:
             bar.advance(note=line)
             if not sys.stderr.isatty():
                 print(f"{perf_counter() - began:6.1f} s  {line}", file=sys.stderr, flush=True)
 
-        for results in bench.run(chosen, note, peers=peers, warm=args.warm):
+        for results in bench.run(chosen, note, peers=peers, warm=args.warm, only=args.only):
             if path is not None:
                 path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return results

@@ -21,6 +21,7 @@ from cumla.bench import (
     attention,
     ceilings,
     dense,
+    forms,
     host,
     indexer,
     indexer_cache,
@@ -60,6 +61,7 @@ ATTENTION = (
 )
 PAGES = (Case(2, 1, 2, 70),)
 FP8 = (Case(2, 1, 2, 70),)
+FORMS = (forms._by_layout(Case(2, 1, 2, 70)), forms._by_kv_heads(Case(2, 1, 2, 70), 2))
 START = {
     "import_s": 0.01,
     "names_s": 0.21,
@@ -87,6 +89,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(run, "ATTENTION", ATTENTION)
     monkeypatch.setattr(run, "PAGES", PAGES)
     monkeypatch.setattr(run, "FP8", FP8)
+    monkeypatch.setattr(run, "FORMS", FORMS)
     monkeypatch.setattr(indexer, "_SMALL_BATCH", 2)
     monkeypatch.setattr(indexer, "_GRAPH_CALLS", 2)
     monkeypatch.setattr(indexer, "_ROTATED_BYTES", 2 * LOGITS[1].cache_bytes)
@@ -271,7 +274,44 @@ def test_fp8_caches_are_a_section(results):
     assert "| 2 | 2 | 70 | e4m3 and scales | 5.0 | " in to_markdown(results)
 
 
-@pytest.mark.parametrize("section", ["attention", "pages", "fp8"])
+def test_forms_are_a_section(results):
+    for row, group in zip(results["forms"], FORMS, strict=True):
+        assert (row["varied"], row["batch"]) == (group.varied, 2)
+        assert [of["form"] for of in row["forms"]] == [form.name for form in group.forms]
+        assert {(of["us"], of["ratio"]) for of in row["forms"]} == {(LAUNCH_US, 1.0)}
+    assert "| 2 | 2 | 70 | dtype and layout | cache: split | 5.0 | 1.000 |" in to_markdown(results)
+
+
+@pytest.mark.parametrize("section", run.SECTIONS)
+def test_a_section_can_be_measured_alone(fake, monkeypatch, section):
+    monkeypatch.setattr(run, "measure_start", pytest.fail)
+    told: list[str] = []
+    *_, results = run.run((), told.append, only=section)
+    assert len(told) == run.steps((), only=section)
+    names = {"merge", "append"} if section == "operations" else {section}
+    others = {"ragged", "invariant", "schedule", "host", "merge", "append", *run.SECTIONS} - names
+    assert names <= set(results)
+    assert others.isdisjoint(results)
+    assert results["ceilings"]["read_GBps"] > 0
+    assert (results["rows"], results["notes"]) == ([], [])
+    text = to_markdown(results)
+    assert "| TFLOP/s | GB/s | efficiency | x FlashMLA |" not in text
+    tables = {"operations": "append: tokens", "indexer": "indexer: op", "fp8": "FP8 caches: batch"}
+    tables |= {"attention": "ragged queries: batch", "pages": "page sizes: batch"}
+    assert f"| {tables.get(section, 'forms: batch')} |" in text
+    assert "Ceilings of this run" in to_text(results)
+
+
+def test_the_command_measures_a_section_alone(fake, tmp_path, capsys):
+    file = tmp_path / "forms.json"
+    assert cli.main(["bench", "--only", "forms", "--json", str(file)]) == 0
+    results = json.loads(file.read_text())
+    assert [row["varied"] for row in results["forms"]] == ["dtype and layout", "kv heads"]
+    assert results["rows"] == []
+    assert capsys.readouterr().out == to_text(results) + "\n"
+
+
+@pytest.mark.parametrize("section", ["attention", "pages", "fp8", "forms"])
 def test_what_breaks_a_new_section_leaves_the_others(fake, monkeypatch, section):
     def broken(*arguments: object) -> None:
         raise TypeError("no such\nargument")
@@ -280,11 +320,11 @@ def test_what_breaks_a_new_section_leaves_the_others(fake, monkeypatch, section)
     told: list[str] = []
     *_, results = run.run(CASES, told.append)
     assert len(told) == run.steps(CASES)
-    cases = {"attention": ATTENTION, "pages": PAGES, "fp8": FP8}[section]
+    cases = {"attention": ATTENTION, "pages": PAGES, "fp8": FP8, "forms": FORMS}[section]
     failures = [f"{case.name}: TypeError: no such" for case in cases]
     assert [row["failed"] for row in results[section]] == failures
     assert f"FAILED: {failures[0]}" in told
-    others = {"attention": "pages", "pages": "fp8", "fp8": "attention"}
+    others = {"attention": "pages", "pages": "fp8", "fp8": "forms", "forms": "attention"}
     for name in ("rows", "indexer", "merge", others[section]):
         assert all("failed" not in row for row in results[name])
     assert results["notes"]  # peers came to their turn
@@ -356,7 +396,7 @@ def test_wrong_result_of_an_operation_fails_its_rows(fake, monkeypatch, section,
 def test_warm_operations_are_timed_warm(fake, monkeypatch):
     monkeypatch.setattr(run, "measure", lambda gpu: ceilings.Ceilings(4000.0, 4000.0, 700.0, 4.0))
     monkeypatch.setattr(run, "_whole", lambda *arguments: iter(()))
-    for others in ("_indexer", "_attention", "_pages", "_fp8"):
+    for others in ("_indexer", "_attention", "_pages", "_fp8", "_forms"):
         monkeypatch.setattr(run, others, lambda *arguments: iter(()))
     monkeypatch.setattr(run, "DENSE", CASES[:1])
     monkeypatch.setattr(operations, "_GRAPH_BYTES", 0)
@@ -366,7 +406,7 @@ def test_warm_operations_are_timed_warm(fake, monkeypatch):
 
 
 def test_results_of_before_the_operations_still_print(results, tmp_path, capsys):
-    later = ("merge", "append", "indexer", "attention", "pages", "fp8")
+    later = ("merge", "append", "indexer", "attention", "pages", "fp8", "forms")
     without = {key: value for key, value in results.items() if key not in later}
     without["ceilings"] = {k: v for k, v in results["ceilings"].items() if "fp8" not in k}
     file = tmp_path / "old.json"
@@ -380,6 +420,7 @@ def test_results_of_before_the_operations_still_print(results, tmp_path, capsys)
     assert "ragged queries" not in printed
     assert "page sizes" not in printed
     assert "FP8 caches" not in printed
+    assert "forms:" not in printed
     assert "float8" not in printed
 
 
@@ -531,7 +572,7 @@ def test_steps_are_counted_and_results_grow(fake):
     assert seen[0] == (1, True)
     assert seen[-1] == (2, True)
     assert told[0] == "import and first calls"
-    assert len(told) == run.steps(CASES) == 25
+    assert len(told) == run.steps(CASES) == 27
     told.clear()
     *_, results = run.run(CASES[:1], told.append)
     assert len(told) == run.steps(CASES[:1]) == 2

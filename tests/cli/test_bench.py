@@ -64,7 +64,7 @@ def cumla_bench(*arguments: str | Path) -> int:
 def test_cases(asked: dict[str, Any], arguments: str, cases: tuple[Case, ...]) -> None:
     assert cumla_bench(*arguments.split()) == 0
     assert asked["cases"] == cases
-    assert (asked["peers"], asked["warm"]) == (None, False)
+    assert (asked["peers"], asked["warm"], asked["only"]) == (None, False, None)
 
 
 def test_dtype_alone_is_the_table_in_that_dtype(asked: dict[str, Any]) -> None:
@@ -83,6 +83,12 @@ def test_dtype_alone_is_the_table_in_that_dtype(asked: dict[str, Any]) -> None:
 def test_peers(asked: dict[str, Any], names: tuple[str, ...], peers: tuple[str, ...]) -> None:
     assert cumla_bench("--peers", *names, "--warm") == 0
     assert (asked["cases"], asked["peers"], asked["warm"]) == (DENSE, peers, True)
+
+
+@pytest.mark.parametrize("section", run.SECTIONS)
+def test_only(asked: dict[str, Any], section: str) -> None:
+    assert cumla_bench("--only", section, "--warm") == 0
+    assert asked == {"cases": (), "peers": None, "warm": True, "only": section}
 
 
 @pytest.mark.parametrize(
@@ -108,6 +114,15 @@ def test_peers(asked: dict[str, Any], names: tuple[str, ...], peers: tuple[str, 
             "--explain --json a.json --plot a",
             "--json, --plot: --explain has no use for it; leave it out",
         ),
+        ("--explain --only forms", "--only: --explain has no use for it; leave it out"),
+        ("--variants --only forms", "--only: --variants has no use for it; leave it out"),
+        ("--only forms --from a.json", "--only: nothing is measured where a file is read"),
+        ("--only forms --markdown a.json", "--only: nothing is measured where a file is read"),
+        (
+            "--only forms --q-len 2 --kv-heads 1 --peers all --csv a.csv --plot a",
+            "--q-len, --kv-heads, --peers, --csv, --plot: --only has no use for it; leave it out",
+        ),
+        ("--only fp8 --rows b1-*", "--rows: --only has no use for it; leave it out"),
     ],
 )
 def test_what_does_not_fit_is_said(
@@ -132,6 +147,7 @@ def test_what_does_not_fit_is_said(
         ("--kv-len 64 x", "--kv-len: needs a whole number from 1, got 'x'"),
         ("--dtype fp8", "--dtype: invalid choice: 'fp8'"),
         ("--peers cuda", "--peers: invalid choice: 'cuda'"),
+        ("--only dense", "--only: invalid choice: 'dense'"),
     ],
 )
 def test_what_argparse_refuses(
