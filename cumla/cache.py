@@ -15,7 +15,7 @@ from cumla.cache_checks import (
     check_scale,
     checked_append_arguments,
 )
-from cumla.checks import DTYPES, check_mode, copy_to_host, may_look
+from cumla.checks import DTYPES, check_mode, checked_flag, copy_to_host, may_look
 from cumla.fp8_caches import number_of
 from cumla.launch.append_cache import AppendArguments, append_spec, prepare_append
 from cumla.launch.append_fp8_cache import append_fp8_spec, prepare_append_fp8
@@ -141,6 +141,7 @@ def append_mla_cache(
 
     The rotation is that of RoFormer (arXiv:2104.09864), section 3.4.
     """
+    interleaved = checked_flag("interleaved", interleaved)
     optional = {
         "slot_mapping": slot_mapping,
         "batch_indices": batch_indices,
@@ -156,7 +157,7 @@ def append_mla_cache(
     given = {name: array for name, array in optional.items() if array is not None}
     call, views = _open(_parts("kv_cache", kv_cache), _parts("rows", rows), given, stream)
     number = number_of("scale", scale)
-    key = (call.views, tuple(views), number, bool(interleaved), call.stream)
+    key = (call.views, tuple(views), number, interleaved, call.stream)
     ready = None if check_mode() else _ready.get(key)
     if ready is not None:
         with call:
@@ -173,7 +174,7 @@ def append_mla_cache(
     if arguments.latent_rows.shape[0]:
         with call:
             _check_data(call, views, arguments)
-            launch = _prepare(call, arguments, 1.0 if number is None else number, bool(interleaved))
+            launch = _prepare(call, arguments, 1.0 if number is None else number, interleaved)
             launch()
             _ready.keep(key, launch)
 

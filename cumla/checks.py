@@ -68,6 +68,7 @@ __all__ = [
     "check_workspace",
     "checked_arguments",
     "checked_cache_dtype",
+    "checked_flag",
     "checked_kv_scale",
     "checked_max_blocks",
     "checked_query_and_cache",
@@ -427,6 +428,18 @@ def check_number(name: str, value: object, else_: str) -> None:
         raise TypeError(f"{name}: needs an int, got {type(value).__qualname__}; convert it")
     if value < 1:
         raise ValueError(f"{name}: needs a number from 1, got {value}; {else_}")
+
+
+def checked_flag(name: str, value: object) -> bool:
+    """Return an option that is on or off as a bool; what is merely true or false is refused."""
+    if value is True or value is False:
+        return value
+    if isinstance(value, np.bool_):  # such as an element of an array, or what a comparison gave
+        return bool(value)
+    raise TypeError(
+        f"{name}: needs True or False, got {type(value).__qualname__}; pass one of the two, such "
+        f"as bool(...) of a number"
+    )
 
 
 def checked_max_blocks(batch_invariant: bool, max_seqlen: Any) -> int:

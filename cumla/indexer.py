@@ -9,7 +9,7 @@ import numpy as np
 
 from cumla import reference
 from cumla.arrays import ArrayView, Call, from_numpy, open_call, to_numpy
-from cumla.checks import check_device_number, check_mode, check_number
+from cumla.checks import check_device_number, check_mode, check_number, checked_flag
 from cumla.errors import NotPreparedError
 from cumla.indexer_checks import (
     PagedShape,
@@ -139,10 +139,11 @@ def mqa_logits(
     """
     dtype = checked_logits_dtype(logits_dtype)
     width = checked_number("max_seqlen_k", max_seqlen_k, "pass 0 for all columns", least=0)
+    clean = checked_flag("clean", clean)
     k, k_scale = checked_pair("kv", kv)
     arrays = {"q": q, "kv[0]": k, "kv[1]": k_scale, "weights": weights, "ks": ks, "ke": ke}
     call = open_call(tuple(arrays.items()), (("out", out),), stream=stream)
-    key = (call.views, width, dtype, bool(clean), call.stream)
+    key = (call.views, width, dtype, clean, call.stream)
     ready = None if check_mode() else _ready.get(key)
     if ready is not None:
         with call:
@@ -159,7 +160,7 @@ def mqa_logits(
         if check_mode():
             check_range_values({name: host[name] for name in ("ks", "ke")}, seq_len_kv)
         hq, hk, scale, *rest = host.values()
-        options = {"max_seqlen_k": width, "logits_dtype": dtype, "clean": bool(clean)}
+        options = {"max_seqlen_k": width, "logits_dtype": dtype, "clean": clean}
         return _on_cpu(call, reference.mqa_logits, (hq, (hk, scale), *rest), out, options)
     require_hopper(call.device)
     with call:
@@ -170,7 +171,7 @@ def mqa_logits(
             kernel,
             MQALogitsArguments(*views, result.view),
             compressed=width > 0,
-            clean=bool(clean),
+            clean=clean,
             stream=call.stream,
         )
         launch()
@@ -276,6 +277,7 @@ def paged_mqa_logits(
         )
     dtype = checked_logits_dtype(logits_dtype)
     width = checked_number("max_context_len", max_context_len, "there is nothing to write")
+    clean = checked_flag("clean", clean)
     arrays = _paged_arrays(q, kv_cache, weights, context_lens, block_table)
     call = open_call(tuple(arrays.items()), (("out", out),), stream=stream)
     *inputs, out_view = call.views
@@ -372,7 +374,7 @@ class PagedMQALogitsPlan:
         stream: Any = None,
     ) -> None:
         sizes = (batch, next_n, num_heads, head_dim, page_size, max_pages)
-        self._shape = PagedShape(*sizes, bool(per_row_lens))
+        self._shape = PagedShape(*sizes, checked_flag("per_row_lens", per_row_lens))
         check_shape_numbers(self._shape)
         check_device_number(device)
         call = open_plan(device, like, workspace, stream)
@@ -464,12 +466,12 @@ class PagedMQALogitsPlan:
         Raises
         ------
         TypeError, ValueError
-            A number does not fit.
+            A number does not fit, or per_row_lens is neither True nor False.
         UnsupportedDeviceError, MissingDependencyError
             Without `sm_count`: there is no GPU, or CuPy is missing.
         """
         sizes = (batch, next_n, num_heads, head_dim, page_size, max_pages)
-        shape = PagedShape(*sizes, bool(per_row_lens))
+        shape = PagedShape(*sizes, checked_flag("per_row_lens", per_row_lens))
         check_shape_numbers(shape)
         if sm_count is None:
             sm_count = properties(current_device()).sm_count
@@ -555,9 +557,10 @@ class PagedMQALogitsPlan:
         """
         dtype = checked_logits_dtype(logits_dtype)
         width = checked_number("max_context_len", max_context_len, "there is nothing to write")
+        clean = checked_flag("clean", clean)
         arrays = _paged_arrays(q, kv_cache, weights, context_lens, block_table)
         call = open_call(tuple(arrays.items()), (("out", out),), stream=stream)
-        key = (call.views, width, dtype, bool(clean))
+        key = (call.views, width, dtype, clean)
         memory = self._memory
         if memory is not None and call.stream == memory.stream and not check_mode():
             ready = memory.ready.get(key)
@@ -742,7 +745,7 @@ def _prepare_logits(
     clean: bool,
 ) -> PreparedLaunch:
     arguments = PagedMQAArguments(*views, buffer, result.view)
-    return prepare_paged_mqa_logits(kernel, key, arguments, clean=bool(clean), stream=call.stream)
+    return prepare_paged_mqa_logits(kernel, key, arguments, clean=clean, stream=call.stream)
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -796,7 +799,7 @@ def _paged_on_cpu(
             check_planned_lens(lengths, planned)
     kv_cache = tuple(cache) if len(cache) == 2 else cache[0]
     lengths = lengths if planned is None else planned
-    options = {"max_context_len": width, "logits_dtype": dtype, "clean": bool(clean)}
+    options = {"max_context_len": width, "logits_dtype": dtype, "clean": clean}
     inputs = (q, kv_cache, weights, lengths, table)
     return _on_cpu(call, reference.paged_mqa_logits, inputs, out, options)
 

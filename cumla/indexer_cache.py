@@ -17,6 +17,7 @@ from cumla.checks import (
     check_mode,
     check_output,
     check_own_memory,
+    checked_flag,
     copy_to_host,
     may_look,
 )
@@ -113,8 +114,9 @@ def quantize_fp8(
     Infinities count as the largest float32; NaN becomes the NaN 0x7f and changes nothing else in
     its row. Scales are positive, finite and normal, also those of rows of zeros.
     """
+    power_of_two_scales = checked_flag("power_of_two_scales", power_of_two_scales)
     call = open_call((("x", x),), (("out", out), ("scale_out", scale_out)), stream=stream)
-    key = (call.views, bool(power_of_two_scales), call.stream)
+    key = (call.views, power_of_two_scales, call.stream)
     ready = _ready_quantize.get(key)
     if ready is not None:
         with call:
@@ -122,7 +124,7 @@ def quantize_fp8(
         return QuantizedRows(out, scale_out)
     rows, values, scale = _checked_quantize(call)
     if call.device is None:
-        return _quantize_on_cpu(call, x, bool(power_of_two_scales), out, scale_out)
+        return _quantize_on_cpu(call, x, power_of_two_scales, out, scale_out)
     require_hopper(call.device)
     with call:
         new_values = new_scale = None
@@ -133,9 +135,7 @@ def quantize_fp8(
         if scale is None:
             new_scale, scale = call.empty(rows.shape[:-1], "float32")
         if 0 not in rows.shape:
-            launch = prepare_quantize(
-                kernel, rows, values, scale, bool(power_of_two_scales), call.stream
-            )
+            launch = prepare_quantize(kernel, rows, values, scale, power_of_two_scales, call.stream)
             launch()
             if out is not None and scale_out is not None:  # no memory of this call's
                 _ready_quantize.keep(key, launch)
@@ -261,6 +261,7 @@ def append_indexer_cache(
     CumlaError
         The driver refuses a launch; base class of the four above.
     """
+    power_of_two_scales = checked_flag("power_of_two_scales", power_of_two_scales)
     caches = _cache_parts(kv_cache)
     for name, array in caches.items():
         check_mutable(name, array)
@@ -270,7 +271,7 @@ def append_indexer_cache(
     call = open_call(inputs, tuple(written), stream=stream)
     names = (name for name, _ in (*inputs, *written))
     views = cast("dict[str, ArrayView]", dict(zip(names, call.views, strict=True)))
-    key = (call.views, bool(power_of_two_scales), call.stream)
+    key = (call.views, power_of_two_scales, call.stream)
     ready = None if check_mode() else _ready_append.get(key)
     if ready is not None:
         with call:
@@ -278,7 +279,7 @@ def append_indexer_cache(
         return
     arguments = _checked_append(views)
     if call.device is None:
-        _append_on_cpu(k, caches, slot_mapping, arguments, bool(power_of_two_scales))
+        _append_on_cpu(k, caches, slot_mapping, arguments, power_of_two_scales)
         return
     require_hopper(call.device)
     if arguments.k.shape[0]:
@@ -287,9 +288,7 @@ def append_indexer_cache(
                 _check_slots(copy_to_host(arguments.slot_mapping, call.stream), arguments)
             spec = append_indexer_spec(arguments.k.dtype)
             kernel = load(spec, call.device, capturing=lambda: call.capturing)
-            launch = prepare_append_indexer(
-                kernel, arguments, bool(power_of_two_scales), call.stream
-            )
+            launch = prepare_append_indexer(kernel, arguments, power_of_two_scales, call.stream)
             launch()
             _ready_append.keep(key, launch)
 

@@ -35,6 +35,7 @@ from cumla.checks import (
     check_variant,
     checked_arguments,
     checked_cache_dtype,
+    checked_flag,
     checked_max_blocks,
     checked_query_and_cache,
     checked_scale,
@@ -175,6 +176,8 @@ def mla_decode(
     A CUDA graph holds the addresses of the inputs, the outputs and the plan's buffer, and keeps
     none of them alive: keep arrays and plan as long as the graph is replayed.
     """
+    causal = checked_flag("causal", causal)
+    batch_invariant = checked_flag("batch_invariant", batch_invariant)
     if plan is not None:
         if not isinstance(plan, MLADecodePlan):
             raise TypeError(f"plan: needs a cumla.MLADecodePlan, got {type(plan).__qualname__}")
@@ -308,6 +311,8 @@ class MLADecodePlan:
     ) -> None:
         numbers = {"batch": batch, "q_len": q_len}
         check_shape_numbers(numbers, num_heads, num_kv_heads, page_size, dtype)
+        causal = checked_flag("causal", causal)
+        batch_invariant = checked_flag("batch_invariant", batch_invariant)
         max_blocks = checked_max_blocks(batch_invariant, max_seqlen)
         cache = checked_cache_dtype(cache_dtype, dtype)
         check_variant(variant, num_heads, q_len, num_kv_heads, cache)
@@ -359,7 +364,7 @@ class MLADecodePlan:
         call = open_call(arrays, stream=stream)
         names = (name for name, _ in arrays)
         columns = checked_query_and_cache(dict(zip(names, call.views, strict=True)))
-        key = decode_key(columns.q, columns.kv_cache, causal=causal)
+        key = decode_key(columns.q, columns.kv_cache, causal=True)  # for its shape alone
         with call:
             return cls(
                 key.batch,
@@ -408,7 +413,7 @@ class MLADecodePlan:
         Raises
         ------
         TypeError, ValueError
-            A number does not fit.
+            A number does not fit, or batch_invariant is neither True nor False.
         UnsupportedDeviceError, MissingDependencyError
             Without `sm_count`: there is no GPU, or CuPy is missing.
         """
@@ -416,12 +421,13 @@ class MLADecodePlan:
         check_shape_numbers(numbers, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
         dtype = cache_dtype if cache_dtype in DTYPES else DTYPES[0]
         cache = checked_cache_dtype(cache_dtype, dtype)
+        batch_invariant = checked_flag("batch_invariant", batch_invariant)
         max_blocks = checked_max_blocks(batch_invariant, max_seqlen)
         if sm_count is None:
             sm_count = properties(current_device()).sm_count
         check_number("sm_count", sm_count, "leave it out to ask the current GPU")
         shape = (batch, q_len, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
-        mode = (bool(batch_invariant), max_blocks, None, cache)
+        mode = (batch_invariant, max_blocks, None, cache)
         return _key_on_device(shape, False, 0, sm_count, *mode).layout.nbytes
 
     @property
@@ -591,12 +597,12 @@ class MLADecodePlan:
             raise other_cache(arguments)
 
     def _check_options(self, causal: bool, batch_invariant: bool) -> None:
-        if self._key.q_len > 1 and bool(causal) != self._key.causal:
+        if self._key.q_len > 1 and causal != self._key.causal:
             raise ValueError(
                 f"plan: made with causal={self._key.causal}, got causal={causal}; make a plan for "
                 f"each"
             )
-        if bool(batch_invariant) != self._key.batch_invariant:
+        if batch_invariant != self._key.batch_invariant:
             raise ValueError(
                 f"plan: made with batch_invariant={self._key.batch_invariant}, got "
                 f"batch_invariant={batch_invariant}; make a plan for each"
@@ -658,9 +664,8 @@ def _key(
     cache: str = CACHES[0],
 ) -> MLADecodeKey:
     sm_count = 0 if device is None else require_hopper(device).sm_count
-    seen = bool(causal) and shape[1] > 1
-    invariant = bool(batch_invariant)
-    return _key_on_device(shape, seen, device, sm_count, invariant, max_blocks, variant, cache)
+    modes = (batch_invariant, max_blocks, variant, cache)
+    return _key_on_device(shape, causal and shape[1] > 1, device, sm_count, *modes)
 
 
 def _blocks_of_table(arguments: Arguments) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cumla.checks import DTYPES, check_device_number, check_dtype, check_number
+from cumla.checks import DTYPES, check_device_number, check_dtype, check_number, checked_flag
 from cumla.indexer_checks import checked_logits_specs
 from cumla.launch import mla_attention, mla_decode_fp8, mla_schedule, paged_mqa_schedule
 from cumla.launch.append_cache import append_specs
@@ -55,8 +55,8 @@ def prepare(
     ------
     TypeError
         An unknown dtype, a lone string or number instead of a sequence, a device or page size that
-        is no number, or an indexer that is no pair in a sequence, such as ``(64, 128)`` for
-        ``[(64, 128)]``.
+        is no number, an indexer that is no pair in a sequence, such as ``(64, 128)`` for
+        ``[(64, 128)]``, or a flag that is neither True nor False.
     ValueError
         A page size below 1, or an indexer of another shape than there are kernels for.
     UnsupportedDeviceError, CompilationError, MissingDependencyError
@@ -74,6 +74,8 @@ def prepare(
         )
     for page_size in page_sizes:
         check_number("page_sizes", page_size, "name those of the caches")
+    split_caches = checked_flag("split_caches", split_caches)
+    fp8_caches = checked_flag("fp8_caches", fp8_caches)
     check_device_number(device)
     logits = [spec for shape in _pairs(indexer) for spec in checked_logits_specs(*shape)]
     forms = dict.fromkeys(page_form(page_size) for page_size in page_sizes)

@@ -28,6 +28,7 @@ from cumla.checks import (
     check_number,
     check_shape_numbers,
     checked_cache_dtype,
+    checked_flag,
     checked_query_and_cache,
     checked_scale,
     copy_to_host,
@@ -160,6 +161,7 @@ def mla_attention(
     A CUDA graph holds the addresses of the inputs, the outputs and the plan's buffer, and keeps
     none of them alive: keep arrays and plan as long as the graph is replayed.
     """
+    causal = checked_flag("causal", causal)
     check_one_form(block_table, kv_indptr, kv_indices)
     if plan is not None:
         if not isinstance(plan, MLAAttentionPlan):
@@ -288,6 +290,7 @@ class MLAAttentionPlan:
     ) -> None:
         numbers = {"batch": batch, "total_tokens": total_tokens}
         check_shape_numbers(numbers, num_heads, num_kv_heads, page_size, dtype)
+        causal = checked_flag("causal", causal)
         cache = checked_cache_dtype(cache_dtype, dtype)
         check_device_number(device)
         call = open_plan(device, like, workspace, stream)
@@ -555,7 +558,7 @@ class MLAAttentionPlan:
 
     def _check_call(self, causal: bool, arrays: dict[str, Any], stream: Any) -> None:
         """Check what a call with this plan says beside what a run takes."""
-        if bool(causal) != self._key.causal:
+        if causal != self._key.causal:
             raise ValueError(
                 f"plan: made with causal={self._key.causal}, got causal={causal}; make a plan for "
                 f"each"
@@ -667,7 +670,7 @@ def _key(
     shape: tuple[int, int, int, int, int, str], causal: bool, device: int | None, cache: str
 ) -> MLAAttentionKey:
     sm_count = 0 if device is None else require_hopper(device).sm_count
-    return _key_on_device(shape, bool(causal), device, sm_count, cache)
+    return _key_on_device(shape, causal, device, sm_count, cache)
 
 
 def _key_of(q: ArrayView, kv_cache: ArrayView, batch: int, causal: bool) -> MLAAttentionKey:

@@ -61,6 +61,7 @@ def explain(case: Case, sm_count: int) -> str:
     return (
         f"{case.name}: {spec.entry} ({spec.threads} threads, {spec.smem_bytes} B of shared memory)"
         f"\n  {key.group_rows} query rows of a kv head in {tiles}: {reason}"
+        f'\n  pinned by cumla.MLADecodePlan(..., variant="{key.variant}")'
         f"\n  {key.parts} parts x {key.tiles} tiles of all kv heads = {blocks} thread blocks on "
         f"{sm_count} multiprocessors{joined}{_of_fp8_caches(key)}"
     )

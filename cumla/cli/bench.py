@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from cumla.cli.progress import ProgressBar
+from cumla.errors import MissingDependencyError, UnsupportedDeviceError
 
 if TYPE_CHECKING:
     from cumla.bench.cases import Case
@@ -158,7 +159,22 @@ def run(args: argparse.Namespace) -> int:
     except _UsageError as error:
         print(f"cumla bench: {error}", file=sys.stderr)
         return 1
+    except (MissingDependencyError, UnsupportedDeviceError) as error:
+        print(f"cumla bench: {error}\n{_without_gpu()}", file=sys.stderr)
+        return 1
     return 1 if _report(args, results) and source is None else 0
+
+
+def _without_gpu() -> str:
+    """Say what measuring needs, and what there is to run without it."""
+    recorded = Path(__file__).parents[1] / "bench" / "results" / "h200.json"
+    return (
+        "Measuring needs a Hopper GPU (compute capability 9.0), its driver, and cumla[cu12] or "
+        "cumla[cu13]; `python -m cumla info` says what is here. Without them there is:\n"
+        "  python -m cumla bench --explain  # which kernel would be chosen, and why\n"
+        f"  python -m cumla bench --from {recorded}  # an H200's; README's with --markdown\n"
+        "  python -m cumla demo             # attention by cumla.reference, each step checked"
+    )
 
 
 def _cases(args: argparse.Namespace) -> tuple[Case, ...]:

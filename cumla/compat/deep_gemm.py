@@ -191,7 +191,7 @@ def fp8_fp4_mqa_logits(
         cu_seq_len_k_start,
         cu_seq_len_k_end,
         max_seqlen_k=width,
-        clean=clean_logits,
+        clean=bool(clean_logits),
         out=_padded_rows(queries, queries.shape[0], width or keys.shape[0], dtype),
     )
 
@@ -349,7 +349,7 @@ def fp8_fp4_paged_mqa_logits(
         block_table,
         schedule_meta,
         max_context_len=width,
-        clean=clean_logits,
+        clean=bool(clean_logits),
         out=_padded_rows(queries, rows, width, dtype),
     )
 

@@ -161,6 +161,7 @@ extra_topk_length
     views = dict(zip(("q", "kv_cache"), call.views, strict=True))
     columns = checked_query_and_cache(views)
     _check_page_size(columns.kv_cache.shape[1])
+    causal = bool(causal)  # FlashMLA takes what is merely true or false
     key = decode_key(columns.q, columns.kv_cache, causal=causal)
     if key.cache != "same":
         raise TypeError(

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cumla.checks import checked_flag
 from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
 from cumla.reference.indexer_cache import e4m3_bits, in_float32, quantize_fp8
 
@@ -87,7 +88,10 @@ def append_mla_cache(
     ------
     ValueError
         If shapes disagree, or if it is not clear where the rows go.
+    TypeError
+        If interleaved is neither True nor False.
     """
+    interleaved = checked_flag("interleaved", interleaved)
     latent_rows, rope_rows = (_with_heads(part, 3) for part in _halves("rows", rows))
     power_of_two = isinstance(kv_cache, np.ndarray) and kv_cache.shape[-1] == PACKED_BYTES
     *caches, scales = _parts_of_cache(kv_cache)

@@ -9,6 +9,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cumla.checks import checked_flag
+
 Array = NDArray[Any]
 
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -66,7 +68,7 @@ def mqa_logits(
     ValueError
         If shapes disagree.
     TypeError
-        If something is of another dtype than the above.
+        If something is of another dtype than the above, or clean is neither True nor False.
     """
     k, scale = kv
     queries, keys = _e4m3("q", q), _e4m3("kv[0]", k)
@@ -141,7 +143,7 @@ def paged_mqa_logits(
     ValueError
         If shapes disagree.
     TypeError
-        If something is of another dtype than the above.
+        If something is of another dtype than the above, or clean is neither True nor False.
     """
     queries = _e4m3("q", q)
     batch, next_n, num_heads, head_dim = _axes("q", queries, 4)
@@ -248,6 +250,6 @@ def _output(
             f"out: needs {logits_dtype or ' or '.join(_LOGITS)}, got {out.dtype}; allocate it so "
             f"or leave it out"
         )
-    if clean:
+    if checked_flag("clean", clean):
         out[...] = -np.inf
     return out

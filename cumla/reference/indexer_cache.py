@@ -12,6 +12,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cumla.checks import checked_flag
+
 Array = NDArray[Any]
 
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -73,11 +75,16 @@ def quantize_fp8(
     -------
     QuantizedRows
         ``values``, float8_e4m3fn (ml_dtypes) unless out is given, and ``scale``, float32.
+
+    Raises
+    ------
+    TypeError
+        If power_of_two_scales is neither True nor False.
     """
     numbers = in_float32(x)
     amax = np.fmax.reduce(np.abs(numbers), axis=-1, initial=np.float32(0))
     scale = np.asarray(np.minimum(amax, np.finfo(np.float32).max) / _MOST_E4M3)
-    if power_of_two_scales:
+    if checked_flag("power_of_two_scales", power_of_two_scales):
         scale = _rounded_up(np.maximum(scale, _LEAST_POWER_SCALE))
     else:
         scale = np.maximum(scale, _LEAST_NORMAL)
@@ -139,6 +146,11 @@ def append_indexer_cache(
         Where each row goes.
     power_of_two_scales : bool
         Round scales up to powers of two.
+
+    Raises
+    ------
+    TypeError
+        As :func:`quantize_fp8`.
     """
     values, scales = _parts(kv_cache, k.shape[1])
     num_pages, page_size = values.shape[:2]

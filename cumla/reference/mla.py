@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cumla.checks import checked_flag
 from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
 from cumla.reference.cache import PACKED_BYTES, SCALED_COLUMNS, SCALES, unpacked
 
@@ -105,12 +106,15 @@ def mla_decode(
         If shapes disagree, if there is a kv_scale and nothing that it scales, if num_kv_heads does
         not divide num_heads, or for an unknown precision.
     TypeError
-        If something is no NumPy array, or of another dtype than the above.
+        If something is no NumPy array, or of another dtype than the above, or a flag is neither
+        True nor False.
     """
     if accumulate not in ("float64", "float32"):
         raise ValueError(
             f"accumulate: needs 'float64' or 'float32', got {accumulate!r}; pass one of them"
         )
+    causal = checked_flag("causal", causal)
+    checked_flag("batch_invariant", batch_invariant)
     queries, caches = _parts("q", q), _parts("kv_cache", kv_cache)
     for name, array in (*queries.items(), *caches.items()):
         _check_dtype(name, array, _DTYPES.get(name, _FLOATS))

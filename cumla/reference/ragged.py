@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cumla.checks import checked_flag
 from cumla.launch.mla_plan import VALUE_DIM
 from cumla.reference.mla import mla_decode
 
@@ -85,6 +86,7 @@ def mla_attention(
     TypeError
         As :func:`mla_decode`.
     """
+    causal = checked_flag("causal", causal)
     parts = q if isinstance(q, tuple) else (q,)
     for part in parts:
         if part.ndim != 3:

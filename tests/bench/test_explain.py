@@ -5,8 +5,10 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from cumla import MLADecodePlan
 from cumla.bench import explain
 from cumla.bench.cases import DENSE, Case
 from cumla.errors import UnsupportedDeviceError
@@ -43,6 +45,19 @@ def test_gives_the_reason(case: Case, variant: str, entry: str, rows: str, reaso
     assert reason in text
     tiles = {"shared_blocks": rf"{rows} of a kv head in [24] row tiles: they "}
     assert re.search(tiles.get(variant, rf"{rows} of a kv head in 1 row tile: "), text)
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_says_how_to_pin_the_kernel(heads: int):
+    """A plan takes the name, and its kernel is then the one that is named."""
+    case = Case(3, 1, heads, 100)
+    text = explain.explain(case, 60)
+    (call,) = re.findall(r"^  pinned by cumla\.MLADecodePlan\(\.\.\., (.*)\)$", text, re.MULTILINE)
+    option, name = call.split("=")
+    pinned = {option: name.strip('"')}
+    plan = MLADecodePlan(3, 1, heads, like=np.zeros(1, np.float32), **pinned)
+    assert f"{case.name}: {decode_spec(plan.key).entry} (" in text
+    assert plan.key.pinned == plan.key.variant == explain.key_of(case, 60).variant
 
 
 def test_names_the_kernels_of_fp8_caches():

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from cumla import cli
-from cumla.bench import explain, plot, run
+from cumla.bench import explain, gpu, plot, run
 from cumla.bench.cases import DENSE, Case, grid
 from cumla.bench.report import to_csv, to_markdown, to_text
+from cumla.errors import CumlaError, MissingDependencyError, UnsupportedDeviceError
 
 RECORDED = Path(str(resources.files("cumla.bench").joinpath("results", "h200.json")))
 
@@ -156,6 +157,37 @@ def test_what_argparse_refuses(
     with pytest.raises(SystemExit):
         cumla_bench(*arguments.split())
     assert f"argument {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [UnsupportedDeviceError("no GPU"), MissingDependencyError("no CuPy")],
+    ids=["no GPU", "no CuPy"],
+)
+@pytest.mark.parametrize("arguments", [["--rows", "b1-s1-h16-kv8192"], ["--variants"]])
+def test_without_a_gpu_what_else_there_is_to_run(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: CumlaError,
+    arguments: list[str],
+) -> None:
+    def none() -> Any:
+        raise error
+
+    for module in (run, gpu):
+        monkeypatch.setattr(module, "import_cupy", none)
+    assert cumla_bench(*arguments) == 1
+    said = capsys.readouterr()
+    first, way_out, *commands = said.err[said.err.index("cumla bench: ") :].splitlines()
+    assert (said.out, first) == ("", f"cumla bench: {error}")
+    assert "needs a Hopper GPU" in way_out
+    assert "cumla[cu12] or cumla[cu13]; `python -m cumla info`" in way_out
+    lines = [line.partition("#")[0].split() for line in commands]
+    assert [line[:3] for line in lines] == [["python", "-m", "cumla"]] * 3
+    (_, explained), (_, read, recorded), demo = (line[3:] for line in lines)
+    assert (explained, read, demo) == ("--explain", "--from", ["demo"])
+    assert Path(recorded) == RECORDED
+    assert cumla_bench(explained) == cumla_bench(read, recorded, "--markdown") == 0
 
 
 def test_everything_is_written(

@@ -194,6 +194,25 @@ def test_defaults_of_cleaning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cleaned == [True, False]
 
 
+@pytest.mark.parametrize("clean", [1, "yes", torch.tensor(True), 0, None, torch.tensor(False)])
+def test_cleaning_by_what_is_true_or_false(monkeypatch: pytest.MonkeyPatch, clean: Any) -> None:
+    asked: list[bool] = []
+
+    def recorded(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, clean: bool, **options: Any) -> Any:
+            asked.append(clean)
+            return operation(*arguments, clean=clean, **options)
+
+        return call
+
+    for name in ("mqa_logits", "score_with_schedule"):
+        monkeypatch.setattr(deep_gemm, name, recorded(getattr(deep_gemm, name)))
+    schedule = torch.zeros(NUM_SMS + 1, 2, dtype=torch.int32)
+    deep_gemm.fp8_mqa_logits(*prefill_inputs().values(), clean)
+    deep_gemm.fp8_paged_mqa_logits(*paged_inputs().values(), schedule, 50, clean)
+    assert [(type(seen), seen) for seen in asked] == [(bool, bool(clean))] * 2
+
+
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_newer_names(dtype: Any, named: bool) -> None:

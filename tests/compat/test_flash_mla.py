@@ -160,6 +160,15 @@ def test_arguments_by_position_as_in_the_old_style() -> None:
     assert_layer(out, lse, inputs, 0, causal=True)
 
 
+@pytest.mark.parametrize("causal", [1, "yes", torch.tensor(True), 0, None, torch.tensor(False)])
+def test_causal_by_what_is_true_or_false(causal: Any) -> None:
+    inputs = make_inputs(LENGTHS, max_pages=3, q_len=2)
+    out, lse = call(
+        inputs, flash_mla.get_mla_metadata()[0], causal=causal, softmax_scale=inputs.softmax_scale
+    )
+    assert_layer(out, lse, inputs, 0, causal=bool(causal))
+
+
 def test_not_causal_and_scaled_by_the_head_dim_unless_told() -> None:
     base = make_inputs(LENGTHS, max_pages=3, q_len=2)
     inputs = StepInputs(

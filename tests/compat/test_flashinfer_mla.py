@@ -159,6 +159,14 @@ def test_as_in_version_0_6(causal: bool, page_size: int) -> None:
     assert torch.equal(wrapper.run(*batch.parts), result[0])
 
 
+@pytest.mark.parametrize("causal", [1, "yes", torch.tensor(True), 0, torch.tensor(False)])
+def test_flags_by_what_is_true_or_false(causal: Any) -> None:
+    batch = make_batch()
+    result = planned(batch, causal=causal).run(*batch.parts, return_lse=1)
+    check(result, batch, causal=bool(causal))
+    assert type(planned(batch, causal=causal).run(*batch.parts, return_lse=0)) is torch.Tensor
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("form", ["csr", "dense", "dual"])
 def test_as_in_version_0_7(form: str, packed: bool) -> None:

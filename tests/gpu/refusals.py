@@ -27,6 +27,8 @@ REFUSALS = (
     ("out 576 wide", ValueError, r"out: needs shape \(4, 2, 16, 512\), got"),
     ("lse transposed", ValueError, r"lse: needs shape \(4, 16, 2\), got \(4, 2, 16\)"),
     ("lse float64", TypeError, "lse: needs float32, got float64"),
+    ("causal yes", TypeError, "causal: needs True or False, got str; pass one of the two"),
+    ("invariant 1", TypeError, "batch_invariant: needs True or False, got int; pass one of the"),
 )
 """What is wrong, the error, and its message."""
 
@@ -78,4 +80,8 @@ def refused(xp: Any, problem: Problem, change: str) -> tuple[tuple[Any, ...], di
             options["lse"] = xp.zeros((4, 2, 16), dtype=xp.float32)
         case "lse float64":
             options["lse"] = xp.zeros(problem.lse_shape, dtype=xp.float64)
+        case "causal yes":
+            options["causal"] = "yes"
+        case "invariant 1":
+            options["batch_invariant"] = 1
     return (q, kv, table, lengths), options
