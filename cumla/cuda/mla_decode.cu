@@ -82,9 +82,9 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
       mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
       const u32 destination = stage + column * kTileBytes, barrier = shared.full(parity, column);
       if (k == 0)
-        load_tiles<kForm, 1>(p, destination, kRopeTile, true, barrier, from);
+        load_tiles<kForm, 1, !kSharedBlocks>(p, destination, kRopeTile, true, barrier, from);
       else
-        load_tiles<kForm, kHalfTiles>(p, destination, column, false, barrier, from);
+        load_tiles<kForm, kHalfTiles, !kSharedBlocks>(p, destination, column, false, barrier, from);
     }
     now.next();
     next = now.template row_of<kForm>(offset);

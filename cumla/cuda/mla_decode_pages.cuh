@@ -47,12 +47,15 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map, u32 destination
 
 // Begins to load the 64 columns of a tile, of a block; of kBoxes each lane its own box. A ring that is bound by memory is
 // served faster so, stages that wait for their tiles by load_tiles. `rope`: they are the RoPE columns, as the compiler knows.
-template <PageForm kForm>
+template <PageForm kForm, bool kReadOnce = true>
 __device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
                                           const PageRow& from) {
   if constexpr (kForm == kPages) {
     mbarrier_arrive_expect_tx(barrier, kTileBytes);
-    tma_load_4d_async(destination, &p.latent_map, barrier, column * 64, from.row, blockIdx.z, from.page);
+    if constexpr (kReadOnce)
+      tma_load_4d_async(destination, &p.latent_map, barrier, column * 64, from.row, blockIdx.z, from.page, read_once_policy());
+    else
+      tma_load_4d_async(destination, &p.latent_map, barrier, column * 64, from.row, blockIdx.z, from.page);
   } else {
     const TensorMap* const map = rope ? &p.rope_map : &p.latent_map;
     const int x = rope ? 0 : column * 64, row = first_of_box<kForm>(p);
@@ -64,13 +67,13 @@ __device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destinat
 }
 
 // The same of several tiles, from `column` on, which lie one behind the other, as do their barriers; by a whole warp.
-template <PageForm kForm, int kCount>
+template <PageForm kForm, int kCount, bool kReadOnce = false>
 __device__ __forceinline__ void load_tiles(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
                                            const PageRow& from) {
   if constexpr (kForm == kPages) {
 #pragma unroll
     for (int k = 0; k < kCount; ++k)
-      load_tile<kForm>(p, destination + k * kTileBytes, column + k, rope, barrier + 8 * k, from);
+      load_tile<kForm, kReadOnce>(p, destination + k * kTileBytes, column + k, rope, barrier + 8 * k, from);
   } else {
     const TensorMap* const map = rope ? &p.rope_map : &p.latent_map;
     const int x = rope ? 0 : column * 64;
