@@ -76,6 +76,9 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
     const PageRow from = next;
     const u32 phase = ((now.t + now.i) / 2) & 1;
     const u32 stage = shared.stage(parity);
+    if constexpr (kForm == kPages && !kSharedBlocks) {
+      if (now.t + now.i > 1) prefetch_rows(p, from);
+    }
 #pragma unroll
     for (int k = 0; k < kTiles; k += k == 0 ? 1 : kHalfTiles) {
       const int column = tile_in_order(parity, k), half = column / kHalfTiles;

@@ -120,6 +120,14 @@ __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const P
   }
 }
 
+// Has L2 fetch the rows of a block in the order in which they lie, if they lie together: DRAM opens its pages once, not for
+// each tile. Of whole pages.
+__device__ __forceinline__ void prefetch_rows(const MlaDecodeParams& p, const PageRow& from) {
+  if (static_cast<u32>(from.page) >= p.num_pages || p.latent.stride_row != kHeadDim * 2) return;
+  const char* const begin = p.latent.base + from.page * p.latent.stride_page + from.row * p.latent.stride_row;
+  prefetch_bulk_l2(begin + blockIdx.z * p.latent.stride_head, kBlockTokens * kHeadDim * 2);
+}
+
 // The request with which this CTA's part begins, if all requests have one length and blocks enough.
 __device__ __forceinline__ u32 first_request_guessed(const MlaDecodeParams& p) {
   const u32 batch = p.batch, parts = p.parts;

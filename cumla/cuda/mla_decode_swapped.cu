@@ -53,12 +53,16 @@ __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const Swa
   RingPlace place;
   const int offset = first_of_box<kForm>(p);
   PageRow next = now.template row_of<kForm>(offset);
+  int count = 0;
 #pragma unroll 1
   while (now.valid()) {
     const int owner = (now.t + now.i) & 1;
     const PageRow from = next;
     now.next();
     next = now.template row_of<kForm>(offset);
+    if constexpr (kForm == kPages) {
+      if (++count > 2) prefetch_rows(p, from);
+    }
 #pragma unroll
     for (int k = 0; k < kTiles; ++k) {
       const int column = tile_in_order(0, k);
