@@ -195,12 +195,12 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
   const int of_shares = share + p.fixed_cost + 2 * p.piece_cost;  // they cost that at most, whatever their cuts
   // Nearly equal groups are taken at once: 128 of 132 multiprocessors, 1/32 dearer than shares, were as fast as all.
   const int nearly = share + min(p.cut_cost, share / 32);
-  bool dearer = __syncthreads_or(price > (packable ? nearly : max(nearly, of_shares)));
+  bool dearer = __syncthreads_or(price > share);
   Packed packed = {0, 0, 0, kNever};
   if (dearer && packable) {
     packed = find_packed(p, shared.packing, shared.keys, shared.thread_tokens, share);
-    if (packed.cost > max(of_shares, share + share / 20)) packed.cost = kNever;
-    dearer = __syncthreads_or(price > (packed.cost != kNever ? packed.cost : of_shares));
+    packed.cost = kNever;
+    dearer = true;
   }
   if (!dearer) {
     if (thread < p.parts)
