@@ -190,6 +190,14 @@ def test_without_a_gpu_what_else_there_is_to_run(
     assert cumla_bench(explained) == cumla_bench(read, recorded, "--markdown") == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "where"), [("h200.json", ", in this run,"), ("h100.json", ",")], ids=["some", "none"]
+)
+def test_where_peers_ran(capsys: pytest.CaptureFixture[str], name: str, where: str) -> None:
+    assert cumla_bench("--markdown", RECORDED.with_name(name)) == 0
+    assert f"; x peer: the peer's time{where} divided by ours." in capsys.readouterr().out
+
+
 def test_everything_is_written(
     asked: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
