@@ -169,7 +169,7 @@ def test_what_argparse_refuses(
     [UnsupportedDeviceError("no GPU"), MissingDependencyError("no CuPy")],
     ids=["no GPU", "no CuPy"],
 )
-@pytest.mark.parametrize("arguments", [["--rows", "b1-s1-h16-kv8192"], ["--variants"]])
+@pytest.mark.parametrize("arguments", [[], ["--only", "forms"], ["--variants"]])
 def test_without_a_gpu_what_else_there_is_to_run(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -179,8 +179,9 @@ def test_without_a_gpu_what_else_there_is_to_run(
     def none() -> Any:
         raise error
 
-    for module in (run, gpu):
-        monkeypatch.setattr(module, "import_cupy", none)
+    monkeypatch.setattr(run, "current_device", none)
+    monkeypatch.setattr(run, "measure_start", pytest.fail)  # nothing takes time before that
+    monkeypatch.setattr(gpu, "import_cupy", none)
     assert cumla_bench(*arguments) == 1
     said = capsys.readouterr()
     first, way_out, *commands = said.err[said.err.index("cumla bench: ") :].splitlines()
