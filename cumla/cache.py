@@ -113,9 +113,9 @@ def append_mla_cache(
     Raises
     ------
     TypeError
-        An argument is of the wrong kind: no array, a tracer, an unknown dtype, or one of JAX's that
-        would have to be written to. As with every error but the last, the message names it, and
-        nothing has been launched or written.
+        An argument is of the wrong kind: no array, a tracer, an unknown dtype, a flag that is
+        neither True nor False, or an array of JAX's that would have to be written to. As with every
+        error but the last, the message names it, and nothing has been launched or written.
     ValueError
         An argument does not fit: its shape, strides, alignment or place; or arguments do not fit
         together.

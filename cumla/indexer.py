@@ -115,8 +115,9 @@ def mqa_logits(
     Raises
     ------
     TypeError
-        An argument is of the wrong kind: no array, a tracer, an unknown dtype. As with every error
-        but the last, the message names it, and nothing has been launched or written.
+        An argument is of the wrong kind: no array, a tracer, an unknown dtype, or a flag that is
+        neither True nor False. As with every error but the last, the message names it, and nothing
+        has been launched or written.
     ValueError
         An argument does not fit: its shape, strides, alignment, place or value.
     UnsupportedDeviceError
@@ -337,7 +338,8 @@ class PagedMQALogitsPlan:
     Raises
     ------
     TypeError
-        An argument is of the wrong kind, or memory that cannot be written to.
+        An argument is of the wrong kind, memory that cannot be written to, or a flag that is
+        neither True nor False.
     ValueError
         A number does not fit, the workspace is too small, or `device`, `like` and `workspace`
         are not in the same place.

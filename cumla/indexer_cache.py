@@ -93,8 +93,9 @@ def quantize_fp8(
     Raises
     ------
     TypeError
-        An argument is of the wrong kind: no array, a tracer, an unknown dtype. As with every error
-        but the last, the message names it, and nothing has been launched or written.
+        An argument is of the wrong kind: no array, a tracer, an unknown dtype, or a flag that is
+        neither True nor False. As with every error but the last, the message names it, and nothing
+        has been launched or written.
     ValueError
         An argument does not fit: its shape, strides, alignment or place.
     UnsupportedDeviceError
@@ -244,9 +245,9 @@ def append_indexer_cache(
     Raises
     ------
     TypeError
-        An argument is of the wrong kind: no array, a tracer, an unknown dtype, or a cache of JAX's.
-        As with every error but the last, the message names it, and nothing has been launched or
-        written.
+        An argument is of the wrong kind: no array, a tracer, an unknown dtype, a flag that is
+        neither True nor False, or a cache of JAX's. As with every error but the last, the message
+        names it, and nothing has been launched or written.
     ValueError
         An argument does not fit: its shape, strides, alignment or place; or arguments do not fit
         together.

@@ -144,8 +144,9 @@ def mla_decode(
     Raises
     ------
     TypeError
-        An argument is of the wrong kind: no array, a tracer, an unknown dtype. As with every error
-        but the last, the message names it, and nothing has been launched or written.
+        An argument is of the wrong kind: no array, a tracer, an unknown dtype, or a flag that is
+        neither True nor False. As with every error but the last, the message names it, and nothing
+        has been launched or written.
     ValueError
         An argument does not fit: its shape, strides, alignment, place or value, or a plan that was
         made for something else or is not ready.
@@ -271,7 +272,8 @@ class MLADecodePlan:
     Raises
     ------
     TypeError
-        An argument is of the wrong kind, an unknown dtype or memory that cannot be written to.
+        An argument is of the wrong kind, an unknown dtype, memory that cannot be written to, or a
+        flag that is neither True nor False.
     ValueError
         A number does not fit, the workspace is too small, or `device`, `like` and `workspace`
         are not in the same place.

@@ -253,7 +253,8 @@ class MLAAttentionPlan:
     Raises
     ------
     TypeError
-        An argument is of the wrong kind, an unknown dtype or memory that cannot be written to.
+        An argument is of the wrong kind, an unknown dtype, memory that cannot be written to, or a
+        flag that is neither True nor False.
     ValueError
         A number does not fit, the workspace is too small, or `device`, `like` and `workspace`
         are not in the same place.

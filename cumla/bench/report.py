@@ -21,10 +21,11 @@ _FIGURES = (
     *("us", "TFLOP/s", "GB/s", "efficiency"),
     *("x FlashMLA", "x best peer", "stream-only us", "graph us"),
 )
-_NOTE = (
-    "Times: single calls with an L2 cache {l2}; graph us: a call among many, back to back in a "
-    "CUDA graph; efficiency: the time that bytes or operations need at the ceilings, divided by "
-    "ours; x peer: the peer's time, in this run, divided by ours."
+_NOTE = "Times: single calls with an L2 cache {l2}"
+_COLUMNS = (
+    "; graph us: a call among many, back to back in a CUDA graph; efficiency: the time that bytes "
+    "or operations need at the ceilings, divided by ours; x peer: the peer's time{where}, divided "
+    "by ours"
 )
 _GRAPHS = (
     " Merges and appends of up to 256 MB: graphs go round 512 MiB of inputs and outputs; graph "
@@ -513,6 +514,10 @@ def _note(results: Results) -> str:
     note = _NOTE.format(l2=_L2[results.get("l2", "cold")])
     rows = results["rows"] + results.get("indexer", [])
     peers = [peer for row in rows for peer in row.get("peers", {}).values()]
+    if rows or "attention" in results:
+        in_this_run = any("measured" in peer for peer in peers)
+        note += _COLUMNS.format(where=", in this run" if in_this_run else "")
+    note += "."
     if any(row.get("graph_us") for name in _OPERATIONS for row in results.get(name, ())):
         note += _GRAPHS
     if any(map(_own_us, results["rows"])):

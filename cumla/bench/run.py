@@ -53,7 +53,7 @@ from cumla.bench.start import measure as measure_start
 from cumla.bench.timing import GpuTimer, Timing, time_cold, time_warm
 from cumla.errors import CumlaError
 from cumla.launch import all_specs
-from cumla.launch.device import import_cupy, installed_cupy
+from cumla.launch.device import current_device, installed_cupy
 from cumla.launch.module import cupy_nvrtc_version
 from cumla.launch.source import digest
 
@@ -174,7 +174,7 @@ def run(
         the kernels slower is set.
     """
     refuse_slow_kernels()
-    import_cupy()  # where it is missing, that is said before anything takes time
+    current_device()  # where there is none, or no CuPy, that is said before anything takes time
     start = _start(note) if cases == DENSE else {}  # before this process uses the GPU
     published = load_peers()
     with Gpu() as gpu:

@@ -249,6 +249,11 @@ def _read(path: Path) -> dict[str, Any]:
         results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _UsageError(f"{path}: {error}") from error
+    if not isinstance(results, dict) or not {"rows", "ceilings", "machine"} <= results.keys():
+        raise _UsageError(
+            f"{path}: needs results of a benchmark, with rows and ceilings, got another file, such "
+            f"as --variants writes; name one that --json wrote without it"
+        )
     return results
 
 

@@ -233,4 +233,4 @@ def test_rows_and_table() -> None:
     assert lines[at + 6] == "| 4 | 4 | 70 | kv heads | failed |  |  |"
     assert failures(found) == ["2 kv heads are off"]
     assert "q_len 4" in to_text(found)
-    assert "efficiency |" not in to_markdown(found)  # no table of nothing
+    assert "efficiency" not in to_markdown(found)  # no table of nothing, and no word about one

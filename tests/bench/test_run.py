@@ -99,7 +99,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(peer_runs, "PEER_CASES", CASES[1:])
     for module in (peer_runs, logits_peers):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
-    monkeypatch.setattr(run, "import_cupy", lambda: None)
+    monkeypatch.setattr(run, "current_device", lambda: 0)
     for module in (run, host):
         monkeypatch.setattr(module, "HOST_CASE", Case(2, 1, 2, 64))
     monkeypatch.setattr(host, "SCHEDULES", (Case(1, 1, 2, 64), Case(3, 1, 2, 64)))

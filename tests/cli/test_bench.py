@@ -15,6 +15,7 @@ from cumla import cli
 from cumla.bench import explain, gpu, plot, run
 from cumla.bench.cases import DENSE, Case, grid
 from cumla.bench.report import to_csv, to_markdown, to_text
+from cumla.cli import bench
 from cumla.errors import CumlaError, MissingDependencyError, UnsupportedDeviceError
 
 RECORDED = Path(str(resources.files("cumla.bench").joinpath("results", "h200.json")))
@@ -84,6 +85,10 @@ def test_dtype_alone_is_the_table_in_that_dtype(asked: dict[str, Any]) -> None:
 def test_peers(asked: dict[str, Any], names: tuple[str, ...], peers: tuple[str, ...]) -> None:
     assert cumla_bench("--peers", *names, "--warm") == 0
     assert (asked["cases"], asked["peers"], asked["warm"]) == (DENSE, peers, True)
+
+
+def test_sections_of_the_command_are_those_of_the_benchmark() -> None:
+    assert bench._SECTIONS == run.SECTIONS
 
 
 @pytest.mark.parametrize("section", run.SECTIONS)
@@ -164,7 +169,7 @@ def test_what_argparse_refuses(
     [UnsupportedDeviceError("no GPU"), MissingDependencyError("no CuPy")],
     ids=["no GPU", "no CuPy"],
 )
-@pytest.mark.parametrize("arguments", [["--rows", "b1-s1-h16-kv8192"], ["--variants"]])
+@pytest.mark.parametrize("arguments", [[], ["--only", "forms"], ["--variants"]])
 def test_without_a_gpu_what_else_there_is_to_run(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -174,8 +179,9 @@ def test_without_a_gpu_what_else_there_is_to_run(
     def none() -> Any:
         raise error
 
-    for module in (run, gpu):
-        monkeypatch.setattr(module, "import_cupy", none)
+    monkeypatch.setattr(run, "current_device", none)
+    monkeypatch.setattr(run, "measure_start", pytest.fail)  # nothing takes time before that
+    monkeypatch.setattr(gpu, "import_cupy", none)
     assert cumla_bench(*arguments) == 1
     said = capsys.readouterr()
     first, way_out, *commands = said.err[said.err.index("cumla bench: ") :].splitlines()
@@ -188,6 +194,30 @@ def test_without_a_gpu_what_else_there_is_to_run(
     assert (explained, read, demo) == ("--explain", "--from", ["demo"])
     assert Path(recorded) == RECORDED
     assert cumla_bench(explained) == cumla_bench(read, recorded, "--markdown") == 0
+
+
+@pytest.mark.parametrize("content", ['{"variants": [], "machine": {}, "ceilings": {}}', "[]"])
+@pytest.mark.parametrize("option", ["--from", "--markdown"])
+def test_a_file_without_rows(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str, content: str
+) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(content)
+    assert cumla_bench(option, file) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == (
+        f"cumla bench: {file}: needs results of a benchmark, with rows and ceilings, got another "
+        f"file, such as --variants writes; name one that --json wrote without it\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "where"), [("h200.json", ", in this run,"), ("h100.json", ",")], ids=["some", "none"]
+)
+def test_where_peers_ran(capsys: pytest.CaptureFixture[str], name: str, where: str) -> None:
+    assert cumla_bench("--markdown", RECORDED.with_name(name)) == 0
+    assert f"; x peer: the peer's time{where} divided by ours." in capsys.readouterr().out
 
 
 def test_everything_is_written(
