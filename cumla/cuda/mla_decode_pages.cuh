@@ -123,7 +123,9 @@ __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const P
 // The request with which this CTA's part begins, if all requests have one length and blocks enough.
 __device__ __forceinline__ u32 first_request_guessed(const MlaDecodeParams& p) {
   const u32 batch = p.batch, parts = p.parts;
-  return min(2 * batch <= parts ? blockIdx.y / (parts / batch) : blockIdx.y * ((batch + parts - 1) / parts), batch - 1);
+  if (2 * batch <= parts) return min(blockIdx.y / (parts / batch), batch - 1);
+  const u32 behind = (parts - blockIdx.y) * ((batch + parts - 1) / parts);  // parts without a request come first
+  return behind < batch ? batch - behind : 0;
 }
 
 // Has L2 fetch the first block of this CTA's sequence, of whole pages: one warp, on a shorter way than its loader's, which

@@ -187,8 +187,13 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
       return request < p.batch ? start : total;
     };
     const int group = quotient(p.batch + p.parts - 1, p.by_parts);
-    if (thread < p.parts) first = min(thread * group, p.batch);
-    next = min(first + group, p.batch);
+    // Counted from the end: parts without a request come first. Thread blocks begin where most room is, in the largest
+    // processing clusters, whose multiprocessors get the least of the bandwidth if all of them work.
+    if (thread < p.parts) {
+      const int end = p.batch - (p.parts - 1 - thread) * group;
+      first = max(end - group, 0);
+      next = max(end, 0);
+    }
     price = start_of(next) - start_of(first);
   }
   const bool packable = p.batch <= kPackedRequests && p.parts <= kPackedParts && share <= kPackedShare;

@@ -230,14 +230,15 @@ def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule
     limit = share + min(CUT_COST, share // 32)
     of_shares = share + FIXED_COST + 2 * each  # they cost that at most
     group = -(-batch // parts)
-    price = int(np.diff(np.append(starts[::group], total)).max())
+    groups = np.maximum(batch - np.arange(parts, -1, -1) * group, 0)  # idle parts come first
+    price = int(np.diff(np.append(starts, total)[groups]).max())
     packed = None
     if packable and price > limit:
         packed = _pack(blocks, parts, share, each)
     if packed and packed.cost > max(of_shares, share + share // 20):
         packed = None
     if price <= max(limit, packed.cost if packed else of_shares):
-        bounds[:, 0] = np.minimum(np.arange(parts + 1) * group, batch)
+        bounds[:, 0] = groups
         return Schedule(bounds, _splits(bounds), order)
     if packed:
         return Schedule(packed.bounds, _splits(packed.bounds), packed.order)

@@ -120,7 +120,7 @@ def whole_price(lengths: np.ndarray, parts: int) -> int:
     """Cost of the dearest part where ceil(batch / parts) whole requests go to each."""
     costs = blocks_of(lengths) + FIXED_COST
     group = -(-len(lengths) // parts)
-    return max(int(costs[i : i + group].sum()) for i in range(0, len(costs), group))
+    return max(int(costs[max(i - group, 0) : i].sum()) for i in range(len(costs), 0, -group))
 
 
 def parts_needed(lengths: np.ndarray, size: int, row_groups: int) -> int:
@@ -552,7 +552,9 @@ def test_the_compared_schedules_are_of_every_kind() -> None:
         kinds[of] |= {"more requests than threads"} if len(blocks) > THREADS else set()
         idle = made.bounds[:-1, 0] == len(blocks)
         kinds[of] |= {"idle at the end"} if idle.any() else set()
-        empty = (made.bounds[1:] == made.bounds[:-1]).all(axis=1) & ~idle
+        before = (made.bounds[1:] == 0).all(axis=1)
+        kinds[of] |= {"idle at the beginning"} if before.any() else set()
+        empty = (made.bounds[1:] == made.bounds[:-1]).all(axis=1) & ~idle & ~before
         kinds[of] |= {"empty in the middle"} if empty.any() else set()
         if of == "apart":
             uncut = np.delete(blocks, made.splits[:, 0])
@@ -566,7 +568,7 @@ def test_the_compared_schedules_are_of_every_kind() -> None:
     everywhere = {"zeros", "idle at the end"}
     assert kinds == {
         "apart": everywhere | {"cut", "not cut", "longer than a piece, not cut"},
-        "whole": everywhere | {"not cut", "more requests than threads"},
+        "whole": {"zeros", "idle at the beginning", "not cut", "more requests than threads"},
         "packed": everywhere
         | {"cut", "not cut", "256 requests", "one rest and whole requests", "one rest alone"}
         | {"two rests and whole requests", "two rests alone", "whole requests", "equal costs"}
@@ -601,11 +603,11 @@ def kinds_of_packing(made: Schedule, lengths: np.ndarray) -> set[str]:
 @given(any_lengths, any_parts, any_row_groups)
 @example(np.full(33, 20 * BLOCK_TOKENS), 2, 1)  # a block dearer than equal shares may be
 def test_whole_requests(lengths: np.ndarray, parts: int, row_groups: int) -> None:
-    """As many to each part, in order."""
+    """As many to each part, in order; the parts without any, and one with fewer, come first."""
     assume(kind(lengths, parts, row_groups) == "whole")
     made = schedule(lengths, parts, row_groups)
     group = -(-len(lengths) // parts)
-    wanted = np.minimum(np.arange(parts + 1) * group, len(lengths))
+    wanted = np.maximum(len(lengths) - np.arange(parts, -1, -1) * group, 0)
     np.testing.assert_array_equal(made.bounds[:, 0], wanted)
     assert not made.bounds[:, 1].any()
     assert not len(made.splits)
