@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 import cumla
 from cumla.bench.append import APPEND, measure_append
@@ -108,6 +108,7 @@ _OTHERS = ("torch", "triton", "flashinfer-python", "jax", "deep_gemm")
 
 Note = Callable[[str], None]
 Results = dict[str, Any]
+_AnyCase = TypeVar("_AnyCase", AttentionCase, Case, FormGroup)
 
 
 def steps(
@@ -346,58 +347,65 @@ def _attention(
     gpu: Gpu, results: Results, ceilings: Ceilings, timer: GpuTimer, note: Note
 ) -> Iterator[Results]:
     """Measure attention over queries of different lengths."""
-    results["attention"] = []
-    for case in ATTENTION:
-        try:
-            row = attention_row(case, measure_attention(gpu, case, timer), ceilings)
-            note(f"{case.name}: {row['us']:.1f} us, {row['tflops']:.0f} TFLOP/s")
-        except Exception as error:  # of any kind: what is measured later stands
-            row = _failed(case, error, note)
-        results["attention"].append(row)
-        yield results
+
+    def measured(case: AttentionCase) -> tuple[Results, str]:
+        row = attention_row(case, measure_attention(gpu, case, timer), ceilings)
+        return row, f": {row['us']:.1f} us, {row['tflops']:.0f} TFLOP/s"
+
+    return _section(results, "attention", ATTENTION, measured, note)
 
 
 def _pages(gpu: Gpu, results: Results, timer: GpuTimer, note: Note) -> Iterator[Results]:
     """Measure decoding with pages of several sizes."""
-    results["pages"] = []
-    for case in PAGES:
-        try:
-            row = pages_row(case, measure_pages(gpu, case, timer))
-            ratios = ", ".join(f"{of['page']}: {of['ratio']:.3f}" for of in row["pages"])
-            note(f"{case.name}, times by page size: {ratios}")
-        except Exception as error:  # as above
-            row = _failed(case, error, note)
-        results["pages"].append(row)
-        yield results
+
+    def measured(case: Case) -> tuple[Results, str]:
+        row = pages_row(case, measure_pages(gpu, case, timer))
+        ratios = ", ".join(f"{of['page']}: {of['ratio']:.3f}" for of in row["pages"])
+        return row, f", times by page size: {ratios}"
+
+    return _section(results, "pages", PAGES, measured, note)
 
 
 def _fp8(
     gpu: Gpu, results: Results, ceilings: Ceilings, timer: GpuTimer, note: Note
 ) -> Iterator[Results]:
     """Measure decoding over FP8 caches."""
-    results["fp8"] = []
-    for case in FP8:
-        try:
-            row = fp8_row(case, measure_fp8(gpu, case, timer), ceilings)
-            times = ", ".join(f"{of['format']}: {of['us']:.1f} us" for of in row["formats"])
-            note(f"{case.name} by format, {times}")
-        except Exception as error:  # as above
-            row = _failed(case, error, note)
-        results["fp8"].append(row)
-        yield results
+
+    def measured(case: Case) -> tuple[Results, str]:
+        row = fp8_row(case, measure_fp8(gpu, case, timer), ceilings)
+        times = ", ".join(f"{of['format']}: {of['us']:.1f} us" for of in row["formats"])
+        return row, f" by format, {times}"
+
+    return _section(results, "fp8", FP8, measured, note)
 
 
 def _forms(gpu: Gpu, results: Results, timer: GpuTimer, note: Note) -> Iterator[Results]:
     """Measure decoding of the same work in several forms."""
-    results["forms"] = []
-    for group in FORMS:
+
+    def measured(group: FormGroup) -> tuple[Results, str]:
+        row = forms_row(group, measure_forms(gpu, group, timer))
+        ratios = ", ".join(f"{of['form']}: {of['ratio']:.3f}" for of in row["forms"])
+        return row, f", times by form: {ratios}"
+
+    return _section(results, "forms", FORMS, measured, note)
+
+
+def _section(
+    results: Results,
+    name: str,
+    cases: tuple[_AnyCase, ...],
+    measured: Callable[[_AnyCase], tuple[Results, str]],
+    note: Note,
+) -> Iterator[Results]:
+    """Measure one case of a section after the other: its row, and what to say behind its name."""
+    results[name] = []
+    for case in cases:
         try:
-            row = forms_row(group, measure_forms(gpu, group, timer))
-            ratios = ", ".join(f"{of['form']}: {of['ratio']:.3f}" for of in row["forms"])
-            note(f"{group.name}, times by form: {ratios}")
-        except Exception as error:  # as above
-            row = _failed(group, error, note)
-        results["forms"].append(row)
+            row, said = measured(case)
+            note(f"{case.name}{said}")
+        except Exception as error:  # of any kind: what is measured later stands
+            row = _failed(case, error, note)
+        results[name].append(row)
         yield results
 
 
