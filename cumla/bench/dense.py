@@ -28,6 +28,7 @@ __all__ = [
     "check",
     "check_rows",
     "check_some",
+    "inputs_of",
     "run_case",
 ]
 
@@ -293,6 +294,41 @@ def check(gpu: Gpu, inputs: Inputs, case: Case, cache: int = 0) -> tuple[float, 
     with np.errstate(invalid="ignore"):  # a row that sees nothing: inf in both
         errors = np.where(got_lse == want_lse, 0.0, np.abs(got_lse - want_lse) / np.abs(want_lse))
     return row_error, _worst(case, "lse", rows, errors, _LSE_TOLERANCE)
+
+
+def inputs_of(gpu: Gpu, case: Case, q: Any, kv: Any, pages: NDArray[np.int32]) -> Inputs:
+    """Put a query and a cache into a call of one table, with outputs that are NaN.
+
+    Parameters
+    ----------
+    gpu : Gpu
+        Entered.
+    case : Case
+        Their shape.
+    q, kv : array of uint16
+        Query and cache; of a cache in two arrays the latent columns.
+    pages : numpy.ndarray
+        ``(batch, pages of a request)`` int32, the block table.
+
+    Returns
+    -------
+    Inputs
+        With outputs of their own.
+    """
+    inputs = Inputs(
+        q=q,
+        kv=kv,
+        pages=pages.reshape(1, -1),
+        tables=[gpu.upload(pages)],
+        seqlens=gpu.upload(case.lengths),
+        out=gpu.empty((case.batch, case.q_len, case.heads, VALUE_DIM), "uint16"),
+        lse=gpu.empty((case.batch, case.heads, case.q_len), "float32"),
+        dtype=case.dtype,
+        batch_invariant=False,
+    )
+    gpu.fill_bytes(inputs.out, 0xFF)
+    gpu.fill_bytes(inputs.lse, 0xFF)
+    return inputs
 
 
 def check_some(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cumla import MLADecodePlan
 from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.bench.ceilings import fill_normal
-from cumla.bench.dense import CheckError, Inputs, check_some
+from cumla.bench.dense import CheckError, Inputs, check_some, inputs_of
 from cumla.bench.gpu import DTYPES, Gpu
 from cumla.bench.timing import GpuTimer, Timing, in_turns, time_cold
 from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
@@ -191,19 +191,8 @@ def _checked_call(gpu: Gpu, form: Form, memory: _Memory) -> partial[Any]:
     shuffled = np.random.default_rng(case.pages).permutation(case.pages).astype(np.int32)
     pages = shuffled.reshape(case.batch, -1)
     parts = _cache_parts(form, memory.cached)
-    inputs = Inputs(
-        q=_array(memory.queries, *form.query_shape)[..., :HEAD_DIM],
-        kv=parts[0],
-        pages=shuffled[None],
-        tables=[gpu.upload(pages)],
-        seqlens=gpu.upload(case.lengths),
-        out=gpu.empty((case.batch, case.q_len, case.heads, VALUE_DIM), "uint16"),
-        lse=gpu.empty((case.batch, case.heads, case.q_len), "float32"),
-        dtype=case.dtype,
-        batch_invariant=False,
-    )
-    gpu.fill_bytes(inputs.out, 0xFF)
-    gpu.fill_bytes(inputs.lse, 0xFF)
+    q = _array(memory.queries, *form.query_shape)[..., :HEAD_DIM]
+    inputs = inputs_of(gpu, case, q, parts[0], pages)
     call = _call(inputs, parts)
     call()
     try:

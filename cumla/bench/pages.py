@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.bench.ceilings import fill_normal
-from cumla.bench.dense import CheckError, Inputs, check_some
+from cumla.bench.dense import CheckError, check_some, inputs_of
 from cumla.bench.gpu import Gpu
 from cumla.bench.timing import GpuTimer, Timing, in_turns, time_cold
-from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
+from cumla.launch.mla_plan import HEAD_DIM
 
 __all__ = ["PAGES", "PAGE_SIZES", "measure_pages", "pages_row"]
 
@@ -67,19 +67,8 @@ def _checked_call(gpu: Gpu, case: Case, q: Any, cached: Any, page_size: int) -> 
     count = case.batch * -(-case.kv_len // page_size)
     shuffled = np.random.default_rng(count).permutation(count).astype(np.int32)
     pages = shuffled.reshape(case.batch, -1)
-    inputs = Inputs(
-        q=q,
-        kv=cached[: count * page_size].reshape(count, page_size, 1, HEAD_DIM),
-        pages=shuffled[None],
-        tables=[gpu.upload(pages)],
-        seqlens=gpu.upload(case.lengths),
-        out=gpu.empty((case.batch, case.q_len, case.heads, VALUE_DIM), "uint16"),
-        lse=gpu.empty((case.batch, case.heads, case.q_len), "float32"),
-        dtype=case.dtype,
-        batch_invariant=False,
-    )
-    gpu.fill_bytes(inputs.out, 0xFF)
-    gpu.fill_bytes(inputs.lse, 0xFF)
+    kv = cached[: count * page_size].reshape(count, page_size, 1, HEAD_DIM)
+    inputs = inputs_of(gpu, case, q, kv, pages)
     (call,) = inputs.calls()
     call()
     try:
