@@ -58,9 +58,30 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, 
   fence_mbarrier_init();
 }
 
-// Loads the blocks of one parity into their stage as it becomes free: one thread, of kBoxes a warp. With kSharedBlocks
-// (compute-bound) it also has L2 fetch its next block, so that a load waits for L2 and not for DRAM; the row tiles share
-// that work. With one row tile (memory-bound) that only lengthens the queue of the copy engine.
+// Loads a block, whose tiles come in kCount boxes (1 of kPages), into the thirds of a stage as they become free; a warp.
+template <PageForm kForm, int kCount>
+__device__ __forceinline__ void load_block(const MlaDecodeParams& p, const SharedLayout& shared, const PageRow& from, int parity,
+                                           u32 phase) {
+  const Boxes<kCount> boxes(from);
+#pragma unroll
+  for (int k = 0; k < 3; ++k) {
+    const int half = k == 0 ? 2 : (k - 1) ^ parity, column = half * kHalfTiles;
+    const u32 destination = shared.stage(parity) + column * kTileBytes, barrier = shared.full(parity, column);
+    mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+    if (elect_one()) {
+      if (k == 0)
+        boxes.template load<1>(kForm == kPages ? &p.latent_map : &p.rope_map, destination, kForm == kPages ? kRopeTile * 64 : 0,
+                               barrier);
+      else
+        boxes.template load<kHalfTiles>(&p.latent_map, destination, column * 64, barrier);
+    }
+    __syncwarp();
+  }
+}
+
+// Loads the blocks of one parity into their stage: a warp. With kSharedBlocks (compute-bound) it also has L2 fetch its next
+// block, so that a load waits for L2 and not for DRAM; the row tiles share that work. With one row tile (memory-bound) that
+// only lengthens the queue of the copy engine.
 template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
                                         const Part& part, int last_place, int parity) {
@@ -73,19 +94,15 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
     mbarrier_wait(shared.query_full(), 0, "the first query");
 #pragma unroll 1
   while (now.valid()) {
-    const PageRow from = next;
     const u32 phase = ((now.t + now.i) / 2) & 1;
-    const u32 stage = shared.stage(parity);
-#pragma unroll
-    for (int k = 0; k < kTiles; k += k == 0 ? 1 : kHalfTiles) {
-      const int column = tile_in_order(parity, k), half = column / kHalfTiles;
-      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
-      const u32 destination = stage + column * kTileBytes, barrier = shared.full(parity, column);
-      if (k == 0)
-        load_tiles<kForm, 1>(p, destination, kRopeTile, true, barrier, from);
-      else
-        load_tiles<kForm, kHalfTiles>(p, destination, column, false, barrier, from);
-    }
+    if (kForm == kPages || p.box_rows == 64)
+      load_block<kForm, 1>(p, shared, next, parity, phase);
+    else if (p.box_rows == 32)
+      load_block<kForm, 2>(p, shared, next, parity, phase);
+    else if (p.box_rows == 16)
+      load_block<kForm, 4>(p, shared, next, parity, phase);
+    else
+      load_block<kForm, 8>(p, shared, next, parity, phase);
     now.next();
     next = now.template row_of<kForm>(offset);
     if constexpr (kSharedBlocks) {
@@ -162,7 +179,7 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
 template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                      const Part& part, int last_place) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   constexpr int kRowers = kRowWarps<kSharedBlocks, kForm>;
   if constexpr (kRowers == 4)
     load_rows(p, shared, tile, part, last_place, warp);
@@ -170,7 +187,7 @@ __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayou
     load_kv_rows(p, shared, tile, part, last_place, warp);
   else if (warp >= 2)
     load_query<kRowTile>(p, shared, tile, part, last_place, warp - 2);
-  else if (kForm == kBoxes || lane == 0)
+  else
     load_kv<kSharedBlocks, kForm>(p, shared, tile, part, last_place, warp);
 }
 

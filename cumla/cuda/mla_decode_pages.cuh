@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a block of 64 tokens comes from its pages into tiles of shared memory:
 //
-//   kPages  pages of a multiple of 64 tokens, all columns in one array (of FP8 caches in up to three): a box a tile, one thread
+//   kPages  pages of a multiple of 64 tokens, all columns in one array (of FP8 caches in up to three): a box a tile
 //   kBoxes  pages that have 8, 16, 32 or 64 tokens in common with 64: boxes of so many rows, by a warp whose lanes know where
 //           the boxes lie. Eight rows are a period of the swizzle, so that boxes land as the rows of a larger one do.
 //   kRows   any other page size: each row by eight lanes, 16 bytes a lane, swizzled by them
@@ -21,32 +21,8 @@ __device__ __forceinline__ int first_of_box(const MlaDecodeParams& p) {
   return kForm == kBoxes ? threadIdx.x % 32 * p.box_rows : 0;
 }
 
-// Some boxes of some tiles, from a box on, issued by one lane; lane i knows where box i lies.
-template <int kCount, int kBoxCount>
-__device__ __forceinline__ void load_boxes(const TensorMap* map, u32 destination, int x, u32 barrier, const PageRow& from,
-                                           int first, u32 box_bytes) {
-  int pages[kBoxCount], rows[kBoxCount];
-#pragma unroll
-  for (int box = 0; box < kBoxCount; ++box) {
-    pages[box] = __shfl_sync(0xffffffffu, from.page, first + box);
-    rows[box] = __shfl_sync(0xffffffffu, from.row, first + box);
-  }
-  if (!elect_one()) return;
-  destination += first * box_bytes;
-#pragma unroll 1
-  for (int k = 0; k < kCount; ++k) {
-    if (first == 0) mbarrier_arrive_expect_tx(barrier, kTileBytes);
-#pragma unroll
-    for (int box = 0; box < kBoxCount; ++box)
-      tma_load_4d_async(destination + box * box_bytes, map, barrier, x, rows[box], blockIdx.z, pages[box]);
-    destination += kTileBytes;
-    barrier += 8;
-    x += 64;
-  }
-}
-
-// Begins to load the 64 columns of a tile, of a block; of kBoxes each lane its own box. A ring that is bound by memory is
-// served faster so, stages that wait for their tiles by load_tiles. `rope`: they are the RoPE columns, as the compiler knows.
+// Begins to load the 64 columns of a tile, of a block; of kBoxes each lane its own box. For a ring, which is bound by memory and
+// served faster so than by Boxes. `rope`: they are the RoPE columns, as the compiler knows.
 template <PageForm kForm>
 __device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
                                           const PageRow& from) {
@@ -63,60 +39,50 @@ __device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destinat
   }
 }
 
-// The same of several tiles, from `column` on, which lie one behind the other, as do their barriers; by a whole warp.
-template <PageForm kForm, int kCount>
-__device__ __forceinline__ void load_tiles(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
-                                           const PageRow& from) {
-  if constexpr (kForm == kPages) {
-#pragma unroll
-    for (int k = 0; k < kCount; ++k)
-      load_tile<kForm>(p, destination + k * kTileBytes, column + k, rope, barrier + 8 * k, from);
-  } else {
-    const TensorMap* const map = rope ? &p.rope_map : &p.latent_map;
-    const int x = rope ? 0 : column * 64;
-    if (p.box_rows == 64)
-      load_boxes<kCount, 1>(map, destination, x, barrier, from, 0, kTileBytes);
-    else if (p.box_rows == 32)
-      load_boxes<kCount, 2>(map, destination, x, barrier, from, 0, kTileBytes / 2);
-    else
-#pragma unroll 1
-      for (int first = 0; first * p.box_rows < kBlockTokens; first += 4)
-        load_boxes<kCount, 4>(map, destination, x, barrier, from, first, p.box_rows * 128);
-  }
-}
+// Where the kCount boxes of a block lie, of which lane i of a warp found the place of box i: known to all lanes, and before any
+// stage is waited for.
+template <int kCount>
+struct Boxes {
+  int pages[kCount], rows[kCount];
 
-// Has L2 fetch some boxes of this row tile's share of a block.
-template <int kBoxCount>
-__device__ __forceinline__ void prefetch_boxes(const MlaDecodeParams& p, const PageRow& from, int first) {
-  int pages[kBoxCount], rows[kBoxCount];
+  __device__ __forceinline__ explicit Boxes(const PageRow& from) {
 #pragma unroll
-  for (int box = 0; box < kBoxCount; ++box) {
-    pages[box] = __shfl_sync(0xffffffffu, from.page, first + box);
-    rows[box] = __shfl_sync(0xffffffffu, from.row, first + box);
+    for (int box = 0; box < kCount; ++box) {
+      pages[box] = __shfl_sync(0xffffffffu, from.page, box);
+      rows[box] = __shfl_sync(0xffffffffu, from.row, box);
+    }
   }
-  if (!elect_one()) return;
-#pragma unroll 1
-  for (int k = blockIdx.x; k < kTiles; k += gridDim.x) {
-    const TensorMap* const map = k == kRopeTile ? &p.rope_map : &p.latent_map;
-    const int x = k == kRopeTile ? 0 : k * 64;
-#pragma unroll
-    for (int box = 0; box < kBoxCount; ++box) tma_prefetch_4d(map, x, rows[box], blockIdx.z, pages[box]);
-  }
-}
 
-// Has L2 fetch a block; the row tiles share that work.
+  // Begins to load some tiles, from column x of a map on, which lie one behind the other, as do their barriers; by one lane.
+  template <int kLoaded>
+  __device__ __forceinline__ void load(const TensorMap* map, u32 destination, int x, u32 barrier) const {
+#pragma unroll 1
+    for (int k = 0; k < kLoaded; ++k) {
+      mbarrier_arrive_expect_tx(barrier, kTileBytes);
+#pragma unroll
+      for (int box = 0; box < kCount; ++box)
+        tma_load_4d_async(destination + box * (kTileBytes / kCount), map, barrier, x, rows[box], blockIdx.z, pages[box]);
+      destination += kTileBytes;
+      barrier += 8;
+      x += 64;
+    }
+  }
+};
+
+// Has L2 fetch a block; a warp. The row tiles share that work, the last ones first: under a causal mask these see most. Each box
+// holds up the copy engine, and with it the loads that somebody waits for: so these boxes are as wide as rows.
 template <PageForm kForm>
 __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const PageRow& from) {
-  if constexpr (kForm == kPages) {
-    for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
-      tma_prefetch_4d(&p.latent_map, k * 64, from.row, blockIdx.z, from.page);
-  } else if (p.box_rows == 64) {
-    prefetch_boxes<1>(p, from, 0);
-  } else if (p.box_rows == 32) {
-    prefetch_boxes<2>(p, from, 0);
-  } else {
+  const bool whole = kForm == kPages || p.box_rows == kBlockTokens;  // then wide boxes may be halves of it
 #pragma unroll 1
-    for (int first = 0; first * p.box_rows < kBlockTokens; first += 4) prefetch_boxes<4>(p, from, first);
+  for (int i = gridDim.x - 1 - blockIdx.x; i * p.wide_rows < kBlockTokens; i += gridDim.x) {
+    const int page = __shfl_sync(0xffffffffu, from.page, whole ? 0 : i);
+    const int row = __shfl_sync(0xffffffffu, from.row, whole ? 0 : i);
+    if (elect_one()) {
+      tma_prefetch_4d(&p.wide_map, 0, whole ? row + i * p.wide_rows : row, blockIdx.z, page);
+      if (kForm == kBoxes && p.rope_is_apart && (i == 0 || !whole)) tma_prefetch_4d(&p.rope_map, 0, row, blockIdx.z, page);
+    }
+    __syncwarp();
   }
 }
 
@@ -154,7 +120,7 @@ __device__ __forceinline__ void prefetch_first_block(const MlaDecodeParams& p) {
   } else {
     page = p.block_table[request * p.block_table_stride + entry];
   }
-  if (elect_one()) prefetch_block<kPages>(p, {page, static_cast<int>(token - entry * p.page_size)});
+  prefetch_block<kPages>(p, {page, static_cast<int>(token - entry * p.page_size)});
 }
 
 // Copies its share of the rows of every block, by one of kWarps warps. Lane i, counted modulo the share, knows where row i of
@@ -255,17 +221,10 @@ struct RowCopier {
 
   // Has L2 fetch the block after next; the row tiles share that work.
   __device__ __forceinline__ void prefetch() const {
-    constexpr int kLines = 32 / kShare;  // of a row, at once
-    if (blockIdx.x == 0 && lane < kShare) {
-      const i64 rope = offset_of(p.rope, later);
-      if (rope >= 0) prefetch_l2(p.rope.base + rope);
-    }
     const i64 latent = offset_of(p.latent, later);
-    if (latent < 0) return;
-    const char* line = p.latent.base + latent + (blockIdx.x * kLines + lane / kShare) * 128;
-    const char* const end = p.latent.base + latent + kRopeTile * 128;
-#pragma unroll 1
-    for (; line < end; line += gridDim.x * kLines * 128) prefetch_l2(line);
+    if (lane >= kShare || lane % gridDim.x != gridDim.x - 1 - blockIdx.x || latent < 0) return;
+    prefetch_bulk_l2(p.latent.base + latent, (p.rope_is_apart ? kRopeTile : kTiles) * 128);
+    if (p.rope_is_apart) prefetch_bulk_l2(p.rope.base + offset_of(p.rope, later), 128);
   }
 };
 

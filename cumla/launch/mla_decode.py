@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cumla.launch.module import LoadedKernel
 
 __all__ = [
+    "NO_MAP",
     "PARAMS_FORMAT",
     "SPECS",
     "decode_spec",
@@ -105,13 +106,18 @@ def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) -> str:
     str
         One of PAGE_FORMS.
     """
-    latent, rope = arguments.kv_cache, arguments.kv_rope
-    together = rope.ptr == latent.ptr + VALUE_DIM * 2 and rope.strides[:3] == latent.strides[:3]
-    return "boxes" if key.form == "pages" and not together else key.form
+    apart = _rope_is_apart(arguments.kv_cache, arguments.kv_rope)
+    return "boxes" if key.form == "pages" and apart else key.form
 
 
-PARAMS_FORMAT = "<128s128s33q12if8Ii32x"
+def _rope_is_apart(latent: ArrayView, rope: ArrayView) -> bool:
+    """Tell whether a row's RoPE columns are elsewhere than behind its latent ones."""
+    return rope.ptr != latent.ptr + VALUE_DIM * 2 or rope.strides[:3] != latent.strides[:3]
+
+
+PARAMS_FORMAT = "<128s128s128s33q14if8Ii24x"
 _PARAMS = struct.Struct(PARAMS_FORMAT)
+NO_MAP = bytes(128)  # where nothing comes by one
 _LOG2_E = log2(e)
 
 
@@ -193,6 +199,8 @@ def decode_values(
         arguments.kv_cache.shape[0],
         key.page_size,
         key.box_rows,
+        key.wide_rows,
+        _rope_is_apart(arguments.kv_cache, arguments.kv_rope),
         key.q_len,
         key.heads_per_group,
         key.row_groups,
@@ -210,22 +218,31 @@ def decode_values(
 
 def _maps(
     key: MLADecodeKey | MLAAttentionKey, form: str, latent: ArrayView, rope: ArrayView
-) -> tuple[bytes, bytes]:
-    """Describe the cache to the copy engine: whole pages by one map of all columns."""
+) -> tuple[bytes, bytes, bytes]:
+    """Describe the cache to the copy engine: whole pages by one map of all columns.
+
+    The third map is of rows that L2 fetches ahead.
+    """
     if form == "rows":
-        return bytes(128), bytes(128)
+        return NO_MAP, NO_MAP, NO_MAP
+    apart = _rope_is_apart(latent, rope)
+    rows = latent if apart else latent._replace(shape=(*latent.shape[:3], HEAD_DIM))
+    wide = NO_MAP
+    if key.fetches_ahead:
+        words = rows._replace(shape=(*rows.shape[:3], rows.shape[3] // 4))
+        wide = _map(words, "uint64", key.wide_rows)
     if form == "pages":
-        return _map(key, latent._replace(shape=(*latent.shape[:3], HEAD_DIM))), bytes(128)
-    return _map(key, latent), _map(key, rope)
+        return _map(rows, key.dtype, key.box_rows), NO_MAP, wide
+    return _map(latent, key.dtype, key.box_rows), _map(rope, key.dtype, key.box_rows), wide
 
 
-def _map(key: MLADecodeKey | MLAAttentionKey, cache: ArrayView) -> bytes:
-    """Describe latent or RoPE columns to the copy engine, which brings boxes of 64 of them."""
+def _map(cache: ArrayView, dtype: str, rows: int) -> bytes:
+    """Describe columns of the cache to the copy engine, which brings boxes of so many rows."""
     num_pages, page_size, num_kv_heads, columns = cache.shape
     page_stride, row_stride, head_stride, _ = cache.strides
     return paged_kv_map(
         cache.ptr,
-        key.dtype,
+        dtype,
         num_pages,
         page_size,
         num_kv_heads,
@@ -233,5 +250,5 @@ def _map(key: MLADecodeKey | MLAAttentionKey, cache: ArrayView) -> bytes:
         page_stride,
         row_stride,
         head_stride,
-        key.box_rows,
+        rows,
     )
