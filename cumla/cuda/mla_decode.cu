@@ -94,6 +94,70 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
   }
 }
 
+// The same of boxes: what lanes know of their places goes round before any stage is waited for, and one lane does the rest.
+template <int kBoxCount, bool kSharedBlocks>
+__device__ __forceinline__ void load_boxes_of_block(const MlaDecodeParams& p, const SharedLayout& shared, const PageRow& from,
+                                                    int parity, u32 phase, int head) {
+  const Boxes<kBoxCount> boxes(from);
+#if CUMLA_V == 2
+  for (int k = 0; k < 3; ++k) {
+    const int half = k == 0 ? 2 : (k - 1) ^ parity, column = half * kHalfTiles;
+    mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+    const u32 destination = shared.stage(parity) + column * kTileBytes, barrier = shared.full(parity, column);
+    if (elect_one()) {
+      if (k == 0)
+        boxes.template load<1>(&p.rope_map, destination, 0, head, barrier);
+      else
+        boxes.template load<kHalfTiles>(&p.latent_map, destination, column * 64, head, barrier);
+    }
+    __syncwarp();
+  }
+#else
+  if (elect_one()) {
+#pragma unroll
+    for (int k = 0; k < 3; ++k) {
+      const int half = k == 0 ? 2 : (k - 1) ^ parity, column = half * kHalfTiles;
+      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+      const u32 destination = shared.stage(parity) + column * kTileBytes, barrier = shared.full(parity, column);
+      if (k == 0)
+        boxes.template load<1>(&p.rope_map, destination, 0, head, barrier);
+      else
+        boxes.template load<kHalfTiles>(&p.latent_map, destination, column * 64, head, barrier);
+    }
+  }
+  __syncwarp();
+#endif
+}
+
+template <bool kSharedBlocks, typename AnyTile>
+__device__ __forceinline__ void load_kv_boxes(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
+                                              const Part& part, int last_place, int parity) {
+  BlockCursor<2, AnyTile> now(p, tile, part, last_place, parity);
+  const int offset = first_of_box<kBoxes>(p);
+  const int head = copy_of(blockIdx.z);
+  PageRow next = now.template row_of<kBoxes>(offset);
+  if (parity == 1 && now.valid() && now.place == part.place)
+    mbarrier_wait(shared.query_full(), 0, "the first query");
+#pragma unroll 1
+  while (now.valid()) {
+    const PageRow from = next;
+    const u32 phase = ((now.t + now.i) / 2) & 1;
+    if (p.box_rows == 64)
+      load_boxes_of_block<1, kSharedBlocks>(p, shared, from, parity, phase, head);
+    else if (p.box_rows == 32)
+      load_boxes_of_block<2, kSharedBlocks>(p, shared, from, parity, phase, head);
+    else if (p.box_rows == 16)
+      load_boxes_of_block<4, kSharedBlocks>(p, shared, from, parity, phase, head);
+    else
+      load_boxes_of_block<8, kSharedBlocks>(p, shared, from, parity, phase, head);
+    now.next();
+    next = now.template row_of<kBoxes>(offset);
+    if constexpr (kSharedBlocks) {
+      if (now.valid()) prefetch_block<kBoxes>(p, next);
+    }
+  }
+}
+
 // The same of kRows, all blocks in turn: one of two warps, half of the rows.
 template <typename AnyTile>
 __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
@@ -170,7 +234,9 @@ __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayou
     load_kv_rows(p, shared, tile, part, last_place, warp);
   else if (warp >= 2)
     load_query<kRowTile>(p, shared, tile, part, last_place, warp - 2);
-  else if (kForm == kBoxes || lane == 0)
+  else if (kForm == kBoxes && kSharedBlocks)
+    load_kv_boxes<kSharedBlocks>(p, shared, tile, part, last_place, warp);
+  else if (kForm == kBoxes || (CUMLA_V == 5 ? elect_one() : lane == 0))
     load_kv<kSharedBlocks, kForm>(p, shared, tile, part, last_place, warp);
 }
 

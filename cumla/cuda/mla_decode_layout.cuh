@@ -6,6 +6,9 @@
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
+#ifndef CUMLA_V
+#define CUMLA_V 5
+#endif
 namespace cumla {
 
 constexpr int kHeadDim = 576;

@@ -45,6 +45,43 @@ __device__ __forceinline__ void load_boxes(const TensorMap* map, u32 destination
   }
 }
 
+// Where the boxes of a block lie, known to every lane.
+template <int kBoxCount>
+struct Boxes {
+  int pages[kBoxCount], rows[kBoxCount];
+
+  __device__ __forceinline__ explicit Boxes(const PageRow& from) {
+#pragma unroll
+    for (int box = 0; box < kBoxCount; ++box) {
+      pages[box] = __shfl_sync(0xffffffffu, from.page, box);
+      rows[box] = __shfl_sync(0xffffffffu, from.row, box);
+    }
+  }
+  // Of some tiles, from column x on; by one elected lane.
+  template <int kCount>
+  __device__ __forceinline__ void load(const TensorMap* map, u32 destination, int x, int head, u32 barrier) const {
+#if CUMLA_V == 3
+#pragma unroll
+#else
+#pragma unroll 1
+#endif
+    for (int k = 0; k < kCount; ++k) {
+      mbarrier_arrive_expect_tx(barrier, kTileBytes);
+#pragma unroll
+      for (int box = 0; box < kBoxCount; ++box)
+        tma_load_4d_async(destination + box * (kTileBytes / kBoxCount), map, barrier, x, rows[box], head, pages[box]);
+      destination += kTileBytes;
+      barrier += 8;
+      x += 64;
+#if CUMLA_V == 4
+      const u32 begin = static_cast<u32>(clock());
+      while (static_cast<u32>(clock()) - begin < 80) {
+      }
+#endif
+    }
+  }
+};
+
 // Begins to load the 64 columns of a tile, of a block; of kBoxes each lane its own box. A ring that is bound by memory is
 // served faster so, stages that wait for their tiles by load_tiles. `rope`: they are the RoPE columns, as the compiler knows.
 template <PageForm kForm>
