@@ -99,34 +99,24 @@ template <int kBoxCount, bool kSharedBlocks>
 __device__ __forceinline__ void load_boxes_of_block(const MlaDecodeParams& p, const SharedLayout& shared, const PageRow& from,
                                                     int parity, u32 phase, int head) {
   const Boxes<kBoxCount> boxes(from);
-#if CUMLA_V == 2
+#pragma unroll
   for (int k = 0; k < 3; ++k) {
     const int half = k == 0 ? 2 : (k - 1) ^ parity, column = half * kHalfTiles;
     mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
     const u32 destination = shared.stage(parity) + column * kTileBytes, barrier = shared.full(parity, column);
     if (elect_one()) {
-      if (k == 0)
+      if (k == 0) {
         boxes.template load<1>(&p.rope_map, destination, 0, head, barrier);
-      else
+#if CUMLA_EARLY
+#pragma unroll 1
+        for (int i = 0; i < kRopeTile; ++i) mbarrier_arrive_expect_tx(shared.full(parity, i), kTileBytes);
+#endif
+      } else {
         boxes.template load<kHalfTiles>(&p.latent_map, destination, column * 64, head, barrier);
+      }
     }
     __syncwarp();
   }
-#else
-  if (elect_one()) {
-#pragma unroll
-    for (int k = 0; k < 3; ++k) {
-      const int half = k == 0 ? 2 : (k - 1) ^ parity, column = half * kHalfTiles;
-      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
-      const u32 destination = shared.stage(parity) + column * kTileBytes, barrier = shared.full(parity, column);
-      if (k == 0)
-        boxes.template load<1>(&p.rope_map, destination, 0, head, barrier);
-      else
-        boxes.template load<kHalfTiles>(&p.latent_map, destination, column * 64, head, barrier);
-    }
-  }
-  __syncwarp();
-#endif
 }
 
 template <bool kSharedBlocks, typename AnyTile>
@@ -153,7 +143,49 @@ __device__ __forceinline__ void load_kv_boxes(const MlaDecodeParams& p, const Sh
     now.next();
     next = now.template row_of<kBoxes>(offset);
     if constexpr (kSharedBlocks) {
+#if CUMLA_LINES
+      if (now.valid()) touch_block<kBoxes>(p, shared.pacer(256), next);
+#elif !CUMLA_NOPF
       if (now.valid()) prefetch_block<kBoxes>(p, next);
+#endif
+    }
+  }
+}
+
+template <bool kSharedBlocks, typename AnyTile>
+__device__ __forceinline__ void load_kv_pages(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
+                                              const Part& part, int last_place, int parity) {
+  BlockCursor<2, AnyTile> now(p, tile, part, last_place, parity);
+  const int head = copy_of(blockIdx.z);
+  PageRow next = now.template row_of<kPages>(0);
+  if (parity == 1 && now.valid() && now.place == part.place)
+    mbarrier_wait(shared.query_full(), 0, "the first query");
+#pragma unroll 1
+  while (now.valid()) {
+    const PageRow from = next;
+    const u32 phase = ((now.t + now.i) / 2) & 1;
+#pragma unroll
+    for (int k = 0; k < 3; ++k) {
+      const int half = k == 0 ? 2 : (k - 1) ^ parity, column = half * kHalfTiles;
+      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+      const u32 destination = shared.stage(parity) + column * kTileBytes, barrier = shared.full(parity, column);
+      if (elect_one()) {
+#pragma unroll
+        for (int i = 0; i < (k == 0 ? 1 : kHalfTiles); ++i) {
+          mbarrier_arrive_expect_tx(barrier + 8 * i, kTileBytes);
+          tma_load_4d_async(destination + i * kTileBytes, &p.latent_map, barrier + 8 * i, (column + i) * 64, from.row, head, from.page);
+        }
+      }
+      __syncwarp();
+    }
+    now.next();
+    next = now.template row_of<kPages>(0);
+    if constexpr (kSharedBlocks) {
+#if CUMLA_LINES
+      if (now.valid()) touch_block<kPages>(p, shared.pacer(256), next);
+#else
+      if (now.valid() && elect_one()) prefetch_block<kPages>(p, next);
+#endif
     }
   }
 }
@@ -236,7 +268,9 @@ __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayou
     load_query<kRowTile>(p, shared, tile, part, last_place, warp - 2);
   else if (kForm == kBoxes && kSharedBlocks)
     load_kv_boxes<kSharedBlocks>(p, shared, tile, part, last_place, warp);
-  else if (kForm == kBoxes || (CUMLA_V == 5 ? elect_one() : lane == 0))
+  else if (kForm == kPages && kSharedBlocks && CUMLA_WHOLE)
+    load_kv_pages<kSharedBlocks>(p, shared, tile, part, last_place, warp);
+  else if (kForm == kBoxes || lane == 0)
     load_kv<kSharedBlocks, kForm>(p, shared, tile, part, last_place, warp);
 }
 

@@ -6,9 +6,11 @@
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
-#ifndef CUMLA_V
-#define CUMLA_V 5
-#endif
+#define CUMLA_UNROLL 0
+#define CUMLA_EARLY 0
+#define CUMLA_LINES 0
+#define CUMLA_NOPF 0
+#define CUMLA_WHOLE 0
 namespace cumla {
 
 constexpr int kHeadDim = 576;

@@ -60,27 +60,49 @@ struct Boxes {
   // Of some tiles, from column x on; by one elected lane.
   template <int kCount>
   __device__ __forceinline__ void load(const TensorMap* map, u32 destination, int x, int head, u32 barrier) const {
-#if CUMLA_V == 3
-#pragma unroll
+#if CUMLA_UNROLL
+#pragma unroll kBoxCount <= 4 ? kCount : 1
 #else
 #pragma unroll 1
 #endif
     for (int k = 0; k < kCount; ++k) {
-      mbarrier_arrive_expect_tx(barrier, kTileBytes);
+      if (!CUMLA_EARLY || kCount == 1) mbarrier_arrive_expect_tx(barrier, kTileBytes);
 #pragma unroll
       for (int box = 0; box < kBoxCount; ++box)
         tma_load_4d_async(destination + box * (kTileBytes / kBoxCount), map, barrier, x, rows[box], head, pages[box]);
       destination += kTileBytes;
       barrier += 8;
       x += 64;
-#if CUMLA_V == 4
-      const u32 begin = static_cast<u32>(clock());
-      while (static_cast<u32>(clock()) - begin < 80) {
-      }
-#endif
     }
   }
 };
+
+__device__ __forceinline__ void touch_line(u32 scratch, const void* address) {
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4;" ::"r"(scratch), "l"(address) : "memory");
+}
+
+template <PageForm kForm>
+__device__ __forceinline__ void touch_block(const MlaDecodeParams& p, u32 scratch, const PageRow& from) {
+  scratch += threadIdx.x % 64 * 4;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = lane + 32 * i;
+    PageRow at = from;
+    if (kForm == kBoxes) {
+      const int box = row / p.box_rows;
+      at.page = __shfl_sync(0xffffffffu, from.page, box);
+      at.row = __shfl_sync(0xffffffffu, from.row, box) + row % p.box_rows;
+    } else {
+      at.row += row;
+    }
+    if (static_cast<u32>(at.page) >= p.num_pages) continue;
+    const char* const base = p.latent.base + at.page * p.latent.stride_page + at.row * p.latent.stride_row + blockIdx.z * p.latent.stride_head;
+#pragma unroll 4
+    for (int k = blockIdx.x; k < kRopeTile; k += gridDim.x) touch_line(scratch, base + k * 128);
+    if (blockIdx.x == 0) touch_line(scratch, p.rope.base + at.page * p.rope.stride_page + at.row * p.rope.stride_row + blockIdx.z * p.rope.stride_head);
+  }
+}
 
 // Begins to load the 64 columns of a tile, of a block; of kBoxes each lane its own box. A ring that is bound by memory is
 // served faster so, stages that wait for their tiles by load_tiles. `rope`: they are the RoPE columns, as the compiler knows.
