@@ -95,9 +95,9 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
 }
 
 // The same of boxes: what lanes know of their places goes round before any stage is waited for, and one lane does the rest.
-template <int kBoxCount, bool kSharedBlocks>
+template <int kBoxCount, bool kSharedBlocks, typename Cursor>
 __device__ __forceinline__ void load_boxes_of_block(const MlaDecodeParams& p, const SharedLayout& shared, const PageRow& from,
-                                                    int parity, u32 phase, int head) {
+                                                    int parity, u32 phase, int head, Cursor& now, PageRow& next, int offset) {
   const Boxes<kBoxCount> boxes(from);
 #pragma unroll
   for (int k = 0; k < 3; ++k) {
@@ -116,6 +116,13 @@ __device__ __forceinline__ void load_boxes_of_block(const MlaDecodeParams& p, co
       }
     }
     __syncwarp();
+#if CUMLA_SPLIT
+    if (k == 0) {
+      now.next();
+      next = now.template row_of<kBoxes>(offset);
+    }
+    if (k > 0 && now.valid()) prefetch_wide_boxes(p, next, k - 1, 2);
+#endif
   }
 }
 
@@ -133,22 +140,26 @@ __device__ __forceinline__ void load_kv_boxes(const MlaDecodeParams& p, const Sh
     const PageRow from = next;
     const u32 phase = ((now.t + now.i) / 2) & 1;
     if (p.box_rows == 64)
-      load_boxes_of_block<1, kSharedBlocks>(p, shared, from, parity, phase, head);
+      load_boxes_of_block<1, kSharedBlocks>(p, shared, from, parity, phase, head, now, next, offset);
     else if (p.box_rows == 32)
-      load_boxes_of_block<2, kSharedBlocks>(p, shared, from, parity, phase, head);
+      load_boxes_of_block<2, kSharedBlocks>(p, shared, from, parity, phase, head, now, next, offset);
     else if (p.box_rows == 16)
-      load_boxes_of_block<4, kSharedBlocks>(p, shared, from, parity, phase, head);
+      load_boxes_of_block<4, kSharedBlocks>(p, shared, from, parity, phase, head, now, next, offset);
     else
-      load_boxes_of_block<8, kSharedBlocks>(p, shared, from, parity, phase, head);
+      load_boxes_of_block<8, kSharedBlocks>(p, shared, from, parity, phase, head, now, next, offset);
+#if !CUMLA_SPLIT
     now.next();
     next = now.template row_of<kBoxes>(offset);
     if constexpr (kSharedBlocks) {
 #if CUMLA_LINES
       if (now.valid()) touch_block<kBoxes>(p, shared.pacer(256), next);
+#elif CUMLA_AHEAD
+      if (now.valid()) prefetch_wide_boxes(p, next);
 #elif !CUMLA_NOPF
       if (now.valid()) prefetch_block<kBoxes>(p, next);
 #endif
     }
+#endif
   }
 }
 

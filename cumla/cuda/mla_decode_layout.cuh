@@ -10,6 +10,8 @@
 #define CUMLA_EARLY 0
 #define CUMLA_LINES 0
 #define CUMLA_NOPF 0
+#define CUMLA_SPLIT 0
+#define CUMLA_AHEAD 0
 #define CUMLA_WHOLE 0
 namespace cumla {
 
@@ -39,7 +41,7 @@ struct CacheColumns {
 struct MlaDecodeParams {
   // dims (columns, page_size, num_kv_heads, num_pages), box (64, box_rows, 1, 1), 128-byte swizzle: of kPages one of all 576
   // columns (another map costs half a microsecond), of kBoxes one of 512 and one of 64
-  TensorMap latent_map, rope_map;
+  TensorMap latent_map, rope_map, ahead_map;
   CacheColumns latent, rope;  // of kRows
   QueryColumns q_latent, q_rope;
   char* out;

@@ -163,6 +163,18 @@ __device__ __forceinline__ void prefetch_boxes(const MlaDecodeParams& p, const P
   }
 }
 
+__device__ __forceinline__ void prefetch_wide_boxes(const MlaDecodeParams& p, const PageRow& from, int turn = 0, int turns = 1) {
+#pragma unroll 1
+  for (int box = blockIdx.x + turn * gridDim.x; box * p.box_rows < kBlockTokens; box += gridDim.x * turns) {
+    const int page = __shfl_sync(0xffffffffu, from.page, box), row = __shfl_sync(0xffffffffu, from.row, box);
+    if (elect_one()) {
+      tma_prefetch_4d(&p.ahead_map, 0, row, blockIdx.z, page);
+      tma_prefetch_4d(&p.rope_map, 0, row, blockIdx.z, page);
+    }
+    __syncwarp();
+  }
+}
+
 // Has L2 fetch a block; the row tiles share that work.
 template <PageForm kForm>
 __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const PageRow& from) {

@@ -49,7 +49,7 @@ def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
         function=f"{stem}<{arguments}>",
         params="MlaDecodeParams",
         threads=384,
-        smem_bytes=231472 if swapped else 232416,
+        smem_bytes=231472 if swapped else 232160,
     )
 
 
@@ -61,7 +61,7 @@ def _ragged_spec(dtype: str, form: str) -> KernelSpec:
         function=f"mla_decode<{_TAGS[dtype]}, true, {_FORM_TAGS[form]}, RaggedTile>",
         params="MlaDecodeParams",
         threads=384,
-        smem_bytes=232416,
+        smem_bytes=232160,
     )
 
 
@@ -110,7 +110,7 @@ def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) -> str:
     return "boxes" if key.form == "pages" and not together else key.form
 
 
-PARAMS_FORMAT = "<128s128s33q12if8Ii32x"
+PARAMS_FORMAT = "<128s128s128s33q12if8Ii32x"
 _PARAMS = struct.Struct(PARAMS_FORMAT)
 _LOG2_E = log2(e)
 
@@ -213,10 +213,12 @@ def _maps(
 ) -> tuple[bytes, bytes]:
     """Describe the cache to the copy engine: whole pages by one map of all columns."""
     if form == "rows":
-        return bytes(128), bytes(128)
+        return bytes(128), bytes(128), bytes(128)
     if form == "pages":
-        return _map(key, latent._replace(shape=(*latent.shape[:3], HEAD_DIM))), bytes(128)
-    return _map(key, latent), _map(key, rope)
+        return _map(key, latent._replace(shape=(*latent.shape[:3], HEAD_DIM))), bytes(128), bytes(128)
+    from types import SimpleNamespace
+    wide = latent._replace(shape=(*latent.shape[:3], 128))
+    return _map(key, latent), _map(key, rope), _map(SimpleNamespace(dtype="float64", box_rows=key.box_rows), wide)
 
 
 def _map(key: MLADecodeKey | MLAAttentionKey, cache: ArrayView) -> bytes:

@@ -18,6 +18,7 @@ _BOXES = {
     "float16": ("FLOAT16", 64, 128),
     "float8_e4m3fn": ("UINT8", 128, 128),
     "float32": ("FLOAT32", 4, 0),
+    "float64": ("FLOAT64", 128, 0),
     "uint32": ("UINT32", 164, 0),
 }
 
