@@ -195,7 +195,11 @@ __device__ __forceinline__ void load_kv_pages(const MlaDecodeParams& p, const Sh
 #if CUMLA_LINES
       if (now.valid()) touch_block<kPages>(p, shared.pacer(256), next);
 #else
+#if CUMLA_PAGEPF
+      if (now.valid() && elect_one()) prefetch_whole_page(p, next);
+#else
       if (now.valid() && elect_one()) prefetch_block<kPages>(p, next);
+#endif
 #endif
     }
   }

@@ -10,6 +10,8 @@
 #define CUMLA_EARLY 0
 #define CUMLA_LINES 0
 #define CUMLA_NOPF 0
+#define CUMLA_PAGEPF 0
+#define CUMLA_ROWPF 0
 #define CUMLA_SPLIT 0
 #define CUMLA_AHEAD 0
 #define CUMLA_WHOLE 0

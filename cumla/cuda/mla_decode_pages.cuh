@@ -168,10 +168,29 @@ __device__ __forceinline__ void prefetch_wide_boxes(const MlaDecodeParams& p, co
   for (int box = blockIdx.x + turn * gridDim.x; box * p.box_rows < kBlockTokens; box += gridDim.x * turns) {
     const int page = __shfl_sync(0xffffffffu, from.page, box), row = __shfl_sync(0xffffffffu, from.row, box);
     if (elect_one()) {
+#if CUMLA_AHEAD == 1
       tma_prefetch_4d(&p.ahead_map, 0, row, blockIdx.z, page);
       tma_prefetch_4d(&p.rope_map, 0, row, blockIdx.z, page);
+#elif CUMLA_AHEAD == 2
+      tma_prefetch_4d(&p.ahead_map, 0, row, blockIdx.z, page);
+#else
+      if (static_cast<u32>(page) < p.num_pages)
+        bulk_prefetch_l2(p.latent.base + page * p.latent.stride_page + row * p.latent.stride_row + blockIdx.z * p.latent.stride_head, p.box_rows * 1152);
+#endif
     }
     __syncwarp();
+  }
+}
+
+__device__ __forceinline__ void prefetch_whole_page(const MlaDecodeParams& p, const PageRow& from) {
+#pragma unroll 1
+  for (int half = blockIdx.x; half < 2; half += gridDim.x) {
+#if CUMLA_PAGEPF == 1
+    tma_prefetch_4d(&p.ahead_map, 0, from.row + half * 32, blockIdx.z, from.page);
+#else
+    if (static_cast<u32>(from.page) < p.num_pages)
+      bulk_prefetch_l2(p.latent.base + from.page * p.latent.stride_page + (from.row + half * 32) * p.latent.stride_row + blockIdx.z * p.latent.stride_head, 32 * 1152);
+#endif
   }
 }
 
@@ -326,6 +345,22 @@ struct RowCopier {
 
   // Has L2 fetch the block after next; the row tiles share that work.
   __device__ __forceinline__ void prefetch() const {
+#if CUMLA_ROWPF == 1
+#pragma unroll 4
+    for (int i = blockIdx.x; i < kShare; i += gridDim.x) {
+      const int page = __shfl_sync(0xffffffffu, later.page, i), row = __shfl_sync(0xffffffffu, later.row, i);
+      if (elect_one()) tma_prefetch_4d(&p.ahead_map, 0, row, blockIdx.z, page);
+      __syncwarp();
+    }
+    return;
+#elif CUMLA_ROWPF == 2
+    const i64 own_row = offset_of(p.latent, later);
+    if (lane < kShare && lane % gridDim.x == blockIdx.x && own_row >= 0) bulk_prefetch_l2(p.latent.base + own_row, 1152);
+    __syncwarp();
+    return;
+#elif CUMLA_ROWPF == 3
+    return;
+#endif
     constexpr int kLines = 32 / kShare;  // of a row, at once
     if (blockIdx.x == 0 && lane < kShare) {
       const i64 rope = offset_of(p.rope, later);

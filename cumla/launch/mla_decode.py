@@ -212,13 +212,16 @@ def _maps(
     key: MLADecodeKey | MLAAttentionKey, form: str, latent: ArrayView, rope: ArrayView
 ) -> tuple[bytes, bytes]:
     """Describe the cache to the copy engine: whole pages by one map of all columns."""
-    if form == "rows":
-        return bytes(128), bytes(128), bytes(128)
-    if form == "pages":
-        return _map(key, latent._replace(shape=(*latent.shape[:3], HEAD_DIM))), bytes(128), bytes(128)
     from types import SimpleNamespace
-    wide = latent._replace(shape=(*latent.shape[:3], 128))
-    return _map(key, latent), _map(key, rope), _map(SimpleNamespace(dtype="float64", box_rows=key.box_rows), wide)
+    import os
+    wide = latent._replace(shape=(*latent.shape[:3], AHEADCOLS))
+    rows = {"rows": 1, "pages": 32}.get(form, key.box_rows)
+    ahead = _map(SimpleNamespace(dtype="float64", box_rows=rows), wide)
+    if form == "rows":
+        return bytes(128), bytes(128), ahead
+    if form == "pages":
+        return _map(key, latent._replace(shape=(*latent.shape[:3], HEAD_DIM))), bytes(128), ahead
+    return _map(key, latent), _map(key, rope), ahead
 
 
 def _map(key: MLADecodeKey | MLAAttentionKey, cache: ArrayView) -> bytes:

@@ -29,6 +29,11 @@ __device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x, int
                : "memory");
 }
 
+// PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.prefetch
+__device__ __forceinline__ void bulk_prefetch_l2(const void* address, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
+}
+
 // PTX ISA: Data Movement and Conversion Instructions: prefetch, prefetchu
 __device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
