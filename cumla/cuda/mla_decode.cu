@@ -58,9 +58,30 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, 
   fence_mbarrier_init();
 }
 
-// Loads the blocks of one parity into their stage as it becomes free: one thread, of kBoxes a warp. With kSharedBlocks
-// (compute-bound) it also has L2 fetch its next block, so that a load waits for L2 and not for DRAM; the row tiles share
-// that work. With one row tile (memory-bound) that only lengthens the queue of the copy engine.
+// Loads a block of kCount boxes (1 of kPages) into a stage as it becomes free.
+template <PageForm kForm, int kCount>
+__device__ __forceinline__ void load_block(const MlaDecodeParams& p, const SharedLayout& shared, const PageRow& from, int parity,
+                                           u32 phase) {
+  const Boxes<kCount> boxes(from);
+#pragma unroll
+  for (int k = 0; k < 3; ++k) {
+    const int half = k == 0 ? 2 : (k - 1) ^ parity, column = half * kHalfTiles;
+    const u32 destination = shared.stage(parity) + column * kTileBytes, barrier = shared.full(parity, column);
+    mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+    if (elect_one()) {
+      if (k == 0)
+        boxes.template load<1>(kForm == kPages ? &p.latent_map : &p.rope_map, destination, kForm == kPages ? kRopeTile * 64 : 0,
+                               barrier);
+      else
+        boxes.template load<kHalfTiles>(&p.latent_map, destination, column * 64, barrier);
+    }
+    __syncwarp();
+  }
+}
+
+// Loads the blocks of one parity into their stage: a warp. With kSharedBlocks (compute-bound) it also has L2 fetch its next
+// block, so that a load waits for L2 and not for DRAM; the row tiles share that work. With one row tile (memory-bound) that
+// only lengthens the queue of the copy engine.
 template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
                                         const Part& part, int last_place, int parity) {
@@ -73,134 +94,19 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
     mbarrier_wait(shared.query_full(), 0, "the first query");
 #pragma unroll 1
   while (now.valid()) {
-    const PageRow from = next;
     const u32 phase = ((now.t + now.i) / 2) & 1;
-    const u32 stage = shared.stage(parity);
-#pragma unroll
-    for (int k = 0; k < kTiles; k += k == 0 ? 1 : kHalfTiles) {
-      const int column = tile_in_order(parity, k), half = column / kHalfTiles;
-      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
-      const u32 destination = stage + column * kTileBytes, barrier = shared.full(parity, column);
-      if (k == 0)
-        load_tiles<kForm, 1>(p, destination, kRopeTile, true, barrier, from);
-      else
-        load_tiles<kForm, kHalfTiles>(p, destination, column, false, barrier, from);
-    }
+    if (kForm == kPages || p.box_rows == 64)
+      load_block<kForm, 1>(p, shared, next, parity, phase);
+    else if (p.box_rows == 32)
+      load_block<kForm, 2>(p, shared, next, parity, phase);
+    else if (p.box_rows == 16)
+      load_block<kForm, 4>(p, shared, next, parity, phase);
+    else
+      load_block<kForm, 8>(p, shared, next, parity, phase);
     now.next();
     next = now.template row_of<kForm>(offset);
     if constexpr (kSharedBlocks) {
-      if (now.valid()) prefetch_block<kForm>(p, next);
-    }
-  }
-}
-
-// The same of boxes: what lanes know of their places goes round before any stage is waited for, and one lane does the rest.
-template <int kBoxCount, bool kSharedBlocks, typename Cursor>
-__device__ __forceinline__ void load_boxes_of_block(const MlaDecodeParams& p, const SharedLayout& shared, const PageRow& from,
-                                                    int parity, u32 phase, int head, Cursor& now, PageRow& next, int offset) {
-  const Boxes<kBoxCount> boxes(from);
-#pragma unroll
-  for (int k = 0; k < 3; ++k) {
-    const int half = k == 0 ? 2 : (k - 1) ^ parity, column = half * kHalfTiles;
-    mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
-    const u32 destination = shared.stage(parity) + column * kTileBytes, barrier = shared.full(parity, column);
-    if (elect_one()) {
-      if (k == 0) {
-        boxes.template load<1>(&p.rope_map, destination, 0, head, barrier);
-#if CUMLA_EARLY
-#pragma unroll 1
-        for (int i = 0; i < kRopeTile; ++i) mbarrier_arrive_expect_tx(shared.full(parity, i), kTileBytes);
-#endif
-      } else {
-        boxes.template load<kHalfTiles>(&p.latent_map, destination, column * 64, head, barrier);
-      }
-    }
-    __syncwarp();
-#if CUMLA_SPLIT
-    if (k == 0) {
-      now.next();
-      next = now.template row_of<kBoxes>(offset);
-    }
-    if (k > 0 && now.valid()) prefetch_wide_boxes(p, next, k - 1, 2);
-#endif
-  }
-}
-
-template <bool kSharedBlocks, typename AnyTile>
-__device__ __forceinline__ void load_kv_boxes(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
-                                              const Part& part, int last_place, int parity) {
-  BlockCursor<2, AnyTile> now(p, tile, part, last_place, parity);
-  const int offset = first_of_box<kBoxes>(p);
-  const int head = copy_of(blockIdx.z);
-  PageRow next = now.template row_of<kBoxes>(offset);
-  if (parity == 1 && now.valid() && now.place == part.place)
-    mbarrier_wait(shared.query_full(), 0, "the first query");
-#pragma unroll 1
-  while (now.valid()) {
-    const PageRow from = next;
-    const u32 phase = ((now.t + now.i) / 2) & 1;
-    if (p.box_rows == 64)
-      load_boxes_of_block<1, kSharedBlocks>(p, shared, from, parity, phase, head, now, next, offset);
-    else if (p.box_rows == 32)
-      load_boxes_of_block<2, kSharedBlocks>(p, shared, from, parity, phase, head, now, next, offset);
-    else if (p.box_rows == 16)
-      load_boxes_of_block<4, kSharedBlocks>(p, shared, from, parity, phase, head, now, next, offset);
-    else
-      load_boxes_of_block<8, kSharedBlocks>(p, shared, from, parity, phase, head, now, next, offset);
-#if !CUMLA_SPLIT
-    now.next();
-    next = now.template row_of<kBoxes>(offset);
-    if constexpr (kSharedBlocks) {
-#if CUMLA_LINES
-      if (now.valid()) touch_block<kBoxes>(p, shared.pacer(256), next);
-#elif CUMLA_AHEAD
-      if (now.valid()) prefetch_wide_boxes(p, next);
-#elif !CUMLA_NOPF
-      if (now.valid()) prefetch_block<kBoxes>(p, next);
-#endif
-    }
-#endif
-  }
-}
-
-template <bool kSharedBlocks, typename AnyTile>
-__device__ __forceinline__ void load_kv_pages(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
-                                              const Part& part, int last_place, int parity) {
-  BlockCursor<2, AnyTile> now(p, tile, part, last_place, parity);
-  const int head = copy_of(blockIdx.z);
-  PageRow next = now.template row_of<kPages>(0);
-  if (parity == 1 && now.valid() && now.place == part.place)
-    mbarrier_wait(shared.query_full(), 0, "the first query");
-#pragma unroll 1
-  while (now.valid()) {
-    const PageRow from = next;
-    const u32 phase = ((now.t + now.i) / 2) & 1;
-#pragma unroll
-    for (int k = 0; k < 3; ++k) {
-      const int half = k == 0 ? 2 : (k - 1) ^ parity, column = half * kHalfTiles;
-      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
-      const u32 destination = shared.stage(parity) + column * kTileBytes, barrier = shared.full(parity, column);
-      if (elect_one()) {
-#pragma unroll
-        for (int i = 0; i < (k == 0 ? 1 : kHalfTiles); ++i) {
-          mbarrier_arrive_expect_tx(barrier + 8 * i, kTileBytes);
-          tma_load_4d_async(destination + i * kTileBytes, &p.latent_map, barrier + 8 * i, (column + i) * 64, from.row, head, from.page);
-        }
-      }
-      __syncwarp();
-    }
-    now.next();
-    next = now.template row_of<kPages>(0);
-    if constexpr (kSharedBlocks) {
-#if CUMLA_LINES
-      if (now.valid()) touch_block<kPages>(p, shared.pacer(256), next);
-#else
-#if CUMLA_PAGEPF
-      if (now.valid() && elect_one()) prefetch_whole_page(p, next);
-#else
-      if (now.valid() && elect_one()) prefetch_block<kPages>(p, next);
-#endif
-#endif
+      if (now.valid() && (kForm == kBoxes || elect_one())) prefetch_block<kForm>(p, next);
     }
   }
 }
@@ -273,7 +179,7 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
 template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
                                      const Part& part, int last_place) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   constexpr int kRowers = kRowWarps<kSharedBlocks, kForm>;
   if constexpr (kRowers == 4)
     load_rows(p, shared, tile, part, last_place, warp);
@@ -281,11 +187,7 @@ __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayou
     load_kv_rows(p, shared, tile, part, last_place, warp);
   else if (warp >= 2)
     load_query<kRowTile>(p, shared, tile, part, last_place, warp - 2);
-  else if (kForm == kBoxes && kSharedBlocks)
-    load_kv_boxes<kSharedBlocks>(p, shared, tile, part, last_place, warp);
-  else if (kForm == kPages && kSharedBlocks && CUMLA_WHOLE)
-    load_kv_pages<kSharedBlocks>(p, shared, tile, part, last_place, warp);
-  else if (kForm == kBoxes || lane == 0)
+  else
     load_kv<kSharedBlocks, kForm>(p, shared, tile, part, last_place, warp);
 }
 

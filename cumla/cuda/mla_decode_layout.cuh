@@ -6,15 +6,6 @@
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
-#define CUMLA_UNROLL 0
-#define CUMLA_EARLY 0
-#define CUMLA_LINES 0
-#define CUMLA_NOPF 0
-#define CUMLA_PAGEPF 0
-#define CUMLA_ROWPF 0
-#define CUMLA_SPLIT 0
-#define CUMLA_AHEAD 0
-#define CUMLA_WHOLE 0
 namespace cumla {
 
 constexpr int kHeadDim = 576;
@@ -43,7 +34,10 @@ struct CacheColumns {
 struct MlaDecodeParams {
   // dims (columns, page_size, num_kv_heads, num_pages), box (64, box_rows, 1, 1), 128-byte swizzle: of kPages one of all 576
   // columns (another map costs half a microsecond), of kBoxes one of 512 and one of 64
-  TensorMap latent_map, rope_map, ahead_map;
+  TensorMap latent_map, rope_map;
+  // What L2 fetches ahead for several row tiles: dims the same in 64-bit words, box (all columns, wide_rows, 1, 1), no swizzle;
+  // of kBoxes without the RoPE columns where these are elsewhere (rope_is_apart).
+  TensorMap wide_map;
   CacheColumns latent, rope;  // of kRows
   QueryColumns q_latent, q_rope;
   char* out;
@@ -65,6 +59,8 @@ struct MlaDecodeParams {
   int num_pages;
   int page_size;
   int box_rows;
+  int wide_rows;
+  int rope_is_apart;
   int q_len;  // where query lengths differ: of all requests together
   int heads_per_group;
   int row_groups;  // of 16 rows in a tile

@@ -21,91 +21,8 @@ __device__ __forceinline__ int first_of_box(const MlaDecodeParams& p) {
   return kForm == kBoxes ? threadIdx.x % 32 * p.box_rows : 0;
 }
 
-// Some boxes of some tiles, from a box on, issued by one lane; lane i knows where box i lies.
-template <int kCount, int kBoxCount>
-__device__ __forceinline__ void load_boxes(const TensorMap* map, u32 destination, int x, u32 barrier, const PageRow& from,
-                                           int first, u32 box_bytes) {
-  int pages[kBoxCount], rows[kBoxCount];
-#pragma unroll
-  for (int box = 0; box < kBoxCount; ++box) {
-    pages[box] = __shfl_sync(0xffffffffu, from.page, first + box);
-    rows[box] = __shfl_sync(0xffffffffu, from.row, first + box);
-  }
-  if (!elect_one()) return;
-  destination += first * box_bytes;
-#pragma unroll 1
-  for (int k = 0; k < kCount; ++k) {
-    if (first == 0) mbarrier_arrive_expect_tx(barrier, kTileBytes);
-#pragma unroll
-    for (int box = 0; box < kBoxCount; ++box)
-      tma_load_4d_async(destination + box * box_bytes, map, barrier, x, rows[box], blockIdx.z, pages[box]);
-    destination += kTileBytes;
-    barrier += 8;
-    x += 64;
-  }
-}
-
-// Where the boxes of a block lie, known to every lane.
-template <int kBoxCount>
-struct Boxes {
-  int pages[kBoxCount], rows[kBoxCount];
-
-  __device__ __forceinline__ explicit Boxes(const PageRow& from) {
-#pragma unroll
-    for (int box = 0; box < kBoxCount; ++box) {
-      pages[box] = __shfl_sync(0xffffffffu, from.page, box);
-      rows[box] = __shfl_sync(0xffffffffu, from.row, box);
-    }
-  }
-  // Of some tiles, from column x on; by one elected lane.
-  template <int kCount>
-  __device__ __forceinline__ void load(const TensorMap* map, u32 destination, int x, int head, u32 barrier) const {
-#if CUMLA_UNROLL
-#pragma unroll kBoxCount <= 4 ? kCount : 1
-#else
-#pragma unroll 1
-#endif
-    for (int k = 0; k < kCount; ++k) {
-      if (!CUMLA_EARLY || kCount == 1) mbarrier_arrive_expect_tx(barrier, kTileBytes);
-#pragma unroll
-      for (int box = 0; box < kBoxCount; ++box)
-        tma_load_4d_async(destination + box * (kTileBytes / kBoxCount), map, barrier, x, rows[box], head, pages[box]);
-      destination += kTileBytes;
-      barrier += 8;
-      x += 64;
-    }
-  }
-};
-
-__device__ __forceinline__ void touch_line(u32 scratch, const void* address) {
-  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4;" ::"r"(scratch), "l"(address) : "memory");
-}
-
-template <PageForm kForm>
-__device__ __forceinline__ void touch_block(const MlaDecodeParams& p, u32 scratch, const PageRow& from) {
-  scratch += threadIdx.x % 64 * 4;
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = lane + 32 * i;
-    PageRow at = from;
-    if (kForm == kBoxes) {
-      const int box = row / p.box_rows;
-      at.page = __shfl_sync(0xffffffffu, from.page, box);
-      at.row = __shfl_sync(0xffffffffu, from.row, box) + row % p.box_rows;
-    } else {
-      at.row += row;
-    }
-    if (static_cast<u32>(at.page) >= p.num_pages) continue;
-    const char* const base = p.latent.base + at.page * p.latent.stride_page + at.row * p.latent.stride_row + blockIdx.z * p.latent.stride_head;
-#pragma unroll 4
-    for (int k = blockIdx.x; k < kRopeTile; k += gridDim.x) touch_line(scratch, base + k * 128);
-    if (blockIdx.x == 0) touch_line(scratch, p.rope.base + at.page * p.rope.stride_page + at.row * p.rope.stride_row + blockIdx.z * p.rope.stride_head);
-  }
-}
-
 // Begins to load the 64 columns of a tile, of a block; of kBoxes each lane its own box. A ring that is bound by memory is
-// served faster so, stages that wait for their tiles by load_tiles. `rope`: they are the RoPE columns, as the compiler knows.
+// served faster so, stages that wait for their tiles by Boxes. `rope`: they are the RoPE columns, as the compiler knows.
 template <PageForm kForm>
 __device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
                                           const PageRow& from) {
@@ -122,91 +39,54 @@ __device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destinat
   }
 }
 
-// The same of several tiles, from `column` on, which lie one behind the other, as do their barriers; by a whole warp.
-template <PageForm kForm, int kCount>
-__device__ __forceinline__ void load_tiles(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
-                                           const PageRow& from) {
-  if constexpr (kForm == kPages) {
-#pragma unroll
-    for (int k = 0; k < kCount; ++k)
-      load_tile<kForm>(p, destination + k * kTileBytes, column + k, rope, barrier + 8 * k, from);
-  } else {
-    const TensorMap* const map = rope ? &p.rope_map : &p.latent_map;
-    const int x = rope ? 0 : column * 64;
-    if (p.box_rows == 64)
-      load_boxes<kCount, 1>(map, destination, x, barrier, from, 0, kTileBytes);
-    else if (p.box_rows == 32)
-      load_boxes<kCount, 2>(map, destination, x, barrier, from, 0, kTileBytes / 2);
-    else
-#pragma unroll 1
-      for (int first = 0; first * p.box_rows < kBlockTokens; first += 4)
-        load_boxes<kCount, 4>(map, destination, x, barrier, from, first, p.box_rows * 128);
-  }
-}
+// Where the kCount boxes of a block lie, of which lane i of a warp found the place of box i: known to all lanes, and before any
+// stage is waited for.
+template <int kCount>
+struct Boxes {
+  int pages[kCount], rows[kCount];
 
-// Has L2 fetch some boxes of this row tile's share of a block.
-template <int kBoxCount>
-__device__ __forceinline__ void prefetch_boxes(const MlaDecodeParams& p, const PageRow& from, int first) {
-  int pages[kBoxCount], rows[kBoxCount];
+  __device__ __forceinline__ explicit Boxes(const PageRow& from) {
 #pragma unroll
-  for (int box = 0; box < kBoxCount; ++box) {
-    pages[box] = __shfl_sync(0xffffffffu, from.page, first + box);
-    rows[box] = __shfl_sync(0xffffffffu, from.row, first + box);
-  }
-  if (!elect_one()) return;
-#pragma unroll 1
-  for (int k = blockIdx.x; k < kTiles; k += gridDim.x) {
-    const TensorMap* const map = k == kRopeTile ? &p.rope_map : &p.latent_map;
-    const int x = k == kRopeTile ? 0 : k * 64;
-#pragma unroll
-    for (int box = 0; box < kBoxCount; ++box) tma_prefetch_4d(map, x, rows[box], blockIdx.z, pages[box]);
-  }
-}
-
-__device__ __forceinline__ void prefetch_wide_boxes(const MlaDecodeParams& p, const PageRow& from, int turn = 0, int turns = 1) {
-#pragma unroll 1
-  for (int box = blockIdx.x + turn * gridDim.x; box * p.box_rows < kBlockTokens; box += gridDim.x * turns) {
-    const int page = __shfl_sync(0xffffffffu, from.page, box), row = __shfl_sync(0xffffffffu, from.row, box);
-    if (elect_one()) {
-#if CUMLA_AHEAD == 1
-      tma_prefetch_4d(&p.ahead_map, 0, row, blockIdx.z, page);
-      tma_prefetch_4d(&p.rope_map, 0, row, blockIdx.z, page);
-#elif CUMLA_AHEAD == 2
-      tma_prefetch_4d(&p.ahead_map, 0, row, blockIdx.z, page);
-#else
-      if (static_cast<u32>(page) < p.num_pages)
-        bulk_prefetch_l2(p.latent.base + page * p.latent.stride_page + row * p.latent.stride_row + blockIdx.z * p.latent.stride_head, p.box_rows * 1152);
-#endif
+    for (int box = 0; box < kCount; ++box) {
+      pages[box] = __shfl_sync(0xffffffffu, from.page, box);
+      rows[box] = __shfl_sync(0xffffffffu, from.row, box);
     }
-    __syncwarp();
   }
-}
 
-__device__ __forceinline__ void prefetch_whole_page(const MlaDecodeParams& p, const PageRow& from) {
+  // Begins to load some tiles, from column x of a map on, which lie one behind the other, as do their barriers; by one lane.
+  template <int kLoaded>
+  __device__ __forceinline__ void load(const TensorMap* map, u32 destination, int x, u32 barrier) const {
 #pragma unroll 1
-  for (int half = blockIdx.x; half < 2; half += gridDim.x) {
-#if CUMLA_PAGEPF == 1
-    tma_prefetch_4d(&p.ahead_map, 0, from.row + half * 32, blockIdx.z, from.page);
-#else
-    if (static_cast<u32>(from.page) < p.num_pages)
-      bulk_prefetch_l2(p.latent.base + from.page * p.latent.stride_page + (from.row + half * 32) * p.latent.stride_row + blockIdx.z * p.latent.stride_head, 32 * 1152);
-#endif
+    for (int k = 0; k < kLoaded; ++k) {
+      mbarrier_arrive_expect_tx(barrier, kTileBytes);
+#pragma unroll
+      for (int box = 0; box < kCount; ++box)
+        tma_load_4d_async(destination + box * (kTileBytes / kCount), map, barrier, x, rows[box], blockIdx.z, pages[box]);
+      destination += kTileBytes;
+      barrier += 8;
+      x += 64;
+    }
   }
-}
+};
 
-// Has L2 fetch a block; the row tiles share that work.
+// Has L2 fetch a block; the row tiles share that work. Few boxes as wide as rows: the copy engine takes a time for each box in
+// which the boxes that somebody waits for stand behind it. Of kPages by one thread, of kBoxes by a warp.
 template <PageForm kForm>
 __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const PageRow& from) {
-  if constexpr (kForm == kPages) {
-    for (int k = blockIdx.x; k < kTiles; k += gridDim.x)
-      tma_prefetch_4d(&p.latent_map, k * 64, from.row, blockIdx.z, from.page);
-  } else if (p.box_rows == 64) {
-    prefetch_boxes<1>(p, from, 0);
-  } else if (p.box_rows == 32) {
-    prefetch_boxes<2>(p, from, 0);
-  } else {
 #pragma unroll 1
-    for (int first = 0; first * p.box_rows < kBlockTokens; first += 4) prefetch_boxes<4>(p, from, first);
+  for (int i = blockIdx.x; i * p.wide_rows < kBlockTokens; i += gridDim.x) {
+    if constexpr (kForm == kPages) {
+      tma_prefetch_4d(&p.wide_map, 0, from.row + i * p.wide_rows, blockIdx.z, from.page);
+    } else {
+      const bool whole = p.box_rows == kBlockTokens;  // then wide boxes may be halves of it
+      const int page = __shfl_sync(0xffffffffu, from.page, whole ? 0 : i);
+      const int row = __shfl_sync(0xffffffffu, from.row, whole ? 0 : i);
+      if (elect_one()) {
+        tma_prefetch_4d(&p.wide_map, 0, whole ? row + i * p.wide_rows : row, blockIdx.z, page);
+        if (p.rope_is_apart && (i == 0 || !whole)) tma_prefetch_4d(&p.rope_map, 0, row, blockIdx.z, page);
+      }
+      __syncwarp();
+    }
   }
 }
 
@@ -345,33 +225,10 @@ struct RowCopier {
 
   // Has L2 fetch the block after next; the row tiles share that work.
   __device__ __forceinline__ void prefetch() const {
-#if CUMLA_ROWPF == 1
-#pragma unroll 4
-    for (int i = blockIdx.x; i < kShare; i += gridDim.x) {
-      const int page = __shfl_sync(0xffffffffu, later.page, i), row = __shfl_sync(0xffffffffu, later.row, i);
-      if (elect_one()) tma_prefetch_4d(&p.ahead_map, 0, row, blockIdx.z, page);
-      __syncwarp();
-    }
-    return;
-#elif CUMLA_ROWPF == 2
-    const i64 own_row = offset_of(p.latent, later);
-    if (lane < kShare && lane % gridDim.x == blockIdx.x && own_row >= 0) bulk_prefetch_l2(p.latent.base + own_row, 1152);
-    __syncwarp();
-    return;
-#elif CUMLA_ROWPF == 3
-    return;
-#endif
-    constexpr int kLines = 32 / kShare;  // of a row, at once
-    if (blockIdx.x == 0 && lane < kShare) {
-      const i64 rope = offset_of(p.rope, later);
-      if (rope >= 0) prefetch_l2(p.rope.base + rope);
-    }
     const i64 latent = offset_of(p.latent, later);
-    if (latent < 0) return;
-    const char* line = p.latent.base + latent + (blockIdx.x * kLines + lane / kShare) * 128;
-    const char* const end = p.latent.base + latent + kRopeTile * 128;
-#pragma unroll 1
-    for (; line < end; line += gridDim.x * kLines * 128) prefetch_l2(line);
+    if (lane >= kShare || lane % gridDim.x != blockIdx.x || latent < 0) return;
+    prefetch_bulk_l2(p.latent.base + latent, (p.rope_is_apart ? kRopeTile : kTiles) * 128);
+    if (p.rope_is_apart) prefetch_bulk_l2(p.rope.base + offset_of(p.rope, later), 128);
   }
 };
 

@@ -106,6 +106,11 @@ class MLAAttentionKey(PlanKey):
         """Thread blocks that share the row tile at each place of the schedule."""
         return 1 if self.cache == "same" else ROW_TILE // NARROW_ROWS[-1]
 
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether the kernel has L2 fetch blocks before it loads them."""
+        return True
+
     @cached_property
     def num_places(self) -> int:
         """Row tiles of a kv head that all requests may have together, however long each is."""

@@ -105,13 +105,18 @@ def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) -> str:
     str
         One of PAGE_FORMS.
     """
-    latent, rope = arguments.kv_cache, arguments.kv_rope
-    together = rope.ptr == latent.ptr + VALUE_DIM * 2 and rope.strides[:3] == latent.strides[:3]
-    return "boxes" if key.form == "pages" and not together else key.form
+    apart = _rope_is_apart(arguments.kv_cache, arguments.kv_rope)
+    return "boxes" if key.form == "pages" and apart else key.form
 
 
-PARAMS_FORMAT = "<128s128s128s33q12if8Ii32x"
+def _rope_is_apart(latent: ArrayView, rope: ArrayView) -> bool:
+    """Tell whether a row's RoPE columns are elsewhere than behind its latent ones."""
+    return rope.ptr != latent.ptr + VALUE_DIM * 2 or rope.strides[:3] != latent.strides[:3]
+
+
+PARAMS_FORMAT = "<128s128s128s33q14if8Ii24x"
 _PARAMS = struct.Struct(PARAMS_FORMAT)
+_NO_MAP = bytes(128)
 _LOG2_E = log2(e)
 
 
@@ -193,6 +198,8 @@ def decode_values(
         arguments.kv_cache.shape[0],
         key.page_size,
         key.box_rows,
+        key.wide_rows,
+        _rope_is_apart(arguments.kv_cache, arguments.kv_rope),
         key.q_len,
         key.heads_per_group,
         key.row_groups,
@@ -210,27 +217,31 @@ def decode_values(
 
 def _maps(
     key: MLADecodeKey | MLAAttentionKey, form: str, latent: ArrayView, rope: ArrayView
-) -> tuple[bytes, bytes]:
-    """Describe the cache to the copy engine: whole pages by one map of all columns."""
-    from types import SimpleNamespace
-    import os
-    wide = latent._replace(shape=(*latent.shape[:3], AHEADCOLS))
-    rows = {"rows": 1, "pages": 32}.get(form, key.box_rows)
-    ahead = _map(SimpleNamespace(dtype="float64", box_rows=rows), wide)
+) -> tuple[bytes, bytes, bytes]:
+    """Describe the cache to the copy engine: whole pages by one map of all columns.
+
+    The third map is for what L2 fetches ahead.
+    """
     if form == "rows":
-        return bytes(128), bytes(128), ahead
+        return _NO_MAP, _NO_MAP, _NO_MAP
+    all_columns = latent._replace(shape=(*latent.shape[:3], HEAD_DIM))
+    wide = _NO_MAP
+    if key.fetches_ahead:
+        columns = latent if _rope_is_apart(latent, rope) else all_columns
+        words = columns._replace(shape=(*columns.shape[:3], columns.shape[3] // 4))
+        wide = _map(words, "float64", key.wide_rows)
     if form == "pages":
-        return _map(key, latent._replace(shape=(*latent.shape[:3], HEAD_DIM))), bytes(128), ahead
-    return _map(key, latent), _map(key, rope), ahead
+        return _map(all_columns, key.dtype, key.box_rows), _NO_MAP, wide
+    return _map(latent, key.dtype, key.box_rows), _map(rope, key.dtype, key.box_rows), wide
 
 
-def _map(key: MLADecodeKey | MLAAttentionKey, cache: ArrayView) -> bytes:
-    """Describe latent or RoPE columns to the copy engine, which brings boxes of 64 of them."""
+def _map(cache: ArrayView, dtype: str, rows: int) -> bytes:
+    """Describe columns of the cache to the copy engine, which brings boxes of so many rows."""
     num_pages, page_size, num_kv_heads, columns = cache.shape
     page_stride, row_stride, head_stride, _ = cache.strides
     return paged_kv_map(
         cache.ptr,
-        key.dtype,
+        dtype,
         num_pages,
         page_size,
         num_kv_heads,
@@ -238,5 +249,5 @@ def _map(key: MLADecodeKey | MLAAttentionKey, cache: ArrayView) -> bytes:
         page_stride,
         row_stride,
         head_stride,
-        key.box_rows,
+        rows,
     )

@@ -174,6 +174,7 @@ def prepare_decode_fp8(
     maps = _maps(_FORMS[kernel.spec], key, arguments)
     values = (
         *maps[:2],
+        _NO_MAP,
         *decode_values(key, buffer, arguments, out, lse, softmax_scale),
         *((0, 0, 0, 0) if scales is None else (scales.ptr, *scales.strides[:3])),
         pointer,

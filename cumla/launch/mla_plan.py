@@ -120,6 +120,11 @@ class PlanKey(ABC):
 
     @property
     @abstractmethod
+    def row_tiles(self) -> int:
+        """Thread blocks that read the same KV blocks at the same time: those of a kv head."""
+
+    @property
+    @abstractmethod
     def parts(self) -> int:
         """Shares into which the KV blocks are dealt."""
 
@@ -142,6 +147,11 @@ class PlanKey(ABC):
     def box_rows(self) -> int:
         """Rows of a KV block that lie in one page wherever it begins: those of one load."""
         return gcd(self.page_size, BLOCK_TOKENS)
+
+    @cached_property
+    def wide_rows(self) -> int:
+        """Rows of a KV block that L2 fetches at once, ahead: two thread blocks share the work."""
+        return min(self.box_rows, BLOCK_TOKENS // min(self.row_tiles, 2))
 
     @cached_property
     def heads_per_group(self) -> int:
@@ -220,6 +230,11 @@ class MLADecodeKey(PlanKey):
         if self.group_rows <= SWAPPED_ROWS:
             return "swapped"
         return "one_tile" if self.row_tiles == 1 else "shared_blocks"
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether the kernel has L2 fetch blocks before it loads them."""
+        return self.variant == "shared_blocks"
 
     @cached_property
     def group_rows(self) -> int:

@@ -12,14 +12,14 @@ from cumla.launch.device import import_driver
 __all__ = ["paged_kv_map"]
 
 # Of a box: type, columns, and the bytes of the swizzle, as wide as the box is if there is one; of
-# words those of a packed row.
+# words those of a packed row, of 64 bits all of a row.
 _BOXES = {
     "bfloat16": ("BFLOAT16", 64, 128),
     "float16": ("FLOAT16", 64, 128),
     "float8_e4m3fn": ("UINT8", 128, 128),
     "float32": ("FLOAT32", 4, 0),
-    "float64": ("FLOAT64", 128, 0),
     "uint32": ("UINT32", 164, 0),
+    "float64": ("FLOAT64", None, 0),
 }
 
 
@@ -63,6 +63,7 @@ def paged_kv_map(
     """
     driver = import_driver()
     kind, box_columns, width = _BOXES[dtype]
+    box_columns = box_columns or head_dim
     swizzle = f"CU_TENSOR_MAP_SWIZZLE_{width}B" if width else "CU_TENSOR_MAP_SWIZZLE_NONE"
     sizes = (head_dim, page_size, num_kv_heads, num_pages)
     strides = (row_stride, head_stride, page_stride)

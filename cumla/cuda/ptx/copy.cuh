@@ -30,7 +30,8 @@ __device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x, int
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.prefetch
-__device__ __forceinline__ void bulk_prefetch_l2(const void* address, u32 bytes) {
+// Has L2 fetch bytes in one piece; address and number are multiples of 16.
+__device__ __forceinline__ void prefetch_bulk_l2(const void* address, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
 }
 
