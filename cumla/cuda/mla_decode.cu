@@ -47,13 +47,13 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, 
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), row_warps == 4 ? 4 : row_warps ? row_warps * 32 : 1);
+    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), row_warps ? row_warps * 32 : 1);
 #pragma unroll
     for (int half = 0; half < 3; ++half) mbarrier_init(shared.free(s, half), 4);
   }
 #pragma unroll
   for (int owner = 0; owner < 2; ++owner) mbarrier_init(shared.probabilities_full(owner), kWarpgroup / 4);
-  mbarrier_init(shared.query_full(), 2);
+  mbarrier_init(shared.query_full(), row_warps == 4 ? 64 : 2);
   mbarrier_init(shared.query_free(), 8);
   fence_mbarrier_init();
 }
@@ -137,22 +137,9 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
   copy_async_wait_all();
 }
 
-// What this warp has copied is there, and visible to products: it arrives at some barriers, once.
-template <int kCount>
-__device__ __forceinline__ void arrive_with_copies(const u32 (&barriers)[kCount]) {
-  copy_async_wait_all();
-  fence_proxy_async_shared();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) mbarrier_arrive(barriers[i]);
-  }
-}
-
 // Where arithmetic limits, two warps are too late: one of four, a quarter of the rows, and warps 2 and 3 bring the query rows of
-// a request before its first block. A warp waits for its own copies before it waits for room for more: its arrival for a
-// quarter of half a block takes less of shared memory than one of each thread, which products read at the same time. A half of
-// a block's tiles has one barrier (Consumer::kByHalves).
+// a request before its first block; the fence that products need between these and them is the consumers' behind their first
+// tiles (Consumer::multiply_query). A half of a block's tiles has one barrier (Consumer::kByHalves).
 template <typename AnyTile>
 __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile, const Part& part,
                                           int last_place, int warp) {
@@ -165,7 +152,7 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
       const Segment segment = segment_of(p, tile, part, place);
       mbarrier_wait(shared.query_free(), (place - part.place) & 1 ^ 1, "a free query buffer");
       copy_query<kRowTile>(p, shared, tile, segment.request, warp - 2);
-      arrive_with_copies({shared.query_full()});
+      mbarrier_arrive_after_copies(shared.query_full());
       left = segment.blocks;
     }
     if (!rows.take()) break;
@@ -174,21 +161,19 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
     rows.locate(p.rope, 0);
     mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
     rows.template copy_located<1>(stage + kRopeTile * kTileBytes);
+    mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
     rows.locate(p.latent, parity * kHalfTiles * 128);
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < 2; ++i) {
       const int half = i ^ parity, column = half * kHalfTiles;
       mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
       rows.template copy_located<kHalfTiles>(stage + column * kTileBytes);
+      mbarrier_arrive_after_copies(shared.full(parity, column));
       rows.move(parity == 0 ? kHalfTiles * 128 : -kHalfTiles * 128);
-      if (i == 0) {
-        arrive_with_copies({shared.full(parity, kRopeTile), shared.full(parity, column)});
-      } else {
-        rows.prefetch();
-        arrive_with_copies({shared.full(parity, column)});
-      }
     }
+    rows.prefetch();
   }
+  copy_async_wait_all();
 }
 
 template <bool kSharedBlocks, PageForm kForm, typename AnyTile>

@@ -66,7 +66,7 @@ struct Consumer {
       const int column = tile_in_order(consumer, i);
       if (!kByHalves || i == 0 || i % kHalfTiles == 1) {
         mbarrier_wait(shared.full(consumer, column), phase, "KV tiles");
-        if constexpr (kCopied && !kSharedBlocks) fence_proxy_async_shared();
+        if constexpr (kCopied) fence_proxy_async_shared();
       }
       warpgroup_arrive();
 #pragma unroll

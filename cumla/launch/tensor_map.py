@@ -12,7 +12,7 @@ from cumla.launch.device import import_driver
 __all__ = ["paged_kv_map"]
 
 # Of a box: type, columns, and the bytes of the swizzle, as wide as the box is if there is one; of
-# words those of a packed row, of 64 bits all of a row.
+# words those of a packed row, of 64 bits all of them.
 _BOXES = {
     "bfloat16": ("BFLOAT16", 64, 128),
     "float16": ("FLOAT16", 64, 128),
@@ -39,16 +39,17 @@ def paged_kv_map(
     """Describe a paged KV cache as (head_dim, page_size, num_kv_heads, num_pages), innermost first.
 
     One load brings ``box_rows`` rows x 128 bytes of one head of one page into shared memory with a
-    swizzle as wide as they are, or x 4 of float32 or x 164 words without; coordinates outside the
-    array bring zeros, columns too. Descriptors are cached by all arguments: a cache that stays
-    where it is costs one dictionary look-up a call.
+    swizzle as wide as they are, or x 4 of float32, x 164 words or x all columns of float64 without;
+    coordinates outside the array bring zeros, columns too. Descriptors are cached by all
+    arguments: a cache that stays where it is costs one dictionary look-up a call.
 
     Parameters
     ----------
     ptr : int
         Address of the cache, a multiple of 16.
     dtype : str
-        ``"bfloat16"``, ``"float16"``, ``"float8_e4m3fn"``, ``"float32"`` or ``"uint32"``.
+        ``"bfloat16"``, ``"float16"``, ``"float8_e4m3fn"``, ``"float32"``, ``"uint32"`` or
+        ``"float64"``: the bytes of rows, whatever they hold.
     num_pages, page_size, num_kv_heads, head_dim : int
         Extents in elements.
     page_stride, row_stride, head_stride : int

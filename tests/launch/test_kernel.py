@@ -193,6 +193,8 @@ def test_the_decode_kernels_parameters_by_name(
         "num_pages": 70,
         "page_size": page_size,
         "box_rows": box_rows,
+        "wide_rows": min(box_rows, 32),
+        "rope_is_apart": 1,
         "q_len": 3,
         "heads_per_group": 22,
         "by_heads_per_group.magic": 3123612579,  # ceil(2^36 / 22)
@@ -223,14 +225,19 @@ def test_the_decode_kernels_parameters_by_name(
     for member, name in zip(("places", "parts_in", *names[2:]), names, strict=True):
         expected[member] = (9 << 40) + getattr(key.layout, name)
     in_rows = key.form == "rows"
-    for i, member in enumerate(("latent_map", "rope_map")):
+    for i, member in enumerate(("wide_map", "latent_map", "rope_map")):
         expected[member] = bytes(128) if in_rows else bytes([i + 1]) * 128
     assert got == expected
     assert grid == (key.row_tiles, key.parts, 2)
     assert stream == 77
+    latent, rope = arguments.kv_cache, arguments.kv_rope
     assert maps == [
-        (view.ptr, "bfloat16", 70, page_size, 2, view.shape[3], *view.strides[:3], box_rows)
-        for view in (arguments.kv_cache, arguments.kv_rope)
+        (view.ptr, dtype, 70, page_size, 2, columns, *view.strides[:3], rows)
+        for view, dtype, columns, rows in (
+            (latent, "float64", 128, min(box_rows, 32)),
+            (latent, "bfloat16", 512, box_rows),
+            (rope, "bfloat16", 64, box_rows),
+        )
         if not in_rows
     ]
 
@@ -239,10 +246,15 @@ def test_the_decode_kernels_parameters_by_name(
     ("page_size", "form", "columns"),
     [(64, "pages", [576]), (192, "pages", [576]), (32, "boxes", [512, 64]), (3, "rows", [])],
 )
+@pytest.mark.parametrize("heads", [16, 64, 128])
 def test_whole_pages_of_one_array_have_one_map(
-    page_size: int, form: str, columns: list[int], monkeypatch: pytest.MonkeyPatch
+    page_size: int, form: str, columns: list[int], heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two arrays take the boxes' kernel instead, with a map each."""
+    """Two arrays take the boxes' kernel instead, with a map each.
+
+    Where several row tiles read a block there is one more, of whole rows, unless each is copied
+    for itself.
+    """
     maps: list[int] = []
 
     def encode(*geometry: Any) -> bytes:
@@ -251,24 +263,28 @@ def test_whole_pages_of_one_array_have_one_map(
 
     monkeypatch.setattr(mla_decode, "paged_kv_map", encode)
     key = mla_plan.MLADecodeKey(
-        1, 1, 16, 1, page_size, "bfloat16", causal=True, device=0, sm_count=132
+        1, 1, heads, 1, page_size, "bfloat16", causal=True, device=0, sm_count=132
     )
     strides = (page_size * 1152, 1152, 1152, 2)
     latent = strided(3 << 40, (70, page_size, 1, 512), strides, "bfloat16")
-    q = strided(1 << 40, (1, 1, 16, 512), (18432, 18432, 1152, 2), "bfloat16")
+    q = strided(1 << 40, (1, 1, heads, 512), (147456, 147456, 1152, 2), "bfloat16")
     table = strided(5 << 40, (1, 11), (44, 4), "int32")
 
     def arguments(rope: int) -> Arguments:
         kv_rope = strided(rope, (70, page_size, 1, 64), strides, "bfloat16")
-        q_rope = q._replace(ptr=q.ptr + 1024, shape=(1, 1, 16, 64))
+        q_rope = q._replace(ptr=q.ptr + 1024, shape=(1, 1, heads, 64))
         return Arguments(q, q_rope, latent, kv_rope, table, table, None, None)
 
     one, two = arguments((3 << 40) + 1024), arguments(4 << 40)
     assert mla_decode.form_of(key, one) == form
     assert mla_decode.form_of(key, two) == {"pages": "boxes"}.get(form, form)
-    latent_map, rope_map = mla_decode._maps(key, form, one.kv_cache, one.kv_rope)
-    assert maps == columns
-    assert (any(latent_map), any(rope_map)) == (form != "rows", form == "boxes")
+    is_wide = heads == 128 and form != "rows"
+    made = mla_decode._maps(key, form, one.kv_cache, one.kv_rope)
+    assert maps == [144] * is_wide + columns
+    assert [any(each) for each in made] == [form != "rows", form == "boxes", is_wide]
+    maps.clear()
+    mla_decode._maps(key, mla_decode.form_of(key, two), two.kv_cache, two.kv_rope)
+    assert maps == [128] * is_wide + ([] if form == "rows" else [512, 64])
 
 
 def test_what_a_plans_buffer_holds_is_as_the_kernels_see_it(nvrtc: None) -> None:

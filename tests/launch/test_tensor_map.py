@@ -55,6 +55,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
         ("float8_e4m3fn", 64, "UINT8", 128, "128B"),
         ("float32", 4, "FLOAT32", 4, "NONE"),
         ("uint32", 164, "UINT32", 164, "NONE"),
+        ("float64", 144, "FLOAT64", 144, "NONE"),
+        ("float64", 128, "FLOAT64", 128, "NONE"),
     ],
 )
 def test_boxes_of_each_kind(
@@ -62,7 +64,7 @@ def test_boxes_of_each_kind(
 ) -> None:
     """128 bytes in a swizzle as wide as they are, even of an array that has fewer.
 
-    Scales, or a whole packed row, as they lie.
+    Scales, a whole packed row, or all columns of a row, as they lie.
     """
     geometry = (PTR, dtype, 70, 128, 2, columns, 90000, 1200, 608, 64)
     descriptor = tensor_map.paged_kv_map(*geometry)
