@@ -2,16 +2,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from cumla.launch import source
-from cumla.launch.module import CompiledKernel, compile_to_cubin
+from cumla.launch.module import CompiledKernel, compile_to_cubin, compiles_with_cupy
 from cumla.launch.source import KernelSpec
+from tests.launch.ahead import Ahead, calls_of, compile_debug_build, compile_through_cupy
 
 Compiler = Callable[[KernelSpec], CompiledKernel]
+
+AHEAD = pytest.StashKey[Ahead]()
 
 SMALL = KernelSpec("small", "small_f32", "scale<float>", "ScaleParams", 128, 2, smem_bytes=512)
 
@@ -96,12 +99,33 @@ def nvrtc() -> None:
         pytest.skip(str(error).split("\n")[0])
 
 
-@pytest.fixture(scope="session")
-def _compile_once() -> Compiler:
-    return cache(compile_to_cubin)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin to compile what the tests will ask for; under xdist each worker would compile all."""
+    alone = not (session.config.option.collectonly or hasattr(session.config, "workerinput"))
+    session.config.stash[AHEAD] = Ahead(calls_of(session.items) if alone else ())
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if AHEAD in session.config.stash:
+        session.config.stash[AHEAD].stop()
 
 
 @pytest.fixture
-def compiled(nvrtc: None, _compile_once: Compiler) -> Compiler:
+def compiled(nvrtc: None, pytestconfig: pytest.Config) -> Compiler:
     """Compile a kernel of the package, once a session."""
-    return _compile_once
+    return partial(pytestconfig.stash[AHEAD].get, compile_to_cubin)
+
+
+@pytest.fixture
+def compiled_for_debugging(nvrtc: None, pytestconfig: pytest.Config) -> Compiler:
+    """Compile a kernel's debug build, once a session."""
+    return partial(pytestconfig.stash[AHEAD].get, compile_debug_build)
+
+
+@pytest.fixture
+def compiled_by_cupy(nvrtc: None, pytestconfig: pytest.Config) -> Callable[[KernelSpec], bytes]:
+    """Compile a kernel as CuPy does on a GPU, once a session."""
+    cupy = pytest.importorskip("cupy")
+    if not compiles_with_cupy(cupy.cuda.nvrtc.getVersion()):
+        pytest.skip("this NVRTC refuses CuPy's options, so CuPy does not compile with it")
+    return partial(pytestconfig.stash[AHEAD].get, compile_through_cupy)

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from cumla.errors import CompilationError
 from cumla.launch import all_specs
-from cumla.launch.module import bindings_nvrtc_version, compile_to_cubin, compiles_with_cupy
-from cumla.launch.source import ADDED_BY_CUPY, OPTIONS, KernelSpec, translation_unit
+from cumla.launch.module import bindings_nvrtc_version, compile_to_cubin
+from cumla.launch.source import KernelSpec, translation_unit
 from tests.launch.conftest import Compiler
 from tests.launch.elf import sections
 
@@ -28,48 +29,15 @@ def test_every_kernel_compiles_within_its_budget(spec: KernelSpec, compiled: Com
 
 
 @every_kernel
-def test_every_debug_build_compiles(spec: KernelSpec):
-    assert compile_to_cubin(spec, debug=True).cubin
-
-
-class Compiled(Exception):
-    """Carries a cubin out of CuPy before it loads it, which would need a GPU."""
-
-
-def compile_through_cupy(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """Run what RawModule runs on an sm_90 GPU, from its options to the compiler, cold."""
-    cupy = pytest.importorskip("cupy")
-    compiler = cupy.cuda.compiler
-
-    class NoCache:
-        def load(self, name: str) -> None:
-            return None
-
-        def save(self, name: str, cubin: bytes, source: str) -> None:
-            raise Compiled(cubin)
-
-    if not compiles_with_cupy(cupy.cuda.nvrtc.getVersion()):
-        pytest.skip("this NVRTC refuses CuPy's options, so CuPy does not compile with it")
-    monkeypatch.setattr(compiler, "_kernel_cache_backend", NoCache())
-    monkeypatch.setattr(compiler, "_get_arch", lambda: "90")
-    monkeypatch.setattr(
-        compiler, "_get_arch_for_options_for_nvrtc", lambda arch=None: ("-arch=sm_90", "cubin")
-    )
-    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
-    options = tuple(option for option in OPTIONS if option not in ADDED_BY_CUPY)
-    with pytest.raises(Compiled) as compiled:
-        cupy._core.core.compile_with_cache(
-            translation_unit(spec), options, prepend_cupy_headers=False, backend="nvrtc"
-        )
-    cubin: bytes = compiled.value.args[0]
-    return cubin
+def test_every_debug_build_compiles(spec: KernelSpec, compiled_for_debugging: Compiler):
+    assert compiled_for_debugging(spec).cubin
 
 
 @every_kernel
 def test_cupy_and_nvrtc_make_the_same_code(
-    spec: KernelSpec, compiled: Compiler, monkeypatch: pytest.MonkeyPatch
+    spec: KernelSpec, compiled: Compiler, compiled_by_cupy: Callable[[KernelSpec], bytes]
 ):
-    theirs = sections(compile_through_cupy(spec, monkeypatch))
+    theirs = sections(compiled_by_cupy(spec))
     import cupy
 
     assert tuple(cupy.cuda.nvrtc.getVersion()) == bindings_nvrtc_version()

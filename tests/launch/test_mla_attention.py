@@ -45,13 +45,14 @@ def key_of(
     return MLAAttentionKey(batch, total, heads, kv_heads, **options | changes)
 
 
-def visible_blocks(key: MLAAttentionKey, place: np.ndarray) -> int:
-    """KV blocks that some row of a tile sees, from the definition of what each row sees."""
-    tokens, first_row, q_len, _, _ = place.tolist()
+def visible_blocks(key: MLAAttentionKey, places: np.ndarray) -> list[int]:
+    """KV blocks that some row of each tile sees, from the definition of what each row sees."""
+    tokens, first_row, q_len, _, _ = places.T[:, :, None]
     group = key.heads_per_group
-    rows = range(first_row, min(first_row + 64, q_len * group))
-    hidden = [q_len - 1 - row // group if key.causal else 0 for row in rows]
-    return max(-(-max(tokens - less, 0) // 64) for less in hidden)
+    rows = first_row + np.arange(64)
+    hidden = q_len - 1 - rows // group if key.causal else 0
+    seen = np.where(rows < q_len * group, tokens - hidden, 0)
+    return (-(-np.maximum(seen, 0) // 64)).max(axis=1).tolist()
 
 
 def segments(bounds: np.ndarray, blocks: list[int]) -> list[list[tuple[int, int, int]]]:
@@ -105,15 +106,18 @@ def test_the_tiles_hold_every_row_once(
     places = schedule(indptr, kv_lens, kv_indptr, key).places
     assert len(places) <= key.num_places
     group = key.heads_per_group
+    stretches = zip(indptr[:-1].tolist(), np.diff(indptr).tolist(), strict=True)
+    requests = {of: i for i, of in enumerate(stretches) if of[1]}
     rows = []
     for tokens, first_row, q_len, q_begin, pages in places.tolist():
-        (request,) = np.flatnonzero((indptr[:-1] == q_begin) & (np.diff(indptr) == q_len))
+        request = requests[q_begin, q_len]
         assert tokens == kv_lens[request]
         assert pages == (request if kv_indptr is None else kv_indptr[request])
         assert first_row % 64 == 0
         last = min(first_row + 64, q_len * group)
-        rows += range(q_begin * group + first_row, q_begin * group + last)
-    assert sorted(rows) == [*range(indptr[0] * group, indptr[-1] * group)]
+        rows.append(np.arange(q_begin * group + first_row, q_begin * group + last))
+    found = np.sort(np.concatenate(rows)) if rows else []
+    assert np.array_equal(found, np.arange(indptr[0] * group, indptr[-1] * group))
 
 
 @given(problems())
@@ -123,7 +127,7 @@ def test_every_block_is_in_one_part(
 ) -> None:
     key, *lengths = problem
     made = schedule(*lengths, key)
-    blocks = [visible_blocks(key, place) for place in made.places]
+    blocks = visible_blocks(key, made.places)
     assert made.bounds.shape == (key.parts + 1, 2)
     bounds = made.bounds.tolist()
     assert bounds == sorted(bounds)
@@ -148,7 +152,7 @@ def test_no_part_costs_much_more_than_a_share(
 ) -> None:
     key, *lengths = problem
     made = schedule(*lengths, key)
-    blocks = [visible_blocks(key, place) for place in made.places]
+    blocks = visible_blocks(key, made.places)
     share = max(-(-sum(n + FIXED_COST for n in blocks) // key.parts), MIN_SHARE)
     costs = [sum(b - a + FIXED_COST for _, a, b in p) for p in segments(made.bounds, blocks)]
     pieces = 2 * max(MIN_BLOCKS - 1, piece_cost(key.row_groups))
@@ -163,11 +167,14 @@ def test_the_parts_of_a_tile_know_each_other(
     """What the GPU test holds the kernel's records against: a piece a slot, the same meeting."""
     key, *lengths = problem
     made = schedule(*lengths, key)
-    blocks = [visible_blocks(key, place) for place in made.places]
+    blocks = visible_blocks(key, made.places)
     parts = segments(made.bounds, blocks)
     records = tile_parts_table(made)
-    for tile in range(len(blocks)):
-        among = [i for i, part in enumerate(parts) if any(t == tile for t, _, _ in part)]
+    parts_of: dict[int, list[int]] = {tile: [] for tile in range(len(blocks))}
+    for i, part in enumerate(parts):
+        for tile in dict.fromkeys(tile for tile, _, _ in part):
+            parts_of[tile].append(i)
+    for tile, among in parts_of.items():
         assert among == [*range(among[0], among[-1] + 1)]
         for i in among:
             record = {name: int(records[name][i]) for name in records.dtype.names or ()}
