@@ -58,7 +58,7 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, 
   fence_mbarrier_init();
 }
 
-// Loads a block of kCount boxes (1 of kPages) into a stage as it becomes free.
+// Loads a block, whose tiles come in kCount boxes (1 of kPages), into the thirds of a stage as they become free; a warp.
 template <PageForm kForm, int kCount>
 __device__ __forceinline__ void load_block(const MlaDecodeParams& p, const SharedLayout& shared, const PageRow& from, int parity,
                                            u32 phase) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
     now.next();
     next = now.template row_of<kForm>(offset);
     if constexpr (kSharedBlocks) {
-      if (now.valid() && (kForm == kBoxes || elect_one())) prefetch_block<kForm>(p, next);
+      if (now.valid()) prefetch_block<kForm>(p, next);
     }
   }
 }

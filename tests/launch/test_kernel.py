@@ -234,7 +234,7 @@ def test_the_decode_kernels_parameters_by_name(
     assert maps == [
         (view.ptr, dtype, 70, page_size, 2, columns, *view.strides[:3], rows)
         for view, dtype, columns, rows in (
-            (latent, "float64", 128, min(box_rows, 32)),
+            (latent, "uint64", 128, min(box_rows, 32)),
             (latent, "bfloat16", 512, box_rows),
             (rope, "bfloat16", 64, box_rows),
         )
@@ -247,10 +247,10 @@ def test_the_decode_kernels_parameters_by_name(
     [(64, "pages", [576]), (192, "pages", [576]), (32, "boxes", [512, 64]), (3, "rows", [])],
 )
 @pytest.mark.parametrize("heads", [16, 64, 128])
-def test_whole_pages_of_one_array_have_one_map(
+def test_maps_of_each_form(
     page_size: int, form: str, columns: list[int], heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two arrays take the boxes' kernel instead, with a map each.
+    """Whole pages of one array have one map; two arrays take the boxes' kernel, with a map each.
 
     Where several row tiles read a block there is one more, of whole rows, unless each is copied
     for itself.
