@@ -43,6 +43,15 @@ def test_the_performance_tables_are_those_of_the_recorded_run() -> None:
     assert to_markdown(recorded).strip() in section("Performance")
 
 
+def test_the_peers_are_those_of_the_run_in_turns() -> None:
+    name = "cumla/bench/results/h200-peers.json"
+    recorded = json.loads((ROOT / name).read_text(encoding="utf-8"))
+    tables = to_markdown(recorded).split("\n\n")
+    (peers,) = (table for table in tables if table.startswith("| peers of this run: "))
+    _, _, rest = section("Performance").partition(f"]({name})):\n\n")
+    assert rest.startswith(peers.replace("peers of this run", "in turns with the version before"))
+
+
 def test_there_are_two_commands_each_one_line() -> None:
     demo, tests = blocks("bash")
     assert demo.count("\n") == tests.count("\n") == 1

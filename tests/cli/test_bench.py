@@ -213,7 +213,8 @@ def test_a_file_without_rows(
 
 
 @pytest.mark.parametrize(
-    ("name", "where"), [("h200.json", ", in this run,"), ("h100.json", ",")], ids=["some", "none"]
+    ("name", "where"),
+    [("h200-peers.json", ", in this run,"), ("h200.json", ","), ("h100.json", ",")],
 )
 def test_where_peers_ran(capsys: pytest.CaptureFixture[str], name: str, where: str) -> None:
     assert cumla_bench("--markdown", RECORDED.with_name(name)) == 0
