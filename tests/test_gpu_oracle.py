@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -465,11 +468,20 @@ def test_the_cases_of_split_requests_are_of_every_kind() -> None:
 # --- kernels with a line changed -----------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def processes() -> Iterator[ProcessPoolExecutor]:
+    """Compilers: in threads of one process they would wait for each other."""
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize(
     ("name", "page_size"),
     [(name, 64) for name in variants.ALL] + [("delays", 1), ("delays", 48)],
 )
-def test_the_edits_of_the_kernels_still_apply(name: str, page_size: int) -> None:
+def test_the_edits_of_the_kernels_still_apply(
+    name: str, page_size: int, processes: ProcessPoolExecutor
+) -> None:
     """And what they make of the kernels compiles, without a spill."""
     edits = variants.ALL[name]
     stems = variants.stems_of(edits)
@@ -487,10 +499,10 @@ def test_the_edits_of_the_kernels_still_apply(name: str, page_size: int) -> None
         module.bindings_nvrtc_version()
     except MissingDependencyError as error:
         pytest.skip(str(error).split("\n")[0])
-    for spec in specs:
-        text = variants.edited_text(spec, *edits)
-        assert all(edit.new in text for edit in edits)
-        assert module._compile(spec, text, OPTIONS)[0]
+    texts = [variants.edited_text(spec, *edits) for spec in specs]
+    assert all(edit.new in text for edit in edits for text in texts)
+    made = processes.map(module._compile, specs, texts, itertools.repeat(OPTIONS))
+    assert all(compiled[0] for compiled in made)
 
 
 def test_what_the_edited_kernels_go_through_is_there() -> None:
