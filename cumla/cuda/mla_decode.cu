@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
     now.next();
     next = now.template row_of<kForm>(offset);
     if constexpr (kSharedBlocks) {
-      if (now.valid() && (kForm == kBoxes || elect_one())) prefetch_block<kForm>(p, next);
+      if (now.valid()) prefetch_block<kForm>(p, next);
     }
   }
 }

@@ -60,7 +60,7 @@ struct MlaDecodeParams {
   int page_size;
   int box_rows;
   int wide_rows;
-  int rope_is_apart;  // not behind the latent columns of its row; not of FP8 caches
+  int rope_is_apart;  // not behind the latent columns of its row
   int q_len;  // where query lengths differ: of all requests together
   int heads_per_group;
   int row_groups;  // of 16 rows in a tile

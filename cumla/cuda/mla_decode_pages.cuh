@@ -69,24 +69,20 @@ struct Boxes {
   }
 };
 
-// Has L2 fetch a block; the row tiles share that work, of a whole page the first two. Each box holds up the copy engine, and with
-// it the loads that somebody waits for: so these boxes are as wide as rows. Of kPages by one lane, of kBoxes by a warp.
+// Has L2 fetch a block; a warp. The row tiles share that work, the last ones first: under a causal mask these see most. Each box
+// holds up the copy engine, and with it the loads that somebody waits for: so these boxes are as wide as rows.
 template <PageForm kForm>
 __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const PageRow& from) {
+  const bool whole = kForm == kPages || p.box_rows == kBlockTokens;  // then wide boxes may be halves of it
 #pragma unroll 1
-  for (int i = blockIdx.x; i * p.wide_rows < kBlockTokens; i += gridDim.x) {
-    if constexpr (kForm == kPages) {
-      tma_prefetch_4d(&p.wide_map, 0, from.row + i * p.wide_rows, blockIdx.z, from.page);
-    } else {
-      const bool whole = p.box_rows == kBlockTokens;  // then wide boxes may be halves of it
-      const int page = __shfl_sync(0xffffffffu, from.page, whole ? 0 : i);
-      const int row = __shfl_sync(0xffffffffu, from.row, whole ? 0 : i);
-      if (elect_one()) {
-        tma_prefetch_4d(&p.wide_map, 0, whole ? row + i * p.wide_rows : row, blockIdx.z, page);
-        if (p.rope_is_apart && (i == 0 || !whole)) tma_prefetch_4d(&p.rope_map, 0, row, blockIdx.z, page);
-      }
-      __syncwarp();
+  for (int i = gridDim.x - 1 - blockIdx.x; i * p.wide_rows < kBlockTokens; i += gridDim.x) {
+    const int page = __shfl_sync(0xffffffffu, from.page, whole ? 0 : i);
+    const int row = __shfl_sync(0xffffffffu, from.row, whole ? 0 : i);
+    if (elect_one()) {
+      tma_prefetch_4d(&p.wide_map, 0, whole ? row + i * p.wide_rows : row, blockIdx.z, page);
+      if (kForm == kBoxes && p.rope_is_apart && (i == 0 || !whole)) tma_prefetch_4d(&p.rope_map, 0, row, blockIdx.z, page);
     }
+    __syncwarp();
   }
 }
 
@@ -124,7 +120,7 @@ __device__ __forceinline__ void prefetch_first_block(const MlaDecodeParams& p) {
   } else {
     page = p.block_table[request * p.block_table_stride + entry];
   }
-  if (elect_one()) prefetch_block<kPages>(p, {page, static_cast<int>(token - entry * p.page_size)});
+  prefetch_block<kPages>(p, {page, static_cast<int>(token - entry * p.page_size)});
 }
 
 // Copies its share of the rows of every block, by one of kWarps warps. Lane i, counted modulo the share, knows where row i of
@@ -226,7 +222,7 @@ struct RowCopier {
   // Has L2 fetch the block after next; the row tiles share that work.
   __device__ __forceinline__ void prefetch() const {
     const i64 latent = offset_of(p.latent, later);
-    if (lane >= kShare || lane % gridDim.x != blockIdx.x || latent < 0) return;
+    if (lane >= kShare || lane % gridDim.x != gridDim.x - 1 - blockIdx.x || latent < 0) return;
     prefetch_bulk_l2(p.latent.base + latent, (p.rope_is_apart ? kRopeTile : kTiles) * 128);
     if (p.rope_is_apart) prefetch_bulk_l2(p.rope.base + offset_of(p.rope, later), 128);
   }

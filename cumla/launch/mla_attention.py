@@ -109,7 +109,7 @@ class MLAAttentionKey(PlanKey):
     @property
     def fetches_ahead(self) -> bool:
         """Whether the kernel has L2 fetch blocks before it loads them."""
-        return True
+        return self.cache == "same"
 
     @cached_property
     def num_places(self) -> int:

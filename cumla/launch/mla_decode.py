@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cumla.launch.module import LoadedKernel
 
 __all__ = [
+    "NO_MAP",
     "PARAMS_FORMAT",
     "SPECS",
     "decode_spec",
@@ -116,7 +117,7 @@ def _rope_is_apart(latent: ArrayView, rope: ArrayView) -> bool:
 
 PARAMS_FORMAT = "<128s128s128s33q14if8Ii24x"
 _PARAMS = struct.Struct(PARAMS_FORMAT)
-_NO_MAP = bytes(128)
+NO_MAP = bytes(128)  # where nothing comes by one
 _LOG2_E = log2(e)
 
 
@@ -220,18 +221,18 @@ def _maps(
 ) -> tuple[bytes, bytes, bytes]:
     """Describe the cache to the copy engine: whole pages by one map of all columns.
 
-    The third map is for what L2 fetches ahead.
+    The third map is of rows that L2 fetches ahead.
     """
     if form == "rows":
-        return _NO_MAP, _NO_MAP, _NO_MAP
-    all_columns = latent._replace(shape=(*latent.shape[:3], HEAD_DIM))
-    wide = _NO_MAP
+        return NO_MAP, NO_MAP, NO_MAP
+    apart = _rope_is_apart(latent, rope)
+    rows = latent if apart else latent._replace(shape=(*latent.shape[:3], HEAD_DIM))
+    wide = NO_MAP
     if key.fetches_ahead:
-        columns = latent if _rope_is_apart(latent, rope) else all_columns
-        words = columns._replace(shape=(*columns.shape[:3], columns.shape[3] // 4))
-        wide = _map(words, "float64", key.wide_rows)
+        words = rows._replace(shape=(*rows.shape[:3], rows.shape[3] // 4))
+        wide = _map(words, "uint64", key.wide_rows)
     if form == "pages":
-        return _map(all_columns, key.dtype, key.box_rows), _NO_MAP, wide
+        return _map(rows, key.dtype, key.box_rows), NO_MAP, wide
     return _map(latent, key.dtype, key.box_rows), _map(rope, key.dtype, key.box_rows), wide
 
 

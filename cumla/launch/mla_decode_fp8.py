@@ -7,7 +7,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import PreparedLaunch
-from cumla.launch.mla_decode import PARAMS_FORMAT, decode_values
+from cumla.launch.mla_decode import NO_MAP, PARAMS_FORMAT, decode_values
 from cumla.launch.mla_plan import NARROW_ROWS, MLADecodeKey
 from cumla.launch.source import KernelSpec
 from cumla.launch.tensor_map import paged_kv_map
@@ -131,7 +131,6 @@ def how_it_lies(arguments: Arguments) -> str:
 
 
 _PARAMS = struct.Struct(PARAMS_FORMAT + "5qfi16x128s")
-_NO_MAP = bytes(128)  # each row is copied for itself, or there are no scales
 
 
 def prepare_decode_fp8(
@@ -174,7 +173,7 @@ def prepare_decode_fp8(
     maps = _maps(_FORMS[kernel.spec], key, arguments)
     values = (
         *maps[:2],
-        _NO_MAP,
+        NO_MAP,  # nothing is fetched ahead
         *decode_values(key, buffer, arguments, out, lse, softmax_scale),
         *((0, 0, 0, 0) if scales is None else (scales.ptr, *scales.strides[:3])),
         pointer,
@@ -191,14 +190,14 @@ def _maps(form: str, key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) 
     latent, rope, scales = arguments.kv_cache, arguments.kv_rope, arguments.kv_scales
     if form == "packed":
         rows = latent._replace(shape=(*latent.shape[:3], _PACKED_WORDS), dtype="uint32")
-        return [_map(key, rows), _NO_MAP, _NO_MAP]
+        return [_map(key, rows), NO_MAP, NO_MAP]
     return [_map(key, cache if form == "pages" else None) for cache in (latent, rope, scales)]
 
 
 def _map(key: MLADecodeKey | MLAAttentionKey, cache: ArrayView | None) -> bytes:
     """Describe columns of the cache, or its scales, to the copy engine."""
     if cache is None:
-        return _NO_MAP
+        return NO_MAP
     num_pages, page_size, num_kv_heads, columns = cache.shape
     page_stride, row_stride, head_stride, _ = cache.strides
     return paged_kv_map(

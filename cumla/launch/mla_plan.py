@@ -125,6 +125,11 @@ class PlanKey(ABC):
 
     @property
     @abstractmethod
+    def fetches_ahead(self) -> bool:
+        """Whether the kernel has L2 fetch blocks before it loads them."""
+
+    @property
+    @abstractmethod
     def parts(self) -> int:
         """Shares into which the KV blocks are dealt."""
 
@@ -150,7 +155,7 @@ class PlanKey(ABC):
 
     @cached_property
     def wide_rows(self) -> int:
-        """Rows of a KV block that L2 fetches at once, ahead: two thread blocks share the work."""
+        """Rows of a KV block that L2 fetches at once, ahead: of a whole page two tiles share it."""
         return min(self.box_rows, BLOCK_TOKENS // min(self.row_tiles, 2))
 
     @cached_property
@@ -234,7 +239,7 @@ class MLADecodeKey(PlanKey):
     @property
     def fetches_ahead(self) -> bool:
         """Whether the kernel has L2 fetch blocks before it loads them."""
-        return self.variant == "shared_blocks"
+        return self.cache == "same" and self.variant == "shared_blocks"
 
     @cached_property
     def group_rows(self) -> int:

@@ -19,7 +19,7 @@ _BOXES = {
     "float8_e4m3fn": ("UINT8", 128, 128),
     "float32": ("FLOAT32", 4, 0),
     "uint32": ("UINT32", 164, 0),
-    "float64": ("FLOAT64", None, 0),
+    "uint64": ("UINT64", None, 0),
 }
 
 
@@ -39,7 +39,7 @@ def paged_kv_map(
     """Describe a paged KV cache as (head_dim, page_size, num_kv_heads, num_pages), innermost first.
 
     One load brings ``box_rows`` rows x 128 bytes of one head of one page into shared memory with a
-    swizzle as wide as they are, or x 4 of float32, x 164 words or x all columns of float64 without;
+    swizzle as wide as they are, or x 4 of float32, x 164 words or x all columns of uint64 without;
     coordinates outside the array bring zeros, columns too. Descriptors are cached by all
     arguments: a cache that stays where it is costs one dictionary look-up a call.
 
@@ -49,7 +49,7 @@ def paged_kv_map(
         Address of the cache, a multiple of 16.
     dtype : str
         ``"bfloat16"``, ``"float16"``, ``"float8_e4m3fn"``, ``"float32"``, ``"uint32"`` or
-        ``"float64"``: the bytes of rows, whatever they hold.
+        ``"uint64"``.
     num_pages, page_size, num_kv_heads, head_dim : int
         Extents in elements.
     page_stride, row_stride, head_stride : int

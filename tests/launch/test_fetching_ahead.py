@@ -32,7 +32,7 @@ def boxes_fetched(
     latent: list[tuple[int, int]] = []
     rope: list[int] = []
     whole = form == "pages" or key.box_rows == BLOCK_TOKENS
-    i = row_tile
+    i = key.row_tiles - 1 - row_tile
     while i * key.wide_rows < BLOCK_TOKENS:
         latent.append((0, i * key.wide_rows) if whole else (i, 0))
         if form == "boxes" and (i == 0 or not whole):
@@ -71,19 +71,28 @@ def test_every_single_row_is_fetched_once(row_tiles: int) -> None:
         for row_tile in range(row_tiles)
         for warp in range(BLOCK_TOKENS // share)
         for lane in range(lanes)
-        if not (lane >= share or lane % row_tiles != row_tile)
+        if not (lane >= share or lane % row_tiles != row_tiles - 1 - row_tile)
     ]
     assert sorted(fetched) == list(range(BLOCK_TOKENS))
 
 
 def test_two_row_tiles_share_a_whole_page() -> None:
     key = decode_key(128, 64)
-    assert [boxes_fetched(key, "pages", tile)[0] for tile in (0, 1)] == [[(0, 0)], [(0, 32)]]
+    assert [boxes_fetched(key, "pages", tile)[0] for tile in (0, 1)] == [[(0, 32)], [(0, 0)]]
     assert (key.wide_rows, ragged_key(64).wide_rows) == (32, 64)
 
 
-def test_few_rows_are_not_fetched_ahead() -> None:
-    assert not replace(decode_key(128, 64), pinned="one_tile").fetches_ahead
+def test_a_causal_prefill_is_fetched_by_the_tiles_that_see_most() -> None:
+    key = decode_key(640, 64)
+    work = [len(boxes_fetched(key, "pages", tile)[0]) for tile in range(key.row_tiles)]
+    assert work == [0] * 8 + [1, 1]
+
+
+def test_nothing_is_fetched_ahead_for_few_rows_or_of_fp8_caches() -> None:
+    key = decode_key(128, 64)
+    assert not replace(key, pinned="one_tile").fetches_ahead
+    assert not replace(key, cache="e4m3").fetches_ahead
+    assert not replace(ragged_key(64), cache="e4m3").fetches_ahead
 
 
 # --- the model is of this code -------------------------------------------------------------------
@@ -91,23 +100,21 @@ def test_few_rows_are_not_fetched_ahead() -> None:
 LINES = {
     "mla_decode_pages.cuh": (
         "void prefetch_block(",
-        "for (int i = blockIdx.x; i * p.wide_rows < kBlockTokens; i += gridDim.x) {",
-        "if constexpr (kForm == kPages) {",
-        "tma_prefetch_4d(&p.wide_map, 0, from.row + i * p.wide_rows, blockIdx.z, from.page);",
-        "const bool whole = p.box_rows == kBlockTokens;",
+        "const bool whole = kForm == kPages || p.box_rows == kBlockTokens;",
+        "for (int i = gridDim.x - 1 - blockIdx.x; i * p.wide_rows < kBlockTokens; i += gridDim.x)",
         "from.page, whole ? 0 : i);",
         "from.row, whole ? 0 : i);",
         "if (elect_one()) {",
         "&p.wide_map, 0, whole ? row + i * p.wide_rows : row, blockIdx.z, page);",
-        "if (p.rope_is_apart && (i == 0 || !whole)) tma_prefetch_4d(&p.rope_map, 0, row,",
-        "if (elect_one()) prefetch_block<kPages>(p,",  # by one lane
-        "lane >= kShare || lane % gridDim.x != blockIdx.x || latent < 0) return;",
+        "if (kForm == kBoxes && p.rope_is_apart && (i == 0 || !whole))",
+        "tma_prefetch_4d(&p.rope_map, 0, row, blockIdx.z, page);",
+        "lane >= kShare || lane % gridDim.x != gridDim.x - 1 - blockIdx.x || latent < 0) return;",
         "(p.rope_is_apart ? kRopeTile : kTiles) * 128);",
         "if (p.rope_is_apart) prefetch_bulk_l2(p.rope.base + offset_of(p.rope, later), 128);",
     ),
-    # of whole pages by one lane, of boxes by all of a warp
+    # by all lanes of a warp
     "mla_decode.cu": (
-        "if (now.valid() && (kForm == kBoxes || elect_one())) prefetch_block<kForm>(p, next);",
+        "if (now.valid()) prefetch_block<kForm>(p, next);",
         "if (kSharedBlocks && threadIdx.x / 32 == 1) prefetch_first_block(p);",
     ),
 }

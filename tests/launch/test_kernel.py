@@ -234,7 +234,7 @@ def test_the_decode_kernels_parameters_by_name(
     assert maps == [
         (view.ptr, dtype, 70, page_size, 2, columns, *view.strides[:3], rows)
         for view, dtype, columns, rows in (
-            (latent, "float64", 128, min(box_rows, 32)),
+            (latent, "uint64", 128, min(box_rows, 32)),
             (latent, "bfloat16", 512, box_rows),
             (rope, "bfloat16", 64, box_rows),
         )

@@ -55,8 +55,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
         ("float8_e4m3fn", 64, "UINT8", 128, "128B"),
         ("float32", 4, "FLOAT32", 4, "NONE"),
         ("uint32", 164, "UINT32", 164, "NONE"),
-        ("float64", 144, "FLOAT64", 144, "NONE"),
-        ("float64", 128, "FLOAT64", 128, "NONE"),
+        ("uint64", 144, "UINT64", 144, "NONE"),
+        ("uint64", 128, "UINT64", 128, "NONE"),
     ],
 )
 def test_boxes_of_each_kind(
