@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
     now.next();
     next = now.template row_of<kForm>(offset);
     if constexpr (kSharedBlocks) {
-      if (now.valid()) prefetch_block<kForm>(p, next);
+      if (now.valid()) prefetch_block<kForm>(p, fetch_share(p, now.tile), next);
     }
   }
 }
@@ -171,7 +171,7 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
       mbarrier_arrive_after_copies(shared.full(parity, column));
       rows.move(parity == 0 ? kHalfTiles * 128 : -kHalfTiles * 128);
     }
-    rows.prefetch();
+    if constexpr (!kIsRagged<AnyTile>) rows.prefetch();  // of ragged ones it would cost registers that they lack
   }
   copy_async_wait_all();
 }

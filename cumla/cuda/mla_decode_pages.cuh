@@ -69,13 +69,29 @@ struct Boxes {
   }
 };
 
-// Has L2 fetch a block; a warp. The row tiles share that work, the last ones first: under a causal mask these see most. Each box
-// holds up the copy engine, and with it the loads that somebody waits for: so these boxes are as wide as rows.
+// What a CTA has L2 fetch of a block: every step-th box from `first` on, or row. The last two row tiles of a request share that:
+// under a causal mask these see most.
+struct FetchShare {
+  int first, step;  // step 1 or 2
+};
+__device__ __forceinline__ FetchShare share_of_tile(int behind, int tiles) {
+  return {behind < 2 ? behind : kBlockTokens, min(tiles, 2)};
+}
+__device__ __forceinline__ FetchShare share_of_grid() { return share_of_tile(gridDim.x - 1 - blockIdx.x, gridDim.x); }
+__device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams&, const Tile&) { return share_of_grid(); }
+// Where query lengths differ, a request may have one tile: then nothing, as in kernels for one tile.
+__device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams& p, const RaggedTile& tile) {
+  const int rows = tile.q_len * p.heads_per_group;
+  return share_of_tile(rows > kRowTile ? (rows - 1 - tile.first_row) / kRowTile : 2, 2);
+}
+
+// Has L2 fetch a share of a block; a warp. Each box holds up the copy engine, and with it the loads that somebody waits for: so
+// these boxes are as wide as rows.
 template <PageForm kForm>
-__device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const PageRow& from) {
+__device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const FetchShare& share, const PageRow& from) {
   const bool whole = kForm == kPages || p.box_rows == kBlockTokens;  // then wide boxes may be halves of it
 #pragma unroll 1
-  for (int i = gridDim.x - 1 - blockIdx.x; i * p.wide_rows < kBlockTokens; i += gridDim.x) {
+  for (int i = share.first; i * p.wide_rows < kBlockTokens; i += share.step) {
     const int page = __shfl_sync(0xffffffffu, from.page, whole ? 0 : i);
     const int row = __shfl_sync(0xffffffffu, from.row, whole ? 0 : i);
     if (elect_one()) {
@@ -120,7 +136,7 @@ __device__ __forceinline__ void prefetch_first_block(const MlaDecodeParams& p) {
   } else {
     page = p.block_table[request * p.block_table_stride + entry];
   }
-  prefetch_block<kPages>(p, {page, static_cast<int>(token - entry * p.page_size)});
+  prefetch_block<kPages>(p, share_of_grid(), {page, static_cast<int>(token - entry * p.page_size)});
 }
 
 // Copies its share of the rows of every block, by one of kWarps warps. Lane i, counted modulo the share, knows where row i of
@@ -133,7 +149,6 @@ struct RowCopier {
   const MlaDecodeParams& p;
   const int lane, first_row;
   BlockCursor<1, AnyTile> ahead;
-  int taken = 0, found = 0;  // blocks
   PageRow now, next, later;
   const char* sources[kOwn];  // of a lane's next 16 bytes of its rows, and a bit for each that exists: locate
   u32 exist;
@@ -148,19 +163,17 @@ struct RowCopier {
     later = find();
   }
 
+  // Row -1, of all lanes, where there is no block.
   __device__ __forceinline__ PageRow find() {
+    if (!ahead.valid()) return {-1, -1};
     const PageRow at = ahead.template row_of<kRows>(first_row + lane % kShare);
-    if (ahead.valid()) {
-      ++found;
-      ahead.next();
-    }
+    ahead.next();
     return at;
   }
 
   // Goes on to the next block, if there is one.
   __device__ __forceinline__ bool take() {
-    if (taken == found) return false;
-    ++taken;
+    if (next.row < 0) return false;
     now = next;
     next = later;
     later = find();
@@ -219,10 +232,11 @@ struct RowCopier {
     for (int i = 0; i < kOwn; ++i) sources[i] += bytes;
   }
 
-  // Has L2 fetch the block after next; the row tiles share that work.
+  // Has L2 fetch this CTA's share of the block after next.
   __device__ __forceinline__ void prefetch() const {
     const i64 latent = offset_of(p.latent, later);
-    if (lane >= kShare || lane % gridDim.x != gridDim.x - 1 - blockIdx.x || latent < 0) return;
+    const FetchShare share = share_of_grid();
+    if (lane >= kShare || (lane & (share.step - 1)) != share.first || latent < 0) return;
     prefetch_bulk_l2(p.latent.base + latent, (p.rope_is_apart ? kRopeTile : kTiles) * 128);
     if (p.rope_is_apart) prefetch_bulk_l2(p.rope.base + offset_of(p.rope, later), 128);
   }

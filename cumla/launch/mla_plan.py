@@ -156,7 +156,7 @@ class PlanKey(ABC):
     @cached_property
     def wide_rows(self) -> int:
         """Rows of a KV block that L2 fetches at once, ahead: of a whole page two tiles share it."""
-        return min(self.box_rows, BLOCK_TOKENS // min(self.row_tiles, 2))
+        return min(self.box_rows, BLOCK_TOKENS // 2)
 
     @cached_property
     def heads_per_group(self) -> int:
