@@ -158,11 +158,16 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
     if (!rows.take()) break;
     const int parity = t & 1;
     const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
-    rows.locate(p.rope, 0);
+    rows.locate(p.rope_is_apart ? p.rope : p.latent);
     mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
-    rows.template copy_located<1>(stage + kRopeTile * kTileBytes);
+    if (p.rope_is_apart) {
+      rows.template copy_located<1>(stage + kRopeTile * kTileBytes);
+      rows.locate(p.latent);
+    } else {
+      rows.template copy_located<1, kRopeTile * 128>(stage + kRopeTile * kTileBytes);
+    }
     mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
-    rows.locate(p.latent, parity * kHalfTiles * 128);
+    if (parity == 1) rows.move(kHalfTiles * 128);
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
       const int half = i ^ parity, column = half * kHalfTiles;

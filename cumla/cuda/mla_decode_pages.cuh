@@ -148,9 +148,10 @@ struct RowCopier {
 
   const MlaDecodeParams& p;
   const int lane, first_row;
+  const u32 corner;  // of this lane's first 16 bytes in a tile; from another lane, or it would be computed anew where time counts
   BlockCursor<1, AnyTile> ahead;
   PageRow now, next, later;
-  const char* sources[kOwn];  // of a lane's next 16 bytes of its rows, and a bit for each that exists: locate
+  const char* sources[kOwn];  // of a lane's next 16 bytes of its rows, and every fourth bit whether there is one: locate
   u32 exist;
 
   __device__ __forceinline__ RowCopier(const MlaDecodeParams& p, const AnyTile& tile, const Part& part, int last_place,
@@ -158,6 +159,7 @@ struct RowCopier {
       : p(p),
         lane(threadIdx.x % 32),
         first_row(warp * kShare),
+        corner(__shfl_sync(0xffffffffu, (warp * kShare + lane / 8) * 128 + ((lane % 8 ^ lane / 8) << 4), lane)),
         ahead(p, tile, part, last_place, 0) {
     next = find();
     later = find();
@@ -205,27 +207,26 @@ struct RowCopier {
   }
 
   // The same in two steps, where a copy must not wait for addresses: this one first, then as many copies as one likes.
-  __device__ __forceinline__ void locate(const CacheColumns& from, int bytes) {
-    const i64 own = offset_of(from, now);
-    exist = 0;
+  __device__ __forceinline__ void locate(const CacheColumns& from) {
+    const i64 offset = offset_of(from, now);
+    const char* const own = from.base + max(offset, i64{0});
+    exist = __ballot_sync(0xffffffffu, offset >= 0) >> (lane / 8);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const i64 offset = __shfl_sync(0xffffffffu, own, 4 * i + lane / 8);
-      if (offset >= 0) exist |= 1 << i;
-      sources[i] = from.base + (offset >= 0 ? offset : 0) + bytes + lane % 8 * 16;
+      const u64 source = __shfl_sync(0xffffffffu, reinterpret_cast<u64>(own), 4 * i + lane / 8);
+      sources[i] = reinterpret_cast<const char*>(source) + lane % 8 * 16;
     }
   }
-  // Into kCount tiles that lie one behind the other; a row's bytes together.
-  template <int kCount>
+  // Into kCount tiles that lie one behind the other; a row's bytes together. A lane's rows are 4 apart, so that the swizzle turns
+  // between two chunks: of two registers, for a register that a copy still reads is not written before it has done so.
+  template <int kCount, int kBytes = 0>
   __device__ __forceinline__ void copy_located(u32 tiles) const {
+    const u32 even = tiles + corner, odd = even ^ 64;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int row = 4 * i + lane / 8;
-      const u32 destination = tiles + (first_row + row) * 128 + ((lane % 8 ^ (row & 7)) << 4);
+    for (int i = 0; i < kOwn; ++i)
 #pragma unroll
       for (int k = 0; k < kCount; ++k)
-        copy_16_async(destination + k * kTileBytes, sources[i] + k * 128, exist >> i & 1);
-    }
+        copy_16_async((i % 2 ? odd : even) + i * 512 + k * kTileBytes, sources[i] + kBytes + k * 128, exist >> 4 * i & 1);
   }
   __device__ __forceinline__ void move(int bytes) {
 #pragma unroll
