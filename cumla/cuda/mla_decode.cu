@@ -145,14 +145,6 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
                                           int last_place, int warp) {
   RowCopier<AnyTile, 4> rows(p, tile, part, last_place, warp);
   int place = part.place, left = warp < 2 ? kMaxTokens : 0;  // blocks before the next query
-  const auto bring_rope = [&](int t) {
-    if (rows.next.row < 0) return;
-    mbarrier_wait(shared.free(t & 1, 2), (t / 2) & 1 ^ 1, "a free KV stage");
-    rows.copy_tile(p.rope, rows.next, shared.stage(t & 1) + kRopeTile * kTileBytes);
-    mbarrier_arrive_after_copies(shared.full(t & 1, kRopeTile));
-  };
-  bring_rope(0);
-  rows.take(rows.find());
 #pragma unroll 1
   for (int t = 0;; ++t, --left) {
 #pragma unroll 1
@@ -163,22 +155,28 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
       mbarrier_arrive_after_copies(shared.query_full());
       left = segment.blocks;
     }
-    if (rows.now.row < 0) break;
+    if (!rows.take()) break;
     const int parity = t & 1;
     const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
-    const auto bring_half = [&](int half) {
+    rows.locate(p.rope_is_apart ? p.rope : p.latent);  // in one array once for all columns of a row
+    mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
+    if (p.rope_is_apart) {
+      rows.template copy_located<1>(stage + kRopeTile * kTileBytes);
+      rows.locate(p.latent);
+    } else {
+      rows.template copy_located<1, kRopeTile * 128>(stage + kRopeTile * kTileBytes);
+    }
+    mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
+    if (parity == 1) rows.move(kHalfTiles * 128);
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      const int half = i ^ parity, column = half * kHalfTiles;
       mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
-      rows.template copy_located<kHalfTiles>(stage + half * kHalfTiles * kTileBytes);
-      mbarrier_arrive_after_copies(shared.full(parity, half * kHalfTiles));
-    };
-    rows.locate(p.latent, parity * kHalfTiles * 128);
-    bring_half(parity);
-    bring_rope(t + 1);
+      rows.template copy_located<kHalfTiles>(stage + column * kTileBytes);
+      mbarrier_arrive_after_copies(shared.full(parity, column));
+      rows.move(parity == 0 ? kHalfTiles * 128 : -kHalfTiles * 128);
+    }
     rows.prefetch();
-    const PageRow last = rows.find();
-    rows.locate(p.latent, (parity ^ 1) * kHalfTiles * 128);
-    rows.take(last);
-    bring_half(parity ^ 1);
   }
   copy_async_wait_all();
 }

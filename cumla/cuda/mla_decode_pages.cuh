@@ -148,10 +148,10 @@ struct RowCopier {
 
   const MlaDecodeParams& p;
   const int lane, first_row;
-  const u32 corner;  // of this lane's first 16 bytes in a tile; from another lane, or it would be computed anew where time counts
+  const u32 corner;  // of this lane's first 16 bytes in a tile; through a shuffle, or it would be computed anew for each copy
   BlockCursor<1, AnyTile> ahead;
   PageRow now, next, later;
-  const char* sources[kOwn];  // of a lane's next 16 bytes of its rows, and every fourth bit whether there is one: locate
+  const char* sources[kOwn];  // of a lane's next 16 bytes of its rows; bit 4 i of exist: there is an i-th one. See locate
   u32 exist;
 
   __device__ __forceinline__ RowCopier(const MlaDecodeParams& p, const AnyTile& tile, const Part& part, int last_place,
@@ -173,11 +173,6 @@ struct RowCopier {
     return at;
   }
 
-  __device__ __forceinline__ void take(const PageRow& last) {
-    now = next;
-    next = later;
-    later = last;
-  }
   // Goes on to the next block, if there is one.
   __device__ __forceinline__ bool take() {
     if (next.row < 0) return false;
@@ -211,10 +206,11 @@ struct RowCopier {
     }
   }
 
-  // The same in two steps, where a copy must not wait for addresses: this one first, then as many copies as one likes.
-  __device__ __forceinline__ void locate(const CacheColumns& from, int bytes) {
+  // The same in two steps, where a copy must not wait for addresses: this one finds the beginnings of the rows, then come as many
+  // copies as one likes.
+  __device__ __forceinline__ void locate(const CacheColumns& from) {
     const i64 offset = offset_of(from, now);
-    const char* const own = from.base + bytes + max(offset, i64{0});
+    const char* const own = from.base + max(offset, i64{0});
     exist = __ballot_sync(0xffffffffu, offset >= 0) >> (lane / 8);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -224,33 +220,21 @@ struct RowCopier {
   }
   // Into kCount tiles that lie one behind the other; a row's bytes together. A lane's rows are 4 apart, so that the swizzle turns
   // between two chunks: of two registers, for a register that a copy still reads is not written before it has done so.
-  template <int kCount>
+  template <int kCount, int kBytes = 0>
   __device__ __forceinline__ void copy_located(u32 tiles) const {
     const u32 even = tiles + corner, odd = even ^ 64;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i)
 #pragma unroll
       for (int k = 0; k < kCount; ++k)
-        copy_16_async((i % 2 ? odd : even) + i * 512 + k * kTileBytes, sources[i] + k * 128, exist >> 4 * i & 1);
-  }
-  // 128 bytes of each row into one tile, in one step, and without the registers of that.
-  __device__ __forceinline__ void copy_tile(const CacheColumns& from, const PageRow& at, u32 tile) const {
-    const i64 offset = offset_of(from, at);
-    const char* const own = from.base + max(offset, i64{0});
-    const u32 exist = __ballot_sync(0xffffffffu, offset >= 0) >> (lane / 8);
-    const u32 even = tile + corner, odd = even ^ 64;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const u64 source = __shfl_sync(0xffffffffu, reinterpret_cast<u64>(own), 4 * i + lane / 8);
-      copy_16_async((i % 2 ? odd : even) + i * 512, reinterpret_cast<const char*>(source) + lane % 8 * 16, exist >> 4 * i & 1);
-    }
+        copy_16_async((i % 2 ? odd : even) + i * 512 + k * kTileBytes, sources[i] + kBytes + k * 128, exist >> 4 * i & 1);
   }
   __device__ __forceinline__ void move(int bytes) {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) sources[i] += bytes;
   }
 
-  // Has L2 fetch this CTA's share of the next block, which comes behind the one taken.
+  // Has L2 fetch this CTA's share of the block after next.
   __device__ __forceinline__ void prefetch() const {
     const i64 latent = offset_of(p.latent, later);
     const FetchShare share = fetch_share(p, ahead.tile);
