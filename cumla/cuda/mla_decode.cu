@@ -49,7 +49,7 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, 
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), row_warps ? row_warps * 32 : 1);
 #pragma unroll
-    for (int half = 0; half < 3; ++half) mbarrier_init(shared.free(s, half), 4);
+    for (int k = 0; k < 5; ++k) mbarrier_init(shared.free_rope(s) + k * 8, 4);
   }
 #pragma unroll
   for (int owner = 0; owner < 2; ++owner) mbarrier_init(shared.probabilities_full(owner), kWarpgroup / 4);
@@ -59,21 +59,28 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, 
 }
 
 // Loads a block, whose tiles come in kCount boxes (1 of kPages), into the thirds of a stage as they become free; a warp.
-template <PageForm kForm, int kCount>
+template <PageForm kForm, int kCount, bool kSplit>
 __device__ __forceinline__ void load_block(const MlaDecodeParams& p, const SharedLayout& shared, const PageRow& from, int parity,
                                            u32 phase) {
-  const Boxes<kCount> boxes(from);
+  const Boxes<kForm, kCount> boxes(from);
 #pragma unroll
   for (int k = 0; k < 3; ++k) {
     const int half = k == 0 ? 2 : (k - 1) ^ parity, column = half * kHalfTiles;
     const u32 destination = shared.stage(parity) + column * kTileBytes, barrier = shared.full(parity, column);
-    mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
-    if (elect_one()) {
-      if (k == 0)
+    if (k == 0) {
+      mbarrier_wait(shared.free_rope(parity), phase ^ 1, "a free KV stage");
+      if (elect_one())
         boxes.template load<1>(kForm == kPages ? &p.latent_map : &p.rope_map, destination, kForm == kPages ? kRopeTile * 64 : 0,
                                barrier);
-      else
-        boxes.template load<kHalfTiles>(&p.latent_map, destination, column * 64, barrier);
+    } else {
+      if constexpr (kSplit) {
+        mbarrier_wait(shared.free(parity, half, 0), phase ^ 1, "a free KV stage");
+        if (elect_one()) boxes.template load<kHalfTiles, 0, kCount / 2>(&p.latent_map, destination, column * 64, barrier);
+        __syncwarp();
+      }
+      mbarrier_wait(shared.free(parity, half, 1), phase ^ 1, "a free KV stage");
+      if (elect_one())
+        boxes.template load<kHalfTiles, kSplit ? kCount / 2 : 0, kCount>(&p.latent_map, destination, column * 64, barrier);
     }
     __syncwarp();
   }
@@ -95,17 +102,17 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
 #pragma unroll 1
   while (now.valid()) {
     const u32 phase = ((now.t + now.i) / 2) & 1;
-    if (kForm == kPages || p.box_rows == 64)
-      load_block<kForm, 1>(p, shared, next, parity, phase);
-    else if (p.box_rows == 32)
-      load_block<kForm, 2>(p, shared, next, parity, phase);
+    if (!kSharedBlocks && (kForm == kPages || p.box_rows == 64))
+      load_block<kForm, 1, false>(p, shared, next, parity, phase);
+    else if (kForm == kPages || p.box_rows == 32)
+      load_block<kForm, 2, kSharedBlocks>(p, shared, next, parity, phase);
     else if (p.box_rows == 16)
-      load_block<kForm, 4>(p, shared, next, parity, phase);
+      load_block<kForm, 4, kSharedBlocks>(p, shared, next, parity, phase);
     else
-      load_block<kForm, 8>(p, shared, next, parity, phase);
+      load_block<kForm, 8, kSharedBlocks>(p, shared, next, parity, phase);
     now.next();
     next = now.template row_of<kForm>(offset);
-    if constexpr (kSharedBlocks) {
+    if constexpr (kSharedBlocks && !kIsRagged<AnyTile>) {
       if (now.valid()) prefetch_block<kForm>(p, next);
     }
   }
@@ -120,14 +127,14 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
   for (int t = 0; rows.take(); ++t) {
     const int parity = t & 1;
     const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
-    mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
+    mbarrier_wait(shared.free_rope(parity), phase ^ 1, "a free KV stage");
     rows.template copy<1>(p.rope, 0, {stage + kRopeTile * kTileBytes});
     mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
       const int half = i ^ parity, column = half * kHalfTiles;
       const u32 tiles = stage + column * kTileBytes;
-      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+      mbarrier_wait(shared.free(parity, half, 1), phase ^ 1, "a free KV stage");
       rows.template copy<kHalfTiles>(p.latent, column * 128,
                             {tiles, tiles + kTileBytes, tiles + 2 * kTileBytes, tiles + 3 * kTileBytes});
 #pragma unroll
@@ -159,14 +166,14 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
     const int parity = t & 1;
     const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
     rows.locate(p.rope, 0);
-    mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
+    mbarrier_wait(shared.free_rope(parity), phase ^ 1, "a free KV stage");
     rows.template copy_located<1>(stage + kRopeTile * kTileBytes);
     mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
     rows.locate(p.latent, parity * kHalfTiles * 128);
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
       const int half = i ^ parity, column = half * kHalfTiles;
-      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+      mbarrier_wait(shared.free(parity, half, warp / 2), phase ^ 1, "a free KV stage");
       rows.template copy_located<kHalfTiles>(stage + column * kTileBytes);
       mbarrier_arrive_after_copies(shared.full(parity, column));
       rows.move(parity == 0 ? kHalfTiles * 128 : -kHalfTiles * 128);

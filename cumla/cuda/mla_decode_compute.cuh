@@ -8,6 +8,7 @@
 #include "ptx/sync.cuh"
 #include "ptx/wgmma.cuh"
 
+#define SPLIT_AT 1
 namespace cumla {
 
 // One consumer warpgroup. Thread layout of the accumulators: rows 16 warp + lane / 4 and that + 8; in every group of
@@ -85,8 +86,10 @@ struct Consumer {
   __device__ __forceinline__ void multiply_own(int stage) {
     warpgroup_arrive();
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
+    for (int k = 0; k < 4; ++k) {
       wgmma_m64n256k16_async<T>(output, probabilities + 4 * k, value_descriptor(stage, k));
+      if (kSharedBlocks && k == 1) warpgroup_commit();
+    }
     warpgroup_commit();
   }
 
@@ -94,9 +97,11 @@ struct Consumer {
   __device__ __forceinline__ void multiply_other(int stage) {
     warpgroup_arrive();
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
+    for (int k = 0; k < 4; ++k) {
       wgmma_m64n256k16_async<T>(output, matrix_descriptor(shared.probabilities + k * 32, 0, 1024),
                                 value_descriptor(stage, k));
+      if (kSharedBlocks && k == 1) warpgroup_commit();
+    }
     warpgroup_commit();
   }
 
@@ -216,11 +221,11 @@ struct Consumer {
     if constexpr (kPrevious) {
       adopt(t - 1);
       multiply_other(1 - consumer);
-      warpgroup_wait<1>();
+      warpgroup_wait<kSharedBlocks ? 2 : 1>();
     } else {
       warpgroup_wait<0>();
     }
-    arrive(shared.free(consumer, 2));
+    arrive(shared.free_rope(consumer));
     if (i + 2 >= segment.blocks) arrive(shared.query_free());
 
     const int block = segment.begin + i;
@@ -228,17 +233,50 @@ struct Consumer {
     if (last_token > segment.tokens - tile.most_shift) mask_scores(block);
     float next[2], block_sum[2] = {0.0f, 0.0f};
     raise_maximum(next);
+#if SPLIT_AT == 1
+    if constexpr (kPrevious) {
+      store_shared_float(shared.pacer(threadIdx.x - kWarpgroup), next[0]);
+      warpgroup_wait<1>();
+      arrive(shared.free(1 - consumer, consumer, 0));
+    }
     exponentiate<0, 16>(next, block_sum);
+#elif SPLIT_AT == 2
+    exponentiate<0, 8>(next, block_sum);
+    if constexpr (kPrevious) {
+      store_shared_float(shared.pacer(threadIdx.x - kWarpgroup), block_sum[0] + block_sum[1]);
+      warpgroup_wait<1>();
+      arrive(shared.free(1 - consumer, consumer, 0));
+    }
+    exponentiate<8, 16>(next, block_sum);
+#else
+    exponentiate<0, 16>(next, block_sum);
+#endif
     if constexpr (kPrevious) {
       // The other block's product is done about now, and its stage is wanted. ptxas would move the wait up, before the
       // arithmetic that it should run beside, but not past a store: sixteen dependent exponentials then stand between
       // the product and its wait (seen in SASS; nobody reads what is stored).
       store_shared_float(shared.pacer(threadIdx.x - kWarpgroup), block_sum[0] + block_sum[1]);
-      warpgroup_wait<0>();
-      arrive(shared.free(1 - consumer, consumer));
+#if SPLIT_AT == 3
+      warpgroup_wait<1>();
+      arrive(shared.free(1 - consumer, consumer, 0));
     }
     exponentiate<16, 32>(next, block_sum);
     leave(next);
+    if constexpr (kPrevious) {
+      warpgroup_wait<0>();
+      arrive(shared.free(1 - consumer, consumer, 1));
+    }
+#else
+#if SPLIT_AT == 0
+      warpgroup_wait<1>();
+      arrive(shared.free(1 - consumer, consumer, 0));
+#endif
+      warpgroup_wait<0>();
+      arrive(shared.free(1 - consumer, consumer, 1));
+    }
+    exponentiate<16, 32>(next, block_sum);
+    leave(next);
+#endif
     rescale(next);
     // What can wait is done beside the product, whose operand nobody may read meanwhile. The output is divided by the sum
     // of the rounded probabilities: where one token has most of the weight its rounding cancels.
@@ -256,8 +294,12 @@ struct Consumer {
       sum[r] += block_sum[r];
       weight[r] += block_weight;
     }
+    if constexpr (kSharedBlocks) {
+      warpgroup_wait<1>();
+      arrive(shared.free(consumer, consumer, 0));
+    }
     warpgroup_wait<0>();
-    arrive(shared.free(consumer, consumer));
+    arrive(shared.free(consumer, consumer, 1));
   }
 
   // A block of the other consumer: probabilities from there.
@@ -266,8 +308,12 @@ struct Consumer {
     const int last_token = (segment.begin + i + 1) * kBlockTokens;
     if (last_token > segment.tokens) clear_values_past(1 - consumer, kBlockTokens + segment.tokens - last_token);
     multiply_other(1 - consumer);
+    if constexpr (kSharedBlocks) {
+      warpgroup_wait<1>();
+      arrive(shared.free(1 - consumer, consumer, 0));
+    }
     warpgroup_wait<0>();
-    arrive(shared.free(1 - consumer, consumer));
+    arrive(shared.free(1 - consumer, consumer, 1));
   }
 
   __device__ __forceinline__ void compute(const Segment& segment, int t, u32 query_phase) {

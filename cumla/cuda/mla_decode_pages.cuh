@@ -41,26 +41,26 @@ __device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destinat
 
 // Where the kCount boxes of a block lie, of which lane i of a warp found the place of box i: known to all lanes, and before any
 // stage is waited for.
-template <int kCount>
+template <PageForm kForm, int kCount>
 struct Boxes {
   int pages[kCount], rows[kCount];
 
   __device__ __forceinline__ explicit Boxes(const PageRow& from) {
 #pragma unroll
     for (int box = 0; box < kCount; ++box) {
-      pages[box] = __shfl_sync(0xffffffffu, from.page, box);
-      rows[box] = __shfl_sync(0xffffffffu, from.row, box);
+      pages[box] = kForm == kPages ? from.page : __shfl_sync(0xffffffffu, from.page, box);
+      rows[box] = kForm == kPages ? from.row + box * (kBlockTokens / kCount) : __shfl_sync(0xffffffffu, from.row, box);
     }
   }
 
   // Begins to load some tiles, from column x of a map on, which lie one behind the other, as do their barriers; by one lane.
-  template <int kLoaded>
+  template <int kLoaded, int kFrom = 0, int kTo = kCount>
   __device__ __forceinline__ void load(const TensorMap* map, u32 destination, int x, u32 barrier) const {
 #pragma unroll 1
     for (int k = 0; k < kLoaded; ++k) {
-      mbarrier_arrive_expect_tx(barrier, kTileBytes);
+      if (kFrom == 0) mbarrier_arrive_expect_tx(barrier, kTileBytes);
 #pragma unroll
-      for (int box = 0; box < kCount; ++box)
+      for (int box = kFrom; box < kTo; ++box)
         tma_load_4d_async(destination + box * (kTileBytes / kCount), map, barrier, x, rows[box], blockIdx.z, pages[box]);
       destination += kTileBytes;
       barrier += 8;
@@ -73,7 +73,7 @@ struct Boxes {
 // holds up the copy engine, and with it the loads that somebody waits for: so these boxes are as wide as rows.
 template <PageForm kForm>
 __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const PageRow& from) {
-  const bool whole = kForm == kPages || p.box_rows == kBlockTokens;  // then wide boxes may be halves of it
+  const bool whole = kForm == kPages;  // then wide boxes may be halves of it
 #pragma unroll 1
   for (int i = gridDim.x - 1 - blockIdx.x; i * p.wide_rows < kBlockTokens; i += gridDim.x) {
     const int page = __shfl_sync(0xffffffffu, from.page, whole ? 0 : i);

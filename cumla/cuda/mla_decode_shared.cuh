@@ -26,8 +26,9 @@ struct SharedLayout {
   // Barriers: a tile of a stage is loaded, of Consumer::kByHalves all of the half that begins with it; a half (0, 1: V
   // columns; 2: RoPE) is free again; P of a consumer is written.
   __device__ __forceinline__ u32 full(int s, int tile) const { return barriers + (s * kTiles + tile) * 8; }
-  __device__ __forceinline__ u32 free(int s, int half) const { return full(kStages, 0) + (s * 3 + half) * 8; }
-  __device__ __forceinline__ u32 probabilities_full(int owner) const { return free(kStages, 0) + owner * 8; }
+  __device__ __forceinline__ u32 free_rope(int s) const { return full(kStages, 0) + s * 5 * 8; }
+  __device__ __forceinline__ u32 free(int s, int half, int rows) const { return free_rope(s) + (1 + half * 2 + rows) * 8; }
+  __device__ __forceinline__ u32 probabilities_full(int owner) const { return free_rope(kStages) + owner * 8; }
   __device__ __forceinline__ u32 query_full() const { return probabilities_full(2); }
   __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
   // Within a segment written only: see Consumer::own_block. Between segments the first two words hold what all threads of

@@ -50,7 +50,7 @@ def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
         function=f"{stem}<{arguments}>",
         params="MlaDecodeParams",
         threads=384,
-        smem_bytes=231472 if swapped else 232160,
+        smem_bytes=231472 if swapped else 232192,
     )
 
 
@@ -62,7 +62,7 @@ def _ragged_spec(dtype: str, form: str) -> KernelSpec:
         function=f"mla_decode<{_TAGS[dtype]}, true, {_FORM_TAGS[form]}, RaggedTile>",
         params="MlaDecodeParams",
         threads=384,
-        smem_bytes=232160,
+        smem_bytes=232192,
     )
 
 

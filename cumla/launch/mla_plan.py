@@ -151,12 +151,13 @@ class PlanKey(ABC):
     @cached_property
     def box_rows(self) -> int:
         """Rows of a KV block that lie in one page wherever it begins: those of one load."""
-        return gcd(self.page_size, BLOCK_TOKENS)
+        most = BLOCK_TOKENS // 2 if self.fetches_ahead else BLOCK_TOKENS
+        return gcd(self.page_size, most)
 
     @cached_property
     def wide_rows(self) -> int:
         """Rows of a KV block that L2 fetches at once, ahead: of a whole page two tiles share it."""
-        return min(self.box_rows, BLOCK_TOKENS // min(self.row_tiles, 2))
+        return self.box_rows
 
     @cached_property
     def heads_per_group(self) -> int:
