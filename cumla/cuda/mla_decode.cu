@@ -47,13 +47,13 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, 
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), row_warps ? row_warps * 32 : 1);
+    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), row_warps == 4 ? 2 : row_warps ? row_warps * 32 : 1);
 #pragma unroll
     for (int half = 0; half < 3; ++half) mbarrier_init(shared.free(s, half), 4);
   }
 #pragma unroll
   for (int owner = 0; owner < 2; ++owner) mbarrier_init(shared.probabilities_full(owner), kWarpgroup / 4);
-  mbarrier_init(shared.query_full(), row_warps == 4 ? 64 : 2);
+  mbarrier_init(shared.query_full(), 2);
   mbarrier_init(shared.query_free(), 8);
   fence_mbarrier_init();
 }
@@ -137,43 +137,61 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
   copy_async_wait_all();
 }
 
-// Where arithmetic limits, two warps are too late: one of four, a quarter of the rows, and warps 2 and 3 bring the query rows of
-// a request before its first block; the fence that products need between these and them is the consumers' behind their first
-// tiles (Consumer::multiply_query). A half of a block's tiles has one barrier (Consumer::kByHalves).
-template <typename AnyTile>
+// What this warp copied but for its last kPending groups is there, and visible to products: it arrives at a barrier, once.
+template <int kPending>
+__device__ __forceinline__ void arrive_with_copies(u32 barrier) {
+  copy_async_wait<kPending>();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+
+// Where arithmetic limits, a half of a block has two warps of its own, each half of the rows: 0 and 1 bring the RoPE tile and the
+// half whose consumer scores the block, 2 and 3 the query rows of a request before its first block, and the other half. So a warp
+// may wait for its own copies, tile by tile, and still be there when its half is free again; its one arrival a tile takes less of
+// shared memory than those of all threads, and the first product waits for a tile.
+template <bool kOwners, typename AnyTile>
 __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile, const Part& part,
                                           int last_place, int warp) {
-  RowCopier<AnyTile, 4> rows(p, tile, part, last_place, warp);
-  int place = part.place, left = warp < 2 ? kMaxTokens : 0;  // blocks before the next query
+  RowCopier<AnyTile, 2> rows(p, tile, part, last_place, warp % 2);
+  int place = part.place, left = kOwners ? kMaxTokens : 0;  // blocks before the next query
 #pragma unroll 1
   for (int t = 0;; ++t, --left) {
+    if constexpr (!kOwners) {
 #pragma unroll 1
-    for (; left == 0 && place <= last_place; ++place) {
-      const Segment segment = segment_of(p, tile, part, place);
-      mbarrier_wait(shared.query_free(), (place - part.place) & 1 ^ 1, "a free query buffer");
-      copy_query<kRowTile>(p, shared, tile, segment.request, warp - 2);
-      mbarrier_arrive_after_copies(shared.query_full());
-      left = segment.blocks;
+      for (; left == 0 && place <= last_place; ++place) {
+        const Segment segment = segment_of(p, tile, part, place);
+        mbarrier_wait(shared.query_free(), (place - part.place) & 1 ^ 1, "a free query buffer");
+        copy_query<kRowTile>(p, shared, tile, segment.request, warp - 2);
+        copy_async_commit();
+        arrive_with_copies<0>(shared.query_full());
+        left = segment.blocks;
+      }
     }
     if (!rows.take()) break;
-    const int parity = t & 1;
+    const int parity = t & 1, half = kOwners ? parity : parity ^ 1, column = half * kHalfTiles;
     const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
-    rows.locate(p.rope, 0);
-    mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
-    rows.template copy_located<1>(stage + kRopeTile * kTileBytes);
-    mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
-    rows.locate(p.latent, parity * kHalfTiles * 128);
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-      const int half = i ^ parity, column = half * kHalfTiles;
-      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
-      rows.template copy_located<kHalfTiles>(stage + column * kTileBytes);
-      mbarrier_arrive_after_copies(shared.full(parity, column));
-      rows.move(parity == 0 ? kHalfTiles * 128 : -kHalfTiles * 128);
+    if constexpr (kOwners) {
+      rows.locate(p.rope, 0);
+      mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
+      rows.copy_located(stage + kRopeTile * kTileBytes);
+      copy_async_commit();
     }
-    if constexpr (!kIsRagged<AnyTile>) rows.prefetch();  // of ragged ones it would cost registers that they lack
+    rows.locate(p.latent, column * 128);
+    mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
+#pragma unroll
+    for (int k = 0; k < kHalfTiles; ++k) {
+      rows.copy_located(stage + (column + k) * kTileBytes, k * 128);
+      copy_async_commit();
+    }
+    if constexpr (kOwners)
+      arrive_with_copies<4>(shared.full(parity, kRopeTile));
+    else if constexpr (!kIsRagged<AnyTile>)
+      rows.prefetch();
+    arrive_with_copies<3>(shared.full(parity, column));
+    arrive_with_copies<2>(shared.full(parity, column + 1));
+    arrive_with_copies<1>(shared.full(parity, column + 2));
+    arrive_with_copies<0>(shared.full(parity, column + 3));
   }
-  copy_async_wait_all();
 }
 
 template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
@@ -181,9 +199,12 @@ __device__ __forceinline__ void load(const MlaDecodeParams& p, const SharedLayou
                                      const Part& part, int last_place) {
   const int warp = threadIdx.x / 32;
   constexpr int kRowers = kRowWarps<kSharedBlocks, kForm>;
-  if constexpr (kRowers == 4)
-    load_rows(p, shared, tile, part, last_place, warp);
-  else if (warp < kRowers)
+  if constexpr (kRowers == 4) {
+    if (warp < 2)
+      load_rows<true>(p, shared, tile, part, last_place, warp);
+    else
+      load_rows<false>(p, shared, tile, part, last_place, warp);
+  } else if (warp < kRowers)
     load_kv_rows(p, shared, tile, part, last_place, warp);
   else if (warp >= 2)
     load_query<kRowTile>(p, shared, tile, part, last_place, warp - 2);

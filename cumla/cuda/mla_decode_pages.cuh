@@ -215,21 +215,13 @@ struct RowCopier {
       sources[i] = from.base + (offset >= 0 ? offset : 0) + bytes + lane % 8 * 16;
     }
   }
-  // Into kCount tiles that lie one behind the other; a row's bytes together.
-  template <int kCount>
-  __device__ __forceinline__ void copy_located(u32 tiles) const {
+  // Into a tile, the 128 bytes that are so many behind. A lane's rows are 4 apart, so that the swizzle turns between two chunks.
+  __device__ __forceinline__ void copy_located(u32 tile, int bytes = 0) const {
+    static_assert(kShare % 8 == 0, "whole periods of the swizzle");
+    const u32 even = tile + (first_row + lane / 8) * 128 + ((lane % 8 ^ lane / 8) << 4), odd = even ^ 64;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int row = 4 * i + lane / 8;
-      const u32 destination = tiles + (first_row + row) * 128 + ((lane % 8 ^ (row & 7)) << 4);
-#pragma unroll
-      for (int k = 0; k < kCount; ++k)
-        copy_16_async(destination + k * kTileBytes, sources[i] + k * 128, exist >> i & 1);
-    }
-  }
-  __device__ __forceinline__ void move(int bytes) {
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) sources[i] += bytes;
+    for (int i = 0; i < kOwn; ++i)
+      copy_16_async((i % 2 ? odd : even) + i * 512, sources[i] + bytes, exist >> i & 1);
   }
 
   // Has L2 fetch this CTA's share of the block after next.
