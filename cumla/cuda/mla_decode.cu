@@ -36,6 +36,7 @@
 #include "ptx/sync.cuh"
 
 namespace cumla {
+constexpr bool kFetchRows = true;
 
 // Warps that copy KV rows: where arithmetic limits, two are too late.
 template <bool kSharedBlocks, PageForm kForm>
@@ -47,13 +48,13 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, 
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), row_warps ? row_warps * 32 : 1);
+    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), row_warps == 2 ? 64 : 1);
 #pragma unroll
     for (int half = 0; half < 3; ++half) mbarrier_init(shared.free(s, half), 4);
   }
 #pragma unroll
   for (int owner = 0; owner < 2; ++owner) mbarrier_init(shared.probabilities_full(owner), kWarpgroup / 4);
-  mbarrier_init(shared.query_full(), row_warps == 4 ? 64 : 2);
+  mbarrier_init(shared.query_full(), 2);
   mbarrier_init(shared.query_free(), 8);
   fence_mbarrier_init();
 }
@@ -137,43 +138,65 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
   copy_async_wait_all();
 }
 
-// Where arithmetic limits, two warps are too late: one of four, a quarter of the rows, and warps 2 and 3 bring the query rows of
-// a request before its first block; the fence that products need between these and them is the consumers' behind their first
-// tiles (Consumer::multiply_query). A half of a block's tiles has one barrier (Consumer::kByHalves).
+// What this warp copied but for its last kPending groups is there: it arrives at a barrier, once.
+template <int kPending>
+__device__ __forceinline__ void arrive_with_copies(u32 barrier) {
+  copy_async_wait<kPending>();
+#if LOADER_FENCE
+  fence_proxy_async_shared();
+#endif
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+
+// Where arithmetic limits, a half of V in a stage has a warp of its own: it may wait for its copies, tile by tile, for it has
+// nothing else to bring before that half is free again. The one whose half the scoring consumer multiplies last brings the
+// RoPE tile as well, and those of the second half the query rows of a request before its first block.
 template <typename AnyTile>
 __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile, const Part& part,
                                           int last_place, int warp) {
-  RowCopier<AnyTile, 4> rows(p, tile, part, last_place, warp);
-  int place = part.place, left = warp < 2 ? kMaxTokens : 0;  // blocks before the next query
+  const int parity = warp % 2, half = warp / 2;
+  RowCopier64<AnyTile> rows(p, tile, part, last_place, parity);
+  int place = half == 1 ? part.place : kMaxTokens;  // of the next query
 #pragma unroll 1
-  for (int t = 0;; ++t, --left) {
+  while (true) {
+    const bool more = rows.now.valid();
+    const int until = more ? rows.now.place : last_place;
 #pragma unroll 1
-    for (; left == 0 && place <= last_place; ++place) {
+    for (; place <= until; ++place) {
       const Segment segment = segment_of(p, tile, part, place);
       mbarrier_wait(shared.query_free(), (place - part.place) & 1 ^ 1, "a free query buffer");
-      copy_query<kRowTile>(p, shared, tile, segment.request, warp - 2);
-      mbarrier_arrive_after_copies(shared.query_full());
-      left = segment.blocks;
+      copy_query<kRowTile>(p, shared, tile, segment.request, parity);
+      copy_async_commit();
+      copy_async_wait<0>();
+      fence_proxy_async_shared();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full());
     }
-    if (!rows.take()) break;
-    const int parity = t & 1;
-    const u32 phase = (t / 2) & 1, stage = shared.stage(parity);
-    rows.locate(p.rope, 0);
-    mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
-    rows.template copy_located<1>(stage + kRopeTile * kTileBytes);
-    mbarrier_arrive_after_copies(shared.full(parity, kRopeTile));
-    rows.locate(p.latent, parity * kHalfTiles * 128);
+    if (!more) break;
+    const u32 phase = ((rows.now.t + rows.now.i) / 2) & 1, stage = shared.stage(parity);
+    if (half != parity) {
+      rows.locate(p.rope);
+      mbarrier_wait(shared.free(parity, 2), phase ^ 1, "a free KV stage");
+      rows.copy(p.rope, stage + kRopeTile * kTileBytes, 0);
+      copy_async_commit();
+      arrive_with_copies<0>(shared.full(parity, kRopeTile));
+    }
+    rows.locate(p.latent);
+    rows.find_next();
+    const int column = half * kHalfTiles;
+    mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
 #pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-      const int half = i ^ parity, column = half * kHalfTiles;
-      mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
-      rows.template copy_located<kHalfTiles>(stage + column * kTileBytes);
-      mbarrier_arrive_after_copies(shared.full(parity, column));
-      rows.move(parity == 0 ? kHalfTiles * 128 : -kHalfTiles * 128);
+    for (int k = 0; k < kHalfTiles; ++k) {
+      rows.copy(p.latent, stage + (column + k) * kTileBytes, (column + k) * 128);
+      copy_async_commit();
     }
-    if constexpr (!kIsRagged<AnyTile>) rows.prefetch();  // of ragged ones it would cost registers that they lack
+    if (kFetchRows && half == parity) rows.prefetch();
+    arrive_with_copies<3>(shared.full(parity, column));
+    arrive_with_copies<2>(shared.full(parity, column + 1));
+    arrive_with_copies<1>(shared.full(parity, column + 2));
+    arrive_with_copies<0>(shared.full(parity, column + 3));
   }
-  copy_async_wait_all();
 }
 
 template <bool kSharedBlocks, PageForm kForm, typename AnyTile>

@@ -8,6 +8,7 @@
 #include "ptx/sync.cuh"
 #include "ptx/wgmma.cuh"
 
+#define LOADER_FENCE 0
 namespace cumla {
 
 // One consumer warpgroup. Thread layout of the accumulators: rows 16 warp + lane / 4 and that + 8; in every group of
@@ -15,9 +16,6 @@ namespace cumla {
 // kCopied: tiles were written by threads' own copies, not by TMA.
 template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
 struct Consumer {
-  // The tiles of half of V have the first one's barrier; with one row tile registers would be spilled.
-  static constexpr bool kByHalves = kCopied && kSharedBlocks;
-
   const MlaDecodeParams& p;
   const SharedLayout& shared;
   const AnyTile& tile;
@@ -64,10 +62,8 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       const int column = tile_in_order(consumer, i);
-      if (!kByHalves || i == 0 || i % kHalfTiles == 1) {
-        mbarrier_wait(shared.full(consumer, column), phase, "KV tiles");
-        if constexpr (kCopied) fence_proxy_async_shared();
-      }
+      mbarrier_wait(shared.full(consumer, column), phase, "KV tiles");
+      if constexpr (kCopied && !(LOADER_FENCE && kSharedBlocks)) fence_proxy_async_shared();
       warpgroup_arrive();
 #pragma unroll
       for (int k = 0; k < 4; ++k)

@@ -242,4 +242,68 @@ struct RowCopier {
   }
 };
 
+// Copies all rows of every second block; lane i knows where rows i and i + 32 lie.
+template <typename AnyTile>
+struct RowCopier64 {
+  const MlaDecodeParams& p;
+  const int lane;
+  BlockCursor<2, AnyTile> now;  // the block that comes next
+  PageRow at[2];                // rows of it
+  u32 low[16], high[4];         // where rows 4 i + lane / 8 begin, by 16 bytes; 0xff above: nowhere
+
+  __device__ __forceinline__ RowCopier64(const MlaDecodeParams& p, const AnyTile& tile, const Part& part, int last_place,
+                                         int parity)
+      : p(p), lane(threadIdx.x % 32), now(p, tile, part, last_place, parity) {
+    find();
+  }
+  __device__ __forceinline__ void find() {
+    at[0] = now.template row_of<kRows>(lane);
+    at[1] = now.template row_of<kRows>(lane + 32);
+  }
+  __device__ __forceinline__ void find_next() {
+    now.next();
+    find();
+  }
+  __device__ __forceinline__ i64 offset_of(const CacheColumns& columns, const PageRow& at) const {
+    if (static_cast<u32>(at.page) >= p.num_pages) return -1;
+    return at.page * columns.stride_page + at.row * columns.stride_row + blockIdx.z * columns.stride_head;
+  }
+  __device__ __forceinline__ void locate(const CacheColumns& from) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const i64 own = offset_of(from, at[h]) >> 4;
+      const u32 own_low = static_cast<u32>(own), own_high = static_cast<u32>(own >> 32) & 0xff;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        low[h * 8 + i] = __shfl_sync(0xffffffffu, own_low, 4 * i + lane / 8);
+        const u32 top = __shfl_sync(0xffffffffu, own_high, 4 * i + lane / 8);
+        high[h * 2 + i / 4] = i % 4 ? high[h * 2 + i / 4] << 8 | top : top;
+      }
+    }
+  }
+  // Into a tile, the 128 bytes that are so many behind. A lane's rows are 4 apart, so that the swizzle turns between two chunks.
+  __device__ __forceinline__ void copy(const CacheColumns& from, u32 tile, int bytes) const {
+    const u32 even = tile + (lane / 8) * 128 + ((lane % 8 ^ lane / 8) << 4), odd = even ^ 64;
+    const char* const base = from.base + bytes + lane % 8 * 16;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const u32 top = high[i / 4] >> (24 - i % 4 * 8) & 0xff;
+      const bool exists = top != 0xff;
+      const i64 offset = static_cast<i64>(static_cast<u64>(top) << 32 | low[i]) << 4;
+      copy_16_async((i % 2 ? odd : even) + i * 512, base + (exists ? offset : 0), exists);
+    }
+  }
+  __device__ __forceinline__ void prefetch() const {
+    const FetchShare share = share_of_grid();
+    if ((lane & (share.step - 1)) != share.first) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const i64 latent = offset_of(p.latent, at[h]);
+      if (latent < 0) continue;
+      prefetch_bulk_l2(p.latent.base + latent, (p.rope_is_apart ? kRopeTile : kTiles) * 128);
+      if (p.rope_is_apart) prefetch_bulk_l2(p.rope.base + offset_of(p.rope, at[h]), 128);
+    }
+  }
+};
+
 }  // namespace cumla
