@@ -49,7 +49,7 @@ def test_the_peers_are_those_of_the_run_in_turns() -> None:
     tables = to_markdown(recorded).split("\n\n")
     (peers,) = (table for table in tables if table.startswith("| peers of this run: "))
     _, _, rest = section("Performance").partition(f"]({name})):\n\n")
-    assert rest.startswith(peers.replace("peers of this run", "in turns with the version before"))
+    assert rest.startswith(peers.replace("peers of this run", "in turns with an earlier version"))
 
 
 def test_there_are_two_commands_each_one_line() -> None:

@@ -80,7 +80,7 @@ __device__ __forceinline__ void load_block(const MlaDecodeParams& p, const Share
 }
 
 // Loads the blocks of one parity into their stage: a warp. With kSharedBlocks (compute-bound) it also has L2 fetch its next
-// block, so that a load waits for L2 and not for DRAM; the row tiles share that work. With one row tile (memory-bound) that
+// block, so that a load waits for L2 and not for DRAM; the last two row tiles share that. With one row tile (memory-bound) that
 // only lengthens the queue of the copy engine.
 template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,

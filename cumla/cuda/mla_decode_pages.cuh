@@ -89,7 +89,7 @@ __device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams& p, cons
 // these boxes are as wide as rows.
 template <PageForm kForm>
 __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const FetchShare& share, const PageRow& from) {
-  const bool whole = kForm == kPages || p.box_rows == kBlockTokens;  // then wide boxes may be halves of it
+  const bool whole = kForm == kPages || p.box_rows == kBlockTokens;  // then wide boxes are halves of it
 #pragma unroll 1
   for (int i = share.first; i * p.wide_rows < kBlockTokens; i += share.step) {
     const int page = __shfl_sync(0xffffffffu, from.page, whole ? 0 : i);
@@ -108,7 +108,7 @@ __device__ __forceinline__ u32 first_request_guessed(const MlaDecodeParams& p) {
   return min(2 * batch <= parts ? blockIdx.y / (parts / batch) : blockIdx.y * ((batch + parts - 1) / parts), batch - 1);
 }
 
-// Has L2 fetch the first block of this CTA's sequence, of whole pages: one warp, on a shorter way than its loader's, which
+// Has L2 fetch this CTA's share of its first block, of whole pages: one warp, on a shorter way than its loader's, which
 // works out all that the record of a part says before its first load. Entries of the block table are read beside the
 // record, of the request that is guessed; of another one the entry is read again, behind it.
 __device__ __forceinline__ void prefetch_first_block(const MlaDecodeParams& p) {
@@ -234,7 +234,8 @@ struct RowCopier {
     for (int i = 0; i < kOwn; ++i) sources[i] += bytes;
   }
 
-  // Has L2 fetch this CTA's share of the block after next.
+  // Has L2 fetch this CTA's share of the block after next. Of ragged queries `ahead` has gone on by then: of a place's last block it
+  // is the share of the next place's tile, which costs time at most.
   __device__ __forceinline__ void prefetch() const {
     const i64 latent = offset_of(p.latent, later);
     const FetchShare share = fetch_share(p, ahead.tile);
