@@ -7,7 +7,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -67,8 +67,60 @@ class _NoCache:
         raise _Compiled(cubin)
 
 
+class Asked(NamedTuple):
+    """What CuPy gives to NVRTC for a kernel."""
+
+    source: str
+    headers: tuple[Any, ...]
+    options: tuple[str, ...]
+    method: str
+
+
+class _Stopped(Exception):
+    """Carries what NVRTC was asked for out of CuPy, in lieu of compiling it."""
+
+
+def asked_by_cupy(spec: KernelSpec) -> Asked:
+    """Stop what RawModule runs on an sm_90 GPU where it compiles the kernel."""
+    import cupy
+
+    text = translation_unit(spec)
+
+    class Program(cupy.cuda.compiler._NVRTCProgram):  # type: ignore[misc]
+        def __init__(self, src: Any, name: Any = "", headers: Any = (), *rest: Any, **named: Any):
+            super().__init__(src, name, headers, *rest, **named)
+            self.headers = headers
+
+        def compile(self, options: Any = (), *rest: Any) -> Any:
+            if spec.entry not in self.src:  # before the kernel CuPy asks for something of its own
+                return super().compile(options, *rest)
+            raise _Stopped(Asked(self.src, tuple(self.headers), tuple(options), self.method))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cupy.cuda.compiler, "_NVRTCProgram", Program)
+        try:
+            _run_cupy(text)
+        except _Stopped as stopped:
+            asked: Asked = stopped.args[0]
+            return asked
+    raise AssertionError("CuPy did not ask NVRTC for the kernel")
+
+
 def compile_through_cupy(spec: KernelSpec) -> bytes:
     """Run what RawModule runs on an sm_90 GPU, from its options to the compiler, cold."""
+    import cupy
+
+    try:
+        _run_cupy(translation_unit(spec))
+    except _Compiled as compiled:
+        cubin: bytes = compiled.args[0]
+        return cubin
+    except cupy.cuda.compiler.CompileException as error:  # which no other process could read
+        raise CompilationError(str(error)) from None
+    raise AssertionError("CuPy made no cubin, or did not offer it to its cache")
+
+
+def _run_cupy(text: str) -> None:
     import cupy
 
     compiler = cupy.cuda.compiler
@@ -80,15 +132,9 @@ def compile_through_cupy(spec: KernelSpec) -> bytes:
             compiler, "_get_arch_for_options_for_nvrtc", lambda arch=None: ("-arch=sm_90", "cubin")
         )
         patch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
-        try:
-            cupy._core.core.compile_with_cache(
-                translation_unit(spec), options, prepend_cupy_headers=False, backend="nvrtc"
-            )
-        except _Compiled as compiled:
-            return compiled.args[0]
-        except compiler.CompileException as error:  # which cannot go from one process to another
-            raise CompilationError(str(error)) from None
-    raise AssertionError("CuPy made no cubin, or did not offer it to its cache")
+        cupy._core.core.compile_with_cache(
+            text, options, prepend_cupy_headers=False, backend="nvrtc"
+        )
 
 
 WAYS: dict[str, Way] = {

@@ -123,9 +123,16 @@ def compiled_for_debugging(nvrtc: None, pytestconfig: pytest.Config) -> Compiler
 
 
 @pytest.fixture
-def compiled_by_cupy(nvrtc: None, pytestconfig: pytest.Config) -> Callable[[KernelSpec], bytes]:
-    """Compile a kernel as CuPy does on a GPU, once a session."""
+def cupy_compiles(nvrtc: None) -> None:
+    """Skip where CuPy is not installed or does not compile."""
     cupy = pytest.importorskip("cupy")
     if not compiles_with_cupy(cupy.cuda.nvrtc.getVersion()):
         pytest.skip("this NVRTC refuses CuPy's options, so CuPy does not compile with it")
+
+
+@pytest.fixture
+def compiled_by_cupy(
+    cupy_compiles: None, pytestconfig: pytest.Config
+) -> Callable[[KernelSpec], bytes]:
+    """Compile a kernel as CuPy does on a GPU, once a session."""
     return partial(pytestconfig.stash[AHEAD].get, compile_through_cupy)

@@ -12,8 +12,11 @@ from cumla.errors import CompilationError
 from cumla.launch import all_specs
 from cumla.launch.module import bindings_nvrtc_version, compile_to_cubin
 from cumla.launch.source import KernelSpec, translation_unit
+from tests.launch.ahead import asked_by_cupy
 from tests.launch.conftest import Compiler
 from tests.launch.elf import sections
+
+FIRST_OF_FILES = {spec.stem: spec for spec in reversed(all_specs())}
 
 every_kernel = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.entry)
 
@@ -33,7 +36,7 @@ def test_every_debug_build_compiles(spec: KernelSpec, compiled_for_debugging: Co
     assert compiled_for_debugging(spec).cubin
 
 
-@every_kernel
+@pytest.mark.parametrize("spec", FIRST_OF_FILES.values(), ids=lambda spec: spec.entry)
 def test_cupy_and_nvrtc_make_the_same_code(
     spec: KernelSpec, compiled: Compiler, compiled_by_cupy: Callable[[KernelSpec], bytes]
 ):
@@ -45,6 +48,17 @@ def test_cupy_and_nvrtc_make_the_same_code(
     name = f".text.{spec.entry}"
     assert len(ours[name]) > 0
     assert ours[name] == theirs[name]
+
+
+@every_kernel
+@pytest.mark.usefixtures("cupy_compiles")
+def test_cupy_asks_nvrtc_for_every_kernel_alike(spec: KernelSpec):
+    """For its source, and else for what makes the same code of the first kernel of its file."""
+    asked = asked_by_cupy(spec)
+    assert asked.source == translation_unit(spec)
+    assert asked.headers == ()
+    first = asked_by_cupy(FIRST_OF_FILES[spec.stem])
+    assert (asked.options, asked.method) == (first.options, first.method)
 
 
 def test_resources_are_those_of_the_kernel(sources, small, edit):
