@@ -161,7 +161,7 @@ def mqa_logits(
         if check_mode():
             check_range_values({name: host[name] for name in ("ks", "ke")}, seq_len_kv)
         hq, hk, scale, *rest = host.values()
-        options = {"max_seqlen_k": width, "logits_dtype": dtype, "clean": clean}
+        options = {"max_kv_len": width or None, "logits_dtype": dtype, "clean": clean}
         return _on_cpu(call, reference.mqa_logits, (hq, (hk, scale), *rest), out, options)
     require_hopper(call.device)
     with call:
@@ -801,8 +801,8 @@ def _paged_on_cpu(
             check_planned_lens(lengths, planned)
     kv_cache = tuple(cache) if len(cache) == 2 else cache[0]
     lengths = lengths if planned is None else planned
-    options = {"max_context_len": width, "logits_dtype": dtype, "clean": clean}
-    inputs = (q, kv_cache, weights, lengths, table)
+    options = {"max_kv_len": width, "logits_dtype": dtype, "clean": clean}
+    inputs = (q, kv_cache, weights, table, lengths)
     return _on_cpu(call, reference.paged_mqa_logits, inputs, out, options)
 
 

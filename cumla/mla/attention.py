@@ -11,6 +11,7 @@ import numpy as np
 
 from cumla import reference
 from cumla.core.arrays import ArrayView, Call, from_numpy, glance, open_call, reopen_call, to_numpy
+from cumla.core.state import AttentionState as MLAAttentionResult
 from cumla.core.workspace import PlanMemory, check_plan_device, never_updated, open_plan
 from cumla.launch.device import current_device, properties, require_hopper
 from cumla.launch.mla.mla_attention import SPECS as SCHEDULE_SPECS
@@ -55,7 +56,6 @@ from cumla.mla.checks import (
     other_cache,
 )
 from cumla.mla.fp8_caches import number_of
-from cumla.reference import MLAAttentionResult
 
 if TYPE_CHECKING:
     from cumla.launch.kernel import PreparedLaunch
@@ -738,8 +738,8 @@ def _attend_on_cpu(
     result = reference.mla_attention(
         queries if len(queries) > 1 else queries[0],
         caches if len(caches) > 1 else caches[0],
+        table,
         **lengths._asdict(),
-        block_table=table,
         kv_indices=indices,
         causal=causal,
         softmax_scale=softmax_scale,

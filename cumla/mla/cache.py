@@ -255,5 +255,6 @@ def _append_on_cpu(
         row_parts if len(row_parts) > 1 else row_parts[0],
         cache_parts if len(cache_parts) > 1 else cache_parts[0],
         interleaved=interleaved,
+        kv_scale=host.pop("scale", None),
         **host,
     )

@@ -11,6 +11,7 @@ import numpy as np
 
 from cumla import reference
 from cumla.core.arrays import ArrayView, Call, from_numpy, glance, open_call, reopen_call, to_numpy
+from cumla.core.state import AttentionState as MLADecodeResult
 from cumla.core.workspace import PlanMemory, check_plan_device, never_updated, open_plan
 from cumla.launch.device import current_device, properties, require_hopper
 from cumla.launch.mla.mla_decode import decode_spec, form_of, prepare_decode
@@ -42,7 +43,6 @@ from cumla.mla.checks import (
     other_cache,
 )
 from cumla.mla.fp8_caches import number_of
-from cumla.reference import MLADecodeResult
 
 if TYPE_CHECKING:
     from cumla.launch.kernel import PreparedLaunch
