@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import doctest
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,16 @@ def section(title: str) -> str:
     return re.split(r"^##+ ", rest, maxsplit=1, flags=re.MULTILINE)[0]
 
 
-def run_example(title: str) -> dict[str, Any]:
-    """What the first block of a section leaves behind."""
+@cache
+def run(code: str) -> dict[str, Any]:
+    """What a block leaves behind."""
     names: dict[str, Any] = {}
-    exec(compile(blocks("python", section(title))[0], f"README.md: {title}", "exec"), names)
+    exec(compile(code, "README.md", "exec"), names)
     return names
+
+
+def run_example(title: str) -> dict[str, Any]:
+    return run(blocks("python", section(title))[0])
 
 
 def test_it_is_short() -> None:
@@ -45,10 +51,10 @@ def test_there_are_two_commands_each_one_line() -> None:
     assert "-m pytest" in tests
 
 
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_code_runs(number: int) -> None:
+@pytest.mark.parametrize("code", blocks("python"), ids=range(len(blocks("python"))))
+def test_code_runs(code: str) -> None:
     pytest.importorskip("torch")
-    exec(compile(blocks("python")[number], f"README.md: block {number + 1}", "exec"), {})
+    run(code)
 
 
 def test_the_example_of_pytorch() -> None:
