@@ -19,20 +19,14 @@ from cumla.errors import (
 )
 
 if TYPE_CHECKING:
-    from cumla import cache as cache
-    from cumla import indexer as indexer
-    from cumla import indexer_cache as indexer_cache
-    from cumla import merge as merge
-    from cumla import mla as mla
-    from cumla import ragged as ragged
     from cumla import reference as reference
-    from cumla.cache import append_mla_cache
-    from cumla.indexer import PagedMQALogitsPlan, mqa_logits, paged_mqa_logits
-    from cumla.indexer_cache import QuantizedRows, append_indexer_cache, quantize_fp8
+    from cumla.indexer.cache import QuantizedRows, append_indexer_cache, quantize_fp8
+    from cumla.indexer.logits import PagedMQALogitsPlan, mqa_logits, paged_mqa_logits
     from cumla.merge import AttentionState, merge_attention_states
-    from cumla.mla import MLADecodePlan, MLADecodeResult, mla_decode
+    from cumla.mla.attention import MLAAttentionPlan, MLAAttentionResult, mla_attention
+    from cumla.mla.cache import append_mla_cache
+    from cumla.mla.decode import MLADecodePlan, MLADecodeResult, mla_decode
     from cumla.preparation import prepare
-    from cumla.ragged import MLAAttentionPlan, MLAAttentionResult, mla_attention
 
 __version__ = "0.1.0"
 
@@ -60,29 +54,23 @@ __all__ = [
     "quantize_fp8",
 ]
 
-_MODULES = (
-    "cache",
-    "indexer",
-    "indexer_cache",
-    "merge",
-    "mla",
-    "ragged",
-    "reference",
-)  # that are there without an import of their own
-_HOMES = {  # the rest is in mla
+_HOMES = {  # public names that are loaded when they are first asked for
     "AttentionState": "merge",
-    "MLAAttentionPlan": "ragged",
-    "MLAAttentionResult": "ragged",
-    "PagedMQALogitsPlan": "indexer",
-    "QuantizedRows": "indexer_cache",
-    "append_indexer_cache": "indexer_cache",
-    "append_mla_cache": "cache",
+    "MLAAttentionPlan": "mla.attention",
+    "MLAAttentionResult": "mla.attention",
+    "MLADecodePlan": "mla.decode",
+    "MLADecodeResult": "mla.decode",
+    "PagedMQALogitsPlan": "indexer.logits",
+    "QuantizedRows": "indexer.cache",
+    "append_indexer_cache": "indexer.cache",
+    "append_mla_cache": "mla.cache",
     "merge_attention_states": "merge",
-    "mla_attention": "ragged",
-    "mqa_logits": "indexer",
-    "paged_mqa_logits": "indexer",
+    "mla_attention": "mla.attention",
+    "mla_decode": "mla.decode",
+    "mqa_logits": "indexer.logits",
+    "paged_mqa_logits": "indexer.logits",
     "prepare": "preparation",
-    "quantize_fp8": "indexer_cache",
+    "quantize_fp8": "indexer.cache",
 }
 
 
@@ -90,14 +78,13 @@ if not TYPE_CHECKING:  # or every name would pass
 
     def __getattr__(name: str) -> Any:
         """Load what computes when it is first asked for: NumPy takes most of an import's time."""
-        if name in _MODULES:
-            return import_module(f"{__name__}.{name}")
-        if name not in __all__:
+        if name == "reference":
+            return import_module("cumla.reference")
+        if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        home = import_module(f"{__name__}.{_HOMES.get(name, 'mla')}")
-        value = globals()[name] = getattr(home, name)
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
         return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+    return sorted({*globals(), *_HOMES, "reference"})

@@ -9,13 +9,13 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from cumla import reference
-from cumla.arrays import ArrayView, Call, from_numpy, open_call, to_numpy
-from cumla.checks import check_elements, check_layout, check_output
+from cumla.core.arrays import ArrayView, Call, from_numpy, open_call, to_numpy
 from cumla.errors import NotPreparedError
 from cumla.launch.device import require_hopper
 from cumla.launch.kernel import ReadyLaunches
 from cumla.launch.merge_states import MOST_PARTIALS, StateViews, merge_spec, prepare_merge
 from cumla.launch.module import load
+from cumla.mla.checks import check_elements, check_layout, check_output
 from cumla.reference import AttentionState
 
 if TYPE_CHECKING:

@@ -6,18 +6,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cumla.checks import DTYPES, check_device_number, check_dtype, check_number, checked_flag
-from cumla.indexer_checks import checked_logits_specs
-from cumla.launch import mla_attention, mla_decode_fp8, mla_schedule, paged_mqa_schedule
-from cumla.launch.append_cache import append_specs
-from cumla.launch.append_fp8_cache import append_fp8_specs
-from cumla.launch.append_indexer_cache import append_indexer_spec
+from cumla.indexer.checks import checked_logits_specs
 from cumla.launch.device import current_device, require_hopper
+from cumla.launch.indexer import paged_mqa_schedule
+from cumla.launch.indexer.append_indexer_cache import append_indexer_spec
+from cumla.launch.indexer.quantize_fp8 import quantize_spec
 from cumla.launch.merge_states import merge_spec
-from cumla.launch.mla_decode import form_specs
-from cumla.launch.mla_plan import BLOCK_TOKENS, page_form
+from cumla.launch.mla import mla_attention, mla_decode_fp8
+from cumla.launch.mla.append_cache import append_specs
+from cumla.launch.mla.append_fp8_cache import append_fp8_specs
+from cumla.launch.mla.mla_decode import form_specs
 from cumla.launch.module import load
-from cumla.launch.quantize_fp8 import quantize_spec
+from cumla.launch.split import mla_schedule
+from cumla.launch.split.plan import BLOCK_TOKENS, page_form
+from cumla.mla.checks import DTYPES, check_device_number, check_dtype, check_number, checked_flag
 
 __all__ = ["prepare"]
 

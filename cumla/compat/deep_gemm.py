@@ -40,10 +40,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cumla.checks import check_number
-from cumla.indexer import checked_pair, mqa_logits, score_with_schedule, write_schedule
-from cumla.indexer_checks import checked_logits_dtype, checked_number
+from cumla.indexer.checks import checked_logits_dtype, checked_number
+from cumla.indexer.logits import checked_pair, mqa_logits, score_with_schedule, write_schedule
 from cumla.launch.device import current_device, properties
+from cumla.mla.checks import check_number
 
 if TYPE_CHECKING:
     import torch

@@ -33,10 +33,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from cumla.arrays import open_call
-from cumla.checks import checked_query_and_cache
-from cumla.launch.mla_plan import VALUE_DIM, MLADecodeKey
-from cumla.mla import MLADecodePlan, decode_key
+from cumla.core.arrays import open_call
+from cumla.launch.split.plan import VALUE_DIM, MLADecodeKey
+from cumla.mla.checks import checked_query_and_cache
+from cumla.mla.decode import MLADecodePlan, decode_key
 
 if TYPE_CHECKING:
     import torch

@@ -16,20 +16,22 @@ def all_specs() -> tuple[KernelSpec, ...]:
     tuple[KernelSpec, ...]
         In the order of the launchers' modules.
     """
-    from cumla.launch import (
-        append_cache,
-        append_fp8_cache,
+    from cumla.launch import merge_states
+    from cumla.launch.indexer import (
         append_indexer_cache,
-        merge_states,
-        mla_attention,
-        mla_decode,
-        mla_decode_fp8,
-        mla_schedule,
         mqa_logits,
         paged_mqa_logits,
         paged_mqa_schedule,
         quantize_fp8,
     )
+    from cumla.launch.mla import (
+        append_cache,
+        append_fp8_cache,
+        mla_attention,
+        mla_decode,
+        mla_decode_fp8,
+    )
+    from cumla.launch.split import mla_schedule
 
     return (
         mla_schedule.SPECS

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this GPU is, whether the kernels run on it, and the modules through which it is reached.
 
-What concerns CuPy alone is in `cumla._cupy`, because `cumla.arrays` stands on it, too.
+What concerns CuPy alone is in `cumla.core._cupy`, because `cumla.core.arrays` stands on it, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from cumla._cupy import NEEDED, current_device, import_cupy, installed_cupy
+from cumla.core._cupy import NEEDED, current_device, import_cupy, installed_cupy
 from cumla.errors import MissingDependencyError, UnsupportedDeviceError
 
 __all__ = [

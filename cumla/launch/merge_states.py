@@ -13,7 +13,7 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cumla.arrays import ArrayView
+    from cumla.core.arrays import ArrayView
     from cumla.launch.module import LoadedKernel
 
 __all__ = ["MOST_PARTIALS", "SPECS", "StateViews", "merge_spec", "prepare_merge"]

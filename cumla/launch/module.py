@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cumla._driver import driver
+from cumla.core._driver import driver
 from cumla.errors import CompilationError, MissingDependencyError, NotPreparedError
 from cumla.launch.device import import_cupy, require_hopper
 from cumla.launch.source import (

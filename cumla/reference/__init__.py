@@ -5,12 +5,12 @@ The functions here have the names and arguments of the public operations. They a
 tests, and they compute whatever is called with arrays in CPU memory.
 """
 
-from cumla.reference.cache import append_mla_cache
-from cumla.reference.indexer import mqa_logits, paged_mqa_logits
-from cumla.reference.indexer_cache import QuantizedRows, append_indexer_cache, quantize_fp8
+from cumla.reference.indexer.cache import QuantizedRows, append_indexer_cache, quantize_fp8
+from cumla.reference.indexer.logits import mqa_logits, paged_mqa_logits
 from cumla.reference.merge import AttentionState, merge_attention_states
-from cumla.reference.mla import MLADecodeResult, mla_decode
-from cumla.reference.ragged import MLAAttentionResult, mla_attention
+from cumla.reference.mla.attention import MLAAttentionResult, mla_attention
+from cumla.reference.mla.cache import append_mla_cache
+from cumla.reference.mla.decode import MLADecodeResult, mla_decode
 
 __all__ = [
     "AttentionState",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cumla.compat import deep_gemm
-from tests.deep_gemm_example import load_example
+from tests.compat.deep_gemm_example import load_example
 
 torch = pytest.importorskip("torch")
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from cumla.arrays import Call, open_call
 from cumla.compat import flash_mla
-from cumla.mla import MLADecodePlan, MLADecodeResult
-from tests.flash_mla_example import StepInputs, load_example, make_inputs
+from cumla.core.arrays import Call, open_call
+from cumla.mla.decode import MLADecodePlan, MLADecodeResult
+from tests.compat.flash_mla_example import StepInputs, load_example, make_inputs
 
 torch = pytest.importorskip("torch")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import record
+from tests.gpu.tools import record
 
 # Before anything imports these: JAX would take three quarters of the GPU's memory for itself, and
 # CuPy would compile CUB for every kind of sum and maximum, seconds each.
@@ -120,7 +120,7 @@ class EvidenceWriter:
         self.note = f"evidence written to {', '.join(path.name for path in paths)}"
 
     def _reason_not_to_write(self, session: pytest.Session) -> str:
-        missing = {path.name for path in HERE.glob("test_*.py")} - self.modules
+        missing = {path.name for path in HERE.rglob("test_*.py")} - self.modules
         if no_hopper():
             return f"no evidence written: {no_hopper()}"
         if self.deselected or missing or session.shouldstop or session.shouldfail:

@@ -14,17 +14,19 @@ from typing import Any
 
 import pytest
 
-from cumla.arrays import ArrayView
-from cumla.checks import Arguments
+from cumla.core.arrays import ArrayView
 from cumla.errors import CompilationError, CumlaError, MissingDependencyError
-from cumla.launch import KernelSpec, all_specs, kernel, mla_decode, mla_plan, module, tensor_map
+from cumla.launch import KernelSpec, all_specs, kernel, module, tensor_map
 from cumla.launch import device as launch_device
-from cumla.launch.division import divisor_of
 from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.mla import mla_decode
 from cumla.launch.module import LoadedKernel
 from cumla.launch.source import translation_unit
-from tests.gpu import record
-from tests.gpu.parts import PART
+from cumla.launch.split import plan as mla_plan
+from cumla.launch.split.division import divisor_of
+from cumla.mla.checks import Arguments
+from tests.gpu.tools import record
+from tests.gpu.tools.parts import PART
 
 each_kernel = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.entry)
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from cumla import merge, reference
-from cumla.arrays import ArrayView
+from cumla.core.arrays import ArrayView
 from cumla.launch import merge_states
 from cumla.launch.merge_states import MOST_PARTIALS, SPECS, StateViews, merge_spec
 from tests.launch.test_kernel import compile_checks

@@ -4,7 +4,7 @@
 // each of two stages, and the next page into a stage as soon as the one before has arrived there.
 //
 // Shared memory: two stages of 73,728 + up to 1,008 to align them + two barriers of 8 = 148,480 B
-// A page of 64 rows x 576 bfloat16, as in cumla/cuda/mla_decode.cu; the tensor map is the same.
+// A page of 64 rows x 576 bfloat16, as in cumla/cuda/mla/mla_decode.cu; the tensor map is the same.
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"

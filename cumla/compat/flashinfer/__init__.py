@@ -28,10 +28,10 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from cumla.cache import append_mla_cache
 from cumla.compat.flashinfer._tensors import as_int32, check_axes, mark_empty
 from cumla.compat.flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 from cumla.merge import merge_attention_states
+from cumla.mla.cache import append_mla_cache
 
 if TYPE_CHECKING:
     import torch

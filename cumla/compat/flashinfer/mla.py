@@ -46,11 +46,11 @@ from math import e, log2
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.arrays import open_call
 from cumla.compat.flashinfer._tensors import as_int32, check_axes, mark_empty
-from cumla.fp8_caches import FP8, SCALES, number_of
-from cumla.launch.mla_plan import HEAD_DIM, VALUE_DIM
-from cumla.ragged import MLAAttentionPlan
+from cumla.core.arrays import open_call
+from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
+from cumla.mla.attention import MLAAttentionPlan
+from cumla.mla.fp8_caches import FP8, SCALES, number_of
 
 if TYPE_CHECKING:
     import torch

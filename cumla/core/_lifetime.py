@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stays alive until the GPU has passed a point, and the order of two streams.
+
+The host never waits: a later call looks which points have been passed, and lets go of what was
+kept for them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from cumla.core._driver import driver, on_device
+
+# By device and stream: points are passed in the order of their stream, so that one that is not
+# yet says the same of all behind it, and nothing of other streams.
+waiting: dict[tuple[int, int], deque[tuple[Callable[[], bool], object]]] = {}
+# By id: the owners that a graph may read whenever it is replayed.
+in_graphs: dict[int, object] = {}
+
+# A garbage collection may run finalizers that come back here in the middle of anything.
+_lock = threading.RLock()
+_looking = False
+
+
+def keep_until(passed: Callable[[], bool], owner: object, device: int, queue: int) -> None:
+    """Keep `owner` until `passed()`, which is asked once all before it in its queue are."""
+    with _lock:
+        waiting.setdefault((device, queue), deque()).append((passed, owner))
+
+
+def keep_until_passed(owner: object, stream: int, device: int | None = None) -> None:
+    """Keep an object alive until a stream has done all that is enqueued on it by now.
+
+    Nothing waits: later calls look whether the stream has passed this point.
+
+    Parameters
+    ----------
+    owner : object
+        Whatever must outlive the work, e.g. the array that owns the memory.
+    stream : int
+        CUstream handle. While it is being captured, there is no point to be passed, because the
+        graph can be replayed at any time: the object is kept for the life of the process (once,
+        however often it comes).
+    device : int, optional
+        CUDA ordinal of the stream. Without it, the device that is current: the call's inside the
+        `with` block of a `Call`.
+    """
+    cuda = driver()
+    with on_device(cuda, device):
+        if cuda.is_capturing(stream):
+            in_graphs[id(owner)] = owner
+            return
+        event = cuda.record_event(stream)
+        keep_until(partial(_event_passed, event), owner, cuda.current_device(), stream)
+
+
+def keep_until_event(owner: object, event: int, device: int, stream: int) -> None:
+    """Keep an object alive until a recorded event has passed; the event is destroyed then.
+
+    Parameters
+    ----------
+    owner : object
+        Whatever must outlive the work.
+    event : int
+        CUevent handle.
+    device, stream : int
+        Where it was recorded. The stream may be gone by now.
+    """
+    keep_until(partial(_event_passed, event), owner, device, stream)
+
+
+def order_streams(before: int, after: int, device: int | None = None) -> None:
+    """Make a stream wait for what is enqueued on another one by now; the host does not wait.
+
+    Parameters
+    ----------
+    before : int
+        CUstream handle of the stream to wait for.
+    after : int
+        CUstream handle of the stream that waits. If `before` is being captured, it joins that
+        capture, as everywhere in CUDA; if only `after` is, the driver refuses (`CumlaError`).
+    device : int, optional
+        CUDA ordinal of `before`. Without it, the device that is current: the call's inside the
+        `with` block of a `Call`.
+    """
+    if before == after:
+        return
+    cuda = driver()
+    with on_device(cuda, device):
+        event = cuda.record_event(before)
+        try:
+            cuda.wait_event(after, event)
+        finally:
+            cuda.destroy_event(event)  # the driver keeps what it needs until it has been passed
+
+
+def release_finished() -> None:
+    """Let go of all that was kept for points which have been passed."""
+    with driver().relaxed_capture():
+        finished = _take_finished()
+        del finished  # what this frees may query events, too
+
+
+def _take_finished() -> list[object]:
+    global _looking
+    finished: list[object] = []
+    if not _lock.acquire(blocking=False):
+        return finished  # another thread is looking
+    try:
+        if _looking:
+            return finished
+        _looking = True
+        try:
+            for (device, queue), points in list(waiting.items()):
+                _take_from(points, device, finished)
+                if not points:
+                    del waiting[device, queue]
+        finally:
+            _looking = False
+    finally:
+        _lock.release()
+    return finished
+
+
+def _take_from(
+    points: deque[tuple[Callable[[], bool], object]], device: int, finished: list[object]
+) -> None:
+    """Move what the front of a queue was kept for to `finished`, up to a point not yet passed."""
+    with on_device(driver(), device):  # the thread may have no context at all
+        while points and points[0][0]():
+            finished.append(points.popleft())
+
+
+def _event_passed(event: int) -> bool:
+    cuda = driver()
+    if not cuda.event_passed(event):
+        return False
+    cuda.destroy_event(event)
+    return True

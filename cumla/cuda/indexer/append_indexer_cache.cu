@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// Quantises the indexer keys of new tokens to e4m3, and writes them and their scales into the pages of a cache.
+//
+// 128 threads, in teams of head_dim / 16 lanes, one a token: each lane holds two octets of the row. The row is on its way
+// before the slot is looked up. Pages are powers of two of tokens.
+//
+// In flight: 2 x 16 B a thread, 64 KiB an SM with sixteen CTAs; from float32 2 x 32 B.
+#include "rows/fp8_rows.cuh"
+#include "ptx/sync.cuh"
+
+namespace cumla {
+
+constexpr int kAppendIndexerThreads = 128;
+constexpr int kHeld = 2;  // octets of a lane
+
+// Strides are bytes everywhere.
+struct PagedRows {
+  char* data;
+  i64 stride_page, stride_row;
+
+  __device__ __forceinline__ char* row(i64 page, i64 offset) const {
+    return data + page * stride_page + offset * stride_row;
+  }
+};
+
+struct AppendIndexerCacheParams {
+  const char* rows;
+  i64 rows_stride;
+  const char* slots;
+  i64 slots_stride;
+  PagedRows values, scales;
+  i64 tokens, num_slots;
+  int slots_are_wide;  // 64 bits each, else 32
+  int page_size_log2, team_log2, power_of_two;
+};
+
+template <typename T>
+__device__ __forceinline__ void append_indexer_cache(const AppendIndexerCacheParams& p) {
+  grid_dependency_launch();
+  grid_dependency_wait();
+  const int team = 1 << p.team_log2, member = threadIdx.x & (team - 1);
+  const i64 token =
+      static_cast<i64>(blockIdx.x) * (kAppendIndexerThreads >> p.team_log2) + (threadIdx.x >> p.team_log2);
+
+  Octet<T> held[kHeld] = {};
+  i64 slot = -1;
+  if (token < p.tokens) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) held[k].load(p.rows + token * p.rows_stride, member + (k << p.team_log2));
+    const char* const at = p.slots + token * p.slots_stride;
+    slot = p.slots_are_wide ? *reinterpret_cast<const i64*>(at) : *reinterpret_cast<const i32*>(at);
+  }
+  const float largest = largest_of_lanes(fmaxf(largest_of(held[0]), largest_of(held[1])), team);
+  if (slot < 0 || slot >= p.num_slots) return;
+
+  const i64 page = slot >> p.page_size_log2, offset = slot - (page << p.page_size_log2);
+  const float scale = scale_of(largest, p.power_of_two), inverse = 1.0f / scale;
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k)
+    store_quantized(p.values.row(page, offset), member + (k << p.team_log2), held[k], inverse);
+  if (member == 0) *reinterpret_cast<float*>(p.scales.row(page, offset)) = scale;
+}
+
+}  // namespace cumla

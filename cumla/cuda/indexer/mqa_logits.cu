@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+// Indexer logits of new tokens for sm_90a:
+//
+//   logits[i, j] = k_scale[j] sum_h weights[i, h] max(q[i, h] . k[j], 0)        ks[i] <= j < ke[i], else -inf
+//
+// Operands are swapped: 64 tokens of k are the M side of a product, (query row, head) pairs its N side, so that heads lie
+// side by side in the accumulators of four lanes, and a thread's weights stay in registers.
+// grid = as many CTAs as multiprocessors, 384 threads, one CTA a multiprocessor. An item is 512 columns: 8 query rows of 64
+// heads, 16 of 32. Each CTA counts the blocks that every item can see and takes an equal share of them (in order, so that
+// it changes items a few times only).
+//
+// Warpgroup 0: warp 0 loads blocks of 64 tokens (TMA) and their scales into a ring, warp 1 writes -inf where nothing is
+// visible, warps 2 and 3 bring query rows and weights of the next item. Warpgroups 1 and 2 each have half of an item's
+// columns and multiply every block by them, 128 columns a product, in turns into two sets of accumulators:
+//
+//   tensor cores:    A0 = K0 Qa   B0 = K0 Qb   A1 = K1 Qa   B1 = K1 Qb ...
+//   the warpgroup:                logits(A0)   logits(B0)   logits(A1) ...
+//
+// Budget of 64 tokens by 128 columns, head_dim 128: 256 tensor clocks; of these the shared-memory port is busy for 192 with
+// operands and 16 with the block's arrival. 64 accumulators a thread, each a maximum and an FMA: 128 issue slots of a
+// scheduler, of which the maxima keep the integer pipe, at half rate, busy for 128 clocks; some 52 slots beside (counted in
+// the machine code: 19 for descriptors, the rest for sums over lanes, scale and store). Both consumers: 360 of 512 clocks.
+//
+// Shared memory:  ring of 10 blocks 84,480 + 2 items 135,488 (64 heads, head_dim 128) + barriers 160 + scratch 128 = 220,256 B
+// Registers:      224 of a consumer, of which accumulators 128, weights 64; 56 of the others
+#include "indexer/mqa_logits/layout.cuh"
+#include "indexer/mqa_logits/load.cuh"
+#include "indexer/mqa_logits/roles.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/copy_rows.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+
+namespace cumla {
+
+// Strides are bytes.
+struct MqaLogitsParams {
+  TensorMap keys;  // dims (head_dim, seq_len_kv), box (head_dim, 64), swizzle as wide as a row
+  LogitsParams logits;
+  const char* q;
+  i64 q_stride_row;
+  const char* k_scale;  // float
+  i64 k_scale_stride;
+  const char *ks, *ke;  // int
+  i64 ks_stride, ke_stride;
+  int seq_len;
+  int seq_len_kv;
+  int compressed;
+  int unused;
+};
+
+template <typename Shape>
+struct QueryTiles {
+  static constexpr int kRows = Shape::kRows;  // query rows of an item
+
+  const MqaLogitsParams& p;
+
+  __device__ __forceinline__ int items() const { return (p.seq_len + kRows - 1) / kRows; }
+  __device__ __forceinline__ i64 first_row(int item) const { return static_cast<i64>(item) * kRows; }
+  __device__ __forceinline__ int rows_of(int item) const { return min(kRows, p.seq_len - item * kRows); }
+  __device__ __forceinline__ const char* query(int item) const { return p.q + first_row(item) * p.q_stride_row; }
+  __device__ __forceinline__ i64 query_stride_row() const { return p.q_stride_row; }
+  __device__ __forceinline__ Span span(int item, int row) const { return span_of_row(first_row(item) + row); }
+
+  __device__ __forceinline__ Span span_of_row(i64 row) const {
+    Span span;
+    span.begin = min(max(*reinterpret_cast<const int*>(p.ks + row * p.ks_stride), 0), p.seq_len_kv);
+    span.end = min(max(*reinterpret_cast<const int*>(p.ke + row * p.ke_stride), span.begin), p.seq_len_kv);
+    span.shift = 0;
+    if (p.compressed) {
+      span.shift = span.begin;
+      span.end = min(static_cast<i64>(span.end), span.begin + p.logits.width);
+    }
+    return span;
+  }
+
+  // Blocks with something that a row of the item sees, and what is between them.
+  __device__ __forceinline__ void blocks_of(int item, int& first, int& blocks) const {
+    int begin = kMostTokens, end = 0;
+    const int rows = rows_of(item);
+#pragma unroll 8
+    for (int row = 0; row < rows; ++row) {
+      const Span span = this->span(item, row);
+      if (span.begin < span.end) {
+        begin = min(begin, span.begin);
+        end = max(end, span.end);
+      }
+    }
+    first = begin / kBlockTokens;
+    blocks = end == 0 ? 0 : (end + kBlockTokens - 1) / kBlockTokens - first;
+  }
+};
+
+constexpr int kItemCost = 1;  // of changing items, in blocks: the pipeline of products runs dry
+
+struct ShareScratch {
+  i64 warp_costs[kLogitsThreads / 32];
+  Place places[2];
+};
+
+// What this CTA has, of shares that cost the same. All threads; each counts the blocks of consecutive items.
+template <typename Work>
+__device__ __forceinline__ SegmentCursor<Work> take_share(const Work& work, ShareScratch& scratch) {
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int items = work.items();
+  const int per_thread = (items + kLogitsThreads - 1) / kLogitsThreads;
+  const int first_item = min(static_cast<i64>(thread) * per_thread, static_cast<i64>(items));
+  const int last_item = min(first_item + per_thread, items);
+  i64 cost = 0;
+  int first, blocks;
+#pragma unroll 1
+  for (int item = first_item; item < last_item; ++item) {
+    work.blocks_of(item, first, blocks);
+    cost += blocks + kItemCost;
+  }
+  const i64 inclusive = warp_inclusive_sum(cost);
+  if (lane == 31) scratch.warp_costs[warp] = inclusive;
+  if (thread < 2) scratch.places[thread] = {items, 0};
+  __syncthreads();
+  i64 total = 0, before = inclusive - cost;
+#pragma unroll
+  for (int w = 0; w < kLogitsThreads / 32; ++w) {
+    if (w < warp) before += scratch.warp_costs[w];
+    total += scratch.warp_costs[w];
+  }
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    i64 target = total * (blockIdx.x + i) / gridDim.x - before;
+    if (target < 0 || target >= cost) continue;
+    int item = first_item;
+    for (work.blocks_of(item, first, blocks); target >= blocks + kItemCost; work.blocks_of(++item, first, blocks))
+      target -= blocks + kItemCost;
+    scratch.places[i] = {item, static_cast<int>(target)};
+  }
+  __syncthreads();
+  return {work, scratch.places[0], scratch.places[1]};
+}
+
+// All threads, before the kernels before are done: which tokens the rows see, into L2. Of very many rows the first.
+__device__ __forceinline__ void prefetch_spans(const MqaLogitsParams& p) {
+  const i64 at = static_cast<i64>(threadIdx.x) * 128;
+  if (at < (p.seq_len - 1) * p.ks_stride + 4) prefetch_l2(p.ks + at);
+  if (at < (p.seq_len - 1) * p.ke_stride + 4) prefetch_l2(p.ke + at);
+}
+
+// One warp: the blocks of all segments, as slots of the ring become free.
+template <typename Shape>
+__device__ __forceinline__ void load_tokens(const MqaLogitsParams& p, const LogitsLayout<Shape>& shared,
+                                            SegmentCursor<QueryTiles<Shape>> cursor) {
+  const int lane = threadIdx.x % 32;
+  RingPlace<Shape> place;
+  Segment segment;
+#pragma unroll 1
+  while (cursor.next(segment)) {
+#pragma unroll 1
+    for (int block = segment.first; block < segment.first + segment.blocks; ++block) {
+      const u32 full = shared.full(place.slot);
+      mbarrier_wait(shared.free(place.slot), place.phase ^ 1, "a free slot for tokens");
+      if (lane == 0) {
+        mbarrier_arrive_expect_tx(full, LogitsLayout<Shape>::kBlockBytes);
+        tma_load_2d_async(shared.block(place.slot), &p.keys, full, 0, block * kBlockTokens);
+      }
+#pragma unroll
+      for (int i = lane; i < kBlockTokens; i += 32) {
+        const int token = block * kBlockTokens + i;
+        const bool valid = token < p.seq_len_kv;
+        copy_4_async(shared.scales_of(place.slot) + i * 4, p.k_scale + (valid ? token * p.k_scale_stride : 0), valid);
+      }
+      mbarrier_arrive_after_copies(full);
+      place.advance(1);
+    }
+  }
+}
+
+template <int kHeads, int kDim, int kStages, int kSharedBytes>
+__device__ __forceinline__ void mqa_logits(const MqaLogitsParams& p) {
+  using Shape = LogitsShape<kHeads, kDim, 128, 4, kStages>;
+  static_assert(LogitsLayout<Shape>::kBytes == kSharedBytes, "the launcher asks for another layout");
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  const LogitsLayout<Shape> shared(shared_address(shared_bytes));
+  if (threadIdx.x == 32) prefetch_tensor_map(&p.keys);
+  if (threadIdx.x == 0) initialise_barriers(shared, 1 + 32);
+  prefetch_spans(p);
+  grid_dependency_launch();
+  grid_dependency_wait();
+
+  const QueryTiles<Shape> work{p};
+  const SegmentCursor<QueryTiles<Shape>> cursor =
+      take_share(work, *reinterpret_cast<ShareScratch*>(shared_bytes + shared.kScratchOffset));  // synchronises the CTA
+  do_segments(p.logits, work, shared, cursor, [&] { load_tokens(p, shared, cursor); });
+}
+
+}  // namespace cumla

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+// The computing role of mqa_logits and paged_mqa_logits: one consumer warpgroup, from its products to the stored logits.
+#pragma once
+#include "indexer/mqa_logits/layout.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/copy_rows.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/wgmma_fp8.cuh"
+
+namespace cumla {
+
+// A unit is one product, a block by a tile. Units go in turns to two sets of accumulators: while the tensor cores fill
+// one, the other becomes logits. With two tiles of its own a consumer multiplies each block by both in turn, else a unit
+// is a block. For 256 columns there is one set: while it becomes logits, the tensor cores work for the other consumer.
+//
+// Thread layout of the accumulators: tokens 16 warp + lane / 4 and that + 8; of every eight columns the two at
+// 2 (lane % 4), which belong to one query row. Of a set of kSide rows lying side by side a lane has one.
+template <typename Shape>
+struct LogitsConsumer {
+  static constexpr int kTiles = Shape::kTakesTurns ? 1 : Shape::kTiles / 2;  // of one consumer
+  static constexpr int kSets = Shape::kSets;
+  static constexpr int kOwn = Shape::kTile / 4;      // columns of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
+  static constexpr int kOwnOfSet = kOwn / kSets;     // of these, of one query row
+  static constexpr int kLanes = 4 / Shape::kSide;    // that share a query row
+  static constexpr bool kKeepsTargets = kSets == 1;  // in registers; else they would not fit
+  static constexpr int kUnits = Shape::kTile == 256 ? 1 : 2;  // that have accumulators; two of 256 columns would not fit
+  static constexpr u32 kStep = Shape::kTakesTurns ? 2 : 1;    // from one of this consumer's blocks to the next
+  static_assert(kUnits == 2 || kTiles == 1, "two tiles go in turns to two sets of accumulators");
+
+  // Where token 0 of a query row would go, and which tokens it sees.
+  struct Target {
+    u64 out;
+    int begin;
+    u32 count;
+  };
+
+  const LogitsLayout<Shape>& shared;
+  const int consumer, warp, lane;
+  const bool out_is_bf16;
+  RingPlace<Shape> multiplied, finished;  // the next block to multiply, and to make logits of
+  u32 buffer = 0;
+  int token = 0;  // of this thread, in the next block to finish
+  Target targets[kTiles];
+  float weights[kTiles][kOwn];
+  float accumulators[kUnits][2 * kOwn];
+
+  __device__ __forceinline__ LogitsConsumer(const LogitsParams& p, const LogitsLayout<Shape>& shared, int consumer)
+      : shared(shared),
+        consumer(consumer),
+        warp(threadIdx.x % kWarpgroup / 32),
+        lane(threadIdx.x % 32),
+        out_is_bf16(p.out_is_bf16) {
+    if (Shape::kTakesTurns) {
+      multiplied.advance(consumer);
+      finished.advance(consumer);
+    }
+#pragma unroll
+    for (auto& unit : accumulators) {
+#pragma unroll
+      for (float& x : unit) x = 0.0f;
+    }
+  }
+
+  // Of the two tokens that it has parts of, the one that a lane stores; with a query row of its own it stores that + 8 too.
+  __device__ __forceinline__ int token_in_block() const {
+    return 16 * warp + lane / 4 + (kLanes == 1 ? 0 : lane % 2 * 8);
+  }
+  __device__ __forceinline__ int tile(int i) const { return Shape::kTakesTurns ? 0 : consumer * kTiles + i; }
+
+  __device__ __forceinline__ Target load_target(int tile, int set) const {
+    const int row = (tile * kSets + set) * Shape::kSide + lane % 4 / kLanes;
+    const uint4 words = load_shared_16(shared.targets_of(buffer) + row * 16);
+    return {static_cast<u64>(words.y) << 32 | words.x, static_cast<int>(words.z), words.w - words.z};
+  }
+
+  // What a segment's units have in common.
+  __device__ __forceinline__ void load_segment() {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      if (kKeepsTargets) targets[t] = load_target(tile(t), 0);
+#pragma unroll
+      for (int i = 0; i < kOwn; i += 2) {
+        const float2 pair = load_shared_float2(shared.weights_of(buffer) + tile(t) * Shape::kTile * 4 + i * 16 + lane % 4 * 8);
+        weights[t][i] = pair.x;
+        weights[t][i + 1] = pair.y;
+      }
+    }
+  }
+
+  // accumulators = block x tile, begun.
+  template <int kParity>
+  __device__ __forceinline__ void multiply() {
+    if (kTiles == 1 || kParity == 0)
+      mbarrier_wait(shared.full(multiplied.slot), multiplied.phase, "a block of tokens");
+    const u32 tokens = shared.block(multiplied.slot);
+    const u32 columns = shared.query_of(buffer) + tile(kTiles == 2 ? kParity : 0) * LogitsLayout<Shape>::kTileBytes;
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < Shape::kDim; k += 32)
+      wgmma_e4m3_async(accumulators[kParity], descriptor_of_rows<Shape::kDim>(tokens, k),
+                       descriptor_of_rows<Shape::kDim>(columns, k), k > 0);
+    warpgroup_commit();
+    if (kTiles == 1 || kParity == 1) multiplied.advance(kStep);
+  }
+
+  // Accumulators -> logits. The product is done; with it, or with that by the other tile, the block's slot is free.
+  template <int kParity>
+  __device__ __forceinline__ void finish() {
+    constexpr int kTile = kTiles == 2 ? kParity : 0;
+    constexpr bool kLast = kTiles == 1 || kParity == 1;
+    keep_behind_wait(accumulators[kParity]);
+    const u32 scales = shared.scales_of(finished.slot) + token_in_block() * 4;
+    const float scale = load_shared_float(scales);
+    const float scale_8 = kLanes == 1 ? load_shared_float(scales + 32) : 0.0f;
+    if (kLast) {
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(shared.free(finished.slot));
+      finished.advance(kStep);
+    }
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+      const Target target = kKeepsTargets ? targets[kTile] : load_target(tile(kTile), set);
+      float low, high;
+      sum_heads(accumulators[kParity], weights[kTile], set, low, high);
+      if (kLanes == 1) {
+        store(target, token, low * scale);
+        store(target, token + 8, high * scale_8);
+      } else {
+        float sum = take_half(low, high);
+        if (kLanes == 4) sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        store(target, token, sum * scale);
+      }
+    }
+    if (kLast) token += kStep * kBlockTokens;
+  }
+
+  // sum of weight * max(product, 0) over this thread's heads of a query row.
+  __device__ __forceinline__ static void sum_heads(const float (&accumulators)[2 * kOwn], const float (&weights)[kOwn],
+                                                   int set, float& low, float& high) {
+    low = high = 0.0f;
+#pragma unroll
+    for (int i = set * kOwnOfSet; i < (set + 1) * kOwnOfSet; ++i) {
+      low = __fmaf_rn(fmaxf(accumulators[4 * (i / 2) + i % 2], 0.0f), weights[i], low);
+      high = __fmaf_rn(fmaxf(accumulators[4 * (i / 2) + 2 + i % 2], 0.0f), weights[i], high);
+    }
+  }
+
+  // Two neighbours each have a part of two sums: one gets the whole of the first, the other of the second.
+  __device__ __forceinline__ float take_half(float low, float high) const {
+    const bool second = lane % 2;
+    return (second ? high : low) + __shfl_xor_sync(0xffffffffu, second ? low : high, 1);
+  }
+
+  // Of four lanes with one sum the first two store it, a token each.
+  __device__ __forceinline__ void store(const Target& target, int token, float logit) const {
+    const bool valid = static_cast<u32>(token - target.begin) < target.count && (kLanes < 4 || lane % 4 < 2);
+    const u64 out = target.out + static_cast<i64>(token) * (out_is_bf16 ? 2 : 4);
+    store_global_float_if(valid && !out_is_bf16, out, logit);
+    store_global_low_half_if(valid && out_is_bf16, out, pack_pair<Bf16>(logit, 0.0f));
+  }
+
+  // All units of a segment into one set of accumulators.
+  __device__ __forceinline__ void score_singly(int units) {
+#pragma unroll 1
+    for (; units > 0; --units) {
+      multiply<0>();
+      warpgroup_wait<0>();
+      finish<0>();
+    }
+  }
+
+  // All units of a segment, of which there are some, in turns into two sets of accumulators.
+  __device__ __forceinline__ void score_in_pairs(int units) {
+    multiply<0>();
+    int left = units;
+#pragma unroll 1
+    for (; left > 2; left -= 2) {
+      multiply<1>();
+      warpgroup_wait<1>();
+      finish<0>();
+      multiply<0>();
+      warpgroup_wait<1>();
+      finish<1>();
+    }
+    if (left == 2) {  // always so with two tiles; ptxas serialises the products where it is not asked
+      multiply<1>();
+      warpgroup_wait<1>();
+      finish<0>();
+      warpgroup_wait<0>();
+      finish<1>();
+    } else {
+      warpgroup_wait<0>();
+      finish<0>();
+    }
+  }
+
+  // All segments that the query warps announce.
+  __device__ __forceinline__ void run() {
+    u32 before = 0;  // blocks of the segments before, as far as it matters
+#pragma unroll 1
+    for (u32 n = 0;; ++n) {
+      buffer = n % 2;
+      mbarrier_wait(shared.query_full(buffer), n / 2 % 2, "the query");
+      const int first = load_shared_u32(shared.segment_of(buffer));
+      const int blocks = load_shared_u32(shared.segment_of(buffer) + 4);
+      if (blocks == 0) return;
+      load_segment();
+      const int skipped = Shape::kTakesTurns ? (before ^ consumer) & 1 : 0;
+      const int mine = Shape::kTakesTurns ? (blocks - skipped + 1) / 2 : blocks;
+      token = (first + skipped) * kBlockTokens + token_in_block();
+      if constexpr (kUnits == 1)
+        score_singly(mine);
+      else if (mine > 0)
+        score_in_pairs(mine * kTiles);
+      before += blocks;
+      mbarrier_arrive(shared.query_free(buffer));  // every lane for what it read itself
+    }
+  }
+};
+
+}  // namespace cumla

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// Indexer logits over a paged cache for sm_90a, for the last next_n tokens of each request:
+//
+//   logits[b next_n + i, j] = scale[j] sum_h weights[b next_n + i, h] max(q[b, i, h] . k[j], 0)        j < length of row i
+//
+// and -inf behind it. Operands as in mqa_logits. grid = parts of the schedule (indexer/paged_mqa_schedule.cu), 384 threads, one CTA
+// a multiprocessor; an item is a request.
+//
+// Warpgroup 0: warp 0 loads blocks of 64 tokens with their scales into a ring, page by page (TMA and bulk copies), warp 1
+// writes -inf, warps 2 and 3 bring queries and weights of the next request. Warpgroups 1 and 2 compute. Where all columns
+// of a request, up to 256, fit one product each takes every second block; else each has 256 of its own and takes all
+// blocks. Up to 128 columns a product fills one set of accumulators while another becomes logits, as in mqa_logits. For 256
+// there is one set, and the consumers fall into opposite phase by themselves:
+//
+//   tensor cores:    K0 Q         K1 Q         K2 Q         K3 Q ...
+//   warpgroup 1:     (waits)      logits(K0)   (waits)      logits(K2) ...
+//   warpgroup 2:                  (waits)      logits(K1)   (waits)    ...
+//
+// Memory-bound for one or two rows of 64 heads: a block of 8,448 B takes an SM some 430 clocks at its share of the read
+// bandwidth. The tensor cores take 128 clocks for 64 columns, a scheduler issues 120 instructions for it (64 columns; of
+// these 64 maxima and FMAs; counted in the machine code), and a consumer has two blocks' time for its chain of waiting,
+// multiplying, summing and storing. 256 columns: 512 tensor clocks, 341 issue slots. The loading warp has 430 clocks, too:
+// it issues some 60 instructions a block.
+//
+// Shared memory:  head_dim 128: up to 64 columns, ring of 12 blocks 101,376 + 2 queries 16,992; up to 128, 12 blocks
+//                 + 33,920; up to 256, 12 blocks + 67,776; up to 512, 10 blocks 84,480 + 135,488; and some 400 B
+// Registers:      224 of a consumer, of which accumulators 64 or 128, weights 16, 32 or 64; 56 of the others
+#include "indexer/mqa_logits/layout.cuh"
+#include "indexer/mqa_logits/load.cuh"
+#include "indexer/mqa_logits/roles.cuh"
+#include "indexer/paged_mqa_plan.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/copy_rows.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+
+namespace cumla {
+
+// Strides are bytes.
+struct PagedMqaParams {
+  TensorMap keys;  // dims (head_dim, page_size, num_pages), box (head_dim, min(page_size, 64), 1), swizzle as wide as a row
+  LogitsParams logits;
+  ContextLengths lengths;
+  const char* q;
+  i64 q_stride_request, q_stride_row;
+  const char* scales;  // float
+  i64 scales_stride;   // of a page
+  const char* block_table;  // int
+  i64 block_table_stride;
+  const Place* bounds;
+  int num_pages;
+  int log2_of_page;  // tokens: 16 to 128
+};
+
+struct Requests {
+  const PagedMqaParams& p;
+
+  __device__ __forceinline__ i64 first_row(int item) const { return static_cast<i64>(item) * p.lengths.next_n; }
+  __device__ __forceinline__ int rows_of(int) const { return p.lengths.next_n; }
+  __device__ __forceinline__ const char* query(int item) const { return p.q + item * p.q_stride_request; }
+  __device__ __forceinline__ i64 query_stride_row() const { return p.q_stride_row; }
+  __device__ __forceinline__ Span span(int item, int row) const { return {0, visible_tokens(p.lengths, item, row), 0}; }
+  __device__ __forceinline__ Span span_of_row(i64 row) const {
+    const int item = static_cast<u32>(row) / static_cast<u32>(p.lengths.next_n);
+    return span(item, static_cast<int>(row) - item * p.lengths.next_n);
+  }
+  __device__ __forceinline__ void blocks_of(int item, int& first, int& blocks) const {
+    first = 0;
+    blocks = (tokens_of(p.lengths, item) + kBlockTokens - 1) / kBlockTokens;
+  }
+};
+
+// Where a part begins; the last one ends behind all requests. A plan that was never updated holds anything.
+__device__ __forceinline__ Place bound_of(const PagedMqaParams& p, int part) {
+  const Place place = p.bounds[part];
+  return {min(max(place.item, 0), p.lengths.batch), place.item < p.lengths.batch ? max(place.block, 0) : 0};
+}
+
+// All threads, before the kernels before are done: where this CTA begins and how long requests are, into L2.
+__device__ __forceinline__ void prefetch_lengths(const PagedMqaParams& p) {
+  const i64 at = static_cast<i64>(threadIdx.x) * 128;
+  if (at < (p.lengths.batch - 1) * p.lengths.stride_request + 4) prefetch_l2(p.lengths.data + at);
+  if (threadIdx.x == kLogitsThreads - 1) prefetch_l2(p.bounds + blockIdx.x);
+}
+
+// One warp: the blocks of all segments, as slots of the ring become free. A block of small pages comes in several boxes; a
+// lane has every 32nd box, and four lanes at a time load theirs. Nothing here may divide: this one warp has to ask for a
+// block in far less time than the block takes to come.
+template <typename Shape>
+__device__ __forceinline__ void load_pages(const PagedMqaParams& p, const LogitsLayout<Shape>& shared,
+                                           SegmentCursor<Requests> cursor) {
+  const int lane = threadIdx.x % 32;
+  const int log2_of_box = p.log2_of_page < 6 ? p.log2_of_page : 6;  // tokens
+  const int log2_of_boxes = 6 - log2_of_box;                        // in a block
+  const u32 box_bytes = Shape::kDim << log2_of_box, scale_bytes = 4u << log2_of_box;
+  auto entry_of = [&](int item, u32 token) {  // of the block table; there is one for any item and token
+    const char* const row = p.block_table + min(item, p.lengths.batch - 1) * p.block_table_stride;
+    return reinterpret_cast<const int*>(row)[min(token, static_cast<u32>(p.lengths.most_tokens - 1)) >> p.log2_of_page];
+  };
+  // Tokens are read once, but for pages that requests share. As ordinary lines they would push logits out of L2, and DRAM
+  // would turn from reading to writing and back all the time.
+  const u64 policy = evict_first_policy();
+  u32 loaded = 0;  // blocks before the segment
+  Segment segment;
+#pragma unroll 1
+  while (true) {
+    const Place expected = cursor.at;
+    const u32 own = lane << log2_of_box;  // this lane's first token, from the segment's first one on
+    int entry = entry_of(expected.item, static_cast<u32>(expected.block) * kBlockTokens + own);  // while the length comes
+    if (!cursor.next(segment)) return;
+    const u32 first_token = segment.first * kBlockTokens;
+    if (segment.item != expected.item) entry = entry_of(segment.item, first_token + own);
+    const u32 tokens = tokens_of(p.lengths, segment.item);
+    const int boxes = segment.blocks << log2_of_boxes;
+#pragma unroll 1
+    for (int begin = 0; begin < boxes; begin += 32) {
+      const int page = min(max(entry, 0), p.num_pages - 1);
+      const int box = begin + lane;
+      const u32 token = first_token + (static_cast<u32>(box) << log2_of_box);
+      if (begin + 32 < boxes) entry = entry_of(segment.item, token + (32u << log2_of_box));
+      const u32 block = loaded + (box >> log2_of_boxes), slot = block % Shape::kStages;
+      const u32 free_phase = block / Shape::kStages % 2 ^ 1;
+      const u32 in_block = box & ((1 << log2_of_boxes) - 1), in_page = token & ((1 << p.log2_of_page) - 1);
+      const char* const scales = p.scales + page * p.scales_stride + in_page * 4;
+#pragma unroll 1
+      for (int four = 0; four < 32 && begin + four < boxes; four += 4) {
+        if (lane / 4 * 4 == four && box < boxes) {
+          const u32 full = shared.full(slot);
+          mbarrier_wait(shared.free(slot), free_phase, "a free slot for tokens");
+          fence_proxy_async_shared();  // the scales that were there have been read by ordinary loads
+          mbarrier_arrive_expect_tx(full, token < tokens ? box_bytes + scale_bytes : 0);
+          if (token < tokens) {
+            tma_load_3d_async(shared.block(slot) + in_block * box_bytes, &p.keys, full, 0, in_page, page, policy);
+            copy_bulk_async(shared.scales_of(slot) + in_block * scale_bytes, scales, scale_bytes, full, policy);
+          }
+        }
+        __syncwarp();
+      }
+    }
+    loaded += segment.blocks;
+  }
+}
+
+template <int kHeads, int kDim, int kTile, int kTiles, int kStages, int kSharedBytes>
+__device__ __forceinline__ void paged_mqa_logits(const PagedMqaParams& p) {
+  using Shape = LogitsShape<kHeads, kDim, kTile, kTiles, kStages>;
+  static_assert(LogitsLayout<Shape>::kBytes == kSharedBytes, "the launcher asks for another layout");
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  const LogitsLayout<Shape> shared(shared_address(shared_bytes));
+  if (threadIdx.x == 32) prefetch_tensor_map(&p.keys);
+  if (threadIdx.x == kLogitsThreads - 32) initialise_barriers(shared, 1 << max(6 - p.log2_of_page, 0));
+  prefetch_lengths(p);
+  grid_dependency_launch();
+  grid_dependency_wait();
+
+  const Requests work{p};
+  const SegmentCursor<Requests> cursor{work, bound_of(p, blockIdx.x), bound_of(p, blockIdx.x + 1)};
+  __syncthreads();  // barriers are made while the bounds come
+  do_segments(p.logits, work, shared, cursor, [&] { load_pages(p, shared, cursor); });
+}
+
+}  // namespace cumla

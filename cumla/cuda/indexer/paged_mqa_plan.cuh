@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// What paged_mqa_schedule and paged_mqa_logits agree on: how many tokens the rows of a request see.
+#pragma once
+#include "indexer/mqa_logits/layout.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla {
+
+// Strides are bytes.
+struct ContextLengths {
+  const char* data;  // int
+  i64 stride_request, stride_row;
+  int batch;
+  int next_n;
+  int per_row;      // a length for each row; else a request's, of which its last row sees all
+  int most_tokens;  // that a request can have
+};
+
+__device__ __forceinline__ int visible_tokens(const ContextLengths& l, int request, int row) {
+  const char* const at = l.data + request * l.stride_request + (l.per_row ? row * l.stride_row : 0);
+  const int length = min(max(*reinterpret_cast<const int*>(at), 0), kMostTokens);
+  return min(max(l.per_row ? length : length - l.next_n + row + 1, 0), l.most_tokens);
+}
+
+// That some row of a request sees.
+__device__ __forceinline__ int tokens_of(const ContextLengths& l, int request) {
+  int tokens = visible_tokens(l, request, l.next_n - 1);
+  if (l.per_row)
+    for (int row = 0; row < l.next_n - 1; ++row) tokens = max(tokens, visible_tokens(l, request, row));
+  return tokens;
+}
+
+}  // namespace cumla

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// Deals the blocks of 64 tokens of all requests out to parts, one for each CTA of paged_mqa_logits, as contiguous ranges.
+// A request costs its blocks and one more, for its query; all parts cost the same, give or take one. Part i begins where
+// the summed cost reaches i / parts of the whole. cumla/launch/indexer/paged_mqa_schedule.py computes the same in NumPy: its
+// oracle. One CTA; a thread has consecutive requests, then some of the parts.
+#include "indexer/paged_mqa_plan.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla {
+
+constexpr int kScheduleThreads = 1024;
+constexpr int kScheduleWarps = kScheduleThreads / 32;
+static_assert(kScheduleWarps == 32, "a warp scans one value of each warp");
+
+struct PagedMqaScheduleParams {
+  ContextLengths lengths;
+  Place* bounds;  // [parts + 1]
+  int parts;
+  int unused;
+};
+
+__device__ __forceinline__ int cost_of(const ContextLengths& l, int request) {
+  return (tokens_of(l, request) + kBlockTokens - 1) / kBlockTokens + 1;
+}
+
+__device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams& p) {
+  __shared__ i64 warp_sums[kScheduleWarps];
+  __shared__ i64 starts[kScheduleThreads];  // cost before a thread's first request
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int batch = p.lengths.batch;
+  const int per_thread = (batch + kScheduleThreads - 1) / kScheduleThreads;
+  const int begin = min(thread * per_thread, batch), end = min(begin + per_thread, batch);
+
+  grid_dependency_launch();
+  grid_dependency_wait();
+
+  i64 cost = 0;
+  for (int request = begin; request < end; ++request) cost += cost_of(p.lengths, request);
+  const i64 inclusive = warp_inclusive_sum(cost);
+  if (lane == 31) warp_sums[warp] = inclusive;
+  __syncthreads();
+  const i64 warps = warp_inclusive_sum(warp_sums[lane]);
+  const i64 total = __shfl_sync(0xffffffffu, warps, 31);
+  const i64 before = __shfl_sync(0xffffffffu, warps, max(warp - 1, 0));
+  starts[thread] = (warp == 0 ? 0 : before) + inclusive - cost;
+  __syncthreads();
+
+  for (int part = thread; part <= p.parts; part += kScheduleThreads) {
+    if (part == p.parts) {
+      p.bounds[part] = {batch, 0};
+      continue;
+    }
+    const i64 target = total * part / p.parts;
+    int owner = 0;  // the last thread that begins at or before the target, and has requests
+#pragma unroll
+    for (int step = kScheduleThreads / 2; step > 0; step /= 2)
+      if ((owner + step) * per_thread < batch && starts[owner + step] <= target) owner += step;
+    int request = owner * per_thread;
+    i64 left = target - starts[owner];
+    // Lengths are read again; should they have changed meanwhile, there are no requests behind the last one.
+    int of_request = cost_of(p.lengths, request);
+    while (left >= of_request && request + 1 < batch) {
+      left -= of_request;
+      of_request = cost_of(p.lengths, ++request);
+    }
+    p.bounds[part] = {request, static_cast<int>(min(left, static_cast<i64>(of_request - 1)))};
+  }
+}
+
+}  // namespace cumla

@@ -1,0 +1,395 @@
+// SPDX-License-Identifier: Apache-2.0
+// The computing role of mla_decode: one consumer warpgroup, from its first scores to the stored output.
+#pragma once
+#include "split/join.cuh"
+#include "mla/mla_decode/shared.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace cumla {
+
+// One consumer warpgroup. Thread layout of the accumulators: rows 16 warp + lane / 4 and that + 8; in every group of
+// eight columns the two at 2 (lane % 4).
+// kCopied: tiles were written by threads' own copies, not by TMA.
+template <typename T, bool kSharedBlocks, bool kCopied, typename AnyTile>
+struct Consumer {
+  // The tiles of half of V have the first one's barrier; with one row tile registers would be spilled.
+  static constexpr bool kByHalves = kCopied && kSharedBlocks;
+
+  const MlaDecodeParams& p;
+  const SharedLayout& shared;
+  const AnyTile& tile;
+  const int consumer, warp, lane, row;
+  float output[128];
+  float scores[32];
+  u32 probabilities[16];
+  float maximum[2];          // base-2 running maximum of both rows
+  float sum[2];              // of the exponentials over the blocks this consumer owns, for the log-sum-exp,
+  float weight[2];           // and of the 16-bit probabilities made of them, which normalise the output
+  int limit[2];              // tokens that the two rows see
+
+  __device__ __forceinline__ Consumer(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
+                                      int consumer)
+      : p(p),
+        shared(shared),
+        tile(tile),
+        consumer(consumer),
+        warp(threadIdx.x % kWarpgroup / 32),
+        lane(threadIdx.x % 32),
+        row(warp * 16 + lane / 4) {}
+
+  __device__ __forceinline__ void arrive(u32 barrier) const {  // once a warp
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(barrier);
+  }
+
+  __device__ __forceinline__ void begin(const Segment& segment) {
+#pragma unroll
+    for (int i = 0; i < 128; ++i) output[i] = 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      maximum[r] = kLowest;
+      sum[r] = 0.0f;
+      weight[r] = 0.0f;
+      limit[r] = segment.tokens - tile.shift_of(p, row + 8 * r);
+    }
+  }
+
+  // scores = query x block `t`, asynchronously.
+  __device__ __forceinline__ void multiply_query(int t) {
+    const u32 stage = shared.stage(consumer);
+    const u32 phase = (t / 2) & 1;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const int column = tile_in_order(consumer, i);
+      if (!kByHalves || i == 0 || i % kHalfTiles == 1) {
+        mbarrier_wait(shared.full(consumer, column), phase, "KV tiles");
+        if constexpr (kCopied) fence_proxy_async_shared();
+      }
+      warpgroup_arrive();
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        wgmma_m64n64k16_async<T>(scores, matrix_descriptor(shared.query + column * kTileBytes + k * 32, 0, 1024),
+                                 matrix_descriptor(stage + column * kTileBytes + k * 32, 0, 1024), i + k > 0);
+    }
+    warpgroup_commit();
+  }
+
+  __device__ __forceinline__ u64 value_descriptor(int stage, int k) const {
+    return matrix_descriptor(shared.stage(stage) + consumer * kHalfTiles * kTileBytes + k * 2048, kTileBytes, 1024);
+  }
+
+  // output += own probabilities x this consumer's half of V, asynchronously.
+  __device__ __forceinline__ void multiply_own(int stage) {
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      wgmma_m64n256k16_async<T>(output, probabilities + 4 * k, value_descriptor(stage, k));
+    warpgroup_commit();
+  }
+
+  // output += the other consumer's probabilities x this consumer's half of V, asynchronously.
+  __device__ __forceinline__ void multiply_other(int stage) {
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      wgmma_m64n256k16_async<T>(output, matrix_descriptor(shared.probabilities + k * 32, 0, 1024),
+                                value_descriptor(stage, k));
+    warpgroup_commit();
+  }
+
+  // Rows past the end of the sequence may hold NaN: their probabilities are 0, and 0 x NaN is NaN.
+  __device__ __forceinline__ void clear_values_past(int stage, int valid) {
+    const u32 half = shared.stage(stage) + consumer * kHalfTiles * kTileBytes;
+    for (int i = valid * 32 + threadIdx.x % kWarpgroup; i < kBlockTokens * 32; i += kWarpgroup)
+      store_shared_zero_16(half + (i % 32 / 8) * kTileBytes + (i / 32) * 128 + (i % 8) * 16);
+    fence_proxy_async_shared();
+    consumer_sync(consumer);
+  }
+
+  __device__ __forceinline__ void mask_scores(int block) {
+    const int column = block * kBlockTokens + (lane % 4) * 2;
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (column + 8 * j + (e & 1) >= limit[e >> 1]) scores[4 * j + e] = -kInfinity;
+  }
+
+  // The running maximum becomes `next`: what was summed up so far is brought to it. Rarely anything to do.
+  __device__ __forceinline__ void rescale(const float (&next)[2]) {
+    if (!__any_sync(0xffffffffu, next[0] != maximum[0] || next[1] != maximum[1])) return;
+    const float factor[2] = {exp2_approx(maximum[0] - next[0]), exp2_approx(maximum[1] - next[1])};
+#pragma unroll
+    for (int i = 0; i < 128; ++i) output[i] *= factor[i >> 1 & 1];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] *= factor[r];
+      weight[r] *= factor[r];
+      maximum[r] = next[r];
+    }
+  }
+
+  // Of scores [kFrom, kTo) of a row, as a tree.
+  template <int kFrom, int kTo>
+  __device__ __forceinline__ float highest_of(int r) const {
+    if constexpr (kTo - kFrom == 1)
+      return scores[kFrom / 2 * 4 + 2 * r + kFrom % 2];
+    else
+      return fmaxf(highest_of<kFrom, (kFrom + kTo) / 2>(r), highest_of<(kFrom + kTo) / 2, kTo>(r));
+  }
+
+  // The running maximum of the rows with this block's scores: lanes only compare theirs where one has to move.
+  __device__ __forceinline__ void raise_maximum(float (&next)[2]) const {
+    float highest[2];
+    bool grown = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      highest[r] = highest_of<0, 16>(r) * p.scale_log2;
+      grown |= highest[r] > maximum[r] + kMaximumSlack;
+      next[r] = maximum[r];
+    }
+    if (!__any_sync(0xffffffffu, grown)) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      highest[r] = fmaxf(highest[r], __shfl_xor_sync(0xffffffffu, highest[r], 1));
+      highest[r] = fmaxf(highest[r], __shfl_xor_sync(0xffffffffu, highest[r], 2));
+      if (highest[r] > maximum[r] + kMaximumSlack) next[r] = highest[r];
+    }
+  }
+
+  // scores[kFrom, kTo) -> probabilities relative to next, and the sum before they are rounded.
+  template <int kFrom, int kTo>
+  __device__ __forceinline__ void exponentiate(const float (&next)[2], float (&block_sum)[2]) {
+#pragma unroll
+    for (int i = kFrom; i < kTo; i += 2) {
+      const int r = i >> 1 & 1;
+      const float low = exp2_approx(__fmaf_rn(scores[i], p.scale_log2, -next[r]));
+      const float high = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -next[r]));
+      block_sum[r] += low + high;
+      probabilities[i / 2] = pack_pair<T>(low, high);
+    }
+  }
+
+  // Probabilities and running maximum, for the other consumer, which may read them when they are published.
+  __device__ __forceinline__ void leave(const float (&next)[2]) {
+    const int store_row = warp * 16 + lane % 16;
+    const u32 address = shared.probabilities + store_row * 128;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      store_matrix_x4(address + (((2 * k + lane / 16) ^ (store_row & 7)) << 4), probabilities[4 * k],
+                      probabilities[4 * k + 1], probabilities[4 * k + 2], probabilities[4 * k + 3]);
+    if (lane % 4 == 0) {
+      store_shared_float(shared.maximum(consumer, row), next[0]);
+      store_shared_float(shared.maximum(consumer, row + 8), next[1]);
+    }
+  }
+  __device__ __forceinline__ void publish() {
+    // Every thread that stored a maximum arrives itself: racecheck does not see an order that goes through another lane.
+    fence_proxy_async_shared();
+    __syncwarp();
+    if (lane % 4 == 0) mbarrier_arrive(shared.probabilities_full(consumer));
+  }
+
+  // Waits for the other consumer's probabilities of block counter t and takes over its running maximum. The other one has
+  // seen all tiles of the block arrive before, so that they are ours to read, too.
+  __device__ __forceinline__ void adopt(int t) {
+    mbarrier_wait(shared.probabilities_full(1 - consumer), (t / 2) & 1, "the other consumer's probabilities");
+    // Read by the lane that arrives for this row later, for the sake of racecheck, and shared with its quad.
+    float next[2] = {0.0f, 0.0f};
+    if (lane % 4 == 0) {
+      next[0] = load_shared_float(shared.maximum(1 - consumer, row));
+      next[1] = load_shared_float(shared.maximum(1 - consumer, row + 8));
+    }
+    next[0] = __shfl_sync(0xffffffffu, next[0], lane & ~3);
+    next[1] = __shfl_sync(0xffffffffu, next[1], lane & ~3);
+    rescale(next);
+  }
+
+  // Block i of the segment, counter t, is this consumer's; with kPrevious, block i - 1 of the other one still waits to
+  // be multiplied here, which runs beside this block's softmax. `scored`: its scores were computed before.
+  template <bool kPrevious>
+  __device__ __forceinline__ void own_block(const Segment& segment, int i, int t, bool scored = false) {
+    if (!scored) multiply_query(t);
+    if constexpr (kPrevious) {
+      adopt(t - 1);
+      multiply_other(1 - consumer);
+      warpgroup_wait<1>();
+    } else {
+      warpgroup_wait<0>();
+    }
+    arrive(shared.free(consumer, 2));
+    if (i + 2 >= segment.blocks) arrive(shared.query_free());
+
+    const int block = segment.begin + i;
+    const int last_token = (block + 1) * kBlockTokens;
+    if (last_token > segment.tokens - tile.most_shift) mask_scores(block);
+    float next[2], block_sum[2] = {0.0f, 0.0f};
+    raise_maximum(next);
+    exponentiate<0, 16>(next, block_sum);
+    if constexpr (kPrevious) {
+      // The other block's product is done about now, and its stage is wanted. ptxas would move the wait up, before the
+      // arithmetic that it should run beside, but not past a store: sixteen dependent exponentials then stand between
+      // the product and its wait (seen in SASS; nobody reads what is stored).
+      store_shared_float(shared.pacer(threadIdx.x - kWarpgroup), block_sum[0] + block_sum[1]);
+      warpgroup_wait<0>();
+      arrive(shared.free(1 - consumer, consumer));
+    }
+    exponentiate<16, 32>(next, block_sum);
+    leave(next);
+    rescale(next);
+    // What can wait is done beside the product, whose operand nobody may read meanwhile. The output is divided by the sum
+    // of the rounded probabilities: where one token has most of the weight its rounding cancels.
+    u32 copies[16];
+#pragma unroll
+    for (int k = 0; k < 16; ++k) copies[k] = copy_of(probabilities[k]);
+    if (last_token > segment.tokens) clear_values_past(consumer, kBlockTokens + segment.tokens - last_token);
+    multiply_own(consumer);
+    publish();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float block_weight = 0.0f;
+#pragma unroll
+      for (int k = r; k < 16; k += 2) block_weight += sum_of_pair<T>(copies[k]);
+      sum[r] += block_sum[r];
+      weight[r] += block_weight;
+    }
+    warpgroup_wait<0>();
+    arrive(shared.free(consumer, consumer));
+  }
+
+  // A block of the other consumer: probabilities from there.
+  __device__ __forceinline__ void other_block(const Segment& segment, int i, int t) {
+    adopt(t);
+    const int last_token = (segment.begin + i + 1) * kBlockTokens;
+    if (last_token > segment.tokens) clear_values_past(1 - consumer, kBlockTokens + segment.tokens - last_token);
+    multiply_other(1 - consumer);
+    warpgroup_wait<0>();
+    arrive(shared.free(1 - consumer, consumer));
+  }
+
+  __device__ __forceinline__ void compute(const Segment& segment, int t, u32 query_phase) {
+    begin(segment);
+    const int first = (consumer ^ t) & 1;  // own block
+    // Also without a block to score: or one loader warp could run a segment ahead of the other.
+    mbarrier_wait(shared.query_full(), query_phase, "the query");
+    if (first >= segment.blocks) arrive(shared.query_free());
+    if constexpr (kSharedBlocks) {
+      int i = first;
+      if (i == 0 && segment.blocks > 0) {
+        own_block<false>(segment, 0, t);
+        i = 2;
+      }
+      for (; i < segment.blocks; i += 2) own_block<true>(segment, i, t + i);
+      if (i == segment.blocks && i > 0) other_block(segment, i - 1, t + i - 1);
+    } else {
+      // The first blocks are scored at once: a short segment must not be a single chain.
+      bool scored = first == 1 && segment.blocks > 1;
+      if (scored) {
+        multiply_query(t + 1);
+        warpgroup_wait<0>();
+      }
+      for (int i = 0; i < segment.blocks; ++i) {
+        if (i % 2 == first) {
+          own_block<false>(segment, i, t + i, scored);
+          scored = false;
+        } else {
+          other_block(segment, i, t + i);
+        }
+      }
+    }
+  }
+
+  // Sums of both consumers; then out and log-sum-exp, or a piece of them.
+  __device__ __forceinline__ void finish(const Segment& segment, bool more) {
+    float total[2], inverse[2], lse[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] = sum_of_quad(sum[r]);
+      weight[r] = sum_of_quad(weight[r]);
+      if (lane % 4 == 0) {
+        store_shared_float(shared.sum(consumer, row + 8 * r), sum[r]);
+        store_shared_float(shared.weight(consumer, row + 8 * r), weight[r]);
+      }
+    }
+    consumers_sync();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      total[r] = load_shared_float(shared.sum(0, row + 8 * r)) + load_shared_float(shared.sum(1, row + 8 * r));
+      const float rounded =
+          load_shared_float(shared.weight(0, row + 8 * r)) + load_shared_float(shared.weight(1, row + 8 * r));
+      inverse[r] = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
+      lse[r] = total[r] == 0.0f ? -kInfinity : maximum[r] + log2_approx(total[r]);
+    }
+    consumers_sync();  // the next segment writes there
+    if (segment.split()) {
+      write_piece(segment, inverse, lse);
+      // Units of 4 groups always: beside the code of narrower ones boxes took 1 to 2 % longer, and all forms give the same bits.
+      Joiner<T, AnyTile, 4>(p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0)}, tile, segment).join(more);
+    } else {
+      write_result(segment, inverse, lse);
+    }
+  }
+
+  __device__ __forceinline__ void write_piece(const Segment& segment, const float (&inverse)[2],
+                                              const float (&lse)[2]) const {
+    if (warp >= p.row_groups) return;
+    const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
+    if (consumer == 0 && lane % 4 == 0) {
+      p.partial_lse[piece * p.row_groups * kRowGroup + row] = lse[0];
+      p.partial_lse[piece * p.row_groups * kRowGroup + row + 8] = lse[1];
+    }
+    float4* const destination = copy_of(p.partial_out + piece_offset(p, piece, consumer, warp, 0, lane));
+#pragma unroll
+    for (int j = 0; j < 32; ++j)
+      store_global_float4(destination + 32 * j, output[4 * j] * inverse[0], output[4 * j + 1] * inverse[0],
+                          output[4 * j + 2] * inverse[1], output[4 * j + 3] * inverse[1]);
+  }
+
+  __device__ __forceinline__ void write_result(const Segment& segment, const float (&inverse)[2],
+                                               const float (&lse)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool exists = row + 8 * r < tile.rows;
+      const Row to(p, tile, row + 8 * r);
+      char* out = p.out + segment.request * p.out_stride_batch + to.token * p.out_stride_token +
+                  to.head * p.out_stride_head;
+      if (exists && consumer == 0 && lane % 4 == 0)
+        store_lse(p, segment.request, to, lse[r]);
+      if (p.out_is_float)
+        write_floats(reinterpret_cast<float*>(out), r, exists, inverse[r]);
+      else
+        write_halves(out, r, exists, inverse[r]);
+    }
+  }
+
+  __device__ __forceinline__ static float sum_of_quad(float value) {
+    value += __shfl_xor_sync(0xffffffffu, value, 1);
+    return value + __shfl_xor_sync(0xffffffffu, value, 2);
+  }
+
+  __device__ __forceinline__ void write_floats(float* out, int r, bool exists, float inverse) const {
+    if (!exists) return;
+    out += consumer * 256 + (lane % 4) * 2;
+#pragma unroll
+    for (int j = 0; j < 32; ++j)
+      store_global_float2(out + 8 * j, output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
+  }
+
+  // Lane pairs trade halves of two neighbouring column groups: eight bytes a lane, full 32-byte sectors.
+  __device__ __forceinline__ void write_halves(char* out, int r, bool exists, float inverse) const {
+    const bool odd = lane % 2;
+    out = copy_of(out + (consumer * 256 + (odd ? 8 + (lane % 4 - 1) * 2 : (lane % 4) * 2)) * 2);
+#pragma unroll
+    for (int j = 0; j < 32; j += 2) {
+      const u32 first = pack_pair<T>(output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
+      const u32 second = pack_pair<T>(output[4 * j + 4 + 2 * r] * inverse, output[4 * j + 5 + 2 * r] * inverse);
+      const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+      if (exists) store_global_8(out + 16 * j, odd ? received : first, odd ? second : received);
+    }
+  }
+};
+
+}  // namespace cumla

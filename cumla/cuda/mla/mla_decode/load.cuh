@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the loading roles of the decode kernels share: the order of the blocks, early fetches, the query rows.
+#pragma once
+#include "mla/mla_decode/layout.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+
+namespace cumla {
+
+__device__ __forceinline__ Part part_of_cta(const MlaDecodeParams& p, u32 index) {
+  return sane_part(p.parts_in[index], index, p.batch, p.parts);
+}
+__device__ __forceinline__ int last_place_of(const MlaDecodeParams& p, const Part& part) {
+  return part.end_block > 0 ? min(part.end_place, p.batch - 1) : part.end_place - 1;
+}
+
+// Where a token lies: a page, and the row in it. No page, -1, brings zeros.
+struct PageRow {
+  int page, row;
+};
+
+template <typename AnyTile>
+constexpr bool kIsRagged = false;
+template <>
+constexpr bool kIsRagged<RaggedTile> = true;
+
+// Walks over every kStep-th block (1 or 2) of this CTA's sequence.
+template <int kStep, typename AnyTile>
+struct BlockCursor {
+  const MlaDecodeParams& p;
+  typename AnyTile::Held tile;
+  const Part& part;
+  const int last_place, parity;
+  int place, i, t;  // block i of the segment at a place; t: blocks of the segments before it
+  Segment segment;
+
+  __device__ __forceinline__ BlockCursor(const MlaDecodeParams& p, const AnyTile& tile, const Part& part,
+                                         int last_place, int parity)
+      : p(p),
+        tile(tile),
+        part(part),
+        last_place(last_place),
+        parity(parity),
+        place(part.place),
+        i(parity),
+        t(0) {
+    if (valid()) segment = segment_of(p, this->tile, part, place);
+    skip_to_block();
+  }
+  __device__ __forceinline__ bool valid() const { return place <= last_place; }
+  // Of the block's token `offset`, 0 for whole pages; behind the end of the request the block table is not read.
+  // Of pages of 64 a shift finds the entry: with 128 heads the product's few instructions show in the time of a block.
+  template <PageForm kForm>
+  __device__ __forceinline__ PageRow row_of(int offset) const {
+    const int first = valid() ? (segment.begin + i) * kBlockTokens : 0;
+    if (!valid() || (kForm != kPages && offset >= segment.tokens - first)) return {-1, 0};
+    const u32 token = first + offset;
+    const u32 entry = kForm == kPages && p.page_size == kBlockTokens ? token / kBlockTokens : quotient(token, p.by_page_size);
+    return {page_of(p, tile, segment, entry), static_cast<int>(token - entry * p.page_size)};
+  }
+  __device__ __forceinline__ void next() {
+    i += kStep;
+    skip_to_block();
+  }
+  __device__ __forceinline__ void skip_to_block() {
+    while (valid() && i >= segment.blocks) {
+      t += segment.blocks;
+      i = (parity ^ t) & (kStep - 1);
+      if (++place <= last_place) segment = segment_of(p, tile, part, place);
+    }
+  }
+};
+
+// Has L2 fetch what the first loads will depend on, one after the other: the part, the lengths, and of the block table
+// each CTA a few lines, as far as a few instructions go.
+template <typename AnyTile>
+__device__ __forceinline__ void prefetch_plan(const MlaDecodeParams& p, int thread, int threads) {
+  constexpr int kLine = 32, kPlaces = 16;  // entries of 128 bytes
+  if (thread == 0) prefetch_l2(p.parts_in + blockIdx.y);
+  if (kIsRagged<AnyTile>) return;
+  const int ctas = gridDim.x * gridDim.y * gridDim.z;
+  const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  const int lines = (p.max_pages + kLine - 1) / kLine;
+#pragma unroll 1
+  for (int i = cta * threads + thread, k = 0; i < static_cast<i64>(p.batch) * lines && k < 4; i += ctas * threads, ++k)
+    prefetch_l2(p.block_table + (i / lines) * p.block_table_stride + (i % lines) * kLine);
+  if (thread * kPlaces < p.batch) prefetch_l2(p.places + thread * kPlaces);
+}
+
+// 64 columns, 128 bytes, of a query row.
+__device__ __forceinline__ const char* query_tile(const MlaDecodeParams& p, int column, int request, int token,
+                                                  int head) {
+  const bool rope = column == kRopeTile;
+  const QueryColumns& q = rope ? p.q_rope : p.q_latent;
+  return q.base + request * q.stride_batch + token * q.stride_token + head * q.stride_head + (rope ? 0 : column * 128);
+}
+
+// Has L2 fetch all query rows where these are few: the CTAs share them. Their request is known only a load later.
+__device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int thread, int threads) {
+  const int heads = gridDim.z * p.heads_per_group;
+  const i64 lines = static_cast<i64>(p.batch) * p.q_len * heads * kTiles;
+  const int ctas = gridDim.x * gridDim.y * gridDim.z;
+  if (lines > 4 * ctas * threads) return;
+  const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+#pragma unroll 1
+  for (int i = cta * threads + thread; i < lines; i += ctas * threads) {
+    const int row = i / kTiles, tokens = quotient(row, p.by_num_heads), request = quotient(tokens, p.by_q_len);
+    prefetch_l2(query_tile(p, i - row * kTiles, request, tokens - request * p.q_len, row - tokens * heads));
+  }
+}
+
+// What comes before the roles: early fetches, barriers, and the wait for the kernel before.
+template <PageForm kForm, typename AnyTile, typename Layout>
+__device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Layout& shared, int row_warps) {
+  const int warp = threadIdx.x / 32;
+  // Fetching into L2 reads nothing: an earlier kernel may still write these lines.
+  if (warp == 2 || warp == 3) prefetch_plan<AnyTile>(p, threadIdx.x - 64, 64);
+  if (kForm == kPages && threadIdx.x == 32) prefetch_tensor_map(&p.latent_map);
+  if (kForm == kBoxes && (threadIdx.x == 32 || threadIdx.x == 33))
+    prefetch_tensor_map(threadIdx.x == 32 ? &p.rope_map : &p.latent_map);
+  if (threadIdx.x == 0) initialise_barriers(shared, row_warps);
+  grid_dependency_launch();
+  __syncthreads();
+  if (!kIsRagged<AnyTile> && (warp == 2 || warp == 3)) prefetch_queries(p, threadIdx.x - 64, 64);
+  grid_dependency_wait();
+}
+
+// Two warps begin to copy the query rows of a request; eight lanes a row, 16 bytes each.
+template <int kQueryRows, typename Layout, typename AnyTile>
+__device__ __forceinline__ void copy_query(const MlaDecodeParams& p, const Layout& shared, const AnyTile& tile, int request,
+                                           int loader) {
+  const int lane = threadIdx.x % 32, chunk = lane % 8;
+#pragma unroll 1  // unrolled, the row addresses do not fit the registers of a loader
+  for (int i = 0; i < kQueryRows / 8; ++i) {
+    const int row = loader * (kQueryRows / 2) + i * 4 + lane / 8;
+    const bool valid = row < tile.rows;
+    const Row from(p, tile, valid ? row : 0);
+    const char* latent = query_tile(p, 0, request, from.token, from.head) + chunk * 16;
+    const char* rope = query_tile(p, kRopeTile, request, from.token, from.head) + chunk * 16;
+    const u32 destination = shared.query + row * 128 + ((chunk ^ (row & 7)) << 4);
+#pragma unroll
+    for (int k = 0; k < kTiles; ++k)
+      copy_16_async(destination + k * kQueryRows * 128, k == kRopeTile ? rope : latent + k * 128, valid);
+  }
+}
+
+// Two warps: the query rows of all requests.
+template <int kQueryRows, typename Layout, typename AnyTile>
+__device__ __forceinline__ void load_query(const MlaDecodeParams& p, const Layout& shared, AnyTile& tile,
+                                           const Part& part, int last_place, int loader) {
+  for (int place = part.place; place <= last_place; ++place) {
+    const int request = segment_of(p, tile, part, place).request;
+    const u32 phase = (place - part.place) & 1;
+    mbarrier_wait(shared.query_free(), phase ^ 1, "a free query buffer");
+    copy_query<kQueryRows>(p, shared, tile, request, loader);
+    copy_async_wait_all();
+    fence_proxy_async_shared();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full());
+  }
+}
+
+}  // namespace cumla

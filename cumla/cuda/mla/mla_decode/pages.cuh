@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a block of 64 tokens comes from its pages into tiles of shared memory:
+//
+//   kPages  pages of a multiple of 64 tokens, all columns in one array (of FP8 caches in up to three): a box a tile
+//   kBoxes  pages that have 8, 16, 32 or 64 tokens in common with 64: boxes of so many rows, by a warp whose lanes know where
+//           the boxes lie. Eight rows are a period of the swizzle, so that boxes land as the rows of a larger one do.
+//   kRows   any other page size: each row by eight lanes, 16 bytes a lane, swizzled by them
+#pragma once
+#include "mla/mla_decode/layout.cuh"
+#include "mla/mla_decode/load.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/copy_rows.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+
+namespace cumla {
+
+// First row, in a block, of the box whose place this thread knows.
+template <PageForm kForm>
+__device__ __forceinline__ int first_of_box(const MlaDecodeParams& p) {
+  return kForm == kBoxes ? threadIdx.x % 32 * p.box_rows : 0;
+}
+
+// Begins to load the 64 columns of a tile, of a block; of kBoxes each lane its own box. For a ring, which is bound by memory and
+// served faster so than by Boxes. `rope`: they are the RoPE columns, as the compiler knows.
+template <PageForm kForm>
+__device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
+                                          const PageRow& from) {
+  if constexpr (kForm == kPages) {
+    mbarrier_arrive_expect_tx(barrier, kTileBytes);
+    tma_load_4d_async(destination, &p.latent_map, barrier, column * 64, from.row, blockIdx.z, from.page);
+  } else {
+    const TensorMap* const map = rope ? &p.rope_map : &p.latent_map;
+    const int x = rope ? 0 : column * 64, row = first_of_box<kForm>(p);
+    if (row == 0) mbarrier_arrive_expect_tx(barrier, kTileBytes);
+    __syncwarp();
+    if (row < kBlockTokens)
+      tma_load_4d_async(destination + row * 128, map, barrier, x, from.row, blockIdx.z, from.page);
+  }
+}
+
+// Where the kCount boxes of a block lie, of which lane i of a warp found the place of box i: known to all lanes, and before any
+// stage is waited for.
+template <int kCount>
+struct Boxes {
+  int pages[kCount], rows[kCount];
+
+  __device__ __forceinline__ explicit Boxes(const PageRow& from) {
+#pragma unroll
+    for (int box = 0; box < kCount; ++box) {
+      pages[box] = __shfl_sync(0xffffffffu, from.page, box);
+      rows[box] = __shfl_sync(0xffffffffu, from.row, box);
+    }
+  }
+
+  // Begins to load some tiles, from column x of a map on, which lie one behind the other, as do their barriers; by one lane.
+  template <int kLoaded>
+  __device__ __forceinline__ void load(const TensorMap* map, u32 destination, int x, u32 barrier) const {
+#pragma unroll 1
+    for (int k = 0; k < kLoaded; ++k) {
+      mbarrier_arrive_expect_tx(barrier, kTileBytes);
+#pragma unroll
+      for (int box = 0; box < kCount; ++box)
+        tma_load_4d_async(destination + box * (kTileBytes / kCount), map, barrier, x, rows[box], blockIdx.z, pages[box]);
+      destination += kTileBytes;
+      barrier += 8;
+      x += 64;
+    }
+  }
+};
+
+// What a CTA has L2 fetch of a block: every step-th box from `first` on, or row. The last two row tiles of a request share that:
+// under a causal mask these see most.
+struct FetchShare {
+  int first, step;  // step 1 or 2
+};
+__device__ __forceinline__ FetchShare share_of_tile(int behind, int tiles) {
+  return {behind < 2 ? behind : kBlockTokens, min(tiles, 2)};
+}
+__device__ __forceinline__ FetchShare share_of_grid() { return share_of_tile(gridDim.x - 1 - blockIdx.x, gridDim.x); }
+__device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams&, const Tile&) { return share_of_grid(); }
+// Where query lengths differ, a request may have one tile: then nothing, as in kernels for one tile.
+__device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams& p, const RaggedTile& tile) {
+  const int rows = tile.q_len * p.heads_per_group;
+  return share_of_tile(rows > kRowTile ? (rows - 1 - tile.first_row) / kRowTile : 2, 2);
+}
+
+// Has L2 fetch a share of a block; a warp. Each box holds up the copy engine, and with it the loads that somebody waits for: so
+// these boxes are as wide as rows.
+template <PageForm kForm>
+__device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const FetchShare& share, const PageRow& from) {
+  const bool whole = kForm == kPages || p.box_rows == kBlockTokens;  // then wide boxes are halves of it
+#pragma unroll 1
+  for (int i = share.first; i * p.wide_rows < kBlockTokens; i += share.step) {
+    const int page = __shfl_sync(0xffffffffu, from.page, whole ? 0 : i);
+    const int row = __shfl_sync(0xffffffffu, from.row, whole ? 0 : i);
+    if (elect_one()) {
+      tma_prefetch_4d(&p.wide_map, 0, whole ? row + i * p.wide_rows : row, blockIdx.z, page);
+      if (kForm == kBoxes && p.rope_is_apart && (i == 0 || !whole)) tma_prefetch_4d(&p.rope_map, 0, row, blockIdx.z, page);
+    }
+    __syncwarp();
+  }
+}
+
+// The request with which this CTA's part begins, if all requests have one length and blocks enough.
+__device__ __forceinline__ u32 first_request_guessed(const MlaDecodeParams& p) {
+  const u32 batch = p.batch, parts = p.parts;
+  return min(2 * batch <= parts ? blockIdx.y / (parts / batch) : blockIdx.y * ((batch + parts - 1) / parts), batch - 1);
+}
+
+// Has L2 fetch this CTA's share of its first block, of whole pages: one warp, on a shorter way than its loader's, which
+// works out all that the record of a part says before its first load. Entries of the block table are read beside the
+// record, of the request that is guessed; of another one the entry is read again, behind it.
+__device__ __forceinline__ void prefetch_first_block(const MlaDecodeParams& p) {
+  constexpr int kLines = 4;  // of 32 entries
+  const u32 guess = first_request_guessed(p);
+  const uint4* const record = reinterpret_cast<const uint4*>(p.parts_in + blockIdx.y);
+  const uint4 begin = load_global_16(record), end = load_global_16(record + 1);
+  const int lane = threadIdx.x % 32;
+  int entries[kLines];
+#pragma unroll
+  for (int k = 0; k < kLines; ++k) {
+    entries[k] = 0;
+    if (lane + 32 * k < p.max_pages) entries[k] = p.block_table[guess * p.block_table_stride + lane + 32 * k];
+  }
+  // place, block, request and tokens; place and block where the part ends
+  const u32 request = min(max(static_cast<int>(begin.z), 0), p.batch - 1);
+  const u32 block = max(static_cast<int>(begin.y), 0), token = block * kBlockTokens;
+  const i64 tokens = min(static_cast<i64>(static_cast<int>(begin.w)), p.max_tokens);
+  if (static_cast<i64>(block) * kBlockTokens >= tokens || (begin.x == end.x && block >= end.y)) return;
+  const u32 entry = p.page_size == kBlockTokens ? block : quotient(token, p.by_page_size);
+  int page;
+  if (request == guess && entry < 32 * kLines) {
+    page = entry < 64 ? (entry < 32 ? entries[0] : entries[1]) : (entry < 96 ? entries[2] : entries[3]);
+    page = __shfl_sync(0xffffffffu, page, entry % 32);
+  } else {
+    page = p.block_table[request * p.block_table_stride + entry];
+  }
+  prefetch_block<kPages>(p, share_of_grid(), {page, static_cast<int>(token - entry * p.page_size)});
+}
+
+// Copies its share of the rows of every block, by one of kWarps warps. Lane i, counted modulo the share, knows where row i of
+// that lies, two blocks ahead.
+template <typename AnyTile, int kWarps = 2>
+struct RowCopier {
+  static constexpr int kShare = kBlockTokens / kWarps;
+  static constexpr int kOwn = kShare / 4;  // rows of which a lane copies something
+
+  const MlaDecodeParams& p;
+  const int lane, first_row;
+  const u32 corner;  // of this lane's first 16 bytes in a tile; through a shuffle, or it would be computed anew for each copy
+  BlockCursor<1, AnyTile> ahead;
+  PageRow now, next, later;
+  const char* sources[kOwn];  // of a lane's next 16 bytes of its rows; bit 4 i of exist: there is an i-th one. See locate
+  u32 exist;
+
+  __device__ __forceinline__ RowCopier(const MlaDecodeParams& p, const AnyTile& tile, const Part& part, int last_place,
+                                       int warp)
+      : p(p),
+        lane(threadIdx.x % 32),
+        first_row(warp * kShare),
+        corner(__shfl_sync(0xffffffffu, (warp * kShare + lane / 8) * 128 + ((lane % 8 ^ lane / 8) << 4), lane)),
+        ahead(p, tile, part, last_place, 0) {
+    next = find();
+    later = find();
+  }
+
+  // Row -1, of all lanes, where there is no block.
+  __device__ __forceinline__ PageRow find() {
+    if (!ahead.valid()) return {-1, -1};
+    const PageRow at = ahead.template row_of<kRows>(first_row + lane % kShare);
+    ahead.next();
+    return at;
+  }
+
+  // Goes on to the next block, if there is one.
+  __device__ __forceinline__ bool take() {
+    if (next.row < 0) return false;
+    now = next;
+    next = later;
+    later = find();
+    return true;
+  }
+
+  // Bytes from the first row of the cache; -1 for a row that is to be zeros.
+  __device__ __forceinline__ i64 offset_of(const CacheColumns& columns, const PageRow& at) const {
+    if (static_cast<u32>(at.page) >= p.num_pages) return -1;
+    return at.page * columns.stride_page + at.row * columns.stride_row + blockIdx.z * columns.stride_head;
+  }
+
+  // 128 bytes of each of this warp's rows, `bytes` from where they begin, into each of some tiles, asynchronously.
+  template <int kCount>
+  __device__ __forceinline__ void copy(const CacheColumns& from, int bytes, const u32 (&tiles)[kCount]) const {
+    const i64 own = offset_of(from, now);
+    const int chunk = lane % 8;
+    const char* const base = from.base + bytes + chunk * 16;
+#pragma unroll 4
+    for (int i = 0; i < kOwn; ++i) {
+      const int row = 4 * i + lane / 8;
+      const i64 offset = __shfl_sync(0xffffffffu, own, row);
+      const bool exists = offset >= 0;
+      const char* const source = base + (exists ? offset : 0);
+      const u32 destination = (first_row + row) * 128 + ((chunk ^ (row & 7)) << 4);
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) copy_16_async(tiles[k] + destination, source + k * 128, exists);
+    }
+  }
+
+  // The same in two steps, where a copy must not wait for addresses: this one finds the beginnings of the rows, then come as many
+  // copies as one likes.
+  __device__ __forceinline__ void locate(const CacheColumns& from) {
+    const i64 offset = offset_of(from, now);
+    const char* const own = from.base + max(offset, i64{0});
+    exist = __ballot_sync(0xffffffffu, offset >= 0) >> (lane / 8);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const u64 source = __shfl_sync(0xffffffffu, reinterpret_cast<u64>(own), 4 * i + lane / 8);
+      sources[i] = reinterpret_cast<const char*>(source) + lane % 8 * 16;
+    }
+  }
+  // Into kCount tiles that lie one behind the other; a row's bytes together. A lane's rows are 4 apart, so that the swizzle turns
+  // between two chunks: of two registers, for a register that a copy still reads is not written before it has done so.
+  template <int kCount, int kBytes = 0>
+  __device__ __forceinline__ void copy_located(u32 tiles) const {
+    const u32 even = tiles + corner, odd = even ^ 64;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i)
+#pragma unroll
+      for (int k = 0; k < kCount; ++k)
+        copy_16_async((i % 2 ? odd : even) + i * 512 + k * kTileBytes, sources[i] + kBytes + k * 128, exist >> 4 * i & 1);
+  }
+  __device__ __forceinline__ void move(int bytes) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) sources[i] += bytes;
+  }
+
+  // Has L2 fetch this CTA's share of the block after next. Of ragged queries `ahead` has gone on by then: of a place's last block it
+  // is the share of the next place's tile, which costs time at most.
+  __device__ __forceinline__ void prefetch() const {
+    const i64 latent = offset_of(p.latent, later);
+    const FetchShare share = fetch_share(p, ahead.tile);
+    if (lane >= kShare || (lane & (share.step - 1)) != share.first || latent < 0) return;
+    prefetch_bulk_l2(p.latent.base + latent, (p.rope_is_apart ? kRopeTile : kTiles) * 128);
+    if (p.rope_is_apart) prefetch_bulk_l2(p.rope.base + offset_of(p.rope, later), 128);
+  }
+};
+
+}  // namespace cumla

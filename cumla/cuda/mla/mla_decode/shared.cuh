@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared memory of mla_decode.
+#pragma once
+#include "mla/mla_decode/layout.cuh"
+
+namespace cumla {
+
+constexpr int kStages = 2;
+constexpr int kStageBytes = kTiles * kTileBytes;
+
+struct SharedLayout {
+  u32 query, stages, probabilities, maxima, sums, barriers;
+
+  __device__ __forceinline__ explicit SharedLayout(u32 base)
+      : query(base),
+        stages(query + kStageBytes),
+        probabilities(stages + kStages * kStageBytes),
+        maxima(probabilities + kTileBytes),
+        sums(maxima + 2 * kRowTile * 4),
+        barriers(sums + 4 * kRowTile * 4) {}
+
+  __device__ __forceinline__ u32 stage(int s) const { return stages + s * kStageBytes; }
+  __device__ __forceinline__ u32 maximum(int owner, int row) const { return maxima + (owner * kRowTile + row) * 4; }
+  __device__ __forceinline__ u32 sum(int consumer, int row) const { return sums + (consumer * kRowTile + row) * 4; }
+  __device__ __forceinline__ u32 weight(int consumer, int row) const { return sum(2 + consumer, row); }
+  // Barriers: a tile of a stage is loaded, of Consumer::kByHalves all of the half that begins with it; a half (0, 1: V
+  // columns; 2: RoPE) is free again; P of a consumer is written.
+  __device__ __forceinline__ u32 full(int s, int tile) const { return barriers + (s * kTiles + tile) * 8; }
+  __device__ __forceinline__ u32 free(int s, int half) const { return full(kStages, 0) + (s * 3 + half) * 8; }
+  __device__ __forceinline__ u32 probabilities_full(int owner) const { return free(kStages, 0) + owner * 8; }
+  __device__ __forceinline__ u32 query_full() const { return probabilities_full(2); }
+  __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
+  // Within a segment written only: see Consumer::own_block. Between segments the first two words hold what all threads of
+  // a joining CTA must agree on.
+  __device__ __forceinline__ u32 pacer(int thread) const { return query_free() + 8 + thread * 4; }
+};
+
+}  // namespace cumla

@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+// The computing role of mla_decode_fp8: one consumer warpgroup, over the blocks of a segment, with both products of each
+// (mla/mla_decode_fp8/softmax.cuh has what comes between them, mla/mla_decode_fp8/finish.cuh what comes behind the last block).
+#pragma once
+#include "mla/mla_decode_fp8/layout.cuh"
+#include "mla/mla_decode_fp8/products.cuh"
+#include "mla/mla_decode_fp8/softmax.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+
+namespace cumla {
+
+// One consumer warpgroup.
+template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
+struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
+  using Softmax = Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile>;
+  using typename Softmax::Layout;
+  using Softmax::kOwn, Softmax::kSums;
+  using Softmax::params, Softmax::p, Softmax::shared, Softmax::n, Softmax::tile, Softmax::consumer, Softmax::warp, Softmax::lane;
+  using Softmax::kv_scale, Softmax::output, Softmax::scores;
+  using Softmax::read_kv_scale, Softmax::row_of, Softmax::own_token, Softmax::scale_of, Softmax::value_tile;
+  using Softmax::begin, Softmax::mask_scores, Softmax::weigh;
+  using Softmax::Softmax;
+  static constexpr bool kRoomy = kQueryRows == 16;  // registers for a tile ahead and for two groups of columns at once
+
+  // d (+)= a step of K x query.
+  __device__ __forceinline__ void multiply_step(float (&d)[kSums], const KeyTile& keys, int half, u32 (&a)[kStepRegisters],
+                                                int query_tile, bool accumulate) const {
+    keys.expand(half, a);
+    keep_before_products(a);
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      wgmma_f16_async(
+          d, a + 4 * k, descriptor_of_rows<128>(shared.query(n), query_tile * Layout::kQueryTileBytes + half * 64 + k * 32),
+          accumulate || k > 0);
+    warpgroup_commit();
+  }
+
+  // scores (+)= sums of e4m3 columns, `low` and `high` being the factors of this thread's two tokens.
+  template <bool kFirst>
+  __device__ __forceinline__ void add_to_scores(const float (&sums)[kSums], float low, float high) {
+#pragma unroll
+    for (int i = 0; i < kOwn; i += 2) {
+      const float2 divisors = load_shared_float2(shared.divisor(n, row_of(i)));
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int at = 4 * (i / 2) + j;
+        const float divisor = j == 0 ? divisors.x : divisors.y;
+        scores[at] = __fmaf_rn(sums[at], divisor * low, kFirst ? 0.0f : scores[at]);
+        scores[at + 2] = __fmaf_rn(sums[at + 2], divisor * high, kFirst ? 0.0f : scores[at + 2]);
+      }
+    }
+  }
+
+  // Scores, in base 2, begin as those of the RoPE columns.
+  __device__ __forceinline__ void multiply_rope(u32 rope) {
+    if (kForm != kPacked && params.rope_is_fp8) {
+      KeyTile keys;
+      load_keys(keys, rope + key_offset(), 0);
+      float sums[kSums];
+      u32 a[2][kStepRegisters];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) multiply_step(sums, keys, half, a[half], kRopeTile, half > 0);
+      warpgroup_wait<0>();
+      keep_behind_wait(sums);
+      const float factor = p.scale_log2 * (kGrouped ? read_kv_scale() : kv_scale);
+      add_to_scores<true>(sums, factor, factor);
+    } else {
+      multiply_rope_16(rope);
+      warpgroup_commit();
+      warpgroup_wait<0>();
+      keep_behind_wait(scores);
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) scores[i] *= p.scale_log2;
+    }
+  }
+
+  // RoPE columns of 16 bits: fragments as well, for the order of the tokens.
+  __device__ __forceinline__ void multiply_rope_16(u32 rope) {
+    const int token = token_at(warp * 16 + lane % 16);
+    u32 a[4][4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      load_matrix_x4(a[k], rope + Layout::chunk_of(token, 2 * k + lane / 16));
+      keep_before_products(a[k]);
+    }
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      wgmma_bf16_async(scores, a[k], descriptor_of_rows<128>(shared.query(n), kRopeTile * Layout::kQueryTileBytes + k * 32),
+                       k > 0);
+  }
+
+  // Where the bytes of K of this thread's two tokens begin: eight rows are a period of the swizzle.
+  __device__ __forceinline__ u32 key_offset() const { return Layout::chunk_of(own_token(), lane % 4); }
+
+  // Their bytes of 64 columns of K.
+  __device__ __forceinline__ static void load_keys(KeyTile& keys, u32 source, int tile) {
+    keys.load<Layout::kRowBytes>(Layout::chunk_of_tile(source, tile));
+  }
+
+  // scores = block x query, in base 2.
+  __device__ __forceinline__ void multiply_query(u32 s, u32 phase) {
+    const u32 slot = shared.slot(s), source = slot + key_offset();
+    mbarrier_wait(shared.full(s), phase, "a KV block");
+    multiply_rope(slot + Layout::kRopeOffset);
+    constexpr int kTilesOfGroup = kGrouped ? kValueTiles / kScaleGroups : kValueTiles;
+    constexpr int kSets = kGrouped && kRoomy ? 2 : 1;  // of sums: those of a group are added to the scores beside the next one
+    float sums[kSets][kSums];
+    u32 a[2][kStepRegisters];
+    KeyTile keys;
+    load_keys(keys, source, 0);
+#pragma unroll
+    for (int k = 0; k < kValueTiles; ++k) {
+      const int group = k / kTilesOfGroup;
+      KeyTile next;
+      // Nothing to wait for, but without it ptxas spills registers of 32 query rows.
+      if (!kRoomy && k + 1 == kValueTiles / 2) mbarrier_wait(shared.full(s), phase, "a KV block");
+      if (kRoomy && k + 1 < kValueTiles) load_keys(next, source, k + 1);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (k + half > 0) warpgroup_wait<1>();
+        multiply_step(sums[group % kSets], keys, half, a[half], k, k % kTilesOfGroup + half > 0);
+        if (kSets == 2 && k % kTilesOfGroup == 0 && half == 1 && group > 0)
+          add_group(sums[(group - 1) % kSets], slot, group - 1);
+      }
+      if (kGrouped && (kSets == 1 || k + 1 == kValueTiles) && k % kTilesOfGroup == kTilesOfGroup - 1) {
+        warpgroup_wait<0>();
+        add_group(sums[group % kSets], slot, group);
+      }
+      if (kRoomy)
+        keys = next;
+      else if (k + 1 < kValueTiles)
+        load_keys(keys, source, k + 1);
+    }
+    if constexpr (!kGrouped) {
+      warpgroup_wait<0>();
+      keep_behind_wait(sums[0]);
+      add_to_scores<false>(sums[0], p.scale_log2 * kv_scale, p.scale_log2 * kv_scale);
+    }
+  }
+
+  __device__ __forceinline__ void add_group(float (&sums)[kSums], u32 slot, int group) {
+    keep_behind_wait(sums);
+    add_to_scores<false>(sums, p.scale_log2 * scale_of(slot, group, 0), p.scale_log2 * scale_of(slot, group, 1));
+  }
+
+  // 32 tokens of 64 columns of V, of 16 columns a row a lane.
+  __device__ __forceinline__ void load_values(u32 (&words)[4], u32 source, int step) const {
+    load_matrix_x4_transposed(
+        words, Layout::chunk_of_tile(source, value_tile(step / 2)) + step % 2 * 32 * Layout::kRowBytes);
+  }
+
+  // output += V x probabilities; then the slot is free.
+  __device__ __forceinline__ void multiply_values(u32 s) {
+    const u32 slot = shared.slot(s);
+    const u32 source = slot + Layout::chunk_of(token_at(lane), warp);  // 32 rows are periods of the swizzle
+    u32 a[2][kStepRegisters], words[4];
+    load_values(words, source, 0);
+#pragma unroll
+    for (int step = 0; step < 2 * kValueTiles; ++step) {
+      const int d = step / 2, half = step % 2;
+      u32 next[4];
+      if (step + 1 < 2 * kValueTiles) load_values(next, source, step + 1);
+      if (step > 1) warpgroup_wait<1>();
+      expand_values(words, a[half]);
+      keep_before_products(a[half]);
+      warpgroup_arrive();
+      const int group = kGrouped ? value_tile(d) / (kValueTiles / kScaleGroups) : 0;
+      const u32 probabilities = shared.probabilities_of(consumer, group, slot);
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        wgmma_f16_async(output[d], a[half] + 4 * k, descriptor_of_rows<128>(probabilities, half * 64 + k * 32), true);
+      warpgroup_commit();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = next[i];
+    }
+    warpgroup_wait<0>();
+#pragma unroll
+    for (int d = 0; d < kValueTiles; ++d) keep_behind_wait(output[d]);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared.free(s));
+  }
+
+  // Tokens past the end, of a block with so many valid ones, may be anything: their probabilities are 0, and 0 x NaN is NaN.
+  // Each thread clears what it alone has read so far, its bytes of K, and one of the four that read a token's scales clears
+  // these; others read them behind a meeting (weigh).
+  __device__ __forceinline__ void clear_past(u32 slot, int valid) const {
+    __syncwarp();  // all four have read the scales
+#pragma unroll 1
+    for (int token = own_token(), eight = 0; eight < 2; token += 8, ++eight) {
+      if (token < valid) continue;
+#pragma unroll 1
+      for (int k = 0; k < kValueTiles; ++k)
+        store_shared_zero_16(Layout::chunk_of_tile(slot + key_offset(), k) + eight * 8 * Layout::kRowBytes);
+      if (kGrouped && lane % 4 == 0)
+        store_shared_zero_16(slot + Layout::kScalesOffset + token * Layout::kNextScales);
+    }
+  }
+
+  // Returns how many blocks there were. t: those of the segments before. What both consumers leave for each other at the end
+  // of a segment lies where this one has its probabilities and sums: nobody begins before all warps have added it up. Of
+  // kRows tokens past the end are zeros already (load_kv_fp8): only their scores need a mask.
+  __device__ __forceinline__ int compute(const Segment& segment, int t) {
+    // With one query, that it is there says as much.
+    if (Layout::kQueries > 1 && n > 0)
+      mbarrier_wait(shared.query_free(n - 1), Layout::phase_of(n - 1), "the end of the segment before");
+    begin();
+    mbarrier_wait(shared.query_full(n), Layout::phase_of(n), "the query");
+    const int tokens = segment.tokens - segment.begin * kBlockTokens;
+#pragma unroll 1
+    for (int i = (consumer ^ t) & 1; i < segment.blocks; i += 2) {
+      const u32 s = (t + i) % Layout::kSlots, phase = (t + i) / Layout::kSlots & 1;
+      multiply_query(s, phase);
+      if ((i + 1) * kBlockTokens > tokens - tile.most_shift) mask_scores(i, tokens);
+      if (kForm != kRows && (i + 1) * kBlockTokens > tokens) clear_past(shared.slot(s), tokens - i * kBlockTokens);
+      weigh(shared.slot(s));
+      multiply_values(s);
+    }
+    return segment.blocks;
+  }
+};
+
+}  // namespace cumla

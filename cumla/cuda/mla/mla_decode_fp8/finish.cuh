@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+// The end of a segment in mla_decode_fp8: what both consumers have is added up, each its half of the columns of V, and
+// becomes out and log-sum-exp, or a piece of them.
+#pragma once
+#include "mla/mla_decode_fp8/compute.cuh"
+#include "split/join.cuh"
+
+namespace cumla {
+
+template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
+struct Fp8Finisher {
+  using Consumer = Fp8Consumer<kQueryRows, kGrouped, kForm, AnyTile>;
+  static constexpr int kOwn = Consumer::kOwn;
+  static constexpr int kRounds = kQueryRows / 16;      // in which consumers trade halves
+  static constexpr int kSets = kGrouped ? 2 : 1;       // of factors: for each group of columns in a half
+
+  Consumer& of;
+  const typename Consumer::Layout& shared;
+  const MlaDecodeParams& p;
+  const AnyTile& tile;
+  const Segment& segment;
+  const int consumer, warp, lane;
+
+  __device__ __forceinline__ Fp8Finisher(Consumer& of, const Segment& segment)
+      : of(of),
+        shared(of.shared),
+        p(of.p),
+        tile(of.tile),
+        segment(segment),
+        consumer(of.consumer),
+        warp(of.warp),
+        lane(of.lane) {}
+
+  // By all threads of both consumers. `more`: the CTA has another segment to do.
+  __device__ __forceinline__ void finish(bool more) {
+    leave_sums();
+    consumers_sync();  // nobody needs query and probabilities any more
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float* const v = of.output[kHalfTiles + i / 2] + round * 8 + i % 2 * 4;
+        store_shared_float4(shared.exchange(of.n, consumer, i), {v[0], v[1], v[2], v[3]});
+      }
+      consumers_sync();
+      float own[kSets][4], other[kSets][4];
+      find_factors(round * 4, own, other);
+      add_up(round, own, other);
+      if (round + 1 < kRounds) consumers_sync();
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared.query_free(of.n));
+    write_output();
+    if (segment.split())
+      Joiner<Bf16, AnyTile, kQueryRows == 16 ? 1 : 4>(p, {shared.words, shared.probabilities, shared.maxima}, tile, segment)
+          .join(more);
+  }
+
+  __device__ __forceinline__ void leave_sums() const {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2)
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) of.sum[i] += __shfl_xor_sync(0xffffffffu, of.sum[i], step);
+    if (lane >= 4) return;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int row = of.row_of(i);
+      store_shared_float(shared.sum(row, consumer * 4 + warp), of.sum[i]);
+      if (warp > 0) continue;
+      keep(shared.reference(consumer, row), shared.last_reference(consumer, row));
+      if constexpr (kGrouped) {
+#pragma unroll
+        for (int group = 0; group < kScaleGroups; ++group)
+          keep(shared.group_reference(consumer, group, row), shared.last_group_reference(consumer, group, row));
+      }
+    }
+  }
+  __device__ __forceinline__ static void keep(u32 from, u32 to) { store_shared_float(to, load_shared_float(from)); }
+
+  // The factors of what this consumer has and of what it gets, all normalised and scaled; and the log-sum-exp.
+  __device__ __forceinline__ void find_factors(int first, float (&own)[kSets][4], float (&other)[kSets][4]) const {
+    const bool writes = consumer == 0 && warp == 0 && lane < 4;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int row = of.row_of(first + k);
+      const float ours = load_shared_float(shared.last_reference(consumer, row));
+      const float theirs = load_shared_float(shared.last_reference(1 - consumer, row));
+      const float highest = fmaxf(ours, theirs);
+      const float total = exp2_approx(ours - highest) * sum_of_four(shared.sum(row, consumer * 4)) +
+                          exp2_approx(theirs - highest) * sum_of_four(shared.sum(row, (1 - consumer) * 4));
+      const float inverse = total == 0.0f ? 0.0f : of.kv_scale / total;
+#pragma unroll
+      for (int set = 0; set < kSets; ++set) {
+        own[set][k] = exp2_approx(reference_of(consumer, set, row) - highest) * inverse;
+        other[set][k] = exp2_approx(reference_of(1 - consumer, set, row) - highest) * inverse;
+      }
+      if (writes) write_lse(row, total == 0.0f ? -kInfinity : highest + log2_approx(total));
+    }
+  }
+
+  // To what a consumer's sums of columns of this consumer's half are relative.
+  __device__ __forceinline__ float reference_of(int whose, int set, int row) const {
+    return load_shared_float(kGrouped ? shared.last_group_reference(whose, consumer * 2 + set, row)
+                                      : shared.last_reference(whose, row));
+  }
+
+  __device__ __forceinline__ static float sum_of_four(u32 source) {
+    const float4 v = load_shared_float4(source);
+    return (v.x + v.y) + (v.z + v.w);
+  }
+
+  // This consumer's half of the output, of 16 query rows: of both.
+  __device__ __forceinline__ void add_up(int round, const float (&all_own)[kSets][4],
+                                         const float (&all_other)[kSets][4]) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float* const v = of.output[i / 2] + round * 8 + i % 2 * 4;
+      const float4 theirs = load_shared_float4(shared.exchange(of.n, 1 - consumer, i));
+      const int row = i % 2 * 2, set = kGrouped ? i / 4 : 0;  // two float4 of 64 columns
+      const float(&own)[4] = all_own[set], (&other)[4] = all_other[set];
+      v[0] = v[0] * own[row] + theirs.x * other[row];
+      v[1] = v[1] * own[row + 1] + theirs.y * other[row + 1];
+      v[2] = v[2] * own[row] + theirs.z * other[row];
+      v[3] = v[3] * own[row + 1] + theirs.w * other[row + 1];
+    }
+  }
+
+  __device__ __forceinline__ void write_lse(int row, float lse) const {
+    if (segment.split())
+      p.partial_lse[piece_index(p, tile, blockIdx.y, segment.slot) * kQueryRows + row] = lse;
+    else if (row < tile.rows)
+      store_lse(p, segment.request, Row(p, tile, row), lse);
+  }
+
+  // A thread has, of each 64 columns, two neighbouring ones: 2 (lane / 4) of a warp's 16.
+  __device__ __forceinline__ void write_output() const {
+    if (segment.split())
+      write_piece();
+    else
+#pragma unroll
+      for (int i = 0; i < 2 * kRounds; ++i) write_rows(8 * i, 4 * i);
+  }
+
+  // Columns 2 t and 2 t + 1 of eight, of query rows r and r + 8, are lane 4 r + t.
+  __device__ __forceinline__ void write_piece() const {
+    const int pair = lane / 4, row = 2 * (lane % 4);
+    const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
+#pragma unroll
+    for (int group = 0; group < kRounds; ++group) {
+      float4* const to = p.partial_out + piece_offset(p, piece, consumer, group, 2 * warp + pair / 4, row * 4 + pair % 4);
+#pragma unroll
+      for (int d = 0; d < kHalfTiles; ++d) {
+        const float* const v = of.output[d] + group * 8;  // of rows `row`, `row` + 1 twice; then of those eight behind them
+#pragma unroll
+        for (int j = 0; j < 2; ++j) store_global_float4(to + d * 8 * 32 + j * 4, v[j], v[j + 2], v[j + 4], v[j + 6]);
+      }
+    }
+  }
+
+  // Of the rows from `first` on this thread's two, which are the accumulators from `at` on: v[0] and v[2] of one, v[1] and
+  // v[3] of the next. In 16 bits lanes trade with the one that has the neighbouring columns: eight bytes a lane, full
+  // 32-byte sectors.
+  __device__ __forceinline__ void write_rows(int first, int at) const {
+    const bool odd = lane / 4 % 2;
+    const int row = first + 2 * (lane % 4), column = consumer * 256 + warp * 16 + lane / 4 * 2;
+    if (p.out_is_float) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if (row + j >= tile.rows) continue;
+        char* const to = address_of(row + j) + column * 4;
+#pragma unroll
+        for (int d = 0; d < kHalfTiles; ++d)
+          store_global_float2(to + d * 256, of.output[d][at + j], of.output[d][at + j + 2]);
+      }
+    } else {
+      const bool exists = row + odd < tile.rows;
+      char* const to = address_of(exists ? row + odd : 0) + (column - 2 * odd) * 2;
+#pragma unroll
+      for (int d = 0; d < kHalfTiles; ++d) {
+        const float* const v = of.output[d] + at;
+        const u32 first_row = pack_pair<Bf16>(v[0], v[2]), second_row = pack_pair<Bf16>(v[1], v[3]);
+        const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first_row : second_row, 4);
+        if (exists) store_global_8(to + d * 128, odd ? received : first_row, odd ? second_row : received);
+      }
+    }
+  }
+
+  __device__ __forceinline__ char* address_of(int row) const {
+    const Row to(p, tile, row);
+    return p.out + segment.request * p.out_stride_batch + to.token * p.out_stride_token + to.head * p.out_stride_head;
+  }
+};
+
+}  // namespace cumla

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+// Parameters, row tiles and shared memory of mla_decode_fp8.
+#pragma once
+#include "mla/mla_decode/layout.cuh"
+#include "mla/mla_decode/load.cuh"
+
+namespace cumla {
+
+constexpr int kScaleGroups = 4;  // of 128 latent columns, each with a scale of its own
+constexpr int kValueTiles = kValueDim / 64;
+constexpr int kRawColumns = 128;  // of a tile of 8 bits, kTileBytes large
+// A packed row: e4m3 latent columns, their scales, bfloat16 RoPE columns.
+constexpr int kPackedScales = kValueDim, kPackedRope = kPackedScales + 4 * kScaleGroups, kPackedBytes = kPackedRope + 128;
+
+// Beside the forms of mla/mla_decode/pages.cuh one of this kernel: 64 packed rows of a page, as they lie there.
+constexpr PageForm kPacked = static_cast<PageForm>(kRows + 1);
+
+struct MlaDecodeFp8Params {
+  MlaDecodeParams decode;  // its latent columns are e4m3; of kPages the maps of both, boxes 128 bytes wide, swizzled
+  CacheColumns scales;     // of a token, one for each group of columns; none without kGrouped
+  const float* kv_scale;   // factor of e4m3 columns without such scales; null: it is kv_scale_value
+  float kv_scale_value;
+  int rope_is_fp8;       // or else bfloat16
+  TensorMap scales_map;  // of kPages: dims (4, page_size, num_kv_heads, num_pages), box (4, 64, 1, 1)
+  // Of kPacked decode.latent_map is that of whole rows, in words: dims (164, page_size, ...), box (164, 64, 1, 1).
+};
+
+// Row tiles of kQueryRows: grid = (row tiles of a kv head, parts, kv heads).
+template <int kQueryRows>
+struct QueryTile : Tile {
+  __device__ __forceinline__ explicit QueryTile(const MlaDecodeParams& p) : Tile(p) {
+    first_row = blockIdx.x * kQueryRows;
+    rows = min(kQueryRows, p.q_len * p.heads_per_group - first_row);
+    most_shift = shift_of(p, 0);
+    least_shift = shift_of(p, rows - 1);
+  }
+};
+
+// Where query lengths differ: half of the row tile at a place of the schedule, grid = (2, parts, kv heads). The second half
+// may have no rows; its CTA then has no blocks, and pieces that count for nothing.
+struct HalfTile : RaggedTile {
+  using Held = HalfTile;
+  static constexpr int kHalf = kRowTile / 2;
+
+  __device__ __forceinline__ explicit HalfTile(const MlaDecodeParams& p) : RaggedTile(p) {}
+  __device__ __forceinline__ void move_to(const MlaDecodeParams& p, const TilePlace& place) {
+    RaggedTile::move_to(p, place);
+    index = blockIdx.z * gridDim.x + blockIdx.x;
+    first_row += blockIdx.x * kHalf;
+    rows = min(kHalf, q_len * p.heads_per_group - first_row);
+    most_shift = shift_of(p, 0);
+    least_shift = shift_of(p, max(rows, 1) - 1);
+  }
+};
+template <>
+constexpr bool kIsRagged<HalfTile> = true;
+
+__device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, HalfTile& tile, const Part& part, int place) {
+  const TilePlace at = reinterpret_cast<const TilePlace*>(p.places)[place];
+  tile.move_to(p, at);
+  Segment segment = segment_at(p, part, place, at.tokens, tile.least_shift);
+  if (tile.rows <= 0) segment.blocks = 0;
+  return segment;
+}
+
+// Which token's columns the fragments of a block have as one of its 64 rows: neighbours are four tokens apart.
+__device__ __forceinline__ int token_at(int place) { return (place & ~7) | (place & 1) << 2 | (place >> 1 & 3); }
+
+// A slot of the ring holds a block as it lies in the cache: of the latent columns four tiles, RoPE columns as a tile of 8 or
+// 16 bits, 16 bytes of scales a token. Tiles have rows of 128 bytes, whose eight chunks of 16 are swapped, each row in its
+// way (chunk_of): eight rows of one chunk (ldmatrix) meet in no bank, nor do the same four of a row and of the one four
+// behind it (fragments of K). Of RoPE columns of 8 bits a row has half of the chunks.
+//
+// Of kPacked it holds whole rows, one behind the other. 656 bytes are five times all banks and 16 bytes: the same meet in no
+// bank without being swapped.
+template <int kQueryRows, bool kGrouped, PageForm kForm>
+struct Fp8Layout {
+  static constexpr bool kWhole = kForm == kPacked;
+  static constexpr int kSlots = 4;                              // even: a slot always meets the same consumer
+  static constexpr int kRowBytes = kWhole ? kPackedBytes : 128;  // from a token's latent columns to the next one's
+  static constexpr int kRopeOffset = kWhole ? kPackedRope : kValueDim / kRawColumns * kTileBytes;
+  static constexpr int kScalesOffset = kWhole ? kPackedScales : kRopeOffset + kTileBytes;
+  static constexpr int kNextScales = kWhole ? kPackedBytes : 4 * kScaleGroups;  // from a token's to the next one's
+  static constexpr int kSlotBytes =
+      kWhole ? kBlockTokens * kPackedBytes : kScalesOffset + (kGrouped ? kBlockTokens * kNextScales : 0);
+  static constexpr int kQueryTileBytes = kQueryRows * 128;  // 64 columns
+  // Tiles a consumer; where a slot has RoPE columns as a tile, two more lie in place of that.
+  static constexpr int kOwnProbabilities = kWhole ? kScaleGroups : 2;
+  static constexpr int kExchangeBytes = 2 * 8 * kWarpgroup * 16;
+  static constexpr int kQueryBytes = kTiles * kQueryTileBytes;
+  // Of 16 rows there is room for the next segment's query, too. Exchanges take the place of a query and of probabilities.
+  static constexpr int kQueries = kQueryRows == 16 ? 2 : 1;
+  static constexpr int kAllProbabilities = 2 * kOwnProbabilities * kQueryTileBytes;
+  static constexpr int kProbabilityBytes =
+      kAllProbabilities > kExchangeBytes - kQueryBytes ? kAllProbabilities : kExchangeBytes - kQueryBytes;
+  static constexpr int kMaxima = kGrouped ? 1 + kScaleGroups : 1;  // of a query row and warp
+  static constexpr int kWarps = 2 * kWarpgroup / 32;
+  static constexpr int kReferences = kGrouped ? 1 + 2 * kScaleGroups : 1;  // of a query row and consumer
+  static constexpr int kLastReferences = kGrouped ? 1 + kScaleGroups : 1;
+  static constexpr int kRowFloats = (kMaxima + 1) * kWarps + 2 * (kReferences + kLastReferences) + kQueries;
+  static constexpr int kBytes = kSlots * kSlotBytes + kQueries * kQueryBytes + kProbabilityBytes +
+                                kRowFloats * kQueryRows * 4 + 16 + (2 * kSlots + 2 * kQueries) * 8;
+
+  u32 ring, first_query, probabilities, maxima, words, barriers;
+
+  __device__ __forceinline__ explicit Fp8Layout(u32 base)
+      : ring(base),
+        first_query(ring + kSlots * kSlotBytes),
+        probabilities(first_query + kQueryBytes),
+        maxima(first_query + kQueries * kQueryBytes + kProbabilityBytes),
+        words(maxima + kRowFloats * kQueryRows * 4),
+        barriers(words + 16) {}
+
+  __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kSlotBytes; }
+  // Where, in a slot, a chunk of 16 bytes of the first 128 of a token lies.
+  __device__ __forceinline__ static u32 chunk_of(int token, int chunk) {
+    return token * kRowBytes + (kWhole ? chunk * 16 : (chunk ^ (token & 7)) << 4);
+  }
+  // From a chunk of the first 64 latent columns of a block to the same one of the `tile`-th 64.
+  __device__ __forceinline__ static u32 chunk_of_tile(u32 chunk, int tile) {
+    return kWhole ? chunk + tile * 64 : (chunk ^ (tile & 1) << 6) + (tile >> 1) * kTileBytes;
+  }
+  // Transposed: a row of 64 tokens for each query row; of a group of columns. The RoPE tile of a slot is in use no more.
+  __device__ __forceinline__ u32 probabilities_of(int consumer, int group, u32 slot) const {
+    return kWhole || group < kOwnProbabilities
+               ? probabilities + (consumer * kOwnProbabilities + group) * kQueryTileBytes
+               : slot + kRopeOffset + (group - kOwnProbabilities) * kQueryTileBytes;
+  }
+  // The query of a segment, counted from a part's first one: probabilities lie between the two.
+  __device__ __forceinline__ static u32 buffer_of(u32 n) { return n % kQueries; }
+  __device__ __forceinline__ static u32 phase_of(u32 n) { return n / kQueries & 1; }
+  __device__ __forceinline__ u32 query(u32 n) const { return first_query + buffer_of(n) * (kQueryBytes + kProbabilityBytes); }
+  // Where consumers leave what the other one adds up: in place of the query and of probabilities, for which the segment has
+  // no more use then; the next one waits for query_free(n) before it has (Fp8Consumer::compute).
+  __device__ __forceinline__ u32 exchange(u32 n, int consumer, int i) const {
+    const u32 place = buffer_of(n) == 0 ? first_query : probabilities;
+    return place + ((consumer * 8 + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
+  }
+  // Of a query row, by warp of both consumers: the highest value where references are raised, of scores and of those times
+  // the scales of each group of columns; the sum of exponentials over a segment.
+  __device__ __forceinline__ u32 warp_maximum(int which, int warp, int row) const {
+    return maxima + ((which * kWarps + warp) * kQueryRows + row) * 4;
+  }
+  __device__ __forceinline__ u32 sum(int row, int warp) const {
+    return warp_maximum(kMaxima, 0, 0) + (row * kWarps + warp) * 4;
+  }
+  // By consumer: the reference of the probabilities; those of what is stored for each group of columns, and their factors;
+  // the references of the segment that has ended, in the same order.
+  __device__ __forceinline__ u32 reference(int consumer, int row) const {
+    return sum(kQueryRows, 0) + (consumer * kReferences * kQueryRows + row) * 4;
+  }
+  __device__ __forceinline__ u32 group_reference(int consumer, int group, int row) const {
+    return reference(consumer, (1 + group) * kQueryRows + row);
+  }
+  __device__ __forceinline__ u32 group_factor(int consumer, int group, int row) const {
+    return group_reference(consumer, kScaleGroups + group, row);
+  }
+  __device__ __forceinline__ u32 last_reference(int consumer, int row) const {
+    return reference(2, 0) + (consumer * kLastReferences * kQueryRows + row) * 4;
+  }
+  __device__ __forceinline__ u32 last_group_reference(int consumer, int group, int row) const {
+    return last_reference(consumer, (1 + group) * kQueryRows + row);
+  }
+  // By what the row of a query was divided.
+  __device__ __forceinline__ u32 divisor(u32 n, int row) const { return last_reference(2, buffer_of(n) * kQueryRows + row); }
+  // Barriers: a slot is loaded; it is free again.
+  __device__ __forceinline__ u32 full(u32 s) const { return barriers + s * 8; }
+  __device__ __forceinline__ u32 free(u32 s) const { return full(kSlots) + s * 8; }
+  __device__ __forceinline__ u32 query_full(u32 n) const { return free(kSlots) + buffer_of(n) * 8; }
+  __device__ __forceinline__ u32 query_free(u32 n) const { return query_full(0) + kQueries * 8 + buffer_of(n) * 8; }
+};
+
+}  // namespace cumla

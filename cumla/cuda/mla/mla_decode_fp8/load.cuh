@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loading roles of mla_decode_fp8.
+#pragma once
+#include "mla/mla_decode_fp8/layout.cuh"
+#include "mla/mla_decode/pages.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/copy_rows.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+
+namespace cumla {
+
+// 64 bytes of each of a warp's rows into a tile, asynchronously.
+template <typename Layout, typename AnyTile>
+__device__ __forceinline__ void copy_half_tile(const RowCopier<AnyTile>& rows, const CacheColumns& from, u32 tile) {
+  const i64 own = rows.offset_of(from, rows.now);
+  const int chunk = rows.lane % 4;
+#pragma unroll
+  for (int i = 0; i < rows.kShare / 8; ++i) {
+    const int row = token_at(8 * i + rows.lane / 4);
+    const i64 offset = __shfl_sync(0xffffffffu, own, row);
+    const bool exists = offset >= 0;
+    copy_16_async(tile + Layout::chunk_of(rows.first_row + row, chunk), from.base + (exists ? offset : 0) + chunk * 16,
+                  exists);
+  }
+}
+
+// By each of two warps: half of the rows of every block. Rows that do not exist, or that lie behind the end of a request,
+// become zeros, their scales too: nothing of them can be NaN.
+template <typename Layout, bool kGrouped, typename AnyTile>
+__device__ __forceinline__ void load_kv_fp8(const MlaDecodeFp8Params& p, const Layout& shared, const AnyTile& tile,
+                                            const Part& part, int last_place, int warp) {
+  RowCopier<AnyTile> rows(p.decode, tile, part, last_place, warp);
+#pragma unroll 1
+  for (u32 t = 0; rows.take(); ++t) {
+    const u32 s = t % Layout::kSlots, slot = shared.slot(s);
+    mbarrier_wait(shared.free(s), t / Layout::kSlots % 2 ^ 1, "a free KV slot");
+    if (p.rope_is_fp8)
+      copy_half_tile<Layout>(rows, p.decode.rope, slot + Layout::kRopeOffset);
+    else
+      rows.template copy<1>(p.decode.rope, 0, {slot + Layout::kRopeOffset});
+    if constexpr (kGrouped) {
+      const i64 offset = rows.offset_of(p.scales, rows.now);
+      const bool exists = offset >= 0;
+      copy_16_async(slot + Layout::kScalesOffset + (rows.first_row + rows.lane) * 16, p.scales.base + (exists ? offset : 0),
+                    exists);
+    }
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const u32 tiles = slot + half * 2 * kTileBytes;
+      rows.template copy<2>(p.decode.latent, half * 2 * kRawColumns, {tiles, tiles + kTileBytes});
+    }
+    mbarrier_arrive_after_copies(shared.full(s));
+  }
+  copy_async_wait_all();
+}
+
+// The same of pages of whole blocks, by one thread and the copy engine, whose 128-byte swizzle is that of chunk_of. Pages
+// that do not exist bring zeros, as do the columns behind RoPE columns of 8 bits, of which there is half a box; tokens behind
+// the end of a request whatever their page holds. Packed rows come whole, in one box.
+template <typename Layout, bool kGrouped, typename AnyTile>
+__device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, const Layout& shared, const AnyTile& tile,
+                                                  const Part& part, int last_place) {
+  constexpr int kBoxBytes = Layout::kWhole ? kBlockTokens * kPackedBytes
+                                           : (1 + kValueDim / kRawColumns) * kTileBytes +
+                                                 (kGrouped ? kBlockTokens * Layout::kNextScales : 0);
+  static_assert(Layout::kSlotBytes == kBoxBytes, "a barrier expects what its boxes bring");
+  BlockCursor<1, AnyTile> now(p.decode, tile, part, last_place, 0);
+  PageRow next = now.template row_of<kPages>(0);
+#pragma unroll 1
+  for (u32 t = 0; now.valid(); ++t) {
+    const PageRow from = next;
+    now.next();
+    next = now.template row_of<kPages>(0);
+    const u32 s = t % Layout::kSlots, slot = shared.slot(s);
+    mbarrier_wait(shared.free(s), t / Layout::kSlots % 2 ^ 1, "a free KV slot");
+    fence_proxy_async_shared();  // what was there has been read, and written to, in the ordinary way
+    auto load = [&](const TensorMap& map, u32 offset, int column) {
+      tma_load_4d_async(slot + offset, &map, shared.full(s), column, from.row, blockIdx.z, from.page);
+    };
+    mbarrier_arrive_expect_tx(shared.full(s), Layout::kSlotBytes);
+    if constexpr (Layout::kWhole) {
+      load(p.decode.latent_map, 0, 0);
+    } else {
+      load(p.decode.rope_map, Layout::kRopeOffset, 0);
+      if constexpr (kGrouped) load(p.scales_map, Layout::kScalesOffset, 0);
+#pragma unroll
+      for (int k = 0; k < kValueDim / kRawColumns; ++k) load(p.decode.latent_map, k * kTileBytes, k * kRawColumns);
+    }
+  }
+}
+
+// The highest of two magnitudes and a pair of bfloat16, as bits of float32.
+__device__ __forceinline__ u32 highest_magnitude(u32 highest, u32 pair) {
+  return max(max(highest, pair & 0x7fff0000u), (pair << 16) & 0x7fff0000u);
+}
+
+// A pair of bfloat16, times a power of two, as float16.
+__device__ __forceinline__ u32 scaled_to_half(u32 pair, float factor) {
+  const float2 v = unpack_pair<Bf16>(pair);
+  return pack_pair<Fp16>(v.x * factor, v.y * factor);
+}
+
+// Two warps bring the query rows; eight lanes a row. What meets e4m3 columns becomes float16, each row divided by a power of
+// two so that its highest magnitude is below 2^15: nothing overflows, and what is 2^32 below that keeps all its bits. Its
+// columns go where the fragments of K have theirs (multiply_tile): of 64 columns the pair 8 t + u, as a word, goes to
+// the word 4 u + t. RoPE columns of 16 bits stay as they are.
+template <int kQueryRows, typename Layout, typename AnyTile>
+__device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params, const Layout& shared, AnyTile& tile,
+                                               const Part& part, int last_place, int loader) {
+  constexpr bool kKeeps = kQueryRows == 16;  // a row in registers; there are not enough of them beside 32 rows
+  constexpr int kAtOnce = kKeeps ? kTiles : 3;
+  const MlaDecodeParams& p = params.decode;
+  const int lane = threadIdx.x % 32, chunk = lane % 8;
+#pragma unroll 1
+  for (u32 n = 0; part.place + static_cast<int>(n) <= last_place; ++n) {
+    const int request = segment_of(p, tile, part, part.place + n).request;
+    mbarrier_wait(shared.query_free(n), Layout::phase_of(n) ^ 1, "a free query buffer");
+#pragma unroll 1
+    for (int i = 0; i < kQueryRows / 8; ++i) {
+      const int row = loader * (kQueryRows / 2) + i * 4 + lane / 8;
+      const bool valid = row < tile.rows;
+      const Row from(p, tile, valid ? row : 0);
+      const char* const latent = query_tile(p, 0, request, from.token, from.head) + chunk * 16;
+      const char* const rope = query_tile(p, kRopeTile, request, from.token, from.head) + chunk * 16;
+      auto words_of = [&](int k) {
+        uint4 v = {0, 0, 0, 0};
+        if (valid) v = *reinterpret_cast<const uint4*>(k == kRopeTile ? rope : latent + k * 128);
+        return v;
+      };
+      uint4 kept[kKeeps ? kTiles : 1];
+      if constexpr (kKeeps) {
+#pragma unroll
+        for (int k = 0; k < kTiles; ++k) kept[k] = words_of(k);
+      }
+      u32 highest = 0;
+#pragma unroll kAtOnce
+      for (int k = 0; k < kTiles; ++k) {
+        const uint4 v = kKeeps ? kept[kKeeps ? k : 0] : words_of(k);
+        if (k < kRopeTile || params.rope_is_fp8) {
+          highest = highest_magnitude(highest_magnitude(highest, v.x), v.y);
+          highest = highest_magnitude(highest_magnitude(highest, v.z), v.w);
+        }
+      }
+#pragma unroll
+      for (int step = 1; step < 8; step *= 2) highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, step));
+      const u32 exponent = max(highest >> 23, 16u);  // lower ones would need a factor that is no float
+      const float factor = __uint_as_float((127 + 14 + 127 - exponent) << 23);
+      const u32 row_bytes = shared.query(copy_of(n)) + row * 128;
+#pragma unroll kAtOnce
+      for (int k = 0; k < kTiles; ++k) {
+        const uint4 v = kKeeps ? kept[kKeeps ? k : 0] : words_of(k);  // the latter again, from L2
+        const u32 to = row_bytes + k * Layout::kQueryTileBytes;
+        if (k < kRopeTile || params.rope_is_fp8) {
+          const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const int u = chunk % 2 * 4 + j;  // the chunk it goes to
+            store_shared_u32(to + ((u ^ (row & 7)) << 4) + chunk / 2 * 4, scaled_to_half(words[j], factor));
+          }
+        } else {
+          store_shared_16(to + ((chunk ^ (row & 7)) << 4), v);
+        }
+      }
+      if (chunk == 0) store_shared_float(shared.divisor(n, row), __uint_as_float((exponent - 14) << 23));
+    }
+    fence_proxy_async_shared();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared.query_full(n));
+  }
+}
+
+}  // namespace cumla

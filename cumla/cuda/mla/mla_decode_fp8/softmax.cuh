@@ -1,0 +1,281 @@
+// SPDX-License-Identifier: Apache-2.0
+// The softmax of mla_decode_fp8: a block's scores, in registers, become probabilities in shared memory, as the product with V
+// reads them, and their sums; what these are relative to is raised where a block needs it.
+#pragma once
+#include "mla/mla_decode_fp8/layout.cuh"
+#include "ptx/barrier_vote.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/expand_fp8.cuh"
+#include "ptx/sync.cuh"
+
+namespace cumla {
+
+// Probabilities are stored relative to a reference, a power of two, which makes the highest one 2^7 or more when it is set
+// and stays until one is beyond float16: so they lose no bits down to 2^-21 of the highest, and are rarely compared with one
+// another. Times scales, they have references for each group of columns.
+constexpr float kReferenceBelow = 7.0f, kReferenceSlack = 15.0f;
+constexpr float kMostProbability = 1e15f;     // before scales
+constexpr float kLeastGroupReference = -100;  // above that of the probabilities: scales of 0 set none
+
+// What a consumer warpgroup has, and its softmax; the products are Fp8Consumer's. Thread layout of the scores: tokens
+// 16 warp + lane / 4 and that + 8, or rather those there in the order of token_at; in every group of eight query rows the two
+// at 2 (lane % 4). Of the output, of 64 columns of V: 16 warp + 2 (lane / 4) and the one behind that.
+template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
+struct Fp8Softmax {
+  using Layout = Fp8Layout<kQueryRows, kGrouped, kForm>;
+  static constexpr int kOwn = kQueryRows / 4;  // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
+  static constexpr int kSums = 2 * kOwn;       // accumulators of a product
+
+  const MlaDecodeFp8Params& params;
+  const MlaDecodeParams& p;
+  const Layout& shared;
+  const AnyTile& tile;
+  u32 n = 0;  // which segment of the part it is
+  const int consumer, warp, lane;
+  const float kv_scale;              // of all latent columns
+  float output[kValueTiles][kSums];  // this consumer's half of V, then the other's
+  float scores[kSums];
+  float sum[kOwn];  // of the exponentials of this thread's tokens
+
+  __device__ __forceinline__ Fp8Softmax(const MlaDecodeFp8Params& params, const Layout& shared, const AnyTile& tile,
+                                        int consumer)
+      : params(params),
+        p(params.decode),
+        shared(shared),
+        tile(tile),
+        consumer(consumer),
+        warp(threadIdx.x % kWarpgroup / 32),
+        lane(threadIdx.x % 32),
+        kv_scale(kGrouped ? 1.0f : read_kv_scale()) {}
+
+  __device__ __forceinline__ float read_kv_scale() const {
+    return params.kv_scale ? *params.kv_scale : params.kv_scale_value;
+  }
+
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int d = 0; d < kValueTiles; ++d)
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) output[d][i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) sum[i] = 0.0f;
+    if (threadIdx.x % kWarpgroup >= 4) return;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      store_shared_float(shared.reference(consumer, row_of(i)), kLowest);
+      if constexpr (kGrouped) {
+#pragma unroll
+        for (int group = 0; group < kScaleGroups; ++group) {
+          store_shared_float(shared.group_reference(consumer, group, row_of(i)), kLowest);
+          store_shared_float(shared.group_factor(consumer, group, row_of(i)), 1.0f);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ int row_of(int i) const { return 8 * (i / 2) + 2 * (lane % 4) + i % 2; }
+
+  // Whether any thread of this consumer says so.
+  __device__ __forceinline__ bool sync_any(bool vote) const {
+    return consumer == 0 ? named_barrier_any<kConsumerBarrier + 1, kWarpgroup>(vote)
+                         : named_barrier_any<kConsumerBarrier + 2, kWarpgroup>(vote);
+  }
+
+  // This thread's token, and the one eight behind it.
+  __device__ __forceinline__ int own_token() const { return token_at(warp * 16 + lane / 4); }
+
+  // The scale of this thread's token, or of the one eight behind it, and a group of columns.
+  __device__ __forceinline__ float scale_of(u32 slot, int group, int eight) const {
+    return load_shared_float(slot + Layout::kScalesOffset + (own_token() + 8 * eight) * Layout::kNextScales + group * 4);
+  }
+
+  // Tile of 64 columns of V, and group of 128, counted from this consumer's half.
+  __device__ __forceinline__ int value_tile(int d) const { return d ^ consumer * kHalfTiles; }
+  __device__ __forceinline__ int group_of(int pair) const { return value_tile(2 * pair) / 2; }
+
+  // Block `block` of a segment, of a request that has so many tokens from the segment's first one on.
+  __device__ __forceinline__ void mask_scores(int block, int tokens) {
+    const int token = block * kBlockTokens + own_token();
+    const int first = copy_of(row_of(0));  // or else the limits of all rows would be kept in registers over the blocks
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int limit = tokens - tile.shift_of(p, first + 8 * (i / 2) + i % 2);
+      if (token >= limit) scores[4 * (i / 2) + i % 2] = -kInfinity;
+      if (token + 8 >= limit) scores[4 * (i / 2) + 2 + i % 2] = -kInfinity;
+    }
+  }
+
+  // The scores of a row, of this thread's token or of the one eight behind it.
+  __device__ __forceinline__ float score_of(int i, int eight) const { return scores[4 * (i / 2) + 2 * eight + i % 2]; }
+
+  // Four of a thread's query rows, from `first` on: multiplies what was summed up so far of 128 columns, counted from this
+  // consumer's half.
+  __device__ __forceinline__ void rescale(int pair, int first, const float (&factor)[4]) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int d = 2 * pair; d < 2 * pair + 2; ++d) {
+        const int i = first + k;
+        output[d][4 * (i / 2) + i % 2] *= factor[k];
+        output[d][4 * (i / 2) + 2 + i % 2] *= factor[k];
+      }
+  }
+
+  // Their highest values, of one kind: of those of a thread its warp's.
+  __device__ __forceinline__ void leave_highest(int kind, int first, float (&v)[4]) const {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) v[k] = fmaxf(v[k], __shfl_xor_sync(0xffffffffu, v[k], step));
+    if (lane >= 4) return;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      store_shared_float(shared.warp_maximum(kind, consumer * 4 + warp, row_of(first + k)), v[k]);
+  }
+
+  // Of all warps', when they have met.
+  __device__ __forceinline__ float highest_of(int kind, int row) const {
+    float v = load_shared_float(shared.warp_maximum(kind, consumer * 4, row));
+#pragma unroll
+    for (int w = 1; w < 4; ++w) v = fmaxf(v, load_shared_float(shared.warp_maximum(kind, consumer * 4 + w, row)));
+    return v;
+  }
+
+  // Whole numbers: differences of references are exact.
+  __device__ __forceinline__ static float raised(float reference, float highest) {
+    return highest > reference + kReferenceSlack ? ceilf(highest) - kReferenceBelow : reference;
+  }
+
+  // Raises the references where this block needs it, and brings what was summed up to the new ones: each segment begins with
+  // this. What threads read here was written before a meeting, and what they write is read behind another one.
+  __device__ __forceinline__ void raise_references(u32 slot) {
+#pragma unroll
+    for (int first = 0; first < kOwn; first += 4) {
+      float highest[4], factor[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) highest[k] = fmaxf(score_of(first + k, 0), score_of(first + k, 1));
+      leave_highest(0, first, highest);
+      consumer_sync(consumer);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float before = load_shared_float(shared.reference(consumer, row_of(first + k)));
+        highest[k] = raised(before, highest_of(0, row_of(first + k)));
+        factor[k] = exp2_approx(before - highest[k]);
+        sum[first + k] *= factor[k];
+      }
+      if constexpr (kGrouped) leave_highest_of_groups(slot, first, highest);
+      consumer_sync(consumer);
+      if (lane < 4) {
+        if constexpr (kGrouped) raise_group(first, highest);
+        if (warp == 0) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) store_shared_float(shared.reference(consumer, row_of(first + k)), highest[k]);
+        }
+      }
+      if constexpr (kGrouped) consumer_sync(consumer);
+#pragma unroll
+      for (int pair = 0; pair < kScaleGroups; ++pair) {
+        if constexpr (kGrouped) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) factor[k] = load_shared_float(group_change(pair, row_of(first + k)));
+        }
+        rescale(pair, first, factor);
+      }
+    }
+    consumer_sync(consumer);
+  }
+
+  // What is stored for each group of columns, relative to the new references.
+  __device__ __forceinline__ void leave_highest_of_groups(u32 slot, int first, const float (&reference)[4]) const {
+#pragma unroll 1
+    for (int pair = 0; pair < kScaleGroups; ++pair) {
+      const float low = scale_of(slot, group_of(pair), 0), high = scale_of(slot, group_of(pair), 1);
+      float highest[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        highest[k] = fmaxf(exp2_approx(score_of(first + k, 0) - reference[k]) * low,
+                           exp2_approx(score_of(first + k, 1) - reference[k]) * high);
+      leave_highest(1 + pair, first, highest);
+    }
+  }
+
+  // Each warp raises the references of one group of columns.
+  __device__ __forceinline__ void raise_group(int first, const float (&reference)[4]) const {
+    const int group = group_of(warp);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int row = row_of(first + k);
+      const float before = load_shared_float(shared.group_reference(consumer, group, row));
+      const float highest =
+          fmaxf(raised(before, reference[k] + log2_approx(highest_of(1 + warp, row))), reference[k] + kLeastGroupReference);
+      store_shared_float(shared.group_reference(consumer, group, row), highest);
+      store_shared_float(shared.group_factor(consumer, group, row), exp2_approx(reference[k] - highest));
+      store_shared_float(group_change(warp, row), exp2_approx(before - highest));
+    }
+  }
+
+  // By what sums of a group of columns change with its reference: in place of its first highest value, which the lane that
+  // writes here has read.
+  __device__ __forceinline__ u32 group_change(int pair, int row) const {
+    return shared.warp_maximum(1 + pair, consumer * 4, row);
+  }
+
+  // scores -> probabilities, and, for all warps of this consumer, as float16 and transposed: as they are, or for each group
+  // of columns times scales. Tells whether some are too high for their references.
+  __device__ __forceinline__ bool store_probabilities(u32 slot, float (&p)[kSums]) const {
+    const int tokens = 2 * warp + lane / 8 % 2;  // eight of them
+    const int row = lane / 16 * 8 + lane % 8;
+    const u32 place = row * 128 + ((tokens ^ (row & 7)) << 4);
+#pragma unroll
+    for (int i = 0; i < kOwn; i += 2) {
+      const float2 references = load_shared_float2(shared.reference(consumer, row_of(i)));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) p[2 * i + j] = exp2_approx(scores[2 * i + j] - (j % 2 == 0 ? references.x : references.y));
+    }
+    u32 highest = 0;
+#pragma unroll
+    for (int group = 0; group < (kGrouped ? kScaleGroups : 1); ++group) {
+      const u32 to = shared.probabilities_of(consumer, group, slot) + place;
+      const float low = kGrouped ? scale_of(slot, group, 0) : 1.0f, high = kGrouped ? scale_of(slot, group, 1) : 1.0f;
+#pragma unroll
+      for (int i = 0; i < kSums; i += 8) {
+        u32 packed[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float2 v = {p[i + 2 * j], p[i + 2 * j + 1]};
+          if constexpr (kGrouped) {
+            const float2 factors = load_shared_float2(shared.group_factor(consumer, group, row_of(i / 2 + j / 2 * 2)));
+            const float scale = j % 2 == 0 ? low : high;
+            v = {v.x * scale * factors.x, v.y * scale * factors.y};  // in this order: 0 times infinity does not come up
+          }
+          packed[j] = pack_pair<Fp16>(v.x, v.y);
+          highest = highest_f16x2(highest, packed[j]);
+        }
+        store_matrix_x4_transposed(to + i / 8 * 16 * 128, packed[0], packed[1], packed[2], packed[3]);
+      }
+    }
+    constexpr u32 kHalfInfinity = 0x7c00;
+    bool too_high = (highest & 0x7fff) >= kHalfInfinity || (highest >> 16) >= kHalfInfinity;
+    if constexpr (kGrouped) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) too_high |= p[i] > kMostProbability;
+    }
+    fence_proxy_async_shared();
+    return too_high;
+  }
+
+  // scores -> probabilities for multiply_values, and their sums.
+  __device__ __forceinline__ void weigh(u32 slot) {
+    float p[kSums];
+    consumer_sync(consumer);  // nobody reads this consumer's probabilities of before, nor RoPE columns
+    if (sync_any(store_probabilities(slot, p))) {
+      raise_references(slot);
+      store_probabilities(slot, p);
+      consumer_sync(consumer);
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sum[i / 4 * 2 + i % 2] += p[i];
+  }
+};
+
+}  // namespace cumla

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// Split-KV MLA decode for sm_90a with the operands swapped: for at most 16 query rows of a kv head. A matrix product has 64
+// rows on its M side at least; here these are KV rows and columns of V, and the query rows are the N side:
+//
+//   S^T (64 tokens x rows)  = K (64 x 576) Q^T        O^T (512 x rows) += V^T (512 x 64 tokens) P^T
+//
+// so that few rows cost few registers and little shared memory, and the rest of it is a deep ring of KV tiles.
+// grid = (1, parts, kv heads), 384 threads, one CTA an SM.
+//
+// Warpgroup 0 loads: warp 0 the KV blocks, tile by tile as slots of the ring become free (TMA), of kRows warps 0 and 1
+// (mla/mla_decode/pages.cuh); warps 2 and 3 the query rows. Warpgroups 1 and 2 compute, each every second block for itself,
+// from its scores to O += V P; at the end of a segment they add up what they have, each half of the columns of V:
+//
+//   consumer 0:  S0 = K0 Q   softmax0   O += V0 P0   S2 = K2 Q ...          } O[0, 256) of both
+//   consumer 1:              S1 = K1 Q   softmax1   O += V1 P1   S3 ...     } O[256, 512) of both
+//
+// Memory-bound: 73,728 B a block take 3,700 clocks at an SM's share of the read bandwidth. A consumer has twice as long
+// for one of its blocks, so that none of them waits in the ring for long.
+//
+// Shared memory:  ring of 24 tiles 196,608 + query 18,432 + P, exchange and joining 14,336 + maxima 512 + sums 1,152
+//                 + words 16 + barriers 416 = 231,472 B of 232,448
+// Registers:      168, of which output 64, scores 8
+// Tensor work:    36 + 32 products m64n16k16 a block, bound by reading A from shared memory
+#include "mla/mla_decode/load.cuh"
+#include "mla/mla_decode/pages.cuh"
+#include "mla/mla_decode_swapped/compute.cuh"
+#include "mla/mla_decode_swapped/layout.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+
+namespace cumla {
+
+// row_warps: those that copy rows; 0 without kRows.
+__device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared, int row_warps) {
+#pragma unroll
+  for (int s = 0; s < SwappedLayout::kSlots; ++s) {
+    mbarrier_init(shared.full(s), row_warps ? row_warps * 32 : 1);
+    mbarrier_init(shared.free(s), 4);
+  }
+  mbarrier_init(shared.begun(0), 1);
+  mbarrier_init(shared.begun(1), 1);
+  mbarrier_init(shared.query_full(), 2);
+  mbarrier_init(shared.query_free(), 8);
+  fence_mbarrier_init();
+}
+
+// Loads all blocks, tile by tile, into a ring of tiles as its slots become free: one thread, of kBoxes a warp.
+template <PageForm kForm>
+__device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const SwappedLayout& shared,
+                                             const Tile& tile, const Part& part, int last_place) {
+  BlockCursor<1, Tile> now(p, tile, part, last_place, 0);
+  RingPlace place;
+  const int offset = first_of_box<kForm>(p);
+  PageRow next = now.template row_of<kForm>(offset);
+#pragma unroll 1
+  while (now.valid()) {
+    const int owner = (now.t + now.i) & 1;
+    const PageRow from = next;
+    now.next();
+    next = now.template row_of<kForm>(offset);
+#pragma unroll
+    for (int k = 0; k < kTiles; ++k) {
+      const int column = tile_in_order(0, k);
+      mbarrier_wait(shared.free(place.slot), place.phase ^ 1, "a free KV slot");
+      load_tile<kForm>(p, shared.slot(place.slot), column, column == kRopeTile, shared.full(place.slot), from);
+      place.advance(1);
+    }
+    if (threadIdx.x == 0) mbarrier_arrive(shared.begun(owner));
+  }
+}
+
+// kCount tiles of a block into the next slots of the ring.
+template <int kCount>
+__device__ __forceinline__ void copy_to_ring(const RowCopier<Tile>& rows, const CacheColumns& from, int bytes,
+                                             const SwappedLayout& shared, RingPlace& place) {
+  u32 tiles[kCount], barriers[kCount];
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    tiles[k] = shared.slot(place.slot);
+    barriers[k] = shared.full(place.slot);
+    mbarrier_wait(shared.free(place.slot), place.phase ^ 1, "a free KV slot");
+    place.advance(1);
+  }
+  rows.copy<kCount>(from, bytes, tiles);
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) mbarrier_arrive_after_copies(barriers[k]);
+}
+
+// The same of kRows: one of two warps, half of the rows. That one of them has begun to load into a slot is enough to know
+// that all of what was there before has come.
+__device__ __forceinline__ void load_kv_ring_rows(const MlaDecodeParams& p, const SwappedLayout& shared, const Tile& tile,
+                                                  const Part& part, int last_place, int warp) {
+  RowCopier<Tile> rows(p, tile, part, last_place, warp);
+  RingPlace place;
+#pragma unroll 1
+  for (int t = 0; rows.take(); ++t) {
+    copy_to_ring<1>(rows, p.rope, 0, shared, place);
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) copy_to_ring<kHalfTiles>(rows, p.latent, half * kHalfTiles * 128, shared, place);
+    if (threadIdx.x == 0) mbarrier_arrive(shared.begun(t & 1));
+  }
+  copy_async_wait_all();
+}
+
+template <typename T, PageForm kForm>
+__device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  const SwappedLayout shared(shared_address(shared_bytes));
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  begin_kernel<kForm, Tile>(p, shared, kForm == kRows ? 2 : 0);
+
+  const Part part = part_of_cta(p, blockIdx.y);
+  const Tile tile(p);
+  const int last_place = last_place_of(p, part);
+
+  if (warpgroup == 0) {
+    if (warp < 2) {
+      if constexpr (kForm == kRows)
+        load_kv_ring_rows(p, shared, tile, part, last_place, warp);
+      else if (warp == 0 && (kForm == kBoxes || lane == 0))
+        load_kv_ring<kForm>(p, shared, tile, part, last_place);
+    } else {
+      load_query<kSwappedRows>(p, shared, tile, part, last_place, warp - 2);
+    }
+  } else {
+    SwappedConsumer<T, kForm == kRows> consumer(p, shared, tile, warpgroup - 1);
+    int t = 0;
+    for (int place = part.place; place <= last_place; ++place) {
+      const Segment segment = segment_of(p, tile, part, place);
+      consumer.compute(segment, t, (place - part.place) & 1);
+      consumer.finish(segment, place < last_place);
+      t += segment.blocks;
+    }
+  }
+}
+
+}  // namespace cumla

@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+// The computing role of mla_decode_swapped: one consumer warpgroup, from its first scores to the stored output.
+#pragma once
+#include "split/join.cuh"
+#include "mla/mla_decode_swapped/layout.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace cumla {
+
+// One consumer warpgroup. Thread layout of the accumulators: tokens, or columns of V, 16 warp + lane / 4 and that + 8; in
+// every group of eight query rows the two at 2 (lane % 4).
+// kCopied: tiles were written by threads' own copies, not by TMA.
+template <typename T, bool kCopied>
+struct SwappedConsumer {
+  static constexpr int kOwn = kSwappedRows / 4;  // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
+  static constexpr int kValueTiles = 2 * kHalfTiles;
+
+  const MlaDecodeParams& p;
+  const SwappedLayout& shared;
+  const Tile& tile;
+  const int consumer, warp, lane;
+  RingPlace place;     // of this consumer's next block
+  u32 begun = 0;       // parity of its number among this consumer's
+  float output[kValueTiles][2 * kOwn];  // this consumer's half of V, then the other's
+  float scores[2 * kOwn];
+  u32 probabilities[kOwn];
+  float maximum[kOwn];     // base-2 running maximum
+  float sum[kOwn];         // of the exponentials of this thread's tokens, for the log-sum-exp,
+  float weight[kOwn];      // and of the 16-bit probabilities made of them, which normalise the output
+
+  __device__ __forceinline__ SwappedConsumer(const MlaDecodeParams& p, const SwappedLayout& shared,
+                                             const Tile& tile, int consumer)
+      : p(p),
+        shared(shared),
+        tile(tile),
+        consumer(consumer),
+        warp(threadIdx.x % kWarpgroup / 32),
+        lane(threadIdx.x % 32) {
+    if (consumer == 1) place.advance(kTiles);
+  }
+
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int d = 0; d < kValueTiles; ++d)
+#pragma unroll
+      for (int i = 0; i < 2 * kOwn; ++i) output[d][i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      maximum[i] = kLowest;
+      sum[i] = 0.0f;
+      weight[i] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ int row_of(int i) const { return 8 * (i / 2) + 2 * (lane % 4) + i % 2; }
+
+  // scores = block x query; then the RoPE tile is free.
+  __device__ __forceinline__ void multiply_query() {
+    RingPlace at = place;
+    // A barrier tells phases apart by their parity. What a slot held before may be a tile of the other consumer that is
+    // still under way: then the phase before that one would be taken for this one.
+    mbarrier_wait(shared.begun(consumer), begun, "the loads of a block to begin");
+    begun ^= 1;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      mbarrier_wait(shared.full(at.slot), at.phase, "a KV tile");
+      if constexpr (kCopied) fence_proxy_async_shared();
+      const u32 query = shared.query + tile_in_order(0, i) * shared.kQueryTileBytes;
+      warpgroup_arrive();
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        wgmma_m64n16k16_async<T, false>(scores, matrix_descriptor(shared.slot(at.slot) + k * 32, 0, 1024),
+                                  matrix_descriptor(query + k * 32, 0, 1024), i + k > 0);
+      at.advance(1);
+    }
+    warpgroup_commit();
+    warpgroup_wait<0>();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared.free(place.slot));
+  }
+
+  // Slot of 64 columns of V, counted from this consumer's half: behind RoPE.
+  __device__ __forceinline__ u32 slot_of_value(int d) const { return place.ahead(1 + (d ^ consumer * kHalfTiles)).slot; }
+
+  // output += V x probabilities; each half of V is free as soon as it is multiplied.
+  __device__ __forceinline__ void multiply_values() {
+    warpgroup_arrive();
+#pragma unroll
+    for (int d = 0; d < kValueTiles; ++d) {
+      const u32 values = shared.slot(slot_of_value(d));
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        wgmma_m64n16k16_async<T, true>(output[d], matrix_descriptor(values + k * 2048, 0, 1024),
+                                 matrix_descriptor(shared.probabilities_of(consumer) + k * 32, 0, 1024), true);
+      if (d % kHalfTiles == kHalfTiles - 1) warpgroup_commit();
+    }
+    warpgroup_wait<1>();
+    __syncwarp();
+    if (lane < kHalfTiles) mbarrier_arrive(shared.free(slot_of_value(lane)));
+    warpgroup_wait<0>();
+    __syncwarp();
+    if (lane < kHalfTiles) mbarrier_arrive(shared.free(slot_of_value(kHalfTiles + lane)));
+  }
+
+  // Rows past the end of the sequence may hold NaN: their probabilities are 0, and 0 x NaN is NaN.
+  __device__ __forceinline__ void clear_values_past(int valid) const {
+    for (int i = valid * 64 + threadIdx.x % kWarpgroup; i < kBlockTokens * 64; i += kWarpgroup)
+      store_shared_zero_16(shared.slot(slot_of_value(i % 64 / 8)) + (i / 64) * 128 + (i % 8) * 16);
+    fence_proxy_async_shared();
+  }
+
+  __device__ __forceinline__ void mask_scores(const Segment& segment, int block) {
+    const int token = block * kBlockTokens + warp * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int limit = segment.tokens - tile.shift_of(p, row_of(i));
+      if (token >= limit) scores[4 * (i / 2) + i % 2] = -kInfinity;
+      if (token + 8 >= limit) scores[4 * (i / 2) + 2 + i % 2] = -kInfinity;
+    }
+  }
+
+  // What was summed up so far, relative to `next` from now on. Rarely anything to do.
+  __device__ __forceinline__ void rescale(const float (&next)[kOwn]) {
+    bool moved = false;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) moved |= next[i] != maximum[i];
+    if (!__any_sync(0xffffffffu, moved)) return;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const float factor = exp2_approx(maximum[i] - next[i]);
+#pragma unroll
+      for (int d = 0; d < kValueTiles; ++d) {
+        output[d][4 * (i / 2) + i % 2] *= factor;
+        output[d][4 * (i / 2) + 2 + i % 2] *= factor;
+      }
+      sum[i] *= factor;
+      weight[i] *= factor;
+      maximum[i] = next[i];
+    }
+  }
+
+  // The running maximum of the query rows with this block's scores: over a thread's two tokens, its warp's, all.
+  __device__ __forceinline__ void raise_maximum(float (&next)[kOwn]) const {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) next[i] = fmaxf(scores[4 * (i / 2) + i % 2], scores[4 * (i / 2) + 2 + i % 2]);
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2)
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) next[i] = fmaxf(next[i], __shfl_xor_sync(0xffffffffu, next[i], step));
+    if (lane < 4) {
+#pragma unroll
+      for (int i = 0; i < kOwn; i += 2)
+        store_shared_float2(shared.warp_maximum(consumer * 4 + warp, row_of(i)), {next[i], next[i + 1]});
+    }
+    consumer_sync(consumer);
+#pragma unroll
+    for (int i = 0; i < kOwn; i += 2) {
+      float2 highest = {-kInfinity, -kInfinity};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float2 other = load_shared_float2(shared.warp_maximum(consumer * 4 + w, row_of(i)));
+        highest = {fmaxf(highest.x, other.x), fmaxf(highest.y, other.y)};
+      }
+      next[i] = slacken(highest.x * p.scale_log2, maximum[i]);
+      next[i + 1] = slacken(highest.y * p.scale_log2, maximum[i + 1]);
+    }
+  }
+
+  __device__ __forceinline__ static float slacken(float highest, float maximum) {
+    return highest > maximum + kMaximumSlack ? highest : maximum;
+  }
+
+  // scores -> probabilities relative to the running maximum, and their sums before and after rounding. The output is
+  // divided by the rounded sum: where one token has most of the weight its rounding cancels.
+  __device__ __forceinline__ void exponentiate() {
+#pragma unroll
+    for (int i = 0; i < 2 * kOwn; i += 2) {
+      const int own = i / 4 * 2;
+      const float low = exp2_approx(__fmaf_rn(scores[i], p.scale_log2, -maximum[own]));
+      const float high = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -maximum[own + 1]));
+      sum[own] += low;
+      sum[own + 1] += high;
+      probabilities[i / 2] = pack_pair<T>(low, high);
+      const float2 rounded = unpack_pair<T>(probabilities[i / 2]);
+      weight[own] += rounded.x;
+      weight[own + 1] += rounded.y;
+    }
+  }
+
+  // Transposed, for all warps of this consumer.
+  __device__ __forceinline__ void store_probabilities() const {
+    const int tokens = 2 * warp + lane / 8 % 2;  // eight of them
+    const int row = lane / 16 * 8 + lane % 8;
+    store_matrix_x4_transposed(shared.probabilities_of(consumer) + row * 128 + ((tokens ^ (row & 7)) << 4),
+                               probabilities[0], probabilities[1], probabilities[2], probabilities[3]);
+    fence_proxy_async_shared();
+  }
+
+  // t: blocks of the segments before.
+  __device__ __forceinline__ void compute(const Segment& segment, int t, u32 query_phase) {
+    begin();
+    mbarrier_wait(shared.query_full(), query_phase, "the query");
+#pragma unroll 1
+    for (int i = (consumer ^ t) & 1; i < segment.blocks; i += 2) {
+      multiply_query();
+      const int block = segment.begin + i;
+      const int last_token = (block + 1) * kBlockTokens;
+      if (last_token > segment.tokens - tile.most_shift) mask_scores(segment, block);
+      float next[kOwn];
+      raise_maximum(next);
+      rescale(next);
+      exponentiate();
+      store_probabilities();
+      if (last_token > segment.tokens) clear_values_past(kBlockTokens + segment.tokens - last_token);
+      consumer_sync(consumer);
+      multiply_values();
+      place.advance(2 * kTiles);
+    }
+  }
+
+  // Both consumers' output, each of its half of V; then out and log-sum-exp, or a piece of them.
+  __device__ __forceinline__ void finish(const Segment& segment, bool more) {
+    leave_sums();
+    consumers_sync();  // nobody needs query and probabilities any more
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float* const of = output[kHalfTiles + i / 2] + i % 2 * 4;
+      store_shared_float4(shared.exchange(consumer, i), {of[0], of[1], of[2], of[3]});
+    }
+    consumers_sync();
+    float lse[kOwn];
+    add_up(lse);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared.query_free());
+    const bool split = segment.split();
+    if (consumer == 0 && warp == 0 && lane < 4) write_lse(segment, lse, split);
+    write_output(segment, split);
+    if (split) Joiner<T, Tile, 1>(p, {shared.words, shared.probabilities, shared.sums}, tile, segment).join(more);
+  }
+
+  __device__ __forceinline__ void leave_sums() {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2)
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], step);
+        weight[i] += __shfl_xor_sync(0xffffffffu, weight[i], step);
+      }
+    if (lane >= 4) return;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      store_shared_float(shared.sum(row_of(i), consumer * 4 + warp), sum[i]);
+      store_shared_float(shared.weight(row_of(i), consumer * 4 + warp), weight[i]);
+      if (warp == 0) store_shared_float(shared.maximum(consumer, row_of(i)), maximum[i]);
+    }
+  }
+
+  // This consumer's half of the output, of both and normalised.
+  __device__ __forceinline__ void add_up(float (&lse)[kOwn]) {
+    float of_own[kOwn], of_other[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int row = row_of(i);
+      const float other = load_shared_float(shared.maximum(1 - consumer, row));
+      const float highest = fmaxf(maximum[i], other);
+      const float own_factor = exp2_approx(maximum[i] - highest), other_factor = exp2_approx(other - highest);
+      const float total = own_factor * sum_of_four(shared.sum(row, consumer * 4)) +
+                          other_factor * sum_of_four(shared.sum(row, (1 - consumer) * 4));
+      const float rounded = own_factor * sum_of_four(shared.weight(row, consumer * 4)) +
+                            other_factor * sum_of_four(shared.weight(row, (1 - consumer) * 4));
+      const float inverse = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
+      of_own[i] = own_factor * inverse;
+      of_other[i] = other_factor * inverse;
+      lse[i] = total == 0.0f ? -kInfinity : highest + log2_approx(total);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float* const of = output[i / 2] + i % 2 * 4;
+      const float4 other = load_shared_float4(shared.exchange(1 - consumer, i));
+      const int row = i % 2 * 2;
+      of[0] = of[0] * of_own[row] + other.x * of_other[row];
+      of[1] = of[1] * of_own[row + 1] + other.y * of_other[row + 1];
+      of[2] = of[2] * of_own[row] + other.z * of_other[row];
+      of[3] = of[3] * of_own[row + 1] + other.w * of_other[row + 1];
+    }
+  }
+
+  __device__ __forceinline__ static float sum_of_four(u32 source) {
+    const float4 v = load_shared_float4(source);
+    return (v.x + v.y) + (v.z + v.w);
+  }
+
+  __device__ __forceinline__ void write_lse(const Segment& segment, const float (&lse)[kOwn], bool split) const {
+    float* const of_piece = p.partial_lse + piece_index(p, tile, blockIdx.y, segment.slot) * kSwappedRows;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (split)
+        of_piece[row_of(i)] = lse[i];
+      else if (row_of(i) < tile.rows)
+        store_lse(p, segment.request, Row(p, tile, row_of(i)), lse[i]);
+    }
+  }
+
+  // Lanes 4 apart trade values, after which a thread has what it would have of a product with the query rows on the M side:
+  // columns c, c + 1 of query rows r and r + 8. It then stands for another lane of that layout.
+  __device__ __forceinline__ void write_output(const Segment& segment, bool split) const {
+    const bool odd = lane / 4 % 2;
+    const int as_lane = ((lane % 4) * 2 + odd) * 4 + lane / 8, row = as_lane / 4;
+    const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
+    float4* const place = copy_of(p.partial_out + piece_offset(p, piece, consumer, 0, 2 * warp, as_lane));
+#pragma unroll
+    for (int d = 0; d < kHalfTiles; ++d) {
+      float4 v[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* const of = output[d] + 2 * half;  // of two query rows; 4 further on, of two that are 8 behind them
+        const float a = __shfl_xor_sync(0xffffffffu, odd ? of[0] : of[1], 4);
+        const float b = __shfl_xor_sync(0xffffffffu, odd ? of[4] : of[5], 4);
+        v[half] = odd ? float4{a, of[1], b, of[5]} : float4{of[0], a, of[4], b};
+      }
+      const int eights = 8 * d + 2 * warp;  // of this consumer's columns, before these two
+      if (split) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          store_global_float4(place + (8 * d + half) * 32, v[half].x, v[half].y, v[half].z, v[half].w);
+      } else {
+        const int column = consumer * 256 + eights * 8;
+        store_columns<T, 8>(p, tile, segment.request, row, as_lane % 4, column, v[0].x, v[0].y, v[1].x, v[1].y);
+        store_columns<T, 8>(p, tile, segment.request, row + 8, as_lane % 4, column, v[0].z, v[0].w, v[1].z, v[1].w);
+      }
+    }
+  }
+};
+
+}  // namespace cumla

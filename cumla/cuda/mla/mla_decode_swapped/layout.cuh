@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared memory of mla_decode_swapped.
+#pragma once
+#include "mla/mla_decode/layout.cuh"
+
+namespace cumla {
+
+constexpr int kSwappedRows = 16;  // query rows
+
+struct SwappedLayout {
+  static constexpr int kSlots = 24;  // of the ring, a tile each
+  static constexpr int kQueryTileBytes = kSwappedRows * 128;  // 64 columns
+  static constexpr int kExchangeBytes = 2 * 8 * kWarpgroup * 16;
+  static constexpr int kWarps = 2 * kWarpgroup / 32;
+
+  u32 ring, query, probabilities, maxima, sums, words, barriers;
+
+  __device__ __forceinline__ explicit SwappedLayout(u32 base)
+      : ring(base),
+        query(ring + kSlots * kTileBytes),
+        probabilities(query + kTiles * kQueryTileBytes),
+        maxima(query + kExchangeBytes),
+        sums(maxima + kWarps * kSwappedRows * 4),
+        words(sums + (2 * kWarps + 2) * kSwappedRows * 4),
+        barriers(words + 16) {}
+
+  __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kTileBytes; }
+  // Transposed: a row of 64 tokens for each query row.
+  __device__ __forceinline__ u32 probabilities_of(int consumer) const {
+    return probabilities + consumer * kSwappedRows * 128;
+  }
+  // Where consumers leave what the other one adds up: in place of query and probabilities, for which a segment has no more
+  // use then.
+  __device__ __forceinline__ u32 exchange(int consumer, int i) const {
+    return query + ((consumer * 8 + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
+  }
+  // Of a query row, by warp of both consumers: the highest score of a block; sums of exponentials, and of rounded
+  // probabilities, over a segment. By consumer: its running maximum.
+  __device__ __forceinline__ u32 warp_maximum(int warp, int row) const { return maxima + (warp * kSwappedRows + row) * 4; }
+  __device__ __forceinline__ u32 sum(int row, int warp) const { return sums + (row * kWarps + warp) * 4; }
+  __device__ __forceinline__ u32 weight(int row, int warp) const { return sum(kSwappedRows + row, warp); }
+  __device__ __forceinline__ u32 maximum(int consumer, int row) const {
+    return sum(2 * kSwappedRows, 0) + (consumer * kSwappedRows + row) * 4;
+  }
+  // Barriers: a slot is loaded; is free again; the loads of a consumer's next block have all begun.
+  __device__ __forceinline__ u32 full(u32 s) const { return barriers + s * 8; }
+  __device__ __forceinline__ u32 free(u32 s) const { return full(kSlots + s); }
+  __device__ __forceinline__ u32 begun(int consumer) const { return free(kSlots) + consumer * 8; }
+  __device__ __forceinline__ u32 query_full() const { return begun(2); }
+  __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
+};
+
+// Where in the ring a run of tiles begins, and how often the ring has gone round.
+struct RingPlace {
+  u32 slot = 0, phase = 0;
+
+  __device__ __forceinline__ void advance(u32 tiles) {
+    slot += tiles;
+    if (slot >= SwappedLayout::kSlots) {
+      slot -= SwappedLayout::kSlots;
+      phase ^= 1;
+    }
+  }
+  __device__ __forceinline__ RingPlace ahead(u32 tiles) const {
+    RingPlace place = *this;
+    place.advance(tiles);
+    return place;
+  }
+};
+
+}  // namespace cumla

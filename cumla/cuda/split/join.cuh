@@ -1,0 +1,341 @@
+// SPDX-License-Identifier: Apache-2.0
+// Joining the pieces of a split request, by the CTAs that made them, at the end of mla_decode.
+//
+// Each CTA counts itself in at the request's ticket when its piece is stored. One whose work is done then waits until
+// all are there, and joins its share of the columns; one that has more requests to do goes on at once, and so does one
+// that has waited for too long (its peers may not even run yet). Whoever comes last joins the shares of those, too: no
+// CTA ever depends on another one's progress. Who joins a share never changes its bits: the pieces are added up in the
+// order of the parts, grouped by the shape of the share alone.
+//
+// A share is a number of items: a unit of 32 columns of one row group. With few items several warps divide the pieces of
+// one. Of many pieces units are narrower in some kernels: more items then, and less to add up between warps; but not where one
+// CTA joins all of hundreds of pieces.
+#pragma once
+#include "mla/mla_decode/layout.cuh"
+#include "ptx/atomic.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/sync.cuh"
+
+namespace cumla {
+
+constexpr int kManyPieces = 8;  // from so many on, units are narrower
+constexpr int kJoinWarps = 2 * kWarpgroup / 32;
+constexpr long long kPatience = 40000;  // clocks, about 20 us: requests are dealt out evenly
+
+// A row's log-sum-exp, base 2, as the caller gets it.
+__device__ __forceinline__ void store_lse(const MlaDecodeParams& p, int request, const Row& to, float lse) {
+  p.lse[request * p.lse_stride_batch + to.head * p.lse_stride_head + to.token * p.lse_stride_token] =
+      lse == -kInfinity ? kInfinity : lse * kLn2;
+}
+
+template <typename AnyTile>
+__device__ __forceinline__ char* row_of_out(const MlaDecodeParams& p, const AnyTile& tile, int request, int row) {
+  const Row to(p, tile, row);
+  return p.out + request * p.out_stride_batch + to.token * p.out_stride_token + to.head * p.out_stride_head;
+}
+
+// A quad of lanes stores 16 columns of a row, each lane a, b at 2 quad_lane and c, d eight columns later. In 16 bits lanes
+// trade with their neighbour, kNeighbour apart: eight bytes a lane, full 32-byte sectors.
+template <typename T, int kNeighbour, typename AnyTile>
+__device__ __forceinline__ void store_columns(const MlaDecodeParams& p, const AnyTile& tile, int request, int row,
+                                              int quad_lane, int column, float a, float b, float c, float d) {
+  const bool exists = row < tile.rows, odd = quad_lane % 2;
+  char* const out = row_of_out(p, tile, request, row);
+  if (p.out_is_float) {
+    float* const destination = reinterpret_cast<float*>(out) + column + quad_lane * 2;
+    if (exists) {
+      store_global_float2(destination, a, b);
+      store_global_float2(destination + 8, c, d);
+    }
+  } else {
+    const u32 first = pack_pair<T>(a, b), second = pack_pair<T>(c, d);
+    const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, kNeighbour);
+    char* const destination = out + (column + (odd ? 8 + (quad_lane - 1) * 2 : quad_lane * 2)) * 2;
+    if (exists) store_global_8(destination, odd ? received : first, odd ? second : received);
+  }
+}
+
+// A quad of lanes stores eight columns of a row, each lane two.
+template <typename T, typename AnyTile>
+__device__ __forceinline__ void store_pair(const MlaDecodeParams& p, const AnyTile& tile, int request, int row, int quad_lane,
+                                           int column, float a, float b) {
+  char* const out = row_of_out(p, tile, request, row);
+  column += quad_lane * 2;
+  if (row >= tile.rows) return;
+  if (p.out_is_float)
+    store_global_float2(reinterpret_cast<float*>(out) + column, a, b);
+  else
+    *reinterpret_cast<u32*>(out + column * 2) = pack_pair<T>(a, b);
+}
+
+// What a piece counts for, by its base-2 log-sum-exp: nothing if it is empty.
+__device__ __forceinline__ float weight_of(float lse, float maximum) {
+  return lse == -kInfinity ? 0.0f : exp2_approx(lse - maximum);
+}
+
+// Shared memory that nobody else uses between the segments of a CTA.
+struct JoinSpace {
+  u32 words;    // two, that all threads must agree on
+  u32 sums;     // 8,192 bytes
+  u32 weights;  // 1,024 bytes
+};
+
+// kManyGroups: of eight columns in a unit of many pieces; 4, as in all others, where the kernel lacks registers for more code
+// or got slower beside it.
+template <typename T, typename AnyTile, int kManyGroups>
+struct Joiner {
+  const MlaDecodeParams& p;
+  const JoinSpace space;
+  const AnyTile& tile;
+  const Segment& segment;
+  const int pieces, warp, lane;  // warp: of both consumers
+
+  __device__ __forceinline__ Joiner(const MlaDecodeParams& p, const JoinSpace& space, const AnyTile& tile,
+                                    const Segment& segment)
+      : p(p),
+        space(space),
+        tile(tile),
+        segment(segment),
+        pieces(segment.last_part - segment.first_part + 1),
+        warp(threadIdx.x / 32 - kWarpgroup / 32),
+        lane(threadIdx.x % 32) {}
+
+  // Called by all threads of both consumers, their piece stored. `more`: the CTA has another request to do.
+  __device__ __forceinline__ void join(bool more) const {
+    Ticket* const tickets = p.tickets + static_cast<i64>(tile.index) * p.parts;
+    u32* const left_here = &tickets[blockIdx.y].left[segment.slot];
+    consumers_sync();
+    if (threadIdx.x == kWarpgroup)
+      store_shared_u32(space.words, arrive(&tickets[segment.first_part].arrived, left_here, more));
+    consumers_sync();
+    const u32 role = load_shared_u32(space.words);
+    const int mine = blockIdx.y - segment.first_part;
+    int share = role == kGoOn ? -1 : mine;
+    u32 left = 0;
+    for (int looked = 0; share >= 0;) {
+      if (kManyGroups == 4 || pieces < kManyPieces || p.batch_invariant)
+        join_share<4, 4>(share);
+      else
+        join_share<kManyGroups, 8>(share);
+      for (; role == kLast && left == 0 && looked < pieces; looked += 32) left = who_left(tickets, looked, mine);
+      share = left == 0 ? -1 : (looked - 32) + __ffs(left) - 1;
+      left &= left - 1;
+    }
+    if (role == kLast && threadIdx.x == kWarpgroup) store_relaxed(left_here, 0);
+    consumers_sync();  // the role's place is written again
+  }
+
+ private:
+  enum Role : u32 { kGoOn, kOwnShare, kLast };
+  static constexpr u32 kAll = 1u << 31;
+
+  // Which of 32 pieces' CTAs have not waited, as a mask that all threads agree on.
+  __device__ __forceinline__ u32 who_left(Ticket* tickets, int from, int mine) const {
+    consumers_sync();
+    if (warp == 0) {
+      const int i = from + lane;
+      u32* const flag = &tickets[segment.first_part + i].left[slot_of(i)];
+      const bool left = i < pieces && i != mine && load_acquire(flag) != 0;
+      const u32 mask = __ballot_sync(0xffffffffu, left);
+      if (left) store_relaxed(flag, 0);
+      if (lane == 0) store_shared_u32(space.words + 4, mask);
+    }
+    consumers_sync();
+    return load_shared_u32(space.words + 4);
+  }
+
+  // By one thread.
+  __device__ __forceinline__ Role arrive(u32* arrived, u32* left, bool more) const {
+    const bool waits = !more && p.may_wait;
+    if (!waits) store_relaxed(left, 1);
+    const u32 step = segment.first_part == blockIdx.y ? kAll - (pieces - 1) : 1;
+    const u32 before = atomic_add_acq_rel(arrived, step);
+    auto all_arrived = [&](u32 now) { return ((now ^ before) & kAll) != 0; };
+    if (all_arrived(before + step)) {
+      fence_sc_gpu();  // a CTA that leaves now either sees that all are there or is seen to have left
+      return kLast;
+    }
+    if (!waits) return kGoOn;
+    const long long start = clock64();
+    while (!all_arrived(load_acquire(arrived))) {
+      if (clock64() - start < kPatience) continue;
+      store_relaxed(left, 1);
+      fence_sc_gpu();
+      if (!all_arrived(load_acquire(arrived))) return kGoOn;
+      store_relaxed(left, 0);  // should the last one have read it, it does this share as well, with the same bits
+      return kOwnShare;
+    }
+    return kOwnShare;
+  }
+
+  __device__ __forceinline__ int slot_of(int i) const { return i == 0 ? segment.first_slot : 0; }
+
+  // What one warp adds up: the accumulators of a unit of one row group and, for both rows of a lane, the sum of the weights
+  // and the base-2 maximum to which all is relative.
+  template <int kGroups>
+  struct Sum {
+    float4 v[kGroups];  // of eight columns each
+    float weight[2], maximum[2];
+
+    __device__ __forceinline__ void raise(float next0, float next1) {
+      const float factor[2] = {weight_of(maximum[0], next0), weight_of(maximum[1], next1)};
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j)
+        v[j] = {v[j].x * factor[0], v[j].y * factor[0], v[j].z * factor[1], v[j].w * factor[1]};
+      weight[0] *= factor[0];
+      weight[1] *= factor[1];
+      maximum[0] = next0;
+      maximum[1] = next1;
+    }
+    __device__ __forceinline__ void add(int j, const float4& other, float weight0, float weight1) {
+      v[j].x += weight0 * other.x;
+      v[j].y += weight0 * other.y;
+      v[j].z += weight1 * other.z;
+      v[j].w += weight1 * other.w;
+    }
+  };
+
+  // The items of one CTA's share: units of one row group. All warps come here together. What runs once runs from a cold
+  // instruction cache: the code is kept short rather than unrolled. kGroups: of eight columns in a unit; kAtOnce: pieces that
+  // a warp loads together.
+  template <int kGroups, int kAtOnce>
+  __device__ __forceinline__ void join_share(int share) const {
+    const int all = kValueDim / (8 * kGroups) * p.row_groups;
+    const int begin = all * share / pieces, items = all * (share + 1) / pieces - begin;
+    const int most = min(kJoinWarps, pieces);  // one item means eight pieces or more: the helpers of an item divide the warps
+    const int helpers = items > 4 ? 1 : items > 2 ? min(most, 2) : items == 2 ? min(most, 4) : most;
+#pragma unroll 1
+    for (int first = 0; first < items; first += kJoinWarps) {
+      const int item = begin + min(first + warp / helpers, items - 1);
+      const bool active = first + warp < items * helpers;
+      const int unit = item / p.row_groups;
+      join_item<kGroups, kAtOnce>(unit, item - unit * p.row_groups, warp % helpers, helpers, active);
+    }
+  }
+
+  template <int kGroups, int kAtOnce>
+  __device__ __forceinline__ void join_item(int unit, int group, int helper, int helpers, bool active) const {
+    constexpr int kHalfUnits = kValueDim / (8 * kGroups) / 2;
+    Sum<kGroups> sum;
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) sum.v[j] = {0.0f, 0.0f, 0.0f, 0.0f};
+    sum.weight[0] = sum.weight[1] = 0.0f;
+    sum.maximum[0] = sum.maximum[1] = -kInfinity;
+    const int count = (pieces + helpers - 1) / helpers;
+    const int end = active ? min((helper + 1) * count, pieces) : 0;
+    // The pieces lie two slots apart, the first perhaps in its second slot.
+    const i64 base = piece_index(p, tile, segment.first_part, 0);
+    const int rows = p.row_groups * kRowGroup;  // of a slot
+    const float* const lse_base = p.partial_lse + base * rows + group * kRowGroup + lane / 4;
+    const float4* const base_of =
+        p.partial_out + piece_offset(p, base, unit / kHalfUnits, group, unit % kHalfUnits * kGroups, lane);
+#pragma unroll 1
+    for (int first = helper * count; first < end; first += kAtOnce) {
+      float4 v[kAtOnce][kGroups];
+      float lse[kAtOnce][2];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        lse[k][0] = lse[k][1] = -kInfinity;
+        const int i = first + k, row = (i == 0 ? segment.first_slot : 2 * i) * rows;
+        const float4* const source = base_of + static_cast<i64>(row) * (kValueDim / 4);
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j) v[k][j] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (i < end) {
+          lse[k][0] = load_l2_float(lse_base + row);
+          lse[k][1] = load_l2_float(lse_base + row + 8);
+#pragma unroll
+          for (int j = 0; j < kGroups; ++j) v[k][j] = load_l2_float4(source + 32 * j);
+        }
+      }
+      float next[2] = {sum.maximum[0], sum.maximum[1]};
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          next[r] = fmaxf(next[r], lse[k][r]);
+      sum.raise(next[0], next[1]);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const float weight[2] = {weight_of(lse[k][0], next[0]), weight_of(lse[k][1], next[1])};
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j) sum.add(j, v[k][j], weight[0], weight[1]);
+        sum.weight[0] += weight[0];
+        sum.weight[1] += weight[1];
+      }
+    }
+    if (helpers > 1) gather(sum, helper, helpers);
+    if (active && helper == 0) store(unit, group, sum);
+  }
+
+  // Where a warp leaves what it has for the first helper of its item.
+  __device__ __forceinline__ u32 place_of_sum(int of_warp, int j) const {
+    return space.sums + ((of_warp * 2 + j) * 32 + lane) * 16;
+  }
+  __device__ __forceinline__ u32 place_of_weights(int of_warp) const {
+    return space.weights + (of_warp * 8 + lane / 4) * 16;
+  }
+
+  // Adds up what the helpers of an item have, in their order, in the first of them; half at a time, as there is room.
+  template <int kGroups>
+  __device__ __forceinline__ void gather(Sum<kGroups>& sum, int helper, int helpers) const {
+    if (lane % 4 == 0)
+      store_shared_float4(place_of_weights(warp), {sum.weight[0], sum.weight[1], sum.maximum[0], sum.maximum[1]});
+#pragma unroll
+    for (int half = 0; half < kGroups; half += 2) {
+      store_shared_float4(place_of_sum(warp, 0), sum.v[half]);
+      if constexpr (kGroups > 1) store_shared_float4(place_of_sum(warp, 1), sum.v[half + 1]);
+      consumers_sync();
+      if (helper == 0) {
+        if (half == 0) {
+          float4 highest = load_shared_float4(place_of_weights(warp));
+#pragma unroll 1
+          for (int i = warp + 1; i < warp + helpers; ++i) {
+            const float4 other = load_shared_float4(place_of_weights(i));
+            highest.z = fmaxf(highest.z, other.z);
+            highest.w = fmaxf(highest.w, other.w);
+          }
+          sum.raise(highest.z, highest.w);
+        }
+#pragma unroll 1
+        for (int i = warp + 1; i < warp + helpers; ++i) {
+          const float4 other = load_shared_float4(place_of_weights(i));  // sums of weights, maxima
+          const float factor[2] = {weight_of(other.z, sum.maximum[0]), weight_of(other.w, sum.maximum[1])};
+          sum.add(half, load_shared_float4(place_of_sum(i, 0)), factor[0], factor[1]);
+          if constexpr (kGroups > 1) sum.add(half + 1, load_shared_float4(place_of_sum(i, 1)), factor[0], factor[1]);
+          if (half == 0) {
+            sum.weight[0] += factor[0] * other.x;
+            sum.weight[1] += factor[1] * other.y;
+          }
+        }
+      }
+      consumers_sync();  // the next half is written there
+    }
+  }
+
+  template <int kGroups>
+  __device__ __forceinline__ void store(int unit, int group, const Sum<kGroups>& sum) const {
+#pragma unroll 1
+    for (int r = 0; r < 2; ++r) {
+      const int row = group * kRowGroup + lane / 4 + 8 * r;
+      const float weight = r == 0 ? sum.weight[0] : sum.weight[1], highest = r == 0 ? sum.maximum[0] : sum.maximum[1];
+      const float scale = weight == 0.0f ? 0.0f : 1.0f / weight;
+      if constexpr (kGroups == 1) {
+        const float4& v = sum.v[0];
+        store_pair<T>(p, tile, segment.request, row, lane % 4, unit * 8, (r == 0 ? v.x : v.z) * scale,
+                      (r == 0 ? v.y : v.w) * scale);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kGroups; j += 2) {
+          const int column = unit * 8 * kGroups + 8 * j;
+          const float4 &v = sum.v[j], &w = sum.v[j + 1];
+          store_columns<T, 1>(p, tile, segment.request, row, lane % 4, column, (r == 0 ? v.x : v.z) * scale,
+                              (r == 0 ? v.y : v.w) * scale, (r == 0 ? w.x : w.z) * scale, (r == 0 ? w.y : w.w) * scale);
+        }
+      }
+      if (row < tile.rows && unit == 0 && lane % 4 == 0)
+        store_lse(p, segment.request, Row(p, tile, row), weight == 0.0f ? -kInfinity : highest + log2_approx(weight));
+    }
+  }
+};
+
+}  // namespace cumla

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexer of sparse attention: logits, its cache, and quantisation."""

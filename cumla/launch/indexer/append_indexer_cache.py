@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/indexer/append_indexer_cache.cu: indexer keys quantised into a paged cache."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.source import KernelSpec
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView
+    from cumla.launch.module import LoadedKernel
+
+__all__ = [
+    "SPECS",
+    "AppendIndexerArguments",
+    "append_indexer_spec",
+    "prepare_append_indexer",
+]
+
+_THREADS = 128
+_COLUMNS = 16  # that a lane holds
+
+_TAGS = {"bfloat16": "Bf16", "float16": "Fp16", "float32": "Fp32"}
+_SPECS = {
+    dtype: KernelSpec(
+        stem="append_indexer_cache",
+        package="cumla.cuda.indexer",
+        entry=f"append_indexer_cache_{dtype}",
+        function=f"append_indexer_cache<{tag}>",
+        params="AppendIndexerCacheParams",
+        threads=_THREADS,
+        min_blocks=8 if dtype == "float32" else 16,
+    )
+    for dtype, tag in _TAGS.items()
+}
+SPECS = tuple(_SPECS.values())
+
+
+def append_indexer_spec(dtype: str) -> KernelSpec:
+    """Choose the kernel for the dtype of the keys."""
+    return _SPECS[dtype]
+
+
+class AppendIndexerArguments(NamedTuple):
+    """Checked views of one call.
+
+    Attributes
+    ----------
+    k : ArrayView
+        ``(tokens, head_dim)``, bfloat16, float16 or float32.
+    values : ArrayView
+        ``(num_pages, page_size, head_dim)`` of one byte, page_size a power of two.
+    scales : ArrayView
+        ``(num_pages, page_size)`` float32; may lie in the pages of `values`.
+    slot_mapping : ArrayView
+        ``(tokens,)`` int32 or int64.
+    """
+
+    k: ArrayView
+    values: ArrayView
+    scales: ArrayView
+    slot_mapping: ArrayView
+
+
+_PARAMS = struct.Struct("<12q4i")
+
+
+def prepare_append_indexer(
+    kernel: LoadedKernel,
+    arguments: AppendIndexerArguments,
+    power_of_two_scales: bool,
+    stream: int,
+) -> PreparedLaunch:
+    """Prepare to quantise and write the keys.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+        ``append_indexer_cache_<dtype>``.
+    arguments : AppendIndexerArguments
+        At least one token; head_dim 32, 64 or 128.
+    power_of_two_scales : bool
+        Round scales up to powers of two.
+    stream : int
+        CUstream handle.
+
+    Returns
+    -------
+    PreparedLaunch
+        To be called.
+    """
+    k, cache, scales, slots = arguments
+    tokens, head_dim = k.shape
+    num_pages, page_size, _ = cache.shape
+    team = head_dim // _COLUMNS
+    fields = (
+        k.ptr,
+        k.strides[0],
+        slots.ptr,
+        slots.strides[0],
+        cache.ptr,
+        *cache.strides[:2],
+        scales.ptr,
+        *scales.strides,
+        tokens,
+        num_pages * page_size,
+        slots.dtype == "int64",
+        page_size.bit_length() - 1,
+        team.bit_length() - 1,
+        power_of_two_scales,
+    )
+    blocks = -(-tokens // (_THREADS // team))
+    return PreparedLaunch(kernel, (blocks, 1, 1), _PARAMS, fields, stream)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/indexer/mqa_logits.cu: indexer logits of new tokens."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+from cumla.launch.device import properties
+from cumla.launch.indexer.indexer_shape import LOGITS_FIELDS, LogitsShape, keys_map, logits_values
+from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.source import KernelSpec
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView
+    from cumla.launch.module import LoadedKernel
+
+__all__ = ["SPECS", "MQALogitsArguments", "mqa_logits_spec", "prepare_mqa_logits"]
+
+
+def _shape(heads: int, head_dim: int) -> LogitsShape:
+    return LogitsShape(heads, head_dim, tile=128, tiles=4)
+
+
+def _spec(heads: int, head_dim: int) -> KernelSpec:
+    shape = _shape(heads, head_dim)
+    return KernelSpec(
+        stem="mqa_logits",
+        package="cumla.cuda.indexer",
+        entry=f"mqa_logits_h{heads}_d{head_dim}",
+        function=f"mqa_logits<{heads}, {head_dim}, {shape.stages}, {shape.smem_bytes}>",
+        params="MqaLogitsParams",
+        threads=384,
+        smem_bytes=shape.smem_bytes,
+    )
+
+
+_SPECS = {(heads, dim): _spec(heads, dim) for heads in (8, 16, 32, 64) for dim in (32, 64, 128)}
+SPECS = tuple(_SPECS.values())
+
+
+def mqa_logits_spec(num_heads: int, head_dim: int) -> KernelSpec:
+    """Choose the kernel; the same one writes float32 and bfloat16."""
+    return _SPECS[num_heads, head_dim]
+
+
+class MQALogitsArguments(NamedTuple):
+    """Checked views of one call, as :func:`cumla.mqa_logits` describes the arrays.
+
+    Attributes
+    ----------
+    q : ArrayView
+        ``(seq_len, num_heads, head_dim)`` e4m3, rows on 16-byte boundaries.
+    k : ArrayView
+        ``(seq_len_kv, head_dim)`` e4m3, rows on 16-byte boundaries.
+    k_scale : ArrayView
+        ``(seq_len_kv,)`` float32.
+    weights : ArrayView
+        ``(seq_len, num_heads)`` float32.
+    ks, ke : ArrayView
+        ``(seq_len,)`` int32.
+    out : ArrayView
+        ``(seq_len, seq_len_kv)`` or, compressed, ``(seq_len, max_seqlen_k)``, float32 or bfloat16,
+        rows contiguous.
+    """
+
+    q: ArrayView
+    k: ArrayView
+    k_scale: ArrayView
+    weights: ArrayView
+    ks: ArrayView
+    ke: ArrayView
+    out: ArrayView
+
+
+_PARAMS = struct.Struct(f"<128s{LOGITS_FIELDS}8q4i32x")
+
+
+def prepare_mqa_logits(
+    kernel: LoadedKernel,
+    arguments: MQALogitsArguments,
+    *,
+    compressed: bool,
+    clean: bool,
+    stream: int,
+) -> PreparedLaunch:
+    """Prepare to score the tokens that each query row sees.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+        Of :func:`mqa_logits_spec`.
+    arguments : MQALogitsArguments
+        At least one query row, one token and one column.
+    compressed : bool
+        Whether column c is token ks + c of its row.
+    clean : bool
+        Whether -inf is written where nothing is visible.
+    stream : int
+        CUstream handle.
+
+    Returns
+    -------
+    PreparedLaunch
+        To be called.
+    """
+    a = arguments
+    values = (
+        keys_map("k", a.k.ptr, a.k.shape, a.k.strides),
+        *logits_values(a.q, a.weights, a.out, clean),
+        a.q.ptr,
+        a.q.strides[0],
+        a.k_scale.ptr,
+        a.k_scale.strides[0],
+        a.ks.ptr,
+        a.ke.ptr,
+        a.ks.strides[0],
+        a.ke.strides[0],
+        a.q.shape[0],
+        a.k.shape[0],
+        compressed,
+        0,
+    )
+    grid = (properties(kernel.device).sm_count, 1, 1)
+    return PreparedLaunch(kernel, grid, _PARAMS, values, stream)

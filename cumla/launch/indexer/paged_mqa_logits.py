@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/indexer/paged_mqa_logits.cu: indexer logits over a paged cache."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+from cumla.launch.indexer.indexer_shape import LOGITS_FIELDS, LogitsShape, keys_map, logits_values
+from cumla.launch.indexer.paged_mqa_schedule import LENGTHS_FIELDS, PagedMQAKey, lengths_values
+from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.source import KernelSpec
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView
+    from cumla.launch.module import LoadedKernel
+
+__all__ = ["SPECS", "PagedMQAArguments", "paged_mqa_logits_spec", "prepare_paged_mqa_logits"]
+
+_FEWEST_HEADS = 32  # that a kernel is made for; fewer are padded, for the cache bounds the time
+
+
+def _shape(num_heads: int, head_dim: int, next_n: int) -> LogitsShape:
+    """Choose the products: as few columns as hold all rows of a request, but 64 at least."""
+    heads = max(num_heads, _FEWEST_HEADS)
+    columns = next_n * heads
+    tile = 64 if columns <= 64 else 128 if columns <= 128 else 256
+    return LogitsShape(heads, head_dim, tile, 1 if columns <= tile else 2)
+
+
+def _spec(shape: LogitsShape) -> KernelSpec:
+    numbers = ", ".join(map(str, (*shape, shape.stages, shape.smem_bytes)))
+    return KernelSpec(
+        stem="paged_mqa_logits",
+        package="cumla.cuda.indexer",
+        entry=f"paged_mqa_logits_h{shape.heads}_d{shape.head_dim}_n{shape.columns}",
+        function=f"paged_mqa_logits<{numbers}>",
+        params="PagedMqaParams",
+        threads=384,
+        smem_bytes=shape.smem_bytes,
+    )
+
+
+_SPECS = {
+    shape: _spec(shape)
+    for shape in dict.fromkeys(
+        _shape(heads, head_dim, next_n)
+        for heads in (32, 64)
+        for head_dim in (32, 64, 128)
+        for next_n in range(1, 9)
+    )
+}
+SPECS = tuple(_SPECS.values())
+
+
+def paged_mqa_logits_spec(num_heads: int, head_dim: int, next_n: int) -> KernelSpec:
+    """Choose the kernel; the same one serves all page sizes, and float32 and bfloat16."""
+    return _SPECS[_shape(num_heads, head_dim, next_n)]
+
+
+class PagedMQAArguments(NamedTuple):
+    """Checked views of one call, as :func:`cumla.paged_mqa_logits` describes the arrays.
+
+    Attributes
+    ----------
+    q : ArrayView
+        ``(batch, next_n, num_heads, head_dim)`` e4m3, rows on 16-byte boundaries.
+    k_cache : ArrayView
+        ``(num_pages, page_size, head_dim)`` e4m3, rows on 16-byte boundaries.
+    scale_cache : ArrayView
+        ``(num_pages, page_size)`` float32, pages contiguous and on 16-byte boundaries.
+    weights : ArrayView
+        ``(batch * next_n, num_heads)`` float32.
+    context_lens : ArrayView
+        ``(batch,)`` or ``(batch, next_n)`` int32.
+    block_table : ArrayView
+        ``(batch, max_blocks)`` int32, rows contiguous.
+    buffer : ArrayView
+        The plan's, uint8.
+    out : ArrayView
+        ``(batch * next_n, max_context_len)`` float32 or bfloat16, rows contiguous.
+    """
+
+    q: ArrayView
+    k_cache: ArrayView
+    scale_cache: ArrayView
+    weights: ArrayView
+    context_lens: ArrayView
+    block_table: ArrayView
+    buffer: ArrayView
+    out: ArrayView
+
+
+_PARAMS = struct.Struct(f"<128s{LOGITS_FIELDS}{LENGTHS_FIELDS}8q2i")
+
+
+def prepare_paged_mqa_logits(
+    kernel: LoadedKernel,
+    key: PagedMQAKey,
+    arguments: PagedMQAArguments,
+    *,
+    clean: bool,
+    stream: int,
+) -> PreparedLaunch:
+    """Prepare to score the tokens that each row sees, as the plan's schedule deals them out.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+        Of :func:`paged_mqa_logits_spec`.
+    key : PagedMQAKey
+        The plan's shape.
+    arguments : PagedMQAArguments
+        At least one request, one page and one column.
+    clean : bool
+        Whether -inf is written where nothing is visible.
+    stream : int
+        CUstream handle.
+
+    Returns
+    -------
+    PreparedLaunch
+        To be called.
+    """
+    a = arguments
+    num_pages, page_size, _ = a.k_cache.shape
+    values = (
+        keys_map("kv_cache", a.k_cache.ptr, a.k_cache.shape, a.k_cache.strides),
+        *logits_values(a.q, a.weights, a.out, clean),
+        *lengths_values(key, a.context_lens, min(key.most_tokens, a.out.shape[1])),
+        a.q.ptr,
+        *a.q.strides[:2],
+        a.scale_cache.ptr,
+        a.scale_cache.strides[0],
+        a.block_table.ptr,
+        a.block_table.strides[0],
+        a.buffer.ptr,
+        num_pages,
+        page_size.bit_length() - 1,
+    )
+    return PreparedLaunch(kernel, (key.num_sms, 1, 1), _PARAMS, values, stream)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/indexer/paged_mqa_schedule.cu: deals the blocks of all requests out to parts.
+
+:func:`schedule_reference` is the same arithmetic in NumPy: the kernel's oracle.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from cumla.launch.indexer.indexer_shape import BLOCK_TOKENS, MOST_TOKENS
+from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.source import KernelSpec
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView
+    from cumla.launch.module import LoadedKernel
+
+__all__ = [
+    "LENGTHS_FIELDS",
+    "SPECS",
+    "PagedMQAKey",
+    "lengths_values",
+    "prepare_paged_mqa_schedule",
+    "schedule_bytes",
+    "schedule_reference",
+    "visible_tokens",
+]
+
+_SPEC = KernelSpec(
+    stem="paged_mqa_schedule",
+    package="cumla.cuda.indexer",
+    entry="paged_mqa_schedule",
+    function="paged_mqa_schedule",
+    params="PagedMqaScheduleParams",
+    threads=1024,
+)
+SPECS = (_SPEC,)
+
+
+class PagedMQAKey(NamedTuple):
+    """The shape for which a plan is made.
+
+    Attributes
+    ----------
+    batch, next_n, num_heads, head_dim : int
+        As in ``q`` (batch, next_n, num_heads, head_dim).
+    page_size : int
+        Tokens of a cache page.
+    max_blocks : int
+        Columns of the block table.
+    per_row_lens : bool
+        Whether each row has a length of its own.
+    num_sms : int
+        Parts to make: thread blocks that score.
+    """
+
+    batch: int
+    next_n: int
+    num_heads: int
+    head_dim: int
+    page_size: int
+    max_blocks: int
+    per_row_lens: bool
+    num_sms: int
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that the pages of a request can hold, at most."""
+        return min(self.max_blocks * self.page_size, MOST_TOKENS)
+
+
+def schedule_bytes(key: PagedMQAKey) -> int:
+    """Tell the size of a plan's buffer: where each part begins, and the end."""
+    return 8 * (key.num_sms + 1)
+
+
+def visible_tokens(key: PagedMQAKey, context_lens: np.ndarray) -> np.ndarray:
+    """Tell how many tokens each row sees.
+
+    Parameters
+    ----------
+    key : PagedMQAKey
+        The plan's shape.
+    context_lens : numpy.ndarray
+        ``(batch,)`` or ``(batch, next_n)`` integers.
+
+    Returns
+    -------
+    numpy.ndarray
+        ``(batch, next_n)`` int64.
+    """
+    lengths = np.clip(np.asarray(context_lens, np.int64), 0, MOST_TOKENS)
+    if not key.per_row_lens:
+        lengths = lengths[:, None] - key.next_n + 1 + np.arange(key.next_n)
+    return np.clip(lengths, 0, key.most_tokens)
+
+
+def schedule_reference(key: PagedMQAKey, context_lens: np.ndarray) -> np.ndarray:
+    """Deal the blocks of all requests out to the parts; the mirror of the kernel.
+
+    Parameters
+    ----------
+    key : PagedMQAKey
+        The plan's shape.
+    context_lens : numpy.ndarray
+        ``(batch,)`` or ``(batch, next_n)`` integers.
+
+    Returns
+    -------
+    numpy.ndarray
+        ``(num_sms + 1, 2)`` int32: request and block of 64 tokens where each part begins; part i
+        ends where i + 1 begins.
+    """
+    costs = -(-visible_tokens(key, context_lens).max(axis=1) // BLOCK_TOKENS) + 1
+    ends = np.cumsum(costs)
+    targets = int(ends[-1]) * np.arange(key.num_sms, dtype=np.int64) // key.num_sms
+    requests = np.searchsorted(ends, targets, side="right")
+    bounds = np.array([[key.batch, 0]] * (key.num_sms + 1), np.int32)
+    bounds[:-1, 0] = requests
+    bounds[:-1, 1] = targets - (ends - costs)[requests]
+    return bounds
+
+
+LENGTHS_FIELDS = "3q4i"  # struct ContextLengths
+
+
+def lengths_values(key: PagedMQAKey, context_lens: ArrayView, most_tokens: int) -> tuple[int, ...]:
+    """Pack struct ContextLengths."""
+    strides = context_lens.strides
+    return (
+        context_lens.ptr,
+        strides[0],
+        strides[1] if key.per_row_lens else 0,
+        key.batch,
+        key.next_n,
+        key.per_row_lens,
+        most_tokens,
+    )
+
+
+_PARAMS = struct.Struct(f"<{LENGTHS_FIELDS}q2i")
+
+
+def prepare_paged_mqa_schedule(
+    kernel: LoadedKernel,
+    key: PagedMQAKey,
+    context_lens: ArrayView,
+    buffer: ArrayView,
+    stream: int,
+) -> PreparedLaunch:
+    """Prepare to compute the schedule for these lengths into the plan's buffer.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+        ``paged_mqa_schedule``.
+    key : PagedMQAKey
+        The plan's shape.
+    context_lens : ArrayView
+        ``(batch,)`` or ``(batch, next_n)`` int32.
+    buffer : ArrayView
+        ``(schedule_bytes(key),)`` uint8 on an 8-byte boundary.
+    stream : int
+        CUstream handle.
+
+    Returns
+    -------
+    PreparedLaunch
+        To be called.
+    """
+    values = (*lengths_values(key, context_lens, key.most_tokens), buffer.ptr, key.num_sms, 0)
+    return PreparedLaunch(kernel, (1, 1, 1), _PARAMS, values, stream)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/indexer/quantize_fp8.cu: rows to e4m3, each with a float32 scale."""
+
+from __future__ import annotations
+
+import struct
+from math import prod
+from typing import TYPE_CHECKING
+
+from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.source import KernelSpec
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView
+    from cumla.launch.module import LoadedKernel
+
+__all__ = [
+    "MOST_AXES",
+    "MOST_COLUMNS",
+    "SPECS",
+    "merge_axes",
+    "prepare_quantize",
+    "quantize_spec",
+]
+
+_OCTET = 8
+_THREADS = 256
+_HELD = 4  # octets of a row that a thread holds
+MOST_COLUMNS = _THREADS * _HELD * _OCTET
+MOST_AXES = 4  # of rows, once those that can be are merged
+
+_TAGS = {"bfloat16": "Bf16", "float16": "Fp16", "float32": "Fp32"}
+_SPECS = {
+    dtype: KernelSpec(
+        stem="quantize_fp8",
+        package="cumla.cuda.indexer",
+        entry=f"quantize_fp8_{dtype}",
+        function=f"quantize_fp8<{tag}>",
+        params="QuantizeFp8Params",
+        threads=_THREADS,
+        min_blocks=4,
+    )
+    for dtype, tag in _TAGS.items()
+}
+SPECS = tuple(_SPECS.values())
+
+
+def quantize_spec(dtype: str) -> KernelSpec:
+    """Choose the kernel for the dtype of the rows."""
+    return _SPECS[dtype]
+
+
+def merge_axes(
+    sizes: tuple[int, ...], *strides: tuple[int, ...]
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Merge the axes of rows that all arrays run through in equal steps.
+
+    Parameters
+    ----------
+    sizes : tuple of int
+        Of every axis but the last one; none of them 0.
+    *strides : tuple of int
+        Of each array, along these axes.
+
+    Returns
+    -------
+    list of (int, tuple of int)
+        Sizes, and the strides of each array, from the outermost axis on.
+    """
+    merged: list[tuple[int, tuple[int, ...]]] = []
+    for size, *steps in zip(sizes, *strides, strict=True):
+        if size == 1:
+            continue
+        if merged:
+            outer, outer_steps = merged[-1]
+            if outer_steps == tuple(step * size for step in steps):
+                merged[-1] = (outer * size, tuple(steps))
+                continue
+        merged.append((size, tuple(steps)))
+    return merged
+
+
+def prepare_quantize(
+    kernel: LoadedKernel,
+    x: ArrayView,
+    values: ArrayView,
+    scale: ArrayView,
+    power_of_two_scales: bool,
+    stream: int,
+) -> PreparedLaunch:
+    """Prepare to quantise the rows of `x`.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+        ``quantize_fp8_<dtype>``.
+    x, values : ArrayView
+        ``(..., columns)``, columns a multiple of 16 up to `MOST_COLUMNS`; at least one row, of at
+        most `MOST_AXES` axes that do not merge.
+    scale : ArrayView
+        ``(...)`` float32.
+    power_of_two_scales : bool
+        Round scales up to powers of two.
+    stream : int
+        CUstream handle.
+
+    Returns
+    -------
+    PreparedLaunch
+        To be called.
+    """
+    *lead, columns = x.shape
+    axes = merge_axes(tuple(lead), x.strides[:-1], values.strides[:-1], scale.strides)
+    axes = [(1, (0, 0, 0))] * (MOST_AXES - len(axes)) + axes
+    rows, octets = prod(lead), columns // _OCTET
+    team_log2 = (-(-octets // _HELD) - 1).bit_length()
+    values_of_params = (
+        x.ptr,
+        values.ptr,
+        scale.ptr,
+        *(size for size, _ in axes),
+        *(steps[array] for array in range(3) for _, steps in axes),
+        rows,
+        octets,
+        team_log2,
+        power_of_two_scales,
+        0,
+    )
+    blocks = -(-rows // (_THREADS >> team_log2))
+    return PreparedLaunch(kernel, (blocks, 1, 1), _PARAMS, values_of_params, stream)
+
+
+_PARAMS = struct.Struct(f"<3q{4 * MOST_AXES}qq4i")

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/mla/append_cache.cu: rows into a paged cache, queries rotated beside them."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.source import KernelSpec
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView
+    from cumla.launch.module import LoadedKernel
+
+__all__ = [
+    "PARAMS_FORMAT",
+    "SPECS",
+    "AppendArguments",
+    "append_spec",
+    "append_specs",
+    "append_values",
+    "prepare_append",
+]
+
+_TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
+_TILE_ROWS = 16  # rows of one thread block, and heads of a query that one warp rotates
+_WARPS = 9
+
+
+def _spec(dtype: str, float_rows: bool) -> KernelSpec:
+    return KernelSpec(
+        stem="append_cache",
+        package="cumla.cuda.mla",
+        entry=f"append_cache_{dtype}" + ("_from_float32" if float_rows else ""),
+        function=f"append_cache<{_TAGS[dtype]}, {str(float_rows).lower()}>",
+        params="AppendCacheParams",
+        threads=32 * _WARPS,
+        min_blocks=3 if float_rows else 4,  # as many as the registers of the rows in flight allow
+    )
+
+
+_SPECS = {(dtype, floats): _spec(dtype, floats) for dtype in _TAGS for floats in (False, True)}
+SPECS = tuple(_SPECS.values())
+
+
+def append_specs(dtype: str) -> tuple[KernelSpec, ...]:
+    """List the kernels for caches of one dtype."""
+    return tuple(spec for (of, _), spec in _SPECS.items() if of == dtype)
+
+
+def append_spec(dtype: str, rows_dtype: str) -> KernelSpec:
+    """Choose the kernel for a cache's dtype and that of its new rows, which may be float32."""
+    return _SPECS[dtype, rows_dtype == "float32"]
+
+
+class AppendArguments(NamedTuple):
+    """Checked views of one call, as :func:`cumla.append_mla_cache` describes the arrays.
+
+    Attributes
+    ----------
+    latent_rows, rope_rows : ArrayView
+        ``(tokens, num_kv_heads, 512)`` and ``(tokens, num_kv_heads, 64)``.
+    latent_cache, rope_cache : ArrayView
+        ``(num_pages, page_size, num_kv_heads, 512)`` and the same with 64.
+    slot_mapping, batch_indices, positions : ArrayView or None
+        ``(tokens,)``.
+    block_table, kv_indices, kv_indptr : ArrayView or None
+        ``(batch, max_pages)``, ``(num_entries,)`` and ``(batch + 1,)``.
+    cos_sin : ArrayView or None
+        ``(max_position, 64)``.
+    q_pe, q_pe_out : ArrayView or None
+        ``(tokens, num_heads, 64)``; both, or neither.
+    dtype : str
+        Of all that has 16 bits.
+    scales : ArrayView or None
+        Of an e4m3 cache with a scale for 128 columns: ``(num_pages, page_size, num_kv_heads, 4)``.
+    scale : ArrayView or None
+        Of an e4m3 cache with one scale, where that is an array: one float32.
+    power_of_two_scales : bool
+        Whether `scales` are rounded up to powers of two.
+    """
+
+    latent_rows: ArrayView
+    rope_rows: ArrayView
+    latent_cache: ArrayView
+    rope_cache: ArrayView
+    slot_mapping: ArrayView | None
+    batch_indices: ArrayView | None
+    positions: ArrayView | None
+    block_table: ArrayView | None
+    kv_indices: ArrayView | None
+    kv_indptr: ArrayView | None
+    cos_sin: ArrayView | None
+    q_pe: ArrayView | None
+    q_pe_out: ArrayView | None
+    dtype: str
+    scales: ArrayView | None
+    scale: ArrayView | None
+    power_of_two_scales: bool
+
+
+PARAMS_FORMAT = "<6q8q9q3q3q2q6q8q2i"
+_PARAMS = struct.Struct(PARAMS_FORMAT)
+
+
+def prepare_append(
+    kernel: LoadedKernel, arguments: AppendArguments, interleaved: bool, stream: int
+) -> PreparedLaunch:
+    """Prepare to write the rows, and to rotate the queries if there are any.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+        ``append_cache_<dtype>``.
+    arguments : AppendArguments
+        At least one token.
+    interleaved : bool
+        Which columns a rotation pairs.
+    stream : int
+        CUstream handle.
+
+    Returns
+    -------
+    PreparedLaunch
+        To be called.
+    """
+    grid, values = append_values(arguments, interleaved)
+    return PreparedLaunch(kernel, grid, _PARAMS, values, stream)
+
+
+def append_values(
+    arguments: AppendArguments, interleaved: bool
+) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+    """Give the grid, and what struct AppendCacheParams holds in `PARAMS_FORMAT`."""
+    a = arguments
+    tokens, num_kv_heads, _ = a.latent_rows.shape
+    num_pages, page_size, _, _ = a.latent_cache.shape
+    num_heads = 0 if a.q_pe is None else a.q_pe.shape[1]
+    row_tiles = _ceil(tokens, _TILE_ROWS)
+    query_warps = tokens * _ceil(num_heads, _TILE_ROWS)
+    query_tiles = _ceil(_ceil(query_warps, _WARPS), num_kv_heads)
+    values = (
+        *_rows(a.latent_rows),
+        *_rows(a.rope_rows),
+        a.latent_cache.ptr,
+        *a.latent_cache.strides[:3],
+        a.rope_cache.ptr,
+        *a.rope_cache.strides[:3],
+        *_indices(a.slot_mapping),
+        *_indices(a.batch_indices),
+        *_indices(a.positions),
+        *_page_numbers(a.block_table, a.kv_indices),
+        *_indices(a.kv_indptr),
+        *((0, 0) if a.cos_sin is None else (a.cos_sin.ptr, a.cos_sin.strides[0])),
+        *_rows(a.q_pe),
+        *_rows(a.q_pe_out),
+        tokens,
+        num_pages,
+        page_size,
+        _batch(a.block_table, a.kv_indptr),
+        _num_entries(a.block_table, a.kv_indices),
+        0 if a.cos_sin is None else a.cos_sin.shape[0],
+        row_tiles,
+        num_heads,
+        a.cos_sin is not None and a.cos_sin.dtype == "float32",
+        interleaved,
+    )
+    return (row_tiles + query_tiles, num_kv_heads, 1), values
+
+
+def _ceil(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def _rows(view: ArrayView | None) -> tuple[int, int, int]:
+    """Pack struct Rows."""
+    return (0, 0, 0) if view is None else (view.ptr, view.strides[0], view.strides[1])
+
+
+def _indices(view: ArrayView | None) -> tuple[int, int, bool]:
+    """Pack struct Indices."""
+    return (0, 0, False) if view is None else (view.ptr, view.strides[0], view.dtype == "int64")
+
+
+def _page_numbers(table: ArrayView | None, page_list: ArrayView | None) -> tuple[int, int, int]:
+    """Pack address, stride of a request and stride of an entry."""
+    if table is not None:
+        return (table.ptr, table.strides[0], table.strides[1])
+    return (0, 0, 0) if page_list is None else (page_list.ptr, 0, page_list.strides[0])
+
+
+def _batch(table: ArrayView | None, bounds: ArrayView | None) -> int:
+    if table is not None:
+        return table.shape[0]
+    return 0 if bounds is None else bounds.shape[0] - 1
+
+
+def _num_entries(table: ArrayView | None, page_list: ArrayView | None) -> int:
+    if table is not None:
+        return table.shape[1]
+    return 0 if page_list is None else page_list.shape[0]

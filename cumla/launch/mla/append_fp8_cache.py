@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/mla/append_fp8_cache.cu: rows into a paged e4m3 cache, queries beside them."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.mla.append_cache import PARAMS_FORMAT, append_values
+from cumla.launch.source import KernelSpec
+
+if TYPE_CHECKING:
+    from cumla.launch.mla.append_cache import AppendArguments
+    from cumla.launch.module import LoadedKernel
+
+__all__ = ["SPECS", "append_fp8_spec", "append_fp8_specs", "prepare_append_fp8"]
+
+_TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
+_SPECS = {
+    (dtype, float_rows): KernelSpec(
+        stem="append_fp8_cache",
+        package="cumla.cuda.mla",
+        entry=f"append_fp8_cache_{dtype}" + ("_from_float32" if float_rows else ""),
+        function=f"append_fp8_cache<{tag}, {str(float_rows).lower()}>",
+        params="AppendFp8CacheParams",
+        threads=288,
+        min_blocks=3,
+    )
+    for dtype, tag in _TAGS.items()
+    for float_rows in (False, True)
+}
+SPECS = tuple(_SPECS.values())
+
+
+def append_fp8_specs(dtype: str) -> tuple[KernelSpec, ...]:
+    """List the kernels for 16-bit arrays of one dtype."""
+    return tuple(spec for (of, _), spec in _SPECS.items() if of == dtype)
+
+
+def append_fp8_spec(dtype: str, rows_dtype: str) -> KernelSpec:
+    """Choose the kernel for the dtype of 16-bit arrays and that of the rows, maybe float32."""
+    return _SPECS[dtype, rows_dtype == "float32"]
+
+
+_PARAMS = struct.Struct(f"{PARAMS_FORMAT}5qf3i")
+
+
+def prepare_append_fp8(
+    kernel: LoadedKernel, arguments: AppendArguments, scale: float, interleaved: bool, stream: int
+) -> PreparedLaunch:
+    """Prepare to quantise and write the rows, and to rotate the queries if there are any.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+        ``append_fp8_cache_<dtype>``.
+    arguments : AppendArguments
+        At least one token; the latent cache of one byte.
+    scale : float
+        Of the tensor, where `arguments` has no array for it.
+    interleaved : bool
+        Which columns a rotation pairs.
+    stream : int
+        CUstream handle.
+
+    Returns
+    -------
+    PreparedLaunch
+        To be called.
+    """
+    grid, values = append_values(arguments, interleaved)
+    scales = arguments.scales
+    fields = (
+        *values,
+        *((0, 0, 0, 0) if scales is None else (scales.ptr, *scales.strides[:3])),
+        0 if arguments.scale is None else arguments.scale.ptr,
+        scale,
+        arguments.rope_cache.dtype not in _TAGS,
+        arguments.power_of_two_scales,
+        0,
+    )
+    return PreparedLaunch(kernel, grid, _PARAMS, fields, stream)

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/mla/mla_decode.cu and cuda/mla/mla_decode_swapped.cu: split-KV MLA attention."""
+
+from __future__ import annotations
+
+import struct
+from itertools import product
+from math import e, log2
+from typing import TYPE_CHECKING, Any
+
+from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.source import KernelSpec
+from cumla.launch.split.division import divisor_of
+from cumla.launch.split.plan import (
+    HEAD_DIM,
+    MOST_TOKENS,
+    PAGE_FORMS,
+    VALUE_DIM,
+    VARIANTS,
+    page_form,
+)
+from cumla.launch.tensor_map import paged_kv_map
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView
+    from cumla.launch.mla.mla_attention import MLAAttentionKey
+    from cumla.launch.module import LoadedKernel
+    from cumla.launch.split.plan import MLADecodeKey
+    from cumla.mla.checks import Arguments
+
+__all__ = [
+    "NO_MAP",
+    "PARAMS_FORMAT",
+    "SPECS",
+    "decode_spec",
+    "decode_specs",
+    "decode_values",
+    "form_of",
+    "form_specs",
+    "prepare_decode",
+    "ragged_spec",
+]
+
+_TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
+_FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
+
+
+def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
+    swapped = variant == "swapped"
+    stem = "mla_decode_swapped" if swapped else "mla_decode"
+    shared_blocks = () if swapped else (str(variant == "shared_blocks").lower(),)
+    arguments = ", ".join((_TAGS[dtype], *shared_blocks, _FORM_TAGS[form]))
+    suffixes = (name for name in (variant, form) if name not in ("one_tile", "pages"))
+    return KernelSpec(
+        stem=stem,
+        package="cumla.cuda.mla",
+        entry="_".join(("mla_decode", dtype, *suffixes)),
+        function=f"{stem}<{arguments}>",
+        params="MlaDecodeParams",
+        threads=384,
+        smem_bytes=231472 if swapped else 232160,
+    )
+
+
+def _ragged_spec(dtype: str, form: str) -> KernelSpec:
+    suffixes = () if form == "pages" else (form,)
+    return KernelSpec(
+        stem="mla_decode",
+        package="cumla.cuda.mla",
+        entry="_".join(("mla_attention", dtype, *suffixes)),
+        function=f"mla_decode<{_TAGS[dtype]}, true, {_FORM_TAGS[form]}, RaggedTile>",
+        params="MlaDecodeParams",
+        threads=384,
+        smem_bytes=232160,
+    )
+
+
+_SPECS = {names: _spec(*names) for names in product(_TAGS, VARIANTS, PAGE_FORMS)}
+_RAGGED_SPECS = {names: _ragged_spec(*names) for names in product(_TAGS, PAGE_FORMS)}
+SPECS = (*_SPECS.values(), *_RAGGED_SPECS.values())
+
+
+def decode_specs(dtype: str, page_size: int) -> tuple[KernelSpec, ...]:
+    """List the kernels of one dtype and page size, for caches in one array."""
+    return tuple(_SPECS[dtype, variant, page_form(page_size)] for variant in VARIANTS)
+
+
+def form_specs(dtype: str, form: str) -> tuple[KernelSpec, ...]:
+    """List the kernels of one dtype and form, that for ragged queries included."""
+    return (*(_SPECS[dtype, variant, form] for variant in VARIANTS), ragged_spec(dtype, form))
+
+
+def decode_spec(key: MLADecodeKey, form: str | None = None) -> KernelSpec:
+    """Look up the kernel of a shape's variant, for caches of a form; by default in one array."""
+    return _SPECS[key.dtype, key.variant, form or key.form]
+
+
+def ragged_spec(dtype: str, form: str) -> KernelSpec:
+    """Look up the kernel for queries of different lengths."""
+    return _RAGGED_SPECS[dtype, form]
+
+
+def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) -> str:
+    """Tell in which form a cache's pages come: whole ones need all columns in one array.
+
+    Parameters
+    ----------
+    key : MLADecodeKey or MLAAttentionKey
+        Of the call.
+    arguments : Arguments
+        Checked.
+
+    Returns
+    -------
+    str
+        One of PAGE_FORMS.
+    """
+    apart = _rope_is_apart(arguments.kv_cache, arguments.kv_rope)
+    return "boxes" if key.form == "pages" and apart else key.form
+
+
+def _rope_is_apart(latent: ArrayView, rope: ArrayView) -> bool:
+    """Tell whether a row's RoPE columns are elsewhere than behind its latent ones."""
+    return rope.ptr != latent.ptr + VALUE_DIM * 2 or rope.strides[:3] != latent.strides[:3]
+
+
+PARAMS_FORMAT = "<128s128s128s33q14if8Ii24x"
+_PARAMS = struct.Struct(PARAMS_FORMAT)
+NO_MAP = bytes(128)  # where nothing comes by one
+_LOG2_E = log2(e)
+
+
+def prepare_decode(
+    kernel: LoadedKernel,
+    key: MLADecodeKey | MLAAttentionKey,
+    buffer: int,
+    arguments: Arguments,
+    out: ArrayView,
+    lse: ArrayView,
+    softmax_scale: float,
+    stream: int,
+) -> PreparedLaunch:
+    """Prepare to attend to the blocks of every part; split requests go to the plan's buffer.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+        Of :func:`decode_spec`, for the form of these arrays.
+    key : MLADecodeKey
+        The plan's shape.
+    buffer : int
+        Address of the plan's buffer, which holds a schedule.
+    arguments : Arguments
+        Checked.
+    out, lse : ArrayView
+        As :func:`cumla.mla_decode` describes them.
+    softmax_scale : float
+        Factor of the scores.
+    stream : int
+        CUstream handle.
+
+    Returns
+    -------
+    PreparedLaunch
+        To be called.
+    """
+    maps = _maps(key, form_of(key, arguments), arguments.kv_cache, arguments.kv_rope)
+    values = (*maps, *decode_values(key, buffer, arguments, out, lse, softmax_scale))
+    grid = key.row_tiles, key.parts, key.num_kv_heads
+    return PreparedLaunch(kernel, grid, _PARAMS, values, stream)
+
+
+def decode_values(
+    key: MLADecodeKey | MLAAttentionKey,
+    buffer: int,
+    arguments: Arguments,
+    out: ArrayView,
+    lse: ArrayView,
+    softmax_scale: float,
+) -> tuple[Any, ...]:
+    """List what the kernel is told behind the tensor maps; parameters as for prepare_decode.
+
+    Returns
+    -------
+    tuple
+        In the order of ``MlaDecodeParams``, with which ``MlaDecodeFp8Params`` begins, too.
+    """
+    block_table, layout = arguments.block_table, key.layout
+    columns = (arguments.kv_cache, arguments.kv_rope, arguments.q, arguments.q_rope)
+    return (
+        *(value for view in columns for value in (view.ptr, *view.strides[:3])),
+        out.ptr,
+        *out.strides[:3],
+        lse.ptr,
+        *(stride // 4 for stride in lse.strides),
+        block_table.ptr,
+        block_table.strides[0] // 4,
+        buffer + layout.places,
+        buffer + layout.parts,
+        buffer + layout.tickets,
+        buffer + layout.partial_out,
+        buffer + layout.partial_lse,
+        min(block_table.shape[1] * key.page_size, MOST_TOKENS),
+        (block_table.shape[0] - 1) * (block_table.strides[0] // 4) + block_table.shape[1],
+        key.num_places,
+        key.parts,
+        block_table.shape[1],
+        arguments.kv_cache.shape[0],
+        key.page_size,
+        key.box_rows,
+        key.wide_rows,
+        _rope_is_apart(arguments.kv_cache, arguments.kv_rope),
+        key.q_len,
+        key.heads_per_group,
+        key.row_groups,
+        key.may_wait,
+        key.causal,
+        out.dtype == "float32",
+        softmax_scale * _LOG2_E,
+        *divisor_of(key.heads_per_group),
+        *divisor_of(key.page_size),
+        *divisor_of(key.num_heads),
+        *divisor_of(key.q_len),
+        key.batch_invariant,
+    )
+
+
+def _maps(
+    key: MLADecodeKey | MLAAttentionKey, form: str, latent: ArrayView, rope: ArrayView
+) -> tuple[bytes, bytes, bytes]:
+    """Describe the cache to the copy engine: whole pages by one map of all columns.
+
+    The third map is of rows that L2 fetches ahead.
+    """
+    if form == "rows":
+        return NO_MAP, NO_MAP, NO_MAP
+    apart = _rope_is_apart(latent, rope)
+    rows = latent if apart else latent._replace(shape=(*latent.shape[:3], HEAD_DIM))
+    wide = NO_MAP
+    if key.fetches_ahead:
+        words = rows._replace(shape=(*rows.shape[:3], rows.shape[3] // 4))
+        wide = _map(words, "uint64", key.wide_rows)
+    if form == "pages":
+        return _map(rows, key.dtype, key.box_rows), NO_MAP, wide
+    return _map(latent, key.dtype, key.box_rows), _map(rope, key.dtype, key.box_rows), wide
+
+
+def _map(cache: ArrayView, dtype: str, rows: int) -> bytes:
+    """Describe columns of the cache to the copy engine, which brings boxes of so many rows."""
+    num_pages, page_size, num_kv_heads, columns = cache.shape
+    page_stride, row_stride, head_stride, _ = cache.strides
+    return paged_kv_map(
+        cache.ptr,
+        dtype,
+        num_pages,
+        page_size,
+        num_kv_heads,
+        columns,
+        page_stride,
+        row_stride,
+        head_stride,
+        rows,
+    )

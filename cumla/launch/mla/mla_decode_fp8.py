@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/mla/mla_decode_fp8.cu: split-KV MLA attention over caches of e4m3 numbers."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.mla.mla_decode import NO_MAP, PARAMS_FORMAT, decode_values
+from cumla.launch.source import KernelSpec
+from cumla.launch.split.plan import NARROW_ROWS, MLADecodeKey
+from cumla.launch.tensor_map import paged_kv_map
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView
+    from cumla.launch.mla.mla_attention import MLAAttentionKey
+    from cumla.launch.module import LoadedKernel
+    from cumla.mla.checks import Arguments
+
+__all__ = ["LIES", "SPECS", "fp8_spec", "fp8_specs", "how_it_lies", "prepare_decode_fp8"]
+
+LIES = ("plain", "packed", "broadcast")
+"""How a cache can lie: see `how_it_lies`."""
+_RAGGED = "ragged"
+# Query rows of a tile; halves of the tiles of ragged queries.
+_SHAPES: tuple[int | str, ...] = (*NARROW_ROWS, _RAGGED)
+# The second serves whatever is no whole block, the last packed rows.
+_FORM_TAGS = {"pages": "kPages", "rows": "kRows", "packed": "kPacked"}
+# Of a thread block, without scales of each token and with them (kBytes of Fp8Layout).
+_SMEM_BYTES = {16: (216560, 224240), 32: (219872, 231136)}
+_PACKED_SMEM_BYTES = 226288
+# Latent columns as words are rows of them; where in a row scales and RoPE columns begin, in bytes.
+_PACKED_WORDS, _PACKED_SCALES, _PACKED_ROPE = 164, 512, 528
+
+
+def _spec(shape: int | str, grouped: bool, form: str) -> KernelSpec:
+    rows = NARROW_ROWS[-1] if isinstance(shape, str) else shape
+    name = "mla_attention_fp8" if shape == _RAGGED else f"mla_decode_fp8_{shape}"
+    tile = ", HalfTile" if shape == _RAGGED else ""
+    tags = (
+        *(["grouped"] if grouped and form != "packed" else []),
+        *([form] if form != "pages" else []),
+    )
+    return KernelSpec(
+        stem="mla_decode_fp8",
+        package="cumla.cuda.mla",
+        entry="_".join((name, *tags)),
+        function=f"mla_decode_fp8<{rows}, {str(grouped).lower()}, {_FORM_TAGS[form]}{tile}>",
+        params="MlaDecodeFp8Params",
+        threads=384,
+        smem_bytes=_PACKED_SMEM_BYTES if form == "packed" else _SMEM_BYTES[rows][grouped],
+    )
+
+
+# Of ragged queries with scales only the form for any pages: the other one runs out of registers.
+# Packed rows as they lie are for few query rows: with more, all probabilities find no room.
+_SPECS = {
+    (shape, grouped, form): _spec(shape, grouped, form)
+    for shape in _SHAPES
+    for grouped in (False, True)
+    for form in _FORM_TAGS
+    if (shape, grouped, form) != (_RAGGED, True, "pages")
+    and (form != "packed" or (shape == NARROW_ROWS[0] and grouped))
+}
+SPECS = tuple(_SPECS.values())
+_FORMS = {spec: form for (_, _, form), spec in _SPECS.items()}
+
+
+def fp8_spec(key: MLADecodeKey | MLAAttentionKey, grouped: bool, lies: str = "plain") -> KernelSpec:
+    """Look up the kernel of a shape.
+
+    Parameters
+    ----------
+    key : MLADecodeKey or MLAAttentionKey
+        Of a cache of e4m3 numbers.
+    grouped : bool
+        Each token has a scale for each 128 of its latent columns.
+    lies : str
+        One of LIES, as :func:`how_it_lies` tells.
+
+    Returns
+    -------
+    KernelSpec
+    """
+    shape = key.row_tile if isinstance(key, MLADecodeKey) else _RAGGED
+    return _SPECS[shape, grouped, _form_of(key, grouped, lies)]
+
+
+def _form_of(key: MLADecodeKey | MLAAttentionKey, grouped: bool, lies: str) -> str:
+    """Tell in which form blocks come from the pages of a key: the only place that chooses it."""
+    ragged = not isinstance(key, MLADecodeKey)
+    if key.form != "pages" or lies == "broadcast" or (ragged and grouped):
+        return "rows"
+    return "packed" if lies == "packed" and key.row_groups == 1 else "pages"
+
+
+def fp8_specs(key: MLADecodeKey | MLAAttentionKey) -> tuple[KernelSpec, ...]:
+    """List the kernels of a shape: of one factor, of scales, of packed rows if there is one."""
+    all_three = (fp8_spec(key, False), fp8_spec(key, True), fp8_spec(key, True, "packed"))
+    return tuple(dict.fromkeys(all_three))
+
+
+def how_it_lies(arguments: Arguments) -> str:
+    """Tell what a cache's addresses and strides have to say about its loading.
+
+    Parameters
+    ----------
+    arguments : Arguments
+        Checked.
+
+    Returns
+    -------
+    str
+        One of LIES: ``"packed"`` for rows of 656 bytes, in one array or in views of it;
+        ``"broadcast"`` where tokens share memory by strides of 0, which a tensor map need not take;
+        ``"plain"`` else.
+    """
+    latent, rope, scales = arguments.kv_cache, arguments.kv_rope, arguments.kv_scales
+    if any(
+        length > 1 and stride == 0
+        for part in (latent, rope, scales)
+        if part is not None
+        for length, stride in zip(part.shape, part.strides, strict=True)
+    ):
+        return "broadcast"
+    if scales is None or rope.dtype != "bfloat16":
+        return "plain"
+    begins = scales.ptr - latent.ptr, rope.ptr - latent.ptr
+    together = latent.strides[:3] == scales.strides[:3] == rope.strides[:3]
+    return "packed" if together and begins == (_PACKED_SCALES, _PACKED_ROPE) else "plain"
+
+
+_PARAMS = struct.Struct(PARAMS_FORMAT + "5qfi16x128s")
+
+
+def prepare_decode_fp8(
+    kernel: LoadedKernel,
+    key: MLADecodeKey | MLAAttentionKey,
+    buffer: int,
+    arguments: Arguments,
+    out: ArrayView,
+    lse: ArrayView,
+    softmax_scale: float,
+    stream: int,
+) -> PreparedLaunch:
+    """Prepare to attend to the blocks of every part; split requests go to the plan's buffer.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+        Of :func:`fp8_spec`, grouped where the arguments have kv_scales, and for how these lie.
+    key : MLADecodeKey or MLAAttentionKey
+        The plan's shape.
+    buffer : int
+        Address of the plan's buffer, which holds a schedule.
+    arguments : Arguments
+        Checked. Of ragged queries as :func:`cumla.launch.mla.mla_attention.prepare_attention` turns
+        them into those of one request.
+    out, lse : ArrayView
+        As :func:`cumla.mla_decode` describes them.
+    softmax_scale : float
+        Factor of the scores.
+    stream : int
+        CUstream handle.
+
+    Returns
+    -------
+    PreparedLaunch
+        To be called.
+    """
+    scales, factor = arguments.kv_scales, arguments.kv_scale
+    pointer, value = (0, factor) if isinstance(factor, (int, float)) else (factor.ptr, 0.0)
+    maps = _maps(_FORMS[kernel.spec], key, arguments)
+    values = (
+        *maps[:2],
+        NO_MAP,  # nothing is fetched ahead
+        *decode_values(key, buffer, arguments, out, lse, softmax_scale),
+        *((0, 0, 0, 0) if scales is None else (scales.ptr, *scales.strides[:3])),
+        pointer,
+        value,
+        arguments.kv_rope.dtype != "bfloat16",
+        maps[2],
+    )
+    grid = key.row_tiles, key.parts, key.num_kv_heads
+    return PreparedLaunch(kernel, grid, _PARAMS, values, stream)
+
+
+def _maps(form: str, key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) -> list[bytes]:
+    """Describe latent columns, RoPE columns and scales, or whole rows, as a kernel's form asks."""
+    latent, rope, scales = arguments.kv_cache, arguments.kv_rope, arguments.kv_scales
+    if form == "packed":
+        rows = latent._replace(shape=(*latent.shape[:3], _PACKED_WORDS), dtype="uint32")
+        return [_map(key, rows), NO_MAP, NO_MAP]
+    return [_map(key, cache if form == "pages" else None) for cache in (latent, rope, scales)]
+
+
+def _map(key: MLADecodeKey | MLAAttentionKey, cache: ArrayView | None) -> bytes:
+    """Describe columns of the cache, or its scales, to the copy engine."""
+    if cache is None:
+        return NO_MAP
+    num_pages, page_size, num_kv_heads, columns = cache.shape
+    page_stride, row_stride, head_stride, _ = cache.strides
+    return paged_kv_map(
+        cache.ptr,
+        cache.dtype,
+        num_pages,
+        page_size,
+        num_kv_heads,
+        columns,
+        page_stride,
+        row_stride,
+        head_stride,
+        key.box_rows,
+    )

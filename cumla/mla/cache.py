@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing into paged caches: :func:`append_mla_cache`."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cumla import reference
+from cumla.core.arrays import ArrayView, check_mutable, open_call, to_numpy
+from cumla.launch.device import require_hopper
+from cumla.launch.kernel import ReadyLaunches
+from cumla.launch.mla.append_cache import AppendArguments, append_spec, prepare_append
+from cumla.launch.mla.append_fp8_cache import append_fp8_spec, prepare_append_fp8
+from cumla.launch.module import load
+from cumla.mla.cache_checks import check_append_values, check_scale, checked_append_arguments
+from cumla.mla.checks import DTYPES, check_mode, checked_flag, copy_to_host, may_look
+from cumla.mla.fp8_caches import number_of
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import Call
+    from cumla.launch.kernel import PreparedLaunch
+
+__all__ = ["append_mla_cache"]
+
+_ready = ReadyLaunches()
+
+
+def append_mla_cache(
+    rows: Any,
+    kv_cache: Any,
+    slot_mapping: Any = None,
+    *,
+    batch_indices: Any = None,
+    positions: Any = None,
+    block_table: Any = None,
+    kv_indices: Any = None,
+    kv_indptr: Any = None,
+    cos_sin: Any = None,
+    interleaved: bool = True,
+    q_pe: Any = None,
+    q_pe_out: Any = None,
+    scale: Any = None,
+    stream: Any = None,
+) -> None:
+    """Write the latent rows of new tokens into the pages of an MLA cache, in place.
+
+    Where a row goes is told by `slot_mapping`, or else by `batch_indices`, `positions` and the page
+    numbers of each request: `block_table`, or `kv_indices` and `kv_indptr`. With `cos_sin` the RoPE
+    columns of the rows are rotated on their way, and those of the queries `q_pe` beside them.
+    Arrays on the GPU are written by a CUDA kernel (compute capability 9.0), on the caller's stream
+    and without waiting for it; arrays on the CPU by :func:`cumla.reference.append_mla_cache`.
+
+    A row is skipped, and nothing is written, where its slot, request or position is negative or its
+    place lies outside of the cache, of the request's pages or of `cos_sin`. Which of several rows
+    for the same place is written is undefined: it may be a mixture of them.
+
+    Parameters
+    ----------
+    rows : array or pair of arrays
+        ``(tokens, num_kv_heads, 576)``, or ``(tokens, 576)`` for one kv head: 512 latent columns,
+        then 64 RoPE ones. A tuple ``(ckv, k_pe)`` holds the two apart, 512 and 64 wide. In the
+        cache's dtype, bfloat16 or float16 for one that is e4m3, or float32, which is rounded; of
+        CuPy, PyTorch, JAX or NumPy. Any strides that are multiples of 16 bytes, the last axis
+        contiguous.
+    kv_cache : array, or pair or triple of arrays
+        ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
+        head, bfloat16 or float16, of any page size; strides as for rows. A tuple
+        ``(ckv_cache, kpe_cache)`` holds the columns apart. Not of JAX, whose arrays are immutable.
+
+        FP8 caches: either of these as float8_e4m3fn, or uint8 with its bits, under one `scale`,
+        of a pair also the first alone. A triple ``(ckv_cache, kpe_cache, scales)`` of e4m3, 16 bits
+        and float32, the last with 4 columns, a scale for each token and 128 latent columns. And
+        uint8 with 656 columns, the packed format of DeepSeek-V3.2: 512 e4m3, 4 float32 scales, 64
+        bfloat16.
+    slot_mapping : array, optional
+        ``(tokens,)`` int32 or int64: page * page_size + offset.
+    batch_indices : array, optional
+        ``(tokens,)`` int32 or int64: the request of each row.
+    positions : array, optional
+        ``(tokens,)`` int32 or int64: the position of each token in its request, which counts for
+        its place where there is no slot_mapping, and for the rotation.
+    block_table : array, optional
+        ``(batch, max_pages)`` int32: page numbers of each request.
+    kv_indices, kv_indptr : array, optional
+        ``(entries,)`` and ``(batch + 1,)`` int32, instead of block_table: the page numbers of
+        request i are ``kv_indices[kv_indptr[i]:kv_indptr[i + 1]]``.
+    cos_sin : array, optional
+        ``(max_position, 64)`` float32 or in the cache's dtype: 32 cosines, then 32 sines, of each
+        position. With c and s the j-th of them, pair j of columns becomes
+        ``(c * x0 - s * x1, s * x0 + c * x1)``, computed in float32.
+    interleaved : bool
+        Pair j is columns 2 j and 2 j + 1 (GPT-J, DeepSeek); if False, j and j + 32 (GPT-NeoX).
+    q_pe : array, optional
+        ``(tokens, num_heads, 64)`` in the cache's dtype: queries to rotate by the same positions,
+        also those of skipped rows. In place, unless there is `q_pe_out`.
+    q_pe_out : array, optional
+        ``(tokens, num_heads, 64)``, written to in place of q_pe. Where a position lies outside of
+        cos_sin nothing is written.
+    scale : float or array, optional
+        Of an e4m3 cache without scales of its own: rows are written divided by it. One float32 in
+        an array is read by the kernel, and may change between the replays of a graph. 1 by default.
+    stream : optional
+        A CUDA stream, as in :func:`cumla.mla_decode`. By default the current stream of kv_cache's
+        framework.
+
+    Raises
+    ------
+    TypeError
+        An argument is of the wrong kind: no array, a tracer, an unknown dtype, a flag that is
+        neither True nor False, or an array of JAX's that would have to be written to. As with every
+        error but the last, the message names it, and nothing has been launched or written.
+    ValueError
+        An argument does not fit: its shape, strides, alignment or place; or arguments do not fit
+        together.
+    UnsupportedDeviceError
+        The arrays are on a GPU that is not of compute capability 9.0.
+    MissingDependencyError
+        The arrays are on a GPU, and CuPy, NVRTC or cuda.bindings is missing.
+    CompilationError
+        A kernel does not compile with the NVRTC that is installed.
+    NotPreparedError
+        The stream is being captured and the kernel is not loaded yet.
+    CumlaError
+        The driver refuses a launch; base class of the four above.
+
+    Notes
+    -----
+    What is written may lie beside what is read in one array, as q_pe in a wider query, but must not
+    overlap it; q_pe_out may be q_pe itself.
+
+    Rows in e4m3 are rounded to nearest even and saturate at 448; they are ``row * (1 / scale)`` in
+    float32. Scales of 128 columns are as in :func:`cumla.quantize_fp8`, in the packed format with
+    `power_of_two_scales`.
+
+    The rotation is that of RoFormer (arXiv:2104.09864), section 3.4.
+    """
+    interleaved = checked_flag("interleaved", interleaved)
+    optional = {
+        "slot_mapping": slot_mapping,
+        "batch_indices": batch_indices,
+        "positions": positions,
+        "block_table": block_table,
+        "kv_indices": kv_indices,
+        "kv_indptr": kv_indptr,
+        "cos_sin": cos_sin,
+        "q_pe": q_pe,
+        "q_pe_out": q_pe_out,
+        "scale": None if isinstance(scale, Real) else scale,
+    }
+    given = {name: array for name, array in optional.items() if array is not None}
+    call, views = _open(_parts("kv_cache", kv_cache), _parts("rows", rows), given, stream)
+    number = number_of("scale", scale)
+    key = (call.views, tuple(views), number, interleaved, call.stream)
+    ready = None if check_mode() else _ready.get(key)
+    if ready is not None:
+        with call:
+            ready()
+        return
+    arguments = checked_append_arguments(views)
+    check_scale(scale, arguments)
+    if call.device is None:
+        if number is not None:
+            given["scale"] = np.array(number, np.float32)
+        _append_on_cpu(rows, kv_cache, given, arguments, interleaved)
+        return
+    require_hopper(call.device)
+    if arguments.latent_rows.shape[0]:
+        with call:
+            _check_data(call, views, arguments)
+            launch = _prepare(call, arguments, 1.0 if number is None else number, interleaved)
+            launch()
+            _ready.keep(key, launch)
+
+
+def _prepare(
+    call: Call, arguments: AppendArguments, scale: float, interleaved: bool
+) -> PreparedLaunch:
+    """Load the kernel for a cache and prepare its launch."""
+    assert call.device is not None
+    is_fp8 = arguments.latent_cache.dtype not in DTYPES
+    spec_of = append_fp8_spec if is_fp8 else append_spec
+    spec = spec_of(arguments.dtype, arguments.latent_rows.dtype)
+    kernel = load(spec, call.device, capturing=lambda: call.capturing)
+    if is_fp8:
+        return prepare_append_fp8(kernel, arguments, scale, interleaved, call.stream)
+    return prepare_append(kernel, arguments, interleaved, call.stream)
+
+
+def _parts(name: str, value: Any) -> dict[str, Any]:
+    """Name an array, or the arrays of a pair, or of the three parts of a cache."""
+    if not isinstance(value, (tuple, list)):
+        return {name: value}
+    if len(value) != 2 and (len(value) != 3 or name == "rows"):
+        third, counts = ", or these and the scales of an e4m3 cache", "one, two or three"
+        if name == "rows":
+            third, counts = "", "one or two"
+        raise ValueError(
+            f"{name}: needs one array, or a pair of latent and RoPE columns{third}, got "
+            f"{len(value)} arrays; pass {counts}"
+        )
+    return {f"{name}[{i}]": part for i, part in enumerate(value)}
+
+
+def _open(
+    cache: dict[str, Any], rows: dict[str, Any], given: dict[str, Any], stream: Any
+) -> tuple[Call, dict[str, ArrayView]]:
+    """Open the call; the cache comes first, because its framework must know of what is written."""
+    first, *others = cache
+    rotated = "q_pe_out" if "q_pe_out" in given else "q_pe"
+    written = {name: cache[name] for name in others}
+    if rotated in given:
+        written[rotated] = given[rotated]
+    for name, array in (cache | written).items():
+        check_mutable(name, array)
+    read = {first: cache[first], **rows, **given}
+    inputs = tuple((name, array) for name, array in read.items() if name not in written)
+    outputs = tuple(written.items())
+    call = open_call(inputs, outputs, stream=stream)
+    names = (name for name, _ in inputs + outputs)
+    return call, dict(zip(names, call.views, strict=True))  # type: ignore[arg-type]
+
+
+_NUMBERS = (
+    "slot_mapping",
+    "batch_indices",
+    "positions",
+    "block_table",
+    "kv_indices",
+    "kv_indptr",
+)
+
+
+def _check_data(call: Call, views: dict[str, ArrayView], arguments: AppendArguments) -> None:
+    """Look at the numbers on the device, if CUMLA_CHECK asks for it: it waits for the stream."""
+    if not may_look(call):
+        return
+    numbers = {name: copy_to_host(views[name], call.stream) for name in _NUMBERS if name in views}
+    check_append_values(numbers, arguments)
+
+
+def _append_on_cpu(
+    rows: Any, kv_cache: Any, given: dict[str, Any], arguments: AppendArguments, interleaved: bool
+) -> None:
+    host = {name: to_numpy(name, array) for name, array in given.items()}
+    if check_mode():
+        check_append_values({name: host[name] for name in _NUMBERS if name in host}, arguments)
+    row_parts, cache_parts = (
+        tuple(to_numpy(name, array) for name, array in _parts(argument, value).items())
+        for argument, value in (("rows", rows), ("kv_cache", kv_cache))
+    )
+    reference.append_mla_cache(
+        row_parts if len(row_parts) > 1 else row_parts[0],
+        cache_parts if len(cache_parts) > 1 else cache_parts[0],
+        interleaved=interleaved,
+        **host,
+    )

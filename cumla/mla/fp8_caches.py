@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What FP8 caches look like, to those who read them and those who write them."""
+
+from __future__ import annotations
+
+from math import prod
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView
+
+__all__ = [
+    "E4M3",
+    "FP8",
+    "PACKED_BYTES",
+    "SCALES",
+    "check_factor",
+    "is_packed",
+    "number_of",
+    "relabelled",
+    "unpacked",
+]
+
+FP8 = "float8_e4m3fn"
+E4M3 = (FP8, "uint8")  # its bits will do
+SCALES = 4  # of a row, one for 128 latent columns
+_ROPE_DIM = HEAD_DIM - VALUE_DIM
+# A row of the packed format: e4m3 latent columns, float32 scales, bfloat16 RoPE columns.
+PACKED_BYTES = VALUE_DIM + 4 * SCALES + 2 * _ROPE_DIM
+_LEAST_FACTOR, _MOST_FACTOR = 2.0**-126, 2.0**126  # normal, and so are their inverses
+
+
+def is_packed(cache: ArrayView) -> bool:
+    """Tell a cache in the packed format from one whose columns are numbers."""
+    return cache.dtype == "uint8" and cache.shape[-1:] == (PACKED_BYTES,)
+
+
+def unpacked(rows: ArrayView) -> tuple[ArrayView, ArrayView, ArrayView]:
+    """Take rows of 656 bytes apart: latent columns as bytes, RoPE columns, scales.
+
+    Parameters
+    ----------
+    rows : ArrayView
+        ``(num_pages, page_size, num_kv_heads, 656)``.
+
+    Returns
+    -------
+    tuple of ArrayView
+    """
+    lead, steps = rows.shape[:3], rows.strides[:3]
+
+    def part(begin: int, columns: int, dtype: str, itemsize: int) -> ArrayView:
+        return rows._replace(
+            ptr=rows.ptr + begin, shape=(*lead, columns), strides=(*steps, itemsize), dtype=dtype
+        )
+
+    return (
+        part(0, VALUE_DIM, "uint8", 1),
+        part(VALUE_DIM + 4 * SCALES, _ROPE_DIM, "bfloat16", 2),
+        part(VALUE_DIM, SCALES, "float32", 4),
+    )
+
+
+def relabelled(view: ArrayView) -> ArrayView:
+    """Call bytes what they hold: e4m3 numbers."""
+    return view._replace(dtype=FP8) if view.dtype == "uint8" else view
+
+
+def number_of(name: str, factor: Any) -> float | None:
+    """Return a factor that is a number, in float32; None for what is none.
+
+    Parameters
+    ----------
+    name : str
+        Of the argument.
+    factor : object
+        By which e4m3 numbers give what they stand for.
+
+    Returns
+    -------
+    float or None
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is a bool, or too small or large.
+    """
+    if isinstance(factor, bool):
+        raise TypeError(f"{name}: needs a number, or an array of one float32, got bool; convert it")
+    if not isinstance(factor, Real):
+        return None
+    if not _LEAST_FACTOR <= float(factor) <= _MOST_FACTOR:
+        raise ValueError(
+            f"{name}: needs a number from 2 ** -126 to 2 ** 126, got {factor}; pass the factor by "
+            f"which quantised rows give the rows"
+        )
+    return float(np.float32(factor))
+
+
+def check_factor(name: str, view: ArrayView) -> None:
+    """Check a factor that is an array, which only a kernel looks into."""
+    if view.dtype != "float32":
+        raise TypeError(f"{name}: needs float32, got {view.dtype}; convert it first")
+    if prod(view.shape) != 1:
+        raise ValueError(f"{name}: needs one element, got shape {view.shape}; pass one number")
+    if view.ptr % 4:
+        raise ValueError(
+            f"{name}: needs an address that is a multiple of 4 bytes, got {view.ptr:#x}; copy it"
+        )

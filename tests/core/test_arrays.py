@@ -1,0 +1,1619 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of every framework, on the CPU and, with a driver and a CuPy that pretend, on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import subprocess
+import sys
+import threading
+import time
+import types
+import weakref
+from importlib import metadata
+from typing import ClassVar
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cumla.core import _cupy, _dlpack, _driver, _lend, _lifetime, arrays
+from cumla.core.arrays import (
+    ArrayView,
+    from_numpy,
+    glance,
+    keep_until_passed,
+    open_call,
+    open_device,
+    order_streams,
+    reopen_call,
+    to_numpy,
+)
+from cumla.errors import (
+    CumlaError,
+    MissingDependencyError,
+    NotPreparedError,
+    UnsupportedDeviceError,
+)
+
+CODES = {name: key for key, name in _dlpack.DTYPES.items()}
+_new_capsule = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+)(("PyCapsule_New", ctypes.pythonapi))
+
+
+class Producer:
+    """An array that only DLPack can read: it counts what happens to its capsules."""
+
+    exported: ClassVar[list[object]] = []  # a consumer may hold on to any of them
+
+    def __init__(
+        self,
+        shape=(2, 3),
+        dtype="float32",
+        strides=None,
+        device=(1, 0),
+        versioned=False,
+        major=1,
+        lanes=1,
+        offset=0,
+        code=None,
+        flags=0,
+    ):
+        self.deleted = 0
+        self.streams = []
+        self.versioned = versioned
+        self.device = device
+        code, bits = code or CODES[dtype]
+        self.memory = np.arange(4096, dtype=np.uint8)
+        self.layout = _dlpack.ManagedTensorVersioned if versioned else _dlpack.ManagedTensor
+        managed = self.managed = self.layout()
+        managed.deleter = ctypes.cast(self._make_deleter(), ctypes.c_void_p)
+        if versioned:
+            managed.major, managed.minor, managed.flags = major, 3, flags
+        tensor = managed.tensor
+        tensor.data, tensor.byte_offset = self.memory.ctypes.data, offset
+        tensor.device_type, tensor.device_id = device
+        tensor.ndim, tensor.code, tensor.bits, tensor.lanes = len(shape), code, bits, lanes
+        self.shape_array = (ctypes.c_int64 * len(shape))(*shape)
+        tensor.shape = self.shape_array
+        if strides is not None:
+            self.strides_array = (ctypes.c_int64 * len(shape))(*strides)
+            tensor.strides = self.strides_array
+
+    def _make_deleter(self):
+        def deleter(address):
+            assert address == ctypes.addressof(self.managed)
+            self.deleted += 1
+
+        self.deleter = _dlpack._Deleter(deleter)
+        return self.deleter
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, *, stream=None, max_version=None):
+        self.streams.append(stream)
+        self.exported.append(self)
+        name = b"dltensor_versioned" if self.versioned else b"dltensor"
+        self.capsule = _new_capsule(ctypes.addressof(self.managed), name, None)
+        return self.capsule
+
+
+class FakeDriver:
+    """What `_driver.Driver` does, written down instead of done."""
+
+    def __init__(self):
+        self.current = 0
+        self.stack = []
+        self.capturing = set()
+        self.recorded = []
+        self.waits = []
+        self.asked = []
+        self.passed = set()
+        self.destroyed = []
+
+    def enter_device(self, device):
+        if device == self.current:
+            return False
+        self.stack.append(self.current)
+        self.current = device
+        return True
+
+    def leave_device(self):
+        self.current = self.stack.pop()
+
+    def current_device(self):
+        return self.current
+
+    def is_capturing(self, stream):
+        return stream in self.capturing
+
+    def record_event(self, stream):
+        self.recorded.append(stream)
+        return len(self.recorded)
+
+    def wait_event(self, stream, event):
+        self.waits.append((stream, event))
+
+    def event_passed(self, event):
+        self.asked.append((event, self.current))
+        return event in self.passed
+
+    def destroy_event(self, event):
+        self.destroyed.append(event)
+
+    @contextlib.contextmanager
+    def relaxed_capture(self):
+        yield
+
+
+class FakeStream:
+    def __init__(self, cupy, ptr):
+        self.cupy, self.ptr = cupy, ptr
+
+    def __enter__(self):
+        self.previous = self.cupy.stream
+        self.cupy.stream = self
+
+    def __exit__(self, *error):
+        self.cupy.stream = self.previous
+
+
+class FakeCuPy(types.ModuleType):
+    """A CuPy whose arrays have addresses and nothing behind them."""
+
+    def __init__(self):
+        super().__init__("cupy")
+        module = self
+        self.null = self.stream = FakeStream(self, 0)
+        self.allocated = []
+
+        class ndarray(Producer):
+            def __init__(self, shape=(4, 8), dtype="float16", device=0, ptr=0x1000):
+                self.shape, self.dtype = shape, np.dtype(dtype)
+                super().__init__(shape, self.dtype.name, device=(2, device))
+                self.data = types.SimpleNamespace(ptr=ptr, device_id=device)
+                steps = [self.dtype.itemsize]
+                for length in shape[:0:-1]:
+                    steps.insert(0, steps[0] * length)
+                self.strides = tuple(steps)
+                self.base = None
+
+            def view(self, dtype):
+                one_byte = type(self)(self.shape, dtype, self.data.device_id, self.data.ptr)
+                assert one_byte.strides == self.strides
+                one_byte.base = self
+                return one_byte
+
+        class Stream(FakeStream):
+            null = module.null
+
+            @staticmethod
+            def from_external(stream):
+                version, handle = stream.__cuda_stream__()
+                assert version == 0
+                return FakeStream(module, handle)
+
+        self.ndarray = ndarray
+        self.cuda = types.SimpleNamespace(
+            get_current_stream=lambda device: module.stream,
+            runtime=types.SimpleNamespace(getDevice=lambda: 1),
+            Stream=Stream,
+        )
+
+    def empty(self, shape, dtype):
+        if np.dtype(dtype).name.startswith("float8"):  # as CuPy 14.2
+            raise ValueError(f"Unsupported dtype {np.dtype(dtype)}")
+        self.allocated.append((shape, np.dtype(dtype).name, self.stream.ptr))
+        return self.ndarray(shape, dtype, device=0, ptr=0x2000)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    driver = FakeDriver()
+    monkeypatch.setattr(arrays, "driver", lambda: driver)
+    monkeypatch.setattr(_lifetime, "driver", lambda: driver)
+    monkeypatch.setattr(arrays, "_framework_of_type", {np.ndarray: arrays._NUMPY})
+    monkeypatch.setattr(_lend, "_borrowers", {})
+    yield driver
+    _lifetime.waiting.clear()
+    _lifetime.in_graphs.clear()
+
+
+@pytest.fixture
+def no_cupy_yet():
+    """Forget which CuPy there is, before and after a test."""
+
+    def forget():
+        arrays._cupy.cache_clear()
+        _cupy.import_cupy.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
+def cupy(cuda, no_cupy_yet, monkeypatch):
+    module = FakeCuPy()
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    return module
+
+
+@pytest.fixture
+def fake_jax(cupy, monkeypatch):
+    """A JAX with one array type, on a GPU."""
+
+    class Array(Producer):
+        def __init__(self, devices=1):
+            super().__init__(dtype="bfloat16", device=(2, 0))
+            self.sharding = types.SimpleNamespace(device_set=set(range(devices)))
+
+        def is_deleted(self):
+            return False
+
+    class Result:
+        """What JAX makes of a capsule; its buffer goes when JAX says so, on any thread."""
+
+        def __init__(self, exporter):
+            self.kind = exporter.__dlpack_device__()
+            self.buffer = _dlpack.Imported("result", exporter.__dlpack__(stream=module.reader))
+            self.view = self.buffer.view
+
+        def devices(self):
+            return {"cuda:0"}
+
+    class Fence:
+        done = False
+
+        def is_ready(self):
+            return self.done
+
+    class Compiled:
+        def lower(self, number):
+            return self
+
+        def compile(self):
+            module.compiled.append(module.number)
+            return self
+
+        def __call__(self, number):
+            assert number is module.number
+            fence = Fence()
+            module.fences.append(fence)
+            return fence
+
+    def device_put(number, device):
+        module.number = (int(number), device)
+        return module.number
+
+    module = types.SimpleNamespace(
+        Array=Array,
+        dlpack=types.SimpleNamespace(from_dlpack=Result),
+        transfer_guard=lambda level: contextlib.nullcontext(),
+        ensure_compile_time_eval=contextlib.nullcontext,
+        disable_jit=lambda disabled: contextlib.nullcontext(),
+        device_put=device_put,
+        jit=lambda function: Compiled(),
+        compiled=[],
+        fences=[],
+        reader=77,
+    )
+    monkeypatch.setitem(sys.modules, "jax", module)
+    arrays._jax.cache_clear()
+    yield module
+    arrays._jax.cache_clear()
+
+
+@pytest.fixture
+def fake_torch(cuda, monkeypatch):
+    """A torch whose tensors are on a GPU."""
+
+    class Tensor:
+        is_cuda = True
+        device = "cuda:0"
+
+        def __init__(self, shape, dtype):
+            self.shape, self.dtype = shape, dtype
+
+        def data_ptr(self):
+            return 0x3000
+
+        def stride(self):
+            return tuple([1] * len(self.shape))
+
+        def get_device(self):
+            return 0
+
+    class DType:
+        itemsize = 1
+
+        def __str__(self):
+            return "torch.uint8"
+
+    module = types.SimpleNamespace(Tensor=Tensor, uint8=DType(), current=7, allocated=[])
+
+    @contextlib.contextmanager
+    def use(stream):
+        previous, module.current = module.current, stream
+        yield
+        module.current = previous
+
+    def empty(shape, dtype, device):
+        module.allocated.append((shape, device, module.current))
+        return Tensor(shape, dtype)
+
+    module._C = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda device: module.current)
+    module.cuda = types.SimpleNamespace(stream=use, ExternalStream=lambda handle, device: handle)
+    module.empty = empty
+    monkeypatch.setitem(sys.modules, "torch", module)
+    arrays._torch.cache_clear()
+    yield module
+    arrays._torch.cache_clear()
+
+
+def view_of(array):
+    with open_call((("x", array),)) as call:
+        assert call.device is None
+        assert not call.capturing
+        return call, call.views[0]
+
+
+# --- views ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "uint8", "float8_e4m3fn"])
+def test_numpy_view(dtype):
+    array = np.zeros((4, 6, 8), np.dtype(dtype))[::2, :, 1:5]
+    call, view = view_of(array)
+    size = array.itemsize
+    expected = ArrayView(array.ctypes.data, (2, 6, 4), (96 * size, 8 * size, size), dtype, None)
+    assert (call.framework, view) == ("numpy", expected)
+
+
+def test_foreign_byte_order_has_no_known_name():
+    assert view_of(np.zeros(3, ">f4"))[1].dtype == ">f4"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "float8_e4m3fn"])
+def test_torch_view(dtype):
+    torch = pytest.importorskip("torch")
+    array = torch.zeros(4, 6, 8, dtype=getattr(torch, dtype))[::2, :, 1:5]
+    call, view = view_of(array)
+    size = array.element_size()
+    expected = ArrayView(array.data_ptr(), (2, 6, 4), (96 * size, 8 * size, size), dtype, None)
+    assert (call.framework, view) == ("torch", expected)
+    assert type(view.shape) is tuple
+
+
+def test_torch_parameter_is_a_tensor():
+    torch = pytest.importorskip("torch")
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    call = open_call((("x", torch.zeros(3)), ("y", parameter)))
+    assert call.views[1].ptr == parameter.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "float8_e4m3fn"])
+def test_jax_view(dtype):
+    jax = pytest.importorskip("jax")
+    array = jax.numpy.ones((3, 5), dtype)
+    call, view = view_of(array)
+    size = array.dtype.itemsize
+    where = array.unsafe_buffer_pointer()
+    expected = ArrayView(where, (3, 5), (5 * size, size), dtype, None, read_only=True)
+    assert (call.framework, view) == ("jax", expected)
+
+
+@pytest.mark.parametrize("versioned", [False, True])
+@pytest.mark.parametrize("dtype", sorted(CODES))
+def test_dlpack_view(dtype, versioned):
+    array = Producer((2, 3), dtype, strides=(8, 2), offset=16, versioned=versioned)
+    call, view = view_of(array)
+    size = CODES[dtype][1] // 8
+    expected = ArrayView(array.memory.ctypes.data + 16, (2, 3), (8 * size, 2 * size), dtype, None)
+    assert (call.framework, view) == ("numpy", expected)
+
+
+def test_dlpack_without_strides_is_contiguous():
+    assert view_of(Producer((2, 3, 5), "float16"))[1].strides == (30, 10, 2)
+    assert view_of(Producer((), "float16"))[1].strides == ()
+
+
+@pytest.mark.parametrize(("flags", "read_only"), [(0, False), (1, True), (2, True), (4, False)])
+def test_dlpack_memory_that_must_not_be_written_to(flags, read_only):
+    array = Producer(versioned=True, flags=flags)
+    assert view_of(array)[1].read_only is read_only
+    assert to_numpy("x", Producer(versioned=True, flags=flags)).flags.writeable is not read_only
+
+
+def test_numpy_memory_that_must_not_be_written_to():
+    array = np.zeros(3)
+    assert open_call((("x", array),), (("out", array),)).views[1].read_only is False
+    array.flags.writeable = False
+    assert view_of(array)[1].read_only is True
+    message = "out: needs an array that can be written to, got a read-only one; pass a copy"
+    with pytest.raises(ValueError, match=message):
+        open_call((("x", array),), (("out", array),))
+
+
+def test_dlpack_producer_older_than_versions():
+    class Old(Producer):
+        def __dlpack__(self, *, stream=None):
+            return super().__dlpack__(stream=stream)
+
+    assert view_of(Old((2, 3)))[1].shape == (2, 3)
+
+
+@pytest.mark.parametrize("versioned", [False, True])
+def test_dlpack_capsule_is_consumed_and_given_back_once(versioned):
+    array = Producer(versioned=versioned)
+    call = open_call((("x", array),))
+    assert "used_dltensor" + ("_versioned" if versioned else "") in repr(array.capsule)
+    assert array.deleted == 0
+    with call:
+        assert array.deleted == 0
+    assert array.deleted == 1
+    del call
+    gc.collect()
+    assert array.deleted == 1
+
+
+def test_dlpack_capsule_is_given_back_when_the_call_is_never_entered():
+    array = Producer()
+    call = open_call((("x", array),))
+    del call
+    assert array.deleted == 1
+
+
+@pytest.mark.parametrize(
+    ("producer", "error", "message"),
+    [
+        (Producer(code=(2, 4)), TypeError, "x: its element type is unknown .*code 2, 4 bits"),
+        (Producer(lanes=2), TypeError, "x: its element type is unknown .*2 lanes"),
+        (Producer(versioned=True, major=2), TypeError, r"x: its DLPack capsule has version 2\.3"),
+        (Producer(device=(10, 0)), ValueError, "x: .*DLPack device type 10"),
+    ],
+)
+def test_dlpack_refused(producer, error, message):
+    with pytest.raises(error, match=message):
+        open_call((("x", producer),))
+    gc.collect()
+    assert producer.deleted == len(producer.streams)
+
+
+def test_dlpack_capsule_used_before_is_refused():
+    class Reusing(Producer):
+        def __dlpack__(self, **options):
+            return self.capsule if self.streams else super().__dlpack__(**options)
+
+    array = Reusing()
+    open_call((("x", array),))
+    with pytest.raises(TypeError, match="x: __dlpack__ must return a fresh DLPack capsule"):
+        open_call((("x", array),))
+    assert array.deleted == 1
+
+
+def test_producer_that_refuses_is_named():
+    class Refusing(Producer):
+        def __dlpack__(self, **options):
+            raise BufferError("not today")
+
+    with pytest.raises(ValueError, match="kv_cache: its producer does not export it: not today"):
+        open_call((("kv_cache", Refusing()),))
+
+
+# --- one-byte floats ------------------------------------------------------------------------------
+
+
+def bytes_of(imported):
+    """What a kernel would read at the address of an imported contiguous array."""
+    view = imported.view
+    return np.frombuffer(ctypes.string_at(view.ptr, int(np.prod(view.shape))), np.uint8)
+
+
+FLOAT8 = pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+
+
+def some_float8(dtype):
+    return np.arange(-6, 6).reshape(3, 4).astype(getattr(ml_dtypes, dtype))
+
+
+@FLOAT8
+def test_float8_tensors_are_imported_where_torch_does_not_export_them(monkeypatch, dtype):
+    """As tensors are where another framework's array comes first."""
+    torch = pytest.importorskip("torch")
+    values = some_float8(dtype)
+    tensor = from_numpy("torch", values)
+    export = torch.Tensor.__dlpack__
+
+    def refuse(self, **options):
+        if str(self.dtype).startswith("torch.float8"):
+            raise BufferError("float8 types are not supported by dlpack")
+        return export(self, **options)
+
+    monkeypatch.setattr(torch.Tensor, "__dlpack__", refuse)
+    imported = arrays._import("q", tensor, None)
+    expected = ArrayView(tensor.data_ptr(), (3, 4), (4, 1), dtype, None)
+    assert imported.view == expected
+    assert (bytes_of(imported) == values.view(np.uint8).ravel()).all()
+    assert arrays._import("q", tensor[1:, ::2], None).view.strides == (4, 2)
+
+
+@FLOAT8
+def test_float8_arrays_of_cupy_are_imported_as_bytes(cupy, dtype):
+    """NumPy's array in CuPy's place: neither of them exports the type."""
+    values = some_float8(dtype)
+    with pytest.raises((BufferError, ValueError)):
+        arrays.import_array("q", values, None)
+    imported = arrays._CuPy(cupy).import_array("q", values, None)
+    expected = ArrayView(values.ctypes.data, (3, 4), (4, 1), dtype, None)
+    assert imported.view == expected
+
+
+@FLOAT8
+def test_float8_arrays_of_jax_are_not_copied(dtype):
+    jax = pytest.importorskip("jax")
+    array = jax.numpy.asarray(some_float8(dtype))
+    call = open_call((("q", array),))
+    assert call.views[0].ptr == array.unsafe_buffer_pointer()
+    assert call.views[0].dtype == dtype
+
+
+@FLOAT8
+def test_float8_arrays_of_a_jax_that_does_not_export_them(monkeypatch, dtype):
+    jax = pytest.importorskip("jax")
+    values = some_float8(dtype)
+    array = jax.numpy.asarray(values)
+    kind = type(array)
+    export = kind.__dlpack__
+
+    def refuse(self, **options):
+        if self.dtype.itemsize == 1 and self.dtype.kind == "V":
+            raise RuntimeError("INVALID_ARGUMENT: XLA type has no DLPack equivalent")
+        return export(self, **options)
+
+    monkeypatch.setattr(kind, "__dlpack__", refuse)
+    call = open_call((("q", array), ("w", jax.numpy.ones(3))))
+    assert (call.framework, call.views[0].shape, call.views[0].dtype) == ("jax", (3, 4), dtype)
+    assert call.views[0].read_only
+    imported = arrays._import("q", array, None)
+    assert (bytes_of(imported) == values.view(np.uint8).ravel()).all()
+
+
+def test_what_jax_refuses_for_another_reason_is_refused(fake_jax):
+    array = fake_jax.Array()
+    array.dtype = np.dtype(ml_dtypes.bfloat16)
+
+    def refuse(**options):
+        raise RuntimeError("not today")
+
+    array.__dlpack__ = refuse
+    with pytest.raises(ValueError, match="q: its producer does not export it: not today"):
+        arrays._jax().import_array("q", array, None)
+
+
+# --- what is not an array, or has no memory ------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [[1, 2], 3.0, None, "text"])
+def test_not_an_array(value):
+    with pytest.raises(TypeError, match="cache_seqlens: needs an array of CuPy, PyTorch, JAX"):
+        open_call((("q", np.zeros(3)), ("cache_seqlens", value)))
+
+
+def test_jax_tracer():
+    jax = pytest.importorskip("jax")
+    with pytest.raises(TypeError, match=r"q: needs an array with memory, got a JAX tracer"):
+        jax.jit(lambda x: open_call((("q", x),)))(jax.numpy.ones(3))
+
+
+def test_jax_output():
+    jax = pytest.importorskip("jax")
+    x = jax.numpy.ones(3)
+    with pytest.raises(TypeError, match=r"out: JAX arrays are immutable .* call without out="):
+        open_call((("q", x),), (("out", x),))
+
+
+def test_jax_deleted_array():
+    jax = pytest.importorskip("jax")
+    x = jax.numpy.ones(3)
+    x.delete()
+    with pytest.raises(
+        ValueError, match="q: needs an array with memory, got one deleted or donated"
+    ):
+        open_call((("q", x),))
+
+
+def test_jax_sharded_array():
+    pytest.importorskip("jax")
+    program = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from cumla.arrays import open_call
+mesh = jax.make_mesh((2,), ("x",))
+array = jax.device_put(np.zeros((4, 2), np.float32), NamedSharding(mesh, PartitionSpec("x")))
+try:
+    open_call((("kv_cache", array),))
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "kv_cache: needs an array on one device, got one that is sharded over 2" in done.stdout
+
+
+def test_torch_fake_tensor():
+    torch = pytest.importorskip("torch")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.zeros(3)
+    with pytest.raises(TypeError, match=r"q: needs a tensor with memory, got a FakeTensor"):
+        open_call((("q", fake),))
+
+
+def test_torch_tensor_without_memory():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(
+        ValueError, match=r"q: needs a tensor on a CUDA device or .*got one on meta"
+    ):
+        open_call((("q", torch.zeros(3, device="meta")),))
+
+    def inside_vmap(x):
+        open_call((("q", x),))
+        return x
+
+    with pytest.raises(TypeError, match="q: needs a dense tensor with memory of its own"):
+        torch.vmap(inside_vmap)(torch.zeros(2, 3))
+
+
+def test_torch_distributed_tensor():
+    torch = pytest.importorskip("torch")
+
+    class DTensor(torch.Tensor):
+        pass
+
+    with pytest.raises(ValueError, match=r"q: .*got a DTensor.*q\.to_local\(\)"):
+        open_call((("q", torch.zeros(3).as_subclass(DTensor)),))
+
+
+# --- where the arrays are ------------------------------------------------------------------------
+
+
+def test_cpu_arrays_of_several_frameworks():
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    call = open_call((("a", torch.zeros(2)), ("b", np.zeros(3)), ("c", jax.numpy.ones(4))))
+    assert (call.framework, call.device) == ("torch", None)
+    assert [view.shape for view in call.views] == [(2,), (3,), (4,)]
+
+
+def test_cpu_and_gpu_mixed(cupy):
+    message = "table: needs to be where q is, on CUDA device 0, got an array on the CPU; copy"
+    with pytest.raises(ValueError, match=message):
+        open_call((("q", cupy.ndarray()), ("table", np.zeros(3))))
+    with pytest.raises(ValueError, match=r"table: .* q is, on the CPU, got .* on CUDA device 0"):
+        open_call((("q", np.zeros(3)), ("table", cupy.ndarray())))
+
+
+def test_devices_differ(cupy):
+    with pytest.raises(
+        ValueError, match=r"table: .*on CUDA device 0, got an array on CUDA device 1"
+    ):
+        open_call((("q", cupy.ndarray()), ("table", cupy.ndarray(device=1))))
+    with pytest.raises(ValueError, match=r"lse: .*on CUDA device 0, got an array on CUDA device 1"):
+        open_call((("q", cupy.ndarray()),), (("out", None), ("lse", cupy.ndarray(device=1))))
+
+
+def test_output_of_another_framework():
+    torch = pytest.importorskip("torch")
+    message = r"out: needs an array of the framework of q, got torch\.Tensor; convert it, or call"
+    with pytest.raises(TypeError, match=message):
+        open_call((("q", np.zeros(3)),), (("out", torch.zeros(3)),))
+
+
+def test_views_are_in_the_order_given(cupy):
+    inputs = tuple((name, cupy.ndarray(ptr=i)) for i, name in enumerate("abc"))
+    call = open_call(inputs, (("out", None), ("lse", cupy.ndarray(ptr=9))))
+    assert [view and view.ptr for view in call.views] == [0, 1, 2, None, 9]
+    assert call.views[0] == ArrayView(0, (4, 8), (16, 2), "float16", 0)
+
+
+def test_cupy_distributed_array(cupy):
+    class DistributedArray(cupy.ndarray):
+        pass
+
+    with pytest.raises(ValueError, match=r"q: .*got a DistributedArray, which is sharded"):
+        open_call((("q", DistributedArray()),))
+
+
+# --- arrays that are known again ----------------------------------------------------------------
+
+
+def views_at_first(*given):
+    """Views of each array; it also makes their types known."""
+    return [open_call((("x", array),)).views[0] for array in given]
+
+
+def check_glances(given):
+    """Two glances are equal exactly where the views are."""
+    views = views_at_first(*given)
+    glances = [glance((array,)) for array in given]
+    assert None not in glances
+    for one, view in zip(glances, views, strict=True):
+        same = [other == one and hash(other) == hash(one) for other in glances]
+        assert same == [other == view for other in views]
+    assert len(set(glances)) == len(given) - 1  # the first two are one array in two objects
+
+
+def test_a_glance_tells_torch_tensors_apart():
+    torch = pytest.importorskip("torch")
+    x = torch.zeros(4, 6, 8, dtype=torch.bfloat16)
+    others = (x[:, :, :], x[1:], x[:2], x.view(24, 8), x.transpose(0, 1), x[::2], x[:, ::2])
+    check_glances((x, *others, x.view(torch.float16), x.clone()))
+
+
+def test_a_glance_tells_torch_devices_apart(fake_torch):
+    """Of one number, too: not only CUDA counts its devices."""
+    tensor = fake_torch.Tensor((3,), fake_torch.uint8)
+    views_at_first(tensor)
+    seen = glance((tensor,))
+    for device in ("cuda:1", "xpu:0"):
+        tensor.device = device
+        assert glance((tensor,)) not in (seen, None)
+    tensor.device = "cuda:0"
+    assert glance((tensor,)) == seen
+
+
+def test_a_glance_tells_cupy_arrays_apart(cupy):
+    kind = cupy.ndarray
+    others = (kind(), kind((4, 9)), kind(dtype="int16"), kind(device=1), kind(ptr=0x2000))
+    transposed = kind()
+    transposed.strides = (2, 8)
+    check_glances((kind(), *others, transposed))
+
+
+def test_a_tensor_that_changes_is_not_known_again():
+    torch = pytest.importorskip("torch")
+    x = torch.zeros(4, 6)
+    views_at_first(x)
+    seen = {glance((x,))}
+    for change in (
+        lambda: x.resize_(4, 8),
+        lambda: x.t_(),
+        lambda: x.unsqueeze_(0),
+        lambda: setattr(x, "data", torch.zeros(4, 6)),
+        lambda: setattr(x, "data", x.data.view(torch.int32)),
+    ):
+        change()
+        assert glance((x,)) not in seen
+        seen.add(glance((x,)))
+
+
+def test_what_a_glance_leaves_to_the_whole_look(cupy):
+    torch = pytest.importorskip("torch")
+    tensor, array, host = torch.zeros(3), cupy.ndarray(), np.zeros(3)
+    assert glance((tensor,)) is None  # nobody has seen its type yet
+    views_at_first(tensor, array, host)
+    assert glance((tensor, tensor)) is not None
+    assert glance((array, array)) is not None
+    for given in (
+        (tensor, array),
+        (array, tensor),
+        (tensor, None),
+        (None, tensor),
+        (host, host),
+        (array, Producer()),
+        (torch.zeros(3).to_sparse(),),
+        (tensor, [1, 2]),
+    ):
+        assert glance(given) is None, given
+
+
+def test_a_glance_tells_parts_from_arrays(cupy):
+    a, b, c, again = (cupy.ndarray(ptr=ptr) for ptr in (1, 2, 3, 2))
+    views_at_first(a)
+    seen = {glance(given) for given in ((a, b, c), ((a, b), c), (a, (b, c)), ((c, b), a))}
+    assert len(seen) == 4
+    assert None not in seen
+    assert glance(((a, again), c)) == glance(((a, b), c))
+    triple = glance(((a, b, c), c))
+    assert triple not in {None, glance((a, b, c, c)), glance(((a, b), c, c)), *seen}
+    assert glance(((a, again, c), c)) == triple
+    c.data.ptr = 4
+    assert glance(((a, b), c)) not in seen
+    assert glance(((a, b, c), c)) != triple
+    for pair in ((), (a,), (a, b, c, c), (a, None), (np.zeros(3), a), [a, b]):
+        assert glance((pair, c)) is None, pair
+        assert glance((c, pair)) is None, pair
+
+
+def test_a_call_that_is_opened_again(cuda, cupy):
+    cupy.stream = FakeStream(cupy, 5)
+    with open_call((("q", Producer(device=(2, 0))),), stream=9):
+        pass
+    array = cupy.ndarray(device=3)
+    first = open_call((("q", array),))
+    assert _lifetime.waiting
+    cuda.passed.add(1)
+    call = reopen_call(array, 3)
+    assert not _lifetime.waiting  # it lets go of what is done, as every call
+    assert (call.device, call.stream, call.framework) == (3, first.stream, first.framework)
+    assert reopen_call(array, 3, CoreStream()).stream == 99
+    with call:
+        assert cuda.current == 3
+    assert cuda.current == 0
+
+
+# --- streams and devices -------------------------------------------------------------------------
+
+
+class CoreStream:
+    def __cuda_stream__(self):
+        return (0, 99)
+
+
+@pytest.mark.parametrize(
+    ("stream", "handle"),
+    [
+        (None, 5),
+        (0, 0),
+        (1, 0),
+        (2, 2),
+        (77, 77),
+        (CoreStream(), 99),
+        (types.SimpleNamespace(cuda_stream=33), 33),
+        (types.SimpleNamespace(ptr=44), 44),
+    ],
+)
+def test_stream(cupy, stream, handle):
+    cupy.stream = FakeStream(cupy, 5)
+    assert open_call((("q", cupy.ndarray()),), stream=stream).stream == handle
+    assert open_device(0, stream=stream).stream == handle
+
+
+@pytest.mark.parametrize(
+    ("stream", "error"), [(True, TypeError), ("s", TypeError), (1.5, TypeError), (-1, ValueError)]
+)
+def test_not_a_stream(cupy, stream, error):
+    with pytest.raises(error, match="stream: needs a"):
+        open_call((("q", cupy.ndarray()),), stream=stream)
+
+
+def test_torch_current_stream(fake_torch):
+    call = open_call((("q", fake_torch.Tensor((3,), fake_torch.uint8)),))
+    assert (call.framework, call.device, call.stream) == ("torch", 0, 7)
+
+
+def test_device_is_current_inside_the_call_only(cuda, cupy):
+    with open_call((("q", cupy.ndarray(device=3)),)):
+        assert cuda.current == 3
+    assert (cuda.current, cuda.stack) == (0, [])
+    with pytest.raises(KeyError), open_call((("q", cupy.ndarray(device=3)),)):
+        raise KeyError
+    assert (cuda.current, cuda.stack) == (0, [])
+
+
+def test_open_device_without_a_device_takes_the_current_one(cupy):
+    call = open_device()
+    assert (call.device, call.framework, call.views) == (1, "cupy", ())
+
+
+@pytest.mark.parametrize(("stream", "number"), [(0, 1), (1, 1), (2, 2), (640, 640)])
+def test_dlpack_stream_numbers(cuda, cupy, stream, number):
+    array = Producer(device=(2, 0))
+    call = open_call((("q", array),), stream=stream)
+    assert array.streams == [number]
+    assert call.framework == "cupy"
+
+
+def test_dlpack_on_the_cpu_has_no_stream():
+    array = Producer()
+    open_call((("q", array),))
+    assert array.streams == [None]
+
+
+def test_foreign_arrays_are_ordered_behind_their_producer(cuda, cupy):
+    cupy.stream = FakeStream(cupy, 5)
+    own, foreign, own_too = cupy.ndarray(), Producer(device=(2, 0)), cupy.ndarray()
+    call = open_call((("a", own), ("b", foreign), ("c", own_too)))
+    assert (own.streams, foreign.streams, own_too.streams) == ([], [5], [])
+    assert call.views[1].ptr == foreign.memory.ctypes.data
+    guest = cupy.ndarray()
+    open_call((("a", Producer(device=(2, 0))), ("b", guest)))
+    assert guest.streams == [5]
+
+
+def test_producer_runs_with_its_device_current(cuda, cupy):
+    class Asking(Producer):
+        def __dlpack__(self, **options):
+            self.current = cuda.current
+            return super().__dlpack__(**options)
+
+    array = Asking(device=(13, 4))
+    open_call((("q", array),))
+    assert (array.current, cuda.current) == (4, 0)
+
+
+# --- how long imported arrays live ---------------------------------------------------------------
+
+
+def test_imports_live_until_the_stream_has_passed(cuda, cupy):
+    array = Producer(device=(2, 0))
+    with open_call((("q", array),), stream=9):
+        pass
+    assert (cuda.recorded, array.deleted) == ([9], 0)
+    open_call((("q", cupy.ndarray()),))
+    assert array.deleted == 0
+    cuda.passed.add(1)
+    open_call((("q", cupy.ndarray()),))
+    assert (array.deleted, cuda.destroyed) == (1, [1])
+    open_call((("q", cupy.ndarray()),))
+    assert array.deleted == 1
+
+
+def test_imports_live_on_after_an_error_in_the_call(cuda, cupy):
+    array = Producer(device=(2, 0))
+    with pytest.raises(KeyError), open_call((("q", array),), stream=9):
+        raise KeyError
+    assert (cuda.recorded, array.deleted) == ([9], 0)
+
+
+def test_threads_give_every_import_back_once(cuda, cupy):
+    producers = [[Producer(device=(2, 0)) for _ in range(50)] for _ in range(4)]
+
+    def work(own):
+        for array in own:
+            with open_call((("q", array),)):
+                pass
+            cuda.passed.update(range(len(cuda.recorded)))
+
+    threads = [threading.Thread(target=work, args=(own,)) for own in producers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    cuda.passed.update(range(1000))
+    _lifetime.release_finished()
+    assert [array.deleted for own in producers for array in own] == [1] * 200
+
+
+class Owner:
+    """Something to be kept."""
+
+
+def freed(alive):
+    gc.collect()
+    return alive() is None
+
+
+def test_a_blocked_stream_does_not_hold_up_another(cuda):
+    owners = [Owner() for _ in range(4)]
+    alive = [weakref.ref(owner) for owner in owners]
+    for stream in (9, 5, 9, 5):
+        keep_until_passed(owners.pop(0), stream)
+    cuda.passed |= {2, 3, 4}
+    _lifetime.release_finished()
+    assert [ref() is not None for ref in alive] == [True, False, True, False]
+    assert cuda.destroyed == [2, 4]
+    cuda.passed.add(1)
+    _lifetime.release_finished()
+    assert [ref() for ref in alive] == [None] * 4
+    assert _lifetime.waiting == {}
+
+
+def test_events_are_asked_on_their_own_device(cuda):
+    keep_until_passed(object(), 9, device=3)
+    assert cuda.current == 0
+    cuda.current = None  # as in a thread that has not used CUDA yet
+    _lifetime.release_finished()
+    assert (cuda.asked, cuda.current) == ([(1, 3)], None)
+
+
+def test_what_a_graph_reads_is_kept_for_good_and_once(cuda):
+    owner = Owner()
+    alive = weakref.ref(owner)
+    cuda.capturing.add(9)
+    for _ in range(3):
+        keep_until_passed(owner, 9)
+    del owner
+    assert (cuda.recorded, len(_lifetime.in_graphs)) == ([], 1)
+    cuda.capturing.clear()
+    _lifetime.release_finished()
+    assert alive() is not None
+
+
+def test_finalizers_may_come_back_in_the_middle(cuda, monkeypatch):
+    """A garbage collection can run anywhere, a finalizer that keeps something in it."""
+
+    def collect(event):
+        if event == 1:
+            keep_until_passed("a successor", 9)
+            _lifetime.release_finished()
+        return FakeDriver.event_passed(cuda, event)
+
+    monkeypatch.setattr(cuda, "event_passed", collect)
+    keep_until_passed("an owner", 9)
+    cuda.passed.add(1)
+    _lifetime.release_finished()
+    assert (cuda.recorded, cuda.destroyed) == ([9, 9], [1])
+    cuda.passed.add(2)
+    _lifetime.release_finished()
+    assert cuda.destroyed == [1, 2]
+
+
+def test_a_stream_waits_for_another(cuda):
+    order_streams(7, 7)
+    assert cuda.recorded == []
+    order_streams(7, 9)
+    assert (cuda.recorded, cuda.waits, cuda.destroyed) == ([7], [(9, 1)], [1])
+
+
+# --- what JAX gets -------------------------------------------------------------------------------
+
+
+def a_jax_result(fake_jax, stream=640):
+    with open_call((("q", fake_jax.Array()),), stream=stream) as call:
+        array, _ = call.empty((2, 3), "bfloat16")
+        return call.export(array), weakref.ref(array)
+
+
+def test_jax_results_are_cupys_and_ordered_behind_the_stream(fake_jax, cuda, cupy):
+    result, _ = a_jax_result(fake_jax)
+    assert cupy.allocated == [((2, 3), "bfloat16", 640)]
+    assert result.kind == (2, 0)
+    assert result.view == ArrayView(0x2000, (2, 3), (6, 2), "bfloat16", 0)
+    assert (77, 1) in cuda.waits
+    assert cuda.recorded[0] == 640
+
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def test_jax_results_of_fp8_are_bytes_of_cupys(fake_jax, cupy):
+    with open_call((("q", fake_jax.Array()),), stream=640) as call:
+        array, view = call.empty((2, 3), "float8_e4m3fn")
+        result = call.export(array)
+    assert cupy.allocated == [((2, 3), "uint8", 640)]
+    assert view == result.view == ArrayView(0x2000, (2, 3), (3, 1), "float8_e4m3fn", 0)
+    memory = weakref.ref(array.base)
+    del array
+    assert not freed(memory)
+
+
+def test_a_jax_that_takes_no_fp8_gets_bytes(fake_jax, monkeypatch):
+    take = fake_jax.dlpack.from_dlpack
+
+    def old(exporter):
+        if exporter._view.dtype == E4M3.name:
+            exporter.__dlpack__(stream=77)
+            raise RuntimeError("UNIMPLEMENTED: Unknown or invalid DLPack type code 10")
+        return take(exporter)
+
+    monkeypatch.setattr(fake_jax.dlpack, "from_dlpack", old)
+    fake_jax.lax = types.SimpleNamespace(bitcast_convert_type=lambda bits, dtype: (bits, dtype))
+    before = len(_lend._lent)
+    with open_call((("q", fake_jax.Array()),), stream=640) as call:
+        array, _ = call.empty((2, 3), E4M3.name)
+        bits, dtype = call.export(array)
+    assert (bits.view.ptr, bits.view.dtype, dtype) == (0x2000, "uint8", E4M3)
+    assert len(_lend._lent) == before + 1
+
+
+def test_what_jax_does_not_take_for_another_reason_is_an_error(fake_jax, monkeypatch):
+    def refuse(exporter):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(fake_jax.dlpack, "from_dlpack", refuse)
+    with open_call((("q", fake_jax.Array()),), stream=640) as call:
+        for dtype in ("bfloat16", E4M3.name):
+            array, _ = call.empty((2, 3), dtype)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                call.export(array)
+
+
+@pytest.mark.parametrize(("reader", "waits"), [(None, [(0, 1)]), (-1, []), (640, [])])
+def test_jax_readers_that_need_no_order(fake_jax, cuda, reader, waits):
+    fake_jax.reader = reader
+    a_jax_result(fake_jax)
+    assert cuda.waits == waits
+
+
+def test_dropped_jax_results_wait_for_the_readers(fake_jax, cuda, cupy):
+    result, alive = a_jax_result(fake_jax)
+    assert fake_jax.compiled == [(0, "cuda:0")]
+    open_call((("q", fake_jax.Array()),))
+    assert fake_jax.fences == []  # nothing was dropped
+    del result
+    assert not freed(alive)
+    open_call((("q", cupy.ndarray()),))
+    assert fake_jax.fences == []  # JAX is left alone where none of its arrays takes part
+    open_call((("q", fake_jax.Array()),))
+    open_call((("q", fake_jax.Array()),))
+    (fence,) = fake_jax.fences
+    assert not freed(alive)
+    fence.done = True
+    open_call((("q", cupy.ndarray()),))
+    assert freed(alive)
+    assert len(fake_jax.compiled) == 1
+
+
+def test_a_fence_covers_only_what_was_dropped_before_it(fake_jax):
+    (one, one_alive), (two, two_alive) = (a_jax_result(fake_jax) for _ in range(2))
+    del one
+    open_call((("q", fake_jax.Array()),))
+    del two
+    fake_jax.fences[0].done = True
+    open_call((("q", fake_jax.Array()),))
+    assert freed(one_alive)
+    assert not freed(two_alive)
+    fake_jax.fences[1].done = True
+    _lifetime.release_finished()
+    assert freed(two_alive)
+
+
+def test_a_fence_that_fails_frees_nothing(fake_jax, monkeypatch):
+    result, alive = a_jax_result(fake_jax)
+    del result
+
+    def fail(self, number):
+        raise KeyboardInterrupt
+
+    kind = type(_lend.borrower(0)._fence)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(kind, "__call__", fail)
+        open_call((("q", fake_jax.Array()),))
+    assert not freed(alive)
+    open_call((("q", fake_jax.Array()),))
+    fake_jax.fences[0].done = True
+    _lifetime.release_finished()
+    assert freed(alive)
+
+
+def test_readers_of_a_jax_backend_that_is_gone(fake_jax, monkeypatch, caplog):
+    result, alive = a_jax_result(fake_jax)
+    del result
+    open_call((("q", fake_jax.Array()),))
+
+    def gone(self):
+        raise RuntimeError("Array has been deleted")
+
+    monkeypatch.setattr(type(fake_jax.fences[0]), "is_ready", gone)
+    _lifetime.release_finished()
+    assert freed(alive)
+    assert "Array has been deleted" in caplog.text
+
+
+def test_a_result_that_jax_refuses_is_freed(fake_jax, monkeypatch):
+    def refuse(exporter):
+        exporter.__dlpack__(stream=77)
+        raise ValueError("not this one")
+
+    monkeypatch.setattr(fake_jax.dlpack, "from_dlpack", refuse)
+    before = len(_lend._lent)
+    with open_call((("q", fake_jax.Array()),), stream=640) as call:
+        array, _ = call.empty((2, 3), "bfloat16")
+        alive = weakref.ref(array)
+        with pytest.raises(ValueError, match="not this one"):
+            call.export(array)
+    del array
+    gc.collect()
+    assert (alive(), len(_lend._lent)) == (None, before)
+
+
+def lend_to_jax(jax, values):
+    """A JAX array on the CPU over the memory of `values`, as if that were a GPU."""
+    view = ArrayView(values.ctypes.data, values.shape, values.strides, values.dtype.name, 0)
+    return _lend.lend(jax, values, view, 5)
+
+
+def aligned(length):
+    memory = np.zeros(length * 4 + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + length * 4].view(np.float32)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_jax_itself_takes_them_and_gives_them_back(cuda, monkeypatch, traced):
+    jax = pytest.importorskip("jax")
+    monkeypatch.setattr(_lend, "_CUDA", 1)
+    values = aligned(1000)
+    values[:] = np.arange(1000)
+    alive = weakref.ref(values)
+    held = [values]
+    del values
+
+    def work(x):  # concrete arrays are lent while JAX traces something else
+        held.append(lend_to_jax(jax, held[0]))
+        return x
+
+    jax.jit(work)(1.0) if traced else work(1.0)
+    result = held.pop()
+    assert result.unsafe_buffer_pointer() == held.pop().ctypes.data
+    total = jax.jit(lambda x: x.sum())(result)
+    gc.collect()
+    assert alive() is not None
+    thread = threading.Thread(target=result.delete)
+    del result
+    thread.start()
+    thread.join()
+    del thread
+    assert float(total) == 499500
+    deadline = time.monotonic() + 10
+    while alive() is not None and time.monotonic() < deadline:
+        with jax.disable_jit(), jax.transfer_guard("disallow_explicit"):
+            _lend.borrower(0).fence_dropped()
+        _lifetime.release_finished()
+        gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "float32"])
+def test_jax_itself_sees_the_dtype(cuda, monkeypatch, dtype):
+    jax = pytest.importorskip("jax")
+    monkeypatch.setattr(_lend, "_CUDA", 1)
+    values = aligned(64).view(getattr(ml_dtypes, dtype, dtype))
+    values[:] = np.arange(len(values)) % 16
+    result = lend_to_jax(jax, values)
+    assert result.dtype == values.dtype
+    np.testing.assert_array_equal(np.asarray(result), values)
+
+
+@pytest.mark.parametrize("how", ["held", "held by JAX", "dropped", "fenced", "in a thread"])
+def test_interpreter_exit_with_jax_results(how):
+    """Memory that JAX drops late must not call into an interpreter that is gone."""
+    pytest.importorskip("jax")
+    program = f"""
+import os
+os.environ["JAX_PLATFORMS"] = "cpu"
+import atexit, threading, time, jax, numpy as np
+from cumla import _lend, _lifetime
+from tests.test_arrays import FakeDriver, aligned, lend_to_jax
+cuda = FakeDriver()
+_lifetime.driver = lambda: cuda
+_lend._CUDA = 1
+how = {how!r}
+result = lend_to_jax(jax, aligned(1000))
+if how == "held by JAX":
+    hold = jax.jit(lambda x: x)
+    result = [result, jax.device_put(result), result.addressable_shards]
+    atexit.register(lambda: lend_to_jax(jax, aligned(10)))
+elif how == "in a thread":
+    def drop(held):
+        time.sleep(0.05)
+        del held[:]
+        time.sleep(10)
+    threading.Thread(target=drop, args=([result],), daemon=True).start()
+    del result
+elif how != "held":
+    del result
+    if how == "fenced":
+        _lend.borrower(0).fence_dropped()
+print("done", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+# --- allocation ----------------------------------------------------------------------------------
+
+
+def test_cupy_allocates_on_the_stream_of_the_call(cupy):
+    for stream in (0, 640):
+        cupy.stream = FakeStream(cupy, 5)
+        with open_call((("q", cupy.ndarray()),), stream=stream) as call:
+            array, view = call.empty((2, 3), "bfloat16")
+            workspace = call.workspace(256)
+        assert cupy.allocated[-2:] == [((2, 3), "bfloat16", stream), ((256,), "uint8", stream)]
+        assert (cupy.stream.ptr, call.export(array)) == (5, array)
+        assert (view.shape, view.dtype, workspace.ptr) == ((2, 3), "bfloat16", 0x2000)
+
+
+def test_torch_allocates_on_the_stream_of_the_call(fake_torch, cuda):
+    cuda.capturing.add(7)
+    q = fake_torch.Tensor((3,), fake_torch.uint8)
+    for stream in (None, 640):
+        with open_call((("q", q),), stream=stream) as call:
+            array, view = call.empty((16,), "uint8")
+            assert call.capturing == (stream is None)
+        assert (type(array), view.ptr) == (fake_torch.Tensor, 0x3000)
+    assert fake_torch.allocated == [((16,), 0, 7), ((16,), 0, 640)]
+
+
+def test_jax_sharded_array_on_gpus(fake_jax):
+    with pytest.raises(ValueError, match=r"q: .*sharded over 4; .*q\.addressable_shards"):
+        open_call((("q", fake_jax.Array(devices=4)),))
+
+
+def test_capture_forbids_cupy_allocations(cuda, cupy):
+    cuda.capturing.add(5)
+    with open_call((("q", cupy.ndarray()),), stream=5) as call:
+        assert call.capturing
+        for allocate in (lambda: call.empty((2,), "float16"), lambda: call.workspace(256)):
+            with pytest.raises(NotPreparedError, match="captures: pass plan= or workspace= where"):
+                allocate()
+    assert cupy.allocated == []
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ((), "out=, scale_out= and plan="),
+        (("out",), "scale_out= and plan="),
+        (("scale_out",), "out= and plan="),
+    ],
+)
+def test_a_refusal_under_capture_names_the_outputs_that_were_not_given(cuda, cupy, given, named):
+    cuda.capturing.add(5)
+    outputs = tuple(
+        (name, cupy.ndarray() if name in given else None) for name in ("out", "scale_out")
+    )
+    message = f"captures: pass {named}.* before the capture"
+    call = open_call((("q", cupy.ndarray()),), outputs, stream=5)
+    with call, pytest.raises(NotPreparedError, match=message):
+        call.empty((2,), "float16")
+
+
+def test_capture_forbids_imports(cuda, fake_jax):
+    cuda.capturing.add(5)
+    q = fake_jax.Array()
+    with pytest.raises(NotPreparedError, match="q: the stream is being captured"):
+        open_call((("q", q),), stream=5)
+    assert q.streams == []
+
+
+def test_nothing_is_allocated_on_the_cpu():
+    with pytest.raises(ValueError, match="empty: needs a call whose arrays are on the GPU"):
+        open_call((("q", np.zeros(3)),)).empty((3,), "float32")
+
+
+def test_missing_cupy_names_both_extras(fake_jax, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(MissingDependencyError, match=r"cumla\[cu12\]") as caught:
+        open_call((("q", fake_jax.Array()),))
+    assert isinstance(caught.value, ImportError)
+    assert 'pip install "cumla[cu13]"' in str(caught.value)
+
+
+def test_cupy_installed_twice(no_cupy_yet, monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda name: "14.2.0")
+    with pytest.raises(MissingDependencyError, match=r"installed 4 times .*cupy-cuda13x 14\.2\.0"):
+        open_device()
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+def test_no_gpu_for_cupy(cupy):
+    def get_device():
+        raise CUDARuntimeError("cudaErrorInsufficientDriver")
+
+    cupy.cuda.runtime = types.SimpleNamespace(
+        getDevice=get_device, CUDARuntimeError=CUDARuntimeError
+    )
+    with pytest.raises(UnsupportedDeviceError, match=r"9\.0.*no GPU.*cudaErrorInsufficientDriver"):
+        open_device()
+
+
+def test_no_driver(no_cupy_yet, monkeypatch):
+    def load(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setitem(sys.modules, "cupy", FakeCuPy())
+    monkeypatch.setattr(arrays, "driver", _driver.Driver)
+    monkeypatch.setattr(ctypes, "PyDLL", load)
+    with pytest.raises(UnsupportedDeviceError, match=r"driver.*libcuda\.so\.1: cannot open"):
+        open_device(0)
+
+
+# --- the driver ----------------------------------------------------------------------------------
+
+
+class FakeLibrary:
+    """libcuda as `Driver` calls it: results go where the references point."""
+
+    def __init__(self, current=0, capture=(0, 0), init=0):
+        self.context = current  # context 100 + n is the primary one of device n
+        self.capture = capture
+        self.init = init
+        self.pushed, self.retained, self.mode, self.events = [], [], 0, {}
+        self.waits, self.answer = [], 0
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            return getattr(self, "on_" + name)(*arguments)
+
+        setattr(self, name, call)
+        return call
+
+    def on_cuInit(self, flags):
+        return self.init
+
+    def on_cuCtxGetDevice(self, device):
+        if self.context is None:
+            return 201
+        device._obj.value = self.context % 100
+        return 0
+
+    def on_cuDevicePrimaryCtxRetain(self, context, device):
+        if device > 7:
+            return 101
+        self.retained.append(device)
+        context._obj.value = 100 + device
+        return 0
+
+    def on_cuCtxPushCurrent_v2(self, context):
+        self.pushed.append(self.context)
+        self.context = context.value
+        return 0
+
+    def on_cuCtxPopCurrent_v2(self, context):
+        self.context = self.pushed.pop()
+        return 0
+
+    def on_cuStreamIsCapturing(self, stream, status):
+        status._obj.value = self.capture[1]
+        return self.capture[0]
+
+    def on_cuEventCreate(self, event, flags):
+        event._obj.value = 1 + len(self.events)
+        self.events[event._obj.value] = "created"
+        return 0
+
+    def on_cuEventRecord(self, event, stream):
+        self.events[event.value] = stream
+        return 400 if stream == 666 else 0
+
+    def on_cuEventQuery(self, event):
+        return self.answer
+
+    def on_cuEventDestroy_v2(self, event):
+        self.events[getattr(event, "value", event)] = "destroyed"
+        return 0
+
+    def on_cuStreamWaitEvent(self, stream, event, flags):
+        self.waits.append((stream, event, flags))
+        return 0
+
+    def on_cuThreadExchangeStreamCaptureMode(self, mode):
+        self.mode, mode._obj.value = mode._obj.value, self.mode
+        return 0
+
+    def on_cuGetErrorName(self, status, name):
+        name._obj.value = b"CUDA_ERROR_INVALID_DEVICE"
+        return 0
+
+
+def make_driver(monkeypatch, **options):
+    library = FakeLibrary(**options)
+    monkeypatch.setattr(ctypes, "PyDLL", lambda name: library)
+    return library, _driver.Driver()
+
+
+def test_driver_leaves_a_right_context_alone(monkeypatch):
+    library, driver = make_driver(monkeypatch, current=203)  # some green context of device 3
+    assert driver.enter_device(3) is False
+    assert library.pushed == []
+
+
+@pytest.mark.parametrize("before", [None, 100])
+def test_driver_pushes_and_pops_the_primary_context(monkeypatch, before):
+    library, driver = make_driver(monkeypatch, current=before)
+    for _ in range(2):
+        assert driver.enter_device(3) is True
+        assert library.context == 103
+        driver.leave_device()
+        assert library.context == before
+    assert library.retained == [3]
+
+
+def test_driver_names_the_error(monkeypatch):
+    _, driver = make_driver(monkeypatch)
+    message = r"device 9 failed: CUDA_ERROR_INVALID_DEVICE \(101\)"
+    with pytest.raises(UnsupportedDeviceError, match=message):
+        driver.enter_device(9)
+
+
+def test_driver_without_a_gpu(monkeypatch):
+    with pytest.raises(UnsupportedDeviceError, match=r"cuInit failed: .* \(100\)"):
+        make_driver(monkeypatch, init=100)
+
+
+def test_driver_records_waits_and_destroys(monkeypatch):
+    library, driver = make_driver(monkeypatch, current=103)
+    assert driver.current_device() == 3
+    event = driver.record_event(9)
+    assert library.events == {event: 9}
+    driver.wait_event(5, event)
+    assert library.waits == [(5, event, 0)]
+    driver.destroy_event(event)
+    assert library.events == {event: "destroyed"}
+
+
+def test_driver_leaves_no_event_that_it_could_not_record(monkeypatch):
+    library, driver = make_driver(monkeypatch)
+    with pytest.raises(CumlaError, match="cuEventRecord failed"):
+        driver.record_event(666)
+    assert library.events == {1: "destroyed"}
+
+
+@pytest.mark.parametrize(("answer", "passed"), [(0, True), (600, False), (700, True), (400, True)])
+def test_driver_takes_an_event_that_fails_as_passed(monkeypatch, caplog, answer, passed):
+    library, driver = make_driver(monkeypatch)
+    library.answer = answer
+    assert driver.event_passed(1) is passed
+    assert ("cuEventQuery failed" in caplog.text) == (answer not in (0, 600))
+
+
+@pytest.mark.parametrize(
+    ("capture", "expected"), [((0, 0), False), ((0, 1), True), ((0, 2), True), ((906, 0), True)]
+)
+def test_driver_capture_status(monkeypatch, capture, expected):
+    _, driver = make_driver(monkeypatch, capture=capture)
+    assert driver.is_capturing(0) is expected
+
+
+def test_driver_restores_the_capture_mode(monkeypatch):
+    library, driver = make_driver(monkeypatch)
+    with driver.relaxed_capture():
+        assert library.mode == 2
+    assert library.mode == 0
+
+
+# --- the CPU path --------------------------------------------------------------------------------
+
+HOST_DTYPES = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float16", "float32", "int32", "uint8"]
+
+
+@pytest.mark.parametrize("dtype", HOST_DTYPES)
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+def test_numpy_there_and_back(framework, dtype):
+    if framework != "numpy":
+        pytest.importorskip(framework)
+    values = np.arange(6).reshape(2, 3).astype(getattr(ml_dtypes, dtype, dtype))
+    array = from_numpy(framework, values)
+    assert open_call((("x", array),)).framework == framework
+    back = to_numpy("x", array)
+    assert back.dtype == values.dtype
+    np.testing.assert_array_equal(back, values)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float32"])
+def test_writing_to_the_numpy_view_writes_to_the_tensor(dtype):
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros(4, 6, dtype=getattr(torch, dtype), requires_grad=dtype == "float32")
+    to_numpy("x", tensor[::2, 1:])[1, 2] = 3
+    written = tensor.detach().float()
+    assert (float(written[2, 3]), float(written.sum())) == (3, 3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint8"])
+def test_numpy_view_of_a_dlpack_array(dtype):
+    array = Producer((2, 3), dtype, strides=(8, 2), offset=16)
+    view = to_numpy("x", array)
+    size = view.itemsize
+    assert view.dtype == np.dtype(dtype)
+    start = array.memory[16 : 16 + 2 * 8 * size].view(dtype).reshape(2, 8)[:, :6:2]
+    np.testing.assert_array_equal(view.view(f"u{size}"), start.view(f"u{size}"))
+    assert np.shares_memory(view, array.memory)
+    assert array.deleted == 0
+    del view
+    gc.collect()
+    assert array.deleted == 1
+
+
+def test_numpy_view_of_a_gpu_array(cupy):
+    with pytest.raises(ValueError, match="q: needs an array on the CPU, got one on CUDA device 0"):
+        to_numpy("q", cupy.ndarray())
+
+
+def test_importing_arrays_imports_no_framework():
+    frameworks = "{'torch', 'jax', 'cupy', 'cuda'}"
+    program = f"import cumla.core.arrays, sys; print({frameworks} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr

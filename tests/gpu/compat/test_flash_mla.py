@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoding step written for FlashMLA, on the GPU: eager, and captured whole into a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla import reference
+from cumla.compat import flash_mla
+from tests.compat.flash_mla_example import StepInputs, load_example, make_inputs
+from tests.gpu.tools.process import run_fresh
+from tests.mla import tolerance
+
+torch = pytest.importorskip("torch")
+
+LENGTHS = (1, 640, 63, 2000)
+MAX_PAGES = 33
+LATER_LENGTHS = ((2, 641, 64, 2001), (2048, 0, 1, 65), (0, 0, 0, 0), (7, 2112, 2112, 2112))
+
+SHAPES = pytest.mark.parametrize(
+    ("heads", "kv_heads", "q_len", "dtype"),
+    [
+        (16, 1, 1, "bfloat16"),
+        (128, 1, 2, "bfloat16"),
+        (64, 1, 1, "float16"),
+        (24, 3, 4, "bfloat16"),
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def prepared() -> None:
+    cumla.prepare()
+
+
+def to_float64(tensor: Any) -> np.ndarray:
+    array: np.ndarray = tensor.double().cpu().numpy()
+    return array
+
+
+CheckStep = Callable[..., None]
+
+
+@pytest.fixture
+def check_step(record_figures: Callable[..., None]) -> CheckStep:
+    """Hold the results of every layer against the float64 reference, for the present lengths."""
+
+    def check(outs: Any, lses: Any, inputs: StepInputs, *, causal: bool = True) -> None:
+        table, lengths = inputs.block_table.cpu().numpy(), inputs.cache_seqlens.cpu().numpy()
+        layers = zip(inputs.queries, inputs.caches, outs, lses, strict=True)
+        for q, cache, out, lse in layers:
+            expected = reference.mla_decode(
+                to_float64(q),
+                to_float64(cache),
+                table,
+                lengths,
+                softmax_scale=inputs.softmax_scale,
+                causal=causal,
+            )
+            assert (out.dtype, lse.dtype) == (q.dtype, torch.float32)
+            assert out.device == lse.device == q.device
+            figures = tolerance.assert_close_lse(to_float64(lse), expected.lse)
+            figures = {f"lse_{name}": value for name, value in figures.items()}
+            record_figures(figures | tolerance.assert_close_out(to_float64(out), expected.out))
+
+    return check
+
+
+def capture(step: Any, *arguments: Any) -> tuple[Any, Any]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(*arguments)
+    return graph, results
+
+
+def replay(graph: Any, results: Any, inputs: StepInputs, lengths: tuple[int, ...]) -> None:
+    """Replay with new lengths in the same tensor; what the replay does not write becomes NaN."""
+    inputs.cache_seqlens.copy_(torch.tensor(lengths, dtype=torch.int32))
+    for result in results:
+        result.fill_(float("nan"))
+    graph.replay()
+
+
+@SHAPES
+def test_the_example_runs_eagerly(
+    heads: int, kv_heads: int, q_len: int, dtype: str, check_step: CheckStep
+) -> None:
+    step = load_example()
+    inputs = make_inputs(
+        LENGTHS,
+        max_pages=MAX_PAGES,
+        heads=heads,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        dtype=dtype,
+        device="cuda",
+    )
+    for lengths in (LENGTHS, *LATER_LENGTHS[:2]):
+        inputs.cache_seqlens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        check_step(*step(*inputs.arguments), inputs)
+
+
+@SHAPES
+def test_the_example_is_captured_whole_and_replayed_with_new_lengths(
+    heads: int, kv_heads: int, q_len: int, dtype: str, check_step: CheckStep
+) -> None:
+    inputs = make_inputs(
+        LENGTHS,
+        max_pages=MAX_PAGES,
+        heads=heads,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        dtype=dtype,
+        device="cuda",
+    )
+    graph, results = capture(load_example(), *inputs.arguments)
+    for lengths in (LENGTHS, *LATER_LENGTHS, LENGTHS):
+        replay(graph, results, inputs, lengths)
+        check_step(*results, inputs)
+
+
+def test_eager_steps_between_replays_disturb_nothing(check_step: CheckStep) -> None:
+    step = load_example()
+    captured = make_inputs(LENGTHS, max_pages=MAX_PAGES, q_len=2, device="cuda")
+    eager = make_inputs((300, 4), max_pages=8, heads=128, device="cuda")
+    graph, results = capture(step, *captured.arguments)
+    for lengths in LATER_LENGTHS:
+        before = step(*eager.arguments)
+        replay(graph, results, captured, lengths)
+        after = step(*eager.arguments)
+        check_step(*results, captured)
+        check_step(*before, eager)
+        assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+
+
+def test_two_graphs_that_share_a_pool(check_step: CheckStep) -> None:
+    """As a server captures them: one graph a batch size, all in one memory pool."""
+    step, pool = load_example(), torch.cuda.graph_pool_handle()
+    captured = []
+    for batch in (4, 2):
+        inputs = make_inputs(LENGTHS[:batch], max_pages=MAX_PAGES, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            results = step(*inputs.arguments)
+        captured.append((graph, results, inputs))
+    for lengths in LATER_LENGTHS:
+        for graph, results, inputs in captured:
+            replay(graph, results, inputs, lengths[: len(inputs.queries[0])])
+            check_step(*results, inputs)
+
+
+def test_metadata_warmed_up_eagerly_then_captured(check_step: CheckStep) -> None:
+    """The schedule of the eager call serves the graph, as long as the lengths stay."""
+    inputs = make_inputs(LENGTHS, max_pages=MAX_PAGES, layers=1, device="cuda")
+    metadata, num_splits = flash_mla.get_mla_metadata()
+
+    def step() -> Any:
+        return flash_mla.flash_mla_with_kvcache(
+            inputs.queries[0],
+            inputs.caches[0],
+            inputs.block_table,
+            inputs.cache_seqlens,
+            512,
+            metadata,
+            num_splits,
+            inputs.softmax_scale,
+            True,
+        )
+
+    out, lse = step()
+    graph, results = capture(step)
+    replay(graph, results, inputs, LENGTHS)
+    check_step([results[0]], [results[1]], inputs)
+    assert torch.equal(out, results[0])
+    assert torch.equal(lse, results[1])
+
+
+def test_not_causal_and_scaled_by_the_head_dim_unless_told(check_step: CheckStep) -> None:
+    base = make_inputs(LENGTHS, max_pages=MAX_PAGES, q_len=3, layers=1, device="cuda")
+    inputs = StepInputs(
+        base.queries, base.caches, base.block_table, base.cache_seqlens, softmax_scale=576**-0.5
+    )
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        inputs.queries[0],
+        inputs.caches[0],
+        inputs.block_table,
+        inputs.cache_seqlens,
+        512,
+        flash_mla.get_mla_metadata()[0],
+    )
+    check_step([out], [lse], inputs, causal=False)
+
+
+def test_a_side_stream_of_torch(check_step: CheckStep) -> None:
+    """Work that went to another stream would overtake the copy behind the sleep."""
+    inputs = make_inputs(LENGTHS, max_pages=MAX_PAGES, device="cuda")
+    later = torch.tensor(LATER_LENGTHS[0], dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        inputs.cache_seqlens.copy_(later)
+        results = load_example()(*inputs.arguments)
+    stream.synchronize()
+    check_step(*results, inputs)
+
+
+FRESH_PROCESS = """\
+import torch
+import cumla
+from tests.flash_mla_example import load_example, make_inputs
+
+inputs = make_inputs((1, 640, 63, 2000), max_pages=33, device="cuda")
+torch.cuda.synchronize()
+if {prepare}:
+    cumla.prepare()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    outs, lses = load_example()(*inputs.arguments)
+inputs.cache_seqlens.copy_(torch.tensor((2, 641, 64, 2001), dtype=torch.int32))
+graph.replay()
+captured = outs.clone()
+outs, lses = load_example()(*inputs.arguments)
+print("equal", torch.equal(captured, outs), float(outs.abs().max()) > 0)
+"""
+
+
+def test_the_first_call_of_a_process_may_be_the_captured_one() -> None:
+    result = run_fresh(FRESH_PROCESS.format(prepare=True))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["equal", "True", "True"]
+
+
+def test_without_prepare_the_captured_call_names_the_cold_kernel() -> None:
+    result = run_fresh(FRESH_PROCESS.format(prepare=False))
+    assert result.returncode != 0
+    assert "NotPreparedError" in result.stderr
+    assert "mla_" in result.stderr
+    assert "cumla.prepare" in result.stderr

@@ -1,0 +1,533 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small grid for compute-sanitizer, and what its four tools say about the kernels.
+
+    python tests/gpu/tools/sanitize.py --run FOLDER [--evidence-dir FOLDER]
+
+runs the grid under memcheck, synccheck, racecheck and initcheck, calibrates the last two with
+planted bugs, writes the logs to FOLDER and adds the verdicts to the evidence files. Single steps:
+
+    compute-sanitizer --tool racecheck python tests/gpu/tools/sanitize.py [--plant BUG]
+    python tests/gpu/tools/sanitize.py --summarise FOLDER [--evidence-dir FOLDER]
+
+The grid's inputs are made, and its results compared, on the host: only cumla's kernels run on the
+GPU. Memory comes straight from cudaMalloc, so that initcheck knows what was never written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[3]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+import cumla  # noqa: E402
+import cumla.launch.device as devices  # noqa: E402
+import cumla.launch.indexer.mqa_logits as mqa_logits_launcher  # noqa: E402
+from tests.gpu.tools import pages, record, variants  # noqa: E402
+from tests.gpu.tools.cases import Case  # noqa: E402
+from tests.gpu.tools.fp8_problem import Fp8Case, Fp8Problem, make_fp8  # noqa: E402
+from tests.gpu.tools.indexer_problem import MARGIN, Paged, Prefill, Rows, check_logits  # noqa: E402
+from tests.gpu.tools.problem import NUMPY_DTYPES, Problem, make_problem, typed  # noqa: E402
+from tests.gpu.tools.ragged_problem import Ragged, make_ragged  # noqa: E402
+from tests.merge_tolerance import assert_merged  # noqa: E402
+
+PLANTS = {
+    "missing-wait": variants.MISSING_WAIT,
+    "missing-tile-wait": variants.MISSING_TILE_WAIT,
+    "missing-gather-sync": variants.MISSING_GATHER_SYNC,
+    "unwritten-partial": variants.UNWRITTEN_PARTIAL,
+    "swapped-missing-exchange-sync": variants.SWAPPED_MISSING_EXCHANGE_SYNC,
+    "swapped-unwritten-partial": variants.SWAPPED_UNWRITTEN_PARTIAL,
+}
+RUNS = (  # tool, planted bug
+    ("memcheck", None),
+    ("synccheck", None),
+    ("racecheck", None),
+    ("initcheck", None),
+    ("racecheck", "missing-wait"),
+    ("racecheck", "missing-tile-wait"),
+    ("racecheck", "missing-gather-sync"),
+    ("initcheck", "unwritten-partial"),
+    ("racecheck", "swapped-missing-exchange-sync"),
+    ("initcheck", "swapped-unwritten-partial"),
+)
+SPLIT = "one request cut into many parts"
+INVARIANT = (Case(batch=2, heads=24), np.array([3000, 65]))  # the first is cut, the second is not
+PAGES = (Case(batch=3, heads=8, q_len=2), np.array([300, 65, 0]))
+PAGE_SIZES = (1, 16, 128)  # besides 64: rows, boxes, and blocks that begin inside of a page
+RAGGED = (
+    Ragged(),
+    Ragged(q_lens=(1, 0, 9, 2), kv_lens=(900, 5, 70, 3), heads=24, page_size=1, paging="list"),
+    Ragged(q_lens=(2,), kv_lens=(2000,), heads=8, page_size=16, causal=False),  # cut
+)
+FP8_CACHES = (  # few rows and more, one scale and many, a table and a list, and what is cut
+    (Fp8Case(form="packed", heads=16, page_size=1), [900, 65, 0]),
+    (Fp8Case(form="one", heads=24, q_len=2, kv_scale="array"), [300, 64, 3]),
+    (Fp8Case(form="scales", heads=16, kv_heads=2, q_len=3, page_size=16), [700, 130, 1]),
+    (Fp8Case(form="16-bit rope", batch=1, heads=8, page_size=48), [4300]),
+    (Fp8Case(form="packed", heads=8, q_len=2), [700, 65, 0]),
+    (Fp8Case(form="packed", batch=1, heads=40), [3000]),
+    (Fp8Case(form="pair", heads=24, q_len=5, operation="table"), [900, 70, 3]),
+    (Fp8Case(form="packed", heads=24, q_len=3, page_size=1, operation="list"), [2000, 70, 0]),
+)
+FP8_SEGMENTS = (  # by two thread blocks: several requests each; one consumer has no block of some
+    (Fp8Case(form="one", batch=6, heads=16), [128, 64, 0, 65, 1, 192]),
+    (Fp8Case(form="scales", batch=6, heads=16), [128, 64, 0, 65, 1, 192]),
+    (Fp8Case(form="packed", batch=6, heads=16), [128, 64, 0, 65, 1, 192]),
+    (Fp8Case(form="scales", batch=5, heads=24), [64, 130, 0, 1, 65]),
+)
+LOGITS_SHAPES = (  # heads, head_dim, next_n: other kernels than those for 64 heads of 128
+    (8, 64, 3),
+    (16, 32, 8),
+    (32, 128, 1),
+    (64, 64, 4),
+)
+DONE = "sanitize: the grid is done"
+TIMEOUT = 80.0  # seconds a run
+COLD = 600.0  # for the first one, without a tool: it compiles what is not in the kernel cache
+VERSION = "version.txt"  # beside the logs: what the tool says of itself
+
+
+def grid(multiprocessors: int) -> dict[str, tuple[Case, list[int]]]:
+    """A handful of calls: cut, whole and empty requests, tails, kv heads, both dtypes."""
+    return {
+        SPLIT: (Case(batch=1, heads=16), [4300]),  # in which warps help each other to join
+        "cut, ragged, causal, two row tiles": (
+            Case(batch=3, heads=24, q_len=4),
+            [700, 65, 0],
+        ),
+        "whole requests": (Case(batch=multiprocessors, heads=3), [65] * multiprocessors),
+        "kv heads, fp16": (
+            Case(batch=2, heads=8, kv_heads=2, q_len=2, dtype="float16"),
+            [129, 63],
+        ),
+        "empty": (Case(batch=2, heads=5, q_len=2), [0, 0]),
+        "lengths below q_len, float32 out": (
+            Case(batch=2, heads=16, q_len=3, outputs="float32"),
+            [1, 2],
+        ),
+    }
+
+
+# --- on the GPU ----------------------------------------------------------------------------------
+
+
+def run_grid(plant: str | None) -> None:
+    """Run the grid; with a planted bug only the call in which it must show, unchecked."""
+    import cupy
+
+    cupy.cuda.set_allocator(None)
+    properties = cupy.cuda.runtime.getDeviceProperties(0)
+    cases = grid(properties["multiProcessorCount"])
+    if plant is not None:
+        case, lengths = cases[SPLIT]
+        with variants.installed(PLANTS[plant]):
+            decode(cupy, make_problem(np, case, np.array(lengths)))
+        print(DONE)
+        return
+    for name, (case, lengths) in cases.items():
+        problem = make_problem(np, case, np.array(lengths))
+        for out, lse in decode(cupy, problem):
+            problem.check(out, lse)
+        print(f"sanitize: {name}: agrees", flush=True)
+    problem = make_problem(np, *INVARIANT)
+    for out, lse in decode(cupy, problem, batch_invariant=True):
+        problem.check(out, lse)
+    print("sanitize: batch-invariant: agrees", flush=True)
+    for page_size in PAGE_SIZES:
+        problem = pages.moved(make_problem(np, *PAGES), page_size)
+        for out, lse in decode(cupy, problem):
+            problem.check(out, lse)
+        print(f"sanitize: pages of {page_size}: agree", flush=True)
+    for ragged in RAGGED:
+        attend_ragged(cupy, ragged)
+    print("sanitize: queries of different lengths: agree", flush=True)
+    use_again(cupy)
+    with variants.installed(*variants.FP8_EVERY_LANE_ARRIVES):
+        for fp8_case, lengths in FP8_CACHES:
+            attend_fp8(cupy, make_fp8(np, fp8_case, np.array(lengths)))
+            print(f"sanitize: FP8 cache, {fp8_case.name}: agrees", flush=True)
+        with multiprocessors(2):
+            for fp8_case, lengths in FP8_SEGMENTS:
+                attend_fp8(cupy, make_fp8(np, fp8_case, np.array(lengths)))
+        print("sanitize: FP8 caches by two thread blocks: agree", flush=True)
+    for count, dtype in ((2, "bfloat16"), (5, "float32")):
+        merge_states(cupy, count, dtype, in_place=dtype == "float32")
+        print(f"sanitize: {count} merged in {dtype}: agree", flush=True)
+    for form in ("slots", "requests, rotated"):
+        append_rows(cupy, form)
+        print(f"sanitize: rows by {form}: agree", flush=True)
+    for dtype in ("bfloat16", "float32"):
+        quantize_rows(cupy, dtype)
+        print(f"sanitize: FP8 of {dtype}: agrees", flush=True)
+    for clean in (True, False):
+        score_sequence(cupy, clean=clean)
+        for next_n in (1, 2):
+            score_pages(cupy, next_n, clean=clean)
+        print(f"sanitize: logits, {'' if clean else 'not '}cleaned: agree", flush=True)
+    for heads, head_dim, next_n in LOGITS_SHAPES:
+        score_sequence(cupy, heads=heads, head_dim=head_dim)
+        score_pages(cupy, next_n, batch=3, mean=130, heads=heads, head_dim=head_dim)
+        print(f"sanitize: logits of {heads} heads of {head_dim}: agree", flush=True)
+    with variants.installed(*variants.EVERY_LANE_FREES), multiprocessors(2):
+        score_sequence(cupy, seq_len=60, seq_len_kv=700, ranges="causal")
+        with variants.installed(*variants.EVERY_LANE_FREES, variants.LOADERS_WAIT_TOGETHER):
+            for next_n in (1, 2, 5):
+                score_pages(cupy, next_n, batch=9, mean=900)
+            score_pages(cupy, 3, batch=7, mean=400)  # 19 blocks each, of a ring of 12
+    print("sanitize: logits by two thread blocks, all memory used again: agree", flush=True)
+    print(DONE)
+
+
+def use_again(cupy: Any) -> None:
+    """Pages of 1 by two thread blocks: several requests and many blocks a part."""
+    with multiprocessors(2):
+        with variants.installed(*variants.SWAPPED_EVERY_LANE_ARRIVES, page_size=1):
+            problem = pages.moved(make_problem(np, *PAGES), 1)
+            for out, lse in decode(cupy, problem):
+                problem.check(out, lse)
+        attend_ragged(cupy, RAGGED[1])
+    print("sanitize: pages of 1 by two thread blocks: agree", flush=True)
+
+
+def merge_states(cupy: Any, count: int, dtype: str, *, in_place: bool) -> None:
+    """Merge partial results, one row of which has weight 0, into memory of their own or not."""
+    rng = np.random.default_rng(0)
+    outs = rng.standard_normal((count, 2, 3, 5, 72)).astype(NUMPY_DTYPES[dtype])
+    lses = rng.standard_normal((count, 2, 5, 3), np.float32)
+    outs[1, 0, 1, 2], lses[1, 0, 2, 1] = np.nan, -np.inf
+    bits = np.uint32 if dtype == "float32" else np.uint16
+    partials = list(typed(cupy.asarray(outs.view(bits)), dtype))
+    logarithms = list(cupy.asarray(lses))
+    options = {"out": partials[1], "lse": logarithms[1]} if in_place else {}
+    out, lse = cumla.merge_attention_states(partials, logarithms, **options)
+    assert_merged(typed(out.view(bits).get(), dtype), lse.get(), outs, lses, lse_base=math.e)
+
+
+def append_rows(cupy: Any, form: str) -> None:
+    """Write rows into a cache, and compare all of it; some of their places do not exist."""
+    rng = np.random.default_rng(0)
+    tokens, bf16 = 37, NUMPY_DTYPES["bfloat16"]
+    rows = rng.standard_normal((tokens, 2, 576)).astype(bf16)
+    cache = np.zeros((5, 16, 2, 576), bf16)
+    arguments: dict[str, Any] = {"slot_mapping": rng.permutation(100)[:tokens] - 10}
+    if form != "slots":
+        quarter_turns = np.zeros((20, 64), np.float32)
+        quarter_turns[:, 32:] = 1
+        arguments = {
+            "batch_indices": np.arange(tokens) % 3 - 1,
+            "positions": np.arange(tokens) - 3,
+            "block_table": np.array([[4, 2147480000, 1], [0, -1, 3]], np.int32),
+            "cos_sin": quarter_turns,
+        }
+    there = cupy.asarray(cache.view(np.uint16))
+    bits = cupy.asarray(rows.view(np.uint16))
+    given = {name: cupy.asarray(array) for name, array in arguments.items()}
+    cumla.append_mla_cache(typed(bits, "bfloat16"), typed(there, "bfloat16"), **given)
+    cumla.reference.append_mla_cache(rows, cache, **arguments)
+    np.testing.assert_array_equal(typed(there.get(), "bfloat16"), cache)
+
+
+def quantize_rows(cupy: Any, dtype: str) -> None:
+    """Quantise rows alone, into the indexer's pages and into FP8 caches; some have no place."""
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((37, 576)).astype(NUMPY_DTYPES[dtype])
+    slots = rng.permutation(100)[:37] - 10
+    there, at = cupy.asarray(rows.view(f"u{rows.itemsize}")).view(rows.dtype), cupy.asarray(slots)
+    for got, expected in zip(
+        cumla.quantize_fp8(there), cumla.reference.quantize_fp8(rows), strict=True
+    ):
+        np.testing.assert_array_equal(got.get().view(np.uint8), expected.view(np.uint8))
+    for shape in ((5, 16, 132), (5, 16, 576), (5, 16, 656)):
+        host, device = np.zeros(shape, np.uint8), cupy.zeros(shape, dtype=np.uint8)
+        if shape[2] == 132:
+            cumla.append_indexer_cache(there[:, :128], device, at)
+            cumla.reference.append_indexer_cache(rows[:, :128], host, slots)
+        else:
+            cumla.append_mla_cache(there, device, at)
+            cumla.reference.append_mla_cache(rows, host, slots)
+        np.testing.assert_array_equal(device.get(), host)
+
+
+@contextlib.contextmanager
+def multiprocessors(count: int) -> Iterator[None]:
+    """Let work be shared out to so many only: memory is used again in small cases."""
+    few = replace(devices.properties(0), sm_count=count)
+    with (
+        mock.patch.object(devices, "properties", return_value=few),
+        mock.patch.object(mqa_logits_launcher, "properties", return_value=few),
+    ):
+        yield
+
+
+def score_sequence(
+    cupy: Any,
+    *,
+    clean: bool = True,
+    seq_len: int = 21,
+    seq_len_kv: int = 300,
+    ranges: str = "packed",
+    heads: int = 64,
+    head_dim: int = 128,
+) -> None:
+    """Score tokens for the queries of several requests; compressed into bfloat16 if not clean."""
+    width, dtype = (0, "float32") if clean else (40, "bfloat16")
+    problem = Prefill(np, seq_len, seq_len_kv, heads, head_dim, ranges)
+    out = Rows(np, problem.seq_len, width or problem.seq_len_kv, dtype)
+    given = uploaded(cupy, problem.arrays)
+    logits = score(cupy, cumla.mqa_logits, given, out, max_seqlen_k=width, clean=clean)
+    check_logits(np, logits, problem.expected(width), clean=clean)
+
+
+def score_pages(
+    cupy: Any,
+    next_n: int,
+    *,
+    clean: bool = True,
+    batch: int = 5,
+    mean: int = 200,
+    heads: int = 64,
+    head_dim: int = 128,
+) -> None:
+    """Score the tokens of ragged requests, in a call of its own and with a plan."""
+    form = "pair" if clean else "fused"
+    problem = Paged(np, batch, next_n, mean, heads, head_dim, form=form)
+    columns = int(problem.lengths.max()) + 9
+    given = uploaded(cupy, problem.arrays)
+    plan = cumla.PagedMQALogitsPlan.from_arrays(*given[:2], *given[3:])
+    plan.update(given[3])
+    for function in (cumla.paged_mqa_logits, plan.run):
+        out = Rows(np, batch * next_n, columns, "float32")
+        logits = score(cupy, function, given, out, max_context_len=columns, clean=clean)
+        problem.check(logits, clean=clean)
+
+
+def score(cupy: Any, function: Any, arrays: tuple[Any, ...], out: Rows, **options: Any) -> Any:
+    """Logits on the host, written into a part of poisoned memory, around which nothing changes."""
+    there = cupy.asarray(out.base)
+    part = there[1:-1, MARGIN:-MARGIN].view(out.array.dtype)
+    function(*arrays, out=part, **options)
+    out.base[...] = there.get()
+    out.check_guards()
+    return out.array
+
+
+def uploaded(cupy: Any, arrays: Any) -> Any:
+    """The same on the device, numbers of one byte as such."""
+    if isinstance(arrays, tuple):
+        return tuple(uploaded(cupy, array) for array in arrays)
+    return cupy.asarray(arrays.view(np.uint8) if arrays.itemsize == 1 else arrays)
+
+
+def on_device(cupy: Any, array: Any, dtype: str) -> Any:
+    """One array of query or cache, or a pair, without anything between their rows."""
+    if isinstance(array, tuple):
+        return tuple(on_device(cupy, part, dtype) for part in array)
+    return typed(cupy.asarray(np.ascontiguousarray(array.view(np.uint16))), dtype)
+
+
+def decode(
+    cupy: Any, problem: Problem, *, batch_invariant: bool = False
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Results, on the host, of a call of its own and, allocated, of each kernel that can serve."""
+    case = problem.case
+    q, kv = (on_device(cupy, x, case.dtype) for x in (problem.q, problem.kv_cache))
+    table, lengths = cupy.asarray(problem.block_table), cupy.asarray(problem.lengths)
+    options: dict[str, Any] = {}
+    if case.outputs == "float32":
+        options["out"] = cupy.empty(problem.out_shape, dtype=cupy.float32)
+    ways: dict[str, Any] = {"causal": case.causal, "batch_invariant": batch_invariant}
+    longest = int(problem.lengths.max()) if batch_invariant else None
+    results = [cumla.mla_decode(q, kv, table, lengths, **ways, **options)]
+    for variant in case.variants:
+        plan = cumla.MLADecodePlan.from_arrays(q, kv, max_seqlen=longest, variant=variant, **ways)
+        plan.update(lengths)
+        results.append(plan.run(q, kv, table, lengths))
+    host = []
+    for out, lse in results:
+        dtype = str(out.dtype)
+        bits = out.view(np.uint32 if dtype == "float32" else np.uint16).get()
+        host.append(
+            (bits.view(np.float32) if dtype == "float32" else typed(bits, dtype), lse.get())
+        )
+    return host
+
+
+def attend_ragged(cupy: Any, case: Ragged) -> None:
+    """Queries of different lengths, each row of which some request has."""
+    problem = make_ragged(np, case)
+    given = {
+        name: on_device(cupy, array, case.dtype)
+        if name in ("q", "kv_cache")
+        else cupy.asarray(array)
+        for name, array in problem.arguments.items()
+        if name != "causal"
+    }
+    out, lse = cumla.mla_attention(**given, causal=case.causal)
+    problem.check(typed(out.view(np.uint16).get(), case.dtype), lse.get())
+
+
+def attend_fp8(cupy: Any, problem: Fp8Problem) -> None:
+    """A call of its own, and one with a plan."""
+
+    def there(array: Any) -> Any:
+        if isinstance(array, tuple):
+            return tuple(there(part) for part in array)
+        if not isinstance(array, np.ndarray):
+            return array
+        flat = np.ascontiguousarray(array)
+        return cupy.asarray(flat.view(f"u{flat.itemsize}")).view(flat.dtype)
+
+    lengths = {name: there(array) for name, array in problem.lengths_of_plan.items()}
+    inputs = {name: there(array) for name, array in problem.inputs.items()}
+    is_decode = problem.case.operation == "decode"
+    call = cumla.mla_decode if is_decode else cumla.mla_attention
+    results = [call(**lengths | inputs)]
+    if is_decode:
+        plan: Any = cumla.MLADecodePlan.from_arrays(inputs["q"], inputs["kv_cache"])
+    else:
+        offsets = lengths["qo_indptr"]
+        plan = cumla.MLAAttentionPlan.from_arrays(inputs["q"], inputs["kv_cache"], offsets)
+    plan.update(**lengths)
+    results.append(plan.run(**inputs))
+    for out, lse in results:
+        problem.check(typed(out.view(np.uint16).get(), "bfloat16"), lse.get())
+
+
+# --- compute-sanitizer ---------------------------------------------------------------------------
+
+
+def log_name(tool: str, plant: str | None) -> str:
+    return f"{tool}-{plant}.log" if plant else f"{tool}.log"
+
+
+def run_all(folder: Path, timeout: float) -> None:
+    """Run every tool, one after the other; a log each, with its time at the end."""
+    command = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    folder.mkdir(parents=True, exist_ok=True)
+    version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    (folder / VERSION).write_text(version.stdout, encoding="utf-8")
+    warm = [sys.executable, str(Path(__file__).resolve())]
+    subprocess.run(warm, cwd=ROOT, check=True, timeout=max(timeout, COLD))
+    for tool, plant in RUNS:
+        arguments = [command, "--tool", tool, "--print-limit", "1000"]
+        if tool == "memcheck":  # libraries probe for driver functions that are not there
+            arguments += ["--report-api-errors", "no"]
+        arguments += warm
+        arguments += ["--plant", plant] if plant else []
+        start = time.monotonic()
+        path = folder / log_name(tool, plant)
+        with path.open("w", encoding="utf-8") as log:
+            process = subprocess.Popen(
+                arguments, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+            )
+            try:
+                process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # the tool and what it runs
+                process.wait()
+        with path.open("a", encoding="utf-8") as log:
+            log.write(f"\n[{time.monotonic() - start:.1f} s]\n")
+        print(f"{path.name}: {time.monotonic() - start:.1f} s", flush=True)
+
+
+_ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
+_HAZARDS = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warn")
+_KERNEL = re.compile(r"\b((?:mla|merge|append|quantize|mqa|paged)_\w+?)(?:\+0x[0-9a-f]+|\()")
+_HEAD = re.compile(r"^========= (?!COMPUTE|ERROR SUMM|RACECHECK SUMM|\s)(.+)$", re.MULTILINE)
+
+
+def read_log(text: str) -> dict[str, Any]:
+    """What one run of a tool found: complete or not, errors, warnings, kinds of report."""
+    errors, hazards = _ERRORS.search(text), _HAZARDS.search(text)
+    kinds = collections.Counter(_kind(head) for head in _HEAD.findall(text))
+    found: dict[str, Any] = {
+        "complete": DONE in text and bool(errors or hazards),
+        "errors": int(hazards[2]) if hazards else int(errors[1]) if errors else 0,
+        "warnings": int(hazards[3]) if hazards else 0,
+        "kernels": dict(sorted(collections.Counter(_KERNEL.findall(text)).items())),
+        "kinds": dict(kinds.most_common(8)),
+    }
+    seconds = re.search(r"^\[([\d.]+) s\]$", text, re.MULTILINE)
+    if seconds:
+        found["seconds"] = float(seconds[1])
+    return found
+
+
+def _kind(head: str) -> str:
+    """The first line of a report without its addresses and numbers."""
+    return re.sub(r"0x[0-9a-f]+|\b\d+\b", "#", head).strip()
+
+
+def verdicts(folder: Path) -> dict[str, dict[str, Any]]:
+    """One entry a tool: clean, findings or incomplete, and what it made of the planted bugs."""
+    result: dict[str, dict[str, Any]] = {}
+    version = folder / VERSION
+    known = re.search(r"Version ([\d.]+)", version.read_text("utf-8") if version.exists() else "")
+    for tool, plant in RUNS:
+        path = folder / log_name(tool, plant)
+        found = read_log(path.read_text("utf-8", errors="replace") if path.exists() else "")
+        if plant is None:
+            clean = not found["errors"] and not found["warnings"]
+            verdict = "clean" if clean else "findings"
+            result[tool] = {"verdict": verdict if found["complete"] else "incomplete"} | found
+            result[tool]["version"] = known[1] if known else None
+        else:
+            usual = result[tool]["kernels"]  # the planted grid is a part of it
+            seen = any(count > usual.get(name, 0) for name, count in found["kernels"].items())
+            planted = result[tool].setdefault("planted", {})
+            planted[plant] = {"found": seen} | found
+    return result
+
+
+def summarise(folder: Path, evidence: Path) -> None:
+    """Print the verdicts and add them to the evidence files."""
+    found = verdicts(folder)
+    for tool, entry in found.items():
+        numbers = f"{entry['errors']} errors, {entry['warnings']} warnings"
+        print(f"{tool:<10} {entry['verdict']:<11} {numbers}")
+        for kind, count in entry["kinds"].items():
+            print(f"{'':<10} {count} x {kind}")
+        for bug, planted in entry.get("planted", {}).items():
+            word = "found" if planted["found"] else "NOT FOUND"
+            print(f"{'':<10} planted {bug}: {word} ({planted['errors']} errors)")
+    record.write(evidence, sanitizer=found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--plant", choices=PLANTS, help="run one call with this bug in the kernel")
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="run all tools, then summarise")
+    parser.add_argument("--summarise", type=Path, metavar="FOLDER", help="read the logs there")
+    parser.add_argument("--evidence-dir", type=Path, default=record.FOLDER, metavar="FOLDER")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds a tool may take")
+    arguments = parser.parse_args()
+    if arguments.run:
+        run_all(arguments.run, arguments.timeout)
+    folder = arguments.run or arguments.summarise
+    if folder:
+        summarise(folder, arguments.evidence_dir)
+    else:
+        run_grid(arguments.plant)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,614 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the warps of mla_decode_fp8 go from one segment to the next, in a model with vector clocks.
+
+Each warp does its steps: waits for barriers and arrivals there, meetings, and accesses to words of
+shared memory, which lie where Fp8Layout has them. A race is two accesses to a word, one of them a
+write, by two warps, of which no chain of arrivals, waits and meetings has one before the other.
+That depends on no order in which the warps happen to run; whether they wait for ever, or for a
+phase whose parity has come round again, could, so that they run in random orders.
+
+Of the ring there are the RoPE columns alone, in whose place probabilities may lie. References are
+raised as without scales, those of groups of columns together with the others. Behind a cut segment
+the warps go on, or all of them add up one item of what is joined.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+
+from tests.launch.kernel_text import assert_in_order
+
+SLOTS, WARPS = 4, range(4)
+
+Key = tuple[str | int, ...]  # of a region or a barrier: its name, then which of them
+
+
+class Layout(NamedTuple):
+    """What Fp8Layout is made for."""
+
+    rows: int
+    grouped: bool = False
+    whole: bool = False  # packed rows
+
+    @property
+    def queries(self) -> int:
+        return 2 if self.rows == 16 else 1
+
+
+LAYOUTS = (
+    Layout(16),
+    Layout(16, grouped=True),
+    Layout(16, grouped=True, whole=True),
+    Layout(32),
+    Layout(32, grouped=True),
+)
+
+
+class Segment(NamedTuple):
+    blocks: int
+    cut: bool = False
+    joins: bool = False  # or else it goes on
+
+
+# --- shared memory -------------------------------------------------------------------------------
+
+
+def words(begin: int, size: int) -> set[int]:
+    """So many bytes as words."""
+    return set(range(begin // 4, (begin + size) // 4))
+
+
+def regions_of(layout: Layout) -> dict[Key, set[int]]:
+    """The words of everything that a warp reads or writes at once, as in Fp8Layout."""
+    rows, queries, tile = layout.rows, layout.queries, layout.rows * 128
+    own, query_bytes, exchange_bytes = 4 if layout.whole else 2, 9 * tile, 2 * 8 * 128 * 16
+    probability_bytes = max(2 * own * tile, exchange_bytes - query_bytes)
+    kinds, references, last = (5, 9, 5) if layout.grouped else (1, 1, 1)
+    row_floats = (kinds + 1) * 8 + 2 * (references + last) + queries
+
+    first_query = SLOTS * 8192
+    probabilities = first_query + query_bytes
+    maxima = first_query + queries * query_bytes + probability_bytes
+    sums = maxima + kinds * 8 * rows * 4
+    reference = sums + rows * 8 * 4
+    last_reference = reference + 2 * references * rows * 4
+    divisors = last_reference + 2 * last * rows * 4
+    role = maxima + row_floats * rows * 4
+    assert divisors + queries * rows * 4 == role
+
+    found: dict[Key, set[int]] = {("role",): words(role, 4)}
+    for s in range(SLOTS):
+        found["RoPE columns", s] = words(s * 8192, 8192)
+    for b in range(queries):
+        query = first_query + b * (query_bytes + probability_bytes)
+        found["query", b] = words(query, query_bytes) | words(divisors + b * rows * 4, rows * 4)
+        for loader in range(2):
+            found["query rows", b, loader] = set[int]().union(
+                words(divisors + (b * rows + loader * rows // 2) * 4, rows * 2),
+                *(words(query + k * tile + loader * tile // 2, tile // 2) for k in range(9)),
+            )
+    for c in range(2):
+        found["references", c] = words(reference + c * references * rows * 4, references * rows * 4)
+        found["last references", c] = words(last_reference + c * last * rows * 4, last * rows * 4)
+        for w in WARPS:
+            of_both = c * 4 + w
+            found["sums", c, w] = {(sums + (row * 8 + of_both) * 4) // 4 for row in range(rows)}
+            found["maxima", c, w] = set[int]().union(
+                *(
+                    words(maxima + (kind * 8 + of_both) * rows * 4, rows * 4)
+                    for kind in range(kinds)
+                )
+            )
+            for b in range(queries):
+                place = first_query if b == 0 else probabilities
+                found["exchange", b, c, w] = set[int]().union(
+                    *(words(place + ((c * 8 + i) * 128 + w * 32) * 16, 512) for i in range(8))
+                )
+            found["sums to join", c, w] = words(probabilities + of_both * 1024, 1024)
+            found["weights to join", c, w] = words(maxima + of_both * 128, 128)
+        for s in range(SLOTS):
+            tiles = [probabilities + (c * own + group) * tile for group in range(own)]
+            if not layout.grouped:
+                del tiles[1:]
+            elif not layout.whole:
+                tiles += [s * 8192 + group * tile for group in range(2)]
+            found["probabilities", c, s] = set[int]().union(*(words(at, tile) for at in tiles))
+            for w in WARPS:  # eight tokens are a chunk, swapped in each row
+                found["probabilities", c, s, w] = set[int]().union(
+                    *(
+                        words(at + row * 128 + ((tokens ^ (row & 7)) << 4), 16)
+                        for at in tiles
+                        for row in range(rows)
+                        for tokens in (2 * w, 2 * w + 1)
+                    )
+                )
+    return found
+
+
+@cache
+def places_of(layout: Layout) -> dict[Key, list[int]]:
+    """The same, words that are in the same regions being one place."""
+    regions_with: dict[int, list[Key]] = defaultdict(list)
+    for key, region in regions_of(layout).items():
+        for word in region:
+            regions_with[word].append(key)
+    places: dict[Key, list[int]] = defaultdict(list)
+    for place, keys in enumerate(dict.fromkeys(tuple(keys) for keys in regions_with.values())):
+        for key in keys:
+            places[key].append(place)
+    return places
+
+
+# --- the steps of the warps ----------------------------------------------------------------------
+
+
+class Read(NamedTuple):
+    region: Key
+
+
+class Write(NamedTuple):
+    region: Key
+
+
+class Wait(NamedTuple):
+    barrier: Key
+    phase: int  # that is meant: the wait sees its parity
+
+
+class Arrive(NamedTuple):
+    barrier: Key
+
+
+class Meet(NamedTuple):
+    barrier: Key
+    warps: int
+
+
+Step = Read | Write | Wait | Arrive | Meet
+
+ALL_MEET = Meet(("both",), 8)
+
+
+def consume(layout: Layout, part: list[Segment], c: int, w: int) -> Iterator[Step]:
+    """A warp of a consumer: Fp8Consumer::compute and Fp8Finisher::finish."""
+    t = 0
+    for n, segment in enumerate(part):
+        b = n % layout.queries
+        if layout.queries > 1 and n > 0:
+            before = n - 1
+            yield Wait(("query_free", before % layout.queries), before // layout.queries)
+        if w == 0:
+            yield Write(("references", c))
+        yield Wait(("query_full", b), n // layout.queries)
+        for i in range((c ^ t) & 1, segment.blocks, 2):
+            yield from attend(layout, b, t + i, c, w, i < 2)
+        t += segment.blocks
+        yield from finish(layout, b, c, w)
+        if segment.cut:
+            yield from join(c, w, segment.joins)
+
+
+def attend(layout: Layout, b: int, block: int, c: int, w: int, first: bool) -> Iterator[Step]:
+    """A block: multiply_query, weigh and multiply_values. The first one raises references."""
+    s, meet = block % SLOTS, Meet(("consumer", c), 4)
+    yield Wait(("full", s), block // SLOTS)
+    yield Read(("RoPE columns", s))
+    yield Read(("query", b))
+    yield meet
+    yield Read(("references", c))
+    yield Write(("probabilities", c, s, w))
+    yield meet
+    if first:
+        for _ in range(layout.rows // 16):
+            yield Write(("maxima", c, w))
+            yield meet
+            yield Read(("references", c))
+            yield from (Read(("maxima", c, other)) for other in WARPS)
+            yield meet
+            if w == 0:
+                yield Write(("references", c))
+        yield meet
+        yield Read(("references", c))
+        yield Write(("probabilities", c, s, w))
+        yield meet
+    yield Read(("probabilities", c, s))
+    yield Arrive(("free", s))
+
+
+def finish(layout: Layout, b: int, c: int, w: int) -> Iterator[Step]:
+    yield Write(("sums", c, w))
+    if w == 0:
+        yield Read(("references", c))
+        yield Write(("last references", c))
+    yield ALL_MEET
+    for trade in range(layout.rows // 16):
+        if trade > 0:
+            yield ALL_MEET
+        yield Write(("exchange", b, c, w))
+        yield ALL_MEET
+        for whose in range(2):
+            yield Read(("last references", whose))
+            yield from (Read(("sums", whose, other)) for other in WARPS)
+        yield Read(("exchange", b, 1 - c, w))
+    yield Arrive(("query_free", b))
+
+
+def join(c: int, w: int, joins: bool) -> Iterator[Step]:
+    """Joiner::join; where it joins, all warps are helpers of an item."""
+    yield ALL_MEET
+    if (c, w) == (0, 0):
+        yield Write(("role",))
+    yield ALL_MEET
+    yield Read(("role",))
+    if joins:
+        yield Write(("weights to join", c, w))
+        for _ in range(2):
+            yield Write(("sums to join", c, w))
+            yield ALL_MEET
+            if (c, w) == (0, 0):
+                for whose in itertools.product(range(2), WARPS):
+                    yield Read(("weights to join", *whose))
+                    yield Read(("sums to join", *whose))
+            yield ALL_MEET
+    yield ALL_MEET
+
+
+def load_query(layout: Layout, part: list[Segment], loader: int) -> Iterator[Step]:
+    for n in range(len(part)):
+        b = n % layout.queries
+        yield Wait(("query_free", b), n // layout.queries - 1)
+        yield Write(("query rows", b, loader))
+        yield Arrive(("query_full", b))
+
+
+def load_kv(part: list[Segment]) -> Iterator[Step]:
+    for t in range(sum(segment.blocks for segment in part)):
+        yield Wait(("free", t % SLOTS), t // SLOTS - 1)
+        yield Write(("RoPE columns", t % SLOTS))
+        yield Arrive(("full", t % SLOTS))
+
+
+# --- who knows of what ---------------------------------------------------------------------------
+
+ARRIVALS = {"full": 1, "free": 4, "query_full": 2, "query_free": 8}
+
+Clock = list[int]  # of each warp, how much of it has happened before
+
+
+class ModelError(Exception):
+    pass
+
+
+class Barrier:
+    """An mbarrier: what was known at the arrivals of each phase that is complete."""
+
+    def __init__(self, arrivals: int, warps: int) -> None:
+        self.arrivals, self.warps = arrivals, warps
+        self.complete: list[Clock] = []
+        self.arrived: list[Clock] = []
+
+    def arrive(self, clock: Clock) -> None:
+        self.arrived.append(clock[:])
+        if len(self.arrived) == self.arrivals:
+            self.complete.append(latest(self.arrived))
+            self.arrived = []
+
+    def passed(self, phase: int) -> Clock | None:
+        """What a wait for the phase tells; None if it goes on."""
+        if len(self.complete) % 2 == phase % 2:
+            return None
+        if len(self.complete) != phase + 1:
+            raise ModelError(f"a wait for phase {phase} passes with {len(self.complete)} complete")
+        return self.complete[phase] if phase >= 0 else [0] * self.warps
+
+
+def latest(clocks: list[Clock]) -> Clock:
+    return [max(times) for times in zip(*clocks, strict=True)]
+
+
+def without(edit: Edit | None, consumes: bool, steps: Iterator[Step]) -> Iterator[Step]:
+    return (step for step in steps if not (edit and edit(consumes, step)))
+
+
+class Run:
+    """The warps of a part, in a random order."""
+
+    def __init__(self, layout: Layout, part: list[Segment], edit: Edit | None) -> None:
+        consumers = (consume(layout, part, c, w) for c, w in itertools.product(range(2), WARPS))
+        loaders = (load_query(layout, part, loader) for loader in range(2))
+        warps = [*consumers, *loaders, load_kv(part)]
+        self.steps = [without(edit, i < 8, steps) for i, steps in enumerate(warps)]
+        count = len(warps)
+        self.places = places_of(layout)
+        self.clocks = [[int(i == j) for j in range(count)] for i in range(count)]
+        self.barriers: dict[Key, Barrier] = {}
+        self.meeting: dict[Key, list[int]] = defaultdict(list)
+        # Of each place and, by warp and whether it wrote, the last access: when, and to what.
+        self.accesses: dict[int, dict[tuple[int, bool], tuple[int, str]]] = defaultdict(dict)
+        self.races: set[tuple[str, str]] = set()
+
+    def go(self, rng: random.Random) -> set[tuple[str, str]]:
+        """Run all to the end; between which regions there are races."""
+        now = {warp: step for warp, steps in enumerate(self.steps) if (step := next(steps, None))}
+        while now:
+            for warp in rng.sample(list(now), len(now)):
+                if done := self.do(warp, now[warp]):
+                    for one in done:
+                        del now[one]
+                        if step := next(self.steps[one], None):
+                            now[one] = step
+                    break
+            else:
+                raise ModelError(f"all wait for ever: {now}")
+        return self.races
+
+    def do(self, warp: int, step: Step) -> list[int]:
+        """Do a step if it can be done; which warps have done theirs."""
+        clock = self.clocks[warp]
+        match step:
+            case Read() | Write():
+                self.access(warp, step.region, isinstance(step, Write))
+            case Arrive():
+                self.barrier(step.barrier).arrive(clock)
+                clock[warp] += 1
+            case Wait():
+                known = self.barrier(step.barrier).passed(step.phase)
+                if known is None:
+                    return []
+                self.clocks[warp] = latest([clock, known])
+            case Meet():
+                here = self.meeting[step.barrier]
+                if warp not in here:
+                    here.append(warp)
+                if len(here) < step.warps:
+                    return []
+                known = latest([self.clocks[one] for one in here])
+                for one in here:
+                    self.clocks[one] = known[:]
+                    self.clocks[one][one] += 1
+                return self.meeting.pop(step.barrier)
+        return [warp]
+
+    def barrier(self, key: Key) -> Barrier:
+        return self.barriers.setdefault(key, Barrier(ARRIVALS[str(key[0])], len(self.clocks)))
+
+    def access(self, warp: int, region: Key, writes: bool) -> None:
+        clock, name = self.clocks[warp], str(region[0])
+        for place in self.places[region]:
+            accesses = self.accesses[place]
+            for (other, wrote), (when, what) in accesses.items():
+                if other != warp and (writes or wrote) and clock[other] < when:
+                    self.races.add((min(name, what), max(name, what)))
+            accesses[warp, writes] = clock[warp], name
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+BLOCKS = (0, 1, 2, 3, 5, 8)
+ENDS = ((False, False), (True, False), (True, True))
+
+Edit = Callable[[bool, Step], bool]  # of a consumer or not, whether it lacks this step
+
+
+def parts(rng: random.Random) -> list[list[Segment]]:
+    """All of one segment, and all blocks of two; some of three and four. The ends may be cut."""
+    blocks = [
+        *itertools.product(BLOCKS, repeat=2),
+        *(tuple(rng.choices(BLOCKS, k=k)) for k in (3, 4) for _ in range(10)),
+    ]
+    found = [[Segment(count, *end)] for count in BLOCKS for end in ENDS]
+    for counts in blocks:
+        part = [Segment(count) for count in counts]
+        for at in (0, -1):
+            part[at] = Segment(counts[at], *rng.choice(ENDS))
+        found.append(part)
+    return found
+
+
+def races(layout: Layout, edit: Edit | None = None) -> set[tuple[str, str]]:
+    rng = random.Random(layout.rows)
+    return set[tuple[str, str]]().union(*(Run(layout, part, edit).go(rng) for part in parts(rng)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_segments_follow_one_another_without_a_race(layout: Layout) -> None:
+    assert races(layout) == set()
+
+
+# --- the model can fail --------------------------------------------------------------------------
+
+
+def waits_for(step: Step, barrier: str) -> bool:
+    return isinstance(step, Wait) and step.barrier[0] == barrier
+
+
+def waits_for_the_end(consumes: bool, step: Step) -> bool:
+    """Of the segment before: a consumer that then begins with the next one."""
+    return consumes and waits_for(step, "query_free")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_without_the_wait_for_the_end_of_the_segment_before(layout: Layout) -> None:
+    """A consumer writes over what the other one still adds up, but not with one query."""
+    wanted = {
+        ("exchange", "probabilities"),
+        ("last references", "last references"),
+        ("sums", "sums"),
+    }
+    assert races(layout, waits_for_the_end) == (wanted if layout.queries > 1 else set())
+
+
+def test_only_behind_whole_segments_consumers_have_not_met() -> None:
+    for blocks in itertools.product(BLOCKS, repeat=2):
+        for end in ENDS:
+            part = [Segment(blocks[0], *end), Segment(blocks[1])]
+            found = Run(LAYOUTS[0], part, waits_for_the_end).go(random.Random(0))
+            assert bool(found) is not part[0].cut
+
+
+FAULTS: dict[str, tuple[Edit, tuple[str, str]]] = {
+    "no wait for the query": (
+        lambda _, step: waits_for(step, "query_full"),
+        ("query", "query rows"),
+    ),
+    "consumers do not meet": (
+        lambda _, step: step == ALL_MEET,
+        ("exchange", "exchange"),
+    ),
+    "a consumer's warps do not meet": (
+        lambda _, step: isinstance(step, Meet) and step != ALL_MEET,
+        ("probabilities", "probabilities"),
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_other_faults_are_found(fault: str, layout: Layout) -> None:
+    edit, race = FAULTS[fault]
+    assert race in Run(layout, [Segment(5)], edit).go(random.Random(0))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_for_a_query_that_nobody_frees_all_wait_for_ever(layout: Layout) -> None:
+    def frees(_: bool, step: Step) -> bool:
+        return step == Arrive(("query_free", 0))
+
+    with pytest.raises(ModelError, match="all wait for ever"):
+        Run(layout, [Segment(2), Segment(1)], frees).go(random.Random(0))
+
+
+# --- the model is of this code -------------------------------------------------------------------
+
+LINES = {
+    "mla/mla_decode_fp8.cu": (
+        "mbarrier_init(shared.full(s), row_warps ? row_warps * 32 : 1);",
+        "mbarrier_init(shared.free(s), 4);",
+        "mbarrier_init(shared.query_full(n), 2);",
+        "mbarrier_init(shared.query_free(n), 8);",
+        "place <= last_place; ++place, ++consumer.n) {",
+        "t += consumer.compute(segment_here<AnyTile>(p.decode, tile, place), t);",
+        "(consumer, segment).finish(place < last_place);",
+    ),
+    "mla/mla_decode_fp8/load.cuh": (
+        "mbarrier_wait(shared.free(s), t / Layout::kSlots % 2 ^ 1,",
+        "mbarrier_arrive_after_copies(shared.full(s));",
+        # the copy engine
+        "mbarrier_wait(shared.free(s), t / Layout::kSlots % 2 ^ 1,",
+        "mbarrier_arrive_expect_tx(shared.full(s), Layout::kSlotBytes);",
+        # query
+        "for (u32 n = 0; part.place + static_cast<int>(n) <= last_place; ++n) {",
+        "mbarrier_wait(shared.query_free(n), Layout::phase_of(n) ^ 1,",
+        "const int row = loader * (kQueryRows / 2) + i * 4 + lane / 8;",
+        "const u32 row_bytes = shared.query(copy_of(n)) + row * 128;",
+        "const u32 to = row_bytes + k * Layout::kQueryTileBytes;",
+        "store_shared_float(shared.divisor(n, row),",
+        "if (lane == 0) mbarrier_arrive(shared.query_full(n));",
+    ),
+    "mla/mla_decode_fp8/compute.cuh": (
+        "mbarrier_wait(shared.full(s), phase,",
+        "shared.probabilities_of(consumer, group, slot);",
+        "if (lane == 0) mbarrier_arrive(shared.free(s));",
+        "int compute(const Segment& segment, int t) {",
+        "if (Layout::kQueries > 1 && n > 0)",
+        "mbarrier_wait(shared.query_free(n - 1), Layout::phase_of(n - 1),",
+        "begin();",
+        "mbarrier_wait(shared.query_full(n), Layout::phase_of(n),",
+        "for (int i = (consumer ^ t) & 1; i < segment.blocks; i += 2) {",
+        "s = (t + i) % Layout::kSlots, phase = (t + i) / Layout::kSlots & 1;",
+        "multiply_query(s, phase);",
+        "weigh(shared.slot(s));",
+        "multiply_values(s);",
+        "return segment.blocks;",
+    ),
+    "mla/mla_decode_fp8/softmax.cuh": (
+        "if (threadIdx.x % kWarpgroup >= 4) return;",
+        "store_shared_float(shared.reference(consumer, row_of(i)), kLowest);",
+        "named_barrier_any<kConsumerBarrier + 1, kWarpgroup>(vote)",
+        "void raise_references(u32 slot) {",
+        "for (int first = 0; first < kOwn; first += 4) {",
+        "leave_highest(0, first, highest); consumer_sync(consumer);",
+        "load_shared_float(shared.reference(consumer, row_of(first + k)));",
+        "leave_highest_of_groups(slot, first, highest); consumer_sync(consumer);",
+        "store_shared_float(shared.reference(consumer, row_of(first + k)), highest[k]);",
+        "if constexpr (kGrouped) consumer_sync(consumer);",
+        "} consumer_sync(consumer); }",
+        "const int tokens = 2 * warp + lane / 8 % 2;",
+        "const u32 place = row * 128 + ((tokens ^ (row & 7)) << 4);",
+        "shared.probabilities_of(consumer, group, slot) + place;",
+        "float p[kSums]; consumer_sync(consumer);",
+        "if (sync_any(store_probabilities(slot, p))) { raise_references(slot);",
+        "store_probabilities(slot, p); consumer_sync(consumer); }",
+    ),
+    "mla/mla_decode_fp8/finish.cuh": (
+        "kRounds = kQueryRows / 16;",
+        "void finish(bool more) { leave_sums(); consumers_sync();",
+        "for (int round = 0; round < kRounds; ++round) {",
+        "store_shared_float4(shared.exchange(of.n, consumer, i),",
+        "consumers_sync(); float own[kSets][4], other[kSets][4];",
+        "find_factors(round * 4, own, other); add_up(round, own, other);",
+        "if (round + 1 < kRounds) consumers_sync(); }",
+        "__syncwarp(); if (lane == 0) mbarrier_arrive(shared.query_free(of.n));",
+        "if (segment.split()) Joiner<",
+        "(p, {shared.words, shared.probabilities, shared.maxima}, tile, segment) .join(more);",
+        "store_shared_float(shared.sum(row, consumer * 4 + warp), of.sum[i]);",
+        "if (warp > 0) continue;",
+        "keep(shared.reference(consumer, row), shared.last_reference(consumer, row));",
+        "load_shared_float4(shared.exchange(of.n, 1 - consumer, i));",
+    ),
+    "split/join.cuh": (
+        "void join(bool more) const {",
+        "consumers_sync(); if (threadIdx.x == kWarpgroup) store_shared_u32(space.words,",
+        "consumers_sync(); const u32 role = load_shared_u32(space.words);",
+        "store_relaxed(left_here, 0); consumers_sync(); }",
+        "space.sums + ((of_warp * 2 + j) * 32 + lane) * 16;",
+        "space.weights + (of_warp * 8 + lane / 4) * 16;",
+        "store_shared_float4(place_of_weights(warp),",
+        "for (int half = 0; half < kGroups; half += 2) {",
+        "store_shared_float4(place_of_sum(warp, 1), sum.v[half + 1]); consumers_sync();",
+        "} } } consumers_sync(); }",
+    ),
+    "mla/mla_decode_fp8/layout.cuh": (
+        "kSlots = 4;",
+        "kQueryTileBytes = kQueryRows * 128;",
+        "kOwnProbabilities = kWhole ? kScaleGroups : 2;",
+        "kExchangeBytes = 2 * 8 * kWarpgroup * 16;",
+        "kQueryBytes = kTiles * kQueryTileBytes;",
+        "kQueries = kQueryRows == 16 ? 2 : 1;",
+        "kAllProbabilities = 2 * kOwnProbabilities * kQueryTileBytes;",
+        "kAllProbabilities > kExchangeBytes - kQueryBytes ?",
+        "kAllProbabilities : kExchangeBytes - kQueryBytes;",
+        "kMaxima = kGrouped ? 1 + kScaleGroups : 1;",
+        "kReferences = kGrouped ? 1 + 2 * kScaleGroups : 1;",
+        "kLastReferences = kGrouped ? 1 + kScaleGroups : 1;",
+        "(kMaxima + 1) * kWarps + 2 * (kReferences + kLastReferences) + kQueries;",
+        "probabilities(first_query + kQueryBytes),",
+        "maxima(first_query + kQueries * kQueryBytes + kProbabilityBytes),",
+        "words(maxima + kRowFloats * kQueryRows * 4),",
+        "? probabilities + (consumer * kOwnProbabilities + group) * kQueryTileBytes",
+        ": slot + kRopeOffset + (group - kOwnProbabilities) * kQueryTileBytes;",
+        "return n % kQueries;",
+        "return n / kQueries & 1;",
+        "return first_query + buffer_of(n) * (kQueryBytes + kProbabilityBytes);",
+        "const u32 place = buffer_of(n) == 0 ? first_query : probabilities;",
+        "place + ((consumer * 8 + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;",
+        "maxima + ((which * kWarps + warp) * kQueryRows + row) * 4;",
+        "warp_maximum(kMaxima, 0, 0) + (row * kWarps + warp) * 4;",
+        "sum(kQueryRows, 0) + (consumer * kReferences * kQueryRows + row) * 4;",
+        "reference(2, 0) + (consumer * kLastReferences * kQueryRows + row) * 4;",
+        "last_reference(2, buffer_of(n) * kQueryRows + row);",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_the_steps_are_those_of_the_kernel(name: str) -> None:
+    """In this order; after a change there, change the model, too."""
+    assert_in_order(name, LINES[name])

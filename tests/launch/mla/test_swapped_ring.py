@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ring of KV tiles of mla_decode_swapped: every order of loads and consumers, in a model.
+
+A loader fills slots in turn; what it has begun to load arrives in any order. Of pages whose rows
+are copied one by one there are two loaders, half of a tile each, whose copies arrive in their
+order; a tile has come when both halves have, and the first loader alone says that the loads of a
+block have begun. Two consumers take every second block each, at their own pace. A barrier's wait
+sees the parity of its phase only, so that no wait may come two phases early. The ring is a third of
+the kernel's: 8 slots, blocks of 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import pytest
+
+from tests.launch.kernel_text import assert_in_order
+
+SLOTS, TILES, BLOCKS = 8, 3, 7
+TOTAL = TILES * BLOCKS
+
+
+class State(NamedTuple):
+    begun: tuple[int, ...]  # of each loader, loads that have begun
+    under_way: frozenset[tuple[int, int]] = frozenset()  # loader and tile: not arrived of these
+    blocks: tuple[int, int] = (0, 1)  # of each consumer, the one that it is at
+    at: tuple[int, int] = (0, 0)  # step there: a wait for the loads to begin, the tiles, freeing
+    freed: frozenset[int] = frozenset()  # tiles
+
+
+class RingError(Exception):
+    pass
+
+
+def passes(completed: int, parity: int) -> bool:
+    """Whether a wait for the phase with that parity ends, so many phases being complete."""
+    return completed % 2 != parity
+
+
+def of_slot(tiles: Iterable[int], slot: int) -> int:
+    return sum(tile % SLOTS == slot for tile in tiles)
+
+
+def completed(state: State, slot: int) -> int:
+    """Phases of a slot's barrier for tiles that come: each takes an arrival of every loader."""
+    begun = sum(of_slot(range(tiles), slot) for tiles in state.begun)
+    missing = of_slot((tile for _, tile in state.under_way), slot)
+    return (begun - missing) // len(state.begun)
+
+
+def steps(state: State, *, waits_for_begin: bool) -> list[State]:
+    """All states that one step leads to."""
+    found = [state._replace(under_way=state.under_way - {it}) for it in next_to_come(state)]
+    for loader in range(len(state.begun)):
+        found += load(state, loader)
+    for consumer in (0, 1):
+        if state.blocks[consumer] < BLOCKS:
+            found += consume(state, consumer, waits_for_begin)
+    return found
+
+
+def next_to_come(state: State) -> Iterable[tuple[int, int]]:
+    """Loads that may arrive now: of two loaders the first of each."""
+    if len(state.begun) == 1:
+        return state.under_way
+    return {min(it for it in state.under_way if it[0] == loader) for loader, _ in state.under_way}
+
+
+def load(state: State, loader: int) -> list[State]:
+    """Begin to load a tile; with two loaders RoPE, or all of V, when all of its slots are free."""
+    first = state.begun[loader]
+    if first == TOTAL:
+        return []
+    alone = len(state.begun) == 1 or first % TILES == 0
+    tiles = range(first, first + (1 if alone else TILES - 1))
+    for tile in tiles:
+        if not passes(of_slot(state.freed, tile % SLOTS), tile // SLOTS % 2 ^ 1):
+            return []
+        if tile >= SLOTS and tile - SLOTS not in state.freed:
+            raise RingError(f"tile {tile} overwrites one that is in use")
+    begun = tuple(tiles.stop if i == loader else n for i, n in enumerate(state.begun))
+    under_way = state.under_way | {(loader, tile) for tile in tiles}
+    return [state._replace(begun=begun, under_way=under_way)]
+
+
+def consume(state: State, consumer: int, waits_for_begin: bool) -> list[State]:
+    block, at = state.blocks[consumer], state.at[consumer]
+    if at == 0:
+        blocks_begun = range(consumer, state.begun[0] // TILES, 2)
+        if waits_for_begin and not passes(len(blocks_begun), block // 2 % 2):
+            return []
+        return [moved(state, consumer, block, 1)]
+    if at <= TILES:
+        tile = block * TILES + at - 1
+        if not passes(completed(state, tile % SLOTS), tile // SLOTS % 2):
+            return []
+        waiting = {late for _, late in state.under_way}
+        if tile >= min(state.begun) or tile in waiting:
+            raise RingError(f"tile {tile} is read before it has come")
+        return [moved(state, consumer, block, at + 1)]
+    tile = block * TILES + at - TILES - 1
+    state = state._replace(freed=state.freed | {tile})
+    return [moved(state, consumer, *((block, at + 1) if at < 2 * TILES else (block + 2, 0)))]
+
+
+def moved(state: State, consumer: int, block: int, at: int) -> State:
+    blocks, ats = list(state.blocks), list(state.at)
+    blocks[consumer], ats[consumer] = block, at
+    return state._replace(blocks=(blocks[0], blocks[1]), at=(ats[0], ats[1]))
+
+
+def explore(loaders: int, *, waits_for_begin: bool) -> int:
+    """Go through every order; tell how many states there are."""
+    start = State((0,) * loaders)
+    seen, todo = {start}, [start]
+    while todo:
+        state = todo.pop()
+        following = set(steps(state, waits_for_begin=waits_for_begin))
+        if not following and len(state.freed) < TOTAL:
+            raise RingError(f"all wait for ever: {state}")
+        todo.extend(following - seen)
+        seen |= following
+    return len(seen)
+
+
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_every_tile_is_read_when_it_has_come(loaders: int) -> None:
+    assert explore(loaders, waits_for_begin=True) > 1000
+
+
+def test_without_the_wait_for_the_loads_to_begin_one_is_read_too_early() -> None:
+    with pytest.raises(RingError, match="read before it has come"):
+        explore(1, waits_for_begin=False)
+
+
+# --- the model is of this code -------------------------------------------------------------------
+
+LINES = {
+    "mla/mla_decode_swapped.cu": (
+        "while (now.valid()) {",
+        "owner = (now.t + now.i) & 1;",
+        "mbarrier_wait(shared.free(place.slot), place.phase ^ 1,",
+        "load_tile<kForm>(p, shared.slot(place.slot),",
+        "place.advance(1); }",
+        "mbarrier_arrive(shared.begun(owner));",
+        # two loaders
+        "void copy_to_ring(",
+        "mbarrier_wait(shared.free(place.slot), place.phase ^ 1,",
+        "place.advance(1); }",
+        "rows.copy<kCount>(from, bytes, tiles);",
+        "mbarrier_arrive_after_copies(barriers[k]);",
+        "void load_kv_ring_rows(",
+        "copy_to_ring<1>(rows, p.rope,",
+        "copy_to_ring<kHalfTiles>(rows, p.latent,",
+        "if (threadIdx.x == 0) mbarrier_arrive(shared.begun(t & 1));",
+    ),
+    "mla/mla_decode_swapped/compute.cuh": (
+        "if (consumer == 1) place.advance(kTiles);",
+        "void multiply_query() {",
+        "mbarrier_wait(shared.begun(consumer), begun,",
+        "begun ^= 1;",
+        "mbarrier_wait(shared.full(at.slot), at.phase,",
+        "at.advance(1);",
+        "place.advance(2 * kTiles);",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_the_steps_are_those_of_the_kernel(name: str) -> None:
+    """In this order; after a change there, change the model, too."""
+    assert_in_order(name, LINES[name])
