@@ -54,7 +54,7 @@ INTRODUCTION = """\
 All figures come from two recorded runs. The run of {date} holds digests of the kernels that it
 measured ([h200.json](../records/h200.json)). FlashMLA, FlashAttention-3, FlashInfer, PyTorch and a
 Triton kernel ran on {peers_date}, on the same inputs in turns with an earlier version of cumla's
-kernels ([h200-peers.json](../records/h200-peers.json)). Ratios to other libraries marked \\* are not
+kernels ([h200-peers.json](../records/h200-peers.json)). Ratios marked \\* are not
 measured: they are published times, scaled by the ceilings of the two GPUs.
 
 Every case is compared with a float64 result before it is timed. A single call is timed with an L2

@@ -39,15 +39,19 @@ def recorded(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
+def blocks(page: Path) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
 @pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
 def test_code_of_a_page_runs(page: Path) -> None:
     """The blocks of a page are one program, from the top to the end."""
     pytest.importorskip("torch")
-    text = page.read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert blocks, f"{page.name} shows no code"
+    code_of_page = blocks(page)
+    assert code_of_page, f"{page.name} shows no code"
     names: dict[str, Any] = {}
-    for number, code in enumerate(blocks, 1):
+    for number, code in enumerate(code_of_page, 1):
         exec(compile(code, f"{page.name}: block {number}", "exec"), names)
 
 
@@ -128,3 +132,17 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for name in cumla.__all__:
         pages = (tmp_path / "reference").rglob("index.html")
         assert any(f'id="cumla.{name}"' in page.read_text("utf-8") for page in pages), name
+
+
+def test_every_kernel_is_explained() -> None:
+    pages = "\n".join(page.read_text("utf-8") for page in (DOCS / "kernels").glob("*.md"))
+    kernels = {path.stem for path in (ROOT / "cumla/cuda").rglob("*.cu")}
+    assert kernels
+    assert not kernels - set(re.findall(r"\w+", pages))
+
+
+def test_every_function_is_used_in_code_that_runs() -> None:
+    """Errors and results are not called."""
+    code = "\n".join(block for page in GUIDE for block in blocks(page))
+    called = [name for name in cumla.__all__ if not name.endswith(("Error", "State", "Rows"))]
+    assert not set(called) - set(re.findall(r"cumla\.(\w+)", code))

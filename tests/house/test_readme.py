@@ -71,8 +71,8 @@ def test_the_example_of_a_plan() -> None:
     torch = pytest.importorskip("torch")
     names = run_example("A plan in a CUDA graph")
     places = names["block_table"], names["kv_lens"]
-    for q, cache, state in zip(names["queries"], names["caches"], names["states"], strict=True):
-        assert torch.equal(state.out, cumla.mla_decode(q, cache, *places).out)
+    for q, kv, state in zip(names["queries"], names["caches"], names["states"], strict=True):
+        assert torch.equal(state.out, cumla.mla_decode(q, kv, *places).out)
 
 
 def test_the_example_of_queries_of_different_lengths() -> None:
