@@ -146,3 +146,17 @@ def test_every_function_is_used_in_code_that_runs() -> None:
     code = "\n".join(block for page in GUIDE for block in blocks(page))
     called = [name for name in cumla.__all__ if not name.endswith(("Error", "State", "Rows"))]
     assert not set(called) - set(re.findall(r"cumla\.(\w+)", code))
+
+
+def test_the_description_on_an_index_has_no_link_that_leads_nowhere() -> None:
+    pytest.importorskip("hatchling")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    description = load("description").description
+    assert "](" not in description(readme, None)
+    linked = description(readme, "https://host/cumla/")
+    links = re.findall(r"\]\(([^)]+)\)", linked)
+    assert len(links) == len(re.findall(r"\]\(([^)]+)\)", readme))
+    for link in links:
+        path = re.sub(r"^https://host/cumla/(blob|raw)/main/", "", link)
+        assert path != link
+        assert (ROOT / path).exists()
