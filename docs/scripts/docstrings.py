@@ -40,5 +40,7 @@ class Docstrings(griffe.Extension):
     def _link(self, match: re.Match[str]) -> str:
         name = match[1]
         name = name if name.startswith("cumla.") else f"cumla.{name}"
-        has_page = name in self._names or name.rpartition(".")[0] in self._names
+        owner = name.rpartition(".")[0]  # of a method
+        is_member = owner in self._names and owner.rpartition(".")[2][:1].isupper()
+        has_page = name in self._names or is_member
         return f"[`{match[1]}`][{name}]" if has_page else f"`{match[1]}`"
