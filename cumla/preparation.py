@@ -12,18 +12,18 @@ from cumla.launch.indexer import paged_mqa_schedule
 from cumla.launch.indexer.append_indexer_cache import append_indexer_spec
 from cumla.launch.indexer.quantize_fp8 import quantize_spec
 from cumla.launch.merge_states import merge_spec
-from cumla.launch.mla import mla_attention, mla_decode_fp8
+from cumla.launch.mla import mla_decode_fp8
 from cumla.launch.mla.append_cache import append_specs
 from cumla.launch.mla.append_fp8_cache import append_fp8_specs
-from cumla.launch.mla.mla_decode import form_specs
+from cumla.launch.mla.choice import form_specs
 from cumla.launch.module import load
-from cumla.launch.split import mla_schedule
+from cumla.launch.split import ragged_schedule, schedule
 from cumla.launch.split.plan import BLOCK_TOKENS, page_form
 from cumla.mla.checks import DTYPES, check_device_number, check_dtype, check_number, checked_flag
 
 __all__ = ["prepare"]
 
-_SCHEDULES = (*mla_schedule.SPECS, *mla_attention.SPECS, *paged_mqa_schedule.SPECS)
+_SCHEDULES = (*schedule.SPECS, *ragged_schedule.SPECS, *paged_mqa_schedule.SPECS)
 
 
 def prepare(

@@ -13,16 +13,13 @@ from cumla import reference
 from cumla.core.arrays import ArrayView, Call, from_numpy, glance, open_call, reopen_call, to_numpy
 from cumla.core.workspace import PlanMemory, check_plan_device, never_updated, open_plan
 from cumla.launch.device import current_device, properties, require_hopper
-from cumla.launch.mla.mla_attention import SPECS as SCHEDULE_SPECS
-from cumla.launch.mla.mla_attention import (
-    MLAAttentionKey,
-    attention_spec,
-    prepare_attention,
-    prepare_attention_schedule,
-)
+from cumla.launch.mla.mla_attention import attention_spec, prepare_attention
 from cumla.launch.mla.mla_decode import form_of
 from cumla.launch.mla.mla_decode_fp8 import fp8_specs
-from cumla.launch.split.plan import BLOCK_TOKENS, CACHES
+from cumla.launch.mla.shape import CACHES, MLAAttentionKey
+from cumla.launch.split.plan import BLOCK_TOKENS
+from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
+from cumla.launch.split.ragged_schedule import prepare_ragged_schedule
 from cumla.mla.attention_checks import (
     QUERY_AXES,
     Lengths,
@@ -193,7 +190,7 @@ def mla_attention(
         kernels = _kernels(call, key)
         result = Outputs.of(call, arguments, (key.total_tokens, key.num_heads), out, lse)
         buffer = call.workspace(key.layout.nbytes).ptr
-        schedule = prepare_attention_schedule(
+        schedule = prepare_ragged_schedule(
             kernels.schedule, key, buffer, *lengths, stream=call.stream
         )
         attend = _attention(call, kernels, key, buffer, arguments, result, scale)
@@ -437,7 +434,7 @@ class MLAAttentionPlan:
                     _check_lengths(host, self._key)
                 if self._kernels is None:
                     self._kernels = _kernels(call, self._key)
-                launch = prepare_attention_schedule(
+                launch = prepare_ragged_schedule(
                     self._kernels.schedule,
                     self._key,
                     memory.buffer.ptr,

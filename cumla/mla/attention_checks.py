@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from cumla.launch.split.plan import MOST_TOKENS, VALUE_DIM
+from cumla.launch.mla.shape import VALUE_DIM
+from cumla.launch.split.plan import MOST_TOKENS
 from cumla.mla.checks import (
     Arguments,
     check_block_table,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cumla.launch.mla.append_cache import AppendArguments
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 from cumla.mla.checks import DTYPES, check_layout, check_output, check_own_memory, with_kv_head_axis
 from cumla.mla.fp8_caches import E4M3, PACKED_BYTES, SCALES, check_factor, is_packed, unpacked
 

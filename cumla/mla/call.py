@@ -6,15 +6,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.mla.mla_decode_fp8 import fp8_spec, how_it_lies
+from cumla.launch.mla.shape import VALUE_DIM
 from cumla.launch.module import load
-from cumla.launch.split.plan import VALUE_DIM
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView, Call
-    from cumla.launch.mla.mla_attention import MLAAttentionKey
+    from cumla.launch.mla.shape import MLAAttentionKey, MLADecodeKey
     from cumla.launch.module import LoadedKernel
     from cumla.launch.source import KernelSpec
-    from cumla.launch.split.plan import MLADecodeKey
     from cumla.mla.checks import Arguments
 
 __all__ = ["Kernels", "Outputs", "load_for"]

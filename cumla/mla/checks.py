@@ -16,16 +16,8 @@ import numpy as np
 
 from cumla.core._dlpack import numpy_dtype
 from cumla.launch.device import import_cupy
-from cumla.launch.split.plan import (
-    BLOCK_TOKENS,
-    CACHES,
-    HEAD_DIM,
-    MOST_PARTS,
-    SWAPPED_ROWS,
-    VALUE_DIM,
-    VARIANTS,
-    piece_blocks,
-)
+from cumla.launch.mla.shape import CACHES, HEAD_DIM, SWAPPED_ROWS, VALUE_DIM, VARIANTS
+from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS, piece_blocks
 from cumla.mla.fp8_caches import (
     E4M3,
     FP8,
@@ -41,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cumla.core.arrays import ArrayView, Call
-    from cumla.launch.split.plan import MLADecodeKey
+    from cumla.launch.mla.shape import MLADecodeKey
 
 __all__ = [
     "DTYPES",

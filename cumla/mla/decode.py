@@ -13,10 +13,12 @@ from cumla import reference
 from cumla.core.arrays import ArrayView, Call, from_numpy, glance, open_call, reopen_call, to_numpy
 from cumla.core.workspace import PlanMemory, check_plan_device, never_updated, open_plan
 from cumla.launch.device import current_device, properties, require_hopper
-from cumla.launch.mla.mla_decode import decode_spec, form_of, prepare_decode
+from cumla.launch.mla.choice import decode_spec
+from cumla.launch.mla.mla_decode import form_of, prepare_decode
 from cumla.launch.mla.mla_decode_fp8 import fp8_specs, prepare_decode_fp8
-from cumla.launch.split.mla_schedule import prepare_schedule, schedule_spec
-from cumla.launch.split.plan import BLOCK_TOKENS, CACHES, MLADecodeKey
+from cumla.launch.mla.shape import CACHES, MLADecodeKey
+from cumla.launch.split.plan import BLOCK_TOKENS
+from cumla.launch.split.schedule import prepare_schedule, schedule_spec
 from cumla.mla.call import Kernels, Outputs, load_for
 from cumla.mla.checks import (
     DTYPES,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of cuda/mla/mla_decode.cu and cuda/mla/mla_decode_swapped.cu: split-KV MLA attention."""
+"""Launcher of cuda/mla/mla_decode.cu: split-KV MLA attention."""
 
 from __future__ import annotations
 
@@ -9,56 +9,46 @@ from math import e, log2
 from typing import TYPE_CHECKING, Any
 
 from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM, VARIANTS
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
-from cumla.launch.split.plan import (
-    HEAD_DIM,
-    MOST_TOKENS,
-    PAGE_FORMS,
-    VALUE_DIM,
-    VARIANTS,
-    page_form,
-)
+from cumla.launch.split.plan import MOST_TOKENS, PAGE_FORMS
 from cumla.launch.tensor_map import paged_kv_map
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.mla.mla_attention import MLAAttentionKey
+    from cumla.launch.mla.shape import MLAAttentionKey, MLADecodeKey
     from cumla.launch.module import LoadedKernel
-    from cumla.launch.split.plan import MLADecodeKey
     from cumla.mla.checks import Arguments
 
 __all__ = [
+    "FORM_TAGS",
     "NO_MAP",
     "PARAMS_FORMAT",
     "SPECS",
-    "decode_spec",
-    "decode_specs",
+    "TAGS",
     "decode_values",
     "form_of",
-    "form_specs",
     "prepare_decode",
     "ragged_spec",
+    "variant_spec",
 ]
 
-_TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
-_FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
+TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
+FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
 
 
 def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
-    swapped = variant == "swapped"
-    stem = "mla_decode_swapped" if swapped else "mla_decode"
-    shared_blocks = () if swapped else (str(variant == "shared_blocks").lower(),)
-    arguments = ", ".join((_TAGS[dtype], *shared_blocks, _FORM_TAGS[form]))
+    shared_blocks = str(variant == "shared_blocks").lower()
     suffixes = (name for name in (variant, form) if name not in ("one_tile", "pages"))
     return KernelSpec(
-        stem=stem,
+        stem="mla_decode",
         package="cumla.cuda.mla",
         entry="_".join(("mla_decode", dtype, *suffixes)),
-        function=f"{stem}<{arguments}>",
+        function=f"mla_decode<{TAGS[dtype]}, {shared_blocks}, {FORM_TAGS[form]}>",
         params="MlaDecodeParams",
         threads=384,
-        smem_bytes=231472 if swapped else 232160,
+        smem_bytes=232160,
     )
 
 
@@ -68,31 +58,21 @@ def _ragged_spec(dtype: str, form: str) -> KernelSpec:
         stem="mla_decode",
         package="cumla.cuda.mla",
         entry="_".join(("mla_attention", dtype, *suffixes)),
-        function=f"mla_decode<{_TAGS[dtype]}, true, {_FORM_TAGS[form]}, RaggedTile>",
+        function=f"mla_decode<{TAGS[dtype]}, true, {FORM_TAGS[form]}, RaggedTile>",
         params="MlaDecodeParams",
         threads=384,
         smem_bytes=232160,
     )
 
 
-_SPECS = {names: _spec(*names) for names in product(_TAGS, VARIANTS, PAGE_FORMS)}
-_RAGGED_SPECS = {names: _ragged_spec(*names) for names in product(_TAGS, PAGE_FORMS)}
+_SPECS = {names: _spec(*names) for names in product(TAGS, VARIANTS[1:], PAGE_FORMS)}
+_RAGGED_SPECS = {names: _ragged_spec(*names) for names in product(TAGS, PAGE_FORMS)}
 SPECS = (*_SPECS.values(), *_RAGGED_SPECS.values())
 
 
-def decode_specs(dtype: str, page_size: int) -> tuple[KernelSpec, ...]:
-    """List the kernels of one dtype and page size, for caches in one array."""
-    return tuple(_SPECS[dtype, variant, page_form(page_size)] for variant in VARIANTS)
-
-
-def form_specs(dtype: str, form: str) -> tuple[KernelSpec, ...]:
-    """List the kernels of one dtype and form, that for ragged queries included."""
-    return (*(_SPECS[dtype, variant, form] for variant in VARIANTS), ragged_spec(dtype, form))
-
-
-def decode_spec(key: MLADecodeKey, form: str | None = None) -> KernelSpec:
-    """Look up the kernel of a shape's variant, for caches of a form; by default in one array."""
-    return _SPECS[key.dtype, key.variant, form or key.form]
+def variant_spec(dtype: str, variant: str, form: str) -> KernelSpec:
+    """Look up the kernel of a variant, one of the last two of VARIANTS."""
+    return _SPECS[dtype, variant, form]
 
 
 def ragged_spec(dtype: str, form: str) -> KernelSpec:
@@ -145,7 +125,7 @@ def prepare_decode(
     Parameters
     ----------
     kernel : LoadedKernel
-        Of :func:`decode_spec`, for the form of these arrays.
+        Of :func:`cumla.launch.mla.choice.decode_spec`, for the form of these arrays.
     key : MLADecodeKey
         The plan's shape.
     buffer : int

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.mla.mla_decode import NO_MAP, PARAMS_FORMAT, decode_values
+from cumla.launch.mla.shape import NARROW_ROWS, MLADecodeKey
 from cumla.launch.source import KernelSpec
-from cumla.launch.split.plan import NARROW_ROWS, MLADecodeKey
 from cumla.launch.tensor_map import paged_kv_map
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.mla.mla_attention import MLAAttentionKey
+    from cumla.launch.mla.shape import MLAAttentionKey
     from cumla.launch.module import LoadedKernel
     from cumla.mla.checks import Arguments
 

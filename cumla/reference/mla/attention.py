@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cumla.launch.split.plan import VALUE_DIM
+from cumla.launch.mla.shape import VALUE_DIM
 from cumla.mla.checks import checked_flag
 from cumla.reference.mla.decode import mla_decode
 

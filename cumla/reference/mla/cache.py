@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 from cumla.mla.checks import checked_flag
 from cumla.reference.indexer.cache import e4m3_bits, in_float32, quantize_fp8
 

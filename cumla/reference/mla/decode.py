@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 from cumla.mla.checks import checked_flag
 from cumla.reference.mla.cache import PACKED_BYTES, SCALED_COLUMNS, SCALES, unpacked
 
