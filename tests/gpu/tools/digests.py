@@ -181,8 +181,10 @@ def _imports(tree: ast.AST, known: frozenset[str]) -> Iterator[tuple[str, tuple[
                     yield alias.asname or alias.name, of
         elif isinstance(node, ast.Import):
             for alias in node.names:
+                if alias.name in known and not alias.asname:
+                    raise ValueError(f"import {alias.name}: digests need a name for it, as ...")
                 if alias.name in known:
-                    yield alias.asname or "cumla", (alias.name if alias.asname else "cumla", None)
+                    yield str(alias.asname), (alias.name, None)
         else:
             yield from _imports(node, known)
 
@@ -252,13 +254,8 @@ class _Writer:
 
     def _of_module(self, node: ast.Attribute) -> str:
         """``name`` of ``module.name``, whatever the module is called; empty if it is none."""
-        path = ast.unparse(node).split(".")
-        module, there = self.imported.get(path[0], ("", ""))
+        module, there = self.imported.get(ast.unparse(node.value), ("", ""))
         if there is not None:
             return ""
-        while len(path) > 2 and f"{module}.{path[1]}" in self.known:
-            module, path = f"{module}.{path[1]}", path[1:]
-        if len(path) != 2:
-            return ""
-        self.uses.add((module, path[1]))
-        return f"Name({path[1]})"
+        self.uses.add((module, node.attr))
+        return f"Name({node.attr})"
