@@ -68,7 +68,7 @@ HOST = digests._Modules(TEXTS).of_host()
         (r"\border_streams\(last, ", "print(last, "),
         (r"\.note_use\(", ".ignore("),
         (r"\.wait_event\(", ".ignore("),
-        (r"(?<!def )\bcheck_block_table\(", "print("),
+        (r'\bbind\(\{"block_table": ', 'print({"block_table": '),
     ],
 )
 def test_the_host_digest_sees_what_guards_every_launch(old: str, new: str) -> None:

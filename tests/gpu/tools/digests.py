@@ -27,12 +27,8 @@ PACKAGE = Path(cumla.__file__).resolve().parent
 HOST = (
     # options, compilation, shared-memory limit, launch attributes
     *(f"cumla.launch.{name}" for name in ("device", "kernel", "module", "source")),
-    # whose memory, which stream, until when
-    "cumla.core",
-    # what keeps a kernel inside its arrays
-    *(f"cumla.mla.{name}" for name in ("checks", "cache_checks", "attention_checks", "fp8_caches")),
-    *(f"cumla.indexer.{name}" for name in ("checks", "pages", "cache")),
-    "cumla.merge",
+    # streams, lifetimes, memory; what is checked, and how much memory a kernel is given
+    *(f"cumla.{name}" for name in ("core", "indexer", "merge", "mla")),
 )
 """Modules, or packages, on which every launch depends: one digest for all kernels."""
 
