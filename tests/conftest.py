@@ -11,23 +11,24 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from cumla.core import arrays, frameworks, plan
+from cumla.core import _lifetime, arrays, frameworks, plan
 from cumla.launch import device as launch_device
+from cumla.launch import kernel, tensor_map
 from cumla.launch import module as launch_module
-from tests.fake_cuda import FakeCuPy, FakeDriver
+from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     fake = FakeDriver()
-    for module in (arrays, launch_module, plan):
+    for module in (_lifetime, arrays, launch_module, plan):
         monkeypatch.setattr(module, "driver", lambda: fake)
-    monkeypatch.setattr(plan, "order_streams", lambda before, after: None)
-    monkeypatch.setattr(plan, "keep_until_event", lambda *_: None)
     known = {np.ndarray: frameworks.NUMPY}
     with mock.patch.dict(frameworks.framework_of_type, known, clear=True):
         yield fake
         gc.collect()  # plans of the test, while the fakes are there
+        fake.passed = True
+        _lifetime.release_finished()
 
 
 @pytest.fixture
@@ -49,3 +50,16 @@ def cupy(no_cupy_yet: None, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(launch_module, "_loaded", {})
     monkeypatch.delenv("CUMLA_CUBIN_DIR", raising=False)
     return fake
+
+
+@pytest.fixture
+def bindings(cupy: FakeCuPy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBindings]:
+    """What kernels are launched through; it lists them."""
+    fake = FakeBindings(cupy)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
+    caches = (launch_device.import_driver, kernel._config, tensor_map._encoded)
+    for cache in caches:
+        cache.cache_clear()
+    yield fake
+    for cache in caches:
+        cache.cache_clear()
