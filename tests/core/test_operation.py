@@ -93,7 +93,7 @@ def test_torch_tensors(operation: Operation) -> None:
     there = operation.make() | operation.outputs()  # tensors share this memory
     result = operation.function(**{name: as_torch(value) for name, value in there.items()})
     assert values_of(there) == values_of(expected)
-    assert any(np.asarray(array, float).any() for _, array in arrays_of(operation.outputs() or there))
+    assert all(there[name].astype(float).any() for name in operation.outputs())
     new = operation.function(**{n: as_torch(v) for n, v in operation.make().items()})
     for one, other in zip(flat(new), flat(result), strict=True):
         assert isinstance(one, torch.Tensor)
@@ -171,10 +171,10 @@ def test_nothing_is_written_by_a_call_that_fails(operation: Operation) -> None:
 def test_things_that_are_no_arrays(operation: Operation, value: Any) -> None:
     """Where one is needed; a list is refused as a pair, or by what is in it."""
     arguments = operation.make()
-    first = next(name for name, v in arguments.items() if isinstance(v, np.ndarray))
+    first = next(iter(arguments))
     names = [name for name in (first, "slot_mapping", "kv_lens", "ks") if name in arguments]
     for name in names:
-        if value is None and name == "slot_mapping":
+        if value is None and name == "slot_mapping" and "positions" in arguments:
             continue  # there is another way to tell
         with pytest.raises((TypeError, ValueError), match=rf"^{name}(\[0\])?: needs "):
             operation(**{name: value})
@@ -285,8 +285,10 @@ def test_what_is_launched(
     given = on_gpu(cupy, operation)
     results = flat(operation.function(**given))
     assert all(given[n] is r for n, r in zip(operation.outputs(), results, strict=True))
-    first = list(bindings.launched)
     assert tuple(bindings.entries) == operation.kernels == tuple(cupy.compiled)
+    operation.function(**given)
+    first = list(bindings.launched)
+    bindings.launched.clear()
     operation.function(**given)
     assert bindings.launched == first or len(first) == 2  # a workspace of each call's own
     bindings.launched.clear()
@@ -315,6 +317,7 @@ def test_a_call_sees_other_arrays(
         return [launch.parameters for launch in bindings.launched]
 
     has_workspace = len(operation.kernels) > 1
+    launched()
     for name, array in arrays_of(given):
         here = launched()
         array.data.ptr += 1 << 20
@@ -439,12 +442,12 @@ def test_check_mode_looks_at_the_device(
     assert Counter(cupy.copied) == Counter(looked)
     bindings.launched.clear()
     for name in operation.integers:
-        (place, *_) = np.argwhere(host[name] > 0)
-        kept = host[name][tuple(place)]
-        host[name][tuple(place)] = 10**6
-        with pytest.raises(ValueError, match=r"^\w+\[.*\]: needs .* got 1000000"):
+        (*_, place) = map(tuple, np.argwhere(host[name] > 0))
+        kept = host[name][place]
+        host[name][place] = 10**6
+        with pytest.raises(ValueError, match=r"^\w+(\[.*\])?: needs .* 1000000"):
             operation.function(**given, **outputs)
-        host[name][tuple(place)] = kept
+        host[name][place] = kept
     assert bindings.entries == []
     if operation.integers and len(operation.kernels) == 1:
         driver.capturing.add(0)
@@ -495,17 +498,14 @@ def test_outputs_in_place(cupy: FakeCuPy, bindings: FakeBindings) -> None:
     out.data.ptr = merge["outs"][1].data.ptr + 96
     with refused(ValueError, "out: needs memory of its own, got memory that outs[1] uses too"):
         cumla.merge_attention_states(**merge, out=out)
-    stack = {"outs": cupy.like(aligned((3, 2, 5, 3, 16))), "lses": cupy.like(np.zeros((3, 2, 3, 5), "f4"))}
+    stack = {
+        "outs": cupy.like(aligned((3, 2, 5, 3, 16))),
+        "lses": cupy.like(np.zeros((3, 2, 3, 5), np.float32)),
+    }
     out.data.ptr = stack["outs"].data.ptr + 2 * 5 * 3 * 16 * 2
-    with refused(ValueError, "out: needs memory of its own"):
-        cumla.merge_attention_states(
-            **{n: [stack[n]] for n in ()}, outs=stack["outs"], lses=stack["lses"], out=cupy.like(out)
-        ) if False else cumla.merge_attention_states(**stack, out=shift(out, 16))
-
-
-def shift(array: Any, by: int) -> Any:
-    array.data.ptr += by
-    return array
+    out.data.ptr += 96
+    with refused(ValueError, "out: needs memory of its own, got memory that outs uses too"):
+        cumla.merge_attention_states(**stack, out=out)
 
 
 @every_operation
@@ -771,7 +771,13 @@ def test_calls_of_a_ready_run(cupy: FakeCuPy, bindings: FakeBindings) -> None:
     assert calls <= 14
 
 
-@pytest.mark.parametrize("most", ["calls", "changes of module"])
+@pytest.mark.parametrize(
+    "most",
+    [
+        "calls",
+        pytest.param("changes of module", marks=pytest.mark.xfail(strict=True, reason="23")),
+    ],
+)
 def test_calls_of_a_warm_decode(most: str, cupy: FakeCuPy, bindings: FakeBindings) -> None:
     given = on_gpu(cupy, DECODE, outputs=False)
     for _ in range(2):
