@@ -31,18 +31,39 @@ cleaned, too, by the kernel itself. Paged logits are computed by as many multipr
 metadata has parts, also for 4 queries of a request: pass ``get_num_sms()`` there, too, undivided.
 
 Tensors on the CPU are computed by `cumla.reference`; `get_num_sms` needs a GPU, or `set_num_sms`
-before it. Errors of the operation behind a function call
-arguments by its names: ``ks`` and ``ke`` are ``cu_seq_len_k_start`` and ``cu_seq_len_k_end``,
-``schedule`` is ``schedule_meta``.
+before it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from cumla.indexer.checks import checked_logits_dtype, checked_number
-from cumla.indexer.logits import checked_pair, mqa_logits, score_with_schedule, write_schedule
-from cumla.launch.device import current_device, properties
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
+from cumla.core.arrays import ArrayView, open_call
+from cumla.errors import CumlaError, UnsupportedDeviceError
+from cumla.indexer.checks import (
+    check_context_lens,
+    check_paged_data,
+    checked_logits_dtype,
+    checked_number,
+    checked_out,
+    checked_paged,
+    checked_parts,
+)
+from cumla.indexer.logits import (
+    _key,
+    _load_logits,
+    _load_schedule,
+    _Output,
+    _paged_arrays,
+    _paged_on_cpu,
+    _prepare_logits,
+    checked_pair,
+    mqa_logits,
+)
+from cumla.launch.device import current_device, properties, require_hopper
+from cumla.launch.indexer.indexer_shape import MOST_TOKENS
+from cumla.launch.indexer.paged_mqa_schedule import PagedMQAKey, prepare_paged_mqa_schedule
 from cumla.mla.checks import check_number
 
 if TYPE_CHECKING:
@@ -59,6 +80,8 @@ __all__ = [
 ]
 
 _ROW_BYTES = 1024  # rows of logits begin at multiples of it
+_NAMES = CallersNames({"ks": "cu_seq_len_k_start", "ke": "cu_seq_len_k_end"})
+_OTHER_GPUS = "belongs to kernels for GPUs of another generation, which cumla does not have"
 
 _num_sms: int | None = None  # what set_num_sms was told
 
@@ -72,10 +95,17 @@ def get_num_sms() -> int:
 
     Raises
     ------
-    UnsupportedDeviceError, MissingDependencyError
-        There is no GPU, or CuPy is missing.
+    UnsupportedDeviceError
+        There is no GPU, or CuPy is missing; `set_num_sms` helps.
     """
-    return properties(current_device()).sm_count if _num_sms is None else _num_sms
+    if _num_sms is not None:
+        return _num_sms
+    try:
+        return properties(current_device()).sm_count
+    except CumlaError as error:
+        raise UnsupportedDeviceError(
+            f"{error}; without a GPU call set_num_sms(number) first"
+        ) from error
 
 
 def set_num_sms(new_num_sms: int) -> None:
@@ -177,23 +207,25 @@ def fp8_fp4_mqa_logits(
     TypeError, ValueError, CumlaError
         As `cumla.mqa_logits`.
     """
-    queries = _queries("fp8_fp4_mqa_logits", q)
-    _refuse("fp8_fp4_mqa_logits", "schedule_meta", schedule_meta)
-    _check_axes("q", queries, 3)
-    keys, _ = checked_pair("kv", kv)
-    _check_axes("kv[0]", keys, 2)
+    queries = _queries(q)
+    refuse(_OTHER_GPUS, schedule_meta=schedule_meta)
+    keys, scales = checked_pair("kv", kv)
+    check_tensors(**{"kv[0]": keys, "kv[1]": scales})
+    check_axes("q", queries, "seq_len, num_heads, head_dim")
+    check_axes("kv[0]", keys, "seq_len_kv, head_dim")
     dtype = checked_logits_dtype(logits_dtype)
     width = checked_number("max_seqlen_k", max_seqlen_k, "pass 0 for all columns", least=0)
-    return mqa_logits(
-        queries,
-        kv,
-        weights,
-        cu_seq_len_k_start,
-        cu_seq_len_k_end,
-        max_seqlen_k=width,
-        clean=bool(clean_logits),
-        out=_padded_rows(queries, queries.shape[0], width or keys.shape[0], dtype),
-    )
+    with _NAMES:
+        return mqa_logits(
+            queries,
+            kv,
+            weights,
+            cu_seq_len_k_start,
+            cu_seq_len_k_end,
+            max_seqlen_k=width,
+            clean=bool(clean_logits),
+            out=_padded_rows(queries, queries.shape[0], width or keys.shape[0], dtype),
+        )
 
 
 def get_paged_mqa_logits_metadata(
@@ -225,11 +257,28 @@ def get_paged_mqa_logits_metadata(
         num_sms is no number from 1, context_lens no such tensor; the rest as
         `cumla.PagedMQALogitsPlan.update`.
     """
-    _refuse("get_paged_mqa_logits_metadata", "indices", indices)
+    refuse(_OTHER_GPUS, indices=indices)
     check_number("num_sms", num_sms, "pass get_num_sms()")
-    _check_axes("context_lens", context_lens, 1, 2)
+    check_tensors(context_lens=context_lens)
+    check_axes("context_lens", context_lens, "batch", "batch, next_n")
     schedule = context_lens.new_empty((num_sms + 1, 2))
-    write_schedule(context_lens, schedule)
+    call = open_call((("context_lens", context_lens),), (("schedule", schedule),))
+    lengths, view = cast("tuple[ArrayView, ArrayView]", call.views)
+    per_row = len(lengths.shape) == 2
+    batch, next_n = lengths.shape if per_row else (*lengths.shape, 1)
+    if 0 in lengths.shape:
+        raise ValueError(
+            f"context_lens: needs at least one length, got shape {lengths.shape}; skip the call "
+            f"where there is nothing to score"
+        )
+    check_context_lens(lengths, batch, next_n, per_row)
+    if call.device is not None:
+        require_hopper(call.device)
+        # Lengths that a table cannot hold are not known here; nothing else of the shape counts.
+        key = PagedMQAKey(batch, next_n, 64, 128, 64, MOST_TOKENS // 64, per_row, num_sms)
+        with call:
+            kernel = _load_schedule(call)
+            prepare_paged_mqa_schedule(kernel, key, lengths, view, call.stream)()
     return schedule
 
 
@@ -279,7 +328,6 @@ def fp8_paged_mqa_logits(
     TypeError, ValueError, CumlaError
         As `cumla.paged_mqa_logits`.
     """
-    _refuse("fp8_paged_mqa_logits", "indices", indices)
     return fp8_fp4_paged_mqa_logits(
         (q, None),
         kv_cache,
@@ -289,6 +337,7 @@ def fp8_paged_mqa_logits(
         schedule_meta,
         max_context_len,
         clean_logits,
+        indices=indices,
     )
 
 
@@ -329,29 +378,38 @@ def fp8_fp4_paged_mqa_logits(
     TypeError, ValueError, CumlaError
         As `cumla.paged_mqa_logits`.
     """
-    queries = _queries("fp8_fp4_paged_mqa_logits", q)
-    _refuse("fp8_fp4_paged_mqa_logits", "indices", indices)
+    queries = _queries(q)
+    refuse(_OTHER_GPUS, indices=indices)
     if schedule_meta is None:
         raise TypeError(
             "schedule_meta: needs a PyTorch tensor, got None; call get_paged_mqa_logits_metadata "
             "first"
         )
-    _check_axes("schedule_meta", schedule_meta, 2)
-    _check_axes("q", queries, 4)
+    check_tensors(schedule_meta=schedule_meta)
+    check_axes("q", queries, "batch, next_n, num_heads, head_dim")
     dtype = checked_logits_dtype(logits_dtype)
     width = checked_number("max_context_len", max_context_len, "there is nothing to write")
-    rows = queries.shape[0] * queries.shape[1]
-    return score_with_schedule(
-        queries,
-        kv_cache,
-        weights,
-        context_lens,
-        block_table,
-        schedule_meta,
-        max_context_len=width,
-        clean=bool(clean_logits),
-        out=_padded_rows(queries, rows, width, dtype),
-    )
+    clean = bool(clean_logits)
+    out = _padded_rows(queries, queries.shape[0] * queries.shape[1], width, dtype)
+    arrays = _paged_arrays(queries, kv_cache, weights, context_lens, block_table)
+    call = open_call((*arrays.items(), ("schedule_meta", schedule_meta)), (("out", out),))
+    *inputs, schedule, out_view = cast("list[ArrayView]", call.views)
+    views = checked_paged(inputs)
+    parts = checked_parts("schedule_meta", schedule)
+    dtype = checked_out(out_view, (views.weights.shape[0], width), None)
+    if call.device is None:
+        return cast(
+            "torch.Tensor",
+            _paged_on_cpu(call, arrays, views, None, out, dtype, clean, width),
+        )
+    require_hopper(call.device)
+    with call:
+        check_paged_data(call, views, width)
+        kernel = _load_logits(call, views.shape)
+        result = _Output(out, out_view, given=True)
+        key = _key(views.shape, parts)
+        _prepare_logits(call, kernel, key, views, schedule, result, clean)()
+    return out
 
 
 def _padded_rows(
@@ -365,7 +423,7 @@ def _padded_rows(
     return like.new_empty((rows, -(-columns // step) * step), dtype=dtype)[:, :columns]
 
 
-def _queries(function: str, q: Any) -> Any:
+def _queries(q: Any) -> Any:
     """Take the queries out of a pair with their scales, which must not be there."""
     if not isinstance(q, (tuple, list)) or len(q) != 2:
         raise TypeError(
@@ -373,27 +431,6 @@ def _queries(function: str, q: Any) -> Any:
             f"{type(q).__qualname__}; pass (q, None)"
         )
     queries, scales = q
-    _refuse(function, "q[1]", scales)
+    refuse(_OTHER_GPUS, **{"q[1]": scales})
+    check_tensors(q=queries)
     return queries
-
-
-def _refuse(function: str, name: str, value: object) -> None:
-    if value is not None:
-        raise NotImplementedError(
-            f"{function}: {name} belongs to kernels for GPUs of another generation, which cumla "
-            f"does not have; leave it None, or call deep_gemm"
-        )
-
-
-def _check_axes(name: str, tensor: Any, *counts: int) -> None:
-    """Check what is looked at here; the operations check the rest."""
-    if not hasattr(tensor, "new_empty"):
-        raise TypeError(
-            f"{name}: needs a PyTorch tensor, got {type(tensor).__module__}."
-            f"{type(tensor).__qualname__}; call cumla's own functions for arrays of others"
-        )
-    if len(tensor.shape) not in counts:
-        wanted = " or ".join(str(count) for count in counts)
-        raise ValueError(
-            f"{name}: needs {wanted} axes, got shape {tuple(tensor.shape)}; reshape it"
-        )

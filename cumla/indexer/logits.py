@@ -26,11 +26,9 @@ from cumla.indexer.checks import (
     checked_out,
     checked_paged,
     checked_paged_shape,
-    checked_parts,
     checked_prefill,
 )
 from cumla.launch.device import current_device, properties, require_hopper
-from cumla.launch.indexer.indexer_shape import MOST_TOKENS
 from cumla.launch.indexer.mqa_logits import MQALogitsArguments, mqa_logits_spec, prepare_mqa_logits
 from cumla.launch.indexer.paged_mqa_logits import (
     PagedMQAArguments,
@@ -603,80 +601,6 @@ class PagedMQALogitsPlan:
                 f"plan: made for {names} {tuple(self._shape)}, got {tuple(shape)}; make a plan for "
                 f"this shape"
             )
-
-
-# --- schedules that callers keep ------------------------------------------------------------------
-
-
-def write_schedule(context_lens: Any, schedule: Any) -> None:
-    """Compute what a plan's buffer holds into an array of the caller's; on the CPU nothing.
-
-    Parameters
-    ----------
-    context_lens : array
-        ``(batch,)`` or ``(batch, next_n)`` int32.
-    schedule : array
-        ``(parts + 1, 2)`` int32, contiguous, written to. It serves as many thread blocks as it has
-        parts.
-    """
-    call = open_call((("context_lens", context_lens),), (("schedule", schedule),))
-    lengths, view = cast("tuple[ArrayView, ArrayView]", call.views)
-    if len(lengths.shape) not in (1, 2):
-        raise ValueError(
-            f"context_lens: needs shape (batch,) or (batch, next_n), got {lengths.shape}; reshape "
-            f"it"
-        )
-    per_row = len(lengths.shape) == 2
-    batch, next_n = lengths.shape if per_row else (*lengths.shape, 1)
-    if 0 in lengths.shape:
-        raise ValueError(
-            f"context_lens: needs at least one length, got shape {lengths.shape}; skip the call "
-            f"where there is nothing to score"
-        )
-    check_context_lens(lengths, batch, next_n, per_row)
-    parts = checked_parts("schedule", view)
-    if call.device is None:
-        return
-    require_hopper(call.device)
-    # Lengths that a table cannot hold are not known here; nothing else of the shape counts.
-    key = PagedMQAKey(batch, next_n, 64, 128, 64, MOST_TOKENS // 64, per_row, parts)
-    with call:
-        kernel = _load_schedule(call)
-        prepare_paged_mqa_schedule(kernel, key, lengths, view, call.stream)()
-
-
-def score_with_schedule(
-    q: Any,
-    kv_cache: Any,
-    weights: Any,
-    context_lens: Any,
-    block_table: Any,
-    schedule: Any,
-    *,
-    max_context_len: int,
-    clean: bool,
-    out: Any,
-) -> Any:
-    """Do what `paged_mqa_logits` does, with a schedule of `write_schedule`, or a copy of one."""
-    arrays = _paged_arrays(q, kv_cache, weights, context_lens, block_table)
-    given = (*arrays.items(), ("schedule", schedule))
-    call = open_call(given, (("out", out),))
-    *inputs, schedule_view, out_view = cast("list[ArrayView]", call.views)
-    views = checked_paged(inputs)
-    parts = checked_parts("schedule", schedule_view)
-    width = checked_number("max_context_len", max_context_len, "there is nothing to write")
-    shape = (views.weights.shape[0], width)
-    dtype = checked_out(out_view, shape, None)
-    if call.device is None:
-        return _paged_on_cpu(call, arrays, views, None, out, dtype, clean, width)
-    require_hopper(call.device)
-    with call:
-        check_paged_data(call, views, width)
-        kernel = _load_logits(call, views.shape)
-        result = _Output(out, out_view, given=True)
-        key = _key(views.shape, parts)
-        _prepare_logits(call, kernel, key, views, schedule_view, result, clean)()
-    return out
 
 
 # --- on the GPU -----------------------------------------------------------------------------------

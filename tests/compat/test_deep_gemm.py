@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cumla import MissingDependencyError, UnsupportedDeviceError
 from cumla.compat import deep_gemm
 from tests.compat.deep_gemm_example import load_example
 
@@ -184,33 +185,27 @@ def test_decoding_of_the_example(next_n: int, per_row: bool, page_size: int) -> 
     assert torch.equal(unclean[visible], step.run(*inputs.values(), 100, True)[visible])
 
 
-def test_defaults_of_cleaning(monkeypatch: pytest.MonkeyPatch) -> None:
-    cleaned: list[bool] = []
-    for name in ("mqa_logits", "score_with_schedule"):
-        monkeypatch.setattr(deep_gemm, name, lambda *_, clean, **__: cleaned.append(clean))
-    schedule = torch.zeros(NUM_SMS + 1, 2, dtype=torch.int32)
-    deep_gemm.fp8_mqa_logits(*prefill_inputs().values())
-    deep_gemm.fp8_paged_mqa_logits(*paged_inputs().values(), schedule, 100)
-    assert cleaned == [True, False]
+@pytest.mark.parametrize("clean", [(), (1,), (torch.tensor(True),), (0,), (None,)])
+def test_cleaning_by_what_is_true_or_false(
+    monkeypatch: pytest.MonkeyPatch, clean: tuple[Any, ...]
+) -> None:
+    """By default a prefill is cleaned, and paged logits are not."""
+    asked: list[Any] = []
 
-
-@pytest.mark.parametrize("clean", [1, "yes", torch.tensor(True), 0, None, torch.tensor(False)])
-def test_cleaning_by_what_is_true_or_false(monkeypatch: pytest.MonkeyPatch, clean: Any) -> None:
-    asked: list[bool] = []
-
-    def recorded(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, clean: bool, **options: Any) -> Any:
-            asked.append(clean)
-            return operation(*arguments, clean=clean, **options)
+    def note(operation: Callable[..., Any], place: str | int) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            asked.append(options[place] if isinstance(place, str) else arguments[place])
+            return operation(*arguments, **options)
 
         return call
 
-    for name in ("mqa_logits", "score_with_schedule"):
-        monkeypatch.setattr(deep_gemm, name, recorded(getattr(deep_gemm, name)))
+    monkeypatch.setattr(deep_gemm, "mqa_logits", note(deep_gemm.mqa_logits, "clean"))
+    monkeypatch.setattr(deep_gemm, "_paged_on_cpu", note(deep_gemm._paged_on_cpu, -2))
     schedule = torch.zeros(NUM_SMS + 1, 2, dtype=torch.int32)
-    deep_gemm.fp8_mqa_logits(*prefill_inputs().values(), clean)
-    deep_gemm.fp8_paged_mqa_logits(*paged_inputs().values(), schedule, 50, clean)
-    assert [(type(seen), seen) for seen in asked] == [(bool, bool(clean))] * 2
+    deep_gemm.fp8_mqa_logits(*prefill_inputs().values(), *clean)
+    deep_gemm.fp8_paged_mqa_logits(*paged_inputs().values(), schedule, 50, *clean)
+    wanted = [bool(clean[0])] * 2 if clean else [True, False]
+    assert [(type(seen), seen) for seen in asked] == [(bool, flag) for flag in wanted]
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -274,6 +269,16 @@ def test_no_number_of_sms_means_the_gpus_own(monkeypatch: pytest.MonkeyPatch) ->
     assert deep_gemm.get_num_sms() == 114
 
 
+def test_without_a_gpu_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> int:
+        raise MissingDependencyError("CuPy is not installed")
+
+    monkeypatch.setattr(deep_gemm, "_num_sms", None)
+    monkeypatch.setattr(deep_gemm, "current_device", missing)
+    with pytest.raises(UnsupportedDeviceError, match=r"CuPy is not .*call set_num_sms\(number\)"):
+        deep_gemm.get_num_sms()
+
+
 # --- refused --------------------------------------------------------------------------------------
 
 
@@ -281,40 +286,28 @@ def test_what_belongs_to_other_gpus() -> None:
     some = torch.zeros(3, 2, dtype=torch.int32)
     q, *rest = prefill_inputs().values()
     paged_q, *paged_rest = paged_inputs().values()
-    calls: dict[str, Callable[[], Any]] = {
-        r"fp8_fp4_mqa_logits: q\[1\]": lambda: deep_gemm.fp8_fp4_mqa_logits((q, some), *rest),
-        "fp8_fp4_mqa_logits: schedule_meta": lambda: deep_gemm.fp8_fp4_mqa_logits(
-            (q, None),
-            *rest,
-            schedule_meta=some,  # type: ignore[arg-type]
-        ),
-        r"fp8_fp4_paged_mqa_logits: q\[1\]": lambda: deep_gemm.fp8_fp4_paged_mqa_logits(
-            (paged_q, some), *paged_rest, some, 9
-        ),
-        "fp8_paged_mqa_logits: indices": lambda: deep_gemm.fp8_paged_mqa_logits(
-            paged_q,
-            *paged_rest,
-            some,
-            9,
-            indices=some,  # type: ignore[arg-type]
-        ),
-        "fp8_fp4_paged_mqa_logits: indices": lambda: deep_gemm.fp8_fp4_paged_mqa_logits(
-            (paged_q, None),
-            *paged_rest,
-            some,
-            9,
-            indices=some,  # type: ignore[arg-type]
-        ),
-        "get_paged_mqa_logits_metadata: indices": lambda: deep_gemm.get_paged_mqa_logits_metadata(
-            some,
-            64,
-            NUM_SMS,
-            indices=some,  # type: ignore[arg-type]
-        ),
-    }
-    for message, call in calls.items():
-        with pytest.raises(NotImplementedError, match=f"^{message} belongs to kernels for GPUs"):
-            call()
+    paged = *paged_rest, some, 9
+    prefill, decode = deep_gemm.fp8_fp4_mqa_logits, deep_gemm.fp8_fp4_paged_mqa_logits
+    calls: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
+        (r"q\[1\]", prefill, ((q, some), *rest)),
+        ("schedule_meta", prefill, ((q, None), *rest, True, 0, None, some)),
+        (r"q\[1\]", decode, ((paged_q, some), *paged)),
+        ("indices", deep_gemm.fp8_paged_mqa_logits, (paged_q, *paged, False, some)),
+        ("indices", decode, ((paged_q, None), *paged, False, None, some)),
+        ("indices", deep_gemm.get_paged_mqa_logits_metadata, (some, 64, NUM_SMS, some)),
+    ]
+    for name, function, arguments in calls:
+        with pytest.raises(NotImplementedError, match=f"^{name}: belongs to kernels for GPUs"):
+            function(*arguments)
+
+
+def test_errors_have_the_names_of_the_arguments() -> None:
+    inputs = prefill_inputs()
+    for name, theirs in (("ks", "cu_seq_len_k_start"), ("ke", "cu_seq_len_k_end")):
+        with pytest.raises(TypeError, match=f"^{theirs}: needs int32, got int64"):
+            deep_gemm.fp8_mqa_logits(*(inputs | {name: inputs[name].long()}).values())
+        with pytest.raises(ValueError, match=f"^{theirs}: needs shape"):
+            deep_gemm.fp8_mqa_logits(*(inputs | {name: inputs[name][:2]}).values())
 
 
 def test_queries_of_newer_names_are_a_pair() -> None:
@@ -374,11 +367,11 @@ def test_a_schedule_that_nobody_computed() -> None:
 @pytest.mark.parametrize(
     ("schedule", "error", "message"),
     [
-        (torch.zeros(133, 2), TypeError, "schedule: needs int32, got float32"),
-        (torch.zeros(266, dtype=torch.int32), ValueError, "schedule_meta: needs 2 axes"),
-        (torch.zeros(133, 3, dtype=torch.int32), ValueError, r"schedule: .*got \(133, 3\)"),
-        (torch.zeros(1, 2, dtype=torch.int32), ValueError, r"schedule: .*got \(1, 2\)"),
-        (torch.zeros(133, 4, dtype=torch.int32)[:, :2], ValueError, "schedule: .*contiguous"),
+        (torch.zeros(133, 2), TypeError, "schedule_meta: needs int32, got float32"),
+        (torch.zeros(266, dtype=torch.int32), ValueError, r"schedule_meta: .*got \(266,\)"),
+        (torch.zeros(133, 3, dtype=torch.int32), ValueError, r"schedule_meta: .*got \(133, 3\)"),
+        (torch.zeros(1, 2, dtype=torch.int32), ValueError, r"schedule_meta: .*got \(1, 2\)"),
+        (torch.zeros(133, 4, dtype=torch.int32)[:, :2], ValueError, "schedule_meta: .*contiguous"),
     ],
 )
 def test_schedules_that_do_not_fit(schedule: Any, error: type[Exception], message: str) -> None:
@@ -395,11 +388,11 @@ def test_metadata_checks_its_arguments() -> None:
         TypeError, match=r"^context_lens: needs a PyTorch tensor, got builtins.list"
     ):
         metadata([1, 2], 64, NUM_SMS)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^context_lens: needs 1 or 2 axes"):
+    with pytest.raises(ValueError, match=r"^context_lens: needs axes"):
         metadata(lengths[:, None, None], 64, NUM_SMS)
     with pytest.raises(TypeError, match=r"^context_lens: needs int32, got int64"):
         metadata(lengths.long(), 64, NUM_SMS)
-    with pytest.raises(ValueError, match=r"^context_lens: needs 1 or 2 axes"):
+    with pytest.raises(ValueError, match=r"^context_lens: needs axes"):
         metadata(lengths[0], 64, NUM_SMS)
     for empty in (lengths[:0], lengths[:2, None][:, :0]):
         got = re.escape(str(tuple(empty.shape)))
