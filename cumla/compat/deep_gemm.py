@@ -139,33 +139,7 @@ def fp8_mqa_logits(
     clean_logits: bool = True,
     max_seqlen_k: int = 0,
 ) -> torch.Tensor:
-    """Score the tokens of a sequence for each query, with DeepGEMM's arguments and result.
-
-    Parameters
-    ----------
-    q : torch.Tensor
-        ``(seq_len, num_heads, head_dim)``, float8_e4m3fn.
-    kv : pair of torch.Tensor
-        Keys ``(seq_len_kv, head_dim)``, float8_e4m3fn, and scales ``(seq_len_kv,)``, float32.
-    weights : torch.Tensor
-        ``(seq_len, num_heads)``, float32.
-    cu_seq_len_k_start, cu_seq_len_k_end : torch.Tensor
-        ``(seq_len,)``, int32: the first token of each query and the one behind its last.
-    clean_logits : bool
-        Write -inf where nothing is visible.
-    max_seqlen_k : int
-        If not 0, columns of a compressed result, which begins with each query's first token.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(seq_len, seq_len_kv)`` or ``(seq_len, max_seqlen_k)``, float32, rows padded.
-
-    Raises
-    ------
-    TypeError, ValueError, CumlaError
-        As `cumla.mqa_logits`.
-    """
+    """Score the tokens of a sequence: `fp8_fp4_mqa_logits` of ``(q, None)``, in float32."""
     return fp8_fp4_mqa_logits(
         (q, None), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k
     )
@@ -182,14 +156,22 @@ def fp8_fp4_mqa_logits(
     logits_dtype: torch.dtype | None = None,
     schedule_meta: None = None,
 ) -> torch.Tensor:
-    """Do the same as `fp8_mqa_logits`, under the name that newer versions have for it.
+    """Score the tokens of a sequence for each query, with DeepGEMM's arguments and result.
 
     Parameters
     ----------
     q : pair
-        The queries of `fp8_mqa_logits`, and None: scales of q belong to other GPUs.
-    kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k
-        As in `fp8_mqa_logits`.
+        ``(seq_len, num_heads, head_dim)``, float8_e4m3fn, and None: scales belong to other GPUs.
+    kv : pair of torch.Tensor
+        Keys ``(seq_len_kv, head_dim)``, float8_e4m3fn, and scales ``(seq_len_kv,)``, float32.
+    weights : torch.Tensor
+        ``(seq_len, num_heads)``, float32.
+    cu_seq_len_k_start, cu_seq_len_k_end : torch.Tensor
+        ``(seq_len,)``, int32: the first token of each query and the one after its last.
+    clean_logits : bool
+        Write -inf where nothing is visible.
+    max_seqlen_k : int
+        If not 0, columns of a compressed result, which begins with each query's first token.
     logits_dtype : torch.dtype, optional
         float32 (the default) or bfloat16.
     schedule_meta : None
@@ -198,7 +180,7 @@ def fp8_fp4_mqa_logits(
     Returns
     -------
     torch.Tensor
-        As `fp8_mqa_logits`.
+        ``(seq_len, seq_len_kv)`` or ``(seq_len, max_seqlen_k)``, rows padded.
 
     Raises
     ------
@@ -293,41 +275,7 @@ def fp8_paged_mqa_logits(
     clean_logits: bool = False,
     indices: None = None,
 ) -> torch.Tensor:
-    """Score the cached tokens of each request, with DeepGEMM's arguments and result.
-
-    Parameters
-    ----------
-    q : torch.Tensor
-        ``(batch, next_n, num_heads, head_dim)``, float8_e4m3fn.
-    kv_cache : torch.Tensor
-        ``(num_blocks, block_kv, 1, head_dim + 4)``, uint8: keys, then scales, of each block.
-    weights : torch.Tensor
-        ``(batch * next_n, num_heads)``, float32.
-    context_lens : torch.Tensor
-        ``(batch,)`` or ``(batch, next_n)``, int32.
-    block_table : torch.Tensor
-        ``(batch, max_blocks)``, int32.
-    schedule_meta : torch.Tensor
-        What `get_paged_mqa_logits_metadata` returned, or a copy.
-    max_context_len : int
-        Columns of the logits.
-    clean_logits : bool
-        Write -inf where nothing is visible.
-    indices : None
-        Belongs to other GPUs.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(batch * next_n, max_context_len)``, float32, rows padded.
-
-    Raises
-    ------
-    NotImplementedError
-        An argument for other GPUs is given.
-    TypeError, ValueError, CumlaError
-        As `cumla.paged_mqa_logits`.
-    """
+    """Score cached tokens: `fp8_fp4_paged_mqa_logits` of ``(q, None)``, in float32."""
     return fp8_fp4_paged_mqa_logits(
         (q, None),
         kv_cache,
@@ -353,14 +301,27 @@ def fp8_fp4_paged_mqa_logits(
     logits_dtype: torch.dtype | None = None,
     indices: None = None,
 ) -> torch.Tensor:
-    """Do the same as `fp8_paged_mqa_logits`, under the name that newer versions have for it.
+    """Score the cached tokens of each request, with DeepGEMM's arguments and result.
 
     Parameters
     ----------
     q : pair
-        The queries of `fp8_paged_mqa_logits`, and None: scales of q belong to other GPUs.
-    kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits
-        As in `fp8_paged_mqa_logits`.
+        ``(batch, next_n, num_heads, head_dim)``, float8_e4m3fn, and None: scales belong to other
+        GPUs.
+    kv_cache : torch.Tensor
+        ``(num_blocks, block_kv, 1, head_dim + 4)``, uint8: keys, then scales, of each block.
+    weights : torch.Tensor
+        ``(batch * next_n, num_heads)``, float32.
+    context_lens : torch.Tensor
+        ``(batch,)`` or ``(batch, next_n)``, int32.
+    block_table : torch.Tensor
+        ``(batch, max_blocks)``, int32.
+    schedule_meta : torch.Tensor
+        What `get_paged_mqa_logits_metadata` returned, or a copy.
+    max_context_len : int
+        Columns of the logits.
+    clean_logits : bool
+        Write -inf where nothing is visible.
     logits_dtype : torch.dtype, optional
         float32 (the default) or bfloat16.
     indices : None
@@ -369,7 +330,7 @@ def fp8_fp4_paged_mqa_logits(
     Returns
     -------
     torch.Tensor
-        As `fp8_paged_mqa_logits`.
+        ``(batch * next_n, max_context_len)``, rows padded.
 
     Raises
     ------
@@ -391,6 +352,7 @@ def fp8_fp4_paged_mqa_logits(
     width = checked_number("max_context_len", max_context_len, "there is nothing to write")
     clean = bool(clean_logits)
     out = _padded_rows(queries, queries.shape[0] * queries.shape[1], width, dtype)
+    # As cumla.paged_mqa_logits, with a schedule that the caller keeps.
     arrays = _paged_arrays(queries, kv_cache, weights, context_lens, block_table)
     call = open_call((*arrays.items(), ("schedule_meta", schedule_meta)), (("out", out),))
     *inputs, schedule, out_view = cast("list[ArrayView]", call.views)

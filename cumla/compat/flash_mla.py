@@ -32,6 +32,7 @@ that only a graph computes. Tensors on the CPU are computed by `cumla.reference`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -242,31 +243,22 @@ def _updated_plan(
     return plan
 
 
-def flash_mla_sparse_fwd(*args: Any, **kwargs: Any) -> NoReturn:
-    """Sparse prefill attention: not in cumla yet, raises NotImplementedError."""
-    _not_implemented("flash_mla_sparse_fwd")
+def _absent(name: str) -> Callable[..., NoReturn]:
+    def function(*args: Any, **kwargs: Any) -> NoReturn:
+        """Prefill attention: not in cumla yet, raises NotImplementedError."""
+        raise NotImplementedError(
+            f"{name}: cumla implements only the dense decoding of FlashMLA so far; import this "
+            f"function from flash_mla"
+        )
+
+    function.__name__ = function.__qualname__ = name
+    return function
 
 
-def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Dense prefill attention: not in cumla yet, raises NotImplementedError."""
-    _not_implemented("flash_attn_varlen_func")
-
-
-def flash_attn_varlen_qkvpacked_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Dense prefill attention of packed qkv: not in cumla yet, raises NotImplementedError."""
-    _not_implemented("flash_attn_varlen_qkvpacked_func")
-
-
-def flash_attn_varlen_kvpacked_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Dense prefill attention of packed kv: not in cumla yet, raises NotImplementedError."""
-    _not_implemented("flash_attn_varlen_kvpacked_func")
-
-
-def _not_implemented(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{name}: cumla implements only the dense decoding of FlashMLA so far; "
-        "import this function from flash_mla"
-    )
+flash_mla_sparse_fwd = _absent("flash_mla_sparse_fwd")
+flash_attn_varlen_func = _absent("flash_attn_varlen_func")
+flash_attn_varlen_qkvpacked_func = _absent("flash_attn_varlen_qkvpacked_func")
+flash_attn_varlen_kvpacked_func = _absent("flash_attn_varlen_kvpacked_func")
 
 
 def _check_metadata(head_dim_v: int, metadata: object, num_splits: object) -> None:

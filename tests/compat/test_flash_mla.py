@@ -128,8 +128,9 @@ def test_metadata_takes_the_arguments_of_any_version(args: Any, kwargs: Any) -> 
     assert flash_mla.get_mla_metadata(*args, **kwargs)[0] is not metadata
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "q_len"), [(16, 1, 1), (6, 2, 3)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "q_len", "dtype"), [(16, 1, 1, "bfloat16"), (6, 2, 3, "float16")]
+)
 def test_the_example_runs_with_its_import_line_changed(
     heads: int, kv_heads: int, q_len: int, dtype: str
 ) -> None:
@@ -160,7 +161,7 @@ def test_arguments_by_position_as_in_the_old_style() -> None:
     assert_layer(out, lse, inputs, 0, causal=True)
 
 
-@pytest.mark.parametrize("causal", [1, "yes", torch.tensor(True), 0, None, torch.tensor(False)])
+@pytest.mark.parametrize("causal", [torch.tensor(True), None])
 def test_causal_by_what_is_true_or_false(causal: Any) -> None:
     inputs = make_inputs(LENGTHS, max_pages=3, q_len=2)
     out, lse = call(

