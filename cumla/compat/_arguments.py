@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-__all__ = ["CallersNames", "check_axes", "check_tensors", "refuse", "set_empty_lse"]
+__all__ = ["CallersNames", "check_axes", "check_tensors", "refuse"]
 
 
 class CallersNames:
@@ -69,8 +69,3 @@ def refuse(why: str, kind: type[Exception] = NotImplementedError, **arguments: o
     for name, value in arguments.items():
         if value is not None:
             raise kind(f"{name}: {why}; leave it out")
-
-
-def set_empty_lse(lse: Any, value: float) -> None:
-    """Write `value` where nothing was attended, in place: one short kernel, no wait for it."""
-    lse.nan_to_num_(nan=float("nan"), posinf=value, neginf=value)

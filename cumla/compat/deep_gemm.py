@@ -36,38 +36,37 @@ before it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
-from cumla.core.arrays import ArrayView, open_call
+from cumla.core.arguments import INT32, Array, bind, check_number, checked_int
+from cumla.core.operation import Operation, Output, run
 from cumla.errors import CumlaError, UnsupportedDeviceError
-from cumla.indexer.checks import (
-    check_context_lens,
-    check_paged_data,
-    checked_logits_dtype,
-    checked_number,
-    checked_out,
+from cumla.indexer.arguments import checked_logits_dtype, checked_pair
+from cumla.indexer.logits import mqa_logits
+from cumla.indexer.paged_logits import (
+    _ATTEND,
+    PagedArguments,
+    check_kv_lens,
     checked_paged,
-    checked_parts,
-)
-from cumla.indexer.logits import (
-    _key,
-    _load_logits,
-    _load_schedule,
-    _Output,
-    _paged_arrays,
-    _paged_on_cpu,
-    _prepare_logits,
-    checked_pair,
-    mqa_logits,
+    named,
 )
 from cumla.launch.device import current_device, properties, require_hopper
 from cumla.launch.indexer.indexer_shape import MOST_TOKENS
-from cumla.launch.indexer.paged_mqa_schedule import PagedMQAKey, prepare_paged_mqa_schedule
-from cumla.mla.checks import check_number
+from cumla.launch.indexer.paged_mqa_logits import PagedMQAArguments, paged_mqa_logits_launch
+from cumla.launch.indexer.paged_mqa_schedule import PagedMQAKey, paged_mqa_schedule_launch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
+
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable
+    from cumla.indexer.paged_logits import Host
 
 __all__ = [
     "fp8_fp4_mqa_logits",
@@ -80,7 +79,10 @@ __all__ = [
 ]
 
 _ROW_BYTES = 1024  # rows of logits begin at multiples of it
-_NAMES = CallersNames({"ks": "cu_seq_len_k_start", "ke": "cu_seq_len_k_end"})
+_NAMES = CallersNames(
+    {"ks": "cu_seq_len_k_start", "ke": "cu_seq_len_k_end", "kv_lens": "context_lens"}
+    | {"max_kv_len": "max_context_len"}
+)
 _OTHER_GPUS = "belongs to kernels for GPUs of another generation, which cumla does not have"
 
 _num_sms: int | None = None  # what set_num_sms was told
@@ -191,23 +193,25 @@ def fp8_fp4_mqa_logits(
     """
     queries = _queries(q)
     refuse(_OTHER_GPUS, schedule_meta=schedule_meta)
-    keys, scales = checked_pair("kv", kv)
-    check_tensors(**{"kv[0]": keys, "kv[1]": scales})
+    pair = checked_pair("kv", kv)
+    check_tensors(**pair)
+    keys = pair["kv[0]"]
     check_axes("q", queries, "seq_len, num_heads, head_dim")
     check_axes("kv[0]", keys, "seq_len_kv, head_dim")
     dtype = checked_logits_dtype(logits_dtype)
-    width = checked_number("max_seqlen_k", max_seqlen_k, "pass 0 for all columns", least=0)
+    width = checked_int("max_seqlen_k", max_seqlen_k, "pass 0 for all columns", least=0)
     with _NAMES:
-        return mqa_logits(
+        logits: torch.Tensor = mqa_logits(
             queries,
             kv,
             weights,
             cu_seq_len_k_start,
             cu_seq_len_k_end,
-            max_seqlen_k=width,
+            max_kv_len=width or None,
             clean=bool(clean_logits),
             out=_padded_rows(queries, queries.shape[0], width or keys.shape[0], dtype),
         )
+    return logits
 
 
 def get_paged_mqa_logits_metadata(
@@ -243,24 +247,8 @@ def get_paged_mqa_logits_metadata(
     check_number("num_sms", num_sms, "pass get_num_sms()")
     check_tensors(context_lens=context_lens)
     check_axes("context_lens", context_lens, "batch", "batch, next_n")
-    schedule = context_lens.new_empty((num_sms + 1, 2))
-    call = open_call((("context_lens", context_lens),), (("schedule", schedule),))
-    lengths, view = cast("tuple[ArrayView, ArrayView]", call.views)
-    per_row = len(lengths.shape) == 2
-    batch, next_n = lengths.shape if per_row else (*lengths.shape, 1)
-    if 0 in lengths.shape:
-        raise ValueError(
-            f"context_lens: needs at least one length, got shape {lengths.shape}; skip the call "
-            f"where there is nothing to score"
-        )
-    check_context_lens(lengths, batch, next_n, per_row)
-    if call.device is not None:
-        require_hopper(call.device)
-        # Lengths that a table cannot hold are not known here; nothing else of the shape counts.
-        key = PagedMQAKey(batch, next_n, 64, 128, 64, MOST_TOKENS // 64, per_row, num_sms)
-        with call:
-            kernel = _load_schedule(call)
-            prepare_paged_mqa_schedule(kernel, key, lengths, view, call.stream)()
+    with _NAMES:
+        (schedule,) = run(_METADATA, {"kv_lens": context_lens}, {"schedule_meta": None}, num_sms)
     return schedule
 
 
@@ -349,29 +337,105 @@ def fp8_fp4_paged_mqa_logits(
     check_tensors(schedule_meta=schedule_meta)
     check_axes("q", queries, "batch, next_n, num_heads, head_dim")
     dtype = checked_logits_dtype(logits_dtype)
-    width = checked_number("max_context_len", max_context_len, "there is nothing to write")
-    clean = bool(clean_logits)
+    width = checked_int("max_context_len", max_context_len, "there is nothing to write")
     out = _padded_rows(queries, queries.shape[0] * queries.shape[1], width, dtype)
-    # As cumla.paged_mqa_logits, with a schedule that the caller keeps.
-    arrays = _paged_arrays(queries, kv_cache, weights, context_lens, block_table)
-    call = open_call((*arrays.items(), ("schedule_meta", schedule_meta)), (("out", out),))
-    *inputs, schedule, out_view = cast("list[ArrayView]", call.views)
-    views = checked_paged(inputs)
-    parts = checked_parts("schedule_meta", schedule)
-    dtype = checked_out(out_view, (views.weights.shape[0], width), None)
-    if call.device is None:
-        return cast(
-            "torch.Tensor",
-            _paged_on_cpu(call, arrays, views, None, out, dtype, clean, width),
-        )
-    require_hopper(call.device)
-    with call:
-        check_paged_data(call, views, width)
-        kernel = _load_logits(call, views.shape)
-        result = _Output(out, out_view, given=True)
-        key = _key(views.shape, parts)
-        _prepare_logits(call, kernel, key, views, schedule, result, clean)()
+    with _NAMES:
+        inputs = named(queries, kv_cache, weights, block_table)
+        inputs |= {"kv_lens": context_lens, "schedule_meta": schedule_meta}
+        run(_SCORES, inputs, {"out": out}, (width, dtype, bool(clean_logits)))
     return out
+
+
+class _Metadata(Operation[tuple["ArrayView", int], PagedMQAKey]):
+    """Deals the blocks of all requests out, into a tensor that the caller keeps."""
+
+    def arguments(self, views: Views, options: int) -> tuple[ArrayView, int]:
+        lens = views["kv_lens"]
+        assert lens is not None
+        check_kv_lens("kv_lens", lens, *_rows(lens))
+        return lens, options
+
+    def outputs(self, arguments: tuple[ArrayView, int]) -> tuple[Output, ...]:
+        return (Output("schedule_meta", (arguments[1] + 1, 2), INT32),)
+
+    def key(self, arguments: tuple[ArrayView, int], device: int) -> PagedMQAKey:
+        require_hopper(device)
+        lens, num_sms = arguments
+        # Lengths that a table cannot hold are not known here; nothing else of the shape counts.
+        most = MOST_TOKENS // 64
+        return PagedMQAKey(*_rows(lens), 64, 128, 64, most, len(lens.shape) == 2, num_sms)
+
+    def recipe(
+        self,
+        key: PagedMQAKey,
+        arguments: tuple[ArrayView, int],
+        outs: Sequence[ArrayView],
+        buffer: int,
+    ) -> Sequence[Launchable]:
+        if 0 in arguments[0].shape:
+            return ()
+        return (paged_mqa_schedule_launch(key, arguments[0], outs[0].ptr, keeps_lens=False),)
+
+    def reference(self, host: Host, arguments: tuple[ArrayView, int]) -> Sequence[Any]:
+        return (np.zeros((arguments[1] + 1, 2), np.int32),)
+
+
+_Scored = tuple[PagedArguments, "ArrayView", "ArrayView"]
+
+
+class _Scores(Operation[_Scored, PagedMQAKey]):
+    """Scores with the lengths of the call, by a schedule that the caller keeps."""
+
+    integers = ("kv_lens", "block_table")
+
+    def arguments(self, views: Views, options: tuple[int, str | None, bool]) -> _Scored:
+        attend = checked_paged(views, options)
+        lens, schedule = views["kv_lens"], views["schedule_meta"]
+        assert lens is not None and schedule is not None
+        check_kv_lens("kv_lens", lens, *attend.shape[:2])
+        way_out = "pass what get_paged_mqa_logits_metadata returned"
+        bind({"schedule_meta": Array("parts+1 2", INT32, "row", way_out)}, views, {})
+        if schedule.shape[0] < 2 or schedule.strides[0] != 8 or schedule.ptr % 8:
+            raise ValueError(
+                f"schedule_meta: needs parts in contiguous memory at a multiple of 8 bytes, got "
+                f"shape {schedule.shape}, strides {schedule.strides} and address "
+                f"{schedule.ptr:#x}; {way_out}"
+            )
+        return attend, lens, schedule
+
+    def outputs(self, arguments: _Scored) -> tuple[Output, ...]:
+        return _ATTEND.outputs(arguments[0])
+
+    def key(self, arguments: _Scored, device: int) -> PagedMQAKey:
+        require_hopper(device)
+        attend, lens, schedule = arguments
+        return PagedMQAKey(*attend.shape, len(lens.shape) == 2, schedule.shape[0] - 1)
+
+    def recipe(
+        self, key: PagedMQAKey, arguments: _Scored, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        (q, k_cache, scales, weights, table, *_, clean), lens, schedule = arguments
+        if 0 in q.shape:
+            return ()
+        assert weights is not None
+        views = PagedMQAArguments(q, k_cache, scales, weights, lens, table, schedule.ptr, *outs)
+        return (paged_mqa_logits_launch(key, views, clean=clean),)
+
+    def check_values(self, host: Host, arguments: _Scored) -> None:
+        _ATTEND.check_values(host, arguments[0])
+
+    def reference(self, host: Host, arguments: _Scored) -> Sequence[Any]:
+        return _ATTEND.reference(host, arguments[0])
+
+
+_METADATA = _Metadata()
+_SCORES = _Scores()
+
+
+def _rows(lens: ArrayView) -> tuple[int, int]:
+    """Read batch and next_n off lengths, which may be without the latter."""
+    batch, next_n = (*lens.shape, 1)[:2]
+    return batch, next_n
 
 
 def _padded_rows(

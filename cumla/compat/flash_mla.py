@@ -33,16 +33,10 @@ that only a graph computes. Tensors on the CPU are computed by `cumla.reference`
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
+from math import inf, nan
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from cumla.compat._arguments import (
-    CallersNames,
-    check_axes,
-    check_tensors,
-    refuse,
-    set_empty_lse,
-)
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
 from cumla.core.arrays import open_call
 from cumla.mla.decode import MLADecodePlan
 
@@ -61,7 +55,7 @@ __all__ = [
 
 _PAGE_SIZE = 64  # tokens
 _VALUE_DIM = 512
-_NAMES = CallersNames({"kv_cache": "k_cache"})
+_NAMES = CallersNames({"kv_cache": "k_cache", "kv_lens": "cache_seqlens"})
 
 
 class _Shape(NamedTuple):
@@ -197,10 +191,10 @@ extra_topk_length
         )
     with _NAMES:
         plan = _updated_plan(tile_scheduler_metadata, shape, q, k_cache, cache_seqlens)
-        result = plan.run(q, k_cache, block_table, cache_seqlens, softmax_scale=softmax_scale)
+        out, lse = plan.run(q, k_cache, block_table, softmax_scale=softmax_scale)
     tile_scheduler_metadata._shape = shape
-    set_empty_lse(result.lse, inf)
-    return result.out, result.lse
+    # cumla's lse of nothing is -inf: one short kernel in place, which keeps NaN.
+    return out, lse.nan_to_num_(nan=nan, posinf=inf, neginf=inf)
 
 
 def _shape_of(q: Any, k_cache: Any, causal: bool) -> _Shape:

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cumla import MissingDependencyError, UnsupportedDeviceError
+from cumla import MissingDependencyError, UnsupportedDeviceError, reference
 from cumla.compat import deep_gemm
 from tests.compat.deep_gemm_example import load_example
 
@@ -192,15 +191,15 @@ def test_cleaning_by_what_is_true_or_false(
     """By default a prefill is cleaned, and paged logits are not."""
     asked: list[Any] = []
 
-    def note(operation: Callable[..., Any], place: str | int) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            asked.append(options[place] if isinstance(place, str) else arguments[place])
-            return operation(*arguments, **options)
+    def note(reference: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, clean: Any, **options: Any) -> Any:
+            asked.append(clean)
+            return reference(*arguments, clean=clean, **options)
 
         return call
 
-    monkeypatch.setattr(deep_gemm, "mqa_logits", note(deep_gemm.mqa_logits, "clean"))
-    monkeypatch.setattr(deep_gemm, "_paged_on_cpu", note(deep_gemm._paged_on_cpu, -2))
+    for name in ("mqa_logits", "paged_mqa_logits"):
+        monkeypatch.setattr(reference, name, note(getattr(reference, name)))
     schedule = torch.zeros(NUM_SMS + 1, 2, dtype=torch.int32)
     deep_gemm.fp8_mqa_logits(*prefill_inputs().values(), *clean)
     deep_gemm.fp8_paged_mqa_logits(*paged_inputs().values(), schedule, 50, *clean)
@@ -370,7 +369,7 @@ def test_a_schedule_that_nobody_computed() -> None:
         (torch.zeros(133, 2), TypeError, "schedule_meta: needs int32, got float32"),
         (torch.zeros(266, dtype=torch.int32), ValueError, r"schedule_meta: .*got \(266,\)"),
         (torch.zeros(133, 3, dtype=torch.int32), ValueError, r"schedule_meta: .*got \(133, 3\)"),
-        (torch.zeros(1, 2, dtype=torch.int32), ValueError, r"schedule_meta: .*got \(1, 2\)"),
+        (torch.zeros(1, 2, dtype=torch.int32), ValueError, r"schedule_meta: .*got shape \(1, 2\)"),
         (torch.zeros(133, 4, dtype=torch.int32)[:, :2], ValueError, "schedule_meta: .*contiguous"),
     ],
 )
@@ -394,7 +393,13 @@ def test_metadata_checks_its_arguments() -> None:
         metadata(lengths.long(), 64, NUM_SMS)
     with pytest.raises(ValueError, match=r"^context_lens: needs axes"):
         metadata(lengths[0], 64, NUM_SMS)
-    for empty in (lengths[:0], lengths[:2, None][:, :0]):
-        got = re.escape(str(tuple(empty.shape)))
-        with pytest.raises(ValueError, match=f"^context_lens: needs at least one .*{got}; skip"):
-            metadata(empty, 64, NUM_SMS)
+
+
+@pytest.mark.parametrize("next_n", [0, 2])
+def test_nothing_to_score(next_n: int) -> None:
+    inputs = paged_inputs(2)
+    inputs |= {"q": inputs["q"][:0, :next_n], "weights": inputs["weights"][:0]}
+    inputs |= {name: inputs[name][:0] for name in ("context_lens", "block_table")}
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(inputs["context_lens"], 16, NUM_SMS)
+    assert schedule.shape == (NUM_SMS + 1, 2)
+    assert deep_gemm.fp8_paged_mqa_logits(*inputs.values(), schedule, 40).shape == (0, 40)

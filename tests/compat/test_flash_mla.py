@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from cumla import MLADecodePlan
 from cumla.compat import flash_mla
-from cumla.mla.decode import MLADecodePlan
 from tests.compat.flash_mla_example import StepInputs, load_example, make_inputs
 
 torch = pytest.importorskip("torch")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from cumla import AttentionState
 from cumla.compat.flashinfer import mla
 from cumla.compat.flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 
@@ -72,7 +73,7 @@ def make_batch(
     counts = [-(-length // page_size) for length in kv_lens]
     pages = torch.randperm(sum(counts) + 2, generator=random).int()
     indptr = ends(counts)
-    table = torch.full((len(counts), max(counts) + 1), -77, dtype=torch.int32)
+    table = torch.full((len(counts), max(counts, default=0) + 1), -77, dtype=torch.int32)
     cache = torch.full((len(pages), page_size, 576), math.nan)
     for r, (count, length) in enumerate(zip(counts, kv_lens, strict=True)):
         own = pages[indptr[r] : indptr[r + 1]]
@@ -251,9 +252,11 @@ def test_wide_lengths_and_longer_lists() -> None:
     check(wrapper.run(*batch.parts, return_lse=True), batch)
 
 
+@pytest.mark.parametrize("q_lens", [(2, 1), (0, 0), ()])
 @pytest.mark.parametrize("graph", [False, True])
-def test_a_cache_without_pages(graph: bool) -> None:
-    batch = make_batch((2, 1), (0, 0))
+def test_nothing_to_attend_to(graph: bool, q_lens: tuple[int, ...]) -> None:
+    """A cache without pages; no query tokens, no requests."""
+    batch = make_batch(q_lens, (0,) * len(q_lens))
     batch = batch._replace(kv_indices=batch.kv_indices[:0], cache=batch.cache[:0])
     wrapper = make_wrapper(graph)
     wrapper.plan(*batch.csr, *settings(batch).values())
@@ -424,17 +427,14 @@ class GpuPlan:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.stream = gpu, 0
 
-    def update(self, *lengths: Any) -> None:
+    def update(self, *lengths: Any, **others: Any) -> None:
         self.stream = self.gpu.stream
         self.gpu.log.append("captured update" if self.gpu.capturing else "update")
 
-    def serves(self, stream: int) -> bool:
-        return stream == self.stream
-
     def run(self, *arguments: Any, **options: Any) -> Any:
-        assert self.serves(self.gpu.stream)
+        assert self.stream == self.gpu.stream
         self.gpu.log.append("captured run" if self.gpu.capturing else "run")
-        return type("Result", (), {"out": None, "lse": None})
+        return AttentionState(None, None)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors, set_empty_lse
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors
 from cumla.merge import merge_attention_states
 
 if TYPE_CHECKING:
@@ -64,9 +64,7 @@ def merge_state(
     check_tensors(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
     with _TWO:
         check_axes("v_a", v_a, _V)
-        v, s = merge_attention_states((v_a, v_b), (s_a.float(), s_b.float()), lse_base=2)
-    set_empty_lse(s, -inf)
-    return v, s
+        return tuple(merge_attention_states((v_a, v_b), (s_a.float(), s_b.float()), lse_base=2))
 
 
 def merge_state_in_place(
@@ -111,7 +109,6 @@ def merge_state_in_place(
                 )
             other = other.masked_fill(mask.logical_not()[:, None], -inf)
         merge_attention_states((v, v_other), (s, other), out=v, lse=s, lse_base=2)
-    set_empty_lse(s, -inf)
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,8 +138,4 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     with _MANY:
         check_axes("v", v, "seq_len, num_states, num_heads, head_dim")
         check_axes("s", s, "seq_len, num_states, num_heads")
-        merged_v, merged_s = merge_attention_states(
-            v.swapaxes(0, 1), s.float().swapaxes(0, 1), lse_base=2
-        )
-    set_empty_lse(merged_s, -inf)
-    return merged_v, merged_s
+        return tuple(merge_attention_states(v.swapaxes(0, 1), s.float().swapaxes(0, 1), lse_base=2))

@@ -51,13 +51,7 @@ from dataclasses import dataclass
 from math import e, inf, log2
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from cumla.compat._arguments import (
-    CallersNames,
-    check_axes,
-    check_tensors,
-    refuse,
-    set_empty_lse,
-)
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
 from cumla.core.arrays import open_call
 from cumla.mla.attention import MLAAttentionPlan
 
@@ -256,8 +250,8 @@ class BatchMLAPagedAttentionWrapper:
         self._sm_scale: float | None = None
         self._plan: MLAAttentionPlan | None = None
         self._made_for: tuple[_Shape, int] | None = None
-        # Whether the last update of _plan was captured into a graph; None before any with _arrays.
-        self._captured: bool | None = None
+        # Of the last update of _plan with _arrays: its stream, and whether a graph got it.
+        self._updated_on: tuple[int, bool] | None = None
         self._warned: set[str] = set()
 
     @_warns_of_positions
@@ -404,7 +398,7 @@ cute_dsl_impl, use_sinks
             }
         has_fixed_lse = qo_indptr is None or lse_mode != "none"
         self._form = _Form(q_data_type, kv_data_type, needed["head_dim_kpe"], has_fixed_lse)
-        self._shape, self._sm_scale, self._captured = shape, sm_scale, None
+        self._shape, self._sm_scale, self._updated_on = shape, sm_scale, None
         if self._use_cuda_graph and self._plan is not None:
             self._update()  # for graphs that hold runs without an update
 
@@ -518,7 +512,7 @@ bmm2_scale : None
             refuse(f"needs a plan with kv_data_type {_FP8}, got another", ValueError, **scales)
         with _NAMES:
             plan = self._ready_plan(q, shape)
-            result = plan.run(
+            state = plan.run(
                 q,
                 _with_a_page(cache),
                 self._arrays.get("block_table"),
@@ -528,11 +522,9 @@ bmm2_scale : None
                 out=out,
                 lse=lse,
             )
-        if wants_lse:
-            if not return_lse_base_on_e:
-                result.lse.mul_(_LOG2_E)
-            set_empty_lse(result.lse, -inf)
-        return (result.out, result.lse) if return_lse else result.out
+        if wants_lse and not return_lse_base_on_e:
+            state.lse.mul_(_LOG2_E)
+        return tuple(state) if return_lse else state.out
 
     @property
     def _on_gpu(self) -> bool:
@@ -576,20 +568,18 @@ bmm2_scale : None
     def _ready_plan(self, q: Any, shape: _Shape) -> MLAAttentionPlan:
         """Return a plan whose schedule serves a run with this query, on the current stream."""
         part = q[0] if isinstance(q, tuple) else q
-        call = open_call((("query", part),))
-        tokens = part.shape[0]
-        made_for = (shape, tokens)
+        made_for = shape, part.shape[0]
         if self._plan is None or made_for != self._made_for:
-            if self._plan is not None and self._made_for is not None and self._use_cuda_graph:
+            if self._made_for is not None and self._use_cuda_graph:
                 raise ValueError(
                     f"query: needs {self._made_for[1]} query tokens, as in the first run of this "
-                    f"wrapper, got {tokens}; with use_cuda_graph make a wrapper for each "
+                    f"wrapper, got {part.shape[0]}; with use_cuda_graph make a wrapper for each "
                     f"number"
                 )
-            self._plan = MLAAttentionPlan(total_tokens=tokens, like=part, **shape._asdict())
-            self._made_for = made_for
-            self._captured = None
-        if self._captured != call.capturing or not self._plan.serves(call.stream):
+            options = shape._asdict()
+            self._plan = MLAAttentionPlan(total_tokens=part.shape[0], like=part, **options)
+            self._made_for, self._updated_on = made_for, None
+        if self._updated_on != _place("query", part):
             self._update()
         return self._plan
 
@@ -600,9 +590,16 @@ bmm2_scale : None
         """
         assert self._plan is not None
         arrays = self._arrays
+        lengths = {"qo_indptr": arrays["qo_indptr"], "kv_indptr": arrays.get("kv_indptr")}
         with _NAMES:
-            self._plan.update(arrays["qo_indptr"], arrays["kv_lens"], arrays.get("kv_indptr"))
-        self._captured = open_call((("qo_indptr", arrays["qo_indptr"]),)).capturing
+            self._plan.update(arrays["kv_lens"], **lengths)
+        self._updated_on = _place("kv_len_arr", arrays["kv_lens"])
+
+
+def _place(name: str, tensor: Any) -> tuple[int, bool]:
+    """Tell the stream of a call with a tensor, and whether it is being captured."""
+    call = open_call(((name, tensor),))
+    return call.stream, call.capturing
 
 
 def _check_parts(names: tuple[str, str, str], value: Any, planned: str, form: _Form) -> None:
