@@ -12,6 +12,7 @@ import pytest
 
 from cumla import MissingDependencyError, UnsupportedDeviceError, reference
 from cumla.compat import deep_gemm
+from cumla.core.arrays import open_call
 from tests.compat.deep_gemm_example import load_example
 
 torch = pytest.importorskip("torch")
@@ -245,6 +246,28 @@ def test_metadata_has_the_shape_of_deep_gemms() -> None:
     for form in (lengths, lengths[:, None]):
         metadata = deep_gemm.get_paged_mqa_logits_metadata(form, 64, deep_gemm.get_num_sms())
         assert (metadata.shape, metadata.dtype) == ((NUM_SMS + 1, 2), torch.int32)
+
+
+def test_parts_of_the_metadata_are_thread_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is launched on a GPU: the lengths of the call, and the schedule where it lies."""
+    monkeypatch.setattr(deep_gemm, "require_hopper", lambda device: None)
+    inputs, schedule = paged_inputs(), torch.zeros(101, 2, dtype=torch.int32)
+    names = ("q", "kv_cache", "weights", "kv_lens", "block_table")
+    arrays = dict(zip(names, inputs.values(), strict=True)) | {"schedule_meta": schedule}
+    out = torch.zeros(6, 256)
+    views = dict(
+        zip((*arrays, "out"), open_call((*arrays.items(), ("out", out))).views, strict=True)
+    )
+    for operation, options, written, blocks in (
+        (deep_gemm._METADATA, 100, "schedule_meta", 1),
+        (deep_gemm._SCORES, (50, None, False), "out", 100),
+    ):
+        arguments = operation.arguments(views, options)
+        key = operation.key(arguments, 0)
+        (launch,) = operation.recipe(key, arguments, (views[written],), 0)
+        assert key.num_sms == 100
+        assert launch.grid == (blocks, 1, 1)
+        assert {schedule.data_ptr(), inputs["context_lens"].data_ptr()} <= set(launch.values)
 
 
 def test_num_sms() -> None:

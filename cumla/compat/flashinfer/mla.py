@@ -612,14 +612,13 @@ def _check_parts(names: tuple[str, str, str], value: Any, planned: str, form: _F
             raise ValueError(f"{whole}: needs a tensor or a pair, got {len(value)}; pass {parts}")
         given = dict(zip(parts, zip(value, (_CKV, form.head_dim_kpe), strict=True), strict=True))
     for name, (part, columns) in given.items():
-        if not hasattr(part, "new_empty"):
-            check_tensors(**{name: part})
+        check_tensors(**{name: part})
         if part.dtype != dtype:
             raise ValueError(
                 f"{name}: needs {planned} of the plan, {dtype}, got {part.dtype}; convert it, or "
                 f"plan for it"
             )
-        if part.shape[-1] != columns or len(part.shape) != 3:
+        if len(part.shape) != 3 or part.shape[2] != columns:
             raise ValueError(
                 f"{name}: needs 3 axes, the last of {columns} columns, got shape "
                 f"{tuple(part.shape)}; reshape it, or plan for it"
