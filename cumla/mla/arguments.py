@@ -20,7 +20,6 @@ from cumla.core.arguments import (
 )
 from cumla.core.arrays import parts
 from cumla.core.operation import Output
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
 from cumla.mla.fp8_caches import (
     E4M3,
     FP8,
@@ -31,6 +30,7 @@ from cumla.mla.fp8_caches import (
     relabelled,
     unpacked,
 )
+from cumla.mla.shape import HEAD_DIM, VALUE_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
