@@ -49,20 +49,22 @@ class Batch(NamedTuple):
         return (*self.q.split((512, 64), dim=-1), *self.cache.split((512, 64), dim=-1))
 
     def expected(self, *, causal: bool) -> tuple[Any, Any]:
-        """Softmax a token and head at a time, in float64; the lse is a natural logarithm."""
-        tokens = self.q.shape[0]
-        out = torch.zeros(tokens, HEADS, 512, dtype=torch.float64)
-        lse = torch.full((tokens, HEADS), -math.inf, dtype=torch.float64)
+        """Softmax of each request's scores, in float64; the lse is a natural logarithm."""
+        out = torch.zeros(*self.q.shape[:2], 512, dtype=torch.float64)
+        lse = torch.full(self.q.shape[:2], -math.inf, dtype=torch.float64)
         for r, length in enumerate(self.kv_len_arr.tolist()):
-            begin, end = self.qo_indptr[r : r + 2].tolist()
+            own = slice(*self.qo_indptr[r : r + 2].tolist())
             pages = self.kv_indices[self.kv_indptr[r] : self.kv_indptr[r + 1]].long()
             rows = self.cache[pages].flatten(0, 1)[:length].double()
-            for i in range(begin, end):
-                seen = rows[: max(length - (end - 1 - i), 0)] if causal else rows
-                if len(seen):
-                    scores = SCALE * self.q[i].double() @ seen.T
-                    lse[i] = scores.logsumexp(-1)
-                    out[i] = scores.softmax(-1) @ seen[:, :512]
+            scores = SCALE * self.q[own].double() @ rows.T
+            if causal:
+                count = own.stop - own.start
+                last = length - count + torch.arange(count)
+                scores[
+                    (torch.arange(length) > last[:, None])[:, None].expand_as(scores)
+                ] = -math.inf
+            lse[own] = scores.logsumexp(-1)
+            out[own] = scores.softmax(-1).nan_to_num() @ rows[:, :512]
         return out, lse
 
 
