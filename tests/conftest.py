@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from cumla.core import arrays, workspace
+from cumla.core import arrays, plan
 from cumla.launch import device as launch_device
 from cumla.launch import module as launch_module
 from tests.fake_cuda import FakeCuPy, FakeDriver
@@ -19,10 +19,10 @@ from tests.fake_cuda import FakeCuPy, FakeDriver
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     fake = FakeDriver()
-    for module in (arrays, launch_module, workspace):
+    for module in (arrays, launch_module, plan):
         monkeypatch.setattr(module, "driver", lambda: fake)
-    monkeypatch.setattr(workspace, "order_streams", lambda before, after: None)
-    monkeypatch.setattr(workspace, "keep_until_event", lambda *_: None)
+    monkeypatch.setattr(plan, "order_streams", lambda before, after: None)
+    monkeypatch.setattr(plan, "keep_until_event", lambda *_: None)
     monkeypatch.setattr(arrays, "_framework_of_type", {np.ndarray: arrays._NUMPY})
     yield fake
     gc.collect()  # plans of the test, while the fakes are there
