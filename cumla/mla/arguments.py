@@ -20,7 +20,6 @@ from cumla.core.arguments import (
 )
 from cumla.core.arrays import parts
 from cumla.core.operation import Output
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
 from cumla.mla.fp8_caches import (
     E4M3,
     FP8,
@@ -31,6 +30,7 @@ from cumla.mla.fp8_caches import (
     relabelled,
     unpacked,
 )
+from cumla.mla.shape import HEAD_DIM, VALUE_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,7 +83,10 @@ def named(q: Any, kv_cache: Any, kv_scale: Any, **others: Any) -> dict[str, Any]
     arrays = {**parts("q", q, ROW_PARTS), **parts("kv_cache", kv_cache, CACHE_PARTS)}
     if kv_scale is not None and not isinstance(kv_scale, Real):
         others["kv_scale"] = kv_scale
-    return arrays | {name: array for name, array in others.items() if array is not None}
+    for name, array in others.items():
+        if array is not None:
+            arrays[name] = array
+    return arrays
 
 
 def outputs_of(q: ArrayView, lse_shape: tuple[int, ...]) -> tuple[Output, ...]:
