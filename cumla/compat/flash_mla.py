@@ -33,7 +33,7 @@ that only a graph computes. Tensors on the CPU are computed by `cumla.reference`
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf, nan
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
@@ -193,8 +193,13 @@ extra_topk_length
         plan = _updated_plan(tile_scheduler_metadata, shape, q, k_cache, cache_seqlens)
         out, lse = plan.run(q, k_cache, block_table, softmax_scale=softmax_scale)
     tile_scheduler_metadata._shape = shape
-    # cumla's lse of nothing is -inf: one short kernel in place, which keeps NaN.
-    return out, lse.nan_to_num_(nan=nan, posinf=inf, neginf=inf)
+    return out, lse
+
+
+class _Plan(MLADecodePlan):
+    """FlashMLA's log-sum-exp of nothing is +inf."""
+
+    _empty_lse = inf
 
 
 def _shape_of(q: Any, k_cache: Any, causal: bool) -> _Shape:
@@ -231,7 +236,7 @@ def _updated_plan(
         capturing = bool(call.capturing)
         plan = plans.get((shape, call.stream, capturing))
         if plan is None:
-            plan = MLADecodePlan.from_arrays(q, k_cache, causal=shape.causal)
+            plan = _Plan.from_arrays(q, k_cache, causal=shape.causal)
             plan.update(cache_seqlens)
             plans[shape, call.stream, capturing] = plan
     return plan
