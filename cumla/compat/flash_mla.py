@@ -196,7 +196,7 @@ extra_topk_length
     return out, lse
 
 
-class _Plan(MLADecodePlan):
+class FlashMLAPlan(MLADecodePlan):
     """FlashMLA's log-sum-exp of nothing is +inf."""
 
     _empty_lse = inf
@@ -236,7 +236,7 @@ def _updated_plan(
         capturing = bool(call.capturing)
         plan = plans.get((shape, call.stream, capturing))
         if plan is None:
-            plan = _Plan.from_arrays(q, k_cache, causal=shape.causal)
+            plan = FlashMLAPlan.from_arrays(q, k_cache, causal=shape.causal)
             plan.update(cache_seqlens)
             plans[shape, call.stream, capturing] = plan
     return plan

@@ -191,16 +191,16 @@ class Plans:
     """The plans that calls make, in order, and the stream on which they believe to be."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.stream, self.capturing = 0, False
+        self.stream, self.capturing, self.plan = 0, False, flash_mla.FlashMLAPlan
         self.log: list[str] = []
         self.alive: list[weakref.ref[Any]] = []
-        monkeypatch.setattr(flash_mla, "MLADecodePlan", self)
+        monkeypatch.setattr(flash_mla, "FlashMLAPlan", self)
         monkeypatch.setattr(flash_mla, "open_call", lambda arguments: self)
 
     def from_arrays(self, *arguments: Any, **options: Any) -> MLADecodePlan:
         plans, number = self, len(self.alive)
 
-        class Plan(MLADecodePlan):
+        class Plan(self.plan):  # type: ignore[name-defined,misc]
             def update(self, *arguments: Any, **options: Any) -> None:
                 plans.log.append(f"{'captured ' * plans.capturing}update {number}")
                 super().update(*arguments, **options)
