@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 
+from cumla.errors import CumlaError
+
 __all__ = ["check_mode", "environment_flag"]
 
 _FLAGS = {
@@ -24,7 +26,7 @@ def check_mode() -> bool:
 
     Raises
     ------
-    ValueError
+    CumlaError
         As `environment_flag`.
     """
     try:
@@ -45,13 +47,13 @@ def environment_flag(name: str) -> bool:
 
     Raises
     ------
-    ValueError
+    CumlaError
         If it is none of 0, 1, true, false, yes, no, on and off, in any case.
     """
     value = os.environ.get(name, "")
     flag = _FLAGS.get(value.strip().lower())
     if flag is None:
-        raise ValueError(
+        raise CumlaError(
             f"{name}: needs 1, true, yes or on, or 0, false, no or off, got {value!r}; unset the "
             f"environment variable where it is not meant"
         )
