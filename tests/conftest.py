@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from cumla.core import arrays, frameworks, workspace
+from cumla.core import arrays, frameworks, plan
 from cumla.launch import device as launch_device
 from cumla.launch import module as launch_module
 from tests.fake_cuda import FakeCuPy, FakeDriver
@@ -20,10 +20,10 @@ from tests.fake_cuda import FakeCuPy, FakeDriver
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     fake = FakeDriver()
-    for module in (arrays, launch_module, workspace):
+    for module in (arrays, launch_module, plan):
         monkeypatch.setattr(module, "driver", lambda: fake)
-    monkeypatch.setattr(workspace, "order_streams", lambda before, after: None)
-    monkeypatch.setattr(workspace, "keep_until_event", lambda *_: None)
+    monkeypatch.setattr(plan, "order_streams", lambda before, after: None)
+    monkeypatch.setattr(plan, "keep_until_event", lambda *_: None)
     known = {np.ndarray: frameworks.NUMPY}
     with mock.patch.dict(frameworks.framework_of_type, known, clear=True):
         yield fake
