@@ -157,6 +157,10 @@ def test_torch_compile(torch: Any) -> None:
     assert type(caught.value).__name__ == "Unsupported"
     with pytest.raises(TypeError, match=rf"^x: cumla runs eagerly, got torch\.compile; {way_out}$"):
         torch.compile(quantize, backend="eager")(x)
+    known = torch.ones(3, 128)
+    cumla.quantize_fp8(known)
+    with pytest.raises(TypeError, match=rf"^x: cumla runs eagerly, got torch\.compile; {way_out}$"):
+        torch.compile(lambda: cumla.quantize_fp8(known).scale + 0, backend="eager")()
     apart = torch.compiler.disable(quantize)
     compiled = torch.compile(lambda x: apart(x) + 1, backend="eager")
     assert torch.equal(compiled(x), quantize(x) + 1)
