@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU that is not there, for tests of what comes before a launch."""
+"""Which tests run, and a GPU that is not there, for tests of what comes before a launch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,22 @@ from cumla.core import arrays, workspace
 from cumla.launch import device as launch_device
 from cumla.launch import module as launch_module
 from tests.fake_cuda import FakeCuPy, FakeDriver
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("cumla").addoption(
+        "--exhaustive",
+        action="store_true",
+        help="run the tests marked exhaustive, too: with each change of a kernel and before a "
+        "benchmark is recorded",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("exhaustive"):
+        for item in items:
+            if item.get_closest_marker("exhaustive"):
+                item.add_marker(pytest.mark.skip(reason="needs --exhaustive"))
 
 
 @pytest.fixture

@@ -28,7 +28,11 @@ from cumla.mla.checks import Arguments
 from tests.gpu.tools import record
 from tests.gpu.tools.parts import PART
 
-each_kernel = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.entry)
+each_struct = pytest.mark.parametrize(
+    "spec",
+    {(spec.stem, spec.params): spec for spec in all_specs()}.values(),
+    ids=lambda spec: f"{spec.stem}-{spec.params}",
+)
 
 
 def layout_of(spec: KernelSpec) -> struct.Struct:
@@ -45,14 +49,6 @@ def compile_checks(spec: KernelSpec, checks: dict[str, int], *before: str) -> No
     module._compile(spec, "\n".join([whole, *before, *lines, ""]), module.OPTIONS)
 
 
-@each_kernel
-def test_params_are_as_large_as_packed(spec: KernelSpec, nvrtc: None) -> None:
-    size = layout_of(spec).size
-    compile_checks(spec, {f"sizeof({spec.params})": size})
-    with pytest.raises(CompilationError, match="differs"):
-        compile_checks(spec, {f"sizeof({spec.params})": size + 8})
-
-
 def count_of(text: str, member: str) -> int:
     """How many values a member holds: an array's bound is a number, or a constant of the text."""
     array = re.search(r"\[(\w+)\]", member)
@@ -67,11 +63,12 @@ def members_of(text: str, name: str, prefix: str = "") -> dict[str, str]:
     body = re.search(rf"struct (?:alignas\(\d+\) )?{name} {{\n(.*?)\n}};", text, re.DOTALL)
     assert body is not None, name
     members: dict[str, str] = {}
-    for declaration in re.sub("//.*", "", body[1]).split(";")[:-1]:
+    values = re.sub("//.*", "", body[1]).partition("__device__")[0]  # functions come after them
+    for declaration in values.split(";")[:-1]:
         kind, *rest = re.findall(r"\w+(?:\[\w+\])?", declaration.replace("const ", ""))
         if "*" in declaration or kind in ("i64", "u64"):
             letter = "q"
-        elif kind in ("int", "u32"):
+        elif kind in ("int", "u32") or re.search(rf"enum {kind} : (?:int|u32) ", text):
             letter = "i"
         else:
             letter = {"float": "f", "TensorMap": "s"}.get(kind, "")
@@ -101,34 +98,23 @@ def packed_in(layout: struct.Struct) -> list[tuple[str, int]]:
     return values
 
 
-packing_kernels = pytest.mark.parametrize(
-    "spec",
-    [spec for spec in all_specs() if spec.stem.startswith(("mla_", "mqa_", "paged_"))],
-    ids=lambda spec: spec.entry,
-)
+@each_struct
+def test_params_are_packed_as_the_kernel_reads_them(spec: KernelSpec, nvrtc: None) -> None:
+    """To the byte, as the compiler places the members (NVRTC has offsetof under this name only).
 
-
-@packing_kernels
-def test_params_are_packed_in_the_kernels_order(spec: KernelSpec) -> None:
-    """Their size alone does not tell: padding at the end hides a member of another size."""
+    Their size alone does not tell: padding at the end hides a member of another size.
+    """
     text, _, _ = translation_unit(spec).partition('extern "C"')
-    letters = [letter for letter, _ in packed_in(layout_of(spec))]
-    assert letters == [*members_of(text, spec.params).values()]
-
-
-@packing_kernels
-def test_params_lie_where_the_kernel_reads_them(spec: KernelSpec, nvrtc: None) -> None:
-    """To the byte, as the compiler places the members (NVRTC has offsetof under this name only)."""
-    text, _, _ = translation_unit(spec).partition('extern "C"')
-    places = [offset for _, offset in packed_in(layout_of(spec))]
-    checks = {
-        f"__INTADDR__(&(({spec.params}*)0)->{name})": place
-        for name, place in zip(members_of(text, spec.params), places, strict=True)
-    }
+    layout = layout_of(spec)
+    members, packed = members_of(text, spec.params), packed_in(layout)
+    assert [letter for letter, _ in packed] == [*members.values()]
+    checks = {f"sizeof({spec.params})": layout.size}
+    for name, (_, offset) in zip(members, packed, strict=True):
+        checks[f"__INTADDR__(&(({spec.params}*)0)->{name})"] = offset
     compile_checks(spec, checks)
-    last = [*checks][-1]
-    with pytest.raises(CompilationError, match="differs"):
-        compile_checks(spec, checks | {last: checks[last] + 4})
+    for what in (next(iter(checks)), next(reversed(checks))):
+        with pytest.raises(CompilationError, match="differs"):
+            compile_checks(spec, {what: checks[what] + 8})
 
 
 def strided(ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> ArrayView:
