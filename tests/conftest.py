@@ -4,8 +4,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # or each worker's BLAS takes all cores, and spins on them
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
 
 import numpy as np
 import pytest

@@ -14,7 +14,7 @@ import cumla
 from cumla.cli.demo.backends import Backend
 from cumla.cli.demo.cache import BF16, PagedCache
 from cumla.cli.demo.check import verdict, worst_error
-from cumla.cli.demo.layer import SOFTMAX_SCALE, MLALayer
+from cumla.cli.demo.layer import MLALayer
 from cumla.cli.demo.text import Request
 from cumla.cli.progress import ProgressBar
 
@@ -56,7 +56,8 @@ def decode_step(layer: MLALayer, cache: PagedCache, requests: list[Request], num
         cache.write(i, int(positions[i]), row[None])
     q_nope, q_rope = layer.queries(tokens, positions)
     lengths = positions + np.int32(1)
-    attended, kernel_seconds = attend_cached(cache, layer.absorb(q_nope, q_rope), lengths)
+    queries = layer.absorb(q_nope, q_rope)
+    attended, kernel_seconds = attend_cached(cache, queries, lengths, layer.softmax_scale)
     out = layer.unabsorb(attended)
     seconds = time.perf_counter() - start
 
@@ -68,13 +69,15 @@ def decode_step(layer: MLALayer, cache: PagedCache, requests: list[Request], num
     return Step(len(requests), seconds, kernel_seconds, error)
 
 
-def attend_cached(cache: PagedCache, queries: Array, lengths: Array) -> tuple[Array, float]:
-    """Run `cumla.mla_decode` on absorbed queries (tokens, 16, 576); the result in float32."""
+def attend_cached(
+    cache: PagedCache, queries: Array, lengths: Array, softmax_scale: float
+) -> tuple[Array, float]:
+    """Run `cumla.mla_decode` on absorbed queries (tokens, heads, 576); the result in float32."""
     backend = cache.backend
     q, seqlens = backend.put(queries[:, None].astype(BF16)), backend.put(lengths)
     result, seconds = backend.timed(
         lambda: cumla.mla_decode(
-            q, cache.pages, cache.block_table, seqlens, softmax_scale=SOFTMAX_SCALE
+            q, cache.pages, cache.block_table, seqlens, softmax_scale=softmax_scale
         )
     )
     return backend.fetch(result.out)[:, 0].astype(np.float32), seconds

@@ -21,7 +21,7 @@ import cumla
 from cumla.cli.demo.backends import Backend
 from cumla.cli.demo.cache import BF16, PagedCache
 from cumla.cli.demo.check import verdict, worst_error
-from cumla.cli.demo.layer import HEADS, LATENT_DIM, ROPE_DIM, SOFTMAX_SCALE, MLALayer
+from cumla.cli.demo.layer import LATENT_DIM, ROPE_DIM, MLALayer
 from cumla.cli.demo.text import Request
 
 Array = NDArray[Any]
@@ -89,7 +89,7 @@ class Inputs(NamedTuple):
     Attributes
     ----------
     rows, q : array
-        ``(STEP_TOKENS, 576)`` and ``(STEP_TOKENS, 16, 576)`` bfloat16.
+        ``(STEP_TOKENS, 576)`` and ``(STEP_TOKENS, heads, 576)`` bfloat16.
     batch_indices, positions : array
         ``(STEP_TOKENS,)`` int32: whose tokens these are, and where in their request.
     qo_indptr, kv_lens : array
@@ -151,14 +151,14 @@ class Server:
         columns = LATENT_DIM + ROPE_DIM
         nothing = Inputs.on_host(
             np.empty((0, columns)),
-            np.empty((0, HEADS, columns)),
+            np.empty((0, layer.heads, columns)),
             np.empty(0),
             np.zeros_like(self._lengths),
             self._lengths,
         )
         self._inputs = Inputs(*map(backend.put, nothing))
-        self._out = backend.put(np.full((STEP_TOKENS, HEADS, LATENT_DIM), np.nan, BF16))
-        self._lse = backend.put(np.full((STEP_TOKENS, HEADS), np.nan, np.float32))
+        self._out = backend.put(np.full((STEP_TOKENS, layer.heads, LATENT_DIM), np.nan, BF16))
+        self._lse = backend.put(np.full((STEP_TOKENS, layer.heads), np.nan, np.float32))
         self._plan = cumla.MLAAttentionPlan.from_arrays(
             self._inputs.q, self._cache.pages, self._inputs.qo_indptr
         )
@@ -221,7 +221,7 @@ class Server:
             qo_indptr=inputs.qo_indptr,
             kv_lens=inputs.kv_lens,
             block_table=cache.block_table,
-            softmax_scale=SOFTMAX_SCALE,
+            softmax_scale=self._layer.softmax_scale,
             out=self._out,
             lse=self._lse,
             plan=self._plan,
