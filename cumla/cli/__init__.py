@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         code = int(args.func(args))
-        sys.stdout.flush()
+        print(end="", flush=True)  # which, unlike sys.stdout, is there if stdout was closed
         return code
     except CumlaError as error:
         print(f"cumla {args.command}: {error}", file=sys.stderr)
