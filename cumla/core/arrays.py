@@ -861,3 +861,14 @@ def from_numpy(framework: str, array: np.ndarray[Any, Any]) -> object:
     """
     owners: dict[str, Callable[[], _Framework]] = {"torch": _torch, "jax": _jax}
     return array if framework == "numpy" else owners[framework]().from_numpy(array)
+
+
+def parts(name: str, value: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Name an array, or the arrays of a tuple or list: name[0], name[1] ..."""
+    if not isinstance(value, (tuple, list)):
+        return {name: value}
+    return {f"{name}[{i}]": part for i, part in enumerate(value)}
+
+
+def refuse_overlap(outputs: dict[str, ArrayView], inputs: dict[str, ArrayView]) -> None:
+    """Stand in."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cumla.launch.kernel import PreparedLaunch
-from cumla.launch.mla.mla_decode import prepare_decode, ragged_spec
-from cumla.launch.mla.mla_decode_fp8 import prepare_decode_fp8
+from cumla.launch.kernel import Launch
+from cumla.launch.mla.mla_decode import decode_launch, ragged_spec
+from cumla.launch.mla.mla_decode_fp8 import decode_fp8_launch
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.mla_schedule import FIXED_COST, MIN_BLOCKS, MIN_SHARE, piece_cost
 from cumla.launch.split.plan import (
@@ -30,16 +30,15 @@ from cumla.launch.split.plan import (
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.module import LoadedKernel
-    from cumla.mla.checks import Arguments
+    from cumla.launch.mla.mla_decode import DecodeArguments
 
 __all__ = [
     "SPECS",
     "MLAAttentionKey",
     "TileSchedule",
+    "attention_launch",
+    "attention_schedule_launch",
     "attention_spec",
-    "prepare_attention",
-    "prepare_attention_schedule",
     "schedule",
 ]
 
@@ -141,21 +140,17 @@ def attention_spec(key: MLAAttentionKey, form: str | None = None) -> KernelSpec:
 _PARAMS = struct.Struct("<QqQqQqQQQ12i")
 
 
-def prepare_attention_schedule(
-    kernel: LoadedKernel,
+def attention_schedule_launch(
     key: MLAAttentionKey,
     buffer: int,
     qo_indptr: ArrayView,
     kv_lens: ArrayView,
     kv_indptr: ArrayView | None,
-    stream: int,
-) -> PreparedLaunch:
-    """Prepare to compute the schedule for these lengths into the plan's buffer.
+) -> Launch:
+    """Describe how to compute the schedule for these lengths into the plan's buffer.
 
     Parameters
     ----------
-    kernel : LoadedKernel
-        Of SPECS.
     key : MLAAttentionKey
         The plan's shape.
     buffer : int
@@ -164,13 +159,10 @@ def prepare_attention_schedule(
         ``(batch + 1,)`` and ``(batch,)`` int32.
     kv_indptr : ArrayView or None
         ``(batch + 1,)`` int32 where pages come as a list, None where as a block table.
-    stream : int
-        CUstream handle.
 
     Returns
     -------
-    PreparedLaunch
-        To be called.
+    Launch
     """
     layout = key.layout
     values = (
@@ -196,26 +188,20 @@ def prepare_attention_schedule(
         MIN_BLOCKS,
         MIN_SHARE,
     )
-    return PreparedLaunch(kernel, (1, 1, 1), _PARAMS, values, stream)
+    return Launch(SPECS[0], (1, 1, 1), _PARAMS, values)
 
 
-def prepare_attention(
-    kernel: LoadedKernel,
+def attention_launch(
     key: MLAAttentionKey,
     buffer: int,
-    arguments: Arguments,
+    arguments: DecodeArguments,
     out: ArrayView,
     lse: ArrayView,
-    softmax_scale: float,
-    stream: int,
-) -> PreparedLaunch:
-    """Prepare to attend to the blocks of every part; split tiles go to the plan's buffer.
+) -> Launch:
+    """Describe how to attend to the blocks of every part; split tiles go to the plan's buffer.
 
     Parameters
     ----------
-    kernel : LoadedKernel
-        Of :func:`attention_spec`, for the form of these arrays, or of
-        :func:`cumla.launch.mla.mla_decode_fp8.fp8_spec`.
     key : MLAAttentionKey
         The plan's shape.
     buffer : int
@@ -225,15 +211,10 @@ def prepare_attention(
         max_pages)`` or the list of pages ``(pages,)``.
     out, lse : ArrayView
         ``(total_tokens, num_heads, 512)`` and ``(total_tokens, num_heads)``.
-    softmax_scale : float
-        Factor of the scores.
-    stream : int
-        CUstream handle.
 
     Returns
     -------
-    PreparedLaunch
-        To be called.
+    Launch
     """
     pages = arguments.block_table
     if len(pages.shape) == 1:  # a row of a table whose rows are a page apart
@@ -243,10 +224,8 @@ def prepare_attention(
     )
     tokens, heads = lse.shape
     per_head = lse._replace(shape=(1, heads, tokens), strides=(0, *lse.strides[::-1]))
-    prepare = prepare_decode if key.cache == "same" else prepare_decode_fp8
-    return prepare(
-        kernel, key, buffer, one_request, _with_batch(out), per_head, softmax_scale, stream
-    )
+    describe = decode_launch if key.cache == "same" else decode_fp8_launch
+    return describe(key, buffer, one_request, _with_batch(out), per_head)
 
 
 def _with_batch(view: ArrayView) -> ArrayView:
@@ -282,7 +261,7 @@ def schedule(
     Parameters
     ----------
     qo_indptr, kv_lens, kv_indptr : numpy.ndarray
-        As of :func:`prepare_attention_schedule`.
+        As of :func:`attention_schedule_launch`.
     key : MLAAttentionKey
         The plan's shape.
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import struct
 from itertools import product
 from math import e, log2
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import (
@@ -19,27 +19,60 @@ from cumla.launch.split.plan import (
     VARIANTS,
     page_form,
 )
-from cumla.launch.tensor_map import paged_kv_map
+from cumla.launch.tensor_map import TensorMap, paged_kv_map
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.mla.mla_attention import MLAAttentionKey
-    from cumla.launch.module import LoadedKernel
     from cumla.launch.split.plan import MLADecodeKey
-    from cumla.mla.checks import Arguments
 
 __all__ = [
     "NO_MAP",
     "PARAMS_FORMAT",
     "SPECS",
+    "DecodeArguments",
+    "decode_launch",
     "decode_spec",
     "decode_specs",
     "decode_values",
     "form_of",
     "form_specs",
-    "prepare_decode",
     "ragged_spec",
 ]
+
+
+class DecodeArguments(NamedTuple):
+    """Checked views of one call: latent and RoPE columns apart, those of the cache with heads.
+
+    Attributes
+    ----------
+    q, q_rope : ArrayView
+        ``(batch, q_len, num_heads, 512)`` and 64; of ragged queries without the first axis.
+    kv_cache, kv_rope : ArrayView
+        ``(num_pages, page_size, num_kv_heads, 512)`` and 64, of the query's dtype or of
+        float8_e4m3fn; beside e4m3 latent columns the RoPE ones may be of the query's dtype.
+    block_table : ArrayView
+        ``(batch, max_pages)`` int32; of ragged queries maybe a list of pages, ``(pages,)``.
+    kv_scales : ArrayView or None
+        ``(num_pages, page_size, num_kv_heads, 4)`` float32: factors of 128 latent columns each.
+    kv_scale : ArrayView or float
+        Factor of all other e4m3 columns.
+    softmax_scale : float
+        Factor of the scores.
+    causal : bool
+        Bottom-right causal mask.
+    """
+
+    q: ArrayView
+    q_rope: ArrayView
+    kv_cache: ArrayView
+    kv_rope: ArrayView
+    block_table: ArrayView
+    kv_scales: ArrayView | None
+    kv_scale: ArrayView | float
+    softmax_scale: float
+    causal: bool
+
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
@@ -100,7 +133,7 @@ def ragged_spec(dtype: str, form: str) -> KernelSpec:
     return _RAGGED_SPECS[dtype, form]
 
 
-def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) -> str:
+def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: DecodeArguments) -> str:
     """Tell in which form a cache's pages come: whole ones need all columns in one array.
 
     Parameters
@@ -119,6 +152,13 @@ def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) -> str:
     return "boxes" if key.form == "pages" and apart else key.form
 
 
+def _spec_of(key: MLADecodeKey | MLAAttentionKey, form: str) -> KernelSpec:
+    """Look up the kernel of a shape, of either operation, for caches of a form."""
+    if isinstance(key, MLADecodeKey):
+        return decode_spec(key, form)
+    return ragged_spec(key.dtype, form)
+
+
 def _rope_is_apart(latent: ArrayView, rope: ArrayView) -> bool:
     """Tell whether a row's RoPE columns are elsewhere than behind its latent ones."""
     return rope.ptr != latent.ptr + VALUE_DIM * 2 or rope.strides[:3] != latent.strides[:3]
@@ -130,22 +170,17 @@ NO_MAP = bytes(128)  # where nothing comes by one
 _LOG2_E = log2(e)
 
 
-def prepare_decode(
-    kernel: LoadedKernel,
+def decode_launch(
     key: MLADecodeKey | MLAAttentionKey,
     buffer: int,
-    arguments: Arguments,
+    arguments: DecodeArguments,
     out: ArrayView,
     lse: ArrayView,
-    softmax_scale: float,
-    stream: int,
-) -> PreparedLaunch:
-    """Prepare to attend to the blocks of every part; split requests go to the plan's buffer.
+) -> Launch:
+    """Describe how to attend to the blocks of every part; split requests go to the plan's buffer.
 
     Parameters
     ----------
-    kernel : LoadedKernel
-        Of :func:`decode_spec`, for the form of these arrays.
     key : MLADecodeKey
         The plan's shape.
     buffer : int
@@ -154,31 +189,26 @@ def prepare_decode(
         Checked.
     out, lse : ArrayView
         As :func:`cumla.mla_decode` describes them.
-    softmax_scale : float
-        Factor of the scores.
-    stream : int
-        CUstream handle.
 
     Returns
     -------
-    PreparedLaunch
-        To be called.
+    Launch
     """
-    maps = _maps(key, form_of(key, arguments), arguments.kv_cache, arguments.kv_rope)
-    values = (*maps, *decode_values(key, buffer, arguments, out, lse, softmax_scale))
+    form = form_of(key, arguments)
+    maps = _maps(key, form, arguments.kv_cache, arguments.kv_rope)
+    values = (*maps, *decode_values(key, buffer, arguments, out, lse))
     grid = key.row_tiles, key.parts, key.num_kv_heads
-    return PreparedLaunch(kernel, grid, _PARAMS, values, stream)
+    return Launch(_spec_of(key, form), grid, _PARAMS, values)
 
 
 def decode_values(
     key: MLADecodeKey | MLAAttentionKey,
     buffer: int,
-    arguments: Arguments,
+    arguments: DecodeArguments,
     out: ArrayView,
     lse: ArrayView,
-    softmax_scale: float,
 ) -> tuple[Any, ...]:
-    """List what the kernel is told behind the tensor maps; parameters as for prepare_decode.
+    """List what the kernel is told behind the tensor maps; parameters as for decode_launch.
 
     Returns
     -------
@@ -216,7 +246,7 @@ def decode_values(
         key.may_wait,
         key.causal,
         out.dtype == "float32",
-        softmax_scale * _LOG2_E,
+        arguments.softmax_scale * _LOG2_E,
         *divisor_of(key.heads_per_group),
         *divisor_of(key.page_size),
         *divisor_of(key.num_heads),
@@ -227,7 +257,7 @@ def decode_values(
 
 def _maps(
     key: MLADecodeKey | MLAAttentionKey, form: str, latent: ArrayView, rope: ArrayView
-) -> tuple[bytes, bytes, bytes]:
+) -> tuple[TensorMap | bytes, ...]:
     """Describe the cache to the copy engine: whole pages by one map of all columns.
 
     The third map is of rows that L2 fetches ahead.
@@ -236,7 +266,7 @@ def _maps(
         return NO_MAP, NO_MAP, NO_MAP
     apart = _rope_is_apart(latent, rope)
     rows = latent if apart else latent._replace(shape=(*latent.shape[:3], HEAD_DIM))
-    wide = NO_MAP
+    wide: TensorMap | bytes = NO_MAP
     if key.fetches_ahead:
         words = rows._replace(shape=(*rows.shape[:3], rows.shape[3] // 4))
         wide = _map(words, "uint64", key.wide_rows)
@@ -245,19 +275,6 @@ def _maps(
     return _map(latent, key.dtype, key.box_rows), _map(rope, key.dtype, key.box_rows), wide
 
 
-def _map(cache: ArrayView, dtype: str, rows: int) -> bytes:
+def _map(cache: ArrayView, dtype: str, rows: int) -> TensorMap:
     """Describe columns of the cache to the copy engine, which brings boxes of so many rows."""
-    num_pages, page_size, num_kv_heads, columns = cache.shape
-    page_stride, row_stride, head_stride, _ = cache.strides
-    return paged_kv_map(
-        cache.ptr,
-        dtype,
-        num_pages,
-        page_size,
-        num_kv_heads,
-        columns,
-        page_stride,
-        row_stride,
-        head_stride,
-        rows,
-    )
+    return paged_kv_map(cache.ptr, dtype, cache.shape, cache.strides, rows)

@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An operation as data and pure functions, and the one way to run it.
+
+Everything of an :class:`Operation` but :func:`run` is pure and needs no GPU: checked arguments,
+shapes of outputs, bytes of workspace and launches follow from views and options. The public
+functions, plans and bindings are callers of the same recipe.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+from cumla.core.arguments import check_output
+from cumla.core.arrays import (
+    from_numpy,
+    glance,
+    open_call,
+    refuse_overlap,
+    reopen_call,
+    to_numpy,
+)
+from cumla.core.check_mode import check_mode, copy_to_host, may_look
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+    import numpy as np
+
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import ArrayView, Call
+
+__all__ = [
+    "Launchable",
+    "Operation",
+    "Output",
+    "Ready",
+    "Scheduled",
+    "allocated",
+    "checked_outputs",
+    "handed_out",
+    "integers_of",
+    "parts_on_host",
+    "prepared",
+    "run",
+    "run_on_cpu",
+]
+
+_FP8 = "float8_e4m3fn"
+_MOST_READY = 1024
+_MOST_PLACES = 16  # of outputs and workspaces, that launches of the same arrays are kept for
+
+A = TypeVar("A")
+K = TypeVar("K")
+
+
+class Launchable(Protocol):
+    """A launch as data, as `cumla.launch.kernel.Launch`."""
+
+    def on(self, device: int, stream: int, capturing: Callable[[], bool]) -> Callable[[], None]:
+        """Load the kernel and pack its parameters; what comes back launches when it is called."""
+
+
+class Output(NamedTuple):
+    """An array that an operation returns.
+
+    Attributes
+    ----------
+    name : str
+        Of the argument that takes the caller's array.
+    shape : tuple of int
+        Its shape.
+    dtypes : tuple of str
+        Of the array where none is given, then others that a given one may have.
+    lies : str
+        How a given one may lie, as in `cumla.core.arguments.Array`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    lies: str = "rows"
+
+
+class Ready(dict["Hashable", Any]):
+    """What was checked and packed for some arrays, by these as they were seen and the options.
+
+    It need not be done again for the same ones: launches hold addresses, shapes and strides, and no
+    array.
+    """
+
+    def keep(self, key: Hashable, value: Any) -> None:
+        """Keep a value; where there are too many, the others are forgotten."""
+        if len(self) >= _MOST_READY:
+            self.clear()
+        self[key] = value
+
+
+class Operation(ABC, Generic[A, K]):
+    """One public operation. `A` are its checked arguments, `K` is the shape that it is planned for.
+
+    Stateless but for what it remembers of the last calls.
+
+    Attributes
+    ----------
+    integers : tuple of str
+        Arrays whose values kernels take on trust, and the check mode looks at.
+    """
+
+    integers: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self.ready = Ready()
+
+    @abstractmethod
+    def arguments(self, views: Views, options: Any) -> A:
+        """Check views and options against each other; all errors but those of outputs."""
+
+    def outputs(self, arguments: A) -> tuple[Output, ...]:
+        """Tell what comes back; nothing for an operation that writes in place."""
+        return ()
+
+    def key(self, arguments: A, device: int) -> K:
+        """Tell the shape to plan for, on a GPU; raises where the GPU cannot run the kernels."""
+        raise NotImplementedError
+
+    def workspace_bytes(self, key: K) -> int:
+        """Tell how many bytes of memory the launches share."""
+        return 0
+
+    @abstractmethod
+    def recipe(
+        self, key: K, arguments: A, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        """Describe the launches, in their order; none where there is nothing to do.
+
+        Parameters
+        ----------
+        key : K
+            Of the call.
+        arguments : A
+            Checked.
+        outs : sequence of ArrayView
+            As :meth:`outputs` lists them.
+        buffer : int
+            Address of the workspace; 0 if there is none.
+        """
+
+    def check_overlap(self, views: Views, written: Sequence[str]) -> None:
+        """Refuse memory that is written to and is that of another array as well."""
+        given = {name: view for name, view in views.items() if view is not None}
+        outs = {name: given.pop(name) for name in written if name in given}
+        if outs:
+            refuse_overlap(outs, given)
+
+    def check_values(self, host: Mapping[str, np.ndarray[Any, Any]], arguments: A) -> None:
+        """Check mode: raise for the first value out of range, of the arrays in `integers`."""
+
+    @abstractmethod
+    def reference(
+        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: A
+    ) -> Sequence[np.ndarray[Any, Any]]:
+        """Compute on the CPU, into the outputs that are among the arrays; return all outputs."""
+
+
+class _Known(NamedTuple):
+    """A call whose arrays and options were found in order."""
+
+    arguments: Any
+    device: int | None
+    key: Any
+    integers: dict[str, ArrayView]
+    outputs: tuple[Output, ...]
+    given: tuple[ArrayView | None, ...]  # of these
+    nbytes: int
+    launches: dict[Hashable, list[Callable[[], None]]]
+
+
+def run(
+    operation: Operation[Any, Any],
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    options: Hashable,
+    stream: Any = None,
+) -> tuple[Any, ...]:
+    """Run an operation: look at the arrays, check, allocate, launch.
+
+    Parameters
+    ----------
+    operation : Operation
+    inputs : mapping
+        Arrays by name; the first one decides about framework and stream.
+    outputs : mapping
+        Arrays to write to by name, None where the caller gave none: those that the operation
+        returns, in their order, and others that are written in place.
+    options : hashable
+        All that is no array.
+    stream : optional
+        As in `cumla.core.arrays.open_call`.
+
+    Returns
+    -------
+    tuple of array
+        The operation's outputs, in the caller's framework.
+    """
+    given = {name: array for name, array in outputs.items() if array is not None}
+    looks = check_mode()
+    seen = None if looks else glance((*inputs.values(), *given.values()))
+    identity = (seen, *inputs, *given, options)
+    known = None if seen is None else operation.ready.get(identity)
+    if known is None:
+        call = open_call(tuple(inputs.items()), tuple(outputs.items()), stream=stream)
+        if seen is None:
+            identity = (call.views, *inputs, *given, options)
+            known = None if looks else operation.ready.get(identity)
+        if known is None:
+            known = _check(operation, call, inputs, outputs, options)
+            operation.ready.keep(identity, known)
+    else:
+        call = reopen_call(next(iter(inputs.values())), known.device, stream)
+    if known.device is None:
+        return run_on_cpu(operation, call, known.arguments, dict(inputs), outputs)
+    with call:
+        if looks and may_look(call):
+            host = {n: copy_to_host(v, call.stream) for n, v in known.integers.items()}
+            operation.check_values(host, known.arguments)
+        return _launch(call, operation, known, outputs)
+
+
+def _check(
+    operation: Operation[Any, Any],
+    call: Call,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    options: Hashable,
+) -> _Known:
+    """Check a call that has not been seen before."""
+    views = dict(zip((*inputs, *outputs), call.views, strict=True))
+    arguments = operation.arguments(views, options)
+    returned = operation.outputs(arguments)
+    given = checked_outputs(operation, returned, views, tuple(outputs))
+    integers = integers_of(operation, views)
+    if call.device is None:
+        return _Known(arguments, None, None, integers, returned, given, 0, {})
+    key = operation.key(arguments, call.device)
+    nbytes = operation.workspace_bytes(key)
+    return _Known(arguments, call.device, key, integers, returned, given, nbytes, {})
+
+
+def integers_of(operation: Operation[Any, Any], views: Views) -> dict[str, ArrayView]:
+    """Pick what the check mode looks at."""
+    return {n: view for n in operation.integers if (view := views.get(n)) is not None}
+
+
+def checked_outputs(
+    operation: Operation[Any, Any], returned: Sequence[Output], views: Views, written: Sequence[str]
+) -> tuple[ArrayView | None, ...]:
+    """Check the arrays that the caller gave to be written to; views of those that are returned."""
+    for name, shape, dtypes, lies in returned:
+        view = views[name]
+        if view is not None:
+            check_output(name, view, shape, dtypes, lies)
+    operation.check_overlap(views, written)
+    return tuple([views[output.name] for output in returned])
+
+
+def _launch(
+    call: Call, operation: Operation[Any, Any], known: _Known, outputs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Allocate, launch, and hand the outputs out."""
+    arrays, outs = allocated(call, known.outputs, known.given, outputs)
+    buffer = call.workspace(known.nbytes).ptr if known.nbytes else 0
+    at = (call.stream, buffer, *outs)
+    launches = known.launches.get(at)
+    if launches is None:
+        launches = prepared(call, operation.recipe(known.key, known.arguments, outs, buffer))
+        if len(known.launches) >= _MOST_PLACES:
+            known.launches.clear()
+        known.launches[at] = launches
+    for launch in launches:
+        launch()
+    return handed_out(call, arrays, known.outputs, outputs)
+
+
+def prepared(call: Call, recipe: Sequence[Launchable]) -> list[Callable[[], None]]:
+    """Load all kernels of a recipe before the first of them is launched."""
+    assert call.device is not None
+    return [launch.on(call.device, call.stream, lambda: call.capturing) for launch in recipe]
+
+
+def allocated(
+    call: Call,
+    returned: Sequence[Output],
+    given: Sequence[ArrayView | None],
+    outputs: Mapping[str, Any],
+) -> tuple[list[Any], tuple[ArrayView, ...]]:
+    """Take the caller's arrays and allocate those that are not given: arrays, views."""
+    arrays, views = [], []
+    for (name, shape, dtypes, _), known in zip(returned, given, strict=True):
+        array, view = outputs[name], known
+        if view is None:
+            # CuPy has no e4m3 dtype of its own.
+            bits = dtypes[0] == _FP8 and call.framework == "cupy"
+            array, view = call.empty(shape, "uint8" if bits else dtypes[0])
+        arrays.append(array)
+        views.append(view)
+    return arrays, tuple(views)
+
+
+def handed_out(
+    call: Call, arrays: Sequence[Any], returned: Sequence[Output], given: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Give the caller's arrays back, and the new ones in the caller's framework."""
+    return tuple(
+        [
+            call.export(array) if given[output.name] is None else array
+            for array, output in zip(arrays, returned, strict=True)
+        ]
+    )
+
+
+def run_on_cpu(
+    operation: Operation[Any, Any],
+    call: Call,
+    arguments: Any,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+) -> tuple[Any, ...]:
+    """Compute with the reference, of arrays in CPU memory."""
+    arrays = {
+        name: array for name, array in (*inputs.items(), *outputs.items()) if array is not None
+    }
+    host = {name: to_numpy(name, array) for name, array in arrays.items()}
+    if check_mode():
+        operation.check_values(host, arguments)
+    results = operation.reference(host, arguments)
+    return tuple(
+        [
+            from_numpy(call.framework, result)
+            if outputs[output.name] is None
+            else outputs[output.name]
+            for result, output in zip(results, operation.outputs(arguments), strict=True)
+        ]
+    )
+
+
+def parts_on_host(host: Mapping[str, Any], name: str) -> Any:
+    """Return an argument as it came: an array, or a tuple of its parts."""
+    if name in host:
+        return host[name]
+    return tuple(host[part] for i in range(3) if (part := f"{name}[{i}]") in host)
+
+
+class Scheduled(Operation[tuple[Any, Any], K], Generic[A, K]):
+    """An operation in two: a schedule from lengths, and attention, or scores, by the schedule.
+
+    Parameters
+    ----------
+    schedule, attend : Operation
+        Of one key; their arguments are this one's.
+    """
+
+    def __init__(self, schedule: Operation[Any, K], attend: Operation[A, K]) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self.attend = attend
+        self.integers = (*schedule.integers, *attend.integers)
+
+    @abstractmethod
+    def batch(self, attend: A, views: Views) -> Any:
+        """Tell the schedule's options from the other arguments."""
+
+    def arguments(self, views: Views, options: Any) -> tuple[Any, A]:
+        """Check those of both."""
+        attend = self.attend.arguments(views, options)
+        return self.schedule.arguments(views, self.batch(attend, views)), attend
+
+    def outputs(self, arguments: tuple[Any, A]) -> tuple[Output, ...]:
+        """Tell what attention returns."""
+        return self.attend.outputs(arguments[1])
+
+    def workspace_bytes(self, key: K) -> int:
+        """Tell the size of a plan's buffer."""
+        return self.attend.workspace_bytes(key)
+
+    def recipe(
+        self, key: K, arguments: tuple[Any, A], outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        """Describe the schedule, then attention."""
+        attend = self.attend.recipe(key, arguments[1], outs, buffer)
+        return (*self.schedule.recipe(key, arguments[0], (), buffer), *attend) if attend else ()
+
+    def reference(
+        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: tuple[Any, A]
+    ) -> Sequence[np.ndarray[Any, Any]]:
+        """Compute with the lengths that came."""
+        return self.attend.reference(host, arguments[1])
+
+    def check_values(
+        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: tuple[Any, A]
+    ) -> None:
+        """Look at lengths, offsets and page numbers."""
+        self.attend.check_values(host, arguments[1])
