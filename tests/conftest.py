@@ -15,7 +15,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # or each worker's BLAS takes all cores
 import numpy as np
 import pytest
 
-from cumla.core import arrays, workspace
+from cumla.core import arrays, plan
 from cumla.launch import device as launch_device
 from cumla.launch import module as launch_module
 from tests.fake_cuda import FakeCuPy, FakeDriver
@@ -40,10 +40,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     fake = FakeDriver()
-    for module in (arrays, launch_module, workspace):
+    for module in (arrays, launch_module, plan):
         monkeypatch.setattr(module, "driver", lambda: fake)
-    monkeypatch.setattr(workspace, "order_streams", lambda before, after: None)
-    monkeypatch.setattr(workspace, "keep_until_event", lambda *_: None)
+    monkeypatch.setattr(plan, "order_streams", lambda before, after: None)
+    monkeypatch.setattr(plan, "keep_until_event", lambda *_: None)
     monkeypatch.setattr(arrays, "_framework_of_type", {np.ndarray: arrays._NUMPY})
     yield fake
     gc.collect()  # plans of the test, while the fakes are there

@@ -25,7 +25,8 @@ from cumla.cli.progress import ProgressBar
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(40)).encode()
 REAL_DECODE = cumla.mla_decode
-REAL_ATTENTION = cumla.mla_attention
+REAL_UPDATE = cumla.MLAAttentionPlan.update
+REAL_RUN = cumla.MLAAttentionPlan.run
 REAL_APPEND = cumla.append_mla_cache
 
 
@@ -207,9 +208,12 @@ def test_serves_requests_that_decode_beside_chunks_of_prompts(
 ) -> None:
     monkeypatch.setenv("CUMLA_CHECK", check)
     calls = []
-    monkeypatch.setattr(
-        cumla, "mla_attention", lambda *a, **k: (calls.append(k["plan"]), REAL_ATTENTION(*a, **k))
-    )
+
+    def count(plan: Any, *arrays: Any, **options: Any) -> Any:
+        calls.append(plan)
+        return REAL_RUN(plan, *arrays, **options)
+
+    monkeypatch.setattr(cumla.MLAAttentionPlan, "run", count)
     assert run("--file", str(text), "--steps", "3", "--chunked-prefill") == 0
     captured = capsys.readouterr()
     steps = served(captured.out)
@@ -234,41 +238,44 @@ def test_serves_requests_that_decode_beside_chunks_of_prompts(
     assert captured.err == ""
 
 
-def ragged_without_the_newest_token(*arrays: Any, plan: Any, **options: Any) -> Any:
-    return REAL_ATTENTION(*arrays, **options | {"kv_lens": options["kv_lens"] - 1})
+def update_without_the_newest_token(plan: Any, kv_lens: Any, **bounds: Any) -> None:
+    REAL_UPDATE(plan, kv_lens - 1, **bounds)
 
 
-def ragged_without_a_mask(*arrays: Any, plan: Any, **options: Any) -> Any:
-    return REAL_ATTENTION(*arrays, **options, causal=False)
+def run_without_a_mask(plan: Any, *arrays: Any, **options: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "_key", plan._key._replace(causal=False))
+        return REAL_RUN(plan, *arrays, **options)
 
 
-def ragged_with_neighbours_pages(*arrays: Any, **options: Any) -> Any:
-    shifted = np.roll(options["block_table"], 1, axis=0)
-    return REAL_ATTENTION(*arrays, **options | {"block_table": shifted})
+def run_with_neighbours_pages(plan: Any, q: Any, cache: Any, table: Any, **options: Any) -> Any:
+    return REAL_RUN(plan, q, cache, np.roll(table, 1, axis=0), **options)
 
 
-def ragged_with_one_token_a_little_off(*arrays: Any, **options: Any) -> Any:
-    result = REAL_ATTENTION(*arrays, **options)
+def run_with_one_token_a_little_off(plan: Any, *arrays: Any, **options: Any) -> Any:
+    result = REAL_RUN(plan, *arrays, **options)
     result.out[7] *= np.float32(1.05)
     return result
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("method", "wrong"),
     [
-        ragged_without_the_newest_token,
-        ragged_without_a_mask,
-        ragged_with_neighbours_pages,
-        ragged_with_one_token_a_little_off,
+        ("update", update_without_the_newest_token),
+        ("run", run_without_a_mask),
+        ("run", run_with_neighbours_pages),
+        ("run", run_with_one_token_a_little_off),
     ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_serving_fails_when_attention_is_wrong(
+    method: str,
     wrong: Callable[..., Any],
     text: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cumla, "mla_attention", wrong)
+    monkeypatch.setattr(cumla.MLAAttentionPlan, method, wrong)
     assert run("--file", str(text), "--steps", "1", "--chunked-prefill") == 1
     assert "the first is step 1" in capsys.readouterr().out
 
@@ -292,12 +299,11 @@ def test_serving_fails_with_a_schedule_of_the_step_before(
     text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updates = []
-    update = cumla.MLAAttentionPlan.update
 
-    def update_once(plan: Any, *lengths: Any) -> None:
-        updates.append(lengths)
+    def update_once(plan: Any, kv_lens: Any, **bounds: Any) -> None:
+        updates.append(kv_lens)
         if len(updates) == 1:
-            update(plan, *lengths)
+            REAL_UPDATE(plan, kv_lens.copy(), **bounds)
 
     monkeypatch.setattr(cumla.MLAAttentionPlan, "update", update_once)
     assert run("--file", str(text), "--steps", "1", "--chunked-prefill") == 1
@@ -417,12 +423,13 @@ def test_gpu_backend_copies_and_takes_the_time_of_events(
 
     prepared = []
     monkeypatch.setattr(cumla, "mla_decode", decode)
-    monkeypatch.setattr(cumla, "prepare", lambda device, *, dtypes: prepared.append(device))
+    monkeypatch.setattr(cumla.MLADecodePlan, "from_arrays", lambda q, cache: "a plan")
+    monkeypatch.setattr(cumla, "prepare", lambda plan, *, device: prepared.append((plan, device)))
     assert run("--file", str(text), "--steps", "2") == 0
     found = table(capsys.readouterr().out)
     assert found["kernel time"] == "2.500 ms"
     assert found["backend"] == "CUDA kernels on Fake H200"
-    assert prepared == [0]
+    assert prepared == [("a plan", 0)]
 
 
 def test_on_a_gpu_one_graph_serves_all_steps(
@@ -431,21 +438,24 @@ def test_on_a_gpu_one_graph_serves_all_steps(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plans = []
+    plans: list[Any] = []
+    prepared: list[Any] = []
 
-    def make_plan(*arrays: Any) -> Any:
-        plans.append(plan := real_plan(*map(as_host, arrays)))
-        plan.update = streams.enqueue(plan.update)
-        return plan
+    def make_plan(*arrays: Any, qo_indptr: Any) -> Any:
+        plan = real_plan(*map(as_host, arrays), qo_indptr=as_host(qo_indptr))
+        plans.append(
+            SimpleNamespace(update=streams.enqueue(plan.update), run=streams.enqueue(plan.run))
+        )
+        return plans[-1]
 
     real_plan = cumla.MLAAttentionPlan.from_arrays
     monkeypatch.setattr(cumla.MLAAttentionPlan, "from_arrays", make_plan)
     monkeypatch.setattr(cumla, "append_mla_cache", streams.enqueue(REAL_APPEND))
-    monkeypatch.setattr(cumla, "mla_attention", streams.enqueue(REAL_ATTENTION))
-    monkeypatch.setattr(cumla, "prepare", lambda *_, **__: None)
+    monkeypatch.setattr(cumla, "prepare", lambda *given, device: prepared.extend(given))
     assert run("--file", str(text), "--steps", "3", "--chunked-prefill") == 0
     steps = served(output := capsys.readouterr().out)
     assert len(plans) == 1
+    assert prepared == [*plans, cumla.append_mla_cache]  # before the capture
     (graph,) = streams.graphs
     assert len(graph) == 3  # rows, schedule, attention
     assert streams.launches == len(steps) > 5

@@ -7,8 +7,8 @@ prefilled into one paged cache with shuffled pages. Then every step appends the 
 text, attends by weight absorption to the latent rows, and is compared with multi-head attention
 that computes keys and values from the same cache in float32.
 
-With ``--chunked-prefill`` the prompts attend, too, through `cumla.mla_attention`: a step takes one
-token of each request that decodes, and chunks of the prompts of others.
+With ``--chunked-prefill`` the prompts attend, too, through a `cumla.MLAAttentionPlan`: a step takes
+one token of each request that decodes, and chunks of the prompts of others.
 
 The model's products run in NumPy on either backend: CuPy's own kernels and its matrix products need
 CUDA headers and cuBLAS, which cumla does not. On a GPU the cache, the absorbed queries and the

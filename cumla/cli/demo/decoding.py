@@ -37,7 +37,10 @@ def decode(
     cache = PagedCache.shuffled(requests, backend, seed)
     for i, request in enumerate(requests):
         prompt = np.arange(request.prompt)
-        cache.write(i, 0, layer.latent_rows(request.tokens[: request.prompt], prompt))
+        rows = layer.latent_rows(request.tokens[: request.prompt], prompt)
+        cache.write(i, 0, rows)
+    queries = backend.put(np.zeros((len(requests), 1, layer.heads, rows.shape[1]), BF16))
+    backend.prepare(cumla.MLADecodePlan.from_arrays(queries, cache.pages))
     done = []
     with ProgressBar("decoding", steps) as bar:
         for number in range(steps):
@@ -74,10 +77,10 @@ def attend_cached(
 ) -> tuple[Array, float]:
     """Run `cumla.mla_decode` on absorbed queries (tokens, heads, 576); the result in float32."""
     backend = cache.backend
-    q, seqlens = backend.put(queries[:, None].astype(BF16)), backend.put(lengths)
+    q, kv_lens = backend.put(queries[:, None].astype(BF16)), backend.put(lengths)
     result, seconds = backend.timed(
         lambda: cumla.mla_decode(
-            q, cache.pages, cache.block_table, seqlens, softmax_scale=softmax_scale
+            q, cache.pages, cache.block_table, kv_lens, softmax_scale=softmax_scale
         )
     )
     return backend.fetch(result.out)[:, 0].astype(np.float32), seconds
