@@ -9,8 +9,11 @@ functions, plans and bindings are callers of the same recipe.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
+from cumla.core._dlpack import ArrayView, numpy_dtype
 from cumla.core.arguments import check_output
 from cumla.core.arrays import (
     from_numpy,
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from cumla.core.arguments import Views
-    from cumla.core.arrays import ArrayView, Call
+    from cumla.core.arrays import Call
 
 __all__ = [
     "Launchable",
@@ -40,10 +43,12 @@ __all__ = [
     "checked_outputs",
     "handed_out",
     "integers_of",
+    "load_kernels",
     "parts_on_host",
     "prepared",
     "run",
     "run_on_cpu",
+    "unplaced",
 ]
 
 _FP8 = "float8_e4m3fn"
@@ -56,6 +61,9 @@ K = TypeVar("K")
 
 class Launchable(Protocol):
     """A launch as data, as `cumla.launch.kernel.Launch`."""
+
+    def load(self, device: int, capturing: Callable[[], bool]) -> None:
+        """Load the kernel."""
 
     def on(self, device: int, stream: int, capturing: Callable[[], bool]) -> Callable[[], None]:
         """Load the kernel and pack its parameters; what comes back launches when it is called."""
@@ -243,6 +251,7 @@ def _check(
     if call.device is None:
         return _Known(arguments, None, None, integers, returned, given, 0, {})
     key = operation.key(arguments, call.device)
+    load_kernels(call, operation, key, arguments, returned)
     nbytes = operation.workspace_bytes(key)
     return _Known(arguments, call.device, key, integers, returned, given, nbytes, {})
 
@@ -280,6 +289,30 @@ def _launch(
     for launch in launches:
         launch()
     return handed_out(call, arrays, known.outputs, outputs)
+
+
+def load_kernels(
+    call: Call,
+    operation: Operation[Any, Any],
+    key: Any,
+    arguments: Any,
+    returned: Sequence[Output],
+) -> None:
+    """Load all kernels of a recipe before anything is allocated."""
+    device = call.device
+    assert device is not None
+    for launch in operation.recipe(key, arguments, unplaced(returned, device), 0):
+        launch.load(device, lambda: call.capturing)
+
+
+def unplaced(returned: Sequence[Output], device: int) -> tuple[ArrayView, ...]:
+    """Describe new outputs, contiguous, whose place is not known yet."""
+    views = []
+    for _, shape, (dtype, *_), _ in returned:
+        sizes = (numpy_dtype(dtype).itemsize, *shape[:0:-1])
+        strides = tuple(accumulate(sizes, mul))[::-1] if shape else ()
+        views.append(ArrayView(0, shape, strides, dtype, device))
+    return tuple(views)
 
 
 def prepared(call: Call, recipe: Sequence[Launchable]) -> list[Callable[[], None]]:

@@ -35,6 +35,7 @@ from cumla.core.operation import (
     checked_outputs,
     handed_out,
     integers_of,
+    load_kernels,
     prepared,
     run_on_cpu,
 )
@@ -344,7 +345,7 @@ class Plan(ABC, Generic[K]):
                 assert call.device is not None
                 self._load(call.device, lambda: call.capturing)
                 recipe = self._schedule.recipe(self.key, arguments, (), memory.buffer.ptr)
-                (launch,) = prepared(call, recipe)
+                launch = next(iter(prepared(call, recipe)), _nothing)
                 self._updates.keep(identity, launch)
             memory.update(call, launch)
 
@@ -433,6 +434,7 @@ class Plan(ABC, Generic[K]):
                 integers = integers_of(self._attend, views).items()
                 host = {name: copy_to_host(view, call.stream) for name, view in integers}
                 self._attend.check_values({**host, **self._values}, arguments)
+            load_kernels(call, self._attend, self.key, arguments, returned)
             arrays, outs = allocated(call, returned, given, outputs)
             recipe = self._attend.recipe(self.key, arguments, outs, memory.buffer.ptr)
             for launch in prepared(call, recipe):
@@ -457,6 +459,10 @@ def _on_host(call: Call, names: tuple[str, ...]) -> dict[str, np.ndarray[Any, An
     """Copy the views of a call from the GPU, and wait for it."""
     views = cast("tuple[ArrayView, ...]", call.views)
     return {n: copy_to_host(view, call.stream) for n, view in zip(names, views, strict=True)}
+
+
+def _nothing() -> None:
+    """Stand for the schedule of an empty batch."""
 
 
 def _never_updated(lengths: str) -> ValueError:

@@ -91,6 +91,10 @@ class Launch(NamedTuple):
     layout: struct.Struct
     values: tuple[Any, ...]
 
+    def load(self, device: int, capturing: Callable[[], bool]) -> None:
+        """Load the kernel, so that nothing is allocated or launched where it cannot be had."""
+        load(self.spec, device, capturing=capturing)
+
     def on(self, device: int, stream: int, capturing: Callable[[], bool]) -> PreparedLaunch:
         """Load the kernel and pack its parameters, to be launched on a stream of a GPU.
 

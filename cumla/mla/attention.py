@@ -262,7 +262,7 @@ class _Attend(Operation[DecodeArguments, MLAAttentionKey]):
             kv_indptr=host.get("kv_indptr"),
             kv_indices=host.get("kv_indices"),
             softmax_scale=arguments.softmax_scale,
-            kv_scale=factor if isinstance(factor, float) else host["kv_scale"],
+            kv_scale=host.get("kv_scale", None if factor == 1.0 else factor),
             causal=arguments.causal,
             out=host.get("out"),
             lse=host.get("lse"),

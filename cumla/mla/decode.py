@@ -244,7 +244,7 @@ class _Attend(Operation[DecodeArguments, MLADecodeKey]):
             host["block_table"],
             host["kv_lens"],
             softmax_scale=arguments.softmax_scale,
-            kv_scale=factor if isinstance(factor, float) else host["kv_scale"],
+            kv_scale=host.get("kv_scale", None if factor == 1.0 else factor),
             causal=arguments.causal,
             out=host.get("out"),
             lse=host.get("lse"),
