@@ -27,6 +27,7 @@ TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(40)).encode()
 REAL_DECODE = cumla.mla_decode
 REAL_UPDATE = cumla.MLAAttentionPlan.update
 REAL_RUN = cumla.MLAAttentionPlan.run
+REAL_PLAN = cumla.MLAAttentionPlan.from_arrays
 REAL_APPEND = cumla.append_mla_cache
 
 
@@ -242,10 +243,8 @@ def update_without_the_newest_token(plan: Any, kv_lens: Any, **bounds: Any) -> N
     REAL_UPDATE(plan, kv_lens - 1, **bounds)
 
 
-def run_without_a_mask(plan: Any, *arrays: Any, **options: Any) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "_key", plan._key._replace(causal=False))
-        return REAL_RUN(plan, *arrays, **options)
+def plan_without_a_mask(*arrays: Any, **bounds: Any) -> Any:
+    return REAL_PLAN(*arrays, **bounds, causal=False)
 
 
 def run_with_neighbours_pages(plan: Any, q: Any, cache: Any, table: Any, **options: Any) -> Any:
@@ -262,7 +261,7 @@ def run_with_one_token_a_little_off(plan: Any, *arrays: Any, **options: Any) -> 
     ("method", "wrong"),
     [
         ("update", update_without_the_newest_token),
-        ("run", run_without_a_mask),
+        ("from_arrays", plan_without_a_mask),
         ("run", run_with_neighbours_pages),
         ("run", run_with_one_token_a_little_off),
     ],
@@ -442,13 +441,12 @@ def test_on_a_gpu_one_graph_serves_all_steps(
     prepared: list[Any] = []
 
     def make_plan(*arrays: Any, qo_indptr: Any) -> Any:
-        plan = real_plan(*map(as_host, arrays), qo_indptr=as_host(qo_indptr))
+        plan = REAL_PLAN(*map(as_host, arrays), qo_indptr=as_host(qo_indptr))
         plans.append(
             SimpleNamespace(update=streams.enqueue(plan.update), run=streams.enqueue(plan.run))
         )
         return plans[-1]
 
-    real_plan = cumla.MLAAttentionPlan.from_arrays
     monkeypatch.setattr(cumla.MLAAttentionPlan, "from_arrays", make_plan)
     monkeypatch.setattr(cumla, "append_mla_cache", streams.enqueue(REAL_APPEND))
     monkeypatch.setattr(cumla, "prepare", lambda *given, device: prepared.extend(given))
