@@ -89,7 +89,7 @@ class MLALayer:
     @property
     def heads(self) -> int:
         """Query heads."""
-        return self.w_uk.shape[0]
+        return int(self.w_uk.shape[0])
 
     @property
     def softmax_scale(self) -> float:
