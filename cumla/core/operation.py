@@ -34,23 +34,26 @@ if TYPE_CHECKING:
     from cumla.core.arrays import Call
 
 __all__ = [
+    "WORKSPACE",
+    "Address",
     "Launchable",
     "Operation",
     "Output",
     "Ready",
     "Scheduled",
+    "Template",
     "allocated",
     "checked_outputs",
     "handed_out",
     "integers_of",
-    "load_kernels",
     "parts_on_host",
-    "prepared",
     "run",
     "run_on_cpu",
+    "templates",
     "unplaced",
 ]
 
+WORKSPACE = "workspace"  # name of the memory that the launches of a call share
 _FP8 = "float8_e4m3fn"
 _MOST_READY = 1024
 _MOST_PLACES = 16  # of outputs and workspaces, that launches of the same arrays are kept for
@@ -59,14 +62,45 @@ A = TypeVar("A")
 K = TypeVar("K")
 
 
+class Address(int):
+    """Where an argument lies, as a number that knows which argument it is of.
+
+    Views that carry such numbers give a recipe whose launches can be patched for other addresses.
+
+    Attributes
+    ----------
+    argument : str
+        Name of the argument.
+    addend : int
+        Bytes from where the argument begins.
+    """
+
+    argument: str
+    addend: int
+
+    @classmethod
+    def of(cls, argument: str, value: int, addend: int = 0) -> Address:
+        """Name the place `value`, which lies `addend` bytes into an argument."""
+        address = cls(value)
+        address.argument, address.addend = argument, addend
+        return address
+
+    def __add__(self, other: int) -> Address:
+        return Address.of(self.argument, int(self) + other, self.addend + other)
+
+
+class Template(Protocol):
+    """A launch whose kernel is loaded, as `cumla.launch.kernel.Template`."""
+
+    def at(self, addresses: Mapping[str, int], stream: int) -> Callable[[], None]:
+        """Put addresses into the parameters; what comes back launches when it is called."""
+
+
 class Launchable(Protocol):
     """A launch as data, as `cumla.launch.kernel.Launch`."""
 
-    def load(self, device: int, capturing: Callable[[], bool]) -> None:
-        """Load the kernel."""
-
-    def on(self, device: int, stream: int, capturing: Callable[[], bool]) -> Callable[[], None]:
-        """Load the kernel and pack its parameters; what comes back launches when it is called."""
+    def template(self, device: int, capturing: Callable[[], bool]) -> Template:
+        """Load the kernel and pack its parameters."""
 
 
 class Output(NamedTuple):
@@ -181,6 +215,7 @@ class _Known(NamedTuple):
     outputs: tuple[Output, ...]
     given: tuple[ArrayView | None, ...]  # of these
     nbytes: int
+    templates: tuple[Template, ...]
     launches: dict[Hashable, list[Callable[[], None]]]
 
 
@@ -232,7 +267,7 @@ def run(
         if looks and may_look(call):
             host = {n: copy_to_host(v, call.stream) for n, v in known.integers.items()}
             operation.check_values(host, known.arguments)
-        return _launch(call, operation, known, outputs)
+        return _launch(call, known, outputs)
 
 
 def _check(
@@ -249,11 +284,12 @@ def _check(
     given = checked_outputs(operation, returned, views, tuple(outputs))
     integers = integers_of(operation, views)
     if call.device is None:
-        return _Known(arguments, None, None, integers, returned, given, 0, {})
+        return _Known(arguments, None, None, integers, returned, given, 0, (), {})
     key = operation.key(arguments, call.device)
-    load_kernels(call, operation, key, arguments, returned)
     nbytes = operation.workspace_bytes(key)
-    return _Known(arguments, call.device, key, integers, returned, given, nbytes, {})
+    buffer = Address.of(WORKSPACE, 0) if nbytes else 0
+    parts = templates(call, operation, key, arguments, returned, given, buffer)
+    return _Known(arguments, call.device, key, integers, returned, given, nbytes, parts, {})
 
 
 def integers_of(operation: Operation[Any, Any], views: Views) -> dict[str, ArrayView]:
@@ -273,16 +309,16 @@ def checked_outputs(
     return tuple([views[output.name] for output in returned])
 
 
-def _launch(
-    call: Call, operation: Operation[Any, Any], known: _Known, outputs: Mapping[str, Any]
-) -> tuple[Any, ...]:
+def _launch(call: Call, known: _Known, outputs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Allocate, launch, and hand the outputs out."""
     arrays, outs = allocated(call, known.outputs, known.given, outputs)
     buffer = call.workspace(known.nbytes).ptr if known.nbytes else 0
-    at = (call.stream, buffer, *outs)
+    at = (call.stream, buffer, *[view.ptr for view in outs])
     launches = known.launches.get(at)
     if launches is None:
-        launches = prepared(call, operation.recipe(known.key, known.arguments, outs, buffer))
+        places = {out.name: view.ptr for out, view in zip(known.outputs, outs, strict=True)}
+        places[WORKSPACE] = buffer
+        launches = [template.at(places, call.stream) for template in known.templates]
         if len(known.launches) >= _MOST_PLACES:
             known.launches.clear()
         known.launches[at] = launches
@@ -291,34 +327,32 @@ def _launch(
     return handed_out(call, arrays, known.outputs, outputs)
 
 
-def load_kernels(
+def templates(
     call: Call,
     operation: Operation[Any, Any],
     key: Any,
     arguments: Any,
     returned: Sequence[Output],
-) -> None:
-    """Load all kernels of a recipe before anything is allocated."""
+    given: Sequence[ArrayView | None],
+    buffer: int,
+) -> tuple[Template, ...]:
+    """Load all kernels of a recipe before anything is allocated; new outputs have no place yet."""
     device = call.device
     assert device is not None
-    for launch in operation.recipe(key, arguments, unplaced(returned, device), 0):
-        launch.load(device, lambda: call.capturing)
+    outs = [
+        unplaced(output, device) if view is None else view
+        for output, view in zip(returned, given, strict=True)
+    ]
+    recipe = operation.recipe(key, arguments, outs, buffer)
+    return tuple([launch.template(device, lambda: call.capturing) for launch in recipe])
 
 
-def unplaced(returned: Sequence[Output], device: int) -> tuple[ArrayView, ...]:
-    """Describe new outputs, contiguous, whose place is not known yet."""
-    views = []
-    for _, shape, (dtype, *_), _ in returned:
-        sizes = (numpy_dtype(dtype).itemsize, *shape[:0:-1])
-        strides = tuple(accumulate(sizes, mul))[::-1] if shape else ()
-        views.append(ArrayView(0, shape, strides, dtype, device))
-    return tuple(views)
-
-
-def prepared(call: Call, recipe: Sequence[Launchable]) -> list[Callable[[], None]]:
-    """Load all kernels of a recipe before the first of them is launched."""
-    assert call.device is not None
-    return [launch.on(call.device, call.stream, lambda: call.capturing) for launch in recipe]
+def unplaced(output: Output, device: int | None) -> ArrayView:
+    """Describe a new output, contiguous, whose place is not known yet."""
+    name, shape, (dtype, *_), _ = output
+    sizes = (numpy_dtype(dtype).itemsize, *shape[:0:-1])
+    strides = tuple(accumulate(sizes, mul))[::-1] if shape else ()
+    return ArrayView(Address.of(name, 0), shape, strides, dtype, device)
 
 
 def allocated(

@@ -35,9 +35,8 @@ from cumla.core.operation import (
     checked_outputs,
     handed_out,
     integers_of,
-    load_kernels,
-    prepared,
     run_on_cpu,
+    templates,
 )
 from cumla.errors import CumlaError
 
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
 
     from cumla.core.arrays import ArrayView, Call
+    from cumla.core.operation import Output, Template
 
     Launch = Callable[[], None]
 
@@ -344,8 +344,10 @@ class Plan(ABC, Generic[K]):
             if launch is None:
                 assert call.device is not None
                 self._load(call.device, lambda: call.capturing)
-                recipe = self._schedule.recipe(self.key, arguments, (), memory.buffer.ptr)
-                launch = next(iter(prepared(call, recipe)), _nothing)
+                parts = templates(
+                    call, self._schedule, self.key, arguments, (), (), memory.buffer.ptr
+                )
+                launch = parts[0].at({}, call.stream) if parts else _nothing
                 self._updates.keep(identity, launch)
             memory.update(call, launch)
 
@@ -381,25 +383,52 @@ class Plan(ABC, Generic[K]):
                 )
 
     def _known(
-        self, arrays: tuple[Any, ...], options: Hashable, stream: Any
-    ) -> tuple[Hashable, bool]:
-        """Run again what has been run: (how the arrays were seen, whether it was).
+        self,
+        arrays: tuple[Any, ...],
+        given: tuple[Any, ...],
+        outputs: dict[str, Any],
+        options: Hashable,
+        stream: Any,
+    ) -> tuple[Hashable, tuple[Any, ...] | None]:
+        """Run again what has been run: how the arrays were seen, and the results if it was.
 
-        The last two of the arrays are the outputs, both given.
+        The last of the arrays is one by itself, no pair; `given` are those of the outputs that the
+        caller gave, which differ in shape.
         """
-        seen = glance(arrays)
+        seen = glance((*arrays, *given))
         memory = self._memory
         if memory is None or seen is None:
-            return None, False
-        ready = memory.ready.get((seen, options))
+            return None, None
+        identity = (seen, options)
+        ready = memory.ready.get(identity)
         if ready is None or check_mode():
-            return seen, False
+            return identity, None
         again = reopen_call(arrays[-1], self._device, stream)
         if again.stream != memory.stream:
-            return seen, False
+            return identity, None
         with again:
-            memory.run(again, ready)
-        return seen, True
+            if type(ready) is not tuple:
+                memory.run(again, ready)
+                return identity, given
+            again._outputs = tuple(outputs.items())
+            parts, returned, views = ready
+            return identity, self._launch(again, memory, parts, returned, views, outputs)
+
+    def _launch(
+        self,
+        call: Call,
+        memory: PlanMemory,
+        parts: tuple[Template, ...],
+        returned: tuple[Output, ...],
+        views: tuple[ArrayView | None, ...],
+        outputs: Mapping[str, Any],
+    ) -> tuple[Any, ...]:
+        """Allocate what is not given, launch, and hand the outputs out."""
+        arrays, outs = allocated(call, returned, views, outputs)
+        places = {out.name: view.ptr for out, view in zip(returned, outs, strict=True)}
+        for template in parts:
+            memory.run(call, template.at(places, call.stream))
+        return handed_out(call, arrays, returned, outputs)
 
     def _run(
         self,
@@ -434,14 +463,12 @@ class Plan(ABC, Generic[K]):
                 integers = integers_of(self._attend, views).items()
                 host = {name: copy_to_host(view, call.stream) for name, view in integers}
                 self._attend.check_values({**host, **self._values}, arguments)
-            load_kernels(call, self._attend, self.key, arguments, returned)
-            arrays, outs = allocated(call, returned, given, outputs)
-            recipe = self._attend.recipe(self.key, arguments, outs, memory.buffer.ptr)
-            for launch in prepared(call, recipe):
-                memory.run(call, launch)
-                if seen is not None and call.stream == memory.stream and None not in given:
-                    memory.ready.keep((seen, options), launch)
-            return handed_out(call, arrays, returned, outputs)
+            buffer = memory.buffer.ptr
+            parts = templates(call, self._attend, self.key, arguments, returned, given, buffer)
+            if seen is not None and parts and call.stream == memory.stream:
+                ready = parts, returned, given
+                memory.ready.keep(seen, ready if None in given else parts[0].at({}, call.stream))
+            return self._launch(call, memory, parts, returned, given, outputs)
 
     def _check_shape(self, arguments: Any) -> None:
         """Refuse arrays of another shape than the plan's."""

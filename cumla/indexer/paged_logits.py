@@ -495,14 +495,13 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         """
         width = checked_int("max_kv_len", max_kv_len, "there is nothing to write")
         options = (width, checked_logits_dtype(logits_dtype), checked_flag("clean", clean))
-        seen = None
-        if out is not None:
-            seen, done = self._known((q, kv_cache, weights, block_table, out), options, stream)
-            if done:
-                return out
-        inputs = named(q, kv_cache, weights, block_table)
-        (logits,) = self._run(inputs, {"out": out}, options, stream, seen)
-        return logits
+        arrays, outputs = (q, kv_cache, weights, block_table), {"out": out}
+        given = () if out is None else (out,)
+        seen, results = self._known(arrays, given, outputs, options, stream)
+        if results is None:
+            inputs = named(q, kv_cache, weights, block_table)
+            results = self._run(inputs, outputs, options, stream, seen)
+        return results[0]
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
         key = self.key

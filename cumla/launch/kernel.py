@@ -9,6 +9,7 @@ import struct
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cumla.core.operation import Address
 from cumla.errors import CumlaError
 from cumla.launch.device import import_driver
 from cumla.launch.module import load
@@ -20,34 +21,7 @@ if TYPE_CHECKING:
     from cumla.launch.module import LoadedKernel
     from cumla.launch.source import KernelSpec
 
-__all__ = ["Address", "Launch", "PreparedLaunch", "Relocation"]
-
-
-class Address(int):
-    """Where an argument lies, as a number that knows which argument it is of.
-
-    Views that carry such numbers give a recipe whose launches can be patched for other addresses.
-
-    Attributes
-    ----------
-    argument : str
-        Name of the argument.
-    addend : int
-        Bytes from where the argument begins.
-    """
-
-    argument: str
-    addend: int
-
-    @classmethod
-    def of(cls, argument: str, value: int, addend: int = 0) -> Address:
-        """Name the place `value`, which lies `addend` bytes into an argument."""
-        address = cls(value)
-        address.argument, address.addend = argument, addend
-        return address
-
-    def __add__(self, other: int) -> Address:
-        return Address.of(self.argument, int(self) + other, self.addend + other)
+__all__ = ["Launch", "PreparedLaunch", "Relocation", "Template"]
 
 
 class Relocation(NamedTuple):
@@ -91,28 +65,21 @@ class Launch(NamedTuple):
     layout: struct.Struct
     values: tuple[Any, ...]
 
-    def load(self, device: int, capturing: Callable[[], bool]) -> None:
-        """Load the kernel, so that nothing is allocated or launched where it cannot be had."""
-        load(self.spec, device, capturing=capturing)
-
-    def on(self, device: int, stream: int, capturing: Callable[[], bool]) -> PreparedLaunch:
-        """Load the kernel and pack its parameters, to be launched on a stream of a GPU.
+    def template(self, device: int, capturing: Callable[[], bool]) -> Template:
+        """Load the kernel and pack its parameters, to be completed and launched.
 
         Parameters
         ----------
         device : int
             CUDA device number.
-        stream : int
-            CUstream handle.
         capturing : callable
             Tells whether the stream is being captured; asked only where the kernel is cold.
 
         Returns
         -------
-        PreparedLaunch
-            To be called.
+        Template
         """
-        return PreparedLaunch(load(self.spec, device, capturing=capturing), self, stream)
+        return Template(load(self.spec, device, capturing=capturing), self)
 
     def pack(self) -> bytes:
         """Pack the struct; tensor maps are encoded, which needs the driver's library."""
@@ -129,24 +96,6 @@ class Launch(NamedTuple):
                 tensor_map = value if is_map else None
                 found.append(Relocation(offset, address.argument, address.addend, tensor_map))
         return tuple(found)
-
-    def patch(self, parameters: bytearray, addresses: Mapping[str, int]) -> None:
-        """Write other addresses into a packed struct.
-
-        Parameters
-        ----------
-        parameters : bytearray
-            Of :meth:`pack`.
-        addresses : mapping
-            Where each argument that :meth:`relocations` names begins.
-        """
-        for offset, argument, addend, tensor_map in self.relocations():
-            address = addresses[argument] + addend
-            if tensor_map is None:
-                struct.pack_into("<Q", parameters, offset, address)
-            else:
-                encoded = tensor_map._replace(ptr=address).encode()
-                parameters[offset : offset + len(encoded)] = encoded
 
 
 @cache
@@ -168,6 +117,54 @@ def _offsets(layout: str) -> tuple[int, ...]:
     return tuple(each())
 
 
+class Template:
+    """A launch with its kernel loaded and its parameters packed, but for some addresses.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+        The kernel of `launch`, loaded.
+    launch : Launch
+        What to launch.
+    """
+
+    __slots__ = ("_grid", "_kernel", "_packed", "_relocations")
+
+    def __init__(self, kernel: LoadedKernel, launch: Launch) -> None:
+        self._kernel = kernel
+        self._grid = launch.grid
+        self._packed = launch.pack()
+        self._relocations = launch.relocations()
+
+    def at(self, addresses: Mapping[str, int], stream: int) -> PreparedLaunch:
+        """Complete the parameters.
+
+        Parameters
+        ----------
+        addresses : mapping
+            Where each argument that the relocations name begins.
+        stream : int
+            CUstream handle.
+
+        Returns
+        -------
+        PreparedLaunch
+            To be called.
+        """
+        parameters = _buffer_type(len(self._packed)).from_buffer_copy(self._packed)
+        for offset, argument, addend, tensor_map in self._relocations:
+            address = addresses[argument] + addend
+            if tensor_map is None:
+                _pack_address(parameters, offset, address)
+            else:
+                encoded = tensor_map._replace(ptr=address).encode()
+                parameters[offset : offset + len(encoded)] = encoded
+        return PreparedLaunch(self._kernel, self._grid, parameters, stream)
+
+
+_pack_address = struct.Struct("<Q").pack_into
+
+
 class PreparedLaunch:
     """A kernel on one GPU with its packed parameters, grid and stream.
 
@@ -178,22 +175,24 @@ class PreparedLaunch:
     Parameters
     ----------
     kernel : LoadedKernel
-        The kernel of `launch`, loaded.
-    launch : Launch
-        What to launch.
+        What to launch; its threads and dynamic shared memory are those of its spec.
+    grid : tuple[int, int, int]
+        Blocks in x, y and z.
+    parameters : ctypes array
+        The struct that the kernel takes.
     stream : int
         CUstream handle.
     """
 
     __slots__ = ("_config", "_handle", "_kernel", "_launch", "_owned", "_pointers", "_stream")
 
-    def __init__(self, kernel: LoadedKernel, launch: Launch, stream: int) -> None:
-        packed = launch.pack()
-        parameters = _buffer_type(len(packed)).from_buffer_copy(packed)
+    def __init__(
+        self, kernel: LoadedKernel, grid: tuple[int, int, int], parameters: Any, stream: int
+    ) -> None:
         pointers = _Pointers(ctypes.addressof(parameters))
         spec = kernel.spec
         self._launch = import_driver().cuLaunchKernelEx
-        self._config = _config(launch.grid, spec.threads, spec.smem_bytes, stream)
+        self._config = _config(grid, spec.threads, spec.smem_bytes, stream)
         self._handle = kernel.handle
         self._pointers = ctypes.addressof(pointers)
         self._owned = (parameters, pointers)

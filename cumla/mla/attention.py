@@ -252,7 +252,7 @@ class _Attend(Operation[DecodeArguments, MLAAttentionKey]):
         _check_pages(host, num_pages, page_size)
 
     def reference(self, host: Host, arguments: DecodeArguments) -> Sequence[np.ndarray[Any, Any]]:
-        factor = arguments.kv_scale
+        factor: Any = arguments.kv_scale  # a view, if it is an array
         return reference.mla_attention(
             parts_on_host(host, "q"),
             parts_on_host(host, "kv_cache"),
@@ -555,18 +555,22 @@ class MLAAttentionPlan(Plan[MLAAttentionKey]):
             The driver refuses a launch.
         """
         factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
-        options = (checked_scale(softmax_scale, _SCALE), factor, self.key.causal)
-        seen = None
-        if out is not None and lse is not None and (block_table is None) != (kv_indices is None):
-            scale = () if kv_scale is None or factor is not None else (kv_scale,)
-            pages = block_table if kv_indices is None else kv_indices
-            arrays = (q, kv_cache, pages, *scale, out, lse)
-            seen, done = self._known(arrays, options, stream)
-            if done:
-                return AttentionState(out, lse)
-        self._check_form(block_table, kv_indices)
-        inputs = named(q, kv_cache, kv_scale, block_table=block_table, kv_indices=kv_indices)
-        results = self._run(inputs, {"out": out, "lse": lse}, options, stream, seen)
+        scale = _SCALE if softmax_scale is None else checked_scale(softmax_scale, _SCALE)
+        options = (scale, factor, self.key.causal)
+        outputs = {"out": out, "lse": lse}
+        if out is None:
+            given = () if lse is None else (lse,)
+        else:
+            given = (out,) if lse is None else (out, lse)
+        if (block_table is None) == (kv_indices is None):
+            self._check_form(block_table, kv_indices)
+        factors = () if kv_scale is None or factor is not None else (kv_scale,)
+        arrays = (q, kv_cache, *factors, block_table if kv_indices is None else kv_indices)
+        seen, results = self._known(arrays, given, outputs, options, stream)
+        if results is None:
+            self._check_form(block_table, kv_indices)
+            inputs = named(q, kv_cache, kv_scale, block_table=block_table, kv_indices=kv_indices)
+            results = self._run(inputs, outputs, options, stream, seen)
         return AttentionState(*results)
 
     def _check_form(self, block_table: Any, kv_indices: Any) -> None:

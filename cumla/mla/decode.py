@@ -237,7 +237,7 @@ class _Attend(Operation[DecodeArguments, MLADecodeKey]):
         _check_values(host["kv_lens"], host["block_table"], *arguments.kv_cache.shape[:2])
 
     def reference(self, host: Host, arguments: DecodeArguments) -> Sequence[np.ndarray[Any, Any]]:
-        factor = arguments.kv_scale
+        factor: Any = arguments.kv_scale  # a view, if it is an array
         return reference.mla_decode(
             parts_on_host(host, "q"),
             parts_on_host(host, "kv_cache"),
@@ -544,16 +544,19 @@ class MLADecodePlan(Plan[MLADecodeKey]):
             The driver refuses a launch.
         """
         factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
-        options = (checked_scale(softmax_scale, SCALE), factor, self.key.causal)
-        seen = None
-        if out is not None and lse is not None:
-            scale = () if kv_scale is None or factor is not None else (kv_scale,)
-            arrays = (q, kv_cache, block_table, *scale, out, lse)
-            seen, done = self._known(arrays, options, stream)
-            if done:
-                return AttentionState(out, lse)
-        inputs = named(q, kv_cache, kv_scale, block_table=block_table)
-        results = self._run(inputs, {"out": out, "lse": lse}, options, stream, seen)
+        scale = SCALE if softmax_scale is None else checked_scale(softmax_scale, SCALE)
+        options = (scale, factor, self.key.causal)
+        outputs = {"out": out, "lse": lse}
+        if out is None:
+            given = () if lse is None else (lse,)
+        else:
+            given = (out,) if lse is None else (out, lse)
+        factors = () if kv_scale is None or factor is not None else (kv_scale,)
+        arrays = (q, kv_cache, *factors, block_table)
+        seen, results = self._known(arrays, given, outputs, options, stream)
+        if results is None:
+            inputs = named(q, kv_cache, kv_scale, block_table=block_table)
+            results = self._run(inputs, outputs, options, stream, seen)
         return AttentionState(*results)
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:

@@ -17,6 +17,7 @@ from cumla.launch.split.plan import (
     PAGE_FORMS,
     VALUE_DIM,
     VARIANTS,
+    MLADecodeKey,
     page_form,
 )
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
@@ -24,7 +25,6 @@ from cumla.launch.tensor_map import TensorMap, paged_kv_map
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.mla.mla_attention import MLAAttentionKey
-    from cumla.launch.split.plan import MLADecodeKey
 
 __all__ = [
     "NO_MAP",
