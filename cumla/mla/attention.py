@@ -559,7 +559,7 @@ class MLAAttentionPlan(Plan[MLAAttentionKey]):
         options = (scale, factor, self.key.causal)
         outputs = {"out": out, "lse": lse}
         if out is None:
-            given = () if lse is None else (lse,)
+            given: tuple[Any, ...] = () if lse is None else (lse,)
         else:
             given = (out,) if lse is None else (out, lse)
         if (block_table is None) == (kv_indices is None):

@@ -548,7 +548,7 @@ class MLADecodePlan(Plan[MLADecodeKey]):
         options = (scale, factor, self.key.causal)
         outputs = {"out": out, "lse": lse}
         if out is None:
-            given = () if lse is None else (lse,)
+            given: tuple[Any, ...] = () if lse is None else (lse,)
         else:
             given = (out,) if lse is None else (out, lse)
         factors = () if kv_scale is None or factor is not None else (kv_scale,)
