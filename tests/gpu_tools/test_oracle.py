@@ -23,7 +23,6 @@ from tests.gpu.tools.cases import (
     FACTORS,
     MAX_TOKENS,
     SPLIT_CASES,
-    TRIPLES,
     Case,
     allowed,
     covered_by,
@@ -77,7 +76,6 @@ def test_the_sample_is_always_the_same_and_of_a_size_to_run() -> None:
     assert sample == covering_sample()
     assert 150 <= len(sample) <= 250
     assert len({case.name for case in sample}) == len(sample)
-    assert len(TRIPLES) == 4
     for case in sample:
         assert allowed(vars(case)), case
         assert case.batch * case.kv_len * case.kv_heads <= MAX_TOKENS
@@ -118,8 +116,7 @@ def test_the_oracle_agrees_with_the_reference(case: Case) -> None:
     assert expected.v_rms == pytest.approx(rms, rel=1e-5)
 
 
-def test_there_are_enough_small_cases() -> None:
-    assert len(SMALL) >= 50
+def test_small_cases_are_of_every_kind() -> None:
     for name in ("q_len", "kv_heads", "dtype", "inputs", "cache", "query", "table", "causal"):
         assert {getattr(case, name) for case in SMALL} == set(FACTORS[name]), name
 
