@@ -184,6 +184,7 @@ def test_the_decode_kernels_parameters_by_name(page_size: int, box_rows: int) ->
         "by_q_len.magic": 2863311531,  # ceil(2^33 / 3)
         "by_q_len.shift": 2,
         "batch_invariant": 0,
+        "empty_lse": -math.inf,
         "row_groups": key.row_groups,
         "may_wait": key.may_wait,
         "causal": 1,
