@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.module import LoadedKernel
 
-__all__ = ["SPECS", "MQALogitsArguments", "mqa_logits_spec", "prepare_mqa_logits"]
+__all__ = ["MOST_TOKENS", "SPECS", "MQALogitsArguments", "mqa_logits_spec", "prepare_mqa_logits"]
+
+MOST_TOKENS = 2**31 - 1  # rows of k: what the int32 numbers of ks and ke can name
 
 
 def _shape(heads: int, head_dim: int) -> LogitsShape:
