@@ -93,7 +93,7 @@ struct QueryTiles {
       }
     }
     first = begin / kBlockTokens;
-    blocks = end == 0 ? 0 : (end - 1) / kBlockTokens + 1 - first;  // of an end of 2^31 - 1, too
+    blocks = end == 0 ? 0 : blocks_before(end) - first;
   }
 };
 

@@ -70,6 +70,9 @@ struct Segment {
   int item, first, blocks;
 };
 
+// Blocks that tokens before `end` are in; end is positive, 2^31 - 1 at most.
+__device__ __forceinline__ int blocks_before(int end) { return (end - 1) / kBlockTokens + 1; }
+
 // Walks over the segments of a CTA, which has what is between two places. Work knows the items. Lengths may change while a
 // kernel runs: one warp walks, lane 0's reading counts, and all others learn from that warp what the segments are.
 template <typename Work>
