@@ -10,12 +10,12 @@ unnoticed), ``#line`` keeps the compiler's messages pointing at the files, and a
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from cumla.core.check_mode import environment_flag
 from cumla.errors import CompilationError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class KernelSpec:
 
 def debug_build() -> bool:
     """Tell whether ``CUMLA_DEBUG`` asks for kernels whose waits trap after a time limit."""
-    return os.environ.get("CUMLA_DEBUG", "0") not in ("", "0")
+    return environment_flag("CUMLA_DEBUG")
 
 
 def _sources(package: str) -> Traversable:

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cumla.launch.mla.mla_decode import prepare_decode, ragged_spec
-from cumla.launch.mla.mla_decode_fp8 import prepare_decode_fp8
+from cumla.launch.mla.mla_decode import decode_launch, form_of, ragged_spec
+from cumla.launch.mla.mla_decode_fp8 import decode_fp8_launch
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.kernel import PreparedLaunch
+    from cumla.launch.kernel import Launch
+    from cumla.launch.mla.mla_decode import DecodeArguments
     from cumla.launch.mla.shape import MLAAttentionKey
-    from cumla.launch.module import LoadedKernel
     from cumla.launch.source import KernelSpec
-    from cumla.mla.checks import Arguments
 
-__all__ = ["attention_spec", "prepare_attention"]
+__all__ = ["attention_launch", "attention_spec"]
 
 
 def attention_spec(key: MLAAttentionKey, form: str | None = None) -> KernelSpec:
@@ -24,23 +23,17 @@ def attention_spec(key: MLAAttentionKey, form: str | None = None) -> KernelSpec:
     return ragged_spec(key.dtype, form or key.form)
 
 
-def prepare_attention(
-    kernel: LoadedKernel,
+def attention_launch(
     key: MLAAttentionKey,
     buffer: int,
-    arguments: Arguments,
+    arguments: DecodeArguments,
     out: ArrayView,
     lse: ArrayView,
-    softmax_scale: float,
-    stream: int,
-) -> PreparedLaunch:
-    """Prepare to attend to the blocks of every part; split tiles go to the plan's buffer.
+) -> Launch:
+    """Describe how to attend to the blocks of every part; split tiles go to the plan's buffer.
 
     Parameters
     ----------
-    kernel : LoadedKernel
-        Of :func:`attention_spec`, for the form of these arrays, or of
-        :func:`cumla.launch.mla.mla_decode_fp8.fp8_spec`.
     key : MLAAttentionKey
         The plan's shape.
     buffer : int
@@ -50,15 +43,10 @@ def prepare_attention(
         max_pages)`` or the list of pages ``(pages,)``.
     out, lse : ArrayView
         ``(total_tokens, num_heads, 512)`` and ``(total_tokens, num_heads)``.
-    softmax_scale : float
-        Factor of the scores.
-    stream : int
-        CUstream handle.
 
     Returns
     -------
-    PreparedLaunch
-        To be called.
+    Launch
     """
     pages = arguments.block_table
     if len(pages.shape) == 1:  # a row of a table whose rows are a page apart
@@ -68,10 +56,11 @@ def prepare_attention(
     )
     tokens, heads = lse.shape
     per_head = lse._replace(shape=(1, heads, tokens), strides=(0, *lse.strides[::-1]))
-    prepare = prepare_decode if key.cache == "same" else prepare_decode_fp8
-    return prepare(
-        kernel, key, buffer, one_request, _with_batch(out), per_head, softmax_scale, stream
-    )
+    out = _with_batch(out)
+    if key.cache == "e4m3":
+        return decode_fp8_launch(key, buffer, one_request, out, per_head)
+    spec = attention_spec(key, form_of(key, arguments))
+    return decode_launch(spec, key, buffer, one_request, out, per_head)
 
 
 def _with_batch(view: ArrayView) -> ArrayView:

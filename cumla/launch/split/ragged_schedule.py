@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS, ROW_TILE
 from cumla.launch.split.schedule import FIXED_COST, MIN_BLOCKS, MIN_SHARE, piece_cost
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.module import LoadedKernel
     from cumla.launch.split.plan import RaggedKey
 
-__all__ = ["SPECS", "TileSchedule", "prepare_ragged_schedule", "schedule"]
+__all__ = ["SPECS", "TileSchedule", "ragged_schedule_launch", "schedule"]
 
 SPECS = (
     KernelSpec(
@@ -37,21 +36,17 @@ SPECS = (
 _PARAMS = struct.Struct("<QqQqQqQQQ12i")
 
 
-def prepare_ragged_schedule(
-    kernel: LoadedKernel,
+def ragged_schedule_launch(
     key: RaggedKey,
     buffer: int,
     qo_indptr: ArrayView,
     kv_lens: ArrayView,
     kv_indptr: ArrayView | None,
-    stream: int,
-) -> PreparedLaunch:
-    """Prepare to compute the schedule for these lengths into the plan's buffer.
+) -> Launch:
+    """Describe how to compute the schedule for these lengths into the plan's buffer.
 
     Parameters
     ----------
-    kernel : LoadedKernel
-        Of SPECS.
     key : RaggedKey
         The plan's shape.
     buffer : int
@@ -60,13 +55,10 @@ def prepare_ragged_schedule(
         ``(batch + 1,)`` and ``(batch,)`` int32.
     kv_indptr : ArrayView or None
         ``(batch + 1,)`` int32 where pages come as a list, None where as a block table.
-    stream : int
-        CUstream handle.
 
     Returns
     -------
-    PreparedLaunch
-        To be called.
+    Launch
     """
     layout = key.layout
     values = (
@@ -92,7 +84,7 @@ def prepare_ragged_schedule(
         MIN_BLOCKS,
         MIN_SHARE,
     )
-    return PreparedLaunch(kernel, (1, 1, 1), _PARAMS, values, stream)
+    return Launch(SPECS[0], (1, 1, 1), _PARAMS, values)
 
 
 class TileSchedule(NamedTuple):
@@ -123,7 +115,7 @@ def schedule(
     Parameters
     ----------
     qo_indptr, kv_lens, kv_indptr : numpy.ndarray
-        As of :func:`prepare_ragged_schedule`.
+        As of :func:`ragged_schedule_launch`.
     key : RaggedKey
         The plan's shape.
 

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import BLOCK_TOKENS, piece_blocks
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.module import LoadedKernel
     from cumla.launch.split.plan import PlanKey
 
 __all__ = [
@@ -32,8 +31,8 @@ __all__ = [
     "max_tokens",
     "min_saving",
     "piece_cost",
-    "prepare_schedule",
     "schedule",
+    "schedule_launch",
     "schedule_spec",
 ]
 
@@ -70,33 +69,26 @@ def schedule_spec(key: PlanKey) -> KernelSpec:
 _PARAMS = struct.Struct("<QqQQQ11i2I4x")
 
 
-def prepare_schedule(
-    kernel: LoadedKernel, key: PlanKey, buffer: int, cache_seqlens: ArrayView, stream: int
-) -> PreparedLaunch:
-    """Prepare to compute the schedule for these lengths into the plan's buffer.
+def schedule_launch(key: PlanKey, buffer: int, kv_lens: ArrayView) -> Launch:
+    """Describe how to compute the schedule for these lengths into the plan's buffer.
 
     Parameters
     ----------
-    kernel : LoadedKernel
-        Of :func:`schedule_spec`.
     key : PlanKey
         The plan's shape.
     buffer : int
         Address of the plan's buffer.
-    cache_seqlens : ArrayView
+    kv_lens : ArrayView
         ``(batch,)`` int32.
-    stream : int
-        CUstream handle.
 
     Returns
     -------
-    PreparedLaunch
-        To be called.
+    Launch
     """
     layout = key.layout
     values = (
-        cache_seqlens.ptr,
-        cache_seqlens.strides[0] // 4,
+        kv_lens.ptr,
+        kv_lens.strides[0] // 4,
         buffer + layout.places,
         buffer + layout.parts,
         buffer + layout.tickets,
@@ -113,8 +105,8 @@ def prepare_schedule(
         piece_blocks(key.row_groups),
         *divisor_of(key.parts),
     )
-    blocks = -(-key.parts // kernel.spec.threads) if key.batch_invariant else 1
-    return PreparedLaunch(kernel, (blocks, 1, 1), _PARAMS, values, stream)
+    blocks = -(-key.parts // _THREADS) if key.batch_invariant else 1
+    return Launch(schedule_spec(key), (blocks, 1, 1), _PARAMS, values)
 
 
 def min_saving(row_groups: int) -> int:
@@ -184,12 +176,12 @@ class Schedule(NamedTuple):
     order: np.ndarray
 
 
-def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule:
+def schedule(kv_lens: np.ndarray, parts: int, row_groups: int) -> Schedule:
     """Deal the KV blocks of all requests out to ``parts``; the mirror of the kernel.
 
     Parameters
     ----------
-    cache_seqlens : numpy.ndarray
+    kv_lens : numpy.ndarray
         ``(batch,)`` integers, tokens of each request; negative counts as 0.
     parts : int
         How many shares to make.
@@ -204,7 +196,7 @@ def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule
         which take what fits whole and cut only requests above a limit, or, of many requests or
         parts, equal shares of the summed cost, cut wherever one ends.
     """
-    lengths = np.clip(np.asarray(cache_seqlens, np.int64), 0, max_tokens(len(cache_seqlens)))
+    lengths = np.clip(np.asarray(kv_lens, np.int64), 0, max_tokens(len(kv_lens)))
     batch = len(lengths)
     blocks = -(-lengths // BLOCK_TOKENS)
     ends = np.cumsum(blocks + FIXED_COST)
@@ -250,12 +242,12 @@ def schedule(cache_seqlens: np.ndarray, parts: int, row_groups: int) -> Schedule
     return Schedule(bounds, _splits(bounds), order)
 
 
-def invariant_schedule(cache_seqlens: np.ndarray, max_blocks: int, row_groups: int) -> Schedule:
+def invariant_schedule(kv_lens: np.ndarray, max_blocks: int, row_groups: int) -> Schedule:
     """Cut each request at fixed positions, a part for each piece; the mirror of the kernel.
 
     Parameters
     ----------
-    cache_seqlens : numpy.ndarray
+    kv_lens : numpy.ndarray
         ``(batch,)`` integers, tokens of each request; negative counts as 0.
     max_blocks : int
         Most KV blocks of a request; longer ones count as that long.
@@ -269,7 +261,7 @@ def invariant_schedule(cache_seqlens: np.ndarray, max_blocks: int, row_groups: i
         of a request is a piece of its own if that saves :func:`min_saving` blocks. Parts after
         the last piece are empty.
     """
-    lengths = np.clip(np.asarray(cache_seqlens, np.int64), 0, max_blocks * BLOCK_TOKENS)
+    lengths = np.clip(np.asarray(kv_lens, np.int64), 0, max_blocks * BLOCK_TOKENS)
     batch, size = len(lengths), piece_blocks(row_groups)
     blocks = -(-lengths // BLOCK_TOKENS)
     pieces = 1 + np.maximum(blocks - min_saving(row_groups), 0) // size

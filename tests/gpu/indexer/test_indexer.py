@@ -44,6 +44,7 @@ from tests.gpu.tools.indexer_problem import (
     widen,
 )
 
+KERNELS = ("mqa_logits", "paged_mqa_schedule", "paged_mqa_logits")
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]
@@ -332,13 +333,13 @@ def test_paged_of_garbage() -> None:
         problem.q.get().view(E4M3),
         problem.kv_cache.get(),
         problem.weights.get(),
-        lengths.astype(np.int32),
         table,
+        lengths.astype(np.int32),
     )
     width = 16 * problem.max_pages + 5
-    wanted = cumla.reference.paged_mqa_logits(*host, max_context_len=width)
+    wanted = cumla.reference.paged_mqa_logits(*host, max_kv_len=width)
     q, cache, weights, _, _ = problem.arrays
-    tables = (cp.asarray(host[3]), cp.asarray(table))
+    tables = (cp.asarray(host[4]), cp.asarray(table))
     got = cumla.paged_mqa_logits(q, cache, weights, *tables, max_context_len=width).get()
     assert (np.isneginf(got) == np.isneginf(wanted)).all()
     visible = ~np.isneginf(wanted)

@@ -19,6 +19,7 @@ from cumla.reference import append_mla_cache as reference
 from tests.gpu.tools import kernels
 from tests.gpu.tools.problem import GARBAGE, HEAD_DIM, NUMPY_DTYPES, VALUE_DIM
 
+KERNELS = ("append_fp8_cache",)
 cp: Any = pytest.importorskip("cupy")
 
 Array = Any
@@ -182,7 +183,7 @@ def test_grid(s: Sample) -> None:
     there = {name: cp.asarray(array) for name, array in places.items()}
     there["scale"] = cp.asarray(scale) if s.scale == "array" else scale
     if scale is not None:
-        places["scale"] = scale
+        places["kv_scale"] = scale
     reference(host_rows, cache.view(cache.host), **places)
     cumla.append_mla_cache(rows, cache.view(cache.device), **there)
     cache.check()
@@ -216,7 +217,7 @@ def test_rotations(rows_dtype: str, form: str, interleaved: bool) -> None:
         interleaved=interleaved,
         **there,
     )
-    with_scale = {} if scale is None else {"scale": scale}
+    with_scale = {} if scale is None else {"kv_scale": scale}
     reference(rows, cache.view(cache.host), slots, **common, **with_scale)
     begin = VALUE_DIM if form == "one" else VALUE_DIM + 16
     for got, expected in zip(cache.device, cache.host, strict=True):
@@ -280,7 +281,7 @@ def test_a_side_stream() -> None:
         cumla.append_mla_cache(there, cache.view(cache.device), slots, scale=scale)
     assert not stream.done, "the call waited for the device"
     stream.synchronize()
-    reference(rows, cache.view(cache.host), np.arange(64), scale=np.float32(0.01))
+    reference(rows, cache.view(cache.host), np.arange(64), kv_scale=np.float32(0.01))
     cache.check()
 
 
@@ -300,7 +301,7 @@ def test_a_graph_replayed_with_new_scales() -> None:
         cp.cuda.Device().synchronize()
         graph.launch(stream)
         stream.synchronize()
-        reference(rows, cache.view(cache.host), np.arange(50), scale=np.float32(number))
+        reference(rows, cache.view(cache.host), np.arange(50), kv_scale=np.float32(number))
         cache.check()
 
 
@@ -321,7 +322,7 @@ def test_torch() -> None:
     graph.replay()
     torch.cuda.synchronize()
     host = np.zeros((3, 16, HEAD_DIM), np.uint8)
-    reference(rows, host, np.arange(40) + 3, scale=np.float32(0.02))
+    reference(rows, host, np.arange(40) + 3, kv_scale=np.float32(0.02))
     assert (kv_cache.view(torch.uint8).cpu().numpy() == host).all()
     host = np.zeros((3, 16, 1, PACKED), np.uint8)
     reference(rows, host, np.arange(40) + 3)
@@ -337,5 +338,5 @@ def test_jax_rows_and_scale() -> None:
     slots, scale = jax.numpy.arange(40, dtype="int32") + 3, jax.numpy.float32(0.02)
     cumla.append_mla_cache(jax.numpy.asarray(rows), cache, slots, scale=scale)
     host = np.full((3, 16, HEAD_DIM), POISON, np.uint8)
-    reference(rows, host, np.arange(40) + 3, scale=np.float32(0.02))
+    reference(rows, host, np.arange(40) + 3, kv_scale=np.float32(0.02))
     assert (cache.get() == host).all()

@@ -17,6 +17,7 @@ from tests.gpu.tools import kernels
 from tests.gpu.tools.cases import Case
 from tests.gpu.tools.problem import Problem, make_problem, typed
 
+KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
 
 Array = Any

@@ -26,6 +26,7 @@ from tests.gpu.tools.parts import (
 )
 from tests.gpu.tools.problem import Problem, make_problem
 
+KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
 
 

@@ -8,10 +8,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cumla.core.arguments import (
+    INT32,
+    WIDE,
+    Array,
+    Views,
+    bind,
+    check_layout,
+    check_output,
+    check_own_memory,
+    check_written,
+)
+from cumla.core.check_mode import refuse_first
 from cumla.launch.mla.append_cache import AppendArguments
-from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
-from cumla.mla.checks import DTYPES, check_layout, check_output, check_own_memory, with_kv_head_axis
+from cumla.mla.arguments import DTYPES, with_kv_head_axis
 from cumla.mla.fp8_caches import E4M3, PACKED_BYTES, SCALES, check_factor, is_packed, unpacked
+from cumla.mla.shape import HEAD_DIM, VALUE_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,30 +32,39 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_append_values",
-    "check_integers",
-    "check_scale",
     "checked_append_arguments",
-    "refuse_first",
 ]
 
 _ROPE_DIM = HEAD_DIM - VALUE_DIM
-_WIDE = ("int32", "int64")
+_NUMBERS = {
+    **{name: Array("tokens", WIDE) for name in ("slot_mapping", "batch_indices", "positions")},
+    "block_table": Array("batch max_pages", INT32),
+    "kv_indices": Array("entries", INT32),
+    "kv_indptr": Array("batch+1", INT32, way_out="pass where each request's list ends"),
+}
 
 
-def checked_append_arguments(views: Mapping[str, ArrayView]) -> AppendArguments:
+def checked_append_arguments(
+    given: Views, scale_number: float | None, interleaved: bool
+) -> AppendArguments:
     """Check the views of one call, by name, against each other.
 
     Parameters
     ----------
-    views : mapping
+    given : mapping
         ``kv_cache``, or ``kv_cache[0]``, ``kv_cache[1]`` and maybe ``kv_cache[2]``; ``rows``, or
         ``rows[0]`` and ``rows[1]``; and of the optional arguments those that are given.
+    scale_number : float or None
+        The argument kv_scale, if that is a number.
+    interleaved : bool
+        Which columns a rotation pairs.
 
     Returns
     -------
     AppendArguments
         Latent and RoPE columns apart, all with a head axis.
     """
+    views = {name: view for name, view in given.items() if view is not None}
     _check_combination(views)
     cache = _checked_cache(views)
     latent_cache, rope_cache, scales, _ = cache
@@ -51,20 +72,11 @@ def checked_append_arguments(views: Mapping[str, ArrayView]) -> AppendArguments:
     is_e4m3 = rope_cache.dtype in E4M3
     latent_rows, rope_rows = _checked_rows(views, dtype, num_kv_heads, is_e4m3)
     tokens = latent_rows.shape[0]
-    for name in ("slot_mapping", "batch_indices", "positions"):
-        if name in views:
-            check_integers(name, views[name], _WIDE, "(tokens,)", (tokens,))
-    for name, axes in (
-        ("block_table", "(batch, max_pages)"),
-        ("kv_indices", "(entries,)"),
-        ("kv_indptr", "(batch + 1,)"),
-    ):
-        if name in views:
-            shape = (None, None) if name == "block_table" else (None,)
-            check_integers(name, views[name], ("int32",), axes, shape)
+    bind(_NUMBERS, views, {"tokens": tokens})
     q_pe, q_pe_out = _checked_queries(views, dtype, tokens)
     if "cos_sin" in views:
         _check_table(views["cos_sin"], dtype)
+    _check_scale(views.get("kv_scale"), scale_number, cache)
     return AppendArguments(
         latent_rows,
         rope_rows,
@@ -81,23 +93,24 @@ def checked_append_arguments(views: Mapping[str, ArrayView]) -> AppendArguments:
         q_pe_out,
         dtype,
         scales,
-        views.get("scale"),
+        views.get("kv_scale"),
         cache.is_packed,
+        1.0 if scale_number is None else scale_number,
+        interleaved,
     )
 
 
-def check_scale(scale: Any, arguments: AppendArguments) -> None:
+def _check_scale(view: ArrayView | None, number: float | None, cache: _Cache) -> None:
     """Check that a scale, number or array, is one for this cache."""
-    if scale is None:
+    if view is None and number is None:
         return
-    if arguments.latent_cache.dtype not in E4M3 or arguments.scales is not None:
+    if cache.latent.dtype not in E4M3 or cache.scales is not None:
         raise ValueError(
-            f"scale: needs an e4m3 cache with one scale for all of it, got "
-            f"{'scales for each row' if arguments.scales else arguments.latent_cache.dtype}; leave "
-            f"it out"
+            f"kv_scale: needs an e4m3 cache with one scale for all of it, got "
+            f"{'scales for each row' if cache.scales else cache.latent.dtype}; leave it out"
         )
-    if arguments.scale is not None:
-        check_factor("scale", arguments.scale)
+    if view is not None:
+        check_factor("kv_scale", view)
 
 
 def _check_combination(views: Mapping[str, ArrayView]) -> None:
@@ -175,13 +188,8 @@ def _checked_part(name: str, given: ArrayView, columns: int) -> ArrayView:
             f"{name}: needs at least one element on every axis, got shape {given.shape}; skip "
             f"the call where there is no cache"
         )
-    if view.read_only:
-        raise ValueError(
-            f"{name}: needs an array that can be written to, got a read-only one; pass the "
-            f"array that owns the memory"
-        )
+    check_written(name, view)
     check_layout(name, view)
-    check_own_memory(name, view)
     return view
 
 
@@ -291,28 +299,6 @@ def _check_columns(name: str, view: ArrayView, columns: int) -> None:
         )
 
 
-def check_integers(
-    name: str, view: ArrayView, dtypes: tuple[str, ...], axes: str, shape: tuple[int | None, ...]
-) -> None:
-    """Check dtype, shape and alignment; None is any length."""
-    if view.dtype not in dtypes:
-        raise TypeError(f"{name}: needs {' or '.join(dtypes)}, got {view.dtype}; convert it first")
-    fits = len(view.shape) == len(shape) and all(
-        wanted in (None, got) for wanted, got in zip(shape, view.shape, strict=True)
-    )
-    if not fits:
-        tokens = f" with {shape[0]} tokens" if shape[0] is not None else ""
-        raise ValueError(f"{name}: needs shape {axes}{tokens}, got {view.shape}; reshape it")
-    if name == "kv_indptr" and view.shape[0] == 0:
-        raise ValueError("kv_indptr: needs batch + 1 entries, got none; pass where each list ends")
-    itemsize = np.dtype(view.dtype).itemsize
-    if view.ptr % itemsize or any(stride % itemsize for stride in view.strides):
-        raise ValueError(
-            f"{name}: needs an address and strides that are multiples of {itemsize} bytes, got "
-            f"address {view.ptr:#x} and strides {view.strides}; copy it"
-        )
-
-
 def _check_table(view: ArrayView, dtype: str) -> None:
     if view.dtype not in (dtype, "float32"):
         raise TypeError(
@@ -346,8 +332,7 @@ def _checked_queries(
     if out is None:
         check_own_memory("q_pe", q_pe)
         return q_pe, q_pe
-    check_output("q_pe_out", out, q_pe.shape, (dtype,))
-    check_layout("q_pe_out", out)
+    check_output("q_pe_out", out, q_pe.shape, (dtype,), "rows")
     return q_pe, out
 
 
@@ -406,14 +391,3 @@ def _check_pages(numbers: Mapping[str, NDArray[Any]], num_pages: int, page_size:
     read[(request, entry) if pages.ndim == 2 else entry] = True
     wrong = read & ((pages < 0) | (pages >= num_pages))
     refuse_first(name, pages, wrong, f"a page number from 0 to {num_pages - 1}")
-
-
-def refuse_first(name: str, values: NDArray[Any], wrong: NDArray[np.bool_], need: str) -> None:
-    """Raise for the first value that is wrong."""
-    places = np.argwhere(wrong)
-    if places.size:
-        place = tuple(places[0].tolist())
-        index = ", ".join(map(str, place))
-        raise ValueError(
-            f"{name}[{index}]: needs {need}, got {values[place]}; its rows would be skipped"
-        )
