@@ -128,7 +128,7 @@ def test_a_torch_query_on_a_cupy_cache_still_being_written(torch: Any) -> None:
     late[...] = 0
     stream = cp.cuda.Stream(non_blocking=True)
     query = to_torch(torch, problem.q)
-    table, lengths = (to_torch(torch, a) for a in (problem.block_table, problem.cache_seqlens))
+    table, lengths = (to_torch(torch, a) for a in (problem.block_table, problem.kv_lens))
     cumla.mla_decode(query, typed(late, problem.case.dtype), table, lengths)
     cp.cuda.Device().synchronize()
     with stream:
@@ -253,8 +253,8 @@ def allocations() -> Iterator[list[int]]:
 def test_cpu_and_gpu_mixed(torch: Any) -> None:
     problem, host = a_problem(), make_problem(np, Case(batch=4, q_len=2, kv_len=1500))
     q, kv, table, lengths = problem.arrays
-    with pytest.raises(ValueError, match=r"cache_seqlens: .*CUDA device 0.*the CPU"):
-        cumla.mla_decode(q, kv, table, host.cache_seqlens)
+    with pytest.raises(ValueError, match=r"kv_lens: .*CUDA device 0.*the CPU"):
+        cumla.mla_decode(q, kv, table, host.kv_lens)
     with pytest.raises(ValueError, match=r"kv_cache: .*CUDA device 0.*the CPU"):
         cumla.mla_decode(q, host.kv_cache, table, lengths)
     with pytest.raises(ValueError, match=r"kv_cache: .*on the CPU, got .*CUDA device 0"):
@@ -305,12 +305,12 @@ def test_check_mode_finds_bad_lengths_and_page_numbers(
     problem.check(*cumla.mla_decode(*problem.arrays))
     capacity = 64 * problem.table.shape[1]
     pages = problem.kv_bits.shape[0]
-    table, lengths = problem.block_table, problem.cache_seqlens
+    table, lengths = problem.block_table, problem.kv_lens
 
     for position, value in ((2, -1), (1, capacity + 1)):
         kept = int(lengths[position])
         lengths[position] = value
-        place = rf"cache_seqlens\[{position}\]: .*{capacity}, got {value}"
+        place = rf"kv_lens\[{position}\]: .*{capacity}, got {value}"
         with pytest.raises(ValueError, match=place):
             cumla.mla_decode(*problem.arrays)
         lengths[position] = kept
@@ -326,10 +326,10 @@ def test_check_mode_finds_bad_lengths_and_page_numbers(
     table[0, 3] = kept
     plan = cumla.MLADecodePlan.from_arrays(problem.q, problem.kv_cache)
     plan.update(lengths)
-    problem.check(*plan.run(*problem.arrays))
+    problem.check(*plan.run(*problem.inputs))
     table[0, 0] = -7
     with pytest.raises(ValueError, match=r"block_table\[0, 0\]: .*got -7"):
-        plan.run(*problem.arrays)
+        plan.run(*problem.inputs)
 
 
 def test_check_mode_says_that_it_cannot_look_into_a_capture(

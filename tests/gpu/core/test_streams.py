@@ -37,7 +37,7 @@ def three_requests(seed: int = 0, **change: Any) -> Problem:
 
 def set_lengths(problem: Problem, lengths: list[int]) -> None:
     problem.lengths = np.array(lengths, dtype=np.int32)
-    problem.cache_seqlens.set(problem.lengths)
+    problem.kv_lens.set(problem.lengths)
 
 
 def same_bits(results: Any, expected: Any) -> bool:
@@ -54,12 +54,12 @@ def test_a_side_stream(how: str) -> None:
     """What that stream does before, and late, is seen; another stream would come too early."""
     problem = three_requests()
     stream = cp.cuda.Stream(non_blocking=True)
-    late = cp.zeros_like(problem.cache_seqlens)
+    late = cp.zeros_like(problem.kv_lens)
     cp.cuda.Device().synchronize()
     with stream:
         kernels.spin(100_000_000)
-        late[...] = problem.cache_seqlens
-    problem_lengths, problem.cache_seqlens = problem.cache_seqlens, late
+        late[...] = problem.kv_lens
+    problem_lengths, problem.kv_lens = problem.kv_lens, late
     if how == "current":
         with stream:
             result = cumla.mla_decode(*problem.arrays)
@@ -68,7 +68,7 @@ def test_a_side_stream(how: str) -> None:
         result = cumla.mla_decode(*problem.arrays, stream=given)
     assert not stream.done, "the call waited for the device"
     stream.synchronize()
-    problem.cache_seqlens = problem_lengths
+    problem.kv_lens = problem_lengths
     problem.check(*result)
 
 
@@ -170,8 +170,8 @@ def capture_with_cupy(problem: Problem) -> tuple[Any, Any, Any, Any]:
     cp.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
-        plan.update(problem.cache_seqlens)
-        plan.run(*problem.arrays, out=out.array, lse=lse.array)
+        plan.update(problem.kv_lens)
+        plan.run(*problem.inputs, out=out.array, lse=lse.array)
         graph = stream.end_capture()
     return graph, stream, out, (lse, plan)
 
@@ -199,15 +199,15 @@ def test_a_graph_keeps_the_schedule_of_an_update_before_the_capture() -> None:
     plan = cumla.MLADecodePlan.from_arrays(layers[0].q, layers[0].kv_cache)
     cp.cuda.Device().synchronize()
     with stream:
-        plan.update(layers[0].cache_seqlens)
+        plan.update(layers[0].kv_lens)
         stream.begin_capture()
         for layer, (out, lse) in zip(layers, outputs, strict=True):
-            plan.run(*layer.arrays, out=out.array, lse=lse.array)
+            plan.run(*layer.inputs, out=out.array, lse=lse.array)
         graph = stream.end_capture()
         for lengths in LATER_LENGTHS[:3]:
             for layer in layers:
                 set_lengths(layer, lengths)
-            plan.update(layers[0].cache_seqlens)
+            plan.update(layers[0].kv_lens)
             graph.launch(stream)
             stream.synchronize()
             for layer, (out, lse) in zip(layers, outputs, strict=True):
@@ -266,18 +266,18 @@ def test_a_cupy_capture_needs_its_memory_beforehand() -> None:
     with stream:
         stream.begin_capture()
         try:
-            plan.update(problem.cache_seqlens)
+            plan.update(problem.kv_lens)
             with pytest.raises(cumla.NotPreparedError, match="out=, lse= and plan="):
                 cumla.mla_decode(*problem.arrays)
             with pytest.raises(cumla.NotPreparedError, match="out="):
-                plan.run(*problem.arrays)
+                plan.run(*problem.inputs)
             with pytest.raises(cumla.NotPreparedError, match="pass lse= and"):
-                plan.run(*problem.arrays, out=out.array)
+                plan.run(*problem.inputs, out=out.array)
             with pytest.raises(cumla.NotPreparedError):
                 cumla.mla_decode(*problem.arrays, out=out.array, lse=lse.array)
             with pytest.raises(cumla.NotPreparedError):
                 cumla.MLADecodePlan.from_arrays(problem.q, problem.kv_cache)
-            plan.run(*problem.arrays, out=out.array, lse=lse.array)
+            plan.run(*problem.inputs, out=out.array, lse=lse.array)
         finally:
             graph = stream.end_capture()
         graph.launch(stream)
@@ -302,8 +302,8 @@ def capture():
     with stream:
         stream.begin_capture()
         try:
-            plan.update(problem.cache_seqlens)
-            plan.run(*problem.arrays, out=out.array, lse=lse.array)
+            plan.update(problem.kv_lens)
+            plan.run(*problem.inputs, out=out.array, lse=lse.array)
         finally:
             graph = stream.end_capture()
     return graph

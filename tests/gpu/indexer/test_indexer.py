@@ -98,7 +98,7 @@ def test_prefill(sample: Sample, record_figures: Report) -> None:
     problem = Prefill(cp, *sample[:5], seed=sample.heads + sample.dim, padded=sample.padded)
     width, clean = width_of(problem, sample), "unclean" not in sample.mode
     out = Rows(cp, sample.seq_len, width or sample.seq_len_kv, sample.dtype)
-    result = cumla.mqa_logits(*problem.arrays, max_seqlen_k=width, clean=clean, out=out.array)
+    result = cumla.mqa_logits(*problem.arrays, max_kv_len=width, clean=clean, out=out.array)
     assert result is out.array
     record_figures(check_prefill(problem, result, width, clean))
     out.check_guards()
@@ -126,7 +126,7 @@ def test_prefill_of_the_whole_grid(
         longest = int((problem.end - problem.begin).max())
         for width in (0, max(1, longest)):
             logits = {
-                dtype: cumla.mqa_logits(*problem.arrays, max_seqlen_k=width, logits_dtype=dtype)
+                dtype: cumla.mqa_logits(*problem.arrays, max_kv_len=width, logits_dtype=dtype)
                 for dtype in DTYPES
             }
             for dtype, got in logits.items():
@@ -210,7 +210,7 @@ def test_paged(step: Step, record_figures: Report) -> None:
     problem = Paged(cp, *step[:8], seed=step.batch + step.next_n)
     columns = int(problem.lengths.max()) + 11
     out = Rows(cp, step.batch * step.next_n, columns, step.dtype)
-    options = {"max_context_len": columns, "clean": step.clean}
+    options = {"max_kv_len": columns, "clean": step.clean}
     assert cumla.paged_mqa_logits(*problem.arrays, **options, out=out.array) is out.array
     most = 24 if step.mean < 65536 else 4
     record_figures(problem.check(out.array, clean=step.clean, most=most))
@@ -228,7 +228,7 @@ def test_paged_of_every_shape(
     heads: int, dim: int, next_n: int, page_size: int, record_figures: Report
 ) -> None:
     problem = Paged(cp, 7, next_n, 600, heads, dim, page_size)
-    logits = cumla.paged_mqa_logits(*problem.arrays, max_context_len=1000)
+    logits = cumla.paged_mqa_logits(*problem.arrays, max_kv_len=1000)
     record_figures(problem.check(logits))
 
 
@@ -236,7 +236,7 @@ def test_paged_of_every_shape(
 @pytest.mark.parametrize("form", FORMS)
 def test_paged_of_every_form(form: str, page_size: int) -> None:
     problem = Paged(cp, 9, 2, 900, 64, 128, page_size, False, form)
-    problem.check(cumla.paged_mqa_logits(*problem.arrays, max_context_len=1300))
+    problem.check(cumla.paged_mqa_logits(*problem.arrays, max_kv_len=1300))
 
 
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
@@ -262,7 +262,7 @@ def test_paged_against_what_was_quantised(
         cp.asarray(weights) * q_scale.reshape(-1, heads),
         cp.asarray(lengths),
         cp.asarray(table),
-        max_context_len=2048,
+        max_kv_len=2048,
     )
     by_request = weights.reshape(5, next_n, heads)
     wanted = np.concatenate([unquantised(*one) for one in zip(q, k, by_request, strict=True)])
@@ -290,7 +290,7 @@ def test_paged_beyond_32_bits(form: str, record_figures: Report) -> None:
         cache = typed(keys), memory.view(cp.float32)[:, 64 * 32 :]
     q, _, weights, lengths, _ = problem.arrays
     logits = cumla.paged_mqa_logits(
-        q, cache, weights, lengths, cp.asarray(table), max_context_len=1300
+        q, cache, weights, lengths, cp.asarray(table), max_kv_len=1300
     )
     record_figures(problem.check(logits))
 
@@ -300,7 +300,7 @@ def test_paged_of_fewer_columns_than_tokens(clean: bool) -> None:
     problem = Paged(cp, 9, 2, 900)
     out = Rows(cp, 18, 333, "float32")
     logits = cumla.paged_mqa_logits(
-        *problem.arrays, max_context_len=333, clean=clean, out=out.array
+        *problem.arrays, max_kv_len=333, clean=clean, out=out.array
     )
     problem.check(logits, clean=clean)
     out.check_guards()
@@ -313,7 +313,7 @@ def test_paged_with_nothing_to_see(next_n: int, batch: int) -> None:
         problem = Paged(cp, batch, next_n, 0, lengths=np.zeros(batch, np.int64))
         q, cache, weights, _, table = problem.arrays
         given = cp.asarray(lengths.astype(np.int32))
-        logits = cumla.paged_mqa_logits(q, cache, weights, given, table, max_context_len=70)
+        logits = cumla.paged_mqa_logits(q, cache, weights, given, table, max_kv_len=70)
         assert bool(cp.isneginf(logits).all())
 
 
@@ -339,7 +339,7 @@ def test_paged_of_garbage() -> None:
     wanted = cumla.reference.paged_mqa_logits(*host, max_kv_len=width)
     q, cache, weights, _, _ = problem.arrays
     tables = (cp.asarray(host[4]), cp.asarray(table))
-    got = cumla.paged_mqa_logits(q, cache, weights, *tables, max_context_len=width).get()
+    got = cumla.paged_mqa_logits(q, cache, weights, *tables, max_kv_len=width).get()
     assert (np.isneginf(got) == np.isneginf(wanted)).all()
     visible = ~np.isneginf(wanted)
     np.testing.assert_allclose(got[visible], wanted[visible], rtol=1e-3, atol=1e-2)
@@ -382,7 +382,7 @@ def test_twenty_repeats_have_the_same_bits(kind: str) -> None:
     else:
         step = Paged(cp, 33, 4 if "4" in kind else 1, 3000)
         columns = 4000
-        options = {"max_context_len": columns}
+        options = {"max_kv_len": columns}
         call = functools.partial(cumla.paged_mqa_logits, *step.arrays, **options)
         shape = (33 * step.next_n, columns)
     want, got = call(), cp.empty(shape, dtype=cp.float32)
@@ -401,12 +401,12 @@ def test_twenty_repeats_have_the_same_bits(kind: str) -> None:
 def test_a_request_has_the_same_bits_in_every_batch() -> None:
     problem = Paged(cp, 12, 2, 5000)
     q, cache, weights, lengths, table = problem.arrays
-    whole = cumla.paged_mqa_logits(*problem.arrays, max_context_len=7000)
+    whole = cumla.paged_mqa_logits(*problem.arrays, max_kv_len=7000)
     for b in (0, 5, 11):
         rows = slice(2 * b, 2 * b + 2)
         one = slice(b, b + 1)
         alone = cumla.paged_mqa_logits(
-            q[one], cache, weights[rows], lengths[one], table[one], max_context_len=7000
+            q[one], cache, weights[rows], lengths[one], table[one], max_kv_len=7000
         )
         assert same_bits(alone, whole[rows])
 
@@ -427,13 +427,13 @@ def test_prefill_rows_do_not_depend_on_their_neighbours() -> None:
 def test_a_plan_for_several_layers() -> None:
     lengths = ragged(np.random.default_rng(1), 20, 3000)
     layers = [Paged(cp, 20, 2, 3000, seed=seed, lengths=lengths) for seed in range(4)]
-    q, cache, _, context_lens, table = layers[0].arrays
-    plan = cumla.PagedMQALogitsPlan.from_arrays(q, cache, context_lens, table)
-    plan.update(context_lens)
+    q, cache, _, kv_lens, table = layers[0].arrays
+    plan = cumla.PagedMQALogitsPlan.from_arrays(q, cache, kv_lens, table)
+    plan.update(kv_lens)
     for layer in layers:
-        layer.check(plan.run(*layer.arrays, max_context_len=4000))
-        wanted = cumla.paged_mqa_logits(*layer.arrays, max_context_len=4000)
-        assert same_bits(plan.run(*layer.arrays, max_context_len=4000), wanted)
+        layer.check(plan.run(*layer.arrays, max_kv_len=4000))
+        wanted = cumla.paged_mqa_logits(*layer.arrays, max_kv_len=4000)
+        assert same_bits(plan.run(*layer.arrays, max_kv_len=4000), wanted)
 
 
 def test_a_graph_serves_changing_lengths() -> None:
@@ -445,11 +445,11 @@ def test_a_graph_serves_changing_lengths() -> None:
     stream = cp.cuda.Stream(non_blocking=True)
     with stream:
         plan.update(lengths)
-        plan.run(*arrays, max_context_len=6000, out=out)
+        plan.run(*arrays, max_kv_len=6000, out=out)
         stream.synchronize()
         stream.begin_capture()
         plan.update(lengths)
-        plan.run(*arrays, max_context_len=6000, out=out)
+        plan.run(*arrays, max_kv_len=6000, out=out)
         graph = stream.end_capture()
     rng = np.random.default_rng(2)
     for _ in range(5):
@@ -460,7 +460,7 @@ def test_a_graph_serves_changing_lengths() -> None:
         graph.launch(stream)
         stream.synchronize()
         eager = cumla.paged_mqa_logits(
-            q, cache, weights, cp.asarray(now), table, max_context_len=6000
+            q, cache, weights, cp.asarray(now), table, max_kv_len=6000
         )
         assert same_bits(out, eager)
     problem.lengths, problem.seen = now, np.maximum(now[:, None] + np.array([-1, 0]), 0)
@@ -498,7 +498,7 @@ def test_a_side_stream(how: str) -> None:
     q, cache, weights, lengths, table = problem.arrays
     out = cp.empty((16, 3000), dtype=cp.float32)
     late = cp.zeros_like(lengths)
-    cumla.paged_mqa_logits(q, cache, weights, late, table, max_context_len=3000, out=out)
+    cumla.paged_mqa_logits(q, cache, weights, late, table, max_kv_len=3000, out=out)
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.Device().synchronize()
     arrays = (q, cache, weights, late, table)
@@ -507,10 +507,10 @@ def test_a_side_stream(how: str) -> None:
         late[...] = lengths
     if how == "current":
         with stream:
-            cumla.paged_mqa_logits(*arrays, max_context_len=3000, out=out)
+            cumla.paged_mqa_logits(*arrays, max_kv_len=3000, out=out)
     else:
         given = stream if how == "object" else stream.ptr
-        cumla.paged_mqa_logits(*arrays, max_context_len=3000, out=out, stream=given)
+        cumla.paged_mqa_logits(*arrays, max_kv_len=3000, out=out, stream=given)
     assert not stream.done, "the call waited for the device"
     stream.synchronize()
     problem.check(out)
@@ -528,7 +528,7 @@ def test_writing_and_scoring_in_turns() -> None:
     for keys in contents:
         cumla.append_indexer_cache(keys, cache, slots)
         cp.cuda.Device().synchronize()
-        logits = cumla.paged_mqa_logits(q, cache, weights, lengths, table, max_context_len=700)
+        logits = cumla.paged_mqa_logits(q, cache, weights, lengths, table, max_kv_len=700)
         cp.cuda.Device().synchronize()
         expected.append(logits)
     plan = cumla.PagedMQALogitsPlan.from_arrays(q, cache, lengths, table)
@@ -536,7 +536,7 @@ def test_writing_and_scoring_in_turns() -> None:
     for i, out in enumerate(outs):
         cumla.append_indexer_cache(contents[i % 2], cache, slots)
         plan.update(lengths)
-        plan.run(q, cache, weights, lengths, table, max_context_len=700, out=out)
+        plan.run(q, cache, weights, lengths, table, max_kv_len=700, out=out)
     for i, out in enumerate(outs):
         assert same_bits(out, expected[i % 2]), i
 
@@ -579,7 +579,7 @@ def to_jax(jax: Any, value: Any) -> Any:
 def problems() -> dict[str, tuple[Any, Callable[..., Any], dict[str, int]]]:
     """A problem of each kind, its function and what else that needs."""
     prefill = Prefill(cp, 60, 1000, 64, 128, "packed", padded=True)
-    columns = {"max_context_len": 1400}
+    columns = {"max_kv_len": 1400}
     return {
         "prefill": (prefill, cumla.mqa_logits, {}),
         "paged": (Paged(cp, 6, 2, 1000, form="padded"), cumla.paged_mqa_logits, columns),
@@ -701,11 +701,11 @@ def test_check_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUMLA_CHECK", "1")
     problem = Paged(cp, 6, 1, 500, lengths=np.full(6, 500))
     q, cache, weights, lengths, table = problem.arrays
-    problem.check(cumla.paged_mqa_logits(*problem.arrays, max_context_len=600))
+    problem.check(cumla.paged_mqa_logits(*problem.arrays, max_kv_len=600))
     wrong = table.copy()
     wrong[2, 3] = problem.num_pages
     with pytest.raises(ValueError, match=rf"^block_table\[2, 3\]: .*got {problem.num_pages}"):
-        cumla.paged_mqa_logits(q, cache, weights, lengths, wrong, max_context_len=600)
+        cumla.paged_mqa_logits(q, cache, weights, lengths, wrong, max_kv_len=600)
     prefill = Prefill(cp, 5, 100, 8, 32, "causal")
     *given, ke = prefill.arrays
     ke[3] = 101

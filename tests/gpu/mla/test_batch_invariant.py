@@ -72,7 +72,7 @@ def chosen(problem: Problem, requests: Sequence[int], *, narrow: bool = False) -
         q_bits=q_bits,
         q=typed(q_bits, problem.case.dtype),
         block_table=cp.asarray(table),
-        cache_seqlens=cp.asarray(lengths),
+        kv_lens=cp.asarray(lengths),
     )
 
 
@@ -98,13 +98,13 @@ def rows_of(*results: Array) -> Array:
     return cp.concatenate(list(rows), axis=1)
 
 
-def invariant_plan(problem: Problem, max_seqlen: int, **options: Any) -> cumla.MLADecodePlan:
+def invariant_plan(problem: Problem, max_kv_len: int, **options: Any) -> cumla.MLADecodePlan:
     return cumla.MLADecodePlan.from_arrays(
         problem.q,
         problem.kv_cache,
         causal=problem.case.causal,
         batch_invariant=True,
-        max_seqlen=max_seqlen,
+        max_kv_len=max_kv_len,
         **options,
     )
 
@@ -168,11 +168,11 @@ def test_a_plan_gives_the_bits_of_a_call(shape: Case) -> None:
     problem = pool_of(shape)
     wanted = bits_of_call(problem)
     longest = int(problem.lengths.max())
-    for max_seqlen in (longest, longest + 1, 2 * longest):
-        plan = invariant_plan(problem, max_seqlen)
-        plan.update(problem.cache_seqlens)
+    for max_kv_len in (longest, longest + 1, 2 * longest):
+        plan = invariant_plan(problem, max_kv_len)
+        plan.update(problem.kv_lens)
         for _ in range(2):
-            assert same(bits_of_call(problem, plan), wanted), max_seqlen
+            assert same(bits_of_call(problem, plan), wanted), max_kv_len
 
 
 def test_more_requests_than_threads_of_the_schedule() -> None:
@@ -199,7 +199,7 @@ def test_a_graph_whose_lengths_change(shape: Case) -> None:
     cp.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
-        plan.update(problem.cache_seqlens)
+        plan.update(problem.kv_lens)
         plan.run(
             *problem.arrays,
             softmax_scale=problem.softmax_scale,
@@ -215,7 +215,7 @@ def test_a_graph_whose_lengths_change(shape: Case) -> None:
         [3 * each, 1, 3 * each + 1],
     ):
         problem.lengths = np.array(lengths, np.int32)
-        problem.cache_seqlens.set(problem.lengths)
+        problem.kv_lens.set(problem.lengths)
         out.repoison()
         lse.repoison()
         cp.cuda.Device().synchronize()
@@ -242,7 +242,7 @@ def test_20_repeats_agree_bit_for_bit(shape: Case) -> None:
         case.heads,
         num_kv_heads=case.kv_heads,
         batch_invariant=True,
-        max_seqlen=longest,
+        max_kv_len=longest,
     )
     workspace = cp.empty(nbytes, dtype=cp.uint8)
     plan = invariant_plan(problem, longest, workspace=workspace)
@@ -252,7 +252,7 @@ def test_20_repeats_agree_bit_for_bit(shape: Case) -> None:
     for seed in range(20):
         with other:
             kernels.noise(seed)
-        plan.update(problem.cache_seqlens)
+        plan.update(problem.kv_lens)
         workspace[plan.key.layout.partial_lse :] = 0xFF
         assert same(bits_of_call(problem, plan), wanted), seed
     other.synchronize()
@@ -265,11 +265,11 @@ def test_requests_beyond_max_seqlen_are_cut_off() -> None:
     """At the next multiple of 64 tokens; garbage lengths stay inside of the cache, too."""
     problem = make_problem(cp, Case(batch=6, heads=16, q_len=2), np.full(6, 2048))
     lengths = np.array([1000, 1001, 2048, 2**31 - 1, -5, 7], np.int32)
-    problem.cache_seqlens.set(lengths)
+    problem.kv_lens.set(lengths)
     plan = invariant_plan(problem, 1001)
-    plan.update(problem.cache_seqlens)
+    plan.update(problem.kv_lens)
     out, lse = problem.outputs()
-    plan.run(*problem.arrays, out=out.array, lse=lse.array)
+    plan.run(*problem.inputs, out=out.array, lse=lse.array)
     cut = np.clip(lengths, 0, 1024)
     problem.check(out.array, lse.array, problem.expected(cut))
     out.check_guards()

@@ -231,7 +231,7 @@ def test_lengths_are_clamped(form: str, page_size: int, heads: int) -> None:
     case = Fp8Case(batch=4, q_len=2, heads=heads, form=form, page_size=page_size)
     problem = make_fp8(cp, case, lengths)
     wrong = np.array([2**31 - 1, -5, 200, longest + 1], dtype=np.int32)
-    problem.cache_seqlens = cp.asarray(wrong)
+    problem.kv_lens = cp.asarray(wrong)
     problem.block_table = cp.ascontiguousarray(problem.block_table[:, :columns])
     attend_and_check(problem)
 
@@ -380,7 +380,7 @@ def test_batch_invariant(form: str, heads: int, record_figures: Report) -> None:
             case=dataclasses.replace(case, batch=len(requests)),
             q=typed(problem.q_bits[index], "bfloat16"),
             block_table=problem.block_table[index],
-            cache_seqlens=problem.cache_seqlens[index],
+            kv_lens=problem.kv_lens[index],
         )
         got = run(some, batch_invariant=True)
         for a, b in zip(got, whole, strict=True):
@@ -554,7 +554,7 @@ def test_a_graph_serves_changing_lengths(operation: str, heads: int, form: str) 
     problem = make_fp8(cp, case, np.full(4, 3000))
     captured = CapturedRun(problem, problem.plan())
     for later in ([3000] * 4, [1, 3000, 64, 0], [0] * 4, [2999, 65, 3000, 700]):
-        problem.cache_seqlens[...] = cp.asarray(np.array(later, np.int32))
+        problem.kv_lens[...] = cp.asarray(np.array(later, np.int32))
         check(problem, captured.replay(), expected=problem.expected(np.array(later)))
 
 
@@ -711,7 +711,7 @@ def test_jax(form: str) -> None:
         assert cache[0].dtype == FP8
     q, table, lengths = (
         jax.numpy.asarray(as_host(array))
-        for array in (problem.q, problem.block_table, problem.cache_seqlens)
+        for array in (problem.q, problem.block_table, problem.kv_lens)
     )
     result = cumla.mla_decode(
         q,

@@ -43,7 +43,7 @@ def test_every_kernel_agrees_with_float64(name: str, variant: str, record_figure
     problem = make_problem(cp, SAMPLE[name])
     plan, buffer = pinned(problem, variant)
     expected = problem.expected()
-    plan.update(problem.cache_seqlens)
+    plan.update(problem.kv_lens)
     for _ in range(2):
         out, lse = problem.outputs("float32" if problem.case.outputs == "float32" else None)
         plan.run(
@@ -129,13 +129,13 @@ def test_a_graph_whose_lengths_change(name: str, variant: str, record_figures: R
     cp.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
-        plan.update(problem.cache_seqlens)
+        plan.update(problem.kv_lens)
         for out, lse in outputs:
-            plan.run(*problem.arrays, out=out.array, lse=lse.array)
+            plan.run(*problem.inputs, out=out.array, lse=lse.array)
         graph = stream.end_capture()
     for lengths in CHANGING:
         problem.lengths = np.array(lengths, np.int32)
-        problem.cache_seqlens.set(problem.lengths)
+        problem.kv_lens.set(problem.lengths)
         for out, lse in outputs:
             out.repoison()
             lse.repoison()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from cumla.core.operation import Ready
 from cumla.launch import all_specs, module
 from cumla.launch.mla import mla_decode_fp8
 from cumla.launch.mla.mla_decode import decode_specs, ragged_spec
@@ -304,6 +306,7 @@ def installed(*edits: Edit, page_size: int = 64, device: int = 0) -> Iterator[No
     try:
         for spec, kernel in edited.items():
             module._loaded[spec, device] = kernel
+        _forget_launches()
         yield
     finally:
         import cupy
@@ -311,6 +314,14 @@ def installed(*edits: Edit, page_size: int = 64, device: int = 0) -> Iterator[No
         cupy.cuda.Device(device).synchronize()
         for spec, kernel in originals.items():
             module._loaded[spec, device] = kernel
+        _forget_launches()
+
+
+def _forget_launches() -> None:
+    """Make operations and plans pack their launches anew: those that are ready hold a kernel."""
+    for found in gc.get_objects():
+        if type(found) is Ready:
+            found.clear()
 
 
 @functools.cache
