@@ -20,12 +20,12 @@ from cumla.launch.indexer import (
 from cumla.launch.mla import (
     append_cache,
     append_fp8_cache,
-    mla_attention,
     mla_decode,
     mla_decode_fp8,
+    mla_decode_swapped,
 )
 from cumla.launch.module import load
-from cumla.launch.split import mla_schedule
+from cumla.launch.split import ragged_schedule, schedule
 
 if TYPE_CHECKING:
     from cumla.launch.source import KernelSpec
@@ -38,9 +38,10 @@ _KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "append_indexer_cache": append_indexer_cache.SPECS,
     "append_mla_cache": append_cache.SPECS + append_fp8_cache.SPECS,
     "merge_attention_states": merge_states.SPECS,
-    "mla_attention": mla_attention.SPECS + _RAGGED + _RAGGED_FP8,
+    "mla_attention": ragged_schedule.SPECS + _RAGGED + _RAGGED_FP8,
     "mla_decode": (
-        *mla_schedule.SPECS,
+        *schedule.SPECS,
+        *mla_decode_swapped.SPECS,
         *(s for s in mla_decode.SPECS if s not in _RAGGED),
         *(s for s in mla_decode_fp8.SPECS if s not in _RAGGED_FP8),
     ),

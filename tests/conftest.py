@@ -6,11 +6,12 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from cumla.core import arrays, plan
+from cumla.core import arrays, frameworks, plan
 from cumla.launch import device as launch_device
 from cumla.launch import module as launch_module
 from tests.fake_cuda import FakeCuPy, FakeDriver
@@ -23,15 +24,16 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
         monkeypatch.setattr(module, "driver", lambda: fake)
     monkeypatch.setattr(plan, "order_streams", lambda before, after: None)
     monkeypatch.setattr(plan, "keep_until_event", lambda *_: None)
-    monkeypatch.setattr(arrays, "_framework_of_type", {np.ndarray: arrays._NUMPY})
-    yield fake
-    gc.collect()  # plans of the test, while the fakes are there
+    known = {np.ndarray: frameworks.NUMPY}
+    with mock.patch.dict(frameworks.framework_of_type, known, clear=True):
+        yield fake
+        gc.collect()  # plans of the test, while the fakes are there
 
 
 @pytest.fixture
 def no_cupy_yet() -> Iterator[None]:
     """Forget which CuPy is installed, and which GPU is there, before and after a test."""
-    caches = (arrays._cupy, launch_device.import_cupy, launch_device.properties)
+    caches = (frameworks.cupy_framework, launch_device.import_cupy, launch_device.properties)
     for cache in caches:
         cache.cache_clear()
     yield

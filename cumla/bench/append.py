@@ -15,7 +15,7 @@ from cumla.bench.dense import CheckError
 from cumla.bench.gpu import DTYPES, Gpu
 from cumla.bench.operations import time_copy, time_in_graph
 from cumla.bench.timing import GpuTimer, Timing, time_cold
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
 __all__ = ["APPEND", "AppendCase", "measure_append"]
 

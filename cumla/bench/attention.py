@@ -16,7 +16,7 @@ from cumla.bench.ceilings import fill_normal
 from cumla.bench.dense import CheckError, Inputs, check
 from cumla.bench.gpu import Gpu
 from cumla.bench.timing import GpuTimer, Timing, time_cold
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
 __all__ = [
     "ATTENTION",

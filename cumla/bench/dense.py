@@ -17,7 +17,7 @@ from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.bench.ceilings import fill_normal, stream_only
 from cumla.bench.gpu import DTYPES, Gpu, bench_spec
 from cumla.bench.timing import GpuTimer, Timing, time_cold, time_graph
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
 __all__ = [
     "ATTEND_ROWS",

@@ -21,7 +21,7 @@ from cumla.bench.ceilings import fill_normal
 from cumla.bench.dense import CheckError, Inputs, check_some, inputs_of
 from cumla.bench.gpu import DTYPES, Gpu
 from cumla.bench.timing import GpuTimer, Timing, in_turns, time_cold
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
 __all__ = ["FORMS", "Form", "FormGroup", "forms_row", "measure_forms"]
 

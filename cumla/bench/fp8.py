@@ -16,7 +16,7 @@ from cumla.bench.ceilings import fill_normal
 from cumla.bench.dense import CheckError, Inputs, check_some
 from cumla.bench.gpu import DTYPES, Gpu
 from cumla.bench.timing import GpuTimer, Timing, in_turns, time_cold
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 from cumla.mla.fp8_caches import PACKED_BYTES, SCALES
 
 __all__ = ["FORMATS", "FP8", "fp8_row", "measure_fp8"]

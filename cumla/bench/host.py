@@ -17,7 +17,7 @@ from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.bench.dense import Workbench
 from cumla.bench.timing import Timing, time_host
 from cumla.core.arrays import glance, reopen_call
-from cumla.launch.split.plan import HEAD_DIM
+from cumla.launch.mla.shape import HEAD_DIM
 
 __all__ = ["HOST_CASE", "SCHEDULES", "HostTimes", "as_tensor", "host_times", "time_schedule"]
 

@@ -14,7 +14,7 @@ from cumla.bench.ceilings import fill_normal
 from cumla.bench.dense import CheckError, check_some, inputs_of
 from cumla.bench.gpu import Gpu
 from cumla.bench.timing import GpuTimer, Timing, in_turns, time_cold
-from cumla.launch.split.plan import HEAD_DIM
+from cumla.launch.mla.shape import HEAD_DIM
 
 __all__ = ["PAGES", "PAGE_SIZES", "measure_pages", "pages_row"]
 

@@ -21,7 +21,7 @@ from cumla.bench.cases import PAGE_SIZE, PEER_CASES, Case
 from cumla.bench.dense import Inputs, Workbench, check_rows
 from cumla.bench.host import as_tensor
 from cumla.bench.timing import Timing, Turns, in_turns, time_roughly
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
 __all__ = ["PEERS", "PeerRuns", "peer_cases", "run_peers"]
 

@@ -15,7 +15,7 @@ from cumla.bench.explain import key_of
 from cumla.bench.gpu import Gpu
 from cumla.bench.run import environment, refuse_slow_kernels
 from cumla.bench.timing import time_cold
-from cumla.launch.split.plan import SWAPPED_ROWS, VARIANTS, MLADecodeKey
+from cumla.launch.mla.shape import SWAPPED_ROWS, VARIANTS, MLADecodeKey
 
 __all__ = ["SHAPES", "admissible", "run_variants", "to_text", "worst"]
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cumla.core.arrays import open_call
-from cumla.launch.split.plan import VALUE_DIM, MLADecodeKey
+from cumla.launch.mla.shape import VALUE_DIM, MLADecodeKey
 from cumla.mla.checks import checked_query_and_cache
 from cumla.mla.decode import MLADecodePlan, decode_key
 

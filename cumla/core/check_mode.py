@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check mode, ``CUMLA_CHECK=1``: a look at the values that kernels take on trust."""
+"""Flags of the environment; the check mode, a look at the values that kernels take on trust.
+
+A flag may be set and unset while the process runs, so each call looks again. `os.environ.get` takes
+1 us for it; the mapping behind it, by the encoded name, 50 ns.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,55 @@ from cumla.core._cupy import import_cupy
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView, Call
 
-__all__ = ["check_mode", "copy_to_host", "may_look", "refuse_first"]
+__all__ = ["check_mode", "copy_to_host", "environment_flag", "may_look", "refuse_first"]
 
 _log = logging.getLogger(__name__)
 
+_FLAGS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("", "0", "false", "no", "off"), False),
+}
+_CHECK = "CUMLA_CHECK"
+_ENCODED = os.environ.encodekey(_CHECK)
+
 
 def check_mode() -> bool:
-    """Tell whether CUMLA_CHECK asks for a look at values."""
-    return os.environ.get("CUMLA_CHECK", "") not in ("", "0")
+    """Tell whether ``CUMLA_CHECK`` asks for checks that look at values and wait for the GPU.
+
+    Raises
+    ------
+    ValueError
+        As `environment_flag`.
+    """
+    try:
+        if _ENCODED not in os.environ._data:  # type: ignore[attr-defined]
+            return False
+    except AttributeError:  # somebody has put another mapping there
+        pass
+    return environment_flag(_CHECK)
+
+
+def environment_flag(name: str) -> bool:
+    """Read a flag from the environment: off where it is not set, or empty.
+
+    Parameters
+    ----------
+    name : str
+        Name of the variable.
+
+    Raises
+    ------
+    ValueError
+        If it is none of 0, 1, true, false, yes, no, on and off, in any case.
+    """
+    value = os.environ.get(name, "")
+    flag = _FLAGS.get(value.strip().lower())
+    if flag is None:
+        raise ValueError(
+            f"{name}: needs 1, true, yes or on, or 0, false, no or off, got {value!r}; unset the "
+            f"environment variable where it is not meant"
+        )
+    return flag
 
 
 def may_look(call: Call) -> bool:

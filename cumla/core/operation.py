@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from itertools import accumulate
 from operator import mul
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from cumla.core._dlpack import ArrayView, numpy_dtype
@@ -19,11 +20,11 @@ from cumla.core.arrays import (
     from_numpy,
     glance,
     open_call,
-    refuse_overlap,
     reopen_call,
     to_numpy,
 )
 from cumla.core.check_mode import check_mode, copy_to_host, may_look
+from cumla.core.overlap import refuse_overlap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -147,9 +148,12 @@ class Operation(ABC, Generic[A, K]):
     ----------
     integers : tuple of str
         Arrays whose values kernels take on trust, and the check mode looks at.
+    in_place : mapping of str to str
+        Outputs that may be the very input named.
     """
 
     integers: tuple[str, ...] = ()
+    in_place: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self) -> None:
         self.ready = Ready()
@@ -190,10 +194,10 @@ class Operation(ABC, Generic[A, K]):
 
     def check_overlap(self, views: Views, written: Sequence[str]) -> None:
         """Refuse memory that is written to and is that of another array as well."""
-        given = {name: view for name, view in views.items() if view is not None}
-        outs = {name: given.pop(name) for name in written if name in given}
+        inputs = dict(views)
+        outs = {name: view for name in written if (view := inputs.pop(name, None)) is not None}
         if outs:
-            refuse_overlap(outs, given)
+            refuse_overlap(outs, inputs, self.in_place)
 
     def check_values(self, host: Mapping[str, np.ndarray[Any, Any]], arguments: A) -> None:
         """Check mode: raise for the first value out of range, of the arrays in `integers`."""

@@ -16,7 +16,7 @@ from cumla.core.arguments import (
     check_written,
     checked_flag,
 )
-from cumla.core.arrays import check_mutable
+from cumla.core.arrays import check_mutable, parts
 from cumla.core.check_mode import refuse_first
 from cumla.core.operation import Operation, parts_on_host, run
 from cumla.indexer.arguments import FLOATS, HEAD_DIMS, fused_pages, one_of, pair_of_pages
@@ -99,7 +99,7 @@ def append_indexer_cache(
         The driver refuses a launch; base class of the four above.
     """
     power_of_two_scales = checked_flag("power_of_two_scales", power_of_two_scales)
-    caches = _cache_parts(kv_cache)
+    caches = parts("kv_cache", kv_cache, ("values", "scales"))
     for name, array in caches.items():
         check_mutable(name, array)
     # The cache comes first, because its framework must know of what is written.
@@ -153,18 +153,6 @@ class _Append(Operation[_Arguments, None]):
 
 
 _APPEND = _Append()
-
-
-def _cache_parts(kv_cache: Any) -> dict[str, Any]:
-    """Name the fused cache, or the two arrays of a pair."""
-    if not isinstance(kv_cache, (tuple, list)):
-        return {"kv_cache": kv_cache}
-    if len(kv_cache) != 2:
-        raise ValueError(
-            f"kv_cache: needs one array, or a pair of values and scales, got {len(kv_cache)} "
-            f"arrays; pass (values, scales)"
-        )
-    return {f"kv_cache[{i}]": part for i, part in enumerate(kv_cache)}
 
 
 def _checked_append(views: Views) -> AppendIndexerArguments:

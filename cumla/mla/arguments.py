@@ -18,8 +18,8 @@ from cumla.core.arguments import (
     check_number,
     checked_int,
 )
+from cumla.core.arrays import parts
 from cumla.core.operation import Output
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
 from cumla.mla.fp8_caches import (
     E4M3,
     FP8,
@@ -30,6 +30,7 @@ from cumla.mla.fp8_caches import (
     relabelled,
     unpacked,
 )
+from cumla.mla.shape import HEAD_DIM, VALUE_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLOCK_TABLE",
+    "CACHE_PARTS",
     "DTYPES",
+    "ROW_PARTS",
     "Columns",
     "cache_of",
     "check_shape_numbers",
@@ -53,6 +56,8 @@ __all__ = [
 ]
 
 DTYPES = ("bfloat16", "float16")  # of q and kv_cache
+ROW_PARTS = ("latent columns", "RoPE columns")
+CACHE_PARTS = (*ROW_PARTS, "scales of an e4m3 cache?")
 QUERY_AXES = ("batch", "q_len", "num_heads")  # of q, before its columns
 BLOCK_TABLE = Array("batch max_pages", INT32, "row", "give each request of the batch its entry")
 # Last axis of each array of query and cache: 512 latent and 64 RoPE columns in one, or in a pair.
@@ -75,23 +80,10 @@ class Columns(NamedTuple):
 
 def named(q: Any, kv_cache: Any, kv_scale: Any, **others: Any) -> dict[str, Any]:
     """Name the arrays of a call; a kv_scale that is a number is none."""
-    arrays = {**_parts("q", q), **_parts("kv_cache", kv_cache)}
+    arrays = {**parts("q", q, ROW_PARTS), **parts("kv_cache", kv_cache, CACHE_PARTS)}
     if kv_scale is not None and not isinstance(kv_scale, Real):
         others["kv_scale"] = kv_scale
     return arrays | {name: array for name, array in others.items() if array is not None}
-
-
-def _parts(name: str, value: Any) -> dict[str, Any]:
-    """Name an array, or the two that hold latent and RoPE columns, or these and scales."""
-    if not isinstance(value, (tuple, list)):
-        return {name: value}
-    if len(value) != 2 and (len(value) != 3 or name == "q"):
-        third = ", or these and the scales of an e4m3 cache" if name != "q" else ""
-        raise ValueError(
-            f"{name}: needs one array, or a pair of latent and RoPE columns{third}, got "
-            f"{len(value)} arrays; join them"
-        )
-    return {f"{name}[{i}]": part for i, part in enumerate(value)}
 
 
 def outputs_of(q: ArrayView, lse_shape: tuple[int, ...]) -> tuple[Output, ...]:

@@ -23,17 +23,14 @@ from cumla.core.operation import Operation, Output, Scheduled, parts_on_host, ru
 from cumla.core.plan import Plan
 from cumla.core.state import AttentionState
 from cumla.launch.device import current_device, properties, require_hopper
-from cumla.launch.mla.mla_attention import SPECS as SCHEDULE_SPECS
-from cumla.launch.mla.mla_attention import (
-    MLAAttentionKey,
-    attention_launch,
-    attention_schedule_launch,
-    attention_spec,
-)
+from cumla.launch.mla.mla_attention import attention_launch, attention_spec
 from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.mla_decode_fp8 import fp8_specs
+from cumla.launch.mla.shape import HEAD_DIM, MLAAttentionKey
 from cumla.launch.module import load
-from cumla.launch.split.plan import BLOCK_TOKENS, HEAD_DIM, MOST_TOKENS
+from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS
+from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
+from cumla.launch.split.ragged_schedule import ragged_schedule_launch
 from cumla.mla.arguments import (
     BLOCK_TABLE,
     DTYPES,
@@ -200,7 +197,7 @@ class _Schedule(Operation[_Lengths, MLAAttentionKey]):
     def recipe(
         self, key: MLAAttentionKey, arguments: _Lengths, outs: Sequence[ArrayView], buffer: int
     ) -> Sequence[Launchable]:
-        return (attention_schedule_launch(key, buffer, *arguments),) if key.batch else ()
+        return (ragged_schedule_launch(key, buffer, *arguments),) if key.batch else ()
 
     def reference(self, host: Host, arguments: _Lengths) -> Sequence[np.ndarray[Any, Any]]:
         return ()
@@ -244,7 +241,8 @@ class _Attend(Operation[DecodeArguments, MLAAttentionKey]):
     ) -> Sequence[Launchable]:
         if not key.batch or 0 in arguments.q.shape:
             return ()
-        return (attention_launch(key, buffer, arguments, *outs),)
+        out, lse = outs
+        return (attention_launch(key, buffer, arguments, out, lse),)
 
     def check_values(self, host: Host, arguments: DecodeArguments) -> None:
         num_pages, page_size = arguments.kv_cache.shape[:2]
@@ -559,7 +557,7 @@ class MLAAttentionPlan(Plan[MLAAttentionKey]):
         options = (scale, factor, self.key.causal)
         outputs = {"out": out, "lse": lse}
         if out is None:
-            given = () if lse is None else (lse,)
+            given: tuple[Any, ...] = () if lse is None else (lse,)
         else:
             given = (out,) if lse is None else (out, lse)
         if (block_table is None) == (kv_indices is None):

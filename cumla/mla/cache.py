@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 from numbers import Real
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cumla import reference
 from cumla.core.arguments import checked_flag
-from cumla.core.arrays import check_mutable
+from cumla.core.arrays import check_mutable, parts
 from cumla.core.operation import Operation, parts_on_host, run
 from cumla.launch.device import require_hopper
 from cumla.launch.mla.append_cache import AppendArguments, append_launch
 from cumla.launch.mla.append_fp8_cache import append_fp8_launch
-from cumla.mla.arguments import DTYPES
+from cumla.mla.arguments import CACHE_PARTS, DTYPES, ROW_PARTS
 from cumla.mla.cache_arguments import check_append_values, checked_append_arguments
 from cumla.mla.fp8_caches import number_of
 
@@ -153,7 +154,7 @@ def append_mla_cache(
         "kv_scale": None if isinstance(kv_scale, Real) else kv_scale,
     }
     given = {name: array for name, array in optional.items() if array is not None}
-    cache = _parts("kv_cache", kv_cache)
+    cache = parts("kv_cache", kv_cache, CACHE_PARTS)
     # The cache comes first, because its framework must know of what is written.
     first, *others = cache
     rotated = "q_pe_out" if "q_pe_out" in given else "q_pe"
@@ -162,7 +163,7 @@ def append_mla_cache(
         written[rotated] = given.pop(rotated)
     for name, array in (cache | written).items():
         check_mutable(name, array)
-    inputs = {first: cache[first], **_parts("rows", rows), **given}
+    inputs = {first: cache[first], **parts("rows", rows, ROW_PARTS), **given}
     run(_APPEND, inputs, written, (number, interleaved), stream)
 
 
@@ -177,17 +178,15 @@ class _Append(Operation[AppendArguments, None]):
         "kv_indices",
         "kv_indptr",
     )
+    in_place = MappingProxyType({"q_pe_out": "q_pe"})
 
     def arguments(self, views: Views, options: tuple[float | None, bool]) -> AppendArguments:
         return checked_append_arguments(views, *options)
 
     def check_overlap(self, views: Views, written: Sequence[str]) -> None:
-        """Count the cache as written; q_pe_out may be q_pe."""
-        given = dict(views)
-        if given.get("q_pe_out") == given.get("q_pe"):
-            given.pop("q_pe_out", None)
-        cache = [name for name in given if name.startswith("kv_cache")]
-        super().check_overlap(given, (*cache, "q_pe_out" if "q_pe_out" in given else "q_pe"))
+        """Count the whole cache as written."""
+        cache = [name for name in views if name.startswith("kv_cache")]
+        super().check_overlap(views, (*cache, "q_pe_out" if "q_pe_out" in views else "q_pe"))
 
     def key(self, arguments: AppendArguments, device: int) -> None:
         require_hopper(device)
@@ -222,18 +221,3 @@ class _Append(Operation[AppendArguments, None]):
 
 
 _APPEND = _Append()
-
-
-def _parts(name: str, value: Any) -> dict[str, Any]:
-    """Name an array, or the arrays of a pair, or of the three parts of a cache."""
-    if not isinstance(value, (tuple, list)):
-        return {name: value}
-    if len(value) != 2 and (len(value) != 3 or name == "rows"):
-        third, counts = ", or these and the scales of an e4m3 cache", "one, two or three"
-        if name == "rows":
-            third, counts = "", "one or two"
-        raise ValueError(
-            f"{name}: needs one array, or a pair of latent and RoPE columns{third}, got "
-            f"{len(value)} arrays; pass {counts}"
-        )
-    return {f"{name}[{i}]": part for i, part in enumerate(value)}

@@ -21,9 +21,9 @@ from cumla.core.arguments import (
 )
 from cumla.core.check_mode import refuse_first
 from cumla.launch.mla.append_cache import AppendArguments
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
 from cumla.mla.arguments import DTYPES, with_kv_head_axis
 from cumla.mla.fp8_caches import E4M3, PACKED_BYTES, SCALES, check_factor, is_packed, unpacked
+from cumla.mla.shape import HEAD_DIM, VALUE_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -24,11 +24,13 @@ from cumla.core.operation import Operation, Output, Scheduled, parts_on_host, ru
 from cumla.core.plan import Plan
 from cumla.core.state import AttentionState
 from cumla.launch.device import current_device, properties, require_hopper
-from cumla.launch.mla.mla_decode import DecodeArguments, decode_launch, decode_spec
-from cumla.launch.mla.mla_decode_fp8 import decode_fp8_launch, fp8_specs
+from cumla.launch.mla.choice import attend_launch, decode_spec
+from cumla.launch.mla.mla_decode import DecodeArguments
+from cumla.launch.mla.mla_decode_fp8 import fp8_specs
+from cumla.launch.mla.shape import HEAD_DIM, MLADecodeKey
 from cumla.launch.module import load
-from cumla.launch.split.mla_schedule import schedule_launch, schedule_spec
-from cumla.launch.split.plan import BLOCK_TOKENS, HEAD_DIM, MOST_PARTS, MLADecodeKey, piece_blocks
+from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS, piece_blocks
+from cumla.launch.split.schedule import schedule_launch, schedule_spec
 from cumla.mla.arguments import (
     BLOCK_TABLE,
     DTYPES,
@@ -230,8 +232,8 @@ class _Attend(Operation[DecodeArguments, MLADecodeKey]):
     ) -> Sequence[Launchable]:
         if 0 in arguments.q.shape:
             return ()
-        describe = decode_launch if key.cache == "same" else decode_fp8_launch
-        return (describe(key, buffer, arguments, *outs),)
+        out, lse = outs
+        return (attend_launch(key, buffer, arguments, out, lse),)
 
     def check_values(self, host: Host, arguments: DecodeArguments) -> None:
         _check_values(host["kv_lens"], host["block_table"], *arguments.kv_cache.shape[:2])
@@ -548,7 +550,7 @@ class MLADecodePlan(Plan[MLADecodeKey]):
         options = (scale, factor, self.key.causal)
         outputs = {"out": out, "lse": lse}
         if out is None:
-            given = () if lse is None else (lse,)
+            given: tuple[Any, ...] = () if lse is None else (lse,)
         else:
             given = (out,) if lse is None else (out, lse)
         factors = () if kv_scale is None or factor is not None else (kv_scale,)

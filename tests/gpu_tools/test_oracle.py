@@ -17,8 +17,8 @@ import pytest
 from cumla import reference
 from cumla.errors import MissingDependencyError
 from cumla.launch import module
+from cumla.launch.mla.shape import VARIANTS
 from cumla.launch.source import OPTIONS
-from cumla.launch.split.plan import VARIANTS
 from cumla.mla.checks import check_variant
 from tests.gpu.tools import emulation, oracle, variants
 from tests.gpu.tools.cases import (

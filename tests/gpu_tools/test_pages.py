@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.launch.split.plan import VARIANTS, MLADecodeKey
+from cumla.launch.mla.shape import VARIANTS, MLADecodeKey
 from tests.gpu.tools import pages
 from tests.gpu.tools.cases import Case
 from tests.gpu.tools.problem import make_problem

@@ -20,6 +20,8 @@ from cumla.launch import KernelSpec, all_specs, kernel, module, tensor_map
 from cumla.launch import device as launch_device
 from cumla.launch.kernel import PreparedLaunch
 from cumla.launch.mla import mla_decode
+from cumla.launch.mla.choice import decode_spec, decode_specs
+from cumla.launch.mla.shape import SWAPPED_ROWS, VARIANTS, MLADecodeKey
 from cumla.launch.module import LoadedKernel
 from cumla.launch.source import translation_unit
 from cumla.launch.split import plan as mla_plan
@@ -103,7 +105,7 @@ def packed_in(layout: struct.Struct) -> list[tuple[str, int]]:
 
 packing_kernels = pytest.mark.parametrize(
     "spec",
-    [spec for spec in all_specs() if spec.stem.startswith(("mla_", "mqa_", "paged_"))],
+    [spec for spec in all_specs() if spec.entry.startswith(("mla_", "mqa_", "paged_"))],
     ids=lambda spec: spec.entry,
 )
 
@@ -152,9 +154,7 @@ def test_the_decode_kernels_parameters_by_name(
         "PreparedLaunch",
         lambda kernel, grid, layout, values, stream: (grid, layout.pack(*values), stream),
     )
-    key = mla_plan.MLADecodeKey(
-        5, 3, 44, 2, page_size, "bfloat16", causal=True, device=0, sm_count=132
-    )
+    key = MLADecodeKey(5, 3, 44, 2, page_size, "bfloat16", causal=True, device=0, sm_count=132)
     arguments = Arguments(
         q=strided(1 << 40, (5, 3, 44, 512), (4016, 3008, 2000, 2), "bfloat16"),
         q_rope=strided(2 << 40, (5, 3, 44, 64), (4032, 3024, 2016, 2), "bfloat16"),
@@ -167,7 +167,7 @@ def test_the_decode_kernels_parameters_by_name(
     )
     out = strided(7 << 40, (5, 3, 44, 512), (5008, 5024, 5040, 4), "float32")
     lse = strided(8 << 40, (5, 44, 3), (6004, 6008, 6012), "float32")
-    spec = mla_decode.decode_spec(key)
+    spec = decode_spec(key)
     loaded = LoadedKernel(handle=1, spec=spec, device=0, owner=None)
     grid, packed, stream = mla_decode.prepare_decode(
         loaded, key, 9 << 40, arguments, out, lse, 0.25, 77
@@ -264,9 +264,7 @@ def test_maps_of_each_form(
         return bytes([len(maps)]) * 128
 
     monkeypatch.setattr(mla_decode, "paged_kv_map", encode)
-    key = mla_plan.MLADecodeKey(
-        1, 1, heads, 1, page_size, "bfloat16", causal=True, device=0, sm_count=132
-    )
+    key = MLADecodeKey(1, 1, heads, 1, page_size, "bfloat16", causal=True, device=0, sm_count=132)
     strides = (page_size * 1152, 1152, 1152, 2)
     latent = strided(3 << 40, (70, page_size, 1, 512), strides, "bfloat16")
     q = strided(1 << 40, (1, 1, heads, 512), (147456, 147456, 1152, 2), "bfloat16")
@@ -298,7 +296,6 @@ def test_what_a_plans_buffer_holds_is_as_the_kernels_see_it(nvrtc: None) -> None
         "kBlockTokens": mla_plan.BLOCK_TOKENS,
         "kRowTile": mla_plan.ROW_TILE,
         "kRowGroup": mla_plan.ROW_GROUP,
-        "kValueDim": mla_plan.VALUE_DIM,
     }
     words = "constexpr Part kWords = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, {10, 11}};"
     for name in PART.names or ():
@@ -321,7 +318,7 @@ def test_what_a_plans_buffer_holds_is_as_the_kernels_see_it(nvrtc: None) -> None
             "swapped",
             24 * 8192 + 32768 + 8 * 16 * 4 + (16 + 2) * 16 * 4 + 16 + (2 * 24 + 4) * 8,
             {
-                "kSwappedRows": mla_plan.SWAPPED_ROWS,
+                "kSwappedRows": SWAPPED_ROWS,
                 "layout.query_free() + 8": 231472,
                 "layout.probabilities - layout.query": 9 * 16 * 128,
                 # what the joining is given: 8,192 and 1,024 bytes, before the next segment
@@ -337,7 +334,7 @@ def test_shared_memory_holds_its_layout(
     dtype: str, variant: str, nbytes: int, checks: dict[str, int], nvrtc: None
 ) -> None:
     """To the byte: the layout's own functions, made constant expressions, give its end."""
-    spec = mla_decode._SPECS[dtype, variant, "pages"]
+    spec = decode_specs(dtype, 64)[VARIANTS.index(variant)]
     assert spec.smem_bytes == nbytes
     name = "SwappedLayout" if variant == "swapped" else "SharedLayout"
     whole, _, _ = translation_unit(spec).partition('extern "C"')

@@ -155,7 +155,7 @@ def test_options_hold_what_cupy_adds():
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True)]
+    ("value", "expected"), [(None, False), ("", False), ("0", False), ("false", False), ("1", True)]
 )
 def test_debug_build_follows_the_environment(monkeypatch, value, expected):
     if value is None:

@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.compat.flashinfer._tensors import as_int32, check_axes, mark_empty
 from cumla.core.arrays import open_call
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 from cumla.mla.attention import MLAAttentionPlan
 from cumla.mla.fp8_caches import FP8, SCALES, number_of
 

@@ -26,12 +26,17 @@
 #include "indexer/mqa_logits/layout.cuh"
 #include "indexer/mqa_logits/load.cuh"
 #include "indexer/mqa_logits/roles.cuh"
+#include "split/scan.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/copy_rows.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::indexer {
+
+using namespace ptx;
+using namespace split;
 
 // Strides are bytes.
 struct MqaLogitsParams {
@@ -76,7 +81,7 @@ struct QueryTiles {
 
   // Blocks with something that a row of the item sees, and what is between them.
   __device__ __forceinline__ void blocks_of(int item, int& first, int& blocks) const {
-    int begin = kMostTokens, end = 0;
+    int begin = kMaxTokens, end = 0;
     const int rows = rows_of(item);
 #pragma unroll 8
     for (int row = 0; row < rows; ++row) {
@@ -190,4 +195,4 @@ __device__ __forceinline__ void mqa_logits(const MqaLogitsParams& p) {
   do_segments(p.logits, work, shared, cursor, [&] { load_tokens(p, shared, cursor); });
 }
 
-}  // namespace cumla
+}  // namespace cumla::indexer

@@ -30,11 +30,14 @@
 #include "indexer/mqa_logits/roles.cuh"
 #include "indexer/paged_mqa_plan.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/copy_rows.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::indexer {
+
+using namespace ptx;
 
 // Strides are bytes.
 struct PagedMqaParams {
@@ -159,4 +162,4 @@ __device__ __forceinline__ void paged_mqa_logits(const PagedMqaParams& p) {
   do_segments(p.logits, work, shared, cursor, [&] { load_pages(p, shared, cursor); });
 }
 
-}  // namespace cumla
+}  // namespace cumla::indexer

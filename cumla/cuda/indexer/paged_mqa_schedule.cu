@@ -4,14 +4,14 @@
 // the summed cost reaches i / parts of the whole. cumla/launch/indexer/paged_mqa_schedule.py computes the same in NumPy: its
 // oracle. One CTA; a thread has consecutive requests, then some of the parts.
 #include "indexer/paged_mqa_plan.cuh"
+#include "split/scan.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::indexer {
 
-constexpr int kScheduleThreads = 1024;
-constexpr int kScheduleWarps = kScheduleThreads / 32;
-static_assert(kScheduleWarps == 32, "a warp scans one value of each warp");
+using namespace ptx;
+using namespace split;
 
 struct PagedMqaScheduleParams {
   ContextLengths lengths;
@@ -68,4 +68,4 @@ __device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams&
   }
 }
 
-}  // namespace cumla
+}  // namespace cumla::indexer

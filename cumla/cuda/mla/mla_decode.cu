@@ -27,15 +27,20 @@
 // Registers:      consumers 224 (128 output, 32 scores, 16 probabilities), loaders 56; 168 at the start (65,536 / 384 in steps of 8)
 // Tensor work:    2,176 clocks a block; loads 73,728 B a block and CTA
 #include "mla/mla_decode/compute.cuh"
-#include "split/join.cuh"
 #include "mla/mla_decode/load.cuh"
 #include "mla/mla_decode/pages.cuh"
 #include "mla/mla_decode/shared.cuh"
+#include "split/join.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::mla {
+
+using namespace ptx;
+using namespace split;
 
 // Warps that copy KV rows: where arithmetic limits, two are too late.
 template <bool kSharedBlocks, PageForm kForm>
@@ -217,7 +222,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   begin_kernel<kForm, AnyTile>(p, shared, kRowWarps<kSharedBlocks, kForm>);
 
-  if constexpr (kForm != kPages || kIsRagged<AnyTile>) {
+  if constexpr (kForm != kPages || AnyTile::kIsRagged) {
     // Each role reads the part for itself: what both hold from before would cost registers that they lack.
     if (warpgroup == 0) {
       registers_decrease<56>();
@@ -246,4 +251,4 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   }
 }
 
-}  // namespace cumla
+}  // namespace cumla::mla

@@ -35,8 +35,12 @@
 #include "mla/mla_decode_fp8/load.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::mla {
+
+using namespace ptx;
+using namespace split;
 
 // row_warps: those that copy rows; 0 without kRows.
 template <int kQueryRows, bool kGrouped, PageForm kForm>
@@ -109,4 +113,4 @@ __device__ __forceinline__ void mla_decode_fp8(const MlaDecodeFp8Params& p) {
   }
 }
 
-}  // namespace cumla
+}  // namespace cumla::mla

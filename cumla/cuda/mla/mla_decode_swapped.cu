@@ -27,9 +27,12 @@
 #include "mla/mla_decode_swapped/layout.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::mla {
+
+using namespace ptx;
+using namespace split;
 
 // row_warps: those that copy rows; 0 without kRows.
 __device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared, int row_warps) {
@@ -136,4 +139,4 @@ __device__ __forceinline__ void mla_decode_swapped(const MlaDecodeParams& p) {
   }
 }
 
-}  // namespace cumla
+}  // namespace cumla::mla

@@ -32,7 +32,7 @@ def _spec(dtype: str, float_rows: bool) -> KernelSpec:
         stem="append_cache",
         package="cumla.cuda.mla",
         entry=f"append_cache_{dtype}" + ("_from_float32" if float_rows else ""),
-        function=f"append_cache<{_TAGS[dtype]}, {str(float_rows).lower()}>",
+        function=f"append_cache<{_TAGS[dtype]}, {'Fp32' if float_rows else _TAGS[dtype]}>",
         params="AppendCacheParams",
         threads=32 * _WARPS,
         min_blocks=3 if float_rows else 4,  # as many as the registers of the rows in flight allow

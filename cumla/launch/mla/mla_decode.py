@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of cuda/mla/mla_decode.cu and cuda/mla/mla_decode_swapped.cu: split-KV MLA attention."""
+"""Launcher of cuda/mla/mla_decode.cu: split-KV MLA attention."""
 
 from __future__ import annotations
 
@@ -9,35 +9,28 @@ from math import e, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.kernel import Launch
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM, VARIANTS
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
-from cumla.launch.split.plan import (
-    HEAD_DIM,
-    MOST_TOKENS,
-    PAGE_FORMS,
-    VALUE_DIM,
-    VARIANTS,
-    MLADecodeKey,
-    page_form,
-)
+from cumla.launch.split.plan import MOST_TOKENS, PAGE_FORMS
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.mla.mla_attention import MLAAttentionKey
+    from cumla.launch.mla.shape import MLAAttentionKey, MLADecodeKey
 
 __all__ = [
+    "FORM_TAGS",
     "NO_MAP",
     "PARAMS_FORMAT",
     "SPECS",
+    "TAGS",
     "DecodeArguments",
     "decode_launch",
-    "decode_spec",
-    "decode_specs",
     "decode_values",
     "form_of",
-    "form_specs",
     "ragged_spec",
+    "variant_spec",
 ]
 
 
@@ -74,24 +67,21 @@ class DecodeArguments(NamedTuple):
     causal: bool
 
 
-_TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
-_FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
+TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
+FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
 
 
 def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
-    swapped = variant == "swapped"
-    stem = "mla_decode_swapped" if swapped else "mla_decode"
-    shared_blocks = () if swapped else (str(variant == "shared_blocks").lower(),)
-    arguments = ", ".join((_TAGS[dtype], *shared_blocks, _FORM_TAGS[form]))
+    shared_blocks = str(variant == "shared_blocks").lower()
     suffixes = (name for name in (variant, form) if name not in ("one_tile", "pages"))
     return KernelSpec(
-        stem=stem,
+        stem="mla_decode",
         package="cumla.cuda.mla",
         entry="_".join(("mla_decode", dtype, *suffixes)),
-        function=f"{stem}<{arguments}>",
+        function=f"mla_decode<{TAGS[dtype]}, {shared_blocks}, {FORM_TAGS[form]}>",
         params="MlaDecodeParams",
         threads=384,
-        smem_bytes=231472 if swapped else 232160,
+        smem_bytes=232160,
     )
 
 
@@ -101,31 +91,21 @@ def _ragged_spec(dtype: str, form: str) -> KernelSpec:
         stem="mla_decode",
         package="cumla.cuda.mla",
         entry="_".join(("mla_attention", dtype, *suffixes)),
-        function=f"mla_decode<{_TAGS[dtype]}, true, {_FORM_TAGS[form]}, RaggedTile>",
+        function=f"mla_decode<{TAGS[dtype]}, true, {FORM_TAGS[form]}, RaggedTile>",
         params="MlaDecodeParams",
         threads=384,
         smem_bytes=232160,
     )
 
 
-_SPECS = {names: _spec(*names) for names in product(_TAGS, VARIANTS, PAGE_FORMS)}
-_RAGGED_SPECS = {names: _ragged_spec(*names) for names in product(_TAGS, PAGE_FORMS)}
+_SPECS = {names: _spec(*names) for names in product(TAGS, VARIANTS[1:], PAGE_FORMS)}
+_RAGGED_SPECS = {names: _ragged_spec(*names) for names in product(TAGS, PAGE_FORMS)}
 SPECS = (*_SPECS.values(), *_RAGGED_SPECS.values())
 
 
-def decode_specs(dtype: str, page_size: int) -> tuple[KernelSpec, ...]:
-    """List the kernels of one dtype and page size, for caches in one array."""
-    return tuple(_SPECS[dtype, variant, page_form(page_size)] for variant in VARIANTS)
-
-
-def form_specs(dtype: str, form: str) -> tuple[KernelSpec, ...]:
-    """List the kernels of one dtype and form, that for ragged queries included."""
-    return (*(_SPECS[dtype, variant, form] for variant in VARIANTS), ragged_spec(dtype, form))
-
-
-def decode_spec(key: MLADecodeKey, form: str | None = None) -> KernelSpec:
-    """Look up the kernel of a shape's variant, for caches of a form; by default in one array."""
-    return _SPECS[key.dtype, key.variant, form or key.form]
+def variant_spec(dtype: str, variant: str, form: str) -> KernelSpec:
+    """Look up the kernel of a variant, one of the last two of VARIANTS."""
+    return _SPECS[dtype, variant, form]
 
 
 def ragged_spec(dtype: str, form: str) -> KernelSpec:
@@ -152,13 +132,6 @@ def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: DecodeArguments) -> 
     return "boxes" if key.form == "pages" and apart else key.form
 
 
-def _spec_of(key: MLADecodeKey | MLAAttentionKey, form: str) -> KernelSpec:
-    """Look up the kernel of a shape, of either operation, for caches of a form."""
-    if isinstance(key, MLADecodeKey):
-        return decode_spec(key, form)
-    return ragged_spec(key.dtype, form)
-
-
 def _rope_is_apart(latent: ArrayView, rope: ArrayView) -> bool:
     """Tell whether a row's RoPE columns are elsewhere than behind its latent ones."""
     return rope.ptr != latent.ptr + VALUE_DIM * 2 or rope.strides[:3] != latent.strides[:3]
@@ -171,6 +144,7 @@ _LOG2_E = log2(e)
 
 
 def decode_launch(
+    spec: KernelSpec,
     key: MLADecodeKey | MLAAttentionKey,
     buffer: int,
     arguments: DecodeArguments,
@@ -181,7 +155,9 @@ def decode_launch(
 
     Parameters
     ----------
-    key : MLADecodeKey
+    spec : KernelSpec
+        The kernel for the key, for the form of these arrays.
+    key : MLADecodeKey or MLAAttentionKey
         The plan's shape.
     buffer : int
         Address of the plan's buffer, which holds a schedule.
@@ -194,11 +170,10 @@ def decode_launch(
     -------
     Launch
     """
-    form = form_of(key, arguments)
-    maps = _maps(key, form, arguments.kv_cache, arguments.kv_rope)
+    maps = _maps(key, form_of(key, arguments), arguments.kv_cache, arguments.kv_rope)
     values = (*maps, *decode_values(key, buffer, arguments, out, lse))
     grid = key.row_tiles, key.parts, key.num_kv_heads
-    return Launch(_spec_of(key, form), grid, _PARAMS, values)
+    return Launch(spec, grid, _PARAMS, values)
 
 
 def decode_values(

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import Launch
 from cumla.launch.mla.mla_decode import NO_MAP, PARAMS_FORMAT, decode_values
+from cumla.launch.mla.shape import NARROW_ROWS, MLADecodeKey
 from cumla.launch.source import KernelSpec
-from cumla.launch.split.plan import NARROW_ROWS, MLADecodeKey
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.mla.mla_attention import MLAAttentionKey
     from cumla.launch.mla.mla_decode import DecodeArguments
+    from cumla.launch.mla.shape import MLAAttentionKey
 
 __all__ = ["LIES", "SPECS", "decode_fp8_launch", "fp8_spec", "fp8_specs", "how_it_lies"]
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.core import arrays
+from cumla.core import frameworks
 from tests.gpu.tools.arrays import jax_arguments
 from tests.gpu.tools.cases import Case
 from tests.gpu.tools.problem import Problem, make_problem
@@ -120,10 +120,10 @@ def test_the_reader_would_see_memory_that_went_straight_back(
     """Results handed over as plain CuPy arrays: the test above finds what is wrong with that."""
 
     def plainly(jax: Any, array: Any, view: object, stream: int) -> Any:
-        with arrays._cupy().use_stream(0, stream):
+        with frameworks.cupy_framework().use_stream(stream):
             return jax.dlpack.from_dlpack(array)
 
-    monkeypatch.setattr(arrays, "lend", plainly)
+    monkeypatch.setattr(frameworks, "lend", plainly)
     got, expected = drop_while_read(jax, cp.cuda.Stream(non_blocking=True), drop_here)
     if np.array_equal(got, expected):
         pytest.skip("this JAX drops a buffer only when its readers are done")

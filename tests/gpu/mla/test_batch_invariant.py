@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.launch.split.mla_schedule import min_saving
 from cumla.launch.split.plan import BLOCK_TOKENS, piece_blocks
+from cumla.launch.split.schedule import min_saving
 from tests.gpu.tools import kernels
 from tests.gpu.tools.cases import Case
 from tests.gpu.tools.problem import Problem, make_problem, typed

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.launch.split.mla_schedule import schedule
+from cumla.launch.split.schedule import schedule
 from tests.gpu.tools import variants
 from tests.gpu.tools.arrays import bits_of
 from tests.gpu.tools.cases import SPLIT_CASES, Case, by_every_kernel

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.launch.mla.mla_attention import schedule
 from cumla.launch.split.plan import TICKET_BYTES
+from cumla.launch.split.ragged_schedule import schedule
 from tests.gpu.tools import kernels, variants
 from tests.gpu.tools.arrays import bits_of, to_torch
 from tests.gpu.tools.parts import PART, TILE_PLACE, tile_parts_table, tile_places_table

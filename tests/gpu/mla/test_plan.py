@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.launch.split.plan import BLOCK_TOKENS, TICKET_BYTES, MLADecodeKey
+from cumla.launch.mla.shape import MLADecodeKey
+from cumla.launch.split.plan import BLOCK_TOKENS, TICKET_BYTES
 from tests.gpu.tools import pages
 from tests.gpu.tools.arrays import bits_of, to_torch
 from tests.gpu.tools.cases import Case, by_every_kernel

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cumla.launch.split.mla_schedule import schedule
-from cumla.launch.split.plan import MLADecodeKey
+from cumla.launch.mla.shape import MLADecodeKey
+from cumla.launch.split.schedule import schedule
 from tests.gpu.tools.cases import Case
 from tests.gpu.tools.problem import HEAD_DIM, NUMPY_DTYPES, PAGE_SIZE, VALUE_DIM, Problem
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from cumla.core.operation import Ready
 from cumla.launch import all_specs, module
 from cumla.launch.mla import mla_decode_fp8
-from cumla.launch.mla.mla_decode import decode_specs, ragged_spec
+from cumla.launch.mla.choice import decode_specs
+from cumla.launch.mla.mla_decode import ragged_spec
 from cumla.launch.source import OPTIONS, KernelSpec, translation_unit
 from cumla.launch.split.plan import page_form
 

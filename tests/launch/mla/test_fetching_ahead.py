@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import pytest
 
-from cumla.launch.mla.mla_attention import MLAAttentionKey
-from cumla.launch.split.plan import BLOCK_TOKENS, ROW_TILE, MLADecodeKey
+from cumla.launch.mla.shape import MLAAttentionKey, MLADecodeKey
+from cumla.launch.split.plan import BLOCK_TOKENS, ROW_TILE
 from tests.launch.kernel_text import assert_in_order
 
 

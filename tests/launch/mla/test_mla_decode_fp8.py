@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from cumla.core.arrays import ArrayView
 from cumla.launch import KernelSpec
 from cumla.launch.mla import mla_decode_fp8
-from cumla.launch.mla.mla_attention import MLAAttentionKey
 from cumla.launch.mla.mla_decode_fp8 import (
     SPECS,
     fp8_spec,
@@ -30,9 +29,9 @@ from cumla.launch.mla.mla_decode_fp8 import (
     how_it_lies,
     prepare_decode_fp8,
 )
+from cumla.launch.mla.shape import MLAAttentionKey, MLADecodeKey
 from cumla.launch.module import LoadedKernel
 from cumla.launch.source import translation_unit
-from cumla.launch.split.plan import MLADecodeKey
 from tests.launch.kernel_text import assert_in_order
 from tests.launch.test_kernel import compile_checks, members_of
 

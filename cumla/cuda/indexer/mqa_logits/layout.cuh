@@ -5,15 +5,13 @@
 // blocks of 64. The blocks of all items, in order, are dealt out to the CTAs as contiguous ranges; what a CTA has of one
 // item is a segment.
 #pragma once
-#include "ptx/copy_rows.cuh"
 #include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::indexer {
 
 constexpr int kBlockTokens = 64;  // the M side of a product
-constexpr int kWarpgroup = 128;
 constexpr int kLogitsThreads = 3 * kWarpgroup;
-constexpr int kMostTokens = 0x7fffffc0;  // the end of the last block still fits an int
+constexpr int kMaxTokens = 0x7fffffc0;  // the end of the last block still fits an int
 
 // One instantiation. A column is a query row with one of its heads; a tile is the columns of one product. In a product's
 // accumulators four lanes have two each of every eight columns: these are dealt to as many query rows, up to four, as
@@ -71,16 +69,6 @@ struct Place {
 struct Segment {
   int item, first, blocks;
 };
-
-// One warp: of the lanes up to each one.
-__device__ __forceinline__ i64 warp_inclusive_sum(i64 value) {
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const i64 other = __shfl_up_sync(0xffffffffu, value, offset);
-    if (static_cast<int>(threadIdx.x % 32) >= offset) value += other;
-  }
-  return value;
-}
 
 // Walks over the segments of a CTA, which has what is between two places. Work knows the items.
 template <typename Work>
@@ -158,4 +146,4 @@ struct RingPlace {
   }
 };
 
-}  // namespace cumla
+}  // namespace cumla::indexer

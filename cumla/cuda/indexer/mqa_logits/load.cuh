@@ -5,9 +5,12 @@
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
-#include "ptx/wgmma_fp8.cuh"
+#include "ptx/types.cuh"
+#include "ptx/wgmma.cuh"
 
-namespace cumla {
+namespace cumla::indexer {
+
+using namespace ptx;
 
 constexpr int kQueryWarps = 2;
 
@@ -140,4 +143,4 @@ __device__ __forceinline__ void fill_outside(const LogitsParams& p, const Work& 
   }
 }
 
-}  // namespace cumla
+}  // namespace cumla::indexer

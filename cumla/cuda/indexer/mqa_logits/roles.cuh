@@ -5,8 +5,11 @@
 #include "indexer/mqa_logits/layout.cuh"
 #include "indexer/mqa_logits/load.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::indexer {
+
+using namespace ptx;
 
 // All threads: each its part of all segments of the CTA. One warp runs `load_blocks`, which fills the ring.
 template <typename Shape, typename Work, typename LoadBlocks>
@@ -28,4 +31,4 @@ __device__ __forceinline__ void do_segments(const LogitsParams& p, const Work& w
   }
 }
 
-}  // namespace cumla
+}  // namespace cumla::indexer

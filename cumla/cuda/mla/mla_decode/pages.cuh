@@ -9,11 +9,15 @@
 #include "mla/mla_decode/layout.cuh"
 #include "mla/mla_decode/load.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/copy_rows.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::mla {
+
+using namespace ptx;
+using namespace split;
 
 // First row, in a block, of the box whose place this thread knows.
 template <PageForm kForm>
@@ -245,4 +249,4 @@ struct RowCopier {
   }
 };
 
-}  // namespace cumla
+}  // namespace cumla::mla

@@ -7,9 +7,13 @@
 #include "mla/mla_decode_fp8/softmax.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
+#include "ptx/wgmma.cuh"
 
-namespace cumla {
+namespace cumla::mla {
+
+using namespace ptx;
+using namespace split;
 
 // One consumer warpgroup.
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
@@ -223,4 +227,4 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
   }
 };
 
-}  // namespace cumla
+}  // namespace cumla::mla

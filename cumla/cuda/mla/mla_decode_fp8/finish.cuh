@@ -4,8 +4,15 @@
 #pragma once
 #include "mla/mla_decode_fp8/compute.cuh"
 #include "split/join.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::mla {
+
+using namespace ptx;
+using namespace split;
 
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
 struct Fp8Finisher {
@@ -52,7 +59,8 @@ struct Fp8Finisher {
     if (lane == 0) mbarrier_arrive(shared.query_free(of.n));
     write_output();
     if (segment.split())
-      Joiner<Bf16, AnyTile, kQueryRows == 16 ? 1 : 4>(p, {shared.words, shared.probabilities, shared.maxima}, tile, segment)
+      LatentJoiner<Bf16, AnyTile, kQueryRows == 16 ? 1 : 4>(p, {shared.words, shared.probabilities, shared.maxima}, tile,
+                                                            segment)
           .join(more);
   }
 
@@ -147,7 +155,7 @@ struct Fp8Finisher {
     const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
 #pragma unroll
     for (int group = 0; group < kRounds; ++group) {
-      float4* const to = p.partial_out + piece_offset(p, piece, consumer, group, 2 * warp + pair / 4, row * 4 + pair % 4);
+      float4* const to = p.partial_out + piece_offset<kValueDim>(p, piece, consumer, group, 2 * warp + pair / 4, row * 4 + pair % 4);
 #pragma unroll
       for (int d = 0; d < kHalfTiles; ++d) {
         const float* const v = of.output[d] + group * 8;  // of rows `row`, `row` + 1 twice; then of those eight behind them
@@ -191,4 +199,4 @@ struct Fp8Finisher {
   }
 };
 
-}  // namespace cumla
+}  // namespace cumla::mla

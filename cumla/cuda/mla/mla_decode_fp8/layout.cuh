@@ -3,8 +3,11 @@
 #pragma once
 #include "mla/mla_decode/layout.cuh"
 #include "mla/mla_decode/load.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::mla {
+
+using namespace split;
 
 constexpr int kScaleGroups = 4;  // of 128 latent columns, each with a scale of its own
 constexpr int kValueTiles = kValueDim / 64;
@@ -52,8 +55,6 @@ struct HalfTile : RaggedTile {
     least_shift = shift_of(p, max(rows, 1) - 1);
   }
 };
-template <>
-constexpr bool kIsRagged<HalfTile> = true;
 
 __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, HalfTile& tile, const Part& part, int place) {
   const TilePlace at = reinterpret_cast<const TilePlace*>(p.places)[place];
@@ -170,4 +171,4 @@ struct Fp8Layout {
   __device__ __forceinline__ u32 query_free(u32 n) const { return query_full(0) + kQueries * 8 + buffer_of(n) * 8; }
 };
 
-}  // namespace cumla
+}  // namespace cumla::mla

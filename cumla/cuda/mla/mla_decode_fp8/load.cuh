@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loading roles of mla_decode_fp8.
 #pragma once
-#include "mla/mla_decode_fp8/layout.cuh"
 #include "mla/mla_decode/pages.cuh"
+#include "mla/mla_decode_fp8/layout.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/copy_rows.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::mla {
+
+using namespace ptx;
+using namespace split;
 
 // 64 bytes of each of a warp's rows into a tile, asynchronously.
 template <typename Layout, typename AnyTile>
@@ -170,4 +175,4 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
   }
 }
 
-}  // namespace cumla
+}  // namespace cumla::mla

@@ -3,13 +3,14 @@
 // products of 16 columns of K or of 16 tokens of V, eight registers.
 #pragma once
 #include "mla/mla_decode_fp8/layout.cuh"
-#include "ptx/copy_rows.cuh"
-#include "ptx/expand_fp8.cuh"
-#include "ptx/load_matrix.cuh"
-#include "ptx/wgmma_fp8.cuh"
-#include "ptx/wgmma_narrow.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::mla {
+
+using namespace ptx;
+using namespace split;
 
 constexpr int kStepRegisters = 8;
 
@@ -38,4 +39,4 @@ __device__ __forceinline__ void expand_values(const u32 (&words)[4], u32 (&a)[kS
   for (int i = 0; i < 4; ++i) expand_e4m3x4(__byte_perm(words[i], 0, 0x3120), a[2 * i], a[2 * i + 1]);
 }
 
-}  // namespace cumla
+}  // namespace cumla::mla

@@ -3,12 +3,15 @@
 // reads them, and their sums; what these are relative to is raised where a block needs it.
 #pragma once
 #include "mla/mla_decode_fp8/layout.cuh"
-#include "ptx/barrier_vote.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/expand_fp8.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::mla {
+
+using namespace ptx;
+using namespace split;
 
 // Probabilities are stored relative to a reference, a power of two, which makes the highest one 2^7 or more when it is set
 // and stays until one is beyond float16: so they lose no bits down to 2^-21 of the highest, and are rarely compared with one
@@ -77,8 +80,8 @@ struct Fp8Softmax {
 
   // Whether any thread of this consumer says so.
   __device__ __forceinline__ bool sync_any(bool vote) const {
-    return consumer == 0 ? named_barrier_any<kConsumerBarrier + 1, kWarpgroup>(vote)
-                         : named_barrier_any<kConsumerBarrier + 2, kWarpgroup>(vote);
+    return consumer == 0 ? named_barrier_any<kConsumerBarrier, kWarpgroup>(vote)
+                         : named_barrier_any<kConsumerBarrier + 1, kWarpgroup>(vote);
   }
 
   // This thread's token, and the one eight behind it.
@@ -278,4 +281,4 @@ struct Fp8Softmax {
   }
 };
 
-}  // namespace cumla
+}  // namespace cumla::mla

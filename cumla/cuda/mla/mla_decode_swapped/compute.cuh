@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // The computing role of mla_decode_swapped: one consumer warpgroup, from its first scores to the stored output.
 #pragma once
-#include "split/join.cuh"
 #include "mla/mla_decode_swapped/layout.cuh"
+#include "split/join.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/types.cuh"
 #include "ptx/wgmma.cuh"
 
-namespace cumla {
+namespace cumla::mla {
+
+using namespace ptx;
+using namespace split;
 
 // One consumer warpgroup. Thread layout of the accumulators: tokens, or columns of V, 16 warp + lane / 4 and that + 8; in
 // every group of eight query rows the two at 2 (lane % 4).
@@ -238,7 +243,8 @@ struct SwappedConsumer {
     const bool split = segment.split();
     if (consumer == 0 && warp == 0 && lane < 4) write_lse(segment, lse, split);
     write_output(segment, split);
-    if (split) Joiner<T, Tile, 1>(p, {shared.words, shared.probabilities, shared.sums}, tile, segment).join(more);
+    if (split)
+      LatentJoiner<T, Tile, 1>(p, {shared.words, shared.probabilities, shared.sums}, tile, segment).join(more);
   }
 
   __device__ __forceinline__ void leave_sums() {
@@ -310,7 +316,7 @@ struct SwappedConsumer {
     const bool odd = lane / 4 % 2;
     const int as_lane = ((lane % 4) * 2 + odd) * 4 + lane / 8, row = as_lane / 4;
     const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
-    float4* const place = copy_of(p.partial_out + piece_offset(p, piece, consumer, 0, 2 * warp, as_lane));
+    float4* const place = copy_of(p.partial_out + piece_offset<kValueDim>(p, piece, consumer, 0, 2 * warp, as_lane));
 #pragma unroll
     for (int d = 0; d < kHalfTiles; ++d) {
       float4 v[2];
@@ -335,4 +341,4 @@ struct SwappedConsumer {
   }
 };
 
-}  // namespace cumla
+}  // namespace cumla::mla

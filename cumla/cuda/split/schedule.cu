@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Who works on which KV blocks, parallel over the batch. See split/plan.cuh for the terms.
 //
-// mla_schedule, one CTA: a request costs its number of blocks + fixed_cost. Three ways to deal the requests out:
+// schedule, one CTA: a request costs its number of blocks + fixed_cost. Three ways to deal the requests out:
 //   apart: each request alone, in equal pieces of one part each, where there are at least two parts a request and pieces
 //          get no larger than an equal share and what cutting costs; a request that cutting would not make shorter by
 //          min_saving stays whole; else
@@ -12,29 +12,31 @@
 //          This takes the requests into another order. Of a few limits that one is taken whose dearest part is cheapest;
 //          else, of many requests or parts:
 //   shares: equal ones of the summed cost, cut wherever one ends.
-// mla_schedule_invariant, a CTA for every 1024 parts: each request is cut where its own length says, into pieces of a
+// schedule_invariant, a CTA for every 1024 parts: each request is cut where its own length says, into pieces of a
 // part each.
-// cumla/launch/split/mla_schedule.py holds the same arithmetic in NumPy, as its oracle.
+// cumla/launch/split/schedule.py holds the same arithmetic in NumPy, as its oracle.
 #include "split/schedule/layout.cuh"
 #include "split/schedule/pack.cuh"
 #include "split/schedule/parts.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::split {
+
+using namespace ptx;
 
 // Parts of a request that has some of its own, in pieces of `size` blocks at most.
-__device__ __forceinline__ int pieces_of(const MlaScheduleParams& p, int tokens, int size) {
+__device__ __forceinline__ int pieces_of(const ScheduleParams& p, int tokens, int size) {
   const int blocks = blocks_of(tokens);
   return blocks - size < p.min_saving ? 1 : static_cast<u32>(blocks + size - 1) / static_cast<u32>(size);
 }
 
 // What each part costs if all cost the same.
-__device__ __forceinline__ int share_of(const MlaScheduleParams& p, int total) {
+__device__ __forceinline__ int share_of(const ScheduleParams& p, int total) {
   return max(static_cast<int>(quotient(total + p.parts - 1, p.by_parts)), p.min_share);
 }
 
-struct Shared {
+struct ScheduleShared {
   int warp_values[2][kScheduleWarps];
   int thread_starts[kScheduleThreads];      // cost of all requests of the warp before a thread's first one
   int thread_tokens[kScheduleThreads];      // of a thread's first request
@@ -50,7 +52,7 @@ struct Shared {
 // reads all lengths and tries one size of pieces; one always will do, but for its cost: pieces of twice the least size
 // number parts / 2 + batch. Then each warp numbers the pieces for itself, of 32 requests at once, and takes its parts'.
 // `length` is that of the request with the number of the lane, or 0.
-__device__ __forceinline__ bool deal_apart(const MlaScheduleParams& p, int length, int* warp_sizes) {
+__device__ __forceinline__ bool deal_apart(const ScheduleParams& p, int length, int* warp_sizes) {
   const int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int blocks = blocks_of(length);
 #pragma unroll 1
@@ -102,7 +104,7 @@ __device__ __forceinline__ bool deal_apart(const MlaScheduleParams& p, int lengt
 // The bound of this thread's part if all parts cost a share, with its run: a cut not closer than min_blocks to the ends of
 // its request, but before or behind it. `warp_start`: cost of all requests before those of the warp with the lane's number.
 template <typename TokensOf>
-__device__ __forceinline__ PartBound bound_at_share(const MlaScheduleParams& p, const Shared& shared, int per_thread,
+__device__ __forceinline__ PartBound bound_at_share(const ScheduleParams& p, const ScheduleShared& shared, int per_thread,
                                                     int share, int total, int warp_start, TokensOf tokens_of, Run& run) {
   const i64 wanted = static_cast<i64>(threadIdx.x) * share;
   const int place = wanted < total ? static_cast<int>(wanted) : total - 1;
@@ -132,8 +134,8 @@ __device__ __forceinline__ PartBound bound_at_share(const MlaScheduleParams& p, 
   return {request, block < p.min_blocks ? 0 : block, request, tokens};
 }
 
-__device__ void mla_schedule(const MlaScheduleParams& p) {
-  __shared__ Shared shared;
+__device__ void schedule(const ScheduleParams& p) {
+  __shared__ ScheduleShared shared;
   const int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int per_thread = static_cast<u32>(p.batch + kScheduleThreads - 1) / kScheduleThreads;
   const int begin = min(thread * per_thread, p.batch);
@@ -225,12 +227,12 @@ __device__ void mla_schedule(const MlaScheduleParams& p) {
 
 // Pieces of a request that is cut at multiples of piece_blocks. The last one is longer than the others where a cut
 // would save less than min_saving.
-__device__ __forceinline__ int fixed_pieces_of(const MlaScheduleParams& p, int tokens) {
+__device__ __forceinline__ int fixed_pieces_of(const ScheduleParams& p, int tokens) {
   return 1 + static_cast<u32>(max(blocks_of(tokens) - p.min_saving, 0)) / static_cast<u32>(p.piece_blocks);
 }
 
 // All CTAs count the pieces of all requests; then each thread finds its own part's.
-__device__ void mla_schedule_invariant(const MlaScheduleParams& p) {
+__device__ void schedule_invariant(const ScheduleParams& p) {
   __shared__ int starts[kScheduleThreads];  // the part in which a thread's first request begins
   __shared__ int warp_sums[kScheduleWarps];
   const int thread = threadIdx.x, index = blockIdx.x * kScheduleThreads + thread;
@@ -275,4 +277,4 @@ __device__ void mla_schedule_invariant(const MlaScheduleParams& p) {
                         ends ? 0 : (piece + 1) * p.piece_blocks, first, last, 0, ends ? index : last, {}};
 }
 
-}  // namespace cumla
+}  // namespace cumla::split

@@ -7,13 +7,15 @@
 // to each part and then the next ones, and what a part gets lies together: so the parts work on neighbouring tiles at the
 // same time, which read the same pages. Where that would leave a part dearer than cutting can cost, parts are equal
 // shares of the summed cost instead, of the tiles in the same order, and cut a tile where one ends.
-// cumla/launch/mla/mla_attention.py holds the same arithmetic in NumPy, as its oracle.
+// cumla/launch/split/ragged_schedule.py holds the same arithmetic in NumPy, as its oracle.
 #include "split/plan.cuh"
 #include "split/schedule/parts.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::split {
+
+using namespace ptx;
 
 // The run of this thread's bound, which cuts what lies at `place`, or is in no run where that is -1. Runs within a warp
 // come from a match; those that touch its edges go on in the neighbouring warps.
@@ -35,7 +37,7 @@ __device__ __forceinline__ Run find_run(int place, Run (&edges)[kScheduleWarps][
   return run;
 }
 
-struct MlaAttentionScheduleParams {
+struct RaggedScheduleParams {
   const int* qo_indptr;  // [batch + 1]
   i64 qo_indptr_stride;  // elements, as of the others
   const int* kv_lens;    // [batch]
@@ -63,7 +65,7 @@ struct MlaAttentionScheduleParams {
 struct Queries {
   int begin, count, tiles;
 
-  __device__ __forceinline__ Queries(const MlaAttentionScheduleParams& p, int request) {
+  __device__ __forceinline__ Queries(const RaggedScheduleParams& p, int request) {
     begin = min(max(p.qo_indptr[request * p.qo_indptr_stride], 0), p.total_tokens);
     const int end = min(p.qo_indptr[(request + 1) * p.qo_indptr_stride], p.total_tokens);
     count = max(end - begin, 0);
@@ -72,7 +74,7 @@ struct Queries {
 };
 
 // The place of a request's first tile.
-__device__ __forceinline__ TilePlace first_tile(const MlaAttentionScheduleParams& p, int request, const Queries& queries) {
+__device__ __forceinline__ TilePlace first_tile(const RaggedScheduleParams& p, int request, const Queries& queries) {
   i64 tokens = max(p.kv_lens[request * p.kv_lens_stride], 0), pages = request;
   if (p.kv_indptr != nullptr) {
     pages = p.kv_indptr[request * p.kv_indptr_stride];
@@ -82,13 +84,13 @@ __device__ __forceinline__ TilePlace first_tile(const MlaAttentionScheduleParams
 }
 
 // Blocks that the rows of a tile see, together.
-__device__ __forceinline__ int visible_blocks(const MlaAttentionScheduleParams& p, const TilePlace& tile) {
+__device__ __forceinline__ int visible_blocks(const RaggedScheduleParams& p, const TilePlace& tile) {
   if (!p.causal) return blocks_of(tile.tokens);
   const int last_row = min(tile.first_row + kRowTile, tile.q_len * p.heads_per_group) - 1;
   return blocks_of(max(tile.tokens - (tile.q_len - 1 - last_row / p.heads_per_group), 0));
 }
 
-struct Shared {
+struct RaggedShared {
   i64 warp_sums[2][kScheduleWarps];
   int tile_starts[kScheduleThreads];  // tiles of all requests before a thread's first one
   i64 cost_starts[kScheduleThreads];  // cost of all places before a thread's first one
@@ -114,7 +116,7 @@ __device__ __forceinline__ int first_place(int part, int tiles, int parts) {
 }
 
 // Writes this thread's tiles, [tile, end) of all.
-__device__ __forceinline__ void write_tiles(const MlaAttentionScheduleParams& p, const int* tile_starts, int tile, int end,
+__device__ __forceinline__ void write_tiles(const RaggedScheduleParams& p, const int* tile_starts, int tile, int end,
                                             int tiles, int requests_of_thread) {
   if (tile >= end) return;
   const int owner = owner_of(tile_starts, tile);
@@ -141,7 +143,7 @@ __device__ __forceinline__ void write_tiles(const MlaAttentionScheduleParams& p,
 }
 
 // What all places before one cost.
-__device__ __forceinline__ i64 cost_before(const MlaAttentionScheduleParams& p, const i64* cost_starts, int place,
+__device__ __forceinline__ i64 cost_before(const RaggedScheduleParams& p, const i64* cost_starts, int place,
                                            int tiles_of_thread) {
   const int owner = place / tiles_of_thread;
   i64 cost = cost_starts[owner];
@@ -151,7 +153,7 @@ __device__ __forceinline__ i64 cost_before(const MlaAttentionScheduleParams& p, 
 }
 
 // Where a share begins: a cut not closer than min_blocks to the ends of its tile, but before or behind it.
-__device__ __forceinline__ PartBound bound_at(const MlaAttentionScheduleParams& p, const i64* cost_starts, i64 at,
+__device__ __forceinline__ PartBound bound_at(const RaggedScheduleParams& p, const i64* cost_starts, i64 at,
                                               i64 total, int tiles, int tiles_of_thread) {
   if (at >= total) return {tiles, 0, 0, 0};
   const int owner = owner_of(cost_starts, at);
@@ -167,8 +169,8 @@ __device__ __forceinline__ PartBound bound_at(const MlaAttentionScheduleParams& 
   return {place, static_cast<int>(block), 0, 0};
 }
 
-__device__ __forceinline__ void mla_attention_schedule(const MlaAttentionScheduleParams& p) {
-  __shared__ Shared shared;
+__device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& p) {
+  __shared__ RaggedShared shared;
   const int thread = threadIdx.x;
   const int requests_of_thread = (p.batch + kScheduleThreads - 1) / kScheduleThreads;
 
@@ -218,4 +220,4 @@ __device__ __forceinline__ void mla_attention_schedule(const MlaAttentionSchedul
   if (thread < p.parts) p.parts_out[thread] = part_of(shared.bounds, shared.runs, thread);
 }
 
-}  // namespace cumla
+}  // namespace cumla::split

@@ -16,8 +16,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import cumla
+from cumla.launch.mla.shape import VALUE_DIM, MLADecodeKey
 from cumla.launch.split import plan as mla_plan
-from cumla.launch.split.mla_schedule import (
+from cumla.launch.split.plan import BLOCK_TOKENS, ROW_GROUP, ROW_TILE, piece_blocks
+from cumla.launch.split.schedule import (
     CUT_COST,
     FIXED_COST,
     MIN_BLOCKS,
@@ -30,14 +32,6 @@ from cumla.launch.split.mla_schedule import (
     piece_cost,
     schedule,
     schedule_spec,
-)
-from cumla.launch.split.plan import (
-    BLOCK_TOKENS,
-    ROW_GROUP,
-    ROW_TILE,
-    VALUE_DIM,
-    MLADecodeKey,
-    piece_blocks,
 )
 from tests.gpu.tools.parts import (
     LENGTHS,

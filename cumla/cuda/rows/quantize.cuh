@@ -4,46 +4,18 @@
 // What cumla/reference/indexer/cache.py computes, to the bit, in the same float32 operations; the library is compiled with
 // subnormal numbers flushed to zero, and so the reference flushes them.
 #pragma once
-#include "ptx/convert_fp8.cuh"
+#include "rows/elements.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::rows {
 
-struct Fp32 {};  // the tag beside Bf16 and Fp16
+using namespace ptx;
 
 constexpr float kMostE4m3 = 448.0f;
 constexpr float kMostFloat = __builtin_bit_cast(float, 0x7f7fffffu);
 constexpr float kLeastScale = __builtin_bit_cast(float, 0x00800000u);  // normal, and so is its inverse
 constexpr float kLeastPowerScale = 1e-4f;                              // before it is rounded up to a power of two
-
-constexpr int kOctet = 8;  // elements that a thread moves at once
-
-// Eight neighbouring elements of a row.
-template <typename T>
-struct Octet {
-  uint4 words;
-
-  __device__ __forceinline__ void load(const char* row, int octet) {
-    words = reinterpret_cast<const uint4*>(row)[octet];
-  }
-  __device__ __forceinline__ float2 pair(int i) const {
-    return unpack_pair<T>(i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w);
-  }
-};
-
-template <>
-struct Octet<Fp32> {
-  float4 low, high;
-
-  __device__ __forceinline__ void load(const char* row, int octet) {
-    low = reinterpret_cast<const float4*>(row)[2 * octet];
-    high = reinterpret_cast<const float4*>(row)[2 * octet + 1];
-  }
-  __device__ __forceinline__ float2 pair(int i) const {
-    return i == 0 ? float2{low.x, low.y} : i == 1 ? float2{low.z, low.w} : i == 2 ? float2{high.x, high.y}
-                                                                                  : float2{high.z, high.w};
-  }
-};
 
 // The largest magnitude of eight elements; NaN does not count.
 template <typename Elements>
@@ -83,4 +55,4 @@ __device__ __forceinline__ void store_quantized(char* row, int octet, const Elem
   reinterpret_cast<uint2*>(row)[octet] = {words[0], words[1]};
 }
 
-}  // namespace cumla
+}  // namespace cumla::rows

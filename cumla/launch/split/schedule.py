@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of cuda/split/mla_schedule.cu: deals the KV blocks of all requests out to parts.
+"""Launcher of cuda/split/schedule.cu: deals the KV blocks of all requests out to parts.
 
 :func:`schedule` and :func:`invariant_schedule` are the same arithmetic in NumPy: the kernels'
 oracles.
@@ -19,7 +19,7 @@ from cumla.launch.split.plan import BLOCK_TOKENS, piece_blocks
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.split.plan import MLADecodeKey
+    from cumla.launch.split.plan import PlanKey
 
 __all__ = [
     "CUT_COST",
@@ -47,21 +47,21 @@ _LIMITS = 8  # that are tried for that at most,
 _PACKED_SHARE = 1 << 20  # and the largest share for which that is done
 
 
-def _spec(entry: str) -> KernelSpec:
+def _spec(function: str) -> KernelSpec:
     return KernelSpec(
-        stem="mla_schedule",
+        stem="schedule",
         package="cumla.cuda.split",
-        entry=entry,
-        function=entry,
-        params="MlaScheduleParams",
+        entry=f"mla_{function}",
+        function=function,
+        params="ScheduleParams",
         threads=_THREADS,
     )
 
 
-SPECS = (_spec("mla_schedule"), _spec("mla_schedule_invariant"))
+SPECS = (_spec("schedule"), _spec("schedule_invariant"))
 
 
-def schedule_spec(key: MLADecodeKey) -> KernelSpec:
+def schedule_spec(key: PlanKey) -> KernelSpec:
     """Choose the kernel for a shape: whether requests are cut at fixed positions."""
     return SPECS[key.batch_invariant]
 
@@ -69,12 +69,12 @@ def schedule_spec(key: MLADecodeKey) -> KernelSpec:
 _PARAMS = struct.Struct("<QqQQQ11i2I4x")
 
 
-def schedule_launch(key: MLADecodeKey, buffer: int, kv_lens: ArrayView) -> Launch:
+def schedule_launch(key: PlanKey, buffer: int, kv_lens: ArrayView) -> Launch:
     """Describe how to compute the schedule for these lengths into the plan's buffer.
 
     Parameters
     ----------
-    key : MLADecodeKey
+    key : PlanKey
         The plan's shape.
     buffer : int
         Address of the plan's buffer.
