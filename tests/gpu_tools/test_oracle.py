@@ -19,7 +19,6 @@ from cumla.errors import MissingDependencyError
 from cumla.launch import module
 from cumla.launch.mla.shape import VARIANTS
 from cumla.launch.source import OPTIONS
-from cumla.mla.checks import check_variant
 from tests.gpu.tools import emulation, oracle, variants
 from tests.gpu.tools.cases import (
     FACTORS,
@@ -242,7 +241,7 @@ def test_the_check_of_out_judges_as_that_of_the_cpu_tests(
     ],
 )
 def test_the_check_of_lse(index: tuple[int, ...], value: float | None, passes: bool) -> None:
-    expected = _changed(LSE, (2, 0, 0), np.inf)
+    expected = _changed(LSE, (2, 0, 0), -np.inf)
     got = expected if value is None else _changed(expected, index, expected[index] * value)
     if passes:
         ours = oracle.check_lse(np, got, expected)
@@ -251,7 +250,7 @@ def test_the_check_of_lse(index: tuple[int, ...], value: float | None, passes: b
         with pytest.raises(AssertionError, match=r"lse: .*\(1, 2, 1\)"):
             oracle.check_lse(np, got, expected)
     with pytest.raises(AssertionError, match=r"lse: .*\(2, 0, 0\)"):
-        oracle.check_lse(np, _changed(expected, (2, 0, 0), -np.inf), expected)
+        oracle.check_lse(np, _changed(expected, (2, 0, 0), np.inf), expected)
 
 
 def test_an_output_that_should_be_zero() -> None:
@@ -433,13 +432,6 @@ def test_the_cases_of_every_kernel_are_of_every_kind() -> None:
 
 def test_the_kernels_of_a_case_are_those_that_a_plan_takes() -> None:
     for case in sample_of_every_kernel():
-        shape = (case.heads, case.q_len, case.kv_heads)
-        for variant in VARIANTS:
-            if variant in case.variants:
-                check_variant(variant, *shape)
-            else:
-                with pytest.raises(ValueError, match=r"^variant: "):
-                    check_variant(variant, *shape)
         assert emulation.key_of(case).variant in case.variants
 
 

@@ -30,9 +30,6 @@ def _two_gpus() -> None:
     if cp.cuda.runtime.getDeviceCount() <= OTHER:
         pytest.skip("needs two GPUs")
     cp.cuda.Device(0).use()  # whatever another framework has left current
-    for device in (0, OTHER):
-        cumla.prepare(device)
-    assert cp.cuda.Device().id == 0
 
 
 class OnOther:
@@ -133,7 +130,7 @@ def test_torch_on_the_other_gpu(current: int) -> None:
         arrays = [to_torch(torch, array) for array in problem.arrays]
         plan = cumla.MLADecodePlan.from_arrays(*arrays[:2])
         plan.update(arrays[3])
-        results = [cumla.mla_decode(*arrays), plan.run(*arrays)]
+        results = [cumla.mla_decode(*arrays), plan.run(*arrays[:3])]
         with torch.cuda.stream(torch.cuda.Stream(OTHER)):
             torch.cuda.current_stream(OTHER).wait_stream(torch.cuda.default_stream(OTHER))
             results.append(cumla.mla_decode(*arrays))
@@ -232,7 +229,8 @@ def test_two_gpus_at_once() -> None:
 
 
 def test_kernels_prepared_for_the_other_gpu() -> None:
-    cumla.prepare(OTHER, dtypes=["float16"])
+    cumla.MLADecodePlan(3, 1, 16, dtype="float16", device=OTHER).prepare()
+    cumla.prepare(cumla.merge_attention_states, device=OTHER)
     assert cp.cuda.Device().id == 0
     host = make_problem(np, replace(CUT, dtype="float16"), LENGTHS)
     from_other(host, *cumla.mla_decode(*on_gpu(host, OnOther()).arrays))

@@ -337,7 +337,7 @@ def test_check_mode_says_that_it_cannot_look_into_a_capture(
 ) -> None:
     problem = a_problem()
     arrays = [to_torch(torch, array) for array in problem.arrays]
-    cumla.prepare()
+    cumla.MLADecodePlan(4, 2, 16).prepare()
     torch.cuda.synchronize()
     monkeypatch.setenv("CUMLA_CHECK", "1")
     graph = torch.cuda.CUDAGraph()

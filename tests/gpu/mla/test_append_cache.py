@@ -459,7 +459,7 @@ def test_offsets_beyond_32_bits() -> None:
 
 @pytest.fixture(autouse=True)
 def _settled() -> None:
-    cumla.prepare()
+    cumla.prepare(cumla.append_mla_cache)
     cp.cuda.Device().synchronize()
 
 

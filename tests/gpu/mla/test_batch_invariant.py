@@ -16,6 +16,7 @@ from cumla.launch.split.schedule import min_saving
 from tests.gpu.tools import kernels
 from tests.gpu.tools.cases import Case
 from tests.gpu.tools.problem import Problem, make_problem, typed
+from tests.gpu.tools.repeats import plan_of
 
 cp: Any = pytest.importorskip("cupy")
 
@@ -77,17 +78,14 @@ def chosen(problem: Problem, requests: Sequence[int], *, narrow: bool = False) -
 
 
 def bits_of_call(problem: Problem, plan: cumla.MLADecodePlan | None = None) -> Array:
-    """Bits of out and lse, (batch, bytes): those of a request in one row."""
+    """Bits of out and lse of a call or a run, (batch, bytes): those of a request in one row."""
     out, lse = problem.outputs()
-    cumla.mla_decode(
-        *problem.arrays,
-        softmax_scale=problem.softmax_scale,
-        causal=problem.case.causal,
-        batch_invariant=True,
-        plan=plan,
-        out=out.array,
-        lse=lse.array,
-    )
+    options = {"softmax_scale": problem.softmax_scale, "out": out.array, "lse": lse.array}
+    if plan is None:
+        modes = {"causal": problem.case.causal, "batch_invariant": True}
+        cumla.mla_decode(*problem.arrays, **modes, **options)
+    else:
+        plan.run(*problem.inputs, **options)
     out.check_guards()
     lse.check_guards()
     return rows_of(out.bits, lse.bits)
@@ -99,14 +97,7 @@ def rows_of(*results: Array) -> Array:
 
 
 def invariant_plan(problem: Problem, max_kv_len: int, **options: Any) -> cumla.MLADecodePlan:
-    return cumla.MLADecodePlan.from_arrays(
-        problem.q,
-        problem.kv_cache,
-        causal=problem.case.causal,
-        batch_invariant=True,
-        max_kv_len=max_kv_len,
-        **options,
-    )
+    return plan_of(problem, batch_invariant=True, max_kv_len=max_kv_len, **options)
 
 
 def same(one: Array, other: Array) -> bool:
@@ -195,13 +186,13 @@ def test_a_graph_whose_lengths_change(shape: Case) -> None:
     plan = invariant_plan(problem, longest)
     out, lse = problem.outputs()
     stream = cp.cuda.Stream(non_blocking=True)
-    cumla.prepare()
+    plan.prepare()
     cp.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
         plan.update(problem.kv_lens)
         plan.run(
-            *problem.arrays,
+            *problem.inputs,
             softmax_scale=problem.softmax_scale,
             out=out.array,
             lse=lse.array,

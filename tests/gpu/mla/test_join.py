@@ -42,7 +42,6 @@ def most_pieces(problem: Problem) -> int:
 
 def undisturbed(problem: Problem, variant: str | None = None) -> tuple[Any, Any]:
     """Bits of out and lse by the kernel as it is."""
-    cumla.prepare()
     result = decode_by(variant, problem)
     problem.check(*result)
     out, lse = problem.outputs()

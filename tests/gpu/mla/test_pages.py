@@ -33,22 +33,19 @@ def run(
     kv_cache: Any,
     table: Any,
     outputs: list[Guarded] | None = None,
+    plan: cumla.MLADecodePlan | None = None,
     **options: Any,
 ) -> list[Guarded]:
-    """Decode into poisoned outputs."""
+    """Decode into poisoned outputs, by a call or a plan."""
     outputs = outputs or list(problem.outputs())
     for output in outputs:
         output.repoison()
-    cumla.mla_decode(
-        q,
-        kv_cache,
-        table,
-        problem.kv_lens,
-        causal=problem.case.causal,
-        out=outputs[0].array,
-        lse=outputs[1].array,
-        **options,
-    )
+    options |= {"out": outputs[0].array, "lse": outputs[1].array}
+    if plan is None:
+        options["causal"] = problem.case.causal
+        cumla.mla_decode(q, kv_cache, table, problem.kv_lens, **options)
+    else:
+        plan.run(q, kv_cache, table, **options)
     for output in outputs:
         output.check_guards()
     return outputs

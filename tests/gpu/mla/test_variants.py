@@ -13,7 +13,7 @@ import cumla
 from tests.gpu.tools import kernels
 from tests.gpu.tools.cases import Case, by_every_kernel, sample_of_every_kernel
 from tests.gpu.tools.problem import Problem, make_problem
-from tests.gpu.tools.repeats import Repeats, decode_by
+from tests.gpu.tools.repeats import Repeats, decode_by, plan_of
 
 cp: Any = pytest.importorskip("cupy")
 
@@ -30,11 +30,7 @@ def pinned(problem: Problem, variant: str) -> tuple[cumla.MLADecodePlan, Array]:
         case.batch, case.q_len, case.heads, num_kv_heads=case.kv_heads
     )
     buffer = cp.full(nbytes, 0xFF, dtype=cp.uint8)
-    plan = cumla.MLADecodePlan.from_arrays(
-        problem.q, problem.kv_cache, causal=case.causal, variant=variant, workspace=buffer
-    )
-    assert plan.key.variant == variant
-    return plan, buffer
+    return plan_of(problem, variant, workspace=buffer), buffer
 
 
 @pytest.mark.parametrize(("name", "variant"), by_every_kernel(SAMPLE))
@@ -47,7 +43,7 @@ def test_every_kernel_agrees_with_float64(name: str, variant: str, record_figure
     for _ in range(2):
         out, lse = problem.outputs("float32" if problem.case.outputs == "float32" else None)
         plan.run(
-            *problem.arrays,
+            *problem.inputs,
             softmax_scale=problem.softmax_scale,
             out=out.array,
             lse=lse.array,
@@ -125,7 +121,7 @@ def test_a_graph_whose_lengths_change(name: str, variant: str, record_figures: R
     plan, _ = pinned(problem, variant)
     outputs = [problem.outputs() for _ in range(2)]
     stream = cp.cuda.Stream(non_blocking=True)
-    cumla.prepare()
+    plan.prepare()
     cp.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
