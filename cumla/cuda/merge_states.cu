@@ -211,7 +211,7 @@ __device__ __forceinline__ void add_partials(Sum<T, kColumns>& sum, const MergeS
 
 template <typename T, int kColumns>
 __device__ __forceinline__ float merge_row(const MergeStatesParams& p, const StateRow& place, int lane, int lanes) {
-  float lse = kInfinity;
+  float lse = -kInfinity;
 #pragma unroll 1
   for (int first = lane; first - lane < p.columns; first += kColumns * lanes) {
     int column[kColumns];
@@ -229,7 +229,7 @@ __device__ __forceinline__ float merge_row(const MergeStatesParams& p, const Sta
       for (int i = 0; i < kElements<T>; ++i) sum.v[c][i] *= factor;
       if (column[c] < p.columns) store_column(out, column[c], p.out_type, sum.v[c]);
     }
-    lse = empty ? kInfinity : sum.maximum + log2_approx(sum.weight) * p.from_log2;
+    lse = empty ? -kInfinity : sum.maximum + log2_approx(sum.weight) * p.from_log2;
   }
   return lse;
 }

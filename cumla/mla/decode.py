@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -178,9 +179,10 @@ def mla_decode(
     """
     causal = checked_flag("causal", causal)
     operation = _DECODE[checked_flag("batch_invariant", batch_invariant)]
+    scale = checked_scale(softmax_scale, SCALE)
     factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
     inputs = named(q, kv_cache, kv_scale, block_table=block_table, kv_lens=kv_lens)
-    options = (checked_scale(softmax_scale, SCALE), factor, causal)
+    options = (scale, factor, causal, -inf)
     return AttentionState(*run(operation, inputs, {"out": out, "lse": lse}, options, stream))
 
 
@@ -209,15 +211,17 @@ class _Attend(Operation[DecodeArguments, MLADecodeKey]):
 
     integers = ("block_table",)
 
-    def arguments(self, views: Views, options: tuple[float, float | None, bool]) -> DecodeArguments:
-        softmax_scale, factor, causal = options
+    def arguments(
+        self, views: Views, options: tuple[float, float | None, bool, float]
+    ) -> DecodeArguments:
+        softmax_scale, factor, causal, empty_lse = options
         columns = checked_query_and_cache(views)
         kv_scale = checked_kv_scale(columns, views, factor)
         bind({"block_table": BLOCK_TABLE}, views, {"batch": columns.q.shape[0]})
         table = views["block_table"]
         assert table is not None
         return DecodeArguments(
-            *columns[:4], table, columns.kv_scales, kv_scale, softmax_scale, causal
+            *columns[:4], table, columns.kv_scales, kv_scale, softmax_scale, causal, empty_lse
         )
 
     def outputs(self, arguments: DecodeArguments) -> tuple[Output, ...]:
@@ -240,7 +244,7 @@ class _Attend(Operation[DecodeArguments, MLADecodeKey]):
 
     def reference(self, host: Host, arguments: DecodeArguments) -> Sequence[np.ndarray[Any, Any]]:
         factor: Any = arguments.kv_scale  # a view, if it is an array
-        return reference.mla_decode(
+        state = reference.mla_decode(
             parts_on_host(host, "q"),
             parts_on_host(host, "kv_cache"),
             host["block_table"],
@@ -251,6 +255,8 @@ class _Attend(Operation[DecodeArguments, MLADecodeKey]):
             out=host.get("out"),
             lse=host.get("lse"),
         )
+        state.lse[state.lse == -inf] = arguments.empty_lse
+        return state
 
 
 class _Decode(Scheduled[DecodeArguments, MLADecodeKey]):
@@ -357,6 +363,7 @@ class MLADecodePlan(Plan[MLADecodeKey]):
     _attend = _ATTEND
     _lengths = "kv_lens"
     _variant: str | None = None  # pins the kernel that attends, in tools that compare them
+    _empty_lse = -inf  # where nothing is visible; FlashMLA has it otherwise
 
     def __init__(
         self,
@@ -547,7 +554,7 @@ class MLADecodePlan(Plan[MLADecodeKey]):
         """
         factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
         scale = SCALE if softmax_scale is None else checked_scale(softmax_scale, SCALE)
-        options = (scale, factor, self.key.causal)
+        options = (scale, factor, self.key.causal, self._empty_lse)
         outputs = {"out": out, "lse": lse}
         if out is None:
             given: tuple[Any, ...] = () if lse is None else (lse,)

@@ -27,7 +27,7 @@ from cumla.launch.source import translation_unit
 from cumla.launch.split import plan as mla_plan
 from cumla.launch.split.division import divisor_of
 from cumla.mla.checks import Arguments
-from tests.gpu.tools import record
+from tests.gpu.tools import digests
 from tests.gpu.tools.parts import PART
 
 each_kernel = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.entry)
@@ -35,7 +35,7 @@ each_kernel = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec
 
 def layout_of(spec: KernelSpec) -> struct.Struct:
     """The struct that a kernel's launcher packs."""
-    layout = record.launcher_of(spec.stem)._PARAMS
+    layout = digests.launchers()[spec.stem]._PARAMS
     assert isinstance(layout, struct.Struct)
     return layout
 

@@ -4,6 +4,7 @@
 // Params is the parameter struct of the kernel. These members of it are used here:
 //   out, out_stride_batch, out_stride_token, out_stride_head, out_is_float     strides in bytes
 //   lse, lse_stride_batch, lse_stride_head, lse_stride_token                   strides in elements
+//   empty_lse                                                                  where nothing is visible
 //   parts, row_groups                                                          of the plan
 #pragma once
 #include "split/tile.cuh"
@@ -33,7 +34,7 @@ __device__ __forceinline__ i64 piece_offset(const Params& p, i64 piece, int cons
 template <typename Params>
 __device__ __forceinline__ void store_lse(const Params& p, int request, const Row& to, float lse) {
   p.lse[request * p.lse_stride_batch + to.head * p.lse_stride_head + to.token * p.lse_stride_token] =
-      lse == -kInfinity ? kInfinity : lse * kLn2;
+      lse == -kInfinity ? p.empty_lse : lse * kLn2;
 }
 
 template <typename Params, typename AnyTile>

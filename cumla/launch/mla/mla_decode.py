@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import struct
 from itertools import product
-from math import e, log2
+from math import e, inf, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.kernel import Launch
@@ -54,6 +54,8 @@ class DecodeArguments(NamedTuple):
         Factor of the scores.
     causal : bool
         Bottom-right causal mask.
+    empty_lse : float
+        Log-sum-exp of a row that sees nothing: an infinity.
     """
 
     q: ArrayView
@@ -65,6 +67,7 @@ class DecodeArguments(NamedTuple):
     kv_scale: ArrayView | float
     softmax_scale: float
     causal: bool
+    empty_lse: float = -inf
 
 
 TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
@@ -137,7 +140,7 @@ def _rope_is_apart(latent: ArrayView, rope: ArrayView) -> bool:
     return rope.ptr != latent.ptr + VALUE_DIM * 2 or rope.strides[:3] != latent.strides[:3]
 
 
-PARAMS_FORMAT = "<128s128s128s33q14if8Ii24x"
+PARAMS_FORMAT = "<128s128s128s33q14if8Iif20x"
 _PARAMS = struct.Struct(PARAMS_FORMAT)
 NO_MAP = bytes(128)  # where nothing comes by one
 _LOG2_E = log2(e)
@@ -227,6 +230,7 @@ def decode_values(
         *divisor_of(key.num_heads),
         *divisor_of(key.q_len),
         key.batch_invariant,
+        arguments.empty_lse,
     )
 
 

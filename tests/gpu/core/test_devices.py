@@ -20,6 +20,22 @@ from tests.gpu.tools.problem import Problem, make_problem, typed
 from tests.gpu.tools.ragged_problem import Ragged
 from tests.gpu.tools.repeats import Repeats
 
+KERNELS = (
+    "append_cache",
+    "append_fp8_cache",
+    "append_indexer_cache",
+    "merge_states",
+    "mla_attention_schedule",
+    "mla_decode",
+    "mla_decode_fp8",
+    "mla_decode_swapped",
+    "mla_schedule",
+    "mqa_logits",
+    "paged_mqa_logits",
+    "paged_mqa_schedule",
+    "quantize_fp8",
+)
+MAY_SKIP = ("needs two GPUs",)
 cp: Any = pytest.importorskip("cupy")
 
 OTHER = 1

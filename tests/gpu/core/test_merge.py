@@ -28,6 +28,7 @@ from tests.gpu.tools.problem import (
 )
 from tests.merge_tolerance import assert_merged
 
+KERNELS = ("merge_states",)
 cp: Any = pytest.importorskip("cupy")
 
 DTYPES = ("bfloat16", "float16", "float32")

@@ -48,6 +48,7 @@ from tests.gpu.tools.indexer_problem import (
     widen,
 )
 
+KERNELS = ("mqa_logits", "paged_mqa_schedule", "paged_mqa_logits")
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]

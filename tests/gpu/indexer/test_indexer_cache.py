@@ -17,6 +17,7 @@ from cumla import reference
 from tests.gpu.tools import kernels
 from tests.gpu.tools.problem import NUMPY_DTYPES
 
+KERNELS = ("append_indexer_cache", "quantize_fp8")
 cp: Any = pytest.importorskip("cupy")
 
 Array = Any

@@ -32,6 +32,7 @@ from tests.gpu.tools.problem import (
     typed,
 )
 
+KERNELS = ("append_cache",)
 cp: Any = pytest.importorskip("cupy")
 
 Array = Any

@@ -19,6 +19,7 @@ from cumla.reference import append_mla_cache as reference
 from tests.gpu.tools import kernels
 from tests.gpu.tools.problem import GARBAGE, HEAD_DIM, NUMPY_DTYPES, VALUE_DIM
 
+KERNELS = ("append_fp8_cache",)
 cp: Any = pytest.importorskip("cupy")
 
 Array = Any

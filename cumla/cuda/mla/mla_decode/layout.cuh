@@ -74,6 +74,7 @@ struct MlaDecodeParams {
   float scale_log2;  // softmax_scale * log2(e)
   Divisor by_heads_per_group, by_page_size, by_num_heads, by_q_len;
   int batch_invariant;  // requests are cut at fixed places, one of them into any number of pieces
+  float empty_lse;      // log-sum-exp of a row that sees nothing: an infinity
 };
 
 // An entry of a segment's pages.
