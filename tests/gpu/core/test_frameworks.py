@@ -17,7 +17,7 @@ import cumla
 from tests.gpu.tools.arrays import bits_of, from_jax, from_torch, jax_arguments, to_torch
 from tests.gpu.tools.cases import Case
 from tests.gpu.tools.problem import Problem, make_problem, typed
-from tests.gpu.tools.refusals import REFUSALS, refused
+from tests.gpu.tools.refusals import REFUSALS, launches, refused
 
 KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
@@ -293,6 +293,58 @@ def test_arguments_that_do_not_fit(change: str, error: type[Exception], message:
     with allocations() as sizes, pytest.raises(error, match=message):
         cumla.mla_decode(*arrays, **options)
     assert sizes == []
+
+
+def freed(torch: Any, tensor: Any) -> Any:
+    """A tensor whose storage was given back, as FSDP does."""
+    copy = tensor.clone()
+    copy.untyped_storage().resize_(0)
+    return copy
+
+
+def wrapped(torch: Any, tensor: Any) -> Any:
+    """A tensor around others, as torchao's: it has no memory of its own."""
+
+    class Wrapper(torch.Tensor):  # type: ignore[misc]
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+            raise NotImplementedError(func)
+
+    return torch.Tensor._make_wrapper_subclass(
+        Wrapper, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+
+
+def negated(torch: Any, tensor: Any) -> Any:
+    """A view whose sign is only a flag."""
+    return torch._neg_view(tensor)
+
+
+@pytest.mark.parametrize("spoil", [freed, wrapped, negated])
+@pytest.mark.parametrize("name", ["q", "kv_cache", "block_table", "kv_lens", "out", "lse"])
+def test_tensors_that_do_not_mean_their_memory(torch: Any, name: str, spoil: Any) -> None:
+    """Refused before any launch, also where the same addresses have been seen before."""
+    problem = a_problem()
+    names = ("q", "kv_cache", "block_table", "kv_lens")
+    given = {n: to_torch(torch, a) for n, a in zip(names, problem.arrays, strict=True)}
+    given |= {n: torch.empty_like(x) for n, x in cumla.mla_decode(**given)._asdict().items()}
+    cumla.mla_decode(**given)
+    plan = cumla.MLADecodePlan.from_arrays(given["q"], given["kv_cache"])
+    plan.update(given["kv_lens"])
+    plan.run(**{n: x for n, x in given.items() if n != "kv_lens"})
+    torch.cuda.synchronize()
+    spoilt = given | {name: spoil(torch, given[name])}
+    with launches(forbidden=True):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
+            cumla.mla_decode(**spoilt)
+        lengths = spoilt.pop("kv_lens")
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
+            if name == "kv_lens":
+                plan.update(lengths)
+            plan.run(**spoilt)
+    result = cumla.mla_decode(**given)
+    torch.cuda.synchronize()
+    problem.check(from_torch(torch, result.out), from_torch(torch, result.lse))
 
 
 # --- check mode ----------------------------------------------------------------------------------
