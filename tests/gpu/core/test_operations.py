@@ -119,9 +119,8 @@ def on_device(value: Any) -> Any:
         return type(value)(map(on_device, value))
     if not isinstance(value, np.ndarray):
         return value
-    return (
-        cp.asarray(value.view(np.uint16)).view(BF16) if value.dtype == BF16 else cp.asarray(value)
-    )
+    bits = value.view(np.uint16) if value.dtype == BF16 else value
+    return cp.asarray(bits).view(value.dtype)
 
 
 def in_torch(torch: Any, value: Any) -> Any:
@@ -157,7 +156,7 @@ def test_empty_batches_launch_nothing(name: str, framework: str) -> None:
     def there(name: str, value: Any) -> Any:
         if framework == "torch":
             return in_torch(module, value)
-        if framework == "cupy" or isinstance(value, int) or in_place and name == "kv_cache":
+        if framework == "cupy" or isinstance(value, int) or (in_place and name == "kv_cache"):
             return on_device(value)
         return module.tree.map(module.numpy.asarray, value)
 
