@@ -264,7 +264,7 @@ def test_a_fault_is_noticed(fault: str, inputs: str) -> None:
     problem = make_problem(np, case)
     wrong = dataclasses.replace(problem)
     if fault == "dropped token":
-        wrong.cache_seqlens = problem.cache_seqlens - np.array([0, 1], dtype=np.int32)
+        wrong.kv_lens = problem.kv_lens - np.array([0, 1], dtype=np.int32)
     elif fault == "another page":
         wrong.block_table = problem.table.copy()
         wrong.block_table[1, [2, 3]] = problem.table[0, [2, 3]]
