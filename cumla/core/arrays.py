@@ -70,8 +70,10 @@ class Call:
     framework : str
         `"cupy"`, `"torch"`, `"jax"` or `"numpy"`: of the first array, and so of the results.
         Arrays of a framework that only DLPack can read get `"cupy"`, on the CPU `"numpy"`.
+    exports : bool
+        Whether new arrays need `export` before the caller gets them.
     views : tuple of ArrayView or None
-        One a argument, then one an output, None for an output that was not given.
+        One per argument, then one per output, None for an output that was not given.
     """
 
     __slots__ = (
@@ -82,8 +84,8 @@ class Call:
         "_must_leave",
         "_outputs",
         "_stream_object",
-        "_workspaces",
         "device",
+        "exports",
         "framework",
         "stream",
         "views",
@@ -105,13 +107,13 @@ class Call:
         self.framework = framework.name or ("numpy" if device is None else "cupy")
         self.views = views
         self._framework = framework
+        self.exports = framework.exports
         self._allocator = allocator  # None on the CPU
         self._may_allocate = allocator is not None and allocator.serves_capture
         self._imports = imports
         self._must_leave = False
         self._stream_object = stream_object
         self._outputs = outputs
-        self._workspaces: list[object] = []
 
     def __enter__(self) -> Call:
         if self.device is not None:
@@ -172,41 +174,53 @@ class Call:
         if self._allocator is None or self.device is None:
             raise ValueError("empty: needs a call whose arrays are on the GPU, got the CPU")
         if not self._may_allocate:
-            if self.capturing:
-                raise self._no_memory_in_captures()
-            self._may_allocate = True  # a call neither begins nor ends a capture
+            self._check_may_allocate()
         return self._allocator.empty(shape, dtype, self.device, self.stream)
 
-    def _no_memory_in_captures(self) -> NotPreparedError:
-        absent = (f"{name}=" for name, output in self._outputs if output is None)
-        ways = (*absent, "plan= or workspace=")
-        return NotPreparedError(
-            f"the stream is being captured, and CuPy's allocator does not serve captures: pass "
-            f"{_in_prose(ways)} where the call takes one, made before the capture"
-        )
+    def _check_may_allocate(self) -> None:
+        """Refuse to allocate where the stream is being captured and the allocator is CuPy's."""
+        if self.capturing:
+            absent = [f"{name}=" for name, output in self._outputs if output is None]
+            raise NotPreparedError(
+                f"the stream is being captured, and CuPy's allocator does not serve captures: pass "
+                f"{_in_prose((*absent, 'workspace='))} where the call takes one, or use a plan, "
+                f"made before the capture"
+            )
+        self._may_allocate = True  # a call neither begins nor ends a capture
 
-    def workspace(self, nbytes: int) -> ArrayView:
-        """Allocate bytes on the GPU that live until the work of this call is done.
+    def allocate(
+        self, wanted: tuple[tuple[str, tuple[int, ...], str], ...]
+    ) -> tuple[list[object], list[int]]:
+        """Allocate several arrays, as `empty`.
 
-        They are 256-byte aligned, as every CUDA allocator promises. They go back to the
-        allocator with this object, and the allocator reuses them in the order of the stream.
+        Parameters
+        ----------
+        wanted : tuple of (name, shape, dtype)
 
-        Raises
-        ------
-        NotPreparedError
-            As `empty`.
+        Returns
+        -------
+        arrays : list of object
+            What `export` makes the caller's results of. An array that is dropped goes back to its
+            allocator, which reuses the memory in the order of the stream.
+        addresses : list of int
         """
-        array, view = self.empty((nbytes,), "uint8")
-        self._workspaces.append(array)
-        return view
+        arrays, addresses = [], []
+        allocator, device = self._allocator, self.device
+        if wanted and not self._may_allocate:
+            self._check_may_allocate()
+        for _, shape, dtype in wanted:
+            assert allocator is not None and device is not None
+            array, view = allocator.empty(shape, dtype, device, self.stream)
+            arrays.append(array)
+            addresses.append(view.ptr)
+        return arrays, addresses
 
     def export(self, array: object) -> object:
-        """Turn an array of `empty` into what the caller gets; called after the launches.
+        """Turn a new array into what the caller gets, where `exports`; called after the launches.
 
-        JAX receives CuPy's array through DLPack, which orders its reads behind the stream.
+        JAX receives CuPy's array through DLPack, which orders its reads after the stream.
         """
-        framework = self._framework
-        return framework.export(array, self.stream) if framework.exports else array
+        return self._framework.export(array, self.stream)
 
 
 @eager_only

@@ -40,17 +40,16 @@ __all__ = [
     "Launchable",
     "Operation",
     "Output",
+    "Packed",
     "Ready",
     "Scheduled",
     "Template",
-    "allocated",
     "checked_outputs",
-    "handed_out",
     "integers_of",
+    "pack",
     "parts_on_host",
     "run",
     "run_on_cpu",
-    "templates",
     "unplaced",
 ]
 
@@ -209,6 +208,57 @@ class Operation(ABC, Generic[A, K]):
         """Compute on the CPU, into the outputs that are among the arrays; return all outputs."""
 
 
+class Packed(NamedTuple):
+    """What a call launches, packed but for the places of what it allocates itself.
+
+    Attributes
+    ----------
+    returned : tuple of str
+        Names of the outputs.
+    missing : tuple of (name, shape, dtype)
+        What the caller did not give: outputs, then the workspace.
+    templates : tuple of Template
+        The launches, in their order.
+    launches : dict
+        Launches by stream and places, of the last few.
+    """
+
+    returned: tuple[str, ...]
+    missing: tuple[tuple[str, tuple[int, ...], str], ...]
+    templates: tuple[Template, ...]
+    launches: dict[Hashable, list[Callable[[], None]]]
+
+    def placed(
+        self, call: Call, outputs: Mapping[str, Any]
+    ) -> tuple[list[Callable[[], None]], tuple[Any, ...]]:
+        """Allocate what is missing: what launches, and the results, to be exported after it."""
+        made, addresses = call.allocate(self.missing)
+        at = (call.stream, *addresses)
+        launches = self.launches.get(at)
+        if launches is None:
+            places = {name: at[1 + i] for i, (name, _, _) in enumerate(self.missing)}
+            launches = [template.at(places, call.stream) for template in self.templates]
+            if len(self.launches) >= _MOST_PLACES:
+                self.launches.clear()
+            self.launches[at] = launches
+        results, new = [], iter(made)
+        for name in self.returned:
+            output = outputs[name]
+            results.append(next(new) if output is None else output)
+        return launches, tuple(results)
+
+    def exported(
+        self, call: Call, results: tuple[Any, ...], outputs: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        """Turn new arrays into the caller's framework's, after the launches."""
+        return tuple(
+            [
+                call.export(result) if outputs[name] is None else result
+                for name, result in zip(self.returned, results, strict=True)
+            ]
+        )
+
+
 class _Known(NamedTuple):
     """A call whose arrays and options were found in order."""
 
@@ -216,11 +266,7 @@ class _Known(NamedTuple):
     device: int | None
     key: Any
     integers: dict[str, ArrayView]
-    outputs: tuple[Output, ...]
-    given: tuple[ArrayView | None, ...]  # of these
-    nbytes: int
-    templates: tuple[Template, ...]
-    launches: dict[Hashable, list[Callable[[], None]]]
+    packed: Packed | None  # None on the CPU
 
 
 def run(
@@ -267,11 +313,16 @@ def run(
         call = reopen_call(next(iter(inputs.values())), known.device, stream)
     if known.device is None:
         return run_on_cpu(operation, call, known.arguments, dict(inputs), outputs)
+    packed = known.packed
+    assert packed is not None
     with call:
         if looks and may_look(call):
             host = {n: copy_to_host(v, call.stream) for n, v in known.integers.items()}
             operation.check_values(host, known.arguments)
-        return _launch(call, known, outputs)
+        launches, results = packed.placed(call, outputs)
+        for launch in launches:
+            launch()
+        return packed.exported(call, results, outputs) if call.exports else results
 
 
 def _check(
@@ -288,12 +339,10 @@ def _check(
     given = checked_outputs(operation, returned, views, tuple(outputs))
     integers = integers_of(operation, views)
     if call.device is None:
-        return _Known(arguments, None, None, integers, returned, given, 0, (), {})
+        return _Known(arguments, None, None, integers, None)
     key = operation.key(arguments, call.device)
-    nbytes = operation.workspace_bytes(key)
-    buffer = Address.of(WORKSPACE, 0) if nbytes else 0
-    parts = templates(call, operation, key, arguments, returned, given, buffer)
-    return _Known(arguments, call.device, key, integers, returned, given, nbytes, parts, {})
+    packed = pack(call, operation, key, arguments, returned, given, None)
+    return _Known(arguments, call.device, key, integers, packed)
 
 
 def integers_of(operation: Operation[Any, Any], views: Views) -> dict[str, ArrayView]:
@@ -313,42 +362,37 @@ def checked_outputs(
     return tuple([views[output.name] for output in returned])
 
 
-def _launch(call: Call, known: _Known, outputs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Allocate, launch, and hand the outputs out."""
-    arrays, outs = allocated(call, known.outputs, known.given, outputs)
-    buffer = call.workspace(known.nbytes).ptr if known.nbytes else 0
-    at = (call.stream, buffer, *[view.ptr for view in outs])
-    launches = known.launches.get(at)
-    if launches is None:
-        places = {out.name: view.ptr for out, view in zip(known.outputs, outs, strict=True)}
-        places[WORKSPACE] = buffer
-        launches = [template.at(places, call.stream) for template in known.templates]
-        if len(known.launches) >= _MOST_PLACES:
-            known.launches.clear()
-        known.launches[at] = launches
-    for launch in launches:
-        launch()
-    return handed_out(call, arrays, known.outputs, outputs)
-
-
-def templates(
+def pack(
     call: Call,
     operation: Operation[Any, Any],
     key: Any,
     arguments: Any,
     returned: Sequence[Output],
     given: Sequence[ArrayView | None],
-    buffer: int,
-) -> tuple[Template, ...]:
-    """Load all kernels of a recipe before anything is allocated; new outputs have no place yet."""
+    buffer: int | None,
+) -> Packed:
+    """Load all kernels of a recipe and pack their parameters, before anything is allocated.
+
+    Without a buffer the call allocates its workspace.
+    """
     device = call.device
     assert device is not None
-    outs = [
-        unplaced(output, device) if view is None else view
-        for output, view in zip(returned, given, strict=True)
-    ]
+    missing, outs = [], []
+    for output, view in zip(returned, given, strict=True):
+        if view is None:
+            # CuPy has no e4m3 dtype of its own.
+            bits = output.dtypes[0] == _FP8 and call.framework == "cupy"
+            missing.append((output.name, output.shape, "uint8" if bits else output.dtypes[0]))
+        outs.append(unplaced(output, device) if view is None else view)
+    if buffer is None:
+        nbytes = operation.workspace_bytes(key)
+        buffer = Address.of(WORKSPACE, 0) if nbytes else 0
+        if nbytes:
+            missing.append((WORKSPACE, (nbytes,), "uint8"))
     recipe = operation.recipe(key, arguments, outs, buffer)
-    return tuple([launch.template(device, lambda: call.capturing) for launch in recipe])
+    templates = tuple([launch.template(device, lambda: call.capturing) for launch in recipe])
+    names = tuple([output.name for output in returned])
+    return Packed(names, tuple(missing), templates, {})
 
 
 def unplaced(output: Output, device: int | None) -> ArrayView:
@@ -357,37 +401,6 @@ def unplaced(output: Output, device: int | None) -> ArrayView:
     sizes = (numpy_dtype(dtype).itemsize, *shape[:0:-1])
     strides = tuple(accumulate(sizes, mul))[::-1] if shape else ()
     return ArrayView(Address.of(name, 0), shape, strides, dtype, device)
-
-
-def allocated(
-    call: Call,
-    returned: Sequence[Output],
-    given: Sequence[ArrayView | None],
-    outputs: Mapping[str, Any],
-) -> tuple[list[Any], tuple[ArrayView, ...]]:
-    """Take the caller's arrays and allocate those that are not given: arrays, views."""
-    arrays, views = [], []
-    for (name, shape, dtypes, _), known in zip(returned, given, strict=True):
-        array, view = outputs[name], known
-        if view is None:
-            # CuPy has no e4m3 dtype of its own.
-            bits = dtypes[0] == _FP8 and call.framework == "cupy"
-            array, view = call.empty(shape, "uint8" if bits else dtypes[0])
-        arrays.append(array)
-        views.append(view)
-    return arrays, tuple(views)
-
-
-def handed_out(
-    call: Call, arrays: Sequence[Any], returned: Sequence[Output], given: Mapping[str, Any]
-) -> tuple[Any, ...]:
-    """Give the caller's arrays back, and the new ones in the caller's framework."""
-    return tuple(
-        [
-            call.export(array) if given[output.name] is None else array
-            for array, output in zip(arrays, returned, strict=True)
-        ]
-    )
 
 
 def run_on_cpu(

@@ -30,13 +30,12 @@ from cumla.core.arrays import (
 from cumla.core.check_mode import check_mode, copy_to_host, may_look
 from cumla.core.operation import (
     Operation,
+    Packed,
     Ready,
-    allocated,
     checked_outputs,
-    handed_out,
     integers_of,
+    pack,
     run_on_cpu,
-    templates,
 )
 from cumla.errors import CumlaError
 
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
 
     from cumla.core.arrays import ArrayView, Call
-    from cumla.core.operation import Output, Template
 
     Launch = Callable[[], None]
 
@@ -344,10 +342,9 @@ class Plan(ABC, Generic[K]):
             if launch is None:
                 assert call.device is not None
                 self._load(call.device, lambda: call.capturing)
-                parts = templates(
-                    call, self._schedule, self.key, arguments, (), (), memory.buffer.ptr
-                )
-                launch = parts[0].at({}, call.stream) if parts else _nothing
+                packed = pack(call, self._schedule, self.key, arguments, (), (), memory.buffer.ptr)
+                launches, _ = packed.placed(call, {})
+                launch = launches[0] if launches else _nothing
                 self._updates.keep(identity, launch)
             memory.update(call, launch)
 
@@ -407,28 +404,10 @@ class Plan(ABC, Generic[K]):
         if again.stream != memory.stream:
             return identity, None
         with again:
-            if type(ready) is not tuple:
+            if not isinstance(ready, Packed):
                 memory.run(again, ready)
                 return identity, given
-            again._outputs = tuple(outputs.items())
-            parts, returned, views = ready
-            return identity, self._launch(again, memory, parts, returned, views, outputs)
-
-    def _launch(
-        self,
-        call: Call,
-        memory: PlanMemory,
-        parts: tuple[Template, ...],
-        returned: tuple[Output, ...],
-        views: tuple[ArrayView | None, ...],
-        outputs: Mapping[str, Any],
-    ) -> tuple[Any, ...]:
-        """Allocate what is not given, launch, and hand the outputs out."""
-        arrays, outs = allocated(call, returned, views, outputs)
-        places = {out.name: view.ptr for out, view in zip(returned, outs, strict=True)}
-        for template in parts:
-            memory.run(call, template.at(places, call.stream))
-        return handed_out(call, arrays, returned, outputs)
+            return identity, _launch(again, memory, ready, outputs)
 
     def _run(
         self,
@@ -464,11 +443,12 @@ class Plan(ABC, Generic[K]):
                 host = {name: copy_to_host(view, call.stream) for name, view in integers}
                 self._attend.check_values({**host, **self._values}, arguments)
             buffer = memory.buffer.ptr
-            parts = templates(call, self._attend, self.key, arguments, returned, given, buffer)
-            if seen is not None and parts and call.stream == memory.stream:
-                ready = parts, returned, given
-                memory.ready.keep(seen, ready if None in given else parts[0].at({}, call.stream))
-            return self._launch(call, memory, parts, returned, given, outputs)
+            packed = pack(call, self._attend, self.key, arguments, returned, given, buffer)
+            results = _launch(call, memory, packed, outputs)
+            if seen is not None and packed.templates and call.stream == memory.stream:
+                whole = None not in given
+                memory.ready.keep(seen, packed.placed(call, outputs)[0][0] if whole else packed)
+            return results
 
     def _check_shape(self, arguments: Any) -> None:
         """Refuse arrays of another shape than the plan's."""
@@ -480,6 +460,16 @@ class Plan(ABC, Generic[K]):
                 f"plan: made for {place_name(self._device)}, got arrays on "
                 f"{place_name(call.device)}; make a plan for each device"
             )
+
+
+def _launch(
+    call: Call, memory: PlanMemory, packed: Packed, outputs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Allocate what is not given, launch, and hand the outputs out."""
+    launches, results = packed.placed(call, outputs)
+    for launch in launches:
+        memory.run(call, launch)
+    return packed.exported(call, results, outputs) if call.exports else results
 
 
 def _on_host(call: Call, names: tuple[str, ...]) -> dict[str, np.ndarray[Any, Any]]:

@@ -302,7 +302,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     --------
     >>> import numpy as np
     >>> import cumla
-    >>> q = cumla.quantize_fp8(np.ones((2, 1, 64, 128), np.float32)).out
+    >>> q = cumla.quantize_fp8(np.ones((2, 1, 64, 128), np.float32)).values
     >>> kv_cache = np.zeros((4, 64, 1, 132), np.uint8)
     >>> block_table = np.array([[0, 1], [2, 3]], np.int32)
     >>> kv_lens = np.array([100, 7], np.int32)

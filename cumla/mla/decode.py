@@ -179,9 +179,10 @@ def mla_decode(
     """
     causal = checked_flag("causal", causal)
     operation = _DECODE[checked_flag("batch_invariant", batch_invariant)]
+    scale = checked_scale(softmax_scale, SCALE)
     factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
     inputs = named(q, kv_cache, kv_scale, block_table=block_table, kv_lens=kv_lens)
-    options = (checked_scale(softmax_scale, SCALE), factor, causal, -inf)
+    options = (scale, factor, causal, -inf)
     return AttentionState(*run(operation, inputs, {"out": out, "lse": lse}, options, stream))
 
 
