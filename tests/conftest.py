@@ -45,9 +45,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     for module in (_lifetime, arrays, launch_module, plan):
         monkeypatch.setattr(module, "driver", lambda: fake)
     known = {np.ndarray: frameworks.NUMPY}
+    gc.freeze()  # or each test pays for looking at all that was there before
     with mock.patch.dict(frameworks.framework_of_type, known, clear=True):
         yield fake
         gc.collect()  # plans of the test, while the fakes are there
+        gc.unfreeze()
         fake.passed = True
         _lifetime.release_finished()
 

@@ -160,16 +160,11 @@ def mla_attention(
     causal = checked_flag("causal", causal)
     _check_one_form(block_table, kv_indptr, kv_indices)
     factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
-    inputs = named(
-        q,
-        kv_cache,
-        kv_scale,
-        block_table=block_table,
-        kv_indices=kv_indices,
-        qo_indptr=qo_indptr,
-        kv_lens=kv_lens,
-        kv_indptr=kv_indptr,
-    )
+    pages = {"block_table": block_table}
+    if block_table is None:
+        pages = {"kv_indices": kv_indices, "kv_indptr": kv_indptr}
+    lengths = {"qo_indptr": qo_indptr, "kv_lens": kv_lens}
+    inputs = named(q, kv_cache, kv_scale, **pages, **lengths)
     options = (checked_scale(softmax_scale, _SCALE), factor, causal)
     return AttentionState(*run(_ATTENTION, inputs, {"out": out, "lse": lse}, options, stream))
 
@@ -509,9 +504,11 @@ class MLAAttentionPlan(Plan[MLAAttentionKey]):
             As :func:`mla_attention`; every kernel of the plan is loaded here, but for that of a
             cache in two arrays of whole 64-token blocks a page, which the first run loads.
         """
-        lengths = {"kv_lens": kv_lens, "qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
-        self._update(lengths, self.key.batch, stream)
         has_list = kv_indptr is not None
+        lengths = {"kv_lens": kv_lens, "qo_indptr": qo_indptr}
+        if has_list:
+            lengths["kv_indptr"] = kv_indptr
+        self._update(lengths, self.key.batch, stream)
         if has_list != self._has_list and self._memory is not None:
             self._memory.ready.clear()
         self._has_list = has_list
@@ -567,7 +564,9 @@ class MLAAttentionPlan(Plan[MLAAttentionKey]):
         seen, results = self._known(arrays, given, outputs, options, stream)
         if results is None:
             self._check_form(block_table, kv_indices)
-            inputs = named(q, kv_cache, kv_scale, block_table=block_table, kv_indices=kv_indices)
+            listed = kv_indices is not None
+            pages = {"kv_indices": kv_indices} if listed else {"block_table": block_table}
+            inputs = named(q, kv_cache, kv_scale, **pages)
             results = self._run(inputs, outputs, options, stream, seen)
         return AttentionState(*results)
 
