@@ -116,7 +116,9 @@ def frozen(array: Any) -> Any:
 def broadcast(array: Any) -> Any:
     """One row in the place of all; it can be written to."""
     strides = (*[0] * (array.ndim - 1), array.itemsize)
-    return np.lib.stride_tricks.as_strided(aligned(array.shape[-1:], array.dtype), array.shape, strides)
+    return np.lib.stride_tricks.as_strided(
+        aligned(array.shape[-1:], array.dtype), array.shape, strides
+    )
 
 
 @contextlib.contextmanager
@@ -125,6 +127,47 @@ def refused(error: type[Exception], message: str) -> Iterator[None]:
     pattern = ".*".join(re.escape(part) for part in message.split(" ... "))
     with pytest.raises(error, match=f"^{pattern}"):
         yield
+
+
+class Refusal(NamedTuple):
+    """An argument, or several, that a call refuses, and how the message begins."""
+
+    changes: Arguments
+    error: type[Exception]
+    message: str
+
+
+def wrong_type(name: str, value: Any, need: str) -> Refusal:
+    """Make the refusal of an argument, or of a part of it, that is of the wrong kind."""
+    return Refusal({name.partition("[")[0]: value}, TypeError, f"{name}: needs {need}")
+
+
+def wrong(name: str, value: Any, need: str) -> Refusal:
+    """Make the refusal of an argument, or of a part of it, that does not fit."""
+    return Refusal({name.partition("[")[0]: value}, ValueError, f"{name}: needs {need}")
+
+
+def badly_laid_out(name: str, array: Any) -> list[Refusal]:
+    """List what no array of rows may be: gaps, odd strides, backwards, off 16 bytes."""
+    least = next(i for i in (0, 1) if array.shape[i] > 1)
+    axis = slice(None, None, -1) if least == 0 else (slice(None), slice(None, None, -1))
+    return [
+        wrong(
+            name, every_other(array), "a contiguous last axis, got a stride of ... ; make a cont"
+        ),
+        wrong(name, padded(array, 1), "strides that are multiples of 16 bytes ... ; pad the rows"),
+        wrong(name, array[axis], f"strides ... not negative, got - ... on axis {least}; pad the"),
+        wrong(
+            name, shifted(array, 8), "an address that is a multiple of 16 bytes, got 0x ... ; copy"
+        ),
+    ]
+
+
+def all_of(refusals: list[Refusal]) -> Any:
+    """Run a test for each."""
+    return pytest.mark.parametrize(
+        "refusal", refusals, ids=[refusal.message[:60] for refusal in refusals]
+    )
 
 
 def decode() -> Arguments:

@@ -14,7 +14,6 @@ import numpy as np
 
 from cumla.errors import CumlaError
 
-
 _addresses = itertools.count(1)  # of no array twice: what calls remember of it outlives a test
 
 
@@ -121,7 +120,7 @@ class FakeCuPy(types.ModuleType):
         self._contents[there.data.ptr] = array
         return there
 
-    def RawModule(self, *, code: str, options: tuple[str, ...]) -> Any:  # noqa: N802 (CuPy's)
+    def RawModule(self, *, code: str, options: tuple[str, ...]) -> Any:
         """Compile nothing."""
         return types.SimpleNamespace(get_function=self._function)
 
@@ -188,21 +187,19 @@ class FakeBindings(types.ModuleType):
         self.launched.clear()
         return names
 
-    def CUlaunchConfig(self) -> Any:  # noqa: N802 (the driver's names)
+    def CUlaunchConfig(self) -> Any:
         return types.SimpleNamespace()
 
-    def CUlaunchAttribute(self) -> Any:  # noqa: N802
+    def CUlaunchAttribute(self) -> Any:
         return types.SimpleNamespace(value=types.SimpleNamespace())
 
-    def cuLaunchKernelEx(  # noqa: N802
-        self, config: Any, handle: int, parameters: int, extra: int
-    ) -> tuple[int]:
+    def cuLaunchKernelEx(self, config: Any, handle: int, parameters: int, extra: int) -> tuple[int]:
         entry = self._cupy.compiled[handle - 1]
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
         self.launched.append(Launched(entry, grid, config.hStream, parameters))
         return (0,)
 
-    def cuTensorMapEncodeTiled(self, *arguments: Any) -> tuple[int, Any]:  # noqa: N802
+    def cuTensorMapEncodeTiled(self, *arguments: Any) -> tuple[int, Any]:
         digest = hashlib.sha512(repr(arguments).encode()).digest()
         buffer = ctypes.create_string_buffer(2 * digest, 128)
         return 0, types.SimpleNamespace(getPtr=lambda: ctypes.addressof(buffer))

@@ -265,9 +265,15 @@ class _Attend(Operation[DecodeArguments, MLAAttentionKey]):
 class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
     """Both, in one call."""
 
-    def batch(self, attend: DecodeArguments, views: Views) -> int | None:
-        pages = attend.block_table
-        return pages.shape[0] if len(pages.shape) == 2 else None
+    def batch(self, attend: DecodeArguments, views: Views) -> None:
+        return None  # as qo_indptr says
+
+    def arguments(
+        self, views: Views, options: tuple[float, float | None, bool]
+    ) -> tuple[_Lengths, DecodeArguments]:
+        lengths, attend = super().arguments(views, options)
+        _check_batch(attend.block_table, lengths.kv_lens.shape[0])
+        return lengths, attend
 
     def key(self, arguments: tuple[Any, DecodeArguments], device: int) -> MLAAttentionKey:
         lengths, attend = arguments
@@ -610,12 +616,7 @@ class MLAAttentionPlan(Plan[MLAAttentionKey]):
             )
         if cache_of(arguments.kv_cache) != key.cache:
             raise other_cache(arguments.q, arguments.kv_cache)
-        table = arguments.block_table
-        if len(table.shape) == 2 and table.shape[0] != key.batch:
-            raise ValueError(
-                f"block_table: needs shape (batch, max_pages) with batch {key.batch}, got "
-                f"{table.shape}; {_ENTRY}"
-            )
+        _check_batch(arguments.block_table, key.batch)
 
 
 Shape = tuple[int, int, int, int, int, str]
@@ -638,6 +639,15 @@ def _key_on_device(
 def _key(shape: Shape, causal: bool, device: int | None, cache: str) -> MLAAttentionKey:
     sm_count = 0 if device is None else require_hopper(device).sm_count
     return _key_on_device(shape, causal, device, sm_count, cache)
+
+
+def _check_batch(pages: ArrayView, batch: int) -> None:
+    """Check that a table has a row for each request; a list of pages has none."""
+    if len(pages.shape) == 2 and pages.shape[0] != batch:
+        raise ValueError(
+            f"block_table: needs shape (batch, max_pages) with batch {batch}, got {pages.shape}; "
+            f"{_ENTRY}"
+        )
 
 
 def _check_one_form(block_table: Any, kv_indptr: Any, kv_indices: Any) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -295,9 +296,7 @@ def test_what_is_launched(
     cupy.stream = 7
     operation.function(**given)
     operation.function(**given, stream=1)  # another name of 0
-    assert [launch.stream for launch in bindings.launched] == (
-        [7] * len(first) + [0] * len(first)
-    )
+    assert [launch.stream for launch in bindings.launched] == ([7] * len(first) + [0] * len(first))
     assert tuple(cupy.compiled) == operation.kernels
     assert driver.recorded == []
 
@@ -337,9 +336,7 @@ def test_a_call_sees_other_arrays(
 
 
 @every_operation
-def test_places_that_differ(
-    operation: Operation, cupy: FakeCuPy, bindings: FakeBindings
-) -> None:
+def test_places_that_differ(operation: Operation, cupy: FakeCuPy, bindings: FakeBindings) -> None:
     host = operation.make()
     given = {name: cupy.like(value) for name, value in host.items()}
     first = next(iter(open_names(operation, host)))
@@ -460,9 +457,7 @@ def test_check_mode_looks_at_the_device(
 
 
 @every_operation
-def test_outputs_that_overlap(
-    operation: Operation, cupy: FakeCuPy, bindings: FakeBindings
-) -> None:
+def test_outputs_that_overlap(operation: Operation, cupy: FakeCuPy, bindings: FakeBindings) -> None:
     """An input, or each other: every pair is found."""
     given = on_gpu(cupy, operation)
     written = [*operation.outputs(), *operation.in_place]
@@ -477,7 +472,9 @@ def test_outputs_that_overlap(
         array = dict(arrays_of(given))[other]
         kept = array.data.ptr
         array.data.ptr = given[name].data.ptr
-        with pytest.raises(ValueError, match=rf"^({name}|{other.split('[')[0]}.*): needs memory of"):
+        with pytest.raises(
+            ValueError, match=rf"^({name}|{other.split('[')[0]}.*): needs memory of"
+        ):
             operation.function(**given)
         array.data.ptr = kept
     assert bindings.entries == []
@@ -551,7 +548,11 @@ def many_partials(count: int) -> Arguments:
 
 
 def append_to(cache: Any, **changes: Any) -> Arguments:
-    return {"rows": aligned((5, 576)), "kv_cache": cache, "slot_mapping": np.zeros(5, int)} | changes
+    return {
+        "rows": aligned((5, 576)),
+        "kv_cache": cache,
+        "slot_mapping": np.zeros(5, int),
+    } | changes
 
 
 ONE = np.ones(1, np.float32)
@@ -570,7 +571,10 @@ CALLS: dict[str, tuple[Callable[..., Any], Arguments]] = {
         attending(q=halves(aligned((8, 16, 576))), kv_cache=halves(aligned((6, 64, 1, 576)))),
     ),
     **{
-        f"{size} tokens a page, {form}": (cumla.mla_decode, decoding(kv_cache=fp8_cache(form, size)))
+        f"{size} tokens a page, {form}": (
+            cumla.mla_decode,
+            decoding(kv_cache=fp8_cache(form, size)),
+        )
         for form in FORMS
         for size in (64, 16)
     },
@@ -756,7 +760,7 @@ def count(call: Callable[[], Any]) -> tuple[int, int]:
         call()
     finally:
         sys.setprofile(None)
-    return len(modules), sum(a != b for a, b in zip(modules, modules[1:], strict=False))
+    return len(modules), sum(a != b for a, b in pairwise(modules))
 
 
 def test_calls_of_a_ready_run(cupy: FakeCuPy, bindings: FakeBindings) -> None:

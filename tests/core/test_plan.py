@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from typing import Any
 
 import numpy as np
 import pytest
@@ -244,7 +243,9 @@ def test_the_buffer_is_as_large_as_workspace_bytes_says(
         wrong.data.ptr += shift
         with refused(error, f"workspace: {message}"):
             planned.kind(**planned.numbers, workspace=wrong)
-    with refused(ValueError, "workspace: needs an array on the GPU, got one on the CPU ... ; leave"):
+    with refused(
+        ValueError, "workspace: needs an array on the GPU, got one on the CPU ... ; leave"
+    ):
         planned.kind(**planned.numbers, workspace=np.zeros(size, np.uint8))
 
 
@@ -276,9 +277,7 @@ def test_places_that_differ(cupy: FakeCuPy) -> None:
 
 
 @every_plan
-def test_arrays_in_another_place(
-    planned: Planned, cupy: FakeCuPy, bindings: FakeBindings
-) -> None:
+def test_arrays_in_another_place(planned: Planned, cupy: FakeCuPy, bindings: FakeBindings) -> None:
     given = on_gpu(cupy, planned)
     plan = planned.ready(given)
     plan.run(**planned.inputs(given))
@@ -322,7 +321,9 @@ def test_another_stream(planned: Planned, cupy: FakeCuPy, bindings: FakeBindings
     given = on_gpu(cupy, planned)
     plan = planned.ready(given)
     plan.run(**planned.inputs(given))
-    with refused(ValueError, "plan: updated on stream 0x0, got a run on stream 0x5; ... plan.update"):
+    with refused(
+        ValueError, "plan: updated on stream 0x0, got a run on stream 0x5; ... plan.update"
+    ):
         plan.run(**planned.inputs(given), stream=5)
     plan.update(**planned.lengths(given), stream=5)
     for _ in range(2):
@@ -530,10 +531,11 @@ def test_a_ready_run_sees_other_arrays(
         array.data.ptr -= 1 << 20
         strides, shape, dtype = array.strides, array.shape, array.dtype
         array.strides = (strides[0] + 1024, *strides[1:])
-        try:
+        if name == "kv_indices":
+            with refused(ValueError, "kv_indices: needs ... got a stride of"):
+                plan.run(**inputs)
+        else:
             assert launched() not in (first, there)
-        except ValueError as error:
-            assert name == "kv_indices" and "stride" in str(error)
         array.strides = strides
         bindings.launched.clear()
         for attribute, kept, wrong in (
@@ -673,5 +675,3 @@ def test_a_ready_run_looks_once_check_mode_is_on(
     monkeypatch.delenv("CUMLA_CHECK")
     plan.run(**planned.inputs(given))
     assert len(cupy.copied) == 2 * looked + 1
-
-

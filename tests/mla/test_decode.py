@@ -13,13 +13,17 @@ import cumla
 from tests.calls import (
     BF16,
     PLANS,
+    Refusal,
     aligned,
+    all_of,
+    badly_laid_out,
     decode,
     every_other,
     int32,
-    padded,
     refused,
     shifted,
+    wrong,
+    wrong_type,
 )
 from tests.fake_cuda import FakeBindings, FakeCuPy
 from tests.gpu.tools.cases import Case
@@ -48,73 +52,132 @@ def assert_same(got: Any, want: Any) -> None:
 
 # --- what is refused ------------------------------------------------------------------------------
 
-LATENT, ROPE = split(decode()["q"])
-KV, KV_ROPE = split(decode()["kv_cache"])
-APART = {
-    **{f"q of {d}": ("q", np.zeros(Q, d), TypeError, f"q: needs bfloat16 or float16, got {d}; conv")
-       for d in ("float32", "float64", "int16", ">f2")},
-    "cache of another dtype": ("kv_cache", np.zeros(CACHE, "f2"), TypeError, "kv_cache: needs q's dtype bfloat16, got float16; convert"),
-    **{f"{n} of {d}": (n, np.ones(s, d), TypeError, f"{n}: needs int32, got {d}; convert it first")
-       for d in ("int64", "uint32", "float32") for n, s in (("block_table", (2, 3)), ("kv_lens", (2,)))},
-    **{f"q {s}": ("q", np.zeros(s, BF16), ValueError, f"q: needs 4 axes (batch, q_len, num_heads, 576), got shape {s}; reshape")
-       for s in ((576,), (2, 16, 576), (1, *Q))},
-    **{f"cache {s}": ("kv_cache", np.zeros(s, BF16), ValueError, f"kv_cache: needs axes (num_pages, page_size, num_kv_heads, 576), or ... got shape {s}; reshape")
-       for s in ((), (64, 576), (1, *CACHE))},
-    **{f"table {s}": ("block_table", np.zeros(s, "i4"), ValueError, f"block_table: needs shape (batch, max_pages) with batch 2, got {s}; give each request")
-       for s in ((2,), (3, 3), (2, 3, 1))},
-    **{f"lengths {s}": ("kv_lens", np.zeros(s, "i4"), ValueError, f"kv_lens: needs shape (batch,) with batch 2, got {s}; give each request")
-       for s in ((), (1,), (3,), (2, 1))},
-    "no heads": ("q", np.zeros((2, 2, 0, 576), BF16), ValueError, "q: needs at least one head, got shape (2, 2, 0, 576); skip"),
-    **{f"empty cache {s}": ("kv_cache", np.zeros(s, BF16), ValueError, f"kv_cache: needs at least one token, got shape {s}")
-       for s in ((6, 64, 0, 576), (0, 64, 1, 576), (6, 0, 1, 576))},
-    **{f"{n} of {c} columns": (n, np.zeros((*s, c), BF16), ValueError, f"{n}: needs a last axis of 576 (512 latent + 64 RoPE), got shape {(*s, c)}; pass a tuple")
-       for c in (512, 192, 577) for n, s in (("q", Q[:3]), ("kv_cache", CACHE[:3]))},
-    "kv heads": ("kv_cache", np.zeros((6, 64, 3, 576), BF16), ValueError, "num_heads: needs a multiple of num_kv_heads, got 16 query heads and 3 kv heads; pad"),
-    **{f"gaps in {n}": (n, every_other(np.zeros(s, BF16)), ValueError, f"{n}: needs a contiguous last axis, got a stride of 4 bytes ... ; make a contiguous copy")
-       for n, s in (("q", Q), ("kv_cache", CACHE), ("out", OUT))},
-    **{f"odd rows of {n}": (n, padded(np.zeros(s, BF16), 1), ValueError, f"{n}: needs strides that are multiples of 16 bytes ... ; pad the rows")
-       for n, s in (("q", Q), ("kv_cache", CACHE), ("out", OUT))},
-    **{f"{n} backwards": (n, np.zeros(s, BF16)[::-1], ValueError, f"{n}: needs strides ... not negative, got -{np.zeros(s, BF16)[0].nbytes} on axis 0")
-       for n, s in (("q", Q), ("kv_cache", CACHE), ("out", OUT))},
-    **{f"{n} at {by}": (n, shifted(np.zeros(s, BF16), by), ValueError, f"{n}: needs an address that is a multiple of 16 bytes, got 0x ... ; copy")
-       for n, s in (("q", Q), ("kv_cache", CACHE), ("out", OUT)) for by in (4, 8)},
-    "gaps in the table": ("block_table", every_other(int32([0, 1, 2], [3, 4, 5])), ValueError, "block_table: needs contiguous rows, got a stride of 8 bytes on the last axis; make a contiguous copy"),
-    **{f"{n} at 2": (n, shifted(np.zeros(s, "i4"), 2), ValueError, f"{n}: needs an address and strides that are multiples of 4 bytes ... ; copy")
-       for n, s in (("block_table", (2, 3)), ("kv_lens", (2,)))},
-    "lse at 2": ("lse", shifted(np.zeros((2, 16, 2), "f4"), 2), ValueError, "lse: needs an address and strides that are multiples of 4 bytes, got address ... and strides (128, 8, 4); copy it"),
-    "odd lse": ("lse", np.lib.stride_tricks.as_strided(np.zeros(99, "f4"), (2, 16, 2), (128, 10, 4)), ValueError, "lse: needs an address and ... strides (128, 10, 4); copy it"),
-    "out of float16": ("out", np.zeros(OUT, "f2"), TypeError, "out: needs bfloat16 or float32, got float16"),
-    **{f"{n} of {c}": (n, (decode()[n],) * c, ValueError, f"{n}: needs one array, or a tuple or list of latent columns and RoPE columns ... got {c} of them; pass each")
-       for c in (0, 1, 4) for n in ("q", "kv_cache")},
-    **{f"{n} {what}": (n, pair, error, f"{n}{message}")
-       for n, one, two in (("q", LATENT, ROPE), ("kv_cache", KV, KV_ROPE))
-       for what, pair, error, message in (
-        ("wide", (np.zeros((*one.shape[:3], 576), BF16), two), ValueError, "[0]: needs a last axis of 512, got shape"),
-        ("latent twice", (one, one), ValueError, f"[1]: needs a last axis of 64, got shape {one.shape}; a pair"),
-        ("of other rows", (one, two[:1]), ValueError, f"[1]: needs the first axes of {n}[0], {one.shape[:3]}, got {(1, *one.shape[1:3])}; pass both parts"),
-        ("of another rank", (one, two[0, 0, 0]), ValueError, "[1]: needs ... axes ... got shape (64,)"),
-        ("of two dtypes", (one, two.astype("f2")), TypeError, "[1]: needs ... bfloat16, got float16"),
-        ("with gaps", (one, every_other(two)), ValueError, "[1]: needs a contiguous last axis"),
-        ("at 8", (one, shifted(two, 8)), ValueError, "[1]: needs an address that is a multiple of 16"),
-        ("of half", (one, None), TypeError, "[1]: needs an array of CuPy ... got builtins.NoneType"))},
-    "kv heads of a pair": ("kv_cache", split(np.zeros((6, 64, 3, 576), BF16)), ValueError, "num_heads: needs a multiple of num_kv_heads"),
-    **{f"scale {v}": ("softmax_scale", v, TypeError, f"softmax_scale: needs a Python or NumPy number, got {type(v).__name__};")
-       for v in ("1", np.ones(1), 1j)},
-    **{f"scale {v}": ("softmax_scale", v, ValueError, f"softmax_scale: needs a number from 1e-20 to 1000000.0, got {v}; put any other factor into q")
-       for v in (0.0, -0.1, 9e-21, 1.1e6, float("nan"), float("inf"))},
-}  # fmt: skip
+
+def zeros(*shape: int, dtype: Any = BF16) -> Any:
+    return np.zeros(shape, dtype)
 
 
-@pytest.mark.parametrize(("name", "value", "error", "message"), APART.values(), ids=APART)
-def test_refusals(name: str, value: Any, error: type[Exception], message: str) -> None:
+def wrong_parts(name: str) -> list[Refusal]:
+    """List pairs that are none."""
+    latent, rope = split(decode()[name])
+    first, second = f"{name}[0]", f"{name}[1]"
+    lead, other = latent.shape[:3], (1, *latent.shape[1:3])
+    need = f"the first axes of {first}, {lead}, got {other}; pass both parts"
+    return [
+        *(
+            wrong(
+                name, (latent,) * n, f"one array, or a tuple or list of latent ... got {n} of them"
+            )
+            for n in (0, 1, 4)
+        ),
+        wrong(first, (zeros(*lead, 576), rope), "a last axis of 512, got shape ... ; a pair holds"),
+        wrong(second, (latent, latent), f"a last axis of 64, got shape {latent.shape}; a pair"),
+        wrong(second, (latent, rope[:1]), need),
+        wrong(second, (latent, rope[0, 0, 0]), " ... axes ... got shape (64,)"),
+        wrong_type(second, (latent, rope.astype("f2")), " ... bfloat16, got float16; convert"),
+        wrong(second, (latent, every_other(rope)), "a contiguous last axis"),
+        wrong(second, (latent, shifted(rope, 8)), "an address that is a multiple of 16 bytes"),
+        wrong_type(second, (latent, None), "an array of CuPy ... got builtins.NoneType"),
+    ]
+
+
+CACHE_AXES = "axes (num_pages, page_size, num_kv_heads, 576), or the same without num_kv_heads"
+MANY_HEADS = "a multiple of num_kv_heads, got 16 query heads and 3 kv heads; pad"
+REFUSED = [
+    *(
+        wrong_type("q", zeros(*Q, dtype=dtype), f"bfloat16 or float16, got {dtype}; convert")
+        for dtype in ("float32", "float64", "int16", ">f2")
+    ),
+    wrong_type("kv_cache", zeros(*CACHE, dtype="f2"), "q's dtype bfloat16, got float16; convert"),
+    *(
+        wrong_type(name, np.ones(shape, dtype), f"int32, got {dtype}; convert it first")
+        for dtype in ("int64", "uint32", "float32")
+        for name, shape in (("block_table", (2, 3)), ("kv_lens", (2,)))
+    ),
+    *(
+        wrong("q", zeros(*s), f"4 axes (batch, q_len, num_heads, 576), got shape {s}; reshape it")
+        for s in ((576,), (2, 16, 576), (1, *Q))
+    ),
+    *(
+        wrong("kv_cache", zeros(*s), f"{CACHE_AXES}, got shape {s}; reshape it")
+        for s in ((), (64, 576), (1, *CACHE))
+    ),
+    *(
+        wrong(
+            "block_table", zeros(*s, dtype="i4"), f"shape (batch, max_pages) with batch 2, got {s}"
+        )
+        for s in ((2,), (3, 3), (2, 3, 1))
+    ),
+    *(
+        wrong("kv_lens", zeros(*s, dtype="i4"), f"shape (batch,) with batch 2, got {s}; give each")
+        for s in ((), (1,), (3,), (2, 1))
+    ),
+    wrong("q", zeros(2, 2, 0, 576), "at least one head, got shape (2, 2, 0, 576); skip the call"),
+    *(
+        wrong("kv_cache", zeros(*shape), f"at least one token, got shape {shape}; skip the call")
+        for shape in ((6, 64, 0, 576), (0, 64, 1, 576), (6, 0, 1, 576))
+    ),
+    *(
+        wrong(name, zeros(*lead, columns), "a last axis of 576 (512 latent + 64 RoPE), got shape")
+        for columns in (512, 192, 577)
+        for name, lead in (("q", Q[:3]), ("kv_cache", CACHE[:3]))
+    ),
+    *(
+        Refusal({"kv_cache": cache}, ValueError, f"num_heads: needs {MANY_HEADS}")
+        for cache in (zeros(6, 64, 3, 576), split(zeros(6, 64, 3, 576)))
+    ),
+    *(
+        refusal
+        for name, shape in (("q", Q), ("kv_cache", CACHE), ("out", OUT))
+        for refusal in badly_laid_out(name, zeros(*shape))
+    ),
+    wrong("q", shifted(zeros(*Q), 4), "an address that is a multiple of 16 bytes"),
+    wrong(
+        "block_table",
+        every_other(decode()["block_table"]),
+        "contiguous rows, got a stride of 8 bytes on the last axis; make a contiguous copy",
+    ),
+    *(
+        wrong(name, shifted(array, 2), "an address and strides that are multiples of 4 bytes")
+        for name, array in (
+            ("block_table", decode()["block_table"]),
+            ("kv_lens", decode()["kv_lens"]),
+            ("lse", zeros(2, 16, 2, dtype=np.float32)),
+        )
+    ),
+    wrong(
+        "lse",
+        np.lib.stride_tricks.as_strided(np.zeros(99, np.float32), (2, 16, 2), (128, 10, 4)),
+        "an address and ... strides (128, 10, 4); copy it",
+    ),
+    wrong_type("out", zeros(*OUT, dtype="f2"), "bfloat16 or float32, got float16; allocate it"),
+    *wrong_parts("q"),
+    *wrong_parts("kv_cache"),
+    *(
+        wrong_type(
+            "softmax_scale", v, f"a Python or NumPy number, got {type(v).__name__}; an array"
+        )
+        for v in ("1", np.ones(1), 1j)
+    ),
+    *(
+        wrong(
+            "softmax_scale", v, f"a number from 1e-20 to 1000000.0, got {v}; put any other factor"
+        )
+        for v in (0.0, -0.1, 9e-21, 1.1e6, float("nan"), float("inf"))
+    ),
+]
+
+
+@all_of(REFUSED)
+def test_refusals(refusal: Refusal) -> None:
     """By the function; and by a plan, if it has the argument."""
-    arguments = decode() | {name: value}
-    with refused(error, message):
+    arguments = decode() | refusal.changes
+    with refused(refusal.error, refusal.message):
         cumla.mla_decode(**arguments)
     plan = plan_of(decode())
-    with refused(error, message):
-        if name == "kv_lens":
-            plan.update(value)
+    with refused(refusal.error, refusal.message):
+        if "kv_lens" in refusal.changes:
+            plan.update(arguments["kv_lens"])
         else:
             plan.run(**PLAN.inputs(arguments))
 
@@ -197,29 +260,29 @@ def test_nothing_is_visible() -> None:
 
 # --- plans ----------------------------------------------------------------------------------------
 
-NOT_PLANNED = {
-    "kv heads": ({"num_kv_heads": 3}, ValueError, "num_heads: ... 16 query heads and 3 kv heads"),
-    "no page": ({"page_size": 0}, ValueError, "page_size: needs a number from 1, got 0"),
-    "page of 16.0": ({"page_size": 16.0}, TypeError, "page_size: needs an int, got float"),
-    "dtype": ({"dtype": "float32"}, TypeError, "dtype: needs bfloat16 or float16, got float32"),
-    "device": ({"device": 0}, ValueError, "like: ... CUDA device 0"),
-    "no longest": ({"batch_invariant": True}, ValueError, "max_kv_len: needs the length of the longest request ... got None; pass it"),
-    "a longest": ({"max_kv_len": 4096}, ValueError, "max_kv_len: needs batch_invariant=True, got 4096 ... ; leave it out"),
-    "longest of 0": ({"batch_invariant": True, "max_kv_len": 0}, ValueError, "max_kv_len: needs a number from 1, got 0; nothing to plan for"),
-    "longest of 4096.0": ({"batch_invariant": True, "max_kv_len": 4096.0}, TypeError, "max_kv_len: needs an int, got float; convert it"),
-}  # fmt: skip
+INVARIANT = {"batch_invariant": True}
+NOT_PLANNED = [
+    Refusal({"num_kv_heads": 3}, ValueError, "num_heads: ... 16 query heads and 3 kv heads"),
+    wrong("page_size", 0, "a number from 1, got 0"),
+    wrong_type("page_size", 16.0, "an int, got float"),
+    wrong_type("dtype", "float32", "bfloat16 or float16, got float32"),
+    Refusal({"device": 0}, ValueError, "like: needs an array on CUDA device 0"),
+    Refusal(INVARIANT, ValueError, "max_kv_len: needs the length of the longest ... ; pass it"),
+    wrong("max_kv_len", 4096, "batch_invariant=True, got 4096 ... ; leave it out"),
+    Refusal(INVARIANT | {"max_kv_len": 0}, ValueError, "max_kv_len: needs a number from 1, got 0"),
+    Refusal(INVARIANT | {"max_kv_len": 9.0}, TypeError, "max_kv_len: needs an int, got float"),
+]
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), NOT_PLANNED.values(), ids=NOT_PLANNED)
-def test_plans_that_are_refused(
-    changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with refused(error, message):
+@all_of(NOT_PLANNED)
+def test_plans_that_are_refused(refusal: Refusal) -> None:
+    changes, *rest = refusal
+    with refused(*rest):
         cumla.MLADecodePlan(2, 1, 16, **{"like": decode()["q"]} | changes)
     if not set(changes) - {"batch_invariant", "max_kv_len"}:
-        with refused(error, message):
+        with refused(*rest):
             plan_of(decode(), **changes)
-        with refused(error, message):
+        with refused(*rest):
             cumla.MLADecodePlan.workspace_bytes(2, 1, 16, sm_count=132, **changes)
 
 
@@ -262,9 +325,7 @@ def test_batch_invariant_plans_have_room_for_their_longest_request(cupy: FakeCuP
     assert cumla.MLADecodePlan(2, 2, 16, like=q, **mode).key.max_blocks == 64
 
 
-def test_more_pieces_than_a_grid_has_thread_blocks(
-    cupy: FakeCuPy, bindings: FakeBindings
-) -> None:
+def test_more_pieces_than_a_grid_has_thread_blocks(cupy: FakeCuPy, bindings: FakeBindings) -> None:
     """65535 along y: with 32 rows, 65535 * 1024 tokens of one request, or half of two."""
     most = 65535 // 2 * 1024
     message = (
@@ -342,14 +403,22 @@ def test_the_shape_chooses_the_kernels(
         ([5, 130], [[0, -1, -1], [3, 4, 5]], None),  # unused: anything
         ([0, 0], [[-1] * 3] * 2, None),
         ([192, 192], [[3, 3, 3]] * 2, None),  # pages may be shared
-        ([5, 193], [[-1] * 3] * 2, "kv_lens[1]: needs a length from 0 to max_pages * page_size = 192, got 193; the kernels would clamp it"),
+        (
+            [5, 193],
+            [[-1] * 3] * 2,
+            "kv_lens[1]: needs a length from 0 to max_pages * page_size = 192",
+        ),
         ([2**31 - 1, -(2**31)], [[0] * 3] * 2, "kv_lens[0]: ... got 2147483647"),
         ([5, -1], [[0] * 3] * 2, "kv_lens[1]: ... got -1"),
-        ([64, 129], [[0, 9, 9], [0, 5, 6]], "block_table[1, 2]: needs a page number from 0 to 5, got 6; the kernels would read zeros for that page"),
+        (
+            [64, 129],
+            [[0, 9, 9], [0, 5, 6]],
+            "block_table[1, 2]: needs a page number from 0 to 5, got 6",
+        ),
         ([65, 129], [[0, -1, 9], [0, 5, 6]], "block_table[0, 1]: ... got -1"),
         ([1, 0], [[-(2**31), 0, 0], [0, 5, 6]], "block_table[0, 0]: ... got -2147483648"),
     ],
-)  # fmt: skip
+)
 def test_check_mode(
     lengths: list[int], table: list[list[int]], message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
