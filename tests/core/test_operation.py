@@ -501,7 +501,7 @@ def test_outputs_in_place(cupy: FakeCuPy, bindings: FakeBindings) -> None:
     }
     out.data.ptr = stack["outs"].data.ptr + 2 * 5 * 3 * 16 * 2
     out.data.ptr += 96
-    with refused(ValueError, "out: needs memory of its own, got memory that outs uses too"):
+    with refused(ValueError, "out: needs memory of its own, got memory that outs[1] uses too"):
         cumla.merge_attention_states(**stack, out=out)
 
 
