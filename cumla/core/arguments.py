@@ -159,6 +159,8 @@ def check_lies(name: str, view: ArrayView, lies: str) -> None:
     if lies == "rows":
         check_layout(name, view)
         return
+    if 0 in view.shape:
+        return
     size = numpy_dtype(view.dtype).itemsize
     if view.ptr % size or any(stride % size for stride in view.strides):
         raise ValueError(

@@ -401,7 +401,7 @@ def test_options_have_launches_of_their_own(cupy: FakeCuPy, bindings: FakeBindin
         (
             pages,
             {"kv_lens": int32([3, 3, 3], [0, 49, 1])},
-            "kv_lens[1, 1]: needs a length from 0 to max_pages * page_size = 48, got 49; the kernels",
+            "kv_lens[1, 1]: needs a length from 0 to max_pages * page_size = 48, got 49; the k",
         ),
         (pages, {"kv_lens": int32(-1, 3)}, "kv_lens[0]: needs a length from 0 ... got -1"),
         (
