@@ -1469,19 +1469,20 @@ def test_driver_calls_that_may_wait_release_the_gil(monkeypatch):
     for name, loader in kinds.items():
         monkeypatch.setattr(ctypes, name, lambda _, loader=loader: load(loader))
     driver = _driver.Driver()
-    created = ctypes.c_void_p(300_000)
-    driver._event_create = lambda event, flags: setattr(event._obj, "value", created.value) or 0
-    for call in (lambda: driver.record_event(9), lambda: driver.wait_event(300_000, 9)):
-        seen = []
-        thread = threading.Thread(target=lambda seen=seen: (time.sleep(0.05), seen.append(1)))
-        thread.start()
+    wait_us = 600_000
+    driver._event_create = lambda event, flags: setattr(event._obj, "value", wait_us) or 0
+    for call in (lambda: driver.record_event(9), lambda: driver.wait_event(wait_us, 9)):
+        ran = []
+        timer = threading.Timer(0.05, lambda ran=ran: ran.append(time.monotonic()))
+        began = time.monotonic()
+        timer.start()
         call()
-        assert seen
-        thread.join()
+        timer.join()
+        assert ran[0] - began < 0.5
 
 
 FORK = """
-import ctypes, os, sys, weakref
+import ctypes, os, sys, threading, weakref
 import numpy as np
 from tests.fake_cuda import FakeLibrary
 library = FakeLibrary(current=100)
@@ -1504,7 +1505,16 @@ if BEFORE:
     library.capture = (0, 1)
     _lifetime.keep_until_passed(first, 7, 0)
     library.capture = (0, 0)
-    _lifetime._lock.acquire()  # as another thread may have it
+    held, done = threading.Event(), threading.Event()
+
+    def look():
+        with _lifetime._lock:
+            held.set()
+            done.wait()
+
+    other = threading.Thread(target=look)
+    other.start()
+    held.wait()
 del first
 child = os.fork()
 if child == 0:
@@ -1516,6 +1526,7 @@ if child == 0:
         del second
         use_the_cpu()
         assert alive[1]() is not None
+        assert _lifetime._lock.acquire(timeout=5)
         assert (_lifetime.waiting, _lifetime.in_graphs) == ({}, {})
         try:
             _lifetime.driver()
@@ -1530,7 +1541,8 @@ if child == 0:
     os._exit(0)
 status = os.waitpid(child, 0)[1]
 if BEFORE:
-    _lifetime._lock.release()
+    done.set()
+    other.join()
     assert len(_lifetime.waiting) == len(_lifetime.in_graphs) == 1
     library.answer = 0
     use_the_cpu()
@@ -1543,7 +1555,9 @@ sys.exit(status)
 def test_a_fork(before):
     """The CPU serves a child of a process with work on the GPU; of another one the GPU does."""
     program = FORK.replace("BEFORE", str(before))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
