@@ -1316,10 +1316,11 @@ def test_cupy_allocates_on_the_stream_of_the_call(cupy):
         cupy.stream = FakeStream(cupy, 5)
         with open_call((("q", cupy.ndarray()),), stream=stream) as call:
             array, view = call.empty((2, 3), "bfloat16")
-            workspace = call.workspace(256)
+            arrays, (address,) = call.allocate((("workspace", (256,), "uint8"),))
         assert cupy.allocated[-2:] == [((2, 3), "bfloat16", stream), ((256,), "uint8", stream)]
         assert (cupy.stream.ptr, call.export(array)) == (5, array)
-        assert (view.shape, view.dtype, workspace.ptr) == ((2, 3), "bfloat16", 0x2000)
+        assert (view.shape, view.dtype) == ((2, 3), "bfloat16")
+        assert address == 0x2000 == arrays[0].data.ptr
 
 
 def test_torch_allocates_on_the_stream_of_the_call(fake_torch, cuda):
@@ -1342,8 +1343,9 @@ def test_capture_forbids_cupy_allocations(cuda, cupy):
     cuda.capturing.add(5)
     with open_call((("q", cupy.ndarray()),), stream=5) as call:
         assert call.capturing
-        for allocate in (lambda: call.empty((2,), "float16"), lambda: call.workspace(256)):
-            with pytest.raises(NotPreparedError, match="captures: pass plan= or workspace= where"):
+        wanted = (("workspace", (256,), "uint8"),)
+        for allocate in (lambda: call.empty((2,), "float16"), lambda: call.allocate(wanted)):
+            with pytest.raises(NotPreparedError, match="captures: pass workspace= where the call"):
                 allocate()
     assert cupy.allocated == []
 
@@ -1351,9 +1353,9 @@ def test_capture_forbids_cupy_allocations(cuda, cupy):
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ((), "out=, scale_out= and plan="),
-        (("out",), "scale_out= and plan="),
-        (("scale_out",), "out= and plan="),
+        ((), "out=, scale_out= and workspace="),
+        (("out",), "scale_out= and workspace="),
+        (("scale_out",), "out= and workspace="),
     ],
 )
 def test_a_refusal_under_capture_names_the_outputs_that_were_not_given(cuda, cupy, given, named):
