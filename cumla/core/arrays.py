@@ -86,7 +86,6 @@ class Call:
         "_imports",
         "_may_allocate",
         "_must_leave",
-        "_outputs",
         "_stream_object",
         "device",
         "exports",
@@ -104,7 +103,6 @@ class Call:
         stream_object: object,
         views: tuple[ArrayView | None, ...] = (),
         imports: list[Imported] | None = None,
-        outputs: tuple[tuple[str, object], ...] = (),
     ) -> None:
         self.device = device
         self.stream = stream
@@ -117,7 +115,6 @@ class Call:
         self._imports = imports
         self._must_leave = False
         self._stream_object = stream_object
-        self._outputs = outputs
 
     def __enter__(self) -> Call:
         if self.device is not None:
@@ -286,7 +283,7 @@ def open_call(
     if not same or None in views:
         imports = _import_foreign(arguments, first, views, device, handle)
     found = (*views, *written)
-    return Call(first, allocator, device, handle, stream, found, imports, outputs)
+    return Call(first, allocator, device, handle, stream, found, imports)
 
 
 def _views_of_several(arguments: tuple[tuple[str, object], ...]) -> list[ArrayView | None]:
