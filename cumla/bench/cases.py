@@ -17,12 +17,8 @@ from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
 
 __all__ = [
     "DENSE",
-    "INVARIANT",
     "LOG_NORMAL_SIGMA",
     "PAGE_SIZE",
-    "PEER_CASES",
-    "RAGGED",
-    "RAGGED_SEEDS",
     "Case",
     "Ceilings",
     "grid",
@@ -272,30 +268,6 @@ DENSE: tuple[Case, ...] = tuple(
     )
     for kv_len in lengths
 )
-
-PEER_CASES: tuple[Case, ...] = (
-    Case(128, 1, 128, 4096),
-    Case(128, 1, 16, 4096),
-    Case(128, 2, 128, 1024),
-    Case(16, 1, 128, 8192),
-    Case(1, 1, 16, 8192),
-    Case(1, 1, 128, 131072),
-)
-"""Rows of the table on which other libraries run if nobody says where."""
-
-RAGGED: tuple[Case, ...] = tuple(
-    Case(128, 1, heads, mean) for heads in (16, 128) for mean in (1024, 4096, 8192)
-)
-"""Rows of the table whose time with ragged lengths is held against that with equal ones."""
-RAGGED_SEEDS = range(5)
-
-INVARIANT: tuple[Case, ...] = (
-    Case(128, 1, 128, 4096),
-    Case(128, 1, 16, 4096),
-    Case(16, 1, 128, 8192),
-    Case(1, 1, 16, 131072),
-)
-"""Rows of the table whose batch-invariant time is held against the usual one."""
 
 
 def grid(

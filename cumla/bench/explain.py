@@ -15,7 +15,7 @@ from cumla.launch.split.plan import MLADecodeKey
 __all__ = ["explain", "find_sm_count", "key_of"]
 
 _REASONS = {
-    "swapped": "memory is the bound, and so few rows fit the N side of the matrix products",
+    "swapped": "memory is the bound, and the rows fit the N side of the matrix products",
     "one_tile": "it reads each KV block alone, so memory is the bound",
     "shared_blocks": "they read the same KV blocks, so arithmetic is the bound",
 }
@@ -60,8 +60,7 @@ def explain(case: Case, sm_count: int) -> str:
     joined = "" if key.parts == 1 else "; pieces of a request that parts share are joined"
     return (
         f"{case.name}: {spec.entry} ({spec.threads} threads, {spec.smem_bytes} B of shared memory)"
-        f"\n  {key.group_rows} query rows of a kv head in {tiles}: {reason}"
-        f'\n  pinned by cumla.MLADecodePlan(..., variant="{key.variant}")'
+        f"\n  variant {key.variant}: {key.group_rows} query rows of a kv head in {tiles}: {reason}"
         f"\n  {key.parts} parts x {key.tiles} tiles of all kv heads = {blocks} thread blocks on "
         f"{sm_count} multiprocessors{joined}{_of_fp8_caches(key)}"
     )

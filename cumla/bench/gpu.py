@@ -148,7 +148,7 @@ class Gpu:
         """Wait until all work is done, and a tenth of a second more.
 
         A GPU that was at its power limit a moment ago keeps lower clocks for some time: one case
-        took 17 % longer behind another one. So no timing depends on what was timed before.
+        took 17 % longer after another one. So no timing depends on what was timed before.
         """
         self.synchronize()
         sleep(0.1)
@@ -156,6 +156,10 @@ class Gpu:
     def hold(self) -> None:
         """Keep the stream busy about as long as `flush_l2` does, and leave the caches alone."""
         self.launch(SPIN, 1, _SPIN_PARAMS, (_HOLD_CLOCKS,))
+
+    def release(self) -> None:
+        """Give memory that no array uses back to the driver, for arrays of other sizes."""
+        self._cupy.get_default_memory_pool().free_all_blocks()
 
     def free_bytes(self) -> int:
         """Memory that can still be allocated."""

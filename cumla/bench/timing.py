@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import ceil
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,12 +16,10 @@ if TYPE_CHECKING:
 __all__ = [
     "GpuTimer",
     "Timing",
-    "Turns",
     "in_turns",
     "time_cold",
     "time_graph",
     "time_host",
-    "time_roughly",
     "time_sustained",
     "time_warm",
 ]
@@ -68,26 +66,6 @@ class Timing(NamedTuple):
         return Timing(*(value / count for value in self))
 
 
-class Turns(NamedTuple):
-    """Two libraries, in turns.
-
-    Attributes
-    ----------
-    own : Timing
-        Of cumla.
-    peer : Timing
-        Of the other one.
-    """
-
-    own: Timing
-    peer: Timing
-
-    def to_json(self) -> dict[str, Any]:
-        """Describe it as the entry of a peer that ran in this run."""
-        us, own_us = self.peer.us, self.own.us
-        return {"us": us, "scaled_us": us, "own_us": own_us, "x": us / own_us, "measured": True}
-
-
 class GpuTimer(Protocol):
     """`time_cold` or `time_warm`."""
 
@@ -119,7 +97,7 @@ def time_cold(
     Timing
     """
     gpu.rest()
-    return _time_behind(gpu.flush_l2, gpu, work, repeats, warmup)
+    return _time_after(gpu.flush_l2, gpu, work, repeats, warmup)
 
 
 def time_warm(
@@ -137,10 +115,10 @@ def time_warm(
     Timing
     """
     gpu.rest()
-    return _time_behind(gpu.hold, gpu, work, repeats, warmup)
+    return _time_after(gpu.hold, gpu, work, repeats, warmup)
 
 
-def _time_behind(
+def _time_after(
     before: Callable[[], None],
     gpu: Gpu,
     work: Callable[[], object],
@@ -158,26 +136,10 @@ def _time_behind(
     return Timing.of([gpu.elapsed_us(begin, end) for begin, end in pairs[warmup:]])
 
 
-def time_roughly(gpu: Gpu, work: Callable[[], object]) -> float:
-    """Time work with a cold L2 cache in a few runs and without a rest: to choose by, not to report.
-
-    Parameters
-    ----------
-    gpu, work
-        As for `time_cold`.
-
-    Returns
-    -------
-    float
-        In microseconds.
-    """
-    return _time_behind(gpu.flush_l2, gpu, work, repeats=5, warmup=2).us
-
-
 def in_turns(
     time: Callable[[Callable[[], object]], Timing], calls: Sequence[Callable[[], object]]
 ) -> list[Timing]:
-    """Time calls one behind the other, and that three times.
+    """Time calls one after the other, three times.
 
     A GPU changes by several per cent within minutes, which meets all of them alike.
 

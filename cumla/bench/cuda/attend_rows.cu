@@ -93,7 +93,7 @@ __device__ __forceinline__ void attend_rows(const AttendRowsParams& p) {
   double* destination = p.out + static_cast<i64>(blockIdx.x) * kValueDim + 2 * threadIdx.x;
   destination[0] = empty ? 0.0 : out[0] / total;
   destination[1] = empty ? 0.0 : out[1] / total;
-  if (threadIdx.x == 0) p.lse[blockIdx.x] = empty ? static_cast<double>(kInfinity) : highest + log(total);
+  if (threadIdx.x == 0) p.lse[blockIdx.x] = empty ? -static_cast<double>(kInfinity) : highest + log(total);
 }
 
 }  // namespace cumla
