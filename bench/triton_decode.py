@@ -141,7 +141,7 @@ def prepare(
     q: Any,
     kv_cache: Any,
     block_table: Any,
-    cache_seqlens: Any,
+    kv_lens: Any,
     out: Any,
     *,
     softmax_scale: float,
@@ -152,12 +152,12 @@ def prepare(
 
     Parameters
     ----------
-    q, kv_cache, block_table, cache_seqlens, out : torch.Tensor
+    q, kv_cache, block_table, kv_lens, out : torch.Tensor
         As `cumla.mla_decode` has them; contiguous.
     softmax_scale : float
         Factor of the scores.
     longest : int
-        Largest of cache_seqlens.
+        Largest of kv_lens.
     sm_count : int
         Multiprocessors to fill: as many shares of the tokens are made.
 
@@ -180,7 +180,7 @@ def prepare(
 
     def decode() -> None:
         ATTEND[batch, tiles, splits](
-            *(q, kv_cache, block_table, cache_seqlens, out, partial_out, partial_lse),
+            *(q, kv_cache, block_table, kv_lens, out, partial_out, partial_lse),
             *(scale, q_len, heads, block_table.stride(0), splits),
             SINGLE=single,
             **options,

@@ -1,30 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel that could serve a shape, timed beside the one that the library chooses."""
+"""Every kernel that could serve a shape, timed beside the one that the library chooses.
+
+    python -m bench.variants records/NAME.json
+
+Writes one row a shape: ``chosen``, and ``us`` by kernel: the median of the medians of nine rounds
+in turns, L2 cold; ``failed`` instead of times where a result was wrong.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import argparse
+import json
+import sys
+from collections.abc import Iterator
 from functools import partial
-from statistics import median
+from pathlib import Path
 from typing import Any
 
 from cumla import MLADecodePlan
+from cumla.bench import ceilings
+from cumla.bench.calls import Call
 from cumla.bench.cases import Case, grid
-from cumla.bench.dense import CheckError, Inputs, Workbench, check
 from cumla.bench.explain import key_of
 from cumla.bench.gpu import Gpu
-from cumla.bench.run import environment, refuse_slow_kernels
-from cumla.bench.timing import time_cold
+from cumla.bench.problem import Problem, check, lay_out
+from cumla.bench.run import environment, measure, refuse_slow_kernels
+from cumla.bench.section import Bench, Row, Section
+from cumla.bench.timing import in_turns
 from cumla.launch.split.plan import SWAPPED_ROWS, VARIANTS, MLADecodeKey
 
-__all__ = ["SHAPES", "admissible", "run_variants", "to_text", "worst"]
+__all__ = ["SECTION", "admissible", "worst"]
 
-SHAPES: tuple[Case, ...] = (
+_SHAPES: tuple[Case, ...] = (
     *grid((1, 4, 16, 128), (1, 2), (8, 16, 32, 64, 128), (1024, 8192)),
     *grid((1, 4), (1,), (16, 64, 128), (131072,)),
 )
-"""What is looked at if nobody says: 86 shapes."""
-_ROUNDS = 9  # in turns, so that a GPU that gets warm is fair
+_ROUNDS = 9
 _REPEATS = 8
 
 
@@ -33,97 +44,64 @@ def admissible(key: MLADecodeKey) -> tuple[str, ...]:
     return tuple(name for name in VARIANTS if name != "swapped" or key.group_rows <= SWAPPED_ROWS)
 
 
-def run_variants(cases: tuple[Case, ...], note: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Check and time every admissible kernel of each case.
-
-    Parameters
-    ----------
-    cases : tuple of Case
-        What to run.
-    note : callable
-        Told what has been done, a line a case.
-
-    Yields
-    ------
-    dict
-        The results so far, ready for JSON: the same object, fuller each time. ``variants`` has one
-        row a case: its shape, ``chosen``, and ``us`` by kernel: the median of the medians of nine
-        rounds, L2 cold. ``failed`` instead of times where a result was wrong.
-
-    Raises
-    ------
-    CumlaError
-        There is no GPU to run on, or a variable that makes the kernels slower is set.
-    """
-    refuse_slow_kernels()
-    with Gpu() as gpu:
-        bench = Workbench(gpu, cases)
-        results: dict[str, Any] = environment(gpu) | {"variants": []}
-        for case in cases:
-            key = key_of(case, gpu.properties.sm_count)
-            row: dict[str, Any] = case.to_json() | {"chosen": key.variant}
-            try:
-                row["us"] = _times(bench, case, admissible(key))
-            except CheckError as error:
-                row["failed"] = str(error)
-            note(_line(row, case.name))
-            results["variants"].append(row)
-            results["worst"] = worst(results["variants"])
-            yield results
+def _measure(bench: Bench, case: Case) -> Row:
+    key = key_of(case, bench.gpu.properties.sm_count)
+    problem = lay_out(bench.gpu, case)
+    calls = {name: _checked(bench, problem, name) for name in admissible(key)}
+    time = partial(bench.time, repeats=_REPEATS, warmup=2)
+    times = in_turns(time, tuple(calls.values()), rounds=_ROUNDS)
+    us = {name: time.us for name, time in zip(calls, times, strict=True)}
+    return {"chosen": key.variant, "us": us}
 
 
-def _times(bench: Workbench, case: Case, names: tuple[str, ...]) -> dict[str, float]:
-    """Time kernels in turns, each result held against float64 first."""
-    inputs = bench.inputs(case)
-    calls = {name: _call(inputs, name) for name in names}
-    for call in calls.values():
-        bench.gpu.fill_bytes(inputs.out, 0xFF)
-        bench.gpu.fill_bytes(inputs.lse, 0xFF)
-        call()
-        check(bench.gpu, inputs, case)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(_ROUNDS):
-        for name, call in calls.items():
-            times[name].append(time_cold(bench.gpu, call, repeats=_REPEATS, warmup=2).us)
-    return {name: float(median(measured)) for name, measured in times.items()}
+def _checked(bench: Bench, problem: Problem, variant: str) -> Call:
+    """Make a call of one kernel, with its schedule ready, and check its result."""
+    call = pinned(problem, variant)
+    problem.poison(bench.gpu)
+    call()
+    check(bench.gpu, problem)
+    return call
 
 
-def _call(inputs: Inputs, variant: str) -> Callable[[], object]:
-    """Make a call of one kernel, with its schedule ready."""
-    *arrays, out, lse = inputs.arguments()
-    plan = MLADecodePlan.from_arrays(*arrays[:2], variant=variant)
-    plan.update(inputs.seqlens)
-    return partial(plan.run, *arrays, out=out, lse=lse)
+def pinned(problem: Problem, variant: str) -> Call:
+    """Make a call of one kernel; the library has no public way to choose it."""
+    q, kv_cache, block_table, kv_lens, out, lse = problem.arguments()
+    plan = MLADecodePlan.from_arrays(q, kv_cache, variant=variant)
+    plan.update(kv_lens)
+    return partial(plan.run, q, kv_cache, block_table, kv_lens, out=out, lse=lse)
 
 
-def worst(rows: list[dict[str, Any]]) -> float:
+SECTION = Section("variants", _SHAPES, _measure, (), ())
+
+
+def worst(rows: list[Row]) -> float:
     """Tell how much slower than the best kernel the chosen one is at worst: 1 is never."""
     timed = [row for row in rows if "us" in row]
     return max((row["us"][row["chosen"]] / min(row["us"].values()) for row in timed), default=1.0)
 
 
-def _line(row: dict[str, Any], name: str) -> str:
-    if "failed" in row:
-        return str(row["failed"])
-    ratio = row["us"][row["chosen"]] / min(row["us"].values())
-    times = ", ".join(f"{kernel} {us:.1f}" for kernel, us in row["us"].items())
-    return f"{name}: {times} us; {row['chosen']} is chosen, {ratio:.2f} x the best"
+def run() -> Iterator[Row]:
+    """Measure all shapes on the current GPU; yield the results so far."""
+    refuse_slow_kernels()
+    with Gpu() as gpu:
+        bench = Bench(gpu, ceilings.measure(gpu), results=environment(gpu))
+        for results in measure(bench, (SECTION,), _say):
+            yield results | {"worst": worst(results["variants"])}
 
 
-def to_text(results: dict[str, Any]) -> str:
-    """Print what was measured, and the worst choice.
+def _say(line: Any) -> None:
+    sys.stderr.write(f"{line}\n")
 
-    Parameters
-    ----------
-    results : dict
-        What `run_variants` yielded.
 
-    Returns
-    -------
-    str
-        One line a shape, and a last one.
-    """
-    rows = results["variants"]
-    lines = [_line(row, Case.from_json(row).name) for row in rows]
-    lines.append(f"{len(rows)} shapes; worst choice: {results['worst']:.3f} x the best")
-    return "\n".join(lines)
+def main() -> None:
+    """Record the comparison."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("file", type=Path)
+    file: Path = parser.parse_args().file
+    for results in run():
+        file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    _say(f"worst choice: {results['worst']:.3f} x the best")
+
+
+if __name__ == "__main__":
+    main()

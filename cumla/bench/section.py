@@ -155,8 +155,9 @@ class Column:
 
 def _said(row: Row) -> str:
     """Sum up the times of a row, or of the list in it."""
-    lines = [row] if "us" in row else next(of for of in row.values() if isinstance(of, list))
-    return ", ".join(show_us(line["us"]) for line in lines) + " us"
+    lines = next((of for of in row.values() if isinstance(of, list)), [row])
+    times = row["us"].values() if isinstance(row.get("us"), dict) else [of["us"] for of in lines]
+    return ", ".join(map(show_us, times)) + " us"
 
 
 class Case(Protocol):

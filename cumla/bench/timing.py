@@ -137,9 +137,11 @@ def _time_after(
 
 
 def in_turns(
-    time: Callable[[Callable[[], object]], Timing], calls: Sequence[Callable[[], object]]
+    time: Callable[[Callable[[], object]], Timing],
+    calls: Sequence[Callable[[], object]],
+    rounds: int = _ROUNDS,
 ) -> list[Timing]:
-    """Time calls one after the other, three times.
+    """Time calls one after the other, several times.
 
     A GPU changes by several per cent within minutes, which meets all of them alike.
 
@@ -149,14 +151,16 @@ def in_turns(
         Times a call.
     calls : sequence of callable
         What is timed.
+    rounds : int
+        How often each is timed.
 
     Returns
     -------
     list of Timing
         Of each call, its rounds summarised.
     """
-    rounds = [[time(call) for call in calls] for _ in range(_ROUNDS)]
-    return [Timing.of_turns(times) for times in zip(*rounds, strict=True)]
+    turns = [[time(call) for call in calls] for _ in range(rounds)]
+    return [Timing.of_turns(times) for times in zip(*turns, strict=True)]
 
 
 def time_graph(
