@@ -69,21 +69,7 @@ class PeerRuns(NamedTuple):
 
 
 def run_peers(bench: Bench, case: Case, names: tuple[str, ...] = ()) -> PeerRuns:
-    """Check and time other libraries.
-
-    Parameters
-    ----------
-    bench : Bench
-        What to measure with.
-    case : Case
-        What to run.
-    names : tuple of str
-        Keys of `PEERS`; none for all.
-
-    Returns
-    -------
-    PeerRuns
-    """
+    """Check and time other libraries: those named, keys of `PEERS`, or all."""
     runs = PeerRuns({}, {}, [])
     calls: dict[str, Call] = {}
     problem = lay_out(bench.gpu, case)

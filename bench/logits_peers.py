@@ -60,18 +60,8 @@ class LogitsPeerRuns(NamedTuple):
 def run_deep_gemm(bench: Bench, case: LogitsCase) -> LogitsPeerRuns:
     """Check DeepGEMM's logits against float64, and time them in turns with cumla's.
 
-    Parameters
-    ----------
-    bench : Bench
-        What to measure with.
-    case : LogitsCase
-        What to run. Those of a prefill are cleaned. Paged ones are not by DeepGEMM, whose newer
-        versions cannot.
-
-    Returns
-    -------
-    LogitsPeerRuns
-        Whatever DeepGEMM raises becomes a note.
+    Those of a prefill are cleaned; paged ones are not by DeepGEMM, whose newer versions cannot.
+    Whatever it raises becomes a note.
     """
     missing = [module for module in _MODULES if find_spec(module) is None]
     if missing:

@@ -9,12 +9,13 @@ the matrix product where arithmetic is. Every scaled figure is marked as such wh
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cumla.bench.cases import PAGE_SIZE, Case, Ceilings
-from cumla.bench.indexer import PagedLogitsCase, PrefillLogitsCase, floor_us
+from cumla.bench.indexer import LogitsCase, PagedLogitsCase, PrefillLogitsCase, floor_us
 from cumla.bench.timing import Timing
 
 __all__ = ["PeerTime", "Peers", "Turns", "add_published", "best_peer", "load_peers"]
@@ -72,20 +73,9 @@ class Peers:
     rows: tuple[dict[str, Any], ...]
 
     def dense(self, case: Case, ceilings: Ceilings) -> dict[str, PeerTime]:
-        """Find who ran a case, with pages of 64 tokens.
+        """Find who ran a case, with pages of 64 tokens; times scaled to these ceilings.
 
-        Parameters
-        ----------
-        case : Case
-            What was run.
-        ceilings : Ceilings
-            Of the GPU to scale to.
-
-        Returns
-        -------
-        dict
-            Library to its time. Nobody's figures are known for several kv heads, float16 or ragged
-            lengths.
+        None are known for several kv heads, float16 or ragged lengths.
         """
         if case != Case(case.batch, case.q_len, case.heads, case.kv_len):
             return {}
@@ -97,20 +87,7 @@ class Peers:
         }
 
     def times(self, case: dict[str, Any], ratio: float) -> dict[str, PeerTime]:
-        """Find who ran a case of another operation.
-
-        Parameters
-        ----------
-        case : dict
-            As a row has it: every key must be the same there.
-        ratio : float
-            By which the times are scaled.
-
-        Returns
-        -------
-        dict
-            Library to its time.
-        """
+        """Find who ran a case of another operation, given as a row; times scaled by a ratio."""
         return {
             row["peer"]: PeerTime(row["us"], row["us"] * ratio, row.get("clock", ""))
             for row in self.rows
@@ -131,16 +108,8 @@ def best_peer(found: dict[str, Row]) -> str | None:
 def add_published(results: Row) -> Row:
     """Put published times beside those of a run, scaled to its GPU's ceilings.
 
-    Parameters
-    ----------
-    results : dict
-        What `cumla.bench.run.run` yielded. Rows get ``peers`` and ``best_peer``, schedules
-        ``flash_mla_us`` and ``deep_gemm_us``, which are launch-bound and so never scaled.
-
-    Returns
-    -------
-    dict
-        The same object.
+    Rows get ``peers`` and ``best_peer``; schedules get ``flash_mla_us`` or ``deep_gemm_us``, which
+    are launch-bound and so never scaled.
     """
     peers, ceilings = load_peers(), Ceilings.from_json(results["ceilings"])
     results["peers"] = peers.source
@@ -165,7 +134,7 @@ def add_published(results: Row) -> Row:
     return results
 
 
-_LOGITS = {
+_LOGITS: dict[str, Callable[[Row], LogitsCase]] = {
     "paged_mqa_logits": lambda row: PagedLogitsCase(row["batch"], row["next_n"], row["kv_len"]),
     "mqa_logits": lambda row: PrefillLogitsCase(row["q_len"], row["kv_len"]),
 }

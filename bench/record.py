@@ -42,17 +42,7 @@ _IN_TURNS = (
 def record(
     note: Note, cases: tuple[Case, ...] = PEER_CASES, names: tuple[str, ...] = ()
 ) -> Iterator[Row]:
-    """Measure everything; yield the results so far, ready for JSON.
-
-    Parameters
-    ----------
-    note : callable
-        Told what has been done.
-    cases : tuple of Case
-        Rows of the table on which other libraries run.
-    names : tuple of str
-        Keys of `PEERS`, and ``"deepgemm"``; none for all.
-    """
+    """Measure everything, these libraries on these rows; yield the results so far."""
     try:
         start: Row = dict(measure_start())  # before this process uses the GPU
     except StartError as error:

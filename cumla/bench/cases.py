@@ -223,23 +223,7 @@ def _log_normal_lengths(batch: int, mean: int, seed: int) -> NDArray[np.int32]:
 
 
 def seed_of(lengths: str) -> int | None:
-    """Read how a command or a file names lengths.
-
-    Parameters
-    ----------
-    lengths : str
-        ``"equal"`` or ``"lognormal:SEED"``.
-
-    Returns
-    -------
-    int or None
-        The seed; None for equal lengths.
-
-    Raises
-    ------
-    ValueError
-        It is neither.
-    """
+    """Read how a command or a file names lengths."""
     if lengths == "equal":
         return None
     seed = lengths.removeprefix(_LOG_NORMAL)
@@ -273,18 +257,7 @@ DENSE: tuple[Case, ...] = tuple(
 def grid(
     batches: Iterable[int], q_lens: Iterable[int], heads: Iterable[int], kv_lens: Iterable[int]
 ) -> tuple[Case, ...]:
-    """Combine shapes.
-
-    Parameters
-    ----------
-    batches, q_lens, heads, kv_lens : iterable of int
-        As `Case` has them.
-
-    Returns
-    -------
-    tuple of Case
-        Every combination, the last of them changing fastest.
-    """
+    """Combine shapes."""
     return tuple(Case(*shape) for shape in product(batches, q_lens, heads, kv_lens))
 
 
@@ -294,25 +267,7 @@ def vary(
     dtypes: Iterable[str],
     seeds: Iterable[int | None],
 ) -> tuple[Case, ...]:
-    """Make each case with each number of kv heads, dtype and kind of lengths.
-
-    Parameters
-    ----------
-    cases : iterable of Case
-        Shapes.
-    kv_heads, dtypes, seeds : iterable
-        As `Case` has them.
-
-    Returns
-    -------
-    tuple of Case
-        All cases of one dtype are neighbours: the cache is filled once a dtype.
-
-    Raises
-    ------
-    ValueError
-        A number of kv heads does not divide the heads of a case.
-    """
+    """Make each case with each number of kv heads, dtype and kind of lengths."""
     made = tuple(
         replace(case, kv_heads=of, dtype=dtype, seed=seed)
         for dtype, of, seed, case in product(dtypes, kv_heads, seeds, cases)
@@ -324,23 +279,7 @@ def vary(
 
 
 def select(patterns: Sequence[str]) -> tuple[Case, ...]:
-    """Choose cases by name.
-
-    Parameters
-    ----------
-    patterns : sequence of str
-        Shell patterns, for example ``b128-*-kv4096``. None at all chooses every case.
-
-    Returns
-    -------
-    tuple of Case
-        In the table's order.
-
-    Raises
-    ------
-    ValueError
-        A pattern matches no case.
-    """
+    """Choose cases by name."""
     for pattern in patterns:
         if not any(fnmatchcase(case.name, pattern) for case in DENSE):
             names = ", ".join(case.name for case in DENSE)

@@ -38,37 +38,13 @@ _NO_TRANSPOSE, _BFLOAT16, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM = 0, 14, 68, -1  
 
 
 def fill_normal(gpu: Gpu, array: Any, dtype: str, *, seed: int, deviation: float) -> None:
-    """Fill a contiguous uint16 array with the bits of normal numbers.
-
-    Parameters
-    ----------
-    gpu : Gpu
-        Where the array is.
-    array : array of uint16
-        Of even size.
-    dtype : str
-        ``"bfloat16"`` or ``"float16"``.
-    seed : int
-        Arrays of different seeds hold different numbers.
-    deviation : float
-        Standard deviation.
-    """
+    """Fill a contiguous uint16 array with the bits of normal numbers."""
     values = (gpu.address(array), array.size // 2, seed, deviation)
     gpu.launch(FILL_NORMAL[dtype], 8 * gpu.properties.sm_count, _FILL_NORMAL_PARAMS, values)
 
 
 def measure(gpu: Gpu) -> Ceilings:
-    """Measure what memory, tensor cores and launches of this GPU can do at best.
-
-    Parameters
-    ----------
-    gpu : Gpu
-        Entered.
-
-    Returns
-    -------
-    Ceilings
-    """
+    """Measure what memory, tensor cores and launches of this GPU can do at best."""
     large = gpu.streamed
     fill_normal(gpu, large, "bfloat16", seed=1, deviation=1.0)
     half = large.size // 2
@@ -176,22 +152,7 @@ def _cublas_product(gpu: Gpu, a: int, b: int, c: int) -> Callable[[], None]:
 
 
 def stream_only(gpu: Gpu, kv: Any, pages: NDArray[np.int32]) -> Callable[[], None]:
-    """Make a call of a kernel that brings pages into shared memory and does nothing else.
-
-    Parameters
-    ----------
-    gpu : Gpu
-        Entered.
-    kv : array of uint16
-        (pages, 64, kv_heads, 576), contiguous.
-    pages : numpy.ndarray
-        Which pages, in the order in which they are brought.
-
-    Returns
-    -------
-    callable
-        Enqueues the kernel.
-    """
+    """Make a call of a kernel that brings pages into shared memory and does nothing else."""
     page_bytes = PAGE_SIZE * _ROW_BYTES
     heads = kv.shape[2]  # a page of several kv heads is as many pages of one in a row
     descriptor = paged_kv_map(

@@ -23,13 +23,7 @@ _SM_COUNT = 132  # of an H100 SXM, an H200 and a GH200
 
 
 def find_sm_count() -> tuple[int, str]:
-    """Ask the GPU how many multiprocessors it has.
-
-    Returns
-    -------
-    tuple
-        Their number, and where it comes from.
-    """
+    """Ask the GPU how many multiprocessors it has."""
     try:
         found = properties(current_device())
     except CumlaError:
@@ -38,20 +32,7 @@ def find_sm_count() -> tuple[int, str]:
 
 
 def explain(case: Case, sm_count: int) -> str:
-    """Say which kernel serves a case and why.
-
-    Parameters
-    ----------
-    case : Case
-        What would run.
-    sm_count : int
-        Multiprocessors of the GPU.
-
-    Returns
-    -------
-    str
-        One paragraph.
-    """
+    """Say which kernel serves a case and why."""
     key = key_of(case, sm_count)
     spec = decode_spec(key)
     tiles = "1 row tile" if key.row_tiles == 1 else f"{key.row_tiles} row tiles"
@@ -77,19 +58,7 @@ def _of_fp8_caches(key: MLADecodeKey) -> str:
 
 
 def key_of(case: Case, sm_count: int) -> MLADecodeKey:
-    """Return the key of a case's plan.
-
-    Parameters
-    ----------
-    case : Case
-        What would run.
-    sm_count : int
-        Multiprocessors of the GPU.
-
-    Returns
-    -------
-    MLADecodeKey
-    """
+    """Return the key of a case's plan."""
     return MLADecodeKey(
         batch=case.batch,
         q_len=case.q_len,

@@ -31,20 +31,6 @@ def measure_host(gpu: Gpu, case: Case = HOST_CASE) -> Row:
     """Time eager calls of a ready plan with given outputs, on the host.
 
     JAX's arrays cannot be written to: there the time includes two outputs.
-
-    Parameters
-    ----------
-    gpu : Gpu
-        Entered.
-    case : Case
-        What is called.
-
-    Returns
-    -------
-    dict
-        ``host``: ``"CuPy"``, and ``"PyTorch"`` and ``"JAX"`` where they are installed, to the
-        time of a call; ``host_stages``: ``"arguments"`` (their pointers, shapes and stream are
-        read) and ``"launch"`` (the driver's) of CuPy's; ``notes``: why one of them is missing.
     """
     arrays = lay_out(gpu, case).arguments()
     call = calls.decode(*arrays)

@@ -25,6 +25,9 @@ from cumla.mla.fp8_caches import PACKED_BYTES, SCALES
 __all__ = [
     "SECTIONS",
     "AttentionCase",
+    "FormatsCase",
+    "PagesCase",
+    "RaggedCase",
     "ScheduleCase",
     "schedule_cases",
 ]
@@ -128,7 +131,7 @@ def _usual_us(bench: Bench, case: Case) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ragged:
+class RaggedCase:
     """A case of the table with log-normal lengths, one seed after the other."""
 
     case: Case
@@ -136,13 +139,15 @@ class _Ragged:
 
     @property
     def name(self) -> str:
+        """Identify the case in messages."""
         return f"{self.case.name}-lognormal"
 
     def to_json(self) -> Row:
+        """Name the case as a row of the results file does."""
         return self.case.to_json() | {"lengths": "lognormal", "sigma": LOG_NORMAL_SIGMA}
 
 
-def _measure_ragged(bench: Bench, ragged: _Ragged) -> Row:
+def _measure_ragged(bench: Bench, ragged: RaggedCase) -> Row:
     equal = _usual_us(bench, ragged.case)
     seeds: list[Row] = []
     for case in vary((ragged.case,), (1,), (ragged.case.dtype,), ragged.seeds):
@@ -156,7 +161,7 @@ _RAGGED = Section(
     name="ragged",
     title="ragged: ",
     cases=tuple(
-        _Ragged(Case(128, 1, heads, mean)) for heads in (16, 128) for mean in (1024, 4096, 8192)
+        RaggedCase(Case(128, 1, heads, mean)) for heads in (16, 128) for mean in (1024, 4096, 8192)
     ),
     measure=_measure_ragged,
     shape=(*SHAPE[:3], Column("mean kv_len", "kv_len")),
@@ -428,20 +433,22 @@ _PAGE_SIZES = (PAGE_SIZE, 1, 16, 32, 48, 128)
 
 
 @dataclass(frozen=True, slots=True)
-class _Paged:
+class PagesCase:
     """A case with pages of every size."""
 
     case: Case
 
     @property
     def name(self) -> str:
+        """Identify the case in messages."""
         return f"{self.case.name} by page size"
 
     def to_json(self) -> Row:
+        """Name the case as a row of the results file does."""
         return {key: value for key, value in self.case.to_json().items() if key != "page"}
 
 
-def _measure_pages(bench: Bench, paged: _Paged) -> Row:
+def _measure_pages(bench: Bench, paged: PagesCase) -> Row:
     gpu, case = bench.gpu, paged.case
     slots = case.batch * max(-(-case.kv_len // size) * size for size in _PAGE_SIZES)
     cached = filled(gpu, (slots, HEAD_DIM), case.dtype, seed=2)
@@ -494,9 +501,9 @@ _PAGES = Section(
     name="pages",
     title="page sizes: ",
     cases=(
-        _Paged(Case(128, 1, 16, 4096)),
-        _Paged(Case(128, 1, 128, 4096)),
-        _Paged(Case(16, 1, 128, 8192)),
+        PagesCase(Case(128, 1, 16, 4096)),
+        PagesCase(Case(128, 1, 128, 4096)),
+        PagesCase(Case(16, 1, 128, 8192)),
     ),
     measure=_measure_pages,
     shape=_FEW,
@@ -517,16 +524,18 @@ _KV_SCALE = 2.0**-9  # of the tensor: 448 times it is above the largest number
 
 
 @dataclass(frozen=True, slots=True)
-class _Quantised:
+class FormatsCase:
     """A case over caches of every format: bfloat16 queries, requests of the same length."""
 
     case: Case
 
     @property
     def name(self) -> str:
+        """Identify the case in messages."""
         return f"{self.case.name} by format"
 
     def to_json(self) -> Row:
+        """Name the case as a row of the results file does."""
         return self.case.to_json()
 
 
@@ -541,7 +550,7 @@ class _Cache:
     scales: Any = None
 
 
-def _measure_fp8(bench: Bench, quantised: _Quantised) -> Row:
+def _measure_fp8(bench: Bench, quantised: FormatsCase) -> Row:
     gpu, case = bench.gpu, quantised.case
     problem = lay_out(gpu, case)
     q, _, *others = problem.arguments()
@@ -620,9 +629,9 @@ _FP8 = Section(
     name="fp8",
     title="FP8 caches: ",
     cases=(
-        _Quantised(Case(128, 1, 16, 8192)),
-        _Quantised(Case(128, 1, 16, 16384)),
-        _Quantised(Case(128, 1, 128, 4096)),
+        FormatsCase(Case(128, 1, 16, 8192)),
+        FormatsCase(Case(128, 1, 16, 16384)),
+        FormatsCase(Case(128, 1, 128, 4096)),
     ),
     measure=_measure_fp8,
     shape=_FEW,

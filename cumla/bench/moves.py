@@ -32,29 +32,9 @@ def measure_moves(
     A single call pays for its launch and for getting under way, and nothing for what it leaves
     unwritten in L2. So cases of up to `Limits.moved_bytes` are timed in a CUDA graph, too: its
     calls go round 512 MiB of arrays, outputs included, and move 4 GiB, as the copy does that is
-    the ceiling. Kernels of cumla may be launched while the one before them ends.
-
-    Parameters
-    ----------
-    bench : Bench
-        What to measure with.
-    nbytes : int
-        Bytes that a call reads and writes.
-    make : callable
-        Makes the arrays of a call from a seed, so that no two calls read the same numbers. What
-        is written is poisoned.
-    in_graph : bool
-        Whether to time graphs at all.
-
-    Returns
-    -------
-    dict
-        Of a row: times, rates, and shares of the copy ceiling.
-
-    Raises
-    ------
-    CheckError
-        A result is wrong, or what the last replay left in one of the sets of arrays.
+    the ceiling. Kernels of cumla may be launched while the one before them ends. `make` makes the
+    arrays of a call from a seed, so that no two calls read the same numbers; what is written is
+    poisoned. Returns times, rates, and shares of the copy ceiling.
     """
     one = make(0)
     one.run()

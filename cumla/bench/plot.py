@@ -23,13 +23,7 @@ _GRAY = "#666666"
 
 
 def require_matplotlib() -> None:
-    """Refuse to go on without matplotlib.
-
-    Raises
-    ------
-    CumlaError
-        It is not installed.
-    """
+    """Refuse to go on without matplotlib."""
     if find_spec("matplotlib") is None:
         raise CumlaError(
             'plots need matplotlib, which is not installed: pip install "cumla[bench]"'
@@ -37,26 +31,7 @@ def require_matplotlib() -> None:
 
 
 def draw(results: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw results into SVG files.
-
-    Parameters
-    ----------
-    results : dict
-        What `cumla.bench.run.run` returned, perhaps read from a file.
-    folder : Path
-        Where to; made if it is not there.
-
-    Returns
-    -------
-    list of Path
-        ``roofline.svg``, and for all cases that differ in kv length and heads alone a file
-        ``kv-length-*.svg`` if any of them has several kv lengths.
-
-    Raises
-    ------
-    CumlaError
-        matplotlib is not installed.
-    """
+    """Draw results into SVG files."""
     require_matplotlib()
     measured = {Case.from_json(row): row for row in results["rows"] if "us" in row}
     ceilings = Ceilings.from_json(results["ceilings"])

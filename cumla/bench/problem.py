@@ -102,13 +102,7 @@ def filled(gpu: Gpu, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
 
 
 def lay_out(gpu: Gpu, case: Case, caches: int = 1) -> Problem:
-    """Make the arrays of a case: `caches` of them, in pages that are shuffled together.
-
-    Raises
-    ------
-    CumlaError
-        They do not fit into the GPU's memory.
-    """
+    """Make the arrays of a case: `caches` of them, in pages that are shuffled together."""
     needed = caches * case.pages * PAGE_SIZE * case.kv_heads * HEAD_DIM * 2
     if needed > gpu.free_bytes():
         raise CumlaError(
@@ -135,29 +129,10 @@ def _block_table(case: Case, pages: NDArray[np.int32]) -> NDArray[np.int32]:
 def check(
     gpu: Gpu, problem: Problem, cache: int = 0, *, tolerance: float | None = None
 ) -> tuple[float, float]:
-    """Compare rows of the output with float64.
+    """Compare rows of the output with float64; raise `CheckError`, or return the worst errors.
 
-    Parameters
-    ----------
-    gpu : Gpu
-        Entered.
-    problem : Problem
-        With the outputs of a call.
-    cache : int
-        Which of the caches was attended to.
-    tolerance : float, optional
-        Largest relative error of a row, for results of other libraries, whose `lse` is not looked
-        at.
-
-    Returns
-    -------
-    tuple of float
-        Worst relative error of an output row, and of a log-sum-exp.
-
-    Raises
-    ------
-    CheckError
-        One of them is too large, or NaN.
+    They are relative: of an output row, and of a log-sum-exp. With a tolerance for rows, as for
+    results of other libraries, `lse` is not looked at.
     """
     case, rows = problem.case, sample(problem.case)
     want, want_lse = _attend_rows(gpu, problem, cache, rows)
@@ -180,24 +155,9 @@ def check_some(
 ) -> None:
     """Compare rows of some requests with float64, over a cache that is gathered for that.
 
-    So neither the cache nor the query of the call need lie as `check` reads them.
-
-    Parameters
-    ----------
-    gpu : Gpu
-        Entered.
-    name : str
-        What ran, for the message.
-    problem : Problem
-        With the outputs of a call, requests of the same length; `kv` and `tables` are not read.
-    gather : callable
-        Given requests, returns their pages in order: (pages, 64, kv_heads, 576) uint16,
-        contiguous.
-
-    Raises
-    ------
-    CheckError
-        As `check`, which numbers the requests among those it is shown.
+    So neither the cache nor the query of the call need lie as `check` reads them. Given requests,
+    all of one length, `gather` returns their pages in order: (pages, 64, kv_heads, 576) uint16,
+    contiguous. Errors begin with `name` and number the requests among those that are checked.
     """
     case = problem.case
     requests = np.unique([0, case.batch // 2, case.batch - 1])

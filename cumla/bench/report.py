@@ -37,52 +37,19 @@ _APART = " ^: a much slower peer, which ran apart, minutes after ours."
 
 
 def to_text(results: Row) -> str:
-    """Print results for the terminal.
-
-    Parameters
-    ----------
-    results : dict
-        What `cumla.bench.run.run` yielded.
-
-    Returns
-    -------
-    str
-        Aligned tables.
-    """
+    """Print results for the terminal."""
     said = ["\n".join(notes)] if (notes := results.get("notes")) else []
     return "\n\n".join([*_parts(results, _aligned), *said, *failures(results), _note(results)])
 
 
 def failures(results: Row) -> list[str]:
-    """List what is wrong with results that are.
-
-    Parameters
-    ----------
-    results : dict
-        What `cumla.bench.run.run` yielded.
-
-    Returns
-    -------
-    list of str
-        A sentence for each row without times, of every section.
-    """
+    """List what is wrong with results that are."""
     rows = (row for section in SECTIONS for row in section.rows(results))
     return [row["failed"] for row in rows if "failed" in row]
 
 
 def to_markdown(results: Row) -> str:
-    """Print results for documents.
-
-    Parameters
-    ----------
-    results : dict
-        What `cumla.bench.run.run` yielded, perhaps read from a file.
-
-    Returns
-    -------
-    str
-        Markdown.
-    """
+    """Print results for documents."""
     note = _note(results).replace("*", "\\*")
     return "\n\n".join([*_parts(results, _piped), note]) + "\n"
 
@@ -105,19 +72,7 @@ def _parts(results: Row, draw: Callable[[Table], str]) -> list[str]:
 
 
 def to_csv(results: Row) -> str:
-    """Print the rows of all sections for a spreadsheet.
-
-    Parameters
-    ----------
-    results : dict
-        What `cumla.bench.run.run` yielded.
-
-    Returns
-    -------
-    str
-        Comma-separated, one line a time: a row, or each page size, format or form of one. A column
-        ``<peer>_scaled_us`` for each peer.
-    """
+    """Print the rows of all sections for a spreadsheet."""
     rows: list[Row] = []
     for section in SECTIONS:
         for row in section.rows(results):

@@ -80,30 +80,11 @@ def sections_of(names: tuple[str, ...] | None = None) -> tuple[Section, ...]:
 def run(
     sections: tuple[Section, ...], note: Note, *, warm: bool = False, host: bool = False
 ) -> Iterator[Row]:
-    """Run a benchmark on the current GPU.
+    """Run a benchmark on the current GPU; yield the results so far, fuller each time.
 
-    Parameters
-    ----------
-    sections : tuple of Section
-        What to measure.
-    note : callable
-        Told what has been done, a line a step: one more than there are cases, and one more with
-        `host`.
-    warm : bool
-        Leave the L2 cache as it is before a timed call.
-    host : bool
-        Measure what a call costs the host as well.
-
-    Yields
-    ------
-    dict
-        The results so far, ready for JSON: the same object, fuller each time. A case whose result
-        is wrong has ``failed`` instead of times.
-
-    Raises
-    ------
-    CumlaError
-        There is no GPU to run on, or a variable that makes the kernels slower is set.
+    `note` is told what has been done: a line for the ceilings, one a case, and one with `host`,
+    which measures what a call costs the host. With `warm` the L2 cache stays as it is before a
+    timed call. A case whose result is wrong has ``failed`` instead of times.
     """
     refuse_slow_kernels()
     current_device()  # where there is none, or no CuPy, that is said before anything takes time
@@ -141,31 +122,14 @@ def measure(bench: Bench, sections: tuple[Section, ...], note: Note) -> Iterator
 
 
 def refuse_slow_kernels() -> None:
-    """Refuse to time kernels that a variable makes slower.
-
-    Raises
-    ------
-    CumlaError
-        Such a variable is set.
-    """
+    """Refuse to time kernels that a variable makes slower."""
     for name in _REFUSED:
         if os.environ.get(name, "0") not in ("", "0"):
             raise CumlaError(f"{name}={os.environ[name]}: unset it, it makes the kernels slower")
 
 
 def environment(gpu: Gpu) -> Row:
-    """Say what runs where and when.
-
-    Parameters
-    ----------
-    gpu : Gpu
-        Entered.
-
-    Returns
-    -------
-    dict
-        Ready for JSON: format, date, machine, and a digest of each kernel.
-    """
+    """Say what runs where and when."""
     return {
         "format": 1,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
