@@ -81,6 +81,16 @@ def use_fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     return fakes
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch's threads wait for each other longer than such arrays take."""
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def measured() -> Iterator[str]:
     """The rows of every small section, as JSON."""

@@ -19,6 +19,7 @@ from tests.bench.conftest import Fakes
 from tests.bench.fake_gpu import LAUNCH_US
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASE = Case(3, 2, 4, 100)
 OWN_US, PEER_US = LAUNCH_US, 6.0

@@ -15,6 +15,7 @@ from tests.bench.conftest import Fakes
 from tests.bench.fake_gpu import LAUNCH_US, FakeGpu
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGED = PagedLogitsCase(3, 2, 70)
 CASES = (PAGED, PagedLogitsCase(2, 1, 130), PagedLogitsCase(1, 4, 3), PrefillLogitsCase(5, 90))
