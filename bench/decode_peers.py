@@ -23,7 +23,7 @@ from cumla.bench.host import as_tensor
 from cumla.bench.problem import Problem, check, lay_out
 from cumla.bench.section import Bench
 from cumla.bench.timing import Timing, in_turns
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
 __all__ = ["PEERS", "PEER_CASES", "PeerRuns", "run_peers"]
 

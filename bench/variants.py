@@ -27,7 +27,7 @@ from cumla.bench.problem import Problem, check, lay_out
 from cumla.bench.run import environment, measure, refuse_slow_kernels
 from cumla.bench.section import Bench, Row, Section
 from cumla.bench.timing import in_turns
-from cumla.launch.split.plan import SWAPPED_ROWS, VARIANTS, MLADecodeKey
+from cumla.launch.mla.shape import SWAPPED_ROWS, VARIANTS, MLADecodeKey
 
 __all__ = ["SECTION", "admissible", "worst"]
 
@@ -66,9 +66,9 @@ def _checked(bench: Bench, problem: Problem, variant: str) -> Call:
 def pinned(problem: Problem, variant: str) -> Call:
     """Make a call of one kernel; the library has no public way to choose it."""
     q, kv_cache, block_table, kv_lens, out, lse = problem.arguments()
-    plan = MLADecodePlan.from_arrays(q, kv_cache, variant=variant)
+    plan = type("Pinned", (MLADecodePlan,), {"_variant": variant}).from_arrays(q, kv_cache)
     plan.update(kv_lens)
-    return partial(plan.run, q, kv_cache, block_table, kv_lens, out=out, lse=lse)
+    return partial(plan.run, q, kv_cache, block_table, out=out, lse=lse)
 
 
 SECTION = Section("variants", _SHAPES, _measure, (), ())

@@ -20,24 +20,24 @@ from cumla.errors import (
 
 if TYPE_CHECKING:
     from cumla import reference as reference
-    from cumla.indexer.cache import QuantizedRows, append_indexer_cache, quantize_fp8
-    from cumla.indexer.logits import PagedMQALogitsPlan, mqa_logits, paged_mqa_logits
+    from cumla.indexer.cache import append_indexer_cache
+    from cumla.indexer.logits import mqa_logits
+    from cumla.indexer.paged_logits import PagedMQALogitsPlan, paged_mqa_logits
+    from cumla.indexer.quantize import QuantizedRows, quantize_fp8
     from cumla.merge import AttentionState, merge_attention_states
-    from cumla.mla.attention import MLAAttentionPlan, MLAAttentionResult, mla_attention
+    from cumla.mla.attention import MLAAttentionPlan, mla_attention
     from cumla.mla.cache import append_mla_cache
-    from cumla.mla.decode import MLADecodePlan, MLADecodeResult, mla_decode
+    from cumla.mla.decode import MLADecodePlan, mla_decode
     from cumla.preparation import prepare
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "AttentionState",
     "CompilationError",
     "CumlaError",
     "MLAAttentionPlan",
-    "MLAAttentionResult",
     "MLADecodePlan",
-    "MLADecodeResult",
     "MissingDependencyError",
     "NotPreparedError",
     "PagedMQALogitsPlan",
@@ -57,20 +57,18 @@ __all__ = [
 _HOMES = {  # public names that are loaded when they are first asked for
     "AttentionState": "merge",
     "MLAAttentionPlan": "mla.attention",
-    "MLAAttentionResult": "mla.attention",
     "MLADecodePlan": "mla.decode",
-    "MLADecodeResult": "mla.decode",
-    "PagedMQALogitsPlan": "indexer.logits",
-    "QuantizedRows": "indexer.cache",
+    "PagedMQALogitsPlan": "indexer.paged_logits",
+    "QuantizedRows": "indexer.quantize",
     "append_indexer_cache": "indexer.cache",
     "append_mla_cache": "mla.cache",
     "merge_attention_states": "merge",
     "mla_attention": "mla.attention",
     "mla_decode": "mla.decode",
     "mqa_logits": "indexer.logits",
-    "paged_mqa_logits": "indexer.logits",
+    "paged_mqa_logits": "indexer.paged_logits",
     "prepare": "preparation",
-    "quantize_fp8": "indexer.cache",
+    "quantize_fp8": "indexer.quantize",
 }
 
 

@@ -6,25 +6,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import e, log2, prod
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla import reference
-from cumla.core.arrays import ArrayView, Call, from_numpy, open_call, to_numpy
-from cumla.errors import NotPreparedError
+from cumla.core.arguments import check_dtype, check_layout, check_lies, check_shape
+from cumla.core.operation import Operation, Output, run
+from cumla.core.state import AttentionState
 from cumla.launch.device import require_hopper
-from cumla.launch.kernel import ReadyLaunches
-from cumla.launch.merge_states import MOST_PARTIALS, StateViews, merge_spec, prepare_merge
-from cumla.launch.module import load
-from cumla.mla.checks import check_elements, check_layout, check_output
-from cumla.reference import AttentionState
+from cumla.launch.merge_states import MOST_PARTIALS, StateViews, merge_launch
 
 if TYPE_CHECKING:
-    from cumla.launch.kernel import PreparedLaunch
-    from cumla.launch.module import LoadedKernel
+    from collections.abc import Mapping
+
+    import numpy as np
+
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable
 
 __all__ = ["AttentionState", "merge_attention_states"]
-
-_ready = ReadyLaunches()
 
 _DTYPES = ("float32", "bfloat16", "float16")  # of outs and out
 
@@ -75,7 +75,7 @@ def merge_attention_states(
     -------
     AttentionState
         ``out``, in the dtype of outs unless ``out=`` is given, and ``lse``, in the layout of lses.
-        Where all partial results have weight 0, out is 0 and lse +inf. Arrays of the framework of
+        Where all partial results have weight 0, out is 0 and lse -inf. Arrays of the framework of
         outs.
 
     Raises
@@ -106,71 +106,85 @@ def merge_attention_states(
     which hand a float32 result on in memory of the caller's allocator; CuPy's serves no stream that
     is being captured.
     """
-    log2_of_base = _checked_log2(lse_base)
-    call = open_call(
-        (*_named("outs", outs), *_named("lses", lses)), (("out", out), ("lse", lse)), stream=stream
-    )
-    counts = tuple(len(arrays) if isinstance(arrays, Sequence) else 0 for arrays in (outs, lses))
-    key = (call.views, counts, log2_of_base, call.stream)
-    ready = _ready.get(key)
-    if ready is not None:
-        with call:
-            ready()
-        return AttentionState(out, lse)
-    arguments = _checked_arguments(call, outs, lses)
-    if call.device is None:
-        return _merge_on_cpu(call, outs, lses, out, lse, lse_base)
-    require_hopper(call.device)
-    with call:
-        new_out = new_lse = None
-        out_view, lse_view = arguments.out, arguments.lse
-        spec = merge_spec(arguments.outs[0].dtype)
-        kernel = load(spec, call.device, capturing=lambda: call.capturing)
-        if out_view is None:
-            new_out, out_view = call.empty(arguments.outs[0].shape, arguments.outs[0].dtype)
-        if lse_view is None:
-            new_lse, lse_view = call.empty(arguments.lses[0].shape, "float32")
-        partials = [_state(*views) for views in zip(arguments.outs, arguments.lses, strict=True)]
-        result = _state(out_view, lse_view)
-        launches = _launches(call, kernel, partials, result, log2_of_base)
-        for launch in launches:
-            launch()
-        if out is not None and lse is not None and len(launches) == 1:  # no memory of this call's
-            _ready.keep(key, launches[0])
-        return AttentionState(
-            out if new_out is None else call.export(new_out),
-            lse if new_lse is None else call.export(new_lse),
-        )
+    inputs = {**_named("outs", outs), **_named("lses", lses)}
+    options = _checked_log2(lse_base)
+    return AttentionState(*run(_MERGE, inputs, {"out": out, "lse": lse}, options, stream))
 
 
 class _Arguments(NamedTuple):
     """Checked views of one call, a stacked array as one view of each partial result."""
 
-    outs: list[ArrayView]
-    lses: list[ArrayView]
-    out: ArrayView | None
-    lse: ArrayView | None
+    outs: tuple[ArrayView, ...]
+    lses: tuple[ArrayView, ...]
+    log2_of_base: float
 
 
-def _launches(
-    call: Call,
-    kernel: LoadedKernel,
-    partials: list[StateViews],
-    result: StateViews,
-    log2_of_base: float,
-) -> list[PreparedLaunch]:
-    """Prepare as many launches as it takes; each but the last hands its result on."""
-    *earlier, last = range(0, len(partials), MOST_PARTIALS)
-    carried = None
-    launches = []
-    for first in earlier:
-        some = partials[first : first + MOST_PARTIALS]
-        to = carried or _workspace(call, some[0].out.shape)
-        launches.append(prepare_merge(kernel, some, carried, to, log2_of_base, call.stream))
-        carried = to
-    some = partials[last:]
-    launches.append(prepare_merge(kernel, some, carried, result, log2_of_base, call.stream))
-    return launches
+class _Merge(Operation[_Arguments, int]):
+    """Merges partial results; its key is the bytes that one launch hands on to the next."""
+
+    def arguments(self, views: Views, options: float) -> _Arguments:
+        return _checked_arguments(views, options)
+
+    def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
+        first, lse = arguments.outs[0], arguments.lses[0]
+        dtypes = (first.dtype, *_DTYPES)
+        out = Output("out", first.shape, dtypes)
+        return out, Output("lse", lse.shape, ("float32",), "elements")
+
+    def check_overlap(self, views: Views, written: Sequence[str]) -> None:
+        """Let out be one of outs, and lse one of lses."""
+        given = {name: view for name, view in views.items() if view is not None}
+        same = {
+            name
+            for out in written
+            for name, view in given.items()
+            if name.startswith(f"{out}s") and view == given.get(out)
+        }
+        super().check_overlap({n: v for n, v in given.items() if n not in same}, written)
+
+    def key(self, arguments: _Arguments, device: int) -> int:
+        require_hopper(device)
+        first = arguments.outs[0]
+        nbytes = 4 * prod(first.shape)
+        return nbytes + nbytes // first.shape[-1] if len(arguments.outs) > MOST_PARTIALS else 0
+
+    def workspace_bytes(self, key: int) -> int:
+        return key
+
+    def recipe(
+        self, key: int, arguments: _Arguments, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        """Describe as many launches as it takes; each but the last hands its result on."""
+        if 0 in arguments.outs[0].shape:
+            return ()
+        pairs = zip(arguments.outs, arguments.lses, strict=True)
+        partials = [_state(*views) for views in pairs]
+        shape = partials[0].out.shape
+        handed_on = _contiguous(arguments.outs[0], buffer, shape)
+        *earlier, last = range(0, len(partials), MOST_PARTIALS)
+        launches, carried = [], None
+        for first in earlier:
+            some = partials[first : first + MOST_PARTIALS]
+            launches.append(merge_launch(some, carried, handed_on, arguments.log2_of_base))
+            carried = handed_on
+        result = _state(*outs)
+        launches.append(merge_launch(partials[last:], carried, result, arguments.log2_of_base))
+        return launches
+
+    def reference(
+        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments
+    ) -> Sequence[np.ndarray[Any, Any]]:
+        outs, lses = (
+            host[name] if name in host else [a for n, a in host.items() if n.startswith(f"{name}[")]
+            for name in ("outs", "lses")
+        )
+        base = 2.0 if arguments.log2_of_base == 1 else e
+        return reference.merge_attention_states(
+            outs, lses, out=host.get("out"), lse=host.get("lse"), lse_base=base
+        )
+
+
+_MERGE = _Merge()
 
 
 def _state(out: ArrayView, lse: ArrayView) -> StateViews:
@@ -187,46 +201,13 @@ def _with_batch_axis(view: ArrayView) -> ArrayView:
     return view._replace(shape=(1, *view.shape), strides=(0, *view.strides))
 
 
-def _workspace(call: Call, shape: tuple[int, ...]) -> StateViews:
-    """Allocate a float32 state: what one launch hands on to the next."""
-    nbytes = 4 * prod(shape)
-    try:
-        memory = call.workspace(nbytes + nbytes // shape[-1])
-    except NotPreparedError as error:
-        raise NotPreparedError(
-            f"outs: more than {MOST_PARTIALS} partial results need memory between launches, which "
-            f"CuPy's allocator does not give while the stream is being captured; merge at most "
-            f"{MOST_PARTIALS} in a call"
-        ) from error
-    out, lse = (_contiguous(memory, axes) for axes in (shape, shape[:-1]))
-    return StateViews(out, lse._replace(ptr=memory.ptr + nbytes))
-
-
-def _contiguous(memory: ArrayView, shape: tuple[int, ...]) -> ArrayView:
-    strides = tuple([4 * prod(shape[axis + 1 :]) for axis in range(len(shape))])
-    return memory._replace(shape=shape, strides=strides, dtype="float32")
-
-
-def _merge_on_cpu(
-    call: Call, outs: Any, lses: Any, out: Any, lse: Any, lse_base: float
-) -> AttentionState:
-    result = reference.merge_attention_states(
-        _to_numpy("outs", outs),
-        _to_numpy("lses", lses),
-        out=None if out is None else to_numpy("out", out),
-        lse=None if lse is None else to_numpy("lse", lse),
-        lse_base=lse_base,
-    )
-    return AttentionState(
-        from_numpy(call.framework, result.out) if out is None else out,
-        from_numpy(call.framework, result.lse) if lse is None else lse,
-    )
-
-
-def _to_numpy(name: str, arrays: Any) -> Any:
-    if isinstance(arrays, Sequence):
-        return [to_numpy(name, array) for array in arrays]
-    return to_numpy(name, arrays)
+def _contiguous(like: ArrayView, buffer: int, shape: tuple[int, ...]) -> StateViews:
+    """Lay a float32 state out in a buffer."""
+    views = []
+    for axes, address in ((shape, buffer), (shape[:-1], buffer + 4 * prod(shape))):
+        strides = tuple([4 * prod(axes[axis + 1 :]) for axis in range(len(axes))])
+        views.append(like._replace(ptr=address, shape=axes, strides=strides, dtype="float32"))
+    return StateViews(*views)
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -244,47 +225,43 @@ def _checked_log2(lse_base: Any) -> float:
     return log2(lse_base)
 
 
-def _named(name: str, arrays: Any) -> tuple[tuple[str, object], ...]:
+def _named(name: str, arrays: Any) -> dict[str, Any]:
     """Name the arrays of a sequence, or the one that holds all partial results."""
     if not isinstance(arrays, Sequence):
-        return ((name, arrays),)
+        return {name: arrays}
     if not arrays:
         raise ValueError(
             f"{name}: needs at least one partial result, got an empty sequence; skip the call "
             f"where there is nothing to merge"
         )
-    return tuple((f"{name}[{i}]", array) for i, array in enumerate(arrays))
+    return {f"{name}[{i}]": array for i, array in enumerate(arrays)}
 
 
-def _checked_arguments(call: Call, outs: Any, lses: Any) -> _Arguments:
+def _checked_arguments(views: Views, log2_of_base: float) -> _Arguments:
     """Check the views of one call against each other."""
-    *views, out, lse = call.views
-    count = len(outs) if isinstance(outs, Sequence) else 1
-    out_views = _split("outs", outs, cast("list[ArrayView]", views[:count]))
-    lse_views = _split("lses", lses, cast("list[ArrayView]", views[count:]))
-    _check_outs(out_views)
-    if len(lse_views) != len(out_views):
+    outs, lses = _apart("outs", views), _apart("lses", views)
+    _check_outs(outs)
+    if len(lses) != len(outs):
         raise ValueError(
-            f"lses: needs one array for each of the {len(out_views)} outs, got {len(lse_views)}; "
-            f"pass both of each partial result"
+            f"lses: needs one array for each of the {len(outs)} outs, got {len(lses)}; pass both "
+            f"of each partial result"
         )
-    lse_shape = _lse_shape(out_views[0].shape)
-    for i, view in enumerate(lse_views):
-        _check_lse(f"lses[{i}]", view, lse_shape)
-    if out is not None:
-        check_output("out", out, out_views[0].shape, _DTYPES)
-        check_layout("out", out)
-    if lse is not None:
-        check_output("lse", lse, lse_shape, ("float32",))
-        check_elements("lse", lse)
-    return _Arguments(out_views, lse_views, out, lse)
+    *batch, tokens, heads, _ = outs[0].shape
+    shape = (*batch, heads, tokens) if batch else (tokens, heads)
+    axes = "(batch, heads, q_len)" if batch else "(tokens, heads)"
+    for i, view in enumerate(lses):
+        name = f"lses[{i}]"
+        check_dtype(name, view.dtype, ("float32",))
+        check_shape(name, view, axes, shape, "transpose or reshape it")
+        check_lies(name, view, "elements")
+    return _Arguments(tuple(outs), tuple(lses), log2_of_base)
 
 
-def _split(name: str, arrays: Any, views: list[ArrayView]) -> list[ArrayView]:
-    """Take a stacked array apart, a view of each partial result."""
-    if isinstance(arrays, Sequence):
-        return views
-    (view,) = views
+def _apart(name: str, views: Views) -> list[ArrayView]:
+    """List the partial results; a stacked array is taken apart."""
+    view = views.get(name)
+    if view is None:
+        return [v for n, v in views.items() if v is not None and n.startswith(f"{name}[")]
     if not view.shape or view.shape[0] == 0:
         raise ValueError(
             f"{name}: needs a leading axis of at least one partial result, got shape {view.shape}; "
@@ -309,12 +286,7 @@ def _check_outs(views: list[ArrayView]) -> None:
         raise TypeError(
             f"outs[0]: needs {' or '.join(_DTYPES)}, got {first.dtype}; convert all of outs"
         )
-    if 0 in first.shape:
-        raise ValueError(
-            f"outs[0]: needs at least one element on every axis, got shape {first.shape}; skip "
-            f"the call where there is nothing to merge"
-        )
-    if first.shape[-1] % 8:
+    if first.shape[-1] % 8 or not first.shape[-1]:
         raise ValueError(
             f"outs[0]: needs a head_dim that is a multiple of 8, got shape {first.shape}; pad the "
             f"last axis"
@@ -331,20 +303,3 @@ def _check_outs(views: list[ArrayView]) -> None:
                 f"results for the same queries and heads"
             )
         check_layout(name, view)
-
-
-def _lse_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the log-sum-exps for that of an output."""
-    *batch, tokens, heads, _ = shape
-    return (*batch, heads, tokens) if batch else (tokens, heads)
-
-
-def _check_lse(name: str, view: ArrayView, shape: tuple[int, ...]) -> None:
-    if view.dtype != "float32":
-        raise TypeError(f"{name}: needs float32, got {view.dtype}; convert it first")
-    if view.shape != shape:
-        axes = "(tokens, heads)" if len(shape) == 2 else "(batch, heads, q_len)"
-        raise ValueError(
-            f"{name}: needs shape {axes} = {shape}, got {view.shape}; transpose or reshape it"
-        )
-    check_elements(name, view)

@@ -3,107 +3,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from cumla.indexer.checks import checked_logits_specs
+from cumla.core.arguments import check_device_number
+from cumla.core.plan import Plan
+from cumla.launch import merge_states
 from cumla.launch.device import current_device, require_hopper
-from cumla.launch.indexer import paged_mqa_schedule
-from cumla.launch.indexer.append_indexer_cache import append_indexer_spec
-from cumla.launch.indexer.quantize_fp8 import quantize_spec
-from cumla.launch.merge_states import merge_spec
-from cumla.launch.mla import mla_attention, mla_decode_fp8
-from cumla.launch.mla.append_cache import append_specs
-from cumla.launch.mla.append_fp8_cache import append_fp8_specs
-from cumla.launch.mla.mla_decode import form_specs
+from cumla.launch.indexer import (
+    append_indexer_cache,
+    mqa_logits,
+    paged_mqa_logits,
+    paged_mqa_schedule,
+    quantize_fp8,
+)
+from cumla.launch.mla import (
+    append_cache,
+    append_fp8_cache,
+    mla_decode,
+    mla_decode_fp8,
+    mla_decode_swapped,
+)
 from cumla.launch.module import load
-from cumla.launch.split import mla_schedule
-from cumla.launch.split.plan import BLOCK_TOKENS, page_form
-from cumla.mla.checks import DTYPES, check_device_number, check_dtype, check_number, checked_flag
+from cumla.launch.split import ragged_schedule, schedule
+
+if TYPE_CHECKING:
+    from cumla.launch.source import KernelSpec
 
 __all__ = ["prepare"]
 
-_SCHEDULES = (*mla_schedule.SPECS, *mla_attention.SPECS, *paged_mqa_schedule.SPECS)
+_RAGGED = tuple(s for s in mla_decode.SPECS if s.entry.startswith("mla_attention"))
+_RAGGED_FP8 = tuple(s for s in mla_decode_fp8.SPECS if s.entry.startswith("mla_attention"))
+_KERNELS: dict[str, tuple[KernelSpec, ...]] = {
+    "append_indexer_cache": append_indexer_cache.SPECS,
+    "append_mla_cache": append_cache.SPECS + append_fp8_cache.SPECS,
+    "merge_attention_states": merge_states.SPECS,
+    "mla_attention": ragged_schedule.SPECS + _RAGGED + _RAGGED_FP8,
+    "mla_decode": (
+        *schedule.SPECS,
+        *mla_decode_swapped.SPECS,
+        *(s for s in mla_decode.SPECS if s not in _RAGGED),
+        *(s for s in mla_decode_fp8.SPECS if s not in _RAGGED_FP8),
+    ),
+    "mqa_logits": mqa_logits.SPECS,
+    "paged_mqa_logits": paged_mqa_schedule.SPECS + paged_mqa_logits.SPECS,
+    "quantize_fp8": quantize_fp8.SPECS,
+}
 
 
-def prepare(
-    device: int | None = None,
-    *,
-    dtypes: Sequence[str] = DTYPES,
-    page_sizes: Sequence[int] = (BLOCK_TOKENS,),
-    split_caches: bool = False,
-    fp8_caches: bool = False,
-    indexer: Sequence[tuple[int, int]] = (),
-) -> None:
-    """Compile and load the kernels: later calls do not wait, nor fail under stream capture.
+def prepare(*plans_or_functions: Plan[Any] | Callable[..., Any], device: int | None = None) -> None:
+    """Compile and load kernels: later calls do not wait for it, nor fail under stream capture.
 
     Parameters
     ----------
+    *plans_or_functions : plan or function
+        Plans, whose kernels are loaded on their GPU; and functions of cumla, such as
+        ``cumla.append_mla_cache``, all of whose kernels are loaded: for any dtype, page size and
+        cache. A function that is planned has many, so prefer the plan.
     device : int, optional
-        CUDA ordinal; CuPy's current device by default.
-    dtypes : sequence of str
-        Of q: ``"bfloat16"``, ``"float16"``. Partial results to merge and rows to
-        quantise may be float32 as well.
-    page_sizes : sequence of int
-        Of the caches that are to be attended to, such as ``(1, 64)``.
-    split_caches : bool
-        Whether some of them have their latent and RoPE columns in two arrays.
-    fp8_caches : bool
-        Whether some are FP8, in any form and with pages of any size.
-    indexer : sequence of (num_heads, head_dim)
-        The indexers whose logits are to be computed, such as ``[(64, 128)]``.
+        CUDA ordinal for functions; CuPy's current device by default.
 
     Raises
     ------
     TypeError
-        An unknown dtype, a lone string or number instead of a sequence, a device or page size that
-        is no number, an indexer that is no pair in a sequence, such as ``(64, 128)`` for
-        ``[(64, 128)]``, or a flag that is neither True nor False.
-    ValueError
-        A page size below 1, or an indexer of another shape than there are kernels for.
+        Something is neither a plan nor a function that has kernels, or nothing is given.
     UnsupportedDeviceError, CompilationError, MissingDependencyError
         The kernels cannot be had here.
+
+    Examples
+    --------
+    >>> cumla.prepare(plan, cumla.append_mla_cache)  # doctest: +SKIP
     """
-    if isinstance(dtypes, str):
-        raise TypeError(
-            f"dtypes: needs a sequence of names, got the string {dtypes!r}; pass ({dtypes!r},)"
-        )
-    for dtype in dtypes:
-        check_dtype("dtypes", dtype)
-    if isinstance(page_sizes, int):
-        raise TypeError(
-            f"page_sizes: needs a sequence of ints, got {page_sizes}; pass ({page_sizes},)"
-        )
-    for page_size in page_sizes:
-        check_number("page_sizes", page_size, "name those of the caches")
-    split_caches = checked_flag("split_caches", split_caches)
-    fp8_caches = checked_flag("fp8_caches", fp8_caches)
     check_device_number(device)
-    logits = [spec for shape in _pairs(indexer) for spec in checked_logits_specs(*shape)]
-    forms = dict.fromkeys(page_form(page_size) for page_size in page_sizes)
-    if split_caches and "pages" in forms:
-        forms |= {"boxes": None}
-    if device is None:
-        device = current_device()
-    require_hopper(device)
-    for spec in (*_SCHEDULES, *(mla_decode_fp8.SPECS if fp8_caches else ()), *logits):
-        load(spec, device, capturing=lambda: False)
-    for dtype in dtypes:
-        decode = (spec for form in forms for spec in form_specs(dtype, form))
-        for spec in (*decode, *append_specs(dtype), *append_fp8_specs(dtype)):
-            load(spec, device, capturing=lambda: False)
-    for dtype in (*dtypes, "float32"):
-        for spec in (merge_spec(dtype), quantize_spec(dtype), append_indexer_spec(dtype)):
-            load(spec, device, capturing=lambda: False)
-
-
-def _pairs(indexer: Any) -> Sequence[tuple[int, int]]:
-    """Check that it is a sequence of pairs."""
-    is_sequence = isinstance(indexer, Sequence) and not isinstance(indexer, str)
-    shapes: Sequence[Any] = indexer if is_sequence else (indexer,)
-    for shape in shapes:
-        if not is_sequence or not isinstance(shape, (tuple, list)) or len(shape) != 2:
+    names = ", ".join(f"cumla.{name}" for name in _KERNELS)
+    if not plans_or_functions:
+        raise TypeError(f"prepare: needs plans or functions, got nothing; pass some of {names}")
+    specs: list[KernelSpec] = []
+    for i, given in enumerate(plans_or_functions):
+        if isinstance(given, Plan):
+            continue
+        of = _KERNELS.get(getattr(given, "__name__", ""))
+        if of is None or not getattr(given, "__module__", "").startswith("cumla."):
             raise TypeError(
-                f"indexer: needs pairs (num_heads, head_dim), got {shape!r}; pass [(64, 128)]"
+                f"plans_or_functions[{i}]: needs a plan or a function that has kernels, got "
+                f"{given!r}; pass a plan, or some of {names}"
             )
-    return shapes
+        specs += of
+    if specs:
+        device = current_device() if device is None else device
+        require_hopper(device)
+    for given in plans_or_functions:
+        if isinstance(given, Plan):
+            given.prepare()
+    for spec in specs:
+        assert device is not None
+        load(spec, device, capturing=lambda: False)

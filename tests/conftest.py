@@ -1,37 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU that is not there, for tests of what comes before a launch."""
+"""Which tests run, and a GPU that is not there, for tests of what comes before a launch."""
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
+from unittest import mock
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # or each worker's BLAS takes all cores, and spins on them
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
 
 import numpy as np
 import pytest
 
-from cumla.core import arrays, workspace
+from cumla.core import arrays, frameworks, plan
 from cumla.launch import device as launch_device
 from cumla.launch import module as launch_module
 from tests.fake_cuda import FakeCuPy, FakeDriver
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("cumla").addoption(
+        "--exhaustive",
+        action="store_true",
+        help="run the tests marked exhaustive, too: with each change of a kernel and before a "
+        "benchmark is recorded",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("exhaustive"):
+        for item in items:
+            if item.get_closest_marker("exhaustive"):
+                item.add_marker(pytest.mark.skip(reason="needs --exhaustive"))
+
+
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     fake = FakeDriver()
-    for module in (arrays, launch_module, workspace):
+    for module in (arrays, launch_module, plan):
         monkeypatch.setattr(module, "driver", lambda: fake)
-    monkeypatch.setattr(workspace, "order_streams", lambda before, after: None)
-    monkeypatch.setattr(workspace, "keep_until_event", lambda *_: None)
-    monkeypatch.setattr(arrays, "_framework_of_type", {np.ndarray: arrays._NUMPY})
-    yield fake
-    gc.collect()  # plans of the test, while the fakes are there
+    monkeypatch.setattr(plan, "order_streams", lambda before, after: None)
+    monkeypatch.setattr(plan, "keep_until_event", lambda *_: None)
+    known = {np.ndarray: frameworks.NUMPY}
+    with mock.patch.dict(frameworks.framework_of_type, known, clear=True):
+        yield fake
+        gc.collect()  # plans of the test, while the fakes are there
 
 
 @pytest.fixture
 def no_cupy_yet() -> Iterator[None]:
     """Forget which CuPy is installed, and which GPU is there, before and after a test."""
-    caches = (arrays._cupy, launch_device.import_cupy, launch_device.properties)
+    caches = (frameworks.cupy_framework, launch_device.import_cupy, launch_device.properties)
     for cache in caches:
         cache.cache_clear()
     yield

@@ -43,8 +43,8 @@ def assert_merged(
     allowed = HALF_ULP[dtype] * np.abs(exact.out) + FLOAT32 * size + SMALLEST[dtype]
     error = np.abs(out.astype(np.float64) - exact.out)
     assert not np.isnan(error).any(), f"out: {np.isnan(error).sum()} NaN"
-    empty = np.isposinf(exact.lse)
-    assert np.array_equal(np.isposinf(lse), empty), "lse: +inf at other places"
+    empty = np.isneginf(exact.lse)
+    assert np.array_equal(np.isneginf(lse), empty), "lse: -inf at other places"
     lse_error = np.abs(lse[~empty] - exact.lse[~empty]) / (LSE * (1 + np.abs(exact.lse[~empty])))
     rows = empty.swapaxes(1, 2) if out.ndim == 4 else empty
     nothing = np.broadcast_to(rows[..., None], out.shape)

@@ -15,7 +15,7 @@ from cumla.bench.ceilings import fill_normal
 from cumla.bench.gpu import DTYPES, Gpu
 from cumla.bench.moves import FIGURES, measure_moves
 from cumla.bench.section import Bench, CheckError, Column, Row, Section
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
 __all__ = ["SECTION", "AppendCase"]
 

@@ -38,11 +38,11 @@ def decode(
 ) -> Call:
     """Make a call of a decode plan; with `invariant_len`, its longest length, batch-invariant."""
     plan = cumla.MLADecodePlan.from_arrays(
-        q, kv_cache, batch_invariant=invariant_len is not None, max_seqlen=invariant_len
+        q, kv_cache, batch_invariant=invariant_len is not None, max_kv_len=invariant_len
     )
     plan.update(kv_lens)
     outputs = {"kv_scale": kv_scale, "out": out, "lse": lse}
-    return partial(plan.run, q, kv_cache, block_table, kv_lens, **outputs)
+    return partial(plan.run, q, kv_cache, block_table, **outputs)
 
 
 def decode_schedule(shape: tuple[int, int, int], kv_lens: Any) -> Call:
@@ -62,8 +62,8 @@ def attention(
     causal: bool,
 ) -> tuple[Call, Call]:
     """Make a call that computes an attention plan's schedule, and one that attends."""
-    plan = cumla.MLAAttentionPlan.from_arrays(q, kv_cache, qo_indptr, causal=causal)
-    update = partial(plan.update, qo_indptr, kv_lens)
+    plan = cumla.MLAAttentionPlan.from_arrays(q, kv_cache, qo_indptr=qo_indptr, causal=causal)
+    update = partial(plan.update, kv_lens, qo_indptr=qo_indptr)
     return update, partial(plan.run, q, kv_cache, block_table, out=out, lse=lse)
 
 
@@ -71,7 +71,7 @@ def append(
     rows: Any, kv_cache: Any, slots: Any, *, kv_scale: float | None = None, **rotation: Any
 ) -> Call:
     """Make a call that writes rows into a cache."""
-    return partial(cumla.append_mla_cache, rows, kv_cache, slots, scale=kv_scale, **rotation)
+    return partial(cumla.append_mla_cache, rows, kv_cache, slots, kv_scale=kv_scale, **rotation)
 
 
 def merge(outs: Any, lses: Any, out: Any, lse: Any) -> Call:
@@ -98,10 +98,10 @@ def paged_logits(
     q: Any, kv_cache: Any, weights: Any, tables: list[Any], kv_lens: Any, out: Any
 ) -> list[Call]:
     """Make a call of one decoding step's logits for each block table, all by one plan."""
-    plan = cumla.PagedMQALogitsPlan.from_arrays(q, kv_cache, kv_lens, tables[0])
+    plan = cumla.PagedMQALogitsPlan.from_arrays(q, kv_cache, tables[0], kv_lens)
     plan.update(kv_lens)
-    options = {"max_context_len": out.shape[1], "out": out}
-    return [partial(plan.run, q, kv_cache, weights, kv_lens, table, **options) for table in tables]
+    options = {"max_kv_len": out.shape[1], "out": out}
+    return [partial(plan.run, q, kv_cache, weights, table, **options) for table in tables]
 
 
 def logits_schedule(shape: tuple[int, int, int, int], max_pages: int, kv_lens: Any) -> Call:

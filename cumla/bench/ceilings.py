@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cumla.bench.cases import PAGE_SIZE, Ceilings
 from cumla.bench.gpu import DTYPES, Gpu, bench_spec
 from cumla.bench.timing import time_cold, time_sustained
-from cumla.launch.split.plan import HEAD_DIM
+from cumla.launch.mla.shape import HEAD_DIM
 from cumla.launch.tensor_map import paged_kv_map
 
 __all__ = ["EMPTY", "FILL_NORMAL", "STREAM_KV", "fill_normal", "measure", "stream_only"]

@@ -8,9 +8,9 @@ from dataclasses import replace
 from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.errors import CumlaError
 from cumla.launch.device import current_device, properties
-from cumla.launch.mla.mla_decode import decode_spec
+from cumla.launch.mla.choice import decode_spec
 from cumla.launch.mla.mla_decode_fp8 import fp8_specs
-from cumla.launch.split.plan import MLADecodeKey
+from cumla.launch.mla.shape import MLADecodeKey
 
 __all__ = ["explain", "find_sm_count", "key_of"]
 

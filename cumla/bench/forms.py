@@ -19,7 +19,7 @@ from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.bench.gpu import DTYPES
 from cumla.bench.problem import Problem, check_some, filled
 from cumla.bench.section import Bench, Column, Row, Section
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
 __all__ = ["SECTION", "Form", "FormGroup"]
 

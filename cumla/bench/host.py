@@ -19,7 +19,7 @@ from cumla.bench.problem import lay_out
 from cumla.bench.section import Row
 from cumla.bench.timing import Timing, time_host
 from cumla.core.arrays import glance, reopen_call
-from cumla.launch.split.plan import HEAD_DIM
+from cumla.launch.mla.shape import HEAD_DIM
 
 __all__ = ["HOST_CASE", "as_tensor", "measure_host"]
 

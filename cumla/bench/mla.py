@@ -19,7 +19,7 @@ from cumla.bench.gpu import DTYPES
 from cumla.bench.problem import Problem, check, check_some, filled, lay_out
 from cumla.bench.section import Bench, CheckError, Column, Row, Section
 from cumla.bench.timing import Timing
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 from cumla.mla.fp8_caches import PACKED_BYTES, SCALES
 
 __all__ = [

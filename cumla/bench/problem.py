@@ -17,7 +17,7 @@ from cumla.bench.ceilings import fill_normal
 from cumla.bench.gpu import DTYPES, Gpu, bench_spec
 from cumla.bench.section import CheckError
 from cumla.errors import CumlaError
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
 __all__ = ["ATTEND_ROWS", "Problem", "check", "check_some", "filled", "lay_out", "sample"]
 

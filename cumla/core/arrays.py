@@ -1,34 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of any framework, seen by a kernel: where they live, whose stream, who allocates.
+"""Arrays of one call, seen by a kernel: where they live, whose stream, who allocates.
 
-Frameworks are told apart through `sys.modules` and are never imported for the question. PyTorch,
-CuPy and NumPy arrays are read through their own attributes (about 1 us each), everything else
-through DLPack; whether PyTorch's or CuPy's are those of a call before, a `glance` tells in half the
-time. An array of another framework than the first argument's is imported through DLPack too: the
-protocol then orders its producer's stream before ours, and the capsule keeps the memory alive until
-our stream has passed.
+How each framework's arrays are read is in `cumla.core.frameworks`; whether PyTorch's or CuPy's are
+those of a call before, a `glance` tells in half the time. An array of another framework than the
+first argument's is imported through DLPack: the protocol then orders its producer's stream before
+ours, and the capsule keeps the memory alive until our stream has passed.
 
 Nothing in this module waits for the GPU.
 """
 
 from __future__ import annotations
 
-import abc
-import contextlib
-import functools
 import sys
 from collections.abc import Callable, Hashable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from cumla.core._cupy import current_device, import_cupy
-from cumla.core._dlpack import ArrayView, Imported, import_array, numpy_dtype, ordinal
+from cumla.core._cupy import current_device
+from cumla.core._dlpack import ArrayView, Imported
 from cumla.core._driver import driver, on_device
-from cumla.core._lend import borrower, lend
+from cumla.core._lend import borrower
 from cumla.core._lifetime import keep_until_passed, order_streams, release_finished, waiting
+from cumla.core.frameworks import (
+    DLPACK,
+    Allocator,
+    Framework,
+    cupy_framework,
+    eager_only,
+    framework_of,
+    framework_of_type,
+    jax_framework,
+    recognise,
+    torch_framework,
+)
 from cumla.errors import NotPreparedError
 
 __all__ = [
@@ -41,353 +47,11 @@ __all__ = [
     "open_call",
     "open_device",
     "order_streams",
+    "parts",
     "place_name",
     "reopen_call",
     "to_numpy",
 ]
-
-
-# --- frameworks ----------------------------------------------------------------------------------
-
-_FLOAT8 = "float8_"  # how the names of one-byte floats begin
-
-
-@functools.cache
-def _dtype_name(dtype: np.dtype[Any]) -> str:
-    return dtype.name if dtype.isnative else dtype.str
-
-
-class _Framework:
-    """A framework that only DLPack can read, and the base of those that are known.
-
-    Without a public stream and an allocator that a caller may use, work on such arrays runs on
-    CuPy's current stream, and results are CuPy's.
-    """
-
-    name = ""
-    immutable = False
-
-    def view(self, name: str, array: Any) -> ArrayView | None:
-        """Look at an array; None if only a DLPack import can tell."""
-        return None
-
-    def glance(self, arrays: tuple[Any, ...]) -> Hashable | None:
-        """See what `view` makes its answers of; None if it is not worth it, or cannot be told."""
-        return None
-
-    def device(self, name: str, array: Any) -> int | None:
-        """CUDA ordinal of an array that `view` has no answer for."""
-        try:
-            device_type, device_id = array.__dlpack_device__()
-        except (BufferError, RuntimeError) as error:
-            raise ValueError(f"{name}: its device cannot be told: {error}") from error
-        return ordinal(name, device_type, device_id)
-
-    def import_array(self, name: str, array: Any, stream: int | None) -> Imported:
-        """Consume an array's DLPack capsule, as `cumla.core._dlpack.import_array`."""
-        return import_array(name, array, stream)
-
-    def allocator(self) -> _Allocator:
-        """Who owns the stream and allocates for calls whose first array is of this framework."""
-        return _cupy()
-
-    def export(self, array: Any, stream: int) -> object:
-        """Turn what the allocator gave, written to on `stream`, into the caller's result."""
-        return array
-
-    def to_numpy(self, name: str, array: Any) -> np.ndarray[Any, Any]:
-        imported = import_array(name, array, None)
-        return np.asarray(imported).view(numpy_dtype(imported.view.dtype))
-
-    def from_numpy(self, array: np.ndarray[Any, Any]) -> object:
-        return array
-
-
-class _Allocator(_Framework, abc.ABC):
-    """A framework with a current stream and an allocator that keeps to streams."""
-
-    serves_capture = False
-
-    @abc.abstractmethod
-    def view(self, name: str, array: Any) -> ArrayView: ...
-
-    def allocator(self) -> _Allocator:
-        return self
-
-    @abc.abstractmethod
-    def current_stream(self, device: int) -> int: ...
-
-    @abc.abstractmethod
-    def empty(self, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> object: ...
-
-
-class _NumPy(_Framework):
-    name = "numpy"
-
-    def view(self, name: str, array: Any) -> ArrayView:
-        return ArrayView(
-            array.ctypes.data,
-            array.shape,
-            array.strides,
-            _dtype_name(array.dtype),
-            None,
-            not array.flags.writeable,
-        )
-
-    def to_numpy(self, name: str, array: Any) -> np.ndarray[Any, Any]:
-        return np.asarray(array)
-
-
-class _Torch(_Allocator):
-    name = "torch"
-    serves_capture = True
-
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
-        self._dtypes: dict[object, tuple[str, int]] = {}
-
-    def view(self, name: str, array: Any) -> ArrayView:
-        try:
-            ptr = array.data_ptr()
-            strides = array.stride()
-        except RuntimeError as error:  # sparse, functorch's batched tensors ...
-            raise TypeError(
-                f"{name}: needs a dense tensor with memory of its own: {error}"
-            ) from error
-        dtype = self._dtypes.get(array.dtype)
-        if dtype is None:
-            dtype = (str(array.dtype).removeprefix("torch."), array.dtype.itemsize)
-            self._dtypes[array.dtype] = dtype
-        itemsize = dtype[1]
-        return ArrayView(
-            ptr,
-            tuple(array.shape),
-            tuple([stride * itemsize for stride in strides]),
-            dtype[0],
-            array.get_device() if array.is_cuda else self._host(name, array),
-        )
-
-    def glance(self, arrays: tuple[Any, ...]) -> Hashable | None:
-        try:
-            return tuple([(a.data_ptr(), a.shape, a.stride(), a.dtype, a.device) for a in arrays])
-        except RuntimeError:  # no dense tensor, as `view` will say
-            return None
-
-    @staticmethod
-    def _host(name: str, array: Any) -> None:
-        if not array.is_cpu:
-            raise ValueError(
-                f"{name}: needs a tensor on a CUDA device or on the CPU, got one on "
-                f"{array.device}; move it with .to('cuda')"
-            )
-
-    def import_array(self, name: str, array: Any, stream: int | None) -> Imported:
-        dtype = str(array.dtype).removeprefix("torch.")
-        if not dtype.startswith(_FLOAT8):  # older versions export none of them
-            return import_array(name, array, stream)
-        return _import_bits(name, array.view(self._torch.uint8), dtype, stream)
-
-    def current_stream(self, device: int) -> int:
-        return int(self._torch._C._cuda_getCurrentRawStream(device))
-
-    def empty(self, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> object:
-        torch = self._torch
-        if stream == self.current_stream(device):
-            return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        # The caching allocator hands memory out for the stream that is current in torch.
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
-            return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-
-    def to_numpy(self, name: str, array: Any) -> np.ndarray[Any, Any]:
-        torch = self._torch
-        array = array.detach()
-        dtype = str(array.dtype).removeprefix("torch.")
-        if hasattr(ml_dtypes, dtype):  # torch refuses NumPy these types, so go by their bits
-            bits = torch.uint8 if array.dtype.itemsize == 1 else torch.int16
-            return np.asarray(array.view(bits).numpy()).view(numpy_dtype(dtype))
-        return np.asarray(array.numpy())
-
-    def from_numpy(self, array: np.ndarray[Any, Any]) -> object:
-        torch = self._torch
-        if not hasattr(ml_dtypes, array.dtype.name):
-            return torch.from_numpy(array)
-        bits = np.uint8 if array.dtype.itemsize == 1 else np.int16
-        return torch.from_numpy(array.view(bits)).view(getattr(torch, array.dtype.name))
-
-
-class _CuPy(_Allocator):
-    name = "cupy"
-
-    def __init__(self, cupy: Any) -> None:
-        self._cupy = cupy
-
-    def view(self, name: str, array: Any) -> ArrayView:
-        data = array.data
-        return ArrayView(
-            data.ptr, array.shape, array.strides, _dtype_name(array.dtype), data.device_id
-        )
-
-    def glance(self, arrays: tuple[Any, ...]) -> Hashable | None:
-        seen = []
-        for a in arrays:
-            data = a.data
-            seen.append((data.ptr, a.shape, a.strides, a.dtype, data.device_id))
-        return tuple(seen)
-
-    def import_array(self, name: str, array: Any, stream: int | None) -> Imported:
-        dtype = _dtype_name(array.dtype)
-        if not dtype.startswith(_FLOAT8):  # CuPy exports none of them
-            return import_array(name, array, stream)
-        return _import_bits(name, array.view(np.uint8), dtype, stream)
-
-    def current_stream(self, device: int) -> int:
-        return int(self._cupy.cuda.get_current_stream(device).ptr)
-
-    def use_stream(self, device: int, stream: int) -> contextlib.AbstractContextManager[Any]:
-        """Make `stream` CuPy's current one: its pool hands memory out for that stream."""
-        if stream == self.current_stream(device):
-            return contextlib.nullcontext()
-        streams = self._cupy.cuda.Stream
-        if stream == 0:
-            return streams.null  # type: ignore[no-any-return]
-        return streams.from_external(_StreamHandle(stream))  # type: ignore[no-any-return]
-
-    def empty(self, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> object:
-        with self.use_stream(device, stream):
-            if dtype.startswith(_FLOAT8):  # CuPy allocates none of them, but views bytes as such
-                return self._cupy.empty(shape, dtype=np.uint8).view(numpy_dtype(dtype))
-            return self._cupy.empty(shape, dtype=numpy_dtype(dtype))
-
-
-class _StreamHandle(NamedTuple):
-    """A stream as the CUDA stream protocol wants it."""
-
-    handle: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return (0, self.handle)
-
-
-class _Jax(_Framework):
-    name = "jax"
-    immutable = True
-
-    def __init__(self, jax: Any) -> None:
-        self._jax = jax
-
-    def device(self, name: str, array: Any) -> int | None:
-        if array.is_deleted():
-            raise ValueError(f"{name}: needs an array with memory, got one deleted or donated")
-        devices = len(array.sharding.device_set)
-        if devices > 1:
-            way_out = f"call once a shard ({name}.addressable_shards[i].data)"
-            raise _sharded(name, f"one that is sharded over {devices}", way_out)
-        return super().device(name, array)
-
-    def import_array(self, name: str, array: Any, stream: int | None) -> Imported:
-        try:
-            return import_array(name, array, stream)
-        except ValueError:
-            dtype = _dtype_name(array.dtype)
-            if not dtype.startswith(_FLOAT8):  # older versions export none of them
-                raise
-        # A copy, in JAX's own order: of the address alone nobody could tell when to read there.
-        bits = self._jax.lax.bitcast_convert_type(array, np.uint8)
-        return _import_bits(name, bits, dtype, stream)
-
-    def export(self, array: Any, stream: int) -> object:
-        view = _cupy().view("result", array)
-        try:
-            return lend(self._jax, array, view, stream)
-        except RuntimeError:
-            if not view.dtype.startswith(_FLOAT8):  # older versions take none of them
-                raise
-        bits = lend(self._jax, array, view._replace(dtype="uint8"), stream)
-        return self._jax.lax.bitcast_convert_type(bits, numpy_dtype(view.dtype))
-
-    def to_numpy(self, name: str, array: Any) -> np.ndarray[Any, Any]:
-        return np.asarray(array)
-
-    def from_numpy(self, array: np.ndarray[Any, Any]) -> object:
-        return self._jax.numpy.asarray(array)
-
-
-def _import_bits(name: str, bits: Any, dtype: str, stream: int | None) -> Imported:
-    """Import the bytes of an array of one-byte elements, as what they are."""
-    imported = import_array(name, bits, stream)
-    imported.view = imported.view._replace(dtype=dtype)
-    return imported
-
-
-_NUMPY = _NumPy()
-_DLPACK = _Framework()
-# Array types that have been seen; a look-up is all that a warm call pays to tell frameworks apart.
-_framework_of_type: dict[type, _Framework] = {np.ndarray: _NUMPY}
-
-
-@functools.cache
-def _torch() -> _Torch:
-    return _Torch(sys.modules["torch"])
-
-
-@functools.cache
-def _jax() -> _Jax:
-    return _Jax(sys.modules["jax"])
-
-
-@functools.cache
-def _cupy() -> _CuPy:
-    return _CuPy(import_cupy())
-
-
-def _sharded(name: str, got: str, way_out: str) -> ValueError:
-    return ValueError(f"{name}: needs an array on one device, got {got}; {way_out}")
-
-
-def _is_instance(array: object, module: str, kind: str) -> bool:
-    return isinstance(array, getattr(sys.modules.get(module), kind, ()))
-
-
-def _recognise(name: str, array: object) -> _Framework:
-    """Tell the framework of an array whose type has not been seen yet."""
-    kind = type(array)
-    parents = {parent.__name__ for parent in kind.__mro__}
-    framework: _Framework
-    if _is_instance(array, "torch", "Tensor"):
-        if parents & {"FakeTensor", "FunctionalTensor"}:
-            raise TypeError(
-                f"{name}: needs a tensor with memory, got a {kind.__name__}, which torch.compile "
-                f"and torch.export trace with; call cumla outside the traced function, or wrap "
-                f"the call in a torch.library.custom_op"
-            )
-        if "DTensor" in parents:
-            raise _sharded(name, "a DTensor, which is sharded", f"pass {name}.to_local()")
-        framework = _torch()
-    elif _is_instance(array, "cupy", "ndarray"):
-        if "DistributedArray" in parents:
-            raise _sharded(name, "a DistributedArray, which is sharded", "call once a chunk")
-        framework = _cupy()
-    elif _is_instance(array, "jax", "Array"):
-        if "Tracer" in parents:
-            raise TypeError(
-                f"{name}: needs an array with memory, got a JAX tracer ({kind.__name__}); cumla "
-                f"runs eagerly, so call it outside jax.jit, jax.grad and jax.vmap"
-            )
-        framework = _jax()
-    elif isinstance(array, np.ndarray):
-        framework = _NUMPY
-    elif hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__"):
-        framework = _DLPACK
-    else:
-        raise TypeError(
-            f"{name}: needs an array of CuPy, PyTorch, JAX or NumPy, or one with __dlpack__, got "
-            f"{kind.__module__}.{kind.__qualname__}; convert it first, e.g. with cupy.asarray"
-        )
-    _framework_of_type[kind] = framework
-    return framework
-
-
-# --- a call --------------------------------------------------------------------------------------
 
 
 class Call:
@@ -406,18 +70,22 @@ class Call:
     framework : str
         `"cupy"`, `"torch"`, `"jax"` or `"numpy"`: of the first array, and so of the results.
         Arrays of a framework that only DLPack can read get `"cupy"`, on the CPU `"numpy"`.
+    exports : bool
+        Whether new arrays need `export` before the caller gets them.
     views : tuple of ArrayView or None
-        One a argument, then one an output, None for an output that was not given.
+        One per argument, then one per output, None for an output that was not given.
     """
 
     __slots__ = (
+        "_allocator",
         "_framework",
         "_imports",
+        "_may_allocate",
         "_must_leave",
         "_outputs",
         "_stream_object",
-        "_workspaces",
         "device",
+        "exports",
         "framework",
         "stream",
         "views",
@@ -425,22 +93,27 @@ class Call:
 
     def __init__(
         self,
-        framework: _Framework,
+        framework: Framework,
+        allocator: Allocator | None,
         device: int | None,
         stream: int,
-        views: tuple[ArrayView | None, ...],
-        imports: list[Imported] | None,
+        stream_object: object,
+        views: tuple[ArrayView | None, ...] = (),
+        imports: list[Imported] | None = None,
+        outputs: tuple[tuple[str, object], ...] = (),
     ) -> None:
         self.device = device
         self.stream = stream
         self.framework = framework.name or ("numpy" if device is None else "cupy")
         self.views = views
         self._framework = framework
+        self.exports = framework.exports
+        self._allocator = allocator  # None on the CPU
+        self._may_allocate = allocator is not None and allocator.serves_capture
         self._imports = imports
         self._must_leave = False
-        self._stream_object: object = None
-        self._outputs: tuple[tuple[str, object], ...] = ()
-        self._workspaces: list[object] = []
+        self._stream_object = stream_object
+        self._outputs = outputs
 
     def __enter__(self) -> Call:
         if self.device is not None:
@@ -498,42 +171,59 @@ class Call:
         NotPreparedError
             The stream is being captured, and the allocator (CuPy's) does not serve captures.
         """
-        if self.device is None:
+        if self._allocator is None or self.device is None:
             raise ValueError("empty: needs a call whose arrays are on the GPU, got the CPU")
-        allocator = self._framework.allocator()
-        if not allocator.serves_capture and self.capturing:
-            absent = (f"{name}=" for name, output in self._outputs if output is None)
-            ways = (*absent, "plan= or workspace=")
+        if not self._may_allocate:
+            self._check_may_allocate()
+        return self._allocator.empty(shape, dtype, self.device, self.stream)
+
+    def _check_may_allocate(self) -> None:
+        """Refuse to allocate where the stream is being captured and the allocator is CuPy's."""
+        if self.capturing:
+            absent = [f"{name}=" for name, output in self._outputs if output is None]
             raise NotPreparedError(
                 f"the stream is being captured, and CuPy's allocator does not serve captures: pass "
-                f"{_in_prose(ways)} where the call takes one, made before the capture"
+                f"{_in_prose((*absent, 'workspace='))} where the call takes one, or use a plan, "
+                f"made before the capture"
             )
-        array = allocator.empty(shape, dtype, self.device, self.stream)
-        return array, allocator.view("result", array)
+        self._may_allocate = True  # a call neither begins nor ends a capture
 
-    def workspace(self, nbytes: int) -> ArrayView:
-        """Allocate bytes on the GPU that live until the work of this call is done.
+    def allocate(
+        self, wanted: tuple[tuple[str, tuple[int, ...], str], ...]
+    ) -> tuple[list[object], list[int]]:
+        """Allocate several arrays, as `empty`.
 
-        They are 256-byte aligned, as every CUDA allocator promises. They go back to the
-        allocator with this object, and the allocator reuses them in the order of the stream.
+        Parameters
+        ----------
+        wanted : tuple of (name, shape, dtype)
 
-        Raises
-        ------
-        NotPreparedError
-            As `empty`.
+        Returns
+        -------
+        arrays : list of object
+            What `export` makes the caller's results of. An array that is dropped goes back to its
+            allocator, which reuses the memory in the order of the stream.
+        addresses : list of int
         """
-        array, view = self.empty((nbytes,), "uint8")
-        self._workspaces.append(array)
-        return view
+        arrays, addresses = [], []
+        allocator, device = self._allocator, self.device
+        if wanted and not self._may_allocate:
+            self._check_may_allocate()
+        for _, shape, dtype in wanted:
+            assert allocator is not None and device is not None
+            array, view = allocator.empty(shape, dtype, device, self.stream)
+            arrays.append(array)
+            addresses.append(view.ptr)
+        return arrays, addresses
 
     def export(self, array: object) -> object:
-        """Turn an array of `empty` into what the caller gets; called after the launches.
+        """Turn a new array into what the caller gets, where `exports`; called after the launches.
 
-        JAX receives CuPy's array through DLPack, which orders its reads behind the stream.
+        JAX receives CuPy's array through DLPack, which orders its reads after the stream.
         """
         return self._framework.export(array, self.stream)
 
 
+@eager_only
 def open_call(
     arguments: tuple[tuple[str, object], ...],
     outputs: tuple[tuple[str, object | None], ...] = (),
@@ -551,7 +241,7 @@ def open_call(
     stream : optional
         An integer handle, or a stream object of CuPy, PyTorch or anything with
         `__cuda_stream__`. Without it, the current stream of the first input's framework; CuPy's
-        for JAX, which has no public stream. Not looked at for arrays on the CPU.
+        for JAX, which has no public stream. Arrays on the CPU have none: nothing happens on it.
 
     Returns
     -------
@@ -562,60 +252,93 @@ def open_call(
     ------
     TypeError
         Not an array; a tracer or a FakeTensor, which have no memory; an output of JAX, or of
-        another framework than the first input's.
+        another framework than the first input's; not a stream.
     ValueError
-        Arrays on the CPU and the GPU, on different devices, or sharded over several; a read-only
-        output.
+        Arrays on the CPU and the GPU, on different devices, or sharded over several; a tensor
+        without memory, or with the negative bit; a read-only output.
     NotPreparedError
         An array that needs DLPack, on a stream that is being captured.
     """
     if waiting:
         release_finished()
-    first = _framework_of(*arguments[0])
-    views: list[ArrayView | None] = []
-    pending: list[int] = []  # what only a DLPack import can give a view of, or an order
-    device: int | None = None
-    for name, array in arguments:
-        framework = _framework_of_type.get(type(array)) or _recognise(name, array)
-        view = framework.view(name, array)
-        where = framework.device(name, array) if view is None else view.device
+    name, array = arguments[0]
+    first = framework_of_type.get(type(array)) or recognise(name, array)
+    same = True
+    for _, array in arguments:
+        if framework_of_type.get(type(array)) is not first:
+            same = False
+            break
+    views = first.views(arguments) if same else _views_of_several(arguments)
+    device = _device_of(arguments, views)
+    allocator: Allocator | None = None
+    handle = 0
+    if device is not None:
+        allocator = first.allocator()
+        handle = allocator.current_stream(device) if stream is None else _handle_of(stream)
+    elif stream is not None:
+        _handle_of(stream)  # what is no stream is none on the CPU either
+    written = _views_of_outputs(outputs, first, name, device) if outputs else []
+    imports = None
+    if not same or None in views:
+        imports = _import_foreign(arguments, first, views, device, handle)
+    found = (*views, *written)
+    return Call(first, allocator, device, handle, stream, found, imports, outputs)
+
+
+def _views_of_several(arguments: tuple[tuple[str, object], ...]) -> list[ArrayView | None]:
+    """Look at arrays of several frameworks."""
+    return [view for one in arguments for view in framework_of(*one).views((one,))]
+
+
+def _device_of(
+    arguments: tuple[tuple[str, object], ...], views: list[ArrayView | None]
+) -> int | None:
+    """CUDA ordinal of all arrays, None for the CPU."""
+    view = views[0]
+    device = framework_of(*arguments[0]).device(*arguments[0]) if view is None else view.device
+    for place in range(1, len(views)):
+        view, named = views[place], arguments[place]
+        where = framework_of(*named).device(*named) if view is None else view.device
         if where != device:
-            if views:
-                raise _device_mismatch(arguments[0][0], device, name, where)
-            device = where
-        if view is None or (framework is not first and where is not None):
-            pending.append(len(views))
-        views.append(view)
+            raise _device_mismatch(arguments[0][0], device, named[0], where)
+    return device
+
+
+def _views_of_outputs(
+    outputs: tuple[tuple[str, object | None], ...],
+    first: Framework,
+    first_name: str,
+    device: int | None,
+) -> list[ArrayView | None]:
+    """Look at the arrays to write to, which need to be of the first argument's framework."""
+    found: list[ArrayView | None] = []
     for name, output in outputs:
         view = None
         if output is not None:
-            framework = _framework_of_type.get(type(output)) or _recognise(name, output)
-            view = framework.view(name, output) if framework is first else None
+            framework = framework_of_type.get(type(output)) or recognise(name, output)
+            if framework is first:
+                (view,) = first.views(((name, output),))
             if view is None:
-                raise _wrong_output(name, output, framework, arguments[0][0])
+                raise _wrong_output(name, output, framework, first_name)
             if view.device != device:
-                raise _device_mismatch(arguments[0][0], device, name, view.device)
+                raise _device_mismatch(first_name, device, name, view.device)
             if view.read_only:
                 raise ValueError(
                     f"{name}: needs an array that can be written to, got a read-only one; pass a "
                     f"copy, or call without {name}="
                 )
-        views.append(view)
-    handle = 0 if device is None else _handle(stream, first.allocator(), device)
-    imports = _import_pending(arguments, pending, views, device, handle) if pending else None
-    call = Call(first, device, handle, tuple(views), imports)
-    call._stream_object = stream
-    call._outputs = outputs
-    return call
+        found.append(view)
+    return found
 
 
+@eager_only
 def glance(arrays: tuple[object, ...]) -> Hashable | None:
     """Look at the arrays of a call just to know them again, for less than half of `open_call`.
 
     Parameters
     ----------
     arrays : tuple of array
-        Arguments and outputs of one call; a tuple of two or three among them is one argument.
+        Arguments and outputs of one call; a tuple or list of two or three is one argument.
 
     Returns
     -------
@@ -624,21 +347,22 @@ def glance(arrays: tuple[object, ...]) -> Hashable | None:
         `open_call` can judge: they are not all CuPy's or all PyTorch's, or of a type that has not
         come before.
     """
-    framework = _framework_of_type.get(type(arrays[0]), _DLPACK)
+    framework = framework_of_type.get(type(arrays[0]), DLPACK)
     for array in arrays:
-        if _framework_of_type.get(type(array)) is not framework:
+        if framework_of_type.get(type(array)) is not framework:
             return _glance_at_parts(arrays)
     return framework.glance(arrays)
 
 
 def _glance_at_parts(arrays: tuple[object, ...]) -> Hashable | None:
     """Look at arrays some of which are in parts, and at which of them are."""
-    each = [a if isinstance(a, tuple) and len(a) in (2, 3) else (a,) for a in arrays]
+    each = [a if isinstance(a, (tuple, list)) and len(a) in (2, 3) else (a,) for a in arrays]
     flat = tuple([array for group in each for array in group])
     seen = glance(flat) if len(flat) > len(arrays) else None
     return seen and (tuple([len(group) for group in each]), seen)
 
 
+@eager_only
 def reopen_call(array: object, device: int | None, stream: object = None) -> Call:
     """Open a call whose arrays a `glance` has known again; it has no views.
 
@@ -658,9 +382,12 @@ def reopen_call(array: object, device: int | None, stream: object = None) -> Cal
     """
     if waiting:
         release_finished()
-    framework = _framework_of_type[type(array)]
-    handle = 0 if device is None else _handle(stream, framework.allocator(), device)
-    return Call(framework, device, handle, (), None)
+    framework = framework_of_type[type(array)]
+    if device is None:
+        return Call(framework, None, None, 0, None)
+    allocator = framework.allocator()
+    handle = allocator.current_stream(device) if stream is None else _handle_of(stream)
+    return Call(framework, allocator, device, handle, stream)
 
 
 def open_device(device: int | None = None, *, stream: object = None) -> Call:
@@ -687,22 +414,52 @@ def open_device(device: int | None = None, *, stream: object = None) -> Call:
     """
     if waiting:
         release_finished()
-    cupy = _cupy()
+    cupy = cupy_framework()
     ordinal = current_device() if device is None else device
     with on_device(driver(), ordinal):
-        call = Call(cupy, ordinal, _handle(stream, cupy, ordinal), (), None)
-        call._stream_object = stream
-        return call
+        handle = cupy.current_stream(ordinal) if stream is None else _handle_of(stream)
+        return Call(cupy, cupy, ordinal, handle, stream)
 
 
 def _in_prose(names: tuple[str, ...]) -> str:
     """List names: a, b and c."""
-    *most, last = names
+    *most, last = names or ("",)
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _framework_of(name: str, array: object) -> _Framework:
-    return _framework_of_type.get(type(array)) or _recognise(name, array)
+def parts(name: str, value: object, names: tuple[str, ...]) -> dict[str, object]:
+    """Name an array, or the arrays in a tuple or list that hold its parts.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name.
+    value : array, or tuple or list of array
+    names : tuple of str
+        What the parts are, for the error; one that ends in `"?"` may be left out.
+
+    Returns
+    -------
+    dict of str to array
+        `{"q": q}`, or `{"q[0]": q_nope, "q[1]": q_pe}`.
+
+    Raises
+    ------
+    ValueError
+        Another number of parts.
+    """
+    if not isinstance(value, (tuple, list)):
+        return {name: value}
+    needed = sum(not part.endswith("?") for part in names)
+    if not needed <= len(value) <= len(names):
+        listed = _in_prose(names[:needed])
+        rest = f", maybe with {_in_prose(names[needed:])}".replace("?", "")
+        raise ValueError(
+            f"{name}: needs one array, or a tuple or list of {listed}"
+            f"{rest if needed < len(names) else ''}, got {len(value)} of them; pass each part as "
+            f"one array"
+        )
+    return {f"{name}[{place}]": part for place, part in enumerate(value)}
 
 
 def check_mutable(name: str, array: object) -> None:
@@ -719,7 +476,7 @@ def check_mutable(name: str, array: object) -> None:
     TypeError
         The array is JAX's, or none at all.
     """
-    if _framework_of(name, array).immutable:
+    if framework_of(name, array).immutable:
         raise TypeError(
             f"{name}: JAX arrays are immutable and cannot be written to; keep what is written in "
             f"an array of CuPy or PyTorch, the other arguments may be JAX's"
@@ -740,7 +497,7 @@ def _device_mismatch(
     )
 
 
-def _wrong_output(name: str, output: object, framework: _Framework, first: str) -> TypeError:
+def _wrong_output(name: str, output: object, framework: Framework, first: str) -> TypeError:
     if framework.name == "jax":
         return TypeError(
             f"{name}: JAX arrays are immutable and cannot be written to; call without {name}= "
@@ -753,11 +510,9 @@ def _wrong_output(name: str, output: object, framework: _Framework, first: str) 
     )
 
 
-def _handle(stream: object, allocator: _Allocator, device: int) -> int:
-    """CUstream of `stream=`, or of the allocator's current stream."""
-    if stream is None:
-        handle = allocator.current_stream(device)
-    elif isinstance(stream, int) and not isinstance(stream, bool):
+def _handle_of(stream: Any) -> int:
+    """CUstream of what was given as `stream=`."""
+    if isinstance(stream, int) and not isinstance(stream, bool):
         handle = stream
     elif hasattr(stream, "__cuda_stream__"):
         handle = stream.__cuda_stream__()[1]
@@ -775,27 +530,34 @@ def _handle(stream: object, allocator: _Allocator, device: int) -> int:
     return 0 if handle == 1 else int(handle)  # 1 is another name of the legacy default stream
 
 
-def _import_pending(
+def _import_foreign(
     arguments: tuple[tuple[str, object], ...],
-    pending: list[int],
+    first: Framework,
     views: list[ArrayView | None],
     device: int | None,
     stream: int,
-) -> list[Imported]:
-    """Import the arguments at the places `pending`, and put their views there."""
+) -> list[Imported] | None:
+    """Import what only DLPack can view or order after its producer; put the views in place."""
+    pending = [
+        place
+        for place, view in enumerate(views)
+        if view is None or (device is not None and framework_of(*arguments[place]) is not first)
+    ]
+    if not pending:
+        return None
     if device is None:
         imports = [_import(*arguments[place], None) for place in pending]
     else:
         imports = _import_on_device(tuple(arguments[place] for place in pending), device, stream)
     for place, imported in zip(pending, imports, strict=True):
         view = imported.view
-        immutable = _framework_of(*arguments[place]).immutable
+        immutable = framework_of(*arguments[place]).immutable
         views[place] = view._replace(read_only=True) if immutable else view
     return imports
 
 
 def _import(name: str, array: object, stream: int | None) -> Imported:
-    return _framework_of(name, array).import_array(name, array, stream)
+    return framework_of(name, array).import_array(name, array, stream)
 
 
 def _import_on_device(
@@ -815,9 +577,7 @@ def _import_on_device(
     return imports
 
 
-# --- the CPU path --------------------------------------------------------------------------------
-
-
+@eager_only
 def to_numpy(name: str, array: object) -> np.ndarray[Any, Any]:
     """NumPy view of an array of any framework in CPU memory.
 
@@ -838,8 +598,8 @@ def to_numpy(name: str, array: object) -> np.ndarray[Any, Any]:
     TypeError, ValueError
         As `open_call`, and for an array on a GPU.
     """
-    framework = _framework_of(name, array)
-    view = framework.view(name, array)
+    framework = framework_of(name, array)
+    (view,) = framework.views(((name, array),))
     device = framework.device(name, array) if view is None else view.device
     if device is not None:
         raise ValueError(
@@ -859,5 +619,5 @@ def from_numpy(framework: str, array: np.ndarray[Any, Any]) -> object:
     array : numpy.ndarray
         ml_dtypes' types included.
     """
-    owners: dict[str, Callable[[], _Framework]] = {"torch": _torch, "jax": _jax}
+    owners: dict[str, Callable[[], Framework]] = {"torch": torch_framework, "jax": jax_framework}
     return array if framework == "numpy" else owners[framework]().from_numpy(array)

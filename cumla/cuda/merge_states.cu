@@ -9,13 +9,14 @@
 //
 // Registers: 32 of loads in flight, 16 or 32 of sums; at most 96 in all, so that ten blocks fit on a multiprocessor, and
 // 640 threads x 8 loads x 16 B = 80 KiB are in flight there. Memory needs about 40.
+#include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla {
 
-struct Fp32 {};
+using namespace ptx;
 
 constexpr int kMergeThreads = 64;
 constexpr int kColumnsOfFew = 4, kColumnsOfMany = 2;  // of 16 bytes, of a lane, at once
@@ -96,12 +97,12 @@ __device__ __forceinline__ void store_column(char* row, int column, OutType type
   }
 }
 
-// Where a row lies.
-struct Place {
+// Where a row lies in the arrays of a state.
+struct StateRow {
   u32 batch, token, head;  // unsigned: half as many instructions to multiply by strides
 
-  __device__ __forceinline__ Place(u32 batch, u32 token, u32 head) : batch(batch), token(token), head(head) {}
-  __device__ __forceinline__ Place(const MergeStatesParams& p, i64 row) {
+  __device__ __forceinline__ StateRow(u32 batch, u32 token, u32 head) : batch(batch), token(token), head(head) {}
+  __device__ __forceinline__ StateRow(const MergeStatesParams& p, i64 row) {
     const i64 token_row = divide(row, p.heads);
     batch = static_cast<u32>(divide(token_row, p.tokens));
     head = static_cast<u32>(row - token_row * p.heads);
@@ -109,7 +110,7 @@ struct Place {
   }
   // One whose addresses are computed where they are needed: hoisted out of a loop they cost registers and, where nothing is
   // carried, all their instructions.
-  __device__ __forceinline__ Place late() const { return {copy_of(batch), copy_of(token), copy_of(head)}; }
+  __device__ __forceinline__ StateRow late() const { return {copy_of(batch), copy_of(token), copy_of(head)}; }
   __device__ __forceinline__ char* out(const AttentionState& of) const { return of.out + offset(of.out_strides); }
   __device__ __forceinline__ float* lse(const AttentionState& of) const {
     return reinterpret_cast<float*>(of.lse + offset(of.lse_strides));
@@ -151,7 +152,7 @@ struct Sum {
 };
 
 template <typename T, int kColumns>
-__device__ __forceinline__ void start_from_carried(Sum<T, kColumns>& sum, const MergeStatesParams& p, const Place& place,
+__device__ __forceinline__ void start_from_carried(Sum<T, kColumns>& sum, const MergeStatesParams& p, const StateRow& place,
                                                    const int (&column)[kColumns]) {
   const float lse = *place.lse(p.carried);
   if (is_empty(lse)) return;
@@ -174,7 +175,7 @@ __device__ __forceinline__ void start_from_carried(Sum<T, kColumns>& sum, const 
 }
 
 template <typename T, int kColumns>
-__device__ __forceinline__ void add_partials(Sum<T, kColumns>& sum, const MergeStatesParams& p, const Place& place,
+__device__ __forceinline__ void add_partials(Sum<T, kColumns>& sum, const MergeStatesParams& p, const StateRow& place,
                                              const int (&column)[kColumns]) {
   constexpr int kAtOnce = kLoads / kColumns;
 #pragma unroll 1
@@ -209,8 +210,8 @@ __device__ __forceinline__ void add_partials(Sum<T, kColumns>& sum, const MergeS
 }
 
 template <typename T, int kColumns>
-__device__ __forceinline__ float merge_row(const MergeStatesParams& p, const Place& place, int lane, int lanes) {
-  float lse = kInfinity;
+__device__ __forceinline__ float merge_row(const MergeStatesParams& p, const StateRow& place, int lane, int lanes) {
+  float lse = -kInfinity;
 #pragma unroll 1
   for (int first = lane; first - lane < p.columns; first += kColumns * lanes) {
     int column[kColumns];
@@ -228,7 +229,7 @@ __device__ __forceinline__ float merge_row(const MergeStatesParams& p, const Pla
       for (int i = 0; i < kElements<T>; ++i) sum.v[c][i] *= factor;
       if (column[c] < p.columns) store_column(out, column[c], p.out_type, sum.v[c]);
     }
-    lse = empty ? kInfinity : sum.maximum + log2_approx(sum.weight) * p.from_log2;
+    lse = empty ? -kInfinity : sum.maximum + log2_approx(sum.weight) * p.from_log2;
   }
   return lse;
 }
@@ -240,7 +241,7 @@ __device__ __forceinline__ void merge_states(const MergeStatesParams& p) {
   const i64 row = (static_cast<i64>(blockIdx.x) * kMergeThreads + threadIdx.x) >> p.lanes_log2;
   grid_dependency_launch();
   if (row >= p.rows) return;
-  const Place place(p, row);
+  const StateRow place(p, row);
   grid_dependency_wait();
   const float lse = p.count > kFew ? merge_row<T, kColumnsOfMany>(p, place, lane, lanes)
                                    : merge_row<T, kColumnsOfFew>(p, place, lane, lanes);

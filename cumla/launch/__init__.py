@@ -27,16 +27,17 @@ def all_specs() -> tuple[KernelSpec, ...]:
     from cumla.launch.mla import (
         append_cache,
         append_fp8_cache,
-        mla_attention,
         mla_decode,
         mla_decode_fp8,
+        mla_decode_swapped,
     )
-    from cumla.launch.split import mla_schedule
+    from cumla.launch.split import ragged_schedule, schedule
 
     return (
-        mla_schedule.SPECS
-        + mla_attention.SPECS
+        schedule.SPECS
+        + ragged_schedule.SPECS
         + mla_decode.SPECS
+        + mla_decode_swapped.SPECS
         + mla_decode_fp8.SPECS
         + merge_states.SPECS
         + append_cache.SPECS

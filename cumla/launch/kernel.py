@@ -1,28 +1,172 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launching: grid, stream, parameters, programmatic dependent launch."""
+"""A launch as data, and launching it: grid, parameters, relocations, stream, dependent launch."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cumla.core.operation import Address
 from cumla.errors import CumlaError
 from cumla.launch.device import import_driver
+from cumla.launch.module import load
+from cumla.launch.tensor_map import TensorMap
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from cumla.launch.module import LoadedKernel
+    from cumla.launch.source import KernelSpec
 
-__all__ = ["PreparedLaunch", "ReadyLaunches"]
+__all__ = ["Launch", "PreparedLaunch", "Relocation", "Template"]
 
-_MOST_READY = 1024
+
+class Relocation(NamedTuple):
+    """A field of a parameter struct that depends on where an argument lies.
+
+    Attributes
+    ----------
+    offset : int
+        Of the field in the struct, in bytes.
+    argument : str
+        Name of the argument.
+    addend : int
+        Bytes from where the argument begins.
+    map : TensorMap or None
+        What to encode with the address; None for the address itself, 64 bits.
+    """
+
+    offset: int
+    argument: str
+    addend: int
+    map: TensorMap | None
+
+
+class Launch(NamedTuple):
+    """One launch as data: no GPU, no loaded kernel and no stream is needed to make it.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+        The kernel, which takes one struct by value; threads and shared memory are its spec's.
+    grid : tuple[int, int, int]
+        Blocks in x, y and z.
+    layout : struct.Struct
+        Memory layout of the parameter struct, padding included.
+    values : tuple
+        The struct's fields in order; a tensor map as :class:`TensorMap`.
+    """
+
+    spec: KernelSpec
+    grid: tuple[int, int, int]
+    layout: struct.Struct
+    values: tuple[Any, ...]
+
+    def template(self, device: int, capturing: Callable[[], bool]) -> Template:
+        """Load the kernel and pack its parameters, to be completed and launched.
+
+        Parameters
+        ----------
+        device : int
+            CUDA device number.
+        capturing : callable
+            Tells whether the stream is being captured; asked only where the kernel is cold.
+
+        Returns
+        -------
+        Template
+        """
+        return Template(load(self.spec, device, capturing=capturing), self)
+
+    def pack(self) -> bytes:
+        """Pack the struct; tensor maps are encoded, which needs the driver's library."""
+        values = [v.encode() if isinstance(v, TensorMap) else v for v in self.values]
+        return self.layout.pack(*values)
+
+    def relocations(self) -> tuple[Relocation, ...]:
+        """List the fields that depend on an argument's address: those that are :class:`Address`."""
+        found = []
+        for offset, value in zip(_offsets(self.layout.format), self.values, strict=True):
+            is_map = isinstance(value, TensorMap)
+            address = value.ptr if is_map else value
+            if isinstance(address, Address):
+                tensor_map = value if is_map else None
+                found.append(Relocation(offset, address.argument, address.addend, tensor_map))
+        return tuple(found)
+
+
+@cache
+def _offsets(layout: str) -> tuple[int, ...]:
+    """Tell where the fields of a layout lie that packs them without gaps of its own ("<")."""
+
+    def each() -> Iterator[int]:
+        offset = 0
+        for count, letter in re.findall(r"(\d*)([a-zA-Z?])", layout):
+            if letter in "sx":
+                if letter == "s":
+                    yield offset
+                offset += int(count or 1)
+                continue
+            for _ in range(int(count or 1)):
+                yield offset
+                offset += struct.calcsize(f"<{letter}")
+
+    return tuple(each())
+
+
+class Template:
+    """A launch with its kernel loaded and its parameters packed, but for some addresses.
+
+    Parameters
+    ----------
+    kernel : LoadedKernel
+        The kernel of `launch`, loaded.
+    launch : Launch
+        What to launch.
+    """
+
+    __slots__ = ("_grid", "_kernel", "_packed", "_relocations")
+
+    def __init__(self, kernel: LoadedKernel, launch: Launch) -> None:
+        self._kernel = kernel
+        self._grid = launch.grid
+        self._packed = launch.pack()
+        self._relocations = launch.relocations()
+
+    def at(self, addresses: Mapping[str, int], stream: int) -> PreparedLaunch:
+        """Complete the parameters.
+
+        Parameters
+        ----------
+        addresses : mapping
+            Where each argument that the relocations name begins.
+        stream : int
+            CUstream handle.
+
+        Returns
+        -------
+        PreparedLaunch
+            To be called.
+        """
+        parameters = _buffer_type(len(self._packed)).from_buffer_copy(self._packed)
+        for offset, argument, addend, tensor_map in self._relocations:
+            address = addresses[argument] + addend
+            if tensor_map is None:
+                _pack_address(parameters, offset, address)
+            else:
+                encoded = tensor_map._replace(ptr=address).encode()
+                parameters[offset : offset + len(encoded)] = encoded
+        return PreparedLaunch(self._kernel, self._grid, parameters, stream)
+
+
+_pack_address = struct.Struct("<Q").pack_into
 
 
 class PreparedLaunch:
-    """A kernel that takes one struct by value, with its struct, grid and stream.
+    """A kernel on one GPU with its packed parameters, grid and stream.
 
     Calling it launches; it can be called any number of times, from any thread. The launch may
     overlap the tail of the kernel before it in the stream (programmatic dependent launch): every
@@ -34,10 +178,8 @@ class PreparedLaunch:
         What to launch; its threads and dynamic shared memory are those of its spec.
     grid : tuple[int, int, int]
         Blocks in x, y and z.
-    layout : struct.Struct
-        Memory layout of the parameter struct, padding included.
-    values : sequence
-        The struct's fields in order.
+    parameters : ctypes array
+        The struct that the kernel takes.
     stream : int
         CUstream handle.
     """
@@ -45,15 +187,8 @@ class PreparedLaunch:
     __slots__ = ("_config", "_handle", "_kernel", "_launch", "_owned", "_pointers", "_stream")
 
     def __init__(
-        self,
-        kernel: LoadedKernel,
-        grid: tuple[int, int, int],
-        layout: struct.Struct,
-        values: Sequence[Any],
-        stream: int,
+        self, kernel: LoadedKernel, grid: tuple[int, int, int], parameters: Any, stream: int
     ) -> None:
-        parameters = _buffer_type(layout.size)()
-        layout.pack_into(parameters, 0, *values)
         pointers = _Pointers(ctypes.addressof(parameters))
         spec = kernel.spec
         self._launch = import_driver().cuLaunchKernelEx
@@ -74,20 +209,6 @@ class PreparedLaunch:
                 f"stream of that device, and what an earlier kernel of any library did wrong is "
                 f"reported here too: CUMLA_CHECK=1 looks for it in the arguments of this one"
             )
-
-
-class ReadyLaunches(dict["Hashable", PreparedLaunch]):
-    """Launches by the views of the call that prepared them, and whatever else they depend on.
-
-    What was checked and packed for some arrays need not be for the same ones again: a launch holds
-    addresses, shapes and strides, and no array.
-    """
-
-    def keep(self, key: Hashable, launch: PreparedLaunch) -> None:
-        """Keep a launch; where there are too many, the others are forgotten."""
-        if len(self) >= _MOST_READY:
-            self.clear()
-        self[key] = launch
 
 
 _Pointers = ctypes.c_void_p * 1

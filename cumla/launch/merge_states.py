@@ -7,16 +7,15 @@ import struct
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cumla.core.arrays import ArrayView
-    from cumla.launch.module import LoadedKernel
 
-__all__ = ["MOST_PARTIALS", "SPECS", "StateViews", "merge_spec", "prepare_merge"]
+__all__ = ["MOST_PARTIALS", "SPECS", "StateViews", "merge_launch", "merge_spec"]
 
 MOST_PARTIALS = 60  # kMostPartials of the kernel
 # kColumnsOfFew and kColumnsOfMany, of 16 bytes, that a lane takes at once; and how many are few.
@@ -69,20 +68,16 @@ _NOTHING = (0,) * 8  # the fields of no state
 _PARAMS = struct.Struct(f"<17q6i2f{len(_NOTHING) * MOST_PARTIALS}q")
 
 
-def prepare_merge(
-    kernel: LoadedKernel,
+def merge_launch(
     partials: Sequence[StateViews],
     carried: StateViews | None,
     result: StateViews,
     log2_of_base: float,
-    stream: int,
-) -> PreparedLaunch:
-    """Prepare to merge partial results, behind what an earlier launch has merged.
+) -> Launch:
+    """Describe how to merge partial results, behind what an earlier launch has merged.
 
     Parameters
     ----------
-    kernel : LoadedKernel
-        ``merge_states_<dtype>`` of the partial results.
     partials : sequence of StateViews
         1 to `MOST_PARTIALS` of one shape and dtype.
     carried : StateViews or None
@@ -91,13 +86,10 @@ def prepare_merge(
         Where to write; out float32, bfloat16 or float16.
     log2_of_base : float
         Binary logarithm of the base of the log-sum-exps.
-    stream : int
-        CUstream handle.
 
     Returns
     -------
-    PreparedLaunch
-        To be called.
+    Launch
     """
     first = partials[0].out
     rows = prod(first.shape[:3])
@@ -118,8 +110,9 @@ def prepare_merge(
         *(field for partial in partials for field in partial.fields),
         *_NOTHING * (MOST_PARTIALS - len(partials)),
     )
-    blocks = -(-rows // (kernel.spec.threads >> lanes_log2))
-    return PreparedLaunch(kernel, (blocks, 1, 1), _PARAMS, values, stream)
+    spec = merge_spec(first.dtype)
+    blocks = -(-rows // (spec.threads >> lanes_log2))
+    return Launch(spec, (blocks, 1, 1), _PARAMS, values)
 
 
 def _lanes_log2(columns: int, count: int) -> int:

@@ -5,14 +5,82 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from typing import NamedTuple
 
 from cumla.errors import CumlaError
 from cumla.launch.device import import_driver
 
-__all__ = ["paged_kv_map"]
+__all__ = ["TensorMap", "paged_kv_map"]
 
-# Of a box: type, columns, and the bytes of the swizzle, as wide as the box is if there is one; of
-# words those of a packed row, of 64 bits all of them.
+
+class TensorMap(NamedTuple):
+    """Arguments of ``cuTensorMapEncodeTiled``; axes are listed innermost first.
+
+    Attributes
+    ----------
+    name : str
+        Argument that an error message names.
+    ptr : int
+        Address of the array, a multiple of 16.
+    kind : str
+        The driver's name of the element type, such as ``"BFLOAT16"``.
+    sizes : tuple of int
+        Extents in elements. Coordinates outside of them bring zeros.
+    strides : tuple of int
+        Bytes from one element to the next on each axis but the innermost: multiples of 16 below
+        2**40.
+    box : tuple of int
+        Elements of one load on each axis.
+    swizzle : int
+        Width of the swizzle in bytes, or 0 for none.
+    """
+
+    name: str
+    ptr: int
+    kind: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+    def encode(self) -> bytes:
+        """Return the 128-byte descriptor; the driver's library is needed, and no GPU.
+
+        Descriptors are cached: a cache that stays where it is costs one dictionary look-up a call.
+        """
+        return _encoded(self)
+
+
+@lru_cache(maxsize=4096)
+def _encoded(wanted: TensorMap) -> bytes:
+    driver = import_driver()
+    name, ptr, kind, sizes, strides, box, swizzle = wanted
+    # The stride of an axis of length 1 means nothing and frameworks report anything there.
+    usable = [s if n > 1 else 16 * sizes[0] for n, s in zip(sizes[1:], strides, strict=True)]
+    mode = f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B" if swizzle else "CU_TENSOR_MAP_SWIZZLE_NONE"
+    status, descriptor = driver.cuTensorMapEncodeTiled(
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
+        len(sizes),
+        int(ptr),
+        [driver.cuuint64_t(n) for n in sizes],
+        [driver.cuuint64_t(s) for s in usable],
+        [driver.cuuint32_t(n) for n in box],
+        [driver.cuuint32_t(1)] * len(sizes),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(driver.CUtensorMapSwizzle, mode),
+        # 256-byte promotion costs 8 % of the bandwidth on an H200; none and 128 bytes are equal.
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status:
+        raise CumlaError(
+            f"{name}: the driver refused a tensor map with {status.name} (sizes {sizes}, byte "
+            f"strides {usable}); make a contiguous copy"
+        )
+    return ctypes.string_at(descriptor.getPtr(), 128)
+
+
+# dtype -> (element type, columns of one box, swizzle in bytes; 0: none). None: all columns.
 _BOXES = {
     "bfloat16": ("BFLOAT16", 64, 128),
     "float16": ("FLOAT16", 64, 128),
@@ -23,25 +91,13 @@ _BOXES = {
 }
 
 
-@lru_cache(maxsize=4096)
 def paged_kv_map(
-    ptr: int,
-    dtype: str,
-    num_pages: int,
-    page_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_stride: int,
-    row_stride: int,
-    head_stride: int,
-    box_rows: int,
-) -> bytes:
-    """Describe a paged KV cache as (head_dim, page_size, num_kv_heads, num_pages), innermost first.
+    ptr: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box_rows: int
+) -> TensorMap:
+    """Describe a paged KV cache; one load brings rows of one head of one page.
 
-    One load brings ``box_rows`` rows x 128 bytes of one head of one page into shared memory with a
-    swizzle as wide as they are, or x 4 of float32, x 164 words or x all columns of uint64 without;
-    coordinates outside the array bring zeros, columns too. Descriptors are cached by all
-    arguments: a cache that stays where it is costs one dictionary look-up a call.
+    A load is ``box_rows`` rows x 128 bytes, with a swizzle as wide; or, without a swizzle, x 4 of
+    float32, x 164 words (a packed row) or x all columns of uint64.
 
     Parameters
     ----------
@@ -50,43 +106,26 @@ def paged_kv_map(
     dtype : str
         ``"bfloat16"``, ``"float16"``, ``"float8_e4m3fn"``, ``"float32"``, ``"uint32"`` or
         ``"uint64"``.
-    num_pages, page_size, num_kv_heads, head_dim : int
-        Extents in elements.
-    page_stride, row_stride, head_stride : int
-        Strides in bytes, multiples of 16 below 2**40.
+    shape : tuple of int
+        ``(num_pages, page_size, num_kv_heads, columns)``.
+    strides : tuple of int
+        In bytes.
     box_rows : int
         Rows of one load, at most 256.
 
     Returns
     -------
-    bytes
-        The 128-byte descriptor.
+    TensorMap
     """
-    driver = import_driver()
-    kind, box_columns, width = _BOXES[dtype]
-    box_columns = box_columns or head_dim
-    swizzle = f"CU_TENSOR_MAP_SWIZZLE_{width}B" if width else "CU_TENSOR_MAP_SWIZZLE_NONE"
-    sizes = (head_dim, page_size, num_kv_heads, num_pages)
-    strides = (row_stride, head_stride, page_stride)
-    # The stride of an axis of length 1 means nothing and frameworks report anything there.
-    usable = [s if n > 1 else 16 * head_dim for n, s in zip(sizes[1:], strides, strict=True)]
-    status, descriptor = driver.cuTensorMapEncodeTiled(
-        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
-        4,
+    kind, box_columns, swizzle = _BOXES[dtype]
+    num_pages, page_size, num_kv_heads, columns = shape
+    page_stride, row_stride, head_stride = strides[:3]
+    return TensorMap(
+        "kv_cache",
         ptr,
-        [driver.cuuint64_t(n) for n in sizes],
-        [driver.cuuint64_t(s) for s in usable],
-        [driver.cuuint32_t(n) for n in (box_columns, box_rows, 1, 1)],
-        [driver.cuuint32_t(1)] * 4,
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        getattr(driver.CUtensorMapSwizzle, swizzle),
-        # 256-byte promotion costs 8 % of the bandwidth on an H200; none and 128 bytes are equal.
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        kind,
+        (columns, page_size, num_kv_heads, num_pages),
+        (row_stride, head_stride, page_stride),
+        (box_columns or columns, box_rows, 1, 1),
+        swizzle,
     )
-    if status:
-        raise CumlaError(
-            f"kv_cache: the driver refused a tensor map with {status.name} (sizes {sizes}, byte "
-            f"strides {usable}); make a contiguous copy"
-        )
-    return ctypes.string_at(descriptor.getPtr(), 128)

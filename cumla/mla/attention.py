@@ -4,74 +4,80 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from numbers import Real
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from cumla import reference
-from cumla.core.arrays import ArrayView, Call, from_numpy, glance, open_call, reopen_call, to_numpy
-from cumla.core.workspace import PlanMemory, check_plan_device, never_updated, open_plan
-from cumla.launch.device import current_device, properties, require_hopper
-from cumla.launch.mla.mla_attention import SPECS as SCHEDULE_SPECS
-from cumla.launch.mla.mla_attention import (
-    MLAAttentionKey,
-    attention_spec,
-    prepare_attention,
-    prepare_attention_schedule,
-)
-from cumla.launch.mla.mla_decode import form_of
-from cumla.launch.mla.mla_decode_fp8 import fp8_specs
-from cumla.launch.split.plan import BLOCK_TOKENS, CACHES
-from cumla.mla.attention_checks import (
-    QUERY_AXES,
-    Lengths,
-    check_length_values,
-    check_one_form,
-    check_page_values,
-    check_planned_lengths,
-    check_total_tokens,
-    checked_batch,
-    checked_lengths,
-    checked_ragged,
-    lengths_on_host,
-)
-from cumla.mla.call import Kernels, Outputs, load_for
-from cumla.mla.checks import (
-    DTYPES,
-    Arguments,
-    cache_of,
+from cumla.core.arguments import (
+    INT32,
+    Array,
+    bind,
     check_device_number,
-    check_mode,
     check_number,
+    checked_flag,
+    checked_scale,
+)
+from cumla.core.arrays import open_call
+from cumla.core.operation import Operation, Output, Scheduled, parts_on_host, run
+from cumla.core.plan import Plan
+from cumla.core.state import AttentionState
+from cumla.launch.device import current_device, properties, require_hopper
+from cumla.launch.mla.mla_attention import attention_launch, attention_spec
+from cumla.launch.mla.mla_decode import DecodeArguments
+from cumla.launch.mla.mla_decode_fp8 import fp8_specs
+from cumla.launch.mla.shape import HEAD_DIM, MLAAttentionKey
+from cumla.launch.module import load
+from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS
+from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
+from cumla.launch.split.ragged_schedule import ragged_schedule_launch
+from cumla.mla.arguments import (
+    BLOCK_TABLE,
+    DTYPES,
+    cache_of,
     check_shape_numbers,
     checked_cache_dtype,
-    checked_flag,
+    checked_kv_scale,
     checked_query_and_cache,
-    checked_scale,
-    copy_to_host,
-    may_look,
-    named_parts,
+    named,
     other_cache,
+    outputs_of,
 )
 from cumla.mla.fp8_caches import number_of
-from cumla.reference import MLAAttentionResult
 
 if TYPE_CHECKING:
-    from cumla.launch.kernel import PreparedLaunch
+    from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["MLAAttentionPlan", "MLAAttentionResult", "mla_attention"]
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable
 
-_LENGTHS = "qo_indptr, kv_lens"  # arguments of an update, in messages
+    Host = Mapping[str, np.ndarray[Any, Any]]
+
+__all__ = ["MLAAttentionPlan", "mla_attention"]
+
+_SCALE = float(HEAD_DIM**-0.5)  # of the scores, by default
+_QUERY_AXES = ("total_tokens", "num_heads")  # of q, before its columns
+_MOST_PLACES = (1 << 31) - 1  # row tiles that a schedule can number
+_ENTRY = "give each request of the batch its entry"
+_LENGTHS = {
+    "qo_indptr": Array("batch+1", INT32, way_out="give each request a begin, and the last an end"),
+    "kv_lens": Array("batch", INT32, way_out=_ENTRY),
+    "kv_indptr": Array("batch+1", INT32, way_out=_ENTRY),
+}
+_PAGES = {
+    "block_table": BLOCK_TABLE,
+    "kv_indices": Array("pages", INT32, "row", "pass a table as block_table"),
+}
 
 
 def mla_attention(
     q: Any,
     kv_cache: Any,
+    block_table: Any,
+    kv_lens: Any,
     *,
     qo_indptr: Any,
-    kv_lens: Any,
-    block_table: Any = None,
     kv_indptr: Any = None,
     kv_indices: Any = None,
     causal: bool = True,
@@ -79,9 +85,8 @@ def mla_attention(
     kv_scale: Any = None,
     out: Any = None,
     lse: Any = None,
-    plan: MLAAttentionPlan | None = None,
     stream: Any = None,
-) -> MLAAttentionResult:
+) -> AttentionState:
     """Attend to a paged cache of latent rows from queries of different lengths.
 
     The formula is that of :func:`cumla.mla_decode`. The query tokens of request r are the rows of q
@@ -98,18 +103,19 @@ def mla_attention(
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or without num_kv_heads, or a tuple
         ``(ckv, kpe)``: as in :func:`cumla.mla_decode`, FP8 caches included.
-    qo_indptr : array
-        ``(batch + 1,)`` int32: where the query tokens of each request begin in q, and where the
-        last ones end. The numbers must not fall. Rows before the first and from the last on belong
-        to no request: what they give is not written.
+    block_table : array or None
+        ``(batch, max_pages)`` int32, rows contiguous, as in :func:`cumla.mla_decode`; None where
+        pages come as kv_indptr and kv_indices.
     kv_lens : array
         ``(batch,)`` int32: cached tokens of each request, those of its queries included. Clamped to
         what the pages of the request hold.
-    block_table : array, optional
-        ``(batch, max_pages)`` int32, rows contiguous, as in :func:`cumla.mla_decode`.
+    qo_indptr : array
+        ``(batch + 1,)`` int32: where the query tokens of each request begin in q, and where the
+        last ones end. The numbers must be non-decreasing. Rows before the first and from the last
+        on belong to no request: what they give is not written.
     kv_indptr, kv_indices : array, optional
         In place of block_table: the pages of request r are ``kv_indices[kv_indptr[r] :
-        kv_indptr[r + 1]]``. ``(batch + 1,)`` int32, of numbers that do not fall, and ``(pages,)``
+        kv_indptr[r + 1]]``. ``(batch + 1,)`` int32, non-decreasing, and ``(pages,)``
         int32, contiguous, as long as ``kv_indptr[-1]`` at least.
     causal : bool
         Query i of n of a request sees ``kv_lens - (n - 1 - i)`` of its tokens; all of them if
@@ -123,18 +129,16 @@ def mla_attention(
         framework; JAX's arrays cannot be written to.
     lse : array, optional
         ``(total_tokens, num_heads)`` float32, written and returned.
-    plan : MLAAttentionPlan, optional
-        A schedule and workspace made ready by :meth:`MLAAttentionPlan.update`; without it both are
-        made in this call.
     stream : optional
         As in :func:`cumla.mla_decode`.
 
     Returns
     -------
-    MLAAttentionResult
-        ``out``, and ``lse``: the natural logarithm of the sum of ``exp(softmax_scale * q.k)``.
-        Where a query sees nothing out is 0 and lse +inf. Arrays of q's framework; what is allocated
-        here holds anything in the rows of no request.
+    AttentionState
+        ``out`` ``(total_tokens, num_heads, 512)`` and ``lse`` ``(total_tokens, num_heads)``
+        float32: the natural logarithm of the sum of ``exp(softmax_scale * q.k)``. Where a query
+        sees nothing out is 0 and lse -inf. Arrays of q's framework; what is allocated here holds
+        anything in the rows of no request.
 
     Raises
     ------
@@ -142,7 +146,7 @@ def mla_attention(
         As :func:`cumla.mla_decode`.
     ValueError
         An argument does not fit: its shape, strides, alignment, place or value; pages in both forms
-        or in none; a plan that was made for something else or is not ready.
+        or in none; an output shares memory with another array.
     NotPreparedError
         As :func:`cumla.mla_decode`.
 
@@ -154,55 +158,137 @@ def mla_attention(
     none of them alive: keep arrays and plan as long as the graph is replayed.
     """
     causal = checked_flag("causal", causal)
-    check_one_form(block_table, kv_indptr, kv_indices)
-    if plan is not None:
-        if not isinstance(plan, MLAAttentionPlan):
-            raise TypeError(f"plan: needs a cumla.MLAAttentionPlan, got {type(plan).__qualname__}")
-        plan._check_call(causal, _present(qo_indptr, kv_lens, kv_indptr), stream)
-        return plan.run(
-            q,
-            kv_cache,
-            block_table,
-            kv_indices=kv_indices,
-            softmax_scale=softmax_scale,
-            kv_scale=kv_scale,
-            out=out,
-            lse=lse,
-            stream=stream,
-        )
-    scale = checked_scale(softmax_scale)
+    _check_one_form(block_table, kv_indptr, kv_indices)
     factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
-    given = _present(qo_indptr, kv_lens, kv_indptr)
-    inputs = _named(q, kv_cache, block_table, kv_indices, kv_scale)
-    arrays = inputs | given
-    call, views = _open(arrays, out, lse, stream)
-    lengths = checked_lengths(views)
-    batch = lengths.kv_lens.shape[0]
-    arguments = checked_ragged(views, batch, factor)
-    key = _key_of(arguments.q, arguments.kv_cache, batch, causal)
-    if call.device is None:
-        host = _on_host(given)
-        if check_mode():
-            _check_lengths(host, key)
-        return _attend_on_cpu(call, inputs, factor, host, out, lse, scale, causal)
-    with call:
-        if may_look(call):
-            host = lengths_on_host(lengths, call.stream)
-            _check_lengths(host, key)
-            _check_pages(call, arguments, host)
-        kernels = _kernels(call, key)
-        result = Outputs.of(call, arguments, (key.total_tokens, key.num_heads), out, lse)
-        buffer = call.workspace(key.layout.nbytes).ptr
-        schedule = prepare_attention_schedule(
-            kernels.schedule, key, buffer, *lengths, stream=call.stream
+    inputs = named(
+        q,
+        kv_cache,
+        kv_scale,
+        block_table=block_table,
+        kv_indices=kv_indices,
+        qo_indptr=qo_indptr,
+        kv_lens=kv_lens,
+        kv_indptr=kv_indptr,
+    )
+    options = (checked_scale(softmax_scale, _SCALE), factor, causal)
+    return AttentionState(*run(_ATTENTION, inputs, {"out": out, "lse": lse}, options, stream))
+
+
+class _Lengths(NamedTuple):
+    """What a schedule is made of."""
+
+    qo_indptr: ArrayView
+    kv_lens: ArrayView
+    kv_indptr: ArrayView | None
+
+
+class _Schedule(Operation[_Lengths, MLAAttentionKey]):
+    """Deals the KV blocks of all row tiles out, from lengths, into a plan's buffer."""
+
+    integers = ("qo_indptr", "kv_lens", "kv_indptr")
+
+    def arguments(self, views: Views, options: int | None) -> _Lengths:
+        sizes = {} if options is None else {"batch": options}
+        bind(_LENGTHS, views, sizes)
+        qo_indptr, kv_lens = views["qo_indptr"], views["kv_lens"]
+        assert qo_indptr is not None and kv_lens is not None
+        return _Lengths(qo_indptr, kv_lens, views.get("kv_indptr"))
+
+    def recipe(
+        self, key: MLAAttentionKey, arguments: _Lengths, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        return (ragged_schedule_launch(key, buffer, *arguments),) if key.batch else ()
+
+    def reference(self, host: Host, arguments: _Lengths) -> Sequence[np.ndarray[Any, Any]]:
+        return ()
+
+
+class _Attend(Operation[DecodeArguments, MLAAttentionKey]):
+    """Attends by the schedule in a plan's buffer."""
+
+    integers = ("block_table", "kv_indices")
+
+    def arguments(self, views: Views, options: tuple[float, float | None, bool]) -> DecodeArguments:
+        softmax_scale, factor, causal = options
+        columns = checked_query_and_cache(views, _QUERY_AXES)
+        kv_scale = checked_kv_scale(columns, views, factor)
+        bind(_PAGES, views, {})
+        pages = views.get("block_table")
+        if pages is None:
+            pages = views["kv_indices"]
+        elif pages.shape[0] > 1 and pages.strides[0] < 0:  # entries count from the first row's
+            raise ValueError(
+                f"block_table: needs rows in the order of memory, got a stride of "
+                f"{pages.strides[0]} bytes between them; make a contiguous copy"
+            )
+        assert pages is not None
+        return DecodeArguments(
+            *columns[:4], pages, columns.kv_scales, kv_scale, softmax_scale, causal
         )
-        attend = _attention(call, kernels, key, buffer, arguments, result, scale)
-        schedule()
-        attend()
-        return MLAAttentionResult(*result.export(call))
+
+    def outputs(self, arguments: DecodeArguments) -> tuple[Output, ...]:
+        return outputs_of(arguments.q, arguments.q.shape[:2])
+
+    def workspace_bytes(self, key: MLAAttentionKey) -> int:
+        return key.layout.nbytes
+
+    def recipe(
+        self,
+        key: MLAAttentionKey,
+        arguments: DecodeArguments,
+        outs: Sequence[ArrayView],
+        buffer: int,
+    ) -> Sequence[Launchable]:
+        if not key.batch or 0 in arguments.q.shape:
+            return ()
+        out, lse = outs
+        return (attention_launch(key, buffer, arguments, out, lse),)
+
+    def check_values(self, host: Host, arguments: DecodeArguments) -> None:
+        num_pages, page_size = arguments.kv_cache.shape[:2]
+        _check_lengths(host, arguments.q.shape[0], page_size)
+        _check_pages(host, num_pages, page_size)
+
+    def reference(self, host: Host, arguments: DecodeArguments) -> Sequence[np.ndarray[Any, Any]]:
+        factor: Any = arguments.kv_scale  # a view, if it is an array
+        return reference.mla_attention(
+            parts_on_host(host, "q"),
+            parts_on_host(host, "kv_cache"),
+            host.get("block_table"),
+            host["kv_lens"],
+            qo_indptr=host["qo_indptr"],
+            kv_indptr=host.get("kv_indptr"),
+            kv_indices=host.get("kv_indices"),
+            softmax_scale=arguments.softmax_scale,
+            kv_scale=host.get("kv_scale", None if factor == 1.0 else factor),
+            causal=arguments.causal,
+            out=host.get("out"),
+            lse=host.get("lse"),
+        )
 
 
-class MLAAttentionPlan:
+class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
+    """Both, in one call."""
+
+    def batch(self, attend: DecodeArguments, views: Views) -> int | None:
+        pages = attend.block_table
+        return pages.shape[0] if len(pages.shape) == 2 else None
+
+    def key(self, arguments: tuple[Any, DecodeArguments], device: int) -> MLAAttentionKey:
+        lengths, attend = arguments
+        tokens, num_heads, _ = attend.q.shape
+        _, page_size, num_kv_heads, _ = attend.kv_cache.shape
+        batch = lengths.kv_lens.shape[0]
+        shape = (batch, tokens, num_heads, num_kv_heads, page_size, attend.q.dtype)
+        return _key(shape, attend.causal, device, cache_of(attend.kv_cache))
+
+
+_SCHEDULE = _Schedule()
+_ATTEND = _Attend()
+_ATTENTION = _Attention(_SCHEDULE, _ATTEND)
+
+
+class MLAAttentionPlan(Plan[MLAAttentionKey]):
     """Schedule and workspace of :func:`mla_attention`, to be used for every layer of a step.
 
     ``update`` computes on the device, from the lengths there, who works on which part of the cache;
@@ -211,8 +297,9 @@ class MLAAttentionPlan:
     arrays hold at each replay, up to `batch` requests (those without queries have equal offsets)
     and `total_tokens` query tokens (rows behind the last offset belong to nobody). The graph holds
     the address of the plan's buffer, so keep the plan as long as the graph. A plan belongs to one
-    stream at a time: the one of its last ``update``. It owns one buffer and no other state on the
-    device, and on the CPU nothing but the lengths.
+    stream at a time, the one of its last ``update``, and to one thread. An update that was only
+    captured is computed when the graph is replayed: eager runs need one of their own. A plan owns
+    one buffer and no other state on the device, and on the CPU nothing but the lengths.
 
     Parameters
     ----------
@@ -259,11 +346,23 @@ class MLAAttentionPlan:
 
     Examples
     --------
-    >>> plan = cumla.MLAAttentionPlan.from_arrays(q, kv_cache, qo_indptr)  # doctest: +SKIP
-    >>> plan.update(qo_indptr, kv_lens)                                    # doctest: +SKIP
-    >>> for layer in layers:                                               # doctest: +SKIP
-    ...     out, lse = plan.run(layer.q, layer.kv_cache, block_table)
+    >>> import numpy as np
+    >>> import cumla
+    >>> q = np.ones((5, 16, 576), np.float16)  # 1 and 4 query tokens
+    >>> kv_cache = np.ones((4, 64, 576), np.float16)
+    >>> block_table = np.array([[0, 1], [2, 3]], np.int32)
+    >>> qo_indptr = np.array([0, 1, 5], np.int32)
+    >>> plan = cumla.MLAAttentionPlan.from_arrays(q, kv_cache, qo_indptr=qo_indptr)
+    >>> plan.update(np.array([100, 7], np.int32), qo_indptr=qo_indptr)
+    >>> for layer in range(3):
+    ...     out, lse = plan.run(q, kv_cache, block_table)
+    >>> out.shape, lse.shape
+    ((5, 16, 512), (5, 16))
     """
+
+    _schedule = _SCHEDULE
+    _attend = _ATTEND
+    _lengths = "kv_lens, qo_indptr=..."
 
     def __init__(
         self,
@@ -286,24 +385,17 @@ class MLAAttentionPlan:
         causal = checked_flag("causal", causal)
         cache = checked_cache_dtype(cache_dtype, dtype)
         check_device_number(device)
-        call = open_plan(device, like, workspace, stream)
         shape = (batch, total_tokens, num_heads, num_kv_heads, page_size, dtype)
-        self._key = _key(shape, causal, call.device, cache)
-        self._lengths: Lengths[np.ndarray[Any, Any]] | None = None  # on the CPU, or in check mode
         self._has_list: bool | None = None  # whether the last update was for a list of pages
-        self._kernels: Kernels | None = None
-        self._memory: PlanMemory | None = None
-        if call.device is not None:
-            with call:
-                self._memory = PlanMemory(call, self._key.layout.nbytes, workspace)
+        self._make(lambda on: _key(shape, causal, on, cache), device, workspace, like, stream)
 
     @classmethod
     def from_arrays(
         cls,
         q: Any,
         kv_cache: Any,
-        qo_indptr: Any,
         *,
+        qo_indptr: Any,
         causal: bool = True,
         workspace: Any = None,
         stream: Any = None,
@@ -328,11 +420,11 @@ class MLAAttentionPlan:
         UnsupportedDeviceError, MissingDependencyError, NotPreparedError
             As the class.
         """
-        arrays = _named(q, kv_cache, None, None) | {"qo_indptr": qo_indptr}
+        arrays = named(q, kv_cache, None, qo_indptr=qo_indptr)
         call = open_call(tuple(arrays.items()), stream=stream)
         views = dict(zip(arrays, call.views, strict=True))
-        columns = checked_query_and_cache(views, QUERY_AXES)
-        batch = checked_batch(cast("ArrayView", views["qo_indptr"]))
+        columns = checked_query_and_cache(views, _QUERY_AXES)
+        batch = bind({"qo_indptr": _LENGTHS["qo_indptr"]}, views, {})["batch"]
         with call:
             return cls(
                 batch,
@@ -389,13 +481,8 @@ class MLAAttentionPlan:
         shape = (batch, total_tokens, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
         return _key_on_device(shape, False, 0, sm_count, cache).layout.nbytes
 
-    @property
-    def key(self) -> MLAAttentionKey:
-        """The shape for which this plan was made."""
-        return self._key
-
     def update(
-        self, qo_indptr: Any, kv_lens: Any, kv_indptr: Any = None, *, stream: Any = None
+        self, kv_lens: Any, *, qo_indptr: Any, kv_indptr: Any = None, stream: Any = None
     ) -> None:
         """Compute the schedule for these lengths, on the device.
 
@@ -405,13 +492,13 @@ class MLAAttentionPlan:
 
         Parameters
         ----------
-        qo_indptr, kv_lens : array
+        kv_lens, qo_indptr : array
             As in :func:`mla_attention`. Read when the stream reaches this call.
         kv_indptr : array, optional
             As in :func:`mla_attention`: with it the runs that follow take ``kv_indices``, without
             it they take ``block_table``.
         stream : optional
-            As in :func:`cumla.mla_decode`, the current stream of the framework of qo_indptr by
+            As in :func:`cumla.mla_decode`, the current stream of the framework of kv_lens by
             default. The runs that follow must be on the same one.
 
         Raises
@@ -422,47 +509,12 @@ class MLAAttentionPlan:
             As :func:`mla_attention`; every kernel of the plan is loaded here, but for that of a
             cache in two arrays of whole 64-token blocks a page, which the first run loads.
         """
-        arrays = _present(qo_indptr, kv_lens, kv_indptr)
-        call, lengths = self._open_lengths(arrays, stream)
-        memory = self._memory
-        host = None
-        if memory is None:
-            host = _on_host(arrays)
-            if check_mode():
-                _check_lengths(host, self._key)
-        else:
-            with call:
-                if may_look(call):
-                    host = lengths_on_host(lengths, call.stream)
-                    _check_lengths(host, self._key)
-                if self._kernels is None:
-                    self._kernels = _kernels(call, self._key)
-                launch = prepare_attention_schedule(
-                    self._kernels.schedule,
-                    self._key,
-                    memory.buffer.ptr,
-                    *lengths,
-                    stream=call.stream,
-                )
-                memory.update(call, launch)
-        self._lengths = host
-        self._has_list = kv_indptr is not None
-
-    def serves(self, stream: int) -> bool:
-        """Tell whether a run on a stream can do without an update before it.
-
-        Parameters
-        ----------
-        stream : int
-            CUstream handle. For a plan on the CPU any.
-
-        Returns
-        -------
-        bool
-        """
-        if self._memory is None:
-            return self._lengths is not None
-        return stream == self._memory.stream
+        lengths = {"kv_lens": kv_lens, "qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
+        self._update(lengths, self.key.batch, stream)
+        has_list = kv_indptr is not None
+        if has_list != self._has_list and self._memory is not None:
+            self._memory.ready.clear()
+        self._has_list = has_list
 
     def run(
         self,
@@ -476,7 +528,7 @@ class MLAAttentionPlan:
         out: Any = None,
         lse: Any = None,
         stream: Any = None,
-    ) -> MLAAttentionResult:
+    ) -> AttentionState:
         """Attend with the schedule of the last update, and with the lengths it was given.
 
         Parameters
@@ -487,7 +539,7 @@ class MLAAttentionPlan:
 
         Returns
         -------
-        MLAAttentionResult
+        AttentionState
 
         Raises
         ------
@@ -500,72 +552,24 @@ class MLAAttentionPlan:
         CumlaError
             The driver refuses a launch.
         """
-        scale = checked_scale(softmax_scale)
         factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
-        memory = self._memory
-        pages = block_table if kv_indices is None else kv_indices
-        seen = None
-        if memory is not None and (block_table is None or kv_indices is None):
-            looked: tuple[Any, ...] = (q, kv_cache, pages, out, lse)
-            if factor is None and kv_scale is not None:
-                looked = (*looked, kv_scale)
-            seen = glance(looked)
-            ready = memory.ready.get((seen, scale, factor, self._has_list))
-            if ready is not None and not check_mode():
-                again = reopen_call(out, self._key.device, stream)
-                if again.stream == memory.stream:
-                    with again:
-                        memory.run(again, ready)
-                    return MLAAttentionResult(out, lse)
-        self._check_form(block_table, kv_indices)
-        arrays = _named(q, kv_cache, block_table, kv_indices, kv_scale)
-        call, views = _open(arrays, out, lse, stream)
-        self._check_ready(call)
-        arguments = checked_ragged(views, self._key.batch, factor)
-        self._check_shape(arguments)
-        if memory is None:
-            assert self._lengths is not None  # or the plan would have been refused
-            causal = self._key.causal
-            return _attend_on_cpu(call, arrays, factor, self._lengths, out, lse, scale, causal)
-        assert self._kernels is not None  # they come with the first update
-        with call:
-            if self._lengths is not None and may_look(call):
-                _check_pages(call, arguments, self._lengths)
-            shape = (self._key.total_tokens, self._key.num_heads)
-            result = Outputs.of(call, arguments, shape, out, lse)
-            attend = _attention(
-                call, self._kernels, self._key, memory.buffer.ptr, arguments, result, scale
-            )
-            memory.run(call, attend)
-            if seen is not None:
-                memory.ready.keep((seen, scale, factor, self._has_list), attend)
-            return MLAAttentionResult(*result.export(call))
-
-    def _open_lengths(self, arrays: dict[str, Any], stream: Any) -> tuple[Call, Lengths[ArrayView]]:
-        """Open a call with the lengths, and check them against the plan."""
-        call = open_call(tuple(arrays.items()), stream=stream)
-        views = dict(zip(arrays, call.views, strict=True))
-        lengths = checked_lengths(views, self._key.batch)
-        check_plan_device(self._key.device, call)
-        return call, lengths
-
-    def _check_call(self, causal: bool, arrays: dict[str, Any], stream: Any) -> None:
-        """Check what a call with this plan says beside what a run takes."""
-        if causal != self._key.causal:
-            raise ValueError(
-                f"plan: made with causal={self._key.causal}, got causal={causal}; make a plan for "
-                f"each"
-            )
-        call, lengths = self._open_lengths(arrays, stream)
-        self._check_updated_for(has_list="kv_indptr" in arrays)
-        if self._lengths is None or not check_mode():
-            return
-        if call.device is None:
-            check_planned_lengths(_on_host(arrays), self._lengths)
-            return
-        with call:
-            if may_look(call):
-                check_planned_lengths(lengths_on_host(lengths, call.stream), self._lengths)
+        scale = _SCALE if softmax_scale is None else checked_scale(softmax_scale, _SCALE)
+        options = (scale, factor, self.key.causal)
+        outputs = {"out": out, "lse": lse}
+        if out is None:
+            given: tuple[Any, ...] = () if lse is None else (lse,)
+        else:
+            given = (out,) if lse is None else (out, lse)
+        if (block_table is None) == (kv_indices is None):
+            self._check_form(block_table, kv_indices)
+        factors = () if kv_scale is None or factor is not None else (kv_scale,)
+        arrays = (q, kv_cache, *factors, block_table if kv_indices is None else kv_indices)
+        seen, results = self._known(arrays, given, outputs, options, stream)
+        if results is None:
+            self._check_form(block_table, kv_indices)
+            inputs = named(q, kv_cache, kv_scale, block_table=block_table, kv_indices=kv_indices)
+            results = self._run(inputs, outputs, options, stream, seen)
+        return AttentionState(*results)
 
     def _check_form(self, block_table: Any, kv_indices: Any) -> None:
         """Check that pages come once, in the form of the last update."""
@@ -575,9 +579,7 @@ class MLAAttentionPlan:
                 f"block_table: needs pages as block_table, or as kv_indices after an update with "
                 f"kv_indptr, got {got}; pass one form"
             )
-        self._check_updated_for(has_list=kv_indices is not None)
-
-    def _check_updated_for(self, *, has_list: bool) -> None:
+        has_list = kv_indices is not None
         if self._has_list is None or has_list == self._has_list:
             return
         name, had, other = (
@@ -585,22 +587,20 @@ class MLAAttentionPlan:
             if has_list
             else ("block_table", "with it", "kv_indices")
         )
-        update = f"{_LENGTHS}, kv_indptr" if has_list else _LENGTHS
+        update = f"{self._lengths}, kv_indptr=..." if has_list else self._lengths
         raise ValueError(
             f"{name}: needs a plan that was updated {'with' if has_list else 'without'} kv_indptr, "
             f"got one updated {had}; pass {other}, or call plan.update({update})"
         )
 
-    def _check_ready(self, call: Call) -> None:
-        """Check that the last update serves a run on the call's stream."""
-        check_plan_device(self._key.device, call)
-        if self._memory is not None:
-            self._memory.check_serves(call.stream, _LENGTHS)
-        elif self._lengths is None:
-            raise never_updated(_LENGTHS)
+    def _load(self, device: int, capturing: Callable[[], bool]) -> None:
+        key = self.key
+        attend = (attention_spec(key),) if key.cache == "same" else fp8_specs(key)
+        for spec in (*SCHEDULE_SPECS, *attend):
+            load(spec, device, capturing=capturing)
 
-    def _check_shape(self, arguments: Arguments) -> None:
-        key = self._key
+    def _check_shape(self, arguments: DecodeArguments) -> None:
+        key = self.key
         _, page_size, num_kv_heads, _ = arguments.kv_cache.shape
         got = (*arguments.q.shape[:2], num_kv_heads, page_size, arguments.q.dtype)
         made = (key.total_tokens, key.num_heads, key.num_kv_heads, key.page_size, key.dtype)
@@ -610,144 +610,106 @@ class MLAAttentionPlan:
                 f"plan: made for {names} {made}, got {got}; make a plan for this shape"
             )
         if cache_of(arguments.kv_cache) != key.cache:
-            raise other_cache(arguments)
+            raise other_cache(arguments.q, arguments.kv_cache)
+        table = arguments.block_table
+        if len(table.shape) == 2 and table.shape[0] != key.batch:
+            raise ValueError(
+                f"block_table: needs shape (batch, max_pages) with batch {key.batch}, got "
+                f"{table.shape}; {_ENTRY}"
+            )
 
 
-def _kernels(call: Call, key: MLAAttentionKey) -> Kernels:
-    """Load the kernels of a shape."""
-    (schedule,) = SCHEDULE_SPECS
-    if key.cache == "same":
-        return Kernels.of(call, schedule, attention_spec(key))
-    return Kernels.of(call, schedule, *fp8_specs(key))
-
-
-def _present(qo_indptr: Any, kv_lens: Any, kv_indptr: Any) -> dict[str, Any]:
-    """Name the lengths that there are."""
-    arrays = {"qo_indptr": qo_indptr, "kv_lens": kv_lens}
-    return arrays if kv_indptr is None else arrays | {"kv_indptr": kv_indptr}
-
-
-def _named(
-    q: Any, kv_cache: Any, block_table: Any, kv_indices: Any, kv_scale: Any = None
-) -> dict[str, Any]:
-    """Name query, cache and what else there is; a kv_scale that is a number is no array."""
-    factor = None if isinstance(kv_scale, Real) else kv_scale
-    others = {"block_table": block_table, "kv_indices": kv_indices, "kv_scale": factor}
-    columns = dict((*named_parts("q", q), *named_parts("kv_cache", kv_cache)))
-    return columns | {name: array for name, array in others.items() if array is not None}
-
-
-def _open(
-    arrays: dict[str, Any], out: Any, lse: Any, stream: Any
-) -> tuple[Call, dict[str, ArrayView | None]]:
-    """Open a call with these arrays, and give its views their names."""
-    call = open_call(tuple(arrays.items()), (("out", out), ("lse", lse)), stream=stream)
-    return call, dict(zip((*arrays, "out", "lse"), call.views, strict=True))
+Shape = tuple[int, int, int, int, int, str]
 
 
 @lru_cache(maxsize=1024)
 def _key_on_device(
-    shape: tuple[int, int, int, int, int, str],
-    causal: bool,
-    device: int | None,
-    sm_count: int,
-    cache: str = CACHES[0],
+    shape: Shape, causal: bool, device: int | None, sm_count: int, cache: str
 ) -> MLAAttentionKey:
     """Make a key, the same object each time: it keeps what follows from it."""
     key = MLAAttentionKey(*shape, causal, device, sm_count, cache)
-    check_total_tokens(key.total_tokens, key.num_places)
+    if key.num_places > _MOST_PLACES:
+        raise ValueError(
+            f"total_tokens: needs fewer query tokens, or heads, than a schedule can hold, got "
+            f"{key.total_tokens}; cut the call in two"
+        )
     return key
 
 
-def _key(
-    shape: tuple[int, int, int, int, int, str], causal: bool, device: int | None, cache: str
-) -> MLAAttentionKey:
+def _key(shape: Shape, causal: bool, device: int | None, cache: str) -> MLAAttentionKey:
     sm_count = 0 if device is None else require_hopper(device).sm_count
     return _key_on_device(shape, causal, device, sm_count, cache)
 
 
-def _key_of(q: ArrayView, kv_cache: ArrayView, batch: int, causal: bool) -> MLAAttentionKey:
-    """Return the key of a call with these arrays, as their checks have left them."""
-    _, page_size, num_kv_heads, _ = kv_cache.shape
-    tokens, num_heads, _ = q.shape
-    shape = (batch, tokens, num_heads, num_kv_heads, page_size, q.dtype)
-    return _key(shape, causal, q.device, cache_of(kv_cache))
-
-
-def _attention(
-    call: Call,
-    kernels: Kernels,
-    key: MLAAttentionKey,
-    buffer: int,
-    arguments: Arguments,
-    result: Outputs,
-    softmax_scale: float,
-) -> PreparedLaunch:
-    """Prepare attention of checked arguments into these outputs."""
-    kernel = kernels.attention
-    if key.cache != "same":
-        kernel = kernels.of_fp8(call, key, arguments)
-    elif (form := form_of(key, arguments)) != key.form:
-        kernel = load_for(call, attention_spec(key, form))
-    return prepare_attention(
-        kernel,
-        key,
-        buffer,
-        arguments,
-        result.out_view,
-        result.lse_view,
-        softmax_scale,
-        call.stream,
+def _check_one_form(block_table: Any, kv_indptr: Any, kv_indices: Any) -> None:
+    """Check that pages come as a table, or as a list with its offsets."""
+    given = {"block_table": block_table, "kv_indptr": kv_indptr, "kv_indices": kv_indices}
+    names = [name for name, value in given.items() if value is not None]
+    if names in (["block_table"], ["kv_indptr", "kv_indices"]):
+        return
+    wrong = names[-1] if names else "block_table"
+    raise ValueError(
+        f"{wrong}: pages need to come as block_table, or as kv_indptr and kv_indices, got "
+        f"{' and '.join(names) or 'neither'}; pass one form"
     )
 
 
-def _check_lengths(lengths: Lengths[np.ndarray[Any, Any]], key: MLAAttentionKey) -> None:
-    check_length_values(lengths, key.total_tokens, key.page_size)
+# --- check mode ----------------------------------------------------------------------------------
 
 
-def _check_pages(call: Call, arguments: Arguments, lengths: Lengths[np.ndarray[Any, Any]]) -> None:
-    pages = copy_to_host(arguments.block_table, call.stream)
-    check_page_values(lengths, pages, *arguments.kv_cache.shape[:2])
+def _check_lengths(host: Host, total_tokens: int, page_size: int) -> None:
+    """Raise for the first offset or length that is out of range."""
+    _check_offsets("qo_indptr", host["qo_indptr"], total_tokens, "total_tokens")
+    most = np.full(len(host["kv_lens"]), MOST_TOKENS)
+    if "kv_indptr" in host:
+        _check_offsets("kv_indptr", host["kv_indptr"], (1 << 31) - 1, "the largest int32")
+        most = np.minimum(most, np.diff(host["kv_indptr"].astype(np.int64)) * page_size)
+    _check_most(host["kv_lens"], most)
 
 
-def _on_host(arrays: dict[str, Any]) -> Lengths[np.ndarray[Any, Any]]:
-    """Copy lengths that lie on the CPU."""
-    host = {name: np.array(to_numpy(name, array)) for name, array in arrays.items()}
-    return Lengths(host["qo_indptr"], host["kv_lens"], host.get("kv_indptr"))
+def _check_offsets(name: str, offsets: np.ndarray[Any, Any], most: int, what: str) -> None:
+    before = np.concatenate([np.zeros(1, offsets.dtype), offsets[:-1]])
+    wrong = np.flatnonzero((offsets < before) | (offsets > most))
+    if wrong.size:
+        i = wrong[0]
+        least = f"{name}[{i - 1}] = {before[i]}" if i else "0"
+        raise ValueError(
+            f"{name}[{i}]: needs a number from {least} to {what} = {most}, got {offsets[i]}; the "
+            f"kernels would cut requests, or skip them"
+        )
 
 
-def _attend_on_cpu(
-    call: Call,
-    arrays: dict[str, Any],
-    factor: float | None,
-    lengths: Lengths[np.ndarray[Any, Any]],
-    out: Any,
-    lse: Any,
-    softmax_scale: float,
-    causal: bool,
-) -> MLAAttentionResult:
-    host = {name: to_numpy(name, array) for name, array in arrays.items()}
-    table, indices = host.get("block_table"), host.get("kv_indices")
-    queries, caches = (
-        tuple(array for part, array in host.items() if part.partition("[")[0] == name)
-        for name in ("q", "kv_cache")
-    )
-    if check_mode():
-        pages = cast("np.ndarray[Any, Any]", indices if table is None else table)
-        check_page_values(lengths, pages, *caches[0].shape[:2])
-    result = reference.mla_attention(
-        queries if len(queries) > 1 else queries[0],
-        caches if len(caches) > 1 else caches[0],
-        **lengths._asdict(),
-        block_table=table,
-        kv_indices=indices,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        kv_scale=host.get("kv_scale", factor),
-        out=None if out is None else to_numpy("out", out),
-        lse=None if lse is None else to_numpy("lse", lse),
-    )
-    return MLAAttentionResult(
-        from_numpy(call.framework, result.out) if out is None else out,
-        from_numpy(call.framework, result.lse) if lse is None else lse,
-    )
+def _check_most(kv_lens: np.ndarray[Any, Any], most: np.ndarray[Any, Any]) -> None:
+    wrong = np.flatnonzero((kv_lens < 0) | (kv_lens > most))
+    if wrong.size:
+        i = wrong[0]
+        raise ValueError(
+            f"kv_lens[{i}]: needs a length from 0 to {most[i]}, what the request's pages "
+            f"hold, got {kv_lens[i]}; the kernels would clamp it"
+        )
+
+
+def _check_pages(host: Host, num_pages: int, page_size: int) -> None:
+    """Raise for the first length that the pages do not hold, or used page number out of range."""
+    lengths = host["kv_lens"]
+    counts = -(-lengths.astype(np.int64) // page_size)
+    if "block_table" in host:
+        pages = host["block_table"]
+        _check_most(lengths, np.full(len(counts), pages.shape[1] * page_size))
+        used = [(f"block_table[{r}, ", 0, pages[r, :n]) for r, n in enumerate(counts.tolist())]
+    else:
+        pages, indptr = host["kv_indices"], host["kv_indptr"]
+        if indptr[-1] > len(pages):
+            raise ValueError(
+                f"kv_indices: needs kv_indptr[-1] = {indptr[-1]} pages, got {len(pages)}; pass the "
+                f"whole list"
+            )
+        begins = indptr[:-1]
+        used = [("kv_indices[", a, pages[a : a + n]) for a, n in zip(begins, counts, strict=True)]
+    for name, begin, entries in used:
+        bad = np.flatnonzero((entries < 0) | (entries >= num_pages))
+        if bad.size:
+            raise ValueError(
+                f"{name}{begin + bad[0]}]: needs a page number from 0 to {num_pages - 1}, got "
+                f"{entries[bad[0]]}; the kernels would read zeros for that page"
+            )

@@ -4,28 +4,30 @@
 from __future__ import annotations
 
 from numbers import Real
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cumla import reference
-from cumla.core.arrays import ArrayView, check_mutable, open_call, to_numpy
+from cumla.core.arguments import checked_flag
+from cumla.core.arrays import check_mutable, parts
+from cumla.core.operation import Operation, parts_on_host, run
 from cumla.launch.device import require_hopper
-from cumla.launch.kernel import ReadyLaunches
-from cumla.launch.mla.append_cache import AppendArguments, append_spec, prepare_append
-from cumla.launch.mla.append_fp8_cache import append_fp8_spec, prepare_append_fp8
-from cumla.launch.module import load
-from cumla.mla.cache_checks import check_append_values, check_scale, checked_append_arguments
-from cumla.mla.checks import DTYPES, check_mode, checked_flag, copy_to_host, may_look
+from cumla.launch.mla.append_cache import AppendArguments, append_launch
+from cumla.launch.mla.append_fp8_cache import append_fp8_launch
+from cumla.mla.arguments import CACHE_PARTS, DTYPES, ROW_PARTS
+from cumla.mla.cache_arguments import check_append_values, checked_append_arguments
 from cumla.mla.fp8_caches import number_of
 
 if TYPE_CHECKING:
-    from cumla.core.arrays import Call
-    from cumla.launch.kernel import PreparedLaunch
+    from collections.abc import Mapping, Sequence
+
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable
 
 __all__ = ["append_mla_cache"]
-
-_ready = ReadyLaunches()
 
 
 def append_mla_cache(
@@ -42,7 +44,7 @@ def append_mla_cache(
     interleaved: bool = True,
     q_pe: Any = None,
     q_pe_out: Any = None,
-    scale: Any = None,
+    kv_scale: Any = None,
     stream: Any = None,
 ) -> None:
     """Write the latent rows of new tokens into the pages of an MLA cache, in place.
@@ -68,10 +70,10 @@ def append_mla_cache(
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
         head, bfloat16 or float16, of any page size; strides as for rows. A tuple
-        ``(ckv_cache, kpe_cache)`` holds the columns apart. Not of JAX, whose arrays are immutable.
+        ``(ckv, k_pe)`` holds the columns apart. Not of JAX, whose arrays are immutable.
 
-        FP8 caches: either of these as float8_e4m3fn, or uint8 with its bits, under one `scale`,
-        of a pair also the first alone. A triple ``(ckv_cache, kpe_cache, scales)`` of e4m3, 16 bits
+        FP8 caches: either of these as float8_e4m3fn, or uint8 with its bits, under one `kv_scale`,
+        of a pair also the first alone. A triple ``(ckv, k_pe, scales)`` of e4m3, 16 bits
         and float32, the last with 4 columns, a scale for each token and 128 latent columns. And
         uint8 with 656 columns, the packed format of DeepSeek-V3.2: 512 e4m3, 4 float32 scales, 64
         bfloat16.
@@ -99,7 +101,7 @@ def append_mla_cache(
     q_pe_out : array, optional
         ``(tokens, num_heads, 64)``, written to in place of q_pe. Where a position lies outside of
         cos_sin nothing is written.
-    scale : float or array, optional
+    kv_scale : float or array, optional
         Of an e4m3 cache without scales of its own: rows are written divided by it. One float32 in
         an array is read by the kernel, and may change between the replays of a graph. 1 by default.
     stream : optional
@@ -131,13 +133,14 @@ def append_mla_cache(
     What is written may lie beside what is read in one array, as q_pe in a wider query, but must not
     overlap it; q_pe_out may be q_pe itself.
 
-    Rows in e4m3 are rounded to nearest even and saturate at 448; they are ``row * (1 / scale)`` in
-    float32. Scales of 128 columns are as in :func:`cumla.quantize_fp8`, in the packed format with
-    `power_of_two_scales`.
+    Rows in e4m3 are rounded to nearest even and saturate at 448; they are
+    ``row * (1 / kv_scale)`` in float32. Scales of 128 columns are as in
+    :func:`cumla.quantize_fp8`, in the packed format with `power_of_two_scales`.
 
     The rotation is that of RoFormer (arXiv:2104.09864), section 3.4.
     """
     interleaved = checked_flag("interleaved", interleaved)
+    number = None if kv_scale is None else number_of("kv_scale", kv_scale)
     optional = {
         "slot_mapping": slot_mapping,
         "batch_indices": batch_indices,
@@ -148,112 +151,73 @@ def append_mla_cache(
         "cos_sin": cos_sin,
         "q_pe": q_pe,
         "q_pe_out": q_pe_out,
-        "scale": None if isinstance(scale, Real) else scale,
+        "kv_scale": None if isinstance(kv_scale, Real) else kv_scale,
     }
     given = {name: array for name, array in optional.items() if array is not None}
-    call, views = _open(_parts("kv_cache", kv_cache), _parts("rows", rows), given, stream)
-    number = number_of("scale", scale)
-    key = (call.views, tuple(views), number, interleaved, call.stream)
-    ready = None if check_mode() else _ready.get(key)
-    if ready is not None:
-        with call:
-            ready()
-        return
-    arguments = checked_append_arguments(views)
-    check_scale(scale, arguments)
-    if call.device is None:
-        if number is not None:
-            given["scale"] = np.array(number, np.float32)
-        _append_on_cpu(rows, kv_cache, given, arguments, interleaved)
-        return
-    require_hopper(call.device)
-    if arguments.latent_rows.shape[0]:
-        with call:
-            _check_data(call, views, arguments)
-            launch = _prepare(call, arguments, 1.0 if number is None else number, interleaved)
-            launch()
-            _ready.keep(key, launch)
-
-
-def _prepare(
-    call: Call, arguments: AppendArguments, scale: float, interleaved: bool
-) -> PreparedLaunch:
-    """Load the kernel for a cache and prepare its launch."""
-    assert call.device is not None
-    is_fp8 = arguments.latent_cache.dtype not in DTYPES
-    spec_of = append_fp8_spec if is_fp8 else append_spec
-    spec = spec_of(arguments.dtype, arguments.latent_rows.dtype)
-    kernel = load(spec, call.device, capturing=lambda: call.capturing)
-    if is_fp8:
-        return prepare_append_fp8(kernel, arguments, scale, interleaved, call.stream)
-    return prepare_append(kernel, arguments, interleaved, call.stream)
-
-
-def _parts(name: str, value: Any) -> dict[str, Any]:
-    """Name an array, or the arrays of a pair, or of the three parts of a cache."""
-    if not isinstance(value, (tuple, list)):
-        return {name: value}
-    if len(value) != 2 and (len(value) != 3 or name == "rows"):
-        third, counts = ", or these and the scales of an e4m3 cache", "one, two or three"
-        if name == "rows":
-            third, counts = "", "one or two"
-        raise ValueError(
-            f"{name}: needs one array, or a pair of latent and RoPE columns{third}, got "
-            f"{len(value)} arrays; pass {counts}"
-        )
-    return {f"{name}[{i}]": part for i, part in enumerate(value)}
-
-
-def _open(
-    cache: dict[str, Any], rows: dict[str, Any], given: dict[str, Any], stream: Any
-) -> tuple[Call, dict[str, ArrayView]]:
-    """Open the call; the cache comes first, because its framework must know of what is written."""
+    cache = parts("kv_cache", kv_cache, CACHE_PARTS)
+    # The cache comes first, because its framework must know of what is written.
     first, *others = cache
     rotated = "q_pe_out" if "q_pe_out" in given else "q_pe"
     written = {name: cache[name] for name in others}
     if rotated in given:
-        written[rotated] = given[rotated]
+        written[rotated] = given.pop(rotated)
     for name, array in (cache | written).items():
         check_mutable(name, array)
-    read = {first: cache[first], **rows, **given}
-    inputs = tuple((name, array) for name, array in read.items() if name not in written)
-    outputs = tuple(written.items())
-    call = open_call(inputs, outputs, stream=stream)
-    names = (name for name, _ in inputs + outputs)
-    return call, dict(zip(names, call.views, strict=True))  # type: ignore[arg-type]
+    inputs = {first: cache[first], **parts("rows", rows, ROW_PARTS), **given}
+    run(_APPEND, inputs, written, (number, interleaved), stream)
 
 
-_NUMBERS = (
-    "slot_mapping",
-    "batch_indices",
-    "positions",
-    "block_table",
-    "kv_indices",
-    "kv_indptr",
-)
+class _Append(Operation[AppendArguments, None]):
+    """Writes rows in place; nothing is returned."""
 
-
-def _check_data(call: Call, views: dict[str, ArrayView], arguments: AppendArguments) -> None:
-    """Look at the numbers on the device, if CUMLA_CHECK asks for it: it waits for the stream."""
-    if not may_look(call):
-        return
-    numbers = {name: copy_to_host(views[name], call.stream) for name in _NUMBERS if name in views}
-    check_append_values(numbers, arguments)
-
-
-def _append_on_cpu(
-    rows: Any, kv_cache: Any, given: dict[str, Any], arguments: AppendArguments, interleaved: bool
-) -> None:
-    host = {name: to_numpy(name, array) for name, array in given.items()}
-    if check_mode():
-        check_append_values({name: host[name] for name in _NUMBERS if name in host}, arguments)
-    row_parts, cache_parts = (
-        tuple(to_numpy(name, array) for name, array in _parts(argument, value).items())
-        for argument, value in (("rows", rows), ("kv_cache", kv_cache))
+    integers = (
+        "slot_mapping",
+        "batch_indices",
+        "positions",
+        "block_table",
+        "kv_indices",
+        "kv_indptr",
     )
-    reference.append_mla_cache(
-        row_parts if len(row_parts) > 1 else row_parts[0],
-        cache_parts if len(cache_parts) > 1 else cache_parts[0],
-        interleaved=interleaved,
-        **host,
-    )
+    in_place = MappingProxyType({"q_pe_out": "q_pe"})
+
+    def arguments(self, views: Views, options: tuple[float | None, bool]) -> AppendArguments:
+        return checked_append_arguments(views, *options)
+
+    def check_overlap(self, views: Views, written: Sequence[str]) -> None:
+        """Count the whole cache as written."""
+        cache = [name for name in views if name.startswith("kv_cache")]
+        super().check_overlap(views, (*cache, "q_pe_out" if "q_pe_out" in views else "q_pe"))
+
+    def key(self, arguments: AppendArguments, device: int) -> None:
+        require_hopper(device)
+
+    def recipe(
+        self, key: None, arguments: AppendArguments, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        if not arguments.latent_rows.shape[0]:
+            return ()
+        is_fp8 = arguments.latent_cache.dtype not in DTYPES
+        return ((append_fp8_launch if is_fp8 else append_launch)(arguments),)
+
+    def check_values(
+        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: AppendArguments
+    ) -> None:
+        check_append_values(host, arguments)
+
+    def reference(
+        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: AppendArguments
+    ) -> Sequence[np.ndarray[Any, Any]]:
+        others = {n: a for n, a in host.items() if not n.startswith(("rows", "kv_cache"))}
+        is_fp8 = arguments.latent_cache.dtype not in DTYPES and arguments.scales is None
+        if is_fp8 and "kv_scale" not in others:
+            others["kv_scale"] = np.array(arguments.scale_number, np.float32)
+        reference.append_mla_cache(
+            parts_on_host(host, "rows"),
+            parts_on_host(host, "kv_cache"),
+            interleaved=arguments.interleaved,
+            **others,
+        )
+        return ()
+
+
+_APPEND = _Append()

@@ -4,67 +4,77 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from numbers import Real
-from typing import TYPE_CHECKING, Any, cast
+from math import inf
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cumla import reference
-from cumla.core.arrays import ArrayView, Call, from_numpy, glance, open_call, reopen_call, to_numpy
-from cumla.core.workspace import PlanMemory, check_plan_device, never_updated, open_plan
-from cumla.launch.device import current_device, properties, require_hopper
-from cumla.launch.mla.mla_decode import decode_spec, form_of, prepare_decode
-from cumla.launch.mla.mla_decode_fp8 import fp8_specs, prepare_decode_fp8
-from cumla.launch.split.mla_schedule import prepare_schedule, schedule_spec
-from cumla.launch.split.plan import BLOCK_TOKENS, CACHES, MLADecodeKey
-from cumla.mla.call import Kernels, Outputs, load_for
-from cumla.mla.checks import (
-    DTYPES,
-    Arguments,
-    cache_of,
-    check_data,
+from cumla.core.arguments import (
+    INT32,
+    Array,
+    bind,
     check_device_number,
-    check_lengths_of_plan,
-    check_mode,
     check_number,
-    check_parts,
-    check_seqlens,
-    check_shape_numbers,
-    check_values,
-    check_variant,
-    checked_arguments,
-    checked_cache_dtype,
     checked_flag,
-    checked_max_blocks,
-    checked_query_and_cache,
+    checked_int,
     checked_scale,
-    named_parts,
+)
+from cumla.core.arrays import open_call
+from cumla.core.operation import Operation, Output, Scheduled, parts_on_host, run
+from cumla.core.plan import Plan
+from cumla.core.state import AttentionState
+from cumla.launch.device import current_device, properties, require_hopper
+from cumla.launch.mla.choice import attend_launch, decode_spec
+from cumla.launch.mla.mla_decode import DecodeArguments
+from cumla.launch.mla.mla_decode_fp8 import fp8_specs
+from cumla.launch.mla.shape import HEAD_DIM, MLADecodeKey
+from cumla.launch.module import load
+from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS, piece_blocks
+from cumla.launch.split.schedule import schedule_launch, schedule_spec
+from cumla.mla.arguments import (
+    BLOCK_TABLE,
+    DTYPES,
+    cache_of,
+    check_shape_numbers,
+    checked_cache_dtype,
+    checked_kv_scale,
+    checked_query_and_cache,
+    named,
     other_cache,
+    outputs_of,
 )
 from cumla.mla.fp8_caches import number_of
-from cumla.reference import MLADecodeResult
 
 if TYPE_CHECKING:
-    from cumla.launch.kernel import PreparedLaunch
+    from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["MLADecodePlan", "MLADecodeResult", "mla_decode"]
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable
+
+    Host = Mapping[str, np.ndarray[Any, Any]]
+
+__all__ = ["MLADecodePlan", "mla_decode"]
+
+SCALE = float(HEAD_DIM**-0.5)  # of the scores, by default
+_KV_LENS = Array("batch", INT32, way_out="give each request of the batch its entry")
 
 
 def mla_decode(
     q: Any,
     kv_cache: Any,
     block_table: Any,
-    cache_seqlens: Any,
+    kv_lens: Any,
     *,
     softmax_scale: float | None = None,
     kv_scale: Any = None,
     causal: bool = True,
     batch_invariant: bool = False,
-    plan: MLADecodePlan | None = None,
     out: Any = None,
     lse: Any = None,
     stream: Any = None,
-) -> MLADecodeResult:
+) -> AttentionState:
     """Attend to a paged cache of latent rows: MLA decoding after weight absorption.
 
     For every query row, with ``k`` the 576 and ``v`` the first 512 values of a visible token's
@@ -96,26 +106,23 @@ def mla_decode(
     block_table : array
         ``(batch, max_pages)`` int32, rows contiguous. Entries behind a request's last page are
         never read; a page number outside ``[0, num_pages)`` in a used entry reads as zeros.
-    cache_seqlens : array
+    kv_lens : array
         ``(batch,)`` int32: cached tokens of each request, the q_len newest included. Clamped to
         ``[0, max_pages * page_size]``.
     softmax_scale : float, optional
         Factor of the scores; 576 ** -0.5 by default. A real model passes that of its un-absorbed
-        head dimension.
+        head dimension, such as 192 ** -0.5 (times what YaRN adds) for DeepSeek-V3.
     kv_scale : float or array, optional
         Factor of e4m3 columns without scales of their own: all of them, the latent ones beside RoPE
         columns in bfloat16, or the e4m3 RoPE columns of a triple. One float32 in an array is read
         by the kernel, and may change between the replays of a graph. 1 by default.
     causal : bool
-        Query i of q_len sees ``cache_seqlens - (q_len - 1 - i)`` tokens; all of them if False.
+        Query i of q_len sees ``kv_lens - (q_len - 1 - i)`` tokens; all of them if False.
     batch_invariant : bool
         Give a request the same bits whatever else is in the batch: other requests, their number,
         its place among them. Requests are then cut at fixed positions, which takes longer than
         cutting them to fill the GPU, and the workspace is that of the longest requests that
         block_table can hold: pass no more columns than needed, or a plan.
-    plan : MLADecodePlan, optional
-        A schedule and workspace made ready by :meth:`MLADecodePlan.update`; without it both are
-        made in this call.
     out : array, optional
         ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, written and returned. Of q's
         framework; JAX's arrays cannot be written to.
@@ -129,9 +136,10 @@ def mla_decode(
 
     Returns
     -------
-    MLADecodeResult
-        ``out``, and ``lse``: the natural logarithm of the sum of ``exp(softmax_scale * q.k)``.
-        Where nothing is visible out is 0 and lse +inf. Arrays of q's framework.
+    AttentionState
+        ``out`` ``(batch, q_len, num_heads, 512)`` and ``lse`` ``(batch, num_heads, q_len)``
+        float32: the natural logarithm of the sum of ``exp(softmax_scale * q.k)``. Where nothing is
+        visible out is 0 and lse -inf. Arrays of q's framework.
 
     Raises
     ------
@@ -170,60 +178,124 @@ def mla_decode(
     none of them alive: keep arrays and plan as long as the graph is replayed.
     """
     causal = checked_flag("causal", causal)
-    batch_invariant = checked_flag("batch_invariant", batch_invariant)
-    if plan is not None:
-        if not isinstance(plan, MLADecodePlan):
-            raise TypeError(f"plan: needs a cumla.MLADecodePlan, got {type(plan).__qualname__}")
-        plan._check_options(causal, batch_invariant)
-        return plan.run(
-            q,
-            kv_cache,
-            block_table,
-            cache_seqlens,
-            softmax_scale=softmax_scale,
-            kv_scale=kv_scale,
-            out=out,
-            lse=lse,
-            stream=stream,
-        )
-    inputs = _inputs(q, kv_cache, block_table, cache_seqlens, kv_scale)
-    call = _open(inputs, out, lse, stream)
-    scale = checked_scale(softmax_scale)
+    operation = _DECODE[checked_flag("batch_invariant", batch_invariant)]
+    scale = checked_scale(softmax_scale, SCALE)
     factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
-    arguments = checked_arguments(_named(call, inputs), factor)
-    max_blocks = _blocks_of_table(arguments) if batch_invariant else 0
-    key = decode_key(
-        arguments.q,
-        arguments.kv_cache,
-        causal=causal,
-        batch_invariant=batch_invariant,
-        max_blocks=max_blocks,
-    )
-    if call.device is None:
-        return _decode_on_cpu(call, inputs, factor, out, lse, scale, causal)
-    with call:
-        check_data(call, arguments)
-        kernels = _kernels(call, key)
-        result = Outputs.of(call, arguments, _lse_shape(key), out, lse)
-        buffer = call.workspace(key.layout.nbytes).ptr
-        lengths = arguments.cache_seqlens
-        assert lengths is not None
-        schedule = prepare_schedule(kernels.schedule, key, buffer, lengths, call.stream)
-        attend = _attention(call, kernels, key, buffer, arguments, result, scale)
-        schedule()
-        attend()
-        return MLADecodeResult(*result.export(call))
+    inputs = named(q, kv_cache, kv_scale, block_table=block_table, kv_lens=kv_lens)
+    options = (scale, factor, causal, -inf)
+    return AttentionState(*run(operation, inputs, {"out": out, "lse": lse}, options, stream))
 
 
-class MLADecodePlan:
+class _Schedule(Operation["ArrayView", MLADecodeKey]):
+    """Deals the KV blocks of all requests out, from kv_lens, into a plan's buffer."""
+
+    integers = ("kv_lens",)
+
+    def arguments(self, views: Views, options: int) -> ArrayView:
+        bind({"kv_lens": _KV_LENS}, views, {"batch": options})
+        view = views["kv_lens"]
+        assert view is not None
+        return view
+
+    def recipe(
+        self, key: MLADecodeKey, arguments: ArrayView, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        return (schedule_launch(key, buffer, arguments),) if key.batch else ()
+
+    def reference(self, host: Host, arguments: ArrayView) -> Sequence[np.ndarray[Any, Any]]:
+        return ()
+
+
+class _Attend(Operation[DecodeArguments, MLADecodeKey]):
+    """Attends by the schedule in a plan's buffer."""
+
+    integers = ("block_table",)
+
+    def arguments(
+        self, views: Views, options: tuple[float, float | None, bool, float]
+    ) -> DecodeArguments:
+        softmax_scale, factor, causal, empty_lse = options
+        columns = checked_query_and_cache(views)
+        kv_scale = checked_kv_scale(columns, views, factor)
+        bind({"block_table": BLOCK_TABLE}, views, {"batch": columns.q.shape[0]})
+        table = views["block_table"]
+        assert table is not None
+        return DecodeArguments(
+            *columns[:4], table, columns.kv_scales, kv_scale, softmax_scale, causal, empty_lse
+        )
+
+    def outputs(self, arguments: DecodeArguments) -> tuple[Output, ...]:
+        batch, q_len, num_heads, _ = arguments.q.shape
+        return outputs_of(arguments.q, (batch, num_heads, q_len))
+
+    def workspace_bytes(self, key: MLADecodeKey) -> int:
+        return key.layout.nbytes
+
+    def recipe(
+        self, key: MLADecodeKey, arguments: DecodeArguments, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        if 0 in arguments.q.shape:
+            return ()
+        out, lse = outs
+        return (attend_launch(key, buffer, arguments, out, lse),)
+
+    def check_values(self, host: Host, arguments: DecodeArguments) -> None:
+        _check_values(host["kv_lens"], host["block_table"], *arguments.kv_cache.shape[:2])
+
+    def reference(self, host: Host, arguments: DecodeArguments) -> Sequence[np.ndarray[Any, Any]]:
+        factor: Any = arguments.kv_scale  # a view, if it is an array
+        state = reference.mla_decode(
+            parts_on_host(host, "q"),
+            parts_on_host(host, "kv_cache"),
+            host["block_table"],
+            host["kv_lens"],
+            softmax_scale=arguments.softmax_scale,
+            kv_scale=host.get("kv_scale", None if factor == 1.0 else factor),
+            causal=arguments.causal,
+            out=host.get("out"),
+            lse=host.get("lse"),
+        )
+        state.lse[state.lse == -inf] = arguments.empty_lse
+        return state
+
+
+class _Decode(Scheduled[DecodeArguments, MLADecodeKey]):
+    """Both, in one call."""
+
+    def __init__(self, batch_invariant: bool) -> None:
+        super().__init__(_SCHEDULE, _ATTEND)
+        self._batch_invariant = batch_invariant
+
+    def batch(self, attend: DecodeArguments, views: Views) -> int:
+        return attend.q.shape[0]
+
+    def key(self, arguments: tuple[Any, DecodeArguments], device: int) -> MLADecodeKey:
+        _, attend = arguments
+        batch, q_len, num_heads, _ = attend.q.shape
+        _, page_size, num_kv_heads, _ = attend.kv_cache.shape
+        shape = (batch, q_len, num_heads, num_kv_heads, page_size, attend.q.dtype)
+        blocks = 0
+        if self._batch_invariant:  # of the longest request that the block table can name
+            blocks = -(-attend.block_table.shape[1] * page_size // BLOCK_TOKENS)
+        modes = (self._batch_invariant, blocks, None, cache_of(attend.kv_cache))
+        return _key(shape, attend.causal, device, *modes)
+
+
+_SCHEDULE = _Schedule()
+_ATTEND = _Attend()
+_DECODE = (_Decode(False), _Decode(True))
+
+
+class MLADecodePlan(Plan[MLADecodeKey]):
     """Schedule and workspace of :func:`mla_decode`, to be used for every layer of a decoding step.
 
     ``update`` computes on the device, from the lengths there, who works on which part of the cache;
     ``run`` uses that for as many layers as you like. Neither waits for the device or copies to the
     host, and both can be captured into a CUDA graph, which then serves changing lengths; the graph
     holds the address of the plan's buffer, so keep the plan as long as the graph. A plan belongs to
-    one stream at a time: the one of its last ``update``. It owns one buffer and no other state on
-    the device, and on the CPU nothing but the lengths.
+    one stream at a time, the one of its last ``update``, and to one thread. An update that was only
+    captured is computed when the graph is replayed: eager runs need one of their own. A plan owns
+    one buffer and no other state on the device, and on the CPU nothing but the lengths.
 
     Parameters
     ----------
@@ -240,15 +312,11 @@ class MLADecodePlan:
     causal : bool
         As in :func:`mla_decode`.
     batch_invariant : bool
-        As in :func:`mla_decode`; it needs `max_seqlen`.
-    max_seqlen : int, optional
+        As in :func:`mla_decode`; it needs `max_kv_len`.
+    max_kv_len : int, optional
         With `batch_invariant`, and only then: tokens of the longest request that the plan is to
         serve. The buffer grows with it, and a little the time. Longer requests are cut off at the
         next multiple of 64 tokens. It changes no bits.
-    variant : str, optional
-        Kernel that attends, to compare them: ``"swapped"`` (up to 16 query rows of a kv head),
-        ``"one_tile"`` or ``"shared_blocks"``. By default the query rows of a kv head decide. Not
-        for FP8 caches, which have kernels of their own.
     device : int, optional
         CUDA ordinal; by default that of `like` or `workspace`, else CuPy's current device.
     workspace : array, optional
@@ -278,11 +346,24 @@ class MLADecodePlan:
 
     Examples
     --------
-    >>> plan = cumla.MLADecodePlan.from_arrays(q, layers[0].kv_cache)   # doctest: +SKIP
-    >>> plan.update(cache_seqlens)                                      # doctest: +SKIP
-    >>> for layer in layers:                                            # doctest: +SKIP
-    ...     out, lse = plan.run(layer.q, layer.kv_cache, block_table, cache_seqlens)
+    >>> import numpy as np
+    >>> import cumla
+    >>> q = np.ones((2, 1, 16, 576), np.float16)
+    >>> kv_cache = np.ones((4, 64, 576), np.float16)
+    >>> block_table = np.array([[0, 1], [2, 3]], np.int32)
+    >>> plan = cumla.MLADecodePlan.from_arrays(q, kv_cache)
+    >>> plan.update(np.array([100, 7], np.int32))
+    >>> for layer in range(3):
+    ...     out, lse = plan.run(q, kv_cache, block_table)
+    >>> out.shape, lse.shape
+    ((2, 1, 16, 512), (2, 16, 1))
     """
+
+    _schedule = _SCHEDULE
+    _attend = _ATTEND
+    _lengths = "kv_lens"
+    _variant: str | None = None  # pins the kernel that attends, in tools that compare them
+    _empty_lse = -inf  # where nothing is visible; FlashMLA has it otherwise
 
     def __init__(
         self,
@@ -296,8 +377,7 @@ class MLADecodePlan:
         cache_dtype: str | None = None,
         causal: bool = True,
         batch_invariant: bool = False,
-        max_seqlen: int | None = None,
-        variant: str | None = None,
+        max_kv_len: int | None = None,
         device: int | None = None,
         workspace: Any = None,
         like: Any = None,
@@ -307,19 +387,12 @@ class MLADecodePlan:
         check_shape_numbers(numbers, num_heads, num_kv_heads, page_size, dtype)
         causal = checked_flag("causal", causal)
         batch_invariant = checked_flag("batch_invariant", batch_invariant)
-        max_blocks = checked_max_blocks(batch_invariant, max_seqlen)
+        max_blocks = _checked_max_blocks(batch_invariant, max_kv_len)
         cache = checked_cache_dtype(cache_dtype, dtype)
-        check_variant(variant, num_heads, q_len, num_kv_heads, cache)
         check_device_number(device)
-        call = open_plan(device, like, workspace, stream)
         shape = (batch, q_len, num_heads, num_kv_heads, page_size, dtype)
-        self._key = _key(shape, causal, call.device, batch_invariant, max_blocks, variant, cache)
-        self._lengths: np.ndarray[Any, Any] | None = None  # of the last update, on the CPU
-        self._kernels: Kernels | None = None
-        self._memory: PlanMemory | None = None
-        if call.device is not None:
-            with call:
-                self._memory = PlanMemory(call, self._key.layout.nbytes, workspace)
+        modes = (batch_invariant, max_blocks, self._variant, cache)
+        self._make(lambda on: _key(shape, causal, on, *modes), device, workspace, like, stream)
 
     @classmethod
     def from_arrays(
@@ -329,8 +402,7 @@ class MLADecodePlan:
         *,
         causal: bool = True,
         batch_invariant: bool = False,
-        max_seqlen: int | None = None,
-        variant: str | None = None,
+        max_kv_len: int | None = None,
         workspace: Any = None,
         stream: Any = None,
     ) -> MLADecodePlan:
@@ -340,7 +412,7 @@ class MLADecodePlan:
         ----------
         q, kv_cache : array
             As in :func:`mla_decode`; only their shapes, dtype and device are looked at.
-        causal, batch_invariant, max_seqlen, variant, workspace, stream
+        causal, batch_invariant, max_kv_len, workspace, stream
             As for the class.
 
         Returns
@@ -354,26 +426,21 @@ class MLADecodePlan:
         UnsupportedDeviceError, MissingDependencyError, NotPreparedError
             As the class.
         """
-        arrays = (*named_parts("q", q), *named_parts("kv_cache", kv_cache))
-        call = open_call(arrays, stream=stream)
-        names = (name for name, _ in arrays)
-        columns = checked_query_and_cache(dict(zip(names, call.views, strict=True)))
-        key = decode_key(columns.q, columns.kv_cache, causal=True)  # for its shape alone
+        arrays = named(q, kv_cache, None)
+        call = open_call(tuple(arrays.items()), stream=stream)
+        columns = checked_query_and_cache(dict(zip(arrays, call.views, strict=True)))
         with call:
             return cls(
-                key.batch,
-                key.q_len,
-                key.num_heads,
-                num_kv_heads=key.num_kv_heads,
-                page_size=key.page_size,
-                dtype=key.dtype,
+                *columns.q.shape[:3],
+                num_kv_heads=columns.kv_cache.shape[2],
+                page_size=columns.kv_cache.shape[1],
+                dtype=columns.q.dtype,
                 cache_dtype=columns.kv_cache.dtype,
                 causal=causal,
                 batch_invariant=batch_invariant,
-                max_seqlen=max_seqlen,
-                variant=variant,
+                max_kv_len=max_kv_len,
                 workspace=workspace,
-                like=arrays[0][1],
+                like=next(iter(arrays.values())),
                 stream=stream,
             )
 
@@ -386,14 +453,14 @@ class MLADecodePlan:
         num_kv_heads: int = 1,
         cache_dtype: str | None = None,
         batch_invariant: bool = False,
-        max_seqlen: int | None = None,
+        max_kv_len: int | None = None,
         sm_count: int | None = None,
     ) -> int:
         """Size of a plan's buffer: a pure function of the shape and the GPU's multiprocessors.
 
         Parameters
         ----------
-        batch, q_len, num_heads, num_kv_heads, cache_dtype, batch_invariant, max_seqlen
+        batch, q_len, num_heads, num_kv_heads, cache_dtype, batch_invariant, max_kv_len
             As for the class; of 16-bit numbers it is no matter which.
         sm_count : int, optional
             Multiprocessors of the GPU that the plan is for; with it no GPU is needed. By default
@@ -416,7 +483,7 @@ class MLADecodePlan:
         dtype = cache_dtype if cache_dtype in DTYPES else DTYPES[0]
         cache = checked_cache_dtype(cache_dtype, dtype)
         batch_invariant = checked_flag("batch_invariant", batch_invariant)
-        max_blocks = checked_max_blocks(batch_invariant, max_seqlen)
+        max_blocks = _checked_max_blocks(batch_invariant, max_kv_len)
         if sm_count is None:
             sm_count = properties(current_device()).sm_count
         check_number("sm_count", sm_count, "leave it out to ask the current GPU")
@@ -424,12 +491,7 @@ class MLADecodePlan:
         mode = (batch_invariant, max_blocks, None, cache)
         return _key_on_device(shape, False, 0, sm_count, *mode).layout.nbytes
 
-    @property
-    def key(self) -> MLADecodeKey:
-        """The shape for which this plan was made."""
-        return self._key
-
-    def update(self, cache_seqlens: Any, *, stream: Any = None) -> None:
+    def update(self, kv_lens: Any, *, stream: Any = None) -> None:
         """Compute the schedule for these lengths, on the device.
 
         On another stream than before, that one's work goes first: the new stream waits for it, on
@@ -438,78 +500,47 @@ class MLADecodePlan:
 
         Parameters
         ----------
-        cache_seqlens : array
+        kv_lens : array
             ``(batch,)`` int32, as in :func:`mla_decode`. Read when the stream reaches this call.
         stream : optional
-            As in :func:`mla_decode`, the current stream of the framework of cache_seqlens by
-            default. The runs that follow must be on the same one.
+            As in :func:`mla_decode`, the current stream of the framework of kv_lens by default.
+            The runs that follow must be on the same one.
 
         Raises
         ------
         TypeError, ValueError
-            cache_seqlens does not fit the plan.
+            kv_lens does not fit the plan.
         MissingDependencyError, CompilationError, NotPreparedError, CumlaError
             As :func:`mla_decode`; every kernel of the plan is loaded here.
         """
-        call = open_call((("cache_seqlens", cache_seqlens),), stream=stream)
-        (view,) = cast("tuple[ArrayView]", call.views)
-        check_seqlens(view, self._key.batch)
-        check_plan_device(self._key.device, call)
-        memory = self._memory
-        if memory is None:
-            self._lengths = np.array(to_numpy("cache_seqlens", cache_seqlens))
-            if self._key.batch_invariant:
-                np.minimum(self._lengths, self._key.max_blocks * BLOCK_TOKENS, out=self._lengths)
-            return
-        with call:
-            if self._kernels is None:
-                self._kernels = _kernels(call, self._key)
-            launch = prepare_schedule(
-                self._kernels.schedule, self._key, memory.buffer.ptr, view, call.stream
-            )
-            memory.update(call, launch)
-
-    def serves(self, stream: int) -> bool:
-        """Tell whether a run on a stream can do without an update before it.
-
-        Parameters
-        ----------
-        stream : int
-            CUstream handle. For a plan on the CPU any.
-
-        Returns
-        -------
-        bool
-        """
-        if self._memory is None:
-            return self._lengths is not None
-        return stream == self._memory.stream
+        self._update({"kv_lens": kv_lens}, self.key.batch, stream)
+        if self._values is not None and self.key.batch_invariant:
+            most = self.key.max_blocks * BLOCK_TOKENS
+            self._values["kv_lens"] = np.minimum(self._values["kv_lens"], most)
 
     def run(
         self,
         q: Any,
         kv_cache: Any,
         block_table: Any,
-        cache_seqlens: Any,
         *,
         softmax_scale: float | None = None,
         kv_scale: Any = None,
         out: Any = None,
         lse: Any = None,
         stream: Any = None,
-    ) -> MLADecodeResult:
+    ) -> AttentionState:
         """Attend with the schedule of the last update, and with the lengths it was given.
 
         Parameters
         ----------
-        q, kv_cache, block_table, cache_seqlens, softmax_scale, kv_scale, out, lse, stream
-            As in :func:`mla_decode`. The values of cache_seqlens are those of the last update;
-            should they have changed since, those of the update count (and the check mode,
-            ``CUMLA_CHECK=1``, refuses the call).
+        q, kv_cache, block_table, softmax_scale, kv_scale, out, lse, stream
+            As in :func:`mla_decode`. Lengths that have changed since the update do not count (and
+            the check mode, ``CUMLA_CHECK=1``, refuses the call).
 
         Returns
         -------
-        MLADecodeResult
+        AttentionState
 
         Raises
         ------
@@ -521,66 +552,31 @@ class MLADecodePlan:
         CumlaError
             The driver refuses a launch.
         """
-        scale = checked_scale(softmax_scale)
-        arrays: tuple[Any, ...] = (q, kv_cache, block_table, cache_seqlens, out, lse)
-        factor = None
-        if kv_scale is not None:
-            factor = number_of("kv_scale", kv_scale)
-            if factor is None:
-                arrays = (*arrays, kv_scale)
-        call, seen = None, glance(arrays)
-        if seen is None:
-            inputs = _inputs(q, kv_cache, block_table, cache_seqlens, kv_scale)
-            call = _open(inputs, out, lse, stream)
-            seen = call.views
-        memory = self._memory
-        ready = None if memory is None else memory.ready.get((seen, scale, factor))
-        if memory is not None and ready is not None and not check_mode():
-            again = call or reopen_call(out, self._key.device, stream)
-            if again.stream == memory.stream:
-                with again:
-                    memory.run(again, ready)
-                return MLADecodeResult(out, lse)
-        if call is None:
-            inputs = _inputs(q, kv_cache, block_table, cache_seqlens, kv_scale)
-            call = _open(inputs, out, lse, stream)
-        arguments = self._checked_arguments(call, inputs, factor)
-        key = self._key
-        if memory is None:
-            assert self._lengths is not None  # or the plan would have been refused
-            if check_mode():
-                check_lengths_of_plan(to_numpy("cache_seqlens", cache_seqlens), self._lengths)
-            inputs["cache_seqlens"] = self._lengths
-            return _decode_on_cpu(call, inputs, factor, out, lse, scale, key.causal)
-        assert self._kernels is not None  # they come with the first update
-        with call:
-            buffer = memory.buffer.ptr
-            check_data(call, arguments, buffer + key.layout.places)
-            result = Outputs.of(call, arguments, _lse_shape(key), out, lse)
-            attend = _attention(call, self._kernels, key, buffer, arguments, result, scale)
-            memory.run(call, attend)
-            if all(result.given):
-                memory.ready.keep((seen, scale, factor), attend)
-            return MLADecodeResult(*result.export(call))
+        factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
+        scale = SCALE if softmax_scale is None else checked_scale(softmax_scale, SCALE)
+        options = (scale, factor, self.key.causal, self._empty_lse)
+        outputs = {"out": out, "lse": lse}
+        if out is None:
+            given: tuple[Any, ...] = () if lse is None else (lse,)
+        else:
+            given = (out,) if lse is None else (out, lse)
+        factors = () if kv_scale is None or factor is not None else (kv_scale,)
+        arrays = (q, kv_cache, *factors, block_table)
+        seen, results = self._known(arrays, given, outputs, options, stream)
+        if results is None:
+            inputs = named(q, kv_cache, kv_scale, block_table=block_table)
+            results = self._run(inputs, outputs, options, stream, seen)
+        return AttentionState(*results)
 
-    def _checked_arguments(
-        self, call: Call, inputs: dict[str, Any], factor: float | None
-    ) -> Arguments:
-        """Check the arguments against each other and the plan."""
-        check_plan_device(self._key.device, call)
-        if self._memory is not None:
-            self._memory.check_serves(call.stream, "cache_seqlens")
-        elif self._lengths is None:
-            raise never_updated("cache_seqlens")
-        arguments = checked_arguments(_named(call, inputs), factor)
-        self._check_shape(arguments)
-        return arguments
+    def _load(self, device: int, capturing: Callable[[], bool]) -> None:
+        attend = (decode_spec(self.key),) if self.key.cache == "same" else fp8_specs(self.key)
+        for spec in (schedule_spec(self.key), *attend):
+            load(spec, device, capturing=capturing)
 
-    def _check_shape(self, arguments: Arguments) -> None:
-        key = self._key
-        batch, q_len, num_heads, _ = arguments.q.shape
+    def _check_shape(self, arguments: DecodeArguments) -> None:
+        key = self.key
         _, page_size, num_kv_heads, _ = arguments.kv_cache.shape
-        got = (batch, q_len, num_heads, num_kv_heads, page_size, arguments.q.dtype)
+        got = (*arguments.q.shape[:3], num_kv_heads, page_size, arguments.q.dtype)
         made = (key.batch, key.q_len, key.num_heads, key.num_kv_heads, key.page_size, key.dtype)
         if got != made:
             names = "(batch, q_len, num_heads, num_kv_heads, page_size, dtype)"
@@ -588,161 +584,75 @@ class MLADecodePlan:
                 f"plan: made for {names} {made}, got {got}; make a plan for this shape"
             )
         if cache_of(arguments.kv_cache) != key.cache:
-            raise other_cache(arguments)
-
-    def _check_options(self, causal: bool, batch_invariant: bool) -> None:
-        if self._key.q_len > 1 and causal != self._key.causal:
-            raise ValueError(
-                f"plan: made with causal={self._key.causal}, got causal={causal}; make a plan for "
-                f"each"
-            )
-        if batch_invariant != self._key.batch_invariant:
-            raise ValueError(
-                f"plan: made with batch_invariant={self._key.batch_invariant}, got "
-                f"batch_invariant={batch_invariant}; make a plan for each"
-            )
+            raise other_cache(arguments.q, arguments.kv_cache)
 
 
-def _kernels(call: Call, key: MLADecodeKey) -> Kernels:
-    """Load the kernels of a shape."""
-    if key.cache == "same":
-        return Kernels.of(call, schedule_spec(key), decode_spec(key))
-    return Kernels.of(call, schedule_spec(key), *fp8_specs(key))
-
-
-def _inputs(
-    q: Any, kv_cache: Any, block_table: Any, cache_seqlens: Any, kv_scale: Any
-) -> dict[str, Any]:
-    """Name the arrays that are read; a kv_scale that is a number is none."""
-    columns = named_parts("q", q) + named_parts("kv_cache", kv_cache)
-    named = dict(columns, block_table=block_table, cache_seqlens=cache_seqlens)
-    if kv_scale is not None and not isinstance(kv_scale, Real):
-        named["kv_scale"] = kv_scale
-    return named
-
-
-def _open(inputs: dict[str, Any], out: Any, lse: Any, stream: Any) -> Call:
-    return open_call(tuple(inputs.items()), (("out", out), ("lse", lse)), stream=stream)
-
-
-def _named(call: Call, inputs: dict[str, Any]) -> dict[str, ArrayView | None]:
-    """Give the views of a call of :func:`_open` their names."""
-    return dict(zip((*inputs, "out", "lse"), call.views, strict=True))
+Shape = tuple[int, int, int, int, int, str]
 
 
 @lru_cache(maxsize=1024)
 def _key_on_device(
-    shape: tuple[int, int, int, int, int, str],
+    shape: Shape,
     causal: bool,
     device: int | None,
     sm_count: int,
     batch_invariant: bool,
     max_blocks: int,
-    variant: str | None = None,
-    cache: str = CACHES[0],
+    variant: str | None,
+    cache: str,
 ) -> MLADecodeKey:
     """Make a key, the same object each time: it keeps what follows from it."""
     modes = (batch_invariant, max_blocks, variant, cache)
     key = MLADecodeKey(*shape, causal, device, sm_count, *modes)
-    check_parts(key)
+    if key.batch_invariant and key.parts > MOST_PARTS:
+        raise ValueError(
+            f"batch_invariant: needs at most {MOST_PARTS} pieces of requests, got {key.parts}: "
+            f"{key.batch} requests of up to {key.max_blocks * BLOCK_TOKENS} tokens, cut every "
+            f"{piece_blocks(key.row_groups) * BLOCK_TOKENS}; lower a plan's max_kv_len, pass fewer "
+            f"columns of block_table, or fewer requests at once"
+        )
     return key
 
 
-def _key(
-    shape: tuple[int, int, int, int, int, str],
-    causal: bool,
-    device: int | None,
-    batch_invariant: bool,
-    max_blocks: int,
-    variant: str | None = None,
-    cache: str = CACHES[0],
-) -> MLADecodeKey:
+def _key(shape: Shape, causal: bool, device: int | None, *modes: Any) -> MLADecodeKey:
     sm_count = 0 if device is None else require_hopper(device).sm_count
-    modes = (batch_invariant, max_blocks, variant, cache)
     return _key_on_device(shape, causal and shape[1] > 1, device, sm_count, *modes)
 
 
-def _blocks_of_table(arguments: Arguments) -> int:
-    """Count the KV blocks of the longest request that a block table can name."""
-    return -(-arguments.block_table.shape[1] * arguments.kv_cache.shape[1] // BLOCK_TOKENS)
+def _checked_max_blocks(batch_invariant: bool, max_kv_len: Any) -> int:
+    """Return the most KV blocks of a request of a plan; 0 where nothing depends on them."""
+    if not batch_invariant:
+        if max_kv_len is not None:
+            raise ValueError(
+                f"max_kv_len: needs batch_invariant=True, got {max_kv_len} for a plan that serves "
+                f"any length; leave it out"
+            )
+        return 0
+    if max_kv_len is None:
+        raise ValueError(
+            "max_kv_len: needs the length of the longest request that a batch_invariant plan is to "
+            "serve, got None; pass it, it sizes the plan's buffer"
+        )
+    return -(-checked_int("max_kv_len", max_kv_len, "nothing to plan for") // BLOCK_TOKENS)
 
 
-def decode_key(
-    q: ArrayView,
-    kv_cache: ArrayView,
-    *,
-    causal: bool,
-    batch_invariant: bool = False,
-    max_blocks: int = 0,
-) -> MLADecodeKey:
-    """Return the key of a call with these arrays, as their checks have left them."""
-    batch, q_len, num_heads, _ = q.shape
-    _, page_size, num_kv_heads, _ = kv_cache.shape
-    shape = (batch, q_len, num_heads, num_kv_heads, page_size, q.dtype)
-    cache = cache_of(kv_cache)
-    return _key(shape, causal, q.device, batch_invariant, max_blocks, cache=cache)
-
-
-def _lse_shape(key: MLADecodeKey) -> tuple[int, int, int]:
-    return key.batch, key.num_heads, key.q_len
-
-
-def _attention(
-    call: Call,
-    kernels: Kernels,
-    key: MLADecodeKey,
-    buffer: int,
-    arguments: Arguments,
-    result: Outputs,
-    softmax_scale: float,
-) -> PreparedLaunch:
-    """Prepare attention of checked arguments into these outputs."""
-    kernel, prepare = kernels.attention, prepare_decode
-    if key.cache != "same":
-        kernel, prepare = kernels.of_fp8(call, key, arguments), prepare_decode_fp8
-    elif (form := form_of(key, arguments)) != key.form:
-        kernel = load_for(call, decode_spec(key, form))
-    return prepare(
-        kernel,
-        key,
-        buffer,
-        arguments,
-        result.out_view,
-        result.lse_view,
-        softmax_scale,
-        call.stream,
-    )
-
-
-def _decode_on_cpu(
-    call: Call,
-    inputs: dict[str, Any],
-    factor: float | None,
-    out: Any,
-    lse: Any,
-    softmax_scale: float,
-    causal: bool,
-) -> MLADecodeResult:
-    host = {name: to_numpy(name, array) for name, array in inputs.items()}
-    queries, caches = (
-        tuple(array for part, array in host.items() if part.partition("[")[0] == name)
-        for name in ("q", "kv_cache")
-    )
-    table, lengths = host["block_table"], host["cache_seqlens"]
-    if check_mode():
-        check_values(lengths, table, *caches[0].shape[:2])
-    result = reference.mla_decode(
-        queries if len(queries) > 1 else queries[0],
-        caches if len(caches) > 1 else caches[0],
-        table,
-        lengths,
-        softmax_scale=softmax_scale,
-        kv_scale=host.get("kv_scale", factor),
-        causal=causal,
-        out=None if out is None else to_numpy("out", out),
-        lse=None if lse is None else to_numpy("lse", lse),
-    )
-    return MLADecodeResult(
-        from_numpy(call.framework, result.out) if out is None else out,
-        from_numpy(call.framework, result.lse) if lse is None else lse,
-    )
+def _check_values(
+    lengths: np.ndarray[Any, Any], table: np.ndarray[Any, Any], num_pages: int, page_size: int
+) -> None:
+    """Raise for the first length or used page number that is out of range."""
+    longest = table.shape[1] * page_size
+    wrong = np.flatnonzero((lengths < 0) | (lengths > longest))
+    if wrong.size:
+        i = wrong[0]
+        raise ValueError(
+            f"kv_lens[{i}]: needs a length from 0 to max_pages * page_size = {longest}, got "
+            f"{lengths[i]}; the kernels would clamp it"
+        )
+    used = np.arange(table.shape[1]) * page_size < lengths[:, None]
+    bad = np.argwhere(used & ((table < 0) | (table >= num_pages)))
+    if bad.size:
+        i, j = bad[0]
+        raise ValueError(
+            f"block_table[{i}, {j}]: needs a page number from 0 to {num_pages - 1}, got "
+            f"{table[i, j]}; the kernels would read zeros for that page"
+        )

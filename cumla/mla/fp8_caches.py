@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
+from cumla.mla.shape import HEAD_DIM, VALUE_DIM
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView

@@ -3,19 +3,25 @@
 
 The functions here have the names and arguments of the public operations. They are the oracle of the
 tests, and they compute whatever is called with arrays in CPU memory.
+
+They take NumPy arrays and trust them: :func:`cumla.mla_decode` and the other operations, which take
+arrays of all frameworks, check shapes, dtypes and flags. What these promise for any 32-bit value of
+a length, an offset, a page number or a slot holds here, too. Memory grows with the tokens that are
+read or written, one request at a time, not with the cache.
 """
 
-from cumla.reference.indexer.cache import QuantizedRows, append_indexer_cache, quantize_fp8
-from cumla.reference.indexer.logits import mqa_logits, paged_mqa_logits
-from cumla.reference.merge import AttentionState, merge_attention_states
-from cumla.reference.mla.attention import MLAAttentionResult, mla_attention
+from cumla.core.state import AttentionState
+from cumla.reference.indexer.cache import append_indexer_cache
+from cumla.reference.indexer.logits import mqa_logits
+from cumla.reference.indexer.paged_logits import paged_mqa_logits
+from cumla.reference.indexer.quantize import QuantizedRows, quantize_fp8
+from cumla.reference.merge import merge_attention_states
+from cumla.reference.mla.attention import mla_attention
 from cumla.reference.mla.cache import append_mla_cache
-from cumla.reference.mla.decode import MLADecodeResult, mla_decode
+from cumla.reference.mla.decode import mla_decode
 
 __all__ = [
     "AttentionState",
-    "MLAAttentionResult",
-    "MLADecodeResult",
     "QuantizedRows",
     "append_indexer_cache",
     "append_mla_cache",

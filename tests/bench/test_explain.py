@@ -11,9 +11,9 @@ from cumla.bench import explain
 from cumla.bench.cases import DENSE, Case
 from cumla.errors import UnsupportedDeviceError
 from cumla.launch import KernelSpec
-from cumla.launch.mla.mla_decode import decode_spec
+from cumla.launch.mla.choice import decode_spec
 from cumla.launch.mla.mla_decode_fp8 import fp8_specs
-from cumla.launch.split.plan import VARIANTS
+from cumla.launch.mla.shape import VARIANTS
 
 
 @pytest.mark.parametrize("case", [*DENSE[::5], Case(3, 2, 48, 100, 2, "float16", 1)])

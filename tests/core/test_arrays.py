@@ -14,12 +14,13 @@ import types
 import weakref
 from importlib import metadata
 from typing import ClassVar
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from cumla.core import _cupy, _dlpack, _driver, _lend, _lifetime, arrays
+from cumla.core import _cupy, _dlpack, _driver, _lend, _lifetime, arrays, frameworks
 from cumla.core.arrays import (
     ArrayView,
     from_numpy,
@@ -37,6 +38,7 @@ from cumla.errors import (
     NotPreparedError,
     UnsupportedDeviceError,
 )
+from tests.fake_cuda import FakeLibrary
 
 CODES = {name: key for key, name in _dlpack.DTYPES.items()}
 _new_capsule = ctypes.PYFUNCTYPE(
@@ -216,9 +218,10 @@ def cuda(monkeypatch):
     driver = FakeDriver()
     monkeypatch.setattr(arrays, "driver", lambda: driver)
     monkeypatch.setattr(_lifetime, "driver", lambda: driver)
-    monkeypatch.setattr(arrays, "_framework_of_type", {np.ndarray: arrays._NUMPY})
+    known = {np.ndarray: frameworks.NUMPY}
     monkeypatch.setattr(_lend, "_borrowers", {})
-    yield driver
+    with mock.patch.dict(frameworks.framework_of_type, known, clear=True):
+        yield driver
     _lifetime.waiting.clear()
     _lifetime.in_graphs.clear()
 
@@ -228,7 +231,7 @@ def no_cupy_yet():
     """Forget which CuPy there is, before and after a test."""
 
     def forget():
-        arrays._cupy.cache_clear()
+        frameworks.cupy_framework.cache_clear()
         _cupy.import_cupy.cache_clear()
 
     forget()
@@ -250,6 +253,7 @@ def fake_jax(cupy, monkeypatch):
     class Array(Producer):
         def __init__(self, devices=1):
             super().__init__(dtype="bfloat16", device=(2, 0))
+            self.dtype = np.dtype(ml_dtypes.bfloat16)
             self.sharding = types.SimpleNamespace(device_set=set(range(devices)))
 
         def is_deleted(self):
@@ -303,9 +307,9 @@ def fake_jax(cupy, monkeypatch):
         reader=77,
     )
     monkeypatch.setitem(sys.modules, "jax", module)
-    arrays._jax.cache_clear()
+    frameworks.jax_framework.cache_clear()
     yield module
-    arrays._jax.cache_clear()
+    frameworks.jax_framework.cache_clear()
 
 
 @pytest.fixture
@@ -314,19 +318,22 @@ def fake_torch(cuda, monkeypatch):
 
     class Tensor:
         is_cuda = True
-        device = "cuda:0"
+        ordinal = 0
 
         def __init__(self, shape, dtype):
             self.shape, self.dtype = shape, dtype
 
         def data_ptr(self):
-            return 0x3000
+            return 0x7F0000003000
 
         def stride(self):
             return tuple([1] * len(self.shape))
 
         def get_device(self):
-            return 0
+            return self.ordinal
+
+        def is_neg(self):
+            return False
 
     class DType:
         itemsize = 1
@@ -350,9 +357,9 @@ def fake_torch(cuda, monkeypatch):
     module.cuda = types.SimpleNamespace(stream=use, ExternalStream=lambda handle, device: handle)
     module.empty = empty
     monkeypatch.setitem(sys.modules, "torch", module)
-    arrays._torch.cache_clear()
+    frameworks.torch_framework.cache_clear()
     yield module
-    arrays._torch.cache_clear()
+    frameworks.torch_framework.cache_clear()
 
 
 def view_of(array):
@@ -547,8 +554,8 @@ def test_float8_arrays_of_cupy_are_imported_as_bytes(cupy, dtype):
     """NumPy's array in CuPy's place: neither of them exports the type."""
     values = some_float8(dtype)
     with pytest.raises((BufferError, ValueError)):
-        arrays.import_array("q", values, None)
-    imported = arrays._CuPy(cupy).import_array("q", values, None)
+        _dlpack.import_array("q", values, None)
+    imported = frameworks._CuPy(cupy).import_array("q", values, None)
     expected = ArrayView(values.ctypes.data, (3, 4), (4, 1), dtype, None)
     assert imported.view == expected
 
@@ -585,14 +592,13 @@ def test_float8_arrays_of_a_jax_that_does_not_export_them(monkeypatch, dtype):
 
 def test_what_jax_refuses_for_another_reason_is_refused(fake_jax):
     array = fake_jax.Array()
-    array.dtype = np.dtype(ml_dtypes.bfloat16)
 
     def refuse(**options):
         raise RuntimeError("not today")
 
     array.__dlpack__ = refuse
     with pytest.raises(ValueError, match="q: its producer does not export it: not today"):
-        arrays._jax().import_array("q", array, None)
+        frameworks.jax_framework().import_array("q", array, None)
 
 
 # --- what is not an array, or has no memory ------------------------------------------------------
@@ -635,7 +641,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 os.environ["JAX_PLATFORMS"] = "cpu"
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from cumla.arrays import open_call
+from cumla.core.arrays import open_call
 mesh = jax.make_mesh((2,), ("x",))
 array = jax.device_put(np.zeros((4, 2), np.float32), NamedSharding(mesh, PartitionSpec("x")))
 try:
@@ -663,13 +669,6 @@ def test_torch_tensor_without_memory():
         ValueError, match=r"q: needs a tensor on a CUDA device or .*got one on meta"
     ):
         open_call((("q", torch.zeros(3, device="meta")),))
-
-    def inside_vmap(x):
-        open_call((("q", x),))
-        return x
-
-    with pytest.raises(TypeError, match="q: needs a dense tensor with memory of its own"):
-        torch.vmap(inside_vmap)(torch.zeros(2, 3))
 
 
 def test_torch_distributed_tensor():
@@ -717,10 +716,10 @@ def test_output_of_another_framework():
 
 
 def test_views_are_in_the_order_given(cupy):
-    inputs = tuple((name, cupy.ndarray(ptr=i)) for i, name in enumerate("abc"))
+    inputs = tuple((name, cupy.ndarray(ptr=i)) for i, name in enumerate("abc", 1))
     call = open_call(inputs, (("out", None), ("lse", cupy.ndarray(ptr=9))))
-    assert [view and view.ptr for view in call.views] == [0, 1, 2, None, 9]
-    assert call.views[0] == ArrayView(0, (4, 8), (16, 2), "float16", 0)
+    assert [view and view.ptr for view in call.views] == [1, 2, 3, None, 9]
+    assert call.views[0] == ArrayView(1, (4, 8), (16, 2), "float16", 0)
 
 
 def test_cupy_distributed_array(cupy):
@@ -757,15 +756,24 @@ def test_a_glance_tells_torch_tensors_apart():
     check_glances((x, *others, x.view(torch.float16), x.clone()))
 
 
+def test_a_glance_sees_the_negative_bit():
+    """Such a tensor has address, shape and strides of the one whose values it negates."""
+    torch = pytest.importorskip("torch")
+    z = torch.ones(3, dtype=torch.complex64)
+    for x, negated in ((z.imag, z.conj().imag), (torch.ones(3), None)):
+        views_at_first(x)
+        y = torch._neg_view(x) if negated is None else negated
+        assert (x.data_ptr(), x.stride()) == (y.data_ptr(), y.stride())
+        assert glance((y,)) not in (glance((x,)), None)
+
+
 def test_a_glance_tells_torch_devices_apart(fake_torch):
-    """Of one number, too: not only CUDA counts its devices."""
     tensor = fake_torch.Tensor((3,), fake_torch.uint8)
     views_at_first(tensor)
     seen = glance((tensor,))
-    for device in ("cuda:1", "xpu:0"):
-        tensor.device = device
-        assert glance((tensor,)) not in (seen, None)
-    tensor.device = "cuda:0"
+    tensor.ordinal = 1
+    assert glance((tensor,)) not in (seen, None)
+    tensor.ordinal = 0
     assert glance((tensor,)) == seen
 
 
@@ -823,11 +831,11 @@ def test_a_glance_tells_parts_from_arrays(cupy):
     assert glance(((a, again), c)) == glance(((a, b), c))
     triple = glance(((a, b, c), c))
     assert triple not in {None, glance((a, b, c, c)), glance(((a, b), c, c)), *seen}
-    assert glance(((a, again, c), c)) == triple
+    assert glance(((a, again, c), c)) == glance(([a, b, c], c)) == triple
     c.data.ptr = 4
     assert glance(((a, b), c)) not in seen
     assert glance(((a, b, c), c)) != triple
-    for pair in ((), (a,), (a, b, c, c), (a, None), (np.zeros(3), a), [a, b]):
+    for pair in ((), (a,), (a, b, c, c), (a, None), (np.zeros(3), a), []):
         assert glance((pair, c)) is None, pair
         assert glance((c, pair)) is None, pair
 
@@ -880,8 +888,9 @@ def test_stream(cupy, stream, handle):
     ("stream", "error"), [(True, TypeError), ("s", TypeError), (1.5, TypeError), (-1, ValueError)]
 )
 def test_not_a_stream(cupy, stream, error):
-    with pytest.raises(error, match="stream: needs a"):
-        open_call((("q", cupy.ndarray()),), stream=stream)
+    for array in (cupy.ndarray(), np.zeros(3)):
+        with pytest.raises(error, match="stream: needs a"):
+            open_call((("q", array),), stream=stream)
 
 
 def test_torch_current_stream(fake_torch):
@@ -1271,8 +1280,8 @@ def test_interpreter_exit_with_jax_results(how):
 import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 import atexit, threading, time, jax, numpy as np
-from cumla import _lend, _lifetime
-from tests.test_arrays import FakeDriver, aligned, lend_to_jax
+from cumla.core import _lend, _lifetime
+from tests.core.test_arrays import FakeDriver, aligned, lend_to_jax
 cuda = FakeDriver()
 _lifetime.driver = lambda: cuda
 _lend._CUDA = 1
@@ -1320,7 +1329,7 @@ def test_torch_allocates_on_the_stream_of_the_call(fake_torch, cuda):
         with open_call((("q", q),), stream=stream) as call:
             array, view = call.empty((16,), "uint8")
             assert call.capturing == (stream is None)
-        assert (type(array), view.ptr) == (fake_torch.Tensor, 0x3000)
+        assert (type(array), view.ptr) == (fake_torch.Tensor, 0x7F0000003000)
     assert fake_torch.allocated == [((16,), 0, 7), ((16,), 0, 640)]
 
 
@@ -1414,84 +1423,10 @@ def test_no_driver(no_cupy_yet, monkeypatch):
 # --- the driver ----------------------------------------------------------------------------------
 
 
-class FakeLibrary:
-    """libcuda as `Driver` calls it: results go where the references point."""
-
-    def __init__(self, current=0, capture=(0, 0), init=0):
-        self.context = current  # context 100 + n is the primary one of device n
-        self.capture = capture
-        self.init = init
-        self.pushed, self.retained, self.mode, self.events = [], [], 0, {}
-        self.waits, self.answer = [], 0
-
-    def __getattr__(self, name):
-        def call(*arguments):
-            return getattr(self, "on_" + name)(*arguments)
-
-        setattr(self, name, call)
-        return call
-
-    def on_cuInit(self, flags):
-        return self.init
-
-    def on_cuCtxGetDevice(self, device):
-        if self.context is None:
-            return 201
-        device._obj.value = self.context % 100
-        return 0
-
-    def on_cuDevicePrimaryCtxRetain(self, context, device):
-        if device > 7:
-            return 101
-        self.retained.append(device)
-        context._obj.value = 100 + device
-        return 0
-
-    def on_cuCtxPushCurrent_v2(self, context):
-        self.pushed.append(self.context)
-        self.context = context.value
-        return 0
-
-    def on_cuCtxPopCurrent_v2(self, context):
-        self.context = self.pushed.pop()
-        return 0
-
-    def on_cuStreamIsCapturing(self, stream, status):
-        status._obj.value = self.capture[1]
-        return self.capture[0]
-
-    def on_cuEventCreate(self, event, flags):
-        event._obj.value = 1 + len(self.events)
-        self.events[event._obj.value] = "created"
-        return 0
-
-    def on_cuEventRecord(self, event, stream):
-        self.events[event.value] = stream
-        return 400 if stream == 666 else 0
-
-    def on_cuEventQuery(self, event):
-        return self.answer
-
-    def on_cuEventDestroy_v2(self, event):
-        self.events[getattr(event, "value", event)] = "destroyed"
-        return 0
-
-    def on_cuStreamWaitEvent(self, stream, event, flags):
-        self.waits.append((stream, event, flags))
-        return 0
-
-    def on_cuThreadExchangeStreamCaptureMode(self, mode):
-        self.mode, mode._obj.value = mode._obj.value, self.mode
-        return 0
-
-    def on_cuGetErrorName(self, status, name):
-        name._obj.value = b"CUDA_ERROR_INVALID_DEVICE"
-        return 0
-
-
 def make_driver(monkeypatch, **options):
     library = FakeLibrary(**options)
-    monkeypatch.setattr(ctypes, "PyDLL", lambda name: library)
+    for loader in ("PyDLL", "CDLL"):
+        monkeypatch.setattr(ctypes, loader, lambda name: library)
     return library, _driver.Driver()
 
 
@@ -1510,6 +1445,106 @@ def test_driver_pushes_and_pops_the_primary_context(monkeypatch, before):
         driver.leave_device()
         assert library.context == before
     assert library.retained == [3]
+
+
+def test_the_primary_context_for_a_while(monkeypatch):
+    library, driver = make_driver(monkeypatch, current=203)
+    with pytest.raises(KeyError), _driver.in_primary_context(driver, 3):
+        assert library.context == 103
+        library.context = 104  # cudaSetDevice replaces what is current
+        raise KeyError
+    assert (library.context, library.pushed) == (203, [])
+
+
+def test_driver_calls_that_may_wait_release_the_gil(monkeypatch):
+    """A stream with a full queue gets on only when a host function written in Python has run."""
+
+    def load(loader):
+        library = FakeLibrary(current=100)
+        for name in ("cuEventRecord", "cuStreamWaitEvent"):
+            setattr(library, name, loader(None).usleep)  # of as many us as the handle's number
+        return library
+
+    kinds = {name: getattr(ctypes, name) for name in ("PyDLL", "CDLL")}
+    for name, loader in kinds.items():
+        monkeypatch.setattr(ctypes, name, lambda _, loader=loader: load(loader))
+    driver = _driver.Driver()
+    created = ctypes.c_void_p(300_000)
+    driver._event_create = lambda event, flags: setattr(event._obj, "value", created.value) or 0
+    for call in (lambda: driver.record_event(9), lambda: driver.wait_event(300_000, 9)):
+        seen = []
+        thread = threading.Thread(target=lambda seen=seen: (time.sleep(0.05), seen.append(1)))
+        thread.start()
+        call()
+        assert seen
+        thread.join()
+
+
+FORK = """
+import ctypes, os, sys, weakref
+import numpy as np
+from tests.fake_cuda import FakeLibrary
+library = FakeLibrary(current=100)
+ctypes.PyDLL = ctypes.CDLL = lambda name: library
+from cumla.core import _lifetime
+from cumla.core.arrays import open_call, open_device
+from cumla.errors import UnsupportedDeviceError
+
+class Owner:
+    pass
+
+def use_the_cpu():
+    assert open_call((("x", np.zeros(3)),)).device is None
+
+library.answer = 600
+first, second = Owner(), Owner()
+alive = [weakref.ref(first), weakref.ref(second)]
+if BEFORE:
+    _lifetime.keep_until_passed(first, 9, 0)
+    library.capture = (0, 1)
+    _lifetime.keep_until_passed(first, 7, 0)
+    library.capture = (0, 0)
+    _lifetime._lock.acquire()  # as another thread may have it
+del first
+child = os.fork()
+if child == 0:
+    if BEFORE:
+        library.lost = True
+        use_the_cpu()
+        assert alive[0]() is not None
+        _lifetime.keep_until_event(second, 5, 0, 9)  # as a plan's end does
+        del second
+        use_the_cpu()
+        assert alive[1]() is not None
+        assert (_lifetime.waiting, _lifetime.in_graphs) == ({}, {})
+        try:
+            _lifetime.driver()
+        except UnsupportedDeviceError as error:
+            assert "forked" in str(error) and "spawn" in str(error)
+        else:
+            raise AssertionError
+    else:
+        _lifetime.keep_until_passed(second, 9, 0)
+        assert len(_lifetime.waiting) == 1
+    print("done", flush=True)
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+if BEFORE:
+    _lifetime._lock.release()
+    assert len(_lifetime.waiting) == len(_lifetime.in_graphs) == 1
+    library.answer = 0
+    use_the_cpu()
+    assert _lifetime.waiting == {}
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_fork(before):
+    """The CPU serves a child of a process with work on the GPU; of another one the GPU does."""
+    program = FORK.replace("BEFORE", str(before))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
 def test_driver_names_the_error(monkeypatch):

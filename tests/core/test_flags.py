@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that are on or off: a bool of Python or NumPy, and nothing that is merely true or false.
 
-Every such option of every public operation, plan and reference is here: a new one without a call
+Every such option of every public operation and plan is here: a new one without a call
 fails `test_every_flag_is_here`.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import preparation, reference
+from cumla import preparation
 from tests.fake_cuda import FakeCuPy
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -140,18 +140,17 @@ def workspace_bytes(kind: Any, *sizes: int, **options: Any) -> Call:
 
 def calls() -> Iterator[tuple[str, str, Call]]:
     """Name every function with a flag, the flag, and a call."""
-    for module, prefix in ((cumla, ""), (reference, "reference.")):
-        for name, flag, make in (
-            ("mla_decode", "causal", decode),
-            ("mla_decode", "batch_invariant", decode),
-            ("mla_attention", "causal", attend),
-            ("mqa_logits", "clean", score),
-            ("paged_mqa_logits", "clean", score_pages),
-            ("append_mla_cache", "interleaved", append),
-            ("quantize_fp8", "power_of_two_scales", quantize),
-            ("append_indexer_cache", "power_of_two_scales", append_keys),
-        ):
-            yield prefix + name, flag, make(getattr(module, name))
+    for name, flag, make in (
+        ("mla_decode", "causal", decode),
+        ("mla_decode", "batch_invariant", decode),
+        ("mla_attention", "causal", attend),
+        ("mqa_logits", "clean", score),
+        ("paged_mqa_logits", "clean", score_pages),
+        ("append_mla_cache", "interleaved", append),
+        ("quantize_fp8", "power_of_two_scales", quantize),
+        ("append_indexer_cache", "power_of_two_scales", append_keys),
+    ):
+        yield name, flag, make(getattr(cumla, name))
     longest: dict[str, Any]
     for flag, longest in (("causal", {}), ("batch_invariant", {"max_seqlen": 64})):
         yield "MLADecodePlan", flag, plan(cumla.MLADecodePlan, 2, 2, 4, **longest)
@@ -179,16 +178,15 @@ FLAGS = pytest.mark.parametrize(
 
 def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Functions, and plans with their methods; results and errors are made by nobody."""
-    for module, prefix in ((cumla, ""), (reference, "reference.")):
-        for name in module.__all__:
-            public = getattr(module, name)
-            if inspect.isclass(public) and issubclass(public, (tuple, Exception)):
-                continue
-            yield prefix + name, public
-            methods = vars(public) if inspect.isclass(public) else ()
-            for method in methods:
-                if not method.startswith("_") and callable(getattr(public, method)):
-                    yield f"{name}.{method}", getattr(public, method)
+    for name in cumla.__all__:
+        public = getattr(cumla, name)
+        if inspect.isclass(public) and issubclass(public, (tuple, Exception)):
+            continue
+        yield name, public
+        methods = vars(public) if inspect.isclass(public) else ()
+        for method in methods:
+            if not method.startswith("_") and callable(getattr(public, method)):
+                yield f"{name}.{method}", getattr(public, method)
 
 
 def test_every_flag_is_here() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--write-evidence",
         action="store_true",
-        help="write what this run proved to tests/gpu/evidence (a whole run of tests/gpu only)",
+        help="write what the modules that run whole prove to tests/gpu/evidence",
     )
     group.addoption(
         "--evidence-dir",
@@ -53,14 +53,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("write_evidence", False):
+        if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
+            raise pytest.UsageError("--write-evidence: one process tests a GPU; pass -n 0")
         config.pluginmanager.register(EvidenceWriter(config), "cumla-evidence")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if HERE in item.path.parents]
-    if ours and (reason := no_hopper()):
+    if ours and (reason := no_hopper() or several_processes()):
         for item in ours:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def several_processes() -> str:
+    """Why the tests do not run in one of several processes; empty in the only one."""
+    several = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1
+    return "one process tests a GPU, whose memory these need: pass -n 0" if several else ""
 
 
 @pytest.fixture
@@ -88,52 +96,85 @@ def _give_memory_back() -> Iterator[None]:
 
 
 class EvidenceWriter:
-    """Collects outcomes and figures, and writes them when all of tests/gpu was run."""
+    """Writes the results of a module that ran whole, or failed, when its last test is done."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.folder: Path = config.getoption("evidence_dir")
-        self.summary = record.Summary()
-        self.start = time.monotonic()
-        self.deselected = 0
-        self.modules: set[str] = set()
-        self.note = ""
-
-    def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        self.deselected += len(items)
+        self.results: dict[str, record.Results] = {}  # by module
+        self.left: Counter[str] = Counter()  # tests that are still to come
+        self.notes: list[str] = []
+        self.run: record.Run | None = None
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.modules = {item.path.name for item in session.items if HERE in item.path.parents}
+        if no_hopper():
+            self.notes.append(f"no evidence written: {no_hopper()}")
+            return
+        items = [item for item in session.items if HERE in item.path.parents]
+        self.left.update(item.path.name for item in items)
+        for module in {item.getparent(pytest.Module) for item in items}:
+            self.results[module.path.name] = record.Results(set(every_test(module)))
+        about = record.machine()
+        self.sources = record.Sources.now()  # before tests that may take minutes
+        self.run = record.Run(self.folder, about["cupy"].split(" ")[0], about, self.sources)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if "gpu/" not in report.nodeid.replace("\\", "/"):
+        results = self.results.get(_module_of(report.nodeid))
+        if results is None:
             return
+        results.seconds += report.duration
         if report.when == "call" or report.outcome != "passed":
-            figures = dict(report.user_properties).get(FIGURES)
-            self.summary.add(report.nodeid, report.outcome, figures)  # type: ignore[arg-type]
+            outcome = reason_of(report) if report.outcome == "skipped" else report.outcome
+            results.add(report.nodeid, outcome, dict(report.user_properties).get(FIGURES))
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        self.note = self._reason_not_to_write(session)
-        if self.note:
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        module = _module_of(nodeid)
+        self.left[module] -= 1
+        if module in self.results and not self.left[module]:
+            self._write(module)
+
+    def pytest_sessionfinish(self) -> None:
+        if self.run is None:
             return
-        run = self.summary.run(time.monotonic() - self.start)
-        paths = record.write(self.folder, runs={_package(run["cupy"]): run})
-        self.note = f"evidence written to {', '.join(path.name for path in paths)}"
+        for module in [*self.results]:  # those that were cut
+            self._write(module)
+        absent = self.sources.modules.keys() - self.run.record["parts"].keys()
+        if absent:
+            self.notes.append(f"not a whole run, without {', '.join(sorted(absent))}")
+        else:
+            self.run.complete()
+        stems = self.sources.kernels
+        wrong = {stem: record.problems(stem, self.folder, self.sources) for stem in stems}
+        self.notes += [f"{stem}: {'; '.join(found)}" for stem, found in wrong.items() if found]
 
-    def _reason_not_to_write(self, session: pytest.Session) -> str:
-        missing = {path.name for path in HERE.rglob("test_*.py")} - self.modules
-        if no_hopper():
-            return f"no evidence written: {no_hopper()}"
-        if self.deselected or missing or session.shouldstop or session.shouldfail:
-            return (
-                f"no evidence written: {self.deselected} tests were deselected, "
-                f"{', '.join(sorted(missing)) or 'no module'} left out"
-            )
-        return ""
+    def _write(self, name: str) -> None:
+        part = self.results.pop(name).part()
+        wrong = list(record.module_problems(part, self.sources.modules[name]))
+        self.notes += [f"{name}: {problem}" for problem in wrong]
+        if part["failed"] or not wrong:
+            self.run.add(name, part)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        terminalreporter.write_line(self.note)
+        terminalreporter.section(f"evidence in {self.folder}")
+        for note in self.notes:
+            terminalreporter.write_line(note)
 
 
-def _package(cupy: str) -> str:
-    """The distribution's name of "cupy-cuda13x 14.2.0"."""
-    return cupy.split(" ")[0]
+def every_test(module: pytest.Module) -> Iterator[str]:
+    """The tests of a module, whatever the command line leaves out."""
+    for node in module.collect():
+        if isinstance(node, pytest.Item):
+            yield node.nodeid
+        else:
+            yield from every_test(node)
+
+
+def reason_of(report: pytest.TestReport) -> str:
+    """Why a test was skipped, or failed as expected."""
+    if hasattr(report, "wasxfail"):
+        return f"xfail: {report.wasxfail}"
+    _, _, reason = report.longrepr
+    return reason.removeprefix("Skipped: ")
+
+
+def _module_of(nodeid: str) -> str:
+    return Path(nodeid.partition("::")[0]).name

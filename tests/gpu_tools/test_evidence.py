@@ -3,181 +3,48 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cumla.launch import all_specs
-from tests.gpu import conftest as gpu_conftest
-from tests.gpu.tools import record, sanitize
+from tests.gpu import conftest
+from tests.gpu.tools import digests, record, sanitize
 
 CHANGELOG = record.ROOT / "CHANGELOG.md"
-RUN = {"passed": 3, "failed": 0, "skipped": 1, "cupy": "cupy-cuda13x 14.2.0"}
+SOURCES = record.Sources.now()
+STEMS = tuple(SOURCES.kernels)
 
 
-@pytest.mark.parametrize("stem", record.stems())
+@pytest.mark.parametrize("stem", STEMS)
 def test_evidence_belongs_to_the_present_sources(stem: str) -> None:
     """After a change of a kernel or its launcher: run tests/gpu again, or list it as unproven."""
-    problems = record.problems(record.read(stem), stem)
+    problems = record.problems(stem, record.FOLDER, SOURCES)
     listed = stem in record.unproven(CHANGELOG.read_text("utf-8"))
     assert listed or not problems, f"{stem} is not proven, nor listed as unproven: {problems}"
     assert problems or not listed, f"{stem} is proven: take it off the CHANGELOG's unproven list"
 
 
-def test_every_unproven_kernel_and_every_evidence_file_is_of_a_kernel() -> None:
+def test_every_name_is_that_of_a_kernel() -> None:
     named = record.unproven(CHANGELOG.read_text("utf-8"))
-    files = {path.stem for path in record.FOLDER.glob("*.json")}
-    assert named | files <= set(record.stems())
-
-
-# --- the rules -----------------------------------------------------------------------------------
-
-STEM = record.stems()[0]
-
-
-def evidence(**change: Any) -> dict[str, Any]:
-    """Evidence that is in order, but for the changes."""
-    return copy.deepcopy(
-        record.subject(STEM) | {"runs": {"cupy-cuda13x": RUN}, "sanitizer": {}} | change
-    )
-
-
-def test_evidence_in_order() -> None:
-    assert record.problems(evidence(), STEM) == []
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"entries": {}}, "has changed since the run"),
-        ({"launcher": "0" * 64}, "launcher is not that of the present sources"),
-        ({"options": ["-arch=sm_90"]}, "options is not that"),
-        ({"kernel": "another"}, "kernel is not that"),
-        ({"runs": {}}, "it holds no run"),
-        ({"runs": {"cupy-cuda13x": RUN | {"failed": 1}}}, "1 tests failed with cupy-cuda13x"),
-        ({"runs": {"cupy-cuda13x": RUN | {"passed": 0}}}, "no test passed"),
-    ],
-)
-def test_evidence_out_of_order(change: dict[str, Any], problem: str) -> None:
-    assert any(problem in found for found in record.problems(evidence(**change), STEM))
-
-
-def test_no_evidence_at_all() -> None:
-    assert record.problems({}, STEM)
-
-
-def test_a_kernel_has_all_its_entry_points_in_its_evidence() -> None:
-    names = {f"mla_decode_{dtype}" for dtype in ("bfloat16", "float16")}
-    forms = ("", "_boxes", "_rows")
-    floats = ("bfloat16", "float16", "float32")
-    wanted = {
-        "mla_schedule": {"mla_schedule", "mla_schedule_invariant"},
-        "mla_attention_schedule": {"mla_attention_schedule"},
-        "mla_decode": {
-            f"{name}{form}"
-            for dtype in ("bfloat16", "float16")
-            for name in (
-                f"mla_decode_{dtype}",
-                f"mla_decode_{dtype}_shared_blocks",
-                f"mla_attention_{dtype}",
-            )
-            for form in forms
-        },
-        "mla_decode_swapped": {f"{name}_swapped{form}" for name in names for form in forms},
-        "mla_decode_fp8": {
-            f"{name}{scales}{form}"
-            for name in ("mla_decode_fp8_16", "mla_decode_fp8_32", "mla_attention_fp8")
-            for scales in ("", "_grouped")
-            for form in ("", "_rows")
-        }
-        - {"mla_attention_fp8_grouped"}
-        | {"mla_decode_fp8_16_packed"},
-        "merge_states": {f"merge_states_{dtype}" for dtype in floats},
-        "append_cache": {
-            f"append_cache_{dtype}{source}"
-            for dtype in ("bfloat16", "float16")
-            for source in ("", "_from_float32")
-        },
-        "append_fp8_cache": {
-            f"append_fp8_cache_{dtype}{source}"
-            for dtype in ("bfloat16", "float16")
-            for source in ("", "_from_float32")
-        },
-        "append_indexer_cache": {f"append_indexer_cache_{dtype}" for dtype in floats},
-        "quantize_fp8": {f"quantize_fp8_{dtype}" for dtype in floats},
-        "mqa_logits": {f"mqa_logits_h{h}_d{d}" for h in (8, 16, 32, 64) for d in (32, 64, 128)},
-        "paged_mqa_schedule": {"paged_mqa_schedule"},
-        "paged_mqa_logits": {
-            f"paged_mqa_logits_h{heads}_d{dim}_n{columns}"
-            for heads, most in ((32, 256), (64, 512))
-            for dim in (32, 64, 128)
-            for columns in (64, 128, 256, 512)
-            if columns <= most
-        },
-    }
-    assert set(record.stems()) == set(wanted)
-    for stem, names in wanted.items():
-        entries = record.subject(stem)["entries"]
-        assert set(entries) == names
-        assert all(len(digest) == 64 for digest in entries.values())
-
-
-def test_a_launchers_digest_sees_code_and_no_comments() -> None:
-    text = 'x = f"{1}#"  # why\n\n\n# because\ny = """#\n\n"""\n'
-    assert record.without_comments(text) == 'x = f"{1}#"\ny = """#\n"""'
-    assert record.without_comments("x = 1\n") != record.without_comments("x = 2\n")
-
-
-def test_every_kernel_has_one_launcher() -> None:
-    launchers = {stem: record.launcher_of(stem).__name__ for stem in record.stems()}
-    shared = {"mla_decode_swapped": "cumla.launch.mla.mla_decode"}
-    renamed = {"mla_attention_schedule": "cumla.launch.mla.mla_attention"}
-    others = {stem: f"cumla.launch.{stem}" for stem in launchers if stem not in shared} | renamed
-    assert launchers == others | shared
-    digests = {name: record.launcher_digest(stem) for stem, name in launchers.items()}
-    assert len(set(digests.values())) == len(others)
-
-
-@pytest.mark.parametrize(
-    ("module", "stems"),
-    [
-        (
-            "mla_decode",
-            {"mla_decode", "mla_decode_swapped", "mla_decode_fp8", "mla_attention_schedule"},
-        ),
-        ("mla_decode_fp8", {"mla_decode_fp8", "mla_attention_schedule"}),
-        ("mla_attention", {"mla_attention_schedule"}),
-        ("append_cache", {"append_cache", "append_fp8_cache"}),
-        ("indexer_shape", {"mqa_logits", "paged_mqa_logits", "paged_mqa_schedule"}),
-        ("kernel", set()),
-    ],
-)
-def test_a_launchers_digest_covers_what_it_imports(
-    module: str, stems: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = {stem: record.launcher_digest(stem) for stem in record.stems()}
-    source = inspect.getsource
-
-    def edited(of: ModuleType) -> str:
-        return source(of) + "\nedited = True\n" * (of.__name__ == f"cumla.launch.{module}")
-
-    monkeypatch.setattr(inspect, "getsource", edited)
-    assert {stem for stem in before if record.launcher_digest(stem) != before[stem]} == stems
+    files = {path.stem for path in record.FOLDER.glob("*.json")} - {record.RUNS}
+    tested = {stem for module in SOURCES.modules.values() for stem in module.kernels}
+    assert named | files <= set(STEMS)
+    assert tested == set(STEMS) == {spec.stem for spec in all_specs()}
 
 
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        (
-            "# C\n\n## [Unreleased]\n### Unproven\n- `a`\n- `b.cu`: why\n\n## [0.1]\n`c`\n",
-            {"a", "b"},
-        ),
-        ("# C\n\n## Unproven kernels\n\n`a`", {"a"}),
+        ("# C\n\n## [New]\n### Unproven\n- `a`\n- `b.cu`: why\n\n## [0.1]\n`c`\n", {"a", "b"}),
         ("# C\n\n## 0.2\n### unproven\n\n## 0.1\n### unproven\n- `a`\n", set()),
         ("# C\n\n**Unproven** is `a`\n", set()),
     ],
@@ -186,105 +53,126 @@ def test_the_unproven_section(text: str, names: set[str]) -> None:
     assert record.unproven(text) == names
 
 
-def test_runs_of_the_same_sources_stand_side_by_side() -> None:
-    old = evidence(sanitizer={"memcheck": {"verdict": "clean"}})
-    new = record.merge(old, STEM, runs={"cupy-cuda12x": RUN | {"passed": 4}})
-    assert set(new["runs"]) == {"cupy-cuda12x", "cupy-cuda13x"}
-    assert new["sanitizer"] == {"memcheck": {"verdict": "clean"}}
-    assert record.problems(new, STEM) == []
+# --- digests -------------------------------------------------------------------------------------
+
+TEXTS = digests.texts()
+HOST = digests._Modules(TEXTS).of_host()
 
 
-def test_what_older_sources_proved_is_dropped() -> None:
-    old = evidence(launcher="0" * 64, sanitizer={"memcheck": {"verdict": "clean"}})
-    new = record.merge(old, STEM, runs={"cupy-cuda12x": RUN})
-    assert set(new["runs"]) == {"cupy-cuda12x"}
-    assert new["sanitizer"] == {}
-    new = record.merge(old, STEM, sanitizer={"memcheck": {"verdict": "clean"}})
-    assert new["runs"] == {}
-
-
-# --- the writer ----------------------------------------------------------------------------------
-
-
-def report(test: str, outcome: str, when: str = "call", **figures: float) -> Any:
-    properties = [(gpu_conftest.FIGURES, figures)] if figures else []
-    return SimpleNamespace(
-        nodeid=f"tests/gpu/{test}", outcome=outcome, when=when, user_properties=properties
-    )
-
-
-@pytest.fixture
-def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu_conftest.EvidenceWriter:
-    """A writer that has seen every module of tests/gpu, on a machine with a GPU."""
-    machine = {"gpu": "a GPU", "cupy": "cupy-cuda13x 14.2.0"}
-    monkeypatch.setattr(record, "machine", lambda: machine)
-    monkeypatch.setattr(gpu_conftest, "no_hopper", lambda: "")
-    monkeypatch.setattr(record, "FOLDER", tmp_path / "none")
-    writer = gpu_conftest.EvidenceWriter(SimpleNamespace(getoption=lambda name: tmp_path))  # type: ignore[arg-type]
-    items = [SimpleNamespace(path=path) for path in gpu_conftest.HERE.glob("test_*.py")]
-    assert len(items) >= 6
-    writer.pytest_collection_finish(SimpleNamespace(items=items))  # type: ignore[arg-type]
-    return writer
-
-
-SESSION: Any = SimpleNamespace(shouldstop=False, shouldfail=False)
-
-
-def test_a_run_is_written_with_its_worst_figures(
-    writer: gpu_conftest.EvidenceWriter, tmp_path: Path
-) -> None:
-    for when in ("setup", "teardown"):
-        writer.pytest_runtest_logreport(report("test_x.py::test_a[one]", "passed", when))
-    writer.pytest_runtest_logreport(report("test_x.py::test_a[one]", "passed", row=1e-3, cos=2e-6))
-    writer.pytest_runtest_logreport(report("test_x.py::test_a[two]", "passed", row=2e-3, cos=1e-6))
-    writer.pytest_runtest_logreport(report("test_x.py::test_b", "failed"))
-    writer.pytest_runtest_logreport(report("test_x.py::test_c", "failed", "setup"))
-    writer.pytest_runtest_logreport(report("test_x.py::test_d", "skipped", "setup"))
-    other = SimpleNamespace(nodeid="tests/test_y.py::test_e", outcome="passed", when="call")
-    writer.pytest_runtest_logreport(other)  # type: ignore[arg-type]
-    writer.pytest_sessionfinish(SESSION)
-    assert writer.note.startswith("evidence written to")
-    for stem in record.stems():
-        found = json.loads((tmp_path / f"{stem}.json").read_text("utf-8"))
-        assert found["kernel"] == stem
-        run = found["runs"]["cupy-cuda13x"]
-        assert (run["passed"], run["failed"], run["skipped"]) == (2, 2, 1)
-        assert run["skipped_tests"] == ["tests/gpu/test_x.py::test_d"]
-        group = run["groups"]["test_x.py::test_a"]
-        assert group["tests"] == 2
-        assert group["worst"] == {"row": 2e-3, "cos": 2e-6}
-        assert group["worst_case"] == {"row": "two", "cos": "one"}
-        assert record.problems(found, stem) == ["2 tests failed with cupy-cuda13x"]
-
-
-@pytest.mark.parametrize("lack", ["deselected", "module", "stopped", "GPU"])
-def test_a_partial_run_writes_nothing(
-    writer: gpu_conftest.EvidenceWriter,
-    tmp_path: Path,
-    lack: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    writer.pytest_runtest_logreport(report("test_x.py::test_a", "passed"))
-    session = SESSION
-    if lack == "deselected":
-        writer.pytest_deselected([SESSION])
-    elif lack == "module":
-        writer.modules.discard("test_plan.py")
-    elif lack == "stopped":
-        session = SimpleNamespace(shouldstop=False, shouldfail="stopping after 1 failures")
-    else:
-        monkeypatch.setattr(gpu_conftest, "no_hopper", lambda: "no GPU")
-    writer.pytest_sessionfinish(session)
-    assert writer.note.startswith("no evidence written")
-    assert not list(tmp_path.glob("*.json"))
-
-
-# --- compute-sanitizer's logs --------------------------------------------------------------------
-
-CLEAN = f"========= COMPUTE-SANITIZER\n{sanitize.DONE}\n========= ERROR SUMMARY: 0 errors\n"
-CLEAN_RACE = CLEAN.replace(
-    "ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (r"programmaticStreamSerializationAllowed = 1", "other = 0"),
+        (r"function\.max_dynamic_shared_size_bytes = ", "other = "),
+        (r'"-std=c\+\+17"', '"-std=c++20"'),
+        (r"\border_streams\(last, ", "print(last, "),
+        (r"\.note_use\(", ".ignore("),
+        (r"\.wait_event\(", ".ignore("),
+        (r'\bbind\(\{"block_table": ', 'print({"block_table": '),
+    ],
 )
+def test_the_host_digest_sees_what_guards_every_launch(old: str, new: str) -> None:
+    """Wherever it stands: the attribute of the launch, the limit, the order, the check."""
+    edited = {name: re.sub(old, new, TEXTS[name]) for name in HOST}
+    assert any(edited[name] != TEXTS[name] for name in HOST)
+    assert digests.host_digest(TEXTS | edited) != SOURCES.host
+
+
+LAUNCHER = "cumla.launch.a.kernel"
+SMALL = {
+    LAUNCHER: """
+        from typing import TYPE_CHECKING
+        import cumla.launch.tools as t
+        from cumla.launch.shape import Key, size
+        from cumla.launch.kernel import launch
+        if TYPE_CHECKING:
+            from cumla.launch.shape import Plan
+
+        SPECS = (Spec(stem="a", package="cumla.cuda"),)
+
+        def prepare(plan: Plan, key: Key) -> int:
+            if key is None:
+                raise ValueError(f"key: {key} is none")
+            return launch(size(plan), t.most)
+        """,
+    "cumla.launch.shape": """
+        from cumla.launch.tools import least
+
+        class Plan:
+            def parts(self): return 3
+
+        class Key: ...
+
+        def size(plan): return least + 1
+
+        def other(): return 1
+        """,
+    "cumla.launch.tools": "least = 1\nmost = 2\nunused = 3\n",
+    "cumla.launch.kernel": "def launch(*_): ...\n",
+}
+SMALL = {name: textwrap.dedent(text) for name, text in SMALL.items()}
+
+
+def small_digest(
+    monkeypatch: pytest.MonkeyPatch, texts: dict[str, str], name: str = LAUNCHER
+) -> str:
+    monkeypatch.setattr(digests, "HOST", ("cumla.launch.kernel",))
+    return digests.launcher_digest(name, texts)
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new", "changes"),
+    [
+        (LAUNCHER, "size(plan)", "size(key)", True),
+        (LAUNCHER, "ValueError", "TypeError", True),
+        (LAUNCHER, "is none", "is missing", False),
+        (LAUNCHER, "SPECS = ", "# why\nSPECS = ", False),
+        (LAUNCHER, "    if key", '    """Why."""\n    if key', False),
+        (LAUNCHER, '"cumla.cuda"', '"cumla.cuda.a"', False),
+        (LAUNCHER, "-> int", "-> float", False),
+        (LAUNCHER, "TYPE_CHECKING\n", "TYPE_CHECKING, Any\n__all__ = ['prepare']\n", False),
+        ("cumla.launch.shape", "return 3", "return 4", True),  # used by its type alone
+        ("cumla.launch.shape", "least + 1", "least + 2", True),
+        ("cumla.launch.shape", "other(): return 1", "other(): return 2", False),
+        ("cumla.launch.tools", "least = 1", "least = 2", True),
+        ("cumla.launch.tools", "most = 2", "most = 3", True),
+        ("cumla.launch.tools", "unused = 3", "unused = 4", False),
+        ("cumla.launch.kernel", "...", "return 1", False),  # that is the host's digest
+    ],
+)
+def test_a_launchers_digest(
+    module: str, old: str, new: str, changes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert SMALL[module].count(old) == 1
+    texts = SMALL | {module: SMALL[module].replace(old, new)}
+    same = small_digest(monkeypatch, texts) == small_digest(monkeypatch, SMALL)
+    assert same is not changes
+
+
+def test_moves_change_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = {
+        "cumla.launch.b.other": SMALL[LAUNCHER]
+        .replace("import cumla.launch.tools as t", "from cumla.launch.b import numbers")
+        .replace("t.most", "numbers.most")
+        .replace("shape import Key, size", "b.shape import Key, size as size_of")
+        .replace("launch(size(", "launch(size_of(")
+        .replace("launch.shape import Plan", "launch.b.plan import Plan"),
+        "cumla.launch.b.shape": SMALL["cumla.launch.shape"].replace("tools", "b.numbers"),
+        "cumla.launch.b.plan": "from cumla.launch.b.shape import Plan\n",
+        "cumla.launch.b.numbers": SMALL["cumla.launch.tools"],
+        "cumla.launch.kernel": SMALL["cumla.launch.kernel"],
+    }
+    here = small_digest(monkeypatch, SMALL)
+    assert small_digest(monkeypatch, moved, "cumla.launch.b.other") == here
+
+
+# --- the rules -----------------------------------------------------------------------------------
+
+STEM = "mla_schedule"
+ENTRIES = sorted(entry for kernel in SOURCES.kernels.values() for entry in kernel["entries"])
+PASSED = {"tests": 3, "passed": 3, "failed": [], "skipped": {}, "figures": {}}
+LAUNCHED = "".join(f"sanitize: {entry} launched 3 times\n" for entry in ENTRIES)
+CLEAN_LOG = f"========= COMPUTE-SANITIZER\n{LAUNCHED}{sanitize.DONE}\n= ERROR SUMMARY: 0 errors\n"
 RACE = f"""========= COMPUTE-SANITIZER
 ========= Error: Race reported between Write access at mla_decode_bfloat16+0x5a40
 =========     and Read access at mla_decode_bfloat16+0x6210 [128 hazards]
@@ -292,20 +180,241 @@ RACE = f"""========= COMPUTE-SANITIZER
 ========= Error: Race reported between Write access at mla_decode_bfloat16+0x5a80
 =========     and Read access at mla_decode_bfloat16+0x6220 [64 hazards]
 =========
+sanitize: mla_decode_bfloat16 launched 2 times
+sanitize: mla_decode_fp8_16 launched 7 times, edited: every lane arrives
 {sanitize.DONE}
 ========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
 
 [12.5 s]
 """
-UNINITIALISED = f"""========= COMPUTE-SANITIZER
-========= Uninitialized __global__ memory read of size 4 bytes
-=========     at mla_decode_bfloat16+0x1f0
-=========     by thread (5,0,0) in block (0,1,0)
-=========     Address 0x7f2a3f000010
-=========
-{sanitize.DONE}
-========= ERROR SUMMARY: 1 error
-"""
+CLEAN = sanitize.read_log(CLEAN_LOG)
+
+
+def evidence(
+    folder: Path,
+    parts: dict[str, Any] | None = None,
+    tools: dict[str, Any] | None = None,
+    sources: record.Sources = SOURCES,
+) -> list[str]:
+    """The problems of STEM after runs in order, but for the changes (None: left out)."""
+    tests = dict.fromkeys(sources.modules_of(STEM), PASSED) | (parts or {})
+    for kind, results in (
+        ("cupy-cuda13x", tests),
+        (record.SANITIZER, dict.fromkeys(record.TOOLS, CLEAN) | (tools or {})),
+    ):
+        run = record.Run(folder, kind, {}, sources)
+        for name, part in results.items():
+            if part is not None:
+                run.add(name, part)
+    return record.problems(STEM, folder, SOURCES)
+
+
+def test_evidence_in_order(tmp_path: Path) -> None:
+    assert evidence(tmp_path) == []
+    assert evidence(tmp_path) == []  # a second time
+    runs = record.read(tmp_path, record.RUNS)
+    assert sorted(run["kind"] for run in runs.values()) == [record.SANITIZER, "cupy-cuda13x"]
+
+
+ENTRY = next(iter(SOURCES.kernels[STEM]["entries"]))
+OTHERS = [entry for entry in ENTRIES if entry not in SOURCES.kernels[STEM]["entries"]]
+WRONG = CLEAN | {"errors": 2, "kinds": {"a report": 2}}
+EDITED = {"shipped": OTHERS, "edited": {"every lane": [ENTRY]}}
+
+
+def planted(blind: str) -> dict[str, Any]:
+    return {"planted": {"bug": {"found": False, "blind": blind}}}
+
+
+@pytest.mark.parametrize(
+    ("parts", "tools", "problem"),
+    [
+        ({"test_plan.py": None}, {}, "it has no evidence"),
+        ({"test_plan.py": PASSED | {"failed": ["a"]}}, {}, "1 tests failed, a for one"),
+        ({"test_plan.py": PASSED | {"tests": 9, "failed": ["a"]}}, {}, "5 of 9 tests did not run"),
+        ({}, {"memcheck": None}, f"without memcheck of {record.SANITIZER}"),
+        ({}, {"memcheck": CLEAN | {"complete": False}}, "the verdict is incomplete"),
+        ({}, {"memcheck": WRONG | {"kernels": {ENTRY: 2}}}, "2 errors"),
+        ({}, {"memcheck": WRONG | {"kernels": {OTHERS[0]: 2}}}, ""),
+        ({}, {"memcheck": WRONG | {"errors": 9, "kernels": {OTHERS[0]: 2}}}, "9 errors"),
+        ({}, {"racecheck": CLEAN | {"warnings": 1}}, "1 warnings"),
+        ({}, {"memcheck": CLEAN | EDITED}, "the kernel ran with an edit only: every lane"),
+        ({}, {"racecheck": CLEAN | EDITED}, ""),
+        ({}, {"racecheck": CLEAN | {"shipped": OTHERS}}, "the kernel did not run"),
+        ({}, {"initcheck": CLEAN | planted("")}, "the planted bug was not found"),
+        ({}, {"initcheck": CLEAN | planted("why")}, ""),
+    ],
+)
+def test_evidence_out_of_order(
+    parts: dict[str, Any], tools: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    found = evidence(tmp_path, parts, tools)
+    assert any(problem in one for one in found) if problem else not found
+
+
+@pytest.mark.parametrize("what", ["host", "kernel"])
+def test_what_other_sources_proved_is_dropped(what: str, tmp_path: Path) -> None:
+    kernel = SOURCES.kernels[STEM] | {"launcher": "0" * 64, "entries": {ENTRY: "0" * 64}}
+    other = SOURCES._replace(host="0" * 64)
+    if what == "kernel":
+        other = SOURCES._replace(kernels={**SOURCES.kernels, STEM: kernel})
+    found = evidence(tmp_path, sources=other)
+    assert any("changed since" in one for one in found)
+    assert evidence(tmp_path) == []
+    assert len(record.read(tmp_path, STEM)["runs"]) == 2
+
+
+def test_a_run_may_be_finished_by_another(tmp_path: Path) -> None:
+    modules = SOURCES.modules_of(STEM)
+    first, second = (record.Run(tmp_path, kind, {}, SOURCES) for kind in ("a", "a"))
+    first.name, second.name = "a 1", "a 2"
+    for name in modules - {"test_plan.py"}:
+        first.add(name, PASSED)
+    assert not record.read(tmp_path, STEM)
+    second.add("test_plan.py", PASSED)
+    assert set(record.read(tmp_path, STEM)["runs"]) == {"a 1", "a 2"}
+
+
+# --- the writer ----------------------------------------------------------------------------------
+
+TESTS = {
+    "one/test_a.py": """
+        import pytest
+        KERNELS = ("mla_schedule", "mla_decode")
+
+        @pytest.mark.parametrize("n", [1, 2])
+        def test_a(n, record_figures): record_figures({"row": n / 1000})
+
+        class TestB:
+            def test_b(self): ...
+        """,
+    "two/test_b.py": """
+        import os, pytest
+        KERNELS = ("mla_decode",)
+        MAY_SKIP = ("needs two GPUs",)
+
+        def test_c():
+            if "INTERRUPT" in os.environ: raise KeyboardInterrupt
+            assert "FAIL" not in os.environ
+            if "KILL" in os.environ: os._exit(1)
+            pytest.skip(os.environ.get("SKIP", "needs two GPUs"))
+
+        def test_d(): ...
+        """,
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., tuple[int, str, dict[str, dict[str, Any]]]]:
+    """Run pytest on the tests above, with a GPU that is not there; return what it wrote."""
+    gpu, out = tmp_path / "suite", tmp_path / "out"
+    for name, text in TESTS.items():
+        path = gpu / name
+        path.parent.mkdir(parents=True)
+        path.write_text(textwrap.dedent(text))
+    (gpu / "conftest.py").write_text(
+        textwrap.dedent(f"""
+            import sys, types
+            from pathlib import Path
+            sys.modules["cupy"] = types.SimpleNamespace(get_default_memory_pool=
+                lambda: types.SimpleNamespace(total_bytes=lambda: 0))
+            from tests.gpu.tools import digests, record
+            digests.launchers = lambda: ("mla_schedule", "mla_decode")
+            digests.subject = lambda stem: {{"entries": {{stem: "0"}}, "launcher": "0"}}
+            digests.host_digest = lambda: "0"
+            record.GPU = Path({str(gpu)!r})
+            record.machine = lambda: {{"gpu": "fake", "cupy": "cupy-cuda13x 14.2.0"}}
+            from tests.gpu import conftest
+            from tests.gpu.conftest import *
+            from tests.gpu.conftest import _give_memory_back
+            conftest.no_hopper = lambda: ""
+            conftest.HERE = record.GPU
+            """)
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
+
+    def run(
+        *options: str, evidence: bool = True, **environment: str
+    ) -> tuple[int, str, dict[str, dict[str, Any]]]:
+        command = [sys.executable, "-m", "pytest", *(options or ["suite"])]
+        command += ["--write-evidence", "--evidence-dir", str(out)] if evidence else []
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(record.ROOT)} | environment,
+            capture_output=True,
+            text=True,
+        )
+        files = {path.stem: json.loads(path.read_text("utf-8")) for path in out.glob("*.json")}
+        return done.returncode, done.stdout + done.stderr, files
+
+    return run
+
+
+def test_a_whole_run_is_written(run: Any) -> None:
+    status, text, files = run()
+    assert status == 0, text
+    assert set(files) == {"mla_schedule", "mla_decode", record.RUNS}
+    (written,) = files[record.RUNS].values()
+    assert (written["kind"], written["complete"]) == ("cupy-cuda13x", True)
+    part = written["parts"]["test_b.py"]
+    assert (part["tests"], part["passed"]) == (2, 1)
+    assert part["skipped"] == {"needs two GPUs": ["test_c"]}
+    assert written["parts"]["test_a.py"]["figures"] == {"test_a": {"row": [0.002, "2"]}}
+    assert files["mla_decode"]["worst"] == {"row": [0.002, "test_a.py::test_a[2]"]}
+    (parts,) = files["mla_decode"]["runs"].values()
+    assert sorted(parts) == ["test_a.py", "test_b.py"]
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "left"),
+    [
+        (["suite", "-k", "1 or b"], {}, {"test_b.py"}),
+        (["suite/one/test_a.py::test_a", "suite/two"], {}, {"test_b.py"}),
+        (["suite", "--deselect", "suite/one/test_a.py::test_a[1]"], {}, {"test_b.py"}),
+        (["suite/two"], {}, {"test_b.py"}),
+        (["suite"], {"INTERRUPT": "1"}, {"test_a.py"}),
+        (["suite"], {"KILL": "1"}, {"test_a.py"}),
+        (["suite"], {"SKIP": "needs another JAX"}, {"test_a.py"}),
+        (["suite", "--maxfail=1"], {"FAIL": "1"}, {"test_a.py", "test_b.py"}),
+    ],
+)
+def test_a_partial_run_proves_what_ran_whole(
+    options: list[str], environment: dict[str, str], left: set[str], run: Any
+) -> None:
+    _, text, files = run(*options, **environment)
+    assert files, text
+    (written,) = files[record.RUNS].values()
+    assert set(written["parts"]) == left
+    failed = "FAIL" in environment
+    assert written["complete"] is failed  # no module is left out, but this kernel's tests are
+    assert ("mla_decode" in files) is failed
+    assert ("mla_schedule" in files) is ("test_a.py" in left)
+    assert ("1 tests failed" in text) is failed
+
+
+def test_the_last_failures_alone_prove_nothing(run: Any) -> None:
+    run(FAIL="1", evidence=False)
+    _, text, files = run("suite", "--lf")
+    assert "1 of 2 tests did not run" in text
+    assert not files
+
+
+def test_one_process_writes(run: Any) -> None:
+    status, text, files = run("suite", "-n", "2")
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert "pass -n 0" in text
+    assert not files
+
+
+def test_one_process_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    for count, reason in (("1", ""), ("2", "one process tests a GPU")):
+        monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", count)
+        found = conftest.several_processes()
+        assert reason in found and bool(found) is bool(reason)
+
+
+# --- compute-sanitizer's logs --------------------------------------------------------------------
 
 
 def test_a_log_with_hazards() -> None:
@@ -314,19 +423,14 @@ def test_a_log_with_hazards() -> None:
     assert found["kernels"] == {"mla_decode_bfloat16": 4}
     assert list(found["kinds"].values()) == [2]
     assert found["seconds"] == 12.5
+    assert found["shipped"] == ["mla_decode_bfloat16"]
+    assert found["edited"] == {"every lane arrives": ["mla_decode_fp8_16"]}
 
 
 def test_every_kernel_is_found_in_a_log() -> None:
-    for spec in all_specs():
-        for place in (f"{spec.entry}+0x1f0", f"{spec.entry}(cumla::Params)+0x1f0"):
-            assert sanitize.read_log(f"=========     at {place}\n")["kernels"] == {spec.entry: 1}
-
-
-def test_a_log_with_an_uninitialised_read() -> None:
-    found = sanitize.read_log(UNINITIALISED)
-    assert (found["complete"], found["errors"]) == (True, 1)
-    assert found["kernels"] == {"mla_decode_bfloat16": 1}
-    assert found["kinds"] == {"Uninitialized __global__ memory read of size # bytes": 1}
+    places = [f"{e}{end}" for e in ENTRIES for end in ("+0x1f0", "(cumla::Params)+0x1f0")]
+    found = sanitize.read_log("".join(f"=========     at {place}\n" for place in places))
+    assert found["kernels"] == dict.fromkeys(ENTRIES, 2)
 
 
 @pytest.mark.parametrize("text", ["", "========= ERROR SUMMARY: 0 errors\n", f"{sanitize.DONE}\n"])
@@ -334,35 +438,20 @@ def test_a_log_that_breaks_off_proves_nothing(text: str) -> None:
     assert not sanitize.read_log(text)["complete"]
 
 
-def test_verdicts_and_calibration_reach_the_evidence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(record, "FOLDER", tmp_path / "none")
-    logs = {
-        "memcheck.log": CLEAN,
-        "synccheck.log": "",
-        "racecheck.log": CLEAN_RACE,
-        "initcheck.log": UNINITIALISED,
-        "racecheck-missing-wait.log": RACE,
-        "racecheck-missing-tile-wait.log": CLEAN_RACE,
-        "racecheck-missing-gather-sync.log": RACE,
-        "initcheck-unwritten-partial.log": UNINITIALISED,
-        "racecheck-swapped-missing-exchange-sync.log": RACE,
-        "initcheck-swapped-unwritten-partial.log": UNINITIALISED,
-    }
-    assert set(logs) == {sanitize.log_name(tool, plant) for tool, plant in sanitize.RUNS}
-    for name, text in logs.items():
-        (tmp_path / name).write_text(text)
-    sanitize.summarise(tmp_path, tmp_path / "evidence")
-    found = record.read("mla_decode", tmp_path / "evidence")["sanitizer"]
-    assert {tool: entry["verdict"] for tool, entry in found.items()} == {
-        "memcheck": "clean",
-        "synccheck": "incomplete",
-        "racecheck": "clean",
-        "initcheck": "findings",
-    }
-    planted = found["racecheck"]["planted"]
-    assert planted["missing-wait"]["found"]
-    assert not planted["missing-tile-wait"]["found"]
-    assert not found["initcheck"]["planted"]["unwritten-partial"]["found"]
-    assert "planted missing-wait: found (2 errors)" in capsys.readouterr().out
+def test_the_verdicts_reach_the_evidence(tmp_path: Path) -> None:
+    run = record.Run(tmp_path / "evidence", "cupy-cuda13x", {}, SOURCES)
+    for name in SOURCES.modules:
+        run.add(name, PASSED)
+    record.write(tmp_path, "about", {"about": {"version": "1"}, "sources": SOURCES._asdict()})
+    report = "========= Uninitialized read\n=========     at mla_decode_bfloat16+0x1f0\n"
+    found = report + CLEAN_LOG.replace("SUMMARY: 0", "SUMMARY: 1")
+    for tool, plant in sanitize.RUNS:
+        text = RACE if tool == "racecheck" else found
+        (tmp_path / sanitize.log_name(tool, plant)).write_text(text if plant else CLEAN_LOG)
+    assert sanitize.summarise(tmp_path, tmp_path / "evidence")
+    assert record.problems("mla_decode", tmp_path / "evidence", SOURCES) == []
+    (tmp_path / "synccheck.log").write_text(found)
+    assert not sanitize.summarise(tmp_path, tmp_path / "evidence")
+    wrong = record.problems("mla_decode", tmp_path / "evidence", SOURCES)
+    assert any("1 errors" in problem for problem in wrong)
+    assert record.problems("mla_schedule", tmp_path / "evidence", SOURCES) == []

@@ -120,7 +120,6 @@ def test_digest_ignores_comments_and_lines(sources, small, edit):
     edit("small.cu", "struct ScaleParams {", "// a comment\n\n/* another */\nstruct ScaleParams {")
     edit("scale.cuh", "#pragma once", "#pragma once\n// and one here")
     assert digest(small) == before
-    assert len(before) == 64
 
 
 @pytest.mark.parametrize(
@@ -155,7 +154,7 @@ def test_options_hold_what_cupy_adds():
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True)]
+    ("value", "expected"), [(None, False), ("", False), ("0", False), ("false", False), ("1", True)]
 )
 def test_debug_build_follows_the_environment(monkeypatch, value, expected):
     if value is None:

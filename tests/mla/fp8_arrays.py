@@ -42,12 +42,12 @@ def make_cache(form: str, pages: int = 6, page_size: int = 64, heads: int = 1) -
     if form == "scales, e4m3 rope":  # the writer has no such form
         whole = aligned((pages, page_size, heads, 576), FP8)
         slots = np.arange(pages * page_size)
-        append_mla_cache(rows, whole, slots, scale=0.01)
+        append_mla_cache(rows, whole, slots, kv_scale=0.01)
         parts[0][...], parts[1][...] = whole[..., :512], whole[..., 512:]
         parts[2][...] = np.random.default_rng(6).uniform(0.001, 0.02, parts[2].shape)
         return parts
     cache = parts if len(parts) > 1 else parts[0]
-    options: dict[str, Any] = {"scale": 0.01} if form in SCALED else {}
+    options: dict[str, Any] = {"kv_scale": 0.01} if form in SCALED else {}
     append_mla_cache(rows, cache, np.arange(pages * page_size), **options)
     return cache
 

@@ -76,7 +76,7 @@ def refuse(call: Call, error: type[Exception], *fragments: str, **arguments: Any
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form(form: str, call: Call) -> None:
     arguments = make(form)
-    want = reference.mla_decode(block_table=TABLE, cache_seqlens=LENGTHS, **arguments)
+    want = reference.mla_decode(block_table=TABLE, kv_lens=LENGTHS, **arguments)
     assert 0.05 < np.abs(want.out.astype(float)).max() < 10
     got = call(**arguments)
     np.testing.assert_array_equal(got.out.reshape(want.out.shape), want.out)

@@ -51,7 +51,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     monkeypatch.setattr(mla_call, "load", load)
     for module, names in (
         (mla, ("prepare_schedule", "prepare_decode", "prepare_decode_fp8")),
-        (ragged, ("prepare_attention_schedule",)),
+        (ragged, ("prepare_ragged_schedule",)),
         (attention_launcher, ("prepare_decode", "prepare_decode_fp8")),
     ):
         for name in names:

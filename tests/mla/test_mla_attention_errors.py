@@ -590,7 +590,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def prepare(spec: KernelSpec, *_: object, **__: object) -> Callable[[], None]:
         return lambda: names.append(spec.entry)
 
-    monkeypatch.setattr(ragged, "prepare_attention_schedule", prepare)
+    monkeypatch.setattr(ragged, "prepare_ragged_schedule", prepare)
     monkeypatch.setattr(ragged, "prepare_attention", prepare)
     return names
 

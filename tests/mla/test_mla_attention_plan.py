@@ -18,7 +18,7 @@ import cumla
 from cumla import preparation
 from cumla.core.arrays import ArrayView
 from cumla.launch import KernelSpec
-from cumla.launch.mla.mla_attention import MLAAttentionKey
+from cumla.launch.mla.shape import MLAAttentionKey
 from cumla.mla import attention as ragged
 from cumla.mla import attention_checks as ragged_checks
 from cumla.mla import call as mla_call
@@ -49,7 +49,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return lambda: log.append(("launch", spec.entry, values))
 
     monkeypatch.setattr(mla_call, "load", load)
-    for name in ("prepare_attention_schedule", "prepare_attention"):
+    for name in ("prepare_ragged_schedule", "prepare_attention"):
         monkeypatch.setattr(ragged, name, prepare)
     return log
 

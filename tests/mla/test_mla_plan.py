@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.core import arrays, workspace
+from cumla.core import arrays, frameworks, workspace
 from cumla.core.arrays import ArrayView
 from cumla.launch import KernelSpec
 from cumla.launch.split import plan as mla_plan
@@ -321,7 +321,7 @@ def test_batch_invariant_on_the_cpu(planned: bool) -> None:
         mode["plan"].update(arguments["cache_seqlens"])
     for got in (
         cumla.mla_decode(**arguments, **mode),
-        cumla.reference.mla_decode(**arguments, batch_invariant=True),
+        cumla.reference.mla_decode(*arguments.values(), batch_invariant=True),
     ):
         for one, other in zip(got, want, strict=True):
             np.testing.assert_array_equal(one, other)
@@ -763,8 +763,12 @@ def test_plans_with_buffers_of_their_own_do_not_meet(on_gpu: dict[str, Any]) -> 
 
 def test_read_only_memory_is_no_workspace(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = cupy.ndarray((NBYTES,), "uint8")
-    whole = arrays._CuPy.view
-    monkeypatch.setattr(arrays._CuPy, "view", lambda *args: whole(*args)._replace(read_only=True))
+    whole = frameworks._CuPy.views
+    monkeypatch.setattr(
+        frameworks._CuPy,
+        "views",
+        lambda *given: [view._replace(read_only=True) for view in whole(*given)],
+    )
     with pytest.raises(TypeError, match=r"^workspace: .*read-only.*JAX.*; allocate it with CuPy"):
         cumla.MLADecodePlan(2, 2, 16, workspace=memory)
 

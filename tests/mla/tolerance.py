@@ -9,7 +9,7 @@ thousands: over long contexts of random values the outputs shrink below the abso
 Rounding to bfloat16 costs a number up to 3.9e-3 of itself and a row of many numbers 1.7e-3. The
 output is rounded once, and so are the probabilities, but for the largest of a row: together 2.4e-3
 a row, and 2.7e-3 at most for the NumPy emulation of the kernel's arithmetic in
-`tests/reference/mla/test_decode.py`, which shows that it passes and that one dropped token fails.
+`tests/reference/mla/test_tolerance.py`: that passes, and fails with one dropped token.
 
 Inputs with outliers must keep to rows that can pass. Where one outlier among the values makes up a
 row's norm while its token shares the weight with others, both roundings fall on one number and even

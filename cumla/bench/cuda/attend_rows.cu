@@ -7,6 +7,8 @@
 
 namespace cumla {
 
+using namespace ptx;
+
 constexpr int kThreads = 256;  // also the tokens of a chunk, and half the value columns
 constexpr int kHeadDim = 576;
 constexpr int kValueDim = 512;

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Fills an array with 16-bit numbers of a normal distribution; a number depends on the seed and its place alone.
+#include "ptx/convert.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla {
+
+using namespace ptx;
 
 struct FillNormalParams {
   u32* destination;  // two numbers a word

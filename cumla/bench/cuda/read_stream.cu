@@ -7,6 +7,8 @@
 
 namespace cumla {
 
+using namespace ptx;
+
 constexpr int kLoads = 4;  // of a thread, in flight
 
 struct ReadStreamParams {

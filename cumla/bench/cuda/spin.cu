@@ -5,6 +5,8 @@
 
 namespace cumla {
 
+using namespace ptx;
+
 struct SpinParams {
   i64 clocks;
 };

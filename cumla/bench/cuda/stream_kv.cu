@@ -8,9 +8,12 @@
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla {
+
+using namespace ptx;
 
 constexpr int kTiles = 9;
 constexpr int kTileBytes = 64 * 128;

@@ -5,10 +5,14 @@
 // before the slot is looked up. Pages are powers of two of tokens.
 //
 // In flight: 2 x 16 B a thread, 64 KiB an SM with sixteen CTAs; from float32 2 x 32 B.
-#include "rows/fp8_rows.cuh"
+#include "rows/quantize.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::indexer {
+
+using namespace ptx;
+using namespace rows;
 
 constexpr int kAppendIndexerThreads = 128;
 constexpr int kHeld = 2;  // octets of a lane
@@ -61,4 +65,4 @@ __device__ __forceinline__ void append_indexer_cache(const AppendIndexerCachePar
   if (member == 0) *reinterpret_cast<float*>(p.scales.row(page, offset)) = scale;
 }
 
-}  // namespace cumla
+}  // namespace cumla::indexer

@@ -4,7 +4,7 @@
 #include "indexer/mqa_logits/layout.cuh"
 #include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::indexer {
 
 // Strides are bytes.
 struct ContextLengths {
@@ -18,7 +18,7 @@ struct ContextLengths {
 
 __device__ __forceinline__ int visible_tokens(const ContextLengths& l, int request, int row) {
   const char* const at = l.data + request * l.stride_request + (l.per_row ? row * l.stride_row : 0);
-  const int length = min(max(*reinterpret_cast<const int*>(at), 0), kMostTokens);
+  const int length = min(max(*reinterpret_cast<const int*>(at), 0), kMaxTokens);
   return min(max(l.per_row ? length : length - l.next_n + row + 1, 0), l.most_tokens);
 }
 
@@ -30,4 +30,4 @@ __device__ __forceinline__ int tokens_of(const ContextLengths& l, int request) {
   return tokens;
 }
 
-}  // namespace cumla
+}  // namespace cumla::indexer

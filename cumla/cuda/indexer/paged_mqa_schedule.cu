@@ -4,21 +4,38 @@
 // the summed cost reaches i / parts of the whole. cumla/launch/indexer/paged_mqa_schedule.py computes the same in NumPy: its
 // oracle. One CTA; a thread has consecutive requests, then some of the parts.
 #include "indexer/paged_mqa_plan.cuh"
+#include "split/scan.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::indexer {
 
-constexpr int kScheduleThreads = 1024;
-constexpr int kScheduleWarps = kScheduleThreads / 32;
-static_assert(kScheduleWarps == 32, "a warp scans one value of each warp");
+using namespace ptx;
+using namespace split;
 
 struct PagedMqaScheduleParams {
   ContextLengths lengths;
   Place* bounds;  // [parts + 1]
+  int* kept;      // [batch], or [batch, next_n]: copies of the lengths, for paged_mqa_logits; null: none are kept
   int parts;
   int unused;
 };
+
+// Copies the lengths, whatever changes them meanwhile: what follows, and the logits, see the copies.
+__device__ __forceinline__ ContextLengths keep_lengths(const PagedMqaScheduleParams& p) {
+  const int rows = p.lengths.per_row ? p.lengths.next_n : 1;
+  for (i64 i = threadIdx.x; i < static_cast<i64>(p.lengths.batch) * rows; i += kScheduleThreads) {
+    const i64 request = i / rows, row = i % rows;
+    p.kept[i] = *reinterpret_cast<const int*>(p.lengths.data + request * p.lengths.stride_request +
+                                              row * p.lengths.stride_row);
+  }
+  __syncthreads();
+  ContextLengths copies = p.lengths;
+  copies.data = reinterpret_cast<const char*>(p.kept);
+  copies.stride_request = rows * sizeof(int);
+  copies.stride_row = sizeof(int);
+  return copies;
+}
 
 __device__ __forceinline__ int cost_of(const ContextLengths& l, int request) {
   return (tokens_of(l, request) + kBlockTokens - 1) / kBlockTokens + 1;
@@ -35,8 +52,9 @@ __device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams&
   grid_dependency_launch();
   grid_dependency_wait();
 
+  const ContextLengths lengths = p.kept == nullptr ? p.lengths : keep_lengths(p);
   i64 cost = 0;
-  for (int request = begin; request < end; ++request) cost += cost_of(p.lengths, request);
+  for (int request = begin; request < end; ++request) cost += cost_of(lengths, request);
   const i64 inclusive = warp_inclusive_sum(cost);
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();
@@ -58,14 +76,14 @@ __device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams&
       if ((owner + step) * per_thread < batch && starts[owner + step] <= target) owner += step;
     int request = owner * per_thread;
     i64 left = target - starts[owner];
-    // Lengths are read again; should they have changed meanwhile, there are no requests behind the last one.
-    int of_request = cost_of(p.lengths, request);
+    // Lengths are read again; should those of the caller have changed meanwhile, no request follows the last one.
+    int of_request = cost_of(lengths, request);
     while (left >= of_request && request + 1 < batch) {
       left -= of_request;
-      of_request = cost_of(p.lengths, ++request);
+      of_request = cost_of(lengths, ++request);
     }
     p.bounds[part] = {request, static_cast<int>(min(left, static_cast<i64>(of_request - 1)))};
   }
 }
 
-}  // namespace cumla
+}  // namespace cumla::indexer

@@ -6,10 +6,14 @@
 // is more than a warp.
 //
 // In flight: 4 x 16 B a thread, 64 KiB an SM with four CTAs; from float32 4 x 32 B. Shared memory: 32 B.
-#include "rows/fp8_rows.cuh"
+#include "rows/quantize.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::indexer {
+
+using namespace ptx;
+using namespace rows;
 
 constexpr int kQuantizeThreads = 256;
 constexpr int kMostHeld = 4;  // octets
@@ -87,4 +91,4 @@ __device__ __forceinline__ void quantize_fp8(const QuantizeFp8Params& p) {
   if (member == 0) *reinterpret_cast<float*>(p.scales + offsets.scale) = scale;
 }
 
-}  // namespace cumla
+}  // namespace cumla::indexer

@@ -11,63 +11,66 @@
 // In flight: 18 KiB a CTA, 4 x 16 B a thread or 4 x 16 B of 256 and 16 B of 128, four CTAs an SM; from float32 rows 36 KiB,
 // three CTAs. An SM needs some 40. Registers: 56 (65,536 / 288 / CTAs in steps of 8), from float32 rows 64 of 72. Shared memory:
 // 4.3 KB.
-#include "rows/append_rows.cuh"
-#include "ptx/copy.cuh"
+#include "mla/append_rows.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::mla {
 
-template <typename T, bool kFloat>
-__device__ __forceinline__ void store_copied(char* cache, const i64* offsets, const Chunk<T, kFloat> (&chunks)[kAtOnce]) {
-  const auto [first, chunk] = copied_share();
+using namespace ptx;
+using namespace rows;
+
+template <typename T, typename Element>
+__device__ __forceinline__ void store_copied(char* cache, const i64* offsets, const Octet<Element> (&octets)[kAtOnce]) {
+  const auto [first, octet] = copied_share();
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k) {
     const i64 offset = offsets[first + kAbreast * k];
-    if (offset >= 0) store(cache + offset, chunk, chunks[k].packed());
+    if (offset >= 0) store(cache + offset, octet, octets[k].template packed<T>());
   }
 }
 
-template <typename T, bool kFloatRows>
+template <typename T, typename Element>
 __device__ __forceinline__ void append_rows(const AppendCacheParams& p) {
   __shared__ i64 latent_offsets[kTileRows], rope_offsets[kTileRows];  // in the caches; negative: the row goes nowhere
   __shared__ alignas(16) char table_rows[kTileRows * kTableRowBytes];
   const i64 tile = static_cast<i64>(blockIdx.x) * kTileRows;
   const bool looks_up = threadIdx.x >= kLatentThreads;
-  Held<T, kFloatRows> held = {};
+  Held<Element> held = {};
   if (looks_up) {
     if (p.cos_sin == nullptr) load_copied(p, p.rope_rows, tile, held.copied);
     const int row = threadIdx.x % kTileRows;
     const bool is_latent = threadIdx.x % 32 < kTileRows;
     const Pages& cache = is_latent ? p.latent_cache : p.rope_cache;
-    const Place place = find_place(p, tile + row, load_given(p, tile));
+    const Slot slot = slot_of(p, tile + row, load_given(p, tile));
     (is_latent ? latent_offsets : rope_offsets)[row] =
-        place.page < 0 ? -1 : cache.offset(place.page, place.row, blockIdx.y);
+        slot.page < 0 ? -1 : cache.offset(slot.page, slot.row, blockIdx.y);
   } else {
     load_rows(p, tile, held, table_rows);
   }
   __syncthreads();
 
   if (!looks_up)
-    store_copied(p.latent_cache.data, latent_offsets, held.copied);
+    store_copied<T>(p.latent_cache.data, latent_offsets, held.copied);
   else if (p.cos_sin == nullptr)
-    store_copied(p.rope_cache.data, rope_offsets, held.copied);
+    store_copied<T>(p.rope_cache.data, rope_offsets, held.copied);
   if (threadIdx.x >= kRopeThreads || p.cos_sin == nullptr) return;
-  const auto [row, chunk] = rotated_share();
+  const auto [row, octet] = rotated_share();
   const i64 offset = rope_offsets[row];
-  const uint4 words = rotate_rope(p, held.rotated, table_rows).packed();
-  if (offset >= 0) store(p.rope_cache.data + offset, chunk, words);
+  const uint4 words = rotate_rope<T>(p, held.rotated, table_rows).template packed<T>();
+  if (offset >= 0) store(p.rope_cache.data + offset, octet, words);
 }
 
-template <typename T, bool kFloatRows>
+template <typename T, typename Element>
 __device__ __forceinline__ void append_cache(const AppendCacheParams& p) {
   grid_dependency_launch();
   grid_dependency_wait();
   if (blockIdx.x < p.row_tiles)
-    append_rows<T, kFloatRows>(p);
+    append_rows<T, Element>(p);
   else if (p.interleaved)
     rotate_queries<T, true>(p);
   else
     rotate_queries<T, false>(p);
 }
 
-}  // namespace cumla
+}  // namespace cumla::mla

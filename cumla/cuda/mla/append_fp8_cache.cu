@@ -7,13 +7,17 @@
 //
 // In flight: 18 KiB a CTA; from float32 rows 36 KiB. Three CTAs an SM: 72 registers at most.
 // Shared memory: 4.4 KB.
-#include "rows/append_rows.cuh"
-#include "rows/fp8_rows.cuh"
+#include "mla/append_rows.cuh"
+#include "rows/quantize.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::mla {
 
-constexpr int kScaleChunks = 128 / kChunk;  // of one scale
+using namespace ptx;
+using namespace rows;
+
+constexpr int kScaleOctets = 128 / kOctet;  // of one scale
 
 struct AppendFp8CacheParams {
   AppendCacheParams to;
@@ -32,10 +36,10 @@ struct Fp8Target {
 
 __device__ __forceinline__ Fp8Target find_fp8_target(const AppendFp8CacheParams& p, i64 token, const Given& given,
                                                      int head) {
-  const Place place = find_place(p.to, token, given);
-  if (place.page < 0) return {-1, -1, -1};
-  return {p.to.latent_cache.offset(place.page, place.row, head), p.to.rope_cache.offset(place.page, place.row, head),
-          p.scales.offset(place.page, place.row, head)};
+  const Slot slot = slot_of(p.to, token, given);
+  if (slot.page < 0) return {-1, -1, -1};
+  return {p.to.latent_cache.offset(slot.page, slot.row, head), p.to.rope_cache.offset(slot.page, slot.row, head),
+          p.scales.offset(slot.page, slot.row, head)};
 }
 
 __device__ __forceinline__ float inverse_of_tensor(const AppendFp8CacheParams& p) {
@@ -43,43 +47,43 @@ __device__ __forceinline__ float inverse_of_tensor(const AppendFp8CacheParams& p
 }
 
 // By whole warps.
-template <typename T, bool kFloat>
+template <typename Element>
 __device__ __forceinline__ void store_latent(const AppendFp8CacheParams& p, const Fp8Target* targets,
-                                             const Chunk<T, kFloat> (&chunks)[kAtOnce], int chunk) {
+                                             const Octet<Element> (&octets)[kAtOnce], int octet) {
   const bool is_scaled_here = p.scales.data != nullptr;
   float inverse = is_scaled_here ? 1.0f : inverse_of_tensor(p);
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k) {
     const Fp8Target& target = targets[kAbreast * k];
     if (is_scaled_here) {
-      const float scale = scale_of(largest_of_lanes(largest_of(chunks[k]), kScaleChunks), p.power_of_two);
+      const float scale = scale_of(largest_of_lanes(largest_of(octets[k]), kScaleOctets), p.power_of_two);
       inverse = 1.0f / scale;
-      if (target.exists() && chunk % kScaleChunks == 0)
-        reinterpret_cast<float*>(p.scales.data + target.scales)[chunk / kScaleChunks] = scale;
+      if (target.exists() && octet % kScaleOctets == 0)
+        reinterpret_cast<float*>(p.scales.data + target.scales)[octet / kScaleOctets] = scale;
     }
-    if (target.exists()) store_quantized(p.to.latent_cache.data + target.latent, chunk, chunks[k], inverse);
+    if (target.exists()) store_quantized(p.to.latent_cache.data + target.latent, octet, octets[k], inverse);
   }
 }
 
-template <typename Elements>
-__device__ __forceinline__ void store_rope(const AppendFp8CacheParams& p, const Fp8Target& target, int chunk,
+template <typename T, typename Elements>
+__device__ __forceinline__ void store_rope(const AppendFp8CacheParams& p, const Fp8Target& target, int octet,
                                            const Elements& elements, float inverse) {
   if (!target.exists()) return;
   char* const row = p.to.rope_cache.data + target.rope;
   if (p.rope_is_e4m3)
-    store_quantized(row, chunk, elements, inverse);
+    store_quantized(row, octet, elements, inverse);
   else
-    store(row, chunk, elements.packed());
+    store(row, octet, elements.template packed<T>());
 }
 
-template <typename T, bool kFloatRows>
+template <typename T, typename Element>
 __device__ __forceinline__ void append_fp8_rows(const AppendFp8CacheParams& p) {
   __shared__ Fp8Target targets[kTileRows];
   __shared__ alignas(16) char table_rows[kTileRows * kTableRowBytes];
   const i64 tile = static_cast<i64>(blockIdx.x) * kTileRows;
   const int lane = threadIdx.x % 32;
   const bool looks_up = threadIdx.x >= kLatentThreads;
-  Held<T, kFloatRows> held = {};
+  Held<Element> held = {};
   if (looks_up) {
     if (p.to.cos_sin == nullptr) load_copied(p.to, p.to.rope_rows, tile, held.copied);
     const Given given = load_given(p.to, tile);
@@ -89,30 +93,30 @@ __device__ __forceinline__ void append_fp8_rows(const AppendFp8CacheParams& p) {
   }
   __syncthreads();
 
-  const auto [first, chunk] = copied_share();
-  if (!looks_up) store_latent(p, targets + first, held.copied, chunk);
+  const auto [first, octet] = copied_share();
+  if (!looks_up) store_latent(p, targets + first, held.copied, octet);
   const bool rotates = p.to.cos_sin != nullptr;
   if (rotates ? threadIdx.x >= kRopeThreads : !looks_up) return;
   const float inverse = p.rope_is_e4m3 ? inverse_of_tensor(p) : 1.0f;
   if (rotates) {
-    const auto [row, rope_chunk] = rotated_share();
-    store_rope(p, targets[row], rope_chunk, rotate_rope(p.to, held.rotated, table_rows), inverse);
+    const auto [row, rope_octet] = rotated_share();
+    store_rope<T>(p, targets[row], rope_octet, rotate_rope<T>(p.to, held.rotated, table_rows), inverse);
     return;
   }
 #pragma unroll
-  for (int k = 0; k < kAtOnce; ++k) store_rope(p, targets[first + kAbreast * k], chunk, held.copied[k], inverse);
+  for (int k = 0; k < kAtOnce; ++k) store_rope<T>(p, targets[first + kAbreast * k], octet, held.copied[k], inverse);
 }
 
-template <typename T, bool kFloatRows>
+template <typename T, typename Element>
 __device__ __forceinline__ void append_fp8_cache(const AppendFp8CacheParams& p) {
   grid_dependency_launch();
   grid_dependency_wait();
   if (blockIdx.x < p.to.row_tiles)
-    append_fp8_rows<T, kFloatRows>(p);
+    append_fp8_rows<T, Element>(p);
   else if (p.to.interleaved)
     rotate_queries<T, true>(p.to);
   else
     rotate_queries<T, false>(p.to);
 }
 
-}  // namespace cumla
+}  // namespace cumla::mla

@@ -27,15 +27,20 @@
 // Registers:      consumers 224 (128 output, 32 scores, 16 probabilities), loaders 56; 168 at the start (65,536 / 384 in steps of 8)
 // Tensor work:    2,176 clocks a block; loads 73,728 B a block and CTA
 #include "mla/mla_decode/compute.cuh"
-#include "split/join.cuh"
 #include "mla/mla_decode/load.cuh"
 #include "mla/mla_decode/pages.cuh"
 #include "mla/mla_decode/shared.cuh"
+#include "split/join.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::mla {
+
+using namespace ptx;
+using namespace split;
 
 // Warps that copy KV rows: where arithmetic limits, two are too late.
 template <bool kSharedBlocks, PageForm kForm>
@@ -105,6 +110,7 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
       load_block<kForm, 8>(p, shared, next, parity, phase);
     now.next();
     next = now.template row_of<kForm>(offset);
+    // model: fetching_ahead
     if constexpr (kSharedBlocks) {
       if (now.valid()) prefetch_block<kForm>(p, fetch_share(p, now.tile), next);
     }
@@ -176,6 +182,7 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
       mbarrier_arrive_after_copies(shared.full(parity, column));
       rows.move(parity == 0 ? kHalfTiles * 128 : -kHalfTiles * 128);
     }
+    // model: fetching_ahead
     rows.prefetch();
   }
   copy_async_wait_all();
@@ -217,7 +224,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   begin_kernel<kForm, AnyTile>(p, shared, kRowWarps<kSharedBlocks, kForm>);
 
-  if constexpr (kForm != kPages || kIsRagged<AnyTile>) {
+  if constexpr (kForm != kPages || AnyTile::kIsRagged) {
     // Each role reads the part for itself: what both hold from before would cost registers that they lack.
     if (warpgroup == 0) {
       registers_decrease<56>();
@@ -232,6 +239,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
     }
   } else {
     // Warp 1 has nothing to load before the query is there.
+    // model: fetching_ahead
     if (kSharedBlocks && threadIdx.x / 32 == 1) prefetch_first_block(p);
     const Part part = part_of_cta(p, blockIdx.y);
     AnyTile tile(p);
@@ -246,4 +254,4 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
   }
 }
 
-}  // namespace cumla
+}  // namespace cumla::mla

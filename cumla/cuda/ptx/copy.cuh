@@ -1,43 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies: tensor-map boxes (TMA), 16-byte asynchronous copies, matrix stores, vector stores, vector loads.
+// Copies by threads: asynchronous ones into shared memory, matrices between shared memory and fragments, loads and stores.
 #pragma once
 #include "ptx/types.cuh"
 
-namespace cumla {
-
-// PTX ISA: Data Movement and Conversion Instructions: prefetch, prefetchu (tensormap)
-__device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-// PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.tensor
-// Out-of-range coordinates bring zeros and still count their bytes on the barrier.
-__device__ __forceinline__ void tma_load_4d_async(u32 destination, const TensorMap* map, u32 barrier,
-                                                  int x, int y, int z, int w) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(destination),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
-      : "memory");
-}
-
-// PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.prefetch.tensor
-// The same box into L2 only.
-__device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x, int y, int z, int w) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x),
-               "r"(y), "r"(z), "r"(w)
-               : "memory");
-}
-
-// PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.prefetch
-// Has L2 fetch bytes in one piece; address and number are multiples of 16.
-__device__ __forceinline__ void prefetch_bulk_l2(const void* address, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
-}
+namespace cumla::ptx {
 
 // PTX ISA: Data Movement and Conversion Instructions: prefetch, prefetchu
 __device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: cp.async
+// Copies 4 bytes, or writes 4 zero bytes when `valid` is false (the source is then not read).
+__device__ __forceinline__ void copy_4_async(u32 destination, const void* source, bool valid) {
+  const int bytes = valid ? 4 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: cp.async
@@ -66,6 +43,26 @@ __device__ __forceinline__ void store_matrix_x4(u32 destination, u32 a, u32 b, u
 __device__ __forceinline__ void store_matrix_x4_transposed(u32 destination, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(destination),
                "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+// PTX ISA: Warp Level Matrix Instructions: ldmatrix
+// Four matrices of eight rows of eight 16-bit units: lanes 8 i to 8 i + 7 give the addresses of the rows of the i-th; register
+// i of a lane then holds the units 2 (lane % 4) and the one behind that of its row lane / 4.
+__device__ __forceinline__ void load_matrix_x4(u32 (&d)[4], u32 source) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(source)
+               : "memory");
+}
+
+// PTX ISA: Warp Level Matrix Instructions: ldmatrix
+// The same transposed: register i of a lane then holds the units lane / 4 of the i-th one's rows 2 (lane % 4) and the one
+// behind that.
+__device__ __forceinline__ void load_matrix_x4_transposed(u32 (&d)[4], u32 source) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(source)
                : "memory");
 }
 
@@ -127,6 +124,22 @@ __device__ __forceinline__ float4 load_shared_float4(u32 source) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: st
+__device__ __forceinline__ void store_shared_16(u32 destination, const uint4& v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(destination), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: ld
+__device__ __forceinline__ uint4 load_shared_16(u32 source) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(source)
+               : "memory");
+  return v;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
 __device__ __forceinline__ void store_global_8(void* destination, u32 low, u32 high) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(destination), "r"(low), "r"(high) : "memory");
 }
@@ -139,6 +152,22 @@ __device__ __forceinline__ void store_global_float2(void* destination, float low
 // PTX ISA: Data Movement and Conversion Instructions: st
 __device__ __forceinline__ void store_global_float4(void* destination, float a, float b, float c, float d) {
   asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
+// Only where `valid`, without a branch.
+__device__ __forceinline__ void store_global_float_if(bool valid, u64 destination, float value) {
+  asm volatile("{\n.reg .pred valid;\nsetp.ne.b32 valid, %2, 0;\n@valid st.global.f32 [%0], %1;\n}" ::"l"(destination),
+               "f"(value), "r"(static_cast<int>(valid))
+               : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
+// The lower half of a word, only where `valid`, without a branch.
+__device__ __forceinline__ void store_global_low_half_if(bool valid, u64 destination, u32 word) {
+  asm volatile("{\n.reg .pred valid;\nsetp.ne.b32 valid, %2, 0;\n@valid st.global.b16 [%0], %1;\n}" ::"l"(destination),
+               "h"(static_cast<unsigned short>(word)), "r"(static_cast<int>(valid))
                : "memory");
 }
 
@@ -182,4 +211,4 @@ __device__ __forceinline__ float4 load_global_16(const float4* address) {
   return v;
 }
 
-}  // namespace cumla
+}  // namespace cumla::ptx

@@ -3,7 +3,7 @@
 #pragma once
 #include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::ptx {
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: mbarrier.init
 __device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
@@ -24,6 +24,12 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: cp.async.mbarrier.arrive
+// This thread arrives, as one of those that the barrier expects, when what it copied so far has come.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: mbarrier.try_wait
@@ -59,4 +65,4 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, const cha
 #endif
 }
 
-}  // namespace cumla
+}  // namespace cumla::ptx

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Fences, named barriers, register hand-over between warpgroups, and programmatic dependent launch.
+// How threads, CTAs and kernels wait for one another: elections, fences, named barriers, ordered accesses to global memory,
+// register hand-over between warpgroups, programmatic dependent launch.
 #pragma once
 #include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::ptx {
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: elect.sync
 // True in one lane of a converged warp. What depends on it the compiler knows to be done by one lane: instructions that take
@@ -33,6 +34,49 @@ __device__ __forceinline__ void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
+// PTX ISA: Parallel Synchronization and Communication Instructions: bar, barrier (red.or)
+// Whether any of the threads says so.
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ bool named_barrier_any(bool vote) {
+  u32 any;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, any;\n"
+      "setp.ne.u32 mine, %1, 0;\n"
+      "bar.red.or.pred any, %2, %3, mine;\n"
+      "selp.u32 %0, 1, 0, any;\n"
+      "}"
+      : "=r"(any)
+      : "r"(static_cast<u32>(vote)), "n"(kBarrier), "n"(kThreads)
+      : "memory");
+  return any != 0;
+}
+
+// PTX ISA: Parallel Synchronization and Communication Instructions: atom
+__device__ __forceinline__ u32 atomic_add_acq_rel(u32* address, u32 value) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+  return before;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: ld
+__device__ __forceinline__ u32 load_acquire(const u32* address) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
+__device__ __forceinline__ void store_relaxed(u32* address, u32 value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// PTX ISA: Parallel Synchronization and Communication Instructions: membar, fence
+// Stores before it and loads behind it are in one order for all who use it.
+__device__ __forceinline__ void fence_sc_gpu() {
+  asm volatile("fence.sc.gpu;" ::: "memory");
+}
+
 // PTX ISA: Parallel Synchronization and Communication Instructions: griddepcontrol
 __device__ __forceinline__ void grid_dependency_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -55,4 +99,4 @@ __device__ __forceinline__ void registers_decrease() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-}  // namespace cumla
+}  // namespace cumla::ptx

@@ -3,7 +3,7 @@
 #pragma once
 #include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::split {
 
 // Of one number, as launch/division.py makes them, where it stands why quotients are exact.
 struct Divisor {
@@ -11,8 +11,9 @@ struct Divisor {
 };
 
 // x / divisor, for x below 2^31.
+// model: division
 __device__ __forceinline__ u32 quotient(u32 x, const Divisor& divisor) {
   return __umulhi(2 * x, divisor.magic) >> divisor.shift;
 }
 
-}  // namespace cumla
+}  // namespace cumla::split

@@ -11,62 +11,25 @@
 // one. Of many pieces units are narrower in some kernels: more items then, and less to add up between warps; but not where one
 // CTA joins all of hundreds of pieces.
 #pragma once
-#include "mla/mla_decode/layout.cuh"
-#include "ptx/atomic.cuh"
+#include "split/output.cuh"
+#include "split/plan.cuh"
+#include "split/tile.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::split {
+
+using namespace ptx;
 
 constexpr int kManyPieces = 8;  // from so many on, units are narrower
 constexpr int kJoinWarps = 2 * kWarpgroup / 32;
+constexpr int kConsumersBarrier = 1;  // named barrier
 constexpr long long kPatience = 40000;  // clocks, about 20 us: requests are dealt out evenly
 
-// A row's log-sum-exp, base 2, as the caller gets it.
-__device__ __forceinline__ void store_lse(const MlaDecodeParams& p, int request, const Row& to, float lse) {
-  p.lse[request * p.lse_stride_batch + to.head * p.lse_stride_head + to.token * p.lse_stride_token] =
-      lse == -kInfinity ? kInfinity : lse * kLn2;
-}
-
-template <typename AnyTile>
-__device__ __forceinline__ char* row_of_out(const MlaDecodeParams& p, const AnyTile& tile, int request, int row) {
-  const Row to(p, tile, row);
-  return p.out + request * p.out_stride_batch + to.token * p.out_stride_token + to.head * p.out_stride_head;
-}
-
-// A quad of lanes stores 16 columns of a row, each lane a, b at 2 quad_lane and c, d eight columns later. In 16 bits lanes
-// trade with their neighbour, kNeighbour apart: eight bytes a lane, full 32-byte sectors.
-template <typename T, int kNeighbour, typename AnyTile>
-__device__ __forceinline__ void store_columns(const MlaDecodeParams& p, const AnyTile& tile, int request, int row,
-                                              int quad_lane, int column, float a, float b, float c, float d) {
-  const bool exists = row < tile.rows, odd = quad_lane % 2;
-  char* const out = row_of_out(p, tile, request, row);
-  if (p.out_is_float) {
-    float* const destination = reinterpret_cast<float*>(out) + column + quad_lane * 2;
-    if (exists) {
-      store_global_float2(destination, a, b);
-      store_global_float2(destination + 8, c, d);
-    }
-  } else {
-    const u32 first = pack_pair<T>(a, b), second = pack_pair<T>(c, d);
-    const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, kNeighbour);
-    char* const destination = out + (column + (odd ? 8 + (quad_lane - 1) * 2 : quad_lane * 2)) * 2;
-    if (exists) store_global_8(destination, odd ? received : first, odd ? second : received);
-  }
-}
-
-// A quad of lanes stores eight columns of a row, each lane two.
-template <typename T, typename AnyTile>
-__device__ __forceinline__ void store_pair(const MlaDecodeParams& p, const AnyTile& tile, int request, int row, int quad_lane,
-                                           int column, float a, float b) {
-  char* const out = row_of_out(p, tile, request, row);
-  column += quad_lane * 2;
-  if (row >= tile.rows) return;
-  if (p.out_is_float)
-    store_global_float2(reinterpret_cast<float*>(out) + column, a, b);
-  else
-    *reinterpret_cast<u32*>(out + column * 2) = pack_pair<T>(a, b);
-}
+// The threads of both consumers meet.
+__device__ __forceinline__ void consumers_sync() { named_barrier_sync<kConsumersBarrier, 2 * kWarpgroup>(); }
 
 // What a piece counts for, by its base-2 log-sum-exp: nothing if it is empty.
 __device__ __forceinline__ float weight_of(float lse, float maximum) {
@@ -82,15 +45,18 @@ struct JoinSpace {
 
 // kManyGroups: of eight columns in a unit of many pieces; 4, as in all others, where the kernel lacks registers for more code
 // or got slower beside it.
-template <typename T, typename AnyTile, int kManyGroups>
+template <typename T, int kValueDim, int kManyGroups, typename Params, typename AnyTile>
 struct Joiner {
-  const MlaDecodeParams& p;
+  static constexpr int kFewGroups = 4;
+  static_assert(kValueDim % (16 * kFewGroups) == 0, "half of the columns are whole units");
+
+  const Params& p;
   const JoinSpace space;
   const AnyTile& tile;
   const Segment& segment;
   const int pieces, warp, lane;  // warp: of both consumers
 
-  __device__ __forceinline__ Joiner(const MlaDecodeParams& p, const JoinSpace& space, const AnyTile& tile,
+  __device__ __forceinline__ Joiner(const Params& p, const JoinSpace& space, const AnyTile& tile,
                                     const Segment& segment)
       : p(p),
         space(space),
@@ -101,6 +67,7 @@ struct Joiner {
         lane(threadIdx.x % 32) {}
 
   // Called by all threads of both consumers, their piece stored. `more`: the CTA has another request to do.
+  // model: fp8_segments, join
   __device__ __forceinline__ void join(bool more) const {
     Ticket* const tickets = p.tickets + static_cast<i64>(tile.index) * p.parts;
     u32* const left_here = &tickets[blockIdx.y].left[segment.slot];
@@ -113,8 +80,8 @@ struct Joiner {
     int share = role == kGoOn ? -1 : mine;
     u32 left = 0;
     for (int looked = 0; share >= 0;) {
-      if (kManyGroups == 4 || pieces < kManyPieces || p.batch_invariant)
-        join_share<4, 4>(share);
+      if (kManyGroups == kFewGroups || pieces < kManyPieces || p.batch_invariant)
+        join_share<kFewGroups, 4>(share);
       else
         join_share<kManyGroups, 8>(share);
       for (; role == kLast && left == 0 && looked < pieces; looked += 32) left = who_left(tickets, looked, mine);
@@ -127,9 +94,11 @@ struct Joiner {
 
  private:
   enum Role : u32 { kGoOn, kOwnShare, kLast };
+  // model: join
   static constexpr u32 kAll = 1u << 31;
 
   // Which of 32 pieces' CTAs have not waited, as a mask that all threads agree on.
+  // model: join
   __device__ __forceinline__ u32 who_left(Ticket* tickets, int from, int mine) const {
     consumers_sync();
     if (warp == 0) {
@@ -145,8 +114,9 @@ struct Joiner {
   }
 
   // By one thread.
+  // model: join
   __device__ __forceinline__ Role arrive(u32* arrived, u32* left, bool more) const {
-    const bool waits = !more && p.may_wait;
+    const bool waits = !more && p.may_wait;  // plant: waiting
     if (!waits) store_relaxed(left, 1);
     const u32 step = segment.first_part == blockIdx.y ? kAll - (pieces - 1) : 1;
     const u32 before = atomic_add_acq_rel(arrived, step);
@@ -157,8 +127,8 @@ struct Joiner {
     }
     if (!waits) return kGoOn;
     const long long start = clock64();
-    while (!all_arrived(load_acquire(arrived))) {
-      if (clock64() - start < kPatience) continue;
+    while (!all_arrived(load_acquire(arrived))) {  // plant: arrivals
+      if (clock64() - start < kPatience) continue;  // plant: patience
       store_relaxed(left, 1);
       fence_sc_gpu();
       if (!all_arrived(load_acquire(arrived))) return kGoOn;
@@ -228,7 +198,7 @@ struct Joiner {
     const int rows = p.row_groups * kRowGroup;  // of a slot
     const float* const lse_base = p.partial_lse + base * rows + group * kRowGroup + lane / 4;
     const float4* const base_of =
-        p.partial_out + piece_offset(p, base, unit / kHalfUnits, group, unit % kHalfUnits * kGroups, lane);
+        p.partial_out + piece_offset<kValueDim>(p, base, unit / kHalfUnits, group, unit % kHalfUnits * kGroups, lane);
 #pragma unroll 1
     for (int first = helper * count; first < end; first += kAtOnce) {
       float4 v[kAtOnce][kGroups];
@@ -268,14 +238,17 @@ struct Joiner {
   }
 
   // Where a warp leaves what it has for the first helper of its item.
+  // model: fp8_segments
   __device__ __forceinline__ u32 place_of_sum(int of_warp, int j) const {
     return space.sums + ((of_warp * 2 + j) * 32 + lane) * 16;
   }
+  // model: fp8_segments
   __device__ __forceinline__ u32 place_of_weights(int of_warp) const {
     return space.weights + (of_warp * 8 + lane / 4) * 16;
   }
 
   // Adds up what the helpers of an item have, in their order, in the first of them; half at a time, as there is room.
+  // model: fp8_segments
   template <int kGroups>
   __device__ __forceinline__ void gather(Sum<kGroups>& sum, int helper, int helpers) const {
     if (lane % 4 == 0)
@@ -284,7 +257,7 @@ struct Joiner {
     for (int half = 0; half < kGroups; half += 2) {
       store_shared_float4(place_of_sum(warp, 0), sum.v[half]);
       if constexpr (kGroups > 1) store_shared_float4(place_of_sum(warp, 1), sum.v[half + 1]);
-      consumers_sync();
+      consumers_sync();  // plant: gather
       if (helper == 0) {
         if (half == 0) {
           float4 highest = load_shared_float4(place_of_weights(warp));
@@ -338,4 +311,4 @@ struct Joiner {
   }
 };
 
-}  // namespace cumla
+}  // namespace cumla::split

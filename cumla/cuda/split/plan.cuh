@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a plan's buffer holds: written by mla_schedule or mla_attention_schedule, read by mla_decode.
+// What a plan's buffer holds: written by split/schedule.cu or split/ragged_schedule.cu, read by the
+// attention kernels, whatever the widths of their keys and values.
 //
 // The KV cache of a request is cut into blocks of 64 tokens. The schedule puts the requests into an order, in which each
 // has its place, and deals all their blocks out to `parts` as contiguous ranges; one CTA per part and row tile works
@@ -10,12 +11,11 @@
 #pragma once
 #include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::split {
 
 constexpr int kBlockTokens = 64;
 constexpr int kRowTile = 64;   // query rows of one CTA
 constexpr int kRowGroup = 16;  // of them in one warp: partial results hold whole groups
-constexpr int kValueDim = 512;
 constexpr int kMaxTokens = 0x7fffffc0;  // of a request: the number of blocks still fits an int
 
 // What one part works on; all that a CTA must know before its first load lies together.
@@ -69,4 +69,4 @@ __device__ __forceinline__ int blocks_of(int tokens) {
   return (tokens + kBlockTokens - 1) / kBlockTokens;
 }
 
-}  // namespace cumla
+}  // namespace cumla::split

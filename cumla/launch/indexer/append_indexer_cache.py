@@ -6,18 +6,17 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.module import LoadedKernel
 
 __all__ = [
     "SPECS",
     "AppendIndexerArguments",
+    "append_indexer_launch",
     "append_indexer_spec",
-    "prepare_append_indexer",
 ]
 
 _THREADS = 128
@@ -68,29 +67,22 @@ class AppendIndexerArguments(NamedTuple):
 _PARAMS = struct.Struct("<12q4i")
 
 
-def prepare_append_indexer(
-    kernel: LoadedKernel,
+def append_indexer_launch(
     arguments: AppendIndexerArguments,
     power_of_two_scales: bool,
-    stream: int,
-) -> PreparedLaunch:
-    """Prepare to quantise and write the keys.
+) -> Launch:
+    """Describe how to quantise and write the keys.
 
     Parameters
     ----------
-    kernel : LoadedKernel
-        ``append_indexer_cache_<dtype>``.
     arguments : AppendIndexerArguments
         At least one token; head_dim 32, 64 or 128.
     power_of_two_scales : bool
         Round scales up to powers of two.
-    stream : int
-        CUstream handle.
 
     Returns
     -------
-    PreparedLaunch
-        To be called.
+    Launch
     """
     k, cache, scales, slots = arguments
     tokens, head_dim = k.shape
@@ -113,4 +105,4 @@ def prepare_append_indexer(
         power_of_two_scales,
     )
     blocks = -(-tokens // (_THREADS // team))
-    return PreparedLaunch(kernel, (blocks, 1, 1), _PARAMS, fields, stream)
+    return Launch(append_indexer_spec(k.dtype), (blocks, 1, 1), _PARAMS, fields)

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import ctypes
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from cumla.errors import CumlaError
-from cumla.launch.device import import_driver
+from cumla.launch.tensor_map import TensorMap
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -23,9 +20,10 @@ __all__ = [
 ]
 
 BLOCK_TOKENS = 64  # kBlockTokens: tokens of one product, and of one load
-MOST_TOKENS = 0x7FFFFFC0  # kMostTokens: of a request
+MOST_TOKENS = 0x7FFFFFC0  # kMaxTokens: of a request
 _SMEM_LIMIT = 227 * 1024
 _MOST_STAGES = 32
+_ANNOUNCEMENT_BYTES = 16 + 8
 # Of a ring. What is under way to a multiprocessor hides the way from memory with less; asking for
 # more at first only makes the earliest blocks wait (docs/indexer.md).
 _RING_BYTES = 100 * 1024
@@ -71,14 +69,18 @@ class LogitsShape(NamedTuple):
 
     @property
     def _stage_bytes(self) -> int:
-        """Tokens of a block, their scales, and two barriers."""
-        return BLOCK_TOKENS * (self.head_dim + 4) + 16
+        """Tokens of a block, their scales and two barriers; an announcement and its barrier."""
+        return BLOCK_TOKENS * (self.head_dim + 4) + 16 + _ANNOUNCEMENT_BYTES
 
     @property
     def _smem_beside_ring(self) -> int:
-        """Two segments of query rows, weights, targets, a segment and two barriers, and scratch."""
+        """Two segments of query rows, weights, targets, a segment and two barriers; scratch.
+
+        There is one announcement more than blocks of the ring.
+        """
         rows = self.columns // self.heads
-        return 2 * (self.columns * (self.head_dim + 4) + 16 * rows + 16 + 16) + 128
+        segment = self.columns * (self.head_dim + 4) + 16 * rows + 16 + 16
+        return 2 * segment + 128 + _ANNOUNCEMENT_BYTES
 
 
 LOGITS_FIELDS = "8q4i"  # struct LogitsParams
@@ -113,12 +115,10 @@ def logits_values(q: ArrayView, weights: ArrayView, out: ArrayView, clean: bool)
     )
 
 
-@lru_cache(maxsize=4096)
-def keys_map(name: str, ptr: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+def keys_map(name: str, ptr: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorMap:
     """Describe rows of e4m3 keys; one load brings up to 64 whole rows.
 
-    The swizzle is as wide as a row. Rows behind the last one bring zeros. Descriptors are cached by
-    all arguments.
+    The swizzle is as wide as a row. Rows after the last one bring zeros.
 
     Parameters
     ----------
@@ -133,37 +133,8 @@ def keys_map(name: str, ptr: int, shape: tuple[int, ...], strides: tuple[int, ..
 
     Returns
     -------
-    bytes
-        The 128-byte descriptor.
+    TensorMap
     """
-    driver = import_driver()
-    sizes = shape[::-1]
-    head_dim, rows, *pages = sizes
+    head_dim, rows, *pages = sizes = shape[::-1]
     box = (head_dim, min(rows, BLOCK_TOKENS) if pages else BLOCK_TOKENS, *(1 for _ in pages))
-    # The stride of an axis of length 1 means nothing and frameworks report anything there.
-    usable = [s if n > 1 else head_dim for n, s in zip(sizes[1:], strides[-2::-1], strict=True)]
-    swizzle = driver.CUtensorMapSwizzle
-    status, descriptor = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-        len(sizes),
-        ptr,
-        [driver.cuuint64_t(n) for n in sizes],
-        [driver.cuuint64_t(s) for s in usable],
-        [driver.cuuint32_t(n) for n in box],
-        [driver.cuuint32_t(1)] * len(sizes),
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        {
-            128: swizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            64: swizzle.CU_TENSOR_MAP_SWIZZLE_64B,
-            32: swizzle.CU_TENSOR_MAP_SWIZZLE_32B,
-        }[head_dim],
-        # 256-byte promotion costs 8 % of the bandwidth on an H200; none and 128 bytes are equal.
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    if status:
-        raise CumlaError(
-            f"{name}: the driver refused a tensor map with {status.name} (sizes {sizes}, byte "
-            f"strides {usable}); make a contiguous copy"
-        )
-    return ctypes.string_at(descriptor.getPtr(), 128)
+    return TensorMap(name, ptr, "UINT8", sizes, strides[-2::-1], box, head_dim)

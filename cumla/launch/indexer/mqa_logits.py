@@ -6,16 +6,16 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from cumla.launch.device import properties
 from cumla.launch.indexer.indexer_shape import LOGITS_FIELDS, LogitsShape, keys_map, logits_values
-from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.module import LoadedKernel
 
-__all__ = ["SPECS", "MQALogitsArguments", "mqa_logits_spec", "prepare_mqa_logits"]
+__all__ = ["MOST_TOKENS", "SPECS", "MQALogitsArguments", "mqa_logits_launch", "mqa_logits_spec"]
+
+MOST_TOKENS = 2**31 - 1  # rows of k: what the int32 numbers of ks and ke can name
 
 
 def _shape(heads: int, head_dim: int) -> LogitsShape:
@@ -60,7 +60,7 @@ class MQALogitsArguments(NamedTuple):
     ks, ke : ArrayView
         ``(seq_len,)`` int32.
     out : ArrayView
-        ``(seq_len, seq_len_kv)`` or, compressed, ``(seq_len, max_seqlen_k)``, float32 or bfloat16,
+        ``(seq_len, seq_len_kv)`` or, compressed, ``(seq_len, max_kv_len)``, float32 or bfloat16,
         rows contiguous.
     """
 
@@ -76,33 +76,29 @@ class MQALogitsArguments(NamedTuple):
 _PARAMS = struct.Struct(f"<128s{LOGITS_FIELDS}8q4i32x")
 
 
-def prepare_mqa_logits(
-    kernel: LoadedKernel,
+def mqa_logits_launch(
     arguments: MQALogitsArguments,
     *,
     compressed: bool,
     clean: bool,
-    stream: int,
-) -> PreparedLaunch:
-    """Prepare to score the tokens that each query row sees.
+    sm_count: int,
+) -> Launch:
+    """Describe how to score the tokens that each query row sees.
 
     Parameters
     ----------
-    kernel : LoadedKernel
-        Of :func:`mqa_logits_spec`.
     arguments : MQALogitsArguments
         At least one query row, one token and one column.
     compressed : bool
         Whether column c is token ks + c of its row.
     clean : bool
         Whether -inf is written where nothing is visible.
-    stream : int
-        CUstream handle.
+    sm_count : int
+        Multiprocessors of the GPU: thread blocks to launch.
 
     Returns
     -------
-    PreparedLaunch
-        To be called.
+    Launch
     """
     a = arguments
     values = (
@@ -121,5 +117,5 @@ def prepare_mqa_logits(
         compressed,
         0,
     )
-    grid = (properties(kernel.device).sm_count, 1, 1)
-    return PreparedLaunch(kernel, grid, _PARAMS, values, stream)
+    _, num_heads, head_dim = a.q.shape
+    return Launch(mqa_logits_spec(num_heads, head_dim), (sm_count, 1, 1), _PARAMS, values)

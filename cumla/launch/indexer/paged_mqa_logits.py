@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.launch.indexer.indexer_shape import LOGITS_FIELDS, LogitsShape, keys_map, logits_values
 from cumla.launch.indexer.paged_mqa_schedule import LENGTHS_FIELDS, PagedMQAKey, lengths_values
-from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.module import LoadedKernel
 
-__all__ = ["SPECS", "PagedMQAArguments", "paged_mqa_logits_spec", "prepare_paged_mqa_logits"]
+__all__ = ["SPECS", "PagedMQAArguments", "paged_mqa_logits_launch", "paged_mqa_logits_spec"]
 
 _FEWEST_HEADS = 32  # that a kernel is made for; fewer are padded, for the cache bounds the time
 
@@ -71,71 +70,65 @@ class PagedMQAArguments(NamedTuple):
         ``(num_pages, page_size)`` float32, pages contiguous and on 16-byte boundaries.
     weights : ArrayView
         ``(batch * next_n, num_heads)`` float32.
-    context_lens : ArrayView
+    kv_lens : ArrayView
         ``(batch,)`` or ``(batch, next_n)`` int32.
     block_table : ArrayView
         ``(batch, max_blocks)`` int32, rows contiguous.
-    buffer : ArrayView
-        The plan's, uint8.
+    buffer : int
+        Address of the plan's buffer.
     out : ArrayView
-        ``(batch * next_n, max_context_len)`` float32 or bfloat16, rows contiguous.
+        ``(batch * next_n, max_kv_len)`` float32 or bfloat16, rows contiguous.
     """
 
     q: ArrayView
     k_cache: ArrayView
     scale_cache: ArrayView
     weights: ArrayView
-    context_lens: ArrayView
+    kv_lens: ArrayView
     block_table: ArrayView
-    buffer: ArrayView
+    buffer: int
     out: ArrayView
 
 
 _PARAMS = struct.Struct(f"<128s{LOGITS_FIELDS}{LENGTHS_FIELDS}8q2i")
 
 
-def prepare_paged_mqa_logits(
-    kernel: LoadedKernel,
+def paged_mqa_logits_launch(
     key: PagedMQAKey,
     arguments: PagedMQAArguments,
     *,
     clean: bool,
-    stream: int,
-) -> PreparedLaunch:
-    """Prepare to score the tokens that each row sees, as the plan's schedule deals them out.
+) -> Launch:
+    """Describe how to score the tokens that each row sees, as the plan's schedule deals them out.
 
     Parameters
     ----------
-    kernel : LoadedKernel
-        Of :func:`paged_mqa_logits_spec`.
     key : PagedMQAKey
         The plan's shape.
     arguments : PagedMQAArguments
         At least one request, one page and one column.
     clean : bool
         Whether -inf is written where nothing is visible.
-    stream : int
-        CUstream handle.
 
     Returns
     -------
-    PreparedLaunch
-        To be called.
+    Launch
     """
     a = arguments
     num_pages, page_size, _ = a.k_cache.shape
     values = (
         keys_map("kv_cache", a.k_cache.ptr, a.k_cache.shape, a.k_cache.strides),
         *logits_values(a.q, a.weights, a.out, clean),
-        *lengths_values(key, a.context_lens, min(key.most_tokens, a.out.shape[1])),
+        *lengths_values(key, a.kv_lens, min(key.most_tokens, a.out.shape[1])),
         a.q.ptr,
         *a.q.strides[:2],
         a.scale_cache.ptr,
         a.scale_cache.strides[0],
         a.block_table.ptr,
         a.block_table.strides[0],
-        a.buffer.ptr,
+        a.buffer,
         num_pages,
         page_size.bit_length() - 1,
     )
-    return PreparedLaunch(kernel, (key.num_sms, 1, 1), _PARAMS, values, stream)
+    spec = paged_mqa_logits_spec(key.num_heads, key.head_dim, key.next_n)
+    return Launch(spec, (key.num_sms, 1, 1), _PARAMS, values)

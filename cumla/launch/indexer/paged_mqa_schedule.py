@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cumla.launch.indexer.indexer_shape import BLOCK_TOKENS, MOST_TOKENS
-from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.module import LoadedKernel
 
 __all__ = [
     "LENGTHS_FIELDS",
     "SPECS",
     "PagedMQAKey",
+    "kept_lens",
     "lengths_values",
-    "prepare_paged_mqa_schedule",
+    "paged_mqa_schedule_launch",
+    "plan_bytes",
     "schedule_bytes",
     "schedule_reference",
     "visible_tokens",
@@ -74,18 +75,33 @@ class PagedMQAKey(NamedTuple):
 
 
 def schedule_bytes(key: PagedMQAKey) -> int:
-    """Tell the size of a plan's buffer: where each part begins, and the end."""
+    """Tell the size of a schedule: where each part begins, and the end."""
     return 8 * (key.num_sms + 1)
 
 
-def visible_tokens(key: PagedMQAKey, context_lens: np.ndarray) -> np.ndarray:
+def plan_bytes(key: PagedMQAKey) -> int:
+    """Tell the size of a plan's buffer: the schedule, and the lengths that it was made of."""
+    lens = key.batch * (key.next_n if key.per_row_lens else 1)
+    return schedule_bytes(key) + 4 * lens
+
+
+def kept_lens(key: PagedMQAKey, like: ArrayView, buffer: int) -> ArrayView:
+    """Tell where the lengths lie in a plan's buffer, on the device of another array."""
+    per_row = key.per_row_lens
+    shape = (key.batch, key.next_n) if per_row else (key.batch,)
+    strides = (4 * key.next_n, 4) if per_row else (4,)
+    at = buffer + schedule_bytes(key)
+    return like._replace(ptr=at, shape=shape, strides=strides, dtype="int32")
+
+
+def visible_tokens(key: PagedMQAKey, kv_lens: np.ndarray) -> np.ndarray:
     """Tell how many tokens each row sees.
 
     Parameters
     ----------
     key : PagedMQAKey
         The plan's shape.
-    context_lens : numpy.ndarray
+    kv_lens : numpy.ndarray
         ``(batch,)`` or ``(batch, next_n)`` integers.
 
     Returns
@@ -93,20 +109,20 @@ def visible_tokens(key: PagedMQAKey, context_lens: np.ndarray) -> np.ndarray:
     numpy.ndarray
         ``(batch, next_n)`` int64.
     """
-    lengths = np.clip(np.asarray(context_lens, np.int64), 0, MOST_TOKENS)
+    lengths = np.clip(np.asarray(kv_lens, np.int64), 0, MOST_TOKENS)
     if not key.per_row_lens:
         lengths = lengths[:, None] - key.next_n + 1 + np.arange(key.next_n)
     return np.clip(lengths, 0, key.most_tokens)
 
 
-def schedule_reference(key: PagedMQAKey, context_lens: np.ndarray) -> np.ndarray:
+def schedule_reference(key: PagedMQAKey, kv_lens: np.ndarray) -> np.ndarray:
     """Deal the blocks of all requests out to the parts; the mirror of the kernel.
 
     Parameters
     ----------
     key : PagedMQAKey
         The plan's shape.
-    context_lens : numpy.ndarray
+    kv_lens : numpy.ndarray
         ``(batch,)`` or ``(batch, next_n)`` integers.
 
     Returns
@@ -115,7 +131,7 @@ def schedule_reference(key: PagedMQAKey, context_lens: np.ndarray) -> np.ndarray
         ``(num_sms + 1, 2)`` int32: request and block of 64 tokens where each part begins; part i
         ends where i + 1 begins.
     """
-    costs = -(-visible_tokens(key, context_lens).max(axis=1) // BLOCK_TOKENS) + 1
+    costs = -(-visible_tokens(key, kv_lens).max(axis=1) // BLOCK_TOKENS) + 1
     ends = np.cumsum(costs)
     targets = int(ends[-1]) * np.arange(key.num_sms, dtype=np.int64) // key.num_sms
     requests = np.searchsorted(ends, targets, side="right")
@@ -128,11 +144,11 @@ def schedule_reference(key: PagedMQAKey, context_lens: np.ndarray) -> np.ndarray
 LENGTHS_FIELDS = "3q4i"  # struct ContextLengths
 
 
-def lengths_values(key: PagedMQAKey, context_lens: ArrayView, most_tokens: int) -> tuple[int, ...]:
+def lengths_values(key: PagedMQAKey, kv_lens: ArrayView, most_tokens: int) -> tuple[int, ...]:
     """Pack struct ContextLengths."""
-    strides = context_lens.strides
+    strides = kv_lens.strides
     return (
-        context_lens.ptr,
+        kv_lens.ptr,
         strides[0],
         strides[1] if key.per_row_lens else 0,
         key.batch,
@@ -142,35 +158,34 @@ def lengths_values(key: PagedMQAKey, context_lens: ArrayView, most_tokens: int) 
     )
 
 
-_PARAMS = struct.Struct(f"<{LENGTHS_FIELDS}q2i")
+_PARAMS = struct.Struct(f"<{LENGTHS_FIELDS}2q2i")
 
 
-def prepare_paged_mqa_schedule(
-    kernel: LoadedKernel,
+def paged_mqa_schedule_launch(
     key: PagedMQAKey,
-    context_lens: ArrayView,
-    buffer: ArrayView,
-    stream: int,
-) -> PreparedLaunch:
-    """Prepare to compute the schedule for these lengths into the plan's buffer.
+    kv_lens: ArrayView,
+    buffer: int,
+    *,
+    keeps_lens: bool,
+) -> Launch:
+    """Describe how to compute the schedule for these lengths into the plan's buffer.
 
     Parameters
     ----------
-    kernel : LoadedKernel
-        ``paged_mqa_schedule``.
     key : PagedMQAKey
         The plan's shape.
-    context_lens : ArrayView
+    kv_lens : ArrayView
         ``(batch,)`` or ``(batch, next_n)`` int32.
-    buffer : ArrayView
-        ``(schedule_bytes(key),)`` uint8 on an 8-byte boundary.
-    stream : int
-        CUstream handle.
+    buffer : int
+        Address of ``plan_bytes(key)`` bytes, a multiple of 8.
+    keeps_lens : bool
+        Whether the lengths are copied to the buffer, after the schedule; else ``schedule_bytes``
+        are enough.
 
     Returns
     -------
-    PreparedLaunch
-        To be called.
+    Launch
     """
-    values = (*lengths_values(key, context_lens, key.most_tokens), buffer.ptr, key.num_sms, 0)
-    return PreparedLaunch(kernel, (1, 1, 1), _PARAMS, values, stream)
+    kept = kept_lens(key, kv_lens, buffer).ptr if keeps_lens else 0
+    values = (*lengths_values(key, kv_lens, key.most_tokens), buffer, kept, key.num_sms, 0)
+    return Launch(_SPEC, (1, 1, 1), _PARAMS, values)

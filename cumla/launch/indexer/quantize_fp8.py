@@ -7,19 +7,18 @@ import struct
 from math import prod
 from typing import TYPE_CHECKING
 
-from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.module import LoadedKernel
 
 __all__ = [
     "MOST_AXES",
     "MOST_COLUMNS",
     "SPECS",
     "merge_axes",
-    "prepare_quantize",
+    "quantize_launch",
     "quantize_spec",
 ]
 
@@ -80,20 +79,16 @@ def merge_axes(
     return merged
 
 
-def prepare_quantize(
-    kernel: LoadedKernel,
+def quantize_launch(
     x: ArrayView,
     values: ArrayView,
     scale: ArrayView,
     power_of_two_scales: bool,
-    stream: int,
-) -> PreparedLaunch:
-    """Prepare to quantise the rows of `x`.
+) -> Launch:
+    """Describe how to quantise the rows of `x`.
 
     Parameters
     ----------
-    kernel : LoadedKernel
-        ``quantize_fp8_<dtype>``.
     x, values : ArrayView
         ``(..., columns)``, columns a multiple of 16 up to `MOST_COLUMNS`; at least one row, of at
         most `MOST_AXES` axes that do not merge.
@@ -101,13 +96,10 @@ def prepare_quantize(
         ``(...)`` float32.
     power_of_two_scales : bool
         Round scales up to powers of two.
-    stream : int
-        CUstream handle.
 
     Returns
     -------
-    PreparedLaunch
-        To be called.
+    Launch
     """
     *lead, columns = x.shape
     axes = merge_axes(tuple(lead), x.strides[:-1], values.strides[:-1], scale.strides)
@@ -127,7 +119,7 @@ def prepare_quantize(
         0,
     )
     blocks = -(-rows // (_THREADS >> team_log2))
-    return PreparedLaunch(kernel, (blocks, 1, 1), _PARAMS, values_of_params, stream)
+    return Launch(quantize_spec(x.dtype), (blocks, 1, 1), _PARAMS, values_of_params)
 
 
 _PARAMS = struct.Struct(f"<3q{4 * MOST_AXES}qq4i")

@@ -6,21 +6,20 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.module import LoadedKernel
 
 __all__ = [
     "PARAMS_FORMAT",
     "SPECS",
     "AppendArguments",
+    "append_launch",
     "append_spec",
     "append_specs",
     "append_values",
-    "prepare_append",
 ]
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
@@ -33,7 +32,7 @@ def _spec(dtype: str, float_rows: bool) -> KernelSpec:
         stem="append_cache",
         package="cumla.cuda.mla",
         entry=f"append_cache_{dtype}" + ("_from_float32" if float_rows else ""),
-        function=f"append_cache<{_TAGS[dtype]}, {str(float_rows).lower()}>",
+        function=f"append_cache<{_TAGS[dtype]}, {'Fp32' if float_rows else _TAGS[dtype]}>",
         params="AppendCacheParams",
         threads=32 * _WARPS,
         min_blocks=3 if float_rows else 4,  # as many as the registers of the rows in flight allow
@@ -75,10 +74,14 @@ class AppendArguments(NamedTuple):
         Of all that has 16 bits.
     scales : ArrayView or None
         Of an e4m3 cache with a scale for 128 columns: ``(num_pages, page_size, num_kv_heads, 4)``.
-    scale : ArrayView or None
+    kv_scale : ArrayView or None
         Of an e4m3 cache with one scale, where that is an array: one float32.
     power_of_two_scales : bool
         Whether `scales` are rounded up to powers of two.
+    scale_number : float
+        Of an e4m3 cache with one scale, where that is no array.
+    interleaved : bool
+        Which columns a rotation pairs.
     """
 
     latent_rows: ArrayView
@@ -96,41 +99,35 @@ class AppendArguments(NamedTuple):
     q_pe_out: ArrayView | None
     dtype: str
     scales: ArrayView | None
-    scale: ArrayView | None
+    kv_scale: ArrayView | None
     power_of_two_scales: bool
+    scale_number: float
+    interleaved: bool
 
 
 PARAMS_FORMAT = "<6q8q9q3q3q2q6q8q2i"
 _PARAMS = struct.Struct(PARAMS_FORMAT)
 
 
-def prepare_append(
-    kernel: LoadedKernel, arguments: AppendArguments, interleaved: bool, stream: int
-) -> PreparedLaunch:
-    """Prepare to write the rows, and to rotate the queries if there are any.
+def append_launch(arguments: AppendArguments) -> Launch:
+    """Describe how to write the rows, and to rotate the queries if there are any.
 
     Parameters
     ----------
-    kernel : LoadedKernel
-        ``append_cache_<dtype>``.
     arguments : AppendArguments
         At least one token.
-    interleaved : bool
-        Which columns a rotation pairs.
-    stream : int
-        CUstream handle.
 
     Returns
     -------
-    PreparedLaunch
-        To be called.
+    Launch
     """
-    grid, values = append_values(arguments, interleaved)
-    return PreparedLaunch(kernel, grid, _PARAMS, values, stream)
+    grid, values = append_values(arguments)
+    spec = append_spec(arguments.dtype, arguments.latent_rows.dtype)
+    return Launch(spec, grid, _PARAMS, values)
 
 
 def append_values(
-    arguments: AppendArguments, interleaved: bool
+    arguments: AppendArguments,
 ) -> tuple[tuple[int, int, int], tuple[int, ...]]:
     """Give the grid, and what struct AppendCacheParams holds in `PARAMS_FORMAT`."""
     a = arguments
@@ -164,7 +161,7 @@ def append_values(
         row_tiles,
         num_heads,
         a.cos_sin is not None and a.cos_sin.dtype == "float32",
-        interleaved,
+        a.interleaved,
     )
     return (row_tiles + query_tiles, num_kv_heads, 1), values
 

@@ -6,15 +6,14 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING
 
-from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.kernel import Launch
 from cumla.launch.mla.append_cache import PARAMS_FORMAT, append_values
 from cumla.launch.source import KernelSpec
 
 if TYPE_CHECKING:
     from cumla.launch.mla.append_cache import AppendArguments
-    from cumla.launch.module import LoadedKernel
 
-__all__ = ["SPECS", "append_fp8_spec", "append_fp8_specs", "prepare_append_fp8"]
+__all__ = ["SPECS", "append_fp8_launch", "append_fp8_spec", "append_fp8_specs"]
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _SPECS = {
@@ -22,7 +21,7 @@ _SPECS = {
         stem="append_fp8_cache",
         package="cumla.cuda.mla",
         entry=f"append_fp8_cache_{dtype}" + ("_from_float32" if float_rows else ""),
-        function=f"append_fp8_cache<{tag}, {str(float_rows).lower()}>",
+        function=f"append_fp8_cache<{tag}, {'Fp32' if float_rows else tag}>",
         params="AppendFp8CacheParams",
         threads=288,
         min_blocks=3,
@@ -46,38 +45,28 @@ def append_fp8_spec(dtype: str, rows_dtype: str) -> KernelSpec:
 _PARAMS = struct.Struct(f"{PARAMS_FORMAT}5qf3i")
 
 
-def prepare_append_fp8(
-    kernel: LoadedKernel, arguments: AppendArguments, scale: float, interleaved: bool, stream: int
-) -> PreparedLaunch:
-    """Prepare to quantise and write the rows, and to rotate the queries if there are any.
+def append_fp8_launch(arguments: AppendArguments) -> Launch:
+    """Describe how to quantise and write the rows, and to rotate the queries if there are any.
 
     Parameters
     ----------
-    kernel : LoadedKernel
-        ``append_fp8_cache_<dtype>``.
     arguments : AppendArguments
         At least one token; the latent cache of one byte.
-    scale : float
-        Of the tensor, where `arguments` has no array for it.
-    interleaved : bool
-        Which columns a rotation pairs.
-    stream : int
-        CUstream handle.
 
     Returns
     -------
-    PreparedLaunch
-        To be called.
+    Launch
     """
-    grid, values = append_values(arguments, interleaved)
+    grid, values = append_values(arguments)
     scales = arguments.scales
     fields = (
         *values,
         *((0, 0, 0, 0) if scales is None else (scales.ptr, *scales.strides[:3])),
-        0 if arguments.scale is None else arguments.scale.ptr,
-        scale,
+        0 if arguments.kv_scale is None else arguments.kv_scale.ptr,
+        arguments.scale_number,
         arguments.rope_cache.dtype not in _TAGS,
         arguments.power_of_two_scales,
         0,
     )
-    return PreparedLaunch(kernel, grid, _PARAMS, fields, stream)
+    spec = append_fp8_spec(arguments.dtype, arguments.latent_rows.dtype)
+    return Launch(spec, grid, _PARAMS, fields)

@@ -1,64 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of cuda/mla/mla_decode.cu and cuda/mla/mla_decode_swapped.cu: split-KV MLA attention."""
+"""Launcher of cuda/mla/mla_decode.cu: split-KV MLA attention."""
 
 from __future__ import annotations
 
 import struct
 from itertools import product
-from math import e, log2
-from typing import TYPE_CHECKING, Any
+from math import e, inf, log2
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.kernel import Launch
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM, VARIANTS
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
-from cumla.launch.split.plan import (
-    HEAD_DIM,
-    MOST_TOKENS,
-    PAGE_FORMS,
-    VALUE_DIM,
-    VARIANTS,
-    page_form,
-)
-from cumla.launch.tensor_map import paged_kv_map
+from cumla.launch.split.plan import MOST_TOKENS, PAGE_FORMS
+from cumla.launch.tensor_map import TensorMap, paged_kv_map
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.mla.mla_attention import MLAAttentionKey
-    from cumla.launch.module import LoadedKernel
-    from cumla.launch.split.plan import MLADecodeKey
-    from cumla.mla.checks import Arguments
+    from cumla.launch.mla.shape import MLAAttentionKey, MLADecodeKey
 
 __all__ = [
+    "FORM_TAGS",
     "NO_MAP",
     "PARAMS_FORMAT",
     "SPECS",
-    "decode_spec",
-    "decode_specs",
+    "TAGS",
+    "DecodeArguments",
+    "decode_launch",
     "decode_values",
     "form_of",
-    "form_specs",
-    "prepare_decode",
     "ragged_spec",
+    "variant_spec",
 ]
 
-_TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
-_FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
+
+class DecodeArguments(NamedTuple):
+    """Checked views of one call: latent and RoPE columns apart, those of the cache with heads.
+
+    Attributes
+    ----------
+    q, q_rope : ArrayView
+        ``(batch, q_len, num_heads, 512)`` and 64; of ragged queries without the first axis.
+    kv_cache, kv_rope : ArrayView
+        ``(num_pages, page_size, num_kv_heads, 512)`` and 64, of the query's dtype or of
+        float8_e4m3fn; beside e4m3 latent columns the RoPE ones may be of the query's dtype.
+    block_table : ArrayView
+        ``(batch, max_pages)`` int32; of ragged queries maybe a list of pages, ``(pages,)``.
+    kv_scales : ArrayView or None
+        ``(num_pages, page_size, num_kv_heads, 4)`` float32: factors of 128 latent columns each.
+    kv_scale : ArrayView or float
+        Factor of all other e4m3 columns.
+    softmax_scale : float
+        Factor of the scores.
+    causal : bool
+        Bottom-right causal mask.
+    empty_lse : float
+        Log-sum-exp of a row that sees nothing: an infinity.
+    """
+
+    q: ArrayView
+    q_rope: ArrayView
+    kv_cache: ArrayView
+    kv_rope: ArrayView
+    block_table: ArrayView
+    kv_scales: ArrayView | None
+    kv_scale: ArrayView | float
+    softmax_scale: float
+    causal: bool
+    empty_lse: float = -inf
+
+
+TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
+FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
 
 
 def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
-    swapped = variant == "swapped"
-    stem = "mla_decode_swapped" if swapped else "mla_decode"
-    shared_blocks = () if swapped else (str(variant == "shared_blocks").lower(),)
-    arguments = ", ".join((_TAGS[dtype], *shared_blocks, _FORM_TAGS[form]))
+    shared_blocks = str(variant == "shared_blocks").lower()
     suffixes = (name for name in (variant, form) if name not in ("one_tile", "pages"))
     return KernelSpec(
-        stem=stem,
+        stem="mla_decode",
         package="cumla.cuda.mla",
         entry="_".join(("mla_decode", dtype, *suffixes)),
-        function=f"{stem}<{arguments}>",
+        function=f"mla_decode<{TAGS[dtype]}, {shared_blocks}, {FORM_TAGS[form]}>",
         params="MlaDecodeParams",
         threads=384,
-        smem_bytes=231472 if swapped else 232160,
+        smem_bytes=232160,
     )
 
 
@@ -68,31 +94,21 @@ def _ragged_spec(dtype: str, form: str) -> KernelSpec:
         stem="mla_decode",
         package="cumla.cuda.mla",
         entry="_".join(("mla_attention", dtype, *suffixes)),
-        function=f"mla_decode<{_TAGS[dtype]}, true, {_FORM_TAGS[form]}, RaggedTile>",
+        function=f"mla_decode<{TAGS[dtype]}, true, {FORM_TAGS[form]}, RaggedTile>",
         params="MlaDecodeParams",
         threads=384,
         smem_bytes=232160,
     )
 
 
-_SPECS = {names: _spec(*names) for names in product(_TAGS, VARIANTS, PAGE_FORMS)}
-_RAGGED_SPECS = {names: _ragged_spec(*names) for names in product(_TAGS, PAGE_FORMS)}
+_SPECS = {names: _spec(*names) for names in product(TAGS, VARIANTS[1:], PAGE_FORMS)}
+_RAGGED_SPECS = {names: _ragged_spec(*names) for names in product(TAGS, PAGE_FORMS)}
 SPECS = (*_SPECS.values(), *_RAGGED_SPECS.values())
 
 
-def decode_specs(dtype: str, page_size: int) -> tuple[KernelSpec, ...]:
-    """List the kernels of one dtype and page size, for caches in one array."""
-    return tuple(_SPECS[dtype, variant, page_form(page_size)] for variant in VARIANTS)
-
-
-def form_specs(dtype: str, form: str) -> tuple[KernelSpec, ...]:
-    """List the kernels of one dtype and form, that for ragged queries included."""
-    return (*(_SPECS[dtype, variant, form] for variant in VARIANTS), ragged_spec(dtype, form))
-
-
-def decode_spec(key: MLADecodeKey, form: str | None = None) -> KernelSpec:
-    """Look up the kernel of a shape's variant, for caches of a form; by default in one array."""
-    return _SPECS[key.dtype, key.variant, form or key.form]
+def variant_spec(dtype: str, variant: str, form: str) -> KernelSpec:
+    """Look up the kernel of a variant, one of the last two of VARIANTS."""
+    return _SPECS[dtype, variant, form]
 
 
 def ragged_spec(dtype: str, form: str) -> KernelSpec:
@@ -100,7 +116,7 @@ def ragged_spec(dtype: str, form: str) -> KernelSpec:
     return _RAGGED_SPECS[dtype, form]
 
 
-def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) -> str:
+def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: DecodeArguments) -> str:
     """Tell in which form a cache's pages come: whole ones need all columns in one array.
 
     Parameters
@@ -124,29 +140,27 @@ def _rope_is_apart(latent: ArrayView, rope: ArrayView) -> bool:
     return rope.ptr != latent.ptr + VALUE_DIM * 2 or rope.strides[:3] != latent.strides[:3]
 
 
-PARAMS_FORMAT = "<128s128s128s33q14if8Ii24x"
+PARAMS_FORMAT = "<128s128s128s33q14if8Iif20x"
 _PARAMS = struct.Struct(PARAMS_FORMAT)
 NO_MAP = bytes(128)  # where nothing comes by one
 _LOG2_E = log2(e)
 
 
-def prepare_decode(
-    kernel: LoadedKernel,
+def decode_launch(
+    spec: KernelSpec,
     key: MLADecodeKey | MLAAttentionKey,
     buffer: int,
-    arguments: Arguments,
+    arguments: DecodeArguments,
     out: ArrayView,
     lse: ArrayView,
-    softmax_scale: float,
-    stream: int,
-) -> PreparedLaunch:
-    """Prepare to attend to the blocks of every part; split requests go to the plan's buffer.
+) -> Launch:
+    """Describe how to attend to the blocks of every part; split requests go to the plan's buffer.
 
     Parameters
     ----------
-    kernel : LoadedKernel
-        Of :func:`decode_spec`, for the form of these arrays.
-    key : MLADecodeKey
+    spec : KernelSpec
+        The kernel for the key, for the form of these arrays.
+    key : MLADecodeKey or MLAAttentionKey
         The plan's shape.
     buffer : int
         Address of the plan's buffer, which holds a schedule.
@@ -154,31 +168,25 @@ def prepare_decode(
         Checked.
     out, lse : ArrayView
         As :func:`cumla.mla_decode` describes them.
-    softmax_scale : float
-        Factor of the scores.
-    stream : int
-        CUstream handle.
 
     Returns
     -------
-    PreparedLaunch
-        To be called.
+    Launch
     """
     maps = _maps(key, form_of(key, arguments), arguments.kv_cache, arguments.kv_rope)
-    values = (*maps, *decode_values(key, buffer, arguments, out, lse, softmax_scale))
+    values = (*maps, *decode_values(key, buffer, arguments, out, lse))
     grid = key.row_tiles, key.parts, key.num_kv_heads
-    return PreparedLaunch(kernel, grid, _PARAMS, values, stream)
+    return Launch(spec, grid, _PARAMS, values)
 
 
 def decode_values(
     key: MLADecodeKey | MLAAttentionKey,
     buffer: int,
-    arguments: Arguments,
+    arguments: DecodeArguments,
     out: ArrayView,
     lse: ArrayView,
-    softmax_scale: float,
 ) -> tuple[Any, ...]:
-    """List what the kernel is told behind the tensor maps; parameters as for prepare_decode.
+    """List what the kernel is told behind the tensor maps; parameters as for decode_launch.
 
     Returns
     -------
@@ -216,18 +224,19 @@ def decode_values(
         key.may_wait,
         key.causal,
         out.dtype == "float32",
-        softmax_scale * _LOG2_E,
+        arguments.softmax_scale * _LOG2_E,
         *divisor_of(key.heads_per_group),
         *divisor_of(key.page_size),
         *divisor_of(key.num_heads),
         *divisor_of(key.q_len),
         key.batch_invariant,
+        arguments.empty_lse,
     )
 
 
 def _maps(
     key: MLADecodeKey | MLAAttentionKey, form: str, latent: ArrayView, rope: ArrayView
-) -> tuple[bytes, bytes, bytes]:
+) -> tuple[TensorMap | bytes, ...]:
     """Describe the cache to the copy engine: whole pages by one map of all columns.
 
     The third map is of rows that L2 fetches ahead.
@@ -236,7 +245,7 @@ def _maps(
         return NO_MAP, NO_MAP, NO_MAP
     apart = _rope_is_apart(latent, rope)
     rows = latent if apart else latent._replace(shape=(*latent.shape[:3], HEAD_DIM))
-    wide = NO_MAP
+    wide: TensorMap | bytes = NO_MAP
     if key.fetches_ahead:
         words = rows._replace(shape=(*rows.shape[:3], rows.shape[3] // 4))
         wide = _map(words, "uint64", key.wide_rows)
@@ -245,19 +254,6 @@ def _maps(
     return _map(latent, key.dtype, key.box_rows), _map(rope, key.dtype, key.box_rows), wide
 
 
-def _map(cache: ArrayView, dtype: str, rows: int) -> bytes:
+def _map(cache: ArrayView, dtype: str, rows: int) -> TensorMap:
     """Describe columns of the cache to the copy engine, which brings boxes of so many rows."""
-    num_pages, page_size, num_kv_heads, columns = cache.shape
-    page_stride, row_stride, head_stride, _ = cache.strides
-    return paged_kv_map(
-        cache.ptr,
-        dtype,
-        num_pages,
-        page_size,
-        num_kv_heads,
-        columns,
-        page_stride,
-        row_stride,
-        head_stride,
-        rows,
-    )
+    return paged_kv_map(cache.ptr, dtype, cache.shape, cache.strides, rows)

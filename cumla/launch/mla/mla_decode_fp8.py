@@ -6,19 +6,18 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING
 
-from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.kernel import Launch
 from cumla.launch.mla.mla_decode import NO_MAP, PARAMS_FORMAT, decode_values
+from cumla.launch.mla.shape import NARROW_ROWS, MLADecodeKey
 from cumla.launch.source import KernelSpec
-from cumla.launch.split.plan import NARROW_ROWS, MLADecodeKey
-from cumla.launch.tensor_map import paged_kv_map
+from cumla.launch.tensor_map import TensorMap, paged_kv_map
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.mla.mla_attention import MLAAttentionKey
-    from cumla.launch.module import LoadedKernel
-    from cumla.mla.checks import Arguments
+    from cumla.launch.mla.mla_decode import DecodeArguments
+    from cumla.launch.mla.shape import MLAAttentionKey
 
-__all__ = ["LIES", "SPECS", "fp8_spec", "fp8_specs", "how_it_lies", "prepare_decode_fp8"]
+__all__ = ["LIES", "SPECS", "decode_fp8_launch", "fp8_spec", "fp8_specs", "how_it_lies"]
 
 LIES = ("plain", "packed", "broadcast")
 """How a cache can lie: see `how_it_lies`."""
@@ -101,7 +100,7 @@ def fp8_specs(key: MLADecodeKey | MLAAttentionKey) -> tuple[KernelSpec, ...]:
     return tuple(dict.fromkeys(all_three))
 
 
-def how_it_lies(arguments: Arguments) -> str:
+def how_it_lies(arguments: DecodeArguments) -> str:
     """Tell what a cache's addresses and strides have to say about its loading.
 
     Parameters
@@ -134,48 +133,39 @@ def how_it_lies(arguments: Arguments) -> str:
 _PARAMS = struct.Struct(PARAMS_FORMAT + "5qfi16x128s")
 
 
-def prepare_decode_fp8(
-    kernel: LoadedKernel,
+def decode_fp8_launch(
     key: MLADecodeKey | MLAAttentionKey,
     buffer: int,
-    arguments: Arguments,
+    arguments: DecodeArguments,
     out: ArrayView,
     lse: ArrayView,
-    softmax_scale: float,
-    stream: int,
-) -> PreparedLaunch:
-    """Prepare to attend to the blocks of every part; split requests go to the plan's buffer.
+) -> Launch:
+    """Describe how to attend to the blocks of every part; split requests go to the plan's buffer.
 
     Parameters
     ----------
-    kernel : LoadedKernel
-        Of :func:`fp8_spec`, grouped where the arguments have kv_scales, and for how these lie.
     key : MLADecodeKey or MLAAttentionKey
         The plan's shape.
     buffer : int
         Address of the plan's buffer, which holds a schedule.
     arguments : Arguments
-        Checked. Of ragged queries as :func:`cumla.launch.mla.mla_attention.prepare_attention` turns
+        Checked. Of ragged queries as :func:`cumla.launch.mla.mla_attention.attention_launch` turns
         them into those of one request.
     out, lse : ArrayView
         As :func:`cumla.mla_decode` describes them.
-    softmax_scale : float
-        Factor of the scores.
-    stream : int
-        CUstream handle.
 
     Returns
     -------
-    PreparedLaunch
-        To be called.
+    Launch
     """
     scales, factor = arguments.kv_scales, arguments.kv_scale
     pointer, value = (0, factor) if isinstance(factor, (int, float)) else (factor.ptr, 0.0)
-    maps = _maps(_FORMS[kernel.spec], key, arguments)
+    spec = fp8_spec(key, scales is not None, how_it_lies(arguments))
+    maps = _maps(_FORMS[spec], key, arguments)
     values = (
         *maps[:2],
         NO_MAP,  # nothing is fetched ahead
-        *decode_values(key, buffer, arguments, out, lse, softmax_scale),
+        *decode_values(key, buffer, arguments, out, lse),
         *((0, 0, 0, 0) if scales is None else (scales.ptr, *scales.strides[:3])),
         pointer,
         value,
@@ -183,10 +173,12 @@ def prepare_decode_fp8(
         maps[2],
     )
     grid = key.row_tiles, key.parts, key.num_kv_heads
-    return PreparedLaunch(kernel, grid, _PARAMS, values, stream)
+    return Launch(spec, grid, _PARAMS, values)
 
 
-def _maps(form: str, key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) -> list[bytes]:
+def _maps(
+    form: str, key: MLADecodeKey | MLAAttentionKey, arguments: DecodeArguments
+) -> list[TensorMap | bytes]:
     """Describe latent columns, RoPE columns and scales, or whole rows, as a kernel's form asks."""
     latent, rope, scales = arguments.kv_cache, arguments.kv_rope, arguments.kv_scales
     if form == "packed":
@@ -195,21 +187,8 @@ def _maps(form: str, key: MLADecodeKey | MLAAttentionKey, arguments: Arguments) 
     return [_map(key, cache if form == "pages" else None) for cache in (latent, rope, scales)]
 
 
-def _map(key: MLADecodeKey | MLAAttentionKey, cache: ArrayView | None) -> bytes:
+def _map(key: MLADecodeKey | MLAAttentionKey, cache: ArrayView | None) -> TensorMap | bytes:
     """Describe columns of the cache, or its scales, to the copy engine."""
     if cache is None:
         return NO_MAP
-    num_pages, page_size, num_kv_heads, columns = cache.shape
-    page_stride, row_stride, head_stride, _ = cache.strides
-    return paged_kv_map(
-        cache.ptr,
-        cache.dtype,
-        num_pages,
-        page_size,
-        num_kv_heads,
-        columns,
-        page_stride,
-        row_stride,
-        head_stride,
-        key.box_rows,
-    )
+    return paged_kv_map(cache.ptr, cache.dtype, cache.shape, cache.strides, key.box_rows)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows from the shape of a call alone: tiles, parts, and the layout of a plan's buffer.
+"""What a plan follows from: its key, the parts it is dealt into, and the layout of its buffer.
 
-Everything here is a pure function of the key; cumla/cuda/split/plan.cuh holds the device's side of
-the terms.
+Everything here is a pure function of the key and knows no family: each has keys of its own, which
+name the width of its values. cumla/cuda/split/plan.cuh holds the device's side of the terms.
 """
 
 from __future__ import annotations
@@ -14,37 +14,25 @@ from math import gcd
 
 __all__ = [
     "BLOCK_TOKENS",
-    "CACHES",
-    "HEAD_DIM",
     "MOST_PARTS",
     "MOST_TOKENS",
-    "NARROW_ROWS",
     "PAGE_FORMS",
+    "ROW_GROUP",
     "ROW_TILE",
-    "SWAPPED_ROWS",
-    "VALUE_DIM",
-    "VARIANTS",
-    "MLADecodeKey",
     "PlanKey",
     "PlanLayout",
+    "RaggedKey",
+    "filling_parts",
     "page_form",
     "piece_blocks",
 ]
 
-HEAD_DIM = 576  # 512 latent + 64 RoPE columns
-VALUE_DIM = 512  # the latent columns are the value
 BLOCK_TOKENS = 64  # tokens that a schedule deals out at once
 ROW_TILE = 64  # query rows of one thread block, and of a place of a ragged schedule
 ROW_GROUP = 16  # of them in one warp: partial results hold whole groups
 
-VARIANTS = ("swapped", "one_tile", "shared_blocks")
-"""Kernels of cuda/mla/mla_decode_swapped.cu and cuda/mla/mla_decode.cu that attend."""
 PAGE_FORMS = ("pages", "boxes", "rows")
-"""Each of these kernels in three forms, by how a KV block comes from its pages."""
-SWAPPED_ROWS = 16  # most query rows of a kv head that the first of them takes
-CACHES = ("same", "e4m3")
-"""What a cache holds: numbers of the query's dtype, or e4m3 ones, in any of their formats."""
-NARROW_ROWS = (16, 32)  # query rows of a thread block of cuda/mla/mla_decode_fp8.cu
+"""How a KV block comes from its pages: each attention kernel over a paged cache has these forms."""
 
 PLACE_BYTES = 8  # struct Place
 TILE_PLACE_BYTES = 32  # struct TilePlace
@@ -101,17 +89,52 @@ def piece_blocks(row_groups: int) -> int:
     return 8 * row_groups
 
 
+def filling_parts(tiles: int, sm_count: int) -> int:
+    """Tell into how many parts KV blocks are dealt so that the multiprocessors are busy.
+
+    Parameters
+    ----------
+    tiles : int
+        Thread blocks that work on the same part.
+    sm_count : int
+        Multiprocessors, each of which runs one thread block at a time.
+
+    Returns
+    -------
+    int
+        As many as fill the multiprocessors once; where that leaves more than a tenth of them idle,
+        up to three waves.
+    """
+    once = max(1, sm_count // tiles)
+    best, best_fill = once, 0.0
+    for parts in range(once, max(once, _MAX_WAVES * sm_count // tiles) + 1):
+        blocks = parts * tiles
+        fill = blocks / (-(-blocks // sm_count) * sm_count)
+        if fill > best_fill + 1e-9:
+            best, best_fill = parts, fill
+        if fill >= _GOOD_FILL:
+            break
+    return best
+
+
 class PlanKey(ABC):
     """What follows in the same way from every shape for which a plan is made.
 
     A shape is a frozen dataclass, most of whose fields these are.
     """
 
+    batch: int
     num_heads: int
     num_kv_heads: int
     page_size: int
     sm_count: int
     batch_invariant: bool = False
+    max_blocks: int = 0
+
+    @property
+    @abstractmethod
+    def value_dim(self) -> int:
+        """Columns of a value, and of an output row."""
 
     @property
     @abstractmethod
@@ -179,125 +202,21 @@ class PlanKey(ABC):
         return PlanLayout.of(self)
 
 
-@dataclass(frozen=True)
-class MLADecodeKey(PlanKey):
-    """The shape for which a plan is made.
+class RaggedKey(PlanKey):
+    """What follows from every shape whose requests have different numbers of query tokens."""
 
-    Attributes
-    ----------
-    batch, q_len, num_heads, num_kv_heads : int
-        As in ``q`` (batch, q_len, num_heads, 576); num_kv_heads divides num_heads.
-    page_size : int
-        Tokens of a cache page.
-    dtype : str
-        ``"bfloat16"`` or ``"float16"``.
-    causal : bool
-        Bottom-right causal mask.
-    device : int or None
-        CUDA ordinal; None for arrays on the CPU, which need no plan.
-    sm_count : int
-        Multiprocessors of that device, 0 for the CPU.
-    batch_invariant : bool
-        Requests are cut at fixed positions, whatever else is in the batch.
-    max_blocks : int
-        Most KV blocks of a request; 0 unless batch_invariant.
-    pinned : str or None
-        One of VARIANTS that somebody asked for.
-    cache : str
-        One of CACHES.
-    """
-
-    batch: int
-    q_len: int
-    num_heads: int
-    num_kv_heads: int
-    page_size: int
-    dtype: str
+    total_tokens: int
     causal: bool
-    device: int | None
-    sm_count: int
-    batch_invariant: bool = False
-    max_blocks: int = 0
-    pinned: str | None = None
-    cache: str = "same"
 
     @cached_property
-    def variant(self) -> str:
-        """Which of VARIANTS serves this shape: the only place where that is chosen.
-
-        Up to 16 query rows of a kv head: operands swapped, for a matrix product has 64 rows on its
-        M side at least. Up to 64: one row tile, bound by memory, which gives room back as early as
-        possible. More: several row tiles read the same KV blocks, bound by arithmetic, and
-        products run beside each softmax.
-        """
-        if self.pinned is not None:
-            return self.pinned
-        if self.group_rows <= SWAPPED_ROWS:
-            return "swapped"
-        return "one_tile" if self.row_tiles == 1 else "shared_blocks"
-
-    @property
-    def fetches_ahead(self) -> bool:
-        """Whether the kernel has L2 fetch blocks before it loads them."""
-        return self.cache == "same" and self.variant == "shared_blocks"
-
-    @cached_property
-    def group_rows(self) -> int:
-        """Query rows of a kv head."""
-        return self.q_len * self.heads_per_group
-
-    @cached_property
-    def row_tile(self) -> int:
-        """Query rows of one thread block: fewer where it computes from e4m3 numbers."""
-        if self.cache == "same":
-            return ROW_TILE
-        narrow, wide = NARROW_ROWS
-        return narrow if self.group_rows <= narrow else wide
-
-    @cached_property
-    def row_tiles(self) -> int:
-        """Row tiles of a kv head."""
-        return -(-self.group_rows // self.row_tile)
-
-    @cached_property
-    def tiles(self) -> int:
-        """Row tiles of all kv heads: thread blocks that work on the same part."""
-        return self.row_tiles * self.num_kv_heads
-
-    @cached_property
-    def row_groups(self) -> int:
-        """Groups of 16 rows in a tile: what is stored of its partial results."""
-        return -(-min(self.row_tile, self.group_rows) // ROW_GROUP)
-
-    @cached_property
-    def parts(self) -> int:
-        """Shares into which the KV blocks of all requests are dealt.
-
-        As many as fill the multiprocessors once; where that leaves more than a tenth of them idle,
-        up to three waves. Batch-invariant ones: for all pieces of the longest requests.
-        """
-        if self.batch_invariant:
-            return self.batch * max(1, -(-self.max_blocks // piece_blocks(self.row_groups)))
-        once = max(1, self.sm_count // self.tiles)
-        best, best_fill = once, 0.0
-        for parts in range(once, max(once, _MAX_WAVES * self.sm_count // self.tiles) + 1):
-            blocks = parts * self.tiles
-            fill = blocks / (-(-blocks // self.sm_count) * self.sm_count)
-            if fill > best_fill + 1e-9:
-                best, best_fill = parts, fill
-            if fill >= _GOOD_FILL:
-                break
-        return best
-
-    @property
     def num_places(self) -> int:
-        """Places of the schedule's order: one for each request."""
-        return self.batch
+        """Row tiles of a kv head that all requests may have together, however long each is."""
+        return self.total_tokens * self.heads_per_group // ROW_TILE + self.batch
 
-    @property
+    @cached_property
     def places_bytes(self) -> int:
-        """Size of the schedule's order."""
-        return self.num_places * PLACE_BYTES
+        """Size of the schedule's list of row tiles."""
+        return self.num_places * TILE_PLACE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +241,7 @@ class PlanLayout:
             key.parts * PART_BYTES,
             key.num_tickets * TICKET_BYTES,
             rows * 4,
-            rows * VALUE_DIM * 4,
+            rows * key.value_dim * 4,
         ):
             offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
         return cls(*offsets)

@@ -3,27 +3,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
-from cumla.mla.checks import checked_flag
-from cumla.reference.indexer.cache import e4m3_bits, in_float32, quantize_fp8
+from cumla.mla.shape import PACKED_BYTES, SCALED_COLUMNS, SCALES, VALUE_DIM
+from cumla.reference.rows import E4M3, as_e4m3, e4m3_bits, in_float32, quantized, rotated
 
 Array = NDArray[Any]
 
-_ROPE_DIM = HEAD_DIM - VALUE_DIM
-SCALED_COLUMNS = 128  # by one scale
-SCALES = VALUE_DIM // SCALED_COLUMNS
-PACKED_BYTES = VALUE_DIM + 4 * SCALES + 2 * _ROPE_DIM
-
 
 def append_mla_cache(
-    rows: Array | tuple[Array, ...],
-    kv_cache: Array | tuple[Array, ...],
+    rows: Array | Sequence[Array],
+    kv_cache: Array | Sequence[Array],
     slot_mapping: Array | None = None,
     *,
     batch_indices: Array | None = None,
@@ -35,7 +30,7 @@ def append_mla_cache(
     interleaved: bool = True,
     q_pe: Array | None = None,
     q_pe_out: Array | None = None,
-    scale: Array | float = 1.0,
+    kv_scale: Array | float | None = None,
 ) -> None:
     """Write the rows of new tokens into the pages of a cache, and rotate their RoPE columns.
 
@@ -50,7 +45,7 @@ def append_mla_cache(
 
     Rows whose place, or whose row of cos_sin, does not exist are skipped.
 
-    Columns x that are e4m3 in the cache become ``e4m3(x * (1 / scale))``, in float32, with
+    Columns x that are e4m3 in the cache become ``e4m3(x * (1 / kv_scale))``, in float32, with
     subnormal numbers taken for 0; the conversion rounds to nearest even and saturates at 448. Where
     the cache has scales of its own, each 128 latent columns of a row are quantised as rows are by
     :func:`quantize_fp8`, in the packed format with power_of_two_scales.
@@ -59,7 +54,7 @@ def append_mla_cache(
     ----------
     rows : ndarray or pair of ndarray
         ``(tokens, num_kv_heads, 576)``, or without the head axis for one KV head; or the same as
-        latent and RoPE columns, 512 and 64 wide. Of any floating dtype.
+        ``(ckv, k_pe)``, 512 and 64 wide. Of any floating dtype.
     kv_cache : ndarray, or pair or triple of ndarray
         ``(num_pages, page_size, num_kv_heads, 576)``, the rest as for rows. Written to. Of
         float8_e4m3fn, or uint8 with its bits, both parts of a pair or the first one. A third part
@@ -81,34 +76,17 @@ def append_mla_cache(
         Queries to rotate in the same way, whether or not their token's row is skipped.
     q_pe_out : ndarray, shape (tokens, num_heads, 64), optional
         Where to write them; q_pe itself by default. What has no row in cos_sin is left as it is.
-    scale : ndarray of one float32, or float
-        Of e4m3 columns without scales of their own.
+    kv_scale : ndarray of one float32, or float, optional
+        Of e4m3 columns without scales of their own; 1 by default.
 
     Raises
     ------
     ValueError
-        If shapes disagree, or if it is not clear where the rows go.
-    TypeError
-        If interleaved is neither True nor False.
+        If it is not clear where the rows go, or shapes disagree.
     """
-    interleaved = checked_flag("interleaved", interleaved)
-    latent_rows, rope_rows = (_with_heads(part, 3) for part in _halves("rows", rows))
-    power_of_two = isinstance(kv_cache, np.ndarray) and kv_cache.shape[-1] == PACKED_BYTES
-    *caches, scales = _parts_of_cache(kv_cache)
-    latent_cache, rope_cache = (_with_heads(part, 4) for part in caches)
-    per_token = {
-        "slot_mapping": slot_mapping,
-        "batch_indices": batch_indices,
-        "positions": positions,
-        "q_pe": q_pe,
-    }
-    for name, array in per_token.items():
-        if array is not None and len(array) != len(latent_rows):
-            raise ValueError(
-                f"{name}: needs an entry for each of {len(latent_rows)} tokens, got {len(array)}"
-            )
-
-    num_pages, page_size = latent_cache.shape[:2]
+    ckv_rows, k_pe_rows = (_with_heads(part, 3) for part in _halves(rows))
+    ckv, k_pe, scales = columns_of(kv_cache)
+    num_pages, page_size = ckv.shape[:2]
     if slot_mapping is not None:
         place = slot_mapping.astype(np.int64)
         page = place // page_size
@@ -124,67 +102,63 @@ def append_mla_cache(
             raise ValueError("positions: needed to rotate with cos_sin; pass them")
         known = (positions >= 0) & (positions < len(cos_sin))
         exists &= known
-        rope_rows = rope_rows.astype(np.float64)
-        rope_rows[known] = _rotated(rope_rows[known], cos_sin[positions[known]], interleaved)
+        angles = cos_sin[positions[known]]
+        k_pe_rows = k_pe_rows.astype(np.float64)
+        k_pe_rows[known] = rotated(k_pe_rows[known], angles, interleaved)
         if q_pe is not None:
-            out = q_pe if q_pe_out is None else q_pe_out
-            rotated = _rotated(q_pe[known], cos_sin[positions[known]], interleaved)
-            out[known] = rotated.astype(out.dtype)
+            q_pe_out = q_pe if q_pe_out is None else q_pe_out
+            q_pe_out[known] = rotated(q_pe[known], angles, interleaved)
+
     where = page[exists], place[exists] % page_size
-    inverse = np.float32(1) / np.float32(scale)
-    _write(rope_cache, where, rope_rows[exists], inverse)
+    factor = np.float32(1) / np.asarray(1 if kv_scale is None else kv_scale, np.float32).reshape(())
+    _write(k_pe, where, k_pe_rows[exists], factor)
     if scales is None:
-        _write(latent_cache, where, latent_rows[exists], inverse)
+        _write(ckv, where, ckv_rows[exists], factor)
         return
-    groups = latent_rows[exists].reshape(-1, latent_rows.shape[1], SCALES, SCALED_COLUMNS)
-    quantized = quantize_fp8(groups, power_of_two_scales=power_of_two)
-    latent_cache.view(np.uint8)[where] = quantized.values.view(np.uint8).reshape(
-        *groups.shape[:2], VALUE_DIM
-    )
-    _with_heads(scales, 4)[where] = quantized.scale
+    new = ckv_rows[exists]
+    groups = new.reshape(*new.shape[:2], SCALES, SCALED_COLUMNS)
+    bits, scales[where] = quantized(groups, power_of_two_scales=isinstance(kv_cache, np.ndarray))
+    ckv.view(np.uint8)[where] = bits.reshape(new.shape)
 
 
-def _write(cache: Array, where: tuple[Array, Array], rows: Array, inverse: np.float32) -> None:
-    """Write rows in the cache's type."""
-    if cache.dtype.itemsize == 1:
-        cache.view(np.uint8)[where] = e4m3_bits(in_float32(rows), inverse)
-    else:
-        cache[where] = rows.astype(cache.dtype)
+def columns_of(kv_cache: Array | Sequence[Array]) -> tuple[Array, Array, Array | None]:
+    """Take a cache apart, without copying: latent columns, RoPE columns, scales if it has any.
+
+    All have a head axis, and bytes of e4m3 numbers are such numbers.
+    """
+    if isinstance(kv_cache, np.ndarray):
+        is_packed = kv_cache.dtype == np.uint8 and kv_cache.shape[-1] == PACKED_BYTES
+        kv_cache = _unpacked(kv_cache) if is_packed else _halves(kv_cache)
+    ckv, k_pe, *scales = (_with_heads(part, 4) for part in kv_cache)
+    return as_e4m3(ckv), as_e4m3(k_pe), scales[0] if scales else None
 
 
-def _parts_of_cache(cache: Array | tuple[Array, ...]) -> tuple[Array, Array, Array | None]:
-    """Give the latent columns, the RoPE columns and the scales, if there are any."""
-    if not isinstance(cache, np.ndarray):
-        latent, rope, *scales = cache
-        return *_halves("kv_cache", (latent, rope)), scales[0] if scales else None
-    if cache.shape[-1] != PACKED_BYTES:
-        return *_halves("kv_cache", cache), None
-    return unpacked(cache)
-
-
-def unpacked(cache: Array) -> tuple[Array, Array, Array]:
+def _unpacked(cache: Array) -> tuple[Array, Array, Array]:
     """Take rows of 656 bytes apart: views of latent columns as bytes, RoPE columns and scales."""
-    latent, scale_bytes, rope = np.split(cache, [VALUE_DIM, VALUE_DIM + 4 * SCALES], axis=-1)
-    return latent, rope.view(ml_dtypes.bfloat16), scale_bytes.view(np.float32)
+    ckv, scale_bytes, k_pe = np.split(cache, [VALUE_DIM, VALUE_DIM + 4 * SCALES], axis=-1)
+    return ckv, k_pe.view(ml_dtypes.bfloat16), scale_bytes.view(np.float32)
 
 
-def _halves(name: str, array: Array | tuple[Array, ...]) -> tuple[Array, Array]:
+def _halves(array: Array | Sequence[Array]) -> Sequence[Array]:
     """Give the latent and the RoPE columns."""
     if isinstance(array, np.ndarray):
-        latent, rope = array[..., :VALUE_DIM], array[..., VALUE_DIM:]
-    else:
-        latent, rope = array
-    if (latent.shape[-1], rope.shape[-1]) != (VALUE_DIM, _ROPE_DIM):
-        raise ValueError(
-            f"{name}: needs {VALUE_DIM} latent and {_ROPE_DIM} RoPE columns, got "
-            f"{latent.shape[-1]} and {rope.shape[-1]}"
-        )
-    return latent, rope
+        return array[..., :VALUE_DIM], array[..., VALUE_DIM:]
+    return array
 
 
 def _with_heads(array: Array, ndim: int) -> Array:
     """Put in the head axis of one KV head where it is left out."""
     return array[..., None, :] if array.ndim < ndim else array
+
+
+def _write(
+    cache: Array, where: tuple[Array, Array], rows: Array, factor: Array | np.float32
+) -> None:
+    """Write rows in the cache's dtype; times a factor, if that is e4m3."""
+    if cache.dtype == E4M3:
+        cache.view(np.uint8)[where] = e4m3_bits(in_float32(rows), factor)
+    else:
+        cache[where] = rows
 
 
 def _pages(
@@ -195,36 +169,19 @@ def _pages(
     kv_indptr: Array | None,
 ) -> Array:
     """Look up page number `index` of each token's request; -1 if there is none."""
-    if block_table is not None:
-        batch, count = block_table.shape
-        numbers = block_table.ravel()
-        begin = np.arange(batch, dtype=np.int64) * count
-        end = begin + count
-    elif kv_indices is not None and kv_indptr is not None:
-        batch, numbers = len(kv_indptr) - 1, kv_indices
-        begin, end = kv_indptr[:-1].astype(np.int64), np.minimum(kv_indptr[1:], len(kv_indices))
-    else:
-        raise ValueError("block_table: needs a table, or kv_indices and kv_indptr; pass them")
     pages = np.full(len(requests), -1, np.int64)
-    known = np.flatnonzero((requests >= 0) & (requests < batch) & (index >= 0))
-    first, last = begin[requests[known]], end[requests[known]]
-    inside = (first >= 0) & (index[known] < last - first)
-    pages[known[inside]] = numbers[(first + index[known])[inside]]
+    if block_table is not None:
+        batch, max_pages = block_table.shape
+        known = (requests >= 0) & (requests < batch) & (index >= 0) & (index < max_pages)
+        pages[known] = block_table[requests[known], index[known]]
+        return pages
+    if kv_indices is None or kv_indptr is None:
+        raise ValueError("block_table: needs a table, or kv_indices and kv_indptr; pass one form")
+    known = (requests >= 0) & (requests < len(kv_indptr) - 1) & (index >= 0)
+    begin = kv_indptr[requests[known]].astype(np.int64)
+    end = np.minimum(kv_indptr[requests[known] + 1], len(kv_indices))
+    entry = begin + index[known]
+    inside = (begin >= 0) & (entry < end)
+    known[known] = inside
+    pages[known] = kv_indices[entry[inside]]
     return pages
-
-
-def _rotated(x: Array, cos_sin: Array, interleaved: bool) -> Array:
-    """Rotate x (tokens, heads, 64) by the angles of cos_sin (tokens, 64), in float64."""
-    pairs = x.astype(np.float64)
-    in_two = (*x.shape[:-1], _ROPE_DIM // 2, 2)
-    pairs = pairs.reshape(in_two) if interleaved else _split_in_half(pairs)
-    cos, sin = np.split(cos_sin.astype(np.float64)[:, None, :], 2, axis=-1)
-    x0, x1 = pairs[..., 0], pairs[..., 1]
-    rotated = np.stack([cos * x0 - sin * x1, sin * x0 + cos * x1], axis=-1)
-    if interleaved:
-        return rotated.reshape(x.shape)
-    return np.concatenate([rotated[..., 0], rotated[..., 1]], axis=-1)
-
-
-def _split_in_half(x: Array) -> Array:
-    return np.stack(np.split(x, 2, axis=-1), axis=-1)

@@ -3,40 +3,25 @@
 
 from __future__ import annotations
 
-from numbers import Real
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cumla.launch.split.plan import HEAD_DIM, VALUE_DIM
-from cumla.mla.checks import checked_flag
-from cumla.reference.mla.cache import PACKED_BYTES, SCALED_COLUMNS, SCALES, unpacked
+from cumla.core.state import AttentionState
+from cumla.mla.shape import HEAD_DIM, SCALED_COLUMNS, VALUE_DIM
+from cumla.reference.mla.cache import columns_of
+from cumla.reference.rows import E4M3, cached_rows
 
 Array = NDArray[Any]
 
 
-class MLADecodeResult(NamedTuple):
-    """Result of MLA decode attention, in the framework of the query.
-
-    Attributes
-    ----------
-    out : array, shape (batch, q_len, num_heads, 512)
-        Attention output.
-    lse : array of float32, shape (batch, num_heads, q_len)
-        Natural logarithm of the sum of ``exp(softmax_scale * q.k)`` over the visible tokens.
-    """
-
-    out: Any
-    lse: Any
-
-
 def mla_decode(
-    q: Array | tuple[Array, ...],
-    kv_cache: Array | tuple[Array, ...],
+    q: Array | Sequence[Array],
+    kv_cache: Array | Sequence[Array],
     block_table: Array,
-    cache_seqlens: Array,
+    kv_lens: Array,
     *,
     softmax_scale: float | None = None,
     kv_scale: Array | float | None = None,
@@ -45,12 +30,12 @@ def mla_decode(
     out: Array | None = None,
     lse: Array | None = None,
     accumulate: Literal["float64", "float32"] = "float64",
-) -> MLADecodeResult:
-    """Attend from a few query tokens a request to its cached latent rows.
+) -> AttentionState:
+    """Attend from a few query tokens per request to its cached latent rows.
 
-    After weight absorption all query heads of a group read one latent row a token. Query head ``h``
-    uses KV head ``h // (num_heads // num_kv_heads)``. With ``k`` the 576 numbers of a row, ``v``
-    its first 512 and the sums over the tokens that the query sees::
+    After weight absorption all query heads of a group read one latent row per token. Query head
+    ``h`` uses KV head ``h // (num_heads // num_kv_heads)``. With ``k`` the 576 numbers of a row,
+    ``v`` its first 512 and the sums over the tokens that the query sees::
 
         lse = log(sum(exp(softmax_scale * q.k)))
         out = sum(exp(softmax_scale * q.k - lse) * v)
@@ -67,16 +52,16 @@ def mla_decode(
     Parameters
     ----------
     q : ndarray of bfloat16, float16, float32 or float64, shape (batch, q_len, num_heads, 576)
-        Absorbed queries. A tuple holds the first 512 columns and the last 64 apart.
+        Absorbed queries. A pair ``(q_nope, q_pe)`` holds the first 512 columns and the last 64.
     kv_cache : ndarray, shape (num_pages, page_size, num_kv_heads, 576)
         Pages of latent rows; without the head axis for one KV head. Any strides, any page size. A
-        tuple as for q. In a dtype of q's, or float8_e4m3fn, or uint8 with its bits: of a tuple also
-        the first part alone. A third part is float32 scales, (num_pages, page_size, num_kv_heads,
-        4), of 128 latent columns each. One array of uint8 with 656 columns is the packed format:
-        512 e4m3, 4 float32 scales, 64 bfloat16.
+        pair ``(ckv, k_pe)`` as for q. In a dtype of q's, or float8_e4m3fn, or uint8 with its bits:
+        of a pair also the first part alone. A third part is float32 scales, (num_pages, page_size,
+        num_kv_heads, 4), of 128 latent columns each. One array of uint8 with 656 columns is the
+        packed format: 512 e4m3, 4 float32 scales, 64 bfloat16.
     block_table : ndarray of int32, shape (batch, max_pages)
         Page numbers of each request, in the order of its tokens.
-    cache_seqlens : ndarray of int32, shape (batch,)
+    kv_lens : ndarray of int32, shape (batch,)
         Number of cached tokens of each request, those of the queries included.
     softmax_scale : float, optional
         Factor of the scores; 576 ** -0.5 by default. A model passes its own, which stems from the
@@ -85,7 +70,7 @@ def mla_decode(
         Factor of e4m3 columns without scales of their own; 1 by default.
     causal : bool, default True
         Align the queries with the end of the cache: query ``i`` sees the first
-        ``cache_seqlens[b] - (q_len - 1 - i)`` tokens. Otherwise every query sees all.
+        ``kv_lens[b] - (q_len - 1 - i)`` tokens. Otherwise every query sees all.
     batch_invariant : bool, default False
         Makes no difference here: each request is computed on its own.
     out : ndarray of q's dtype or float32, shape (batch, q_len, num_heads, 512), optional
@@ -97,58 +82,46 @@ def mla_decode(
 
     Returns
     -------
-    MLADecodeResult
-        ``out`` and ``lse``. A query that sees no token has out 0 and lse +inf.
+    AttentionState
+        ``out`` and ``lse``. A query that sees no token has out 0 and lse -inf.
 
     Raises
     ------
     ValueError
-        If shapes disagree, if there is a kv_scale and nothing that it scales, if num_kv_heads does
-        not divide num_heads, or for an unknown precision.
-    TypeError
-        If something is no NumPy array, or of another dtype than the above, or a flag is neither
-        True nor False.
+        If there is a kv_scale and nothing that it scales, or shapes disagree.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> q, kv_cache = rng.normal(size=(1, 1, 16, 576)), rng.normal(size=(4, 64, 576))
+    >>> block_table, kv_lens = np.array([[2, 0]], np.int32), np.array([100], np.int32)
+    >>> out, lse = mla_decode(q, kv_cache, block_table, kv_lens)
+    >>> out.shape, lse.shape
+    ((1, 1, 16, 512), (1, 16, 1))
     """
-    if accumulate not in ("float64", "float32"):
-        raise ValueError(
-            f"accumulate: needs 'float64' or 'float32', got {accumulate!r}; pass one of them"
-        )
-    causal = checked_flag("causal", causal)
-    checked_flag("batch_invariant", batch_invariant)
-    queries, caches = _parts("q", q), _parts("kv_cache", kv_cache)
-    for name, array in (*queries.items(), *caches.items()):
-        _check_dtype(name, array, _DTYPES.get(name, _FLOATS))
-    _check_dtype("block_table", block_table, _INTEGERS)
-    _check_dtype("cache_seqlens", cache_seqlens, _INTEGERS)
-    caches = {
-        name: array[:, :, None, :] if array.ndim == 3 else array for name, array in caches.items()
-    }
-    _check_inputs(queries, caches, block_table, cache_seqlens)
-    q = np.concatenate([*queries.values()], axis=-1)
+    q = q if isinstance(q, np.ndarray) else np.concatenate([*q], axis=-1)
+    cache = _Cache.of(kv_cache, kv_scale)
     batch, q_len, num_heads, _ = q.shape
     scale = HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale
-    out = _output("out", out, (batch, q_len, num_heads, VALUE_DIM), (q.dtype, np.dtype("f4")))
-    lse = _output("lse", lse, (batch, num_heads, q_len), (np.dtype("f4"),))
-
-    cache = _Cache.of(caches, kv_scale)
-    capacity = block_table.shape[1] * cache.parts[0].shape[1]
-    for b in range(batch):
-        kv_len = min(max(int(cache_seqlens[b]), 0), capacity)
-        rows = cache.rows(block_table[b], kv_len, np.dtype(accumulate))
-        for i in range(q_len):
-            visible = max(kv_len - (q_len - 1 - i), 0) if causal else kv_len
-            out[b, i], lse[b, :, i] = _attend(q[b, i], rows[:visible], scale)
-    return MLADecodeResult(out, lse)
+    out = np.empty((batch, q_len, num_heads, VALUE_DIM), q.dtype) if out is None else out
+    lse = np.empty((batch, num_heads, q_len), np.float32) if lse is None else lse
+    for b, (queries, table, kv_len) in enumerate(zip(q, block_table, kv_lens, strict=True)):
+        rows = cache.rows(table, int(kv_len), np.dtype(accumulate))
+        for i, query in enumerate(queries):
+            visible = max(len(rows) - (q_len - 1 - i), 0) if causal else len(rows)
+            out[b, i], lse[b, :, i] = _attend(query, rows[:visible], scale)
+    return AttentionState(out, lse)
 
 
 def _attend(q: Array, rows: Array, scale: float) -> tuple[Array, Array]:
     """Attend from q (num_heads, 576) to all of rows (tokens, num_kv_heads, 576)."""
-    num_heads, (tokens, num_kv_heads, _), dtype = q.shape[0], rows.shape, rows.dtype
+    (num_heads, columns), (tokens, num_kv_heads, _), dtype = q.shape, rows.shape, rows.dtype
     if tokens == 0:
-        return np.zeros((num_heads, VALUE_DIM), dtype), np.full(num_heads, np.inf, dtype)
+        return np.zeros((num_heads, VALUE_DIM), dtype), np.full(num_heads, -np.inf, dtype)
     keys = rows.transpose(1, 2, 0)  # (num_kv_heads, 576, tokens)
     values = rows.transpose(1, 0, 2)[..., :VALUE_DIM]  # (num_kv_heads, tokens, 512)
-    grouped_q = q.astype(dtype).reshape(num_kv_heads, -1, HEAD_DIM)
+    grouped_q = q.astype(dtype).reshape(num_kv_heads, num_heads // num_kv_heads, columns)
 
     scores = dtype.type(scale) * (grouped_q @ keys)
     top = scores.max(axis=-1, keepdims=True)  # keeps exp() in range and cancels in both results
@@ -159,171 +132,31 @@ def _attend(q: Array, rows: Array, scale: float) -> tuple[Array, Array]:
 
 
 class _Cache(NamedTuple):
-    """A cache's columns in one array or two, and what their numbers are multiplied by."""
+    """A cache's columns, and what their numbers are multiplied by."""
 
-    parts: tuple[Array, ...]
+    ckv: Array
+    k_pe: Array
     scales: Array | None
     factor: float
 
     @classmethod
-    def of(cls, caches: dict[str, Array], kv_scale: Array | float | None) -> _Cache:
-        """Take a cache apart, the bytes of e4m3 numbers as such."""
-        first, *others = caches.values()
-        scales = caches.get("kv_cache[2]")
-        if first.dtype == np.uint8 and first.shape[-1] == PACKED_BYTES:
-            latent, rope, scales = unpacked(first)
-            parts = [latent, rope]
-        else:
-            parts = [first, *others[:1]]
-        parts = [part.view(_FP8) if part.dtype == np.uint8 else part for part in parts]
+    def of(cls, kv_cache: Array | Sequence[Array], kv_scale: Array | float | None) -> _Cache:
+        ckv, k_pe, scales = columns_of(kv_cache)
         if kv_scale is None:
-            return cls(tuple(parts), scales, 1.0)
-        if not any(part.dtype == _FP8 for part in (parts if scales is None else parts[1:])):
-            raise ValueError(
-                "kv_scale: needs a cache with e4m3 columns that have no scales of their own; leave "
-                "it out"
-            )
-        return cls(tuple(parts), scales, _factor(kv_scale))
+            return cls(ckv, k_pe, scales, 1.0)
+        if k_pe.dtype != E4M3 and (ckv.dtype != E4M3 or scales is not None):
+            raise ValueError("kv_scale: no e4m3 columns without scales of their own; leave it out")
+        return cls(ckv, k_pe, scales, float(np.asarray(kv_scale, np.float32).reshape(())))
 
     def rows(self, table: Array, kv_len: int, dtype: np.dtype[Any]) -> Array:
-        """Gather the first kv_len rows of a request: (kv_len, num_kv_heads, 576)."""
-        rows = [_cached_rows(part, table, kv_len, dtype) for part in self.parts]
-        for i, part in enumerate(self.parts):
-            if i == 0 and self.scales is not None:
-                scales = _cached_rows(self.scales, table, kv_len, dtype)
-                rows[0] *= np.repeat(scales, SCALED_COLUMNS, axis=-1)
-            elif part.dtype == _FP8:
-                rows[i] *= dtype.type(self.factor)
-        return np.concatenate(rows, axis=-1)
-
-
-def _factor(kv_scale: Any) -> float:
-    """Return a factor as a number of float32."""
-    if isinstance(kv_scale, np.ndarray):
-        if kv_scale.dtype != np.float32:
-            raise TypeError(f"kv_scale: needs float32, got {kv_scale.dtype}; convert it first")
-        if kv_scale.size != 1:
-            raise ValueError(
-                f"kv_scale: needs one element, got shape {kv_scale.shape}; pass one number"
-            )
-    elif isinstance(kv_scale, bool) or not isinstance(kv_scale, Real):
-        raise TypeError(
-            f"kv_scale: needs a number, or an array of one float32, got "
-            f"{type(kv_scale).__qualname__}; convert it"
-        )
-    return float(np.asarray(kv_scale, np.float32).reshape(()))
-
-
-def _cached_rows(kv_cache: Array, table: Array, kv_len: int, dtype: np.dtype[Any]) -> Array:
-    """Gather the first kv_len rows of a request: (kv_len, num_kv_heads, columns)."""
-    num_pages, page_size, num_kv_heads, columns = kv_cache.shape
-    used = table[: -(-kv_len // page_size)]
-    exists = (used >= 0) & (used < num_pages)
-    pages = np.zeros((len(used), page_size, num_kv_heads, columns), dtype)
-    pages[exists] = kv_cache[used[exists]]
-    return pages.reshape(-1, num_kv_heads, columns)[:kv_len]
-
-
-_FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-_FLOATS = ("bfloat16", "float16", "float32", "float64")
-_E4M3 = ("float8_e4m3fn", "uint8")
-_DTYPES: dict[str, tuple[str, ...]] = {
-    "kv_cache": _FLOATS + _E4M3,
-    "kv_cache[0]": _FLOATS + _E4M3,
-    "kv_cache[1]": _FLOATS + _E4M3,
-    "kv_cache[2]": ("float32",),
-}
-_INTEGERS = ("int32", "int64")
-
-
-def _check_dtype(name: str, array: Any, dtypes: tuple[str, ...]) -> None:
-    """Refuse what is no NumPy array, or one of another dtype."""
-    if not isinstance(array, np.ndarray):
-        raise TypeError(
-            f"{name}: needs a NumPy array, got {type(array).__module__}."
-            f"{type(array).__qualname__}; cumla.mla_decode takes those of other frameworks"
-        )
-    if array.dtype.name not in dtypes:
-        raise TypeError(
-            f"{name}: needs one of {', '.join(dtypes)}, got {array.dtype}; convert it first"
-        )
-
-
-def _parts(name: str, value: Any) -> dict[str, Any]:
-    """Name an array, or the two that hold latent and RoPE columns, or these and scales."""
-    if not isinstance(value, tuple):
-        return {name: value}
-    if len(value) != 2 and (len(value) != 3 or name == "q"):
-        third = ", or these and the scales of an e4m3 cache" if name != "q" else ""
-        raise ValueError(
-            f"{name}: needs one array, or a tuple of latent and RoPE columns{third}, got "
-            f"{len(value)} arrays; join them"
-        )
-    return {f"{name}[{i}]": part for i, part in enumerate(value)}
-
-
-def _check_inputs(
-    queries: dict[str, Array], caches: dict[str, Array], block_table: Array, cache_seqlens: Array
-) -> None:
-    """Refuse shapes that do not fit together."""
-    q, kv_cache = next(iter(queries.values())), next(iter(caches.values()))
-    for (name, array), columns in zip(queries.items(), _columns(queries), strict=True):
-        if array.ndim != 4 or array.shape != (*q.shape[:3], columns):
-            raise ValueError(
-                f"{name}: needs shape (batch, q_len, num_heads, {columns}), got {array.shape}; "
-                f"reshape it"
-            )
-    batch, _, num_heads, _ = q.shape
-    if "kv_cache[2]" in caches and kv_cache.dtype.name not in _E4M3:
-        raise TypeError(
-            f"kv_cache[2]: needs kv_cache[0] of {' or '.join(_E4M3)}, got {kv_cache.dtype}; leave "
-            f"it out"
-        )
-    for (name, array), columns in zip(caches.items(), _columns(caches), strict=True):
-        if array.ndim != 4 or array.shape != (*kv_cache.shape[:3], columns) or 0 in array.shape[1:]:
-            raise ValueError(
-                f"{name}: needs shape (num_pages, page_size, num_kv_heads, {columns}) or "
-                f"(num_pages, page_size, {columns}), got {array.shape}; reshape it"
-            )
-    if num_heads % kv_cache.shape[2]:
-        raise ValueError(
-            f"kv_cache: num_kv_heads must divide q's {num_heads} heads, got {kv_cache.shape[2]}; "
-            f"pad q's heads, or pass the kv heads that they use"
-        )
-    if block_table.ndim != 2 or block_table.shape[0] != batch:
-        raise ValueError(
-            f"block_table: needs shape ({batch}, max_pages), got {block_table.shape}; give each "
-            f"request a row"
-        )
-    if cache_seqlens.shape != (batch,):
-        raise ValueError(
-            f"cache_seqlens: needs shape ({batch},), got {cache_seqlens.shape}; give each request "
-            f"a length"
-        )
-
-
-def _columns(parts: dict[str, Array]) -> tuple[int, ...]:
-    """Widths of one array, or of two, and of scales."""
-    if len(parts) > 1:
-        return (VALUE_DIM, HEAD_DIM - VALUE_DIM, SCALES)[: len(parts)]
-    (whole,) = parts.values()
-    is_packed = whole.dtype == np.uint8 and whole.shape[-1:] == (PACKED_BYTES,)
-    return (PACKED_BYTES if is_packed else HEAD_DIM,)
-
-
-def _output(
-    name: str, array: Array | None, shape: tuple[int, ...], dtypes: tuple[np.dtype[Any], ...]
-) -> Array:
-    """Give the caller's array after a check, or a new one of the first dtype."""
-    if array is None:
-        return np.empty(shape, dtypes[0])
-    if array.shape != shape:
-        raise ValueError(
-            f"{name}: needs shape {shape}, got {array.shape}; allocate it so or leave it out"
-        )
-    if array.dtype not in dtypes:
-        needed = " or ".join(dict.fromkeys(str(dtype) for dtype in dtypes))
-        raise TypeError(
-            f"{name}: needs dtype {needed}, got {array.dtype}; allocate it so or leave it out"
-        )
-    return array
+        """Gather the rows of a request, its length clamped: (tokens, num_kv_heads, 576)."""
+        tokens = min(max(kv_len, 0), len(table) * self.ckv.shape[1])
+        ckv, k_pe = (cached_rows(x, table, tokens).astype(dtype) for x in (self.ckv, self.k_pe))
+        if self.scales is not None:
+            scales = cached_rows(self.scales, table, tokens).astype(dtype)
+            ckv *= np.repeat(scales, SCALED_COLUMNS, axis=-1)
+        elif self.ckv.dtype == E4M3:
+            ckv *= dtype.type(self.factor)
+        if self.k_pe.dtype == E4M3:
+            k_pe *= dtype.type(self.factor)
+        return np.concatenate([ckv, k_pe], axis=-1)

@@ -9,6 +9,13 @@ import pytest
 
 from cumla.cli import main
 
+KERNELS = (
+    "append_cache",
+    "mla_attention_schedule",
+    "mla_schedule",
+    "mla_decode",
+    "mla_decode_swapped",
+)
 TEXT = Path(__file__).resolve().parents[3] / "README.md"
 
 

@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.core import arrays
+from cumla.core import frameworks
 from tests.gpu.tools.arrays import jax_arguments
 from tests.gpu.tools.cases import Case
 from tests.gpu.tools.problem import Problem, make_problem
 from tests.gpu.tools.process import run_fresh
 
+KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+MAY_SKIP = ("this JAX drops a buffer only when its readers are done",)
 cp: Any = pytest.importorskip("cupy")
 
 
@@ -28,7 +30,8 @@ def jax() -> Any:
     jax = pytest.importorskip("jax")
     if jax.default_backend() not in ("gpu", "cuda"):
         pytest.skip("needs JAX on the GPU")
-    cumla.prepare()
+    for heads in (16, 128):
+        cumla.MLADecodePlan(4, 2, heads).prepare()
     return jax
 
 
@@ -120,10 +123,10 @@ def test_the_reader_would_see_memory_that_went_straight_back(
     """Results handed over as plain CuPy arrays: the test above finds what is wrong with that."""
 
     def plainly(jax: Any, array: Any, view: object, stream: int) -> Any:
-        with arrays._cupy().use_stream(0, stream):
+        with frameworks.cupy_framework().use_stream(stream):
             return jax.dlpack.from_dlpack(array)
 
-    monkeypatch.setattr(arrays, "lend", plainly)
+    monkeypatch.setattr(frameworks, "lend", plainly)
     got, expected = drop_while_read(jax, cp.cuda.Stream(non_blocking=True), drop_here)
     if np.array_equal(got, expected):
         pytest.skip("this JAX drops a buffer only when its readers are done")
@@ -193,7 +196,7 @@ import os
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 import cumla
 import jax
-from tests.gpu.test_jax_lifetime import ready_arguments, slow_copy
+from tests.gpu.core.test_jax_lifetime import ready_arguments, slow_copy
 made = ready_arguments(jax, 0)
 held = cumla.mla_decode(*made)
 late = slow_copy(jax)(cumla.mla_decode(*made).out)

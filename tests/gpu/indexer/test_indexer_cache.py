@@ -17,6 +17,7 @@ from cumla import reference
 from tests.gpu.tools import kernels
 from tests.gpu.tools.problem import NUMPY_DTYPES
 
+KERNELS = ("append_indexer_cache", "quantize_fp8")
 cp: Any = pytest.importorskip("cupy")
 
 Array = Any
@@ -27,7 +28,7 @@ POISON = 0xFF  # a NaN of every type here
 
 @pytest.fixture(autouse=True)
 def _settled() -> None:
-    cumla.prepare()
+    cumla.prepare(cumla.append_indexer_cache, cumla.quantize_fp8)
     cp.cuda.Device().synchronize()
 
 

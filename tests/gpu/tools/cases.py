@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from cumla.launch.split.plan import SWAPPED_ROWS, VARIANTS
+from cumla.launch.mla.shape import SWAPPED_ROWS, VARIANTS
 
 FACTORS: dict[str, tuple[object, ...]] = {
     "batch": (1, 2, 6, 64, 128),

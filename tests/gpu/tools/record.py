@@ -1,122 +1,163 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evidence files: what a GPU run proved, of which sources.
+"""Evidence: what GPU runs proved, of which sources.
 
-One JSON file a kernel, tests/gpu/evidence/<stem>.json: the digests of its entry points and of its
-launcher with what that imports from cumla.launch, a record of each kind of test run (one a CuPy
-package), and the verdicts of compute-sanitizer. `pytest tests/gpu --write-evidence` writes the
-runs, tests/gpu/tools/sanitize.py adds the verdicts, and tests/gpu_tools/test_evidence.py holds the
-files against the sources.
+evidence/runs.json holds each run once, with its parts: a module of tests, or a tool of
+compute-sanitizer. evidence/<stem>.json names the parts that prove a kernel, with the digests of its
+sources. `pytest tests/gpu --write-evidence` and sanitize.py write both; `problems` judges them.
 """
 
 from __future__ import annotations
 
 import ast
-import hashlib
-import inspect
-import io
 import json
-import pkgutil
+import os
 import platform
 import re
 import subprocess
-import tokenize
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from cumla import launch
-from cumla.launch import all_specs
-from cumla.launch.source import OPTIONS, digest
+from tests.gpu.tools import digests
 
-ROOT = Path(__file__).resolve().parents[3]
-FOLDER = Path(__file__).resolve().parents[1] / "evidence"
-FORMAT = 1
-# Compile and launch all kernels alike: no part of a launcher.
-FOR_ALL = tuple(f"cumla.launch.{name}" for name in ("device", "kernel", "module", "source"))
-
-
-def stems() -> tuple[str, ...]:
-    """The kernels' files, each once."""
-    return tuple(dict.fromkeys(spec.stem for spec in all_specs()))
+ROOT = next(path for path in Path(__file__).resolve().parents if (path / "pyproject.toml").exists())
+GPU = ROOT / "tests" / "gpu"
+FOLDER = GPU / "evidence"
+RUNS = "runs"  # the file that holds them
+SANITIZER = "compute-sanitizer"  # a kind of run, as "cupy-cuda13x" is
+TOOLS = {  # the tools, and why one may run an edited kernel
+    "memcheck": "",
+    "synccheck": "",
+    "racecheck": "it follows no order that goes through another lane or a proxy fence",
+    "initcheck": "",
+}
 
 
-def without_comments(text: str) -> str:
-    """Python text without comments, blank lines and spaces at line ends.
+class Module(NamedTuple):
+    """What a module of tests says of itself."""
 
-    The tokens only tell where the comments are: their kinds differ between Python versions.
-    """
-    lines = text.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+    kernels: tuple[str, ...] = ()
+    may_skip: tuple[str, ...] = ()  # reasons for which a test may be skipped
 
 
-def launcher_of(stem: str) -> ModuleType:
-    """The module of cumla.launch among whose SPECS a kernel is."""
-    modules = (
-        import_module(m.name) for m in pkgutil.walk_packages(launch.__path__, "cumla.launch.")
-    )
-    (found,) = (m for m in modules if stem in {spec.stem for spec in getattr(m, "SPECS", ())})
+def modules_in(folder: Path) -> dict[str, Module]:
+    """The modules of GPU tests in a folder, by file name, with their KERNELS and MAY_SKIP."""
+    found: dict[str, Module] = {}
+    for path in sorted(folder.rglob("test_*.py")):
+        if path.name in found:
+            raise ValueError(f"two modules of GPU tests are called {path.name}")
+        said = dict(_said(path.read_text("utf-8")))
+        if "KERNELS" not in said:
+            raise ValueError(f"{path.name} does not say KERNELS = (...)")
+        found[path.name] = Module(said["KERNELS"], said.get("MAY_SKIP", ()))
     return found
 
 
-def launcher_sources(stem: str) -> dict[str, str]:
-    """A kernel's launcher and what it takes from modules beside it, by name, without comments."""
-    sources: dict[str, str] = {}
-    names = [launcher_of(stem).__name__]
-    while names:
-        name = names.pop()
-        if name in sources or name in FOR_ALL:
-            continue
-        text = inspect.getsource(import_module(name))
-        sources[name] = without_comments(text)
-        imports = (node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom))
-        names += [m for node in imports if (m := str(node.module)).startswith("cumla.launch.")]
-    return dict(sorted(sources.items()))
+def _said(text: str) -> Iterator[tuple[str, Any]]:
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign):
+            name = ast.unparse(node.targets[0])
+            if name in ("KERNELS", "MAY_SKIP"):
+                yield name, ast.literal_eval(node.value)
 
 
-def launcher_digest(stem: str) -> str:
-    """SHA-256 of a kernel's launcher and of what it takes from modules beside it."""
-    return hashlib.sha256("\0".join(launcher_sources(stem).values()).encode()).hexdigest()
+class Sources(NamedTuple):
+    """What a run is about: digests of the sources, and whose tests are where."""
+
+    host: str
+    kernels: Mapping[str, Mapping[str, Any]]
+    modules: Mapping[str, Module]
+
+    @classmethod
+    def now(cls) -> Sources:
+        kernels = {stem: digests.subject(stem) for stem in digests.launchers()}
+        return cls(digests.host_digest(), kernels, modules_in(GPU))
+
+    def modules_of(self, stem: str) -> set[str]:
+        """The modules that must have passed."""
+        return {name for name, module in self.modules.items() if stem in module.kernels}
 
 
-def subject(stem: str) -> dict[str, Any]:
-    """What the evidence of a kernel is about: the sources as they are now."""
-    entries = {spec.entry: digest(spec) for spec in all_specs() if spec.stem == stem}
-    return {
-        "format": FORMAT,
-        "kernel": stem,
-        "options": list(OPTIONS),
-        "entries": entries,
-        "launcher": launcher_digest(stem),
-    }
+# --- judging -------------------------------------------------------------------------------------
 
 
-def problems(evidence: Mapping[str, Any], stem: str) -> list[str]:
-    """Why a file is no evidence of the present sources; empty if it is."""
-    now = subject(stem)
-    found = []
-    for name in ("format", "kernel", "options", "launcher"):
-        if evidence.get(name) != now[name]:
-            found.append(f"{name} is not that of the present sources")
-    recorded = evidence.get("entries", {})
-    for entry, value in now["entries"].items():
-        if recorded.get(entry) != value:
-            found.append(f"{entry} has changed since the run")
-    runs = evidence.get("runs", {})
-    if not runs:
-        found.append("it holds no run")
-    for name, run in runs.items():
-        if run["failed"]:
-            found.append(f"{run['failed']} tests failed with {name}")
-        if not run["passed"]:
-            found.append(f"no test passed with {name}")
+def problems(stem: str, folder: Path, sources: Sources) -> list[str]:
+    """Why a kernel is not proven; empty if it is."""
+    kernel, runs = read(folder, stem), read(folder, RUNS)
+    if not kernel:
+        return ["it has no evidence"]
+    now, needed = sources.kernels[stem], sources.modules_of(stem)
+    recorded = kernel["entries"]
+    found = [f"{e} has changed since" for e, v in now["entries"].items() if recorded.get(e) != v]
+    if kernel["launcher"] != now["launcher"]:
+        found.append("its launcher has changed since")
+    if not needed:
+        found.append("no module of tests/gpu has it among its KERNELS")
+    proven = defaultdict(set)
+    for name, parts in kernel["runs"].items():
+        run = runs.get(name)
+        if run is None or run["kernels"].get(stem) != digests.of(kernel):
+            found.append(f"{RUNS}.json holds no run '{name}' of these sources")
+        elif run["host"] != sources.host:
+            found.append(f"the code that all launches share has changed since {name}")
+        else:
+            for part in parts:
+                wrong = _part_problems(stem, run, part, sources)
+                found += [f"{part}, {name}: {problem}" for problem in wrong]
+                proven[run["kind"]] |= set() if wrong else {part}
+    if absent := set(TOOLS) - proven.pop(SANITIZER, set()):
+        found.append(f"without {', '.join(sorted(absent))} of {SANITIZER}")
+    if needed not in [parts & needed for parts in proven.values()]:
+        most = max(proven, key=lambda kind: len(proven[kind] & needed), default="no run")
+        absent = needed - proven.get(most, set())
+        found.append(f"without {', '.join(sorted(absent))}, in {most}")
     return found
+
+
+def _part_problems(stem: str, run: Mapping[str, Any], name: str, sources: Sources) -> list[str]:
+    part = run["parts"].get(name)
+    if part is None:
+        return ["it is not among the run's parts"]
+    if run["kind"] == SANITIZER:
+        return list(tool_problems(stem, name, part, sources))
+    return list(module_problems(part, sources.modules.get(name, Module())))
+
+
+def module_problems(part: Mapping[str, Any], module: Module) -> Iterator[str]:
+    """Why a module's results prove nothing."""
+    if part["failed"]:
+        yield f"{len(part['failed'])} tests failed, {part['failed'][0]} for one"
+    skipped = sum(len(tests) for tests in part["skipped"].values())
+    ran = part["passed"] + len(part["failed"]) + skipped
+    if ran < part["tests"]:
+        yield f"{part['tests'] - ran} of {part['tests']} tests did not run"
+    for reason in part["skipped"]:
+        if reason not in module.may_skip:
+            yield f"skipped, and not among its MAY_SKIP: {reason}"
+
+
+def tool_problems(stem: str, tool: str, part: Mapping[str, Any], sources: Sources) -> Iterator[str]:
+    """Why a tool's verdict does not clear a kernel."""
+    entries = {stem, *sources.kernels[stem]["entries"]}
+    named = set(part["kernels"])
+    listed = sum(part["kinds"].values())  # a tool lists so many reports, of whichever kernels
+    reports = part["errors"] + part["warnings"]
+    if not part["complete"]:
+        yield "the verdict is incomplete"
+    elif reports and (named & entries or not named or listed < reports):
+        yield f"{part['errors']} errors, {part['warnings']} warnings"
+    for bug, planted in part.get("planted", {}).items():
+        if not planted["found"] and not planted["blind"]:
+            yield f"the planted {bug} was not found"
+    if not entries & set(part["shipped"]):
+        edits = {edit for edit, kernels in part["edited"].items() if entries & set(kernels)}
+        if not edits:
+            yield "the kernel did not run"
+        elif not TOOLS[tool]:
+            yield f"the kernel ran with an edit only: {', '.join(sorted(edits))}"
 
 
 def unproven(changelog: str) -> set[str]:
@@ -129,34 +170,154 @@ def unproven(changelog: str) -> set[str]:
     return set(re.findall(r"`(\w+)(?:\.cu)?`", match[1])) if match else set()
 
 
-def read(stem: str, folder: Path | None = None) -> dict[str, Any]:
-    """The evidence of a kernel, of the repository if no folder is given; empty if there is none."""
-    path = (folder or FOLDER) / f"{stem}.json"
+# --- writing -------------------------------------------------------------------------------------
+
+
+class Run:
+    """A run that goes on: each part is written as it ends, so that a cut run leaves what it did."""
+
+    def __init__(self, folder: Path, kind: str, about: Mapping[str, Any], sources: Sources) -> None:
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        self.folder, self.sources, self.name = folder, sources, f"{kind} {date}"
+        self.record: dict[str, Any] = {
+            **about,
+            "kind": kind,
+            "date": date,
+            "complete": False,
+            "host": sources.host,
+            "kernels": {stem: digests.of(kernel) for stem, kernel in sources.kernels.items()},
+            "parts": {},
+        }
+
+    def add(self, name: str, part: Mapping[str, Any]) -> None:
+        """Write a part, and the files of kernels that it completes, or that it speaks against."""
+        self.record["parts"][name] = part
+        self._write()
+
+    def complete(self) -> None:
+        """Say that no part is left out."""
+        self.record["complete"] = True
+        self._write()
+
+    def _write(self) -> None:
+        runs = read(self.folder, RUNS) | {self.name: self.record}
+        kernels = {stem: self._kernel(stem, runs) for stem in self.sources.kernels}
+        write(self.folder, RUNS, self._in_use(runs, kernels))
+        for stem, kernel in kernels.items():
+            if kernel:
+                write(self.folder, stem, kernel)
+
+    def _kernel(self, stem: str, runs: Mapping[str, Any]) -> dict[str, Any]:
+        """A kernel's file; empty if too little of these sources is known for one."""
+        needed = self.sources.modules_of(stem)
+        newest: dict[str, dict[str, str]] = defaultdict(dict)  # kind, part: run
+        for name, run in runs.items():
+            same = run["kernels"].get(stem) == self.record["kernels"][stem]
+            if same and run["host"] == self.sources.host:
+                parts = run["parts"].keys() & (needed | TOOLS.keys())
+                newest[run["kind"]] |= dict.fromkeys(sorted(parts), name)
+        whole = needed and any(needed <= parts.keys() for parts in newest.values())
+        used: dict[str, list[str]] = defaultdict(list)
+        worst: dict[str, tuple[float, str]] = {}
+        failed = False
+        for parts in newest.values():
+            for part, name in parts.items():
+                used[name].append(part)
+                failed |= bool(runs[name]["parts"][part].get("failed"))
+                for test, figures in runs[name]["parts"][part].get("figures", {}).items():
+                    for figure, (value, case) in figures.items():
+                        there = (value, f"{part}::{test}{case and f'[{case}]'}")
+                        worst[figure] = max(worst.get(figure, (-1.0, "")), there)
+        if not whole and not failed:
+            return {}
+        return {"kernel": stem, **self.sources.kernels[stem], "runs": used, "worst": worst}
+
+    def _in_use(
+        self, runs: Mapping[str, Any], kernels: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """The runs, less parts that no kernel's file names and that are replaced or outdated."""
+        files = [kernel or read(self.folder, stem) for stem, kernel in kernels.items()]
+        used = {
+            (n, part) for f in files for n, parts in f.get("runs", {}).items() for part in parts
+        }
+        latest = {
+            (run["kind"], part): (name, part)
+            for name, run in runs.items()
+            for part in run["parts"]
+            if run["host"] == self.sources.host
+        }
+        used |= set(latest.values())
+        kept = {
+            name: run | {"parts": {p: r for p, r in run["parts"].items() if (name, p) in used}}
+            for name, run in runs.items()
+        }
+        return {name: run for name, run in kept.items() if run["parts"]}
+
+
+class Results:
+    """The outcomes and worst figures of one module of tests."""
+
+    def __init__(self, tests: set[str]) -> None:
+        self.tests = tests  # all that the module has, whatever this run asks for
+        self.outcomes: dict[str, str] = {}  # by test: "passed", "failed", or why it was skipped
+        self.figures: dict[str, dict[str, tuple[float, str]]] = defaultdict(dict)
+        self.seconds = 0.0
+
+    def add(self, test: str, outcome: str, figures: Mapping[str, float] | None = None) -> None:
+        """Note one test, named as pytest does; a failure is the last word."""
+        if self.outcomes.get(test) != "failed":
+            self.outcomes[test] = outcome
+        name, _, case = test.partition("::")[2].partition("[")
+        worst = self.figures[name] if figures else {}
+        for figure, value in (figures or {}).items():
+            there = (float(f"{value:.4g}"), case.removesuffix("]"))
+            worst[figure] = max(worst.get(figure, (-1.0, "")), there)
+
+    def part(self) -> dict[str, Any]:
+        """What runs.json says of the module."""
+        skipped = defaultdict(set)
+        for test, outcome in self.outcomes.items():
+            if outcome not in ("passed", "failed"):
+                skipped[outcome].add(test.partition("::")[2])
+        return {
+            "tests": len(self.tests | self.outcomes.keys()),
+            "passed": list(self.outcomes.values()).count("passed"),
+            "failed": sorted(t for t, outcome in self.outcomes.items() if outcome == "failed"),
+            "skipped": {reason: sorted(tests) for reason, tests in skipped.items()},
+            "seconds": round(self.seconds, 1),
+            "figures": self.figures,
+        }
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def read(folder: Path, name: str) -> dict[str, Any]:
+    """A file of evidence; empty if there is none."""
+    path = folder / f"{name}.json"
     found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
     return found
 
 
-def merge(old: Mapping[str, Any], stem: str, **news: Mapping[str, Any]) -> dict[str, Any]:
-    """The old evidence with new runs or verdicts; what older sources proved is dropped."""
-    now = subject(stem)
-    current = all(old.get(name) == value for name, value in now.items())
-    kept = {name: dict(old.get(name, {})) if current else {} for name in ("runs", "sanitizer")}
-    for name, values in news.items():
-        kept[name] |= values
-    return now | kept
-
-
-def write(folder: Path, **news: Mapping[str, Any]) -> list[Path]:
-    """Write news of every kernel into ``folder``, merged with what it, or FOLDER, holds."""
+def write(folder: Path, name: str, content: Mapping[str, Any]) -> None:
+    """Write a file whole, or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for stem in stems():
-        old = read(stem, folder) or read(stem)
-        path = folder / f"{stem}.json"
-        content = json.dumps(merge(old, stem, **news), indent=1, sort_keys=True)
-        path.write_text(content + "\n", encoding="utf-8")
-        paths.append(path)
-    return paths
+    part = folder / f".{name}.{os.getpid()}"
+    part.write_text(_lines(content) + "\n", "utf-8")
+    part.replace(folder / f"{name}.json")
+
+
+def _lines(value: Any, indent: str = "") -> str:
+    """JSON: what fits stands in one line."""
+    line = json.dumps(value, sort_keys=True)
+    if len(indent + line) <= 110 or not isinstance(value, dict):
+        return line
+    inner = indent + " "
+    items = (f"{inner}{json.dumps(k)}: {_lines(v, inner)}" for k, v in sorted(value.items()))
+    return "{\n" + ",\n".join(items) + f"\n{indent}}}"
+
+
+# --- the machine ---------------------------------------------------------------------------------
 
 
 def machine() -> dict[str, Any]:
@@ -178,7 +339,6 @@ def machine() -> dict[str, Any]:
         "compiled_by": how,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in ("numpy", "torch", "jax", "cuda-bindings")},
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -197,35 +357,3 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-class Summary:
-    """Counts and worst error figures of a test run, by group."""
-
-    def __init__(self) -> None:
-        self.outcomes = {"passed": 0, "failed": 0, "skipped": 0}
-        self.skipped: list[str] = []
-        self.groups: dict[str, dict[str, Any]] = {}
-
-    def add(self, test: str, outcome: str, figures: Mapping[str, float] | None = None) -> None:
-        """Count one test, named as pytest does; figures are what it measured."""
-        self.outcomes[outcome] += 1
-        if outcome == "skipped":
-            self.skipped.append(test)
-        name = test.rsplit("/", 1)[-1].split("[", 1)[0]
-        group = self.groups.setdefault(name, {"tests": 0, "worst": {}, "worst_case": {}})
-        group["tests"] += 1
-        for figure, value in (figures or {}).items():
-            if value >= group["worst"].get(figure, -1.0):
-                group["worst"][figure] = float(f"{value:.4g}")
-                group["worst_case"][figure] = test.partition("[")[2].removesuffix("]")
-
-    def run(self, seconds: float) -> dict[str, Any]:
-        """The record of the run on this machine."""
-        return {
-            **self.outcomes,
-            "skipped_tests": sorted(self.skipped),
-            "seconds": round(seconds, 1),
-            "groups": dict(sorted(self.groups.items())),
-            **machine(),
-        }

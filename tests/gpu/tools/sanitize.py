@@ -4,13 +4,15 @@
     python tests/gpu/tools/sanitize.py --run FOLDER [--evidence-dir FOLDER]
 
 runs the grid under memcheck, synccheck, racecheck and initcheck, calibrates the last two with
-planted bugs, writes the logs to FOLDER and adds the verdicts to the evidence files. Single steps:
+planted bugs, writes the logs to FOLDER and adds the verdicts to the evidence. Single steps:
 
-    compute-sanitizer --tool racecheck python tests/gpu/tools/sanitize.py [--plant BUG]
+    compute-sanitizer --tool TOOL python tests/gpu/tools/sanitize.py --tool TOOL [--plant BUG]
     python tests/gpu/tools/sanitize.py --summarise FOLDER [--evidence-dir FOLDER]
 
-The grid's inputs are made, and its results compared, on the host: only cumla's kernels run on the
-GPU. Memory comes straight from cudaMalloc, so that initcheck knows what was never written.
+All tools run the kernels that ship, except that racecheck runs some with edits that add order
+(record.TOOLS says why). The grid's inputs are made, and its results compared, on the host: only
+cumla's kernels run on the GPU. Memory comes straight from cudaMalloc, so that initcheck knows what
+was never written.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,19 +36,21 @@ from unittest import mock
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = next(path for path in Path(__file__).resolve().parents if (path / "pyproject.toml").exists())
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 import cumla  # noqa: E402
 import cumla.launch.device as devices  # noqa: E402
-import cumla.launch.indexer.mqa_logits as mqa_logits_launcher  # noqa: E402
-from tests.gpu.tools import pages, record, variants  # noqa: E402
+from cumla.launch import module  # noqa: E402
+from cumla.launch.kernel import PreparedLaunch  # noqa: E402
+from tests.gpu.tools import digests, pages, record, variants  # noqa: E402
 from tests.gpu.tools.cases import Case  # noqa: E402
 from tests.gpu.tools.fp8_problem import Fp8Case, Fp8Problem, make_fp8  # noqa: E402
 from tests.gpu.tools.indexer_problem import MARGIN, Paged, Prefill, Rows, check_logits  # noqa: E402
 from tests.gpu.tools.problem import NUMPY_DTYPES, Problem, make_problem, typed  # noqa: E402
 from tests.gpu.tools.ragged_problem import Ragged, make_ragged  # noqa: E402
+from tests.gpu.tools.repeats import plan_of  # noqa: E402
 from tests.merge_tolerance import assert_merged  # noqa: E402
 
 PLANTS = {
@@ -57,17 +61,13 @@ PLANTS = {
     "swapped-missing-exchange-sync": variants.SWAPPED_MISSING_EXCHANGE_SYNC,
     "swapped-unwritten-partial": variants.SWAPPED_UNWRITTEN_PARTIAL,
 }
+BLIND = {  # what racecheck cannot see: bitwise repeats and the oracle find these
+    "missing-tile-wait": "it does not know the copy engine's writes",
+    "swapped-missing-exchange-sync": "it does not know what wgmma reads",
+}
 RUNS = (  # tool, planted bug
-    ("memcheck", None),
-    ("synccheck", None),
-    ("racecheck", None),
-    ("initcheck", None),
-    ("racecheck", "missing-wait"),
-    ("racecheck", "missing-tile-wait"),
-    ("racecheck", "missing-gather-sync"),
-    ("initcheck", "unwritten-partial"),
-    ("racecheck", "swapped-missing-exchange-sync"),
-    ("initcheck", "swapped-unwritten-partial"),
+    *((tool, None) for tool in record.TOOLS),
+    *(("initcheck" if "unwritten" in plant else "racecheck", plant) for plant in PLANTS),
 )
 SPLIT = "one request cut into many parts"
 INVARIANT = (Case(batch=2, heads=24), np.array([3000, 65]))  # the first is cut, the second is not
@@ -103,7 +103,7 @@ LOGITS_SHAPES = (  # heads, head_dim, next_n: other kernels than those for 64 he
 DONE = "sanitize: the grid is done"
 TIMEOUT = 80.0  # seconds a run
 COLD = 600.0  # for the first one, without a tool: it compiles what is not in the kernel cache
-VERSION = "version.txt"  # beside the logs: what the tool says of itself
+ABOUT = "about.json"  # beside the logs: machine, the tool's version, and the sources' digests
 
 
 def grid(multiprocessors: int) -> dict[str, tuple[Case, list[int]]]:
@@ -130,19 +130,31 @@ def grid(multiprocessors: int) -> dict[str, tuple[Case, list[int]]]:
 # --- on the GPU ----------------------------------------------------------------------------------
 
 
-def run_grid(plant: str | None) -> None:
+def run_grid(tool: str, plant: str | None) -> None:
     """Run the grid; with a planted bug only the call in which it must show, unchecked."""
     import cupy
 
     cupy.cuda.set_allocator(None)
-    properties = cupy.cuda.runtime.getDeviceProperties(0)
-    cases = grid(properties["multiProcessorCount"])
+    cases = grid(cupy.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"])
     if plant is not None:
         case, lengths = cases[SPLIT]
         with variants.installed(PLANTS[plant]):
             decode(cupy, make_problem(np, case, np.array(lengths)))
-        print(DONE)
-        return
+    else:
+        launched: collections.Counter[tuple[str, str]] = collections.Counter()
+        with counted(launched):
+            run_calls(cupy, cases, edits=bool(record.TOOLS.get(tool)))
+        for (entry, edit), count in sorted(launched.items()):
+            print(f"sanitize: {entry} launched {count} times{edit and f', edited: {edit}'}")
+    print(DONE)
+
+
+def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: bool) -> None:
+    """Run all calls, of the kernels that ship but for those that ``edits`` lets be edited."""
+
+    def edited(name: str, *changes: variants.Edit, page_size: int = 64) -> Any:
+        return edited_kernels(name, changes, page_size) if edits else contextlib.nullcontext()
+
     for name, (case, lengths) in cases.items():
         problem = make_problem(np, case, np.array(lengths))
         for out, lse in decode(cupy, problem):
@@ -160,8 +172,14 @@ def run_grid(plant: str | None) -> None:
     for ragged in RAGGED:
         attend_ragged(cupy, ragged)
     print("sanitize: queries of different lengths: agree", flush=True)
-    use_again(cupy)
-    with variants.installed(*variants.FP8_EVERY_LANE_ARRIVES):
+    with multiprocessors(2):  # pages of 1: several requests and many blocks a part
+        with edited("every lane arrives", *variants.SWAPPED_EVERY_LANE_ARRIVES, page_size=1):
+            problem = pages.moved(make_problem(np, *PAGES), 1)
+            for out, lse in decode(cupy, problem):
+                problem.check(out, lse)
+        attend_ragged(cupy, RAGGED[1])
+    print("sanitize: pages of 1 by two thread blocks: agree", flush=True)
+    with edited("every lane arrives", *variants.FP8_EVERY_LANE_ARRIVES):
         for fp8_case, lengths in FP8_CACHES:
             attend_fp8(cupy, make_fp8(np, fp8_case, np.array(lengths)))
             print(f"sanitize: FP8 cache, {fp8_case.name}: agrees", flush=True)
@@ -187,25 +205,45 @@ def run_grid(plant: str | None) -> None:
         score_sequence(cupy, heads=heads, head_dim=head_dim)
         score_pages(cupy, next_n, batch=3, mean=130, heads=heads, head_dim=head_dim)
         print(f"sanitize: logits of {heads} heads of {head_dim}: agree", flush=True)
-    with variants.installed(*variants.EVERY_LANE_FREES), multiprocessors(2):
+    frees = variants.EVERY_LANE_FREES
+    with edited("every lane frees", *frees), multiprocessors(2):
         score_sequence(cupy, seq_len=60, seq_len_kv=700, ranges="causal")
-        with variants.installed(*variants.EVERY_LANE_FREES, variants.LOADERS_WAIT_TOGETHER):
+        with edited("loaders wait together", *frees, variants.LOADERS_WAIT_TOGETHER):
             for next_n in (1, 2, 5):
                 score_pages(cupy, next_n, batch=9, mean=900)
             score_pages(cupy, 3, batch=7, mean=400)  # 19 blocks each, of a ring of 12
     print("sanitize: logits by two thread blocks, all memory used again: agree", flush=True)
-    print(DONE)
 
 
-def use_again(cupy: Any) -> None:
-    """Pages of 1 by two thread blocks: several requests and many blocks a part."""
-    with multiprocessors(2):
-        with variants.installed(*variants.SWAPPED_EVERY_LANE_ARRIVES, page_size=1):
-            problem = pages.moved(make_problem(np, *PAGES), 1)
-            for out, lse in decode(cupy, problem):
-                problem.check(out, lse)
-        attend_ragged(cupy, RAGGED[1])
-    print("sanitize: pages of 1 by two thread blocks: agree", flush=True)
+_edits: dict[int, str] = {}
+"""The name of its edit, by the handle of an edited kernel."""
+
+
+@contextlib.contextmanager
+def edited_kernels(name: str, changes: tuple[variants.Edit, ...], page_size: int) -> Iterator[None]:
+    """`variants.installed`, under a name that the log tells."""
+    with variants.installed(*changes, page_size=page_size):
+        specs = [
+            s for stem in variants.stems_of(changes) for s in variants.specs_of(stem, page_size)
+        ]
+        handles = [module._loaded[spec, 0].handle for spec in specs]
+        _edits.update(dict.fromkeys(handles, name))
+        yield
+        for handle in handles:  # the next kernel to be loaded may get it
+            del _edits[handle]
+
+
+@contextlib.contextmanager
+def counted(launched: collections.Counter[tuple[str, str]]) -> Iterator[None]:
+    """Count launches by entry point and edit."""
+    launch_it = PreparedLaunch.__call__
+
+    def launch(self: PreparedLaunch) -> None:
+        launched[self._kernel.spec.entry, _edits.get(self._kernel.handle, "")] += 1
+        launch_it(self)
+
+    with mock.patch.object(PreparedLaunch, "__call__", launch):
+        yield
 
 
 def merge_states(cupy: Any, count: int, dtype: str, *, in_place: bool) -> None:
@@ -269,12 +307,13 @@ def quantize_rows(cupy: Any, dtype: str) -> None:
 
 @contextlib.contextmanager
 def multiprocessors(count: int) -> Iterator[None]:
-    """Let work be shared out to so many only: memory is used again in small cases."""
+    """Let work be shared out to this many only: memory is used again in small cases."""
     few = replace(devices.properties(0), sm_count=count)
-    with (
-        mock.patch.object(devices, "properties", return_value=few),
-        mock.patch.object(mqa_logits_launcher, "properties", return_value=few),
-    ):
+    real = devices.properties
+    with contextlib.ExitStack() as stack:
+        for name, imported in [*sys.modules.items()]:  # wherever it was imported to
+            if name.startswith("cumla.") and getattr(imported, "properties", None) is real:
+                stack.enter_context(mock.patch.object(imported, "properties", return_value=few))
         yield
 
 
@@ -293,7 +332,7 @@ def score_sequence(
     problem = Prefill(np, seq_len, seq_len_kv, heads, head_dim, ranges)
     out = Rows(np, problem.seq_len, width or problem.seq_len_kv, dtype)
     given = uploaded(cupy, problem.arrays)
-    logits = score(cupy, cumla.mqa_logits, given, out, max_seqlen_k=width, clean=clean)
+    logits = score(cupy, cumla.mqa_logits, given, out, max_kv_len=width or None, clean=clean)
     check_logits(np, logits, problem.expected(width), clean=clean)
 
 
@@ -313,10 +352,10 @@ def score_pages(
     columns = int(problem.lengths.max()) + 9
     given = uploaded(cupy, problem.arrays)
     plan = cumla.PagedMQALogitsPlan.from_arrays(*given[:2], *given[3:])
-    plan.update(given[3])
-    for function in (cumla.paged_mqa_logits, plan.run):
+    plan.update(given[4])
+    for function, arrays in ((cumla.paged_mqa_logits, given), (plan.run, given[:4])):
         out = Rows(np, batch * next_n, columns, "float32")
-        logits = score(cupy, function, given, out, max_context_len=columns, clean=clean)
+        logits = score(cupy, function, arrays, out, max_kv_len=columns, clean=clean)
         problem.check(logits, clean=clean)
 
 
@@ -358,9 +397,10 @@ def decode(
     longest = int(problem.lengths.max()) if batch_invariant else None
     results = [cumla.mla_decode(q, kv, table, lengths, **ways, **options)]
     for variant in case.variants:
-        plan = cumla.MLADecodePlan.from_arrays(q, kv, max_seqlen=longest, variant=variant, **ways)
+        there = replace(problem, q=q, kv_cache=kv)
+        plan = plan_of(there, variant, max_kv_len=longest, batch_invariant=batch_invariant)
         plan.update(lengths)
-        results.append(plan.run(q, kv, table, lengths))
+        results.append(plan.run(q, kv, table))
     host = []
     for out, lse in results:
         dtype = str(out.dtype)
@@ -379,9 +419,9 @@ def attend_ragged(cupy: Any, case: Ragged) -> None:
         if name in ("q", "kv_cache")
         else cupy.asarray(array)
         for name, array in problem.arguments.items()
-        if name != "causal"
+        if name != "causal" and array is not None
     }
-    out, lse = cumla.mla_attention(**given, causal=case.causal)
+    out, lse = cumla.mla_attention(**problem.arguments | given)
     problem.check(typed(out.view(np.uint16).get(), case.dtype), lse.get())
 
 
@@ -404,8 +444,9 @@ def attend_fp8(cupy: Any, problem: Fp8Problem) -> None:
     if is_decode:
         plan: Any = cumla.MLADecodePlan.from_arrays(inputs["q"], inputs["kv_cache"])
     else:
-        offsets = lengths["qo_indptr"]
-        plan = cumla.MLAAttentionPlan.from_arrays(inputs["q"], inputs["kv_cache"], offsets)
+        plan = cumla.MLAAttentionPlan.from_arrays(
+            inputs["q"], inputs["kv_cache"], qo_indptr=lengths["qo_indptr"]
+        )
     plan.update(**lengths)
     results.append(plan.run(**inputs))
     for out, lse in results:
@@ -422,16 +463,23 @@ def log_name(tool: str, plant: str | None) -> str:
 def run_all(folder: Path, timeout: float) -> None:
     """Run every tool, one after the other; a log each, with its time at the end."""
     command = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(command).exists():
+        raise SystemExit("compute-sanitizer is not on PATH; it is part of the CUDA toolkit")
     folder.mkdir(parents=True, exist_ok=True)
     version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
-    (folder / VERSION).write_text(version.stdout, encoding="utf-8")
+    known = re.search(r"Version ([\d.]+)", version.stdout)
+    about = record.machine() | {"version": known and known[1]}
+    sources = record.Sources.now()._asdict()
+    record.write(folder, Path(ABOUT).stem, {"about": about, "sources": sources})
     warm = [sys.executable, str(Path(__file__).resolve())]
     subprocess.run(warm, cwd=ROOT, check=True, timeout=max(timeout, COLD))
+    for tool, plant in RUNS:
+        (folder / log_name(tool, plant)).unlink(missing_ok=True)
     for tool, plant in RUNS:
         arguments = [command, "--tool", tool, "--print-limit", "1000"]
         if tool == "memcheck":  # libraries probe for driver functions that are not there
             arguments += ["--report-api-errors", "no"]
-        arguments += warm
+        arguments += [*warm, "--tool", tool]
         arguments += ["--plant", plant] if plant else []
         start = time.monotonic()
         path = folder / log_name(tool, plant)
@@ -451,7 +499,8 @@ def run_all(folder: Path, timeout: float) -> None:
 
 _ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
 _HAZARDS = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warn")
-_KERNEL = re.compile(r"\b((?:mla|merge|append|quantize|mqa|paged)_\w+?)(?:\+0x[0-9a-f]+|\()")
+_KERNEL = re.compile(r"\b(\w+?)(?:\+0x[0-9a-f]+|\()")
+_LAUNCHED = re.compile(r"^sanitize: (\w+) launched \d+ times(?:, edited: (.+))?$", re.MULTILINE)
 _HEAD = re.compile(r"^========= (?!COMPUTE|ERROR SUMM|RACECHECK SUMM|\s)(.+)$", re.MULTILINE)
 
 
@@ -459,17 +508,22 @@ def read_log(text: str) -> dict[str, Any]:
     """What one run of a tool found: complete or not, errors, warnings, kinds of report."""
     errors, hazards = _ERRORS.search(text), _HAZARDS.search(text)
     kinds = collections.Counter(_kind(head) for head in _HEAD.findall(text))
-    found: dict[str, Any] = {
+    known = {spec.entry for stem in digests.launchers() for spec in digests.specs(stem)}
+    named = collections.Counter(name for name in _KERNEL.findall(text) if name in known)
+    seconds = re.search(r"^\[([\d.]+) s\]$", text, re.MULTILINE)
+    edited: dict[str, list[str]] = {}
+    for entry, edit in _LAUNCHED.findall(text):
+        edited.setdefault(edit, []).append(entry)
+    return {
         "complete": DONE in text and bool(errors or hazards),
         "errors": int(hazards[2]) if hazards else int(errors[1]) if errors else 0,
         "warnings": int(hazards[3]) if hazards else 0,
-        "kernels": dict(sorted(collections.Counter(_KERNEL.findall(text)).items())),
+        "kernels": dict(sorted(named.items())),
         "kinds": dict(kinds.most_common(8)),
+        "seconds": float(seconds[1]) if seconds else None,
+        "shipped": edited.pop("", []),
+        "edited": edited,
     }
-    seconds = re.search(r"^\[([\d.]+) s\]$", text, re.MULTILINE)
-    if seconds:
-        found["seconds"] = float(seconds[1])
-    return found
 
 
 def _kind(head: str) -> str:
@@ -478,42 +532,47 @@ def _kind(head: str) -> str:
 
 
 def verdicts(folder: Path) -> dict[str, dict[str, Any]]:
-    """One entry a tool: clean, findings or incomplete, and what it made of the planted bugs."""
+    """What each tool found, with what it made of the planted bugs."""
     result: dict[str, dict[str, Any]] = {}
-    version = folder / VERSION
-    known = re.search(r"Version ([\d.]+)", version.read_text("utf-8") if version.exists() else "")
     for tool, plant in RUNS:
         path = folder / log_name(tool, plant)
         found = read_log(path.read_text("utf-8", errors="replace") if path.exists() else "")
         if plant is None:
-            clean = not found["errors"] and not found["warnings"]
-            verdict = "clean" if clean else "findings"
-            result[tool] = {"verdict": verdict if found["complete"] else "incomplete"} | found
-            result[tool]["version"] = known[1] if known else None
+            result[tool] = found | {"planted": {}}
         else:
             usual = result[tool]["kernels"]  # the planted grid is a part of it
             seen = any(count > usual.get(name, 0) for name, count in found["kernels"].items())
-            planted = result[tool].setdefault("planted", {})
-            planted[plant] = {"found": seen} | found
+            result[tool]["planted"][plant] = {
+                "found": seen,
+                "blind": BLIND.get(plant, ""),
+                **{name: found[name] for name in ("complete", "errors", "seconds")},
+            }
     return result
 
 
-def summarise(folder: Path, evidence: Path) -> None:
-    """Print the verdicts and add them to the evidence files."""
-    found = verdicts(folder)
-    for tool, entry in found.items():
-        numbers = f"{entry['errors']} errors, {entry['warnings']} warnings"
-        print(f"{tool:<10} {entry['verdict']:<11} {numbers}")
-        for kind, count in entry["kinds"].items():
+def summarise(folder: Path, evidence: Path) -> bool:
+    """Print the verdicts, add them to the evidence, and tell whether all kernels are clean."""
+    known = record.read(folder, Path(ABOUT).stem)
+    modules = {name: record.Module(*said) for name, said in known["sources"].pop("modules").items()}
+    sources = record.Sources(**known["sources"], modules=modules)
+    run = record.Run(evidence, record.SANITIZER, known["about"], sources)
+    wrong: set[str] = set()
+    for tool, found in verdicts(folder).items():
+        run.add(tool, found)
+        print(f"{tool:<10} {found['errors']} errors, {found['warnings']} warnings")
+        for kind, count in found["kinds"].items():
             print(f"{'':<10} {count} x {kind}")
-        for bug, planted in entry.get("planted", {}).items():
-            word = "found" if planted["found"] else "NOT FOUND"
-            print(f"{'':<10} planted {bug}: {word} ({planted['errors']} errors)")
-    record.write(evidence, sanitizer=found)
+        for stem in sources.kernels:
+            for problem in record.tool_problems(stem, tool, found, sources):
+                wrong.add(stem)
+                print(f"{'':<10} {stem}: {problem}")
+    run.complete()
+    return not wrong
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--tool", choices=record.TOOLS, default="", help="which one runs the grid")
     parser.add_argument("--plant", choices=PLANTS, help="run one call with this bug in the kernel")
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="run all tools, then summarise")
     parser.add_argument("--summarise", type=Path, metavar="FOLDER", help="read the logs there")
@@ -523,10 +582,10 @@ def main() -> None:
     if arguments.run:
         run_all(arguments.run, arguments.timeout)
     folder = arguments.run or arguments.summarise
-    if folder:
-        summarise(folder, arguments.evidence_dir)
-    else:
-        run_grid(arguments.plant)
+    if not folder:
+        run_grid(arguments.tool, arguments.plant)
+    elif not summarise(folder, arguments.evidence_dir):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -9,24 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cumla.mla.checks import Arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumla.core.arrays import ArrayView
-from cumla.launch.mla import mla_attention, mla_decode
-from cumla.launch.mla.mla_attention import (
-    MLAAttentionKey,
-    TileSchedule,
-    attention_spec,
-    prepare_attention,
-    prepare_attention_schedule,
-    schedule,
-)
+from cumla.launch.mla import mla_decode
+from cumla.launch.mla.mla_attention import attention_spec, prepare_attention
+from cumla.launch.mla.shape import MLAAttentionKey
 from cumla.launch.module import LoadedKernel
 from cumla.launch.source import translation_unit
 from cumla.launch.split import plan as mla_plan
-from cumla.launch.split.mla_schedule import FIXED_COST, MIN_BLOCKS, MIN_SHARE, piece_cost
-from cumla.mla.checks import Arguments
+from cumla.launch.split import ragged_schedule
+from cumla.launch.split.ragged_schedule import TileSchedule, prepare_ragged_schedule, schedule
+from cumla.launch.split.schedule import FIXED_COST, MIN_BLOCKS, MIN_SHARE, piece_cost
 from tests.gpu.tools.parts import TILE_PLACE, tile_parts_table, tile_places_table
 from tests.launch.test_kernel import compile_checks, members_of
 
@@ -249,7 +245,7 @@ def test_a_place_is_as_the_kernels_see_it(nvrtc: None) -> None:
     for name in TILE_PLACE.names or ():
         place = TILE_PLACE.fields[name][1]
         checks[f"kPlace.{name} * {8 if name == 'pages' else 4}"] = place
-    spec = mla_attention.SPECS[0]
+    spec = ragged_schedule.SPECS[0]
     compile_checks(spec, checks, words)
     for entry in (attention_spec(key_of(1, 1)), attention_spec(key_of(1, 1, page_size=1))):
         compile_checks(entry, checks, words)
@@ -283,7 +279,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
         unpacked = layout.unpack(layout.pack(*values))
         return grid, dict(zip(members, unpacked, strict=True)), stream
 
-    for module in (mla_attention, mla_decode):
+    for module in (ragged_schedule, mla_decode):
         monkeypatch.setattr(module, "PreparedLaunch", pack)
     monkeypatch.setattr(mla_decode, "paged_kv_map", lambda *_: bytes(128))
 
@@ -292,8 +288,8 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("listed", [True, False])
 def test_the_schedules_parameters_by_name(listed: bool) -> None:
     key = key_of(5, 33, 44, 2, page_size=16)
-    loaded = LoadedKernel(handle=1, spec=mla_attention.SPECS[0], device=0, owner=None)
-    grid, got, stream = prepare_attention_schedule(  # type: ignore[misc]
+    loaded = LoadedKernel(handle=1, spec=ragged_schedule.SPECS[0], device=0, owner=None)
+    grid, got, stream = prepare_ragged_schedule(  # type: ignore[misc]
         loaded,
         key,
         9 << 40,

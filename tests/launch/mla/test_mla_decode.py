@@ -7,15 +7,11 @@ import dataclasses
 
 import pytest
 
-from cumla.launch.mla.mla_decode import SPECS, decode_spec, decode_specs, ragged_spec
-from cumla.launch.split.plan import (
-    PAGE_FORMS,
-    ROW_TILE,
-    SWAPPED_ROWS,
-    VARIANTS,
-    MLADecodeKey,
-    page_form,
-)
+from cumla.launch.mla import mla_decode, mla_decode_swapped
+from cumla.launch.mla.choice import decode_spec, decode_specs
+from cumla.launch.mla.mla_decode import ragged_spec
+from cumla.launch.mla.shape import SWAPPED_ROWS, VARIANTS, MLADecodeKey
+from cumla.launch.split.plan import PAGE_FORMS, ROW_TILE, page_form
 
 
 def key_of(
@@ -90,7 +86,7 @@ def test_every_dtype_has_every_kernel() -> None:
     assert len(every) == len(set(every)) == 2 * len(VARIANTS) * len(PAGE_FORMS)
     ragged = {ragged_spec(dtype, form) for dtype in ("bfloat16", "float16") for form in PAGE_FORMS}
     assert len(ragged) == 2 * len(PAGE_FORMS)
-    assert set(every) | ragged == set(SPECS)
+    assert set(every) | ragged == {*mla_decode.SPECS, *mla_decode_swapped.SPECS}
 
 
 def test_the_page_size_chooses_the_form() -> None:

@@ -56,7 +56,7 @@ def with_table(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_list(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {n: a for n, a in arguments.items() if n != "block_table"}
+    return arguments | {"block_table": None}
 
 
 def attend_by_loops(arguments: dict[str, Any], scale: float, causal: bool) -> tuple[Array, Array]:
@@ -78,7 +78,7 @@ def attend_by_loops(arguments: dict[str, Any], scale: float, causal: bool) -> tu
                     total += weight
                     sums += weight * k[:512]
                 out[row, head] = sums / total if total else 0.0
-                lse[row, head] = math.log(total) if total else math.inf
+                lse[row, head] = math.log(total) if total else -math.inf
     return out, lse
 
 
@@ -101,7 +101,7 @@ def test_rows_that_see_nothing() -> None:
     out, lse = mla_attention(**with_table(make((5, 2), (2, 0), before=0, behind=0)))
     blind = np.array([True, True, True, False, False, True, True])
     assert (~out.any(axis=(1, 2)) == blind).all()
-    assert (np.isposinf(lse) == blind[:, None]).all()
+    assert (np.isneginf(lse) == blind[:, None]).all()
 
 
 def test_new_outputs_have_qs_dtype() -> None:
@@ -113,9 +113,10 @@ def test_new_outputs_have_qs_dtype() -> None:
     assert (out.shape, lse.shape) == ((13, 4, 512), (13, 4))
 
 
-def test_pairs_are_the_same_call() -> None:
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_pairs_are_the_same_call(kind: Any) -> None:
     arguments = with_list(make(before=0, behind=0))
-    pairs = {n: (arguments[n][..., :512], arguments[n][..., 512:]) for n in ("q", "kv_cache")}
+    pairs = {n: kind(np.split(arguments[n], [512], axis=-1)) for n in ("q", "kv_cache")}
     whole, apart = mla_attention(**arguments), mla_attention(**arguments | pairs)
     for one, other in zip(whole, apart, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -134,22 +135,34 @@ def test_lengths_are_clamped_to_the_pages() -> None:
     assert (table.lse[2] > expected.lse[2]).all()  # 16 scores of 0 more
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"q": np.zeros((13, 576))}, r"^q: needs shape \(total_tokens, num_heads, columns\)"),
-        ({"qo_indptr": np.zeros(4, np.int32)}, r"^qo_indptr: needs shape \(5,\), got \(4,\)"),
-        ({"block_table": None}, r"^block_table: needs either a block table or both"),
-        ({"kv_indptr": np.zeros(5, np.int32)}, r"^block_table: needs either a block table or both"),
-        ({"block_table": np.zeros((3, 3), np.int32)}, r"^block_table: needs shape \(4, max_pages"),
-    ],
-)
-def test_what_does_not_fit_together(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        mla_attention(**with_table(make()) | changes)
+@pytest.mark.parametrize("least", [-1, -(2**31) + 1, -(2**31)])
+def test_offsets_are_clamped_before_they_are_subtracted(least: int) -> None:
+    """Request 0 keeps its tokens and pages, and request 1 gets none of those before it."""
+    arguments = make((2, 3), (20, 5), before=0, behind=0)
+    exact = mla_attention(**with_table(arguments))
+    indptr, pages = arguments["qo_indptr"].copy(), arguments["kv_indptr"] - np.int32(1)
+    indptr[0] = pages[0] = least
+    some = {"qo_indptr": indptr, "kv_indptr": pages, "kv_indices": arguments["kv_indices"][1:]}
+    got = mla_attention(**with_list(arguments | some))
+    np.testing.assert_array_equal(got.out, exact.out)
+
+    out, lse = np.full((5, 4, 512), 7.0), np.full((5, 4), 7, np.float32)
+    for ends in ([least] * 3, [2, least, least], [5, 2**31 - 1, least]):
+        indptr = np.array(ends, np.int32)
+        mla_attention(**with_table(arguments | {"qo_indptr": indptr}), out=out, lse=lse)
+    assert (out == 7).all()
+    assert (lse == 7).all()
 
 
-def test_a_list_needs_an_offset_a_request() -> None:
-    arguments = with_list(make()) | {"kv_indptr": np.zeros(4, np.int32)}
-    with pytest.raises(ValueError, match=r"^kv_indptr: needs shape \(5,\), got \(4,\)"):
-        mla_attention(**arguments)
+def test_pages_come_in_one_form() -> None:
+    arguments = make()
+    for pages in (arguments, with_table(arguments) | {"block_table": None}):
+        with pytest.raises(ValueError, match=r"^block_table: needs a table, or kv_indptr and"):
+            mla_attention(**pages)
+
+
+def test_no_requests_and_no_tokens() -> None:
+    arguments = with_table(make())
+    empty = {"qo_indptr": np.zeros(1, np.int32), "kv_lens": np.zeros(0, np.int32)}
+    some = arguments | empty | {"block_table": arguments["block_table"][:0]}
+    assert mla_attention(**some | {"q": arguments["q"][:0]}).out.shape == (0, 4, 512)

@@ -54,10 +54,10 @@ def test_one_scale(form: str, scale: Any, dtype: Any) -> None:
     rows[0, 0], rows[2, 575] = 1e6, -1e6
     if form == "one":
         cache = poisoned((3, 16, 576), dtype)
-        append_mla_cache(rows, cache, SLOTS, scale=scale)
+        append_mla_cache(rows, cache, SLOTS, kv_scale=scale)
     else:
         parts = poisoned((3, 16, 512), dtype), poisoned((3, 16, 64), dtype)
-        append_mla_cache((rows[:, :512], rows[:, 512:]), parts, SLOTS, scale=scale)
+        append_mla_cache((rows[:, :512], rows[:, 512:]), parts, SLOTS, kv_scale=scale)
         cache = np.concatenate([part.view(np.uint8) for part in parts], axis=-1)
     check(cache, {i: quantized_by(float(np.max(scale)), rows[i]) for i in PLACES})
 
@@ -74,7 +74,7 @@ def test_the_default_scale_and_special_numbers() -> None:
 def test_one_scale_beside_rope_columns_of_16_bits(rope: Any) -> None:
     rows = random((7, 576), np.float32)
     parts = poisoned((3, 16, 512), FP8), poisoned((3, 16, 64), rope)
-    append_mla_cache(rows, parts, SLOTS, scale=0.01)
+    append_mla_cache(rows, parts, SLOTS, kv_scale=0.01)
     check(parts[0], {i: quantized_by(0.01, rows[i, :512]) for i in PLACES})
     check(parts[1], {i: rows[i, 512:].astype(rope).tobytes() for i in PLACES})
 
@@ -118,5 +118,5 @@ def test_rotated_columns_are_quantised_afterwards() -> None:
     wide = np.zeros((3, 16, 576), np.float32)
     append_mla_cache(rows, wide, SLOTS, **arguments)
     cache = poisoned((3, 16, 576))
-    append_mla_cache(rows, cache, SLOTS, scale=0.02, **arguments)
+    append_mla_cache(rows, cache, SLOTS, kv_scale=0.02, **arguments)
     check(cache, {i: quantized_by(0.02, wide[place]) for i, place in PLACES.items()})

@@ -2,13 +2,15 @@
 // The computing role of mqa_logits and paged_mqa_logits: one consumer warpgroup, from its products to the stored logits.
 #pragma once
 #include "indexer/mqa_logits/layout.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/copy_rows.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/sync.cuh"
-#include "ptx/wgmma_fp8.cuh"
+#include "ptx/types.cuh"
+#include "ptx/wgmma.cuh"
 
-namespace cumla {
+namespace cumla::indexer {
+
+using namespace ptx;
 
 // A unit is one product, a block by a tile. Units go in turns to two sets of accumulators: while the tensor cores fill
 // one, the other becomes logits. With two tiles of its own a consumer multiplies each block by both in turn, else a unit
@@ -115,7 +117,7 @@ struct LogitsConsumer {
     const float scale_8 = kLanes == 1 ? load_shared_float(scales + 32) : 0.0f;
     if (kLast) {
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared.free(finished.slot));
+      if (lane == 0) mbarrier_arrive(shared.free(finished.slot));  // plant: block read
       finished.advance(kStep);
     }
 #pragma unroll
@@ -219,4 +221,4 @@ struct LogitsConsumer {
   }
 };
 
-}  // namespace cumla
+}  // namespace cumla::indexer

@@ -5,15 +5,13 @@
 // blocks of 64. The blocks of all items, in order, are dealt out to the CTAs as contiguous ranges; what a CTA has of one
 // item is a segment.
 #pragma once
-#include "ptx/copy_rows.cuh"
 #include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::indexer {
 
 constexpr int kBlockTokens = 64;  // the M side of a product
-constexpr int kWarpgroup = 128;
 constexpr int kLogitsThreads = 3 * kWarpgroup;
-constexpr int kMostTokens = 0x7fffffc0;  // the end of the last block still fits an int
+constexpr int kMaxTokens = 0x7fffffc0;  // the end of the last block still fits an int
 
 // One instantiation. A column is a query row with one of its heads; a tile is the columns of one product. In a product's
 // accumulators four lanes have two each of every eight columns: these are dealt to as many query rows, up to four, as
@@ -72,17 +70,11 @@ struct Segment {
   int item, first, blocks;
 };
 
-// One warp: of the lanes up to each one.
-__device__ __forceinline__ i64 warp_inclusive_sum(i64 value) {
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const i64 other = __shfl_up_sync(0xffffffffu, value, offset);
-    if (static_cast<int>(threadIdx.x % 32) >= offset) value += other;
-  }
-  return value;
-}
+// Blocks that tokens before `end` are in; end is positive, 2^31 - 1 at most.
+__device__ __forceinline__ int blocks_before(int end) { return (end - 1) / kBlockTokens + 1; }
 
-// Walks over the segments of a CTA, which has what is between two places. Work knows the items.
+// Walks over the segments of a CTA, which has what is between two places. Work knows the items. Lengths may change while a
+// kernel runs: one warp walks, lane 0's reading counts, and all others learn from that warp what the segments are.
 template <typename Work>
 struct SegmentCursor {
   const Work& work;
@@ -94,6 +86,8 @@ struct SegmentCursor {
     for (; at.item < end.item || (at.item == end.item && end.block > 0); at = {at.item + 1, 0}) {
       int first, blocks;
       work.blocks_of(at.item, first, blocks);
+      first = __shfl_sync(0xffffffffu, first, 0);
+      blocks = __shfl_sync(0xffffffffu, blocks, 0);
       if (at.item == end.item) blocks = min(blocks, end.block);
       if (at.block < blocks) {
         segment = {at.item, first + at.block, blocks - at.block};
@@ -116,9 +110,13 @@ struct LogitsLayout {
   static constexpr int kScratchBytes = 128;
   static constexpr int kScratchOffset = Shape::kStages * (kBlockBytes + kScaleBytes) +
                                         2 * (kQueryBytes + kWeightBytes + kTargetBytes + 16);
-  static constexpr int kBytes = kScratchOffset + kScratchBytes + (2 * Shape::kStages + 4) * 8;
+  // Announcements of segments. When one is written the ring has room for all but kStages of the blocks before it, and each
+  // segment has a block: the segment announced kStages + 1 earlier is done, and its announcement has been read.
+  static constexpr int kAnnouncements = Shape::kStages + 1;
+  static constexpr int kBytes =
+      kScratchOffset + kScratchBytes + kAnnouncements * (16 + 8) + (2 * Shape::kStages + 4) * 8;
 
-  u32 ring, query, scales, weights, targets, segments, barriers;
+  u32 ring, query, scales, weights, targets, segments, announcements, barriers;
 
   __device__ __forceinline__ explicit LogitsLayout(u32 base)
       : ring(base),
@@ -127,7 +125,8 @@ struct LogitsLayout {
         weights(scales + Shape::kStages * kScaleBytes),
         targets(weights + 2 * kWeightBytes),
         segments(targets + 2 * kTargetBytes),
-        barriers(base + kScratchOffset + kScratchBytes) {}
+        announcements(base + kScratchOffset + kScratchBytes),
+        barriers(announcements + kAnnouncements * 16) {}
 
   __device__ __forceinline__ u32 block(u32 slot) const { return ring + slot * kBlockBytes; }
   __device__ __forceinline__ u32 scales_of(u32 slot) const { return scales + slot * kScaleBytes; }
@@ -137,11 +136,14 @@ struct LogitsLayout {
   __device__ __forceinline__ u32 weights_of(u32 buffer) const { return weights + buffer * kWeightBytes; }
   __device__ __forceinline__ u32 targets_of(u32 buffer) const { return targets + buffer * kTargetBytes; }
   __device__ __forceinline__ u32 segment_of(u32 buffer) const { return segments + buffer * 16; }
-  // Barriers: a block is loaded; its slot is free again; a segment's query is there; is no longer needed.
+  __device__ __forceinline__ u32 announcement(u32 place) const { return announcements + place * 16; }
+  // Barriers: a block is loaded; its slot is free again; a segment's query is there; is no longer needed; a segment is
+  // announced.
   __device__ __forceinline__ u32 full(u32 slot) const { return barriers + slot * 8; }
   __device__ __forceinline__ u32 free(u32 slot) const { return full(Shape::kStages + slot); }
   __device__ __forceinline__ u32 query_full(u32 buffer) const { return free(Shape::kStages + buffer); }
   __device__ __forceinline__ u32 query_free(u32 buffer) const { return query_full(2 + buffer); }
+  __device__ __forceinline__ u32 announced(u32 place) const { return query_free(2 + place); }
 };
 
 // Where in the ring a block is, and how often the ring has gone round.
@@ -158,4 +160,4 @@ struct RingPlace {
   }
 };
 
-}  // namespace cumla
+}  // namespace cumla::indexer

@@ -5,25 +5,18 @@
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::mla {
 
-__device__ __forceinline__ Part part_of_cta(const MlaDecodeParams& p, u32 index) {
-  return sane_part(p.parts_in[index], index, p.batch, p.parts);
-}
-__device__ __forceinline__ int last_place_of(const MlaDecodeParams& p, const Part& part) {
-  return part.end_block > 0 ? min(part.end_place, p.batch - 1) : part.end_place - 1;
-}
+using namespace ptx;
+using namespace split;
 
 // Where a token lies: a page, and the row in it. No page, -1, brings zeros.
 struct PageRow {
   int page, row;
 };
-
-template <typename AnyTile>
-constexpr bool kIsRagged = false;
-template <>
-constexpr bool kIsRagged<RaggedTile> = true;
 
 // Walks over every kStep-th block (1 or 2) of this CTA's sequence.
 template <int kStep, typename AnyTile>
@@ -78,7 +71,7 @@ template <typename AnyTile>
 __device__ __forceinline__ void prefetch_plan(const MlaDecodeParams& p, int thread, int threads) {
   constexpr int kLine = 32, kPlaces = 16;  // entries of 128 bytes
   if (thread == 0) prefetch_l2(p.parts_in + blockIdx.y);
-  if (kIsRagged<AnyTile>) return;
+  if (AnyTile::kIsRagged) return;
   const int ctas = gridDim.x * gridDim.y * gridDim.z;
   const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
   const int lines = (p.max_pages + kLine - 1) / kLine;
@@ -122,7 +115,7 @@ __device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Lay
   if (threadIdx.x == 0) initialise_barriers(shared, row_warps);
   grid_dependency_launch();
   __syncthreads();
-  if (!kIsRagged<AnyTile> && (warp == 2 || warp == 3)) prefetch_queries(p, threadIdx.x - 64, 64);
+  if (!AnyTile::kIsRagged && (warp == 2 || warp == 3)) prefetch_queries(p, threadIdx.x - 64, 64);
   grid_dependency_wait();
 }
 
@@ -157,8 +150,8 @@ __device__ __forceinline__ void load_query(const MlaDecodeParams& p, const Layou
     copy_async_wait_all();
     fence_proxy_async_shared();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full());
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full());  // plant: query copied
   }
 }
 
-}  // namespace cumla
+}  // namespace cumla::mla

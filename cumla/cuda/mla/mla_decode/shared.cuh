@@ -2,8 +2,11 @@
 // Shared memory of mla_decode.
 #pragma once
 #include "mla/mla_decode/layout.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::mla {
+
+using namespace split;
 
 constexpr int kStages = 2;
 constexpr int kStageBytes = kTiles * kTileBytes;
@@ -35,4 +38,4 @@ struct SharedLayout {
   __device__ __forceinline__ u32 pacer(int thread) const { return query_free() + 8 + thread * 4; }
 };
 
-}  // namespace cumla
+}  // namespace cumla::mla

@@ -4,8 +4,15 @@
 #pragma once
 #include "mla/mla_decode_fp8/compute.cuh"
 #include "split/join.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::mla {
+
+using namespace ptx;
+using namespace split;
 
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
 struct Fp8Finisher {
@@ -32,6 +39,7 @@ struct Fp8Finisher {
         lane(of.lane) {}
 
   // By all threads of both consumers. `more`: the CTA has another segment to do.
+  // model: fp8_segments
   __device__ __forceinline__ void finish(bool more) {
     leave_sums();
     consumers_sync();  // nobody needs query and probabilities any more
@@ -44,18 +52,20 @@ struct Fp8Finisher {
       }
       consumers_sync();
       float own[kSets][4], other[kSets][4];
-      find_factors(round * 4, own, other);
+      find_factors(round * 4, own, other);  // plant: exchange
       add_up(round, own, other);
       if (round + 1 < kRounds) consumers_sync();
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared.query_free(of.n));
+    if (lane == 0) mbarrier_arrive(shared.query_free(of.n));  // plant: query read
     write_output();
     if (segment.split())
-      Joiner<Bf16, AnyTile, kQueryRows == 16 ? 1 : 4>(p, {shared.words, shared.probabilities, shared.maxima}, tile, segment)
+      LatentJoiner<Bf16, AnyTile, kQueryRows == 16 ? 1 : 4>(p, {shared.words, shared.probabilities, shared.maxima}, tile,
+                                                            segment)
           .join(more);
   }
 
+  // model: fp8_segments, fp8_data
   __device__ __forceinline__ void leave_sums() const {
 #pragma unroll
     for (int step = 4; step < 32; step *= 2)
@@ -110,6 +120,7 @@ struct Fp8Finisher {
   }
 
   // This consumer's half of the output, of 16 query rows: of both.
+  // model: fp8_segments
   __device__ __forceinline__ void add_up(int round, const float (&all_own)[kSets][4],
                                          const float (&all_other)[kSets][4]) const {
 #pragma unroll
@@ -142,12 +153,13 @@ struct Fp8Finisher {
   }
 
   // Columns 2 t and 2 t + 1 of eight, of query rows r and r + 8, are lane 4 r + t.
+  // model: fp8_data
   __device__ __forceinline__ void write_piece() const {
     const int pair = lane / 4, row = 2 * (lane % 4);
     const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
 #pragma unroll
     for (int group = 0; group < kRounds; ++group) {
-      float4* const to = p.partial_out + piece_offset(p, piece, consumer, group, 2 * warp + pair / 4, row * 4 + pair % 4);
+      float4* const to = p.partial_out + piece_offset<kValueDim>(p, piece, consumer, group, 2 * warp + pair / 4, row * 4 + pair % 4);
 #pragma unroll
       for (int d = 0; d < kHalfTiles; ++d) {
         const float* const v = of.output[d] + group * 8;  // of rows `row`, `row` + 1 twice; then of those eight behind them
@@ -160,6 +172,7 @@ struct Fp8Finisher {
   // Of the rows from `first` on this thread's two, which are the accumulators from `at` on: v[0] and v[2] of one, v[1] and
   // v[3] of the next. In 16 bits lanes trade with the one that has the neighbouring columns: eight bytes a lane, full
   // 32-byte sectors.
+  // model: fp8_data
   __device__ __forceinline__ void write_rows(int first, int at) const {
     const bool odd = lane / 4 % 2;
     const int row = first + 2 * (lane % 4), column = consumer * 256 + warp * 16 + lane / 4 * 2;
@@ -191,4 +204,4 @@ struct Fp8Finisher {
   }
 };
 
-}  // namespace cumla
+}  // namespace cumla::mla

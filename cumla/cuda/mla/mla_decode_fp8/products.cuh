@@ -3,18 +3,20 @@
 // products of 16 columns of K or of 16 tokens of V, eight registers.
 #pragma once
 #include "mla/mla_decode_fp8/layout.cuh"
-#include "ptx/copy_rows.cuh"
-#include "ptx/expand_fp8.cuh"
-#include "ptx/load_matrix.cuh"
-#include "ptx/wgmma_fp8.cuh"
-#include "ptx/wgmma_narrow.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::mla {
+
+using namespace ptx;
+using namespace split;
 
 constexpr int kStepRegisters = 8;
 
 // K: token lane / 4 of a warp's 16 and the one eight behind it; of 64 columns 16 (lane % 4) and the 15 behind that. The
 // product does not care in which order columns come if those of the query come in the same.
+// model: fp8_data
 struct KeyTile {
   uint4 low, high;
 
@@ -33,9 +35,10 @@ struct KeyTile {
 
 // V, transposed: bytes of a word are columns 2 (lane / 4) and the one behind that of one token, then of the next. The former
 // are row lane / 4 of a fragment, the latter row lane / 4 + 8.
+// model: fp8_data
 __device__ __forceinline__ void expand_values(const u32 (&words)[4], u32 (&a)[kStepRegisters]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) expand_e4m3x4(__byte_perm(words[i], 0, 0x3120), a[2 * i], a[2 * i + 1]);
 }
 
-}  // namespace cumla
+}  // namespace cumla::mla

@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // The computing role of mla_decode_swapped: one consumer warpgroup, from its first scores to the stored output.
 #pragma once
-#include "split/join.cuh"
 #include "mla/mla_decode_swapped/layout.cuh"
+#include "split/join.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/types.cuh"
 #include "ptx/wgmma.cuh"
 
-namespace cumla {
+namespace cumla::mla {
+
+using namespace ptx;
+using namespace split;
 
 // One consumer warpgroup. Thread layout of the accumulators: tokens, or columns of V, 16 warp + lane / 4 and that + 8; in
 // every group of eight query rows the two at 2 (lane % 4).
@@ -31,6 +36,7 @@ struct SwappedConsumer {
   float sum[kOwn];         // of the exponentials of this thread's tokens, for the log-sum-exp,
   float weight[kOwn];      // and of the 16-bit probabilities made of them, which normalise the output
 
+  // model: swapped_ring
   __device__ __forceinline__ SwappedConsumer(const MlaDecodeParams& p, const SwappedLayout& shared,
                                              const Tile& tile, int consumer)
       : p(p),
@@ -58,6 +64,7 @@ struct SwappedConsumer {
   __device__ __forceinline__ int row_of(int i) const { return 8 * (i / 2) + 2 * (lane % 4) + i % 2; }
 
   // scores = block x query; then the RoPE tile is free.
+  // model: swapped_ring
   __device__ __forceinline__ void multiply_query() {
     RingPlace at = place;
     // A barrier tells phases apart by their parity. What a slot held before may be a tile of the other consumer that is
@@ -200,6 +207,7 @@ struct SwappedConsumer {
   }
 
   // t: blocks of the segments before.
+  // model: swapped_ring
   __device__ __forceinline__ void compute(const Segment& segment, int t, u32 query_phase) {
     begin();
     mbarrier_wait(shared.query_full(), query_phase, "the query");
@@ -224,7 +232,7 @@ struct SwappedConsumer {
   // Both consumers' output, each of its half of V; then out and log-sum-exp, or a piece of them.
   __device__ __forceinline__ void finish(const Segment& segment, bool more) {
     leave_sums();
-    consumers_sync();  // nobody needs query and probabilities any more
+    consumers_sync();  // nobody needs query and probabilities any more; plant: exchange
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float* const of = output[kHalfTiles + i / 2] + i % 2 * 4;
@@ -234,11 +242,12 @@ struct SwappedConsumer {
     float lse[kOwn];
     add_up(lse);
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared.query_free());
+    if (lane == 0) mbarrier_arrive(shared.query_free());  // plant: query read
     const bool split = segment.split();
     if (consumer == 0 && warp == 0 && lane < 4) write_lse(segment, lse, split);
-    write_output(segment, split);
-    if (split) Joiner<T, Tile, 1>(p, {shared.words, shared.probabilities, shared.sums}, tile, segment).join(more);
+    write_output(segment, split);  // plant: piece
+    if (split)
+      LatentJoiner<T, Tile, 1>(p, {shared.words, shared.probabilities, shared.sums}, tile, segment).join(more);
   }
 
   __device__ __forceinline__ void leave_sums() {
@@ -298,7 +307,7 @@ struct SwappedConsumer {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       if (split)
-        of_piece[row_of(i)] = lse[i];
+        of_piece[row_of(i)] = lse[i];  // plant: partial
       else if (row_of(i) < tile.rows)
         store_lse(p, segment.request, Row(p, tile, row_of(i)), lse[i]);
     }
@@ -310,7 +319,7 @@ struct SwappedConsumer {
     const bool odd = lane / 4 % 2;
     const int as_lane = ((lane % 4) * 2 + odd) * 4 + lane / 8, row = as_lane / 4;
     const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
-    float4* const place = copy_of(p.partial_out + piece_offset(p, piece, consumer, 0, 2 * warp, as_lane));
+    float4* const place = copy_of(p.partial_out + piece_offset<kValueDim>(p, piece, consumer, 0, 2 * warp, as_lane));
 #pragma unroll
     for (int d = 0; d < kHalfTiles; ++d) {
       float4 v[2];
@@ -335,4 +344,4 @@ struct SwappedConsumer {
   }
 };
 
-}  // namespace cumla
+}  // namespace cumla::mla

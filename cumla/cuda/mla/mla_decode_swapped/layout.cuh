@@ -2,8 +2,11 @@
 // Shared memory of mla_decode_swapped.
 #pragma once
 #include "mla/mla_decode/layout.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::mla {
+
+using namespace split;
 
 constexpr int kSwappedRows = 16;  // query rows
 
@@ -68,4 +71,4 @@ struct RingPlace {
   }
 };
 
-}  // namespace cumla
+}  // namespace cumla::mla

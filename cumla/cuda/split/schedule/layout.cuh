@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parameters of mla_schedule, and how long a request is.
+// Parameters of schedule, and how long a request is.
 #pragma once
 #include "split/division.cuh"
 #include "split/plan.cuh"
 #include "split/schedule/parts.cuh"
 #include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::split {
 
-struct MlaScheduleParams {
+struct ScheduleParams {
   const int* cache_seqlens;
   i64 cache_seqlens_stride;  // elements
   Place* places;             // [batch]: the order, and the lengths this schedule was made for, none negative
@@ -28,12 +28,12 @@ struct MlaScheduleParams {
   Divisor by_parts;
 };
 
-__device__ __forceinline__ int clamp_length(const MlaScheduleParams& p, int tokens) {
+__device__ __forceinline__ int clamp_length(const ScheduleParams& p, int tokens) {
   return min(max(tokens, 0), p.max_tokens);
 }
 
-__device__ __forceinline__ int length_of(const MlaScheduleParams& p, int request) {
+__device__ __forceinline__ int length_of(const ScheduleParams& p, int request) {
   return clamp_length(p, p.cache_seqlens[request * p.cache_seqlens_stride]);
 }
 
-}  // namespace cumla
+}  // namespace cumla::split

@@ -2,8 +2,9 @@
 // Packs requests of different lengths into parts of like cost with few cuts: longest processing time first.
 #pragma once
 #include "split/schedule/layout.cuh"
+#include "ptx/types.cuh"
 
-namespace cumla {
+namespace cumla::split {
 
 constexpr int kLimits = 8;  // that are tried, by a warp each
 constexpr int kPackedRequests = 256, kPackedParts = 160;  // at most
@@ -32,13 +33,13 @@ struct Packing {
 struct Limit {
   int limit, size;  // size: of a piece that fills a part, in blocks
 
-  __device__ __forceinline__ Limit(const MlaScheduleParams& p, int limit)
+  __device__ __forceinline__ Limit(const ScheduleParams& p, int limit)
       : limit(limit), size(limit - p.fixed_cost - p.piece_cost) {}
-  __device__ __forceinline__ int cuts(const MlaScheduleParams& p, int blocks) const {
+  __device__ __forceinline__ int cuts(const ScheduleParams& p, int blocks) const {
     return blocks + p.fixed_cost > limit ? (blocks - 1) / size : 0;
   }
   // Blocks of what is not in parts of its own.
-  __device__ __forceinline__ int rest(const MlaScheduleParams& p, int blocks, int cuts) const {
+  __device__ __forceinline__ int rest(const ScheduleParams& p, int blocks, int cuts) const {
     return cuts > 0 ? max(blocks - cuts * size, p.min_blocks) : blocks;
   }
 };
@@ -79,7 +80,7 @@ __device__ __forceinline__ void places_of_costs(const u32* sorted, int others, i
 // would be: what one after the other would get. From one request to the next of those that are left goes a chain of a few
 // instructions and a reduction over the warp; what is noted down is not part of it: lane i keeps where the i-th of 32
 // requests goes, and their ranks follow all at once.
-__device__ __forceinline__ int pack(const MlaScheduleParams& p, Packing& packing, int trial, int slots, int others) {
+__device__ __forceinline__ int pack(const ScheduleParams& p, Packing& packing, int trial, int slots, int others) {
   const int lane = threadIdx.x % 32;
   const u32* const sorted = packing.sorted + trial * slots;
   auto slot_of = [&](u32 key) { return trial * slots + 255 - static_cast<int>(key >> 1 & 0xff); };  // of its request
@@ -166,7 +167,7 @@ struct Packed {
 
 // Tries limits from an equal share on. A thread has one request under one of them: it takes up its key, and counts how
 // many are greater, which is its rank. Then a warp packs the requests of a limit.
-__device__ __forceinline__ Packed find_packed(const MlaScheduleParams& p, Packing& packing, u32* keys,
+__device__ __forceinline__ Packed find_packed(const ScheduleParams& p, Packing& packing, u32* keys,
                                               const int* tokens, int share) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int slots = (p.batch + 31) / 32 * 32, trials = min(kLimits, kScheduleThreads / slots);
@@ -232,7 +233,7 @@ __device__ __forceinline__ Packed find_packed(const MlaScheduleParams& p, Packin
 // Lays packed parts out, writes the order, and tells where this thread's part begins. What lies in the parts that others
 // go to forms groups: [full pieces of the first rest] part [full pieces of the second rest], and the same for places.
 // `run`: of the bounds that cut the same request.
-__device__ __forceinline__ PartBound bound_packed(const MlaScheduleParams& p, Packing& packing, const int* tokens,
+__device__ __forceinline__ PartBound bound_packed(const ScheduleParams& p, Packing& packing, const int* tokens,
                                                   int* warp_sums, const Packed& packed, Run& run) {
   const int thread = threadIdx.x;
   const Limit limit(p, packed.limit);
@@ -284,4 +285,4 @@ __device__ __forceinline__ PartBound bound_packed(const MlaScheduleParams& p, Pa
   return {place, block, request, tokens[request]};
 }
 
-}  // namespace cumla
+}  // namespace cumla::split

@@ -1,42 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parts from where they begin, and sums over a thread block: what the schedules of dense attention share.
+// Parts from where they begin: what both schedules of attention share.
 #pragma once
 #include "split/plan.cuh"
-#include "ptx/sync.cuh"
-#include "ptx/types.cuh"
+#include "split/scan.cuh"
 
-namespace cumla {
+namespace cumla::split {
 
-constexpr int kScheduleThreads = 1024;
-constexpr int kScheduleWarps = kScheduleThreads / 32;
-static_assert(kScheduleWarps == 32, "a warp scans one value of each warp");
 constexpr int kMaxParts = kScheduleThreads - 1;  // a thread each, and one for the end
-
-// Inclusive prefix sum of one value a lane.
-template <typename Value>
-__device__ __forceinline__ Value warp_inclusive_sum(Value value) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const Value other = __shfl_up_sync(0xffffffffu, value, offset);
-    if (lane >= offset) value += other;
-  }
-  return value;
-}
-
-// Exclusive prefix sum of one value a thread; `total` is the sum over all threads.
-template <typename Value>
-__device__ __forceinline__ Value block_exclusive_sum(Value value, Value* warp_sums, Value& total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Value inclusive = warp_inclusive_sum(value);
-  if (lane == 31) warp_sums[warp] = inclusive;
-  __syncthreads();
-  // Every warp scans the sums of all warps (there are 32) and takes what it needs.
-  const Value warps = warp_inclusive_sum(warp_sums[lane]);
-  total = __shfl_sync(0xffffffffu, warps, 31);
-  const Value before = warp == 0 ? 0 : __shfl_sync(0xffffffffu, warps, warp - 1);
-  return before + inclusive - value;
-}
 
 struct PartBound {
   int place, block, request, tokens;
@@ -66,4 +36,4 @@ __device__ __forceinline__ Part part_of(const PartBound* bounds, const Run* runs
   return part;
 }
 
-}  // namespace cumla
+}  // namespace cumla::split

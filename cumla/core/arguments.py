@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The argument table: what arrays must look like, checked before anything is allocated.
+
+A table has a row for each array of an operation: its axes, its dtypes, how it may lie in memory.
+The same names on the axes of different arrays stand for the same sizes. A message names the
+argument, what was needed, what came and the way out. What fits no table is a function after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from cumla.core._dlpack import numpy_dtype
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView
+
+__all__ = [
+    "INT32",
+    "WIDE",
+    "Array",
+    "Views",
+    "as_number",
+    "bind",
+    "check_device_number",
+    "check_dtype",
+    "check_layout",
+    "check_lies",
+    "check_number",
+    "check_output",
+    "check_own_memory",
+    "check_shape",
+    "check_workspace",
+    "check_written",
+    "checked_flag",
+    "checked_int",
+    "checked_scale",
+]
+
+INT32 = ("int32",)
+WIDE = ("int32", "int64")
+
+Views = Mapping[str, "ArrayView | None"]
+"""Views by the names of their arguments; those of pairs are ``name[0]`` and ``name[1]``."""
+
+_ALIGNMENT = 16  # bytes: of addresses and strides, what the copy engine moves
+# Of the scores. Queries and keys of ordinary size, products up to some 1e30 and down to some 1e-17,
+# times this and log2(e), stay finite and normal as float32; what is larger is not caught.
+_SCALES = (1e-20, 1e6)
+
+
+class Array(NamedTuple):
+    """A row of an argument table.
+
+    Attributes
+    ----------
+    axes : str
+        Names of sizes, or numbers, between spaces. A name is bound by the array that has it first,
+        or before; ``name+1`` is one more. Nothing: a scalar.
+    dtypes : tuple of str
+        Any of these.
+    lies : str
+        ``"rows"``: last axis contiguous, address and strides multiples of 16 bytes. ``"row"``: last
+        axis contiguous. ``"elements"``: any strides of whole elements.
+    way_out : str
+        Ends the message for another shape.
+    """
+
+    axes: str
+    dtypes: tuple[str, ...]
+    lies: str = "elements"
+    way_out: str = "reshape it"
+
+
+def bind(table: Mapping[str, Array], views: Views, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Check the arrays of a table that are given, in its order.
+
+    Parameters
+    ----------
+    table : mapping
+        Rows by the names of arguments.
+    views : mapping
+        By the same names; others are not looked at, and None is not given.
+    sizes : mapping
+        Sizes of axes that are known before.
+
+    Returns
+    -------
+    dict
+        Sizes of all axes by name.
+    """
+    bound = dict(sizes)
+    for name, row in table.items():
+        view = views.get(name)
+        if view is None:
+            continue
+        check_dtype(name, view.dtype, row.dtypes)
+        _bind_axes(name, view, row, bound)
+        check_lies(name, view, row.lies)
+    return bound
+
+
+@cache
+def _axes(axes: str) -> tuple[tuple[str, str, int], ...]:
+    """Parse axes: text, name ("" for a number), what is added."""
+    parsed = []
+    for text in axes.split():
+        name, _, more = text.partition("+")
+        is_number = name.isdigit()
+        parsed.append((text, "" if is_number else name, int(name) if is_number else int(more or 0)))
+    return tuple(parsed)
+
+
+def _bind_axes(name: str, view: ArrayView, row: Array, bound: dict[str, int]) -> None:
+    axes = _axes(row.axes)
+    if len(view.shape) == len(axes):
+        for (_, symbol, more), size in zip(axes, view.shape, strict=True):
+            if (
+                size < more
+                or (bound.setdefault(symbol, size - more) if symbol else 0) + more != size
+            ):
+                break
+        else:
+            return
+    known = ", ".join(f"{s} {bound[s]}" for _, s, _ in axes if s in bound)
+    raise ValueError(
+        f"{name}: needs shape {in_shape(axes)}{known and f' with {known}'}, got {view.shape}; "
+        f"{row.way_out}"
+    )
+
+
+def in_shape(axes: tuple[tuple[str, str, int], ...]) -> str:
+    """Write axes as a shape: (batch + 1,)."""
+    texts = [text.replace("+", " + ").replace("*", " * ") for text, _, _ in axes]
+    return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
+
+
+def check_dtype(name: str, dtype: str, dtypes: tuple[str, ...]) -> None:
+    """Check that a dtype is one of some."""
+    if dtype not in dtypes:
+        raise TypeError(f"{name}: needs {' or '.join(dtypes)}, got {dtype}; convert it first")
+
+
+def check_shape(
+    name: str, view: ArrayView, axes: str, shape: tuple[int, ...], way_out: str
+) -> None:
+    """Check a shape whose axes are named in a message."""
+    if view.shape != shape:
+        raise ValueError(f"{name}: needs shape {axes} = {shape}, got {view.shape}; {way_out}")
+
+
+def check_lies(name: str, view: ArrayView, lies: str) -> None:
+    """Check how an array lies in memory, as :class:`Array` says."""
+    if lies == "rows":
+        check_layout(name, view)
+        return
+    size = numpy_dtype(view.dtype).itemsize
+    if view.ptr % size or any(stride % size for stride in view.strides):
+        raise ValueError(
+            f"{name}: needs an address and strides that are multiples of {size} bytes, got address "
+            f"{view.ptr:#x} and strides {view.strides}; copy it"
+        )
+    if lies == "row" and view.shape[-1] > 1 and view.strides[-1] != size:
+        raise ValueError(
+            f"{name}: needs contiguous rows, got a stride of {view.strides[-1]} bytes on the last "
+            f"axis; make a contiguous copy"
+        )
+
+
+def check_layout(name: str, view: ArrayView) -> None:
+    """Last axis contiguous; the address and every other stride a multiple of 16 bytes.
+
+    An empty array lies nowhere, and NumPy reports strides of 0.
+    """
+    if 0 in view.shape:
+        return
+    itemsize = numpy_dtype(view.dtype).itemsize
+    if view.strides[-1] != itemsize:
+        raise ValueError(
+            f"{name}: needs a contiguous last axis, got a stride of {view.strides[-1]} bytes for "
+            f"{itemsize}-byte elements; make a contiguous copy"
+        )
+    if view.ptr % _ALIGNMENT:
+        raise ValueError(
+            f"{name}: needs an address that is a multiple of {_ALIGNMENT} bytes, got "
+            f"{view.ptr:#x}; copy the array, or slice it at such a multiple"
+        )
+    for axis, (size, stride) in enumerate(zip(view.shape[:-1], view.strides, strict=False)):
+        if size > 1 and (stride % _ALIGNMENT or stride < 0):
+            raise ValueError(
+                f"{name}: needs strides that are multiples of {_ALIGNMENT} bytes and not negative, "
+                f"got {stride} on axis {axis}; pad the rows, or make a contiguous copy"
+            )
+
+
+def check_output(
+    name: str, view: ArrayView, shape: tuple[int, ...], dtypes: tuple[str, ...], lies: str
+) -> None:
+    """One of the dtypes, the shape, and memory for each element."""
+    if view.dtype not in dtypes:
+        raise TypeError(
+            f"{name}: needs {' or '.join(dtypes)}, got {view.dtype}; allocate it so or leave it out"
+        )
+    if view.shape != shape:
+        raise ValueError(
+            f"{name}: needs shape {shape}, got {view.shape}; allocate it so or leave it out"
+        )
+    check_own_memory(name, view)
+    check_lies(name, view, lies)
+
+
+def check_own_memory(name: str, view: ArrayView) -> None:
+    """Memory that is written to: no two elements in one place."""
+    if any(size > 1 and stride == 0 for size, stride in zip(view.shape, view.strides, strict=True)):
+        raise ValueError(
+            f"{name}: needs memory of its own for each element, got a broadcast array with strides "
+            f"{view.strides}; copy it"
+        )
+
+
+def check_written(name: str, view: ArrayView) -> None:
+    """Memory that is written to in place."""
+    if view.read_only:
+        raise ValueError(
+            f"{name}: needs an array that can be written to, got a read-only one; pass the array "
+            f"that owns the memory"
+        )
+    check_own_memory(name, view)
+
+
+def check_workspace(view: ArrayView, nbytes: int) -> None:
+    """Check the memory that is to be a plan's buffer."""
+    if view.read_only:
+        raise TypeError(
+            "workspace: needs memory that can be written to, got a read-only array, as JAX's all "
+            "are; allocate it with CuPy or PyTorch"
+        )
+    if view.dtype != "uint8" or len(view.shape) != 1 or view.strides[0] != 1:
+        raise ValueError(
+            f"workspace: needs a contiguous one-dimensional uint8 array, got {view.dtype} of shape "
+            f"{view.shape} and byte strides {view.strides}; allocate one for it"
+        )
+    if view.shape[0] < nbytes:
+        raise ValueError(
+            f"workspace: needs {nbytes} bytes, got {view.shape[0]}; ask workspace_bytes of the "
+            f"plan's class for the size"
+        )
+    if view.ptr % 256:
+        raise ValueError(
+            f"workspace: needs an address that is a multiple of 256, got {view.ptr:#x}; allocate "
+            f"it on its own, or slice at such multiples"
+        )
+
+
+# --- numbers and flags ---------------------------------------------------------------------------
+
+
+def checked_int(name: str, value: object, way_out: str, least: int = 1) -> int:
+    """Return an int, Python's or NumPy's, that is at least `least`."""
+    if isinstance(value, np.integer):  # such as the maximum of lengths
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: needs an int, got {type(value).__qualname__}; convert it")
+    if value < least:
+        raise ValueError(f"{name}: needs a number from {least}, got {value}; {way_out}")
+    return value
+
+
+def check_number(name: str, value: object, way_out: str) -> None:
+    """Check an int from 1; `way_out` ends the message for one that is smaller."""
+    checked_int(name, value, way_out)
+
+
+def checked_flag(name: str, value: object) -> bool:
+    """Return an option that is on or off as a bool; what is merely true or false is refused."""
+    if value is True or value is False:
+        return value
+    if isinstance(value, np.bool_):  # such as an element of an array, or what a comparison gave
+        return bool(value)
+    raise TypeError(
+        f"{name}: needs True or False, got {type(value).__qualname__}; pass one of the two, such "
+        f"as bool(...) of a number"
+    )
+
+
+def as_number(name: str, value: Any) -> float:
+    """Return a factor that is a Python or NumPy number as a float."""
+    if not isinstance(value, (float, Real)):  # a float alone is told without asking an ABC
+        raise TypeError(
+            f"{name}: needs a Python or NumPy number, got {type(value).__qualname__}; an array on "
+            f"a GPU would have to be waited for, so pass float(...) of it once"
+        )
+    return float(value)
+
+
+def checked_scale(softmax_scale: Any, default: float) -> float:
+    """Return the factor of the scores as a float."""
+    if softmax_scale is None:
+        return default
+    scale = (
+        softmax_scale if type(softmax_scale) is float else as_number("softmax_scale", softmax_scale)
+    )
+    low, high = _SCALES
+    if not low <= scale <= high:
+        raise ValueError(
+            f"softmax_scale: needs a number from {low} to {high}, got {scale}; put any other "
+            f"factor into q"
+        )
+    return scale
+
+
+def check_device_number(device: object) -> None:
+    """Check a CUDA ordinal, or None."""
+    if device is not None and (not isinstance(device, int) or isinstance(device, bool)):
+        raise TypeError(
+            f"device: needs a CUDA ordinal, which is an int, or None, got "
+            f"{type(device).__module__}.{type(device).__qualname__}; pass its number"
+        )

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of the environment; the check mode, a look at the values that kernels take on trust.
+
+A flag may be set and unset while the process runs, so each call looks again. `os.environ.get` takes
+1 us for it; the mapping behind it, by the encoded name, 50 ns.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cumla.core._cupy import import_cupy
+from cumla.errors import CumlaError
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView, Call
+
+__all__ = ["check_mode", "copy_to_host", "environment_flag", "may_look", "refuse_first"]
+
+_log = logging.getLogger(__name__)
+
+_FLAGS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("", "0", "false", "no", "off"), False),
+}
+_CHECK = "CUMLA_CHECK"
+_ENCODED = os.environ.encodekey(_CHECK)
+
+
+def check_mode() -> bool:
+    """Tell whether ``CUMLA_CHECK`` asks for checks that look at values and wait for the GPU.
+
+    Raises
+    ------
+    CumlaError
+        As `environment_flag`.
+    """
+    try:
+        if _ENCODED not in os.environ._data:  # type: ignore[attr-defined]
+            return False
+    except AttributeError:  # somebody has put another mapping there
+        pass
+    return environment_flag(_CHECK)
+
+
+def environment_flag(name: str) -> bool:
+    """Read a flag from the environment: off where it is not set, or empty.
+
+    Parameters
+    ----------
+    name : str
+        Name of the variable.
+
+    Raises
+    ------
+    CumlaError
+        If it is none of 0, 1, true, false, yes, no, on and off, in any case.
+    """
+    value = os.environ.get(name, "")
+    flag = _FLAGS.get(value.strip().lower())
+    if flag is None:
+        raise CumlaError(
+            f"{name}: needs 1, true, yes or on, or 0, false, no or off, got {value!r}; unset the "
+            f"environment variable where it is not meant"
+        )
+    return flag
+
+
+def may_look(call: Call) -> bool:
+    """Tell whether the stream of a call in check mode allows a look at the device."""
+    if call.capturing:
+        _log.warning("CUMLA_CHECK: nothing can be checked while the stream is being captured")
+        return False
+    return True
+
+
+def copy_to_host(view: ArrayView, stream: int) -> np.ndarray[Any, Any]:
+    """Copy an array of integers from the GPU, in the order of the stream, and wait for it."""
+    dtype = np.dtype(view.dtype)
+    runtime = import_cupy().cuda.runtime
+    reaches = [(n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True)]
+    if 0 in view.shape:
+        return np.empty(view.shape, dtype)
+    first = sum(reach for reach in reaches if reach < 0)
+    span = np.empty(sum(abs(reach) for reach in reaches) + dtype.itemsize, np.uint8)
+    runtime.memcpyAsync(
+        span.ctypes.data, view.ptr + first, span.nbytes, runtime.memcpyDeviceToHost, stream
+    )
+    runtime.streamSynchronize(stream)
+    return np.ndarray(view.shape, dtype, span, offset=-first, strides=view.strides)
+
+
+def refuse_first(
+    name: str, values: np.ndarray[Any, Any], wrong: np.ndarray[Any, Any], need: str
+) -> None:
+    """Raise for the first value that is wrong."""
+    places = np.argwhere(wrong)
+    if places.size:
+        place = tuple(places[0].tolist())
+        index = ", ".join(map(str, place))
+        raise ValueError(
+            f"{name}[{index}]: needs {need}, got {values[place]}; its rows would be skipped"
+        )

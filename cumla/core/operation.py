@@ -1,0 +1,487 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An operation as data and pure functions, and the one way to run it.
+
+Everything of an :class:`Operation` but :func:`run` is pure and needs no GPU: checked arguments,
+shapes of outputs, bytes of workspace and launches follow from views and options. The public
+functions, plans and bindings are callers of the same recipe.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from itertools import accumulate
+from operator import mul
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+from cumla.core._dlpack import ArrayView, numpy_dtype
+from cumla.core.arguments import check_output
+from cumla.core.arrays import (
+    from_numpy,
+    glance,
+    open_call,
+    reopen_call,
+    to_numpy,
+)
+from cumla.core.check_mode import check_mode, copy_to_host, may_look
+from cumla.core.overlap import refuse_overlap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+    import numpy as np
+
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import Call
+
+__all__ = [
+    "WORKSPACE",
+    "Address",
+    "Launchable",
+    "Operation",
+    "Output",
+    "Packed",
+    "Ready",
+    "Scheduled",
+    "Template",
+    "checked_outputs",
+    "integers_of",
+    "pack",
+    "parts_on_host",
+    "run",
+    "run_on_cpu",
+    "unplaced",
+]
+
+WORKSPACE = "workspace"  # name of the memory that the launches of a call share
+_FP8 = "float8_e4m3fn"
+_MOST_READY = 1024
+_MOST_PLACES = 16  # of outputs and workspaces, that launches of the same arrays are kept for
+
+A = TypeVar("A")
+K = TypeVar("K")
+
+
+class Address(int):
+    """Where an argument lies, as a number that knows which argument it is of.
+
+    Views that carry such numbers give a recipe whose launches can be patched for other addresses.
+
+    Attributes
+    ----------
+    argument : str
+        Name of the argument.
+    addend : int
+        Bytes from where the argument begins.
+    """
+
+    argument: str
+    addend: int
+
+    @classmethod
+    def of(cls, argument: str, value: int, addend: int = 0) -> Address:
+        """Name the place `value`, which lies `addend` bytes into an argument."""
+        address = cls(value)
+        address.argument, address.addend = argument, addend
+        return address
+
+    def __add__(self, other: int) -> Address:
+        return Address.of(self.argument, int(self) + other, self.addend + other)
+
+
+class Template(Protocol):
+    """A launch whose kernel is loaded, as `cumla.launch.kernel.Template`."""
+
+    def at(self, addresses: Mapping[str, int], stream: int) -> Callable[[], None]:
+        """Put addresses into the parameters; what comes back launches when it is called."""
+
+
+class Launchable(Protocol):
+    """A launch as data, as `cumla.launch.kernel.Launch`."""
+
+    def template(self, device: int, capturing: Callable[[], bool]) -> Template:
+        """Load the kernel and pack its parameters."""
+
+
+class Output(NamedTuple):
+    """An array that an operation returns.
+
+    Attributes
+    ----------
+    name : str
+        Of the argument that takes the caller's array.
+    shape : tuple of int
+        Its shape.
+    dtypes : tuple of str
+        Of the array where none is given, then others that a given one may have.
+    lies : str
+        How a given one may lie, as in `cumla.core.arguments.Array`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    lies: str = "rows"
+
+
+class Ready(dict["Hashable", Any]):
+    """What was checked and packed for some arrays, by these as they were seen and the options.
+
+    It need not be done again for the same ones: launches hold addresses, shapes and strides, and no
+    array.
+    """
+
+    def keep(self, key: Hashable, value: Any) -> None:
+        """Keep a value; where there are too many, the others are forgotten."""
+        if len(self) >= _MOST_READY:
+            self.clear()
+        self[key] = value
+
+
+class Operation(ABC, Generic[A, K]):
+    """One public operation. `A` are its checked arguments, `K` is the shape that it is planned for.
+
+    Stateless but for what it remembers of the last calls.
+
+    Attributes
+    ----------
+    integers : tuple of str
+        Arrays whose values kernels take on trust, and the check mode looks at.
+    in_place : mapping of str to str
+        Outputs that may be the very input named.
+    """
+
+    integers: tuple[str, ...] = ()
+    in_place: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self) -> None:
+        self.ready = Ready()
+
+    @abstractmethod
+    def arguments(self, views: Views, options: Any) -> A:
+        """Check views and options against each other; all errors but those of outputs."""
+
+    def outputs(self, arguments: A) -> tuple[Output, ...]:
+        """Tell what comes back; nothing for an operation that writes in place."""
+        return ()
+
+    def key(self, arguments: A, device: int) -> K:
+        """Tell the shape to plan for, on a GPU; raises where the GPU cannot run the kernels."""
+        raise NotImplementedError
+
+    def workspace_bytes(self, key: K) -> int:
+        """Tell how many bytes of memory the launches share."""
+        return 0
+
+    @abstractmethod
+    def recipe(
+        self, key: K, arguments: A, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        """Describe the launches, in their order; none where there is nothing to do.
+
+        Parameters
+        ----------
+        key : K
+            Of the call.
+        arguments : A
+            Checked.
+        outs : sequence of ArrayView
+            As :meth:`outputs` lists them.
+        buffer : int
+            Address of the workspace; 0 if there is none.
+        """
+
+    def check_overlap(self, views: Views, written: Sequence[str]) -> None:
+        """Refuse memory that is written to and is that of another array as well."""
+        inputs = dict(views)
+        outs = {name: view for name in written if (view := inputs.pop(name, None)) is not None}
+        if outs:
+            refuse_overlap(outs, inputs, self.in_place)
+
+    def check_values(self, host: Mapping[str, np.ndarray[Any, Any]], arguments: A) -> None:
+        """Check mode: raise for the first value out of range, of the arrays in `integers`."""
+
+    @abstractmethod
+    def reference(
+        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: A
+    ) -> Sequence[np.ndarray[Any, Any]]:
+        """Compute on the CPU, into the outputs that are among the arrays; return all outputs."""
+
+
+class Packed(NamedTuple):
+    """What a call launches, packed but for the places of what it allocates itself.
+
+    Attributes
+    ----------
+    returned : tuple of str
+        Names of the outputs.
+    missing : tuple of (name, shape, dtype)
+        What the caller did not give: outputs, then the workspace.
+    templates : tuple of Template
+        The launches, in their order.
+    launches : dict
+        Launches by stream and places, of the last few.
+    """
+
+    returned: tuple[str, ...]
+    missing: tuple[tuple[str, tuple[int, ...], str], ...]
+    templates: tuple[Template, ...]
+    launches: dict[Hashable, list[Callable[[], None]]]
+
+    def placed(
+        self, call: Call, outputs: Mapping[str, Any]
+    ) -> tuple[list[Callable[[], None]], tuple[Any, ...]]:
+        """Allocate what is missing: what launches, and the results, to be exported after it."""
+        made, addresses = call.allocate(self.missing)
+        at = (call.stream, *addresses)
+        launches = self.launches.get(at)
+        if launches is None:
+            places = {name: at[1 + i] for i, (name, _, _) in enumerate(self.missing)}
+            launches = [template.at(places, call.stream) for template in self.templates]
+            if len(self.launches) >= _MOST_PLACES:
+                self.launches.clear()
+            self.launches[at] = launches
+        results, new = [], iter(made)
+        for name in self.returned:
+            output = outputs[name]
+            results.append(next(new) if output is None else output)
+        return launches, tuple(results)
+
+    def exported(
+        self, call: Call, results: tuple[Any, ...], outputs: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        """Turn new arrays into the caller's framework's, after the launches."""
+        return tuple(
+            [
+                call.export(result) if outputs[name] is None else result
+                for name, result in zip(self.returned, results, strict=True)
+            ]
+        )
+
+
+class _Known(NamedTuple):
+    """A call whose arrays and options were found in order."""
+
+    arguments: Any
+    device: int | None
+    key: Any
+    integers: dict[str, ArrayView]
+    packed: Packed | None  # None on the CPU
+
+
+def run(
+    operation: Operation[Any, Any],
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    options: Hashable,
+    stream: Any = None,
+) -> tuple[Any, ...]:
+    """Run an operation: look at the arrays, check, allocate, launch.
+
+    Parameters
+    ----------
+    operation : Operation
+    inputs : mapping
+        Arrays by name; the first one decides about framework and stream.
+    outputs : mapping
+        Arrays to write to by name, None where the caller gave none: those that the operation
+        returns, in their order, and others that are written in place.
+    options : hashable
+        All that is no array.
+    stream : optional
+        As in `cumla.core.arrays.open_call`.
+
+    Returns
+    -------
+    tuple of array
+        The operation's outputs, in the caller's framework.
+    """
+    given = {name: array for name, array in outputs.items() if array is not None}
+    looks = check_mode()
+    seen = None if looks else glance((*inputs.values(), *given.values()))
+    identity = (seen, *inputs, *given, options)
+    known = None if seen is None else operation.ready.get(identity)
+    if known is None:
+        call = open_call(tuple(inputs.items()), tuple(outputs.items()), stream=stream)
+        if seen is None:
+            identity = (call.views, *inputs, *given, options)
+            known = None if looks else operation.ready.get(identity)
+        if known is None:
+            known = _check(operation, call, inputs, outputs, options)
+            operation.ready.keep(identity, known)
+    else:
+        call = reopen_call(next(iter(inputs.values())), known.device, stream)
+    if known.device is None:
+        return run_on_cpu(operation, call, known.arguments, dict(inputs), outputs)
+    packed = known.packed
+    assert packed is not None
+    with call:
+        if looks and may_look(call):
+            host = {n: copy_to_host(v, call.stream) for n, v in known.integers.items()}
+            operation.check_values(host, known.arguments)
+        launches, results = packed.placed(call, outputs)
+        for launch in launches:
+            launch()
+        return packed.exported(call, results, outputs) if call.exports else results
+
+
+def _check(
+    operation: Operation[Any, Any],
+    call: Call,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    options: Hashable,
+) -> _Known:
+    """Check a call that has not been seen before."""
+    views = dict(zip((*inputs, *outputs), call.views, strict=True))
+    arguments = operation.arguments(views, options)
+    returned = operation.outputs(arguments)
+    given = checked_outputs(operation, returned, views, tuple(outputs))
+    integers = integers_of(operation, views)
+    if call.device is None:
+        return _Known(arguments, None, None, integers, None)
+    key = operation.key(arguments, call.device)
+    packed = pack(call, operation, key, arguments, returned, given, None)
+    return _Known(arguments, call.device, key, integers, packed)
+
+
+def integers_of(operation: Operation[Any, Any], views: Views) -> dict[str, ArrayView]:
+    """Pick what the check mode looks at."""
+    return {n: view for n in operation.integers if (view := views.get(n)) is not None}
+
+
+def checked_outputs(
+    operation: Operation[Any, Any], returned: Sequence[Output], views: Views, written: Sequence[str]
+) -> tuple[ArrayView | None, ...]:
+    """Check the arrays that the caller gave to be written to; views of those that are returned."""
+    for name, shape, dtypes, lies in returned:
+        view = views[name]
+        if view is not None:
+            check_output(name, view, shape, dtypes, lies)
+    operation.check_overlap(views, written)
+    return tuple([views[output.name] for output in returned])
+
+
+def pack(
+    call: Call,
+    operation: Operation[Any, Any],
+    key: Any,
+    arguments: Any,
+    returned: Sequence[Output],
+    given: Sequence[ArrayView | None],
+    buffer: int | None,
+) -> Packed:
+    """Load all kernels of a recipe and pack their parameters, before anything is allocated.
+
+    Without a buffer the call allocates its workspace.
+    """
+    device = call.device
+    assert device is not None
+    missing, outs = [], []
+    for output, view in zip(returned, given, strict=True):
+        if view is None:
+            # CuPy has no e4m3 dtype of its own.
+            bits = output.dtypes[0] == _FP8 and call.framework == "cupy"
+            missing.append((output.name, output.shape, "uint8" if bits else output.dtypes[0]))
+        outs.append(unplaced(output, device) if view is None else view)
+    if buffer is None:
+        nbytes = operation.workspace_bytes(key)
+        buffer = Address.of(WORKSPACE, 0) if nbytes else 0
+        if nbytes:
+            missing.append((WORKSPACE, (nbytes,), "uint8"))
+    recipe = operation.recipe(key, arguments, outs, buffer)
+    templates = tuple([launch.template(device, lambda: call.capturing) for launch in recipe])
+    names = tuple([output.name for output in returned])
+    return Packed(names, tuple(missing), templates, {})
+
+
+def unplaced(output: Output, device: int | None) -> ArrayView:
+    """Describe a new output, contiguous, whose place is not known yet."""
+    name, shape, (dtype, *_), _ = output
+    sizes = (numpy_dtype(dtype).itemsize, *shape[:0:-1])
+    strides = tuple(accumulate(sizes, mul))[::-1] if shape else ()
+    return ArrayView(Address.of(name, 0), shape, strides, dtype, device)
+
+
+def run_on_cpu(
+    operation: Operation[Any, Any],
+    call: Call,
+    arguments: Any,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+) -> tuple[Any, ...]:
+    """Compute with the reference, of arrays in CPU memory."""
+    arrays = {
+        name: array for name, array in (*inputs.items(), *outputs.items()) if array is not None
+    }
+    host = {name: to_numpy(name, array) for name, array in arrays.items()}
+    if check_mode():
+        operation.check_values(host, arguments)
+    results = operation.reference(host, arguments)
+    return tuple(
+        [
+            from_numpy(call.framework, result)
+            if outputs[output.name] is None
+            else outputs[output.name]
+            for result, output in zip(results, operation.outputs(arguments), strict=True)
+        ]
+    )
+
+
+def parts_on_host(host: Mapping[str, Any], name: str) -> Any:
+    """Return an argument as it came: an array, or a tuple of its parts."""
+    if name in host:
+        return host[name]
+    return tuple(host[part] for i in range(3) if (part := f"{name}[{i}]") in host)
+
+
+class Scheduled(Operation[tuple[Any, Any], K], Generic[A, K]):
+    """An operation in two: a schedule from lengths, and attention, or scores, by the schedule.
+
+    Parameters
+    ----------
+    schedule, attend : Operation
+        Of one key; their arguments are this one's.
+    """
+
+    def __init__(self, schedule: Operation[Any, K], attend: Operation[A, K]) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self.attend = attend
+        self.integers = (*schedule.integers, *attend.integers)
+
+    @abstractmethod
+    def batch(self, attend: A, views: Views) -> Any:
+        """Tell the schedule's options from the other arguments."""
+
+    def arguments(self, views: Views, options: Any) -> tuple[Any, A]:
+        """Check those of both."""
+        attend = self.attend.arguments(views, options)
+        return self.schedule.arguments(views, self.batch(attend, views)), attend
+
+    def outputs(self, arguments: tuple[Any, A]) -> tuple[Output, ...]:
+        """Tell what attention returns."""
+        return self.attend.outputs(arguments[1])
+
+    def workspace_bytes(self, key: K) -> int:
+        """Tell the size of a plan's buffer."""
+        return self.attend.workspace_bytes(key)
+
+    def recipe(
+        self, key: K, arguments: tuple[Any, A], outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        """Describe the schedule, then attention."""
+        attend = self.attend.recipe(key, arguments[1], outs, buffer)
+        return (*self.schedule.recipe(key, arguments[0], (), buffer), *attend) if attend else ()
+
+    def reference(
+        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: tuple[Any, A]
+    ) -> Sequence[np.ndarray[Any, Any]]:
+        """Compute with the lengths that came."""
+        return self.attend.reference(host, arguments[1])
+
+    def check_values(
+        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: tuple[Any, A]
+    ) -> None:
+        """Look at lengths, offsets and page numbers."""
+        self.attend.check_values(host, arguments[1])

@@ -1,0 +1,512 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans: a schedule that many calls use, in a buffer that belongs to one stream at a time.
+
+The order between streams is kept on the device; nothing here waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from abc import ABC
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cast
+
+import numpy as np
+
+from cumla.core._driver import driver
+from cumla.core._lifetime import keep_until_event
+from cumla.core.arguments import check_workspace
+from cumla.core.arrays import (
+    glance,
+    open_call,
+    open_device,
+    order_streams,
+    place_name,
+    reopen_call,
+    to_numpy,
+)
+from cumla.core.check_mode import check_mode, copy_to_host, may_look
+from cumla.core.operation import (
+    Operation,
+    Packed,
+    Ready,
+    checked_outputs,
+    integers_of,
+    pack,
+    run_on_cpu,
+)
+from cumla.errors import CumlaError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping
+
+    from cumla.core.arrays import ArrayView, Call
+
+    Launch = Callable[[], None]
+
+__all__ = ["Plan", "PlanMemory", "User", "Workspace"]
+
+K = TypeVar("K")
+
+_log = logging.getLogger(__name__)
+
+
+class User(Protocol):
+    """What uses a workspace, from when it is handed over until another one takes it."""
+
+    def lose_workspace(self) -> None:
+        """Learn that another user is going to write to the workspace."""
+
+
+class Workspace:
+    """Device memory with one user at a time, on one stream at a time.
+
+    Parameters
+    ----------
+    owner : object
+        The array that holds the memory.
+    call : Call
+        In which the memory was allocated, or handed over by the caller.
+
+    Attributes
+    ----------
+    home : int
+        CUstream handle: there the memory may be used again as soon as the owner lets go.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_device",
+        "_event",
+        "_owner",
+        "_stream",
+        "_stream_object",
+        "_user",
+        "home",
+    )
+
+    def __init__(self, owner: object, call: Call) -> None:
+        self._owner = owner
+        self._device = call.device
+        self.home = call.stream
+        self._stream = None if call.capturing else call.stream  # of the last use outside captures
+        self._event = 0  # on the last stream, behind the last use, if that stream is not home
+        # A handle of a destroyed stream must not be touched: the driver may crash on it.
+        self._stream_object = None if self._stream is None else call.stream_object
+        self._user: weakref.ref[User] | None = None
+
+    @classmethod
+    def at(cls, owner: object, address: int, call: Call) -> Workspace:
+        """Return the workspace at an address, the same one for all whom the caller gives it to."""
+        found = _given.get(address)
+        if found is None:
+            found = _given[address] = cls(owner, call)
+        return found
+
+    def hand_to(self, user: User, call: Call) -> None:
+        """Let `user` write to the memory on the call's stream, behind all that used it before.
+
+        Work that is being captured is left out of the order: a wait for a stream outside would
+        break the capture, and when the graph will run is the caller's to say.
+        """
+        previous = None if self._user is None else self._user()
+        if previous is not user:
+            if previous is not None:
+                previous.lose_workspace()
+            self._user = weakref.ref(user)
+        if call.stream != self._stream and not call.capturing:
+            self._follow(call.stream)
+            self._stream, self._stream_object = call.stream, call.stream_object
+
+    def _follow(self, stream: int) -> None:
+        """Order a stream behind the last one, unless a capture is going on there by now."""
+        last = self._stream
+        if last is None:
+            return
+        try:
+            if not driver().is_capturing(last):
+                order_streams(last, stream)
+        except CumlaError as error:  # such a stream can finish its work, but not be waited for
+            _log.warning(
+                "the stream %#x, on which a plan was used last, is not there any more (%s): "
+                "nothing on stream %#x waits for it; keep streams until their work is done",
+                *(last, str(error), stream),  # an error holds the frames that it went through
+            )
+
+    def note_use(self, call: Call) -> None:
+        """Remember the point up to which the call's stream, which is not home, uses the memory.
+
+        The allocator reuses memory in the order of its own stream. For any other the point is noted
+        at each use, because the stream may be destroyed before the memory is let go.
+        """
+        if call.capturing:
+            return
+        event = driver().record_event(call.stream)
+        self._destroy_event()
+        self._event = event
+
+    def _destroy_event(self) -> None:
+        if self._event:
+            driver().destroy_event(self._event)
+        self._event = 0
+
+    def __del__(self) -> None:
+        event = getattr(self, "_event", 0)
+        if event and not sys.is_finalizing():
+            keep_until_event(self._owner, event, self._device or 0, self._stream or 0)
+
+
+# The workspaces that callers gave, by address, as long as anyone uses them.
+_given: weakref.WeakValueDictionary[int, Workspace] = weakref.WeakValueDictionary()
+
+
+class PlanMemory:
+    """A plan's buffer on the GPU, and the stream on which its schedule was computed.
+
+    Parameters
+    ----------
+    call : Call
+        In which the plan is made, entered; its only view is the workspace's.
+    nbytes : int
+        Size of the buffer.
+    workspace : array or None
+        The caller's, if there is one.
+
+    Attributes
+    ----------
+    buffer : ArrayView
+        The memory.
+    ready : Ready
+        Launches of runs that were found in order, on the stream of the last update.
+    stream : int or None
+        CUstream handle of the last update that was executed: a run there needs no other before it.
+        None before the first, and since another plan has taken the workspace.
+    captured : int or None
+        CUstream handle of the last update that was captured: captured runs there follow it.
+    """
+
+    def __init__(self, call: Call, nbytes: int, workspace: Any) -> None:
+        self.buffer: ArrayView
+        if workspace is None:
+            owner, self.buffer = call.empty((nbytes,), "uint8")
+            self._workspace = Workspace(owner, call)
+        else:
+            (self.buffer,) = cast("tuple[ArrayView]", call.views)
+            check_workspace(self.buffer, nbytes)
+            self._workspace = Workspace.at(workspace, self.buffer.ptr, call)
+        self.ready = Ready()
+        self.stream: int | None = None
+        self.captured: int | None = None
+        self._lost = False  # to another plan, since the last update
+
+    def lose_workspace(self) -> None:
+        """Forget the schedule: another plan is being updated in the same workspace."""
+        self.stream = self.captured = None
+        self._lost = True
+
+    def update(self, call: Call, launch: Launch) -> None:
+        """Have the schedule computed by `launch`, on the call's stream."""
+        self._workspace.hand_to(self, call)
+        self.run(call, launch)
+        if call.capturing:  # computed when the graph is replayed: no update for eager runs
+            self.captured = call.stream
+            return
+        if call.stream != self.stream:
+            self.ready.clear()
+        self.stream = call.stream
+        self._lost = False
+
+    def run(self, call: Call, launch: Launch) -> None:
+        """Launch what uses the schedule, on the call's stream."""
+        launch()
+        if call.stream != self._workspace.home:  # eager runs are many, most of them at home
+            self._workspace.note_use(call)
+
+    def check_serves(self, call: Call, lengths: str) -> None:
+        """Refuse a run on a stream that needs an update, whose arguments are `lengths`, first."""
+        stream = call.stream
+        if stream == self.stream:
+            return
+        if stream == self.captured:
+            if call.capturing:
+                return
+            raise ValueError(
+                f"plan: its last update was captured into a CUDA graph, and is computed when that "
+                f"is replayed; call plan.update({lengths}) outside of a capture before this run"
+            )
+        if self._lost:
+            raise ValueError(
+                f"plan: its workspace has been taken by another plan, whose update came later; "
+                f"call plan.update({lengths}) again, after the runs of that plan, or give each "
+                f"plan a workspace of its own"
+            )
+        if self.stream is None:
+            raise _never_updated(lengths)
+        raise ValueError(
+            f"plan: updated on stream {self.stream:#x}, got a run on stream {stream:#x}; a plan "
+            f"serves one stream at a time: call plan.update on this stream first"
+        )
+
+
+class Plan(ABC, Generic[K]):
+    """A schedule and its buffer, for every layer of a step: base of all families' plans.
+
+    Attributes
+    ----------
+    key : K
+        The shape for which the plan was made.
+    """
+
+    _schedule: ClassVar[Operation[Any, Any]]
+    _attend: ClassVar[Operation[Any, Any]]
+    _lengths: ClassVar[str]  # arguments of an update, in messages
+
+    key: K
+
+    def _make(
+        self,
+        key_on: Callable[[int | None], K],
+        device: int | None,
+        workspace: Any,
+        like: Any,
+        stream: Any,
+    ) -> None:
+        """Take a buffer on the GPU that `device`, `like` or `workspace` name; none on the CPU."""
+        call = _open_plan(device, like, workspace, stream)
+        self._device = call.device
+        self.key = key_on(call.device)
+        self._values: dict[str, np.ndarray[Any, Any]] | None = None  # of the CPU, and of check mode
+        self._sources: dict[str, Any] = {}  # arrays that these are copies of, in check mode
+        self._thread = 0  # of the last update, in check mode
+        self._memory: PlanMemory | None = None
+        self._updates = Ready()
+        if call.device is not None:
+            with call:
+                nbytes = self._attend.workspace_bytes(self.key)
+                self._memory = PlanMemory(call, nbytes, workspace)
+
+    def prepare(self) -> None:
+        """Compile and load the plan's kernels: later calls do not wait, nor fail under capture.
+
+        Raises
+        ------
+        CompilationError, MissingDependencyError
+            The kernels cannot be had here.
+        """
+        if self._device is not None:
+            self._load(self._device, lambda: False)
+
+    def _load(self, device: int, capturing: Callable[[], bool]) -> None:
+        """Load every kernel of the key."""
+        raise NotImplementedError
+
+    def serves(self, stream: int) -> bool:
+        """Tell whether an eager run on a stream can do without an update before it.
+
+        Parameters
+        ----------
+        stream : int
+            CUstream handle. For a plan on the CPU any.
+
+        Returns
+        -------
+        bool
+        """
+        if self._memory is None:
+            return self._values is not None
+        return stream == self._memory.stream
+
+    def _update(self, arrays: Mapping[str, Any], options: Any, stream: Any) -> None:
+        """Compute the schedule from arrays of lengths; `options` are the schedule's."""
+        inputs = {name: array for name, array in arrays.items() if array is not None}
+        call = open_call(tuple(inputs.items()), stream=stream)
+        memory = self._memory
+        identity = (call.views, call.stream)
+        launch = None if memory is None or check_mode() else self._updates.get(identity)
+        arguments = None
+        if launch is None:
+            views = dict(zip(inputs, call.views, strict=True))
+            arguments = self._schedule.arguments(views, options)
+            self._check_device(call)
+        if memory is None:
+            self._values = {name: np.array(to_numpy(name, a)) for name, a in inputs.items()}
+            self._note(inputs)
+            return
+        with call:
+            self._values = None
+            if check_mode() and may_look(call):
+                self._values = _on_host(call, tuple(inputs))
+            self._note(inputs)
+            if launch is None:
+                assert call.device is not None
+                self._load(call.device, lambda: call.capturing)
+                packed = pack(call, self._schedule, self.key, arguments, (), (), memory.buffer.ptr)
+                launches, _ = packed.placed(call, {})
+                launch = launches[0] if launches else _nothing
+                self._updates.keep(identity, launch)
+            memory.update(call, launch)
+
+    def _note(self, inputs: dict[str, Any]) -> None:
+        """Remember what the check mode compares."""
+        noted = check_mode() and self._values is not None
+        self._sources, self._thread = (inputs, get_ident()) if noted else ({}, 0)
+
+    def _check_noted(self, stream: int) -> None:
+        """In check mode: refuse lengths that have changed since the update, and other threads."""
+        if self._thread not in (0, get_ident()):
+            raise ValueError(
+                "plan: updated by another thread; a plan serves one thread at a time: make a plan "
+                "for each, or call plan.update in the thread that runs"
+            )
+        call = open_call(tuple(self._sources.items()), stream=stream) if self._sources else None
+        if call is None or self._values is None:
+            return
+        with call:
+            now = (
+                {n: to_numpy(n, a) for n, a in self._sources.items()}
+                if call.device is None
+                else (_on_host(call, tuple(self._sources)))
+            )
+        for name, values in now.items():
+            changed = np.argwhere(values != self._values[name])
+            if changed.size:
+                at = tuple(changed[0])
+                raise ValueError(
+                    f"{name}[{', '.join(map(str, at))}]: needs the value that the plan was updated "
+                    f"with, {self._values[name][at]}, got {values[at]}; call "
+                    f"plan.update({self._lengths}) after each change of the lengths"
+                )
+
+    def _known(
+        self,
+        arrays: tuple[Any, ...],
+        given: tuple[Any, ...],
+        outputs: dict[str, Any],
+        options: Hashable,
+        stream: Any,
+    ) -> tuple[Hashable, tuple[Any, ...] | None]:
+        """Run again what has been run: how the arrays were seen, and the results if it was.
+
+        The last of the arrays is one by itself, no pair; `given` are those of the outputs that the
+        caller gave, which differ in shape.
+        """
+        seen = glance((*arrays, *given))
+        memory = self._memory
+        if memory is None or seen is None:
+            return None, None
+        identity = (seen, options)
+        ready = memory.ready.get(identity)
+        if ready is None or check_mode():
+            return identity, None
+        again = reopen_call(arrays[-1], self._device, stream)
+        if again.stream != memory.stream:
+            return identity, None
+        with again:
+            if not isinstance(ready, Packed):
+                memory.run(again, ready)
+                return identity, given
+            return identity, _launch(again, memory, ready, outputs)
+
+    def _run(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        options: Hashable,
+        stream: Any,
+        seen: Hashable = None,
+    ) -> tuple[Any, ...]:
+        """Attend with the schedule of the last update."""
+        call = open_call(tuple(inputs.items()), tuple(outputs.items()), stream=stream)
+        self._check_device(call)
+        memory = self._memory
+        if memory is not None:
+            memory.check_serves(call, self._lengths)
+        elif self._values is None:
+            raise _never_updated(self._lengths)
+        views = dict(zip((*inputs, *outputs), call.views, strict=True))
+        arguments = self._attend.arguments(views, options)
+        self._check_shape(arguments)
+        returned = self._attend.outputs(arguments)
+        given = checked_outputs(self._attend, returned, views, tuple(outputs))
+        looks = check_mode() and (memory is None or may_look(call))
+        if looks:
+            self._check_noted(call.stream)
+        if memory is None:
+            assert self._values is not None
+            values = self._values
+            return run_on_cpu(self._attend, call, arguments, {**inputs, **values}, outputs)
+        with call:
+            if looks and self._values is not None:
+                integers = integers_of(self._attend, views).items()
+                host = {name: copy_to_host(view, call.stream) for name, view in integers}
+                self._attend.check_values({**host, **self._values}, arguments)
+            buffer = memory.buffer.ptr
+            packed = pack(call, self._attend, self.key, arguments, returned, given, buffer)
+            results = _launch(call, memory, packed, outputs)
+            if seen is not None and packed.templates and call.stream == memory.stream:
+                whole = None not in given
+                memory.ready.keep(seen, packed.placed(call, outputs)[0][0] if whole else packed)
+            return results
+
+    def _check_shape(self, arguments: Any) -> None:
+        """Refuse arrays of another shape than the plan's."""
+        raise NotImplementedError
+
+    def _check_device(self, call: Call) -> None:
+        if call.device != self._device:
+            raise ValueError(
+                f"plan: made for {place_name(self._device)}, got arrays on "
+                f"{place_name(call.device)}; make a plan for each device"
+            )
+
+
+def _launch(
+    call: Call, memory: PlanMemory, packed: Packed, outputs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Allocate what is not given, launch, and hand the outputs out."""
+    launches, results = packed.placed(call, outputs)
+    for launch in launches:
+        memory.run(call, launch)
+    return packed.exported(call, results, outputs) if call.exports else results
+
+
+def _on_host(call: Call, names: tuple[str, ...]) -> dict[str, np.ndarray[Any, Any]]:
+    """Copy the views of a call from the GPU, and wait for it."""
+    views = cast("tuple[ArrayView, ...]", call.views)
+    return {n: copy_to_host(view, call.stream) for n, view in zip(names, views, strict=True)}
+
+
+def _nothing() -> None:
+    """Stand for the schedule of an empty batch."""
+
+
+def _never_updated(lengths: str) -> ValueError:
+    """Make the error of a run before the first update, whose argument is `lengths`."""
+    return ValueError(f"plan: never updated; call plan.update({lengths}) before the first run")
+
+
+def _open_plan(device: int | None, like: Any, workspace: Any, stream: Any) -> Call:
+    """Open the call that makes a plan: of `workspace`, else of `like`, else of a device number."""
+    if like is None and workspace is None:
+        return open_device(device, stream=stream)
+    calls = {
+        name: open_call(((name, array),), stream=stream)
+        for name, array in (("like", like), ("workspace", workspace))
+        if array is not None
+    }
+    (first, *_), (last, *_) = calls, reversed(calls)
+    place, reason = (calls[first].device, f"as {first}") if device is None else (device, "device=")
+    for name, call in calls.items():
+        if call.device != place:
+            raise ValueError(
+                f"{name}: needs an array on {place_name(place)} ({reason}), got one on "
+                f"{place_name(call.device)}; let device, like and workspace name one place"
+            )
+    if workspace is not None and place is None:
+        raise ValueError(
+            "workspace: needs an array on the GPU, got one on the CPU, where a plan has no buffer; "
+            "leave it out"
+        )
+    return calls[last]

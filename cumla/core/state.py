@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The result of every attention operation."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class AttentionState(NamedTuple):
+    """An attention output, and what is needed to merge it with that over other keys.
+
+    Attributes
+    ----------
+    out : array, shape (tokens, heads, head_dim) or (batch, q_len, heads, head_dim)
+        Attention output; 0 where nothing is visible.
+    lse : array of float32, shape (tokens, heads) or (batch, heads, q_len)
+        Natural logarithm of the sum of ``exp(softmax_scale * q.k)`` over the visible tokens; -inf,
+        the logarithm of an empty sum, where nothing is visible.
+    """
+
+    out: Any
+    lse: Any

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels that write rows into paged caches share: the rows and where they go, the rotation of RoPE columns, and
+// that of the queries beside them.
+#pragma once
+#include "rows/elements.cuh"
+#include "rows/rope.cuh"
+#include "rows/slots.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::mla {
+
+using namespace ptx;
+using namespace rows;
+
+constexpr int kRopeDim = 64;
+constexpr int kLatentOctets = 512 / kOctet;
+constexpr int kRopeOctets = kRopeDim / kOctet;
+constexpr int kAbreast = 32 / kRopeOctets;  // rows whose RoPE columns one warp holds
+constexpr int kAtOnce = 4;                  // octets of a thread, in flight
+constexpr int kTileRows = kAbreast * kAtOnce;
+constexpr int kLatentThreads = kAbreast * kLatentOctets;
+constexpr int kRopeThreads = kTileRows * kRopeOctets;
+constexpr int kAppendWarps = kLatentThreads / 32 + 1;
+constexpr int kTableRowBytes = 64 * 4;  // at most
+
+struct AppendCacheParams {
+  Rows latent_rows, rope_rows;
+  Pages latent_cache, rope_cache;
+  Indices slots;                      // or, where they are not given:
+  Indices batch_indices;              // the request of each token
+  Indices positions;                  // where in its request; the angle of the rotation, too
+  const char* page_numbers;           // i32: a table of num_entries columns, or a list of num_entries for all requests
+  i64 page_numbers_stride_request;    // 0: a list
+  i64 page_numbers_stride;
+  Indices page_list_bounds;           // [batch + 1]: of each request's entries in the list
+  const char* cos_sin;                // [max_position][32 cosines | 32 sines]; null: nothing is rotated
+  i64 cos_sin_stride;
+  Rows queries, queries_out;          // null: none
+  i64 tokens, num_pages, page_size, batch, num_entries, max_position, row_tiles, num_heads;
+  int cos_sin_is_float;  // else of the cache's type
+  int interleaved;       // pairs are (2 i, 2 i + 1), else (i, i + 32)
+};
+
+// By a whole warp, of the tokens of a tile: half of it loads positions, half slots, so that one does not wait for the other.
+__device__ __forceinline__ Given load_given(const AppendCacheParams& p, i64 tile) {
+  static_assert(2 * kTileRows == 32, "half a warp");
+  const int lane = threadIdx.x % 32, row = lane % kTileRows;
+  const Indices indices = lane < kTileRows ? p.positions : p.slots;
+  i64 own = -1;
+  if (tile + row < p.tokens && indices.data != nullptr) own = indices[tile + row];
+  const i64 position = __shfl_sync(0xffffffffu, own, row), slot = __shfl_sync(0xffffffffu, own, kTileRows + row);
+  return {position, p.slots.data != nullptr ? slot : position};
+}
+
+// Where a row goes. The position counts where something is rotated.
+__device__ __forceinline__ Slot slot_of(const AppendCacheParams& p, i64 token, const Given& given) {
+  if (given.slot < 0 || (p.cos_sin != nullptr && !has_rotation(p, given.position))) return {-1, 0};
+  return find_slot(p, token, given.slot);
+}
+
+// What a thread of a row tile takes.
+struct Share {
+  int row, octet;
+};
+
+// As they are: of the latent columns, by the first kLatentThreads, and of RoPE columns that are not rotated, by the last
+// warp. The same octet of row + kAbreast, row + 2 * kAbreast ..., too.
+__device__ __forceinline__ Share copied_share() {
+  const int thread = threadIdx.x, lane = threadIdx.x % 32;
+  if (threadIdx.x < kLatentThreads) return {thread / kLatentOctets, thread % kLatentOctets};
+  return {lane / kRopeOctets, lane % kRopeOctets};
+}
+
+// Of the RoPE columns to be rotated, by the first kRopeThreads.
+__device__ __forceinline__ Share rotated_share() {
+  const int thread = threadIdx.x;
+  return {thread / kRopeOctets, thread % kRopeOctets};
+}
+
+template <typename Element>
+struct Held {
+  Octet<Element> copied[kAtOnce], rotated;
+};
+
+__device__ __forceinline__ const char* row_of(const Rows& rows, i64 token) {
+  const int head = blockIdx.y;
+  return rows.data + token * rows.stride_token + head * rows.stride_head;
+}
+
+__device__ __forceinline__ int rows_of_tile(const AppendCacheParams& p, i64 tile) {
+  return static_cast<int>(min(p.tokens - tile, static_cast<i64>(kTileRows)));
+}
+
+template <typename Element>
+__device__ __forceinline__ void load_copied(const AppendCacheParams& p, const Rows& rows, i64 tile,
+                                            Octet<Element> (&octets)[kAtOnce]) {
+  const auto [first, octet] = copied_share();
+  const char* const row = row_of(rows, tile + first);
+#pragma unroll
+  for (int k = 0; k < kAtOnce; ++k)
+    if (first + kAbreast * k < rows_of_tile(p, tile)) octets[k].load_early(row + kAbreast * k * rows.stride_token, octet);
+}
+
+// By the first kLatentThreads. Those that hold RoPE columns to be rotated have the table's row for them brought to shared
+// memory, eight lanes a row, for which there are not enough registers; positions come last, since widening them waits for
+// them. RoPE columns that are not rotated are left to the last warp: here, behind latent ones, they made copies slower.
+template <typename Element>
+__device__ __forceinline__ void load_rows(const AppendCacheParams& p, i64 tile, Held<Element>& held, char* table_rows) {
+  load_copied(p, p.latent_rows, tile, held.copied);
+  const auto [row, octet] = rotated_share();
+  if (p.cos_sin == nullptr || row >= rows_of_tile(p, tile)) return;  // else one of the first kRopeThreads
+  held.rotated.load_early(row_of(p.rope_rows, tile + row), octet);
+  const i64 position = p.positions[tile + row];
+  if (!has_rotation(p, position)) return;
+  const u32 to = shared_address(table_rows + row * kTableRowBytes) + 16 * octet;
+  const char* const from = table_row(p, position) + 16 * octet;
+  copy_16_async(to, from, true);
+  if (p.cos_sin_is_float) copy_16_async(to + kTableRowBytes / 2, from + kTableRowBytes / 2, true);
+}
+
+// By the first kRopeThreads, after load_rows. Of a row whose position has no rotation, numbers without a meaning.
+template <typename T, typename Element>
+__device__ __forceinline__ Octet<Fp32> rotate_rope(const AppendCacheParams& p, const Octet<Element>& rope,
+                                                      const char* table_rows) {
+  const auto [row, octet] = rotated_share();
+  copy_async_wait_all();
+  __syncwarp();
+  const char* const entries = table_rows + row * kTableRowBytes;
+  return p.interleaved ? rotate<kRopeDim, true>(rope, find_rotation<T, kRopeDim, true>(p, entries, octet))
+                       : rotate<kRopeDim, false>(rope, find_rotation<T, kRopeDim, false>(p, entries, octet));
+}
+
+template <typename T, bool kInterleaved>
+__device__ __forceinline__ void rotate_queries(const AppendCacheParams& p) {
+  const i64 tile = static_cast<i64>(blockIdx.x - p.row_tiles) * gridDim.y + blockIdx.y;
+  const u64 item = tile * kAppendWarps + threadIdx.x / 32;
+  const u64 head_tiles = (p.num_heads + kTileRows - 1) / kTileRows;
+  const i64 token = item / head_tiles;
+  if (token >= p.tokens) return;
+  const i64 first = (item - token * head_tiles) * kTileRows + threadIdx.x % 32 / kRopeOctets;
+  const int octet = threadIdx.x % kRopeOctets;
+  auto row_of = [&](const Rows& queries, int k) {
+    return queries.data + token * queries.stride_token + (first + kAbreast * k) * queries.stride_head;
+  };
+
+  Octet<T> octets[kAtOnce] = {};
+#pragma unroll
+  for (int k = 0; k < kAtOnce; ++k)
+    if (first + kAbreast * k < p.num_heads) octets[k].load_early(row_of(p.queries, k), octet);
+  const i64 position = p.positions[token];
+  if (!has_rotation(p, position)) return;
+  const Rotation rotation = find_rotation<T, kRopeDim, kInterleaved>(p, table_row(p, position), octet);
+#pragma unroll
+  for (int k = 0; k < kAtOnce; ++k) {
+    const Octet<Fp32> rotated = rotate<kRopeDim, kInterleaved>(octets[k], rotation);
+    if (first + kAbreast * k < p.num_heads) store(row_of(p.queries_out, k), octet, rotated.packed<T>());
+  }
+}
+
+}  // namespace cumla::mla

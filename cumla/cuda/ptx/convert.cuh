@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// Moves between registers and conversions: pairs of 16-bit numbers, e4m3, and the approximations of the special function unit.
+#pragma once
+#include "ptx/types.cuh"
+
+namespace cumla::ptx {
+
+// PTX ISA: Data Movement and Conversion Instructions: mov
+// In a register of its own, which the compiler does not see through.
+__device__ __forceinline__ u32 copy_of(u32 value) {
+  u32 copy;
+  asm volatile("mov.b32 %0, %1;" : "=r"(copy) : "r"(value));
+  return copy;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: mov
+// An address that many accesses share, computed once for all of them.
+template <typename Pointee>
+__device__ __forceinline__ Pointee* copy_of(Pointee* pointer) {
+  Pointee* copy;
+  asm volatile("mov.b64 %0, %1;" : "=l"(copy) : "l"(pointer));
+  return copy;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: cvt
+template <typename T>
+__device__ __forceinline__ u32 pack_pair(float low, float high);
+
+template <>
+__device__ __forceinline__ u32 pack_pair<Bf16>(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+template <>
+__device__ __forceinline__ u32 pack_pair<Fp16>(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: mov, cvt
+template <typename T>
+__device__ __forceinline__ float2 unpack_pair(u32 packed);
+
+template <>
+__device__ __forceinline__ float2 unpack_pair<Bf16>(u32 packed) {
+  return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+}
+
+template <>
+__device__ __forceinline__ float2 unpack_pair<Fp16>(u32 packed) {
+  float low, high;
+  asm("{\n"
+      ".reg .f16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.f32.f16 %0, a;\n"
+      "cvt.f32.f16 %1, b;\n"
+      "}"
+      : "=f"(low), "=f"(high)
+      : "r"(packed));
+  return {low, high};
+}
+
+template <typename T>
+__device__ __forceinline__ float sum_of_pair(u32 packed) {
+  const float2 pair = unpack_pair<T>(packed);
+  return pair.x + pair.y;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: cvt
+// To nearest even; beyond 448, infinities included, to +-448; NaN becomes 0x7f. The first is the lowest byte.
+__device__ __forceinline__ u32 pack_e4m3x4(float a, float b, float c, float d) {
+  u32 packed;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}"
+      : "=r"(packed)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return packed;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: cvt
+// The two lower bytes and the two upper ones, each as a pair of float16, which has every e4m3 number. NaN stays NaN.
+__device__ __forceinline__ void expand_e4m3x4(u32 packed, u32& low, u32& high) {
+  asm("{\n"
+      ".reg .b16 first, second;\n"
+      "mov.b32 {first, second}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, first;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, second;\n"
+      "}"
+      : "=r"(low), "=r"(high)
+      : "r"(packed));
+}
+
+// PTX ISA: Half Precision Floating Point Instructions: max
+// Of pairs of float16; of a number and NaN the number.
+__device__ __forceinline__ u32 highest_f16x2(u32 a, u32 b) {
+  u32 highest;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(highest) : "r"(a), "r"(b));
+  return highest;
+}
+
+// PTX ISA: Floating Point Instructions: ex2
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// PTX ISA: Floating Point Instructions: rcp
+// To one unit in the last place, in one instruction; a quotient takes a subroutine.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// PTX ISA: Floating Point Instructions: lg2
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace cumla::ptx

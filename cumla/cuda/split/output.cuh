@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// The output of attention kernels: rows of out and their log-sum-exp, float32 pieces of them in a plan's buffer.
+//
+// Params is the parameter struct of the kernel. These members of it are used here:
+//   out, out_stride_batch, out_stride_token, out_stride_head, out_is_float     strides in bytes
+//   lse, lse_stride_batch, lse_stride_head, lse_stride_token                   strides in elements
+//   empty_lse                                                                  where nothing is visible
+//   parts, row_groups                                                          of the plan
+#pragma once
+#include "split/tile.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::split {
+
+using namespace ptx;
+
+// Number of the piece that a part leaves in a slot.
+template <typename Params, typename AnyTile>
+__device__ __forceinline__ i64 piece_index(const Params& p, const AnyTile& tile, int part, int slot) {
+  return (static_cast<i64>(tile.index) * p.parts + part) * 2 + slot;
+}
+
+// Where a lane's accumulators of eight columns of a row group lie in a piece, in units of four. Each of two consumers has
+// half of the kValueDim columns; `columns` counts eights in its half.
+template <int kValueDim, typename Params>
+__device__ __forceinline__ i64 piece_offset(const Params& p, i64 piece, int consumer, int group, int columns, int lane) {
+  static_assert(kValueDim % 16 == 0, "half of the columns are groups of eight");
+  return (((piece * 2 + consumer) * p.row_groups + group) * (kValueDim / 16) + columns) * 32 + lane;
+}
+
+// A row's log-sum-exp, base 2, as the caller gets it.
+template <typename Params>
+__device__ __forceinline__ void store_lse(const Params& p, int request, const Row& to, float lse) {
+  p.lse[request * p.lse_stride_batch + to.head * p.lse_stride_head + to.token * p.lse_stride_token] =
+      lse == -kInfinity ? p.empty_lse : lse * kLn2;
+}
+
+template <typename Params, typename AnyTile>
+__device__ __forceinline__ char* row_of_out(const Params& p, const AnyTile& tile, int request, int row) {
+  const Row to(p, tile, row);
+  return p.out + request * p.out_stride_batch + to.token * p.out_stride_token + to.head * p.out_stride_head;
+}
+
+// A quad of lanes stores 16 columns of a row, each lane a, b at 2 quad_lane and c, d eight columns later. In 16 bits lanes
+// trade with their neighbour, kNeighbour apart: eight bytes a lane, full 32-byte sectors.
+template <typename T, int kNeighbour, typename Params, typename AnyTile>
+__device__ __forceinline__ void store_columns(const Params& p, const AnyTile& tile, int request, int row,
+                                              int quad_lane, int column, float a, float b, float c, float d) {
+  const bool exists = row < tile.rows, odd = quad_lane % 2;
+  char* const out = row_of_out(p, tile, request, row);
+  if (p.out_is_float) {
+    float* const destination = reinterpret_cast<float*>(out) + column + quad_lane * 2;
+    if (exists) {
+      store_global_float2(destination, a, b);
+      store_global_float2(destination + 8, c, d);
+    }
+  } else {
+    const u32 first = pack_pair<T>(a, b), second = pack_pair<T>(c, d);
+    const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, kNeighbour);
+    char* const destination = out + (column + (odd ? 8 + (quad_lane - 1) * 2 : quad_lane * 2)) * 2;
+    if (exists) store_global_8(destination, odd ? received : first, odd ? second : received);
+  }
+}
+
+// A quad of lanes stores eight columns of a row, each lane two.
+template <typename T, typename Params, typename AnyTile>
+__device__ __forceinline__ void store_pair(const Params& p, const AnyTile& tile, int request, int row, int quad_lane,
+                                           int column, float a, float b) {
+  char* const out = row_of_out(p, tile, request, row);
+  column += quad_lane * 2;
+  if (row >= tile.rows) return;
+  if (p.out_is_float)
+    store_global_float2(reinterpret_cast<float*>(out) + column, a, b);
+  else
+    *reinterpret_cast<u32*>(out + column * 2) = pack_pair<T>(a, b);
+}
+
+}  // namespace cumla::split

@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who works on which KV blocks where query lengths differ: one CTA, parallel over requests, then over row tiles. The
+// kernels of mla_decode over a RaggedTile follow it.
+//
+// A request has q_len x heads_per_group rows of a kv head, in tiles of 64, and each tile has a place in the schedule (see
+// split/plan.cuh). It costs the blocks that its rows see, together, and fixed_cost. The tiles are dealt out like cards, one
+// to each part and then the next ones, and what a part gets lies together: so the parts work on neighbouring tiles at the
+// same time, which read the same pages. Where that would leave a part dearer than cutting can cost, parts are equal
+// shares of the summed cost instead, of the tiles in the same order, and cut a tile where one ends.
+// cumla/launch/split/ragged_schedule.py holds the same arithmetic in NumPy, as its oracle.
+#include "split/plan.cuh"
+#include "split/schedule/parts.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::split {
+
+using namespace ptx;
+
+// The run of this thread's bound, which cuts what lies at `place`, or is in no run where that is -1. Runs within a warp
+// come from a match; those that touch its edges go on in the neighbouring warps.
+__device__ __forceinline__ Run find_run(int place, Run (&edges)[kScheduleWarps][2],
+                                        int (&edge_places)[kScheduleWarps][2]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, base = warp * 32;
+  const u32 same = __match_any_sync(0xffffffffu, place);
+  Run run = {base + __ffs(same) - 1, base + 31 - __clz(same)};
+  if (lane % 31 == 0) {
+    edges[warp][lane / 31] = run;
+    edge_places[warp][lane / 31] = place;
+  }
+  __syncthreads();
+  if (place < 0) return run;
+  for (int w = warp; run.first == w * 32 && w > 0 && edge_places[w - 1][1] == place; --w)
+    run.first = edges[w - 1][1].first;
+  for (int w = warp; run.last == w * 32 + 31 && w < kScheduleWarps - 1 && edge_places[w + 1][0] == place; ++w)
+    run.last = edges[w + 1][0].last;
+  return run;
+}
+
+struct RaggedScheduleParams {
+  const int* qo_indptr;  // [batch + 1]
+  i64 qo_indptr_stride;  // elements, as of the others
+  const int* kv_lens;    // [batch]
+  i64 kv_lens_stride;
+  const int* kv_indptr;  // [batch + 1]: pages of the requests before one; nullptr: request r has row r of a block table
+  i64 kv_indptr_stride;
+  TilePlace* places;  // [max_places]
+  Part* parts_out;    // [parts]
+  Ticket* tickets;    // [num_tickets]
+  int batch;
+  int total_tokens;  // rows of q
+  int max_places;
+  int parts;
+  int num_tickets;
+  int heads_per_group;
+  int page_size;
+  int causal;
+  int fixed_cost;  // of a tile or a piece of one, in blocks
+  int piece_cost;  // of a piece, in blocks: to be stored, counted and joined
+  int min_blocks;  // no cut is closer to an end of its tile
+  int min_share;   // cost of a share, at least
+};
+
+// The query tokens of a request. Whatever qo_indptr holds, they lie in q.
+struct Queries {
+  int begin, count, tiles;
+
+  __device__ __forceinline__ Queries(const RaggedScheduleParams& p, int request) {
+    begin = min(max(p.qo_indptr[request * p.qo_indptr_stride], 0), p.total_tokens);
+    // Limited before it is subtracted: any 32 bits may stand there.
+    const int end = min(max(p.qo_indptr[(request + 1) * p.qo_indptr_stride], begin), p.total_tokens);
+    count = end - begin;
+    tiles = (static_cast<i64>(count) * p.heads_per_group + kRowTile - 1) / kRowTile;
+  }
+};
+
+// The place of a request's first tile.
+__device__ __forceinline__ TilePlace first_tile(const RaggedScheduleParams& p, int request, const Queries& queries) {
+  i64 tokens = max(p.kv_lens[request * p.kv_lens_stride], 0), pages = request;
+  if (p.kv_indptr != nullptr) {
+    pages = p.kv_indptr[request * p.kv_indptr_stride];
+    tokens = min(tokens, max(p.kv_indptr[(request + 1) * p.kv_indptr_stride] - pages, i64{0}) * p.page_size);
+  }
+  return {static_cast<int>(min(tokens, static_cast<i64>(kMaxTokens))), 0, queries.count, queries.begin, pages, 0};
+}
+
+// Blocks that the rows of a tile see, together.
+__device__ __forceinline__ int visible_blocks(const RaggedScheduleParams& p, const TilePlace& tile) {
+  if (!p.causal) return blocks_of(tile.tokens);
+  const int last_row = min(tile.first_row + kRowTile, tile.q_len * p.heads_per_group) - 1;
+  return blocks_of(max(tile.tokens - (tile.q_len - 1 - last_row / p.heads_per_group), 0));
+}
+
+struct RaggedShared {
+  i64 warp_sums[2][kScheduleWarps];
+  int tile_starts[kScheduleThreads];  // tiles of all requests before a thread's first one
+  i64 cost_starts[kScheduleThreads];  // cost of all places before a thread's first one
+  PartBound bounds[kMaxParts + 1];
+  Run runs[kMaxParts + 1];
+  Run edges[kScheduleWarps][2];
+  int edge_places[kScheduleWarps][2];
+};
+
+// The last thread that starts no later than `place`.
+template <typename Start>
+__device__ __forceinline__ int owner_of(const Start* starts, i64 place) {
+  int owner = 0;
+#pragma unroll 1
+  for (int step = kScheduleThreads / 2; step > 0; step /= 2)
+    if (starts[owner + step] <= place) owner += step;
+  return owner;
+}
+
+// The first place of a part, if all are dealt out: parts that get one more than others come first.
+__device__ __forceinline__ int first_place(int part, int tiles, int parts) {
+  return part * (tiles / parts) + min(part, tiles % parts);
+}
+
+// Writes this thread's tiles, [tile, end) of all.
+__device__ __forceinline__ void write_tiles(const RaggedScheduleParams& p, const int* tile_starts, int tile, int end,
+                                            int tiles, int requests_of_thread) {
+  if (tile >= end) return;
+  const int owner = owner_of(tile_starts, tile);
+  int request = owner * requests_of_thread, skip = tile - tile_starts[owner];
+  Queries queries(p, request);
+  while (skip >= queries.tiles && request + 1 < p.batch) {
+    skip -= queries.tiles;
+    queries = Queries(p, ++request);
+  }
+  TilePlace place = first_tile(p, request, queries);
+  place.first_row = skip * kRowTile;
+#pragma unroll 1
+  while (true) {
+    p.places[first_place(tile % p.parts, tiles, p.parts) + tile / p.parts] = place;
+    if (++tile >= end) return;
+    place.first_row += kRowTile;
+    if (place.first_row < place.q_len * p.heads_per_group) continue;
+    do {
+      if (++request >= p.batch) return;
+      queries = Queries(p, request);
+    } while (queries.tiles == 0);
+    place = first_tile(p, request, queries);
+  }
+}
+
+// What all places before one cost.
+__device__ __forceinline__ i64 cost_before(const RaggedScheduleParams& p, const i64* cost_starts, int place,
+                                           int tiles_of_thread) {
+  const int owner = place / tiles_of_thread;
+  i64 cost = cost_starts[owner];
+#pragma unroll 1
+  for (int i = owner * tiles_of_thread; i < place; ++i) cost += visible_blocks(p, p.places[i]) + p.fixed_cost;
+  return cost;
+}
+
+// Where a share begins: a cut not closer than min_blocks to the ends of its tile, but before or behind it.
+__device__ __forceinline__ PartBound bound_at(const RaggedScheduleParams& p, const i64* cost_starts, i64 at,
+                                              i64 total, int tiles, int tiles_of_thread) {
+  if (at >= total) return {tiles, 0, 0, 0};
+  const int owner = owner_of(cost_starts, at);
+  int place = owner * tiles_of_thread, blocks = visible_blocks(p, p.places[place]);
+  i64 block = at - cost_starts[owner];
+#pragma unroll 1
+  while (block >= blocks + p.fixed_cost && place + 1 < tiles) {
+    block -= blocks + p.fixed_cost;
+    blocks = visible_blocks(p, p.places[++place]);
+  }
+  if (block < p.min_blocks) return {place, 0, 0, 0};
+  if (blocks - block < p.min_blocks) return {place + 1, 0, 0, 0};
+  return {place, static_cast<int>(block), 0, 0};
+}
+
+__device__ __forceinline__ void ragged_schedule(const RaggedScheduleParams& p) {
+  __shared__ RaggedShared shared;
+  const int thread = threadIdx.x;
+  const int requests_of_thread = (p.batch + kScheduleThreads - 1) / kScheduleThreads;
+
+  grid_dependency_launch();
+  grid_dependency_wait();
+
+  i64 count = 0, all_tiles;
+  for (int i = 0; i < requests_of_thread; ++i) {
+    const int request = thread * requests_of_thread + i;
+    if (request < p.batch) count += Queries(p, request).tiles;
+  }
+  for (int i = thread; i < p.num_tickets; i += kScheduleThreads) p.tickets[i] = {};
+  // There are more tiles than places only where qo_indptr falls.
+  const i64 tiles_before = block_exclusive_sum(count, shared.warp_sums[0], all_tiles), places = p.max_places;
+  shared.tile_starts[thread] = min(tiles_before, places);
+  __syncthreads();
+  const int tiles = min(all_tiles, places);
+  const int tiles_of_thread = (tiles + kScheduleThreads - 1) / kScheduleThreads;
+  const int first = min(thread * tiles_of_thread, tiles), last = min(first + tiles_of_thread, tiles);
+  write_tiles(p, shared.tile_starts, first, last, tiles, requests_of_thread);
+  __syncthreads();
+  i64 total, cost = 0;
+  for (int place = first; place < last; ++place) cost += visible_blocks(p, p.places[place]) + p.fixed_cost;
+  shared.cost_starts[thread] = block_exclusive_sum(cost, shared.warp_sums[1], total);
+  __syncthreads();
+
+  const i64 share = max((total + p.parts - 1) / p.parts, static_cast<i64>(p.min_share));
+  const int dealt = thread < p.parts ? first_place(thread, tiles, p.parts) : tiles;
+  const int next = thread < p.parts ? first_place(thread + 1, tiles, p.parts) : tiles;
+  i64 price = 0;
+  if (dealt < next) {
+    price = (next < tiles ? cost_before(p, shared.cost_starts, next, tiles_of_thread) : total) -
+            cost_before(p, shared.cost_starts, dealt, tiles_of_thread);
+  }
+  PartBound bound = {dealt, 0, 0, 0};
+  if (__syncthreads_or(price > share + p.fixed_cost + 2 * p.piece_cost)) {
+    const i64 at = thread < p.parts ? thread * share : total;
+    bound = bound_at(p, shared.cost_starts, at, total, tiles, tiles_of_thread);
+  }
+  const bool cuts = thread < p.parts && bound.block > 0;
+  const Run run = find_run(cuts ? bound.place : -1, shared.edges, shared.edge_places);
+  if (thread <= p.parts) {
+    shared.bounds[thread] = bound;
+    shared.runs[thread] = run;
+  }
+  __syncthreads();
+  if (thread < p.parts) p.parts_out[thread] = part_of(shared.bounds, shared.runs, thread);
+}
+
+}  // namespace cumla::split

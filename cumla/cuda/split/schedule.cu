@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who works on which KV blocks, parallel over the batch. See split/plan.cuh for the terms.
+//
+// schedule, one CTA: a request costs its number of blocks + fixed_cost. Three ways to deal the requests out:
+//   apart: each request alone, in equal pieces of one part each, where there are at least two parts a request and pieces
+//          get no larger than an equal share and what cutting costs; a request that cutting would not make shorter by
+//          min_saving stays whole; else
+//   whole: ceil(batch / parts) consecutive requests to a part, no request cut, where that costs little more than equal
+//          shares, or no more than the dearest part of the third way, where that can be had; else
+//   packed: requests that cost more than a limit get parts of their own for all but the last piece, their rest; rests and
+//          whole requests go to the other parts, the dearest first, each to the cheapest. A piece costs piece_cost more.
+//          This takes the requests into another order. Of a few limits that one is taken whose dearest part is cheapest;
+//          else, of many requests or parts:
+//   shares: equal ones of the summed cost, cut wherever one ends.
+// schedule_invariant, a CTA for every 1024 parts: each request is cut where its own length says, into pieces of a
+// part each.
+// cumla/launch/split/schedule.py holds the same arithmetic in NumPy, as its oracle.
+#include "split/schedule/layout.cuh"
+#include "split/schedule/pack.cuh"
+#include "split/schedule/parts.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::split {
+
+using namespace ptx;
+
+// Parts of a request that has some of its own, in pieces of `size` blocks at most.
+__device__ __forceinline__ int pieces_of(const ScheduleParams& p, int tokens, int size) {
+  const int blocks = blocks_of(tokens);
+  return blocks - size < p.min_saving ? 1 : static_cast<u32>(blocks + size - 1) / static_cast<u32>(size);
+}
+
+// What each part costs if all cost the same.
+__device__ __forceinline__ int share_of(const ScheduleParams& p, int total) {
+  return max(static_cast<int>(quotient(total + p.parts - 1, p.by_parts)), p.min_share);
+}
+
+struct ScheduleShared {
+  int warp_values[2][kScheduleWarps];
+  int thread_starts[kScheduleThreads];      // cost of all requests of the warp before a thread's first one
+  int thread_tokens[kScheduleThreads];      // of a thread's first request
+  Packing packing;
+  PartBound bounds[kMaxParts + 1];
+  union {
+    alignas(16) u32 keys[kScheduleThreads];  // while requests are packed
+    Run runs[kMaxParts + 1];
+  };
+};
+
+// Deals the requests out apart where there are at least two parts a request, or tells that it is not worth it. A warp
+// reads all lengths and tries one size of pieces; one always will do, but for its cost: pieces of twice the least size
+// number parts / 2 + batch. Then each warp numbers the pieces for itself, of 32 requests at once, and takes its parts'.
+// `length` is that of the request with the number of the lane, or 0.
+__device__ __forceinline__ bool deal_apart(const ScheduleParams& p, int length, int* warp_sizes) {
+  const int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int blocks = blocks_of(length);
+#pragma unroll 1
+  for (int request = lane + 32; request < p.batch; request += 32) blocks += blocks_of(length_of(p, request));
+  blocks = __reduce_add_sync(0xffffffffu, blocks);
+  const int least = max(static_cast<int>(quotient(blocks + p.parts - 1, p.by_parts)), p.min_share);
+  const int try_size = least + warp * max(least / 16, 1);
+  int needed = lane < p.batch ? pieces_of(p, length, try_size) : 0;
+#pragma unroll 1
+  for (int request = lane + 32; request < p.batch; request += 32)
+    needed += pieces_of(p, length_of(p, request), try_size);
+  needed = __reduce_add_sync(0xffffffffu, needed);
+  const int most = share_of(p, blocks + p.batch * p.fixed_cost) + p.cut_cost - p.fixed_cost;
+  if (lane == 0) warp_sizes[warp] = needed <= p.parts && try_size <= most ? try_size : kNever;
+  __syncthreads();
+  const int size = __reduce_min_sync(0xffffffffu, warp_sizes[lane]);
+  if (size == kNever) return false;
+
+  const int base = warp * 32;  // the first part of this warp
+  if (base >= p.parts) return true;
+  Part part = {p.batch, 0, 0, 0, p.batch, 0, thread, thread, 0, thread, {}};
+  int before = 0, tokens = length;  // before: pieces of earlier requests
+#pragma unroll 1
+  for (int request = lane; request - lane < p.batch; request += 32) {
+    const bool valid = request < p.batch;
+    if (valid && request != lane) tokens = length_of(p, request);
+    const int pieces = valid ? pieces_of(p, tokens, size) : 0;
+    if (valid && request == thread) p.places[request] = {request, tokens};
+    const int end = before + warp_inclusive_sum(pieces);
+    const int from = end - pieces - base;
+    // Requests begin in different parts: their number up to this one tells whose part it is.
+    const u32 begins = __reduce_or_sync(0xffffffffu, valid && from >= 0 && from < 32 ? 1u << from : 0);
+    const int owner = __popc(__ballot_sync(0xffffffffu, valid && from < 0)) + __popc(begins & ((2u << lane) - 1)) - 1;
+    const int first = __shfl_sync(0xffffffffu, end - pieces, owner), count = __shfl_sync(0xffffffffu, pieces, owner);
+    const int held = __shfl_sync(0xffffffffu, tokens, owner);
+    if (owner >= 0 && thread < first + count) {
+      const int index = thread - first, whose = request - lane + owner, last = first + count - 1;
+      const u32 all = blocks_of(held), each = all / count, rest = all - each * count;  // index * all would need 64 bits
+      const int block = index * each + index * rest / count, next = (index + 1) * each + (index + 1) * rest / count;
+      const bool ends = thread == last;
+      part = {whose, block, whose, held, ends ? whose + 1 : whose, ends ? 0 : next, first, last, 0, last, {}};
+    }
+    before = __shfl_sync(0xffffffffu, end, 31);
+  }
+  if (thread < p.parts) p.parts_out[thread] = part;
+  return true;
+}
+
+// The bound of this thread's part if all parts cost a share, with its run: a cut not closer than min_blocks to the ends of
+// its request, but before or behind it. `warp_start`: cost of all requests before those of the warp with the lane's number.
+template <typename TokensOf>
+__device__ __forceinline__ PartBound bound_at_share(const ScheduleParams& p, const ScheduleShared& shared, int per_thread,
+                                                    int share, int total, int warp_start, TokensOf tokens_of, Run& run) {
+  const i64 wanted = static_cast<i64>(threadIdx.x) * share;
+  const int place = wanted < total ? static_cast<int>(wanted) : total - 1;
+  int owner = 0;
+#pragma unroll
+  for (int step = kScheduleWarps / 2; step > 0; step /= 2)
+    if (__shfl_sync(0xffffffffu, warp_start, owner + step) <= place) owner += step;
+  int block = place - __shfl_sync(0xffffffffu, warp_start, owner);
+  if (wanted >= total) return {p.batch, 0, 0, 0};
+  owner *= 32;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2)
+    if (shared.thread_starts[owner + step] <= block) owner += step;
+  int request = owner * per_thread, tokens = shared.thread_tokens[owner];
+  block -= shared.thread_starts[owner];
+  while (block >= blocks_of(tokens) + p.fixed_cost) {
+    block -= blocks_of(tokens) + p.fixed_cost;
+    tokens = tokens_of(++request);
+  }
+  const u32 first_cut = place - block + p.min_blocks, last_cut = place - block + blocks_of(tokens) - p.min_blocks;
+  run = {static_cast<int>((first_cut + share - 1) / share), static_cast<int>(last_cut / share)};
+  if (blocks_of(tokens) - block < p.min_blocks && block >= p.min_blocks) {
+    tokens = tokens_of(++request);
+    block = 0;
+  }
+  if (request == p.batch) return {p.batch, 0, 0, 0};
+  return {request, block < p.min_blocks ? 0 : block, request, tokens};
+}
+
+__device__ void schedule(const ScheduleParams& p) {
+  __shared__ ScheduleShared shared;
+  const int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int per_thread = static_cast<u32>(p.batch + kScheduleThreads - 1) / kScheduleThreads;
+  const int begin = min(thread * per_thread, p.batch);
+  const int end = min(begin + per_thread, p.batch);
+
+  grid_dependency_launch();
+  grid_dependency_wait();
+
+  const bool maybe_apart = 2 * p.batch <= p.parts;
+  const int mine = maybe_apart ? lane : begin;  // read at first
+  int first_tokens = mine < p.batch ? p.cache_seqlens[mine * p.cache_seqlens_stride] : 0;
+#pragma unroll 1
+  for (int i = thread; i < p.num_tickets; i += kScheduleThreads)  // while that is on its way
+    reinterpret_cast<uint4*>(p.tickets)[i] = {};
+  first_tokens = clamp_length(p, first_tokens);
+  if (maybe_apart) {
+    if (deal_apart(p, first_tokens, shared.warp_values[1])) return;
+    first_tokens = begin < end ? length_of(p, begin) : 0;
+  }
+
+  // A thread takes consecutive requests.
+  if (begin < end) p.places[begin] = {begin, first_tokens};
+  int cost = begin < end ? blocks_of(first_tokens) + p.fixed_cost : 0;
+#pragma unroll 1
+  for (int request = begin + 1; request < end; ++request) {
+    const int length = length_of(p, request);
+    p.places[request] = {request, length};
+    cost += blocks_of(length) + p.fixed_cost;
+  }
+  const int inclusive = warp_inclusive_sum(cost);
+  shared.thread_tokens[thread] = first_tokens;
+  shared.thread_starts[thread] = inclusive - cost;
+  if (lane == 31) shared.warp_values[0][warp] = inclusive;
+  __syncthreads();
+  const int of_warp = shared.warp_values[0][lane];
+  const int total = __reduce_add_sync(0xffffffffu, of_warp);
+  const int share = share_of(p, total);
+  auto tokens_of = [&](int request) {
+    return request >= p.batch ? 0 : per_thread == 1 ? shared.thread_tokens[request] : p.places[request].tokens;
+  };
+
+  const bool has_bound = warp * 32 <= p.parts;  // so has a thread of this warp
+  int first = p.batch, next = p.batch, price = 0, warp_start = 0;
+  if (has_bound) {
+    warp_start = warp_inclusive_sum(of_warp) - of_warp;
+    auto start_of = [&](int request) {
+      const int in_batch = request < p.batch ? request : 0, owner = per_thread == 1 ? in_batch : in_batch / per_thread;
+      int start = __shfl_sync(0xffffffffu, warp_start, owner / 32) + shared.thread_starts[owner];
+      for (int before = owner * per_thread; before < in_batch; ++before)
+        start += blocks_of(tokens_of(before)) + p.fixed_cost;
+      return request < p.batch ? start : total;
+    };
+    const int group = quotient(p.batch + p.parts - 1, p.by_parts);
+    if (thread < p.parts) first = min(thread * group, p.batch);
+    next = min(first + group, p.batch);
+    price = start_of(next) - start_of(first);
+  }
+  const bool packable = p.batch <= kPackedRequests && p.parts <= kPackedParts && share <= kPackedShare;
+  const int of_shares = share + p.fixed_cost + 2 * p.piece_cost;  // they cost that at most, whatever their cuts
+  // Nearly equal groups are taken at once: 128 of 132 multiprocessors, 1/32 dearer than shares, were as fast as all.
+  const int nearly = share + min(p.cut_cost, share / 32);
+  bool dearer = __syncthreads_or(price > (packable ? nearly : max(nearly, of_shares)));
+  Packed packed = {0, 0, 0, kNever};
+  if (dearer && packable) {
+    packed = find_packed(p, shared.packing, shared.keys, shared.thread_tokens, share);
+    if (packed.cost > max(of_shares, share + share / 20)) packed.cost = kNever;
+    dearer = __syncthreads_or(price > (packed.cost != kNever ? packed.cost : of_shares));
+  }
+  if (!dearer) {
+    if (thread < p.parts)
+      p.parts_out[thread] = {first,  0, first < p.batch ? first : 0, tokens_of(first), next, 0, thread, thread, 0,
+                             thread, {}};
+    return;
+  }
+  PartBound bound = {};
+  Run run = {};
+  if (packed.cost != kNever)
+    bound = bound_packed(p, shared.packing, shared.thread_tokens, shared.warp_values[1], packed, run);
+  else if (has_bound)
+    bound = bound_at_share(p, shared, per_thread, share, total, warp_start, tokens_of, run);
+
+  if (thread <= p.parts) {
+    shared.bounds[thread] = bound;
+    shared.runs[thread] = run;
+  }
+  __syncthreads();
+  if (thread < p.parts) p.parts_out[thread] = part_of(shared.bounds, shared.runs, thread);
+}
+
+// Pieces of a request that is cut at multiples of piece_blocks. The last one is longer than the others where a cut
+// would save less than min_saving.
+__device__ __forceinline__ int fixed_pieces_of(const ScheduleParams& p, int tokens) {
+  return 1 + static_cast<u32>(max(blocks_of(tokens) - p.min_saving, 0)) / static_cast<u32>(p.piece_blocks);
+}
+
+// All CTAs count the pieces of all requests; then each thread finds its own part's.
+__device__ void schedule_invariant(const ScheduleParams& p) {
+  __shared__ int starts[kScheduleThreads];  // the part in which a thread's first request begins
+  __shared__ int warp_sums[kScheduleWarps];
+  const int thread = threadIdx.x, index = blockIdx.x * kScheduleThreads + thread;
+  const int per_thread = (p.batch + kScheduleThreads - 1) / kScheduleThreads;
+  const int begin = min(thread * per_thread, p.batch);
+  const int end = min(begin + per_thread, p.batch);
+
+  grid_dependency_launch();
+  grid_dependency_wait();
+
+  int count = 0;
+  for (int request = begin; request < end; ++request) {
+    const int length = length_of(p, request);
+    if (blockIdx.x == 0) p.places[request] = {request, length};
+    count += fixed_pieces_of(p, length);
+  }
+  for (int i = index; i < p.num_tickets; i += gridDim.x * kScheduleThreads) p.tickets[i] = {};
+  int all;
+  starts[thread] = block_exclusive_sum(count, warp_sums, all);
+  __syncthreads();
+  if (index >= p.parts) return;
+  if (index >= all) {
+    p.parts_out[index] = {p.batch, 0, 0, 0, p.batch, 0, index, index, 0, index, {}};
+    return;
+  }
+
+  int owner = 0;
+#pragma unroll
+  for (int step = kScheduleThreads / 2; step > 0; step /= 2)
+    if (starts[owner + step] <= index) owner += step;
+  int request = owner * per_thread, first = starts[owner];
+  int tokens = length_of(p, request), pieces = fixed_pieces_of(p, tokens);
+  // Lengths are read again; should they have changed meanwhile, there are no requests behind the last one.
+  while (first + pieces <= index && request + 1 < p.batch) {
+    first += pieces;
+    tokens = length_of(p, ++request);
+    pieces = fixed_pieces_of(p, tokens);
+  }
+  const int piece = index - first, last = first + pieces - 1;
+  const bool ends = index == last;
+  p.parts_out[index] = {request, piece * p.piece_blocks, request, tokens, ends ? request + 1 : request,
+                        ends ? 0 : (piece + 1) * p.piece_blocks, first, last, 0, ends ? index : last, {}};
+}
+
+}  // namespace cumla::split

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which query rows a CTA has, and which blocks of which request: what every attention kernel over a plan shares.
+//
+// Params is the parameter struct of the kernel. These members of it are read here:
+//   places, parts_in, batch, parts, max_tokens           the plan, and how long its requests may be
+//   q_len, heads_per_group, by_heads_per_group, causal   the query rows of a kv head
+#pragma once
+#include "split/division.cuh"
+#include "split/plan.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::split {
+
+// Row tile where all requests have q_len queries: grid = (row tiles of a kv head, parts, kv heads).
+struct Tile {
+  static constexpr bool kIsRagged = false;
+  using Held = const Tile&;  // by what walks over segments
+  int index, first_row, rows;   // index over all kv heads; rows of this tile that exist
+  int least_shift, most_shift;  // causal: its rows see between tokens - most_shift and tokens - least_shift tokens
+
+  template <typename Params>
+  __device__ __forceinline__ explicit Tile(const Params& p) {
+    index = blockIdx.z * gridDim.x + blockIdx.x;
+    first_row = blockIdx.x * kRowTile;
+    rows = min(kRowTile, p.q_len * p.heads_per_group - first_row);
+    most_shift = shift_of(p, 0);
+    least_shift = shift_of(p, rows - 1);
+  }
+  // Without a branch of its own for one query, ptxas spills registers of some kernels.
+  template <typename Params>
+  __device__ __forceinline__ int token_of(const Params& p, int row) const {
+    return p.q_len == 1 ? 0 : quotient(first_row + row, p.by_heads_per_group);
+  }
+  template <typename Params>
+  __device__ __forceinline__ int shift_of(const Params& p, int row) const {
+    if (!p.causal) return 0;
+    return p.q_len - 1 - min(token_of(p, row), p.q_len - 1);
+  }
+};
+
+// Row tile where query lengths differ: each place of the schedule is one, grid = (1, parts, kv heads).
+struct RaggedTile {
+  static constexpr bool kIsRagged = true;
+  using Held = RaggedTile;
+  int index, first_row, rows;
+  int least_shift, most_shift;
+  int q_len, q_begin;
+  i64 pages;
+
+  template <typename Params>
+  __device__ __forceinline__ explicit RaggedTile(const Params&) { index = blockIdx.z; }
+  // Token of the request.
+  template <typename Params>
+  __device__ __forceinline__ int token_of(const Params& p, int row) const {
+    return quotient(first_row + row, p.by_heads_per_group);
+  }
+  template <typename Params>
+  __device__ __forceinline__ int shift_of(const Params& p, int row) const {
+    if (!p.causal) return 0;
+    return q_len - 1 - min(token_of(p, row), q_len - 1);
+  }
+  // A place that was never written must not lead out of the arrays.
+  template <typename Params>
+  __device__ __forceinline__ void move_to(const Params& p, const TilePlace& place) {
+    q_begin = min(max(place.q_begin, 0), p.q_len - 1);
+    q_len = min(max(place.q_len, 1), p.q_len - q_begin);
+    first_row = min(max(place.first_row, 0), q_len * p.heads_per_group - 1);
+    rows = min(kRowTile, q_len * p.heads_per_group - first_row);
+    most_shift = shift_of(p, 0);
+    least_shift = shift_of(p, rows - 1);
+    pages = place.pages;
+  }
+};
+
+// A row of a tile as the arrays have it.
+struct Row {
+  int token, head;
+
+  template <typename Params>
+  __device__ __forceinline__ Row(const Params& p, const Tile& tile, int row) {
+    token = tile.token_of(p, row);
+    head = blockIdx.z * p.heads_per_group + tile.first_row + row - token * p.heads_per_group;
+  }
+  template <typename Params>
+  __device__ __forceinline__ Row(const Params& p, const RaggedTile& tile, int row) {
+    const int own = tile.token_of(p, row);
+    token = tile.q_begin + own;
+    head = blockIdx.z * p.heads_per_group + tile.first_row + row - own * p.heads_per_group;
+  }
+};
+
+// The stretch of one request that this CTA computes. It is a piece where other parts have the rest.
+struct Segment {
+  int request, begin, blocks, tokens;
+  int slot, first_part, last_part, first_slot;  // of the pieces
+
+  __device__ __forceinline__ bool split() const { return last_part > first_part; }
+};
+
+// The segment at a place of a part: the request has `tokens_there` tokens, and some row sees all but least_shift of them.
+template <typename Params>
+__device__ __forceinline__ Segment segment_at(const Params& p, const Part& part, int place, int tokens_there, int least_shift) {
+  const bool head = place == part.place, tail = place == part.end_place;
+  const int scheduled = min(max(tokens_there, 0), kMaxTokens);
+  const int tokens = min(static_cast<i64>(scheduled), p.max_tokens);
+  Segment segment;
+  segment.request = 0;
+  segment.tokens = tokens;
+  segment.begin = head ? part.block : 0;
+  segment.slot = head ? 0 : 1;
+  segment.first_part = head ? part.first_part : blockIdx.y;
+  segment.last_part = head ? part.last_part : tail ? part.tail_last_part : blockIdx.y;
+  segment.first_slot = head ? part.first_slot : 1;
+  const int scheduled_end = tail ? part.end_block : blocks_of(scheduled);
+  const int end = min(scheduled_end, blocks_of(max(tokens - least_shift, 0)));
+  segment.blocks = max(end - segment.begin, 0);
+  return segment;
+}
+
+template <typename Params>
+__device__ __forceinline__ Segment segment_of(const Params& p, const Tile& tile, const Part& part, int place) {
+  Place at = {part.request, part.tokens};
+  if (place != part.place) at = p.places[place];
+  Segment segment = segment_at(p, part, place, at.tokens, tile.least_shift);
+  segment.request = min(max(at.request, 0), p.batch - 1);
+  return segment;
+}
+template <typename Params>
+__device__ __forceinline__ Segment segment_of(const Params& p, RaggedTile& tile, const Part& part, int place) {
+  const TilePlace at = reinterpret_cast<const TilePlace*>(p.places)[place];
+  tile.move_to(p, at);
+  return segment_at(p, part, place, at.tokens, tile.least_shift);
+}
+
+template <typename Params>
+__device__ __forceinline__ Part part_of_cta(const Params& p, u32 index) {
+  return sane_part(p.parts_in[index], index, p.batch, p.parts);
+}
+template <typename Params>
+__device__ __forceinline__ int last_place_of(const Params& p, const Part& part) {
+  return part.end_block > 0 ? min(part.end_place, p.batch - 1) : part.end_place - 1;
+}
+
+}  // namespace cumla::split

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the indexer's arguments must look like, and its pages taken apart: keys and scales.
+
+One array of pages has both: the bytes of a page are first the e4m3 keys of its tokens, then their
+float32 scales. A pair of arrays has each by itself.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cumla.core.arguments import check_dtype, check_layout, check_lies, check_shape
+from cumla.core.operation import Output
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView
+
+__all__ = [
+    "E4M3",
+    "FLOAT32",
+    "FLOATS",
+    "HEADS",
+    "HEAD_DIMS",
+    "LOGITS_DTYPES",
+    "MOST_NEXT_N",
+    "PAGE_SIZES",
+    "check_e4m3",
+    "check_head_dim",
+    "check_next_n",
+    "check_page_size",
+    "check_page_stride",
+    "check_sizes",
+    "checked_logits_dtype",
+    "checked_pair",
+    "fused_pages",
+    "logits_output",
+    "one_of",
+    "pair_of_pages",
+]
+
+HEADS = (8, 16, 32, 64)
+HEAD_DIMS = (32, 64, 128)
+PAGE_SIZES = (16, 32, 64, 128)
+E4M3 = ("float8_e4m3fn", "uint8")  # the latter with the bits of the former
+FLOATS = ("bfloat16", "float16", "float32")
+FLOAT32 = ("float32",)
+LOGITS_DTYPES = ("float32", "bfloat16")
+MOST_NEXT_N = 8
+_SCALE_BYTES = 4  # of a token
+
+
+def fused_pages(cache: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]:
+    """Check a cache whose pages hold keys and scales, and take them apart.
+
+    Parameters
+    ----------
+    cache : ArrayView
+        ``kv_cache``, with or without its axis of one kv head.
+    head_dim : int
+        Of queries or new keys.
+
+    Returns
+    -------
+    tuple of ArrayView
+        ``(num_pages, page_size, head_dim)`` float8_e4m3fn and ``(num_pages, page_size)`` float32,
+        in the memory of `cache`; the pages contiguous and at multiples of 16 bytes.
+    """
+    name, row_bytes = "kv_cache", head_dim + _SCALE_BYTES
+    if cache.dtype != "uint8":
+        raise TypeError(
+            f"{name}: needs uint8, got {cache.dtype}; view its bytes, or pass keys and scales as a "
+            f"pair"
+        )
+    pages = _without_head_axis(name, cache, row_bytes, f"{head_dim} values and the scale")
+    num_pages, page_size, _ = pages.shape
+    page_stride, *inner = pages.strides
+    if inner != [row_bytes, 1]:
+        raise ValueError(
+            f"{name}: needs pages whose bytes are contiguous, got strides {cache.strides}; only "
+            f"the pages may lie apart"
+        )
+    check_page_stride(name, pages)
+    keys = pages._replace(
+        shape=(num_pages, page_size, head_dim),
+        strides=(page_stride, head_dim, 1),
+        dtype=E4M3[0],
+    )
+    scales = pages._replace(
+        ptr=pages.ptr + page_size * head_dim,
+        shape=(num_pages, page_size),
+        strides=(page_stride, _SCALE_BYTES),
+        dtype="float32",
+    )
+    return keys, scales
+
+
+def pair_of_pages(keys: ArrayView, scales: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]:
+    """Check dtypes and shapes of a cache whose keys and scales are arrays of their own.
+
+    Parameters
+    ----------
+    keys, scales : ArrayView
+        ``kv_cache[0]`` and ``kv_cache[1]``.
+    head_dim : int
+        Of queries or new keys.
+
+    Returns
+    -------
+    tuple of ArrayView
+        The same as of `fused_pages`, but for the keys' dtype and what lies where.
+    """
+    first, second = "kv_cache[0]", "kv_cache[1]"
+    if keys.dtype not in E4M3:
+        raise TypeError(
+            f"{first}: needs {E4M3[0]}, or {E4M3[1]} with its bits, got {keys.dtype}; quantise it, "
+            f"e.g. with cumla.quantize_fp8"
+        )
+    keys = _without_head_axis(first, keys, head_dim, f"{head_dim} values")
+    check_dtype(second, scales.dtype, FLOAT32)
+    check_shape(second, scales, "(num_pages, page_size)", keys.shape[:2], "reshape it")
+    check_lies(second, scales, "elements")
+    return keys, scales
+
+
+def _without_head_axis(name: str, cache: ArrayView, columns: int, holds: str) -> ArrayView:
+    """Check the shape of pages; (num_pages, page_size, columns) of it."""
+    view = cache
+    if len(cache.shape) == 4 and cache.shape[2] == 1:
+        view = cache._replace(
+            shape=(*cache.shape[:2], cache.shape[3]), strides=(*cache.strides[:2], cache.strides[3])
+        )
+    if len(view.shape) != 3 or view.shape[2] != columns:
+        raise ValueError(
+            f"{name}: needs shape (num_pages, page_size, {columns}), or (num_pages, page_size, 1, "
+            f"{columns}), for the {holds} of a token, got {cache.shape}; allocate it so"
+        )
+    if view.shape[0] == 0:
+        raise ValueError(
+            f"{name}: needs at least one page, got shape {cache.shape}; skip the call where there "
+            f"is no cache"
+        )
+    check_page_size(name, view.shape[1])
+    return view
+
+
+def check_page_size(name: str, page_size: int) -> None:
+    """Check the tokens of a page."""
+    if page_size not in PAGE_SIZES:
+        raise ValueError(
+            f"{name}: needs a page size of {one_of(PAGE_SIZES)} tokens, got {page_size}; allocate "
+            f"the cache so"
+        )
+
+
+def check_page_stride(name: str, pages: ArrayView) -> None:
+    """Check alignment as `check_layout` does, where the rows may be of any width."""
+    whole = pages._replace(shape=(pages.shape[0], 1), strides=(pages.strides[0], 1), dtype="uint8")
+    check_layout(name, whole)
+
+
+def one_of(numbers: tuple[int, ...]) -> str:
+    """List numbers in prose."""
+    *most, last = numbers
+    return f"{', '.join(map(str, most))} or {last}"
+
+
+# --- queries, weights and logits ---------------------------------------------------------------
+
+
+def checked_logits_dtype(logits_dtype: Any) -> str | None:
+    """Return the name of a dtype of any framework, or None."""
+    if logits_dtype is None:
+        return None
+    try:
+        hash(logits_dtype)
+    except TypeError:
+        raise TypeError(
+            f"logits_dtype: needs {' or '.join(LOGITS_DTYPES)}, got "
+            f"{type(logits_dtype).__qualname__}; pass its name"
+        ) from None
+    return _logits_dtype(logits_dtype)
+
+
+@lru_cache(maxsize=64)
+def _logits_dtype(logits_dtype: Any) -> str:
+    got = str(logits_dtype)
+    if got.startswith("torch."):
+        name = got.removeprefix("torch.")
+    else:
+        try:
+            name = got = np.dtype(logits_dtype).name
+        except TypeError:  # names of types that NumPy does not know until ml_dtypes is loaded, too
+            name = got
+    if name not in LOGITS_DTYPES:
+        raise TypeError(
+            f"logits_dtype: needs {' or '.join(LOGITS_DTYPES)}, got {got}; convert the result"
+        )
+    return name
+
+
+def check_sizes(heads_name: str, num_heads: int, dim_name: str, head_dim: int) -> None:
+    """Check that there are kernels for these heads."""
+    if num_heads not in HEADS:
+        raise ValueError(
+            f"{heads_name}: needs {one_of(HEADS)} heads, got {num_heads}; pad them with heads of "
+            f"weight 0"
+        )
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(
+            f"{dim_name}: needs a head_dim of {one_of(HEAD_DIMS)}, got {head_dim}; pad queries "
+            f"and keys with zeros"
+        )
+
+
+def check_next_n(name: str, next_n: int) -> None:
+    """Check the queries of a request."""
+    if next_n > MOST_NEXT_N:
+        raise ValueError(
+            f"{name}: needs at most {MOST_NEXT_N} queries of a request, got next_n {next_n}; pass "
+            f"them in several calls, or as requests of their own"
+        )
+
+
+def check_e4m3(name: str, view: ArrayView, axes: str, count: int) -> None:
+    """Check dtype and rank of queries or keys."""
+    if view.dtype not in E4M3:
+        raise TypeError(
+            f"{name}: needs float8_e4m3fn, or uint8 with its bits, got {view.dtype}; quantise it, "
+            f"e.g. with cumla.quantize_fp8"
+        )
+    if len(view.shape) != count:
+        raise ValueError(f"{name}: needs axes {axes}, got shape {view.shape}; reshape it")
+
+
+def check_head_dim(name: str, view: ArrayView, head_dim: int) -> None:
+    """Check that keys are as wide as queries."""
+    if view.shape[-1] != head_dim:
+        raise ValueError(
+            f"{name}: needs q's head_dim {head_dim} as its last axis, got shape {view.shape}; pass "
+            f"keys and queries of one model"
+        )
+
+
+def checked_pair(name: str, value: Any) -> dict[str, Any]:
+    """Name the two of a pair of keys and scales."""
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(
+            f"{name}: needs a pair of arrays, keys and their scales, got "
+            f"{type(value).__module__}.{type(value).__qualname__}; pass (k, scale)"
+        )
+    if len(value) != 2:
+        raise ValueError(
+            f"{name}: needs a pair of arrays, keys and their scales, got {len(value)}; pass "
+            f"(k, scale)"
+        )
+    return {f"{name}[{i}]": part for i, part in enumerate(value)}
+
+
+def logits_output(shape: tuple[int, int], dtype: str | None) -> Output:
+    """Tell where the logits go; without a dtype a given array decides."""
+    return Output("out", shape, LOGITS_DTYPES if dtype is None else (dtype,), "row")

@@ -1,0 +1,650 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 logits over a paged cache: :func:`paged_mqa_logits` and its plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from cumla import reference
+from cumla.core.arguments import (
+    INT32,
+    Array,
+    Views,
+    bind,
+    check_device_number,
+    check_layout,
+    check_number,
+    checked_flag,
+    checked_int,
+)
+from cumla.core.arrays import open_call
+from cumla.core.operation import Operation, Output, Scheduled, parts_on_host, run
+from cumla.core.plan import Plan
+from cumla.indexer.arguments import (
+    FLOAT32,
+    check_e4m3,
+    check_next_n,
+    check_page_size,
+    check_page_stride,
+    check_sizes,
+    checked_logits_dtype,
+    checked_pair,
+    fused_pages,
+    logits_output,
+    pair_of_pages,
+)
+from cumla.launch.device import current_device, properties, require_hopper
+from cumla.launch.indexer.paged_mqa_logits import (
+    PagedMQAArguments,
+    paged_mqa_logits_launch,
+    paged_mqa_logits_spec,
+)
+from cumla.launch.indexer.paged_mqa_schedule import SPECS as SCHEDULE_SPECS
+from cumla.launch.indexer.paged_mqa_schedule import (
+    PagedMQAKey,
+    kept_lens,
+    paged_mqa_schedule_launch,
+    plan_bytes,
+)
+from cumla.launch.module import load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable
+
+    Host = Mapping[str, np.ndarray[Any, Any]]
+
+__all__ = ["PagedMQALogitsPlan", "check_kv_lens", "checked_paged", "named", "paged_mqa_logits"]
+
+_ENTRY = "give each request of the batch its entry"
+_BLOCK_TABLE = Array("batch max_pages", INT32, "row", _ENTRY)
+
+
+def paged_mqa_logits(
+    q: Any,
+    kv_cache: Any,
+    weights: Any,
+    block_table: Any,
+    kv_lens: Any,
+    *,
+    max_kv_len: int,
+    logits_dtype: Any = None,
+    clean: bool = True,
+    out: Any = None,
+    stream: Any = None,
+) -> Any:
+    """Score the cached tokens of each request: the FP8 indexer's logits of a decoding step.
+
+    The formula is that of :func:`mqa_logits`; token ``t`` of request ``b`` lies in page
+    ``block_table[b, t // page_size]`` at row ``t % page_size``. Arrays on the GPU are computed by
+    CUDA kernels (compute capability 9.0), on the caller's stream and without waiting for it; arrays
+    on the CPU by :func:`cumla.reference.paged_mqa_logits`.
+
+    Parameters
+    ----------
+    q : array
+        ``(batch, next_n, num_heads, head_dim)`` float8_e4m3fn, or uint8 with its bits, of CuPy,
+        PyTorch, JAX or NumPy (ml_dtypes): the newest tokens of each request, up to 8. num_heads is
+        8, 16, 32 or 64, head_dim 32, 64 or 128. Any strides that are multiples of 16 bytes, the
+        last axis contiguous.
+    kv_cache : array or pair of arrays
+        ``(num_pages, page_size, 1, head_dim + 4)`` uint8, or the same without the 1: the bytes of
+        a page, which are contiguous, are first the e4m3 keys of its tokens, one behind the other,
+        then their float32 scales, as :func:`cumla.append_indexer_cache` writes them. Or keys
+        ``(num_pages, page_size, head_dim)``, in a dtype of q's, and scales
+        ``(num_pages, page_size)`` float32 as a pair. page_size is 16, 32, 64 or 128; pages may lie
+        any multiple of 16 bytes apart. Slots that no query sees may hold anything, NaN included.
+    weights : array
+        ``(batch * next_n, num_heads)`` float32, with q's scale folded in. Any strides.
+    block_table : array
+        ``(batch, max_pages)`` int32, rows contiguous. Entries after a request's last page are
+        never used; a page number outside ``[0, num_pages)`` in a used entry counts as the nearest
+        that there is.
+    kv_lens : array
+        ``(batch,)`` int32: cached tokens of each request, the next_n newest included; query i sees
+        ``kv_lens - (next_n - 1 - i)`` of them. Or ``(batch, next_n)`` int32: how many each
+        query sees. What a query sees by that is clamped to ``[0, max_pages * page_size]`` and to
+        max_kv_len.
+    max_kv_len : int
+        Columns of the result.
+    logits_dtype, clean : optional
+        As in :func:`mqa_logits`.
+    out : array, optional
+        ``(batch * next_n, max_kv_len)``, as in :func:`mqa_logits`.
+    stream : optional
+        As in :func:`cumla.mla_decode`.
+
+    Returns
+    -------
+    array
+        The logits, an array of q's framework: row ``b * next_n + i`` is query i of request b.
+
+    Raises
+    ------
+    TypeError, UnsupportedDeviceError, MissingDependencyError, CompilationError, CumlaError
+        As :func:`mqa_logits`.
+    ValueError
+        An argument does not fit: its shape, strides, alignment, place or value.
+    NotPreparedError
+        As :func:`mqa_logits`; without a plan, CuPy would have to allocate its memory, too.
+
+    Notes
+    -----
+    A CUDA graph holds the addresses of the inputs and of `out`, and keeps none of them alive.
+    """
+    width = checked_int("max_kv_len", max_kv_len, "there is nothing to write")
+    options = (width, checked_logits_dtype(logits_dtype), checked_flag("clean", clean))
+    inputs = named(q, kv_cache, weights, block_table) | {"kv_lens": kv_lens}
+    (logits,) = run(_PAGED, inputs, {"out": out}, options, stream)
+    return logits
+
+
+class PagedArguments(NamedTuple):
+    """Checked arguments of one call without its lengths; the cache as keys and scales."""
+
+    q: ArrayView
+    k_cache: ArrayView
+    scale_cache: ArrayView
+    weights: ArrayView | None
+    block_table: ArrayView
+    width: int
+    dtype: str | None
+    clean: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int, int]:
+        """What a plan is made for: the first fields of its key."""
+        batch, next_n, num_heads, head_dim = self.q.shape
+        page_size, max_pages = self.k_cache.shape[1], self.block_table.shape[1]
+        return batch, next_n, num_heads, head_dim, page_size, max_pages
+
+
+class _Schedule(Operation["ArrayView", PagedMQAKey]):
+    """Deals the blocks of all requests out, from kv_lens, into a plan's buffer."""
+
+    integers = ("kv_lens",)
+
+    def arguments(self, views: Views, options: tuple[int, int, bool | None]) -> ArrayView:
+        view = views["kv_lens"]
+        assert view is not None
+        check_kv_lens("kv_lens", view, *options)
+        return view
+
+    def recipe(
+        self, key: PagedMQAKey, arguments: ArrayView, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        if 0 in (key.batch, key.next_n):
+            return ()
+        return (paged_mqa_schedule_launch(key, arguments, buffer, keeps_lens=True),)
+
+    def reference(self, host: Host, arguments: ArrayView) -> Sequence[np.ndarray[Any, Any]]:
+        return ()
+
+
+class _Attend(Operation[PagedArguments, PagedMQAKey]):
+    """Scores by the schedule in a plan's buffer, and with the lengths there."""
+
+    integers = ("block_table",)
+
+    def arguments(self, views: Views, options: tuple[int, str | None, bool]) -> PagedArguments:
+        return checked_paged(views, options)
+
+    def outputs(self, arguments: PagedArguments) -> tuple[Output, ...]:
+        batch, next_n, _, _ = arguments.q.shape
+        return (logits_output((batch * next_n, arguments.width), arguments.dtype),)
+
+    def workspace_bytes(self, key: PagedMQAKey) -> int:
+        return plan_bytes(key)
+
+    def recipe(
+        self, key: PagedMQAKey, arguments: PagedArguments, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        if 0 in arguments.q.shape:
+            return ()
+        lens = kept_lens(key, arguments.block_table, buffer)
+        (out,) = outs
+        q, k_cache, scale_cache, weights, table, *_ = arguments
+        assert weights is not None  # only the shape of a plan needs none
+        views = PagedMQAArguments(q, k_cache, scale_cache, weights, lens, table, buffer, out)
+        return (paged_mqa_logits_launch(key, views, clean=arguments.clean),)
+
+    def check_values(self, host: Host, arguments: PagedArguments) -> None:
+        _check_values(
+            host["kv_lens"], host["block_table"], arguments.k_cache.shape, arguments.width
+        )
+
+    def reference(self, host: Host, arguments: PagedArguments) -> Sequence[np.ndarray[Any, Any]]:
+        logits = reference.paged_mqa_logits(
+            host["q"],
+            parts_on_host(host, "kv_cache"),
+            host["weights"],
+            host["block_table"],
+            host["kv_lens"],
+            max_kv_len=arguments.width,
+            logits_dtype=arguments.dtype,
+            clean=arguments.clean,
+            out=host.get("out"),
+        )
+        return (logits,)
+
+
+class _Paged(Scheduled[PagedArguments, PagedMQAKey]):
+    """Both, in one call."""
+
+    def batch(self, attend: PagedArguments, views: Views) -> tuple[int, int, bool | None]:
+        batch, next_n, _, _ = attend.q.shape
+        return batch, next_n, None
+
+    def key(self, arguments: tuple[ArrayView, PagedArguments], device: int) -> PagedMQAKey:
+        lens, attend = arguments
+        sm_count = require_hopper(device).sm_count
+        return PagedMQAKey(*attend.shape, len(lens.shape) == 2, sm_count)
+
+
+_SCHEDULE = _Schedule()
+_ATTEND = _Attend()
+_PAGED = _Paged(_SCHEDULE, _ATTEND)
+
+
+class PagedMQALogitsPlan(Plan[PagedMQAKey]):
+    """Schedule of :func:`paged_mqa_logits`, to be used for every layer of a decoding step.
+
+    ``update`` computes on the device, from the lengths there, who works on which part of the cache;
+    ``run`` uses that for as many layers as you like. Neither waits for the device or copies to the
+    host, and both can be captured into a CUDA graph, which then serves changing lengths; the graph
+    holds the address of the plan's buffer, so keep the plan as long as the graph. A plan belongs to
+    one stream at a time, the one of its last ``update``, and to one thread. An update that was only
+    captured is computed when the graph is replayed: eager runs need one of their own. A plan owns
+    one buffer and no other state on the device, and on the CPU nothing but the lengths.
+
+    Parameters
+    ----------
+    batch, next_n, num_heads, head_dim : int
+        As in ``q`` ``(batch, next_n, num_heads, head_dim)``.
+    max_pages : int
+        Columns of the block table.
+    page_size : int
+        Tokens of a cache page: 16, 32, 64 or 128.
+    per_row_lens : bool
+        Whether lengths come as ``(batch, next_n)`` instead of ``(batch,)``.
+    device : int, optional
+        CUDA ordinal; by default that of `like` or `workspace`, else CuPy's current device.
+    workspace : array, optional
+        The buffer: uint8, contiguous, at least :meth:`workspace_bytes` long, 256-byte aligned, on
+        the GPU, of CuPy or PyTorch. Plans may share one, in turn: ``update`` makes it this plan's,
+        and the plan that had it before must be updated again before it runs.
+    like : array, optional
+        An array whose framework and device own the buffer; CuPy without it. For an array on the CPU
+        the plan is one for the CPU.
+    stream : optional
+        Stream on which the buffer is allocated, as in :func:`cumla.mla_decode`.
+
+    Raises
+    ------
+    TypeError
+        An argument is of the wrong kind, memory that cannot be written to, or a flag that is
+        neither True nor False.
+    ValueError
+        A number does not fit, the workspace is too small, or `device`, `like` and `workspace`
+        are not in the same place.
+    UnsupportedDeviceError
+        There is no GPU, or it is not of compute capability 9.0.
+    MissingDependencyError
+        CuPy is missing.
+    NotPreparedError
+        The stream is being captured, and CuPy would have to allocate the buffer.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cumla
+    >>> q = cumla.quantize_fp8(np.ones((2, 1, 64, 128), np.float32)).values
+    >>> kv_cache = np.zeros((4, 64, 1, 132), np.uint8)
+    >>> block_table = np.array([[0, 1], [2, 3]], np.int32)
+    >>> kv_lens = np.array([100, 7], np.int32)
+    >>> plan = cumla.PagedMQALogitsPlan.from_arrays(q, kv_cache, block_table, kv_lens)
+    >>> plan.update(kv_lens)
+    >>> weights = np.ones((2, 64), np.float32)
+    >>> for layer in range(3):
+    ...     logits = plan.run(q, kv_cache, weights, block_table, max_kv_len=128)
+    >>> logits.shape
+    (2, 128)
+    """
+
+    _schedule = _SCHEDULE
+    _attend = _ATTEND
+    _lengths = "kv_lens"
+
+    def __init__(
+        self,
+        batch: int,
+        next_n: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        max_pages: int,
+        page_size: int = 64,
+        per_row_lens: bool = False,
+        device: int | None = None,
+        workspace: Any = None,
+        like: Any = None,
+        stream: Any = None,
+    ) -> None:
+        shape = _checked_shape(
+            batch, next_n, num_heads, head_dim, page_size, max_pages, per_row_lens
+        )
+        check_device_number(device)
+        self._make(lambda on: _key(shape, on), device, workspace, like, stream)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        q: Any,
+        kv_cache: Any,
+        block_table: Any,
+        kv_lens: Any,
+        *,
+        workspace: Any = None,
+        stream: Any = None,
+    ) -> PagedMQALogitsPlan:
+        """Make a plan for the shapes of these arrays, with a buffer of q's framework.
+
+        Parameters
+        ----------
+        q, kv_cache, block_table, kv_lens : array
+            As in :func:`paged_mqa_logits`; only their shapes, dtype and device are looked at.
+        workspace, stream
+            As for the class.
+
+        Returns
+        -------
+        PagedMQALogitsPlan
+
+        Raises
+        ------
+        TypeError, ValueError
+            As the class, and where the arrays do not fit together.
+        UnsupportedDeviceError, MissingDependencyError, NotPreparedError
+            As the class.
+        """
+        arrays = named(q, kv_cache, None, block_table) | {"kv_lens": kv_lens}
+        call = open_call(tuple(arrays.items()), stream=stream)
+        views = dict(zip(arrays, call.views, strict=True))
+        batch, next_n, num_heads, head_dim, page_size, max_pages = checked_paged(views).shape
+        lens = _SCHEDULE.arguments(views, (batch, next_n, None))
+        with call:
+            return cls(
+                batch,
+                next_n,
+                num_heads,
+                head_dim,
+                max_pages=max_pages,
+                page_size=page_size,
+                per_row_lens=len(lens.shape) == 2,
+                workspace=workspace,
+                like=q,
+                stream=stream,
+            )
+
+    @staticmethod
+    def workspace_bytes(
+        batch: int,
+        next_n: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        max_pages: int,
+        page_size: int = 64,
+        per_row_lens: bool = False,
+        sm_count: int | None = None,
+    ) -> int:
+        """Size of a plan's buffer: a pure function of the shape and the GPU's multiprocessors.
+
+        Parameters
+        ----------
+        batch, next_n, num_heads, head_dim, max_pages, page_size, per_row_lens
+            As for the class.
+        sm_count : int, optional
+            Multiprocessors of the GPU that the plan is for; with it no GPU is needed. By default
+            CuPy's current device is asked.
+
+        Returns
+        -------
+        int
+            Bytes.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A number does not fit, or per_row_lens is neither True nor False.
+        UnsupportedDeviceError, MissingDependencyError
+            Without `sm_count`: there is no GPU, or CuPy is missing.
+        """
+        shape = _checked_shape(
+            batch, next_n, num_heads, head_dim, page_size, max_pages, per_row_lens
+        )
+        if sm_count is None:
+            sm_count = properties(current_device()).sm_count
+        check_number("sm_count", sm_count, "leave it out to ask the current GPU")
+        return plan_bytes(PagedMQAKey(*shape, sm_count))
+
+    def update(self, kv_lens: Any, *, stream: Any = None) -> None:
+        """Compute the schedule for these lengths, on the device, and keep the lengths there.
+
+        On another stream than before, that one's work goes first: the new stream waits for it, on
+        the device. Only a stream that is being captured does not; let the capture begin when
+        earlier work with the plan is done, as ``torch.cuda.graph`` does.
+
+        Parameters
+        ----------
+        kv_lens : array
+            As in :func:`paged_mqa_logits`. Read when the stream reaches this call.
+        stream : optional
+            As in :func:`cumla.mla_decode`, the current stream of the framework of kv_lens by
+            default. The runs that follow must be on the same one.
+
+        Raises
+        ------
+        TypeError, ValueError
+            kv_lens does not fit the plan.
+        MissingDependencyError, CompilationError, NotPreparedError, CumlaError
+            As :func:`paged_mqa_logits`; every kernel of the plan is loaded here.
+        """
+        key = self.key
+        self._update({"kv_lens": kv_lens}, (key.batch, key.next_n, key.per_row_lens), stream)
+
+    def run(
+        self,
+        q: Any,
+        kv_cache: Any,
+        weights: Any,
+        block_table: Any,
+        *,
+        max_kv_len: int,
+        logits_dtype: Any = None,
+        clean: bool = True,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Any:
+        """Score with the schedule of the last update, and with the lengths it was given.
+
+        Parameters
+        ----------
+        q, kv_cache, weights, block_table, max_kv_len, logits_dtype, clean, out, stream
+            As in :func:`paged_mqa_logits`. Lengths that have changed since the update do not count
+            (and the check mode, ``CUMLA_CHECK=1``, refuses the call).
+
+        Returns
+        -------
+        array
+            The logits.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument does not fit; the plan is of another shape, device or stream, was never
+            updated, or has lost its workspace to another plan.
+        NotPreparedError
+            The stream is being captured, and CuPy would have to allocate ``out=``.
+        CumlaError
+            The driver refuses a launch.
+        """
+        width = checked_int("max_kv_len", max_kv_len, "there is nothing to write")
+        options = (width, checked_logits_dtype(logits_dtype), checked_flag("clean", clean))
+        arrays, outputs = (q, kv_cache, weights, block_table), {"out": out}
+        given = () if out is None else (out,)
+        seen, results = self._known(arrays, given, outputs, options, stream)
+        if results is None:
+            inputs = named(q, kv_cache, weights, block_table)
+            results = self._run(inputs, outputs, options, stream, seen)
+        return results[0]
+
+    def _load(self, device: int, capturing: Callable[[], bool]) -> None:
+        key = self.key
+        logits = paged_mqa_logits_spec(key.num_heads, key.head_dim, max(key.next_n, 1))
+        for spec in (*SCHEDULE_SPECS, logits):
+            load(spec, device, capturing=capturing)
+
+    def _check_shape(self, arguments: PagedArguments) -> None:
+        made = tuple(self.key[:6])
+        if arguments.shape != made:
+            names = "(batch, next_n, num_heads, head_dim, page_size, max_pages)"
+            raise ValueError(
+                f"plan: made for {names} {made}, got {arguments.shape}; make a plan for this shape"
+            )
+
+
+Shape = tuple[int, int, int, int, int, int, bool]
+
+
+def _checked_shape(
+    batch: Any,
+    next_n: Any,
+    num_heads: Any,
+    head_dim: Any,
+    page_size: Any,
+    max_pages: Any,
+    per_row_lens: Any,
+) -> Shape:
+    """Check a shape that was given in numbers, to make a plan for it."""
+    least = {"batch": (batch, 0), "next_n": (next_n, 0), "num_heads": (num_heads, 1)}
+    least |= {"head_dim": (head_dim, 1), "page_size": (page_size, 1), "max_pages": (max_pages, 1)}
+    for name, (value, most) in least.items():
+        checked_int(name, value, "nothing to plan for", least=most)
+    check_sizes("num_heads", num_heads, "head_dim", head_dim)
+    check_next_n("next_n", next_n)
+    check_page_size("page_size", page_size)
+    rows = checked_flag("per_row_lens", per_row_lens)
+    return batch, next_n, num_heads, head_dim, page_size, max_pages, rows
+
+
+def _key(shape: Shape, device: int | None) -> PagedMQAKey:
+    return PagedMQAKey(*shape, 0 if device is None else require_hopper(device).sm_count)
+
+
+def named(q: Any, kv_cache: Any, weights: Any, block_table: Any) -> dict[str, Any]:
+    """Name the arrays of a call; weights may be None."""
+    pair = isinstance(kv_cache, (tuple, list))
+    cache = checked_pair("kv_cache", kv_cache) if pair else {"kv_cache": kv_cache}
+    others = (
+        {"block_table": block_table}
+        if weights is None
+        else {"weights": weights, "block_table": block_table}
+    )
+    return {"q": q, **cache, **others}
+
+
+def checked_paged(
+    views: Views, options: tuple[int, str | None, bool] = (0, None, True)
+) -> PagedArguments:
+    """Check the arrays of a call, by name, but for its lengths; weights may be missing."""
+    given = {name: view for name, view in views.items() if view is not None}
+    q = given["q"]
+    check_e4m3("q", q, "(batch, next_n, num_heads, head_dim)", 4)
+    batch, next_n, num_heads, head_dim = q.shape
+    check_sizes("q", num_heads, "q", head_dim)
+    check_next_n("q", next_n)
+    check_layout("q", q)
+    if "kv_cache" in given:
+        cache = fused_pages(given["kv_cache"], head_dim)
+    else:
+        cache = _checked_pair(given["kv_cache[0]"], given["kv_cache[1]"], head_dim)
+    sizes = {"batch*next_n": batch * next_n, "num_heads": num_heads, "batch": batch}
+    table = {"weights": Array("batch*next_n num_heads", FLOAT32), "block_table": _BLOCK_TABLE}
+    if bind(table, given, sizes)["max_pages"] == 0:
+        raise ValueError(
+            f"block_table: needs at least one column, got shape {given['block_table'].shape}; skip "
+            f"the call where there is no cache"
+        )
+    keys, scales = cache
+    return PagedArguments(q, keys, scales, given.get("weights"), given["block_table"], *options)
+
+
+def check_kv_lens(
+    name: str, view: ArrayView, batch: int, next_n: int, per_row: bool | None = None
+) -> None:
+    """Check lengths: one for each request, or one for each query; None: either."""
+    if per_row is None:
+        per_row = len(view.shape) == 2
+    axes = "batch next_n" if per_row else "batch"
+    way_out = "give each query its length" if per_row else _ENTRY
+    table = {name: Array(axes, INT32, way_out=way_out)}
+    bind(table, {name: view}, {"batch": batch, "next_n": next_n})
+
+
+def _checked_pair(
+    k_cache: ArrayView, scale_cache: ArrayView, head_dim: int
+) -> tuple[ArrayView, ArrayView]:
+    """Check a cache whose keys and scales are arrays of their own."""
+    keys, scales = pair_of_pages(k_cache, scale_cache, head_dim)
+    if keys.strides[1:] != (head_dim, 1):
+        raise ValueError(
+            f"kv_cache[0]: needs pages whose keys are contiguous, got strides {k_cache.strides}; "
+            f"only the pages may lie apart"
+        )
+    check_page_stride("kv_cache[0]", keys)
+    check_layout("kv_cache[1]", scales)
+    return keys, scales
+
+
+def _check_values(
+    lengths: np.ndarray[Any, Any],
+    table: np.ndarray[Any, Any],
+    cache_shape: tuple[int, ...],
+    max_kv_len: int,
+) -> None:
+    """Raise for the first length or used page number that is out of range."""
+    num_pages, page_size = cache_shape[:2]
+    longest = table.shape[1] * page_size
+    for wrong, need, else_ in (
+        (
+            (lengths < 0) | (lengths > longest),
+            f"a length from 0 to max_pages * page_size = {longest}",
+            "the kernels would clamp it",
+        ),
+        (
+            lengths > max_kv_len,
+            f"a length up to max_kv_len = {max_kv_len}",
+            "the logits after it would be left out, ask for more columns",
+        ),
+    ):
+        places = np.argwhere(wrong)
+        if places.size:
+            place = tuple(places[0].tolist())
+            raise ValueError(
+                f"kv_lens[{', '.join(map(str, place))}]: needs {need}, got {lengths[place]}; "
+                f"{else_}"
+            )
+    most = lengths.reshape(len(lengths), -1).max(axis=1, initial=0)
+    used = np.arange(table.shape[1]) * page_size < most[:, None]
+    bad = np.argwhere(used & ((table < 0) | (table >= num_pages)))
+    if bad.size:
+        i, j = bad[0]
+        raise ValueError(
+            f"block_table[{i}, {j}]: needs a page number from 0 to {num_pages - 1}, got "
+            f"{table[i, j]}; the kernels would take the nearest that there is"
+        )

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows to FP8, each with its scale: :func:`quantize_fp8`."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cumla import reference
+from cumla.core.arguments import check_dtype, check_layout, checked_flag
+from cumla.core.operation import Operation, Output, run
+from cumla.indexer.arguments import E4M3, FLOATS
+from cumla.launch.device import require_hopper
+from cumla.launch.indexer.quantize_fp8 import (
+    MOST_AXES,
+    MOST_COLUMNS,
+    merge_axes,
+    quantize_launch,
+)
+from cumla.reference import QuantizedRows
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable
+
+__all__ = ["QuantizedRows", "quantize_fp8"]
+
+
+def quantize_fp8(
+    x: Any,
+    *,
+    power_of_two_scales: bool = False,
+    out: Any = None,
+    scale_out: Any = None,
+    stream: Any = None,
+) -> QuantizedRows:
+    """Quantise each row, along the last axis, to e4m3 and one float32 scale.
+
+    The scale is the row's largest magnitude over 448, the largest e4m3 number, and a row is about
+    ``values * scale``. Arrays on the GPU are quantised by a CUDA kernel (compute capability 9.0),
+    on the caller's stream and without waiting for it; arrays on the CPU by
+    :func:`cumla.reference.quantize_fp8`, which gives the same bits and has the formulas.
+
+    Parameters
+    ----------
+    x : array
+        ``(..., columns)`` bfloat16, float16 or float32, of CuPy, PyTorch, JAX or NumPy. A multiple
+        of 16 columns, up to 8192. Any strides that are multiples of 16 bytes, the last axis
+        contiguous.
+    power_of_two_scales : bool
+        Round each scale up to a power of two, from 2 ** -13 on, the first one above 1e-4.
+    out : array, optional
+        Of the shape of x, float8_e4m3fn or uint8; written and returned. Strides as for x. Must not
+        overlap it. Of the framework of x; JAX's arrays cannot be written to.
+    scale_out : array, optional
+        ``(...)`` float32, with any strides; written and returned.
+    stream : optional
+        As in :func:`cumla.mla_decode`.
+
+    Returns
+    -------
+    QuantizedRows
+        ``values``, of the shape of x, and ``scale``, of that shape without the last axis, arrays of
+        the framework of x. The values are float8_e4m3fn, on the CPU of ml_dtypes where NumPy lacks
+        it. New ones of CuPy, which computes nothing with that type, are uint8 with the same bits.
+
+    Raises
+    ------
+    TypeError
+        An argument is of the wrong kind: no array, a tracer, an unknown dtype, or a flag that is
+        neither True nor False. As with every error but the last, the message names it, and nothing
+        has been launched or written.
+    ValueError
+        An argument does not fit: its shape, strides, alignment or place.
+    UnsupportedDeviceError
+        The arrays are on a GPU that is not of compute capability 9.0.
+    MissingDependencyError
+        The arrays are on a GPU, and CuPy, NVRTC or cuda.bindings is missing.
+    CompilationError
+        The kernel does not compile with the NVRTC that is installed.
+    NotPreparedError
+        The stream is being captured and the kernel is not loaded yet, or memory is needed that
+        capture forbids.
+    CumlaError
+        The driver refuses a launch; base class of the four above.
+
+    Notes
+    -----
+    Infinities count as the largest float32; NaN becomes the NaN 0x7f and changes nothing else in
+    its row. Scales are positive, finite and normal, also those of rows of zeros.
+    """
+    options = checked_flag("power_of_two_scales", power_of_two_scales)
+    outputs = {"out": out, "scale_out": scale_out}
+    return QuantizedRows(*run(_QUANTIZE, {"x": x}, outputs, options, stream))
+
+
+class _Arguments(NamedTuple):
+    """Checked arguments of one call."""
+
+    x: ArrayView
+    power_of_two_scales: bool
+
+
+class _Quantize(Operation[_Arguments, None]):
+    """Quantises rows."""
+
+    def arguments(self, views: Views, options: bool) -> _Arguments:
+        x = views["x"]
+        assert x is not None
+        check_dtype("x", x.dtype, FLOATS)
+        columns = x.shape[-1] if x.shape else 0
+        if columns % 16 or not 0 < columns <= MOST_COLUMNS:
+            raise ValueError(
+                f"x: needs a last axis of a multiple of 16 columns, up to {MOST_COLUMNS}, got "
+                f"shape {x.shape}; pad it with zeros, or cut it into rows"
+            )
+        check_layout("x", x)
+        _check_axes(x, views.get("out"), views.get("scale_out"))
+        return _Arguments(x, options)
+
+    def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
+        shape = arguments.x.shape
+        return Output("out", shape, E4M3), Output("scale_out", shape[:-1], ("float32",), "elements")
+
+    def key(self, arguments: _Arguments, device: int) -> None:
+        require_hopper(device)
+
+    def recipe(
+        self, key: None, arguments: _Arguments, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        x, power_of_two_scales = arguments
+        values, scale = outs
+        return () if 0 in x.shape else (quantize_launch(x, values, scale, power_of_two_scales),)
+
+    def reference(
+        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments
+    ) -> Sequence[np.ndarray[Any, Any]]:
+        return reference.quantize_fp8(
+            host["x"],
+            power_of_two_scales=arguments.power_of_two_scales,
+            out=host.get("out"),
+            scale_out=host.get("scale_out"),
+        )
+
+
+_QUANTIZE = _Quantize()
+
+
+def _check_axes(rows: ArrayView, values: ArrayView | None, scale: ArrayView | None) -> None:
+    """Check that a launch holds the axes of the rows; new outputs are contiguous."""
+    lead = rows.shape[:-1]
+    fits = all(out is None or len(out.shape) >= len(lead) for out in (values, scale))
+    if 0 in lead or not fits:  # an output of another shape is refused as such
+        return
+    contiguous = tuple(prod(lead[axis + 1 :]) for axis in range(len(lead)))
+    axes = merge_axes(
+        lead,
+        rows.strides[:-1],
+        contiguous if values is None else values.strides[:-1],
+        contiguous if scale is None else scale.strides,
+    )
+    if len(axes) > MOST_AXES:
+        raise ValueError(
+            f"x: needs at most {MOST_AXES} axes before the last that are not contiguous in x, out "
+            f"and scale_out alike, got {len(axes)} in shape {rows.shape}; make contiguous copies"
+        )

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel attends to which shape: the one place that knows all files of kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cumla.launch.mla.mla_decode import decode_launch, form_of, ragged_spec, variant_spec
+from cumla.launch.mla.mla_decode_fp8 import decode_fp8_launch
+from cumla.launch.mla.mla_decode_swapped import swapped_spec
+from cumla.launch.mla.shape import VARIANTS
+from cumla.launch.split.plan import page_form
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView
+    from cumla.launch.kernel import Launch
+    from cumla.launch.mla.mla_decode import DecodeArguments
+    from cumla.launch.mla.shape import MLADecodeKey
+    from cumla.launch.source import KernelSpec
+
+__all__ = ["attend_launch", "decode_spec", "decode_specs", "form_specs"]
+
+
+def decode_spec(key: MLADecodeKey, form: str | None = None) -> KernelSpec:
+    """Look up the kernel of a shape's variant, for caches of a form; by default in one array."""
+    return _spec(key.dtype, key.variant, form or key.form)
+
+
+def decode_specs(dtype: str, page_size: int) -> tuple[KernelSpec, ...]:
+    """List the kernels of one dtype and page size, for caches in one array."""
+    return tuple(_spec(dtype, variant, page_form(page_size)) for variant in VARIANTS)
+
+
+def form_specs(dtype: str, form: str) -> tuple[KernelSpec, ...]:
+    """List the kernels of one dtype and form, that for ragged queries included."""
+    return (*(_spec(dtype, variant, form) for variant in VARIANTS), ragged_spec(dtype, form))
+
+
+def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
+    if variant == "swapped":
+        return swapped_spec(dtype, form)
+    return variant_spec(dtype, variant, form)
+
+
+def attend_launch(
+    key: MLADecodeKey, buffer: int, arguments: DecodeArguments, out: ArrayView, lse: ArrayView
+) -> Launch:
+    """Describe how to attend, by the kernel for the key and for how the arrays lie.
+
+    Parameters
+    ----------
+    key : MLADecodeKey
+        The plan's shape.
+    buffer : int
+        Address of the plan's buffer, which holds a schedule.
+    arguments : DecodeArguments
+        Checked.
+    out, lse : ArrayView
+        As :func:`cumla.mla_decode` describes them.
+
+    Returns
+    -------
+    Launch
+    """
+    if key.cache == "e4m3":
+        return decode_fp8_launch(key, buffer, arguments, out, lse)
+    spec = decode_spec(key, form_of(key, arguments))
+    return decode_launch(spec, key, buffer, arguments, out, lse)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/mla/mla_decode_swapped.cu: split-KV MLA attention of few query rows.
+
+The kernel takes what mla_decode takes: :func:`cumla.launch.mla.mla_decode.prepare_decode` prepares
+both.
+"""
+
+from __future__ import annotations
+
+import struct
+from itertools import product
+
+from cumla.launch.mla.mla_decode import FORM_TAGS, PARAMS_FORMAT, TAGS
+from cumla.launch.source import KernelSpec
+
+__all__ = ["SPECS", "swapped_spec"]
+
+_PARAMS = struct.Struct(PARAMS_FORMAT)
+
+
+def _spec(dtype: str, form: str) -> KernelSpec:
+    suffixes = () if form == "pages" else (form,)
+    return KernelSpec(
+        stem="mla_decode_swapped",
+        package="cumla.cuda.mla",
+        entry="_".join(("mla_decode", dtype, "swapped", *suffixes)),
+        function=f"mla_decode_swapped<{TAGS[dtype]}, {FORM_TAGS[form]}>",
+        params="MlaDecodeParams",
+        threads=384,
+        smem_bytes=231472,
+    )
+
+
+_SPECS = {names: _spec(*names) for names in product(TAGS, FORM_TAGS)}
+SPECS = tuple(_SPECS.values())
+
+
+def swapped_spec(dtype: str, form: str) -> KernelSpec:
+    """Look up the kernel of a dtype and form."""
+    return _SPECS[dtype, form]

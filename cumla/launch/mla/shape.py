@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is MLA's own of a plan: the widths of its rows, its kernels, and the keys of its plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from cumla.launch.split.plan import (
+    PLACE_BYTES,
+    ROW_GROUP,
+    ROW_TILE,
+    PlanKey,
+    RaggedKey,
+    filling_parts,
+    piece_blocks,
+)
+
+__all__ = [
+    "CACHES",
+    "HEAD_DIM",
+    "NARROW_ROWS",
+    "SWAPPED_ROWS",
+    "VALUE_DIM",
+    "VARIANTS",
+    "MLAAttentionKey",
+    "MLADecodeKey",
+]
+
+HEAD_DIM = 576  # 512 latent + 64 RoPE columns
+VALUE_DIM = 512  # the latent columns are the value
+
+VARIANTS = ("swapped", "one_tile", "shared_blocks")
+"""Kernels of cuda/mla/mla_decode_swapped.cu and cuda/mla/mla_decode.cu that attend."""
+SWAPPED_ROWS = 16  # most query rows of a kv head that the first of them takes
+CACHES = ("same", "e4m3")
+"""What a cache holds: numbers of the query's dtype, or e4m3 ones, in any of their formats."""
+NARROW_ROWS = (16, 32)  # query rows of a thread block of cuda/mla/mla_decode_fp8.cu
+
+
+@dataclass(frozen=True)
+class MLADecodeKey(PlanKey):
+    """The shape for which a plan is made.
+
+    Attributes
+    ----------
+    batch, q_len, num_heads, num_kv_heads : int
+        As in ``q`` (batch, q_len, num_heads, 576); num_kv_heads divides num_heads.
+    page_size : int
+        Tokens of a cache page.
+    dtype : str
+        ``"bfloat16"`` or ``"float16"``.
+    causal : bool
+        Bottom-right causal mask.
+    device : int or None
+        CUDA ordinal; None for arrays on the CPU, which need no plan.
+    sm_count : int
+        Multiprocessors of that device, 0 for the CPU.
+    batch_invariant : bool
+        Requests are cut at fixed positions, whatever else is in the batch.
+    max_blocks : int
+        Most KV blocks of a request; 0 unless batch_invariant.
+    pinned : str or None
+        One of VARIANTS that somebody asked for.
+    cache : str
+        One of CACHES.
+    """
+
+    batch: int
+    q_len: int
+    num_heads: int
+    num_kv_heads: int
+    page_size: int
+    dtype: str
+    causal: bool
+    device: int | None
+    sm_count: int
+    batch_invariant: bool = False
+    max_blocks: int = 0
+    pinned: str | None = None
+    cache: str = "same"
+
+    @cached_property
+    def variant(self) -> str:
+        """Which of VARIANTS serves this shape: the only place where that is chosen.
+
+        Up to 16 query rows of a kv head: operands swapped, for a matrix product has 64 rows on its
+        M side at least. Up to 64: one row tile, bound by memory, which gives room back as early as
+        possible. More: several row tiles read the same KV blocks, bound by arithmetic, and
+        products run beside each softmax.
+        """
+        if self.pinned is not None:
+            return self.pinned
+        if self.group_rows <= SWAPPED_ROWS:
+            return "swapped"
+        return "one_tile" if self.row_tiles == 1 else "shared_blocks"
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of a value: the latent ones."""
+        return VALUE_DIM
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether the kernel has L2 fetch blocks before it loads them."""
+        return self.cache == "same" and self.variant == "shared_blocks"
+
+    @cached_property
+    def group_rows(self) -> int:
+        """Query rows of a kv head."""
+        return self.q_len * self.heads_per_group
+
+    @cached_property
+    def row_tile(self) -> int:
+        """Query rows of one thread block: fewer where it computes from e4m3 numbers."""
+        if self.cache == "same":
+            return ROW_TILE
+        narrow, wide = NARROW_ROWS
+        return narrow if self.group_rows <= narrow else wide
+
+    @cached_property
+    def row_tiles(self) -> int:
+        """Row tiles of a kv head."""
+        return -(-self.group_rows // self.row_tile)
+
+    @cached_property
+    def tiles(self) -> int:
+        """Row tiles of all kv heads: thread blocks that work on the same part."""
+        return self.row_tiles * self.num_kv_heads
+
+    @cached_property
+    def row_groups(self) -> int:
+        """Groups of 16 rows in a tile: what is stored of its partial results."""
+        return -(-min(self.row_tile, self.group_rows) // ROW_GROUP)
+
+    @cached_property
+    def parts(self) -> int:
+        """Shares into which the KV blocks of all requests are dealt.
+
+        As many as fill the multiprocessors; batch-invariant ones, for all pieces of the longest
+        requests.
+        """
+        if self.batch_invariant:
+            return self.batch * max(1, -(-self.max_blocks // piece_blocks(self.row_groups)))
+        return filling_parts(self.tiles, self.sm_count)
+
+    @property
+    def num_places(self) -> int:
+        """Places of the schedule's order: one for each request."""
+        return self.batch
+
+    @property
+    def places_bytes(self) -> int:
+        """Size of the schedule's order."""
+        return self.num_places * PLACE_BYTES
+
+
+@dataclass(frozen=True)
+class MLAAttentionKey(RaggedKey):
+    """The shape for which a plan of :func:`cumla.mla_attention` is made.
+
+    Attributes
+    ----------
+    batch : int
+        Requests.
+    total_tokens : int
+        Rows of ``q`` (total_tokens, num_heads, 576): the most query tokens of all requests.
+    num_heads, num_kv_heads : int
+        num_kv_heads divides num_heads.
+    page_size : int
+        Tokens of a cache page.
+    dtype : str
+        ``"bfloat16"`` or ``"float16"``.
+    causal : bool
+        Bottom-right causal mask.
+    device : int or None
+        CUDA ordinal; None for arrays on the CPU, which need no plan.
+    sm_count : int
+        Multiprocessors of that device, 0 for the CPU.
+    cache : str
+        One of CACHES of :mod:`cumla.launch.mla.shape`.
+    """
+
+    batch: int
+    total_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    page_size: int
+    dtype: str
+    causal: bool
+    device: int | None
+    sm_count: int
+    cache: str = "same"
+
+    @cached_property
+    def tiles(self) -> int:
+        """Thread blocks that work on the same part: those of each kv head."""
+        return self.num_kv_heads * self.row_tiles
+
+    @property
+    def q_len(self) -> int:
+        """Query tokens that the kernel may look at."""
+        return self.total_tokens
+
+    @property
+    def row_tiles(self) -> int:
+        """Thread blocks that share the row tile at each place of the schedule."""
+        return 1 if self.cache == "same" else ROW_TILE // NARROW_ROWS[-1]
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of a value: the latent ones."""
+        return VALUE_DIM
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether the kernel has L2 fetch blocks before it loads them."""
+        return self.cache == "same"
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of 16 rows of a thread block: what it stores of its partial results."""
+        return ROW_TILE // self.row_tiles // ROW_GROUP
+
+    @cached_property
+    def parts(self) -> int:
+        """Shares into which the KV blocks of all tiles are dealt: as many as fill the GPU once."""
+        return max(1, self.sm_count // self.tiles)

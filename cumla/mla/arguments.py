@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the arguments of dense MLA attention must look like; all of it before anything is allocated.
+
+The arrays of a query and a cache come in many forms, so they are functions after the tables.
+"""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from cumla.core.arguments import (
+    INT32,
+    Array,
+    Views,
+    check_dtype,
+    check_layout,
+    check_number,
+    checked_int,
+)
+from cumla.core.arrays import parts
+from cumla.core.operation import Output
+from cumla.mla.fp8_caches import (
+    E4M3,
+    FP8,
+    PACKED_BYTES,
+    SCALES,
+    check_factor,
+    is_packed,
+    relabelled,
+    unpacked,
+)
+from cumla.mla.shape import HEAD_DIM, VALUE_DIM
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cumla.core.arrays import ArrayView
+
+__all__ = [
+    "BLOCK_TABLE",
+    "CACHE_PARTS",
+    "DTYPES",
+    "ROW_PARTS",
+    "Columns",
+    "cache_of",
+    "check_shape_numbers",
+    "checked_cache_dtype",
+    "checked_kv_scale",
+    "checked_query_and_cache",
+    "columns_of",
+    "named",
+    "other_cache",
+    "outputs_of",
+    "with_kv_head_axis",
+]
+
+DTYPES = ("bfloat16", "float16")  # of q and kv_cache
+ROW_PARTS = ("latent columns", "RoPE columns")
+CACHE_PARTS = (*ROW_PARTS, "scales of an e4m3 cache?")
+QUERY_AXES = ("batch", "q_len", "num_heads")  # of q, before its columns
+BLOCK_TABLE = Array("batch max_pages", INT32, "row", "give each request of the batch its entry")
+# Last axis of each array of query and cache: 512 latent and 64 RoPE columns in one, or in a pair.
+_COLUMNS = {
+    f"{name}{part}": columns
+    for name in ("q", "kv_cache")
+    for part, columns in (("", HEAD_DIM), ("[0]", VALUE_DIM), ("[1]", HEAD_DIM - VALUE_DIM))
+} | {"kv_cache[2]": SCALES}
+
+
+class Columns(NamedTuple):
+    """Query and cache, latent and RoPE columns apart, those of the cache with heads."""
+
+    q: ArrayView
+    q_rope: ArrayView
+    kv_cache: ArrayView
+    kv_rope: ArrayView
+    kv_scales: ArrayView | None
+
+
+def named(q: Any, kv_cache: Any, kv_scale: Any, **others: Any) -> dict[str, Any]:
+    """Name the arrays of a call; a kv_scale that is a number is none."""
+    arrays = {**parts("q", q, ROW_PARTS), **parts("kv_cache", kv_cache, CACHE_PARTS)}
+    if kv_scale is not None and not isinstance(kv_scale, Real):
+        others["kv_scale"] = kv_scale
+    for name, array in others.items():
+        if array is not None:
+            arrays[name] = array
+    return arrays
+
+
+def outputs_of(q: ArrayView, lse_shape: tuple[int, ...]) -> tuple[Output, ...]:
+    """List what attention returns: out of q's dtype or float32, and lse."""
+    out = Output("out", (*q.shape[:-1], VALUE_DIM), (q.dtype, "float32"))
+    return out, Output("lse", lse_shape, ("float32",), "elements")
+
+
+def checked_kv_scale(columns: Columns, views: Views, kv_scale: float | None) -> ArrayView | float:
+    """Check the factor of e4m3 columns, and that some are under it.
+
+    Parameters
+    ----------
+    columns : Columns
+        Checked.
+    views : mapping
+        With ``kv_scale``, if it is an array; others are not looked at.
+    kv_scale : float or None
+        If it is a number.
+
+    Returns
+    -------
+    ArrayView or float
+    """
+    if kv_scale is None and views.get("kv_scale") is None:
+        return 1.0
+    scaled = columns.kv_scales is not None
+    if cache_of(columns.kv_cache) == "same" or (scaled and columns.kv_rope.dtype != FP8):
+        got = columns.kv_cache.dtype
+        if scaled:
+            got = f"scales for each row beside RoPE columns of {columns.kv_rope.dtype}"
+        raise ValueError(
+            f"kv_scale: needs a cache with e4m3 columns that have no scales of their own, got "
+            f"{got}; leave it out"
+        )
+    if kv_scale is not None:
+        return kv_scale
+    view = cast("ArrayView", views["kv_scale"])
+    check_factor("kv_scale", view)
+    return view
+
+
+def checked_query_and_cache(views: Views, query_axes: tuple[str, ...] = QUERY_AXES) -> Columns:
+    """Check query and cache, by name.
+
+    Parameters
+    ----------
+    views : mapping
+        ``q``, or ``q[0]`` and ``q[1]``; ``kv_cache``, or ``kv_cache[0]``, ``kv_cache[1]`` and maybe
+        ``kv_cache[2]``; others are not looked at.
+    query_axes : tuple of str
+        Axes of the query before its columns; the last one is num_heads.
+
+    Returns
+    -------
+    Columns
+        Latent and RoPE columns of the query, ``(batch, q_len, num_heads, 512)`` and 64, and of the
+        cache, ``(num_pages, page_size, num_kv_heads, 512)`` and 64: of one array, views of it.
+    """
+    given = columns_of(views)
+    _check_query_and_cache(given, query_axes)
+    query = _apart("q", given)
+    whole, scales = given.get("kv_cache"), given.get("kv_cache[2]")
+    if whole is not None and is_packed(whole):
+        latent, rope, scales = unpacked(whole)
+    else:
+        latent, rope = _apart("kv_cache", given)
+    for name, view in given.items():
+        check_layout(name, view)
+    _check_heads(query[0].shape[-2], latent.shape[2])
+    if latent.dtype != query[0].dtype:
+        latent, rope = relabelled(latent), relabelled(rope)
+    return Columns(*query, latent, rope, scales)
+
+
+def columns_of(views: Views) -> dict[str, ArrayView]:
+    """Pick query and cache, the latter with its head axis."""
+    picked = {name: cast("ArrayView", view) for name, view in views.items() if name in _COLUMNS}
+    return {
+        name: view if name.startswith("q") else with_kv_head_axis(view)
+        for name, view in picked.items()
+    }
+
+
+def _apart(name: str, given: dict[str, ArrayView]) -> tuple[ArrayView, ArrayView]:
+    """Take latent and RoPE columns apart, unless they came so."""
+    if name not in given:
+        return given[f"{name}[0]"], given[f"{name}[1]"]
+    view = given[name]
+    lead = view.shape[:-1]
+    rope = view.ptr + VALUE_DIM * view.strides[-1]
+    return (
+        view._replace(shape=(*lead, VALUE_DIM)),
+        view._replace(shape=(*lead, HEAD_DIM - VALUE_DIM), ptr=rope),
+    )
+
+
+def with_kv_head_axis(kv_cache: ArrayView) -> ArrayView:
+    """Take (num_pages, page_size, 576) for a cache of one kv head."""
+    if len(kv_cache.shape) != 3:
+        return kv_cache
+    pages, rows, columns = kv_cache.shape
+    page_stride, row_stride, stride = kv_cache.strides
+    return kv_cache._replace(
+        shape=(pages, rows, 1, columns), strides=(page_stride, row_stride, row_stride, stride)
+    )
+
+
+def _check_query_and_cache(given: dict[str, ArrayView], query_axes: tuple[str, ...]) -> None:
+    """Check ranks, dtypes and sizes; the cache with its head axis."""
+    for name, view in given.items():
+        if len(view.shape) != (len(query_axes) + 1 if name.startswith("q") else 4):
+            raise ValueError(_rank_problem(name, view, query_axes))
+    _check_dtypes(given)
+    for name, view in given.items():
+        if view.shape[-1] != _COLUMNS[name] and not (name == "kv_cache" and is_packed(view)):
+            raise ValueError(_columns_problem(name, view))
+        needed = view.shape[-2:] if name.startswith("q") else view.shape
+        if 0 in needed:
+            raise ValueError(
+                f"{name}: needs at least one {'head' if name.startswith('q') else 'token'}, got "
+                f"shape {view.shape}; skip the call where there is nothing to attend"
+            )
+    for first, other in (
+        ("q[0]", "q[1]"),
+        ("kv_cache[0]", "kv_cache[1]"),
+        ("kv_cache[0]", "kv_cache[2]"),
+    ):
+        if other in given and given[first].shape[:-1] != given[other].shape[:-1]:
+            raise ValueError(
+                f"{other}: needs the first axes of {first}, {given[first].shape[:-1]}, got "
+                f"{given[other].shape[:-1]}; pass both parts of the same rows"
+            )
+
+
+def _check_dtypes(given: dict[str, ArrayView]) -> None:
+    """Check that all is of the query's dtype, but for what is FP8 in a cache."""
+    (first, query), *others = given.items()
+    check_dtype(first, query.dtype, DTYPES)
+    if {view.dtype for _, view in others} == {query.dtype} and "kv_cache[2]" not in given:
+        return
+    cache, cached = next((name, view) for name, view in others if name.startswith("kv_cache"))
+    allowed: dict[str, tuple[str, ...]] = {name: (query.dtype,) for name, _ in others}
+    if cached.dtype in E4M3:
+        if query.dtype != DTYPES[0]:
+            raise TypeError(
+                f"{first}: needs {DTYPES[0]} with {cache} of {cached.dtype}, got {query.dtype}; "
+                f"convert it first"
+            )
+        allowed |= {
+            cache: E4M3,
+            "kv_cache[1]": (query.dtype, cached.dtype),
+            "kv_cache[2]": ("float32",),
+        }
+    elif "kv_cache[2]" in given:
+        raise TypeError(
+            f"kv_cache[2]: needs kv_cache[0] of {' or '.join(E4M3)}, got {cached.dtype}; leave it "
+            f"out"
+        )
+    for name, view in others:
+        if view.dtype in allowed[name]:
+            continue
+        if allowed[name] == (query.dtype,):
+            raise TypeError(
+                f"{name}: needs {first}'s dtype {query.dtype}, got {view.dtype}; convert one of "
+                f"them"
+            )
+        raise TypeError(
+            f"{name}: needs {' or '.join(allowed[name])}, got {view.dtype}; convert it first"
+        )
+
+
+def _rank_problem(name: str, view: ArrayView, query_axes: tuple[str, ...]) -> str:
+    columns = _COLUMNS[name]
+    if name.startswith("q"):
+        hint = ", with q_len 1 where each request has one query" if "q_len" in query_axes else ""
+        return (
+            f"{name}: needs {len(query_axes) + 1} axes ({', '.join(query_axes)}, {columns}), got "
+            f"shape {view.shape}; reshape it{hint}"
+        )
+    return (
+        f"{name}: needs axes (num_pages, page_size, num_kv_heads, {columns}), or the same without "
+        f"num_kv_heads, got shape {view.shape}; reshape it"
+    )
+
+
+def _columns_problem(name: str, view: ArrayView) -> str:
+    latent, rope = VALUE_DIM, HEAD_DIM - VALUE_DIM
+    if name == "kv_cache[2]":
+        return (
+            f"{name}: needs a last axis of {SCALES}, a scale for 128 latent columns each, got "
+            f"shape {view.shape}; pass one for each row and 128 columns"
+        )
+    if name == "kv_cache" and view.dtype == "uint8":
+        return (
+            f"{name}: needs a last axis of {HEAD_DIM} e4m3 numbers ({latent} latent + {rope} RoPE),"
+            f" or of the {PACKED_BYTES} bytes of a packed row, got shape {view.shape}; pass a tuple"
+            f" of the parts where they lie apart"
+        )
+    if name in ("q", "kv_cache"):
+        return (
+            f"{name}: needs a last axis of {HEAD_DIM} ({latent} latent + {rope} RoPE), got shape "
+            f"{view.shape}; pass a tuple of both where they lie apart, the latent one first"
+        )
+    return (
+        f"{name}: needs a last axis of {_COLUMNS[name]}, got shape {view.shape}; a pair holds "
+        f"{latent} latent columns, then {rope} RoPE ones"
+    )
+
+
+def check_shape_numbers(
+    numbers: Mapping[str, int], num_heads: int, num_kv_heads: int, page_size: int, dtype: str
+) -> None:
+    """Check a shape that was given in numbers, to make a plan for it; `numbers` by their names."""
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    for name, value in numbers.items():
+        checked_int(name, value, "nothing to plan for", least=0)
+    for name, value in heads.items():
+        check_number(name, value, "nothing to plan for")
+    _check_heads(num_heads, num_kv_heads)
+    check_number("page_size", page_size, "allocate the cache in pages of one token at least")
+    check_dtype("dtype", dtype, DTYPES)
+
+
+def cache_of(kv_cache: ArrayView) -> str:
+    """Tell which of CACHES a cache is, by its latent columns as their checks have left them."""
+    return "e4m3" if kv_cache.dtype == FP8 else "same"
+
+
+def checked_cache_dtype(cache_dtype: object, dtype: str) -> str:
+    """Check what a plan's caches are to hold; tell which of CACHES that is."""
+    if cache_dtype is None or cache_dtype == dtype:
+        return "same"
+    if cache_dtype != FP8:
+        raise TypeError(
+            f"cache_dtype: needs dtype's {dtype}, or {FP8}, got {cache_dtype}; leave it out for "
+            f"caches of dtype"
+        )
+    if dtype != DTYPES[0]:
+        raise TypeError(
+            f"dtype: needs {DTYPES[0]} with cache_dtype {FP8}, got {dtype}; convert the queries"
+        )
+    return "e4m3"
+
+
+def other_cache(q: ArrayView, kv_cache: ArrayView) -> ValueError:
+    """Say that a plan is not for the cache that came."""
+    got = kv_cache.dtype
+    made = q.dtype if got == FP8 else FP8
+    return ValueError(
+        f"plan: made for a cache of {made}, got one of {got}; make a plan with the cache_dtype of "
+        f"each"
+    )
+
+
+def _check_heads(num_heads: int, num_kv_heads: int) -> None:
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads: needs a multiple of num_kv_heads, got {num_heads} query heads and "
+            f"{num_kv_heads} kv heads; pad the query heads"
+        )

@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the arguments of cache writers must look like; all of it before anything is launched."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cumla.core.arguments import (
+    INT32,
+    WIDE,
+    Array,
+    Views,
+    bind,
+    check_layout,
+    check_output,
+    check_own_memory,
+    check_written,
+)
+from cumla.core.check_mode import refuse_first
+from cumla.launch.mla.append_cache import AppendArguments
+from cumla.mla.arguments import DTYPES, with_kv_head_axis
+from cumla.mla.fp8_caches import E4M3, PACKED_BYTES, SCALES, check_factor, is_packed, unpacked
+from cumla.mla.shape import HEAD_DIM, VALUE_DIM
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cumla.core.arrays import ArrayView
+
+__all__ = [
+    "check_append_values",
+    "checked_append_arguments",
+]
+
+_ROPE_DIM = HEAD_DIM - VALUE_DIM
+_NUMBERS = {
+    **{name: Array("tokens", WIDE) for name in ("slot_mapping", "batch_indices", "positions")},
+    "block_table": Array("batch max_pages", INT32),
+    "kv_indices": Array("entries", INT32),
+    "kv_indptr": Array("batch+1", INT32, way_out="pass where each request's list ends"),
+}
+
+
+def checked_append_arguments(
+    given: Views, scale_number: float | None, interleaved: bool
+) -> AppendArguments:
+    """Check the views of one call, by name, against each other.
+
+    Parameters
+    ----------
+    given : mapping
+        ``kv_cache``, or ``kv_cache[0]``, ``kv_cache[1]`` and maybe ``kv_cache[2]``; ``rows``, or
+        ``rows[0]`` and ``rows[1]``; and of the optional arguments those that are given.
+    scale_number : float or None
+        The argument kv_scale, if that is a number.
+    interleaved : bool
+        Which columns a rotation pairs.
+
+    Returns
+    -------
+    AppendArguments
+        Latent and RoPE columns apart, all with a head axis.
+    """
+    views = {name: view for name, view in given.items() if view is not None}
+    _check_combination(views)
+    cache = _checked_cache(views)
+    latent_cache, rope_cache, scales, _ = cache
+    dtype, num_kv_heads = _dtype_of_16_bits(rope_cache, views), latent_cache.shape[2]
+    is_e4m3 = rope_cache.dtype in E4M3
+    latent_rows, rope_rows = _checked_rows(views, dtype, num_kv_heads, is_e4m3)
+    tokens = latent_rows.shape[0]
+    bind(_NUMBERS, views, {"tokens": tokens})
+    q_pe, q_pe_out = _checked_queries(views, dtype, tokens)
+    if "cos_sin" in views:
+        _check_table(views["cos_sin"], dtype)
+    _check_scale(views.get("kv_scale"), scale_number, cache)
+    return AppendArguments(
+        latent_rows,
+        rope_rows,
+        latent_cache,
+        rope_cache,
+        views.get("slot_mapping"),
+        views.get("batch_indices"),
+        views.get("positions"),
+        views.get("block_table"),
+        views.get("kv_indices"),
+        views.get("kv_indptr"),
+        views.get("cos_sin"),
+        q_pe,
+        q_pe_out,
+        dtype,
+        scales,
+        views.get("kv_scale"),
+        cache.is_packed,
+        1.0 if scale_number is None else scale_number,
+        interleaved,
+    )
+
+
+def _check_scale(view: ArrayView | None, number: float | None, cache: _Cache) -> None:
+    """Check that a scale, number or array, is one for this cache."""
+    if view is None and number is None:
+        return
+    if cache.latent.dtype not in E4M3 or cache.scales is not None:
+        raise ValueError(
+            f"kv_scale: needs an e4m3 cache with one scale for all of it, got "
+            f"{'scales for each row' if cache.scales else cache.latent.dtype}; leave it out"
+        )
+    if view is not None:
+        check_factor("kv_scale", view)
+
+
+def _check_combination(views: Mapping[str, ArrayView]) -> None:
+    """Check that one way, and one only, tells where the rows go, and that nothing is in vain."""
+    by_request = ("batch_indices", "block_table", "kv_indices", "kv_indptr")
+    if "slot_mapping" in views:
+        for name in by_request:
+            if name in views:
+                raise ValueError(
+                    f"{name}: needs a call without slot_mapping, which tells where the rows go, "
+                    f"got both; leave one of them out"
+                )
+    else:
+        for name in ("batch_indices", "positions"):
+            if name not in views:
+                raise ValueError(
+                    f"{name}: needed where there is no slot_mapping, to tell where the rows go, "
+                    f"got None; pass it, or slot_mapping"
+                )
+        pages = {name for name in by_request[1:] if name in views}
+        if pages not in ({"block_table"}, {"kv_indices", "kv_indptr"}):
+            raise ValueError(
+                f"block_table: needs either block_table or both kv_indices and kv_indptr beside "
+                f"batch_indices, got {' and '.join(sorted(pages)) or 'none of them'}; pass one form"
+            )
+    for name, needed in (("cos_sin", "positions"), ("q_pe", "cos_sin"), ("q_pe_out", "q_pe")):
+        if name in views and needed not in views:
+            raise ValueError(f"{needed}: needed with {name}, got None; pass it, or no {name}")
+    if "positions" in views and not {"batch_indices", "cos_sin"} & set(views):
+        raise ValueError(
+            "positions: needs batch_indices to tell where the rows go, or cos_sin to rotate them, "
+            "got neither; leave it out, or pass one of them"
+        )
+
+
+class _Cache(NamedTuple):
+    """The parts of a cache, all with a head axis; scales of e4m3 latent columns may be None."""
+
+    latent: ArrayView
+    rope: ArrayView
+    scales: ArrayView | None
+    is_packed: bool
+
+
+def _checked_cache(views: Mapping[str, ArrayView]) -> _Cache:
+    """Check the cache, and take it apart."""
+    whole = views.get("kv_cache")
+    if whole is not None and is_packed(whole):
+        return _Cache(*unpacked(_checked_part("kv_cache", whole, PACKED_BYTES)), True)
+    checked = {}
+    for name, (given, columns) in _columns_of("kv_cache", views).items():
+        if given.dtype not in DTYPES + E4M3:
+            raise TypeError(
+                f"{name}: needs {' or '.join(DTYPES + E4M3)}, got {given.dtype}; convert it first"
+            )
+        _check_columns(name, given, columns)
+        checked[name] = _checked_part(name, given, columns)
+    latent, rope = _as_pair(checked, 4)
+    scales = views.get("kv_cache[2]")
+    if scales is not None:
+        scales = _checked_scales(scales, latent, rope)
+    return _Cache(latent, rope, scales, False)
+
+
+def _checked_part(name: str, given: ArrayView, columns: int) -> ArrayView:
+    """Check what is written to, and give it its head axis."""
+    view = with_kv_head_axis(given)
+    if len(view.shape) != 4:
+        raise ValueError(
+            f"{name}: needs axes (num_pages, page_size, num_kv_heads, {columns}), or the same "
+            f"without num_kv_heads, got shape {given.shape}; reshape it"
+        )
+    if 0 in view.shape:
+        raise ValueError(
+            f"{name}: needs at least one element on every axis, got shape {given.shape}; skip "
+            f"the call where there is no cache"
+        )
+    check_written(name, view)
+    check_layout(name, view)
+    return view
+
+
+def _checked_scales(given: ArrayView, latent: ArrayView, rope: ArrayView) -> ArrayView:
+    """Check the third part of a cache: the scales of each row."""
+    name = "kv_cache[2]"
+    if latent.dtype not in E4M3 or rope.dtype not in DTYPES:
+        raise TypeError(
+            f"{name}: needs kv_cache[0] of {' or '.join(E4M3)} and kv_cache[1] of "
+            f"{' or '.join(DTYPES)}, got {latent.dtype} and {rope.dtype}; leave it out"
+        )
+    if given.dtype != "float32":
+        raise TypeError(f"{name}: needs float32, got {given.dtype}; convert it first")
+    if with_kv_head_axis(given).shape != (*latent.shape[:3], SCALES):
+        raise ValueError(
+            f"{name}: needs the axes of kv_cache[0], {latent.shape[:3]}, and {SCALES} scales, got "
+            f"shape {given.shape}; pass three parts of the same rows"
+        )
+    return _checked_part(name, given, SCALES)
+
+
+def _dtype_of_16_bits(rope_cache: ArrayView, views: Mapping[str, ArrayView]) -> str:
+    """Tell the dtype that queries, tables and rows have: the cache's, unless it is e4m3."""
+    names = ("rows", "rows[0]", "q_pe", "cos_sin")
+    found = [rope_cache.dtype, *(views[name].dtype for name in names if name in views)]
+    return next((dtype for dtype in found if dtype in DTYPES), DTYPES[0])
+
+
+def _checked_rows(
+    views: Mapping[str, ArrayView], dtype: str, num_kv_heads: int, is_e4m3: bool
+) -> tuple[ArrayView, ArrayView]:
+    """Check the new rows, and give their latent and their RoPE columns."""
+    dtypes: tuple[str, ...]
+    if is_e4m3:  # throughout: any of the others
+        dtypes, need = DTYPES, f"{', '.join(DTYPES)} or float32 for an e4m3 cache"
+    else:
+        dtypes, need = (dtype,), f"kv_cache's dtype {dtype}, or float32"
+    checked = {}
+    for name, (given, columns) in _columns_of("rows", views).items():
+        if given.dtype not in (*dtypes, "float32"):
+            raise TypeError(f"{name}: needs {need}, got {given.dtype}; convert it first")
+        _check_columns(name, given, columns)
+        view = _with_head_axis(given)
+        if len(view.shape) != 3:
+            raise ValueError(
+                f"{name}: needs axes (tokens, num_kv_heads, {columns}), or the same without "
+                f"num_kv_heads, got shape {given.shape}; reshape it"
+            )
+        if view.shape[1] != num_kv_heads:
+            raise ValueError(
+                f"{name}: needs the {num_kv_heads} kv heads of kv_cache, got shape {given.shape}; "
+                f"pass a row for each"
+            )
+        check_layout(name, view)
+        checked[name] = view
+    return _as_pair(checked, 3)
+
+
+def _with_head_axis(rows: ArrayView) -> ArrayView:
+    """Take (tokens, columns) for rows of one kv head."""
+    if len(rows.shape) != 2:
+        return rows
+    (tokens, columns), (token_stride, stride) = rows.shape, rows.strides
+    return rows._replace(shape=(tokens, 1, columns), strides=(token_stride, token_stride, stride))
+
+
+def _columns_of(name: str, views: Mapping[str, ArrayView]) -> dict[str, tuple[ArrayView, int]]:
+    """Give the array, or the pair, of an argument, and how many columns each must have."""
+    if name in views:
+        return {name: (views[name], HEAD_DIM)}
+    latent, rope = f"{name}[0]", f"{name}[1]"
+    return {latent: (views[latent], VALUE_DIM), rope: (views[rope], _ROPE_DIM)}
+
+
+def _as_pair(parts: Mapping[str, ArrayView], ndim: int) -> tuple[ArrayView, ArrayView]:
+    """Cut one array into latent and RoPE columns, or check two against each other."""
+    (first, latent), *others = parts.items()
+    lead = latent.shape[: ndim - 1]
+    if not others:
+        rope = latent._replace(
+            ptr=latent.ptr + VALUE_DIM * latent.strides[-1], shape=(*lead, _ROPE_DIM)
+        )
+        return latent._replace(shape=(*lead, VALUE_DIM)), rope
+    ((name, rope),) = others
+    if rope.dtype != latent.dtype and not (latent.dtype in E4M3 and rope.dtype in DTYPES):
+        raise TypeError(
+            f"{name}: needs the dtype of {first}, {latent.dtype}, got {rope.dtype}; convert it"
+        )
+    if rope.shape[:-1] != lead:
+        raise ValueError(
+            f"{name}: needs the axes of {first}, {lead}, and {_ROPE_DIM} columns, got shape "
+            f"{rope.shape}; pass two parts of the same rows"
+        )
+    return latent, rope
+
+
+def _check_columns(name: str, view: ArrayView, columns: int) -> None:
+    if view.shape[-1:] != (columns,):
+        form = (
+            f"{VALUE_DIM} latent + {_ROPE_DIM} RoPE, or a pair that holds them apart"
+            if columns == HEAD_DIM
+            else "of a pair of latent and RoPE columns"
+        )
+        raise ValueError(
+            f"{name}: needs a last axis of {columns} ({form}), got shape {view.shape}; join or "
+            f"slice the columns"
+        )
+
+
+def _check_table(view: ArrayView, dtype: str) -> None:
+    if view.dtype not in (dtype, "float32"):
+        raise TypeError(
+            f"cos_sin: needs float32, or kv_cache's dtype {dtype}, got {view.dtype}; convert it "
+            f"first"
+        )
+    if len(view.shape) != 2 or view.shape[1] != _ROPE_DIM:
+        raise ValueError(
+            f"cos_sin: needs shape (max_position, {_ROPE_DIM}), {_ROPE_DIM // 2} cosines and as "
+            f"many sines a row, got {view.shape}; join the two tables along the last axis"
+        )
+    check_layout("cos_sin", view)
+
+
+def _checked_queries(
+    views: Mapping[str, ArrayView], dtype: str, tokens: int
+) -> tuple[ArrayView | None, ArrayView | None]:
+    """Check the queries to rotate, and where to write them."""
+    q_pe = views.get("q_pe")
+    if q_pe is None:
+        return None, None
+    if q_pe.dtype != dtype:
+        raise TypeError(f"q_pe: needs kv_cache's dtype {dtype}, got {q_pe.dtype}; convert it first")
+    if len(q_pe.shape) != 3 or q_pe.shape[0] != tokens or q_pe.shape[2] != _ROPE_DIM:
+        raise ValueError(
+            f"q_pe: needs shape (tokens, num_heads, {_ROPE_DIM}) with {tokens} tokens, got "
+            f"{q_pe.shape}; reshape it, or slice the RoPE columns"
+        )
+    check_layout("q_pe", q_pe)
+    out = views.get("q_pe_out")
+    if out is None:
+        check_own_memory("q_pe", q_pe)
+        return q_pe, q_pe
+    check_output("q_pe_out", out, q_pe.shape, (dtype,), "rows")
+    return q_pe, out
+
+
+# Check mode.
+
+
+def check_append_values(numbers: Mapping[str, NDArray[Any]], arguments: AppendArguments) -> None:
+    """Raise for the first number that is too large, or page number that is out of range.
+
+    Parameters
+    ----------
+    numbers : mapping
+        Slots, requests, positions and page numbers on the host, by the names of the arguments.
+    arguments : AppendArguments
+        Of the call.
+    """
+    num_pages, page_size = arguments.latent_cache.shape[:2]
+    if "slot_mapping" in numbers:
+        slots = numbers["slot_mapping"]
+        last = num_pages * page_size - 1
+        refuse_first(
+            "slot_mapping", slots, slots > last, f"a slot up to {last}, or below 0 to skip"
+        )
+    else:
+        _check_pages(numbers, num_pages, page_size)
+    if arguments.cos_sin is not None:
+        positions, last = numbers["positions"], arguments.cos_sin.shape[0] - 1
+        refuse_first(
+            "positions", positions, positions > last, f"a row of cos_sin, up to {last}, or below 0"
+        )
+
+
+def _check_pages(numbers: Mapping[str, NDArray[Any]], num_pages: int, page_size: int) -> None:
+    """Check requests, positions and page numbers."""
+    requests, positions = numbers["batch_indices"], numbers["positions"]
+    if "block_table" in numbers:
+        pages, name = numbers["block_table"], "block_table"
+        begin = np.zeros(len(pages), np.int64)
+        end = begin + pages.shape[1]
+    else:
+        pages, name, bounds = numbers["kv_indices"], "kv_indices", numbers["kv_indptr"]
+        wrong = (bounds < 0) | (bounds > len(pages))
+        refuse_first("kv_indptr", bounds, wrong, f"a number from 0 to {len(pages)}, the entries")
+        begin, end = bounds[:-1].astype(np.int64), bounds[1:].astype(np.int64)
+    last = len(begin) - 1
+    refuse_first(
+        "batch_indices", requests, requests > last, f"a request up to {last}, or below 0 to skip"
+    )
+    used = np.flatnonzero((requests >= 0) & (positions >= 0))
+    request, column = requests[used], positions[used] // page_size
+    outside = np.zeros(len(positions), bool)
+    outside[used] = column >= (end - begin)[request]
+    refuse_first("positions", positions, outside, "a position in the pages of its request")
+    entry = begin[request] + column
+    read = np.zeros(pages.shape, bool)
+    read[(request, entry) if pages.ndim == 2 else entry] = True
+    wrong = read & ((pages < 0) | (pages >= num_pages))
+    refuse_first(name, pages, wrong, f"a page number from 0 to {num_pages - 1}")

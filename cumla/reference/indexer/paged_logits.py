@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits of the sparse attention's indexer over a paged cache, as a definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cumla.reference.indexer.cache import split_cache
+from cumla.reference.indexer.logits import logits_of, output
+from cumla.reference.rows import as_e4m3, cached_rows
+
+Array = NDArray[Any]
+
+
+def paged_mqa_logits(
+    q: Array,
+    kv_cache: Array | Sequence[Array],
+    weights: Array,
+    block_table: Array,
+    kv_lens: Array,
+    *,
+    max_kv_len: int,
+    logits_dtype: str | None = None,
+    clean: bool = True,
+    out: Array | None = None,
+) -> Array:
+    """Score the cached tokens of each request: the indexer's logits of a decoding step.
+
+    The formula is that of :func:`mqa_logits`. Token ``t`` of request ``b`` lies in slot
+    ``t % page_size`` of page ``block_table[b, t // page_size]``, a number clamped to
+    ``[0, num_pages)``. Lengths are clamped to ``[0, max_pages * page_size]`` and to the columns of
+    the result. Nothing else of the table or of the cache is read.
+
+    Parameters
+    ----------
+    q : ndarray of float8_e4m3fn or uint8, shape (batch, next_n, num_heads, head_dim)
+        Queries of the newest tokens of each request.
+    kv_cache : ndarray of uint8, shape (num_pages, page_size, head_dim + 4), or pair of ndarray
+        Pages that hold, whatever the axes say, first the e4m3 keys of all their tokens, then the
+        float32 scales. With or without an axis of size 1 before the last. Or both apart: keys
+        ``(num_pages, page_size, head_dim)`` and scales ``(num_pages, page_size)``.
+    weights : ndarray of float32, shape (batch * next_n, num_heads)
+        As in :func:`mqa_logits`.
+    block_table : ndarray of integers, shape (batch, max_pages)
+        Page numbers of each request, in the order of its tokens.
+    kv_lens : ndarray of integers, shape (batch,) or (batch, next_n)
+        Cached tokens of each request, those of the queries included: query ``i`` sees the first
+        ``kv_lens[b] - (next_n - 1 - i)``. Or how many each query sees.
+    max_kv_len : int
+        Columns of the result.
+    logits_dtype, clean
+        As in :func:`mqa_logits`.
+    out : ndarray, shape (batch * next_n, max_kv_len), optional
+        Where to write the logits.
+
+    Returns
+    -------
+    ndarray
+        The logits, computed in float64 and rounded once.
+    """
+    batch, next_n, _, head_dim = q.shape
+    keys, scales = split_cache(kv_cache, head_dim)
+    num_pages, page_size = scales.shape
+    seen = kv_lens.astype(np.int64)
+    if seen.ndim == 1:
+        seen = seen[:, None] - np.arange(next_n)[::-1]
+    seen = np.clip(seen, 0, min(block_table.shape[1] * page_size, max_kv_len))
+
+    out = output((batch * next_n, max_kv_len), logits_dtype, clean, out)
+    tables = np.clip(block_table, 0, num_pages - 1)
+    for b, (queries, table, lengths) in enumerate(zip(as_e4m3(q), tables, seen, strict=True)):
+        longest = int(lengths.max(initial=0))
+        k, scale = cached_rows(keys, table, longest), cached_rows(scales, table, longest)
+        for i, length in enumerate(lengths.tolist()):
+            row = b * next_n + i
+            out[row, :length] = logits_of(queries[i], weights[row], k[:length], scale[:length])
+    return out

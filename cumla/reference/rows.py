@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of paged caches: how they are found, rotated and quantised. Shared by all families.
+
+The kernels quantise with the same float32 operations: what they write is equal to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+_MOST_E4M3 = np.float32(448)
+_E4M3_NAN = 0x7F
+_LEAST_NORMAL = np.float32(2.0**-126)
+_LEAST_POWER_SCALE = np.float32(1e-4)
+
+
+def cached_rows(cache: Array, table: Array, tokens: int) -> Array:
+    """Copy the rows of a request's first tokens, and read nothing else of the cache.
+
+    Parameters
+    ----------
+    cache : ndarray, shape (num_pages, page_size, ...)
+        Pages of rows.
+    table : ndarray of integers, shape (max_pages,)
+        Page numbers of the request. Page numbers outside of ``[0, num_pages)`` give zeros.
+    tokens : int
+        At most ``max_pages * page_size``.
+
+    Returns
+    -------
+    ndarray, shape (tokens, ...)
+    """
+    num_pages, page_size = cache.shape[:2]
+    index, slot = np.divmod(np.arange(tokens), page_size)
+    page = table[index]
+    exists = (page >= 0) & (page < num_pages)
+    rows = np.zeros((tokens, *cache.shape[2:]), cache.dtype)
+    rows[exists] = cache[page[exists], slot[exists]]
+    return rows
+
+
+def rotated(x: Array, cos_sin: Array, interleaved: bool) -> Array:
+    """Rotate pairs of columns, in float64.
+
+    Parameters
+    ----------
+    x : ndarray, shape (tokens, heads, columns)
+        Pair j is columns 2 j and 2 j + 1 if interleaved, and otherwise j and j + columns / 2.
+    cos_sin : ndarray, shape (tokens, columns)
+        The cosines of all pairs, then their sines.
+    interleaved : bool
+
+    Returns
+    -------
+    ndarray of float64, shape (tokens, heads, columns)
+    """
+    cos, sin = np.split(cos_sin.astype(np.float64)[:, None, :], 2, axis=-1)
+    half = x.shape[-1] // 2
+    pairs = (
+        (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
+    )
+    x0, x1 = (x[..., columns].astype(np.float64) for columns in pairs)
+    result = np.empty(x.shape)
+    result[..., pairs[0]] = cos * x0 - sin * x1
+    result[..., pairs[1]] = sin * x0 + cos * x1
+    return result
+
+
+def as_e4m3(array: Array) -> Array:
+    """Take bytes for the e4m3 numbers that they are."""
+    return array.view(E4M3) if array.dtype == np.uint8 else array
+
+
+def in_float32(x: Array) -> Array:
+    """Convert to float32, subnormal numbers to zeros of their sign."""
+    numbers = x.astype(np.float32)
+    numbers[np.abs(numbers) < _LEAST_NORMAL] *= np.float32(0)
+    return numbers
+
+
+def e4m3_bits(numbers: Array, factor: Array | np.float32) -> Array:
+    """Give the bits of float32 numbers times a float32 factor in e4m3, saturated."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        scaled = numbers * factor
+        bits: Array = np.clip(scaled, -_MOST_E4M3, _MOST_E4M3).astype(E4M3).view(np.uint8)
+    bits[np.isnan(scaled)] = _E4M3_NAN
+    return bits
+
+
+def quantized(x: Array, power_of_two_scales: bool) -> tuple[Array, Array]:
+    """Quantise rows, along the last axis: the bits of their e4m3 numbers, and float32 scales."""
+    numbers = in_float32(x)
+    amax = np.fmax.reduce(np.abs(numbers), axis=-1, initial=np.float32(0))
+    scale = np.asarray(np.minimum(amax, np.finfo(np.float32).max) / _MOST_E4M3)
+    if power_of_two_scales:
+        scale = _rounded_up(np.maximum(scale, _LEAST_POWER_SCALE))
+    else:
+        scale = np.maximum(scale, _LEAST_NORMAL)
+    inverse = np.asarray(np.float32(1) / scale)
+    return e4m3_bits(numbers, inverse[..., None]), scale
+
+
+def _rounded_up(scale: Array) -> Array:
+    """Round float32 numbers up to powers of two: a mantissa that is not 0 carries."""
+    bits = np.asarray(scale, np.float32).view(np.uint32)
+    return ((bits + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)

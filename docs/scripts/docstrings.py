@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An extension of griffe: what docstrings have of reStructuredText, as Markdown.
+
+A role, such as :func:`cumla.mla_decode`, becomes a link if the name has a page, and code if not.
+``::`` before a block of code becomes a colon.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+_ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc):`~?([\w.]+)`")
+_CODE_FOLLOWS = re.compile(r"::(?=\n\n +)")
+_PAGES = Path(__file__).resolve().parents[1] / "reference"
+
+
+def names_with_a_page() -> set[str]:
+    """Names that the API reference shows."""
+    pages = (path.read_text(encoding="utf-8") for path in _PAGES.glob("*.md"))
+    return {name for page in pages for name in re.findall(r"^::: (\S+)", page, re.MULTILINE)}
+
+
+class Docstrings(griffe.Extension):
+    """Rewrites each docstring before it is parsed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names = names_with_a_page()
+
+    def on_instance(self, *, obj: Any, **_: Any) -> None:
+        """Rewrite the docstring of one object."""
+        if obj.docstring is not None:
+            text = _ROLE.sub(self._link, obj.docstring.value)
+            obj.docstring.value = _CODE_FOLLOWS.sub(":", text)
+
+    def _link(self, match: re.Match[str]) -> str:
+        name = match[1]
+        name = name if name.startswith("cumla.") else f"cumla.{name}"
+        owner = name.rpartition(".")[0]  # of a method
+        is_member = owner in self._names and owner.rpartition(".")[2][:1].isupper()
+        has_page = name in self._names or is_member
+        return f"[`{match[1]}`][{name}]" if has_page else f"`{match[1]}`"

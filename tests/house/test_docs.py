@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documents say what is so: their code runs, their figures are recorded ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import cumla
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(path for path in DOCS.rglob("*.md") if DOCS / "history" not in path.parents)
+GUIDE = sorted((DOCS / "guide").glob("*.md"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+RESULTS, PEERS = ROOT / "records/h200.json", ROOT / "records/h200-peers.json"
+
+
+def load(name: str) -> ModuleType:
+    """Import one of docs/scripts."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"scripts/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def recorded(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def blocks(page: Path) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
+def test_code_of_a_page_runs(page: Path) -> None:
+    """The blocks of a page are one program, from the top to the end."""
+    pytest.importorskip("torch")
+    code_of_page = blocks(page)
+    assert code_of_page, f"{page.name} shows no code"
+    names: dict[str, Any] = {}
+    for number, code in enumerate(code_of_page, 1):
+        exec(compile(code, f"{page.name}: block {number}", "exec"), names)
+
+
+def test_the_check_mode_finds_what_its_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    test_code_of_a_page_runs(DOCS / "guide/errors-and-checking.md")
+    assert re.match(r"block_table\b.*\b7\b", capsys.readouterr().out)
+    assert "CUMLA_CHECK" not in os.environ
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
+def test_example_runs(example: Path) -> None:
+    pytest.importorskip("jax" if "jax" in example.stem else "torch")
+    runpy.run_path(str(example), run_name="__main__")
+
+
+def test_every_public_name_has_a_page() -> None:
+    pages = "\n".join(page.read_text("utf-8") for page in (DOCS / "reference").glob("*.md"))
+    shown = re.findall(r"^::: cumla\.(\w+)$", pages, re.MULTILINE)
+    assert sorted(shown) == sorted(cumla.__all__)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = set(re.findall(r"(\S+\.md)$", config, re.MULTILINE))
+    assert listed == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_the_performance_page_is_what_the_script_makes() -> None:
+    made = load("performance").page(recorded(RESULTS), recorded(PEERS))
+    assert (DOCS / "performance.md").read_text(encoding="utf-8") == made
+
+
+def test_no_table_of_the_recorded_run_is_left_out_of_the_performance_page() -> None:
+    from cumla.bench.report import to_markdown
+
+    page = (DOCS / "performance.md").read_text(encoding="utf-8")
+    for part in to_markdown(recorded(RESULTS)).strip().split("\n\n"):
+        assert part in page
+
+
+def test_the_readme_has_eight_rows_of_the_recorded_run() -> None:
+    table = load("performance").readme_table(recorded(RESULTS))
+    assert table in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(table.splitlines()) == 2 + 8
+
+
+def test_the_figure_shows_the_recorded_run(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    peers = load("peers")
+    figure = peers.draw(recorded(PEERS))
+    (axes,) = figure.axes
+    rows = peers.ratios(recorded(PEERS))
+    assert len(rows) == len(recorded(PEERS)["rows"])
+    for bars, name in zip(axes.containers, peers.PEERS, strict=True):
+        tops = [bar.get_y() + bar.get_height() for bar in bars]
+        assert tops == pytest.approx([found[name] for _, found in rows])
+    peers.save(figure, tmp_path / "peers.svg")
+    texts = [
+        re.findall(r"<text[^>]*>(.*?)</text>", path.read_text("utf-8"), re.DOTALL)
+        for path in (tmp_path / "peers.svg", DOCS / "figures/peers.svg")
+    ]
+    assert texts[0] == texts[1], "draw it again: python docs/scripts/peers.py"
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    for name in ("mkdocs", "material", "mkdocstrings_handlers"):
+        pytest.importorskip(name)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in cumla.__all__:
+        pages = (tmp_path / "reference").rglob("index.html")
+        assert any(f'id="cumla.{name}"' in page.read_text("utf-8") for page in pages), name
+
+
+def test_every_kernel_is_explained() -> None:
+    pages = "\n".join(page.read_text("utf-8") for page in (DOCS / "kernels").glob("*.md"))
+    kernels = {path.stem for path in (ROOT / "cumla/cuda").rglob("*.cu")}
+    assert kernels
+    assert not kernels - set(re.findall(r"\w+", pages))
+
+
+def test_every_function_is_used_in_code_that_runs() -> None:
+    """Errors and results are not called."""
+    code = "\n".join(block for page in GUIDE for block in blocks(page))
+    called = [name for name in cumla.__all__ if not name.endswith(("Error", "State", "Rows"))]
+    assert not set(called) - set(re.findall(r"cumla\.(\w+)", code))
+
+
+def test_the_description_on_an_index_has_no_link_that_leads_nowhere() -> None:
+    pytest.importorskip("hatchling")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    description = load("description").description
+    assert "](" not in description(readme, None)
+    linked = description(readme, "https://host/cumla/")
+    links = re.findall(r"\]\(([^)]+)\)", linked)
+    assert len(links) == len(re.findall(r"\]\(([^)]+)\)", readme))
+    for link in links:
+        path = re.sub(r"^https://host/cumla/(blob|raw)/main/", "", link)
+        assert path != link
+        assert (ROOT / path).exists()

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README says what is so: its commands, examples, messages, table of variables and links."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cumla
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def section(title: str) -> str:
+    """The text under a heading of level 2 or 3, up to the next one."""
+    _, _, rest = README.partition(f"## {title}\n")
+    return re.split(r"^##+ ", rest, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+@cache
+def run(code: str) -> dict[str, Any]:
+    """What a block leaves behind."""
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    return names
+
+
+def run_example(title: str) -> dict[str, Any]:
+    return run(blocks("python", section(title))[0])
+
+
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 220
+
+
+def test_there_are_two_commands_each_one_line() -> None:
+    demo, tests = blocks("bash")
+    assert demo.count("\n") == tests.count("\n") == 1
+    assert demo.endswith("cumla demo\n")
+    assert "-m pytest" in tests
+
+
+@pytest.mark.parametrize("code", blocks("python"), ids=range(len(blocks("python"))))
+def test_code_runs(code: str) -> None:
+    pytest.importorskip("torch")
+    run(code)
+
+
+def test_the_example_of_pytorch() -> None:
+    torch = pytest.importorskip("torch")
+    names = run_example("PyTorch")
+    out, lse = names["out"], names["lse"]
+    assert out.shape == (4, 1, 16, 512)
+    assert isinstance(out, torch.Tensor)
+    assert lse[:, 0, 0].isneginf().tolist() == [False, False, False, True]
+    assert not out[3].any()
+
+
+def test_the_example_of_a_plan() -> None:
+    torch = pytest.importorskip("torch")
+    names = run_example("A plan in a CUDA graph")
+    places = names["block_table"], names["kv_lens"]
+    for q, kv, state in zip(names["queries"], names["caches"], names["states"], strict=True):
+        assert torch.equal(state.out, cumla.mla_decode(q, kv, *places).out)
+
+
+def test_the_example_of_queries_of_different_lengths() -> None:
+    pytest.importorskip("torch")
+    names = run_example("Queries of different lengths")
+    out, lse = names["out"], names["lse"]
+    assert (out.shape, lse.shape) == ((35, 16, 512), (35, 16))
+    assert bool(out.isfinite().all())
+    assert bool(lse.isfinite().all())
+
+
+def test_messages_are_the_real_ones() -> None:
+    pytest.importorskip("torch")
+    names = run_example("PyTorch")
+    (session,) = blocks("pycon", section("Errors"))
+    test = doctest.DocTestParser().get_doctest(session, names, "README.md", "README.md", 0)
+    assert test.examples
+    assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def variables_in_the_code() -> set[str]:
+    """The environment variables of the package: string constants that are nothing else."""
+    found = set()
+    for path in (ROOT / "cumla").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.update(re.findall(r"\ACUMLA_[A-Z0-9_]+\Z", node.value))
+    return found
+
+
+def test_environment_table_is_complete_and_short() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", section("Environment variables"), re.MULTILINE)
+    assert set(rows) == variables_in_the_code()
+    assert len(rows) == len(set(rows)) <= 6
+
+
+def test_errors_that_the_text_names_exist() -> None:
+    named = re.findall(r"`(?:cumla\.)?(\w+Error)`", section("Errors"))
+    assert len(named) == 5
+    assert all(issubclass(getattr(cumla, name), cumla.CumlaError) for name in named)
+
+
+def test_functions_that_the_table_names_exist() -> None:
+    named = re.findall(r"`cumla\.(\w+)`", section("Which function for which need"))
+    functions = [name for name in cumla.__all__ if not name.endswith(("Error", "State", "Rows"))]
+    assert sorted({*named} - {"compat"}) == sorted(functions)
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+)\)", README))
+def test_link_leads_somewhere(link: str) -> None:
+    assert (ROOT / link).exists()
