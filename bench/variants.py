@@ -66,7 +66,8 @@ def _checked(bench: Bench, problem: Problem, variant: str) -> Call:
 def pinned(problem: Problem, variant: str) -> Call:
     """Make a call of one kernel; the library has no public way to choose it."""
     q, kv_cache, block_table, kv_lens, out, lse = problem.arguments()
-    plan = type("Pinned", (MLADecodePlan,), {"_variant": variant}).from_arrays(q, kv_cache)
+    kind: type[MLADecodePlan] = type("Pinned", (MLADecodePlan,), {"_variant": variant})
+    plan = kind.from_arrays(q, kv_cache)
     plan.update(kv_lens)
     return partial(plan.run, q, kv_cache, block_table, out=out, lse=lse)
 

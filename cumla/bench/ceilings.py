@@ -153,12 +153,10 @@ def _cublas_product(gpu: Gpu, a: int, b: int, c: int) -> Callable[[], None]:
 
 def stream_only(gpu: Gpu, kv: Any, pages: NDArray[np.int32]) -> Callable[[], None]:
     """Make a call of a kernel that brings pages into shared memory and does nothing else."""
-    page_bytes = PAGE_SIZE * _ROW_BYTES
     heads = kv.shape[2]  # a page of several kv heads is as many pages of one in a row
-    descriptor = paged_kv_map(
-        *(gpu.address(kv), "bfloat16", kv.shape[0] * heads, PAGE_SIZE, 1, HEAD_DIM),
-        *(page_bytes, _ROW_BYTES, _ROW_BYTES, PAGE_SIZE),
-    )
+    shape = (kv.shape[0] * heads, PAGE_SIZE, 1, HEAD_DIM)
+    strides = (PAGE_SIZE * _ROW_BYTES, _ROW_BYTES, _ROW_BYTES)
+    descriptor = paged_kv_map(gpu.address(kv), "bfloat16", shape, strides, PAGE_SIZE)
     order = gpu.upload((pages[:, None] * heads + np.arange(heads, dtype=np.int32)).ravel())
     blocks = gpu.properties.sm_count
 

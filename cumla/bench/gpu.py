@@ -14,8 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from cumla.launch.device import current_device, import_cupy, require_hopper
-from cumla.launch.kernel import PreparedLaunch
-from cumla.launch.module import load
+from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
 
 __all__ = ["DTYPES", "FLUSH_BYTES", "READ_STREAM", "SPIN", "STREAM_BYTES", "Gpu", "bench_spec"]
@@ -131,8 +130,8 @@ class Gpu:
         self, spec: KernelSpec, blocks: int, layout: struct.Struct, values: Sequence[Any]
     ) -> None:
         """Launch a kernel that takes one struct; compile it the first time."""
-        kernel = load(spec, self.ordinal, capturing=lambda: False)
-        PreparedLaunch(kernel, (blocks, 1, 1), layout, values, self.stream.ptr)()
+        launch = Launch(spec, (blocks, 1, 1), layout, tuple(values))
+        launch.template(self.ordinal, lambda: False).at({}, self.stream.ptr)()
 
     def read(self, array: Any) -> None:
         """Read a contiguous array whose size is a multiple of 16 bytes."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cumla.bench import calls, ceilings, forms, mla, run
+from cumla.bench import calls, forms, mla, run
 from cumla.bench.append import AppendCase
 from cumla.bench.cases import Case
 from cumla.bench.indexer import CacheCase, LogitsScheduleCase, PagedLogitsCase, PrefillLogitsCase
@@ -75,7 +75,6 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
 def use_fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     fakes = Fakes()
     monkeypatch.setattr(calls, "cumla", fakes.cumla)
-    monkeypatch.setattr(ceilings, "paged_kv_map", lambda *arguments: bytes(128))
     for name in ("CUMLA_CHECK", "CUMLA_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     return fakes

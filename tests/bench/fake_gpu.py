@@ -27,6 +27,7 @@ from cumla.bench.problem import ATTEND_ROWS
 from cumla.bench.section import Bench, Limits
 from cumla.bench.timing import time_cold
 from cumla.launch.source import KernelSpec
+from cumla.launch.tensor_map import TensorMap
 
 LAUNCH_US = 5.0
 FLUSH_US = 1000.0
@@ -111,7 +112,8 @@ class FakeGpu:
     ) -> None:
         self.launched.append(spec.function)
         self.now += LAUNCH_US
-        _KERNELS[spec](blocks, *layout.unpack(layout.pack(*values)))
+        fields = (bytes(128) if isinstance(value, TensorMap) else value for value in values)
+        _KERNELS[spec](blocks, *layout.unpack(layout.pack(*fields)))
 
 
 class FakeCumla:

@@ -2,6 +2,7 @@
 // Paged MLA attention of chosen query rows in float64, straight from the definition: what the benchmark holds its
 // timed kernels against. grid = rows, 256 threads; 256 tokens at a time, a warp a token for the scores, a thread a
 // token for the weights, a thread two columns for the sums. Pages of 64.
+#include "ptx/convert.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
