@@ -14,7 +14,7 @@ from cumla.bench import calls
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.gpu import DTYPES, Gpu
 from cumla.bench.moves import FIGURES, measure_moves
-from cumla.bench.section import Bench, CheckError, Column, Row, Section
+from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
 __all__ = ["SECTION", "AppendCase"]
@@ -120,11 +120,6 @@ SECTION = Section(
         for page_size, rotated in ((64, False), (1, False), (64, True))
     ),
     measure=_measure,
-    shape=(
-        Column("tokens", "tokens"),
-        Column("page", "page_size"),
-        Column("rotated", "rotated"),
-        Column("dtype", "dtype"),
-    ),
+    shape=(*columns("tokens"), Column("page", "page_size"), *columns("rotated", "dtype")),
     figures=FIGURES,
 )

@@ -34,28 +34,35 @@ _ITEM = 2  # bytes of a bfloat16 or float16
 _LOG_NORMAL = "lognormal:"
 
 
+_KEYS = {  # of the ceilings, in files of results and of peers
+    "read_gbps": "read_GBps",
+    "copy_gbps": "copy_GBps",
+    "matmul_tflops": "bf16_matmul_TFLOPs",
+    "empty_us": "empty_kernel_us",
+    "fp8_tflops": "fp8_matmul_TFLOPs",
+    "fp8_scaled": "fp8_scaled",
+    "sustained_tflops": "bf16_sustained_TFLOPs",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What one GPU can do at best.
+    """What one GPU can do at best; the last three are 0 in older files.
 
     Attributes
     ----------
-    read_gbps : float
-        Reading a large array, in 10^9 bytes a second.
-    copy_gbps : float
-        Copying one, bytes read and written.
+    read_gbps, copy_gbps : float
+        Reading a large array, and copying one (bytes read and written), in 10^9 bytes a second.
     matmul_tflops : float
         An 8192 x 8192 x 8192 bfloat16 matrix product of random numbers.
     empty_us : float
         An empty kernel between two events.
     fp8_tflops : float
-        The matrix product with float8_e4m3fn; 0 in files that are older than this.
+        The matrix product with float8_e4m3fn.
     fp8_scaled : bool
-        Whether it was not measured but scaled: from the bfloat16 one, by the ratio of the two on
-        another GPU.
+        Whether that was not measured but scaled, by the ratio of the products on another GPU.
     sustained_tflops : float
-        The bfloat16 product once more, over and over, with the GPU at its power limit; 0 in files
-        that are older than this.
+        The bfloat16 product once more, over and over, with the GPU at its power limit.
     """
 
     read_gbps: float
@@ -69,27 +76,11 @@ class Ceilings:
     @classmethod
     def from_json(cls, figures: dict[str, Any]) -> Ceilings:
         """Read what `to_json` wrote, or the same keys in a file of peers."""
-        return cls(
-            read_gbps=float(figures["read_GBps"]),
-            copy_gbps=float(figures["copy_GBps"]),
-            matmul_tflops=float(figures["bf16_matmul_TFLOPs"]),
-            empty_us=float(figures["empty_kernel_us"]),
-            fp8_tflops=float(figures.get("fp8_matmul_TFLOPs", 0.0)),
-            fp8_scaled=bool(figures.get("fp8_scaled", False)),
-            sustained_tflops=float(figures.get("bf16_sustained_TFLOPs", 0.0)),
-        )
+        return cls(**{name: figures[key] for name, key in _KEYS.items() if key in figures})
 
     def to_json(self) -> dict[str, float | bool]:
         """Name the figures as the results file does."""
-        return {
-            "read_GBps": self.read_gbps,
-            "copy_GBps": self.copy_gbps,
-            "bf16_matmul_TFLOPs": self.matmul_tflops,
-            "empty_kernel_us": self.empty_us,
-            "fp8_matmul_TFLOPs": self.fp8_tflops,
-            "fp8_scaled": self.fp8_scaled,
-            "bf16_sustained_TFLOPs": self.sustained_tflops,
-        }
+        return {key: getattr(self, name) for name, key in _KEYS.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from cumla.bench import calls
 from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.bench.gpu import DTYPES
 from cumla.bench.problem import Problem, check_some, filled
-from cumla.bench.section import Bench, Column, Row, Section
+from cumla.bench.section import Bench, Column, Row, Section, columns
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
 __all__ = ["SECTION", "Form", "FormGroup"]
@@ -207,7 +207,7 @@ SECTION = Section(
         *(by_q_len(Case(128, 1, rows, 4096), 2, 4, 8) for rows in (16, 32, 64, 128)),
     ),
     measure=_measure,
-    shape=(*(Column(name, name) for name in ("batch", "heads", "kv_len")), Column("by", "varied")),
+    shape=(*columns("batch", "heads", "kv_len"), Column("by", "varied")),
     each="forms",
     figures=(
         Column("form", "form"),

@@ -13,7 +13,7 @@ from cumla.bench import calls
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.gpu import DTYPES, Gpu
 from cumla.bench.moves import FIGURES, measure_moves
-from cumla.bench.section import Bench, CheckError, Column, Row, Section
+from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns
 
 __all__ = ["SECTION", "MergeCase"]
 
@@ -117,10 +117,6 @@ SECTION = Section(
         for count, dtype in ((2, "bfloat16"), (8, "bfloat16"), (2, "float32"))
     ),
     measure=_measure,
-    shape=(
-        Column("partial results", "count"),
-        Column("tokens", "tokens"),
-        Column("dtype", "dtype"),
-    ),
+    shape=(Column("partial results", "count"), *columns("tokens", "dtype")),
     figures=FIGURES,
 )

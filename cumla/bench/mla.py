@@ -17,7 +17,7 @@ from cumla.bench.cases import DENSE, LOG_NORMAL_SIGMA, PAGE_SIZE, Case, vary
 from cumla.bench.ceilings import stream_only
 from cumla.bench.gpu import DTYPES
 from cumla.bench.problem import Problem, check, check_some, filled, lay_out
-from cumla.bench.section import Bench, CheckError, Column, Row, Section
+from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns
 from cumla.bench.timing import Timing
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 from cumla.mla.fp8_caches import PACKED_BYTES, SCALES
@@ -25,22 +25,21 @@ from cumla.mla.fp8_caches import PACKED_BYTES, SCALES
 __all__ = [
     "SECTIONS",
     "AttentionCase",
-    "FormatsCase",
-    "PagesCase",
     "RaggedCase",
     "ScheduleCase",
+    "WaysCase",
     "schedule_cases",
 ]
 
 SHAPE = (
-    *(Column(name, name) for name in ("batch", "q_len", "heads", "kv_len")),
+    *columns("batch", "q_len", "heads", "kv_len"),
     Column("kv_heads", "kv_heads", usual=1),
     Column("dtype", "dtype", usual="bfloat16"),
     Column("lengths", "lengths", usual="equal"),
     Column("batch_invariant", "batch_invariant", usual=False),
 )
 _US = Column("us", "us", "us")
-_FEW = tuple(Column(name, name) for name in ("batch", "heads", "kv_len"))
+_FEW = columns("batch", "heads", "kv_len")
 
 # --- the dense table ------------------------------------------------------------------------------
 
@@ -249,7 +248,7 @@ _SCHEDULE = Section(
     title="schedule: ",
     cases=schedule_cases((1, 128, 8192), (16, 128, 8192), (128, 128, 4096), (1024, 128, 4096)),
     measure=_measure_schedule,
-    shape=tuple(Column(name, name) for name in ("batch", "kv_len", "lengths")),
+    shape=columns("batch", "kv_len", "lengths"),
     figures=(
         _US,
         Column("over empty", lambda row: row["us"] - row["empty_us"], "us"),
@@ -433,22 +432,24 @@ _PAGE_SIZES = (PAGE_SIZE, 1, 16, 32, 48, 128)
 
 
 @dataclass(frozen=True, slots=True)
-class PagesCase:
-    """A case with pages of every size."""
+class WaysCase:
+    """A case that is measured in several ways: bfloat16, requests of the same length."""
 
     case: Case
+    by: str
 
     @property
     def name(self) -> str:
-        """Identify the case in messages."""
-        return f"{self.case.name} by page size"
+        """For example ``b128-s1-h16-kv4096 by page size``."""
+        return f"{self.case.name} by {self.by}"
 
     def to_json(self) -> Row:
         """Name the case as a row of the results file does."""
-        return {key: value for key, value in self.case.to_json().items() if key != "page"}
+        row = self.case.to_json()
+        return row if self.by != "page size" else {key: row[key] for key in row if key != "page"}
 
 
-def _measure_pages(bench: Bench, paged: PagesCase) -> Row:
+def _measure_pages(bench: Bench, paged: WaysCase) -> Row:
     gpu, case = bench.gpu, paged.case
     slots = case.batch * max(-(-case.kv_len // size) * size for size in _PAGE_SIZES)
     cached = filled(gpu, (slots, HEAD_DIM), case.dtype, seed=2)
@@ -501,9 +502,9 @@ _PAGES = Section(
     name="pages",
     title="page sizes: ",
     cases=(
-        PagesCase(Case(128, 1, 16, 4096)),
-        PagesCase(Case(128, 1, 128, 4096)),
-        PagesCase(Case(16, 1, 128, 8192)),
+        WaysCase(Case(128, 1, 16, 4096), "page size"),
+        WaysCase(Case(128, 1, 128, 4096), "page size"),
+        WaysCase(Case(16, 1, 128, 8192), "page size"),
     ),
     measure=_measure_pages,
     shape=_FEW,
@@ -523,22 +524,6 @@ RoPE ones of bfloat16 and scales of 128 columns in three arrays; these in one.""
 _KV_SCALE = 2.0**-9  # of the tensor: 448 times it is above the largest number
 
 
-@dataclass(frozen=True, slots=True)
-class FormatsCase:
-    """A case over caches of every format: bfloat16 queries, requests of the same length."""
-
-    case: Case
-
-    @property
-    def name(self) -> str:
-        """Identify the case in messages."""
-        return f"{self.case.name} by format"
-
-    def to_json(self) -> Row:
-        """Name the case as a row of the results file does."""
-        return self.case.to_json()
-
-
 @dataclass(frozen=True)
 class _Cache:
     """A cache as it is called with, a factor, and its parts as the check reads them."""
@@ -550,7 +535,7 @@ class _Cache:
     scales: Any = None
 
 
-def _measure_fp8(bench: Bench, quantised: FormatsCase) -> Row:
+def _measure_fp8(bench: Bench, quantised: WaysCase) -> Row:
     gpu, case = bench.gpu, quantised.case
     problem = lay_out(gpu, case)
     q, _, *others = problem.arguments()
@@ -629,9 +614,9 @@ _FP8 = Section(
     name="fp8",
     title="FP8 caches: ",
     cases=(
-        FormatsCase(Case(128, 1, 16, 8192)),
-        FormatsCase(Case(128, 1, 16, 16384)),
-        FormatsCase(Case(128, 1, 128, 4096)),
+        WaysCase(Case(128, 1, 16, 8192), "format"),
+        WaysCase(Case(128, 1, 16, 16384), "format"),
+        WaysCase(Case(128, 1, 128, 4096), "format"),
     ),
     measure=_measure_fp8,
     shape=_FEW,

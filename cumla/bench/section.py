@@ -21,6 +21,7 @@ __all__ = [
     "Note",
     "Row",
     "Section",
+    "columns",
     "show_us",
 ]
 
@@ -158,6 +159,11 @@ def _said(row: Row) -> str:
     lines = next((of for of in row.values() if isinstance(of, list)), [row])
     times = row["us"].values() if isinstance(row.get("us"), dict) else [of["us"] for of in lines]
     return ", ".join(map(show_us, times)) + " us"
+
+
+def columns(*names: str) -> tuple[Column, ...]:
+    """Make columns that have the names of their keys."""
+    return tuple(Column(name, name) for name in names)
 
 
 class Case(Protocol):
