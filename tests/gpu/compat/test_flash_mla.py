@@ -16,7 +16,7 @@ from tests.compat.flash_mla_example import StepInputs, load_example, make_inputs
 from tests.gpu.tools.process import run_fresh
 from tests.mla import tolerance
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 torch = pytest.importorskip("torch")
 
 LENGTHS = (1, 640, 63, 2000)

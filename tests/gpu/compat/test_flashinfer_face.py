@@ -19,7 +19,7 @@ from tests.gpu.tools.fp8_problem import FACTOR, Fp8Case, make_fp8
 from tests.merge_tolerance import assert_merged
 from tests.mla.tolerance import assert_close_lse, assert_close_out
 
-KERNELS = ("append_cache", "merge_states", "mla_attention_schedule", "mla_decode", "mla_decode_fp8")
+KERNELS = ("append_cache", "merge_states", "ragged_schedule", "mla_decode", "mla_decode_fp8")
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore:FlashInfer deprecates:DeprecationWarning")
 

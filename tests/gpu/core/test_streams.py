@@ -17,7 +17,7 @@ from tests.gpu.tools.cases import Case
 from tests.gpu.tools.problem import Problem, make_problem
 from tests.gpu.tools.process import run_fresh
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
 
 LATER_LENGTHS = ([1, 64, 2999], [3000, 0, 65], [0, 0, 0], [3000, 3000, 3000], [7, 2048, 640])

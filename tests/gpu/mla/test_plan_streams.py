@@ -15,7 +15,7 @@ from tests.gpu.tools.cases import Case
 from tests.gpu.tools.problem import Problem, make_problem
 from tests.gpu.tools.process import run_fresh
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
 
 LONG = 100_000_000  # clocks: some 50 ms, in which the host is long ahead
