@@ -38,6 +38,7 @@ from cumla.core.frameworks import (
 from cumla.errors import NotPreparedError
 
 __all__ = [
+    "WORKSPACE",
     "ArrayView",
     "Call",
     "check_mutable",
@@ -52,6 +53,9 @@ __all__ = [
     "reopen_call",
     "to_numpy",
 ]
+
+
+WORKSPACE = "workspace"  # name of the memory that the launches of a call share
 
 
 class Call:
@@ -174,17 +178,17 @@ class Call:
         if self._allocator is None or self.device is None:
             raise ValueError("empty: needs a call whose arrays are on the GPU, got the CPU")
         if not self._may_allocate:
-            self._check_may_allocate()
+            self._check_may_allocate(())
         return self._allocator.empty(shape, dtype, self.device, self.stream)
 
-    def _check_may_allocate(self) -> None:
+    def _check_may_allocate(self, names: tuple[str, ...]) -> None:
         """Refuse to allocate where the stream is being captured and the allocator is CuPy's."""
         if self.capturing:
-            absent = [f"{name}=" for name, output in self._outputs if output is None]
+            outputs = [f"{name}=" for name in names if name != WORKSPACE]
+            ways = (*outputs, *(["a plan"] if WORKSPACE in names else []))
             raise NotPreparedError(
-                f"the stream is being captured, and CuPy's allocator does not serve captures: pass "
-                f"{_in_prose((*absent, 'workspace='))} where the call takes one, or use a plan, "
-                f"made before the capture"
+                f"the stream is being captured, and CuPy's allocator does not serve captures: make "
+                f"{_in_prose(ways or ('workspace=',))} before the capture, and pass or use it"
             )
         self._may_allocate = True  # a call neither begins nor ends a capture
 
@@ -207,7 +211,7 @@ class Call:
         arrays, addresses = [], []
         allocator, device = self._allocator, self.device
         if wanted and not self._may_allocate:
-            self._check_may_allocate()
+            self._check_may_allocate(tuple([name for name, _, _ in wanted]))
         for _, shape, dtype in wanted:
             assert allocator is not None and device is not None
             array, view = allocator.empty(shape, dtype, device, self.stream)

@@ -7,7 +7,8 @@
 // side by side in the accumulators of four lanes, and a thread's weights stay in registers.
 // grid = as many CTAs as multiprocessors, 384 threads, one CTA a multiprocessor. An item is 512 columns: 8 query rows of 64
 // heads, 16 of 32. Each CTA counts the blocks that every item can see and takes an equal share of them (in order, so that
-// it changes items a few times only).
+// it changes items a few times only). Spans may change while the kernel runs: then logits are wrong, but all roles still agree
+// on the segments, for warp 0 alone reads what they are.
 //
 // Warpgroup 0: warp 0 loads blocks of 64 tokens (TMA) and their scales into a ring, warp 1 writes -inf where nothing is
 // visible, warps 2 and 3 bring query rows and weights of the next item. Warpgroups 1 and 2 each have half of an item's
@@ -92,7 +93,7 @@ struct QueryTiles {
       }
     }
     first = begin / kBlockTokens;
-    blocks = end == 0 ? 0 : (end + kBlockTokens - 1) / kBlockTokens - first;
+    blocks = end == 0 ? 0 : blocks_before(end) - first;
   }
 };
 
@@ -132,10 +133,12 @@ __device__ __forceinline__ SegmentCursor<Work> take_share(const Work& work, Shar
   for (int i = 0; i < 2; ++i) {
     i64 target = total * (blockIdx.x + i) / gridDim.x - before;
     if (target < 0 || target >= cost) continue;
+    // Lengths are read again; should they have changed meanwhile, the search ends with this thread's items.
     int item = first_item;
-    for (work.blocks_of(item, first, blocks); target >= blocks + kItemCost; work.blocks_of(++item, first, blocks))
+    for (work.blocks_of(item, first, blocks); target >= blocks + kItemCost && item + 1 < last_item;
+         work.blocks_of(++item, first, blocks))
       target -= blocks + kItemCost;
-    scratch.places[i] = {item, static_cast<int>(target)};
+    scratch.places[i] = {item, static_cast<int>(min(target, static_cast<i64>(blocks)))};
   }
   __syncthreads();
   return {work, scratch.places[0], scratch.places[1]};
@@ -156,7 +159,7 @@ __device__ __forceinline__ void load_tokens(const MqaLogitsParams& p, const Logi
   RingPlace<Shape> place;
   Segment segment;
 #pragma unroll 1
-  while (cursor.next(segment)) {
+  for (u32 n = 0; announce_next(shared, cursor, n, segment); ++n) {
 #pragma unroll 1
     for (int block = segment.first; block < segment.first + segment.blocks; ++block) {
       const u32 full = shared.full(place.slot);
@@ -192,7 +195,7 @@ __device__ __forceinline__ void mqa_logits(const MqaLogitsParams& p) {
   const QueryTiles<Shape> work{p};
   const SegmentCursor<QueryTiles<Shape>> cursor =
       take_share(work, *reinterpret_cast<ShareScratch*>(shared_bytes + shared.kScratchOffset));  // synchronises the CTA
-  do_segments(p.logits, work, shared, cursor, [&] { load_tokens(p, shared, cursor); });
+  do_segments(p.logits, work, shared, [&] { load_tokens(p, shared, cursor); });
 }
 
 }  // namespace cumla::indexer

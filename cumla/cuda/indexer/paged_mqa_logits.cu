@@ -106,11 +106,11 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
   u32 loaded = 0;  // blocks before the segment
   Segment segment;
 #pragma unroll 1
-  while (true) {
+  for (u32 n = 0;; ++n) {
     const Place expected = cursor.at;
     const u32 own = lane << log2_of_box;  // this lane's first token, from the segment's first one on
     int entry = entry_of(expected.item, static_cast<u32>(expected.block) * kBlockTokens + own);  // while the length comes
-    if (!cursor.next(segment)) return;
+    if (!announce_next(shared, cursor, n, segment)) return;
     const u32 first_token = segment.first * kBlockTokens;
     if (segment.item != expected.item) entry = entry_of(segment.item, first_token + own);
     const u32 tokens = tokens_of(p.lengths, segment.item);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
       const char* const scales = p.scales + page * p.scales_stride + in_page * 4;
 #pragma unroll 1
       for (int four = 0; four < 32 && begin + four < boxes; four += 4) {
-        if (lane / 4 * 4 == four && box < boxes) {
+        if (lane / 4 * 4 == four && box < boxes) {  // plant: loaders
           const u32 full = shared.full(slot);
           mbarrier_wait(shared.free(slot), free_phase, "a free slot for tokens");
           fence_proxy_async_shared();  // the scales that were there have been read by ordinary loads
@@ -159,7 +159,7 @@ __device__ __forceinline__ void paged_mqa_logits(const PagedMqaParams& p) {
   const Requests work{p};
   const SegmentCursor<Requests> cursor{work, bound_of(p, blockIdx.x), bound_of(p, blockIdx.x + 1)};
   __syncthreads();  // barriers are made while the bounds come
-  do_segments(p.logits, work, shared, cursor, [&] { load_pages(p, shared, cursor); });
+  do_segments(p.logits, work, shared, [&] { load_pages(p, shared, cursor); });
 }
 
 }  // namespace cumla::indexer

@@ -110,6 +110,7 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
       load_block<kForm, 8>(p, shared, next, parity, phase);
     now.next();
     next = now.template row_of<kForm>(offset);
+    // model: fetching_ahead
     if constexpr (kSharedBlocks) {
       if (now.valid()) prefetch_block<kForm>(p, fetch_share(p, now.tile), next);
     }
@@ -181,6 +182,7 @@ __device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const Shared
       mbarrier_arrive_after_copies(shared.full(parity, column));
       rows.move(parity == 0 ? kHalfTiles * 128 : -kHalfTiles * 128);
     }
+    // model: fetching_ahead
     rows.prefetch();
   }
   copy_async_wait_all();
@@ -237,6 +239,7 @@ __device__ __forceinline__ void mla_decode(const MlaDecodeParams& p) {
     }
   } else {
     // Warp 1 has nothing to load before the query is there.
+    // model: fetching_ahead
     if (kSharedBlocks && threadIdx.x / 32 == 1) prefetch_first_block(p);
     const Part part = part_of_cta(p, blockIdx.y);
     AnyTile tile(p);

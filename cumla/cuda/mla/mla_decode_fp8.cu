@@ -43,17 +43,18 @@ using namespace ptx;
 using namespace split;
 
 // row_warps: those that copy rows; 0 without kRows.
+// model: fp8_segments
 template <int kQueryRows, bool kGrouped, PageForm kForm>
 __device__ __forceinline__ void initialise_barriers(const Fp8Layout<kQueryRows, kGrouped, kForm>& shared, int row_warps) {
 #pragma unroll
   for (int s = 0; s < shared.kSlots; ++s) {
     mbarrier_init(shared.full(s), row_warps ? row_warps * 32 : 1);
-    mbarrier_init(shared.free(s), 4);
+    mbarrier_init(shared.free(s), 4);  // plant: slot read, arrivals
   }
 #pragma unroll
   for (int n = 0; n < shared.kQueries; ++n) {
-    mbarrier_init(shared.query_full(n), 2);
-    mbarrier_init(shared.query_free(n), 8);
+    mbarrier_init(shared.query_full(n), 2);  // plant: query copied, arrivals
+    mbarrier_init(shared.query_free(n), 8);  // plant: query read, arrivals
   }
   fence_mbarrier_init();
 }
@@ -79,6 +80,7 @@ __device__ __forceinline__ Segment segment_here(const MlaDecodeParams& p, AnyTil
   return segment_of(p, tile, part_of_cta(p, blockIdx.y), place);
 }
 
+// model: fp8_segments
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void compute(const MlaDecodeFp8Params& p,
                                         const Fp8Layout<kQueryRows, kGrouped, kForm>& shared, int consumer_index) {

@@ -43,12 +43,13 @@ __device__ __forceinline__ void initialise_barriers(const SwappedLayout& shared,
   }
   mbarrier_init(shared.begun(0), 1);
   mbarrier_init(shared.begun(1), 1);
-  mbarrier_init(shared.query_full(), 2);
-  mbarrier_init(shared.query_free(), 8);
+  mbarrier_init(shared.query_full(), 2);  // plant: query copied, arrivals
+  mbarrier_init(shared.query_free(), 8);  // plant: query read, arrivals
   fence_mbarrier_init();
 }
 
 // Loads all blocks, tile by tile, into a ring of tiles as its slots become free: one thread, of kBoxes a warp.
+// model: swapped_ring
 template <PageForm kForm>
 __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const SwappedLayout& shared,
                                              const Tile& tile, const Part& part, int last_place) {
@@ -74,6 +75,7 @@ __device__ __forceinline__ void load_kv_ring(const MlaDecodeParams& p, const Swa
 }
 
 // kCount tiles of a block into the next slots of the ring.
+// model: swapped_ring
 template <int kCount>
 __device__ __forceinline__ void copy_to_ring(const RowCopier<Tile>& rows, const CacheColumns& from, int bytes,
                                              const SwappedLayout& shared, RingPlace& place) {
@@ -92,6 +94,7 @@ __device__ __forceinline__ void copy_to_ring(const RowCopier<Tile>& rows, const 
 
 // The same of kRows: one of two warps, half of the rows. That one of them has begun to load into a slot is enough to know
 // that all of what was there before has come.
+// model: swapped_ring
 __device__ __forceinline__ void load_kv_ring_rows(const MlaDecodeParams& p, const SwappedLayout& shared, const Tile& tile,
                                                   const Part& part, int last_place, int warp) {
   RowCopier<Tile> rows(p, tile, part, last_place, warp);

@@ -11,6 +11,7 @@ struct Divisor {
 };
 
 // x / divisor, for x below 2^31.
+// model: division
 __device__ __forceinline__ u32 quotient(u32 x, const Divisor& divisor) {
   return __umulhi(2 * x, divisor.magic) >> divisor.shift;
 }

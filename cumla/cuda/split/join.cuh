@@ -67,6 +67,7 @@ struct Joiner {
         lane(threadIdx.x % 32) {}
 
   // Called by all threads of both consumers, their piece stored. `more`: the CTA has another request to do.
+  // model: fp8_segments, join
   __device__ __forceinline__ void join(bool more) const {
     Ticket* const tickets = p.tickets + static_cast<i64>(tile.index) * p.parts;
     u32* const left_here = &tickets[blockIdx.y].left[segment.slot];
@@ -93,9 +94,11 @@ struct Joiner {
 
  private:
   enum Role : u32 { kGoOn, kOwnShare, kLast };
+  // model: join
   static constexpr u32 kAll = 1u << 31;
 
   // Which of 32 pieces' CTAs have not waited, as a mask that all threads agree on.
+  // model: join
   __device__ __forceinline__ u32 who_left(Ticket* tickets, int from, int mine) const {
     consumers_sync();
     if (warp == 0) {
@@ -111,8 +114,9 @@ struct Joiner {
   }
 
   // By one thread.
+  // model: join
   __device__ __forceinline__ Role arrive(u32* arrived, u32* left, bool more) const {
-    const bool waits = !more && p.may_wait;
+    const bool waits = !more && p.may_wait;  // plant: waiting
     if (!waits) store_relaxed(left, 1);
     const u32 step = segment.first_part == blockIdx.y ? kAll - (pieces - 1) : 1;
     const u32 before = atomic_add_acq_rel(arrived, step);
@@ -123,8 +127,8 @@ struct Joiner {
     }
     if (!waits) return kGoOn;
     const long long start = clock64();
-    while (!all_arrived(load_acquire(arrived))) {
-      if (clock64() - start < kPatience) continue;
+    while (!all_arrived(load_acquire(arrived))) {  // plant: arrivals
+      if (clock64() - start < kPatience) continue;  // plant: patience
       store_relaxed(left, 1);
       fence_sc_gpu();
       if (!all_arrived(load_acquire(arrived))) return kGoOn;
@@ -234,14 +238,17 @@ struct Joiner {
   }
 
   // Where a warp leaves what it has for the first helper of its item.
+  // model: fp8_segments
   __device__ __forceinline__ u32 place_of_sum(int of_warp, int j) const {
     return space.sums + ((of_warp * 2 + j) * 32 + lane) * 16;
   }
+  // model: fp8_segments
   __device__ __forceinline__ u32 place_of_weights(int of_warp) const {
     return space.weights + (of_warp * 8 + lane / 4) * 16;
   }
 
   // Adds up what the helpers of an item have, in their order, in the first of them; half at a time, as there is room.
+  // model: fp8_segments
   template <int kGroups>
   __device__ __forceinline__ void gather(Sum<kGroups>& sum, int helper, int helpers) const {
     if (lane % 4 == 0)
@@ -250,7 +257,7 @@ struct Joiner {
     for (int half = 0; half < kGroups; half += 2) {
       store_shared_float4(place_of_sum(warp, 0), sum.v[half]);
       if constexpr (kGroups > 1) store_shared_float4(place_of_sum(warp, 1), sum.v[half + 1]);
-      consumers_sync();
+      consumers_sync();  // plant: gather
       if (helper == 0) {
         if (half == 0) {
           float4 highest = load_shared_float4(place_of_weights(warp));

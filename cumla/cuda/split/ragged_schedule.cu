@@ -67,8 +67,9 @@ struct Queries {
 
   __device__ __forceinline__ Queries(const RaggedScheduleParams& p, int request) {
     begin = min(max(p.qo_indptr[request * p.qo_indptr_stride], 0), p.total_tokens);
-    const int end = min(p.qo_indptr[(request + 1) * p.qo_indptr_stride], p.total_tokens);
-    count = max(end - begin, 0);
+    // Limited before it is subtracted: any 32 bits may stand there.
+    const int end = min(max(p.qo_indptr[(request + 1) * p.qo_indptr_stride], begin), p.total_tokens);
+    count = end - begin;
     tiles = (static_cast<i64>(count) * p.heads_per_group + kRowTile - 1) / kRowTile;
   }
 };

@@ -20,9 +20,10 @@ __all__ = [
 ]
 
 BLOCK_TOKENS = 64  # kBlockTokens: tokens of one product, and of one load
-MOST_TOKENS = 0x7FFFFFC0  # kMostTokens: of a request
+MOST_TOKENS = 0x7FFFFFC0  # kMaxTokens: of a request
 _SMEM_LIMIT = 227 * 1024
 _MOST_STAGES = 32
+_ANNOUNCEMENT_BYTES = 16 + 8
 # Of a ring. What is under way to a multiprocessor hides the way from memory with less; asking for
 # more at first only makes the earliest blocks wait (docs/indexer.md).
 _RING_BYTES = 100 * 1024
@@ -68,14 +69,18 @@ class LogitsShape(NamedTuple):
 
     @property
     def _stage_bytes(self) -> int:
-        """Tokens of a block, their scales, and two barriers."""
-        return BLOCK_TOKENS * (self.head_dim + 4) + 16
+        """Tokens of a block, their scales and two barriers; an announcement and its barrier."""
+        return BLOCK_TOKENS * (self.head_dim + 4) + 16 + _ANNOUNCEMENT_BYTES
 
     @property
     def _smem_beside_ring(self) -> int:
-        """Two segments of query rows, weights, targets, a segment and two barriers, and scratch."""
+        """Two segments of query rows, weights, targets, a segment and two barriers; scratch.
+
+        There is one announcement more than blocks of the ring.
+        """
         rows = self.columns // self.heads
-        return 2 * (self.columns * (self.head_dim + 4) + 16 * rows + 16 + 16) + 128
+        segment = self.columns * (self.head_dim + 4) + 16 * rows + 16 + 16
+        return 2 * segment + 128 + _ANNOUNCEMENT_BYTES
 
 
 LOGITS_FIELDS = "8q4i"  # struct LogitsParams

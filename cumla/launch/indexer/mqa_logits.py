@@ -13,7 +13,9 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = ["SPECS", "MQALogitsArguments", "mqa_logits_launch", "mqa_logits_spec"]
+__all__ = ["MOST_TOKENS", "SPECS", "MQALogitsArguments", "mqa_logits_launch", "mqa_logits_spec"]
+
+MOST_TOKENS = 2**31 - 1  # rows of k: what the int32 numbers of ks and ke can name
 
 
 def _shape(heads: int, head_dim: int) -> LogitsShape:

@@ -133,7 +133,9 @@ def schedule(
     pages = np.arange(key.batch)
     if kv_indptr is not None:
         pages = np.asarray(kv_indptr, np.int64)[:-1]
-        tokens = np.minimum(tokens, np.maximum(np.diff(kv_indptr), 0) * key.page_size)
+        tokens = np.minimum(
+            tokens, np.maximum(np.diff(np.asarray(kv_indptr, np.int64)), 0) * key.page_size
+        )
     tokens = np.minimum(tokens, MOST_TOKENS)
 
     tiles_of = -(-counts * group // ROW_TILE)

@@ -20,7 +20,7 @@ from tests.gpu.tools.cases import Case
 from tests.gpu.tools.problem import Problem, make_problem
 from tests.gpu.tools.process import run_fresh
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 MAY_SKIP = ("this JAX drops a buffer only when its readers are done",)
 cp: Any = pytest.importorskip("cupy")
 

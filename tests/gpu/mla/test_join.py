@@ -21,7 +21,7 @@ from tests.gpu.tools.cases import SPLIT_CASES, Case, by_every_kernel
 from tests.gpu.tools.problem import PAGE_SIZE, Problem, make_problem
 from tests.gpu.tools.repeats import Repeats, count_differences, decode_by, wait_for
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]

@@ -25,7 +25,7 @@ from tests.gpu.tools.ragged_problem import (
     make_ragged,
 )
 
-KERNELS = ("mla_attention_schedule", "mla_decode")
+KERNELS = ("ragged_schedule", "mla_decode")
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]

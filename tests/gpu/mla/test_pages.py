@@ -22,7 +22,7 @@ from tests.gpu.tools.problem import (
     typed,
 )
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]

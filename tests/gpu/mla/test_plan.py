@@ -27,7 +27,7 @@ from tests.gpu.tools.parts import (
 from tests.gpu.tools.problem import Problem, make_problem
 from tests.gpu.tools.repeats import plan_of
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
 
 

@@ -15,7 +15,7 @@ from tests.gpu.tools.cases import Case, by_every_kernel, sample_of_every_kernel
 from tests.gpu.tools.problem import Problem, make_problem
 from tests.gpu.tools.repeats import Repeats, decode_by, plan_of
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]

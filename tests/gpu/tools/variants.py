@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels with a line changed: random delays for stress, planted bugs to calibrate tools.
 
-Every edit names the text that it replaces, and the kernels in which it must occur as often as it
-says: tests/gpu_tools/test_oracle.py sees to it that the edits keep up with the kernels.
+Every edit names a line by its mark ``// plant: name``, or a wrapper of cumla/cuda/ptx:
+tests/gpu_tools/test_oracle.py sees to it that the edits keep up with the kernels.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,19 +34,49 @@ FP8 = ("mla_decode_fp8",)
 
 @dataclass(frozen=True)
 class Edit:
-    """One replacement in the translation unit of each of some kernels."""
+    """A change of one line in the translation unit of each of some kernels.
+
+    Attributes
+    ----------
+    stems : tuple of str
+        The kernels.
+    at : str
+        The line: one with the mark ``// plant: at``, or, of ``name()``, that on which the body of a
+        wrapper of that name begins.
+    new : str
+        What takes the place of `old`; groups of it are ``\\1`` and so on.
+    old : str
+        A regular expression that is found once in the line.
+    """
 
     stems: tuple[str, ...]
-    old: str
+    at: str
     new: str
-    times: int = 1
+    old: str = r"\S.*"
 
     def apply(self, text: str) -> str:
-        found = text.count(self.old)
-        if found != self.times:
+        if self.at.endswith("()"):
+            line = rf"__device__ __forceinline__ \w+ {self.at[:-2]}\([^;]*?\) {{(?=\n)"
+        else:
+            line = rf"^[^\n]*?(?=  // (?:[^\n]*; )?plant: {self.at}$)"
+        found = list(re.finditer(line, text, re.MULTILINE))
+        if len(found) != 1:
             stems = ", ".join(self.stems)
-            raise ValueError(f"{stems}: {self.old!r} occurs {found} times, not {self.times}")
-        return text.replace(self.old, self.new)
+            raise ValueError(f"{stems}: {self.at!r} occurs {len(found)} times, not once")
+        begin, end = found[0].span()
+        edited, count = re.subn(self.old, self.new, text[begin:end])
+        if count != 1:
+            raise ValueError(f"{self.at}: {self.old!r} occurs {count} times in {found[0][0]!r}")
+        return text[:begin] + edited + text[end:]
+
+
+def _inside(stems: tuple[str, ...], wrapper: str, code: str, before: str = "") -> Edit:
+    """Begin the body of a wrapper with some code; other code may come before the function."""
+    return Edit(stems, f"{wrapper}()", rf"{before}\g<0>\n  {code}", r"(?s).+")
+
+
+def _ahead(stems: tuple[str, ...], at: str, code: str) -> Edit:
+    return Edit(stems, at, rf"{code}\g<0>")
 
 
 def stems_of(edits: Sequence[Edit]) -> tuple[str, ...]:
@@ -72,17 +103,14 @@ __device__ __forceinline__ void dawdle() {
 }
 """
 
-_WAIT = "__device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, const char* name) {"
-_ARRIVE = "__device__ __forceinline__ void mbarrier_arrive(u32 barrier) {"
-_EXPECT = "__device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {"
-_INIT = "__device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {"
-_AFTER = "__device__ __forceinline__ void mbarrier_arrive_after_copies(u32 barrier) {"
-
 
 def _delays_of(stems: tuple[str, ...]) -> tuple[Edit, ...]:
-    delayed = (_ARRIVE, _EXPECT, _AFTER, _WAIT)
-    jitters = (Edit(stems, text, text + "\n  jitter();") for text in delayed)
-    return (Edit(stems, _INIT, JITTER + _INIT), *jitters)
+    copies = "mbarrier_arrive_after_copies"
+    delayed = ("mbarrier_arrive", "mbarrier_arrive_expect_tx", copies, "mbarrier_wait")
+    return (
+        Edit(stems, "mbarrier_init()", JITTER + r"\g<0>", r"(?s).+"),
+        *(_inside(stems, name, "jitter();") for name in delayed),
+    )
 
 
 DELAYS = _delays_of(BOTH)
@@ -90,163 +118,93 @@ DELAYS = _delays_of(BOTH)
 
 FP8_DELAYS = (
     *_delays_of(FP8),
-    Edit(
-        FP8,
-        "find_factors(round * 4, own, other);",
-        "jitter();\n      find_factors(round * 4, own, other);\n      jitter();",
-    ),
+    Edit(FP8, "exchange", r"jitter();\n      \g<0>\n      jitter();"),
 )
 """The same of what reads FP8 caches, and while consumers add up what they left for each other."""
 
-FP8_MISSING_END_WAIT = Edit(FP8, "if (Layout::kQueries > 1 && n > 0)", "if (false)")
+FP8_MISSING_END_WAIT = Edit(FP8, "end of the segment before", "if (false)")
 """A consumer begins with a segment where the other one may still add up the one before."""
 
-_ADD = "__device__ __forceinline__ u32 atomic_add_acq_rel(u32* address, u32 value) {"
-_LOAD = "__device__ __forceinline__ u32 load_acquire(const u32* address) {"
-_STORE = "__device__ __forceinline__ void store_relaxed(u32* address, u32 value) {"
-_FENCE = "__device__ __forceinline__ void fence_sc_gpu() {"
-
 JOIN_DELAYS = (
-    Edit(BOTH, _ADD, DAWDLE + _ADD + "\n  dawdle();"),
-    Edit(BOTH, _LOAD, _LOAD + "\n  dawdle();"),
-    Edit(BOTH, _STORE, _STORE + "\n  dawdle();"),
-    Edit(BOTH, _FENCE, _FENCE + "\n  dawdle();"),
+    _inside(BOTH, "atomic_add_acq_rel", "dawdle();", DAWDLE),
+    *(_inside(BOTH, it, "dawdle();") for it in ("load_acquire", "store_relaxed", "fence_sc_gpu")),
 )
 """Random delays before every access to a ticket."""
 
-NO_PATIENCE = Edit(
-    BOTH, "if (clock64() - start < kPatience) continue;", "if (clock64() < start) continue;"
-)
+NO_PATIENCE = Edit(BOTH, "patience", "0", "kPatience")
 """A thread block that would wait for the others of its request leaves at once."""
 
-NO_WAITING = Edit(BOTH, "const bool waits = !more && p.may_wait;", "const bool waits = false;")
+NO_WAITING = Edit(BOTH, "waiting", "= false;", "= .*")
 """The last thread block of a request joins everything."""
 
-EARLY_JOIN = Edit(BOTH, "while (!all_arrived(load_acquire(arrived))) {", "while (false) {")
+EARLY_JOIN = Edit(BOTH, "arrivals", "while (false) {")
 """A thread block joins its share without waiting for the pieces of the others."""
 
 _LATE = "if (blockIdx.y % 2 != 0) __nanosleep(20000u);\n    "
 LATE_PIECES = {
-    "one_tile": Edit(
-        TILES, "write_piece(segment, inverse, lse);", _LATE + "write_piece(segment, inverse, lse);"
-    ),
-    "swapped": Edit(
-        SWAPPED, "write_output(segment, split);", _LATE + "write_output(segment, split);"
-    ),
+    "one_tile": _ahead(TILES, "piece", _LATE),
+    "swapped": _ahead(SWAPPED, "piece", _LATE),
 }
 """Every second part stores its pieces when the others have long stored theirs."""
 
-MISSING_WAIT = Edit(
-    TILES,
-    "mbarrier_wait(shared.probabilities_full(1 - consumer), (t / 2) & 1, \"the other consumer's "
-    'probabilities");',
-    "",
-)
+MISSING_WAIT = Edit(TILES, "probabilities", "")
 """A consumer reads the other's maxima and probabilities without waiting for them."""
 
-MISSING_TILE_WAIT = Edit(
-    TILES,
-    'mbarrier_wait(shared.full(consumer, column), phase, "KV tiles");',
-    "",
-)
+MISSING_TILE_WAIT = Edit(TILES, "tiles", "")
 """A consumer multiplies tiles that TMA may still be writing."""
 
-UNWRITTEN_PARTIAL = Edit(
-    TILES, "p.partial_lse[piece * p.row_groups * kRowGroup + row + 8] = lse[1];", ""
-)
+UNWRITTEN_PARTIAL = Edit(TILES, "partial", "")
 """Half of the log-sum-exps of every piece are never written."""
 
-MISSING_GATHER_SYNC = Edit(
-    BOTH,
-    "consumers_sync();\n      if (helper == 0) {",
-    "if (helper == 0) {",
-)
+MISSING_GATHER_SYNC = Edit(BOTH, "gather", "")
 """A warp adds up what the other warps of its item have before they have written it."""
 
-SWAPPED_MISSING_EXCHANGE_SYNC = Edit(
-    SWAPPED, "leave_sums();\n    consumers_sync();", "leave_sums();"
-)
+SWAPPED_MISSING_EXCHANGE_SYNC = Edit(SWAPPED, "exchange", "")
 """A consumer leaves its output where the other one may still read the query and probabilities."""
 
-SWAPPED_UNWRITTEN_PARTIAL = Edit(
-    SWAPPED, "of_piece[row_of(i)] = lse[i];", "of_piece[row_of(i & 1)] = lse[i & 1];"
-)
+SWAPPED_UNWRITTEN_PARTIAL = Edit(SWAPPED, "partial", r"(\1 & 1)]", r"\((\w+)\)\]")
 """Half of the log-sum-exps of every piece are never written."""
 
+_ONE_LANE = r"if \([\w. %]+ == 0\) "
+
 EVERY_LANE_FREES = (
-    Edit(
-        LOGITS,
-        "mbarrier_init(shared.free(s), kConsumers * 4);",
-        "mbarrier_init(shared.free(s), kConsumers * kWarpgroup);",
-    ),
-    Edit(
-        LOGITS,
-        "__syncwarp();\n      if (lane == 0) mbarrier_arrive(shared.free(finished.slot));",
-        "fence_proxy_async_shared();\n      mbarrier_arrive(shared.free(finished.slot));",
-    ),
+    Edit(LOGITS, "block read, arrivals", "* kWarpgroup", r"\* 4"),
+    Edit(LOGITS, "block read", "fence_proxy_async_shared();\n      ", _ONE_LANE),
 )
 """Every lane says itself, behind a fence of its own, that it has read a block's scales.
 
 racecheck follows no order that goes through another lane, nor the fence of who loads.
 """
 
-LOADERS_WAIT_TOGETHER = Edit(
+LOADERS_WAIT_TOGETHER = _ahead(
     ("paged_mqa_logits",),
-    "if (lane / 4 * 4 == four && box < boxes) {",
+    "loaders",
     """for (int other = four; other < four + 4 && begin + other < boxes; ++other) {
           const u32 slot_there = __shfl_sync(0xffffffffu, slot, other);
           const u32 phase_there = __shfl_sync(0xffffffffu, free_phase, other);
           mbarrier_wait(shared.free(slot_there), phase_there, "a free slot for tokens");
         }
-        if (lane / 4 * 4 == four && box < boxes) {""",
+        """,
 )
 """Each lane waits for the slots of its neighbours, too: racecheck misses waits of some lanes."""
 
+_COUNT = r", \d+\)"
+
 FP8_EVERY_LANE_ARRIVES = (
-    Edit(FP8, "mbarrier_init(shared.free(s), 4);", "mbarrier_init(shared.free(s), kWarpgroup);"),
-    Edit(
-        FP8, "mbarrier_init(shared.query_full(n), 2);", "mbarrier_init(shared.query_full(n), 64);"
-    ),
-    Edit(
-        FP8, "mbarrier_init(shared.query_free(n), 8);", "mbarrier_init(shared.query_free(n), 256);"
-    ),
-    Edit(
-        FP8,
-        "if (lane == 0) mbarrier_arrive(shared.free(s));",
-        "fence_proxy_async_shared();\n    mbarrier_arrive(shared.free(s));",
-    ),
-    Edit(
-        FP8,
-        "if (lane == 0) mbarrier_arrive(shared.query_full(n));",
-        "mbarrier_arrive(shared.query_full(n));",
-    ),
-    Edit(
-        FP8,
-        "if (lane == 0) mbarrier_arrive(shared.query_free(of.n));",
-        "mbarrier_arrive(shared.query_free(of.n));",
-    ),
+    Edit(FP8, "slot read, arrivals", ", kWarpgroup)", _COUNT),
+    Edit(FP8, "query copied, arrivals", ", 64)", _COUNT),
+    Edit(FP8, "query read, arrivals", ", 256)", _COUNT),
+    Edit(FP8, "slot read", "fence_proxy_async_shared();\n    ", _ONE_LANE),
+    Edit(FP8, "FP8 query copied", "", _ONE_LANE),
+    Edit(FP8, "query read", "", _ONE_LANE),
 )
 """Every lane says itself that it has read from a slot of the ring, and what it did to the query."""
 
 SWAPPED_EVERY_LANE_ARRIVES = (
-    Edit(
-        SWAPPED, "mbarrier_init(shared.query_full(), 2);", "mbarrier_init(shared.query_full(), 64);"
-    ),
-    Edit(
-        SWAPPED,
-        "mbarrier_init(shared.query_free(), 8);",
-        "mbarrier_init(shared.query_free(), 256);",
-    ),
-    Edit(
-        SWAPPED,
-        "if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full());",
-        "mbarrier_arrive(shared.query_full());",
-    ),
-    Edit(
-        SWAPPED,
-        "if (lane == 0) mbarrier_arrive(shared.query_free());",
-        "mbarrier_arrive(shared.query_free());",
-    ),
+    Edit(SWAPPED, "query copied, arrivals", ", 64)", _COUNT),
+    Edit(SWAPPED, "query read, arrivals", ", 256)", _COUNT),
+    Edit(SWAPPED, "query copied", "", _ONE_LANE),
+    Edit(SWAPPED, "query read", "", _ONE_LANE),
 )
 """The same of what is done to the query of few rows."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cumla.mla.checks import Arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,6 @@ from cumla.launch.split import plan as mla_plan
 from cumla.launch.split import ragged_schedule
 from cumla.launch.split.ragged_schedule import TileSchedule, prepare_ragged_schedule, schedule
 from cumla.launch.split.schedule import FIXED_COST, MIN_BLOCKS, MIN_SHARE, piece_cost
-from cumla.mla.checks import Arguments
 from tests.gpu.tools.parts import TILE_PLACE, tile_parts_table, tile_places_table
 from tests.launch.test_kernel import compile_checks, members_of
 

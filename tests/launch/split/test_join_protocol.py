@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.launch.kernel_text import in_one_line
+from tests.launch.kernel_text import modelled
 
 ALL = 1 << 31
 MASK = (1 << 32) - 1
@@ -394,39 +394,6 @@ def test_another_first_step_fails(wrong: int, monkeypatch: pytest.MonkeyPatch) -
 # --- the model is of this code -------------------------------------------------------------------
 
 
-SOURCE = in_one_line("split/join.cuh")
-KERNEL = {
-    "constexpr u32 kAll = 1u << 31;": (),
-    "u32 who_left(": (
-        "i < pieces && i != mine && load_acquire(flag) != 0;",
-        "if (left) store_relaxed(flag, 0);",
-    ),
-    "Role arrive(": (
-        "if (!waits) store_relaxed(left, 1);",
-        "segment.first_part == blockIdx.y ? kAll - (pieces - 1) : 1;",
-        "before = atomic_add_acq_rel(arrived, step);",
-        "((now ^ before) & kAll) != 0;",
-        "if (all_arrived(before + step)) {",
-        "fence_sc_gpu();",
-        "return kLast;",
-        "if (!waits) return kGoOn;",
-        "all_arrived(load_acquire(arrived))",
-        "store_relaxed(left, 1);",
-        "fence_sc_gpu();",
-        "if (!all_arrived(load_acquire(arrived))) return kGoOn;",
-        "store_relaxed(left, 0);",
-        "return kOwnShare;",
-    ),
-    "if (role == kLast && threadIdx.x == kWarpgroup) store_relaxed(left_here, 0);": (),
-}
-"""Functions, and what they do with memory that thread blocks share, in this order."""
-
-
-@pytest.mark.parametrize("function", KERNEL)
-def test_the_steps_are_those_of_the_kernel(function: str) -> None:
-    """After a change there, change the model, too."""
-    assert SOURCE.count(function) == 1
-    at = SOURCE.index(function)
-    for line in KERNEL[function]:
-        assert line in SOURCE[at:], f"{function}: {line}"
-        at = SOURCE.index(line, at) + len(line)
+def test_the_model_follows_the_kernel() -> None:
+    """After a change of what is marked there, change the model, too; then the digest here."""
+    assert modelled("split/join.cuh", "join") == "c1e77dd9"

@@ -117,7 +117,7 @@ struct LogitsConsumer {
     const float scale_8 = kLanes == 1 ? load_shared_float(scales + 32) : 0.0f;
     if (kLast) {
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared.free(finished.slot));
+      if (lane == 0) mbarrier_arrive(shared.free(finished.slot));  // plant: block read
       finished.advance(kStep);
     }
 #pragma unroll

@@ -70,7 +70,11 @@ struct Segment {
   int item, first, blocks;
 };
 
-// Walks over the segments of a CTA, which has what is between two places. Work knows the items.
+// Blocks that tokens before `end` are in; end is positive, 2^31 - 1 at most.
+__device__ __forceinline__ int blocks_before(int end) { return (end - 1) / kBlockTokens + 1; }
+
+// Walks over the segments of a CTA, which has what is between two places. Work knows the items. Lengths may change while a
+// kernel runs: one warp walks, lane 0's reading counts, and all others learn from that warp what the segments are.
 template <typename Work>
 struct SegmentCursor {
   const Work& work;
@@ -82,6 +86,8 @@ struct SegmentCursor {
     for (; at.item < end.item || (at.item == end.item && end.block > 0); at = {at.item + 1, 0}) {
       int first, blocks;
       work.blocks_of(at.item, first, blocks);
+      first = __shfl_sync(0xffffffffu, first, 0);
+      blocks = __shfl_sync(0xffffffffu, blocks, 0);
       if (at.item == end.item) blocks = min(blocks, end.block);
       if (at.block < blocks) {
         segment = {at.item, first + at.block, blocks - at.block};
@@ -104,9 +110,13 @@ struct LogitsLayout {
   static constexpr int kScratchBytes = 128;
   static constexpr int kScratchOffset = Shape::kStages * (kBlockBytes + kScaleBytes) +
                                         2 * (kQueryBytes + kWeightBytes + kTargetBytes + 16);
-  static constexpr int kBytes = kScratchOffset + kScratchBytes + (2 * Shape::kStages + 4) * 8;
+  // Announcements of segments. When one is written the ring has room for all but kStages of the blocks before it, and each
+  // segment has a block: the segment announced kStages + 1 earlier is done, and its announcement has been read.
+  static constexpr int kAnnouncements = Shape::kStages + 1;
+  static constexpr int kBytes =
+      kScratchOffset + kScratchBytes + kAnnouncements * (16 + 8) + (2 * Shape::kStages + 4) * 8;
 
-  u32 ring, query, scales, weights, targets, segments, barriers;
+  u32 ring, query, scales, weights, targets, segments, announcements, barriers;
 
   __device__ __forceinline__ explicit LogitsLayout(u32 base)
       : ring(base),
@@ -115,7 +125,8 @@ struct LogitsLayout {
         weights(scales + Shape::kStages * kScaleBytes),
         targets(weights + 2 * kWeightBytes),
         segments(targets + 2 * kTargetBytes),
-        barriers(base + kScratchOffset + kScratchBytes) {}
+        announcements(base + kScratchOffset + kScratchBytes),
+        barriers(announcements + kAnnouncements * 16) {}
 
   __device__ __forceinline__ u32 block(u32 slot) const { return ring + slot * kBlockBytes; }
   __device__ __forceinline__ u32 scales_of(u32 slot) const { return scales + slot * kScaleBytes; }
@@ -125,11 +136,14 @@ struct LogitsLayout {
   __device__ __forceinline__ u32 weights_of(u32 buffer) const { return weights + buffer * kWeightBytes; }
   __device__ __forceinline__ u32 targets_of(u32 buffer) const { return targets + buffer * kTargetBytes; }
   __device__ __forceinline__ u32 segment_of(u32 buffer) const { return segments + buffer * 16; }
-  // Barriers: a block is loaded; its slot is free again; a segment's query is there; is no longer needed.
+  __device__ __forceinline__ u32 announcement(u32 place) const { return announcements + place * 16; }
+  // Barriers: a block is loaded; its slot is free again; a segment's query is there; is no longer needed; a segment is
+  // announced.
   __device__ __forceinline__ u32 full(u32 slot) const { return barriers + slot * 8; }
   __device__ __forceinline__ u32 free(u32 slot) const { return full(Shape::kStages + slot); }
   __device__ __forceinline__ u32 query_full(u32 buffer) const { return free(Shape::kStages + buffer); }
   __device__ __forceinline__ u32 query_free(u32 buffer) const { return query_full(2 + buffer); }
+  __device__ __forceinline__ u32 announced(u32 place) const { return query_free(2 + place); }
 };
 
 // Where in the ring a block is, and how often the ring has gone round.

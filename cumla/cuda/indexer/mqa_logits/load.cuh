@@ -20,14 +20,37 @@ __device__ __forceinline__ void initialise_barriers(const LogitsLayout<Shape>& s
 #pragma unroll 1
   for (int s = 0; s < Shape::kStages; ++s) {
     mbarrier_init(shared.full(s), arrivals);
-    mbarrier_init(shared.free(s), kConsumers * 4);
+    mbarrier_init(shared.free(s), kConsumers * 4);  // plant: block read, arrivals
   }
 #pragma unroll
   for (int b = 0; b < 2; ++b) {
     mbarrier_init(shared.query_full(b), kQueryWarps * 32);
     mbarrier_init(shared.query_free(b), 2 * kWarpgroup);
   }
+#pragma unroll 1
+  for (int a = 0; a < shared.kAnnouncements; ++a) mbarrier_init(shared.announced(a), 1);
   fence_mbarrier_init();
+}
+
+// One warp, that which loads blocks: goes on to segment n of the CTA and announces it to the warps that load queries. The
+// last announcement is of a segment without blocks.
+template <typename Shape, typename Work>
+__device__ __forceinline__ bool announce_next(const LogitsLayout<Shape>& shared, SegmentCursor<Work>& cursor, u32 n,
+                                              Segment& segment) {
+  segment = {0, 0, 0};
+  const bool more = cursor.next(segment);
+  if (threadIdx.x % 32 == 0) {
+    const u32 place = n % shared.kAnnouncements;
+    store_shared_16(shared.announcement(place), {static_cast<u32>(segment.item), static_cast<u32>(segment.first),
+                                                 static_cast<u32>(segment.blocks), 0});
+    mbarrier_arrive(shared.announced(place));
+  }
+  return more;
+}
+
+__device__ __forceinline__ Segment load_announced(u32 announcement) {
+  const uint4 words = load_shared_16(announcement);
+  return {static_cast<int>(words.x), static_cast<int>(words.y), static_cast<int>(words.z)};
 }
 
 // Two warps: what the consumers need of one segment. Columns that do not exist have zeros for q and weights: their part
@@ -73,16 +96,17 @@ __device__ __forceinline__ void load_query(const LogitsParams& p, const Work& wo
   }
 }
 
-// Two warps: all segments in turn, two at most that the consumers have not finished; an empty one is the last.
+// Two warps: all announced segments in turn, two at most that the consumers have not finished; an empty one is the last.
 template <typename Shape, typename Work>
-__device__ __forceinline__ void load_queries(const LogitsParams& p, const Work& work, const LogitsLayout<Shape>& shared,
-                                             SegmentCursor<Work> cursor) {
+__device__ __forceinline__ void load_queries(const LogitsParams& p, const Work& work, const LogitsLayout<Shape>& shared) {
   bool more = true;
 #pragma unroll 1
   for (u32 n = 0; more; ++n) {
     const u32 buffer = n % 2;
-    Segment segment = {0, 0, 0};
-    more = cursor.next(segment);
+    const u32 place = n % shared.kAnnouncements;
+    mbarrier_wait(shared.announced(place), n / shared.kAnnouncements % 2, "the next segment");
+    const Segment segment = load_announced(shared.announcement(place));
+    more = segment.blocks > 0;
     mbarrier_wait(shared.query_free(buffer), n / 2 % 2 ^ 1, "a free query buffer");
     if (more) load_query(p, work, shared, segment, buffer);
     if (threadIdx.x % (kQueryWarps * 32) == 0) {

@@ -11,10 +11,11 @@ namespace cumla::indexer {
 
 using namespace ptx;
 
-// All threads: each its part of all segments of the CTA. One warp runs `load_blocks`, which fills the ring.
+// All threads: each its part of all segments of the CTA. One warp runs `load_blocks`, which walks over the segments,
+// announces them and fills the ring.
 template <typename Shape, typename Work, typename LoadBlocks>
 __device__ __forceinline__ void do_segments(const LogitsParams& p, const Work& work, const LogitsLayout<Shape>& shared,
-                                            const SegmentCursor<Work>& cursor, const LoadBlocks& load_blocks) {
+                                            const LoadBlocks& load_blocks) {
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const int warp = threadIdx.x / 32;
   if (warpgroup == 0) {
@@ -22,7 +23,7 @@ __device__ __forceinline__ void do_segments(const LogitsParams& p, const Work& w
     if (warp == 0)
       load_blocks();
     else if (warp >= 2)
-      load_queries(p, work, shared, cursor);
+      load_queries(p, work, shared);
     else if (p.clean)
       fill_outside(p, work);
   } else {

@@ -70,7 +70,7 @@ struct Consumer {
     for (int i = 0; i < kTiles; ++i) {
       const int column = tile_in_order(consumer, i);
       if (!kByHalves || i == 0 || i % kHalfTiles == 1) {
-        mbarrier_wait(shared.full(consumer, column), phase, "KV tiles");
+        mbarrier_wait(shared.full(consumer, column), phase, "KV tiles");  // plant: tiles
         if constexpr (kCopied) fence_proxy_async_shared();
       }
       warpgroup_arrive();
@@ -201,7 +201,7 @@ struct Consumer {
   // Waits for the other consumer's probabilities of block counter t and takes over its running maximum. The other one has
   // seen all tiles of the block arrive before, so that they are ours to read, too.
   __device__ __forceinline__ void adopt(int t) {
-    mbarrier_wait(shared.probabilities_full(1 - consumer), (t / 2) & 1, "the other consumer's probabilities");
+    mbarrier_wait(shared.probabilities_full(1 - consumer), (t / 2) & 1, "the other consumer's probabilities");  // plant: probabilities
     // Read by the lane that arrives for this row later, for the sake of racecheck, and shared with its quad.
     float next[2] = {0.0f, 0.0f};
     if (lane % 4 == 0) {
@@ -330,7 +330,7 @@ struct Consumer {
     }
     consumers_sync();  // the next segment writes there
     if (segment.split()) {
-      write_piece(segment, inverse, lse);
+      write_piece(segment, inverse, lse);  // plant: piece
       // Units of 4 groups always: beside the code of narrower ones boxes took 1 to 2 % longer, and all forms give the same bits.
       LatentJoiner<T, AnyTile, 4>(p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0)}, tile, segment).join(more);
     } else {
@@ -344,7 +344,7 @@ struct Consumer {
     const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
     if (consumer == 0 && lane % 4 == 0) {
       p.partial_lse[piece * p.row_groups * kRowGroup + row] = lse[0];
-      p.partial_lse[piece * p.row_groups * kRowGroup + row + 8] = lse[1];
+      p.partial_lse[piece * p.row_groups * kRowGroup + row + 8] = lse[1];  // plant: partial
     }
     float4* const destination = copy_of(p.partial_out + piece_offset<kValueDim>(p, piece, consumer, warp, 0, lane));
 #pragma unroll

@@ -150,7 +150,7 @@ __device__ __forceinline__ void load_query(const MlaDecodeParams& p, const Layou
     copy_async_wait_all();
     fence_proxy_async_shared();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full());
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full());  // plant: query copied
   }
 }
 

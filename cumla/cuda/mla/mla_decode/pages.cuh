@@ -78,12 +78,16 @@ struct Boxes {
 struct FetchShare {
   int first, step;  // step 1 or 2
 };
+// model: fetching_ahead
 __device__ __forceinline__ FetchShare share_of_tile(int behind, int tiles) {
   return {behind < 2 ? behind : kBlockTokens, min(tiles, 2)};
 }
+// model: fetching_ahead
 __device__ __forceinline__ FetchShare share_of_grid() { return share_of_tile(gridDim.x - 1 - blockIdx.x, gridDim.x); }
+// model: fetching_ahead
 __device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams&, const Tile&) { return share_of_grid(); }
 // Where query lengths differ, a request may have one tile: then nothing, as in kernels for one tile.
+// model: fetching_ahead
 __device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams& p, const RaggedTile& tile) {
   const int rows = tile.q_len * p.heads_per_group;
   return share_of_tile(rows > kRowTile ? (rows - 1 - tile.first_row) / kRowTile : 2, 2);
@@ -91,6 +95,7 @@ __device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams& p, cons
 
 // Has L2 fetch a share of a block; a warp. Each box holds up the copy engine, and with it the loads that somebody waits for: so
 // these boxes are as wide as rows.
+// model: fetching_ahead
 template <PageForm kForm>
 __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const FetchShare& share, const PageRow& from) {
   const bool whole = kForm == kPages || p.box_rows == kBlockTokens;  // then wide boxes are halves of it
@@ -193,6 +198,7 @@ struct RowCopier {
   }
 
   // 128 bytes of each of this warp's rows, `bytes` from where they begin, into each of some tiles, asynchronously.
+  // model: fp8_data
   template <int kCount>
   __device__ __forceinline__ void copy(const CacheColumns& from, int bytes, const u32 (&tiles)[kCount]) const {
     const i64 own = offset_of(from, now);
@@ -240,6 +246,7 @@ struct RowCopier {
 
   // Has L2 fetch this CTA's share of the block after next. Of ragged queries `ahead` has gone on by then: of a place's last block it
   // is the share of the next place's tile, which costs time at most.
+  // model: fetching_ahead
   __device__ __forceinline__ void prefetch() const {
     const i64 latent = offset_of(p.latent, later);
     const FetchShare share = fetch_share(p, ahead.tile);

@@ -82,6 +82,7 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
   }
 
   // RoPE columns of 16 bits: fragments as well, for the order of the tokens.
+  // model: fp8_data
   __device__ __forceinline__ void multiply_rope_16(u32 rope) {
     const int token = token_at(warp * 16 + lane % 16);
     u32 a[4][4];
@@ -98,14 +99,17 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
   }
 
   // Where the bytes of K of this thread's two tokens begin: eight rows are a period of the swizzle.
+  // model: fp8_data
   __device__ __forceinline__ u32 key_offset() const { return Layout::chunk_of(own_token(), lane % 4); }
 
   // Their bytes of 64 columns of K.
+  // model: fp8_data
   __device__ __forceinline__ static void load_keys(KeyTile& keys, u32 source, int tile) {
     keys.load<Layout::kRowBytes>(Layout::chunk_of_tile(source, tile));
   }
 
   // scores = block x query, in base 2.
+  // model: fp8_segments
   __device__ __forceinline__ void multiply_query(u32 s, u32 phase) {
     const u32 slot = shared.slot(s), source = slot + key_offset();
     mbarrier_wait(shared.full(s), phase, "a KV block");
@@ -152,12 +156,14 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
   }
 
   // 32 tokens of 64 columns of V, of 16 columns a row a lane.
+  // model: fp8_data
   __device__ __forceinline__ void load_values(u32 (&words)[4], u32 source, int step) const {
     load_matrix_x4_transposed(
         words, Layout::chunk_of_tile(source, value_tile(step / 2)) + step % 2 * 32 * Layout::kRowBytes);
   }
 
   // output += V x probabilities; then the slot is free.
+  // model: fp8_segments, fp8_data
   __device__ __forceinline__ void multiply_values(u32 s) {
     const u32 slot = shared.slot(s);
     const u32 source = slot + Layout::chunk_of(token_at(lane), warp);  // 32 rows are periods of the swizzle
@@ -185,12 +191,13 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
 #pragma unroll
     for (int d = 0; d < kValueTiles; ++d) keep_behind_wait(output[d]);
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared.free(s));
+    if (lane == 0) mbarrier_arrive(shared.free(s));  // plant: slot read
   }
 
   // Tokens past the end, of a block with so many valid ones, may be anything: their probabilities are 0, and 0 x NaN is NaN.
   // Each thread clears what it alone has read so far, its bytes of K, and one of the four that read a token's scales clears
   // these; others read them behind a meeting (weigh).
+  // model: fp8_data
   __device__ __forceinline__ void clear_past(u32 slot, int valid) const {
     __syncwarp();  // all four have read the scales
 #pragma unroll 1
@@ -207,9 +214,10 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
   // Returns how many blocks there were. t: those of the segments before. What both consumers leave for each other at the end
   // of a segment lies where this one has its probabilities and sums: nobody begins before all warps have added it up. Of
   // kRows tokens past the end are zeros already (load_kv_fp8): only their scores need a mask.
+  // model: fp8_segments
   __device__ __forceinline__ int compute(const Segment& segment, int t) {
     // With one query, that it is there says as much.
-    if (Layout::kQueries > 1 && n > 0)
+    if (Layout::kQueries > 1 && n > 0)  // plant: end of the segment before
       mbarrier_wait(shared.query_free(n - 1), Layout::phase_of(n - 1), "the end of the segment before");
     begin();
     mbarrier_wait(shared.query_full(n), Layout::phase_of(n), "the query");

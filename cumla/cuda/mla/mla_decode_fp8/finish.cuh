@@ -39,6 +39,7 @@ struct Fp8Finisher {
         lane(of.lane) {}
 
   // By all threads of both consumers. `more`: the CTA has another segment to do.
+  // model: fp8_segments
   __device__ __forceinline__ void finish(bool more) {
     leave_sums();
     consumers_sync();  // nobody needs query and probabilities any more
@@ -51,12 +52,12 @@ struct Fp8Finisher {
       }
       consumers_sync();
       float own[kSets][4], other[kSets][4];
-      find_factors(round * 4, own, other);
+      find_factors(round * 4, own, other);  // plant: exchange
       add_up(round, own, other);
       if (round + 1 < kRounds) consumers_sync();
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared.query_free(of.n));
+    if (lane == 0) mbarrier_arrive(shared.query_free(of.n));  // plant: query read
     write_output();
     if (segment.split())
       LatentJoiner<Bf16, AnyTile, kQueryRows == 16 ? 1 : 4>(p, {shared.words, shared.probabilities, shared.maxima}, tile,
@@ -64,6 +65,7 @@ struct Fp8Finisher {
           .join(more);
   }
 
+  // model: fp8_segments, fp8_data
   __device__ __forceinline__ void leave_sums() const {
 #pragma unroll
     for (int step = 4; step < 32; step *= 2)
@@ -118,6 +120,7 @@ struct Fp8Finisher {
   }
 
   // This consumer's half of the output, of 16 query rows: of both.
+  // model: fp8_segments
   __device__ __forceinline__ void add_up(int round, const float (&all_own)[kSets][4],
                                          const float (&all_other)[kSets][4]) const {
 #pragma unroll
@@ -150,6 +153,7 @@ struct Fp8Finisher {
   }
 
   // Columns 2 t and 2 t + 1 of eight, of query rows r and r + 8, are lane 4 r + t.
+  // model: fp8_data
   __device__ __forceinline__ void write_piece() const {
     const int pair = lane / 4, row = 2 * (lane % 4);
     const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
@@ -168,6 +172,7 @@ struct Fp8Finisher {
   // Of the rows from `first` on this thread's two, which are the accumulators from `at` on: v[0] and v[2] of one, v[1] and
   // v[3] of the next. In 16 bits lanes trade with the one that has the neighbouring columns: eight bytes a lane, full
   // 32-byte sectors.
+  // model: fp8_data
   __device__ __forceinline__ void write_rows(int first, int at) const {
     const bool odd = lane / 4 % 2;
     const int row = first + 2 * (lane % 4), column = consumer * 256 + warp * 16 + lane / 4 * 2;

@@ -11,8 +11,10 @@ using namespace split;
 
 constexpr int kScaleGroups = 4;  // of 128 latent columns, each with a scale of its own
 constexpr int kValueTiles = kValueDim / 64;
+// model: fp8_data
 constexpr int kRawColumns = 128;  // of a tile of 8 bits, kTileBytes large
 // A packed row: e4m3 latent columns, their scales, bfloat16 RoPE columns.
+// model: fp8_data
 constexpr int kPackedScales = kValueDim, kPackedRope = kPackedScales + 4 * kScaleGroups, kPackedBytes = kPackedRope + 128;
 
 // Beside the forms of mla/mla_decode/pages.cuh one of this kernel: 64 packed rows of a page, as they lie there.
@@ -65,6 +67,7 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, HalfTile
 }
 
 // Which token's columns the fragments of a block have as one of its 64 rows: neighbours are four tokens apart.
+// model: fp8_segments, fp8_data
 __device__ __forceinline__ int token_at(int place) { return (place & ~7) | (place & 1) << 2 | (place >> 1 & 3); }
 
 // A slot of the ring holds a block as it lies in the cache: of the latent columns four tiles, RoPE columns as a tile of 8 or
@@ -74,6 +77,7 @@ __device__ __forceinline__ int token_at(int place) { return (place & ~7) | (plac
 //
 // Of kPacked it holds whole rows, one behind the other. 656 bytes are five times all banks and 16 bytes: the same meet in no
 // bank without being swapped.
+// model: fp8_segments, fp8_data
 template <int kQueryRows, bool kGrouped, PageForm kForm>
 struct Fp8Layout {
   static constexpr bool kWhole = kForm == kPacked;

@@ -16,6 +16,7 @@ using namespace ptx;
 using namespace split;
 
 // 64 bytes of each of a warp's rows into a tile, asynchronously.
+// model: fp8_data
 template <typename Layout, typename AnyTile>
 __device__ __forceinline__ void copy_half_tile(const RowCopier<AnyTile>& rows, const CacheColumns& from, u32 tile) {
   const i64 own = rows.offset_of(from, rows.now);
@@ -32,6 +33,7 @@ __device__ __forceinline__ void copy_half_tile(const RowCopier<AnyTile>& rows, c
 
 // By each of two warps: half of the rows of every block. Rows that do not exist, or that lie behind the end of a request,
 // become zeros, their scales too: nothing of them can be NaN.
+// model: fp8_segments, fp8_data
 template <typename Layout, bool kGrouped, typename AnyTile>
 __device__ __forceinline__ void load_kv_fp8(const MlaDecodeFp8Params& p, const Layout& shared, const AnyTile& tile,
                                             const Part& part, int last_place, int warp) {
@@ -63,6 +65,7 @@ __device__ __forceinline__ void load_kv_fp8(const MlaDecodeFp8Params& p, const L
 // The same of pages of whole blocks, by one thread and the copy engine, whose 128-byte swizzle is that of chunk_of. Pages
 // that do not exist bring zeros, as do the columns behind RoPE columns of 8 bits, of which there is half a box; tokens behind
 // the end of a request whatever their page holds. Packed rows come whole, in one box.
+// model: fp8_segments, fp8_data
 template <typename Layout, bool kGrouped, typename AnyTile>
 __device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, const Layout& shared, const AnyTile& tile,
                                                   const Part& part, int last_place) {
@@ -110,6 +113,7 @@ __device__ __forceinline__ u32 scaled_to_half(u32 pair, float factor) {
 // two so that its highest magnitude is below 2^15: nothing overflows, and what is 2^32 below that keeps all its bits. Its
 // columns go where the fragments of K have theirs (multiply_tile): of 64 columns the pair 8 t + u, as a word, goes to
 // the word 4 u + t. RoPE columns of 16 bits stay as they are.
+// model: fp8_segments, fp8_data
 template <int kQueryRows, typename Layout, typename AnyTile>
 __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params, const Layout& shared, AnyTile& tile,
                                                const Part& part, int last_place, int loader) {
@@ -171,7 +175,7 @@ __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params,
     }
     fence_proxy_async_shared();
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared.query_full(n));
+    if (lane == 0) mbarrier_arrive(shared.query_full(n));  // plant: FP8 query copied
   }
 }
 

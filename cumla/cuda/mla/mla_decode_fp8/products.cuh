@@ -16,6 +16,7 @@ constexpr int kStepRegisters = 8;
 
 // K: token lane / 4 of a warp's 16 and the one eight behind it; of 64 columns 16 (lane % 4) and the 15 behind that. The
 // product does not care in which order columns come if those of the query come in the same.
+// model: fp8_data
 struct KeyTile {
   uint4 low, high;
 
@@ -34,6 +35,7 @@ struct KeyTile {
 
 // V, transposed: bytes of a word are columns 2 (lane / 4) and the one behind that of one token, then of the next. The former
 // are row lane / 4 of a fragment, the latter row lane / 4 + 8.
+// model: fp8_data
 __device__ __forceinline__ void expand_values(const u32 (&words)[4], u32 (&a)[kStepRegisters]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) expand_e4m3x4(__byte_perm(words[i], 0, 0x3120), a[2 * i], a[2 * i + 1]);

@@ -16,8 +16,11 @@ using namespace split;
 // Probabilities are stored relative to a reference, a power of two, which makes the highest one 2^7 or more when it is set
 // and stays until one is beyond float16: so they lose no bits down to 2^-21 of the highest, and are rarely compared with one
 // another. Times scales, they have references for each group of columns.
+// model: fp8_data
 constexpr float kReferenceBelow = 7.0f, kReferenceSlack = 15.0f;
+// model: fp8_data
 constexpr float kMostProbability = 1e15f;     // before scales
+// model: fp8_data
 constexpr float kLeastGroupReference = -100;  // above that of the probabilities: scales of 0 set none
 
 // What a consumer warpgroup has, and its softmax; the products are Fp8Consumer's. Thread layout of the scores: tokens
@@ -55,6 +58,7 @@ struct Fp8Softmax {
     return params.kv_scale ? *params.kv_scale : params.kv_scale_value;
   }
 
+  // model: fp8_segments
   __device__ __forceinline__ void begin() {
 #pragma unroll
     for (int d = 0; d < kValueTiles; ++d)
@@ -79,20 +83,24 @@ struct Fp8Softmax {
   __device__ __forceinline__ int row_of(int i) const { return 8 * (i / 2) + 2 * (lane % 4) + i % 2; }
 
   // Whether any thread of this consumer says so.
+  // model: fp8_segments
   __device__ __forceinline__ bool sync_any(bool vote) const {
     return consumer == 0 ? named_barrier_any<kConsumerBarrier, kWarpgroup>(vote)
                          : named_barrier_any<kConsumerBarrier + 1, kWarpgroup>(vote);
   }
 
   // This thread's token, and the one eight behind it.
+  // model: fp8_data
   __device__ __forceinline__ int own_token() const { return token_at(warp * 16 + lane / 4); }
 
   // The scale of this thread's token, or of the one eight behind it, and a group of columns.
+  // model: fp8_data
   __device__ __forceinline__ float scale_of(u32 slot, int group, int eight) const {
     return load_shared_float(slot + Layout::kScalesOffset + (own_token() + 8 * eight) * Layout::kNextScales + group * 4);
   }
 
   // Tile of 64 columns of V, and group of 128, counted from this consumer's half.
+  // model: fp8_data
   __device__ __forceinline__ int value_tile(int d) const { return d ^ consumer * kHalfTiles; }
   __device__ __forceinline__ int group_of(int pair) const { return value_tile(2 * pair) / 2; }
 
@@ -151,6 +159,7 @@ struct Fp8Softmax {
 
   // Raises the references where this block needs it, and brings what was summed up to the new ones: each segment begins with
   // this. What threads read here was written before a meeting, and what they write is read behind another one.
+  // model: fp8_segments
   __device__ __forceinline__ void raise_references(u32 slot) {
 #pragma unroll
     for (int first = 0; first < kOwn; first += 4) {
@@ -225,6 +234,7 @@ struct Fp8Softmax {
 
   // scores -> probabilities, and, for all warps of this consumer, as float16 and transposed: as they are, or for each group
   // of columns times scales. Tells whether some are too high for their references.
+  // model: fp8_segments, fp8_data
   __device__ __forceinline__ bool store_probabilities(u32 slot, float (&p)[kSums]) const {
     const int tokens = 2 * warp + lane / 8 % 2;  // eight of them
     const int row = lane / 16 * 8 + lane % 8;
@@ -268,6 +278,7 @@ struct Fp8Softmax {
   }
 
   // scores -> probabilities for multiply_values, and their sums.
+  // model: fp8_segments
   __device__ __forceinline__ void weigh(u32 slot) {
     float p[kSums];
     consumer_sync(consumer);  // nobody reads this consumer's probabilities of before, nor RoPE columns

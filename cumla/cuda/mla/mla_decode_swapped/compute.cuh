@@ -36,6 +36,7 @@ struct SwappedConsumer {
   float sum[kOwn];         // of the exponentials of this thread's tokens, for the log-sum-exp,
   float weight[kOwn];      // and of the 16-bit probabilities made of them, which normalise the output
 
+  // model: swapped_ring
   __device__ __forceinline__ SwappedConsumer(const MlaDecodeParams& p, const SwappedLayout& shared,
                                              const Tile& tile, int consumer)
       : p(p),
@@ -63,6 +64,7 @@ struct SwappedConsumer {
   __device__ __forceinline__ int row_of(int i) const { return 8 * (i / 2) + 2 * (lane % 4) + i % 2; }
 
   // scores = block x query; then the RoPE tile is free.
+  // model: swapped_ring
   __device__ __forceinline__ void multiply_query() {
     RingPlace at = place;
     // A barrier tells phases apart by their parity. What a slot held before may be a tile of the other consumer that is
@@ -205,6 +207,7 @@ struct SwappedConsumer {
   }
 
   // t: blocks of the segments before.
+  // model: swapped_ring
   __device__ __forceinline__ void compute(const Segment& segment, int t, u32 query_phase) {
     begin();
     mbarrier_wait(shared.query_full(), query_phase, "the query");
@@ -229,7 +232,7 @@ struct SwappedConsumer {
   // Both consumers' output, each of its half of V; then out and log-sum-exp, or a piece of them.
   __device__ __forceinline__ void finish(const Segment& segment, bool more) {
     leave_sums();
-    consumers_sync();  // nobody needs query and probabilities any more
+    consumers_sync();  // nobody needs query and probabilities any more; plant: exchange
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float* const of = output[kHalfTiles + i / 2] + i % 2 * 4;
@@ -239,10 +242,10 @@ struct SwappedConsumer {
     float lse[kOwn];
     add_up(lse);
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared.query_free());
+    if (lane == 0) mbarrier_arrive(shared.query_free());  // plant: query read
     const bool split = segment.split();
     if (consumer == 0 && warp == 0 && lane < 4) write_lse(segment, lse, split);
-    write_output(segment, split);
+    write_output(segment, split);  // plant: piece
     if (split)
       LatentJoiner<T, Tile, 1>(p, {shared.words, shared.probabilities, shared.sums}, tile, segment).join(more);
   }
@@ -304,7 +307,7 @@ struct SwappedConsumer {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       if (split)
-        of_piece[row_of(i)] = lse[i];
+        of_piece[row_of(i)] = lse[i];  // plant: partial
       else if (row_of(i) < tile.rows)
         store_lse(p, segment.request, Row(p, tile, row_of(i)), lse[i]);
     }
