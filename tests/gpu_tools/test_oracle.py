@@ -13,13 +13,13 @@ from concurrent.futures import ProcessPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
+from cumla.mla.checks import check_variant
 
 from cumla import reference
 from cumla.errors import MissingDependencyError
 from cumla.launch import module
 from cumla.launch.mla.shape import VARIANTS
 from cumla.launch.source import OPTIONS, translation_unit
-from cumla.mla.checks import check_variant
 from tests.gpu.tools import emulation, oracle, variants
 from tests.gpu.tools.cases import (
     FACTORS,

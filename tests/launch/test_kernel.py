@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cumla.mla.checks import Arguments
 
 from cumla.core.arrays import ArrayView
 from cumla.errors import CompilationError, CumlaError, MissingDependencyError
@@ -26,9 +27,9 @@ from cumla.launch.module import LoadedKernel
 from cumla.launch.source import translation_unit
 from cumla.launch.split import plan as mla_plan
 from cumla.launch.split.division import divisor_of
-from cumla.mla.checks import Arguments
 from tests.gpu.tools import digests
 from tests.gpu.tools.parts import PART
+from tests.launch.structs import compile_checks, members_of
 
 each_kernel = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.entry)
 
@@ -40,50 +41,12 @@ def layout_of(spec: KernelSpec) -> struct.Struct:
     return layout
 
 
-def compile_checks(spec: KernelSpec, checks: dict[str, int], *before: str) -> None:
-    """Compile a kernel without its entry point: only the templates' syntax is looked at."""
-    whole, _, _ = translation_unit(spec).partition('extern "C"')
-    lines = [f'static_assert({what} == {value}, "differs");' for what, value in checks.items()]
-    module._compile(spec, "\n".join([whole, *before, *lines, ""]), module.OPTIONS)
-
-
 @each_kernel
 def test_params_are_as_large_as_packed(spec: KernelSpec, nvrtc: None) -> None:
     size = layout_of(spec).size
     compile_checks(spec, {f"sizeof({spec.params})": size})
     with pytest.raises(CompilationError, match="differs"):
         compile_checks(spec, {f"sizeof({spec.params})": size + 8})
-
-
-def count_of(text: str, member: str) -> int:
-    """How many values a member holds: an array's bound is a number, or a constant of the text."""
-    array = re.search(r"\[(\w+)\]", member)
-    if array is None:
-        return 1
-    constant = re.search(rf"constexpr int {array[1]} = (\d+);", text)
-    return int(constant[1] if constant else array[1])
-
-
-def members_of(text: str, name: str, prefix: str = "") -> dict[str, str]:
-    """The members of a struct of a kernel's text, a letter of `struct` each, in their order."""
-    body = re.search(rf"struct (?:alignas\(\d+\) )?{name} {{\n(.*?)\n}};", text, re.DOTALL)
-    assert body is not None, name
-    members: dict[str, str] = {}
-    for declaration in re.sub("//.*", "", body[1]).split(";")[:-1]:
-        kind, *rest = re.findall(r"\w+(?:\[\w+\])?", declaration.replace("const ", ""))
-        if "*" in declaration or kind in ("i64", "u64"):
-            letter = "q"
-        elif kind in ("int", "u32"):
-            letter = "i"
-        else:
-            letter = {"float": "f", "TensorMap": "s"}.get(kind, "")
-        for member in rest:
-            path, count = prefix + member.partition("[")[0], count_of(text, member)
-            paths = [f"{path}[{i}]" for i in range(count)] if "[" in member else [path]
-            for each in paths:
-                inner = {each: letter} if letter else members_of(text, kind, f"{each}.")
-                members.update(inner)
-    return members
 
 
 def packed_in(layout: struct.Struct) -> list[tuple[str, int]]:
