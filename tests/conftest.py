@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU that is not there, for tests of what comes before a launch."""
+"""Which tests run, and a GPU that is not there, for tests of what comes before a launch."""
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from unittest import mock
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # or each worker's BLAS takes all cores, and spins on them
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
 
 import numpy as np
 import pytest
@@ -15,6 +20,22 @@ from cumla.core import arrays, frameworks, plan
 from cumla.launch import device as launch_device
 from cumla.launch import module as launch_module
 from tests.fake_cuda import FakeCuPy, FakeDriver
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("cumla").addoption(
+        "--exhaustive",
+        action="store_true",
+        help="run the tests marked exhaustive, too: with each change of a kernel and before a "
+        "benchmark is recorded",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("exhaustive"):
+        for item in items:
+            if item.get_closest_marker("exhaustive"):
+                item.add_marker(pytest.mark.skip(reason="needs --exhaustive"))
 
 
 @pytest.fixture

@@ -21,6 +21,10 @@ class FakeDriver:
     def enter_device(self, device: int) -> bool:
         return False
 
+    def enter_primary(self, device: int) -> None: ...
+
+    def leave_device(self) -> None: ...
+
     def is_capturing(self, stream: int) -> bool:
         return stream in self.capturing
 
@@ -99,3 +103,84 @@ class FakeDevice:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *error: object) -> None: ...
+
+
+class FakeLibrary:
+    """libcuda as `Driver` calls it: results go where the references point."""
+
+    def __init__(
+        self, current: int | None = 0, capture: tuple[int, int] = (0, 0), init: int = 0
+    ) -> None:
+        self.context = current  # context 100 + n is the primary one of device n
+        self.capture = capture
+        self.init = init
+        self.pushed: list[int | None] = []
+        self.retained: list[int] = []
+        self.events: dict[int, object] = {}
+        self.waits: list[tuple[int, int, int]] = []
+        self.mode = self.answer = 0
+        self.lost = False  # in a forked process, where every call fails
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            return 3 if self.lost else int(getattr(self, "on_" + name)(*arguments))
+
+        setattr(self, name, call)
+        return call
+
+    def on_cuInit(self, flags: Any) -> int:
+        return self.init
+
+    def on_cuCtxGetDevice(self, device: Any) -> int:
+        if self.context is None:
+            return 201
+        device._obj.value = self.context % 100
+        return 0
+
+    def on_cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
+        if device > 7:
+            return 101
+        self.retained.append(device)
+        context._obj.value = 100 + device
+        return 0
+
+    def on_cuCtxPushCurrent_v2(self, context: Any) -> int:
+        self.pushed.append(self.context)
+        self.context = context.value
+        return 0
+
+    def on_cuCtxPopCurrent_v2(self, context: Any) -> int:
+        self.context = self.pushed.pop()
+        return 0
+
+    def on_cuStreamIsCapturing(self, stream: Any, status: Any) -> int:
+        status._obj.value = self.capture[1]
+        return self.capture[0]
+
+    def on_cuEventCreate(self, event: Any, flags: Any) -> int:
+        event._obj.value = 1 + len(self.events)
+        self.events[event._obj.value] = "created"
+        return 0
+
+    def on_cuEventRecord(self, event: Any, stream: Any) -> int:
+        self.events[event.value] = stream
+        return 400 if stream == 666 else 0
+
+    def on_cuEventQuery(self, event: Any) -> int:
+        return self.answer
+
+    def on_cuEventDestroy_v2(self, event: Any) -> int:
+        self.events[getattr(event, "value", event)] = "destroyed"
+        return 0
+
+    def on_cuStreamWaitEvent(self, stream: Any, event: Any, flags: Any) -> int:
+        self.waits.append((stream, event, flags))
+        return 0
+
+    def on_cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        self.mode, mode._obj.value = mode._obj.value, self.mode
+        return 0
+
+    def on_cuGetErrorName(self, status: Any, name: Any) -> int:
+        name._obj.value = b"CUDA_ERROR_INVALID_DEVICE"
+        return 0

@@ -40,16 +40,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         import_module(f"cumla.cli.{name}").add_parser(subparsers)
-    args = parser.parse_args(argv)
+    command = "cumla"
     try:
+        args = parser.parse_args(argv)
+        command = f"cumla {args.command}"
         code = int(args.func(args))
-        sys.stdout.flush()
+        _flush()
         return code
-    except CumlaError as error:
-        print(f"cumla {args.command}: {error}", file=sys.stderr)
-        return 1
+    except SystemExit:  # after --help, or a mistake in the arguments
+        _flush()
+        raise
     except BrokenPipeError:  # the reader of `cumla info | head -1` has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
+        return 1
+    except (CumlaError, OSError) as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        _discard_output()
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # it is, where the process was started with it closed
+        sys.stdout.flush()
+
+
+def _discard_output() -> None:
+    """Have the interpreter not try again to write what a closed pipe or a full disk refused."""
+    try:
+        _flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

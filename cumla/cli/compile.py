@@ -4,14 +4,22 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import multiprocessing
+import os
+import stat
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.errors import CompilationError, MissingDependencyError
 
 if TYPE_CHECKING:
+    from cumla.launch.module import CompiledKernel
     from cumla.launch.source import KernelSpec
 
 _COLUMNS = "{:<36} {:>7} {:>9} {:>12} {:>6} {:>6} {:>8} {:>7}"
@@ -33,6 +41,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="DIR",
         help="write the cubins there; CUMLA_CUBIN_DIR=DIR then starts without compiling",
     )
+    parser.add_argument(
+        "--jobs",
+        type=_positive,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processes that compile (default: one for each core, here %(default)s)",
+    )
     parser.set_defaults(func=run)
 
 
@@ -45,30 +60,90 @@ def run(args: argparse.Namespace) -> int:
     debug = debug_build()
     try:
         major, minor = bindings_nvrtc_version()
+        if args.output is not None:
+            _make_folder(args.output)
+        print(f"NVRTC {major}.{minor}, sm_90a{', debug build' if debug else ''}")
+        print(_COLUMNS.format(*_TITLES), flush=True)
+        specs = all_specs()
+        clean = sum(_report(made, args.output) for made in _compile_all(specs, debug, args.jobs))
     except MissingDependencyError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"NVRTC {major}.{minor}, sm_90a{', debug build' if debug else ''}")
-    print(_COLUMNS.format(*_TITLES))
-    specs = all_specs()
-    clean = sum(_compile_one(spec, args.output, debug=debug) for spec in specs)
+    except BrokenPipeError:  # of stdout, which the command line knows what to do with
+        raise
+    except OSError as error:
+        print(f"cumla compile: --output {args.output}: {error.strerror}", file=sys.stderr)
+        return 1
     print(f"{clean} of {len(specs)} kernels clean")
     if clean and args.output is not None:
         print(f"cubins are in {args.output}: set CUMLA_CUBIN_DIR={args.output.resolve()}")
     return 0 if clean == len(specs) else 1
 
 
-def _compile_one(spec: KernelSpec, output: Path | None, *, debug: bool) -> bool:
-    """Compile, print a row, write the cubin; False if the kernel is not clean."""
-    from cumla.launch.module import compile_to_cubin, write_whole
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"needs at least 1, got {number}")
+    return number
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder, which nobody else may write to: its cubins run on the GPU as they are."""
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if folder.stat().st_mode & stat.S_IWOTH:
+        raise PermissionError(
+            errno.EPERM,
+            "everybody may write there, and so choose what runs on your GPU; take that right away "
+            "with chmod o-w, or name another folder",
+        )
+
+
+class _Made(NamedTuple):
+    """What became of a kernel: one of `kernel` and `error`, and the seconds that it took."""
+
+    spec: KernelSpec
+    name: str
+    seconds: float
+    kernel: CompiledKernel | None = None
+    error: CompilationError | None = None
+
+
+def _compile_all(specs: Iterable[KernelSpec], debug: bool, jobs: int) -> Iterator[_Made]:
+    """Compile in so many processes; what was compiled comes in the order of the kernels."""
+    compile_ = partial(_compile_one, debug=debug)
+    if jobs == 1:
+        yield from map(compile_, specs)
+        return
+    # spawn: a fork would take over the threads and locks of a program that called `main`
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
+    try:
+        yield from pool.map(compile_, specs)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _compile_one(spec: KernelSpec, *, debug: bool) -> _Made:
+    from cumla.launch.module import compile_to_cubin
     from cumla.launch.source import cubin_name
 
     began = time.perf_counter()
+    kernel = error = None
     try:
         kernel = compile_to_cubin(spec, debug=debug)
-    except CompilationError as error:
-        print(f"{spec.entry:<36} FAILED")
-        print(error, file=sys.stderr, flush=True)
+    except CompilationError as failure:
+        error = failure
+    seconds = time.perf_counter() - began
+    return _Made(spec, cubin_name(spec, debug=debug), seconds, kernel, error)
+
+
+def _report(made: _Made, output: Path | None) -> bool:
+    """Print a row, write the cubin; False if the kernel is not clean."""
+    from cumla.launch.module import write_whole
+
+    spec, kernel = made.spec, made.kernel
+    if kernel is None:
+        print(f"{spec.entry:<36} FAILED", flush=True)
+        print(made.error, file=sys.stderr, flush=True)
         return False
     row = (
         spec.entry,
@@ -78,9 +153,9 @@ def _compile_one(spec: KernelSpec, output: Path | None, *, debug: bool) -> bool:
         kernel.stack,
         kernel.spills,
         f"{len(kernel.cubin) / 1000:.1f}",
-        f"{time.perf_counter() - began:.2f}",
+        f"{made.seconds:.2f}",
     )
     print(_COLUMNS.format(*row), flush=True)
     if output is not None:
-        write_whole(output / cubin_name(spec, debug=debug), kernel.cubin)
+        write_whole(output / made.name, kernel.cubin)
     return True

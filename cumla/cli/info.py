@@ -39,34 +39,42 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; always 0."""
-    _row("cumla", _cumla)
-    _row("Python", lambda: f"{platform.python_version()} on {platform.platform()}")
-    for name in _PACKAGES:
-        _row(name, partial(_version, name))
-    _row("CuPy", _cupy)
-    _row("NVRTC of CuPy", _cupy_nvrtc)
-    _row("NVRTC of cuda.bindings", _bindings_nvrtc)
-    _row("CUDA driver", _driver)
-    _row("GPUs", _gpus)
-    _row("kernels", _kernels)
-    _row("kernel cache (CuPy)", _kernel_cache)
-    _row("kernels ahead of time", _cubins)
-    for name in _VARIABLES:
-        _row(name, partial(_variable, name))
+    rows: list[tuple[str, Callable[[], str]]] = [
+        ("cumla", _cumla),
+        ("Python", lambda: f"{platform.python_version()} on {platform.platform()}"),
+        *((name, partial(_version, name)) for name in _PACKAGES),
+        ("CuPy", _cupy),
+        ("NVRTC of CuPy", _cupy_nvrtc),
+        ("NVRTC of cuda.bindings", _bindings_nvrtc),
+        ("CUDA driver", _driver),
+        ("GPUs", _gpus),
+        ("arrays in CPU memory", lambda: "computed by cumla.reference; no GPU, no driver, no CuPy"),
+        ("kernels", _kernels),
+        ("kernel cache (CuPy)", _kernel_cache),
+        ("kernels ahead of time", _cubins),
+        *((name, partial(_variable, name)) for name in _VARIABLES),
+    ]
+    told: dict[str, str] = {}
+    for title, ask in rows:
+        first, *rest = _answer(title, ask, told).split("\n")
+        print(f"{title:<24} {first}")
+        for line in rest:
+            print(f"{'':<24} {line}")
     return 0
 
 
-def _row(title: str, ask: Callable[[], str]) -> None:
-    """Print one answer, or why there is none: a broken driver can raise anything."""
+def _answer(title: str, ask: Callable[[], str], told: dict[str, str]) -> str:
+    """Ask, or say why there is no answer: a broken driver can raise anything.
+
+    `told` holds each reason with the row that gave it: the others refer to that one.
+    """
     try:
-        answer = ask()
+        return ask()
     except Exception as error:
         first_line = (str(error).strip() or "no message").splitlines()[0]
-        answer = f"not available: {type(error).__name__}: {first_line}"
-    first, *rest = answer.split("\n")
-    print(f"{title:<24} {first}")
-    for line in rest:
-        print(f"{'':<24} {line}")
+        reason = f"{type(error).__name__}: {first_line}"
+        first = told.setdefault(reason, title)
+        return f"not available: {reason if first == title else f'see {first}'}"
 
 
 def _version(name: str) -> str:

@@ -31,22 +31,42 @@ cleaned, too, by the kernel itself. Paged logits are computed by as many multipr
 metadata has parts, also for 4 queries of a request: pass ``get_num_sms()`` there, too, undivided.
 
 Tensors on the CPU are computed by `cumla.reference`; `get_num_sms` needs a GPU, or `set_num_sms`
-before it. Errors of the operation behind a function call
-arguments by its names: ``ks`` and ``ke`` are ``cu_seq_len_k_start`` and ``cu_seq_len_k_end``,
-``schedule`` is ``schedule_meta``.
+before it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cumla.indexer.checks import checked_logits_dtype, checked_number
-from cumla.indexer.logits import checked_pair, mqa_logits, score_with_schedule, write_schedule
-from cumla.launch.device import current_device, properties
-from cumla.mla.checks import check_number
+import numpy as np
+
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
+from cumla.core.arguments import INT32, Array, bind, check_number, checked_int
+from cumla.core.operation import Operation, Output, run
+from cumla.errors import CumlaError, UnsupportedDeviceError
+from cumla.indexer.arguments import checked_logits_dtype, checked_pair
+from cumla.indexer.logits import mqa_logits
+from cumla.indexer.paged_logits import (
+    _ATTEND,
+    PagedArguments,
+    check_kv_lens,
+    checked_paged,
+    named,
+)
+from cumla.launch.device import current_device, properties, require_hopper
+from cumla.launch.indexer.indexer_shape import MOST_TOKENS
+from cumla.launch.indexer.paged_mqa_logits import PagedMQAArguments, paged_mqa_logits_launch
+from cumla.launch.indexer.paged_mqa_schedule import PagedMQAKey, paged_mqa_schedule_launch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
+
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable
+    from cumla.indexer.paged_logits import Host
 
 __all__ = [
     "fp8_fp4_mqa_logits",
@@ -59,6 +79,11 @@ __all__ = [
 ]
 
 _ROW_BYTES = 1024  # rows of logits begin at multiples of it
+_NAMES = CallersNames(
+    {"ks": "cu_seq_len_k_start", "ke": "cu_seq_len_k_end", "kv_lens": "context_lens"}
+    | {"max_kv_len": "max_context_len"}
+)
+_OTHER_GPUS = "belongs to kernels for GPUs of another generation, which cumla does not have"
 
 _num_sms: int | None = None  # what set_num_sms was told
 
@@ -72,10 +97,17 @@ def get_num_sms() -> int:
 
     Raises
     ------
-    UnsupportedDeviceError, MissingDependencyError
-        There is no GPU, or CuPy is missing.
+    UnsupportedDeviceError
+        There is no GPU, or CuPy is missing; `set_num_sms` helps.
     """
-    return properties(current_device()).sm_count if _num_sms is None else _num_sms
+    if _num_sms is not None:
+        return _num_sms
+    try:
+        return properties(current_device()).sm_count
+    except CumlaError as error:
+        raise UnsupportedDeviceError(
+            f"{error}; without a GPU call set_num_sms(number) first"
+        ) from error
 
 
 def set_num_sms(new_num_sms: int) -> None:
@@ -109,33 +141,7 @@ def fp8_mqa_logits(
     clean_logits: bool = True,
     max_seqlen_k: int = 0,
 ) -> torch.Tensor:
-    """Score the tokens of a sequence for each query, with DeepGEMM's arguments and result.
-
-    Parameters
-    ----------
-    q : torch.Tensor
-        ``(seq_len, num_heads, head_dim)``, float8_e4m3fn.
-    kv : pair of torch.Tensor
-        Keys ``(seq_len_kv, head_dim)``, float8_e4m3fn, and scales ``(seq_len_kv,)``, float32.
-    weights : torch.Tensor
-        ``(seq_len, num_heads)``, float32.
-    cu_seq_len_k_start, cu_seq_len_k_end : torch.Tensor
-        ``(seq_len,)``, int32: the first token of each query and the one behind its last.
-    clean_logits : bool
-        Write -inf where nothing is visible.
-    max_seqlen_k : int
-        If not 0, columns of a compressed result, which begins with each query's first token.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(seq_len, seq_len_kv)`` or ``(seq_len, max_seqlen_k)``, float32, rows padded.
-
-    Raises
-    ------
-    TypeError, ValueError, CumlaError
-        As `cumla.mqa_logits`.
-    """
+    """Score the tokens of a sequence: `fp8_fp4_mqa_logits` of ``(q, None)``, in float32."""
     return fp8_fp4_mqa_logits(
         (q, None), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k
     )
@@ -152,14 +158,22 @@ def fp8_fp4_mqa_logits(
     logits_dtype: torch.dtype | None = None,
     schedule_meta: None = None,
 ) -> torch.Tensor:
-    """Do the same as `fp8_mqa_logits`, under the name that newer versions have for it.
+    """Score the tokens of a sequence for each query, with DeepGEMM's arguments and result.
 
     Parameters
     ----------
     q : pair
-        The queries of `fp8_mqa_logits`, and None: scales of q belong to other GPUs.
-    kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k
-        As in `fp8_mqa_logits`.
+        ``(seq_len, num_heads, head_dim)``, float8_e4m3fn, and None: scales belong to other GPUs.
+    kv : pair of torch.Tensor
+        Keys ``(seq_len_kv, head_dim)``, float8_e4m3fn, and scales ``(seq_len_kv,)``, float32.
+    weights : torch.Tensor
+        ``(seq_len, num_heads)``, float32.
+    cu_seq_len_k_start, cu_seq_len_k_end : torch.Tensor
+        ``(seq_len,)``, int32: the first token of each query and the one after its last.
+    clean_logits : bool
+        Write -inf where nothing is visible.
+    max_seqlen_k : int
+        If not 0, columns of a compressed result, which begins with each query's first token.
     logits_dtype : torch.dtype, optional
         float32 (the default) or bfloat16.
     schedule_meta : None
@@ -168,7 +182,7 @@ def fp8_fp4_mqa_logits(
     Returns
     -------
     torch.Tensor
-        As `fp8_mqa_logits`.
+        ``(seq_len, seq_len_kv)`` or ``(seq_len, max_seqlen_k)``, rows padded.
 
     Raises
     ------
@@ -177,23 +191,27 @@ def fp8_fp4_mqa_logits(
     TypeError, ValueError, CumlaError
         As `cumla.mqa_logits`.
     """
-    queries = _queries("fp8_fp4_mqa_logits", q)
-    _refuse("fp8_fp4_mqa_logits", "schedule_meta", schedule_meta)
-    _check_axes("q", queries, 3)
-    keys, _ = checked_pair("kv", kv)
-    _check_axes("kv[0]", keys, 2)
+    queries = _queries(q)
+    refuse(_OTHER_GPUS, schedule_meta=schedule_meta)
+    pair = checked_pair("kv", kv)
+    check_tensors(**pair)
+    keys = pair["kv[0]"]
+    check_axes("q", queries, "seq_len, num_heads, head_dim")
+    check_axes("kv[0]", keys, "seq_len_kv, head_dim")
     dtype = checked_logits_dtype(logits_dtype)
-    width = checked_number("max_seqlen_k", max_seqlen_k, "pass 0 for all columns", least=0)
-    return mqa_logits(
-        queries,
-        kv,
-        weights,
-        cu_seq_len_k_start,
-        cu_seq_len_k_end,
-        max_seqlen_k=width,
-        clean=bool(clean_logits),
-        out=_padded_rows(queries, queries.shape[0], width or keys.shape[0], dtype),
-    )
+    width = checked_int("max_seqlen_k", max_seqlen_k, "pass 0 for all columns", least=0)
+    with _NAMES:
+        logits: torch.Tensor = mqa_logits(
+            queries,
+            kv,
+            weights,
+            cu_seq_len_k_start,
+            cu_seq_len_k_end,
+            max_kv_len=width or None,
+            clean=bool(clean_logits),
+            out=_padded_rows(queries, queries.shape[0], width or keys.shape[0], dtype),
+        )
+    return logits
 
 
 def get_paged_mqa_logits_metadata(
@@ -225,11 +243,12 @@ def get_paged_mqa_logits_metadata(
         num_sms is no number from 1, context_lens no such tensor; the rest as
         `cumla.PagedMQALogitsPlan.update`.
     """
-    _refuse("get_paged_mqa_logits_metadata", "indices", indices)
+    refuse(_OTHER_GPUS, indices=indices)
     check_number("num_sms", num_sms, "pass get_num_sms()")
-    _check_axes("context_lens", context_lens, 1, 2)
-    schedule = context_lens.new_empty((num_sms + 1, 2))
-    write_schedule(context_lens, schedule)
+    check_tensors(context_lens=context_lens)
+    check_axes("context_lens", context_lens, "batch", "batch, next_n")
+    with _NAMES:
+        (schedule,) = run(_METADATA, {"kv_lens": context_lens}, {"schedule_meta": None}, num_sms)
     return schedule
 
 
@@ -244,42 +263,7 @@ def fp8_paged_mqa_logits(
     clean_logits: bool = False,
     indices: None = None,
 ) -> torch.Tensor:
-    """Score the cached tokens of each request, with DeepGEMM's arguments and result.
-
-    Parameters
-    ----------
-    q : torch.Tensor
-        ``(batch, next_n, num_heads, head_dim)``, float8_e4m3fn.
-    kv_cache : torch.Tensor
-        ``(num_blocks, block_kv, 1, head_dim + 4)``, uint8: keys, then scales, of each block.
-    weights : torch.Tensor
-        ``(batch * next_n, num_heads)``, float32.
-    context_lens : torch.Tensor
-        ``(batch,)`` or ``(batch, next_n)``, int32.
-    block_table : torch.Tensor
-        ``(batch, max_blocks)``, int32.
-    schedule_meta : torch.Tensor
-        What `get_paged_mqa_logits_metadata` returned, or a copy.
-    max_context_len : int
-        Columns of the logits.
-    clean_logits : bool
-        Write -inf where nothing is visible.
-    indices : None
-        Belongs to other GPUs.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(batch * next_n, max_context_len)``, float32, rows padded.
-
-    Raises
-    ------
-    NotImplementedError
-        An argument for other GPUs is given.
-    TypeError, ValueError, CumlaError
-        As `cumla.paged_mqa_logits`.
-    """
-    _refuse("fp8_paged_mqa_logits", "indices", indices)
+    """Score cached tokens: `fp8_fp4_paged_mqa_logits` of ``(q, None)``, in float32."""
     return fp8_fp4_paged_mqa_logits(
         (q, None),
         kv_cache,
@@ -289,6 +273,7 @@ def fp8_paged_mqa_logits(
         schedule_meta,
         max_context_len,
         clean_logits,
+        indices=indices,
     )
 
 
@@ -304,14 +289,27 @@ def fp8_fp4_paged_mqa_logits(
     logits_dtype: torch.dtype | None = None,
     indices: None = None,
 ) -> torch.Tensor:
-    """Do the same as `fp8_paged_mqa_logits`, under the name that newer versions have for it.
+    """Score the cached tokens of each request, with DeepGEMM's arguments and result.
 
     Parameters
     ----------
     q : pair
-        The queries of `fp8_paged_mqa_logits`, and None: scales of q belong to other GPUs.
-    kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits
-        As in `fp8_paged_mqa_logits`.
+        ``(batch, next_n, num_heads, head_dim)``, float8_e4m3fn, and None: scales belong to other
+        GPUs.
+    kv_cache : torch.Tensor
+        ``(num_blocks, block_kv, 1, head_dim + 4)``, uint8: keys, then scales, of each block.
+    weights : torch.Tensor
+        ``(batch * next_n, num_heads)``, float32.
+    context_lens : torch.Tensor
+        ``(batch,)`` or ``(batch, next_n)``, int32.
+    block_table : torch.Tensor
+        ``(batch, max_blocks)``, int32.
+    schedule_meta : torch.Tensor
+        What `get_paged_mqa_logits_metadata` returned, or a copy.
+    max_context_len : int
+        Columns of the logits.
+    clean_logits : bool
+        Write -inf where nothing is visible.
     logits_dtype : torch.dtype, optional
         float32 (the default) or bfloat16.
     indices : None
@@ -320,7 +318,7 @@ def fp8_fp4_paged_mqa_logits(
     Returns
     -------
     torch.Tensor
-        As `fp8_paged_mqa_logits`.
+        ``(batch * next_n, max_context_len)``, rows padded.
 
     Raises
     ------
@@ -329,29 +327,115 @@ def fp8_fp4_paged_mqa_logits(
     TypeError, ValueError, CumlaError
         As `cumla.paged_mqa_logits`.
     """
-    queries = _queries("fp8_fp4_paged_mqa_logits", q)
-    _refuse("fp8_fp4_paged_mqa_logits", "indices", indices)
+    queries = _queries(q)
+    refuse(_OTHER_GPUS, indices=indices)
     if schedule_meta is None:
         raise TypeError(
             "schedule_meta: needs a PyTorch tensor, got None; call get_paged_mqa_logits_metadata "
             "first"
         )
-    _check_axes("schedule_meta", schedule_meta, 2)
-    _check_axes("q", queries, 4)
+    check_tensors(schedule_meta=schedule_meta)
+    check_axes("q", queries, "batch, next_n, num_heads, head_dim")
     dtype = checked_logits_dtype(logits_dtype)
-    width = checked_number("max_context_len", max_context_len, "there is nothing to write")
-    rows = queries.shape[0] * queries.shape[1]
-    return score_with_schedule(
-        queries,
-        kv_cache,
-        weights,
-        context_lens,
-        block_table,
-        schedule_meta,
-        max_context_len=width,
-        clean=bool(clean_logits),
-        out=_padded_rows(queries, rows, width, dtype),
-    )
+    width = checked_int("max_context_len", max_context_len, "there is nothing to write")
+    out = _padded_rows(queries, queries.shape[0] * queries.shape[1], width, dtype)
+    with _NAMES:
+        inputs = named(queries, kv_cache, weights, block_table)
+        inputs |= {"kv_lens": context_lens, "schedule_meta": schedule_meta}
+        run(_SCORES, inputs, {"out": out}, (width, dtype, bool(clean_logits)))
+    return out
+
+
+class _Metadata(Operation[tuple["ArrayView", int], PagedMQAKey]):
+    """Deals the blocks of all requests out, into a tensor that the caller keeps."""
+
+    def arguments(self, views: Views, options: int) -> tuple[ArrayView, int]:
+        lens = views["kv_lens"]
+        assert lens is not None
+        check_kv_lens("kv_lens", lens, *_rows(lens))
+        return lens, options
+
+    def outputs(self, arguments: tuple[ArrayView, int]) -> tuple[Output, ...]:
+        return (Output("schedule_meta", (arguments[1] + 1, 2), INT32),)
+
+    def key(self, arguments: tuple[ArrayView, int], device: int) -> PagedMQAKey:
+        require_hopper(device)
+        lens, num_sms = arguments
+        # Lengths that a table cannot hold are not known here; nothing else of the shape counts.
+        most = MOST_TOKENS // 64
+        return PagedMQAKey(*_rows(lens), 64, 128, 64, most, len(lens.shape) == 2, num_sms)
+
+    def recipe(
+        self,
+        key: PagedMQAKey,
+        arguments: tuple[ArrayView, int],
+        outs: Sequence[ArrayView],
+        buffer: int,
+    ) -> Sequence[Launchable]:
+        if 0 in arguments[0].shape:
+            return ()
+        return (paged_mqa_schedule_launch(key, arguments[0], outs[0].ptr, keeps_lens=False),)
+
+    def reference(self, host: Host, arguments: tuple[ArrayView, int]) -> Sequence[Any]:
+        return (np.zeros((arguments[1] + 1, 2), np.int32),)
+
+
+_Scored = tuple[PagedArguments, "ArrayView", "ArrayView"]
+
+
+class _Scores(Operation[_Scored, PagedMQAKey]):
+    """Scores with the lengths of the call, by a schedule that the caller keeps."""
+
+    integers = ("kv_lens", "block_table")
+
+    def arguments(self, views: Views, options: tuple[int, str | None, bool]) -> _Scored:
+        attend = checked_paged(views, options)
+        lens, schedule = views["kv_lens"], views["schedule_meta"]
+        assert lens is not None and schedule is not None
+        check_kv_lens("kv_lens", lens, *attend.shape[:2])
+        way_out = "pass what get_paged_mqa_logits_metadata returned"
+        bind({"schedule_meta": Array("parts+1 2", INT32, "row", way_out)}, views, {})
+        if schedule.shape[0] < 2 or schedule.strides[0] != 8 or schedule.ptr % 8:
+            raise ValueError(
+                f"schedule_meta: needs parts in contiguous memory at a multiple of 8 bytes, got "
+                f"shape {schedule.shape}, strides {schedule.strides} and address "
+                f"{schedule.ptr:#x}; {way_out}"
+            )
+        return attend, lens, schedule
+
+    def outputs(self, arguments: _Scored) -> tuple[Output, ...]:
+        return _ATTEND.outputs(arguments[0])
+
+    def key(self, arguments: _Scored, device: int) -> PagedMQAKey:
+        require_hopper(device)
+        attend, lens, schedule = arguments
+        return PagedMQAKey(*attend.shape, len(lens.shape) == 2, schedule.shape[0] - 1)
+
+    def recipe(
+        self, key: PagedMQAKey, arguments: _Scored, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        (q, k_cache, scales, weights, table, *_, clean), lens, schedule = arguments
+        if 0 in q.shape:
+            return ()
+        assert weights is not None
+        views = PagedMQAArguments(q, k_cache, scales, weights, lens, table, schedule.ptr, *outs)
+        return (paged_mqa_logits_launch(key, views, clean=clean),)
+
+    def check_values(self, host: Host, arguments: _Scored) -> None:
+        _ATTEND.check_values(host, arguments[0])
+
+    def reference(self, host: Host, arguments: _Scored) -> Sequence[Any]:
+        return _ATTEND.reference(host, arguments[0])
+
+
+_METADATA = _Metadata()
+_SCORES = _Scores()
+
+
+def _rows(lens: ArrayView) -> tuple[int, int]:
+    """Read batch and next_n off lengths, which may be without the latter."""
+    batch, next_n = (*lens.shape, 1)[:2]
+    return batch, next_n
 
 
 def _padded_rows(
@@ -365,7 +449,7 @@ def _padded_rows(
     return like.new_empty((rows, -(-columns // step) * step), dtype=dtype)[:, :columns]
 
 
-def _queries(function: str, q: Any) -> Any:
+def _queries(q: Any) -> Any:
     """Take the queries out of a pair with their scales, which must not be there."""
     if not isinstance(q, (tuple, list)) or len(q) != 2:
         raise TypeError(
@@ -373,27 +457,6 @@ def _queries(function: str, q: Any) -> Any:
             f"{type(q).__qualname__}; pass (q, None)"
         )
     queries, scales = q
-    _refuse(function, "q[1]", scales)
+    refuse(_OTHER_GPUS, **{"q[1]": scales})
+    check_tensors(q=queries)
     return queries
-
-
-def _refuse(function: str, name: str, value: object) -> None:
-    if value is not None:
-        raise NotImplementedError(
-            f"{function}: {name} belongs to kernels for GPUs of another generation, which cumla "
-            f"does not have; leave it None, or call deep_gemm"
-        )
-
-
-def _check_axes(name: str, tensor: Any, *counts: int) -> None:
-    """Check what is looked at here; the operations check the rest."""
-    if not hasattr(tensor, "new_empty"):
-        raise TypeError(
-            f"{name}: needs a PyTorch tensor, got {type(tensor).__module__}."
-            f"{type(tensor).__qualname__}; call cumla's own functions for arrays of others"
-        )
-    if len(tensor.shape) not in counts:
-        wanted = " or ".join(str(count) for count in counts)
-        raise ValueError(
-            f"{name}: needs {wanted} axes, got shape {tuple(tensor.shape)}; reshape it"
-        )

@@ -20,23 +20,25 @@ What carries over from FlashMLA:
   results are undefined.
 * If that first call is captured into a CUDA graph, the schedule is part of the graph: each replay
   computes it anew from what ``cache_seqlens`` then holds.
-* A graph that captured only later calls reads the schedule of the metadata object that they were
-  given: keep the object as long as the graph.
+* Graphs read the schedules of the metadata object that their calls were given: keep the object as
+  long as the graphs. It keeps every schedule that was computed with it.
 * A metadata object belongs to the shapes, dtype, device and mask of its first call.
+* Where nothing is attended out is 0 and lse +inf.
 * It is for inference: no gradients flow.
 
-Where it changes to another stream the schedule is computed again, because a `cumla.MLADecodePlan`
-serves one stream. Tensors on the CPU are computed by `cumla.reference`.
+What differs: each stream has a schedule of its own, and calls outside of graphs do not rely on one
+that only a graph computes. Tensors on the CPU are computed by `cumla.reference`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
 from cumla.core.arrays import open_call
-from cumla.launch.mla.shape import VALUE_DIM, MLADecodeKey
-from cumla.mla.checks import checked_query_and_cache
-from cumla.mla.decode import MLADecodePlan, decode_key
+from cumla.mla.decode import MLADecodePlan
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +54,24 @@ __all__ = [
 ]
 
 _PAGE_SIZE = 64  # tokens
+_VALUE_DIM = 512
+_NAMES = CallersNames({"kv_cache": "k_cache", "kv_lens": "cache_seqlens"})
+
+
+class _Shape(NamedTuple):
+    """What all calls with a metadata object have in common."""
+
+    batch: int
+    seq_q: int
+    heads_q: int
+    page_size: int
+    heads_k: int
+    dtype: Any
+    causal: bool
+    device: Any
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self._asdict().items())
 
 
 class FlashMLASchedMeta:
@@ -60,10 +80,13 @@ class FlashMLASchedMeta:
     Nothing in it is for users to read or to change.
     """
 
-    __slots__ = ("_plan",)
+    __slots__ = ("_plans", "_shape")
 
     def __init__(self) -> None:
-        self._plan: MLADecodePlan | None = None
+        self._shape: _Shape | None = None  # of the calls that succeeded
+        # By shape, stream, and whether a graph computes the schedule. Graphs hold their addresses,
+        # so none is let go.
+        self._plans: dict[tuple[_Shape, int, bool], MLADecodePlan] = {}
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
@@ -142,12 +165,13 @@ extra_topk_length
     NotImplementedError
         If an argument of the sparse attention is given; the message names it.
     TypeError, ValueError
-        If an argument is none that `cumla.mla_decode` takes (messages call ``k_cache`` by its name
-        there, ``kv_cache``), or the metadata object was first used with other shapes.
+        If an argument is none that `cumla.mla_decode` takes, or the metadata object was first used
+        with other shapes.
     CumlaError
         As `cumla.mla_decode`.
     """
-    _refuse(
+    refuse(
+        "belongs to sparse attention, and cumla has only dense decoding so far",
         is_fp8_kvcache=is_fp8_kvcache or None,
         indices=indices,
         attn_sink=attn_sink,
@@ -157,65 +181,83 @@ extra_topk_length
         extra_topk_length=extra_topk_length,
     )
     _check_metadata(head_dim_v, tile_scheduler_metadata, num_splits)
-    call = open_call((("q", q), ("k_cache", k_cache)))
-    views = dict(zip(("q", "kv_cache"), call.views, strict=True))
-    columns = checked_query_and_cache(views)
-    _check_page_size(columns.kv_cache.shape[1])
-    causal = bool(causal)  # FlashMLA takes what is merely true or false
-    key = decode_key(columns.q, columns.kv_cache, causal=causal)
-    if key.cache != "same":
-        raise TypeError(
-            f"k_cache: needs q's dtype {key.dtype}, got {columns.kv_cache.dtype}; call "
-            f"cumla.mla_decode, which takes FP8 caches and their scales"
-        )
-    plan = tile_scheduler_metadata._plan
-    if plan is not None and plan.key != key:
+    check_tensors(q=q, k_cache=k_cache, block_table=block_table, cache_seqlens=cache_seqlens)
+    shape = _shape_of(q, k_cache, bool(causal))  # FlashMLA takes what is merely true or false
+    had = tile_scheduler_metadata._shape
+    if had is not None and had != shape:
         raise ValueError(
-            f"tile_scheduler_metadata: needs what it was first used with, {_describe(plan.key)}, "
-            f"got {_describe(key)}; call get_mla_metadata() for each combination"
+            f"tile_scheduler_metadata: needs what it was first used with, {had}, got {shape}; call "
+            f"get_mla_metadata() for each combination"
         )
-    if plan is None or not plan.serves(call.stream):
-        plan = MLADecodePlan.from_arrays(q, k_cache, causal=causal)
-        plan.update(cache_seqlens)
-    result = plan.run(q, k_cache, block_table, cache_seqlens, softmax_scale=softmax_scale)
-    tile_scheduler_metadata._plan = plan
-    return result.out, result.lse
+    with _NAMES:
+        plan = _updated_plan(tile_scheduler_metadata, shape, q, k_cache, cache_seqlens)
+        out, lse = plan.run(q, k_cache, block_table, softmax_scale=softmax_scale)
+    tile_scheduler_metadata._shape = shape
+    return out, lse
 
 
-def flash_mla_sparse_fwd(*args: Any, **kwargs: Any) -> NoReturn:
-    """Sparse prefill attention: not in cumla yet, raises NotImplementedError."""
-    _not_implemented("flash_mla_sparse_fwd")
+class FlashMLAPlan(MLADecodePlan):
+    """FlashMLA's log-sum-exp of nothing is +inf."""
+
+    _empty_lse = inf
 
 
-def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Dense prefill attention: not in cumla yet, raises NotImplementedError."""
-    _not_implemented("flash_attn_varlen_func")
+def _shape_of(q: Any, k_cache: Any, causal: bool) -> _Shape:
+    """Check what the calls with a metadata object are told apart by."""
+    check_axes("q", q, "batch, seq_q, heads_q, 576")
+    check_axes("k_cache", k_cache, "num_blocks, 64, heads_k, 576", "num_blocks, 64, 576")
+    batch, seq_q, heads_q, _ = q.shape
+    page_size, *heads_k = k_cache.shape[1:-1]
+    if page_size != _PAGE_SIZE:
+        raise ValueError(
+            f"k_cache: needs a page size of {_PAGE_SIZE} tokens, FlashMLA's, got {page_size}; call "
+            f"cumla.mla_decode, which takes any"
+        )
+    if k_cache.dtype != q.dtype:
+        raise TypeError(
+            f"k_cache: needs q's dtype {q.dtype}, got {k_cache.dtype}; cumla.mla_decode itself "
+            f"takes FP8 caches and their scales"
+        )
+    kv_heads = heads_k[0] if heads_k else 1
+    mask = causal and seq_q > 1
+    return _Shape(batch, seq_q, heads_q, page_size, kv_heads, q.dtype, mask, q.device)
 
 
-def flash_attn_varlen_qkvpacked_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Dense prefill attention of packed qkv: not in cumla yet, raises NotImplementedError."""
-    _not_implemented("flash_attn_varlen_qkvpacked_func")
+def _updated_plan(
+    metadata: FlashMLASchedMeta, shape: _Shape, q: Any, k_cache: Any, cache_seqlens: Any
+) -> MLADecodePlan:
+    """Return a plan whose schedule serves a call on the current stream.
+
+    A schedule that was only captured has not been computed, so it serves captures alone.
+    """
+    plans, call = metadata._plans, open_call((("q", q),))
+    plan = plans.get((shape, call.stream, False))
+    if plan is None:
+        capturing = bool(call.capturing)
+        plan = plans.get((shape, call.stream, capturing))
+        if plan is None:
+            plan = FlashMLAPlan.from_arrays(q, k_cache, causal=shape.causal)
+            plan.update(cache_seqlens)
+            plans[shape, call.stream, capturing] = plan
+    return plan
 
 
-def flash_attn_varlen_kvpacked_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Dense prefill attention of packed kv: not in cumla yet, raises NotImplementedError."""
-    _not_implemented("flash_attn_varlen_kvpacked_func")
+def _absent(name: str) -> Callable[..., NoReturn]:
+    def function(*args: Any, **kwargs: Any) -> NoReturn:
+        """Prefill attention: not in cumla yet, raises NotImplementedError."""
+        raise NotImplementedError(
+            f"{name}: cumla implements only the dense decoding of FlashMLA so far; import this "
+            f"function from flash_mla"
+        )
+
+    function.__name__ = function.__qualname__ = name
+    return function
 
 
-def _not_implemented(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{name}: cumla implements only the dense decoding of FlashMLA so far; "
-        "import this function from flash_mla"
-    )
-
-
-def _refuse(**arguments: object) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"flash_mla_with_kvcache: {name}= belongs to sparse attention, and cumla has only "
-                f"dense decoding so far; leave {name} at its default, or call flash_mla"
-            )
+flash_mla_sparse_fwd = _absent("flash_mla_sparse_fwd")
+flash_attn_varlen_func = _absent("flash_attn_varlen_func")
+flash_attn_varlen_qkvpacked_func = _absent("flash_attn_varlen_qkvpacked_func")
+flash_attn_varlen_kvpacked_func = _absent("flash_attn_varlen_kvpacked_func")
 
 
 def _check_metadata(head_dim_v: int, metadata: object, num_splits: object) -> None:
@@ -230,23 +272,8 @@ def _check_metadata(head_dim_v: int, metadata: object, num_splits: object) -> No
             "num_splits: needs None, the second element of what get_mla_metadata() returned, "
             f"got {type(num_splits).__name__}; cumla schedules on its own"
         )
-    if head_dim_v != VALUE_DIM:
+    if head_dim_v != _VALUE_DIM:
         raise ValueError(
-            f"head_dim_v: needs {VALUE_DIM}, the width of the values in a cache row, got "
-            f"{head_dim_v}; pass {VALUE_DIM}, and slice the output where you need fewer columns"
+            f"head_dim_v: needs {_VALUE_DIM}, the width of the values in a cache row, got "
+            f"{head_dim_v}; pass {_VALUE_DIM}, and slice the output where you need fewer columns"
         )
-
-
-def _check_page_size(page_size: int) -> None:
-    if page_size != _PAGE_SIZE:
-        raise ValueError(
-            f"k_cache: needs a page size of {_PAGE_SIZE} tokens, FlashMLA's, got {page_size}; call "
-            f"cumla.mla_decode, which takes any"
-        )
-
-
-def _describe(key: MLADecodeKey) -> str:
-    return (
-        f"batch={key.batch} seq_q={key.q_len} heads_q={key.num_heads} page_size={key.page_size} "
-        f"heads_k={key.num_kv_heads} dtype={key.dtype} causal={key.causal} device={key.device}"
-    )

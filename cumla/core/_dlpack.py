@@ -205,6 +205,11 @@ def _view_of_tensor(name: str, tensor: Any) -> ArrayView:
         )
     ndim, itemsize = tensor.ndim, tensor.bits // 8
     shape = tuple(tensor.shape[:ndim]) if ndim else ()
+    if not tensor.data and 0 not in shape:
+        raise ValueError(
+            f"{name}: needs an array with memory, got one at address 0; pass the array that holds "
+            f"the values"
+        )
     if ndim and tensor.strides:
         strides = tuple([stride * itemsize for stride in tensor.strides[:ndim]])
     else:

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import logging
+import os
 from collections.abc import Iterator
 
 from cumla.errors import CumlaError, UnsupportedDeviceError
@@ -25,8 +26,10 @@ _CU_STREAM_CAPTURE_MODE_RELAXED = 2
 class Driver:
     """Driver calls on plain integers; a failure raises `CumlaError` with the driver's name of it.
 
-    `PyDLL` keeps the GIL. None of these calls waits, and giving the GIL up would cost a thread
-    switch whenever another Python thread is busy.
+    `PyDLL` keeps the GIL: most of these calls never wait, and giving it up would cost a thread
+    switch whenever another Python thread is busy. To record an event and to wait for one go into
+    the stream's queue, and a full queue makes the host wait until the GPU gets on; if that waits
+    for a host function written in Python, the process hangs unless the GIL is given up (`CDLL`).
 
     Raises
     ------
@@ -37,6 +40,7 @@ class Driver:
     def __init__(self) -> None:
         try:
             cuda = ctypes.PyDLL("libcuda.so.1")
+            waiting = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise UnsupportedDeviceError(
                 f"arrays on the GPU need NVIDIA's driver, which cannot be loaded ({error}); arrays "
@@ -49,9 +53,9 @@ class Driver:
         self._is_capturing = cuda.cuStreamIsCapturing
         self._exchange_mode = cuda.cuThreadExchangeStreamCaptureMode
         self._event_create = cuda.cuEventCreate
-        self._event_record = cuda.cuEventRecord
+        self._event_record = waiting.cuEventRecord
         self._event_query = cuda.cuEventQuery
-        self._wait_event = cuda.cuStreamWaitEvent
+        self._wait_event = waiting.cuStreamWaitEvent
         self._event_destroy = cuda.cuEventDestroy_v2
         self._error_name = cuda.cuGetErrorName
         handle, pointer = ctypes.c_void_p, ctypes.c_void_p
@@ -88,18 +92,22 @@ class Driver:
         current = ctypes.c_int(-1)
         if self._get_device(ctypes.byref(current)) == 0 and current.value == device:
             return False
+        self.enter_primary(device)
+        return True
+
+    def enter_primary(self, device: int) -> None:
+        """Make the primary context of `device` current, to be popped later: kernels live in it."""
         context = self._contexts.get(device)
         if context is None:
             context = ctypes.c_void_p()
             status = self._retain_context(ctypes.byref(context), device)
             what = f"cuDevicePrimaryCtxRetain of device {device}"
             self._check(status, what, UnsupportedDeviceError)
-            self._contexts[device] = context  # for the life of the process: kernels live in it
+            self._contexts[device] = context  # for the life of the process
         self._check(self._push(context), "cuCtxPushCurrent")
-        return True
 
     def leave_device(self) -> None:
-        """Pop what `enter_device` pushed."""
+        """Pop what `enter_device` or `enter_primary` pushed."""
         self._check(self._pop(ctypes.byref(ctypes.c_void_p())), "cuCtxPopCurrent")
 
     def current_device(self) -> int:
@@ -162,8 +170,37 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
-    """Load the driver once, when the first array on a GPU comes."""
+    """Load the driver once, when the first array on a GPU comes.
+
+    Raises
+    ------
+    UnsupportedDeviceError
+        As `Driver`, and in a process that was forked from one that had loaded it.
+    """
+    if forked():
+        raise UnsupportedDeviceError(
+            "arrays on the GPU cannot be used here: this process was forked from one that used "
+            "the GPU, and CUDA does not survive a fork; start it with multiprocessing's 'spawn' "
+            "method, or fork before the GPU is first used; arrays in CPU memory are served"
+        )
     return Driver()
+
+
+def forked() -> bool:
+    """Tell whether this process is the fork of one that had loaded the driver."""
+    return _forked
+
+
+_forked = False
+
+
+def _forget_driver() -> None:
+    global _forked
+    _forked = _forked or driver.cache_info().currsize > 0
+    driver.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget_driver)
 
 
 @contextlib.contextmanager
@@ -175,3 +212,17 @@ def on_device(cuda: Driver, device: int | None) -> Iterator[None]:
     finally:
         if must_leave:
             cuda.leave_device()
+
+
+@contextlib.contextmanager
+def in_primary_context(cuda: Driver, device: int) -> Iterator[None]:
+    """Make the primary context of `device` current for a while, whatever context was before.
+
+    `cudaSetDevice`, which CuPy calls, replaces the context at the top of the thread's stack: that
+    is this one then, and the caller's, a green one maybe, is current again afterwards.
+    """
+    cuda.enter_primary(device)
+    try:
+        yield
+    finally:
+        cuda.leave_device()

@@ -7,12 +7,13 @@ kept for them.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from cumla.core._driver import driver, on_device
+from cumla.core._driver import driver, forked, on_device
 
 # By device and stream: points are passed in the order of their stream, so that one that is not
 # yet says the same of all behind it, and nothing of other streams.
@@ -20,13 +21,32 @@ waiting: dict[tuple[int, int], deque[tuple[Callable[[], bool], object]]] = {}
 # By id: the owners that a graph may read whenever it is replayed.
 in_graphs: dict[int, object] = {}
 
+# What a forked process cannot give back: the memory is the parent's, and no driver answers there.
+_of_parent: list[object] = []
+
 # A garbage collection may run finalizers that come back here in the middle of anything.
 _lock = threading.RLock()
 _looking = False
 
 
+def _leave_to_parent() -> None:
+    """Start anew in a forked process; what was kept is neither asked for nor freed there."""
+    global _lock, _looking
+    _lock, _looking = threading.RLock(), False  # another thread may have held it
+    if waiting or in_graphs:
+        _of_parent.append((dict(waiting), dict(in_graphs)))
+    waiting.clear()
+    in_graphs.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def keep_until(passed: Callable[[], bool], owner: object, device: int, queue: int) -> None:
     """Keep `owner` until `passed()`, which is asked once all before it in its queue are."""
+    if forked():  # a plan of the parent ends here
+        _of_parent.append(owner)
+        return
     with _lock:
         waiting.setdefault((device, queue), deque()).append((passed, owner))
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cumla.core._cupy import import_cupy
+from cumla.errors import CumlaError
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView, Call
@@ -35,7 +36,7 @@ def check_mode() -> bool:
 
     Raises
     ------
-    ValueError
+    CumlaError
         As `environment_flag`.
     """
     try:
@@ -56,13 +57,13 @@ def environment_flag(name: str) -> bool:
 
     Raises
     ------
-    ValueError
+    CumlaError
         If it is none of 0, 1, true, false, yes, no, on and off, in any case.
     """
     value = os.environ.get(name, "")
     flag = _FLAGS.get(value.strip().lower())
     if flag is None:
-        raise ValueError(
+        raise CumlaError(
             f"{name}: needs 1, true, yes or on, or 0, false, no or off, got {value!r}; unset the "
             f"environment variable where it is not meant"
         )

@@ -163,10 +163,10 @@ class _Torch(Allocator):
         try:
             self._dynamo = torch._C._dynamo.eval_frame.get_eval_frame_callback
         except AttributeError:  # a PyTorch without TorchDynamo
-            self._dynamo = lambda: None
+            self._dynamo = bool
 
     def views(self, named: tuple[tuple[str, Any], ...]) -> list[ArrayView | None]:
-        if self._dynamo():  # False: code that was compiled before may run, nothing is compiled
+        if self._compiles():
             raise TypeError(f"{named[0][0]}: cumla runs eagerly, got torch.compile; {_DISABLE}")
         views: list[ArrayView | None] = []
         for name, array in named:
@@ -184,9 +184,12 @@ class _Torch(Allocator):
             elif array.is_cpu:
                 device = None
             else:
+                there, way_out = array.device, "move it with .to('cuda')"
+                if there.type == "meta":
+                    way_out = "it has no memory: make one on the GPU, and fill it"
                 raise ValueError(
-                    f"{name}: needs a tensor on a CUDA device or on the CPU, got one on "
-                    f"{array.device}; move it with .to('cuda')"
+                    f"{name}: needs a tensor on a CUDA device or on the CPU, got one on {there}; "
+                    f"{way_out}"
                 )
             if ptr < _SUSPECT:
                 self._check_memory(name, array, ptr)
@@ -197,6 +200,11 @@ class _Torch(Allocator):
                 )
             views.append(ArrayView(ptr, shape, tuple(map(to_bytes, strides)), dtype, device))
         return views
+
+    @eager_only
+    def _compiles(self) -> bool:
+        """Whether TorchDynamo gets each frame first; a frame without tensors it leaves alone."""
+        return bool(self._dynamo())  # False or None where it does not
 
     def glance(self, arrays: tuple[Any, ...]) -> Hashable | None:
         try:

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cumla.core._driver import driver
-from cumla.errors import CompilationError, MissingDependencyError, NotPreparedError
+from cumla.core._driver import driver, in_primary_context
+from cumla.errors import CompilationError, CumlaError, MissingDependencyError, NotPreparedError
 from cumla.launch.device import import_cupy, require_hopper
 from cumla.launch.source import (
     ADDED_BY_CUPY,
@@ -130,6 +130,8 @@ def load(spec: KernelSpec, device: int, *, capturing: Callable[[], bool]) -> Loa
     ------
     NotPreparedError
         If the kernel is cold and the stream is being captured.
+    CumlaError
+        If others may write to the folder of ``CUMLA_CUBIN_DIR``.
     UnsupportedDeviceError
         If the GPU is not of compute capability 9.0.
     CompilationError
@@ -152,8 +154,13 @@ def _load_cold(spec: KernelSpec, device: int, capturing: Callable[[], bool]) -> 
         if kernel is None:
             require_hopper(device)
             cupy = import_cupy()
+            cuda = driver()
             # Relaxed: loading would break a capture in the global mode that another thread makes.
-            with cupy.cuda.Device(device), driver().relaxed_capture():
+            with (
+                in_primary_context(cuda, device),
+                cupy.cuda.Device(device),
+                cuda.relaxed_capture(),
+            ):
                 kernel = _ready(spec, device, _find_or_compile(cupy, spec, debug=debug_build()))
             _loaded[spec, device] = kernel
     return kernel
@@ -178,6 +185,7 @@ def _find_or_compile(cupy: Any, spec: KernelSpec, *, debug: bool) -> Any:
     folder = cubin_dir()
     if folder is not None:
         path = folder / cubin_name(spec, debug=debug)
+        _refuse_if_shared(path)
         function = _load_cubin(cupy, spec, path)
         if function is not None:
             return function
@@ -259,12 +267,14 @@ def _function_through_temporary_file(cupy: Any, spec: KernelSpec, cubin: bytes) 
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file that other processes may be reading or writing: all of it, or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    # Whatever the umask is, nobody else may write there: `cubin_dir` would refuse the folder.
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     # Not tempfile: its files are readable by their owner alone, and a container image that root
     # builds is run by others.
     part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
-        part.write_bytes(content)
+        with open(part, "wb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
+            file.write(content)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -279,11 +289,36 @@ def cache_dir() -> Path:
 
 
 def cubin_dir() -> Path | None:
-    """Return the folder of kernels compiled ahead of time (``CUMLA_CUBIN_DIR``), or None."""
+    """Return the folder of kernels compiled ahead of time (``CUMLA_CUBIN_DIR``), or None.
+
+    Raises
+    ------
+    CumlaError
+        If others than this user and root may write to it.
+    """
     from pathlib import Path
 
     folder = os.environ.get("CUMLA_CUBIN_DIR")
-    return Path(folder) if folder else None
+    if not folder:
+        return None
+    _refuse_if_shared(folder)
+    return Path(folder)
+
+
+def _refuse_if_shared(path: str | Path) -> None:
+    """Refuse a folder of cubins, or one in it, that somebody else may write to."""
+    try:
+        found = os.stat(path)
+    except OSError:  # nothing is loaded from there
+        return
+    if os.name != "posix" or (found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022):
+        return
+    mode = f"mode {found.st_mode & 0o777:03o}"
+    raise CumlaError(
+        f"CUMLA_CUBIN_DIR: needs a folder and files that nobody but you and root may write to, got "
+        f"{path} of user {found.st_uid} with {mode}: whoever may write there chooses the code that "
+        f"runs on the GPU; make it yours, e.g. with `chmod go-w {path}`"
+    )
 
 
 def cupy_nvrtc_version() -> tuple[int, int]:

@@ -1,33 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import argparse
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
 import cumla.launch
-from cumla.cli import compile as command
+from cumla.cli import main
 from cumla.errors import CompilationError, MissingDependencyError
-from cumla.launch import module
+from cumla.launch import all_specs, module
 from cumla.launch.module import CompiledKernel
 from cumla.launch.source import KernelSpec, cubin_name
 
 SPECS = (
-    KernelSpec("mla_schedule", "first", "f", "P", 128),
-    KernelSpec("mla_schedule", "second", "g", "P", 384),
+    KernelSpec("mla_schedule", "first", "f", "P", 128, package="cumla.cuda.split"),
+    KernelSpec("mla_schedule", "second", "g", "P", 384, package="cumla.cuda.split"),
 )
 
 
+QUICK = [spec for spec in all_specs() if spec.stem == "append_indexer_cache"][:2]
+
+
 def run(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["compile", *words])
-    code: int = args.func(args)
-    return code
+    return main(["compile", "--jobs", "1", *words])
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def compiler(monkeypatch):
     """A compiler that fails the kernels named in the list it returns."""
     failing: list[str] = []
@@ -47,6 +48,7 @@ def compiler(monkeypatch):
     return failing
 
 
+@pytest.mark.usefixtures("compiler")
 def test_table_of_clean_kernels(capsys):
     assert run() == 0
     head, titles, first, second, last = capsys.readouterr().out.splitlines()
@@ -67,6 +69,7 @@ def test_failed_kernel_is_named_and_the_others_go_on(capsys, compiler, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [cubin_name(SPECS[1])]
 
 
+@pytest.mark.usefixtures("compiler")
 def test_output_writes_what_the_loader_looks_for(capsys, tmp_path):
     folder = tmp_path / "new" / "folder"
     assert run("--output", str(folder)) == 0
@@ -81,6 +84,7 @@ def test_nothing_written_is_not_claimed(capsys, compiler, tmp_path):
     assert "CUMLA_CUBIN_DIR" not in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("compiler")
 def test_debug_build(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("CUMLA_DEBUG", "1")
     assert run("--output", str(tmp_path)) == 0
@@ -88,6 +92,7 @@ def test_debug_build(capsys, monkeypatch, tmp_path):
     assert (tmp_path / cubin_name(SPECS[0], debug=True)).read_bytes() == b"debug"
 
 
+@pytest.mark.usefixtures("compiler")
 def test_no_nvrtc(capsys, monkeypatch):
     def missing() -> None:
         raise MissingDependencyError("cuda.bindings found no NVRTC")
@@ -95,3 +100,76 @@ def test_no_nvrtc(capsys, monkeypatch):
     monkeypatch.setattr(module, "bindings_nvrtc_version", missing)
     assert run() == 1
     assert 'pip install "cumla[cu12]"' in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("compiler")
+def test_output_that_is_no_folder(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    for name in ("file", "file/folder"):
+        assert run("--output", str(tmp_path / name)) == 1
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert re.fullmatch(rf"cumla compile: --output \S+/{name}: .+\n", shown.err)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_output_that_everybody_may_write_to(capsys, tmp_path):
+    tmp_path.chmod(0o777)
+    assert run("--output", str(tmp_path)) == 1
+    assert "everybody may write there" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    old = os.umask(0)
+    try:
+        assert run("--output", str(tmp_path / "made")) == 0
+    finally:
+        os.umask(old)
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.usefixtures("compiler")
+def test_jobs_are_at_least_one(capsys):
+    with pytest.raises(SystemExit):
+        run("--jobs", "0")
+    assert "needs at least 1, got 0" in capsys.readouterr().err
+
+
+def test_processes_compile_what_one_does(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    monkeypatch.setattr(cumla.launch, "all_specs", lambda: QUICK)
+    tables = []
+    for jobs in ("1", "2"):
+        assert run("--jobs", jobs, "--output", str(tmp_path / jobs)) == 0
+        rows = capsys.readouterr().out.splitlines()[2 : 2 + len(QUICK)]
+        tables.append([row.rsplit(maxsplit=1)[0] for row in rows])  # all but the seconds
+    assert tables[0] == tables[1]
+    for path in (tmp_path / "1").iterdir():
+        assert (tmp_path / "2" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_kernel_that_fails_in_another_process_is_named(capsys, monkeypatch):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    monkeypatch.setattr(cumla.launch, "all_specs", lambda: SPECS)
+    assert run("--jobs", "2") == 1
+    shown = capsys.readouterr()
+    assert re.findall(r"^(\w+) +FAILED$", shown.out, re.MULTILINE) == ["first", "second"]
+    assert "cumla::f(params)" in shown.err
+
+
+@pytest.mark.parametrize("stdout", ["closed", "nobody reads"])
+def test_stdout_that_takes_nothing(stdout):
+    """No traceback, whichever way the table is lost."""
+    script = (
+        "import sys, cumla.launch as launch\n"
+        "from cumla.cli import main\n"
+        "launch.all_specs = lambda: ()\n"
+        "sys.exit(main(['compile', '--jobs', '1']))"
+    )
+    command = [sys.executable, "-c", script]
+    if stdout == "closed":
+        command = ["sh", "-c", '"$@" >&-', "sh", *command]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, check=False, text=True, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert done.stderr == ""
+    assert done.returncode == (0 if stdout == "closed" else 1)

@@ -18,14 +18,16 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.cli import demo
+from cumla.cli import demo, main
 from cumla.cli.demo import backends, cache, serving
 from cumla.cli.demo import text as demo_text
 from cumla.cli.progress import ProgressBar
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(40)).encode()
 REAL_DECODE = cumla.mla_decode
-REAL_ATTENTION = cumla.mla_attention
+REAL_UPDATE = cumla.MLAAttentionPlan.update
+REAL_RUN = cumla.MLAAttentionPlan.run
+REAL_PLAN = cumla.MLAAttentionPlan.from_arrays
 REAL_APPEND = cumla.append_mla_cache
 
 
@@ -47,7 +49,7 @@ def text(tmp_path: Path) -> Path:
 def run(*argv: str) -> int:
     parser = argparse.ArgumentParser()
     demo.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["demo", *argv])
+    args = parser.parse_args(["demo", "--layer", "tiny", *argv])
     return int(args.func(args))
 
 
@@ -70,9 +72,16 @@ def test_decodes_a_text_and_prints_the_table(
     assert 1e-5 < float(found["worst error"]) <= 1e-2  # it is bfloat16 after all
     assert found["backend"] == "cumla.reference on the CPU"
     assert f"{text}, {len(TEXT)} bytes" in captured.out
+    assert "layer     tiny: 2 heads, random weights" in captured.out
     assert "not today)" in captured.out
     assert "ok: every step within 0.01" in captured.out
     assert captured.err == ""  # no progress bar where nobody watches
+
+
+@pytest.mark.exhaustive
+def test_the_default_layer_is_of_a_model(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--file", str(text), "--steps", "2", "--chunked-prefill"]) == 0
+    assert "layer     deepseek-v2-lite: 16 heads, random weights" in capsys.readouterr().out
 
 
 def without_the_newest_token(q: Any, cache: Any, table: Any, lengths: Any, **options: Any) -> Any:
@@ -89,7 +98,7 @@ def with_the_default_scale(q: Any, cache: Any, table: Any, lengths: Any, **optio
 
 def with_a_nan(q: Any, cache: Any, table: Any, lengths: Any, **options: Any) -> Any:
     result = REAL_DECODE(q, cache, table, lengths, **options)
-    result.out[1, 0, 3, 5] = np.nan
+    result.out[1, 0, 1, 5] = np.nan
     return result
 
 
@@ -200,9 +209,12 @@ def test_serves_requests_that_decode_beside_chunks_of_prompts(
 ) -> None:
     monkeypatch.setenv("CUMLA_CHECK", check)
     calls = []
-    monkeypatch.setattr(
-        cumla, "mla_attention", lambda *a, **k: (calls.append(k["plan"]), REAL_ATTENTION(*a, **k))
-    )
+
+    def count(plan: Any, *arrays: Any, **options: Any) -> Any:
+        calls.append(plan)
+        return REAL_RUN(plan, *arrays, **options)
+
+    monkeypatch.setattr(cumla.MLAAttentionPlan, "run", count)
     assert run("--file", str(text), "--steps", "3", "--chunked-prefill") == 0
     captured = capsys.readouterr()
     steps = served(captured.out)
@@ -227,41 +239,42 @@ def test_serves_requests_that_decode_beside_chunks_of_prompts(
     assert captured.err == ""
 
 
-def ragged_without_the_newest_token(*arrays: Any, plan: Any, **options: Any) -> Any:
-    return REAL_ATTENTION(*arrays, **options | {"kv_lens": options["kv_lens"] - 1})
+def update_without_the_newest_token(plan: Any, kv_lens: Any, **bounds: Any) -> None:
+    REAL_UPDATE(plan, kv_lens - 1, **bounds)
 
 
-def ragged_without_a_mask(*arrays: Any, plan: Any, **options: Any) -> Any:
-    return REAL_ATTENTION(*arrays, **options, causal=False)
+def plan_without_a_mask(*arrays: Any, **bounds: Any) -> Any:
+    return REAL_PLAN(*arrays, **bounds, causal=False)
 
 
-def ragged_with_neighbours_pages(*arrays: Any, **options: Any) -> Any:
-    shifted = np.roll(options["block_table"], 1, axis=0)
-    return REAL_ATTENTION(*arrays, **options | {"block_table": shifted})
+def run_with_neighbours_pages(plan: Any, q: Any, cache: Any, table: Any, **options: Any) -> Any:
+    return REAL_RUN(plan, q, cache, np.roll(table, 1, axis=0), **options)
 
 
-def ragged_with_one_token_a_little_off(*arrays: Any, **options: Any) -> Any:
-    result = REAL_ATTENTION(*arrays, **options)
+def run_with_one_token_a_little_off(plan: Any, *arrays: Any, **options: Any) -> Any:
+    result = REAL_RUN(plan, *arrays, **options)
     result.out[7] *= np.float32(1.05)
     return result
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("method", "wrong"),
     [
-        ragged_without_the_newest_token,
-        ragged_without_a_mask,
-        ragged_with_neighbours_pages,
-        ragged_with_one_token_a_little_off,
+        ("update", update_without_the_newest_token),
+        ("from_arrays", plan_without_a_mask),
+        ("run", run_with_neighbours_pages),
+        ("run", run_with_one_token_a_little_off),
     ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_serving_fails_when_attention_is_wrong(
+    method: str,
     wrong: Callable[..., Any],
     text: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cumla, "mla_attention", wrong)
+    monkeypatch.setattr(cumla.MLAAttentionPlan, method, wrong)
     assert run("--file", str(text), "--steps", "1", "--chunked-prefill") == 1
     assert "the first is step 1" in capsys.readouterr().out
 
@@ -285,12 +298,11 @@ def test_serving_fails_with_a_schedule_of_the_step_before(
     text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updates = []
-    update = cumla.MLAAttentionPlan.update
 
-    def update_once(plan: Any, *lengths: Any) -> None:
-        updates.append(lengths)
+    def update_once(plan: Any, kv_lens: Any, **bounds: Any) -> None:
+        updates.append(kv_lens)
         if len(updates) == 1:
-            update(plan, *lengths)
+            REAL_UPDATE(plan, kv_lens.copy(), **bounds)
 
     monkeypatch.setattr(cumla.MLAAttentionPlan, "update", update_once)
     assert run("--file", str(text), "--steps", "1", "--chunked-prefill") == 1
@@ -410,12 +422,13 @@ def test_gpu_backend_copies_and_takes_the_time_of_events(
 
     prepared = []
     monkeypatch.setattr(cumla, "mla_decode", decode)
-    monkeypatch.setattr(cumla, "prepare", lambda device, *, dtypes: prepared.append(device))
+    monkeypatch.setattr(cumla.MLADecodePlan, "from_arrays", lambda q, cache: "a plan")
+    monkeypatch.setattr(cumla, "prepare", lambda plan, *, device: prepared.append((plan, device)))
     assert run("--file", str(text), "--steps", "2") == 0
     found = table(capsys.readouterr().out)
     assert found["kernel time"] == "2.500 ms"
     assert found["backend"] == "CUDA kernels on Fake H200"
-    assert prepared == [0]
+    assert prepared == [("a plan", 0)]
 
 
 def test_on_a_gpu_one_graph_serves_all_steps(
@@ -424,21 +437,23 @@ def test_on_a_gpu_one_graph_serves_all_steps(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plans = []
+    plans: list[Any] = []
+    prepared: list[Any] = []
 
-    def make_plan(*arrays: Any) -> Any:
-        plans.append(plan := real_plan(*map(as_host, arrays)))
-        plan.update = streams.enqueue(plan.update)
-        return plan
+    def make_plan(*arrays: Any, qo_indptr: Any) -> Any:
+        plan = REAL_PLAN(*map(as_host, arrays), qo_indptr=as_host(qo_indptr))
+        plans.append(
+            SimpleNamespace(update=streams.enqueue(plan.update), run=streams.enqueue(plan.run))
+        )
+        return plans[-1]
 
-    real_plan = cumla.MLAAttentionPlan.from_arrays
     monkeypatch.setattr(cumla.MLAAttentionPlan, "from_arrays", make_plan)
     monkeypatch.setattr(cumla, "append_mla_cache", streams.enqueue(REAL_APPEND))
-    monkeypatch.setattr(cumla, "mla_attention", streams.enqueue(REAL_ATTENTION))
-    monkeypatch.setattr(cumla, "prepare", lambda *_, **__: None)
+    monkeypatch.setattr(cumla, "prepare", lambda *given, device: prepared.extend(given))
     assert run("--file", str(text), "--steps", "3", "--chunked-prefill") == 0
     steps = served(output := capsys.readouterr().out)
     assert len(plans) == 1
+    assert prepared == [*plans, cumla.append_mla_cache]  # before the capture
     (graph,) = streams.graphs
     assert len(graph) == 3  # rows, schedule, attention
     assert streams.launches == len(steps) > 5
@@ -452,20 +467,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_bar() -> None:
-    stream = Terminal()
-    with ProgressBar("working", 4, stream=stream) as bar:
-        for note in ("a long note", "b", "c", ""):
-            bar.advance(note=note)
-    shown = stream.getvalue().split("\r")[1:]
-    assert shown[0] == "working [" + 30 * "." + "] 0/4"
-    assert shown[1].startswith("working [" + 7 * "#" + 23 * "." + "] 1/4 a long note")
-    assert shown[2].rstrip().endswith("2/4 b")
-    assert len(shown[2]) == len(shown[1])  # the longer note is wiped out
-    assert shown[4].rstrip() == "working [" + 30 * "#" + "] 4/4"
-    assert shown[4].endswith("\n")
-
-    silent = io.StringIO()
-    with ProgressBar("working", 1, stream=silent) as bar:
-        bar.advance()
-    assert silent.getvalue() == ""
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "file"])
+def test_a_progress_bar_is_for_terminals(stream: io.StringIO) -> None:
+    with ProgressBar("working", 2, stream=stream) as bar:
+        bar.advance(note="a note")
+    last = stream.getvalue().split("\r")[-1]
+    assert bool(re.match(r"working \[#{15}\.{15}\] 1/2 a note", last)) == stream.isatty()
+    assert bool(last) == stream.isatty()

@@ -6,6 +6,7 @@ import argparse
 import pytest
 
 from cumla.cli import info
+from cumla.errors import MissingDependencyError
 from cumla.launch import all_specs, device, module
 from cumla.launch.source import cubin_name
 
@@ -53,8 +54,25 @@ def test_it_never_raises(capsys, monkeypatch):
         monkeypatch.setattr(module, name, broken)
     monkeypatch.setattr(info, "_version", broken)
     rows = report(capsys)
-    for title in ("cumla", "torch", "CuPy", "NVRTC of CuPy", "GPUs", "kernel cache (CuPy)"):
-        assert rows[title] == "not available: OSError: nothing works"
+    assert rows["cumla"] == "not available: OSError: nothing works"
+    for title in ("torch", "CuPy", "NVRTC of CuPy", "GPUs", "kernel cache (CuPy)"):
+        assert rows[title] == "not available: see cumla"
+
+
+def test_a_reason_is_given_once(capsys, monkeypatch):
+    def missing() -> None:
+        raise MissingDependencyError("CuPy, which runs the kernels on a GPU, is not installed")
+
+    monkeypatch.setattr(device, "import_cupy", missing)
+    monkeypatch.setattr(module, "import_cupy", missing)
+    info.run(argparse.Namespace())
+    text = capsys.readouterr().out
+    assert text.count("CuPy, which runs the kernels") == 1
+    assert text.count("not available: see CuPy\n") == 3
+
+
+def test_it_says_that_the_cpu_serves(capsys):
+    assert report(capsys)["arrays in CPU memory"].startswith("computed by cumla.reference; no GPU")
 
 
 def test_an_error_without_words(capsys, monkeypatch):
@@ -95,3 +113,6 @@ def test_cache_folder_and_cubins(capsys, monkeypatch, tmp_path):
     assert rows["kernel cache (CuPy)"] == f"{tmp_path} (2 cubins)"
     assert rows["kernels ahead of time"] == f"{tmp_path}: 1 of {len(specs)} kernels of this version"
     assert rows["CUMLA_CUBIN_DIR"] == str(tmp_path)
+    tmp_path.chmod(0o777)
+    answer = report(capsys)["kernels ahead of time"]
+    assert answer.startswith("not available: CumlaError: CUMLA_CUBIN_DIR: needs a folder")

@@ -28,6 +28,7 @@ def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     ("error", "code", "message"),
     [
         (cumla.UnsupportedDeviceError("found a GPU"), 1, "cumla info: found a GPU\n"),
+        (FileExistsError(17, "Exists", "it"), 1, "cumla info: [Errno 17] Exists: 'it'\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
@@ -64,3 +65,26 @@ def test_a_closed_pipe_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(timeout=60) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        ("info >&-", 0, ""),
+        ("--version >&-", 0, ""),
+        ("info >/dev/full", 1, "cumla info: [Errno 28] No space left on device\n"),
+    ],
+)
+def test_output_that_nobody_takes(command: str, code: int, message: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m cumla {command}"], capture_output=True, text=True
+    )
+    seen = done.stderr.replace(f"cumla {cumla.__version__}\n", "")  # argparse, instead
+    assert (done.returncode, seen) == (code, message)
+
+
+def test_a_reader_that_leaves_early() -> None:
+    script = f"({sys.executable} -m cumla info; echo $? >&2) | head -1"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True)
+    assert done.stdout.startswith("cumla ")
+    assert done.stderr in ("0\n", "1\n")

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cumla import MissingDependencyError, UnsupportedDeviceError, reference
 from cumla.compat import deep_gemm
+from cumla.core.arrays import open_call
 from tests.compat.deep_gemm_example import load_example
 
 torch = pytest.importorskip("torch")
@@ -184,33 +185,27 @@ def test_decoding_of_the_example(next_n: int, per_row: bool, page_size: int) -> 
     assert torch.equal(unclean[visible], step.run(*inputs.values(), 100, True)[visible])
 
 
-def test_defaults_of_cleaning(monkeypatch: pytest.MonkeyPatch) -> None:
-    cleaned: list[bool] = []
-    for name in ("mqa_logits", "score_with_schedule"):
-        monkeypatch.setattr(deep_gemm, name, lambda *_, clean, **__: cleaned.append(clean))
-    schedule = torch.zeros(NUM_SMS + 1, 2, dtype=torch.int32)
-    deep_gemm.fp8_mqa_logits(*prefill_inputs().values())
-    deep_gemm.fp8_paged_mqa_logits(*paged_inputs().values(), schedule, 100)
-    assert cleaned == [True, False]
+@pytest.mark.parametrize("clean", [(), (1,), (torch.tensor(True),), (0,), (None,)])
+def test_cleaning_by_what_is_true_or_false(
+    monkeypatch: pytest.MonkeyPatch, clean: tuple[Any, ...]
+) -> None:
+    """By default a prefill is cleaned, and paged logits are not."""
+    asked: list[Any] = []
 
-
-@pytest.mark.parametrize("clean", [1, "yes", torch.tensor(True), 0, None, torch.tensor(False)])
-def test_cleaning_by_what_is_true_or_false(monkeypatch: pytest.MonkeyPatch, clean: Any) -> None:
-    asked: list[bool] = []
-
-    def recorded(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, clean: bool, **options: Any) -> Any:
+    def note(reference: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, clean: Any, **options: Any) -> Any:
             asked.append(clean)
-            return operation(*arguments, clean=clean, **options)
+            return reference(*arguments, clean=clean, **options)
 
         return call
 
-    for name in ("mqa_logits", "score_with_schedule"):
-        monkeypatch.setattr(deep_gemm, name, recorded(getattr(deep_gemm, name)))
+    for name in ("mqa_logits", "paged_mqa_logits"):
+        monkeypatch.setattr(reference, name, note(getattr(reference, name)))
     schedule = torch.zeros(NUM_SMS + 1, 2, dtype=torch.int32)
-    deep_gemm.fp8_mqa_logits(*prefill_inputs().values(), clean)
-    deep_gemm.fp8_paged_mqa_logits(*paged_inputs().values(), schedule, 50, clean)
-    assert [(type(seen), seen) for seen in asked] == [(bool, bool(clean))] * 2
+    deep_gemm.fp8_mqa_logits(*prefill_inputs().values(), *clean)
+    deep_gemm.fp8_paged_mqa_logits(*paged_inputs().values(), schedule, 50, *clean)
+    wanted = [bool(clean[0])] * 2 if clean else [True, False]
+    assert [(type(seen), seen) for seen in asked] == [(bool, flag) for flag in wanted]
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -253,6 +248,28 @@ def test_metadata_has_the_shape_of_deep_gemms() -> None:
         assert (metadata.shape, metadata.dtype) == ((NUM_SMS + 1, 2), torch.int32)
 
 
+def test_parts_of_the_metadata_are_thread_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is launched on a GPU: the lengths of the call, and the schedule where it lies."""
+    monkeypatch.setattr(deep_gemm, "require_hopper", lambda device: None)
+    inputs, schedule = paged_inputs(), torch.zeros(101, 2, dtype=torch.int32)
+    names = ("q", "kv_cache", "weights", "kv_lens", "block_table")
+    arrays = dict(zip(names, inputs.values(), strict=True)) | {"schedule_meta": schedule}
+    out = torch.zeros(6, 256)
+    views = dict(
+        zip((*arrays, "out"), open_call((*arrays.items(), ("out", out))).views, strict=True)
+    )
+    for operation, options, written, blocks in (
+        (deep_gemm._METADATA, 100, "schedule_meta", 1),
+        (deep_gemm._SCORES, (50, None, False), "out", 100),
+    ):
+        arguments = operation.arguments(views, options)
+        key = operation.key(arguments, 0)
+        (launch,) = operation.recipe(key, arguments, (views[written],), 0)
+        assert key.num_sms == 100
+        assert launch.grid == (blocks, 1, 1)
+        assert {schedule.data_ptr(), inputs["context_lens"].data_ptr()} <= set(launch.values)
+
+
 def test_num_sms() -> None:
     assert deep_gemm.get_num_sms() == NUM_SMS
     deep_gemm.set_num_sms(100)
@@ -274,6 +291,16 @@ def test_no_number_of_sms_means_the_gpus_own(monkeypatch: pytest.MonkeyPatch) ->
     assert deep_gemm.get_num_sms() == 114
 
 
+def test_without_a_gpu_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> int:
+        raise MissingDependencyError("CuPy is not installed")
+
+    monkeypatch.setattr(deep_gemm, "_num_sms", None)
+    monkeypatch.setattr(deep_gemm, "current_device", missing)
+    with pytest.raises(UnsupportedDeviceError, match=r"CuPy is not .*call set_num_sms\(number\)"):
+        deep_gemm.get_num_sms()
+
+
 # --- refused --------------------------------------------------------------------------------------
 
 
@@ -281,40 +308,28 @@ def test_what_belongs_to_other_gpus() -> None:
     some = torch.zeros(3, 2, dtype=torch.int32)
     q, *rest = prefill_inputs().values()
     paged_q, *paged_rest = paged_inputs().values()
-    calls: dict[str, Callable[[], Any]] = {
-        r"fp8_fp4_mqa_logits: q\[1\]": lambda: deep_gemm.fp8_fp4_mqa_logits((q, some), *rest),
-        "fp8_fp4_mqa_logits: schedule_meta": lambda: deep_gemm.fp8_fp4_mqa_logits(
-            (q, None),
-            *rest,
-            schedule_meta=some,  # type: ignore[arg-type]
-        ),
-        r"fp8_fp4_paged_mqa_logits: q\[1\]": lambda: deep_gemm.fp8_fp4_paged_mqa_logits(
-            (paged_q, some), *paged_rest, some, 9
-        ),
-        "fp8_paged_mqa_logits: indices": lambda: deep_gemm.fp8_paged_mqa_logits(
-            paged_q,
-            *paged_rest,
-            some,
-            9,
-            indices=some,  # type: ignore[arg-type]
-        ),
-        "fp8_fp4_paged_mqa_logits: indices": lambda: deep_gemm.fp8_fp4_paged_mqa_logits(
-            (paged_q, None),
-            *paged_rest,
-            some,
-            9,
-            indices=some,  # type: ignore[arg-type]
-        ),
-        "get_paged_mqa_logits_metadata: indices": lambda: deep_gemm.get_paged_mqa_logits_metadata(
-            some,
-            64,
-            NUM_SMS,
-            indices=some,  # type: ignore[arg-type]
-        ),
-    }
-    for message, call in calls.items():
-        with pytest.raises(NotImplementedError, match=f"^{message} belongs to kernels for GPUs"):
-            call()
+    paged = *paged_rest, some, 9
+    prefill, decode = deep_gemm.fp8_fp4_mqa_logits, deep_gemm.fp8_fp4_paged_mqa_logits
+    calls: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
+        (r"q\[1\]", prefill, ((q, some), *rest)),
+        ("schedule_meta", prefill, ((q, None), *rest, True, 0, None, some)),
+        (r"q\[1\]", decode, ((paged_q, some), *paged)),
+        ("indices", deep_gemm.fp8_paged_mqa_logits, (paged_q, *paged, False, some)),
+        ("indices", decode, ((paged_q, None), *paged, False, None, some)),
+        ("indices", deep_gemm.get_paged_mqa_logits_metadata, (some, 64, NUM_SMS, some)),
+    ]
+    for name, function, arguments in calls:
+        with pytest.raises(NotImplementedError, match=f"^{name}: belongs to kernels for GPUs"):
+            function(*arguments)
+
+
+def test_errors_have_the_names_of_the_arguments() -> None:
+    inputs = prefill_inputs()
+    for name, theirs in (("ks", "cu_seq_len_k_start"), ("ke", "cu_seq_len_k_end")):
+        with pytest.raises(TypeError, match=f"^{theirs}: needs int32, got int64"):
+            deep_gemm.fp8_mqa_logits(*(inputs | {name: inputs[name].long()}).values())
+        with pytest.raises(ValueError, match=f"^{theirs}: needs shape"):
+            deep_gemm.fp8_mqa_logits(*(inputs | {name: inputs[name][:2]}).values())
 
 
 def test_queries_of_newer_names_are_a_pair() -> None:
@@ -374,11 +389,11 @@ def test_a_schedule_that_nobody_computed() -> None:
 @pytest.mark.parametrize(
     ("schedule", "error", "message"),
     [
-        (torch.zeros(133, 2), TypeError, "schedule: needs int32, got float32"),
-        (torch.zeros(266, dtype=torch.int32), ValueError, "schedule_meta: needs 2 axes"),
-        (torch.zeros(133, 3, dtype=torch.int32), ValueError, r"schedule: .*got \(133, 3\)"),
-        (torch.zeros(1, 2, dtype=torch.int32), ValueError, r"schedule: .*got \(1, 2\)"),
-        (torch.zeros(133, 4, dtype=torch.int32)[:, :2], ValueError, "schedule: .*contiguous"),
+        (torch.zeros(133, 2), TypeError, "schedule_meta: needs int32, got float32"),
+        (torch.zeros(266, dtype=torch.int32), ValueError, r"schedule_meta: .*got \(266,\)"),
+        (torch.zeros(133, 3, dtype=torch.int32), ValueError, r"schedule_meta: .*got \(133, 3\)"),
+        (torch.zeros(1, 2, dtype=torch.int32), ValueError, r"schedule_meta: .*got shape \(1, 2\)"),
+        (torch.zeros(133, 4, dtype=torch.int32)[:, :2], ValueError, "schedule_meta: .*contiguous"),
     ],
 )
 def test_schedules_that_do_not_fit(schedule: Any, error: type[Exception], message: str) -> None:
@@ -395,13 +410,19 @@ def test_metadata_checks_its_arguments() -> None:
         TypeError, match=r"^context_lens: needs a PyTorch tensor, got builtins.list"
     ):
         metadata([1, 2], 64, NUM_SMS)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^context_lens: needs 1 or 2 axes"):
+    with pytest.raises(ValueError, match=r"^context_lens: needs axes"):
         metadata(lengths[:, None, None], 64, NUM_SMS)
     with pytest.raises(TypeError, match=r"^context_lens: needs int32, got int64"):
         metadata(lengths.long(), 64, NUM_SMS)
-    with pytest.raises(ValueError, match=r"^context_lens: needs 1 or 2 axes"):
+    with pytest.raises(ValueError, match=r"^context_lens: needs axes"):
         metadata(lengths[0], 64, NUM_SMS)
-    for empty in (lengths[:0], lengths[:2, None][:, :0]):
-        got = re.escape(str(tuple(empty.shape)))
-        with pytest.raises(ValueError, match=f"^context_lens: needs at least one .*{got}; skip"):
-            metadata(empty, 64, NUM_SMS)
+
+
+@pytest.mark.parametrize("next_n", [0, 2])
+def test_nothing_to_score(next_n: int) -> None:
+    inputs = paged_inputs(2)
+    inputs |= {"q": inputs["q"][:0, :next_n], "weights": inputs["weights"][:0]}
+    inputs |= {name: inputs[name][:0] for name in ("context_lens", "block_table")}
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(inputs["context_lens"], 16, NUM_SMS)
+    assert schedule.shape == (NUM_SMS + 1, 2)
+    assert deep_gemm.fp8_paged_mqa_logits(*inputs.values(), schedule, 40).shape == (0, 40)

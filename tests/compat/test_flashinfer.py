@@ -1,348 +1,280 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's merging and cache writing on the CPU, against formulas written out here."""
+"""FlashInfer's merging, cache writing and concatenation on the CPU, against formulas in float64."""
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
-from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from cumla.compat import flashinfer
+from cumla.compat.flashinfer import cascade, concat_ops, mla, page
 
 torch = pytest.importorskip("torch")
 
-Array = NDArray[Any]
-Convert = Callable[[Array], Any]
-
 INF, NAN = math.inf, math.nan
-DTYPES = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-    "float32": np.dtype(np.float32),
-}
-HALF_ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 
-dtypes = pytest.mark.parametrize("dtype", DTYPES)
+dtypes = pytest.mark.parametrize("dtype", HALF_ULP)
 
 
-def to_torch(array: Array) -> Any:
-    """A tensor of the same memory; torch takes bfloat16 as bits only."""
-    if array.dtype == DTYPES["bfloat16"]:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+def int32(*numbers: int) -> Any:
+    return torch.tensor(numbers, dtype=torch.int32)
 
 
-@pytest.fixture(params=["torch", "numpy"])
-def convert(request: pytest.FixtureRequest) -> Convert:
-    """What makes an array of the framework, of the same memory, out of NumPy's."""
-    return to_torch if request.param == "torch" else lambda array: array
-
-
-def to_host(array: Any, like: Any) -> Array:
-    """NumPy array of a result, which must be of the framework of `like`."""
-    assert type(array) is type(like)
-    if not isinstance(array, torch.Tensor):
-        return np.asarray(array)
-    if array.dtype == torch.bfloat16:
-        return np.asarray(array.view(torch.int16)).view(DTYPES["bfloat16"])
-    return np.asarray(array)
-
-
-def states(
-    count: int, dtype: str, *, tokens: int = 7, heads: int = 3, head_dim: int = 16
-) -> tuple[Array, Array]:
-    """Stacked states; some are empty, in rows 0 and 1 all of them, and hold NaN there."""
-    rng = np.random.default_rng(count)
-    v = rng.standard_normal((count, tokens, heads, head_dim)).astype(DTYPES[dtype])
-    s = (3 * rng.standard_normal((count, tokens, heads))).astype(np.float32)
-    s[rng.random(s.shape) < 0.2] = -INF
-    s[:, 0] = -INF
-    s[:, 1] = INF
-    v[np.isinf(s)] = NAN
-    return v, s
-
-
-def naive_merge(v: Array, s: Array) -> tuple[Array, Array]:
-    """Powers of two, their sum and weighted mean, a row at a time, in float64."""
-    _, tokens, heads, head_dim = v.shape
-    merged, log = np.zeros((tokens, heads, head_dim)), np.full((tokens, heads), -INF)
-    for t, h in np.ndindex(tokens, heads):
-        used = [i for i in range(len(s)) if math.isfinite(s[i, t, h])]
-        weights = [2.0 ** float(s[i, t, h]) for i in used]
-        if used:
-            rows = [v[i, t, h].astype(np.float64) for i in used]
-            weighted = [w * row for w, row in zip(weights, rows, strict=True)]
-            merged[t, h] = np.sum(weighted, axis=0) / sum(weights)
-            log[t, h] = math.log2(sum(weights))
-    return merged, log
-
-
-def assert_state(v: Array, s: Array, expected: tuple[Array, Array], dtype: str) -> None:
-    assert (v.dtype, s.dtype) == (DTYPES[dtype], np.float32)
-    # The reference computes in float64 and rounds once.
-    np.testing.assert_allclose(
-        v.astype(np.float64), expected[0], rtol=HALF_ULP[dtype], atol=2.0**-25
-    )
-    np.testing.assert_allclose(s, expected[1], rtol=2.0**-23, atol=1e-14)
-
-
-def assert_same_bits(got: Array, wanted: Array) -> None:
-    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
-    assert got.tobytes() == wanted.tobytes()
+@pytest.mark.parametrize(
+    ("module", "name", "parameters"),
+    [
+        (cascade, "merge_state", "v_a s_a v_b s_b"),
+        (cascade, "merge_state_in_place", "v s v_other s_other mask=None"),
+        (cascade, "merge_states", "v s"),
+        (
+            page,
+            "append_paged_mla_kv_cache",
+            (
+                "append_ckv append_kpe batch_indices positions ckv_cache kpe_cache kv_indices "
+                "kv_indptr kv_last_page_len"
+            ),
+        ),
+        (page, "get_batch_indices_positions", "append_indptr seq_lens nnz"),
+        (page, "get_seq_lens", "kv_indptr kv_last_page_len page_size"),
+        (concat_ops, "concat_mla_k", "k k_nope k_rope backend='default'"),
+        (
+            mla,
+            "BatchMLAPagedAttentionWrapper",
+            (
+                "float_workspace_buffer use_cuda_graph=False qo_indptr=None kv_indptr=None "
+                "kv_indices=None kv_len_arr=None backend='auto'"
+            ),
+        ),
+    ],
+)
+def test_names_and_signatures_are_where_flashinfer_has_them(
+    module: ModuleType, name: str, parameters: str
+) -> None:
+    function = getattr(module, name)
+    found = inspect.signature(function).parameters.values()
+    given = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in found]
+    assert " ".join(given) == parameters
+    assert name in module.__all__
+    assert (getattr(flashinfer, name, None) is function) == (module is not concat_ops)
 
 
 # --- merging -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("merge_state", ["v_a", "s_a", "v_b", "s_b"]),
-        ("merge_state_in_place", ["v", "s", "v_other", "s_other", "mask"]),
-        ("merge_states", ["v", "s"]),
-        (
-            "append_paged_mla_kv_cache",
-            [
-                "append_ckv",
-                "append_kpe",
-                "batch_indices",
-                "positions",
-                "ckv_cache",
-                "kpe_cache",
-                "kv_indices",
-                "kv_indptr",
-                "kv_last_page_len",
-            ],
-        ),
-    ],
-)
-def test_the_signatures_are_flashinfers(name: str, parameters: list[str]) -> None:
-    found = inspect.signature(getattr(flashinfer, name)).parameters
-    assert list(found) == parameters
-    defaults = {n: p.default for n, p in found.items() if p.default is not p.empty}
-    assert defaults == ({"mask": None} if "mask" in parameters else {})
-    assert {p.kind for p in found.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    assert name in flashinfer.__all__
+def states(count: int, dtype: Any) -> tuple[Any, Any]:
+    """Stacked states; some are empty, in rows 0 and 1 all of them, and hold NaN there."""
+    random = torch.Generator().manual_seed(count)
+    s = 3 * torch.randn(count, 7, 3, generator=random)
+    s[torch.rand(s.shape, generator=random) < 0.2] = -INF
+    s[:, 0], s[:, 1] = -INF, INF
+    v = torch.randn(count, 7, 3, 16, generator=random)
+    v[s.isinf()] = NAN
+    return v.to(dtype), s
+
+
+def check(result: Any, v: Any, s: Any, rows: Any = slice(None)) -> None:
+    """Hold a state against the weighted mean by powers of two, in float64."""
+    weights = torch.where(s.isinf(), 0, s.double().exp2())
+    total = weights.sum(0)
+    merged = (v.double().nan_to_num() * weights[..., None]).sum(0) / total[..., None]
+    dtype = result[0].dtype
+    assert (dtype, result[1].dtype) == (v.dtype, torch.float32)
+    expected = merged.nan_to_num()[rows], total.log2()[rows]
+    got = result[0].double()[rows], result[1].double()[rows]
+    # The reference computes in float64 and rounds once.
+    torch.testing.assert_close(got[0], expected[0], rtol=HALF_ULP[dtype], atol=2.0**-25)
+    torch.testing.assert_close(got[1], expected[1], rtol=2.0**-23, atol=1e-14)
 
 
 @dtypes
-def test_two_states(dtype: str, convert: Convert) -> None:
+def test_two_states(dtype: Any) -> None:
     v, s = states(2, dtype)
-    v_a, v_b, s_a, s_b = map(convert, (*v, *s))
-    result = flashinfer.merge_state(v_a, s_a, v_b, s_b)
+    result = flashinfer.merge_state(v[0], s[0], v[1], s[1].double())  # FlashInfer converts s
     assert type(result) is tuple
-    merged = [to_host(array, v_a) for array in result]
-    assert_state(*merged, naive_merge(v, s), dtype)
-    assert not merged[0][:2].any()
-    assert np.isneginf(merged[1][:2]).all()
+    check(result, v, s)
+    assert not result[0][:2].any()
+    assert result[1][:2].isneginf().all()
 
 
 @dtypes
-@pytest.mark.parametrize("count", [1, 2, 5, 70])
-def test_many_states(count: int, dtype: str, convert: Convert) -> None:
-    v, s = states(count, dtype)
-    stacked = [convert(np.ascontiguousarray(x.swapaxes(0, 1))) for x in (v, s)]
-    result = flashinfer.merge_states(*stacked)
-    assert type(result) is tuple
-    assert_state(*(to_host(x, stacked[0]) for x in result), naive_merge(v, s), dtype)
-
-
-def test_many_states_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [1, 5, 70])
+def test_many_states_are_not_copied(
+    count: int, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[Any] = []
-    merge = flashinfer.merge_attention_states
+    merge = cascade.merge_attention_states
 
     def note(outs: Any, lses: Any, **options: Any) -> Any:
         given.extend((outs, lses))
         return merge(outs, lses, **options)
 
-    monkeypatch.setattr(flashinfer, "merge_attention_states", note)
-    v, s = torch.zeros(4, 5, 3, 8), torch.zeros(4, 5, 3)
-    flashinfer.merge_states(v, s)
-    assert [x.data_ptr() for x in given] == [v.data_ptr(), s.data_ptr()]
+    monkeypatch.setattr(cascade, "merge_attention_states", note)
+    v, s = states(count, dtype)
+    stacked = [x.swapaxes(0, 1).contiguous() for x in (v, s)]
+    check(flashinfer.merge_states(*stacked), v, s)
+    assert [x.data_ptr() for x in given] == [x.data_ptr() for x in stacked]
 
 
+@pytest.mark.parametrize("masked", [None, torch.bool, torch.uint8])
 @dtypes
-def test_in_place(dtype: str, convert: Convert) -> None:
+def test_in_place(dtype: Any, masked: Any) -> None:
     v, s = states(2, dtype)
-    expected = naive_merge(v, s)
-    wide = np.full((7, 5, 24), 7, DTYPES[dtype])
-    wide[:, 1:4, 8:] = v[0]
-    before = v[1].copy(), s[1].copy()
-    arguments = convert(wide[:, 1:4, 8:]), convert(s[0]), convert(v[1]), convert(s[1])
-    assert flashinfer.merge_state_in_place(*arguments) is None
-    assert_state(wide[:, 1:4, 8:], s[0], expected, dtype)
-    wide[:, 1:4, 8:] = 7
+    wide = torch.full((7, 5, 24), 7, dtype=dtype)
+    own_v, own_s = wide[:, 1:4, 8:], s[0].clone()
+    own_v.copy_(v[0])
+    other = v[1].clone(), s[1].clone()
+    mask = None if masked is None else (200 * int32(1, 0, 1, 1, 0, 1, 0)).to(masked)
+    merged = torch.ones(7, dtype=torch.bool) if mask is None else mask.bool()
+    assert flashinfer.merge_state_in_place(own_v, own_s, *other, mask) is None
+    check((own_v, own_s), v, s, merged)
+    s[1, ~merged] = -INF
+    check((own_v, own_s), v, s)
+    assert torch.equal(own_v[~merged].nan_to_num(), v[0][~merged].nan_to_num())
+    own_v.fill_(7)
     assert (wide == 7).all()
-    for got, wanted in zip((v[1], s[1]), before, strict=True):
-        assert_same_bits(got, wanted)
+    torch.testing.assert_close(other[0], v[1], rtol=0, atol=0, equal_nan=True)
 
 
-@dtypes
-@pytest.mark.parametrize("kind", [np.bool_, np.uint8])
-def test_masked_in_place(kind: Any, dtype: str, convert: Convert) -> None:
-    v, s = states(2, dtype)
-    merged = np.array([1, 0, 1, 1, 0, 1, 0], bool)
-    used = ~merged[:, None] & np.isfinite(s[0])
-    empty = ~merged[:, None] & np.isinf(s[0])
-    assert used.any()
-    assert empty.any()
-    expected = naive_merge(v, s)
-    before, other = (v[0].copy(), s[0].copy()), (v[1].copy(), s[1].copy())
-    mask = np.where(merged, 200, 0).astype(kind)
-    flashinfer.merge_state_in_place(*map(convert, (v[0], s[0], v[1], s[1], mask)))
-    assert_state(v[0][merged], s[0][merged], tuple(x[merged] for x in expected), dtype)
-    for got, kept in zip((v[0], s[0]), before, strict=True):
-        assert_same_bits(got[used], kept[used])
-    assert not v[0][empty].any()
-    assert np.isneginf(s[0][empty]).all()
-    for got, wanted in zip((v[1], s[1]), other, strict=True):
-        assert_same_bits(got, wanted)
-
-
-def attend(scores: Array, values: Array) -> tuple[Array, Array]:
-    """Attention of scores (tokens, heads, keys) over values (keys, head_dim); s to base 2."""
-    total = np.exp(scores).sum(axis=-1)
-    with np.errstate(divide="ignore"):
-        log = np.log2(total)
-    return (np.exp(scores) @ values / np.where(total, total, 1)[..., None]).astype("f4"), log
-
-
-@pytest.mark.parametrize("cuts", [[5], [0, 4, 20], list(range(1, 20))])
-def test_parts_of_the_keys_merge_into_all(cuts: list[int], convert: Convert) -> None:
-    rng = np.random.default_rng(len(cuts))
-    scores, values = rng.standard_normal((3, 5, 20)), rng.standard_normal((20, 24))
-    bounds = itertools.pairwise((0, *cuts, 20))
-    parts = [attend(scores[..., slice(*part)], values[slice(*part)]) for part in bounds]
-    v, s = (np.stack(x, axis=1).astype(np.float32) for x in zip(*parts, strict=True))
-    by_stack = flashinfer.merge_states(convert(v), convert(s))
-    chained = convert(v[:, 0].copy()), convert(s[:, 0].copy())
-    for i in range(1, len(parts)):
-        chained = flashinfer.merge_state(*chained, convert(v[:, i]), convert(s[:, i]))
-    for result in (by_stack, chained):
-        for got, wanted in zip(result, attend(scores, values), strict=True):
-            np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-5, atol=1e-6)
-
-
-# --- appending -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("joined", [False, True])
-@pytest.mark.parametrize("page_size", [1, 3, 64])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rows_go_to_their_pages(dtype: str, page_size: int, joined: bool, convert: Convert) -> None:
-    rng = np.random.default_rng(page_size)
-    kv_indptr = np.array([0, 4, 4, 9], np.int32)
-    kv_indices = rng.permutation(11)[:9].astype(np.int32)
-    places = [
-        (request, position)
-        for request in range(3)
-        for position in range(page_size * int(kv_indptr[request + 1] - kv_indptr[request]))
-    ]
-    places = [places[i] for i in rng.permutation(len(places))[: len(places) // 2]]
-    nowhere = [(1, 0), (0, 4 * page_size), (-1, 0), (0, -1), (3, 0)]
-    rows = np.array(places + nowhere, np.int32)
-    ckv, kpe = (rng.standard_normal((len(rows), n)).astype(DTYPES[dtype]) for n in (512, 64))
-    both = np.full((11, page_size, 576), NAN, DTYPES[dtype])
-    expected = both.copy()
-    for i, (request, position) in enumerate(places):
-        page = kv_indices[kv_indptr[request] + position // page_size]
-        expected[page, position % page_size] = np.concatenate([ckv[i], kpe[i]])
-    caches = both[..., :512], both[..., 512:]
-    if not joined:
-        caches = caches[0].copy(), caches[1].copy()
-    result = flashinfer.append_paged_mla_kv_cache(
-        convert(ckv),
-        convert(kpe),
-        convert(rows[:, 0].copy()),
-        convert(rows[:, 1].astype(np.int64)),
-        *map(convert, caches),
-        convert(kv_indices),
-        convert(kv_indptr),
-        convert(np.full(3, -77, np.int32)),  # not looked at
-    )
-    assert result is None
-    assert_same_bits(np.concatenate(caches, axis=-1), expected)
-
-
-def append_arguments(**changes: Any) -> dict[str, Any]:
-    """Two rows for positions 3 and 4 of a request with pages 2 and 0."""
-    return {
-        "append_ckv": torch.ones(2, 512, dtype=torch.bfloat16),
-        "append_kpe": torch.full((2, 64), 2, dtype=torch.bfloat16),
-        "batch_indices": torch.tensor([0, 0], dtype=torch.int32),
-        "positions": torch.tensor([3, 4], dtype=torch.int32),
-        "ckv_cache": torch.zeros(3, 4, 512, dtype=torch.bfloat16),
-        "kpe_cache": torch.zeros(3, 4, 64, dtype=torch.bfloat16),
-        "kv_indices": torch.tensor([2, 0], dtype=torch.int32),
-        "kv_indptr": torch.tensor([0, 2], dtype=torch.int32),
-        "kv_last_page_len": torch.tensor([1], dtype=torch.int32),
-        **changes,
-    }
-
-
-@pytest.mark.parametrize("names", [["kv_indices"], ["kv_indptr"], ["kv_indices", "kv_indptr"]])
-def test_wide_page_lists_are_converted(names: list[str]) -> None:
-    arguments = append_arguments()
-    flashinfer.append_paged_mla_kv_cache(
-        **arguments | {name: arguments[name].long() for name in names}
-    )
-    for cache, value in ((arguments["ckv_cache"], 1), (arguments["kpe_cache"], 2)):
-        assert (cache[2, 3] == value).all()
-        assert (cache[0, 0] == value).all()
-        assert cache.count_nonzero() == 2 * cache.shape[-1]
-
-
-# --- errors --------------------------------------------------------------------------------------
-
-
-def test_axes_that_flashinfer_does_not_have() -> None:
-    v, s = torch.zeros(2, 3, 3, 8), torch.zeros(2, 3, 3)
-    axes = r"needs axes \(seq_len, num_heads, head_dim\), got shape \(2, 3, 3, 8\)"
-    with pytest.raises(ValueError, match=f"^v_a: {axes}"):
-        flashinfer.merge_state(v, s, v, s)
-    with pytest.raises(ValueError, match=f"^v: {axes}"):
-        flashinfer.merge_state_in_place(v, s, v, s)
-    with pytest.raises(ValueError, match=r"^v: needs axes \(seq_len, num_states, .*\(3, 3, 8\)"):
-        flashinfer.merge_states(v[0], s)
-    with pytest.raises(ValueError, match=r"^s: needs axes \(seq_len, num_states, .*\(3, 3\)"):
-        flashinfer.merge_states(v, s[0])
-    v, s = torch.zeros(3, 3, 8), torch.zeros(3, 3)
-    with pytest.raises(ValueError, match=r"^mask: needs axes \(seq_len\), got shape \(3, 3\)"):
-        flashinfer.merge_state_in_place(v, s, v.clone(), s.clone(), s == 0)
-    with pytest.raises(ValueError, match=r"^mask: needs an entry for each of the 3 rows .* got 2"):
-        flashinfer.merge_state_in_place(v, s, v.clone(), s.clone(), torch.ones(2))
-
-
-@pytest.mark.parametrize("name", ["v_a", "s_a", "v_b", "s_b"])
-def test_what_is_no_tensor(name: str) -> None:
+def test_states_that_do_not_fit() -> None:
+    """FlashInfer's kernels check them, whose errors are RuntimeErrors of any kind."""
     v, s = torch.zeros(3, 2, 8), torch.zeros(3, 2)
-    arguments = {"v_a": v, "s_a": s, "v_b": v, "s_b": s, name: None}
-    with pytest.raises(TypeError, match=r"needs .*got builtins.NoneType"):
-        flashinfer.merge_state(**arguments)
-
-
-def test_errors_of_the_operations() -> None:
-    v, s = torch.zeros(3, 2, 8), torch.zeros(3, 2)
-    with pytest.raises(TypeError, match=r"^lses\[1\]: needs float32, got float64"):
-        flashinfer.merge_state(v, s, v, s.double())
-    with pytest.raises(TypeError, match=r"^outs\[1\]: needs the dtype of outs\[0\], float32"):
-        flashinfer.merge_state(v, s, v.half(), s)
-    with pytest.raises(ValueError, match=r"^outs\[1\]: needs the shape of outs\[0\], \(3, 2, 8\)"):
-        flashinfer.merge_state_in_place(v, s, v[:2], s[:2])
-    with pytest.raises(
-        ValueError, match=r"^outs: needs a leading axis of at least one .*got shape \(0, 3"
+    stacked = torch.zeros(2, 3, 2, 8), torch.zeros(2, 3, 2)
+    for call, error, message in (
+        (lambda: flashinfer.merge_state(v, None, v, s), TypeError, "s_a: needs a PyTorch tensor"),
+        (
+            lambda: flashinfer.merge_state(*stacked, v, s),
+            RuntimeError,
+            r"v_a: needs axes \(seq_len, num_heads, head_dim\), got shape \(2, 3, 2, 8\)",
+        ),
+        (
+            lambda: flashinfer.merge_state(v, s, v.half(), s),
+            RuntimeError,
+            "v_b: needs the dtype of v_a, float32",
+        ),
+        (
+            lambda: flashinfer.merge_state_in_place(v, s, v[:2], s[:2]),
+            RuntimeError,
+            r"v_other: needs the shape of v, \(3, 2, 8\)",
+        ),
+        (
+            lambda: flashinfer.merge_state_in_place(v, s.double(), v.clone(), s),
+            RuntimeError,
+            "s: needs float32, got float64",
+        ),
+        (
+            lambda: flashinfer.merge_state_in_place(v, s, v.clone(), s.clone(), s == 0),
+            RuntimeError,
+            r"mask: needs axes \(seq_len\), got shape \(3, 2\)",
+        ),
+        (
+            lambda: flashinfer.merge_state_in_place(v, s, v.clone(), s.clone(), torch.ones(2)),
+            RuntimeError,
+            "mask: needs an entry for each of the 3 rows .* got 2",
+        ),
+        (
+            lambda: flashinfer.merge_states(v, s),
+            RuntimeError,
+            r"v: needs axes \(seq_len, num_states, .*\(3, 2, 8\)",
+        ),
+        (
+            lambda: flashinfer.merge_states(stacked[0][:, :0], stacked[1][:, :0]),
+            RuntimeError,
+            "v: needs a leading axis of at least one",
+        ),
     ):
-        flashinfer.merge_states(torch.zeros(3, 0, 2, 8), torch.zeros(3, 0, 2))
-    with pytest.raises(TypeError, match=r"^kv_cache\[0\]: needs bfloat16 or .*got float32"):
-        flashinfer.append_paged_mla_kv_cache(**append_arguments(ckv_cache=torch.zeros(3, 4, 512)))
-    with pytest.raises(ValueError, match=r"^positions: needs shape \(tokens,\) with 2 tokens"):
-        flashinfer.append_paged_mla_kv_cache(
-            **append_arguments(positions=torch.zeros(3, dtype=torch.int32))
-        )
+        with pytest.raises(error, match=f"^{message}"):
+            call()
+
+
+# --- pages ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+@pytest.mark.parametrize(("dtype", "joined"), [(torch.bfloat16, True), (torch.float16, False)])
+def test_rows_go_to_their_pages(dtype: Any, joined: bool, page_size: int) -> None:
+    """From the pages of each request and its new tokens to the cache, by FlashInfer's functions."""
+    kv_indptr, kv_indices = int32(0, 4, 4, 9), torch.randperm(11)[:9]
+    last_page_len = int32(page_size, 0, max(page_size - 1, 1))
+    seq_lens = flashinfer.get_seq_lens(kv_indptr, last_page_len, page_size)
+    assert seq_lens.tolist() == [4 * page_size, 0, 4 * page_size + int(last_page_len[2])]
+    new = 3, 0, int(seq_lens[2])
+    indptr, nnz = int32(0, new[0], new[0], sum(new)), sum(new) + 2  # two of nobody
+    whose, positions = flashinfer.get_batch_indices_positions(indptr, seq_lens, nnz)
+    assert (whose.dtype, positions.dtype) == (torch.int32, torch.int32)
+    assert whose.tolist() == [0] * 3 + [2] * new[2] + [-1, -1]
+    assert positions[:-2].tolist() == [*range(4 * page_size - 3, 4 * page_size), *range(new[2])]
+    rows = torch.randn(nnz, 576).to(dtype)
+    expected = torch.full((11, page_size, 576), NAN, dtype=dtype)
+    cache = expected.clone()
+    for row, request, position in zip(rows, whose.tolist()[:-2], positions.tolist(), strict=False):
+        number = kv_indices[kv_indptr[request] + position // page_size]
+        expected[number, position % page_size] = row
+    caches = cache[..., :512], cache[..., 512:]
+    if not joined:
+        caches = caches[0].clone(), caches[1].clone()
+    result = flashinfer.append_paged_mla_kv_cache(
+        *rows.split((512, 64), dim=-1), whose, positions.long(), *caches, kv_indices, kv_indptr,
+        last_page_len,
+    )  # fmt: skip
+    assert result is None
+    got = torch.cat(caches, dim=-1)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_that_do_not_fit() -> None:
+    bfloat16 = {"dtype": torch.bfloat16}
+    arguments = {
+        "append_ckv": torch.ones(2, 512, **bfloat16),
+        "append_kpe": torch.ones(2, 64, **bfloat16),
+        "batch_indices": int32(0, 0),
+        "positions": int32(3, 4),
+        "ckv_cache": torch.zeros(3, 4, 512, **bfloat16),
+        "kpe_cache": torch.zeros(3, 4, 64, **bfloat16),
+        "kv_indices": int32(2, 0),
+        "kv_indptr": int32(0, 2),
+        "kv_last_page_len": int32(1),
+    }
+    for name, wrong, error, message in (
+        ("ckv_cache", torch.zeros(3, 4, 512), RuntimeError, "ckv_cache: needs bfloat16 or .*float"),
+        ("append_kpe", torch.ones(2, 60, **bfloat16), RuntimeError, "append_kpe: needs"),
+        ("positions", int32(1, 2, 3), RuntimeError, r"positions: needs shape \(tokens,\) with"),
+        ("kv_indices", [2, 0], TypeError, "kv_indices: needs a PyTorch tensor, got builtins.list"),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            flashinfer.append_paged_mla_kv_cache(**arguments | {name: wrong})
+
+
+# --- concat_mla_k --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_keys_are_put_together(dtype: Any) -> None:
+    base = torch.full((7, 4, 200), 7.0).to(dtype)
+    k_nope, k_rope = torch.randn(7, 4, 128).to(dtype), torch.randn(7, 1, 64).to(dtype)
+    assert concat_ops.concat_mla_k(base[..., 8:], k_nope, k_rope) is None
+    assert (base[..., :8].float() == 7).all()
+    expected = torch.cat([k_nope.float(), k_rope.float().expand(7, 4, 64)], dim=-1)
+    assert torch.equal(base[..., 8:].float(), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"k": torch.zeros(7, 4, 200)}, RuntimeError, r"k: needs shape \(7, 4, 192\).*4, 200\)"),
+        ({"k_nope": torch.zeros(7, 1, 128)}, RuntimeError, r"k: needs shape \(7, 1, 192\)"),
+        ({"k_rope": torch.zeros(7, 4, 64)}, RuntimeError, r"k_rope: .* \(7, 1, 64\).*\(7, 4, 64\)"),
+        ({"k_rope": torch.zeros(7, 64)}, RuntimeError, r"k_rope: needs axes \(num_tokens, 1, rope"),
+        ({"k_nope": torch.zeros(7, 4, 128).half()}, RuntimeError, "k_nope: needs the dtype of k, "),
+        ({"k": 5}, TypeError, "k: needs a PyTorch tensor"),
+        ({"backend": "cake"}, ValueError, "backend: needs 'default', got 'cake'"),
+    ],
+)
+def test_keys_that_do_not_fit(changes: Any, error: type[Exception], message: str) -> None:
+    parts = {"k_nope": torch.zeros(7, 4, 128), "k_rope": torch.zeros(7, 1, 64)}
+    with pytest.raises(error, match=f"^{message}"):
+        concat_ops.concat_mla_k(**{"k": torch.zeros(7, 4, 192), **parts, **changes})

@@ -38,6 +38,7 @@ from cumla.errors import (
     NotPreparedError,
     UnsupportedDeviceError,
 )
+from tests.fake_cuda import FakeLibrary
 
 CODES = {name: key for key, name in _dlpack.DTYPES.items()}
 _new_capsule = ctypes.PYFUNCTYPE(
@@ -1422,84 +1423,10 @@ def test_no_driver(no_cupy_yet, monkeypatch):
 # --- the driver ----------------------------------------------------------------------------------
 
 
-class FakeLibrary:
-    """libcuda as `Driver` calls it: results go where the references point."""
-
-    def __init__(self, current=0, capture=(0, 0), init=0):
-        self.context = current  # context 100 + n is the primary one of device n
-        self.capture = capture
-        self.init = init
-        self.pushed, self.retained, self.mode, self.events = [], [], 0, {}
-        self.waits, self.answer = [], 0
-
-    def __getattr__(self, name):
-        def call(*arguments):
-            return getattr(self, "on_" + name)(*arguments)
-
-        setattr(self, name, call)
-        return call
-
-    def on_cuInit(self, flags):
-        return self.init
-
-    def on_cuCtxGetDevice(self, device):
-        if self.context is None:
-            return 201
-        device._obj.value = self.context % 100
-        return 0
-
-    def on_cuDevicePrimaryCtxRetain(self, context, device):
-        if device > 7:
-            return 101
-        self.retained.append(device)
-        context._obj.value = 100 + device
-        return 0
-
-    def on_cuCtxPushCurrent_v2(self, context):
-        self.pushed.append(self.context)
-        self.context = context.value
-        return 0
-
-    def on_cuCtxPopCurrent_v2(self, context):
-        self.context = self.pushed.pop()
-        return 0
-
-    def on_cuStreamIsCapturing(self, stream, status):
-        status._obj.value = self.capture[1]
-        return self.capture[0]
-
-    def on_cuEventCreate(self, event, flags):
-        event._obj.value = 1 + len(self.events)
-        self.events[event._obj.value] = "created"
-        return 0
-
-    def on_cuEventRecord(self, event, stream):
-        self.events[event.value] = stream
-        return 400 if stream == 666 else 0
-
-    def on_cuEventQuery(self, event):
-        return self.answer
-
-    def on_cuEventDestroy_v2(self, event):
-        self.events[getattr(event, "value", event)] = "destroyed"
-        return 0
-
-    def on_cuStreamWaitEvent(self, stream, event, flags):
-        self.waits.append((stream, event, flags))
-        return 0
-
-    def on_cuThreadExchangeStreamCaptureMode(self, mode):
-        self.mode, mode._obj.value = mode._obj.value, self.mode
-        return 0
-
-    def on_cuGetErrorName(self, status, name):
-        name._obj.value = b"CUDA_ERROR_INVALID_DEVICE"
-        return 0
-
-
 def make_driver(monkeypatch, **options):
     library = FakeLibrary(**options)
-    monkeypatch.setattr(ctypes, "PyDLL", lambda name: library)
+    for loader in ("PyDLL", "CDLL"):
+        monkeypatch.setattr(ctypes, loader, lambda name: library)
     return library, _driver.Driver()
 
 
@@ -1518,6 +1445,106 @@ def test_driver_pushes_and_pops_the_primary_context(monkeypatch, before):
         driver.leave_device()
         assert library.context == before
     assert library.retained == [3]
+
+
+def test_the_primary_context_for_a_while(monkeypatch):
+    library, driver = make_driver(monkeypatch, current=203)
+    with pytest.raises(KeyError), _driver.in_primary_context(driver, 3):
+        assert library.context == 103
+        library.context = 104  # cudaSetDevice replaces what is current
+        raise KeyError
+    assert (library.context, library.pushed) == (203, [])
+
+
+def test_driver_calls_that_may_wait_release_the_gil(monkeypatch):
+    """A stream with a full queue gets on only when a host function written in Python has run."""
+
+    def load(loader):
+        library = FakeLibrary(current=100)
+        for name in ("cuEventRecord", "cuStreamWaitEvent"):
+            setattr(library, name, loader(None).usleep)  # of as many us as the handle's number
+        return library
+
+    kinds = {name: getattr(ctypes, name) for name in ("PyDLL", "CDLL")}
+    for name, loader in kinds.items():
+        monkeypatch.setattr(ctypes, name, lambda _, loader=loader: load(loader))
+    driver = _driver.Driver()
+    created = ctypes.c_void_p(300_000)
+    driver._event_create = lambda event, flags: setattr(event._obj, "value", created.value) or 0
+    for call in (lambda: driver.record_event(9), lambda: driver.wait_event(300_000, 9)):
+        seen = []
+        thread = threading.Thread(target=lambda seen=seen: (time.sleep(0.05), seen.append(1)))
+        thread.start()
+        call()
+        assert seen
+        thread.join()
+
+
+FORK = """
+import ctypes, os, sys, weakref
+import numpy as np
+from tests.fake_cuda import FakeLibrary
+library = FakeLibrary(current=100)
+ctypes.PyDLL = ctypes.CDLL = lambda name: library
+from cumla.core import _lifetime
+from cumla.core.arrays import open_call, open_device
+from cumla.errors import UnsupportedDeviceError
+
+class Owner:
+    pass
+
+def use_the_cpu():
+    assert open_call((("x", np.zeros(3)),)).device is None
+
+library.answer = 600
+first, second = Owner(), Owner()
+alive = [weakref.ref(first), weakref.ref(second)]
+if BEFORE:
+    _lifetime.keep_until_passed(first, 9, 0)
+    library.capture = (0, 1)
+    _lifetime.keep_until_passed(first, 7, 0)
+    library.capture = (0, 0)
+    _lifetime._lock.acquire()  # as another thread may have it
+del first
+child = os.fork()
+if child == 0:
+    if BEFORE:
+        library.lost = True
+        use_the_cpu()
+        assert alive[0]() is not None
+        _lifetime.keep_until_event(second, 5, 0, 9)  # as a plan's end does
+        del second
+        use_the_cpu()
+        assert alive[1]() is not None
+        assert (_lifetime.waiting, _lifetime.in_graphs) == ({}, {})
+        try:
+            _lifetime.driver()
+        except UnsupportedDeviceError as error:
+            assert "forked" in str(error) and "spawn" in str(error)
+        else:
+            raise AssertionError
+    else:
+        _lifetime.keep_until_passed(second, 9, 0)
+        assert len(_lifetime.waiting) == 1
+    print("done", flush=True)
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+if BEFORE:
+    _lifetime._lock.release()
+    assert len(_lifetime.waiting) == len(_lifetime.in_graphs) == 1
+    library.answer = 0
+    use_the_cpu()
+    assert _lifetime.waiting == {}
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_fork(before):
+    """The CPU serves a child of a process with work on the GPU; of another one the GPU does."""
+    program = FORK.replace("BEFORE", str(before))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
 def test_driver_names_the_error(monkeypatch):

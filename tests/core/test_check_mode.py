@@ -6,6 +6,7 @@ import os
 import pytest
 
 from cumla.core.check_mode import check_mode, environment_flag
+from cumla.errors import CumlaError
 
 ON = ("1", "true", "TRUE", "Yes", "on", " 1 ")
 OFF = ("", "0", "false", "False", "NO", "off")
@@ -23,7 +24,7 @@ def test_flags(monkeypatch: pytest.MonkeyPatch, value: str, expected: bool) -> N
 @pytest.mark.parametrize("value", ["2", "maybe", "-1", "y", "enable"])
 def test_what_is_no_flag(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("CUMLA_CHECK", value)
-    with pytest.raises(ValueError, match=f"^CUMLA_CHECK: needs 1, .*, got '{value}'; unset"):
+    with pytest.raises(CumlaError, match=f"^CUMLA_CHECK: needs 1, .*, got '{value}'; unset"):
         check_mode()
 
 

@@ -168,7 +168,7 @@ def test_moves_change_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- the rules -----------------------------------------------------------------------------------
 
-STEM = "mla_schedule"
+STEM = "schedule"
 ENTRIES = sorted(entry for kernel in SOURCES.kernels.values() for entry in kernel["entries"])
 PASSED = {"tests": 3, "passed": 3, "failed": [], "skipped": {}, "figures": {}}
 LAUNCHED = "".join(f"sanitize: {entry} launched 3 times\n" for entry in ENTRIES)
@@ -280,7 +280,7 @@ def test_a_run_may_be_finished_by_another(tmp_path: Path) -> None:
 TESTS = {
     "one/test_a.py": """
         import pytest
-        KERNELS = ("mla_schedule", "mla_decode")
+        KERNELS = ("schedule", "mla_decode")
 
         @pytest.mark.parametrize("n", [1, 2])
         def test_a(n, record_figures): record_figures({"row": n / 1000})
@@ -319,7 +319,7 @@ def run(tmp_path: Path) -> Callable[..., tuple[int, str, dict[str, dict[str, Any
             sys.modules["cupy"] = types.SimpleNamespace(get_default_memory_pool=
                 lambda: types.SimpleNamespace(total_bytes=lambda: 0))
             from tests.gpu.tools import digests, record
-            digests.launchers = lambda: ("mla_schedule", "mla_decode")
+            digests.launchers = lambda: ("schedule", "mla_decode")
             digests.subject = lambda stem: {{"entries": {{stem: "0"}}, "launcher": "0"}}
             digests.host_digest = lambda: "0"
             record.GPU = Path({str(gpu)!r})
@@ -354,7 +354,7 @@ def run(tmp_path: Path) -> Callable[..., tuple[int, str, dict[str, dict[str, Any
 def test_a_whole_run_is_written(run: Any) -> None:
     status, text, files = run()
     assert status == 0, text
-    assert set(files) == {"mla_schedule", "mla_decode", record.RUNS}
+    assert set(files) == {"schedule", "mla_decode", record.RUNS}
     (written,) = files[record.RUNS].values()
     assert (written["kind"], written["complete"]) == ("cupy-cuda13x", True)
     part = written["parts"]["test_b.py"]
@@ -389,7 +389,7 @@ def test_a_partial_run_proves_what_ran_whole(
     failed = "FAIL" in environment
     assert written["complete"] is failed  # no module is left out, but this kernel's tests are
     assert ("mla_decode" in files) is failed
-    assert ("mla_schedule" in files) is ("test_a.py" in left)
+    assert ("schedule" in files) is ("test_a.py" in left)
     assert ("1 tests failed" in text) is failed
 
 
@@ -454,4 +454,4 @@ def test_the_verdicts_reach_the_evidence(tmp_path: Path) -> None:
     assert not sanitize.summarise(tmp_path, tmp_path / "evidence")
     wrong = record.problems("mla_decode", tmp_path / "evidence", SOURCES)
     assert any("1 errors" in problem for problem in wrong)
-    assert record.problems("mla_schedule", tmp_path / "evidence", SOURCES) == []
+    assert record.problems("schedule", tmp_path / "evidence", SOURCES) == []

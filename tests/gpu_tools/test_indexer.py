@@ -64,12 +64,12 @@ def test_lengths_are_ragged_and_some_are_zero(batch: int) -> None:
 def test_prefill(ranges: str, width: int, dtype: str) -> None:
     problem = Prefill(np, 33, 150, 8, 32, ranges, padded=True)
     out = Rows(np, 33, width or 150, dtype)
-    logits = cumla.mqa_logits(*problem.arrays, max_seqlen_k=width, out=out.array)
+    logits = cumla.mqa_logits(*problem.arrays, max_kv_len=width or None, out=out.array)
     figures = check_logits(np, logits, problem.expected(width))
     assert figures["element"] <= (1e-4 if dtype == "float32" else 1.0)
     out.check_guards()
     unclean = Rows(np, 33, width or 150, dtype)
-    cumla.mqa_logits(*problem.arrays, max_seqlen_k=width, out=unclean.array, clean=False)
+    cumla.mqa_logits(*problem.arrays, max_kv_len=width or None, out=unclean.array, clean=False)
     assert (unclean.written == problem.expected(width).visible).all()
     some = check_logits(np, logits[5:9], problem.expected(width, slice(5, 9)))
     assert some["cos"] <= 3e-5
@@ -81,9 +81,9 @@ def test_prefill(ranges: str, width: int, dtype: str) -> None:
 def test_paged(form: str, per_row: bool, page_size: int) -> None:
     problem = Paged(np, 9, 3, 90, 8, 32, page_size, per_row, form)
     columns = int(problem.lengths.max()) + 5
-    logits = cumla.paged_mqa_logits(*problem.arrays, max_context_len=columns)
+    logits = cumla.paged_mqa_logits(*problem.arrays, max_kv_len=columns)
     assert problem.check(logits)["element"] <= 1e-4
-    narrow = cumla.paged_mqa_logits(*problem.arrays, max_context_len=20)
+    narrow = cumla.paged_mqa_logits(*problem.arrays, max_kv_len=20)
     assert problem.check(narrow, most=4)["element"] <= 1e-4
 
 
@@ -92,9 +92,9 @@ def test_moved_pages() -> None:
     memory = np.full((500, 64 * 36), 0xFF, np.uint8)
     run = problem.num_pages // 4
     table = problem.move(memory, (0, 200, 300, 500 - run))
-    q, _, weights, lengths, _ = problem.arrays
-    arrays = (q, memory.reshape(500, 64, 1, 36), weights, lengths, table)
-    problem.check(cumla.paged_mqa_logits(*arrays, max_context_len=400))
+    q, _, weights, _, lengths = problem.arrays
+    arrays = (q, memory.reshape(500, 64, 1, 36), weights, table, lengths)
+    problem.check(cumla.paged_mqa_logits(*arrays, max_kv_len=400))
     untouched = (memory == 0xFF).all(axis=1)
     assert not untouched[[0, 200, 300, 499]].any()
     assert untouched.sum() == 500 - problem.num_pages

@@ -35,7 +35,7 @@ def test_the_sample_covers_all_pairs() -> None:
         + (c.cache_form, c.query_form)
         for c in pages.sample()
     ]
-    assert len(set(factors)) == 64
+    assert len(set(factors)) == len(factors)
     for a, b in itertools.combinations(range(len(factors[0])), 2):
         pairs = {(row[a], row[b]) for row in factors}
         wanted = len({row[a] for row in factors}) * len({row[b] for row in factors})

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,9 @@ import pytest
 from cumla.launch import source
 from cumla.launch.module import CompiledKernel, compile_to_cubin, compiles_with_cupy
 from cumla.launch.source import KernelSpec
-from tests.launch.ahead import Ahead, calls_of, compile_debug_build, compile_through_cupy
+from tests.launch.compiling import compile_debug_build, compile_once, compile_through_cupy
 
 Compiler = Callable[[KernelSpec], CompiledKernel]
-
-AHEAD = pytest.StashKey[Ahead]()
 
 SMALL = KernelSpec("small", "small_f32", "scale<float>", "ScaleParams", 128, 2, smem_bytes=512)
 
@@ -99,27 +98,25 @@ def nvrtc() -> None:
         pytest.skip(str(error).split("\n")[0])
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin to compile what the tests will ask for; under xdist each worker would compile all."""
-    alone = not (session.config.option.collectonly or hasattr(session.config, "workerinput"))
-    session.config.stash[AHEAD] = Ahead(calls_of(session.items) if alone else ())
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if AHEAD in session.config.stash:
-        session.config.stash[AHEAD].stop()
+@pytest.fixture(scope="session")
+def compilations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which this session's processes keep what they compiled."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compilations"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture
-def compiled(nvrtc: None, pytestconfig: pytest.Config) -> Compiler:
+def compiled(nvrtc: None, compilations: Path) -> Compiler:
     """Compile a kernel of the package, once a session."""
-    return partial(pytestconfig.stash[AHEAD].get, compile_to_cubin)
+    return partial(compile_once, compilations, compile_to_cubin)
 
 
 @pytest.fixture
-def compiled_for_debugging(nvrtc: None, pytestconfig: pytest.Config) -> Compiler:
+def compiled_for_debugging(nvrtc: None, compilations: Path) -> Compiler:
     """Compile a kernel's debug build, once a session."""
-    return partial(pytestconfig.stash[AHEAD].get, compile_debug_build)
+    return partial(compile_once, compilations, compile_debug_build)
 
 
 @pytest.fixture
@@ -131,8 +128,6 @@ def cupy_compiles(nvrtc: None) -> None:
 
 
 @pytest.fixture
-def compiled_by_cupy(
-    cupy_compiles: None, pytestconfig: pytest.Config
-) -> Callable[[KernelSpec], bytes]:
+def compiled_by_cupy(cupy_compiles: None, compilations: Path) -> Callable[[KernelSpec], bytes]:
     """Compile a kernel as CuPy does on a GPU, once a session."""
-    return partial(pytestconfig.stash[AHEAD].get, compile_through_cupy)
+    return partial(compile_once, compilations, compile_through_cupy)

@@ -34,11 +34,12 @@ def members_of(text: str, name: str, prefix: str = "") -> dict[str, str]:
     body = re.search(rf"struct (?:alignas\(\d+\) )?{name} {{\n(.*?)\n}};", text, re.DOTALL)
     assert body is not None, name
     members: dict[str, str] = {}
-    for declaration in re.sub("//.*", "", body[1]).split(";")[:-1]:
+    values = re.sub("//.*", "", body[1]).partition("__device__")[0]  # functions come after them
+    for declaration in values.split(";")[:-1]:
         kind, *rest = re.findall(r"\w+(?:\[\w+\])?", declaration.replace("const ", ""))
         if "*" in declaration or kind in ("i64", "u64"):
             letter = "q"
-        elif kind in ("int", "u32"):
+        elif kind in ("int", "u32") or re.search(rf"enum {kind} : (?:int|u32) ", text):
             letter = "i"
         else:
             letter = {"float": "f", "TensorMap": "s"}.get(kind, "")

@@ -9,34 +9,35 @@ from dataclasses import replace
 import pytest
 
 from cumla.errors import CompilationError
-from cumla.launch import all_specs
 from cumla.launch.module import bindings_nvrtc_version, compile_to_cubin
 from cumla.launch.source import KernelSpec, translation_unit
-from tests.launch.ahead import asked_by_cupy
+from tests.launch.compiling import FIRST_OF_FILES, asked_by_cupy, each_file, each_kernel
 from tests.launch.conftest import Compiler
 from tests.launch.elf import sections
-
-FIRST_OF_FILES = {spec.stem: spec for spec in reversed(all_specs())}
-
-every_kernel = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.entry)
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
 
 
-@every_kernel
+@each_kernel
 def test_every_kernel_compiles_within_its_budget(spec: KernelSpec, compiled: Compiler):
     kernel = compiled(spec)
-    assert f".text.{spec.entry}" in sections(kernel.cubin)
+    assert len(sections(kernel.cubin)[f".text.{spec.entry}"]) > 0
     assert (kernel.spills, kernel.stack, kernel.remarks) == (0, 0, ())
     assert kernel.registers * spec.threads * spec.min_blocks <= 65536
+    assert spec.smem_bytes <= kernel.smem <= 227 * 1024
 
 
-@every_kernel
-def test_every_debug_build_compiles(spec: KernelSpec, compiled_for_debugging: Compiler):
-    assert compiled_for_debugging(spec).cubin
+@each_file
+def test_debug_build_compiles_and_is_another(
+    spec: KernelSpec, compiled: Compiler, compiled_for_debugging: Compiler
+):
+    name = f".text.{spec.entry}"
+    debug = sections(compiled_for_debugging(spec).cubin)[name]
+    waits = "mbarrier_wait(" in translation_unit(spec)
+    assert (debug != sections(compiled(spec).cubin)[name]) == waits
 
 
-@pytest.mark.parametrize("spec", FIRST_OF_FILES.values(), ids=lambda spec: spec.entry)
+@each_file
 def test_cupy_and_nvrtc_make_the_same_code(
     spec: KernelSpec, compiled: Compiler, compiled_by_cupy: Callable[[KernelSpec], bytes]
 ):
@@ -44,13 +45,11 @@ def test_cupy_and_nvrtc_make_the_same_code(
     import cupy
 
     assert tuple(cupy.cuda.nvrtc.getVersion()) == bindings_nvrtc_version()
-    ours = sections(compiled(spec).cubin)
     name = f".text.{spec.entry}"
-    assert len(ours[name]) > 0
-    assert ours[name] == theirs[name]
+    assert sections(compiled(spec).cubin)[name] == theirs[name]
 
 
-@every_kernel
+@each_kernel
 @pytest.mark.usefixtures("cupy_compiles")
 def test_cupy_asks_nvrtc_for_every_kernel_alike(spec: KernelSpec):
     """For its source, and else for what makes the same code of the first kernel of its file."""

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
-from cumla.launch import all_specs
 from cumla.launch.source import KernelSpec, strip_comments
+from tests.launch.compiling import each_file
 from tests.launch.conftest import Compiler
 
 ROOT = Path(str(resources.files("cumla").joinpath("cuda")))
@@ -229,7 +229,7 @@ def disassembler() -> str | None:
     return found
 
 
-@pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.entry)
+@each_file
 def test_machine_code(spec: KernelSpec, tmp_path: Path, compiled: Compiler):
     tool = disassembler()
     if tool is None:

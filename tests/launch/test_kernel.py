@@ -5,48 +5,52 @@ from __future__ import annotations
 
 import ctypes
 import math
+import pkgutil
 import re
 import struct
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cumla.mla.checks import Arguments
 
+import cumla.launch
 from cumla.core.arrays import ArrayView
+from cumla.core.operation import Address
 from cumla.errors import CompilationError, CumlaError, MissingDependencyError
-from cumla.launch import KernelSpec, all_specs, kernel, module, tensor_map
+from cumla.launch import KernelSpec, all_specs, kernel, module
 from cumla.launch import device as launch_device
-from cumla.launch.kernel import PreparedLaunch
+from cumla.launch.kernel import Launch, Template
 from cumla.launch.mla import mla_decode
-from cumla.launch.mla.choice import decode_spec, decode_specs
+from cumla.launch.mla.choice import attend_launch, decode_specs
+from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.shape import SWAPPED_ROWS, VARIANTS, MLADecodeKey
 from cumla.launch.module import LoadedKernel
 from cumla.launch.source import translation_unit
 from cumla.launch.split import plan as mla_plan
 from cumla.launch.split.division import divisor_of
-from tests.gpu.tools import digests
+from cumla.launch.tensor_map import TensorMap, paged_kv_map
 from tests.gpu.tools.parts import PART
 from tests.launch.structs import compile_checks, members_of
 
-each_kernel = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.entry)
+each_struct = pytest.mark.parametrize(
+    "spec",
+    {(spec.stem, spec.params): spec for spec in all_specs()}.values(),
+    ids=lambda spec: f"{spec.stem}-{spec.params}",
+)
 
 
 def layout_of(spec: KernelSpec) -> struct.Struct:
     """The struct that a kernel's launcher packs."""
-    layout = digests.launchers()[spec.stem]._PARAMS
-    assert isinstance(layout, struct.Struct)
-    return layout
-
-
-@each_kernel
-def test_params_are_as_large_as_packed(spec: KernelSpec, nvrtc: None) -> None:
-    size = layout_of(spec).size
-    compile_checks(spec, {f"sizeof({spec.params})": size})
-    with pytest.raises(CompilationError, match="differs"):
-        compile_checks(spec, {f"sizeof({spec.params})": size + 8})
+    for found in pkgutil.walk_packages(cumla.launch.__path__, "cumla.launch."):
+        launcher = import_module(found.name)
+        if spec in getattr(launcher, "SPECS", ()):
+            layout = launcher._PARAMS
+            assert isinstance(layout, struct.Struct)
+            return layout
+    raise AssertionError(f"no launcher of {spec.entry}")
 
 
 def packed_in(layout: struct.Struct) -> list[tuple[str, int]]:
@@ -66,34 +70,23 @@ def packed_in(layout: struct.Struct) -> list[tuple[str, int]]:
     return values
 
 
-packing_kernels = pytest.mark.parametrize(
-    "spec",
-    [spec for spec in all_specs() if spec.entry.startswith(("mla_", "mqa_", "paged_"))],
-    ids=lambda spec: spec.entry,
-)
+@each_struct
+def test_params_are_packed_as_the_kernel_reads_them(spec: KernelSpec, nvrtc: None) -> None:
+    """To the byte, as the compiler places the members (NVRTC has offsetof under this name only).
 
-
-@packing_kernels
-def test_params_are_packed_in_the_kernels_order(spec: KernelSpec) -> None:
-    """Their size alone does not tell: padding at the end hides a member of another size."""
+    Their size alone does not tell: padding at the end hides a member of another size.
+    """
     text, _, _ = translation_unit(spec).partition('extern "C"')
-    letters = [letter for letter, _ in packed_in(layout_of(spec))]
-    assert letters == [*members_of(text, spec.params).values()]
-
-
-@packing_kernels
-def test_params_lie_where_the_kernel_reads_them(spec: KernelSpec, nvrtc: None) -> None:
-    """To the byte, as the compiler places the members (NVRTC has offsetof under this name only)."""
-    text, _, _ = translation_unit(spec).partition('extern "C"')
-    places = [offset for _, offset in packed_in(layout_of(spec))]
-    checks = {
-        f"__INTADDR__(&(({spec.params}*)0)->{name})": place
-        for name, place in zip(members_of(text, spec.params), places, strict=True)
-    }
+    layout = layout_of(spec)
+    members, packed = members_of(text, spec.params), packed_in(layout)
+    assert [letter for letter, _ in packed] == [*members.values()]
+    checks = {f"sizeof({spec.params})": layout.size}
+    for name, (_, offset) in zip(members, packed, strict=True):
+        checks[f"__INTADDR__(&(({spec.params}*)0)->{name})"] = offset
     compile_checks(spec, checks)
-    last = [*checks][-1]
-    with pytest.raises(CompilationError, match="differs"):
-        compile_checks(spec, checks | {last: checks[last] + 4})
+    for what in (next(iter(checks)), next(reversed(checks))):
+        with pytest.raises(CompilationError, match="differs"):
+            compile_checks(spec, {what: checks[what] + 8})
 
 
 def strided(ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> ArrayView:
@@ -101,43 +94,25 @@ def strided(ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: s
 
 
 @pytest.mark.parametrize(("page_size", "box_rows"), [(1, 1), (48, 16), (128, 64)])
-def test_the_decode_kernels_parameters_by_name(
-    page_size: int, box_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_decode_kernels_parameters_by_name(page_size: int, box_rows: int) -> None:
     """Letters agree also where two members of a size have changed places: values that differ."""
-    maps: list[tuple[Any, ...]] = []
-
-    def encode(*geometry: Any) -> bytes:
-        maps.append(geometry)
-        return bytes([len(maps)]) * 128
-
-    monkeypatch.setattr(mla_decode, "paged_kv_map", encode)
-    monkeypatch.setattr(
-        mla_decode,
-        "PreparedLaunch",
-        lambda kernel, grid, layout, values, stream: (grid, layout.pack(*values), stream),
-    )
     key = MLADecodeKey(5, 3, 44, 2, page_size, "bfloat16", causal=True, device=0, sm_count=132)
-    arguments = Arguments(
+    arguments = DecodeArguments(
         q=strided(1 << 40, (5, 3, 44, 512), (4016, 3008, 2000, 2), "bfloat16"),
         q_rope=strided(2 << 40, (5, 3, 44, 64), (4032, 3024, 2016, 2), "bfloat16"),
         kv_cache=strided(3 << 40, (70, page_size, 2, 512), (9008, 8000, 7008, 2), "bfloat16"),
         kv_rope=strided(4 << 40, (70, page_size, 2, 64), (9024, 8016, 7024, 2), "bfloat16"),
         block_table=strided(5 << 40, (5, 11), (52, 4), "int32"),
-        cache_seqlens=strided(6 << 40, (5,), (4,), "int32"),
-        out=None,
-        lse=None,
+        kv_scales=None,
+        kv_scale=1.0,
+        softmax_scale=0.25,
+        causal=True,
     )
     out = strided(7 << 40, (5, 3, 44, 512), (5008, 5024, 5040, 4), "float32")
     lse = strided(8 << 40, (5, 44, 3), (6004, 6008, 6012), "float32")
-    spec = decode_spec(key)
-    loaded = LoadedKernel(handle=1, spec=spec, device=0, owner=None)
-    grid, packed, stream = mla_decode.prepare_decode(
-        loaded, key, 9 << 40, arguments, out, lse, 0.25, 77
-    )
-    text, _, _ = translation_unit(spec).partition('extern "C"')
-    values = mla_decode._PARAMS.unpack(packed)
-    got = dict(zip(members_of(text, spec.params), values, strict=True))
+    launch = attend_launch(key, 9 << 40, arguments, out, lse)
+    text, _, _ = translation_unit(launch.spec).partition('extern "C"')
+    got = dict(zip(members_of(text, launch.spec.params), launch.values, strict=True))
 
     expected: dict[str, Any] = {
         "out": 7 << 40,
@@ -171,6 +146,7 @@ def test_the_decode_kernels_parameters_by_name(
         "by_q_len.magic": 2863311531,  # ceil(2^33 / 3)
         "by_q_len.shift": 2,
         "batch_invariant": 0,
+        "empty_lse": -math.inf,
         "row_groups": key.row_groups,
         "may_wait": key.may_wait,
         "causal": 1,
@@ -189,22 +165,17 @@ def test_the_decode_kernels_parameters_by_name(
     names = ("places", "parts", "tickets", "partial_out", "partial_lse")
     for member, name in zip(("places", "parts_in", *names[2:]), names, strict=True):
         expected[member] = (9 << 40) + getattr(key.layout, name)
-    in_rows = key.form == "rows"
-    for i, member in enumerate(("wide_map", "latent_map", "rope_map")):
-        expected[member] = bytes(128) if in_rows else bytes([i + 1]) * 128
-    assert got == expected
-    assert grid == (key.row_tiles, key.parts, 2)
-    assert stream == 77
     latent, rope = arguments.kv_cache, arguments.kv_rope
-    assert maps == [
-        (view.ptr, dtype, 70, page_size, 2, columns, *view.strides[:3], rows)
-        for view, dtype, columns, rows in (
-            (latent, "uint64", 128, min(box_rows, 32)),
-            (latent, "bfloat16", 512, box_rows),
-            (rope, "bfloat16", 64, box_rows),
-        )
-        if not in_rows
-    ]
+    words = latent._replace(shape=(*latent.shape[:3], 128), dtype="uint64")
+    for member, view, rows in (
+        ("wide_map", words, min(box_rows, 32)),
+        ("latent_map", latent, box_rows),
+        ("rope_map", rope, box_rows),
+    ):
+        described = paged_kv_map(view.ptr, view.dtype, view.shape, view.strides, rows)
+        expected[member] = mla_decode.NO_MAP if key.form == "rows" else described
+    assert got == expected
+    assert launch.grid == (key.row_tiles, key.parts, 2)
 
 
 @pytest.mark.parametrize(
@@ -212,42 +183,32 @@ def test_the_decode_kernels_parameters_by_name(
     [(64, "pages", [576]), (192, "pages", [576]), (32, "boxes", [512, 64]), (3, "rows", [])],
 )
 @pytest.mark.parametrize("heads", [16, 64, 128])
-def test_maps_of_each_form(
-    page_size: int, form: str, columns: list[int], heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_maps_of_each_form(page_size: int, form: str, columns: list[int], heads: int) -> None:
     """Whole pages of one array have one map; two arrays take the boxes' kernel, with a map each.
 
     Where several row tiles read a block there is one more, of whole rows, unless each is copied
     for itself.
     """
-    maps: list[int] = []
-
-    def encode(*geometry: Any) -> bytes:
-        maps.append(geometry[5])
-        return bytes([len(maps)]) * 128
-
-    monkeypatch.setattr(mla_decode, "paged_kv_map", encode)
     key = MLADecodeKey(1, 1, heads, 1, page_size, "bfloat16", causal=True, device=0, sm_count=132)
     strides = (page_size * 1152, 1152, 1152, 2)
     latent = strided(3 << 40, (70, page_size, 1, 512), strides, "bfloat16")
     q = strided(1 << 40, (1, 1, heads, 512), (147456, 147456, 1152, 2), "bfloat16")
     table = strided(5 << 40, (1, 11), (44, 4), "int32")
+    lse = strided(6 << 40, (1, heads, 1), (4 * heads, 4, 4), "float32")
 
-    def arguments(rope: int) -> Arguments:
+    def columns_of_maps(rope: int) -> tuple[str, list[int]]:
         kv_rope = strided(rope, (70, page_size, 1, 64), strides, "bfloat16")
         q_rope = q._replace(ptr=q.ptr + 1024, shape=(1, 1, heads, 64))
-        return Arguments(q, q_rope, latent, kv_rope, table, table, None, None)
+        arguments = DecodeArguments(q, q_rope, latent, kv_rope, table, None, 1.0, 0.1, True)
+        launch = attend_launch(key, 9 << 40, arguments, q, lse)
+        maps = [value for value in launch.values if isinstance(value, TensorMap)]
+        return mla_decode.form_of(key, arguments), [one.sizes[0] for one in maps]
 
-    one, two = arguments((3 << 40) + 1024), arguments(4 << 40)
-    assert mla_decode.form_of(key, one) == form
-    assert mla_decode.form_of(key, two) == {"pages": "boxes"}.get(form, form)
     is_wide = heads == 128 and form != "rows"
-    made = mla_decode._maps(key, form, one.kv_cache, one.kv_rope)
-    assert maps == [144] * is_wide + columns
-    assert [any(each) for each in made] == [form != "rows", form == "boxes", is_wide]
-    maps.clear()
-    mla_decode._maps(key, mla_decode.form_of(key, two), two.kv_cache, two.kv_rope)
-    assert maps == [128] * is_wide + ([] if form == "rows" else [512, 64])
+    assert columns_of_maps((3 << 40) + 1024) == (form, columns + [144] * is_wide)
+    apart = {"pages": "boxes"}.get(form, form)
+    both = [] if form == "rows" else [512, 64]
+    assert columns_of_maps(4 << 40) == (apart, both + [128] * is_wide)
 
 
 def test_what_a_plans_buffer_holds_is_as_the_kernels_see_it(nvrtc: None) -> None:
@@ -329,13 +290,11 @@ def no_driver_yet() -> Iterator[None]:
 @pytest.mark.usefixtures("no_driver_yet")
 def test_missing_cuda_bindings_name_both_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    tensor_map.paged_kv_map.cache_clear()
-    geometry = (4096, "bfloat16", 6, 64, 1, 576, 73728, 1152, 1152, 64)
+    layout = struct.Struct("<i")
+    described = paged_kv_map(4096, "bfloat16", (6, 64, 1, 576), (73728, 1152, 1152, 2), 63)
     loaded = LoadedKernel(handle=1, spec=all_specs()[0], device=0, owner=None)
-    for call in (
-        lambda: tensor_map.paged_kv_map(*geometry),
-        lambda: PreparedLaunch(loaded, (1, 1, 1), struct.Struct("<i"), (1,), 0),
-    ):
+    launch = Launch(loaded.spec, (1, 1, 1), layout, (1,))
+    for call in (described.encode, lambda: Template(loaded, launch).at({}, 0)):
         with pytest.raises(MissingDependencyError, match=r"^cuda\.bindings, .*imported") as missing:
             call()
         assert 'pip install "cumla[cu12]"' in str(missing.value)
@@ -379,15 +338,16 @@ def loaded(small: KernelSpec) -> LoadedKernel:
 def test_a_launch_shows_the_driver_what_was_prepared(
     driver: FakeDriver, loaded: LoadedKernel
 ) -> None:
-    layout = struct.Struct("<qi4xf")
+    layout = struct.Struct("<qi4xfq")
     driver.size = layout.size
-    launch = PreparedLaunch(loaded, (7, 2, 3), layout, (-5, 6, 0.5), 0x20)
+    values = (-5, 6, 0.5, Address.of("q", 0, 48))
+    launch = Template(loaded, Launch(loaded.spec, (7, 2, 3), layout, values)).at({"q": 1000}, 0x20)
     launch()
     launch()
     (config, handle, parameters), again = driver.seen
     assert again[1:] == (handle, parameters)
     assert handle == 0xABC
-    assert layout.unpack(parameters) == (-5, 6, 0.5)
+    assert layout.unpack(parameters) == (-5, 6, 0.5, 1048)
     assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (7, 2, 3)
     assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (128, 1, 1)
     assert config.sharedMemBytes == 512
@@ -400,7 +360,9 @@ def test_a_refused_launch_names_kernel_stream_and_device(
     driver: FakeDriver, loaded: LoadedKernel
 ) -> None:
     driver.status = SimpleNamespace(name="CUDA_ERROR_INVALID_HANDLE")
-    launch = PreparedLaunch(loaded, (1, 1, 1), struct.Struct("<i"), (0,), 0x20)
+    launch = Template(loaded, Launch(loaded.spec, (1, 1, 1), struct.Struct("<i"), (0,))).at(
+        {}, 0x20
+    )
     with pytest.raises(
         CumlaError,
         match=r"^kernel small_f32: the launch on stream 0x20 of CUDA device 3 failed with "

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 import threading
 import time
 from contextlib import contextmanager, nullcontext
@@ -13,8 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from cumla.core._driver import Driver
 from cumla.errors import (
     CompilationError,
+    CumlaError,
     MissingDependencyError,
     NotPreparedError,
     UnsupportedDeviceError,
@@ -22,6 +26,7 @@ from cumla.errors import (
 from cumla.launch import module
 from cumla.launch.module import cupy_nvrtc_version, load, write_whole
 from cumla.launch.source import ADDED_BY_CUPY, OPTIONS, cubin_name, translation_unit
+from tests.fake_cuda import FakeDriver, FakeLibrary
 
 
 class CUDADriverError(RuntimeError):
@@ -77,7 +82,7 @@ class FakeCuPy:
 def cupy(sources, monkeypatch) -> FakeCuPy:
     fake = FakeCuPy()
     monkeypatch.setattr(module, "import_cupy", lambda: fake)
-    monkeypatch.setattr(module, "driver", lambda: SimpleNamespace(relaxed_capture=nullcontext))
+    monkeypatch.setattr(module, "driver", FakeDriver)
     monkeypatch.setattr(module, "require_hopper", lambda device: None)
     monkeypatch.setattr(module, "_loaded", {})
     return fake
@@ -148,7 +153,8 @@ def test_loading_leaves_captures_of_other_threads_alone(cupy, small, monkeypatch
         yield
         mode.pop()
 
-    fake = SimpleNamespace(relaxed_capture=relaxed_capture)
+    fake = FakeDriver()
+    monkeypatch.setattr(fake, "relaxed_capture", relaxed_capture)
     monkeypatch.setattr(module, "driver", lambda: fake)
     get_function = cupy.get_function
 
@@ -160,6 +166,36 @@ def test_loading_leaves_captures_of_other_threads_alone(cupy, small, monkeypatch
     load(small, 0, capturing=never)
     assert len(cupy.made) == 1
     assert mode == []
+
+
+@pytest.mark.parametrize("current", [None, 100, 103, 203])
+def test_loading_keeps_the_context_of_the_caller(cupy, small, monkeypatch, current):
+    """Even a green one of the same device, 203: the kernel is the primary context's, 103."""
+    library = FakeLibrary(current)
+    monkeypatch.setattr(ctypes, "PyDLL", lambda name: library)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    cuda = Driver()
+    monkeypatch.setattr(module, "driver", lambda: cuda)
+
+    @contextmanager
+    def use(device: int):
+        before = library.context % 100
+        library.context = 100 + device  # cudaSetDevice replaces the current context
+        yield
+        library.context = 100 + before
+
+    contexts = []
+    cupy.cuda.Device = use
+    cupy.RawModule = lambda **how: (
+        contexts.append(library.context) or FakeCuPy.RawModule(cupy, **how)
+    )
+    load(small, 3, capturing=never)
+    assert contexts == [103]
+    assert (library.context, library.pushed) == (current, [])
+    cupy.failure = "cumla/cuda/scale.cuh(5): error: something"
+    with pytest.raises(CompilationError):
+        load(replace(small, entry="other"), 3, capturing=never)
+    assert (library.context, library.pushed) == (current, [])
 
 
 def test_unsupported_gpu_is_refused_before_compiling(cupy, small, monkeypatch):
@@ -229,6 +265,44 @@ class TestCubinsAheadOfTime:
         assert record.levelname == "WARNING"
         assert "was refused by the driver" in record.getMessage()
         assert "python -m cumla compile --output" in record.getMessage()
+
+    @pytest.mark.parametrize("of_file", [False, True])
+    @pytest.mark.parametrize(("mode", "refused"), [(0o775, True), (0o757, True), (0o755, False)])
+    def test_that_others_may_write(self, cupy, small, folder, of_file, mode, refused):
+        write_whole(folder / cubin_name(small), b"image")
+        at = folder / cubin_name(small) if of_file else folder
+        at.chmod(mode)
+        if not refused:
+            load(small, 0, capturing=never)
+            return
+        message = (
+            rf"^CUMLA_CUBIN_DIR: needs .*, got {at} of user \d+ with mode {mode:o}: whoever may "
+            rf"write there chooses the code .*; .*`chmod go-w {at}`$"
+        )
+        with pytest.raises(CumlaError, match=message):
+            load(small, 0, capturing=never)
+        assert not cupy.made
+
+    @pytest.mark.parametrize(("owner", "refused"), [(0, False), (1000, False), (1001, True)])
+    def test_of_another_user(self, folder, monkeypatch, owner, refused):
+        folder.mkdir()
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        stat = SimpleNamespace(st_uid=owner, st_mode=0o40755)
+        monkeypatch.setattr(os, "stat", lambda path: stat)
+        if refused:
+            with pytest.raises(CumlaError, match=f"of user {owner} with mode 755"):
+                module.cubin_dir()
+        else:
+            assert module.cubin_dir() == folder
+
+    def test_written_under_a_loose_umask(self, cupy, small, folder):
+        before = os.umask(0o002)
+        try:
+            write_whole(folder / cubin_name(small), b"image")
+        finally:
+            os.umask(before)
+        load(small, 0, capturing=never)
+        assert "path" in cupy.made[0]
 
 
 class TestOlderNvrtc:

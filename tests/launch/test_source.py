@@ -120,7 +120,6 @@ def test_digest_ignores_comments_and_lines(sources, small, edit):
     edit("small.cu", "struct ScaleParams {", "// a comment\n\n/* another */\nstruct ScaleParams {")
     edit("scale.cuh", "#pragma once", "#pragma once\n// and one here")
     assert digest(small) == before
-    assert len(before) == 64
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m cumla demo``: an MLA attention layer decodes real text through `cumla.mla_decode`.
 
-The layer has the shapes of DeepSeek-V2-Lite and seeded random weights; tokens are the bytes of a
-text. Prompts of several lengths are prefilled into one paged cache with shuffled pages. Then every
-step appends the next byte of each text, attends by weight absorption to the latent rows, and is
-compared with multi-head attention that computes keys and values from the same cache in float32.
+The layer has the shapes of DeepSeek-V2-Lite and seeded random weights; with ``--layer tiny`` it is
+a small one, for trying the demo out. Tokens are the bytes of a text. Prompts of several lengths are
+prefilled into one paged cache with shuffled pages. Then every step appends the next byte of each
+text, attends by weight absorption to the latent rows, and is compared with multi-head attention
+that computes keys and values from the same cache in float32.
 
-With ``--chunked-prefill`` the prompts attend, too, through `cumla.mla_attention`: a step takes one
-token of each request that decodes, and chunks of the prompts of others.
+With ``--chunked-prefill`` the prompts attend, too, through a `cumla.MLAAttentionPlan`: a step takes
+one token of each request that decodes, and chunks of the prompts of others.
 
 The model's products run in NumPy on either backend: CuPy's own kernels and its matrix products need
 CUDA headers and cuBLAS, which cumla does not. On a GPU the cache, the absorbed queries and the
@@ -23,7 +24,7 @@ from pathlib import Path
 from cumla.cli.demo.backends import choose_backend
 from cumla.cli.demo.cache import PAGE_SIZE
 from cumla.cli.demo.decoding import decode
-from cumla.cli.demo.layer import MLALayer
+from cumla.cli.demo.layer import LAYERS, MLALayer
 from cumla.cli.demo.serving import serve
 from cumla.cli.demo.text import cut_requests, load_text
 
@@ -35,12 +36,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "demo",
         help="decode real text through an MLA layer and check every step",
-        description="Decode real text through an MLA attention layer of DeepSeek-V2-Lite's shapes "
-        "and compare every step with un-absorbed attention in float32. Runs on the GPU if it can, "
+        description="Decode real text through an MLA attention layer with random weights and "
+        "compare every step with un-absorbed attention in float32. Runs on the GPU if it can, "
         "else on the CPU. The exit code is 1 if a step is off.",
     )
     parser.add_argument(
         "--file", type=Path, help="text whose bytes are the tokens (default: cumla's README)"
+    )
+    parser.add_argument(
+        "--layer",
+        choices=LAYERS,
+        default="deepseek-v2-lite",
+        help="shapes of the layer (default: %(default)s); tiny is for trying the demo out",
     )
     parser.add_argument(
         "--steps",
@@ -71,8 +78,9 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"requests  {len(requests)}, prompts of {prompts} tokens in shuffled pages of {PAGE_SIZE}"
     )
+    layer = MLALayer.random(LAYERS[args.layer], SEED)
+    print(f"layer     {args.layer}: {layer.heads} heads, random weights")
     print(f"backend   {backend.name} ({reason})")
-    layer = MLALayer.random(SEED)
     if args.chunked_prefill:
         return serve(layer, requests, backend, SEED)
     return decode(layer, requests, args.steps, backend, SEED)

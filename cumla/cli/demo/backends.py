@@ -23,6 +23,9 @@ class Backend(Protocol):
     clock: str
     repeats: str
 
+    def prepare(self, *plans_or_functions: Any) -> None:
+        """Have kernels ready for plans and functions, so that no step waits for a compiler."""
+
     def put(self, array: Array) -> Any:
         """Bring a host array to where attention runs."""
 
@@ -45,6 +48,9 @@ class CPUBackend:
     name = "cumla.reference on the CPU"
     clock = "wall clock"
     repeats = "a call of the reference"
+
+    def prepare(self, *plans_or_functions: Any) -> None:
+        """Do nothing."""
 
     def put(self, array: Array) -> Array:
         """Return the array itself."""
@@ -79,6 +85,10 @@ class GPUBackend:
         self._cupy = cupy
         self.name = f"CUDA kernels on {device}"
 
+    def prepare(self, *plans_or_functions: Any) -> None:
+        """Compile and load their kernels."""
+        cumla.prepare(*plans_or_functions, device=0)
+
     def put(self, array: Array) -> Any:
         """Copy to the GPU."""
         return self._cupy.asarray(array)
@@ -112,10 +122,9 @@ class GPUBackend:
 
 
 def choose_backend() -> tuple[Backend, str]:
-    """Take the first GPU, kernels ready, if it can run them; say why or why not."""
+    """Take the first GPU if it can run the kernels; say why or why not."""
     try:
         device = require_hopper(0)
     except cumla.CumlaError as error:
         return CPUBackend(), str(error).splitlines()[0]
-    cumla.prepare(0, dtypes=("bfloat16",))
     return GPUBackend(import_cupy(), device.name), "the first GPU"

@@ -14,7 +14,7 @@ import cumla
 from cumla.cli.demo.backends import Backend
 from cumla.cli.demo.cache import BF16, PagedCache
 from cumla.cli.demo.check import verdict, worst_error
-from cumla.cli.demo.layer import SOFTMAX_SCALE, MLALayer
+from cumla.cli.demo.layer import MLALayer
 from cumla.cli.demo.text import Request
 from cumla.cli.progress import ProgressBar
 
@@ -37,7 +37,10 @@ def decode(
     cache = PagedCache.shuffled(requests, backend, seed)
     for i, request in enumerate(requests):
         prompt = np.arange(request.prompt)
-        cache.write(i, 0, layer.latent_rows(request.tokens[: request.prompt], prompt))
+        rows = layer.latent_rows(request.tokens[: request.prompt], prompt)
+        cache.write(i, 0, rows)
+    queries = backend.put(np.zeros((len(requests), 1, layer.heads, rows.shape[1]), BF16))
+    backend.prepare(cumla.MLADecodePlan.from_arrays(queries, cache.pages))
     done = []
     with ProgressBar("decoding", steps) as bar:
         for number in range(steps):
@@ -56,7 +59,8 @@ def decode_step(layer: MLALayer, cache: PagedCache, requests: list[Request], num
         cache.write(i, int(positions[i]), row[None])
     q_nope, q_rope = layer.queries(tokens, positions)
     lengths = positions + np.int32(1)
-    attended, kernel_seconds = attend_cached(cache, layer.absorb(q_nope, q_rope), lengths)
+    queries = layer.absorb(q_nope, q_rope)
+    attended, kernel_seconds = attend_cached(cache, queries, lengths, layer.softmax_scale)
     out = layer.unabsorb(attended)
     seconds = time.perf_counter() - start
 
@@ -68,13 +72,15 @@ def decode_step(layer: MLALayer, cache: PagedCache, requests: list[Request], num
     return Step(len(requests), seconds, kernel_seconds, error)
 
 
-def attend_cached(cache: PagedCache, queries: Array, lengths: Array) -> tuple[Array, float]:
-    """Run `cumla.mla_decode` on absorbed queries (tokens, 16, 576); the result in float32."""
+def attend_cached(
+    cache: PagedCache, queries: Array, lengths: Array, softmax_scale: float
+) -> tuple[Array, float]:
+    """Run `cumla.mla_decode` on absorbed queries (tokens, heads, 576); the result in float32."""
     backend = cache.backend
-    q, seqlens = backend.put(queries[:, None].astype(BF16)), backend.put(lengths)
+    q, kv_lens = backend.put(queries[:, None].astype(BF16)), backend.put(lengths)
     result, seconds = backend.timed(
         lambda: cumla.mla_decode(
-            q, cache.pages, cache.block_table, seqlens, softmax_scale=SOFTMAX_SCALE
+            q, cache.pages, cache.block_table, kv_lens, softmax_scale=softmax_scale
         )
     )
     return backend.fetch(result.out)[:, 0].astype(np.float32), seconds

@@ -1,21 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An MLA attention layer with the shapes of DeepSeek-V2-Lite and random weights, in NumPy."""
+"""An MLA attention layer with random weights, in NumPy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-# DeepSeek-V2-Lite's attention: no query compression, plain rotary embedding here.
-HIDDEN, HEADS = 2048, 16
-NOPE_DIM, ROPE_DIM, VALUE_DIM, LATENT_DIM = 128, 64, 128, 512
-SOFTMAX_SCALE = (NOPE_DIM + ROPE_DIM) ** -0.5
+ROPE_DIM, LATENT_DIM = 64, 512  # the kernels' own
 ROPE_BASE = 10000.0
+
+
+class LayerShape(NamedTuple):
+    """Sizes in which MLA layers differ.
+
+    Attributes
+    ----------
+    hidden : int
+        Columns of the hidden states.
+    heads : int
+        Query heads.
+    nope_dim, value_dim : int
+        Columns of a head's keys without rotary embedding, and of its values.
+    """
+
+    hidden: int
+    heads: int
+    nope_dim: int
+    value_dim: int
+
+
+LAYERS = {
+    # without query compression, like the model; with plain rotary embedding, unlike it
+    "deepseek-v2-lite": LayerShape(2048, 16, 128, 128),
+    "tiny": LayerShape(64, 2, 16, 16),  # of no model: for trying the demo out
+}
 
 
 @dataclass(frozen=True)
@@ -26,15 +49,15 @@ class MLALayer:
 
     Attributes
     ----------
-    embedding : ndarray, shape (256, 2048)
+    embedding : ndarray, shape (256, hidden)
         Hidden state of each byte.
-    w_q : ndarray, shape (2048, 16 * 192)
-        To queries: of each head 128 without and 64 with rotary embedding.
-    w_kv : ndarray, shape (2048, 576)
+    w_q : ndarray, shape (hidden, heads * (nope_dim + 64))
+        To queries: nope_dim columns of each head without and 64 with rotary embedding.
+    w_kv : ndarray, shape (hidden, 576)
         To the latent 512 and the shared rotary key.
     norm : ndarray, shape (512,)
         Factors of the latent's RMS normalisation.
-    w_uk, w_uv : ndarray, shape (16, 128, 512)
+    w_uk, w_uv : ndarray, shape (heads, nope_dim or value_dim, 512)
         From the latent to each head's keys and values.
     """
 
@@ -46,21 +69,32 @@ class MLALayer:
     w_uv: Array
 
     @classmethod
-    def random(cls, seed: int) -> MLALayer:
+    def random(cls, shape: LayerShape, seed: int) -> MLALayer:
         """Draw weights with which hidden states, queries, keys and values have variance 1."""
         rng = np.random.default_rng(seed)
 
         def normal(*shape: int, fan_in: int = 1) -> Array:
             return rng.standard_normal(shape, np.float32) * np.float32(fan_in**-0.5)
 
+        hidden, heads, nope_dim, value_dim = shape
         return cls(
-            embedding=normal(256, HIDDEN),
-            w_q=normal(HIDDEN, HEADS * (NOPE_DIM + ROPE_DIM), fan_in=HIDDEN),
-            w_kv=normal(HIDDEN, LATENT_DIM + ROPE_DIM, fan_in=HIDDEN),
+            embedding=normal(256, hidden),
+            w_q=normal(hidden, heads * (nope_dim + ROPE_DIM), fan_in=hidden),
+            w_kv=normal(hidden, LATENT_DIM + ROPE_DIM, fan_in=hidden),
             norm=1 + np.float32(0.1) * normal(LATENT_DIM),
-            w_uk=normal(HEADS, NOPE_DIM, LATENT_DIM, fan_in=LATENT_DIM),
-            w_uv=normal(HEADS, VALUE_DIM, LATENT_DIM, fan_in=LATENT_DIM),
+            w_uk=normal(heads, nope_dim, LATENT_DIM, fan_in=LATENT_DIM),
+            w_uv=normal(heads, value_dim, LATENT_DIM, fan_in=LATENT_DIM),
         )
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return int(self.w_uk.shape[0])
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of the scores: of the head dimension before absorption, not of the 576."""
+        return float((self.w_uk.shape[1] + ROPE_DIM) ** -0.5)
 
     def latent_rows(self, tokens: Array, positions: Array) -> Array:
         """Compute the rows that the cache keeps: (tokens, 576)."""
@@ -71,32 +105,32 @@ class MLALayer:
         return np.concatenate([latent, rotate(key, positions)], axis=1)
 
     def queries(self, tokens: Array, positions: Array) -> tuple[Array, Array]:
-        """Compute queries without and with position: (tokens, 16, 128) and (tokens, 16, 64)."""
-        q = (self.embedding[tokens] @ self.w_q).reshape(-1, HEADS, NOPE_DIM + ROPE_DIM)
-        return q[..., :NOPE_DIM], rotate(q[..., NOPE_DIM:], positions[:, None])
+        """Compute queries without and with position: (tokens, heads, nope_dim) and 64 columns."""
+        q = (self.embedding[tokens] @ self.w_q).reshape(len(tokens), self.heads, -1)
+        return q[..., :-ROPE_DIM], rotate(q[..., -ROPE_DIM:], positions[:, None])
 
     def absorb(self, q_nope: Array, q_rope: Array) -> Array:
-        """Move the key projection to the queries: (tokens, 16, 576), to meet latent rows."""
+        """Move the key projection to the queries: (tokens, heads, 576), to meet latent rows."""
         q_latent = np.einsum("thd,hdc->thc", q_nope, self.w_uk)
         return np.concatenate([q_latent, q_rope], axis=-1)
 
     def unabsorb(self, attended: Array) -> Array:
-        """Project attended latents (tokens, 16, 512) to the heads' values (tokens, 16, 128)."""
+        """Project attended latents (tokens, heads, 512) to the heads' values."""
         return np.asarray(np.einsum("thc,hdc->thd", attended, self.w_uv))
 
     def attend_unabsorbed(self, q_nope: Array, q_rope: Array, rows: Array) -> Array:
-        """Multi-head attention of the last tokens (n, 16, 128 and 64) to rows (m, 576), as trained.
+        """Multi-head attention of the last n tokens to rows (m, 576), as trained.
 
-        Returns (n, 16, 128).
+        Returns (n, heads, value_dim).
         """
         latent, shared_key = rows[:, :LATENT_DIM], rows[:, LATENT_DIM:]
-        keys = latent @ self.w_uk.transpose(0, 2, 1)  # (16, m, 128)
+        keys = latent @ self.w_uk.transpose(0, 2, 1)  # (heads, m, nope_dim)
         values = latent @ self.w_uv.transpose(0, 2, 1)
         scores = q_nope.transpose(1, 0, 2) @ keys.transpose(0, 2, 1)
         scores += q_rope.transpose(1, 0, 2) @ shared_key.T
         before = len(rows) - len(q_nope)
         hidden = np.arange(len(rows)) > before + np.arange(len(q_nope))[:, None]
-        scores = np.where(hidden, -np.inf, np.float32(SOFTMAX_SCALE) * scores)
+        scores = np.where(hidden, -np.inf, np.float32(self.softmax_scale) * scores)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         return np.asarray((weights @ values).transpose(1, 0, 2))

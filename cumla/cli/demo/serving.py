@@ -2,7 +2,7 @@
 """The demo's server: requests decode while the prompts of others are prefilled in chunks.
 
 A step is one call for all of them: `cumla.append_mla_cache` writes the rows of its tokens, and
-`cumla.mla_attention` attends from these with a plan that is made once and updated in every step.
+a `cumla.MLAAttentionPlan`, which is made once and updated in every step, attends from these.
 The arrays stay where they are and have room for any mix of `STEP_TOKENS` tokens, so that on a GPU
 the step is captured once, into a CUDA graph, and replayed.
 """
@@ -21,7 +21,7 @@ import cumla
 from cumla.cli.demo.backends import Backend
 from cumla.cli.demo.cache import BF16, PagedCache
 from cumla.cli.demo.check import verdict, worst_error
-from cumla.cli.demo.layer import HEADS, LATENT_DIM, ROPE_DIM, SOFTMAX_SCALE, MLALayer
+from cumla.cli.demo.layer import LATENT_DIM, ROPE_DIM, MLALayer
 from cumla.cli.demo.text import Request
 
 Array = NDArray[Any]
@@ -89,7 +89,7 @@ class Inputs(NamedTuple):
     Attributes
     ----------
     rows, q : array
-        ``(STEP_TOKENS, 576)`` and ``(STEP_TOKENS, 16, 576)`` bfloat16.
+        ``(STEP_TOKENS, 576)`` and ``(STEP_TOKENS, heads, 576)`` bfloat16.
     batch_indices, positions : array
         ``(STEP_TOKENS,)`` int32: whose tokens these are, and where in their request.
     qo_indptr, kv_lens : array
@@ -151,17 +151,18 @@ class Server:
         columns = LATENT_DIM + ROPE_DIM
         nothing = Inputs.on_host(
             np.empty((0, columns)),
-            np.empty((0, HEADS, columns)),
+            np.empty((0, layer.heads, columns)),
             np.empty(0),
             np.zeros_like(self._lengths),
             self._lengths,
         )
         self._inputs = Inputs(*map(backend.put, nothing))
-        self._out = backend.put(np.full((STEP_TOKENS, HEADS, LATENT_DIM), np.nan, BF16))
-        self._lse = backend.put(np.full((STEP_TOKENS, HEADS), np.nan, np.float32))
+        self._out = backend.put(np.full((STEP_TOKENS, layer.heads, LATENT_DIM), np.nan, BF16))
+        self._lse = backend.put(np.full((STEP_TOKENS, layer.heads), np.nan, np.float32))
         self._plan = cumla.MLAAttentionPlan.from_arrays(
-            self._inputs.q, self._cache.pages, self._inputs.qo_indptr
+            self._inputs.q, self._cache.pages, qo_indptr=self._inputs.qo_indptr
         )
+        backend.prepare(self._plan, cumla.append_mla_cache)
         self._call = backend.repeatable(self._append_and_attend)
 
     @property
@@ -214,17 +215,14 @@ class Server:
             positions=inputs.positions,
             block_table=cache.block_table,
         )
-        self._plan.update(inputs.qo_indptr, inputs.kv_lens)
-        cumla.mla_attention(
+        self._plan.update(inputs.kv_lens, qo_indptr=inputs.qo_indptr)
+        self._plan.run(
             inputs.q,
             cache.pages,
-            qo_indptr=inputs.qo_indptr,
-            kv_lens=inputs.kv_lens,
-            block_table=cache.block_table,
-            softmax_scale=SOFTMAX_SCALE,
+            cache.block_table,
+            softmax_scale=self._layer.softmax_scale,
             out=self._out,
             lse=self._lse,
-            plan=self._plan,
         )
 
     def _attend_unabsorbed(self, q_nope: Array, q_rope: Array, qo_indptr: Array) -> Array:

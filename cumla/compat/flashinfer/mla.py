@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's wrapper of MLA attention over `cumla.mla_attention`.
+"""FlashInfer's wrapper of MLA attention over `cumla.MLAAttentionPlan`.
 
-A server's loop runs as it is::
+A server's loop runs as it is, in the form of version 0.6 or of 0.7::
 
     wrapper = BatchMLAPagedAttentionWrapper(workspace, use_cuda_graph=True, qo_indptr=..., ...)
-    wrapper.plan(qo_indptr, kv_indptr, kv_indices, kv_len_arr, heads, 512, 64, page_size,
-                 causal, sm_scale, torch.bfloat16, torch.bfloat16)
-    out = wrapper.run(q_nope, q_pe, ckv_cache, kpe_cache)   # eagerly, then while capturing
+    wrapper.plan(metadata=MLAPlanMetadata.csr(qo_indptr, kv_indptr, kv_indices, kv_len_arr),
+                 num_heads=heads, head_dim_ckv=512, head_dim_kpe=64, page_size=page_size,
+                 causal=causal, sm_scale=sm_scale,
+                 q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+    out = wrapper.run(query=(q_nope, q_pe), kv_cache=(ckv_cache, kpe_cache))  # also in a capture
     ...
     wrapper.plan(...)     # other lengths and pages
     graph.replay()
@@ -18,6 +20,7 @@ What carries over from FlashInfer:
   computes the schedule anew: call it before a replay, on the stream of the replay.
 * The lse is a logarithm to base 2, or a natural one on request, and -inf where nothing was
   attended, where the output is 0.
+* What version 0.7 calls deprecated gives a `DeprecationWarning`, once a wrapper.
 
 What differs:
 
@@ -27,30 +30,30 @@ What differs:
   which is kept as long as shapes stay. That has a buffer of its own, of
   `cumla.MLAAttentionPlan.workspace_bytes`; the workspace that is passed in tells the device only.
 * With ``use_cuda_graph=True`` the number of query tokens must stay, like the batch. Rows of the
-  query behind the last offset belong to nobody; what they give in ``out`` is not written.
-* Any page size, any number of heads, and causal masks of them all.
+  query after the last offset belong to nobody; what they give in ``out`` is not written.
+* Any page size, any number of heads, and causal masks of them all. Every run takes packed tensors
+  or pairs, and returns an lse or not, whatever the plan announced.
 
-FP8 caches are as in FlashInfer (0.6.18, its backends fa2 and fa3): a `plan` with
-``kv_data_type=torch.float8_e4m3fn`` beside queries in bfloat16, ``scale_mode`` left alone or
-``"kv-per-tensor"``; and with each `run` ``kpe_scale``, and ``ckv_scale`` or ``ckv_scale_arr``, by
-which the numbers of the cache are multiplied. Where both are given, the array counts. Scales act in
-float32 here; FlashInfer rounds what they make of the cache to 16 bits. Two numbers that differ cost
-more than two that are equal: an array of scales is made for the run.
+FP8 caches are as in FlashInfer: a `plan` with ``kv_data_type=torch.float8_e4m3fn`` beside queries
+in bfloat16, and with each `run` ``kpe_scale``, and either ``ckv_scale`` or ``ckv_scale_arr``, by
+which the numbers of the cache are multiplied. Scales act in float32 here; FlashInfer rounds what
+they make of the cache to 16 bits. Two numbers that differ cost more than two that are equal: an
+array of scales is made for the run.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import e, log2
-from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from math import e, inf, log2
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from cumla.compat.flashinfer._tensors import as_int32, check_axes, mark_empty
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
 from cumla.core.arrays import open_call
-from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 from cumla.mla.attention import MLAAttentionPlan
-from cumla.mla.fp8_caches import FP8, SCALES, number_of
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +61,9 @@ if TYPE_CHECKING:
 __all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"]
 
 _BACKENDS = ("auto", "fa2", "fa3")
-_WIDTHS = (VALUE_DIM, HEAD_DIM - VALUE_DIM)  # of a row: ckv and kpe
+_CKV, _KPE = 512, 64  # columns of a row
+_FP8 = "float8_e4m3fn"
+_SCALES = 4  # of a row, one for 128 latent columns
 _LOG2_E = log2(e)
 # cumla's names -> FlashInfer's, of what a plan is made of; and the axes
 _CSR = {
@@ -69,12 +74,42 @@ _CSR = {
 }
 _DENSE = {"qo_indptr": "cum_seq_lens_q", "kv_lens": "seq_lens", "block_table": "block_tables"}
 _AXES = {
-    "qo_indptr": ("batch + 1",),
-    "kv_lens": ("batch",),
-    "kv_indptr": ("batch + 1",),
-    "kv_indices": ("pages",),
-    "block_table": ("batch", "max_pages"),
+    "qo_indptr": "batch + 1",
+    "kv_lens": "batch",
+    "kv_indptr": "batch + 1",
+    "kv_indices": "pages",
+    "block_table": "batch, max_pages",
 }
+_NAMES = CallersNames(
+    {
+        "q": "query",
+        "q[0]": "q_nope",
+        "q[1]": "q_pe",
+        "kv_cache[0]": "ckv_cache",
+        "kv_cache[1]": "kpe_cache",
+        "kv_cache[2]": "ckv_scale_arr",
+        "kv_scale": "kpe_scale",
+        "kv_lens": "kv_len_arr",
+        "block_table": "block_tables",
+        "softmax_scale": "sm_scale",
+    },
+    ValueError,
+)
+_NO_KERNELS = "belongs to kernels that cumla does not have"
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _warns_of_positions(method: _Method) -> _Method:
+    """Warn where arguments come by position, as version 0.7 does."""
+
+    @functools.wraps(method)
+    def wrapped(self: BatchMLAPagedAttentionWrapper, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            self._warn("positional arguments of plan() and run()", "pass them by keyword", 3)
+        return method(self, *args, **kwargs)
+
+    return cast("_Method", wrapped)
 
 
 @dataclass(frozen=True)
@@ -112,29 +147,8 @@ class MLAPlanMetadata:
         seq_lens: torch.Tensor,
         max_q_len: int | None = None,
     ) -> MLAPlanMetadata:
-        """Describe a batch by a table of pages.
-
-        Parameters
-        ----------
-        cum_seq_lens_q : torch.Tensor
-            ``(batch + 1,)``, as ``qo_indptr`` of `plan`.
-        block_tables : torch.Tensor
-            ``(batch, max_pages)``: the pages of each request, in order.
-        seq_lens : torch.Tensor
-            ``(batch,)``, as ``kv_len_arr`` of `plan`.
-        max_q_len : int, optional
-            Not looked at.
-
-        Returns
-        -------
-        MLAPlanMetadata
-        """
-        return cls(
-            cum_seq_lens_q=cum_seq_lens_q,
-            block_tables=block_tables,
-            seq_lens=seq_lens,
-            max_q_len=max_q_len,
-        )
+        """Describe a batch by a table of pages, ``(batch, max_pages)``; max_q_len is not used."""
+        return cls(None, None, None, None, cum_seq_lens_q, block_tables, seq_lens, max_q_len)
 
     @classmethod
     def dual(
@@ -157,7 +171,7 @@ class MLAPlanMetadata:
 
 
 class _Shape(NamedTuple):
-    """What a plan says of the calls that it serves, in the order of `MLAAttentionPlan`."""
+    """What a plan says of the calls that it serves, as options of `MLAAttentionPlan`."""
 
     batch: int
     num_heads: int
@@ -166,17 +180,14 @@ class _Shape(NamedTuple):
     cache_dtype: str
     causal: bool
 
-    def make(self, total_tokens: int, like: Any) -> MLAAttentionPlan:
-        return MLAAttentionPlan(
-            self.batch,
-            total_tokens,
-            self.num_heads,
-            page_size=self.page_size,
-            dtype=self.dtype,
-            cache_dtype=self.cache_dtype,
-            causal=self.causal,
-            like=like,
-        )
+
+class _Form(NamedTuple):
+    """What a plan says of the tensors of its runs."""
+
+    q_data_type: Any
+    kv_data_type: Any
+    head_dim_kpe: int
+    has_fixed_lse: bool  # or a run tells whether there is an lse, which is deprecated
 
 
 class BatchMLAPagedAttentionWrapper:
@@ -196,10 +207,8 @@ class BatchMLAPagedAttentionWrapper:
 
     Raises
     ------
-    NotImplementedError
-        For other backends.
     TypeError, ValueError
-        The buffers do not fit.
+        The buffers do not fit, or it is another backend.
     """
 
     def __init__(
@@ -213,12 +222,12 @@ class BatchMLAPagedAttentionWrapper:
         backend: str = "auto",
     ) -> None:
         if backend not in _BACKENDS:
-            raise NotImplementedError(
+            raise ValueError(
                 f"backend: needs one of {', '.join(_BACKENDS)}, got {backend!r}; cumla has kernels "
-                f"of its own, so leave it out and give the block table in "
-                f"plan(metadata=MLAPlanMetadata.dense(...))"
+                f"of its own, so leave it out; plan(metadata=MLAPlanMetadata.dense(...)) takes "
+                f"block tables"
             )
-        _check_tensor("float_workspace_buffer", float_workspace_buffer)
+        check_tensors(float_workspace_buffer=float_workspace_buffer)
         self.device = float_workspace_buffer.device
         self._use_cuda_graph = use_cuda_graph
         buffers = {
@@ -229,8 +238,7 @@ class BatchMLAPagedAttentionWrapper:
         }
         self._kept = {n: b for n, b in buffers.items() if use_cuda_graph and b is not None}
         for name, buffer in self._kept.items():
-            _check_tensor(_CSR[name], buffer)
-            check_axes(_CSR[name], buffer, *_AXES[name])
+            _check_lengths(_CSR[name], buffer, _AXES[name])
             if buffer.device != self.device:
                 raise ValueError(
                     f"{_CSR[name]}: needs a tensor on {self.device}, where "
@@ -238,12 +246,15 @@ class BatchMLAPagedAttentionWrapper:
                 )
         self._arrays: dict[str, Any] = {}  # of the last plan, by cumla's names
         self._shape: _Shape | None = None
+        self._form: _Form | None = None
         self._sm_scale: float | None = None
         self._plan: MLAAttentionPlan | None = None
         self._made_for: tuple[_Shape, int] | None = None
-        # Whether the last update of _plan was captured into a graph; None before any with _arrays.
-        self._captured: bool | None = None
+        # Of the last update of _plan with _arrays: its stream, and whether a graph got it.
+        self._updated_on: tuple[int, bool] | None = None
+        self._warned: set[str] = set()
 
+    @_warns_of_positions
     def plan(
         self,
         qo_indptr: torch.Tensor | None = None,
@@ -261,6 +272,10 @@ class BatchMLAPagedAttentionWrapper:
         use_profiler: bool = False,
         *,
         metadata: Any = None,
+        cum_seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        max_q_len: int | None = None,
         query_layout: str | None = None,
         kv_cache_layout: str | None = None,
         lse_mode: str = "none",
@@ -268,6 +283,11 @@ class BatchMLAPagedAttentionWrapper:
         output_scale: str = "none",
         scale_mode: str = "default",
         skip_softmax: bool = False,
+        qk_nope_head_dim: int | None = None,
+        enable_pdl: bool | None = None,
+        is_var_seq: bool | None = None,
+        cute_dsl_impl: str = "auto",
+        use_sinks: bool = False,
     ) -> None:
         """Say what the runs that follow are about, without waiting for the GPU.
 
@@ -277,7 +297,7 @@ class BatchMLAPagedAttentionWrapper:
             ``(batch + 1,)``: where the query tokens of each request begin, and the last ones end.
             This and the next three are int32, or are converted, and lie on the GPU or the CPU.
         kv_indptr : torch.Tensor
-            ``(batch + 1,)``: where the pages of each request begin in kv_indices.
+            ``(batch + 1,)``: where the pages of each request begin in kv_indices; it may be longer.
         kv_indices : torch.Tensor
             ``(pages,)``: page numbers of all requests; it may be longer.
         kv_len_arr : torch.Tensor
@@ -285,7 +305,7 @@ class BatchMLAPagedAttentionWrapper:
         num_heads : int
             Query heads.
         head_dim_ckv, head_dim_kpe : int
-            512 and 64.
+            512, and 64 or 0.
         page_size : int
             Tokens of a page, any number from 1.
         causal : bool
@@ -294,36 +314,48 @@ class BatchMLAPagedAttentionWrapper:
             Factor of the scores.
         q_data_type, kv_data_type : torch.dtype
             bfloat16 or float16, both the same; with bfloat16 the cache may be float8_e4m3fn.
-        use_profiler : bool
-            False.
         metadata : MLAPlanMetadata
-            In place of the first four arguments.
+            In place of the first four arguments, which are deprecated.
+        cum_seq_lens_q, block_tables, seq_lens, max_q_len
+            In place of a metadata object made by `MLAPlanMetadata.dense`; deprecated, too.
         query_layout, kv_cache_layout, lse_mode
-            Not looked at: every run takes packed tensors or pairs, with or without an lse.
+            Not looked at.
         output_dtype : torch.dtype, optional
             q_data_type.
         scale_mode : str
             ``"default"``, or with an FP8 cache ``"kv-per-tensor"``: they mean the same.
-        output_scale, skip_softmax
+        use_profiler, output_scale, skip_softmax, qk_nope_head_dim, enable_pdl, is_var_seq, \
+cute_dsl_impl, use_sinks
             Of FP8 outputs and of other GPUs: leave them at their defaults.
 
         Raises
         ------
-        NotImplementedError
-            For what cumla does not have; the message names the argument.
-        TypeError, ValueError
-            An argument is missing or does not fit; a change that a CUDA graph would not see.
+        TypeError
+            A required argument is missing.
+        ValueError
+            An argument does not fit, or asks for what cumla does not have; a change that a CUDA
+            graph would not see.
         """
-        modes = ("default", "kv-per-tensor") if _name(kv_data_type) == FP8 else ("default",)
-        _refuse(
+        modes = ("default", "kv-per-tensor") if _name(kv_data_type) == _FP8 else ("default",)
+        refuse(
+            _NO_KERNELS,
+            ValueError,
             use_profiler=use_profiler or None,
             output_scale=None if output_scale == "none" else output_scale,
             scale_mode=None if scale_mode in modes else scale_mode,
             skip_softmax=skip_softmax or None,
+            qk_nope_head_dim=qk_nope_head_dim,
+            enable_pdl=enable_pdl,
+            is_var_seq=is_var_seq,
+            cute_dsl_impl=None if cute_dsl_impl == "auto" else cute_dsl_impl,
+            use_sinks=use_sinks or None,
         )
-        numbers = {"num_heads": num_heads, "head_dim_ckv": head_dim_ckv}
-        numbers |= {"head_dim_kpe": head_dim_kpe, "page_size": page_size, "causal": causal}
-        needed = numbers | {
+        needed: dict[str, Any] = {
+            "num_heads": num_heads,
+            "head_dim_ckv": head_dim_ckv,
+            "head_dim_kpe": head_dim_kpe,
+            "page_size": page_size,
+            "causal": causal,
             "sm_scale": sm_scale,
             "q_data_type": q_data_type,
             "kv_data_type": kv_data_type,
@@ -331,23 +363,32 @@ class BatchMLAPagedAttentionWrapper:
         for name, value in needed.items():
             if value is None:
                 raise TypeError(f"{name}: needs a value, got None; pass it to plan()")
-        if (head_dim_ckv, head_dim_kpe) != _WIDTHS:
+        if head_dim_ckv != _CKV or head_dim_kpe not in (_KPE, 0):
             raise ValueError(
-                f"head_dim_ckv: needs rows of {_WIDTHS[0]} and {_WIDTHS[1]} columns (head_dim_kpe),"
-                f" got {head_dim_ckv} and {head_dim_kpe}; import the wrapper from flashinfer for "
-                f"others"
+                f"head_dim_ckv: needs rows of {_CKV} columns, and {_KPE} or 0 of RoPE "
+                f"(head_dim_kpe), got {head_dim_ckv} and {head_dim_kpe}; import the wrapper from "
+                f"flashinfer for others"
             )
         dtypes = _checked_dtypes(q_data_type, kv_data_type, output_dtype)
-        flat = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
-        if metadata is None:
-            metadata = MLAPlanMetadata(*flat)
-        elif any(array is not None for array in flat):
+        flat = MLAPlanMetadata(
+            *(qo_indptr, kv_indptr, kv_indices, kv_len_arr),
+            *(cum_seq_lens_q, block_tables, seq_lens, max_q_len),
+        )
+        is_flat = any(value is not None for value in vars(flat).values())
+        if metadata is not None and is_flat:
             raise ValueError(
                 "metadata: needs the other tensors left out, got both; pass lengths and pages once"
             )
-        arrays = _lengths_and_pages(metadata)
-        assert num_heads is not None and page_size is not None  # checked above
-        shape = _Shape(arrays["kv_lens"].shape[0], num_heads, page_size, *dtypes, bool(causal))
+        if is_flat:
+            self._warn("lengths and pages beside metadata=", "pass metadata=MLAPlanMetadata...", 4)
+        arrays = _lengths_and_pages(flat if is_flat else metadata)
+        shape = _Shape(
+            arrays["kv_lens"].shape[0],
+            needed["num_heads"],
+            needed["page_size"],
+            *dtypes,
+            bool(causal),
+        )
         if self._use_cuda_graph:
             self._keep(arrays, shape)
         else:
@@ -355,10 +396,13 @@ class BatchMLAPagedAttentionWrapper:
                 name: self._staged(array).to(self.device, non_blocking=self._on_gpu)
                 for name, array in arrays.items()
             }
-        self._shape, self._sm_scale, self._captured = shape, sm_scale, None
+        has_fixed_lse = qo_indptr is None or lse_mode != "none"
+        self._form = _Form(q_data_type, kv_data_type, needed["head_dim_kpe"], has_fixed_lse)
+        self._shape, self._sm_scale, self._updated_on = shape, sm_scale, None
         if self._use_cuda_graph and self._plan is not None:
             self._update()  # for graphs that hold runs without an update
 
+    @_warns_of_positions
     def run(
         self,
         q_nope: torch.Tensor | None = None,
@@ -379,38 +423,42 @@ class BatchMLAPagedAttentionWrapper:
         ckv_scale: float | None = None,
         ckv_scale_arr: torch.Tensor | None = None,
         kpe_scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        bmm1_scale: float | None = None,
+        bmm2_scale: float | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend, with the lengths and pages of the last plan.
 
         Parameters
         ----------
-        q_nope, q_pe : torch.Tensor
-            ``(tokens, num_heads, 512)`` and ``(tokens, num_heads, 64)``.
-        ckv_cache, kpe_cache : torch.Tensor
-            ``(num_pages, page_size, 512)`` and ``(num_pages, page_size, 64)``. They may lie beside
-            each other in one tensor.
+        q_nope, q_pe, ckv_cache, kpe_cache : torch.Tensor
+            The parts of query and kv_cache; deprecated in this form.
         out : torch.Tensor, optional
             ``(tokens, num_heads, 512)``, written and returned.
         lse : torch.Tensor, optional
             ``(tokens, num_heads)`` float32, written, and returned with return_lse.
         return_lse : bool
             Whether to return the lse, too.
-        profiler_buffer, kv_len, page_table : None
-            Of FlashInfer's profiler, and of a backend that is not planned.
+        profiler_buffer : torch.Tensor, optional
+            Not looked at.
         return_lse_base_on_e : bool
             Whether the lse is a natural logarithm, and not one to base 2.
         query : torch.Tensor or pair of torch.Tensor
-            In place of q_nope and q_pe: both, or one tensor ``(tokens, num_heads, 576)``.
+            ``(tokens, num_heads, 576)``, or ``q_nope, q_pe`` of 512 and 64 columns. With a
+            head_dim_kpe of 0 there are 512 in all, here and in kv_cache.
         kv_cache : torch.Tensor or pair of torch.Tensor
-            In place of ckv_cache and kpe_cache: both, or ``(num_pages, page_size, 576)``.
+            ``(num_pages, page_size, 576)``, or ``ckv_cache, kpe_cache`` of 512 and 64 columns,
+            which may lie beside each other in one tensor.
         ckv_scale : float, optional
             Factor of the latent columns of an FP8 cache.
         ckv_scale_arr : torch.Tensor, optional
             In place of it ``(num_pages, page_size, 4)`` float32, of 128 columns of a token each.
         kpe_scale : float, optional
             Factor of the RoPE columns of an FP8 cache.
-        o_scale : None
-            Of FP8 outputs, which cumla does not have.
+        kv_len, page_table, o_scale, sinks, skip_softmax_threshold_scale_factor, bmm1_scale, \
+bmm2_scale : None
+            Of FlashInfer's other backends.
 
         Returns
         -------
@@ -422,54 +470,76 @@ class BatchMLAPagedAttentionWrapper:
 
         Raises
         ------
-        NotImplementedError
-            For what cumla does not have; the message names the argument.
         RuntimeError
             There was no plan.
-        TypeError, ValueError, CumlaError
-            As `cumla.mla_attention`, in whose messages ``q`` is the query, ``kv_lens`` is
-            kv_len_arr or seq_lens, ``block_table`` is block_tables, ``kv_scale`` is kpe_scale, or
-            both scales, and ``kv_cache[2]`` is ckv_scale_arr, or what stands for ckv_scale.
+        TypeError
+            Query or cache are missing, come in two forms, or are no tensors.
+        ValueError
+            An argument does not fit the plan or the others, or belongs to another backend.
+        CumlaError
+            As `cumla.mla_attention`.
         """
-        _refuse(
-            profiler_buffer=profiler_buffer,
+        refuse(
+            _NO_KERNELS,
+            ValueError,
             kv_len=kv_len,
             page_table=page_table,
             o_scale=o_scale,
+            sinks=sinks,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
         )
+        if query is None or kv_cache is None:
+            self._warn("q_nope, q_pe, ckv_cache and kpe_cache", "pass query= and kv_cache=", 4)
         q = _one_form("query", query, q_nope=q_nope, q_pe=q_pe)
         cache = _one_form("kv_cache", kv_cache, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
-        if self._shape is None:
+        shape, form = self._shape, self._form
+        if shape is None or form is None:
             raise RuntimeError("run: needs a plan, got none; call plan() first")
+        wants_lse = bool(return_lse or lse is not None)
+        if wants_lse and not form.has_fixed_lse:
+            self._warn("an lse that plan() did not announce", "pass lse_mode= to plan()", 4)
+        _check_parts(("query", "q_nope", "q_pe"), q, "q_data_type", form)
+        _check_parts(("kv_cache", "ckv_cache", "kpe_cache"), cache, "kv_data_type", form)
+        if form.head_dim_kpe == 0:
+            q, cache = _with_rope(q, cache)
+        scales = {"ckv_scale": ckv_scale, "ckv_scale_arr": ckv_scale_arr, "kpe_scale": kpe_scale}
         kv_scale = None
-        if self._shape.cache_dtype == FP8:
-            cache, kv_scale = _with_scales(cache, ckv_scale, ckv_scale_arr, kpe_scale)
+        if shape.cache_dtype == _FP8:
+            cache, kv_scale = _with_scales(cache, **scales)
         else:
-            _refuse_scales(ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
-        plan = self._ready_plan(q, self._shape)
-        result = plan.run(
-            q,
-            cache,
-            self._arrays.get("block_table"),
-            kv_indices=self._arrays.get("kv_indices"),
-            softmax_scale=self._sm_scale,
-            kv_scale=kv_scale,
-            out=out,
-            lse=lse,
-        )
-        if return_lse or lse is not None:
-            if not return_lse_base_on_e:
-                result.lse.mul_(_LOG2_E)
-            mark_empty(result.lse)
-        return (result.out, result.lse) if return_lse else result.out
+            refuse(f"needs a plan with kv_data_type {_FP8}, got another", ValueError, **scales)
+        with _NAMES:
+            plan = self._ready_plan(q, shape)
+            state = plan.run(
+                q,
+                _with_a_page(cache),
+                self._arrays.get("block_table"),
+                kv_indices=self._arrays.get("kv_indices"),
+                softmax_scale=self._sm_scale,
+                kv_scale=kv_scale,
+                out=out,
+                lse=lse,
+            )
+        if wants_lse and not return_lse_base_on_e:
+            state.lse.mul_(_LOG2_E)
+        return tuple(state) if return_lse else state.out
 
     @property
     def _on_gpu(self) -> bool:
         return bool(self.device.type == "cuda")
 
+    def _warn(self, what: str, instead: str, stacklevel: int) -> None:
+        """Warn of what version 0.7 calls deprecated, once."""
+        if what not in self._warned:
+            self._warned.add(what)
+            message = f"FlashInfer deprecates {what}; {instead}"
+            warnings.warn(message, DeprecationWarning, stacklevel)
+
     def _staged(self, array: Any) -> Any:
         """Return it as int32, and where a copy to the GPU waits for nothing."""
-        array = as_int32(array)
+        array = array.int()
         return array.pin_memory() if self._on_gpu and array.device.type == "cpu" else array
 
     def _keep(self, arrays: dict[str, Any], shape: _Shape) -> None:
@@ -498,19 +568,18 @@ class BatchMLAPagedAttentionWrapper:
     def _ready_plan(self, q: Any, shape: _Shape) -> MLAAttentionPlan:
         """Return a plan whose schedule serves a run with this query, on the current stream."""
         part = q[0] if isinstance(q, tuple) else q
-        call = open_call((("query", part),))
-        made_for = (shape, part.shape[0])
+        made_for = shape, part.shape[0]
         if self._plan is None or made_for != self._made_for:
-            if self._plan is not None and self._use_cuda_graph:
+            if self._made_for is not None and self._use_cuda_graph:
                 raise ValueError(
-                    f"query: needs {self._plan.key.total_tokens} query tokens, as in the first run "
-                    f"of this wrapper, got {part.shape[0]}; with use_cuda_graph make a wrapper for "
-                    f"each number"
+                    f"query: needs {self._made_for[1]} query tokens, as in the first run of this "
+                    f"wrapper, got {part.shape[0]}; with use_cuda_graph make a wrapper for each "
+                    f"number"
                 )
-            self._plan = shape.make(part.shape[0], part)
-            self._made_for = made_for
-            self._captured = None
-        if self._captured != call.capturing or not self._plan.serves(call.stream):
+            options = shape._asdict()
+            self._plan = MLAAttentionPlan(total_tokens=part.shape[0], like=part, **options)
+            self._made_for, self._updated_on = made_for, None
+        if self._updated_on != _place("query", part):
             self._update()
         return self._plan
 
@@ -521,62 +590,88 @@ class BatchMLAPagedAttentionWrapper:
         """
         assert self._plan is not None
         arrays = self._arrays
-        self._plan.update(arrays["qo_indptr"], arrays["kv_lens"], arrays.get("kv_indptr"))
-        self._captured = open_call((("qo_indptr", arrays["qo_indptr"]),)).capturing
+        lengths = {"qo_indptr": arrays["qo_indptr"], "kv_indptr": arrays.get("kv_indptr")}
+        with _NAMES:
+            self._plan.update(arrays["kv_lens"], **lengths)
+        self._updated_on = _place("kv_len_arr", arrays["kv_lens"])
 
 
-def _refuse(**arguments: object) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"{name}: belongs to what cumla does not have under this name, FP8 outputs, "
-                f"profiling or other backends; leave it out, or import the wrapper from flashinfer"
-            )
+def _place(name: str, tensor: Any) -> tuple[int, bool]:
+    """Tell the stream of a call with a tensor, and whether it is being captured."""
+    call = open_call(((name, tensor),))
+    return call.stream, call.capturing
 
 
-def _refuse_scales(**arguments: object) -> None:
-    for name, value in arguments.items():
-        if value is not None:
+def _check_parts(names: tuple[str, str, str], value: Any, planned: str, form: _Form) -> None:
+    """Check the dtype and the columns of a packed tensor, or of a pair, against the plan."""
+    whole, *parts = names
+    dtype = getattr(form, planned)
+    given = {whole: (value, _CKV + form.head_dim_kpe)}
+    if isinstance(value, tuple):
+        if len(value) != 2:
+            raise ValueError(f"{whole}: needs a tensor or a pair, got {len(value)}; pass {parts}")
+        given = dict(zip(parts, zip(value, (_CKV, form.head_dim_kpe), strict=True), strict=True))
+    for name, (part, columns) in given.items():
+        check_tensors(**{name: part})
+        if part.dtype != dtype:
             raise ValueError(
-                f"{name}: needs a plan with kv_data_type {FP8}, got one for 16-bit numbers; leave "
-                f"it out"
+                f"{name}: needs {planned} of the plan, {dtype}, got {part.dtype}; convert it, or "
+                f"plan for it"
+            )
+        if len(part.shape) != 3 or part.shape[2] != columns:
+            raise ValueError(
+                f"{name}: needs 3 axes, the last of {columns} columns, got shape "
+                f"{tuple(part.shape)}; reshape it, or plan for it"
             )
 
 
-def _with_scales(cache: Any, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any) -> tuple[Any, Any]:
-    """Return an FP8 cache as cumla takes it, and the factor of what has no scales in it."""
-    missing = "kpe_scale" if kpe_scale is None else "ckv_scale"
-    if kpe_scale is None or (ckv_scale is None and ckv_scale_arr is None):
-        raise ValueError(
-            f"{missing}: needs the factor of the FP8 cache, got None; pass kpe_scale, and "
-            f"ckv_scale or ckv_scale_arr (1.0 if the rows were not scaled)"
-        )
-    for name, scale in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
-        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
-            raise TypeError(
-                f"{name}: needs a number, got {type(scale).__qualname__}; a tensor on a GPU would "
-                f"have to be waited for, so pass float(...) of it once"
-            )
-        number_of(name, scale)
-    if ckv_scale_arr is None:
-        if ckv_scale == kpe_scale:
-            return cache, kpe_scale
-        first = cache[0] if isinstance(cache, tuple) else cache
-        torch = sys.modules["torch"]
-        shape, number = (*first.shape[:-1], SCALES), float(ckv_scale)
-        ckv_scale_arr = torch.full(shape, number, dtype=torch.float32, device=first.device)
+def _with_rope(q: Any, cache: Any) -> tuple[Any, Any]:
+    """Add RoPE columns where a model has none: 0 in the query, so that those read do not count.
+
+    Those of the cache are its first latent columns once more, which takes no memory.
+    """
+    (q, *_), (ckv, *_) = (x if isinstance(x, tuple) else (x,) for x in (q, cache))
+    return (q, q.new_zeros((*q.shape[:-1], _KPE))), (ckv, ckv[..., :_KPE])
+
+
+def _with_a_page(cache: Any) -> Any:
+    """Give a cache without pages one that nobody reads: there is nothing to attend to."""
     if not isinstance(cache, tuple):
-        cache = cache[..., :VALUE_DIM], cache[..., VALUE_DIM:]
-    return (*cache, ckv_scale_arr), kpe_scale
+        return cache if cache.shape[0] else cache.new_empty((1, *cache.shape[1:]))
+    return cache if cache[0].shape[0] else tuple(map(_with_a_page, cache))
 
 
-def _check_tensor(name: str, array: Any) -> None:
-    if not hasattr(array, "pin_memory"):
-        raise TypeError(
-            f"{name}: needs a tensor of PyTorch, got {type(array).__module__}."
-            f"{type(array).__qualname__}; convert it, or call cumla.mla_attention, which takes "
-            f"arrays of any framework"
+def _with_scales(cache: Any, *, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any) -> Any:
+    """Return an FP8 cache as cumla takes it, and the factor of what has no scales in it."""
+    if (ckv_scale is None) == (ckv_scale_arr is None):
+        raise ValueError(
+            f"ckv_scale: needs either it or ckv_scale_arr for an FP8 cache, got "
+            f"{'neither' if ckv_scale is None else 'both'}; pass ckv_scale=1.0 if the rows were "
+            f"not scaled"
         )
+    kpe_factor = _factor("kpe_scale", kpe_scale)
+    first = cache[0] if isinstance(cache, tuple) else cache
+    if ckv_scale_arr is None:
+        ckv_factor = _factor("ckv_scale", ckv_scale)
+        if ckv_factor == kpe_factor:
+            return cache, kpe_factor
+        torch = sys.modules["torch"]
+        ckv_scale_arr = torch.full(
+            (*first.shape[:-1], _SCALES), ckv_factor, dtype=torch.float32, device=first.device
+        )
+    parts = (first[..., :_CKV], cache[..., _CKV:]) if first is cache else cache
+    return (*parts, ckv_scale_arr), kpe_factor
+
+
+def _factor(name: str, scale: Any) -> float:
+    """Return a scale as a number, without waiting for a GPU."""
+    if scale is None or getattr(scale, "is_cuda", False):
+        got = "None" if scale is None else "a tensor on a GPU, which would have to be waited for"
+        raise ValueError(f"{name}: needs a number for an FP8 cache, got {got}; pass float(...)")
+    number = float(scale)
+    if not 0 < number < inf:
+        raise ValueError(f"{name}: needs a number above 0, got {scale}; quantise with such a one")
+    return number
 
 
 def _name(dtype: Any) -> str:
@@ -587,45 +682,62 @@ def _checked_dtypes(query: Any, cache: Any, output: Any) -> tuple[str, str]:
     """Return the names of the dtype of query and output, and of that of the cache."""
     name = _name(query)
     if name not in ("bfloat16", "float16"):
-        raise TypeError(
+        raise ValueError(
             f"q_data_type: needs bfloat16 or float16, got {query}; import the wrapper from "
             f"flashinfer for others"
         )
-    if cache != query and (name, _name(cache)) != ("bfloat16", FP8):
-        raise TypeError(
-            f"kv_data_type: needs q_data_type, {query}, or {FP8} beside bfloat16, got {cache}; "
+    if cache != query and (name, _name(cache)) != ("bfloat16", _FP8):
+        raise ValueError(
+            f"kv_data_type: needs q_data_type, {query}, or {_FP8} beside bfloat16, got {cache}; "
             f"keep the cache in that, or import the wrapper from flashinfer"
         )
     if output not in (None, query):
-        raise TypeError(
+        raise ValueError(
             f"output_dtype: needs q_data_type, {query}, got {output}; leave it out, and pass out= "
             f"of float32 to run() for an output that is not rounded"
         )
     return name, _name(cache)
 
 
+def _check_lengths(name: str, tensor: Any, axes: str) -> None:
+    with _NAMES:  # for the kind of the errors
+        check_tensors(**{name: tensor})
+        check_axes(name, tensor, axes)
+
+
 def _lengths_and_pages(metadata: Any) -> dict[str, Any]:
     """Take the tensors of one form, by cumla's names, and check their kinds and batch."""
+    if not hasattr(metadata, "kv_len_arr"):
+        raise TypeError(
+            f"metadata: needs all of {', '.join(_CSR.values())}, or all of "
+            f"{', '.join(_DENSE.values())}, got neither; make it with MLAPlanMetadata.csr or .dense"
+        )
     for theirs in (_CSR, _DENSE):
-        arrays: dict[str, Any] = {n: getattr(metadata, theirs[n], None) for n in theirs}
-        if any(array is None for array in arrays.values()):
-            continue
-        for name, array in arrays.items():
-            _check_tensor(theirs[name], array)
-            check_axes(theirs[name], array, *_AXES[name])
-        batch = arrays["kv_lens"].shape[0]
-        for name, array in arrays.items():
-            wanted = {"batch": batch, "batch + 1": batch + 1}.get(_AXES[name][0])
-            if wanted not in (None, array.shape[0]):
-                raise ValueError(
-                    f"{theirs[name]}: needs {wanted} entries with the {batch} requests of "
-                    f"{theirs['kv_lens']}, got {array.shape[0]}; describe the same requests"
-                )
-        return arrays
-    raise TypeError(
-        f"metadata: needs all of {', '.join(_CSR.values())}, or all of "
-        f"{', '.join(_DENSE.values())}, got neither; make it with MLAPlanMetadata.csr or .dense"
-    )
+        arrays = {name: getattr(metadata, theirs[name], None) for name in theirs}
+        missing = [theirs[name] for name, array in arrays.items() if array is None]
+        if not missing:
+            return _checked_batch(theirs, arrays)
+        if len(missing) < len(arrays):
+            break
+    raise ValueError(f"{missing[0]}: needs a tensor, got None; describe the pages of all requests")
+
+
+def _checked_batch(theirs: dict[str, str], arrays: dict[str, Any]) -> dict[str, Any]:
+    """Check that all describe the same requests; kv_indptr may go on after the last one."""
+    for name, array in arrays.items():
+        _check_lengths(theirs[name], array, _AXES[name])
+    batch = arrays["kv_lens"].shape[0]
+    if "kv_indptr" in arrays:
+        arrays["kv_indptr"] = arrays["kv_indptr"][: batch + 1]
+    for name, array in arrays.items():
+        axis = _AXES[name].partition(",")[0]
+        wanted = {"batch": batch, "batch + 1": batch + 1}.get(axis, array.shape[0])
+        if array.shape[0] != wanted:
+            raise ValueError(
+                f"{theirs[name]}: needs {wanted} entries with the {batch} requests of "
+                f"{theirs['kv_lens']}, got {array.shape[0]}; describe the same requests"
+            )
+    return arrays
 
 
 def _check_room(name: str, room: tuple[int, ...], shape: tuple[int, ...]) -> None:
@@ -642,11 +754,14 @@ def _check_room(name: str, room: tuple[int, ...], shape: tuple[int, ...]) -> Non
 def _one_form(name: str, whole: Any, **parts: Any) -> Any:
     """Return a packed tensor or a pair, however it was passed."""
     given = tuple(part for part in parts.values() if part is not None)
-    if whole is not None and not given:
-        return whole
     if whole is None and len(given) == len(parts):
         return given
+    if whole is not None and not given:
+        return tuple(whole) if isinstance(whole, list) else whole
+    both = " and ".join(parts)
+    if whole is None and given:
+        raise ValueError(f"{name}: needs both {both}, got one; pass the other, too")
     raise TypeError(
-        f"{name}: needs {name}= alone, or {' and '.join(parts)} together, got "
-        f"{len(given) + (whole is not None)} of the three; pass one form"
+        f"{name}: needs {name}= alone, or {both} together, got "
+        f"{'neither' if whole is None else 'both forms'}; pass one form"
     )

@@ -68,10 +68,12 @@ def quantize_fp8(
     Examples
     --------
     >>> import numpy as np
-    >>> values, scale = quantize_fp8(np.array([[448.0, -1.0], [0.5, 0.25]], np.float32))
-    >>> values.astype(float) * scale[:, None]
-    array([[448. ,  -1. ],
-           [  0.5 ,   0.25]])
+    >>> values, scale = quantize_fp8(np.array([[448, -1], [224, 3]], np.float32))
+    >>> scale
+    array([1. , 0.5], dtype=float32)
+    >>> values.astype(int)
+    array([[448,  -1],
+           [448,   6]])
     """
     bits, scale = quantized(x, power_of_two_scales)
     if out is None:

@@ -16,7 +16,7 @@ from tests.compat.flash_mla_example import StepInputs, load_example, make_inputs
 from tests.gpu.tools.process import run_fresh
 from tests.mla import tolerance
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 torch = pytest.importorskip("torch")
 
 LENGTHS = (1, 640, 63, 2000)
@@ -73,11 +73,26 @@ def check_step(record_figures: Callable[..., None]) -> CheckStep:
     return check
 
 
-def capture(step: Any, *arguments: Any) -> tuple[Any, Any]:
+def capture(step: Any, *arguments: Any, stream: Any = None) -> tuple[Any, Any]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         results = step(*arguments)
     return graph, results
+
+
+def layer_of(inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta) -> tuple[Any, Any]:
+    """Attention of the first layer."""
+    return flash_mla.flash_mla_with_kvcache(
+        inputs.queries[0],
+        inputs.caches[0],
+        inputs.block_table,
+        inputs.cache_seqlens,
+        512,
+        metadata,
+        None,
+        inputs.softmax_scale,
+        True,
+    )
 
 
 def replay(graph: Any, results: Any, inputs: StepInputs, lengths: tuple[int, ...]) -> None:
@@ -159,27 +174,53 @@ def test_two_graphs_that_share_a_pool(check_step: CheckStep) -> None:
 def test_metadata_warmed_up_eagerly_then_captured(check_step: CheckStep) -> None:
     """The schedule of the eager call serves the graph, as long as the lengths stay."""
     inputs = make_inputs(LENGTHS, max_pages=MAX_PAGES, layers=1, device="cuda")
-    metadata, num_splits = flash_mla.get_mla_metadata()
-
-    def step() -> Any:
-        return flash_mla.flash_mla_with_kvcache(
-            inputs.queries[0],
-            inputs.caches[0],
-            inputs.block_table,
-            inputs.cache_seqlens,
-            512,
-            metadata,
-            num_splits,
-            inputs.softmax_scale,
-            True,
-        )
-
-    out, lse = step()
-    graph, results = capture(step)
+    metadata, _ = flash_mla.get_mla_metadata()
+    out, lse = layer_of(inputs, metadata)
+    graph, results = capture(layer_of, inputs, metadata)
     replay(graph, results, inputs, LENGTHS)
     check_step([results[0]], [results[1]], inputs)
     assert torch.equal(out, results[0])
     assert torch.equal(lse, results[1])
+
+
+def test_a_graph_outlives_calls_on_other_streams(check_step: CheckStep) -> None:
+    """The kept metadata object keeps the schedule that a graph reads, whatever it served since."""
+    inputs = make_inputs(LENGTHS, max_pages=MAX_PAGES, layers=1, device="cuda")
+    metadata, _ = flash_mla.get_mla_metadata()
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        layer_of(inputs, metadata)
+    stream.synchronize()
+    graph, results = capture(layer_of, inputs, metadata, stream=stream)
+    layer_of(inputs, metadata)  # on the default stream
+    torch.cuda.synchronize()
+    sizes = range(9, 24)  # memory of the size of any freed schedule is somebody else's now
+    with torch.cuda.stream(stream):
+        others = [
+            torch.full((1 << size,), 0xA5, dtype=torch.uint8, device="cuda")
+            for size in sizes
+            for _ in range(3)
+        ]
+    torch.cuda.synchronize()
+    replay(graph, results, inputs, LENGTHS)
+    check_step([results[0]], [results[1]], inputs)
+    assert all(bool((other == 0xA5).all()) for other in others)
+
+
+def test_a_captured_schedule_serves_no_call_outside(check_step: CheckStep) -> None:
+    """The first call was only captured, on the stream of the calls that follow it."""
+    inputs = make_inputs(LENGTHS, max_pages=MAX_PAGES, layers=1, device="cuda")
+    metadata, _ = flash_mla.get_mla_metadata()
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    graph, results = capture(layer_of, inputs, metadata, stream=stream)
+    with torch.cuda.stream(stream):
+        for out, lse in (layer_of(inputs, metadata), layer_of(inputs, metadata)):
+            check_step([out], [lse], inputs)
+        for lengths in (LATER_LENGTHS[0], LENGTHS):
+            replay(graph, results, inputs, lengths)
+            check_step([results[0]], [results[1]], inputs)
 
 
 def test_not_causal_and_scaled_by_the_head_dim_unless_told(check_step: CheckStep) -> None:
@@ -215,7 +256,7 @@ def test_a_side_stream_of_torch(check_step: CheckStep) -> None:
 FRESH_PROCESS = """\
 import torch
 import cumla
-from tests.flash_mla_example import load_example, make_inputs
+from tests.compat.flash_mla_example import load_example, make_inputs
 
 inputs = make_inputs((1, 640, 63, 2000), max_pages=33, device="cuda")
 torch.cuda.synchronize()

@@ -11,8 +11,8 @@ from cumla.cli import main
 
 KERNELS = (
     "append_cache",
-    "mla_attention_schedule",
-    "mla_schedule",
+    "ragged_schedule",
+    "schedule",
     "mla_decode",
     "mla_decode_swapped",
 )

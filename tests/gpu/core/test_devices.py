@@ -25,11 +25,11 @@ KERNELS = (
     "append_fp8_cache",
     "append_indexer_cache",
     "merge_states",
-    "mla_attention_schedule",
+    "ragged_schedule",
     "mla_decode",
     "mla_decode_fp8",
     "mla_decode_swapped",
-    "mla_schedule",
+    "schedule",
     "mqa_logits",
     "paged_mqa_logits",
     "paged_mqa_schedule",
@@ -46,9 +46,6 @@ def _two_gpus() -> None:
     if cp.cuda.runtime.getDeviceCount() <= OTHER:
         pytest.skip("needs two GPUs")
     cp.cuda.Device(0).use()  # whatever another framework has left current
-    for device in (0, OTHER):
-        cumla.prepare(device)
-    assert cp.cuda.Device().id == 0
 
 
 class OnOther:
@@ -68,7 +65,7 @@ class OnOther:
 
 def on_gpu(host: Problem, xp: Any = cp) -> Problem:
     """A problem of packed NumPy arrays as one of CuPy's."""
-    arrays = ("q_bits", "kv_bits", "block_table", "cache_seqlens")
+    arrays = ("q_bits", "kv_bits", "block_table", "kv_lens")
     there = {name: xp.asarray(np.ascontiguousarray(getattr(host, name))) for name in arrays}
     dtype = host.case.dtype
     q, kv_cache = typed(there["q_bits"], dtype), typed(there["kv_bits"], dtype)
@@ -149,7 +146,7 @@ def test_torch_on_the_other_gpu(current: int) -> None:
         arrays = [to_torch(torch, array) for array in problem.arrays]
         plan = cumla.MLADecodePlan.from_arrays(*arrays[:2])
         plan.update(arrays[3])
-        results = [cumla.mla_decode(*arrays), plan.run(*arrays)]
+        results = [cumla.mla_decode(*arrays), plan.run(*arrays[:3])]
         with torch.cuda.stream(torch.cuda.Stream(OTHER)):
             torch.cuda.current_stream(OTHER).wait_stream(torch.cuda.default_stream(OTHER))
             results.append(cumla.mla_decode(*arrays))
@@ -190,8 +187,8 @@ def test_a_plan_between_streams_of_the_other_gpu() -> None:
         cp.cuda.Device().synchronize()
     plan = cumla.MLADecodePlan.from_arrays(problem.q, problem.kv_cache)
     for stream in streams * 3:
-        plan.update(problem.cache_seqlens, stream=stream)
-        out, lse = plan.run(*problem.arrays, stream=stream)
+        plan.update(problem.kv_lens, stream=stream)
+        out, lse = plan.run(*problem.inputs, stream=stream)
         stream.synchronize()
         from_other(host, out, lse)
     assert cp.cuda.Device().id == 0
@@ -207,14 +204,14 @@ def test_a_graph_on_the_other_gpu() -> None:
         cp.cuda.Device().synchronize()
     plan = cumla.MLADecodePlan.from_arrays(problem.q, problem.kv_cache)
     outputs = {"out": typed(out, CUT.dtype), "lse": lse, "stream": stream}
-    plan.update(problem.cache_seqlens, stream=stream)
-    plan.run(*problem.arrays, **outputs)
+    plan.update(problem.kv_lens, stream=stream)
+    plan.run(*problem.inputs, **outputs)
     stream.synchronize()
     with cp.cuda.Device(OTHER), stream:
         stream.begin_capture()
         with cp.cuda.Device(0):
-            plan.update(problem.cache_seqlens, stream=stream)
-            plan.run(*problem.arrays, **outputs)
+            plan.update(problem.kv_lens, stream=stream)
+            plan.run(*problem.inputs, **outputs)
         graph = stream.end_capture()
         out[...], lse[...] = 0xFFFF, np.nan
         graph.launch(stream)
@@ -248,7 +245,8 @@ def test_two_gpus_at_once() -> None:
 
 
 def test_kernels_prepared_for_the_other_gpu() -> None:
-    cumla.prepare(OTHER, dtypes=["float16"])
+    cumla.MLADecodePlan(3, 1, 16, dtype="float16", device=OTHER).prepare()
+    cumla.prepare(cumla.merge_attention_states, device=OTHER)
     assert cp.cuda.Device().id == 0
     host = make_problem(np, replace(CUT, dtype="float16"), LENGTHS)
     from_other(host, *cumla.mla_decode(*on_gpu(host, OnOther()).arrays))
@@ -262,7 +260,7 @@ def test_a_plan_of_another_device() -> None:
     plan = cumla.MLADecodePlan(3, 1, 16, device=OTHER)
     assert cp.cuda.Device().id == 0
     with pytest.raises(ValueError, match="plan: made for CUDA device 1, got arrays on CUDA device"):
-        plan.update(problem.cache_seqlens)
+        plan.update(problem.kv_lens)
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -286,7 +284,7 @@ def test_outputs_and_a_scale_on_another_gpu() -> None:
     q = OnOther().asarray(problem.inputs["q"].view(np.uint16))
     table, lengths = (
         OnOther().asarray(problem.inputs["block_table"]),
-        OnOther().asarray(problem.lengths_of_plan["cache_seqlens"]),
+        OnOther().asarray(problem.lengths_of_plan["kv_lens"]),
     )
     scale = cp.ones((), dtype=np.float32)
     with pytest.raises(ValueError, match=r"kv_scale: .*CUDA device"):

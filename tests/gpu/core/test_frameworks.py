@@ -17,9 +17,9 @@ import cumla
 from tests.gpu.tools.arrays import bits_of, from_jax, from_torch, jax_arguments, to_torch
 from tests.gpu.tools.cases import Case
 from tests.gpu.tools.problem import Problem, make_problem, typed
-from tests.gpu.tools.refusals import REFUSALS, refused
+from tests.gpu.tools.refusals import REFUSALS, launches, refused
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
 
 DTYPES = ("bfloat16", "float16")
@@ -129,7 +129,7 @@ def test_a_torch_query_on_a_cupy_cache_still_being_written(torch: Any) -> None:
     late[...] = 0
     stream = cp.cuda.Stream(non_blocking=True)
     query = to_torch(torch, problem.q)
-    table, lengths = (to_torch(torch, a) for a in (problem.block_table, problem.cache_seqlens))
+    table, lengths = (to_torch(torch, a) for a in (problem.block_table, problem.kv_lens))
     cumla.mla_decode(query, typed(late, problem.case.dtype), table, lengths)
     cp.cuda.Device().synchronize()
     with stream:
@@ -254,8 +254,8 @@ def allocations() -> Iterator[list[int]]:
 def test_cpu_and_gpu_mixed(torch: Any) -> None:
     problem, host = a_problem(), make_problem(np, Case(batch=4, q_len=2, kv_len=1500))
     q, kv, table, lengths = problem.arrays
-    with pytest.raises(ValueError, match=r"cache_seqlens: .*CUDA device 0.*the CPU"):
-        cumla.mla_decode(q, kv, table, host.cache_seqlens)
+    with pytest.raises(ValueError, match=r"kv_lens: .*CUDA device 0.*the CPU"):
+        cumla.mla_decode(q, kv, table, host.kv_lens)
     with pytest.raises(ValueError, match=r"kv_cache: .*CUDA device 0.*the CPU"):
         cumla.mla_decode(q, host.kv_cache, table, lengths)
     with pytest.raises(ValueError, match=r"kv_cache: .*on the CPU, got .*CUDA device 0"):
@@ -295,6 +295,58 @@ def test_arguments_that_do_not_fit(change: str, error: type[Exception], message:
     assert sizes == []
 
 
+def freed(torch: Any, tensor: Any) -> Any:
+    """A tensor whose storage was given back, as FSDP does."""
+    copy = tensor.clone()
+    copy.untyped_storage().resize_(0)
+    return copy
+
+
+def wrapped(torch: Any, tensor: Any) -> Any:
+    """A tensor around others, as torchao's: it has no memory of its own."""
+
+    class Wrapper(torch.Tensor):  # type: ignore[misc]
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+            raise NotImplementedError(func)
+
+    return torch.Tensor._make_wrapper_subclass(
+        Wrapper, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+
+
+def negated(torch: Any, tensor: Any) -> Any:
+    """A view whose sign is only a flag."""
+    return torch._neg_view(tensor)
+
+
+@pytest.mark.parametrize("spoil", [freed, wrapped, negated])
+@pytest.mark.parametrize("name", ["q", "kv_cache", "block_table", "kv_lens", "out", "lse"])
+def test_tensors_that_do_not_mean_their_memory(torch: Any, name: str, spoil: Any) -> None:
+    """Refused before any launch, also where the same addresses have been seen before."""
+    problem = a_problem()
+    names = ("q", "kv_cache", "block_table", "kv_lens")
+    given = {n: to_torch(torch, a) for n, a in zip(names, problem.arrays, strict=True)}
+    given |= {n: torch.empty_like(x) for n, x in cumla.mla_decode(**given)._asdict().items()}
+    cumla.mla_decode(**given)
+    plan = cumla.MLADecodePlan.from_arrays(given["q"], given["kv_cache"])
+    plan.update(given["kv_lens"])
+    plan.run(**{n: x for n, x in given.items() if n != "kv_lens"})
+    torch.cuda.synchronize()
+    spoilt = given | {name: spoil(torch, given[name])}
+    with launches(forbidden=True):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
+            cumla.mla_decode(**spoilt)
+        lengths = spoilt.pop("kv_lens")
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
+            if name == "kv_lens":
+                plan.update(lengths)
+            plan.run(**spoilt)
+    result = cumla.mla_decode(**given)
+    torch.cuda.synchronize()
+    problem.check(from_torch(torch, result.out), from_torch(torch, result.lse))
+
+
 # --- check mode ----------------------------------------------------------------------------------
 
 
@@ -306,12 +358,12 @@ def test_check_mode_finds_bad_lengths_and_page_numbers(
     problem.check(*cumla.mla_decode(*problem.arrays))
     capacity = 64 * problem.table.shape[1]
     pages = problem.kv_bits.shape[0]
-    table, lengths = problem.block_table, problem.cache_seqlens
+    table, lengths = problem.block_table, problem.kv_lens
 
     for position, value in ((2, -1), (1, capacity + 1)):
         kept = int(lengths[position])
         lengths[position] = value
-        place = rf"cache_seqlens\[{position}\]: .*{capacity}, got {value}"
+        place = rf"kv_lens\[{position}\]: .*{capacity}, got {value}"
         with pytest.raises(ValueError, match=place):
             cumla.mla_decode(*problem.arrays)
         lengths[position] = kept
@@ -327,10 +379,10 @@ def test_check_mode_finds_bad_lengths_and_page_numbers(
     table[0, 3] = kept
     plan = cumla.MLADecodePlan.from_arrays(problem.q, problem.kv_cache)
     plan.update(lengths)
-    problem.check(*plan.run(*problem.arrays))
+    problem.check(*plan.run(*problem.inputs))
     table[0, 0] = -7
     with pytest.raises(ValueError, match=r"block_table\[0, 0\]: .*got -7"):
-        plan.run(*problem.arrays)
+        plan.run(*problem.inputs)
 
 
 def test_check_mode_says_that_it_cannot_look_into_a_capture(
@@ -338,7 +390,7 @@ def test_check_mode_says_that_it_cannot_look_into_a_capture(
 ) -> None:
     problem = a_problem()
     arrays = [to_torch(torch, array) for array in problem.arrays]
-    cumla.prepare()
+    cumla.MLADecodePlan(4, 2, 16).prepare()
     torch.cuda.synchronize()
     monkeypatch.setenv("CUMLA_CHECK", "1")
     graph = torch.cuda.CUDAGraph()

@@ -20,7 +20,7 @@ from tests.gpu.tools.cases import Case
 from tests.gpu.tools.problem import Problem, make_problem
 from tests.gpu.tools.process import run_fresh
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 MAY_SKIP = ("this JAX drops a buffer only when its readers are done",)
 cp: Any = pytest.importorskip("cupy")
 
@@ -30,7 +30,8 @@ def jax() -> Any:
     jax = pytest.importorskip("jax")
     if jax.default_backend() not in ("gpu", "cuda"):
         pytest.skip("needs JAX on the GPU")
-    cumla.prepare()
+    for heads in (16, 128):
+        cumla.MLADecodePlan(4, 2, heads).prepare()
     return jax
 
 
@@ -195,7 +196,7 @@ import os
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 import cumla
 import jax
-from tests.gpu.test_jax_lifetime import ready_arguments, slow_copy
+from tests.gpu.core.test_jax_lifetime import ready_arguments, slow_copy
 made = ready_arguments(jax, 0)
 held = cumla.mla_decode(*made)
 late = slow_copy(jax)(cumla.mla_decode(*made).out)

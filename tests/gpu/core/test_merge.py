@@ -351,7 +351,7 @@ def test_a_side_stream(count: int, how: str) -> None:
 def test_a_cupy_graph_replayed_with_new_values() -> None:
     first, second = (States(Case(9, 96, 512, form="stacked", seed=seed)) for seed in (1, 2))
     out, lse = outputs(first.case)
-    cumla.prepare()
+    cumla.prepare(cumla.merge_attention_states)
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.Device().synchronize()
     with stream:
@@ -381,7 +381,7 @@ def test_a_torch_graph(torch: Any, count: int) -> None:
     """Outputs, and what many partial results need between launches, come from its pool."""
     states = States(Case(count, 16, 512, form="stacked"))
     outs, lses = (to_torch(torch, array) for array in states.arguments)
-    cumla.prepare()
+    cumla.prepare(cumla.merge_attention_states)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -20,7 +20,7 @@ from tests.gpu.tools.cases import Case, by_every_kernel
 from tests.gpu.tools.problem import Problem, make_problem
 from tests.gpu.tools.repeats import count_differences, decode_by
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
 
 CASES = {

@@ -12,7 +12,11 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.launch.indexer.paged_mqa_schedule import PagedMQAKey, schedule_reference
+from cumla.launch.indexer.paged_mqa_schedule import (
+    PagedMQAKey,
+    schedule_reference,
+    visible_tokens,
+)
 from tests.compat.deep_gemm_example import load_example
 from tests.gpu.tools import kernels
 from tests.gpu.tools.arrays import from_jax
@@ -99,7 +103,7 @@ def test_prefill(sample: Sample, record_figures: Report) -> None:
     problem = Prefill(cp, *sample[:5], seed=sample.heads + sample.dim, padded=sample.padded)
     width, clean = width_of(problem, sample), "unclean" not in sample.mode
     out = Rows(cp, sample.seq_len, width or sample.seq_len_kv, sample.dtype)
-    result = cumla.mqa_logits(*problem.arrays, max_seqlen_k=width, clean=clean, out=out.array)
+    result = cumla.mqa_logits(*problem.arrays, max_kv_len=width or None, clean=clean, out=out.array)
     assert result is out.array
     record_figures(check_prefill(problem, result, width, clean))
     out.check_guards()
@@ -127,7 +131,9 @@ def test_prefill_of_the_whole_grid(
         longest = int((problem.end - problem.begin).max())
         for width in (0, max(1, longest)):
             logits = {
-                dtype: cumla.mqa_logits(*problem.arrays, max_seqlen_k=width, logits_dtype=dtype)
+                dtype: cumla.mqa_logits(
+                    *problem.arrays, max_kv_len=width or None, logits_dtype=dtype
+                )
                 for dtype in DTYPES
             }
             for dtype, got in logits.items():
@@ -211,7 +217,7 @@ def test_paged(step: Step, record_figures: Report) -> None:
     problem = Paged(cp, *step[:8], seed=step.batch + step.next_n)
     columns = int(problem.lengths.max()) + 11
     out = Rows(cp, step.batch * step.next_n, columns, step.dtype)
-    options = {"max_context_len": columns, "clean": step.clean}
+    options = {"max_kv_len": columns, "clean": step.clean}
     assert cumla.paged_mqa_logits(*problem.arrays, **options, out=out.array) is out.array
     most = 24 if step.mean < 65536 else 4
     record_figures(problem.check(out.array, clean=step.clean, most=most))
@@ -229,7 +235,7 @@ def test_paged_of_every_shape(
     heads: int, dim: int, next_n: int, page_size: int, record_figures: Report
 ) -> None:
     problem = Paged(cp, 7, next_n, 600, heads, dim, page_size)
-    logits = cumla.paged_mqa_logits(*problem.arrays, max_context_len=1000)
+    logits = cumla.paged_mqa_logits(*problem.arrays, max_kv_len=1000)
     record_figures(problem.check(logits))
 
 
@@ -237,7 +243,7 @@ def test_paged_of_every_shape(
 @pytest.mark.parametrize("form", FORMS)
 def test_paged_of_every_form(form: str, page_size: int) -> None:
     problem = Paged(cp, 9, 2, 900, 64, 128, page_size, False, form)
-    problem.check(cumla.paged_mqa_logits(*problem.arrays, max_context_len=1300))
+    problem.check(cumla.paged_mqa_logits(*problem.arrays, max_kv_len=1300))
 
 
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
@@ -261,9 +267,9 @@ def test_paged_against_what_was_quantised(
         quantised_q,
         cache,
         cp.asarray(weights) * q_scale.reshape(-1, heads),
-        cp.asarray(lengths),
         cp.asarray(table),
-        max_context_len=2048,
+        cp.asarray(lengths),
+        max_kv_len=2048,
     )
     by_request = weights.reshape(5, next_n, heads)
     wanted = np.concatenate([unquantised(*one) for one in zip(q, k, by_request, strict=True)])
@@ -289,10 +295,8 @@ def test_paged_beyond_32_bits(form: str, record_figures: Report) -> None:
         strides = (page_bytes, 128, 1)
         keys = cp.lib.stride_tricks.as_strided(memory, (num_pages, 64, 128), strides)
         cache = typed(keys), memory.view(cp.float32)[:, 64 * 32 :]
-    q, _, weights, lengths, _ = problem.arrays
-    logits = cumla.paged_mqa_logits(
-        q, cache, weights, lengths, cp.asarray(table), max_context_len=1300
-    )
+    q, _, weights, _, lengths = problem.arrays
+    logits = cumla.paged_mqa_logits(q, cache, weights, cp.asarray(table), lengths, max_kv_len=1300)
     record_figures(problem.check(logits))
 
 
@@ -300,9 +304,7 @@ def test_paged_beyond_32_bits(form: str, record_figures: Report) -> None:
 def test_paged_of_fewer_columns_than_tokens(clean: bool) -> None:
     problem = Paged(cp, 9, 2, 900)
     out = Rows(cp, 18, 333, "float32")
-    logits = cumla.paged_mqa_logits(
-        *problem.arrays, max_context_len=333, clean=clean, out=out.array
-    )
+    logits = cumla.paged_mqa_logits(*problem.arrays, max_kv_len=333, clean=clean, out=out.array)
     problem.check(logits, clean=clean)
     out.check_guards()
 
@@ -312,9 +314,8 @@ def test_paged_of_fewer_columns_than_tokens(clean: bool) -> None:
 def test_paged_with_nothing_to_see(next_n: int, batch: int) -> None:
     for lengths in (np.zeros(batch, np.int64), np.full(batch, -7)):
         problem = Paged(cp, batch, next_n, 0, lengths=np.zeros(batch, np.int64))
-        q, cache, weights, _, table = problem.arrays
         given = cp.asarray(lengths.astype(np.int32))
-        logits = cumla.paged_mqa_logits(q, cache, weights, given, table, max_context_len=70)
+        logits = cumla.paged_mqa_logits(*problem.inputs, given, max_kv_len=70)
         assert bool(cp.isneginf(logits).all())
 
 
@@ -338,9 +339,8 @@ def test_paged_of_garbage() -> None:
     )
     width = 16 * problem.max_pages + 5
     wanted = cumla.reference.paged_mqa_logits(*host, max_kv_len=width)
-    q, cache, weights, _, _ = problem.arrays
-    tables = (cp.asarray(host[4]), cp.asarray(table))
-    got = cumla.paged_mqa_logits(q, cache, weights, *tables, max_context_len=width).get()
+    there = (cp.asarray(array) for array in host[3:])
+    got = cumla.paged_mqa_logits(*problem.inputs[:3], *there, max_kv_len=width).get()
     assert (np.isneginf(got) == np.isneginf(wanted)).all()
     visible = ~np.isneginf(wanted)
     np.testing.assert_allclose(got[visible], wanted[visible], rtol=1e-3, atol=1e-2)
@@ -351,10 +351,10 @@ def test_paged_of_garbage() -> None:
 def test_the_schedule_equals_its_mirror(batch: int, per_row: bool) -> None:
     max_pages, next_n = 200, 3
     sms = cp.cuda.Device().attributes["MultiProcessorCount"]
-    nbytes = cumla.PagedMQALogitsPlan.workspace_bytes(batch, next_n, 64, 128, max_pages=max_pages)
+    options = {"max_pages": max_pages, "per_row_lens": per_row}
+    nbytes = cumla.PagedMQALogitsPlan.workspace_bytes(batch, next_n, 64, 128, **options)
     buffer = cp.full(nbytes, 0xFF, dtype=cp.uint8)
-    options = {"max_pages": max_pages, "per_row_lens": per_row, "workspace": buffer}
-    plan = cumla.PagedMQALogitsPlan(batch, next_n, 64, 128, **options)
+    plan = cumla.PagedMQALogitsPlan(batch, next_n, 64, 128, **options, workspace=buffer)
     key = PagedMQAKey(batch, next_n, 64, 128, 64, max_pages, per_row, sms)
     rng = np.random.default_rng(batch)
     shape = (batch, next_n) if per_row else (batch,)
@@ -366,9 +366,13 @@ def test_the_schedule_equals_its_mirror(batch: int, per_row: bool) -> None:
         rng.integers(-(2**31), 2**31 - 1, shape),
     ):
         buffer[...] = 0xFF
-        plan.update(cp.asarray(lengths.astype(np.int32)))
-        made = buffer.view(cp.int32).reshape(-1, 2)[: sms + 1].get()
-        np.testing.assert_array_equal(made, schedule_reference(key, lengths.astype(np.int32)))
+        lengths = lengths.astype(np.int32)
+        plan.update(cp.asarray(lengths))
+        words = buffer.view(cp.int32).get()
+        made, kept = words[: 2 * (sms + 1)].reshape(-1, 2), words[2 * (sms + 1) :]
+        np.testing.assert_array_equal(made, schedule_reference(key, lengths))
+        seen = visible_tokens(key, kept.reshape(shape))
+        np.testing.assert_array_equal(seen, visible_tokens(key, lengths))
 
 
 # --- the same bits --------------------------------------------------------------------------------
@@ -383,7 +387,7 @@ def test_twenty_repeats_have_the_same_bits(kind: str) -> None:
     else:
         step = Paged(cp, 33, 4 if "4" in kind else 1, 3000)
         columns = 4000
-        options = {"max_context_len": columns}
+        options = {"max_kv_len": columns}
         call = functools.partial(cumla.paged_mqa_logits, *step.arrays, **options)
         shape = (33 * step.next_n, columns)
     want, got = call(), cp.empty(shape, dtype=cp.float32)
@@ -401,13 +405,13 @@ def test_twenty_repeats_have_the_same_bits(kind: str) -> None:
 
 def test_a_request_has_the_same_bits_in_every_batch() -> None:
     problem = Paged(cp, 12, 2, 5000)
-    q, cache, weights, lengths, table = problem.arrays
-    whole = cumla.paged_mqa_logits(*problem.arrays, max_context_len=7000)
+    q, cache, weights, table, lengths = problem.arrays
+    whole = cumla.paged_mqa_logits(*problem.arrays, max_kv_len=7000)
     for b in (0, 5, 11):
         rows = slice(2 * b, 2 * b + 2)
         one = slice(b, b + 1)
         alone = cumla.paged_mqa_logits(
-            q[one], cache, weights[rows], lengths[one], table[one], max_context_len=7000
+            q[one], cache, weights[rows], table[one], lengths[one], max_kv_len=7000
         )
         assert same_bits(alone, whole[rows])
 
@@ -425,32 +429,34 @@ def test_prefill_rows_do_not_depend_on_their_neighbours() -> None:
 # --- plans, graphs and streams --------------------------------------------------------------------
 
 
+def plan_of(problem: Paged) -> cumla.PagedMQALogitsPlan:
+    q, cache, _, *others = problem.arrays
+    return cumla.PagedMQALogitsPlan.from_arrays(q, cache, *others)
+
+
 def test_a_plan_for_several_layers() -> None:
     lengths = ragged(np.random.default_rng(1), 20, 3000)
     layers = [Paged(cp, 20, 2, 3000, seed=seed, lengths=lengths) for seed in range(4)]
-    q, cache, _, context_lens, table = layers[0].arrays
-    plan = cumla.PagedMQALogitsPlan.from_arrays(q, cache, context_lens, table)
-    plan.update(context_lens)
+    plan = plan_of(layers[0])
+    plan.update(layers[0].kv_lens)
     for layer in layers:
-        layer.check(plan.run(*layer.arrays, max_context_len=4000))
-        wanted = cumla.paged_mqa_logits(*layer.arrays, max_context_len=4000)
-        assert same_bits(plan.run(*layer.arrays, max_context_len=4000), wanted)
+        layer.check(plan.run(*layer.inputs, max_kv_len=4000))
+        wanted = cumla.paged_mqa_logits(*layer.arrays, max_kv_len=4000)
+        assert same_bits(plan.run(*layer.inputs, max_kv_len=4000), wanted)
 
 
 def test_a_graph_serves_changing_lengths() -> None:
     problem = Paged(cp, 16, 2, 4000)
-    q, cache, weights, lengths, table = problem.arrays
-    lengths, out = lengths.copy(), cp.empty((32, 6000), dtype=cp.float32)
-    plan = cumla.PagedMQALogitsPlan.from_arrays(q, cache, lengths, table)
-    arrays = (q, cache, weights, lengths, table)
+    *inputs, lengths = problem.arrays
+    out = cp.empty((32, 6000), dtype=cp.float32)
+    plan = plan_of(problem)
+    plan.prepare()
     stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device().synchronize()
     with stream:
-        plan.update(lengths)
-        plan.run(*arrays, max_context_len=6000, out=out)
-        stream.synchronize()
         stream.begin_capture()
         plan.update(lengths)
-        plan.run(*arrays, max_context_len=6000, out=out)
+        plan.run(*inputs, max_kv_len=6000, out=out)
         graph = stream.end_capture()
     rng = np.random.default_rng(2)
     for _ in range(5):
@@ -460,9 +466,7 @@ def test_a_graph_serves_changing_lengths() -> None:
         cp.cuda.Device().synchronize()
         graph.launch(stream)
         stream.synchronize()
-        eager = cumla.paged_mqa_logits(
-            q, cache, weights, cp.asarray(now), table, max_context_len=6000
-        )
+        eager = cumla.paged_mqa_logits(*inputs, cp.asarray(now), max_kv_len=6000)
         assert same_bits(out, eager)
     problem.lengths, problem.seen = now, np.maximum(now[:, None] + np.array([-1, 0]), 0)
     problem.check(out)
@@ -496,22 +500,22 @@ def test_a_graph_of_a_prefill_serves_changing_ranges() -> None:
 def test_a_side_stream(how: str) -> None:
     """Lengths that are written there, and late, are seen; the call does not wait."""
     problem = Paged(cp, 16, 1, 2000)
-    q, cache, weights, lengths, table = problem.arrays
+    *inputs, lengths = problem.arrays
     out = cp.empty((16, 3000), dtype=cp.float32)
     late = cp.zeros_like(lengths)
-    cumla.paged_mqa_logits(q, cache, weights, late, table, max_context_len=3000, out=out)
+    arrays = (*inputs, late)
+    cumla.paged_mqa_logits(*arrays, max_kv_len=3000, out=out)
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.Device().synchronize()
-    arrays = (q, cache, weights, late, table)
     with stream:
         kernels.spin(100_000_000)
         late[...] = lengths
     if how == "current":
         with stream:
-            cumla.paged_mqa_logits(*arrays, max_context_len=3000, out=out)
+            cumla.paged_mqa_logits(*arrays, max_kv_len=3000, out=out)
     else:
         given = stream if how == "object" else stream.ptr
-        cumla.paged_mqa_logits(*arrays, max_context_len=3000, out=out, stream=given)
+        cumla.paged_mqa_logits(*arrays, max_kv_len=3000, out=out, stream=given)
     assert not stream.done, "the call waited for the device"
     stream.synchronize()
     problem.check(out)
@@ -520,7 +524,8 @@ def test_a_side_stream(how: str) -> None:
 def test_writing_and_scoring_in_turns() -> None:
     """Each kernel may start before the one ahead of it has ended: none may read or write early."""
     problem = Paged(cp, 8, 1, 640, lengths=np.full(8, 640))
-    q, cache, weights, lengths, table = problem.arrays
+    *inputs, lengths = problem.arrays
+    cache = inputs[1]
     used = problem.table[:, :10].astype(np.int64)
     slots = cp.asarray((used[:, :, None] * 64 + np.arange(64)).reshape(-1))
     rng = np.random.default_rng(4)
@@ -529,15 +534,15 @@ def test_writing_and_scoring_in_turns() -> None:
     for keys in contents:
         cumla.append_indexer_cache(keys, cache, slots)
         cp.cuda.Device().synchronize()
-        logits = cumla.paged_mqa_logits(q, cache, weights, lengths, table, max_context_len=700)
+        logits = cumla.paged_mqa_logits(*inputs, lengths, max_kv_len=700)
         cp.cuda.Device().synchronize()
         expected.append(logits)
-    plan = cumla.PagedMQALogitsPlan.from_arrays(q, cache, lengths, table)
+    plan = plan_of(problem)
     outs = [cp.empty((8, 700), dtype=cp.float32) for _ in range(40)]
     for i, out in enumerate(outs):
         cumla.append_indexer_cache(contents[i % 2], cache, slots)
         plan.update(lengths)
-        plan.run(q, cache, weights, lengths, table, max_context_len=700, out=out)
+        plan.run(*inputs, max_kv_len=700, out=out)
     for i, out in enumerate(outs):
         assert same_bits(out, expected[i % 2]), i
 
@@ -580,7 +585,7 @@ def to_jax(jax: Any, value: Any) -> Any:
 def problems() -> dict[str, tuple[Any, Callable[..., Any], dict[str, int]]]:
     """A problem of each kind, its function and what else that needs."""
     prefill = Prefill(cp, 60, 1000, 64, 128, "packed", padded=True)
-    columns = {"max_context_len": 1400}
+    columns = {"max_kv_len": 1400}
     return {
         "prefill": (prefill, cumla.mqa_logits, {}),
         "paged": (Paged(cp, 6, 2, 1000, form="padded"), cumla.paged_mqa_logits, columns),
@@ -650,13 +655,19 @@ def test_prefill_of_deep_gemms_example(torch: Any, record_figures: Report) -> No
     check_logits(cp, got, problem.expected(got.shape[1]), clean=False)
 
 
+def in_deep_gemms_order(torch: Any, problem: Paged) -> tuple[Any, ...]:
+    """Tensors, the lengths a copy and ahead of the table."""
+    *inputs, table, lengths = (to_torch(torch, array) for array in problem.arrays)
+    return *inputs, lengths.clone(), table
+
+
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize("next_n", [1, 2, 4])
 def test_decoding_of_deep_gemms_example(torch: Any, next_n: int, per_row: bool) -> None:
     """A schedule copied into a buffer that a graph reads, for other lengths at each replay."""
     problem = Paged(cp, 24, next_n, 3000, per_row=per_row)
-    tensors = [to_torch(torch, array) for array in problem.arrays]
-    tensors[3] = lengths = tensors[3].clone()
+    tensors = in_deep_gemms_order(torch, problem)
+    lengths = tensors[3]
     step = load_example().DecodeStep("cuda")
     step.update(lengths, 64)
     eager = step.run(*tensors, 4000, True)
@@ -685,8 +696,7 @@ def test_deep_gemms_number_of_multiprocessors(torch: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(deep_gemm, "_num_sms", None)
     whole = cp.cuda.Device().attributes["MultiProcessorCount"]
     assert deep_gemm.get_num_sms() == whole
-    problem = Paged(cp, 24, 2, 3000)
-    tensors = [to_torch(torch, array) for array in problem.arrays]
+    tensors = in_deep_gemms_order(torch, Paged(cp, 24, 2, 3000))
     results = []
     for sms in (whole, whole // 2, 1):
         deep_gemm.set_num_sms(sms)
@@ -701,12 +711,12 @@ def test_deep_gemms_number_of_multiprocessors(torch: Any, monkeypatch: pytest.Mo
 def test_check_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUMLA_CHECK", "1")
     problem = Paged(cp, 6, 1, 500, lengths=np.full(6, 500))
-    q, cache, weights, lengths, table = problem.arrays
-    problem.check(cumla.paged_mqa_logits(*problem.arrays, max_context_len=600))
+    q, cache, weights, table, lengths = problem.arrays
+    problem.check(cumla.paged_mqa_logits(*problem.arrays, max_kv_len=600))
     wrong = table.copy()
     wrong[2, 3] = problem.num_pages
     with pytest.raises(ValueError, match=rf"^block_table\[2, 3\]: .*got {problem.num_pages}"):
-        cumla.paged_mqa_logits(q, cache, weights, lengths, wrong, max_context_len=600)
+        cumla.paged_mqa_logits(q, cache, weights, wrong, lengths, max_kv_len=600)
     prefill = Prefill(cp, 5, 100, 8, 32, "causal")
     *given, ke = prefill.arrays
     ke[3] = 101

@@ -28,7 +28,7 @@ POISON = 0xFF  # a NaN of every type here
 
 @pytest.fixture(autouse=True)
 def _settled() -> None:
-    cumla.prepare()
+    cumla.prepare(cumla.append_indexer_cache, cumla.quantize_fp8)
     cp.cuda.Device().synchronize()
 
 

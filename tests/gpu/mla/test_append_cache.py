@@ -460,7 +460,7 @@ def test_offsets_beyond_32_bits() -> None:
 
 @pytest.fixture(autouse=True)
 def _settled() -> None:
-    cumla.prepare()
+    cumla.prepare(cumla.append_mla_cache)
     cp.cuda.Device().synchronize()
 
 
@@ -531,12 +531,12 @@ def test_writing_and_attending_in_turns() -> None:
         expected.append(cumla.mla_decode(*problem.arrays))
         cp.cuda.Device().synchronize()
     plan = cumla.MLADecodePlan.from_arrays(problem.q, problem.kv_cache)
-    plan.update(problem.cache_seqlens)
+    plan.update(problem.kv_lens)
     outs = [cp.empty_like(expected[0].out) for _ in range(40)]
     lse = cp.empty_like(expected[0].lse)
     for i, out in enumerate(outs):
         cumla.append_mla_cache(bf16(contents[i % 2]), problem.kv_cache, **arguments)
-        plan.run(*problem.arrays, out=out, lse=lse)
+        plan.run(*problem.inputs, out=out, lse=lse)
     for i, out in enumerate(outs):
         assert bool((out.view(cp.uint16) == expected[i % 2].out.view(cp.uint16)).all()), i
 

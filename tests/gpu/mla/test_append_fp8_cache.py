@@ -76,7 +76,7 @@ def samples(count: int) -> list[Sample]:
 
 @pytest.fixture(autouse=True)
 def _settled() -> None:
-    cumla.prepare()
+    cumla.prepare(cumla.append_mla_cache)
     cp.cuda.Device().synchronize()
 
 
@@ -181,9 +181,9 @@ def test_grid(s: Sample) -> None:
     rows, host_rows = make_rows(s)
     scale: Any = np.array([0.037], np.float32) if s.scale == "array" else s.scale
     there = {name: cp.asarray(array) for name, array in places.items()}
-    there["scale"] = cp.asarray(scale) if s.scale == "array" else scale
     if scale is not None:
         places["kv_scale"] = scale
+        there["kv_scale"] = cp.asarray(scale) if s.scale == "array" else scale
     reference(host_rows, cache.view(cache.host), **places)
     cumla.append_mla_cache(rows, cache.view(cache.device), **there)
     cache.check()
@@ -213,7 +213,7 @@ def test_rotations(rows_dtype: str, form: str, interleaved: bool) -> None:
         cache.view(cache.device),
         cp.asarray(slots),
         q_pe=queries,
-        scale=scale,
+        kv_scale=scale,
         interleaved=interleaved,
         **there,
     )
@@ -278,7 +278,7 @@ def test_a_side_stream() -> None:
     with stream:
         kernels.spin(100_000_000)
         scale[...] = wanted
-        cumla.append_mla_cache(there, cache.view(cache.device), slots, scale=scale)
+        cumla.append_mla_cache(there, cache.view(cache.device), slots, kv_scale=scale)
     assert not stream.done, "the call waited for the device"
     stream.synchronize()
     reference(rows, cache.view(cache.host), np.arange(64), kv_scale=np.float32(0.01))
@@ -294,7 +294,7 @@ def test_a_graph_replayed_with_new_scales() -> None:
     cp.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
-        cumla.append_mla_cache(there, cache.view(cache.device), slots, scale=scale)
+        cumla.append_mla_cache(there, cache.view(cache.device), slots, kv_scale=scale)
         graph = stream.end_capture()
     for number in (0.5, 0.01, 3.0):
         scale[...] = number
@@ -317,7 +317,7 @@ def test_torch() -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        cumla.append_mla_cache(tensor, kv_cache, slots, scale=scale)
+        cumla.append_mla_cache(tensor, kv_cache, slots, kv_scale=scale)
         cumla.append_mla_cache(tensor, packed, slots)
     graph.replay()
     torch.cuda.synchronize()
@@ -336,7 +336,7 @@ def test_jax_rows_and_scale() -> None:
     rows = some_rows((40, HEAD_DIM), "bfloat16")
     cache = cp.full((3, 16, HEAD_DIM), POISON, dtype=cp.uint8)
     slots, scale = jax.numpy.arange(40, dtype="int32") + 3, jax.numpy.float32(0.02)
-    cumla.append_mla_cache(jax.numpy.asarray(rows), cache, slots, scale=scale)
+    cumla.append_mla_cache(jax.numpy.asarray(rows), cache, slots, kv_scale=scale)
     host = np.full((3, 16, HEAD_DIM), POISON, np.uint8)
     reference(rows, host, np.arange(40) + 3, kv_scale=np.float32(0.02))
     assert (cache.get() == host).all()

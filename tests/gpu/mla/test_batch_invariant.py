@@ -16,8 +16,9 @@ from cumla.launch.split.schedule import min_saving
 from tests.gpu.tools import kernels
 from tests.gpu.tools.cases import Case
 from tests.gpu.tools.problem import Problem, make_problem, typed
+from tests.gpu.tools.repeats import plan_of
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
 
 Array = Any
@@ -73,22 +74,19 @@ def chosen(problem: Problem, requests: Sequence[int], *, narrow: bool = False) -
         q_bits=q_bits,
         q=typed(q_bits, problem.case.dtype),
         block_table=cp.asarray(table),
-        cache_seqlens=cp.asarray(lengths),
+        kv_lens=cp.asarray(lengths),
     )
 
 
 def bits_of_call(problem: Problem, plan: cumla.MLADecodePlan | None = None) -> Array:
-    """Bits of out and lse, (batch, bytes): those of a request in one row."""
+    """Bits of out and lse of a call or a run, (batch, bytes): those of a request in one row."""
     out, lse = problem.outputs()
-    cumla.mla_decode(
-        *problem.arrays,
-        softmax_scale=problem.softmax_scale,
-        causal=problem.case.causal,
-        batch_invariant=True,
-        plan=plan,
-        out=out.array,
-        lse=lse.array,
-    )
+    options = {"softmax_scale": problem.softmax_scale, "out": out.array, "lse": lse.array}
+    if plan is None:
+        modes = {"causal": problem.case.causal, "batch_invariant": True}
+        cumla.mla_decode(*problem.arrays, **modes, **options)
+    else:
+        plan.run(*problem.inputs, **options)
     out.check_guards()
     lse.check_guards()
     return rows_of(out.bits, lse.bits)
@@ -99,15 +97,8 @@ def rows_of(*results: Array) -> Array:
     return cp.concatenate(list(rows), axis=1)
 
 
-def invariant_plan(problem: Problem, max_seqlen: int, **options: Any) -> cumla.MLADecodePlan:
-    return cumla.MLADecodePlan.from_arrays(
-        problem.q,
-        problem.kv_cache,
-        causal=problem.case.causal,
-        batch_invariant=True,
-        max_seqlen=max_seqlen,
-        **options,
-    )
+def invariant_plan(problem: Problem, max_kv_len: int, **options: Any) -> cumla.MLADecodePlan:
+    return plan_of(problem, batch_invariant=True, max_kv_len=max_kv_len, **options)
 
 
 def same(one: Array, other: Array) -> bool:
@@ -169,11 +160,11 @@ def test_a_plan_gives_the_bits_of_a_call(shape: Case) -> None:
     problem = pool_of(shape)
     wanted = bits_of_call(problem)
     longest = int(problem.lengths.max())
-    for max_seqlen in (longest, longest + 1, 2 * longest):
-        plan = invariant_plan(problem, max_seqlen)
-        plan.update(problem.cache_seqlens)
+    for max_kv_len in (longest, longest + 1, 2 * longest):
+        plan = invariant_plan(problem, max_kv_len)
+        plan.update(problem.kv_lens)
         for _ in range(2):
-            assert same(bits_of_call(problem, plan), wanted), max_seqlen
+            assert same(bits_of_call(problem, plan), wanted), max_kv_len
 
 
 def test_more_requests_than_threads_of_the_schedule() -> None:
@@ -196,13 +187,13 @@ def test_a_graph_whose_lengths_change(shape: Case) -> None:
     plan = invariant_plan(problem, longest)
     out, lse = problem.outputs()
     stream = cp.cuda.Stream(non_blocking=True)
-    cumla.prepare()
+    plan.prepare()
     cp.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
-        plan.update(problem.cache_seqlens)
+        plan.update(problem.kv_lens)
         plan.run(
-            *problem.arrays,
+            *problem.inputs,
             softmax_scale=problem.softmax_scale,
             out=out.array,
             lse=lse.array,
@@ -216,7 +207,7 @@ def test_a_graph_whose_lengths_change(shape: Case) -> None:
         [3 * each, 1, 3 * each + 1],
     ):
         problem.lengths = np.array(lengths, np.int32)
-        problem.cache_seqlens.set(problem.lengths)
+        problem.kv_lens.set(problem.lengths)
         out.repoison()
         lse.repoison()
         cp.cuda.Device().synchronize()
@@ -243,7 +234,7 @@ def test_20_repeats_agree_bit_for_bit(shape: Case) -> None:
         case.heads,
         num_kv_heads=case.kv_heads,
         batch_invariant=True,
-        max_seqlen=longest,
+        max_kv_len=longest,
     )
     workspace = cp.empty(nbytes, dtype=cp.uint8)
     plan = invariant_plan(problem, longest, workspace=workspace)
@@ -253,7 +244,7 @@ def test_20_repeats_agree_bit_for_bit(shape: Case) -> None:
     for seed in range(20):
         with other:
             kernels.noise(seed)
-        plan.update(problem.cache_seqlens)
+        plan.update(problem.kv_lens)
         workspace[plan.key.layout.partial_lse :] = 0xFF
         assert same(bits_of_call(problem, plan), wanted), seed
     other.synchronize()
@@ -266,11 +257,11 @@ def test_requests_beyond_max_seqlen_are_cut_off() -> None:
     """At the next multiple of 64 tokens; garbage lengths stay inside of the cache, too."""
     problem = make_problem(cp, Case(batch=6, heads=16, q_len=2), np.full(6, 2048))
     lengths = np.array([1000, 1001, 2048, 2**31 - 1, -5, 7], np.int32)
-    problem.cache_seqlens.set(lengths)
+    problem.kv_lens.set(lengths)
     plan = invariant_plan(problem, 1001)
-    plan.update(problem.cache_seqlens)
+    plan.update(problem.kv_lens)
     out, lse = problem.outputs()
-    plan.run(*problem.arrays, out=out.array, lse=lse.array)
+    plan.run(*problem.inputs, out=out.array, lse=lse.array)
     cut = np.clip(lengths, 0, 1024)
     problem.check(out.array, lse.array, problem.expected(cut))
     out.check_guards()

@@ -28,7 +28,7 @@ from tests.gpu.tools.fp8_problem import (
 from tests.gpu.tools.problem import Guarded, typed
 from tests.mla.fp8_arrays import FORMS, FP8, SCALED
 
-KERNELS = ("mla_schedule", "mla_attention_schedule", "mla_decode_fp8")
+KERNELS = ("schedule", "ragged_schedule", "mla_decode_fp8")
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]
@@ -232,7 +232,7 @@ def test_lengths_are_clamped(form: str, page_size: int, heads: int) -> None:
     case = Fp8Case(batch=4, q_len=2, heads=heads, form=form, page_size=page_size)
     problem = make_fp8(cp, case, lengths)
     wrong = np.array([2**31 - 1, -5, 200, longest + 1], dtype=np.int32)
-    problem.cache_seqlens = cp.asarray(wrong)
+    problem.kv_lens = cp.asarray(wrong)
     problem.block_table = cp.ascontiguousarray(problem.block_table[:, :columns])
     attend_and_check(problem)
 
@@ -381,7 +381,7 @@ def test_batch_invariant(form: str, heads: int, record_figures: Report) -> None:
             case=dataclasses.replace(case, batch=len(requests)),
             q=typed(problem.q_bits[index], "bfloat16"),
             block_table=problem.block_table[index],
-            cache_seqlens=problem.cache_seqlens[index],
+            kv_lens=problem.kv_lens[index],
         )
         got = run(some, batch_invariant=True)
         for a, b in zip(got, whole, strict=True):
@@ -491,7 +491,6 @@ def test_columns_of_one_page_for_all(operation: str) -> None:
 @every_operation
 def test_a_plan_and_a_graph_of_broadcast_scales(operation: str, page_size: int) -> None:
     """Their kernel, not that of other caches with such pages, is among those made ready."""
-    cumla.prepare(fp8_caches=True)
     case = Fp8Case(form="scales", batch=2, page_size=page_size, operation=operation)
     problem = with_one_row_of_scales(make_fp8(cp, case))
     plan = problem.plan()
@@ -504,7 +503,6 @@ def test_a_plan_and_a_graph_of_broadcast_scales(operation: str, page_size: int) 
 @every_operation
 def test_a_graph_replayed_with_new_factors(operation: str, form: str) -> None:
     """They are read when the kernel runs: nothing on the host looks at them."""
-    cumla.prepare(fp8_caches=True)
     case = Fp8Case(batch=3, form=form, operation=operation, kv_scale="array")
     problem = make_fp8(cp, case)
     captured = CapturedRun(problem, problem.plan())
@@ -550,12 +548,11 @@ def test_a_plan_serves_every_form(operation: str) -> None:
 @pytest.mark.parametrize("heads", [8, 128])
 @every_operation
 def test_a_graph_serves_changing_lengths(operation: str, heads: int, form: str) -> None:
-    cumla.prepare(fp8_caches=True)
     case = Fp8Case(batch=4, q_len=2, heads=heads, form=form, operation=operation)
     problem = make_fp8(cp, case, np.full(4, 3000))
     captured = CapturedRun(problem, problem.plan())
     for later in ([3000] * 4, [1, 3000, 64, 0], [0] * 4, [2999, 65, 3000, 700]):
-        problem.cache_seqlens[...] = cp.asarray(np.array(later, np.int32))
+        problem.kv_lens[...] = cp.asarray(np.array(later, np.int32))
         check(problem, captured.replay(), expected=problem.expected(np.array(later)))
 
 
@@ -623,7 +620,7 @@ def test_rows_that_were_appended_are_attended_to(
     requests = np.repeat(np.arange(3), lengths)
     tokens = np.arange(len(rows)) - problem.begins[requests]
     slots = problem.table[requests, tokens // page_size].astype(np.int64) * page_size
-    arguments = {"scale": FACTOR} if form in SCALED else {}
+    arguments = {"kv_scale": FACTOR} if form in SCALED else {}
     bits = cp.asarray(rows.astype(ml_dtypes.bfloat16).view(np.uint16))
     cumla.append_mla_cache(
         bits.view(ml_dtypes.bfloat16),
@@ -679,6 +676,8 @@ def test_torch(operation: str, form: str) -> None:
     tensors = {
         name: tuple(to_torch(torch, part) for part in value)
         if isinstance(value, tuple)
+        else None
+        if value is None
         else to_torch(torch, value)
         for name, value in (problem.lengths_of_plan | problem.inputs).items()
     }
@@ -712,7 +711,7 @@ def test_jax(form: str) -> None:
         assert cache[0].dtype == FP8
     q, table, lengths = (
         jax.numpy.asarray(as_host(array))
-        for array in (problem.q, problem.block_table, problem.cache_seqlens)
+        for array in (problem.q, problem.block_table, problem.kv_lens)
     )
     result = cumla.mla_decode(
         q,

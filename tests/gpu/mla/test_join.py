@@ -21,7 +21,7 @@ from tests.gpu.tools.cases import SPLIT_CASES, Case, by_every_kernel
 from tests.gpu.tools.problem import PAGE_SIZE, Problem, make_problem
 from tests.gpu.tools.repeats import Repeats, count_differences, decode_by, wait_for
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]
@@ -43,7 +43,6 @@ def most_pieces(problem: Problem) -> int:
 
 def undisturbed(problem: Problem, variant: str | None = None) -> tuple[Any, Any]:
     """Bits of out and lse by the kernel as it is."""
-    cumla.prepare()
     result = decode_by(variant, problem)
     problem.check(*result)
     out, lse = problem.outputs()
@@ -225,7 +224,7 @@ def test_a_graph_whose_requests_have_ever_other_numbers_of_pieces(case: Case) ->
     seen = set()
     for lengths in CHANGING * 2:
         problem.lengths = np.array(lengths, dtype=np.int32)
-        problem.cache_seqlens.set(problem.lengths)
+        problem.kv_lens.set(problem.lengths)
         seen.add(most_pieces(problem))
         out, lse = cumla.mla_decode(*problem.arrays)
         problem.check(out, lse)
@@ -246,12 +245,12 @@ def test_a_graph_of_runs_alone_after_updates_with_other_lengths(heads: int) -> N
     plan, stream = repeats.plan, repeats.stream
     with stream:
         stream.begin_capture()
-        plan.run(*problem.arrays, out=repeats.out.array, lse=repeats.lse.array)
+        plan.run(*problem.inputs, out=repeats.out.array, lse=repeats.lse.array)
         graph = stream.end_capture()
         for count, lengths in enumerate(CHANGING, start=1):
             problem.lengths = np.array(lengths, dtype=np.int32)
-            problem.cache_seqlens.set(problem.lengths)
-            plan.update(problem.cache_seqlens)
+            problem.kv_lens.set(problem.lengths)
+            plan.update(problem.kv_lens)
             for _ in range(count):
                 repeats.out.repoison()
                 repeats.lse.repoison()

@@ -25,7 +25,7 @@ from tests.gpu.tools.ragged_problem import (
     make_ragged,
 )
 
-KERNELS = ("mla_attention_schedule", "mla_decode")
+KERNELS = ("ragged_schedule", "mla_decode")
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]
@@ -50,7 +50,11 @@ def attend_and_check(problem: RaggedProblem, outputs: str = "given") -> dict[str
 
 def plan_of(problem: RaggedProblem, **options: Any) -> cumla.MLAAttentionPlan:
     return cumla.MLAAttentionPlan.from_arrays(
-        problem.q, problem.kv_cache, problem.qo_indptr, causal=problem.case.causal, **options
+        problem.q,
+        problem.kv_cache,
+        qo_indptr=problem.qo_indptr,
+        causal=problem.case.causal,
+        **options,
     )
 
 
@@ -152,7 +156,7 @@ def test_rows_that_see_nothing(heads: int) -> None:
         cumla.mla_attention(**problem.arguments, out=out.array, lse=lse.array)
         problem.check(out.array, lse.array)
         blind = lse.array[:197] if causal else lse.array[200:209]
-        assert bool((blind == np.inf).all())
+        assert bool((blind == -np.inf).all())
         problem.check_untouched(out, lse)
 
 
@@ -395,7 +399,6 @@ def test_a_plan_gives_the_bits_of_a_call(heads: int, paging: str) -> None:
         for _ in range(4):
             out, lse = run(plan, problem)
             assert_same_bits((out.array, lse.array), expected)
-        assert_same_bits(cumla.mla_attention(**problem.arguments, plan=plan), expected)
         assert bool((buffer[size:] == byte).all()), "memory behind the workspace was written"
 
 
@@ -446,10 +449,10 @@ LATER = (
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_graph_serves_whatever_lengths_the_arrays_hold(heads: int, paging: str) -> None:
     """At the same most requests and query tokens; rows of nobody stay as they are."""
-    cumla.prepare()
     case = Ragged(q_lens=(64,) * 4, kv_lens=(3000,) * 4, heads=heads, paging=paging)
     problem = make_ragged(cp, case)
     plan = plan_of(problem)
+    plan.prepare()
     out, lse = problem.outputs()
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.Device().synchronize()
@@ -548,7 +551,7 @@ def test_tensors_of_torch() -> None:
     torch = pytest.importorskip("torch")
     problem = make_ragged(cp, Ragged(paging="list", page_size=16, heads=32))
     arguments = {
-        name: to_torch(torch, value) if name != "causal" else value
+        name: to_torch(torch, value) if isinstance(value, cp.ndarray) else value
         for name, value in problem.arguments.items()
     }
     expected = cumla.mla_attention(**problem.arguments)

@@ -25,13 +25,13 @@ from tests.gpu.tools.problem import (
     typed,
 )
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]
 
 
-def decode(problem: Problem, **options: Any) -> cumla.MLADecodeResult:
+def decode(problem: Problem, **options: Any) -> cumla.AttentionState:
     return cumla.mla_decode(
         *problem.arrays,
         softmax_scale=problem.softmax_scale,
@@ -165,7 +165,7 @@ def test_lengths_are_clamped(heads: int) -> None:
     problem = make_problem(cp, Case(batch=6, heads=heads, q_len=2), true)
     problem.block_table = problem.block_table[:, :4]
     wrong = [2**31 - 1, -5, 200, -(2**31), 257, 1 << 30]
-    problem.cache_seqlens = cp.asarray(np.array(wrong, dtype=np.int32))
+    problem.kv_lens = cp.asarray(np.array(wrong, dtype=np.int32))
     decode_and_check(problem)
 
 
@@ -205,8 +205,8 @@ def test_strided_outputs_and_lengths(heads: int, record_figures: Report) -> None
     out = typed(base[:, :3, :heads, :VALUE_DIM], case.dtype)
     lse = cp.full((3, 3, heads), np.nan, dtype=cp.float32).transpose(0, 2, 1)
     spread = cp.full(6, -7, dtype=cp.int32)
-    spread[::2] = problem.cache_seqlens
-    problem.cache_seqlens = spread[::2]
+    spread[::2] = problem.kv_lens
+    problem.kv_lens = spread[::2]
     decode(problem, out=out, lse=lse)
     record_figures(problem.check(cp.ascontiguousarray(out), cp.ascontiguousarray(lse)))
     base[:, :3, :heads, :VALUE_DIM] = 0xFFFF
@@ -226,7 +226,7 @@ def test_one_output_given(given: str) -> None:
 @pytest.mark.parametrize("heads", [7, 9, 40])
 def test_inputs_are_left_alone(heads: int) -> None:
     problem = make_problem(cp, Case(batch=3, kv_len=500, heads=heads, q_len=2))
-    arrays = (problem.q_bits, problem.kv_bits, problem.block_table, problem.cache_seqlens)
+    arrays = (problem.q_bits, problem.kv_bits, problem.block_table, problem.kv_lens)
     before = [array.copy() for array in arrays]
     decode(problem)
     for array, copy in zip(arrays, before, strict=True):

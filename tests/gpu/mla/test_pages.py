@@ -22,7 +22,7 @@ from tests.gpu.tools.problem import (
     typed,
 )
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]
@@ -34,22 +34,19 @@ def run(
     kv_cache: Any,
     table: Any,
     outputs: list[Guarded] | None = None,
+    plan: cumla.MLADecodePlan | None = None,
     **options: Any,
 ) -> list[Guarded]:
-    """Decode into poisoned outputs."""
+    """Decode into poisoned outputs, by a call or a plan."""
     outputs = outputs or list(problem.outputs())
     for output in outputs:
         output.repoison()
-    cumla.mla_decode(
-        q,
-        kv_cache,
-        table,
-        problem.cache_seqlens,
-        causal=problem.case.causal,
-        out=outputs[0].array,
-        lse=outputs[1].array,
-        **options,
-    )
+    options |= {"out": outputs[0].array, "lse": outputs[1].array}
+    if plan is None:
+        options["causal"] = problem.case.causal
+        cumla.mla_decode(q, kv_cache, table, problem.kv_lens, **options)
+    else:
+        plan.run(q, kv_cache, table, **options)
     for output in outputs:
         output.check_guards()
     return outputs
@@ -167,7 +164,7 @@ def test_lengths_are_clamped(page_size: int, heads: int) -> None:
     problem = make_problem(cp, Case(batch=4, heads=heads, q_len=2), lengths)
     kv_cache, table = pages.cache_in(problem, page_size, "one")
     wrong = [2**31 - 1, -5, 200, longest + 1]
-    problem.cache_seqlens = cp.asarray(np.array(wrong, dtype=np.int32))
+    problem.kv_lens = cp.asarray(np.array(wrong, dtype=np.int32))
     narrow = cp.asarray(table)[:, :columns]
     got = run(problem, problem.q, kv_cache, narrow)
     problem.check(got[0].array, got[1].array)
@@ -198,7 +195,7 @@ def test_a_plan_serves_both_forms_of_arrays() -> None:
     kv_cache, table = pages.cache_in(problem, 16, "pair")
     whole, other_table = pages.cache_in(problem, 16, "one")
     plan = cumla.MLADecodePlan.from_arrays(pages.query_in(problem, "slices"), kv_cache)
-    plan.update(problem.cache_seqlens)
+    plan.update(problem.kv_lens)
     expected = run(problem, problem.q, problem.kv_cache, problem.block_table)
     for q, cache, numbers in (
         (pages.query_in(problem, "slices"), kv_cache, table),
@@ -209,4 +206,4 @@ def test_a_plan_serves_both_forms_of_arrays() -> None:
         for _ in range(2):  # the second time as a launch that is ready
             assert_same_bits(run(problem, q, cache, there, outputs, plan=plan), expected)
     with pytest.raises(ValueError, match=r"^plan: made for .* 16, .* 64"):
-        plan.run(*problem.arrays)
+        plan.run(*problem.inputs)

@@ -25,22 +25,17 @@ from tests.gpu.tools.parts import (
     places_table,
 )
 from tests.gpu.tools.problem import Problem, make_problem
+from tests.gpu.tools.repeats import plan_of
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
-
-
-def make_plan(problem: Problem, **options: Any) -> cumla.MLADecodePlan:
-    return cumla.MLADecodePlan.from_arrays(
-        problem.q, problem.kv_cache, causal=problem.case.causal, **options
-    )
 
 
 def run_and_check(plan: cumla.MLADecodePlan, problem: Problem) -> None:
     """Run once into poisoned outputs and compare."""
     out, lse = problem.outputs()
     result = plan.run(
-        *problem.arrays, softmax_scale=problem.softmax_scale, out=out.array, lse=lse.array
+        *problem.inputs, softmax_scale=problem.softmax_scale, out=out.array, lse=lse.array
     )
     assert result.out is out.array
     problem.check(out.array, lse.array)
@@ -151,14 +146,14 @@ def test_strided_lengths_are_read_with_their_stride() -> None:
 
 @pytest.mark.parametrize("batch", [1, 3, 128, 1025, 1500])
 @pytest.mark.parametrize(
-    ("q_len", "heads", "kv_heads", "max_seqlen"),
+    ("q_len", "heads", "kv_heads", "max_kv_len"),
     [(1, 16, 1, 9000), (3, 16, 1, 4097), (1, 128, 1, 20_000), (1, 64, 8, 1)],
 )
 def test_a_batch_invariant_schedule_equals_its_mirror(
-    batch: int, q_len: int, heads: int, kv_heads: int, max_seqlen: int
+    batch: int, q_len: int, heads: int, kv_heads: int, max_kv_len: int
 ) -> None:
     """Of one thread block and of many, with lengths that are clamped."""
-    options = {"num_kv_heads": kv_heads, "batch_invariant": True, "max_seqlen": max_seqlen}
+    options = {"num_kv_heads": kv_heads, "batch_invariant": True, "max_kv_len": max_kv_len}
     nbytes = cumla.MLADecodePlan.workspace_bytes(batch, q_len, heads, **options)
     buffer = cp.empty(nbytes, dtype=cp.uint8)
     plan = cumla.MLADecodePlan(batch, q_len, heads, workspace=buffer, **options)
@@ -177,13 +172,13 @@ def test_a_step_of_several_layers_and_then_longer_steps() -> None:
     layers = [
         make_problem(cp, Case(**{**vars(case), "seed": seed}), start + 200) for seed in range(3)
     ]
-    plan = make_plan(layers[0])
+    plan = plan_of(layers[0])
     for step in (0, 1, 2, 65, 200):
         lengths = (start + step).astype(np.int32)
         shared = cp.asarray(lengths)
         plan.update(shared)
         for layer in layers:
-            layer.lengths, layer.cache_seqlens = lengths, shared
+            layer.lengths, layer.kv_lens = lengths, shared
             run_and_check(plan, layer)
 
 
@@ -191,28 +186,26 @@ def test_the_lengths_of_the_last_update_count() -> None:
     problem = make_problem(cp, Case(batch=3), np.array([500, 20, 3000]))
     updated = np.array([130, 20, 2500], dtype=np.int32)
     lengths = cp.array(updated)
-    plan = make_plan(problem)
+    plan = plan_of(problem)
     plan.update(lengths)
-    lengths[...] = problem.cache_seqlens  # changed since: not what this run attends to
-    problem.cache_seqlens = lengths
+    lengths[...] = problem.kv_lens  # changed since: not what this run attends to
     out, lse = problem.outputs()
-    plan.run(*problem.arrays, out=out.array, lse=lse.array)
+    plan.run(*problem.inputs, out=out.array, lse=lse.array)
     problem.check(out.array, lse.array, problem.expected(updated))
 
 
 @pytest.mark.parametrize("page_size", [64, 1, 16, 128])
 @pytest.mark.parametrize("heads", [16, 32, 80])
-def test_other_lengths_than_those_of_the_update_are_safe(heads: int, page_size: int) -> None:
-    """Garbage lengths in run(), and a table too small for the lengths of the update."""
+def test_lengths_that_the_table_cannot_hold_are_safe(heads: int, page_size: int) -> None:
+    """A table too small for the lengths of the update."""
     problem = make_problem(cp, Case(batch=3, heads=heads), np.array([256, 256, 256]))
     if page_size != BLOCK_TOKENS:
         problem = pages.moved(problem, page_size)
-    plan = make_plan(problem)
+    plan = plan_of(problem)
     plan.update(cp.asarray(np.array([100_000, 2**31 - 1, -3], dtype=np.int32)))
     problem.block_table = problem.block_table[:, : 256 // page_size]
-    problem.cache_seqlens = cp.asarray(np.array([-1, 2**31 - 1, 77], dtype=np.int32))
     out, lse = problem.outputs()
-    plan.run(*problem.arrays, out=out.array, lse=lse.array)
+    plan.run(*problem.inputs, out=out.array, lse=lse.array)
     problem.check(out.array, lse.array, problem.expected(np.array([256, 256, 0])))
     out.check_guards()
     lse.check_guards()
@@ -220,16 +213,15 @@ def test_other_lengths_than_those_of_the_update_are_safe(heads: int, page_size: 
 
 @pytest.mark.parametrize("heads", [5, 20, 40])
 @pytest.mark.parametrize("causal", [True, False])
-def test_mla_decode_with_a_plan_gives_the_bits_of_one_without(causal: bool, heads: int) -> None:
+def test_a_plan_gives_the_bits_of_a_call(causal: bool, heads: int) -> None:
     """And so does a plan that is pinned to the kernel of the shape."""
     problem = make_problem(cp, Case(batch=4, q_len=3, heads=heads, kv_len=3000, causal=causal))
-    plan = make_plan(problem)
-    pinned = make_plan(problem, variant=plan.key.variant)
+    plan = plan_of(problem)
+    pinned = plan_of(problem, plan.key.variant)
     without = cumla.mla_decode(*problem.arrays, causal=causal)
     for planned in (plan, pinned):
-        planned.update(problem.cache_seqlens)
-        with_plan = cumla.mla_decode(*problem.arrays, causal=causal, plan=planned)
-        for one, other in zip(with_plan, without, strict=True):
+        planned.update(problem.kv_lens)
+        for one, other in zip(planned.run(*problem.inputs), without, strict=True):
             assert bool((bits_of(one) == bits_of(other)).all())
     problem.check(*without)
 
@@ -250,10 +242,10 @@ def test_plans_share_a_workspace_full_of_garbage() -> None:
     guard = 4096
     buffer = bytes_of_ones(max(sizes) + guard)
     workspace = buffer[: max(sizes)]
-    plans = [make_plan(problem, workspace=workspace) for problem in problems]
+    plans = [plan_of(problem, workspace=workspace) for problem in problems]
     for _ in range(2):
         for plan, problem in zip(plans, problems, strict=True):
-            plan.update(problem.cache_seqlens)
+            plan.update(problem.kv_lens)
             run_and_check(plan, problem)
     assert bool((buffer[-guard:] == 0xFF).all()), "memory behind the workspace was written"
 
@@ -290,7 +282,7 @@ def test_garbage_in_the_buffer_leads_nowhere(name: str, variant: str) -> None:
     case = GARBAGE_CASES[name]
     mode: dict[str, Any] = {}
     if name == "batch-invariant":
-        mode = {"batch_invariant": True, "max_seqlen": 3000}
+        mode = {"batch_invariant": True, "max_kv_len": 3000}
     problem = make_problem(cp, case)
     if name in GARBAGE_PAGES:
         problem = pages.moved(problem, GARBAGE_PAGES[name])
@@ -299,8 +291,7 @@ def test_garbage_in_the_buffer_leads_nowhere(name: str, variant: str) -> None:
     )
     guard = 4 << 20
     buffer = bytes_of_ones(nbytes + guard)
-    plan = make_plan(problem, variant=variant, workspace=buffer[:nbytes], **mode)
-    assert plan.key.variant == variant
+    plan = plan_of(problem, variant, workspace=buffer[:nbytes], **mode)
     layout = plan.key.layout
     pieces = buffer[layout.partial_lse : nbytes].view(np.uint32)
     before = [problem.q_bits.copy(), problem.kv_bits.copy()]
@@ -313,19 +304,19 @@ def test_garbage_in_the_buffer_leads_nowhere(name: str, variant: str) -> None:
             (layout.parts, layout.tickets),
             (layout.tickets, layout.partial_lse),
         ):
-            plan.update(problem.cache_seqlens)
+            plan.update(problem.kv_lens)
             words = buffer[begin:end].view(np.uint32)
             words.set(garbage(rng, words.size, case.batch, plan.key.parts).astype(np.uint32))
             pieces[...] = 0x7FC00001  # NaN, or lengths and counters beyond all bounds
-            plan.run(*problem.arrays, out=out.array, lse=lse.array)
-            plan.run(*problem.arrays, out=out.array, lse=lse.array)  # with what the first one left
+            plan.run(*problem.inputs, out=out.array, lse=lse.array)
+            plan.run(*problem.inputs, out=out.array, lse=lse.array)  # with what the first one left
             cp.cuda.Device().synchronize()
             out.check_guards()
             lse.check_guards()
             assert bool((buffer[nbytes:] == 0xFF).all()), "memory behind the workspace was written"
     for bits, copy in zip((problem.q_bits, problem.kv_bits), before, strict=True):
         assert bool((bits == copy).all())
-    plan.update(problem.cache_seqlens)
+    plan.update(problem.kv_lens)
     run_and_check(plan, problem)
 
 
@@ -347,7 +338,7 @@ def test_a_torch_plan_lives_in_torch_memory() -> None:
     plan = cumla.MLADecodePlan.from_arrays(q, kv)
     assert torch.cuda.memory_allocated() - before >= plan.key.layout.nbytes
     plan.update(lengths)
-    out, lse = plan.run(q, kv, table, lengths)
+    out, lse = plan.run(q, kv, table)
     torch.cuda.synchronize()
     problem.check(cp.from_dlpack(out.view(torch.int16)).view(problem.q.dtype), cp.from_dlpack(lse))
 
@@ -367,60 +358,41 @@ def test_a_torch_plan_lives_in_torch_memory() -> None:
 )
 def test_a_plan_of_another_shape(change: dict[str, Any], message: str) -> None:
     problem = make_problem(cp, Case())
-    plan = make_plan(problem)
-    plan.update(problem.cache_seqlens)
+    plan = plan_of(problem)
+    plan.update(problem.kv_lens)
     other = make_problem(cp, Case(**change))
     with pytest.raises(ValueError, match=message):
-        plan.run(*other.arrays)
-    with pytest.raises(ValueError, match=message):
-        cumla.mla_decode(*other.arrays, plan=plan)
+        plan.run(*other.inputs)
     run_and_check(plan, problem)
-
-
-def test_a_plan_of_another_mask() -> None:
-    problem = make_problem(cp, Case(q_len=2, causal=False))
-    plan = make_plan(problem)
-    plan.update(problem.cache_seqlens)
-    with pytest.raises(ValueError, match="plan: made with causal=False, got causal=True"):
-        cumla.mla_decode(*problem.arrays, plan=plan, causal=True)
-
-
-def test_a_plan_of_the_other_way_to_cut() -> None:
-    problem = make_problem(cp, Case())
-    plan = make_plan(problem, batch_invariant=True, max_seqlen=200)
-    plan.update(problem.cache_seqlens)
-    with pytest.raises(ValueError, match="made with batch_invariant=True, got batch_invariant=Fal"):
-        cumla.mla_decode(*problem.arrays, plan=plan)
-    problem.check(*cumla.mla_decode(*problem.arrays, plan=plan, batch_invariant=True))
 
 
 def test_a_plan_that_was_never_updated() -> None:
     problem = make_problem(cp, Case())
     with pytest.raises(ValueError, match=r"never updated; call plan\.update"):
-        make_plan(problem).run(*problem.arrays)
+        plan_of(problem).run(*problem.inputs)
 
 
 def test_a_plan_on_another_stream_than_its_update() -> None:
     problem = make_problem(cp, Case())
-    plan = make_plan(problem)
-    plan.update(problem.cache_seqlens)
+    plan = plan_of(problem)
+    plan.update(problem.kv_lens)
     stream = cp.cuda.Stream(non_blocking=True)
     with pytest.raises(ValueError, match="one stream at a time"):
-        plan.run(*problem.arrays, stream=stream)
+        plan.run(*problem.inputs, stream=stream)
     cp.cuda.Device().synchronize()
-    plan.update(problem.cache_seqlens, stream=stream)
+    plan.update(problem.kv_lens, stream=stream)
     out, lse = problem.outputs()
     cp.cuda.Device().synchronize()
-    plan.run(*problem.arrays, out=out.array, lse=lse.array, stream=stream)
+    plan.run(*problem.inputs, out=out.array, lse=lse.array, stream=stream)
     stream.synchronize()
     problem.check(out.array, lse.array)
 
 
 def test_arrays_on_the_cpu_with_a_plan_of_the_gpu() -> None:
     problem, host = make_problem(cp, Case()), make_problem(np, Case())
-    plan = make_plan(problem)
-    plan.update(problem.cache_seqlens)
+    plan = plan_of(problem)
+    plan.update(problem.kv_lens)
     with pytest.raises(ValueError, match="plan: made for CUDA device 0, got arrays on the CPU"):
-        plan.run(*host.arrays)
+        plan.run(*host.inputs)
     with pytest.raises(ValueError, match="plan: made for CUDA device 0, got arrays on the CPU"):
-        plan.update(host.cache_seqlens)
+        plan.update(host.kv_lens)

@@ -15,7 +15,7 @@ from tests.gpu.tools.cases import Case
 from tests.gpu.tools.problem import Problem, make_problem
 from tests.gpu.tools.process import run_fresh
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
 
 LONG = 100_000_000  # clocks: some 50 ms, in which the host is long ahead
@@ -23,7 +23,7 @@ LONG = 100_000_000  # clocks: some 50 ms, in which the host is long ahead
 
 @pytest.fixture(autouse=True)
 def _settled() -> None:
-    cumla.prepare()
+    cumla.MLADecodePlan(3, 1, 32).prepare()
     cp.cuda.Device().synchronize()
 
 
@@ -48,8 +48,8 @@ def test_a_plan_moves_on_while_the_old_stream_still_runs() -> None:
     cp.cuda.Device().synchronize()
     streams = busy_streams()
     for step, (out, lse), stream in zip(steps, outputs, streams, strict=True):
-        plan.update(step.cache_seqlens, stream=stream)
-        plan.run(*step.arrays, out=out.array, lse=lse.array, stream=stream)
+        plan.update(step.kv_lens, stream=stream)
+        plan.run(*step.inputs, out=out.array, lse=lse.array, stream=stream)
     assert not streams[0].done, "a call waited for the device"
     cp.cuda.Device().synchronize()
     for step, (out, lse) in zip(steps, outputs, strict=True):
@@ -66,10 +66,10 @@ def test_plans_that_share_a_workspace_on_two_streams() -> None:
     cp.cuda.Device().synchronize()
     streams = busy_streams()
     for plan, step, (out, lse), stream in zip(plans, steps, outputs, streams, strict=True):
-        plan.update(step.cache_seqlens, stream=stream)
-        plan.run(*step.arrays, out=out.array, lse=lse.array, stream=stream)
+        plan.update(step.kv_lens, stream=stream)
+        plan.run(*step.inputs, out=out.array, lse=lse.array, stream=stream)
     with pytest.raises(ValueError, match="its workspace has been taken by another plan"):
-        plans[0].run(*steps[0].arrays, stream=streams[0])
+        plans[0].run(*steps[0].inputs, stream=streams[0])
     assert not streams[0].done, "a call waited for the device"
     cp.cuda.Device().synchronize()
     for step, (out, lse) in zip(steps, outputs, strict=True):
@@ -85,8 +85,8 @@ def test_the_buffer_of_a_plan_outlives_it_on_another_stream() -> None:
     cp.full(1, 0xFF, dtype=cp.uint8)  # compiling it would take longer than the stream is busy
     cp.cuda.Device().synchronize()
     stream, _ = busy_streams()
-    plan.update(problem.cache_seqlens, stream=stream)
-    plan.run(*problem.arrays, out=out.array, lse=lse.array, stream=stream)
+    plan.update(problem.kv_lens, stream=stream)
+    plan.run(*problem.inputs, out=out.array, lse=lse.array, stream=stream)
     del plan  # the last reference: a garbage collection would take longer than the stream is busy
     garbage = [cp.full(nbytes, 0xFF, dtype=cp.uint8) for _ in range(4)]
     assert not stream.done
@@ -110,7 +110,7 @@ def test_a_torch_buffer_of_a_plan_outlives_it_on_another_stream() -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(LONG)
         plan.update(arrays[3])
-        plan.run(*arrays, out=results[0], lse=results[1])
+        plan.run(*arrays[:3], out=results[0], lse=results[1])
     del plan  # the last reference: a garbage collection would take longer than the stream is busy
     garbage = [torch.full((nbytes,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(4)]
     assert not stream.query()
@@ -126,14 +126,14 @@ def test_a_plan_warmed_up_eagerly_then_captured_on_torchs_stream() -> None:
     torch.cuda.synchronize()
     plan = cumla.MLADecodePlan.from_arrays(*arrays[:2])
     plan.update(arrays[3])
-    warm = plan.run(*arrays)
+    warm = plan.run(*arrays[:3])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         plan.update(arrays[3])
-        result = plan.run(*arrays)
+        result = plan.run(*arrays[:3])
     for lengths in ([1, 64, 2999], [0, 0, 0], [3000, 3000, 3000]):
         problem.lengths = np.array(lengths, dtype=np.int32)
-        problem.cache_seqlens.set(problem.lengths)
+        problem.kv_lens.set(problem.lengths)
         for tensor in result:
             tensor.fill_(float("nan"))
         cp.cuda.Device().synchronize()
@@ -142,7 +142,7 @@ def test_a_plan_warmed_up_eagerly_then_captured_on_torchs_stream() -> None:
         problem.check(*(from_torch(torch, tensor) for tensor in result))
     assert all(torch.equal(x, y) for x, y in zip(warm, result, strict=True))
     plan.update(arrays[3])  # and back
-    again = plan.run(*arrays)
+    again = plan.run(*arrays[:3])
     assert all(torch.equal(x, y) for x, y in zip(again, result, strict=True))
 
 
@@ -151,12 +151,12 @@ def test_check_mode_finds_lengths_that_changed_since_the_update(
 ) -> None:
     problem = three_requests([3000, 64, 2000])
     plan = cumla.MLADecodePlan.from_arrays(problem.q, problem.kv_cache)
-    plan.update(problem.cache_seqlens)
+    plan.update(problem.kv_lens)
     monkeypatch.setenv("CUMLA_CHECK", "1")
-    problem.check(*plan.run(*problem.arrays))
-    problem.cache_seqlens.set(np.array([3000, 64, 1999], dtype=np.int32))
-    with pytest.raises(ValueError, match=r"^cache_seqlens\[2\]: .*2000, got 1999; call plan\.upd"):
-        plan.run(*problem.arrays)
+    problem.check(*plan.run(*problem.inputs))
+    problem.kv_lens.set(np.array([3000, 64, 1999], dtype=np.int32))
+    with pytest.raises(ValueError, match=r"^kv_lens\[2\]: .*2000, got 1999; call plan\.update"):
+        plan.run(*problem.inputs)
 
 
 def test_a_cold_load_leaves_the_capture_of_another_thread_alone() -> None:
@@ -168,7 +168,7 @@ import cumla
 failures = []
 def load():
     try:
-        cumla.prepare()
+        cumla.prepare(cumla.merge_attention_states, cumla.append_mla_cache)
     except BaseException as error:
         failures.append(error)
 stream = cp.cuda.Stream(non_blocking=True)

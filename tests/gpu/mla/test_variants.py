@@ -13,9 +13,9 @@ import cumla
 from tests.gpu.tools import kernels
 from tests.gpu.tools.cases import Case, by_every_kernel, sample_of_every_kernel
 from tests.gpu.tools.problem import Problem, make_problem
-from tests.gpu.tools.repeats import Repeats, decode_by
+from tests.gpu.tools.repeats import Repeats, decode_by, plan_of
 
-KERNELS = ("mla_schedule", "mla_decode", "mla_decode_swapped")
+KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]
@@ -31,11 +31,7 @@ def pinned(problem: Problem, variant: str) -> tuple[cumla.MLADecodePlan, Array]:
         case.batch, case.q_len, case.heads, num_kv_heads=case.kv_heads
     )
     buffer = cp.full(nbytes, 0xFF, dtype=cp.uint8)
-    plan = cumla.MLADecodePlan.from_arrays(
-        problem.q, problem.kv_cache, causal=case.causal, variant=variant, workspace=buffer
-    )
-    assert plan.key.variant == variant
-    return plan, buffer
+    return plan_of(problem, variant, workspace=buffer), buffer
 
 
 @pytest.mark.parametrize(("name", "variant"), by_every_kernel(SAMPLE))
@@ -44,11 +40,11 @@ def test_every_kernel_agrees_with_float64(name: str, variant: str, record_figure
     problem = make_problem(cp, SAMPLE[name])
     plan, buffer = pinned(problem, variant)
     expected = problem.expected()
-    plan.update(problem.cache_seqlens)
+    plan.update(problem.kv_lens)
     for _ in range(2):
         out, lse = problem.outputs("float32" if problem.case.outputs == "float32" else None)
         plan.run(
-            *problem.arrays,
+            *problem.inputs,
             softmax_scale=problem.softmax_scale,
             out=out.array,
             lse=lse.array,
@@ -126,17 +122,17 @@ def test_a_graph_whose_lengths_change(name: str, variant: str, record_figures: R
     plan, _ = pinned(problem, variant)
     outputs = [problem.outputs() for _ in range(2)]
     stream = cp.cuda.Stream(non_blocking=True)
-    cumla.prepare()
+    plan.prepare()
     cp.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
-        plan.update(problem.cache_seqlens)
+        plan.update(problem.kv_lens)
         for out, lse in outputs:
-            plan.run(*problem.arrays, out=out.array, lse=lse.array)
+            plan.run(*problem.inputs, out=out.array, lse=lse.array)
         graph = stream.end_capture()
     for lengths in CHANGING:
         problem.lengths = np.array(lengths, np.int32)
-        problem.cache_seqlens.set(problem.lengths)
+        problem.kv_lens.set(problem.lengths)
         for out, lse in outputs:
             out.repoison()
             lse.repoison()

@@ -45,7 +45,7 @@ def decode(
     """Results of a NumPy problem as the kernels would give them for that many parts."""
     case = problem.case
     out = np.zeros(problem.out_shape, NUMPY_DTYPES[case.dtype])
-    lse = np.full(problem.lse_shape, np.inf, np.float32)
+    lse = np.full(problem.lse_shape, -np.inf, np.float32)
     group = case.heads // case.kv_heads
     key = key_of(case)
     sums = 2 if key.variant == "swapped" else 1
@@ -68,7 +68,7 @@ def decode(
                 for i in range(len(edges) - 1)
             ]
             o, s = pieces[0] if len(pieces) == 1 else _join(pieces)
-            s = np.where(np.isneginf(s), np.inf, s * np.float32(np.log(2)))
+            s = s * np.float32(np.log(2))
             out[b, :, heads] = o.reshape(case.q_len, group, VALUE_DIM).astype(out.dtype)
             lse[b, heads] = s.reshape(case.q_len, group).T
     return out, lse

@@ -53,7 +53,7 @@ def attend(
     """
     case = problem.case
     out = np.zeros((case.batch, case.q_len, case.heads, VALUE_DIM), ml_dtypes.bfloat16)
-    lse = np.full((case.batch, case.heads, case.q_len), np.inf, np.float32)
+    lse = np.full((case.batch, case.heads, case.q_len), -np.inf, np.float32)
     group = case.heads // case.kv_heads
     numbers = e4m3_numbers().astype(np.float32)
     q = problem.q_bits.view(ml_dtypes.bfloat16).astype(np.float32)
@@ -123,7 +123,7 @@ def _sum_up(
     whole = output.transpose(1, 0, 2).reshape(rows, VALUE_DIM) / safe[:, None]
     if scales is None:
         whole = whole * np.float32(FACTOR)
-    lse = np.where(seen, (reference + np.log2(safe)) * LN_2, np.float32(np.inf))
+    lse = np.where(seen, (reference + np.log2(safe)) * LN_2, -np.float32(np.inf))
     return np.where(seen[:, None], whole, np.float32(0)), lse
 
 

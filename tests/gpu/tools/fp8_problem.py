@@ -156,7 +156,7 @@ class Fp8Problem:
     q: Any
     kv_cache: Any
     block_table: Array
-    cache_seqlens: Array
+    kv_lens: Array
     kv_scale: Any
     factor: float = FACTOR
 
@@ -180,8 +180,8 @@ class Fp8Problem:
     def lengths_of_plan(self) -> dict[str, Array]:
         """What a plan of the operation is updated with."""
         if self.case.operation == "decode":
-            return {"cache_seqlens": self.cache_seqlens}
-        lengths = {"qo_indptr": self._qo_indptr, "kv_lens": self.cache_seqlens}
+            return {"kv_lens": self.kv_lens}
+        lengths = {"kv_lens": self.kv_lens, "qo_indptr": self._qo_indptr}
         return lengths | ({"kv_indptr": self._list[0]} if self.case.operation == "list" else {})
 
     # Made once: a call on another stream needs them for longer than it takes.
@@ -202,14 +202,13 @@ class Fp8Problem:
     @property
     def inputs(self) -> dict[str, Any]:
         """What a run of a plan takes, but for its outputs."""
-        inputs = {"q": self.q, "kv_cache": self.kv_cache}
+        is_list = self.case.operation == "list"
+        table = None if is_list else self.block_table
+        inputs = {"q": self.q, "kv_cache": self.kv_cache, "block_table": table}
+        if is_list:
+            inputs["kv_indices"] = self._list[1]
         if self.case.form in SCALED:
             inputs["kv_scale"] = self.kv_scale
-        if self.case.operation == "list":
-            return inputs | {"kv_indices": self._list[1]}
-        inputs["block_table"] = self.block_table
-        if self.case.operation == "decode":
-            inputs["cache_seqlens"] = self.cache_seqlens
         return inputs
 
     def call(self, **options: Any) -> Any:
@@ -227,7 +226,7 @@ class Fp8Problem:
         else:
             indptr = self.lengths_of_plan["qo_indptr"]
             made = cumla.MLAAttentionPlan.from_arrays(
-                self.q, self.kv_cache, indptr, causal=self.case.causal, **options
+                self.q, self.kv_cache, qo_indptr=indptr, causal=self.case.causal, **options
             )
         made.update(**self.lengths_of_plan)
         return made
@@ -344,7 +343,7 @@ def make_fp8(xp: Any, case: Fp8Case, lengths: np.ndarray | None = None) -> Fp8Pr
         q=q,
         kv_cache=None,
         block_table=xp.asarray(table),
-        cache_seqlens=xp.asarray(lengths),
+        kv_lens=xp.asarray(lengths),
         kv_scale=factor,
     )
     problem.kv_cache = cache_in(problem, case.form, num_pages)

@@ -391,15 +391,19 @@ class Paged:
         return strided(self.memory, shape, (self.memory.strides[0], *inner))
 
     @property
-    def context_lens(self) -> Array:
+    def kv_lens(self) -> Array:
         return self.xp.asarray((self.seen if self.per_row else self.lengths).astype(np.int32))
 
     @property
-    def arrays(self) -> tuple[Any, ...]:
-        """The five arguments; the table is a part of a wider one."""
+    def inputs(self) -> tuple[Any, ...]:
+        """The four arguments of a plan's run; the table is a part of a wider one."""
         wide = self.xp.asarray(np.pad(self.table, ((0, 0), (0, 3)), constant_values=-5))
-        table = wide[:, : self.max_pages]
-        return typed(self.q), self.kv_cache, self.weights, self.context_lens, table
+        return typed(self.q), self.kv_cache, self.weights, wide[:, : self.max_pages]
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The five arguments of a call."""
+        return *self.inputs, self.kv_lens
 
     def requests_expected(self, b: int, columns: int) -> Expected:
         """The reference of a request's rows."""

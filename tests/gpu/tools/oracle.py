@@ -44,7 +44,7 @@ def decode(
     q: Array,
     kv_cache: Array,
     block_table: np.ndarray,
-    cache_seqlens: np.ndarray,
+    kv_lens: np.ndarray,
     *,
     dtype: str,
     softmax_scale: float,
@@ -59,7 +59,7 @@ def decode(
     q, kv_cache : array of uint16
         Bits of ``dtype`` numbers: (batch, q_len, num_heads, 576) and
         (num_pages, page_size, num_kv_heads, 576).
-    block_table, cache_seqlens : ndarray
+    block_table, kv_lens : ndarray
         On the host, whatever ``xp`` is. Used entries must be right.
 
     Returns
@@ -77,7 +77,7 @@ def decode(
         q,
         rows,
         kv_cache.shape[2],
-        cache_seqlens,
+        kv_lens,
         dtype=dtype,
         softmax_scale=softmax_scale,
         causal=causal,
@@ -89,7 +89,7 @@ def attend(
     q: Array,
     rows_of: Callable[[np.ndarray, int], Array],
     kv_heads: int,
-    cache_seqlens: np.ndarray,
+    kv_lens: np.ndarray,
     *,
     dtype: str,
     softmax_scale: float,
@@ -104,7 +104,7 @@ def attend(
         length, 576).
     kv_heads : int
         How many there are.
-    xp, q, cache_seqlens, dtype, softmax_scale, causal
+    xp, q, kv_lens, dtype, softmax_scale, causal
         As of :func:`decode`.
 
     Returns
@@ -115,11 +115,11 @@ def attend(
     group = num_heads // kv_heads
     rows = q_len * group
     out = xp.zeros((batch, q_len, num_heads, VALUE_DIM), dtype=xp.float64)
-    lse = xp.full((batch, num_heads, q_len), np.inf, dtype=xp.float64)
+    lse = xp.full((batch, num_heads, q_len), -np.inf, dtype=xp.float64)
     squares = xp.zeros((), dtype=xp.float64)
     count = 0
 
-    for length, members in _equal_lengths(cache_seqlens):
+    for length, members in _equal_lengths(kv_lens):
         each = 8 * kv_heads * (length * (2 * head_dim + 4 * rows) + rows * 2048)
         step = max(1, CHUNK_BYTES // each)
         for start in range(0, len(members), step):
@@ -143,10 +143,10 @@ def attend(
     return Expected(out, lse, float(squares / max(count, 1)) ** 0.5)
 
 
-def _equal_lengths(cache_seqlens: np.ndarray) -> list[tuple[int, np.ndarray]]:
+def _equal_lengths(kv_lens: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Group the requests that have tokens by their length."""
-    lengths = [int(length) for length in np.unique(cache_seqlens) if length > 0]
-    return [(length, np.flatnonzero(cache_seqlens == length)) for length in lengths]
+    lengths = [int(length) for length in np.unique(kv_lens) if length > 0]
+    return [(length, np.flatnonzero(kv_lens == length)) for length in lengths]
 
 
 def _rows(xp: Any, kv_cache: Array, table: np.ndarray, length: int, dtype: str) -> Array:
@@ -182,7 +182,7 @@ def _attend(
     some = total > 0
     safe = xp.where(some, total, 1.0)
     out = matmul(xp, weights, v) / safe
-    lse = xp.where(some, top + xp.log(safe), np.inf)
+    lse = xp.where(some, top + xp.log(safe), -np.inf)
     return out, lse[..., 0]
 
 

@@ -104,12 +104,17 @@ class Problem:
     q: Array
     kv_cache: Array
     block_table: Array
-    cache_seqlens: Array
+    kv_lens: Array
+
+    @property
+    def inputs(self) -> tuple[Array, Array, Array]:
+        """What a run of a plan takes, in order."""
+        return self.q, self.kv_cache, self.block_table
 
     @property
     def arrays(self) -> tuple[Array, Array, Array, Array]:
-        """The four array arguments, in order."""
-        return self.q, self.kv_cache, self.block_table, self.cache_seqlens
+        """The four array arguments of a call, in order."""
+        return *self.inputs, self.kv_lens
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -190,7 +195,7 @@ def make_problem(xp: Any, case: Case, lengths: np.ndarray | None = None) -> Prob
         q=typed(q_bits, case.dtype),
         kv_cache=kv_typed[:, :, 0, :] if case.cache == "3d" else kv_typed,
         block_table=_table(xp, case, table),
-        cache_seqlens=xp.asarray(lengths),
+        kv_lens=xp.asarray(lengths),
     )
 
 

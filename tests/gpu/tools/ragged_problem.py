@@ -86,22 +86,20 @@ class RaggedProblem:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All that a call without a plan takes."""
-        lengths = {"qo_indptr": self.qo_indptr, "kv_lens": self.kv_lens}
-        arrays = {"q": self.q, "kv_cache": self.kv_cache, **lengths, **self.paging}
-        return arrays | {"causal": self.case.causal}
+        """All that a call takes."""
+        return self.inputs | self.lengths | {"causal": self.case.causal}
 
     @property
     def lengths(self) -> dict[str, Array]:
         """What a plan is updated with."""
-        taken = {"qo_indptr": self.qo_indptr, "kv_lens": self.kv_lens}
+        taken = {"kv_lens": self.kv_lens, "qo_indptr": self.qo_indptr}
         return taken | {n: a for n, a in self.paging.items() if n == "kv_indptr"}
 
     @property
     def inputs(self) -> dict[str, Any]:
         """What a run of a plan takes."""
         pages = {n: a for n, a in self.paging.items() if n != "kv_indptr"}
-        return {"q": self.q, "kv_cache": self.kv_cache, **pages}
+        return {"q": self.q, "kv_cache": self.kv_cache, "block_table": None} | pages
 
     def outputs(self, dtype: str | None = None) -> tuple[Guarded, Guarded]:
         """Poisoned ``out`` and ``lse``."""

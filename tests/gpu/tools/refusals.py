@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of mla_decode that are refused, for NumPy or CuPy: the same errors on CPU and GPU."""
+"""Calls of mla_decode that are refused, for NumPy or CuPy; and what is launched in spite of it."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
+from cumla.launch.kernel import PreparedLaunch
 from tests.gpu.tools.problem import Problem, typed
 
 REFUSALS = (
@@ -21,8 +25,8 @@ REFUSALS = (
     ("table int64", TypeError, "block_table: needs int32, got int64"),
     ("table of 5", ValueError, r"block_table: needs shape \(batch, max_pages\).*batch 4"),
     ("table column-major", ValueError, "block_table: needs contiguous rows"),
-    ("lengths int64", TypeError, "cache_seqlens: needs int32, got int64"),
-    ("lengths 2-d", ValueError, r"cache_seqlens: needs shape \(batch,\)"),
+    ("lengths int64", TypeError, "kv_lens: needs int32, got int64"),
+    ("lengths 2-d", ValueError, r"kv_lens: needs shape \(batch,\)"),
     ("out float16", TypeError, "out: needs bfloat16 or float32, got float16"),
     ("out 576 wide", ValueError, r"out: needs shape \(4, 2, 16, 512\), got"),
     ("lse transposed", ValueError, r"lse: needs shape \(4, 16, 2\), got \(4, 2, 16\)"),
@@ -31,6 +35,21 @@ REFUSALS = (
     ("invariant 1", TypeError, "batch_invariant: needs True or False, got int; pass one of the"),
 )
 """What is wrong, the error, and its message."""
+
+
+@contextlib.contextmanager
+def launches(*, forbidden: bool = False) -> Iterator[list[str]]:
+    """Names of the kernels that are launched; forbidden ones fail instead, and leave the GPU be."""
+    found: list[str] = []
+    launch_it = PreparedLaunch.__call__
+
+    def launch(self: PreparedLaunch) -> None:
+        found.append(self._kernel.spec.entry)
+        assert not forbidden, f"{found[-1]} was launched"
+        launch_it(self)
+
+    with mock.patch.object(PreparedLaunch, "__call__", launch):
+        yield found
 
 
 def refused(xp: Any, problem: Problem, change: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

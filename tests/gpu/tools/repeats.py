@@ -27,23 +27,24 @@ def wait_for(stream: Any) -> None:
         time.sleep(1e-4)
 
 
-def decode_by(variant: str | None, problem: Problem, **outputs: Array) -> cumla.MLADecodeResult:
-    """A call by a plan that is pinned to a kernel; without one, by the kernel of its shape."""
-    causal = problem.case.causal
-    plan = None
-    if variant is not None:
-        plan = cumla.MLADecodePlan.from_arrays(
-            problem.q, problem.kv_cache, causal=causal, variant=variant
-        )
-        assert plan.key.variant == variant
-        plan.update(problem.cache_seqlens)
-    return cumla.mla_decode(
-        *problem.arrays,
-        softmax_scale=problem.softmax_scale,
-        causal=causal,
-        plan=plan,
-        **outputs,
+def plan_of(problem: Problem, variant: str | None = None, **options: Any) -> cumla.MLADecodePlan:
+    """A plan for a problem, pinned to a kernel if one is named."""
+    pinned = type("Pinned", (cumla.MLADecodePlan,), {"_variant": variant})
+    plan: cumla.MLADecodePlan = pinned.from_arrays(
+        problem.q, problem.kv_cache, **{"causal": problem.case.causal} | options
     )
+    assert variant in (None, plan.key.variant)
+    return plan
+
+
+def decode_by(variant: str | None, problem: Problem, **outputs: Array) -> cumla.AttentionState:
+    """A run of a plan that is pinned to a kernel; without one, a call."""
+    options = {"softmax_scale": problem.softmax_scale, **outputs}
+    if variant is None:
+        return cumla.mla_decode(*problem.arrays, causal=problem.case.causal, **options)
+    plan = plan_of(problem, variant)
+    plan.update(problem.kv_lens)
+    return plan.run(*problem.inputs, **options)
 
 
 class Repeats:
@@ -85,13 +86,7 @@ class Repeats:
             case.batch, case.q_len, case.heads, num_kv_heads=case.kv_heads
         )
         self.workspace = cupy.empty(nbytes, dtype=cupy.uint8)
-        self.plan = cumla.MLADecodePlan.from_arrays(
-            problem.q,
-            problem.kv_cache,
-            causal=case.causal,
-            variant=variant,
-            workspace=self.workspace,
-        )
+        self.plan = plan_of(problem, variant, workspace=self.workspace)
         cupy.cuda.Device().synchronize()
         with self.stream:
             self.step(compare=False)
@@ -116,11 +111,11 @@ class Repeats:
 
     def step(self, *, compare: bool = True) -> None:
         """An update and its runs, on this stream, which is the current one."""
-        self.plan.update(self.problem.cache_seqlens)
+        self.plan.update(self.problem.kv_lens)
         for _ in range(self.runs):
             self.spoil_pieces()
             self.plan.run(
-                *self.problem.arrays,
+                *self.problem.inputs,
                 softmax_scale=self.problem.softmax_scale,
                 out=self.out.array,
                 lse=self.lse.array,

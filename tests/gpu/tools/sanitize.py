@@ -50,6 +50,7 @@ from tests.gpu.tools.fp8_problem import Fp8Case, Fp8Problem, make_fp8  # noqa: E
 from tests.gpu.tools.indexer_problem import MARGIN, Paged, Prefill, Rows, check_logits  # noqa: E402
 from tests.gpu.tools.problem import NUMPY_DTYPES, Problem, make_problem, typed  # noqa: E402
 from tests.gpu.tools.ragged_problem import Ragged, make_ragged  # noqa: E402
+from tests.gpu.tools.repeats import plan_of  # noqa: E402
 from tests.merge_tolerance import assert_merged  # noqa: E402
 
 PLANTS = {
@@ -331,7 +332,7 @@ def score_sequence(
     problem = Prefill(np, seq_len, seq_len_kv, heads, head_dim, ranges)
     out = Rows(np, problem.seq_len, width or problem.seq_len_kv, dtype)
     given = uploaded(cupy, problem.arrays)
-    logits = score(cupy, cumla.mqa_logits, given, out, max_seqlen_k=width, clean=clean)
+    logits = score(cupy, cumla.mqa_logits, given, out, max_kv_len=width or None, clean=clean)
     check_logits(np, logits, problem.expected(width), clean=clean)
 
 
@@ -351,10 +352,10 @@ def score_pages(
     columns = int(problem.lengths.max()) + 9
     given = uploaded(cupy, problem.arrays)
     plan = cumla.PagedMQALogitsPlan.from_arrays(*given[:2], *given[3:])
-    plan.update(given[3])
-    for function in (cumla.paged_mqa_logits, plan.run):
+    plan.update(given[4])
+    for function, arrays in ((cumla.paged_mqa_logits, given), (plan.run, given[:4])):
         out = Rows(np, batch * next_n, columns, "float32")
-        logits = score(cupy, function, given, out, max_context_len=columns, clean=clean)
+        logits = score(cupy, function, arrays, out, max_kv_len=columns, clean=clean)
         problem.check(logits, clean=clean)
 
 
@@ -396,9 +397,10 @@ def decode(
     longest = int(problem.lengths.max()) if batch_invariant else None
     results = [cumla.mla_decode(q, kv, table, lengths, **ways, **options)]
     for variant in case.variants:
-        plan = cumla.MLADecodePlan.from_arrays(q, kv, max_seqlen=longest, variant=variant, **ways)
+        there = replace(problem, q=q, kv_cache=kv)
+        plan = plan_of(there, variant, max_kv_len=longest, batch_invariant=batch_invariant)
         plan.update(lengths)
-        results.append(plan.run(q, kv, table, lengths))
+        results.append(plan.run(q, kv, table))
     host = []
     for out, lse in results:
         dtype = str(out.dtype)
@@ -417,9 +419,9 @@ def attend_ragged(cupy: Any, case: Ragged) -> None:
         if name in ("q", "kv_cache")
         else cupy.asarray(array)
         for name, array in problem.arguments.items()
-        if name != "causal"
+        if name != "causal" and array is not None
     }
-    out, lse = cumla.mla_attention(**given, causal=case.causal)
+    out, lse = cumla.mla_attention(**problem.arguments | given)
     problem.check(typed(out.view(np.uint16).get(), case.dtype), lse.get())
 
 
@@ -442,8 +444,9 @@ def attend_fp8(cupy: Any, problem: Fp8Problem) -> None:
     if is_decode:
         plan: Any = cumla.MLADecodePlan.from_arrays(inputs["q"], inputs["kv_cache"])
     else:
-        offsets = lengths["qo_indptr"]
-        plan = cumla.MLAAttentionPlan.from_arrays(inputs["q"], inputs["kv_cache"], offsets)
+        plan = cumla.MLAAttentionPlan.from_arrays(
+            inputs["q"], inputs["kv_cache"], qo_indptr=lengths["qo_indptr"]
+        )
     plan.update(**lengths)
     results.append(plan.run(**inputs))
     for out, lse in results:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from cumla.core.operation import Ready
 from cumla.launch import all_specs, module
 from cumla.launch.mla import mla_decode_fp8
 from cumla.launch.mla.choice import decode_specs
@@ -263,6 +265,7 @@ def installed(*edits: Edit, page_size: int = 64, device: int = 0) -> Iterator[No
     try:
         for spec, kernel in edited.items():
             module._loaded[spec, device] = kernel
+        _forget_launches()
         yield
     finally:
         import cupy
@@ -270,6 +273,14 @@ def installed(*edits: Edit, page_size: int = 64, device: int = 0) -> Iterator[No
         cupy.cuda.Device(device).synchronize()
         for spec, kernel in originals.items():
             module._loaded[spec, device] = kernel
+        _forget_launches()
+
+
+def _forget_launches() -> None:
+    """Make operations and plans pack their launches anew: those that are ready hold a kernel."""
+    for found in gc.get_objects():
+        if type(found) is Ready:
+            found.clear()
 
 
 @functools.cache

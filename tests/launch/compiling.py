@@ -1,54 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilations, which take most of the time, in processes beside the tests."""
+"""Kernels compiled once a session, whichever process asks first, and what CuPy asks NVRTC for."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor
+import fcntl
+import pickle
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from cumla.errors import CompilationError
+from cumla.launch import all_specs
 from cumla.launch.module import CompiledKernel, compile_to_cubin
-from cumla.launch.source import ADDED_BY_CUPY, OPTIONS, KernelSpec, translation_unit
+from cumla.launch.source import ADDED_BY_CUPY, OPTIONS, KernelSpec, cubin_name, translation_unit
 
-_MOST_PROCESSES = 8
+FIRST_OF_FILES = {spec.stem: spec for spec in reversed(all_specs())}
 
-Way = Callable[[KernelSpec], Any]
-"""A function of a module, which another process can import."""
+each_kernel = pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.entry)
+
+each_file = pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(spec, marks=() if spec in FIRST_OF_FILES.values() else pytest.mark.exhaustive)
+        for spec in all_specs()
+    ],
+    ids=lambda spec: spec.entry,
+)
+"""One kernel of each file; all of them with --exhaustive."""
 
 
-class Ahead:
-    """Each kernel compiled once each way, if possible before it is asked for.
-
-    The processes go from the end of `calls` to its beginning, and what they have not begun is
-    compiled where it is asked for: if that goes in order, all are busy until they meet.
-    """
-
-    def __init__(self, calls: Iterable[tuple[Way, KernelSpec]]) -> None:
-        self._made: dict[tuple[Way, KernelSpec], Future[Any]] = {}
-        self._pool = ProcessPoolExecutor(
-            min(_MOST_PROCESSES, max(1, (os.cpu_count() or 1) - 1)),
-            multiprocessing.get_context("spawn"),  # which takes over no patch and no thread
-        )
-        for call in reversed(dict.fromkeys(calls)):
-            self._made[call] = self._pool.submit(*call)
-
-    def get(self, way: Way, spec: KernelSpec) -> Any:
-        """Wait for a kernel, or compile it; what goes wrong is raised here."""
-        future = self._made.get((way, spec))
-        if future is None or future.cancel():
-            made = way(spec)
-            future = self._made[way, spec] = Future()
-            future.set_result(made)
-        return future.result()
-
-    def stop(self) -> None:
-        """Leave out what is not compiled yet."""
-        self._pool.shutdown(cancel_futures=True)
+def compile_once(folder: Path, way: Callable[[KernelSpec], Any], spec: KernelSpec) -> Any:
+    """Compile a kernel one way, or read what another process of the session made of it."""
+    path = folder / f"{way.__name__}-{cubin_name(spec)}"
+    with path.open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed: who asks meanwhile waits
+        file.seek(0)
+        made = file.read()
+        if not made:
+            try:
+                result = way(spec)
+            except CompilationError as error:
+                result = error
+            made = pickle.dumps(result)
+            file.write(made)
+    result = pickle.loads(made)
+    if isinstance(result, CompilationError):
+        raise result
+    return result
 
 
 def compile_debug_build(spec: KernelSpec) -> CompiledKernel:
@@ -115,7 +115,7 @@ def compile_through_cupy(spec: KernelSpec) -> bytes:
     except _Compiled as compiled:
         cubin: bytes = compiled.args[0]
         return cubin
-    except cupy.cuda.compiler.CompileException as error:  # which no other process could read
+    except cupy.cuda.compiler.CompileException as error:
         raise CompilationError(str(error)) from None
     raise AssertionError("CuPy made no cubin, or did not offer it to its cache")
 
@@ -135,20 +135,3 @@ def _run_cupy(text: str) -> None:
         cupy._core.core.compile_with_cache(
             text, options, prepend_cupy_headers=False, backend="nvrtc"
         )
-
-
-WAYS: dict[str, Way] = {
-    "compiled": compile_to_cubin,
-    "compiled_for_debugging": compile_debug_build,
-    "compiled_by_cupy": compile_through_cupy,
-}
-"""Named as the fixtures that give them."""
-
-
-def calls_of(items: Iterable[pytest.Item]) -> Iterable[tuple[Way, KernelSpec]]:
-    """List the compilations that tests will ask for, in their order."""
-    for item in items:
-        spec = item.callspec.params.get("spec") if hasattr(item, "callspec") else None
-        for fixture, way in WAYS.items():
-            if isinstance(spec, KernelSpec) and fixture in getattr(item, "fixturenames", ()):
-                yield way, spec

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the faces share: the caller's names in errors, kinds of arguments, what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+__all__ = ["CallersNames", "check_axes", "check_tensors", "refuse"]
+
+
+class CallersNames:
+    """A ``with`` block in whose errors arguments have the names that the caller gave them.
+
+    Parameters
+    ----------
+    names : mapping
+        cumla's name of an argument, such as ``"kv_cache[0]"`` -> the caller's.
+    kind : type of Exception, optional
+        What a `TypeError` or `ValueError` becomes, where the other library raises one kind for
+        both. By default it keeps its kind. Errors of the machine are not touched.
+    """
+
+    __slots__ = ("_kind", "_names", "_pattern")
+
+    def __init__(self, names: Mapping[str, str], kind: type[Exception] | None = None) -> None:
+        longest_first = sorted(names, key=len, reverse=True)
+        self._names = names
+        self._pattern = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, longest_first))})(?!\w)")
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, (TypeError, ValueError)):
+            message = self._pattern.sub(lambda found: self._names[found[0]], str(error))
+            raise (self._kind or type(error))(message) from None
+
+
+def check_tensors(**tensors: Any) -> None:
+    """Check that these are tensors of PyTorch, which alone has what the faces call."""
+    for name, tensor in tensors.items():
+        if not hasattr(tensor, "new_empty"):
+            kind = type(tensor)
+            raise TypeError(
+                f"{name}: needs a PyTorch tensor, got {kind.__module__}.{kind.__qualname__}; call "
+                f"cumla's own functions for arrays of others"
+            )
+
+
+def check_axes(name: str, tensor: Any, *forms: str) -> None:
+    """Check the number of axes against forms such as ``"batch, next_n"``."""
+    shape = tuple(tensor.shape)
+    if all(len(shape) != form.count(",") + 1 for form in forms):
+        wanted = " or ".join(f"({form})" for form in forms)
+        raise ValueError(f"{name}: needs axes {wanted}, got shape {shape}; reshape it")
+
+
+def refuse(why: str, kind: type[Exception] = NotImplementedError, **arguments: object) -> None:
+    """Refuse what is given of arguments that stand for what cumla does not have."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise kind(f"{name}: {why}; leave it out")

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashInfer's writing into paged MLA caches over `cumla.append_mla_cache`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from cumla.compat._arguments import CallersNames, check_tensors
+from cumla.mla.cache import append_mla_cache
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
+
+_NAMES = CallersNames(
+    {
+        "rows[0]": "append_ckv",
+        "rows[1]": "append_kpe",
+        "kv_cache[0]": "ckv_cache",
+        "kv_cache[1]": "kpe_cache",
+        "kv_cache": "ckv_cache",
+    },
+    RuntimeError,
+)
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: torch.Tensor,
+    append_kpe: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    kpe_cache: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+) -> None:
+    """Write new rows into a paged MLA cache, whose page lists have room for them already.
+
+    A row whose request or position is negative, or whose position lies after its request's pages,
+    is skipped.
+
+    Parameters
+    ----------
+    append_ckv : torch.Tensor
+        ``(tokens, 512)``, in the cache's dtype, or float32, which is rounded.
+    append_kpe : torch.Tensor
+        ``(tokens, 64)``, the dtype of append_ckv.
+    batch_indices, positions : torch.Tensor
+        ``(tokens,)``, int32 or int64: the request of each row, and its place there.
+    ckv_cache : torch.Tensor
+        ``(num_pages, page_size, 512)``, bfloat16 or float16, of any page size. Written to.
+    kpe_cache : torch.Tensor
+        ``(num_pages, page_size, 64)``, the dtype of ckv_cache. Written to. It may lie beside
+        ckv_cache in one tensor of 576 columns.
+    kv_indices : torch.Tensor
+        ``(entries,)``: page numbers of all requests. What is not int32 is copied to it.
+    kv_indptr : torch.Tensor
+        ``(batch + 1,)``, as kv_indices: where each request begins in it, and the last one ends.
+    kv_last_page_len : torch.Tensor
+        Not looked at: the positions say where a row goes.
+
+    Raises
+    ------
+    TypeError
+        A list of pages is no tensor.
+    RuntimeError
+        Shapes or dtypes do not fit.
+    CumlaError
+        As `cumla.append_mla_cache`.
+    """
+    check_tensors(kv_indices=kv_indices, kv_indptr=kv_indptr)
+    with _NAMES:
+        append_mla_cache(
+            (append_ckv, append_kpe),
+            (ckv_cache, kpe_cache),
+            batch_indices=batch_indices,
+            positions=positions,
+            kv_indices=kv_indices.int(),
+            kv_indptr=kv_indptr.int(),
+        )
+
+
+def get_batch_indices_positions(
+    append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tell of each new token whose it is, and its position there, without waiting for the GPU.
+
+    Parameters
+    ----------
+    append_indptr : torch.Tensor
+        ``(batch + 1,)``, int32: where the new tokens of each request begin, and the last ones end.
+    seq_lens : torch.Tensor
+        ``(batch,)``: tokens of each request, the new ones included.
+    nnz : int
+        Tokens in all.
+
+    Returns
+    -------
+    batch_indices, positions : torch.Tensor
+        ``(nnz,)``, int32. Tokens of no request get the request -1, which an append skips.
+
+    Raises
+    ------
+    TypeError
+        An argument is no tensor.
+    """
+    check_tensors(append_indptr=append_indptr, seq_lens=seq_lens)
+    torch = sys.modules["torch"]
+    tokens = torch.arange(nnz, dtype=append_indptr.dtype, device=append_indptr.device)
+    requests = torch.searchsorted(append_indptr, tokens, right=True) - 1
+    batch = seq_lens.shape[0]
+    behind = seq_lens.to(append_indptr.device) - append_indptr[1:]
+    positions = tokens + behind[requests.clamp(0, batch - 1)]
+    return requests.masked_fill(requests == batch, -1).int(), positions.int()
+
+
+def get_seq_lens(
+    kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    """Count the tokens of each request from its pages.
+
+    Parameters
+    ----------
+    kv_indptr : torch.Tensor
+        ``(batch + 1,)``: where the pages of each request begin, and the last ones end.
+    kv_last_page_len : torch.Tensor
+        ``(batch,)``: tokens in the last page of each request.
+    page_size : int
+        Tokens of a page.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(batch,)``.
+    """
+    full = (kv_indptr[1:] - kv_indptr[:-1] - 1).clamp(min=0)
+    return full * page_size + kv_last_page_len
