@@ -133,14 +133,12 @@ class _Merge(Operation[_Arguments, int]):
 
     def check_overlap(self, views: Views, written: Sequence[str]) -> None:
         """Let out be one of outs, and lse one of lses."""
-        given = {name: view for name, view in views.items() if view is not None}
-        same = {
-            name
-            for out in written
-            for name, view in given.items()
-            if name.startswith(f"{out}s") and view == given.get(out)
-        }
-        super().check_overlap({n: v for n, v in given.items() if n not in same}, written)
+        given = {name: views[name] for name in written}
+        for name in ("outs", "lses"):
+            for i, view in enumerate(_apart(name, views)):
+                if view != given.get(name[:-1]):
+                    given[f"{name}[{i}]"] = view
+        super().check_overlap(given, written)
 
     def key(self, arguments: _Arguments, device: int) -> int:
         require_hopper(device)

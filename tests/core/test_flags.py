@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import preparation
-from tests.fake_cuda import FakeCuPy
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -51,7 +49,7 @@ def decode_arguments(q_len: int = 2) -> dict[str, Any]:
         "q": numbers(2, q_len, 4, 576),
         "kv_cache": numbers(4, 16, 1, 576),
         "block_table": int32([0, 1], [2, 3]),
-        "cache_seqlens": int32(5, 20),
+        "kv_lens": int32(5, 20),
     }
 
 
@@ -92,9 +90,9 @@ def score_pages(function: Callable[..., Any], **options: Any) -> Call:
         "q": numbers(2, 1, 8, 32, dtype=E4M3),
         "kv_cache": (numbers(4, 16, 32, dtype=E4M3), np.ones((4, 16), np.float32)),
         "weights": numbers(2, 8, dtype="f4"),
-        "context_lens": int32(5, 20),
+        "kv_lens": int32(5, 20),
         "block_table": int32([0, 1], [2, 3]),
-        "max_context_len": 32,
+        "max_kv_len": 32,
         "out": numbers(2, 32, dtype="f4"),
     }
     return Call(function, arguments | options, ("out",))
@@ -152,12 +150,12 @@ def calls() -> Iterator[tuple[str, str, Call]]:
     ):
         yield name, flag, make(getattr(cumla, name))
     longest: dict[str, Any]
-    for flag, longest in (("causal", {}), ("batch_invariant", {"max_seqlen": 64})):
+    for flag, longest in (("causal", {}), ("batch_invariant", {"max_kv_len": 64})):
         yield "MLADecodePlan", flag, plan(cumla.MLADecodePlan, 2, 2, 4, **longest)
         q, kv_cache = list(decode_arguments().values())[:2]
         arrays = {"q": q, "kv_cache": kv_cache} | longest
         yield "MLADecodePlan.from_arrays", flag, Call(cumla.MLADecodePlan.from_arrays, arrays)
-    sized = workspace_bytes(cumla.MLADecodePlan, 2, 2, 4, max_seqlen=64)
+    sized = workspace_bytes(cumla.MLADecodePlan, 2, 2, 4, max_kv_len=64)
     yield "MLADecodePlan.workspace_bytes", "batch_invariant", sized
     yield "MLAAttentionPlan", "causal", plan(cumla.MLAAttentionPlan, 2, 5, 4)
     arrays = {"q": numbers(5, 4, 576), "kv_cache": numbers(4, 16, 576), "qo_indptr": int32(0, 2, 5)}
@@ -167,7 +165,9 @@ def calls() -> Iterator[tuple[str, str, Call]]:
     sized = workspace_bytes(paged, 2, 1, 8, 32, **pages)
     yield "PagedMQALogitsPlan.workspace_bytes", "per_row_lens", sized
     made = ready(paged, 2, 1, 8, 32, lengths=(int32(5, 20),), **pages)
-    yield "PagedMQALogitsPlan.run", "clean", score_pages(made.run)
+    run = score_pages(made.run)
+    del run.arguments["kv_lens"]  # the plan holds them
+    yield "PagedMQALogitsPlan.run", "clean", run
 
 
 CALLS = tuple(calls())
@@ -196,8 +196,7 @@ def test_every_flag_is_here() -> None:
         for parameter in inspect.signature(function).parameters.values()
         if "bool" in str(parameter.annotation)
     }
-    of_prepare = {("prepare", "split_caches"), ("prepare", "fp8_caches")}
-    assert flags == {(name, flag) for name, flag, _ in CALLS} | of_prepare
+    assert flags == {(name, flag) for name, flag, _ in CALLS}
 
 
 @pytest.mark.parametrize(("value", "kind"), NO_FLAGS, ids=IDS)
@@ -220,8 +219,8 @@ def test_bools_of_numpy(at: int, value: bool) -> None:
     """They count as Python's: the same is written, and plans and sizes are the same."""
     _, flag, call = CALLS[at]
     arguments = dict(call.arguments)
-    if not value:
-        arguments.pop("max_seqlen", None)  # belongs to batch_invariant=True
+    if not value and flag == "batch_invariant":
+        arguments.pop("max_kv_len", None)  # belongs to the flag
     seen = []
     for given in (value, np.bool_(value)):
         written = {name: arguments[name].copy() for name in call.writes}
@@ -230,47 +229,3 @@ def test_bools_of_numpy(at: int, value: bool) -> None:
         size = result if isinstance(result, int) else None
         seen.append(({name: array.tobytes() for name, array in written.items()}, repr(made), size))
     assert seen[0] == seen[1]
-
-
-@pytest.mark.parametrize(("value", "kind"), NO_FLAGS, ids=IDS)
-def test_calls_with_a_plan(value: Any, kind: str) -> None:
-    """Also where a plan makes no difference between on and off: one query a request."""
-    lengths = (int32(5, 20),)
-    plans = [
-        decode(
-            cumla.mla_decode,
-            q_len,
-            plan=ready(cumla.MLADecodePlan, 2, q_len, 4, lengths=lengths, page_size=16),
-        )
-        for q_len in (1, 2)
-    ]
-    offsets = (int32(0, 2, 5), *lengths)
-    kept = ready(cumla.MLAAttentionPlan, 2, 5, 4, lengths=offsets, page_size=16)
-    scored = ready(
-        cumla.PagedMQALogitsPlan, 2, 1, 8, 32, lengths=lengths, max_pages=2, page_size=16
-    )
-    for call, flags in (
-        *((made, ("causal", "batch_invariant")) for made in plans),
-        (attend(cumla.mla_attention, plan=kept), ("causal",)),
-        (score_pages(cumla.paged_mqa_logits, plan=scored), ("clean",)),
-    ):
-        call()
-        for flag in flags:
-            with pytest.raises(TypeError, match=f"^{flag}: needs True or False, got {kind}; "):
-                call(**{flag: value})
-
-
-@pytest.mark.parametrize("flag", ["split_caches", "fp8_caches"])
-def test_what_to_prepare(cupy: FakeCuPy, monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
-    loaded: list[str] = []
-    monkeypatch.setattr(preparation, "load", lambda spec, *_, **__: loaded.append(spec.entry))
-    for value, kind in NO_FLAGS:
-        with pytest.raises(TypeError, match=f"^{flag}: needs True or False, got {kind}; "):
-            cumla.prepare(**{flag: value}, page_sizes=(1, 64))
-    assert loaded == []
-    seen = []
-    for given in (True, np.True_, False, np.False_):
-        loaded.clear()
-        cumla.prepare(**{flag: given}, page_sizes=(1, 64))
-        seen.append(tuple(loaded))
-    assert seen[0] == seen[1] != seen[2] == seen[3]

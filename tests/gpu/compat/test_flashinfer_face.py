@@ -32,7 +32,7 @@ dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 
 @pytest.fixture(autouse=True)
 def prepared() -> None:
-    cumla.prepare()
+    cumla.prepare(cumla.mla_attention, cumla.append_mla_cache, cumla.merge_attention_states)
 
 
 @contextlib.contextmanager
