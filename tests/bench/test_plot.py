@@ -48,6 +48,7 @@ def test_the_legend_covers_no_line(recorded: dict[str, Any]):
 
 
 def test_same_results_give_the_same_files(recorded: dict[str, Any], tmp_path: Path):
+    recorded["rows"] = recorded["rows"][:4]  # one family
     first, second = (plot.draw(recorded, tmp_path / name) for name in "ab")
     assert [file.read_bytes() for file in first] == [file.read_bytes() for file in second]
 
@@ -68,7 +69,7 @@ def test_curves_and_ceilings(recorded: dict[str, Any]):
 
 
 def test_variants_have_figures_of_their_own(recorded: dict[str, Any], tmp_path: Path):
-    rows = recorded["rows"]
+    rows = recorded["rows"] = recorded["rows"][:2]
     rows += [row | {"dtype": "float16", "lengths": "lognormal:1"} for row in rows[:2]]
     rows.append({"batch": 3, "q_len": 1, "heads": 1, "kv_len": 64, "failed": "wrong"})
     names = [file.name for file in plot.draw(recorded, tmp_path)]

@@ -490,6 +490,6 @@ def test_edited_kernels_compile(name: str, page_size: int) -> None:
 
 
 def test_an_edit_that_does_not_apply_says_so() -> None:
-    edit = variants.Edit(("mla_decode",), "no such text", "")
-    with pytest.raises(ValueError, match="mla_decode: 'no such text' occurs 0 times, not once"):
+    edit = variants.Edit(("mla_decode",), "no such mark", "")
+    with pytest.raises(ValueError, match="mla_decode: 'no such mark' occurs 0 times, not once"):
         variants.edited_text(variants.specs_of("mla_decode")[0], edit)

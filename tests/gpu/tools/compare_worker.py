@@ -109,7 +109,7 @@ class CuPy:
 
 
 class NumPy:
-    """The same on the CPU, for tests."""
+    """The same on the CPU, for tests; as CuPy it knows no numbers of ml_dtypes."""
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
         array = np.empty(tuple(shape), dtype)
@@ -117,13 +117,16 @@ class NumPy:
         return array
 
     def repeat(self, array: Array, block: np.ndarray) -> None:
+        assert array.dtype.kind == block.dtype.kind == "u"
         flat = array.reshape(-1).view(np.uint8)
         flat[:] = np.resize(block.reshape(-1).view(np.uint8), flat.size)
 
     def upload(self, array: np.ndarray) -> Array:
+        assert array.dtype.kind in "iuf", array.dtype
         return array.copy()
 
     def download(self, array: Array) -> np.ndarray:
+        assert array.dtype.kind in "iuf", array.dtype
         return np.array(array)
 
     def synchronize(self) -> None:
@@ -195,7 +198,7 @@ class Worker:
         array = self.device.empty(shape, plain(DTYPES[dtype]))
         count = min(array.size, 2**20 + 577)
         numbers = deviation * np.random.default_rng(seed).standard_normal(count, np.float32)
-        self.device.repeat(array, numbers.astype(DTYPES[dtype]))
+        self.device.repeat(array, numbers.astype(DTYPES[dtype]).view(array.dtype))
         return array.view(DTYPES[dtype])
 
     def get(self, array: Array, *index: Any) -> np.ndarray:
@@ -631,7 +634,7 @@ def compare_logits(
 def main(folder: str, kind: str) -> None:
     """Answer jobs until the input ends."""
     answers, sys.stdout = sys.stdout, sys.stderr
-    sys.path.insert(0, folder)
+    sys.path[0] = folder  # in place of this script's, whose modules have common names
     import cumla
 
     assert cumla.__file__ is not None and cumla.__file__.startswith(folder), cumla.__file__
