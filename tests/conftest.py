@@ -47,6 +47,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(plan, "keep_until_event", lambda *_: None)
     known = {np.ndarray: frameworks.NUMPY}
     with mock.patch.dict(frameworks.framework_of_type, known, clear=True):
+        gc.freeze()  # the collection below need not look at what was there before the test
         yield fake
         gc.collect()  # plans of the test, while the fakes are there
 
