@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m cumla bench``: how fast the kernels are, beside the ceilings of the same GPU.
 
-`cases` says what is measured and how much work it is, `timing` how; `ceilings`, `dense`, `host` and
-`start` measure, and so do `attention`, `pages`, `merge`, `append`, `indexer` and `indexer_cache`,
-which bring their cases along; `peer_runs` measures other libraries where they are installed
-(`triton_decode` is a kernel of ours to compare with), `peers` holds published figures of the
-others; `run` puts it all together, `report` prints tables and `plot` draws. `explain` tells which
-kernel is chosen. All that touches the GPU goes through `gpu`. The kernels that measure the
-hardware, and the float64 one that checks results, are in ``cuda/``.
+A section is data (`section`): its cases, how one is measured, and the columns of its table. One
+module a family holds the sections (`mla`, `forms`, `append`, `merge`, `indexer`); `run` measures
+them, `report` prints them and `plot` draws them, all over the list in `run`. `calls` holds every
+call of cumla's public functions, `problem` the arrays of MLA's and their check against float64,
+`moves` what operations that move bytes share. `gpu`, `timing`, `ceilings` and `host` measure;
+``cuda/`` holds the kernels that measure the hardware, and the float64 one that checks results.
+
+What records runs and compares other libraries is in ``bench/`` of the repository.
 """

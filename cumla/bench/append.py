@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing rows into a paged cache: checked, then timed against the copy ceiling."""
+"""Writing rows into a paged MLA cache: a section of operations that move bytes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from cumla import append_mla_cache, reference
+from cumla import reference
+from cumla.bench import calls
 from cumla.bench.ceilings import fill_normal
-from cumla.bench.dense import CheckError
 from cumla.bench.gpu import DTYPES, Gpu
-from cumla.bench.operations import time_copy, time_in_graph
-from cumla.bench.timing import GpuTimer, Timing, time_cold
+from cumla.bench.moves import FIGURES, measure_moves
+from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
-__all__ = ["APPEND", "AppendCase", "measure_append"]
+__all__ = ["SECTION", "AppendCase"]
 
 _ROW_BYTES = 2 * HEAD_DIM
 _ROPE_DIM = HEAD_DIM - VALUE_DIM
@@ -27,7 +27,7 @@ _CHECKED_ROWS = 510  # beside the first and the last
 
 @dataclass(frozen=True)
 class AppendCase:
-    """What is written.
+    """Rows of bfloat16 that are written.
 
     Attributes
     ----------
@@ -44,6 +44,12 @@ class AppendCase:
     rotated: bool = False
 
     @property
+    def name(self) -> str:
+        """For example ``append-64MB-page64-rotated``."""
+        rotated = "-rotated" if self.rotated else ""
+        return f"append-{self.mbytes}MB-page{self.page_size}{rotated}"
+
+    @property
     def tokens(self) -> int:
         """Rows, whole pages of them."""
         return self.mbytes * 10**6 // (_ROW_BYTES * self.page_size) * self.page_size
@@ -53,66 +59,15 @@ class AppendCase:
         """Bytes that are read and written."""
         return 2 * self.tokens * _ROW_BYTES
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Row:
         """Name the case as a row of the results file does."""
-        return asdict(self) | {"tokens": self.tokens, "dtype": "bfloat16"}
+        return asdict(self) | {"tokens": self.tokens, "dtype": "bfloat16", "nbytes": self.nbytes}
 
 
-APPEND = tuple(
-    AppendCase(mbytes, page_size, rotated)
-    for mbytes in (64, 1000)
-    for page_size, rotated in ((64, False), (1, False), (64, True))
-)
-"""The cases of the benchmark."""
+class _Step:
+    """Arrays of a case on the device; another seed gives other rows, and other places for them."""
 
-
-def measure_append(
-    gpu: Gpu, case: AppendCase, timer: GpuTimer = time_cold
-) -> tuple[Timing, dict[str, float | None]]:
-    """Check a case in bfloat16, then time it.
-
-    Parameters
-    ----------
-    gpu : Gpu
-        Entered.
-    case : AppendCase
-        What to run.
-    timer : GpuTimer
-        How to time a single call.
-
-    Returns
-    -------
-    tuple
-        The time of a call; ``copy_us``: how long a plain copy of as many bytes takes; and what
-        `time_in_graph` finds.
-
-    Raises
-    ------
-    CheckError
-        Something is not written as it should be.
-    """
-    one = AppendStep(gpu, case)
-    one.run()
-    one.check()
-    timing, copy = timer(gpu, one.run), time_copy(gpu, case.nbytes, timer)
-    graph = time_in_graph(gpu, case.nbytes, partial(AppendStep, gpu, case))
-    return timing, {"copy_us": copy.us} | graph
-
-
-class AppendStep:
-    """Arrays of a case on the device; the cache is poisoned until it is written.
-
-    Attributes
-    ----------
-    rows, cache : array
-        (tokens, 576), as uint16; of another seed other rows, and other places for them.
-    slots : numpy.ndarray
-        (tokens,) int64: where each row goes.
-    rotation : dict
-        ``positions`` and ``cos_sin``, both of NumPy, or nothing.
-    """
-
-    def __init__(self, gpu: Gpu, case: AppendCase, seed: int = 0) -> None:
+    def __init__(self, gpu: Gpu, case: AppendCase, seed: int) -> None:
         self.gpu, self.case = gpu, case
         rng = np.random.default_rng(seed)
         tokens = case.tokens
@@ -128,13 +83,9 @@ class AppendStep:
             self.rotation = {"positions": np.arange(tokens) % _MAX_POSITION, "cos_sin": table}
         self._chosen = np.unique([0, tokens - 1, *rng.integers(0, tokens, _CHECKED_ROWS)])
         rows, cache = (bits.view(DTYPES["bfloat16"]) for bits in (self.rows, self.cache))
+        given = {name: gpu.upload(array) for name, array in self.rotation.items()}
         pages_of_cache = cache.reshape(-1, case.page_size, HEAD_DIM)
-        self._arguments = (rows, pages_of_cache, gpu.upload(self.slots))
-        self._given = {name: gpu.upload(array) for name, array in self.rotation.items()}
-
-    def run(self) -> None:
-        """Write the rows."""
-        append_mla_cache(*self._arguments, **self._given)
+        self.run = calls.append(rows, pages_of_cache, gpu.upload(self.slots), **given)
 
     def check(self) -> None:
         """Compare some rows with what the reference makes of them."""
@@ -153,4 +104,22 @@ class AppendStep:
         wrong = ~(np.abs(got - expected) <= allowed).all(axis=1)
         if wrong.any():
             row = chosen[wrong][0]
-            raise CheckError(f"append {case}: row {row} was not written as it should be")
+            raise CheckError(f"{case.name}: row {row} was not written as it should be")
+
+
+def _measure(bench: Bench, case: AppendCase) -> Row:
+    return measure_moves(bench, case.nbytes, partial(_Step, bench.gpu, case))
+
+
+SECTION = Section(
+    name="append",
+    title="append: ",
+    cases=tuple(
+        AppendCase(mbytes, page_size, rotated)
+        for mbytes in (64, 1000)
+        for page_size, rotated in ((64, False), (1, False), (64, True))
+    ),
+    measure=_measure,
+    shape=(*columns("tokens"), Column("page", "page_size"), *columns("rotated", "dtype")),
+    figures=FIGURES,
+)

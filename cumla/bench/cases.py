@@ -17,12 +17,8 @@ from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
 __all__ = [
     "DENSE",
-    "INVARIANT",
     "LOG_NORMAL_SIGMA",
     "PAGE_SIZE",
-    "PEER_CASES",
-    "RAGGED",
-    "RAGGED_SEEDS",
     "Case",
     "Ceilings",
     "grid",
@@ -38,28 +34,35 @@ _ITEM = 2  # bytes of a bfloat16 or float16
 _LOG_NORMAL = "lognormal:"
 
 
+_KEYS = {  # of the ceilings, in files of results and of peers
+    "read_gbps": "read_GBps",
+    "copy_gbps": "copy_GBps",
+    "matmul_tflops": "bf16_matmul_TFLOPs",
+    "empty_us": "empty_kernel_us",
+    "fp8_tflops": "fp8_matmul_TFLOPs",
+    "fp8_scaled": "fp8_scaled",
+    "sustained_tflops": "bf16_sustained_TFLOPs",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What one GPU can do at best.
+    """What one GPU can do at best; the last three are 0 in older files.
 
     Attributes
     ----------
-    read_gbps : float
-        Reading a large array, in 10^9 bytes a second.
-    copy_gbps : float
-        Copying one, bytes read and written.
+    read_gbps, copy_gbps : float
+        Reading a large array, and copying one (bytes read and written), in 10^9 bytes a second.
     matmul_tflops : float
         An 8192 x 8192 x 8192 bfloat16 matrix product of random numbers.
     empty_us : float
         An empty kernel between two events.
     fp8_tflops : float
-        The matrix product with float8_e4m3fn; 0 in files that are older than this.
+        The matrix product with float8_e4m3fn.
     fp8_scaled : bool
-        Whether it was not measured but scaled: from the bfloat16 one, by the ratio of the two on
-        another GPU.
+        Whether that was not measured but scaled, by the ratio of the products on another GPU.
     sustained_tflops : float
-        The bfloat16 product once more, over and over, with the GPU at its power limit; 0 in files
-        that are older than this.
+        The bfloat16 product once more, over and over, with the GPU at its power limit.
     """
 
     read_gbps: float
@@ -73,27 +76,11 @@ class Ceilings:
     @classmethod
     def from_json(cls, figures: dict[str, Any]) -> Ceilings:
         """Read what `to_json` wrote, or the same keys in a file of peers."""
-        return cls(
-            read_gbps=float(figures["read_GBps"]),
-            copy_gbps=float(figures["copy_GBps"]),
-            matmul_tflops=float(figures["bf16_matmul_TFLOPs"]),
-            empty_us=float(figures["empty_kernel_us"]),
-            fp8_tflops=float(figures.get("fp8_matmul_TFLOPs", 0.0)),
-            fp8_scaled=bool(figures.get("fp8_scaled", False)),
-            sustained_tflops=float(figures.get("bf16_sustained_TFLOPs", 0.0)),
-        )
+        return cls(**{name: figures[key] for name, key in _KEYS.items() if key in figures})
 
     def to_json(self) -> dict[str, float | bool]:
         """Name the figures as the results file does."""
-        return {
-            "read_GBps": self.read_gbps,
-            "copy_GBps": self.copy_gbps,
-            "bf16_matmul_TFLOPs": self.matmul_tflops,
-            "empty_kernel_us": self.empty_us,
-            "fp8_matmul_TFLOPs": self.fp8_tflops,
-            "fp8_scaled": self.fp8_scaled,
-            "bf16_sustained_TFLOPs": self.sustained_tflops,
-        }
+        return {key: getattr(self, name) for name, key in _KEYS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,23 +214,7 @@ def _log_normal_lengths(batch: int, mean: int, seed: int) -> NDArray[np.int32]:
 
 
 def seed_of(lengths: str) -> int | None:
-    """Read how a command or a file names lengths.
-
-    Parameters
-    ----------
-    lengths : str
-        ``"equal"`` or ``"lognormal:SEED"``.
-
-    Returns
-    -------
-    int or None
-        The seed; None for equal lengths.
-
-    Raises
-    ------
-    ValueError
-        It is neither.
-    """
+    """Read how a command or a file names lengths."""
     if lengths == "equal":
         return None
     seed = lengths.removeprefix(_LOG_NORMAL)
@@ -273,46 +244,11 @@ DENSE: tuple[Case, ...] = tuple(
     for kv_len in lengths
 )
 
-PEER_CASES: tuple[Case, ...] = (
-    Case(128, 1, 128, 4096),
-    Case(128, 1, 16, 4096),
-    Case(128, 2, 128, 1024),
-    Case(16, 1, 128, 8192),
-    Case(1, 1, 16, 8192),
-    Case(1, 1, 128, 131072),
-)
-"""Rows of the table on which other libraries run if nobody says where."""
-
-RAGGED: tuple[Case, ...] = tuple(
-    Case(128, 1, heads, mean) for heads in (16, 128) for mean in (1024, 4096, 8192)
-)
-"""Rows of the table whose time with ragged lengths is held against that with equal ones."""
-RAGGED_SEEDS = range(5)
-
-INVARIANT: tuple[Case, ...] = (
-    Case(128, 1, 128, 4096),
-    Case(128, 1, 16, 4096),
-    Case(16, 1, 128, 8192),
-    Case(1, 1, 16, 131072),
-)
-"""Rows of the table whose batch-invariant time is held against the usual one."""
-
 
 def grid(
     batches: Iterable[int], q_lens: Iterable[int], heads: Iterable[int], kv_lens: Iterable[int]
 ) -> tuple[Case, ...]:
-    """Combine shapes.
-
-    Parameters
-    ----------
-    batches, q_lens, heads, kv_lens : iterable of int
-        As `Case` has them.
-
-    Returns
-    -------
-    tuple of Case
-        Every combination, the last of them changing fastest.
-    """
+    """Combine shapes."""
     return tuple(Case(*shape) for shape in product(batches, q_lens, heads, kv_lens))
 
 
@@ -322,25 +258,7 @@ def vary(
     dtypes: Iterable[str],
     seeds: Iterable[int | None],
 ) -> tuple[Case, ...]:
-    """Make each case with each number of kv heads, dtype and kind of lengths.
-
-    Parameters
-    ----------
-    cases : iterable of Case
-        Shapes.
-    kv_heads, dtypes, seeds : iterable
-        As `Case` has them.
-
-    Returns
-    -------
-    tuple of Case
-        All cases of one dtype are neighbours: the cache is filled once a dtype.
-
-    Raises
-    ------
-    ValueError
-        A number of kv heads does not divide the heads of a case.
-    """
+    """Make each case with each number of kv heads, dtype and kind of lengths."""
     made = tuple(
         replace(case, kv_heads=of, dtype=dtype, seed=seed)
         for dtype, of, seed, case in product(dtypes, kv_heads, seeds, cases)
@@ -352,23 +270,7 @@ def vary(
 
 
 def select(patterns: Sequence[str]) -> tuple[Case, ...]:
-    """Choose cases by name.
-
-    Parameters
-    ----------
-    patterns : sequence of str
-        Shell patterns, for example ``b128-*-kv4096``. None at all chooses every case.
-
-    Returns
-    -------
-    tuple of Case
-        In the table's order.
-
-    Raises
-    ------
-    ValueError
-        A pattern matches no case.
-    """
+    """Choose cases by name."""
     for pattern in patterns:
         if not any(fnmatchcase(case.name, pattern) for case in DENSE):
             names = ", ".join(case.name for case in DENSE)

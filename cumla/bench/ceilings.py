@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from cumla.bench.cases import PAGE_SIZE, Ceilings
 from cumla.bench.gpu import DTYPES, Gpu, bench_spec
-from cumla.bench.peers import load_peers
 from cumla.bench.timing import time_cold, time_sustained
 from cumla.launch.mla.shape import HEAD_DIM
 from cumla.launch.tensor_map import paged_kv_map
@@ -33,42 +32,19 @@ _FILL_NORMAL_PARAMS = struct.Struct("<QqQf4x")
 _STREAM_KV_PARAMS = struct.Struct("<128sQi52x")  # the tensor map aligns the struct to 64 bytes
 
 _MATMUL_SIZE = 8192
+_FP8_RATIO = 1356 / 754  # of the two products on an H200
 _ROW_BYTES = 2 * HEAD_DIM
 _NO_TRANSPOSE, _BFLOAT16, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM = 0, 14, 68, -1  # of cuBLAS
 
 
 def fill_normal(gpu: Gpu, array: Any, dtype: str, *, seed: int, deviation: float) -> None:
-    """Fill a contiguous uint16 array with the bits of normal numbers.
-
-    Parameters
-    ----------
-    gpu : Gpu
-        Where the array is.
-    array : array of uint16
-        Of even size.
-    dtype : str
-        ``"bfloat16"`` or ``"float16"``.
-    seed : int
-        Arrays of different seeds hold different numbers.
-    deviation : float
-        Standard deviation.
-    """
+    """Fill a contiguous uint16 array with the bits of normal numbers."""
     values = (gpu.address(array), array.size // 2, seed, deviation)
     gpu.launch(FILL_NORMAL[dtype], 8 * gpu.properties.sm_count, _FILL_NORMAL_PARAMS, values)
 
 
 def measure(gpu: Gpu) -> Ceilings:
-    """Measure what memory, tensor cores and launches of this GPU can do at best.
-
-    Parameters
-    ----------
-    gpu : Gpu
-        Entered.
-
-    Returns
-    -------
-    Ceilings
-    """
+    """Measure what memory, tensor cores and launches of this GPU can do at best."""
     large = gpu.streamed
     fill_normal(gpu, large, "bfloat16", seed=1, deviation=1.0)
     half = large.size // 2
@@ -104,8 +80,7 @@ def _fp8_tflops(gpu: Gpu, large: Any, bfloat16_tflops: float) -> tuple[float, bo
     """
     made = _fp8_matmul(gpu, large)
     if made is None:
-        other = load_peers().ceilings
-        return bfloat16_tflops * other.fp8_tflops / other.matmul_tflops, True
+        return bfloat16_tflops * _FP8_RATIO, True
     product, stream = made
     with stream:
         return _product_tflops(time_cold(gpu, product, repeats=15).us), False
@@ -177,28 +152,11 @@ def _cublas_product(gpu: Gpu, a: int, b: int, c: int) -> Callable[[], None]:
 
 
 def stream_only(gpu: Gpu, kv: Any, pages: NDArray[np.int32]) -> Callable[[], None]:
-    """Make a call of a kernel that brings pages into shared memory and does nothing else.
-
-    Parameters
-    ----------
-    gpu : Gpu
-        Entered.
-    kv : array of uint16
-        (pages, 64, kv_heads, 576), contiguous.
-    pages : numpy.ndarray
-        Which pages, in the order in which they are brought.
-
-    Returns
-    -------
-    callable
-        Enqueues the kernel.
-    """
-    page_bytes = PAGE_SIZE * _ROW_BYTES
+    """Make a call of a kernel that brings pages into shared memory and does nothing else."""
     heads = kv.shape[2]  # a page of several kv heads is as many pages of one in a row
-    descriptor = paged_kv_map(
-        *(gpu.address(kv), "bfloat16", kv.shape[0] * heads, PAGE_SIZE, 1, HEAD_DIM),
-        *(page_bytes, _ROW_BYTES, _ROW_BYTES, PAGE_SIZE),
-    )
+    shape = (kv.shape[0] * heads, PAGE_SIZE, 1, HEAD_DIM)
+    strides = (PAGE_SIZE * _ROW_BYTES, _ROW_BYTES, _ROW_BYTES)
+    descriptor = paged_kv_map(gpu.address(kv), "bfloat16", shape, strides, PAGE_SIZE)
     order = gpu.upload((pages[:, None] * heads + np.arange(heads, dtype=np.int32)).ravel())
     blocks = gpu.properties.sm_count
 

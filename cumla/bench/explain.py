@@ -15,7 +15,7 @@ from cumla.launch.mla.shape import MLADecodeKey
 __all__ = ["explain", "find_sm_count", "key_of"]
 
 _REASONS = {
-    "swapped": "memory is the bound, and so few rows fit the N side of the matrix products",
+    "swapped": "memory is the bound, and the rows fit the N side of the matrix products",
     "one_tile": "it reads each KV block alone, so memory is the bound",
     "shared_blocks": "they read the same KV blocks, so arithmetic is the bound",
 }
@@ -23,13 +23,7 @@ _SM_COUNT = 132  # of an H100 SXM, an H200 and a GH200
 
 
 def find_sm_count() -> tuple[int, str]:
-    """Ask the GPU how many multiprocessors it has.
-
-    Returns
-    -------
-    tuple
-        Their number, and where it comes from.
-    """
+    """Ask the GPU how many multiprocessors it has."""
     try:
         found = properties(current_device())
     except CumlaError:
@@ -38,20 +32,7 @@ def find_sm_count() -> tuple[int, str]:
 
 
 def explain(case: Case, sm_count: int) -> str:
-    """Say which kernel serves a case and why.
-
-    Parameters
-    ----------
-    case : Case
-        What would run.
-    sm_count : int
-        Multiprocessors of the GPU.
-
-    Returns
-    -------
-    str
-        One paragraph.
-    """
+    """Say which kernel serves a case and why."""
     key = key_of(case, sm_count)
     spec = decode_spec(key)
     tiles = "1 row tile" if key.row_tiles == 1 else f"{key.row_tiles} row tiles"
@@ -60,8 +41,7 @@ def explain(case: Case, sm_count: int) -> str:
     joined = "" if key.parts == 1 else "; pieces of a request that parts share are joined"
     return (
         f"{case.name}: {spec.entry} ({spec.threads} threads, {spec.smem_bytes} B of shared memory)"
-        f"\n  {key.group_rows} query rows of a kv head in {tiles}: {reason}"
-        f'\n  pinned by cumla.MLADecodePlan(..., variant="{key.variant}")'
+        f"\n  variant {key.variant}: {key.group_rows} query rows of a kv head in {tiles}: {reason}"
         f"\n  {key.parts} parts x {key.tiles} tiles of all kv heads = {blocks} thread blocks on "
         f"{sm_count} multiprocessors{joined}{_of_fp8_caches(key)}"
     )
@@ -78,19 +58,7 @@ def _of_fp8_caches(key: MLADecodeKey) -> str:
 
 
 def key_of(case: Case, sm_count: int) -> MLADecodeKey:
-    """Return the key of a case's plan.
-
-    Parameters
-    ----------
-    case : Case
-        What would run.
-    sm_count : int
-        Multiprocessors of the GPU.
-
-    Returns
-    -------
-    MLADecodeKey
-    """
+    """Return the key of a case's plan."""
     return MLADecodeKey(
         batch=case.batch,
         q_len=case.q_len,

@@ -14,8 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from cumla.launch.device import current_device, import_cupy, require_hopper
-from cumla.launch.kernel import PreparedLaunch
-from cumla.launch.module import load
+from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
 
 __all__ = ["DTYPES", "FLUSH_BYTES", "READ_STREAM", "SPIN", "STREAM_BYTES", "Gpu", "bench_spec"]
@@ -131,8 +130,8 @@ class Gpu:
         self, spec: KernelSpec, blocks: int, layout: struct.Struct, values: Sequence[Any]
     ) -> None:
         """Launch a kernel that takes one struct; compile it the first time."""
-        kernel = load(spec, self.ordinal, capturing=lambda: False)
-        PreparedLaunch(kernel, (blocks, 1, 1), layout, values, self.stream.ptr)()
+        launch = Launch(spec, (blocks, 1, 1), layout, tuple(values))
+        launch.template(self.ordinal, lambda: False).at({}, self.stream.ptr)()
 
     def read(self, array: Any) -> None:
         """Read a contiguous array whose size is a multiple of 16 bytes."""
@@ -148,7 +147,7 @@ class Gpu:
         """Wait until all work is done, and a tenth of a second more.
 
         A GPU that was at its power limit a moment ago keeps lower clocks for some time: one case
-        took 17 % longer behind another one. So no timing depends on what was timed before.
+        took 17 % longer after another one. So no timing depends on what was timed before.
         """
         self.synchronize()
         sleep(0.1)
@@ -156,6 +155,10 @@ class Gpu:
     def hold(self) -> None:
         """Keep the stream busy about as long as `flush_l2` does, and leave the caches alone."""
         self.launch(SPIN, 1, _SPIN_PARAMS, (_HOLD_CLOCKS,))
+
+    def release(self) -> None:
+        """Give memory that no array uses back to the driver, for arrays of other sizes."""
+        self._cupy.get_default_memory_pool().free_all_blocks()
 
     def free_bytes(self) -> int:
         """Memory that can still be allocated."""

@@ -1,39 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The indexer's logits: each case is checked against float64, then timed; and their schedule."""
+"""Sections of the indexer: its logits, their schedule, and what quantises rows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cumla import PagedMQALogitsPlan, append_indexer_cache, mqa_logits, quantize_fp8
+from cumla import reference
+from cumla.bench import calls
 from cumla.bench.cases import PAGE_SIZE, Ceilings
 from cumla.bench.ceilings import fill_normal
-from cumla.bench.dense import CheckError
 from cumla.bench.gpu import DTYPES, Gpu
-from cumla.bench.peers import Peers, PeerTime, beside
-from cumla.bench.timing import GpuTimer, Timing, time_cold, time_graph
+from cumla.bench.mla import against
+from cumla.bench.moves import FIGURES, measure_moves
+from cumla.bench.section import Bench, CheckError, Column, Row, Section
 
 __all__ = [
-    "LOGITS",
-    "LOGITS_SCHEDULES",
+    "SECTIONS",
+    "CacheCase",
     "DecodeStep",
     "LogitsCase",
-    "LogitsTiming",
+    "LogitsScheduleCase",
     "PagedLogitsCase",
     "PrefillLogitsCase",
     "PrefillStep",
     "floor_us",
-    "logits_row",
-    "logits_schedule_row",
-    "measure_logits",
-    "time_logits_schedule",
 ]
 
 HEADS, DIM = 64, 128
@@ -42,15 +39,13 @@ _LOGIT_BYTES = 4
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 _ROW_TOLERANCE = 3e-3  # |error| / |row|: tensor cores keep 13 bits or so of a sum of FP8 products
-_SMALL_BATCH = 16  # up to here a graph of many calls is timed as well
-_GRAPH_CALLS = 20
-_MOST_CACHES = 32  # that a graph goes round
-_ROTATED_BYTES = 512 << 20  # of cache that a graph goes round, if that many caches are enough
+
+# --- logits ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PagedLogitsCase:
-    """Logits of a decoding step, float32 and cleaned, of requests that are equally long.
+    """Logits of a decoding step, float32 and cleaned, of requests that are of the same length.
 
     Attributes
     ----------
@@ -94,17 +89,10 @@ class PagedLogitsCase:
         """How many tokens each query of a request sees."""
         return [max(self.kv_len - hidden, 0) for hidden in reversed(range(self.next_n))]
 
-    def to_json(self) -> dict[str, Any]:
-        """Name the case as a row of the results file and of the peers' does."""
-        return {
-            "op": "paged_mqa_logits",
-            "batch": self.batch,
-            "next_n": self.next_n,
-            "heads": HEADS,
-            "dim": DIM,
-            "kv_len": self.kv_len,
-            "logits": "float32",
-        }
+    def to_json(self) -> Row:
+        """Name the case as a row of the results file does."""
+        shape = {"batch": self.batch, "next_n": self.next_n, "heads": HEADS, "dim": DIM}
+        return {"op": "paged_mqa_logits", **shape, "kv_len": self.kv_len, "logits": "float32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,126 +130,19 @@ class PrefillLogitsCase:
         """How many tokens each query sees, (q_len,)."""
         return np.maximum(np.arange(self.q_len) + self.kv_len - self.q_len + 1, 0)
 
-    def to_json(self) -> dict[str, Any]:
-        """Name the case as a row of the results file and of the peers' does."""
-        return {
-            "op": "mqa_logits",
-            "q_len": self.q_len,
-            "kv_len": self.kv_len,
-            "heads": HEADS,
-            "dim": DIM,
-            "causal": True,
-            "logits": "float32",
-        }
+    def to_json(self) -> Row:
+        """Name the case as a row of the results file does."""
+        shape = {"q_len": self.q_len, "kv_len": self.kv_len, "heads": HEADS, "dim": DIM}
+        return {"op": "mqa_logits", **shape, "causal": True, "logits": "float32"}
 
 
 LogitsCase: TypeAlias = PagedLogitsCase | PrefillLogitsCase
-
-LOGITS: tuple[LogitsCase, ...] = (
-    PagedLogitsCase(64, 1, 8192),
-    PagedLogitsCase(64, 1, 32768),
-    PagedLogitsCase(128, 1, 32768),
-    PagedLogitsCase(64, 2, 8192),
-    PagedLogitsCase(128, 2, 32768),
-    PagedLogitsCase(128, 4, 32768),
-    *(PagedLogitsCase(batch, 1, 131072) for batch in (8, 4, 2, 1)),
-    PrefillLogitsCase(4096, 8192),
-    PrefillLogitsCase(4096, 32768),
-)
-"""The cases of the benchmark."""
-
-LOGITS_SCHEDULES = tuple(
-    PagedLogitsCase(*shape)
-    for shape in ((64, 1, 8192), (64, 2, 8192), (128, 1, 32768), (128, 2, 32768), (1, 1, 131072))
-)
-"""Shapes whose schedule is timed."""
 
 
 def floor_us(case: LogitsCase, ceilings: Ceilings) -> float:
     """Time below which no kernel gets while the ceilings hold, in microseconds."""
     memory = case.nbytes / (ceilings.read_gbps * 1e3)
     return max(memory, case.flops / (ceilings.fp8_tflops * 1e6))
-
-
-class LogitsTiming(NamedTuple):
-    """What was measured of a case.
-
-    Attributes
-    ----------
-    single : Timing
-        One call, its schedule ready.
-    graph : Timing or None
-        The same for each of many calls in a graph, where the batch is small.
-    row_error : float
-        Worst relative error of the rows that were checked.
-    """
-
-    single: Timing
-    graph: Timing | None
-    row_error: float
-
-
-def measure_logits(gpu: Gpu, case: LogitsCase, timer: GpuTimer = time_cold) -> LogitsTiming:
-    """Check a case, then time it.
-
-    Parameters
-    ----------
-    gpu : Gpu
-        Entered.
-    case : LogitsCase
-        What to run.
-    timer : GpuTimer
-        How to time a single call.
-
-    Returns
-    -------
-    LogitsTiming
-
-    Raises
-    ------
-    CheckError
-        A result is wrong.
-    """
-    if isinstance(case, PrefillLogitsCase):
-        prefill = PrefillStep(gpu, case)
-        prefill.run()
-        error = prefill.check()
-        return LogitsTiming(timer(gpu, prefill.run), None, error)
-    one = DecodeStep(gpu, case, caches=1)
-    one.run()
-    error = one.check()
-    single = timer(gpu, one.run)
-    if case.batch > _SMALL_BATCH:
-        return LogitsTiming(single, None, error)
-    caches = min(_MOST_CACHES, max(2, -(-_ROTATED_BYTES // case.cache_bytes)))
-    several = DecodeStep(gpu, case, caches)
-    calls = [partial(several.run, i % caches) for i in range(max(_GRAPH_CALLS, caches))]
-    graph = time_graph(gpu, calls)
-    several.check((len(calls) - 1) % caches)  # what the last call of a replay left
-    return LogitsTiming(single, graph, error)
-
-
-def time_logits_schedule(gpu: Gpu, case: PagedLogitsCase, timer: GpuTimer = time_cold) -> Timing:
-    """Time the schedule kernel.
-
-    Parameters
-    ----------
-    gpu : Gpu
-        Entered.
-    case : PagedLogitsCase
-        Shape of the plan, and the lengths.
-    timer : GpuTimer
-        How to time it.
-
-    Returns
-    -------
-    Timing
-    """
-    lengths = gpu.upload(np.full(case.batch, case.kv_len, np.int32))
-    pages = case.pages // case.batch
-    shape = (case.batch, case.next_n, HEADS, DIM)
-    plan = PagedMQALogitsPlan(*shape, max_pages=pages, page_size=PAGE_SIZE, like=lengths)
-    return timer(gpu, partial(plan.update, lengths))
 
 
 class PrefillStep:
@@ -273,6 +154,8 @@ class PrefillStep:
         Those of `cumla.mqa_logits`.
     out : array
         Poisoned, until it is written.
+    run : callable
+        Scores the tokens.
     """
 
     def __init__(self, gpu: Gpu, case: PrefillLogitsCase) -> None:
@@ -280,18 +163,15 @@ class PrefillStep:
         q, weights = _queries(gpu, (case.q_len,))
         k = gpu.empty((case.kv_len, DIM), "uint8")
         scale = gpu.empty((case.kv_len,), "float32")
-        quantize_fp8(_normal(gpu, (case.kv_len, DIM), seed=8), out=k, scale_out=scale)
+        calls.quantize(_normal(gpu, (case.kv_len, DIM), seed=8), k, scale)()
         ks = gpu.upload(np.zeros(case.q_len, np.int32))
         ke = gpu.upload(case.ends.astype(np.int32))
         self.inputs = (q, (k, scale), weights, ks, ke)
         self.out = _poisoned(gpu, (case.q_len, case.kv_len))
-
-    def run(self) -> object:
-        """Score the tokens."""
-        return mqa_logits(*self.inputs, out=self.out)
+        self.run = calls.logits(*self.inputs, self.out)
 
     def check(self) -> float:
-        """Hold rows of `out` against float64; the worst relative error."""
+        """Compare rows of `out` with float64; return the worst relative error."""
         gpu, case = self.gpu, self.case
         q, (k, scale), weights, *_ = self.inputs
         keys, scales = gpu.download(k).view(_E4M3), gpu.download(scale)
@@ -313,12 +193,12 @@ class DecodeStep:
 
     Attributes
     ----------
-    q, cache, weights, lengths, tables
+    q, cache, weights, kv_lens, tables
         What `cumla.paged_mqa_logits` takes, a block table for each of the caches.
     out : array
         Poisoned, until it is written.
-    plan : PagedMQALogitsPlan
-        For all of them.
+    calls : list of callable
+        One for each of the caches.
     """
 
     def __init__(self, gpu: Gpu, case: PagedLogitsCase, caches: int) -> None:
@@ -328,23 +208,17 @@ class DecodeStep:
         self.cache = gpu.empty((count, PAGE_SIZE, 1, TOKEN_BYTES), "uint8")
         tokens = count * PAGE_SIZE
         slots = gpu.upload(np.arange(tokens))
-        append_indexer_cache(_normal(gpu, (tokens, DIM), seed=8), self.cache, slots)
+        calls.append_indexer(_normal(gpu, (tokens, DIM), seed=8), self.cache, slots)()
         shuffled = np.random.default_rng(count).permutation(count).astype(np.int32)
         self.pages = shuffled.reshape(caches, case.batch, -1)
         self.tables = [gpu.upload(table) for table in self.pages]
-        self.lengths = gpu.upload(np.full(case.batch, case.kv_len, np.int32))
+        self.kv_lens = gpu.upload(np.full(case.batch, case.kv_len, np.int32))
         self.out = _poisoned(gpu, (case.batch * case.next_n, case.kv_len))
-        arrays = (self.q, self.cache, self.lengths, self.tables[0])
-        self.plan = PagedMQALogitsPlan.from_arrays(*arrays)
-        self.plan.update(self.lengths)
-
-    def run(self, number: int = 0) -> object:
-        """Score the tokens of one of the caches."""
-        inputs = (self.q, self.cache, self.weights, self.lengths, self.tables[number])
-        return self.plan.run(*inputs, max_context_len=self.case.kv_len, out=self.out)
+        arrays = (self.q, self.cache, self.weights, self.tables, self.kv_lens, self.out)
+        self.calls = calls.paged_logits(*arrays)
 
     def check(self, number: int = 0, *, clean: bool = True) -> float:
-        """Hold rows of what a cache gave against float64, -inf if clean; the worst error."""
+        """Compare rows of what a cache gave with float64, -inf if clean; return the worst error."""
         gpu, case = self.gpu, self.case
         worst = 0.0
         for request in _some(case.batch):
@@ -379,7 +253,7 @@ def _queries(gpu: Gpu, lead: tuple[int, ...]) -> tuple[Any, Any]:
     """Make e4m3 queries (*lead, 64, 128), as bytes, and their weights."""
     shape = (*lead, HEADS, DIM)
     q, scale = gpu.empty(shape, "uint8"), gpu.empty(shape[:-1], "float32")
-    quantize_fp8(_normal(gpu, shape, seed=7), out=q, scale_out=scale)
+    calls.quantize(_normal(gpu, shape, seed=7), q, scale)()
     rows = int(np.prod(lead))
     weights = np.random.default_rng(7).standard_normal((rows, HEADS), np.float32)
     return q, gpu.upload(weights)
@@ -405,12 +279,12 @@ def _row_error(
     keys: NDArray[Any],
     scales: NDArray[np.float32],
 ) -> float:
-    """Hold the logits of one query against float64; visible are the tokens that have keys."""
+    """Compare the logits of one query with float64; the tokens that have keys are visible."""
     seen = len(keys)
     products = np.maximum(q.astype(np.float64) @ keys.astype(np.float64).T, 0.0)
     expected = scales * (weights.astype(np.float64) @ products)
     if not np.isneginf(got[seen:]).all():
-        raise CheckError(f"{name}: not -inf behind the {seen} tokens that are visible")
+        raise CheckError(f"{name}: not -inf after the {seen} tokens that are visible")
     size = np.linalg.norm(expected)
     error = float(np.linalg.norm(got[:seen] - expected) / (size if size > 0 else 1.0))
     if not error <= _ROW_TOLERANCE:  # NaN is wrong
@@ -418,78 +292,226 @@ def _row_error(
     return error
 
 
-def logits_row(
-    case: LogitsCase, timing: LogitsTiming, ceilings: Ceilings, peers: Peers
-) -> dict[str, Any]:
-    """Put a case's times beside its floor and its peers.
-
-    Parameters
-    ----------
-    case : LogitsCase
-        What ran.
-    timing : LogitsTiming
-        How long it took.
-    ceilings : Ceilings
-        Of the GPU.
-    peers : Peers
-        Who else ran it.
-
-    Returns
-    -------
-    dict
-        A row of the results.
-    """
-    us, floor = timing.single.us, floor_us(case, ceilings)
-    ratio = floor / floor_us(case, peers.ceilings)
-    return (
-        case.to_json()
-        | timing.single.figures()
-        | {
-            "tflops": case.flops / (us * 1e6),
-            "gbps": case.nbytes / (us * 1e3),
-            "floor_us": floor,
-            "efficiency": floor / us,
-            "graph_us": None if timing.graph is None else timing.graph.us,
-            "peers": beside(us, _of_peers(case, ratio, ceilings, peers)),
-            "row_error": timing.row_error,
-        }
-    )
-
-
-def _of_peers(
-    case: LogitsCase, ratio: float, ceilings: Ceilings, peers: Peers
-) -> dict[str, PeerTime]:
-    """Find who ran a case; a prefill with the kernel that writes -inf, which memory bounds."""
-    times = peers.times(case.to_json(), ratio)
-    if not isinstance(case, PrefillLogitsCase):
-        return times
-    share = peers.ceilings.read_gbps / ceilings.read_gbps
-    cleaning = peers.times(case.to_json() | {"op": "clean_logits"}, share)
-    return {
-        name: replace(time, us=time.us + clean.us, scaled_us=time.scaled_us + clean.scaled_us)
-        for name, time in times.items()
-        if (clean := cleaning.get(name)) is not None
+def _measure_logits(bench: Bench, case: LogitsCase) -> Row:
+    graph_us = None
+    if isinstance(case, PrefillLogitsCase):
+        prefill = PrefillStep(bench.gpu, case)
+        prefill.run()
+        error = prefill.check()
+        single = bench.time(prefill.run)
+    else:
+        one = DecodeStep(bench.gpu, case, caches=1)
+        one.calls[0]()
+        error = one.check()
+        single = bench.time(one.calls[0])
+        graph_us = _graph_us(bench, case)
+    floor = floor_us(case, bench.ceilings)
+    return single.figures() | {
+        "tflops": case.flops / (single.us * 1e6),
+        "gbps": case.nbytes / (single.us * 1e3),
+        "floor_us": floor,
+        "efficiency": floor / single.us,
+        "graph_us": graph_us,
+        "row_error": error,
     }
 
 
-def logits_schedule_row(case: PagedLogitsCase, timing: Timing, peers: Peers) -> dict[str, Any]:
-    """Put the time of a schedule beside a peer's, which is launch-bound and so never scaled.
+def _graph_us(bench: Bench, case: PagedLogitsCase) -> float | None:
+    """Time a call among many in a graph that goes round several caches, of a small batch."""
+    caches = bench.limits.caches(case.batch, case.cache_bytes)
+    if caches == 1:
+        return None
+    several, least = DecodeStep(bench.gpu, case, caches), bench.limits.graph_calls
+    graph = bench.graph(several.calls, least)
+    several.check((max(least, caches) - 1) % caches)  # what the last call of a replay left
+    return graph.us
 
-    Parameters
+
+def queries(row: Row) -> int:
+    """Count the query tokens of a request."""
+    return int(row.get("next_n") or row["q_len"])
+
+
+_SHAPE = (
+    Column("batch", lambda row: row.get("batch", 1)),
+    Column("queries", queries),
+    Column("kv_len", "kv_len"),
+)
+_LOGITS = Section(
+    name="indexer",
+    title="indexer: ",
+    ops=("paged_mqa_logits", "mqa_logits"),
+    cases=(
+        PagedLogitsCase(64, 1, 8192),
+        PagedLogitsCase(64, 1, 32768),
+        PagedLogitsCase(128, 1, 32768),
+        PagedLogitsCase(64, 2, 8192),
+        PagedLogitsCase(128, 2, 32768),
+        PagedLogitsCase(128, 4, 32768),
+        *(PagedLogitsCase(batch, 1, 131072) for batch in (8, 4, 2, 1)),
+        PrefillLogitsCase(4096, 8192),
+        PrefillLogitsCase(4096, 32768),
+    ),
+    measure=_measure_logits,
+    shape=(Column("op", "op"), *_SHAPE),
+    figures=(
+        Column("us", "us", "us"),
+        Column("TFLOP/s", "tflops", ".0f"),
+        Column("GB/s", "gbps", ".0f"),
+        Column("efficiency", "efficiency", ".2f"),
+        Column("x DeepGEMM", lambda row: against(row, "DeepGEMM"), usual=None),
+        Column("graph us", "graph_us", "us"),
+    ),
+)
+
+# --- their schedule -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsScheduleCase:
+    """The schedule of a decoding step's logits."""
+
+    batch: int
+    next_n: int
+    kv_len: int
+
+    @property
+    def name(self) -> str:
+        """For example ``paged_schedule-b64-n1-kv8192``."""
+        return f"paged_schedule-b{self.batch}-n{self.next_n}-kv{self.kv_len}"
+
+    def to_json(self) -> Row:
+        """Name the case as a row of the results file does."""
+        shape = {"batch": self.batch, "next_n": self.next_n, "kv_len": self.kv_len}
+        return {"op": "paged_schedule", **shape}
+
+
+def _measure_schedule(bench: Bench, case: LogitsScheduleCase) -> Row:
+    kv_lens = bench.gpu.upload(np.full(case.batch, case.kv_len, np.int32))
+    shape = (case.batch, case.next_n, HEADS, DIM)
+    update = calls.logits_schedule(shape, ceil(case.kv_len / PAGE_SIZE), kv_lens)
+    return bench.time(update).figures()
+
+
+_SCHEDULE = Section(
+    name="indexer",
+    title="indexer schedule: ",
+    ops=("paged_schedule",),
+    cases=tuple(
+        LogitsScheduleCase(*shape)
+        for shape in ((64, 1, 8192), (64, 2, 8192), (128, 1, 32768), (128, 2, 32768))
+        + ((1, 1, 131072),)
+    ),
+    measure=_measure_schedule,
+    shape=_SHAPE,
+    figures=(
+        Column("us", "us", "us"),
+        Column("over empty", lambda row: row["us"] - row["empty_us"], "us"),
+        Column("DeepGEMM, published", "deep_gemm_us", "us", usual=None),
+    ),
+)
+
+# --- quantising -----------------------------------------------------------------------------------
+
+_ROW_BYTES = 2 * DIM  # of bfloat16
+_CHECKED_PAGES = 6  # beside the first and the last
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCase:
+    """Rows of 128 bfloat16 numbers that become e4m3 and a float32 scale.
+
+    Attributes
     ----------
-    case : PagedLogitsCase
-        What ran.
-    timing : Timing
-        How long it took.
-    peers : Peers
-        Who else ran it.
-
-    Returns
-    -------
-    dict
-        A row of the results.
+    op : str
+        ``"quantize_fp8"``, or ``"append_indexer_cache"`` into shuffled pages of 64 tokens.
+    mbytes : int
+        Bytes that are read and written, in 10^6.
     """
-    shape = {"batch": case.batch, "next_n": case.next_n, "kv_len": case.kv_len}
-    row = {"op": "paged_schedule", **shape}
-    times = [time.us for time in peers.times(row, 1.0).values()]
-    return row | timing.figures() | {"deep_gemm_us": times[0] if times else None}
+
+    op: str
+    mbytes: int
+
+    @property
+    def name(self) -> str:
+        """For example ``quantize_fp8-128MB``."""
+        return f"{self.op}-{self.mbytes}MB"
+
+    @property
+    def tokens(self) -> int:
+        """Rows, whole pages of them."""
+        return self.mbytes * 10**6 // ((_ROW_BYTES + TOKEN_BYTES) * PAGE_SIZE) * PAGE_SIZE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read and written."""
+        return self.tokens * (_ROW_BYTES + TOKEN_BYTES)
+
+    def to_json(self) -> Row:
+        """Name the case as a row of the results file does."""
+        shape = {"op": self.op, "tokens": self.tokens, "dim": DIM}
+        return shape | {"dtype": "bfloat16", "nbytes": self.nbytes}
+
+
+class _CacheStep:
+    """Arrays of a case on the device."""
+
+    def __init__(self, gpu: Gpu, case: CacheCase, seed: int) -> None:
+        self.gpu, self.case = gpu, case
+        count = case.tokens // PAGE_SIZE
+        rows = _normal(gpu, (case.tokens, DIM), seed=9 + seed)
+        self.rows = rows.reshape(count, PAGE_SIZE, DIM)
+        self.pages = np.arange(count)
+        if case.op == "quantize_fp8":
+            values = gpu.empty((case.tokens, DIM), "uint8")
+            scale = gpu.empty((case.tokens,), "float32")
+            self.written: tuple[Any, ...] = (
+                values.reshape(count, -1),
+                scale.reshape(count, -1).view(np.uint8),
+            )
+            self.run = calls.quantize(rows, values, scale)
+        else:
+            self.pages = np.random.default_rng(9 + seed).permutation(count)
+            cache = gpu.empty((count, PAGE_SIZE, TOKEN_BYTES), "uint8")
+            slots = (self.pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel()
+            self.written = (cache.reshape(count, -1),)
+            self.run = calls.append_indexer(rows, cache, gpu.upload(slots))
+        for array in self.written:
+            gpu.fill_bytes(array, 0xFF)
+
+    def check(self) -> None:
+        """Compare the bytes of some pages with what the reference makes of their rows."""
+        gpu, pages = self.gpu, self.pages
+        some = np.random.default_rng(1).integers(0, len(pages), _CHECKED_PAGES)
+        for i in np.unique([0, len(pages) - 1, *some]):
+            values, scale = reference.quantize_fp8(gpu.download(self.rows[i]))
+            expected = np.concatenate([values.view(np.uint8).ravel(), scale.view(np.uint8)])
+            got = np.concatenate([gpu.download(array[pages[i]]) for array in self.written])
+            if not np.array_equal(got, expected):
+                name = self.case.name
+                raise CheckError(f"{name}: page {pages[i]} was not written as it should be")
+
+
+def _measure_cache(bench: Bench, case: CacheCase) -> Row:
+    make = partial(_CacheStep, bench.gpu, case)
+    return measure_moves(bench, case.nbytes, make, in_graph=False)
+
+
+def _cache_section(op: str, shape: tuple[Column, ...]) -> Section:
+    return Section(
+        name="indexer",
+        title=f"{op}: ",
+        ops=(op,),
+        cases=tuple(CacheCase(op, mbytes) for mbytes in (128, 2000)),
+        measure=_measure_cache,
+        shape=(*shape, Column("dtype", "dtype")),
+        figures=FIGURES,
+    )
+
+
+SECTIONS = (
+    _LOGITS,
+    _SCHEDULE,
+    _cache_section("quantize_fp8", (Column("rows", "tokens"), Column("columns", "dim"))),
+    _cache_section("append_indexer_cache", (Column("tokens", "tokens"), Column("head_dim", "dim"))),
+)

@@ -20,16 +20,16 @@ Measured = dict[Case, dict[str, Any]]
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 _MARKERS = "osD^vP"
 _GRAY = "#666666"
+_STYLE = {  # the same bytes for the same figure, text as text, and little else
+    "svg.hashsalt": "cumla",
+    "svg.fonttype": "none",
+    "font.sans-serif": ["DejaVu Sans"],
+    "ytick.minor.size": 0,
+}
 
 
 def require_matplotlib() -> None:
-    """Refuse to go on without matplotlib.
-
-    Raises
-    ------
-    CumlaError
-        It is not installed.
-    """
+    """Refuse to go on without matplotlib."""
     if find_spec("matplotlib") is None:
         raise CumlaError(
             'plots need matplotlib, which is not installed: pip install "cumla[bench]"'
@@ -37,35 +37,17 @@ def require_matplotlib() -> None:
 
 
 def draw(results: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw results into SVG files.
-
-    Parameters
-    ----------
-    results : dict
-        What `cumla.bench.run.run` returned, perhaps read from a file.
-    folder : Path
-        Where to; made if it is not there.
-
-    Returns
-    -------
-    list of Path
-        ``roofline.svg``, and for all cases that differ in kv length and heads alone a file
-        ``kv-length-*.svg`` if any of them has several kv lengths.
-
-    Raises
-    ------
-    CumlaError
-        matplotlib is not installed.
-    """
+    """Draw results into SVG files."""
     require_matplotlib()
     measured = {Case.from_json(row): row for row in results["rows"] if "us" in row}
     ceilings = Ceilings.from_json(results["ceilings"])
     title = f"{results['machine']['gpu']}, cumla {results['machine']['cumla']}"
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {"roofline": _roofline(measured, ceilings, title)}
-    for name, curves in _families(measured).items():
-        figures[f"kv-length-{name}"] = _over_kv_length(curves, ceilings, title)
-    return [_save(figure, folder / f"{name}.svg") for name, figure in figures.items()]
+    with import_module("matplotlib").rc_context(_STYLE):
+        figures = {"roofline": _roofline(measured, ceilings, title)}
+        for name, curves in _families(measured).items():
+            figures[f"kv-length-{name}"] = _over_kv_length(curves, ceilings, title)
+        return [_save(figure, folder / f"{name}.svg") for name, figure in figures.items()]
 
 
 def _figure(width: float, height: float) -> Any:
@@ -73,9 +55,7 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _save(figure: Any, path: Path) -> Path:
-    """Write the same bytes for the same figure, text as text."""
-    with import_module("matplotlib").rc_context({"svg.hashsalt": "cumla", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None})
     return path
 
 
@@ -114,12 +94,21 @@ def _over_kv_length(curves: Sequence[Measured], ceilings: Ceilings, title: str) 
     best = max(row["efficiency"] for curve in curves for row in curve.values())
     efficiency.set_ylim(0.0, max(1.1, 1.05 * best))  # the matrix product is no wall
     time.set_yscale("log")
+    time.minorticks_off()
     for axes, name in ((time, "time of a call, us"), (efficiency, "efficiency: floor / time")):
         _length_axis(axes, sorted({case.kv_len for curve in curves for case in curve}))
         axes.set_ylabel(name)
-    time.legend(frameon=False, fontsize=8, loc="upper left")
+    _legend_below(figure, time, columns=5)
     figure.suptitle(f"{title}: {_words(any_case)}", fontsize=10)
     return figure
+
+
+def _legend_below(figure: Any, axes: Any, columns: int) -> None:
+    """Explain the lines of these axes below the figure, where it covers none."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8
+    )
 
 
 def _words(case: Case) -> str:
@@ -161,6 +150,6 @@ def _roofline(measured: Measured, ceilings: Ceilings, title: str) -> Any:
     axes.set_xlabel("operations a byte")
     axes.set_ylabel("TFLOP/s")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
+    _legend_below(figure, axes, columns=3)
     axes.set_title(title, fontsize=10)
     return figure

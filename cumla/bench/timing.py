@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import ceil
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,12 +16,10 @@ if TYPE_CHECKING:
 __all__ = [
     "GpuTimer",
     "Timing",
-    "Turns",
     "in_turns",
     "time_cold",
     "time_graph",
     "time_host",
-    "time_roughly",
     "time_sustained",
     "time_warm",
 ]
@@ -68,26 +66,6 @@ class Timing(NamedTuple):
         return Timing(*(value / count for value in self))
 
 
-class Turns(NamedTuple):
-    """Two libraries, in turns.
-
-    Attributes
-    ----------
-    own : Timing
-        Of cumla.
-    peer : Timing
-        Of the other one.
-    """
-
-    own: Timing
-    peer: Timing
-
-    def to_json(self) -> dict[str, Any]:
-        """Describe it as the entry of a peer that ran in this run."""
-        us, own_us = self.peer.us, self.own.us
-        return {"us": us, "scaled_us": us, "own_us": own_us, "x": us / own_us, "measured": True}
-
-
 class GpuTimer(Protocol):
     """`time_cold` or `time_warm`."""
 
@@ -104,43 +82,20 @@ def time_cold(
 
     Reading 512 MiB before each run empties the cache of the work's data; meanwhile the host gets
     ahead, so that its launches do not count.
-
-    Parameters
-    ----------
-    gpu : Gpu
-        Work must go to its stream.
-    work : callable
-        Enqueues what is timed.
-    repeats, warmup : int
-        Runs that are timed, and runs before them.
-
-    Returns
-    -------
-    Timing
     """
     gpu.rest()
-    return _time_behind(gpu.flush_l2, gpu, work, repeats, warmup)
+    return _time_after(gpu.flush_l2, gpu, work, repeats, warmup)
 
 
 def time_warm(
     gpu: Gpu, work: Callable[[], object], *, repeats: int = 30, warmup: int = 5
 ) -> Timing:
-    """Time work on the GPU, between two events, with the L2 cache as the run before has left it.
-
-    Parameters
-    ----------
-    gpu, work, repeats, warmup
-        As for `time_cold`.
-
-    Returns
-    -------
-    Timing
-    """
+    """Time work on the GPU, between two events, with the L2 cache as the run before has left it."""
     gpu.rest()
-    return _time_behind(gpu.hold, gpu, work, repeats, warmup)
+    return _time_after(gpu.hold, gpu, work, repeats, warmup)
 
 
-def _time_behind(
+def _time_after(
     before: Callable[[], None],
     gpu: Gpu,
     work: Callable[[], object],
@@ -158,63 +113,25 @@ def _time_behind(
     return Timing.of([gpu.elapsed_us(begin, end) for begin, end in pairs[warmup:]])
 
 
-def time_roughly(gpu: Gpu, work: Callable[[], object]) -> float:
-    """Time work with a cold L2 cache in a few runs and without a rest: to choose by, not to report.
-
-    Parameters
-    ----------
-    gpu, work
-        As for `time_cold`.
-
-    Returns
-    -------
-    float
-        In microseconds.
-    """
-    return _time_behind(gpu.flush_l2, gpu, work, repeats=5, warmup=2).us
-
-
 def in_turns(
-    time: Callable[[Callable[[], object]], Timing], calls: Sequence[Callable[[], object]]
+    time: Callable[[Callable[[], object]], Timing],
+    calls: Sequence[Callable[[], object]],
+    rounds: int = _ROUNDS,
 ) -> list[Timing]:
-    """Time calls one behind the other, and that three times.
+    """Time calls one after the other, several times.
 
     A GPU changes by several per cent within minutes, which meets all of them alike.
-
-    Parameters
-    ----------
-    time : callable
-        Times a call.
-    calls : sequence of callable
-        What is timed.
-
-    Returns
-    -------
-    list of Timing
-        Of each call, its rounds summarised.
     """
-    rounds = [[time(call) for call in calls] for _ in range(_ROUNDS)]
-    return [Timing.of_turns(times) for times in zip(*rounds, strict=True)]
+    turns = [[time(call) for call in calls] for _ in range(rounds)]
+    return [Timing.of_turns(times) for times in zip(*turns, strict=True)]
 
 
 def time_graph(
     gpu: Gpu, calls: Sequence[Callable[[], object]], *, repeats: int = 10, warmup: int = 2
 ) -> Timing:
-    """Time calls back to back in one CUDA graph; what stays in L2 from one to the next stays.
+    """Time calls back to back in one CUDA graph: a replay's time divided by their number.
 
-    Parameters
-    ----------
-    gpu : Gpu
-        The calls must go to its stream.
-    calls : sequence of callable
-        Enqueue the work of one call each. Let neighbours use different caches.
-    repeats, warmup : int
-        Replays that are timed, and replays before them.
-
-    Returns
-    -------
-    Timing
-        Of one call: a replay's time divided by the number of calls.
+    What stays in L2 from one to the next stays, so let neighbours use different caches.
     """
 
     def work() -> None:
@@ -230,21 +147,7 @@ def time_sustained(
 ) -> float:
     """Time work that keeps the GPU busy for so long that its power limit sets the clocks.
 
-    Parameters
-    ----------
-    gpu : Gpu
-        Work must go to its stream.
-    work : callable
-        Enqueues what is repeated back to back.
-    single_us : float
-        About how long it takes, in microseconds.
-    seconds : float
-        About how long it is repeated.
-
-    Returns
-    -------
-    float
-        The mean of the second half of the runs, in microseconds.
+    Returns the mean of the second half of the runs; a single one takes about `single_us`.
     """
     half = ceil(seconds / 2 * 1e6 / single_us)
     gpu.rest()
@@ -266,23 +169,7 @@ def time_host(
     warmup: int = 64,
     burst: int = 16,
 ) -> Timing:
-    """Time how long a call keeps the host.
-
-    Parameters
-    ----------
-    call : callable
-        Enqueues work and returns.
-    drain : callable
-        Waits for the GPU; called between bursts so that the queue never fills up.
-    repeats, warmup : int
-        Calls that are timed, and calls before them.
-    burst : int
-        Calls between two waits.
-
-    Returns
-    -------
-    Timing
-    """
+    """Time how long a call keeps the host; `drain` waits for the GPU between bursts of calls."""
     measured = []
     for i in range(warmup + repeats):
         if i % burst == 0:

@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -16,16 +17,17 @@ from cumla.errors import MissingDependencyError, UnsupportedDeviceError
 
 if TYPE_CHECKING:
     from cumla.bench.cases import Case
+    from cumla.bench.section import Section
 
 __all__ = ["add_parser", "run"]
 
 _GRID = {"batch": 128, "q_len": 1, "heads": 128, "kv_len": 4096}
 """What a grid has along the axes that are not given."""
-_PEERS = ("sdpa", "triton", "flashinfer", "flashmla", "fa3", "deepgemm")
-_SECTIONS = ("operations", "indexer", "attention", "pages", "fp8", "forms")
 _CASES = ("rows", *_GRID, "kv_heads", "dtype", "lengths")
 """Options that choose cases."""
 _OUTPUTS = ("csv", "plot", "markdown")
+_HOST = "host"
+"""What ``--only`` takes beside the names of sections."""
 
 
 class _UsageError(Exception):
@@ -38,10 +40,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "bench",
         help="measure the kernels against the ceilings of this GPU",
         description="Check each case against float64, time it, and put it beside the ceilings of "
-        "the same run, other libraries that are installed, and published times. By default the "
-        "dense table, with ragged lengths, the batch-invariant mode, schedule, host and start "
-        "times, the operations beside attention (merging, writing into caches), the indexer, "
-        "ragged queries, page sizes, FP8 caches and forms of the same work.",
+        "the same run. By default the dense table and all other sections: other lengths and "
+        "modes, schedules, ragged queries, page sizes, FP8 caches, forms of the same work, "
+        "merging, writing into caches, the indexer, and host times.",
     )
     _add_cases(parser)
     _add_ways(parser)
@@ -79,31 +80,16 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
         "--warm", action="store_true", help="leave the L2 cache as it is instead of emptying it"
     )
     group.add_argument(
-        "--peers",
-        nargs="+",
-        choices=("all", "none", *_PEERS),
-        metavar="NAME",
-        help=f"libraries to run on every case, if installed: all, none or {', '.join(_PEERS)} (the "
-        "last on the indexer, which comes with the whole table); by default all of them, on a few "
-        "rows of the table and on the indexer",
-    )
-    group.add_argument(
         "--only",
-        choices=_SECTIONS,
+        nargs="+",
         metavar="SECTION",
-        help="measure one part of what comes with the table, and nothing else but the ceilings: "
-        f"{', '.join(_SECTIONS)}",
+        help="measure these sections and the ceilings alone, for example merge; an unknown name "
+        "lists all",
     )
     group.add_argument(
         "--explain",
         action="store_true",
         help="measure nothing: say which kernel the library chooses for each case, and why",
-    )
-    group.add_argument(
-        "--variants",
-        action="store_true",
-        help="time every kernel that can serve each case beside the one that is chosen, and "
-        "nothing else; 86 shapes if no cases are given",
     )
     group.add_argument(
         "--sm-count",
@@ -124,14 +110,14 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what comes out")
     group.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
     group.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
-    group.add_argument("--plot", type=Path, metavar="DIR", help="draw figures (SVG) there")
+    group.add_argument("--plot", type=Path, metavar="DIR", help="draw figures (SVG) in that folder")
     group.add_argument(
         "--markdown",
         nargs="?",
         type=Path,
         const=True,
         metavar="FILE.json",
-        help="print Markdown, as in the README; of a file if one is given, as with --from",
+        help="print Markdown; of a file if one is given, as with --from",
     )
 
 
@@ -145,40 +131,33 @@ def run(args: argparse.Namespace) -> int:
     """Measure or read, and report; 0 if every result was right."""
     try:
         if args.explain:
-            _refuse(
-                args, "--explain", "variants", "only", "warm", "peers", "source", "json", *_OUTPUTS
-            )
+            _refuse(args, "--explain", "only", "warm", "source", "json", *_OUTPUTS)
             _explain(_cases(args), args.sm_count)
             return 0
-        if args.variants:
-            return _compare_variants(args)
         source = _source(args)
         if args.only is not None:
-            _refuse(args, "--only", *_CASES, "peers", "csv", "plot")
+            _refuse(args, "--only", *_CASES)
+        _check_outputs(args)
         results = _measure(args) if source is None else _read(source)
+        return 1 if _report(args, results) and source is None else 0
     except _UsageError as error:
         print(f"cumla bench: {error}", file=sys.stderr)
         return 1
     except (MissingDependencyError, UnsupportedDeviceError) as error:
-        print(f"cumla bench: {error}\n{_without_gpu()}", file=sys.stderr)
+        print(f"cumla bench: {error}\n{_WITHOUT_GPU}", file=sys.stderr)
         return 1
-    return 1 if _report(args, results) and source is None else 0
 
 
-def _without_gpu() -> str:
-    """Say what measuring needs, and what there is to run without it."""
-    recorded = Path(__file__).parents[1] / "bench" / "results" / "h200.json"
-    return (
-        "Measuring needs a Hopper GPU (compute capability 9.0), its driver, and cumla[cu12] or "
-        "cumla[cu13]; `python -m cumla info` says what is here. Without them there is:\n"
-        "  python -m cumla bench --explain  # which kernel would be chosen, and why\n"
-        f"  python -m cumla bench --from {recorded}  # an H200's; README's with --markdown\n"
-        "  python -m cumla demo             # attention by cumla.reference, each step checked"
-    )
+_WITHOUT_GPU = """\
+Measuring needs a Hopper GPU (compute capability 9.0), its driver, and cumla[cu12] or cumla[cu13]; \
+`python -m cumla info` says what is here. Without them there is:
+  python -m cumla bench --explain     # which kernel would be chosen, and why
+  python -m cumla bench --from FILE   # what --json wrote elsewhere; the repository has records/
+  python -m cumla demo                # attention by cumla.reference, each step checked"""
 
 
 def _cases(args: argparse.Namespace) -> tuple[Case, ...]:
-    """Choose cases: the table, rows of it or a grid, and variants of them."""
+    """Choose dense cases: the table, rows of it or a grid, and variants of them."""
     from cumla.bench import cases
 
     axes = {name: getattr(args, name) for name in _GRID}
@@ -195,6 +174,20 @@ def _cases(args: argparse.Namespace) -> tuple[Case, ...]:
         raise _UsageError(str(error)) from error
 
 
+def _sections(args: argparse.Namespace) -> tuple[tuple[Section, ...], bool]:
+    """Choose sections, and whether host times are measured: all, those named, or dense cases."""
+    from cumla.bench.run import SECTIONS, sections_of
+
+    if _given(args, _CASES):
+        dense, *_ = sections_of(("rows",))
+        return (replace(dense, cases=_cases(args)),), False
+    known = dict.fromkeys([*(section.name for section in SECTIONS), _HOST])
+    wanted = args.only or known
+    if unknown := [name for name in wanted if name not in known]:
+        raise _UsageError(f"--only: needs some of {', '.join(known)}; got {', '.join(unknown)}")
+    return sections_of(tuple(wanted)), _HOST in wanted
+
+
 def _refuse(args: argparse.Namespace, mode: str, *names: str) -> None:
     """Say which options do not go with one that does something else."""
     if options := _given(args, names):
@@ -207,6 +200,26 @@ def _given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
     return [f"--{'from' if name == 'source' else name.replace('_', '-')}" for name in given]
 
 
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Refuse what cannot be written, before anything is measured."""
+    for name in ("json", "csv", "plot"):
+        path: Path | None = getattr(args, name)
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise _UsageError(
+                f"--{name}: needs a folder that exists, got {path} in {path.parent}, which does "
+                f"not; make it first"
+            )
+        if path.exists() and path.is_dir() != (name == "plot"):
+            needed, got = ("a folder", "a file") if name == "plot" else ("a file", "a folder")
+            raise _UsageError(f"--{name}: needs {needed}, got {path}, which is {got}")
+    if args.plot is not None:
+        from cumla.bench.plot import require_matplotlib
+
+        require_matplotlib()
+
+
 def _explain(chosen: tuple[Case, ...], sm_count: int | None) -> None:
     from cumla.bench.explain import explain, find_sm_count
 
@@ -217,28 +230,12 @@ def _explain(chosen: tuple[Case, ...], sm_count: int | None) -> None:
         print(explain(case, sm_count))
 
 
-def _compare_variants(args: argparse.Namespace) -> int:
-    """Time every kernel that can serve each case; 1 if a result was wrong."""
-    from cumla.bench import variants
-
-    _refuse(args, "--variants", "only", "warm", "peers", "source", *_OUTPUTS)
-    chosen = _cases(args) if _given(args, _CASES) else variants.SHAPES
-    results: dict[str, Any] = {}
-    with ProgressBar("variants", len(chosen)) as bar:
-        for results in variants.run_variants(chosen, lambda line: bar.advance(note=line)):
-            if args.json is not None:
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print(variants.to_text(results))
-    return 1 if any("failed" in row for row in results["variants"]) else 0
-
-
 def _source(args: argparse.Namespace) -> Path | None:
     """Find the file that is to be read instead of measuring, and what does not go with it."""
     files = [path for path in (args.source, args.markdown) if isinstance(path, Path)]
     if len(files) > 1:
         raise _UsageError("--from and --markdown both name a file: leave one out")
-    given = _given(args, (*_CASES, "warm", "peers", "only", "json"))
+    given = _given(args, (*_CASES, "warm", "only", "json"))
     if files and given:
         raise _UsageError(f"{', '.join(given)}: nothing is measured where a file is read")
     return files[0] if files else None
@@ -251,18 +248,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise _UsageError(f"{path}: {error}") from error
     if not isinstance(results, dict) or not {"rows", "ceilings", "machine"} <= results.keys():
         raise _UsageError(
-            f"{path}: needs results of a benchmark, with rows and ceilings, got another file, such "
-            f"as --variants writes; name one that --json wrote without it"
+            f"{path}: needs results of a benchmark, with rows and ceilings, got another file; name "
+            f"one that --json wrote"
         )
     return results
-
-
-def _peers(names: list[str] | None) -> tuple[str, ...] | None:
-    if names is None:
-        return None
-    if len(names) > 1 and not {"all", "none"}.isdisjoint(names):
-        raise _UsageError(f"--peers: all and none stand alone, got {' '.join(names)}")
-    return {"all": _PEERS, "none": ()}.get(names[0], tuple(names))
 
 
 def _report(args: argparse.Namespace, results: dict[str, Any]) -> bool:
@@ -274,7 +263,6 @@ def _report(args: argparse.Namespace, results: dict[str, Any]) -> bool:
     else:
         print(report.to_markdown(results), end="")
     if args.csv is not None:
-        args.csv.parent.mkdir(parents=True, exist_ok=True)
         args.csv.write_text(report.to_csv(results), encoding="utf-8")
     if args.plot is not None:
         from cumla.bench.plot import draw
@@ -288,24 +276,18 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run the benchmark; what has been measured is in the file even if a later step fails."""
     from cumla.bench import run as bench
 
-    chosen = () if args.only else _cases(args)
-    peers, path = _peers(args.peers), args.json
-    if args.plot is not None:
-        from cumla.bench.plot import require_matplotlib
-
-        require_matplotlib()  # said now, not when everything has been measured
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    sections, host = _sections(args)
+    steps = 1 + sum(len(section.cases) for section in sections) + host
     began = perf_counter()
     results: dict[str, Any] = {}
-    with ProgressBar("benchmark", bench.steps(chosen, peers, args.only)) as bar:
+    with ProgressBar("benchmark", steps) as bar:
 
         def note(line: str) -> None:
             bar.advance(note=line)
             if not sys.stderr.isatty():
                 print(f"{perf_counter() - began:6.1f} s  {line}", file=sys.stderr, flush=True)
 
-        for results in bench.run(chosen, note, peers=peers, warm=args.warm, only=args.only):
-            if path is not None:
-                path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        for results in bench.run(sections, note, warm=args.warm, host=host):
+            if args.json is not None:
+                args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return results

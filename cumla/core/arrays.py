@@ -38,6 +38,7 @@ from cumla.core.frameworks import (
 from cumla.errors import NotPreparedError
 
 __all__ = [
+    "WORKSPACE",
     "ArrayView",
     "Call",
     "check_mutable",
@@ -52,6 +53,9 @@ __all__ = [
     "reopen_call",
     "to_numpy",
 ]
+
+
+WORKSPACE = "workspace"  # name of the memory that the launches of a call share
 
 
 class Call:
@@ -82,7 +86,6 @@ class Call:
         "_imports",
         "_may_allocate",
         "_must_leave",
-        "_outputs",
         "_stream_object",
         "device",
         "exports",
@@ -100,7 +103,6 @@ class Call:
         stream_object: object,
         views: tuple[ArrayView | None, ...] = (),
         imports: list[Imported] | None = None,
-        outputs: tuple[tuple[str, object], ...] = (),
     ) -> None:
         self.device = device
         self.stream = stream
@@ -113,7 +115,6 @@ class Call:
         self._imports = imports
         self._must_leave = False
         self._stream_object = stream_object
-        self._outputs = outputs
 
     def __enter__(self) -> Call:
         if self.device is not None:
@@ -174,17 +175,17 @@ class Call:
         if self._allocator is None or self.device is None:
             raise ValueError("empty: needs a call whose arrays are on the GPU, got the CPU")
         if not self._may_allocate:
-            self._check_may_allocate()
+            self._check_may_allocate(())
         return self._allocator.empty(shape, dtype, self.device, self.stream)
 
-    def _check_may_allocate(self) -> None:
+    def _check_may_allocate(self, names: tuple[str, ...]) -> None:
         """Refuse to allocate where the stream is being captured and the allocator is CuPy's."""
         if self.capturing:
-            absent = [f"{name}=" for name, output in self._outputs if output is None]
+            outputs = [f"{name}=" for name in names if name != WORKSPACE]
+            ways = (*outputs, *(["a plan"] if WORKSPACE in names else []))
             raise NotPreparedError(
-                f"the stream is being captured, and CuPy's allocator does not serve captures: pass "
-                f"{_in_prose((*absent, 'workspace='))} where the call takes one, or use a plan, "
-                f"made before the capture"
+                f"the stream is being captured, and CuPy's allocator does not serve captures: make "
+                f"{_in_prose(ways or ('workspace=',))} before the capture, and pass or use it"
             )
         self._may_allocate = True  # a call neither begins nor ends a capture
 
@@ -207,7 +208,7 @@ class Call:
         arrays, addresses = [], []
         allocator, device = self._allocator, self.device
         if wanted and not self._may_allocate:
-            self._check_may_allocate()
+            self._check_may_allocate(tuple([name for name, _, _ in wanted]))
         for _, shape, dtype in wanted:
             assert allocator is not None and device is not None
             array, view = allocator.empty(shape, dtype, device, self.stream)
@@ -282,7 +283,7 @@ def open_call(
     if not same or None in views:
         imports = _import_foreign(arguments, first, views, device, handle)
     found = (*views, *written)
-    return Call(first, allocator, device, handle, stream, found, imports, outputs)
+    return Call(first, allocator, device, handle, stream, found, imports)
 
 
 def _views_of_several(arguments: tuple[tuple[str, object], ...]) -> list[ArrayView | None]:

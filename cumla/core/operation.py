@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 from cumla.core._dlpack import ArrayView, numpy_dtype
 from cumla.core.arguments import check_output
 from cumla.core.arrays import (
+    WORKSPACE,
     from_numpy,
     glance,
     open_call,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from cumla.core.arrays import Call
 
 __all__ = [
-    "WORKSPACE",
     "Address",
     "Launchable",
     "Operation",
@@ -53,7 +53,6 @@ __all__ = [
     "unplaced",
 ]
 
-WORKSPACE = "workspace"  # name of the memory that the launches of a call share
 _FP8 = "float8_e4m3fn"
 _MOST_READY = 1024
 _MOST_PLACES = 16  # of outputs and workspaces, that launches of the same arrays are kept for

@@ -331,12 +331,15 @@ class Plan(ABC, Generic[K]):
             self._check_device(call)
         if memory is None:
             self._values = {name: np.array(to_numpy(name, a)) for name, a in inputs.items()}
+            if check_mode():
+                self._check_lengths(self._values)
             self._note(inputs)
             return
         with call:
             self._values = None
             if check_mode() and may_look(call):
                 self._values = _on_host(call, tuple(inputs))
+                self._check_lengths(self._values)
             self._note(inputs)
             if launch is None:
                 assert call.device is not None
@@ -351,6 +354,9 @@ class Plan(ABC, Generic[K]):
         """Remember what the check mode compares."""
         noted = check_mode() and self._values is not None
         self._sources, self._thread = (inputs, get_ident()) if noted else ({}, 0)
+
+    def _check_lengths(self, host: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """In check mode: raise for the first length of an update that is out of range."""
 
     def _check_noted(self, stream: int) -> None:
         """In check mode: refuse lengths that have changed since the update, and other threads."""

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Merges partial attention results: the average of their outputs, weighted by the exponentials of their log-sum-exps.
 //
-// A row (one head of one token) belongs to a group of 1 to 32 lanes of one warp, so that a barrier of the warp is enough for
-// results in place. A lane takes 16 bytes of four columns of two partial results at a time, or of two columns of four where
-// there are more: then more threads have fewer of them to wait for, one after the other. To find out where they are takes as
-// many instructions as to add them. Their log-sum-exps are loaded beside them, not before. The weights are relative to a
-// running maximum, as in flash attention.
+// A row (one head of one token) belongs to a group of 1 to 32 lanes of one warp, so that a warp barrier is enough when
+// the result replaces an input. A lane takes 16 bytes of four columns of two partial results at a time. With more than
+// two partial results a lane takes two columns of four: more threads, each with a shorter chain of loads. Computing
+// addresses costs as many instructions as adding. The log-sum-exps are loaded together with the columns, not before.
+// The weights are relative to a running maximum, as in flash attention.
 //
-// Registers: 32 of loads in flight, 16 or 32 of sums; at most 96 in all, so that ten blocks fit on a multiprocessor, and
-// 640 threads x 8 loads x 16 B = 80 KiB are in flight there. Memory needs about 40.
+// Registers: 32 of loads in flight, 16 or 32 of sums; at most 96 in all, so that ten blocks fit on a multiprocessor,
+// and 640 threads x 8 loads x 16 B = 80 KiB are in flight there. Memory needs about 40.
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
@@ -108,8 +108,8 @@ struct StateRow {
     head = static_cast<u32>(row - token_row * p.heads);
     token = static_cast<u32>(token_row - static_cast<i64>(batch) * p.tokens);
   }
-  // One whose addresses are computed where they are needed: hoisted out of a loop they cost registers and, where nothing is
-  // carried, all their instructions.
+  // One whose addresses are computed where they are needed: hoisted out of a loop they cost registers and, where
+  // nothing is carried, all their instructions.
   __device__ __forceinline__ StateRow late() const { return {copy_of(batch), copy_of(token), copy_of(head)}; }
   __device__ __forceinline__ char* out(const AttentionState& of) const { return of.out + offset(of.out_strides); }
   __device__ __forceinline__ float* lse(const AttentionState& of) const {
@@ -128,8 +128,8 @@ struct StateRow {
 
 __device__ __forceinline__ bool is_empty(float lse) { return fabsf(lse) == kInfinity; }
 
-// What one lane has added up: its columns of a row, and the weights, relative to the largest log-sum-exp so far. A NaN among
-// the log-sum-exps stays one.
+// What one lane has added up: its columns of a row, and the weights, relative to the largest log-sum-exp so far. A NaN
+// among the log-sum-exps stays one.
 template <typename T, int kColumns>
 struct Sum {
   float v[kColumns][kElements<T>] = {};
@@ -152,7 +152,8 @@ struct Sum {
 };
 
 template <typename T, int kColumns>
-__device__ __forceinline__ void start_from_carried(Sum<T, kColumns>& sum, const MergeStatesParams& p, const StateRow& place,
+__device__ __forceinline__ void start_from_carried(Sum<T, kColumns>& sum, const MergeStatesParams& p,
+                                                   const StateRow& place,
                                                    const int (&column)[kColumns]) {
   const float lse = *place.lse(p.carried);
   if (is_empty(lse)) return;

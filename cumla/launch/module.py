@@ -147,7 +147,8 @@ def _load_cold(spec: KernelSpec, device: int, capturing: Callable[[], bool]) -> 
     if capturing():
         raise NotPreparedError(
             f"kernel {spec.entry} is not loaded on device {device}, and nothing can be compiled or "
-            f"loaded while a stream is being captured; call cumla.prepare() before the capture"
+            f"loaded while a stream is being captured; call cumla.prepare(...) before the capture, "
+            f"with the plan or the function of cumla that is captured"
         )
     with _loading:
         kernel = _loaded.get((spec, device))

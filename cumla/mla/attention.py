@@ -576,6 +576,9 @@ class MLAAttentionPlan(Plan[MLAAttentionKey]):
             results = self._run(inputs, outputs, options, stream, seen)
         return AttentionState(*results)
 
+    def _check_lengths(self, host: Host) -> None:
+        _check_lengths(host, self.key.total_tokens, self.key.page_size)
+
     def _check_form(self, block_table: Any, kv_indices: Any) -> None:
         """Check that pages come once, in the form of the last update."""
         if (block_table is None) == (kv_indices is None):

@@ -3,6 +3,7 @@
 
 The public functions of cumla compute NumPy arrays through the reference, so a benchmark can run
 from end to end on it. Parameter structs are packed as for a real launch and read from the bytes.
+`FakeCumla` takes the place of the package in `cumla.bench.calls`, which holds all calls of it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ from typing import Any
 
 import numpy as np
 
+import cumla
 from cumla import reference
+from cumla.bench.cases import Ceilings
 from cumla.bench.ceilings import EMPTY, FILL_NORMAL, STREAM_KV
-from cumla.bench.dense import ATTEND_ROWS
 from cumla.bench.gpu import DTYPES, SPIN
+from cumla.bench.problem import ATTEND_ROWS
+from cumla.bench.section import Bench, Limits
+from cumla.bench.timing import time_cold
 from cumla.launch.source import KernelSpec
+from cumla.launch.tensor_map import TensorMap
 
 LAUNCH_US = 5.0
 FLUSH_US = 1000.0
@@ -77,6 +83,9 @@ class FakeGpu:
     def hold(self) -> None:
         self.now += HOLD_US
 
+    def release(self) -> None:
+        pass
+
     def free_bytes(self) -> int:
         return 1 << 30
 
@@ -103,7 +112,54 @@ class FakeGpu:
     ) -> None:
         self.launched.append(spec.function)
         self.now += LAUNCH_US
-        _KERNELS[spec](blocks, *layout.unpack(layout.pack(*values)))
+        fields = (bytes(128) if isinstance(value, TensorMap) else value for value in values)
+        _KERNELS[spec](blocks, *layout.unpack(layout.pack(*fields)))
+
+
+class FakeCumla:
+    """The public functions, each of which takes LAUNCH_US of a fake GPU.
+
+    `spoil(name, arguments, options)` is called after each, and `calls` lists their names.
+    """
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu = gpu
+        self.calls: list[str] = []
+        self.spoil: Callable[..., None] = lambda *of: None
+
+    def __getattr__(self, name: str) -> Any:
+        public = getattr(cumla, name)
+        if not isinstance(public, type):
+            return self._timed(name, public)
+        timed = self._timed(name, public.run)
+
+        def run(plan: Any, *arguments: Any, **options: Any) -> Any:
+            return timed(plan, *arguments, **options)
+
+        return type(name, (public,), {"run": run})
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            result = function(*arguments, **options)
+            self.gpu.now += LAUNCH_US
+            self.calls.append(name)
+            self.spoil(name, arguments, options)
+            return result
+
+        return call
+
+
+CEILINGS = Ceilings(4468.0, 4191.0, 754.0, 3.7, fp8_tflops=1356.0, sustained_tflops=650.0)
+LIMITS = Limits(2, 2, 3, 2 * 10**6, 3 * 10**6, 2 * 10**6)
+
+
+def fake_bench(gpu: FakeGpu) -> Bench:
+    """A bench whose graphs are short, and whose clock is exact: two runs say what thirty do."""
+
+    def timer(gpu: Any, work: Any, *, repeats: int = 2, warmup: int = 1) -> Any:
+        return time_cold(gpu, work, repeats=2, warmup=1)
+
+    return Bench(gpu, CEILINGS, timer, limits=LIMITS)  # type: ignore[arg-type]
 
 
 def _fill_normal(

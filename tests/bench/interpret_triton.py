@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from bench import triton_decode
 from cumla import reference
-from cumla.bench import triton_decode
 
 CASES: tuple[tuple[int, int, list[int], int], ...] = (
     (1, 3, [70, 1, 300], 1),  # one share

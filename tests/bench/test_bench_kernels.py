@@ -9,7 +9,7 @@ from importlib import resources
 
 import pytest
 
-from cumla.bench import ceilings, dense, gpu
+from cumla.bench import ceilings, gpu, problem
 from cumla.errors import CompilationError, MissingDependencyError
 from cumla.launch import module
 from cumla.launch.source import KernelSpec, translation_unit
@@ -20,7 +20,7 @@ KERNELS = [
     (ceilings.EMPTY, ceilings._EMPTY_PARAMS),
     *((spec, ceilings._FILL_NORMAL_PARAMS) for spec in ceilings.FILL_NORMAL.values()),
     (ceilings.STREAM_KV, ceilings._STREAM_KV_PARAMS),
-    *((spec, dense._ATTEND_ROWS_PARAMS) for spec in dense.ATTEND_ROWS.values()),
+    *((spec, problem._ATTEND_ROWS_PARAMS) for spec in problem.ATTEND_ROWS.values()),
 ]
 each_kernel = pytest.mark.parametrize(
     ("spec", "layout"), KERNELS, ids=[spec.entry for spec, _ in KERNELS]

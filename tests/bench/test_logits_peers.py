@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from cumla.bench import indexer, logits_peers
+from bench import logits_peers
+from bench.logits_peers import run_deep_gemm
 from cumla.bench.indexer import LogitsCase, PagedLogitsCase, PrefillLogitsCase
-from cumla.bench.logits_peers import run_deep_gemm
+from tests.bench.conftest import Fakes
 from tests.bench.fake_gpu import LAUNCH_US, FakeGpu
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGED = PagedLogitsCase(3, 2, 70)
 CASES = (PAGED, PagedLogitsCase(2, 1, 130), PagedLogitsCase(1, 4, 3), PrefillLogitsCase(5, 90))
@@ -95,30 +97,18 @@ class DeepGemm:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A GPU on which cumla's logits take 5 us and DeepGEMM's 10."""
-    gpu: Any = FakeGpu()
-
-    def timed(original: Any) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            gpu.now += LAUNCH_US
-            gpu.deep_gemm.calls.append("own")
-            return original(*arguments, **options)
-
-        return call
-
-    gpu.deep_gemm = DeepGemm(gpu)
-    monkeypatch.setattr(indexer, "mqa_logits", timed(indexer.mqa_logits))
-    plan = indexer.PagedMQALogitsPlan
-    monkeypatch.setattr(plan, "run", timed(plan.run))
-    monkeypatch.setitem(sys.modules, "deep_gemm", gpu.deep_gemm)
+def deep_gemm(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> DeepGemm:
+    """DeepGEMM's logits take 10 us and cumla's 5."""
+    module = DeepGemm(fakes.gpu)
+    fakes.cumla.spoil = lambda name, *of: "ogits" in name and module.calls.append("own")
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
     monkeypatch.setattr(logits_peers, "find_spec", lambda name: name)
-    return gpu
+    return module
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_deep_gemm_gets_what_it_needs(gpu: Any, case: LogitsCase) -> None:
-    runs = run_deep_gemm(gpu, case)
+def test_deep_gemm_gets_what_it_needs(fakes: Fakes, deep_gemm: DeepGemm, case: LogitsCase) -> None:
+    runs = run_deep_gemm(fakes.bench, case)
     assert runs.notes == []
     own = {name: turns.own.us for name, turns in runs.turns.items()}
     peer = {name: turns.peer.us for name, turns in runs.turns.items()}
@@ -129,10 +119,10 @@ def test_deep_gemm_gets_what_it_needs(gpu: Any, case: LogitsCase) -> None:
         assert peer == {"paged_mqa_logits": PEER_US, "paged_schedule": SCHEDULE_US}
 
 
-def test_they_run_in_turns(gpu: Any) -> None:
-    turns = run_deep_gemm(gpu, PREFILL).turns["mqa_logits"]
-    calls = gpu.deep_gemm.calls[2:]  # behind those that are checked
-    assert calls == [name for _ in range(3) for name in ["own"] * 35 + ["mqa_logits"] * 35]
+def test_they_run_in_turns(fakes: Fakes, deep_gemm: DeepGemm) -> None:
+    turns = run_deep_gemm(fakes.bench, PREFILL).turns["mqa_logits"]
+    calls = deep_gemm.calls[2:]  # behind those that are checked
+    assert calls == [name for _ in range(3) for name in ["own"] * 3 + ["mqa_logits"] * 3]
     assert turns.to_json() == {
         "us": PEER_US,
         "scaled_us": PEER_US,
@@ -148,28 +138,30 @@ def test_they_run_in_turns(gpu: Any) -> None:
         (PAGED, 5, 69, "the logits of query 1 of request 2 are off by"),
         (PAGED, 0, 0, "the logits of query 0 of request 0 are off by"),
         (PREFILL, 4, 89, "the logits of query 4 are off by"),
-        (PREFILL, 0, 86, "the logits of query 0: not -inf behind the 86 tokens"),
+        (PREFILL, 0, 86, "the logits of query 0: not -inf after the 86 tokens"),
     ],
 )
 def test_wrong_logits_are_not_timed(
-    gpu: Any, case: LogitsCase, row: int, column: int, message: str
+    fakes: Fakes, deep_gemm: DeepGemm, case: LogitsCase, row: int, column: int, message: str
 ) -> None:
-    gpu.deep_gemm.spoil = lambda logits: logits.__setitem__((row, column), 1e6)
-    runs = run_deep_gemm(gpu, case)
+    deep_gemm.spoil = lambda logits: logits.__setitem__((row, column), 1e6)
+    runs = run_deep_gemm(fakes.bench, case)
     assert runs.turns == {}
     assert runs.notes[0].startswith(f"DeepGEMM: {case.name}: CheckError: {case.name}: {message}")
 
 
-def test_what_deep_gemm_raises_becomes_a_note(gpu: Any) -> None:
+def test_what_deep_gemm_raises_becomes_a_note(fakes: Fakes, deep_gemm: DeepGemm) -> None:
     def fail(logits: Any) -> None:
         raise RuntimeError("Assertion error\nand more")
 
-    gpu.deep_gemm.spoil = fail
-    runs = run_deep_gemm(gpu, PAGED)
+    deep_gemm.spoil = fail
+    runs = run_deep_gemm(fakes.bench, PAGED)
     assert runs == ({}, [f"DeepGEMM: {PAGED.name}: RuntimeError: Assertion error"])
 
 
-def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_libraries_are_named(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logits_peers, "find_spec", lambda name: None)
-    gpu: Any = FakeGpu()
-    assert run_deep_gemm(gpu, PAGED) == ({}, ["DeepGEMM: torch and deep_gemm not installed"])
+    assert run_deep_gemm(fakes.bench, PAGED) == (
+        {},
+        ["DeepGEMM: torch and deep_gemm not installed"],
+    )

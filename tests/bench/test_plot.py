@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from cumla.bench import plot
 from cumla.bench.cases import Case, Ceilings
 from cumla.errors import CumlaError
 
-RECORDED = resources.files("cumla.bench").joinpath("results", "h200.json")
+RECORDED = Path(__file__).resolve().parents[2] / "records" / "h200.json"
 
 
 @pytest.fixture
@@ -25,22 +24,31 @@ def recorded() -> dict[str, Any]:
 
 def test_figures_of_the_whole_table(recorded: dict[str, Any], tmp_path: Path):
     files = plot.draw(recorded, tmp_path / "new")
-    assert sorted(file.name for file in files) == [
-        "kv-length-b1-s1.svg",
-        "kv-length-b128-s1.svg",
-        "kv-length-b128-s2.svg",
-        "kv-length-b16-s1.svg",
-        "kv-length-b4-s1.svg",
-        "roofline.svg",
-    ]
+    assert {file.name for file in files} >= {"kv-length-b128-s1.svg", "roofline.svg"}
+    for file in files:
+        assert file.read_text().count("</svg>") == 1
+        assert file.stat().st_size < 30_000
     text = (tmp_path / "new" / "kv-length-b128-s1.svg").read_text()
-    assert text.count("</svg>") == 1
     for word in ("16 heads", "64 heads", "128 heads", "bytes at the read ceiling", "16384"):
         assert word in text
     assert "128 heads, q_len 2" in (tmp_path / "new" / "roofline.svg").read_text()
 
 
+def test_the_legend_covers_no_line(recorded: dict[str, Any]):
+    rows = {Case.from_json(row): row for row in recorded["rows"]}
+    ceilings = Ceilings.from_json(recorded["ceilings"])
+    figures = [plot._roofline(rows, ceilings, "")]
+    figures += [plot._over_kv_length(of, ceilings, "") for of in plot._families(rows).values()]
+    for figure in figures:
+        figure.canvas.draw()
+        (legend,) = figure.legends
+        for axes in figure.axes:
+            assert axes.get_legend() is None
+            assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+
+
 def test_same_results_give_the_same_files(recorded: dict[str, Any], tmp_path: Path):
+    recorded["rows"] = recorded["rows"][:4]  # one family
     first, second = (plot.draw(recorded, tmp_path / name) for name in "ab")
     assert [file.read_bytes() for file in first] == [file.read_bytes() for file in second]
 
@@ -61,11 +69,10 @@ def test_curves_and_ceilings(recorded: dict[str, Any]):
 
 
 def test_variants_have_figures_of_their_own(recorded: dict[str, Any], tmp_path: Path):
-    rows = recorded["rows"]
+    rows = recorded["rows"] = recorded["rows"][:2]
     rows += [row | {"dtype": "float16", "lengths": "lognormal:1"} for row in rows[:2]]
     rows.append({"batch": 3, "q_len": 1, "heads": 1, "kv_len": 64, "failed": "wrong"})
     names = [file.name for file in plot.draw(recorded, tmp_path)]
-    assert len(names) == 7
     assert "kv-length-b128-s1-float16-lognormal1.svg" in names
 
 

@@ -37,7 +37,7 @@ def test_fits_a_hopper_multiprocessor(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # it warns where this is not set
-    decode = importlib.import_module("cumla.bench.triton_decode")
+    decode = importlib.import_module("bench.triton_decode")
     triton = importlib.import_module("triton")
     compiler = importlib.import_module("triton.backends.compiler")
     source = importlib.import_module("triton.compiler").ASTSource

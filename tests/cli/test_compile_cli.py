@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -13,14 +14,12 @@ from cumla.cli import main
 from cumla.errors import CompilationError, MissingDependencyError
 from cumla.launch import all_specs, module
 from cumla.launch.module import CompiledKernel
-from cumla.launch.source import KernelSpec, cubin_name
+from cumla.launch.source import cubin_name
 
-SPECS = (
-    KernelSpec("mla_schedule", "first", "f", "P", 128, package="cumla.cuda.split"),
-    KernelSpec("mla_schedule", "second", "g", "P", 384, package="cumla.cuda.split"),
+SPECS = tuple(
+    replace(all_specs()[0], entry=entry, function="f", params="P", threads=threads)
+    for entry, threads in (("first", 128), ("second", 384))
 )
-
-
 QUICK = [spec for spec in all_specs() if spec.stem == "append_indexer_cache"][:2]
 
 
@@ -152,7 +151,10 @@ def test_a_kernel_that_fails_in_another_process_is_named(capsys, monkeypatch):
     assert run("--jobs", "2") == 1
     shown = capsys.readouterr()
     assert re.findall(r"^(\w+) +FAILED$", shown.out, re.MULTILINE) == ["first", "second"]
-    assert "cumla::f(params)" in shown.err
+    assert re.findall(r"^kernel (\w+) .* does not compile$", shown.err, re.MULTILINE) == [
+        "first",
+        "second",
+    ]
 
 
 @pytest.mark.parametrize("stdout", ["closed", "nobody reads"])

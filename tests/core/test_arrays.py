@@ -1316,10 +1316,11 @@ def test_cupy_allocates_on_the_stream_of_the_call(cupy):
         cupy.stream = FakeStream(cupy, 5)
         with open_call((("q", cupy.ndarray()),), stream=stream) as call:
             array, view = call.empty((2, 3), "bfloat16")
-            workspace = call.workspace(256)
+            arrays, (address,) = call.allocate((("workspace", (256,), "uint8"),))
         assert cupy.allocated[-2:] == [((2, 3), "bfloat16", stream), ((256,), "uint8", stream)]
         assert (cupy.stream.ptr, call.export(array)) == (5, array)
-        assert (view.shape, view.dtype, workspace.ptr) == ((2, 3), "bfloat16", 0x2000)
+        assert (view.shape, view.dtype) == ((2, 3), "bfloat16")
+        assert address == 0x2000 == arrays[0].data.ptr
 
 
 def test_torch_allocates_on_the_stream_of_the_call(fake_torch, cuda):
@@ -1342,8 +1343,9 @@ def test_capture_forbids_cupy_allocations(cuda, cupy):
     cuda.capturing.add(5)
     with open_call((("q", cupy.ndarray()),), stream=5) as call:
         assert call.capturing
-        for allocate in (lambda: call.empty((2,), "float16"), lambda: call.workspace(256)):
-            with pytest.raises(NotPreparedError, match="captures: pass plan= or workspace= where"):
+        wanted = (("workspace", (256,), "uint8"),)
+        for allocate in (lambda: call.empty((2,), "float16"), lambda: call.allocate(wanted)):
+            with pytest.raises(NotPreparedError, match="captures: pass workspace= where the call"):
                 allocate()
     assert cupy.allocated == []
 
@@ -1351,9 +1353,9 @@ def test_capture_forbids_cupy_allocations(cuda, cupy):
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ((), "out=, scale_out= and plan="),
-        (("out",), "scale_out= and plan="),
-        (("scale_out",), "out= and plan="),
+        ((), "out=, scale_out= and workspace="),
+        (("out",), "scale_out= and workspace="),
+        (("scale_out",), "out= and workspace="),
     ],
 )
 def test_a_refusal_under_capture_names_the_outputs_that_were_not_given(cuda, cupy, given, named):
@@ -1469,19 +1471,20 @@ def test_driver_calls_that_may_wait_release_the_gil(monkeypatch):
     for name, loader in kinds.items():
         monkeypatch.setattr(ctypes, name, lambda _, loader=loader: load(loader))
     driver = _driver.Driver()
-    created = ctypes.c_void_p(300_000)
-    driver._event_create = lambda event, flags: setattr(event._obj, "value", created.value) or 0
-    for call in (lambda: driver.record_event(9), lambda: driver.wait_event(300_000, 9)):
-        seen = []
-        thread = threading.Thread(target=lambda seen=seen: (time.sleep(0.05), seen.append(1)))
-        thread.start()
+    wait_us = 600_000
+    driver._event_create = lambda event, flags: setattr(event._obj, "value", wait_us) or 0
+    for call in (lambda: driver.record_event(9), lambda: driver.wait_event(wait_us, 9)):
+        ran = []
+        timer = threading.Timer(0.05, lambda ran=ran: ran.append(time.monotonic()))
+        began = time.monotonic()
+        timer.start()
         call()
-        assert seen
-        thread.join()
+        timer.join()
+        assert ran[0] - began < 0.5
 
 
 FORK = """
-import ctypes, os, sys, weakref
+import ctypes, os, sys, threading, weakref
 import numpy as np
 from tests.fake_cuda import FakeLibrary
 library = FakeLibrary(current=100)
@@ -1504,7 +1507,16 @@ if BEFORE:
     library.capture = (0, 1)
     _lifetime.keep_until_passed(first, 7, 0)
     library.capture = (0, 0)
-    _lifetime._lock.acquire()  # as another thread may have it
+    held, done = threading.Event(), threading.Event()
+
+    def look():
+        with _lifetime._lock:
+            held.set()
+            done.wait()
+
+    other = threading.Thread(target=look)
+    other.start()
+    held.wait()
 del first
 child = os.fork()
 if child == 0:
@@ -1516,6 +1528,7 @@ if child == 0:
         del second
         use_the_cpu()
         assert alive[1]() is not None
+        assert _lifetime._lock.acquire(timeout=5)
         assert (_lifetime.waiting, _lifetime.in_graphs) == ({}, {})
         try:
             _lifetime.driver()
@@ -1530,7 +1543,8 @@ if child == 0:
     os._exit(0)
 status = os.waitpid(child, 0)[1]
 if BEFORE:
-    _lifetime._lock.release()
+    done.set()
+    other.join()
     assert len(_lifetime.waiting) == len(_lifetime.in_graphs) == 1
     library.answer = 0
     use_the_cpu()
@@ -1543,7 +1557,9 @@ sys.exit(status)
 def test_a_fork(before):
     """The CPU serves a child of a process with work on the GPU; of another one the GPU does."""
     program = FORK.replace("BEFORE", str(before))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -18,8 +19,11 @@ FRAMEWORKS = {"cupy", "cupy_backends", "cuda", "torch", "jax", "jaxlib"}
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python as users do, whose NumPy starts threads when it is imported."""
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
+    command = [sys.executable, *arguments]
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, check=True, text=True, capture_output=True
+        command, cwd=ROOT, env=environment, check=True, text=True, capture_output=True
     )
 
 

@@ -33,6 +33,7 @@ from cumla.launch.split import plan as mla_plan
 from cumla.launch.split.division import divisor_of
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
 from tests.gpu.tools.parts import PART
+from tests.launch.structs import compile_checks, members_of
 
 each_struct = pytest.mark.parametrize(
     "spec",
@@ -50,45 +51,6 @@ def layout_of(spec: KernelSpec) -> struct.Struct:
             assert isinstance(layout, struct.Struct)
             return layout
     raise AssertionError(f"no launcher of {spec.entry}")
-
-
-def compile_checks(spec: KernelSpec, checks: dict[str, int], *before: str) -> None:
-    """Compile a kernel without its entry point: only the templates' syntax is looked at."""
-    whole, _, _ = translation_unit(spec).partition('extern "C"')
-    lines = [f'static_assert({what} == {value}, "differs");' for what, value in checks.items()]
-    module._compile(spec, "\n".join([whole, *before, *lines, ""]), module.OPTIONS)
-
-
-def count_of(text: str, member: str) -> int:
-    """How many values a member holds: an array's bound is a number, or a constant of the text."""
-    array = re.search(r"\[(\w+)\]", member)
-    if array is None:
-        return 1
-    constant = re.search(rf"constexpr int {array[1]} = (\d+);", text)
-    return int(constant[1] if constant else array[1])
-
-
-def members_of(text: str, name: str, prefix: str = "") -> dict[str, str]:
-    """The members of a struct of a kernel's text, a letter of `struct` each, in their order."""
-    body = re.search(rf"struct (?:alignas\(\d+\) )?{name} {{\n(.*?)\n}};", text, re.DOTALL)
-    assert body is not None, name
-    members: dict[str, str] = {}
-    values = re.sub("//.*", "", body[1]).partition("__device__")[0]  # functions come after them
-    for declaration in values.split(";")[:-1]:
-        kind, *rest = re.findall(r"\w+(?:\[\w+\])?", declaration.replace("const ", ""))
-        if "*" in declaration or kind in ("i64", "u64"):
-            letter = "q"
-        elif kind in ("int", "u32") or re.search(rf"enum {kind} : (?:int|u32) ", text):
-            letter = "i"
-        else:
-            letter = {"float": "f", "TensorMap": "s"}.get(kind, "")
-        for member in rest:
-            path, count = prefix + member.partition("[")[0], count_of(text, member)
-            paths = [f"{path}[{i}]" for i in range(count)] if "[" in member else [path]
-            for each in paths:
-                inner = {each: letter} if letter else members_of(text, kind, f"{each}.")
-                members.update(inner)
-    return members
 
 
 def packed_in(layout: struct.Struct) -> list[tuple[str, int]]:

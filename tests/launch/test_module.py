@@ -120,7 +120,7 @@ def test_no_shared_memory_limit_is_set_without_dynamic_shared_memory(cupy, small
 
 def test_cold_kernel_under_capture_is_named(cupy, small):
     with pytest.raises(
-        NotPreparedError, match=r"small_f32 is not loaded on device 3.*cumla\.prepare\(\)"
+        NotPreparedError, match=r"small_f32 is not loaded on device 3.*cumla\.prepare"
     ):
         load(small, 3, capturing=lambda: True)
     assert not cupy.made

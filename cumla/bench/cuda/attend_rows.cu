@@ -2,6 +2,7 @@
 // Paged MLA attention of chosen query rows in float64, straight from the definition: what the benchmark holds its
 // timed kernels against. grid = rows, 256 threads; 256 tokens at a time, a warp a token for the scores, a thread a
 // token for the weights, a thread two columns for the sums. Pages of 64.
+#include "ptx/convert.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
@@ -95,7 +96,7 @@ __device__ __forceinline__ void attend_rows(const AttendRowsParams& p) {
   double* destination = p.out + static_cast<i64>(blockIdx.x) * kValueDim + 2 * threadIdx.x;
   destination[0] = empty ? 0.0 : out[0] / total;
   destination[1] = empty ? 0.0 : out[1] / total;
-  if (threadIdx.x == 0) p.lse[blockIdx.x] = empty ? static_cast<double>(kInfinity) : highest + log(total);
+  if (threadIdx.x == 0) p.lse[blockIdx.x] = empty ? -static_cast<double>(kInfinity) : highest + log(total);
 }
 
 }  // namespace cumla

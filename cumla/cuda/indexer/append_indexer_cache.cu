@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Quantises the indexer keys of new tokens to e4m3, and writes them and their scales into the pages of a cache.
 //
-// 128 threads, in teams of head_dim / 16 lanes, one a token: each lane holds two octets of the row. The row is on its way
-// before the slot is looked up. Pages are powers of two of tokens.
+// 128 threads, in teams of head_dim / 16 lanes, one a token: each lane holds two octets of the row. The row is on its
+// way before the slot is looked up. Pages are powers of two of tokens.
 //
 // In flight: 2 x 16 B a thread, 64 KiB an SM with sixteen CTAs; from float32 2 x 32 B.
 #include "rows/quantize.cuh"

@@ -3,12 +3,12 @@
 //
 //   logits[i, j] = k_scale[j] sum_h weights[i, h] max(q[i, h] . k[j], 0)        ks[i] <= j < ke[i], else -inf
 //
-// Operands are swapped: 64 tokens of k are the M side of a product, (query row, head) pairs its N side, so that heads lie
-// side by side in the accumulators of four lanes, and a thread's weights stay in registers.
-// grid = as many CTAs as multiprocessors, 384 threads, one CTA a multiprocessor. An item is 512 columns: 8 query rows of 64
-// heads, 16 of 32. Each CTA counts the blocks that every item can see and takes an equal share of them (in order, so that
-// it changes items a few times only). Spans may change while the kernel runs: then logits are wrong, but all roles still agree
-// on the segments, for warp 0 alone reads what they are.
+// Operands are swapped: 64 tokens of k are the M side of a product, (query row, head) pairs its N side, so that heads
+// lie side by side in the accumulators of four lanes, and a thread's weights stay in registers. grid = as many CTAs as
+// multiprocessors, 384 threads, one CTA a multiprocessor. An item is 512 columns: 8 query rows of 64 heads, 16 of 32.
+// Each CTA counts the blocks that every item can see and takes an equal share of them (in order, so that it changes
+// items a few times only). Spans may change while the kernel runs: then logits are wrong, but all roles still agree on
+// the segments, for warp 0 alone reads what they are.
 //
 // Warpgroup 0: warp 0 loads blocks of 64 tokens (TMA) and their scales into a ring, warp 1 writes -inf where nothing is
 // visible, warps 2 and 3 bring query rows and weights of the next item. Warpgroups 1 and 2 each have half of an item's
@@ -17,12 +17,14 @@
 //   tensor cores:    A0 = K0 Qa   B0 = K0 Qb   A1 = K1 Qa   B1 = K1 Qb ...
 //   the warpgroup:                logits(A0)   logits(B0)   logits(A1) ...
 //
-// Budget of 64 tokens by 128 columns, head_dim 128: 256 tensor clocks; of these the shared-memory port is busy for 192 with
-// operands and 16 with the block's arrival. 64 accumulators a thread, each a maximum and an FMA: 128 issue slots of a
-// scheduler, of which the maxima keep the integer pipe, at half rate, busy for 128 clocks; some 52 slots beside (counted in
-// the machine code: 19 for descriptors, the rest for sums over lanes, scale and store). Both consumers: 360 of 512 clocks.
+// Budget of 64 tokens by 128 columns, head_dim 128: 256 tensor clocks; of these the shared-memory port is busy for 192
+// with operands and 16 with the block's arrival. 64 accumulators a thread, each a maximum and an FMA: 128 issue slots
+// of a scheduler, of which the maxima keep the integer pipe, at half rate, busy for 128 clocks; some 52 slots beside
+// (counted in the machine code: 19 for descriptors, the rest for sums over lanes, scale and store). Both consumers: 360
+// of 512 clocks.
 //
-// Shared memory:  ring of 10 blocks 84,480 + 2 items 135,488 (64 heads, head_dim 128) + barriers 160 + scratch 128 = 220,256 B
+// Shared memory:  ring of 10 blocks 84,480 + 2 items 135,488 (64 heads, head_dim 128) + scratch 128 + announcements 176
+//                 + barriers 280 = 220,520 B
 // Registers:      224 of a consumer, of which accumulators 128, weights 64; 56 of the others
 #include "indexer/mqa_logits/layout.cuh"
 #include "indexer/mqa_logits/load.cuh"

@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // Indexer logits over a paged cache for sm_90a, for the last next_n tokens of each request:
 //
-//   logits[b next_n + i, j] = scale[j] sum_h weights[b next_n + i, h] max(q[b, i, h] . k[j], 0)        j < length of row i
+//   logits[b next_n + i, j] = scale[j] sum_h weights[b next_n + i, h] max(q[b, i, h] . k[j], 0)    j < length of row i
 //
-// and -inf behind it. Operands as in mqa_logits. grid = parts of the schedule (indexer/paged_mqa_schedule.cu), 384 threads, one CTA
-// a multiprocessor; an item is a request.
+// and -inf after it. Operands as in mqa_logits. grid = parts of the schedule (indexer/paged_mqa_schedule.cu), 384
+// threads, one CTA a multiprocessor; an item is a request.
 //
-// Warpgroup 0: warp 0 loads blocks of 64 tokens with their scales into a ring, page by page (TMA and bulk copies), warp 1
-// writes -inf, warps 2 and 3 bring queries and weights of the next request. Warpgroups 1 and 2 compute. Where all columns
-// of a request, up to 256, fit one product each takes every second block; else each has 256 of its own and takes all
-// blocks. Up to 128 columns a product fills one set of accumulators while another becomes logits, as in mqa_logits. For 256
-// there is one set, and the consumers fall into opposite phase by themselves:
+// Warpgroup 0: warp 0 loads blocks of 64 tokens with their scales into a ring, page by page (TMA and bulk copies), warp
+// 1 writes -inf, warps 2 and 3 bring queries and weights of the next request. Warpgroups 1 and 2 compute. Where all
+// columns of a request, up to 256, fit one product each takes every second block; else each has 256 of its own and
+// takes all blocks. Up to 128 columns a product fills one set of accumulators while another becomes logits, as in
+// mqa_logits. For 256 there is one set, and the consumers fall into opposite phase by themselves:
 //
 //   tensor cores:    K0 Q         K1 Q         K2 Q         K3 Q ...
 //   warpgroup 1:     (waits)      logits(K0)   (waits)      logits(K2) ...
 //   warpgroup 2:                  (waits)      logits(K1)   (waits)    ...
 //
 // Memory-bound for one or two rows of 64 heads: a block of 8,448 B takes an SM some 430 clocks at its share of the read
-// bandwidth. The tensor cores take 128 clocks for 64 columns, a scheduler issues 120 instructions for it (64 columns; of
-// these 64 maxima and FMAs; counted in the machine code), and a consumer has two blocks' time for its chain of waiting,
-// multiplying, summing and storing. 256 columns: 512 tensor clocks, 341 issue slots. The loading warp has 430 clocks, too:
-// it issues some 60 instructions a block.
+// bandwidth. The tensor cores take 128 clocks for 64 columns, a scheduler issues 120 instructions for it (64 columns;
+// of these 64 maxima and FMAs; counted in the machine code), and a consumer has two blocks' time for its chain of
+// waiting, multiplying, summing and storing. 256 columns: 512 tensor clocks, 341 issue slots. The loading warp has 430
+// clocks, too: it issues some 60 instructions a block.
 //
 // Shared memory:  head_dim 128: up to 64 columns, ring of 12 blocks 101,376 + 2 queries 16,992; up to 128, 12 blocks
 //                 + 33,920; up to 256, 12 blocks + 67,776; up to 512, 10 blocks 84,480 + 135,488; and some 400 B
@@ -41,7 +41,8 @@ using namespace ptx;
 
 // Strides are bytes.
 struct PagedMqaParams {
-  TensorMap keys;  // dims (head_dim, page_size, num_pages), box (head_dim, min(page_size, 64), 1), swizzle as wide as a row
+  // Dims (head_dim, page_size, num_pages), box (head_dim, min(page_size, 64), 1), swizzle as wide as a row.
+  TensorMap keys;
   LogitsParams logits;
   ContextLengths lengths;
   const char* q;
@@ -73,7 +74,7 @@ struct Requests {
   }
 };
 
-// Where a part begins; the last one ends behind all requests. A plan that was never updated holds anything.
+// Where a part begins; the last one ends after all requests. A plan that was never updated holds anything.
 __device__ __forceinline__ Place bound_of(const PagedMqaParams& p, int part) {
   const Place place = p.bounds[part];
   return {min(max(place.item, 0), p.lengths.batch), place.item < p.lengths.batch ? max(place.block, 0) : 0};
@@ -86,9 +87,9 @@ __device__ __forceinline__ void prefetch_lengths(const PagedMqaParams& p) {
   if (threadIdx.x == kLogitsThreads - 1) prefetch_l2(p.bounds + blockIdx.x);
 }
 
-// One warp: the blocks of all segments, as slots of the ring become free. A block of small pages comes in several boxes; a
-// lane has every 32nd box, and four lanes at a time load theirs. Nothing here may divide: this one warp has to ask for a
-// block in far less time than the block takes to come.
+// One warp: the blocks of all segments, as slots of the ring become free. A block of small pages comes in several
+// boxes; a lane has every 32nd box, and four lanes at a time load theirs. Nothing here may divide: this one warp has to
+// ask for a block in far less time than the block takes to come.
 template <typename Shape>
 __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const LogitsLayout<Shape>& shared,
                                            SegmentCursor<Requests> cursor) {
@@ -100,8 +101,8 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
     const char* const row = p.block_table + min(item, p.lengths.batch - 1) * p.block_table_stride;
     return reinterpret_cast<const int*>(row)[min(token, static_cast<u32>(p.lengths.most_tokens - 1)) >> p.log2_of_page];
   };
-  // Tokens are read once, but for pages that requests share. As ordinary lines they would push logits out of L2, and DRAM
-  // would turn from reading to writing and back all the time.
+  // Tokens are read once, but for pages that requests share. As ordinary lines they would push logits out of L2, and
+  // DRAM would turn from reading to writing and back all the time.
   const u64 policy = evict_first_policy();
   u32 loaded = 0;  // blocks before the segment
   Segment segment;
@@ -109,7 +110,8 @@ __device__ __forceinline__ void load_pages(const PagedMqaParams& p, const Logits
   for (u32 n = 0;; ++n) {
     const Place expected = cursor.at;
     const u32 own = lane << log2_of_box;  // this lane's first token, from the segment's first one on
-    int entry = entry_of(expected.item, static_cast<u32>(expected.block) * kBlockTokens + own);  // while the length comes
+    // While the length comes.
+    int entry = entry_of(expected.item, static_cast<u32>(expected.block) * kBlockTokens + own);
     if (!announce_next(shared, cursor, n, segment)) return;
     const u32 first_token = segment.first * kBlockTokens;
     if (segment.item != expected.item) entry = entry_of(segment.item, first_token + own);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Quantises rows to e4m3, each with a float32 scale of its own.
 //
-// 256 threads, in teams of a power of two of them. A team takes a row: each of its members holds up to four octets of it
-// in registers, so that the row is read once; the largest magnitude goes round the team, through shared memory where that
-// is more than a warp.
+// 256 threads, in teams of a power of two of them. A team takes a row: each of its members holds up to four octets of
+// it in registers, so that the row is read once; the largest magnitude goes round the team, through shared memory where
+// that is more than a warp.
 //
 // In flight: 4 x 16 B a thread, 64 KiB an SM with four CTAs; from float32 4 x 32 B. Shared memory: 32 B.
 #include "rows/quantize.cuh"

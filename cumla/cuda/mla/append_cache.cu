@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes rows into a paged cache of 512 latent and 64 RoPE columns, converted and rotated where that is asked for, and
-// rotates the RoPE columns of queries beside them.
+// Writes rows into a paged cache of 512 latent and 64 RoPE columns, converts and rotates them on request, and rotates
+// the RoPE columns of queries in the same launch.
 //
-// grid = (row tiles + query tiles, kv heads), 288 threads. A row tile is 16 tokens of one kv head: four rows abreast, 64
-// threads for the latent columns of each, and the ninth warp for the RoPE columns of all four; if these are to be rotated,
-// the first four warps take them instead, of four rows each. The rows are on their way before anybody knows where they go:
-// that is looked up once a row, by the ninth warp, while they come, and so are cosines and sines, by the warps that rotate.
-// In a query tile each warp takes 16 heads of one token.
+// grid = (row tiles + query tiles, kv heads), 288 threads. A row tile is 16 tokens of one kv head: 64 threads hold the
+// latent columns of a row, four rows at a time, and the ninth warp holds the RoPE columns of four rows. If RoPE columns
+// are rotated, the first four warps hold them instead, of four rows each. Row loads are issued first. While they are in
+// flight the ninth warp looks up each row's slot, and the rotating warps load its cosines and sines. In a query tile
+// each warp rotates 16 heads of one token.
 //
-// In flight: 18 KiB a CTA, 4 x 16 B a thread or 4 x 16 B of 256 and 16 B of 128, four CTAs an SM; from float32 rows 36 KiB,
-// three CTAs. An SM needs some 40. Registers: 56 (65,536 / 288 / CTAs in steps of 8), from float32 rows 64 of 72. Shared memory:
-// 4.3 KB.
+// In flight: 18 KiB a CTA, 4 x 16 B a thread or 4 x 16 B of 256 and 16 B of 128, four CTAs an SM; from float32 rows 36
+// KiB, three CTAs. An SM needs some 40. Registers: 56 (65,536 / 288 / CTAs in steps of 8), from float32 rows 64 of 72.
+// Shared memory: 4.3 KB.
 #include "mla/append_rows.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes rows into a paged cache whose latent columns are e4m3: under one scale a tensor, or under a float32 scale for each
-// token and 128 columns, which is found here. The RoPE columns are e4m3 under the scale of the tensor, or of 16 bits.
+// Writes rows into a paged cache whose latent columns are e4m3: under one scale a tensor, or under a float32 scale for
+// each token and 128 columns, which is found here. The RoPE columns are e4m3 under the scale of the tensor, or of 16
+// bits.
 //
-// Rows, tiles and threads are those of mla/append_cache.cu: 64 threads hold the latent columns of a row, half a warp those of
-// one scale. Queries are rotated as they are there.
+// Rows, tiles and threads are those of mla/append_cache.cu: 64 threads hold the latent columns of a row, half a warp
+// those of one scale. Queries are rotated as they are there.
 //
 // In flight: 18 KiB a CTA; from float32 rows 36 KiB. Three CTAs an SM: 72 registers at most.
 // Shared memory: 4.4 KB.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels that write rows into paged caches share: the rows and where they go, the rotation of RoPE columns, and
-// that of the queries beside them.
+// What the kernels that write rows into paged caches share: the rows and where they go, the rotation of RoPE columns,
+// and that of the queries beside them.
 #pragma once
 #include "rows/elements.cuh"
 #include "rows/rope.cuh"
@@ -42,7 +42,8 @@ struct AppendCacheParams {
   int interleaved;       // pairs are (2 i, 2 i + 1), else (i, i + 32)
 };
 
-// By a whole warp, of the tokens of a tile: half of it loads positions, half slots, so that one does not wait for the other.
+// One warp loads what is given of the tokens of a tile: half of it positions, half slots, so that neither waits for the
+// other.
 __device__ __forceinline__ Given load_given(const AppendCacheParams& p, i64 tile) {
   static_assert(2 * kTileRows == 32, "half a warp");
   const int lane = threadIdx.x % 32, row = lane % kTileRows;
@@ -64,15 +65,15 @@ struct Share {
   int row, octet;
 };
 
-// As they are: of the latent columns, by the first kLatentThreads, and of RoPE columns that are not rotated, by the last
-// warp. The same octet of row + kAbreast, row + 2 * kAbreast ..., too.
+// Columns that are only copied: latent ones, by the first kLatentThreads, and RoPE ones that are not rotated, by the
+// last warp. A thread also takes the same octet of row + kAbreast, row + 2 * kAbreast ...
 __device__ __forceinline__ Share copied_share() {
   const int thread = threadIdx.x, lane = threadIdx.x % 32;
   if (threadIdx.x < kLatentThreads) return {thread / kLatentOctets, thread % kLatentOctets};
   return {lane / kRopeOctets, lane % kRopeOctets};
 }
 
-// Of the RoPE columns to be rotated, by the first kRopeThreads.
+// RoPE columns that are rotated, by the first kRopeThreads.
 __device__ __forceinline__ Share rotated_share() {
   const int thread = threadIdx.x;
   return {thread / kRopeOctets, thread % kRopeOctets};
@@ -99,12 +100,14 @@ __device__ __forceinline__ void load_copied(const AppendCacheParams& p, const Ro
   const char* const row = row_of(rows, tile + first);
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k)
-    if (first + kAbreast * k < rows_of_tile(p, tile)) octets[k].load_early(row + kAbreast * k * rows.stride_token, octet);
+    if (first + kAbreast * k < rows_of_tile(p, tile)) octets[k].load_early(row + kAbreast * k * rows.stride_token,
+                                                                           octet);
 }
 
-// By the first kLatentThreads. Those that hold RoPE columns to be rotated have the table's row for them brought to shared
-// memory, eight lanes a row, for which there are not enough registers; positions come last, since widening them waits for
-// them. RoPE columns that are not rotated are left to the last warp: here, behind latent ones, they made copies slower.
+// Called by the first kLatentThreads. Threads that rotate copy their row of the cos/sin table to shared memory, eight
+// lanes a row, because registers do not suffice. Positions are loaded last: widening them to 64 bits waits for the
+// load. RoPE columns that are not rotated are left to the last warp: loaded here, after the latent ones, they made
+// copies slower.
 template <typename Element>
 __device__ __forceinline__ void load_rows(const AppendCacheParams& p, i64 tile, Held<Element>& held, char* table_rows) {
   load_copied(p, p.latent_rows, tile, held.copied);
@@ -119,7 +122,8 @@ __device__ __forceinline__ void load_rows(const AppendCacheParams& p, i64 tile, 
   if (p.cos_sin_is_float) copy_16_async(to + kTableRowBytes / 2, from + kTableRowBytes / 2, true);
 }
 
-// By the first kRopeThreads, after load_rows. Of a row whose position has no rotation, numbers without a meaning.
+// Called by the first kRopeThreads, after load_rows. A row whose position has no rotation yields numbers without a
+// meaning.
 template <typename T, typename Element>
 __device__ __forceinline__ Octet<Fp32> rotate_rope(const AppendCacheParams& p, const Octet<Element>& rope,
                                                       const char* table_rows) {

@@ -1,21 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // Split-KV MLA decode for sm_90a: attention of up to 64 query rows of one kv head over the blocks of one part of the
-// schedule (split/plan.cuh). grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM; over queries of
-// different lengths (1, parts, kv heads), a row tile at each place of the schedule (RaggedTile).
+// schedule (split/plan.cuh). grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM; over queries
+// of different lengths (1, parts, kv heads), a row tile at each place of the schedule (RaggedTile).
 //
 // Three warpgroups. Warpgroup 0 loads: warp 0 the even KV blocks of this CTA's sequence, warp 1 the odd ones (TMA), of
-// kRows each half of every block, or all four warps a quarter (mla/mla_decode/pages.cuh); warps 2 and 3 the query rows as
-// well. Warpgroups 1 and 2 compute:
-// consumer c holds the output columns [256 c, 256 c + 256) of all 64 rows and computes the scores of every second block;
-// its probabilities go to the other consumer through shared memory, so that both add P V of every block, in the order of
-// the blocks:
+// kRows each half of every block, or all four warps a quarter (mla/mla_decode/pages.cuh); warps 2 and 3 the query rows
+// as well. Warpgroups 1 and 2 compute: consumer c holds the output columns [256 c, 256 c + 256) of all 64 rows and
+// computes the scores of every second block; its probabilities go to the other consumer through shared memory, so that
+// both add P V of every block, in the order of the blocks:
 //
 //   consumer 0:  S0 = Q K0   softmax0  O += P0 V0   S2 = Q K2 | O += P1 V1   softmax2  O += P2 V2 ...
 //   consumer 1:              S1 = Q K1 | O += P0 V0  softmax1  O += P1 V1    S3 = Q K3 | O += P2 V2 ...
 //
 // That is the order where several row tiles read the same blocks: compute-bound, P V of the other's block runs beside
-// the softmax. With one row tile, memory-bound, it comes before Q K, so that its stage is free for the next load earlier
-// (but for the first two blocks of a segment, which are scored at once).
+// the softmax. With one row tile, memory-bound, it comes before Q K, so that its stage is free for the next load
+// earlier (but for the first two blocks of a segment, which are scored at once).
 //
 // The block counter runs on over the requests of a part: block t belongs to consumer t % 2 and stage t % 2 everywhere.
 //
@@ -24,7 +23,8 @@
 //
 // Shared memory:  query 73,728 + two KV stages of 73,728 + P 8,192 + maxima 512 + sums 1,024 + barriers 224
 //                 + pacer 1,024 = 232,160 B of 232,448
-// Registers:      consumers 224 (128 output, 32 scores, 16 probabilities), loaders 56; 168 at the start (65,536 / 384 in steps of 8)
+// Registers:      consumers 224 (128 output, 32 scores, 16 probabilities), loaders 56; 168 at the start
+//                 (65,536 / 384 in steps of 8)
 // Tensor work:    2,176 clocks a block; loads 73,728 B a block and CTA
 #include "mla/mla_decode/compute.cuh"
 #include "mla/mla_decode/load.cuh"
@@ -42,12 +42,12 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
-// Warps that copy KV rows: where arithmetic limits, two are too late.
+// Warps that copy KV rows. Two cannot keep up in compute-bound kernels.
 template <bool kSharedBlocks, PageForm kForm>
 constexpr int kRowWarps = kForm != kRows ? 0 : kSharedBlocks ? 4 : 2;
 
-// By one thread: with an address of its own in each lane the hardware takes them one by one, and slower.
-// row_warps: those that copy rows, two of them the query's as well if there are four; 0 without kRows.
+// One thread initialises all barriers; from 32 lanes the hardware would serialise the stores. row_warps: warps that
+// copy rows, 0 without kRows; if there are four, two of them copy the query rows as well.
 __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int row_warps) {
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {
@@ -63,9 +63,10 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, 
   fence_mbarrier_init();
 }
 
-// Loads a block, whose tiles come in kCount boxes (1 of kPages), into the thirds of a stage as they become free; a warp.
+// One warp loads a block, in kCount boxes a tile (1 with kPages), into the thirds of a stage as they become free.
 template <PageForm kForm, int kCount>
-__device__ __forceinline__ void load_block(const MlaDecodeParams& p, const SharedLayout& shared, const PageRow& from, int parity,
+__device__ __forceinline__ void load_block(const MlaDecodeParams& p, const SharedLayout& shared, const PageRow& from,
+                                           int parity,
                                            u32 phase) {
   const Boxes<kCount> boxes(from);
 #pragma unroll
@@ -75,7 +76,8 @@ __device__ __forceinline__ void load_block(const MlaDecodeParams& p, const Share
     mbarrier_wait(shared.free(parity, half), phase ^ 1, "a free KV stage");
     if (elect_one()) {
       if (k == 0)
-        boxes.template load<1>(kForm == kPages ? &p.latent_map : &p.rope_map, destination, kForm == kPages ? kRopeTile * 64 : 0,
+        boxes.template load<1>(kForm == kPages ? &p.latent_map : &p.rope_map, destination,
+                               kForm == kPages ? kRopeTile * 64 : 0,
                                barrier);
       else
         boxes.template load<kHalfTiles>(&p.latent_map, destination, column * 64, barrier);
@@ -84,9 +86,9 @@ __device__ __forceinline__ void load_block(const MlaDecodeParams& p, const Share
   }
 }
 
-// Loads the blocks of one parity into their stage: a warp. With kSharedBlocks (compute-bound) it also has L2 fetch its next
-// block, so that a load waits for L2 and not for DRAM; the last two row tiles share that. With one row tile (memory-bound) that
-// only lengthens the queue of the copy engine.
+// One warp loads the blocks of one parity into their stage. With kSharedBlocks (compute-bound) it also prefetches its
+// next block into L2, so that a load waits for L2 and not for DRAM; the last two row tiles share that. With one row
+// tile (memory-bound) prefetching only lengthens the queue of the copy engine.
 template <bool kSharedBlocks, PageForm kForm, typename AnyTile>
 __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
                                         const Part& part, int last_place, int parity) {
@@ -117,7 +119,7 @@ __device__ __forceinline__ void load_kv(const MlaDecodeParams& p, const SharedLa
   }
 }
 
-// The same of kRows, all blocks in turn: one of two warps, half of the rows.
+// The same with kRows, for all blocks in turn: one of two warps, half of the rows.
 template <typename AnyTile>
 __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
                                              const Part& part, int last_place, int warp) {
@@ -143,11 +145,12 @@ __device__ __forceinline__ void load_kv_rows(const MlaDecodeParams& p, const Sha
   copy_async_wait_all();
 }
 
-// Where arithmetic limits, two warps are too late: one of four, a quarter of the rows, and warps 2 and 3 bring the query rows of
-// a request before its first block; the fence that products need between these and them is the consumers' behind their first
-// tiles (Consumer::multiply_query). A half of a block's tiles has one barrier (Consumer::kByHalves).
+// One of four loader warps, a quarter of the rows each: in compute-bound kernels two warps cannot keep up. Warps 2 and
+// 3 also copy a request's query rows before its first block. The consumers issue the proxy fence, after their first
+// tiles (Consumer::multiply_query). Each half of a block's tiles has one barrier (Consumer::kByHalves).
 template <typename AnyTile>
-__device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile, const Part& part,
+__device__ __forceinline__ void load_rows(const MlaDecodeParams& p, const SharedLayout& shared, AnyTile& tile,
+                                          const Part& part,
                                           int last_place, int warp) {
   RowCopier<AnyTile, 4> rows(p, tile, part, last_place, warp);
   int place = part.place, left = warp < 2 ? kMaxTokens : 0;  // blocks before the next query

@@ -1,34 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-// Split-KV MLA decode for sm_90a over caches whose latent columns are e4m3: with a factor for all of them, or (kGrouped) with
-// scales for each token and 128 columns; RoPE columns are e4m3 or bfloat16. As in mla_decode_swapped, KV rows and columns of
-// V are the M side of the products, and the query rows the N side, here 16 or 32:
+// Split-KV MLA decode for sm_90a over caches whose latent columns are e4m3: with a factor for all of them, or
+// (kGrouped) with scales for each token and 128 columns; RoPE columns are e4m3 or bfloat16. As in mla_decode_swapped,
+// KV rows and columns of V are the M side of the products, and the query rows the N side, here 16 or 32:
 //
 //   S^T (64 tokens x rows)  = K (64 x 576) Q^T        O^T (512 x rows) += V^T (512 x 64 tokens) P^T
 //
-// grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM; over queries of different lengths (2, parts,
-// kv heads), half of a row tile at each place of the schedule (HalfTile).
+// grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM; over queries of different lengths (2,
+// parts, kv heads), half of a row tile at each place of the schedule (HalfTile).
 //
 // Warpgroup 0 loads: warp 0 the KV blocks as slots of the ring become free (TMA), or, of kRows,
-// warps 0 and 1 row by row; warps 2 and 3 the query rows, as float16. Warpgroups 1 and 2 compute, each every second block for
-// itself, which is every second slot of the ring; at the end of a segment they add up what they have, each half of the
-// columns of V.
+// warps 0 and 1 row by row; warps 2 and 3 the query rows, as float16. Warpgroups 1 and 2 compute, each every second
+// block for itself, which is every second slot of the ring; at the end of a segment they add up what they have, each
+// half of the columns of V.
 //
-// The bytes of the cache lie in shared memory as they came, in tiles of 128 columns or, of kPacked, in whole rows with scales
-// and RoPE columns. Both products take A from registers: a thread reads the bytes that are its fragments (K by rows, V
-// through transposing ldmatrix of two columns as a unit) and converts them to float16, which has all e4m3 numbers. A copy in
-// 16 bits, written and read again, would take more of the shared-memory port (128 B a clock) than a block has. The order of
-// columns in which K's fragments come is that of the query's columns, too (load_query_fp8); the one of V's columns is undone
-// where the output is stored. Tokens come in the order of token_at, in both products.
+// The bytes of the cache lie in shared memory as they came, in tiles of 128 columns or, of kPacked, in whole rows with
+// scales and RoPE columns. Both products take A from registers: a thread reads the bytes that are its fragments (K by
+// rows, V through transposing ldmatrix of two columns as a unit) and converts them to float16, which has all e4m3
+// numbers. A copy in 16 bits, written and read again, would take more of the shared-memory port (128 B a clock) than a
+// block has. The order of columns in which K's fragments come is that of the query's columns, too (load_query_fp8); the
+// one of V's columns is undone where the output is stored. Tokens come in the order of token_at, in both products.
 //
 // Scales stay float32: the scores of 128 columns are multiplied by them, and so are the probabilities before they are
 // rounded, once for each 128 columns of V.
 //
-// Shared memory:  ring of 4 blocks 163,840, with scales 167,936; query and P, also exchange and joining, 32,768 (kPacked
-//                 34,816, where no P lies in place of RoPE columns) and the next query 18,432 (16 rows), or 53,248; sums,
+// Shared memory:  ring of 4 blocks 163,840, with scales 167,936; query and P, also exchange and joining, 32,768
+//                 (kPacked 34,816, where no P lies in place of RoPE columns) and the next query 18,432 (16 rows),
+//                 or 53,248; sums,
 //                 maxima and references of a row 84 to 312 B; words 16; barriers 80 or 96: at most 231,136 B of 232,448
 // Registers:      consumers 208 (16 rows: output 64) or 224 (output 128), loaders 88 or 56; 168 at the start
 // Tensor work:    36 + 32 products m64n16k16 or m64n32k16 a block
-// Port:           a block's bytes are written once and read twice, 32,768 of them as V; 512 or 1,024 B for each product's B
+// Port:           a block's bytes are written once and read twice, 32,768 of them as V; 512 or 1,024 B for each
+//                 product's B
 #include "mla/mla_decode_fp8/compute.cuh"
 #include "mla/mla_decode_fp8/finish.cuh"
 #include "mla/mla_decode_fp8/layout.cuh"
@@ -45,7 +47,8 @@ using namespace split;
 // row_warps: those that copy rows; 0 without kRows.
 // model: fp8_segments
 template <int kQueryRows, bool kGrouped, PageForm kForm>
-__device__ __forceinline__ void initialise_barriers(const Fp8Layout<kQueryRows, kGrouped, kForm>& shared, int row_warps) {
+__device__ __forceinline__ void initialise_barriers(const Fp8Layout<kQueryRows, kGrouped, kForm>& shared,
+                                                    int row_warps) {
 #pragma unroll
   for (int s = 0; s < shared.kSlots; ++s) {
     mbarrier_init(shared.full(s), row_warps ? row_warps * 32 : 1);
@@ -60,7 +63,8 @@ __device__ __forceinline__ void initialise_barriers(const Fp8Layout<kQueryRows, 
 }
 
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
-__device__ __forceinline__ void load(const MlaDecodeFp8Params& p, const Fp8Layout<kQueryRows, kGrouped, kForm>& shared) {
+__device__ __forceinline__ void load(const MlaDecodeFp8Params& p, const Fp8Layout<kQueryRows, kGrouped,
+                                     kForm>& shared) {
   using Layout = Fp8Layout<kQueryRows, kGrouped, kForm>;
   const Part part = part_of_cta(p.decode, blockIdx.y);
   AnyTile tile(p.decode);
@@ -91,15 +95,16 @@ __device__ __forceinline__ void compute(const MlaDecodeFp8Params& p,
   int t = 0;
 #pragma unroll 1
   for (int place = part.place; place <= last_place; ++place, ++consumer.n) {
-    // Read again for the end of the segment: kept over its blocks, part and segment would cost registers that they lack.
+    // Read again for the end of the segment: kept over its blocks, part and segment would cost registers that they
+    // lack.
     t += consumer.compute(segment_here<AnyTile>(p.decode, tile, place), t);
     const Segment segment = segment_here<AnyTile>(p.decode, tile, place);
     Fp8Finisher<kQueryRows, kGrouped, kForm, AnyTile>(consumer, segment).finish(place < last_place);
   }
 }
 
-// kForm: kPages, or kPacked where rows are packed and query rows at most 16; kRows for pages that are no multiples of 64
-// tokens, for ragged queries with kGrouped, and for broadcast arrays.
+// kForm: kPages, or kPacked where rows are packed and query rows at most 16; kRows for pages that are no multiples of
+// 64 tokens, for ragged queries with kGrouped, and for broadcast arrays.
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile = QueryTile<kQueryRows>>
 __device__ __forceinline__ void mla_decode_fp8(const MlaDecodeFp8Params& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];

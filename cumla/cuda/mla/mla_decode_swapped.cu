@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Split-KV MLA decode for sm_90a with the operands swapped: for at most 16 query rows of a kv head. A matrix product has 64
-// rows on its M side at least; here these are KV rows and columns of V, and the query rows are the N side:
+// Split-KV MLA decode for sm_90a with the operands swapped: for at most 16 query rows of a kv head. A matrix product
+// has 64 rows on its M side at least; here these are KV rows and columns of V, and the query rows are the N side:
 //
 //   S^T (64 tokens x rows)  = K (64 x 576) Q^T        O^T (512 x rows) += V^T (512 x 64 tokens) P^T
 //
@@ -8,8 +8,9 @@
 // grid = (1, parts, kv heads), 384 threads, one CTA an SM.
 //
 // Warpgroup 0 loads: warp 0 the KV blocks, tile by tile as slots of the ring become free (TMA), of kRows warps 0 and 1
-// (mla/mla_decode/pages.cuh); warps 2 and 3 the query rows. Warpgroups 1 and 2 compute, each every second block for itself,
-// from its scores to O += V P; at the end of a segment they add up what they have, each half of the columns of V:
+// (mla/mla_decode/pages.cuh); warps 2 and 3 the query rows. Warpgroups 1 and 2 compute, each every second block for
+// itself, from its scores to O += V P; at the end of a segment they add up what they have, each half of the columns of
+// V:
 //
 //   consumer 0:  S0 = K0 Q   softmax0   O += V0 P0   S2 = K2 Q ...          } O[0, 256) of both
 //   consumer 1:              S1 = K1 Q   softmax1   O += V1 P1   S3 ...     } O[256, 512) of both
@@ -92,10 +93,11 @@ __device__ __forceinline__ void copy_to_ring(const RowCopier<Tile>& rows, const 
   for (int k = 0; k < kCount; ++k) mbarrier_arrive_after_copies(barriers[k]);
 }
 
-// The same of kRows: one of two warps, half of the rows. That one of them has begun to load into a slot is enough to know
-// that all of what was there before has come.
+// The same of kRows: one of two warps, half of the rows. That one of them has begun to load into a slot is enough to
+// know that all of what was there before has come.
 // model: swapped_ring
-__device__ __forceinline__ void load_kv_ring_rows(const MlaDecodeParams& p, const SwappedLayout& shared, const Tile& tile,
+__device__ __forceinline__ void load_kv_ring_rows(const MlaDecodeParams& p, const SwappedLayout& shared,
+                                                  const Tile& tile,
                                                   const Part& part, int last_place, int warp) {
   RowCopier<Tile> rows(p, tile, part, last_place, warp);
   RingPlace place;
@@ -103,7 +105,8 @@ __device__ __forceinline__ void load_kv_ring_rows(const MlaDecodeParams& p, cons
   for (int t = 0; rows.take(); ++t) {
     copy_to_ring<1>(rows, p.rope, 0, shared, place);
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half) copy_to_ring<kHalfTiles>(rows, p.latent, half * kHalfTiles * 128, shared, place);
+    for (int half = 0; half < 2; ++half) copy_to_ring<kHalfTiles>(rows, p.latent, half * kHalfTiles * 128, shared,
+                                                                  place);
     if (threadIdx.x == 0) mbarrier_arrive(shared.begun(t & 1));
   }
   copy_async_wait_all();

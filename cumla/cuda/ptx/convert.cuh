@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moves between registers and conversions: pairs of 16-bit numbers, e4m3, and the approximations of the special function unit.
+// Moves between registers and conversions: pairs of 16-bit numbers, e4m3, and the approximations of the special
+// function unit.
 #pragma once
 #include "ptx/types.cuh"
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies by threads: asynchronous ones into shared memory, matrices between shared memory and fragments, loads and stores.
+// Copies by threads: asynchronous ones into shared memory, matrices between shared memory and fragments, loads and
+// stores.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -47,8 +48,8 @@ __device__ __forceinline__ void store_matrix_x4_transposed(u32 destination, u32 
 }
 
 // PTX ISA: Warp Level Matrix Instructions: ldmatrix
-// Four matrices of eight rows of eight 16-bit units: lanes 8 i to 8 i + 7 give the addresses of the rows of the i-th; register
-// i of a lane then holds the units 2 (lane % 4) and the one behind that of its row lane / 4.
+// Four matrices of eight rows of eight 16-bit units: lanes 8 i to 8 i + 7 give the addresses of the rows of the i-th;
+// register i of a lane then holds the units 2 (lane % 4) and the one after that of its row lane / 4.
 __device__ __forceinline__ void load_matrix_x4(u32 (&d)[4], u32 source) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
@@ -57,8 +58,8 @@ __device__ __forceinline__ void load_matrix_x4(u32 (&d)[4], u32 source) {
 }
 
 // PTX ISA: Warp Level Matrix Instructions: ldmatrix
-// The same transposed: register i of a lane then holds the units lane / 4 of the i-th one's rows 2 (lane % 4) and the one
-// behind that.
+// The same transposed: register i of a lane then holds the units lane / 4 of the i-th one's rows 2 (lane % 4) and the
+// one after that.
 __device__ __forceinline__ void load_matrix_x4_transposed(u32 (&d)[4], u32 source) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
@@ -190,8 +191,8 @@ __device__ __forceinline__ float load_l2_float(const float* source) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: ld
-// Where the code says so: several such loads stay together, ahead of what uses them. Other cache policies were slower: with
-// evict-first, 1 GB takes 3 % longer.
+// Where the code says so: several such loads stay together, ahead of what uses them. Other cache policies were slower:
+// with evict-first, 1 GB takes 3 % longer.
 __device__ __forceinline__ uint4 load_global_16(const uint4* address) {
   uint4 words;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"

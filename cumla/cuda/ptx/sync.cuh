@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// How threads, CTAs and kernels wait for one another: elections, fences, named barriers, ordered accesses to global memory,
-// register hand-over between warpgroups, programmatic dependent launch.
+// How threads, CTAs and kernels wait for one another: elections, fences, named barriers, ordered accesses to global
+// memory, register hand-over between warpgroups, programmatic dependent launch.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace cumla::ptx {
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: elect.sync
-// True in one lane of a converged warp. What depends on it the compiler knows to be done by one lane: instructions that take
-// uniform registers, such as those of the copy engine, need no loop over the lanes that may be there.
+// True in one lane of a converged warp. What depends on it the compiler knows to be done by one lane: instructions that
+// take uniform registers, such as those of the copy engine, need no loop over the lanes that may be there.
 __device__ __forceinline__ bool elect_one() {
   u32 elected;
   asm volatile(
@@ -22,8 +22,8 @@ __device__ __forceinline__ bool elect_one() {
 }
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: fence (proxy)
-// What this thread wrote with ordinary stores, or has seen arrive of others' stores and copies, becomes visible to wgmma and
-// TMA.
+// What this thread wrote with ordinary stores, or has seen arrive of others' stores and copies, becomes visible to
+// wgmma and TMA.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -72,7 +72,7 @@ __device__ __forceinline__ void store_relaxed(u32* address, u32 value) {
 }
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: membar, fence
-// Stores before it and loads behind it are in one order for all who use it.
+// Stores before it and loads after it are in one order for all who use it.
 __device__ __forceinline__ void fence_sc_gpu() {
   asm volatile("fence.sc.gpu;" ::: "memory");
 }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warpgroup matrix products. D is float32 in registers; A is in registers or shared memory, B in shared memory. Operands in
-// shared memory are addressed by matrix descriptors.
+// Warpgroup matrix products. D is float32 in registers; A is in registers or shared memory, B in shared memory.
+// Operands in shared memory are addressed by matrix descriptors.
 #pragma once
 #include "ptx/types.cuh"
 
-// The accumulators as an asm statement needs them, whose strings must be literals: CUMLA_D<n> names the first n operands,
-// CUMLA_D<n>_OPERANDS binds them to the array `d`.
+// The accumulators as an asm statement needs them, whose strings must be literals: CUMLA_D<n> names the first n
+// operands, CUMLA_D<n>_OPERANDS binds them to the array `d`.
 #define CUMLA_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define CUMLA_D16 CUMLA_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define CUMLA_D32 \
@@ -52,8 +52,8 @@
 namespace cumla::ptx {
 
 // PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: Matrix Descriptor Format
-// `leading` and `stride` are byte offsets: for an operand contiguous in K, stride = 8 rows (1024) and leading is unused; for one
-// contiguous in M or N, leading = from one 64-column block to the next, stride = 8 rows of K (1024).
+// `leading` and `stride` are byte offsets: for an operand contiguous in K, stride = 8 rows (1024) and leading is
+// unused; for one contiguous in M or N, leading = from one 64-column block to the next, stride = 8 rows of K (1024).
 __device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 leading, u32 stride) {
   constexpr u64 kSwizzle128Bytes = 1ull << 62;
   return static_cast<u64>((address & 0x3ffff) >> 4) | (static_cast<u64>(leading >> 4) << 16) |
@@ -61,8 +61,8 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 leading, u32 s
 }
 
 // PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: Matrix Descriptor Format
-// Of rows of kRowBytes (128, 64 or 32) from column `k` on, with the swizzle of that width: eight rows are 8 kRowBytes apart.
-// An address in shared memory has no bits that the format would have to lose.
+// Of rows of kRowBytes (128, 64 or 32) from column `k` on, with the swizzle of that width: eight rows are 8 kRowBytes
+// apart. An address in shared memory has no bits that the format would have to lose.
 template <int kRowBytes>
 __device__ __forceinline__ u64 descriptor_of_rows(u32 address, int k) {
   static_assert(kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32, "a row is as wide as a swizzle");
@@ -94,7 +94,7 @@ __device__ __forceinline__ void warpgroup_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Behind a wait for the product: what reads the accumulators stays there.
+// After a wait for the product: what reads the accumulators stays there.
 template <int kCount>
 __device__ __forceinline__ void keep_behind_wait(float (&d)[kCount]) {
 #pragma unroll
@@ -159,7 +159,8 @@ __device__ __forceinline__ void wgmma_m64n256k16_async<Bf16>(float (&d)[128], u6
 template <>
 __device__ __forceinline__ void wgmma_m64n256k16_async<Bf16>(float (&d)[128], const u32* a, u64 b) {
   asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" CUMLA_D128 "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" CUMLA_D128 "}, {%128, %129, %130, %131}, %132, "
+      "1, 1, 1, 1;"
       : CUMLA_D128_OPERANDS
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
       : "memory");
@@ -179,15 +180,16 @@ __device__ __forceinline__ void wgmma_m64n256k16_async<Fp16>(float (&d)[128], u6
 template <>
 __device__ __forceinline__ void wgmma_m64n256k16_async<Fp16>(float (&d)[128], const u32* a, u64 b) {
   asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" CUMLA_D128 "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" CUMLA_D128 "}, {%128, %129, %130, %131}, %132, "
+      "1, 1, 1, 1;"
       : CUMLA_D128_OPERANDS
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
       : "memory");
 }
 
 // PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
-// D (64 x 16) = A (64 x 16) B^T (16 x 16) + (accumulate ? D : 0); both in shared memory, B contiguous in K, A contiguous
-// in K or, with kTransposedA, in M.
+// D (64 x 16) = A (64 x 16) B^T (16 x 16) + (accumulate ? D : 0); both in shared memory, B contiguous in K, A
+// contiguous in K or, with kTransposedA, in M.
 template <typename T, bool kTransposedA>
 __device__ __forceinline__ void wgmma_m64n16k16_async(float (&d)[8], u64 a, u64 b, bool accumulate) {
   if constexpr (kIsBf16<T>)

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of bfloat16, float16 or float32 numbers that become e4m3 with a float32 scale: value = e4m3 * scale.
 //
-// What cumla/reference/indexer/cache.py computes, to the bit, in the same float32 operations; the library is compiled with
-// subnormal numbers flushed to zero, and so the reference flushes them.
+// What cumla/reference/indexer/cache.py computes, to the bit, in the same float32 operations; the library is compiled
+// with subnormal numbers flushed to zero, and so the reference flushes them.
 #pragma once
 #include "rows/elements.cuh"
 #include "ptx/convert.cuh"

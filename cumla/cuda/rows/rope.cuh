@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary position embedding of rows of kRopeDim columns: a lane holds eight of them, kRopeDim / 8 neighbouring lanes a row.
+// Rotary position embedding of rows of kRopeDim columns: a lane holds eight of them, kRopeDim / 8 neighbouring lanes a
+// row.
 //
 // Params is the parameter struct of the kernel. These members of it are read here:
 //   cos_sin           [max_position][kRopeDim / 2 cosines | kRopeDim / 2 sines]
@@ -38,7 +39,8 @@ template <typename T, int kRopeDim, bool kInterleaved, typename Params>
 __device__ __forceinline__ Rotation find_rotation(const Params& p, const char* table_row, int octet) {
   constexpr int kHalf = kRopeDim / 2, kHalfOctets = kHalf / kOctet;
   if (kInterleaved) {
-    const float4 cos = table_entries<T>(p, table_row, 4 * octet), sin = table_entries<T>(p, table_row, kHalf + 4 * octet);
+    const float4 cos = table_entries<T>(p, table_row, 4 * octet), sin = table_entries<T>(p, table_row,
+                                                                                         kHalf + 4 * octet);
     return {{cos.x, cos.x, cos.y, cos.y, cos.z, cos.z, cos.w, cos.w},
             {-sin.x, sin.x, -sin.y, sin.y, -sin.z, sin.z, -sin.w, sin.w}};
   }

@@ -31,7 +31,8 @@ struct Indices {
   }
 };
 
-// What is given of a token: its position, and its slot, or again its position where there are no slots. Negative: neither.
+// What is given of a token: its position, and its slot, or again its position where there are no slots. Negative:
+// neither.
 struct Given {
   i64 position, slot;
 };

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Joining the pieces of a split request, by the CTAs that made them, at the end of mla_decode.
+// The CTAs that made the pieces of a split request join them, at the end of an attention kernel.
 //
-// Each CTA counts itself in at the request's ticket when its piece is stored. One whose work is done then waits until
-// all are there, and joins its share of the columns; one that has more requests to do goes on at once, and so does one
-// that has waited for too long (its peers may not even run yet). Whoever comes last joins the shares of those, too: no
-// CTA ever depends on another one's progress. Who joins a share never changes its bits: the pieces are added up in the
+// Each CTA counts itself in at the request's ticket when its piece is stored. A CTA with no more work then waits until
+// all pieces are there, and joins its share of the columns. A CTA with more requests to do goes on at once, and so does
+// one that has waited too long (its peers may not even run yet). The last CTA to arrive joins the shares of those that
+// left: no CTA depends on another one's progress. Who joins a share never changes its bits: the pieces are added in the
 // order of the parts, grouped by the shape of the share alone.
 //
-// A share is a number of items: a unit of 32 columns of one row group. With few items several warps divide the pieces of
-// one. Of many pieces units are narrower in some kernels: more items then, and less to add up between warps; but not where one
-// CTA joins all of hundreds of pieces.
+// A share is a number of items: a unit of 32 columns of one row group. With few items several warps divide the pieces
+// of one. From 8 pieces on, some kernels use narrower units: more items, so fewer partial sums to exchange between
+// warps. Batch-invariant requests keep wide units, because one CTA may join hundreds of pieces.
 #pragma once
 #include "split/output.cuh"
 #include "split/plan.cuh"
@@ -43,8 +43,8 @@ struct JoinSpace {
   u32 weights;  // 1,024 bytes
 };
 
-// kManyGroups: of eight columns in a unit of many pieces; 4, as in all others, where the kernel lacks registers for more code
-// or got slower beside it.
+// kManyGroups: of eight columns in a unit of many pieces; 4, as in all others, where the kernel lacks registers for
+// more code or got slower beside it.
 template <typename T, int kValueDim, int kManyGroups, typename Params, typename AnyTile>
 struct Joiner {
   static constexpr int kFewGroups = 4;
@@ -140,8 +140,8 @@ struct Joiner {
 
   __device__ __forceinline__ int slot_of(int i) const { return i == 0 ? segment.first_slot : 0; }
 
-  // What one warp adds up: the accumulators of a unit of one row group and, for both rows of a lane, the sum of the weights
-  // and the base-2 maximum to which all is relative.
+  // What one warp adds up: the accumulators of a unit of one row group and, for both rows of a lane, the sum of the
+  // weights and the base-2 maximum to which all is relative.
   template <int kGroups>
   struct Sum {
     float4 v[kGroups];  // of eight columns each
@@ -166,13 +166,14 @@ struct Joiner {
   };
 
   // The items of one CTA's share: units of one row group. All warps come here together. What runs once runs from a cold
-  // instruction cache: the code is kept short rather than unrolled. kGroups: of eight columns in a unit; kAtOnce: pieces that
-  // a warp loads together.
+  // instruction cache: the code is kept short rather than unrolled. kGroups: of eight columns in a unit; kAtOnce:
+  // pieces that a warp loads together.
   template <int kGroups, int kAtOnce>
   __device__ __forceinline__ void join_share(int share) const {
     const int all = kValueDim / (8 * kGroups) * p.row_groups;
     const int begin = all * share / pieces, items = all * (share + 1) / pieces - begin;
-    const int most = min(kJoinWarps, pieces);  // one item means eight pieces or more: the helpers of an item divide the warps
+    // One item means eight pieces or more: the helpers of an item divide the warps.
+    const int most = min(kJoinWarps, pieces);
     const int helpers = items > 4 ? 1 : items > 2 ? min(most, 2) : items == 2 ? min(most, 4) : most;
 #pragma unroll 1
     for (int first = 0; first < items; first += kJoinWarps) {

@@ -22,10 +22,11 @@ __device__ __forceinline__ i64 piece_index(const Params& p, const AnyTile& tile,
   return (static_cast<i64>(tile.index) * p.parts + part) * 2 + slot;
 }
 
-// Where a lane's accumulators of eight columns of a row group lie in a piece, in units of four. Each of two consumers has
-// half of the kValueDim columns; `columns` counts eights in its half.
+// Where a lane's accumulators of eight columns of a row group lie in a piece, in units of four. Each of two consumers
+// has half of the kValueDim columns; `columns` counts eights in its half.
 template <int kValueDim, typename Params>
-__device__ __forceinline__ i64 piece_offset(const Params& p, i64 piece, int consumer, int group, int columns, int lane) {
+__device__ __forceinline__ i64 piece_offset(const Params& p, i64 piece, int consumer, int group, int columns,
+                                            int lane) {
   static_assert(kValueDim % 16 == 0, "half of the columns are groups of eight");
   return (((piece * 2 + consumer) * p.row_groups + group) * (kValueDim / 16) + columns) * 32 + lane;
 }
@@ -43,8 +44,8 @@ __device__ __forceinline__ char* row_of_out(const Params& p, const AnyTile& tile
   return p.out + request * p.out_stride_batch + to.token * p.out_stride_token + to.head * p.out_stride_head;
 }
 
-// A quad of lanes stores 16 columns of a row, each lane a, b at 2 quad_lane and c, d eight columns later. In 16 bits lanes
-// trade with their neighbour, kNeighbour apart: eight bytes a lane, full 32-byte sectors.
+// A quad of lanes stores 16 columns of a row, each lane a, b at 2 quad_lane and c, d eight columns later. In 16 bits
+// lanes trade with their neighbour, kNeighbour apart: eight bytes a lane, full 32-byte sectors.
 template <typename T, int kNeighbour, typename Params, typename AnyTile>
 __device__ __forceinline__ void store_columns(const Params& p, const AnyTile& tile, int request, int row,
                                               int quad_lane, int column, float a, float b, float c, float d) {

@@ -2,12 +2,12 @@
 // What a plan's buffer holds: written by split/schedule.cu or split/ragged_schedule.cu, read by the
 // attention kernels, whatever the widths of their keys and values.
 //
-// The KV cache of a request is cut into blocks of 64 tokens. The schedule puts the requests into an order, in which each
-// has its place, and deals all their blocks out to `parts` as contiguous ranges; one CTA per part and row tile works
-// through its range. A request that more than one part touches is split: each of its parts leaves a piece, a normalised
-// float32 partial result with its base-2 log-sum-exp, and the CTAs of these parts join the pieces in the order of the
-// parts (split/join.cuh). A part can hold at most two pieces: of the request with which it begins (slot 0) and of
-// the one with which it ends (slot 1). Batch-invariant, a part holds one piece, in slot 0, or nothing.
+// The KV cache of a request is cut into blocks of 64 tokens. The schedule puts the requests into an order, in which
+// each has its place, and deals all their blocks out to `parts` as contiguous ranges; one CTA per part and row tile
+// works through its range. A request that more than one part touches is split: each of its parts leaves a piece, a
+// normalised float32 partial result with its base-2 log-sum-exp, and the CTAs of these parts join the pieces in the
+// order of the parts (split/join.cuh). A part can hold at most two pieces: of the request with which it begins (slot 0)
+// and of the one with which it ends (slot 1). Batch-invariant, a part holds one piece, in slot 0, or nothing.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -43,9 +43,10 @@ struct alignas(16) TilePlace {
   i64 unused;
 };
 
-// Where the CTAs of one row tile that share a request meet, at the ticket of their first part. The CTA of the first part
-// adds 2^31 - (pieces - 1), every other one adds 1: when all are there the lower 31 bits are 0 again and the highest has
-// changed. `left`: the CTA of this part does not wait for the joining of its piece in a slot, others do its share.
+// Where the CTAs of one row tile that share a request meet, at the ticket of their first part. The CTA of the first
+// part adds 2^31 - (pieces - 1), every other one adds 1: when all are there the lower 31 bits are 0 again and the
+// highest has changed. `left`: the CTA of this part does not wait for the joining of its piece in a slot, others do its
+// share.
 struct Ticket {
   u32 arrived, left[2], unused;
 };

@@ -2,11 +2,11 @@
 // Who works on which KV blocks where query lengths differ: one CTA, parallel over requests, then over row tiles. The
 // kernels of mla_decode over a RaggedTile follow it.
 //
-// A request has q_len x heads_per_group rows of a kv head, in tiles of 64, and each tile has a place in the schedule (see
-// split/plan.cuh). It costs the blocks that its rows see, together, and fixed_cost. The tiles are dealt out like cards, one
-// to each part and then the next ones, and what a part gets lies together: so the parts work on neighbouring tiles at the
-// same time, which read the same pages. Where that would leave a part dearer than cutting can cost, parts are equal
-// shares of the summed cost instead, of the tiles in the same order, and cut a tile where one ends.
+// A request has q_len x heads_per_group rows of a kv head, in tiles of 64, and each tile has a place in the schedule
+// (see split/plan.cuh). It costs the blocks that its rows see, together, and fixed_cost. The tiles are dealt out like
+// cards, one to each part and then the next ones, and what a part gets lies together: so the parts work on neighbouring
+// tiles at the same time, which read the same pages. Where that would leave a part dearer than cutting can cost, parts
+// are equal shares of the summed cost instead, of the tiles in the same order, and cut a tile where one ends.
 // cumla/launch/split/ragged_schedule.py holds the same arithmetic in NumPy, as its oracle.
 #include "split/plan.cuh"
 #include "split/schedule/parts.cuh"
@@ -153,7 +153,7 @@ __device__ __forceinline__ i64 cost_before(const RaggedScheduleParams& p, const 
   return cost;
 }
 
-// Where a share begins: a cut not closer than min_blocks to the ends of its tile, but before or behind it.
+// Where a share begins: a cut not closer than min_blocks to the ends of its tile, but before or after it.
 __device__ __forceinline__ PartBound bound_at(const RaggedScheduleParams& p, const i64* cost_starts, i64 at,
                                               i64 total, int tiles, int tiles_of_thread) {
   if (at >= total) return {tiles, 0, 0, 0};

@@ -2,15 +2,15 @@
 // Who works on which KV blocks, parallel over the batch. See split/plan.cuh for the terms.
 //
 // schedule, one CTA: a request costs its number of blocks + fixed_cost. Three ways to deal the requests out:
-//   apart: each request alone, in equal pieces of one part each, where there are at least two parts a request and pieces
-//          get no larger than an equal share and what cutting costs; a request that cutting would not make shorter by
-//          min_saving stays whole; else
+//   apart: each request alone, in equal pieces of one part each, where there are at least two parts a request and
+//          pieces get no larger than an equal share and what cutting costs; a request that cutting would not make
+//          shorter by min_saving stays whole; else
 //   whole: ceil(batch / parts) consecutive requests to a part, no request cut, where that costs little more than equal
 //          shares, or no more than the dearest part of the third way, where that can be had; else
-//   packed: requests that cost more than a limit get parts of their own for all but the last piece, their rest; rests and
-//          whole requests go to the other parts, the dearest first, each to the cheapest. A piece costs piece_cost more.
-//          This takes the requests into another order. Of a few limits that one is taken whose dearest part is cheapest;
-//          else, of many requests or parts:
+//   packed: requests that cost more than a limit get parts of their own for all but the last piece, their rest; rests
+//          and whole requests go to the other parts, the dearest first, each to the cheapest. A piece costs piece_cost
+//          more. This changes the order of the requests. Of a few limits the one whose dearest part is cheapest is
+//          taken; else, with many requests or parts:
 //   shares: equal ones of the summed cost, cut wherever one ends.
 // schedule_invariant, a CTA for every 1024 parts: each request is cut where its own length says, into pieces of a
 // part each.
@@ -101,11 +101,14 @@ __device__ __forceinline__ bool deal_apart(const ScheduleParams& p, int length, 
   return true;
 }
 
-// The bound of this thread's part if all parts cost a share, with its run: a cut not closer than min_blocks to the ends of
-// its request, but before or behind it. `warp_start`: cost of all requests before those of the warp with the lane's number.
+// The bound of this thread's part if all parts cost a share, with its run: a cut not closer than min_blocks to the ends
+// of its request, but before or after it. `warp_start`: cost of all requests before those of the warp with the lane's
+// number.
 template <typename TokensOf>
-__device__ __forceinline__ PartBound bound_at_share(const ScheduleParams& p, const ScheduleShared& shared, int per_thread,
-                                                    int share, int total, int warp_start, TokensOf tokens_of, Run& run) {
+__device__ __forceinline__ PartBound bound_at_share(const ScheduleParams& p, const ScheduleShared& shared,
+                                                    int per_thread,
+                                                    int share, int total, int warp_start, TokensOf tokens_of,
+                                                    Run& run) {
   const i64 wanted = static_cast<i64>(threadIdx.x) * share;
   const int place = wanted < total ? static_cast<int>(wanted) : total - 1;
   int owner = 0;
@@ -265,7 +268,7 @@ __device__ void schedule_invariant(const ScheduleParams& p) {
     if (starts[owner + step] <= index) owner += step;
   int request = owner * per_thread, first = starts[owner];
   int tokens = length_of(p, request), pieces = fixed_pieces_of(p, tokens);
-  // Lengths are read again; should they have changed meanwhile, there are no requests behind the last one.
+  // Lengths are read again; should they have changed meanwhile, there are no requests after the last one.
   while (first + pieces <= index && request + 1 < p.batch) {
     first += pieces;
     tokens = length_of(p, ++request);

@@ -97,9 +97,11 @@ struct Segment {
   __device__ __forceinline__ bool split() const { return last_part > first_part; }
 };
 
-// The segment at a place of a part: the request has `tokens_there` tokens, and some row sees all but least_shift of them.
+// The segment at a place of a part: the request has `tokens_there` tokens, and some row sees all but least_shift of
+// them.
 template <typename Params>
-__device__ __forceinline__ Segment segment_at(const Params& p, const Part& part, int place, int tokens_there, int least_shift) {
+__device__ __forceinline__ Segment segment_at(const Params& p, const Part& part, int place, int tokens_there,
+                                              int least_shift) {
   const bool head = place == part.place, tail = place == part.end_place;
   const int scheduled = min(max(tokens_there, 0), kMaxTokens);
   const int tokens = min(static_cast<i64>(scheduled), p.max_tokens);

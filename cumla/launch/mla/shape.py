@@ -121,7 +121,7 @@ class MLADecodeKey(PlanKey):
     @cached_property
     def row_tiles(self) -> int:
         """Row tiles of a kv head."""
-        return -(-self.group_rows // self.row_tile)
+        return max(1, -(-self.group_rows // self.row_tile))
 
     @cached_property
     def tiles(self) -> int:
@@ -131,7 +131,7 @@ class MLADecodeKey(PlanKey):
     @cached_property
     def row_groups(self) -> int:
         """Groups of 16 rows in a tile: what is stored of its partial results."""
-        return -(-min(self.row_tile, self.group_rows) // ROW_GROUP)
+        return max(1, -(-min(self.row_tile, self.group_rows) // ROW_GROUP))
 
     @cached_property
     def parts(self) -> int:

@@ -180,8 +180,7 @@ def _pages(
     known = (requests >= 0) & (requests < len(kv_indptr) - 1) & (index >= 0)
     begin = kv_indptr[requests[known]].astype(np.int64)
     end = np.minimum(kv_indptr[requests[known] + 1], len(kv_indices))
-    entry = begin + index[known]
-    inside = (begin >= 0) & (entry < end)
+    inside = (begin >= 0) & (index[known] < end - begin)
     known[known] = inside
-    pages[known] = kv_indices[entry[inside]]
+    pages[known] = kv_indices[begin[inside] + index[known]]
     return pages

@@ -36,7 +36,7 @@ SHAPES = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def prepared() -> None:
-    cumla.prepare()
+    cumla.prepare(cumla.mla_decode)
 
 
 def to_float64(tensor: Any) -> np.ndarray:
@@ -261,7 +261,7 @@ from tests.compat.flash_mla_example import load_example, make_inputs
 inputs = make_inputs((1, 640, 63, 2000), max_pages=33, device="cuda")
 torch.cuda.synchronize()
 if {prepare}:
-    cumla.prepare()
+    cumla.prepare(cumla.mla_decode)
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
     outs, lses = load_example()(*inputs.arguments)

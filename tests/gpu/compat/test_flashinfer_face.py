@@ -32,7 +32,7 @@ dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 
 @pytest.fixture(autouse=True)
 def prepared() -> None:
-    cumla.prepare()
+    cumla.prepare(cumla.mla_attention, cumla.append_mla_cache, cumla.merge_attention_states)
 
 
 @contextlib.contextmanager
@@ -342,8 +342,9 @@ def test_a_model_without_rope(heads: int, record_figures: Report) -> None:
         result: tuple[Any, Any] = wrapper.run(query=q, kv_cache=cache, return_lse=True)
         return result
 
+    lengths = [array.to(DEVICE) for array in step.csr]
     with no_waiting():
-        wrapper.plan(*[array.to(DEVICE) for array in step.csr], *settings.values())
+        wrapper.plan(*lengths, *settings.values())
         eager = attend()
     record_figures(step.check(*eager))
     torch.cuda.synchronize()
@@ -358,8 +359,9 @@ def test_a_cache_without_pages() -> None:
     step = Step((2, 1), (0, 0))
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(1, device=DEVICE))
     q, cache = step.q.to(DEVICE), step.cache[:0].to(DEVICE)
+    lengths = [array.to(DEVICE) for array in step.csr]
     with no_waiting():
-        wrapper.plan(*[array.to(DEVICE) for array in step.csr], *step.settings.values())
+        wrapper.plan(*lengths, *step.settings.values())
         out, lse = wrapper.run(query=q, kv_cache=cache, return_lse=True)
     assert not out[: step.end].any()
     assert lse[: step.end].isneginf().all()
@@ -416,7 +418,6 @@ def test_a_server_loop(form: str, record_figures: Report) -> None:
 def test_fp8_caches(page_size: int, scales: str, packed: bool, record_figures: Report) -> None:
     """Scales as FlashInfer names them; eagerly and in a graph, without waiting for the GPU."""
     cp = pytest.importorskip("cupy")
-    cumla.prepare(fp8_caches=True)
     form = "scales, e4m3 rope" if scales == "array" else "pair"
     shape = {"batch": 4, "q_len": 3, "heads": 48, "page_size": page_size}
     case = Fp8Case(**shape, form=form, operation="list")

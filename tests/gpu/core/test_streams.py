@@ -273,7 +273,7 @@ def test_a_cupy_capture_needs_its_memory_beforehand() -> None:
                 cumla.mla_decode(*problem.arrays)
             with pytest.raises(cumla.NotPreparedError, match="out="):
                 plan.run(*problem.inputs)
-            with pytest.raises(cumla.NotPreparedError, match="pass lse= and"):
+            with pytest.raises(cumla.NotPreparedError, match="make lse= before"):
                 plan.run(*problem.inputs, out=out.array)
             with pytest.raises(cumla.NotPreparedError):
                 cumla.mla_decode(*problem.arrays, out=out.array, lse=lse.array)

@@ -47,8 +47,10 @@ from tests.gpu.tools.indexer_problem import (
     unquantised,
     widen,
 )
+from tests.gpu.tools.process import run_fresh
 
 KERNELS = ("mqa_logits", "paged_mqa_schedule", "paged_mqa_logits")
+
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]
@@ -545,6 +547,63 @@ def test_writing_and_scoring_in_turns() -> None:
         plan.run(*inputs, max_kv_len=700, out=out)
     for i, out in enumerate(outs):
         assert same_bits(out, expected[i % 2]), i
+
+
+RACE = """
+import cupy as cp
+import numpy as np
+import cumla
+from tests.gpu.tools.indexer_problem import Paged, Prefill
+rewrite = cp.RawKernel(r'''
+// One warp of few registers: there is room for it beside the kernels that read.
+extern "C" __global__ __launch_bounds__(32, 1)
+void rewrite(volatile int* at, int count, int few, int many, long long clocks) {
+  unsigned h = threadIdx.x;
+  for (const long long start = clock64(); clock64() - start < clocks;) {
+    h = h * 1664525u + 1013904223u;
+    for (int i = threadIdx.x; i < count; i += 32) at[i] = h >> 16 & 1 ? few : many;
+  }
+}''', "rewrite")
+
+def race(problem, changing, most, call):
+    side, main = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
+    before = changing.copy()
+    wanted = call(main)
+    cp.cuda.Device().synchronize()
+    wanted = wanted.copy()
+    arguments = changing, np.int32(changing.size), np.int32(64), np.int32(most)
+    with side:
+        rewrite((1,), (32,), (*arguments, np.int64(1_000_000_000)))
+    for _ in range(200):
+        call(main)
+    main.synchronize()
+    overlapped = not side.done
+    side.synchronize()
+    changing[...] = before
+    cp.cuda.Device().synchronize()
+    again = call(main)
+    main.synchronize()
+    print(overlapped, bool((again.view(cp.uint32) == wanted.view(cp.uint32)).all()))
+
+prefill = Prefill(cp, 2048, 8192, 64, 128, "causal")
+q, kv, weights, ks, ke = prefill.arrays
+out = cp.empty((2048, 8192), dtype=cp.float32)
+for bound in (ke, ks):
+    race(prefill, bound, 8192, lambda stream: cumla.mqa_logits(
+        q, kv, weights, ks, ke, out=out, stream=stream))
+paged = Paged(cp, 264, 2, 4096, lengths=np.full(264, 4096))
+*inputs, lengths = paged.arrays
+logits = cp.empty((528, 4096), dtype=cp.float32)
+race(paged, lengths, 4096, lambda stream: cumla.paged_mqa_logits(
+    *inputs, lengths, max_kv_len=4096, out=logits, stream=stream))
+"""
+
+
+def test_ranges_and_lengths_that_change_meanwhile() -> None:
+    """Another stream rewrites them without end: numbers may be wrong, but nothing hangs."""
+    result = run_fresh(RACE, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["True True"] * 3
 
 
 # --- frameworks -----------------------------------------------------------------------------------

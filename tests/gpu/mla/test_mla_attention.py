@@ -238,11 +238,17 @@ def test_lengths_are_clamped(page_size: int, paging: str) -> None:
         [0, 2**31 - 1, 2**31 - 1, 2**31 - 1],
         [-(2**31), -1, 40, 44],
         [44, 44, 60, 70],
+        [0, 5, -1, -1],
+        [0, 5, -(2**31) + 44, -(2**31)],
+        [2**31 - 1, -(2**31), 2**31 - 1, -(2**31)],
+        [3, 9, 2**31 - 1, -(2**31)],
+        [7, -(2**31) + 7, -(2**31) + 6, 44],
     ],
 )
-def test_offsets_are_clamped(indptr: list[int]) -> None:
-    """Where they fall a request has no queries."""
-    case = Ragged(q_lens=(14, 10, 20), kv_lens=(300, 64, 129))
+@pytest.mark.parametrize("heads", [16, 128])
+def test_offsets_are_clamped(heads: int, indptr: list[int]) -> None:
+    """Where they fall a request has no queries, by however much; rows of nobody stay poisoned."""
+    case = Ragged(q_lens=(14, 10, 20), kv_lens=(300, 64, 129), heads=heads)
     problem = make_ragged(cp, case)
     problem.qo_indptr = cp.asarray(np.array(indptr, np.int32))
     out, lse = problem.outputs()

@@ -151,8 +151,8 @@ def test_check_mode_finds_lengths_that_changed_since_the_update(
 ) -> None:
     problem = three_requests([3000, 64, 2000])
     plan = cumla.MLADecodePlan.from_arrays(problem.q, problem.kv_cache)
-    plan.update(problem.kv_lens)
     monkeypatch.setenv("CUMLA_CHECK", "1")
+    plan.update(problem.kv_lens)
     problem.check(*plan.run(*problem.inputs))
     problem.kv_lens.set(np.array([3000, 64, 1999], dtype=np.int32))
     with pytest.raises(ValueError, match=r"^kv_lens\[2\]: .*2000, got 1999; call plan\.update"):

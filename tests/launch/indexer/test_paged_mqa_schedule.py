@@ -22,7 +22,7 @@ from cumla.launch.source import KernelSpec
 from tests.launch.conftest import Compiler
 from tests.launch.elf import sections
 
-thorough = settings(deadline=None, max_examples=300)
+thorough = settings(deadline=None, max_examples=150)
 
 
 def blocks_of(key: PagedMQAKey, lengths: np.ndarray) -> np.ndarray:

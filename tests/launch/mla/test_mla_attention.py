@@ -9,24 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cumla.mla.checks import Arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumla.core.arrays import ArrayView
 from cumla.launch.mla import mla_decode
-from cumla.launch.mla.mla_attention import attention_spec, prepare_attention
+from cumla.launch.mla.mla_attention import attention_launch, attention_spec
+from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.shape import MLAAttentionKey
-from cumla.launch.module import LoadedKernel
-from cumla.launch.source import translation_unit
 from cumla.launch.split import plan as mla_plan
 from cumla.launch.split import ragged_schedule
-from cumla.launch.split.ragged_schedule import TileSchedule, prepare_ragged_schedule, schedule
+from cumla.launch.split.ragged_schedule import TileSchedule, ragged_schedule_launch, schedule
 from cumla.launch.split.schedule import FIXED_COST, MIN_BLOCKS, MIN_SHARE, piece_cost
 from tests.gpu.tools.parts import TILE_PLACE, tile_parts_table, tile_places_table
-from tests.launch.test_kernel import compile_checks, members_of
+from tests.launch.structs import compile_checks, parameters
 
-thorough = settings(deadline=None, max_examples=300)
+thorough = settings(deadline=None, max_examples=150)
 
 
 def key_of(
@@ -269,37 +267,18 @@ def strided(ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: s
     return ArrayView(ptr=ptr, shape=shape, strides=strides, dtype=dtype, device=0)
 
 
-@pytest.fixture
-def packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches are what they would pack, by the kernel's names of it."""
-
-    def pack(kernel: Any, grid: Any, layout: Any, values: Any, stream: int) -> Any:
-        text, _, _ = translation_unit(kernel.spec).partition('extern "C"')
-        members = members_of(text, kernel.spec.params)
-        unpacked = layout.unpack(layout.pack(*values))
-        return grid, dict(zip(members, unpacked, strict=True)), stream
-
-    for module in (ragged_schedule, mla_decode):
-        monkeypatch.setattr(module, "PreparedLaunch", pack)
-    monkeypatch.setattr(mla_decode, "paged_kv_map", lambda *_: bytes(128))
-
-
-@pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("listed", [True, False])
 def test_the_schedules_parameters_by_name(listed: bool) -> None:
     key = key_of(5, 33, 44, 2, page_size=16)
-    loaded = LoadedKernel(handle=1, spec=ragged_schedule.SPECS[0], device=0, owner=None)
-    grid, got, stream = prepare_ragged_schedule(  # type: ignore[misc]
-        loaded,
+    launch = ragged_schedule_launch(
         key,
         9 << 40,
         strided(1 << 40, (6,), (8,), "int32"),
         strided(2 << 40, (5,), (-12,), "int32"),
         strided(3 << 40, (6,), (16,), "int32") if listed else None,
-        77,
     )
-    assert (grid, stream) == ((1, 1, 1), 77)
-    assert got == {
+    assert launch.grid == (1, 1, 1)
+    assert parameters(launch) == {
         "qo_indptr": 1 << 40,
         "qo_indptr_stride": 2,
         "kv_lens": 2 << 40,
@@ -324,28 +303,28 @@ def test_the_schedules_parameters_by_name(listed: bool) -> None:
     }
 
 
-@pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("listed", [True, False])
-def test_the_attentions_parameters_by_name(listed: bool) -> None:
+def test_the_attentions_parameters_by_name(listed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla_decode, "paged_kv_map", lambda *_: bytes(128))
     key = key_of(5, 33, 44, 2, page_size=16)
     pages = ((70,), (4,)) if listed else ((5, 11), (52, 4))
-    arguments = Arguments(
+    arguments = DecodeArguments(
         q=strided(1 << 40, (33, 44, 512), (3008, 2000, 2), "bfloat16"),
         q_rope=strided(2 << 40, (33, 44, 64), (3024, 2016, 2), "bfloat16"),
         kv_cache=strided(3 << 40, (90, 16, 2, 512), (9008, 8000, 7008, 2), "bfloat16"),
         kv_rope=strided(4 << 40, (90, 16, 2, 64), (9024, 8016, 7024, 2), "bfloat16"),
         block_table=strided(5 << 40, *pages, "int32"),
-        cache_seqlens=None,
-        out=None,
-        lse=None,
+        kv_scales=None,
+        kv_scale=1.0,
+        softmax_scale=0.25,
+        causal=True,
     )
     out = strided(7 << 40, (33, 44, 512), (5024, 5040, 4), "float32")
     lse = strided(8 << 40, (33, 44), (6012, 6008), "float32")
-    loaded = LoadedKernel(handle=1, spec=attention_spec(key), device=0, owner=None)
-    grid, got, stream = prepare_attention(  # type: ignore[misc]
-        loaded, key, 9 << 40, arguments, out, lse, 0.25, 77
-    )
-    assert (grid, stream) == ((1, 66, 2), 77)
+    launch = attention_launch(key, 9 << 40, arguments, out, lse)
+    assert launch.spec is attention_spec(key)
+    assert launch.grid == (1, 66, 2)
+    got = parameters(launch)
     wanted = {
         "q_latent.base": 1 << 40,
         "q_latent.stride_token": 3008,

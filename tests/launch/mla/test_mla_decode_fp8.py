@@ -22,18 +22,17 @@ from numpy.typing import NDArray
 from cumla.core.arrays import ArrayView
 from cumla.launch import KernelSpec
 from cumla.launch.mla import mla_decode_fp8
+from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.mla_decode_fp8 import (
     SPECS,
+    decode_fp8_launch,
     fp8_spec,
     fp8_specs,
     how_it_lies,
-    prepare_decode_fp8,
 )
 from cumla.launch.mla.shape import MLAAttentionKey, MLADecodeKey
-from cumla.launch.module import LoadedKernel
-from cumla.launch.source import translation_unit
 from tests.launch.kernel_text import modelled
-from tests.launch.test_kernel import compile_checks, members_of
+from tests.launch.structs import compile_checks, parameters
 
 Array = NDArray[Any]
 
@@ -870,25 +869,13 @@ def test_shared_memory_is_what_the_layout_takes(spec: KernelSpec, nvrtc: None) -
     compile_checks(spec, checks)
 
 
-class Checked(NamedTuple):
-    """The fields of cumla.mla.checks.Arguments that the launcher reads."""
-
-    q: ArrayView
-    q_rope: ArrayView
-    kv_cache: ArrayView
-    kv_rope: ArrayView
-    block_table: ArrayView
-    kv_scales: ArrayView | None
-    kv_scale: ArrayView | float
-
-
 def strided(at: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> ArrayView:
     return ArrayView(at << 40, shape, strides, dtype, 0, False)
 
 
-def checked_for(key: MLADecodeKey, grouped: bool, rope: str, factor: Any) -> Checked:
+def checked_for(key: MLADecodeKey, grouped: bool, rope: str, factor: Any) -> DecodeArguments:
     size = key.page_size
-    return Checked(
+    return DecodeArguments(
         strided(1, (3, 1, 80, 512), (8016, 8000, 1152, 2), "bfloat16"),
         strided(2, (3, 1, 80, 64), (8016, 8000, 1152, 2), "bfloat16"),
         strided(3, (70, size, 2, 512), (90000, 1200, 608, 1), "float8_e4m3fn"),
@@ -896,10 +883,12 @@ def checked_for(key: MLADecodeKey, grouped: bool, rope: str, factor: Any) -> Che
         strided(5, (3, 11), (52, 4), "int32"),
         strided(6, (70, size, 2, 4), (90032, 1232, 640, 4), "float32") if grouped else None,
         factor,
+        softmax_scale=0.5,
+        causal=True,
     )
 
 
-def packed_for(key: MLADecodeKey, row: int = PACKED) -> Checked:
+def packed_for(key: MLADecodeKey, row: int = PACKED) -> DecodeArguments:
     """Of packed rows that are so many bytes apart, and kv heads behind one another."""
     strides = (key.page_size * 2 * row + 64, 2 * row, row)
     shape = (70, key.page_size, 2)
@@ -925,30 +914,21 @@ class Prepared(NamedTuple):
 def prepare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Prepared]:
     encoded: dict[bytes, tuple[Any, ...]] = {}
 
-    def encode(*geometry: Any) -> bytes:
+    def encode(
+        ptr: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], rows: int
+    ) -> bytes:
         descriptor = bytes([len(encoded) + 1]) * 128
-        encoded[descriptor] = geometry
+        encoded[descriptor] = (ptr, dtype, *shape, *strides[:3], rows)
         return descriptor
 
-    def prepare(key: Any, checked: Checked, grouped: bool) -> Prepared:
-        arguments: Any = checked
-        spec = fp8_spec(key, grouped, how_it_lies(arguments))
+    def prepare(key: Any, arguments: DecodeArguments) -> Prepared:
         out = strided(7, (3, 1, 80, 512), (5008, 5024, 5040, 4), "float32")
         lse = strided(8, (3, 80, 1), (6004, 6008, 6012), "float32")
-        kernel = LoadedKernel(1, spec, 0, None)
-        prepared: Any = prepare_decode_fp8(kernel, key, 9 << 40, arguments, out, lse, 0.5, 0)
-        grid, packed = prepared
-        text, _, _ = translation_unit(spec).partition('extern "C"')
-        values = mla_decode_fp8._PARAMS.unpack(packed)
-        named = dict(zip(members_of(text, spec.params), values, strict=True))
-        return Prepared(grid, named, encoded)
+        launch = decode_fp8_launch(key, 9 << 40, arguments, out, lse)
+        assert launch.spec is fp8_spec(key, arguments.kv_scales is not None, how_it_lies(arguments))
+        return Prepared(launch.grid, parameters(launch), encoded)
 
     monkeypatch.setattr(mla_decode_fp8, "paged_kv_map", encode)
-    monkeypatch.setattr(
-        mla_decode_fp8,
-        "PreparedLaunch",
-        lambda kernel, grid, layout, values, stream: (grid, layout.pack(*values)),
-    )
     return prepare
 
 
@@ -960,7 +940,7 @@ def test_what_the_kernel_is_told_of_the_cache(
     grouped: bool, rope: str, factor: Any, page_size: int, prepare: Callable[..., Prepared]
 ) -> None:
     key = decode_key(40, kv_heads=2, page_size=page_size)
-    grid, got, _ = prepare(key, checked_for(key, grouped, rope, factor), grouped)
+    grid, got, _ = prepare(key, checked_for(key, grouped, rope, factor))
     assert grid == (2, key.parts, 2)
     wanted = {
         "decode.latent.base": 3 << 40,
@@ -996,7 +976,7 @@ def test_whole_pages_are_described_to_the_copy_engine(
 ) -> None:
     """Latent columns, RoPE columns and scales, a map each; without scales the last stays zero."""
     key = decode_key(40, kv_heads=2, page_size=page_size)
-    _, got, encoded = prepare(key, checked_for(key, grouped, rope, 1.0), grouped)
+    _, got, encoded = prepare(key, checked_for(key, grouped, rope, 1.0))
     extents = 70, page_size, 2
     latent, its_rope, scales = (got[name] for name in MAPS)
     assert encoded[latent] == (3 << 40, "float8_e4m3fn", *extents, 512, 90000, 1200, 608, 64)
@@ -1016,12 +996,12 @@ def test_packed_rows_are_described_whole(
     """As words, in one map; with more query rows than 16, column by column like other caches."""
     key = decode_key(16, kv_heads=2, page_size=page_size)
     page = page_size * 2 * row + 64
-    _, got, encoded = prepare(key, packed_for(key, row), True)
+    _, got, encoded = prepare(key, packed_for(key, row))
     latent, *others = (got[name] for name in MAPS)
     assert encoded == {latent: (3 << 40, "uint32", 70, page_size, 2, 164, page, 2 * row, row, 64)}
     assert others == [bytes(128)] * 2
     wide = decode_key(17, kv_heads=2, page_size=page_size)
-    _, got, encoded = prepare(wide, packed_for(wide, row), True)
+    _, got, encoded = prepare(wide, packed_for(wide, row))
     at = [encoded[got[name]][:2] for name in MAPS]
     begin = 3 << 40
     assert at == [
@@ -1063,7 +1043,7 @@ def test_rows_that_are_copied_one_by_one_need_no_maps(
     key: Any, grouped: bool, prepare: Callable[..., Prepared]
 ) -> None:
     checked = checked_for(key, grouped, "bfloat16", 1.0)
-    _, got, encoded = prepare(key, checked, grouped)
+    _, got, encoded = prepare(key, checked)
     assert [got[name] for name in MAPS] == [bytes(128)] * 3
     assert not encoded
 
@@ -1087,7 +1067,7 @@ def test_parts_that_are_broadcast_need_no_maps(
     assert how_it_lies(checked) == "broadcast"
     assert fp8_spec(key, True, "broadcast") == fp8_spec(decode_key(40, 2, 16), True)
     assert fp8_spec(key, False, "broadcast") == fp8_spec(decode_key(40, 2, 16), False)
-    _, got, encoded = prepare(key, checked, True)
+    _, got, encoded = prepare(key, checked)
     assert [got[name] for name in MAPS] == [bytes(128)] * 3
     assert not encoded
     member = {"kv_cache": "decode.latent", "kv_rope": "decode.rope", "kv_scales": "scales"}[name]
@@ -1105,7 +1085,7 @@ def test_whole_pages_of_ragged_queries_without_scales_have_maps(
     prepare: Callable[..., Prepared],
 ) -> None:
     checked = checked_for(decode_key(40, 2), False, "bfloat16", 1.0)
-    _, got, encoded = prepare(ATTENTION_KEY, checked, False)
+    _, got, encoded = prepare(ATTENTION_KEY, checked)
     assert {got[name] for name in MAPS[:2]} == set(encoded)
     assert len(encoded) == 2
     assert got["scales_map"] == bytes(128)

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The computing role of mqa_logits and paged_mqa_logits: one consumer warpgroup, from its products to the stored logits.
+// The computing role of mqa_logits and paged_mqa_logits: one consumer warpgroup, from its products to the stored
+// logits.
 #pragma once
 #include "indexer/mqa_logits/layout.cuh"
 #include "ptx/convert.cuh"
@@ -13,8 +14,9 @@ namespace cumla::indexer {
 using namespace ptx;
 
 // A unit is one product, a block by a tile. Units go in turns to two sets of accumulators: while the tensor cores fill
-// one, the other becomes logits. With two tiles of its own a consumer multiplies each block by both in turn, else a unit
-// is a block. For 256 columns there is one set: while it becomes logits, the tensor cores work for the other consumer.
+// one, the other becomes logits. With two tiles of its own a consumer multiplies each block by both in turn, else a
+// unit is a block. For 256 columns there is one set: while it becomes logits, the tensor cores work for the other
+// consumer.
 //
 // Thread layout of the accumulators: tokens 16 warp + lane / 4 and that + 8; of every eight columns the two at
 // 2 (lane % 4), which belong to one query row. Of a set of kSide rows lying side by side a lane has one.
@@ -26,7 +28,8 @@ struct LogitsConsumer {
   static constexpr int kOwnOfSet = kOwn / kSets;     // of these, of one query row
   static constexpr int kLanes = 4 / Shape::kSide;    // that share a query row
   static constexpr bool kKeepsTargets = kSets == 1;  // in registers; else they would not fit
-  static constexpr int kUnits = Shape::kTile == 256 ? 1 : 2;  // that have accumulators; two of 256 columns would not fit
+  // That have accumulators; two of 256 columns would not fit.
+  static constexpr int kUnits = Shape::kTile == 256 ? 1 : 2;
   static constexpr u32 kStep = Shape::kTakesTurns ? 2 : 1;    // from one of this consumer's blocks to the next
   static_assert(kUnits == 2 || kTiles == 1, "two tiles go in turns to two sets of accumulators");
 
@@ -64,7 +67,8 @@ struct LogitsConsumer {
     }
   }
 
-  // Of the two tokens that it has parts of, the one that a lane stores; with a query row of its own it stores that + 8 too.
+  // Of the two tokens that it has parts of, the one that a lane stores; with a query row of its own it stores that + 8
+  // too.
   __device__ __forceinline__ int token_in_block() const {
     return 16 * warp + lane / 4 + (kLanes == 1 ? 0 : lane % 2 * 8);
   }
@@ -83,7 +87,8 @@ struct LogitsConsumer {
       if (kKeepsTargets) targets[t] = load_target(tile(t), 0);
 #pragma unroll
       for (int i = 0; i < kOwn; i += 2) {
-        const float2 pair = load_shared_float2(shared.weights_of(buffer) + tile(t) * Shape::kTile * 4 + i * 16 + lane % 4 * 8);
+        const float2 pair =
+            load_shared_float2(shared.weights_of(buffer) + tile(t) * Shape::kTile * 4 + i * 16 + lane % 4 * 8);
         weights[t][i] = pair.x;
         weights[t][i + 1] = pair.y;
       }

@@ -2,8 +2,8 @@
 // What mqa_logits and paged_mqa_logits share: the words of their walk, parameters, shared memory.
 //
 // An item is what shares its tokens: a few neighbouring query rows, or all rows of a request. Its tokens are cut into
-// blocks of 64. The blocks of all items, in order, are dealt out to the CTAs as contiguous ranges; what a CTA has of one
-// item is a segment.
+// blocks of 64. The blocks of all items, in order, are dealt out to the CTAs as contiguous ranges; what a CTA has of
+// one item is a segment.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -13,9 +13,9 @@ constexpr int kBlockTokens = 64;  // the M side of a product
 constexpr int kLogitsThreads = 3 * kWarpgroup;
 constexpr int kMaxTokens = 0x7fffffc0;  // the end of the last block still fits an int
 
-// One instantiation. A column is a query row with one of its heads; a tile is the columns of one product. In a product's
-// accumulators four lanes have two each of every eight columns: these are dealt to as many query rows, up to four, as
-// there are, so that fewer lanes, or none, have to add up what they have of a row.
+// One instantiation. A column is a query row with one of its heads; a tile is the columns of one product. In a
+// product's accumulators four lanes have two each of every eight columns: these are dealt to as many query rows, up to
+// four, as there are, so that fewer lanes, or none, have to add up what they have of a row.
 template <int kHeads_, int kDim_, int kTile_, int kTiles_, int kStages_>
 struct LogitsShape {
   static constexpr int kHeads = kHeads_;    // columns of a query row; heads that do not exist have weight 0
@@ -27,10 +27,11 @@ struct LogitsShape {
   static constexpr int kTileRows = kTile / kHeads;             // query rows
   static constexpr int kRows = kTiles * kTileRows;             // of an item
   static constexpr int kSide = kTileRows < 4 ? kTileRows : 4;  // query rows side by side in eight columns
-  static constexpr int kSets = kTileRows / kSide;              // of such rows in a tile, one behind the other
+  static constexpr int kSets = kTileRows / kSide;              // of such rows in a tile, one after the other
   static constexpr int kHeadsSide = 8 / kSide;                 // heads of a query row in eight columns
   static constexpr int kSetColumns = kSide * kHeads;
-  static constexpr bool kTakesTurns = kTiles == 1;  // each consumer every second block; else tiles of its own, all blocks
+  // Each consumer every second block; else tiles of its own, all blocks.
+  static constexpr bool kTakesTurns = kTiles == 1;
   // A barrier tells rounds of a slot apart by their parity alone. Were the last round the other consumer's, whose block
   // might still be on its way, this one could take the round before for its own.
   static_assert(kStages % 2 == 0, "consumers that take every second block always meet the same slots");
@@ -73,8 +74,9 @@ struct Segment {
 // Blocks that tokens before `end` are in; end is positive, 2^31 - 1 at most.
 __device__ __forceinline__ int blocks_before(int end) { return (end - 1) / kBlockTokens + 1; }
 
-// Walks over the segments of a CTA, which has what is between two places. Work knows the items. Lengths may change while a
-// kernel runs: one warp walks, lane 0's reading counts, and all others learn from that warp what the segments are.
+// Walks over the segments of a CTA, which has what is between two places. Work knows the items. Lengths may change
+// while a kernel runs: one warp walks, lane 0's reading counts, and all others learn from that warp what the segments
+// are.
 template <typename Work>
 struct SegmentCursor {
   const Work& work;
@@ -110,8 +112,8 @@ struct LogitsLayout {
   static constexpr int kScratchBytes = 128;
   static constexpr int kScratchOffset = Shape::kStages * (kBlockBytes + kScaleBytes) +
                                         2 * (kQueryBytes + kWeightBytes + kTargetBytes + 16);
-  // Announcements of segments. When one is written the ring has room for all but kStages of the blocks before it, and each
-  // segment has a block: the segment announced kStages + 1 earlier is done, and its announcement has been read.
+  // Announcements of segments. When one is written the ring has room for all but kStages of the blocks before it, and
+  // each segment has a block: the segment announced kStages + 1 earlier is done, and its announcement has been read.
   static constexpr int kAnnouncements = Shape::kStages + 1;
   static constexpr int kBytes =
       kScratchOffset + kScratchBytes + kAnnouncements * (16 + 8) + (2 * Shape::kStages + 4) * 8;
@@ -130,8 +132,8 @@ struct LogitsLayout {
 
   __device__ __forceinline__ u32 block(u32 slot) const { return ring + slot * kBlockBytes; }
   __device__ __forceinline__ u32 scales_of(u32 slot) const { return scales + slot * kScaleBytes; }
-  // Of the two segments that are in shared memory; a target is 16 bytes of a query row: where its token 0 would go (u64),
-  // and which tokens it sees (begin, end).
+  // Of the two segments that are in shared memory; a target is 16 bytes of a query row: where its token 0 would go
+  // (u64), and which tokens it sees (begin, end).
   __device__ __forceinline__ u32 query_of(u32 buffer) const { return query + buffer * kQueryBytes; }
   __device__ __forceinline__ u32 weights_of(u32 buffer) const { return weights + buffer * kWeightBytes; }
   __device__ __forceinline__ u32 targets_of(u32 buffer) const { return targets + buffer * kTargetBytes; }

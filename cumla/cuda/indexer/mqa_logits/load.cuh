@@ -32,8 +32,8 @@ __device__ __forceinline__ void initialise_barriers(const LogitsLayout<Shape>& s
   fence_mbarrier_init();
 }
 
-// One warp, that which loads blocks: goes on to segment n of the CTA and announces it to the warps that load queries. The
-// last announcement is of a segment without blocks.
+// One warp, that which loads blocks: goes on to segment n of the CTA and announces it to the warps that load queries.
+// The last announcement is of a segment without blocks.
 template <typename Shape, typename Work>
 __device__ __forceinline__ bool announce_next(const LogitsLayout<Shape>& shared, SegmentCursor<Work>& cursor, u32 n,
                                               Segment& segment) {
@@ -53,8 +53,8 @@ __device__ __forceinline__ Segment load_announced(u32 announcement) {
   return {static_cast<int>(words.x), static_cast<int>(words.y), static_cast<int>(words.z)};
 }
 
-// Two warps: what the consumers need of one segment. Columns that do not exist have zeros for q and weights: their part
-// of a sum is 0, whatever the token holds; rows that do not exist see nothing.
+// Two warps load what the consumers need of one segment. Columns that do not exist get zeros for q and weights, so
+// their part of a sum is 0 whatever the token holds; rows that do not exist see nothing.
 template <typename Shape, typename Work>
 __device__ __forceinline__ void load_query(const LogitsParams& p, const Work& work, const LogitsLayout<Shape>& shared,
                                            const Segment& segment, u32 buffer) {
@@ -72,7 +72,8 @@ __device__ __forceinline__ void load_query(const LogitsParams& p, const Work& wo
   for (int begin = 0; begin < Shape::kColumns; begin += kAtOnce) {
     const int row = Shape::row_of(begin + first_column), head = Shape::head_of(begin + first_column);
     const bool valid = row < rows && head < p.num_heads;
-    const char* const source = valid ? first_source + row * work.query_stride_row() + head * p.q_stride_head : first_source;
+    const char* const source =
+        valid ? first_source + row * work.query_stride_row() + head * p.q_stride_head : first_source;
     copy_16_async(first_destination + begin * Shape::kDim, source, valid);
   }
 #pragma unroll 1
@@ -96,9 +97,11 @@ __device__ __forceinline__ void load_query(const LogitsParams& p, const Work& wo
   }
 }
 
-// Two warps: all announced segments in turn, two at most that the consumers have not finished; an empty one is the last.
+// Two warps: all announced segments in turn, two at most that the consumers have not finished; an empty one is the
+// last.
 template <typename Shape, typename Work>
-__device__ __forceinline__ void load_queries(const LogitsParams& p, const Work& work, const LogitsLayout<Shape>& shared) {
+__device__ __forceinline__ void load_queries(const LogitsParams& p, const Work& work,
+                                             const LogitsLayout<Shape>& shared) {
   bool more = true;
 #pragma unroll 1
   for (u32 n = 0; more; ++n) {
@@ -119,14 +122,15 @@ __device__ __forceinline__ void load_queries(const LogitsParams& p, const Work& 
   }
 }
 
-// One warp: -inf to columns [begin, end) of a row; 16 bytes a lane where these are on a boundary.
+// One warp writes -inf to columns [begin, end) of a row, 16 bytes a lane where these are aligned.
 template <typename Word>
 __device__ __forceinline__ void fill_columns(char* row, i64 begin, i64 end, Word value, u32 values) {
   const int lane = threadIdx.x % 32;
   char* const last = row + end * static_cast<i64>(sizeof(Word));
   char* at = row + begin * static_cast<i64>(sizeof(Word));
   char* const aligned = reinterpret_cast<char*>((reinterpret_cast<u64>(at) + 15) & ~15ull);
-  for (at += lane * sizeof(Word); at < aligned && at < last; at += 32 * sizeof(Word)) *reinterpret_cast<Word*>(at) = value;
+  for (at += lane * sizeof(Word); at < aligned && at < last; at += 32 * sizeof(Word))
+    *reinterpret_cast<Word*>(at) = value;
   for (at = aligned + lane * 16; at + 16 <= last; at += 32 * 16)
     *reinterpret_cast<uint4*>(at) = {values, values, values, values};
   if (aligned >= last) return;
@@ -134,7 +138,7 @@ __device__ __forceinline__ void fill_columns(char* row, i64 begin, i64 end, Word
   for (; at < last; at += 32 * sizeof(Word)) *reinterpret_cast<Word*>(at) = value;
 }
 
-// One warp of each CTA: rows in stretches of columns, dealt out to the CTAs in turn.
+// One warp of each CTA writes -inf outside of what rows see. Stretches of columns are dealt out to the CTAs in turn.
 template <typename Work>
 __device__ __forceinline__ void fill_outside(const LogitsParams& p, const Work& work) {
   constexpr int kStretch = 4096;
@@ -150,7 +154,7 @@ __device__ __forceinline__ void fill_outside(const LogitsParams& p, const Work& 
     const i64 visible = span.begin - span.shift, hidden = span.end - span.shift;
     char* const out = p.out + row * p.out_stride;
 #pragma unroll 1
-    for (int side = 0; side < 2; ++side) {  // before what is visible, and behind
+    for (int side = 0; side < 2; ++side) {  // before what is visible, and after
       const i64 from = side == 0 ? begin : max(begin, hidden), to = side == 0 ? min(end, visible) : end;
       if (from >= to) continue;
       if (p.out_is_bf16)

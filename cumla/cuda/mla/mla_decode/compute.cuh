@@ -37,10 +37,7 @@ struct Consumer {
 
   __device__ __forceinline__ Consumer(const MlaDecodeParams& p, const SharedLayout& shared, const AnyTile& tile,
                                       int consumer)
-      : p(p),
-        shared(shared),
-        tile(tile),
-        consumer(consumer),
+      : p(p), shared(shared), tile(tile), consumer(consumer),
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32),
         row(warp * 16 + lane / 4) {}
@@ -192,16 +189,17 @@ struct Consumer {
     }
   }
   __device__ __forceinline__ void publish() {
-    // Every thread that stored a maximum arrives itself: racecheck does not see an order that goes through another lane.
+    // Every thread that stored a maximum arrives itself: racecheck does not see an order that goes through another
+    // lane.
     fence_proxy_async_shared();
     __syncwarp();
     if (lane % 4 == 0) mbarrier_arrive(shared.probabilities_full(consumer));
   }
 
-  // Waits for the other consumer's probabilities of block counter t and takes over its running maximum. The other one has
-  // seen all tiles of the block arrive before, so that they are ours to read, too.
+  // Waits for the other consumer's probabilities of block counter t and takes over its running maximum. The other one
+  // has seen all tiles of the block arrive before, so that they are ours to read, too.
   __device__ __forceinline__ void adopt(int t) {
-    mbarrier_wait(shared.probabilities_full(1 - consumer), (t / 2) & 1, "the other consumer's probabilities");  // plant: probabilities
+    mbarrier_wait(shared.probabilities_full(1 - consumer), (t / 2) & 1, "the other's probabilities");  // plant: probabilities
     // Read by the lane that arrives for this row later, for the sake of racecheck, and shared with its quad.
     float next[2] = {0.0f, 0.0f};
     if (lane % 4 == 0) {
@@ -245,8 +243,8 @@ struct Consumer {
     exponentiate<16, 32>(next, block_sum);
     leave(next);
     rescale(next);
-    // What can wait is done beside the product, whose operand nobody may read meanwhile. The output is divided by the sum
-    // of the rounded probabilities: where one token has most of the weight its rounding cancels.
+    // What can wait is done beside the product, whose operand nobody may read meanwhile. The output is divided by the
+    // sum of the rounded probabilities: where one token has most of the weight its rounding cancels.
     u32 copies[16];
 #pragma unroll
     for (int k = 0; k < 16; ++k) copies[k] = copy_of(probabilities[k]);
@@ -331,8 +329,10 @@ struct Consumer {
     consumers_sync();  // the next segment writes there
     if (segment.split()) {
       write_piece(segment, inverse, lse);  // plant: piece
-      // Units of 4 groups always: beside the code of narrower ones boxes took 1 to 2 % longer, and all forms give the same bits.
-      LatentJoiner<T, AnyTile, 4>(p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0)}, tile, segment).join(more);
+      // Units of 4 groups always: beside the code of narrower ones boxes took 1 to 2 % longer, and all forms give the
+      // same bits.
+      LatentJoiner<T, AnyTile, 4>(p, {shared.pacer(0), shared.probabilities, shared.sum(0, 0)}, tile,
+                                  segment).join(more);
     } else {
       write_result(segment, inverse, lse);
     }
@@ -361,8 +361,7 @@ struct Consumer {
       const Row to(p, tile, row + 8 * r);
       char* out = p.out + segment.request * p.out_stride_batch + to.token * p.out_stride_token +
                   to.head * p.out_stride_head;
-      if (exists && consumer == 0 && lane % 4 == 0)
-        store_lse(p, segment.request, to, lse[r]);
+      if (exists && consumer == 0 && lane % 4 == 0) store_lse(p, segment.request, to, lse[r]);
       if (p.out_is_float)
         write_floats(reinterpret_cast<float*>(out), r, exists, inverse[r]);
       else

@@ -36,11 +36,12 @@ struct CacheColumns {
 };
 
 struct MlaDecodeParams {
-  // dims (columns, page_size, num_kv_heads, num_pages), box (64, box_rows, 1, 1), 128-byte swizzle: of kPages one of all 576
-  // columns (another map that the first loads need costs half a microsecond), of kBoxes one of 512 and one of 64
+  // dims (columns, page_size, num_kv_heads, num_pages), box (64, box_rows, 1, 1), 128-byte swizzle: of kPages one of
+  // all 576 columns (another map that the first loads need costs half a microsecond), of kBoxes one of 512 and one of
+  // 64
   TensorMap latent_map, rope_map;
-  // Of kSharedBlocks, by which L2 fetches ahead: dims the same in words of 64 bits, box (all columns, wide_rows, 1, 1), no
-  // swizzle; without the RoPE columns where rope_is_apart.
+  // Of kSharedBlocks, by which L2 fetches ahead: dims the same in words of 64 bits, box (all columns, wide_rows, 1, 1),
+  // no swizzle; without the RoPE columns where rope_is_apart.
   TensorMap wide_map;
   CacheColumns latent, rope;  // of kRows
   QueryColumns q_latent, q_rope;
@@ -64,7 +65,7 @@ struct MlaDecodeParams {
   int page_size;
   int box_rows;
   int wide_rows;
-  int rope_is_apart;  // not behind the latent columns of its row
+  int rope_is_apart;  // not after the latent columns of its row
   int q_len;  // where query lengths differ: of all requests together
   int heads_per_group;
   int row_groups;  // of 16 rows in a tile

@@ -42,14 +42,16 @@ struct BlockCursor {
     skip_to_block();
   }
   __device__ __forceinline__ bool valid() const { return place <= last_place; }
-  // Of the block's token `offset`, 0 for whole pages; behind the end of the request the block table is not read.
-  // Of pages of 64 a shift finds the entry: with 128 heads the product's few instructions show in the time of a block.
+  // Page and row of the block's token `offset`, 0 for whole pages. The block table is not read past the end of the
+  // request. With pages of 64 a shift finds the entry: with 128 heads the few instructions of a division by product
+  // show in the time of a block.
   template <PageForm kForm>
   __device__ __forceinline__ PageRow row_of(int offset) const {
     const int first = valid() ? (segment.begin + i) * kBlockTokens : 0;
     if (!valid() || (kForm != kPages && offset >= segment.tokens - first)) return {-1, 0};
     const u32 token = first + offset;
-    const u32 entry = kForm == kPages && p.page_size == kBlockTokens ? token / kBlockTokens : quotient(token, p.by_page_size);
+    const u32 entry = kForm == kPages && p.page_size == kBlockTokens ? token / kBlockTokens : quotient(token,
+                                                                                                       p.by_page_size);
     return {page_of(p, tile, segment, entry), static_cast<int>(token - entry * p.page_size)};
   }
   __device__ __forceinline__ void next() {
@@ -65,8 +67,8 @@ struct BlockCursor {
   }
 };
 
-// Has L2 fetch what the first loads will depend on, one after the other: the part, the lengths, and of the block table
-// each CTA a few lines, as far as a few instructions go.
+// Prefetches into L2 what the first loads depend on, one after the other: the part, the lengths, and a few lines of the
+// block table a CTA, as far as a few instructions go.
 template <typename AnyTile>
 __device__ __forceinline__ void prefetch_plan(const MlaDecodeParams& p, int thread, int threads) {
   constexpr int kLine = 32, kPlaces = 16;  // entries of 128 bytes
@@ -89,7 +91,8 @@ __device__ __forceinline__ const char* query_tile(const MlaDecodeParams& p, int 
   return q.base + request * q.stride_batch + token * q.stride_token + head * q.stride_head + (rope ? 0 : column * 128);
 }
 
-// Has L2 fetch all query rows where these are few: the CTAs share them. Their request is known only a load later.
+// Prefetches all query rows into L2 if they are few; the CTAs share them. Which request they belong to is known only
+// one load later.
 __device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int thread, int threads) {
   const int heads = gridDim.z * p.heads_per_group;
   const i64 lines = static_cast<i64>(p.batch) * p.q_len * heads * kTiles;
@@ -103,7 +106,7 @@ __device__ __forceinline__ void prefetch_queries(const MlaDecodeParams& p, int t
   }
 }
 
-// What comes before the roles: early fetches, barriers, and the wait for the kernel before.
+// The prologue before the roles: early prefetches, barriers, and the wait for the previous kernel.
 template <PageForm kForm, typename AnyTile, typename Layout>
 __device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Layout& shared, int row_warps) {
   const int warp = threadIdx.x / 32;
@@ -121,7 +124,8 @@ __device__ __forceinline__ void begin_kernel(const MlaDecodeParams& p, const Lay
 
 // Two warps begin to copy the query rows of a request; eight lanes a row, 16 bytes each.
 template <int kQueryRows, typename Layout, typename AnyTile>
-__device__ __forceinline__ void copy_query(const MlaDecodeParams& p, const Layout& shared, const AnyTile& tile, int request,
+__device__ __forceinline__ void copy_query(const MlaDecodeParams& p, const Layout& shared, const AnyTile& tile,
+                                           int request,
                                            int loader) {
   const int lane = threadIdx.x % 32, chunk = lane % 8;
 #pragma unroll 1  // unrolled, the row addresses do not fit the registers of a loader

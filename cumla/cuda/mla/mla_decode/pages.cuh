@@ -2,8 +2,9 @@
 // How a block of 64 tokens comes from its pages into tiles of shared memory:
 //
 //   kPages  pages of a multiple of 64 tokens, all columns in one array (of FP8 caches in up to three): a box a tile
-//   kBoxes  pages that have 8, 16, 32 or 64 tokens in common with 64: boxes of so many rows, by a warp whose lanes know where
-//           the boxes lie. Eight rows are a period of the swizzle, so that boxes land as the rows of a larger one do.
+//   kBoxes  pages that have 8, 16, 32 or 64 tokens in common with 64: boxes of this many rows, loaded by a warp whose
+//           lanes look up where the boxes lie. Eight rows are a period of the swizzle, so that boxes land as the rows of
+//           a larger one do.
 //   kRows   any other page size: each row by eight lanes, 16 bytes a lane, swizzled by them
 #pragma once
 #include "mla/mla_decode/layout.cuh"
@@ -19,14 +20,14 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
-// First row, in a block, of the box whose place this thread knows.
+// The first row, in a block, of the box that this lane looks up.
 template <PageForm kForm>
 __device__ __forceinline__ int first_of_box(const MlaDecodeParams& p) {
   return kForm == kBoxes ? threadIdx.x % 32 * p.box_rows : 0;
 }
 
-// Begins to load the 64 columns of a tile, of a block; of kBoxes each lane its own box. For a ring, which is bound by memory and
-// served faster so than by Boxes. `rope`: they are the RoPE columns, as the compiler knows.
+// Starts the loads of 64 columns of a block; with kBoxes each lane loads its own box. Rings are bound by memory and
+// faster this way than through Boxes. `rope`: the columns are the RoPE ones, known at compile time.
 template <PageForm kForm>
 __device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destination, int column, bool rope, u32 barrier,
                                           const PageRow& from) {
@@ -43,8 +44,8 @@ __device__ __forceinline__ void load_tile(const MlaDecodeParams& p, u32 destinat
   }
 }
 
-// Where the kCount boxes of a block lie, of which lane i of a warp found the place of box i: known to all lanes, and before any
-// stage is waited for.
+// Page and row of each of the block's kCount boxes. Lane i looks up box i; shuffles then give every lane all of them,
+// before the wait for a free stage.
 template <int kCount>
 struct Boxes {
   int pages[kCount], rows[kCount];
@@ -57,7 +58,8 @@ struct Boxes {
     }
   }
 
-  // Begins to load some tiles, from column x of a map on, which lie one behind the other, as do their barriers; by one lane.
+  // Begins to load some tiles, from column x of a map on, which lie one after the other, as do their barriers; by one
+  // lane.
   template <int kLoaded>
   __device__ __forceinline__ void load(const TensorMap* map, u32 destination, int x, u32 barrier) const {
 #pragma unroll 1
@@ -65,7 +67,8 @@ struct Boxes {
       mbarrier_arrive_expect_tx(barrier, kTileBytes);
 #pragma unroll
       for (int box = 0; box < kCount; ++box)
-        tma_load_4d_async(destination + box * (kTileBytes / kCount), map, barrier, x, rows[box], blockIdx.z, pages[box]);
+        tma_load_4d_async(destination + box * (kTileBytes / kCount), map, barrier, x, rows[box], blockIdx.z,
+                          pages[box]);
       destination += kTileBytes;
       barrier += 8;
       x += 64;
@@ -73,8 +76,8 @@ struct Boxes {
   }
 };
 
-// What a CTA has L2 fetch of a block: every step-th box from `first` on, or row. The last two row tiles of a request share that:
-// under a causal mask these see most.
+// The share of a block that a CTA prefetches into L2: every step-th box or row from `first` on. The last two row tiles
+// of a request share the prefetch, because they see most under a causal mask.
 struct FetchShare {
   int first, step;  // step 1 or 2
 };
@@ -86,15 +89,15 @@ __device__ __forceinline__ FetchShare share_of_tile(int behind, int tiles) {
 __device__ __forceinline__ FetchShare share_of_grid() { return share_of_tile(gridDim.x - 1 - blockIdx.x, gridDim.x); }
 // model: fetching_ahead
 __device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams&, const Tile&) { return share_of_grid(); }
-// Where query lengths differ, a request may have one tile: then nothing, as in kernels for one tile.
+// With ragged queries a request may have only one tile: then nothing is prefetched, as in the kernels for one tile.
 // model: fetching_ahead
 __device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams& p, const RaggedTile& tile) {
   const int rows = tile.q_len * p.heads_per_group;
   return share_of_tile(rows > kRowTile ? (rows - 1 - tile.first_row) / kRowTile : 2, 2);
 }
 
-// Has L2 fetch a share of a block; a warp. Each box holds up the copy engine, and with it the loads that somebody waits for: so
-// these boxes are as wide as rows.
+// One warp prefetches its share of a block into L2. Every box occupies the copy engine and delays the loads that
+// consumers wait for, so these boxes are as wide as rows.
 // model: fetching_ahead
 template <PageForm kForm>
 __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const FetchShare& share, const PageRow& from) {
@@ -105,21 +108,22 @@ __device__ __forceinline__ void prefetch_block(const MlaDecodeParams& p, const F
     const int row = __shfl_sync(0xffffffffu, from.row, whole ? 0 : i);
     if (elect_one()) {
       tma_prefetch_4d(&p.wide_map, 0, whole ? row + i * p.wide_rows : row, blockIdx.z, page);
-      if (kForm == kBoxes && p.rope_is_apart && (i == 0 || !whole)) tma_prefetch_4d(&p.rope_map, 0, row, blockIdx.z, page);
+      if (kForm == kBoxes && p.rope_is_apart && (i == 0 || !whole)) tma_prefetch_4d(&p.rope_map, 0, row, blockIdx.z,
+                                                                                    page);
     }
     __syncwarp();
   }
 }
 
-// The request with which this CTA's part begins, if all requests have one length and blocks enough.
+// The request at which this CTA's part begins if all requests have the same length and enough blocks.
 __device__ __forceinline__ u32 first_request_guessed(const MlaDecodeParams& p) {
   const u32 batch = p.batch, parts = p.parts;
   return min(2 * batch <= parts ? blockIdx.y / (parts / batch) : blockIdx.y * ((batch + parts - 1) / parts), batch - 1);
 }
 
-// Has L2 fetch this CTA's share of its first block, of whole pages: one warp, on a shorter way than its loader's, which
-// works out all that the record of a part says before its first load. Entries of the block table are read beside the
-// record, of the request that is guessed; of another one the entry is read again, behind it.
+// One warp prefetches this CTA's share of its first block into L2, for whole pages. The loader takes longer, because it
+// decodes the whole record of the part before its first load. Block table entries of the guessed request are read
+// together with the record; if the guess is wrong the entry is read again.
 __device__ __forceinline__ void prefetch_first_block(const MlaDecodeParams& p) {
   constexpr int kLines = 4;  // of 32 entries
   const u32 guess = first_request_guessed(p);
@@ -148,8 +152,8 @@ __device__ __forceinline__ void prefetch_first_block(const MlaDecodeParams& p) {
   prefetch_block<kPages>(p, share_of_grid(), {page, static_cast<int>(token - entry * p.page_size)});
 }
 
-// Copies its share of the rows of every block, by one of kWarps warps. Lane i, counted modulo the share, knows where row i of
-// that lies, two blocks ahead.
+// Copies a share of the rows of every block; kWarps warps each have one. Lane i, modulo the share, looks up row i, two
+// blocks ahead.
 template <typename AnyTile, int kWarps = 2>
 struct RowCopier {
   static constexpr int kShare = kBlockTokens / kWarps;
@@ -157,10 +161,12 @@ struct RowCopier {
 
   const MlaDecodeParams& p;
   const int lane, first_row;
-  const u32 corner;  // of this lane's first 16 bytes in a tile; through a shuffle, or it would be computed anew for each copy
+  // Of this lane's first 16 bytes in a tile; through a shuffle, or it would be computed anew for each copy.
+  const u32 corner;
   BlockCursor<1, AnyTile> ahead;
   PageRow now, next, later;
-  const char* sources[kOwn];  // of a lane's next 16 bytes of its rows; bit 4 i of exist: there is an i-th one. See locate
+  // Of a lane's next 16 bytes of its rows; bit 4 i of exist: there is an i-th one. See locate.
+  const char* sources[kOwn];
   u32 exist;
 
   __device__ __forceinline__ RowCopier(const MlaDecodeParams& p, const AnyTile& tile, const Part& part, int last_place,
@@ -197,7 +203,8 @@ struct RowCopier {
     return at.page * columns.stride_page + at.row * columns.stride_row + blockIdx.z * columns.stride_head;
   }
 
-  // 128 bytes of each of this warp's rows, `bytes` from where they begin, into each of some tiles, asynchronously.
+  // Copies 128 bytes of each of this warp's rows, from byte `bytes` of the row on, into each of some tiles,
+  // asynchronously.
   // model: fp8_data
   template <int kCount>
   __device__ __forceinline__ void copy(const CacheColumns& from, int bytes, const u32 (&tiles)[kCount]) const {
@@ -216,8 +223,8 @@ struct RowCopier {
     }
   }
 
-  // The same in two steps, where a copy must not wait for addresses: this one finds the beginnings of the rows, then come as many
-  // copies as one likes.
+  // The same in two steps, for kernels in which a copy must not wait for addresses: this one finds where the rows
+  // begin, then any number of copies may follow.
   __device__ __forceinline__ void locate(const CacheColumns& from) {
     const i64 offset = offset_of(from, now);
     const char* const own = from.base + max(offset, i64{0});
@@ -228,8 +235,8 @@ struct RowCopier {
       sources[i] = reinterpret_cast<const char*>(source) + lane % 8 * 16;
     }
   }
-  // Into kCount tiles that lie one behind the other; a row's bytes together. A lane's rows are 4 apart, so that the swizzle turns
-  // between two chunks: of two registers, for a register that a copy still reads is not written before it has done so.
+  // Copies into kCount consecutive tiles. A lane's rows are 4 apart, so its swizzled chunk alternates between two
+  // addresses. Each has its own register: overwriting one that a pending copy still reads would stall.
   template <int kCount, int kBytes = 0>
   __device__ __forceinline__ void copy_located(u32 tiles) const {
     const u32 even = tiles + corner, odd = even ^ 64;
@@ -237,15 +244,16 @@ struct RowCopier {
     for (int i = 0; i < kOwn; ++i)
 #pragma unroll
       for (int k = 0; k < kCount; ++k)
-        copy_16_async((i % 2 ? odd : even) + i * 512 + k * kTileBytes, sources[i] + kBytes + k * 128, exist >> 4 * i & 1);
+        copy_16_async((i % 2 ? odd : even) + i * 512 + k * kTileBytes, sources[i] + kBytes + k * 128,
+                      exist >> 4 * i & 1);
   }
   __device__ __forceinline__ void move(int bytes) {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) sources[i] += bytes;
   }
 
-  // Has L2 fetch this CTA's share of the block after next. Of ragged queries `ahead` has gone on by then: of a place's last block it
-  // is the share of the next place's tile, which costs time at most.
+  // Prefetches this CTA's share of the block after next into L2. With ragged queries `ahead` has moved on by then: at
+  // the last block of a place the share is that of the next place's tile, which costs time at most.
   // model: fetching_ahead
   __device__ __forceinline__ void prefetch() const {
     const i64 latent = offset_of(p.latent, later);

@@ -33,8 +33,8 @@ struct SharedLayout {
   __device__ __forceinline__ u32 probabilities_full(int owner) const { return free(kStages, 0) + owner * 8; }
   __device__ __forceinline__ u32 query_full() const { return probabilities_full(2); }
   __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
-  // Within a segment written only: see Consumer::own_block. Between segments the first two words hold what all threads of
-  // a joining CTA must agree on.
+  // Within a segment written only: see Consumer::own_block. Between segments the first two words hold what all threads
+  // of a joining CTA must agree on.
   __device__ __forceinline__ u32 pacer(int thread) const { return query_free() + 8 + thread * 4; }
 };
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The computing role of mla_decode_fp8: one consumer warpgroup, over the blocks of a segment, with both products of each
-// (mla/mla_decode_fp8/softmax.cuh has what comes between them, mla/mla_decode_fp8/finish.cuh what comes behind the last block).
+// The computing role of mla_decode_fp8: one consumer warpgroup, over the blocks of a segment, with both products of
+// each (mla/mla_decode_fp8/softmax.cuh has what comes between them, mla/mla_decode_fp8/finish.cuh what comes after the
+// last block).
 #pragma once
 #include "mla/mla_decode_fp8/layout.cuh"
 #include "mla/mla_decode_fp8/products.cuh"
@@ -21,7 +22,8 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
   using Softmax = Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile>;
   using typename Softmax::Layout;
   using Softmax::kOwn, Softmax::kSums;
-  using Softmax::params, Softmax::p, Softmax::shared, Softmax::n, Softmax::tile, Softmax::consumer, Softmax::warp, Softmax::lane;
+  using Softmax::params, Softmax::p, Softmax::shared, Softmax::n, Softmax::tile;
+  using Softmax::consumer, Softmax::warp, Softmax::lane;
   using Softmax::kv_scale, Softmax::output, Softmax::scores;
   using Softmax::read_kv_scale, Softmax::row_of, Softmax::own_token, Softmax::scale_of, Softmax::value_tile;
   using Softmax::begin, Softmax::mask_scores, Softmax::weigh;
@@ -29,7 +31,8 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
   static constexpr bool kRoomy = kQueryRows == 16;  // registers for a tile ahead and for two groups of columns at once
 
   // d (+)= a step of K x query.
-  __device__ __forceinline__ void multiply_step(float (&d)[kSums], const KeyTile& keys, int half, u32 (&a)[kStepRegisters],
+  __device__ __forceinline__ void multiply_step(float (&d)[kSums], const KeyTile& keys, int half,
+                                                u32 (&a)[kStepRegisters],
                                                 int query_tile, bool accumulate) const {
     keys.expand(half, a);
     keep_before_products(a);
@@ -37,7 +40,8 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
 #pragma unroll
     for (int k = 0; k < 2; ++k)
       wgmma_f16_async(
-          d, a + 4 * k, descriptor_of_rows<128>(shared.query(n), query_tile * Layout::kQueryTileBytes + half * 64 + k * 32),
+          d, a + 4 * k, descriptor_of_rows<128>(shared.query(n),
+                                                query_tile * Layout::kQueryTileBytes + half * 64 + k * 32),
           accumulate || k > 0);
     warpgroup_commit();
   }
@@ -94,7 +98,8 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      wgmma_bf16_async(scores, a[k], descriptor_of_rows<128>(shared.query(n), kRopeTile * Layout::kQueryTileBytes + k * 32),
+      wgmma_bf16_async(scores, a[k], descriptor_of_rows<128>(shared.query(n),
+                                                             kRopeTile * Layout::kQueryTileBytes + k * 32),
                        k > 0);
   }
 
@@ -115,7 +120,8 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     mbarrier_wait(shared.full(s), phase, "a KV block");
     multiply_rope(slot + Layout::kRopeOffset);
     constexpr int kTilesOfGroup = kGrouped ? kValueTiles / kScaleGroups : kValueTiles;
-    constexpr int kSets = kGrouped && kRoomy ? 2 : 1;  // of sums: those of a group are added to the scores beside the next one
+    // Of sums: those of a group are added to the scores beside the next one.
+    constexpr int kSets = kGrouped && kRoomy ? 2 : 1;
     float sums[kSets][kSums];
     u32 a[2][kStepRegisters];
     KeyTile keys;
@@ -194,9 +200,9 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     if (lane == 0) mbarrier_arrive(shared.free(s));  // plant: slot read
   }
 
-  // Tokens past the end, of a block with so many valid ones, may be anything: their probabilities are 0, and 0 x NaN is NaN.
-  // Each thread clears what it alone has read so far, its bytes of K, and one of the four that read a token's scales clears
-  // these; others read them behind a meeting (weigh).
+  // Tokens past the end, of a block with so many valid ones, may be anything: their probabilities are 0, and 0 x NaN is
+  // NaN. Each thread clears what it alone has read so far, its bytes of K, and one of the four that read a token's
+  // scales clears these; others read them after a meeting (weigh).
   // model: fp8_data
   __device__ __forceinline__ void clear_past(u32 slot, int valid) const {
     __syncwarp();  // all four have read the scales
@@ -211,9 +217,9 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
     }
   }
 
-  // Returns how many blocks there were. t: those of the segments before. What both consumers leave for each other at the end
-  // of a segment lies where this one has its probabilities and sums: nobody begins before all warps have added it up. Of
-  // kRows tokens past the end are zeros already (load_kv_fp8): only their scores need a mask.
+  // Returns how many blocks there were. t: those of the segments before. What both consumers leave for each other at
+  // the end of a segment lies where this one has its probabilities and sums: nobody begins before all warps have added
+  // it up. Of kRows tokens past the end are zeros already (load_kv_fp8): only their scores need a mask.
   // model: fp8_segments
   __device__ __forceinline__ int compute(const Segment& segment, int t) {
     // With one query, that it is there says as much.

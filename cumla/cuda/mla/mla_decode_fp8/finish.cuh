@@ -60,7 +60,8 @@ struct Fp8Finisher {
     if (lane == 0) mbarrier_arrive(shared.query_free(of.n));  // plant: query read
     write_output();
     if (segment.split())
-      LatentJoiner<Bf16, AnyTile, kQueryRows == 16 ? 1 : 4>(p, {shared.words, shared.probabilities, shared.maxima}, tile,
+      LatentJoiner<Bf16, AnyTile, kQueryRows == 16 ? 1 : 4>(p, {shared.words, shared.probabilities, shared.maxima},
+                                                            tile,
                                                             segment)
           .join(more);
   }
@@ -159,19 +160,21 @@ struct Fp8Finisher {
     const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
 #pragma unroll
     for (int group = 0; group < kRounds; ++group) {
-      float4* const to = p.partial_out + piece_offset<kValueDim>(p, piece, consumer, group, 2 * warp + pair / 4, row * 4 + pair % 4);
+      float4* const to = p.partial_out + piece_offset<kValueDim>(p, piece, consumer, group, 2 * warp + pair / 4,
+                                                                 row * 4 + pair % 4);
 #pragma unroll
       for (int d = 0; d < kHalfTiles; ++d) {
-        const float* const v = of.output[d] + group * 8;  // of rows `row`, `row` + 1 twice; then of those eight behind them
+        // Of rows `row`, `row` + 1 twice; then of those eight after them.
+        const float* const v = of.output[d] + group * 8;
 #pragma unroll
         for (int j = 0; j < 2; ++j) store_global_float4(to + d * 8 * 32 + j * 4, v[j], v[j + 2], v[j + 4], v[j + 6]);
       }
     }
   }
 
-  // Of the rows from `first` on this thread's two, which are the accumulators from `at` on: v[0] and v[2] of one, v[1] and
-  // v[3] of the next. In 16 bits lanes trade with the one that has the neighbouring columns: eight bytes a lane, full
-  // 32-byte sectors.
+  // Of the rows from `first` on this thread's two, which are the accumulators from `at` on: v[0] and v[2] of one, v[1]
+  // and v[3] of the next. In 16 bits lanes trade with the one that has the neighbouring columns: eight bytes a lane,
+  // full 32-byte sectors.
   // model: fp8_data
   __device__ __forceinline__ void write_rows(int first, int at) const {
     const bool odd = lane / 4 % 2;

@@ -15,7 +15,8 @@ constexpr int kValueTiles = kValueDim / 64;
 constexpr int kRawColumns = 128;  // of a tile of 8 bits, kTileBytes large
 // A packed row: e4m3 latent columns, their scales, bfloat16 RoPE columns.
 // model: fp8_data
-constexpr int kPackedScales = kValueDim, kPackedRope = kPackedScales + 4 * kScaleGroups, kPackedBytes = kPackedRope + 128;
+constexpr int kPackedScales = kValueDim, kPackedRope = kPackedScales + 4 * kScaleGroups,
+              kPackedBytes = kPackedRope + 128;
 
 // Beside the forms of mla/mla_decode/pages.cuh one of this kernel: 64 packed rows of a page, as they lie there.
 constexpr PageForm kPacked = static_cast<PageForm>(kRows + 1);
@@ -41,8 +42,8 @@ struct QueryTile : Tile {
   }
 };
 
-// Where query lengths differ: half of the row tile at a place of the schedule, grid = (2, parts, kv heads). The second half
-// may have no rows; its CTA then has no blocks, and pieces that count for nothing.
+// Where query lengths differ: half of the row tile at a place of the schedule, grid = (2, parts, kv heads). The second
+// half may have no rows; its CTA then has no blocks, and pieces that count for nothing.
 struct HalfTile : RaggedTile {
   using Held = HalfTile;
   static constexpr int kHalf = kRowTile / 2;
@@ -70,13 +71,13 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, HalfTile
 // model: fp8_segments, fp8_data
 __device__ __forceinline__ int token_at(int place) { return (place & ~7) | (place & 1) << 2 | (place >> 1 & 3); }
 
-// A slot of the ring holds a block as it lies in the cache: of the latent columns four tiles, RoPE columns as a tile of 8 or
-// 16 bits, 16 bytes of scales a token. Tiles have rows of 128 bytes, whose eight chunks of 16 are swapped, each row in its
-// way (chunk_of): eight rows of one chunk (ldmatrix) meet in no bank, nor do the same four of a row and of the one four
-// behind it (fragments of K). Of RoPE columns of 8 bits a row has half of the chunks.
+// A slot of the ring holds a block as it lies in the cache: of the latent columns four tiles, RoPE columns as a tile of
+// 8 or 16 bits, 16 bytes of scales a token. Tiles have rows of 128 bytes, whose eight chunks of 16 are swapped, each
+// row in its way (chunk_of): eight rows of one chunk (ldmatrix) meet in no bank, nor do the same four of a row and of
+// the one four after it (fragments of K). Of RoPE columns of 8 bits a row has half of the chunks.
 //
-// Of kPacked it holds whole rows, one behind the other. 656 bytes are five times all banks and 16 bytes: the same meet in no
-// bank without being swapped.
+// Of kPacked it holds whole rows, one after the other. 656 bytes are five times all banks and 16 bytes: the same meet
+// in no bank without being swapped.
 // model: fp8_segments, fp8_data
 template <int kQueryRows, bool kGrouped, PageForm kForm>
 struct Fp8Layout {
@@ -93,7 +94,8 @@ struct Fp8Layout {
   static constexpr int kOwnProbabilities = kWhole ? kScaleGroups : 2;
   static constexpr int kExchangeBytes = 2 * 8 * kWarpgroup * 16;
   static constexpr int kQueryBytes = kTiles * kQueryTileBytes;
-  // Of 16 rows there is room for the next segment's query, too. Exchanges take the place of a query and of probabilities.
+  // Of 16 rows there is room for the next segment's query, too. Exchanges take the place of a query and of
+  // probabilities.
   static constexpr int kQueries = kQueryRows == 16 ? 2 : 1;
   static constexpr int kAllProbabilities = 2 * kOwnProbabilities * kQueryTileBytes;
   static constexpr int kProbabilityBytes =
@@ -125,7 +127,8 @@ struct Fp8Layout {
   __device__ __forceinline__ static u32 chunk_of_tile(u32 chunk, int tile) {
     return kWhole ? chunk + tile * 64 : (chunk ^ (tile & 1) << 6) + (tile >> 1) * kTileBytes;
   }
-  // Transposed: a row of 64 tokens for each query row; of a group of columns. The RoPE tile of a slot is in use no more.
+  // Transposed: a row of 64 tokens for each query row; of a group of columns. The RoPE tile of a slot is in use no
+  // more.
   __device__ __forceinline__ u32 probabilities_of(int consumer, int group, u32 slot) const {
     return kWhole || group < kOwnProbabilities
                ? probabilities + (consumer * kOwnProbabilities + group) * kQueryTileBytes
@@ -134,23 +137,25 @@ struct Fp8Layout {
   // The query of a segment, counted from a part's first one: probabilities lie between the two.
   __device__ __forceinline__ static u32 buffer_of(u32 n) { return n % kQueries; }
   __device__ __forceinline__ static u32 phase_of(u32 n) { return n / kQueries & 1; }
-  __device__ __forceinline__ u32 query(u32 n) const { return first_query + buffer_of(n) * (kQueryBytes + kProbabilityBytes); }
-  // Where consumers leave what the other one adds up: in place of the query and of probabilities, for which the segment has
-  // no more use then; the next one waits for query_free(n) before it has (Fp8Consumer::compute).
+  __device__ __forceinline__ u32 query(u32 n) const {
+    return first_query + buffer_of(n) * (kQueryBytes + kProbabilityBytes);
+  }
+  // Where consumers leave what the other one adds up: in place of the query and of probabilities, for which the segment
+  // has no more use then; the next one waits for query_free(n) before it has (Fp8Consumer::compute).
   __device__ __forceinline__ u32 exchange(u32 n, int consumer, int i) const {
     const u32 place = buffer_of(n) == 0 ? first_query : probabilities;
     return place + ((consumer * 8 + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
   }
-  // Of a query row, by warp of both consumers: the highest value where references are raised, of scores and of those times
-  // the scales of each group of columns; the sum of exponentials over a segment.
+  // Of a query row, by warp of both consumers: the highest value where references are raised, of scores and of those
+  // times the scales of each group of columns; the sum of exponentials over a segment.
   __device__ __forceinline__ u32 warp_maximum(int which, int warp, int row) const {
     return maxima + ((which * kWarps + warp) * kQueryRows + row) * 4;
   }
   __device__ __forceinline__ u32 sum(int row, int warp) const {
     return warp_maximum(kMaxima, 0, 0) + (row * kWarps + warp) * 4;
   }
-  // By consumer: the reference of the probabilities; those of what is stored for each group of columns, and their factors;
-  // the references of the segment that has ended, in the same order.
+  // By consumer: the reference of the probabilities; those of what is stored for each group of columns, and their
+  // factors; the references of the segment that has ended, in the same order.
   __device__ __forceinline__ u32 reference(int consumer, int row) const {
     return sum(kQueryRows, 0) + (consumer * kReferences * kQueryRows + row) * 4;
   }
@@ -166,8 +171,10 @@ struct Fp8Layout {
   __device__ __forceinline__ u32 last_group_reference(int consumer, int group, int row) const {
     return last_reference(consumer, (1 + group) * kQueryRows + row);
   }
-  // By what the row of a query was divided.
-  __device__ __forceinline__ u32 divisor(u32 n, int row) const { return last_reference(2, buffer_of(n) * kQueryRows + row); }
+  // The number by which a row of a query was divided.
+  __device__ __forceinline__ u32 divisor(u32 n, int row) const {
+    return last_reference(2, buffer_of(n) * kQueryRows + row);
+  }
   // Barriers: a slot is loaded; it is free again.
   __device__ __forceinline__ u32 full(u32 s) const { return barriers + s * 8; }
   __device__ __forceinline__ u32 free(u32 s) const { return full(kSlots) + s * 8; }

@@ -31,8 +31,8 @@ __device__ __forceinline__ void copy_half_tile(const RowCopier<AnyTile>& rows, c
   }
 }
 
-// By each of two warps: half of the rows of every block. Rows that do not exist, or that lie behind the end of a request,
-// become zeros, their scales too: nothing of them can be NaN.
+// By each of two warps: half of the rows of every block. Rows that do not exist, or that lie after the end of a
+// request, become zeros, their scales too: nothing of them can be NaN.
 // model: fp8_segments, fp8_data
 template <typename Layout, bool kGrouped, typename AnyTile>
 __device__ __forceinline__ void load_kv_fp8(const MlaDecodeFp8Params& p, const Layout& shared, const AnyTile& tile,
@@ -49,7 +49,8 @@ __device__ __forceinline__ void load_kv_fp8(const MlaDecodeFp8Params& p, const L
     if constexpr (kGrouped) {
       const i64 offset = rows.offset_of(p.scales, rows.now);
       const bool exists = offset >= 0;
-      copy_16_async(slot + Layout::kScalesOffset + (rows.first_row + rows.lane) * 16, p.scales.base + (exists ? offset : 0),
+      copy_16_async(slot + Layout::kScalesOffset + (rows.first_row + rows.lane) * 16,
+                    p.scales.base + (exists ? offset : 0),
                     exists);
     }
 #pragma unroll 1
@@ -62,12 +63,13 @@ __device__ __forceinline__ void load_kv_fp8(const MlaDecodeFp8Params& p, const L
   copy_async_wait_all();
 }
 
-// The same of pages of whole blocks, by one thread and the copy engine, whose 128-byte swizzle is that of chunk_of. Pages
-// that do not exist bring zeros, as do the columns behind RoPE columns of 8 bits, of which there is half a box; tokens behind
-// the end of a request whatever their page holds. Packed rows come whole, in one box.
+// The same of pages of whole blocks, by one thread and the copy engine, whose 128-byte swizzle is that of chunk_of.
+// Pages that do not exist bring zeros, as do the columns after RoPE columns of 8 bits, of which there is half a box;
+// tokens after the end of a request whatever their page holds. Packed rows come whole, in one box.
 // model: fp8_segments, fp8_data
 template <typename Layout, bool kGrouped, typename AnyTile>
-__device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, const Layout& shared, const AnyTile& tile,
+__device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, const Layout& shared,
+                                                  const AnyTile& tile,
                                                   const Part& part, int last_place) {
   constexpr int kBoxBytes = Layout::kWhole ? kBlockTokens * kPackedBytes
                                            : (1 + kValueDim / kRawColumns) * kTileBytes +
@@ -109,10 +111,10 @@ __device__ __forceinline__ u32 scaled_to_half(u32 pair, float factor) {
   return pack_pair<Fp16>(v.x * factor, v.y * factor);
 }
 
-// Two warps bring the query rows; eight lanes a row. What meets e4m3 columns becomes float16, each row divided by a power of
-// two so that its highest magnitude is below 2^15: nothing overflows, and what is 2^32 below that keeps all its bits. Its
-// columns go where the fragments of K have theirs (multiply_tile): of 64 columns the pair 8 t + u, as a word, goes to
-// the word 4 u + t. RoPE columns of 16 bits stay as they are.
+// Two warps bring the query rows; eight lanes a row. What meets e4m3 columns becomes float16, each row divided by a
+// power of two so that its highest magnitude is below 2^15: nothing overflows, and what is 2^32 below that keeps all
+// its bits. Its columns go where the fragments of K have theirs (multiply_tile): of 64 columns the pair 8 t + u, as a
+// word, goes to the word 4 u + t. RoPE columns of 16 bits stay as they are.
 // model: fp8_segments, fp8_data
 template <int kQueryRows, typename Layout, typename AnyTile>
 __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params, const Layout& shared, AnyTile& tile,

@@ -14,7 +14,7 @@ using namespace split;
 
 constexpr int kStepRegisters = 8;
 
-// K: token lane / 4 of a warp's 16 and the one eight behind it; of 64 columns 16 (lane % 4) and the 15 behind that. The
+// K: token lane / 4 of a warp's 16 and the one eight after it; of 64 columns 16 (lane % 4) and the 15 after that. The
 // product does not care in which order columns come if those of the query come in the same.
 // model: fp8_data
 struct KeyTile {
@@ -33,8 +33,8 @@ struct KeyTile {
   }
 };
 
-// V, transposed: bytes of a word are columns 2 (lane / 4) and the one behind that of one token, then of the next. The former
-// are row lane / 4 of a fragment, the latter row lane / 4 + 8.
+// V, transposed: bytes of a word are columns 2 (lane / 4) and the one after that of one token, then of the next. The
+// former are row lane / 4 of a fragment, the latter row lane / 4 + 8.
 // model: fp8_data
 __device__ __forceinline__ void expand_values(const u32 (&words)[4], u32 (&a)[kStepRegisters]) {
 #pragma unroll

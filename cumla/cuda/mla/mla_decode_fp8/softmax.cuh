@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The softmax of mla_decode_fp8: a block's scores, in registers, become probabilities in shared memory, as the product with V
-// reads them, and their sums; what these are relative to is raised where a block needs it.
+// The softmax of mla_decode_fp8: a block's scores, in registers, become probabilities in shared memory, as the product
+// with V reads them, and their sums; what these are relative to is raised where a block needs it.
 #pragma once
 #include "mla/mla_decode_fp8/layout.cuh"
 #include "ptx/convert.cuh"
@@ -13,9 +13,9 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
-// Probabilities are stored relative to a reference, a power of two, which makes the highest one 2^7 or more when it is set
-// and stays until one is beyond float16: so they lose no bits down to 2^-21 of the highest, and are rarely compared with one
-// another. Times scales, they have references for each group of columns.
+// Probabilities are stored relative to a reference, a power of two, which makes the highest one 2^7 or more when it is
+// set and stays until one is beyond float16: so they lose no bits down to 2^-21 of the highest, and are rarely compared
+// with one another. Times scales, they have references for each group of columns.
 // model: fp8_data
 constexpr float kReferenceBelow = 7.0f, kReferenceSlack = 15.0f;
 // model: fp8_data
@@ -24,8 +24,8 @@ constexpr float kMostProbability = 1e15f;     // before scales
 constexpr float kLeastGroupReference = -100;  // above that of the probabilities: scales of 0 set none
 
 // What a consumer warpgroup has, and its softmax; the products are Fp8Consumer's. Thread layout of the scores: tokens
-// 16 warp + lane / 4 and that + 8, or rather those there in the order of token_at; in every group of eight query rows the two
-// at 2 (lane % 4). Of the output, of 64 columns of V: 16 warp + 2 (lane / 4) and the one behind that.
+// 16 warp + lane / 4 and that + 8, or rather those there in the order of token_at; in every group of eight query rows
+// the two at 2 (lane % 4). Of the output, of 64 columns of V: 16 warp + 2 (lane / 4) and the one after that.
 template <int kQueryRows, bool kGrouped, PageForm kForm, typename AnyTile>
 struct Fp8Softmax {
   using Layout = Fp8Layout<kQueryRows, kGrouped, kForm>;
@@ -89,14 +89,15 @@ struct Fp8Softmax {
                          : named_barrier_any<kConsumerBarrier + 1, kWarpgroup>(vote);
   }
 
-  // This thread's token, and the one eight behind it.
+  // This thread's token, and the one eight after it.
   // model: fp8_data
   __device__ __forceinline__ int own_token() const { return token_at(warp * 16 + lane / 4); }
 
-  // The scale of this thread's token, or of the one eight behind it, and a group of columns.
+  // The scale of this thread's token, or of the one eight after it, and a group of columns.
   // model: fp8_data
   __device__ __forceinline__ float scale_of(u32 slot, int group, int eight) const {
-    return load_shared_float(slot + Layout::kScalesOffset + (own_token() + 8 * eight) * Layout::kNextScales + group * 4);
+    return load_shared_float(slot + Layout::kScalesOffset + (own_token() + 8 * eight) * Layout::kNextScales +
+                             group * 4);
   }
 
   // Tile of 64 columns of V, and group of 128, counted from this consumer's half.
@@ -104,7 +105,7 @@ struct Fp8Softmax {
   __device__ __forceinline__ int value_tile(int d) const { return d ^ consumer * kHalfTiles; }
   __device__ __forceinline__ int group_of(int pair) const { return value_tile(2 * pair) / 2; }
 
-  // Block `block` of a segment, of a request that has so many tokens from the segment's first one on.
+  // Block `block` of a segment, of a request that has this many tokens from the segment's first one on.
   __device__ __forceinline__ void mask_scores(int block, int tokens) {
     const int token = block * kBlockTokens + own_token();
     const int first = copy_of(row_of(0));  // or else the limits of all rows would be kept in registers over the blocks
@@ -116,11 +117,11 @@ struct Fp8Softmax {
     }
   }
 
-  // The scores of a row, of this thread's token or of the one eight behind it.
+  // The scores of a row, of this thread's token or of the one eight after it.
   __device__ __forceinline__ float score_of(int i, int eight) const { return scores[4 * (i / 2) + 2 * eight + i % 2]; }
 
-  // Four of a thread's query rows, from `first` on: multiplies what was summed up so far of 128 columns, counted from this
-  // consumer's half.
+  // Four of a thread's query rows, from `first` on: multiplies what was summed up so far of 128 columns, counted from
+  // this consumer's half.
   __device__ __forceinline__ void rescale(int pair, int first, const float (&factor)[4]) {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
@@ -157,8 +158,8 @@ struct Fp8Softmax {
     return highest > reference + kReferenceSlack ? ceilf(highest) - kReferenceBelow : reference;
   }
 
-  // Raises the references where this block needs it, and brings what was summed up to the new ones: each segment begins with
-  // this. What threads read here was written before a meeting, and what they write is read behind another one.
+  // Raises the references where this block needs it, and brings what was summed up to the new ones: each segment begins
+  // with this. What threads read here was written before a meeting, and what they write is read after another one.
   // model: fp8_segments
   __device__ __forceinline__ void raise_references(u32 slot) {
 #pragma unroll
@@ -219,21 +220,22 @@ struct Fp8Softmax {
       const int row = row_of(first + k);
       const float before = load_shared_float(shared.group_reference(consumer, group, row));
       const float highest =
-          fmaxf(raised(before, reference[k] + log2_approx(highest_of(1 + warp, row))), reference[k] + kLeastGroupReference);
+          fmaxf(raised(before, reference[k] + log2_approx(highest_of(1 + warp, row))),
+                reference[k] + kLeastGroupReference);
       store_shared_float(shared.group_reference(consumer, group, row), highest);
       store_shared_float(shared.group_factor(consumer, group, row), exp2_approx(reference[k] - highest));
       store_shared_float(group_change(warp, row), exp2_approx(before - highest));
     }
   }
 
-  // By what sums of a group of columns change with its reference: in place of its first highest value, which the lane that
-  // writes here has read.
+  // By what sums of a group of columns change with its reference: in place of its first highest value, which the lane
+  // that writes here has read.
   __device__ __forceinline__ u32 group_change(int pair, int row) const {
     return shared.warp_maximum(1 + pair, consumer * 4, row);
   }
 
-  // scores -> probabilities, and, for all warps of this consumer, as float16 and transposed: as they are, or for each group
-  // of columns times scales. Tells whether some are too high for their references.
+  // scores -> probabilities, and, for all warps of this consumer, as float16 and transposed: as they are, or for each
+  // group of columns times scales. Tells whether some are too high for their references.
   // model: fp8_segments, fp8_data
   __device__ __forceinline__ bool store_probabilities(u32 slot, float (&p)[kSums]) const {
     const int tokens = 2 * warp + lane / 8 % 2;  // eight of them
@@ -243,7 +245,8 @@ struct Fp8Softmax {
     for (int i = 0; i < kOwn; i += 2) {
       const float2 references = load_shared_float2(shared.reference(consumer, row_of(i)));
 #pragma unroll
-      for (int j = 0; j < 4; ++j) p[2 * i + j] = exp2_approx(scores[2 * i + j] - (j % 2 == 0 ? references.x : references.y));
+      for (int j = 0; j < 4; ++j)
+        p[2 * i + j] = exp2_approx(scores[2 * i + j] - (j % 2 == 0 ? references.x : references.y));
     }
     u32 highest = 0;
 #pragma unroll

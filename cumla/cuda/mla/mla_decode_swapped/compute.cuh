@@ -15,9 +15,9 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace split;
 
-// One consumer warpgroup. Thread layout of the accumulators: tokens, or columns of V, 16 warp + lane / 4 and that + 8; in
-// every group of eight query rows the two at 2 (lane % 4).
-// kCopied: tiles were written by threads' own copies, not by TMA.
+// One consumer warpgroup. Thread layout of the accumulators: tokens, or columns of V, 16 warp + lane / 4 and that + 8;
+// in every group of eight query rows the two at 2 (lane % 4). kCopied: tiles were written by threads' own copies, not
+// by TMA.
 template <typename T, bool kCopied>
 struct SwappedConsumer {
   static constexpr int kOwn = kSwappedRows / 4;  // query rows of a thread: 8 (i / 2) + 2 (lane % 4) + i % 2
@@ -89,8 +89,10 @@ struct SwappedConsumer {
     if (lane == 0) mbarrier_arrive(shared.free(place.slot));
   }
 
-  // Slot of 64 columns of V, counted from this consumer's half: behind RoPE.
-  __device__ __forceinline__ u32 slot_of_value(int d) const { return place.ahead(1 + (d ^ consumer * kHalfTiles)).slot; }
+  // Slot of 64 columns of V, counted from this consumer's half: after RoPE.
+  __device__ __forceinline__ u32 slot_of_value(int d) const {
+    return place.ahead(1 + (d ^ consumer * kHalfTiles)).slot;
+  }
 
   // output += V x probabilities; each half of V is free as soon as it is multiplied.
   __device__ __forceinline__ void multiply_values() {
@@ -313,8 +315,8 @@ struct SwappedConsumer {
     }
   }
 
-  // Lanes 4 apart trade values, after which a thread has what it would have of a product with the query rows on the M side:
-  // columns c, c + 1 of query rows r and r + 8. It then stands for another lane of that layout.
+  // Lanes 4 apart trade values, after which a thread has what it would have of a product with the query rows on the M
+  // side: columns c, c + 1 of query rows r and r + 8. It then stands for another lane of that layout.
   __device__ __forceinline__ void write_output(const Segment& segment, bool split) const {
     const bool odd = lane / 4 % 2;
     const int as_lane = ((lane % 4) * 2 + odd) * 4 + lane / 8, row = as_lane / 4;
@@ -325,7 +327,7 @@ struct SwappedConsumer {
       float4 v[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float* const of = output[d] + 2 * half;  // of two query rows; 4 further on, of two that are 8 behind them
+        const float* const of = output[d] + 2 * half;  // of two query rows; 4 further on, of two that are 8 after them
         const float a = __shfl_xor_sync(0xffffffffu, odd ? of[0] : of[1], 4);
         const float b = __shfl_xor_sync(0xffffffffu, odd ? of[4] : of[5], 4);
         v[half] = odd ? float4{a, of[1], b, of[5]} : float4{of[0], a, of[4], b};

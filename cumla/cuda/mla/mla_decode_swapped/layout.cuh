@@ -32,14 +32,15 @@ struct SwappedLayout {
   __device__ __forceinline__ u32 probabilities_of(int consumer) const {
     return probabilities + consumer * kSwappedRows * 128;
   }
-  // Where consumers leave what the other one adds up: in place of query and probabilities, for which a segment has no more
-  // use then.
+  // Where consumers leave what the other one adds up: in place of query and probabilities, for which a segment has no
+  // more use then.
   __device__ __forceinline__ u32 exchange(int consumer, int i) const {
     return query + ((consumer * 8 + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
   }
   // Of a query row, by warp of both consumers: the highest score of a block; sums of exponentials, and of rounded
   // probabilities, over a segment. By consumer: its running maximum.
-  __device__ __forceinline__ u32 warp_maximum(int warp, int row) const { return maxima + (warp * kSwappedRows + row) * 4; }
+  __device__ __forceinline__ u32 warp_maximum(int warp,
+                                              int row) const { return maxima + (warp * kSwappedRows + row) * 4; }
   __device__ __forceinline__ u32 sum(int row, int warp) const { return sums + (row * kWarps + warp) * 4; }
   __device__ __forceinline__ u32 weight(int row, int warp) const { return sum(kSwappedRows + row, warp); }
   __device__ __forceinline__ u32 maximum(int consumer, int row) const {

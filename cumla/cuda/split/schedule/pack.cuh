@@ -21,11 +21,13 @@ __device__ __forceinline__ int divide(u64 numerator, u32 denominator) {
 struct Packing {
   u32 sorted[kScheduleThreads];  // the dearest first
   unsigned char cuts[kScheduleThreads];  // of a request
-  unsigned char part[kScheduleThreads], rank[kScheduleThreads];  // where it, or its rest, goes; and which there of its kind
+  // Where it, or its rest, goes; and which there of its kind.
+  unsigned char part[kScheduleThreads], rank[kScheduleThreads];
   unsigned char whole[kLimits][kPackedParts];    // requests in a part
   short rests[kLimits][kPackedParts][2];         // requests whose rests are there, or -1
   int cost[kLimits];                             // of the dearest part
-  u32 begins[kPackedParts];  // of the limit that is taken: parts before this one, with those of its rests, << 16 | places
+  // Of the limit that is taken: parts before this one, with those of its rests, << 16 | places.
+  u32 begins[kPackedParts];
   unsigned char order[kPackedRequests];
 };
 
@@ -49,12 +51,12 @@ __device__ __forceinline__ u32 key_of(int cost, int request, bool is_rest) {
   return static_cast<u32>(cost) << 9 | (255 - request) << 1 | (is_rest ? 1 : 0);
 }
 
-// One warp: for each part a lane looks after, the place of its cost among those of all `others` parts, the cheapest first
-// and of equal ones the first. The k-th part has the k-th of the sorted requests, so that only runs of equal costs are not
-// in the reverse order.
+// One warp: for each part a lane looks after, the place of its cost among those of all `others` parts, the cheapest
+// first and of equal ones the first. The k-th part has the k-th of the sorted requests, so that only runs of equal
+// costs are not in the reverse order.
 __device__ __forceinline__ void places_of_costs(const u32* sorted, int others, int (&places)[kPartsOfLane]) {
   const int lane = threadIdx.x % 32;
-  const u32 behind = ~1u << lane;  // lanes behind this one
+  const u32 behind = ~1u << lane;  // lanes after this one
   u32 begins[kPartsOfLane];  // lanes whose parts begin a run
   int first = 0, next = others;
 #pragma unroll
@@ -74,12 +76,12 @@ __device__ __forceinline__ void places_of_costs(const u32* sorted, int others, i
   }
 }
 
-// One warp: puts the sorted requests into `others` parts, each into the cheapest one that may take it, of equal ones the
-// first. A lane looks after every 32nd part: its cost << 8 | its number. The first requests find empty parts. The next ones
-// go to the parts in the order of their costs, all at once, as far as these are cheaper than any part with two requests
-// would be: what one after the other would get. From one request to the next of those that are left goes a chain of a few
-// instructions and a reduction over the warp; what is noted down is not part of it: lane i keeps where the i-th of 32
-// requests goes, and their ranks follow all at once.
+// One warp: puts the sorted requests into `others` parts, each into the cheapest one that may take it, of equal ones
+// the first. A lane looks after every 32nd part: its cost << 8 | its number. The first requests find empty parts. The
+// next ones go to the parts in the order of their costs, all at once, as far as these are cheaper than any part with
+// two requests would be: what one after the other would get. From one request to the next of those that are left goes a
+// chain of a few instructions and a reduction over the warp; what is noted down is not part of it: lane i keeps where
+// the i-th of 32 requests goes, and their ranks follow all at once.
 __device__ __forceinline__ int pack(const ScheduleParams& p, Packing& packing, int trial, int slots, int others) {
   const int lane = threadIdx.x % 32;
   const u32* const sorted = packing.sorted + trial * slots;
@@ -230,9 +232,9 @@ __device__ __forceinline__ Packed find_packed(const ScheduleParams& p, Packing& 
   return {least + taken * step, taken, slots, best};
 }
 
-// Lays packed parts out, writes the order, and tells where this thread's part begins. What lies in the parts that others
-// go to forms groups: [full pieces of the first rest] part [full pieces of the second rest], and the same for places.
-// `run`: of the bounds that cut the same request.
+// Lays packed parts out, writes the order, and tells where this thread's part begins. What lies in the parts that
+// others go to forms groups: [full pieces of the first rest] part [full pieces of the second rest], and the same for
+// places. `run`: of the bounds that cut the same request.
 __device__ __forceinline__ PartBound bound_packed(const ScheduleParams& p, Packing& packing, const int* tokens,
                                                   int* warp_sums, const Packed& packed, Run& run) {
   const int thread = threadIdx.x;

@@ -17,8 +17,8 @@ struct Run {
   int first, last;
 };
 
-// A part between two bounds. Bounds that lie inside a request cut it: its first piece ends at the first of them, its last
-// begins at the last.
+// A part between two bounds. Bounds that lie inside a request cut it: its first piece ends at the first of them, its
+// last begins at the last.
 __device__ __forceinline__ Part part_of(const PartBound* bounds, const Run* runs, int index) {
   const PartBound bound = bounds[index], next = bounds[index + 1];
   Part part = {bound.place, bound.block, bound.request, bound.tokens, next.place, next.block, index, index, 0,

@@ -31,24 +31,15 @@ class StartError(Exception):
 
 
 def measure() -> dict[str, float]:
-    """Time imports and first calls, each in a process of its own.
+    """Time imports and first calls, each in a process of its own; in seconds.
 
-    Returns
-    -------
-    dict
-        Seconds: ``import_s``, the median of several imports; ``names_s``, the same of a name that
-        computes, and ``dependencies_s`` of NumPy and ml_dtypes alone, which that loads, all
-        measured in turns; ``first_call_cold_s``, with nothing in
-        CuPy's kernel cache; ``first_call_warm_s``, the median of several with the kernels there.
-
-    Raises
-    ------
-    StartError
-        A process failed; its message is in the error.
+    ``import_s`` is the median of several imports, ``names_s`` that of a name that computes, and
+    ``dependencies_s`` that of NumPy and ml_dtypes alone, which that loads, all measured in turns;
+    ``first_call_cold_s`` has nothing in CuPy's kernel cache, ``first_call_warm_s`` its kernels.
     """
     with tempfile.TemporaryDirectory() as cache:
         imports = _imports(cache)
-        first = ("-m", "cumla.bench.first_call")
+        first = (str(Path(__file__).with_name("first_call.py")),)
         cold = _seconds(first, cache)
         warm = [_seconds(first, cache) for _ in range(_WARM_STARTS)]
     return imports | {"first_call_cold_s": cold, "first_call_warm_s": median(warm)}

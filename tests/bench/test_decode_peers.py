@@ -9,51 +9,52 @@ from typing import Any
 
 import pytest
 
-from cumla.bench import dense, peer_runs
+from bench import decode_peers
+from bench.decode_peers import PEER_CASES, PEERS, run_peers
+from bench.peers import Turns, load_peers
+from cumla import reference
 from cumla.bench.cases import DENSE, Case
-from cumla.bench.dense import Workbench
-from cumla.bench.peer_runs import PEERS, peer_cases, run_peers
-from cumla.bench.peers import load_peers
-from cumla.bench.timing import Timing, Turns
-from cumla.cli import bench as cli
-from tests.bench.fake_gpu import FakeGpu
+from cumla.bench.timing import Timing
+from tests.bench.conftest import Fakes
+from tests.bench.fake_gpu import LAUNCH_US
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASE = Case(3, 2, 4, 100)
-OWN_US, PEER_US = 8.0, 10.0
+OWN_US, PEER_US = LAUNCH_US, 6.0
 OWN, PEER = (Timing(us, us, us) for us in (OWN_US, PEER_US))
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A GPU on which cumla takes 8 us and PyTorch's attention, the only peer installed, 10.
+def gpu(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A GPU on which cumla takes 5 us and PyTorch's attention, the only peer installed, 6.
 
     It lists whose calls came, and the rests between them.
     """
-    gpu: Any = FakeGpu()
-    gpu.calls = []
-    gpu.own_us = OWN_US
-
-    def timed(name: str, original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            gpu.calls.append(name)
-            gpu.now += gpu.own_us if name == "own" else PEER_US
-            return original(*args, **kwargs)
-
-        return call
-
-    gpu.rest = lambda: gpu.calls.append("rest")
+    gpu: Any = fakes.gpu
+    gpu.calls, gpu.bench, gpu.own_us = [], fakes.bench, OWN_US
     functions = torch.nn.functional
     attend = functions.scaled_dot_product_attention
-    monkeypatch.setattr(functions, "scaled_dot_product_attention", timed("sdpa", attend))
-    monkeypatch.setattr(dense.MLADecodePlan, "run", timed("own", dense.MLADecodePlan.run))
-    monkeypatch.setattr(peer_runs, "find_spec", lambda name: name if name == "torch" else None)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        gpu.calls.append("sdpa")
+        gpu.now += PEER_US
+        return attend(*args, **kwargs)
+
+    def own(*of: Any) -> None:
+        gpu.calls.append("own")
+        gpu.now += gpu.own_us - LAUNCH_US
+
+    gpu.rest = lambda: gpu.calls.append("rest")
+    fakes.cumla.spoil = own
+    monkeypatch.setattr(functions, "scaled_dot_product_attention", timed)
+    monkeypatch.setattr(decode_peers, "find_spec", lambda name: name if name == "torch" else None)
     return gpu
 
 
-def run(gpu: FakeGpu, case: Case, *names: str) -> peer_runs.PeerRuns:
-    return run_peers(Workbench(gpu, (case,)), case, names)
+def run(gpu: Any, case: Case, *names: str) -> decode_peers.PeerRuns:
+    return run_peers(gpu.bench, case, names)
 
 
 @pytest.mark.parametrize(
@@ -66,30 +67,28 @@ def run(gpu: FakeGpu, case: Case, *names: str) -> peer_runs.PeerRuns:
     ],
     ids=lambda case: case.name,
 )
-def test_sdpa_computes_the_same(gpu: FakeGpu, case: Case):
+def test_sdpa_computes_the_same(gpu: Any, case: Case):
     runs = run(gpu, case, "sdpa")
     assert runs == ({"torch SDPA": Turns(OWN, PEER)}, {}, [])
 
 
 def test_they_run_in_turns(gpu: Any):
     run(gpu, CASE, "sdpa")
-    chosen = ["sdpa"] * (1 + 7)  # the first is checked
-    compared = ["own"] * 7 + ["sdpa"] * 7
-    turn = ["rest", *["own"] * 20, "rest", *["sdpa"] * 20]
-    assert gpu.calls == [*chosen, *compared, *turn * 3]
+    times = "".join(call[0] for call in gpu.calls)  # rest, own, sdpa
+    assert times == "s" + "rsss" + "rooo" + "rsss" + 3 * "rooorsss"
 
 
 def test_what_is_much_slower_runs_apart(gpu: Any):
     gpu.own_us = PEER_US / 1.6
     assert run(gpu, CASE, "sdpa") == ({}, {"torch SDPA": PEER}, [])
-    assert gpu.calls[-21:] == ["rest", *["sdpa"] * 20]
+    assert gpu.calls[-4:] == ["rest", *["sdpa"] * 3]
 
 
 def take(gpu: Any, name: str, us: float, last: int = 10**6) -> tuple[str, tuple[str, ...], Any]:
     """A library that is right and takes some time, but raises in later calls than the last one."""
 
-    def prepare(bench: Any, case: Case, inputs: Any, tensors: Any) -> tuple[Any, ...]:
-        (decode,) = inputs.calls()
+    def prepare(bench: Any, problem: Any, tensors: Any) -> tuple[Any, ...]:
+        decode = problem.call()
 
         def call() -> Any:
             if gpu.calls.count(name) == last:
@@ -106,28 +105,28 @@ def take(gpu: Any, name: str, us: float, last: int = 10**6) -> tuple[str, tuple[
 
 
 def test_all_share_the_turns(gpu: Any, monkeypatch: pytest.MonkeyPatch):
-    for name, us in (("triton", 13.0), ("flashmla", 7.0), ("fa3", 11.0)):
+    for name, us in (("triton", 13.0), ("flashmla", 4.0), ("fa3", 7.0)):
         monkeypatch.setitem(PEERS, name, take(gpu, name, us))
     turns, apart, notes = run(gpu, CASE, "triton", "flashmla", "fa3")
     assert {name: (own.us, peer.us) for name, (own, peer) in turns.items()} == {
-        "flashmla": (8.0, 7.0),
-        "fa3": (8.0, 11.0),
+        "flashmla": (5.0, 4.0),
+        "fa3": (5.0, 7.0),
     }
     assert {name: time.us for name, time in apart.items()} == {"triton": 13.0}
     assert notes == []
-    behind = [gpu.calls[i + 1] for i, what in enumerate(gpu.calls) if what == "rest"]
-    assert behind == ["triton", *["own", "flashmla", "fa3"] * 3]
+    after = [gpu.calls[i + 1] for i, what in enumerate(gpu.calls) if what == "rest"]
+    assert after[-10:] == ["triton", *["own", "flashmla", "fa3"] * 3]
 
 
 def test_what_breaks_in_turns_becomes_a_note(gpu: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(PEERS, "triton", take(gpu, "triton", 13.0))
-    monkeypatch.setitem(PEERS, "fa3", take(gpu, "fa3", 11.0, last=30))
+    monkeypatch.setitem(PEERS, "fa3", take(gpu, "fa3", 6.0, last=10))
     runs = run(gpu, CASE, "triton", "fa3")
     assert (runs.turns, set(runs.apart)) == ({}, {"triton"})
     assert runs.notes == ["times of peers: b3-s2-h4-kv100: RuntimeError: misaligned address"]
 
 
-def test_wrong_peer_is_not_timed(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_peer_is_not_timed(gpu: Any, monkeypatch: pytest.MonkeyPatch):
     original = torch.nn.functional.scaled_dot_product_attention
 
     def blind(*args: Any, attn_mask: Any, **kwargs: Any) -> Any:
@@ -141,11 +140,11 @@ def test_wrong_peer_is_not_timed(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch):
     assert "out is wrong in 12 of 24 rows" in note
 
 
-def test_peer_that_raises_becomes_a_note(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch):
+def test_peer_that_raises_becomes_a_note(gpu: Any, monkeypatch: pytest.MonkeyPatch):
     def fail(*arguments: Any) -> Any:
         raise RuntimeError("no kernel image\nfor this device")
 
-    monkeypatch.setitem(peer_runs.PEERS, "triton", ("Triton", (), fail))
+    monkeypatch.setitem(decode_peers.PEERS, "triton", ("Triton", (), fail))
     runs = run(gpu, CASE, "triton", "sdpa")
     assert runs.notes == ["Triton: b3-s2-h4-kv100: RuntimeError: no kernel image"]
     assert set(runs.turns) == {"torch SDPA"}
@@ -162,20 +161,14 @@ def test_peer_that_raises_becomes_a_note(gpu: FakeGpu, monkeypatch: pytest.Monke
     ],
 )
 def test_what_a_peer_cannot_do_is_said(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, case: Case, name: str, reason: str
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, case: Case, name: str, reason: str
 ):
-    monkeypatch.setattr(peer_runs, "find_spec", lambda name: name)
+    monkeypatch.setattr(decode_peers, "find_spec", lambda name: name)
     assert run(gpu, case, name).notes[0].endswith(f"{case.name}: ValueError: {reason}")
 
 
-def test_what_runs_elsewhere_is_left_out(gpu: FakeGpu):
-    runs = run(gpu, CASE, "deepgemm", "sdpa")
-    assert (set(runs.turns), runs.notes) == ({"torch SDPA"}, [])
-
-
-def test_missing_libraries_are_named(gpu: FakeGpu):
-    bench = Workbench(gpu, (CASE,))
-    runs = run_peers(bench, CASE, None)
+def test_missing_libraries_are_named(gpu: Any):
+    runs = run_peers(gpu.bench, CASE)
     assert set(runs.turns) == {"torch SDPA"}
     assert runs.notes == [
         "Triton: triton not installed",
@@ -236,18 +229,18 @@ both_lengths = pytest.mark.parametrize(
 
 
 @both_lengths
-def test_flashinfer_gets_what_it_needs(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, case: Case):
+def test_flashinfer_gets_what_it_needs(gpu: Any, monkeypatch: pytest.MonkeyPatch, case: Case):
     module = SimpleNamespace(BatchMLAPagedAttentionWrapper=Wrapper)
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(mla=module))
     monkeypatch.setitem(sys.modules, "flashinfer.mla", module)
-    monkeypatch.setattr(peer_runs, "find_spec", lambda name: name)
+    monkeypatch.setattr(decode_peers, "find_spec", lambda name: name)
     runs = run(gpu, case, "flashinfer")
     assert runs.notes == []
     assert set(runs.turns) == {"FlashInfer"}
 
 
 @both_lengths
-def test_flashmla_gets_what_it_needs(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, case: Case):
+def test_flashmla_gets_what_it_needs(gpu: Any, monkeypatch: pytest.MonkeyPatch, case: Case):
     schedule = torch.zeros(4, 8), torch.zeros(case.batch + 1)
 
     def get_mla_metadata(cache_seqlens: Any, rows: int, kv_heads: int) -> Any:
@@ -270,7 +263,7 @@ def test_flashmla_gets_what_it_needs(gpu: FakeGpu, monkeypatch: pytest.MonkeyPat
         get_mla_metadata=get_mla_metadata, flash_mla_with_kvcache=flash_mla_with_kvcache
     )
     monkeypatch.setitem(sys.modules, "flash_mla", module)
-    monkeypatch.setattr(peer_runs, "find_spec", lambda name: name)
+    monkeypatch.setattr(decode_peers, "find_spec", lambda name: name)
     runs = run(gpu, case, "flashmla")
     assert runs.notes == []
     assert runs.turns == {"FlashMLA": Turns(OWN, PEER)}
@@ -279,9 +272,9 @@ def test_flashmla_gets_what_it_needs(gpu: FakeGpu, monkeypatch: pytest.MonkeyPat
 class FlashAttention3:
     """Its interface, with a time for each number of splits and one that may be wrong."""
 
-    def __init__(self, gpu: FakeGpu, wrong: int | None = None) -> None:
+    def __init__(self, gpu: Any, wrong: int | None = None) -> None:
         self.gpu = gpu
-        self.times = {0: 9.0, 1: 7.0, 32: 12.0}
+        self.times = {0: 6.5, 1: 6.0, 32: 7.0}
         self.wrong = wrong
 
     def get_scheduler_metadata(
@@ -334,27 +327,27 @@ class FlashAttention3:
 
 @both_lengths
 def test_fa3_counts_with_its_best_number_of_splits(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, case: Case
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, case: Case
 ):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", FlashAttention3(gpu))
-    monkeypatch.setattr(peer_runs, "find_spec", lambda name: name)
+    monkeypatch.setattr(decode_peers, "find_spec", lambda name: name)
     runs = run(gpu, case, "fa3")
     assert runs.notes == []
-    assert runs.turns == {"FA3-MLA": Turns(OWN, Timing(7.0, 7.0, 7.0))}
+    assert runs.turns == {"FA3-MLA": Turns(OWN, PEER)}
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 32])
 def test_fa3_is_checked_with_each_number_of_splits(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, wrong: int
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, wrong: int
 ):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", FlashAttention3(gpu, wrong))
-    monkeypatch.setattr(peer_runs, "find_spec", lambda name: name)
+    monkeypatch.setattr(decode_peers, "find_spec", lambda name: name)
     runs = run(gpu, CASE, "fa3")
     assert (runs.turns, runs.apart) == ({}, {})
     assert "out is wrong in 24 of 24 rows" in runs.notes[0]
 
 
-def test_triton_gets_what_it_needs(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch):
+def test_triton_gets_what_it_needs(gpu: Any, monkeypatch: pytest.MonkeyPatch):
     """The kernel itself is tested in test_triton_decode.py."""
     asked: dict[str, Any] = {}
 
@@ -365,8 +358,6 @@ def test_triton_gets_what_it_needs(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
         numpy = [tensor.float().numpy() for tensor in (q, kv)]
 
         def decode() -> None:
-            from cumla import reference
-
             half = [array.astype("float16") for array in numpy]  # bfloat16 numbers around 0.1 fit
             got = reference.mla_decode(*half, table.numpy(), seqlens.numpy())
             out.copy_(torch.from_numpy(got.out.astype("float32")))
@@ -374,8 +365,8 @@ def test_triton_gets_what_it_needs(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
         return decode
 
     module = SimpleNamespace(prepare=prepare)
-    monkeypatch.setitem(sys.modules, "cumla.bench.triton_decode", module)
-    monkeypatch.setattr(peer_runs, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "bench.triton_decode", module)
+    monkeypatch.setattr(decode_peers, "find_spec", lambda name: name)
     runs = run(gpu, CASE, "triton")
     assert runs.notes == []
     assert set(runs.turns) == {"Triton"}
@@ -383,19 +374,8 @@ def test_triton_gets_what_it_needs(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
     assert asked["softmax_scale"] == 576**-0.5
 
 
-def test_who_runs_where(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(peer_runs, "PEER_CASES", (CASE,))
-    cases = (Case(1, 1, 1, 64), CASE)
-    assert peer_cases(cases, None) == (CASE,)
-    assert peer_cases(cases, ("sdpa",)) == cases
-    assert peer_cases(cases, ()) == ()
-    assert peer_cases(cases, ("deepgemm",)) == ()
-    assert peer_cases(cases, ("deepgemm", "sdpa")) == cases
-    assert peer_cases(DENSE, ("flashmla", "fa3", "flashinfer")) == DENSE
-
-
-def test_names_and_titles():
-    """The command names all of them; where times are published, a title supersedes them."""
-    assert (*PEERS, "deepgemm") == cli._PEERS
+def test_peers_run_on_rows_of_the_table():
+    """Where times are published, a title supersedes them."""
+    assert set(PEER_CASES) < set(DENSE)
     published = {row["peer"] for row in load_peers().rows}
     assert {PEERS[name][0] for name in ("flashinfer", "flashmla", "fa3")} <= published

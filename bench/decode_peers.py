@@ -17,13 +17,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cumla.bench.cases import PAGE_SIZE, PEER_CASES, Case
-from cumla.bench.dense import Inputs, Workbench, check_rows
+from bench.peers import Turns
+from cumla.bench.cases import PAGE_SIZE, Case
 from cumla.bench.host import as_tensor
-from cumla.bench.timing import Timing, Turns, in_turns, time_roughly
+from cumla.bench.problem import Problem, check, lay_out
+from cumla.bench.section import Bench
+from cumla.bench.timing import Timing, in_turns
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
 
-__all__ = ["PEERS", "PeerRuns", "peer_cases", "run_peers"]
+__all__ = ["PEERS", "PEER_CASES", "PeerRuns", "run_peers"]
+
+PEER_CASES: tuple[Case, ...] = (
+    Case(128, 1, 128, 4096),
+    Case(128, 1, 16, 4096),
+    Case(128, 2, 128, 1024),
+    Case(16, 1, 128, 8192),
+    Case(1, 1, 16, 8192),
+    Case(1, 1, 128, 131072),
+)
+"""Rows of the table on which other libraries run if nobody says where."""
 
 _REPEATS = 15  # of each turn
 _CLOSE = 1.5  # times as slow as cumla: beyond that the drift of a GPU does not matter
@@ -34,7 +46,7 @@ _LATENT_AND_ROPE = (VALUE_DIM, HEAD_DIM - VALUE_DIM)
 
 Call = Callable[[], Any]
 """Enqueues attention on PyTorch's current stream, returns out; its axes may be split further."""
-Prepare = Callable[[Workbench, Case, Inputs, tuple[Any, ...]], tuple[Call, ...]]
+Prepare = Callable[[Bench, Problem, tuple[Any, ...]], tuple[Call, ...]]
 """Makes calls from inputs, and their arguments as tensors; of several the fastest counts."""
 
 
@@ -56,55 +68,22 @@ class PeerRuns(NamedTuple):
     notes: list[str]
 
 
-def peer_cases(cases: tuple[Case, ...], names: tuple[str, ...] | None) -> tuple[Case, ...]:
-    """Choose the cases on which libraries run.
-
-    Parameters
-    ----------
-    cases : tuple of Case
-        What cumla runs.
-    names : tuple of str or None
-        What was asked for, keys of `PEERS` among it; None if nobody asked.
-
-    Returns
-    -------
-    tuple of Case
-        All cases for those that were asked for, a few of the table otherwise.
-    """
-    if names is None:
-        return tuple(case for case in cases if case in PEER_CASES)
-    return cases if any(name in PEERS for name in names) else ()
-
-
-def run_peers(bench: Workbench, case: Case, names: tuple[str, ...] | None) -> PeerRuns:
-    """Check and time other libraries.
-
-    Parameters
-    ----------
-    bench : Workbench
-        Made for this case among others.
-    case : Case
-        What to run.
-    names : tuple of str or None
-        Keys of `PEERS`, the others are left out; None for all.
-
-    Returns
-    -------
-    PeerRuns
-    """
+def run_peers(bench: Bench, case: Case, names: tuple[str, ...] = ()) -> PeerRuns:
+    """Check and time other libraries: those named, keys of `PEERS`, or all."""
     runs = PeerRuns({}, {}, [])
     calls: dict[str, Call] = {}
-    for name in PEERS if names is None else (name for name in names if name in PEERS):
+    problem = lay_out(bench.gpu, case)
+    for name in names or PEERS:
         title, modules, prepare = PEERS[name]
         missing = [module for module in modules if find_spec(module) is None]
         if missing:
             runs.notes.append(f"{title}: {' and '.join(missing)} not installed")
             continue
         with _noting(runs.notes, f"{title}: {case.name}"):
-            calls[title] = _fastest(bench, case, prepare)
+            calls[title] = _fastest(bench, problem, prepare)
     if calls:
         with _noting(runs.notes, f"times of peers: {case.name}"):
-            _time(bench, case, calls, runs)
+            _time(bench, problem, calls, runs)
     return runs
 
 
@@ -117,30 +96,34 @@ def _noting(notes: list[str], what: str) -> Iterator[None]:
         notes.append(f"{what}: {type(error).__name__}: {reason}")
 
 
-def _fastest(bench: Workbench, case: Case, prepare: Prepare) -> Call:
+def time_roughly(bench: Bench, call: Call) -> float:
+    """Time a call in a few runs: to choose by, not to report."""
+    return bench.time(call, repeats=5, warmup=2).us
+
+
+def _fastest(bench: Bench, problem: Problem, prepare: Prepare) -> Call:
     """Check all calls of one library, and choose."""
     torch = import_module("torch")
     with bench.gpu.torch_stream(torch):
-        inputs = bench.inputs(case)
-        tensors = tuple(as_tensor(torch, array) for array in inputs.arguments())
+        tensors = tuple(as_tensor(torch, array) for array in problem.arguments())
         times = {}
-        for call in prepare(bench, case, inputs, tensors):
-            bench.gpu.fill_bytes(inputs.out, 0xFF)
+        for call in prepare(bench, problem, tensors):
+            problem.poison(bench.gpu)
             result = call()
             tensors[4].view(result.shape).copy_(result)
-            check_rows(bench.gpu, inputs, case, _TOLERANCE)
-            times[call] = time_roughly(bench.gpu, call)
+            check(bench.gpu, problem, tolerance=_TOLERANCE)
+            times[call] = time_roughly(bench, call)
         return min(times, key=lambda call: times[call])
 
 
-def _time(bench: Workbench, case: Case, calls: dict[str, Call], runs: PeerRuns) -> None:
+def _time(bench: Bench, problem: Problem, calls: dict[str, Call], runs: PeerRuns) -> None:
     """Time what is right, in turns with cumla unless it is much slower."""
     torch = import_module("torch")
     time = partial(bench.time, repeats=_REPEATS)
     with bench.gpu.torch_stream(torch):
-        (own,) = bench.inputs(case).calls()
-        limit = _CLOSE * time_roughly(bench.gpu, own)
-        rough = {name: time_roughly(bench.gpu, call) for name, call in calls.items()}
+        own = problem.call()
+        limit = _CLOSE * time_roughly(bench, own)
+        rough = {name: time_roughly(bench, call) for name, call in calls.items()}
         close = [name for name, us in rough.items() if us <= limit]
         runs.apart.update((name, time(call)) for name, call in calls.items() if name not in close)
         if close:
@@ -149,13 +132,12 @@ def _time(bench: Workbench, case: Case, calls: dict[str, Call], runs: PeerRuns) 
             runs.turns.update(zip(close, turns, strict=True))
 
 
-def _sdpa(
-    bench: Workbench, case: Case, inputs: Inputs, tensors: tuple[Any, ...]
-) -> tuple[Call, ...]:
+def _sdpa(bench: Bench, problem: Problem, tensors: tuple[Any, ...]) -> tuple[Call, ...]:
     """PyTorch's attention over keys that have been gathered into one tensor.
 
     The query heads of a kv head are rows of one head, so that nothing has to be expanded.
     """
+    case = problem.case
     if case.seed is not None:
         raise ValueError("needs requests of the same length")
     torch = import_module("torch")
@@ -181,12 +163,11 @@ def _sdpa(
     return (call,)
 
 
-def _triton(
-    bench: Workbench, case: Case, inputs: Inputs, tensors: tuple[Any, ...]
-) -> tuple[Call, ...]:
-    """Make a call of the split-KV decoding of `cumla.bench.triton_decode`."""
+def _triton(bench: Bench, problem: Problem, tensors: tuple[Any, ...]) -> tuple[Call, ...]:
+    """Make a call of the split-KV decoding of `bench.triton_decode`."""
+    case = problem.case
     _require_one_kv_head(case)
-    decode = import_module("cumla.bench.triton_decode").prepare(
+    decode = import_module("bench.triton_decode").prepare(
         *tensors[:5],
         softmax_scale=HEAD_DIM**-0.5,
         longest=int(case.lengths.max()),
@@ -200,19 +181,19 @@ def _triton(
     return (call,)
 
 
-def _flashinfer(
-    bench: Workbench, case: Case, inputs: Inputs, tensors: tuple[Any, ...]
-) -> tuple[Call, ...]:
+def _flashinfer(bench: Bench, problem: Problem, tensors: tuple[Any, ...]) -> tuple[Call, ...]:
     """FlashInfer's paged MLA, planned beforehand."""
+    case = problem.case
     _require_one_kv_head(case)
     torch = import_module("torch")
     q, kv, _, seqlens, *_ = tensors
     workspace = torch.empty(_FLASHINFER_WORKSPACE, dtype=torch.uint8, device=q.device)
     wrapper = import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper(workspace)
     ends = np.cumsum(case.pages_of_requests, dtype=np.int32)
+    order = bench.gpu.download(problem.tables[0])
     indptr, pages = (
         torch.from_numpy(array).to(q.device)
-        for array in (np.append(np.int32(0), ends), np.array(inputs.pages[0]))
+        for array in (np.append(np.int32(0), ends), order[order >= 0])
     )
     wrapper.plan(
         torch.arange(case.batch + 1, dtype=torch.int32, device=q.device) * case.q_len,
@@ -228,13 +209,12 @@ def _flashinfer(
     return (call,)
 
 
-def _flashmla(
-    bench: Workbench, case: Case, inputs: Inputs, tensors: tuple[Any, ...]
-) -> tuple[Call, ...]:
+def _flashmla(bench: Bench, problem: Problem, tensors: tuple[Any, ...]) -> tuple[Call, ...]:
     """FlashMLA's dense decoding, with its schedule made beforehand.
 
     Newer versions make the schedule in the first call, which is the one that is checked.
     """
+    case = problem.case
     _require_one_kv_head(case)
     flash_mla = import_module("flash_mla")
     q, kv, table, seqlens, *_ = tensors
@@ -251,13 +231,12 @@ def _flashmla(
     return (call,)
 
 
-def _fa3(
-    bench: Workbench, case: Case, inputs: Inputs, tensors: tuple[Any, ...]
-) -> tuple[Call, ...]:
+def _fa3(bench: Bench, problem: Problem, tensors: tuple[Any, ...]) -> tuple[Call, ...]:
     """FlashAttention-3 with the latent part as its values, a call for each number of splits.
 
     Published times are its best over these numbers, so that is what counts here as well.
     """
+    case = problem.case
     _require_one_kv_head(case)
     interface = import_module("flash_attn_interface")
     q, kv, table, seqlens, *_ = tensors

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints how many seconds the first call of a process takes: ``python -m cumla.bench.first_call``.
+"""Prints how many seconds the first call of a process takes: ``python bench/first_call.py``.
 
 CuPy is imported and the GPU's context made before the clock starts. What is timed: every kernel of
 one dtype is compiled or found in the cache, loaded, and a small case computed.
@@ -24,11 +24,11 @@ def main() -> None:
     for array in (q, kv_cache):
         array.data.memset(0, array.nbytes)
     block_table = cupy.asarray(np.arange(64, dtype=np.int32)[None])
-    cache_seqlens = cupy.asarray(np.full(1, 4096, np.int32))
+    kv_lens = cupy.asarray(np.full(1, 4096, np.int32))
     cupy.cuda.Device().synchronize()
 
     begin = perf_counter()
-    cumla.mla_decode(q, kv_cache, block_table, cache_seqlens)
+    cumla.mla_decode(q, kv_cache, block_table, kv_lens)
     cupy.cuda.Device().synchronize()
     print(perf_counter() - begin)
 

@@ -15,17 +15,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bench.peers import Turns
+from cumla.bench import calls
 from cumla.bench.cases import PAGE_SIZE
 from cumla.bench.gpu import Gpu
 from cumla.bench.host import as_tensor
 from cumla.bench.indexer import (
+    DIM,
+    HEADS,
     DecodeStep,
     LogitsCase,
     PagedLogitsCase,
     PrefillLogitsCase,
     PrefillStep,
 )
-from cumla.bench.timing import GpuTimer, Turns, in_turns, time_cold
+from cumla.bench.section import Bench
+from cumla.bench.timing import in_turns
 
 __all__ = ["DEEP_GEMM", "LogitsPeerRuns", "run_deep_gemm"]
 
@@ -52,36 +57,24 @@ class LogitsPeerRuns(NamedTuple):
     notes: list[str]
 
 
-def run_deep_gemm(gpu: Gpu, case: LogitsCase, timer: GpuTimer = time_cold) -> LogitsPeerRuns:
+def run_deep_gemm(bench: Bench, case: LogitsCase) -> LogitsPeerRuns:
     """Check DeepGEMM's logits against float64, and time them in turns with cumla's.
 
-    Parameters
-    ----------
-    gpu : Gpu
-        Entered.
-    case : LogitsCase
-        What to run. Those of a prefill are cleaned. Paged ones are not by DeepGEMM, whose newer
-        versions cannot.
-    timer : GpuTimer
-        How to time a call.
-
-    Returns
-    -------
-    LogitsPeerRuns
-        Whatever DeepGEMM raises becomes a note.
+    Those of a prefill are cleaned; paged ones are not by DeepGEMM, whose newer versions cannot.
+    Whatever it raises becomes a note.
     """
     missing = [module for module in _MODULES if find_spec(module) is None]
     if missing:
         return LogitsPeerRuns({}, [f"{DEEP_GEMM}: {' and '.join(missing)} not installed"])
     try:
         torch, deep_gemm = (import_module(name) for name in _MODULES)
+        gpu = bench.gpu
         with gpu.torch_stream(torch):
             if isinstance(case, PrefillLogitsCase):
                 pairs = _prefill(gpu, case, torch, deep_gemm)
             else:
                 pairs = _paged(gpu, case, torch, deep_gemm)
-            time = partial(timer, gpu)
-            turns = {name: Turns(*in_turns(time, pair)) for name, pair in pairs.items()}
+            turns = {name: Turns(*in_turns(bench.time, pair)) for name, pair in pairs.items()}
         return LogitsPeerRuns(turns, [])
     except Exception as error:  # of any kind, from code that is not ours
         reason = str(error).strip().partition("\n")[0]
@@ -109,7 +102,8 @@ def _prefill(gpu: Gpu, case: PrefillLogitsCase, torch: Any, deep_gemm: Any) -> P
 
 def _paged(gpu: Gpu, case: PagedLogitsCase, torch: Any, deep_gemm: Any) -> Pairs:
     step = DecodeStep(gpu, case, caches=1)
-    step.run()
+    (own,) = step.calls
+    own()
     step.check()
     # What each query sees: the one form of lengths that all versions take.
     lengths = as_tensor(torch, gpu.upload(np.array([case.seen] * case.batch, np.int32)))
@@ -129,8 +123,9 @@ def _paged(gpu: Gpu, case: PagedLogitsCase, torch: Any, deep_gemm: Any) -> Pairs
     gpu.fill_bytes(step.out, 0xFF)
     as_tensor(torch, step.out).copy_(call())
     step.check(clean=False)
-    update = partial(step.plan.update, step.lengths)
-    return {"paged_mqa_logits": (step.run, call), "paged_schedule": (update, schedule)}
+    shape = (case.batch, case.next_n, HEADS, DIM)
+    update = calls.logits_schedule(shape, step.pages.shape[-1], step.kv_lens)
+    return {"paged_mqa_logits": (own, call), "paged_schedule": (update, schedule)}
 
 
 def _as_fp8(torch: Any, array: Any) -> Any:

@@ -121,16 +121,8 @@ _MERGE = triton.jit(do_not_specialize=("splits",))(_merge)
 def tile_options(rows: int) -> dict[str, int]:
     """Choose tiles and warps for the query rows of a request.
 
-    Parameters
-    ----------
-    rows : int
-        Query rows of a request.
-
-    Returns
-    -------
-    dict
-        Keyword arguments of the kernel's launch. They keep it within the registers of 16 rows, and
-        close to it with 64; shared memory is 95 kB and 148 kB.
+    They keep the kernel within the registers of 16 rows, and close to it with 64; shared memory is
+    95 kB and 148 kB.
     """
     if rows <= 16:
         return {"TILE_ROWS": 16, "TILE_TOKENS": 64, "num_warps": 8, "num_stages": 3}
@@ -141,7 +133,7 @@ def prepare(
     q: Any,
     kv_cache: Any,
     block_table: Any,
-    cache_seqlens: Any,
+    kv_lens: Any,
     out: Any,
     *,
     softmax_scale: float,
@@ -150,21 +142,8 @@ def prepare(
 ) -> Callable[[], object]:
     """Make a call that attends, causally, to a cache of one kv head in pages of 64 tokens.
 
-    Parameters
-    ----------
-    q, kv_cache, block_table, cache_seqlens, out : torch.Tensor
-        As `cumla.mla_decode` has them; contiguous.
-    softmax_scale : float
-        Factor of the scores.
-    longest : int
-        Largest of cache_seqlens.
-    sm_count : int
-        Multiprocessors to fill: as many shares of the tokens are made.
-
-    Returns
-    -------
-    callable
-        Enqueues the kernels on PyTorch's current stream.
+    Tensors are contiguous, as `cumla.mla_decode` has them. `longest` is the largest length, and as
+    many shares of the tokens are made as fill `sm_count` multiprocessors.
     """
     torch = import_module("torch")
     batch, q_len, heads, _ = q.shape
@@ -180,7 +159,7 @@ def prepare(
 
     def decode() -> None:
         ATTEND[batch, tiles, splits](
-            *(q, kv_cache, block_table, cache_seqlens, out, partial_out, partial_lse),
+            *(q, kv_cache, block_table, kv_lens, out, partial_out, partial_lse),
             *(scale, q_len, heads, block_table.stride(0), splits),
             SINGLE=single,
             **options,

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions as the benchmark calls them: schedules ready, outputs given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import cumla
+
+__all__ = [
+    "append",
+    "append_indexer",
+    "attention",
+    "decode",
+    "decode_schedule",
+    "logits",
+    "logits_schedule",
+    "merge",
+    "paged_logits",
+    "quantize",
+]
+
+Call = Callable[[], object]
+
+
+def decode(
+    q: Any,
+    kv_cache: Any,
+    block_table: Any,
+    kv_lens: Any,
+    out: Any = None,
+    lse: Any = None,
+    *,
+    kv_scale: float | None = None,
+    invariant_len: int | None = None,
+) -> Call:
+    """Make a call of a decode plan; with `invariant_len`, its longest length, batch-invariant."""
+    plan = cumla.MLADecodePlan.from_arrays(
+        q, kv_cache, batch_invariant=invariant_len is not None, max_kv_len=invariant_len
+    )
+    plan.update(kv_lens)
+    outputs = {"kv_scale": kv_scale, "out": out, "lse": lse}
+    return partial(plan.run, q, kv_cache, block_table, **outputs)
+
+
+def decode_schedule(shape: tuple[int, int, int], kv_lens: Any) -> Call:
+    """Make a call that computes a decode plan's schedule, for (batch, q_len, heads)."""
+    return partial(cumla.MLADecodePlan(*shape, like=kv_lens).update, kv_lens)
+
+
+def attention(
+    q: Any,
+    kv_cache: Any,
+    block_table: Any,
+    kv_lens: Any,
+    qo_indptr: Any,
+    out: Any,
+    lse: Any,
+    *,
+    causal: bool,
+) -> tuple[Call, Call]:
+    """Make a call that computes an attention plan's schedule, and one that attends."""
+    plan = cumla.MLAAttentionPlan.from_arrays(q, kv_cache, qo_indptr=qo_indptr, causal=causal)
+    update = partial(plan.update, kv_lens, qo_indptr=qo_indptr)
+    return update, partial(plan.run, q, kv_cache, block_table, out=out, lse=lse)
+
+
+def append(
+    rows: Any, kv_cache: Any, slots: Any, *, kv_scale: float | None = None, **rotation: Any
+) -> Call:
+    """Make a call that writes rows into a cache."""
+    return partial(cumla.append_mla_cache, rows, kv_cache, slots, kv_scale=kv_scale, **rotation)
+
+
+def merge(outs: Any, lses: Any, out: Any, lse: Any) -> Call:
+    """Make a call that merges partial results."""
+    return partial(cumla.merge_attention_states, outs, lses, out=out, lse=lse)
+
+
+def quantize(rows: Any, out: Any, scale_out: Any) -> Call:
+    """Make a call that quantises rows."""
+    return partial(cumla.quantize_fp8, rows, out=out, scale_out=scale_out)
+
+
+def append_indexer(rows: Any, kv_cache: Any, slots: Any) -> Call:
+    """Make a call that quantises rows into the indexer's cache."""
+    return partial(cumla.append_indexer_cache, rows, kv_cache, slots)
+
+
+def logits(q: Any, kv: Any, weights: Any, ks: Any, ke: Any, out: Any) -> Call:
+    """Make a call of a prefill's logits."""
+    return partial(cumla.mqa_logits, q, kv, weights, ks, ke, out=out)
+
+
+def paged_logits(
+    q: Any, kv_cache: Any, weights: Any, tables: list[Any], kv_lens: Any, out: Any
+) -> list[Call]:
+    """Make a call of one decoding step's logits for each block table, all by one plan."""
+    plan = cumla.PagedMQALogitsPlan.from_arrays(q, kv_cache, tables[0], kv_lens)
+    plan.update(kv_lens)
+    options = {"max_kv_len": out.shape[1], "out": out}
+    return [partial(plan.run, q, kv_cache, weights, table, **options) for table in tables]
+
+
+def logits_schedule(shape: tuple[int, int, int, int], max_pages: int, kv_lens: Any) -> Call:
+    """Make a call that computes the logits' schedule, for (batch, next_n, heads, head_dim)."""
+    plan = cumla.PagedMQALogitsPlan(*shape, max_pages=max_pages, like=kv_lens)
+    return partial(plan.update, kv_lens)

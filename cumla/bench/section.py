@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A section of the benchmark as data: its cases, how one is measured, and the columns it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import ceil
+from typing import Any, Protocol
+
+from cumla.bench.cases import Ceilings
+from cumla.bench.gpu import STREAM_BYTES, Gpu
+from cumla.bench.timing import GpuTimer, Timing, in_turns, time_cold, time_graph
+
+__all__ = [
+    "Bench",
+    "CheckError",
+    "Column",
+    "Limits",
+    "Note",
+    "Row",
+    "Section",
+    "columns",
+    "show_us",
+]
+
+Row = dict[str, Any]
+Note = Callable[[str], None]
+Call = Callable[[], object]
+
+_TURN_REPEATS = 10  # runs of one turn
+
+
+class CheckError(Exception):
+    """The kernels' result for a case is wrong; its times would mean nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes that the measurements in CUDA graphs keep to.
+
+    Attributes
+    ----------
+    small_batch : int
+        Up to this batch a graph of many calls is timed as well.
+    graph_calls, most_caches : int
+        Least number of calls in such a graph; most caches that it goes round.
+    rotated_bytes : int
+        Memory that a graph goes round, so that none of it is in L2 when its turn comes again.
+    replay_bytes : int
+        What a graph of an operation that moves bytes reads and writes: as much as the copy that
+        is the ceiling.
+    moved_bytes : int
+        Up to this size such an operation is timed in a graph as well.
+    """
+
+    small_batch: int = 16
+    graph_calls: int = 20
+    most_caches: int = 32
+    rotated_bytes: int = 512 << 20
+    replay_bytes: int = STREAM_BYTES
+    moved_bytes: int = 256 * 10**6
+
+    def caches(self, batch: int, cache_bytes: int) -> int:
+        """Count the caches that a graph goes round; 1 where there is no graph."""
+        if batch > self.small_batch:
+            return 1
+        return min(self.most_caches, max(2, ceil(self.rotated_bytes / cache_bytes)))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a section measures with.
+
+    Attributes
+    ----------
+    gpu : Gpu
+        Entered.
+    ceilings : Ceilings
+        Of that GPU, in the same run.
+    timer : GpuTimer
+        How single calls are timed.
+    results : dict
+        What has been measured so far.
+    limits : Limits
+        Sizes of the graphs.
+    """
+
+    gpu: Gpu
+    ceilings: Ceilings
+    timer: GpuTimer = time_cold
+    results: Row = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+
+    def time(self, call: Call, *, repeats: int = 30, warmup: int = 5) -> Timing:
+        """Time a single call."""
+        return self.timer(self.gpu, call, repeats=repeats, warmup=warmup)
+
+    def in_turns(self, calls: dict[str, Call]) -> dict[str, Timing]:
+        """Time calls in turns, so that a GPU that changes its clocks meets all alike."""
+        times = in_turns(partial(self.time, repeats=_TURN_REPEATS), tuple(calls.values()))
+        return dict(zip(calls, times, strict=True))
+
+    def graph(self, calls: Sequence[Call], least: int) -> Timing:
+        """Time calls back to back in one graph, `least` of them or each once."""
+        count = max(least, len(calls))
+        return time_graph(self.gpu, [calls[i % len(calls)] for i in range(count)])
+
+
+def show_us(time: float | None) -> str:
+    """Print microseconds with three digits."""
+    if time is None:
+        return "-"
+    return f"{time:.1f}" if time < 100 else f"{time:.0f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a section's table.
+
+    Attributes
+    ----------
+    title : str
+        Its heading.
+    value : str or callable
+        Key of a row, or what computes the cell's value from the row. None prints as "-".
+    form : str
+        ``"us"``, or a format specification.
+    usual : object
+        If given, the column is left out where every row has this value.
+    """
+
+    title: str
+    value: str | Callable[[Row], Any]
+    form: str = ""
+    usual: Any = ...
+
+    def of(self, row: Row) -> Any:
+        """Find the value of a row."""
+        return row.get(self.value) if isinstance(self.value, str) else self.value(row)
+
+    def is_shown(self, rows: Sequence[Row]) -> bool:
+        """Tell whether any row has something to show."""
+        if self.usual is ...:
+            return True
+        return any(self.of(row) not in (None, self.usual) for row in rows)
+
+    def cell(self, row: Row) -> str:
+        """Print the value of a row."""
+        value = self.of(row)
+        if value is None:
+            return "-"
+        return show_us(value) if self.form == "us" else format(value, self.form)
+
+
+def _said(row: Row) -> str:
+    """Sum up the times of a row, or of the list in it."""
+    lines = next((of for of in row.values() if isinstance(of, list)), [row])
+    times = row["us"].values() if isinstance(row.get("us"), dict) else [of["us"] for of in lines]
+    return ", ".join(map(show_us, times)) + " us"
+
+
+def columns(*names: str) -> tuple[Column, ...]:
+    """Make columns that have the names of their keys."""
+    return tuple(Column(name, name) for name in names)
+
+
+class Case(Protocol):
+    """What is measured."""
+
+    @property
+    def name(self) -> str:
+        """Identify the case in messages."""
+
+    def to_json(self) -> Row:
+        """Name the case as a row of the results file does."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the benchmark: one table of one operation.
+
+    Attributes
+    ----------
+    name : str
+        Key of its rows in the results, and what ``--only`` takes. Sections may share one.
+    cases : tuple
+        What is measured: a name, and `to_json`, which begins the row.
+    measure : callable
+        Checks a case against float64, times it, and returns the rest of its row. Raises
+        `CheckError` where a result is wrong.
+    shape, figures : tuple of Column
+        What tells cases apart; what was measured.
+    title : str
+        Begins the first heading of the table.
+    each : str
+        Key of a list in the row, of which every item is a line of the table.
+    ops : tuple of str
+        Values of a row's ``op``, where several sections share a name.
+    """
+
+    name: str
+    cases: tuple[Any, ...]
+    measure: Callable[[Bench, Any], Row]
+    shape: tuple[Column, ...]
+    figures: tuple[Column, ...]
+    title: str = ""
+    each: str = ""
+    ops: tuple[str, ...] = ()
+
+    def run(self, bench: Bench, note: Note) -> Iterator[Row]:
+        """Measure one case after the other; whatever goes wrong with one leaves the others."""
+        for case in self.cases:
+            row = case.to_json()
+            bench.gpu.release()
+            try:
+                row |= self.measure(bench, case)
+                note(f"{case.name}: {_said(row)}")
+            except CheckError as error:
+                row["failed"] = str(error)
+            except Exception as error:  # of any kind: what is measured later stands
+                reason = str(error).strip().partition("\n")[0]
+                row["failed"] = f"{case.name}: {type(error).__name__}: {reason}"
+            if "failed" in row:
+                note(f"FAILED: {row['failed']}")
+            yield row
+
+    def rows(self, results: Row) -> list[Row]:
+        """Find this section's rows in results."""
+        found = results.get(self.name, ())
+        return [row for row in found if not self.ops or row["op"] in self.ops]
+
+    def table(self, results: Row) -> list[list[str]]:
+        """Print this section's rows as a table of text; empty where there are none."""
+        lines: list[Row] = []
+        for row in self.rows(results):
+            given = {"empty_us": results["ceilings"]["empty_kernel_us"]} | row
+            each = row.get(self.each, ()) if self.each else ({},)
+            lines += [given | line for line in each] or [given]
+        if not lines:
+            return []
+        shape = [column for column in self.shape if column.is_shown(lines)]
+        figures = [column for column in self.figures if column.is_shown(lines)]
+        titles = [column.title for column in (*shape, *figures)]
+        titles[0] = self.title + titles[0]
+        table = [titles]
+        for line in lines:
+            cells = [column.cell(line) for column in shape]
+            if "failed" in line:
+                cells += ["failed", *[""] * (len(figures) - 1)]
+            else:
+                cells += [column.cell(line) for column in figures]
+            table.append(cells)
+        return table
