@@ -127,18 +127,20 @@ class _Merge(Operation[_Arguments, int]):
 
     def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
         first, lse = arguments.outs[0], arguments.lses[0]
-        dtypes = (first.dtype, *_DTYPES)
+        dtypes = (first.dtype, *[dtype for dtype in _DTYPES if dtype != first.dtype])
         out = Output("out", first.shape, dtypes)
         return out, Output("lse", lse.shape, ("float32",), "elements")
 
     def check_overlap(self, views: Views, written: Sequence[str]) -> None:
         """Let out be one of outs, and lse one of lses."""
-        given = {name: views[name] for name in written}
-        for name in ("outs", "lses"):
-            for i, view in enumerate(_apart(name, views)):
-                if view != given.get(name[:-1]):
-                    given[f"{name}[{i}]"] = view
-        super().check_overlap(given, written)
+        outs = {name: view for name in written if (view := views.get(name)) is not None}
+        inputs = {
+            f"{name}s[{i}]": view
+            for name in ("out", "lse")
+            for i, view in enumerate(_apart(f"{name}s", views))
+            if view != outs.get(name)
+        }
+        super().check_overlap(inputs | outs, written)
 
     def key(self, arguments: _Arguments, device: int) -> int:
         require_hopper(device)

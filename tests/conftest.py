@@ -16,10 +16,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # or each worker's BLAS takes all cores
 import numpy as np
 import pytest
 
-from cumla.core import arrays, frameworks, plan
+from cumla.core import _lifetime, arrays, frameworks, plan
 from cumla.launch import device as launch_device
+from cumla.launch import kernel, tensor_map
 from cumla.launch import module as launch_module
-from tests.fake_cuda import FakeCuPy, FakeDriver
+from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,15 +42,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     fake = FakeDriver()
-    for module in (arrays, launch_module, plan):
+    for module in (_lifetime, arrays, launch_module, plan):
         monkeypatch.setattr(module, "driver", lambda: fake)
-    monkeypatch.setattr(plan, "order_streams", lambda before, after: None)
-    monkeypatch.setattr(plan, "keep_until_event", lambda *_: None)
     known = {np.ndarray: frameworks.NUMPY}
+    gc.freeze()  # or each test pays for looking at all that was there before
     with mock.patch.dict(frameworks.framework_of_type, known, clear=True):
         gc.freeze()  # the collection below need not look at what was there before the test
         yield fake
         gc.collect()  # plans of the test, while the fakes are there
+        gc.unfreeze()
+        fake.passed = True
+        _lifetime.release_finished()
 
 
 @pytest.fixture
@@ -71,3 +74,16 @@ def cupy(no_cupy_yet: None, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(launch_module, "_loaded", {})
     monkeypatch.delenv("CUMLA_CUBIN_DIR", raising=False)
     return fake
+
+
+@pytest.fixture
+def bindings(cupy: FakeCuPy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBindings]:
+    """What kernels are launched through; it lists them."""
+    fake = FakeBindings(cupy)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
+    caches = (launch_device.import_driver, kernel._config, tensor_map._encoded)
+    for cache in caches:
+        cache.cache_clear()
+    yield fake
+    for cache in caches:
+        cache.cache_clear()

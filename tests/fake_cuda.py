@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A driver and a CuPy whose arrays have addresses and nothing behind them; nothing is launched."""
+"""A driver, a CuPy and a cuda.bindings without a GPU: launches are written down, none happens."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import hashlib
+import itertools
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from cumla.errors import CumlaError
+
+_addresses = itertools.count(1)  # of no array twice: what calls remember of it outlives a test
 
 
 class FakeDriver:
@@ -16,6 +23,9 @@ class FakeDriver:
     def __init__(self) -> None:
         self.capturing: set[int] = set()
         self.recorded: list[int] = []  # streams; event i is the i-th, from 1
+        self.waits: list[tuple[int, int]] = []  # streams: who waits, for whom
+        self.passed = True  # whether events have
+        self.gone: set[int] = set()  # streams that were destroyed
         self.destroyed: list[int] = []
 
     def enter_device(self, device: int) -> bool:
@@ -31,41 +41,63 @@ class FakeDriver:
     def relaxed_capture(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def current_device(self) -> int:
+        return 0
+
     def record_event(self, stream: int) -> int:
+        if stream in self.gone:
+            raise CumlaError("cuEventRecord failed: CUDA_ERROR_INVALID_HANDLE (400)")
         self.recorded.append(stream)
         return len(self.recorded)
+
+    def wait_event(self, stream: int, event: int) -> None:
+        self.waits.append((stream, self.recorded[event - 1]))
+
+    def event_passed(self, event: int) -> bool:
+        return self.passed
 
     def destroy_event(self, event: int) -> None:
         self.destroyed.append(event)
 
 
 class FakeCuPy(types.ModuleType):
-    """A CuPy with one GPU model; its arrays have addresses and nothing behind them."""
+    """A CuPy with one GPU model; its arrays have addresses, and those that are `like` a NumPy array
+    its values, for who copies from the device."""
 
     def __init__(self) -> None:
         super().__init__("cupy")
         self.capability = (9, 0)
         self.stream = 0
-        self.nvrtc = (12, 8)
+        self.nvrtc = (12, 9)
+        self.compiled: list[str] = []  # entry points, which are handles from 1
+        self.allocated: list[int] = []  # bytes
+        self.copied: list[str] = []  # what the check mode has looked at: dtype and shape
+        self._contents: dict[int, np.ndarray] = {}
 
         class ndarray:
             def __init__(self, shape: tuple[int, ...], dtype: Any, device: int = 0) -> None:
                 shadow = np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape)
                 self.shape, self.dtype = shape, shadow.dtype
                 ends = np.cumprod([self.dtype.itemsize, *shape[:0:-1]])
-                self.strides = tuple(int(end) for end in ends[::-1])
-                self.data = types.SimpleNamespace(ptr=0x1000, device_id=device)
+                self.strides = tuple(int(end) for end in ends[::-1])[-len(shape) :] if shape else ()
+                self.data = types.SimpleNamespace(ptr=next(_addresses) << 32, device_id=device)
 
         self.ndarray = ndarray
-        streams = types.SimpleNamespace(from_external=lambda _: contextlib.nullcontext())
+        streams = types.SimpleNamespace(
+            null=contextlib.nullcontext(), from_external=lambda _: contextlib.nullcontext()
+        )
         runtime = types.SimpleNamespace(
             getDevice=lambda: 0,
             getDeviceProperties=self._properties,
+            memcpyAsync=self._copy,
+            memcpyDeviceToHost=2,
+            streamSynchronize=lambda stream: None,
             CUDARuntimeError=RuntimeError,
         )
         self.cuda = types.SimpleNamespace(
             Device=FakeDevice,
             Stream=streams,
+            compiler=types.SimpleNamespace(CompileException=RuntimeError),
             get_current_stream=lambda device: types.SimpleNamespace(ptr=self.stream),
             nvrtc=types.SimpleNamespace(getVersion=self._nvrtc_version),
             runtime=runtime,
@@ -74,10 +106,34 @@ class FakeCuPy(types.ModuleType):
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         if np.dtype(dtype).name.startswith("float8"):  # as CuPy 14.2
             raise ValueError(f"Unsupported dtype {np.dtype(dtype)}")
-        return self.ndarray(shape, dtype)
+        array = self.ndarray(shape, dtype)
+        self.allocated.append(int(np.prod(shape)) * array.dtype.itemsize)
+        return array
 
     def like(self, array: Any, device: int = 0) -> Any:
-        return self.ndarray(array.shape, array.dtype, device)
+        """Put a NumPy array, or those of a tuple or list, on the GPU; leave other things alone."""
+        if isinstance(array, (tuple, list)):
+            return type(array)([self.like(part, device) for part in array])
+        if not isinstance(array, np.ndarray):
+            return array
+        there = self.ndarray(array.shape, array.dtype, device)
+        self._contents[there.data.ptr] = array
+        return there
+
+    def RawModule(self, *, code: str, options: tuple[str, ...]) -> Any:
+        """Compile nothing."""
+        return types.SimpleNamespace(get_function=self._function)
+
+    def _function(self, entry: str) -> Any:
+        self.compiled.append(entry)
+        handle = types.SimpleNamespace(ptr=len(self.compiled))
+        return types.SimpleNamespace(kernel=handle, local_size_bytes=0)
+
+    def _copy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        array = self._contents[source]
+        self.copied.append(f"{array.dtype} {array.shape}")
+        assert nbytes == array.nbytes
+        ctypes.memmove(target, array.ctypes.data, nbytes)
 
     def _properties(self, device: int) -> dict[str, Any]:
         return {
@@ -93,6 +149,70 @@ class FakeCuPy(types.ModuleType):
         if self.nvrtc == (0, 0):
             raise RuntimeError("CuPy failed to load libnvrtc.so.12\nsome more")
         return self.nvrtc
+
+
+class Launched(NamedTuple):
+    """A launch that the driver was asked for."""
+
+    entry: str
+    grid: tuple[int, int, int]
+    stream: int
+    parameters: int  # where they are
+
+    def read(self, nbytes: int) -> bytes:
+        """Read the parameters, while whoever launched them is there."""
+        (first,) = (ctypes.c_void_p * 1).from_address(self.parameters)
+        return ctypes.string_at(first, nbytes)
+
+
+class FakeBindings(types.ModuleType):
+    """`cuda.bindings.driver`: tensor maps of bytes that depend on all they are made of; a list of
+    the kernels, of a `FakeCuPy`, that were launched."""
+
+    def __init__(self, cupy: FakeCuPy) -> None:
+        super().__init__("cuda.bindings.driver")
+        self._cupy = cupy
+        self.launched: list[Launched] = []
+        self.cuuint64_t = self.cuuint32_t = int
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("CU"):
+            raise AttributeError(name)
+        return _Enumeration(name)
+
+    @property
+    def entries(self) -> list[str]:
+        """Entry points of what was launched; all of it is forgotten."""
+        names = [launch.entry for launch in self.launched]
+        self.launched.clear()
+        return names
+
+    def CUlaunchConfig(self) -> Any:
+        return types.SimpleNamespace()
+
+    def CUlaunchAttribute(self) -> Any:
+        return types.SimpleNamespace(value=types.SimpleNamespace())
+
+    def cuLaunchKernelEx(self, config: Any, handle: int, parameters: int, extra: int) -> tuple[int]:
+        entry = self._cupy.compiled[handle - 1]
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        self.launched.append(Launched(entry, grid, config.hStream, parameters))
+        return (0,)
+
+    def cuTensorMapEncodeTiled(self, *arguments: Any) -> tuple[int, Any]:
+        digest = hashlib.sha512(repr(arguments).encode()).digest()
+        buffer = ctypes.create_string_buffer(2 * digest, 128)
+        return 0, types.SimpleNamespace(getPtr=lambda: ctypes.addressof(buffer))
+
+
+class _Enumeration:
+    """Members of an enumeration of the driver's: their names."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, member: str) -> str:
+        return f"{self._name}.{member}"
 
 
 class FakeDevice:

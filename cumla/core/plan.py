@@ -318,9 +318,8 @@ class Plan(ABC, Generic[K]):
             return self._values is not None
         return stream == self._memory.stream
 
-    def _update(self, arrays: Mapping[str, Any], options: Any, stream: Any) -> None:
+    def _update(self, inputs: dict[str, Any], options: Any, stream: Any) -> None:
         """Compute the schedule from arrays of lengths; `options` are the schedule's."""
-        inputs = {name: array for name, array in arrays.items() if array is not None}
         call = open_call(tuple(inputs.items()), stream=stream)
         memory = self._memory
         identity = (call.views, call.stream)

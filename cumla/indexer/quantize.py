@@ -154,18 +154,20 @@ _QUANTIZE = _Quantize()
 def _check_axes(rows: ArrayView, values: ArrayView | None, scale: ArrayView | None) -> None:
     """Check that a launch holds the axes of the rows; new outputs are contiguous."""
     lead = rows.shape[:-1]
-    fits = all(out is None or len(out.shape) >= len(lead) for out in (values, scale))
-    if 0 in lead or not fits:  # an output of another shape is refused as such
+    if 0 in lead:
         return
+    for out, axes in ((values, len(lead) + 1), (scale, len(lead))):
+        if out is not None and len(out.shape) != axes:  # it will be refused as such
+            return
     contiguous = tuple(prod(lead[axis + 1 :]) for axis in range(len(lead)))
-    axes = merge_axes(
+    merged = merge_axes(
         lead,
         rows.strides[:-1],
         contiguous if values is None else values.strides[:-1],
         contiguous if scale is None else scale.strides,
     )
-    if len(axes) > MOST_AXES:
+    if len(merged) > MOST_AXES:
         raise ValueError(
             f"x: needs at most {MOST_AXES} axes before the last that are not contiguous in x, out "
-            f"and scale_out alike, got {len(axes)} in shape {rows.shape}; make contiguous copies"
+            f"and scale_out alike, got {len(merged)} in shape {rows.shape}; make contiguous copies"
         )

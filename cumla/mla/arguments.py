@@ -83,10 +83,7 @@ def named(q: Any, kv_cache: Any, kv_scale: Any, **others: Any) -> dict[str, Any]
     arrays = {**parts("q", q, ROW_PARTS), **parts("kv_cache", kv_cache, CACHE_PARTS)}
     if kv_scale is not None and not isinstance(kv_scale, Real):
         others["kv_scale"] = kv_scale
-    for name, array in others.items():
-        if array is not None:
-            arrays[name] = array
-    return arrays
+    return arrays | others
 
 
 def outputs_of(q: ArrayView, lse_shape: tuple[int, ...]) -> tuple[Output, ...]:

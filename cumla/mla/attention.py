@@ -160,16 +160,11 @@ def mla_attention(
     causal = checked_flag("causal", causal)
     _check_one_form(block_table, kv_indptr, kv_indices)
     factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
-    inputs = named(
-        q,
-        kv_cache,
-        kv_scale,
-        block_table=block_table,
-        kv_indices=kv_indices,
-        qo_indptr=qo_indptr,
-        kv_lens=kv_lens,
-        kv_indptr=kv_indptr,
-    )
+    pages = {"block_table": block_table}
+    if block_table is None:
+        pages = {"kv_indices": kv_indices, "kv_indptr": kv_indptr}
+    lengths = {"qo_indptr": qo_indptr, "kv_lens": kv_lens}
+    inputs = named(q, kv_cache, kv_scale, **pages, **lengths)
     options = (checked_scale(softmax_scale, _SCALE), factor, causal)
     return AttentionState(*run(_ATTENTION, inputs, {"out": out, "lse": lse}, options, stream))
 
@@ -270,9 +265,15 @@ class _Attend(Operation[DecodeArguments, MLAAttentionKey]):
 class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
     """Both, in one call."""
 
-    def batch(self, attend: DecodeArguments, views: Views) -> int | None:
-        pages = attend.block_table
-        return pages.shape[0] if len(pages.shape) == 2 else None
+    def batch(self, attend: DecodeArguments, views: Views) -> None:
+        return None  # as qo_indptr says
+
+    def arguments(
+        self, views: Views, options: tuple[float, float | None, bool]
+    ) -> tuple[_Lengths, DecodeArguments]:
+        lengths, attend = super().arguments(views, options)
+        _check_batch(attend.block_table, lengths.kv_lens.shape[0])
+        return lengths, attend
 
     def key(self, arguments: tuple[Any, DecodeArguments], device: int) -> MLAAttentionKey:
         lengths, attend = arguments
@@ -509,9 +510,11 @@ class MLAAttentionPlan(Plan[MLAAttentionKey]):
             As :func:`mla_attention`; every kernel of the plan is loaded here, but for that of a
             cache in two arrays of whole 64-token blocks a page, which the first run loads.
         """
-        lengths = {"kv_lens": kv_lens, "qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
-        self._update(lengths, self.key.batch, stream)
         has_list = kv_indptr is not None
+        lengths = {"kv_lens": kv_lens, "qo_indptr": qo_indptr}
+        if has_list:
+            lengths["kv_indptr"] = kv_indptr
+        self._update(lengths, self.key.batch, stream)
         if has_list != self._has_list and self._memory is not None:
             self._memory.ready.clear()
         self._has_list = has_list
@@ -567,7 +570,9 @@ class MLAAttentionPlan(Plan[MLAAttentionKey]):
         seen, results = self._known(arrays, given, outputs, options, stream)
         if results is None:
             self._check_form(block_table, kv_indices)
-            inputs = named(q, kv_cache, kv_scale, block_table=block_table, kv_indices=kv_indices)
+            listed = kv_indices is not None
+            pages = {"kv_indices": kv_indices} if listed else {"block_table": block_table}
+            inputs = named(q, kv_cache, kv_scale, **pages)
             results = self._run(inputs, outputs, options, stream, seen)
         return AttentionState(*results)
 
@@ -614,12 +619,7 @@ class MLAAttentionPlan(Plan[MLAAttentionKey]):
             )
         if cache_of(arguments.kv_cache) != key.cache:
             raise other_cache(arguments.q, arguments.kv_cache)
-        table = arguments.block_table
-        if len(table.shape) == 2 and table.shape[0] != key.batch:
-            raise ValueError(
-                f"block_table: needs shape (batch, max_pages) with batch {key.batch}, got "
-                f"{table.shape}; {_ENTRY}"
-            )
+        _check_batch(arguments.block_table, key.batch)
 
 
 Shape = tuple[int, int, int, int, int, str]
@@ -642,6 +642,15 @@ def _key_on_device(
 def _key(shape: Shape, causal: bool, device: int | None, cache: str) -> MLAAttentionKey:
     sm_count = 0 if device is None else require_hopper(device).sm_count
     return _key_on_device(shape, causal, device, sm_count, cache)
+
+
+def _check_batch(pages: ArrayView, batch: int) -> None:
+    """Check that a table has a row for each request; a list of pages has none."""
+    if len(pages.shape) == 2 and pages.shape[0] != batch:
+        raise ValueError(
+            f"block_table: needs shape (batch, max_pages) with batch {batch}, got {pages.shape}; "
+            f"{_ENTRY}"
+        )
 
 
 def _check_one_form(block_table: Any, kv_indptr: Any, kv_indices: Any) -> None:

@@ -21,6 +21,7 @@ from cumla.core.arguments import (
     checked_scale,
 )
 from cumla.core.arrays import open_call
+from cumla.core.check_mode import check_mode
 from cumla.core.operation import Operation, Output, Scheduled, parts_on_host, run
 from cumla.core.plan import Plan
 from cumla.core.state import AttentionState
@@ -515,8 +516,10 @@ class MLADecodePlan(Plan[MLADecodeKey]):
         """
         self._update({"kv_lens": kv_lens}, self.key.batch, stream)
         if self._values is not None and self.key.batch_invariant:
-            most = self.key.max_blocks * BLOCK_TOKENS
-            self._values["kv_lens"] = np.minimum(self._values["kv_lens"], most)
+            lengths, most = self._values["kv_lens"], self.key.max_blocks * BLOCK_TOKENS
+            if check_mode():
+                _check_most(lengths, most)
+            self._values["kv_lens"] = np.minimum(lengths, most)
 
     def run(
         self,
@@ -634,6 +637,17 @@ def _checked_max_blocks(batch_invariant: bool, max_kv_len: Any) -> int:
             "serve, got None; pass it, it sizes the plan's buffer"
         )
     return -(-checked_int("max_kv_len", max_kv_len, "nothing to plan for") // BLOCK_TOKENS)
+
+
+def _check_most(lengths: np.ndarray[Any, Any], most: int) -> None:
+    """Raise for the first request that is longer than a plan serves."""
+    wrong = np.flatnonzero(lengths > most)
+    if wrong.size:
+        i = wrong[0]
+        raise ValueError(
+            f"kv_lens[{i}]: needs a length up to {most}, the plan's max_kv_len in whole blocks of "
+            f"{BLOCK_TOKENS}, got {lengths[i]}; make a plan with a larger max_kv_len"
+        )
 
 
 def _check_values(

@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call of every public operation and plan that works, as data: the tests that hold for all of
+them go through these tables. Arrays are NumPy's; `FakeCuPy.like` puts them on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cumla
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+Arguments = dict[str, Any]
+
+
+class Operation(NamedTuple):
+    """A public function, with arguments and outputs of a call."""
+
+    function: Callable[..., Any]
+    make: Callable[[], Arguments]
+    outputs: Callable[[], Arguments]  # those that the function would allocate
+    kernels: tuple[str, ...]  # that the call launches
+    in_place: tuple[str, ...] = ()  # arguments that are written to
+    integers: tuple[str, ...] = ()  # arguments that the check mode looks at
+    empty: tuple[tuple[str, ...], ...] = ()  # cut to nothing on their first axes
+
+    def __call__(self, **changes: Any) -> Any:
+        return self.function(**self.make() | changes)
+
+
+class Planned(NamedTuple):
+    """A plan, with what it takes from the arguments of its operation's call."""
+
+    operation: str
+    kind: Any
+    made_of: tuple[str, ...]  # by from_arrays
+    updated_with: tuple[str, ...]
+    numbers: Arguments  # by the class
+
+    def make(self, arguments: Arguments, **options: Any) -> Any:
+        return self.kind.from_arrays(**picked(arguments, self.made_of), **options)
+
+    def lengths(self, arguments: Arguments) -> Arguments:
+        return picked(arguments, self.updated_with)
+
+    def inputs(self, arguments: Arguments) -> Arguments:
+        """What a run takes."""
+        return {n: v for n, v in arguments.items() if n not in self.updated_with}
+
+    def ready(self, arguments: Arguments, **options: Any) -> Any:
+        """Make a plan, and update it."""
+        plan = self.make(arguments, **options)
+        plan.update(**self.lengths(arguments))
+        return plan
+
+
+def picked(arguments: Arguments, names: tuple[str, ...]) -> Arguments:
+    return {name: arguments[name] for name in names if name in arguments}
+
+
+def numbers(*shape: int, dtype: Any = BF16) -> Any:
+    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
+
+
+def int32(*values: Any) -> Any:
+    return np.array(values, np.int32)
+
+
+def aligned(shape: tuple[int, ...], dtype: Any = BF16, shift: int = 0) -> Any:
+    """Zeros at `shift` bytes after a multiple of 64."""
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.zeros(nbytes + 128, np.uint8)
+    begin = -memory.ctypes.data % 64 + shift
+    return memory[begin : begin + nbytes].view(dtype).reshape(shape)
+
+
+def spread(shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...]) -> Any:
+    """Zeros with these byte strides, in memory that they need not share."""
+    reach = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    memory = aligned((reach + np.dtype(dtype).itemsize,), np.uint8)
+    return np.ndarray(shape, dtype, memory, strides=strides)
+
+
+def every_other(array: Any) -> Any:
+    """The same values, a gap after each of the last axis."""
+    return np.repeat(array, 2, axis=-1)[..., ::2]
+
+
+def shifted(array: Any, by: int) -> Any:
+    """The same values, at `by` bytes after a multiple of 64."""
+    copy = aligned(array.shape, array.dtype, by)
+    copy[...] = array
+    return copy
+
+
+def padded(array: Any, by: int) -> Any:
+    """The same values in rows that are `by` elements longer."""
+    wide = aligned((*array.shape[:-1], array.shape[-1] + by), array.dtype)[..., :-by]
+    wide[...] = array
+    return wide
+
+
+def frozen(array: Any) -> Any:
+    copy = array.copy()
+    copy.flags.writeable = False
+    return copy
+
+
+def broadcast(array: Any) -> Any:
+    """One row in the place of all; it can be written to."""
+    strides = (*[0] * (array.ndim - 1), array.itemsize)
+    return np.lib.stride_tricks.as_strided(
+        aligned(array.shape[-1:], array.dtype), array.shape, strides
+    )
+
+
+@contextlib.contextmanager
+def refused(error: type[Exception], message: str) -> Iterator[None]:
+    """Expect an error whose message begins so; " ... " stands for anything between."""
+    pattern = ".*".join(re.escape(part) for part in message.split(" ... "))
+    with pytest.raises(error, match=f"^{pattern}"):
+        yield
+
+
+class Refusal(NamedTuple):
+    """An argument, or several, that a call refuses, and how the message begins."""
+
+    changes: Arguments
+    error: type[Exception]
+    message: str
+
+
+def wrong_type(name: str, value: Any, need: str) -> Refusal:
+    """Make the refusal of an argument, or of a part of it, that is of the wrong kind."""
+    return Refusal({name.partition("[")[0]: value}, TypeError, f"{name}: needs {need}")
+
+
+def wrong(name: str, value: Any, need: str) -> Refusal:
+    """Make the refusal of an argument, or of a part of it, that does not fit."""
+    return Refusal({name.partition("[")[0]: value}, ValueError, f"{name}: needs {need}")
+
+
+def badly_laid_out(name: str, array: Any) -> list[Refusal]:
+    """List what no array of rows may be: gaps, odd strides, backwards, off 16 bytes."""
+    least = next(i for i in (0, 1) if array.shape[i] > 1)
+    axis = slice(None, None, -1) if least == 0 else (slice(None), slice(None, None, -1))
+    return [
+        wrong(
+            name, every_other(array), "a contiguous last axis, got a stride of ... ; make a cont"
+        ),
+        wrong(name, padded(array, 1), "strides that are multiples of 16 bytes ... ; pad the rows"),
+        wrong(name, array[axis], f"strides ... not negative, got - ... on axis {least}; pad the"),
+        wrong(
+            name, shifted(array, 8), "an address that is a multiple of 16 bytes, got 0x ... ; copy"
+        ),
+    ]
+
+
+def all_of(refusals: list[Refusal]) -> Any:
+    """Run a test for each."""
+    return pytest.mark.parametrize(
+        "refusal", refusals, ids=[refusal.message[:60] for refusal in refusals]
+    )
+
+
+def decode() -> Arguments:
+    return {
+        "q": numbers(2, 2, 16, 576),
+        "kv_cache": numbers(6, 64, 1, 576),
+        "block_table": int32([0, 1, 2], [3, 4, 5]),
+        "kv_lens": int32(5, 130),
+    }
+
+
+def attention() -> Arguments:
+    """Rows 1 to 5 of 8 have a request."""
+    return {
+        "q": numbers(8, 16, 576),
+        "kv_cache": numbers(6, 64, 1, 576),
+        "block_table": int32([0, 1, 2], [3, 4, 5]),
+        "kv_lens": int32(5, 130),
+        "qo_indptr": int32(1, 4, 6),
+    }
+
+
+def listed() -> Arguments:
+    """The same with a list of pages."""
+    pages = {"kv_indptr": int32(0, 1, 4), "kv_indices": int32(0, 3, 4, 5)}
+    return attention() | {"block_table": None} | pages
+
+
+def prefill() -> Arguments:
+    rng = np.random.default_rng(0)
+    return {
+        "q": rng.standard_normal((5, 8, 32)).astype(E4M3),
+        "kv": (rng.standard_normal((20, 32)).astype(E4M3), rng.random(20, np.float32)),
+        "weights": rng.standard_normal((5, 8)).astype(np.float32),
+        "ks": int32(0, 1, 2, 3, 20),
+        "ke": int32(20, 5, 2, 9, 20),
+    }
+
+
+def pages() -> Arguments:
+    rng = np.random.default_rng(1)
+    cache = np.zeros((6, 16, 1, 36), np.uint8)
+    cache.reshape(6, -1)[:, : 16 * 32] = rng.integers(0, 0x60, (6, 16 * 32))
+    cache.reshape(6, -1)[:, 16 * 32 :].view(np.float32)[...] = rng.random((6, 16))
+    return {
+        "q": rng.standard_normal((2, 3, 8, 32)).astype(E4M3),
+        "kv_cache": cache,
+        "weights": rng.standard_normal((6, 8)).astype(np.float32),
+        "block_table": int32([0, 1, 2], [3, 4, 5]),
+        "kv_lens": int32(5, 40),
+        "max_kv_len": 50,
+    }
+
+
+def rows() -> Arguments:
+    """Rows into slots, with a rotation."""
+    return {
+        "rows": numbers(5, 576),
+        "kv_cache": aligned((6, 16, 576)),
+        "slot_mapping": int32(3, -1, 95, 17, 0),
+        "positions": np.arange(5),
+        "cos_sin": numbers(9, 64, dtype=np.float32),
+        "q_pe": numbers(5, 3, 64),
+    }
+
+
+def rows_by_request() -> Arguments:
+    return {
+        "rows": numbers(5, 576),
+        "kv_cache": aligned((6, 16, 576)),
+        "batch_indices": int32(0, 0, 1, 1, -1),
+        "positions": np.array([0, 20, 31, 1, 0], np.int64),
+        "block_table": int32([0, 1], [5, 2]),
+    }
+
+
+def keys() -> Arguments:
+    return {
+        "k": numbers(5, 64),
+        "kv_cache": aligned((6, 16, 68), np.uint8),
+        "slot_mapping": int32(3, -1, 95, 17, 0),
+    }
+
+
+def partials() -> Arguments:
+    return {
+        "outs": [numbers(2, 5, 3, 16) + BF16.type(i) for i in range(3)],
+        "lses": [numbers(2, 3, 5, dtype=np.float32) + np.float32(i) for i in range(3)],
+    }
+
+
+OPERATIONS = {
+    "mla_decode": Operation(
+        cumla.mla_decode,
+        decode,
+        lambda: {"out": aligned((2, 2, 16, 512)), "lse": aligned((2, 16, 2), np.float32)},
+        ("mla_schedule", "mla_decode_bfloat16"),
+        integers=("block_table", "kv_lens"),
+        empty=(("q", "block_table", "kv_lens"),),
+    ),
+    "mla_attention": Operation(
+        cumla.mla_attention,
+        attention,
+        lambda: {"out": aligned((8, 16, 512)), "lse": aligned((8, 16), np.float32)},
+        ("mla_attention_schedule", "mla_attention_bfloat16"),
+        integers=("qo_indptr", "kv_lens", "block_table"),
+        empty=(("q",), ("q", "block_table", "kv_lens", "qo_indptr+1")),
+    ),
+    "mla_attention of a list": Operation(
+        cumla.mla_attention,
+        listed,
+        lambda: {"out": aligned((8, 16, 512)), "lse": aligned((8, 16), np.float32)},
+        ("mla_attention_schedule", "mla_attention_bfloat16"),
+        integers=("qo_indptr", "kv_lens", "kv_indptr", "kv_indices"),
+        empty=(("q",), ("q", "kv_lens", "qo_indptr+1", "kv_indptr+1", "kv_indices")),
+    ),
+    "mqa_logits": Operation(
+        cumla.mqa_logits,
+        prefill,
+        lambda: {"out": aligned((5, 20), np.float32)},
+        ("mqa_logits_h8_d32",),
+        integers=("ks", "ke"),
+        empty=(("q", "weights", "ks", "ke"), ("kv",)),
+    ),
+    "paged_mqa_logits": Operation(
+        cumla.paged_mqa_logits,
+        pages,
+        lambda: {"out": aligned((6, 50), np.float32)},
+        ("paged_mqa_schedule", "paged_mqa_logits_h32_d32_n128"),
+        integers=("block_table", "kv_lens"),
+        empty=(("q", "weights", "block_table", "kv_lens"),),
+    ),
+    "append_mla_cache": Operation(
+        cumla.append_mla_cache,
+        rows,
+        dict,
+        ("append_cache_bfloat16",),
+        in_place=("kv_cache", "q_pe"),
+        integers=("slot_mapping", "positions"),
+        empty=(("rows", "slot_mapping", "positions", "q_pe"),),
+    ),
+    "append_mla_cache by request": Operation(
+        cumla.append_mla_cache,
+        rows_by_request,
+        dict,
+        ("append_cache_bfloat16",),
+        in_place=("kv_cache",),
+        integers=("batch_indices", "positions", "block_table"),
+        empty=(("rows", "batch_indices", "positions"),),
+    ),
+    "append_indexer_cache": Operation(
+        cumla.append_indexer_cache,
+        keys,
+        dict,
+        ("append_indexer_cache_bfloat16",),
+        in_place=("kv_cache",),
+        integers=("slot_mapping",),
+        empty=(("k", "slot_mapping"),),
+    ),
+    "quantize_fp8": Operation(
+        cumla.quantize_fp8,
+        lambda: {"x": numbers(4, 3, 64)},
+        lambda: {"out": aligned((4, 3, 64), E4M3), "scale_out": aligned((4, 3), np.float32)},
+        ("quantize_fp8_bfloat16",),
+        empty=(("x",),),
+    ),
+    "merge_attention_states": Operation(
+        cumla.merge_attention_states,
+        partials,
+        lambda: {"out": aligned((2, 5, 3, 16)), "lse": aligned((2, 3, 5), np.float32)},
+        ("merge_states_bfloat16",),
+        empty=(("outs", "lses"),),
+    ),
+}
+
+PLANS = {
+    "MLADecodePlan": Planned(
+        "mla_decode",
+        cumla.MLADecodePlan,
+        ("q", "kv_cache"),
+        ("kv_lens",),
+        {"batch": 2, "q_len": 2, "num_heads": 16},
+    ),
+    "MLAAttentionPlan": Planned(
+        "mla_attention",
+        cumla.MLAAttentionPlan,
+        ("q", "kv_cache", "qo_indptr"),
+        ("kv_lens", "qo_indptr"),
+        {"batch": 2, "total_tokens": 8, "num_heads": 16},
+    ),
+    "MLAAttentionPlan of a list": Planned(
+        "mla_attention of a list",
+        cumla.MLAAttentionPlan,
+        ("q", "kv_cache", "qo_indptr"),
+        ("kv_lens", "qo_indptr", "kv_indptr"),
+        {"batch": 2, "total_tokens": 8, "num_heads": 16},
+    ),
+    "PagedMQALogitsPlan": Planned(
+        "paged_mqa_logits",
+        cumla.PagedMQALogitsPlan,
+        ("q", "kv_cache", "block_table", "kv_lens"),
+        ("kv_lens",),
+        {
+            "batch": 2,
+            "next_n": 3,
+            "num_heads": 8,
+            "head_dim": 32,
+            "max_pages": 3,
+            "page_size": 16,
+        },
+    ),
+}
+
+every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+every_plan = pytest.mark.parametrize("planned", PLANS.values(), ids=PLANS)
+
+
+def arrays_of(arguments: Arguments) -> Iterator[tuple[str, Any]]:
+    """Name every array, those of pairs and sequences by their place."""
+    for name, value in arguments.items():
+        if isinstance(value, (tuple, list)):
+            yield from ((f"{name}[{i}]", part) for i, part in enumerate(value))
+        elif hasattr(value, "shape"):
+            yield name, value
+
+
+def with_array(arguments: Arguments, name: str, array: Any) -> Arguments:
+    """Put an array in the place of one that `arrays_of` names."""
+    name, _, place = name.partition("[")
+    if place:
+        parts = list(arguments[name])
+        parts[int(place[:-1])] = array
+        array = type(arguments[name])(parts)
+    return arguments | {name: array}

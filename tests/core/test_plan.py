@@ -1,0 +1,677 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for every plan: whose stream, whose workspace, what it serves, what it remembers.
+GPU arrays are a stand-in's; nothing is launched."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla.core.frameworks import framework_of_type
+from cumla.launch import all_specs
+from cumla.launch.module import load
+from tests.calls import (
+    OPERATIONS,
+    PLANS,
+    Arguments,
+    Planned,
+    arrays_of,
+    every_plan,
+    refused,
+    with_array,
+)
+from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
+
+DECODE = PLANS["MLADecodePlan"]
+NBYTES = 1 << 28
+
+
+def on_gpu(cupy: FakeCuPy, planned: Planned) -> Arguments:
+    """Put all that a call with outputs can be given on the GPU."""
+    operation = OPERATIONS[planned.operation]
+    arguments = operation.make() | operation.outputs()
+    given = {name: cupy.like(value) for name, value in arguments.items() if value is not None}
+    framework_of_type.clear()
+    cumla.core.arrays.open_call((("q", given["q"]),))  # CuPy's arrays are known from now on
+    return given
+
+
+def entries(planned: Planned) -> tuple[str, str]:
+    schedule, attend = OPERATIONS[planned.operation].kernels
+    return schedule, attend
+
+
+def lengths_in_messages(planned: Planned) -> str:
+    return "kv_lens" if len(planned.updated_with) == 1 else "kv_lens, qo_indptr=..."
+
+
+# --- on the CPU -----------------------------------------------------------------------------------
+
+
+@every_plan
+def test_a_plan_gives_what_a_call_gives(planned: Planned) -> None:
+    """With the lengths of its update, whatever the arrays hold later."""
+    operation = OPERATIONS[planned.operation]
+    arguments, expected, outputs = operation.make(), operation.outputs(), operation.outputs()
+    operation.function(**arguments, **expected)
+    plan = planned.ready(arguments)
+    for array in planned.lengths(arguments).values():
+        array[...] = 0
+    plan.run(**planned.inputs(arguments), **outputs)
+    for name, array in outputs.items():
+        assert array.tobytes() == expected[name].tobytes()
+        assert array.any()
+    assert plan.serves(7)
+    plan.prepare()
+
+
+@every_plan
+def test_a_plan_that_was_never_updated(
+    planned: Planned, cupy: FakeCuPy, bindings: FakeBindings
+) -> None:
+    given = on_gpu(cupy, planned)
+    for arguments in (OPERATIONS[planned.operation].make(), given):
+        plan = planned.make(arguments)
+        assert not plan.serves(0)
+        lengths = lengths_in_messages(planned)
+        message = f"plan: never updated; call plan.update({lengths}) before the first run"
+        with refused(ValueError, message):
+            plan.run(**planned.inputs(arguments))
+    assert bindings.entries == []
+
+
+@every_plan
+def test_updates_check_the_lengths(planned: Planned) -> None:
+    arguments = OPERATIONS[planned.operation].make()
+    plan = planned.ready(arguments)
+    lengths = planned.lengths(arguments)
+    for name, array in lengths.items():
+        for wrong, error, message in (
+            (array.astype(np.int64), TypeError, f"{name}: needs int32, got int64; convert it"),
+            (np.append(array, [0]).astype(np.int32), ValueError, f"{name}: needs shape (batch"),
+            (array[None], ValueError, f"{name}: needs shape (batch"),
+            ("text", TypeError, f"{name}: needs an array of CuPy"),
+        ):
+            with refused(error, message):
+                plan.update(**lengths | {name: wrong})
+    with refused(TypeError, "kv_lens: needs an array of CuPy ... got builtins.NoneType"):
+        plan.update(**lengths | {"kv_lens": None})
+    plan.run(**planned.inputs(arguments))  # the update before serves on
+
+
+@every_plan
+def test_numbers_of_a_plan(planned: Planned) -> None:
+    for name in planned.numbers:
+        least = 0 if name in ("batch", "q_len", "next_n", "total_tokens") else 1
+        for value, error, need in (
+            (least - 1, ValueError, f"a number from {least}, got {least - 1}; nothing to plan for"),
+            (2.0, TypeError, "an int, got float; convert it"),
+            (True, TypeError, "an int, got bool; convert it"),
+            (None, TypeError, "an int, got NoneType; convert it"),
+        ):
+            shape = planned.numbers | {name: value}
+            if name == "page_size" and error is ValueError:
+                need = need.replace("nothing to plan for", "")
+            with refused(error, f"{name}: needs {need}"):
+                planned.kind(**shape, like=np.zeros(1))
+            if name != "page_size" or planned is PLANS["PagedMQALogitsPlan"]:
+                with refused(error, f"{name}: needs {need}"):
+                    planned.kind.workspace_bytes(**shape, sm_count=132)
+    for value, error, need in (
+        (0, ValueError, "a number from 1, got 0; leave it out to ask the current GPU"),
+        (132.0, TypeError, "an int, got float"),
+    ):
+        with refused(error, f"sm_count: needs {need}"):
+            planned.kind.workspace_bytes(**planned.numbers, sm_count=value)
+
+
+@every_plan
+def test_a_plan_of_another_shape(planned: Planned) -> None:
+    """Each number of its shape but one that the lengths have alone."""
+    plan = planned.ready(OPERATIONS[planned.operation].make())
+    for name, size in planned.numbers.items():
+        if planned.kind is cumla.MLAAttentionPlan and name == "batch":
+            continue
+        other = planned.kind(**planned.numbers | {name: 2 * size}, like=np.zeros(1))
+        assert other.key != plan.key
+        lengths = planned.lengths(OPERATIONS[planned.operation].make())
+        if name == "batch":
+            lengths = {n: np.tile(a, 2) for n, a in lengths.items()}
+        other.update(**lengths)
+        with refused(ValueError, "plan: made for ( ... got ( ... ; make a plan for this shape"):
+            other.run(**planned.inputs(OPERATIONS[planned.operation].make()))
+
+
+@every_plan
+def test_empty_plans(planned: Planned, cupy: FakeCuPy, bindings: FakeBindings) -> None:
+    operation = OPERATIONS[planned.operation]
+    for names in operation.empty:
+        arguments = {n: v for n, v in operation.make().items() if v is not None}
+        for text in names:
+            name, _, left = text.partition("+")
+            arguments[name] = arguments[name][: int(left or 0)]
+        for given in (arguments, {n: cupy.like(v) for n, v in arguments.items()}):
+            plan = planned.ready(given)
+            result = plan.run(**planned.inputs(given))
+            for array in result if isinstance(result, tuple) else (result,):
+                assert 0 in array.shape
+        assert not [entry for entry in bindings.entries if "schedule" not in entry]
+        if len(names) > 1:
+            assert 0 in {getattr(plan.key, "batch", 1)}
+
+
+# --- kernels and buffers --------------------------------------------------------------------------
+
+
+@every_plan
+def test_what_a_plan_launches(planned: Planned, cupy: FakeCuPy, bindings: FakeBindings) -> None:
+    """All kernels are loaded by the update, or before it."""
+    given = on_gpu(cupy, planned)
+    schedule, attend = entries(planned)
+    plan = planned.make(given)
+    assert cupy.compiled == []
+    plan.update(**planned.lengths(given))
+    assert {schedule, attend} <= set(cupy.compiled)
+    assert bindings.entries == [schedule]
+    loaded = list(cupy.compiled)
+    for _ in range(3):
+        plan.run(**planned.inputs(given))
+    assert bindings.entries == [attend] * 3
+    plan.update(**planned.lengths(given))
+    planned.make(given).prepare()
+    assert bindings.entries == [schedule]
+    assert cupy.compiled == loaded
+
+
+@every_plan
+def test_prepare_loads_what_an_update_would(
+    planned: Planned, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
+) -> None:
+    given = on_gpu(cupy, planned)
+    plan = planned.make(given)
+    plan.prepare()
+    assert bindings.entries == []
+    driver.capturing.add(0)
+    plan.update(**planned.lengths(given))
+    plan.run(**planned.inputs(given))
+    assert tuple(bindings.entries) == entries(planned)
+
+
+@every_plan
+@pytest.mark.parametrize("cold", [0, 1])
+def test_a_cold_kernel_under_capture(
+    planned: Planned, cold: int, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
+) -> None:
+    given = on_gpu(cupy, planned)
+    plan = planned.make(given)
+    name = entries(planned)[cold]
+    for spec in all_specs():
+        if spec.entry in entries(planned) and spec.entry != name:
+            load(spec, 0, capturing=lambda: False)
+    driver.capturing.add(0)
+    with refused(cumla.NotPreparedError, f"kernel {name} is not loaded on device 0"):
+        plan.update(**planned.lengths(given))
+    assert bindings.entries == []
+
+
+@every_plan
+def test_the_buffer_is_as_large_as_workspace_bytes_says(
+    planned: Planned, cupy: FakeCuPy, no_cupy_yet: None
+) -> None:
+    size = planned.kind.workspace_bytes(**planned.numbers, sm_count=132)
+    assert cupy.allocated == []
+    given = on_gpu(cupy, planned)
+    planned.make(given)
+    planned.kind(**planned.numbers, like=given["q"])
+    planned.kind(**planned.numbers)
+    assert cupy.allocated == [size] * 3
+    assert planned.kind.workspace_bytes(**planned.numbers) == size
+    planned.make(given, workspace=cupy.ndarray((size,), "uint8"))
+    assert len(cupy.allocated) == 3
+    for shape, dtype, shift, error, message in (
+        ((size,), "int8", 0, ValueError, "needs a contiguous one-dimensional uint8 ... got int8"),
+        ((size, 1), "uint8", 0, ValueError, "needs a contiguous one-dimensional uint8 array"),
+        ((size - 1,), "uint8", 0, ValueError, f"needs {size} bytes, got {size - 1}; ask workspace"),
+        ((size,), "uint8", 128, ValueError, "needs an address that is a multiple of 256"),
+    ):
+        wrong = cupy.ndarray(shape, dtype)
+        wrong.data.ptr += shift
+        with refused(error, f"workspace: {message}"):
+            planned.kind(**planned.numbers, workspace=wrong)
+    with refused(
+        ValueError, "workspace: needs an array on the GPU, got one on the CPU ... ; leave"
+    ):
+        planned.kind(**planned.numbers, workspace=np.zeros(size, np.uint8))
+
+
+def test_places_that_differ(cupy: FakeCuPy) -> None:
+    given, host = on_gpu(cupy, DECODE), OPERATIONS["mla_decode"].make()
+    there, here = cupy.ndarray((NBYTES,), "uint8"), np.zeros(1 << 20, np.uint8)
+    elsewhere = cupy.ndarray((NBYTES,), "uint8", device=1)
+    for changes, message in (
+        ({"device": 1, "like": there}, "like: needs ... device 1 (device=), got ... device 0"),
+        ({"device": 1, "workspace": there}, "workspace: needs ... device 1 (device=), got"),
+        ({"device": 0, "like": here}, "like: needs ... device 0 (device=), got ... the CPU"),
+        ({"like": here, "workspace": there}, "workspace: ... the CPU (as like), got ... device 0"),
+        ({"like": there, "workspace": here}, "workspace: ... device 0 (as like), got ... the CPU"),
+        ({"like": there, "workspace": elsewhere}, "workspace: ... device 0 ... , got ... device 1"),
+    ):
+        with refused(ValueError, message + " ... ; let device, like and workspace name one place"):
+            cumla.MLADecodePlan(2, 2, 16, **changes)
+    with refused(ValueError, "workspace: ... the CPU (as like)"):
+        DECODE.make(host, workspace=there)
+    with refused(ValueError, "workspace: ... device 0 (as like)"):
+        DECODE.make(given, workspace=here)
+    for device in ("0", 0.0, True, np.zeros(1)):
+        kind = f"{type(device).__module__}.{type(device).__qualname__}"
+        message = f"device: needs a CUDA ordinal ... got {kind}; pass its number"
+        with refused(TypeError, message):
+            cumla.MLADecodePlan(1, 1, 16, device=device)  # type: ignore[arg-type]
+        with refused(TypeError, message):
+            cumla.prepare(cumla.mla_decode, device=device)  # type: ignore[arg-type]
+
+
+@every_plan
+def test_arrays_in_another_place(planned: Planned, cupy: FakeCuPy, bindings: FakeBindings) -> None:
+    given = on_gpu(cupy, planned)
+    plan = planned.ready(given)
+    plan.run(**planned.inputs(given))
+    bindings.launched.clear()
+    host = OPERATIONS[planned.operation].make()
+    elsewhere = {name: cupy.like(value, device=1) for name, value in host.items()}
+    for others, place in ((elsewhere, "CUDA device 1"), (host, "the CPU")):
+        message = f"plan: made for CUDA device 0, got arrays on {place}; make a plan for each"
+        others = {name: value for name, value in others.items() if value is not None}
+        with refused(ValueError, message):
+            plan.run(**planned.inputs(others))
+        with refused(ValueError, message):
+            plan.update(**planned.lengths(others))
+    assert bindings.entries == []
+    cupy.capability = (8, 0)
+    cumla.launch.device.properties.cache_clear()
+    with refused(cumla.UnsupportedDeviceError, "device 0 is NVIDIA Imaginary"):
+        planned.make(given)
+
+
+def test_without_a_gpu(cupy: FakeCuPy) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("cudaErrorInsufficientDriver")
+
+    cupy.cuda.runtime.getDevice = cupy.cuda.runtime.getDeviceProperties = fail
+    for call in (
+        lambda: cumla.MLADecodePlan(1, 1, 16),
+        lambda: cumla.MLADecodePlan(1, 1, 16, device=0),
+        lambda: cumla.MLADecodePlan.workspace_bytes(1, 1, 16),
+        lambda: cumla.prepare(cumla.mla_decode),
+    ):
+        with pytest.raises(cumla.UnsupportedDeviceError, match="cudaErrorInsufficientDriver"):
+            call()
+
+
+# --- streams and captures -------------------------------------------------------------------------
+
+
+@every_plan
+def test_another_stream(planned: Planned, cupy: FakeCuPy, bindings: FakeBindings) -> None:
+    given = on_gpu(cupy, planned)
+    plan = planned.ready(given)
+    plan.run(**planned.inputs(given))
+    with refused(
+        ValueError, "plan: updated on stream 0x0, got a run on stream 0x5; ... plan.update"
+    ):
+        plan.run(**planned.inputs(given), stream=5)
+    plan.update(**planned.lengths(given), stream=5)
+    for _ in range(2):
+        plan.run(**planned.inputs(given), stream=5)
+    assert [launch.stream for launch in bindings.launched] == [0, 0, 5, 5, 5]
+    cupy.stream = 7
+    for stream in (None, 0):
+        with refused(ValueError, "plan: updated on stream 0x5, got a run on stream 0x"):
+            plan.run(**planned.inputs(given), stream=stream)
+    assert (plan.serves(5), plan.serves(0)) == (True, False)
+
+
+@every_plan
+def test_an_update_that_was_only_captured(
+    planned: Planned, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
+) -> None:
+    """It serves captured runs on its stream, and no eager one."""
+    given = on_gpu(cupy, planned)
+    plan = planned.make(given)
+    plan.prepare()
+    driver.capturing.add(5)
+    plan.update(**planned.lengths(given), stream=5)
+    plan.run(**planned.inputs(given), stream=5)
+    assert tuple(bindings.entries) == entries(planned)
+    assert not plan.serves(5)
+    driver.capturing.clear()
+    lengths = lengths_in_messages(planned)
+    message = (
+        f"plan: its last update was captured into a CUDA graph ... ; call plan.update({lengths}) "
+        f"outside of a capture before this run"
+    )
+    for _ in range(2):
+        with refused(ValueError, message):
+            plan.run(**planned.inputs(given), stream=5)
+    with refused(ValueError, "plan: never updated"):
+        plan.run(**planned.inputs(given))
+    plan.update(**planned.lengths(given), stream=5)
+    plan.run(**planned.inputs(given), stream=5)
+    assert plan.serves(5)
+
+
+@every_plan
+def test_a_captured_update_leaves_the_eager_one_alone(
+    planned: Planned, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
+) -> None:
+    given = on_gpu(cupy, planned)
+    plan = planned.ready(given)
+    plan.run(**planned.inputs(given))
+    driver.capturing.add(5)
+    plan.update(**planned.lengths(given), stream=5)
+    plan.run(**planned.inputs(given), stream=5)
+    driver.capturing.clear()
+    bindings.launched.clear()
+    plan.run(**planned.inputs(given))
+    assert plan.serves(0)
+    assert bindings.entries == [entries(planned)[1]]
+    with refused(ValueError, "plan: its last update was captured"):
+        plan.run(**planned.inputs(given), stream=5)
+
+
+def test_a_stream_goes_after_the_last_one(
+    cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
+) -> None:
+    """Of the first update, too: work on the allocator's stream may still use the memory."""
+    given = on_gpu(cupy, DECODE)
+    plan = DECODE.make(given, stream=3)
+    for stream in (3, 3, 5, 5, 7, 3):
+        plan.update(given["kv_lens"], stream=stream)
+    assert driver.waits == [(5, 3), (7, 5), (3, 7)]
+
+
+def test_captures_are_left_out_of_the_order(
+    cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
+) -> None:
+    """Warmed up on 3, captured on 5, then eager on 7: after 3, and never after the capture."""
+    given = on_gpu(cupy, DECODE)
+    plan = DECODE.make(given, stream=3)
+    plan.update(given["kv_lens"], stream=3)
+    driver.capturing.add(5)
+    plan.update(given["kv_lens"], stream=5)
+    plan.run(**DECODE.inputs(given), stream=5)
+    assert driver.waits == []
+    plan.update(given["kv_lens"], stream=7)
+    assert driver.waits == [(7, 3)]
+    driver.capturing.add(7)
+    plan.update(given["kv_lens"], stream=8)  # an event on 7 would draw 8 into its capture
+    assert driver.waits == [(7, 3)]
+
+
+def test_a_stream_that_is_gone_is_reported_and_no_error(
+    cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = on_gpu(cupy, DECODE)
+    plan = DECODE.make(given, stream=3)
+    driver.gone.add(3)
+    plan.update(given["kv_lens"], stream=5)
+    assert "stream 0x3, on which a plan was used last, is not there any more" in caplog.text
+    assert plan.serves(5)
+
+
+@every_plan
+def test_the_buffer_is_kept_until_another_stream_has_passed(
+    planned: Planned, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
+) -> None:
+    """Each use away from where it was allocated is noted, also of runs found in order before."""
+    given = on_gpu(cupy, planned)
+    memory = cupy.ndarray((NBYTES,), "uint8")
+    seen = weakref.ref(memory)
+    plan = planned.make(given, workspace=memory, stream=3)
+    plan.update(**planned.lengths(given), stream=3)
+    plan.run(**planned.inputs(given), stream=3)
+    assert driver.recorded == []
+    plan.update(**planned.lengths(given), stream=5)
+    for _ in range(2):
+        plan.run(**planned.inputs(given), stream=5)
+    assert driver.recorded == [3, 5, 5, 5]  # the first for the order
+    assert driver.destroyed == [1, 2, 3]
+    driver.passed = False
+    del plan, memory
+    gc.collect()
+    cumla.core.arrays.open_call((("q", given["q"]),))
+    assert seen() is not None
+    driver.passed = True
+    cumla.core.arrays.open_call((("q", given["q"]),))
+    assert seen() is None
+    assert driver.destroyed == [1, 2, 3, 4]
+
+
+def test_at_home_the_buffer_goes_back_at_once(
+    cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
+) -> None:
+    """The allocator reuses it in the order of that stream; what a graph reads is the caller's."""
+    given = on_gpu(cupy, DECODE)
+    memory = cupy.ndarray((NBYTES,), "uint8")
+    seen = weakref.ref(memory)
+    plan = DECODE.make(given, workspace=memory, stream=3)
+    plan.update(given["kv_lens"], stream=3)
+    driver.capturing.add(5)
+    plan.update(given["kv_lens"], stream=5)
+    del plan, memory
+    gc.collect()
+    assert seen() is None
+    assert driver.recorded == []
+
+
+# --- shared workspaces ----------------------------------------------------------------------------
+
+
+@every_plan
+def test_the_last_plan_that_was_updated_has_the_workspace(
+    planned: Planned, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
+) -> None:
+    given = on_gpu(cupy, planned)
+    memory = cupy.ndarray((NBYTES,), "uint8")
+    one, other = (planned.make(given, workspace=memory) for _ in range(2))
+    lengths, inputs = planned.lengths(given), planned.inputs(given)
+    one.update(**lengths)
+    for _ in range(2):
+        one.run(**inputs)  # the second of them needs no checks
+    other.update(**lengths)
+    bindings.launched.clear()
+    message = (
+        f"plan: its workspace has been taken by another plan ... ; call "
+        f"plan.update({lengths_in_messages(planned)}) again ... a workspace of its own"
+    )
+    with refused(ValueError, message):
+        one.run(**inputs)
+    assert not one.serves(0)
+    assert bindings.entries == []
+    other.run(**inputs)
+    one.update(**lengths, stream=5)
+    assert driver.waits == [(5, 0)]  # they share the order of streams, too
+    one.run(**inputs, stream=5)
+    with refused(ValueError, message):
+        other.run(**inputs)
+    del one
+    gc.collect()
+    other.update(**lengths)
+    other.run(**inputs)
+
+
+# --- runs that were found in order before ---------------------------------------------------------
+
+
+@every_plan
+def test_a_ready_run_sees_other_arrays(
+    planned: Planned, cupy: FakeCuPy, bindings: FakeBindings
+) -> None:
+    """An address, a stride, a dtype, a shape, a device or a framework that has changed."""
+    given = on_gpu(cupy, planned)
+    plan = planned.ready(given)
+    inputs = planned.inputs(given)
+
+    def launched() -> list[int]:
+        bindings.launched.clear()
+        plan.run(**inputs)
+        return [launch.parameters for launch in bindings.launched]
+
+    first = launched() and launched()
+    for name, array in arrays_of(inputs):
+        assert launched() == first
+        array.data.ptr += 1 << 20
+        there = launched() and launched()
+        assert there != first
+        array.data.ptr -= 1 << 20
+        strides, shape, dtype = array.strides, array.shape, array.dtype
+        array.strides = (strides[0] + 1024, *strides[1:])
+        if name == "kv_indices":
+            with refused(ValueError, "kv_indices: needs ... got a stride of"):
+                plan.run(**inputs)
+        else:
+            assert launched() not in (first, there)
+        array.strides = strides
+        bindings.launched.clear()
+        for attribute, kept, wrong in (
+            ("dtype", dtype, np.dtype(np.complex64)),
+            ("shape", shape, (*shape[:-1], shape[-1] + 3)),
+        ):
+            setattr(array, attribute, wrong)
+            if name in ("block_table", "kv_indices") and attribute == "shape":
+                setattr(array, attribute, kept)
+                continue  # of which there may be more
+            with pytest.raises((TypeError, ValueError), match=r"^[a-z_\[\]01]+: "):
+                plan.run(**inputs)
+            setattr(array, attribute, kept)
+        array.data.device_id = 1
+        with pytest.raises(ValueError, match="CUDA device 1"):
+            plan.run(**inputs)
+        array.data.device_id = 0
+        with pytest.raises((TypeError, ValueError)):
+            plan.run(**with_array(inputs, name, np.zeros(shape, dtype)))
+        assert bindings.entries == []
+    assert launched() == first
+
+
+@every_plan
+def test_a_ready_run_keeps_no_array_alive(
+    planned: Planned, cupy: FakeCuPy, bindings: FakeBindings
+) -> None:
+    given = on_gpu(cupy, planned)
+    plan = planned.ready(given)
+    for _ in range(2):
+        plan.run(**planned.inputs(given))
+    inputs = dict(arrays_of(planned.inputs(given)))
+    seen = [weakref.ref(array) for array in inputs.values()]
+    given.clear()
+    inputs.clear()
+    gc.collect()
+    assert [reference() for reference in seen] == [None] * len(seen)
+    assert plan.serves(0)
+
+
+@every_plan
+def test_runs_whose_outputs_are_allocated(
+    planned: Planned, cupy: FakeCuPy, bindings: FakeBindings
+) -> None:
+    """Each has outputs of its own, and the launch that goes with them."""
+    given = on_gpu(cupy, planned)
+    plan = planned.ready(given)
+    names = list(OPERATIONS[planned.operation].outputs())
+    inputs = {n: v for n, v in planned.inputs(given).items() if n not in names}
+    bindings.launched.clear()
+    for given_name in (None, *names):
+        outputs = {} if given_name is None else {given_name: given[given_name]}
+        for _ in range(3):
+            result = plan.run(**inputs, **outputs)
+            arrays = dict(zip(names, result if len(names) > 1 else (result,), strict=True))
+            for name, array in arrays.items():
+                assert (array is given[name]) == (name == given_name)
+                assert (array.shape, array.dtype) == (given[name].shape, given[name].dtype)
+    assert bindings.entries == [entries(planned)[1]] * 3 * (1 + len(names))
+
+
+# --- check mode -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+
+
+@pytest.mark.usefixtures("checking")
+@every_plan
+@pytest.mark.parametrize("place", ["cpu", "gpu"])
+def test_lengths_that_have_changed_since_the_update(
+    planned: Planned, place: str, cupy: FakeCuPy, bindings: FakeBindings
+) -> None:
+    host = {n: v for n, v in OPERATIONS[planned.operation].make().items() if v is not None}
+    given = host if place == "cpu" else {n: cupy.like(v) for n, v in host.items()}
+    plan = planned.ready(given)
+    plan.run(**planned.inputs(given))
+    lengths = lengths_in_messages(planned)
+    for name in planned.updated_with:
+        kept = host[name][1]
+        host[name][1] -= 1
+        message = (
+            f"{name}[1]: needs the value that the plan was updated with, {kept}, got {kept - 1}; "
+            f"call plan.update({lengths}) after each change of the lengths"
+        )
+        with refused(ValueError, message):
+            plan.run(**planned.inputs(given))
+        host[name][1] = kept
+        plan.run(**planned.inputs(given))
+
+
+@pytest.mark.usefixtures("checking")
+@every_plan
+@pytest.mark.parametrize("place", ["cpu", "gpu"])
+def test_another_thread(
+    planned: Planned, place: str, cupy: FakeCuPy, bindings: FakeBindings
+) -> None:
+    host = {n: v for n, v in OPERATIONS[planned.operation].make().items() if v is not None}
+    given = host if place == "cpu" else {n: cupy.like(v) for n, v in host.items()}
+    plan = planned.ready(given)
+    errors: list[Exception] = []
+
+    def elsewhere() -> None:
+        try:
+            plan.run(**planned.inputs(given))
+        except ValueError as error:
+            errors.append(error)
+        plan.update(**planned.lengths(given))
+        plan.run(**planned.inputs(given))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    (error,) = errors
+    assert str(error).startswith("plan: updated by another thread; a plan serves one thread at a ")
+    with refused(ValueError, "plan: updated by another thread"):
+        plan.run(**planned.inputs(given))
+
+
+@every_plan
+def test_a_ready_run_looks_once_check_mode_is_on(
+    planned: Planned, cupy: FakeCuPy, bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = on_gpu(cupy, planned)
+    plan = planned.ready(given)
+    for _ in range(2):
+        plan.run(**planned.inputs(given))
+    assert cupy.copied == []
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    plan.update(**planned.lengths(given))
+    looked = len(cupy.copied)
+    assert looked == len(planned.updated_with)
+    plan.run(**planned.inputs(given))
+    assert len(cupy.copied) == 2 * looked + 1  # the lengths again, and the pages
+    monkeypatch.delenv("CUMLA_CHECK")
+    plan.run(**planned.inputs(given))
+    assert len(cupy.copied) == 2 * looked + 1
