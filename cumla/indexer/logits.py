@@ -20,7 +20,11 @@ from cumla.indexer.arguments import (
     logits_output,
 )
 from cumla.launch.device import require_hopper
-from cumla.launch.indexer.mqa_logits import MQALogitsArguments, mqa_logits_launch
+from cumla.launch.indexer.mqa_logits import (
+    MOST_TOKENS,
+    MQALogitsArguments,
+    mqa_logits_launch,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -157,6 +161,15 @@ class _Logits(Operation[_Arguments, int]):
         seq_len, num_heads, head_dim = q.shape
         check_sizes("q", num_heads, "q", head_dim)
         check_head_dim("kv[0]", k, head_dim)
+        if k.shape[0] > MOST_TOKENS:
+            raise ValueError(
+                f"kv[0]: needs at most {MOST_TOKENS} keys, got {k.shape[0]}; score them in parts"
+            )
+        if seq_len and not k.shape[0]:
+            raise ValueError(
+                f"kv[0]: needs at least one token, got shape {k.shape}; skip the call where there "
+                f"is nothing to score"
+            )
         check_layout("q", q)
         check_layout("kv[0]", k)
         sizes = {"seq_len": seq_len, "num_heads": num_heads, "seq_len_kv": k.shape[0]}

@@ -189,7 +189,7 @@ __device__ __forceinline__ void mqa_logits(const MqaLogitsParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const LogitsLayout<Shape> shared(shared_address(shared_bytes));
   if (threadIdx.x == 32) prefetch_tensor_map(&p.keys);
-  if (threadIdx.x == 0) initialise_barriers(shared, 1 + 32);
+  initialise_barriers(shared, 1 + 32);
   prefetch_spans(p);
   grid_dependency_launch();
   grid_dependency_wait();

@@ -153,7 +153,7 @@ __device__ __forceinline__ void paged_mqa_logits(const PagedMqaParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const LogitsLayout<Shape> shared(shared_address(shared_bytes));
   if (threadIdx.x == 32) prefetch_tensor_map(&p.keys);
-  if (threadIdx.x == kLogitsThreads - 32) initialise_barriers(shared, 1 << max(6 - p.log2_of_page, 0));
+  initialise_barriers(shared, 1 << max(6 - p.log2_of_page, 0));
   prefetch_lengths(p);
   grid_dependency_launch();
   grid_dependency_wait();

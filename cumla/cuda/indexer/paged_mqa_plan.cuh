@@ -16,10 +16,18 @@ struct ContextLengths {
   int most_tokens;  // that a request can have
 };
 
-__device__ __forceinline__ int visible_tokens(const ContextLengths& l, int request, int row) {
-  const char* const at = l.data + request * l.stride_request + (l.per_row ? row * l.stride_row : 0);
-  const int length = min(max(*reinterpret_cast<const int*>(at), 0), kMaxTokens);
+// Of a row that has this length, or whose request has.
+__device__ __forceinline__ int visible_of(const ContextLengths& l, int length, int row) {
+  length = min(max(length, 0), kMaxTokens);
   return min(max(l.per_row ? length : length - l.next_n + row + 1, 0), l.most_tokens);
+}
+
+__device__ __forceinline__ int length_of(const ContextLengths& l, int request, int row) {
+  return *reinterpret_cast<const int*>(l.data + request * l.stride_request + (l.per_row ? row * l.stride_row : 0));
+}
+
+__device__ __forceinline__ int visible_tokens(const ContextLengths& l, int request, int row) {
+  return visible_of(l, length_of(l, request, row), row);
 }
 
 // That some row of a request sees.

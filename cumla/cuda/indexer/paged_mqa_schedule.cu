@@ -21,24 +21,32 @@ struct PagedMqaScheduleParams {
   int unused;
 };
 
-// Copies the lengths, whatever changes them meanwhile: what follows, and the logits, see the copies.
-__device__ __forceinline__ ContextLengths keep_lengths(const PagedMqaScheduleParams& p) {
-  const int rows = p.lengths.per_row ? p.lengths.next_n : 1;
-  for (i64 i = threadIdx.x; i < static_cast<i64>(p.lengths.batch) * rows; i += kScheduleThreads) {
-    const i64 request = i / rows, row = i % rows;
-    p.kept[i] = *reinterpret_cast<const int*>(p.lengths.data + request * p.lengths.stride_request +
-                                              row * p.lengths.stride_row);
-  }
-  __syncthreads();
-  ContextLengths copies = p.lengths;
-  copies.data = reinterpret_cast<const char*>(p.kept);
-  copies.stride_request = rows * sizeof(int);
-  copies.stride_row = sizeof(int);
-  return copies;
+// Of the kept lengths, or those of the caller where none are kept.
+__device__ __forceinline__ ContextLengths kept_lengths(const PagedMqaScheduleParams& p) {
+  ContextLengths lengths = p.lengths;
+  if (p.kept == nullptr) return lengths;
+  lengths.data = reinterpret_cast<const char*>(p.kept);
+  lengths.stride_request = (lengths.per_row ? lengths.next_n : 1) * sizeof(int);
+  lengths.stride_row = sizeof(int);
+  return lengths;
 }
 
+__device__ __forceinline__ int cost_of_tokens(int tokens) { return (tokens + kBlockTokens - 1) / kBlockTokens + 1; }
+
 __device__ __forceinline__ int cost_of(const ContextLengths& l, int request) {
-  return (tokens_of(l, request) + kBlockTokens - 1) / kBlockTokens + 1;
+  return cost_of_tokens(tokens_of(l, request));
+}
+
+// Reads the lengths of a request once: what follows, and the logits, see the copies, whatever changes the originals.
+__device__ __forceinline__ int cost_of_kept(const PagedMqaScheduleParams& p, int request) {
+  const int rows = p.lengths.per_row ? p.lengths.next_n : 1;
+  int tokens = 0;
+  for (int row = 0; row < rows; ++row) {
+    const int length = length_of(p.lengths, request, row);
+    p.kept[static_cast<i64>(request) * rows + row] = length;
+    tokens = max(tokens, visible_of(p.lengths, length, p.lengths.per_row ? row : p.lengths.next_n - 1));
+  }
+  return cost_of_tokens(tokens);
 }
 
 __device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams& p) {
@@ -52,9 +60,9 @@ __device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams&
   grid_dependency_launch();
   grid_dependency_wait();
 
-  const ContextLengths lengths = p.kept == nullptr ? p.lengths : keep_lengths(p);
   i64 cost = 0;
-  for (int request = begin; request < end; ++request) cost += cost_of(lengths, request);
+  for (int request = begin; request < end; ++request)
+    cost += p.kept == nullptr ? cost_of(p.lengths, request) : cost_of_kept(p, request);
   const i64 inclusive = warp_inclusive_sum(cost);
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();
@@ -64,6 +72,7 @@ __device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams&
   starts[thread] = (warp == 0 ? 0 : before) + inclusive - cost;
   __syncthreads();
 
+  const ContextLengths lengths = kept_lengths(p);
   for (int part = thread; part <= p.parts; part += kScheduleThreads) {
     if (part == p.parts) {
       p.bounds[part] = {batch, 0};

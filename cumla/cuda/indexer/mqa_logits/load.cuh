@@ -14,21 +14,25 @@ using namespace ptx;
 
 constexpr int kQueryWarps = 2;
 
+constexpr int kInitWarps = 4;
+
+// All threads: one lane of each of the last warps initialises its share. Lanes of one warp would be serialised.
 template <typename Shape>
 __device__ __forceinline__ void initialise_barriers(const LogitsLayout<Shape>& shared, int arrivals) {
   constexpr int kConsumers = Shape::kTakesTurns ? 1 : 2;  // of a block
+  const int part = static_cast<int>(threadIdx.x) / 32 - (kLogitsThreads / 32 - kInitWarps);
+  if (part < 0 || threadIdx.x % 32 != 0) return;
 #pragma unroll 1
-  for (int s = 0; s < Shape::kStages; ++s) {
+  for (int s = part; s < Shape::kStages; s += kInitWarps) {
     mbarrier_init(shared.full(s), arrivals);
     mbarrier_init(shared.free(s), kConsumers * 4);  // plant: block read, arrivals
   }
-#pragma unroll
-  for (int b = 0; b < 2; ++b) {
-    mbarrier_init(shared.query_full(b), kQueryWarps * 32);
-    mbarrier_init(shared.query_free(b), 2 * kWarpgroup);
+  if (part < 2) {
+    mbarrier_init(shared.query_full(part), kQueryWarps * 32);
+    mbarrier_init(shared.query_free(part), 2 * kWarpgroup);
   }
 #pragma unroll 1
-  for (int a = 0; a < shared.kAnnouncements; ++a) mbarrier_init(shared.announced(a), 1);
+  for (int a = part; a < shared.kAnnouncements; a += kInitWarps) mbarrier_init(shared.announced(a), 1);
   fence_mbarrier_init();
 }
 
