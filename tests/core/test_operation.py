@@ -403,10 +403,9 @@ def test_allocations_under_capture(
     given = on_gpu(cupy, operation)
     absent = {n: v for n, v in given.items() if n not in operation.outputs()}
     driver.capturing.add(0)
-    message = "the stream is being captured, and CuPy's allocator does not serve captures: pass"
+    message = "the stream is being captured, and CuPy's allocator does not serve captures: make"
     if operation.outputs():
-        listed = ", ".join(f"{name}=" for name in operation.outputs())
-        with refused(cumla.NotPreparedError, f"{message} {listed}"):
+        with refused(cumla.NotPreparedError, f"{message} {next(iter(operation.outputs()))}="):
             operation.function(**absent)
     if len(operation.kernels) > 1:
         with refused(cumla.NotPreparedError, f"{message} ... plan"):
@@ -465,7 +464,9 @@ def test_outputs_that_overlap(operation: Operation, cupy: FakeCuPy, bindings: Fa
         (name, other)
         for name in written
         for other, _ in arrays_of(given)
-        if other != name and not other.startswith(f"{name}s[")  # which it may be
+        if other != name
+        and not other.startswith(f"{name}s[")  # which it may be
+        and not (name.startswith("kv_cache") and other.startswith(("rows", "k")))  # in other slots
     ]
     assert pairs or not written
     for name, other in pairs:
