@@ -45,7 +45,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     for module in (_lifetime, arrays, launch_module, plan):
         monkeypatch.setattr(module, "driver", lambda: fake)
     known = {np.ndarray: frameworks.NUMPY}
-    gc.freeze()  # or each test pays for looking at all that was there before
     with mock.patch.dict(frameworks.framework_of_type, known, clear=True):
         gc.freeze()  # the collection below need not look at what was there before the test
         yield fake

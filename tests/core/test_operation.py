@@ -405,7 +405,8 @@ def test_allocations_under_capture(
     driver.capturing.add(0)
     message = "the stream is being captured, and CuPy's allocator does not serve captures: make"
     if operation.outputs():
-        with refused(cumla.NotPreparedError, f"{message} {next(iter(operation.outputs()))}="):
+        listed = " ... ".join(f"{name}=" for name in operation.outputs())
+        with refused(cumla.NotPreparedError, f"{message} {listed} ... before the capture"):
             operation.function(**absent)
     if len(operation.kernels) > 1:
         with refused(cumla.NotPreparedError, f"{message} ... plan"):
@@ -457,16 +458,14 @@ def test_check_mode_looks_at_the_device(
 
 @every_operation
 def test_outputs_that_overlap(operation: Operation, cupy: FakeCuPy, bindings: FakeBindings) -> None:
-    """An input, or each other: every pair is found."""
+    """An input, or each other: every pair is found; of what is in a cache only the caller knows."""
     given = on_gpu(cupy, operation)
-    written = [*operation.outputs(), *operation.in_place]
+    written = [*operation.outputs(), *(set(operation.in_place) - {"kv_cache"})]
     pairs = [
         (name, other)
         for name in written
         for other, _ in arrays_of(given)
-        if other != name
-        and not other.startswith(f"{name}s[")  # which it may be
-        and not (name.startswith("kv_cache") and other.startswith(("rows", "k")))  # in other slots
+        if other != name and not other.startswith(f"{name}s[")  # which it may be
     ]
     assert pairs or not written
     for name, other in pairs:
@@ -480,6 +479,26 @@ def test_outputs_that_overlap(operation: Operation, cupy: FakeCuPy, bindings: Fa
         array.data.ptr = kept
     assert bindings.entries == []
     operation.function(**given)
+
+
+def test_parts_of_a_cache_do_not_overlap(cupy: FakeCuPy, bindings: FakeBindings) -> None:
+    """Rows may lie in the cache, in slots that are not written to."""
+    for name, parts in (
+        ("append_mla_cache", (aligned((6, 16, 512)), aligned((6, 16, 64)))),
+        ("append_indexer_cache", (aligned((6, 16, 64), E4M3), aligned((6, 16), np.float32))),
+    ):
+        given = on_gpu(cupy, OPERATIONS[name])
+        rows = given.get("rows", given.get("k"))
+        rows.data.ptr = given["kv_cache"].data.ptr
+        OPERATIONS[name].function(**given)
+        given["kv_cache"] = cupy.like(parts)
+        OPERATIONS[name].function(**given)
+        given["kv_cache"][1].data.ptr = given["kv_cache"][0].data.ptr
+        with refused(
+            ValueError, "kv_cache[1]: needs memory of its own, got memory that kv_cache[0]"
+        ):
+            OPERATIONS[name].function(**given)
+    assert len(bindings.entries) == 4
 
 
 def test_outputs_in_place(cupy: FakeCuPy, bindings: FakeBindings) -> None:
@@ -776,24 +795,15 @@ def test_calls_of_a_ready_run(cupy: FakeCuPy, bindings: FakeBindings) -> None:
     assert calls <= 14
 
 
-@pytest.mark.parametrize(
-    "most",
-    [
-        "calls",
-        pytest.param("changes of module", marks=pytest.mark.xfail(strict=True, reason="23")),
-    ],
-)
-def test_calls_of_a_warm_decode(most: str, cupy: FakeCuPy, bindings: FakeBindings) -> None:
+def test_calls_of_a_warm_decode(cupy: FakeCuPy, bindings: FakeBindings) -> None:
     given = on_gpu(cupy, DECODE, outputs=False)
     for _ in range(2):
         cumla.mla_decode(**given)
     bindings.launched.clear()
     calls, changes = count(lambda: cumla.mla_decode(**given))
     assert len(bindings.launched) == 2
-    if most == "calls":
-        assert calls <= 70
-    else:
-        assert changes <= 15
+    assert calls <= 70
+    assert changes <= 15
 
 
 # --- installation ---------------------------------------------------------------------------------
