@@ -133,14 +133,12 @@ class _Merge(Operation[_Arguments, int]):
 
     def check_overlap(self, views: Views, written: Sequence[str]) -> None:
         """Let out be one of outs, and lse one of lses."""
-        outs = {name: view for name in written if (view := views.get(name)) is not None}
-        inputs = {
-            f"{name}s[{i}]": view
-            for name in ("out", "lse")
-            for i, view in enumerate(_apart(f"{name}s", views))
-            if view != outs.get(name)
-        }
-        super().check_overlap(inputs | outs, written)
+        given = {name: views[name] for name in written}
+        for name in ("outs", "lses"):
+            for i, view in enumerate(_apart(name, views)):
+                if view != given.get(name[:-1]):
+                    given[f"{name}[{i}]"] = view
+        super().check_overlap(given, written)
 
     def key(self, arguments: _Arguments, device: int) -> int:
         require_hopper(device)

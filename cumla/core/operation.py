@@ -235,8 +235,12 @@ class Packed(NamedTuple):
         at = (call.stream, *addresses)
         launches = self.launches.get(at)
         if launches is None:
-            places = {name: at[1 + i] for i, (name, _, _) in enumerate(self.missing)}
-            launches = [template.at(places, call.stream) for template in self.templates]
+            places: dict[str, int] = {}
+            for (name, _, _), address in zip(self.missing, addresses, strict=True):
+                places[name] = address
+            launches = []
+            for template in self.templates:
+                launches.append(template.at(places, call.stream))
             if len(self.launches) >= _MOST_PLACES:
                 self.launches.clear()
             self.launches[at] = launches

@@ -165,7 +165,7 @@ class _Logits(Operation[_Arguments, int]):
             raise ValueError(
                 f"kv[0]: needs at most {MOST_TOKENS} keys, got {k.shape[0]}; score them in parts"
             )
-        if seq_len and not k.shape[0]:
+        if seq_len and options[0] and not k.shape[0]:
             raise ValueError(
                 f"kv[0]: needs at least one token, got shape {k.shape}; skip the call where there "
                 f"is nothing to score"

@@ -13,7 +13,6 @@ from cumla import reference
 from cumla.core.arguments import checked_flag
 from cumla.core.arrays import check_mutable, parts
 from cumla.core.operation import Operation, parts_on_host, run
-from cumla.core.overlap import refuse_overlap
 from cumla.launch.device import require_hopper
 from cumla.launch.mla.append_cache import AppendArguments, append_launch
 from cumla.launch.mla.append_fp8_cache import append_fp8_launch
@@ -186,9 +185,10 @@ class _Append(Operation[AppendArguments, None]):
 
     def check_overlap(self, views: Views, written: Sequence[str]) -> None:
         """Let rows lie in the cache, in slots of which only the caller knows."""
-        cache = {name: view for name, view in views.items() if name.startswith("kv_cache")}
-        refuse_overlap(cache, {})
-        super().check_overlap(views, ["q_pe_out" if "q_pe_out" in views else "q_pe"])
+        rotated = "q_pe_out" if "q_pe_out" in views else "q_pe"
+        super().check_overlap(views, [rotated])
+        others = {name: view for name, view in views.items() if not name.startswith("rows")}
+        super().check_overlap(others, [name for name in others if name.startswith("kv_cache")])
 
     def key(self, arguments: AppendArguments, device: int) -> None:
         require_hopper(device)
