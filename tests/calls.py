@@ -290,7 +290,7 @@ OPERATIONS = {
         lambda: {"out": aligned((5, 20), np.float32)},
         ("mqa_logits_h8_d32",),
         integers=("ks", "ke"),
-        empty=(("q", "weights", "ks", "ke"),),
+        empty=(("q", "weights", "ks", "ke"), ("kv",)),
     ),
     "paged_mqa_logits": Operation(
         cumla.paged_mqa_logits,

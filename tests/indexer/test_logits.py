@@ -121,7 +121,11 @@ PREFILL = [
     wrong("q", np.zeros((5, 256), E4M3), "axes (seq_len, num_heads, head_dim), got shape (5, 256)"),
     wrong_type("kv[0]", kv(np.zeros((20, 32), np.int8)), f"{NEEDED} int8; quantise"),
     wrong("kv[0]", kv(np.zeros((20, 64), E4M3)), "q's head_dim 32 ... shape (20, 64)"),
-    wrong("kv[0]", kv(np.zeros((0, 32), E4M3)), "at least one token, got shape (0, 32); skip the"),
+    Refusal(
+        {"kv": (np.zeros((0, 32), E4M3), np.zeros(0, F32)), "max_kv_len": 4},
+        ValueError,
+        "kv[0]: needs at least one token, got shape (0, 32); skip the call",
+    ),
     wrong("kv[0]", kv(np.zeros((20, 1, 32), E4M3)), "axes (seq_len_kv, head_dim), got"),
     wrong("kv[0]", kv(np.zeros((20, 33), E4M3)[:, :32]), "strides ... got 33"),
     wrong("kv[0]", kv(np.zeros((20, 64), E4M3)[:, ::2]), "a contiguous last axis"),
