@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cumla.mla.decode import MLADecodePlan, mla_decode
     from cumla.preparation import prepare
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttentionState",
