@@ -338,10 +338,11 @@ def run(tmp_path: Path) -> Callable[..., tuple[int, str, dict[str, dict[str, Any
     ) -> tuple[int, str, dict[str, dict[str, Any]]]:
         command = [sys.executable, "-m", "pytest", *(options or ["suite"])]
         command += ["--write-evidence", "--evidence-dir", str(out)] if evidence else []
+        outer = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         done = subprocess.run(
             command,
             cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(record.ROOT)} | environment,
+            env=outer | {"PYTHONPATH": str(record.ROOT)} | environment,
             capture_output=True,
             text=True,
         )

@@ -12,7 +12,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # What kernels do without today: the list may only shrink.
 KNOWN = {
-    ("page", "ragged_schedule"),
     ("test", "append_cache"),
     ("test", "append_fp8_cache"),
     ("test", "append_indexer_cache"),

@@ -41,9 +41,9 @@ class FakeDriver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     fake = FakeDriver(pytest.importorskip("cuda.bindings.driver"))
     monkeypatch.setattr(tensor_map, "import_driver", lambda: fake)
-    tensor_map.paged_kv_map.cache_clear()
+    tensor_map._encoded.cache_clear()
     yield fake
-    tensor_map.paged_kv_map.cache_clear()
+    tensor_map._encoded.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,10 @@ def test_boxes_of_each_kind(
 
     Scales, a whole packed row, or all columns of a row, as they lie.
     """
-    geometry = (PTR, dtype, 70, 128, 2, columns, 90000, 1200, 608, 64)
-    descriptor = tensor_map.paged_kv_map(*geometry)
+    geometry = (PTR, dtype, (70, 128, 2, columns), (90000, 1200, 608, 1), 64)
+    descriptor = tensor_map.paged_kv_map(*geometry).encode()
     assert descriptor == bytes(range(128))
-    assert tensor_map.paged_kv_map(*geometry) is descriptor
+    assert tensor_map.paged_kv_map(*geometry).encode() is descriptor
     assert driver.seen == [
         (
             *(kind, 4, PTR),
@@ -84,16 +84,19 @@ def test_boxes_of_each_kind(
 
 def test_strides_of_axes_of_length_one_mean_nothing(driver: FakeDriver) -> None:
     """Frameworks report anything there, even what the driver refuses."""
-    tensor_map.paged_kv_map(PTR, "float8_e4m3fn", 1, 64, 1, 512, 3, 656, 5, 64)
+    shape, strides = (1, 64, 1, 512), (3, 656, 5, 1)
+    tensor_map.paged_kv_map(PTR, "float8_e4m3fn", shape, strides, 64).encode()
     ((*_, strides, _, _, _),) = driver.seen
     assert strides == [656, 16 * 512, 16 * 512]
 
 
 def test_a_refused_map_says_what_was_asked(driver: FakeDriver) -> None:
     driver.status = SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE")
+    shape, strides = (70, 64, 2, 512), (90000, 656, 1312, 1)
+    wanted = tensor_map.paged_kv_map(PTR, "float8_e4m3fn", shape, strides, 64)
     with pytest.raises(
         CumlaError,
         match=r"^kv_cache: the driver refused a tensor map with CUDA_ERROR_INVALID_VALUE \(sizes "
         r"\(512, 64, 2, 70\), byte strides \[656, 1312, 90000\]\); make a contiguous copy",
     ):
-        tensor_map.paged_kv_map(PTR, "float8_e4m3fn", 70, 64, 2, 512, 90000, 656, 1312, 64)
+        wanted.encode()

@@ -35,9 +35,9 @@ stream = succeed(
 x = cupy.asarray(np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32))
 expected = cumla.reference.quantize_fp8(cupy.asnumpy(x)).scale
 cupy.cuda.Device().synchronize()
-driver.cuCtxSetCurrent(context)
 for state in ("cold", "warm"):
     scale = cupy.empty(64, np.float32)
+    driver.cuCtxSetCurrent(context)
     cumla.quantize_fp8(x, scale_out=scale, stream=int(stream))
     succeed((driver.cuStreamSynchronize(stream)[0], None))
     assert int(succeed(driver.cuCtxGetCurrent())) == int(context), state

@@ -35,7 +35,7 @@ def freed(x: Any) -> Any:
 
 @pytest.mark.parametrize(
     "spoil",
-    [Wrapper, freed, lambda x: freed(torch.cat([x, x]))[len(x) :]],
+    [Wrapper, freed, lambda x: freed(torch.cat([x, x])[len(x) :])],
     ids=["wrapper", "freed", "freed, with an offset"],
 )
 @pytest.mark.parametrize("name", ["x", "scale_out"])
