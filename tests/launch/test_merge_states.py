@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-import struct
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -21,7 +19,8 @@ import pytest
 from cumla import merge, reference
 from cumla.core.arrays import ArrayView
 from cumla.launch import merge_states
-from cumla.launch.merge_states import MOST_PARTIALS, SPECS, StateViews, merge_spec
+from cumla.launch.kernel import Launch
+from cumla.launch.merge_states import MOST_PARTIALS, SPECS, StateViews
 from tests.launch.test_kernel import compile_checks
 
 OUT_DTYPES = {0: np.float32, 1: ml_dtypes.bfloat16, 2: np.float16}  # of enum OutType
@@ -36,25 +35,15 @@ def at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: An
 
 
 class StandIn:
-    """A `PreparedLaunch` that keeps the struct's bytes, and works on NumPy's memory."""
+    """A kernel that works on NumPy's memory, by the packed struct of a launch."""
 
-    made: list[StandIn]
-
-    def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        layout: struct.Struct,
-        values: tuple[Any, ...],
-        stream: int,
-    ) -> None:
-        self.fields = layout.unpack(layout.pack(*values))
-        self.grid, self.dtype = grid, kernel.spec.entry.removeprefix("merge_states_")
+    def __init__(self, launch: Launch) -> None:
+        self.fields = launch.layout.unpack(launch.layout.pack(*launch.values))
+        self.grid, self.dtype = launch.grid, launch.spec.entry.removeprefix("merge_states_")
         rows, tokens, heads, columns, lanes_log2, count, out_type = self.fields[16:23]
         self.out_type, self.lanes, self.count = out_type, 1 << lanes_log2, count
         self.shape = (rows // (tokens * heads), tokens, heads)
         self.head_dim = columns * 16 // np.dtype(merge_numpy(self.dtype)).itemsize
-        self.made.append(self)
 
     def state(self, first: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
         """The output and the logarithms whose fields begin there."""
@@ -89,35 +78,24 @@ def view(array: np.ndarray) -> ArrayView:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[StandIn]]:
+def launches() -> Callable[..., list[StandIn]]:
     """Merge arrays as on a GPU, by stand-ins, which come back."""
-    monkeypatch.setattr(merge_states, "PreparedLaunch", StandIn)
 
     def run(
         outs: Any, lses: Any, out: np.ndarray, lse: np.ndarray, base: float = math.e
     ) -> list[StandIn]:
-        memory: list[np.ndarray] = []
-
-        def workspace(nbytes: int) -> ArrayView:
-            memory.append(np.full(nbytes, 0xFF, np.uint8))
-            return view(memory[-1])
-
-        StandIn.made = []
-        call: Any = SimpleNamespace(stream=0, workspace=workspace)
-        kernel: Any = SimpleNamespace(spec=merge_spec(outs[0].dtype.name))
-        parts = zip(split("outs", outs), split("lses", lses), strict=True)
-        states = [merge._state(*pair) for pair in parts]
-        result = merge._state(view(out), view(lse))
-        for launch in merge._launches(call, kernel, states, result, math.log2(base)):
+        named = {**merge._named("outs", outs), **merge._named("lses", lses)}
+        views = {name: view(array) for name, array in named.items()}
+        arguments = merge._checked_arguments(views, math.log2(base))
+        memory = np.full(4 * (out.size + lse.size), 0xFF, np.uint8)
+        results = view(out), view(lse)
+        recipe = merge._MERGE.recipe(memory.nbytes, arguments, results, memory.ctypes.data)
+        made = [StandIn(launch) for launch in recipe]
+        for launch in made:
             launch()
-        return StandIn.made
+        return made
 
     return run
-
-
-def split(name: str, arrays: Any) -> list[ArrayView]:
-    views = [view(x) for x in arrays] if isinstance(arrays, list) else [view(arrays)]
-    return merge._split(name, arrays, views)
 
 
 def states(
@@ -128,7 +106,8 @@ def states(
     wide = np.full((*shape[:-1], count, shape[-1] + 16), np.nan, dtype)
     outs = np.moveaxis(wide, -2, 0)[..., : shape[-1]]
     outs[...] = rng.standard_normal(outs.shape)
-    lse_shape = merge._lse_shape(shape)
+    *batch, tokens, heads, _ = shape
+    lse_shape = (*batch, heads, tokens) if batch else (tokens, heads)
     lses = rng.standard_normal((count, *lse_shape[::-1])).astype(np.float32)
     return outs, lses.transpose(0, *range(len(lse_shape), 0, -1))
 
