@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import itertools
 import types
+import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,6 +72,7 @@ class FakeCuPy(types.ModuleType):
         self.nvrtc = (12, 9)
         self.compiled: list[str] = []  # entry points, which are handles from 1
         self.allocated: list[int] = []  # bytes
+        self.freed: list[int] = []  # bytes of those that nobody holds any more
         self.copied: list[str] = []  # what the check mode has looked at: dtype and shape
         self._contents: dict[int, np.ndarray] = {}
 
@@ -107,7 +109,9 @@ class FakeCuPy(types.ModuleType):
         if np.dtype(dtype).name.startswith("float8"):  # as CuPy 14.2
             raise ValueError(f"Unsupported dtype {np.dtype(dtype)}")
         array = self.ndarray(shape, dtype)
-        self.allocated.append(int(np.prod(shape)) * array.dtype.itemsize)
+        nbytes = int(np.prod(shape)) * array.dtype.itemsize
+        self.allocated.append(nbytes)
+        weakref.finalize(array, self.freed.append, nbytes)
         return array
 
     def like(self, array: Any, device: int = 0) -> Any:
@@ -158,6 +162,7 @@ class Launched(NamedTuple):
     grid: tuple[int, int, int]
     stream: int
     parameters: int  # where they are
+    freed: int  # arrays that had been let go by then
 
     def read(self, nbytes: int) -> bytes:
         """Read the parameters, while whoever launched them is there."""
@@ -196,7 +201,8 @@ class FakeBindings(types.ModuleType):
     def cuLaunchKernelEx(self, config: Any, handle: int, parameters: int, extra: int) -> tuple[int]:
         entry = self._cupy.compiled[handle - 1]
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
-        self.launched.append(Launched(entry, grid, config.hStream, parameters))
+        freed = len(self._cupy.freed)
+        self.launched.append(Launched(entry, grid, config.hStream, parameters, freed))
         return (0,)
 
     def cuTensorMapEncodeTiled(self, *arguments: Any) -> tuple[int, Any]:

@@ -227,10 +227,8 @@ class Packed(NamedTuple):
     templates: tuple[Template, ...]
     launches: dict[Hashable, list[Callable[[], None]]]
 
-    def placed(
-        self, call: Call, outputs: Mapping[str, Any]
-    ) -> tuple[list[Callable[[], None]], tuple[Any, ...]]:
-        """Allocate what is missing: what launches, and the results, to be exported after it."""
+    def placed(self, call: Call) -> tuple[list[Callable[[], None]], list[Any]]:
+        """Allocate what is missing: the launches, and what must live until the last of them."""
         made, addresses = call.allocate(self.missing)
         at = (call.stream, *addresses)
         launches = self.launches.get(at)
@@ -244,22 +242,20 @@ class Packed(NamedTuple):
             if len(self.launches) >= _MOST_PLACES:
                 self.launches.clear()
             self.launches[at] = launches
+        return launches, made
+
+    def run(self, call: Call, outputs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Allocate what is missing, launch, and hand the outputs out in the caller's framework."""
+        launches, made = self.placed(call)
+        for launch in launches:
+            launch()
         results, new = [], iter(made)
         for name in self.returned:
-            output = outputs[name]
-            results.append(next(new) if output is None else output)
-        return launches, tuple(results)
-
-    def exported(
-        self, call: Call, results: tuple[Any, ...], outputs: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        """Turn new arrays into the caller's framework's, after the launches."""
-        return tuple(
-            [
-                call.export(result) if outputs[name] is None else result
-                for name, result in zip(self.returned, results, strict=True)
-            ]
-        )
+            given = outputs[name]
+            if given is None:
+                given = call.export(next(new)) if call.exports else next(new)
+            results.append(given)
+        return tuple(results)
 
 
 class _Known(NamedTuple):
@@ -322,10 +318,7 @@ def run(
         if looks and may_look(call):
             host = {n: copy_to_host(v, call.stream) for n, v in known.integers.items()}
             operation.check_values(host, known.arguments)
-        launches, results = packed.placed(call, outputs)
-        for launch in launches:
-            launch()
-        return packed.exported(call, results, outputs) if call.exports else results
+        return packed.run(call, outputs)
 
 
 def _check(

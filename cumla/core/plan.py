@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "PlanMemory", "User", "Workspace"]
 
 K = TypeVar("K")
+R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
@@ -218,11 +219,12 @@ class PlanMemory:
         self.stream = call.stream
         self._lost = False
 
-    def run(self, call: Call, launch: Launch) -> None:
+    def run(self, call: Call, launch: Callable[..., R], *arguments: Any) -> R:
         """Launch what uses the schedule, on the call's stream."""
-        launch()
+        result = launch(*arguments)
         if call.stream != self._workspace.home:  # eager runs are many, most of them at home
             self._workspace.note_use(call)
+        return result
 
     def check_serves(self, call: Call, lengths: str) -> None:
         """Refuse a run on a stream that needs an update, whose arguments are `lengths`, first."""
@@ -345,7 +347,7 @@ class Plan(ABC, Generic[K]):
                 assert call.device is not None
                 self._load(call.device, lambda: call.capturing)
                 packed = pack(call, self._schedule, self.key, arguments, (), (), memory.buffer.ptr)
-                launches, _ = packed.placed(call, {})
+                launches, _ = packed.placed(call)
                 launch = launches[0] if launches else _nothing
                 self._updates.keep(identity, launch)
             memory.update(call, launch)
@@ -412,7 +414,7 @@ class Plan(ABC, Generic[K]):
             if not isinstance(ready, Packed):
                 memory.run(again, ready)
                 return identity, given
-            return identity, _launch(again, memory, ready, outputs)
+            return identity, memory.run(again, ready.run, again, outputs)
 
     def _run(
         self,
@@ -449,10 +451,10 @@ class Plan(ABC, Generic[K]):
                 self._attend.check_values({**host, **self._values}, arguments)
             buffer = memory.buffer.ptr
             packed = pack(call, self._attend, self.key, arguments, returned, given, buffer)
-            results = _launch(call, memory, packed, outputs)
+            results = memory.run(call, packed.run, call, outputs)
             if seen is not None and packed.templates and call.stream == memory.stream:
                 whole = None not in given
-                memory.ready.keep(seen, packed.placed(call, outputs)[0][0] if whole else packed)
+                memory.ready.keep(seen, packed.placed(call)[0][0] if whole else packed)
             return results
 
     def _check_shape(self, arguments: Any) -> None:
@@ -465,16 +467,6 @@ class Plan(ABC, Generic[K]):
                 f"plan: made for {place_name(self._device)}, got arrays on "
                 f"{place_name(call.device)}; make a plan for each device"
             )
-
-
-def _launch(
-    call: Call, memory: PlanMemory, packed: Packed, outputs: Mapping[str, Any]
-) -> tuple[Any, ...]:
-    """Allocate what is not given, launch, and hand the outputs out."""
-    launches, results = packed.placed(call, outputs)
-    for launch in launches:
-        memory.run(call, launch)
-    return packed.exported(call, results, outputs) if call.exports else results
 
 
 def _on_host(call: Call, names: tuple[str, ...]) -> dict[str, np.ndarray[Any, Any]]:

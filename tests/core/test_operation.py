@@ -395,6 +395,19 @@ def test_cold_kernels_under_capture(
 
 
 @every_operation
+def test_what_is_allocated_lives_until_the_last_launch(
+    operation: Operation, cupy: FakeCuPy, bindings: FakeBindings
+) -> None:
+    """An allocator without a pool unmaps what is let go: a launch after that writes to nothing."""
+    given = on_gpu(cupy, operation, outputs=False)
+    for _ in ("checked", "found in order"):
+        before = len(cupy.freed)
+        operation.function(**given)
+        assert {launch.freed for launch in bindings.launched} == {before}
+        bindings.launched.clear()
+
+
+@every_operation
 def test_allocations_under_capture(
     operation: Operation, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
 ) -> None:
