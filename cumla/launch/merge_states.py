@@ -45,18 +45,10 @@ def merge_spec(dtype: str) -> KernelSpec:
 
 
 class StateViews(NamedTuple):
-    """An attention output and its log-sum-exp, on the GPU.
+    """An attention output and its log-sum-exp, on the GPU."""
 
-    Attributes
-    ----------
-    out : ArrayView
-        ``(batch, tokens, heads, head_dim)``, rows contiguous, on 16-byte boundaries.
-    lse : ArrayView
-        ``(batch, tokens, heads)`` float32.
-    """
-
-    out: ArrayView
-    lse: ArrayView
+    out: ArrayView  # (batch, tokens, heads, head_dim), rows contiguous, on 16-byte boundaries
+    lse: ArrayView  # (batch, tokens, heads) float32
 
     @property
     def fields(self) -> tuple[int, ...]:
@@ -76,20 +68,9 @@ def merge_launch(
 ) -> Launch:
     """Describe how to merge partial results, behind what an earlier launch has merged.
 
-    Parameters
-    ----------
-    partials : sequence of StateViews
-        1 to `MOST_PARTIALS` of one shape and dtype.
-    carried : StateViews or None
-        The float32 result of the launch before this one.
-    result : StateViews
-        Where to write; out float32, bfloat16 or float16.
-    log2_of_base : float
-        Binary logarithm of the base of the log-sum-exps.
-
-    Returns
-    -------
-    Launch
+    There are 1 to `MOST_PARTIALS` partials of one shape and dtype. `carried` is the float32 result
+    of the launch before this one; `result` is where to write, out float32, bfloat16 or float16. The
+    log-sum-exps are of the base whose binary logarithm is given.
     """
     first = partials[0].out
     rows = prod(first.shape[:3])
