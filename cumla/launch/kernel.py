@@ -36,7 +36,7 @@ class Relocation(NamedTuple):
 class Launch(NamedTuple):
     """One launch as data: no GPU, no loaded kernel and no stream is needed to make it."""
 
-    # the kernel takes one struct by value; threads and shared memory are its spec's
+    # The kernel takes one struct by value; threads and shared memory are in its spec.
     spec: KernelSpec
     grid: tuple[int, int, int]  # blocks in x, y and z
     layout: struct.Struct  # of the parameter struct, padding included
@@ -98,7 +98,7 @@ class Template:
         self._relocations = launch.relocations()
 
     def at(self, addresses: Mapping[str, int], stream: int) -> PreparedLaunch:
-        """Complete the parameters with where each argument begins that the relocations name."""
+        """Complete the parameters with the addresses of the arguments that the relocations name."""
         parameters = _buffer_type(len(self._packed)).from_buffer_copy(self._packed)
         for offset, argument, addend, tensor_map in self._relocations:
             address = addresses[argument] + addend

@@ -44,24 +44,12 @@ def append_indexer_spec(dtype: str) -> KernelSpec:
 
 
 class AppendIndexerArguments(NamedTuple):
-    """Checked views of one call.
+    """Checked views of one call."""
 
-    Attributes
-    ----------
-    k : ArrayView
-        ``(tokens, head_dim)``, bfloat16, float16 or float32.
-    values : ArrayView
-        ``(num_pages, page_size, head_dim)`` of one byte, page_size a power of two.
-    scales : ArrayView
-        ``(num_pages, page_size)`` float32; may lie in the pages of `values`.
-    slot_mapping : ArrayView
-        ``(tokens,)`` int32 or int64.
-    """
-
-    k: ArrayView
-    values: ArrayView
-    scales: ArrayView
-    slot_mapping: ArrayView
+    k: ArrayView  # (tokens, head_dim), bfloat16, float16 or float32
+    values: ArrayView  # (num_pages, page_size, head_dim) of one byte, page_size a power of two
+    scales: ArrayView  # (num_pages, page_size) float32; may lie in the pages of `values`
+    slot_mapping: ArrayView  # (tokens,) int32 or int64
 
 
 _PARAMS = struct.Struct("<12q4i")
@@ -71,18 +59,9 @@ def append_indexer_launch(
     arguments: AppendIndexerArguments,
     power_of_two_scales: bool,
 ) -> Launch:
-    """Describe how to quantise and write the keys.
+    """Describe how to quantise and write the keys, at least one, of 32, 64 or 128 columns.
 
-    Parameters
-    ----------
-    arguments : AppendIndexerArguments
-        At least one token; head_dim 32, 64 or 128.
-    power_of_two_scales : bool
-        Round scales up to powers of two.
-
-    Returns
-    -------
-    Launch
+    Where `power_of_two_scales`, scales are rounded up to powers of two.
     """
     k, cache, scales, slots = arguments
     tokens, head_dim = k.shape

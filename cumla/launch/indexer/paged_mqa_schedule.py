@@ -36,30 +36,16 @@ SPECS = (_SPEC,)
 
 
 class PagedMQAKey(NamedTuple):
-    """The shape for which a plan is made.
+    """The shape for which a plan is made."""
 
-    Attributes
-    ----------
-    batch, next_n, num_heads, head_dim : int
-        As in ``q`` (batch, next_n, num_heads, head_dim).
-    page_size : int
-        Tokens of a cache page.
-    max_blocks : int
-        Columns of the block table.
-    per_row_lens : bool
-        Whether each row has a length of its own.
-    num_sms : int
-        Parts to make: thread blocks that score.
-    """
-
-    batch: int
+    batch: int  # q is (batch, next_n, num_heads, head_dim)
     next_n: int
     num_heads: int
     head_dim: int
-    page_size: int
-    max_blocks: int
-    per_row_lens: bool
-    num_sms: int
+    page_size: int  # tokens of a cache page
+    max_blocks: int  # columns of the block table
+    per_row_lens: bool  # whether each row has a length of its own
+    num_sms: int  # parts to make: thread blocks that score
 
     @property
     def most_tokens(self) -> int:
@@ -116,21 +102,9 @@ def paged_mqa_schedule_launch(
 ) -> Launch:
     """Describe how to compute the schedule for these lengths into the plan's buffer.
 
-    Parameters
-    ----------
-    key : PagedMQAKey
-        The plan's shape.
-    kv_lens : ArrayView
-        ``(batch,)`` or ``(batch, next_n)`` int32.
-    buffer : int
-        Address of ``plan_bytes(key)`` bytes, a multiple of 8.
-    keeps_lens : bool
-        Whether the lengths are copied to the buffer, after the schedule; else ``schedule_bytes``
-        are enough.
-
-    Returns
-    -------
-    Launch
+    `kv_lens` are ``(batch,)`` or ``(batch, next_n)`` int32. `buffer` is the address of
+    ``plan_bytes(key)`` bytes, a multiple of 8. Where `keeps_lens`, the lengths are copied there,
+    after the schedule; else ``schedule_bytes`` are enough.
     """
     kept = kept_lens(key, kv_lens, buffer).ptr if keeps_lens else 0
     values = (*lengths_values(key, kv_lens, key.most_tokens), buffer, kept, key.num_sms, 0)

@@ -54,17 +54,8 @@ def merge_axes(
 ) -> list[tuple[int, tuple[int, ...]]]:
     """Merge the axes of rows that all arrays run through in equal steps.
 
-    Parameters
-    ----------
-    sizes : tuple of int
-        Of every axis but the last one; none of them 0.
-    *strides : tuple of int
-        Of each array, along these axes.
-
-    Returns
-    -------
-    list of (int, tuple of int)
-        Sizes, and the strides of each array, from the outermost axis on.
+    `sizes` are those of every axis but the last one, none of them 0; `strides` are those of each
+    array along these axes. Return sizes, and the strides of each array, from the outermost axis on.
     """
     merged: list[tuple[int, tuple[int, ...]]] = []
     for size, *steps in zip(sizes, *strides, strict=True):
@@ -85,21 +76,11 @@ def quantize_launch(
     scale: ArrayView,
     power_of_two_scales: bool,
 ) -> Launch:
-    """Describe how to quantise the rows of `x`.
+    """Describe how to quantise the rows of `x`, at least one.
 
-    Parameters
-    ----------
-    x, values : ArrayView
-        ``(..., columns)``, columns a multiple of 16 up to `MOST_COLUMNS`; at least one row, of at
-        most `MOST_AXES` axes that do not merge.
-    scale : ArrayView
-        ``(...)`` float32.
-    power_of_two_scales : bool
-        Round scales up to powers of two.
-
-    Returns
-    -------
-    Launch
+    `x` and `values` are ``(..., columns)``, columns a multiple of 16 up to `MOST_COLUMNS`, with at
+    most `MOST_AXES` axes of rows that do not merge; `scale` is ``(...)`` float32. Where
+    `power_of_two_scales`, scales are rounded up to powers of two.
     """
     *lead, columns = x.shape
     axes = merge_axes(tuple(lead), x.strides[:-1], values.strides[:-1], scale.strides)

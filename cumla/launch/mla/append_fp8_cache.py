@@ -46,16 +46,9 @@ _PARAMS = struct.Struct(f"{PARAMS_FORMAT}5qf3i")
 
 
 def append_fp8_launch(arguments: AppendArguments) -> Launch:
-    """Describe how to quantise and write the rows, and to rotate the queries if there are any.
+    """Describe how to quantise and write rows, and to rotate the queries if there are any.
 
-    Parameters
-    ----------
-    arguments : AppendArguments
-        At least one token; the latent cache of one byte.
-
-    Returns
-    -------
-    Launch
+    There is at least one row, and the latent cache is of one byte.
     """
     grid, values = append_values(arguments)
     scales = arguments.scales

@@ -47,20 +47,8 @@ def attend_launch(
 ) -> Launch:
     """Describe how to attend, by the kernel for the key and for how the arrays lie.
 
-    Parameters
-    ----------
-    key : MLADecodeKey
-        The plan's shape.
-    buffer : int
-        Address of the plan's buffer, which holds a schedule.
-    arguments : DecodeArguments
-        Checked.
-    out, lse : ArrayView
-        As :func:`cumla.mla_decode` describes them.
-
-    Returns
-    -------
-    Launch
+    `buffer` is the address of the plan's buffer, which holds a schedule; `out` and `lse` are as
+    :func:`cumla.mla_decode` describes them.
     """
     if key.cache == "e4m3":
         return decode_fp8_launch(key, buffer, arguments, out, lse)

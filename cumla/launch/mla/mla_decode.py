@@ -35,39 +35,21 @@ __all__ = [
 
 
 class DecodeArguments(NamedTuple):
-    """Checked views of one call: latent and RoPE columns apart, those of the cache with heads.
+    """Checked views of one call: latent and RoPE columns apart, those of the cache with heads."""
 
-    Attributes
-    ----------
-    q, q_rope : ArrayView
-        ``(batch, q_len, num_heads, 512)`` and 64; of ragged queries without the first axis.
-    kv_cache, kv_rope : ArrayView
-        ``(num_pages, page_size, num_kv_heads, 512)`` and 64, of the query's dtype or of
-        float8_e4m3fn; beside e4m3 latent columns the RoPE ones may be of the query's dtype.
-    block_table : ArrayView
-        ``(batch, max_pages)`` int32; of ragged queries maybe a list of pages, ``(pages,)``.
-    kv_scales : ArrayView or None
-        ``(num_pages, page_size, num_kv_heads, 4)`` float32: factors of 128 latent columns each.
-    kv_scale : ArrayView or float
-        Factor of all other e4m3 columns.
-    softmax_scale : float
-        Factor of the scores.
-    causal : bool
-        Bottom-right causal mask.
-    empty_lse : float
-        Log-sum-exp of a row that sees nothing: an infinity.
-    """
-
-    q: ArrayView
-    q_rope: ArrayView
+    q: ArrayView  # (batch, q_len, num_heads, 512); of ragged queries without the first axis
+    q_rope: ArrayView  # the same with 64 columns
+    # (num_pages, page_size, num_kv_heads, 512) and 64, of the query's dtype or of float8_e4m3fn;
+    # beside e4m3 latent columns the RoPE ones may be of the query's dtype.
     kv_cache: ArrayView
     kv_rope: ArrayView
-    block_table: ArrayView
+    block_table: ArrayView  # (batch, max_pages) int32; of ragged queries maybe a list, (pages,)
+    # (num_pages, page_size, num_kv_heads, 4) float32: factors of 128 latent columns each.
     kv_scales: ArrayView | None
-    kv_scale: ArrayView | float
-    softmax_scale: float
-    causal: bool
-    empty_lse: float = -inf
+    kv_scale: ArrayView | float  # factor of all other e4m3 columns
+    softmax_scale: float  # factor of the scores
+    causal: bool  # bottom-right causal mask
+    empty_lse: float = -inf  # log-sum-exp of a row that sees nothing: an infinity
 
 
 TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
@@ -117,20 +99,7 @@ def ragged_spec(dtype: str, form: str) -> KernelSpec:
 
 
 def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: DecodeArguments) -> str:
-    """Tell in which form a cache's pages come: whole ones need all columns in one array.
-
-    Parameters
-    ----------
-    key : MLADecodeKey or MLAAttentionKey
-        Of the call.
-    arguments : Arguments
-        Checked.
-
-    Returns
-    -------
-    str
-        One of PAGE_FORMS.
-    """
+    """Tell which of PAGE_FORMS serves a cache: whole pages need all columns in one array."""
     apart = _rope_is_apart(arguments.kv_cache, arguments.kv_rope)
     return "boxes" if key.form == "pages" and apart else key.form
 
@@ -156,22 +125,9 @@ def decode_launch(
 ) -> Launch:
     """Describe how to attend to the blocks of every part; split requests go to the plan's buffer.
 
-    Parameters
-    ----------
-    spec : KernelSpec
-        The kernel for the key, for the form of these arrays.
-    key : MLADecodeKey or MLAAttentionKey
-        The plan's shape.
-    buffer : int
-        Address of the plan's buffer, which holds a schedule.
-    arguments : Arguments
-        Checked.
-    out, lse : ArrayView
-        As :func:`cumla.mla_decode` describes them.
-
-    Returns
-    -------
-    Launch
+    `spec` is the kernel for the key and for the form of these arrays; `buffer` is the address of
+    the plan's buffer, which holds a schedule; `out` and `lse` are as :func:`cumla.mla_decode`
+    describes them.
     """
     maps = _maps(key, form_of(key, arguments), arguments.kv_cache, arguments.kv_rope)
     values = (*maps, *decode_values(key, buffer, arguments, out, lse))
@@ -188,10 +144,7 @@ def decode_values(
 ) -> tuple[Any, ...]:
     """List what the kernel is told behind the tensor maps; parameters as for decode_launch.
 
-    Returns
-    -------
-    tuple
-        In the order of ``MlaDecodeParams``, with which ``MlaDecodeFp8Params`` begins, too.
+    The order is that of ``MlaDecodeParams``, with which ``MlaDecodeFp8Params`` begins, too.
     """
     block_table, layout = arguments.block_table, key.layout
     columns = (arguments.kv_cache, arguments.kv_rope, arguments.q, arguments.q_rope)

@@ -37,22 +37,10 @@ def ragged_schedule_launch(
     kv_lens: ArrayView,
     kv_indptr: ArrayView | None,
 ) -> Launch:
-    """Describe how to compute the schedule for these lengths into the plan's buffer.
+    """Describe how to compute the schedule for these int32 lengths into the plan's buffer.
 
-    Parameters
-    ----------
-    key : RaggedKey
-        The plan's shape.
-    buffer : int
-        Address of the plan's buffer.
-    qo_indptr, kv_lens : ArrayView
-        ``(batch + 1,)`` and ``(batch,)`` int32.
-    kv_indptr : ArrayView or None
-        ``(batch + 1,)`` int32 where pages come as a list, None where as a block table.
-
-    Returns
-    -------
-    Launch
+    `qo_indptr` is ``(batch + 1,)``, `kv_lens` ``(batch,)``; `kv_indptr` is ``(batch + 1,)`` where
+    pages come as a list, and None where they come as a block table.
     """
     layout = key.layout
     values = (

@@ -57,21 +57,7 @@ _PARAMS = struct.Struct("<QqQQQ11i2I4x")
 
 
 def schedule_launch(key: PlanKey, buffer: int, kv_lens: ArrayView) -> Launch:
-    """Describe how to compute the schedule for these lengths into the plan's buffer.
-
-    Parameters
-    ----------
-    key : PlanKey
-        The plan's shape.
-    buffer : int
-        Address of the plan's buffer.
-    kv_lens : ArrayView
-        ``(batch,)`` int32.
-
-    Returns
-    -------
-    Launch
-    """
+    """Describe how to compute the schedule for ``(batch,)`` int32 lengths into a plan's buffer."""
     layout = key.layout
     values = (
         kv_lens.ptr,
@@ -99,15 +85,7 @@ def schedule_launch(key: PlanKey, buffer: int, kv_lens: ArrayView) -> Launch:
 def min_saving(row_groups: int) -> int:
     """Tell how many KV blocks cutting a request must save: what joining costs, as measured.
 
-    Parameters
-    ----------
-    row_groups : int
-        Groups of 16 query rows, whose partial results are stored and joined.
-
-    Returns
-    -------
-    int
-        KV blocks.
+    Partial results of groups of 16 query rows are stored and joined.
     """
     return 1 + 2 * row_groups
 
@@ -115,15 +93,7 @@ def min_saving(row_groups: int) -> int:
 def piece_cost(row_groups: int) -> int:
     """Tell how many KV blocks a piece of a request costs: to be stored, counted and joined.
 
-    Parameters
-    ----------
-    row_groups : int
-        Groups of 16 query rows, whose partial results are stored and joined.
-
-    Returns
-    -------
-    int
-        KV blocks, as measured with log-normal lengths.
+    That is as measured with log-normal lengths; `row_groups` are groups of 16 query rows.
     """
     return 2 * row_groups + 2
 
@@ -131,14 +101,6 @@ def piece_cost(row_groups: int) -> int:
 def max_tokens(batch: int) -> int:
     """Tell how long a request may be: so that the summed cost of the batch stays below 2**30.
 
-    Parameters
-    ----------
-    batch : int
-        Requests.
-
-    Returns
-    -------
-    int
-        Tokens; longer requests count as this long. 2**31 - 64 up to a batch of 31.
+    Longer requests count as this long: 2**31 - 64 tokens up to a batch of 31.
     """
     return min(0x7FFFFFC0, ((1 << 30) // batch - FIXED_COST) * BLOCK_TOKENS)
