@@ -12,12 +12,7 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = [
-    "SPECS",
-    "AppendIndexerArguments",
-    "append_indexer_launch",
-    "append_indexer_spec",
-]
+__all__ = ["SPECS", "AppendIndexerArguments", "append_indexer_launch"]
 
 _THREADS = 128
 _COLUMNS = 16  # that a lane holds
@@ -36,11 +31,6 @@ _SPECS = {
     for dtype, tag in _TAGS.items()
 }
 SPECS = tuple(_SPECS.values())
-
-
-def append_indexer_spec(dtype: str) -> KernelSpec:
-    """Choose the kernel for the dtype of the keys."""
-    return _SPECS[dtype]
 
 
 class AppendIndexerArguments(NamedTuple):
@@ -84,4 +74,4 @@ def append_indexer_launch(
         power_of_two_scales,
     )
     blocks = -(-tokens // (_THREADS // team))
-    return Launch(append_indexer_spec(k.dtype), (blocks, 1, 1), _PARAMS, fields)
+    return Launch(_SPECS[k.dtype], (blocks, 1, 1), _PARAMS, fields)

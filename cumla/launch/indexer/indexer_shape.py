@@ -25,7 +25,7 @@ _SMEM_LIMIT = 227 * 1024
 _MOST_STAGES = 32
 _ANNOUNCEMENT_BYTES = 16 + 8
 # Of a ring. What is under way to a multiprocessor hides the way from memory with less; asking for
-# more at first only makes the earliest blocks wait (docs/indexer.md).
+# more at first only makes the earliest blocks wait (docs/history/indexer.md).
 _RING_BYTES = 100 * 1024
 
 

@@ -13,7 +13,7 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = ["MOST_TOKENS", "SPECS", "MQALogitsArguments", "mqa_logits_launch", "mqa_logits_spec"]
+__all__ = ["MOST_TOKENS", "SPECS", "MQALogitsArguments", "mqa_logits_launch"]
 
 MOST_TOKENS = 2**31 - 1  # rows of k: what the int32 numbers of ks and ke can name
 
@@ -35,13 +35,9 @@ def _spec(heads: int, head_dim: int) -> KernelSpec:
     )
 
 
+# The same kernel writes float32 and bfloat16.
 _SPECS = {(heads, dim): _spec(heads, dim) for heads in (8, 16, 32, 64) for dim in (32, 64, 128)}
 SPECS = tuple(_SPECS.values())
-
-
-def mqa_logits_spec(num_heads: int, head_dim: int) -> KernelSpec:
-    """Choose the kernel; the same one writes float32 and bfloat16."""
-    return _SPECS[num_heads, head_dim]
 
 
 class MQALogitsArguments(NamedTuple):
@@ -91,4 +87,4 @@ def mqa_logits_launch(
         0,
     )
     _, num_heads, head_dim = a.q.shape
-    return Launch(mqa_logits_spec(num_heads, head_dim), (sm_count, 1, 1), _PARAMS, values)
+    return Launch(_SPECS[num_heads, head_dim], (sm_count, 1, 1), _PARAMS, values)

@@ -13,14 +13,7 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = [
-    "MOST_AXES",
-    "MOST_COLUMNS",
-    "SPECS",
-    "merge_axes",
-    "quantize_launch",
-    "quantize_spec",
-]
+__all__ = ["MOST_AXES", "MOST_COLUMNS", "SPECS", "merge_axes", "quantize_launch"]
 
 _OCTET = 8
 _THREADS = 256
@@ -42,11 +35,6 @@ _SPECS = {
     for dtype, tag in _TAGS.items()
 }
 SPECS = tuple(_SPECS.values())
-
-
-def quantize_spec(dtype: str) -> KernelSpec:
-    """Choose the kernel for the dtype of the rows."""
-    return _SPECS[dtype]
 
 
 def merge_axes(
@@ -100,7 +88,7 @@ def quantize_launch(
         0,
     )
     blocks = -(-rows // (_THREADS >> team_log2))
-    return Launch(quantize_spec(x.dtype), (blocks, 1, 1), _PARAMS, values_of_params)
+    return Launch(_SPECS[x.dtype], (blocks, 1, 1), _PARAMS, values_of_params)
 
 
 _PARAMS = struct.Struct(f"<3q{4 * MOST_AXES}qq4i")

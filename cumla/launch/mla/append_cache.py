@@ -17,8 +17,6 @@ __all__ = [
     "SPECS",
     "AppendArguments",
     "append_launch",
-    "append_spec",
-    "append_specs",
     "append_values",
 ]
 
@@ -41,16 +39,6 @@ def _spec(dtype: str, float_rows: bool) -> KernelSpec:
 
 _SPECS = {(dtype, floats): _spec(dtype, floats) for dtype in _TAGS for floats in (False, True)}
 SPECS = tuple(_SPECS.values())
-
-
-def append_specs(dtype: str) -> tuple[KernelSpec, ...]:
-    """List the kernels for caches of one dtype."""
-    return tuple(spec for (of, _), spec in _SPECS.items() if of == dtype)
-
-
-def append_spec(dtype: str, rows_dtype: str) -> KernelSpec:
-    """Choose the kernel for a cache's dtype and that of its new rows, which may be float32."""
-    return _SPECS[dtype, rows_dtype == "float32"]
 
 
 class AppendArguments(NamedTuple):
@@ -85,7 +73,7 @@ _PARAMS = struct.Struct(PARAMS_FORMAT)
 def append_launch(arguments: AppendArguments) -> Launch:
     """Describe how to write rows, at least one, and to rotate the queries if there are any."""
     grid, values = append_values(arguments)
-    spec = append_spec(arguments.dtype, arguments.latent_rows.dtype)
+    spec = _SPECS[arguments.dtype, arguments.latent_rows.dtype == "float32"]
     return Launch(spec, grid, _PARAMS, values)
 
 

@@ -56,36 +56,31 @@ TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
 
 
+_RAGGED = "ragged"  # the variant for queries of different lengths
+
+
 def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
-    shared_blocks = str(variant == "shared_blocks").lower()
-    suffixes = (name for name in (variant, form) if name not in ("one_tile", "pages"))
+    name = "mla_attention" if variant == _RAGGED else "mla_decode"
+    shared_blocks = str(variant != "one_tile").lower()
+    tile = ", RaggedTile" if variant == _RAGGED else ""
+    suffixes = (tag for tag in (variant, form) if tag not in (_RAGGED, "one_tile", "pages"))
     return KernelSpec(
         stem="mla_decode",
         package="cumla.cuda.mla",
-        entry="_".join(("mla_decode", dtype, *suffixes)),
-        function=f"mla_decode<{TAGS[dtype]}, {shared_blocks}, {FORM_TAGS[form]}>",
+        entry="_".join((name, dtype, *suffixes)),
+        function=f"mla_decode<{TAGS[dtype]}, {shared_blocks}, {FORM_TAGS[form]}{tile}>",
         params="MlaDecodeParams",
         threads=384,
         smem_bytes=232160,
     )
 
 
-def _ragged_spec(dtype: str, form: str) -> KernelSpec:
-    suffixes = () if form == "pages" else (form,)
-    return KernelSpec(
-        stem="mla_decode",
-        package="cumla.cuda.mla",
-        entry="_".join(("mla_attention", dtype, *suffixes)),
-        function=f"mla_decode<{TAGS[dtype]}, true, {FORM_TAGS[form]}, RaggedTile>",
-        params="MlaDecodeParams",
-        threads=384,
-        smem_bytes=232160,
-    )
-
-
-_SPECS = {names: _spec(*names) for names in product(TAGS, VARIANTS[1:], PAGE_FORMS)}
-_RAGGED_SPECS = {names: _ragged_spec(*names) for names in product(TAGS, PAGE_FORMS)}
-SPECS = (*_SPECS.values(), *_RAGGED_SPECS.values())
+_SPECS = {
+    names: _spec(*names)
+    for variants in (VARIANTS[1:], (_RAGGED,))
+    for names in product(TAGS, variants, PAGE_FORMS)
+}
+SPECS = tuple(_SPECS.values())
 
 
 def variant_spec(dtype: str, variant: str, form: str) -> KernelSpec:
@@ -95,7 +90,7 @@ def variant_spec(dtype: str, variant: str, form: str) -> KernelSpec:
 
 def ragged_spec(dtype: str, form: str) -> KernelSpec:
     """Look up the kernel for queries of different lengths."""
-    return _RAGGED_SPECS[dtype, form]
+    return _SPECS[dtype, _RAGGED, form]
 
 
 def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: DecodeArguments) -> str:
