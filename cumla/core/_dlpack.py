@@ -12,6 +12,7 @@ import ctypes
 import functools
 import math
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -178,9 +179,10 @@ class Imported:
             view = view._replace(read_only=True)
         self.view = view
 
-    def __del__(self) -> None:
-        # At interpreter exit the producer may be gone already: its memory goes with the process.
-        if self._deleter and not sys.is_finalizing():
+    # At interpreter exit the producer may be gone already: its memory goes with the process. The
+    # globals of this module may be gone as well, so the question is bound here.
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self._deleter and not _is_finalizing():
             _Deleter(self._deleter)(self._address)
 
     @property

@@ -153,9 +153,10 @@ class Workspace:
             driver().destroy_event(self._event)
         self._event = 0
 
-    def __del__(self) -> None:
+    # Bound here, because the globals of this module may be gone at interpreter exit.
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         event = getattr(self, "_event", 0)
-        if event and not sys.is_finalizing():
+        if event and not _is_finalizing():
             keep_until_event(self._owner, event, self._device or 0, self._stream or 0)
 
 
