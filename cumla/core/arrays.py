@@ -181,11 +181,12 @@ class Call:
     def _check_may_allocate(self, names: tuple[str, ...]) -> None:
         """Refuse to allocate where the stream is being captured and the allocator is CuPy's."""
         if self.capturing:
-            outputs = [f"{name}=" for name in names if name != WORKSPACE]
-            ways = (*outputs, *(["a plan"] if WORKSPACE in names else []))
+            outputs = tuple([f"{name}=" for name in names if name != WORKSPACE])
+            ways = [f"pass {_in_prose(outputs)}"] if outputs else []
+            ways += ["use a plan"] if WORKSPACE in names else []
             raise NotPreparedError(
-                f"the stream is being captured, and CuPy's allocator does not serve captures: make "
-                f"{_in_prose(ways or ('workspace=',))} before the capture, and pass or use it"
+                f"the stream is being captured, and CuPy's allocator does not serve captures: "
+                f"{', and '.join(ways) or 'pass workspace='}, made before the capture"
             )
         self._may_allocate = True  # a call neither begins nor ends a capture
 
