@@ -788,13 +788,14 @@ def test_a_glance_tells_cupy_arrays_apart(cupy):
 def test_a_tensor_that_changes_is_not_known_again():
     torch = pytest.importorskip("torch")
     x = torch.zeros(4, 6)
+    another = torch.zeros(4, 6)  # made here: later it could get the memory that resize_ frees
     views_at_first(x)
     seen = {glance((x,))}
     for change in (
         lambda: x.resize_(4, 8),
         lambda: x.t_(),
         lambda: x.unsqueeze_(0),
-        lambda: setattr(x, "data", torch.zeros(4, 6)),
+        lambda: setattr(x, "data", another),
         lambda: setattr(x, "data", x.data.view(torch.int32)),
     ):
         change()
