@@ -31,10 +31,7 @@ class Driver:
     the stream's queue, and a full queue makes the host wait until the GPU gets on; if that waits
     for a host function written in Python, the process hangs unless the GIL is given up (`CDLL`).
 
-    Raises
-    ------
-    UnsupportedDeviceError
-        There is no driver, or it finds no GPU.
+    `UnsupportedDeviceError` if there is no driver, or it finds no GPU.
     """
 
     def __init__(self) -> None:
@@ -172,10 +169,7 @@ class Driver:
 def driver() -> Driver:
     """Load the driver once, when the first array on a GPU comes.
 
-    Raises
-    ------
-    UnsupportedDeviceError
-        As `Driver`, and in a process that was forked from one that had loaded it.
+    `UnsupportedDeviceError` as `Driver`, and in a process that was forked from one that had it.
     """
     if forked():
         raise UnsupportedDeviceError(

@@ -107,13 +107,7 @@ _deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_put_aside)  # takes the GIL
 class Exporter:
     """A contiguous array on the GPU as the DLPack protocol wants it, for one consumer.
 
-    Parameters
-    ----------
-    array : object
-        The owner of the memory.
-    view : ArrayView
-    stream : int
-        CUstream handle of the stream that writes to it.
+    `array` owns the memory, and `stream` is the handle of the stream that writes to it.
     """
 
     def __init__(self, array: object, view: ArrayView, stream: int) -> None:
@@ -162,21 +156,9 @@ class Exporter:
 
 
 def lend(jax: Any, array: object, view: ArrayView, stream: int) -> Any:
-    """Make a JAX array of a contiguous one on the GPU; JAX's readers wait for the stream.
+    """Make a JAX array of a contiguous one on the GPU; JAX's readers wait for `stream`.
 
-    Parameters
-    ----------
-    jax : module
-    array : object
-        The owner of the memory. It is let go of when JAX has dropped it and its readers are done.
-    view : ArrayView
-        Of `array`.
-    stream : int
-        CUstream handle of the stream that writes to it.
-
-    Returns
-    -------
-    jax.Array
+    `array` owns the memory. It is let go of when JAX has dropped it and its readers are done.
     """
     exporter = Exporter(array, view, stream)
     try:

@@ -57,42 +57,24 @@ _SCALES = (1e-20, 1e6)
 class Array(NamedTuple):
     """A row of an argument table.
 
-    Attributes
-    ----------
-    axes : str
-        Names of sizes, or numbers, between spaces. A name is bound by the array that has it first,
-        or before; ``name+1`` is one more. Nothing: a scalar.
-    dtypes : tuple of str
-        Any of these.
-    lies : str
-        ``"rows"``: last axis contiguous, address and strides multiples of 16 bytes. ``"row"``: last
-        axis contiguous. ``"elements"``: any strides of whole elements.
-    way_out : str
-        Ends the message for another shape.
+    `axes` are names of sizes, or numbers, between spaces. A name is bound by the array that has it
+    first, or before; ``name+1`` is one more. Nothing: a scalar.
+
+    It `lies` in ``"rows"``: last axis contiguous, address and strides multiples of 16 bytes; in a
+    ``"row"``: last axis contiguous; as ``"elements"``: any strides of whole elements.
     """
 
     axes: str
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # any of these
     lies: str = "elements"
-    way_out: str = "reshape it"
+    way_out: str = "reshape it"  # ends the message for another shape
 
 
 def bind(table: Mapping[str, Array], views: Views, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Check the arrays of a table that are given, in its order.
+    """Check the arrays of a table that are given, in its order; sizes of all axes by name.
 
-    Parameters
-    ----------
-    table : mapping
-        Rows by the names of arguments.
-    views : mapping
-        By the same names; others are not looked at, and None is not given.
-    sizes : mapping
-        Sizes of axes that are known before.
-
-    Returns
-    -------
-    dict
-        Sizes of all axes by name.
+    `views` go by the names of the table: others are not looked at, and None is not given. `sizes`
+    are those of axes that are known before.
     """
     bound = dict(sizes)
     for name, row in table.items():

@@ -448,14 +448,7 @@ def cupy_framework() -> _CuPy:
 
 
 def framework_of(name: str, array: object) -> Framework:
-    """Framework of an array; refuses what is none, or has no memory.
-
-    Parameters
-    ----------
-    name : str
-        The argument's name, for errors.
-    array : object
-    """
+    """Framework of an array; refuses what is none, or has no memory."""
     return framework_of_type.get(type(array)) or recognise(name, array)
 
 

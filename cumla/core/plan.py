@@ -64,17 +64,8 @@ class User(Protocol):
 class Workspace:
     """Device memory with one user at a time, on one stream at a time.
 
-    Parameters
-    ----------
-    owner : object
-        The array that holds the memory.
-    call : Call
-        In which the memory was allocated, or handed over by the caller.
-
-    Attributes
-    ----------
-    home : int
-        CUstream handle: there the memory may be used again as soon as the owner lets go.
+    `owner` is the array that holds the memory; `call` is the one in which it was allocated, or
+    handed over by the caller.
     """
 
     __slots__ = (
@@ -91,7 +82,7 @@ class Workspace:
     def __init__(self, owner: object, call: Call) -> None:
         self._owner = owner
         self._device = call.device
-        self.home = call.stream
+        self.home = call.stream  # there the memory is free as soon as the owner lets go
         self._stream = None if call.capturing else call.stream  # of the last use outside captures
         self._event = 0  # on the last stream, behind the last use, if that stream is not home
         # A handle of a destroyed stream must not be touched: the driver may crash on it.
@@ -167,26 +158,8 @@ _given: weakref.WeakValueDictionary[int, Workspace] = weakref.WeakValueDictionar
 class PlanMemory:
     """A plan's buffer on the GPU, and the stream on which its schedule was computed.
 
-    Parameters
-    ----------
-    call : Call
-        In which the plan is made, entered; its only view is the workspace's.
-    nbytes : int
-        Size of the buffer.
-    workspace : array or None
-        The caller's, if there is one.
-
-    Attributes
-    ----------
-    buffer : ArrayView
-        The memory.
-    ready : Ready
-        Launches of runs that were found in order, on the stream of the last update.
-    stream : int or None
-        CUstream handle of the last update that was executed: a run there needs no other before it.
-        None before the first, and since another plan has taken the workspace.
-    captured : int or None
-        CUstream handle of the last update that was captured: captured runs there follow it.
+    Made inside the `with` block of `call`, whose only view is the workspace's, if the caller gave
+    one.
     """
 
     def __init__(self, call: Call, nbytes: int, workspace: Any) -> None:
@@ -198,8 +171,12 @@ class PlanMemory:
             (self.buffer,) = cast("tuple[ArrayView]", call.views)
             check_workspace(self.buffer, nbytes)
             self._workspace = Workspace.at(workspace, self.buffer.ptr, call)
+        # Launches of runs that were found in order, on the stream of the last update.
         self.ready = Ready()
+        # Of the last update that was executed: a run there needs no other before it. None before
+        # the first, and since another plan has taken the workspace.
         self.stream: int | None = None
+        # Of the last update that was captured: captured runs there follow it.
         self.captured: int | None = None
         self._lost = False  # to another plan, since the last update
 
@@ -254,19 +231,13 @@ class PlanMemory:
 
 
 class Plan(ABC, Generic[K]):
-    """A schedule and its buffer, for every layer of a step: base of all families' plans.
-
-    Attributes
-    ----------
-    key : K
-        The shape for which the plan was made.
-    """
+    """A schedule and its buffer, for every layer of a step: base of all families' plans."""
 
     _schedule: ClassVar[Operation[Any, Any]]
     _attend: ClassVar[Operation[Any, Any]]
     _lengths: ClassVar[str]  # arguments of an update, in messages
 
-    key: K
+    key: K  # the shape for which the plan was made
 
     def _make(
         self,
@@ -293,10 +264,7 @@ class Plan(ABC, Generic[K]):
     def prepare(self) -> None:
         """Compile and load the plan's kernels: later calls do not wait, nor fail under capture.
 
-        Raises
-        ------
-        CompilationError, MissingDependencyError
-            The kernels cannot be had here.
+        `CompilationError` or `MissingDependencyError` if the kernels cannot be had here.
         """
         if self._device is not None:
             self._load(self._device, lambda: False)
@@ -308,14 +276,7 @@ class Plan(ABC, Generic[K]):
     def serves(self, stream: int) -> bool:
         """Tell whether an eager run on a stream can do without an update before it.
 
-        Parameters
-        ----------
-        stream : int
-            CUstream handle. For a plan on the CPU any.
-
-        Returns
-        -------
-        bool
+        `stream` is a CUstream handle; for a plan on the CPU any.
         """
         if self._memory is None:
             return self._values is not None
