@@ -111,40 +111,28 @@ class Exporter:
     """
 
     def __init__(self, array: object, view: ArrayView, stream: int) -> None:
+        assert view.device is not None
         self._array = array
         self._view = view
+        self.device = view.device
         self._stream = stream
         self._address = 0
         self._capsule: object = None
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (_CUDA, self._device)
-
-    @property
-    def _device(self) -> int:
-        assert self._view.device is not None
-        return self._view.device
+        return (_CUDA, self.device)
 
     def __dlpack__(self, *, stream: int | None = None, **_: object) -> object:
         if stream != -1:  # which asks for no order
-            order_streams(self._stream, stream or 0, self._device)
+            order_streams(self._stream, stream or 0, self.device)
         view = self._view
         shape = (ctypes.c_int64 * len(view.shape))(*view.shape)
         code, bits = _CODES[view.dtype]
-        tensor = DLTensor(
-            data=view.ptr,
-            device_type=_CUDA,
-            device_id=self._device,
-            ndim=len(view.shape),
-            code=code,
-            bits=bits,
-            lanes=1,
-            shape=shape,
-        )
+        tensor = DLTensor(view.ptr, _CUDA, self.device, len(shape), code, bits, 1, shape)
         deleter = ctypes.cast(_deleter, ctypes.c_void_p)
         managed = ManagedTensor(tensor=tensor, deleter=deleter)
         self._address = ctypes.addressof(managed)
-        _lent[self._address] = (managed, shape, self._array, borrower(self._device))
+        _lent[self._address] = (managed, shape, self._array, borrower(self.device))
         self._capsule = _new_capsule(self._address, _NAME, None)
         return self._capsule
 
@@ -166,7 +154,7 @@ def lend(jax: Any, array: object, view: ArrayView, stream: int) -> Any:
     finally:
         exporter.close()
     (jax_device,) = result.devices()
-    borrower(exporter._device).prepare_fence(jax, jax_device)
+    borrower(exporter.device).prepare_fence(jax, jax_device)
     return result
 
 

@@ -122,10 +122,12 @@ def in_shape(axes: tuple[tuple[str, str, int], ...]) -> str:
     return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
 
 
-def check_dtype(name: str, dtype: str, dtypes: tuple[str, ...]) -> None:
+def check_dtype(
+    name: str, dtype: str, dtypes: tuple[str, ...], way_out: str = "convert it first"
+) -> None:
     """Check that a dtype is one of some."""
     if dtype not in dtypes:
-        raise TypeError(f"{name}: needs {' or '.join(dtypes)}, got {dtype}; convert it first")
+        raise TypeError(f"{name}: needs {' or '.join(dtypes)}, got {dtype}; {way_out}")
 
 
 def check_shape(
@@ -142,8 +144,6 @@ def check_lies(name: str, view: ArrayView, lies: str) -> None:
         return
     if lies == "rows":
         check_layout(name, view)
-        return
-    if 0 in view.shape:
         return
     size = numpy_dtype(view.dtype).itemsize
     if view.ptr % size or any(stride % size for stride in view.strides):
@@ -188,14 +188,10 @@ def check_output(
     name: str, view: ArrayView, shape: tuple[int, ...], dtypes: tuple[str, ...], lies: str
 ) -> None:
     """One of the dtypes, the shape, and memory for each element."""
-    if view.dtype not in dtypes:
-        raise TypeError(
-            f"{name}: needs {' or '.join(dtypes)}, got {view.dtype}; allocate it so or leave it out"
-        )
+    way_out = "allocate it so or leave it out"
+    check_dtype(name, view.dtype, dtypes, way_out)
     if view.shape != shape:
-        raise ValueError(
-            f"{name}: needs shape {shape}, got {view.shape}; allocate it so or leave it out"
-        )
+        raise ValueError(f"{name}: needs shape {shape}, got {view.shape}; {way_out}")
     check_own_memory(name, view)
     check_lies(name, view, lies)
 

@@ -12,8 +12,7 @@ Nothing in this module waits for the GPU.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
-from types import TracebackType
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -92,7 +91,7 @@ class Call:
     ) -> None:
         self.device = device  # of every array; None if all are on the CPU
         self.stream = stream  # CUstream handle, 0 for the legacy default stream
-        # Of the first array, and so of the results. What only DLPack can read has no name of its own.
+        # Of the first array, and so of the results; what only DLPack can read gets one of these.
         self.framework = framework.name or ("numpy" if device is None else "cupy")
         # One per argument, then one per output, None for an output that was not given.
         self.views = views
@@ -109,12 +108,7 @@ class Call:
             self._must_leave = driver().enter_device(self.device)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             if self._imports and self.device is not None:
                 keep_until_passed(self._imports, self.stream)
@@ -246,14 +240,14 @@ def _device_of(
     arguments: tuple[tuple[str, object], ...], views: list[ArrayView | None]
 ) -> int | None:
     """CUDA ordinal of all arrays, None for the CPU."""
-    view = views[0]
-    device = framework_of(*arguments[0]).device(*arguments[0]) if view is None else view.device
-    for place in range(1, len(views)):
-        view, named = views[place], arguments[place]
-        where = framework_of(*named).device(*named) if view is None else view.device
-        if where != device:
-            raise _device_mismatch(arguments[0][0], device, named[0], where)
-    return device
+    first: int | None = None
+    for place, (named, view) in enumerate(zip(arguments, views, strict=True)):
+        device = framework_of(*named).device(*named) if view is None else view.device
+        if place == 0:
+            first = device
+        elif device != first:
+            raise _device_mismatch(arguments[0][0], first, named[0], device)
+    return first
 
 
 def _views_of_outputs(
@@ -489,5 +483,6 @@ def from_numpy(framework: str, array: np.ndarray[Any, Any]) -> object:
 
     `framework` is that of a call on the CPU: `"numpy"`, `"torch"` or `"jax"`.
     """
-    owners: dict[str, Callable[[], Framework]] = {"torch": torch_framework, "jax": jax_framework}
-    return array if framework == "numpy" else owners[framework]().from_numpy(array)
+    if framework == "numpy":
+        return array
+    return (torch_framework() if framework == "torch" else jax_framework()).from_numpy(array)

@@ -221,7 +221,6 @@ class _Known(NamedTuple):
 
     arguments: Any
     device: int | None
-    key: Any
     integers: dict[str, ArrayView]
     packed: Packed | None  # None on the CPU
 
@@ -280,10 +279,10 @@ def _check(
     given = checked_outputs(operation, returned, views, tuple(outputs))
     integers = integers_of(operation, views)
     if call.device is None:
-        return _Known(arguments, None, None, integers, None)
+        return _Known(arguments, None, integers, None)
     key = operation.key(arguments, call.device)
     packed = pack(call, operation, key, arguments, returned, given, None)
-    return _Known(arguments, call.device, key, integers, packed)
+    return _Known(arguments, call.device, integers, packed)
 
 
 def integers_of(operation: Operation[Any, Any], views: Views) -> dict[str, ArrayView]:
@@ -352,10 +351,8 @@ def run_on_cpu(
     outputs: Mapping[str, Any],
 ) -> tuple[Any, ...]:
     """Compute with the reference, of arrays in CPU memory."""
-    arrays = {
-        name: array for name, array in (*inputs.items(), *outputs.items()) if array is not None
-    }
-    host = {name: to_numpy(name, array) for name, array in arrays.items()}
+    given = (*inputs.items(), *outputs.items())
+    host = {name: to_numpy(name, array) for name, array in given if array is not None}
     if check_mode():
         operation.check_values(host, arguments)
     results = operation.reference(host, arguments)

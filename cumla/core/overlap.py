@@ -40,10 +40,7 @@ def refuse_overlap(
             for other, before in placed:
                 if share_memory(view, before):
                     raise _overlap(name, other)
-        if low < lowest:
-            lowest = low
-        if high > highest:
-            highest = high
+        lowest, highest = min(low, lowest), max(high, highest)
         placed.append((name, view))
     if not placed:
         return
