@@ -20,28 +20,6 @@ from cumla.core._dlpack import numpy_dtype
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = [
-    "INT32",
-    "WIDE",
-    "Array",
-    "Views",
-    "as_number",
-    "bind",
-    "check_device_number",
-    "check_dtype",
-    "check_layout",
-    "check_lies",
-    "check_number",
-    "check_output",
-    "check_own_memory",
-    "check_shape",
-    "check_workspace",
-    "check_written",
-    "checked_flag",
-    "checked_int",
-    "checked_scale",
-]
-
 INT32 = ("int32",)
 WIDE = ("int32", "int64")
 
@@ -111,12 +89,12 @@ def _bind_axes(name: str, view: ArrayView, row: Array, bound: dict[str, int]) ->
             return
     known = ", ".join(f"{s} {bound[s]}" for _, s, _ in axes if s in bound)
     raise ValueError(
-        f"{name}: needs shape {in_shape(axes)}{known and f' with {known}'}, got {view.shape}; "
+        f"{name}: needs shape {_in_shape(axes)}{known and f' with {known}'}, got {view.shape}; "
         f"{row.way_out}"
     )
 
 
-def in_shape(axes: tuple[tuple[str, str, int], ...]) -> str:
+def _in_shape(axes: tuple[tuple[str, str, int], ...]) -> str:
     """Write axes as a shape: (batch + 1,)."""
     texts = [text.replace("+", " + ").replace("*", " * ") for text, _, _ in axes]
     return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from cumla.core._cupy import current_device
-from cumla.core._dlpack import ArrayView, Imported
+from cumla.core._dlpack import ArrayView as ArrayView
+from cumla.core._dlpack import Imported
 from cumla.core._driver import driver, on_device
 from cumla.core._lend import borrower
-from cumla.core._lifetime import keep_until_passed, order_streams, release_finished, waiting
+from cumla.core._lifetime import keep_until_passed, release_finished, waiting
 from cumla.core.frameworks import (
     DLPACK,
     Allocator,
@@ -35,24 +36,6 @@ from cumla.core.frameworks import (
     torch_framework,
 )
 from cumla.errors import NotPreparedError
-
-__all__ = [
-    "WORKSPACE",
-    "ArrayView",
-    "Call",
-    "check_mutable",
-    "from_numpy",
-    "glance",
-    "keep_until_passed",
-    "open_call",
-    "open_device",
-    "order_streams",
-    "parts",
-    "place_name",
-    "reopen_call",
-    "to_numpy",
-]
-
 
 WORKSPACE = "workspace"  # name of the memory that the launches of a call share
 
@@ -428,10 +411,11 @@ def _import_foreign(
     ]
     if not pending:
         return None
+    foreign = [arguments[place] for place in pending]
     if device is None:
-        imports = [_import(*arguments[place], None) for place in pending]
+        imports = [framework_of(*named).import_array(*named, None) for named in foreign]
     else:
-        imports = _import_on_device(tuple(arguments[place] for place in pending), device, stream)
+        imports = _import_on_device(foreign, device, stream)
     for place, imported in zip(pending, imports, strict=True):
         view = imported.view
         immutable = framework_of(*arguments[place]).immutable
@@ -439,12 +423,8 @@ def _import_foreign(
     return imports
 
 
-def _import(name: str, array: object, stream: int | None) -> Imported:
-    return framework_of(name, array).import_array(name, array, stream)
-
-
 def _import_on_device(
-    arguments: tuple[tuple[str, object], ...], device: int, stream: int
+    arguments: list[tuple[str, object]], device: int, stream: int
 ) -> list[Imported]:
     cuda = driver()
     if cuda.is_capturing(stream):
@@ -455,7 +435,7 @@ def _import_on_device(
             f"CuPy's"
         )
     with on_device(cuda, device):  # producers record their events on it
-        imports = [_import(name, array, stream) for name, array in arguments]
+        imports = [framework_of(*named).import_array(*named, stream) for named in arguments]
         borrower(device).fence_dropped()
     return imports
 

@@ -19,8 +19,6 @@ from cumla.errors import CumlaError
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView, Call
 
-__all__ = ["check_mode", "copy_to_host", "environment_flag", "may_look", "refuse_first"]
-
 _log = logging.getLogger(__name__)
 
 _FLAGS = {

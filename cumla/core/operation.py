@@ -35,24 +35,6 @@ if TYPE_CHECKING:
     from cumla.core.arguments import Views
     from cumla.core.arrays import Call
 
-__all__ = [
-    "Address",
-    "Launchable",
-    "Operation",
-    "Output",
-    "Packed",
-    "Ready",
-    "Scheduled",
-    "Template",
-    "checked_outputs",
-    "integers_of",
-    "pack",
-    "parts_on_host",
-    "run",
-    "run_on_cpu",
-    "unplaced",
-]
-
 _FP8 = "float8_e4m3fn"
 _MOST_READY = 1024
 _MOST_PLACES = 16  # of outputs and workspaces, that launches of the same arrays are kept for

@@ -10,8 +10,6 @@ from typing import TypeAlias
 
 from cumla.core._dlpack import ArrayView, numpy_dtype
 
-__all__ = ["refuse_overlap", "share_memory"]
-
 _LARGEST = 16  # bytes of the largest element, a complex128
 _BEYOND = 1 << 64
 # Bytes of an array: an address, ((number, stride), ...) of the axes, and the bytes of an element.

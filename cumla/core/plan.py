@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cas
 import numpy as np
 
 from cumla.core._driver import driver
-from cumla.core._lifetime import keep_until_event
+from cumla.core._lifetime import keep_until_event, order_streams
 from cumla.core.arguments import check_workspace
 from cumla.core.arrays import (
     glance,
     open_call,
     open_device,
-    order_streams,
     place_name,
     reopen_call,
     to_numpy,
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView, Call
 
     Launch = Callable[[], None]
-
-__all__ = ["Plan", "PlanMemory", "User", "Workspace"]
 
 K = TypeVar("K")
 R = TypeVar("R")
@@ -136,13 +133,9 @@ class Workspace:
         if call.capturing:
             return
         event = driver().record_event(call.stream)
-        self._destroy_event()
-        self._event = event
-
-    def _destroy_event(self) -> None:
         if self._event:
             driver().destroy_event(self._event)
-        self._event = 0
+        self._event = event
 
     # Bound here, because the globals of this module may be gone at interpreter exit.
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -329,15 +322,13 @@ class Plan(ABC, Generic[K]):
                 "plan: updated by another thread; a plan serves one thread at a time: make a plan "
                 "for each, or call plan.update in the thread that runs"
             )
-        call = open_call(tuple(self._sources.items()), stream=stream) if self._sources else None
-        if call is None or self._values is None:
+        if not self._sources or self._values is None:
             return
-        with call:
-            now = (
-                {n: to_numpy(n, a) for n, a in self._sources.items()}
-                if call.device is None
-                else (_on_host(call, tuple(self._sources)))
-            )
+        with open_call(tuple(self._sources.items()), stream=stream) as call:
+            if call.device is None:
+                now = {name: to_numpy(name, array) for name, array in self._sources.items()}
+            else:
+                now = _on_host(call, tuple(self._sources))
         for name, values in now.items():
             changed = np.argwhere(values != self._values[name])
             if changed.size:

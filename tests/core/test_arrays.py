@@ -21,14 +21,13 @@ import numpy as np
 import pytest
 
 from cumla.core import _cupy, _dlpack, _driver, _lend, _lifetime, arrays, frameworks
+from cumla.core._lifetime import keep_until_passed, order_streams
 from cumla.core.arrays import (
     ArrayView,
     from_numpy,
     glance,
-    keep_until_passed,
     open_call,
     open_device,
-    order_streams,
     reopen_call,
     to_numpy,
 )
@@ -542,11 +541,12 @@ def test_float8_tensors_are_imported_where_torch_does_not_export_them(monkeypatc
         return export(self, **options)
 
     monkeypatch.setattr(torch.Tensor, "__dlpack__", refuse)
-    imported = arrays._import("q", tensor, None)
+    imported = frameworks.torch_framework().import_array("q", tensor, None)
     expected = ArrayView(tensor.data_ptr(), (3, 4), (4, 1), dtype, None)
     assert imported.view == expected
     assert (bytes_of(imported) == values.view(np.uint8).ravel()).all()
-    assert arrays._import("q", tensor[1:, ::2], None).view.strides == (4, 2)
+    part = frameworks.torch_framework().import_array("q", tensor[1:, ::2], None)
+    assert part.view.strides == (4, 2)
 
 
 @FLOAT8
@@ -586,7 +586,7 @@ def test_float8_arrays_of_a_jax_that_does_not_export_them(monkeypatch, dtype):
     call = open_call((("q", array), ("w", jax.numpy.ones(3))))
     assert (call.framework, call.views[0].shape, call.views[0].dtype) == ("jax", (3, 4), dtype)
     assert call.views[0].read_only
-    imported = arrays._import("q", array, None)
+    imported = frameworks.jax_framework().import_array("q", array, None)
     assert (bytes_of(imported) == values.view(np.uint8).ravel()).all()
 
 
