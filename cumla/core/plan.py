@@ -11,7 +11,7 @@ import sys
 import weakref
 from abc import ABC
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
 
@@ -51,13 +51,6 @@ R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 
-class User(Protocol):
-    """What uses a workspace, from when it is handed over until another one takes it."""
-
-    def lose_workspace(self) -> None:
-        """Learn that another user is going to write to the workspace."""
-
-
 class Workspace:
     """Device memory with one user at a time, on one stream at a time.
 
@@ -84,7 +77,7 @@ class Workspace:
         self._event = 0  # on the last stream, behind the last use, if that stream is not home
         # A handle of a destroyed stream must not be touched: the driver may crash on it.
         self._stream_object = None if self._stream is None else call.stream_object
-        self._user: weakref.ref[User] | None = None
+        self._user: weakref.ref[PlanMemory] | None = None
 
     @classmethod
     def at(cls, owner: object, address: int, call: Call) -> Workspace:
@@ -94,7 +87,7 @@ class Workspace:
             found = _given[address] = cls(owner, call)
         return found
 
-    def hand_to(self, user: User, call: Call) -> None:
+    def hand_to(self, user: PlanMemory, call: Call) -> None:
         """Let `user` write to the memory on the call's stream, behind all that used it before.
 
         Work that is being captured is left out of the order: a wait for a stream outside would
