@@ -19,8 +19,6 @@ from cumla.errors import CumlaError
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView, Call
 
-__all__ = ["check_mode", "copy_to_host", "environment_flag", "may_look", "refuse_first"]
-
 _log = logging.getLogger(__name__)
 
 _FLAGS = {
@@ -34,10 +32,7 @@ _ENCODED = os.environ.encodekey(_CHECK)
 def check_mode() -> bool:
     """Tell whether ``CUMLA_CHECK`` asks for checks that look at values and wait for the GPU.
 
-    Raises
-    ------
-    CumlaError
-        As `environment_flag`.
+    Errors are those of `environment_flag`.
     """
     try:
         if _ENCODED not in os.environ._data:  # type: ignore[attr-defined]
@@ -50,15 +45,7 @@ def check_mode() -> bool:
 def environment_flag(name: str) -> bool:
     """Read a flag from the environment: off where it is not set, or empty.
 
-    Parameters
-    ----------
-    name : str
-        Name of the variable.
-
-    Raises
-    ------
-    CumlaError
-        If it is none of 0, 1, true, false, yes, no, on and off, in any case.
+    `CumlaError` if it is none of 0, 1, true, false, yes, no, on and off, in any case.
     """
     value = os.environ.get(name, "")
     flag = _FLAGS.get(value.strip().lower())

@@ -416,13 +416,13 @@ def test_allocations_under_capture(
     given = on_gpu(cupy, operation)
     absent = {n: v for n, v in given.items() if n not in operation.outputs()}
     driver.capturing.add(0)
-    message = "the stream is being captured, and CuPy's allocator does not serve captures: make"
+    message = "the stream is being captured, and CuPy's allocator does not serve captures:"
     if operation.outputs():
         listed = " ... ".join(f"{name}=" for name in operation.outputs())
-        with refused(cumla.NotPreparedError, f"{message} {listed} ... before the capture"):
+        with refused(cumla.NotPreparedError, f"{message} pass {listed} ... before the capture"):
             operation.function(**absent)
     if len(operation.kernels) > 1:
-        with refused(cumla.NotPreparedError, f"{message} ... plan"):
+        with refused(cumla.NotPreparedError, f"{message} use a plan, made before the capture"):
             operation.function(**given)
         assert bindings.entries == []
     else:
