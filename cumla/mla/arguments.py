@@ -10,8 +10,6 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from cumla.core.arguments import (
-    INT32,
-    Array,
     Views,
     check_dtype,
     check_layout,
@@ -19,7 +17,7 @@ from cumla.core.arguments import (
     checked_int,
 )
 from cumla.core.arrays import parts
-from cumla.core.operation import Output
+from cumla.launch.split.plan import BLOCK_TOKENS
 from cumla.mla.fp8_caches import (
     E4M3,
     FP8,
@@ -38,20 +36,19 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
 __all__ = [
-    "BLOCK_TABLE",
     "CACHE_PARTS",
     "DTYPES",
     "ROW_PARTS",
     "Columns",
+    "Shape",
     "cache_of",
-    "check_shape_numbers",
     "checked_cache_dtype",
     "checked_kv_scale",
     "checked_query_and_cache",
+    "checked_shape",
     "columns_of",
     "named",
     "other_cache",
-    "outputs_of",
     "with_kv_head_axis",
 ]
 
@@ -59,13 +56,16 @@ DTYPES = ("bfloat16", "float16")  # of q and kv_cache
 ROW_PARTS = ("latent columns", "RoPE columns")
 CACHE_PARTS = (*ROW_PARTS, "scales of an e4m3 cache?")
 QUERY_AXES = ("batch", "q_len", "num_heads")  # of q, before its columns
-BLOCK_TABLE = Array("batch max_pages", INT32, "row", "give each request of the batch its entry")
 # Last axis of each array of query and cache: 512 latent and 64 RoPE columns in one, or in a pair.
 _COLUMNS = {
     f"{name}{part}": columns
     for name in ("q", "kv_cache")
     for part, columns in (("", HEAD_DIM), ("[0]", VALUE_DIM), ("[1]", HEAD_DIM - VALUE_DIM))
 } | {"kv_cache[2]": SCALES}
+
+
+Shape = tuple[int, int, int, int, int, str]
+"""First fields of a plan's key: two sizes, heads of q and of the cache, page size, dtype."""
 
 
 class Columns(NamedTuple):
@@ -84,12 +84,6 @@ def named(q: Any, kv_cache: Any, kv_scale: Any, **others: Any) -> dict[str, Any]
     if kv_scale is not None and not isinstance(kv_scale, Real):
         others["kv_scale"] = kv_scale
     return arrays | others
-
-
-def outputs_of(q: ArrayView, lse_shape: tuple[int, ...]) -> tuple[Output, ...]:
-    """List what attention returns: out of q's dtype or float32, and lse."""
-    out = Output("out", (*q.shape[:-1], VALUE_DIM), (q.dtype, "float32"))
-    return out, Output("lse", lse_shape, ("float32",), "elements")
 
 
 def checked_kv_scale(columns: Columns, views: Views, kv_scale: float | None) -> ArrayView | float:
@@ -294,18 +288,25 @@ def _columns_problem(name: str, view: ArrayView) -> str:
     )
 
 
-def check_shape_numbers(
-    numbers: Mapping[str, int], num_heads: int, num_kv_heads: int, page_size: int, dtype: str
-) -> None:
-    """Check a shape that was given in numbers, to make a plan for it; `numbers` by their names."""
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+def checked_shape(
+    numbers: Mapping[str, int],
+    num_heads: int,
+    num_kv_heads: int,
+    page_size: int = BLOCK_TOKENS,
+    dtype: str = DTYPES[0],
+) -> Shape:
+    """Check a shape that was given in numbers, to make a plan for it; `numbers` by their names.
+
+    It is returned as the first fields of a key.
+    """
     for name, value in numbers.items():
         checked_int(name, value, "nothing to plan for", least=0)
-    for name, value in heads.items():
+    for name, value in {"num_heads": num_heads, "num_kv_heads": num_kv_heads}.items():
         check_number(name, value, "nothing to plan for")
     _check_heads(num_heads, num_kv_heads)
     check_number("page_size", page_size, "allocate the cache in pages of one token at least")
     check_dtype("dtype", dtype, DTYPES)
+    return cast("Shape", (*numbers.values(), num_heads, num_kv_heads, page_size, dtype))
 
 
 def cache_of(kv_cache: ArrayView) -> str:
@@ -313,8 +314,13 @@ def cache_of(kv_cache: ArrayView) -> str:
     return "e4m3" if kv_cache.dtype == FP8 else "same"
 
 
-def checked_cache_dtype(cache_dtype: object, dtype: str) -> str:
-    """Check what a plan's caches are to hold; tell which of CACHES that is."""
+def checked_cache_dtype(cache_dtype: Any, dtype: str | None = None) -> str:
+    """Check what a plan's caches are to hold; tell which of CACHES that is.
+
+    Without a dtype of the queries any that goes with the cache's will do.
+    """
+    if dtype is None:
+        dtype = cache_dtype if cache_dtype in DTYPES else DTYPES[0]
     if cache_dtype is None or cache_dtype == dtype:
         return "same"
     if cache_dtype != FP8:
