@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
-    from cumla.indexer.paged_logits import Host
+    from cumla.core.paged import Host
 
 __all__ = [
     "fp8_fp4_mqa_logits",

@@ -38,6 +38,7 @@ __all__ = [
     "check_ragged_lengths",
     "check_ragged_pages",
     "check_rows",
+    "check_table_lengths",
     "checked_pages",
     "not_one_form",
     "refuse_value",
@@ -214,6 +215,16 @@ def refuse_value(
             f"{name}[{', '.join(map(str, place))}]: needs {needed}, got {values[place]}; "
             f"{otherwise}"
         )
+
+
+def check_table_lengths(
+    lengths: np.ndarray[Any, Any], table: np.ndarray[Any, Any], page_size: int
+) -> None:
+    """Raise for the first length that the columns of a table do not hold."""
+    longest = table.shape[1] * page_size
+    need = f"a length from 0 to max_pages * page_size = {longest}"
+    wrong = (lengths < 0) | (lengths > longest)
+    refuse_value("kv_lens", lengths, wrong, need, "the kernels would clamp it")
 
 
 def check_block_table(

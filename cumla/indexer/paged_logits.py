@@ -11,7 +11,6 @@ from cumla import reference
 from cumla.core.arguments import (
     INT32,
     Array,
-    Views,
     bind,
     check_device_number,
     check_layout,
@@ -21,6 +20,16 @@ from cumla.core.arguments import (
 )
 from cumla.core.arrays import open_call
 from cumla.core.operation import Operation, Output, Scheduled, parts_on_host, run
+from cumla.core.paged import (
+    BLOCK_TABLE,
+    ENTRY,
+    KV_LENS,
+    Schedule,
+    check_block_table,
+    check_made_for,
+    check_table_lengths,
+    refuse_value,
+)
 from cumla.core.plan import Plan
 from cumla.indexer.arguments import (
     FLOAT32,
@@ -51,17 +60,18 @@ from cumla.launch.indexer.paged_mqa_schedule import (
 from cumla.launch.module import load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
+    import numpy as np
+
+    from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
-
-    Host = Mapping[str, np.ndarray[Any, Any]]
+    from cumla.core.paged import Host
 
 __all__ = ["PagedMQALogitsPlan", "check_kv_lens", "checked_paged", "named", "paged_mqa_logits"]
 
-_ENTRY = "give each request of the batch its entry"
-_BLOCK_TABLE = Array("batch max_pages", INT32, "row", _ENTRY)
+_SHAPE = ("batch", "next_n", "num_heads", "head_dim", "page_size", "max_pages")
 
 
 def paged_mqa_logits(
@@ -125,10 +135,8 @@ def paged_mqa_logits(
 
     Raises
     ------
-    TypeError, UnsupportedDeviceError, MissingDependencyError, CompilationError, CumlaError
+    TypeError, ValueError, CumlaError
         As :func:`mqa_logits`.
-    ValueError
-        An argument does not fit: its shape, strides, alignment, place or value.
     NotPreparedError
         As :func:`mqa_logits`; without a plan, CuPy would have to allocate its memory, too.
 
@@ -163,26 +171,19 @@ class PagedArguments(NamedTuple):
         return batch, next_n, num_heads, head_dim, page_size, max_pages
 
 
-class _Schedule(Operation["ArrayView", PagedMQAKey]):
-    """Deals the blocks of all requests out, from kv_lens, into a plan's buffer."""
+class _Schedule(Schedule[PagedMQAKey]):
+    """Keeps the lengths in the buffer, too; they may be those of each query."""
 
-    integers = ("kv_lens",)
-
-    def arguments(self, views: Views, options: tuple[int, int, bool | None]) -> ArrayView:
+    def arguments(self, views: Views, options: tuple[int, int, bool | None]) -> tuple[ArrayView]:
         view = views["kv_lens"]
         assert view is not None
         check_kv_lens("kv_lens", view, *options)
-        return view
+        return (view,)
 
     def recipe(
-        self, key: PagedMQAKey, arguments: ArrayView, outs: Sequence[ArrayView], buffer: int
+        self, key: PagedMQAKey, arguments: tuple[Any, ...], outs: Sequence[ArrayView], buffer: int
     ) -> Sequence[Launchable]:
-        if 0 in (key.batch, key.next_n):
-            return ()
-        return (paged_mqa_schedule_launch(key, arguments, buffer, keeps_lens=True),)
-
-    def reference(self, host: Host, arguments: ArrayView) -> Sequence[np.ndarray[Any, Any]]:
-        return ()
+        return super().recipe(key, arguments, outs, buffer) if key.next_n else ()
 
 
 class _Attend(Operation[PagedArguments, PagedMQAKey]):
@@ -213,9 +214,15 @@ class _Attend(Operation[PagedArguments, PagedMQAKey]):
         return (paged_mqa_logits_launch(key, views, clean=arguments.clean),)
 
     def check_values(self, host: Host, arguments: PagedArguments) -> None:
-        _check_values(
-            host["kv_lens"], host["block_table"], arguments.k_cache.shape, arguments.width
-        )
+        lengths, table, width = host["kv_lens"], host["block_table"], arguments.width
+        num_pages, page_size = arguments.k_cache.shape[:2]
+        check_table_lengths(lengths, table, page_size)
+        need = f"a length up to max_kv_len = {width}"
+        left_out = "the logits after it would be left out, ask for more columns"
+        refuse_value("kv_lens", lengths, lengths > width, need, left_out)
+        most = lengths.reshape(len(lengths), -1).max(axis=1, initial=0)
+        nearest = "the kernels would take the nearest that there is"
+        check_block_table(table, most, num_pages, page_size, nearest)
 
     def reference(self, host: Host, arguments: PagedArguments) -> Sequence[np.ndarray[Any, Any]]:
         logits = reference.paged_mqa_logits(
@@ -239,13 +246,16 @@ class _Paged(Scheduled[PagedArguments, PagedMQAKey]):
         batch, next_n, _, _ = attend.q.shape
         return batch, next_n, None
 
-    def key(self, arguments: tuple[ArrayView, PagedArguments], device: int) -> PagedMQAKey:
-        lens, attend = arguments
+    def key(self, arguments: tuple[tuple[ArrayView], PagedArguments], device: int) -> PagedMQAKey:
+        (lens,), attend = arguments
         sm_count = require_hopper(device).sm_count
         return PagedMQAKey(*attend.shape, len(lens.shape) == 2, sm_count)
 
 
-_SCHEDULE = _Schedule()
+_SCHEDULE = _Schedule(
+    {"kv_lens": KV_LENS},
+    lambda key, buffer, lens: paged_mqa_schedule_launch(key, lens, buffer, keeps_lens=True),
+)
 _ATTEND = _Attend()
 _PAGED = _Paged(_SCHEDULE, _ATTEND)
 
@@ -253,13 +263,8 @@ _PAGED = _Paged(_SCHEDULE, _ATTEND)
 class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     """Schedule of :func:`paged_mqa_logits`, to be used for every layer of a decoding step.
 
-    ``update`` computes on the device, from the lengths there, who works on which part of the cache;
-    ``run`` uses that for as many layers as you like. Neither waits for the device or copies to the
-    host, and both can be captured into a CUDA graph, which then serves changing lengths; the graph
-    holds the address of the plan's buffer, so keep the plan as long as the graph. A plan belongs to
-    one stream at a time, the one of its last ``update``, and to one thread. An update that was only
-    captured is computed when the graph is replayed: eager runs need one of their own. A plan owns
-    one buffer and no other state on the device, and on the CPU nothing but the lengths.
+    It is made, updated and run as :class:`cumla.MLADecodePlan` is, and the same holds for its
+    buffer, streams, threads and CUDA graphs. The buffer keeps the lengths, too.
 
     Parameters
     ----------
@@ -271,32 +276,13 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         Tokens of a cache page: 16, 32, 64 or 128.
     per_row_lens : bool
         Whether lengths come as ``(batch, next_n)`` instead of ``(batch,)``.
-    device : int, optional
-        CUDA ordinal; by default that of `like` or `workspace`, else CuPy's current device.
-    workspace : array, optional
-        The buffer: uint8, contiguous, at least :meth:`workspace_bytes` long, 256-byte aligned, on
-        the GPU, of CuPy or PyTorch. Plans may share one, in turn: ``update`` makes it this plan's,
-        and the plan that had it before must be updated again before it runs.
-    like : array, optional
-        An array whose framework and device own the buffer; CuPy without it. For an array on the CPU
-        the plan is one for the CPU.
-    stream : optional
-        Stream on which the buffer is allocated, as in :func:`cumla.mla_decode`.
+    device, workspace, like, stream : optional
+        As for :class:`cumla.MLADecodePlan`.
 
     Raises
     ------
-    TypeError
-        An argument is of the wrong kind, memory that cannot be written to, or a flag that is
-        neither True nor False.
-    ValueError
-        A number does not fit, the workspace is too small, or `device`, `like` and `workspace`
-        are not in the same place.
-    UnsupportedDeviceError
-        There is no GPU, or it is not of compute capability 9.0.
-    MissingDependencyError
-        CuPy is missing.
-    NotPreparedError
-        The stream is being captured, and CuPy would have to allocate the buffer.
+    TypeError, ValueError, CumlaError
+        As :class:`cumla.MLADecodePlan`.
 
     Examples
     --------
@@ -334,9 +320,8 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         like: Any = None,
         stream: Any = None,
     ) -> None:
-        shape = _checked_shape(
-            batch, next_n, num_heads, head_dim, page_size, max_pages, per_row_lens
-        )
+        numbers = (batch, next_n, num_heads, head_dim, page_size, max_pages)
+        shape = _checked_shape(numbers, per_row_lens)
         check_device_number(device)
         self._make(lambda on: _key(shape, on), device, workspace, like, stream)
 
@@ -366,22 +351,17 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
 
         Raises
         ------
-        TypeError, ValueError
+        TypeError, ValueError, CumlaError
             As the class, and where the arrays do not fit together.
-        UnsupportedDeviceError, MissingDependencyError, NotPreparedError
-            As the class.
         """
         arrays = named(q, kv_cache, None, block_table) | {"kv_lens": kv_lens}
         call = open_call(tuple(arrays.items()), stream=stream)
         views = dict(zip(arrays, call.views, strict=True))
         batch, next_n, num_heads, head_dim, page_size, max_pages = checked_paged(views).shape
-        lens = _SCHEDULE.arguments(views, (batch, next_n, None))
+        (lens,) = _SCHEDULE.arguments(views, (batch, next_n, None))
         with call:
             return cls(
-                batch,
-                next_n,
-                num_heads,
-                head_dim,
+                *(batch, next_n, num_heads, head_dim),
                 max_pages=max_pages,
                 page_size=page_size,
                 per_row_lens=len(lens.shape) == 2,
@@ -409,8 +389,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         batch, next_n, num_heads, head_dim, max_pages, page_size, per_row_lens
             As for the class.
         sm_count : int, optional
-            Multiprocessors of the GPU that the plan is for; with it no GPU is needed. By default
-            CuPy's current device is asked.
+            As in :meth:`cumla.MLADecodePlan.workspace_bytes`.
 
         Returns
         -------
@@ -419,14 +398,11 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
 
         Raises
         ------
-        TypeError, ValueError
-            A number does not fit, or per_row_lens is neither True nor False.
-        UnsupportedDeviceError, MissingDependencyError
-            Without `sm_count`: there is no GPU, or CuPy is missing.
+        TypeError, ValueError, CumlaError
+            As :meth:`cumla.MLADecodePlan.workspace_bytes`.
         """
-        shape = _checked_shape(
-            batch, next_n, num_heads, head_dim, page_size, max_pages, per_row_lens
-        )
+        numbers = (batch, next_n, num_heads, head_dim, page_size, max_pages)
+        shape = _checked_shape(numbers, per_row_lens)
         if sm_count is None:
             sm_count = properties(current_device()).sm_count
         check_number("sm_count", sm_count, "leave it out to ask the current GPU")
@@ -435,24 +411,14 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     def update(self, kv_lens: Any, *, stream: Any = None) -> None:
         """Compute the schedule for these lengths, on the device, and keep the lengths there.
 
-        On another stream than before, that one's work goes first: the new stream waits for it, on
-        the device. Only a stream that is being captured does not; let the capture begin when
-        earlier work with the plan is done, as ``torch.cuda.graph`` does.
+        Streams, captures and errors are as in :meth:`cumla.MLADecodePlan.update`.
 
         Parameters
         ----------
         kv_lens : array
             As in :func:`paged_mqa_logits`. Read when the stream reaches this call.
         stream : optional
-            As in :func:`cumla.mla_decode`, the current stream of the framework of kv_lens by
-            default. The runs that follow must be on the same one.
-
-        Raises
-        ------
-        TypeError, ValueError
-            kv_lens does not fit the plan.
-        MissingDependencyError, CompilationError, NotPreparedError, CumlaError
-            As :func:`paged_mqa_logits`; every kernel of the plan is loaded here.
+            As in :meth:`cumla.MLADecodePlan.update`.
         """
         key = self.key
         self._update({"kv_lens": kv_lens}, (key.batch, key.next_n, key.per_row_lens), stream)
@@ -475,8 +441,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         Parameters
         ----------
         q, kv_cache, weights, block_table, max_kv_len, logits_dtype, clean, out, stream
-            As in :func:`paged_mqa_logits`. Lengths that have changed since the update do not count
-            (and the check mode, ``CUMLA_CHECK=1``, refuses the call).
+            As in :func:`paged_mqa_logits`.
 
         Returns
         -------
@@ -485,13 +450,8 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
 
         Raises
         ------
-        TypeError, ValueError
-            An argument does not fit; the plan is of another shape, device or stream, was never
-            updated, or has lost its workspace to another plan.
-        NotPreparedError
-            The stream is being captured, and CuPy would have to allocate ``out=``.
-        CumlaError
-            The driver refuses a launch.
+        TypeError, ValueError, CumlaError
+            As :meth:`cumla.MLADecodePlan.run`.
         """
         width = checked_int("max_kv_len", max_kv_len, "there is nothing to write")
         options = (width, checked_logits_dtype(logits_dtype), checked_flag("clean", clean))
@@ -510,36 +470,22 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
             load(spec, device, capturing=capturing)
 
     def _check_shape(self, arguments: PagedArguments) -> None:
-        made = tuple(self.key[:6])
-        if arguments.shape != made:
-            names = "(batch, next_n, num_heads, head_dim, page_size, max_pages)"
-            raise ValueError(
-                f"plan: made for {names} {made}, got {arguments.shape}; make a plan for this shape"
-            )
+        check_made_for(_SHAPE, tuple(self.key[:6]), arguments.shape)
 
 
 Shape = tuple[int, int, int, int, int, int, bool]
 
 
-def _checked_shape(
-    batch: Any,
-    next_n: Any,
-    num_heads: Any,
-    head_dim: Any,
-    page_size: Any,
-    max_pages: Any,
-    per_row_lens: Any,
-) -> Shape:
+def _checked_shape(numbers: tuple[int, int, int, int, int, int], per_row_lens: Any) -> Shape:
     """Check a shape that was given in numbers, to make a plan for it."""
-    least = {"batch": (batch, 0), "next_n": (next_n, 0), "num_heads": (num_heads, 1)}
-    least |= {"head_dim": (head_dim, 1), "page_size": (page_size, 1), "max_pages": (max_pages, 1)}
-    for name, (value, most) in least.items():
-        checked_int(name, value, "nothing to plan for", least=most)
+    for name, value in zip(_SHAPE, numbers, strict=True):
+        least = 0 if name in ("batch", "next_n") else 1
+        checked_int(name, value, "nothing to plan for", least=least)
+    _, next_n, num_heads, head_dim, page_size, _ = numbers
     check_sizes("num_heads", num_heads, "head_dim", head_dim)
     check_next_n("next_n", next_n)
     check_page_size("page_size", page_size)
-    rows = checked_flag("per_row_lens", per_row_lens)
-    return batch, next_n, num_heads, head_dim, page_size, max_pages, rows
+    return *numbers, checked_flag("per_row_lens", per_row_lens)
 
 
 def _key(shape: Shape, device: int | None) -> PagedMQAKey:
@@ -550,12 +496,8 @@ def named(q: Any, kv_cache: Any, weights: Any, block_table: Any) -> dict[str, An
     """Name the arrays of a call; weights may be None."""
     pair = isinstance(kv_cache, (tuple, list))
     cache = checked_pair("kv_cache", kv_cache) if pair else {"kv_cache": kv_cache}
-    others = (
-        {"block_table": block_table}
-        if weights is None
-        else {"weights": weights, "block_table": block_table}
-    )
-    return {"q": q, **cache, **others}
+    given = {} if weights is None else {"weights": weights}
+    return {"q": q, **cache, **given, "block_table": block_table}
 
 
 def checked_paged(
@@ -574,7 +516,7 @@ def checked_paged(
     else:
         cache = _checked_pair(given["kv_cache[0]"], given["kv_cache[1]"], head_dim)
     sizes = {"batch*next_n": batch * next_n, "num_heads": num_heads, "batch": batch}
-    table = {"weights": Array("batch*next_n num_heads", FLOAT32), "block_table": _BLOCK_TABLE}
+    table = {"weights": Array("batch*next_n num_heads", FLOAT32), "block_table": BLOCK_TABLE}
     if bind(table, given, sizes)["max_pages"] == 0:
         raise ValueError(
             f"block_table: needs at least one column, got shape {given['block_table'].shape}; skip "
@@ -591,7 +533,7 @@ def check_kv_lens(
     if per_row is None:
         per_row = len(view.shape) == 2
     axes = "batch next_n" if per_row else "batch"
-    way_out = "give each query its length" if per_row else _ENTRY
+    way_out = "give each query its length" if per_row else ENTRY
     table = {name: Array(axes, INT32, way_out=way_out)}
     bind(table, {name: view}, {"batch": batch, "next_n": next_n})
 
@@ -609,42 +551,3 @@ def _checked_pair(
     check_page_stride("kv_cache[0]", keys)
     check_layout("kv_cache[1]", scales)
     return keys, scales
-
-
-def _check_values(
-    lengths: np.ndarray[Any, Any],
-    table: np.ndarray[Any, Any],
-    cache_shape: tuple[int, ...],
-    max_kv_len: int,
-) -> None:
-    """Raise for the first length or used page number that is out of range."""
-    num_pages, page_size = cache_shape[:2]
-    longest = table.shape[1] * page_size
-    for wrong, need, else_ in (
-        (
-            (lengths < 0) | (lengths > longest),
-            f"a length from 0 to max_pages * page_size = {longest}",
-            "the kernels would clamp it",
-        ),
-        (
-            lengths > max_kv_len,
-            f"a length up to max_kv_len = {max_kv_len}",
-            "the logits after it would be left out, ask for more columns",
-        ),
-    ):
-        places = np.argwhere(wrong)
-        if places.size:
-            place = tuple(places[0].tolist())
-            raise ValueError(
-                f"kv_lens[{', '.join(map(str, place))}]: needs {need}, got {lengths[place]}; "
-                f"{else_}"
-            )
-    most = lengths.reshape(len(lengths), -1).max(axis=1, initial=0)
-    used = np.arange(table.shape[1]) * page_size < most[:, None]
-    bad = np.argwhere(used & ((table < 0) | (table >= num_pages)))
-    if bad.size:
-        i, j = bad[0]
-        raise ValueError(
-            f"block_table[{i}, {j}]: needs a page number from 0 to {num_pages - 1}, got "
-            f"{table[i, j]}; the kernels would take the nearest that there is"
-        )

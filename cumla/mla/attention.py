@@ -98,38 +98,28 @@ def mla_attention(
         Factor of the scores, as in :func:`cumla.mla_decode`.
     kv_scale : float or array, optional
         Factor of an FP8 cache, as in :func:`cumla.mla_decode`.
-    out : array, optional
-        ``(total_tokens, num_heads, 512)`` in q's dtype or float32, written and returned. Of q's
-        framework; JAX's arrays cannot be written to.
-    lse : array, optional
-        ``(total_tokens, num_heads)`` float32, written and returned.
+    out, lse : array, optional
+        ``(total_tokens, num_heads, 512)`` in q's dtype or float32, and ``(total_tokens,
+        num_heads)`` float32, written and returned, as in :func:`cumla.mla_decode`.
     stream : optional
         As in :func:`cumla.mla_decode`.
 
     Returns
     -------
     AttentionState
-        ``out`` ``(total_tokens, num_heads, 512)`` and ``lse`` ``(total_tokens, num_heads)``
-        float32: the natural logarithm of the sum of ``exp(softmax_scale * q.k)``. Where a query
-        sees nothing out is 0 and lse -inf. Arrays of q's framework; what is allocated here holds
-        anything in the rows of no request.
+        ``out`` and ``lse`` as :func:`cumla.mla_decode` returns them, in the shapes above. What is
+        allocated here holds anything in the rows of no request.
 
     Raises
     ------
-    TypeError, UnsupportedDeviceError, MissingDependencyError, CompilationError, CumlaError
-        As :func:`cumla.mla_decode`.
-    ValueError
-        An argument does not fit: its shape, strides, alignment, place or value; pages in both forms
-        or in none; an output shares memory with another array.
-    NotPreparedError
-        As :func:`cumla.mla_decode`.
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_decode`; pages in both forms or in none.
 
     Notes
     -----
     Offsets and page numbers are taken on trust; the check mode, ``CUMLA_CHECK=1``, looks at them.
 
-    A CUDA graph holds the addresses of the inputs, the outputs and the plan's buffer, and keeps
-    none of them alive: keep arrays and plan as long as the graph is replayed.
+    What :func:`cumla.mla_decode` says of CUDA graphs holds here, too.
     """
     causal = checked_flag("causal", causal)
     check_one_form(block_table, kv_indptr, kv_indices)
@@ -185,15 +175,10 @@ _ATTENTION = _Attention(_SCHEDULE, _ATTEND)
 class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
     """Schedule and workspace of :func:`mla_attention`, to be used for every layer of a step.
 
-    ``update`` computes on the device, from the lengths there, who works on which part of the cache;
-    ``run`` uses that for as many layers as you like. Neither waits for the device or copies to the
-    host, and both can be captured into a CUDA graph, which then serves whatever mix of requests the
-    arrays hold at each replay, up to `batch` requests (those without queries have equal offsets)
-    and `total_tokens` query tokens (rows behind the last offset belong to nobody). The graph holds
-    the address of the plan's buffer, so keep the plan as long as the graph. A plan belongs to one
-    stream at a time, the one of its last ``update``, and to one thread. An update that was only
-    captured is computed when the graph is replayed: eager runs need one of their own. A plan owns
-    one buffer and no other state on the device, and on the CPU nothing but the lengths.
+    It is made, updated and run as :class:`cumla.MLADecodePlan` is, and the same holds for its
+    buffer, streams, threads and CUDA graphs. A graph serves whatever mix of requests the arrays
+    hold at each replay, up to `batch` requests (those without queries have equal offsets) and
+    `total_tokens` query tokens (rows from the last offset on belong to no request).
 
     Parameters
     ----------
@@ -201,42 +186,17 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         Requests: entries of ``kv_lens``.
     total_tokens, num_heads : int
         As in ``q`` ``(total_tokens, num_heads, 576)``.
-    num_kv_heads : int
-        Divides num_heads.
-    page_size : int
-        Tokens of a cache page: any number from 1.
-    dtype : str
-        ``"bfloat16"`` or ``"float16"``: of q, and of kv_cache unless `cache_dtype` says otherwise.
-    cache_dtype : str, optional
-        ``"float8_e4m3fn"`` for FP8 caches in any form, with dtype bfloat16; dtype by default.
+    num_kv_heads, page_size, dtype, cache_dtype : optional
+        As for :class:`cumla.MLADecodePlan`.
     causal : bool
         As in :func:`mla_attention`.
-    device : int, optional
-        CUDA ordinal; by default that of `like` or `workspace`, else CuPy's current device.
-    workspace : array, optional
-        The buffer: uint8, contiguous, at least :meth:`workspace_bytes` long, 256-byte aligned, on
-        the GPU, of CuPy or PyTorch. Plans may share one, in turn: ``update`` makes it this plan's,
-        and the plan that had it before must be updated again before it runs.
-    like : array, optional
-        An array whose framework and device own the buffer; CuPy without it. For an array on the CPU
-        the plan is one for the CPU.
-    stream : optional
-        Stream on which the buffer is allocated, as in :func:`cumla.mla_decode`.
+    device, workspace, like, stream : optional
+        As for :class:`cumla.MLADecodePlan`.
 
     Raises
     ------
-    TypeError
-        An argument is of the wrong kind, an unknown dtype, memory that cannot be written to, or a
-        flag that is neither True nor False.
-    ValueError
-        A number does not fit, the workspace is too small, or `device`, `like` and `workspace`
-        are not in the same place.
-    UnsupportedDeviceError
-        There is no GPU, or it is not of compute capability 9.0.
-    MissingDependencyError
-        CuPy is missing.
-    NotPreparedError
-        The stream is being captured, and CuPy would have to allocate the buffer.
+    TypeError, ValueError, CumlaError
+        As :class:`cumla.MLADecodePlan`.
 
     Examples
     --------
@@ -279,13 +239,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         causal = checked_flag("causal", causal)
         cache = checked_cache_dtype(cache_dtype, dtype)
         check_device_number(device)
-        self._make(
-            lambda on: _key(shape, causal, on, sm_count_of(on), cache),
-            device,
-            workspace,
-            like,
-            stream,
-        )
+        place = (device, workspace, like, stream)
+        self._make(lambda on: _key(shape, causal, on, sm_count_of(on), cache), *place)
 
     @classmethod
     def from_arrays(
@@ -336,8 +291,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         batch, total_tokens, num_heads, num_kv_heads, cache_dtype
             As for the class; of 16-bit numbers it is no matter which.
         sm_count : int, optional
-            Multiprocessors of the GPU that the plan is for; with it no GPU is needed. By default
-            CuPy's current device is asked.
+            As in :meth:`cumla.MLADecodePlan.workspace_bytes`.
 
         Returns
         -------
@@ -346,10 +300,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
 
         Raises
         ------
-        TypeError, ValueError
-            A number does not fit.
-        UnsupportedDeviceError, MissingDependencyError
-            Without `sm_count`: there is no GPU, or CuPy is missing.
+        TypeError, ValueError, CumlaError
+            As :meth:`cumla.MLADecodePlan.workspace_bytes`.
         """
         numbers = {"batch": batch, "total_tokens": total_tokens}
         shape = checked_shape(numbers, num_heads, num_kv_heads)
@@ -361,9 +313,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
     ) -> None:
         """Compute the schedule for these lengths, on the device.
 
-        On another stream than before, that one's work goes first: the new stream waits for it, on
-        the device. Only a stream that is being captured does not; let the capture begin when
-        earlier work with the plan is done, as ``torch.cuda.graph`` does.
+        Streams, captures and errors are as in :meth:`cumla.MLADecodePlan.update`.
 
         Parameters
         ----------
@@ -373,16 +323,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
             As in :func:`mla_attention`: with it the runs that follow take ``kv_indices``, without
             it they take ``block_table``.
         stream : optional
-            As in :func:`cumla.mla_decode`, the current stream of the framework of kv_lens by
-            default. The runs that follow must be on the same one.
-
-        Raises
-        ------
-        TypeError, ValueError
-            An array does not fit the plan.
-        MissingDependencyError, CompilationError, NotPreparedError, CumlaError
-            As :func:`mla_attention`; every kernel of the plan is loaded here, but for that of a
-            cache in two arrays of whole 64-token blocks a page, which the first run loads.
+            As in :meth:`cumla.MLADecodePlan.update`.
         """
         lengths = {"kv_lens": kv_lens, "qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
         self._update_ragged(self.key.batch, stream, **lengths)
@@ -414,14 +355,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
 
         Raises
         ------
-        TypeError, ValueError
-            An argument does not fit; the plan is of another shape, device or stream, was never
-            updated, was updated for pages in the other form, or has lost its workspace to another
-            plan.
-        NotPreparedError
-            The stream is being captured, and CuPy would have to allocate ``out=`` or ``lse=``.
-        CumlaError
-            The driver refuses a launch.
+        TypeError, ValueError, CumlaError
+            As :meth:`cumla.MLADecodePlan.run`; the plan was updated for pages in the other form.
         """
         if (block_table is None) == (kv_indices is None):
             raise not_one_form(block_table)

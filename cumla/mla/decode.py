@@ -19,7 +19,14 @@ from cumla.core.arguments import (
 )
 from cumla.core.check_mode import check_mode
 from cumla.core.operation import Scheduled, run
-from cumla.core.paged import BLOCK_TABLE, KV_LENS, Schedule, check_block_table, refuse_value
+from cumla.core.paged import (
+    BLOCK_TABLE,
+    KV_LENS,
+    Schedule,
+    check_block_table,
+    check_table_lengths,
+    refuse_value,
+)
 from cumla.core.state import AttentionState
 from cumla.launch.mla.choice import attend_launch, decode_spec
 from cumla.launch.mla.mla_decode import DecodeArguments
@@ -134,8 +141,8 @@ def mla_decode(
         neither True nor False. As with every error but the last, the message names it, and nothing
         has been launched or written.
     ValueError
-        An argument does not fit: its shape, strides, alignment, place or value, or a plan that was
-        made for something else or is not ready.
+        An argument does not fit: its shape, strides, alignment, place or value; an output shares
+        memory with another array.
     UnsupportedDeviceError
         The arrays are on a GPU that is not of compute capability 9.0.
     MissingDependencyError
@@ -184,10 +191,7 @@ class _Attend(Attend[MLADecodeKey]):
     def check_values(self, host: Host, arguments: DecodeArguments) -> None:
         lengths, table = host["kv_lens"], host["block_table"]
         num_pages, page_size = arguments.kv_cache.shape[:2]
-        longest = table.shape[1] * page_size
-        need = f"a length from 0 to max_pages * page_size = {longest}"
-        wrong = (lengths < 0) | (lengths > longest)
-        refuse_value("kv_lens", lengths, wrong, need, "the kernels would clamp it")
+        check_table_lengths(lengths, table, page_size)
         check_block_table(table, lengths, num_pages, page_size)
 
 
@@ -323,13 +327,8 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         cache = checked_cache_dtype(cache_dtype, dtype)
         check_device_number(device)
         modes = (batch_invariant, max_blocks, self._variant, cache)
-        self._make(
-            lambda on: _key(shape, causal, on, sm_count_of(on), *modes),
-            device,
-            workspace,
-            like,
-            stream,
-        )
+        place = (device, workspace, like, stream)
+        self._make(lambda on: _key(shape, causal, on, sm_count_of(on), *modes), *place)
 
     @classmethod
     def from_arrays(
@@ -358,10 +357,8 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
 
         Raises
         ------
-        TypeError, ValueError
+        TypeError, ValueError, CumlaError
             As the class, and where q and kv_cache do not fit together.
-        UnsupportedDeviceError, MissingDependencyError, NotPreparedError
-            As the class.
         """
         return cls._for_arrays(
             named(q, kv_cache, None),
@@ -439,10 +436,8 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         if self._values is not None and self.key.batch_invariant:
             lengths, most = self._values["kv_lens"], self.key.max_blocks * BLOCK_TOKENS
             if check_mode():
-                need = (
-                    f"a length up to {most}, the plan's max_kv_len in whole blocks of "
-                    f"{BLOCK_TOKENS}"
-                )
+                held = f"the plan's max_kv_len in whole blocks of {BLOCK_TOKENS}"
+                need = f"a length up to {most}, {held}"
                 way_out = "make a plan with a larger max_kv_len"
                 refuse_value("kv_lens", lengths, lengths > most, need, way_out)
             self._values["kv_lens"] = np.minimum(lengths, most)
