@@ -16,13 +16,12 @@ from cumla.launch.device import require_hopper
 from cumla.launch.merge_states import MOST_PARTIALS, StateViews, merge_launch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import numpy as np
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
+    from cumla.core.paged import Host
 
 __all__ = ["AttentionState", "merge_attention_states"]
 
@@ -80,22 +79,8 @@ def merge_attention_states(
 
     Raises
     ------
-    TypeError
-        An argument is of the wrong kind: no array, a tracer, an unknown dtype. As with every error
-        but the last, the message names it, and nothing has been launched or written.
-    ValueError
-        An argument does not fit: its number, shape, strides, alignment, place or value.
-    UnsupportedDeviceError
-        The arrays are on a GPU that is not of compute capability 9.0.
-    MissingDependencyError
-        The arrays are on a GPU, and CuPy, NVRTC or cuda.bindings is missing.
-    CompilationError
-        The kernel does not compile with the NVRTC that is installed.
-    NotPreparedError
-        The stream is being captured and the kernel is not loaded yet, or memory is needed that
-        capture forbids.
-    CumlaError
-        The driver refuses a launch; base class of the four above.
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_decode`; there is no partial result.
 
     Notes
     -----
@@ -169,9 +154,7 @@ class _Merge(Operation[_Arguments, int]):
         launches.append(merge_launch(partials[last:], carried, result, arguments.log2_of_base))
         return launches
 
-    def reference(
-        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments
-    ) -> Sequence[np.ndarray[Any, Any]]:
+    def reference(self, host: Host, arguments: _Arguments) -> Sequence[np.ndarray[Any, Any]]:
         outs, lses = (
             host[name] if name in host else [a for n, a in host.items() if n.startswith(f"{name}[")]
             for name in ("outs", "lses")

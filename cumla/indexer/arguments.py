@@ -55,18 +55,9 @@ _SCALE_BYTES = 4  # of a token
 def fused_pages(cache: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]:
     """Check a cache whose pages hold keys and scales, and take them apart.
 
-    Parameters
-    ----------
-    cache : ArrayView
-        ``kv_cache``, with or without its axis of one kv head.
-    head_dim : int
-        Of queries or new keys.
-
-    Returns
-    -------
-    tuple of ArrayView
-        ``(num_pages, page_size, head_dim)`` float8_e4m3fn and ``(num_pages, page_size)`` float32,
-        in the memory of `cache`; the pages contiguous and at multiples of 16 bytes.
+    The keys, ``(num_pages, page_size, head_dim)`` float8_e4m3fn, and the scales, ``(num_pages,
+    page_size)`` float32, are views of its memory: pages are contiguous and lie at multiples of 16
+    bytes.
     """
     name, row_bytes = "kv_cache", head_dim + _SCALE_BYTES
     if cache.dtype != "uint8":
@@ -100,17 +91,7 @@ def fused_pages(cache: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]:
 def pair_of_pages(keys: ArrayView, scales: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]:
     """Check dtypes and shapes of a cache whose keys and scales are arrays of their own.
 
-    Parameters
-    ----------
-    keys, scales : ArrayView
-        ``kv_cache[0]`` and ``kv_cache[1]``.
-    head_dim : int
-        Of queries or new keys.
-
-    Returns
-    -------
-    tuple of ArrayView
-        The same as of `fused_pages`, but for the keys' dtype and what lies where.
+    They come back as from `fused_pages`, but for the keys' dtype and what lies where.
     """
     first, second = "kv_cache[0]", "kv_cache[1]"
     if keys.dtype not in E4M3:

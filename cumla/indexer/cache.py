@@ -27,13 +27,14 @@ from cumla.launch.indexer.append_indexer_cache import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
+    from cumla.core.paged import Host
 
 __all__ = ["append_indexer_cache"]
 
@@ -75,28 +76,12 @@ def append_indexer_cache(
     power_of_two_scales : bool
         Round each scale up to a power of two.
     stream : optional
-        A CUDA stream, as in :func:`cumla.mla_decode`. By default the current stream of kv_cache's
-        framework.
+        As in :func:`cumla.append_mla_cache`.
 
     Raises
     ------
-    TypeError
-        An argument is of the wrong kind: no array, a tracer, an unknown dtype, a flag that is
-        neither True nor False, or a cache of JAX's. As with every error but the last, the message
-        names it, and nothing has been launched or written.
-    ValueError
-        An argument does not fit: its shape, strides, alignment or place; or arguments do not fit
-        together.
-    UnsupportedDeviceError
-        The arrays are on a GPU that is not of compute capability 9.0.
-    MissingDependencyError
-        The arrays are on a GPU, and CuPy, NVRTC or cuda.bindings is missing.
-    CompilationError
-        The kernel does not compile with the NVRTC that is installed.
-    NotPreparedError
-        The stream is being captured and the kernel is not loaded yet.
-    CumlaError
-        The driver refuses a launch; base class of the four above.
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_decode`; a cache of JAX's.
     """
     power_of_two_scales = checked_flag("power_of_two_scales", power_of_two_scales)
     caches = parts("kv_cache", kv_cache, ("values", "scales"))
@@ -136,14 +121,12 @@ class _Append(Operation[_Arguments, None]):
     ) -> Sequence[Launchable]:
         return (append_indexer_launch(*arguments),) if arguments.views.k.shape[0] else ()
 
-    def check_values(self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments) -> None:
+    def check_values(self, host: Host, arguments: _Arguments) -> None:
         slots, last = host["slot_mapping"], prod(arguments.views.scales.shape) - 1
         need = f"a slot up to {last}, or below 0 to skip"
         refuse_first("slot_mapping", slots, slots > last, need)
 
-    def reference(
-        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments
-    ) -> Sequence[np.ndarray[Any, Any]]:
+    def reference(self, host: Host, arguments: _Arguments) -> Sequence[np.ndarray[Any, Any]]:
         reference.append_indexer_cache(
             host["k"],
             parts_on_host(host, "kv_cache"),

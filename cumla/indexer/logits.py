@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import numpy as np
-
 from cumla import reference
 from cumla.core.arguments import INT32, Array, bind, check_layout, checked_flag, checked_int
 from cumla.core.operation import Operation, Output, run
+from cumla.core.paged import refuse_value
 from cumla.indexer.arguments import (
     FLOAT32,
     check_e4m3,
@@ -27,11 +26,14 @@ from cumla.launch.indexer.mqa_logits import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
+
+    import numpy as np
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
+    from cumla.core.paged import Host
 
 __all__ = ["mqa_logits"]
 
@@ -100,23 +102,8 @@ def mqa_logits(
 
     Raises
     ------
-    TypeError
-        An argument is of the wrong kind: no array, a tracer, an unknown dtype, or a flag that is
-        neither True nor False. As with every error but the last, the message names it, and nothing
-        has been launched or written.
-    ValueError
-        An argument does not fit: its shape, strides, alignment, place or value.
-    UnsupportedDeviceError
-        The arrays are on a GPU that is not of compute capability 9.0.
-    MissingDependencyError
-        The arrays are on a GPU, and CuPy, NVRTC or cuda.bindings is missing.
-    CompilationError
-        The kernel does not compile with the NVRTC that is installed.
-    NotPreparedError
-        The stream is being captured and the kernel is not loaded yet, or memory is needed that
-        capture forbids.
-    CumlaError
-        The driver refuses a launch; base class of the four above.
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_decode`; there are more keys than one call can number.
 
     Notes
     -----
@@ -139,10 +126,7 @@ class _Arguments(NamedTuple):
 
     q: ArrayView
     k: ArrayView
-    k_scale: ArrayView
-    weights: ArrayView
-    ks: ArrayView
-    ke: ArrayView
+    others: tuple[ArrayView, ...]  # scales of the keys, weights, ks, ke
     width: int
     dtype: str | None
     clean: bool
@@ -175,9 +159,7 @@ class _Logits(Operation[_Arguments, int]):
         sizes = {"seq_len": seq_len, "num_heads": num_heads, "seq_len_kv": k.shape[0]}
         bind(_TABLE, views, sizes)
         given = cast("dict[str, ArrayView]", views)
-        return _Arguments(
-            q, k, given["kv[1]"], given["weights"], given["ks"], given["ke"], *options
-        )
+        return _Arguments(q, k, tuple([given[name] for name in _TABLE]), *options)
 
     def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
         shape = (arguments.q.shape[0], arguments.width or arguments.k.shape[0])
@@ -192,36 +174,26 @@ class _Logits(Operation[_Arguments, int]):
         (out,) = outs
         if 0 in out.shape or 0 in arguments.k.shape:
             return ()
-        views = MQALogitsArguments(*arguments[:6], out)
+        views = MQALogitsArguments._make((arguments.q, arguments.k, *arguments.others, out))
         compressed = arguments.width > 0
         clean = arguments.clean
         return (mqa_logits_launch(views, compressed=compressed, clean=clean, sm_count=key),)
 
-    def check_values(self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments) -> None:
-        """Raise for the first bound that is no place among the keys."""
+    def check_values(self, host: Host, arguments: _Arguments) -> None:
         most = arguments.k.shape[0]
+        need = f"a number from 0 to seq_len_kv = {most}"
         for name in ("ks", "ke"):
-            wrong = np.flatnonzero((host[name] < 0) | (host[name] > most))
-            if wrong.size:
-                i = wrong[0]
-                raise ValueError(
-                    f"{name}[{i}]: needs a number from 0 to seq_len_kv = {most}, got "
-                    f"{host[name][i]}; the kernel would clamp it"
-                )
+            wrong = (host[name] < 0) | (host[name] > most)
+            refuse_value(name, host[name], wrong, need, "the kernel would clamp it")
 
-    def reference(
-        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments
-    ) -> Sequence[np.ndarray[Any, Any]]:
+    def reference(self, host: Host, arguments: _Arguments) -> Sequence[np.ndarray[Any, Any]]:
+        given = {name: array for name, array in host.items() if not name.startswith("kv[")}
         logits = reference.mqa_logits(
-            host["q"],
-            (host["kv[0]"], host["kv[1]"]),
-            host["weights"],
-            host["ks"],
-            host["ke"],
+            kv=(host["kv[0]"], host["kv[1]"]),
             max_kv_len=arguments.width or None,
             logits_dtype=arguments.dtype,
             clean=arguments.clean,
-            out=host.get("out"),
+            **given,
         )
         return (logits,)
 

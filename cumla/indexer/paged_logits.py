@@ -136,9 +136,7 @@ def paged_mqa_logits(
     Raises
     ------
     TypeError, ValueError, CumlaError
-        As :func:`mqa_logits`.
-    NotPreparedError
-        As :func:`mqa_logits`; without a plan, CuPy would have to allocate its memory, too.
+        As :func:`cumla.mla_decode`.
 
     Notes
     -----
@@ -225,16 +223,13 @@ class _Attend(Operation[PagedArguments, PagedMQAKey]):
         check_block_table(table, most, num_pages, page_size, nearest)
 
     def reference(self, host: Host, arguments: PagedArguments) -> Sequence[np.ndarray[Any, Any]]:
+        names = ("q", "weights", "block_table", "kv_lens", "out")
         logits = reference.paged_mqa_logits(
-            host["q"],
-            parts_on_host(host, "kv_cache"),
-            host["weights"],
-            host["block_table"],
-            host["kv_lens"],
+            kv_cache=parts_on_host(host, "kv_cache"),
             max_kv_len=arguments.width,
             logits_dtype=arguments.dtype,
             clean=arguments.clean,
-            out=host.get("out"),
+            **{name: host[name] for name in names if name in host},
         )
         return (logits,)
 
@@ -263,8 +258,8 @@ _PAGED = _Paged(_SCHEDULE, _ATTEND)
 class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     """Schedule of :func:`paged_mqa_logits`, to be used for every layer of a decoding step.
 
-    It is made, updated and run as :class:`cumla.MLADecodePlan` is, and the same holds for its
-    buffer, streams, threads and CUDA graphs. The buffer keeps the lengths, too.
+    It is made, updated and run as :class:`cumla.MLADecodePlan` is: the same holds for its buffer,
+    streams, threads, CUDA graphs and errors. The buffer keeps the lengths, too.
 
     Parameters
     ----------
@@ -277,12 +272,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     per_row_lens : bool
         Whether lengths come as ``(batch, next_n)`` instead of ``(batch,)``.
     device, workspace, like, stream : optional
-        As for :class:`cumla.MLADecodePlan`.
-
-    Raises
-    ------
-    TypeError, ValueError, CumlaError
-        As :class:`cumla.MLADecodePlan`.
+        As for :class:`cumla.MLADecodePlan`, with which it may share a workspace.
 
     Examples
     --------
@@ -348,11 +338,6 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         Returns
         -------
         PagedMQALogitsPlan
-
-        Raises
-        ------
-        TypeError, ValueError, CumlaError
-            As the class, and where the arrays do not fit together.
         """
         arrays = named(q, kv_cache, None, block_table) | {"kv_lens": kv_lens}
         call = open_call(tuple(arrays.items()), stream=stream)
@@ -382,24 +367,9 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         per_row_lens: bool = False,
         sm_count: int | None = None,
     ) -> int:
-        """Size of a plan's buffer: a pure function of the shape and the GPU's multiprocessors.
+        """Size of a plan's buffer in bytes, from numbers as for the class.
 
-        Parameters
-        ----------
-        batch, next_n, num_heads, head_dim, max_pages, page_size, per_row_lens
-            As for the class.
-        sm_count : int, optional
-            As in :meth:`cumla.MLADecodePlan.workspace_bytes`.
-
-        Returns
-        -------
-        int
-            Bytes.
-
-        Raises
-        ------
-        TypeError, ValueError, CumlaError
-            As :meth:`cumla.MLADecodePlan.workspace_bytes`.
+        `sm_count` and errors are as in :meth:`cumla.MLADecodePlan.workspace_bytes`.
         """
         numbers = (batch, next_n, num_heads, head_dim, page_size, max_pages)
         shape = _checked_shape(numbers, per_row_lens)

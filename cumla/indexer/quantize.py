@@ -20,13 +20,14 @@ from cumla.launch.indexer.quantize_fp8 import (
 from cumla.reference import QuantizedRows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
+    from cumla.core.paged import Host
 
 __all__ = ["QuantizedRows", "quantize_fp8"]
 
@@ -71,23 +72,8 @@ def quantize_fp8(
 
     Raises
     ------
-    TypeError
-        An argument is of the wrong kind: no array, a tracer, an unknown dtype, or a flag that is
-        neither True nor False. As with every error but the last, the message names it, and nothing
-        has been launched or written.
-    ValueError
-        An argument does not fit: its shape, strides, alignment or place.
-    UnsupportedDeviceError
-        The arrays are on a GPU that is not of compute capability 9.0.
-    MissingDependencyError
-        The arrays are on a GPU, and CuPy, NVRTC or cuda.bindings is missing.
-    CompilationError
-        The kernel does not compile with the NVRTC that is installed.
-    NotPreparedError
-        The stream is being captured and the kernel is not loaded yet, or memory is needed that
-        capture forbids.
-    CumlaError
-        The driver refuses a launch; base class of the four above.
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_decode`; x has more axes that are not contiguous than a launch takes.
 
     Notes
     -----
@@ -137,9 +123,7 @@ class _Quantize(Operation[_Arguments, None]):
         values, scale = outs
         return () if 0 in x.shape else (quantize_launch(x, values, scale, power_of_two_scales),)
 
-    def reference(
-        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments
-    ) -> Sequence[np.ndarray[Any, Any]]:
+    def reference(self, host: Host, arguments: _Arguments) -> Sequence[np.ndarray[Any, Any]]:
         return reference.quantize_fp8(
             host["x"],
             power_of_two_scales=arguments.power_of_two_scales,

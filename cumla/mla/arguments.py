@@ -21,14 +21,12 @@ from cumla.launch.split.plan import BLOCK_TOKENS
 from cumla.mla.fp8_caches import (
     E4M3,
     FP8,
-    PACKED_BYTES,
-    SCALES,
     check_factor,
     is_packed,
     relabelled,
     unpacked,
 )
-from cumla.mla.shape import HEAD_DIM, VALUE_DIM
+from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, ROPE_DIM, SCALES, VALUE_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,7 +58,7 @@ QUERY_AXES = ("batch", "q_len", "num_heads")  # of q, before its columns
 _COLUMNS = {
     f"{name}{part}": columns
     for name in ("q", "kv_cache")
-    for part, columns in (("", HEAD_DIM), ("[0]", VALUE_DIM), ("[1]", HEAD_DIM - VALUE_DIM))
+    for part, columns in (("", HEAD_DIM), ("[0]", VALUE_DIM), ("[1]", ROPE_DIM))
 } | {"kv_cache[2]": SCALES}
 
 
@@ -89,18 +87,7 @@ def named(q: Any, kv_cache: Any, kv_scale: Any, **others: Any) -> dict[str, Any]
 def checked_kv_scale(columns: Columns, views: Views, kv_scale: float | None) -> ArrayView | float:
     """Check the factor of e4m3 columns, and that some are under it.
 
-    Parameters
-    ----------
-    columns : Columns
-        Checked.
-    views : mapping
-        With ``kv_scale``, if it is an array; others are not looked at.
-    kv_scale : float or None
-        If it is a number.
-
-    Returns
-    -------
-    ArrayView or float
+    `kv_scale` is the argument if that is a number; an array is among the views.
     """
     if kv_scale is None and views.get("kv_scale") is None:
         return 1.0
@@ -121,21 +108,10 @@ def checked_kv_scale(columns: Columns, views: Views, kv_scale: float | None) -> 
 
 
 def checked_query_and_cache(views: Views, query_axes: tuple[str, ...] = QUERY_AXES) -> Columns:
-    """Check query and cache, by name.
+    """Check query and cache, each one array or several by name, and take their columns apart.
 
-    Parameters
-    ----------
-    views : mapping
-        ``q``, or ``q[0]`` and ``q[1]``; ``kv_cache``, or ``kv_cache[0]``, ``kv_cache[1]`` and maybe
-        ``kv_cache[2]``; others are not looked at.
-    query_axes : tuple of str
-        Axes of the query before its columns; the last one is num_heads.
-
-    Returns
-    -------
-    Columns
-        Latent and RoPE columns of the query, ``(batch, q_len, num_heads, 512)`` and 64, and of the
-        cache, ``(num_pages, page_size, num_kv_heads, 512)`` and 64: of one array, views of it.
+    `query_axes` are those of the query before its columns; the last one is num_heads. Columns of
+    one array are views of it.
     """
     given = columns_of(views)
     _check_query_and_cache(given, query_axes)
@@ -171,7 +147,7 @@ def _apart(name: str, given: dict[str, ArrayView]) -> tuple[ArrayView, ArrayView
     rope = view.ptr + VALUE_DIM * view.strides[-1]
     return (
         view._replace(shape=(*lead, VALUE_DIM)),
-        view._replace(shape=(*lead, HEAD_DIM - VALUE_DIM), ptr=rope),
+        view._replace(shape=(*lead, ROPE_DIM), ptr=rope),
     )
 
 
@@ -265,7 +241,7 @@ def _rank_problem(name: str, view: ArrayView, query_axes: tuple[str, ...]) -> st
 
 
 def _columns_problem(name: str, view: ArrayView) -> str:
-    latent, rope = VALUE_DIM, HEAD_DIM - VALUE_DIM
+    widths = f"{VALUE_DIM} latent + {ROPE_DIM} RoPE"
     if name == "kv_cache[2]":
         return (
             f"{name}: needs a last axis of {SCALES}, a scale for 128 latent columns each, got "
@@ -273,18 +249,18 @@ def _columns_problem(name: str, view: ArrayView) -> str:
         )
     if name == "kv_cache" and view.dtype == "uint8":
         return (
-            f"{name}: needs a last axis of {HEAD_DIM} e4m3 numbers ({latent} latent + {rope} RoPE),"
+            f"{name}: needs a last axis of {HEAD_DIM} e4m3 numbers ({widths}),"
             f" or of the {PACKED_BYTES} bytes of a packed row, got shape {view.shape}; pass a tuple"
             f" of the parts where they lie apart"
         )
     if name in ("q", "kv_cache"):
         return (
-            f"{name}: needs a last axis of {HEAD_DIM} ({latent} latent + {rope} RoPE), got shape "
+            f"{name}: needs a last axis of {HEAD_DIM} ({widths}), got shape "
             f"{view.shape}; pass a tuple of both where they lie apart, the latent one first"
         )
     return (
         f"{name}: needs a last axis of {_COLUMNS[name]}, got shape {view.shape}; a pair holds "
-        f"{latent} latent columns, then {rope} RoPE ones"
+        f"{VALUE_DIM} latent columns, then {ROPE_DIM} RoPE ones"
     )
 
 

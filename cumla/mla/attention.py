@@ -76,7 +76,7 @@ def mla_attention(
         tuple ``(q_nope, q_pe)``, and strides, as in :func:`cumla.mla_decode`.
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or without num_kv_heads, or a tuple
-        ``(ckv, kpe)``: as in :func:`cumla.mla_decode`, FP8 caches included.
+        ``(ckv, k_pe)``: as in :func:`cumla.mla_decode`, FP8 caches included.
     block_table : array or None
         ``(batch, max_pages)`` int32, rows contiguous, as in :func:`cumla.mla_decode`; None where
         pages come as kv_indptr and kv_indices.
@@ -175,8 +175,8 @@ _ATTENTION = _Attention(_SCHEDULE, _ATTEND)
 class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
     """Schedule and workspace of :func:`mla_attention`, to be used for every layer of a step.
 
-    It is made, updated and run as :class:`cumla.MLADecodePlan` is, and the same holds for its
-    buffer, streams, threads and CUDA graphs. A graph serves whatever mix of requests the arrays
+    It is made, updated and run as :class:`cumla.MLADecodePlan` is: the same holds for its buffer,
+    streams, threads, CUDA graphs and errors. A graph serves whatever mix of requests the arrays
     hold at each replay, up to `batch` requests (those without queries have equal offsets) and
     `total_tokens` query tokens (rows from the last offset on belong to no request).
 
@@ -192,11 +192,6 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         As in :func:`mla_attention`.
     device, workspace, like, stream : optional
         As for :class:`cumla.MLADecodePlan`.
-
-    Raises
-    ------
-    TypeError, ValueError, CumlaError
-        As :class:`cumla.MLADecodePlan`.
 
     Examples
     --------
@@ -265,11 +260,6 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         Returns
         -------
         MLAAttentionPlan
-
-        Raises
-        ------
-        TypeError, ValueError, CumlaError
-            As :meth:`cumla.MLADecodePlan.from_arrays`.
         """
         arrays = named(q, kv_cache, None, qo_indptr=qo_indptr)
         return cls._for_arrays(arrays, stream, causal=causal, workspace=workspace)
@@ -284,24 +274,9 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         cache_dtype: str | None = None,
         sm_count: int | None = None,
     ) -> int:
-        """Size of a plan's buffer: a pure function of the shape and the GPU's multiprocessors.
+        """Size of a plan's buffer in bytes, from numbers as for the class.
 
-        Parameters
-        ----------
-        batch, total_tokens, num_heads, num_kv_heads, cache_dtype
-            As for the class; of 16-bit numbers it is no matter which.
-        sm_count : int, optional
-            As in :meth:`cumla.MLADecodePlan.workspace_bytes`.
-
-        Returns
-        -------
-        int
-            Bytes.
-
-        Raises
-        ------
-        TypeError, ValueError, CumlaError
-            As :meth:`cumla.MLADecodePlan.workspace_bytes`.
+        `sm_count` and errors are as in :meth:`cumla.MLADecodePlan.workspace_bytes`.
         """
         numbers = {"batch": batch, "total_tokens": total_tokens}
         shape = checked_shape(numbers, num_heads, num_kv_heads)

@@ -21,11 +21,12 @@ from cumla.mla.cache_arguments import check_append_values, checked_append_argume
 from cumla.mla.fp8_caches import number_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
+    from cumla.core.paged import Host
 
 __all__ = ["append_mla_cache"]
 
@@ -110,23 +111,8 @@ def append_mla_cache(
 
     Raises
     ------
-    TypeError
-        An argument is of the wrong kind: no array, a tracer, an unknown dtype, a flag that is
-        neither True nor False, or an array of JAX's that would have to be written to. As with every
-        error but the last, the message names it, and nothing has been launched or written.
-    ValueError
-        An argument does not fit: its shape, strides, alignment or place; or arguments do not fit
-        together.
-    UnsupportedDeviceError
-        The arrays are on a GPU that is not of compute capability 9.0.
-    MissingDependencyError
-        The arrays are on a GPU, and CuPy, NVRTC or cuda.bindings is missing.
-    CompilationError
-        A kernel does not compile with the NVRTC that is installed.
-    NotPreparedError
-        The stream is being captured and the kernel is not loaded yet.
-    CumlaError
-        The driver refuses a launch; base class of the four above.
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_decode`; an array of JAX's that would have to be written to.
 
     Notes
     -----
@@ -201,14 +187,10 @@ class _Append(Operation[AppendArguments, None]):
         is_fp8 = arguments.latent_cache.dtype not in DTYPES
         return ((append_fp8_launch if is_fp8 else append_launch)(arguments),)
 
-    def check_values(
-        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: AppendArguments
-    ) -> None:
+    def check_values(self, host: Host, arguments: AppendArguments) -> None:
         check_append_values(host, arguments)
 
-    def reference(
-        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: AppendArguments
-    ) -> Sequence[np.ndarray[Any, Any]]:
+    def reference(self, host: Host, arguments: AppendArguments) -> Sequence[np.ndarray[Any, Any]]:
         others = {n: a for n, a in host.items() if not n.startswith(("rows", "kv_cache"))}
         is_fp8 = arguments.latent_cache.dtype not in DTYPES and arguments.scales is None
         if is_fp8 and "kv_scale" not in others:

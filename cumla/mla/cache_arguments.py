@@ -22,8 +22,8 @@ from cumla.core.arguments import (
 from cumla.core.check_mode import refuse_first
 from cumla.launch.mla.append_cache import AppendArguments
 from cumla.mla.arguments import DTYPES, with_kv_head_axis
-from cumla.mla.fp8_caches import E4M3, PACKED_BYTES, SCALES, check_factor, is_packed, unpacked
-from cumla.mla.shape import HEAD_DIM, VALUE_DIM
+from cumla.mla.fp8_caches import E4M3, check_factor, is_packed, unpacked
+from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, ROPE_DIM, SCALES, VALUE_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +35,6 @@ __all__ = [
     "checked_append_arguments",
 ]
 
-_ROPE_DIM = HEAD_DIM - VALUE_DIM
 _NUMBERS = {
     **{name: Array("tokens", WIDE) for name in ("slot_mapping", "batch_indices", "positions")},
     "block_table": Array("batch max_pages", INT32),
@@ -49,20 +48,8 @@ def checked_append_arguments(
 ) -> AppendArguments:
     """Check the views of one call, by name, against each other.
 
-    Parameters
-    ----------
-    given : mapping
-        ``kv_cache``, or ``kv_cache[0]``, ``kv_cache[1]`` and maybe ``kv_cache[2]``; ``rows``, or
-        ``rows[0]`` and ``rows[1]``; and of the optional arguments those that are given.
-    scale_number : float or None
-        The argument kv_scale, if that is a number.
-    interleaved : bool
-        Which columns a rotation pairs.
-
-    Returns
-    -------
-    AppendArguments
-        Latent and RoPE columns apart, all with a head axis.
+    `scale_number` is the argument kv_scale if that is a number; `interleaved` tells which columns
+    a rotation pairs.
     """
     views = {name: view for name, view in given.items() if view is not None}
     _check_combination(views)
@@ -261,7 +248,7 @@ def _columns_of(name: str, views: Mapping[str, ArrayView]) -> dict[str, tuple[Ar
     if name in views:
         return {name: (views[name], HEAD_DIM)}
     latent, rope = f"{name}[0]", f"{name}[1]"
-    return {latent: (views[latent], VALUE_DIM), rope: (views[rope], _ROPE_DIM)}
+    return {latent: (views[latent], VALUE_DIM), rope: (views[rope], ROPE_DIM)}
 
 
 def _as_pair(parts: Mapping[str, ArrayView], ndim: int) -> tuple[ArrayView, ArrayView]:
@@ -270,7 +257,7 @@ def _as_pair(parts: Mapping[str, ArrayView], ndim: int) -> tuple[ArrayView, Arra
     lead = latent.shape[: ndim - 1]
     if not others:
         rope = latent._replace(
-            ptr=latent.ptr + VALUE_DIM * latent.strides[-1], shape=(*lead, _ROPE_DIM)
+            ptr=latent.ptr + VALUE_DIM * latent.strides[-1], shape=(*lead, ROPE_DIM)
         )
         return latent._replace(shape=(*lead, VALUE_DIM)), rope
     ((name, rope),) = others
@@ -280,7 +267,7 @@ def _as_pair(parts: Mapping[str, ArrayView], ndim: int) -> tuple[ArrayView, Arra
         )
     if rope.shape[:-1] != lead:
         raise ValueError(
-            f"{name}: needs the axes of {first}, {lead}, and {_ROPE_DIM} columns, got shape "
+            f"{name}: needs the axes of {first}, {lead}, and {ROPE_DIM} columns, got shape "
             f"{rope.shape}; pass two parts of the same rows"
         )
     return latent, rope
@@ -289,7 +276,7 @@ def _as_pair(parts: Mapping[str, ArrayView], ndim: int) -> tuple[ArrayView, Arra
 def _check_columns(name: str, view: ArrayView, columns: int) -> None:
     if view.shape[-1:] != (columns,):
         form = (
-            f"{VALUE_DIM} latent + {_ROPE_DIM} RoPE, or a pair that holds them apart"
+            f"{VALUE_DIM} latent + {ROPE_DIM} RoPE, or a pair that holds them apart"
             if columns == HEAD_DIM
             else "of a pair of latent and RoPE columns"
         )
@@ -305,9 +292,9 @@ def _check_table(view: ArrayView, dtype: str) -> None:
             f"cos_sin: needs float32, or kv_cache's dtype {dtype}, got {view.dtype}; convert it "
             f"first"
         )
-    if len(view.shape) != 2 or view.shape[1] != _ROPE_DIM:
+    if len(view.shape) != 2 or view.shape[1] != ROPE_DIM:
         raise ValueError(
-            f"cos_sin: needs shape (max_position, {_ROPE_DIM}), {_ROPE_DIM // 2} cosines and as "
+            f"cos_sin: needs shape (max_position, {ROPE_DIM}), {ROPE_DIM // 2} cosines and as "
             f"many sines a row, got {view.shape}; join the two tables along the last axis"
         )
     check_layout("cos_sin", view)
@@ -322,9 +309,9 @@ def _checked_queries(
         return None, None
     if q_pe.dtype != dtype:
         raise TypeError(f"q_pe: needs kv_cache's dtype {dtype}, got {q_pe.dtype}; convert it first")
-    if len(q_pe.shape) != 3 or q_pe.shape[0] != tokens or q_pe.shape[2] != _ROPE_DIM:
+    if len(q_pe.shape) != 3 or q_pe.shape[0] != tokens or q_pe.shape[2] != ROPE_DIM:
         raise ValueError(
-            f"q_pe: needs shape (tokens, num_heads, {_ROPE_DIM}) with {tokens} tokens, got "
+            f"q_pe: needs shape (tokens, num_heads, {ROPE_DIM}) with {tokens} tokens, got "
             f"{q_pe.shape}; reshape it, or slice the RoPE columns"
         )
     check_layout("q_pe", q_pe)
@@ -340,15 +327,7 @@ def _checked_queries(
 
 
 def check_append_values(numbers: Mapping[str, NDArray[Any]], arguments: AppendArguments) -> None:
-    """Raise for the first number that is too large, or page number that is out of range.
-
-    Parameters
-    ----------
-    numbers : mapping
-        Slots, requests, positions and page numbers on the host, by the names of the arguments.
-    arguments : AppendArguments
-        Of the call.
-    """
+    """Raise for the first slot, request, position or page number that is out of range."""
     num_pages, page_size = arguments.latent_cache.shape[:2]
     if "slot_mapping" in numbers:
         slots = numbers["slot_mapping"]

@@ -22,6 +22,7 @@ from cumla.core.operation import Scheduled, run
 from cumla.core.paged import (
     BLOCK_TABLE,
     KV_LENS,
+    Host,
     Schedule,
     check_block_table,
     check_table_lengths,
@@ -47,7 +48,6 @@ from cumla.mla.fp8_caches import number_of
 if TYPE_CHECKING:
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
-    from cumla.core.paged import Host
     from cumla.launch.source import KernelSpec
     from cumla.mla.arguments import Shape
 
@@ -85,13 +85,13 @@ def mla_decode(
         arrays are read where they are.
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
-        head, in q's dtype; strides as for q. A tuple ``(ckv, kpe)`` holds the columns apart, 512
+        head, in q's dtype; strides as for q. A tuple ``(ckv, k_pe)`` holds the columns apart, 512
         and 64, each with strides of its own, whether or not q does. num_kv_heads divides num_heads;
         page_size is any. Slots that no request uses may hold anything, NaN included.
 
         FP8 caches, for q in bfloat16: either of the above as float8_e4m3fn, or uint8 with its bits,
         under one `kv_scale`; of a pair also the first alone, beside RoPE columns in bfloat16. A
-        triple ``(ckv, kpe, scales)`` of e4m3, e4m3 or bfloat16, and float32, the last with 4
+        triple ``(ckv, k_pe, scales)`` of e4m3, e4m3 or bfloat16, and float32, the last with 4
         columns: a scale for each token and 128 latent columns. And uint8 with 656 columns, the
         packed format of DeepSeek-V3.2: 512 e4m3, 4 float32 scales, 64 bfloat16.
         :func:`cumla.append_mla_cache` writes all of these but triples with e4m3 RoPE columns.
@@ -115,7 +115,7 @@ def mla_decode(
         Give a request the same bits whatever else is in the batch: other requests, their number,
         its place among them. Requests are then cut at fixed positions, which takes longer than
         cutting them to fill the GPU, and the workspace is that of the longest requests that
-        block_table can hold: pass no more columns than needed, or a plan.
+        block_table can hold: pass no more columns than needed, or make a plan.
     out : array, optional
         ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, written and returned. Of q's
         framework; JAX's arrays cannot be written to.
@@ -429,8 +429,9 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         ------
         TypeError, ValueError
             kv_lens does not fit the plan.
-        MissingDependencyError, CompilationError, NotPreparedError, CumlaError
-            As :func:`mla_decode`; every kernel of the plan is loaded here.
+        CumlaError
+            As :func:`mla_decode`. Every kernel of the plan is loaded here, but for that of a cache
+            in two arrays of whole 64-token blocks a page, which the first run loads.
         """
         self._update({"kv_lens": kv_lens}, self.key.batch, stream)
         if self._values is not None and self.key.batch_invariant:

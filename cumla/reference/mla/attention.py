@@ -64,7 +64,7 @@ def mla_attention(
     Returns
     -------
     AttentionState
-        ``out`` and ``lse``. A query that sees no token has out 0 and lse -inf.
+        As of :func:`mla_decode`.
 
     Raises
     ------
