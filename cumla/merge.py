@@ -108,7 +108,10 @@ class _Merge(Operation[_Arguments, int]):
     """Merges partial results; its key is the bytes that one launch hands on to the next."""
 
     def arguments(self, views: Views, options: float) -> _Arguments:
-        return _checked_arguments(views, options)
+        outs, lses = _apart("outs", views), _apart("lses", views)
+        _check_outs(outs)
+        _check_lses(lses, outs)
+        return _Arguments(tuple(outs), tuple(lses), options)
 
     def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
         first, lse = arguments.outs[0], arguments.lses[0]
@@ -218,26 +221,6 @@ def _named(name: str, arrays: Any) -> dict[str, Any]:
     return {f"{name}[{i}]": array for i, array in enumerate(arrays)}
 
 
-def _checked_arguments(views: Views, log2_of_base: float) -> _Arguments:
-    """Check the views of one call against each other."""
-    outs, lses = _apart("outs", views), _apart("lses", views)
-    _check_outs(outs)
-    if len(lses) != len(outs):
-        raise ValueError(
-            f"lses: needs one array for each of the {len(outs)} outs, got {len(lses)}; pass both "
-            f"of each partial result"
-        )
-    *batch, tokens, heads, _ = outs[0].shape
-    shape = (*batch, heads, tokens) if batch else (tokens, heads)
-    axes = "(batch, heads, q_len)" if batch else "(tokens, heads)"
-    for i, view in enumerate(lses):
-        name = f"lses[{i}]"
-        check_dtype(name, view.dtype, ("float32",))
-        check_shape(name, view, axes, shape, "transpose or reshape it")
-        check_lies(name, view, "elements")
-    return _Arguments(tuple(outs), tuple(lses), log2_of_base)
-
-
 def _apart(name: str, views: Views) -> list[ArrayView]:
     """List the partial results; a stacked array is taken apart."""
     view = views.get(name)
@@ -284,3 +267,19 @@ def _check_outs(views: list[ArrayView]) -> None:
                 f"results for the same queries and heads"
             )
         check_layout(name, view)
+
+
+def _check_lses(views: list[ArrayView], outs: list[ArrayView]) -> None:
+    if len(views) != len(outs):
+        raise ValueError(
+            f"lses: needs one array for each of the {len(outs)} outs, got {len(views)}; pass both "
+            f"of each partial result"
+        )
+    *batch, tokens, heads, _ = outs[0].shape
+    shape = (*batch, heads, tokens) if batch else (tokens, heads)
+    axes = "(batch, heads, q_len)" if batch else "(tokens, heads)"
+    for i, view in enumerate(views):
+        name = f"lses[{i}]"
+        check_dtype(name, view.dtype, ("float32",))
+        check_shape(name, view, axes, shape, "transpose or reshape it")
+        check_lies(name, view, "elements")

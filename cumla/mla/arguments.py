@@ -44,10 +44,10 @@ __all__ = [
     "checked_kv_scale",
     "checked_query_and_cache",
     "checked_shape",
-    "columns_of",
+    "columns_apart",
     "named",
     "other_cache",
-    "with_kv_head_axis",
+    "with_head_axis",
 ]
 
 DTYPES = ("bfloat16", "float16")  # of q and kv_cache
@@ -113,7 +113,7 @@ def checked_query_and_cache(views: Views, query_axes: tuple[str, ...] = QUERY_AX
     `query_axes` are those of the query before its columns; the last one is num_heads. Columns of
     one array are views of it.
     """
-    given = columns_of(views)
+    given = _columns_of(views)
     _check_query_and_cache(given, query_axes)
     query = _apart("q", given)
     whole, scales = given.get("kv_cache"), given.get("kv_cache[2]")
@@ -129,21 +129,22 @@ def checked_query_and_cache(views: Views, query_axes: tuple[str, ...] = QUERY_AX
     return Columns(*query, latent, rope, scales)
 
 
-def columns_of(views: Views) -> dict[str, ArrayView]:
+def _columns_of(views: Views) -> dict[str, ArrayView]:
     """Pick query and cache, the latter with its head axis."""
     picked = {name: cast("ArrayView", view) for name, view in views.items() if name in _COLUMNS}
-    return {
-        name: view if name.startswith("q") else with_kv_head_axis(view)
-        for name, view in picked.items()
-    }
+    return {n: v if n.startswith("q") else with_head_axis(v, 4) for n, v in picked.items()}
 
 
 def _apart(name: str, given: dict[str, ArrayView]) -> tuple[ArrayView, ArrayView]:
     """Take latent and RoPE columns apart, unless they came so."""
-    if name not in given:
-        return given[f"{name}[0]"], given[f"{name}[1]"]
-    view = given[name]
-    lead = view.shape[:-1]
+    if name in given:
+        return columns_apart(given[name])
+    return given[f"{name}[0]"], given[f"{name}[1]"]
+
+
+def columns_apart(view: ArrayView) -> tuple[ArrayView, ArrayView]:
+    """Cut one array into latent and RoPE columns."""
+    *lead, _ = view.shape
     rope = view.ptr + VALUE_DIM * view.strides[-1]
     return (
         view._replace(shape=(*lead, VALUE_DIM)),
@@ -151,15 +152,13 @@ def _apart(name: str, given: dict[str, ArrayView]) -> tuple[ArrayView, ArrayView
     )
 
 
-def with_kv_head_axis(kv_cache: ArrayView) -> ArrayView:
-    """Take (num_pages, page_size, 576) for a cache of one kv head."""
-    if len(kv_cache.shape) != 3:
-        return kv_cache
-    pages, rows, columns = kv_cache.shape
-    page_stride, row_stride, stride = kv_cache.strides
-    return kv_cache._replace(
-        shape=(pages, rows, 1, columns), strides=(page_stride, row_stride, row_stride, stride)
-    )
+def with_head_axis(view: ArrayView, axes: int) -> ArrayView:
+    """Put in the axis of one kv head, the last but one, where it is left out."""
+    if len(view.shape) != axes - 1:
+        return view
+    *lead, columns = view.shape
+    *steps, stride = view.strides
+    return view._replace(shape=(*lead, 1, columns), strides=(*steps, steps[-1], stride))
 
 
 def _check_query_and_cache(given: dict[str, ArrayView], query_axes: tuple[str, ...]) -> None:

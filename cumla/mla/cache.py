@@ -17,7 +17,7 @@ from cumla.launch.device import require_hopper
 from cumla.launch.mla.append_cache import AppendArguments, append_launch
 from cumla.launch.mla.append_fp8_cache import append_fp8_launch
 from cumla.mla.arguments import CACHE_PARTS, DTYPES, ROW_PARTS
-from cumla.mla.cache_arguments import check_append_values, checked_append_arguments
+from cumla.mla.cache_arguments import NUMBERS, check_append_values, checked_append_arguments
 from cumla.mla.fp8_caches import number_of
 
 if TYPE_CHECKING:
@@ -73,11 +73,7 @@ def append_mla_cache(
         head, bfloat16 or float16, of any page size; strides as for rows. A tuple
         ``(ckv, k_pe)`` holds the columns apart. Not of JAX, whose arrays are immutable.
 
-        FP8 caches: either of these as float8_e4m3fn, or uint8 with its bits, under one `kv_scale`,
-        of a pair also the first alone. A triple ``(ckv, k_pe, scales)`` of e4m3, 16 bits
-        and float32, the last with 4 columns, a scale for each token and 128 latent columns. And
-        uint8 with 656 columns, the packed format of DeepSeek-V3.2: 512 e4m3, 4 float32 scales, 64
-        bfloat16.
+        FP8 caches as in :func:`cumla.mla_decode`, all but triples with e4m3 RoPE columns.
     slot_mapping : array, optional
         ``(tokens,)`` int32 or int64: page * page_size + offset.
     batch_indices : array, optional
@@ -156,14 +152,7 @@ def append_mla_cache(
 class _Append(Operation[AppendArguments, None]):
     """Writes rows in place; nothing is returned."""
 
-    integers = (
-        "slot_mapping",
-        "batch_indices",
-        "positions",
-        "block_table",
-        "kv_indices",
-        "kv_indptr",
-    )
+    integers = tuple(NUMBERS)
     in_place = MappingProxyType({"q_pe_out": "q_pe"})
 
     def arguments(self, views: Views, options: tuple[float | None, bool]) -> AppendArguments:

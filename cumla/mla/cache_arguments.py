@@ -21,7 +21,7 @@ from cumla.core.arguments import (
 )
 from cumla.core.check_mode import refuse_first
 from cumla.launch.mla.append_cache import AppendArguments
-from cumla.mla.arguments import DTYPES, with_kv_head_axis
+from cumla.mla.arguments import DTYPES, columns_apart, with_head_axis
 from cumla.mla.fp8_caches import E4M3, check_factor, is_packed, unpacked
 from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, ROPE_DIM, SCALES, VALUE_DIM
 
@@ -30,12 +30,9 @@ if TYPE_CHECKING:
 
     from cumla.core.arrays import ArrayView
 
-__all__ = [
-    "check_append_values",
-    "checked_append_arguments",
-]
+__all__ = ["NUMBERS", "check_append_values", "checked_append_arguments"]
 
-_NUMBERS = {
+NUMBERS = {
     **{name: Array("tokens", WIDE) for name in ("slot_mapping", "batch_indices", "positions")},
     "block_table": Array("batch max_pages", INT32),
     "kv_indices": Array("entries", INT32),
@@ -59,7 +56,7 @@ def checked_append_arguments(
     is_e4m3 = rope_cache.dtype in E4M3
     latent_rows, rope_rows = _checked_rows(views, dtype, num_kv_heads, is_e4m3)
     tokens = latent_rows.shape[0]
-    bind(_NUMBERS, views, {"tokens": tokens})
+    bind(NUMBERS, views, {"tokens": tokens})
     q_pe, q_pe_out = _checked_queries(views, dtype, tokens)
     if "cos_sin" in views:
         _check_table(views["cos_sin"], dtype)
@@ -155,7 +152,7 @@ def _checked_cache(views: Mapping[str, ArrayView]) -> _Cache:
             )
         _check_columns(name, given, columns)
         checked[name] = _checked_part(name, given, columns)
-    latent, rope = _as_pair(checked, 4)
+    latent, rope = _as_pair(checked)
     scales = views.get("kv_cache[2]")
     if scales is not None:
         scales = _checked_scales(scales, latent, rope)
@@ -164,7 +161,7 @@ def _checked_cache(views: Mapping[str, ArrayView]) -> _Cache:
 
 def _checked_part(name: str, given: ArrayView, columns: int) -> ArrayView:
     """Check what is written to, and give it its head axis."""
-    view = with_kv_head_axis(given)
+    view = with_head_axis(given, 4)
     if len(view.shape) != 4:
         raise ValueError(
             f"{name}: needs axes (num_pages, page_size, num_kv_heads, {columns}), or the same "
@@ -190,7 +187,7 @@ def _checked_scales(given: ArrayView, latent: ArrayView, rope: ArrayView) -> Arr
         )
     if given.dtype != "float32":
         raise TypeError(f"{name}: needs float32, got {given.dtype}; convert it first")
-    if with_kv_head_axis(given).shape != (*latent.shape[:3], SCALES):
+    if with_head_axis(given, 4).shape != (*latent.shape[:3], SCALES):
         raise ValueError(
             f"{name}: needs the axes of kv_cache[0], {latent.shape[:3]}, and {SCALES} scales, got "
             f"shape {given.shape}; pass three parts of the same rows"
@@ -219,7 +216,7 @@ def _checked_rows(
         if given.dtype not in (*dtypes, "float32"):
             raise TypeError(f"{name}: needs {need}, got {given.dtype}; convert it first")
         _check_columns(name, given, columns)
-        view = _with_head_axis(given)
+        view = with_head_axis(given, 3)
         if len(view.shape) != 3:
             raise ValueError(
                 f"{name}: needs axes (tokens, num_kv_heads, {columns}), or the same without "
@@ -232,15 +229,7 @@ def _checked_rows(
             )
         check_layout(name, view)
         checked[name] = view
-    return _as_pair(checked, 3)
-
-
-def _with_head_axis(rows: ArrayView) -> ArrayView:
-    """Take (tokens, columns) for rows of one kv head."""
-    if len(rows.shape) != 2:
-        return rows
-    (tokens, columns), (token_stride, stride) = rows.shape, rows.strides
-    return rows._replace(shape=(tokens, 1, columns), strides=(token_stride, token_stride, stride))
+    return _as_pair(checked)
 
 
 def _columns_of(name: str, views: Mapping[str, ArrayView]) -> dict[str, tuple[ArrayView, int]]:
@@ -251,15 +240,12 @@ def _columns_of(name: str, views: Mapping[str, ArrayView]) -> dict[str, tuple[Ar
     return {latent: (views[latent], VALUE_DIM), rope: (views[rope], ROPE_DIM)}
 
 
-def _as_pair(parts: Mapping[str, ArrayView], ndim: int) -> tuple[ArrayView, ArrayView]:
+def _as_pair(parts: Mapping[str, ArrayView]) -> tuple[ArrayView, ArrayView]:
     """Cut one array into latent and RoPE columns, or check two against each other."""
     (first, latent), *others = parts.items()
-    lead = latent.shape[: ndim - 1]
     if not others:
-        rope = latent._replace(
-            ptr=latent.ptr + VALUE_DIM * latent.strides[-1], shape=(*lead, ROPE_DIM)
-        )
-        return latent._replace(shape=(*lead, VALUE_DIM)), rope
+        return columns_apart(latent)
+    lead = latent.shape[:-1]
     ((name, rope),) = others
     if rope.dtype != latent.dtype and not (latent.dtype in E4M3 and rope.dtype in DTYPES):
         raise TypeError(

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import e, log
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cumla.core.state import AttentionState
-
-Array = NDArray[Any]
+from cumla.reference.rows import Array
 
 
 def merge_attention_states(

@@ -6,11 +6,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from cumla.reference.rows import E4M3, quantized
-
-Array = NDArray[Any]
+from cumla.reference.rows import E4M3, Array, quantized
 
 
 class QuantizedRows(NamedTuple):

@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cumla.core.state import AttentionState
 from cumla.mla.shape import HEAD_DIM, SCALED_COLUMNS, VALUE_DIM
 from cumla.reference.mla.cache import columns_of
-from cumla.reference.rows import E4M3, cached_rows
-
-Array = NDArray[Any]
+from cumla.reference.rows import E4M3, Array, cached_rows
 
 
 def mla_decode(
