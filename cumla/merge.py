@@ -16,12 +16,10 @@ from cumla.launch.device import require_hopper
 from cumla.launch.merge_states import MOST_PARTIALS, StateViews, merge_launch
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
-    from cumla.core.paged import Host
+    from cumla.core.paged import Host, Results
 
 __all__ = ["AttentionState", "merge_attention_states"]
 
@@ -157,7 +155,7 @@ class _Merge(Operation[_Arguments, int]):
         launches.append(merge_launch(partials[last:], carried, result, arguments.log2_of_base))
         return launches
 
-    def reference(self, host: Host, arguments: _Arguments) -> Sequence[np.ndarray[Any, Any]]:
+    def reference(self, host: Host, arguments: _Arguments) -> Results:
         outs, lses = (
             host[name] if name in host else [a for n, a in host.items() if n.startswith(f"{name}[")]
             for name in ("outs", "lses")

@@ -7,7 +7,7 @@ a list, and what the check mode looks at.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -17,7 +17,7 @@ from cumla.core.operation import Operation
 from cumla.core.plan import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
@@ -30,6 +30,7 @@ __all__ = [
     "QO_INDPTR",
     "RAGGED_LENGTHS",
     "Host",
+    "Results",
     "Schedule",
     "TableOrList",
     "check_block_table",
@@ -46,6 +47,8 @@ __all__ = [
 
 Host = Mapping[str, np.ndarray[Any, Any]]
 """Arrays in CPU memory, by the names of their arguments."""
+Results = Sequence[np.ndarray[Any, Any]]
+"""What an operation computes on the CPU."""
 
 K = TypeVar("K")
 
@@ -91,7 +94,7 @@ class Schedule(Operation[tuple[Any, ...], K], Generic[K]):
         """Describe the one launch, or none for an empty batch."""
         return (self._launch(key, buffer, *arguments),) if key.batch else ()
 
-    def reference(self, host: Host, arguments: Any) -> Sequence[np.ndarray[Any, Any]]:
+    def reference(self, host: Host, arguments: Any) -> Results:
         """Do nothing."""
         return ()
 
@@ -204,7 +207,7 @@ def refuse_value(
     values: np.ndarray[Any, Any],
     wrong: np.ndarray[Any, Any],
     need: str | Callable[..., str],
-    otherwise: str,
+    otherwise: str = "its rows would be skipped",
 ) -> None:
     """Raise for the first value that is wrong; `need` may be a function of its indices."""
     places = np.argwhere(wrong)

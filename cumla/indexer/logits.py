@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from cumla import reference
 from cumla.core.arguments import INT32, Array, bind, check_layout, checked_flag, checked_int
 from cumla.core.operation import Operation, Output, run
-from cumla.core.paged import refuse_value
+from cumla.core.paged import Host, Results, refuse_value
 from cumla.indexer.arguments import (
     FLOAT32,
     check_e4m3,
@@ -28,12 +28,9 @@ from cumla.launch.indexer.mqa_logits import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
-    from cumla.core.paged import Host
 
 __all__ = ["mqa_logits"]
 
@@ -186,7 +183,7 @@ class _Logits(Operation[_Arguments, int]):
             wrong = (host[name] < 0) | (host[name] > most)
             refuse_value(name, host[name], wrong, need, "the kernel would clamp it")
 
-    def reference(self, host: Host, arguments: _Arguments) -> Sequence[np.ndarray[Any, Any]]:
+    def reference(self, host: Host, arguments: _Arguments) -> Results:
         given = {name: array for name, array in host.items() if not name.startswith("kv[")}
         logits = reference.mqa_logits(
             kv=(host["kv[0]"], host["kv[1]"]),

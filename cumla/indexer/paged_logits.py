@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from cumla import reference
 from cumla.core.arguments import (
     INT32,
@@ -22,7 +20,6 @@ from cumla.core.arrays import open_call
 from cumla.core.operation import Operation, Output, Scheduled, parts_on_host, run
 from cumla.core.paged import (
     BLOCK_TABLE,
-    ENTRY,
     KV_LENS,
     Schedule,
     check_block_table,
@@ -40,9 +37,8 @@ from cumla.indexer.arguments import (
     check_sizes,
     checked_logits_dtype,
     checked_pair,
-    fused_pages,
     logits_output,
-    pair_of_pages,
+    pages_of,
 )
 from cumla.launch.device import current_device, properties, require_hopper
 from cumla.launch.indexer.paged_mqa_logits import (
@@ -62,14 +58,12 @@ from cumla.launch.module import load
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import numpy as np
-
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
-    from cumla.core.paged import Host
+    from cumla.core.paged import Host, Results
 
-__all__ = ["PagedMQALogitsPlan", "check_kv_lens", "checked_paged", "named", "paged_mqa_logits"]
+__all__ = ["PagedMQALogitsPlan", "checked_kv_lens", "checked_paged", "named", "paged_mqa_logits"]
 
 _SHAPE = ("batch", "next_n", "num_heads", "head_dim", "page_size", "max_pages")
 
@@ -173,10 +167,7 @@ class _Schedule(Schedule[PagedMQAKey]):
     """Keeps the lengths in the buffer, too; they may be those of each query."""
 
     def arguments(self, views: Views, options: tuple[int, int, bool | None]) -> tuple[ArrayView]:
-        view = views["kv_lens"]
-        assert view is not None
-        check_kv_lens("kv_lens", view, *options)
-        return (view,)
+        return (checked_kv_lens(views, *options),)
 
     def recipe(
         self, key: PagedMQAKey, arguments: tuple[Any, ...], outs: Sequence[ArrayView], buffer: int
@@ -222,7 +213,7 @@ class _Attend(Operation[PagedArguments, PagedMQAKey]):
         nearest = "the kernels would take the nearest that there is"
         check_block_table(table, most, num_pages, page_size, nearest)
 
-    def reference(self, host: Host, arguments: PagedArguments) -> Sequence[np.ndarray[Any, Any]]:
+    def reference(self, host: Host, arguments: PagedArguments) -> Results:
         names = ("q", "weights", "block_table", "kv_lens", "out")
         logits = reference.paged_mqa_logits(
             kv_cache=parts_on_host(host, "kv_cache"),
@@ -313,7 +304,11 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         numbers = (batch, next_n, num_heads, head_dim, page_size, max_pages)
         shape = _checked_shape(numbers, per_row_lens)
         check_device_number(device)
-        self._make(lambda on: _key(shape, on), device, workspace, like, stream)
+
+        def key_on(on: int | None) -> PagedMQAKey:
+            return PagedMQAKey(*shape, 0 if on is None else require_hopper(on).sm_count)
+
+        self._make(key_on, device, workspace, like, stream)
 
     @classmethod
     def from_arrays(
@@ -381,14 +376,8 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     def update(self, kv_lens: Any, *, stream: Any = None) -> None:
         """Compute the schedule for these lengths, on the device, and keep the lengths there.
 
-        Streams, captures and errors are as in :meth:`cumla.MLADecodePlan.update`.
-
-        Parameters
-        ----------
-        kv_lens : array
-            As in :func:`paged_mqa_logits`. Read when the stream reaches this call.
-        stream : optional
-            As in :meth:`cumla.MLADecodePlan.update`.
+        Arguments, streams, captures and errors are as in :meth:`cumla.MLADecodePlan.update`; the
+        lengths are those of :func:`paged_mqa_logits`.
         """
         key = self.key
         self._update({"kv_lens": kv_lens}, (key.batch, key.next_n, key.per_row_lens), stream)
@@ -408,6 +397,8 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     ) -> Any:
         """Score with the schedule of the last update, and with the lengths it was given.
 
+        Errors are those of :meth:`cumla.MLADecodePlan.run`.
+
         Parameters
         ----------
         q, kv_cache, weights, block_table, max_kv_len, logits_dtype, clean, out, stream
@@ -417,11 +408,6 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         -------
         array
             The logits.
-
-        Raises
-        ------
-        TypeError, ValueError, CumlaError
-            As :meth:`cumla.MLADecodePlan.run`.
         """
         width = checked_int("max_kv_len", max_kv_len, "there is nothing to write")
         options = (width, checked_logits_dtype(logits_dtype), checked_flag("clean", clean))
@@ -458,10 +444,6 @@ def _checked_shape(numbers: tuple[int, int, int, int, int, int], per_row_lens: A
     return *numbers, checked_flag("per_row_lens", per_row_lens)
 
 
-def _key(shape: Shape, device: int | None) -> PagedMQAKey:
-    return PagedMQAKey(*shape, 0 if device is None else require_hopper(device).sm_count)
-
-
 def named(q: Any, kv_cache: Any, weights: Any, block_table: Any) -> dict[str, Any]:
     """Name the arrays of a call; weights may be None."""
     pair = isinstance(kv_cache, (tuple, list))
@@ -481,10 +463,9 @@ def checked_paged(
     check_sizes("q", num_heads, "q", head_dim)
     check_next_n("q", next_n)
     check_layout("q", q)
-    if "kv_cache" in given:
-        cache = fused_pages(given["kv_cache"], head_dim)
-    else:
-        cache = _checked_pair(given["kv_cache[0]"], given["kv_cache[1]"], head_dim)
+    keys, scales = pages_of(given, head_dim)
+    if "kv_cache" not in given:
+        _check_pair(given["kv_cache[0]"], keys, scales)
     sizes = {"batch*next_n": batch * next_n, "num_heads": num_heads, "batch": batch}
     table = {"weights": Array("batch*next_n num_heads", FLOAT32), "block_table": BLOCK_TABLE}
     if bind(table, given, sizes)["max_pages"] == 0:
@@ -492,32 +473,29 @@ def checked_paged(
             f"block_table: needs at least one column, got shape {given['block_table'].shape}; skip "
             f"the call where there is no cache"
         )
-    keys, scales = cache
     return PagedArguments(q, keys, scales, given.get("weights"), given["block_table"], *options)
 
 
-def check_kv_lens(
-    name: str, view: ArrayView, batch: int, next_n: int, per_row: bool | None = None
-) -> None:
+def checked_kv_lens(
+    views: Views, batch: int, next_n: int, per_row: bool | None = None
+) -> ArrayView:
     """Check lengths: one for each request, or one for each query; None: either."""
-    if per_row is None:
-        per_row = len(view.shape) == 2
-    axes = "batch next_n" if per_row else "batch"
-    way_out = "give each query its length" if per_row else ENTRY
-    table = {name: Array(axes, INT32, way_out=way_out)}
-    bind(table, {name: view}, {"batch": batch, "next_n": next_n})
+    view = views["kv_lens"]
+    assert view is not None
+    if len(view.shape) == 2 if per_row is None else per_row:
+        row = Array("batch next_n", INT32, way_out="give each query its length")
+    else:
+        row = KV_LENS
+    bind({"kv_lens": row}, views, {"batch": batch, "next_n": next_n})
+    return view
 
 
-def _checked_pair(
-    k_cache: ArrayView, scale_cache: ArrayView, head_dim: int
-) -> tuple[ArrayView, ArrayView]:
-    """Check a cache whose keys and scales are arrays of their own."""
-    keys, scales = pair_of_pages(k_cache, scale_cache, head_dim)
-    if keys.strides[1:] != (head_dim, 1):
+def _check_pair(given: ArrayView, keys: ArrayView, scales: ArrayView) -> None:
+    """Check how a cache lies whose keys, `given` with or without an axis of 1, are an array."""
+    if keys.strides[1:] != (keys.shape[2], 1):
         raise ValueError(
-            f"kv_cache[0]: needs pages whose keys are contiguous, got strides {k_cache.strides}; "
+            f"kv_cache[0]: needs pages whose keys are contiguous, got strides {given.strides}; "
             f"only the pages may lie apart"
         )
     check_page_stride("kv_cache[0]", keys)
     check_layout("kv_cache[1]", scales)
-    return keys, scales

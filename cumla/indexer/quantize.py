@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from cumla import reference
 from cumla.core.arguments import check_dtype, check_layout, checked_flag
@@ -22,12 +22,10 @@ from cumla.reference import QuantizedRows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
-    from cumla.core.paged import Host
+    from cumla.core.paged import Host, Results
 
 __all__ = ["QuantizedRows", "quantize_fp8"]
 
@@ -85,11 +83,7 @@ def quantize_fp8(
     return QuantizedRows(*run(_QUANTIZE, {"x": x}, outputs, options, stream))
 
 
-class _Arguments(NamedTuple):
-    """Checked arguments of one call."""
-
-    x: ArrayView
-    power_of_two_scales: bool
+_Arguments = tuple["ArrayView", bool]  # x, and whether scales are powers of two
 
 
 class _Quantize(Operation[_Arguments, None]):
@@ -107,10 +101,10 @@ class _Quantize(Operation[_Arguments, None]):
             )
         check_layout("x", x)
         _check_axes(x, views.get("out"), views.get("scale_out"))
-        return _Arguments(x, options)
+        return x, options
 
     def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
-        shape = arguments.x.shape
+        shape = arguments[0].shape
         return Output("out", shape, E4M3), Output("scale_out", shape[:-1], ("float32",), "elements")
 
     def key(self, arguments: _Arguments, device: int) -> None:
@@ -123,13 +117,9 @@ class _Quantize(Operation[_Arguments, None]):
         values, scale = outs
         return () if 0 in x.shape else (quantize_launch(x, values, scale, power_of_two_scales),)
 
-    def reference(self, host: Host, arguments: _Arguments) -> Sequence[np.ndarray[Any, Any]]:
-        return reference.quantize_fp8(
-            host["x"],
-            power_of_two_scales=arguments.power_of_two_scales,
-            out=host.get("out"),
-            scale_out=host.get("scale_out"),
-        )
+    def reference(self, host: Host, arguments: _Arguments) -> Results:
+        outs = {name: host[name] for name in ("out", "scale_out") if name in host}
+        return reference.quantize_fp8(host["x"], power_of_two_scales=arguments[1], **outs)
 
 
 _QUANTIZE = _Quantize()

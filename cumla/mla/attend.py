@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 from cumla.core.arguments import bind, check_number, checked_scale
 from cumla.core.arrays import open_call
 from cumla.core.operation import Operation, Output, parts_on_host
-from cumla.core.paged import QO_INDPTR, Host, check_made_for
+from cumla.core.paged import QO_INDPTR, Host, Results, check_made_for
 from cumla.core.plan import Plan
 from cumla.core.state import AttentionState
 from cumla.launch.device import current_device, properties, require_hopper
@@ -29,8 +29,6 @@ from cumla.mla.fp8_caches import number_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import numpy as np
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
@@ -97,7 +95,7 @@ class Attend(Operation[DecodeArguments, K], Generic[K]):
             return ()
         return (self._launch(key, buffer, arguments, *outs),)
 
-    def reference(self, host: Host, arguments: DecodeArguments) -> Sequence[np.ndarray[Any, Any]]:
+    def reference(self, host: Host, arguments: DecodeArguments) -> Results:
         """Compute with the lengths that came."""
         names = ("qo_indptr", "kv_indptr", "kv_indices", "out", "lse")
         factor: Any = arguments.kv_scale  # a view, if it is an array

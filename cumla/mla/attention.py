@@ -316,22 +316,17 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         lse: Any = None,
         stream: Any = None,
     ) -> AttentionState:
-        """Attend with the schedule of the last update, and with the lengths it was given.
+        """Attend with the schedule of the last update, as :meth:`cumla.MLADecodePlan.run` does.
 
         Parameters
         ----------
         q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, out, lse, stream
             As in :func:`mla_attention`. Of block_table and kv_indices the one that the last update
-            asks for.
+            asks for: the other is one more ValueError.
 
         Returns
         -------
         AttentionState
-
-        Raises
-        ------
-        TypeError, ValueError, CumlaError
-            As :meth:`cumla.MLADecodePlan.run`; the plan was updated for pages in the other form.
         """
         if (block_table is None) == (kv_indices is None):
             raise not_one_form(block_table)

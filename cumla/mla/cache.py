@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
-    from cumla.core.paged import Host
+    from cumla.core.paged import Host, Results
 
 __all__ = ["append_mla_cache"]
 
@@ -179,7 +179,7 @@ class _Append(Operation[AppendArguments, None]):
     def check_values(self, host: Host, arguments: AppendArguments) -> None:
         check_append_values(host, arguments)
 
-    def reference(self, host: Host, arguments: AppendArguments) -> Sequence[np.ndarray[Any, Any]]:
+    def reference(self, host: Host, arguments: AppendArguments) -> Results:
         others = {n: a for n, a in host.items() if not n.startswith(("rows", "kv_cache"))}
         is_fp8 = arguments.latent_cache.dtype not in DTYPES and arguments.scales is None
         if is_fp8 and "kv_scale" not in others:

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cumla.core.arguments import (
     INT32,
@@ -19,7 +18,7 @@ from cumla.core.arguments import (
     check_own_memory,
     check_written,
 )
-from cumla.core.check_mode import refuse_first
+from cumla.core.paged import Host, refuse_value
 from cumla.launch.mla.append_cache import AppendArguments
 from cumla.mla.arguments import DTYPES, columns_apart, with_head_axis
 from cumla.mla.fp8_caches import E4M3, check_factor, is_packed, unpacked
@@ -312,25 +311,22 @@ def _checked_queries(
 # Check mode.
 
 
-def check_append_values(numbers: Mapping[str, NDArray[Any]], arguments: AppendArguments) -> None:
+def check_append_values(numbers: Host, arguments: AppendArguments) -> None:
     """Raise for the first slot, request, position or page number that is out of range."""
     num_pages, page_size = arguments.latent_cache.shape[:2]
     if "slot_mapping" in numbers:
-        slots = numbers["slot_mapping"]
-        last = num_pages * page_size - 1
-        refuse_first(
-            "slot_mapping", slots, slots > last, f"a slot up to {last}, or below 0 to skip"
-        )
+        slots, last = numbers["slot_mapping"], num_pages * page_size - 1
+        need = f"a slot up to {last}, or below 0 to skip"
+        refuse_value("slot_mapping", slots, slots > last, need)
     else:
         _check_pages(numbers, num_pages, page_size)
     if arguments.cos_sin is not None:
         positions, last = numbers["positions"], arguments.cos_sin.shape[0] - 1
-        refuse_first(
-            "positions", positions, positions > last, f"a row of cos_sin, up to {last}, or below 0"
-        )
+        need = f"a row of cos_sin, up to {last}, or below 0"
+        refuse_value("positions", positions, positions > last, need)
 
 
-def _check_pages(numbers: Mapping[str, NDArray[Any]], num_pages: int, page_size: int) -> None:
+def _check_pages(numbers: Host, num_pages: int, page_size: int) -> None:
     """Check requests, positions and page numbers."""
     requests, positions = numbers["batch_indices"], numbers["positions"]
     if "block_table" in numbers:
@@ -340,19 +336,18 @@ def _check_pages(numbers: Mapping[str, NDArray[Any]], num_pages: int, page_size:
     else:
         pages, name, bounds = numbers["kv_indices"], "kv_indices", numbers["kv_indptr"]
         wrong = (bounds < 0) | (bounds > len(pages))
-        refuse_first("kv_indptr", bounds, wrong, f"a number from 0 to {len(pages)}, the entries")
+        refuse_value("kv_indptr", bounds, wrong, f"a number from 0 to {len(pages)}, the entries")
         begin, end = bounds[:-1].astype(np.int64), bounds[1:].astype(np.int64)
     last = len(begin) - 1
-    refuse_first(
-        "batch_indices", requests, requests > last, f"a request up to {last}, or below 0 to skip"
-    )
+    need = f"a request up to {last}, or below 0 to skip"
+    refuse_value("batch_indices", requests, requests > last, need)
     used = np.flatnonzero((requests >= 0) & (positions >= 0))
     request, column = requests[used], positions[used] // page_size
     outside = np.zeros(len(positions), bool)
     outside[used] = column >= (end - begin)[request]
-    refuse_first("positions", positions, outside, "a position in the pages of its request")
+    refuse_value("positions", positions, outside, "a position in the pages of its request")
     entry = begin[request] + column
     read = np.zeros(pages.shape, bool)
     read[(request, entry) if pages.ndim == 2 else entry] = True
     wrong = read & ((pages < 0) | (pages >= num_pages))
-    refuse_first(name, pages, wrong, f"a page number from 0 to {num_pages - 1}")
+    refuse_value(name, pages, wrong, f"a page number from 0 to {num_pages - 1}")
