@@ -72,9 +72,7 @@ def _fused_pages(cache: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]
         )
     check_page_stride(name, pages)
     keys = pages._replace(
-        shape=(num_pages, page_size, head_dim),
-        strides=(page_stride, head_dim, 1),
-        dtype=E4M3[0],
+        shape=(num_pages, page_size, head_dim), strides=(page_stride, head_dim, 1), dtype=E4M3[0]
     )
     scales = pages._replace(
         ptr=pages.ptr + page_size * head_dim,
@@ -93,11 +91,7 @@ def _pair_of_pages(
     They come back as from `_fused_pages`, but for the keys' dtype and what lies where.
     """
     first, second = "kv_cache[0]", "kv_cache[1]"
-    if keys.dtype not in E4M3:
-        raise TypeError(
-            f"{first}: needs {E4M3[0]}, or {E4M3[1]} with its bits, got {keys.dtype}; quantise it, "
-            f"e.g. with cumla.quantize_fp8"
-        )
+    _check_e4m3_dtype(first, keys)
     keys = _without_head_axis(first, keys, head_dim, f"{head_dim} values")
     check_dtype(second, scales.dtype, FLOAT32)
     check_shape(second, scales, "(num_pages, page_size)", keys.shape[:2], "reshape it")
@@ -213,13 +207,17 @@ def check_next_n(name: str, next_n: int) -> None:
 
 def check_e4m3(name: str, view: ArrayView, axes: str, count: int) -> None:
     """Check dtype and rank of queries or keys."""
-    if view.dtype not in E4M3:
-        raise TypeError(
-            f"{name}: needs float8_e4m3fn, or uint8 with its bits, got {view.dtype}; quantise it, "
-            f"e.g. with cumla.quantize_fp8"
-        )
+    _check_e4m3_dtype(name, view)
     if len(view.shape) != count:
         raise ValueError(f"{name}: needs axes {axes}, got shape {view.shape}; reshape it")
+
+
+def _check_e4m3_dtype(name: str, view: ArrayView) -> None:
+    if view.dtype not in E4M3:
+        raise TypeError(
+            f"{name}: needs {E4M3[0]}, or {E4M3[1]} with its bits, got {view.dtype}; quantise it, "
+            f"e.g. with cumla.quantize_fp8"
+        )
 
 
 def check_head_dim(name: str, view: ArrayView, head_dim: int) -> None:

@@ -21,10 +21,7 @@ from cumla.core.operation import Operation, parts_on_host, run
 from cumla.core.paged import Host, Results, refuse_value
 from cumla.indexer.arguments import FLOATS, HEAD_DIMS, one_of, pages_of
 from cumla.launch.device import require_hopper
-from cumla.launch.indexer.append_indexer_cache import (
-    AppendIndexerArguments,
-    append_indexer_launch,
-)
+from cumla.launch.indexer.append_indexer_cache import AppendIndexerArguments, append_indexer_launch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,11 +19,7 @@ from cumla.indexer.arguments import (
     logits_output,
 )
 from cumla.launch.device import require_hopper
-from cumla.launch.indexer.mqa_logits import (
-    MOST_TOKENS,
-    MQALogitsArguments,
-    mqa_logits_launch,
-)
+from cumla.launch.indexer.mqa_logits import MOST_TOKENS, MQALogitsArguments, mqa_logits_launch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

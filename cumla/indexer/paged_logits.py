@@ -329,10 +329,6 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
             As in :func:`paged_mqa_logits`; only their shapes, dtype and device are looked at.
         workspace, stream
             As for the class.
-
-        Returns
-        -------
-        PagedMQALogitsPlan
         """
         arrays = named(q, kv_cache, None, block_table) | {"kv_lens": kv_lens}
         call = open_call(tuple(arrays.items()), stream=stream)
@@ -403,11 +399,6 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         ----------
         q, kv_cache, weights, block_table, max_kv_len, logits_dtype, clean, out, stream
             As in :func:`paged_mqa_logits`.
-
-        Returns
-        -------
-        array
-            The logits.
         """
         width = checked_int("max_kv_len", max_kv_len, "there is nothing to write")
         options = (width, checked_logits_dtype(logits_dtype), checked_flag("clean", clean))

@@ -11,12 +11,7 @@ from cumla.core.arguments import check_dtype, check_layout, checked_flag
 from cumla.core.operation import Operation, Output, run
 from cumla.indexer.arguments import E4M3, FLOATS
 from cumla.launch.device import require_hopper
-from cumla.launch.indexer.quantize_fp8 import (
-    MOST_AXES,
-    MOST_COLUMNS,
-    merge_axes,
-    quantize_launch,
-)
+from cumla.launch.indexer.quantize_fp8 import MOST_AXES, MOST_COLUMNS, merge_axes, quantize_launch
 from cumla.reference import QuantizedRows
 
 if TYPE_CHECKING:

@@ -9,23 +9,10 @@ from __future__ import annotations
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from cumla.core.arguments import (
-    Views,
-    check_dtype,
-    check_layout,
-    check_number,
-    checked_int,
-)
+from cumla.core.arguments import Views, check_dtype, check_layout, check_number, checked_int
 from cumla.core.arrays import parts
 from cumla.launch.split.plan import BLOCK_TOKENS
-from cumla.mla.fp8_caches import (
-    E4M3,
-    FP8,
-    check_factor,
-    is_packed,
-    relabelled,
-    unpacked,
-)
+from cumla.mla.fp8_caches import E4M3, FP8, check_factor, is_packed, relabelled, unpacked
 from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, ROPE_DIM, SCALES, VALUE_DIM
 
 if TYPE_CHECKING:
@@ -213,16 +200,12 @@ def _check_dtypes(given: dict[str, ArrayView]) -> None:
             f"out"
         )
     for name, view in others:
-        if view.dtype in allowed[name]:
-            continue
-        if allowed[name] == (query.dtype,):
+        if view.dtype != query.dtype and allowed[name] == (query.dtype,):
             raise TypeError(
                 f"{name}: needs {first}'s dtype {query.dtype}, got {view.dtype}; convert one of "
                 f"them"
             )
-        raise TypeError(
-            f"{name}: needs {' or '.join(allowed[name])}, got {view.dtype}; convert it first"
-        )
+        check_dtype(name, view.dtype, allowed[name])
 
 
 def _rank_problem(name: str, view: ArrayView, query_axes: tuple[str, ...]) -> str:

@@ -94,15 +94,11 @@ def mla_attention(
     causal : bool
         Query i of n of a request sees ``kv_lens - (n - 1 - i)`` of its tokens; all of them if
         False.
-    softmax_scale : float, optional
-        Factor of the scores, as in :func:`cumla.mla_decode`.
-    kv_scale : float or array, optional
-        Factor of an FP8 cache, as in :func:`cumla.mla_decode`.
+    softmax_scale, kv_scale, stream : optional
+        As in :func:`cumla.mla_decode`.
     out, lse : array, optional
         ``(total_tokens, num_heads, 512)`` in q's dtype or float32, and ``(total_tokens,
         num_heads)`` float32, written and returned, as in :func:`cumla.mla_decode`.
-    stream : optional
-        As in :func:`cumla.mla_decode`.
 
     Returns
     -------
@@ -256,10 +252,6 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
             As in :func:`mla_attention`; only their shapes, dtype and device are looked at.
         causal, workspace, stream
             As for the class.
-
-        Returns
-        -------
-        MLAAttentionPlan
         """
         arrays = named(q, kv_cache, None, qo_indptr=qo_indptr)
         return cls._for_arrays(arrays, stream, causal=causal, workspace=workspace)
@@ -323,10 +315,6 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         q, kv_cache, block_table, kv_indices, softmax_scale, kv_scale, out, lse, stream
             As in :func:`mla_attention`. Of block_table and kv_indices the one that the last update
             asks for: the other is one more ValueError.
-
-        Returns
-        -------
-        AttentionState
         """
         if (block_table is None) == (kv_indices is None):
             raise not_one_form(block_table)

@@ -13,6 +13,7 @@ from cumla.core.arguments import (
     Array,
     Views,
     bind,
+    check_dtype,
     check_layout,
     check_output,
     check_own_memory,
@@ -61,25 +62,18 @@ def checked_append_arguments(
         _check_table(views["cos_sin"], dtype)
     _check_scale(views.get("kv_scale"), scale_number, cache)
     return AppendArguments(
-        latent_rows,
-        rope_rows,
-        latent_cache,
-        rope_cache,
-        views.get("slot_mapping"),
-        views.get("batch_indices"),
-        views.get("positions"),
-        views.get("block_table"),
-        views.get("kv_indices"),
-        views.get("kv_indptr"),
-        views.get("cos_sin"),
-        q_pe,
-        q_pe_out,
-        dtype,
-        scales,
-        views.get("kv_scale"),
-        cache.is_packed,
-        1.0 if scale_number is None else scale_number,
-        interleaved,
+        latent_rows=latent_rows,
+        rope_rows=rope_rows,
+        latent_cache=latent_cache,
+        rope_cache=rope_cache,
+        q_pe=q_pe,
+        q_pe_out=q_pe_out,
+        dtype=dtype,
+        scales=scales,
+        power_of_two_scales=cache.is_packed,
+        scale_number=1.0 if scale_number is None else scale_number,
+        interleaved=interleaved,
+        **{name: views.get(name) for name in (*NUMBERS, "cos_sin", "kv_scale")},
     )
 
 
@@ -145,10 +139,7 @@ def _checked_cache(views: Mapping[str, ArrayView]) -> _Cache:
         return _Cache(*unpacked(_checked_part("kv_cache", whole, PACKED_BYTES)), True)
     checked = {}
     for name, (given, columns) in _columns_of("kv_cache", views).items():
-        if given.dtype not in DTYPES + E4M3:
-            raise TypeError(
-                f"{name}: needs {' or '.join(DTYPES + E4M3)}, got {given.dtype}; convert it first"
-            )
+        check_dtype(name, given.dtype, DTYPES + E4M3)
         _check_columns(name, given, columns)
         checked[name] = _checked_part(name, given, columns)
     latent, rope = _as_pair(checked)
@@ -184,8 +175,7 @@ def _checked_scales(given: ArrayView, latent: ArrayView, rope: ArrayView) -> Arr
             f"{name}: needs kv_cache[0] of {' or '.join(E4M3)} and kv_cache[1] of "
             f"{' or '.join(DTYPES)}, got {latent.dtype} and {rope.dtype}; leave it out"
         )
-    if given.dtype != "float32":
-        raise TypeError(f"{name}: needs float32, got {given.dtype}; convert it first")
+    check_dtype(name, given.dtype, ("float32",))
     if with_head_axis(given, 4).shape != (*latent.shape[:3], SCALES):
         raise ValueError(
             f"{name}: needs the axes of kv_cache[0], {latent.shape[:3]}, and {SCALES} scales, got "

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cumla import reference
-from cumla.core.arguments import (
-    bind,
-    check_device_number,
-    checked_flag,
-    checked_int,
-    checked_scale,
-)
+from cumla.core.arguments import bind, check_device_number, checked_flag, checked_int, checked_scale
 from cumla.core.check_mode import check_mode
 from cumla.core.operation import Scheduled, run
 from cumla.core.paged import (
@@ -351,10 +345,6 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         causal, batch_invariant, max_kv_len, workspace, stream
             As for the class.
 
-        Returns
-        -------
-        MLADecodePlan
-
         Raises
         ------
         TypeError, ValueError, CumlaError
@@ -381,7 +371,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         max_kv_len: int | None = None,
         sm_count: int | None = None,
     ) -> int:
-        """Size of a plan's buffer: a pure function of the shape and the GPU's multiprocessors.
+        """Size of a plan's buffer in bytes, from the shape and the GPU's multiprocessors alone.
 
         Parameters
         ----------
@@ -390,11 +380,6 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         sm_count : int, optional
             Multiprocessors of the GPU that the plan is for; with it no GPU is needed. By default
             CuPy's current device is asked.
-
-        Returns
-        -------
-        int
-            Bytes.
 
         Raises
         ------

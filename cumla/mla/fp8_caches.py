@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cumla.core.arguments import check_dtype
 from cumla.mla.shape import PACKED_BYTES, ROPE_DIM, SCALES, VALUE_DIM
 
 if TYPE_CHECKING:
@@ -76,8 +77,7 @@ def number_of(name: str, factor: Any) -> float | None:
 
 def check_factor(name: str, view: ArrayView) -> None:
     """Check a factor that is an array, which only a kernel looks into."""
-    if view.dtype != "float32":
-        raise TypeError(f"{name}: needs float32, got {view.dtype}; convert it first")
+    check_dtype(name, view.dtype, ("float32",))
     if prod(view.shape) != 1:
         raise ValueError(f"{name}: needs one element, got shape {view.shape}; pass one number")
     if view.ptr % 4:
