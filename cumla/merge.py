@@ -56,13 +56,10 @@ def merge_attention_states(
         Their log-sum-exps, float32, with any strides: ``(tokens, heads)`` for outs with three
         axes, ``(batch, heads, q_len)`` for outs with four, as :func:`cumla.mla_decode` returns
         them. Where yours are the other way round, pass a transposed view: nothing is copied.
-    out : array, optional
-        Of the shape of one of outs; float32, bfloat16 or float16, whatever the dtype of outs.
-        Written and returned. May be one of outs, but must not overlap them in another way. Of the
-        framework of outs; JAX's arrays cannot be written to.
-    lse : array, optional
-        Of the shape of one of lses, float32, written and returned. May be one of lses, but must not
-        overlap them in another way.
+    out, lse : array, optional
+        Of the shapes of one of outs, float32, bfloat16 or float16 whatever the dtype of outs, and
+        of one of lses, float32; written and returned. May be one of outs, or of lses, but must not
+        overlap them in another way. Of the framework of outs; JAX's arrays cannot be written to.
     lse_base : float
         Base of the logarithms, of lses and of the result: ``math.e`` (the default) or 2.
     stream : optional

@@ -26,7 +26,6 @@ __all__ = [
     "FLOATS",
     "HEAD_DIMS",
     "check_e4m3",
-    "check_head_dim",
     "check_next_n",
     "check_page_size",
     "check_page_stride",
@@ -217,15 +216,6 @@ def _check_e4m3_dtype(name: str, view: ArrayView) -> None:
         raise TypeError(
             f"{name}: needs {E4M3[0]}, or {E4M3[1]} with its bits, got {view.dtype}; quantise it, "
             f"e.g. with cumla.quantize_fp8"
-        )
-
-
-def check_head_dim(name: str, view: ArrayView, head_dim: int) -> None:
-    """Check that keys are as wide as queries."""
-    if view.shape[-1] != head_dim:
-        raise ValueError(
-            f"{name}: needs q's head_dim {head_dim} as its last axis, got shape {view.shape}; pass "
-            f"keys and queries of one model"
         )
 
 

@@ -12,7 +12,6 @@ from cumla.core.paged import Host, Results, refuse_value
 from cumla.indexer.arguments import (
     FLOAT32,
     check_e4m3,
-    check_head_dim,
     check_sizes,
     checked_logits_dtype,
     checked_pair,
@@ -137,7 +136,11 @@ class _Logits(Operation[_Arguments, int]):
         check_e4m3("kv[0]", k, "(seq_len_kv, head_dim)", 2)
         seq_len, num_heads, head_dim = q.shape
         check_sizes("q", num_heads, "q", head_dim)
-        check_head_dim("kv[0]", k, head_dim)
+        if k.shape[1] != head_dim:
+            raise ValueError(
+                f"kv[0]: needs q's head_dim {head_dim} as its last axis, got shape {k.shape}; pass "
+                f"keys and queries of one model"
+            )
         if k.shape[0] > MOST_TOKENS:
             raise ValueError(
                 f"kv[0]: needs at most {MOST_TOKENS} keys, got {k.shape[0]}; score them in parts"

@@ -456,7 +456,13 @@ def checked_paged(
     check_layout("q", q)
     keys, scales = pages_of(given, head_dim)
     if "kv_cache" not in given:
-        _check_pair(given["kv_cache[0]"], keys, scales)
+        if keys.strides[1:] != (head_dim, 1):
+            raise ValueError(
+                f"kv_cache[0]: needs pages whose keys are contiguous, got strides "
+                f"{given['kv_cache[0]'].strides}; only the pages may lie apart"
+            )
+        check_page_stride("kv_cache[0]", keys)
+        check_layout("kv_cache[1]", scales)
     sizes = {"batch*next_n": batch * next_n, "num_heads": num_heads, "batch": batch}
     table = {"weights": Array("batch*next_n num_heads", FLOAT32), "block_table": BLOCK_TABLE}
     if bind(table, given, sizes)["max_pages"] == 0:
@@ -479,14 +485,3 @@ def checked_kv_lens(
         row = KV_LENS
     bind({"kv_lens": row}, views, {"batch": batch, "next_n": next_n})
     return view
-
-
-def _check_pair(given: ArrayView, keys: ArrayView, scales: ArrayView) -> None:
-    """Check how a cache lies whose keys, `given` with or without an axis of 1, are an array."""
-    if keys.strides[1:] != (keys.shape[2], 1):
-        raise ValueError(
-            f"kv_cache[0]: needs pages whose keys are contiguous, got strides {given.strides}; "
-            f"only the pages may lie apart"
-        )
-    check_page_stride("kv_cache[0]", keys)
-    check_layout("kv_cache[1]", scales)

@@ -35,10 +35,16 @@ if TYPE_CHECKING:
     from cumla.core.operation import Launchable
     from cumla.launch.source import KernelSpec
 
-__all__ = ["SCALE", "Attend", "MLAPlan", "checked_sm_count", "sm_count_of"]
+__all__ = ["SCALE", "Attend", "MLAPlan", "checked_sm_count", "shape_of", "sm_count_of"]
 
 SCALE = float(HEAD_DIM**-0.5)  # of the scores, by default
 K = TypeVar("K", bound=MLADecodeKey | MLAAttentionKey)
+
+
+def shape_of(q: ArrayView, kv_cache: ArrayView) -> Any:
+    """Read off what a key holds of a query and a cache: Shape, but for a batch that q lacks."""
+    _, page_size, num_kv_heads, _ = kv_cache.shape
+    return *q.shape[:-1], num_kv_heads, page_size, q.dtype
 
 
 class Attend(Operation[DecodeArguments, K], Generic[K]):
@@ -176,8 +182,7 @@ class MLAPlan(Plan[K], Generic[K]):
         q, kv_cache = arguments.q, arguments.kv_cache
         names = (*self._axes, "num_kv_heads", "page_size", "dtype")
         made = tuple([getattr(self.key, name) for name in names])
-        _, page_size, num_kv_heads, _ = kv_cache.shape
-        check_made_for(names, made, (*q.shape[:-1], num_kv_heads, page_size, q.dtype))
+        check_made_for(names, made, shape_of(q, kv_cache))
         if cache_of(kv_cache) != self.key.cache:
             raise other_cache(q, kv_cache)
 

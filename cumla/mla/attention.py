@@ -29,7 +29,7 @@ from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS
 from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch
 from cumla.mla.arguments import Columns, cache_of, checked_cache_dtype, checked_shape, named
-from cumla.mla.attend import SCALE, Attend, MLAPlan, checked_sm_count, sm_count_of
+from cumla.mla.attend import SCALE, Attend, MLAPlan, checked_sm_count, shape_of, sm_count_of
 from cumla.mla.fp8_caches import number_of
 
 if TYPE_CHECKING:
@@ -157,8 +157,7 @@ class _Attention(Scheduled[DecodeArguments, MLAAttentionKey]):
 
     def key(self, arguments: tuple[Any, DecodeArguments], device: int) -> MLAAttentionKey:
         (_, kv_lens, _), attend = arguments
-        _, page_size, num_kv_heads, _ = attend.kv_cache.shape
-        shape = (kv_lens.shape[0], *attend.q.shape[:2], num_kv_heads, page_size, attend.q.dtype)
+        shape = (kv_lens.shape[0], *shape_of(attend.q, attend.kv_cache))
         cache = cache_of(attend.kv_cache)
         return _key(shape, attend.causal, device, sm_count_of(device), cache)
 

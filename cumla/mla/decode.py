@@ -36,7 +36,7 @@ from cumla.mla.arguments import (
     checked_shape,
     named,
 )
-from cumla.mla.attend import SCALE, Attend, MLAPlan, checked_sm_count, sm_count_of
+from cumla.mla.attend import SCALE, Attend, MLAPlan, checked_sm_count, shape_of, sm_count_of
 from cumla.mla.fp8_caches import number_of
 
 if TYPE_CHECKING:
@@ -201,13 +201,11 @@ class _Decode(Scheduled[DecodeArguments, MLADecodeKey]):
 
     def key(self, arguments: tuple[Any, DecodeArguments], device: int) -> MLADecodeKey:
         _, attend = arguments
-        batch, q_len, num_heads, _ = attend.q.shape
-        _, page_size, num_kv_heads, _ = attend.kv_cache.shape
-        shape = (batch, q_len, num_heads, num_kv_heads, page_size, attend.q.dtype)
         blocks = 0
         if self._batch_invariant:  # of the longest request that the block table can name
-            blocks = -(-attend.block_table.shape[1] * page_size // BLOCK_TOKENS)
+            blocks = -(-attend.block_table.shape[1] * attend.kv_cache.shape[1] // BLOCK_TOKENS)
         modes = (self._batch_invariant, blocks, None, cache_of(attend.kv_cache))
+        shape = shape_of(attend.q, attend.kv_cache)
         return _key(shape, attend.causal, device, sm_count_of(device), *modes)
 
 

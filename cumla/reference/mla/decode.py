@@ -70,10 +70,9 @@ def mla_decode(
         ``kv_lens[b] - (q_len - 1 - i)`` tokens. Otherwise every query sees all.
     batch_invariant : bool, default False
         Makes no difference here: each request is computed on its own.
-    out : ndarray of q's dtype or float32, shape (batch, q_len, num_heads, 512), optional
-        Where to write the output.
-    lse : ndarray of float32, shape (batch, num_heads, q_len), optional
-        Where to write the logarithms.
+    out, lse : ndarray, optional
+        Where to write the results: ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, and
+        ``(batch, num_heads, q_len)`` float32.
     accumulate : {"float64", "float32"}
         Precision of all arithmetic; inputs are converted first, results rounded last.
 
