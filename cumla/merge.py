@@ -169,15 +169,13 @@ _MERGE = _Merge()
 def _state(out: ArrayView, lse: ArrayView) -> StateViews:
     """Give both the axes (batch, tokens, heads), which is a change of strides."""
     if len(out.shape) == 3:
-        return StateViews(_with_batch_axis(out), _with_batch_axis(lse))
+        return StateViews(
+            *[v._replace(shape=(1, *v.shape), strides=(0, *v.strides)) for v in (out, lse)]
+        )
     (batch, heads, q_len), (of_batch, of_head, of_token) = lse.shape, lse.strides
     return StateViews(
         out, lse._replace(shape=(batch, q_len, heads), strides=(of_batch, of_token, of_head))
     )
-
-
-def _with_batch_axis(view: ArrayView) -> ArrayView:
-    return view._replace(shape=(1, *view.shape), strides=(0, *view.strides))
 
 
 def _contiguous(like: ArrayView, buffer: int, shape: tuple[int, ...]) -> StateViews:

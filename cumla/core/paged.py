@@ -109,13 +109,9 @@ class TableOrList(Plan[K], Generic[K]):
     _lengths = "kv_lens, qo_indptr=..."
     _has_list: bool | None = None  # whether the last update was for a list of pages
 
-    def _update_ragged(self, batch: int, stream: Any, **lengths: Any) -> None:
-        """Compute the schedule; ``kv_indptr`` may be None."""
-        has_list = lengths["kv_indptr"] is not None
-        if not has_list:
-            del lengths["kv_indptr"]
-        self._update(lengths, batch, stream)
-        if has_list != self._has_list and self._memory is not None:
+    def _take_form(self, has_list: bool) -> None:
+        """Note the form of the last update; runs in the other one are forgotten."""
+        if self._memory is not None:
             self._memory.ready.clear()
         self._has_list = has_list
 

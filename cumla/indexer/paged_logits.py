@@ -84,24 +84,18 @@ def paged_mqa_logits(
     """Score the cached tokens of each request: the FP8 indexer's logits of a decoding step.
 
     The formula is that of :func:`mqa_logits`; token ``t`` of request ``b`` lies in page
-    ``block_table[b, t // page_size]`` at row ``t % page_size``. Arrays on the GPU are computed by
-    CUDA kernels (compute capability 9.0), on the caller's stream and without waiting for it; arrays
-    on the CPU by :func:`cumla.reference.paged_mqa_logits`.
+    ``block_table[b, t // page_size]`` at row ``t % page_size``. Arrays on the GPU are computed
+    as by :func:`mqa_logits`, arrays on the CPU by :func:`cumla.reference.paged_mqa_logits`.
 
     Parameters
     ----------
     q : array
-        ``(batch, next_n, num_heads, head_dim)`` float8_e4m3fn, or uint8 with its bits, of CuPy,
-        PyTorch, JAX or NumPy (ml_dtypes): the newest tokens of each request, up to 8. num_heads is
-        8, 16, 32 or 64, head_dim 32, 64 or 128. Any strides that are multiples of 16 bytes, the
-        last axis contiguous.
+        ``(batch, next_n, num_heads, head_dim)``: the newest tokens of each request, up to 8, in
+        the rest as in :func:`mqa_logits`.
     kv_cache : array or pair of arrays
-        ``(num_pages, page_size, 1, head_dim + 4)`` uint8, or the same without the 1: the bytes of
-        a page, which are contiguous, are first the e4m3 keys of its tokens, one behind the other,
-        then their float32 scales, as :func:`cumla.append_indexer_cache` writes them. Or keys
-        ``(num_pages, page_size, head_dim)``, in a dtype of q's, and scales
-        ``(num_pages, page_size)`` float32 as a pair. page_size is 16, 32, 64 or 128; pages may lie
-        any multiple of 16 bytes apart. Slots that no query sees may hold anything, NaN included.
+        As :func:`cumla.append_indexer_cache` writes it, in one array or in two; the keys in a dtype
+        of q's, and those of a page contiguous. page_size is 16, 32, 64 or 128; pages may lie any
+        multiple of 16 bytes apart. Slots that no query sees may hold anything, NaN included.
     weights : array
         ``(batch * next_n, num_heads)`` float32, with q's scale folded in. Any strides.
     block_table : array
@@ -323,12 +317,8 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     ) -> PagedMQALogitsPlan:
         """Make a plan for the shapes of these arrays, with a buffer of q's framework.
 
-        Parameters
-        ----------
-        q, kv_cache, block_table, kv_lens : array
-            As in :func:`paged_mqa_logits`; only their shapes, dtype and device are looked at.
-        workspace, stream
-            As for the class.
+        Of the arrays, which are as in :func:`paged_mqa_logits`, only shapes, dtypes and device are
+        looked at; the rest is as for the class.
         """
         arrays = named(q, kv_cache, None, block_table) | {"kv_lens": kv_lens}
         call = open_call(tuple(arrays.items()), stream=stream)

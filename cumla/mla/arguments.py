@@ -32,6 +32,7 @@ __all__ = [
     "checked_query_and_cache",
     "checked_shape",
     "columns_apart",
+    "heads_problem",
     "named",
     "other_cache",
     "with_head_axis",
@@ -216,9 +217,14 @@ def _rank_problem(name: str, view: ArrayView, query_axes: tuple[str, ...]) -> st
             f"{name}: needs {len(query_axes) + 1} axes ({', '.join(query_axes)}, {columns}), got "
             f"shape {view.shape}; reshape it{hint}"
         )
+    return heads_problem(name, "num_pages, page_size", columns, view)
+
+
+def heads_problem(name: str, lead: str, columns: int, view: ArrayView) -> str:
+    """Say that an array has another number of axes than `lead`, an optional one, and columns."""
     return (
-        f"{name}: needs axes (num_pages, page_size, num_kv_heads, {columns}), or the same without "
-        f"num_kv_heads, got shape {view.shape}; reshape it"
+        f"{name}: needs axes ({lead}, num_kv_heads, {columns}), or the same without num_kv_heads, "
+        f"got shape {view.shape}; reshape it"
     )
 
 

@@ -66,8 +66,7 @@ def mla_attention(
     The formula is that of :func:`cumla.mla_decode`. The query tokens of request r are the rows of q
     from ``qo_indptr[r]`` to ``qo_indptr[r + 1]``, any number of them: decoding, the verification of
     several tokens and chunks of a prefill go together in one call. Arrays on the GPU are computed
-    by CUDA kernels (compute capability 9.0), on the caller's stream and without waiting for it;
-    arrays on the CPU by :func:`cumla.reference.mla_attention`.
+    as by :func:`cumla.mla_decode`, arrays on the CPU by :func:`cumla.reference.mla_attention`.
 
     Parameters
     ----------
@@ -245,12 +244,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
     ) -> MLAAttentionPlan:
         """Make a plan for the shapes of these arrays, with a buffer of q's framework.
 
-        Parameters
-        ----------
-        q, kv_cache, qo_indptr : array
-            As in :func:`mla_attention`; only their shapes, dtype and device are looked at.
-        causal, workspace, stream
-            As for the class.
+        Of the arrays, which are as in :func:`mla_attention`, only shapes, dtypes and device are
+        looked at; the rest is as for the class.
         """
         arrays = named(q, kv_cache, None, qo_indptr=qo_indptr)
         return cls._for_arrays(arrays, stream, causal=causal, workspace=workspace)
@@ -279,20 +274,17 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
     ) -> None:
         """Compute the schedule for these lengths, on the device.
 
-        Streams, captures and errors are as in :meth:`cumla.MLADecodePlan.update`.
-
-        Parameters
-        ----------
-        kv_lens, qo_indptr : array
-            As in :func:`mla_attention`. Read when the stream reaches this call.
-        kv_indptr : array, optional
-            As in :func:`mla_attention`: with it the runs that follow take ``kv_indices``, without
-            it they take ``block_table``.
-        stream : optional
-            As in :meth:`cumla.MLADecodePlan.update`.
+        Lengths are as in :func:`mla_attention`; stream, captures and errors as in
+        :meth:`cumla.MLADecodePlan.update`. With kv_indptr the runs that follow take ``kv_indices``,
+        without it they take ``block_table``.
         """
-        lengths = {"kv_lens": kv_lens, "qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
-        self._update_ragged(self.key.batch, stream, **lengths)
+        has_list = kv_indptr is not None
+        lengths = {"kv_lens": kv_lens, "qo_indptr": qo_indptr}
+        if has_list:
+            lengths["kv_indptr"] = kv_indptr
+        self._update(lengths, self.key.batch, stream)
+        if has_list != self._has_list:
+            self._take_form(has_list)
 
     def run(
         self,

@@ -21,7 +21,7 @@ from cumla.core.arguments import (
 )
 from cumla.core.paged import Host, refuse_value
 from cumla.launch.mla.append_cache import AppendArguments
-from cumla.mla.arguments import DTYPES, columns_apart, with_head_axis
+from cumla.mla.arguments import DTYPES, columns_apart, heads_problem, with_head_axis
 from cumla.mla.fp8_caches import E4M3, check_factor, is_packed, unpacked
 from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, ROPE_DIM, SCALES, VALUE_DIM
 
@@ -153,10 +153,7 @@ def _checked_part(name: str, given: ArrayView, columns: int) -> ArrayView:
     """Check what is written to, and give it its head axis."""
     view = with_head_axis(given, 4)
     if len(view.shape) != 4:
-        raise ValueError(
-            f"{name}: needs axes (num_pages, page_size, num_kv_heads, {columns}), or the same "
-            f"without num_kv_heads, got shape {given.shape}; reshape it"
-        )
+        raise ValueError(heads_problem(name, "num_pages, page_size", columns, given))
     if 0 in view.shape:
         raise ValueError(
             f"{name}: needs at least one element on every axis, got shape {given.shape}; skip "
@@ -207,10 +204,7 @@ def _checked_rows(
         _check_columns(name, given, columns)
         view = with_head_axis(given, 3)
         if len(view.shape) != 3:
-            raise ValueError(
-                f"{name}: needs axes (tokens, num_kv_heads, {columns}), or the same without "
-                f"num_kv_heads, got shape {given.shape}; reshape it"
-            )
+            raise ValueError(heads_problem(name, "tokens", columns, given))
         if view.shape[1] != num_kv_heads:
             raise ValueError(
                 f"{name}: needs the {num_kv_heads} kv heads of kv_cache, got shape {given.shape}; "

@@ -336,17 +336,14 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
     ) -> MLADecodePlan:
         """Make a plan for the shapes of q and kv_cache, with a buffer of q's framework.
 
+        Errors are those of the class, and of a q and a kv_cache that do not fit together.
+
         Parameters
         ----------
         q, kv_cache : array
             As in :func:`mla_decode`; only their shapes, dtype and device are looked at.
         causal, batch_invariant, max_kv_len, workspace, stream
             As for the class.
-
-        Raises
-        ------
-        TypeError, ValueError, CumlaError
-            As the class, and where q and kv_cache do not fit together.
         """
         return cls._for_arrays(
             named(q, kv_cache, None),
@@ -445,10 +442,6 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         q, kv_cache, block_table, softmax_scale, kv_scale, out, lse, stream
             As in :func:`mla_decode`. Lengths that have changed since the update do not count (and
             the check mode, ``CUMLA_CHECK=1``, refuses the call).
-
-        Returns
-        -------
-        AttentionState
 
         Raises
         ------
