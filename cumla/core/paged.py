@@ -7,13 +7,14 @@ a list, and what the check mode looks at.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from cumla.core.arguments import INT32, Array, bind
-from cumla.core.operation import Operation
+from cumla.core.operation import Operation, Output
 from cumla.core.plan import Plan
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ __all__ = [
     "KV_LENS",
     "QO_INDPTR",
     "RAGGED_LENGTHS",
+    "Attend",
     "Host",
     "Results",
     "Schedule",
@@ -51,6 +53,17 @@ Results = Sequence[np.ndarray[Any, Any]]
 """What an operation computes on the CPU."""
 
 K = TypeVar("K")
+
+
+class Attended(Protocol):
+    """Checked arguments of attention."""
+
+    @property
+    def q(self) -> ArrayView:
+        """The queries."""
+
+
+A = TypeVar("A", bound=Attended)
 
 ENTRY = "give each request of the batch its entry"
 BLOCK_TABLE = Array("batch max_pages", INT32, "row", ENTRY)
@@ -97,6 +110,44 @@ class Schedule(Operation[tuple[Any, ...], K], Generic[K]):
     def reference(self, host: Host, arguments: Any) -> Results:
         """Do nothing."""
         return ()
+
+
+class Attend(Operation[A, K], Generic[A, K]):
+    """Attends by the schedule in a plan's buffer.
+
+    Its arguments hold ``q``, ``(..., tokens, num_heads, columns)``. `launch` takes a key, the
+    buffer's address, the arguments, out and lse.
+    """
+
+    def __init__(self, launch: Callable[..., Launchable]) -> None:
+        super().__init__()
+        self._launch = launch
+
+    @abstractmethod
+    def value_dim(self, arguments: A) -> int:
+        """Tell how many columns out has."""
+
+    def outputs(self, arguments: A) -> tuple[Output, ...]:
+        """Tell the shapes of out, in q's dtype or float32, and lse."""
+        q = arguments.q
+        *batch, tokens, num_heads = q.shape[:-1]
+        lse_shape = (*batch, num_heads, tokens) if batch else (tokens, num_heads)
+        out_shape = (*q.shape[:-1], self.value_dim(arguments))
+        out = Output("out", out_shape, (q.dtype, "float32"))
+        return out, Output("lse", lse_shape, ("float32",), "elements")
+
+    def workspace_bytes(self, key: Any) -> int:
+        """Tell the size of a plan's buffer."""
+        nbytes: int = key.layout.nbytes
+        return nbytes
+
+    def recipe(
+        self, key: Any, arguments: A, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        """Describe the one launch, or none without requests or query tokens."""
+        if not key.batch or 0 in arguments.q.shape:
+            return ()
+        return (self._launch(key, buffer, arguments, *outs),)
 
 
 class TableOrList(Plan[K], Generic[K]):

@@ -90,12 +90,14 @@ def paged_mqa_logits(
     Parameters
     ----------
     q : array
-        ``(batch, next_n, num_heads, head_dim)``: the newest tokens of each request, up to 8, in
-        the rest as in :func:`mqa_logits`.
+        ``(batch, next_n, num_heads, head_dim)`` float8_e4m3fn, or uint8 with its bits: the newest
+        tokens of each request, up to 8; in the rest as in :func:`mqa_logits`.
     kv_cache : array or pair of arrays
-        As :func:`cumla.append_indexer_cache` writes it, in one array or in two; the keys in a dtype
-        of q's, and those of a page contiguous. page_size is 16, 32, 64 or 128; pages may lie any
-        multiple of 16 bytes apart. Slots that no query sees may hold anything, NaN included.
+        ``(num_pages, page_size, 1, head_dim + 4)`` uint8, or the same without the 1, or keys
+        ``(num_pages, page_size, head_dim)`` in a dtype of q's and scales ``(num_pages, page_size)``
+        float32 as a pair, as :func:`cumla.append_indexer_cache` writes them. page_size is 16, 32,
+        64 or 128; the keys of a page are contiguous, and pages lie any multiple of 16 bytes apart.
+        Slots that no query sees may hold anything, NaN included.
     weights : array
         ``(batch * next_n, num_heads)`` float32, with q's scale folded in. Any strides.
     block_table : array

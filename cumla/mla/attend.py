@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from cumla.core.arguments import bind, check_number, checked_scale
 from cumla.core.arrays import open_call
-from cumla.core.operation import Operation, Output, parts_on_host
-from cumla.core.paged import QO_INDPTR, Host, Results, check_made_for
+from cumla.core.operation import parts_on_host
+from cumla.core.paged import QO_INDPTR, Attend, Host, Results, check_made_for
 from cumla.core.plan import Plan
 from cumla.core.state import AttentionState
 from cumla.launch.device import current_device, properties, require_hopper
@@ -28,14 +28,14 @@ from cumla.mla.arguments import (
 from cumla.mla.fp8_caches import number_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
     from cumla.launch.source import KernelSpec
 
-__all__ = ["SCALE", "Attend", "MLAPlan", "checked_sm_count", "shape_of", "sm_count_of"]
+__all__ = ["SCALE", "MLAAttend", "MLAPlan", "checked_sm_count", "shape_of", "sm_count_of"]
 
 SCALE = float(HEAD_DIM**-0.5)  # of the scores, by default
 K = TypeVar("K", bound=MLADecodeKey | MLAAttentionKey)
@@ -47,12 +47,12 @@ def shape_of(q: ArrayView, kv_cache: ArrayView) -> Any:
     return *q.shape[:-1], num_kv_heads, page_size, q.dtype
 
 
-class Attend(Operation[DecodeArguments, K], Generic[K]):
-    """Attends by the schedule in a plan's buffer.
+class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
+    """Attends to latent rows.
 
-    `axes` are those of q before its columns, `launch` describes the kernel's launch, `definition`
-    is the function of :mod:`cumla.reference`. Options are softmax_scale, kv_scale if it is a
-    number, causal, and the lse where nothing is visible.
+    `axes` are those of q before its columns, `definition` is the function of
+    :mod:`cumla.reference`. Options are softmax_scale, kv_scale if it is a number, causal, and the
+    lse where nothing is visible.
     """
 
     def __init__(
@@ -61,9 +61,8 @@ class Attend(Operation[DecodeArguments, K], Generic[K]):
         launch: Callable[..., Launchable],
         definition: Callable[..., AttentionState],
     ) -> None:
-        super().__init__()
+        super().__init__(launch)
         self._axes = axes
-        self._launch = launch
         self._definition = definition
 
     def pages(self, views: Views, columns: Columns) -> ArrayView:
@@ -81,25 +80,9 @@ class Attend(Operation[DecodeArguments, K], Generic[K]):
         scales = columns.kv_scales, kv_scale, softmax_scale
         return DecodeArguments(*columns[:4], pages, *scales, causal, empty_lse)
 
-    def outputs(self, arguments: DecodeArguments) -> tuple[Output, ...]:
-        """Tell the shapes of out, in q's dtype or float32, and lse."""
-        q = arguments.q
-        *batch, tokens, num_heads = q.shape[:-1]
-        lse_shape = (*batch, num_heads, tokens) if batch else (tokens, num_heads)
-        out = Output("out", (*q.shape[:-1], VALUE_DIM), (q.dtype, "float32"))
-        return out, Output("lse", lse_shape, ("float32",), "elements")
-
-    def workspace_bytes(self, key: K) -> int:
-        """Tell the size of a plan's buffer."""
-        return key.layout.nbytes
-
-    def recipe(
-        self, key: K, arguments: DecodeArguments, outs: Sequence[ArrayView], buffer: int
-    ) -> Sequence[Launchable]:
-        """Describe the one launch, or none without requests or query tokens."""
-        if not key.batch or 0 in arguments.q.shape:
-            return ()
-        return (self._launch(key, buffer, arguments, *outs),)
+    def value_dim(self, arguments: DecodeArguments) -> int:
+        """Tell the latent columns."""
+        return VALUE_DIM
 
     def reference(self, host: Host, arguments: DecodeArguments) -> Results:
         """Compute with the lengths that came."""

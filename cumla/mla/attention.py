@@ -29,7 +29,7 @@ from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS
 from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch
 from cumla.mla.arguments import Columns, cache_of, checked_cache_dtype, checked_shape, named
-from cumla.mla.attend import SCALE, Attend, MLAPlan, checked_sm_count, shape_of, sm_count_of
+from cumla.mla.attend import SCALE, MLAAttend, MLAPlan, checked_sm_count, shape_of, sm_count_of
 from cumla.mla.fp8_caches import number_of
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def mla_attention(
     return AttentionState(*run(_ATTENTION, inputs, {"out": out, "lse": lse}, options, stream))
 
 
-class _Attend(Attend[MLAAttentionKey]):
+class _Attend(MLAAttend[MLAAttentionKey]):
     integers = ("block_table", "kv_indices")
 
     def pages(self, views: Views, columns: Columns) -> ArrayView:

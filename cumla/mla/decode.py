@@ -36,7 +36,7 @@ from cumla.mla.arguments import (
     checked_shape,
     named,
 )
-from cumla.mla.attend import SCALE, Attend, MLAPlan, checked_sm_count, shape_of, sm_count_of
+from cumla.mla.attend import SCALE, MLAAttend, MLAPlan, checked_sm_count, shape_of, sm_count_of
 from cumla.mla.fp8_caches import number_of
 
 if TYPE_CHECKING:
@@ -110,11 +110,9 @@ def mla_decode(
         its place among them. Requests are then cut at fixed positions, which takes longer than
         cutting them to fill the GPU, and the workspace is that of the longest requests that
         block_table can hold: pass no more columns than needed, or make a plan.
-    out : array, optional
-        ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, written and returned. Of q's
-        framework; JAX's arrays cannot be written to.
-    lse : array, optional
-        ``(batch, num_heads, q_len)`` float32, written and returned.
+    out, lse : array, optional
+        ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, and ``(batch, num_heads,
+        q_len)`` float32, written and returned. Of q's framework; JAX's arrays cannot be written to.
     stream : optional
         A CUDA stream: an integer handle, or a stream object of CuPy, PyTorch or cuda.core. By
         default the current stream of q's framework (CuPy's for JAX). On another one than that,
@@ -173,7 +171,7 @@ def mla_decode(
     return AttentionState(*run(operation, inputs, {"out": out, "lse": lse}, options, stream))
 
 
-class _Attend(Attend[MLADecodeKey]):
+class _Attend(MLAAttend[MLADecodeKey]):
     integers = ("block_table",)
 
     def pages(self, views: Views, columns: Columns) -> ArrayView:

@@ -53,7 +53,7 @@ def quantize_fp8(
     power_of_two_scales : bool
         Round scales up to powers of two.
     out, scale_out : ndarray, optional
-        Where to write the values, float8_e4m3fn or uint8, and the scales, float32.
+        Where to write the values, float8_e4m3fn or uint8 of the shape of x, and the scales.
 
     Returns
     -------
