@@ -408,8 +408,9 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         TypeError, ValueError
             kv_lens does not fit the plan.
         CumlaError
-            As :func:`mla_decode`. Every kernel of the plan is loaded here, but for that of a cache
-            in two arrays of whole 64-token blocks a page, which the first run loads.
+            As :func:`mla_decode`. Every kernel of the plan is loaded here, but for those of a
+            16-bit cache in two arrays and of a broadcast FP8 cache, both with pages of whole
+            64-token blocks, which the first run loads.
         """
         self._update({"kv_lens": kv_lens}, self.key.batch, stream)
         if self._values is not None and self.key.batch_invariant:
