@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 __all__ = ["CallersNames", "check_axes", "check_tensors", "refuse"]
@@ -34,12 +33,7 @@ class CallersNames:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if isinstance(error, (TypeError, ValueError)):
             message = self._pattern.sub(lambda found: self._names[found[0]], str(error))
             raise (self._kind or type(error))(message) from None

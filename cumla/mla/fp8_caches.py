@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cumla.mla.shape import HEAD_DIM, VALUE_DIM
+from cumla.core.arguments import check_dtype
+from cumla.mla.shape import PACKED_BYTES, ROPE_DIM, SCALES, VALUE_DIM
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -28,10 +29,6 @@ __all__ = [
 
 FP8 = "float8_e4m3fn"
 E4M3 = (FP8, "uint8")  # its bits will do
-SCALES = 4  # of a row, one for 128 latent columns
-_ROPE_DIM = HEAD_DIM - VALUE_DIM
-# A row of the packed format: e4m3 latent columns, float32 scales, bfloat16 RoPE columns.
-PACKED_BYTES = VALUE_DIM + 4 * SCALES + 2 * _ROPE_DIM
 _LEAST_FACTOR, _MOST_FACTOR = 2.0**-126, 2.0**126  # normal, and so are their inverses
 
 
@@ -41,17 +38,7 @@ def is_packed(cache: ArrayView) -> bool:
 
 
 def unpacked(rows: ArrayView) -> tuple[ArrayView, ArrayView, ArrayView]:
-    """Take rows of 656 bytes apart: latent columns as bytes, RoPE columns, scales.
-
-    Parameters
-    ----------
-    rows : ArrayView
-        ``(num_pages, page_size, num_kv_heads, 656)``.
-
-    Returns
-    -------
-    tuple of ArrayView
-    """
+    """Take rows of 656 bytes apart: latent columns as bytes, RoPE columns, scales."""
     lead, steps = rows.shape[:3], rows.strides[:3]
 
     def part(begin: int, columns: int, dtype: str, itemsize: int) -> ArrayView:
@@ -61,7 +48,7 @@ def unpacked(rows: ArrayView) -> tuple[ArrayView, ArrayView, ArrayView]:
 
     return (
         part(0, VALUE_DIM, "uint8", 1),
-        part(VALUE_DIM + 4 * SCALES, _ROPE_DIM, "bfloat16", 2),
+        part(VALUE_DIM + 4 * SCALES, ROPE_DIM, "bfloat16", 2),
         part(VALUE_DIM, SCALES, "float32", 4),
     )
 
@@ -72,23 +59,9 @@ def relabelled(view: ArrayView) -> ArrayView:
 
 
 def number_of(name: str, factor: Any) -> float | None:
-    """Return a factor that is a number, in float32; None for what is none.
+    """Return the factor of e4m3 numbers in float32 if it is a number; None for an array.
 
-    Parameters
-    ----------
-    name : str
-        Of the argument.
-    factor : object
-        By which e4m3 numbers give what they stand for.
-
-    Returns
-    -------
-    float or None
-
-    Raises
-    ------
-    TypeError, ValueError
-        It is a bool, or too small or large.
+    A bool is a TypeError; a number that is too small or large, a ValueError.
     """
     if isinstance(factor, bool):
         raise TypeError(f"{name}: needs a number, or an array of one float32, got bool; convert it")
@@ -104,8 +77,7 @@ def number_of(name: str, factor: Any) -> float | None:
 
 def check_factor(name: str, view: ArrayView) -> None:
     """Check a factor that is an array, which only a kernel looks into."""
-    if view.dtype != "float32":
-        raise TypeError(f"{name}: needs float32, got {view.dtype}; convert it first")
+    check_dtype(name, view.dtype, ("float32",))
     if prod(view.shape) != 1:
         raise ValueError(f"{name}: needs one element, got shape {view.shape}; pass one number")
     if view.ptr % 4:
