@@ -44,9 +44,12 @@ def check_tensors(**tensors: Any) -> None:
     for name, tensor in tensors.items():
         if not hasattr(tensor, "new_empty"):
             kind = type(tensor)
+            way_out = "pass a tensor"
+            if hasattr(tensor, "__dlpack__"):  # an array of another framework
+                way_out += ", or call cumla's own functions, which take it"
             raise TypeError(
-                f"{name}: needs a PyTorch tensor, got {kind.__module__}.{kind.__qualname__}; call "
-                f"cumla's own functions for arrays of others"
+                f"{name}: needs a PyTorch tensor, got {kind.__module__}.{kind.__qualname__}; "
+                f"{way_out}"
             )
 
 
