@@ -175,14 +175,22 @@ def check_output(
 
 
 def check_own_memory(name: str, view: ArrayView) -> None:
-    """Memory that is written to: no two elements in one place."""
+    """Memory that is written to: no two elements in one place.
+
+    Each axis has to step over all that lies within, as those of slices and transposes do.
+    """
     if 0 in view.shape:
         return
-    if any(size > 1 and stride == 0 for size, stride in zip(view.shape, view.strides, strict=True)):
-        raise ValueError(
-            f"{name}: needs memory of its own for each element, got a broadcast array with strides "
-            f"{view.strides}; copy it"
-        )
+    reach = numpy_dtype(view.dtype).itemsize  # of the axes with smaller strides
+    axes = [(abs(stride), size) for stride, size in zip(view.strides, view.shape, strict=True)]
+    for stride, size in sorted(axes):
+        if size > 1 and stride < reach:
+            kind = "an array whose elements overlap" if stride else "a broadcast array"
+            raise ValueError(
+                f"{name}: needs memory of its own for each element, got {kind} with strides "
+                f"{view.strides}; copy it"
+            )
+        reach += (size - 1) * stride
 
 
 def check_written(name: str, view: ArrayView) -> None:

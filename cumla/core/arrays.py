@@ -293,6 +293,8 @@ def reopen_call(array: object, device: int | None, stream: object = None) -> Cal
         release_finished()
     framework = framework_of_type[type(array)]
     if device is None:
+        if stream is not None:
+            _handle_of(stream)  # what is no stream is none on the CPU either
         return Call(framework, None, None, 0, None)
     allocator = framework.allocator()
     handle = allocator.current_stream(device) if stream is None else _handle_of(stream)
@@ -427,14 +429,14 @@ def _import_on_device(
     arguments: list[tuple[str, object]], device: int, stream: int
 ) -> list[Imported]:
     cuda = driver()
-    if cuda.is_capturing(stream):
-        name, array = arguments[0]
-        raise NotPreparedError(
-            f"{name}: the stream is being captured, and a {type(array).__module__} array cannot "
-            f"be imported through DLPack meanwhile; pass arrays that are all PyTorch's or all "
-            f"CuPy's"
-        )
     with on_device(cuda, device):  # producers record their events on it
+        if cuda.is_capturing(stream):
+            name, array = arguments[0]
+            raise NotPreparedError(
+                f"{name}: the stream is being captured, and a {type(array).__module__} array "
+                f"cannot be imported through DLPack meanwhile; pass arrays that are all PyTorch's "
+                f"or all CuPy's"
+            )
         imports = [framework_of(*named).import_array(*named, stream) for named in arguments]
         borrower(device).fence_dropped()
     return imports

@@ -228,19 +228,18 @@ def run(
     known = None if seen is None else operation.ready.get(identity)
     if known is None:
         call = open_call(tuple(inputs.items()), tuple(outputs.items()), stream=stream)
-        if seen is None:
-            identity = (call.views, *inputs, *given, options)
+        if seen is None:  # then it does not tell the framework, on which new arrays depend
+            identity = (call.views, call.framework, *inputs, *given, options)
             known = None if looks else operation.ready.get(identity)
+    else:
+        call = reopen_call(next(iter(inputs.values())), known.device, stream)
+    with call:
         if known is None:
             known = _check(operation, call, inputs, outputs, options)
             operation.ready.keep(identity, known)
-    else:
-        call = reopen_call(next(iter(inputs.values())), known.device, stream)
-    if known.device is None:
-        return run_on_cpu(operation, call, known.arguments, dict(inputs), outputs)
-    packed = known.packed
-    assert packed is not None
-    with call:
+        packed = known.packed
+        if packed is None:
+            return run_on_cpu(operation, call, known.arguments, dict(inputs), outputs)
         if looks and may_look(call):
             host = {n: copy_to_host(v, call.stream) for n, v in known.integers.items()}
             operation.check_values(host, known.arguments)

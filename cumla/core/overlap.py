@@ -64,8 +64,8 @@ def share_memory(one: ArrayView, two: ArrayView) -> bool:
 
 def _overlap(output: str, other: str) -> ValueError:
     return ValueError(
-        f"{output}: needs memory of its own, got memory that {other} uses too; pass another array, "
-        f"or call without {output}="
+        f"{output}: needs memory of its own, got memory that {other} uses too; pass another "
+        f"array, or a copy of one of the two"
     )
 
 

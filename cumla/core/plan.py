@@ -28,6 +28,7 @@ from cumla.core.arrays import (
 )
 from cumla.core.check_mode import check_mode, copy_to_host, may_look
 from cumla.core.operation import (
+    WORKSPACE,
     Operation,
     Packed,
     Ready,
@@ -36,6 +37,7 @@ from cumla.core.operation import (
     pack,
     run_on_cpu,
 )
+from cumla.core.overlap import refuse_overlap
 from cumla.errors import CumlaError
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ class Workspace:
         "_stream_object",
         "_user",
         "home",
+        "nbytes",
     )
 
     def __init__(self, owner: object, call: Call) -> None:
@@ -78,13 +81,23 @@ class Workspace:
         # A handle of a destroyed stream must not be touched: the driver may crash on it.
         self._stream_object = None if self._stream is None else call.stream_object
         self._user: weakref.ref[PlanMemory] | None = None
+        self.nbytes = 0  # of what the caller gave
 
     @classmethod
-    def at(cls, owner: object, address: int, call: Call) -> Workspace:
+    def at(cls, owner: object, view: ArrayView, call: Call) -> Workspace:
         """Return the workspace at an address, the same one for all whom the caller gives it to."""
-        found = _given.get(address)
+        begin, end = view.ptr, view.ptr + view.shape[0]
+        for other, found in [*_given.items()]:
+            if other != begin and begin < other + found.nbytes and other < end:
+                raise ValueError(
+                    f"workspace: needs memory apart from that of other plans, or all of theirs, "
+                    f"got {begin:#x} to {end:#x}, which overlaps one at {other:#x}; pass the same "
+                    f"array to both plans, or slices that do not overlap"
+                )
+        found = _given.get(begin)
         if found is None:
-            found = _given[address] = cls(owner, call)
+            found = _given[begin] = cls(owner, call)
+        found.nbytes = max(found.nbytes, view.shape[0])
         return found
 
     def hand_to(self, user: PlanMemory, call: Call) -> None:
@@ -156,7 +169,7 @@ class PlanMemory:
         else:
             (self.buffer,) = cast("tuple[ArrayView]", call.views)
             check_workspace(self.buffer, nbytes)
-            self._workspace = Workspace.at(workspace, self.buffer.ptr, call)
+            self._workspace = Workspace.at(workspace, self.buffer, call)
         # Launches of runs that were found in order, on the stream of the last update.
         self.ready = Ready()
         # Of the last update that was executed: a run there needs no other before it. None before
@@ -175,8 +188,8 @@ class PlanMemory:
         """Have the schedule computed by `launch`, on the call's stream."""
         self._workspace.hand_to(self, call)
         self.run(call, launch)
-        if call.capturing:  # computed when the graph is replayed: no update for eager runs
-            self.captured = call.stream
+        if call.capturing:  # computed when the graph is replayed, in the place of any before it
+            self.stream, self.captured = None, call.stream
             return
         if call.stream != self.stream:
             self.ready.clear()
@@ -279,6 +292,8 @@ class Plan(ABC, Generic[K]):
             views = dict(zip(inputs, call.views, strict=True))
             arguments = self._schedule.arguments(views, options)
             self._check_device(call)
+            if memory is not None:
+                refuse_overlap({WORKSPACE: memory.buffer}, views)
         if memory is None:
             self._values = {name: np.array(to_numpy(name, a)) for name, a in inputs.items()}
             if check_mode():
@@ -374,23 +389,24 @@ class Plan(ABC, Generic[K]):
         call = open_call(tuple(inputs.items()), tuple(outputs.items()), stream=stream)
         self._check_device(call)
         memory = self._memory
-        if memory is not None:
-            memory.check_serves(call, self._lengths)
-        elif self._values is None:
-            raise _never_updated(self._lengths)
-        views = dict(zip((*inputs, *outputs), call.views, strict=True))
-        arguments = self._attend.arguments(views, options)
-        self._check_shape(arguments)
-        returned = self._attend.outputs(arguments)
-        given = checked_outputs(self._attend, returned, views, tuple(outputs))
-        looks = check_mode() and (memory is None or may_look(call))
-        if looks:
-            self._check_noted(call.stream)
-        if memory is None:
-            assert self._values is not None
-            values = self._values
-            return run_on_cpu(self._attend, call, arguments, {**inputs, **values}, outputs)
         with call:
+            if memory is not None:
+                memory.check_serves(call, self._lengths)
+            elif self._values is None:
+                raise _never_updated(self._lengths)
+            views = dict(zip((*inputs, *outputs), call.views, strict=True))
+            arguments = self._attend.arguments(views, options)
+            self._check_shape(arguments)
+            returned = self._attend.outputs(arguments)
+            known = views if memory is None else {**views, WORKSPACE: memory.buffer}
+            given = checked_outputs(self._attend, returned, known, tuple(outputs))
+            looks = check_mode() and (memory is None or may_look(call))
+            if looks:
+                self._check_noted(call.stream)
+            if memory is None:
+                assert self._values is not None
+                values = self._values
+                return run_on_cpu(self._attend, call, arguments, {**inputs, **values}, outputs)
             if looks and self._values is not None:
                 integers = integers_of(self._attend, views).items()
                 host = {name: copy_to_host(view, call.stream) for name, view in integers}

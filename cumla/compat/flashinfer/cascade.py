@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["merge_state", "merge_state_in_place", "merge_states"]
 
 _V, _S = "seq_len, num_heads, head_dim", "seq_len, num_heads"
-_OTHER_MEMORY = "clone one of the two"
 _TWO = CallersNames(
     {
         "outs[0]": "v_a",
@@ -35,8 +34,6 @@ _IN_PLACE = CallersNames(
         "lses[1]": "s_other",
         "lse": "s",
         "all of outs": "v and v_other",
-        "pass another array, or call without out=": _OTHER_MEMORY,
-        "pass another array, or call without lse=": _OTHER_MEMORY,
     },
     RuntimeError,
 )
