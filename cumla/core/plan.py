@@ -19,6 +19,7 @@ from cumla.core._driver import driver
 from cumla.core._lifetime import keep_until_event, order_streams
 from cumla.core.arguments import check_workspace
 from cumla.core.arrays import (
+    WORKSPACE,
     glance,
     open_call,
     open_device,
@@ -28,7 +29,6 @@ from cumla.core.arrays import (
 )
 from cumla.core.check_mode import check_mode, copy_to_host, may_look
 from cumla.core.operation import (
-    WORKSPACE,
     Operation,
     Packed,
     Ready,
@@ -87,8 +87,8 @@ class Workspace:
     def at(cls, owner: object, view: ArrayView, call: Call) -> Workspace:
         """Return the workspace at an address, the same one for all whom the caller gives it to."""
         begin, end = view.ptr, view.ptr + view.shape[0]
-        for other, found in [*_given.items()]:
-            if other != begin and begin < other + found.nbytes and other < end:
+        for other, workspace in [*_given.items()]:
+            if other != begin and begin < other + workspace.nbytes and other < end:
                 raise ValueError(
                     f"workspace: needs memory apart from that of other plans, or all of theirs, "
                     f"got {begin:#x} to {end:#x}, which overlaps one at {other:#x}; pass the same "
