@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0
+// The instructions that cumla/cuda/ptx writes in PTX, for a CPU. Follows the kernel's text, in which they are declared.
+namespace cumla::ptx {
+
+// convert.cuh
+u32 copy_of(u32 value) { return value; }
+template <typename Pointee>
+Pointee* copy_of(Pointee* pointer) { return pointer; }
+template <>
+u32 pack_pair<Bf16>(float low, float high) {
+  return host::bits16(low, 8, 7, false) | host::bits16(high, 8, 7, false) << 16;
+}
+template <>
+u32 pack_pair<Fp16>(float low, float high) {
+  return host::bits16(low, 5, 10, false) | host::bits16(high, 5, 10, false) << 16;
+}
+template <>
+float2 unpack_pair<Fp16>(u32 packed) { return {host::half(packed & 0xffff), host::half(packed >> 16)}; }
+u32 pack_e4m3x4(float a, float b, float c, float d) {
+  return host::bits16(a, 4, 3, true) | host::bits16(b, 4, 3, true) << 8 | host::bits16(c, 4, 3, true) << 16 |
+         host::bits16(d, 4, 3, true) << 24;
+}
+void expand_e4m3x4(u32 packed, u32& low, u32& high) {
+  const auto one = [&](int i) { return host::bits16(host::e4m3(packed >> 8 * i & 0xff), 5, 10, false); };
+  low = one(0) | one(1) << 16;
+  high = one(2) | one(3) << 16;
+}
+u32 highest_f16x2(u32 a, u32 b) {
+  const auto one = [](u32 x, u32 y) { return host::bits16(std::fmax(host::half(x), host::half(y)), 5, 10, false); };
+  return one(a & 0xffff, b & 0xffff) | one(a >> 16, b >> 16) << 16;
+}
+float exp2_approx(float x) { return std::exp2(x); }
+float reciprocal_approx(float x) { return 1.0f / x; }
+float log2_approx(float x) { return std::log2(x); }
+
+// copy.cuh
+void prefetch_l2(const void*) {}
+void copy_4_async(u32 destination, const void* source, bool valid) {
+  if (valid) std::memcpy(host::at(destination), source, 4);
+  else std::memset(host::at(destination), 0, 4);
+}
+void copy_16_async(u32 destination, const void* source, bool valid) {
+  if (valid) std::memcpy(host::at(destination), source, 16);
+  else std::memset(host::at(destination), 0, 16);
+}
+void copy_async_wait_all() {}
+
+struct Registers {
+  u32* d;
+  u32 address;
+};
+
+// Matrices of eight rows of eight units: register i of a lane holds two units of the i-th.
+static void move_matrices(u32 (&d)[4], u32 address, bool is_transposed, bool is_load) {
+  Registers mine = {d, address};
+  const auto& all = host::meet_warp(0xffffffffu, host::bits_of(&mine), "a matrix of its warp");
+  for (int i = 0; i < 4; ++i)
+    for (int half = 0; half < 2; ++half) {
+      const int lane = static_cast<int>(host::lane());
+      const int row = is_transposed ? 2 * (lane % 4) + half : lane / 4;
+      const int column = is_transposed ? lane / 4 : 2 * (lane % 4) + half;
+      const u32 at = host::value_of<const Registers*>(all[8 * i + row])->address + 2 * column;
+      uint16_t unit = half ? d[i] >> 16 : d[i];
+      if (is_load) {
+        std::memcpy(&unit, host::at(at), 2);
+        d[i] = half ? (d[i] & 0xffff) | static_cast<u32>(unit) << 16 : (d[i] & 0xffff0000u) | unit;
+      } else {
+        std::memcpy(host::at(at), &unit, 2);
+      }
+    }
+  __syncwarp();
+}
+void store_matrix_x4(u32 destination, u32 a, u32 b, u32 c, u32 d) {
+  u32 words[4] = {a, b, c, d};
+  move_matrices(words, destination, false, false);
+}
+void store_matrix_x4_transposed(u32 destination, u32 a, u32 b, u32 c, u32 d) {
+  u32 words[4] = {a, b, c, d};
+  move_matrices(words, destination, true, false);
+}
+void load_matrix_x4(u32 (&d)[4], u32 source) { move_matrices(d, source, false, true); }
+void load_matrix_x4_transposed(u32 (&d)[4], u32 source) { move_matrices(d, source, true, true); }
+
+template <typename V>
+static V load_shared(u32 source) {
+  V value;
+  std::memcpy(&value, host::at(source), sizeof value);
+  return value;
+}
+template <typename V>
+static void store_shared(u32 destination, const V& value) { std::memcpy(host::at(destination), &value, sizeof value); }
+void store_shared_zero_16(u32 destination) { std::memset(host::at(destination), 0, 16); }
+void store_shared_float(u32 destination, float value) { store_shared(destination, value); }
+float load_shared_float(u32 source) { return load_shared<float>(source); }
+void store_shared_u32(u32 destination, u32 value) { store_shared(destination, value); }
+u32 load_shared_u32(u32 source) { return load_shared<u32>(source); }
+void store_shared_float2(u32 destination, const float2& v) { store_shared(destination, v); }
+float2 load_shared_float2(u32 source) { return load_shared<float2>(source); }
+void store_shared_float4(u32 destination, const float4& v) { store_shared(destination, v); }
+float4 load_shared_float4(u32 source) { return load_shared<float4>(source); }
+void store_shared_16(u32 destination, const uint4& v) { store_shared(destination, v); }
+uint4 load_shared_16(u32 source) { return load_shared<uint4>(source); }
+void store_global_8(void* destination, u32 low, u32 high) {
+  const u32 words[2] = {low, high};
+  std::memcpy(destination, words, 8);
+}
+void store_global_float2(void* destination, float low, float high) {
+  const float words[2] = {low, high};
+  std::memcpy(destination, words, 8);
+}
+void store_global_float4(void* destination, float a, float b, float c, float d) {
+  const float words[4] = {a, b, c, d};
+  std::memcpy(destination, words, 16);
+}
+void store_global_float_if(bool valid, u64 destination, float value) {
+  if (valid) *reinterpret_cast<float*>(destination) = value;
+}
+void store_global_low_half_if(bool valid, u64 destination, u32 word) {
+  if (valid) *reinterpret_cast<uint16_t*>(destination) = word;
+}
+float4 load_l2_float4(const float4* source) { return *source; }
+float load_l2_float(const float* source) { return *source; }
+uint4 load_global_16(const uint4* address) { return *address; }
+float4 load_global_16(const float4* address) { return *address; }
+
+// mbarrier.cuh
+void mbarrier_init(u32 barrier, u32 arrivals) { host::block->barriers[barrier] = {0, arrivals, arrivals, 0}; }
+void fence_mbarrier_init() {}
+void mbarrier_arrive(u32 barrier) {
+  host::Barrier& of = host::barrier_at(barrier);
+  if (of.pending-- == 0) host::failure = "more arrivals than a barrier expects";
+  of.complete();
+}
+void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
+  host::barrier_at(barrier).bytes += bytes;
+  mbarrier_arrive(barrier);
+}
+void mbarrier_arrive_after_copies(u32 barrier) { mbarrier_arrive(barrier); }
+bool mbarrier_try_wait(u32 barrier, u32 parity) {
+  const host::Barrier& of = host::barrier_at(barrier);
+  if ((of.phase & 1) == parity) host::yield_until_changed(of.phase, of.phase, "a barrier in shared memory");
+  return true;
+}
+
+// tma.cuh
+void prefetch_tensor_map(const TensorMap*) {}
+void tma_load_2d_async(u32 destination, const TensorMap* map, u32 barrier, int x, int y) {
+  host::copy_box(destination, map, barrier, {x, y});
+}
+void tma_load_3d_async(u32 destination, const TensorMap* map, u32 barrier, int x, int y, int z, u64) {
+  host::copy_box(destination, map, barrier, {x, y, z});
+}
+void tma_load_4d_async(u32 destination, const TensorMap* map, u32 barrier, int x, int y, int z, int w) {
+  host::copy_box(destination, map, barrier, {x, y, z, w});
+}
+void tma_prefetch_4d(const TensorMap*, int, int, int, int) {}
+void copy_bulk_async(u32 destination, const void* source, u32 bytes, u32 barrier, u64) {
+  std::memcpy(host::at(destination), source, bytes);
+  host::Barrier& of = host::barrier_at(barrier);
+  of.bytes -= bytes;
+  of.complete();
+}
+void prefetch_bulk_l2(const void*, u32) {}
+u64 evict_first_policy() { return 0; }
+
+// sync.cuh
+bool elect_one() { return host::lane() == 0; }
+void fence_proxy_async_shared() {}
+template <int kBarrier, int kThreads>
+void named_barrier_sync() {
+  host::block->named[kBarrier].meet(kThreads, threadIdx.x, blockDim.x, 0, "a named barrier");
+}
+template <int kBarrier, int kThreads>
+bool named_barrier_any(bool vote) {
+  host::Meeting& meeting = host::block->named[kBarrier];
+  if (meeting.arrived == 0) meeting.values[meeting.generation & 1].assign(blockDim.x, 0);
+  bool any = false;
+  for (uint64_t one : meeting.meet(kThreads, threadIdx.x, blockDim.x, vote, "a named barrier")) any |= one != 0;
+  return any;
+}
+u32 atomic_add_acq_rel(u32* address, u32 value) {
+  const u32 before = *address;
+  *address += value;
+  ++host::writes;
+  return before;
+}
+u32 load_acquire(const u32* address) {
+  host::yield();
+  return *address;
+}
+void store_relaxed(u32* address, u32 value) {
+  *address = value;
+  ++host::writes;
+}
+void fence_sc_gpu() {}
+void grid_dependency_wait() {}
+void grid_dependency_launch() {}
+template <int kRegisters>
+void registers_increase() {}
+template <int kRegisters>
+void registers_decrease() {}
+
+// wgmma.cuh
+void warpgroup_arrive() {}
+void warpgroup_commit() {}
+template <int kPending>
+void warpgroup_wait() {}
+template <int kCount>
+void keep_behind_wait(float (&)[kCount]) {}
+template <int kCount>
+void keep_before_products(u32 (&)[kCount]) {}
+
+template <typename T>
+constexpr host::Type kType = kIsBf16<T> ? host::kBf16 : host::kFp16;
+
+template <int kCount>
+static void multiply(float (&d)[kCount], int depth, host::Type type, u64 a, bool a_is_transposed, u64 b,
+                     bool b_is_transposed, bool accumulate) {
+  host::multiply(2 * kCount, depth, {d, nullptr, {a, type, a_is_transposed}, {b, type, b_is_transposed}, accumulate});
+}
+template <int kCount>
+static void multiply(float (&d)[kCount], host::Type type, const u32* a, u64 b, bool b_is_transposed,
+                     bool accumulate) {
+  host::multiply(2 * kCount, 16, {d, a, {}, {b, type, b_is_transposed}, accumulate});
+}
+template <>
+void wgmma_m64n64k16_async<Bf16>(float (&d)[32], u64 a, u64 b, bool accumulate) {
+  multiply(d, 16, host::kBf16, a, false, b, false, accumulate);
+}
+template <>
+void wgmma_m64n64k16_async<Fp16>(float (&d)[32], u64 a, u64 b, bool accumulate) {
+  multiply(d, 16, host::kFp16, a, false, b, false, accumulate);
+}
+template <>
+void wgmma_m64n256k16_async<Bf16>(float (&d)[128], u64 a, u64 b) {
+  multiply(d, 16, host::kBf16, a, false, b, true, true);
+}
+template <>
+void wgmma_m64n256k16_async<Fp16>(float (&d)[128], u64 a, u64 b) {
+  multiply(d, 16, host::kFp16, a, false, b, true, true);
+}
+template <>
+void wgmma_m64n256k16_async<Bf16>(float (&d)[128], const u32* a, u64 b) { multiply(d, host::kBf16, a, b, true, true); }
+template <>
+void wgmma_m64n256k16_async<Fp16>(float (&d)[128], const u32* a, u64 b) { multiply(d, host::kFp16, a, b, true, true); }
+template <typename T, bool kTransposedA>
+void wgmma_m64n16k16_async(float (&d)[8], u64 a, u64 b, bool accumulate) {
+  multiply(d, 16, kType<T>, a, kTransposedA, b, false, accumulate);
+}
+void wgmma_f16_async(float (&d)[8], const u32* a, u64 b, bool accumulate) {
+  multiply(d, host::kFp16, a, b, false, accumulate);
+}
+void wgmma_f16_async(float (&d)[16], const u32* a, u64 b, bool accumulate) {
+  multiply(d, host::kFp16, a, b, false, accumulate);
+}
+void wgmma_bf16_async(float (&d)[8], const u32* a, u64 b, bool accumulate) {
+  multiply(d, host::kBf16, a, b, false, accumulate);
+}
+void wgmma_bf16_async(float (&d)[16], const u32* a, u64 b, bool accumulate) {
+  multiply(d, host::kBf16, a, b, false, accumulate);
+}
+void wgmma_e4m3_async(float (&d)[32], u64 a, u64 b, bool accumulate) {
+  multiply(d, 32, host::kE4m3, a, false, b, false, accumulate);
+}
+void wgmma_e4m3_async(float (&d)[64], u64 a, u64 b, bool accumulate) {
+  multiply(d, 32, host::kE4m3, a, false, b, false, accumulate);
+}
+void wgmma_e4m3_async(float (&d)[128], u64 a, u64 b, bool accumulate) {
+  multiply(d, 32, host::kE4m3, a, false, b, false, accumulate);
+}
+
+}  // namespace cumla::ptx
+
+static const void* parameters;
+
+void host::kernel_of_thread() { ENTRY(*static_cast<const PARAMS*>(parameters)); }
+
+extern "C" const char* run(const void* params, int x, int y, int z, int threads) {
+  parameters = params;
+  gridDim = {unsigned(x), unsigned(y), unsigned(z)};
+  blockDim = {unsigned(threads), 1, 1};
+  host::failure.clear();
+  host::run_grid(gridDim, threads);
+  return host::failure.c_str();
+}
