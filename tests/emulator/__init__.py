@@ -115,6 +115,7 @@ def _library(spec: KernelSpec) -> ctypes.CDLL:
             text += re.sub("^#(include|pragma).*$", "", header.read_text("utf-8"), flags=re.MULTILINE)
     text = re.sub(r"^#line.*$|^#pragma unroll.*$", "", text, flags=re.MULTILINE)
     text = _FUNCTION.sub(lambda m: _declared(m[0]) if "asm" in m[0] else m[0], text)
+    text = re.sub(r"__shared__ (alignas\(\d+\))", r"\1 static", text)
     text = _DYNAMIC.sub(r"unsigned char* const \1 = host::shared;", text)
     instructions = (HERE / "instructions.hpp").read_text("utf-8")
     names = {"ENTRY": f"{spec.namespace}::{spec.function}", "PARAMS": f"{spec.namespace}::{spec.params}"}

@@ -36,7 +36,7 @@ using std::min;
 
 namespace host {
 
-constexpr size_t kStack = 256 << 10, kSharedBytes = 256 << 10;
+constexpr size_t kStack = 256 << 10, kSharedBytes = 256 << 10, kOpenBlocks = 256;
 
 struct Fiber {
   ucontext_t context;
@@ -80,13 +80,16 @@ struct Meeting {
     auto& all = values[mine & 1];
     all.resize(places);
     all[place] = value;
-    if (++arrived == count) {
-      arrived = 0;
-      ++generation;
-    } else {
-      yield_until_changed(generation, mine, reason);
-    }
+    ++arrived;
+    if (!complete(count)) yield_until_changed(generation, mine, reason);
     return all;
+  }
+
+  bool complete(int count) {
+    if (arrived != count) return false;
+    arrived = 0;
+    ++generation;
+    return true;
   }
 };
 
@@ -105,7 +108,6 @@ struct Barrier {
 struct Block {
   dim3 index;
   std::vector<Fiber> fibers;
-  std::vector<unsigned char> memory;
   unsigned char* shared;
   std::map<std::pair<unsigned, unsigned>, Meeting> warps;  // by warp and mask
   std::map<unsigned, Meeting> warpgroups, named;
@@ -117,9 +119,18 @@ static Block* block;  // whose turn it is
 
 static unsigned lane() { return threadIdx.x % 32; }
 
+// Threads that have not returned, of a warp and a mask.
+static int alive(unsigned warp, unsigned mask) {
+  int count = 0;
+  for (int i = 0; i < 32; ++i)
+    if (const size_t thread = 32 * warp + i; mask >> i & 1 && thread < block->fibers.size())
+      count += !block->fibers[thread].is_done;
+  return count;
+}
+
 static const std::vector<uint64_t>& meet_warp(unsigned mask, uint64_t value, const char* reason = "its warp") {
-  Meeting& meeting = block->warps[{threadIdx.x / 32, mask}];
-  return meeting.meet(__builtin_popcount(mask), lane(), 32, value, reason);
+  const unsigned warp = threadIdx.x / 32;
+  return block->warps[{warp, mask}].meet(alive(warp, mask), lane(), 32, value, reason);
 }
 
 static const std::vector<uint64_t>& meet_warpgroup(uint64_t value) {
@@ -312,13 +323,25 @@ void kernel_of_thread();
 static void run_thread() {
   kernel_of_thread();
   now->is_done = true;
+  const unsigned warp = threadIdx.x / 32;
+  for (auto& [key, meeting] : block->warps)  // nobody waits for who has returned
+    if (key.first == warp && meeting.arrived) meeting.complete(alive(warp, key.second));
   swapcontext(&now->context, &scheduler);
 }
 
+// Near the variables that functions declare as shared: 32 bits hold the distance.
+alignas(1024) static unsigned char memory[kOpenBlocks][kSharedBytes];
+static std::vector<unsigned char*> unused;
+
 static void begin(Block& of, dim3 index, int threads) {
   of.index = index;
-  of.memory.assign(kSharedBytes + 1024, 0xff);
-  of.shared = of.memory.data() + (-reinterpret_cast<uintptr_t>(of.memory.data()) & 1023);
+  if (unused.empty()) {
+    failure = "more blocks wait than there is memory for";
+    return;
+  }
+  of.shared = unused.back();
+  unused.pop_back();
+  std::memset(of.shared, 0xff, kSharedBytes);
   of.fibers.resize(threads);
   for (Fiber& fiber : of.fibers) {
     fiber.stack.reset(new char[kStack]);
@@ -367,7 +390,7 @@ static void run_block(Block& of) {
     }
     if (of.is_done) {
       of.fibers.clear();
-      of.memory.clear();
+      unused.push_back(of.shared);
       return;
     }
     idle = goes_on ? 0 : idle + 1;
@@ -376,6 +399,8 @@ static void run_block(Block& of) {
 
 static void run_grid(dim3 grid, int threads) {
   std::vector<std::unique_ptr<Block>> open;
+  unused.clear();
+  for (auto& each : memory) unused.push_back(each);
   for (unsigned n = 0; n < grid.x * grid.y * grid.z && failure.empty(); ++n) {
     open.emplace_back(new Block);
     begin(*open.back(), {n % grid.x, n / grid.x % grid.y, n / grid.x / grid.y}, threads);
