@@ -7,32 +7,36 @@ are issued, blocks run one after the other: races between them are not seen, nor
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 import shutil
 import struct
 import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import pytest
 
 import cumla
-from cumla.core._dlpack import numpy_dtype
-from cumla.core.arrays import open_call
-from cumla.core.operation import Operation, checked_outputs
+from cumla.core import _driver, frameworks
+from cumla.core._dlpack import ArrayView, numpy_dtype
+from cumla.core.operation import Address
+from cumla.launch import device, module
 from cumla.launch.device import DeviceProperties
 from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec, translation_unit
 from cumla.launch.tensor_map import TensorMap
+from tests.fake_cuda import FakeDriver
 
-__all__ = ["emulate", "emulated"]
+__all__ = ["CuPy", "emulate", "emulated_gpu"]
 
-GPU = DeviceProperties("NVIDIA Imaginary", (9, 0), 4, 232448, 50 << 20)  # few parts
 HERE = Path(__file__).parent
 SOURCES = Path(cumla.__file__).parent / "cuda"
 _FUNCTION = re.compile(
@@ -55,38 +59,95 @@ def emulate(launch: Launch) -> None:
     assert not failure, f"{launch.spec.entry}: {failure}"
 
 
-def emulated(operation: Operation[Any, Any], *call: Any) -> tuple[np.ndarray[Any, Any], ...]:
-    """Run an operation's launches on NumPy arrays: inputs, outputs and options as for `run`."""
-    inputs, outputs, options = call
-    opened = open_call(tuple(inputs.items()), tuple(outputs.items()))
-    views = dict(zip((*inputs, *outputs), opened.views, strict=True))
-    arguments = operation.arguments(views, options)
-    returned = operation.outputs(arguments)
-    given = checked_outputs(operation, returned, views, tuple(outputs))
-    results, outs = [], []
-    for output, view in zip(returned, given, strict=True):
-        array = outputs[output.name]
-        if array is None:
-            array = poisoned(output.shape, numpy_dtype(output.dtypes[0]))
-            view = open_call(((output.name, array),)).views[0]
-        results.append(array)
-        outs.append(view)
-    with mock.patch("cumla.launch.device.properties", return_value=GPU):
-        key = operation.key(arguments, 0)
-    nbytes = operation.workspace_bytes(key)
-    workspace = poisoned((nbytes + 256,), np.dtype(np.uint8))
-    buffer = workspace.ctypes.data + -workspace.ctypes.data % 256
-    for launch in operation.recipe(key, arguments, outs, buffer):
-        emulate(launch)
-    return tuple(results)
+class Array(np.ndarray):
+    """A NumPy array that stands for CuPy's: cumla takes it for one on GPU 0."""
+
+    def get(self) -> np.ndarray[Any, Any]:
+        """Copy to the host."""
+        return np.array(self)
 
 
-def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
-    """An array of 0xFF bytes, NaN as any float, at a multiple of 64 bytes."""
-    count = int(np.prod(shape)) * dtype.itemsize
-    memory = np.full(count + 64, 0xFF, np.uint8)
-    begin = -memory.ctypes.data % 64
-    return memory[begin : begin + count].view(dtype).reshape(shape)
+class CuPy:
+    """The little of CuPy that tests use."""
+
+    uint8, uint16, uint32, float32 = np.uint8, np.uint16, np.uint32, np.float32
+    ndarray = Array
+
+    @staticmethod
+    def empty(shape: Any, dtype: Any = np.float32) -> Any:
+        """An array of 0xFF bytes, NaN as any float, at a multiple of 256 bytes."""
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        memory = np.full(count + 256, 0xFF, np.uint8)
+        begin = -memory.ctypes.data % 256
+        return memory[begin : begin + count].view(dtype).reshape(shape).view(Array)
+
+    def zeros(self, shape: Any, dtype: Any = np.float32) -> Any:
+        """An array of zeros."""
+        return self.asarray(np.zeros(shape, dtype))
+
+    def asarray(self, array: Any) -> Any:
+        """Copy to the GPU."""
+        there = self.empty(array.shape, array.dtype)
+        there[...] = array
+        return there
+
+
+class _Emulated(frameworks.Allocator):
+    """Arrays of the class above: CuPy's, as far as cumla can tell."""
+
+    name = "cupy"
+    serves_capture = True
+
+    def views(self, named: tuple[tuple[str, Any], ...]) -> list[ArrayView | None]:
+        return [view and view._replace(device=0) for view in frameworks.NUMPY.views(named)]
+
+    def current_stream(self, device: int) -> int:
+        return 0
+
+    def empty(
+        self, shape: tuple[int, ...], dtype: str, device: int, stream: int
+    ) -> tuple[object, ArrayView]:
+        array = CuPy.empty(shape, numpy_dtype(dtype))
+        (view,) = self.views((("", array),))
+        assert view is not None
+        return array, view
+
+
+class _Template(NamedTuple):
+    """A launch that runs here."""
+
+    launch: Launch
+
+    def at(self, addresses: Mapping[str, int], stream: int) -> Callable[[], None]:
+        def moved(value: Any) -> Any:
+            if isinstance(value, TensorMap):
+                return value._replace(ptr=moved(value.ptr))
+            if isinstance(value, Address):
+                return addresses[value.argument] + value.addend
+            return value
+
+        launch = self.launch._replace(values=tuple(map(moved, self.launch.values)))
+        return lambda: emulate(launch)
+
+
+@contextlib.contextmanager
+def emulated_gpu(multiprocessors: int = 4) -> Iterator[CuPy]:
+    """Let cumla take arrays of this module's CuPy for a GPU's, on which it launches kernels."""
+    gpu = DeviceProperties("emulated", (9, 0), multiprocessors, 232448, 50 << 20)
+    real = {"properties": device.properties, "load": module.load, "driver": _driver.driver}
+    put = {"properties": lambda ordinal: gpu, "load": lambda *a, **o: None, "driver": FakeDriver}
+    with contextlib.ExitStack() as stack:
+        for name, imported in [*sys.modules.items()]:
+            for function, value in real.items():
+                if name.startswith("cumla.") and getattr(imported, function, None) is value:
+                    stack.enter_context(mock.patch.object(imported, function, put[function]))
+        stack.enter_context(
+            mock.patch.object(Launch, "template", lambda launch, *_: _Template(launch))
+        )
+        known = {Array: _Emulated()}
+        stack.enter_context(mock.patch.dict(frameworks.framework_of_type, known))
+        yield CuPy()
 
 
 def _map(wanted: TensorMap) -> bytes:
@@ -112,13 +173,18 @@ def _library(spec: KernelSpec) -> ctypes.CDLL:
     text, _, _ = translation_unit(spec).partition('#line 1 "entry point')
     for header in sorted((SOURCES / "ptx").glob("*.cuh")):  # instructions.hpp is about all of them
         if f"ptx/{header.name}" not in text:
-            text += re.sub("^#(include|pragma).*$", "", header.read_text("utf-8"), flags=re.MULTILINE)
+            text += re.sub(
+                "^#(include|pragma).*$", "", header.read_text("utf-8"), flags=re.MULTILINE
+            )
     text = re.sub(r"^#line.*$|^#pragma unroll.*$", "", text, flags=re.MULTILINE)
     text = _FUNCTION.sub(lambda m: _declared(m[0]) if "asm" in m[0] else m[0], text)
     text = re.sub(r"__shared__ (alignas\(\d+\))", r"\1 static", text)
     text = _DYNAMIC.sub(r"unsigned char* const \1 = host::shared;", text)
     instructions = (HERE / "instructions.hpp").read_text("utf-8")
-    names = {"ENTRY": f"{spec.namespace}::{spec.function}", "PARAMS": f"{spec.namespace}::{spec.params}"}
+    names = {
+        "ENTRY": f"{spec.namespace}::{spec.function}",
+        "PARAMS": f"{spec.namespace}::{spec.params}",
+    }
     for name, value in names.items():
         instructions = instructions.replace(name, value)
     using = f"using namespace cumla; using namespace {spec.namespace};\n"

@@ -113,7 +113,7 @@ struct Block {
   std::map<unsigned, Meeting> warpgroups, named;
   std::map<unsigned, Barrier> barriers;
   Meeting all;
-  bool is_done = false;
+  bool is_done = false, is_backward = false;  // threads get their turns in both orders: who forgets to wait is seen
 };
 static Block* block;  // whose turn it is
 
@@ -375,7 +375,9 @@ static void run_block(Block& of) {
     asks_others = false;
     bool goes_on = false;
     of.is_done = true;
-    for (size_t i = 0; i < of.fibers.size(); ++i) {
+    of.is_backward = !of.is_backward;
+    for (size_t k = 0; k < of.fibers.size(); ++k) {
+      const size_t i = of.is_backward ? of.fibers.size() - 1 - k : k;
       Fiber& fiber = of.fibers[i];
       if (fiber.is_done) continue;
       of.is_done = false;

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels' own text, run by the CPU, against the references: calls of every family, and with
+--exhaustive all that compute-sanitizer is shown. Results agree within the tests' tolerances; what
+no CPU can tell is races, speed and what the hardware rounds otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from tests.emulator import CuPy, emulated_gpu
+from tests.gpu.tools import pages, sanitize
+from tests.gpu.tools.cases import Case
+from tests.gpu.tools.fp8_problem import make_fp8
+from tests.gpu.tools.problem import make_problem
+
+MULTIPROCESSORS = 4
+
+
+@pytest.fixture
+def cupy() -> Iterator[CuPy]:
+    with emulated_gpu(MULTIPROCESSORS) as cupy:
+        yield cupy
+
+
+def decode(cupy: CuPy, case: Case, lengths: list[int], page_size: int = 64) -> None:
+    problem = pages.moved(make_problem(np, case, np.array(lengths)), page_size)
+    for out, lse in sanitize.decode(cupy, problem):
+        problem.check(out, lse)
+
+
+def few_queries(cupy: CuPy) -> None:
+    """Cut requests, joined by blocks that wait for one another."""
+    decode(cupy, Case(batch=2, heads=16), [700, 0])
+
+
+def many_heads(cupy: CuPy) -> None:
+    decode(cupy, Case(batch=1, heads=96, dtype="float16"), [140])
+
+
+def small_pages(cupy: CuPy) -> None:
+    decode(cupy, Case(batch=2, heads=8, q_len=2), [130, 65], page_size=16)
+
+
+def ragged_queries(cupy: CuPy) -> None:
+    sanitize.attend_ragged(cupy, sanitize.RAGGED[1])
+
+
+def fp8_cache(cupy: CuPy) -> None:
+    case, lengths = sanitize.FP8_CACHES[0]
+    sanitize.attend_fp8(cupy, make_fp8(np, case, np.array(lengths)))
+
+
+def merges(cupy: CuPy) -> None:
+    sanitize.merge_states(cupy, 2, "bfloat16", in_place=False)
+
+
+def rows_into_caches(cupy: CuPy) -> None:
+    for form in ("slots", "requests, rotated"):
+        sanitize.append_rows(cupy, form)
+    sanitize.quantize_rows(cupy, "bfloat16")
+
+
+def logits(cupy: CuPy) -> None:
+    sanitize.score_sequence(cupy)
+    sanitize.score_pages(cupy, 1)
+
+
+CALLS = (
+    few_queries,
+    many_heads,
+    small_pages,
+    ragged_queries,
+    fp8_cache,
+    merges,
+    rows_into_caches,
+    logits,
+)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_kernels_on_the_cpu(call: Callable[[CuPy], None], cupy: CuPy) -> None:
+    call(cupy)
+
+
+@pytest.mark.exhaustive
+def test_all_that_compute_sanitizer_is_shown(cupy: CuPy) -> None:
+    sanitize.run_calls(cupy, sanitize.grid(MULTIPROCESSORS), edits=False)
