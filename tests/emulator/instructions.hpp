@@ -243,6 +243,10 @@ template <>
 void wgmma_m64n256k16_async<Bf16>(float (&d)[128], const u32* a, u64 b) { multiply(d, host::kBf16, a, b, true, true); }
 template <>
 void wgmma_m64n256k16_async<Fp16>(float (&d)[128], const u32* a, u64 b) { multiply(d, host::kFp16, a, b, true, true); }
+template <typename T>
+void wgmma_values_async(float (&d)[32], const u32* a, u64 b) { multiply(d, kType<T>, a, b, true, true); }
+template <typename T>
+void wgmma_values_async(float (&d)[64], const u32* a, u64 b) { multiply(d, kType<T>, a, b, true, true); }
 template <typename T, bool kTransposedA>
 void wgmma_m64n16k16_async(float (&d)[8], u64 a, u64 b, bool accumulate) {
   multiply(d, 16, kType<T>, a, kTransposedA, b, false, accumulate);

@@ -188,6 +188,51 @@ __device__ __forceinline__ void wgmma_m64n256k16_async<Fp16>(float (&d)[128], co
 }
 
 // PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
+// D (64 x 64) += A (64 x 16) B (16 x 64); A in registers, B in shared memory, contiguous in N.
+template <typename T>
+__device__ __forceinline__ void wgmma_values_async(float (&d)[32], const u32* a, u64 b) {
+  if constexpr (kIsBf16<T>)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" CUMLA_D32 "}, {%32, %33, %34, %35}, %36, "
+        "1, 1, 1, 1;"
+        : CUMLA_D32_OPERANDS
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+        : "memory");
+  else
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" CUMLA_D32 "}, {%32, %33, %34, %35}, %36, "
+        "1, 1, 1, 1;"
+        : CUMLA_D32_OPERANDS
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+        : "memory");
+}
+
+// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
+// D (64 x 128) += A (64 x 16) B (16 x 128); A in registers, B in shared memory, contiguous in N.
+template <typename T>
+__device__ __forceinline__ void wgmma_values_async(float (&d)[64], const u32* a, u64 b) {
+  if constexpr (kIsBf16<T>)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" CUMLA_D64 "}, {%64, %65, %66, %67}, %68, "
+        "1, 1, 1, 1;"
+        : CUMLA_D64_OPERANDS
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+        : "memory");
+  else
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" CUMLA_D64 "}, {%64, %65, %66, %67}, %68, "
+        "1, 1, 1, 1;"
+        : CUMLA_D64_OPERANDS
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+        : "memory");
+}
+
+template <typename T>
+__device__ __forceinline__ void wgmma_values_async(float (&d)[128], const u32* a, u64 b) {
+  wgmma_m64n256k16_async<T>(d, a, b);
+}
+
+// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
 // D (64 x 16) = A (64 x 16) B^T (16 x 16) + (accumulate ? D : 0); both in shared memory, B contiguous in K, A
 // contiguous in K or, with kTransposedA, in M.
 template <typename T, bool kTransposedA>

@@ -38,7 +38,7 @@ __device__ __forceinline__ Run find_run(int place, Run (&edges)[kScheduleWarps][
 }
 
 struct RaggedScheduleParams {
-  const int* qo_indptr;  // [batch + 1]
+  const int* qo_indptr;  // [batch + 1]; nullptr: each request has q_len tokens
   i64 qo_indptr_stride;  // elements, as of the others
   const int* kv_lens;    // [batch]
   i64 kv_lens_stride;
@@ -59,6 +59,7 @@ struct RaggedScheduleParams {
   int piece_cost;  // of a piece, in blocks: to be stored, counted and joined
   int min_blocks;  // no cut is closer to an end of its tile
   int min_share;   // cost of a share, at least
+  int q_len, unused;
 };
 
 // The query tokens of a request. Whatever qo_indptr holds, they lie in q.
@@ -66,6 +67,12 @@ struct Queries {
   int begin, count, tiles;
 
   __device__ __forceinline__ Queries(const RaggedScheduleParams& p, int request) {
+    if (p.qo_indptr == nullptr) {
+      begin = request * p.q_len;
+      count = p.q_len;
+      tiles = (static_cast<i64>(count) * p.heads_per_group + kRowTile - 1) / kRowTile;
+      return;
+    }
     begin = min(max(p.qo_indptr[request * p.qo_indptr_stride], 0), p.total_tokens);
     // Limited before it is subtracted: any 32 bits may stand there.
     const int end = min(max(p.qo_indptr[(request + 1) * p.qo_indptr_stride], begin), p.total_tokens);

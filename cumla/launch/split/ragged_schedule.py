@@ -27,25 +27,25 @@ SPECS = (
     ),
 )
 
-_PARAMS = struct.Struct("<QqQqQqQQQ12i")
+_PARAMS = struct.Struct("<QqQqQqQQQ14i")
 
 
 def ragged_schedule_launch(
     key: RaggedKey,
     buffer: int,
-    qo_indptr: ArrayView,
+    qo_indptr: ArrayView | None,
     kv_lens: ArrayView,
     kv_indptr: ArrayView | None,
 ) -> Launch:
     """Describe how to compute the schedule for these int32 lengths into the plan's buffer.
 
-    `qo_indptr` is ``(batch + 1,)``, `kv_lens` ``(batch,)``; `kv_indptr` is ``(batch + 1,)`` where
+    `qo_indptr` is ``(batch + 1,)``, or None where each request has as many tokens as the others, `kv_lens` ``(batch,)``; `kv_indptr` is ``(batch + 1,)`` where
     pages come as a list, and None where they come as a block table.
     """
     layout = key.layout
     values = (
-        qo_indptr.ptr,
-        qo_indptr.strides[0] // 4,
+        0 if qo_indptr is None else qo_indptr.ptr,
+        0 if qo_indptr is None else qo_indptr.strides[0] // 4,
         kv_lens.ptr,
         kv_lens.strides[0] // 4,
         0 if kv_indptr is None else kv_indptr.ptr,
@@ -65,5 +65,7 @@ def ragged_schedule_launch(
         piece_cost(key.row_groups),
         MIN_BLOCKS,
         MIN_SHARE,
+        key.total_tokens // key.batch if qo_indptr is None else 0,
+        0,
     )
     return Launch(SPECS[0], (1, 1, 1), _PARAMS, values)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/mha/attention.cu: attention to keys and values in pages."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import log2
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cumla.launch.kernel import Launch
+from cumla.launch.source import KernelSpec
+from cumla.launch.split.division import divisor_of
+from cumla.launch.split.plan import MOST_TOKENS, RaggedKey, filling_parts
+from cumla.launch.tensor_map import TensorMap, paged_kv_map
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView
+
+__all__ = ["SPECS", "MHAArguments", "MHAKey", "attention_launch", "attention_spec"]
+
+_TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
+_COLUMNS = 64  # of a tile
+_TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
+_EMPTY_LSE = -float("inf")
+_LOG2_E = log2(2.718281828459045)
+
+
+def _smem(key_tiles: int, value_tiles: int) -> int:
+    """Count the bytes of SharedLayout."""
+    tile, stages = 64 * 128, 2 if key_tiles + value_tiles > 4 else 4
+    exchange = 2 * 64 * value_tiles * 32 * 4
+    stage = (key_tiles + value_tiles) * tile
+    return key_tiles * tile + stages * stage + exchange + 1536 + 256
+
+
+def _spec(dtype: str, tiles: tuple[int, int], rows: bool) -> KernelSpec:
+    names = (str(64 * tiles[0]), str(64 * tiles[1]))
+    return KernelSpec(
+        stem="attention",
+        package="cumla.cuda.mha",
+        entry="_".join(("attention", dtype, *names, *(["rows"] if rows else []))),
+        function=f"attention<{_TAGS[dtype]}, {tiles[0]}, {tiles[1]}, {str(rows).lower()}>",
+        params="AttentionParams",
+        threads=384,
+        smem_bytes=_smem(*tiles),
+    )
+
+
+_SPECS = {names: _spec(*names) for names in product(_TAGS, _TILES, (False, True))}
+SPECS = tuple(_SPECS.values())
+
+
+class MHAArguments(NamedTuple):
+    """Checked views of one call: queries (tokens, num_heads, columns), caches as pages."""
+
+    q: ArrayView
+    k: ArrayView  # (num_pages, page_size, num_kv_heads, columns)
+    v: ArrayView
+    pages: ArrayView  # (batch, max_pages) int32, or a list (pages,)
+    sinks: ArrayView | None  # (num_heads,) float32
+    softmax_scale: float
+    softcap: float  # 0: none
+    window: tuple[int, int]  # left, right; -1: unbounded
+
+
+@dataclass(frozen=True)
+class MHAKey(RaggedKey):
+    """The shape for which a plan of :func:`cumla.attention` is made."""
+
+    batch: int
+    total_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int
+    dtype: str
+    causal: bool
+    q_len: int  # of each request; 0 where qo_indptr tells
+    device: int | None
+    sm_count: int
+
+    @property
+    def tiles(self) -> int:
+        """Thread blocks that work on the same part: those of each kv head."""
+        return self.num_kv_heads
+
+    @property
+    def row_tiles(self) -> int:
+        """Thread blocks that share the row tile at each place of the schedule."""
+        return 1
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of a value."""
+        return self.head_dim_v
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether the kernel has L2 fetch blocks before it loads them."""
+        return False
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of 16 rows of a thread block."""
+        return 4
+
+    @cached_property
+    def parts(self) -> int:
+        """Shares into which the KV blocks are dealt."""
+        return filling_parts(self.tiles, self.sm_count)
+
+    @cached_property
+    def kernel_tiles(self) -> tuple[int, int]:
+        """Tiles of 64 columns, of keys and of values, in the kernel that serves these widths."""
+        needed = -(-self.head_dim // _COLUMNS), self.head_dim_v // _COLUMNS
+        return next(t for t in _TILES if t[0] >= needed[0] and t[1] == needed[1])
+
+
+def attention_spec(key: MHAKey) -> KernelSpec:
+    """Look up the kernel of a shape."""
+    return _SPECS[key.dtype, key.kernel_tiles, key.form == "rows"]
+
+
+_PARAMS = struct.Struct("<128s128s29q14i3f4Iifi56x")
+
+
+def attention_launch(
+    key: MHAKey, buffer: int, arguments: MHAArguments, out: ArrayView, lse: ArrayView
+) -> Launch:
+    """Describe how to attend to the blocks of every part.
+
+    `buffer` is the address of the plan's buffer, which holds a schedule; out is (tokens, num_heads,
+    columns), lse (tokens, num_heads).
+    """
+    a, layout = arguments, key.layout
+    pages = a.pages
+    if len(pages.shape) == 1:  # a row of a table whose rows are a page apart
+        pages = pages._replace(shape=(1, *pages.shape), strides=(4, 4))
+    values = (
+        *(_map(key, view) for view in (a.k, a.v)),
+        a.k.ptr,
+        *a.k.strides[:3],
+        a.v.ptr,
+        *a.v.strides[:3],
+        a.q.ptr,
+        *a.q.strides[:2],
+        out.ptr,
+        0,
+        *out.strides[:2],
+        lse.ptr,
+        0,
+        lse.strides[1] // 4,
+        lse.strides[0] // 4,
+        pages.ptr,
+        pages.strides[0] // 4,
+        0 if a.sinks is None else a.sinks.ptr,
+        buffer + layout.places,
+        buffer + layout.parts,
+        buffer + layout.tickets,
+        buffer + layout.partial_out,
+        buffer + layout.partial_lse,
+        min(pages.shape[1] * key.page_size, MOST_TOKENS),
+        (pages.shape[0] - 1) * (pages.strides[0] // 4) + pages.shape[1],
+        key.num_places,
+        key.parts,
+        a.k.shape[0],
+        key.page_size,
+        key.box_rows,
+        key.head_dim,
+        key.total_tokens,
+        key.heads_per_group,
+        key.row_groups,
+        key.may_wait,
+        key.causal,
+        *a.window,
+        out.dtype == "float32",
+        a.softmax_scale * _LOG2_E,
+        a.softcap * _LOG2_E,
+        2 * a.softmax_scale / a.softcap * _LOG2_E if a.softcap else 0.0,
+        *divisor_of(key.heads_per_group),
+        *divisor_of(key.page_size),
+        key.batch_invariant,
+        _EMPTY_LSE,
+        0,
+    )
+    return Launch(attention_spec(key), (1, key.parts, key.num_kv_heads), _PARAMS, values)
+
+
+def _map(key: MHAKey, view: ArrayView) -> TensorMap | bytes:
+    if key.form == "rows":
+        return bytes(128)
+    return paged_kv_map(view.ptr, view.dtype, view.shape, view.strides, key.box_rows)
