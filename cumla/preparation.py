@@ -17,6 +17,7 @@ from cumla.launch.indexer import (
     paged_mqa_schedule,
     quantize_fp8,
 )
+from cumla.launch.mha import append_kv_cache
 from cumla.launch.mla import (
     append_cache,
     append_fp8_cache,
@@ -36,7 +37,9 @@ _RAGGED = tuple(s for s in mla_decode.SPECS if s.entry.startswith("mla_attention
 _RAGGED_FP8 = tuple(s for s in mla_decode_fp8.SPECS if s.entry.startswith("mla_attention"))
 _KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "append_indexer_cache": append_indexer_cache.SPECS,
+    "append_kv_cache": append_kv_cache.SPECS,
     "append_mla_cache": append_cache.SPECS + append_fp8_cache.SPECS,
+    "apply_rope": append_kv_cache.SPECS,
     "merge_attention_states": merge_states.SPECS,
     "mla_attention": ragged_schedule.SPECS + _RAGGED + _RAGGED_FP8,
     "mla_decode": (
