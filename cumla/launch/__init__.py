@@ -9,13 +9,7 @@ __all__ = ["KernelSpec", "all_specs"]
 
 
 def all_specs() -> tuple[KernelSpec, ...]:
-    """List every kernel that cumla compiles.
-
-    Returns
-    -------
-    tuple[KernelSpec, ...]
-        In the order of the launchers' modules.
-    """
+    """List every kernel that cumla compiles, in the order of the launchers' modules."""
     from cumla.launch import merge_states
     from cumla.launch.indexer import (
         append_indexer_cache,

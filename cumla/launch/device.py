@@ -27,42 +27,20 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """What the launchers ask of a GPU.
+    """What the launchers ask of a GPU; sizes are in bytes."""
 
-    Attributes
-    ----------
-    name : str
-        As the driver calls it.
-    compute_capability : tuple of int
-        Major and minor number.
-    sm_count : int
-        Streaming multiprocessors.
-    smem_optin : int
-        Most shared memory that a block can ask for, in bytes.
-    l2_bytes : int
-        Size of the L2 cache, in bytes.
-    """
-
-    name: str
-    compute_capability: tuple[int, int]
-    sm_count: int
-    smem_optin: int
-    l2_bytes: int
+    name: str  # as the driver calls it
+    compute_capability: tuple[int, int]  # major and minor number
+    sm_count: int  # streaming multiprocessors
+    smem_optin: int  # most shared memory that a block can ask for
+    l2_bytes: int  # size of the L2 cache
 
 
 @cache
 def import_driver() -> Any:
-    """Import the driver API of cuda.bindings, which makes tensor maps and launches kernels.
+    """Import ``cuda.bindings.driver``, which makes tensor maps and launches kernels.
 
-    Returns
-    -------
-    module
-        The module ``cuda.bindings.driver``.
-
-    Raises
-    ------
-    MissingDependencyError
-        If cuda.bindings is missing.
+    Raise `MissingDependencyError` if cuda.bindings is missing.
     """
     try:
         return import_module("cuda.bindings.driver")
@@ -76,22 +54,8 @@ def import_driver() -> Any:
 def properties(ordinal: int) -> DeviceProperties:
     """Ask the driver what GPU `ordinal` is, once a process.
 
-    Parameters
-    ----------
-    ordinal : int
-        CUDA device number.
-
-    Returns
-    -------
-    DeviceProperties
-        Its properties.
-
-    Raises
-    ------
-    UnsupportedDeviceError
-        If there is no such GPU, or no driver.
-    MissingDependencyError
-        If CuPy is missing.
+    Raise `UnsupportedDeviceError` if there is no such GPU, or no driver, and
+    `MissingDependencyError` if CuPy is missing.
     """
     runtime = import_cupy().cuda.runtime
     try:
@@ -110,24 +74,10 @@ def properties(ordinal: int) -> DeviceProperties:
 
 
 def require_hopper(ordinal: int) -> DeviceProperties:
-    """Refuse a GPU on which the kernels cannot run.
+    """Return what `properties` says of a GPU; refuse one on which the kernels cannot run.
 
-    Code for sm_90a, with wgmma, is code for compute capability 9.0 and for no later one.
-
-    Parameters
-    ----------
-    ordinal : int
-        CUDA device number.
-
-    Returns
-    -------
-    DeviceProperties
-        What `properties` says of it.
-
-    Raises
-    ------
-    UnsupportedDeviceError
-        If it is not of compute capability 9.0.
+    Code for sm_90a, with wgmma, is code for compute capability 9.0 and for no later one:
+    `UnsupportedDeviceError` for others.
     """
     found = properties(ordinal)
     if found.compute_capability != (9, 0):

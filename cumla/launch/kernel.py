@@ -25,59 +25,28 @@ __all__ = ["Launch", "PreparedLaunch", "Relocation", "Template"]
 
 
 class Relocation(NamedTuple):
-    """A field of a parameter struct that depends on where an argument lies.
+    """A field of a parameter struct that depends on where an argument lies."""
 
-    Attributes
-    ----------
-    offset : int
-        Of the field in the struct, in bytes.
-    argument : str
-        Name of the argument.
-    addend : int
-        Bytes from where the argument begins.
-    map : TensorMap or None
-        What to encode with the address; None for the address itself, 64 bits.
-    """
-
-    offset: int
+    offset: int  # of the field in the struct, in bytes
     argument: str
-    addend: int
-    map: TensorMap | None
+    addend: int  # bytes from where the argument begins
+    map: TensorMap | None  # to be encoded with the address; None for the address itself, 64 bits
 
 
 class Launch(NamedTuple):
-    """One launch as data: no GPU, no loaded kernel and no stream is needed to make it.
+    """One launch as data: no GPU, no loaded kernel and no stream is needed to make it."""
 
-    Attributes
-    ----------
-    spec : KernelSpec
-        The kernel, which takes one struct by value; threads and shared memory are its spec's.
-    grid : tuple[int, int, int]
-        Blocks in x, y and z.
-    layout : struct.Struct
-        Memory layout of the parameter struct, padding included.
-    values : tuple
-        The struct's fields in order; a tensor map as :class:`TensorMap`.
-    """
-
+    # The kernel takes one struct by value; threads and shared memory are in its spec.
     spec: KernelSpec
-    grid: tuple[int, int, int]
-    layout: struct.Struct
-    values: tuple[Any, ...]
+    grid: tuple[int, int, int]  # blocks in x, y and z
+    layout: struct.Struct  # of the parameter struct, padding included
+    values: tuple[Any, ...]  # the struct's fields in order; a tensor map as TensorMap
 
     def template(self, device: int, capturing: Callable[[], bool]) -> Template:
         """Load the kernel and pack its parameters, to be completed and launched.
 
-        Parameters
-        ----------
-        device : int
-            CUDA device number.
-        capturing : callable
-            Tells whether the stream is being captured; asked only where the kernel is cold.
-
-        Returns
-        -------
-        Template
+        `capturing` tells whether the stream is being captured; it is asked only where the kernel is
+        cold.
         """
         return Template(load(self.spec, device, capturing=capturing), self)
 
@@ -118,15 +87,7 @@ def _offsets(layout: str) -> tuple[int, ...]:
 
 
 class Template:
-    """A launch with its kernel loaded and its parameters packed, but for some addresses.
-
-    Parameters
-    ----------
-    kernel : LoadedKernel
-        The kernel of `launch`, loaded.
-    launch : Launch
-        What to launch.
-    """
+    """A launch with its kernel loaded and its parameters packed, but for some addresses."""
 
     __slots__ = ("_grid", "_kernel", "_packed", "_relocations")
 
@@ -137,20 +98,7 @@ class Template:
         self._relocations = launch.relocations()
 
     def at(self, addresses: Mapping[str, int], stream: int) -> PreparedLaunch:
-        """Complete the parameters.
-
-        Parameters
-        ----------
-        addresses : mapping
-            Where each argument that the relocations name begins.
-        stream : int
-            CUstream handle.
-
-        Returns
-        -------
-        PreparedLaunch
-            To be called.
-        """
+        """Complete the parameters with the addresses of the arguments that the relocations name."""
         parameters = _buffer_type(len(self._packed)).from_buffer_copy(self._packed)
         for offset, argument, addend, tensor_map in self._relocations:
             address = addresses[argument] + addend
@@ -166,22 +114,11 @@ _pack_address = struct.Struct("<Q").pack_into
 
 
 class PreparedLaunch:
-    """A kernel on one GPU with its packed parameters, grid and stream.
+    """A kernel on one GPU with its packed parameters, grid and stream (a CUstream handle).
 
     Calling it launches; it can be called any number of times, from any thread. The launch may
     overlap the tail of the kernel before it in the stream (programmatic dependent launch): every
     kernel of ours executes ``griddepcontrol.wait`` before it reads or writes memory.
-
-    Parameters
-    ----------
-    kernel : LoadedKernel
-        What to launch; its threads and dynamic shared memory are those of its spec.
-    grid : tuple[int, int, int]
-        Blocks in x, y and z.
-    parameters : ctypes array
-        The struct that the kernel takes.
-    stream : int
-        CUstream handle.
     """
 
     __slots__ = ("_config", "_handle", "_kernel", "_launch", "_owned", "_pointers", "_stream")

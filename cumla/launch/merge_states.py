@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from cumla.core.arrays import ArrayView
 
-__all__ = ["MOST_PARTIALS", "SPECS", "StateViews", "merge_launch", "merge_spec"]
+__all__ = ["MOST_PARTIALS", "SPECS", "StateViews", "merge_launch"]
 
 MOST_PARTIALS = 60  # kMostPartials of the kernel
 # kColumnsOfFew and kColumnsOfMany, of 16 bytes, that a lane takes at once; and how many are few.
@@ -39,24 +39,11 @@ _SPECS = {
 SPECS = tuple(_SPECS.values())
 
 
-def merge_spec(dtype: str) -> KernelSpec:
-    """Choose the kernel for the dtype of the partial results."""
-    return _SPECS[dtype]
-
-
 class StateViews(NamedTuple):
-    """An attention output and its log-sum-exp, on the GPU.
+    """An attention output and its log-sum-exp, on the GPU."""
 
-    Attributes
-    ----------
-    out : ArrayView
-        ``(batch, tokens, heads, head_dim)``, rows contiguous, on 16-byte boundaries.
-    lse : ArrayView
-        ``(batch, tokens, heads)`` float32.
-    """
-
-    out: ArrayView
-    lse: ArrayView
+    out: ArrayView  # (batch, tokens, heads, head_dim), rows contiguous, on 16-byte boundaries
+    lse: ArrayView  # (batch, tokens, heads) float32
 
     @property
     def fields(self) -> tuple[int, ...]:
@@ -76,20 +63,9 @@ def merge_launch(
 ) -> Launch:
     """Describe how to merge partial results, behind what an earlier launch has merged.
 
-    Parameters
-    ----------
-    partials : sequence of StateViews
-        1 to `MOST_PARTIALS` of one shape and dtype.
-    carried : StateViews or None
-        The float32 result of the launch before this one.
-    result : StateViews
-        Where to write; out float32, bfloat16 or float16.
-    log2_of_base : float
-        Binary logarithm of the base of the log-sum-exps.
-
-    Returns
-    -------
-    Launch
+    There are 1 to `MOST_PARTIALS` partials of one shape and dtype. `carried` is the float32 result
+    of the launch before this one; `result` is where to write, out float32, bfloat16 or float16. The
+    log-sum-exps are of the base whose binary logarithm is given.
     """
     first = partials[0].out
     rows = prod(first.shape[:3])
@@ -110,7 +86,7 @@ def merge_launch(
         *(field for partial in partials for field in partial.fields),
         *_NOTHING * (MOST_PARTIALS - len(partials)),
     )
-    spec = merge_spec(first.dtype)
+    spec = _SPECS[first.dtype]
     blocks = -(-rows // (spec.threads >> lanes_log2))
     return Launch(spec, (blocks, 1, 1), _PARAMS, values)
 

@@ -54,55 +54,25 @@ _SMEM_LIMIT = 227 * 1024
 
 @dataclass(frozen=True, slots=True)
 class LoadedKernel:
-    """A kernel that is ready to be launched on one GPU.
+    """A kernel that is ready to be launched on one GPU."""
 
-    Attributes
-    ----------
-    handle : int
-        The ``CUfunction``.
-    spec : KernelSpec
-        What it was made from.
-    device : int
-        CUDA device number.
-    owner : object
-        Keeps the module loaded.
-    """
-
-    handle: int
+    handle: int  # the CUfunction
     spec: KernelSpec
-    device: int
-    owner: object
+    device: int  # CUDA ordinal
+    owner: object  # keeps the module loaded
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
-    """What came out of a compilation without a GPU.
+    """What came out of a compilation without a GPU; sizes are in bytes."""
 
-    Attributes
-    ----------
-    cubin : bytes
-        The ELF image for sm_90a.
-    log : str
-        All that NVRTC and ptxas had to say.
-    registers : int
-        Registers of a thread at launch, before any ``setmaxnreg``.
-    smem : int
-        Shared memory of a block, static and dynamic, in bytes.
-    stack : int
-        Stack frame of a thread, in bytes.
-    spills : int
-        Spill stores and loads, in bytes.
-    remarks : tuple of str
-        The C75xx remarks of ptxas: wgmma serialised, ``setmaxnreg`` ignored, waits injected.
-    """
-
-    cubin: bytes
-    log: str
-    registers: int
-    smem: int
-    stack: int
-    spills: int
-    remarks: tuple[str, ...]
+    cubin: bytes  # the ELF image for sm_90a
+    log: str  # all that NVRTC and ptxas had to say
+    registers: int  # of a thread at launch, before any setmaxnreg
+    smem: int  # of a block, static and dynamic together
+    stack: int  # frame of a thread
+    spills: int  # stores and loads
+    remarks: tuple[str, ...]  # C75xx of ptxas: wgmma serialised, setmaxnreg ignored, waits injected
 
 
 _loaded: dict[tuple[KernelSpec, int], LoadedKernel] = {}
@@ -110,34 +80,14 @@ _loading = threading.Lock()
 
 
 def load(spec: KernelSpec, device: int, *, capturing: Callable[[], bool]) -> LoadedKernel:
-    """Return the kernel on a GPU; compile and load it the first time.
+    """Return the kernel on a GPU, its shared-memory limit set; compile and load it the first time.
 
-    Parameters
-    ----------
-    spec : KernelSpec
-        The kernel.
-    device : int
-        CUDA device number.
-    capturing : callable
-        Tells whether the stream of the call is being captured. Asked only when the kernel is cold.
+    `capturing` tells whether the stream of the call is being captured. It is asked only when the
+    kernel is cold, and then a capture raises `NotPreparedError`.
 
-    Returns
-    -------
-    LoadedKernel
-        Its shared-memory limit is set.
-
-    Raises
-    ------
-    NotPreparedError
-        If the kernel is cold and the stream is being captured.
-    CumlaError
-        If others may write to the folder of ``CUMLA_CUBIN_DIR``.
-    UnsupportedDeviceError
-        If the GPU is not of compute capability 9.0.
-    CompilationError
-        If the kernel does not compile.
-    MissingDependencyError
-        If CuPy or NVRTC is missing.
+    Raise `CumlaError` if others may write to the folder of ``CUMLA_CUBIN_DIR``,
+    `UnsupportedDeviceError` if the GPU is not of compute capability 9.0, `CompilationError` if the
+    kernel does not compile, and `MissingDependencyError` if CuPy or NVRTC is missing.
     """
     kernel = _loaded.get((spec, device))
     return _load_cold(spec, device, capturing) if kernel is None else kernel
@@ -292,10 +242,7 @@ def cache_dir() -> Path:
 def cubin_dir() -> Path | None:
     """Return the folder of kernels compiled ahead of time (``CUMLA_CUBIN_DIR``), or None.
 
-    Raises
-    ------
-    CumlaError
-        If others than this user and root may write to it.
+    Raise `CumlaError` if others than this user and root may write to it.
     """
     from pathlib import Path
 
@@ -325,10 +272,7 @@ def _refuse_if_shared(path: str | Path) -> None:
 def cupy_nvrtc_version() -> tuple[int, int]:
     """Return the version of the NVRTC that CuPy found.
 
-    Raises
-    ------
-    MissingDependencyError
-        If CuPy is missing, or found no NVRTC.
+    Raise `MissingDependencyError` if CuPy is missing, or found no NVRTC.
     """
     nvrtc = import_cupy().cuda.nvrtc
     try:
@@ -341,10 +285,7 @@ def cupy_nvrtc_version() -> tuple[int, int]:
 def bindings_nvrtc_version() -> tuple[int, int]:
     """Return the version of the NVRTC that cuda.bindings found.
 
-    Raises
-    ------
-    MissingDependencyError
-        If cuda.bindings is missing, or found no NVRTC.
+    Raise `MissingDependencyError` if cuda.bindings is missing, or found no NVRTC.
     """
     try:
         from cuda.bindings import nvrtc
@@ -368,25 +309,10 @@ def _first_line(error: Exception) -> str:
 def compile_to_cubin(spec: KernelSpec, *, debug: bool = False) -> CompiledKernel:
     """Compile a kernel for sm_90a; needs NVRTC and no GPU.
 
-    Parameters
-    ----------
-    spec : KernelSpec
-        The kernel.
-    debug : bool
-        Make the debug build, which is held to no budget.
-
-    Returns
-    -------
-    CompiledKernel
-        The cubin and what it uses.
-
-    Raises
-    ------
-    CompilationError
-        If the kernel does not compile, or if it spills registers, has a stack frame, asks for more
-        shared memory than a block can have, or draws one of the C75xx remarks of ptxas.
-    MissingDependencyError
-        If NVRTC or cuda.bindings is missing.
+    Raise `CompilationError` if the kernel does not compile, or if it spills registers, has a stack
+    frame, asks for more shared memory than a block can have, or draws one of the C75xx remarks of
+    ptxas; the debug build is held to no such budget. Raise `MissingDependencyError` if NVRTC or
+    cuda.bindings is missing.
     """
     text = translation_unit(spec, debug=debug)
     cubin, log = _compile(spec, text, (*OPTIONS, "--ptxas-options=-v"))

@@ -46,38 +46,21 @@ _CUDA = "cumla.cuda"  # the kernels of the library, and everybody's headers
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """One compiled entry point of a kernel.
+    """One compiled entry point of a kernel."""
 
-    Attributes
-    ----------
-    stem : str
-        The kernel's file ``<stem>.cu`` in `package`; in ``cumla.cuda`` its launcher is the module
-        of ``cumla.launch`` whose ``SPECS`` hold it, mostly ``cumla/launch/<stem>.py``.
-    entry : str
-        Name of the ``extern "C"`` entry point, for example ``"mla_decode_bf16"``.
-    function : str
-        The device function, or function template with its arguments, that the entry point calls.
-        It is looked up in the namespace of its family, for example ``"mla_decode<Bf16>"``.
-    params : str
-        The struct of the same namespace that the kernel takes by value.
-    threads : int
-        Threads of a block.
-    min_blocks : int
-        Blocks that must fit on a multiprocessor at once; bounds the registers of a thread.
-    smem_bytes : int
-        Dynamic shared memory of a block, in bytes.
-    package : str
-        Where the kernel's file lies, as a dotted name; its headers lie in ``cumla.cuda``. A folder
-        below that is a family: files of ``cumla.cuda.mla`` are of namespace ``cumla::mla``.
-    """
-
+    # The kernel's file <stem>.cu in `package`. In cumla.cuda its launcher is the module of
+    # cumla.launch whose SPECS hold it, mostly cumla/launch/<stem>.py.
     stem: str
-    entry: str
+    entry: str  # name of the extern "C" entry point, such as "mla_decode_bf16"
+    # The device function, or function template with its arguments, that the entry point calls. It
+    # is looked up in the namespace of its family, for example "mla_decode<Bf16>".
     function: str
-    params: str
-    threads: int
-    min_blocks: int = 1
-    smem_bytes: int = 0
+    params: str  # the struct of the same namespace that the kernel takes by value
+    threads: int  # of a block
+    min_blocks: int = 1  # that must fit on a multiprocessor at once; bounds a thread's registers
+    smem_bytes: int = 0  # dynamic shared memory of a block
+    # Where the kernel's file lies, as a dotted name; its headers lie in cumla.cuda. A folder below
+    # that is a family: files of cumla.cuda.mla are of namespace cumla::mla.
     package: str = _CUDA
 
     @property
@@ -110,24 +93,10 @@ def _path_in(package: str, name: str) -> str:
 
 
 def translation_unit(spec: KernelSpec, *, debug: bool = False) -> str:
-    """Write the text that the compiler sees for one kernel.
+    """Write the text that the compiler sees: a kernel's file, with our headers, and its entry.
 
-    Parameters
-    ----------
-    spec : KernelSpec
-        The kernel.
-    debug : bool
-        Define ``CUMLA_DEBUG``: waits trap after a time limit instead of hanging.
-
-    Returns
-    -------
-    str
-        The kernel's file with our headers written out, then the entry point.
-
-    Raises
-    ------
-    CompilationError
-        If the kernel's file or one of its headers is missing.
+    `debug` defines ``CUMLA_DEBUG``: waits trap after a time limit instead of hanging. Raise
+    `CompilationError` if the kernel's file or one of its headers is missing.
     """
     return f"{_body(spec, debug)}\n{_entry_point(spec)}"
 
@@ -202,15 +171,7 @@ _LINE = re.compile(r'#line (\d+) "([^"]*)"')
 def strip_comments(text: str) -> str:
     """Take comments, ``#line`` directives, blank lines and spaces at line ends out of CUDA text.
 
-    Parameters
-    ----------
-    text : str
-        C++ text; literals are respected.
-
-    Returns
-    -------
-    str
-        What is left: two texts that differ only in what was taken out give the same one.
+    Literals are respected. Two texts that differ only in what was taken out give the same one.
     """
     bare = _TOKEN.sub(lambda token: token["keep"] or " ", text)
     lines = (line.rstrip() for line in bare.split("\n") if not _LINE.match(line))
@@ -223,17 +184,8 @@ _bare_body = lru_cache(maxsize=4)(strip_comments)  # 20 ms, the same for every k
 def digest(spec: KernelSpec, *, debug: bool = False) -> str:
     """Name what a compilation of `spec` depends on, whatever its comments say.
 
-    Parameters
-    ----------
-    spec : KernelSpec
-        The kernel.
-    debug : bool
-        As in `translation_unit`.
-
-    Returns
-    -------
-    str
-        SHA-256, in hexadecimal, of the translation unit without its comments, and of the options.
+    It is the SHA-256, in hexadecimal, of the translation unit without its comments, and of the
+    options.
     """
     text = f"{_bare_body(_body(spec, debug))}\n{strip_comments(_entry_point(spec))}"
     import hashlib
@@ -250,24 +202,11 @@ _ERROR = re.compile(r"^(.+?)\((\d+)\): (?:catastrophic |fatal )?error\b", re.MUL
 
 
 def error_excerpt(text: str, log: str, *, around: int = 3, most: int = 5) -> str:
-    """Show the source lines that a compiler's log complains about.
+    """Show the source lines of a translation unit that a compiler's log complains about.
 
-    Parameters
-    ----------
-    text : str
-        The translation unit.
-    log : str
-        The compiler's log.
-    around : int
-        Lines to show before and after each error.
-    most : int
-        Errors to show.
-
-    Returns
-    -------
-    str
-        Numbered lines of the files that the errors are in, the lines in error marked with ``>``;
-        empty if the log names no line of the text.
+    These are numbered lines of the files that the first `most` errors are in, with `around` lines
+    before and after each, the lines in error marked with ``>``; empty if the log names no line of
+    the text.
     """
     files: dict[str, dict[int, str]] = {}
     name, number = "", 0

@@ -14,34 +14,16 @@ __all__ = ["TensorMap", "paged_kv_map"]
 
 
 class TensorMap(NamedTuple):
-    """Arguments of ``cuTensorMapEncodeTiled``; axes are listed innermost first.
+    """Arguments of ``cuTensorMapEncodeTiled``; axes are listed innermost first."""
 
-    Attributes
-    ----------
-    name : str
-        Argument that an error message names.
-    ptr : int
-        Address of the array, a multiple of 16.
-    kind : str
-        The driver's name of the element type, such as ``"BFLOAT16"``.
-    sizes : tuple of int
-        Extents in elements. Coordinates outside of them bring zeros.
-    strides : tuple of int
-        Bytes from one element to the next on each axis but the innermost: multiples of 16 below
-        2**40.
-    box : tuple of int
-        Elements of one load on each axis.
-    swizzle : int
-        Width of the swizzle in bytes, or 0 for none.
-    """
-
-    name: str
-    ptr: int
-    kind: str
-    sizes: tuple[int, ...]
+    name: str  # argument that an error message names
+    ptr: int  # a multiple of 16
+    kind: str  # the driver's name of the element type, such as "BFLOAT16"
+    sizes: tuple[int, ...]  # in elements; coordinates outside of them bring zeros
+    # In bytes, of each axis but the innermost: multiples of 16 below 2**40
     strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: int
+    box: tuple[int, ...]  # elements of one load on each axis
+    swizzle: int  # width in bytes, or 0 for none
 
     def encode(self) -> bytes:
         """Return the 128-byte descriptor; the driver's library is needed, and no GPU.
@@ -96,26 +78,11 @@ def paged_kv_map(
 ) -> TensorMap:
     """Describe a paged KV cache; one load brings rows of one head of one page.
 
-    A load is ``box_rows`` rows x 128 bytes, with a swizzle as wide; or, without a swizzle, x 4 of
-    float32, x 164 words (a packed row) or x all columns of uint64.
+    A load is ``box_rows`` rows (at most 256) x 128 bytes, with a swizzle as wide; or, without a
+    swizzle, x 4 of float32, x 164 words of uint32 (a packed row) or x all columns of uint64.
 
-    Parameters
-    ----------
-    ptr : int
-        Address of the cache, a multiple of 16.
-    dtype : str
-        ``"bfloat16"``, ``"float16"``, ``"float8_e4m3fn"``, ``"float32"``, ``"uint32"`` or
-        ``"uint64"``.
-    shape : tuple of int
-        ``(num_pages, page_size, num_kv_heads, columns)``.
-    strides : tuple of int
-        In bytes.
-    box_rows : int
-        Rows of one load, at most 256.
-
-    Returns
-    -------
-    TensorMap
+    `ptr` is a multiple of 16; `shape` is ``(num_pages, page_size, num_kv_heads, columns)``;
+    `strides` are in bytes. `dtype` is one of ``_BOXES``.
     """
     kind, box_columns, swizzle = _BOXES[dtype]
     num_pages, page_size, num_kv_heads, columns = shape

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 from cumla.launch import all_specs
@@ -23,26 +22,22 @@ KNOWN = {
 }
 
 
-def mirrors_in_numpy(launcher: Path) -> bool:
-    """Tell whether a launcher's module has a function of NumPy arrays, as those of schedules do."""
-    functions = ast.parse(launcher.read_text(encoding="utf-8")).body
-    return any(
-        "np.ndarray" in ast.unparse(f.args) for f in functions if isinstance(f, ast.FunctionDef)
-    )
-
-
 def lacks(package: str, stem: str) -> set[str]:
-    """What a kernel does without; its reference is a file named by some of the kernel's words."""
+    """What a kernel does without.
+
+    Its reference is a file named by some of the kernel's words or, of a schedule, the mirror in
+    NumPy beside its tests.
+    """
     family = package.removeprefix("cumla.cuda").replace(".", "/").strip("/")
-    launcher = ROOT / "cumla/launch" / family / f"{stem}.py"
+    tests = ROOT / "tests/launch" / family
     words = set(stem.split("_"))
     references = (ROOT / "cumla/reference" / family).glob("*.py")
     pages = (ROOT / "docs/kernels").glob("*.md")
     there = {
-        "launcher": launcher.is_file(),
+        "launcher": (ROOT / "cumla/launch" / family / f"{stem}.py").is_file(),
         "reference": any(words.issuperset(path.stem.split("_")) for path in references)
-        or (launcher.is_file() and mirrors_in_numpy(launcher)),
-        "test": (ROOT / "tests/launch" / family / f"test_{stem}.py").is_file(),
+        or (tests / f"{stem}_mirror.py").is_file(),
+        "test": (tests / f"test_{stem}.py").is_file(),
         "page": any(stem in path.read_text(encoding="utf-8") for path in pages),
     }
     return {what for what, is_there in there.items() if not is_there}

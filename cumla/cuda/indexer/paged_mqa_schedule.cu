@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Deals the blocks of 64 tokens of all requests out to parts, one for each CTA of paged_mqa_logits, as contiguous
 // ranges. A request costs its blocks and one more, for its query; all parts cost the same, give or take one. Part i
-// begins where the summed cost reaches i / parts of the whole. cumla/launch/indexer/paged_mqa_schedule.py computes the
-// same in NumPy: its oracle. One CTA; a thread has consecutive requests, then some of the parts.
+// begins where the summed cost reaches i / parts of the whole. tests/launch/indexer/paged_mqa_schedule_mirror.py does
+// the same in NumPy, as its oracle. One CTA; a thread has consecutive requests, then some of the parts.
 #include "indexer/paged_mqa_plan.cuh"
 #include "split/scan.cuh"
 #include "ptx/sync.cuh"

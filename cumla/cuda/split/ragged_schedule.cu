@@ -7,7 +7,7 @@
 // cards, one to each part and then the next ones, and what a part gets lies together: so the parts work on neighbouring
 // tiles at the same time, which read the same pages. Where that would leave a part dearer than cutting can cost, parts
 // are equal shares of the summed cost instead, of the tiles in the same order, and cut a tile where one ends.
-// cumla/launch/split/ragged_schedule.py holds the same arithmetic in NumPy, as its oracle.
+// tests/launch/split/ragged_schedule_mirror.py holds the same arithmetic in NumPy, as its oracle.
 #include "split/plan.cuh"
 #include "split/schedule/parts.cuh"
 #include "ptx/sync.cuh"

@@ -14,7 +14,7 @@
 //   shares: equal ones of the summed cost, cut wherever one ends.
 // schedule_invariant, a CTA for every 1024 parts: each request is cut where its own length says, into pieces of a
 // part each.
-// cumla/launch/split/schedule.py holds the same arithmetic in NumPy, as its oracle.
+// tests/launch/split/schedule_mirror.py holds the same arithmetic in NumPy, as its oracle.
 #include "split/schedule/layout.cuh"
 #include "split/schedule/pack.cuh"
 #include "split/schedule/parts.cuh"

@@ -12,12 +12,7 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = [
-    "SPECS",
-    "AppendIndexerArguments",
-    "append_indexer_launch",
-    "append_indexer_spec",
-]
+__all__ = ["SPECS", "AppendIndexerArguments", "append_indexer_launch"]
 
 _THREADS = 128
 _COLUMNS = 16  # that a lane holds
@@ -38,30 +33,13 @@ _SPECS = {
 SPECS = tuple(_SPECS.values())
 
 
-def append_indexer_spec(dtype: str) -> KernelSpec:
-    """Choose the kernel for the dtype of the keys."""
-    return _SPECS[dtype]
-
-
 class AppendIndexerArguments(NamedTuple):
-    """Checked views of one call.
+    """Checked views of one call."""
 
-    Attributes
-    ----------
-    k : ArrayView
-        ``(tokens, head_dim)``, bfloat16, float16 or float32.
-    values : ArrayView
-        ``(num_pages, page_size, head_dim)`` of one byte, page_size a power of two.
-    scales : ArrayView
-        ``(num_pages, page_size)`` float32; may lie in the pages of `values`.
-    slot_mapping : ArrayView
-        ``(tokens,)`` int32 or int64.
-    """
-
-    k: ArrayView
-    values: ArrayView
-    scales: ArrayView
-    slot_mapping: ArrayView
+    k: ArrayView  # (tokens, head_dim), bfloat16, float16 or float32
+    values: ArrayView  # (num_pages, page_size, head_dim) of one byte, page_size a power of two
+    scales: ArrayView  # (num_pages, page_size) float32; may lie in the pages of `values`
+    slot_mapping: ArrayView  # (tokens,) int32 or int64
 
 
 _PARAMS = struct.Struct("<12q4i")
@@ -71,18 +49,9 @@ def append_indexer_launch(
     arguments: AppendIndexerArguments,
     power_of_two_scales: bool,
 ) -> Launch:
-    """Describe how to quantise and write the keys.
+    """Describe how to quantise and write the keys, at least one, of 32, 64 or 128 columns.
 
-    Parameters
-    ----------
-    arguments : AppendIndexerArguments
-        At least one token; head_dim 32, 64 or 128.
-    power_of_two_scales : bool
-        Round scales up to powers of two.
-
-    Returns
-    -------
-    Launch
+    Where `power_of_two_scales`, scales are rounded up to powers of two.
     """
     k, cache, scales, slots = arguments
     tokens, head_dim = k.shape
@@ -105,4 +74,4 @@ def append_indexer_launch(
         power_of_two_scales,
     )
     blocks = -(-tokens // (_THREADS // team))
-    return Launch(append_indexer_spec(k.dtype), (blocks, 1, 1), _PARAMS, fields)
+    return Launch(_SPECS[k.dtype], (blocks, 1, 1), _PARAMS, fields)

@@ -25,29 +25,18 @@ _SMEM_LIMIT = 227 * 1024
 _MOST_STAGES = 32
 _ANNOUNCEMENT_BYTES = 16 + 8
 # Of a ring. What is under way to a multiprocessor hides the way from memory with less; asking for
-# more at first only makes the earliest blocks wait (docs/indexer.md).
+# more at first only makes the earliest blocks wait (docs/history/indexer.md).
 _RING_BYTES = 100 * 1024
 
 
 class LogitsShape(NamedTuple):
-    """One instantiation of struct LogitsShape of the kernels.
+    """One instantiation of struct LogitsShape of the kernels."""
 
-    Attributes
-    ----------
-    heads : int
-        Columns of a query row: its heads, or more.
-    head_dim : int
-        32, 64 or 128.
-    tile : int
-        Columns of one product: 64, 128 or 256.
-    tiles : int
-        Tiles of an item: one, and the two consumers take turns at blocks; or 2 or 4, half of them
-        a consumer's.
-    """
-
-    heads: int
-    head_dim: int
-    tile: int
+    heads: int  # columns of a query row: its heads, or more
+    head_dim: int  # 32, 64 or 128
+    tile: int  # columns of one product: 64, 128 or 256
+    # Tiles of an item: one, and the two consumers take turns at blocks; or 2 or 4, half of them a
+    # consumer's.
     tiles: int
 
     @property
@@ -87,19 +76,10 @@ LOGITS_FIELDS = "8q4i"  # struct LogitsParams
 
 
 def logits_values(q: ArrayView, weights: ArrayView, out: ArrayView, clean: bool) -> tuple[int, ...]:
-    """Pack struct LogitsParams.
+    """Pack struct LogitsParams: the values for `LOGITS_FIELDS`.
 
-    Parameters
-    ----------
-    q, weights, out : ArrayView
-        Checked; axes of `q` end with (num_heads, head_dim).
-    clean : bool
-        Whether -inf is written where nothing is visible.
-
-    Returns
-    -------
-    tuple of int
-        Values for `LOGITS_FIELDS`.
+    The axes of `q` end with (num_heads, head_dim). Where `clean`, -inf is written where nothing is
+    visible.
     """
     return (
         weights.ptr,
@@ -118,22 +98,9 @@ def logits_values(q: ArrayView, weights: ArrayView, out: ArrayView, clean: bool)
 def keys_map(name: str, ptr: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorMap:
     """Describe rows of e4m3 keys; one load brings up to 64 whole rows.
 
-    The swizzle is as wide as a row. Rows after the last one bring zeros.
-
-    Parameters
-    ----------
-    name : str
-        Argument that an error message names.
-    ptr : int
-        Address of the first row, a multiple of 16.
-    shape : tuple of int
-        ``(rows, head_dim)`` or ``(num_pages, page_size, head_dim)``.
-    strides : tuple of int
-        In bytes; multiples of 16 but for the last one, which is 1.
-
-    Returns
-    -------
-    TensorMap
+    The swizzle is as wide as a row. Rows after the last one bring zeros. Errors call the argument
+    `name`; `ptr` is a multiple of 16; `shape` is ``(rows, head_dim)`` or ``(num_pages, page_size,
+    head_dim)``; `strides` are in bytes, multiples of 16 but for the last one, which is 1.
     """
     head_dim, rows, *pages = sizes = shape[::-1]
     box = (head_dim, min(rows, BLOCK_TOKENS) if pages else BLOCK_TOKENS, *(1 for _ in pages))

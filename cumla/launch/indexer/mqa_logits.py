@@ -13,7 +13,7 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = ["MOST_TOKENS", "SPECS", "MQALogitsArguments", "mqa_logits_launch", "mqa_logits_spec"]
+__all__ = ["MOST_TOKENS", "SPECS", "MQALogitsArguments", "mqa_logits_launch"]
 
 MOST_TOKENS = 2**31 - 1  # rows of k: what the int32 numbers of ks and ke can name
 
@@ -35,41 +35,22 @@ def _spec(heads: int, head_dim: int) -> KernelSpec:
     )
 
 
+# The same kernel writes float32 and bfloat16.
 _SPECS = {(heads, dim): _spec(heads, dim) for heads in (8, 16, 32, 64) for dim in (32, 64, 128)}
 SPECS = tuple(_SPECS.values())
 
 
-def mqa_logits_spec(num_heads: int, head_dim: int) -> KernelSpec:
-    """Choose the kernel; the same one writes float32 and bfloat16."""
-    return _SPECS[num_heads, head_dim]
-
-
 class MQALogitsArguments(NamedTuple):
-    """Checked views of one call, as :func:`cumla.mqa_logits` describes the arrays.
+    """Checked views of one call, as :func:`cumla.mqa_logits` describes the arrays."""
 
-    Attributes
-    ----------
-    q : ArrayView
-        ``(seq_len, num_heads, head_dim)`` e4m3, rows on 16-byte boundaries.
-    k : ArrayView
-        ``(seq_len_kv, head_dim)`` e4m3, rows on 16-byte boundaries.
-    k_scale : ArrayView
-        ``(seq_len_kv,)`` float32.
-    weights : ArrayView
-        ``(seq_len, num_heads)`` float32.
-    ks, ke : ArrayView
-        ``(seq_len,)`` int32.
-    out : ArrayView
-        ``(seq_len, seq_len_kv)`` or, compressed, ``(seq_len, max_kv_len)``, float32 or bfloat16,
-        rows contiguous.
-    """
-
-    q: ArrayView
-    k: ArrayView
-    k_scale: ArrayView
-    weights: ArrayView
-    ks: ArrayView
-    ke: ArrayView
+    q: ArrayView  # (seq_len, num_heads, head_dim) e4m3, rows on 16-byte boundaries
+    k: ArrayView  # (seq_len_kv, head_dim) e4m3, rows on 16-byte boundaries
+    k_scale: ArrayView  # (seq_len_kv,) float32
+    weights: ArrayView  # (seq_len, num_heads) float32
+    ks: ArrayView  # (seq_len,) int32
+    ke: ArrayView  # (seq_len,) int32
+    # (seq_len, seq_len_kv) or, compressed, (seq_len, max_kv_len), float32 or bfloat16, rows
+    # contiguous.
     out: ArrayView
 
 
@@ -83,22 +64,10 @@ def mqa_logits_launch(
     clean: bool,
     sm_count: int,
 ) -> Launch:
-    """Describe how to score the tokens that each query row sees.
+    """Describe how to score the tokens that each query row sees, in one thread block an SM.
 
-    Parameters
-    ----------
-    arguments : MQALogitsArguments
-        At least one query row, one token and one column.
-    compressed : bool
-        Whether column c is token ks + c of its row.
-    clean : bool
-        Whether -inf is written where nothing is visible.
-    sm_count : int
-        Multiprocessors of the GPU: thread blocks to launch.
-
-    Returns
-    -------
-    Launch
+    There are at least one query row, one token and one column. Where `compressed`, column c is
+    token ks + c of its row; where `clean`, -inf is written where nothing is visible.
     """
     a = arguments
     values = (
@@ -118,4 +87,4 @@ def mqa_logits_launch(
         0,
     )
     _, num_heads, head_dim = a.q.shape
-    return Launch(mqa_logits_spec(num_heads, head_dim), (sm_count, 1, 1), _PARAMS, values)
+    return Launch(_SPECS[num_heads, head_dim], (sm_count, 1, 1), _PARAMS, values)

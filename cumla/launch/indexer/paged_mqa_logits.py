@@ -58,36 +58,17 @@ def paged_mqa_logits_spec(num_heads: int, head_dim: int, next_n: int) -> KernelS
 
 
 class PagedMQAArguments(NamedTuple):
-    """Checked views of one call, as :func:`cumla.paged_mqa_logits` describes the arrays.
+    """Checked views of one call, as :func:`cumla.paged_mqa_logits` describes the arrays."""
 
-    Attributes
-    ----------
-    q : ArrayView
-        ``(batch, next_n, num_heads, head_dim)`` e4m3, rows on 16-byte boundaries.
-    k_cache : ArrayView
-        ``(num_pages, page_size, head_dim)`` e4m3, rows on 16-byte boundaries.
-    scale_cache : ArrayView
-        ``(num_pages, page_size)`` float32, pages contiguous and on 16-byte boundaries.
-    weights : ArrayView
-        ``(batch * next_n, num_heads)`` float32.
-    kv_lens : ArrayView
-        ``(batch,)`` or ``(batch, next_n)`` int32.
-    block_table : ArrayView
-        ``(batch, max_blocks)`` int32, rows contiguous.
-    buffer : int
-        Address of the plan's buffer.
-    out : ArrayView
-        ``(batch * next_n, max_kv_len)`` float32 or bfloat16, rows contiguous.
-    """
-
-    q: ArrayView
-    k_cache: ArrayView
+    q: ArrayView  # (batch, next_n, num_heads, head_dim) e4m3, rows on 16-byte boundaries
+    k_cache: ArrayView  # (num_pages, page_size, head_dim) e4m3, rows on 16-byte boundaries
+    # (num_pages, page_size) float32, pages contiguous and on 16-byte boundaries.
     scale_cache: ArrayView
-    weights: ArrayView
-    kv_lens: ArrayView
-    block_table: ArrayView
-    buffer: int
-    out: ArrayView
+    weights: ArrayView  # (batch * next_n, num_heads) float32
+    kv_lens: ArrayView  # (batch,) or (batch, next_n) int32
+    block_table: ArrayView  # (batch, max_blocks) int32, rows contiguous
+    buffer: int  # address of the plan's buffer
+    out: ArrayView  # (batch * next_n, max_kv_len) float32 or bfloat16, rows contiguous
 
 
 _PARAMS = struct.Struct(f"<128s{LOGITS_FIELDS}{LENGTHS_FIELDS}8q2i")
@@ -101,18 +82,8 @@ def paged_mqa_logits_launch(
 ) -> Launch:
     """Describe how to score the tokens that each row sees, as the plan's schedule deals them out.
 
-    Parameters
-    ----------
-    key : PagedMQAKey
-        The plan's shape.
-    arguments : PagedMQAArguments
-        At least one request, one page and one column.
-    clean : bool
-        Whether -inf is written where nothing is visible.
-
-    Returns
-    -------
-    Launch
+    There are at least one request, one page and one column. Where `clean`, -inf is written where
+    nothing is visible.
     """
     a = arguments
     num_pages, page_size, _ = a.k_cache.shape

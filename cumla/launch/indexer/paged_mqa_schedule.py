@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of cuda/indexer/paged_mqa_schedule.cu: deals the blocks of all requests out to parts.
-
-:func:`schedule_reference` is the same arithmetic in NumPy: the kernel's oracle.
-"""
+"""Launcher of cuda/indexer/paged_mqa_schedule.cu: deals the blocks of all requests out to parts."""
 
 from __future__ import annotations
 
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
-from cumla.launch.indexer.indexer_shape import BLOCK_TOKENS, MOST_TOKENS
+from cumla.launch.indexer.indexer_shape import MOST_TOKENS
 from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
 
@@ -27,8 +22,6 @@ __all__ = [
     "paged_mqa_schedule_launch",
     "plan_bytes",
     "schedule_bytes",
-    "schedule_reference",
-    "visible_tokens",
 ]
 
 _SPEC = KernelSpec(
@@ -43,30 +36,16 @@ SPECS = (_SPEC,)
 
 
 class PagedMQAKey(NamedTuple):
-    """The shape for which a plan is made.
+    """The shape for which a plan is made."""
 
-    Attributes
-    ----------
-    batch, next_n, num_heads, head_dim : int
-        As in ``q`` (batch, next_n, num_heads, head_dim).
-    page_size : int
-        Tokens of a cache page.
-    max_blocks : int
-        Columns of the block table.
-    per_row_lens : bool
-        Whether each row has a length of its own.
-    num_sms : int
-        Parts to make: thread blocks that score.
-    """
-
-    batch: int
+    batch: int  # q is (batch, next_n, num_heads, head_dim)
     next_n: int
     num_heads: int
     head_dim: int
-    page_size: int
-    max_blocks: int
-    per_row_lens: bool
-    num_sms: int
+    page_size: int  # tokens of a cache page
+    max_blocks: int  # columns of the block table
+    per_row_lens: bool  # whether each row has a length of its own
+    num_sms: int  # parts to make: thread blocks that score
 
     @property
     def most_tokens(self) -> int:
@@ -92,53 +71,6 @@ def kept_lens(key: PagedMQAKey, like: ArrayView, buffer: int) -> ArrayView:
     strides = (4 * key.next_n, 4) if per_row else (4,)
     at = buffer + schedule_bytes(key)
     return like._replace(ptr=at, shape=shape, strides=strides, dtype="int32")
-
-
-def visible_tokens(key: PagedMQAKey, kv_lens: np.ndarray) -> np.ndarray:
-    """Tell how many tokens each row sees.
-
-    Parameters
-    ----------
-    key : PagedMQAKey
-        The plan's shape.
-    kv_lens : numpy.ndarray
-        ``(batch,)`` or ``(batch, next_n)`` integers.
-
-    Returns
-    -------
-    numpy.ndarray
-        ``(batch, next_n)`` int64.
-    """
-    lengths = np.clip(np.asarray(kv_lens, np.int64), 0, MOST_TOKENS)
-    if not key.per_row_lens:
-        lengths = lengths[:, None] - key.next_n + 1 + np.arange(key.next_n)
-    return np.clip(lengths, 0, key.most_tokens)
-
-
-def schedule_reference(key: PagedMQAKey, kv_lens: np.ndarray) -> np.ndarray:
-    """Deal the blocks of all requests out to the parts; the mirror of the kernel.
-
-    Parameters
-    ----------
-    key : PagedMQAKey
-        The plan's shape.
-    kv_lens : numpy.ndarray
-        ``(batch,)`` or ``(batch, next_n)`` integers.
-
-    Returns
-    -------
-    numpy.ndarray
-        ``(num_sms + 1, 2)`` int32: request and block of 64 tokens where each part begins; part i
-        ends where i + 1 begins.
-    """
-    costs = -(-visible_tokens(key, kv_lens).max(axis=1) // BLOCK_TOKENS) + 1
-    ends = np.cumsum(costs)
-    targets = int(ends[-1]) * np.arange(key.num_sms, dtype=np.int64) // key.num_sms
-    requests = np.searchsorted(ends, targets, side="right")
-    bounds = np.array([[key.batch, 0]] * (key.num_sms + 1), np.int32)
-    bounds[:-1, 0] = requests
-    bounds[:-1, 1] = targets - (ends - costs)[requests]
-    return bounds
 
 
 LENGTHS_FIELDS = "3q4i"  # struct ContextLengths
@@ -170,21 +102,9 @@ def paged_mqa_schedule_launch(
 ) -> Launch:
     """Describe how to compute the schedule for these lengths into the plan's buffer.
 
-    Parameters
-    ----------
-    key : PagedMQAKey
-        The plan's shape.
-    kv_lens : ArrayView
-        ``(batch,)`` or ``(batch, next_n)`` int32.
-    buffer : int
-        Address of ``plan_bytes(key)`` bytes, a multiple of 8.
-    keeps_lens : bool
-        Whether the lengths are copied to the buffer, after the schedule; else ``schedule_bytes``
-        are enough.
-
-    Returns
-    -------
-    Launch
+    `kv_lens` are ``(batch,)`` or ``(batch, next_n)`` int32. `buffer` is the address of
+    ``plan_bytes(key)`` bytes, a multiple of 8. Where `keeps_lens`, the lengths are copied there,
+    after the schedule; else ``schedule_bytes`` are enough.
     """
     kept = kept_lens(key, kv_lens, buffer).ptr if keeps_lens else 0
     values = (*lengths_values(key, kv_lens, key.most_tokens), buffer, kept, key.num_sms, 0)

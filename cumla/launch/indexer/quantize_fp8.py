@@ -13,14 +13,7 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = [
-    "MOST_AXES",
-    "MOST_COLUMNS",
-    "SPECS",
-    "merge_axes",
-    "quantize_launch",
-    "quantize_spec",
-]
+__all__ = ["MOST_AXES", "MOST_COLUMNS", "SPECS", "merge_axes", "quantize_launch"]
 
 _OCTET = 8
 _THREADS = 256
@@ -44,27 +37,13 @@ _SPECS = {
 SPECS = tuple(_SPECS.values())
 
 
-def quantize_spec(dtype: str) -> KernelSpec:
-    """Choose the kernel for the dtype of the rows."""
-    return _SPECS[dtype]
-
-
 def merge_axes(
     sizes: tuple[int, ...], *strides: tuple[int, ...]
 ) -> list[tuple[int, tuple[int, ...]]]:
     """Merge the axes of rows that all arrays run through in equal steps.
 
-    Parameters
-    ----------
-    sizes : tuple of int
-        Of every axis but the last one; none of them 0.
-    *strides : tuple of int
-        Of each array, along these axes.
-
-    Returns
-    -------
-    list of (int, tuple of int)
-        Sizes, and the strides of each array, from the outermost axis on.
+    `sizes` are those of every axis but the last one, none of them 0; `strides` are those of each
+    array along these axes. Return sizes, and the strides of each array, from the outermost axis on.
     """
     merged: list[tuple[int, tuple[int, ...]]] = []
     for size, *steps in zip(sizes, *strides, strict=True):
@@ -85,21 +64,11 @@ def quantize_launch(
     scale: ArrayView,
     power_of_two_scales: bool,
 ) -> Launch:
-    """Describe how to quantise the rows of `x`.
+    """Describe how to quantise the rows of `x`, at least one.
 
-    Parameters
-    ----------
-    x, values : ArrayView
-        ``(..., columns)``, columns a multiple of 16 up to `MOST_COLUMNS`; at least one row, of at
-        most `MOST_AXES` axes that do not merge.
-    scale : ArrayView
-        ``(...)`` float32.
-    power_of_two_scales : bool
-        Round scales up to powers of two.
-
-    Returns
-    -------
-    Launch
+    `x` and `values` are ``(..., columns)``, columns a multiple of 16 up to `MOST_COLUMNS`, with at
+    most `MOST_AXES` axes of rows that do not merge; `scale` is ``(...)`` float32. Where
+    `power_of_two_scales`, scales are rounded up to powers of two.
     """
     *lead, columns = x.shape
     axes = merge_axes(tuple(lead), x.strides[:-1], values.strides[:-1], scale.strides)
@@ -119,7 +88,7 @@ def quantize_launch(
         0,
     )
     blocks = -(-rows // (_THREADS >> team_log2))
-    return Launch(quantize_spec(x.dtype), (blocks, 1, 1), _PARAMS, values_of_params)
+    return Launch(_SPECS[x.dtype], (blocks, 1, 1), _PARAMS, values_of_params)
 
 
 _PARAMS = struct.Struct(f"<3q{4 * MOST_AXES}qq4i")

@@ -17,8 +17,6 @@ __all__ = [
     "SPECS",
     "AppendArguments",
     "append_launch",
-    "append_spec",
-    "append_specs",
     "append_values",
 ]
 
@@ -43,66 +41,29 @@ _SPECS = {(dtype, floats): _spec(dtype, floats) for dtype in _TAGS for floats in
 SPECS = tuple(_SPECS.values())
 
 
-def append_specs(dtype: str) -> tuple[KernelSpec, ...]:
-    """List the kernels for caches of one dtype."""
-    return tuple(spec for (of, _), spec in _SPECS.items() if of == dtype)
-
-
-def append_spec(dtype: str, rows_dtype: str) -> KernelSpec:
-    """Choose the kernel for a cache's dtype and that of its new rows, which may be float32."""
-    return _SPECS[dtype, rows_dtype == "float32"]
-
-
 class AppendArguments(NamedTuple):
-    """Checked views of one call, as :func:`cumla.append_mla_cache` describes the arrays.
+    """Checked views of one call, as :func:`cumla.append_mla_cache` describes the arrays."""
 
-    Attributes
-    ----------
-    latent_rows, rope_rows : ArrayView
-        ``(tokens, num_kv_heads, 512)`` and ``(tokens, num_kv_heads, 64)``.
-    latent_cache, rope_cache : ArrayView
-        ``(num_pages, page_size, num_kv_heads, 512)`` and the same with 64.
-    slot_mapping, batch_indices, positions : ArrayView or None
-        ``(tokens,)``.
-    block_table, kv_indices, kv_indptr : ArrayView or None
-        ``(batch, max_pages)``, ``(num_entries,)`` and ``(batch + 1,)``.
-    cos_sin : ArrayView or None
-        ``(max_position, 64)``.
-    q_pe, q_pe_out : ArrayView or None
-        ``(tokens, num_heads, 64)``; both, or neither.
-    dtype : str
-        Of all that has 16 bits.
-    scales : ArrayView or None
-        Of an e4m3 cache with a scale for 128 columns: ``(num_pages, page_size, num_kv_heads, 4)``.
-    kv_scale : ArrayView or None
-        Of an e4m3 cache with one scale, where that is an array: one float32.
-    power_of_two_scales : bool
-        Whether `scales` are rounded up to powers of two.
-    scale_number : float
-        Of an e4m3 cache with one scale, where that is no array.
-    interleaved : bool
-        Which columns a rotation pairs.
-    """
-
-    latent_rows: ArrayView
-    rope_rows: ArrayView
-    latent_cache: ArrayView
-    rope_cache: ArrayView
-    slot_mapping: ArrayView | None
+    latent_rows: ArrayView  # (tokens, num_kv_heads, 512)
+    rope_rows: ArrayView  # (tokens, num_kv_heads, 64)
+    latent_cache: ArrayView  # (num_pages, page_size, num_kv_heads, 512)
+    rope_cache: ArrayView  # the same with 64
+    slot_mapping: ArrayView | None  # (tokens,), as the next two
     batch_indices: ArrayView | None
     positions: ArrayView | None
-    block_table: ArrayView | None
-    kv_indices: ArrayView | None
-    kv_indptr: ArrayView | None
-    cos_sin: ArrayView | None
-    q_pe: ArrayView | None
-    q_pe_out: ArrayView | None
-    dtype: str
+    block_table: ArrayView | None  # (batch, max_pages)
+    kv_indices: ArrayView | None  # (num_entries,)
+    kv_indptr: ArrayView | None  # (batch + 1,)
+    cos_sin: ArrayView | None  # (max_position, 64)
+    q_pe: ArrayView | None  # (tokens, num_heads, 64)
+    q_pe_out: ArrayView | None  # the same; both, or neither
+    dtype: str  # of all that has 16 bits
+    # Of an e4m3 cache with a scale for 128 columns: (num_pages, page_size, num_kv_heads, 4).
     scales: ArrayView | None
-    kv_scale: ArrayView | None
-    power_of_two_scales: bool
-    scale_number: float
-    interleaved: bool
+    kv_scale: ArrayView | None  # of an e4m3 cache with one scale, where it is an array: one float32
+    power_of_two_scales: bool  # whether `scales` are rounded up to powers of two
+    scale_number: float  # of an e4m3 cache with one scale, where that is no array
+    interleaved: bool  # which columns a rotation pairs
 
 
 PARAMS_FORMAT = "<6q8q9q3q3q2q6q8q2i"
@@ -110,19 +71,9 @@ _PARAMS = struct.Struct(PARAMS_FORMAT)
 
 
 def append_launch(arguments: AppendArguments) -> Launch:
-    """Describe how to write the rows, and to rotate the queries if there are any.
-
-    Parameters
-    ----------
-    arguments : AppendArguments
-        At least one token.
-
-    Returns
-    -------
-    Launch
-    """
+    """Describe how to write rows, at least one, and to rotate the queries if there are any."""
     grid, values = append_values(arguments)
-    spec = append_spec(arguments.dtype, arguments.latent_rows.dtype)
+    spec = _SPECS[arguments.dtype, arguments.latent_rows.dtype == "float32"]
     return Launch(spec, grid, _PARAMS, values)
 
 

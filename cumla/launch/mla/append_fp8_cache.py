@@ -13,7 +13,7 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.launch.mla.append_cache import AppendArguments
 
-__all__ = ["SPECS", "append_fp8_launch", "append_fp8_spec", "append_fp8_specs"]
+__all__ = ["SPECS", "append_fp8_launch"]
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _SPECS = {
@@ -32,30 +32,13 @@ _SPECS = {
 SPECS = tuple(_SPECS.values())
 
 
-def append_fp8_specs(dtype: str) -> tuple[KernelSpec, ...]:
-    """List the kernels for 16-bit arrays of one dtype."""
-    return tuple(spec for (of, _), spec in _SPECS.items() if of == dtype)
-
-
-def append_fp8_spec(dtype: str, rows_dtype: str) -> KernelSpec:
-    """Choose the kernel for the dtype of 16-bit arrays and that of the rows, maybe float32."""
-    return _SPECS[dtype, rows_dtype == "float32"]
-
-
 _PARAMS = struct.Struct(f"{PARAMS_FORMAT}5qf3i")
 
 
 def append_fp8_launch(arguments: AppendArguments) -> Launch:
-    """Describe how to quantise and write the rows, and to rotate the queries if there are any.
+    """Describe how to quantise and write rows, and to rotate the queries if there are any.
 
-    Parameters
-    ----------
-    arguments : AppendArguments
-        At least one token; the latent cache of one byte.
-
-    Returns
-    -------
-    Launch
+    There is at least one row, and the latent cache is of one byte.
     """
     grid, values = append_values(arguments)
     scales = arguments.scales
@@ -68,5 +51,5 @@ def append_fp8_launch(arguments: AppendArguments) -> Launch:
         arguments.power_of_two_scales,
         0,
     )
-    spec = append_fp8_spec(arguments.dtype, arguments.latent_rows.dtype)
+    spec = _SPECS[arguments.dtype, arguments.latent_rows.dtype == "float32"]
     return Launch(spec, grid, _PARAMS, fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cumla.launch.mla.mla_decode import decode_launch, form_of, ragged_spec, variant_spec
+from cumla.launch.mla.mla_decode import decode_launch, form_of, variant_spec
 from cumla.launch.mla.mla_decode_fp8 import decode_fp8_launch
 from cumla.launch.mla.mla_decode_swapped import swapped_spec
 from cumla.launch.mla.shape import VARIANTS
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cumla.launch.mla.shape import MLADecodeKey
     from cumla.launch.source import KernelSpec
 
-__all__ = ["attend_launch", "decode_spec", "decode_specs", "form_specs"]
+__all__ = ["attend_launch", "decode_spec", "decode_specs"]
 
 
 def decode_spec(key: MLADecodeKey, form: str | None = None) -> KernelSpec:
@@ -29,11 +29,6 @@ def decode_spec(key: MLADecodeKey, form: str | None = None) -> KernelSpec:
 def decode_specs(dtype: str, page_size: int) -> tuple[KernelSpec, ...]:
     """List the kernels of one dtype and page size, for caches in one array."""
     return tuple(_spec(dtype, variant, page_form(page_size)) for variant in VARIANTS)
-
-
-def form_specs(dtype: str, form: str) -> tuple[KernelSpec, ...]:
-    """List the kernels of one dtype and form, that for ragged queries included."""
-    return (*(_spec(dtype, variant, form) for variant in VARIANTS), ragged_spec(dtype, form))
 
 
 def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
@@ -47,20 +42,8 @@ def attend_launch(
 ) -> Launch:
     """Describe how to attend, by the kernel for the key and for how the arrays lie.
 
-    Parameters
-    ----------
-    key : MLADecodeKey
-        The plan's shape.
-    buffer : int
-        Address of the plan's buffer, which holds a schedule.
-    arguments : DecodeArguments
-        Checked.
-    out, lse : ArrayView
-        As :func:`cumla.mla_decode` describes them.
-
-    Returns
-    -------
-    Launch
+    `buffer` is the address of the plan's buffer, which holds a schedule; `out` and `lse` are as
+    :func:`cumla.mla_decode` describes them.
     """
     if key.cache == "e4m3":
         return decode_fp8_launch(key, buffer, arguments, out, lse)

@@ -32,21 +32,9 @@ def attention_launch(
 ) -> Launch:
     """Describe how to attend to the blocks of every part; split tiles go to the plan's buffer.
 
-    Parameters
-    ----------
-    key : MLAAttentionKey
-        The plan's shape.
-    buffer : int
-        Address of the plan's buffer, which holds a schedule.
-    arguments : Arguments
-        Checked: q and q_rope ``(total_tokens, num_heads, columns)``, block_table ``(batch,
-        max_pages)`` or the list of pages ``(pages,)``.
-    out, lse : ArrayView
-        ``(total_tokens, num_heads, 512)`` and ``(total_tokens, num_heads)``.
-
-    Returns
-    -------
-    Launch
+    `buffer` is its address; it holds a schedule. q and q_rope are ``(total_tokens, num_heads,
+    columns)``, block_table is ``(batch, max_pages)`` or the list of pages ``(pages,)``; `out` is
+    ``(total_tokens, num_heads, 512)`` and `lse` ``(total_tokens, num_heads)``.
     """
     pages = arguments.block_table
     if len(pages.shape) == 1:  # a row of a table whose rows are a page apart

@@ -35,75 +35,52 @@ __all__ = [
 
 
 class DecodeArguments(NamedTuple):
-    """Checked views of one call: latent and RoPE columns apart, those of the cache with heads.
+    """Checked views of one call: latent and RoPE columns apart, those of the cache with heads."""
 
-    Attributes
-    ----------
-    q, q_rope : ArrayView
-        ``(batch, q_len, num_heads, 512)`` and 64; of ragged queries without the first axis.
-    kv_cache, kv_rope : ArrayView
-        ``(num_pages, page_size, num_kv_heads, 512)`` and 64, of the query's dtype or of
-        float8_e4m3fn; beside e4m3 latent columns the RoPE ones may be of the query's dtype.
-    block_table : ArrayView
-        ``(batch, max_pages)`` int32; of ragged queries maybe a list of pages, ``(pages,)``.
-    kv_scales : ArrayView or None
-        ``(num_pages, page_size, num_kv_heads, 4)`` float32: factors of 128 latent columns each.
-    kv_scale : ArrayView or float
-        Factor of all other e4m3 columns.
-    softmax_scale : float
-        Factor of the scores.
-    causal : bool
-        Bottom-right causal mask.
-    empty_lse : float
-        Log-sum-exp of a row that sees nothing: an infinity.
-    """
-
-    q: ArrayView
-    q_rope: ArrayView
+    q: ArrayView  # (batch, q_len, num_heads, 512); of ragged queries without the first axis
+    q_rope: ArrayView  # the same with 64 columns
+    # (num_pages, page_size, num_kv_heads, 512) and 64, of the query's dtype or of float8_e4m3fn;
+    # beside e4m3 latent columns the RoPE ones may be of the query's dtype.
     kv_cache: ArrayView
     kv_rope: ArrayView
-    block_table: ArrayView
+    block_table: ArrayView  # (batch, max_pages) int32; of ragged queries maybe a list, (pages,)
+    # (num_pages, page_size, num_kv_heads, 4) float32: factors of 128 latent columns each.
     kv_scales: ArrayView | None
-    kv_scale: ArrayView | float
-    softmax_scale: float
-    causal: bool
-    empty_lse: float = -inf
+    kv_scale: ArrayView | float  # factor of all other e4m3 columns
+    softmax_scale: float  # factor of the scores
+    causal: bool  # bottom-right causal mask
+    empty_lse: float = -inf  # log-sum-exp of a row that sees nothing: an infinity
 
 
 TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
 
 
+_RAGGED = "ragged"  # the variant for queries of different lengths
+
+
 def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
-    shared_blocks = str(variant == "shared_blocks").lower()
-    suffixes = (name for name in (variant, form) if name not in ("one_tile", "pages"))
+    name = "mla_attention" if variant == _RAGGED else "mla_decode"
+    shared_blocks = str(variant != "one_tile").lower()
+    tile = ", RaggedTile" if variant == _RAGGED else ""
+    suffixes = (tag for tag in (variant, form) if tag not in (_RAGGED, "one_tile", "pages"))
     return KernelSpec(
         stem="mla_decode",
         package="cumla.cuda.mla",
-        entry="_".join(("mla_decode", dtype, *suffixes)),
-        function=f"mla_decode<{TAGS[dtype]}, {shared_blocks}, {FORM_TAGS[form]}>",
+        entry="_".join((name, dtype, *suffixes)),
+        function=f"mla_decode<{TAGS[dtype]}, {shared_blocks}, {FORM_TAGS[form]}{tile}>",
         params="MlaDecodeParams",
         threads=384,
         smem_bytes=232160,
     )
 
 
-def _ragged_spec(dtype: str, form: str) -> KernelSpec:
-    suffixes = () if form == "pages" else (form,)
-    return KernelSpec(
-        stem="mla_decode",
-        package="cumla.cuda.mla",
-        entry="_".join(("mla_attention", dtype, *suffixes)),
-        function=f"mla_decode<{TAGS[dtype]}, true, {FORM_TAGS[form]}, RaggedTile>",
-        params="MlaDecodeParams",
-        threads=384,
-        smem_bytes=232160,
-    )
-
-
-_SPECS = {names: _spec(*names) for names in product(TAGS, VARIANTS[1:], PAGE_FORMS)}
-_RAGGED_SPECS = {names: _ragged_spec(*names) for names in product(TAGS, PAGE_FORMS)}
-SPECS = (*_SPECS.values(), *_RAGGED_SPECS.values())
+_SPECS = {
+    names: _spec(*names)
+    for variants in (VARIANTS[1:], (_RAGGED,))
+    for names in product(TAGS, variants, PAGE_FORMS)
+}
+SPECS = tuple(_SPECS.values())
 
 
 def variant_spec(dtype: str, variant: str, form: str) -> KernelSpec:
@@ -113,24 +90,11 @@ def variant_spec(dtype: str, variant: str, form: str) -> KernelSpec:
 
 def ragged_spec(dtype: str, form: str) -> KernelSpec:
     """Look up the kernel for queries of different lengths."""
-    return _RAGGED_SPECS[dtype, form]
+    return _SPECS[dtype, _RAGGED, form]
 
 
 def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: DecodeArguments) -> str:
-    """Tell in which form a cache's pages come: whole ones need all columns in one array.
-
-    Parameters
-    ----------
-    key : MLADecodeKey or MLAAttentionKey
-        Of the call.
-    arguments : Arguments
-        Checked.
-
-    Returns
-    -------
-    str
-        One of PAGE_FORMS.
-    """
+    """Tell which of PAGE_FORMS serves a cache: whole pages need all columns in one array."""
     apart = _rope_is_apart(arguments.kv_cache, arguments.kv_rope)
     return "boxes" if key.form == "pages" and apart else key.form
 
@@ -156,22 +120,9 @@ def decode_launch(
 ) -> Launch:
     """Describe how to attend to the blocks of every part; split requests go to the plan's buffer.
 
-    Parameters
-    ----------
-    spec : KernelSpec
-        The kernel for the key, for the form of these arrays.
-    key : MLADecodeKey or MLAAttentionKey
-        The plan's shape.
-    buffer : int
-        Address of the plan's buffer, which holds a schedule.
-    arguments : Arguments
-        Checked.
-    out, lse : ArrayView
-        As :func:`cumla.mla_decode` describes them.
-
-    Returns
-    -------
-    Launch
+    `spec` is the kernel for the key and for the form of these arrays; `buffer` is the address of
+    the plan's buffer, which holds a schedule; `out` and `lse` are as :func:`cumla.mla_decode`
+    describes them.
     """
     maps = _maps(key, form_of(key, arguments), arguments.kv_cache, arguments.kv_rope)
     values = (*maps, *decode_values(key, buffer, arguments, out, lse))
@@ -188,10 +139,7 @@ def decode_values(
 ) -> tuple[Any, ...]:
     """List what the kernel is told behind the tensor maps; parameters as for decode_launch.
 
-    Returns
-    -------
-    tuple
-        In the order of ``MlaDecodeParams``, with which ``MlaDecodeFp8Params`` begins, too.
+    The order is that of ``MlaDecodeParams``, with which ``MlaDecodeFp8Params`` begins, too.
     """
     block_table, layout = arguments.block_table, key.layout
     columns = (arguments.kv_cache, arguments.kv_rope, arguments.q, arguments.q_rope)

@@ -67,20 +67,10 @@ _FORMS = {spec: form for (_, _, form), spec in _SPECS.items()}
 
 
 def fp8_spec(key: MLADecodeKey | MLAAttentionKey, grouped: bool, lies: str = "plain") -> KernelSpec:
-    """Look up the kernel of a shape.
+    """Look up the kernel of a shape whose cache holds e4m3 numbers.
 
-    Parameters
-    ----------
-    key : MLADecodeKey or MLAAttentionKey
-        Of a cache of e4m3 numbers.
-    grouped : bool
-        Each token has a scale for each 128 of its latent columns.
-    lies : str
-        One of LIES, as :func:`how_it_lies` tells.
-
-    Returns
-    -------
-    KernelSpec
+    Where `grouped`, each token has a scale for each 128 of its latent columns. `lies` is one of
+    LIES, as :func:`how_it_lies` tells.
     """
     shape = key.row_tile if isinstance(key, MLADecodeKey) else _RAGGED
     return _SPECS[shape, grouped, _form_of(key, grouped, lies)]
@@ -101,19 +91,10 @@ def fp8_specs(key: MLADecodeKey | MLAAttentionKey) -> tuple[KernelSpec, ...]:
 
 
 def how_it_lies(arguments: DecodeArguments) -> str:
-    """Tell what a cache's addresses and strides have to say about its loading.
+    """Tell which of LIES a cache's addresses and strides amount to.
 
-    Parameters
-    ----------
-    arguments : Arguments
-        Checked.
-
-    Returns
-    -------
-    str
-        One of LIES: ``"packed"`` for rows of 656 bytes, in one array or in views of it;
-        ``"broadcast"`` where tokens share memory by strides of 0, which a tensor map need not take;
-        ``"plain"`` else.
+    ``"packed"`` is for rows of 656 bytes, in one array or in views of it; ``"broadcast"`` is where
+    tokens share memory by strides of 0, which a tensor map need not take; ``"plain"`` is the rest.
     """
     latent, rope, scales = arguments.kv_cache, arguments.kv_rope, arguments.kv_scales
     if any(
@@ -142,21 +123,9 @@ def decode_fp8_launch(
 ) -> Launch:
     """Describe how to attend to the blocks of every part; split requests go to the plan's buffer.
 
-    Parameters
-    ----------
-    key : MLADecodeKey or MLAAttentionKey
-        The plan's shape.
-    buffer : int
-        Address of the plan's buffer, which holds a schedule.
-    arguments : Arguments
-        Checked. Of ragged queries as :func:`cumla.launch.mla.mla_attention.attention_launch` turns
-        them into those of one request.
-    out, lse : ArrayView
-        As :func:`cumla.mla_decode` describes them.
-
-    Returns
-    -------
-    Launch
+    `buffer` is its address; it holds a schedule. Arguments of ragged queries are those of one
+    request, as :func:`cumla.launch.mla.mla_attention.attention_launch` makes them. `out` and `lse`
+    are as :func:`cumla.mla_decode` describes them.
     """
     scales, factor = arguments.kv_scales, arguments.kv_scale
     pointer, value = (0, factor) if isinstance(factor, (int, float)) else (factor.ptr, 0.0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launcher of cuda/mla/mla_decode_swapped.cu: split-KV MLA attention of few query rows.
 
-The kernel takes what mla_decode takes: :func:`cumla.launch.mla.mla_decode.prepare_decode` prepares
-both.
+The kernel takes what mla_decode takes: :func:`cumla.launch.mla.mla_decode.decode_launch` describes
+the launches of both.
 """
 
 from __future__ import annotations

@@ -40,45 +40,22 @@ NARROW_ROWS = (16, 32)  # query rows of a thread block of cuda/mla/mla_decode_fp
 
 @dataclass(frozen=True)
 class MLADecodeKey(PlanKey):
-    """The shape for which a plan is made.
+    """The shape for which a plan of :func:`cumla.mla_decode` is made."""
 
-    Attributes
-    ----------
-    batch, q_len, num_heads, num_kv_heads : int
-        As in ``q`` (batch, q_len, num_heads, 576); num_kv_heads divides num_heads.
-    page_size : int
-        Tokens of a cache page.
-    dtype : str
-        ``"bfloat16"`` or ``"float16"``.
-    causal : bool
-        Bottom-right causal mask.
-    device : int or None
-        CUDA ordinal; None for arrays on the CPU, which need no plan.
-    sm_count : int
-        Multiprocessors of that device, 0 for the CPU.
-    batch_invariant : bool
-        Requests are cut at fixed positions, whatever else is in the batch.
-    max_blocks : int
-        Most KV blocks of a request; 0 unless batch_invariant.
-    pinned : str or None
-        One of VARIANTS that somebody asked for.
-    cache : str
-        One of CACHES.
-    """
-
-    batch: int
+    batch: int  # q is (batch, q_len, num_heads, 576)
     q_len: int
     num_heads: int
-    num_kv_heads: int
-    page_size: int
-    dtype: str
-    causal: bool
-    device: int | None
-    sm_count: int
+    num_kv_heads: int  # divides num_heads
+    page_size: int  # tokens of a cache page
+    dtype: str  # "bfloat16" or "float16"
+    causal: bool  # bottom-right causal mask
+    device: int | None  # CUDA ordinal; None for arrays on the CPU, which need no plan
+    sm_count: int  # multiprocessors of that device, 0 for the CPU
+    # Requests are cut at fixed positions, whatever else is in the batch.
     batch_invariant: bool = False
-    max_blocks: int = 0
-    pinned: str | None = None
-    cache: str = "same"
+    max_blocks: int = 0  # most KV blocks of a request; 0 unless batch_invariant
+    pinned: str | None = None  # one of VARIANTS that somebody asked for
+    cache: str = "same"  # one of CACHES
 
     @cached_property
     def variant(self) -> str:
@@ -157,40 +134,18 @@ class MLADecodeKey(PlanKey):
 
 @dataclass(frozen=True)
 class MLAAttentionKey(RaggedKey):
-    """The shape for which a plan of :func:`cumla.mla_attention` is made.
+    """The shape for which a plan of :func:`cumla.mla_attention` is made."""
 
-    Attributes
-    ----------
-    batch : int
-        Requests.
-    total_tokens : int
-        Rows of ``q`` (total_tokens, num_heads, 576): the most query tokens of all requests.
-    num_heads, num_kv_heads : int
-        num_kv_heads divides num_heads.
-    page_size : int
-        Tokens of a cache page.
-    dtype : str
-        ``"bfloat16"`` or ``"float16"``.
-    causal : bool
-        Bottom-right causal mask.
-    device : int or None
-        CUDA ordinal; None for arrays on the CPU, which need no plan.
-    sm_count : int
-        Multiprocessors of that device, 0 for the CPU.
-    cache : str
-        One of CACHES of :mod:`cumla.launch.mla.shape`.
-    """
-
-    batch: int
-    total_tokens: int
+    batch: int  # requests
+    total_tokens: int  # rows of q (total_tokens, num_heads, 576): most query tokens of all requests
     num_heads: int
-    num_kv_heads: int
-    page_size: int
-    dtype: str
-    causal: bool
-    device: int | None
-    sm_count: int
-    cache: str = "same"
+    num_kv_heads: int  # divides num_heads
+    page_size: int  # tokens of a cache page
+    dtype: str  # "bfloat16" or "float16"
+    causal: bool  # bottom-right causal mask
+    device: int | None  # CUDA ordinal; None for arrays on the CPU, which need no plan
+    sm_count: int  # multiprocessors of that device, 0 for the CPU
+    cache: str = "same"  # one of CACHES
 
     @cached_property
     def tiles(self) -> int:

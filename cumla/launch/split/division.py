@@ -10,7 +10,7 @@ __all__ = ["divisor_of"]
 
 @lru_cache(maxsize=4096)
 def divisor_of(number: int) -> tuple[int, int]:
-    """Find the factor and the shift by which a kernel divides by a number.
+    """Find magic and shift, the fields of ``struct Divisor``, for a number from 1 to 2**31.
 
     With ``shift`` the least for which ``number <= 2**shift``, and
     ``magic = ceil(2**(31 + shift) / number)``::
@@ -23,16 +23,6 @@ def divisor_of(number: int) -> tuple[int, int]:
     in 32 bits: ``2 * x < 2**32``, and ``2**(shift - 1) < number <= 2**31`` keeps ``magic`` below
     ``2**32``. (T. Granlund, P. L. Montgomery: Division by invariant integers using multiplication,
     1994.)
-
-    Parameters
-    ----------
-    number : int
-        From 1 to 2**31.
-
-    Returns
-    -------
-    tuple of int
-        ``magic`` and ``shift``, the fields of ``struct Divisor``.
     """
     shift = (number - 1).bit_length()
     return -(-(1 << 31 + shift) // number), shift

@@ -53,17 +53,9 @@ _LEAST_BOX = 8  # rows: the period of the swizzle
 def page_form(page_size: int) -> str:
     """Tell which of PAGE_FORMS serves a page size: the only place where that is chosen.
 
-    Parameters
-    ----------
-    page_size : int
-        Tokens of a cache page.
-
-    Returns
-    -------
-    str
-        ``"pages"`` for multiples of 64: a block is 64 rows of one page. ``"boxes"`` for what has 8,
-        16 or 32 as its greatest common divisor with 64: several boxes of so many rows. ``"rows"``
-        for the others, such as 1: each row is copied for itself.
+    ``"pages"`` is for multiples of 64: a block is 64 rows of one page. ``"boxes"`` is for what has
+    8, 16 or 32 as its greatest common divisor with 64: several boxes of so many rows. ``"rows"`` is
+    for the others, such as 1: each row is copied for itself.
     """
     rows = gcd(page_size, BLOCK_TOKENS)
     if rows == BLOCK_TOKENS:
@@ -74,17 +66,8 @@ def page_form(page_size: int) -> str:
 def piece_blocks(row_groups: int) -> int:
     """Tell where batch-invariant requests are cut: at multiples of so many KV blocks.
 
-    It grows with the rows, so that storing and joining a piece stays a like share of computing it.
-
-    Parameters
-    ----------
-    row_groups : int
-        Groups of 16 query rows, whose partial results are stored and joined.
-
-    Returns
-    -------
-    int
-        KV blocks.
+    It grows with the rows (groups of 16), so that storing and joining a piece stays a like share of
+    computing it.
     """
     return 8 * row_groups
 
@@ -92,18 +75,9 @@ def piece_blocks(row_groups: int) -> int:
 def filling_parts(tiles: int, sm_count: int) -> int:
     """Tell into how many parts KV blocks are dealt so that the multiprocessors are busy.
 
-    Parameters
-    ----------
-    tiles : int
-        Thread blocks that work on the same part.
-    sm_count : int
-        Multiprocessors, each of which runs one thread block at a time.
-
-    Returns
-    -------
-    int
-        As many as fill the multiprocessors once; where that leaves more than a tenth of them idle,
-        up to three waves.
+    `tiles` thread blocks work on the same part, and a multiprocessor runs one thread block at a
+    time. There are as many parts as fill the multiprocessors once; where that leaves more than a
+    tenth of them idle, up to three waves.
     """
     once = max(1, sm_count // tiles)
     best, best_fill = once, 0.0

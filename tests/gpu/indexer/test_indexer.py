@@ -14,8 +14,6 @@ import pytest
 import cumla
 from cumla.launch.indexer.paged_mqa_schedule import (
     PagedMQAKey,
-    schedule_reference,
-    visible_tokens,
 )
 from tests.compat.deep_gemm_example import load_example
 from tests.gpu.tools import kernels
@@ -48,6 +46,7 @@ from tests.gpu.tools.indexer_problem import (
     widen,
 )
 from tests.gpu.tools.process import run_fresh
+from tests.launch.indexer.paged_mqa_schedule_mirror import schedule_reference, visible_tokens
 
 KERNELS = ("mqa_logits", "paged_mqa_schedule", "paged_mqa_logits")
 

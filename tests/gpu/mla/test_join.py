@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.launch.split.schedule import schedule
 from tests.gpu.tools import variants
 from tests.gpu.tools.arrays import bits_of
 from tests.gpu.tools.cases import SPLIT_CASES, Case, by_every_kernel
 from tests.gpu.tools.problem import PAGE_SIZE, Problem, make_problem
 from tests.gpu.tools.repeats import Repeats, count_differences, decode_by, wait_for
+from tests.launch.split.schedule_mirror import schedule
 
 KERNELS = ("schedule", "mla_decode", "mla_decode_swapped")
 cp: Any = pytest.importorskip("cupy")

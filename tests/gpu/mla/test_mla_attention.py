@@ -12,7 +12,6 @@ import pytest
 
 import cumla
 from cumla.launch.split.plan import TICKET_BYTES
-from cumla.launch.split.ragged_schedule import schedule
 from tests.gpu.tools import kernels, variants
 from tests.gpu.tools.arrays import bits_of, to_torch
 from tests.gpu.tools.parts import PART, TILE_PLACE, tile_parts_table, tile_places_table
@@ -24,6 +23,7 @@ from tests.gpu.tools.ragged_problem import (
     covering_sample,
     make_ragged,
 )
+from tests.launch.split.ragged_schedule_mirror import schedule
 
 KERNELS = ("ragged_schedule", "mla_decode")
 cp: Any = pytest.importorskip("cupy")

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from cumla.launch.mla.shape import MLADecodeKey
-from cumla.launch.split.schedule import schedule
 from tests.gpu.tools.cases import Case
 from tests.gpu.tools.problem import HEAD_DIM, NUMPY_DTYPES, PAGE_SIZE, VALUE_DIM, Problem
+from tests.launch.split.schedule_mirror import schedule
 
 SLACK = np.float32(8)
 LOWEST = np.float32(-3e38)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import numpy as np
 
 from cumla.launch.split.plan import BLOCK_TOKENS, PART_BYTES, PLACE_BYTES, TILE_PLACE_BYTES
-from cumla.launch.split.ragged_schedule import TileSchedule
-from cumla.launch.split.schedule import Schedule, invariant_schedule, max_tokens, schedule
+from cumla.launch.split.schedule import max_tokens
+from tests.launch.split.ragged_schedule_mirror import TileSchedule
+from tests.launch.split.schedule_mirror import Schedule, invariant_schedule, schedule
 
 FIELDS = (
     "place",

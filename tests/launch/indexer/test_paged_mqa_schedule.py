@@ -15,12 +15,11 @@ from cumla.launch.indexer.indexer_shape import BLOCK_TOKENS, MOST_TOKENS
 from cumla.launch.indexer.paged_mqa_schedule import (
     PagedMQAKey,
     schedule_bytes,
-    schedule_reference,
-    visible_tokens,
 )
 from cumla.launch.source import KernelSpec
 from tests.launch.conftest import Compiler
 from tests.launch.elf import sections
+from tests.launch.indexer.paged_mqa_schedule_mirror import schedule_reference, visible_tokens
 
 thorough = settings(deadline=None, max_examples=150)
 

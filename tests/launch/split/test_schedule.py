@@ -25,12 +25,9 @@ from cumla.launch.split.schedule import (
     MIN_BLOCKS,
     MIN_SHARE,
     SPECS,
-    Schedule,
-    invariant_schedule,
     max_tokens,
     min_saving,
     piece_cost,
-    schedule,
     schedule_spec,
 )
 from tests.gpu.tools.parts import (
@@ -41,6 +38,7 @@ from tests.gpu.tools.parts import (
     parts_table,
     places_table,
 )
+from tests.launch.split.schedule_mirror import Schedule, invariant_schedule, schedule
 
 LONGEST = 10**6  # tokens
 THREADS = SPECS[0].threads
