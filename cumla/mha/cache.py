@@ -341,9 +341,7 @@ def _checked(views: Mapping[str, ArrayView], options: _Options) -> AppendKVArgum
 def _swapped(view: ArrayView) -> ArrayView:
     """Put the axis of tokens before that of heads."""
     (pages, heads, tokens, columns), (page, head, token, column) = view.shape, view.strides
-    return view._replace(
-        shape=(pages, tokens, heads, columns), strides=(page, token, head, column)
-    )
+    return view._replace(shape=(pages, tokens, heads, columns), strides=(page, token, head, column))
 
 
 def _check_combination(views: Mapping[str, ArrayView]) -> None:
@@ -378,9 +376,7 @@ def _check_combination(views: Mapping[str, ArrayView]) -> None:
             f"{'leave it out' if is_uniform else 'pass it, or k as (batch, q_len, ...)'}"
         )
     if "qo_indptr" in views and "kv_lens" not in views:
-        raise ValueError(
-            "kv_lens: needed with qo_indptr, got None; pass it, or no qo_indptr"
-        )
+        raise ValueError("kv_lens: needed with qo_indptr, got None; pass it, or no qo_indptr")
     is_turned = "cos_sin" in views or "cos_sin[0]" in views
     for name, needed in (("q", "cos_sin"), ("q_out", "q")):
         if name in views and not (is_turned if needed == "cos_sin" else needed in views):

@@ -11,7 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cumla.mla.shape import PACKED_BYTES, SCALED_COLUMNS, SCALES, VALUE_DIM
-from cumla.reference.rows import E4M3, as_e4m3, e4m3_bits, in_float32, page_numbers, quantized, rotated
+from cumla.reference.rows import (
+    E4M3,
+    as_e4m3,
+    e4m3_bits,
+    in_float32,
+    page_numbers,
+    quantized,
+    rotated,
+)
 
 Array = NDArray[Any]
 

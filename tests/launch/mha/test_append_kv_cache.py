@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 import cumla
 from cumla.core import operation as core
 from cumla.core.arrays import open_call
-from cumla.launch.mha.append_kv_cache import SPECS
 from tests.launch.on_host import run_on_host
 from tests.launch.structs import parameters
 from tests.mha.append_cases import Sample, check, make, samples
