@@ -35,11 +35,12 @@ __all__ = ["prepare"]
 
 _RAGGED = tuple(s for s in mla_decode.SPECS if s.entry.startswith("mla_attention"))
 _RAGGED_FP8 = tuple(s for s in mla_decode_fp8.SPECS if s.entry.startswith("mla_attention"))
+_TO_16_BITS = tuple(s for s in append_kv_cache.SPECS if "fp8" not in s.entry)
 _KERNELS: dict[str, tuple[KernelSpec, ...]] = {
     "append_indexer_cache": append_indexer_cache.SPECS,
     "append_kv_cache": append_kv_cache.SPECS,
     "append_mla_cache": append_cache.SPECS + append_fp8_cache.SPECS,
-    "apply_rope": append_kv_cache.SPECS,
+    "apply_rope": _TO_16_BITS,
     "merge_attention_states": merge_states.SPECS,
     "mla_attention": ragged_schedule.SPECS + _RAGGED + _RAGGED_FP8,
     "mla_decode": (

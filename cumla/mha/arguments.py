@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cumla.core.arguments import INT32, WIDE, Array, check_dtype, check_layout, check_written
+from cumla.core.arguments import (
+    INT32,
+    WIDE,
+    Array,
+    check_dtype,
+    check_layout,
+    check_lies,
+    check_written,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +42,7 @@ LAYOUTS = ("NHD", "HND")
 MAX_HEAD_DIM = 512
 _OCTET = 8  # columns that a thread holds at once
 
-PLACES = {  # where the rows of tokens go
+PLACES = {  # which say where the rows of tokens go
     **{name: Array("tokens", WIDE) for name in ("slot_mapping", "batch_indices", "positions")},
     "kv_lens": Array("batch", INT32),
     "qo_indptr": Array("batch+1", INT32, way_out="pass where each request's tokens end"),
@@ -55,7 +63,7 @@ def checked_layout(kv_layout: object) -> str:
 
 
 def batched(view: ArrayView) -> ArrayView:
-    """Take ragged rows (tokens, heads, columns) for those of one batch."""
+    """Give rows of heads four axes: ragged rows (tokens, heads, columns) are one batch."""
     if len(view.shape) == 4:
         return view
     return view._replace(shape=(1, *view.shape), strides=(0, *view.strides))
@@ -67,26 +75,34 @@ def checked_rows(name: str, view: ArrayView, dtypes: tuple[str, ...], lead: str)
     columns = view.shape[-1] if len(view.shape) in (3, 4) else 0
     if not columns or columns % _OCTET or columns > MAX_HEAD_DIM or not view.shape[-2]:
         raise ValueError(
-            f"{name}: needs shape {lead} with columns a multiple of {_OCTET} up to {MAX_HEAD_DIM}, "
-            f"got {view.shape}; reshape it, or pad the columns with zeros"
+            f"{name}: needs shape {lead} with at least one head and a multiple of {_OCTET} columns "
+            f"up to {MAX_HEAD_DIM}, got {view.shape}; reshape it, or pad the columns with zeros"
         )
     check_layout(name, view)
     return batched(view)
 
 
-def checked_written_cache(name: str, view: ArrayView, rows: ArrayView, of: str) -> ArrayView:
-    """Check a cache that rows are written to, with the axes (pages, tokens, kv heads, columns)."""
+def checked_written_cache(name: str, view: ArrayView, rows: ArrayView, layout: str) -> ArrayView:
+    """Check a cache that rows are written to; give it the axes of kv_layout="NHD"."""
     heads, columns = rows.shape[2:]
     check_dtype(name, view.dtype, (rows.dtype, *E4M3))
-    if len(view.shape) != 4 or view.shape[2:] != (heads, columns) or 0 in view.shape:
+    pages = _swapped(view) if layout == "HND" and len(view.shape) == 4 else view
+    if len(pages.shape) != 4 or pages.shape[2:] != (heads, columns) or 0 in pages.shape:
+        axes = ("page_size", heads) if layout == "NHD" else (heads, "page_size")
         raise ValueError(
-            f"{name}: needs pages of rows like those of {of}, (num_pages, page_size, {heads}, "
-            f"{columns}) in the order of kv_layout='NHD', got that of {view.shape}; pass the cache "
-            f"of this layer, and its kv_layout"
+            f"{name}: needs shape (num_pages, {axes[0]}, {axes[1]}, {columns}) for kv_layout "
+            f"{layout!r} and these rows, got {view.shape}; pass the cache of this layer, and its "
+            f"kv_layout"
         )
     check_written(name, view)
     check_layout(name, view)
-    return view
+    return pages
+
+
+def _swapped(view: ArrayView) -> ArrayView:
+    """Put the axis of tokens before that of heads."""
+    (pages, heads, tokens, columns), (page, head, token, column) = view.shape, view.strides
+    return view._replace(shape=(pages, tokens, heads, columns), strides=(page, token, head, column))
 
 
 def tables_of(views: Mapping[str, ArrayView]) -> tuple[ArrayView, ArrayView] | tuple[None, None]:
@@ -121,6 +137,7 @@ def _check_table(name: str, view: ArrayView, shape: str) -> None:
         raise ValueError(
             f"{name}: needs shape {shape}, a row for each position, got {view.shape}; reshape it"
         )
+    check_lies(name, view, "elements")
 
 
 def check_rotation(cos: ArrayView, columns: int, rotary_offset: int) -> None:
@@ -129,6 +146,6 @@ def check_rotation(cos: ArrayView, columns: int, rotary_offset: int) -> None:
     if rotary_dim % (2 * _OCTET) or rotary_offset % _OCTET or rotary_offset + rotary_dim > columns:
         raise ValueError(
             f"cos_sin: needs rotary_dim a multiple of {2 * _OCTET} and rotary_offset one of "
-            f"{_OCTET}, together at most the {columns} columns of k, got rotary_dim {rotary_dim} "
-            f"and rotary_offset {rotary_offset}; pass the table of this head"
+            f"{_OCTET}, together at most the {columns} columns of a head, got rotary_dim "
+            f"{rotary_dim} and rotary_offset {rotary_offset}; pass the table of this model"
         )

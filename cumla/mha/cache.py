@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,14 +10,17 @@ import numpy as np
 
 from cumla import reference
 from cumla.core.arguments import (
-    as_number,
     bind,
+    check_dtype,
+    check_lies,
+    check_output,
     check_own_memory,
     checked_flag,
     checked_int,
+    number_of,
 )
 from cumla.core.arrays import check_mutable, parts
-from cumla.core.check_mode import refuse_first
+from cumla.core.check_mode import page_lists, refuse_first, refuse_pages
 from cumla.core.operation import Operation, parts_on_host, run
 from cumla.launch.device import require_hopper
 from cumla.launch.mha.append_kv_cache import AppendKVArguments, Scale, append_kv_launch
@@ -33,6 +35,7 @@ from cumla.mha.arguments import (
     checked_written_cache,
     tables_of,
 )
+from cumla.reference.mha.cache import last_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,43 +73,45 @@ def append_kv_cache(
 ) -> None:
     """Write the keys and values of new tokens into a cache, in place; rotate keys and queries.
 
-    Where the rows of a token go is told in one of three ways: by `slot_mapping`; by
-    `batch_indices` and `positions`; or by `kv_lens`, whose last tokens are the new ones of each
-    request, divided by `qo_indptr`, or q_len each where k has four axes. The last two need the page
-    numbers of each request: `block_table`, or `kv_indices` and `kv_indptr`. A contiguous cache
-    ``(slots, max_len, num_kv_heads, head_dim)`` is one of pages of max_len tokens: its block_table
-    is the slot of each request, ``(batch, 1)``. With `cos_sin` keys are rotated on their way, and
-    so are the queries `q`. Arrays on the GPU are written by one CUDA kernel (compute capability
-    9.0), on the caller's stream and without waiting for it; arrays on the CPU by
-    :func:`cumla.reference.append_kv_cache`.
+    The call says in one of three ways where the rows of a token go: by `slot_mapping`; by
+    `batch_indices` and `positions`; or by `kv_lens`. In the last form the new tokens are the last
+    ones of each request; `qo_indptr` divides them, and q_len divides them if k has four axes. The
+    last two forms need the page numbers of each request: `block_table`, or `kv_indices` and
+    `kv_indptr`. A contiguous cache ``(slots, max_len, num_kv_heads, head_dim)`` is a cache with
+    pages of max_len tokens; its block_table ``(batch, 1)`` holds the slot of each request. With
+    `cos_sin` the keys are rotated on their way, and so are the queries `q`. One CUDA kernel
+    (compute capability 9.0) writes arrays on the GPU, on the caller's stream and without waiting
+    for it; :func:`cumla.reference.append_kv_cache` writes arrays on the CPU.
 
-    Rows are skipped, and nothing is written, where a slot, request or position is negative or a
-    place lies outside of the cache, of the request's pages or of `cos_sin`. Which of several rows
-    for the same place is written is undefined: it may be a mixture of them.
+    Rows are skipped, and nothing is written, if a slot, request or position is negative, or if
+    their place lies outside of the cache, of the request's pages or of `cos_sin`. If several rows
+    have the same place, the result there is undefined and may be a mixture of them.
 
     Parameters
     ----------
     k, v : array
         ``(tokens, num_kv_heads, head_dim)``, or ``(batch, q_len, num_kv_heads, head_dim)``,
-        bfloat16 or float16, head_dim a multiple of 8 up to 512; v may have another one. Of CuPy,
-        PyTorch, JAX or NumPy. Any strides that are multiples of 16 bytes, the last axis contiguous.
+        bfloat16 or float16, head_dim a multiple of 8 up to 512; v may have another head_dim. Of
+        CuPy, PyTorch, JAX or NumPy. Strides are any multiples of 16 bytes, the last axis is
+        contiguous.
     k_cache, v_cache : array
         ``(num_pages, page_size, num_kv_heads, head_dim)`` with the columns of k and v, of their
-        dtype, or float8_e4m3fn, or uint8 with its bits; any page size, strides as for k. Of a
-        packed cache pass the two parts, ``cache[:, 0]`` and ``cache[:, 1]``. Not of JAX, whose
-        arrays are immutable.
+        dtype, or float8_e4m3fn, or uint8 with its bits; any page size, strides as for k. For a
+        packed cache pass the two parts, ``cache[:, 0]`` and ``cache[:, 1]``. JAX arrays are
+        immutable and refused here.
     slot_mapping : array, optional
         ``(tokens,)`` int32 or int64: page * page_size + offset.
     batch_indices : array, optional
         ``(tokens,)`` int32 or int64: the request of each token.
     positions : array, optional
         ``(tokens,)`` int32 or int64: the position of each token in its request. Beside slot_mapping
-        or kv_lens it counts for the rotation alone, as multimodal models and drafts need it.
+        or kv_lens the positions serve the rotation alone; multimodal models and drafts need that.
     qo_indptr : array, optional
-        ``(batch + 1,)`` int32, not decreasing: the new tokens of request i are
-        ``qo_indptr[i]`` up to ``qo_indptr[i + 1]``.
+        ``(batch + 1,)`` int32, non-decreasing: the new tokens of request i are
+        ``qo_indptr[i]`` up to ``qo_indptr[i + 1]``. Tokens of no request are skipped.
     kv_lens : array, optional
-        ``(batch,)`` int32: tokens of each request, the new ones included.
+        ``(batch,)`` int32: tokens of each request, the new ones included. Beside slot_mapping it
+        tells the positions for the rotation, unless `positions` does.
     block_table : array, optional
         ``(batch, max_pages)`` int32: page numbers of each request.
     kv_indices, kv_indptr : array, optional
@@ -115,8 +120,9 @@ def append_kv_cache(
     cos_sin : array or pair of arrays, optional
         ``(max_position, rotary_dim)`` float32, bfloat16 or float16: the cosines of all pairs of
         columns, then their sines; or ``(cos, sin)``, each ``(max_position, rotary_dim / 2)``, any
-        strides. ``(freqs[..., 0], freqs[..., 1])`` of a table (max_position, rotary_dim / 2, 2).
-        rotary_dim is a multiple of 16. With c and s the j-th of them, pair j becomes
+        strides. A table freqs_cis ``(max_position, rotary_dim / 2, 2)`` is passed as
+        ``(freqs_cis[..., 0], freqs_cis[..., 1])``. rotary_dim is a multiple of 16, at most
+        head_dim; the other columns are copied. With c and s the j-th of them, pair j becomes
         ``(c * x0 - s * x1, s * x0 + c * x1)``, computed in float32.
     interleaved : bool
         Pair j is columns 2 j and 2 j + 1 (GPT-J); if False, j and ``j + rotary_dim / 2`` (GPT-NeoX,
@@ -128,12 +134,13 @@ def append_kv_cache(
         ``(tokens, num_heads, head_dim)`` or ``(batch, q_len, num_heads, head_dim)``, as k. In
         place, unless there is `q_out`.
     q_out : array, optional
-        Of q's shape and dtype, written to in place of q. Where a position lies outside of cos_sin
-        the query is copied as it is.
+        Of q's shape and dtype, written to in place of q; it may be q. A query whose position lies
+        outside of cos_sin is copied as it is.
     k_scale, v_scale : float or array, optional
-        Of e4m3 caches: rows are written divided by it. An array is float32, ``(1,)``,
-        ``(num_kv_heads,)``, or, where requests are known, ``(batch, num_kv_heads)``; the kernel
-        reads it, and it may change between the replays of a graph. 1 by default.
+        Factors of e4m3 caches: the value is the stored number times the factor. A number lies
+        between 2 ** -126 and 2 ** 126. An array is float32, ``(1,)``, ``(num_kv_heads,)`` or,
+        without slot_mapping, ``(batch, num_kv_heads)``; the kernel reads it, and it may change
+        between the replays of a graph. 1 by default.
     kv_layout : str
         ``"NHD"``, or ``"HND"`` for caches ``(num_pages, num_kv_heads, page_size, head_dim)``.
     stream : optional
@@ -169,7 +176,7 @@ def append_kv_cache(
 
     Examples
     --------
-    Two requests with one new token each, the third of its request and the fourth:
+    Two requests have one new token each, the third and the fourth of its request:
 
     >>> import numpy as np, cumla
     >>> k = v = np.ones((2, 4, 64), np.float16)
@@ -185,10 +192,7 @@ def append_kv_cache(
     layout = checked_layout(kv_layout)
     interleaved = checked_flag("interleaved", interleaved)
     rotary_offset = checked_int("rotary_offset", rotary_offset, "pass the first column", 0)
-    numbers = [
-        as_number(name, scale) if isinstance(scale, Real) else None
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
-    ]
+    numbers = (number_of("k_scale", k_scale), number_of("v_scale", v_scale))
     optional = {
         "slot_mapping": slot_mapping,
         "batch_indices": batch_indices,
@@ -200,8 +204,8 @@ def append_kv_cache(
         "kv_indptr": kv_indptr,
         "q": q,
         "q_out": q_out,
-        "k_scale": None if isinstance(k_scale, Real) else k_scale,
-        "v_scale": None if isinstance(v_scale, Real) else v_scale,
+        "k_scale": k_scale if numbers[0] is None else None,
+        "v_scale": v_scale if numbers[1] is None else None,
     }
     given = {name: array for name, array in optional.items() if array is not None}
     rotated = "q_out" if "q_out" in given else "q"
@@ -217,7 +221,7 @@ def append_kv_cache(
 
 
 class _Options(NamedTuple):
-    """What is no array."""
+    """Arguments that are no arrays."""
 
     k_number: float | None
     v_number: float | None
@@ -287,6 +291,7 @@ _APPEND = _Append()
 def _checked(views: Mapping[str, ArrayView], options: _Options) -> AppendKVArguments:
     """Check the views of one call, by name, against each other."""
     _check_combination(views)
+    _check_rotated(views)
     lead = "(tokens, num_kv_heads, columns) or (batch, q_len, num_kv_heads, columns)"
     k = checked_rows("k", views["k"], DTYPES, lead)
     v = checked_rows("v", views["v"], (k.dtype,), lead)
@@ -295,128 +300,129 @@ def _checked(views: Mapping[str, ArrayView], options: _Options) -> AppendKVArgum
             f"v: needs the tokens and heads of k, {views['k'].shape[:-1]}, got shape "
             f"{views['v'].shape}; pass both of the same tokens"
         )
-    caches = {}
-    for name, rows in (("k_cache", k), ("v_cache", v)):
-        view = views[name]
-        if options.layout == "HND" and len(view.shape) == 4:
-            view = _swapped(view)
-        caches[name] = checked_written_cache(name, view, rows, name[0])
-    k_cache, v_cache = caches.values()
+    k_cache = checked_written_cache("k_cache", views["k_cache"], k, options.layout)
+    v_cache = checked_written_cache("v_cache", views["v_cache"], v, options.layout)
     if v_cache.shape[:2] != k_cache.shape[:2] or (v_cache.dtype in E4M3) != (k_cache.dtype in E4M3):
         raise ValueError(
-            f"v_cache: needs the pages of k_cache, {k_cache.shape[:2]} of {k_cache.dtype}, got "
-            f"{v_cache.shape[:2]} of {v_cache.dtype}; pass two caches of one layer"
+            f"v_cache: needs as many pages of as many tokens as k_cache, {k_cache.shape[:2]} of "
+            f"{k_cache.dtype}, got {v_cache.shape[:2]} of {v_cache.dtype}; pass two caches of one "
+            f"layer"
         )
-    is_uniform = len(views["k"].shape) == 4
-    sizes = {"tokens": k.shape[0] * k.shape[1], **({"batch": k.shape[0]} if is_uniform else {})}
+    sizes = {"tokens": k.shape[0] * k.shape[1]}
+    if "kv_lens" in views and "qo_indptr" not in views:
+        sizes["batch"] = k.shape[0]
     sizes = bind(PLACES, views, sizes)
     q, q_out = _checked_queries(views, k)
     cos, sin = tables_of(views)
     if cos is not None:
         check_rotation(cos, k.shape[3], options.rotary_offset)
-    scales = [
-        _checked_scale(name, views, number, cache, sizes)
-        for name, number, cache in (
-            ("k_scale", options.k_number, k_cache),
-            ("v_scale", options.v_number, v_cache),
-        )
-    ]
     return AppendKVArguments(
-        q,
-        q_out,
-        k,
-        v,
-        k_cache,
-        v_cache,
-        *(views.get(name) for name in _Append.integers),
-        cos,
-        sin,
-        *scales,
-        options.interleaved,
-        options.rotary_offset,
-        options.layout,
+        q=q,
+        q_out=q_out,
+        k=k,
+        v=v,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        slot_mapping=views.get("slot_mapping"),
+        batch_indices=views.get("batch_indices"),
+        positions=views.get("positions"),
+        qo_indptr=views.get("qo_indptr"),
+        kv_lens=views.get("kv_lens"),
+        block_table=views.get("block_table"),
+        kv_indices=views.get("kv_indices"),
+        kv_indptr=views.get("kv_indptr"),
+        cos=cos,
+        sin=sin,
+        k_scale=_checked_scale("k_scale", views, options.k_number, k_cache, sizes),
+        v_scale=_checked_scale("v_scale", views, options.v_number, v_cache, sizes),
+        interleaved=options.interleaved,
+        rotary_offset=options.rotary_offset,
+        layout=options.layout,
     )
 
 
-def _swapped(view: ArrayView) -> ArrayView:
-    """Put the axis of tokens before that of heads."""
-    (pages, heads, tokens, columns), (page, head, token, column) = view.shape, view.strides
-    return view._replace(shape=(pages, tokens, heads, columns), strides=(page, token, head, column))
-
-
 def _check_combination(views: Mapping[str, ArrayView]) -> None:
-    """Check that one way, and one only, tells where the rows go, and that nothing is in vain."""
+    """Check that exactly one form says where the rows go."""
+    if "qo_indptr" in views and "kv_lens" not in views:
+        raise ValueError("kv_lens: needs lengths beside qo_indptr, got None; pass both or none")
     tables = {n for n in ("block_table", "kv_indices", "kv_indptr") if n in views}
-    is_uniform = len(views["k"].shape) == 4
+    told = {n for n in ("batch_indices", "positions", "kv_lens") if n in views}
     if "slot_mapping" in views:
-        if tables:
+        for name in sorted(tables | (told & {"batch_indices"})):
             raise ValueError(
-                f"{min(tables)}: needs a call without slot_mapping, which tells where the rows go, "
-                f"got both; leave one of them out"
+                f"{name}: needs a call without slot_mapping, which tells where the rows go, got "
+                f"both; leave one of them out"
             )
+    elif "kv_lens" not in told and not told >= {"batch_indices", "positions"}:
+        raise ValueError(
+            f"slot_mapping: needs slots, or kv_lens, or batch_indices and positions, which tell "
+            f"where the rows go, got {' and '.join(sorted(told)) or 'none of them'}; pass one form"
+        )
     elif tables not in ({"block_table"}, {"kv_indices", "kv_indptr"}):
         raise ValueError(
             f"block_table: needs block_table, or both kv_indices and kv_indptr, where there is no "
             f"slot_mapping, got {' and '.join(sorted(tables)) or 'none of them'}; pass one form"
         )
-    elif "kv_lens" not in views and not {"batch_indices", "positions"} <= set(views):
-        raise ValueError(
-            "kv_lens: needed to tell where the rows go, unless there are slot_mapping, or "
-            "batch_indices and positions, got none of them; pass one form"
-        )
-    if "kv_lens" in views and "batch_indices" in views:
+    if told >= {"kv_lens", "batch_indices"}:
         raise ValueError(
             "batch_indices: needs a call without kv_lens, which tells the requests, got both; "
             "leave one of them out"
         )
+    is_uniform = len(views["k"].shape) == 4
     if "kv_lens" in views and is_uniform == ("qo_indptr" in views):
         need = "a call without it for k of four axes" if is_uniform else "offsets of the requests"
         raise ValueError(
             f"qo_indptr: needs {need}, beside kv_lens, got k of shape {views['k'].shape}; "
             f"{'leave it out' if is_uniform else 'pass it, or k as (batch, q_len, ...)'}"
         )
-    if "qo_indptr" in views and "kv_lens" not in views:
-        raise ValueError("kv_lens: needed with qo_indptr, got None; pass it, or no qo_indptr")
-    is_turned = "cos_sin" in views or "cos_sin[0]" in views
-    for name, needed in (("q", "cos_sin"), ("q_out", "q")):
-        if name in views and not (is_turned if needed == "cos_sin" else needed in views):
-            raise ValueError(f"{needed}: needed with {name}, got None; pass it, or no {name}")
-    knows_positions = bool({"positions", "kv_lens"} & set(views))
-    if is_turned and not knows_positions:
+
+
+def _check_rotated(views: Mapping[str, ArrayView]) -> None:
+    """Check that a rotation has its positions, and that no argument is given in vain."""
+    is_rotated = "cos_sin" in views or "cos_sin[0]" in views
+    if "q" in views and not is_rotated:
+        raise ValueError("cos_sin: needed with q, got None; pass it, or no q")
+    if "q_out" in views and "q" not in views:
+        raise ValueError("q: needed with q_out, got None; pass it, or no q_out")
+    if is_rotated and not {"positions", "kv_lens"} & set(views):
         raise ValueError(
             "positions: needed with cos_sin, unless kv_lens tells them, got None; pass it"
         )
-    if "positions" in views and not is_turned and "batch_indices" not in views:
+    if "positions" in views and "batch_indices" not in views and not is_rotated:
         raise ValueError(
             "positions: needs batch_indices to tell where the rows go, or cos_sin to rotate them, "
             "got neither; leave it out, or pass one of them"
+        )
+    if {"slot_mapping", "kv_lens"} <= set(views) and (not is_rotated or "positions" in views):
+        raise ValueError(
+            "kv_lens: needs cos_sin and no positions beside slot_mapping, where it tells the "
+            "positions to rotate by, got another combination; leave it out"
         )
 
 
 def _checked_queries(
     views: Mapping[str, ArrayView], k: ArrayView
 ) -> tuple[ArrayView | None, ArrayView | None]:
-    """Check the queries to rotate, and where to write them."""
+    """Check the queries to rotate, and the array to write them to."""
     if "q" not in views:
         return None, None
+    given = views["q"]
     lead = "of k with num_heads in place of num_kv_heads,"
-    q = checked_rows("q", views["q"], (k.dtype,), lead)
-    if (q.shape[:2], q.shape[3]) != (k.shape[:2], k.shape[3]) or len(views["q"].shape) != len(
-        views["k"].shape
+    q = checked_rows("q", given, (k.dtype,), lead)
+    if (q.shape[:2], q.shape[3], len(given.shape)) != (
+        k.shape[:2],
+        k.shape[3],
+        len(views["k"].shape),
     ):
         raise ValueError(
             f"q: needs tokens and columns of k, whose shape is {views['k'].shape}, got "
-            f"{views['q'].shape}; pass the queries of the same tokens"
+            f"{given.shape}; pass the queries of the same tokens"
         )
-    out = views.get("q_out", views["q"])
-    name = "q_out" if "q_out" in views else "q"
-    if out.dtype != q.dtype or out.shape != views["q"].shape:
-        raise ValueError(
-            f"q_out: needs shape and dtype of q, {views['q'].shape} {q.dtype}, got {out.shape} "
-            f"{out.dtype}; allocate it so"
-        )
-    check_own_memory(name, out)
-    return q, batched(checked_rows(name, out, (q.dtype,), lead))
+    if "q_out" not in views:
+        check_own_memory("q", given)
+        return q, q
+    check_output("q_out", views["q_out"], given.shape, (q.dtype,), "rows")
+    return q, batched(views["q_out"])
 
 
 def _checked_scale(
@@ -433,16 +439,10 @@ def _checked_scale(
     if cache.dtype not in E4M3:
         raise ValueError(f"{name}: needs an e4m3 cache, got {cache.dtype}; leave it out")
     if view is None:
-        assert number is not None
-        if not 2.0**-126 <= number <= 2.0**126:
-            raise ValueError(
-                f"{name}: needs a normal number above 0, got {number}; pass the factor by which "
-                f"numbers of the cache are multiplied when they are read"
-            )
-        return Scale(number)
+        return Scale(1.0 if number is None else number)
     heads = cache.shape[2]
-    if view.dtype != "float32":
-        raise TypeError(f"{name}: needs float32, got {view.dtype}; convert it first")
+    check_dtype(name, view.dtype, ("float32",))
+    check_lies(name, view, "elements")
     if view.shape == (sizes.get("batch"), heads) and "slot_mapping" not in views:
         return Scale(view=view)
     if view.shape not in ((), (1,), (heads,)):
@@ -454,26 +454,44 @@ def _checked_scale(
     return Scale(view=view._replace(shape=(1, heads), strides=(0, stride)))
 
 
-def _check_values(host: Mapping[str, np.ndarray[Any, Any]], arguments: AppendKVArguments) -> None:
+def _check_values(host: Mapping[str, np.ndarray[Any, Any]], a: AppendKVArguments) -> None:
     """Check mode: raise for the first number that is out of range."""
-    assert arguments.k_cache is not None
-    num_pages, page_size = arguments.k_cache.shape[:2]
+    assert a.k_cache is not None
+    num_pages, page_size = a.k_cache.shape[:2]
     if "slot_mapping" in host:
-        last = num_pages * page_size - 1
-        slots = host["slot_mapping"]
+        slots, last = host["slot_mapping"], num_pages * page_size - 1
         need = f"a slot up to {last}, or below 0 to skip"
         refuse_first("slot_mapping", slots, slots > last, need)
     if "qo_indptr" in host:
         bounds = host["qo_indptr"].astype(np.int64)
-        wrong = (bounds < 0) | (bounds > arguments.tokens)
+        wrong = (bounds < 0) | (bounds > a.tokens)
         wrong[1:] |= np.diff(bounds) < 0
-        need = f"offsets from 0 to {arguments.tokens}, the tokens of k, that do not decrease"
+        need = f"non-decreasing offsets from 0 to {a.tokens}, the tokens of k"
         refuse_first("qo_indptr", host["qo_indptr"], wrong, need)
-    if "block_table" in host and "kv_lens" in host:
-        most = host["block_table"].shape[1] * page_size
-        lens = host["kv_lens"]
-        refuse_first("kv_lens", lens, lens > most, f"at most the {most} tokens of block_table")
-    if arguments.cos is not None and "positions" in host:
-        positions, last = host["positions"], arguments.cos.shape[0] - 1
+    if "kv_lens" in host:
+        _check_lengths(host, a)
+    elif "batch_indices" in host:
+        refuse_pages(host, host["batch_indices"], host["positions"], num_pages, page_size)
+    if a.cos is not None and "positions" in host:
+        positions, last = host["positions"], a.cos.shape[0] - 1
         need = f"a row of cos_sin, up to {last}, or below 0"
         refuse_first("positions", positions, positions > last, need)
+
+
+def _check_lengths(host: Mapping[str, np.ndarray[Any, Any]], a: AppendKVArguments) -> None:
+    """Check lengths against the pages and the table of angles, and the page numbers in use."""
+    assert a.k_cache is not None
+    num_pages, page_size = a.k_cache.shape[:2]
+    lens, q_len = host["kv_lens"], a.rows.shape[1]
+    bounds = host.get("qo_indptr")
+    new = np.full(len(lens), q_len) if bounds is None else np.diff(bounds)
+    if "slot_mapping" not in host:
+        _, _, begin, end = page_lists(host)
+        wrong = (new > 0) & (lens > (end - begin) * page_size)
+        refuse_first("kv_lens", lens, wrong, "no more tokens than the pages of the request hold")
+        requests, positions = last_tokens(np.arange(a.tokens), q_len, bounds, lens)
+        refuse_pages(host, requests, positions, num_pages, page_size)
+    if a.cos is not None and "positions" not in host:
+        rows = a.cos.shape[0]
+        need = f"at most {rows} tokens, the rows of cos_sin"
+        refuse_first("kv_lens", lens, (new > 0) & (lens > rows), need)

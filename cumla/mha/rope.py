@@ -12,7 +12,7 @@ from cumla.core.arrays import parts
 from cumla.core.check_mode import refuse_first
 from cumla.core.operation import Operation, Output, parts_on_host, run
 from cumla.launch.device import require_hopper
-from cumla.launch.mha.append_kv_cache import AppendKVArguments, Scale, append_kv_launch
+from cumla.launch.mha.append_kv_cache import AppendKVArguments, append_kv_launch
 from cumla.mha.arguments import DTYPES, batched, check_rotation, checked_rows, tables_of
 
 if TYPE_CHECKING:
@@ -41,34 +41,35 @@ def apply_rope(
 ) -> tuple[Any, Any]:
     """Rotate pairs of columns of queries and keys by the positions of their tokens.
 
-    Where keys go into a cache, :func:`append_kv_cache` rotates them on the way, and the queries
-    beside them. Arrays on the GPU are rotated by one CUDA kernel (compute capability 9.0), on the
-    caller's stream and without waiting for it; arrays on the CPU by
-    :func:`cumla.reference.apply_rope`.
+    If the keys go into a cache, :func:`append_kv_cache` rotates them on the way, and the queries
+    beside them. One CUDA kernel (compute capability 9.0) rotates arrays on the GPU, on the caller's
+    stream and without waiting for it; :func:`cumla.reference.apply_rope` rotates arrays on the CPU.
 
     Parameters
     ----------
     q : array
         ``(tokens, num_heads, head_dim)`` bfloat16 or float16, head_dim a multiple of 8 up to 512;
-        of CuPy, PyTorch, JAX or NumPy. Any strides that are multiples of 16 bytes, the last axis
+        of CuPy, PyTorch, JAX or NumPy. Strides are any multiples of 16 bytes, the last axis is
         contiguous.
     k : array or None
         ``(tokens, num_kv_heads, head_dim)`` of q's dtype. None rotates q alone.
     positions : array
-        ``(tokens,)`` int32 or int64. Rows whose position is negative, or behind the table, are
-        copied as they are.
+        ``(tokens,)`` int32 or int64. Rows whose position is negative, or beyond the table,
+        are copied as they are.
     cos_sin : array or pair of arrays
         ``(max_position, rotary_dim)`` float32, bfloat16 or float16: the cosines of all pairs of
         columns, then their sines; or ``(cos, sin)``, each ``(max_position, rotary_dim / 2)``, any
-        strides. rotary_dim is a multiple of 16. With c and s the j-th of them, pair j becomes
+        strides. A table freqs_cis ``(max_position, rotary_dim / 2, 2)`` is passed as
+        ``(freqs_cis[..., 0], freqs_cis[..., 1])``. rotary_dim is a multiple of 16, at most
+        head_dim. With c and s the j-th of them, pair j becomes
         ``(c * x0 - s * x1, s * x0 + c * x1)``, computed in float32.
     interleaved : bool
         Pair j is columns 2 j and 2 j + 1 (GPT-J); if False, j and ``j + rotary_dim / 2`` (GPT-NeoX,
-        Llama, Qwen).
+        Llama, Qwen). :func:`append_mla_cache` has the other default, as DeepSeek's models do.
     rotary_offset : int
         The first column that is rotated, a multiple of 8; the others are copied.
     q_out, k_out : array, optional
-        Of the shapes and dtype of q and k, which they may be: then these are rotated in place. New
+        Of the shapes and dtype of q and k. Pass q and k themselves to rotate them in place. New
         arrays by default.
     stream : optional
         A CUDA stream, as in :func:`cumla.mla_decode`. By default the current stream of q's
@@ -82,8 +83,9 @@ def apply_rope(
     Raises
     ------
     TypeError
-        An argument is of the wrong kind. As with every error but the last, the message names it,
-        and nothing has been launched or written.
+        An argument is of the wrong kind: no array, a tracer, an unknown dtype, or a flag that is
+        neither True nor False. As with every error but the last, the message names it, and nothing
+        has been launched or written.
     ValueError
         An argument does not fit: its shape, strides, alignment or place; or arguments do not fit
         together.
@@ -180,18 +182,15 @@ class _Rotate(Operation[_Arguments, None]):
         return (
             append_kv_launch(
                 AppendKVArguments(
-                    batched(a.q),
-                    batched(q_out),
-                    None if a.k is None else batched(a.k),
-                    None,
-                    k_out,
-                    *(None, None, None, a.positions, None, None, None, None, None),
-                    a.cos,
-                    a.sin,
-                    Scale(),
-                    Scale(),
-                    a.interleaved,
-                    a.rotary_offset,
+                    q=batched(a.q),
+                    q_out=batched(q_out),
+                    k=None if a.k is None else batched(a.k),
+                    k_cache=k_out,
+                    positions=a.positions,
+                    cos=a.cos,
+                    sin=a.sin,
+                    interleaved=a.interleaved,
+                    rotary_offset=a.rotary_offset,
                 )
             ),
         )
@@ -199,7 +198,9 @@ class _Rotate(Operation[_Arguments, None]):
     def check_values(self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments) -> None:
         positions, last = host["positions"], arguments.cos.shape[0] - 1
         need = f"a row of cos_sin, up to {last}, or below 0"
-        refuse_first("positions", positions, positions > last, need)
+        refuse_first(
+            "positions", positions, positions > last, need, "its rows would not be rotated"
+        )
 
     def reference(
         self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments
@@ -231,6 +232,6 @@ def _checked(name: str, view: ArrayView, dtypes: tuple[str, ...]) -> ArrayView:
 
 
 def _as_pages(view: ArrayView) -> ArrayView:
-    """Take the rows of each token for a page."""
+    """See the rows of each token as a page of one token."""
     (tokens, heads, columns), (token, head, column) = view.shape, view.strides
     return view._replace(shape=(tokens, 1, heads, columns), strides=(token, token, head, column))

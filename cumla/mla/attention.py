@@ -17,6 +17,7 @@ from cumla.core.arguments import (
     check_number,
     checked_flag,
     checked_scale,
+    number_of,
 )
 from cumla.core.arrays import open_call
 from cumla.core.operation import Operation, Output, Scheduled, parts_on_host, run
@@ -43,7 +44,6 @@ from cumla.mla.arguments import (
     other_cache,
     outputs_of,
 )
-from cumla.mla.fp8_caches import number_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

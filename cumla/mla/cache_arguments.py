@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
 
 from cumla.core.arguments import (
@@ -19,7 +18,7 @@ from cumla.core.arguments import (
     check_own_memory,
     check_written,
 )
-from cumla.core.check_mode import refuse_first
+from cumla.core.check_mode import refuse_first, refuse_pages
 from cumla.launch.mla.append_cache import AppendArguments
 from cumla.mla.arguments import DTYPES, with_kv_head_axis
 from cumla.mla.fp8_caches import E4M3, PACKED_BYTES, SCALES, check_factor, is_packed, unpacked
@@ -357,37 +356,9 @@ def check_append_values(numbers: Mapping[str, NDArray[Any]], arguments: AppendAr
             "slot_mapping", slots, slots > last, f"a slot up to {last}, or below 0 to skip"
         )
     else:
-        _check_pages(numbers, num_pages, page_size)
+        refuse_pages(numbers, numbers["batch_indices"], numbers["positions"], num_pages, page_size)
     if arguments.cos_sin is not None:
         positions, last = numbers["positions"], arguments.cos_sin.shape[0] - 1
         refuse_first(
             "positions", positions, positions > last, f"a row of cos_sin, up to {last}, or below 0"
         )
-
-
-def _check_pages(numbers: Mapping[str, NDArray[Any]], num_pages: int, page_size: int) -> None:
-    """Check requests, positions and page numbers."""
-    requests, positions = numbers["batch_indices"], numbers["positions"]
-    if "block_table" in numbers:
-        pages, name = numbers["block_table"], "block_table"
-        begin = np.zeros(len(pages), np.int64)
-        end = begin + pages.shape[1]
-    else:
-        pages, name, bounds = numbers["kv_indices"], "kv_indices", numbers["kv_indptr"]
-        wrong = (bounds < 0) | (bounds > len(pages))
-        refuse_first("kv_indptr", bounds, wrong, f"a number from 0 to {len(pages)}, the entries")
-        begin, end = bounds[:-1].astype(np.int64), bounds[1:].astype(np.int64)
-    last = len(begin) - 1
-    refuse_first(
-        "batch_indices", requests, requests > last, f"a request up to {last}, or below 0 to skip"
-    )
-    used = np.flatnonzero((requests >= 0) & (positions >= 0))
-    request, column = requests[used], positions[used] // page_size
-    outside = np.zeros(len(positions), bool)
-    outside[used] = column >= (end - begin)[request]
-    refuse_first("positions", positions, outside, "a position in the pages of its request")
-    entry = begin[request] + column
-    read = np.zeros(pages.shape, bool)
-    read[(request, entry) if pages.ndim == 2 else entry] = True
-    wrong = read & ((pages < 0) | (pages >= num_pages))
-    refuse_first(name, pages, wrong, f"a page number from 0 to {num_pages - 1}")

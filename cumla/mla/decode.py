@@ -19,6 +19,7 @@ from cumla.core.arguments import (
     checked_flag,
     checked_int,
     checked_scale,
+    number_of,
 )
 from cumla.core.arrays import open_call
 from cumla.core.check_mode import check_mode
@@ -45,7 +46,6 @@ from cumla.mla.arguments import (
     other_cache,
     outputs_of,
 )
-from cumla.mla.fp8_caches import number_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

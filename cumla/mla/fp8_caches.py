@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 from math import prod
-from numbers import Real
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from cumla.mla.shape import HEAD_DIM, VALUE_DIM
 
@@ -21,7 +18,6 @@ __all__ = [
     "SCALES",
     "check_factor",
     "is_packed",
-    "number_of",
     "relabelled",
     "unpacked",
 ]
@@ -32,7 +28,6 @@ SCALES = 4  # of a row, one for 128 latent columns
 _ROPE_DIM = HEAD_DIM - VALUE_DIM
 # A row of the packed format: e4m3 latent columns, float32 scales, bfloat16 RoPE columns.
 PACKED_BYTES = VALUE_DIM + 4 * SCALES + 2 * _ROPE_DIM
-_LEAST_FACTOR, _MOST_FACTOR = 2.0**-126, 2.0**126  # normal, and so are their inverses
 
 
 def is_packed(cache: ArrayView) -> bool:
@@ -69,37 +64,6 @@ def unpacked(rows: ArrayView) -> tuple[ArrayView, ArrayView, ArrayView]:
 def relabelled(view: ArrayView) -> ArrayView:
     """Call bytes what they hold: e4m3 numbers."""
     return view._replace(dtype=FP8) if view.dtype == "uint8" else view
-
-
-def number_of(name: str, factor: Any) -> float | None:
-    """Return a factor that is a number, in float32; None for what is none.
-
-    Parameters
-    ----------
-    name : str
-        Of the argument.
-    factor : object
-        By which e4m3 numbers give what they stand for.
-
-    Returns
-    -------
-    float or None
-
-    Raises
-    ------
-    TypeError, ValueError
-        It is a bool, or too small or large.
-    """
-    if isinstance(factor, bool):
-        raise TypeError(f"{name}: needs a number, or an array of one float32, got bool; convert it")
-    if not isinstance(factor, Real):
-        return None
-    if not _LEAST_FACTOR <= float(factor) <= _MOST_FACTOR:
-        raise ValueError(
-            f"{name}: needs a number from 2 ** -126 to 2 ** 126, got {factor}; pass the factor by "
-            f"which quantised rows give the rows"
-        )
-    return float(np.float32(factor))
 
 
 def check_factor(name: str, view: ArrayView) -> None:

@@ -21,6 +21,7 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 POISON = 0xFF  # bytes: NaN in every float
 MAX_POSITION = 90
 LARGEST = 6.0  # of the numbers
+MOST = 150  # tokens that the pages of a request hold, at least
 FACTORS: dict[str, tuple[Any, ...]] = {
     "lens": ((1,), (1, 1, 1), (0, 5, 1, 33), (64, 64), (7, 0, 0, 2, 1)),
     "page_size": (1, 3, 16, 64),
@@ -84,95 +85,120 @@ def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
     return array
 
 
+@dataclass(frozen=True)
+class Counts:
+    """Sizes of a sample, and the request and position of each token."""
+
+    lens: tuple[int, ...]
+    tokens: int
+    max_pages: int
+    num_pages: int
+    kv_lens: Any
+    requests: Any
+    positions: Any
+
+    @classmethod
+    def of(cls, s: Sample, rng: Any) -> Counts:
+        lens = (4, 4, 4) if s.places == "uniform" else s.lens
+        # As under a captured graph: qo_indptr may end before the rows do.
+        more = 2 if s.places == "kv_lens" and s.seed % 3 == 0 else 0
+        kv_lens = np.array([n + int(rng.integers(0, 60)) for n in lens], np.int32)
+        if s.seed % 5 == 0:
+            kv_lens[-1] -= 50  # some of its tokens have no place
+        ranges = [np.arange(end - n, end) for n, end in zip(lens, kv_lens, strict=True)]
+        max_pages = -(-MOST // s.page_size)
+        return cls(
+            lens,
+            sum(lens) + more,
+            max_pages,
+            len(lens) * max_pages + 3,
+            kv_lens,
+            np.repeat(np.arange(len(lens)), lens),
+            np.concatenate([*ranges, np.full(more, -1)]),
+        )
+
+
 def make(s: Sample) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Give arguments, and what of their memory may be written to, by name, whole."""
+    """Give arguments, and by name the whole memory of those that may be written to."""
     rng = np.random.default_rng(s.seed)
-    dtype = DTYPES[s.dtype]
-    lens = (4, 4, 4) if s.places == "uniform" else s.lens
-    batch, of_requests = len(lens), sum(lens)
-    # As under a captured graph: qo_indptr may end before the rows do.
-    tokens = of_requests + (2 if s.places == "kv_lens" and s.seed % 3 == 0 else 0)
-    lead = (batch, lens[0]) if s.places == "uniform" else (tokens,)
+    counts = Counts.of(s, rng)
+    lead = (len(counts.lens), counts.lens[0]) if s.places == "uniform" else (counts.tokens,)
 
     def rows(heads: int, columns: int) -> Any:
         values = np.clip(rng.standard_normal((*lead, heads, columns)), -LARGEST, LARGEST)
-        return values.astype(dtype)
+        return values.astype(DTYPES[s.dtype])
 
-    most = 150
-    max_pages = -(-most // s.page_size)
-    num_pages = batch * max_pages + 3
-    cache_dtype = {"16 bits": dtype, "e4m3": E4M3, "bytes": np.dtype(np.uint8)}[s.cache]
-    owners: dict[str, Any] = {}
     given: dict[str, Any] = {
         "k": rows(s.kv_heads, s.columns),
         "v": rows(s.kv_heads, s.value_columns),
     }
-    gap = 16 // cache_dtype.itemsize
-    widths = {"k_cache": s.columns, "v_cache": s.value_columns}
-    if cache_dtype.itemsize == 1:
-        widths = {name: -(-width // 16) * 16 for name, width in widths.items()}  # strides of 16
+    owners: dict[str, Any] = {}
+    _add_caches(s, counts.num_pages, given, owners)
+    _add_places(s, rng, counts, given)
+    if s.table != "none":
+        _add_rotation(s, rng, given, owners, rows, counts.positions)
+    if s.cache != "16 bits" and s.scales != "none":
+        for name in ("k_scale", "v_scale"):
+            given[name] = _scale(s, rng, len(counts.lens))
+    return given, owners
+
+
+def _add_caches(s: Sample, num_pages: int, given: dict[str, Any], owners: dict[str, Any]) -> None:
+    dtype = {"16 bits": DTYPES[s.dtype], "e4m3": E4M3, "bytes": np.dtype(np.uint8)}[s.cache]
+    columns = {"k_cache": s.columns, "v_cache": s.value_columns}
+    least = 16 // dtype.itemsize  # columns of 16 bytes
+    widths = {name: -(-width // least) * least for name, width in columns.items()}
     if s.layout == "packed":
-        width = max(widths.values())
-        shape = (num_pages, 2, s.page_size, s.kv_heads, width)
-        owners["cache"] = poisoned(shape, cache_dtype)
-        for i, (name, columns) in enumerate((("k_cache", s.columns), ("v_cache", s.value_columns))):
-            given[name] = owners["cache"][:, i, ..., :columns]
-    else:
-        for name, columns in (("k_cache", s.columns), ("v_cache", s.value_columns)):
-            axes = (s.page_size, s.kv_heads)
-            extra = gap if s.layout == "padded" else 0
-            shape = (num_pages, *(axes[::-1] if s.layout == "HND" else axes), widths[name] + extra)
-            owners[name] = poisoned(shape, cache_dtype)
-            given[name] = owners[name][..., :columns]
+        shape = (num_pages, 2, s.page_size, s.kv_heads, max(widths.values()))
+        owners["cache"] = poisoned(shape, dtype)
+        for i, name in enumerate(columns):
+            given[name] = owners["cache"][:, i, ..., : columns[name]]
+        return
+    axes = (s.page_size, s.kv_heads)
+    extra = least if s.layout == "padded" else 0
+    for name in columns:
+        shape = (num_pages, *(axes[::-1] if s.layout == "HND" else axes), widths[name] + extra)
+        owners[name] = poisoned(shape, dtype)
+        given[name] = owners[name][..., : columns[name]]
     if s.layout == "HND":
         given["kv_layout"] = "HND"
 
-    kv_lens = np.array([n + int(rng.integers(0, 60)) for n in lens], np.int32)
-    if s.seed % 5 == 0:
-        kv_lens[-1] -= 50  # some of its tokens have no place
-    requests = np.repeat(np.arange(batch), lens)
-    padding = np.full(tokens - of_requests, -1)
-    positions = np.concatenate(
-        [np.arange(end - n, end) for n, end in zip(lens, kv_lens, strict=True)] + [padding]
-    )
-    shuffled = rng.permutation(num_pages)
-    table = shuffled[: batch * max_pages].reshape(batch, max_pages).astype(np.int32)
-    table[:, -1] = (-1, 2**31 - 1, num_pages)[s.seed % 3]
+
+def _add_places(s: Sample, rng: Any, counts: Counts, given: dict[str, Any]) -> None:
     if s.places == "slots":
-        slots = rng.permutation(num_pages * s.page_size)[:tokens].astype(s.index)
-        slots[: tokens // 9] = -1 - 3 * slots[: tokens // 9]
+        slots = rng.permutation(counts.num_pages * s.page_size)[: counts.tokens].astype(s.index)
+        skipped = counts.tokens // 9
+        slots[:skipped] = -1 - 3 * slots[:skipped]
         given["slot_mapping"] = slots
-    elif s.places == "batch_indices":
-        given["batch_indices"] = requests.astype(s.index)
-        given["positions"] = positions.astype(s.index)
+        return
+    if s.places == "batch_indices":
+        given["batch_indices"] = counts.requests.astype(s.index)
+        given["positions"] = counts.positions.astype(s.index)
     else:
-        given["kv_lens"] = kv_lens
+        given["kv_lens"] = counts.kv_lens
         if s.places == "kv_lens":
-            given["qo_indptr"] = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
-    if s.places != "slots":
-        if s.pages == "table":
-            given["block_table"] = table
-        else:
-            given["kv_indices"] = table.reshape(-1)
-            given["kv_indptr"] = (np.arange(batch + 1) * max_pages).astype(np.int32)
-    if s.table != "none":
-        _add_rotation(s, rng, given, owners, rows, positions)
-    if s.cache in ("e4m3", "bytes") and s.scales != "none":
-        for name in ("k_scale", "v_scale"):
-            shape = {"one": (1,), "head": (s.kv_heads,), "request": (batch, s.kv_heads)}.get(
-                s.scales
-            )
-            if s.scales == "request" and s.places == "slots":
-                shape = (s.kv_heads,)
-            scale = 2.0 ** rng.integers(-6, 2, shape) * 1.25
-            given[name] = float(scale) if shape is None else scale.astype(np.float32)
-    return given, owners
+            given["qo_indptr"] = np.concatenate([[0], np.cumsum(counts.lens)]).astype(np.int32)
+    shape = (len(counts.lens), counts.max_pages)
+    pages = rng.permutation(counts.num_pages)[: shape[0] * shape[1]]
+    table = pages.reshape(shape).astype(np.int32)
+    table[:, -1] = (-1, 2**31 - 1, counts.num_pages)[s.seed % 3]
+    if s.pages == "table":
+        given["block_table"] = table
+    else:
+        given["kv_indices"] = table.reshape(-1)
+        given["kv_indptr"] = (np.arange(shape[0] + 1) * shape[1]).astype(np.int32)
+
+
+def _scale(s: Sample, rng: Any, batch: int) -> Any:
+    shapes = {"one": (1,), "head": (s.kv_heads,), "request": (batch, s.kv_heads)}
+    shape = shapes.get("head" if (s.scales, s.places) == ("request", "slots") else s.scales)
+    scale = 2.0 ** rng.integers(-6, 2, shape) * 1.25
+    return float(scale) if shape is None else scale.astype(np.float32)
 
 
 def _add_rotation(
     s: Sample, rng: Any, given: dict[str, Any], owners: dict[str, Any], rows: Any, positions: Any
 ) -> None:
-    """Add a table, and queries."""
     rotary_dim = s.columns if s.rotary == "whole" else max(16, s.columns // 32 * 16)
     offset = {"last": s.columns - rotary_dim, "middle": 8 if rotary_dim + 8 <= s.columns else 0}
     given["rotary_offset"] = offset.get(s.rotary, 0)
@@ -206,10 +232,7 @@ def bits_of(array: Any) -> Any:
 
 
 def check(got: Any, expected: Any, *, rotated: bool) -> None:
-    """Compare whole memory: to the bit, but for what was rotated in float32 on the way.
-
-    That may round to the neighbour of what float64 rounds to.
-    """
+    """Compare whole memory to the bit; numbers rotated in float32 may round to a neighbour."""
     differs = bits_of(got) != bits_of(expected)
     if not differs.any():
         return

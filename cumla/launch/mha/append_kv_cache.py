@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of cuda/mha/append_kv_cache.cu: keys and values into a cache, keys and queries rotated."""
+"""Launcher of cuda/mha/append_kv_cache.cu, which writes keys and values and rotates queries."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SPECS = tuple(_SPECS.values())
 
 
 def append_kv_spec(dtype: str, cache_dtype: str) -> KernelSpec:
-    """Choose the kernel for the dtype of the rows and that of the cache, the same or of one byte."""
+    """Choose the kernel for rows of a dtype and a cache of the same dtype or of one byte."""
     return _SPECS[dtype, cache_dtype not in _TAGS]
 
 
@@ -65,31 +65,31 @@ class AppendKVArguments(NamedTuple):
     (tokens, 1, heads, columns), and gets the rotated keys of all tokens.
     """
 
-    q: ArrayView | None
-    q_out: ArrayView | None
-    k: ArrayView | None
-    v: ArrayView | None
-    k_cache: ArrayView | None
-    v_cache: ArrayView | None
-    slot_mapping: ArrayView | None
-    batch_indices: ArrayView | None
-    positions: ArrayView | None
-    qo_indptr: ArrayView | None
-    kv_lens: ArrayView | None
-    block_table: ArrayView | None
-    kv_indices: ArrayView | None
-    kv_indptr: ArrayView | None
-    cos: ArrayView | None
-    sin: ArrayView | None
-    k_scale: Scale
-    v_scale: Scale
-    interleaved: bool
-    rotary_offset: int
+    q: ArrayView | None = None
+    q_out: ArrayView | None = None
+    k: ArrayView | None = None
+    v: ArrayView | None = None
+    k_cache: ArrayView | None = None
+    v_cache: ArrayView | None = None
+    slot_mapping: ArrayView | None = None
+    batch_indices: ArrayView | None = None
+    positions: ArrayView | None = None
+    qo_indptr: ArrayView | None = None
+    kv_lens: ArrayView | None = None
+    block_table: ArrayView | None = None
+    kv_indices: ArrayView | None = None
+    kv_indptr: ArrayView | None = None
+    cos: ArrayView | None = None
+    sin: ArrayView | None = None
+    k_scale: Scale = Scale()
+    v_scale: Scale = Scale()
+    interleaved: bool = False
+    rotary_offset: int = 0
     layout: str = "NHD"  # of the caches that were given
 
     @property
     def rows(self) -> ArrayView:
-        """Rows that are there in any case."""
+        """Keys, or queries where there are no keys."""
         rows = self.q if self.k is None else self.k
         assert rows is not None
         return rows
@@ -151,7 +151,7 @@ def append_kv_launch(arguments: AppendKVArguments) -> Launch:
 
 
 def _division(columns: int, rotary_dim: int, rotary_offset: int) -> tuple[int, int, int, int]:
-    """Pack struct Division."""
+    """Pack struct Division: it tells which thread of a team has which octets of a row."""
     rope_units = rotary_dim // (2 * _OCTET)
     rest = columns // _OCTET - 2 * rope_units
     return (rope_units + -(-rest // 2), rope_units, rotary_offset // _OCTET, rest)

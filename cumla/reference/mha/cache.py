@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,8 @@ def append_kv_cache(
     """Write the keys and values of new tokens into the pages of a cache, keys rotated on the way.
 
     Token i belongs to request r and has the position p there: ``batch_indices[i]`` and
-    ``positions[i]``; or, with `kv_lens`, it is one of the last tokens of a request, whose tokens
-    are ``qo_indptr[r]`` up to ``qo_indptr[r + 1]``, or q_len tokens each where k has four axes. So
+    ``positions[i]``; or, with `kv_lens`, it is one of the last tokens of a request, whose new
+    tokens are ``qo_indptr[r]`` up to ``qo_indptr[r + 1]``, or q_len each if k has four axes. So
     ``p = kv_lens[r] - (qo_indptr[r + 1] - i)``; `positions` then count for the rotation alone. Its
     rows go to row ``p % page_size`` of page ``block_table[r, p // page_size]``, or
     ``kv_indices[kv_indptr[r] + p // page_size]``; with `slot_mapping` to row ``slot % page_size``
@@ -86,7 +87,7 @@ def append_kv_cache(
     tokens = np.arange(len(k))
     requests, place = np.full(len(k), -1), np.full(len(k), -1)
     if kv_lens is not None:
-        requests, place = _last_tokens(tokens, q_len, qo_indptr, kv_lens)
+        requests, place = last_tokens(tokens, q_len, qo_indptr, kv_lens)
     elif batch_indices is not None and positions is not None:
         requests, place = batch_indices.astype(np.int64), positions.astype(np.int64)
     turned_by = place if positions is None else positions.astype(np.int64)
@@ -123,7 +124,7 @@ def _flat(rows: Array) -> Array:
     return rows.reshape(-1, *rows.shape[-2:])
 
 
-def _last_tokens(
+def last_tokens(
     tokens: Array, q_len: int, qo_indptr: Array | None, kv_lens: Array
 ) -> tuple[Array, Array]:
     """Tell the request of each token and its position there; -1 if it has none."""
@@ -133,7 +134,7 @@ def _last_tokens(
     else:
         requests, end = np.full(len(tokens), -1), np.zeros(len(tokens), np.int64)
         bounds = qo_indptr.astype(np.int64)
-        for request, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for request, (first, last) in enumerate(pairwise(bounds)):
             of = (first <= tokens) & (tokens < last)
             requests[of], end[of] = request, last
     known = requests >= 0

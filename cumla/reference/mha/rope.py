@@ -51,16 +51,19 @@ def apply_rope(
     q_out, k_out : ndarray
         In the dtypes of q and k.
     """
-    results = []
-    for rows, out in ((q, q_out), (k, k_out)):
-        if rows is None:
-            results.append(None)
-            continue
-        turned = turned_rows(rows, positions, cos_sin, interleaved, rotary_offset)
-        result = np.empty_like(rows) if out is None else out
-        result[...] = turned.astype(rows.dtype)
-        results.append(result)
-    return results[0], results[1]
+    turned = [
+        None if rows is None else turned_rows(rows, positions, cos_sin, interleaved, rotary_offset)
+        for rows in (q, k)
+    ]
+    if q_out is None:
+        q_out = np.empty_like(q)
+    q_out[...] = turned[0]
+    if k is None:
+        return q_out, None
+    if k_out is None:
+        k_out = np.empty_like(k)
+    k_out[...] = turned[1]
+    return q_out, k_out
 
 
 def table_of(cos_sin: Array | Sequence[Array]) -> Array:
