@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels whose threads do not talk to each other, run by the CPU: their own text, compiled by a C++
-compiler, one thread after the other. Instructions that are written in PTX are put in by hand."""
+"""Run kernels whose threads do not communicate on the CPU: a C++ compiler compiles their own text,
+and one thread runs after the other. C++ functions stand in for instructions that are PTX."""
 
 from __future__ import annotations
 
@@ -54,27 +54,38 @@ static unsigned bits16(float x, int exponent_bits, int mantissa_bits, bool satur
                                      exponent - mantissa_bits);
   if (y > most) y = most;
   unsigned bits;
-  if (!saturates && (std::isinf(y) || std::ilogb(y) > bias)) bits = ((1u << exponent_bits) - 1) << mantissa_bits;
-  else if (y == 0) bits = 0;
-  else {
+  if (!saturates && (std::isinf(y) || std::ilogb(y) > bias)) {
+    bits = ((1u << exponent_bits) - 1) << mantissa_bits;
+  } else if (y == 0) {
+    bits = 0;
+  } else {
     exponent = std::max(std::ilogb(y), 1 - bias);
     const auto digits = static_cast<unsigned>(std::ldexp(y, mantissa_bits - exponent));
     const bool normal = digits >> mantissa_bits;
-    bits = normal ? ((exponent + bias) << mantissa_bits) + (digits - (1u << mantissa_bits)) : digits;
+    bits = digits;
+    if (normal) bits += ((exponent + bias) << mantissa_bits) - (1u << mantissa_bits);
   }
   return bits | (sign << width);
 }
-template <> u32 pack_pair<Bf16>(float low, float high) { return bits16(low, 8, 7, 0) | bits16(high, 8, 7, 0) << 16; }
-template <> u32 pack_pair<Fp16>(float low, float high) { return bits16(low, 5, 10, 0) | bits16(high, 5, 10, 0) << 16; }
+template <> u32 pack_pair<Bf16>(float low, float high) {
+  return bits16(low, 8, 7, 0) | bits16(high, 8, 7, 0) << 16;
+}
+template <> u32 pack_pair<Fp16>(float low, float high) {
+  return bits16(low, 5, 10, 0) | bits16(high, 5, 10, 0) << 16;
+}
 static float half(unsigned bits) {
   const int exponent = bits >> 10 & 31, digits = bits & 1023;
-  const float size = exponent == 31 ? (digits ? NAN : INFINITY)
-                     : exponent ? std::ldexp(1024.0f + digits, exponent - 25) : std::ldexp(float(digits), -24);
+  float size = std::ldexp(float(digits), -24);
+  if (exponent == 31) size = digits ? NAN : INFINITY;
+  else if (exponent) size = std::ldexp(1024.0f + digits, exponent - 25);
   return bits & 0x8000 ? -size : size;
 }
-template <> float2 unpack_pair<Fp16>(u32 packed) { return {half(packed & 0xffff), half(packed >> 16)}; }
+template <> float2 unpack_pair<Fp16>(u32 packed) {
+  return {half(packed & 0xffff), half(packed >> 16)};
+}
 u32 pack_e4m3x4(float a, float b, float c, float d) {
-  return bits16(a, 4, 3, 1) | bits16(b, 4, 3, 1) << 8 | bits16(c, 4, 3, 1) << 16 | bits16(d, 4, 3, 1) << 24;
+  const unsigned low = bits16(a, 4, 3, 1) | bits16(b, 4, 3, 1) << 8;
+  return low | bits16(c, 4, 3, 1) << 16 | bits16(d, 4, 3, 1) << 24;
 }
 uint4 load_global_16(const uint4* address) { return *address; }
 float4 load_global_16(const float4* address) { return *address; }
