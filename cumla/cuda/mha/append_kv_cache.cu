@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes the keys and values of new tokens into a cache, of their own 16 bits or e4m3, and rotates keys and queries on
-// the way.
+// Writes the keys and values of new tokens into a cache of the same 16 bits or of e4m3, and rotates keys and queries
+// on the way.
 //
-// grid = (token tiles, chunks of heads: of q, then k, then v), 256 threads. A team of `units` threads has one token and
-// four heads; each thread holds the same two octets of columns of the four rows, so cosines and sines are loaded once
-// for all of them. The octets of a pair of half-split columns are of one thread, and so are any two of the others:
-// nothing is exchanged. Loads of rows are issued first; while they are in flight the thread looks up the token's place.
+// grid = (token tiles, chunks of four heads: of q, then k, then v), 256 threads. A team of `units` threads has one
+// token and four heads. Each thread holds the same two octets of columns of the four rows, so it loads cosines and
+// sines once for all of them. One thread holds both octets of half-split pairs, so threads exchange nothing. Loads of
+// rows are issued first; while they are in flight, each thread looks up the place of its token.
 //
-// In flight: 32 KiB a CTA, three CTAs an SM (85 registers at most). No shared memory.
+// Budget: 32 KiB in flight per CTA, three CTAs per SM (at most 85 registers per thread), no shared memory.
 #include "rows/elements.cuh"
 #include "rows/quantize.cuh"
 #include "rows/slots.cuh"
@@ -20,15 +20,15 @@ using namespace ptx;
 using namespace rows;
 
 constexpr int kThreads = 256;
-constexpr int kHeads = 4;  // of one thread
+constexpr int kHeads = 4;  // per thread
 
-// Rows of tokens that come in batches of equal length; ragged ones are one batch.
+// Rows of tokens in batches of equal length; ragged rows are one batch.
 struct BatchedRows {
   char* data;
   i64 stride_batch, stride_token, stride_head;
 };
 
-// One factor, one for each kv head, or one for each request and kv head: value = e4m3 * factor.
+// One factor, one per kv head, or one per request and kv head: value = e4m3 * factor.
 struct Scales {
   const char* data;  // null: `value`
   i64 stride_request, stride_head;
@@ -42,8 +42,9 @@ struct Angles {
   i64 stride_position, stride_column;
 };
 
-// How the octets of a row are dealt out: to `rope_units` threads an octet of first halves of pairs and one of second
-// halves each, beginning with octet `rope_first`; to the others two of the `rest` octets, as far as there are.
+// The octets of each thread of a team. The first `rope_units` threads have an octet of first halves of pairs, from
+// octet `rope_first` on, and the octet of their second halves. The other threads have two of the `rest` octets each;
+// the last of them may have one.
 struct Division {
   int units, rope_units, rope_first, rest;
 };
@@ -58,13 +59,13 @@ struct AppendKvCacheParams {
   Angles cos, sin;  // null: nothing is rotated
   Scales k_scale, v_scale;
   i64 tokens, tokens_of_batch, batch, num_entries, num_pages, page_size, max_position;
-  Division keys, values;  // the first also of queries
+  Division keys, values;  // queries are divided as keys are
   int q_heads, kv_heads, interleaved, table_type;
 };
 
 enum TableType { kFloat, kBfloat16, kFloat16 };
 
-// A request, a position in it, and a place: a position in its pages or a slot. Negative: none.
+// A request, a position for the rotation, and a place: a position in the request's pages, or a slot. Negative: none.
 struct Token {
   i64 request, position, place;
 };
@@ -104,7 +105,7 @@ __device__ __forceinline__ Token find_token(const AppendKvCacheParams& p, i64 to
   return found;
 }
 
-// Where a token's rows go in the cache.
+// Finds the place of a token's rows in the cache.
 __device__ __forceinline__ Slot find_slot_of(const AppendKvCacheParams& p, i64 token, const Token& found) {
   if (p.page_size == 0) return {token, 0};  // rows of tokens, no cache
   if (found.place < 0) return {-1, 0};
@@ -133,8 +134,8 @@ __device__ __forceinline__ Share share_of(const Division& division, int unit) {
   return {beside_rope(first), second < division.rest ? beside_rope(second) : -1, false};
 }
 
-// Cosines and sines of the pairs of one thread. Half-split: of its columns in the first octet. Interleaved: by turns of
-// the pairs in the first octet and of those in the second.
+// Cosines and sines of the eight pairs of one thread. Half-split: pair i begins in column i of the first octet.
+// Interleaved: even i are the pairs of the first octet, odd i those of the second.
 struct Turn {
   float cos[kOctet], sin[kOctet];
 };
@@ -192,7 +193,7 @@ __device__ __forceinline__ float inverse_scale(const Scales& scales, i64 request
   return 1.0f / (scales.data != nullptr ? *at : scales.value);
 }
 
-// Four rows, or what is left of `heads`: in registers, then at `rows`.
+// Two octets of up to four rows, in registers.
 template <typename T>
 struct Held {
   Octet<T> first[kHeads], second[kHeads];
