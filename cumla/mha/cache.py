@@ -348,10 +348,11 @@ def _check_combination(views: Mapping[str, ArrayView]) -> None:
     tables = {n for n in ("block_table", "kv_indices", "kv_indptr") if n in views}
     told = {n for n in ("batch_indices", "positions", "kv_lens") if n in views}
     if "slot_mapping" in views:
-        for name in sorted(tables | (told & {"batch_indices"})):
+        unused = sorted(tables | (told & {"batch_indices"}))
+        if unused:
             raise ValueError(
-                f"{name}: needs a call without slot_mapping, which tells where the rows go, got "
-                f"both; leave one of them out"
+                f"{unused[0]}: needs a call without slot_mapping, which tells where the rows go, "
+                f"got both; leave one of them out"
             )
     elif "kv_lens" not in told and not told >= {"batch_indices", "positions"}:
         raise ValueError(
