@@ -16,13 +16,10 @@ from cumla.launch.device import require_hopper
 from cumla.launch.merge_states import MOST_PARTIALS, StateViews, merge_launch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import numpy as np
-
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
+    from cumla.core.paged import Host, Results
 
 __all__ = ["AttentionState", "merge_attention_states"]
 
@@ -59,13 +56,10 @@ def merge_attention_states(
         Their log-sum-exps, float32, with any strides: ``(tokens, heads)`` for outs with three
         axes, ``(batch, heads, q_len)`` for outs with four, as :func:`cumla.mla_decode` returns
         them. Where yours are the other way round, pass a transposed view: nothing is copied.
-    out : array, optional
-        Of the shape of one of outs; float32, bfloat16 or float16, whatever the dtype of outs.
-        Written and returned. May be one of outs, but must not overlap them in another way. Of the
-        framework of outs; JAX's arrays cannot be written to.
-    lse : array, optional
-        Of the shape of one of lses, float32, written and returned. May be one of lses, but must not
-        overlap them in another way.
+    out, lse : array, optional
+        Of the shapes of one of outs, float32, bfloat16 or float16 whatever the dtype of outs, and
+        of one of lses, float32; written and returned. May be one of outs, or of lses, but must not
+        overlap them in another way. Of the framework of outs; JAX's arrays cannot be written to.
     lse_base : float
         Base of the logarithms, of lses and of the result: ``math.e`` (the default) or 2.
     stream : optional
@@ -80,22 +74,8 @@ def merge_attention_states(
 
     Raises
     ------
-    TypeError
-        An argument is of the wrong kind: no array, a tracer, an unknown dtype. As with every error
-        but the last, the message names it, and nothing has been launched or written.
-    ValueError
-        An argument does not fit: its number, shape, strides, alignment, place or value.
-    UnsupportedDeviceError
-        The arrays are on a GPU that is not of compute capability 9.0.
-    MissingDependencyError
-        The arrays are on a GPU, and CuPy, NVRTC or cuda.bindings is missing.
-    CompilationError
-        The kernel does not compile with the NVRTC that is installed.
-    NotPreparedError
-        The stream is being captured and the kernel is not loaded yet, or memory is needed that
-        capture forbids.
-    CumlaError
-        The driver refuses a launch; base class of the four above.
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_decode`; there is no partial result.
 
     Notes
     -----
@@ -123,7 +103,10 @@ class _Merge(Operation[_Arguments, int]):
     """Merges partial results; its key is the bytes that one launch hands on to the next."""
 
     def arguments(self, views: Views, options: float) -> _Arguments:
-        return _checked_arguments(views, options)
+        outs, lses = _apart("outs", views), _apart("lses", views)
+        _check_outs(outs)
+        _check_lses(lses, outs)
+        return _Arguments(tuple(outs), tuple(lses), options)
 
     def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
         first, lse = arguments.outs[0], arguments.lses[0]
@@ -169,9 +152,7 @@ class _Merge(Operation[_Arguments, int]):
         launches.append(merge_launch(partials[last:], carried, result, arguments.log2_of_base))
         return launches
 
-    def reference(
-        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments
-    ) -> Sequence[np.ndarray[Any, Any]]:
+    def reference(self, host: Host, arguments: _Arguments) -> Results:
         outs, lses = (
             host[name] if name in host else [a for n, a in host.items() if n.startswith(f"{name}[")]
             for name in ("outs", "lses")
@@ -188,15 +169,13 @@ _MERGE = _Merge()
 def _state(out: ArrayView, lse: ArrayView) -> StateViews:
     """Give both the axes (batch, tokens, heads), which is a change of strides."""
     if len(out.shape) == 3:
-        return StateViews(_with_batch_axis(out), _with_batch_axis(lse))
+        return StateViews(
+            *[v._replace(shape=(1, *v.shape), strides=(0, *v.strides)) for v in (out, lse)]
+        )
     (batch, heads, q_len), (of_batch, of_head, of_token) = lse.shape, lse.strides
     return StateViews(
         out, lse._replace(shape=(batch, q_len, heads), strides=(of_batch, of_token, of_head))
     )
-
-
-def _with_batch_axis(view: ArrayView) -> ArrayView:
-    return view._replace(shape=(1, *view.shape), strides=(0, *view.strides))
 
 
 def _contiguous(like: ArrayView, buffer: int, shape: tuple[int, ...]) -> StateViews:
@@ -233,26 +212,6 @@ def _named(name: str, arrays: Any) -> dict[str, Any]:
             f"where there is nothing to merge"
         )
     return {f"{name}[{i}]": array for i, array in enumerate(arrays)}
-
-
-def _checked_arguments(views: Views, log2_of_base: float) -> _Arguments:
-    """Check the views of one call against each other."""
-    outs, lses = _apart("outs", views), _apart("lses", views)
-    _check_outs(outs)
-    if len(lses) != len(outs):
-        raise ValueError(
-            f"lses: needs one array for each of the {len(outs)} outs, got {len(lses)}; pass both "
-            f"of each partial result"
-        )
-    *batch, tokens, heads, _ = outs[0].shape
-    shape = (*batch, heads, tokens) if batch else (tokens, heads)
-    axes = "(batch, heads, q_len)" if batch else "(tokens, heads)"
-    for i, view in enumerate(lses):
-        name = f"lses[{i}]"
-        check_dtype(name, view.dtype, ("float32",))
-        check_shape(name, view, axes, shape, "transpose or reshape it")
-        check_lies(name, view, "elements")
-    return _Arguments(tuple(outs), tuple(lses), log2_of_base)
 
 
 def _apart(name: str, views: Views) -> list[ArrayView]:
@@ -301,3 +260,19 @@ def _check_outs(views: list[ArrayView]) -> None:
                 f"results for the same queries and heads"
             )
         check_layout(name, view)
+
+
+def _check_lses(views: list[ArrayView], outs: list[ArrayView]) -> None:
+    if len(views) != len(outs):
+        raise ValueError(
+            f"lses: needs one array for each of the {len(outs)} outs, got {len(views)}; pass both "
+            f"of each partial result"
+        )
+    *batch, tokens, heads, _ = outs[0].shape
+    shape = (*batch, heads, tokens) if batch else (tokens, heads)
+    axes = "(batch, heads, q_len)" if batch else "(tokens, heads)"
+    for i, view in enumerate(views):
+        name = f"lses[{i}]"
+        check_dtype(name, view.dtype, ("float32",))
+        check_shape(name, view, axes, shape, "transpose or reshape it")
+        check_lies(name, view, "elements")

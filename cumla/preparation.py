@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from cumla.core.arguments import check_device_number
 from cumla.core.plan import Plan
+from cumla.indexer import cache as indexer_cache
+from cumla.indexer import logits, paged_logits, quantize
 from cumla.launch import merge_states
 from cumla.launch.device import current_device, require_hopper
 from cumla.launch.indexer import (
@@ -27,6 +29,11 @@ from cumla.launch.mla import (
 )
 from cumla.launch.module import load
 from cumla.launch.split import ragged_schedule, schedule
+from cumla.merge import merge_attention_states
+from cumla.mha import cache as mha_cache
+from cumla.mha import rope
+from cumla.mla import attention, decode
+from cumla.mla import cache as mla_cache
 
 if TYPE_CHECKING:
     from cumla.launch.source import KernelSpec
@@ -36,22 +43,23 @@ __all__ = ["prepare"]
 _RAGGED = tuple(s for s in mla_decode.SPECS if s.entry.startswith("mla_attention"))
 _RAGGED_FP8 = tuple(s for s in mla_decode_fp8.SPECS if s.entry.startswith("mla_attention"))
 _TO_16_BITS = tuple(s for s in append_kv_cache.SPECS if "fp8" not in s.entry)
-_KERNELS: dict[str, tuple[KernelSpec, ...]] = {
-    "append_indexer_cache": append_indexer_cache.SPECS,
-    "append_kv_cache": append_kv_cache.SPECS,
-    "append_mla_cache": append_cache.SPECS + append_fp8_cache.SPECS,
-    "apply_rope": _TO_16_BITS,
-    "merge_attention_states": merge_states.SPECS,
-    "mla_attention": ragged_schedule.SPECS + _RAGGED + _RAGGED_FP8,
-    "mla_decode": (
+# By the public function itself: others have the same name, such as those of cumla.reference.
+_KERNELS: dict[Callable[..., Any], tuple[KernelSpec, ...]] = {
+    indexer_cache.append_indexer_cache: append_indexer_cache.SPECS,
+    mha_cache.append_kv_cache: append_kv_cache.SPECS,
+    mla_cache.append_mla_cache: append_cache.SPECS + append_fp8_cache.SPECS,
+    rope.apply_rope: _TO_16_BITS,
+    merge_attention_states: merge_states.SPECS,
+    attention.mla_attention: ragged_schedule.SPECS + _RAGGED + _RAGGED_FP8,
+    decode.mla_decode: (
         *schedule.SPECS,
         *mla_decode_swapped.SPECS,
         *(s for s in mla_decode.SPECS if s not in _RAGGED),
         *(s for s in mla_decode_fp8.SPECS if s not in _RAGGED_FP8),
     ),
-    "mqa_logits": mqa_logits.SPECS,
-    "paged_mqa_logits": paged_mqa_schedule.SPECS + paged_mqa_logits.SPECS,
-    "quantize_fp8": quantize_fp8.SPECS,
+    logits.mqa_logits: mqa_logits.SPECS,
+    paged_logits.paged_mqa_logits: paged_mqa_schedule.SPECS + paged_mqa_logits.SPECS,
+    quantize.quantize_fp8: quantize_fp8.SPECS,
 }
 
 
@@ -79,18 +87,18 @@ def prepare(*plans_or_functions: Plan[Any] | Callable[..., Any], device: int | N
     >>> cumla.prepare(plan, cumla.append_mla_cache)  # doctest: +SKIP
     """
     check_device_number(device)
-    names = ", ".join(f"cumla.{name}" for name in _KERNELS)
+    names = ", ".join(f"cumla.{function.__name__}" for function in _KERNELS)
     if not plans_or_functions:
         raise TypeError(f"prepare: needs plans or functions, got nothing; pass some of {names}")
     specs: list[KernelSpec] = []
     for i, given in enumerate(plans_or_functions):
         if isinstance(given, Plan):
             continue
-        of = _KERNELS.get(getattr(given, "__name__", ""))
-        if of is None or not getattr(given, "__module__", "").startswith("cumla."):
+        of = next((specs for function, specs in _KERNELS.items() if function is given), None)
+        if of is None:
             raise TypeError(
                 f"plans_or_functions[{i}]: needs a plan or a function that has kernels, got "
-                f"{given!r}; pass a plan, or some of {names}"
+                f"{_name_of(given)}; pass a plan, or some of {names}"
             )
         specs += of
     if specs:
@@ -102,3 +110,10 @@ def prepare(*plans_or_functions: Plan[Any] | Callable[..., Any], device: int | N
     for spec in specs:
         assert device is not None
         load(spec, device, capturing=lambda: False)
+
+
+def _name_of(given: object) -> str:
+    """Name a function or a class with its module, and show what has no name."""
+    if hasattr(given, "__qualname__") and hasattr(given, "__module__"):
+        return f"{given.__module__}.{given.__qualname__}"
+    return repr(given)

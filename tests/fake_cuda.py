@@ -244,6 +244,7 @@ class FakeLibrary:
         self.retained: list[int] = []
         self.events: dict[int, object] = {}
         self.waits: list[tuple[int, int, int]] = []
+        self.asked: list[int] = []  # contexts, whether a stream of theirs is being captured
         self.mode = self.answer = 0
         self.lost = False  # in a forked process, where every call fails
 
@@ -280,6 +281,9 @@ class FakeLibrary:
         return 0
 
     def on_cuStreamIsCapturing(self, stream: Any, status: Any) -> int:
+        if self.context is None:  # the default stream is that of the current context
+            return 201
+        self.asked.append(self.context)
         status._obj.value = self.capture[1]
         return self.capture[0]
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.compat import deep_gemm
 from cumla.launch import all_specs
 from tests.calls import OPERATIONS, PLANS, Operation, every_operation, refused
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
@@ -65,9 +66,15 @@ def test_plans_and_functions(cupy: FakeCuPy, driver: FakeDriver) -> None:
             "plans_or_functions[0]: needs a plan or a function that has kernels, got",
         ),
         ((cumla.mla_decode, 64), "plans_or_functions[1]: needs ... got 64; pass a plan, or some"),
-        ((cumla.prepare,), "plans_or_functions[0]: needs a plan ... got <function prepare"),
-        ((cumla.MLADecodePlan,), "plans_or_functions[0]: needs a plan ... got <class"),
+        ((cumla.prepare,), "plans_or_functions[0]: ... got cumla.preparation.prepare; pass"),
+        ((cumla.MLADecodePlan,), "plans_or_functions[0]: ... got cumla.mla.decode.MLADecodePlan"),
         ((np.zeros,), "plans_or_functions[0]: needs a plan or a function that has kernels, got"),
+        (
+            (cumla.reference.mla_decode,),  # by the same name, and without kernels
+            "plans_or_functions[0]: needs a plan ... got cumla.reference.mla.decode.mla_decode;",
+        ),
+        ((deep_gemm.get_num_sms,), "plans_or_functions[0]: ... got cumla.compat.deep_gemm.get_num"),
+        (([1],), "plans_or_functions[0]: needs a plan ... got [1]; pass"),
     ],
 )
 def test_refusals(given: tuple[Any, ...], message: str, cupy: FakeCuPy) -> None:

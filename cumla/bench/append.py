@@ -27,21 +27,11 @@ _CHECKED_ROWS = 510  # beside the first and the last
 
 @dataclass(frozen=True)
 class AppendCase:
-    """Rows of bfloat16 that are written.
+    """Rows of bfloat16 that are written."""
 
-    Attributes
-    ----------
-    mbytes : int
-        Size of the rows, in 10^6 bytes; as much is read as is written.
-    page_size : int
-        Tokens of a page; the pages are shuffled.
-    rotated : bool
-        With the rotation of the RoPE columns, by a float32 table.
-    """
-
-    mbytes: int
-    page_size: int
-    rotated: bool = False
+    mbytes: int  # size of the rows, in 10^6 bytes; as much is read as is written
+    page_size: int  # tokens of a page; the pages are shuffled
+    rotated: bool = False  # with the rotation of the RoPE columns, by a float32 table
 
     @property
     def name(self) -> str:

@@ -47,30 +47,17 @@ _KEYS = {  # of the ceilings, in files of results and of peers
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What one GPU can do at best; the last three are 0 in older files.
+    """What one GPU can do at best; the last three are 0 in older files."""
 
-    Attributes
-    ----------
-    read_gbps, copy_gbps : float
-        Reading a large array, and copying one (bytes read and written), in 10^9 bytes a second.
-    matmul_tflops : float
-        An 8192 x 8192 x 8192 bfloat16 matrix product of random numbers.
-    empty_us : float
-        An empty kernel between two events.
-    fp8_tflops : float
-        The matrix product with float8_e4m3fn.
-    fp8_scaled : bool
-        Whether that was not measured but scaled, by the ratio of the products on another GPU.
-    sustained_tflops : float
-        The bfloat16 product once more, over and over, with the GPU at its power limit.
-    """
-
+    # Reading a large array, and copying one (bytes read and written), in 10^9 bytes a second.
     read_gbps: float
     copy_gbps: float
-    matmul_tflops: float
-    empty_us: float
-    fp8_tflops: float = 0.0
+    matmul_tflops: float  # an 8192 x 8192 x 8192 bfloat16 matrix product of random numbers
+    empty_us: float  # an empty kernel between two events
+    fp8_tflops: float = 0.0  # the matrix product with float8_e4m3fn
+    # Whether that was not measured but scaled, by the ratio of the products on another GPU.
     fp8_scaled: bool = False
+    # The bfloat16 product once more, over and over, with the GPU at its power limit.
     sustained_tflops: float = 0.0
 
     @classmethod
@@ -85,33 +72,19 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A dense decode call, causal.
+    """A dense decode call, causal."""
 
-    Attributes
-    ----------
-    batch, q_len, heads : int
-        As in ``q`` (batch, q_len, heads, 576).
-    kv_len : int
-        Tokens of each request; of ragged ones the mean.
-    kv_heads : int
-        Divides heads.
-    dtype : str
-        ``"bfloat16"`` or ``"float16"``.
-    seed : int or None
-        None: every request has kv_len tokens. Else their lengths are log-normal numbers drawn with
-        this seed, scaled so that the batch has as many tokens as with equal lengths.
-    batch_invariant : bool
-        As in `cumla.mla_decode`.
-    """
-
+    # As in ``q`` (batch, q_len, heads, 576).
     batch: int
     q_len: int
     heads: int
-    kv_len: int
-    kv_heads: int = 1
-    dtype: str = "bfloat16"
+    kv_len: int  # tokens of each request; of ragged ones the mean
+    kv_heads: int = 1  # divides heads
+    dtype: str = "bfloat16"  # ``"bfloat16"`` or ``"float16"``
+    # None: every request has kv_len tokens. Else their lengths are log-normal numbers drawn with
+    # this seed, scaled so that the batch has as many tokens as with equal lengths.
     seed: int | None = None
-    batch_invariant: bool = False
+    batch_invariant: bool = False  # as in `cumla.mla_decode`
 
     @property
     def name(self) -> str:

@@ -36,27 +36,16 @@ _ROW_ELEMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One form of the work.
+    """One form of the work."""
 
-    Attributes
-    ----------
-    name : str
-        Its name in the results.
-    case : Case
-        Its shape and dtype; requests of the same length.
-    cache : str
-        How the cache lies: ``"packed"``, (pages, 64, kv_heads, 576) without gaps; ``"wide rows"``,
-        the first 576 columns of 640; ``"pages apart"``, every second page of an array;
-        ``"split"``, latent and RoPE columns in two arrays; or ``"heads first"``, packed in the
-        order (pages, kv_heads, 64, 576).
-    wide_query : bool
-        Whether the query is the first 576 columns of an array of 640.
-    """
-
-    name: str
-    case: Case
+    name: str  # its name in the results
+    case: Case  # its shape and dtype; requests of the same length
+    # How the cache lies: ``"packed"``, (pages, 64, kv_heads, 576) without gaps; ``"wide rows"``,
+    # the first 576 columns of 640; ``"pages apart"``, every second page of an array; ``"split"``,
+    # latent and RoPE columns in two arrays; or ``"heads first"``, packed in the order (pages,
+    # kv_heads, 64, 576).
     cache: str = "packed"
-    wide_query: bool = False
+    wide_query: bool = False  # whether the query is the first 576 columns of an array of 640
 
     @property
     def cache_elements(self) -> int:
@@ -73,18 +62,10 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class FormGroup:
-    """Forms of the same work.
+    """Forms of the same work."""
 
-    Attributes
-    ----------
-    varied : str
-        What they differ in.
-    forms : tuple of Form
-        The first is the one by whose time the others' are divided.
-    """
-
-    varied: str
-    forms: tuple[Form, ...]
+    varied: str  # what they differ in
+    forms: tuple[Form, ...]  # the first is the one by whose time the others' are divided
 
     @property
     def name(self) -> str:

@@ -58,19 +58,8 @@ _HOLD_CLOCKS = 200_000  # 100 us: as long as emptying the L2 cache takes
 class Gpu:
     """CuPy's current device, with a stream of its own that is CuPy's current one inside ``with``.
 
-    Attributes
-    ----------
-    ordinal : int
-        CUDA device number.
-    properties : DeviceProperties
-        What the device is.
-    stream : cupy.cuda.Stream
-        Where everything runs.
-
-    Raises
-    ------
-    MissingDependencyError, UnsupportedDeviceError
-        CuPy or a GPU of compute capability 9.0 is missing.
+    Everything runs on that stream. `MissingDependencyError` or `UnsupportedDeviceError` if CuPy or
+    a GPU of compute capability 9.0 is missing.
     """
 
     def __init__(self) -> None:

@@ -45,19 +45,12 @@ _ROW_TOLERANCE = 3e-3  # |error| / |row|: tensor cores keep 13 bits or so of a s
 
 @dataclass(frozen=True, slots=True)
 class PagedLogitsCase:
-    """Logits of a decoding step, float32 and cleaned, of requests that are of the same length.
+    """Logits of a decoding step, float32 and cleaned, of requests that are of the same length."""
 
-    Attributes
-    ----------
-    batch, next_n : int
-        As in ``q`` (batch, next_n, 64, 128).
-    kv_len : int
-        Tokens of each request, the newest included, and columns of the result.
-    """
-
+    # As in ``q`` (batch, next_n, 64, 128).
     batch: int
     next_n: int
-    kv_len: int
+    kv_len: int  # tokens of each request, the newest included, and columns of the result
 
     @property
     def name(self) -> str:
@@ -97,18 +90,10 @@ class PagedLogitsCase:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLogitsCase:
-    """Logits of the last tokens of a sequence, causal, float32 and cleaned.
+    """Logits of the last tokens of a sequence, causal, float32 and cleaned."""
 
-    Attributes
-    ----------
-    q_len : int
-        New tokens.
-    kv_len : int
-        All tokens.
-    """
-
-    q_len: int
-    kv_len: int
+    q_len: int  # new tokens
+    kv_len: int  # all tokens
 
     @property
     def name(self) -> str:
@@ -146,16 +131,9 @@ def floor_us(case: LogitsCase, ceilings: Ceilings) -> float:
 
 
 class PrefillStep:
-    """Arrays of a prefill on the device.
+    """Arrays of a prefill on the device, and the call that scores the tokens.
 
-    Attributes
-    ----------
-    inputs : tuple
-        Those of `cumla.mqa_logits`.
-    out : array
-        Poisoned, until it is written.
-    run : callable
-        Scores the tokens.
+    `inputs` are those of `cumla.mqa_logits`; `out` is poisoned until it is written.
     """
 
     def __init__(self, gpu: Gpu, case: PrefillLogitsCase) -> None:
@@ -191,14 +169,8 @@ class PrefillStep:
 class DecodeStep:
     """Arrays of a decoding step on the device, with a plan whose schedule is ready.
 
-    Attributes
-    ----------
-    q, cache, weights, kv_lens, tables
-        What `cumla.paged_mqa_logits` takes, a block table for each of the caches.
-    out : array
-        Poisoned, until it is written.
-    calls : list of callable
-        One for each of the caches.
+    They are what `cumla.paged_mqa_logits` takes, with a block table and a call for each of the
+    caches; `out` is poisoned until it is written.
     """
 
     def __init__(self, gpu: Gpu, case: PagedLogitsCase, caches: int) -> None:
@@ -419,18 +391,10 @@ _CHECKED_PAGES = 6  # beside the first and the last
 
 @dataclass(frozen=True, slots=True)
 class CacheCase:
-    """Rows of 128 bfloat16 numbers that become e4m3 and a float32 scale.
+    """Rows of 128 bfloat16 numbers that become e4m3 and a float32 scale."""
 
-    Attributes
-    ----------
-    op : str
-        ``"quantize_fp8"``, or ``"append_indexer_cache"`` into shuffled pages of 64 tokens.
-    mbytes : int
-        Bytes that are read and written, in 10^6.
-    """
-
-    op: str
-    mbytes: int
+    op: str  # ``"quantize_fp8"``, or ``"append_indexer_cache"`` into shuffled pages of 64 tokens
+    mbytes: int  # bytes that are read and written, in 10^6
 
     @property
     def name(self) -> str:

@@ -23,21 +23,11 @@ _TOLERANCE = {"bfloat16": 4e-3, "float16": 1e-3, "float32": 1e-5}  # |error| / |
 
 @dataclass(frozen=True, slots=True)
 class MergeCase:
-    """Partial results ``(tokens, 128, 512)``, stacked, with logarithms ``(tokens, 128)``.
+    """Partial results ``(tokens, 128, 512)``, stacked, with logarithms ``(tokens, 128)``."""
 
-    Attributes
-    ----------
-    count : int
-        Number of partial results.
-    tokens : int
-        Tokens of each.
-    dtype : str
-        Theirs and the result's.
-    """
-
-    count: int
-    tokens: int
-    dtype: str = "bfloat16"
+    count: int  # number of partial results
+    tokens: int  # tokens of each
+    dtype: str = "bfloat16"  # theirs and the result's
 
     @property
     def name(self) -> str:

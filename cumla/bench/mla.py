@@ -263,28 +263,15 @@ _CHECKED_TOKENS = 48  # beside the first and the last of each request
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """A call of `cumla.mla_attention` in bfloat16, with one kv head.
+    """A call of `cumla.mla_attention` in bfloat16, with one kv head."""
 
-    Attributes
-    ----------
-    batch, heads : int
-        Requests and query heads.
-    q_len : int
-        Query tokens of each request, but of those that decode.
-    kv_len : int
-        Cached tokens of each request.
-    causal : bool
-        As in `cumla.mla_attention`.
-    decodes : int
-        This many requests, the first ones, have a single query token.
-    """
-
+    # Requests and query heads.
     batch: int
     heads: int
-    q_len: int
-    kv_len: int
-    causal: bool
-    decodes: int = 0
+    q_len: int  # query tokens of each request, but of those that decode
+    kv_len: int  # cached tokens of each request
+    causal: bool  # as in `cumla.mla_attention`
+    decodes: int = 0  # this many requests, the first ones, have a single query token
 
     @property
     def name(self) -> str:

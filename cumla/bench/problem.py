@@ -36,27 +36,16 @@ _LSE_TOLERANCE = 8.01 / 65536  # relative
 
 @dataclass(frozen=True)
 class Problem:
-    """Arrays of a call on the device; those of 16-bit floats as uint16.
+    """Arrays of a call on the device; those of 16-bit floats as uint16."""
 
-    Attributes
-    ----------
-    case : Case
-        Shape and dtype.
-    q, kv : array
-        (batch, q_len, heads, 576) and (pages, 64, kv_heads, 576).
-    tables : list of array
-        (batch, pages of the longest request) int32, one for each of the caches in `kv`.
-    kv_lens : array
-        (batch,) int32.
-    out, lse : array
-        (batch, q_len, heads, 512), and float32 (batch, heads, q_len).
-    """
-
-    case: Case
+    case: Case  # shape and dtype
+    # (batch, q_len, heads, 576) and (pages, 64, kv_heads, 576).
     q: Any
     kv: Any
+    # (batch, pages of the longest request) int32, one for each of the caches in `kv`.
     tables: list[Any]
-    kv_lens: Any
+    kv_lens: Any  # (batch,) int32
+    # (batch, q_len, heads, 512), and float32 (batch, heads, q_len).
     out: Any
     lse: Any
 

@@ -38,29 +38,18 @@ class CheckError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes that the measurements in CUDA graphs keep to.
+    """Sizes that the measurements in CUDA graphs keep to."""
 
-    Attributes
-    ----------
-    small_batch : int
-        Up to this batch a graph of many calls is timed as well.
-    graph_calls, most_caches : int
-        Least number of calls in such a graph; most caches that it goes round.
-    rotated_bytes : int
-        Memory that a graph goes round, so that none of it is in L2 when its turn comes again.
-    replay_bytes : int
-        What a graph of an operation that moves bytes reads and writes: as much as the copy that
-        is the ceiling.
-    moved_bytes : int
-        Up to this size such an operation is timed in a graph as well.
-    """
-
-    small_batch: int = 16
+    small_batch: int = 16  # up to this batch a graph of many calls is timed as well
+    # Least number of calls in such a graph; most caches that it goes round.
     graph_calls: int = 20
     most_caches: int = 32
+    # Memory that a graph goes round, so that none of it is in L2 when its turn comes again.
     rotated_bytes: int = 512 << 20
+    # What a graph of an operation that moves bytes reads and writes: as much as the copy that is
+    # the ceiling.
     replay_bytes: int = STREAM_BYTES
-    moved_bytes: int = 256 * 10**6
+    moved_bytes: int = 256 * 10**6  # up to this size such an operation is timed in a graph as well
 
     def caches(self, batch: int, cache_bytes: int) -> int:
         """Count the caches that a graph goes round; 1 where there is no graph."""
@@ -71,27 +60,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Bench:
-    """What a section measures with.
+    """What a section measures with."""
 
-    Attributes
-    ----------
-    gpu : Gpu
-        Entered.
-    ceilings : Ceilings
-        Of that GPU, in the same run.
-    timer : GpuTimer
-        How single calls are timed.
-    results : dict
-        What has been measured so far.
-    limits : Limits
-        Sizes of the graphs.
-    """
-
-    gpu: Gpu
-    ceilings: Ceilings
-    timer: GpuTimer = time_cold
-    results: Row = field(default_factory=dict)
-    limits: Limits = field(default_factory=Limits)
+    gpu: Gpu  # entered
+    ceilings: Ceilings  # of that GPU, in the same run
+    timer: GpuTimer = time_cold  # how single calls are timed
+    results: Row = field(default_factory=dict)  # what has been measured so far
+    limits: Limits = field(default_factory=Limits)  # sizes of the graphs
 
     def time(self, call: Call, *, repeats: int = 30, warmup: int = 5) -> Timing:
         """Time a single call."""
@@ -117,24 +92,13 @@ def show_us(time: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a section's table.
+    """A column of a section's table."""
 
-    Attributes
-    ----------
-    title : str
-        Its heading.
-    value : str or callable
-        Key of a row, or what computes the cell's value from the row. None prints as "-".
-    form : str
-        ``"us"``, or a format specification.
-    usual : object
-        If given, the column is left out where every row has this value.
-    """
-
-    title: str
+    title: str  # its heading
+    # Key of a row, or what computes the cell's value from the row. None prints as "-".
     value: str | Callable[[Row], Any]
-    form: str = ""
-    usual: Any = ...
+    form: str = ""  # ``"us"``, or a format specification
+    usual: Any = ...  # if given, the column is left out where every row has this value
 
     def of(self, row: Row) -> Any:
         """Find the value of a row."""
@@ -179,35 +143,19 @@ class Case(Protocol):
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the benchmark: one table of one operation.
+    """A part of the benchmark: one table of one operation."""
 
-    Attributes
-    ----------
-    name : str
-        Key of its rows in the results, and what ``--only`` takes. Sections may share one.
-    cases : tuple
-        What is measured: a name, and `to_json`, which begins the row.
-    measure : callable
-        Checks a case against float64, times it, and returns the rest of its row. Raises
-        `CheckError` where a result is wrong.
-    shape, figures : tuple of Column
-        What tells cases apart; what was measured.
-    title : str
-        Begins the first heading of the table.
-    each : str
-        Key of a list in the row, of which every item is a line of the table.
-    ops : tuple of str
-        Values of a row's ``op``, where several sections share a name.
-    """
-
-    name: str
-    cases: tuple[Any, ...]
+    name: str  # key of its rows in the results, and what ``--only`` takes. Sections may share one.
+    cases: tuple[Any, ...]  # what is measured: a name, and `to_json`, which begins the row
+    # Checks a case against float64, times it, and returns the rest of its row. Raises `CheckError`
+    # where a result is wrong.
     measure: Callable[[Bench, Any], Row]
+    # What tells cases apart; what was measured.
     shape: tuple[Column, ...]
     figures: tuple[Column, ...]
-    title: str = ""
-    each: str = ""
-    ops: tuple[str, ...] = ()
+    title: str = ""  # begins the first heading of the table
+    each: str = ""  # key of a list in the row, of which every item is a line of the table
+    ops: tuple[str, ...] = ()  # values of a row's ``op``, where several sections share a name
 
     def run(self, bench: Bench, note: Note) -> Iterator[Row]:
         """Measure one case after the other; whatever goes wrong with one leaves the others."""

@@ -28,17 +28,10 @@ _ROUNDS = 3
 
 
 class Timing(NamedTuple):
-    """Repeated measurements of one thing, in microseconds.
+    """Repeated measurements of one thing, in microseconds."""
 
-    Attributes
-    ----------
-    us : float
-        The median.
-    low, high : float
-        A tenth of the measurements is below, and above.
-    """
-
-    us: float
+    us: float  # the median
+    # A tenth of the measurements is below, and above.
     low: float
     high: float
 

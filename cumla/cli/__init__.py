@@ -20,18 +20,10 @@ COMMANDS = ("info", "demo", "bench", "compile")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, of the process's arguments by default; the exit code.
 
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        The arguments after the program's name; those of the process by default.
-
-    Returns
-    -------
-    int
-        The exit code: 0, or what the command returned, or 1 after an error that the command line
-        explains by itself.
+    It is 0, or what the command returned, or 1 after an error that the command line explains by
+    itself.
     """
     parser = argparse.ArgumentParser(
         prog="cumla", description="Multi-head latent attention kernels for Hopper GPUs."

@@ -13,16 +13,7 @@ _WIDTH = 30
 class ProgressBar:
     """Shows how many of a known number of steps are done.
 
-    Nothing is written unless the stream is a terminal.
-
-    Parameters
-    ----------
-    label : str
-        What is going on.
-    total : int
-        Number of steps.
-    stream : file, optional
-        Where to write; standard error by default.
+    Nothing is written unless the stream, standard error by default, is a terminal.
 
     Examples
     --------
@@ -51,13 +42,7 @@ class ProgressBar:
             self._stream.flush()
 
     def advance(self, *, note: str = "") -> None:
-        """Count one step as done.
-
-        Parameters
-        ----------
-        note : str
-            Shown behind the bar until the next step.
-        """
+        """Count one step as done; the note is shown after the bar until the next step."""
         self._done += 1
         self._draw(note)
 

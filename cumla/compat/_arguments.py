@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 __all__ = ["CallersNames", "check_axes", "check_tensors", "refuse"]
@@ -34,12 +33,7 @@ class CallersNames:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if isinstance(error, (TypeError, ValueError)):
             message = self._pattern.sub(lambda found: self._names[found[0]], str(error))
             raise (self._kind or type(error))(message) from None
@@ -50,9 +44,12 @@ def check_tensors(**tensors: Any) -> None:
     for name, tensor in tensors.items():
         if not hasattr(tensor, "new_empty"):
             kind = type(tensor)
+            way_out = "pass a tensor"
+            if hasattr(tensor, "__dlpack__"):  # an array of another framework
+                way_out += ", or call cumla's own functions, which take it"
             raise TypeError(
-                f"{name}: needs a PyTorch tensor, got {kind.__module__}.{kind.__qualname__}; call "
-                f"cumla's own functions for arrays of others"
+                f"{name}: needs a PyTorch tensor, got {kind.__module__}.{kind.__qualname__}; "
+                f"{way_out}"
             )
 
 

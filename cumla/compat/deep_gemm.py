@@ -30,6 +30,7 @@ What differs: more shapes are taken (8, 16, 32 or 64 heads, pages of 16, 32, 64 
 cleaned, too, by the kernel itself. Paged logits are computed by as many multiprocessors as the
 metadata has parts, also for 4 queries of a request: pass ``get_num_sms()`` there, too, undivided.
 
+The logits are allocated before the last checks of the arguments; nothing is launched before them.
 Tensors on the CPU are computed by `cumla.reference`; `get_num_sms` needs a GPU, or `set_num_sms`
 before it.
 """
@@ -49,7 +50,7 @@ from cumla.indexer.logits import mqa_logits
 from cumla.indexer.paged_logits import (
     _ATTEND,
     PagedArguments,
-    check_kv_lens,
+    checked_kv_lens,
     checked_paged,
     named,
 )
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
-    from cumla.indexer.paged_logits import Host
+    from cumla.core.paged import Host
 
 __all__ = [
     "fp8_fp4_mqa_logits",
@@ -352,7 +353,7 @@ class _Metadata(Operation[tuple["ArrayView", int], PagedMQAKey]):
     def arguments(self, views: Views, options: int) -> tuple[ArrayView, int]:
         lens = views["kv_lens"]
         assert lens is not None
-        check_kv_lens("kv_lens", lens, *_rows(lens))
+        checked_kv_lens(views, *_rows(lens))
         return lens, options
 
     def outputs(self, arguments: tuple[ArrayView, int]) -> tuple[Output, ...]:
@@ -390,9 +391,9 @@ class _Scores(Operation[_Scored, PagedMQAKey]):
 
     def arguments(self, views: Views, options: tuple[int, str | None, bool]) -> _Scored:
         attend = checked_paged(views, options)
-        lens, schedule = views["kv_lens"], views["schedule_meta"]
-        assert lens is not None and schedule is not None
-        check_kv_lens("kv_lens", lens, *attend.shape[:2])
+        schedule = views["schedule_meta"]
+        assert schedule is not None
+        lens = checked_kv_lens(views, *attend.shape[:2])
         way_out = "pass what get_paged_mqa_logits_metadata returned"
         bind({"schedule_meta": Array("parts+1 2", INT32, "row", way_out)}, views, {})
         if schedule.shape[0] < 2 or schedule.strides[0] != 8 or schedule.ptr % 8:

@@ -37,6 +37,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
+from cumla.core.arguments import INT32, Array, bind, checked_scale
 from cumla.core.arrays import open_call
 from cumla.mla.decode import MLADecodePlan
 
@@ -56,6 +57,11 @@ __all__ = [
 _PAGE_SIZE = 64  # tokens
 _VALUE_DIM = 512
 _NAMES = CallersNames({"kv_cache": "k_cache", "kv_lens": "cache_seqlens"})
+_ENTRY = "give each request of the batch its entry"
+_INTEGERS = {
+    "block_table": Array("batch max_pages", INT32, "row", _ENTRY),
+    "kv_lens": Array("batch", INT32, way_out=_ENTRY),
+}
 
 
 class _Shape(NamedTuple):
@@ -190,7 +196,8 @@ extra_topk_length
             f"get_mla_metadata() for each combination"
         )
     with _NAMES:
-        plan = _updated_plan(tile_scheduler_metadata, shape, q, k_cache, cache_seqlens)
+        checked_scale(softmax_scale, 1.0)  # run() does so, too, but after the schedule's launch
+        plan = _updated_plan(tile_scheduler_metadata, shape, q, k_cache, block_table, cache_seqlens)
         out, lse = plan.run(q, k_cache, block_table, softmax_scale=softmax_scale)
     tile_scheduler_metadata._shape = shape
     return out, lse
@@ -224,7 +231,12 @@ def _shape_of(q: Any, k_cache: Any, causal: bool) -> _Shape:
 
 
 def _updated_plan(
-    metadata: FlashMLASchedMeta, shape: _Shape, q: Any, k_cache: Any, cache_seqlens: Any
+    metadata: FlashMLASchedMeta,
+    shape: _Shape,
+    q: Any,
+    k_cache: Any,
+    block_table: Any,
+    cache_seqlens: Any,
 ) -> MLADecodePlan:
     """Return a plan whose schedule serves a call on the current stream.
 
@@ -233,13 +245,21 @@ def _updated_plan(
     plans, call = metadata._plans, open_call((("q", q),))
     plan = plans.get((shape, call.stream, False))
     if plan is None:
-        capturing = bool(call.capturing)
+        with call:  # the driver answers for the current context, which a new thread does not have
+            capturing = call.capturing
         plan = plans.get((shape, call.stream, capturing))
         if plan is None:
+            _check_integers(q, block_table=block_table, kv_lens=cache_seqlens)
             plan = FlashMLAPlan.from_arrays(q, k_cache, causal=shape.causal)
             plan.update(cache_seqlens)
             plans[shape, call.stream, capturing] = plan
     return plan
+
+
+def _check_integers(q: Any, **arrays: Any) -> None:
+    """Check what a run is given beside q and the cache, before a schedule is launched for it."""
+    views = open_call((("q", q), *arrays.items())).views
+    bind(_INTEGERS, dict(zip(arrays, views[1:], strict=True)), {"batch": q.shape[0]})
 
 
 def _absent(name: str) -> Callable[..., NoReturn]:

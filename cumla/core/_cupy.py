@@ -31,18 +31,7 @@ def installed_cupy() -> tuple[str, ...]:
 
 @cache
 def import_cupy() -> Any:
-    """Import CuPy.
-
-    Returns
-    -------
-    module
-        The module ``cupy``.
-
-    Raises
-    ------
-    MissingDependencyError
-        If CuPy is not installed, cannot be imported, or is installed twice.
-    """
+    """Import CuPy; `MissingDependencyError` if it is missing, broken or installed twice."""
     found = installed_cupy()
     if len(found) > 1:
         raise MissingDependencyError(
@@ -59,15 +48,7 @@ def import_cupy() -> Any:
 
 
 def current_device() -> int:
-    """Return the number of CuPy's current GPU.
-
-    Raises
-    ------
-    UnsupportedDeviceError
-        If there is no GPU, or no driver.
-    MissingDependencyError
-        If CuPy is missing.
-    """
+    """Ordinal of CuPy's current GPU; `UnsupportedDeviceError` if there is no GPU, or no driver."""
     runtime = import_cupy().cuda.runtime
     try:
         return int(runtime.getDevice())

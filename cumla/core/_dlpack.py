@@ -12,6 +12,7 @@ import ctypes
 import functools
 import math
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -21,30 +22,17 @@ import numpy as np
 class ArrayView(NamedTuple):
     """What a kernel needs to know of an array.
 
-    Attributes
-    ----------
-    ptr : int
-        Address of the first element.
-    shape : tuple of int
-        Elements along each axis.
-    strides : tuple of int
-        Bytes from one element to the next along each axis.
-    dtype : str
-        NumPy's name of the element type, with ml_dtypes' names for the rest: `"bfloat16"`,
-        `"float16"`, `"float32"`, `"int32"`, `"uint8"`, `"float8_e4m3fn"` ... An array in foreign
-        byte order has NumPy's code instead (`">f4"`), which matches none of them.
-    device : int or None
-        CUDA ordinal; None for CPU memory.
-    read_only : bool
-        Whether its owner forbids, or would not see, that a kernel writes to it.
+    An element type goes by NumPy's name, with ml_dtypes' names for the rest: `"float32"`,
+    `"bfloat16"`, `"float8_e4m3fn"` ... An array in foreign byte order has NumPy's code instead
+    (`">f4"`), which matches none of them.
     """
 
-    ptr: int
+    ptr: int  # address of the first element
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes from one element to the next along each axis
     dtype: str
-    device: int | None
-    read_only: bool = False
+    device: int | None  # CUDA ordinal; None for CPU memory
+    read_only: bool = False  # its owner forbids, or would not see, that a kernel writes to it
 
 
 @functools.cache
@@ -146,12 +134,7 @@ def ordinal(name: str, device_type: int, device_id: int) -> int | None:
 
 
 class Imported:
-    """A DLPack capsule that has been consumed; dropping this object gives the memory back.
-
-    Attributes
-    ----------
-    view : ArrayView
-    """
+    """A DLPack capsule that has been consumed; dropping this object gives the memory back."""
 
     __slots__ = ("_address", "_deleter", "view")
 
@@ -178,9 +161,10 @@ class Imported:
             view = view._replace(read_only=True)
         self.view = view
 
-    def __del__(self) -> None:
-        # At interpreter exit the producer may be gone already: its memory goes with the process.
-        if self._deleter and not sys.is_finalizing():
+    # At interpreter exit the producer may be gone already: its memory goes with the process. The
+    # globals of this module may be gone as well, so the question is bound here.
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self._deleter and not _is_finalizing():
             _Deleter(self._deleter)(self._address)
 
     @property

@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from cumla.errors import CumlaError, UnsupportedDeviceError
 
@@ -23,6 +24,11 @@ _CU_EVENT_DISABLE_TIMING = 2
 _CU_STREAM_CAPTURE_MODE_RELAXED = 2
 
 
+def _declare(function: Any, *types: Any) -> Any:
+    function.argtypes = types
+    return function
+
+
 class Driver:
     """Driver calls on plain integers; a failure raises `CumlaError` with the driver's name of it.
 
@@ -31,10 +37,7 @@ class Driver:
     the stream's queue, and a full queue makes the host wait until the GPU gets on; if that waits
     for a host function written in Python, the process hangs unless the GIL is given up (`CDLL`).
 
-    Raises
-    ------
-    UnsupportedDeviceError
-        There is no driver, or it finds no GPU.
+    `UnsupportedDeviceError` if there is no driver, or it finds no GPU.
     """
 
     def __init__(self) -> None:
@@ -46,31 +49,19 @@ class Driver:
                 f"arrays on the GPU need NVIDIA's driver, which cannot be loaded ({error}); arrays "
                 f"in CPU memory need none"
             ) from error
-        self._get_device = cuda.cuCtxGetDevice
-        self._retain_context = cuda.cuDevicePrimaryCtxRetain
-        self._push = cuda.cuCtxPushCurrent_v2
-        self._pop = cuda.cuCtxPopCurrent_v2
-        self._is_capturing = cuda.cuStreamIsCapturing
-        self._exchange_mode = cuda.cuThreadExchangeStreamCaptureMode
-        self._event_create = cuda.cuEventCreate
-        self._event_record = waiting.cuEventRecord
-        self._event_query = cuda.cuEventQuery
-        self._wait_event = waiting.cuStreamWaitEvent
-        self._event_destroy = cuda.cuEventDestroy_v2
-        self._error_name = cuda.cuGetErrorName
-        handle, pointer = ctypes.c_void_p, ctypes.c_void_p
-        self._get_device.argtypes = [pointer]
-        self._retain_context.argtypes = [pointer, ctypes.c_int]
-        self._push.argtypes = [handle]
-        self._pop.argtypes = [pointer]
-        self._is_capturing.argtypes = [handle, pointer]
-        self._exchange_mode.argtypes = [pointer]
-        self._event_create.argtypes = [pointer, ctypes.c_uint]
-        self._event_record.argtypes = [handle, handle]
-        self._event_query.argtypes = [handle]
-        self._wait_event.argtypes = [handle, handle, ctypes.c_uint]
-        self._event_destroy.argtypes = [handle]
-        self._error_name.argtypes = [ctypes.c_int, pointer]
+        handle = pointer = ctypes.c_void_p
+        self._get_device = _declare(cuda.cuCtxGetDevice, pointer)
+        self._retain_context = _declare(cuda.cuDevicePrimaryCtxRetain, pointer, ctypes.c_int)
+        self._push = _declare(cuda.cuCtxPushCurrent_v2, handle)
+        self._pop = _declare(cuda.cuCtxPopCurrent_v2, pointer)
+        self._is_capturing = _declare(cuda.cuStreamIsCapturing, handle, pointer)
+        self._exchange_mode = _declare(cuda.cuThreadExchangeStreamCaptureMode, pointer)
+        self._event_create = _declare(cuda.cuEventCreate, pointer, ctypes.c_uint)
+        self._event_record = _declare(waiting.cuEventRecord, handle, handle)
+        self._event_query = _declare(cuda.cuEventQuery, handle)
+        self._wait_event = _declare(waiting.cuStreamWaitEvent, handle, handle, ctypes.c_uint)
+        self._event_destroy = _declare(cuda.cuEventDestroy_v2, handle)
+        self._error_name = _declare(cuda.cuGetErrorName, ctypes.c_int, pointer)
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._check(cuda.cuInit(0), "cuInit", UnsupportedDeviceError)
 
@@ -172,10 +163,7 @@ class Driver:
 def driver() -> Driver:
     """Load the driver once, when the first array on a GPU comes.
 
-    Raises
-    ------
-    UnsupportedDeviceError
-        As `Driver`, and in a process that was forked from one that had loaded it.
+    `UnsupportedDeviceError` as `Driver`, and in a process that was forked from one that had it.
     """
     if forked():
         raise UnsupportedDeviceError(

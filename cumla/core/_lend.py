@@ -107,50 +107,32 @@ _deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_put_aside)  # takes the GIL
 class Exporter:
     """A contiguous array on the GPU as the DLPack protocol wants it, for one consumer.
 
-    Parameters
-    ----------
-    array : object
-        The owner of the memory.
-    view : ArrayView
-    stream : int
-        CUstream handle of the stream that writes to it.
+    `array` owns the memory, and `stream` is the handle of the stream that writes to it.
     """
 
     def __init__(self, array: object, view: ArrayView, stream: int) -> None:
+        assert view.device is not None
         self._array = array
         self._view = view
+        self.device = view.device
         self._stream = stream
         self._address = 0
         self._capsule: object = None
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (_CUDA, self._device)
-
-    @property
-    def _device(self) -> int:
-        assert self._view.device is not None
-        return self._view.device
+        return (_CUDA, self.device)
 
     def __dlpack__(self, *, stream: int | None = None, **_: object) -> object:
         if stream != -1:  # which asks for no order
-            order_streams(self._stream, stream or 0, self._device)
+            order_streams(self._stream, stream or 0, self.device)
         view = self._view
         shape = (ctypes.c_int64 * len(view.shape))(*view.shape)
         code, bits = _CODES[view.dtype]
-        tensor = DLTensor(
-            data=view.ptr,
-            device_type=_CUDA,
-            device_id=self._device,
-            ndim=len(view.shape),
-            code=code,
-            bits=bits,
-            lanes=1,
-            shape=shape,
-        )
+        tensor = DLTensor(view.ptr, _CUDA, self.device, len(shape), code, bits, 1, shape)
         deleter = ctypes.cast(_deleter, ctypes.c_void_p)
         managed = ManagedTensor(tensor=tensor, deleter=deleter)
         self._address = ctypes.addressof(managed)
-        _lent[self._address] = (managed, shape, self._array, borrower(self._device))
+        _lent[self._address] = (managed, shape, self._array, borrower(self.device))
         self._capsule = _new_capsule(self._address, _NAME, None)
         return self._capsule
 
@@ -162,21 +144,9 @@ class Exporter:
 
 
 def lend(jax: Any, array: object, view: ArrayView, stream: int) -> Any:
-    """Make a JAX array of a contiguous one on the GPU; JAX's readers wait for the stream.
+    """Make a JAX array of a contiguous one on the GPU; JAX's readers wait for `stream`.
 
-    Parameters
-    ----------
-    jax : module
-    array : object
-        The owner of the memory. It is let go of when JAX has dropped it and its readers are done.
-    view : ArrayView
-        Of `array`.
-    stream : int
-        CUstream handle of the stream that writes to it.
-
-    Returns
-    -------
-    jax.Array
+    `array` owns the memory. It is let go of when JAX has dropped it and its readers are done.
     """
     exporter = Exporter(array, view, stream)
     try:
@@ -184,7 +154,7 @@ def lend(jax: Any, array: object, view: ArrayView, stream: int) -> Any:
     finally:
         exporter.close()
     (jax_device,) = result.devices()
-    borrower(exporter._device).prepare_fence(jax, jax_device)
+    borrower(exporter.device).prepare_fence(jax, jax_device)
     return result
 
 

@@ -2,7 +2,7 @@
 """What stays alive until the GPU has passed a point, and the order of two streams.
 
 The host never waits: a later call looks which points have been passed, and lets go of what was
-kept for them.
+kept for them. Streams and events are handles of the driver, devices CUDA ordinals.
 """
 
 from __future__ import annotations
@@ -54,19 +54,10 @@ def keep_until(passed: Callable[[], bool], owner: object, device: int, queue: in
 def keep_until_passed(owner: object, stream: int, device: int | None = None) -> None:
     """Keep an object alive until a stream has done all that is enqueued on it by now.
 
-    Nothing waits: later calls look whether the stream has passed this point.
-
-    Parameters
-    ----------
-    owner : object
-        Whatever must outlive the work, e.g. the array that owns the memory.
-    stream : int
-        CUstream handle. While it is being captured, there is no point to be passed, because the
-        graph can be replayed at any time: the object is kept for the life of the process (once,
-        however often it comes).
-    device : int, optional
-        CUDA ordinal of the stream. Without it, the device that is current: the call's inside the
-        `with` block of a `Call`.
+    Nothing waits: later calls look whether the stream has passed this point. While the stream is
+    being captured there is no such point, because the graph can be replayed at any time: the object
+    is kept for the life of the process (once, however often it comes). Without `device` the stream
+    is of the device that is current: the call's inside the `with` block of a `Call`.
     """
     cuda = driver()
     with on_device(cuda, device):
@@ -80,14 +71,7 @@ def keep_until_passed(owner: object, stream: int, device: int | None = None) -> 
 def keep_until_event(owner: object, event: int, device: int, stream: int) -> None:
     """Keep an object alive until a recorded event has passed; the event is destroyed then.
 
-    Parameters
-    ----------
-    owner : object
-        Whatever must outlive the work.
-    event : int
-        CUevent handle.
-    device, stream : int
-        Where it was recorded. The stream may be gone by now.
+    `device` and `stream` are where it was recorded; the stream may be gone by now.
     """
     keep_until(partial(_event_passed, event), owner, device, stream)
 
@@ -95,16 +79,9 @@ def keep_until_event(owner: object, event: int, device: int, stream: int) -> Non
 def order_streams(before: int, after: int, device: int | None = None) -> None:
     """Make a stream wait for what is enqueued on another one by now; the host does not wait.
 
-    Parameters
-    ----------
-    before : int
-        CUstream handle of the stream to wait for.
-    after : int
-        CUstream handle of the stream that waits. If `before` is being captured, it joins that
-        capture, as everywhere in CUDA; if only `after` is, the driver refuses (`CumlaError`).
-    device : int, optional
-        CUDA ordinal of `before`. Without it, the device that is current: the call's inside the
-        `with` block of a `Call`.
+    If `before` is being captured, `after` joins that capture, as everywhere in CUDA; if only
+    `after` is, the driver refuses (`CumlaError`). `device` is that of `before`; without it, the one
+    that is current: the call's inside the `with` block of a `Call`.
     """
     if before == after:
         return

@@ -20,29 +20,6 @@ from cumla.core._dlpack import numpy_dtype
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = [
-    "INT32",
-    "WIDE",
-    "Array",
-    "Views",
-    "as_number",
-    "bind",
-    "check_device_number",
-    "check_dtype",
-    "check_layout",
-    "check_lies",
-    "check_number",
-    "check_output",
-    "check_own_memory",
-    "check_shape",
-    "check_workspace",
-    "check_written",
-    "checked_flag",
-    "checked_int",
-    "checked_scale",
-    "number_of",
-]
-
 INT32 = ("int32",)
 WIDE = ("int32", "int64")
 
@@ -59,42 +36,24 @@ _FACTORS = (2.0**-126, 2.0**126)  # normal as float32, and so are their inverses
 class Array(NamedTuple):
     """A row of an argument table.
 
-    Attributes
-    ----------
-    axes : str
-        Names of sizes, or numbers, between spaces. A name is bound by the array that has it first,
-        or before; ``name+1`` is one more. Nothing: a scalar.
-    dtypes : tuple of str
-        Any of these.
-    lies : str
-        ``"rows"``: last axis contiguous, address and strides multiples of 16 bytes. ``"row"``: last
-        axis contiguous. ``"elements"``: any strides of whole elements.
-    way_out : str
-        Ends the message for another shape.
+    `axes` are names of sizes, or numbers, between spaces. A name is bound by the array that has it
+    first, or before; ``name+1`` is one more. Nothing: a scalar.
+
+    It `lies` in ``"rows"``: last axis contiguous, address and strides multiples of 16 bytes; in a
+    ``"row"``: last axis contiguous; as ``"elements"``: any strides of whole elements.
     """
 
     axes: str
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # any of these
     lies: str = "elements"
-    way_out: str = "reshape it"
+    way_out: str = "reshape it"  # ends the message for another shape
 
 
 def bind(table: Mapping[str, Array], views: Views, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Check the arrays of a table that are given, in its order.
+    """Check the arrays of a table that are given, in its order; sizes of all axes by name.
 
-    Parameters
-    ----------
-    table : mapping
-        Rows by the names of arguments.
-    views : mapping
-        By the same names; others are not looked at, and None is not given.
-    sizes : mapping
-        Sizes of axes that are known before.
-
-    Returns
-    -------
-    dict
-        Sizes of all axes by name.
+    `views` go by the names of the table: others are not looked at, and None is not given. `sizes`
+    are those of axes that are known before.
     """
     bound = dict(sizes)
     for name, row in table.items():
@@ -131,21 +90,23 @@ def _bind_axes(name: str, view: ArrayView, row: Array, bound: dict[str, int]) ->
             return
     known = ", ".join(f"{s} {bound[s]}" for _, s, _ in axes if s in bound)
     raise ValueError(
-        f"{name}: needs shape {in_shape(axes)}{known and f' with {known}'}, got {view.shape}; "
+        f"{name}: needs shape {_in_shape(axes)}{known and f' with {known}'}, got {view.shape}; "
         f"{row.way_out}"
     )
 
 
-def in_shape(axes: tuple[tuple[str, str, int], ...]) -> str:
+def _in_shape(axes: tuple[tuple[str, str, int], ...]) -> str:
     """Write axes as a shape: (batch + 1,)."""
     texts = [text.replace("+", " + ").replace("*", " * ") for text, _, _ in axes]
     return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
 
 
-def check_dtype(name: str, dtype: str, dtypes: tuple[str, ...]) -> None:
+def check_dtype(
+    name: str, dtype: str, dtypes: tuple[str, ...], way_out: str = "convert it first"
+) -> None:
     """Check that a dtype is one of some."""
     if dtype not in dtypes:
-        raise TypeError(f"{name}: needs {' or '.join(dtypes)}, got {dtype}; convert it first")
+        raise TypeError(f"{name}: needs {' or '.join(dtypes)}, got {dtype}; {way_out}")
 
 
 def check_shape(
@@ -162,8 +123,6 @@ def check_lies(name: str, view: ArrayView, lies: str) -> None:
         return
     if lies == "rows":
         check_layout(name, view)
-        return
-    if 0 in view.shape:
         return
     size = numpy_dtype(view.dtype).itemsize
     if view.ptr % size or any(stride % size for stride in view.strides):
@@ -208,27 +167,31 @@ def check_output(
     name: str, view: ArrayView, shape: tuple[int, ...], dtypes: tuple[str, ...], lies: str
 ) -> None:
     """One of the dtypes, the shape, and memory for each element."""
-    if view.dtype not in dtypes:
-        raise TypeError(
-            f"{name}: needs {' or '.join(dtypes)}, got {view.dtype}; allocate it so or leave it out"
-        )
+    way_out = "allocate it so or leave it out"
+    check_dtype(name, view.dtype, dtypes, way_out)
     if view.shape != shape:
-        raise ValueError(
-            f"{name}: needs shape {shape}, got {view.shape}; allocate it so or leave it out"
-        )
+        raise ValueError(f"{name}: needs shape {shape}, got {view.shape}; {way_out}")
     check_own_memory(name, view)
     check_lies(name, view, lies)
 
 
 def check_own_memory(name: str, view: ArrayView) -> None:
-    """Memory that is written to: no two elements in one place."""
+    """Memory that is written to: no two elements in one place.
+
+    Each axis has to step over all that lies within, as those of slices and transposes do.
+    """
     if 0 in view.shape:
         return
-    if any(size > 1 and stride == 0 for size, stride in zip(view.shape, view.strides, strict=True)):
-        raise ValueError(
-            f"{name}: needs memory of its own for each element, got a broadcast array with strides "
-            f"{view.strides}; copy it"
-        )
+    reach = numpy_dtype(view.dtype).itemsize  # of the axes with smaller strides
+    axes = [(abs(stride), size) for stride, size in zip(view.strides, view.shape, strict=True)]
+    for stride, size in sorted(axes):
+        if size > 1 and stride < reach:
+            kind = "an array whose elements overlap" if stride else "a broadcast array"
+            raise ValueError(
+                f"{name}: needs memory of its own for each element, got {kind} with strides "
+                f"{view.strides}; copy it"
+            )
+        reach += (size - 1) * stride
 
 
 def check_written(name: str, view: ArrayView) -> None:

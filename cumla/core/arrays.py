@@ -12,17 +12,17 @@ Nothing in this module waits for the GPU.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
-from types import TracebackType
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 
 from cumla.core._cupy import current_device
-from cumla.core._dlpack import ArrayView, Imported
+from cumla.core._dlpack import ArrayView as ArrayView
+from cumla.core._dlpack import Imported
 from cumla.core._driver import driver, on_device
 from cumla.core._lend import borrower
-from cumla.core._lifetime import keep_until_passed, order_streams, release_finished, waiting
+from cumla.core._lifetime import keep_until_passed, release_finished, waiting
 from cumla.core.frameworks import (
     DLPACK,
     Allocator,
@@ -37,47 +37,15 @@ from cumla.core.frameworks import (
 )
 from cumla.errors import NotPreparedError
 
-__all__ = [
-    "WORKSPACE",
-    "ArrayView",
-    "Call",
-    "check_mutable",
-    "from_numpy",
-    "glance",
-    "keep_until_passed",
-    "open_call",
-    "open_device",
-    "order_streams",
-    "parts",
-    "place_name",
-    "reopen_call",
-    "to_numpy",
-]
-
-
 WORKSPACE = "workspace"  # name of the memory that the launches of a call share
 
 
 class Call:
     """One public call: where its arrays live, whose stream it runs on, who allocates.
 
-    Made by `open_call` or `open_device`. Everything that allocates or launches happens inside
-    its `with` block, which makes the device current where it is not; leaving the block keeps
-    what was imported through DLPack alive until the stream has passed this point.
-
-    Attributes
-    ----------
-    device : int or None
-        CUDA ordinal of every array; None if all are on the CPU.
-    stream : int
-        CUstream handle, 0 for the legacy default stream.
-    framework : str
-        `"cupy"`, `"torch"`, `"jax"` or `"numpy"`: of the first array, and so of the results.
-        Arrays of a framework that only DLPack can read get `"cupy"`, on the CPU `"numpy"`.
-    exports : bool
-        Whether new arrays need `export` before the caller gets them.
-    views : tuple of ArrayView or None
-        One per argument, then one per output, None for an output that was not given.
+    Made by `open_call` or `open_device`. Everything that allocates or launches happens inside its
+    `with` block, which makes the device current where it is not; leaving the block keeps what was
+    imported through DLPack alive until the stream has passed this point.
     """
 
     __slots__ = (
@@ -104,12 +72,14 @@ class Call:
         views: tuple[ArrayView | None, ...] = (),
         imports: list[Imported] | None = None,
     ) -> None:
-        self.device = device
-        self.stream = stream
+        self.device = device  # of every array; None if all are on the CPU
+        self.stream = stream  # CUstream handle, 0 for the legacy default stream
+        # Of the first array, and so of the results; what only DLPack can read gets one of these.
         self.framework = framework.name or ("numpy" if device is None else "cupy")
+        # One per argument, then one per output, None for an output that was not given.
         self.views = views
         self._framework = framework
-        self.exports = framework.exports
+        self.exports = framework.exports  # whether new arrays need `export`
         self._allocator = allocator  # None on the CPU
         self._may_allocate = allocator is not None and allocator.serves_capture
         self._imports = imports
@@ -121,12 +91,7 @@ class Call:
             self._must_leave = driver().enter_device(self.device)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             if self._imports and self.device is not None:
                 keep_until_passed(self._imports, self.stream)
@@ -155,22 +120,8 @@ class Call:
     def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[object, ArrayView]:
         """Allocate a result on the GPU, from the framework's own allocator and on the stream.
 
-        Parameters
-        ----------
-        shape : tuple of int
-        dtype : str
-            As in `ArrayView`.
-
-        Returns
-        -------
-        array : object
-            What `export` makes the caller's result of.
-        view : ArrayView
-
-        Raises
-        ------
-        NotPreparedError
-            The stream is being captured, and the allocator (CuPy's) does not serve captures.
+        `export` makes the caller's result of the array. `NotPreparedError` if the stream is being
+        captured and the allocator (CuPy's) does not serve captures.
         """
         if self._allocator is None or self.device is None:
             raise ValueError("empty: needs a call whose arrays are on the GPU, got the CPU")
@@ -181,29 +132,22 @@ class Call:
     def _check_may_allocate(self, names: tuple[str, ...]) -> None:
         """Refuse to allocate where the stream is being captured and the allocator is CuPy's."""
         if self.capturing:
-            outputs = [f"{name}=" for name in names if name != WORKSPACE]
-            ways = (*outputs, *(["a plan"] if WORKSPACE in names else []))
+            outputs = tuple([f"{name}=" for name in names if name != WORKSPACE])
+            ways = [f"pass {_in_prose(outputs)}"] if outputs else []
+            ways += ["use a plan"] if WORKSPACE in names else []
             raise NotPreparedError(
-                f"the stream is being captured, and CuPy's allocator does not serve captures: make "
-                f"{_in_prose(ways or ('workspace=',))} before the capture, and pass or use it"
+                f"the stream is being captured, and CuPy's allocator does not serve captures: "
+                f"{', and '.join(ways) or 'pass workspace='}, made before the capture"
             )
         self._may_allocate = True  # a call neither begins nor ends a capture
 
     def allocate(
         self, wanted: tuple[tuple[str, tuple[int, ...], str], ...]
     ) -> tuple[list[object], list[int]]:
-        """Allocate several arrays, as `empty`.
+        """Allocate arrays of (name, shape, dtype), as `empty`; arrays and their addresses.
 
-        Parameters
-        ----------
-        wanted : tuple of (name, shape, dtype)
-
-        Returns
-        -------
-        arrays : list of object
-            What `export` makes the caller's results of. An array that is dropped goes back to its
-            allocator, which reuses the memory in the order of the stream.
-        addresses : list of int
+        An array that is dropped goes back to its allocator, which reuses the memory in the order of
+        the stream.
         """
         arrays, addresses = [], []
         allocator, device = self._allocator, self.device
@@ -231,34 +175,18 @@ def open_call(
     *,
     stream: object = None,
 ) -> Call:
-    """Look at the arrays of one public call.
+    """Look at the arrays of one public call, each with its name; of `outputs` None is not given.
 
-    Parameters
-    ----------
-    arguments : tuple of (name, array)
-        The inputs. The first one decides about framework, stream and allocator.
-    outputs : tuple of (name, array or None)
-        The arrays to write to, where the caller gave them; of the first input's framework.
-    stream : optional
-        An integer handle, or a stream object of CuPy, PyTorch or anything with
-        `__cuda_stream__`. Without it, the current stream of the first input's framework; CuPy's
-        for JAX, which has no public stream. Arrays on the CPU have none: nothing happens on it.
+    The first input decides about framework, stream and allocator. `stream` is an integer handle, or
+    a stream object of CuPy, PyTorch or anything with `__cuda_stream__`; without it, the current
+    stream of the first input's framework, and CuPy's for JAX, which has no public stream. Arrays on
+    the CPU have none: nothing happens on it.
 
-    Returns
-    -------
-    Call
-        To be entered before anything is allocated or launched.
-
-    Raises
-    ------
-    TypeError
-        Not an array; a tracer or a FakeTensor, which have no memory; an output of JAX, or of
-        another framework than the first input's; not a stream.
-    ValueError
-        Arrays on the CPU and the GPU, on different devices, or sharded over several; a tensor
-        without memory, or with the negative bit; a read-only output.
-    NotPreparedError
-        An array that needs DLPack, on a stream that is being captured.
+    `TypeError` for what is no array or no stream; for a tracer or a FakeTensor, which have no
+    memory; for an output of JAX, or of another framework than the first input's. `ValueError` for
+    arrays on the CPU and the GPU, on different devices, or sharded over several; for a tensor
+    without memory, or with the negative bit; for a read-only output. `NotPreparedError` for an
+    array that needs DLPack, on a stream that is being captured.
     """
     if waiting:
         release_finished()
@@ -295,14 +223,14 @@ def _device_of(
     arguments: tuple[tuple[str, object], ...], views: list[ArrayView | None]
 ) -> int | None:
     """CUDA ordinal of all arrays, None for the CPU."""
-    view = views[0]
-    device = framework_of(*arguments[0]).device(*arguments[0]) if view is None else view.device
-    for place in range(1, len(views)):
-        view, named = views[place], arguments[place]
-        where = framework_of(*named).device(*named) if view is None else view.device
-        if where != device:
-            raise _device_mismatch(arguments[0][0], device, named[0], where)
-    return device
+    first: int | None = None
+    for place, (named, view) in enumerate(zip(arguments, views, strict=True)):
+        device = framework_of(*named).device(*named) if view is None else view.device
+        if place == 0:
+            first = device
+        elif device != first:
+            raise _device_mismatch(arguments[0][0], first, named[0], device)
+    return first
 
 
 def _views_of_outputs(
@@ -336,17 +264,9 @@ def _views_of_outputs(
 def glance(arrays: tuple[object, ...]) -> Hashable | None:
     """Look at the arrays of a call just to know them again, for less than half of `open_call`.
 
-    Parameters
-    ----------
-    arrays : tuple of array
-        Arguments and outputs of one call; a tuple or list of two or three is one argument.
-
-    Returns
-    -------
-    Hashable or None
-        Of two glances that are equal, `open_call` has the same views. None for arrays that only
-        `open_call` can judge: they are not all CuPy's or all PyTorch's, or of a type that has not
-        come before.
+    A tuple or list of two or three arrays is one argument. Of two glances that are equal,
+    `open_call` has the same views. None for arrays that only `open_call` can judge: they are not
+    all CuPy's or all PyTorch's, or of a type that has not come before.
     """
     framework = framework_of_type.get(type(arrays[0]), DLPACK)
     for array in arrays:
@@ -367,24 +287,14 @@ def _glance_at_parts(arrays: tuple[object, ...]) -> Hashable | None:
 def reopen_call(array: object, device: int | None, stream: object = None) -> Call:
     """Open a call whose arrays a `glance` has known again; it has no views.
 
-    Parameters
-    ----------
-    array : array
-        One of them: all are of one framework.
-    device : int or None
-        Where they are, as in `Call`.
-    stream : optional
-        As in `open_call`.
-
-    Returns
-    -------
-    Call
-        To be entered before anything is launched.
+    All arrays are of the framework of `array`; `device` and `stream` are as in `open_call`.
     """
     if waiting:
         release_finished()
     framework = framework_of_type[type(array)]
     if device is None:
+        if stream is not None:
+            _handle_of(stream)  # what is no stream is none on the CPU either
         return Call(framework, None, None, 0, None)
     allocator = framework.allocator()
     handle = allocator.current_stream(device) if stream is None else _handle_of(stream)
@@ -394,24 +304,8 @@ def reopen_call(array: object, device: int | None, stream: object = None) -> Cal
 def open_device(device: int | None = None, *, stream: object = None) -> Call:
     """Open a call without arrays: memory comes from CuPy, on its current device and stream.
 
-    Parameters
-    ----------
-    device : int, optional
-        CUDA ordinal. Without it, CuPy's current device.
-    stream : optional
-        As in `open_call`.
-
-    Returns
-    -------
-    Call
-        To be entered before anything is allocated or launched.
-
-    Raises
-    ------
-    UnsupportedDeviceError
-        There is no such GPU, or no driver.
-    MissingDependencyError
-        CuPy is missing, or installed twice.
+    `UnsupportedDeviceError` if there is no such GPU, or no driver; `MissingDependencyError` if CuPy
+    is missing, or installed twice.
     """
     if waiting:
         release_finished()
@@ -431,23 +325,8 @@ def _in_prose(names: tuple[str, ...]) -> str:
 def parts(name: str, value: object, names: tuple[str, ...]) -> dict[str, object]:
     """Name an array, or the arrays in a tuple or list that hold its parts.
 
-    Parameters
-    ----------
-    name : str
-        The argument's name.
-    value : array, or tuple or list of array
-    names : tuple of str
-        What the parts are, for the error; one that ends in `"?"` may be left out.
-
-    Returns
-    -------
-    dict of str to array
-        `{"q": q}`, or `{"q[0]": q_nope, "q[1]": q_pe}`.
-
-    Raises
-    ------
-    ValueError
-        Another number of parts.
+    `{"q": q}`, or `{"q[0]": q_nope, "q[1]": q_pe}`. `names` say in the error what the parts are;
+    one that ends in `"?"` may be left out. `ValueError` for another number of parts.
     """
     if not isinstance(value, (tuple, list)):
         return {name: value}
@@ -464,19 +343,7 @@ def parts(name: str, value: object, names: tuple[str, ...]) -> dict[str, object]
 
 
 def check_mutable(name: str, array: object) -> None:
-    """Refuse an array of JAX where it is to be written to in place, and nothing is returned.
-
-    Parameters
-    ----------
-    name : str
-        The argument's name, for errors.
-    array : object
-
-    Raises
-    ------
-    TypeError
-        The array is JAX's, or none at all.
-    """
+    """Refuse an array of JAX where it is to be written to in place, and nothing is returned."""
     if framework_of(name, array).immutable:
         raise TypeError(
             f"{name}: JAX arrays are immutable and cannot be written to; keep what is written in "
@@ -546,10 +413,11 @@ def _import_foreign(
     ]
     if not pending:
         return None
+    foreign = [arguments[place] for place in pending]
     if device is None:
-        imports = [_import(*arguments[place], None) for place in pending]
+        imports = [framework_of(*named).import_array(*named, None) for named in foreign]
     else:
-        imports = _import_on_device(tuple(arguments[place] for place in pending), device, stream)
+        imports = _import_on_device(foreign, device, stream)
     for place, imported in zip(pending, imports, strict=True):
         view = imported.view
         immutable = framework_of(*arguments[place]).immutable
@@ -557,47 +425,29 @@ def _import_foreign(
     return imports
 
 
-def _import(name: str, array: object, stream: int | None) -> Imported:
-    return framework_of(name, array).import_array(name, array, stream)
-
-
 def _import_on_device(
-    arguments: tuple[tuple[str, object], ...], device: int, stream: int
+    arguments: list[tuple[str, object]], device: int, stream: int
 ) -> list[Imported]:
     cuda = driver()
-    if cuda.is_capturing(stream):
-        name, array = arguments[0]
-        raise NotPreparedError(
-            f"{name}: the stream is being captured, and a {type(array).__module__} array cannot "
-            f"be imported through DLPack meanwhile; pass arrays that are all PyTorch's or all "
-            f"CuPy's"
-        )
     with on_device(cuda, device):  # producers record their events on it
-        imports = [_import(name, array, stream) for name, array in arguments]
+        if cuda.is_capturing(stream):
+            name, array = arguments[0]
+            raise NotPreparedError(
+                f"{name}: the stream is being captured, and a {type(array).__module__} array "
+                f"cannot be imported through DLPack meanwhile; pass arrays that are all PyTorch's "
+                f"or all CuPy's"
+            )
+        imports = [framework_of(*named).import_array(*named, stream) for named in arguments]
         borrower(device).fence_dropped()
     return imports
 
 
 @eager_only
 def to_numpy(name: str, array: object) -> np.ndarray[Any, Any]:
-    """NumPy view of an array of any framework in CPU memory.
+    """NumPy view of an array of any framework in CPU memory, with ml_dtypes' types.
 
-    Parameters
-    ----------
-    name : str
-        The argument's name, for errors.
-    array : object
-
-    Returns
-    -------
-    numpy.ndarray
-        With ml_dtypes' types for what NumPy lacks. Nothing is copied: writing to it writes to
-        the array (JAX's is read-only).
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `open_call`, and for an array on a GPU.
+    Nothing is copied: writing to it writes to the array (JAX's is read-only). Errors are those of
+    `open_call`, and a `ValueError` for an array on a GPU.
     """
     framework = framework_of(name, array)
     (view,) = framework.views(((name, array),))
@@ -611,14 +461,10 @@ def to_numpy(name: str, array: object) -> np.ndarray[Any, Any]:
 
 
 def from_numpy(framework: str, array: np.ndarray[Any, Any]) -> object:
-    """Array of `framework` with the data of a NumPy array, copied only by JAX.
+    """Array with the data of a NumPy array, copied only by JAX.
 
-    Parameters
-    ----------
-    framework : str
-        `Call.framework` of a call on the CPU: `"numpy"`, `"torch"` or `"jax"`.
-    array : numpy.ndarray
-        ml_dtypes' types included.
+    `framework` is that of a call on the CPU: `"numpy"`, `"torch"` or `"jax"`.
     """
-    owners: dict[str, Callable[[], Framework]] = {"torch": torch_framework, "jax": jax_framework}
-    return array if framework == "numpy" else owners[framework]().from_numpy(array)
+    if framework == "numpy":
+        return array
+    return (torch_framework() if framework == "torch" else jax_framework()).from_numpy(array)

@@ -22,20 +22,6 @@ from cumla.core._cupy import import_cupy
 from cumla.core._dlpack import ArrayView, Imported, import_array, numpy_dtype, ordinal
 from cumla.core._lend import lend
 
-__all__ = [
-    "DLPACK",
-    "NUMPY",
-    "Allocator",
-    "Framework",
-    "cupy_framework",
-    "eager_only",
-    "framework_of",
-    "framework_of_type",
-    "jax_framework",
-    "recognise",
-    "torch_framework",
-]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _FLOAT8 = "float8_"  # how the names of one-byte floats begin
@@ -140,11 +126,9 @@ class _NumPy(Framework):
 
     def views(self, named: tuple[tuple[str, Any], ...]) -> list[ArrayView | None]:
         views: list[ArrayView | None] = []
-        for _, array in named:
-            dtype, fixed = _dtype_name(array.dtype), not array.flags.writeable
-            views.append(
-                ArrayView(array.ctypes.data, array.shape, array.strides, dtype, None, fixed)
-            )
+        for _, a in named:
+            dtype, fixed = _dtype_name(a.dtype), not a.flags.writeable
+            views.append(ArrayView(a.ctypes.data, a.shape, a.strides, dtype, None, fixed))
         return views
 
     def to_numpy(self, name: str, array: Any) -> np.ndarray[Any, Any]:
@@ -448,14 +432,7 @@ def cupy_framework() -> _CuPy:
 
 
 def framework_of(name: str, array: object) -> Framework:
-    """Framework of an array; refuses what is none, or has no memory.
-
-    Parameters
-    ----------
-    name : str
-        The argument's name, for errors.
-    array : object
-    """
+    """Framework of an array; refuses what is none, or has no memory."""
     return framework_of_type.get(type(array)) or recognise(name, array)
 
 

@@ -35,24 +35,6 @@ if TYPE_CHECKING:
     from cumla.core.arguments import Views
     from cumla.core.arrays import Call
 
-__all__ = [
-    "Address",
-    "Launchable",
-    "Operation",
-    "Output",
-    "Packed",
-    "Ready",
-    "Scheduled",
-    "Template",
-    "checked_outputs",
-    "integers_of",
-    "pack",
-    "parts_on_host",
-    "run",
-    "run_on_cpu",
-    "unplaced",
-]
-
 _FP8 = "float8_e4m3fn"
 _MOST_READY = 1024
 _MOST_PLACES = 16  # of outputs and workspaces, that launches of the same arrays are kept for
@@ -65,17 +47,10 @@ class Address(int):
     """Where an argument lies, as a number that knows which argument it is of.
 
     Views that carry such numbers give a recipe whose launches can be patched for other addresses.
-
-    Attributes
-    ----------
-    argument : str
-        Name of the argument.
-    addend : int
-        Bytes from where the argument begins.
     """
 
     argument: str
-    addend: int
+    addend: int  # bytes from where the argument begins
 
     @classmethod
     def of(cls, argument: str, value: int, addend: int = 0) -> Address:
@@ -103,24 +78,12 @@ class Launchable(Protocol):
 
 
 class Output(NamedTuple):
-    """An array that an operation returns.
+    """An array that an operation returns."""
 
-    Attributes
-    ----------
-    name : str
-        Of the argument that takes the caller's array.
-    shape : tuple of int
-        Its shape.
-    dtypes : tuple of str
-        Of the array where none is given, then others that a given one may have.
-    lies : str
-        How a given one may lie, as in `cumla.core.arguments.Array`.
-    """
-
-    name: str
+    name: str  # of the argument that takes the caller's array
     shape: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    lies: str = "rows"
+    dtypes: tuple[str, ...]  # the first where none is given; a given one may have any
+    lies: str = "rows"  # how a given one may lie, as in `cumla.core.arguments.Array`
 
 
 class Ready(dict["Hashable", Any]):
@@ -141,16 +104,11 @@ class Operation(ABC, Generic[A, K]):
     """One public operation. `A` are its checked arguments, `K` is the shape that it is planned for.
 
     Stateless but for what it remembers of the last calls.
-
-    Attributes
-    ----------
-    integers : tuple of str
-        Arrays whose values kernels take on trust, and the check mode looks at.
-    in_place : mapping of str to str
-        Outputs that may be the very input named.
     """
 
+    # Arrays whose values kernels take on trust, and the check mode looks at.
     integers: tuple[str, ...] = ()
+    # Outputs that may be the very input named.
     in_place: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self) -> None:
@@ -178,16 +136,8 @@ class Operation(ABC, Generic[A, K]):
     ) -> Sequence[Launchable]:
         """Describe the launches, in their order; none where there is nothing to do.
 
-        Parameters
-        ----------
-        key : K
-            Of the call.
-        arguments : A
-            Checked.
-        outs : sequence of ArrayView
-            As :meth:`outputs` lists them.
-        buffer : int
-            Address of the workspace; 0 if there is none.
+        `arguments` are checked, `outs` are as :meth:`outputs` lists them, and `buffer` is the
+        address of the workspace, 0 if there is none.
         """
 
     def check_overlap(self, views: Views, written: Sequence[str]) -> None:
@@ -208,23 +158,13 @@ class Operation(ABC, Generic[A, K]):
 
 
 class Packed(NamedTuple):
-    """What a call launches, packed but for the places of what it allocates itself.
+    """What a call launches, packed but for the places of what it allocates itself."""
 
-    Attributes
-    ----------
-    returned : tuple of str
-        Names of the outputs.
-    missing : tuple of (name, shape, dtype)
-        What the caller did not give: outputs, then the workspace.
-    templates : tuple of Template
-        The launches, in their order.
-    launches : dict
-        Launches by stream and places, of the last few.
-    """
-
-    returned: tuple[str, ...]
+    returned: tuple[str, ...]  # names of the outputs
+    # Name, shape and dtype of what the caller did not give: outputs, then the workspace.
     missing: tuple[tuple[str, tuple[int, ...], str], ...]
-    templates: tuple[Template, ...]
+    templates: tuple[Template, ...]  # in the order of the launches
+    # Launches by stream and places, of the last few.
     launches: dict[Hashable, list[Callable[[], None]]]
 
     def placed(self, call: Call) -> tuple[list[Callable[[], None]], list[Any]]:
@@ -263,7 +203,6 @@ class _Known(NamedTuple):
 
     arguments: Any
     device: int | None
-    key: Any
     integers: dict[str, ArrayView]
     packed: Packed | None  # None on the CPU
 
@@ -275,25 +214,12 @@ def run(
     options: Hashable,
     stream: Any = None,
 ) -> tuple[Any, ...]:
-    """Run an operation: look at the arrays, check, allocate, launch.
+    """Run an operation: look at the arrays, check, allocate, launch; its outputs come back.
 
-    Parameters
-    ----------
-    operation : Operation
-    inputs : mapping
-        Arrays by name; the first one decides about framework and stream.
-    outputs : mapping
-        Arrays to write to by name, None where the caller gave none: those that the operation
-        returns, in their order, and others that are written in place.
-    options : hashable
-        All that is no array.
-    stream : optional
-        As in `cumla.core.arrays.open_call`.
-
-    Returns
-    -------
-    tuple of array
-        The operation's outputs, in the caller's framework.
+    The first of the inputs decides about framework and stream. `outputs` are the arrays to write
+    to, None where the caller gave none: those that the operation returns, in their order, and
+    others that are written in place. `options` are all that is no array, `stream` is as in
+    `open_call`.
     """
     given = {name: array for name, array in outputs.items() if array is not None}
     looks = check_mode()
@@ -302,19 +228,18 @@ def run(
     known = None if seen is None else operation.ready.get(identity)
     if known is None:
         call = open_call(tuple(inputs.items()), tuple(outputs.items()), stream=stream)
-        if seen is None:
-            identity = (call.views, *inputs, *given, options)
+        if seen is None:  # then it does not tell the framework, on which new arrays depend
+            identity = (call.views, call.framework, *inputs, *given, options)
             known = None if looks else operation.ready.get(identity)
+    else:
+        call = reopen_call(next(iter(inputs.values())), known.device, stream)
+    with call:
         if known is None:
             known = _check(operation, call, inputs, outputs, options)
             operation.ready.keep(identity, known)
-    else:
-        call = reopen_call(next(iter(inputs.values())), known.device, stream)
-    if known.device is None:
-        return run_on_cpu(operation, call, known.arguments, dict(inputs), outputs)
-    packed = known.packed
-    assert packed is not None
-    with call:
+        packed = known.packed
+        if packed is None:
+            return run_on_cpu(operation, call, known.arguments, dict(inputs), outputs)
         if looks and may_look(call):
             host = {n: copy_to_host(v, call.stream) for n, v in known.integers.items()}
             operation.check_values(host, known.arguments)
@@ -335,10 +260,10 @@ def _check(
     given = checked_outputs(operation, returned, views, tuple(outputs))
     integers = integers_of(operation, views)
     if call.device is None:
-        return _Known(arguments, None, None, integers, None)
+        return _Known(arguments, None, integers, None)
     key = operation.key(arguments, call.device)
     packed = pack(call, operation, key, arguments, returned, given, None)
-    return _Known(arguments, call.device, key, integers, packed)
+    return _Known(arguments, call.device, integers, packed)
 
 
 def integers_of(operation: Operation[Any, Any], views: Views) -> dict[str, ArrayView]:
@@ -407,10 +332,8 @@ def run_on_cpu(
     outputs: Mapping[str, Any],
 ) -> tuple[Any, ...]:
     """Compute with the reference, of arrays in CPU memory."""
-    arrays = {
-        name: array for name, array in (*inputs.items(), *outputs.items()) if array is not None
-    }
-    host = {name: to_numpy(name, array) for name, array in arrays.items()}
+    given = (*inputs.items(), *outputs.items())
+    host = {name: to_numpy(name, array) for name, array in given if array is not None}
     if check_mode():
         operation.check_values(host, arguments)
     results = operation.reference(host, arguments)
@@ -434,10 +357,7 @@ def parts_on_host(host: Mapping[str, Any], name: str) -> Any:
 class Scheduled(Operation[tuple[Any, Any], K], Generic[A, K]):
     """An operation in two: a schedule from lengths, and attention, or scores, by the schedule.
 
-    Parameters
-    ----------
-    schedule, attend : Operation
-        Of one key; their arguments are this one's.
+    Both have one key, and their arguments are this one's.
     """
 
     def __init__(self, schedule: Operation[Any, K], attend: Operation[A, K]) -> None:

@@ -10,8 +10,6 @@ from typing import TypeAlias
 
 from cumla.core._dlpack import ArrayView, numpy_dtype
 
-__all__ = ["refuse_overlap", "share_memory"]
-
 _LARGEST = 16  # bytes of the largest element, a complex128
 _BEYOND = 1 << 64
 # Bytes of an array: an address, ((number, stride), ...) of the axes, and the bytes of an element.
@@ -23,25 +21,11 @@ def refuse_overlap(
     inputs: Mapping[str, ArrayView | None],
     in_place: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse outputs that share memory with an input or with each other.
+    """Refuse outputs that share memory with an input or with each other, or may do so.
 
-    Parameters
-    ----------
-    outputs : mapping of str to ArrayView or None
-        By name, what is written to; None is left out.
-    inputs : mapping of str to ArrayView or None
-        By name, what is read; None is left out. All arrays are on one device.
-    in_place : mapping of str to str, optional
-        Outputs that may be the very input named: the same elements at the same addresses.
-
-    Raises
-    ------
-    ValueError
-        Two of them share memory, or cannot be told apart: `share_memory`.
-
-    Examples
-    --------
-    >>> refuse_overlap({"q_pe_out": new}, {"q_pe": q_pe}, {"q_pe_out": "q_pe"})
+    All arrays are on one device; None is left out. Outputs named in `in_place` may be the very
+    input that it names: the same elements at the same addresses. `ValueError` as `share_memory` has
+    it.
     """
     lowest, highest = _BEYOND, 0  # of all that is written to
     placed: list[tuple[str, ArrayView]] = []
@@ -54,10 +38,7 @@ def refuse_overlap(
             for other, before in placed:
                 if share_memory(view, before):
                     raise _overlap(name, other)
-        if low < lowest:
-            lowest = low
-        if high > highest:
-            highest = high
+        lowest, highest = min(low, lowest), max(high, highest)
         placed.append((name, view))
     if not placed:
         return
@@ -77,18 +58,14 @@ def share_memory(one: ArrayView, two: ArrayView) -> bool:
 
     False is certain. True may be wrong where two arrays interleave and their strides are no
     multiples of each other's; columns, heads or pages of one larger array are told apart.
-
-    Parameters
-    ----------
-    one, two : ArrayView
     """
     return _meet(_block(one), _block(two))
 
 
 def _overlap(output: str, other: str) -> ValueError:
     return ValueError(
-        f"{output}: needs memory of its own, got memory that {other} uses too; pass another array, "
-        f"or call without {output}="
+        f"{output}: needs memory of its own, got memory that {other} uses too; pass another "
+        f"array, or a copy of one of the two"
     )
 
 

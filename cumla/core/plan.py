@@ -11,18 +11,18 @@ import sys
 import weakref
 from abc import ABC
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
 
 from cumla.core._driver import driver
-from cumla.core._lifetime import keep_until_event
+from cumla.core._lifetime import keep_until_event, order_streams
 from cumla.core.arguments import check_workspace
 from cumla.core.arrays import (
+    WORKSPACE,
     glance,
     open_call,
     open_device,
-    order_streams,
     place_name,
     reopen_call,
     to_numpy,
@@ -37,6 +37,7 @@ from cumla.core.operation import (
     pack,
     run_on_cpu,
 )
+from cumla.core.overlap import refuse_overlap
 from cumla.errors import CumlaError
 
 if TYPE_CHECKING:
@@ -46,35 +47,17 @@ if TYPE_CHECKING:
 
     Launch = Callable[[], None]
 
-__all__ = ["Plan", "PlanMemory", "User", "Workspace"]
-
 K = TypeVar("K")
 R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
 
-class User(Protocol):
-    """What uses a workspace, from when it is handed over until another one takes it."""
-
-    def lose_workspace(self) -> None:
-        """Learn that another user is going to write to the workspace."""
-
-
 class Workspace:
     """Device memory with one user at a time, on one stream at a time.
 
-    Parameters
-    ----------
-    owner : object
-        The array that holds the memory.
-    call : Call
-        In which the memory was allocated, or handed over by the caller.
-
-    Attributes
-    ----------
-    home : int
-        CUstream handle: there the memory may be used again as soon as the owner lets go.
+    `owner` is the array that holds the memory; `call` is the one in which it was allocated, or
+    handed over by the caller.
     """
 
     __slots__ = (
@@ -86,27 +69,38 @@ class Workspace:
         "_stream_object",
         "_user",
         "home",
+        "nbytes",
     )
 
     def __init__(self, owner: object, call: Call) -> None:
         self._owner = owner
         self._device = call.device
-        self.home = call.stream
+        self.home = call.stream  # there the memory is free as soon as the owner lets go
         self._stream = None if call.capturing else call.stream  # of the last use outside captures
         self._event = 0  # on the last stream, behind the last use, if that stream is not home
         # A handle of a destroyed stream must not be touched: the driver may crash on it.
         self._stream_object = None if self._stream is None else call.stream_object
-        self._user: weakref.ref[User] | None = None
+        self._user: weakref.ref[PlanMemory] | None = None
+        self.nbytes = 0  # of what the caller gave
 
     @classmethod
-    def at(cls, owner: object, address: int, call: Call) -> Workspace:
+    def at(cls, owner: object, view: ArrayView, call: Call) -> Workspace:
         """Return the workspace at an address, the same one for all whom the caller gives it to."""
-        found = _given.get(address)
+        begin, end = view.ptr, view.ptr + view.shape[0]
+        for other, workspace in [*_given.items()]:
+            if other != begin and begin < other + workspace.nbytes and other < end:
+                raise ValueError(
+                    f"workspace: needs memory apart from that of other plans, or all of theirs, "
+                    f"got {begin:#x} to {end:#x}, which overlaps one at {other:#x}; pass the same "
+                    f"array to both plans, or slices that do not overlap"
+                )
+        found = _given.get(begin)
         if found is None:
-            found = _given[address] = cls(owner, call)
+            found = _given[begin] = cls(owner, call)
+        found.nbytes = max(found.nbytes, view.shape[0])
         return found
 
-    def hand_to(self, user: User, call: Call) -> None:
+    def hand_to(self, user: PlanMemory, call: Call) -> None:
         """Let `user` write to the memory on the call's stream, behind all that used it before.
 
         Work that is being captured is left out of the order: a wait for a stream outside would
@@ -145,17 +139,14 @@ class Workspace:
         if call.capturing:
             return
         event = driver().record_event(call.stream)
-        self._destroy_event()
-        self._event = event
-
-    def _destroy_event(self) -> None:
         if self._event:
             driver().destroy_event(self._event)
-        self._event = 0
+        self._event = event
 
-    def __del__(self) -> None:
+    # Bound here, because the globals of this module may be gone at interpreter exit.
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         event = getattr(self, "_event", 0)
-        if event and not sys.is_finalizing():
+        if event and not _is_finalizing():
             keep_until_event(self._owner, event, self._device or 0, self._stream or 0)
 
 
@@ -166,26 +157,8 @@ _given: weakref.WeakValueDictionary[int, Workspace] = weakref.WeakValueDictionar
 class PlanMemory:
     """A plan's buffer on the GPU, and the stream on which its schedule was computed.
 
-    Parameters
-    ----------
-    call : Call
-        In which the plan is made, entered; its only view is the workspace's.
-    nbytes : int
-        Size of the buffer.
-    workspace : array or None
-        The caller's, if there is one.
-
-    Attributes
-    ----------
-    buffer : ArrayView
-        The memory.
-    ready : Ready
-        Launches of runs that were found in order, on the stream of the last update.
-    stream : int or None
-        CUstream handle of the last update that was executed: a run there needs no other before it.
-        None before the first, and since another plan has taken the workspace.
-    captured : int or None
-        CUstream handle of the last update that was captured: captured runs there follow it.
+    Made inside the `with` block of `call`, whose only view is the workspace's, if the caller gave
+    one.
     """
 
     def __init__(self, call: Call, nbytes: int, workspace: Any) -> None:
@@ -196,9 +169,13 @@ class PlanMemory:
         else:
             (self.buffer,) = cast("tuple[ArrayView]", call.views)
             check_workspace(self.buffer, nbytes)
-            self._workspace = Workspace.at(workspace, self.buffer.ptr, call)
+            self._workspace = Workspace.at(workspace, self.buffer, call)
+        # Launches of runs that were found in order, on the stream of the last update.
         self.ready = Ready()
+        # Of the last update that was executed: a run there needs no other before it. None before
+        # the first, and since another plan has taken the workspace.
         self.stream: int | None = None
+        # Of the last update that was captured: captured runs there follow it.
         self.captured: int | None = None
         self._lost = False  # to another plan, since the last update
 
@@ -211,8 +188,8 @@ class PlanMemory:
         """Have the schedule computed by `launch`, on the call's stream."""
         self._workspace.hand_to(self, call)
         self.run(call, launch)
-        if call.capturing:  # computed when the graph is replayed: no update for eager runs
-            self.captured = call.stream
+        if call.capturing:  # computed when the graph is replayed, in the place of any before it
+            self.stream, self.captured = None, call.stream
             return
         if call.stream != self.stream:
             self.ready.clear()
@@ -253,19 +230,13 @@ class PlanMemory:
 
 
 class Plan(ABC, Generic[K]):
-    """A schedule and its buffer, for every layer of a step: base of all families' plans.
-
-    Attributes
-    ----------
-    key : K
-        The shape for which the plan was made.
-    """
+    """A schedule and its buffer, for every layer of a step: base of all families' plans."""
 
     _schedule: ClassVar[Operation[Any, Any]]
     _attend: ClassVar[Operation[Any, Any]]
     _lengths: ClassVar[str]  # arguments of an update, in messages
 
-    key: K
+    key: K  # the shape for which the plan was made
 
     def _make(
         self,
@@ -292,10 +263,7 @@ class Plan(ABC, Generic[K]):
     def prepare(self) -> None:
         """Compile and load the plan's kernels: later calls do not wait, nor fail under capture.
 
-        Raises
-        ------
-        CompilationError, MissingDependencyError
-            The kernels cannot be had here.
+        `CompilationError` or `MissingDependencyError` if the kernels cannot be had here.
         """
         if self._device is not None:
             self._load(self._device, lambda: False)
@@ -307,14 +275,7 @@ class Plan(ABC, Generic[K]):
     def serves(self, stream: int) -> bool:
         """Tell whether an eager run on a stream can do without an update before it.
 
-        Parameters
-        ----------
-        stream : int
-            CUstream handle. For a plan on the CPU any.
-
-        Returns
-        -------
-        bool
+        `stream` is a CUstream handle; for a plan on the CPU any.
         """
         if self._memory is None:
             return self._values is not None
@@ -331,6 +292,8 @@ class Plan(ABC, Generic[K]):
             views = dict(zip(inputs, call.views, strict=True))
             arguments = self._schedule.arguments(views, options)
             self._check_device(call)
+            if memory is not None:
+                refuse_overlap({WORKSPACE: memory.buffer}, views)
         if memory is None:
             self._values = {name: np.array(to_numpy(name, a)) for name, a in inputs.items()}
             if check_mode():
@@ -367,15 +330,13 @@ class Plan(ABC, Generic[K]):
                 "plan: updated by another thread; a plan serves one thread at a time: make a plan "
                 "for each, or call plan.update in the thread that runs"
             )
-        call = open_call(tuple(self._sources.items()), stream=stream) if self._sources else None
-        if call is None or self._values is None:
+        if not self._sources or self._values is None:
             return
-        with call:
-            now = (
-                {n: to_numpy(n, a) for n, a in self._sources.items()}
-                if call.device is None
-                else (_on_host(call, tuple(self._sources)))
-            )
+        with open_call(tuple(self._sources.items()), stream=stream) as call:
+            if call.device is None:
+                now = {name: to_numpy(name, array) for name, array in self._sources.items()}
+            else:
+                now = _on_host(call, tuple(self._sources))
         for name, values in now.items():
             changed = np.argwhere(values != self._values[name])
             if changed.size:
@@ -428,23 +389,24 @@ class Plan(ABC, Generic[K]):
         call = open_call(tuple(inputs.items()), tuple(outputs.items()), stream=stream)
         self._check_device(call)
         memory = self._memory
-        if memory is not None:
-            memory.check_serves(call, self._lengths)
-        elif self._values is None:
-            raise _never_updated(self._lengths)
-        views = dict(zip((*inputs, *outputs), call.views, strict=True))
-        arguments = self._attend.arguments(views, options)
-        self._check_shape(arguments)
-        returned = self._attend.outputs(arguments)
-        given = checked_outputs(self._attend, returned, views, tuple(outputs))
-        looks = check_mode() and (memory is None or may_look(call))
-        if looks:
-            self._check_noted(call.stream)
-        if memory is None:
-            assert self._values is not None
-            values = self._values
-            return run_on_cpu(self._attend, call, arguments, {**inputs, **values}, outputs)
         with call:
+            if memory is not None:
+                memory.check_serves(call, self._lengths)
+            elif self._values is None:
+                raise _never_updated(self._lengths)
+            views = dict(zip((*inputs, *outputs), call.views, strict=True))
+            arguments = self._attend.arguments(views, options)
+            self._check_shape(arguments)
+            returned = self._attend.outputs(arguments)
+            known = views if memory is None else {**views, WORKSPACE: memory.buffer}
+            given = checked_outputs(self._attend, returned, known, tuple(outputs))
+            looks = check_mode() and (memory is None or may_look(call))
+            if looks:
+                self._check_noted(call.stream)
+            if memory is None:
+                assert self._values is not None
+                values = self._values
+                return run_on_cpu(self._attend, call, arguments, {**inputs, **values}, outputs)
             if looks and self._values is not None:
                 integers = integers_of(self._attend, views).items()
                 host = {name: copy_to_host(view, call.stream) for name, view in integers}

@@ -16,57 +16,44 @@ from cumla.core.arguments import check_dtype, check_layout, check_lies, check_sh
 from cumla.core.operation import Output
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cumla.core.arrays import ArrayView
 
 __all__ = [
     "E4M3",
     "FLOAT32",
     "FLOATS",
-    "HEADS",
     "HEAD_DIMS",
-    "LOGITS_DTYPES",
-    "MOST_NEXT_N",
-    "PAGE_SIZES",
     "check_e4m3",
-    "check_head_dim",
     "check_next_n",
     "check_page_size",
     "check_page_stride",
     "check_sizes",
     "checked_logits_dtype",
     "checked_pair",
-    "fused_pages",
     "logits_output",
     "one_of",
-    "pair_of_pages",
+    "pages_of",
 ]
 
-HEADS = (8, 16, 32, 64)
+_HEADS = (8, 16, 32, 64)
 HEAD_DIMS = (32, 64, 128)
-PAGE_SIZES = (16, 32, 64, 128)
+_PAGE_SIZES = (16, 32, 64, 128)
 E4M3 = ("float8_e4m3fn", "uint8")  # the latter with the bits of the former
 FLOATS = ("bfloat16", "float16", "float32")
 FLOAT32 = ("float32",)
-LOGITS_DTYPES = ("float32", "bfloat16")
-MOST_NEXT_N = 8
+_LOGITS_DTYPES = ("float32", "bfloat16")
+_MOST_NEXT_N = 8
 _SCALE_BYTES = 4  # of a token
 
 
-def fused_pages(cache: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]:
+def _fused_pages(cache: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]:
     """Check a cache whose pages hold keys and scales, and take them apart.
 
-    Parameters
-    ----------
-    cache : ArrayView
-        ``kv_cache``, with or without its axis of one kv head.
-    head_dim : int
-        Of queries or new keys.
-
-    Returns
-    -------
-    tuple of ArrayView
-        ``(num_pages, page_size, head_dim)`` float8_e4m3fn and ``(num_pages, page_size)`` float32,
-        in the memory of `cache`; the pages contiguous and at multiples of 16 bytes.
+    The keys, ``(num_pages, page_size, head_dim)`` float8_e4m3fn, and the scales, ``(num_pages,
+    page_size)`` float32, are views of its memory: pages are contiguous and lie at multiples of 16
+    bytes.
     """
     name, row_bytes = "kv_cache", head_dim + _SCALE_BYTES
     if cache.dtype != "uint8":
@@ -84,9 +71,7 @@ def fused_pages(cache: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]:
         )
     check_page_stride(name, pages)
     keys = pages._replace(
-        shape=(num_pages, page_size, head_dim),
-        strides=(page_stride, head_dim, 1),
-        dtype=E4M3[0],
+        shape=(num_pages, page_size, head_dim), strides=(page_stride, head_dim, 1), dtype=E4M3[0]
     )
     scales = pages._replace(
         ptr=pages.ptr + page_size * head_dim,
@@ -97,32 +82,27 @@ def fused_pages(cache: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]:
     return keys, scales
 
 
-def pair_of_pages(keys: ArrayView, scales: ArrayView, head_dim: int) -> tuple[ArrayView, ArrayView]:
+def _pair_of_pages(
+    keys: ArrayView, scales: ArrayView, head_dim: int
+) -> tuple[ArrayView, ArrayView]:
     """Check dtypes and shapes of a cache whose keys and scales are arrays of their own.
 
-    Parameters
-    ----------
-    keys, scales : ArrayView
-        ``kv_cache[0]`` and ``kv_cache[1]``.
-    head_dim : int
-        Of queries or new keys.
-
-    Returns
-    -------
-    tuple of ArrayView
-        The same as of `fused_pages`, but for the keys' dtype and what lies where.
+    They come back as from `_fused_pages`, but for the keys' dtype and what lies where.
     """
     first, second = "kv_cache[0]", "kv_cache[1]"
-    if keys.dtype not in E4M3:
-        raise TypeError(
-            f"{first}: needs {E4M3[0]}, or {E4M3[1]} with its bits, got {keys.dtype}; quantise it, "
-            f"e.g. with cumla.quantize_fp8"
-        )
+    _check_e4m3_dtype(first, keys)
     keys = _without_head_axis(first, keys, head_dim, f"{head_dim} values")
     check_dtype(second, scales.dtype, FLOAT32)
     check_shape(second, scales, "(num_pages, page_size)", keys.shape[:2], "reshape it")
     check_lies(second, scales, "elements")
     return keys, scales
+
+
+def pages_of(given: Mapping[str, ArrayView], head_dim: int) -> tuple[ArrayView, ArrayView]:
+    """Take keys and scales out of a cache in either form, by name."""
+    if "kv_cache" in given:
+        return _fused_pages(given["kv_cache"], head_dim)
+    return _pair_of_pages(given["kv_cache[0]"], given["kv_cache[1]"], head_dim)
 
 
 def _without_head_axis(name: str, cache: ArrayView, columns: int, holds: str) -> ArrayView:
@@ -148,9 +128,9 @@ def _without_head_axis(name: str, cache: ArrayView, columns: int, holds: str) ->
 
 def check_page_size(name: str, page_size: int) -> None:
     """Check the tokens of a page."""
-    if page_size not in PAGE_SIZES:
+    if page_size not in _PAGE_SIZES:
         raise ValueError(
-            f"{name}: needs a page size of {one_of(PAGE_SIZES)} tokens, got {page_size}; allocate "
+            f"{name}: needs a page size of {one_of(_PAGE_SIZES)} tokens, got {page_size}; allocate "
             f"the cache so"
         )
 
@@ -178,7 +158,7 @@ def checked_logits_dtype(logits_dtype: Any) -> str | None:
         hash(logits_dtype)
     except TypeError:
         raise TypeError(
-            f"logits_dtype: needs {' or '.join(LOGITS_DTYPES)}, got "
+            f"logits_dtype: needs {' or '.join(_LOGITS_DTYPES)}, got "
             f"{type(logits_dtype).__qualname__}; pass its name"
         ) from None
     return _logits_dtype(logits_dtype)
@@ -194,18 +174,18 @@ def _logits_dtype(logits_dtype: Any) -> str:
             name = got = np.dtype(logits_dtype).name
         except TypeError:  # names of types that NumPy does not know until ml_dtypes is loaded, too
             name = got
-    if name not in LOGITS_DTYPES:
+    if name not in _LOGITS_DTYPES:
         raise TypeError(
-            f"logits_dtype: needs {' or '.join(LOGITS_DTYPES)}, got {got}; convert the result"
+            f"logits_dtype: needs {' or '.join(_LOGITS_DTYPES)}, got {got}; convert the result"
         )
     return name
 
 
 def check_sizes(heads_name: str, num_heads: int, dim_name: str, head_dim: int) -> None:
     """Check that there are kernels for these heads."""
-    if num_heads not in HEADS:
+    if num_heads not in _HEADS:
         raise ValueError(
-            f"{heads_name}: needs {one_of(HEADS)} heads, got {num_heads}; pad them with heads of "
+            f"{heads_name}: needs {one_of(_HEADS)} heads, got {num_heads}; pad them with heads of "
             f"weight 0"
         )
     if head_dim not in HEAD_DIMS:
@@ -217,30 +197,25 @@ def check_sizes(heads_name: str, num_heads: int, dim_name: str, head_dim: int) -
 
 def check_next_n(name: str, next_n: int) -> None:
     """Check the queries of a request."""
-    if next_n > MOST_NEXT_N:
+    if next_n > _MOST_NEXT_N:
         raise ValueError(
-            f"{name}: needs at most {MOST_NEXT_N} queries of a request, got next_n {next_n}; pass "
+            f"{name}: needs at most {_MOST_NEXT_N} queries of a request, got next_n {next_n}; pass "
             f"them in several calls, or as requests of their own"
         )
 
 
 def check_e4m3(name: str, view: ArrayView, axes: str, count: int) -> None:
     """Check dtype and rank of queries or keys."""
-    if view.dtype not in E4M3:
-        raise TypeError(
-            f"{name}: needs float8_e4m3fn, or uint8 with its bits, got {view.dtype}; quantise it, "
-            f"e.g. with cumla.quantize_fp8"
-        )
+    _check_e4m3_dtype(name, view)
     if len(view.shape) != count:
         raise ValueError(f"{name}: needs axes {axes}, got shape {view.shape}; reshape it")
 
 
-def check_head_dim(name: str, view: ArrayView, head_dim: int) -> None:
-    """Check that keys are as wide as queries."""
-    if view.shape[-1] != head_dim:
-        raise ValueError(
-            f"{name}: needs q's head_dim {head_dim} as its last axis, got shape {view.shape}; pass "
-            f"keys and queries of one model"
+def _check_e4m3_dtype(name: str, view: ArrayView) -> None:
+    if view.dtype not in E4M3:
+        raise TypeError(
+            f"{name}: needs {E4M3[0]}, or {E4M3[1]} with its bits, got {view.dtype}; quantise it, "
+            f"e.g. with cumla.quantize_fp8"
         )
 
 
@@ -261,4 +236,4 @@ def checked_pair(name: str, value: Any) -> dict[str, Any]:
 
 def logits_output(shape: tuple[int, int], dtype: str | None) -> Output:
     """Tell where the logits go; without a dtype a given array decides."""
-    return Output("out", shape, LOGITS_DTYPES if dtype is None else (dtype,), "row")
+    return Output("out", shape, _LOGITS_DTYPES if dtype is None else (dtype,), "row")

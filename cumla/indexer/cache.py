@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from cumla import reference
 from cumla.core.arguments import (
@@ -17,19 +17,14 @@ from cumla.core.arguments import (
     checked_flag,
 )
 from cumla.core.arrays import check_mutable, parts
-from cumla.core.check_mode import refuse_first
 from cumla.core.operation import Operation, parts_on_host, run
-from cumla.indexer.arguments import FLOATS, HEAD_DIMS, fused_pages, one_of, pair_of_pages
+from cumla.core.paged import Host, Results, refuse_value
+from cumla.indexer.arguments import FLOATS, HEAD_DIMS, one_of, pages_of
 from cumla.launch.device import require_hopper
-from cumla.launch.indexer.append_indexer_cache import (
-    AppendIndexerArguments,
-    append_indexer_launch,
-)
+from cumla.launch.indexer.append_indexer_cache import AppendIndexerArguments, append_indexer_launch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import numpy as np
+    from collections.abc import Sequence
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
@@ -75,28 +70,12 @@ def append_indexer_cache(
     power_of_two_scales : bool
         Round each scale up to a power of two.
     stream : optional
-        A CUDA stream, as in :func:`cumla.mla_decode`. By default the current stream of kv_cache's
-        framework.
+        As in :func:`cumla.append_mla_cache`.
 
     Raises
     ------
-    TypeError
-        An argument is of the wrong kind: no array, a tracer, an unknown dtype, a flag that is
-        neither True nor False, or a cache of JAX's. As with every error but the last, the message
-        names it, and nothing has been launched or written.
-    ValueError
-        An argument does not fit: its shape, strides, alignment or place; or arguments do not fit
-        together.
-    UnsupportedDeviceError
-        The arrays are on a GPU that is not of compute capability 9.0.
-    MissingDependencyError
-        The arrays are on a GPU, and CuPy, NVRTC or cuda.bindings is missing.
-    CompilationError
-        The kernel does not compile with the NVRTC that is installed.
-    NotPreparedError
-        The stream is being captured and the kernel is not loaded yet.
-    CumlaError
-        The driver refuses a launch; base class of the four above.
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_decode`; a cache of JAX's.
     """
     power_of_two_scales = checked_flag("power_of_two_scales", power_of_two_scales)
     caches = parts("kv_cache", kv_cache, ("values", "scales"))
@@ -108,11 +87,7 @@ def append_indexer_cache(
     run(_APPEND, inputs, dict(written), power_of_two_scales, stream)
 
 
-class _Arguments(NamedTuple):
-    """Checked arguments of one call."""
-
-    views: AppendIndexerArguments
-    power_of_two_scales: bool
+_Arguments = tuple[AppendIndexerArguments, bool]  # and whether scales are powers of two
 
 
 class _Append(Operation[_Arguments, None]):
@@ -121,7 +96,23 @@ class _Append(Operation[_Arguments, None]):
     integers = ("slot_mapping",)
 
     def arguments(self, views: Views, options: bool) -> _Arguments:
-        return _Arguments(_checked_append(views), options)
+        given = {name: view for name, view in views.items() if view is not None}
+        k = given["k"]
+        check_dtype("k", k.dtype, FLOATS)
+        if len(k.shape) != 2 or k.shape[1] not in HEAD_DIMS:
+            raise ValueError(
+                f"k: needs shape (tokens, head_dim) with head_dim {one_of(HEAD_DIMS)}, got "
+                f"{k.shape}; reshape it, or pad its rows and the cache's with zeros"
+            )
+        check_layout("k", k)
+        for name, view in given.items():
+            if name.startswith("kv_cache"):
+                check_written(name, view)
+        values, scales = pages_of(given, k.shape[1])
+        if "kv_cache" not in given:
+            check_layout("kv_cache[0]", values)
+        bind({"slot_mapping": Array("tokens", WIDE)}, views, {"tokens": k.shape[0]})
+        return AppendIndexerArguments(k, values, scales, given["slot_mapping"]), options
 
     def check_overlap(self, views: Views, written: Sequence[str]) -> None:
         """Let keys lie in the cache, in slots of which only the caller knows."""
@@ -134,46 +125,19 @@ class _Append(Operation[_Arguments, None]):
     def recipe(
         self, key: None, arguments: _Arguments, outs: Sequence[ArrayView], buffer: int
     ) -> Sequence[Launchable]:
-        return (append_indexer_launch(*arguments),) if arguments.views.k.shape[0] else ()
+        views, power_of_two_scales = arguments
+        return (append_indexer_launch(views, power_of_two_scales),) if views.k.shape[0] else ()
 
-    def check_values(self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments) -> None:
-        slots, last = host["slot_mapping"], prod(arguments.views.scales.shape) - 1
+    def check_values(self, host: Host, arguments: _Arguments) -> None:
+        slots, last = host["slot_mapping"], prod(arguments[0].scales.shape) - 1
         need = f"a slot up to {last}, or below 0 to skip"
-        refuse_first("slot_mapping", slots, slots > last, need)
+        refuse_value("slot_mapping", slots, slots > last, need)
 
-    def reference(
-        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments
-    ) -> Sequence[np.ndarray[Any, Any]]:
-        reference.append_indexer_cache(
-            host["k"],
-            parts_on_host(host, "kv_cache"),
-            host["slot_mapping"],
-            power_of_two_scales=arguments.power_of_two_scales,
-        )
+    def reference(self, host: Host, arguments: _Arguments) -> Results:
+        cache = parts_on_host(host, "kv_cache")
+        rows = host["k"], cache, host["slot_mapping"]
+        reference.append_indexer_cache(*rows, power_of_two_scales=arguments[1])
         return ()
 
 
 _APPEND = _Append()
-
-
-def _checked_append(views: Views) -> AppendIndexerArguments:
-    """Check the views of one call, by name, against each other."""
-    given = {name: view for name, view in views.items() if view is not None}
-    k = given["k"]
-    check_dtype("k", k.dtype, FLOATS)
-    if len(k.shape) != 2 or k.shape[1] not in HEAD_DIMS:
-        raise ValueError(
-            f"k: needs shape (tokens, head_dim) with head_dim {one_of(HEAD_DIMS)}, got "
-            f"{k.shape}; reshape it, or pad its rows and the cache's with zeros"
-        )
-    check_layout("k", k)
-    for name, view in given.items():
-        if name.startswith("kv_cache"):
-            check_written(name, view)
-    if "kv_cache" in given:
-        values, scales = fused_pages(given["kv_cache"], k.shape[1])
-    else:
-        values, scales = pair_of_pages(given["kv_cache[0]"], given["kv_cache[1]"], k.shape[1])
-        check_layout("kv_cache[0]", values)
-    bind({"slot_mapping": Array("tokens", WIDE)}, views, {"tokens": k.shape[0]})
-    return AppendIndexerArguments(k, values, scales, given["slot_mapping"])

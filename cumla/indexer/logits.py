@@ -5,29 +5,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import numpy as np
-
 from cumla import reference
 from cumla.core.arguments import INT32, Array, bind, check_layout, checked_flag, checked_int
 from cumla.core.operation import Operation, Output, run
+from cumla.core.paged import Host, Results, refuse_value
 from cumla.indexer.arguments import (
     FLOAT32,
     check_e4m3,
-    check_head_dim,
     check_sizes,
     checked_logits_dtype,
     checked_pair,
     logits_output,
 )
 from cumla.launch.device import require_hopper
-from cumla.launch.indexer.mqa_logits import (
-    MOST_TOKENS,
-    MQALogitsArguments,
-    mqa_logits_launch,
-)
+from cumla.launch.indexer.mqa_logits import MOST_TOKENS, MQALogitsArguments, mqa_logits_launch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
@@ -100,23 +94,8 @@ def mqa_logits(
 
     Raises
     ------
-    TypeError
-        An argument is of the wrong kind: no array, a tracer, an unknown dtype, or a flag that is
-        neither True nor False. As with every error but the last, the message names it, and nothing
-        has been launched or written.
-    ValueError
-        An argument does not fit: its shape, strides, alignment, place or value.
-    UnsupportedDeviceError
-        The arrays are on a GPU that is not of compute capability 9.0.
-    MissingDependencyError
-        The arrays are on a GPU, and CuPy, NVRTC or cuda.bindings is missing.
-    CompilationError
-        The kernel does not compile with the NVRTC that is installed.
-    NotPreparedError
-        The stream is being captured and the kernel is not loaded yet, or memory is needed that
-        capture forbids.
-    CumlaError
-        The driver refuses a launch; base class of the four above.
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_decode`; there are more keys than one call can number.
 
     Notes
     -----
@@ -139,10 +118,7 @@ class _Arguments(NamedTuple):
 
     q: ArrayView
     k: ArrayView
-    k_scale: ArrayView
-    weights: ArrayView
-    ks: ArrayView
-    ke: ArrayView
+    others: tuple[ArrayView, ...]  # scales of the keys, weights, ks, ke
     width: int
     dtype: str | None
     clean: bool
@@ -160,7 +136,11 @@ class _Logits(Operation[_Arguments, int]):
         check_e4m3("kv[0]", k, "(seq_len_kv, head_dim)", 2)
         seq_len, num_heads, head_dim = q.shape
         check_sizes("q", num_heads, "q", head_dim)
-        check_head_dim("kv[0]", k, head_dim)
+        if k.shape[1] != head_dim:
+            raise ValueError(
+                f"kv[0]: needs q's head_dim {head_dim} as its last axis, got shape {k.shape}; pass "
+                f"keys and queries of one model"
+            )
         if k.shape[0] > MOST_TOKENS:
             raise ValueError(
                 f"kv[0]: needs at most {MOST_TOKENS} keys, got {k.shape[0]}; score them in parts"
@@ -175,9 +155,7 @@ class _Logits(Operation[_Arguments, int]):
         sizes = {"seq_len": seq_len, "num_heads": num_heads, "seq_len_kv": k.shape[0]}
         bind(_TABLE, views, sizes)
         given = cast("dict[str, ArrayView]", views)
-        return _Arguments(
-            q, k, given["kv[1]"], given["weights"], given["ks"], given["ke"], *options
-        )
+        return _Arguments(q, k, tuple([given[name] for name in _TABLE]), *options)
 
     def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
         shape = (arguments.q.shape[0], arguments.width or arguments.k.shape[0])
@@ -192,36 +170,26 @@ class _Logits(Operation[_Arguments, int]):
         (out,) = outs
         if 0 in out.shape or 0 in arguments.k.shape:
             return ()
-        views = MQALogitsArguments(*arguments[:6], out)
+        views = MQALogitsArguments._make((arguments.q, arguments.k, *arguments.others, out))
         compressed = arguments.width > 0
         clean = arguments.clean
         return (mqa_logits_launch(views, compressed=compressed, clean=clean, sm_count=key),)
 
-    def check_values(self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments) -> None:
-        """Raise for the first bound that is no place among the keys."""
+    def check_values(self, host: Host, arguments: _Arguments) -> None:
         most = arguments.k.shape[0]
+        need = f"a number from 0 to seq_len_kv = {most}"
         for name in ("ks", "ke"):
-            wrong = np.flatnonzero((host[name] < 0) | (host[name] > most))
-            if wrong.size:
-                i = wrong[0]
-                raise ValueError(
-                    f"{name}[{i}]: needs a number from 0 to seq_len_kv = {most}, got "
-                    f"{host[name][i]}; the kernel would clamp it"
-                )
+            wrong = (host[name] < 0) | (host[name] > most)
+            refuse_value(name, host[name], wrong, need, "the kernel would clamp it")
 
-    def reference(
-        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments
-    ) -> Sequence[np.ndarray[Any, Any]]:
+    def reference(self, host: Host, arguments: _Arguments) -> Results:
+        given = {name: array for name, array in host.items() if not name.startswith("kv[")}
         logits = reference.mqa_logits(
-            host["q"],
-            (host["kv[0]"], host["kv[1]"]),
-            host["weights"],
-            host["ks"],
-            host["ke"],
+            kv=(host["kv[0]"], host["kv[1]"]),
             max_kv_len=arguments.width or None,
             logits_dtype=arguments.dtype,
             clean=arguments.clean,
-            out=host.get("out"),
+            **given,
         )
         return (logits,)
 

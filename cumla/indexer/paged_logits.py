@@ -5,13 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from cumla import reference
 from cumla.core.arguments import (
     INT32,
     Array,
-    Views,
     bind,
     check_device_number,
     check_layout,
@@ -21,6 +18,15 @@ from cumla.core.arguments import (
 )
 from cumla.core.arrays import open_call
 from cumla.core.operation import Operation, Output, Scheduled, parts_on_host, run
+from cumla.core.paged import (
+    BLOCK_TABLE,
+    KV_LENS,
+    Schedule,
+    check_block_table,
+    check_made_for,
+    check_table_lengths,
+    refuse_value,
+)
 from cumla.core.plan import Plan
 from cumla.indexer.arguments import (
     FLOAT32,
@@ -31,9 +37,8 @@ from cumla.indexer.arguments import (
     check_sizes,
     checked_logits_dtype,
     checked_pair,
-    fused_pages,
     logits_output,
-    pair_of_pages,
+    pages_of,
 )
 from cumla.launch.device import current_device, properties, require_hopper
 from cumla.launch.indexer.paged_mqa_logits import (
@@ -51,17 +56,16 @@ from cumla.launch.indexer.paged_mqa_schedule import (
 from cumla.launch.module import load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
+    from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
+    from cumla.core.paged import Host, Results
 
-    Host = Mapping[str, np.ndarray[Any, Any]]
+__all__ = ["PagedMQALogitsPlan", "checked_kv_lens", "checked_paged", "named", "paged_mqa_logits"]
 
-__all__ = ["PagedMQALogitsPlan", "check_kv_lens", "checked_paged", "named", "paged_mqa_logits"]
-
-_ENTRY = "give each request of the batch its entry"
-_BLOCK_TABLE = Array("batch max_pages", INT32, "row", _ENTRY)
+_SHAPE = ("batch", "next_n", "num_heads", "head_dim", "page_size", "max_pages")
 
 
 def paged_mqa_logits(
@@ -80,24 +84,20 @@ def paged_mqa_logits(
     """Score the cached tokens of each request: the FP8 indexer's logits of a decoding step.
 
     The formula is that of :func:`mqa_logits`; token ``t`` of request ``b`` lies in page
-    ``block_table[b, t // page_size]`` at row ``t % page_size``. Arrays on the GPU are computed by
-    CUDA kernels (compute capability 9.0), on the caller's stream and without waiting for it; arrays
-    on the CPU by :func:`cumla.reference.paged_mqa_logits`.
+    ``block_table[b, t // page_size]`` at row ``t % page_size``. Arrays on the GPU are computed
+    as by :func:`mqa_logits`, arrays on the CPU by :func:`cumla.reference.paged_mqa_logits`.
 
     Parameters
     ----------
     q : array
-        ``(batch, next_n, num_heads, head_dim)`` float8_e4m3fn, or uint8 with its bits, of CuPy,
-        PyTorch, JAX or NumPy (ml_dtypes): the newest tokens of each request, up to 8. num_heads is
-        8, 16, 32 or 64, head_dim 32, 64 or 128. Any strides that are multiples of 16 bytes, the
-        last axis contiguous.
+        ``(batch, next_n, num_heads, head_dim)`` float8_e4m3fn, or uint8 with its bits: the newest
+        tokens of each request, up to 8; in the rest as in :func:`mqa_logits`.
     kv_cache : array or pair of arrays
-        ``(num_pages, page_size, 1, head_dim + 4)`` uint8, or the same without the 1: the bytes of
-        a page, which are contiguous, are first the e4m3 keys of its tokens, one behind the other,
-        then their float32 scales, as :func:`cumla.append_indexer_cache` writes them. Or keys
-        ``(num_pages, page_size, head_dim)``, in a dtype of q's, and scales
-        ``(num_pages, page_size)`` float32 as a pair. page_size is 16, 32, 64 or 128; pages may lie
-        any multiple of 16 bytes apart. Slots that no query sees may hold anything, NaN included.
+        ``(num_pages, page_size, 1, head_dim + 4)`` uint8, or the same without the 1, or keys
+        ``(num_pages, page_size, head_dim)`` in a dtype of q's and scales ``(num_pages, page_size)``
+        float32 as a pair, as :func:`cumla.append_indexer_cache` writes them. page_size is 16, 32,
+        64 or 128; the keys of a page are contiguous, and pages lie any multiple of 16 bytes apart.
+        Slots that no query sees may hold anything, NaN included.
     weights : array
         ``(batch * next_n, num_heads)`` float32, with q's scale folded in. Any strides.
     block_table : array
@@ -125,12 +125,8 @@ def paged_mqa_logits(
 
     Raises
     ------
-    TypeError, UnsupportedDeviceError, MissingDependencyError, CompilationError, CumlaError
-        As :func:`mqa_logits`.
-    ValueError
-        An argument does not fit: its shape, strides, alignment, place or value.
-    NotPreparedError
-        As :func:`mqa_logits`; without a plan, CuPy would have to allocate its memory, too.
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_decode`.
 
     Notes
     -----
@@ -163,26 +159,16 @@ class PagedArguments(NamedTuple):
         return batch, next_n, num_heads, head_dim, page_size, max_pages
 
 
-class _Schedule(Operation["ArrayView", PagedMQAKey]):
-    """Deals the blocks of all requests out, from kv_lens, into a plan's buffer."""
+class _Schedule(Schedule[PagedMQAKey]):
+    """Keeps the lengths in the buffer, too; they may be those of each query."""
 
-    integers = ("kv_lens",)
-
-    def arguments(self, views: Views, options: tuple[int, int, bool | None]) -> ArrayView:
-        view = views["kv_lens"]
-        assert view is not None
-        check_kv_lens("kv_lens", view, *options)
-        return view
+    def arguments(self, views: Views, options: tuple[int, int, bool | None]) -> tuple[ArrayView]:
+        return (checked_kv_lens(views, *options),)
 
     def recipe(
-        self, key: PagedMQAKey, arguments: ArrayView, outs: Sequence[ArrayView], buffer: int
+        self, key: PagedMQAKey, arguments: tuple[Any, ...], outs: Sequence[ArrayView], buffer: int
     ) -> Sequence[Launchable]:
-        if 0 in (key.batch, key.next_n):
-            return ()
-        return (paged_mqa_schedule_launch(key, arguments, buffer, keeps_lens=True),)
-
-    def reference(self, host: Host, arguments: ArrayView) -> Sequence[np.ndarray[Any, Any]]:
-        return ()
+        return super().recipe(key, arguments, outs, buffer) if key.next_n else ()
 
 
 class _Attend(Operation[PagedArguments, PagedMQAKey]):
@@ -213,21 +199,24 @@ class _Attend(Operation[PagedArguments, PagedMQAKey]):
         return (paged_mqa_logits_launch(key, views, clean=arguments.clean),)
 
     def check_values(self, host: Host, arguments: PagedArguments) -> None:
-        _check_values(
-            host["kv_lens"], host["block_table"], arguments.k_cache.shape, arguments.width
-        )
+        lengths, table, width = host["kv_lens"], host["block_table"], arguments.width
+        num_pages, page_size = arguments.k_cache.shape[:2]
+        check_table_lengths(lengths, table, page_size)
+        need = f"a length up to max_kv_len = {width}"
+        left_out = "the logits after it would be left out, ask for more columns"
+        refuse_value("kv_lens", lengths, lengths > width, need, left_out)
+        most = lengths.reshape(len(lengths), -1).max(axis=1, initial=0)
+        nearest = "the kernels would take the nearest that there is"
+        check_block_table(table, most, num_pages, page_size, nearest)
 
-    def reference(self, host: Host, arguments: PagedArguments) -> Sequence[np.ndarray[Any, Any]]:
+    def reference(self, host: Host, arguments: PagedArguments) -> Results:
+        names = ("q", "weights", "block_table", "kv_lens", "out")
         logits = reference.paged_mqa_logits(
-            host["q"],
-            parts_on_host(host, "kv_cache"),
-            host["weights"],
-            host["block_table"],
-            host["kv_lens"],
+            kv_cache=parts_on_host(host, "kv_cache"),
             max_kv_len=arguments.width,
             logits_dtype=arguments.dtype,
             clean=arguments.clean,
-            out=host.get("out"),
+            **{name: host[name] for name in names if name in host},
         )
         return (logits,)
 
@@ -239,13 +228,16 @@ class _Paged(Scheduled[PagedArguments, PagedMQAKey]):
         batch, next_n, _, _ = attend.q.shape
         return batch, next_n, None
 
-    def key(self, arguments: tuple[ArrayView, PagedArguments], device: int) -> PagedMQAKey:
-        lens, attend = arguments
+    def key(self, arguments: tuple[tuple[ArrayView], PagedArguments], device: int) -> PagedMQAKey:
+        (lens,), attend = arguments
         sm_count = require_hopper(device).sm_count
         return PagedMQAKey(*attend.shape, len(lens.shape) == 2, sm_count)
 
 
-_SCHEDULE = _Schedule()
+_SCHEDULE = _Schedule(
+    {"kv_lens": KV_LENS},
+    lambda key, buffer, lens: paged_mqa_schedule_launch(key, lens, buffer, keeps_lens=True),
+)
 _ATTEND = _Attend()
 _PAGED = _Paged(_SCHEDULE, _ATTEND)
 
@@ -253,13 +245,8 @@ _PAGED = _Paged(_SCHEDULE, _ATTEND)
 class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     """Schedule of :func:`paged_mqa_logits`, to be used for every layer of a decoding step.
 
-    ``update`` computes on the device, from the lengths there, who works on which part of the cache;
-    ``run`` uses that for as many layers as you like. Neither waits for the device or copies to the
-    host, and both can be captured into a CUDA graph, which then serves changing lengths; the graph
-    holds the address of the plan's buffer, so keep the plan as long as the graph. A plan belongs to
-    one stream at a time, the one of its last ``update``, and to one thread. An update that was only
-    captured is computed when the graph is replayed: eager runs need one of their own. A plan owns
-    one buffer and no other state on the device, and on the CPU nothing but the lengths.
+    It is made, updated and run as :class:`cumla.MLADecodePlan` is: the same holds for its buffer,
+    streams, threads, CUDA graphs and errors. The buffer keeps the lengths, too.
 
     Parameters
     ----------
@@ -271,32 +258,8 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         Tokens of a cache page: 16, 32, 64 or 128.
     per_row_lens : bool
         Whether lengths come as ``(batch, next_n)`` instead of ``(batch,)``.
-    device : int, optional
-        CUDA ordinal; by default that of `like` or `workspace`, else CuPy's current device.
-    workspace : array, optional
-        The buffer: uint8, contiguous, at least :meth:`workspace_bytes` long, 256-byte aligned, on
-        the GPU, of CuPy or PyTorch. Plans may share one, in turn: ``update`` makes it this plan's,
-        and the plan that had it before must be updated again before it runs.
-    like : array, optional
-        An array whose framework and device own the buffer; CuPy without it. For an array on the CPU
-        the plan is one for the CPU.
-    stream : optional
-        Stream on which the buffer is allocated, as in :func:`cumla.mla_decode`.
-
-    Raises
-    ------
-    TypeError
-        An argument is of the wrong kind, memory that cannot be written to, or a flag that is
-        neither True nor False.
-    ValueError
-        A number does not fit, the workspace is too small, or `device`, `like` and `workspace`
-        are not in the same place.
-    UnsupportedDeviceError
-        There is no GPU, or it is not of compute capability 9.0.
-    MissingDependencyError
-        CuPy is missing.
-    NotPreparedError
-        The stream is being captured, and CuPy would have to allocate the buffer.
+    device, workspace, like, stream : optional
+        As for :class:`cumla.MLADecodePlan`, with which it may share a workspace.
 
     Examples
     --------
@@ -334,11 +297,14 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         like: Any = None,
         stream: Any = None,
     ) -> None:
-        shape = _checked_shape(
-            batch, next_n, num_heads, head_dim, page_size, max_pages, per_row_lens
-        )
+        numbers = (batch, next_n, num_heads, head_dim, page_size, max_pages)
+        shape = _checked_shape(numbers, per_row_lens)
         check_device_number(device)
-        self._make(lambda on: _key(shape, on), device, workspace, like, stream)
+
+        def key_on(on: int | None) -> PagedMQAKey:
+            return PagedMQAKey(*shape, 0 if on is None else require_hopper(on).sm_count)
+
+        self._make(key_on, device, workspace, like, stream)
 
     @classmethod
     def from_arrays(
@@ -353,35 +319,17 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     ) -> PagedMQALogitsPlan:
         """Make a plan for the shapes of these arrays, with a buffer of q's framework.
 
-        Parameters
-        ----------
-        q, kv_cache, block_table, kv_lens : array
-            As in :func:`paged_mqa_logits`; only their shapes, dtype and device are looked at.
-        workspace, stream
-            As for the class.
-
-        Returns
-        -------
-        PagedMQALogitsPlan
-
-        Raises
-        ------
-        TypeError, ValueError
-            As the class, and where the arrays do not fit together.
-        UnsupportedDeviceError, MissingDependencyError, NotPreparedError
-            As the class.
+        Of the arrays, which are as in :func:`paged_mqa_logits`, only shapes, dtypes and device are
+        looked at; the rest is as for the class.
         """
         arrays = named(q, kv_cache, None, block_table) | {"kv_lens": kv_lens}
         call = open_call(tuple(arrays.items()), stream=stream)
         views = dict(zip(arrays, call.views, strict=True))
         batch, next_n, num_heads, head_dim, page_size, max_pages = checked_paged(views).shape
-        lens = _SCHEDULE.arguments(views, (batch, next_n, None))
+        (lens,) = _SCHEDULE.arguments(views, (batch, next_n, None))
         with call:
             return cls(
-                batch,
-                next_n,
-                num_heads,
-                head_dim,
+                *(batch, next_n, num_heads, head_dim),
                 max_pages=max_pages,
                 page_size=page_size,
                 per_row_lens=len(lens.shape) == 2,
@@ -402,31 +350,12 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         per_row_lens: bool = False,
         sm_count: int | None = None,
     ) -> int:
-        """Size of a plan's buffer: a pure function of the shape and the GPU's multiprocessors.
+        """Size of a plan's buffer in bytes, from numbers as for the class.
 
-        Parameters
-        ----------
-        batch, next_n, num_heads, head_dim, max_pages, page_size, per_row_lens
-            As for the class.
-        sm_count : int, optional
-            Multiprocessors of the GPU that the plan is for; with it no GPU is needed. By default
-            CuPy's current device is asked.
-
-        Returns
-        -------
-        int
-            Bytes.
-
-        Raises
-        ------
-        TypeError, ValueError
-            A number does not fit, or per_row_lens is neither True nor False.
-        UnsupportedDeviceError, MissingDependencyError
-            Without `sm_count`: there is no GPU, or CuPy is missing.
+        `sm_count` and errors are as in :meth:`cumla.MLADecodePlan.workspace_bytes`.
         """
-        shape = _checked_shape(
-            batch, next_n, num_heads, head_dim, page_size, max_pages, per_row_lens
-        )
+        numbers = (batch, next_n, num_heads, head_dim, page_size, max_pages)
+        shape = _checked_shape(numbers, per_row_lens)
         if sm_count is None:
             sm_count = properties(current_device()).sm_count
         check_number("sm_count", sm_count, "leave it out to ask the current GPU")
@@ -435,24 +364,8 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     def update(self, kv_lens: Any, *, stream: Any = None) -> None:
         """Compute the schedule for these lengths, on the device, and keep the lengths there.
 
-        On another stream than before, that one's work goes first: the new stream waits for it, on
-        the device. Only a stream that is being captured does not; let the capture begin when
-        earlier work with the plan is done, as ``torch.cuda.graph`` does.
-
-        Parameters
-        ----------
-        kv_lens : array
-            As in :func:`paged_mqa_logits`. Read when the stream reaches this call.
-        stream : optional
-            As in :func:`cumla.mla_decode`, the current stream of the framework of kv_lens by
-            default. The runs that follow must be on the same one.
-
-        Raises
-        ------
-        TypeError, ValueError
-            kv_lens does not fit the plan.
-        MissingDependencyError, CompilationError, NotPreparedError, CumlaError
-            As :func:`paged_mqa_logits`; every kernel of the plan is loaded here.
+        Arguments, streams, captures and errors are as in :meth:`cumla.MLADecodePlan.update`; the
+        lengths are those of :func:`paged_mqa_logits`.
         """
         key = self.key
         self._update({"kv_lens": kv_lens}, (key.batch, key.next_n, key.per_row_lens), stream)
@@ -472,26 +385,12 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
     ) -> Any:
         """Score with the schedule of the last update, and with the lengths it was given.
 
+        Errors are those of :meth:`cumla.MLADecodePlan.run`.
+
         Parameters
         ----------
         q, kv_cache, weights, block_table, max_kv_len, logits_dtype, clean, out, stream
-            As in :func:`paged_mqa_logits`. Lengths that have changed since the update do not count
-            (and the check mode, ``CUMLA_CHECK=1``, refuses the call).
-
-        Returns
-        -------
-        array
-            The logits.
-
-        Raises
-        ------
-        TypeError, ValueError
-            An argument does not fit; the plan is of another shape, device or stream, was never
-            updated, or has lost its workspace to another plan.
-        NotPreparedError
-            The stream is being captured, and CuPy would have to allocate ``out=``.
-        CumlaError
-            The driver refuses a launch.
+            As in :func:`paged_mqa_logits`.
         """
         width = checked_int("max_kv_len", max_kv_len, "there is nothing to write")
         options = (width, checked_logits_dtype(logits_dtype), checked_flag("clean", clean))
@@ -510,52 +409,30 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
             load(spec, device, capturing=capturing)
 
     def _check_shape(self, arguments: PagedArguments) -> None:
-        made = tuple(self.key[:6])
-        if arguments.shape != made:
-            names = "(batch, next_n, num_heads, head_dim, page_size, max_pages)"
-            raise ValueError(
-                f"plan: made for {names} {made}, got {arguments.shape}; make a plan for this shape"
-            )
+        check_made_for(_SHAPE, tuple(self.key[:6]), arguments.shape)
 
 
 Shape = tuple[int, int, int, int, int, int, bool]
 
 
-def _checked_shape(
-    batch: Any,
-    next_n: Any,
-    num_heads: Any,
-    head_dim: Any,
-    page_size: Any,
-    max_pages: Any,
-    per_row_lens: Any,
-) -> Shape:
+def _checked_shape(numbers: tuple[int, int, int, int, int, int], per_row_lens: Any) -> Shape:
     """Check a shape that was given in numbers, to make a plan for it."""
-    least = {"batch": (batch, 0), "next_n": (next_n, 0), "num_heads": (num_heads, 1)}
-    least |= {"head_dim": (head_dim, 1), "page_size": (page_size, 1), "max_pages": (max_pages, 1)}
-    for name, (value, most) in least.items():
-        checked_int(name, value, "nothing to plan for", least=most)
+    for name, value in zip(_SHAPE, numbers, strict=True):
+        least = 0 if name in ("batch", "next_n") else 1
+        checked_int(name, value, "nothing to plan for", least=least)
+    _, next_n, num_heads, head_dim, page_size, _ = numbers
     check_sizes("num_heads", num_heads, "head_dim", head_dim)
     check_next_n("next_n", next_n)
     check_page_size("page_size", page_size)
-    rows = checked_flag("per_row_lens", per_row_lens)
-    return batch, next_n, num_heads, head_dim, page_size, max_pages, rows
-
-
-def _key(shape: Shape, device: int | None) -> PagedMQAKey:
-    return PagedMQAKey(*shape, 0 if device is None else require_hopper(device).sm_count)
+    return *numbers, checked_flag("per_row_lens", per_row_lens)
 
 
 def named(q: Any, kv_cache: Any, weights: Any, block_table: Any) -> dict[str, Any]:
     """Name the arrays of a call; weights may be None."""
     pair = isinstance(kv_cache, (tuple, list))
     cache = checked_pair("kv_cache", kv_cache) if pair else {"kv_cache": kv_cache}
-    others = (
-        {"block_table": block_table}
-        if weights is None
-        else {"weights": weights, "block_table": block_table}
-    )
-    return {"q": q, **cache, **others}
+    given = {} if weights is None else {"weights": weights}
+    return {"q": q, **cache, **given, "block_table": block_table}
 
 
 def checked_paged(
@@ -569,82 +446,34 @@ def checked_paged(
     check_sizes("q", num_heads, "q", head_dim)
     check_next_n("q", next_n)
     check_layout("q", q)
-    if "kv_cache" in given:
-        cache = fused_pages(given["kv_cache"], head_dim)
-    else:
-        cache = _checked_pair(given["kv_cache[0]"], given["kv_cache[1]"], head_dim)
+    keys, scales = pages_of(given, head_dim)
+    if "kv_cache" not in given:
+        if keys.strides[1:] != (head_dim, 1):
+            raise ValueError(
+                f"kv_cache[0]: needs pages whose keys are contiguous, got strides "
+                f"{given['kv_cache[0]'].strides}; only the pages may lie apart"
+            )
+        check_page_stride("kv_cache[0]", keys)
+        check_layout("kv_cache[1]", scales)
     sizes = {"batch*next_n": batch * next_n, "num_heads": num_heads, "batch": batch}
-    table = {"weights": Array("batch*next_n num_heads", FLOAT32), "block_table": _BLOCK_TABLE}
+    table = {"weights": Array("batch*next_n num_heads", FLOAT32), "block_table": BLOCK_TABLE}
     if bind(table, given, sizes)["max_pages"] == 0:
         raise ValueError(
             f"block_table: needs at least one column, got shape {given['block_table'].shape}; skip "
             f"the call where there is no cache"
         )
-    keys, scales = cache
     return PagedArguments(q, keys, scales, given.get("weights"), given["block_table"], *options)
 
 
-def check_kv_lens(
-    name: str, view: ArrayView, batch: int, next_n: int, per_row: bool | None = None
-) -> None:
+def checked_kv_lens(
+    views: Views, batch: int, next_n: int, per_row: bool | None = None
+) -> ArrayView:
     """Check lengths: one for each request, or one for each query; None: either."""
-    if per_row is None:
-        per_row = len(view.shape) == 2
-    axes = "batch next_n" if per_row else "batch"
-    way_out = "give each query its length" if per_row else _ENTRY
-    table = {name: Array(axes, INT32, way_out=way_out)}
-    bind(table, {name: view}, {"batch": batch, "next_n": next_n})
-
-
-def _checked_pair(
-    k_cache: ArrayView, scale_cache: ArrayView, head_dim: int
-) -> tuple[ArrayView, ArrayView]:
-    """Check a cache whose keys and scales are arrays of their own."""
-    keys, scales = pair_of_pages(k_cache, scale_cache, head_dim)
-    if keys.strides[1:] != (head_dim, 1):
-        raise ValueError(
-            f"kv_cache[0]: needs pages whose keys are contiguous, got strides {k_cache.strides}; "
-            f"only the pages may lie apart"
-        )
-    check_page_stride("kv_cache[0]", keys)
-    check_layout("kv_cache[1]", scales)
-    return keys, scales
-
-
-def _check_values(
-    lengths: np.ndarray[Any, Any],
-    table: np.ndarray[Any, Any],
-    cache_shape: tuple[int, ...],
-    max_kv_len: int,
-) -> None:
-    """Raise for the first length or used page number that is out of range."""
-    num_pages, page_size = cache_shape[:2]
-    longest = table.shape[1] * page_size
-    for wrong, need, else_ in (
-        (
-            (lengths < 0) | (lengths > longest),
-            f"a length from 0 to max_pages * page_size = {longest}",
-            "the kernels would clamp it",
-        ),
-        (
-            lengths > max_kv_len,
-            f"a length up to max_kv_len = {max_kv_len}",
-            "the logits after it would be left out, ask for more columns",
-        ),
-    ):
-        places = np.argwhere(wrong)
-        if places.size:
-            place = tuple(places[0].tolist())
-            raise ValueError(
-                f"kv_lens[{', '.join(map(str, place))}]: needs {need}, got {lengths[place]}; "
-                f"{else_}"
-            )
-    most = lengths.reshape(len(lengths), -1).max(axis=1, initial=0)
-    used = np.arange(table.shape[1]) * page_size < most[:, None]
-    bad = np.argwhere(used & ((table < 0) | (table >= num_pages)))
-    if bad.size:
-        i, j = bad[0]
-        raise ValueError(
-            f"block_table[{i}, {j}]: needs a page number from 0 to {num_pages - 1}, got "
-            f"{table[i, j]}; the kernels would take the nearest that there is"
-        )
+    view = views["kv_lens"]
+    assert view is not None
+    if len(view.shape) == 2 if per_row is None else per_row:
+        row = Array("batch next_n", INT32, way_out="give each query its length")
+    else:
+        row = KV_LENS
+    bind({"kv_lens": row}, views, {"batch": batch, "next_n": next_n})
+    return view

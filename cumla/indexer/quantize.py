@@ -4,29 +4,23 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from cumla import reference
 from cumla.core.arguments import check_dtype, check_layout, checked_flag
 from cumla.core.operation import Operation, Output, run
 from cumla.indexer.arguments import E4M3, FLOATS
 from cumla.launch.device import require_hopper
-from cumla.launch.indexer.quantize_fp8 import (
-    MOST_AXES,
-    MOST_COLUMNS,
-    merge_axes,
-    quantize_launch,
-)
+from cumla.launch.indexer.quantize_fp8 import MOST_AXES, MOST_COLUMNS, merge_axes, quantize_launch
 from cumla.reference import QuantizedRows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import numpy as np
+    from collections.abc import Sequence
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
+    from cumla.core.paged import Host, Results
 
 __all__ = ["QuantizedRows", "quantize_fp8"]
 
@@ -71,23 +65,8 @@ def quantize_fp8(
 
     Raises
     ------
-    TypeError
-        An argument is of the wrong kind: no array, a tracer, an unknown dtype, or a flag that is
-        neither True nor False. As with every error but the last, the message names it, and nothing
-        has been launched or written.
-    ValueError
-        An argument does not fit: its shape, strides, alignment or place.
-    UnsupportedDeviceError
-        The arrays are on a GPU that is not of compute capability 9.0.
-    MissingDependencyError
-        The arrays are on a GPU, and CuPy, NVRTC or cuda.bindings is missing.
-    CompilationError
-        The kernel does not compile with the NVRTC that is installed.
-    NotPreparedError
-        The stream is being captured and the kernel is not loaded yet, or memory is needed that
-        capture forbids.
-    CumlaError
-        The driver refuses a launch; base class of the four above.
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_decode`; x has more axes that are not contiguous than a launch takes.
 
     Notes
     -----
@@ -99,11 +78,7 @@ def quantize_fp8(
     return QuantizedRows(*run(_QUANTIZE, {"x": x}, outputs, options, stream))
 
 
-class _Arguments(NamedTuple):
-    """Checked arguments of one call."""
-
-    x: ArrayView
-    power_of_two_scales: bool
+_Arguments = tuple["ArrayView", bool]  # x, and whether scales are powers of two
 
 
 class _Quantize(Operation[_Arguments, None]):
@@ -121,10 +96,10 @@ class _Quantize(Operation[_Arguments, None]):
             )
         check_layout("x", x)
         _check_axes(x, views.get("out"), views.get("scale_out"))
-        return _Arguments(x, options)
+        return x, options
 
     def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
-        shape = arguments.x.shape
+        shape = arguments[0].shape
         return Output("out", shape, E4M3), Output("scale_out", shape[:-1], ("float32",), "elements")
 
     def key(self, arguments: _Arguments, device: int) -> None:
@@ -137,15 +112,9 @@ class _Quantize(Operation[_Arguments, None]):
         values, scale = outs
         return () if 0 in x.shape else (quantize_launch(x, values, scale, power_of_two_scales),)
 
-    def reference(
-        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments
-    ) -> Sequence[np.ndarray[Any, Any]]:
-        return reference.quantize_fp8(
-            host["x"],
-            power_of_two_scales=arguments.power_of_two_scales,
-            out=host.get("out"),
-            scale_out=host.get("scale_out"),
-        )
+    def reference(self, host: Host, arguments: _Arguments) -> Results:
+        outs = {name: host[name] for name in ("out", "scale_out") if name in host}
+        return reference.quantize_fp8(host["x"], power_of_two_scales=arguments[1], **outs)
 
 
 _QUANTIZE = _Quantize()

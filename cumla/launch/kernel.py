@@ -53,7 +53,14 @@ class Launch(NamedTuple):
     def pack(self) -> bytes:
         """Pack the struct; tensor maps are encoded, which needs the driver's library."""
         values = [v.encode() if isinstance(v, TensorMap) else v for v in self.values]
-        return self.layout.pack(*values)
+        try:
+            return self.layout.pack(*values)
+        except struct.error as error:
+            numbers = [value for value in self.values if isinstance(value, int)]
+            raise ValueError(
+                f"{self.spec.entry}: needs sizes and strides that its 32-bit numbers hold, got one "
+                f"that does not, of at most {max(map(abs, numbers))}; split the call ({error})"
+            ) from error
 
     def relocations(self) -> tuple[Relocation, ...]:
         """List the fields that depend on an argument's address: those that are :class:`Address`."""

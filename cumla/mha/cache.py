@@ -20,8 +20,8 @@ from cumla.core.arguments import (
     number_of,
 )
 from cumla.core.arrays import check_mutable, parts
-from cumla.core.check_mode import page_lists, refuse_first, refuse_pages
 from cumla.core.operation import Operation, parts_on_host, run
+from cumla.core.paged import page_lists, refuse_pages, refuse_value
 from cumla.launch.device import require_hopper
 from cumla.launch.mha.append_kv_cache import AppendKVArguments, Scale, append_kv_launch
 from cumla.mha.arguments import (
@@ -462,13 +462,13 @@ def _check_values(host: Mapping[str, np.ndarray[Any, Any]], a: AppendKVArguments
     if "slot_mapping" in host:
         slots, last = host["slot_mapping"], num_pages * page_size - 1
         need = f"a slot up to {last}, or below 0 to skip"
-        refuse_first("slot_mapping", slots, slots > last, need)
+        refuse_value("slot_mapping", slots, slots > last, need)
     if "qo_indptr" in host:
         bounds = host["qo_indptr"].astype(np.int64)
         wrong = (bounds < 0) | (bounds > a.tokens)
         wrong[1:] |= np.diff(bounds) < 0
         need = f"non-decreasing offsets from 0 to {a.tokens}, the tokens of k"
-        refuse_first("qo_indptr", host["qo_indptr"], wrong, need)
+        refuse_value("qo_indptr", host["qo_indptr"], wrong, need)
     if "kv_lens" in host:
         _check_lengths(host, a)
     elif "batch_indices" in host:
@@ -476,7 +476,7 @@ def _check_values(host: Mapping[str, np.ndarray[Any, Any]], a: AppendKVArguments
     if a.cos is not None and "positions" in host:
         positions, last = host["positions"], a.cos.shape[0] - 1
         need = f"a row of cos_sin, up to {last}, or below 0"
-        refuse_first("positions", positions, positions > last, need)
+        refuse_value("positions", positions, positions > last, need)
 
 
 def _check_lengths(host: Mapping[str, np.ndarray[Any, Any]], a: AppendKVArguments) -> None:
@@ -489,10 +489,10 @@ def _check_lengths(host: Mapping[str, np.ndarray[Any, Any]], a: AppendKVArgument
     if "slot_mapping" not in host:
         _, _, begin, end = page_lists(host)
         wrong = (new > 0) & (lens > (end - begin) * page_size)
-        refuse_first("kv_lens", lens, wrong, "no more tokens than the pages of the request hold")
+        refuse_value("kv_lens", lens, wrong, "no more tokens than the pages of the request hold")
         requests, positions = last_tokens(np.arange(a.tokens), q_len, bounds, lens)
         refuse_pages(host, requests, positions, num_pages, page_size)
     if a.cos is not None and "positions" not in host:
         rows = a.cos.shape[0]
         need = f"at most {rows} tokens, the rows of cos_sin"
-        refuse_first("kv_lens", lens, (new > 0) & (lens > rows), need)
+        refuse_value("kv_lens", lens, (new > 0) & (lens > rows), need)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cumla import reference
 from cumla.core.arguments import WIDE, Array, bind, checked_flag, checked_int
 from cumla.core.arrays import parts
-from cumla.core.check_mode import refuse_first
 from cumla.core.operation import Operation, Output, parts_on_host, run
+from cumla.core.paged import refuse_value
 from cumla.launch.device import require_hopper
 from cumla.launch.mha.append_kv_cache import AppendKVArguments, append_kv_launch
 from cumla.mha.arguments import DTYPES, batched, check_rotation, checked_rows, tables_of
@@ -198,7 +198,7 @@ class _Rotate(Operation[_Arguments, None]):
     def check_values(self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments) -> None:
         positions, last = host["positions"], arguments.cos.shape[0] - 1
         need = f"a row of cos_sin, up to {last}, or below 0"
-        refuse_first(
+        refuse_value(
             "positions", positions, positions > last, need, "its rows would not be rotated"
         )
 

@@ -9,28 +9,11 @@ from __future__ import annotations
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from cumla.core.arguments import (
-    INT32,
-    Array,
-    Views,
-    check_dtype,
-    check_layout,
-    check_number,
-    checked_int,
-)
+from cumla.core.arguments import Views, check_dtype, check_layout, check_number, checked_int
 from cumla.core.arrays import parts
-from cumla.core.operation import Output
-from cumla.mla.fp8_caches import (
-    E4M3,
-    FP8,
-    PACKED_BYTES,
-    SCALES,
-    check_factor,
-    is_packed,
-    relabelled,
-    unpacked,
-)
-from cumla.mla.shape import HEAD_DIM, VALUE_DIM
+from cumla.launch.split.plan import BLOCK_TOKENS
+from cumla.mla.fp8_caches import E4M3, FP8, check_factor, is_packed, relabelled, unpacked
+from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, ROPE_DIM, SCALES, VALUE_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,34 +21,37 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
 __all__ = [
-    "BLOCK_TABLE",
     "CACHE_PARTS",
     "DTYPES",
     "ROW_PARTS",
     "Columns",
+    "Shape",
     "cache_of",
-    "check_shape_numbers",
     "checked_cache_dtype",
     "checked_kv_scale",
     "checked_query_and_cache",
-    "columns_of",
+    "checked_shape",
+    "columns_apart",
+    "heads_problem",
     "named",
     "other_cache",
-    "outputs_of",
-    "with_kv_head_axis",
+    "with_head_axis",
 ]
 
 DTYPES = ("bfloat16", "float16")  # of q and kv_cache
 ROW_PARTS = ("latent columns", "RoPE columns")
 CACHE_PARTS = (*ROW_PARTS, "scales of an e4m3 cache?")
 QUERY_AXES = ("batch", "q_len", "num_heads")  # of q, before its columns
-BLOCK_TABLE = Array("batch max_pages", INT32, "row", "give each request of the batch its entry")
 # Last axis of each array of query and cache: 512 latent and 64 RoPE columns in one, or in a pair.
 _COLUMNS = {
     f"{name}{part}": columns
     for name in ("q", "kv_cache")
-    for part, columns in (("", HEAD_DIM), ("[0]", VALUE_DIM), ("[1]", HEAD_DIM - VALUE_DIM))
+    for part, columns in (("", HEAD_DIM), ("[0]", VALUE_DIM), ("[1]", ROPE_DIM))
 } | {"kv_cache[2]": SCALES}
+
+
+Shape = tuple[int, int, int, int, int, str]
+"""First fields of a plan's key: two sizes, heads of q and of the cache, page size, dtype."""
 
 
 class Columns(NamedTuple):
@@ -86,27 +72,10 @@ def named(q: Any, kv_cache: Any, kv_scale: Any, **others: Any) -> dict[str, Any]
     return arrays | others
 
 
-def outputs_of(q: ArrayView, lse_shape: tuple[int, ...]) -> tuple[Output, ...]:
-    """List what attention returns: out of q's dtype or float32, and lse."""
-    out = Output("out", (*q.shape[:-1], VALUE_DIM), (q.dtype, "float32"))
-    return out, Output("lse", lse_shape, ("float32",), "elements")
-
-
 def checked_kv_scale(columns: Columns, views: Views, kv_scale: float | None) -> ArrayView | float:
     """Check the factor of e4m3 columns, and that some are under it.
 
-    Parameters
-    ----------
-    columns : Columns
-        Checked.
-    views : mapping
-        With ``kv_scale``, if it is an array; others are not looked at.
-    kv_scale : float or None
-        If it is a number.
-
-    Returns
-    -------
-    ArrayView or float
+    `kv_scale` is the argument if that is a number; an array is among the views.
     """
     if kv_scale is None and views.get("kv_scale") is None:
         return 1.0
@@ -127,23 +96,12 @@ def checked_kv_scale(columns: Columns, views: Views, kv_scale: float | None) -> 
 
 
 def checked_query_and_cache(views: Views, query_axes: tuple[str, ...] = QUERY_AXES) -> Columns:
-    """Check query and cache, by name.
+    """Check query and cache, each one array or several by name, and take their columns apart.
 
-    Parameters
-    ----------
-    views : mapping
-        ``q``, or ``q[0]`` and ``q[1]``; ``kv_cache``, or ``kv_cache[0]``, ``kv_cache[1]`` and maybe
-        ``kv_cache[2]``; others are not looked at.
-    query_axes : tuple of str
-        Axes of the query before its columns; the last one is num_heads.
-
-    Returns
-    -------
-    Columns
-        Latent and RoPE columns of the query, ``(batch, q_len, num_heads, 512)`` and 64, and of the
-        cache, ``(num_pages, page_size, num_kv_heads, 512)`` and 64: of one array, views of it.
+    `query_axes` are those of the query before its columns; the last one is num_heads. Columns of
+    one array are views of it.
     """
-    given = columns_of(views)
+    given = _columns_of(views)
     _check_query_and_cache(given, query_axes)
     query = _apart("q", given)
     whole, scales = given.get("kv_cache"), given.get("kv_cache[2]")
@@ -159,37 +117,36 @@ def checked_query_and_cache(views: Views, query_axes: tuple[str, ...] = QUERY_AX
     return Columns(*query, latent, rope, scales)
 
 
-def columns_of(views: Views) -> dict[str, ArrayView]:
+def _columns_of(views: Views) -> dict[str, ArrayView]:
     """Pick query and cache, the latter with its head axis."""
     picked = {name: cast("ArrayView", view) for name, view in views.items() if name in _COLUMNS}
-    return {
-        name: view if name.startswith("q") else with_kv_head_axis(view)
-        for name, view in picked.items()
-    }
+    return {n: v if n.startswith("q") else with_head_axis(v, 4) for n, v in picked.items()}
 
 
 def _apart(name: str, given: dict[str, ArrayView]) -> tuple[ArrayView, ArrayView]:
     """Take latent and RoPE columns apart, unless they came so."""
-    if name not in given:
-        return given[f"{name}[0]"], given[f"{name}[1]"]
-    view = given[name]
-    lead = view.shape[:-1]
+    if name in given:
+        return columns_apart(given[name])
+    return given[f"{name}[0]"], given[f"{name}[1]"]
+
+
+def columns_apart(view: ArrayView) -> tuple[ArrayView, ArrayView]:
+    """Cut one array into latent and RoPE columns."""
+    *lead, _ = view.shape
     rope = view.ptr + VALUE_DIM * view.strides[-1]
     return (
         view._replace(shape=(*lead, VALUE_DIM)),
-        view._replace(shape=(*lead, HEAD_DIM - VALUE_DIM), ptr=rope),
+        view._replace(shape=(*lead, ROPE_DIM), ptr=rope),
     )
 
 
-def with_kv_head_axis(kv_cache: ArrayView) -> ArrayView:
-    """Take (num_pages, page_size, 576) for a cache of one kv head."""
-    if len(kv_cache.shape) != 3:
-        return kv_cache
-    pages, rows, columns = kv_cache.shape
-    page_stride, row_stride, stride = kv_cache.strides
-    return kv_cache._replace(
-        shape=(pages, rows, 1, columns), strides=(page_stride, row_stride, row_stride, stride)
-    )
+def with_head_axis(view: ArrayView, axes: int) -> ArrayView:
+    """Put in the axis of one kv head, the last but one, where it is left out."""
+    if len(view.shape) != axes - 1:
+        return view
+    *lead, columns = view.shape
+    *steps, stride = view.strides
+    return view._replace(shape=(*lead, 1, columns), strides=(*steps, steps[-1], stride))
 
 
 def _check_query_and_cache(given: dict[str, ArrayView], query_axes: tuple[str, ...]) -> None:
@@ -244,16 +201,12 @@ def _check_dtypes(given: dict[str, ArrayView]) -> None:
             f"out"
         )
     for name, view in others:
-        if view.dtype in allowed[name]:
-            continue
-        if allowed[name] == (query.dtype,):
+        if view.dtype != query.dtype and allowed[name] == (query.dtype,):
             raise TypeError(
                 f"{name}: needs {first}'s dtype {query.dtype}, got {view.dtype}; convert one of "
                 f"them"
             )
-        raise TypeError(
-            f"{name}: needs {' or '.join(allowed[name])}, got {view.dtype}; convert it first"
-        )
+        check_dtype(name, view.dtype, allowed[name])
 
 
 def _rank_problem(name: str, view: ArrayView, query_axes: tuple[str, ...]) -> str:
@@ -264,14 +217,19 @@ def _rank_problem(name: str, view: ArrayView, query_axes: tuple[str, ...]) -> st
             f"{name}: needs {len(query_axes) + 1} axes ({', '.join(query_axes)}, {columns}), got "
             f"shape {view.shape}; reshape it{hint}"
         )
+    return heads_problem(name, "num_pages, page_size", columns, view)
+
+
+def heads_problem(name: str, lead: str, columns: int, view: ArrayView) -> str:
+    """Say that an array has another number of axes than `lead`, an optional one, and columns."""
     return (
-        f"{name}: needs axes (num_pages, page_size, num_kv_heads, {columns}), or the same without "
-        f"num_kv_heads, got shape {view.shape}; reshape it"
+        f"{name}: needs axes ({lead}, num_kv_heads, {columns}), or the same without num_kv_heads, "
+        f"got shape {view.shape}; reshape it"
     )
 
 
 def _columns_problem(name: str, view: ArrayView) -> str:
-    latent, rope = VALUE_DIM, HEAD_DIM - VALUE_DIM
+    widths = f"{VALUE_DIM} latent + {ROPE_DIM} RoPE"
     if name == "kv_cache[2]":
         return (
             f"{name}: needs a last axis of {SCALES}, a scale for 128 latent columns each, got "
@@ -279,33 +237,40 @@ def _columns_problem(name: str, view: ArrayView) -> str:
         )
     if name == "kv_cache" and view.dtype == "uint8":
         return (
-            f"{name}: needs a last axis of {HEAD_DIM} e4m3 numbers ({latent} latent + {rope} RoPE),"
+            f"{name}: needs a last axis of {HEAD_DIM} e4m3 numbers ({widths}),"
             f" or of the {PACKED_BYTES} bytes of a packed row, got shape {view.shape}; pass a tuple"
             f" of the parts where they lie apart"
         )
     if name in ("q", "kv_cache"):
         return (
-            f"{name}: needs a last axis of {HEAD_DIM} ({latent} latent + {rope} RoPE), got shape "
+            f"{name}: needs a last axis of {HEAD_DIM} ({widths}), got shape "
             f"{view.shape}; pass a tuple of both where they lie apart, the latent one first"
         )
     return (
         f"{name}: needs a last axis of {_COLUMNS[name]}, got shape {view.shape}; a pair holds "
-        f"{latent} latent columns, then {rope} RoPE ones"
+        f"{VALUE_DIM} latent columns, then {ROPE_DIM} RoPE ones"
     )
 
 
-def check_shape_numbers(
-    numbers: Mapping[str, int], num_heads: int, num_kv_heads: int, page_size: int, dtype: str
-) -> None:
-    """Check a shape that was given in numbers, to make a plan for it; `numbers` by their names."""
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+def checked_shape(
+    numbers: Mapping[str, int],
+    num_heads: int,
+    num_kv_heads: int,
+    page_size: int = BLOCK_TOKENS,
+    dtype: str = DTYPES[0],
+) -> Shape:
+    """Check a shape that was given in numbers, to make a plan for it; `numbers` by their names.
+
+    It is returned as the first fields of a key.
+    """
     for name, value in numbers.items():
         checked_int(name, value, "nothing to plan for", least=0)
-    for name, value in heads.items():
+    for name, value in {"num_heads": num_heads, "num_kv_heads": num_kv_heads}.items():
         check_number(name, value, "nothing to plan for")
     _check_heads(num_heads, num_kv_heads)
     check_number("page_size", page_size, "allocate the cache in pages of one token at least")
     check_dtype("dtype", dtype, DTYPES)
+    return cast("Shape", (*numbers.values(), num_heads, num_kv_heads, page_size, dtype))
 
 
 def cache_of(kv_cache: ArrayView) -> str:
@@ -313,8 +278,13 @@ def cache_of(kv_cache: ArrayView) -> str:
     return "e4m3" if kv_cache.dtype == FP8 else "same"
 
 
-def checked_cache_dtype(cache_dtype: object, dtype: str) -> str:
-    """Check what a plan's caches are to hold; tell which of CACHES that is."""
+def checked_cache_dtype(cache_dtype: Any, dtype: str | None = None) -> str:
+    """Check what a plan's caches are to hold; tell which of CACHES that is.
+
+    Without a dtype of the queries any that goes with the cache's will do.
+    """
+    if dtype is None:
+        dtype = cache_dtype if cache_dtype in DTYPES else DTYPES[0]
     if cache_dtype is None or cache_dtype == dtype:
         return "same"
     if cache_dtype != FP8:

@@ -17,14 +17,15 @@ from cumla.launch.device import require_hopper
 from cumla.launch.mla.append_cache import AppendArguments, append_launch
 from cumla.launch.mla.append_fp8_cache import append_fp8_launch
 from cumla.mla.arguments import CACHE_PARTS, DTYPES, ROW_PARTS
-from cumla.mla.cache_arguments import check_append_values, checked_append_arguments
+from cumla.mla.cache_arguments import NUMBERS, check_append_values, checked_append_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
+    from cumla.core.paged import Host, Results
 
 __all__ = ["append_mla_cache"]
 
@@ -71,11 +72,7 @@ def append_mla_cache(
         head, bfloat16 or float16, of any page size; strides as for rows. A tuple
         ``(ckv, k_pe)`` holds the columns apart. Not of JAX, whose arrays are immutable.
 
-        FP8 caches: either of these as float8_e4m3fn, or uint8 with its bits, under one `kv_scale`,
-        of a pair also the first alone. A triple ``(ckv, k_pe, scales)`` of e4m3, 16 bits
-        and float32, the last with 4 columns, a scale for each token and 128 latent columns. And
-        uint8 with 656 columns, the packed format of DeepSeek-V3.2: 512 e4m3, 4 float32 scales, 64
-        bfloat16.
+        FP8 caches as in :func:`cumla.mla_decode`, all but triples with e4m3 RoPE columns.
     slot_mapping : array, optional
         ``(tokens,)`` int32 or int64: page * page_size + offset.
     batch_indices : array, optional
@@ -109,23 +106,8 @@ def append_mla_cache(
 
     Raises
     ------
-    TypeError
-        An argument is of the wrong kind: no array, a tracer, an unknown dtype, a flag that is
-        neither True nor False, or an array of JAX's that would have to be written to. As with every
-        error but the last, the message names it, and nothing has been launched or written.
-    ValueError
-        An argument does not fit: its shape, strides, alignment or place; or arguments do not fit
-        together.
-    UnsupportedDeviceError
-        The arrays are on a GPU that is not of compute capability 9.0.
-    MissingDependencyError
-        The arrays are on a GPU, and CuPy, NVRTC or cuda.bindings is missing.
-    CompilationError
-        A kernel does not compile with the NVRTC that is installed.
-    NotPreparedError
-        The stream is being captured and the kernel is not loaded yet.
-    CumlaError
-        The driver refuses a launch; base class of the four above.
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_decode`; an array of JAX's that would have to be written to.
 
     Notes
     -----
@@ -169,14 +151,7 @@ def append_mla_cache(
 class _Append(Operation[AppendArguments, None]):
     """Writes rows in place; nothing is returned."""
 
-    integers = (
-        "slot_mapping",
-        "batch_indices",
-        "positions",
-        "block_table",
-        "kv_indices",
-        "kv_indptr",
-    )
+    integers = tuple(NUMBERS)
     in_place = MappingProxyType({"q_pe_out": "q_pe"})
 
     def arguments(self, views: Views, options: tuple[float | None, bool]) -> AppendArguments:
@@ -200,14 +175,10 @@ class _Append(Operation[AppendArguments, None]):
         is_fp8 = arguments.latent_cache.dtype not in DTYPES
         return ((append_fp8_launch if is_fp8 else append_launch)(arguments),)
 
-    def check_values(
-        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: AppendArguments
-    ) -> None:
+    def check_values(self, host: Host, arguments: AppendArguments) -> None:
         check_append_values(host, arguments)
 
-    def reference(
-        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: AppendArguments
-    ) -> Sequence[np.ndarray[Any, Any]]:
+    def reference(self, host: Host, arguments: AppendArguments) -> Results:
         others = {n: a for n, a in host.items() if not n.startswith(("rows", "kv_cache"))}
         is_fp8 = arguments.latent_cache.dtype not in DTYPES and arguments.scales is None
         if is_fp8 and "kv_scale" not in others:

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.core.arguments import (
     INT32,
@@ -13,29 +11,26 @@ from cumla.core.arguments import (
     Array,
     Views,
     bind,
+    check_dtype,
     check_layout,
     check_output,
     check_own_memory,
     check_written,
 )
-from cumla.core.check_mode import refuse_first, refuse_pages
+from cumla.core.paged import Host, refuse_pages, refuse_value
 from cumla.launch.mla.append_cache import AppendArguments
-from cumla.mla.arguments import DTYPES, with_kv_head_axis
-from cumla.mla.fp8_caches import E4M3, PACKED_BYTES, SCALES, check_factor, is_packed, unpacked
-from cumla.mla.shape import HEAD_DIM, VALUE_DIM
+from cumla.mla.arguments import DTYPES, columns_apart, heads_problem, with_head_axis
+from cumla.mla.fp8_caches import E4M3, check_factor, is_packed, unpacked
+from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, ROPE_DIM, SCALES, VALUE_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cumla.core.arrays import ArrayView
 
-__all__ = [
-    "check_append_values",
-    "checked_append_arguments",
-]
+__all__ = ["NUMBERS", "check_append_values", "checked_append_arguments"]
 
-_ROPE_DIM = HEAD_DIM - VALUE_DIM
-_NUMBERS = {
+NUMBERS = {
     **{name: Array("tokens", WIDE) for name in ("slot_mapping", "batch_indices", "positions")},
     "block_table": Array("batch max_pages", INT32),
     "kv_indices": Array("entries", INT32),
@@ -48,20 +43,8 @@ def checked_append_arguments(
 ) -> AppendArguments:
     """Check the views of one call, by name, against each other.
 
-    Parameters
-    ----------
-    given : mapping
-        ``kv_cache``, or ``kv_cache[0]``, ``kv_cache[1]`` and maybe ``kv_cache[2]``; ``rows``, or
-        ``rows[0]`` and ``rows[1]``; and of the optional arguments those that are given.
-    scale_number : float or None
-        The argument kv_scale, if that is a number.
-    interleaved : bool
-        Which columns a rotation pairs.
-
-    Returns
-    -------
-    AppendArguments
-        Latent and RoPE columns apart, all with a head axis.
+    `scale_number` is the argument kv_scale if that is a number; `interleaved` tells which columns
+    a rotation pairs.
     """
     views = {name: view for name, view in given.items() if view is not None}
     _check_combination(views)
@@ -71,31 +54,24 @@ def checked_append_arguments(
     is_e4m3 = rope_cache.dtype in E4M3
     latent_rows, rope_rows = _checked_rows(views, dtype, num_kv_heads, is_e4m3)
     tokens = latent_rows.shape[0]
-    bind(_NUMBERS, views, {"tokens": tokens})
+    bind(NUMBERS, views, {"tokens": tokens})
     q_pe, q_pe_out = _checked_queries(views, dtype, tokens)
     if "cos_sin" in views:
         _check_table(views["cos_sin"], dtype)
     _check_scale(views.get("kv_scale"), scale_number, cache)
     return AppendArguments(
-        latent_rows,
-        rope_rows,
-        latent_cache,
-        rope_cache,
-        views.get("slot_mapping"),
-        views.get("batch_indices"),
-        views.get("positions"),
-        views.get("block_table"),
-        views.get("kv_indices"),
-        views.get("kv_indptr"),
-        views.get("cos_sin"),
-        q_pe,
-        q_pe_out,
-        dtype,
-        scales,
-        views.get("kv_scale"),
-        cache.is_packed,
-        1.0 if scale_number is None else scale_number,
-        interleaved,
+        latent_rows=latent_rows,
+        rope_rows=rope_rows,
+        latent_cache=latent_cache,
+        rope_cache=rope_cache,
+        q_pe=q_pe,
+        q_pe_out=q_pe_out,
+        dtype=dtype,
+        scales=scales,
+        power_of_two_scales=cache.is_packed,
+        scale_number=1.0 if scale_number is None else scale_number,
+        interleaved=interleaved,
+        **{name: views.get(name) for name in (*NUMBERS, "cos_sin", "kv_scale")},
     )
 
 
@@ -161,13 +137,10 @@ def _checked_cache(views: Mapping[str, ArrayView]) -> _Cache:
         return _Cache(*unpacked(_checked_part("kv_cache", whole, PACKED_BYTES)), True)
     checked = {}
     for name, (given, columns) in _columns_of("kv_cache", views).items():
-        if given.dtype not in DTYPES + E4M3:
-            raise TypeError(
-                f"{name}: needs {' or '.join(DTYPES + E4M3)}, got {given.dtype}; convert it first"
-            )
+        check_dtype(name, given.dtype, DTYPES + E4M3)
         _check_columns(name, given, columns)
         checked[name] = _checked_part(name, given, columns)
-    latent, rope = _as_pair(checked, 4)
+    latent, rope = _as_pair(checked)
     scales = views.get("kv_cache[2]")
     if scales is not None:
         scales = _checked_scales(scales, latent, rope)
@@ -176,12 +149,9 @@ def _checked_cache(views: Mapping[str, ArrayView]) -> _Cache:
 
 def _checked_part(name: str, given: ArrayView, columns: int) -> ArrayView:
     """Check what is written to, and give it its head axis."""
-    view = with_kv_head_axis(given)
+    view = with_head_axis(given, 4)
     if len(view.shape) != 4:
-        raise ValueError(
-            f"{name}: needs axes (num_pages, page_size, num_kv_heads, {columns}), or the same "
-            f"without num_kv_heads, got shape {given.shape}; reshape it"
-        )
+        raise ValueError(heads_problem(name, "num_pages, page_size", columns, given))
     if 0 in view.shape:
         raise ValueError(
             f"{name}: needs at least one element on every axis, got shape {given.shape}; skip "
@@ -200,9 +170,8 @@ def _checked_scales(given: ArrayView, latent: ArrayView, rope: ArrayView) -> Arr
             f"{name}: needs kv_cache[0] of {' or '.join(E4M3)} and kv_cache[1] of "
             f"{' or '.join(DTYPES)}, got {latent.dtype} and {rope.dtype}; leave it out"
         )
-    if given.dtype != "float32":
-        raise TypeError(f"{name}: needs float32, got {given.dtype}; convert it first")
-    if with_kv_head_axis(given).shape != (*latent.shape[:3], SCALES):
+    check_dtype(name, given.dtype, ("float32",))
+    if with_head_axis(given, 4).shape != (*latent.shape[:3], SCALES):
         raise ValueError(
             f"{name}: needs the axes of kv_cache[0], {latent.shape[:3]}, and {SCALES} scales, got "
             f"shape {given.shape}; pass three parts of the same rows"
@@ -231,12 +200,9 @@ def _checked_rows(
         if given.dtype not in (*dtypes, "float32"):
             raise TypeError(f"{name}: needs {need}, got {given.dtype}; convert it first")
         _check_columns(name, given, columns)
-        view = _with_head_axis(given)
+        view = with_head_axis(given, 3)
         if len(view.shape) != 3:
-            raise ValueError(
-                f"{name}: needs axes (tokens, num_kv_heads, {columns}), or the same without "
-                f"num_kv_heads, got shape {given.shape}; reshape it"
-            )
+            raise ValueError(heads_problem(name, "tokens", columns, given))
         if view.shape[1] != num_kv_heads:
             raise ValueError(
                 f"{name}: needs the {num_kv_heads} kv heads of kv_cache, got shape {given.shape}; "
@@ -244,15 +210,7 @@ def _checked_rows(
             )
         check_layout(name, view)
         checked[name] = view
-    return _as_pair(checked, 3)
-
-
-def _with_head_axis(rows: ArrayView) -> ArrayView:
-    """Take (tokens, columns) for rows of one kv head."""
-    if len(rows.shape) != 2:
-        return rows
-    (tokens, columns), (token_stride, stride) = rows.shape, rows.strides
-    return rows._replace(shape=(tokens, 1, columns), strides=(token_stride, token_stride, stride))
+    return _as_pair(checked)
 
 
 def _columns_of(name: str, views: Mapping[str, ArrayView]) -> dict[str, tuple[ArrayView, int]]:
@@ -260,18 +218,15 @@ def _columns_of(name: str, views: Mapping[str, ArrayView]) -> dict[str, tuple[Ar
     if name in views:
         return {name: (views[name], HEAD_DIM)}
     latent, rope = f"{name}[0]", f"{name}[1]"
-    return {latent: (views[latent], VALUE_DIM), rope: (views[rope], _ROPE_DIM)}
+    return {latent: (views[latent], VALUE_DIM), rope: (views[rope], ROPE_DIM)}
 
 
-def _as_pair(parts: Mapping[str, ArrayView], ndim: int) -> tuple[ArrayView, ArrayView]:
+def _as_pair(parts: Mapping[str, ArrayView]) -> tuple[ArrayView, ArrayView]:
     """Cut one array into latent and RoPE columns, or check two against each other."""
     (first, latent), *others = parts.items()
-    lead = latent.shape[: ndim - 1]
     if not others:
-        rope = latent._replace(
-            ptr=latent.ptr + VALUE_DIM * latent.strides[-1], shape=(*lead, _ROPE_DIM)
-        )
-        return latent._replace(shape=(*lead, VALUE_DIM)), rope
+        return columns_apart(latent)
+    lead = latent.shape[:-1]
     ((name, rope),) = others
     if rope.dtype != latent.dtype and not (latent.dtype in E4M3 and rope.dtype in DTYPES):
         raise TypeError(
@@ -279,7 +234,7 @@ def _as_pair(parts: Mapping[str, ArrayView], ndim: int) -> tuple[ArrayView, Arra
         )
     if rope.shape[:-1] != lead:
         raise ValueError(
-            f"{name}: needs the axes of {first}, {lead}, and {_ROPE_DIM} columns, got shape "
+            f"{name}: needs the axes of {first}, {lead}, and {ROPE_DIM} columns, got shape "
             f"{rope.shape}; pass two parts of the same rows"
         )
     return latent, rope
@@ -288,7 +243,7 @@ def _as_pair(parts: Mapping[str, ArrayView], ndim: int) -> tuple[ArrayView, Arra
 def _check_columns(name: str, view: ArrayView, columns: int) -> None:
     if view.shape[-1:] != (columns,):
         form = (
-            f"{VALUE_DIM} latent + {_ROPE_DIM} RoPE, or a pair that holds them apart"
+            f"{VALUE_DIM} latent + {ROPE_DIM} RoPE, or a pair that holds them apart"
             if columns == HEAD_DIM
             else "of a pair of latent and RoPE columns"
         )
@@ -304,9 +259,9 @@ def _check_table(view: ArrayView, dtype: str) -> None:
             f"cos_sin: needs float32, or kv_cache's dtype {dtype}, got {view.dtype}; convert it "
             f"first"
         )
-    if len(view.shape) != 2 or view.shape[1] != _ROPE_DIM:
+    if len(view.shape) != 2 or view.shape[1] != ROPE_DIM:
         raise ValueError(
-            f"cos_sin: needs shape (max_position, {_ROPE_DIM}), {_ROPE_DIM // 2} cosines and as "
+            f"cos_sin: needs shape (max_position, {ROPE_DIM}), {ROPE_DIM // 2} cosines and as "
             f"many sines a row, got {view.shape}; join the two tables along the last axis"
         )
     check_layout("cos_sin", view)
@@ -321,9 +276,9 @@ def _checked_queries(
         return None, None
     if q_pe.dtype != dtype:
         raise TypeError(f"q_pe: needs kv_cache's dtype {dtype}, got {q_pe.dtype}; convert it first")
-    if len(q_pe.shape) != 3 or q_pe.shape[0] != tokens or q_pe.shape[2] != _ROPE_DIM:
+    if len(q_pe.shape) != 3 or q_pe.shape[0] != tokens or q_pe.shape[2] != ROPE_DIM:
         raise ValueError(
-            f"q_pe: needs shape (tokens, num_heads, {_ROPE_DIM}) with {tokens} tokens, got "
+            f"q_pe: needs shape (tokens, num_heads, {ROPE_DIM}) with {tokens} tokens, got "
             f"{q_pe.shape}; reshape it, or slice the RoPE columns"
         )
     check_layout("q_pe", q_pe)
@@ -338,27 +293,16 @@ def _checked_queries(
 # Check mode.
 
 
-def check_append_values(numbers: Mapping[str, NDArray[Any]], arguments: AppendArguments) -> None:
-    """Raise for the first number that is too large, or page number that is out of range.
-
-    Parameters
-    ----------
-    numbers : mapping
-        Slots, requests, positions and page numbers on the host, by the names of the arguments.
-    arguments : AppendArguments
-        Of the call.
-    """
+def check_append_values(numbers: Host, arguments: AppendArguments) -> None:
+    """Raise for the first slot, request, position or page number that is out of range."""
     num_pages, page_size = arguments.latent_cache.shape[:2]
     if "slot_mapping" in numbers:
-        slots = numbers["slot_mapping"]
-        last = num_pages * page_size - 1
-        refuse_first(
-            "slot_mapping", slots, slots > last, f"a slot up to {last}, or below 0 to skip"
-        )
+        slots, last = numbers["slot_mapping"], num_pages * page_size - 1
+        need = f"a slot up to {last}, or below 0 to skip"
+        refuse_value("slot_mapping", slots, slots > last, need)
     else:
         refuse_pages(numbers, numbers["batch_indices"], numbers["positions"], num_pages, page_size)
     if arguments.cos_sin is not None:
         positions, last = numbers["positions"], arguments.cos_sin.shape[0] - 1
-        refuse_first(
-            "positions", positions, positions > last, f"a row of cos_sin, up to {last}, or below 0"
-        )
+        need = f"a row of cos_sin, up to {last}, or below 0"
+        refuse_value("positions", positions, positions > last, need)

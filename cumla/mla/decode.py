@@ -11,55 +11,47 @@ import numpy as np
 
 from cumla import reference
 from cumla.core.arguments import (
-    INT32,
-    Array,
     bind,
     check_device_number,
-    check_number,
     checked_flag,
     checked_int,
     checked_scale,
     number_of,
 )
-from cumla.core.arrays import open_call
 from cumla.core.check_mode import check_mode
-from cumla.core.operation import Operation, Output, Scheduled, parts_on_host, run
-from cumla.core.plan import Plan
+from cumla.core.operation import Scheduled, run
+from cumla.core.paged import (
+    BLOCK_TABLE,
+    KV_LENS,
+    Host,
+    Schedule,
+    check_block_table,
+    check_table_lengths,
+    refuse_value,
+)
 from cumla.core.state import AttentionState
-from cumla.launch.device import current_device, properties, require_hopper
 from cumla.launch.mla.choice import attend_launch, decode_spec
 from cumla.launch.mla.mla_decode import DecodeArguments
-from cumla.launch.mla.mla_decode_fp8 import fp8_specs
-from cumla.launch.mla.shape import HEAD_DIM, MLADecodeKey
-from cumla.launch.module import load
+from cumla.launch.mla.shape import MLADecodeKey
 from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS, piece_blocks
 from cumla.launch.split.schedule import schedule_launch, schedule_spec
 from cumla.mla.arguments import (
-    BLOCK_TABLE,
-    DTYPES,
+    QUERY_AXES,
+    Columns,
     cache_of,
-    check_shape_numbers,
     checked_cache_dtype,
-    checked_kv_scale,
-    checked_query_and_cache,
+    checked_shape,
     named,
-    other_cache,
-    outputs_of,
 )
+from cumla.mla.attend import SCALE, MLAAttend, MLAPlan, checked_sm_count, shape_of, sm_count_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
-    from cumla.core.operation import Launchable
-
-    Host = Mapping[str, np.ndarray[Any, Any]]
+    from cumla.launch.source import KernelSpec
+    from cumla.mla.arguments import Shape
 
 __all__ = ["MLADecodePlan", "mla_decode"]
-
-SCALE = float(HEAD_DIM**-0.5)  # of the scores, by default
-_KV_LENS = Array("batch", INT32, way_out="give each request of the batch its entry")
 
 
 def mla_decode(
@@ -93,13 +85,13 @@ def mla_decode(
         arrays are read where they are.
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
-        head, in q's dtype; strides as for q. A tuple ``(ckv, kpe)`` holds the columns apart, 512
+        head, in q's dtype; strides as for q. A tuple ``(ckv, k_pe)`` holds the columns apart, 512
         and 64, each with strides of its own, whether or not q does. num_kv_heads divides num_heads;
         page_size is any. Slots that no request uses may hold anything, NaN included.
 
         FP8 caches, for q in bfloat16: either of the above as float8_e4m3fn, or uint8 with its bits,
         under one `kv_scale`; of a pair also the first alone, beside RoPE columns in bfloat16. A
-        triple ``(ckv, kpe, scales)`` of e4m3, e4m3 or bfloat16, and float32, the last with 4
+        triple ``(ckv, k_pe, scales)`` of e4m3, e4m3 or bfloat16, and float32, the last with 4
         columns: a scale for each token and 128 latent columns. And uint8 with 656 columns, the
         packed format of DeepSeek-V3.2: 512 e4m3, 4 float32 scales, 64 bfloat16.
         :func:`cumla.append_mla_cache` writes all of these but triples with e4m3 RoPE columns.
@@ -123,12 +115,10 @@ def mla_decode(
         Give a request the same bits whatever else is in the batch: other requests, their number,
         its place among them. Requests are then cut at fixed positions, which takes longer than
         cutting them to fill the GPU, and the workspace is that of the longest requests that
-        block_table can hold: pass no more columns than needed, or a plan.
-    out : array, optional
-        ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, written and returned. Of q's
-        framework; JAX's arrays cannot be written to.
-    lse : array, optional
-        ``(batch, num_heads, q_len)`` float32, written and returned.
+        block_table can hold: pass no more columns than needed, or make a plan.
+    out, lse : array, optional
+        ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, and ``(batch, num_heads,
+        q_len)`` float32, written and returned. Of q's framework; JAX's arrays cannot be written to.
     stream : optional
         A CUDA stream: an integer handle, or a stream object of CuPy, PyTorch or cuda.core. By
         default the current stream of q's framework (CuPy's for JAX). On another one than that,
@@ -149,8 +139,8 @@ def mla_decode(
         neither True nor False. As with every error but the last, the message names it, and nothing
         has been launched or written.
     ValueError
-        An argument does not fit: its shape, strides, alignment, place or value, or a plan that was
-        made for something else or is not ready.
+        An argument does not fit: its shape, strides, alignment, place or value; an output shares
+        memory with another array.
     UnsupportedDeviceError
         The arrays are on a GPU that is not of compute capability 9.0.
     MissingDependencyError
@@ -187,77 +177,20 @@ def mla_decode(
     return AttentionState(*run(operation, inputs, {"out": out, "lse": lse}, options, stream))
 
 
-class _Schedule(Operation["ArrayView", MLADecodeKey]):
-    """Deals the KV blocks of all requests out, from kv_lens, into a plan's buffer."""
-
-    integers = ("kv_lens",)
-
-    def arguments(self, views: Views, options: int) -> ArrayView:
-        bind({"kv_lens": _KV_LENS}, views, {"batch": options})
-        view = views["kv_lens"]
-        assert view is not None
-        return view
-
-    def recipe(
-        self, key: MLADecodeKey, arguments: ArrayView, outs: Sequence[ArrayView], buffer: int
-    ) -> Sequence[Launchable]:
-        return (schedule_launch(key, buffer, arguments),) if key.batch else ()
-
-    def reference(self, host: Host, arguments: ArrayView) -> Sequence[np.ndarray[Any, Any]]:
-        return ()
-
-
-class _Attend(Operation[DecodeArguments, MLADecodeKey]):
-    """Attends by the schedule in a plan's buffer."""
-
+class _Attend(MLAAttend[MLADecodeKey]):
     integers = ("block_table",)
 
-    def arguments(
-        self, views: Views, options: tuple[float, float | None, bool, float]
-    ) -> DecodeArguments:
-        softmax_scale, factor, causal, empty_lse = options
-        columns = checked_query_and_cache(views)
-        kv_scale = checked_kv_scale(columns, views, factor)
+    def pages(self, views: Views, columns: Columns) -> ArrayView:
         bind({"block_table": BLOCK_TABLE}, views, {"batch": columns.q.shape[0]})
         table = views["block_table"]
         assert table is not None
-        return DecodeArguments(
-            *columns[:4], table, columns.kv_scales, kv_scale, softmax_scale, causal, empty_lse
-        )
-
-    def outputs(self, arguments: DecodeArguments) -> tuple[Output, ...]:
-        batch, q_len, num_heads, _ = arguments.q.shape
-        return outputs_of(arguments.q, (batch, num_heads, q_len))
-
-    def workspace_bytes(self, key: MLADecodeKey) -> int:
-        return key.layout.nbytes
-
-    def recipe(
-        self, key: MLADecodeKey, arguments: DecodeArguments, outs: Sequence[ArrayView], buffer: int
-    ) -> Sequence[Launchable]:
-        if 0 in arguments.q.shape:
-            return ()
-        out, lse = outs
-        return (attend_launch(key, buffer, arguments, out, lse),)
+        return table
 
     def check_values(self, host: Host, arguments: DecodeArguments) -> None:
-        _check_values(host["kv_lens"], host["block_table"], *arguments.kv_cache.shape[:2])
-
-    def reference(self, host: Host, arguments: DecodeArguments) -> Sequence[np.ndarray[Any, Any]]:
-        factor: Any = arguments.kv_scale  # a view, if it is an array
-        state = reference.mla_decode(
-            parts_on_host(host, "q"),
-            parts_on_host(host, "kv_cache"),
-            host["block_table"],
-            host["kv_lens"],
-            softmax_scale=arguments.softmax_scale,
-            kv_scale=host.get("kv_scale", None if factor == 1.0 else factor),
-            causal=arguments.causal,
-            out=host.get("out"),
-            lse=host.get("lse"),
-        )
-        state.lse[state.lse == -inf] = arguments.empty_lse
-        return state
+        lengths, table = host["kv_lens"], host["block_table"]
+        num_pages, page_size = arguments.kv_cache.shape[:2]
+        check_table_lengths(lengths, table, page_size)
+        check_block_table(table, lengths, num_pages, page_size)
 
 
 class _Decode(Scheduled[DecodeArguments, MLADecodeKey]):
@@ -272,22 +205,20 @@ class _Decode(Scheduled[DecodeArguments, MLADecodeKey]):
 
     def key(self, arguments: tuple[Any, DecodeArguments], device: int) -> MLADecodeKey:
         _, attend = arguments
-        batch, q_len, num_heads, _ = attend.q.shape
-        _, page_size, num_kv_heads, _ = attend.kv_cache.shape
-        shape = (batch, q_len, num_heads, num_kv_heads, page_size, attend.q.dtype)
         blocks = 0
         if self._batch_invariant:  # of the longest request that the block table can name
-            blocks = -(-attend.block_table.shape[1] * page_size // BLOCK_TOKENS)
+            blocks = -(-attend.block_table.shape[1] * attend.kv_cache.shape[1] // BLOCK_TOKENS)
         modes = (self._batch_invariant, blocks, None, cache_of(attend.kv_cache))
-        return _key(shape, attend.causal, device, *modes)
+        shape = shape_of(attend.q, attend.kv_cache)
+        return _key(shape, attend.causal, device, sm_count_of(device), *modes)
 
 
-_SCHEDULE = _Schedule()
-_ATTEND = _Attend()
+_SCHEDULE = Schedule[MLADecodeKey]({"kv_lens": KV_LENS}, schedule_launch)
+_ATTEND = _Attend(QUERY_AXES, attend_launch, reference.mla_decode)
 _DECODE = (_Decode(False), _Decode(True))
 
 
-class MLADecodePlan(Plan[MLADecodeKey]):
+class MLADecodePlan(MLAPlan[MLADecodeKey]):
     """Schedule and workspace of :func:`mla_decode`, to be used for every layer of a decoding step.
 
     ``update`` computes on the device, from the lengths there, who works on which part of the cache;
@@ -362,9 +293,9 @@ class MLADecodePlan(Plan[MLADecodeKey]):
 
     _schedule = _SCHEDULE
     _attend = _ATTEND
+    _axes = QUERY_AXES
     _lengths = "kv_lens"
     _variant: str | None = None  # pins the kernel that attends, in tools that compare them
-    _empty_lse = -inf  # where nothing is visible; FlashMLA has it otherwise
 
     def __init__(
         self,
@@ -385,15 +316,15 @@ class MLADecodePlan(Plan[MLADecodeKey]):
         stream: Any = None,
     ) -> None:
         numbers = {"batch": batch, "q_len": q_len}
-        check_shape_numbers(numbers, num_heads, num_kv_heads, page_size, dtype)
+        shape = checked_shape(numbers, num_heads, num_kv_heads, page_size, dtype)
         causal = checked_flag("causal", causal)
         batch_invariant = checked_flag("batch_invariant", batch_invariant)
         max_blocks = _checked_max_blocks(batch_invariant, max_kv_len)
         cache = checked_cache_dtype(cache_dtype, dtype)
         check_device_number(device)
-        shape = (batch, q_len, num_heads, num_kv_heads, page_size, dtype)
         modes = (batch_invariant, max_blocks, self._variant, cache)
-        self._make(lambda on: _key(shape, causal, on, *modes), device, workspace, like, stream)
+        place = (device, workspace, like, stream)
+        self._make(lambda on: _key(shape, causal, on, sm_count_of(on), *modes), *place)
 
     @classmethod
     def from_arrays(
@@ -409,41 +340,23 @@ class MLADecodePlan(Plan[MLADecodeKey]):
     ) -> MLADecodePlan:
         """Make a plan for the shapes of q and kv_cache, with a buffer of q's framework.
 
+        Errors are those of the class, and of a q and a kv_cache that do not fit together.
+
         Parameters
         ----------
         q, kv_cache : array
             As in :func:`mla_decode`; only their shapes, dtype and device are looked at.
         causal, batch_invariant, max_kv_len, workspace, stream
             As for the class.
-
-        Returns
-        -------
-        MLADecodePlan
-
-        Raises
-        ------
-        TypeError, ValueError
-            As the class, and where q and kv_cache do not fit together.
-        UnsupportedDeviceError, MissingDependencyError, NotPreparedError
-            As the class.
         """
-        arrays = named(q, kv_cache, None)
-        call = open_call(tuple(arrays.items()), stream=stream)
-        columns = checked_query_and_cache(dict(zip(arrays, call.views, strict=True)))
-        with call:
-            return cls(
-                *columns.q.shape[:3],
-                num_kv_heads=columns.kv_cache.shape[2],
-                page_size=columns.kv_cache.shape[1],
-                dtype=columns.q.dtype,
-                cache_dtype=columns.kv_cache.dtype,
-                causal=causal,
-                batch_invariant=batch_invariant,
-                max_kv_len=max_kv_len,
-                workspace=workspace,
-                like=next(iter(arrays.values())),
-                stream=stream,
-            )
+        return cls._for_arrays(
+            named(q, kv_cache, None),
+            stream,
+            causal=causal,
+            batch_invariant=batch_invariant,
+            max_kv_len=max_kv_len,
+            workspace=workspace,
+        )
 
     @staticmethod
     def workspace_bytes(
@@ -457,7 +370,7 @@ class MLADecodePlan(Plan[MLADecodeKey]):
         max_kv_len: int | None = None,
         sm_count: int | None = None,
     ) -> int:
-        """Size of a plan's buffer: a pure function of the shape and the GPU's multiprocessors.
+        """Size of a plan's buffer in bytes, from the shape and the GPU's multiprocessors alone.
 
         Parameters
         ----------
@@ -467,11 +380,6 @@ class MLADecodePlan(Plan[MLADecodeKey]):
             Multiprocessors of the GPU that the plan is for; with it no GPU is needed. By default
             CuPy's current device is asked.
 
-        Returns
-        -------
-        int
-            Bytes.
-
         Raises
         ------
         TypeError, ValueError
@@ -479,18 +387,12 @@ class MLADecodePlan(Plan[MLADecodeKey]):
         UnsupportedDeviceError, MissingDependencyError
             Without `sm_count`: there is no GPU, or CuPy is missing.
         """
-        numbers = {"batch": batch, "q_len": q_len}
-        check_shape_numbers(numbers, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
-        dtype = cache_dtype if cache_dtype in DTYPES else DTYPES[0]
-        cache = checked_cache_dtype(cache_dtype, dtype)
+        shape = checked_shape({"batch": batch, "q_len": q_len}, num_heads, num_kv_heads)
+        cache = checked_cache_dtype(cache_dtype)
         batch_invariant = checked_flag("batch_invariant", batch_invariant)
         max_blocks = _checked_max_blocks(batch_invariant, max_kv_len)
-        if sm_count is None:
-            sm_count = properties(current_device()).sm_count
-        check_number("sm_count", sm_count, "leave it out to ask the current GPU")
-        shape = (batch, q_len, num_heads, num_kv_heads, BLOCK_TOKENS, DTYPES[0])
-        mode = (batch_invariant, max_blocks, None, cache)
-        return _key_on_device(shape, False, 0, sm_count, *mode).layout.nbytes
+        modes = (batch_invariant, max_blocks, None, cache)
+        return _key(shape, False, 0, checked_sm_count(sm_count), *modes).layout.nbytes
 
     def update(self, kv_lens: Any, *, stream: Any = None) -> None:
         """Compute the schedule for these lengths, on the device.
@@ -511,14 +413,19 @@ class MLADecodePlan(Plan[MLADecodeKey]):
         ------
         TypeError, ValueError
             kv_lens does not fit the plan.
-        MissingDependencyError, CompilationError, NotPreparedError, CumlaError
-            As :func:`mla_decode`; every kernel of the plan is loaded here.
+        CumlaError
+            As :func:`mla_decode`. Every kernel of the plan is loaded here, but for those of a
+            16-bit cache in two arrays and of a broadcast FP8 cache, both with pages of whole
+            64-token blocks, which the first run loads.
         """
         self._update({"kv_lens": kv_lens}, self.key.batch, stream)
         if self._values is not None and self.key.batch_invariant:
             lengths, most = self._values["kv_lens"], self.key.max_blocks * BLOCK_TOKENS
             if check_mode():
-                _check_most(lengths, most)
+                held = f"the plan's max_kv_len in whole blocks of {BLOCK_TOKENS}"
+                need = f"a length up to {most}, {held}"
+                way_out = "make a plan with a larger max_kv_len"
+                refuse_value("kv_lens", lengths, lengths > most, need, way_out)
             self._values["kv_lens"] = np.minimum(lengths, most)
 
     def run(
@@ -541,10 +448,6 @@ class MLADecodePlan(Plan[MLADecodeKey]):
             As in :func:`mla_decode`. Lengths that have changed since the update do not count (and
             the check mode, ``CUMLA_CHECK=1``, refuses the call).
 
-        Returns
-        -------
-        AttentionState
-
         Raises
         ------
         TypeError, ValueError
@@ -555,58 +458,20 @@ class MLADecodePlan(Plan[MLADecodeKey]):
         CumlaError
             The driver refuses a launch.
         """
-        factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
-        scale = SCALE if softmax_scale is None else checked_scale(softmax_scale, SCALE)
-        options = (scale, factor, self.key.causal, self._empty_lse)
-        outputs = {"out": out, "lse": lse}
-        if out is None:
-            given: tuple[Any, ...] = () if lse is None else (lse,)
-        else:
-            given = (out,) if lse is None else (out, lse)
-        factors = () if kv_scale is None or factor is not None else (kv_scale,)
-        arrays = (q, kv_cache, *factors, block_table)
-        seen, results = self._known(arrays, given, outputs, options, stream)
-        if results is None:
-            inputs = named(q, kv_cache, kv_scale, block_table=block_table)
-            results = self._run(inputs, outputs, options, stream, seen)
-        return AttentionState(*results)
+        return self._run_layer(
+            q, kv_cache, "block_table", block_table, softmax_scale, kv_scale, out, lse, stream
+        )
 
-    def _load(self, device: int, capturing: Callable[[], bool]) -> None:
-        attend = (decode_spec(self.key),) if self.key.cache == "same" else fp8_specs(self.key)
-        for spec in (schedule_spec(self.key), *attend):
-            load(spec, device, capturing=capturing)
-
-    def _check_shape(self, arguments: DecodeArguments) -> None:
-        key = self.key
-        _, page_size, num_kv_heads, _ = arguments.kv_cache.shape
-        got = (*arguments.q.shape[:3], num_kv_heads, page_size, arguments.q.dtype)
-        made = (key.batch, key.q_len, key.num_heads, key.num_kv_heads, key.page_size, key.dtype)
-        if got != made:
-            names = "(batch, q_len, num_heads, num_kv_heads, page_size, dtype)"
-            raise ValueError(
-                f"plan: made for {names} {made}, got {got}; make a plan for this shape"
-            )
-        if cache_of(arguments.kv_cache) != key.cache:
-            raise other_cache(arguments.q, arguments.kv_cache)
-
-
-Shape = tuple[int, int, int, int, int, str]
+    def _specs(self) -> tuple[KernelSpec, ...]:
+        return schedule_spec(self.key), decode_spec(self.key)
 
 
 @lru_cache(maxsize=1024)
-def _key_on_device(
-    shape: Shape,
-    causal: bool,
-    device: int | None,
-    sm_count: int,
-    batch_invariant: bool,
-    max_blocks: int,
-    variant: str | None,
-    cache: str,
+def _key(
+    shape: Shape, causal: bool, device: int | None, sm_count: int, *modes: Any
 ) -> MLADecodeKey:
     """Make a key, the same object each time: it keeps what follows from it."""
-    modes = (batch_invariant, max_blocks, variant, cache)
-    key = MLADecodeKey(*shape, causal, device, sm_count, *modes)
+    key = MLADecodeKey(*shape, causal and shape[1] > 1, device, sm_count, *modes)
     if key.batch_invariant and key.parts > MOST_PARTS:
         raise ValueError(
             f"batch_invariant: needs at most {MOST_PARTS} pieces of requests, got {key.parts}: "
@@ -615,11 +480,6 @@ def _key_on_device(
             f"columns of block_table, or fewer requests at once"
         )
     return key
-
-
-def _key(shape: Shape, causal: bool, device: int | None, *modes: Any) -> MLADecodeKey:
-    sm_count = 0 if device is None else require_hopper(device).sm_count
-    return _key_on_device(shape, causal and shape[1] > 1, device, sm_count, *modes)
 
 
 def _checked_max_blocks(batch_invariant: bool, max_kv_len: Any) -> int:
@@ -637,36 +497,3 @@ def _checked_max_blocks(batch_invariant: bool, max_kv_len: Any) -> int:
             "serve, got None; pass it, it sizes the plan's buffer"
         )
     return -(-checked_int("max_kv_len", max_kv_len, "nothing to plan for") // BLOCK_TOKENS)
-
-
-def _check_most(lengths: np.ndarray[Any, Any], most: int) -> None:
-    """Raise for the first request that is longer than a plan serves."""
-    wrong = np.flatnonzero(lengths > most)
-    if wrong.size:
-        i = wrong[0]
-        raise ValueError(
-            f"kv_lens[{i}]: needs a length up to {most}, the plan's max_kv_len in whole blocks of "
-            f"{BLOCK_TOKENS}, got {lengths[i]}; make a plan with a larger max_kv_len"
-        )
-
-
-def _check_values(
-    lengths: np.ndarray[Any, Any], table: np.ndarray[Any, Any], num_pages: int, page_size: int
-) -> None:
-    """Raise for the first length or used page number that is out of range."""
-    longest = table.shape[1] * page_size
-    wrong = np.flatnonzero((lengths < 0) | (lengths > longest))
-    if wrong.size:
-        i = wrong[0]
-        raise ValueError(
-            f"kv_lens[{i}]: needs a length from 0 to max_pages * page_size = {longest}, got "
-            f"{lengths[i]}; the kernels would clamp it"
-        )
-    used = np.arange(table.shape[1]) * page_size < lengths[:, None]
-    bad = np.argwhere(used & ((table < 0) | (table >= num_pages)))
-    if bad.size:
-        i, j = bad[0]
-        raise ValueError(
-            f"block_table[{i}, {j}]: needs a page number from 0 to {num_pages - 1}, got "
-            f"{table[i, j]}; the kernels would read zeros for that page"
-        )

@@ -6,7 +6,8 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from cumla.mla.shape import HEAD_DIM, VALUE_DIM
+from cumla.core.arguments import check_dtype
+from cumla.mla.shape import PACKED_BYTES, ROPE_DIM, SCALES, VALUE_DIM
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -24,10 +25,6 @@ __all__ = [
 
 FP8 = "float8_e4m3fn"
 E4M3 = (FP8, "uint8")  # its bits will do
-SCALES = 4  # of a row, one for 128 latent columns
-_ROPE_DIM = HEAD_DIM - VALUE_DIM
-# A row of the packed format: e4m3 latent columns, float32 scales, bfloat16 RoPE columns.
-PACKED_BYTES = VALUE_DIM + 4 * SCALES + 2 * _ROPE_DIM
 
 
 def is_packed(cache: ArrayView) -> bool:
@@ -36,17 +33,7 @@ def is_packed(cache: ArrayView) -> bool:
 
 
 def unpacked(rows: ArrayView) -> tuple[ArrayView, ArrayView, ArrayView]:
-    """Take rows of 656 bytes apart: latent columns as bytes, RoPE columns, scales.
-
-    Parameters
-    ----------
-    rows : ArrayView
-        ``(num_pages, page_size, num_kv_heads, 656)``.
-
-    Returns
-    -------
-    tuple of ArrayView
-    """
+    """Take rows of 656 bytes apart: latent columns as bytes, RoPE columns, scales."""
     lead, steps = rows.shape[:3], rows.strides[:3]
 
     def part(begin: int, columns: int, dtype: str, itemsize: int) -> ArrayView:
@@ -56,7 +43,7 @@ def unpacked(rows: ArrayView) -> tuple[ArrayView, ArrayView, ArrayView]:
 
     return (
         part(0, VALUE_DIM, "uint8", 1),
-        part(VALUE_DIM + 4 * SCALES, _ROPE_DIM, "bfloat16", 2),
+        part(VALUE_DIM + 4 * SCALES, ROPE_DIM, "bfloat16", 2),
         part(VALUE_DIM, SCALES, "float32", 4),
     )
 
@@ -68,8 +55,7 @@ def relabelled(view: ArrayView) -> ArrayView:
 
 def check_factor(name: str, view: ArrayView) -> None:
     """Check a factor that is an array, which only a kernel looks into."""
-    if view.dtype != "float32":
-        raise TypeError(f"{name}: needs float32, got {view.dtype}; convert it first")
+    check_dtype(name, view.dtype, ("float32",))
     if prod(view.shape) != 1:
         raise ValueError(f"{name}: needs one element, got shape {view.shape}; pass one number")
     if view.ptr % 4:

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import e, log
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cumla.core.state import AttentionState
-
-Array = NDArray[Any]
+from cumla.reference.rows import Array
 
 
 def merge_attention_states(
@@ -40,10 +37,8 @@ def merge_attention_states(
         ``(batch, q_len, heads, head_dim)``. Any strides.
     lses : sequence of ndarray, or one ndarray with a leading axis of partial results
         Each ``(tokens, heads)``, or ``(batch, heads, q_len)`` for outs with four axes.
-    out : ndarray of any floating dtype, shape of one of outs, optional
-        Where to write the output; may be one of outs.
-    lse : ndarray of float32, shape of one of lses, optional
-        Where to write the logarithms; may be one of lses.
+    out, lse : ndarray, shapes of one of outs, of any floating dtype, and one of lses, optional
+        Where to write the results; may be one of outs, or of lses.
     lse_base : float
         Base of the logarithms, of lses and of the result: e, or 2.
 

@@ -25,18 +25,8 @@ _LEAST_POWER_SCALE = np.float32(1e-4)
 def cached_rows(cache: Array, table: Array, tokens: int) -> Array:
     """Copy the rows of a request's first tokens, and read nothing else of the cache.
 
-    Parameters
-    ----------
-    cache : ndarray, shape (num_pages, page_size, ...)
-        Pages of rows.
-    table : ndarray of integers, shape (max_pages,)
-        Page numbers of the request. Page numbers outside of ``[0, num_pages)`` give zeros.
-    tokens : int
-        At most ``max_pages * page_size``.
-
-    Returns
-    -------
-    ndarray, shape (tokens, ...)
+    `cache` is ``(num_pages, page_size, ...)``, `table` ``(max_pages,)``, and `tokens` at most
+    ``max_pages * page_size``. Page numbers outside of ``[0, num_pages)`` give zeros.
     """
     num_pages, page_size = cache.shape[:2]
     index, slot = np.divmod(np.arange(tokens), page_size)
@@ -75,17 +65,9 @@ def page_numbers(
 def rotated(x: Array, cos_sin: Array, interleaved: bool) -> Array:
     """Rotate pairs of columns, in float64.
 
-    Parameters
-    ----------
-    x : ndarray, shape (tokens, heads, columns)
-        Pair j is columns 2 j and 2 j + 1 if interleaved, and otherwise j and j + columns / 2.
-    cos_sin : ndarray, shape (tokens, columns)
-        The cosines of all pairs, then their sines.
-    interleaved : bool
-
-    Returns
-    -------
-    ndarray of float64, shape (tokens, heads, columns)
+    In `x`, ``(tokens, heads, columns)``, pair j is columns 2 j and 2 j + 1 if interleaved, and
+    otherwise j and j + columns / 2. A row of `cos_sin`, ``(tokens, columns)``, is the cosines of
+    all pairs, then their sines.
     """
     cos, sin = np.split(cos_sin.astype(np.float64)[:, None, :], 2, axis=-1)
     half = x.shape[-1] // 2

@@ -8,10 +8,13 @@ import math
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 
-from cumla import MLADecodePlan
+from cumla import CumlaError, MLADecodePlan
 from cumla.compat import flash_mla
+from cumla.core.arrays import open_call
+from tests.compat.elsewhere import open_elsewhere
 from tests.compat.flash_mla_example import StepInputs, load_example, make_inputs
 
 torch = pytest.importorskip("torch")
@@ -192,10 +195,20 @@ class Plans:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream, self.capturing, self.plan = 0, False, flash_mla.FlashMLAPlan
+        self.views: Any = ()
+        self.fails = False  # whether runs do
         self.log: list[str] = []
         self.alive: list[weakref.ref[Any]] = []
         monkeypatch.setattr(flash_mla, "FlashMLAPlan", self)
-        monkeypatch.setattr(flash_mla, "open_call", lambda arguments: self)
+        monkeypatch.setattr(flash_mla, "open_call", self.open_call)
+
+    def open_call(self, arguments: Any) -> Plans:
+        self.views = open_call(arguments).views
+        return self
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
     def from_arrays(self, *arguments: Any, **options: Any) -> MLADecodePlan:
         plans, number = self, len(self.alive)
@@ -207,6 +220,8 @@ class Plans:
 
             def run(self, *arguments: Any, **options: Any) -> Any:
                 plans.log.append(f"{'captured ' * plans.capturing}run {number}")
+                if plans.fails:
+                    raise CumlaError("cuLaunchKernelEx failed")
                 return super().run(*arguments, **options)
 
         plan = Plan.from_arrays(*arguments, **options)
@@ -256,11 +271,57 @@ def test_a_failed_first_call_leaves_the_metadata_empty(
     inputs: StepInputs, plans: Plans, metadata: flash_mla.FlashMLASchedMeta
 ) -> None:
     """Free for other shapes, that is: a capture may have got the schedule into its graph."""
-    with pytest.raises(TypeError, match="block_table: needs int32"):
-        call(inputs, metadata, block_table=inputs.block_table.long())
+    plans.fails = True
+    with pytest.raises(CumlaError, match="cuLaunchKernelEx"):
+        call(inputs, metadata)
+    plans.fails = False
     call(inputs, metadata, q=inputs.queries[0][:, :, :8])
     assert plans.log == ["update 0", "run 0", "update 1", "run 1"]
     assert all(plan() is not None for plan in plans.alive)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"block_table": "long"}, TypeError, "block_table: needs int32, got int64"),
+        ({"block_table": "flatten"}, ValueError, r"block_table: needs shape \(batch, max_pages\)"),
+        ({"cache_seqlens": "long"}, TypeError, "cache_seqlens: needs int32, got int64"),
+        (
+            {"cache_seqlens": "repeat"},
+            ValueError,
+            r"cache_seqlens: needs shape \(batch,\) with bat",
+        ),
+        ({"softmax_scale": -1.0}, ValueError, "softmax_scale: needs a number from"),
+    ],
+)
+def test_nothing_is_launched_before_the_arguments_are_checked(
+    inputs: StepInputs,
+    plans: Plans,
+    metadata: flash_mla.FlashMLASchedMeta,
+    change: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    ((name, how),) = change.items()
+    wrong = how
+    if isinstance(how, str):
+        wrong = getattr(getattr(inputs, name), how)(*((2,) if how == "repeat" else ()))
+    with pytest.raises(error, match=f"^{message}"):
+        call(inputs, metadata, **{name: wrong})
+    assert (plans.log, plans.alive) == ([], [])
+
+
+@pytest.mark.parametrize("current", [None, 100])
+def test_a_thread_without_a_context_or_with_another_gpus(
+    inputs: StepInputs,
+    metadata: flash_mla.FlashMLASchedMeta,
+    monkeypatch: pytest.MonkeyPatch,
+    current: int | None,
+) -> None:
+    """Whether the default stream of the arrays' GPU is captured is asked in a context of it."""
+    library = open_elsewhere(monkeypatch, flash_mla, current)
+    call(inputs, metadata)
+    assert (library.asked, library.context) == ([103], current)
 
 
 @pytest.mark.parametrize(
@@ -410,5 +471,15 @@ def test_the_mask_makes_no_difference_to_a_single_query(
 def test_dense_decoding_needs_every_tensor(
     inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta, name: str
 ) -> None:
-    with pytest.raises(TypeError, match=f"^{name}: needs a PyTorch tensor, got builtins.NoneTy"):
-        call(inputs, metadata, **{name: None})
+    for wrong, kind in ((None, "NoneType"), ([1], "list")):
+        message = f"^{name}: needs a PyTorch tensor, got builtins.{kind}; pass a tensor$"
+        with pytest.raises(TypeError, match=message):
+            call(inputs, metadata, **{name: wrong})
+
+
+def test_arrays_of_other_frameworks_have_functions_of_their_own(
+    inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta
+) -> None:
+    message = "^q: needs a PyTorch tensor, got numpy.ndarray; pass a tensor, or call cumla's own"
+    with pytest.raises(TypeError, match=message):
+        call(inputs, metadata, q=np.zeros((3, 1, 16, 576)))

@@ -63,6 +63,11 @@ def test_names_and_signatures_are_where_flashinfer_has_them(
     assert (getattr(flashinfer, name, None) is function) == (module is not concat_ops)
 
 
+def test_plans_are_described_by_what_the_package_exports() -> None:
+    assert "MLAPlanMetadata" in flashinfer.__all__
+    assert flashinfer.MLAPlanMetadata is mla.MLAPlanMetadata
+
+
 # --- merging -------------------------------------------------------------------------------------
 
 
@@ -144,6 +149,7 @@ def test_states_that_do_not_fit() -> None:
     """FlashInfer's kernels check them, whose errors are RuntimeErrors of any kind."""
     v, s = torch.zeros(3, 2, 8), torch.zeros(3, 2)
     stacked = torch.zeros(2, 3, 2, 8), torch.zeros(2, 3, 2)
+    wide = torch.zeros(4, 2, 8), torch.zeros(4, 2)
     for call, error, message in (
         (lambda: flashinfer.merge_state(v, None, v, s), TypeError, "s_a: needs a PyTorch tensor"),
         (
@@ -186,6 +192,31 @@ def test_states_that_do_not_fit() -> None:
             RuntimeError,
             "v: needs a leading axis of at least one",
         ),
+        (
+            lambda: flashinfer.merge_state_in_place(wide[0][:3], s, wide[0][1:], s + 0),
+            RuntimeError,
+            "v: needs memory of its own, got memory that v_other uses too; pass another",
+        ),
+        (
+            lambda: flashinfer.merge_state_in_place(v, wide[1][:3], v + 0, wide[1][1:]),
+            RuntimeError,
+            "s: needs memory of its own, got memory that s_other uses too; pass another",
+        ),
+        (
+            lambda: flashinfer.merge_state_in_place(v.double(), s, v.double(), s.clone()),
+            RuntimeError,
+            "v: needs float32 .* got float64; convert v and v_other$",
+        ),
+        (
+            lambda: flashinfer.merge_state(v.double(), s, v.double(), s),
+            RuntimeError,
+            "v_a: needs float32 .* got float64; convert v_a and v_b$",
+        ),
+        (
+            lambda: flashinfer.merge_states(stacked[0].double(), stacked[1]),
+            RuntimeError,
+            "v: needs float32 .* got float64; convert v$",
+        ),
     ):
         with pytest.raises(error, match=f"^{message}"):
             call()
@@ -224,6 +255,22 @@ def test_rows_go_to_their_pages(dtype: Any, joined: bool, page_size: int) -> Non
     assert result is None
     got = torch.cat(caches, dim=-1)
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_tokens_of_no_request() -> None:
+    """As FlashInfer has them: the request -1 and the position 0; a batch may have no requests."""
+    for indptr, lens, nnz, whose, where in (
+        ((0,), (), 3, [-1] * 3, [0] * 3),
+        ((0,), (), 0, [], []),
+        ((0,), (9,), 1, [-1], [0]),
+        ((1, 1, 3), (7, 5, 8), 5, [-1, 1, 1, -1, -1], [0, 3, 4, 0, 0]),
+    ):
+        found = flashinfer.get_batch_indices_positions(int32(*indptr), int32(*lens), nnz)
+        assert [array.tolist() for array in found] == [whose, where]
+        assert {array.dtype for array in found} == {torch.int32}
+    for indptr in ((), (0, 1, 2)):
+        with pytest.raises(RuntimeError, match=r"^append_indptr: needs an entry more than reque"):
+            flashinfer.get_batch_indices_positions(int32(*indptr), int32(9), 3)
 
 
 def test_rows_that_do_not_fit() -> None:

@@ -12,12 +12,14 @@ import pytest
 from cumla import AttentionState
 from cumla.compat.flashinfer import mla
 from cumla.compat.flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
+from tests.compat.elsewhere import open_elsewhere
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore:FlashInfer deprecates:DeprecationWarning")
 
 HEADS = 6
 SCALE = 0.08
+CSR = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 Q_LENS, KV_LENS = (1, 5, 0, 3, 2), (70, 5, 33, 0, 1)  # the first query of the last one sees nothing
 
 
@@ -198,8 +200,7 @@ def test_what_flashinfer_deprecates_is_warned_of_once() -> None:
     wrapper = make_wrapper()
     pairs: dict[str, Any] = {"query": batch.q, "kv_cache": batch.cache}
     parts = dict(zip(("q_nope", "q_pe", "ckv_cache", "kpe_cache"), batch.parts, strict=True))
-    names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
-    flat = dict(zip(names, batch.csr, strict=True))
+    flat = dict(zip(CSR, batch.csr, strict=True))
     for call, message in (
         (lambda: wrapper.plan(**flat, **settings(batch)), "lengths and pages beside metadata="),
         (
@@ -264,6 +265,35 @@ def test_nothing_to_attend_to(graph: bool, q_lens: tuple[int, ...]) -> None:
     wrapper.plan(*batch.csr, *settings(batch).values())
     for query, cache in ((batch.parts[:2], batch.parts[2:]), (batch.q, batch.cache)):
         check(wrapper.run(query=query, kv_cache=cache, return_lse=True), batch)
+
+
+@pytest.mark.parametrize("prefix", ["", "torch."])
+def test_dtypes_by_their_names(prefix: str) -> None:
+    batch = make_batch()
+    name = f"{prefix}bfloat16"
+    dtypes = {"q_data_type": name, "kv_data_type": name}
+    wrapper = make_wrapper()
+    wrapper.plan(*batch.csr, *settings(batch, **dtypes).values(), output_dtype=name)
+    check(wrapper.run(*batch.parts, return_lse=True), batch)
+    ckv, kpe, _, exact = quantized(batch, 0.5, 0.5)
+    wrapper = planned(batch, **dtypes | {"kv_data_type": f"{prefix}float8_e4m3fn"})
+    scales = {"ckv_scale": 0.5, "kpe_scale": 0.5}
+    check(wrapper.run(*batch.parts[:2], ckv, kpe, return_lse=True, **scales), exact)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_a_model_without_rope_needs_no_scale_of_it(by_token: bool) -> None:
+    batch = make_batch()
+    scales = (0.7, 1.0, 1.0) if by_token else (0.7, 1.0)
+    no_rope = torch.zeros(11, HEADS, 64).bfloat16()
+    exact = batch._replace(q=torch.cat([batch.parts[0], no_rope], dim=-1))
+    ckv, _, factors, exact = quantized(exact, *scales)
+    given: dict[str, Any] = {"ckv_scale_arr": factors} if by_token else {"ckv_scale": 0.7}
+    wrapper = planned(batch, **FP8, head_dim_kpe=0)
+    result = wrapper.run(query=batch.parts[0], kv_cache=ckv, return_lse=True, **given)
+    check(result, exact)
+    with pytest.raises(ValueError, match=r"^ckv_scale: needs a number above 0, got 0.0"):
+        wrapper.run(query=batch.parts[0], kv_cache=ckv, ckv_scale=0.0)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -420,6 +450,11 @@ class Gpu:
     def open_call(self, arguments: Any) -> Gpu:
         return self
 
+    def __enter__(self) -> Gpu:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
     def make_plan(self, **options: Any) -> Any:
         self.log.append("make")
         return GpuPlan(self)
@@ -464,6 +499,18 @@ def test_without_graphs_the_first_run_makes_the_schedule(gpu: Gpu) -> None:
     assert gpu.log == ["make", "update", "run"]
 
 
+@pytest.mark.parametrize("current", [None, 100])
+def test_a_thread_without_a_context_or_with_another_gpus(
+    monkeypatch: pytest.MonkeyPatch, current: int | None
+) -> None:
+    """Whether the default stream of the arrays' GPU is captured is asked in a context of it."""
+    library = open_elsewhere(monkeypatch, mla, current)
+    batch = make_batch()
+    check(planned(batch).run(*batch.parts, return_lse=True), batch)
+    assert set(library.asked) == {103}
+    assert library.context == current
+
+
 @pytest.mark.parametrize("capture_stream", [1, 2])
 def test_a_graph_has_its_schedule_once(gpu: Gpu, capture_stream: int) -> None:
     """In each capture before its first run; and each plan makes it, for graphs that have none."""
@@ -500,11 +547,19 @@ def test_what_a_graph_would_not_see_is_refused() -> None:
         ValueError, match=r"^query: needs 11 query tokens, .* got 10; with use_cuda"
     ):
         wrapper.run(*(part[:10] for part in batch.parts[:2]), *batch.parts[2:])
-    for changes in ({"causal": False}, {"page_size": 8}, {"num_heads": 3}):
-        with pytest.raises(ValueError, match=r"^use_cuda_graph: needs every plan to say what the"):
-            wrapper.plan(*batch.csr, *settings(batch, **changes).values())
+    for name, had, got in (
+        ("causal", True, False),
+        ("page_size", 16, 8),
+        ("num_heads", HEADS, 3),
+        ("sm_scale", SCALE, 0.09),
+        ("head_dim_kpe", 64, 0),
+        ("kv_data_type", "torch.bfloat16", torch.float8_e4m3fn),
+    ):
+        message = f"^{name}: needs {had}, as in the first plan of this wrapper, got {got}; with us"
+        with pytest.raises(ValueError, match=message):
+            wrapper.plan(*batch.csr, *settings(batch, **{name: got}).values())
     metadata = MLAPlanMetadata.dense(batch.qo_indptr, batch.block_tables, batch.kv_len_arr)
-    with pytest.raises(ValueError, match=r"^use_cuda_graph: .*block_table.*; make a wrapper"):
+    with pytest.raises(ValueError, match=r"^metadata: needs kv_indices, .* got block_tables; with"):
         wrapper.plan(metadata=metadata, **settings(batch))
     longer = list(batch.csr)
     longer[0] = longer[0] + 100  # must not be copied before the error
@@ -559,6 +614,9 @@ def test_other_backends(backend: str) -> None:
             ValueError,
             r"output_dtype: .*; leave it out, and pass out",
         ),
+        ({"sm_scale": -1.0}, ValueError, "sm_scale: needs a number from 1e-20 to"),
+        ({"q_data_type": "float64"}, ValueError, "q_data_type: needs bfloat16 or float16, got tor"),
+        ({"q_data_type": "nn"}, ValueError, "q_data_type: needs bfloat16 or float16, got nn;"),
         ({"sm_scale": None}, TypeError, r"sm_scale: needs a value, got None; pass it to plan\(\)"),
         ({"causal": None}, TypeError, "causal: needs a value"),
         ({"metadata": None}, TypeError, "metadata: needs all of qo_indptr, kv_len_arr"),
@@ -590,19 +648,43 @@ def test_lengths_that_do_not_fit() -> None:
             ),
             (int32([0] * 5), "kv_indptr: needs 6 entries with the 5 requests"),
             (batch.block_tables, r"kv_indices: needs axes \(pages\), got shape \(5, 6\)"),
-            (int32([0] * 4), r"qo_indptr: needs 5 entries with the 4 requests"),
+            (
+                int32([0] * 4),
+                r"kv_len_arr: needs 5 entries with the 5 requests of qo_indptr, got 4",
+            ),
         ]
     ):
         given = [*batch.csr[:i], wrong, *batch.csr[i + 1 :]]
         with pytest.raises(ValueError, match=f"^{message}"):
             make_wrapper().plan(*given, *settings(batch).values())
-    given = [batch.qo_indptr.numpy(), *batch.csr[1:]]
-    with pytest.raises(ValueError, match=r"^qo_indptr: needs a PyTorch tensor, got numpy.ndarray"):
-        make_wrapper().plan(*given, *settings(batch).values())
+    longer = torch.cat([batch.kv_len_arr, batch.kv_len_arr[:1]])
+    metadata = MLAPlanMetadata.dense(batch.qo_indptr, batch.block_tables, longer)
+    for given, message in (
+        ({"metadata": metadata}, "seq_lens: needs 5 entries with the 5 requests of cum_seq_lens_q"),
+        (
+            dict(zip(CSR, (*batch.csr[:3], longer), strict=True)),
+            "kv_len_arr: needs 5 entries with the 5 requests of qo_indptr, got 6",
+        ),
+        (
+            dict(zip(CSR, (batch.qo_indptr.numpy(), *batch.csr[1:]), strict=True)),
+            "qo_indptr: needs a PyTorch tensor, got numpy.ndarray; pass a tensor, or call cumla's",
+        ),
+        (
+            dict(zip(CSR, (batch.qo_indptr.tolist(), *batch.csr[1:]), strict=True)),
+            "qo_indptr: needs a PyTorch tensor, got builtins.list; pass a tensor$",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            make_wrapper().plan(**given, **settings(batch))
     with pytest.raises(TypeError, match=r"^float_workspace_buffer: needs a PyTorch tensor"):
         BatchMLAPagedAttentionWrapper(7)
     with pytest.raises(ValueError, match=r"^kv_len_arr: needs a tensor on cpu, .* got one on meta"):
-        make_wrapper(True, kv_len_arr=torch.empty(5, device="meta"))
+        make_wrapper(True, kv_len_arr=torch.empty(5, device="meta", dtype=torch.int32))
+    for i, name in enumerate(CSR):
+        buffers = graph_buffers()
+        buffers[i] = buffers[i].long()
+        with pytest.raises(ValueError, match=f"^{name}: needs int32, .* got torch.int64; allocate"):
+            make_wrapper(True, *buffers)
 
 
 def test_arguments_of_a_run() -> None:
@@ -639,5 +721,14 @@ def test_arguments_of_a_run() -> None:
     ):
         with pytest.raises(error, match=f"^{message}"):
             wrapper.run(**arguments)
-    with pytest.raises(ValueError, match=r"^plan: made for .*\(11, 6, 1, 16, 'bfloat16'\), got"):
-        wrapper.run(query=batch.q[:, :3], kv_cache=batch.cache)
+    for query, kv_cache, message in (
+        (batch.q[:, :3], batch.cache, "query: needs num_heads of the plan, 6, as its second axis,"),
+        (
+            batch.q,
+            parts[2:],
+            "ckv_cache: needs page_size of the plan, 8, as its second axis, got s",
+        ),
+    ):
+        sizes = {"page_size": 8} if kv_cache is not batch.cache else {}
+        with pytest.raises(ValueError, match=f"^{message}"):
+            planned(batch, **sizes).run(query=query, kv_cache=kv_cache)

@@ -14,6 +14,7 @@ from cumla.core.arguments import (
     bind,
     check_lies,
     check_output,
+    check_own_memory,
     check_workspace,
     check_written,
     checked_flag,
@@ -135,6 +136,10 @@ def test_where_empty_and_single_axes_lie() -> None:
     check_output("x", view(2, 0, strides=(0, 4)), (2, 0), ("int32",), "row")
     with refused(ValueError, "x: needs memory of its own for each element, got a broadcast array"):
         check_output("x", view(2, 3, strides=(0, 4)), (2, 3), ("int32",), "row")
+    with refused(ValueError, "x: needs memory of its own ... whose elements overlap ... copy it"):
+        check_output("x", view(2, 3, strides=(8, 4)), (2, 3), ("int32",), "row")
+    for strides in ((12, 4), (4, 8), (-12, 4), (400, -4)):
+        check_own_memory("x", view(2, 3, strides=strides))
     with refused(TypeError, "x: needs int32 or int64, got float32; allocate it so or leave it out"):
         check_output("x", view(2, dtype="float32"), (2,), ("int32", "int64"), "row")
 

@@ -21,14 +21,13 @@ import numpy as np
 import pytest
 
 from cumla.core import _cupy, _dlpack, _driver, _lend, _lifetime, arrays, frameworks
+from cumla.core._lifetime import keep_until_passed, order_streams
 from cumla.core.arrays import (
     ArrayView,
     from_numpy,
     glance,
-    keep_until_passed,
     open_call,
     open_device,
-    order_streams,
     reopen_call,
     to_numpy,
 )
@@ -542,11 +541,12 @@ def test_float8_tensors_are_imported_where_torch_does_not_export_them(monkeypatc
         return export(self, **options)
 
     monkeypatch.setattr(torch.Tensor, "__dlpack__", refuse)
-    imported = arrays._import("q", tensor, None)
+    imported = frameworks.torch_framework().import_array("q", tensor, None)
     expected = ArrayView(tensor.data_ptr(), (3, 4), (4, 1), dtype, None)
     assert imported.view == expected
     assert (bytes_of(imported) == values.view(np.uint8).ravel()).all()
-    assert arrays._import("q", tensor[1:, ::2], None).view.strides == (4, 2)
+    part = frameworks.torch_framework().import_array("q", tensor[1:, ::2], None)
+    assert part.view.strides == (4, 2)
 
 
 @FLOAT8
@@ -586,7 +586,7 @@ def test_float8_arrays_of_a_jax_that_does_not_export_them(monkeypatch, dtype):
     call = open_call((("q", array), ("w", jax.numpy.ones(3))))
     assert (call.framework, call.views[0].shape, call.views[0].dtype) == ("jax", (3, 4), dtype)
     assert call.views[0].read_only
-    imported = arrays._import("q", array, None)
+    imported = frameworks.jax_framework().import_array("q", array, None)
     assert (bytes_of(imported) == values.view(np.uint8).ravel()).all()
 
 
@@ -788,13 +788,14 @@ def test_a_glance_tells_cupy_arrays_apart(cupy):
 def test_a_tensor_that_changes_is_not_known_again():
     torch = pytest.importorskip("torch")
     x = torch.zeros(4, 6)
+    another = torch.zeros(4, 6)  # made here: later it could get the memory that resize_ frees
     views_at_first(x)
     seen = {glance((x,))}
     for change in (
         lambda: x.resize_(4, 8),
         lambda: x.t_(),
         lambda: x.unsqueeze_(0),
-        lambda: setattr(x, "data", torch.zeros(4, 6)),
+        lambda: setattr(x, "data", another),
         lambda: setattr(x, "data", x.data.view(torch.int32)),
     ):
         change()
@@ -1343,24 +1344,24 @@ def test_capture_forbids_cupy_allocations(cuda, cupy):
     cuda.capturing.add(5)
     with open_call((("q", cupy.ndarray()),), stream=5) as call:
         assert call.capturing
-        with pytest.raises(NotPreparedError, match="captures: make workspace= before the capture"):
+        with pytest.raises(NotPreparedError, match="captures: pass workspace=, made before"):
             call.empty((2,), "float16")
     assert cupy.allocated == []
 
 
 @pytest.mark.parametrize(
-    ("wanted", "named"),
+    ("wanted", "ways"),
     [
-        (("out", "scale_out"), "out= and scale_out="),
-        (("lse",), "lse="),
-        (("out", "lse", "workspace"), "out=, lse= and a plan"),
-        (("workspace",), "a plan"),
+        (("out", "scale_out"), "pass out= and scale_out="),
+        (("lse",), "pass lse="),
+        (("out", "lse", "workspace"), "pass out= and lse=, and use a plan"),
+        (("workspace",), "use a plan"),
     ],
 )
-def test_a_refusal_under_capture_names_what_is_missing(cuda, cupy, wanted, named):
+def test_a_refusal_under_capture_names_what_is_missing(cuda, cupy, wanted, ways):
     cuda.capturing.add(5)
     call = open_call((("q", cupy.ndarray()),), stream=5)
-    with call, pytest.raises(NotPreparedError, match=f"captures: make {named} before the capture"):
+    with call, pytest.raises(NotPreparedError, match=f"captures: {ways}, made before the capture$"):
         call.allocate(tuple((name, (2,), "float16") for name in wanted))
 
 
@@ -1663,3 +1664,18 @@ def test_importing_arrays_imports_no_framework():
     program = f"import cumla.core.arrays, sys; print({frameworks} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_what_lives_until_the_interpreter_exits():
+    """Finalizers say nothing where the globals of their modules are gone before them."""
+    program = """
+import sys
+import numpy as np
+from cumla.core import _dlpack, plan
+kept = _dlpack.import_array("x", np.zeros(3), None)
+workspace = plan.Workspace.__new__(plan.Workspace)
+workspace._event = 1
+sys.kept = (sys.modules["__main__"], _dlpack, plan)  # modules in use are cleared, the last first
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

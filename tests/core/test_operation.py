@@ -4,6 +4,7 @@ overlap, and recipes that can be moved to other addresses. Nothing is launched o
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import subprocess
@@ -19,10 +20,14 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.core import _lifetime as lifetime
+from cumla.core import arrays
 from cumla.core import operation as core
+from cumla.core._driver import Driver
 from cumla.core.arrays import open_call
 from cumla.core.operation import WORKSPACE, Address, unplaced
 from cumla.launch import all_specs
+from cumla.launch import module as launch_module
 from cumla.launch.module import load
 from tests.calls import (
     BF16,
@@ -39,7 +44,7 @@ from tests.calls import (
     refused,
     with_array,
 )
-from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
+from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver, FakeLibrary
 from tests.mla.fp8_arrays import FORMS
 
 INSTALL_LINES = ('pip install "cumla[cu12]"', 'pip install "cumla[cu13]"')
@@ -395,6 +400,51 @@ def test_cold_kernels_under_capture(
 
 
 @every_operation
+@pytest.mark.parametrize("current", [None, 1])
+def test_a_cold_call_from_a_thread_of_another_context(
+    operation: Operation, current: int | None, cupy: FakeCuPy, bindings: FakeBindings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Whether the default stream is being captured is asked in the context of the arrays' GPU."""
+    library = FakeLibrary(current)
+    with monkeypatch.context() as loaders:
+        for loader in ("PyDLL", "CDLL"):
+            loaders.setattr(ctypes, loader, lambda name: library)
+        cuda = Driver()
+    for module in (arrays, lifetime, launch_module):
+        monkeypatch.setattr(module, "driver", lambda: cuda)
+    operation.function(**on_gpu(cupy, operation, outputs=False))
+    assert tuple(bindings.entries) == operation.kernels
+    assert set(library.asked) == {100}  # the primary context of GPU 0
+    assert library.context == current
+
+
+def test_the_same_memory_in_another_framework(
+    cupy: FakeCuPy, bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is allocated depends on the framework, which views do not tell."""
+    operation = OPERATIONS["quantize_fp8"]
+    given = on_gpu(cupy, operation, outputs=False)
+    wanted: list[str] = []
+
+    def opened(*arguments: Any, **options: Any) -> Any:
+        call = open_call(*arguments, **options)
+        call.framework = framework
+        return call
+
+    def allocate(self: Any, missing: Any) -> Any:
+        wanted.append(missing[0][2])
+        return [object() for _ in missing], [1 << 20 for _ in missing]
+
+    monkeypatch.setattr(core, "glance", lambda arrays: None)
+    monkeypatch.setattr(core, "open_call", opened)
+    monkeypatch.setattr(arrays.Call, "allocate", allocate)
+    for framework in ("cupy", "torch", "cupy"):  # noqa: B007, of opened
+        operation.function(**given)
+    assert wanted == ["uint8", "float8_e4m3fn", "uint8"]
+
+
+@every_operation
 def test_what_is_allocated_lives_until_the_last_launch(
     operation: Operation, cupy: FakeCuPy, bindings: FakeBindings
 ) -> None:
@@ -416,13 +466,13 @@ def test_allocations_under_capture(
     given = on_gpu(cupy, operation)
     absent = {n: v for n, v in given.items() if n not in operation.outputs()}
     driver.capturing.add(0)
-    message = "the stream is being captured, and CuPy's allocator does not serve captures: make"
+    message = "the stream is being captured, and CuPy's allocator does not serve captures:"
     if operation.outputs():
         listed = " ... ".join(f"{name}=" for name in operation.outputs())
-        with refused(cumla.NotPreparedError, f"{message} {listed} ... before the capture"):
+        with refused(cumla.NotPreparedError, f"{message} pass {listed} ... before the capture"):
             operation.function(**absent)
     if len(operation.kernels) > 1:
-        with refused(cumla.NotPreparedError, f"{message} ... plan"):
+        with refused(cumla.NotPreparedError, f"{message} use a plan, made before the capture"):
             operation.function(**given)
         assert bindings.entries == []
     else:

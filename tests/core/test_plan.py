@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -366,22 +367,28 @@ def test_an_update_that_was_only_captured(
 
 
 @every_plan
-def test_a_captured_update_leaves_the_eager_one_alone(
-    planned: Planned, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
+@pytest.mark.parametrize("stream", [0, 5])
+def test_a_captured_update_replaces_the_eager_one(
+    planned: Planned, stream: int, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
 ) -> None:
+    """From the first replay on the buffer holds the graph's schedule, and nobody says when."""
     given = on_gpu(cupy, planned)
     plan = planned.ready(given)
     plan.run(**planned.inputs(given))
-    driver.capturing.add(5)
-    plan.update(**planned.lengths(given), stream=5)
-    plan.run(**planned.inputs(given), stream=5)
+    driver.capturing.add(stream)
+    plan.update(**planned.lengths(given), stream=stream)
+    plan.run(**planned.inputs(given), stream=stream)
     driver.capturing.clear()
     bindings.launched.clear()
-    plan.run(**planned.inputs(given))
-    assert plan.serves(0)
-    assert bindings.entries == [entries(planned)[1]]
     with refused(ValueError, "plan: its last update was captured"):
-        plan.run(**planned.inputs(given), stream=5)
+        plan.run(**planned.inputs(given), stream=stream)
+    with refused(ValueError, "plan: "):
+        plan.run(**planned.inputs(given))
+    assert not plan.serves(0)
+    assert bindings.entries == []
+    plan.update(**planned.lengths(given))
+    plan.run(**planned.inputs(given))
+    assert tuple(bindings.entries) == entries(planned)
 
 
 def test_a_stream_goes_after_the_last_one(
@@ -470,6 +477,33 @@ def test_at_home_the_buffer_goes_back_at_once(
 
 
 # --- shared workspaces ----------------------------------------------------------------------------
+
+
+def test_workspaces_that_overlap(cupy: FakeCuPy, bindings: FakeBindings) -> None:
+    """Parts of one array may not be of two plans, unless they are apart; nor hold what is read."""
+    given = on_gpu(cupy, DECODE)
+    memory = cupy.ndarray((NBYTES,), "uint8")
+    size = DECODE.kind.workspace_bytes(**DECODE.numbers, sm_count=132)
+    size += -size % 256
+
+    def part(begin: int) -> Any:
+        slice_ = cupy.ndarray((size,), "uint8")
+        slice_.data.ptr = memory.data.ptr + begin
+        return slice_
+
+    plan = DECODE.make(given, workspace=part(0))
+    with refused(ValueError, "workspace: needs memory apart ... overlaps one at"):
+        DECODE.make(given, workspace=part(256))
+    DECODE.make(given, workspace=part(size)).update(given["kv_lens"])
+    given["kv_lens"].data.ptr = memory.data.ptr + 512
+    with refused(ValueError, "workspace: needs memory of its own, got memory that kv_lens uses"):
+        plan.update(given["kv_lens"])
+    given = on_gpu(cupy, DECODE)
+    plan.update(given["kv_lens"])
+    given["out"].data.ptr = memory.data.ptr + 512
+    with refused(ValueError, "out: needs memory of its own, got memory that workspace uses"):
+        plan.run(**DECODE.inputs(given))
+    assert bindings.entries == ["mla_schedule"] * 2
 
 
 @every_plan

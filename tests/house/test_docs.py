@@ -44,6 +44,7 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.filterwarnings("error:FlashInfer deprecates:DeprecationWarning")
 @pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
 def test_code_of_a_page_runs(page: Path) -> None:
     """The blocks of a page are one program, from the top to the end."""

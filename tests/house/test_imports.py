@@ -27,7 +27,7 @@ LAYERS = (
     ("cumla.launch",),  # the list of all kernels
     ("cumla.reference",),
     tuple(f"cumla.{family}" for family in FAMILIES),
-    ("cumla.preparation", "cumla.prepare"),
+    ("cumla.preparation",),
     ("cumla.__init__",),
     ("cumla.compat", "cumla.torch", "cumla.jax", "cumla.vllm"),
     ("cumla.bench",),

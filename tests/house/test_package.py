@@ -92,6 +92,12 @@ def test_public_names_are_those_of_the_table() -> None:
         assert getattr(sys.modules[home], name) is public
 
 
+def test_no_module_hides_a_public_name() -> None:
+    """Importing ``cumla.prepare``, were it a module, would put it in the function's place."""
+    modules = {path.stem for path in (ROOT / "cumla").iterdir()}
+    assert not modules & set(cumla.__all__)
+
+
 def source_files() -> list[Path]:
     files = [ROOT / name for name in ("pyproject.toml", ".pre-commit-config.yaml", ".ci/run")]
     for folder in ("cumla", "tests"):

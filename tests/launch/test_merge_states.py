@@ -86,7 +86,7 @@ def launches() -> Callable[..., list[StandIn]]:
     ) -> list[StandIn]:
         named = {**merge._named("outs", outs), **merge._named("lses", lses)}
         views = {name: view(array) for name, array in named.items()}
-        arguments = merge._checked_arguments(views, math.log2(base))
+        arguments = merge._MERGE.arguments(views, math.log2(base))
         memory = np.full(4 * (out.size + lse.size), 0xFF, np.uint8)
         results = view(out), view(lse)
         recipe = merge._MERGE.recipe(memory.nbytes, arguments, results, memory.ctypes.data)

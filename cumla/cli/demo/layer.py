@@ -16,20 +16,11 @@ ROPE_BASE = 10000.0
 
 
 class LayerShape(NamedTuple):
-    """Sizes in which MLA layers differ.
+    """Sizes in which MLA layers differ."""
 
-    Attributes
-    ----------
-    hidden : int
-        Columns of the hidden states.
-    heads : int
-        Query heads.
-    nope_dim, value_dim : int
-        Columns of a head's keys without rotary embedding, and of its values.
-    """
-
-    hidden: int
-    heads: int
+    hidden: int  # columns of the hidden states
+    heads: int  # query heads
+    # Columns of a head's keys without rotary embedding, and of its values.
     nope_dim: int
     value_dim: int
 
@@ -46,25 +37,13 @@ class MLALayer:
     """Weights of one attention layer, float32, and what they make of hidden states.
 
     The output projection is left out: it comes after what is compared, the same on both sides.
-
-    Attributes
-    ----------
-    embedding : ndarray, shape (256, hidden)
-        Hidden state of each byte.
-    w_q : ndarray, shape (hidden, heads * (nope_dim + 64))
-        To queries: nope_dim columns of each head without and 64 with rotary embedding.
-    w_kv : ndarray, shape (hidden, 576)
-        To the latent 512 and the shared rotary key.
-    norm : ndarray, shape (512,)
-        Factors of the latent's RMS normalisation.
-    w_uk, w_uv : ndarray, shape (heads, nope_dim or value_dim, 512)
-        From the latent to each head's keys and values.
     """
 
-    embedding: Array
-    w_q: Array
-    w_kv: Array
-    norm: Array
+    embedding: Array  # hidden state of each byte
+    w_q: Array  # to queries: nope_dim columns of each head without and 64 with rotary embedding
+    w_kv: Array  # to the latent 512 and the shared rotary key
+    norm: Array  # factors of the latent's RMS normalisation
+    # From the latent to each head's keys and values.
     w_uk: Array
     w_uv: Array
 

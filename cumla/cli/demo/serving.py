@@ -59,47 +59,27 @@ def print_row(cells: Iterable[str]) -> None:
 
 
 class Step(NamedTuple):
-    """What a step did.
+    """What a step did."""
 
-    Attributes
-    ----------
-    decoding : int
-        Requests that decode, a token each.
-    chunks : list of int
-        Tokens of each prompt that was prefilled.
-    cached : int
-        Tokens of all requests after it.
-    seconds, kernel_seconds : float
-        Of the whole step, and of writing and attending.
-    error : float
-        The worst token's.
-    """
-
-    decoding: int
-    chunks: list[int]
-    cached: int
+    decoding: int  # requests that decode, a token each
+    chunks: list[int]  # tokens of each prompt that was prefilled
+    cached: int  # tokens of all requests after it
+    # Of the whole step, and of writing and attending.
     seconds: float
     kernel_seconds: float
-    error: float
+    error: float  # the worst token's
 
 
 class Inputs(NamedTuple):
-    """What the call of a step reads; where there is no token rows and q are NaN, the others -1.
+    """What the call of a step reads; where there is no token rows and q are NaN, the others -1."""
 
-    Attributes
-    ----------
-    rows, q : array
-        ``(STEP_TOKENS, 576)`` and ``(STEP_TOKENS, heads, 576)`` bfloat16.
-    batch_indices, positions : array
-        ``(STEP_TOKENS,)`` int32: whose tokens these are, and where in their request.
-    qo_indptr, kv_lens : array
-        ``(batch + 1,)`` and ``(batch,)`` int32: of each request its query tokens and its length.
-    """
-
+    # ``(STEP_TOKENS, 576)`` and ``(STEP_TOKENS, heads, 576)`` bfloat16.
     rows: Any
     q: Any
+    # ``(STEP_TOKENS,)`` int32: whose tokens these are, and where in their request.
     batch_indices: Any
     positions: Any
+    # ``(batch + 1,)`` and ``(batch,)`` int32: of each request its query tokens and its length.
     qo_indptr: Any
     kv_lens: Any
 
@@ -128,16 +108,7 @@ class Inputs(NamedTuple):
 class Server:
     """A layer that serves requests from a paged cache, a call a step.
 
-    Parameters
-    ----------
-    layer : MLALayer
-        The model.
-    requests : list of Request
-        In the order of their prefill.
-    backend : Backend
-        Where the cache lives.
-    seed : int
-        Of the order of pages.
+    The requests are in the order of their prefill; `seed` is that of the order of pages.
     """
 
     def __init__(
@@ -240,17 +211,8 @@ class Server:
 def deal(left: Array, decoding: Array) -> Array:
     """Deal the tokens of a step out: one to each request that decodes, the rest to prompts.
 
-    Parameters
-    ----------
-    left : ndarray of int
-        Tokens of each request's prompt that are not in the cache; where there are none, at most 0.
-    decoding : ndarray of bool
-        Whether it decodes.
-
-    Returns
-    -------
-    ndarray of int
-        Query tokens of each request, at most STEP_TOKENS together.
+    `left` are the tokens of each request's prompt that are not in the cache; where there are none,
+    at most 0. Query tokens of each request come back, at most STEP_TOKENS together.
     """
     counts = decoding.astype(np.int32)
     room = STEP_TOKENS - int(counts.sum())

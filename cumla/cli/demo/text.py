@@ -28,11 +28,8 @@ class Request:
 def load_text(file: Path | None) -> tuple[str, bytes]:
     """Read the text and name it.
 
-    Parameters
-    ----------
-    file : Path or None
-        None stands for cumla's README: the one that the installed package carries as its
-        description, or that of the source tree.
+    None stands for cumla's README: the one that the installed package carries as its description,
+    or that of the source tree.
     """
     if file is not None:
         return str(file), file.read_bytes()

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from cumla.compat.flashinfer import cascade, concat_ops, mla, page
 from cumla.compat.flashinfer.cascade import merge_state, merge_state_in_place, merge_states
-from cumla.compat.flashinfer.mla import BatchMLAPagedAttentionWrapper
+from cumla.compat.flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 from cumla.compat.flashinfer.page import (
     append_paged_mla_kv_cache,
     get_batch_indices_positions,
@@ -36,6 +36,7 @@ from cumla.compat.flashinfer.page import (
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
+    "MLAPlanMetadata",
     "append_paged_mla_kv_cache",
     "cascade",
     "concat_ops",

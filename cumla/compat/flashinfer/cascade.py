@@ -16,7 +16,14 @@ __all__ = ["merge_state", "merge_state_in_place", "merge_states"]
 
 _V, _S = "seq_len, num_heads, head_dim", "seq_len, num_heads"
 _TWO = CallersNames(
-    {"outs[0]": "v_a", "outs[1]": "v_b", "lses[0]": "s_a", "lses[1]": "s_b"}, RuntimeError
+    {
+        "outs[0]": "v_a",
+        "outs[1]": "v_b",
+        "lses[0]": "s_a",
+        "lses[1]": "s_b",
+        "all of outs": "v_a and v_b",
+    },
+    RuntimeError,
 )
 _IN_PLACE = CallersNames(
     {
@@ -26,10 +33,11 @@ _IN_PLACE = CallersNames(
         "lses[0]": "s",
         "lses[1]": "s_other",
         "lse": "s",
+        "all of outs": "v and v_other",
     },
     RuntimeError,
 )
-_MANY = CallersNames({"outs": "v", "lses": "s"}, RuntimeError)
+_MANY = CallersNames({"outs[0]": "v", "outs": "v", "all of outs": "v", "lses": "s"}, RuntimeError)
 
 
 def merge_state(

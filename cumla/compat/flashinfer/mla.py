@@ -29,6 +29,8 @@ What differs:
 * How many query tokens there are the first `run` tells, by its shape: it makes a `cumla` plan,
   which is kept as long as shapes stay. That has a buffer of its own, of
   `cumla.MLAAttentionPlan.workspace_bytes`; the workspace that is passed in tells the device only.
+* The first `run` after a `plan` computes the schedule before it checks ``out``, ``lse`` and the
+  strides of its tensors. A run that is refused has written nothing else.
 * With ``use_cuda_graph=True`` the number of query tokens must stay, like the batch. Rows of the
   query after the last offset belong to nobody; what they give in ``out`` is not written.
 * Any page size, any number of heads, and causal masks of them all. Every run takes packed tensors
@@ -49,9 +51,11 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import e, inf, log2
+from statistics import mode
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
+from cumla.core.arguments import checked_scale
 from cumla.core.arrays import open_call
 from cumla.mla.attention import MLAAttentionPlan
 
@@ -239,6 +243,11 @@ class BatchMLAPagedAttentionWrapper:
         self._kept = {n: b for n, b in buffers.items() if use_cuda_graph and b is not None}
         for name, buffer in self._kept.items():
             _check_lengths(_CSR[name], buffer, _AXES[name])
+            if _name(buffer.dtype) != "int32":
+                raise ValueError(
+                    f"{_CSR[name]}: needs int32, in which CUDA graphs read it, got {buffer.dtype}; "
+                    f"allocate it so"
+                )
             if buffer.device != self.device:
                 raise ValueError(
                     f"{_CSR[name]}: needs a tensor on {self.device}, where "
@@ -248,6 +257,7 @@ class BatchMLAPagedAttentionWrapper:
         self._shape: _Shape | None = None
         self._form: _Form | None = None
         self._sm_scale: float | None = None
+        self._said: dict[str, Any] = {}  # by the first plan, of what a graph holds
         self._plan: MLAAttentionPlan | None = None
         self._made_for: tuple[_Shape, int] | None = None
         # Of the last update of _plan with _arrays: its stream, and whether a graph got it.
@@ -267,8 +277,8 @@ class BatchMLAPagedAttentionWrapper:
         page_size: int | None = None,
         causal: bool | None = None,
         sm_scale: float | None = None,
-        q_data_type: torch.dtype | None = None,
-        kv_data_type: torch.dtype | None = None,
+        q_data_type: torch.dtype | str | None = None,
+        kv_data_type: torch.dtype | str | None = None,
         use_profiler: bool = False,
         *,
         metadata: Any = None,
@@ -279,7 +289,7 @@ class BatchMLAPagedAttentionWrapper:
         query_layout: str | None = None,
         kv_cache_layout: str | None = None,
         lse_mode: str = "none",
-        output_dtype: torch.dtype | None = None,
+        output_dtype: torch.dtype | str | None = None,
         output_scale: str = "none",
         scale_mode: str = "default",
         skip_softmax: bool = False,
@@ -312,7 +322,7 @@ class BatchMLAPagedAttentionWrapper:
             Bottom-right causal mask: the last query of a request sees all of it.
         sm_scale : float
             Factor of the scores.
-        q_data_type, kv_data_type : torch.dtype
+        q_data_type, kv_data_type : torch.dtype or str
             bfloat16 or float16, both the same; with bfloat16 the cache may be float8_e4m3fn.
         metadata : MLAPlanMetadata
             In place of the first four arguments, which are deprecated.
@@ -320,7 +330,7 @@ class BatchMLAPagedAttentionWrapper:
             In place of a metadata object made by `MLAPlanMetadata.dense`; deprecated, too.
         query_layout, kv_cache_layout, lse_mode
             Not looked at.
-        output_dtype : torch.dtype, optional
+        output_dtype : torch.dtype or str, optional
             q_data_type.
         scale_mode : str
             ``"default"``, or with an FP8 cache ``"kv-per-tensor"``: they mean the same.
@@ -336,6 +346,7 @@ cute_dsl_impl, use_sinks
             An argument does not fit, or asks for what cumla does not have; a change that a CUDA
             graph would not see.
         """
+        q_data_type, kv_data_type = _dtype(q_data_type), _dtype(kv_data_type)
         modes = ("default", "kv-per-tensor") if _name(kv_data_type) == _FP8 else ("default",)
         refuse(
             _NO_KERNELS,
@@ -369,7 +380,9 @@ cute_dsl_impl, use_sinks
                 f"(head_dim_kpe), got {head_dim_ckv} and {head_dim_kpe}; import the wrapper from "
                 f"flashinfer for others"
             )
-        dtypes = _checked_dtypes(q_data_type, kv_data_type, output_dtype)
+        dtypes = _checked_dtypes(q_data_type, kv_data_type, _dtype(output_dtype))
+        with _NAMES:
+            sm_scale = checked_scale(sm_scale, 1.0)
         flat = MLAPlanMetadata(
             *(qo_indptr, kv_indptr, kv_indices, kv_len_arr),
             *(cum_seq_lens_q, block_tables, seq_lens, max_q_len),
@@ -389,16 +402,18 @@ cute_dsl_impl, use_sinks
             *dtypes,
             bool(causal),
         )
+        has_fixed_lse = qo_indptr is None or lse_mode != "none"
+        form = _Form(q_data_type, kv_data_type, needed["head_dim_kpe"], has_fixed_lse)
         if self._use_cuda_graph:
-            self._keep(arrays, shape)
+            pages = "block_tables" if "block_table" in arrays else "kv_indices"
+            said = needed | {"causal": shape.causal, "sm_scale": sm_scale, "metadata": pages}
+            self._keep(arrays, said)
         else:
             self._arrays = {
                 name: self._staged(array).to(self.device, non_blocking=self._on_gpu)
                 for name, array in arrays.items()
             }
-        has_fixed_lse = qo_indptr is None or lse_mode != "none"
-        self._form = _Form(q_data_type, kv_data_type, needed["head_dim_kpe"], has_fixed_lse)
-        self._shape, self._sm_scale, self._updated_on = shape, sm_scale, None
+        self._form, self._shape, self._sm_scale, self._updated_on = form, shape, sm_scale, None
         if self._use_cuda_graph and self._plan is not None:
             self._update()  # for graphs that hold runs without an update
 
@@ -455,7 +470,7 @@ cute_dsl_impl, use_sinks
         ckv_scale_arr : torch.Tensor, optional
             In place of it ``(num_pages, page_size, 4)`` float32, of 128 columns of a token each.
         kpe_scale : float, optional
-            Factor of the RoPE columns of an FP8 cache.
+            Factor of the RoPE columns of an FP8 cache; not needed with a head_dim_kpe of 0.
         kv_len, page_table, o_scale, sinks, skip_softmax_threshold_scale_factor, bmm1_scale, \
 bmm2_scale : None
             Of FlashInfer's other backends.
@@ -500,14 +515,15 @@ bmm2_scale : None
         wants_lse = bool(return_lse or lse is not None)
         if wants_lse and not form.has_fixed_lse:
             self._warn("an lse that plan() did not announce", "pass lse_mode= to plan()", 4)
-        _check_parts(("query", "q_nope", "q_pe"), q, "q_data_type", form)
-        _check_parts(("kv_cache", "ckv_cache", "kpe_cache"), cache, "kv_data_type", form)
+        heads, page_size = ("num_heads", shape.num_heads), ("page_size", shape.page_size)
+        _check_parts(("query", "q_nope", "q_pe"), q, "q_data_type", form, heads)
+        _check_parts(("kv_cache", "ckv_cache", "kpe_cache"), cache, "kv_data_type", form, page_size)
         if form.head_dim_kpe == 0:
             q, cache = _with_rope(q, cache)
         scales = {"ckv_scale": ckv_scale, "ckv_scale_arr": ckv_scale_arr, "kpe_scale": kpe_scale}
         kv_scale = None
         if shape.cache_dtype == _FP8:
-            cache, kv_scale = _with_scales(cache, **scales)
+            cache, kv_scale = _with_scales(cache, has_rope=form.head_dim_kpe > 0, **scales)
         else:
             refuse(f"needs a plan with kv_data_type {_FP8}, got another", ValueError, **scales)
         with _NAMES:
@@ -542,19 +558,20 @@ bmm2_scale : None
         array = array.int()
         return array.pin_memory() if self._on_gpu and array.device.type == "cpu" else array
 
-    def _keep(self, arrays: dict[str, Any], shape: _Shape) -> None:
+    def _keep(self, arrays: dict[str, Any], said: dict[str, Any]) -> None:
         """Copy lengths and pages to where graphs read them, once they are known to fit there."""
-        if self._shape is not None:
-            had, got = (*self._shape, *sorted(self._arrays)), (*shape, *sorted(arrays))
-            if had != got:
+        for name, value in said.items():
+            first = self._said.get(name, value)
+            if value != first:
                 raise ValueError(
-                    f"use_cuda_graph: needs every plan to say what the first one said, {had}, got "
-                    f"{got}; make a wrapper for each"
+                    f"{name}: needs {first}, as in the first plan of this wrapper, got {value}; "
+                    f"with use_cuda_graph make a wrapper for each"
                 )
         for name, array in arrays.items():
             kept = self._kept.get(name)
             if kept is not None:
                 _check_room(name, tuple(kept.shape), tuple(array.shape))
+        self._said = said
         for name, array in arrays.items():
             staged = self._staged(array)
             kept = self._kept.get(name)
@@ -598,12 +615,15 @@ bmm2_scale : None
 
 def _place(name: str, tensor: Any) -> tuple[int, bool]:
     """Tell the stream of a call with a tensor, and whether it is being captured."""
-    call = open_call(((name, tensor),))
-    return call.stream, call.capturing
+    with open_call(((name, tensor),)) as call:  # the driver answers for the current context
+        return call.stream, call.capturing
 
 
-def _check_parts(names: tuple[str, str, str], value: Any, planned: str, form: _Form) -> None:
-    """Check the dtype and the columns of a packed tensor, or of a pair, against the plan."""
+def _check_parts(
+    names: tuple[str, str, str], value: Any, planned: str, form: _Form, axis: tuple[str, int]
+) -> None:
+    """Check dtype, middle axis and columns of a packed tensor, or of a pair, against the plan."""
+    size_name, size = axis
     whole, *parts = names
     dtype = getattr(form, planned)
     given = {whole: (value, _CKV + form.head_dim_kpe)}
@@ -623,6 +643,11 @@ def _check_parts(names: tuple[str, str, str], value: Any, planned: str, form: _F
                 f"{name}: needs 3 axes, the last of {columns} columns, got shape "
                 f"{tuple(part.shape)}; reshape it, or plan for it"
             )
+        if part.shape[1] != size:
+            raise ValueError(
+                f"{name}: needs {size_name} of the plan, {size}, as its second axis, got shape "
+                f"{tuple(part.shape)}; pass what was planned, or plan for it"
+            )
 
 
 def _with_rope(q: Any, cache: Any) -> tuple[Any, Any]:
@@ -641,7 +666,9 @@ def _with_a_page(cache: Any) -> Any:
     return cache if cache[0].shape[0] else tuple(map(_with_a_page, cache))
 
 
-def _with_scales(cache: Any, *, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any) -> Any:
+def _with_scales(
+    cache: Any, *, has_rope: bool, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any
+) -> Any:
     """Return an FP8 cache as cumla takes it, and the factor of what has no scales in it."""
     if (ckv_scale is None) == (ckv_scale_arr is None):
         raise ValueError(
@@ -649,10 +676,11 @@ def _with_scales(cache: Any, *, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: A
             f"{'neither' if ckv_scale is None else 'both'}; pass ckv_scale=1.0 if the rows were "
             f"not scaled"
         )
-    kpe_factor = _factor("kpe_scale", kpe_scale)
+    ckv_factor = 1.0 if ckv_scale is None else _factor("ckv_scale", ckv_scale)
+    # Without RoPE columns the query's are 0: any factor will do, and one for all costs the least.
+    kpe_factor = _factor("kpe_scale", kpe_scale) if has_rope else ckv_factor
     first = cache[0] if isinstance(cache, tuple) else cache
     if ckv_scale_arr is None:
-        ckv_factor = _factor("ckv_scale", ckv_scale)
         if ckv_factor == kpe_factor:
             return cache, kpe_factor
         torch = sys.modules["torch"]
@@ -676,6 +704,13 @@ def _factor(name: str, scale: Any) -> float:
 
 def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _dtype(given: Any) -> Any:
+    """Return PyTorch's dtype of a name; other things as they are."""
+    torch = sys.modules["torch"]
+    found = getattr(torch, _name(given), None) if isinstance(given, str) else None
+    return found if isinstance(found, torch.dtype) else given
 
 
 def _checked_dtypes(query: Any, cache: Any, output: Any) -> tuple[str, str]:
@@ -726,16 +761,20 @@ def _checked_batch(theirs: dict[str, str], arrays: dict[str, Any]) -> dict[str, 
     """Check that all describe the same requests; kv_indptr may go on after the last one."""
     for name, array in arrays.items():
         _check_lengths(theirs[name], array, _AXES[name])
-    batch = arrays["kv_lens"].shape[0]
-    if "kv_indptr" in arrays:
+    more = {"batch": 0, "batch + 1": 1}  # entries than requests
+    extra = {n: more.get(_AXES[n].partition(",")[0]) for n in arrays}
+    counts = {n: arrays[n].shape[0] - m for n, m in extra.items() if m is not None}
+    batch = mode(counts.values())  # what most of them say: the one that differs is wrong
+    if counts.get("kv_indptr", -1) > batch:
+        counts["kv_indptr"] = batch
         arrays["kv_indptr"] = arrays["kv_indptr"][: batch + 1]
-    for name, array in arrays.items():
-        axis = _AXES[name].partition(",")[0]
-        wanted = {"batch": batch, "batch + 1": batch + 1}.get(axis, array.shape[0])
-        if array.shape[0] != wanted:
+    others = [theirs[name] for name, count in counts.items() if count == batch]
+    for name, count in counts.items():
+        if count != batch:
+            got = arrays[name].shape[0]
             raise ValueError(
-                f"{theirs[name]}: needs {wanted} entries with the {batch} requests of "
-                f"{theirs['kv_lens']}, got {array.shape[0]}; describe the same requests"
+                f"{theirs[name]}: needs {batch + got - count} entries with the {batch} requests of "
+                f"{others[0]}, got {got}; describe the same requests"
             )
     return arrays
 

@@ -93,28 +93,39 @@ def get_batch_indices_positions(
     append_indptr : torch.Tensor
         ``(batch + 1,)``, int32: where the new tokens of each request begin, and the last ones end.
     seq_lens : torch.Tensor
-        ``(batch,)``: tokens of each request, the new ones included.
+        ``(batch,)``: tokens of each request, the new ones included; it may be longer.
     nnz : int
         Tokens in all.
 
     Returns
     -------
     batch_indices, positions : torch.Tensor
-        ``(nnz,)``, int32. Tokens of no request get the request -1, which an append skips.
+        ``(nnz,)``, int32. Tokens of no request get the request -1, which an append skips, and the
+        position 0.
 
     Raises
     ------
     TypeError
         An argument is no tensor.
+    RuntimeError
+        append_indptr is of more requests than seq_lens.
     """
     check_tensors(append_indptr=append_indptr, seq_lens=seq_lens)
+    batch = append_indptr.shape[0] - 1
+    if not 0 <= batch <= seq_lens.shape[0]:
+        raise RuntimeError(
+            f"append_indptr: needs an entry more than requests, at most {seq_lens.shape[0] + 1} "
+            f"with this seq_lens, got {batch + 1}; describe the same requests"
+        )
     torch = sys.modules["torch"]
     tokens = torch.arange(nnz, dtype=append_indptr.dtype, device=append_indptr.device)
     requests = torch.searchsorted(append_indptr, tokens, right=True) - 1
-    batch = seq_lens.shape[0]
-    behind = seq_lens.to(append_indptr.device) - append_indptr[1:]
-    positions = tokens + behind[requests.clamp(0, batch - 1)]
-    return requests.masked_fill(requests == batch, -1).int(), positions.int()
+    behind = seq_lens[:batch].to(append_indptr.device) - append_indptr[1:]
+    # One entry more for tokens of no request, to which -1 and batch both lead.
+    behind = torch.cat([behind, behind.new_zeros(1)])
+    of_nobody = (requests < 0) | (requests == batch)
+    positions = (tokens + behind[requests]).masked_fill(of_nobody, 0)
+    return requests.masked_fill(of_nobody, -1).int(), positions.int()
 
 
 def get_seq_lens(

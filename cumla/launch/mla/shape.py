@@ -15,6 +15,7 @@ from cumla.launch.split.plan import (
     filling_parts,
     piece_blocks,
 )
+from cumla.mla.shape import HEAD_DIM, VALUE_DIM
 
 __all__ = [
     "CACHES",
@@ -26,9 +27,6 @@ __all__ = [
     "MLAAttentionKey",
     "MLADecodeKey",
 ]
-
-HEAD_DIM = 576  # 512 latent + 64 RoPE columns
-VALUE_DIM = 512  # the latent columns are the value
 
 VARIANTS = ("swapped", "one_tile", "shared_blocks")
 """Kernels of cuda/mla/mla_decode_swapped.cu and cuda/mla/mla_decode.cu that attend."""

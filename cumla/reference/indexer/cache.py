@@ -4,14 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from cumla.reference.rows import as_e4m3, quantized
-
-Array = NDArray[Any]
+from cumla.reference.rows import Array, as_e4m3, quantized
 
 _SCALE_BYTES = 4  # per token of a fused cache
 
@@ -56,17 +52,8 @@ def append_indexer_cache(
 def split_cache(kv_cache: Array | Sequence[Array], head_dim: int) -> tuple[Array, Array]:
     """Give the keys and the scales of a paged cache, without copying them.
 
-    Parameters
-    ----------
-    kv_cache : ndarray or pair of ndarray
-        As in :func:`append_indexer_cache`.
-    head_dim : int
-        Values of a key.
-
-    Returns
-    -------
-    keys : ndarray of float8_e4m3fn, shape (num_pages, page_size, head_dim)
-    scales : ndarray of float32, shape (num_pages, page_size)
+    They are ``(num_pages, page_size, head_dim)`` float8_e4m3fn and ``(num_pages, page_size)``
+    float32.
     """
     if not isinstance(kv_cache, np.ndarray):
         keys, scales = kv_cache

@@ -4,14 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from cumla.reference.rows import as_e4m3
-
-Array = NDArray[Any]
+from cumla.reference.rows import Array, as_e4m3
 
 
 def mqa_logits(

@@ -4,16 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cumla.reference.indexer.cache import split_cache
 from cumla.reference.indexer.logits import logits_of, output
-from cumla.reference.rows import as_e4m3, cached_rows
-
-Array = NDArray[Any]
+from cumla.reference.rows import Array, as_e4m3, cached_rows
 
 
 def paged_mqa_logits(
@@ -40,9 +36,7 @@ def paged_mqa_logits(
     q : ndarray of float8_e4m3fn or uint8, shape (batch, next_n, num_heads, head_dim)
         Queries of the newest tokens of each request.
     kv_cache : ndarray of uint8, shape (num_pages, page_size, head_dim + 4), or pair of ndarray
-        Pages that hold, whatever the axes say, first the e4m3 keys of all their tokens, then the
-        float32 scales. With or without an axis of size 1 before the last. Or both apart: keys
-        ``(num_pages, page_size, head_dim)`` and scales ``(num_pages, page_size)``.
+        As in :func:`append_indexer_cache`.
     weights : ndarray of float32, shape (batch * next_n, num_heads)
         As in :func:`mqa_logits`.
     block_table : ndarray of integers, shape (batch, max_pages)
@@ -52,15 +46,13 @@ def paged_mqa_logits(
         ``kv_lens[b] - (next_n - 1 - i)``. Or how many each query sees.
     max_kv_len : int
         Columns of the result.
-    logits_dtype, clean
-        As in :func:`mqa_logits`.
-    out : ndarray, shape (batch * next_n, max_kv_len), optional
-        Where to write the logits.
+    logits_dtype, clean, out
+        As in :func:`mqa_logits`; out is ``(batch * next_n, max_kv_len)``.
 
     Returns
     -------
     ndarray
-        The logits, computed in float64 and rounded once.
+        As of :func:`mqa_logits`.
     """
     batch, next_n, _, head_dim = q.shape
     keys, scales = split_cache(kv_cache, head_dim)

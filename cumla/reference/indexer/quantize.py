@@ -6,11 +6,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from cumla.reference.rows import E4M3, quantized
-
-Array = NDArray[Any]
+from cumla.reference.rows import E4M3, Array, quantized
 
 
 class QuantizedRows(NamedTuple):
@@ -55,10 +52,8 @@ def quantize_fp8(
         At least one column.
     power_of_two_scales : bool
         Round scales up to powers of two.
-    out : ndarray of float8_e4m3fn or uint8, shape of x, optional
-        Where to write the values.
-    scale_out : ndarray of float32, shape (...), optional
-        Where to write the scales.
+    out, scale_out : ndarray, optional
+        Where to write the values, float8_e4m3fn or uint8 of the shape of x, and the scales.
 
     Returns
     -------

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cumla.core.state import AttentionState
 from cumla.mla.shape import VALUE_DIM
 from cumla.reference.mla.decode import mla_decode
-
-Array = NDArray[Any]
+from cumla.reference.rows import Array
 
 
 def mla_attention(
@@ -42,29 +40,24 @@ def mla_attention(
 
     Parameters
     ----------
-    q : ndarray, shape (total_tokens, num_heads, 576)
-        Absorbed queries, in a dtype of :func:`mla_decode`, or a pair as there.
-    kv_cache : ndarray or sequence of ndarray
-        As in :func:`mla_decode`.
+    q : ndarray or pair of ndarray, shape (total_tokens, num_heads, 576)
+        Absorbed queries.
     block_table : ndarray of int32, shape (batch, max_pages), or None
-        As in :func:`mla_decode`; None with kv_indptr and kv_indices.
-    kv_lens : ndarray of int32, shape (batch,)
-        Number of cached tokens of each request, those of the queries included.
+        None with kv_indptr and kv_indices.
     qo_indptr : ndarray of int32, shape (batch + 1,)
         Where the query tokens of each request begin, and where the last ones end.
     kv_indptr, kv_indices : ndarray of int32, shapes (batch + 1,) and (pages,), optional
         In place of a table: where the pages of each request begin in a list of page numbers.
-    causal, softmax_scale, kv_scale, accumulate
+    kv_cache, kv_lens, causal, softmax_scale, kv_scale, accumulate
         As in :func:`mla_decode`, of each request for itself.
-    out : ndarray of q's dtype or float32, shape (total_tokens, num_heads, 512), optional
-        Where to write the output. Rows of no request are not written.
-    lse : ndarray of float32, shape (total_tokens, num_heads), optional
-        Where to write the logarithms, likewise.
+    out, lse : ndarray, optional
+        ``(total_tokens, num_heads, 512)`` and ``(total_tokens, num_heads)``, where to write the
+        results, as in :func:`mla_decode`. Rows of no request are not written.
 
     Returns
     -------
     AttentionState
-        ``out`` and ``lse``. A query that sees no token has out 0 and lse -inf.
+        As of :func:`mla_decode`.
 
     Raises
     ------

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from cumla.mla.shape import PACKED_BYTES, SCALED_COLUMNS, SCALES, VALUE_DIM
 from cumla.reference.rows import (
     E4M3,
+    Array,
     as_e4m3,
     e4m3_bits,
     in_float32,
@@ -20,8 +19,6 @@ from cumla.reference.rows import (
     quantized,
     rotated,
 )
-
-Array = NDArray[Any]
 
 
 def append_mla_cache(
@@ -64,10 +61,8 @@ def append_mla_cache(
         ``(tokens, num_kv_heads, 576)``, or without the head axis for one KV head; or the same as
         ``(ckv, k_pe)``, 512 and 64 wide. Of any floating dtype.
     kv_cache : ndarray, or pair or triple of ndarray
-        ``(num_pages, page_size, num_kv_heads, 576)``, the rest as for rows. Written to. Of
-        float8_e4m3fn, or uint8 with its bits, both parts of a pair or the first one. A third part
-        is float32 scales, ``(num_pages, page_size, num_kv_heads, 4)``. One array of uint8 with 656
-        columns is the packed format: 512 e4m3, 4 float32 scales, 64 bfloat16.
+        ``(num_pages, page_size, num_kv_heads, 576)``, or in parts, as in :func:`mla_decode`.
+        Written to. Scales of its own go with RoPE columns of 16 bits.
     slot_mapping : ndarray of integers, shape (tokens,), optional
         Where each row goes.
     batch_indices, positions : ndarray of integers, shape (tokens,), optional

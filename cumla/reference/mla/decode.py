@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cumla.core.state import AttentionState
 from cumla.mla.shape import HEAD_DIM, SCALED_COLUMNS, VALUE_DIM
 from cumla.reference.mla.cache import columns_of
-from cumla.reference.rows import E4M3, cached_rows
-
-Array = NDArray[Any]
+from cumla.reference.rows import E4M3, Array, cached_rows
 
 
 def mla_decode(
@@ -73,10 +70,9 @@ def mla_decode(
         ``kv_lens[b] - (q_len - 1 - i)`` tokens. Otherwise every query sees all.
     batch_invariant : bool, default False
         Makes no difference here: each request is computed on its own.
-    out : ndarray of q's dtype or float32, shape (batch, q_len, num_heads, 512), optional
-        Where to write the output.
-    lse : ndarray of float32, shape (batch, num_heads, q_len), optional
-        Where to write the logarithms.
+    out, lse : ndarray, optional
+        Where to write the results: ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, and
+        ``(batch, num_heads, q_len)`` float32.
     accumulate : {"float64", "float32"}
         Precision of all arithmetic; inputs are converted first, results rounded last.
 

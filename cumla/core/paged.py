@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lengths, offsets and page numbers of requests: what every family with a paged cache needs.
+
+Argument tables, the schedule that is computed from lengths, plans whose pages come as a table or as
+a list, and what the check mode looks at.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from cumla.core.arguments import INT32, Array, bind
+from cumla.core.operation import Operation, Output
+from cumla.core.plan import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable
+
+__all__ = [
+    "BLOCK_TABLE",
+    "ENTRY",
+    "KV_LENS",
+    "QO_INDPTR",
+    "RAGGED_LENGTHS",
+    "Attend",
+    "Host",
+    "Results",
+    "Schedule",
+    "TableOrList",
+    "check_block_table",
+    "check_made_for",
+    "check_one_form",
+    "check_ragged_lengths",
+    "check_ragged_pages",
+    "check_rows",
+    "check_table_lengths",
+    "checked_pages",
+    "not_one_form",
+    "page_lists",
+    "refuse_pages",
+    "refuse_value",
+]
+
+Host = Mapping[str, np.ndarray[Any, Any]]
+"""Arrays in CPU memory, by the names of their arguments."""
+Results = Sequence[np.ndarray[Any, Any]]
+"""What an operation computes on the CPU."""
+
+K = TypeVar("K")
+
+
+class Attended(Protocol):
+    """Checked arguments of attention."""
+
+    @property
+    def q(self) -> ArrayView:
+        """The queries."""
+
+
+A = TypeVar("A", bound=Attended)
+
+ENTRY = "give each request of the batch its entry"
+BLOCK_TABLE = Array("batch max_pages", INT32, "row", ENTRY)
+KV_LENS = Array("batch", INT32, way_out=ENTRY)
+QO_INDPTR = Array("batch+1", INT32, way_out="give each request a begin, and the last an end")
+RAGGED_LENGTHS = {
+    "qo_indptr": QO_INDPTR,
+    "kv_lens": KV_LENS,
+    "kv_indptr": Array("batch+1", INT32, way_out=ENTRY),
+}
+_PAGES = {
+    "block_table": BLOCK_TABLE,
+    "kv_indices": Array("pages", INT32, "row", "pass a table as block_table"),
+}
+_MOST_INT32 = (1 << 31) - 1
+_ZEROS = "the kernels would read zeros for that page"
+
+
+class Schedule(Operation[tuple[Any, ...], K], Generic[K]):
+    """Deals the KV blocks of all requests out, from lengths, into a plan's buffer.
+
+    Its arguments are the views of `table`, in that order, and its options are the batch, or None
+    where the arrays tell it. `launch` takes a key, the buffer's address and the arguments. On the
+    CPU there is no schedule.
+    """
+
+    def __init__(self, table: Mapping[str, Array], launch: Callable[..., Launchable]) -> None:
+        super().__init__()
+        self.integers = tuple(table)
+        self._table = table
+        self._launch = launch
+
+    def arguments(self, views: Views, options: Any) -> tuple[Any, ...]:
+        """Check the lengths."""
+        bind(self._table, views, {} if options is None else {"batch": options})
+        return tuple([views.get(name) for name in self._table])
+
+    def recipe(
+        self, key: Any, arguments: tuple[Any, ...], outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        """Describe the one launch, or none for an empty batch."""
+        return (self._launch(key, buffer, *arguments),) if key.batch else ()
+
+    def reference(self, host: Host, arguments: Any) -> Results:
+        """Do nothing."""
+        return ()
+
+
+class Attend(Operation[A, K], Generic[A, K]):
+    """Attends by the schedule in a plan's buffer.
+
+    Its arguments hold ``q``, ``(..., tokens, num_heads, columns)``. `launch` takes a key, the
+    buffer's address, the arguments, out and lse.
+    """
+
+    def __init__(self, launch: Callable[..., Launchable]) -> None:
+        super().__init__()
+        self._launch = launch
+
+    @abstractmethod
+    def value_dim(self, arguments: A) -> int:
+        """Tell how many columns out has."""
+
+    def outputs(self, arguments: A) -> tuple[Output, ...]:
+        """Tell the shapes of out, in q's dtype or float32, and lse."""
+        q = arguments.q
+        *batch, tokens, num_heads = q.shape[:-1]
+        lse_shape = (*batch, num_heads, tokens) if batch else (tokens, num_heads)
+        out_shape = (*q.shape[:-1], self.value_dim(arguments))
+        out = Output("out", out_shape, (q.dtype, "float32"))
+        return out, Output("lse", lse_shape, ("float32",), "elements")
+
+    def workspace_bytes(self, key: Any) -> int:
+        """Tell the size of a plan's buffer."""
+        nbytes: int = key.layout.nbytes
+        return nbytes
+
+    def recipe(
+        self, key: Any, arguments: A, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        """Describe the one launch, or none without requests or query tokens."""
+        if not key.batch or 0 in arguments.q.shape:
+            return ()
+        return (self._launch(key, buffer, arguments, *outs),)
+
+
+class TableOrList(Plan[K], Generic[K]):
+    """A plan for queries of different lengths, whose pages come as a table or as a list.
+
+    The last update decides which: with ``kv_indptr`` runs take ``kv_indices``, without it they take
+    ``block_table``.
+    """
+
+    _lengths = "kv_lens, qo_indptr=..."
+    _has_list: bool | None = None  # whether the last update was for a list of pages
+
+    def _take_form(self, has_list: bool) -> None:
+        """Note the form of the last update; runs in the other one are forgotten."""
+        if self._memory is not None:
+            self._memory.ready.clear()
+        self._has_list = has_list
+
+    def _run(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        options: Hashable,
+        stream: Any,
+        seen: Hashable = None,
+    ) -> tuple[Any, ...]:
+        """Refuse pages in the other form than that of the last update."""
+        has_list = "kv_indices" in inputs
+        if self._has_list not in (None, has_list):
+            name, had, other = (
+                ("kv_indices", "without it", "block_table")
+                if has_list
+                else ("block_table", "with it", "kv_indices")
+            )
+            update = f"{self._lengths}, kv_indptr=..." if has_list else self._lengths
+            raise ValueError(
+                f"{name}: needs a plan that was updated {'with' if has_list else 'without'} "
+                f"kv_indptr, got one updated {had}; pass {other}, or call plan.update({update})"
+            )
+        return super()._run(inputs, outputs, options, stream, seen)
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def check_one_form(block_table: Any, kv_indptr: Any, kv_indices: Any) -> None:
+    """Check that pages come as a table, or as a list with its offsets."""
+    given = {"block_table": block_table, "kv_indptr": kv_indptr, "kv_indices": kv_indices}
+    names = [name for name, value in given.items() if value is not None]
+    if names in (["block_table"], ["kv_indptr", "kv_indices"]):
+        return
+    wrong = names[-1] if names else "block_table"
+    raise ValueError(
+        f"{wrong}: pages need to come as block_table, or as kv_indptr and kv_indices, got "
+        f"{' and '.join(names) or 'neither'}; pass one form"
+    )
+
+
+def not_one_form(block_table: Any) -> ValueError:
+    """Say that a plan's run got pages in both forms, or in none."""
+    return ValueError(
+        f"block_table: needs pages as block_table, or as kv_indices after an update with "
+        f"kv_indptr, got {'neither' if block_table is None else 'both'}; pass one form"
+    )
+
+
+def checked_pages(views: Views) -> ArrayView:
+    """Return the table, or the list, of pages: what was given of the two."""
+    bind(_PAGES, views, {})
+    pages = views.get("block_table")
+    if pages is None:
+        pages = views["kv_indices"]
+    elif pages.shape[0] > 1 and pages.strides[0] < 0:  # entries count from the first row's
+        raise ValueError(
+            f"block_table: needs rows in the order of memory, got a stride of "
+            f"{pages.strides[0]} bytes between them; make a contiguous copy"
+        )
+    assert pages is not None
+    return pages
+
+
+def check_rows(pages: ArrayView, batch: int) -> None:
+    """Check that a table has a row for each request; a list of pages has none."""
+    if len(pages.shape) == 2 and pages.shape[0] != batch:
+        raise ValueError(
+            f"block_table: needs shape (batch, max_pages) with batch {batch}, got {pages.shape}; "
+            f"{ENTRY}"
+        )
+
+
+def check_made_for(names: Sequence[str], made: tuple[Any, ...], got: tuple[Any, ...]) -> None:
+    """Refuse arrays of another shape than that of a plan; `names` are those of the numbers."""
+    if got != made:
+        raise ValueError(
+            f"plan: made for ({', '.join(names)}) {made}, got {got}; make a plan for this shape"
+        )
+
+
+# --- check mode ----------------------------------------------------------------------------------
+
+
+def refuse_value(
+    name: str,
+    values: np.ndarray[Any, Any],
+    wrong: np.ndarray[Any, Any],
+    need: str | Callable[..., str],
+    otherwise: str = "its rows would be skipped",
+) -> None:
+    """Raise for the first value that is wrong; `need` may be a function of its indices."""
+    places = np.argwhere(wrong)
+    if places.size:
+        place = tuple(places[0].tolist())
+        needed = need if isinstance(need, str) else need(*place)
+        raise ValueError(
+            f"{name}[{', '.join(map(str, place))}]: needs {needed}, got {values[place]}; "
+            f"{otherwise}"
+        )
+
+
+def check_table_lengths(
+    lengths: np.ndarray[Any, Any], table: np.ndarray[Any, Any], page_size: int
+) -> None:
+    """Raise for the first length that the columns of a table do not hold."""
+    longest = table.shape[1] * page_size
+    need = f"a length from 0 to max_pages * page_size = {longest}"
+    wrong = (lengths < 0) | (lengths > longest)
+    refuse_value("kv_lens", lengths, wrong, need, "the kernels would clamp it")
+
+
+def check_block_table(
+    table: np.ndarray[Any, Any],
+    lengths: np.ndarray[Any, Any],
+    num_pages: int,
+    page_size: int,
+    otherwise: str = _ZEROS,
+) -> None:
+    """Raise for the first page number out of range that a request of these lengths uses."""
+    used = np.arange(table.shape[1]) * page_size < lengths[:, None]
+    bad = used & ((table < 0) | (table >= num_pages))
+    refuse_value("block_table", table, bad, f"a page number from 0 to {num_pages - 1}", otherwise)
+
+
+def check_ragged_lengths(host: Host, total_tokens: int, page_size: int, most_tokens: int) -> None:
+    """Raise for the first offset or length out of range, of those in RAGGED_LENGTHS."""
+    _check_offsets("qo_indptr", host["qo_indptr"], total_tokens, "total_tokens")
+    most = np.full(len(host["kv_lens"]), most_tokens)
+    if "kv_indptr" in host:
+        _check_offsets("kv_indptr", host["kv_indptr"], _MOST_INT32, "the largest int32")
+        most = np.minimum(most, np.diff(host["kv_indptr"].astype(np.int64)) * page_size)
+    _check_held(host["kv_lens"], most)
+
+
+def check_ragged_pages(host: Host, num_pages: int, page_size: int) -> None:
+    """Raise for the first length that the pages do not hold, or used page number out of range."""
+    lengths = host["kv_lens"]
+    if "block_table" in host:
+        table = host["block_table"]
+        _check_held(lengths, np.full(len(lengths), table.shape[1] * page_size))
+        check_block_table(table, lengths, num_pages, page_size)
+        return
+    pages, indptr = host["kv_indices"], host["kv_indptr"]
+    if indptr[-1] > len(pages):
+        raise ValueError(
+            f"kv_indices: needs kv_indptr[-1] = {indptr[-1]} pages, got {len(pages)}; pass the "
+            f"whole list"
+        )
+    used = np.zeros(len(pages), bool)
+    counts = -(-lengths.astype(np.int64) // page_size)
+    for begin, count in zip(indptr[:-1], counts, strict=True):
+        used[begin : begin + count] = True
+    bad = used & ((pages < 0) | (pages >= num_pages))
+    refuse_value("kv_indices", pages, bad, f"a page number from 0 to {num_pages - 1}", _ZEROS)
+
+
+def _check_offsets(name: str, offsets: np.ndarray[Any, Any], most: int, what: str) -> None:
+    before = np.concatenate([np.zeros(1, offsets.dtype), offsets[:-1]])
+    wrong = (offsets < before) | (offsets > most)
+
+    def need(i: int) -> str:
+        least = f"{name}[{i - 1}] = {before[i]}" if i else "0"
+        return f"a number from {least} to {what} = {most}"
+
+    refuse_value(name, offsets, wrong, need, "the kernels would cut requests, or skip them")
+
+
+def _check_held(lengths: np.ndarray[Any, Any], most: np.ndarray[Any, Any]) -> None:
+    wrong = (lengths < 0) | (lengths > most)
+
+    def need(i: int) -> str:
+        return f"a length from 0 to {most[i]}, what the request's pages hold"
+
+    refuse_value("kv_lens", lengths, wrong, need, "the kernels would clamp it")
+
+
+def page_lists(
+    host: Host,
+) -> tuple[str, np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Give the name of the page numbers, these, and where those of each request begin and end."""
+    if "block_table" in host:
+        pages = host["block_table"]
+        begin = np.zeros(len(pages), np.int64)
+        return "block_table", pages, begin, begin + pages.shape[1]
+    pages, bounds = host["kv_indices"], host["kv_indptr"]
+    wrong = (bounds < 0) | (bounds > len(pages))
+    refuse_value("kv_indptr", bounds, wrong, f"a number from 0 to {len(pages)}, the entries")
+    return "kv_indices", pages, bounds[:-1].astype(np.int64), bounds[1:].astype(np.int64)
+
+
+def refuse_pages(
+    host: Host,
+    requests: np.ndarray[Any, Any],
+    positions: np.ndarray[Any, Any],
+    num_pages: int,
+    page_size: int,
+) -> None:
+    """Raise for the first new row whose request, position or page number is out of range."""
+    name, pages, begin, end = page_lists(host)
+    last = len(begin) - 1
+    refuse_value(
+        "batch_indices", requests, requests > last, f"a request up to {last}, or below 0 to skip"
+    )
+    used = np.flatnonzero((requests >= 0) & (positions >= 0))
+    request, column = requests[used], positions[used] // page_size
+    outside = np.zeros(len(positions), bool)
+    outside[used] = column >= (end - begin)[request]
+    refuse_value("positions", positions, outside, "a position in the pages of its request")
+    entry = begin[request] + column
+    read = np.zeros(pages.shape, bool)
+    read[(request, entry) if pages.ndim == 2 else entry] = True
+    wrong = read & ((pages < 0) | (pages >= num_pages))
+    refuse_value(name, pages, wrong, f"a page number from 0 to {num_pages - 1}")

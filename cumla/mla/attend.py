@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What :func:`cumla.mla_decode` and :func:`cumla.mla_attention` have in common, and their plans."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+
+from cumla.core.arguments import bind, check_number, checked_scale, number_of
+from cumla.core.arrays import open_call
+from cumla.core.operation import parts_on_host
+from cumla.core.paged import QO_INDPTR, Attend, Host, Results, check_made_for
+from cumla.core.plan import Plan
+from cumla.core.state import AttentionState
+from cumla.launch.device import current_device, properties, require_hopper
+from cumla.launch.mla.mla_decode import DecodeArguments
+from cumla.launch.mla.mla_decode_fp8 import fp8_specs
+from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM, MLAAttentionKey, MLADecodeKey
+from cumla.launch.module import load
+from cumla.mla.arguments import (
+    Columns,
+    cache_of,
+    checked_kv_scale,
+    checked_query_and_cache,
+    named,
+    other_cache,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable
+    from cumla.launch.source import KernelSpec
+
+__all__ = ["SCALE", "MLAAttend", "MLAPlan", "checked_sm_count", "shape_of", "sm_count_of"]
+
+SCALE = float(HEAD_DIM**-0.5)  # of the scores, by default
+K = TypeVar("K", bound=MLADecodeKey | MLAAttentionKey)
+
+
+def shape_of(q: ArrayView, kv_cache: ArrayView) -> Any:
+    """Read off what a key holds of a query and a cache: Shape, but for a batch that q lacks."""
+    _, page_size, num_kv_heads, _ = kv_cache.shape
+    return *q.shape[:-1], num_kv_heads, page_size, q.dtype
+
+
+class MLAAttend(Attend[DecodeArguments, K], Generic[K]):
+    """Attends to latent rows.
+
+    `axes` are those of q before its columns, `definition` is the function of
+    :mod:`cumla.reference`. Options are softmax_scale, kv_scale if it is a number, causal, and the
+    lse where nothing is visible.
+    """
+
+    def __init__(
+        self,
+        axes: tuple[str, ...],
+        launch: Callable[..., Launchable],
+        definition: Callable[..., AttentionState],
+    ) -> None:
+        super().__init__(launch)
+        self._axes = axes
+        self._definition = definition
+
+    def pages(self, views: Views, columns: Columns) -> ArrayView:
+        """Check the page numbers, and return them."""
+        raise NotImplementedError
+
+    def arguments(
+        self, views: Views, options: tuple[float, float | None, bool, float]
+    ) -> DecodeArguments:
+        """Check all but the lengths."""
+        softmax_scale, factor, causal, empty_lse = options
+        columns = checked_query_and_cache(views, self._axes)
+        kv_scale = checked_kv_scale(columns, views, factor)
+        pages = self.pages(views, columns)
+        scales = columns.kv_scales, kv_scale, softmax_scale
+        return DecodeArguments(*columns[:4], pages, *scales, causal, empty_lse)
+
+    def value_dim(self, arguments: DecodeArguments) -> int:
+        """Tell the latent columns."""
+        return VALUE_DIM
+
+    def reference(self, host: Host, arguments: DecodeArguments) -> Results:
+        """Compute with the lengths that came."""
+        names = ("qo_indptr", "kv_indptr", "kv_indices", "out", "lse")
+        factor: Any = arguments.kv_scale  # a view, if it is an array
+        state = self._definition(
+            parts_on_host(host, "q"),
+            parts_on_host(host, "kv_cache"),
+            host.get("block_table"),
+            host["kv_lens"],
+            softmax_scale=arguments.softmax_scale,
+            kv_scale=host.get("kv_scale", None if factor == 1.0 else factor),
+            causal=arguments.causal,
+            **{name: host[name] for name in names if name in host},
+        )
+        state.lse[state.lse == -inf] = arguments.empty_lse
+        return state
+
+
+class MLAPlan(Plan[K], Generic[K]):
+    """Base of the plans: what follows from a query and a cache of latent rows."""
+
+    _axes: ClassVar[tuple[str, ...]]  # of q before its columns, as the key names them
+    _empty_lse = -inf  # where nothing is visible; FlashMLA has it otherwise
+
+    @classmethod
+    def _for_arrays(cls, arrays: dict[str, Any], stream: Any, **options: Any) -> Self:
+        """Make a plan for the shapes of a query, a cache, and offsets where they tell the batch."""
+        call = open_call(tuple(arrays.items()), stream=stream)
+        views = dict(zip(arrays, call.views, strict=True))
+        columns = checked_query_and_cache(views, cls._axes)
+        batch = bind({"qo_indptr": QO_INDPTR}, views, {}).values()
+        _, page_size, num_kv_heads, _ = columns.kv_cache.shape
+        options |= {"num_kv_heads": num_kv_heads, "page_size": page_size, "stream": stream}
+        options |= {"dtype": columns.q.dtype, "cache_dtype": columns.kv_cache.dtype}
+        options["like"] = next(iter(arrays.values()))
+        with call:
+            return cls(*batch, *columns.q.shape[:-1], **options)
+
+    def _run_layer(
+        self,
+        q: Any,
+        kv_cache: Any,
+        pages_name: str,
+        pages: Any,
+        softmax_scale: float | None,
+        kv_scale: Any,
+        out: Any,
+        lse: Any,
+        stream: Any,
+    ) -> AttentionState:
+        """Attend with the schedule of the last update."""
+        factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
+        scale = SCALE if softmax_scale is None else checked_scale(softmax_scale, SCALE)
+        options = (scale, factor, self.key.causal, self._empty_lse)
+        outputs = {"out": out, "lse": lse}
+        if out is None:
+            given: tuple[Any, ...] = () if lse is None else (lse,)
+        else:
+            given = (out,) if lse is None else (out, lse)
+        factors = () if kv_scale is None or factor is not None else (kv_scale,)
+        arrays = (q, kv_cache, *factors, pages)
+        seen, results = self._known(arrays, given, outputs, options, stream)
+        if results is None:
+            inputs = named(q, kv_cache, kv_scale, **{pages_name: pages})
+            results = self._run(inputs, outputs, options, stream, seen)
+        return AttentionState(*results)
+
+    def _specs(self) -> tuple[KernelSpec, ...]:
+        """List the kernels of the schedule, then the one that attends to a cache of q's dtype."""
+        raise NotImplementedError
+
+    def _load(self, device: int, capturing: Callable[[], bool]) -> None:
+        *schedule, attend = self._specs()
+        attends = (attend,) if self.key.cache == "same" else fp8_specs(self.key)
+        for spec in (*schedule, *attends):
+            load(spec, device, capturing=capturing)
+
+    def _check_shape(self, arguments: DecodeArguments) -> None:
+        q, kv_cache = arguments.q, arguments.kv_cache
+        names = (*self._axes, "num_kv_heads", "page_size", "dtype")
+        made = tuple([getattr(self.key, name) for name in names])
+        check_made_for(names, made, shape_of(q, kv_cache))
+        if cache_of(kv_cache) != self.key.cache:
+            raise other_cache(q, kv_cache)
+
+
+def sm_count_of(device: int | None) -> int:
+    """Count the multiprocessors of a GPU that can run the kernels; 0 for the CPU."""
+    return 0 if device is None else require_hopper(device).sm_count
+
+
+def checked_sm_count(sm_count: int | None) -> int:
+    """Check a number of multiprocessors; None asks the current GPU."""
+    if sm_count is None:
+        sm_count = properties(current_device()).sm_count
+    check_number("sm_count", sm_count, "leave it out to ask the current GPU")
+    return sm_count
