@@ -37,6 +37,31 @@ def cached_rows(cache: Array, table: Array, tokens: int) -> Array:
     return rows
 
 
+def page_numbers(
+    requests: Array,
+    index: Array,
+    block_table: Array | None,
+    kv_indices: Array | None,
+    kv_indptr: Array | None,
+) -> Array:
+    """Look up page number `index` of each token's request; -1 if there is none."""
+    pages = np.full(len(requests), -1, np.int64)
+    if block_table is not None:
+        batch, max_pages = block_table.shape
+        known = (requests >= 0) & (requests < batch) & (index >= 0) & (index < max_pages)
+        pages[known] = block_table[requests[known], index[known]]
+        return pages
+    if kv_indices is None or kv_indptr is None:
+        raise ValueError("block_table: needs a table, or kv_indices and kv_indptr; pass one form")
+    known = (requests >= 0) & (requests < len(kv_indptr) - 1) & (index >= 0)
+    begin = kv_indptr[requests[known]].astype(np.int64)
+    end = np.minimum(kv_indptr[requests[known] + 1], len(kv_indices))
+    inside = (begin >= 0) & (index[known] < end - begin)
+    known[known] = inside
+    pages[known] = kv_indices[begin[inside] + index[known]]
+    return pages
+
+
 def rotated(x: Array, cos_sin: Array, interleaved: bool) -> Array:
     """Rotate pairs of columns, in float64.
 
