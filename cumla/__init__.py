@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from cumla.indexer.paged_logits import PagedMQALogitsPlan, paged_mqa_logits
     from cumla.indexer.quantize import QuantizedRows, quantize_fp8
     from cumla.merge import AttentionState, merge_attention_states
+    from cumla.mha.cache import append_kv_cache
+    from cumla.mha.rope import apply_rope
     from cumla.mla.attention import MLAAttentionPlan, mla_attention
     from cumla.mla.cache import append_mla_cache
     from cumla.mla.decode import MLADecodePlan, mla_decode
@@ -44,7 +46,9 @@ __all__ = [
     "QuantizedRows",
     "UnsupportedDeviceError",
     "append_indexer_cache",
+    "append_kv_cache",
     "append_mla_cache",
+    "apply_rope",
     "merge_attention_states",
     "mla_attention",
     "mla_decode",
@@ -61,7 +65,9 @@ _HOMES = {  # public names that are loaded when they are first asked for
     "PagedMQALogitsPlan": "indexer.paged_logits",
     "QuantizedRows": "indexer.quantize",
     "append_indexer_cache": "indexer.cache",
+    "append_kv_cache": "mha.cache",
     "append_mla_cache": "mla.cache",
+    "apply_rope": "mha.rope",
     "merge_attention_states": "merge",
     "mla_attention": "mla.attention",
     "mla_decode": "mla.decode",

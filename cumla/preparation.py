@@ -19,6 +19,7 @@ from cumla.launch.indexer import (
     paged_mqa_schedule,
     quantize_fp8,
 )
+from cumla.launch.mha import append_kv_cache
 from cumla.launch.mla import (
     append_cache,
     append_fp8_cache,
@@ -29,6 +30,8 @@ from cumla.launch.mla import (
 from cumla.launch.module import load
 from cumla.launch.split import ragged_schedule, schedule
 from cumla.merge import merge_attention_states
+from cumla.mha import cache as mha_cache
+from cumla.mha import rope
 from cumla.mla import attention, decode
 from cumla.mla import cache as mla_cache
 
@@ -39,10 +42,13 @@ __all__ = ["prepare"]
 
 _RAGGED = tuple(s for s in mla_decode.SPECS if s.entry.startswith("mla_attention"))
 _RAGGED_FP8 = tuple(s for s in mla_decode_fp8.SPECS if s.entry.startswith("mla_attention"))
+_TO_16_BITS = tuple(s for s in append_kv_cache.SPECS if "fp8" not in s.entry)
 # By the public function itself: others have the same name, such as those of cumla.reference.
 _KERNELS: dict[Callable[..., Any], tuple[KernelSpec, ...]] = {
     indexer_cache.append_indexer_cache: append_indexer_cache.SPECS,
+    mha_cache.append_kv_cache: append_kv_cache.SPECS,
     mla_cache.append_mla_cache: append_cache.SPECS + append_fp8_cache.SPECS,
+    rope.apply_rope: _TO_16_BITS,
     merge_attention_states: merge_states.SPECS,
     attention.mla_attention: ragged_schedule.SPECS + _RAGGED + _RAGGED_FP8,
     decode.mla_decode: (

@@ -30,6 +30,7 @@ class Operation(NamedTuple):
     in_place: tuple[str, ...] = ()  # arguments that are written to
     integers: tuple[str, ...] = ()  # arguments that the check mode looks at
     empty: tuple[tuple[str, ...], ...] = ()  # cut to nothing on their first axes
+    shares: tuple[tuple[str, str], ...] = ()  # what is written to, and may lie in memory of another
 
     def __call__(self, **changes: Any) -> Any:
         return self.function(**self.make() | changes)
@@ -244,6 +245,47 @@ def rows_by_request() -> Arguments:
     }
 
 
+def keys_and_values() -> Arguments:
+    """Rows into slots, the columns of values of another number."""
+    return {
+        "k": numbers(5, 2, 64),
+        "v": numbers(5, 2, 32),
+        "k_cache": aligned((6, 16, 2, 64)),
+        "v_cache": aligned((6, 16, 2, 32)),
+        "slot_mapping": int32(3, -1, 95, 17, 0),
+    }
+
+
+def last_tokens() -> Arguments:
+    """Rows 0 to 4 of 5 are the last of two requests; e4m3, with a rotation of 32 columns of 64."""
+    angles = np.random.default_rng(2).random((40, 16))
+    return {
+        "k": numbers(5, 2, 64),
+        "v": numbers(5, 2, 32),
+        "k_cache": aligned((6, 16, 2, 64), np.uint8),
+        "v_cache": aligned((6, 16, 2, 32), np.uint8),
+        "kv_lens": int32(5, 20),
+        "qo_indptr": int32(0, 1, 4),
+        "block_table": int32([0, 1], [5, 2]),
+        "cos_sin": (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)),
+        "q": numbers(5, 4, 64),
+        "k_scale": np.full((2, 2), 0.5, np.float32),
+        "v_scale": np.full(2, 2.0, np.float32),
+    }
+
+
+IN_CACHES = tuple((cache, rows) for cache in ("k_cache", "v_cache") for rows in ("k", "v"))
+
+
+def turned() -> Arguments:
+    return {
+        "q": numbers(5, 4, 64),
+        "k": numbers(5, 2, 64),
+        "positions": np.array([0, 5, 8, -1, 3], np.int64),
+        "cos_sin": numbers(9, 64, dtype=np.float32),
+    }
+
+
 def keys() -> Arguments:
     return {
         "k": numbers(5, 64),
@@ -317,6 +359,38 @@ OPERATIONS = {
         in_place=("kv_cache",),
         integers=("batch_indices", "positions", "block_table"),
         empty=(("rows", "batch_indices", "positions"),),
+    ),
+    "append_kv_cache": Operation(
+        cumla.append_kv_cache,
+        keys_and_values,
+        dict,
+        ("append_kv_cache_bfloat16",),
+        in_place=("k_cache", "v_cache"),
+        integers=("slot_mapping",),
+        empty=(("k", "v", "slot_mapping"),),
+        shares=IN_CACHES,
+    ),
+    "append_kv_cache of last tokens": Operation(
+        cumla.append_kv_cache,
+        last_tokens,
+        dict,
+        ("append_kv_cache_fp8_bfloat16",),
+        in_place=("k_cache", "v_cache", "q"),
+        integers=("qo_indptr", "kv_lens", "block_table"),
+        empty=(
+            ("k", "v", "q"),
+            ("k", "v", "q", "kv_lens", "block_table", "k_scale", "qo_indptr+1"),
+        ),
+        shares=IN_CACHES,
+    ),
+    "apply_rope": Operation(
+        cumla.apply_rope,
+        turned,
+        lambda: {"q_out": aligned((5, 4, 64)), "k_out": aligned((5, 2, 64))},
+        ("append_kv_cache_bfloat16",),
+        integers=("positions",),
+        empty=(("q", "k", "positions"),),
+        shares=(("q_out", "q"), ("k_out", "k")),
     ),
     "append_indexer_cache": Operation(
         cumla.append_indexer_cache,

@@ -14,7 +14,9 @@ from cumla.launch import all_specs
 from tests.calls import OPERATIONS, PLANS, Operation, every_operation, refused
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
 
-NAMES = "cumla.append_indexer_cache, cumla.append_mla_cache, cumla.merge_attention_states"
+NAMES = (
+    "cumla.append_indexer_cache, cumla.append_kv_cache, cumla.append_mla_cache, cumla.apply_rope"
+)
 
 
 @every_operation

@@ -30,6 +30,7 @@ _ALIGNMENT = 16  # bytes: of addresses and strides, what the copy engine moves
 # Of the scores. Queries and keys of ordinary size, products up to some 1e30 and down to some 1e-17,
 # times this and log2(e), stay finite and normal as float32; what is larger is not caught.
 _SCALES = (1e-20, 1e6)
+_FACTORS = (2.0**-126, 2.0**126)  # normal as float32, and so are their inverses
 
 
 class Array(NamedTuple):
@@ -266,6 +267,21 @@ def as_number(name: str, value: Any) -> float:
             f"a GPU would have to be waited for, so pass float(...) of it once"
         )
     return float(value)
+
+
+def number_of(name: str, factor: Any) -> float | None:
+    """Return the factor of an FP8 cache in float32 if it is a number, and None if it is none."""
+    if isinstance(factor, bool):
+        raise TypeError(f"{name}: needs a number, or a float32 array, got bool; convert it")
+    if not isinstance(factor, Real):
+        return None
+    low, high = _FACTORS
+    if not low <= float(factor) <= high:
+        raise ValueError(
+            f"{name}: needs a number from 2 ** -126 to 2 ** 126, got {factor}; pass the factor by "
+            f"which quantised rows give the rows"
+        )
+    return float(np.float32(factor))
 
 
 def checked_scale(softmax_scale: Any, default: float) -> float:

@@ -79,16 +79,3 @@ def copy_to_host(view: ArrayView, stream: int) -> np.ndarray[Any, Any]:
     )
     runtime.streamSynchronize(stream)
     return np.ndarray(view.shape, dtype, span, offset=-first, strides=view.strides)
-
-
-def refuse_first(
-    name: str, values: np.ndarray[Any, Any], wrong: np.ndarray[Any, Any], need: str
-) -> None:
-    """Raise for the first value that is wrong."""
-    places = np.argwhere(wrong)
-    if places.size:
-        place = tuple(places[0].tolist())
-        index = ", ".join(map(str, place))
-        raise ValueError(
-            f"{name}[{index}]: needs {need}, got {values[place]}; its rows would be skipped"
-        )

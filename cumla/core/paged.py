@@ -44,6 +44,8 @@ __all__ = [
     "check_table_lengths",
     "checked_pages",
     "not_one_form",
+    "page_lists",
+    "refuse_pages",
     "refuse_value",
 ]
 
@@ -340,3 +342,42 @@ def _check_held(lengths: np.ndarray[Any, Any], most: np.ndarray[Any, Any]) -> No
         return f"a length from 0 to {most[i]}, what the request's pages hold"
 
     refuse_value("kv_lens", lengths, wrong, need, "the kernels would clamp it")
+
+
+def page_lists(
+    host: Host,
+) -> tuple[str, np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Give the name of the page numbers, these, and where those of each request begin and end."""
+    if "block_table" in host:
+        pages = host["block_table"]
+        begin = np.zeros(len(pages), np.int64)
+        return "block_table", pages, begin, begin + pages.shape[1]
+    pages, bounds = host["kv_indices"], host["kv_indptr"]
+    wrong = (bounds < 0) | (bounds > len(pages))
+    refuse_value("kv_indptr", bounds, wrong, f"a number from 0 to {len(pages)}, the entries")
+    return "kv_indices", pages, bounds[:-1].astype(np.int64), bounds[1:].astype(np.int64)
+
+
+def refuse_pages(
+    host: Host,
+    requests: np.ndarray[Any, Any],
+    positions: np.ndarray[Any, Any],
+    num_pages: int,
+    page_size: int,
+) -> None:
+    """Raise for the first new row whose request, position or page number is out of range."""
+    name, pages, begin, end = page_lists(host)
+    last = len(begin) - 1
+    refuse_value(
+        "batch_indices", requests, requests > last, f"a request up to {last}, or below 0 to skip"
+    )
+    used = np.flatnonzero((requests >= 0) & (positions >= 0))
+    request, column = requests[used], positions[used] // page_size
+    outside = np.zeros(len(positions), bool)
+    outside[used] = column >= (end - begin)[request]
+    refuse_value("positions", positions, outside, "a position in the pages of its request")
+    entry = begin[request] + column
+    read = np.zeros(pages.shape, bool)
+    read[(request, entry) if pages.ndim == 2 else entry] = True
+    wrong = read & ((pages < 0) | (pages >= num_pages))
+    refuse_value(name, pages, wrong, f"a page number from 0 to {num_pages - 1}")

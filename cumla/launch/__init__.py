@@ -18,6 +18,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
         paged_mqa_schedule,
         quantize_fp8,
     )
+    from cumla.launch.mha import append_kv_cache
     from cumla.launch.mla import (
         append_cache,
         append_fp8_cache,
@@ -36,6 +37,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
         + merge_states.SPECS
         + append_cache.SPECS
         + append_fp8_cache.SPECS
+        + append_kv_cache.SPECS
         + append_indexer_cache.SPECS
         + quantize_fp8.SPECS
         + mqa_logits.SPECS

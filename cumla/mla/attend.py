@@ -6,7 +6,7 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
-from cumla.core.arguments import bind, check_number, checked_scale
+from cumla.core.arguments import bind, check_number, checked_scale, number_of
 from cumla.core.arrays import open_call
 from cumla.core.operation import parts_on_host
 from cumla.core.paged import QO_INDPTR, Attend, Host, Results, check_made_for
@@ -25,7 +25,6 @@ from cumla.mla.arguments import (
     named,
     other_cache,
 )
-from cumla.mla.fp8_caches import number_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

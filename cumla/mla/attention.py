@@ -8,7 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from cumla import reference
-from cumla.core.arguments import check_device_number, checked_flag, checked_scale
+from cumla.core.arguments import check_device_number, checked_flag, checked_scale, number_of
 from cumla.core.operation import Scheduled, run
 from cumla.core.paged import (
     RAGGED_LENGTHS,
@@ -30,7 +30,6 @@ from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch
 from cumla.mla.arguments import Columns, cache_of, checked_cache_dtype, checked_shape, named
 from cumla.mla.attend import SCALE, MLAAttend, MLAPlan, checked_sm_count, shape_of, sm_count_of
-from cumla.mla.fp8_caches import number_of
 
 if TYPE_CHECKING:
     from cumla.core.arguments import Views

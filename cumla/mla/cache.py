@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cumla import reference
-from cumla.core.arguments import checked_flag
+from cumla.core.arguments import checked_flag, number_of
 from cumla.core.arrays import check_mutable, parts
 from cumla.core.operation import Operation, parts_on_host, run
 from cumla.launch.device import require_hopper
@@ -18,7 +18,6 @@ from cumla.launch.mla.append_cache import AppendArguments, append_launch
 from cumla.launch.mla.append_fp8_cache import append_fp8_launch
 from cumla.mla.arguments import CACHE_PARTS, DTYPES, ROW_PARTS
 from cumla.mla.cache_arguments import NUMBERS, check_append_values, checked_append_arguments
-from cumla.mla.fp8_caches import number_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from cumla.core.arguments import (
     INT32,
     WIDE,
@@ -19,7 +17,7 @@ from cumla.core.arguments import (
     check_own_memory,
     check_written,
 )
-from cumla.core.paged import Host, refuse_value
+from cumla.core.paged import Host, refuse_pages, refuse_value
 from cumla.launch.mla.append_cache import AppendArguments
 from cumla.mla.arguments import DTYPES, columns_apart, heads_problem, with_head_axis
 from cumla.mla.fp8_caches import E4M3, check_factor, is_packed, unpacked
@@ -303,35 +301,8 @@ def check_append_values(numbers: Host, arguments: AppendArguments) -> None:
         need = f"a slot up to {last}, or below 0 to skip"
         refuse_value("slot_mapping", slots, slots > last, need)
     else:
-        _check_pages(numbers, num_pages, page_size)
+        refuse_pages(numbers, numbers["batch_indices"], numbers["positions"], num_pages, page_size)
     if arguments.cos_sin is not None:
         positions, last = numbers["positions"], arguments.cos_sin.shape[0] - 1
         need = f"a row of cos_sin, up to {last}, or below 0"
         refuse_value("positions", positions, positions > last, need)
-
-
-def _check_pages(numbers: Host, num_pages: int, page_size: int) -> None:
-    """Check requests, positions and page numbers."""
-    requests, positions = numbers["batch_indices"], numbers["positions"]
-    if "block_table" in numbers:
-        pages, name = numbers["block_table"], "block_table"
-        begin = np.zeros(len(pages), np.int64)
-        end = begin + pages.shape[1]
-    else:
-        pages, name, bounds = numbers["kv_indices"], "kv_indices", numbers["kv_indptr"]
-        wrong = (bounds < 0) | (bounds > len(pages))
-        refuse_value("kv_indptr", bounds, wrong, f"a number from 0 to {len(pages)}, the entries")
-        begin, end = bounds[:-1].astype(np.int64), bounds[1:].astype(np.int64)
-    last = len(begin) - 1
-    need = f"a request up to {last}, or below 0 to skip"
-    refuse_value("batch_indices", requests, requests > last, need)
-    used = np.flatnonzero((requests >= 0) & (positions >= 0))
-    request, column = requests[used], positions[used] // page_size
-    outside = np.zeros(len(positions), bool)
-    outside[used] = column >= (end - begin)[request]
-    refuse_value("positions", positions, outside, "a position in the pages of its request")
-    entry = begin[request] + column
-    read = np.zeros(pages.shape, bool)
-    read[(request, entry) if pages.ndim == 2 else entry] = True
-    wrong = read & ((pages < 0) | (pages >= num_pages))
-    refuse_value(name, pages, wrong, f"a page number from 0 to {num_pages - 1}")

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cumla import reference
-from cumla.core.arguments import bind, check_device_number, checked_flag, checked_int, checked_scale
+from cumla.core.arguments import (
+    bind,
+    check_device_number,
+    checked_flag,
+    checked_int,
+    checked_scale,
+    number_of,
+)
 from cumla.core.check_mode import check_mode
 from cumla.core.operation import Scheduled, run
 from cumla.core.paged import (
@@ -37,7 +44,6 @@ from cumla.mla.arguments import (
     named,
 )
 from cumla.mla.attend import SCALE, MLAAttend, MLAPlan, checked_sm_count, shape_of, sm_count_of
-from cumla.mla.fp8_caches import number_of
 
 if TYPE_CHECKING:
     from cumla.core.arguments import Views

@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 from math import prod
-from numbers import Real
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from cumla.core.arguments import check_dtype
 from cumla.mla.shape import PACKED_BYTES, ROPE_DIM, SCALES, VALUE_DIM
@@ -22,14 +19,12 @@ __all__ = [
     "SCALES",
     "check_factor",
     "is_packed",
-    "number_of",
     "relabelled",
     "unpacked",
 ]
 
 FP8 = "float8_e4m3fn"
 E4M3 = (FP8, "uint8")  # its bits will do
-_LEAST_FACTOR, _MOST_FACTOR = 2.0**-126, 2.0**126  # normal, and so are their inverses
 
 
 def is_packed(cache: ArrayView) -> bool:
@@ -56,23 +51,6 @@ def unpacked(rows: ArrayView) -> tuple[ArrayView, ArrayView, ArrayView]:
 def relabelled(view: ArrayView) -> ArrayView:
     """Call bytes what they hold: e4m3 numbers."""
     return view._replace(dtype=FP8) if view.dtype == "uint8" else view
-
-
-def number_of(name: str, factor: Any) -> float | None:
-    """Return the factor of e4m3 numbers in float32 if it is a number; None for an array.
-
-    A bool is a TypeError; a number that is too small or large, a ValueError.
-    """
-    if isinstance(factor, bool):
-        raise TypeError(f"{name}: needs a number, or an array of one float32, got bool; convert it")
-    if not isinstance(factor, Real):
-        return None
-    if not _LEAST_FACTOR <= float(factor) <= _MOST_FACTOR:
-        raise ValueError(
-            f"{name}: needs a number from 2 ** -126 to 2 ** 126, got {factor}; pass the factor by "
-            f"which quantised rows give the rows"
-        )
-    return float(np.float32(factor))
 
 
 def check_factor(name: str, view: ArrayView) -> None:

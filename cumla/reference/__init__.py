@@ -16,6 +16,8 @@ from cumla.reference.indexer.logits import mqa_logits
 from cumla.reference.indexer.paged_logits import paged_mqa_logits
 from cumla.reference.indexer.quantize import QuantizedRows, quantize_fp8
 from cumla.reference.merge import merge_attention_states
+from cumla.reference.mha.cache import append_kv_cache
+from cumla.reference.mha.rope import apply_rope
 from cumla.reference.mla.attention import mla_attention
 from cumla.reference.mla.cache import append_mla_cache
 from cumla.reference.mla.decode import mla_decode
@@ -24,7 +26,9 @@ __all__ = [
     "AttentionState",
     "QuantizedRows",
     "append_indexer_cache",
+    "append_kv_cache",
     "append_mla_cache",
+    "apply_rope",
     "merge_attention_states",
     "mla_attention",
     "mla_decode",

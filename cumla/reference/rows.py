@@ -6,6 +6,7 @@ The kernels quantise with the same float32 operations: what they write is equal 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
@@ -35,6 +36,31 @@ def cached_rows(cache: Array, table: Array, tokens: int) -> Array:
     rows = np.zeros((tokens, *cache.shape[2:]), cache.dtype)
     rows[exists] = cache[page[exists], slot[exists]]
     return rows
+
+
+def page_numbers(
+    requests: Array,
+    index: Array,
+    block_table: Array | None,
+    kv_indices: Array | None,
+    kv_indptr: Array | None,
+) -> Array:
+    """Look up page number `index` of each token's request; -1 if there is none."""
+    pages = np.full(len(requests), -1, np.int64)
+    if block_table is not None:
+        batch, max_pages = block_table.shape
+        known = (requests >= 0) & (requests < batch) & (index >= 0) & (index < max_pages)
+        pages[known] = block_table[requests[known], index[known]]
+        return pages
+    if kv_indices is None or kv_indptr is None:
+        raise ValueError("block_table: needs a table, or kv_indices and kv_indptr; pass one form")
+    known = (requests >= 0) & (requests < len(kv_indptr) - 1) & (index >= 0)
+    begin = kv_indptr[requests[known]].astype(np.int64)
+    end = np.minimum(kv_indptr[requests[known] + 1], len(kv_indices))
+    inside = (begin >= 0) & (index[known] < end - begin)
+    known[known] = inside
+    pages[known] = kv_indices[begin[inside] + index[known]]
+    return pages
 
 
 def rotated(x: Array, cos_sin: Array, interleaved: bool) -> Array:
@@ -94,3 +120,20 @@ def _rounded_up(scale: Array) -> Array:
     """Round float32 numbers up to powers of two: a mantissa that is not 0 carries."""
     bits = np.asarray(scale, np.float32).view(np.uint32)
     return ((bits + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
+
+
+def page_tables(
+    block_table: Array | None, kv_indptr: Array | None, kv_indices: Array | None
+) -> list[Array]:
+    """Take the page numbers of each request."""
+    if block_table is not None and kv_indptr is None and kv_indices is None:
+        return [*block_table]
+    if block_table is not None or kv_indptr is None or kv_indices is None:
+        raise ValueError("block_table: needs a table, or kv_indptr and kv_indices; pass one form")
+    bounds = pairwise(clamped(kv_indptr, len(kv_indices)))
+    return [kv_indices[begin:end] for begin, end in bounds]
+
+
+def clamped(offsets: Array, most: int) -> list[int]:
+    """Clamp offsets to ``[0, most]``, as Python integers, which do not overflow."""
+    return [min(max(offset, 0), most) for offset in offsets.tolist()]

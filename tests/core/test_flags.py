@@ -54,6 +54,8 @@ def calls() -> Iterator[tuple[str, str, Call]]:
         ("mqa_logits", "clean"),
         ("paged_mqa_logits", "clean"),
         ("append_mla_cache", "interleaved"),
+        ("append_kv_cache", "interleaved"),
+        ("apply_rope", "interleaved"),
         ("quantize_fp8", "power_of_two_scales"),
         ("append_indexer_cache", "power_of_two_scales"),
     ):

@@ -297,7 +297,7 @@ FP8 = [  # into `one()`, unless they say otherwise
         )
         for scale in (0, -1.0, float("nan"), float("inf"), 1e-40, 1e39)
     ),
-    wrong_type("kv_scale", True, "a number, or an array of one float32, got bool; convert it"),
+    wrong_type("kv_scale", True, "a number, or a float32 array, got bool; convert it"),
     wrong_type("kv_scale", np.ones(1), "float32, got float64"),
     wrong("kv_scale", np.ones(2, F32), "one element, got shape (2,)"),
     wrong("kv_scale", aligned((1,), F32, 2), "an address that is a multiple of 4 bytes"),

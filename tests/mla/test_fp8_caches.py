@@ -206,7 +206,7 @@ CACHES = [
     ),
 ]
 FACTORS = [
-    wrong_type("kv_scale", True, "a number, or an array of one float32, got bool"),
+    wrong_type("kv_scale", True, "a number, or a float32 array, got bool"),
     wrong_type("kv_scale", "1", "an array of CuPy, PyTorch, JAX or NumPy"),
     *(
         wrong("kv_scale", value, f"a number from 2 ** -126 to 2 ** 126, got {value}; pass")

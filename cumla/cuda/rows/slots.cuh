@@ -42,15 +42,15 @@ struct Slot {
   i64 page, row;
 };
 
-// The slot of a token. Params is a kernel's parameter struct with the members slots, batch_indices, page_numbers,
-// page_numbers_stride, page_numbers_stride_request, page_list_bounds, batch, num_entries, num_pages and page_size.
+// The slot at a place: a slot already, or a position in the pages of a request. Params is a kernel's parameter struct
+// with the members slots, page_numbers, page_numbers_stride, page_numbers_stride_request, page_list_bounds, batch,
+// num_entries, num_pages and page_size.
 template <typename Params>
-__device__ __forceinline__ Slot find_slot(const Params& p, i64 token, i64 place) {
+__device__ __forceinline__ Slot slot_at(const Params& p, i64 request, i64 place) {
   const Slot nowhere = {-1, 0};
   i64 page = static_cast<u64>(place) / static_cast<u64>(p.page_size);
   const i64 row = place - page * p.page_size;
   if (p.slots.data == nullptr) {
-    const i64 request = p.batch_indices[token];
     if (request < 0 || request >= p.batch) return nowhere;
     i64 first = 0, end = p.num_entries;
     if (p.page_list_bounds.data != nullptr) {
@@ -63,6 +63,12 @@ __device__ __forceinline__ Slot find_slot(const Params& p, i64 token, i64 place)
   }
   if (page < 0 || page >= p.num_pages) return nowhere;
   return {page, row};
+}
+
+// The slot of a token, whose request batch_indices of Params tell.
+template <typename Params>
+__device__ __forceinline__ Slot find_slot(const Params& p, i64 token, i64 place) {
+  return slot_at(p, p.slots.data == nullptr ? p.batch_indices[token] : -1, place);
 }
 
 }  // namespace cumla::rows

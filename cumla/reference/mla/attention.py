@@ -12,7 +12,7 @@ import numpy as np
 from cumla.core.state import AttentionState
 from cumla.mla.shape import VALUE_DIM
 from cumla.reference.mla.decode import mla_decode
-from cumla.reference.rows import Array
+from cumla.reference.rows import Array, clamped, page_tables
 
 
 def mla_attention(
@@ -70,8 +70,8 @@ def mla_attention(
         out = np.empty((tokens, num_heads, VALUE_DIM), parts[0].dtype)
     if lse is None:
         lse = np.empty((tokens, num_heads), np.float32)
-    tables = _tables(block_table, kv_indptr, kv_indices)
-    queries = pairwise(_clamped(qo_indptr, tokens))
+    tables = page_tables(block_table, kv_indptr, kv_indices)
+    queries = pairwise(clamped(qo_indptr, tokens))
     for (begin, end), table, kv_len in zip(queries, tables, kv_lens, strict=True):
         if begin < end:
             mla_decode(
@@ -87,19 +87,3 @@ def mla_attention(
                 accumulate=accumulate,
             )
     return AttentionState(out, lse)
-
-
-def _tables(
-    block_table: Array | None, kv_indptr: Array | None, kv_indices: Array | None
-) -> list[Array]:
-    """Take the page numbers of each request."""
-    if block_table is not None and kv_indptr is None and kv_indices is None:
-        return [*block_table]
-    if block_table is not None or kv_indptr is None or kv_indices is None:
-        raise ValueError("block_table: needs a table, or kv_indptr and kv_indices; pass one form")
-    bounds = pairwise(_clamped(kv_indptr, len(kv_indices)))
-    return [kv_indices[begin:end] for begin, end in bounds]
-
-
-def _clamped(offsets: Array, most: int) -> list[int]:
-    return [min(max(offset, 0), most) for offset in offsets.tolist()]

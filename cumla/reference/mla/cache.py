@@ -9,7 +9,16 @@ import ml_dtypes
 import numpy as np
 
 from cumla.mla.shape import PACKED_BYTES, SCALED_COLUMNS, SCALES, VALUE_DIM
-from cumla.reference.rows import E4M3, Array, as_e4m3, e4m3_bits, in_float32, quantized, rotated
+from cumla.reference.rows import (
+    E4M3,
+    Array,
+    as_e4m3,
+    e4m3_bits,
+    in_float32,
+    page_numbers,
+    quantized,
+    rotated,
+)
 
 
 def append_mla_cache(
@@ -86,7 +95,7 @@ def append_mla_cache(
         page = place // page_size
     elif batch_indices is not None and positions is not None:
         place = positions.astype(np.int64)
-        page = _pages(batch_indices, place // page_size, block_table, kv_indices, kv_indptr)
+        page = page_numbers(batch_indices, place // page_size, block_table, kv_indices, kv_indptr)
     else:
         raise ValueError("slot_mapping: needs slots, or batch_indices and positions; pass them")
     exists = (place >= 0) & (page >= 0) & (page < num_pages)
@@ -153,28 +162,3 @@ def _write(
         cache.view(np.uint8)[where] = e4m3_bits(in_float32(rows), factor)
     else:
         cache[where] = rows
-
-
-def _pages(
-    requests: Array,
-    index: Array,
-    block_table: Array | None,
-    kv_indices: Array | None,
-    kv_indptr: Array | None,
-) -> Array:
-    """Look up page number `index` of each token's request; -1 if there is none."""
-    pages = np.full(len(requests), -1, np.int64)
-    if block_table is not None:
-        batch, max_pages = block_table.shape
-        known = (requests >= 0) & (requests < batch) & (index >= 0) & (index < max_pages)
-        pages[known] = block_table[requests[known], index[known]]
-        return pages
-    if kv_indices is None or kv_indptr is None:
-        raise ValueError("block_table: needs a table, or kv_indices and kv_indptr; pass one form")
-    known = (requests >= 0) & (requests < len(kv_indptr) - 1) & (index >= 0)
-    begin = kv_indptr[requests[known]].astype(np.int64)
-    end = np.minimum(kv_indptr[requests[known] + 1], len(kv_indices))
-    inside = (begin >= 0) & (index[known] < end - begin)
-    known[known] = inside
-    pages[known] = kv_indices[begin[inside] + index[known]]
-    return pages

@@ -193,6 +193,9 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
     for form in ("slots", "requests, rotated"):
         append_rows(cupy, form)
         print(f"sanitize: rows by {form}: agree", flush=True)
+    for cache in ("bfloat16", "uint8"):
+        append_kv(cupy, cache)
+        print(f"sanitize: keys and values into {cache}: agree", flush=True)
     for dtype in ("bfloat16", "float32"):
         quantize_rows(cupy, dtype)
         print(f"sanitize: FP8 of {dtype}: agrees", flush=True)
@@ -282,6 +285,36 @@ def append_rows(cupy: Any, form: str) -> None:
     cumla.append_mla_cache(typed(bits, "bfloat16"), typed(there, "bfloat16"), **given)
     cumla.reference.append_mla_cache(rows, cache, **arguments)
     np.testing.assert_array_equal(typed(there.get(), "bfloat16"), cache)
+
+
+def append_kv(cupy: Any, cache: str) -> None:
+    """Write keys and values, of other columns, and rotate; a few tokens have no place."""
+    rng = np.random.default_rng(0)
+    bf16 = NUMPY_DTYPES["bfloat16"]
+    dtype = bf16 if cache == "bfloat16" else np.dtype(np.uint8)
+    quarter_turns = np.zeros((40, 32), np.float32)
+    quarter_turns[:, 16:] = 1
+    host: dict[str, Any] = {
+        "k": rng.standard_normal((37, 3, 64)).astype(bf16),
+        "v": rng.standard_normal((37, 3, 16)).astype(bf16),
+        "q": rng.standard_normal((37, 6, 64)).astype(bf16),
+        "k_cache": np.zeros((5, 16, 3, 64), dtype),
+        "v_cache": np.zeros((5, 16, 3, 16), dtype),
+        "kv_lens": np.array([20, 3, 48], np.int32),
+        "qo_indptr": np.array([0, 20, 25, 35], np.int32),
+        "block_table": np.array([[4, 2147480000, 1], [0, -1, 3], [2, 5, 1]], np.int32),
+        "cos_sin": quarter_turns,
+    }
+    if cache != "bfloat16":
+        host["k_scale"] = np.array([[0.5, 1, 2]] * 3, np.float32)
+    there = {
+        name: cupy.asarray(a.view(np.uint16) if a.dtype == bf16 else a) for name, a in host.items()
+    }
+    given = {name: a.view(host[name].dtype) for name, a in there.items()}
+    cumla.append_kv_cache(**given)
+    cumla.reference.append_kv_cache(**host)
+    for name in ("q", "k_cache", "v_cache"):
+        np.testing.assert_array_equal(there[name].get().view(host[name].dtype), host[name])
 
 
 def quantize_rows(cupy: Any, dtype: str) -> None:

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/mha/append_kv_cache.cu, which writes keys and values and rotates queries."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+from cumla.launch.kernel import Launch
+from cumla.launch.source import KernelSpec
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView
+
+__all__ = [
+    "SPECS",
+    "AppendKVArguments",
+    "Scale",
+    "append_kv_launch",
+    "append_kv_spec",
+]
+
+_THREADS = 256
+_HEADS = 4  # of one thread
+_OCTET = 8  # columns
+
+_TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
+_TABLES = {"float32": 0, "bfloat16": 1, "float16": 2}
+_SPECS = {
+    (dtype, to_fp8): KernelSpec(
+        stem="append_kv_cache",
+        package="cumla.cuda.mha",
+        entry=f"append_kv_cache{'_fp8' if to_fp8 else ''}_{dtype}",
+        function=f"append_kv_cache<{tag}, {'true' if to_fp8 else 'false'}>",
+        params="AppendKvCacheParams",
+        threads=_THREADS,
+        min_blocks=3,
+    )
+    for dtype, tag in _TAGS.items()
+    for to_fp8 in (False, True)
+}
+SPECS = tuple(_SPECS.values())
+
+
+def append_kv_spec(dtype: str, cache_dtype: str) -> KernelSpec:
+    """Choose the kernel for rows of a dtype and a cache of the same dtype or of one byte."""
+    return _SPECS[dtype, cache_dtype not in _TAGS]
+
+
+class Scale(NamedTuple):
+    """Factors of an e4m3 cache: a number, or float32 in an array.
+
+    An array has the axes ``(batch, num_kv_heads)``; a stride of 0 stands for one number for all.
+    """
+
+    number: float = 1.0
+    view: ArrayView | None = None
+
+
+class AppendKVArguments(NamedTuple):
+    """Checked views of one call, as :func:`cumla.append_kv_cache` describes the arrays.
+
+    Rows have the axes (batch, q_len, heads, columns); ragged ones are a batch of one. Caches have
+    the axes (num_pages, page_size, num_kv_heads, columns). Without a cache of values `k_cache` is
+    (tokens, 1, heads, columns), and gets the rotated keys of all tokens.
+    """
+
+    q: ArrayView | None = None
+    q_out: ArrayView | None = None
+    k: ArrayView | None = None
+    v: ArrayView | None = None
+    k_cache: ArrayView | None = None
+    v_cache: ArrayView | None = None
+    slot_mapping: ArrayView | None = None
+    batch_indices: ArrayView | None = None
+    positions: ArrayView | None = None
+    qo_indptr: ArrayView | None = None
+    kv_lens: ArrayView | None = None
+    block_table: ArrayView | None = None
+    kv_indices: ArrayView | None = None
+    kv_indptr: ArrayView | None = None
+    cos: ArrayView | None = None
+    sin: ArrayView | None = None
+    k_scale: Scale = Scale()
+    v_scale: Scale = Scale()
+    interleaved: bool = False
+    rotary_offset: int = 0
+    layout: str = "NHD"  # of the caches that were given
+
+    @property
+    def rows(self) -> ArrayView:
+        """Keys, or queries where there are no keys."""
+        rows = self.q if self.k is None else self.k
+        assert rows is not None
+        return rows
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all requests."""
+        return self.rows.shape[0] * self.rows.shape[1]
+
+
+_PARAMS = struct.Struct("<51q3qfi3qfi7q12i")
+
+
+def append_kv_launch(arguments: AppendKVArguments) -> Launch:
+    """Describe how to write and to rotate the rows of at least one token."""
+    a = arguments
+    q_heads, kv_heads = _heads(a.q), _heads(a.k)
+    keys = _division(a.rows.shape[3], 0 if a.cos is None else 2 * a.cos.shape[1], a.rotary_offset)
+    values = keys if a.v is None else _division(a.v.shape[3], 0, 0)
+    in_cache = a.v_cache is not None
+    fields = (
+        *_rows(a.q),
+        *_rows(a.q_out),
+        *_rows(a.k),
+        *_rows(a.v),
+        *_pages(a.k_cache),
+        *_pages(a.v_cache),
+        *_indices(a.slot_mapping),
+        *_indices(a.batch_indices),
+        *_indices(a.positions),
+        *_indices(a.kv_lens),
+        *_indices(a.qo_indptr),
+        *_page_numbers(a.block_table, a.kv_indices),
+        *_indices(a.kv_indptr),
+        *_angles(a.cos),
+        *_angles(a.sin),
+        *_scales(a.k_scale),
+        *_scales(a.v_scale),
+        a.tokens,
+        a.rows.shape[1],
+        _batch(a),
+        _entries(a),
+        a.k_cache.shape[0] if a.k_cache is not None and in_cache else 0,
+        a.k_cache.shape[1] if a.k_cache is not None and in_cache else 0,
+        0 if a.cos is None else a.cos.shape[0],
+        *keys,
+        *values,
+        q_heads,
+        kv_heads,
+        a.interleaved,
+        0 if a.cos is None else _TABLES[a.cos.dtype],
+    )
+    sections = (q_heads, kv_heads, kv_heads if in_cache else 0)
+    chunks = sum(-(-heads // _HEADS) for heads in sections)
+    teams = _THREADS // max(keys[0], values[0])
+    cache_dtype = a.rows.dtype if a.k_cache is None else a.k_cache.dtype
+    grid = (-(-a.tokens // teams), chunks, 1)
+    return Launch(append_kv_spec(a.rows.dtype, cache_dtype), grid, _PARAMS, fields)
+
+
+def _division(columns: int, rotary_dim: int, rotary_offset: int) -> tuple[int, int, int, int]:
+    """Pack struct Division: it tells which thread of a team has which octets of a row."""
+    rope_units = rotary_dim // (2 * _OCTET)
+    rest = columns // _OCTET - 2 * rope_units
+    return (rope_units + -(-rest // 2), rope_units, rotary_offset // _OCTET, rest)
+
+
+def _heads(view: ArrayView | None) -> int:
+    return 0 if view is None else view.shape[2]
+
+
+def _rows(view: ArrayView | None) -> tuple[int, ...]:
+    """Pack struct BatchedRows."""
+    return (0, 0, 0, 0) if view is None else (view.ptr, *view.strides[:3])
+
+
+def _pages(view: ArrayView | None) -> tuple[int, ...]:
+    """Pack struct Pages."""
+    return (0, 0, 0, 0) if view is None else (view.ptr, *view.strides[:3])
+
+
+def _angles(view: ArrayView | None) -> tuple[int, ...]:
+    """Pack struct Angles."""
+    return (0, 0, 0) if view is None else (view.ptr, *view.strides)
+
+
+def _scales(scale: Scale) -> tuple[float, ...]:
+    """Pack struct Scales."""
+    view = scale.view
+    return (0, 0, 0, scale.number, 0) if view is None else (view.ptr, *view.strides, 1.0, 0)
+
+
+def _indices(view: ArrayView | None) -> tuple[int, int, bool]:
+    """Pack struct Indices."""
+    return (0, 0, False) if view is None else (view.ptr, view.strides[0], view.dtype == "int64")
+
+
+def _page_numbers(table: ArrayView | None, page_list: ArrayView | None) -> tuple[int, int, int]:
+    """Pack address, stride of a request and stride of an entry."""
+    if table is not None:
+        return (table.ptr, table.strides[0], table.strides[1])
+    return (0, 0, 0) if page_list is None else (page_list.ptr, 0, page_list.strides[0])
+
+
+def _batch(a: AppendKVArguments) -> int:
+    """Count the requests."""
+    if a.kv_lens is not None:
+        return a.kv_lens.shape[0]
+    if a.block_table is not None:
+        return a.block_table.shape[0]
+    return 0 if a.kv_indptr is None else a.kv_indptr.shape[0] - 1
+
+
+def _entries(a: AppendKVArguments) -> int:
+    """Count the page numbers of a request, or of the list."""
+    if a.block_table is not None:
+        return a.block_table.shape[1]
+    return 0 if a.kv_indices is None else a.kv_indices.shape[0]

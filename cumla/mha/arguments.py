@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rows, caches and tables of multi-head attention must look like."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cumla.core.arguments import (
+    INT32,
+    WIDE,
+    Array,
+    check_dtype,
+    check_layout,
+    check_lies,
+    check_written,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cumla.core.arrays import ArrayView
+
+__all__ = [
+    "DTYPES",
+    "E4M3",
+    "LAYOUTS",
+    "MAX_HEAD_DIM",
+    "PLACES",
+    "TABLES",
+    "batched",
+    "check_rotation",
+    "checked_layout",
+    "checked_rows",
+    "checked_written_cache",
+    "tables_of",
+]
+
+DTYPES = ("bfloat16", "float16")
+E4M3 = ("float8_e4m3fn", "uint8")
+TABLES = ("float32", *DTYPES)
+LAYOUTS = ("NHD", "HND")
+MAX_HEAD_DIM = 512
+_OCTET = 8  # columns that a thread holds at once
+
+PLACES = {  # which say where the rows of tokens go
+    **{name: Array("tokens", WIDE) for name in ("slot_mapping", "batch_indices", "positions")},
+    "kv_lens": Array("batch", INT32),
+    "qo_indptr": Array("batch+1", INT32, way_out="pass where each request's tokens end"),
+    "block_table": Array("batch max_pages", INT32),
+    "kv_indices": Array("entries", INT32),
+    "kv_indptr": Array("batch+1", INT32, way_out="pass where each request's list ends"),
+}
+
+
+def checked_layout(kv_layout: object) -> str:
+    """Return the order of axes of caches."""
+    if kv_layout not in LAYOUTS:
+        raise ValueError(
+            f"kv_layout: needs {' or '.join(map(repr, LAYOUTS))}, got {kv_layout!r}; pass one of "
+            f"them"
+        )
+    return str(kv_layout)
+
+
+def batched(view: ArrayView) -> ArrayView:
+    """Give rows of heads four axes: ragged rows (tokens, heads, columns) are one batch."""
+    if len(view.shape) == 4:
+        return view
+    return view._replace(shape=(1, *view.shape), strides=(0, *view.strides))
+
+
+def checked_rows(name: str, view: ArrayView, dtypes: tuple[str, ...], lead: str) -> ArrayView:
+    """Check rows of heads, and give them four axes."""
+    check_dtype(name, view.dtype, dtypes)
+    columns = view.shape[-1] if len(view.shape) in (3, 4) else 0
+    if not columns or columns % _OCTET or columns > MAX_HEAD_DIM or not view.shape[-2]:
+        raise ValueError(
+            f"{name}: needs shape {lead} with at least one head and a multiple of {_OCTET} columns "
+            f"up to {MAX_HEAD_DIM}, got {view.shape}; reshape it, or pad the columns with zeros"
+        )
+    check_layout(name, view)
+    return batched(view)
+
+
+def checked_written_cache(name: str, view: ArrayView, rows: ArrayView, layout: str) -> ArrayView:
+    """Check a cache that rows are written to; give it the axes of kv_layout="NHD"."""
+    heads, columns = rows.shape[2:]
+    check_dtype(name, view.dtype, (rows.dtype, *E4M3))
+    pages = _swapped(view) if layout == "HND" and len(view.shape) == 4 else view
+    if len(pages.shape) != 4 or pages.shape[2:] != (heads, columns) or 0 in pages.shape:
+        axes = ("page_size", heads) if layout == "NHD" else (heads, "page_size")
+        raise ValueError(
+            f"{name}: needs shape (num_pages, {axes[0]}, {axes[1]}, {columns}) for kv_layout "
+            f"{layout!r} and these rows, got {view.shape}; pass the cache of this layer, and its "
+            f"kv_layout"
+        )
+    check_written(name, view)
+    check_layout(name, view)
+    return pages
+
+
+def _swapped(view: ArrayView) -> ArrayView:
+    """Put the axis of tokens before that of heads."""
+    (pages, heads, tokens, columns), (page, head, token, column) = view.shape, view.strides
+    return view._replace(shape=(pages, tokens, heads, columns), strides=(page, token, head, column))
+
+
+def tables_of(views: Mapping[str, ArrayView]) -> tuple[ArrayView, ArrayView] | tuple[None, None]:
+    """Give cosines and sines apart, each (max_position, rotary_dim / 2)."""
+    whole = views.get("cos_sin")
+    if whole is None:
+        cos, sin = views.get("cos_sin[0]"), views.get("cos_sin[1]")
+        if cos is None or sin is None:
+            return None, None
+        for name, view in (("cos_sin[0]", cos), ("cos_sin[1]", sin)):
+            _check_table(name, view, "(max_position, rotary_dim / 2)")
+        if sin.shape != cos.shape or sin.dtype != cos.dtype:
+            raise ValueError(
+                f"cos_sin[1]: needs shape and dtype of cos_sin[0], {cos.shape} {cos.dtype}, got "
+                f"{sin.shape} {sin.dtype}; pass cosines and sines of the same table"
+            )
+        return cos, sin
+    _check_table("cos_sin", whole, "(max_position, rotary_dim)")
+    positions, columns = whole.shape
+    if columns % 2:
+        raise ValueError(
+            f"cos_sin: needs as many sines as cosines in a row, got shape {whole.shape}; join the "
+            f"two tables along the last axis"
+        )
+    half = whole._replace(shape=(positions, columns // 2))
+    return half, half._replace(ptr=whole.ptr + columns // 2 * whole.strides[1])
+
+
+def _check_table(name: str, view: ArrayView, shape: str) -> None:
+    check_dtype(name, view.dtype, TABLES)
+    if len(view.shape) != 2 or 0 in view.shape:
+        raise ValueError(
+            f"{name}: needs shape {shape}, a row for each position, got {view.shape}; reshape it"
+        )
+    check_lies(name, view, "elements")
+
+
+def check_rotation(cos: ArrayView, columns: int, rotary_offset: int) -> None:
+    """Check that the columns to rotate lie in the head, in whole octets."""
+    rotary_dim = 2 * cos.shape[1]
+    if rotary_dim % (2 * _OCTET) or rotary_offset % _OCTET or rotary_offset + rotary_dim > columns:
+        raise ValueError(
+            f"cos_sin: needs rotary_dim a multiple of {2 * _OCTET} and rotary_offset one of "
+            f"{_OCTET}, together at most the {columns} columns of a head, got rotary_dim "
+            f"{rotary_dim} and rotary_offset {rotary_offset}; pass the table of this model"
+        )

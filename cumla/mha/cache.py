@@ -1,0 +1,498 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing into caches of keys and values: :func:`append_kv_cache`."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from cumla import reference
+from cumla.core.arguments import (
+    bind,
+    check_dtype,
+    check_lies,
+    check_output,
+    check_own_memory,
+    checked_flag,
+    checked_int,
+    number_of,
+)
+from cumla.core.arrays import check_mutable, parts
+from cumla.core.operation import Operation, parts_on_host, run
+from cumla.core.paged import page_lists, refuse_pages, refuse_value
+from cumla.launch.device import require_hopper
+from cumla.launch.mha.append_kv_cache import AppendKVArguments, Scale, append_kv_launch
+from cumla.mha.arguments import (
+    DTYPES,
+    E4M3,
+    PLACES,
+    batched,
+    check_rotation,
+    checked_layout,
+    checked_rows,
+    checked_written_cache,
+    tables_of,
+)
+from cumla.reference.mha.cache import last_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable
+
+__all__ = ["append_kv_cache"]
+
+
+def append_kv_cache(
+    k: Any,
+    v: Any,
+    k_cache: Any,
+    v_cache: Any,
+    slot_mapping: Any = None,
+    *,
+    batch_indices: Any = None,
+    positions: Any = None,
+    qo_indptr: Any = None,
+    kv_lens: Any = None,
+    block_table: Any = None,
+    kv_indices: Any = None,
+    kv_indptr: Any = None,
+    cos_sin: Any = None,
+    interleaved: bool = False,
+    rotary_offset: int = 0,
+    q: Any = None,
+    q_out: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    kv_layout: str = "NHD",
+    stream: Any = None,
+) -> None:
+    """Write the keys and values of new tokens into a cache, in place; rotate keys and queries.
+
+    The call says in one of three ways where the rows of a token go: by `slot_mapping`; by
+    `batch_indices` and `positions`; or by `kv_lens`. In the last form the new tokens are the last
+    ones of each request; `qo_indptr` divides them, and q_len divides them if k has four axes. The
+    last two forms need the page numbers of each request: `block_table`, or `kv_indices` and
+    `kv_indptr`. A contiguous cache ``(slots, max_len, num_kv_heads, head_dim)`` is a cache with
+    pages of max_len tokens; its block_table ``(batch, 1)`` holds the slot of each request. With
+    `cos_sin` the keys are rotated on their way, and so are the queries `q`. One CUDA kernel
+    (compute capability 9.0) writes arrays on the GPU, on the caller's stream and without waiting
+    for it; :func:`cumla.reference.append_kv_cache` writes arrays on the CPU.
+
+    Rows are skipped, and nothing is written, if a slot, request or position is negative, or if
+    their place lies outside of the cache, of the request's pages or of `cos_sin`. If several rows
+    have the same place, the result there is undefined and may be a mixture of them.
+
+    Parameters
+    ----------
+    k, v : array
+        ``(tokens, num_kv_heads, head_dim)``, or ``(batch, q_len, num_kv_heads, head_dim)``,
+        bfloat16 or float16, head_dim a multiple of 8 up to 512; v may have another head_dim. Of
+        CuPy, PyTorch, JAX or NumPy. Strides are any multiples of 16 bytes, the last axis is
+        contiguous.
+    k_cache, v_cache : array
+        ``(num_pages, page_size, num_kv_heads, head_dim)`` with the columns of k and v, of their
+        dtype, or float8_e4m3fn, or uint8 with its bits; any page size, strides as for k. For a
+        packed cache pass the two parts, ``cache[:, 0]`` and ``cache[:, 1]``. JAX arrays are
+        immutable and refused here.
+    slot_mapping : array, optional
+        ``(tokens,)`` int32 or int64: page * page_size + offset.
+    batch_indices : array, optional
+        ``(tokens,)`` int32 or int64: the request of each token.
+    positions : array, optional
+        ``(tokens,)`` int32 or int64: the position of each token in its request. Beside slot_mapping
+        or kv_lens the positions serve the rotation alone; multimodal models and drafts need that.
+    qo_indptr : array, optional
+        ``(batch + 1,)`` int32, non-decreasing: the new tokens of request i are
+        ``qo_indptr[i]`` up to ``qo_indptr[i + 1]``. Tokens of no request are skipped.
+    kv_lens : array, optional
+        ``(batch,)`` int32: tokens of each request, the new ones included. Beside slot_mapping it
+        tells the positions for the rotation, unless `positions` does.
+    block_table : array, optional
+        ``(batch, max_pages)`` int32: page numbers of each request.
+    kv_indices, kv_indptr : array, optional
+        ``(entries,)`` and ``(batch + 1,)`` int32, instead of block_table: the page numbers of
+        request i are ``kv_indices[kv_indptr[i]:kv_indptr[i + 1]]``.
+    cos_sin : array or pair of arrays, optional
+        ``(max_position, rotary_dim)`` float32, bfloat16 or float16: the cosines of all pairs of
+        columns, then their sines; or ``(cos, sin)``, each ``(max_position, rotary_dim / 2)``, any
+        strides. A table freqs_cis ``(max_position, rotary_dim / 2, 2)`` is passed as
+        ``(freqs_cis[..., 0], freqs_cis[..., 1])``. rotary_dim is a multiple of 16, at most
+        head_dim; the other columns are copied. With c and s the j-th of them, pair j becomes
+        ``(c * x0 - s * x1, s * x0 + c * x1)``, computed in float32.
+    interleaved : bool
+        Pair j is columns 2 j and 2 j + 1 (GPT-J); if False, j and ``j + rotary_dim / 2`` (GPT-NeoX,
+        Llama, Qwen). :func:`append_mla_cache` has the other default, as DeepSeek's models do.
+    rotary_offset : int
+        The first column that is rotated, a multiple of 8.
+    q : array, optional
+        Queries to rotate by the same positions, also those of skipped rows:
+        ``(tokens, num_heads, head_dim)`` or ``(batch, q_len, num_heads, head_dim)``, as k. In
+        place, unless there is `q_out`.
+    q_out : array, optional
+        Of q's shape and dtype, written to in place of q; it may be q. A query whose position lies
+        outside of cos_sin is copied as it is.
+    k_scale, v_scale : float or array, optional
+        Factors of e4m3 caches: the value is the stored number times the factor. A number lies
+        between 2 ** -126 and 2 ** 126. An array is float32, ``(1,)``, ``(num_kv_heads,)`` or,
+        without slot_mapping, ``(batch, num_kv_heads)``; the kernel reads it, and it may change
+        between the replays of a graph. 1 by default.
+    kv_layout : str
+        ``"NHD"``, or ``"HND"`` for caches ``(num_pages, num_kv_heads, page_size, head_dim)``.
+    stream : optional
+        A CUDA stream, as in :func:`cumla.mla_decode`. By default the current stream of k_cache's
+        framework.
+
+    Raises
+    ------
+    TypeError
+        An argument is of the wrong kind: no array, a tracer, an unknown dtype, a flag that is
+        neither True nor False, or an array of JAX's that would have to be written to. As with every
+        error but the last, the message names it, and nothing has been launched or written.
+    ValueError
+        An argument does not fit: its shape, strides, alignment or place; or arguments do not fit
+        together.
+    UnsupportedDeviceError
+        The arrays are on a GPU that is not of compute capability 9.0.
+    MissingDependencyError
+        The arrays are on a GPU, and CuPy, NVRTC or cuda.bindings is missing.
+    CompilationError
+        A kernel does not compile with the NVRTC that is installed.
+    NotPreparedError
+        The stream is being captured and the kernel is not loaded yet.
+    CumlaError
+        The driver refuses a launch; base class of the four above.
+
+    Notes
+    -----
+    Numbers in e4m3 are rounded to nearest even and saturate at 448; they are
+    ``row * (1 / scale)`` in float32.
+
+    The rotation is that of RoFormer (arXiv:2104.09864), section 3.4.
+
+    Examples
+    --------
+    Two requests have one new token each, the third and the fourth of its request:
+
+    >>> import numpy as np, cumla
+    >>> k = v = np.ones((2, 4, 64), np.float16)
+    >>> k_cache, v_cache = np.zeros((2, 8, 16, 4, 64), np.float16)
+    >>> cumla.append_kv_cache(
+    ...     k, v, k_cache, v_cache,
+    ...     kv_lens=np.array([3, 4], np.int32), qo_indptr=np.array([0, 1, 2], np.int32),
+    ...     block_table=np.array([[5], [2]], np.int32),
+    ... )
+    >>> np.argwhere(k_cache[..., 0, 0]).tolist()
+    [[2, 3], [5, 2]]
+    """
+    layout = checked_layout(kv_layout)
+    interleaved = checked_flag("interleaved", interleaved)
+    rotary_offset = checked_int("rotary_offset", rotary_offset, "pass the first column", 0)
+    numbers = (number_of("k_scale", k_scale), number_of("v_scale", v_scale))
+    optional = {
+        "slot_mapping": slot_mapping,
+        "batch_indices": batch_indices,
+        "positions": positions,
+        "qo_indptr": qo_indptr,
+        "kv_lens": kv_lens,
+        "block_table": block_table,
+        "kv_indices": kv_indices,
+        "kv_indptr": kv_indptr,
+        "q": q,
+        "q_out": q_out,
+        "k_scale": k_scale if numbers[0] is None else None,
+        "v_scale": v_scale if numbers[1] is None else None,
+    }
+    given = {name: array for name, array in optional.items() if array is not None}
+    rotated = "q_out" if "q_out" in given else "q"
+    written = {"v_cache": v_cache}
+    if rotated in given:
+        written[rotated] = given.pop(rotated)
+    for name, array in {"k_cache": k_cache, **written}.items():
+        check_mutable(name, array)
+    table = {} if cos_sin is None else parts("cos_sin", cos_sin, ("cosines", "sines"))
+    # The cache comes first, because its framework must know of what is written.
+    inputs = {"k_cache": k_cache, "k": k, "v": v, **given, **table}
+    run(_APPEND, inputs, written, (*numbers, interleaved, rotary_offset, layout), stream)
+
+
+class _Options(NamedTuple):
+    """Arguments that are no arrays."""
+
+    k_number: float | None
+    v_number: float | None
+    interleaved: bool
+    rotary_offset: int
+    layout: str
+
+
+class _Append(Operation[AppendKVArguments, None]):
+    """Writes rows in place; nothing is returned."""
+
+    integers = (
+        "slot_mapping",
+        "batch_indices",
+        "positions",
+        "qo_indptr",
+        "kv_lens",
+        "block_table",
+        "kv_indices",
+        "kv_indptr",
+    )
+    in_place = MappingProxyType({"q_out": "q"})
+
+    def arguments(self, views: Views, options: tuple[Any, ...]) -> AppendKVArguments:
+        given = {name: view for name, view in views.items() if view is not None}
+        return _checked(given, _Options(*options))
+
+    def check_overlap(self, views: Views, written: Sequence[str]) -> None:
+        """Let rows lie in the cache, in slots of which only the caller knows."""
+        super().check_overlap(views, ["q_out" if "q_out" in views else "q"])
+        others = {name: view for name, view in views.items() if name not in ("k", "v")}
+        super().check_overlap(others, ["k_cache", "v_cache"])
+
+    def key(self, arguments: AppendKVArguments, device: int) -> None:
+        require_hopper(device)
+
+    def recipe(
+        self, key: None, arguments: AppendKVArguments, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        return (append_kv_launch(arguments),) if arguments.tokens else ()
+
+    def check_values(
+        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: AppendKVArguments
+    ) -> None:
+        _check_values(host, arguments)
+
+    def reference(
+        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: AppendKVArguments
+    ) -> Sequence[np.ndarray[Any, Any]]:
+        others = {name: array for name, array in host.items() if not name.startswith("cos_sin")}
+        if arguments.cos is not None:
+            others["cos_sin"] = parts_on_host(host, "cos_sin")
+        for name, scale in (("k_scale", arguments.k_scale), ("v_scale", arguments.v_scale)):
+            others.setdefault(name, np.array(scale.number, np.float32))
+        reference.append_kv_cache(
+            **others,
+            interleaved=arguments.interleaved,
+            rotary_offset=arguments.rotary_offset,
+            kv_layout=arguments.layout,
+        )
+        return ()
+
+
+_APPEND = _Append()
+
+
+def _checked(views: Mapping[str, ArrayView], options: _Options) -> AppendKVArguments:
+    """Check the views of one call, by name, against each other."""
+    _check_combination(views)
+    _check_rotated(views)
+    lead = "(tokens, num_kv_heads, columns) or (batch, q_len, num_kv_heads, columns)"
+    k = checked_rows("k", views["k"], DTYPES, lead)
+    v = checked_rows("v", views["v"], (k.dtype,), lead)
+    if v.shape[:3] != k.shape[:3] or len(views["v"].shape) != len(views["k"].shape):
+        raise ValueError(
+            f"v: needs the tokens and heads of k, {views['k'].shape[:-1]}, got shape "
+            f"{views['v'].shape}; pass both of the same tokens"
+        )
+    k_cache = checked_written_cache("k_cache", views["k_cache"], k, options.layout)
+    v_cache = checked_written_cache("v_cache", views["v_cache"], v, options.layout)
+    if v_cache.shape[:2] != k_cache.shape[:2] or (v_cache.dtype in E4M3) != (k_cache.dtype in E4M3):
+        raise ValueError(
+            f"v_cache: needs as many pages of as many tokens as k_cache, {k_cache.shape[:2]} of "
+            f"{k_cache.dtype}, got {v_cache.shape[:2]} of {v_cache.dtype}; pass two caches of one "
+            f"layer"
+        )
+    sizes = {"tokens": k.shape[0] * k.shape[1]}
+    if "kv_lens" in views and "qo_indptr" not in views:
+        sizes["batch"] = k.shape[0]
+    sizes = bind(PLACES, views, sizes)
+    q, q_out = _checked_queries(views, k)
+    cos, sin = tables_of(views)
+    if cos is not None:
+        check_rotation(cos, k.shape[3], options.rotary_offset)
+    return AppendKVArguments(
+        q=q,
+        q_out=q_out,
+        k=k,
+        v=v,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        slot_mapping=views.get("slot_mapping"),
+        batch_indices=views.get("batch_indices"),
+        positions=views.get("positions"),
+        qo_indptr=views.get("qo_indptr"),
+        kv_lens=views.get("kv_lens"),
+        block_table=views.get("block_table"),
+        kv_indices=views.get("kv_indices"),
+        kv_indptr=views.get("kv_indptr"),
+        cos=cos,
+        sin=sin,
+        k_scale=_checked_scale("k_scale", views, options.k_number, k_cache, sizes),
+        v_scale=_checked_scale("v_scale", views, options.v_number, v_cache, sizes),
+        interleaved=options.interleaved,
+        rotary_offset=options.rotary_offset,
+        layout=options.layout,
+    )
+
+
+def _check_combination(views: Mapping[str, ArrayView]) -> None:
+    """Check that exactly one form says where the rows go."""
+    if "qo_indptr" in views and "kv_lens" not in views:
+        raise ValueError("kv_lens: needs lengths beside qo_indptr, got None; pass both or none")
+    tables = {n for n in ("block_table", "kv_indices", "kv_indptr") if n in views}
+    told = {n for n in ("batch_indices", "positions", "kv_lens") if n in views}
+    if "slot_mapping" in views:
+        unused = sorted(tables | (told & {"batch_indices"}))
+        if unused:
+            raise ValueError(
+                f"{unused[0]}: needs a call without slot_mapping, which tells where the rows go, "
+                f"got both; leave one of them out"
+            )
+    elif "kv_lens" not in told and not told >= {"batch_indices", "positions"}:
+        raise ValueError(
+            f"slot_mapping: needs slots, or kv_lens, or batch_indices and positions, which tell "
+            f"where the rows go, got {' and '.join(sorted(told)) or 'none of them'}; pass one form"
+        )
+    elif tables not in ({"block_table"}, {"kv_indices", "kv_indptr"}):
+        raise ValueError(
+            f"block_table: needs block_table, or both kv_indices and kv_indptr, where there is no "
+            f"slot_mapping, got {' and '.join(sorted(tables)) or 'none of them'}; pass one form"
+        )
+    if told >= {"kv_lens", "batch_indices"}:
+        raise ValueError(
+            "batch_indices: needs a call without kv_lens, which tells the requests, got both; "
+            "leave one of them out"
+        )
+    is_uniform = len(views["k"].shape) == 4
+    if "kv_lens" in views and is_uniform == ("qo_indptr" in views):
+        need = "a call without it for k of four axes" if is_uniform else "offsets of the requests"
+        raise ValueError(
+            f"qo_indptr: needs {need}, beside kv_lens, got k of shape {views['k'].shape}; "
+            f"{'leave it out' if is_uniform else 'pass it, or k as (batch, q_len, ...)'}"
+        )
+
+
+def _check_rotated(views: Mapping[str, ArrayView]) -> None:
+    """Check that a rotation has its positions, and that no argument is given in vain."""
+    is_rotated = "cos_sin" in views or "cos_sin[0]" in views
+    if "q" in views and not is_rotated:
+        raise ValueError("cos_sin: needed with q, got None; pass it, or no q")
+    if "q_out" in views and "q" not in views:
+        raise ValueError("q: needed with q_out, got None; pass it, or no q_out")
+    if is_rotated and not {"positions", "kv_lens"} & set(views):
+        raise ValueError(
+            "positions: needed with cos_sin, unless kv_lens tells them, got None; pass it"
+        )
+    if "positions" in views and "batch_indices" not in views and not is_rotated:
+        raise ValueError(
+            "positions: needs batch_indices to tell where the rows go, or cos_sin to rotate them, "
+            "got neither; leave it out, or pass one of them"
+        )
+    if {"slot_mapping", "kv_lens"} <= set(views) and (not is_rotated or "positions" in views):
+        raise ValueError(
+            "kv_lens: needs cos_sin and no positions beside slot_mapping, where it tells the "
+            "positions to rotate by, got another combination; leave it out"
+        )
+
+
+def _checked_queries(
+    views: Mapping[str, ArrayView], k: ArrayView
+) -> tuple[ArrayView | None, ArrayView | None]:
+    """Check the queries to rotate, and the array to write them to."""
+    if "q" not in views:
+        return None, None
+    given = views["q"]
+    lead = "of k with num_heads in place of num_kv_heads,"
+    q = checked_rows("q", given, (k.dtype,), lead)
+    if (q.shape[:2], q.shape[3], len(given.shape)) != (
+        k.shape[:2],
+        k.shape[3],
+        len(views["k"].shape),
+    ):
+        raise ValueError(
+            f"q: needs tokens and columns of k, whose shape is {views['k'].shape}, got "
+            f"{given.shape}; pass the queries of the same tokens"
+        )
+    if "q_out" not in views:
+        check_own_memory("q", given)
+        return q, q
+    check_output("q_out", views["q_out"], given.shape, (q.dtype,), "rows")
+    return q, batched(views["q_out"])
+
+
+def _checked_scale(
+    name: str,
+    views: Mapping[str, ArrayView],
+    number: float | None,
+    cache: ArrayView,
+    sizes: Mapping[str, int],
+) -> Scale:
+    """Check the factor of an e4m3 cache, and give it the axes (batch, num_kv_heads)."""
+    view = views.get(name)
+    if view is None and number is None:
+        return Scale()
+    if cache.dtype not in E4M3:
+        raise ValueError(f"{name}: needs an e4m3 cache, got {cache.dtype}; leave it out")
+    if view is None:
+        return Scale(1.0 if number is None else number)
+    heads = cache.shape[2]
+    check_dtype(name, view.dtype, ("float32",))
+    check_lies(name, view, "elements")
+    if view.shape == (sizes.get("batch"), heads) and "slot_mapping" not in views:
+        return Scale(view=view)
+    if view.shape not in ((), (1,), (heads,)):
+        raise ValueError(
+            f"{name}: needs shape (1,), ({heads},), or (batch, {heads}) where there is no "
+            f"slot_mapping, got {view.shape}; reshape it"
+        )
+    stride = view.strides[0] if view.shape == (heads,) and heads > 1 else 0
+    return Scale(view=view._replace(shape=(1, heads), strides=(0, stride)))
+
+
+def _check_values(host: Mapping[str, np.ndarray[Any, Any]], a: AppendKVArguments) -> None:
+    """Check mode: raise for the first number that is out of range."""
+    assert a.k_cache is not None
+    num_pages, page_size = a.k_cache.shape[:2]
+    if "slot_mapping" in host:
+        slots, last = host["slot_mapping"], num_pages * page_size - 1
+        need = f"a slot up to {last}, or below 0 to skip"
+        refuse_value("slot_mapping", slots, slots > last, need)
+    if "qo_indptr" in host:
+        bounds = host["qo_indptr"].astype(np.int64)
+        wrong = (bounds < 0) | (bounds > a.tokens)
+        wrong[1:] |= np.diff(bounds) < 0
+        need = f"non-decreasing offsets from 0 to {a.tokens}, the tokens of k"
+        refuse_value("qo_indptr", host["qo_indptr"], wrong, need)
+    if "kv_lens" in host:
+        _check_lengths(host, a)
+    elif "batch_indices" in host:
+        refuse_pages(host, host["batch_indices"], host["positions"], num_pages, page_size)
+    if a.cos is not None and "positions" in host:
+        positions, last = host["positions"], a.cos.shape[0] - 1
+        need = f"a row of cos_sin, up to {last}, or below 0"
+        refuse_value("positions", positions, positions > last, need)
+
+
+def _check_lengths(host: Mapping[str, np.ndarray[Any, Any]], a: AppendKVArguments) -> None:
+    """Check lengths against the pages and the table of angles, and the page numbers in use."""
+    assert a.k_cache is not None
+    num_pages, page_size = a.k_cache.shape[:2]
+    lens, q_len = host["kv_lens"], a.rows.shape[1]
+    bounds = host.get("qo_indptr")
+    new = np.full(len(lens), q_len) if bounds is None else np.diff(bounds)
+    if "slot_mapping" not in host:
+        _, _, begin, end = page_lists(host)
+        wrong = (new > 0) & (lens > (end - begin) * page_size)
+        refuse_value("kv_lens", lens, wrong, "no more tokens than the pages of the request hold")
+        requests, positions = last_tokens(np.arange(a.tokens), q_len, bounds, lens)
+        refuse_pages(host, requests, positions, num_pages, page_size)
+    if a.cos is not None and "positions" not in host:
+        rows = a.cos.shape[0]
+        need = f"at most {rows} tokens, the rows of cos_sin"
+        refuse_value("kv_lens", lens, (new > 0) & (lens > rows), need)

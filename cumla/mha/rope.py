@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embedding: :func:`apply_rope`."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cumla import reference
+from cumla.core.arguments import WIDE, Array, bind, checked_flag, checked_int
+from cumla.core.arrays import parts
+from cumla.core.operation import Operation, Output, parts_on_host, run
+from cumla.core.paged import refuse_value
+from cumla.launch.device import require_hopper
+from cumla.launch.mha.append_kv_cache import AppendKVArguments, append_kv_launch
+from cumla.mha.arguments import DTYPES, batched, check_rotation, checked_rows, tables_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable
+
+__all__ = ["apply_rope"]
+
+
+def apply_rope(
+    q: Any,
+    k: Any,
+    positions: Any,
+    cos_sin: Any,
+    *,
+    interleaved: bool = False,
+    rotary_offset: int = 0,
+    q_out: Any = None,
+    k_out: Any = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """Rotate pairs of columns of queries and keys by the positions of their tokens.
+
+    If the keys go into a cache, :func:`append_kv_cache` rotates them on the way, and the queries
+    beside them. One CUDA kernel (compute capability 9.0) rotates arrays on the GPU, on the caller's
+    stream and without waiting for it; :func:`cumla.reference.apply_rope` rotates arrays on the CPU.
+
+    Parameters
+    ----------
+    q : array
+        ``(tokens, num_heads, head_dim)`` bfloat16 or float16, head_dim a multiple of 8 up to 512;
+        of CuPy, PyTorch, JAX or NumPy. Strides are any multiples of 16 bytes, the last axis is
+        contiguous.
+    k : array or None
+        ``(tokens, num_kv_heads, head_dim)`` of q's dtype. None rotates q alone.
+    positions : array
+        ``(tokens,)`` int32 or int64. Rows whose position is negative, or beyond the table,
+        are copied as they are.
+    cos_sin : array or pair of arrays
+        ``(max_position, rotary_dim)`` float32, bfloat16 or float16: the cosines of all pairs of
+        columns, then their sines; or ``(cos, sin)``, each ``(max_position, rotary_dim / 2)``, any
+        strides. A table freqs_cis ``(max_position, rotary_dim / 2, 2)`` is passed as
+        ``(freqs_cis[..., 0], freqs_cis[..., 1])``. rotary_dim is a multiple of 16, at most
+        head_dim. With c and s the j-th of them, pair j becomes
+        ``(c * x0 - s * x1, s * x0 + c * x1)``, computed in float32.
+    interleaved : bool
+        Pair j is columns 2 j and 2 j + 1 (GPT-J); if False, j and ``j + rotary_dim / 2`` (GPT-NeoX,
+        Llama, Qwen). :func:`append_mla_cache` has the other default, as DeepSeek's models do.
+    rotary_offset : int
+        The first column that is rotated, a multiple of 8; the others are copied.
+    q_out, k_out : array, optional
+        Of the shapes and dtype of q and k. Pass q and k themselves to rotate them in place. New
+        arrays by default.
+    stream : optional
+        A CUDA stream, as in :func:`cumla.mla_decode`. By default the current stream of q's
+        framework.
+
+    Returns
+    -------
+    q, k : array
+        Rotated, in the framework of q; k is None where none was given.
+
+    Raises
+    ------
+    TypeError
+        An argument is of the wrong kind: no array, a tracer, an unknown dtype, or a flag that is
+        neither True nor False. As with every error but the last, the message names it, and nothing
+        has been launched or written.
+    ValueError
+        An argument does not fit: its shape, strides, alignment or place; or arguments do not fit
+        together.
+    UnsupportedDeviceError
+        The arrays are on a GPU that is not of compute capability 9.0.
+    MissingDependencyError
+        The arrays are on a GPU, and CuPy, NVRTC or cuda.bindings is missing.
+    CompilationError
+        A kernel does not compile with the NVRTC that is installed.
+    NotPreparedError
+        The stream is being captured, and the kernel is not loaded yet or an output is missing.
+    CumlaError
+        The driver refuses a launch; base class of the four above.
+
+    Notes
+    -----
+    The rotation is that of RoFormer (arXiv:2104.09864), section 3.4.
+
+    Examples
+    --------
+    >>> import numpy as np, cumla
+    >>> quarter = np.repeat(np.float32([[1, 0], [0, 1]]), 8, axis=1)  # cosines, then sines
+    >>> q = np.arange(16, dtype=np.float16).reshape(1, 1, 16)
+    >>> turned, _ = cumla.apply_rope(q, None, np.array([1]), quarter)
+    >>> turned[0, 0, [0, 1, 8, 9]].tolist()
+    [-8.0, -9.0, 0.0, 1.0]
+    """
+    interleaved = checked_flag("interleaved", interleaved)
+    rotary_offset = checked_int("rotary_offset", rotary_offset, "pass the first column", 0)
+    table = parts("cos_sin", cos_sin, ("cosines", "sines"))
+    keys = {} if k is None else {"k": k}
+    outputs = {"q_out": q_out}
+    if k is not None:
+        outputs["k_out"] = k_out
+    elif k_out is not None:
+        raise ValueError("k: needed with k_out, got None; pass it, or no k_out")
+    inputs = {"q": q, **keys, "positions": positions, **table}
+    results = run(_ROTATE, inputs, outputs, (interleaved, rotary_offset), stream)
+    return results[0], (None if k is None else results[1])
+
+
+class _Arguments(NamedTuple):
+    """Checked arguments of one call."""
+
+    q: ArrayView
+    k: ArrayView | None
+    positions: ArrayView
+    cos: ArrayView
+    sin: ArrayView
+    interleaved: bool
+    rotary_offset: int
+
+
+class _Rotate(Operation[_Arguments, None]):
+    """Rotates rows; keys are written as into a cache of one token a page."""
+
+    integers = ("positions",)
+    in_place = MappingProxyType({"q_out": "q", "k_out": "k"})
+
+    def arguments(self, views: Views, options: tuple[bool, int]) -> _Arguments:
+        given = {name: view for name, view in views.items() if view is not None}
+        q = _checked("q", given["q"], DTYPES)
+        k = _checked("k", given["k"], (q.dtype,)) if "k" in given else None
+        tokens, _, columns = q.shape
+        if k is not None and (k.shape[0], k.shape[2]) != (tokens, columns):
+            raise ValueError(
+                f"k: needs tokens and columns of q, whose shape is {q.shape}, got {k.shape}; pass "
+                f"the keys of the same tokens"
+            )
+        bind({"positions": Array("tokens", WIDE)}, views, {"tokens": tokens})
+        cos, sin = tables_of(given)
+        assert cos is not None and sin is not None
+        check_rotation(cos, columns, options[1])
+        return _Arguments(q, k, given["positions"], cos, sin, *options)
+
+    def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
+        rows = {"q_out": arguments.q, "k_out": arguments.k}
+        return tuple(
+            Output(name, view.shape, (view.dtype,))
+            for name, view in rows.items()
+            if view is not None
+        )
+
+    def key(self, arguments: _Arguments, device: int) -> None:
+        require_hopper(device)
+
+    def recipe(
+        self, key: None, arguments: _Arguments, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        a = arguments
+        if not a.q.shape[0]:
+            return ()
+        q_out, k_out = outs[0], _as_pages(outs[1]) if a.k is not None else None
+        return (
+            append_kv_launch(
+                AppendKVArguments(
+                    q=batched(a.q),
+                    q_out=batched(q_out),
+                    k=None if a.k is None else batched(a.k),
+                    k_cache=k_out,
+                    positions=a.positions,
+                    cos=a.cos,
+                    sin=a.sin,
+                    interleaved=a.interleaved,
+                    rotary_offset=a.rotary_offset,
+                )
+            ),
+        )
+
+    def check_values(self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments) -> None:
+        positions, last = host["positions"], arguments.cos.shape[0] - 1
+        need = f"a row of cos_sin, up to {last}, or below 0"
+        refuse_value(
+            "positions", positions, positions > last, need, "its rows would not be rotated"
+        )
+
+    def reference(
+        self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments
+    ) -> Sequence[np.ndarray[Any, Any]]:
+        results = reference.apply_rope(
+            host["q"],
+            host.get("k"),
+            host["positions"],
+            parts_on_host(host, "cos_sin"),
+            interleaved=arguments.interleaved,
+            rotary_offset=arguments.rotary_offset,
+            q_out=host.get("q_out"),
+            k_out=host.get("k_out"),
+        )
+        return [result for result in results if result is not None]
+
+
+_ROTATE = _Rotate()
+
+
+def _checked(name: str, view: ArrayView, dtypes: tuple[str, ...]) -> ArrayView:
+    """Check rows of all tokens."""
+    if len(view.shape) != 3:
+        raise ValueError(
+            f"{name}: needs shape (tokens, heads, head_dim), got {view.shape}; reshape it"
+        )
+    checked_rows(name, view, dtypes, "(tokens, heads, head_dim)")
+    return view
+
+
+def _as_pages(view: ArrayView) -> ArrayView:
+    """See the rows of each token as a page of one token."""
+    (tokens, heads, columns), (token, head, column) = view.shape, view.strides
+    return view._replace(shape=(tokens, 1, heads, columns), strides=(token, token, head, column))

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over keys and values (MHA, GQA and MQA), as a definition: one query token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from cumla.core.state import AttentionState
+from cumla.reference.rows import E4M3, Array, as_e4m3, cached_rows, clamped, page_tables
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    kv_lens: Array | None = None,
+    qo_indptr: Array | None = None,
+    block_table: Array | None = None,
+    kv_indptr: Array | None = None,
+    kv_indices: Array | None = None,
+    causal: bool = True,
+    window: int | Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    softmax_scale: float | None = None,
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
+    kv_layout: str = "NHD",
+    out: Array | None = None,
+    lse: Array | None = None,
+) -> AttentionState:
+    """Attend from the query tokens of each request to its keys and values.
+
+    Query head ``h`` uses KV head ``h // (num_heads // num_kv_heads)``. With the sums over the keys
+    that a query sees, and c being `softcap`::
+
+        score = softmax_scale * q.k             or, with softcap, c * tanh(softmax_scale * q.k / c)
+        lse   = log(sum(exp(score)))            or, with sinks, log(exp(sink) + sum(exp(score)))
+        out   = sum(exp(score - lse) * v)
+
+    Query i of the n of a request with kv_len keys has position ``p = kv_len - n + i``, so that the
+    last query stands at the last key. It sees key j if ``p - left <= j <= p + right``.
+
+    Token t of request r lies in slot ``t % page_size`` of page ``block_table[r, t // page_size]``
+    or, with a list, ``kv_indices[kv_indptr[r] + t // page_size]``. Ragged rows need no pages: it is
+    row ``kv_indptr[r] + t``. Lengths are clamped to what the pages or rows of the request hold, and
+    to 0; offsets to the arrays, before anything is computed with them. A request whose end is not
+    after its begin has no tokens, pages or rows. A page number outside of ``[0, num_pages)`` in a
+    used entry stands for a page of zeros. Nothing else is read: unused entries, pages and rows may
+    hold anything, NaN included.
+
+    Parameters
+    ----------
+    q : ndarray, shape (total_tokens, num_heads, head_dim) or (batch, q_len, num_heads, head_dim)
+        Queries in bfloat16, float16, float32 or float64: with qo_indptr, or q_len per request.
+    k, v : ndarray, shape (num_pages, page_size, num_kv_heads, columns)
+        Pages of keys, of head_dim columns, and of values, whose head_dim_v may differ. Any strides,
+        any page size. Or ragged rows, ``(total_kv, num_kv_heads, columns)``. In a dtype of q's, or
+        float8_e4m3fn, or uint8 with its bits.
+    kv_lens : ndarray of int32, shape (batch,)
+        Number of keys of each request, those of its query tokens included. Optional for ragged
+        rows: the differences of kv_indptr by default.
+    qo_indptr : ndarray of int32, shape (batch + 1,), optional
+        Where the query tokens of each request begin, and where the last ones end.
+    block_table : ndarray of int32, shape (batch, max_pages), optional
+        Page numbers of each request, in the order of its tokens.
+    kv_indptr, kv_indices : ndarray of int32, shapes (batch + 1,) and (pages,), optional
+        In place of a table: where the pages of each request begin in a list of page numbers. For
+        ragged rows kv_indptr alone, which counts rows.
+    causal : bool, default True
+        No query sees a key after its own position: right is 0.
+    window : int or pair of int, optional
+        left, or (left, right). -1 or None is unbounded, and so is what is not given.
+    softcap : float, optional
+        Bound of the scores, applied before the mask. None or 0 is none.
+    sinks : ndarray of floats, shape (num_heads,), optional
+        A score per head that takes part in every sum of weights and has no value. It is not
+        multiplied by softmax_scale.
+    softmax_scale : float, optional
+        Factor of the scores; ``head_dim ** -0.5`` by default.
+    k_scale, v_scale : float or ndarray of float32, optional
+        Factor of e4m3 numbers: one, ``(1,)``, ``(num_kv_heads,)`` or ``(batch, num_kv_heads)``; 1
+        by default.
+    kv_layout : str
+        ``"NHD"``, or ``"HND"`` for pages of shape (num_pages, num_kv_heads, page_size, columns).
+    out, lse : ndarray, optional
+        Where to write the results: in the shape of q with head_dim_v columns, in q's dtype or
+        float32; and ``(total_tokens, num_heads)`` or ``(batch, num_heads, q_len)``, float32. Rows
+        of no request are not written.
+
+    Returns
+    -------
+    AttentionState
+        ``out`` and ``lse``, computed in float64 and rounded once. A query that sees no key has out
+        0 and lse -inf or, with sinks, the sink.
+
+    Raises
+    ------
+    ValueError
+        For keys in several forms or in none, and for the scale of a cache that is not e4m3.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> q, k = rng.normal(size=(7, 8, 64)), rng.normal(size=(9, 2, 64))
+    >>> v = rng.normal(size=(9, 2, 32))
+    >>> qo_indptr, kv_indptr = np.array([0, 3, 7], np.int32), np.array([0, 5, 9], np.int32)
+    >>> out, lse = attention(q, k, v, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
+    >>> out.shape, lse.shape
+    ((7, 8, 32), (7, 8))
+    """
+    *tokens, num_heads, head_dim = q.shape
+    if out is None:
+        out = np.empty((*tokens, num_heads, v.shape[-1]), q.dtype)
+    if lse is None:
+        lse_shape = (*tokens[:-1], num_heads, tokens[-1]) if q.ndim == 4 else (*tokens, num_heads)
+        lse = np.empty(lse_shape, np.float32)
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    left, right = _sides(window, causal)
+    sink = np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64)
+
+    tables: Iterable[Array]
+    if k.ndim == 3:
+        bounds = _bounds_of_rows(block_table, kv_indptr, kv_indices, kv_layout, len(k))
+        # Ragged rows are pages of one row; a request has those from its begin to its end.
+        k, v, tables = k[:, None], v[:, None], (np.arange(begin, end) for begin, end in bounds)
+    else:
+        tables = page_tables(block_table, kv_indptr, kv_indices)
+        if kv_lens is None:
+            raise ValueError("kv_lens: needed for pages; only ragged rows tell their number")
+        if kv_layout == "HND":
+            k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    k, v = as_e4m3(k), as_e4m3(v)
+
+    requests = _requests(q, out, lse, qo_indptr)
+    k_factors = _factors("k_scale", k_scale, k, len(requests))
+    v_factors = _factors("v_scale", v_scale, v, len(requests))
+    for r, (request, table) in enumerate(zip(requests, tables, strict=True)):
+        most = len(table) * k.shape[1]
+        kv_len = most if kv_lens is None else min(max(int(kv_lens[r]), 0), most)
+        q_len = len(request[0])
+        if q_len == 0:
+            continue
+        keys = cached_rows(k, table, kv_len).astype(np.float64) * k_factors[r]
+        values = cached_rows(v, table, kv_len).astype(np.float64) * v_factors[r]
+        for i, (query, out_row, lse_row) in enumerate(zip(*request, strict=True)):
+            seen = _visible(kv_len - q_len + i, kv_len, left, right)
+            attended = _attend(query, keys[seen], values[seen], scale, softcap, sink)
+            out_row[...], lse_row[...] = attended
+    return AttentionState(out, lse)
+
+
+def _attend(
+    q: Array, keys: Array, values: Array, scale: float, softcap: float | None, sink: Array
+) -> tuple[Array, Array]:
+    """Attend from q (num_heads, head_dim) to all keys, (tokens, num_kv_heads, head_dim)."""
+    num_heads, (tokens, num_kv_heads, _) = len(q), keys.shape
+    if tokens == 0:
+        return np.zeros((num_heads, values.shape[-1])), sink
+    grouped_q = q.astype(np.float64).reshape(num_kv_heads, num_heads // num_kv_heads, -1)
+    grouped_sink = sink.reshape(num_kv_heads, -1, 1)
+
+    scores = scale * (grouped_q @ keys.transpose(1, 2, 0))  # (num_kv_heads, group, tokens)
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    # It keeps exp() in range and cancels in both results.
+    top = np.maximum(scores.max(axis=-1, keepdims=True), grouped_sink)
+    weights = np.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True) + np.exp(grouped_sink - top)
+    out = (weights @ values.swapaxes(0, 1)) / total
+    return out.reshape(num_heads, -1), (top + np.log(total)).reshape(num_heads)
+
+
+def _visible(position: int, kv_len: int, left: int | None, right: int | None) -> slice:
+    """Give the keys from position - left to position + right, of those that there are."""
+    first = 0 if left is None else max(position - left, 0)
+    stop = kv_len if right is None else min(max(position + right + 1, 0), kv_len)
+    return slice(first, stop)
+
+
+def _sides(
+    window: int | Sequence[int | None] | None, causal: bool
+) -> tuple[int | None, int | None]:
+    """Give left and right, None for unbounded."""
+    sides = (window, None) if window is None or isinstance(window, int) else window
+    left, right = (None if side is None or side < 0 else side for side in sides)
+    return left, 0 if causal else right
+
+
+def _bounds_of_rows(
+    block_table: Array | None,
+    kv_indptr: Array | None,
+    kv_indices: Array | None,
+    kv_layout: str,
+    total_kv: int,
+) -> Iterable[tuple[int, int]]:
+    """Give begin and end of each request's ragged rows."""
+    if kv_indptr is None or block_table is not None or kv_indices is not None:
+        raise ValueError("kv_indptr: ragged rows (k with 3 axes) need it, and no page numbers")
+    if kv_layout != "NHD":
+        raise ValueError(f"kv_layout: {kv_layout!r} is a layout of pages; ragged rows have 'NHD'")
+    return pairwise(clamped(kv_indptr, total_kv))
+
+
+def _requests(
+    q: Array, out: Array, lse: Array, qo_indptr: Array | None
+) -> list[tuple[Array, Array, Array]]:
+    """Split q, out and lse into those of each request, with the tokens on the first axis."""
+    if (qo_indptr is None) != (q.ndim == 4):
+        raise ValueError(f"qo_indptr: needed for q with 3 axes, and only for it; q has {q.ndim}")
+    if qo_indptr is None:
+        return [*zip(q, out, lse.swapaxes(1, 2), strict=True)]
+    tokens = [slice(*bounds) for bounds in pairwise(clamped(qo_indptr, len(q)))]
+    return [(q[some], out[some], lse[some]) for some in tokens]
+
+
+def _factors(name: str, scale: Array | float | None, cache: Array, batch: int) -> Array:
+    """Give what the rows of each request are multiplied by, (batch, num_kv_heads, 1)."""
+    if scale is not None and cache.dtype != E4M3:
+        raise ValueError(f"{name}: the cache is {cache.dtype} and has no factor; leave it out")
+    factors = np.asarray(1 if scale is None else scale, np.float32).astype(np.float64)
+    return np.broadcast_to(factors, (batch, cache.shape[2]))[..., None]
