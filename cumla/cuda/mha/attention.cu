@@ -45,12 +45,12 @@ struct AttentionParams {
   TensorMap key_map, value_map;  // dims (columns, page_size, num_kv_heads, num_pages), box (64, box_rows, 1, 1)
   Columns keys, values;          // of pages whose rows are copied one by one
   const char* q;
-  i64 q_stride_token, q_stride_head;
+  i64 q_stride_batch, q_stride_token, q_stride_head;
   char* out;
   i64 out_stride_batch, out_stride_token, out_stride_head;
   float* lse;
   i64 lse_stride_batch, lse_stride_head, lse_stride_token;
-  const int* block_table;
+  const int* block_table;  // null: keys and values are rows without pages
   i64 block_table_stride;
   const float* sinks;  // [num_heads], or null
   const Place* places;
@@ -65,8 +65,9 @@ struct AttentionParams {
   int num_pages;
   int page_size;
   int box_rows;
-  int key_columns;
-  int q_len;  // of all requests together
+  int key_columns, value_columns;
+  int q_len;         // of all requests together
+  int tokens_apart;  // of a request, where q, out and lse have an axis of requests; else 0
   int heads_per_group;
   int row_groups;
   int may_wait;
@@ -76,11 +77,17 @@ struct AttentionParams {
   float scale_log2;     // softmax_scale * log2(e)
   float softcap_log2;   // softcap * log2(e), or 0
   float to_softcap;     // 2 * softmax_scale / softcap * log2(e)
-  Divisor by_heads_per_group, by_page_size;
+  Divisor by_heads_per_group, by_page_size, by_tokens_apart;
   int batch_invariant;
   float empty_lse;
-  int unused;
 };
+
+__device__ __forceinline__ TokenPlace place_of(const AttentionParams& p, int, int token) {
+  if (p.tokens_apart == 0) return {0, token};
+  const int request = quotient(token, p.by_tokens_apart);
+  return {request, token - request * p.tokens_apart};
+}
+__device__ __forceinline__ bool has_column(const AttentionParams& p, int column) { return column < p.value_columns; }
 
 template <int kKeyTiles, int kValueTiles>
 struct SharedLayout {
@@ -137,6 +144,11 @@ __device__ __forceinline__ Segment visible_segment(const AttentionParams& p, Rag
 // The page of a token of the request; -1 if there is none.
 __device__ __forceinline__ int page_of(const AttentionParams& p, const RaggedTile& tile, const Segment& segment,
                                        int token, int& row) {
+  if (p.block_table == nullptr) {
+    const i64 at = tile.pages + token;
+    row = static_cast<int>(at);
+    return token < segment.tokens && at >= 0 && at < p.page_entries ? 0 : -1;
+  }
   const u32 entry = quotient(min(token, max(segment.tokens - 1, 0)), p.by_page_size);
   row = token - static_cast<int>(entry) * p.page_size;
   const u64 at = static_cast<u64>(tile.pages) * p.block_table_stride + entry;
@@ -208,7 +220,9 @@ __device__ __forceinline__ void copy_query(const AttentionParams& p, const Layou
     const int row = loader * 32 + i * 4 + lane / 8;
     const bool valid = row < tile.rows;
     const Row from(p, tile, valid ? row : 0);
-    const char* const source = p.q + from.token * p.q_stride_token + from.head * p.q_stride_head;
+    const TokenPlace at = place_of(p, 0, from.token);
+    const char* const source =
+        p.q + at.batch * p.q_stride_batch + at.token * p.q_stride_token + from.head * p.q_stride_head;
 #pragma unroll
     for (int k = 0; k < Layout::kKeyBytes / kTileBytes; ++k) {
       const bool exists = valid && k * 64 + chunk * 8 < p.key_columns;
@@ -253,7 +267,7 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
       copy_rows<kKeyTiles>(p.keys, offset(p.keys), first, p.key_columns, shared.keys(stage));
       mbarrier_arrive_after_copies(shared.keys_full(stage));
       mbarrier_wait(shared.values_free(stage), phase ^ 1, "a free stage of values");
-      copy_rows<kValueTiles>(p.values, offset(p.values), first, kValueTiles * 64, shared.values(stage));
+      copy_rows<kValueTiles>(p.values, offset(p.values), first, p.value_columns, shared.values(stage));
       mbarrier_arrive_after_copies(shared.values_full(stage));
     }
   }

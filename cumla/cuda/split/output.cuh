@@ -31,17 +31,32 @@ __device__ __forceinline__ i64 piece_offset(const Params& p, i64 piece, int cons
   return (((piece * 2 + consumer) * p.row_groups + group) * (kValueDim / 16) + columns) * 32 + lane;
 }
 
+// Where a token lies in q, out and lse.
+struct TokenPlace {
+  int batch, token;
+};
+
+// A family whose arrays have an axis of requests over a RaggedTile has an overload of this for its parameters.
+template <typename Params>
+__device__ __forceinline__ TokenPlace place_of(const Params&, int request, int token) { return {request, token}; }
+
+// A family whose outputs are narrower than the columns of its kernels has an overload of this.
+template <typename Params>
+__device__ __forceinline__ bool has_column(const Params&, int) { return true; }
+
 // A row's log-sum-exp, base 2, as the caller gets it.
 template <typename Params>
 __device__ __forceinline__ void store_lse(const Params& p, int request, const Row& to, float lse) {
-  p.lse[request * p.lse_stride_batch + to.head * p.lse_stride_head + to.token * p.lse_stride_token] =
+  const TokenPlace at = place_of(p, request, to.token);
+  p.lse[at.batch * p.lse_stride_batch + to.head * p.lse_stride_head + at.token * p.lse_stride_token] =
       lse == -kInfinity ? p.empty_lse : lse * kLn2;
 }
 
 template <typename Params, typename AnyTile>
 __device__ __forceinline__ char* row_of_out(const Params& p, const AnyTile& tile, int request, int row) {
   const Row to(p, tile, row);
-  return p.out + request * p.out_stride_batch + to.token * p.out_stride_token + to.head * p.out_stride_head;
+  const TokenPlace at = place_of(p, request, to.token);
+  return p.out + at.batch * p.out_stride_batch + at.token * p.out_stride_token + to.head * p.out_stride_head;
 }
 
 // A quad of lanes stores 16 columns of a row, each lane a, b at 2 quad_lane and c, d eight columns later. In 16 bits
@@ -53,15 +68,13 @@ __device__ __forceinline__ void store_columns(const Params& p, const AnyTile& ti
   char* const out = row_of_out(p, tile, request, row);
   if (p.out_is_float) {
     float* const destination = reinterpret_cast<float*>(out) + column + quad_lane * 2;
-    if (exists) {
-      store_global_float2(destination, a, b);
-      store_global_float2(destination + 8, c, d);
-    }
+    if (exists && has_column(p, column)) store_global_float2(destination, a, b);
+    if (exists && has_column(p, column + 8)) store_global_float2(destination + 8, c, d);
   } else {
     const u32 first = pack_pair<T>(a, b), second = pack_pair<T>(c, d);
     const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, kNeighbour);
     char* const destination = out + (column + (odd ? 8 + (quad_lane - 1) * 2 : quad_lane * 2)) * 2;
-    if (exists) store_global_8(destination, odd ? received : first, odd ? second : received);
+    if (exists && has_column(p, column + (odd ? 8 : 0))) store_global_8(destination, odd ? received : first, odd ? second : received);
   }
 }
 
@@ -70,8 +83,8 @@ template <typename T, typename Params, typename AnyTile>
 __device__ __forceinline__ void store_pair(const Params& p, const AnyTile& tile, int request, int row, int quad_lane,
                                            int column, float a, float b) {
   char* const out = row_of_out(p, tile, request, row);
+  if (row >= tile.rows || !has_column(p, column)) return;
   column += quad_lane * 2;
-  if (row >= tile.rows) return;
   if (p.out_is_float)
     store_global_float2(reinterpret_cast<float*>(out) + column, a, b);
   else

@@ -40,7 +40,7 @@ __device__ __forceinline__ Run find_run(int place, Run (&edges)[kScheduleWarps][
 struct RaggedScheduleParams {
   const int* qo_indptr;  // [batch + 1]; nullptr: each request has q_len tokens
   i64 qo_indptr_stride;  // elements, as of the others
-  const int* kv_lens;    // [batch]
+  const int* kv_lens;    // [batch]; nullptr: as many tokens as kv_indptr tells
   i64 kv_lens_stride;
   const int* kv_indptr;  // [batch + 1]: pages of the requests before one; nullptr: request r has row r of a block table
   i64 kv_indptr_stride;
@@ -83,7 +83,7 @@ struct Queries {
 
 // The place of a request's first tile.
 __device__ __forceinline__ TilePlace first_tile(const RaggedScheduleParams& p, int request, const Queries& queries) {
-  i64 tokens = max(p.kv_lens[request * p.kv_lens_stride], 0), pages = request;
+  i64 tokens = p.kv_lens == nullptr ? kMaxTokens : max(p.kv_lens[request * p.kv_lens_stride], 0), pages = request;
   if (p.kv_indptr != nullptr) {
     pages = p.kv_indptr[request * p.kv_indptr_stride];
     tokens = min(tokens, max(p.kv_indptr[(request + 1) * p.kv_indptr_stride] - pages, i64{0}) * p.page_size);

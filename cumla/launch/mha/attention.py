@@ -7,13 +7,19 @@ import struct
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from math import log2
+from math import e, gcd, inf, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
-from cumla.launch.split.plan import MOST_TOKENS, RaggedKey, filling_parts
+from cumla.launch.split.plan import (
+    BLOCK_TOKENS,
+    MOST_TOKENS,
+    RaggedKey,
+    filling_parts,
+    page_form,
+)
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
 
 if TYPE_CHECKING:
@@ -24,8 +30,8 @@ __all__ = ["SPECS", "MHAArguments", "MHAKey", "attention_launch", "attention_spe
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _COLUMNS = 64  # of a tile
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
-_EMPTY_LSE = -float("inf")
-_LOG2_E = log2(2.718281828459045)
+_EMPTY_LSE = -inf
+_LOG2_E = log2(e)
 
 
 def _smem(key_tiles: int, value_tiles: int) -> int:
@@ -54,12 +60,12 @@ SPECS = tuple(_SPECS.values())
 
 
 class MHAArguments(NamedTuple):
-    """Checked views of one call: queries (tokens, num_heads, columns), caches as pages."""
+    """Checked views of one call; rows without pages are one page."""
 
-    q: ArrayView
+    q: ArrayView  # (tokens, num_heads, columns) or (batch, q_len, num_heads, columns)
     k: ArrayView  # (num_pages, page_size, num_kv_heads, columns)
     v: ArrayView
-    pages: ArrayView  # (batch, max_pages) int32, or a list (pages,)
+    pages: ArrayView | None  # (batch, max_pages) int32, or a list (pages,)
     sinks: ArrayView | None  # (num_heads,) float32
     softmax_scale: float
     softcap: float  # 0: none
@@ -76,12 +82,27 @@ class MHAKey(RaggedKey):
     num_kv_heads: int
     head_dim: int
     head_dim_v: int
-    page_size: int
+    page_size: int  # 0: rows without pages
     dtype: str
     causal: bool
-    q_len: int  # of each request; 0 where qo_indptr tells
+    q_len: int  # of each request, where q has an axis of requests; else 0
     device: int | None
     sm_count: int
+
+    @property
+    def schedule_page_size(self) -> int:
+        """Tokens for each entry that kv_indptr counts: of rows without pages one."""
+        return self.page_size or 1
+
+    @cached_property
+    def form(self) -> str:
+        """Which of PAGE_FORMS serves these pages."""
+        return page_form(self.page_size) if self.page_size else "pages"
+
+    @cached_property
+    def box_rows(self) -> int:
+        """Rows of a KV block that one load brings."""
+        return gcd(self.page_size, BLOCK_TOKENS)
 
     @property
     def tiles(self) -> int:
@@ -116,8 +137,8 @@ class MHAKey(RaggedKey):
     @cached_property
     def kernel_tiles(self) -> tuple[int, int]:
         """Tiles of 64 columns, of keys and of values, in the kernel that serves these widths."""
-        needed = -(-self.head_dim // _COLUMNS), self.head_dim_v // _COLUMNS
-        return next(t for t in _TILES if t[0] >= needed[0] and t[1] == needed[1])
+        keys, values = -(-self.head_dim // _COLUMNS), -(-self.head_dim_v // _COLUMNS)
+        return next(tiles for tiles in _TILES if tiles[0] >= keys and tiles[1] >= values)
 
 
 def attention_spec(key: MHAKey) -> KernelSpec:
@@ -125,7 +146,7 @@ def attention_spec(key: MHAKey) -> KernelSpec:
     return _SPECS[key.dtype, key.kernel_tiles, key.form == "rows"]
 
 
-_PARAMS = struct.Struct("<128s128s29q14i3f4Iifi56x")
+_PARAMS = struct.Struct("<128s128s30q16i3f6Iif40x")
 
 
 def attention_launch(
@@ -133,13 +154,17 @@ def attention_launch(
 ) -> Launch:
     """Describe how to attend to the blocks of every part.
 
-    `buffer` is the address of the plan's buffer, which holds a schedule; out is (tokens, num_heads,
-    columns), lse (tokens, num_heads).
+    `buffer` is the address of the plan's buffer, which holds a schedule; out has the axes of q, lse
+    is (tokens, num_heads) or (batch, num_heads, q_len).
     """
     a, layout = arguments, key.layout
     pages = a.pages
-    if len(pages.shape) == 1:  # a row of a table whose rows are a page apart
+    if pages is not None and len(pages.shape) == 1:  # a table whose rows are a page apart
         pages = pages._replace(shape=(1, *pages.shape), strides=(4, 4))
+    if len(lse.shape) == 3:
+        lse_strides = [stride // 4 for stride in lse.strides]
+    else:
+        lse_strides = [0, lse.strides[1] // 4, lse.strides[0] // 4]
     values = (
         *(_map(key, view) for view in (a.k, a.v)),
         a.k.ptr,
@@ -147,31 +172,31 @@ def attention_launch(
         a.v.ptr,
         *a.v.strides[:3],
         a.q.ptr,
-        *a.q.strides[:2],
+        *_strides(a.q),
         out.ptr,
-        0,
-        *out.strides[:2],
+        *_strides(out),
         lse.ptr,
-        0,
-        lse.strides[1] // 4,
-        lse.strides[0] // 4,
-        pages.ptr,
-        pages.strides[0] // 4,
+        *lse_strides,
+        *((0, 0) if pages is None else (pages.ptr, pages.strides[0] // 4)),
         0 if a.sinks is None else a.sinks.ptr,
         buffer + layout.places,
         buffer + layout.parts,
         buffer + layout.tickets,
         buffer + layout.partial_out,
         buffer + layout.partial_lse,
-        min(pages.shape[1] * key.page_size, MOST_TOKENS),
-        (pages.shape[0] - 1) * (pages.strides[0] // 4) + pages.shape[1],
+        MOST_TOKENS if pages is None else min(pages.shape[1] * key.page_size, MOST_TOKENS),
+        a.k.shape[1]
+        if pages is None
+        else (pages.shape[0] - 1) * (pages.strides[0] // 4) + pages.shape[1],
         key.num_places,
         key.parts,
         a.k.shape[0],
         key.page_size,
         key.box_rows,
         key.head_dim,
+        key.head_dim_v,
         key.total_tokens,
+        key.q_len,
         key.heads_per_group,
         key.row_groups,
         key.may_wait,
@@ -182,12 +207,17 @@ def attention_launch(
         a.softcap * _LOG2_E,
         2 * a.softmax_scale / a.softcap * _LOG2_E if a.softcap else 0.0,
         *divisor_of(key.heads_per_group),
-        *divisor_of(key.page_size),
+        *divisor_of(key.page_size or 1),
+        *divisor_of(max(key.q_len, 1)),
         key.batch_invariant,
         _EMPTY_LSE,
-        0,
     )
     return Launch(attention_spec(key), (1, key.parts, key.num_kv_heads), _PARAMS, values)
+
+
+def _strides(view: ArrayView) -> tuple[int, ...]:
+    """Give those of request, token and head."""
+    return view.strides[:3] if len(view.shape) == 4 else (0, *view.strides[:2])
 
 
 def _map(key: MHAKey, view: ArrayView) -> TensorMap | bytes:

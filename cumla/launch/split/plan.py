@@ -182,6 +182,11 @@ class RaggedKey(PlanKey):
     total_tokens: int
     causal: bool
 
+    @property
+    def schedule_page_size(self) -> int:
+        """Tokens for each entry that kv_indptr counts."""
+        return self.page_size
+
     @cached_property
     def num_places(self) -> int:
         """Row tiles of a kv head that all requests may have together, however long each is."""

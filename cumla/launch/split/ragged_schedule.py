@@ -34,20 +34,21 @@ def ragged_schedule_launch(
     key: RaggedKey,
     buffer: int,
     qo_indptr: ArrayView | None,
-    kv_lens: ArrayView,
+    kv_lens: ArrayView | None,
     kv_indptr: ArrayView | None,
 ) -> Launch:
     """Describe how to compute the schedule for these int32 lengths into the plan's buffer.
 
-    `qo_indptr` is ``(batch + 1,)``, or None where each request has as many tokens as the others, `kv_lens` ``(batch,)``; `kv_indptr` is ``(batch + 1,)`` where
+    `qo_indptr` is ``(batch + 1,)``, or None where each request has as many tokens as the others, `kv_lens` ``(batch,)``, or None where `kv_indptr` tells
+    them; this is ``(batch + 1,)`` where
     pages come as a list, and None where they come as a block table.
     """
     layout = key.layout
     values = (
         0 if qo_indptr is None else qo_indptr.ptr,
         0 if qo_indptr is None else qo_indptr.strides[0] // 4,
-        kv_lens.ptr,
-        kv_lens.strides[0] // 4,
+        0 if kv_lens is None else kv_lens.ptr,
+        0 if kv_lens is None else kv_lens.strides[0] // 4,
         0 if kv_indptr is None else kv_indptr.ptr,
         0 if kv_indptr is None else kv_indptr.strides[0] // 4,
         buffer + layout.places,
@@ -59,7 +60,7 @@ def ragged_schedule_launch(
         key.parts,
         key.num_tickets,
         key.heads_per_group,
-        key.page_size,
+        key.schedule_page_size,
         key.causal,
         FIXED_COST,
         piece_cost(key.row_groups),
