@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cumla.indexer.paged_logits import PagedMQALogitsPlan, paged_mqa_logits
     from cumla.indexer.quantize import QuantizedRows, quantize_fp8
     from cumla.merge import AttentionState, merge_attention_states
+    from cumla.mha.attention import attention
     from cumla.mha.cache import append_kv_cache
     from cumla.mha.rope import apply_rope
     from cumla.mla.attention import MLAAttentionPlan, mla_attention
@@ -49,6 +50,7 @@ __all__ = [
     "append_kv_cache",
     "append_mla_cache",
     "apply_rope",
+    "attention",
     "merge_attention_states",
     "mla_attention",
     "mla_decode",
@@ -68,6 +70,7 @@ _HOMES = {  # public names that are loaded when they are first asked for
     "append_kv_cache": "mha.cache",
     "append_mla_cache": "mla.cache",
     "apply_rope": "mha.rope",
+    "attention": "mha.attention",
     "merge_attention_states": "merge",
     "mla_attention": "mla.attention",
     "mla_decode": "mla.decode",

@@ -18,7 +18,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
         paged_mqa_schedule,
         quantize_fp8,
     )
-    from cumla.launch.mha import append_kv_cache
+    from cumla.launch.mha import append_kv_cache, attention
     from cumla.launch.mla import (
         append_cache,
         append_fp8_cache,
@@ -38,6 +38,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
         + append_cache.SPECS
         + append_fp8_cache.SPECS
         + append_kv_cache.SPECS
+        + attention.SPECS
         + append_indexer_cache.SPECS
         + quantize_fp8.SPECS
         + mqa_logits.SPECS

@@ -16,6 +16,7 @@ from cumla.reference.indexer.logits import mqa_logits
 from cumla.reference.indexer.paged_logits import paged_mqa_logits
 from cumla.reference.indexer.quantize import QuantizedRows, quantize_fp8
 from cumla.reference.merge import merge_attention_states
+from cumla.reference.mha.attention import attention
 from cumla.reference.mha.cache import append_kv_cache
 from cumla.reference.mha.rope import apply_rope
 from cumla.reference.mla.attention import mla_attention
@@ -29,6 +30,7 @@ __all__ = [
     "append_kv_cache",
     "append_mla_cache",
     "apply_rope",
+    "attention",
     "merge_attention_states",
     "mla_attention",
     "mla_decode",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import e, gcd, inf, log2
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
@@ -70,6 +70,8 @@ class MHAArguments(NamedTuple):
     softmax_scale: float
     softcap: float  # 0: none
     window: tuple[int, int]  # left, right; -1: unbounded
+    causal: bool
+    layout: str  # of the pages that were given
 
 
 @dataclass(frozen=True)

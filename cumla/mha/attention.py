@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of many heads over cached keys and values: :func:`attention` and its plan."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cumla import reference
+from cumla.core.arguments import (
+    Array,
+    Views,
+    as_number,
+    bind,
+    check_dtype,
+    check_layout,
+    checked_flag,
+    checked_int,
+    checked_scale,
+)
+from cumla.core.operation import Scheduled, run
+from cumla.core.paged import (
+    RAGGED_LENGTHS,
+    Attend,
+    Schedule,
+    check_ragged_lengths,
+    check_ragged_pages,
+    check_rows,
+    checked_pages,
+)
+from cumla.core.state import AttentionState
+from cumla.launch.device import require_hopper
+from cumla.launch.mha.attention import MHAArguments, MHAKey, attention_launch
+from cumla.launch.split.plan import MOST_TOKENS
+from cumla.launch.split.ragged_schedule import ragged_schedule_launch
+from cumla.mha.arguments import DTYPES, checked_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cumla.core.arrays import ArrayView
+    from cumla.core.paged import Host, Results
+
+__all__ = ["AttentionPlan", "attention"]
+
+_MOST_COLUMNS = 256
+_MOST_PLACES = (1 << 31) - 1  # row tiles that a schedule can number
+_SIZES = (
+    *("total_tokens", "num_heads", "head_dim", "head_dim_v", "num_kv_heads", "page_size"),
+    *("dtype", "q_len"),
+)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    kv_lens: Any = None,
+    qo_indptr: Any = None,
+    block_table: Any = None,
+    kv_indptr: Any = None,
+    kv_indices: Any = None,
+    causal: bool = True,
+    window: int | Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    softmax_scale: float | None = None,
+    kv_layout: str = "NHD",
+    out: Any = None,
+    lse: Any = None,
+    stream: Any = None,
+) -> AttentionState:
+    """Attend to keys and values of many heads: MHA, GQA and MQA, decoding and prefill in one call.
+
+    Query head ``h`` uses kv head ``h // (num_heads // num_kv_heads)``. With the sums over the keys
+    that a query sees, and c being `softcap`::
+
+        score = softmax_scale * q.k             or, with softcap, c * tanh(softmax_scale * q.k / c)
+        lse   = log(sum(exp(score)))            or, with sinks, log(exp(sink) + sum(exp(score)))
+        out   = sum(exp(score - lse) * v)
+
+    Query i of the n of a request with kv_len keys has position ``p = kv_len - n + i``, so that the
+    last query stands at the last key. It sees key j if ``p - left <= j <= p + right``. Requests may
+    have any numbers of queries: decoding, drafts and chunks of a prefill go together in one call.
+    Arrays on the GPU are computed by CUDA kernels (compute capability 9.0), on the caller's stream
+    and without waiting for it; arrays on the CPU by :func:`cumla.reference.attention`.
+
+    Parameters
+    ----------
+    q : array
+        ``(total_tokens, num_heads, head_dim)`` with qo_indptr, or ``(batch, q_len, num_heads,
+        head_dim)`` without, bfloat16 or float16, head_dim a multiple of 8 up to 256; of CuPy,
+        PyTorch, JAX or NumPy. Any strides that are multiples of 16 bytes, the last axis contiguous.
+    k, v : array
+        Pages ``(num_pages, page_size, num_kv_heads, head_dim)`` of q's dtype, of any page size;
+        v may have another head_dim_v, a multiple of 8 up to 256. num_heads is a multiple of
+        num_kv_heads. Strides as for q: of a packed cache pass its two parts. Or ragged rows
+        ``(total_kv, num_kv_heads, head_dim)`` without pages.
+    kv_lens : array
+        ``(batch,)`` int32: keys of each request, those of its queries included. Clamped to what the
+        pages of the request hold. For ragged rows the differences of kv_indptr by default.
+    qo_indptr : array, optional
+        ``(batch + 1,)`` int32: where the query tokens of each request begin in q, and where the
+        last ones end. The numbers must be non-decreasing. Rows before the first and from the last
+        on belong to no request: what they give is not written.
+    block_table : array, optional
+        ``(batch, max_pages)`` int32, rows contiguous: page numbers of each request. A contiguous
+        cache ``(slots, max_len, num_kv_heads, head_dim)`` has one column, the slots.
+    kv_indptr, kv_indices : array, optional
+        In place of block_table: the pages of request r are ``kv_indices[kv_indptr[r] :
+        kv_indptr[r + 1]]``. ``(batch + 1,)`` and ``(pages,)`` int32. For ragged rows kv_indptr
+        alone, which counts rows.
+    causal : bool
+        No query sees a key after its own position.
+    window : int or pair of int, optional
+        left, or (left, right), both inclusive. -1 or None is unbounded, and so is what is not
+        given. A "sliding window of W tokens" is left = W - 1.
+    softcap : float, optional
+        Bound of the scores, above 0.
+    sinks : array, optional
+        ``(num_heads,)`` float32: a score per head that takes part in every sum of weights and has
+        no value. It is not multiplied by softmax_scale, and lse includes it.
+    softmax_scale : float, optional
+        Factor of the scores, ``head_dim ** -0.5`` by default.
+    kv_layout : str
+        ``"NHD"``, or ``"HND"`` for pages ``(num_pages, num_kv_heads, page_size, head_dim)``.
+    out, lse : array, optional
+        Where to write: q's shape with head_dim_v columns, in q's dtype or float32, and
+        ``(total_tokens, num_heads)`` or ``(batch, num_heads, q_len)`` float32.
+    stream : optional
+        As in :func:`cumla.mla_decode`.
+
+    Returns
+    -------
+    AttentionState
+        ``out`` and ``lse``. A query that sees no key has out 0 and lse -inf or, with sinks, the
+        sink. What is allocated here holds anything in the rows of no request.
+
+    Raises
+    ------
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_decode`.
+
+    Notes
+    -----
+    Offsets and page numbers are taken on trust: no value of them leads out of the arrays, and a
+    page number outside of the cache stands for zeros. The check mode, ``CUMLA_CHECK=1``, looks at
+    them. What lies behind a request's keys, NaN included, never shows.
+
+    Sources: FlashAttention-2 (arXiv:2307.08691), sinks as in gpt-oss (arXiv:2508.10925), softcap as
+    in Gemma 2 (arXiv:2408.00118).
+
+    Examples
+    --------
+    >>> import numpy as np, cumla
+    >>> q = np.ones((5, 8, 64), np.float16)  # 1 and 4 new tokens
+    >>> k_cache = v_cache = np.ones((4, 16, 2, 64), np.float16)
+    >>> out, lse = cumla.attention(
+    ...     q, k_cache, v_cache,
+    ...     kv_lens=np.array([20, 4], np.int32), qo_indptr=np.array([0, 1, 5], np.int32),
+    ...     block_table=np.array([[0, 1], [3, 0]], np.int32),
+    ... )
+    >>> out.shape, lse.shape
+    ((5, 8, 64), (5, 8))
+    """
+    options = _checked_options(causal, window, softcap, softmax_scale, kv_layout)
+    optional = {"sinks": sinks, **_pages(block_table, kv_indptr, kv_indices)}
+    optional |= {"qo_indptr": qo_indptr, "kv_lens": kv_lens}
+    given = {name: array for name, array in optional.items() if array is not None}
+    outputs = {"out": out, "lse": lse}
+    return AttentionState(
+        *run(_ATTENTION, {"q": q, "k": k, "v": v, **given}, outputs, options, stream)
+    )
+
+
+class _Options(NamedTuple):
+    """What is no array."""
+
+    causal: bool
+    window: tuple[int, int]  # left, right; -1: unbounded
+    softcap: float  # 0: none
+    softmax_scale: float | None
+    layout: str
+
+
+def _checked_options(
+    causal: Any, window: Any, softcap: Any, softmax_scale: Any, kv_layout: Any
+) -> _Options:
+    causal = checked_flag("causal", causal)
+    cap = 0.0 if softcap is None else as_number("softcap", softcap)
+    if not (cap == 0.0 and softcap is None) and not 1e-3 <= cap <= 1e6:
+        raise ValueError(
+            f"softcap: needs a number from 0.001 to 1000000.0, got {softcap}; leave it out for none"
+        )
+    scale = None if softmax_scale is None else checked_scale(softmax_scale, 1.0)
+    return _Options(causal, _sides(window, causal), cap, scale, checked_layout(kv_layout))
+
+
+def _sides(window: Any, causal: bool) -> tuple[int, int]:
+    """Check a window: tokens on the left and on the right, -1 for all."""
+    pair = window if isinstance(window, (tuple, list)) else (window, None)
+    if len(pair) != 2:
+        raise ValueError(
+            f"window: needs one number or a pair (left, right), got {len(pair)} of them; pass -1 "
+            f"or None for a side without a bound"
+        )
+    way_out = "pass -1 or None for no bound"
+    sides = [-1 if n is None else checked_int("window", n, way_out, -1) for n in pair]
+    left, right = (min(side, MOST_TOKENS) for side in sides)
+    return left, 0 if causal else right
+
+
+def _pages(block_table: Any, kv_indptr: Any, kv_indices: Any) -> dict[str, Any]:
+    """Name the page numbers, in the order of `TableOrList`."""
+    return {"block_table": block_table, "kv_indices": kv_indices, "kv_indptr": kv_indptr}
+
+
+class _Attend(Attend[MHAArguments, MHAKey]):
+    integers = ("block_table", "kv_indices")
+
+    def arguments(self, views: Views, options: _Options) -> MHAArguments:
+        """Check all but the lengths."""
+        given = {name: view for name, view in views.items() if view is not None}
+        q, k, v = (_checked_rows(name, given) for name in ("q", "k", "v"))
+        has_pages = len(k.shape) == 4
+        if has_pages and options.layout == "HND":
+            k, v = _swapped(k), _swapped(v)
+        _check_heads(q, k, v)
+        pages = _checked_form(given, has_pages, options.layout)
+        bind({"sinks": Array("num_heads", ("float32",), "row")}, views, {"num_heads": q.shape[-2]})
+        if not has_pages:
+            k, v = _as_page(k), _as_page(v)
+        scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
+        window, cap = options.window, options.softcap
+        sinks = given.get("sinks")
+        return MHAArguments(
+            q, k, v, pages, sinks, scale, cap, window, options.causal, options.layout
+        )
+
+    def value_dim(self, arguments: MHAArguments) -> int:
+        """Tell the columns of v."""
+        return arguments.v.shape[3]
+
+    def check_values(self, host: Host, arguments: MHAArguments) -> None:
+        num_pages, page_size = arguments.k.shape[:2]
+        if arguments.pages is not None and "kv_lens" in host:
+            check_ragged_pages(host, num_pages, page_size)
+        if "qo_indptr" in host and "kv_lens" in host:
+            size = 1 if arguments.pages is None else page_size
+            check_ragged_lengths(host, arguments.q.shape[0], size, MOST_TOKENS)
+
+    def reference(self, host: Host, arguments: MHAArguments) -> Results:
+        a = arguments
+        options = {"causal": a.causal, "window": a.window, "kv_layout": a.layout}
+        return reference.attention(
+            **host, **options, softcap=a.softcap or None, softmax_scale=a.softmax_scale
+        )
+
+
+class _Attention(Scheduled[MHAArguments, MHAKey]):
+    """Both, in one call."""
+
+    def batch(self, attend: MHAArguments, views: Views) -> int | None:
+        return attend.q.shape[0] if len(attend.q.shape) == 4 else None
+
+    def arguments(self, views: Views, options: _Options) -> tuple[Any, MHAArguments]:
+        given = {name for name, view in views.items() if view is not None}
+        q = views["q"]
+        assert q is not None
+        _check_lengths_given(given, len(q.shape), len(views["k"].shape) if views["k"] else 0)
+        lengths, attend = super().arguments(views, options)
+        if attend.pages is not None:
+            check_rows(attend.pages, _batch_of(lengths, attend))
+        return lengths, attend
+
+    def key(self, arguments: tuple[Any, MHAArguments], device: int) -> MHAKey:
+        lengths, attend = arguments
+        shape = _shape_of(attend)
+        return _key(
+            _batch_of(lengths, attend),
+            shape,
+            attend.causal,
+            device,
+            require_hopper(device).sm_count,
+        )
+
+
+def _batch_of(lengths: tuple[Any, ...], attend: MHAArguments) -> int:
+    """Count the requests."""
+    if len(attend.q.shape) == 4:
+        return attend.q.shape[0]
+    size: int = lengths[0].shape[0] - 1
+    return size
+
+
+def _shape_of(a: MHAArguments) -> tuple[Any, ...]:
+    """Read off what a key holds of the arrays, as _SIZES lists it."""
+    *tokens, num_heads, head_dim = a.q.shape
+    q_len = tokens[1] if len(tokens) == 2 else 0
+    total = tokens[0] * max(q_len, 1) if q_len or len(tokens) == 1 else 0
+    page_size = a.k.shape[1] if a.pages is not None else 0
+    return total, num_heads, head_dim, a.v.shape[3], a.k.shape[2], page_size, a.q.dtype, q_len
+
+
+@lru_cache(maxsize=1024)
+def _key(
+    batch: int, shape: tuple[Any, ...], causal: bool, device: int | None, sm_count: int
+) -> MHAKey:
+    """Make a key, the same object each time: it keeps what follows from it."""
+    total, num_heads, head_dim, head_dim_v, num_kv_heads, page_size, dtype, q_len = shape
+    heads = num_heads, num_kv_heads, head_dim, head_dim_v
+    key = MHAKey(batch, total, *heads, page_size, dtype, causal, q_len, device, sm_count)
+    if key.num_places > _MOST_PLACES:
+        raise ValueError(
+            f"q: needs fewer query tokens, or heads, than a schedule can hold, got {total} tokens; "
+            f"cut the call in two"
+        )
+    return key
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def _checked_rows(name: str, given: Views) -> ArrayView:
+    """Check the axes, dtype and place of queries, keys or values."""
+    view = given[name]
+    assert view is not None
+    q = given["q"]
+    assert q is not None
+    check_dtype(name, view.dtype, DTYPES if name == "q" else (q.dtype,))
+    axes = {
+        "q": "(total_tokens, num_heads, head_dim) or (batch, q_len, num_heads, head_dim)",
+        "k": "(num_pages, page_size, num_kv_heads, head_dim) or (total_kv, num_kv_heads, head_dim)",
+        "v": "(num_pages, page_size, num_kv_heads, head_dim_v), or rows, as k",
+    }[name]
+    columns = view.shape[-1] if len(view.shape) in (3, 4) else 0
+    if not columns or columns % 8 or columns > _MOST_COLUMNS:
+        raise ValueError(
+            f"{name}: needs shape {axes} with a multiple of 8 columns up to {_MOST_COLUMNS}, got "
+            f"{view.shape}; reshape it, or pad the columns with zeros"
+        )
+    check_layout(name, view)
+    return view
+
+
+def _check_heads(q: ArrayView, k: ArrayView, v: ArrayView) -> None:
+    """Check that queries, keys and values fit together; pages have the order of NHD."""
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"k: needs the {q.shape[-1]} columns of q, got shape {k.shape}; pass the cache of this "
+            f"layer"
+        )
+    if len(v.shape) != len(k.shape) or v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(
+            f"v: needs the pages, tokens and heads of k, {k.shape[:-1]}, got shape {v.shape}; pass "
+            f"both of one layer"
+        )
+    if (0 in k.shape[-3:-1] and len(k.shape) == 4) or not k.shape[-2]:
+        raise ValueError(
+            f"k: needs at least one token a page and one kv head, got shape {k.shape}; skip the "
+            f"call where there is no cache"
+        )
+    num_heads, num_kv_heads = q.shape[-2], k.shape[-2]
+    if not num_heads or num_heads % num_kv_heads:
+        raise ValueError(
+            f"q: needs a multiple of the {num_kv_heads} kv heads of k, got {num_heads} heads in "
+            f"shape {q.shape}; check the axes of k (kv_layout) and of q"
+        )
+
+
+def _checked_form(given: Views, has_pages: bool, layout: str) -> ArrayView | None:
+    """Check that page numbers come in one form, and return them; None for rows without pages."""
+    names = {n for n in ("block_table", "kv_indptr", "kv_indices") if n in given}
+    if has_pages:
+        if ("block_table" in names and len(names) > 1) or not names & {"block_table", "kv_indices"}:
+            raise ValueError(
+                f"block_table: needs page numbers as block_table, or as kv_indptr and kv_indices, "
+                f"got {' and '.join(sorted(names)) or 'neither'}; pass one form"
+            )
+        return checked_pages(given)
+    if names - {"kv_indptr"} or layout != "NHD":
+        raise ValueError(
+            f"k: rows without pages, of shape {given['k'].shape if given['k'] else ()}, take "
+            f"kv_indptr alone and kv_layout 'NHD', got {' and '.join(sorted(names))} and "
+            f"{layout!r}; pass pages with four axes, or leave these out"
+        )
+    return None
+
+
+def _check_lengths_given(given: set[str], q_axes: int, k_axes: int) -> None:
+    """Check that lengths are there, and those only that mean something."""
+    if (q_axes == 3) != ("qo_indptr" in given):
+        need = "offsets of the requests for q of three axes" if q_axes == 3 else "q of three axes"
+        way_out = "pass it, or q as (batch, q_len, ...)" if q_axes == 3 else "leave it out"
+        raise ValueError(f"qo_indptr: needs {need}, got q of {q_axes} axes; {way_out}")
+    if k_axes == 3 and "kv_indptr" not in given:
+        raise ValueError(
+            "kv_indptr: needed for k and v without pages, to tell the rows of each request, got "
+            "None; pass it"
+        )
+    if k_axes == 4 and "kv_lens" not in given:
+        raise ValueError("kv_lens: needed for keys in pages, got None; pass it")
+    if k_axes == 4 and ("kv_indptr" in given) != ("kv_indices" in given):
+        raise ValueError(
+            "kv_indptr: needs kv_indices beside it for keys in pages, got one of them; pass both, "
+            "or block_table"
+        )
+
+
+def _swapped(view: ArrayView) -> ArrayView:
+    """Put the axis of tokens before that of heads."""
+    (pages, heads, tokens, columns), (page, head, token, column) = view.shape, view.strides
+    return view._replace(shape=(pages, tokens, heads, columns), strides=(page, token, head, column))
+
+
+def _as_page(view: ArrayView) -> ArrayView:
+    """Take rows for one page."""
+    return view._replace(shape=(1, *view.shape), strides=(0, *view.strides))
+
+
+_SCHEDULE = Schedule[MHAKey](RAGGED_LENGTHS, ragged_schedule_launch)
+_ATTEND = _Attend(attention_launch)
+_ATTENTION = _Attention(_SCHEDULE, _ATTEND)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of attention, drawn at random from all that it can be asked; NumPy arrays."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+__all__ = ["Sample", "check", "make", "samples"]
+
+DTYPES: dict[str, Any] = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "lens": ((1,), (200, 70, 0), (64, 65), (130, 3), (700,)),
+    "queries": ("one", "few", "many", "uniform", "more than keys"),
+    "page_size": (1, 3, 8, 16, 48, 64, 128, 0),
+    "heads": ((1, 1), (4, 1), (8, 2), (6, 2), (5, 5), (16, 1)),
+    "columns": ((64, 64), (128, 128), (192, 128), (256, 256), (96, 96), (40, 8), (80, 136)),
+    "dtype": ("bfloat16", "float16"),
+    "layout": ("NHD", "HND", "packed", "padded"),
+    "pages": ("table", "list"),
+    "causal": (True, True, False),
+    "window": (None, None, 0, 17, (40, 9), (-1, 3)),
+    "softcap": (None, None, 4.0),
+    "sinks": (False, False, True),
+    "scale": (None, 0.3),
+    "outputs": ("new", "given", "float32"),
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One point of the grid."""
+
+    lens: tuple[int, ...]
+    queries: str
+    page_size: int
+    heads: tuple[int, int]
+    columns: tuple[int, int]
+    dtype: str
+    layout: str
+    pages: str
+    causal: bool
+    window: Any
+    softcap: float | None
+    sinks: bool
+    scale: float | None
+    outputs: str
+    seed: int
+
+
+def samples(count: int, **fixed: Any) -> list[Sample]:
+    """List the same points every time."""
+    rng = random.Random(20261123)
+    return [
+        Sample(**{name: rng.choice(values) for name, values in FACTORS.items()} | fixed, seed=seed)
+        for seed in range(count)
+    ]
+
+
+def make(s: Sample) -> dict[str, Any]:
+    """Give the arguments of a call; what is not to be looked at is NaN, or any number."""
+    rng = np.random.default_rng(s.seed)
+    dtype, (num_heads, num_kv_heads), (head_dim, head_dim_v) = DTYPES[s.dtype], s.heads, s.columns
+    q_lens = _q_lens(s)
+
+    def rows(*shape: int) -> Any:
+        return rng.standard_normal(shape).astype(dtype)
+
+    lead = (len(s.lens), q_lens[0]) if s.queries == "uniform" else (sum(q_lens) + 2,)
+    given: dict[str, Any] = {"q": rows(*lead, num_heads, head_dim)}
+    if s.queries != "uniform":
+        given["qo_indptr"] = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+    given |= _rows(s, rows) if s.page_size == 0 else _pages(s, rng, rows)
+    given |= {"causal": s.causal, "window": s.window, "softcap": s.softcap}
+    given["softmax_scale"] = s.scale
+    if s.sinks:
+        given["sinks"] = (3 * rng.standard_normal(num_heads)).astype(np.float32)
+        given["sinks"][0] = -np.inf
+    if s.outputs != "new":
+        given["out"] = _poisoned(
+            (*lead, num_heads, head_dim_v), np.float32 if s.outputs == "float32" else dtype
+        )
+        lse_shape = (lead[0], num_heads, lead[1]) if s.queries == "uniform" else (*lead, num_heads)
+        given["lse"] = _poisoned(lse_shape, np.float32)
+    return given
+
+
+def _q_lens(s: Sample) -> list[int]:
+    return {
+        "one": [1 for _ in s.lens],
+        "few": [3 * (i + 1) % 7 for i in range(len(s.lens))],
+        "many": [min(n, 90) for n in s.lens],
+        "uniform": [2 for _ in s.lens],
+        "more than keys": [n % 60 + 5 for n in s.lens],
+    }[s.queries]
+
+
+def _poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
+    array = np.empty(shape, dtype)
+    array.view(np.uint8).fill(0xFF)
+    return array
+
+
+def _rows(s: Sample, rows: Any) -> dict[str, Any]:
+    """Keys and values one request after the other."""
+    kv_indptr = np.concatenate([[0], np.cumsum(s.lens)]).astype(np.int32)
+    k = rows(sum(s.lens) + 1, s.heads[1], s.columns[0])
+    v = rows(sum(s.lens) + 1, s.heads[1], s.columns[1])
+    k[sum(s.lens) :] = v[sum(s.lens) :] = np.nan
+    return {"k": k, "v": v, "kv_indptr": kv_indptr}
+
+
+def _pages(s: Sample, rng: Any, rows: Any) -> dict[str, Any]:
+    """Keys and values in shuffled pages."""
+    counts = [-(-n // s.page_size) for n in s.lens]
+    total, most = sum(counts) + 2, max(counts) + 1
+    table = np.full((len(s.lens), most), 2**31 - 1, np.int32)
+    caches: dict[str, Any] = {}
+    dtype = DTYPES[s.dtype]
+    widths = [-(-columns // 8) * 8 + (8 if s.layout == "padded" else 0) for columns in s.columns]
+    if s.layout == "packed":
+        both = _poisoned((total, 2, s.page_size, s.heads[1], max(widths)), dtype)
+        caches = {name: both[:, i, ..., : s.columns[i]] for i, name in enumerate("kv")}
+    else:
+        for name, width, columns in zip("kv", widths, s.columns, strict=True):
+            axes = (s.page_size, s.heads[1])
+            shape = (total, *(axes[::-1] if s.layout == "HND" else axes), width)
+            caches[name] = _poisoned(shape, dtype)[..., :columns]
+    order, used = rng.permutation(total), 0
+    for request, n in enumerate(s.lens):
+        for index in range(counts[request]):
+            page = table[request, index] = order[used]
+            used += 1
+            tokens = min(s.page_size, n - index * s.page_size)
+            for cache in caches.values():
+                one = cache[page].swapaxes(0, 1) if s.layout == "HND" else cache[page]
+                one[:tokens] = rows(tokens, *one.shape[1:])
+    given = {**caches, "kv_lens": np.array(s.lens, np.int32)}
+    if s.layout == "HND":
+        given["kv_layout"] = "HND"
+    if s.pages == "table":
+        return given | {"block_table": table}
+    pages = np.concatenate([table[i, :count] for i, count in enumerate(counts)])
+    if not pages.size:
+        pages = np.zeros(1, np.int32)
+    return given | {
+        "kv_indices": np.ascontiguousarray(pages),
+        "kv_indptr": np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+    }
+
+
+def check(s: Sample, got: Any, expected: Any) -> None:
+    """Compare the rows of requests; those of no request, where arrays were given, are poison."""
+    rows = sum(_q_lens(s))
+    (out, lse), (want, want_lse) = ([np.asarray(a) for a in state] for state in (got, expected))
+    if s.queries != "uniform":
+        if s.outputs != "new":
+            assert (np.ascontiguousarray(out[rows:]).view(np.uint8) == 0xFF).all()
+            assert (np.ascontiguousarray(lse[rows:]).view(np.uint8) == 0xFF).all()
+        out, lse, want, want_lse = out[:rows], lse[:rows], want[:rows], want_lse[:rows]
+    assert (np.isneginf(lse) == np.isneginf(want_lse)).all()
+    seen = np.isfinite(want_lse)
+    assert (
+        np.abs(lse[seen] - want_lse[seen]) <= 3e-6 * np.maximum(1, np.abs(want_lse[seen])) * 4
+    ).all()
+    numbers, exact = out.astype(np.float64), want.astype(np.float64)
+    errors = np.linalg.norm(numbers - exact, axis=-1)
+    sizes = np.linalg.norm(exact, axis=-1)
+    tolerance = {"bfloat16": 6e-3, "float16": 1e-3}[s.dtype]
+    assert (errors <= tolerance * sizes + 1e-6).all()
