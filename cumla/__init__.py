@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cumla.indexer.paged_logits import PagedMQALogitsPlan, paged_mqa_logits
     from cumla.indexer.quantize import QuantizedRows, quantize_fp8
     from cumla.merge import AttentionState, merge_attention_states
-    from cumla.mha.attention import attention
+    from cumla.mha.attention import AttentionPlan, attention
     from cumla.mha.cache import append_kv_cache
     from cumla.mha.rope import apply_rope
     from cumla.mla.attention import MLAAttentionPlan, mla_attention
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "AttentionPlan",
     "AttentionState",
     "CompilationError",
     "CumlaError",
@@ -61,6 +62,7 @@ __all__ = [
 ]
 
 _HOMES = {  # public names that are loaded when they are first asked for
+    "AttentionPlan": "mha.attention",
     "AttentionState": "merge",
     "MLAAttentionPlan": "mla.attention",
     "MLADecodePlan": "mla.decode",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla import reference
@@ -12,41 +13,48 @@ from cumla.core.arguments import (
     Views,
     as_number,
     bind,
+    check_device_number,
     check_dtype,
     check_layout,
     checked_flag,
     checked_int,
     checked_scale,
 )
+from cumla.core.arrays import open_call
 from cumla.core.operation import Scheduled, run
 from cumla.core.paged import (
     RAGGED_LENGTHS,
     Attend,
     Schedule,
+    TableOrList,
+    check_made_for,
     check_ragged_lengths,
     check_ragged_pages,
     check_rows,
     checked_pages,
 )
 from cumla.core.state import AttentionState
-from cumla.launch.device import require_hopper
-from cumla.launch.mha.attention import MHAArguments, MHAKey, attention_launch
+from cumla.launch.device import current_device, properties, require_hopper
+from cumla.launch.mha.attention import MHAArguments, MHAKey, attention_launch, attention_spec
+from cumla.launch.module import load
 from cumla.launch.split.plan import MOST_TOKENS
+from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch
 from cumla.mha.arguments import DTYPES, checked_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from cumla.core.arrays import ArrayView
     from cumla.core.paged import Host, Results
+    from cumla.launch.source import KernelSpec
 
 __all__ = ["AttentionPlan", "attention"]
 
 _MOST_COLUMNS = 256
 _MOST_PLACES = (1 << 31) - 1  # row tiles that a schedule can number
 _SIZES = (
-    *("total_tokens", "num_heads", "head_dim", "head_dim_v", "num_kv_heads", "page_size"),
+    *("total_tokens", "num_heads", "num_kv_heads", "head_dim", "head_dim_v", "page_size"),
     *("dtype", "q_len"),
 )
 
@@ -251,11 +259,11 @@ class _Attend(Attend[MHAArguments, MHAKey]):
             check_ragged_lengths(host, arguments.q.shape[0], size, MOST_TOKENS)
 
     def reference(self, host: Host, arguments: MHAArguments) -> Results:
+        """Compute with the lengths that came."""
         a = arguments
-        options = {"causal": a.causal, "window": a.window, "kv_layout": a.layout}
-        return reference.attention(
-            **host, **options, softcap=a.softcap or None, softmax_scale=a.softmax_scale
-        )
+        options: dict[str, Any] = {**host, "causal": a.causal, "window": a.window}
+        options |= {"softcap": a.softcap or None, "softmax_scale": a.softmax_scale}
+        return reference.attention(**options, kv_layout=a.layout)
 
 
 class _Attention(Scheduled[MHAArguments, MHAKey]):
@@ -298,9 +306,9 @@ def _shape_of(a: MHAArguments) -> tuple[Any, ...]:
     """Read off what a key holds of the arrays, as _SIZES lists it."""
     *tokens, num_heads, head_dim = a.q.shape
     q_len = tokens[1] if len(tokens) == 2 else 0
-    total = tokens[0] * max(q_len, 1) if q_len or len(tokens) == 1 else 0
-    page_size = a.k.shape[1] if a.pages is not None else 0
-    return total, num_heads, head_dim, a.v.shape[3], a.k.shape[2], page_size, a.q.dtype, q_len
+    page_size = 0 if a.pages is None else a.k.shape[1]
+    heads = num_heads, a.k.shape[2], head_dim, a.v.shape[3]
+    return prod(tokens), *heads, page_size, a.q.dtype, q_len
 
 
 @lru_cache(maxsize=1024)
@@ -308,13 +316,14 @@ def _key(
     batch: int, shape: tuple[Any, ...], causal: bool, device: int | None, sm_count: int
 ) -> MHAKey:
     """Make a key, the same object each time: it keeps what follows from it."""
-    total, num_heads, head_dim, head_dim_v, num_kv_heads, page_size, dtype, q_len = shape
-    heads = num_heads, num_kv_heads, head_dim, head_dim_v
-    key = MHAKey(batch, total, *heads, page_size, dtype, causal, q_len, device, sm_count)
+    total, num_heads, num_kv_heads, head_dim, head_dim_v, page_size, dtype, q_len = shape
+    columns = head_dim, head_dim_v, page_size
+    heads = num_heads, num_kv_heads
+    key = MHAKey(batch, total, *heads, *columns, dtype, causal, q_len, device, sm_count)
     if key.num_places > _MOST_PLACES:
         raise ValueError(
-            f"q: needs fewer query tokens, or heads, than a schedule can hold, got {total} tokens; "
-            f"cut the call in two"
+            f"q: needs fewer query tokens, or heads, than a schedule can hold, got "
+            f"{key.total_tokens} tokens; cut the call in two"
         )
     return key
 
@@ -422,3 +431,271 @@ def _as_page(view: ArrayView) -> ArrayView:
 _SCHEDULE = Schedule[MHAKey](RAGGED_LENGTHS, ragged_schedule_launch)
 _ATTEND = _Attend(attention_launch)
 _ATTENTION = _Attention(_SCHEDULE, _ATTEND)
+
+
+class AttentionPlan(TableOrList[MHAKey]):
+    """Schedule and workspace of :func:`attention`, to be used for every layer of a step.
+
+    It is made, updated and run as :class:`cumla.MLADecodePlan` is: the same holds for its buffer,
+    streams, threads, CUDA graphs and errors. A graph serves whatever mix of requests the arrays
+    hold at each replay, up to `batch` requests and `total_tokens` query tokens. Layers with and
+    without a window take a plan each.
+
+    Parameters
+    ----------
+    batch : int
+        Requests.
+    total_tokens, num_heads, head_dim : int
+        As in ``q`` ``(total_tokens, num_heads, head_dim)``.
+    num_kv_heads, head_dim_v : int, optional
+        Of ``k`` and ``v``; num_heads and head_dim by default.
+    page_size : int
+        Tokens of a page; 0 for rows without pages.
+    q_len : int, optional
+        Query tokens of each request, where q is ``(batch, q_len, num_heads, head_dim)``: then
+        total_tokens is ``batch * q_len``.
+    dtype : str
+        ``"bfloat16"`` or ``"float16"``.
+    causal, window
+        As in :func:`attention`.
+    device, workspace, like, stream : optional
+        As for :class:`cumla.MLADecodePlan`.
+
+    Examples
+    --------
+    >>> import numpy as np, cumla
+    >>> q = np.ones((5, 8, 64), np.float16)  # 1 and 4 new tokens
+    >>> k = v = np.ones((4, 16, 2, 64), np.float16)
+    >>> block_table = np.array([[0, 1], [3, 0]], np.int32)
+    >>> qo_indptr = np.array([0, 1, 5], np.int32)
+    >>> plan = cumla.AttentionPlan.from_arrays(q, k, v, qo_indptr=qo_indptr)
+    >>> plan.update(np.array([20, 4], np.int32), qo_indptr=qo_indptr)
+    >>> for layer in range(3):
+    ...     out, lse = plan.run(q, k, v, block_table)
+    >>> out.shape, lse.shape
+    ((5, 8, 64), (5, 8))
+    """
+
+    _schedule = _SCHEDULE
+    _attend = _ATTEND
+
+    def __init__(
+        self,
+        batch: int,
+        total_tokens: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim_v: int | None = None,
+        page_size: int = 64,
+        q_len: int | None = None,
+        dtype: str = "bfloat16",
+        causal: bool = True,
+        window: int | Sequence[int | None] | None = None,
+        device: int | None = None,
+        workspace: Any = None,
+        like: Any = None,
+        stream: Any = None,
+    ) -> None:
+        causal = checked_flag("causal", causal)
+        self._window = _sides(window, causal)
+        heads = num_heads, num_kv_heads, head_dim, head_dim_v
+        shape = _checked_shape(batch, total_tokens, heads, page_size, q_len, dtype)
+        check_device_number(device)
+
+        def key_on(on: int | None) -> MHAKey:
+            return _key(batch, shape, causal, on, 0 if on is None else require_hopper(on).sm_count)
+
+        self._make(key_on, device, workspace, like, stream)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        qo_indptr: Any = None,
+        kv_layout: str = "NHD",
+        causal: bool = True,
+        window: int | Sequence[int | None] | None = None,
+        workspace: Any = None,
+        stream: Any = None,
+    ) -> AttentionPlan:
+        """Make a plan for the shapes of these arrays, with a buffer of q's framework.
+
+        Of the arrays, which are as in :func:`attention`, only shapes, dtypes and device are looked
+        at; the rest is as for the class.
+        """
+        layout = checked_layout(kv_layout)
+        arrays = {"q": q, "k": k, "v": v}
+        if qo_indptr is not None:
+            arrays["qo_indptr"] = qo_indptr
+        call = open_call(tuple(arrays.items()), stream=stream)
+        views = dict(zip(arrays, call.views, strict=True))
+        rows = [_checked_rows(name, views) for name in ("q", "k", "v")]
+        if layout == "HND" and len(rows[1].shape) == 4:
+            rows[1:] = map(_swapped, rows[1:])
+        _check_heads(*rows)
+        q_view, k_view, v_view = rows
+        lead = q_view.shape[:-2]
+        if len(lead) == 1:
+            _check_lengths_given({name for name in arrays if name != "k"}, 3, 0)
+            sizes = bind({"qo_indptr": RAGGED_LENGTHS["qo_indptr"]}, views, {})
+            batch, q_len = sizes["batch"], None
+        else:
+            batch, q_len = lead
+        with call:
+            return cls(
+                batch,
+                prod(lead),
+                *q_view.shape[-2:],
+                num_kv_heads=k_view.shape[-2],
+                head_dim_v=v_view.shape[-1],
+                page_size=k_view.shape[1] if len(k_view.shape) == 4 else 0,
+                q_len=q_len,
+                dtype=q_view.dtype,
+                causal=causal,
+                window=window,
+                workspace=workspace,
+                like=q,
+                stream=stream,
+            )
+
+    @staticmethod
+    def workspace_bytes(
+        batch: int,
+        total_tokens: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim_v: int | None = None,
+        sm_count: int | None = None,
+    ) -> int:
+        """Size of a plan's buffer in bytes, from numbers as for the class.
+
+        `sm_count` and errors are as in :meth:`cumla.MLADecodePlan.workspace_bytes`.
+        """
+        heads = num_heads, num_kv_heads, head_dim, head_dim_v
+        shape = _checked_shape(batch, total_tokens, heads, 64, None, "bfloat16")
+        if sm_count is None:
+            sm_count = properties(current_device()).sm_count
+        sm_count = checked_int("sm_count", sm_count, "leave it out to ask the current GPU")
+        return _key(batch, shape, False, 0, sm_count).layout.nbytes
+
+    def update(
+        self,
+        kv_lens: Any = None,
+        *,
+        qo_indptr: Any = None,
+        kv_indptr: Any = None,
+        stream: Any = None,
+    ) -> None:
+        """Compute the schedule for these lengths, on the device.
+
+        Lengths are as in :func:`attention`; stream, captures and errors as in
+        :meth:`cumla.MLADecodePlan.update`. With kv_indptr the runs that follow take ``kv_indices``,
+        or rows without pages; without it they take ``block_table``.
+        """
+        lengths = {"kv_lens": kv_lens, "qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
+        given = {name: array for name, array in lengths.items() if array is not None}
+        has_pages = self.key.page_size != 0
+        names = {*given, "kv_indices"} if has_pages and "kv_indptr" in given else set(given)
+        _check_lengths_given(names, 4 if self.key.q_len else 3, 4 if has_pages else 3)
+        self._update(given, self.key.batch, stream)
+        has_list = has_pages and kv_indptr is not None
+        if has_list != self._has_list:
+            self._take_form(has_list)
+
+    def run(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        block_table: Any = None,
+        *,
+        kv_indices: Any = None,
+        softcap: float | None = None,
+        sinks: Any = None,
+        softmax_scale: float | None = None,
+        kv_layout: str = "NHD",
+        out: Any = None,
+        lse: Any = None,
+        stream: Any = None,
+    ) -> AttentionState:
+        """Attend with the schedule of the last update, as :meth:`cumla.MLADecodePlan.run` does.
+
+        Parameters
+        ----------
+        q, k, v, block_table, kv_indices, softcap, sinks, softmax_scale, kv_layout, out, lse, stream
+            As in :func:`attention`. Of block_table and kv_indices the one that the last update asks
+            for, and neither for rows without pages.
+        """
+        options = _checked_options(self.key.causal, None, softcap, softmax_scale, kv_layout)
+        options = options._replace(window=self._window)
+        inputs = {"q": q, "k": k, "v": v}
+        if sinks is not None:
+            inputs["sinks"] = sinks
+        for name, pages in (("block_table", block_table), ("kv_indices", kv_indices)):
+            if pages is not None:
+                inputs[name] = pages
+        outputs = {"out": out, "lse": lse}
+        given = tuple([array for array in (out, lse) if array is not None])
+        arrays = tuple(inputs.values())
+        seen, results = self._known(arrays, given, outputs, (options, *inputs), stream)
+        if results is None:
+            results = self._run(inputs, outputs, options, stream, seen)
+        return AttentionState(*results)
+
+    def _load(self, device: int, capturing: Callable[[], bool]) -> None:
+        specs: tuple[KernelSpec, ...] = (*SCHEDULE_SPECS, attention_spec(self.key))
+        for spec in specs:
+            load(spec, device, capturing=capturing)
+
+    def _check_lengths(self, host: Host) -> None:
+        if "qo_indptr" in host and "kv_lens" in host:
+            size = self.key.schedule_page_size
+            check_ragged_lengths(host, self.key.total_tokens, size, MOST_TOKENS)
+
+    def _check_shape(self, arguments: MHAArguments) -> None:
+        made = tuple([getattr(self.key, name) for name in _SIZES])
+        check_made_for(_SIZES, made, _shape_of(arguments))
+        if arguments.pages is not None:
+            check_rows(arguments.pages, self.key.batch)
+
+
+def _checked_shape(
+    batch: Any, total_tokens: Any, heads: tuple[Any, ...], page_size: Any, q_len: Any, dtype: Any
+) -> tuple[Any, ...]:
+    """Check the numbers of a plan, and give them as _SIZES lists them."""
+    num_heads, num_kv_heads, head_dim, head_dim_v = heads
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    named = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    for name, value in {**named, "head_dim_v": head_dim_v}.items():
+        checked_int(name, value, "nothing to plan for")
+    for name, value in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+        if value % 8 or value > _MOST_COLUMNS:
+            raise ValueError(
+                f"{name}: needs a multiple of 8 up to {_MOST_COLUMNS}, got {value}; pad the "
+                f"columns with zeros"
+            )
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads: needs a multiple of num_kv_heads {num_kv_heads}, got {num_heads}; check "
+            f"the two"
+        )
+    checked_int("batch", batch, "pass the number of requests", 0)
+    checked_int("total_tokens", total_tokens, "pass the most query tokens of a step", 0)
+    checked_int("page_size", page_size, "pass 0 for rows without pages", 0)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: needs {' or '.join(DTYPES)}, got {dtype!r}; pass one of them")
+    if q_len is not None and checked_int("q_len", q_len, "leave it out") * batch != total_tokens:
+        raise ValueError(
+            f"total_tokens: needs batch * q_len = {batch * q_len}, got {total_tokens}; pass that "
+            f"number, or no q_len"
+        )
+    sizes = total_tokens, num_heads, num_kv_heads, head_dim, head_dim_v
+    return *sizes, page_size, dtype, q_len or 0

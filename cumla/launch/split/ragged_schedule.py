@@ -39,9 +39,9 @@ def ragged_schedule_launch(
 ) -> Launch:
     """Describe how to compute the schedule for these int32 lengths into the plan's buffer.
 
-    `qo_indptr` is ``(batch + 1,)``, or None where each request has as many tokens as the others, `kv_lens` ``(batch,)``, or None where `kv_indptr` tells
-    them; this is ``(batch + 1,)`` where
-    pages come as a list, and None where they come as a block table.
+    `qo_indptr` is ``(batch + 1,)``, or None where all requests have as many tokens; `kv_lens` is
+    ``(batch,)``, or None where `kv_indptr` tells it. That is ``(batch + 1,)`` where pages come as a
+    list, and None where they come as a block table.
     """
     layout = key.layout
     values = (
