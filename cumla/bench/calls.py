@@ -17,6 +17,7 @@ __all__ = [
     "decode_schedule",
     "logits",
     "logits_schedule",
+    "many_heads",
     "merge",
     "paged_logits",
     "quantize",
@@ -65,6 +66,14 @@ def attention(
     plan = cumla.MLAAttentionPlan.from_arrays(q, kv_cache, qo_indptr=qo_indptr, causal=causal)
     update = partial(plan.update, kv_lens, qo_indptr=qo_indptr)
     return update, partial(plan.run, q, kv_cache, block_table, out=out, lse=lse)
+
+
+def many_heads(
+    q: Any, k: Any, v: Any, block_table: Any, kv_lens: Any, *, window: int | None, **options: Any
+) -> tuple[Call, Call]:
+    """Make a call that computes a plan's schedule, and one that attends, of MHA or GQA."""
+    plan = cumla.AttentionPlan.from_arrays(q, k, v, window=window)
+    return partial(plan.update, kv_lens), partial(plan.run, q, k, v, block_table, **options)
 
 
 def append(

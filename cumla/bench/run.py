@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 
 import cumla
-from cumla.bench import append, ceilings, forms, indexer, merge, mla
+from cumla.bench import append, ceilings, forms, indexer, merge, mha, mla
 from cumla.bench.cases import LOG_NORMAL_SIGMA
 from cumla.bench.gpu import Gpu
 from cumla.bench.host import measure_host
@@ -61,6 +61,7 @@ PROTOCOL = (
 SECTIONS: tuple[Section, ...] = (
     *mla.SECTIONS,
     forms.SECTION,
+    mha.SECTION,
     merge.SECTION,
     append.SECTION,
     *indexer.SECTIONS,

@@ -15,6 +15,7 @@ from cumla.bench.append import AppendCase
 from cumla.bench.cases import Case
 from cumla.bench.indexer import CacheCase, LogitsScheduleCase, PagedLogitsCase, PrefillLogitsCase
 from cumla.bench.merge import MergeCase
+from cumla.bench.mha import MHACase
 from cumla.bench.section import Section
 from tests.bench.fake_gpu import FakeCumla, FakeGpu, fake_bench
 
@@ -32,6 +33,10 @@ SMALL: dict[str, tuple[Any, ...]] = {  # by the first heading of the table
     "page sizes: ": (mla.WaysCase(DECODE, "page size"),),
     "FP8 caches: ": (mla.WaysCase(DECODE, "format"),),
     "forms: ": (forms.by_layout(DECODE), forms.by_kv_heads(DECODE, 2)),
+    "many heads: ": (
+        MHACase(2, 4, 2, 64, 70, q_len=2, page=16),
+        MHACase(1, 2, 1, 64, 70, value_columns=16, window=20, sinks=True),
+    ),
     "merge: ": (MergeCase(2, 5), MergeCase(3, 4, "float32")),
     "append: ": (AppendCase(1, 64), AppendCase(1, 16, rotated=True)),
     "indexer: ": (PagedLogitsCase(3, 2, 70), PagedLogitsCase(2, 1, 66), PrefillLogitsCase(5, 9)),
