@@ -74,9 +74,8 @@ struct AttentionParams {
   int causal;
   int window_left, window_right;  // -1: unbounded
   int out_is_float;
-  float scale_log2;     // softmax_scale * log2(e)
-  float softcap_log2;   // softcap * log2(e), or 0
-  float to_softcap;     // 2 * softmax_scale / softcap * log2(e)
+  float scale_log2;  // softmax_scale * log2(e), or softcap * log2(e)
+  float to_softcap;  // 2 * softmax_scale / softcap * log2(e), or 0
   Divisor by_heads_per_group, by_page_size, by_tokens_apart;
   int batch_invariant;
   float empty_lse;
@@ -359,18 +358,20 @@ struct Consumer {
       named_barrier_sync<kConsumerBarrier + 1, kWarpgroup>();
   }
 
-  // Scores become logarithms to base 2: scaled, capped.
-  __device__ __forceinline__ void scale_scores() {
+  // tanh(x) = 1 - 2 / (1 + exp(2 x)); what remains to be multiplied is scale_log2, which is softcap * log2(e) then.
+  __device__ __forceinline__ void cap_scores() {
+    if (p.to_softcap == 0.0f) return;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      if (p.softcap_log2 == 0.0f)
-        scores[i] *= p.scale_log2;
-      else  // tanh(x) = 1 - 2 / (1 + exp(2 x))
-        scores[i] = p.softcap_log2 * (1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(scores[i] * p.to_softcap)));
-    }
+    for (int i = 0; i < 32; ++i)
+      scores[i] = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(scores[i] * p.to_softcap));
   }
 
-  __device__ __forceinline__ void mask_scores(int block) {
+  // Nothing to do where the first row sees the block's last token, and the last row its first.
+  __device__ __forceinline__ void mask_scores(const Segment& segment, int block) {
+    const int begin = block * kBlockTokens;
+    if (begin + kBlockTokens <= seen_by(p, tile, segment, 0).end &&
+        begin >= seen_by(p, tile, segment, kRowTile - 1).first)
+      return;
     const int column = block * kBlockTokens + (lane % 4) * 2;
 #pragma unroll
     for (int j = 0; j < 8; ++j)
@@ -389,6 +390,7 @@ struct Consumer {
       next[r] = scores[2 * r];
 #pragma unroll
       for (int j = 0; j < 8; ++j) next[r] = fmaxf(next[r], fmaxf(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
+      next[r] *= p.scale_log2;
       next[r] = fmaxf(next[r], __shfl_xor_sync(0xffffffffu, next[r], 1));
       next[r] = fmaxf(next[r], __shfl_xor_sync(0xffffffffu, next[r], 2));
       if (next[r] <= maximum[r] + kMaximumSlack) next[r] = maximum[r];
@@ -410,7 +412,8 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < 32; i += 2) {
       const int r = i >> 1 & 1;
-      const float low = exp2_approx(scores[i] - maximum[r]), high = exp2_approx(scores[i + 1] - maximum[r]);
+      const float low = exp2_approx(__fmaf_rn(scores[i], p.scale_log2, -maximum[r]));
+      const float high = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -maximum[r]));
       sum[r] += low + high;
       probabilities[i / 2] = pack_pair<T>(low, high);
       weight[r] += sum_of_pair<T>(probabilities[i / 2]);
@@ -428,8 +431,8 @@ struct Consumer {
       if constexpr (kCopied) fence_proxy_async_shared();
       multiply_query(stage);
       arrive(shared.keys_free(stage));
-      scale_scores();
-      mask_scores(segment.begin + i);
+      cap_scores();
+      mask_scores(segment, segment.begin + i);
       raise_maximum();
       exponentiate();
       mbarrier_wait(shared.values_full(stage), phase, "values");

@@ -148,7 +148,7 @@ def attention_spec(key: MHAKey) -> KernelSpec:
     return _SPECS[key.dtype, key.kernel_tiles, key.form == "rows"]
 
 
-_PARAMS = struct.Struct("<128s128s30q16i3f6Iif40x")
+_PARAMS = struct.Struct("<128s128s30q16i2f6Iif44x")
 
 
 def attention_launch(
@@ -205,8 +205,7 @@ def attention_launch(
         key.causal,
         *a.window,
         out.dtype == "float32",
-        a.softmax_scale * _LOG2_E,
-        a.softcap * _LOG2_E,
+        (a.softcap or a.softmax_scale) * _LOG2_E,
         2 * a.softmax_scale / a.softcap * _LOG2_E if a.softcap else 0.0,
         *divisor_of(key.heads_per_group),
         *divisor_of(key.page_size or 1),
