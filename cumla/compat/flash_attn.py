@@ -163,7 +163,8 @@ def flash_attn_with_kvcache(
     rotary_cos, rotary_sin : torch.Tensor, optional
         ``(seqlen_ro, rotary_dim / 2)``, only with k and v, rotary_dim a multiple of 16: the new
         keys are rotated by the rows from cache_seqlens on. So are the queries if `causal` or a
-        window is given; else all queries of a request are rotated by the row cache_seqlens.
+        window is given; else all queries of a request are rotated by the row cache_seqlens. Keys
+        beyond the last row are not written.
     cache_seqlens : int or torch.Tensor, optional
         ``(batch_size,)`` int32: tokens of each request in the cache, without k and v. By default
         the caches are full; with k and v it is needed.
@@ -222,12 +223,10 @@ def flash_attn_with_kvcache(
         v_descale=v_descale,
     )
     _check_rows(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
-    _check_given(
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
+    _check_given(rotary_cos=rotary_cos, rotary_sin=rotary_sin, page_table=page_table)
+    _check_lists(
         cache_seqlens=None if isinstance(cache_seqlens, int) else cache_seqlens,
         cache_batch_idx=cache_batch_idx,
-        page_table=page_table,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k_new=cu_seqlens_k_new,
         rotary_seqlens=rotary_seqlens,
@@ -239,8 +238,10 @@ def flash_attn_with_kvcache(
         table, lens = _places(queries, k_cache, cache_seqlens, page_table, cache_batch_idx)
         if new is not None:
             is_local = any(side not in (-1, None) for side in window_size)
+            is_one = cu_seqlens_q is None and q.shape[1] == 1  # at the same place either way
+            is_ordered = bool(causal) or is_local or is_one
             caches = k_cache, v_cache
-            q, lens = _append(queries, new, v, caches, lens, table, rotation, causal or is_local)
+            q, lens = _append(queries, new, v, caches, lens, table, rotation, is_ordered)
     lengths = {"kv_lens": lens, "qo_indptr": cu_seqlens_q, "block_table": table}
     options = _options(softmax_scale, causal, window_size, softcap)
     with _ATTEND:
@@ -315,7 +316,7 @@ def flash_attn_varlen_func(
         v_descale=v_descale,
     )
     _check_rows(q=q, k=k, v=v)
-    _check_given(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
+    _check_lists(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
     options = _options(softmax_scale, causal, window_size, softcap)
     with _ROWS:
         queries, keys = _rows("q", q, cu_seqlens_q), _rows("k", k, cu_seqlens_k)
@@ -552,6 +553,16 @@ def _check_given(**tensors: Any) -> None:
     check_tensors(**{name: tensor for name, tensor in tensors.items() if tensor is not None})
 
 
+def _check_lists(**tensors: Any) -> None:
+    """Check that these are tensors of one axis or None."""
+    _check_given(**tensors)
+    with _APPEND:
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                form = "batch_size + 1" if name.startswith("cu_") else "batch_size"
+                check_axes(name, tensor, form)
+
+
 def _check_rows(**tensors: Any) -> None:
     """Check that these are tensors or None, and refuse what cumla.attention does not compute."""
     _check_given(**tensors)
@@ -577,12 +588,8 @@ def _check_rows(**tensors: Any) -> None:
 
 def _rows(name: str, rows: Any, offsets: Any) -> _Rows:
     """Check the axes of rows of tokens."""
-    is_q = name == "q"
-    if offsets is None:
-        check_axes(name, rows, _Q if is_q else _K)
-    else:
-        check_axes(name, rows, _Q_ROWS if is_q else _K_ROWS)
-        check_axes("cu_seqlens_q" if is_q else "qo_indptr", offsets, "batch_size + 1")
+    requests, ragged = (_Q, _Q_ROWS) if name == "q" else (_K, _K_ROWS)
+    check_axes(name, rows, requests if offsets is None else ragged)
     return _Rows(rows, offsets)
 
 
