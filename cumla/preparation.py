@@ -20,6 +20,7 @@ from cumla.launch.indexer import (
     quantize_fp8,
 )
 from cumla.launch.mha import append_kv_cache
+from cumla.launch.mha import attention as mha_attention
 from cumla.launch.mla import (
     append_cache,
     append_fp8_cache,
@@ -30,10 +31,11 @@ from cumla.launch.mla import (
 from cumla.launch.module import load
 from cumla.launch.split import ragged_schedule, schedule
 from cumla.merge import merge_attention_states
+from cumla.mha import attention, rope
 from cumla.mha import cache as mha_cache
-from cumla.mha import rope
-from cumla.mla import attention, decode
+from cumla.mla import attention as mla_attention
 from cumla.mla import cache as mla_cache
+from cumla.mla import decode
 
 if TYPE_CHECKING:
     from cumla.launch.source import KernelSpec
@@ -50,7 +52,8 @@ _KERNELS: dict[Callable[..., Any], tuple[KernelSpec, ...]] = {
     mla_cache.append_mla_cache: append_cache.SPECS + append_fp8_cache.SPECS,
     rope.apply_rope: _TO_16_BITS,
     merge_attention_states: merge_states.SPECS,
-    attention.mla_attention: ragged_schedule.SPECS + _RAGGED + _RAGGED_FP8,
+    attention.attention: ragged_schedule.SPECS + mha_attention.SPECS,
+    mla_attention.mla_attention: ragged_schedule.SPECS + _RAGGED + _RAGGED_FP8,
     decode.mla_decode: (
         *schedule.SPECS,
         *mla_decode_swapped.SPECS,

@@ -5,6 +5,7 @@ them go through these tables. Arrays are NumPy's; `FakeCuPy.like` puts them on a
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -50,6 +51,10 @@ class Planned(NamedTuple):
 
     def lengths(self, arguments: Arguments) -> Arguments:
         return picked(arguments, self.updated_with)
+
+    def sizes(self) -> Arguments:
+        """What `workspace_bytes` takes of the numbers."""
+        return picked(self.numbers, tuple(inspect.signature(self.kind.workspace_bytes).parameters))
 
     def inputs(self, arguments: Arguments) -> Arguments:
         """What a run takes."""
@@ -274,6 +279,52 @@ def last_tokens() -> Arguments:
     }
 
 
+def keys_in_pages() -> Arguments:
+    """Queries of different lengths, rows 1 to 5 of 8; values have other columns than keys."""
+    return {
+        "q": numbers(8, 4, 64),
+        "k": numbers(6, 16, 2, 64),
+        "v": numbers(6, 16, 2, 32),
+        "block_table": int32([0, 1, 2], [3, 4, 5]),
+        "kv_lens": int32(5, 40),
+        "qo_indptr": int32(1, 4, 6),
+        "sinks": numbers(4, dtype=np.float32),
+    }
+
+
+def keys_in_listed_pages() -> Arguments:
+    """The same with a list of pages."""
+    pages = {"kv_indptr": int32(0, 1, 4), "kv_indices": int32(0, 3, 4, 5)}
+    return keys_in_pages() | {"block_table": None} | pages
+
+
+def keys_in_rows() -> Arguments:
+    """The same without pages, nor lengths beside the offsets."""
+    return {
+        "q": numbers(8, 4, 64),
+        "k": numbers(50, 2, 64),
+        "v": numbers(50, 2, 32),
+        "qo_indptr": int32(1, 4, 6),
+        "kv_indptr": int32(0, 5, 45),
+    }
+
+
+def equal_queries() -> Arguments:
+    """Two queries of each of two requests."""
+    return {
+        "q": numbers(2, 2, 4, 64),
+        "k": numbers(6, 3, 2, 64),
+        "v": numbers(6, 3, 2, 32),
+        "block_table": int32([0, 1, 2], [3, 4, 5]),
+        "kv_lens": int32(5, 9),
+    }
+
+
+def attended() -> Arguments:
+    """Outputs of 8 rows."""
+    return {"out": aligned((8, 4, 32)), "lse": aligned((8, 4), np.float32)}
+
+
 IN_CACHES = tuple((cache, rows) for cache in ("k_cache", "v_cache") for rows in ("k", "v"))
 
 
@@ -325,6 +376,38 @@ OPERATIONS = {
         ("mla_attention_schedule", "mla_attention_bfloat16"),
         integers=("qo_indptr", "kv_lens", "kv_indptr", "kv_indices"),
         empty=(("q",), ("q", "kv_lens", "qo_indptr+1", "kv_indptr+1", "kv_indices")),
+    ),
+    "attention": Operation(
+        cumla.attention,
+        keys_in_pages,
+        attended,
+        ("mla_attention_schedule", "attention_bfloat16_64_64"),
+        integers=("qo_indptr", "kv_lens", "block_table"),
+        empty=(("q",), ("q", "block_table", "kv_lens", "qo_indptr+1")),
+    ),
+    "attention of a list": Operation(
+        cumla.attention,
+        keys_in_listed_pages,
+        attended,
+        ("mla_attention_schedule", "attention_bfloat16_64_64"),
+        integers=("qo_indptr", "kv_lens", "kv_indptr", "kv_indices"),
+        empty=(("q",), ("q", "kv_lens", "qo_indptr+1", "kv_indptr+1", "kv_indices")),
+    ),
+    "attention of rows": Operation(
+        cumla.attention,
+        keys_in_rows,
+        attended,
+        ("mla_attention_schedule", "attention_bfloat16_64_64"),
+        integers=("qo_indptr", "kv_indptr"),
+        empty=(("q",), ("q", "qo_indptr+1", "kv_indptr+1")),
+    ),
+    "attention of equal queries": Operation(
+        cumla.attention,
+        equal_queries,
+        lambda: {"out": aligned((2, 2, 4, 32)), "lse": aligned((2, 4, 2), np.float32)},
+        ("mla_attention_schedule", "attention_bfloat16_64_64_rows"),
+        integers=("kv_lens", "block_table"),
+        empty=(("q", "block_table", "kv_lens"),),
     ),
     "mqa_logits": Operation(
         cumla.mqa_logits,
@@ -417,6 +500,15 @@ OPERATIONS = {
     ),
 }
 
+KEYS_IN_PAGES = {
+    "batch": 2,
+    "total_tokens": 8,
+    "num_heads": 4,
+    "head_dim": 64,
+    "num_kv_heads": 2,
+    "head_dim_v": 32,
+    "page_size": 16,
+}
 PLANS = {
     "MLADecodePlan": Planned(
         "mla_decode",
@@ -438,6 +530,34 @@ PLANS = {
         ("q", "kv_cache", "qo_indptr"),
         ("kv_lens", "qo_indptr", "kv_indptr"),
         {"batch": 2, "total_tokens": 8, "num_heads": 16},
+    ),
+    "AttentionPlan": Planned(
+        "attention",
+        cumla.AttentionPlan,
+        ("q", "k", "v", "qo_indptr"),
+        ("kv_lens", "qo_indptr"),
+        KEYS_IN_PAGES,
+    ),
+    "AttentionPlan of a list": Planned(
+        "attention of a list",
+        cumla.AttentionPlan,
+        ("q", "k", "v", "qo_indptr"),
+        ("kv_lens", "qo_indptr", "kv_indptr"),
+        KEYS_IN_PAGES,
+    ),
+    "AttentionPlan of rows": Planned(
+        "attention of rows",
+        cumla.AttentionPlan,
+        ("q", "k", "v", "qo_indptr"),
+        ("qo_indptr", "kv_indptr"),
+        KEYS_IN_PAGES | {"page_size": 0},
+    ),
+    "AttentionPlan of equal queries": Planned(
+        "attention of equal queries",
+        cumla.AttentionPlan,
+        ("q", "k", "v"),
+        ("kv_lens",),
+        KEYS_IN_PAGES | {"total_tokens": 4, "q_len": 2, "page_size": 3},
     ),
     "PagedMQALogitsPlan": Planned(
         "paged_mqa_logits",

@@ -15,7 +15,7 @@ class AttentionState(NamedTuple):
         Attention output; 0 where nothing is visible.
     lse : array of float32, shape (tokens, heads) or (batch, heads, q_len)
         Natural logarithm of the sum of ``exp(softmax_scale * q.k)`` over the visible tokens; -inf,
-        the logarithm of an empty sum, where nothing is visible.
+        the logarithm of an empty sum, where nothing is visible. With sinks the sum includes those.
     """
 
     out: Any

@@ -41,7 +41,7 @@ def of_plan(name: str, **options: Any) -> tuple[Call, Call, Call]:
     return (
         Call(planned.kind, lambda: planned.numbers | {"like": np.zeros(1)} | options),
         Call(planned.kind.from_arrays, lambda: made_of | options),
-        Call(planned.kind.workspace_bytes, lambda: planned.numbers | {"sm_count": 132} | options),
+        Call(planned.kind.workspace_bytes, lambda: planned.sizes() | {"sm_count": 132} | options),
     )
 
 
@@ -51,6 +51,7 @@ def calls() -> Iterator[tuple[str, str, Call]]:
         ("mla_decode", "causal"),
         ("mla_decode", "batch_invariant"),
         ("mla_attention", "causal"),
+        ("attention", "causal"),
         ("mqa_logits", "clean"),
         ("paged_mqa_logits", "clean"),
         ("append_mla_cache", "interleaved"),
@@ -66,10 +67,10 @@ def calls() -> Iterator[tuple[str, str, Call]]:
         yield name, flag, made
         yield f"{name}.from_arrays", flag, from_arrays
     yield f"{name}.workspace_bytes", "batch_invariant", size
-    name = "MLAAttentionPlan"
-    made, from_arrays, _ = of_plan(name)
-    yield name, "causal", made
-    yield f"{name}.from_arrays", "causal", from_arrays
+    for name in ("MLAAttentionPlan", "AttentionPlan"):
+        made, from_arrays, _ = of_plan(name)
+        yield name, "causal", made
+        yield f"{name}.from_arrays", "causal", from_arrays
     name = "PagedMQALogitsPlan"
     made, _, size = of_plan(name)
     yield name, "per_row_lens", made

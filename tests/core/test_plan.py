@@ -5,6 +5,7 @@ GPU arrays are a stand-in's; nothing is launched."""
 from __future__ import annotations
 
 import gc
+import inspect
 import threading
 import weakref
 from typing import Any
@@ -48,7 +49,7 @@ def entries(planned: Planned) -> tuple[str, str]:
 
 
 def lengths_in_messages(planned: Planned) -> str:
-    return "kv_lens" if len(planned.updated_with) == 1 else "kv_lens, qo_indptr=..."
+    return getattr(planned.kind, "_lengths", "kv_lens")
 
 
 # --- on the CPU -----------------------------------------------------------------------------------
@@ -100,35 +101,38 @@ def test_updates_check_the_lengths(planned: Planned) -> None:
         ):
             with refused(error, message):
                 plan.update(**lengths | {name: wrong})
-    with refused(TypeError, "kv_lens: needs an array of CuPy ... got builtins.NoneType"):
-        plan.update(**lengths | {"kv_lens": None})
+    if "kv_lens" in lengths:
+        with pytest.raises((TypeError, ValueError), match=r"^kv_lens: need.* got .*None"):
+            plan.update(**lengths | {"kv_lens": None})
     plan.run(**planned.inputs(arguments))  # the update before serves on
 
 
 @every_plan
 def test_numbers_of_a_plan(planned: Planned) -> None:
+    kind, sizes = planned.kind, planned.sizes()
     for name in planned.numbers:
-        least = 0 if name in ("batch", "q_len", "next_n", "total_tokens") else 1
+        least = int(name not in ("batch", "q_len", "next_n", "total_tokens"))
+        if kind is cumla.AttentionPlan and name in ("page_size", "q_len"):
+            least = int(name == "q_len")
         for value, error, need in (
-            (least - 1, ValueError, f"a number from {least}, got {least - 1}; nothing to plan for"),
+            (least - 1, ValueError, f"a number from {least}, got {least - 1}; "),
             (2.0, TypeError, "an int, got float; convert it"),
             (True, TypeError, "an int, got bool; convert it"),
             (None, TypeError, "an int, got NoneType; convert it"),
         ):
-            shape = planned.numbers | {name: value}
-            if name == "page_size" and error is ValueError:
-                need = need.replace("nothing to plan for", "")
+            if value is None and inspect.signature(kind).parameters[name].default is None:
+                continue
             with refused(error, f"{name}: needs {need}"):
-                planned.kind(**shape, like=np.zeros(1))
-            if name != "page_size" or planned is PLANS["PagedMQALogitsPlan"]:
+                kind(**planned.numbers | {name: value}, like=np.zeros(1))
+            if name in sizes:
                 with refused(error, f"{name}: needs {need}"):
-                    planned.kind.workspace_bytes(**shape, sm_count=132)
+                    kind.workspace_bytes(**sizes | {name: value}, sm_count=132)
     for value, error, need in (
         (0, ValueError, "a number from 1, got 0; leave it out to ask the current GPU"),
         (132.0, TypeError, "an int, got float"),
     ):
         with refused(error, f"sm_count: needs {need}"):
-            planned.kind.workspace_bytes(**planned.numbers, sm_count=value)
+            kind.workspace_bytes(**sizes, sm_count=value)
 
 
 @every_plan
@@ -136,9 +140,15 @@ def test_a_plan_of_another_shape(planned: Planned) -> None:
     """Each number of its shape but one that the lengths have alone."""
     plan = planned.ready(OPERATIONS[planned.operation].make())
     for name, size in planned.numbers.items():
-        if planned.kind is cumla.MLAAttentionPlan and name == "batch":
+        changes = {name: 2 * size}
+        if {"q_len", "total_tokens"} <= planned.numbers.keys():  # the product of two of them
+            if name == "total_tokens":
+                continue
+            if name in ("batch", "q_len"):
+                changes["total_tokens"] = 2 * planned.numbers["total_tokens"]
+        elif size == 0 or (name == "batch" and "total_tokens" in planned.numbers):
             continue
-        other = planned.kind(**planned.numbers | {name: 2 * size}, like=np.zeros(1))
+        other = planned.kind(**planned.numbers | changes, like=np.zeros(1))
         assert other.key != plan.key
         lengths = planned.lengths(OPERATIONS[planned.operation].make())
         if name == "batch":
@@ -224,14 +234,14 @@ def test_a_cold_kernel_under_capture(
 def test_the_buffer_is_as_large_as_workspace_bytes_says(
     planned: Planned, cupy: FakeCuPy, no_cupy_yet: None
 ) -> None:
-    size = planned.kind.workspace_bytes(**planned.numbers, sm_count=132)
+    size = planned.kind.workspace_bytes(**planned.sizes(), sm_count=132)
     assert cupy.allocated == []
     given = on_gpu(cupy, planned)
     planned.make(given)
     planned.kind(**planned.numbers, like=given["q"])
     planned.kind(**planned.numbers)
     assert cupy.allocated == [size] * 3
-    assert planned.kind.workspace_bytes(**planned.numbers) == size
+    assert planned.kind.workspace_bytes(**planned.sizes()) == size
     planned.make(given, workspace=cupy.ndarray((size,), "uint8"))
     assert len(cupy.allocated) == 3
     for shape, dtype, shift, error, message in (
@@ -565,8 +575,8 @@ def test_a_ready_run_sees_other_arrays(
         array.data.ptr -= 1 << 20
         strides, shape, dtype = array.strides, array.shape, array.dtype
         array.strides = (strides[0] + 1024, *strides[1:])
-        if name == "kv_indices":
-            with refused(ValueError, "kv_indices: needs ... got a stride of"):
+        if name in ("kv_indices", "sinks"):
+            with refused(ValueError, f"{name}: needs ... got a stride of"):
                 plan.run(**inputs)
         else:
             assert launched() not in (first, there)
@@ -705,7 +715,8 @@ def test_a_ready_run_looks_once_check_mode_is_on(
     looked = len(cupy.copied)
     assert looked == len(planned.updated_with)
     plan.run(**planned.inputs(given))
-    assert len(cupy.copied) == 2 * looked + 1  # the lengths again, and the pages
+    pages = not {"block_table", "kv_indices"}.isdisjoint(given)
+    assert len(cupy.copied) == 2 * looked + pages  # the lengths again
     monkeypatch.delenv("CUMLA_CHECK")
     plan.run(**planned.inputs(given))
-    assert len(cupy.copied) == 2 * looked + 1
+    assert len(cupy.copied) == 2 * looked + pages

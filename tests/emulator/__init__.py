@@ -92,6 +92,18 @@ class CuPy:
         there[...] = array
         return there
 
+    def like(self, value: Any) -> Any:
+        """Copy an array of the host with its strides, the gaps between its rows included."""
+        if not isinstance(value, np.ndarray):
+            return value
+        owner = value
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        memory = self.empty(owner.nbytes, np.uint8)
+        memory[...] = np.ascontiguousarray(owner).reshape(-1).view(np.uint8)
+        offset = value.ctypes.data - owner.ctypes.data
+        return np.ndarray(value.shape, value.dtype, memory, offset, value.strides).view(Array)
+
 
 class _Emulated(frameworks.Allocator):
     """Arrays of the class above: CuPy's, as far as cumla can tell."""

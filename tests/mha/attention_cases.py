@@ -64,7 +64,7 @@ def samples(count: int, **fixed: Any) -> list[Sample]:
 def make(s: Sample) -> dict[str, Any]:
     """Give the arguments of a call; what is not to be looked at is NaN, or any number."""
     rng = np.random.default_rng(s.seed)
-    dtype, (num_heads, num_kv_heads), (head_dim, head_dim_v) = DTYPES[s.dtype], s.heads, s.columns
+    dtype, (num_heads, _), (head_dim, head_dim_v) = DTYPES[s.dtype], s.heads, s.columns
     q_lens = _q_lens(s)
 
     def rows(*shape: int) -> Any:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import subprocess
 import sys
@@ -21,7 +20,8 @@ from cumla.core import operation as core
 from cumla.core._dlpack import numpy_dtype
 from cumla.core.arrays import open_call
 from tests.calls import int32
-from tests.launch.on_host import run_on_host
+from tests.emulator import emulate
+from tests.emulator.fenced import Fenced
 from tests.launch.structs import parameters
 from tests.mha.append_cases import DTYPES, Sample, bits_of, check, make, poisoned, samples
 
@@ -49,7 +49,7 @@ def call(function: Callable[..., Any], **arguments: Any) -> tuple[Any, ...]:
         outs = core.checked_outputs(operation, returned, views(), tuple(outputs))
         for launch in operation.recipe(None, checked, outs, 0):
             parameters(launch)  # as many as the kernel's struct has members
-            run_on_host(launch)
+            emulate(launch)
         return tuple(outputs.values())
 
     with mock.patch(f"{function.__module__}.run", run):
@@ -124,27 +124,6 @@ def test_apply_rope(
 
 
 # --- integers that mean nothing -------------------------------------------------------------------
-
-
-class Fenced:
-    """Arrays that end, or begin, where memory that nobody may touch begins, or ends."""
-
-    def __init__(self, *, at_end: bool) -> None:
-        self.at_end = at_end
-        self.maps: list[Any] = []
-
-    def copy(self, array: Any) -> Any:
-        size = -(-max(array.nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = mmap.mmap(-1, size + 2 * mmap.PAGESIZE)
-        self.maps.append(memory)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        protect = ctypes.CDLL(None, use_errno=True).mprotect
-        for fence in (address, address + mmap.PAGESIZE + size):
-            assert protect(ctypes.c_void_p(fence), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-        offset = mmap.PAGESIZE + (size - array.nbytes if self.at_end else 0)
-        copy = np.ndarray(array.shape, array.dtype, memory, offset)
-        copy[...] = array
-        return copy
 
 
 def hostile(rng: Any) -> Iterator[tuple[dict[str, Any], bool]]:

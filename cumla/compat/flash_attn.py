@@ -1,0 +1,716 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashAttention-3's Python interface over `cumla.attention` and `cumla.append_kv_cache`.
+
+Code written for FlashAttention-3 runs by changing its import line::
+
+    from cumla.compat.flash_attn import flash_attn_with_kvcache
+
+    out = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin,
+        cache_seqlens=cache_seqlens, page_table=page_table, causal=True, rotary_interleaved=False,
+    )
+
+What carries over from FlashAttention-3:
+
+* Names, order and defaults of the arguments: `causal` is False and `rotary_interleaved` is True
+  unless told otherwise.
+* lse is a natural logarithm. Where nothing is visible out is 0 and lse -inf.
+* No call waits for the GPU, and calls can be captured into a CUDA graph, after `cumla.prepare`.
+* Arrays that do not fit raise `RuntimeError`.
+
+What differs:
+
+* It is for inference. Tensors that require a gradient are refused while gradients are recorded.
+* Speed hints are accepted and ignored: ``num_splits``, ``pack_gqa``, ``sm_margin``,
+  ``deterministic``, ``max_seqlen_q``, ``max_seqlen_k`` and ``scheduler_metadata``. cumla computes
+  its schedule in the call, and all its results are deterministic.
+* Heads of queries, keys and values may have any multiple of 8 columns up to 256, and
+  those of values any other than those of keys.
+* Functions with a choice of results return the pair ``(out, softmax_lse)``, without the partial
+  results that FlashAttention-3 appends.
+* Tensors on the CPU are computed by `cumla.reference`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors
+from cumla.merge import merge_attention_states
+from cumla.mha.attention import attention
+from cumla.mha.cache import append_kv_cache
+from cumla.mha.rope import apply_rope
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+_MOST_COLUMNS = 256
+_Q, _Q_ROWS = "batch_size, seqlen_q, num_heads, head_dim", "total_q, num_heads, head_dim"
+_K, _K_ROWS = "batch_size, seqlen, num_heads_k, head_dim", "total, num_heads_k, head_dim"
+_REFUSED = {
+    "qv": (
+        "multiplies a latent cache; call cumla.mla_decode or cumla.mla_attention with the pairs "
+        "(qv, q) and (v_cache, k_cache)"
+    ),
+    "cache_leftpad": (
+        "cumla's caches begin at position 0; write the tokens of a request from there on, or, with "
+        "pages, let page_table begin at its first page, and leave it out"
+    ),
+    "attention_chunk": (
+        "cumla has no mask by chunks of positions; make a request of each chunk by cu_seqlens_q, "
+        "and leave it at 0"
+    ),
+    "seqused_q": "cumla computes all query tokens; pass cu_seqlens_q without padding between them",
+    **dict.fromkeys(
+        ("q_descale", "k_descale", "v_descale"),
+        "scales e4m3, which this face does not take; convert to bfloat16, and leave it out",
+    ),
+}
+_OF_NEW_ROWS = {
+    "kv_lens": "cache_seqlens",
+    "qo_indptr": "cu_seqlens_k_new",
+    "cos_sin[0]": "rotary_cos",
+    "cos_sin[1]": "rotary_sin",
+    "cos_sin": "rotary_cos",
+    "interleaved": "rotary_interleaved",
+    "positions": "rotary_seqlens",
+}
+_OF_CACHES = {
+    "k": "k_cache",
+    "v": "v_cache",
+    "kv_lens": "cache_seqlens",
+    "qo_indptr": "cu_seqlens_q",
+    "window": "window_size",
+}
+_OF_ROWS = {
+    "kv_lens": "seqused_k",
+    "qo_indptr": "cu_seqlens_q",
+    "kv_indptr": "cu_seqlens_k",
+    "window": "window_size",
+}
+_APPEND, _ATTEND, _ROWS = (
+    CallersNames({**names, "block_table": table}, RuntimeError)
+    for names, table in (
+        (_OF_NEW_ROWS, "page_table or cache_batch_idx"),
+        (_OF_CACHES, "page_table or cache_batch_idx"),
+        (_OF_ROWS, "k"),
+    )
+)
+_COMBINE = CallersNames(
+    {"outs": "out_partial", "outs[0]": "out_partial", "lses": "lse_partial"}, RuntimeError
+)
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: torch.Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend to a cache of keys and values, after writing new ones into it if there are any.
+
+    Query i of the n of a request with seqlen keys, new ones included, has position
+    ``p = seqlen - n + i``.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        ``(batch_size, seqlen_q, num_heads, head_dim)``, or ``(total_q, num_heads, head_dim)`` with
+        cu_seqlens_q, bfloat16 or float16.
+    k_cache, v_cache : torch.Tensor
+        ``(batch_size_cache, seqlen_cache, num_heads_k, head_dim)``, or with page_table
+        ``(num_blocks, page_block_size, num_heads_k, head_dim)``, pages of any size. v_cache may
+        have another head_dim.
+    k, v : torch.Tensor, optional
+        ``(batch_size, seqlen_new, num_heads_k, head_dim)``, or ``(total_new, num_heads_k,
+        head_dim)`` with cu_seqlens_k_new: written into the caches from cache_seqlens on.
+    rotary_cos, rotary_sin : torch.Tensor, optional
+        ``(seqlen_ro, rotary_dim / 2)``, only with k and v, rotary_dim a multiple of 16: the new
+        keys are rotated by the rows from cache_seqlens on. So are the queries if `causal` or a
+        window is given; else all queries of a request are rotated by the row cache_seqlens. Keys
+        beyond the last row are not written.
+    cache_seqlens : int or torch.Tensor, optional
+        ``(batch_size,)`` int32: tokens of each request in the cache, without k and v. By default
+        the caches are full; with k and v it is needed.
+    cache_batch_idx : torch.Tensor, optional
+        ``(batch_size,)`` int32: which row of the caches each request has, without page_table. The
+        i-th by default.
+    page_table : torch.Tensor, optional
+        ``(batch_size, max_num_blocks_per_seq)`` int32.
+    cu_seqlens_q, cu_seqlens_k_new : torch.Tensor, optional
+        ``(batch_size + 1,)`` int32: where the rows of each request begin in q, and in k and v.
+    rotary_seqlens : torch.Tensor, optional
+        ``(batch_size,)`` int32: for the rotation, in place of cache_seqlens.
+    softmax_scale : float, optional
+        Factor of the scores, ``head_dim ** -0.5`` by default.
+    causal : bool
+        No query sees a key after its own position.
+    window_size : pair of int
+        ``(left, right)``: a query sees the keys from p - left to p + right. -1 is unbounded.
+    softcap : float
+        Scores s become ``softcap * tanh(s / softcap)``, unless it is 0.
+    rotary_interleaved : bool
+        Whether columns 2 j and 2 j + 1 are a pair of the rotation, or j and j + rotary_dim / 2.
+    return_softmax_lse : bool
+        Whether to return softmax_lse, too.
+    max_seqlen_q, scheduler_metadata, num_splits, pack_gqa, sm_margin
+        Accepted and ignored.
+    qv, cache_leftpad, q_descale, k_descale, v_descale, attention_chunk
+        Of what cumla does not have: leave them at their defaults.
+
+    Returns
+    -------
+    out : torch.Tensor
+        q's shape with the columns of v_cache, and q's dtype.
+    softmax_lse : torch.Tensor
+        If return_softmax_lse: ``(batch_size, num_heads, seqlen_q)``, or ``(num_heads, total_q)``
+        with cu_seqlens_q; float32.
+
+    Raises
+    ------
+    NotImplementedError
+        What is asked for does not exist in cumla; the message names the argument and the way out.
+    TypeError
+        An argument is no tensor.
+    RuntimeError
+        Arguments do not fit. New rows may have been written into the caches; a call that is put
+        right writes the same ones there.
+    CumlaError
+        As `cumla.attention`.
+    """
+    _refuse(
+        qv=qv,
+        cache_leftpad=cache_leftpad,
+        attention_chunk=attention_chunk or None,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+    )
+    _check_rows(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    _check_given(rotary_cos=rotary_cos, rotary_sin=rotary_sin, page_table=page_table)
+    _check_lists(
+        cache_seqlens=None if isinstance(cache_seqlens, int) else cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_seqlens=rotary_seqlens,
+    )
+    with _APPEND:
+        rotation = _rotation(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
+        queries = _rows("q", q, cu_seqlens_q)
+        new = _new_rows(k, v, cu_seqlens_k_new, cache_seqlens, rotation)
+        table, lens = _places(queries, k_cache, cache_seqlens, page_table, cache_batch_idx)
+        if new is not None:
+            is_local = any(side not in (-1, None) for side in window_size)
+            is_one = cu_seqlens_q is None and q.shape[1] == 1  # at the same place either way
+            is_ordered = bool(causal) or is_local or is_one
+            caches = k_cache, v_cache
+            q, lens = _append(queries, new, v, caches, lens, table, rotation, is_ordered)
+    lengths = {"kv_lens": lens, "qo_indptr": cu_seqlens_q, "block_table": table}
+    options = _options(softmax_scale, causal, window_size, softcap)
+    with _ATTEND:
+        return _attend(q, k_cache, v_cache, return_softmax_lse, **lengths, **options)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend to keys and values that come in rows, one request after the other.
+
+    Parameters
+    ----------
+    q, k, v : torch.Tensor
+        ``(total_q, num_heads, head_dim)`` and ``(total_k, num_heads_k, head_dim)``, bfloat16 or
+        float16; v may have another head_dim. Or as in `flash_attn_func`, those of q if cu_seqlens_q
+        is None, those of k and v if cu_seqlens_k is None.
+    cu_seqlens_q, cu_seqlens_k : torch.Tensor or None
+        ``(batch_size + 1,)`` int32: where the rows of each request begin.
+    seqused_k : torch.Tensor, optional
+        ``(batch_size,)`` int32: how many of its keys each request has; all by default.
+    softmax_scale, causal, window_size, softcap
+        As in `flash_attn_with_kvcache`.
+    return_attn_probs : bool
+        Whether to return softmax_lse, too.
+    max_seqlen_q, max_seqlen_k, num_splits, pack_gqa, deterministic, sm_margin
+        Accepted and ignored.
+    seqused_q, qv, q_descale, k_descale, v_descale, attention_chunk
+        Of what cumla does not have: leave them at their defaults.
+
+    Returns
+    -------
+    out : torch.Tensor
+        q's shape with the columns of v, and q's dtype.
+    softmax_lse : torch.Tensor
+        If return_attn_probs: ``(num_heads, total_q)``, or ``(batch_size, num_heads, seqlen_q)``
+        without cu_seqlens_q; float32.
+
+    Raises
+    ------
+    NotImplementedError, TypeError, RuntimeError, CumlaError
+        As `flash_attn_with_kvcache`.
+    """
+    _refuse(
+        qv=qv,
+        attention_chunk=attention_chunk or None,
+        seqused_q=seqused_q,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+    )
+    _check_rows(q=q, k=k, v=v)
+    _check_lists(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
+    options = _options(softmax_scale, causal, window_size, softcap)
+    with _ROWS:
+        queries, keys = _rows("q", q, cu_seqlens_q), _rows("k", k, cu_seqlens_k)
+        lengths = {"kv_lens": seqused_k, "kv_indptr": cu_seqlens_k, "qo_indptr": cu_seqlens_q}
+        if cu_seqlens_k is None:
+            table, lens = _places(queries, keys.rows, seqused_k, None, None, "k")
+            lengths |= {"kv_lens": lens, "block_table": table}
+        return _attend(q, k, v, return_attn_probs, **lengths, **options)
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend to keys and values of requests that all have the same lengths.
+
+    Parameters
+    ----------
+    q, k, v : torch.Tensor
+        ``(batch_size, seqlen_q, num_heads, head_dim)`` and ``(batch_size, seqlen_k, num_heads_k,
+        head_dim)``, bfloat16 or float16, seqlen_k at least 1; v may have another head_dim.
+    softmax_scale, causal, window_size, softcap
+        As in `flash_attn_with_kvcache`.
+    return_attn_probs : bool
+        Whether to return softmax_lse, too.
+    num_splits, pack_gqa, deterministic, sm_margin
+        Accepted and ignored.
+    qv, q_descale, k_descale, v_descale, attention_chunk
+        Of what cumla does not have: leave them at their defaults.
+
+    Returns
+    -------
+    out : torch.Tensor
+        q's shape with the columns of v, and q's dtype.
+    softmax_lse : torch.Tensor
+        If return_attn_probs: ``(batch_size, num_heads, seqlen_q)``, float32.
+
+    Raises
+    ------
+    NotImplementedError, TypeError, RuntimeError, CumlaError
+        As `flash_attn_with_kvcache`.
+    """
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        None,
+        None,
+        None,
+        None,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        return_attn_probs=return_attn_probs,
+    )
+
+
+def flash_attn_combine(
+    out_partial: torch.Tensor,
+    lse_partial: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the results of attention over parts of the keys into that of attention over all.
+
+    Parameters
+    ----------
+    out_partial : torch.Tensor
+        ``(num_splits, batch_size, seqlen, num_heads, head_dim)``, float32, bfloat16 or float16, any
+        number of parts, head_dim a multiple of 8.
+    lse_partial : torch.Tensor
+        ``(num_splits, batch_size, seqlen, num_heads)``, float32, any strides.
+    out : torch.Tensor, optional
+        ``(batch_size, seqlen, num_heads, head_dim)``, of out_dtype if both are given.
+    out_dtype : torch.dtype, optional
+        Of out: float32, bfloat16 or float16; that of out_partial by default.
+
+    Returns
+    -------
+    out : torch.Tensor
+        ``(batch_size, seqlen, num_heads, head_dim)``. 0 where all parts are empty.
+    softmax_lse : torch.Tensor
+        ``(batch_size, seqlen, num_heads)``, float32, a transposed view as in FlashAttention-3. -inf
+        where all parts are empty.
+
+    Raises
+    ------
+    TypeError
+        An argument is no tensor.
+    RuntimeError
+        Shapes or dtypes do not fit.
+    CumlaError
+        As `cumla.merge_attention_states`.
+    """
+    check_tensors(out_partial=out_partial, lse_partial=lse_partial)
+    _check_given(out=out)
+    with _COMBINE:
+        check_axes("out_partial", out_partial, f"num_splits, {_Q}")
+        check_axes("lse_partial", lse_partial, "num_splits, batch_size, seqlen_q, num_heads")
+        if out is None:
+            out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype)
+        elif out_dtype not in (None, out.dtype):
+            raise ValueError(
+                f"out: needs out_dtype {out_dtype}, got {out.dtype}; leave one of the two out"
+            )
+        _, lse = merge_attention_states(out_partial, lse_partial.transpose(-1, -2), out=out)
+        return out, lse.transpose(-1, -2)
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: torch.Tensor,
+    qkv_dtype: torch.dtype | None = None,
+    headdim_v: int | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> torch.Tensor:
+    """Return what `flash_attn_with_kvcache` takes as scheduler_metadata: a tensor without elements.
+
+    cumla computes the schedule of each call in the call, on the device. So nothing is computed
+    here, and a CUDA graph needs no new metadata where lengths change. To compute one schedule for
+    all layers of a step, use `cumla.AttentionPlan`.
+
+    Parameters
+    ----------
+    cache_seqlens : torch.Tensor
+        Its device is that of the result.
+    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, qkv_dtype, \
+headdim_v, cu_seqlens_q, cu_seqlens_k_new, cache_leftpad, page_size, max_seqlen_k_new, causal, \
+window_size, attention_chunk, has_softcap, num_splits, pack_gqa, sm_margin
+        Accepted and ignored.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(0,)`` int32.
+    """
+    check_tensors(cache_seqlens=cache_seqlens)
+    return cache_seqlens.new_empty(0, dtype=_torch().int32)
+
+
+class _Rows(NamedTuple):
+    """Rows of the tokens of all requests."""
+
+    rows: Any  # (batch, tokens, heads, columns), or (tokens, heads, columns) with offsets
+    offsets: Any
+
+    @property
+    def batch(self) -> int:
+        """Count the requests."""
+        count: int = self.rows.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
+        return count
+
+    def lengths(self) -> Any:
+        """Count the tokens of each request, or of all."""
+        return self.rows.shape[1] if self.offsets is None else self.offsets[1:] - self.offsets[:-1]
+
+    def is_cut_as(self, other: _Rows) -> bool:
+        """Whether each request is known to have as many tokens as the other's."""
+        return self.offsets is other.offsets and self.rows.shape[:-2] == other.rows.shape[:-2]
+
+    def positions(self, first: Any, is_ordered: bool) -> Any:
+        """Count on from `first` of each request, or give it to all its tokens; on one axis."""
+        torch, device = _torch(), self.rows.device
+        if self.offsets is None:
+            numbers = torch.arange(self.rows.shape[1], device=device) * int(is_ordered)
+            return (first[:, None] + numbers).flatten()
+        tokens = torch.arange(self.rows.shape[0], dtype=self.offsets.dtype, device=device)
+        request = torch.searchsorted(self.offsets[1:], tokens, right=True)
+        first = torch.cat([first, first.new_zeros(1)])[request]  # one more: tokens of no request
+        return first + (tokens - self.offsets[request]) * int(is_ordered)
+
+
+class _Rotation(NamedTuple):
+    """How new keys, and the queries with them, are rotated."""
+
+    cos_sin: tuple[Any, Any]
+    is_interleaved: bool
+    first: Any  # position of each request's first token; None: where its keys begin
+
+
+def _torch() -> Any:
+    """Give PyTorch, which whoever has a tensor has imported."""
+    import torch
+
+    return torch
+
+
+def _refuse(**arguments: object) -> None:
+    """Refuse what is given of what cumla does not have."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(f"{name}: {_REFUSED[name]}")
+
+
+def _check_given(**tensors: Any) -> None:
+    """Check that these are tensors or None."""
+    check_tensors(**{name: tensor for name, tensor in tensors.items() if tensor is not None})
+
+
+def _check_lists(**tensors: Any) -> None:
+    """Check that these are tensors of one axis or None."""
+    _check_given(**tensors)
+    with _APPEND:
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                form = "batch_size + 1" if name.startswith("cu_") else "batch_size"
+                check_axes(name, tensor, form)
+
+
+def _check_rows(**tensors: Any) -> None:
+    """Check that these are tensors or None, and refuse what cumla.attention does not compute."""
+    _check_given(**tensors)
+    is_recorded = _torch().is_grad_enabled()
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if "float8" in str(tensor.dtype):
+            raise NotImplementedError(
+                f"{name}: this face takes bfloat16 and float16, got {tensor.dtype}; convert it"
+            )
+        if tensor.ndim and tensor.shape[-1] > _MOST_COLUMNS:
+            raise NotImplementedError(
+                f"{name}: cumla.attention takes up to {_MOST_COLUMNS} columns of a head, got "
+                f"{tensor.shape[-1]}; for a latent cache call cumla.mla_decode"
+            )
+        if is_recorded and tensor.requires_grad:
+            raise NotImplementedError(
+                f"{name}: requires a gradient, and cumla has no backward pass; call this under "
+                f"torch.no_grad(), or pass {name}.detach()"
+            )
+
+
+def _rows(name: str, rows: Any, offsets: Any) -> _Rows:
+    """Check the axes of rows of tokens."""
+    requests, ragged = (_Q, _Q_ROWS) if name == "q" else (_K, _K_ROWS)
+    check_axes(name, rows, requests if offsets is None else ragged)
+    return _Rows(rows, offsets)
+
+
+def _rotation(cos: Any, sin: Any, is_interleaved: bool, first: Any) -> _Rotation | None:
+    """Check that a rotation has all it needs."""
+    if cos is None and sin is None:
+        return None
+    if cos is None or sin is None:
+        raise ValueError(
+            "rotary_cos: needs rotary_sin beside it, got one of the two; pass both or none"
+        )
+    return _Rotation((cos, sin), is_interleaved, first)
+
+
+def _new_rows(
+    k: Any, v: Any, offsets: Any, cache_seqlens: Any, rotation: _Rotation | None
+) -> _Rows | None:
+    """Check that new keys come with all that they need."""
+    if k is None and v is None:
+        if rotation is not None:
+            raise ValueError(
+                "rotary_cos: needs new keys and values, got no k and v; pass them, or rotate the "
+                "queries by cumla.apply_rope"
+            )
+        return None
+    if k is None or v is None:
+        raise ValueError("k: needs v beside it, got one of the two; pass both or none")
+    if cache_seqlens is None:
+        raise ValueError(
+            "cache_seqlens: needed with k and v, to tell where they go, got None; pass it"
+        )
+    return _rows("k", k, offsets)
+
+
+def _places(
+    queries: _Rows,
+    k_cache: Any,
+    cache_seqlens: Any,
+    page_table: Any,
+    cache_batch_idx: Any,
+    name: str = "k_cache",
+) -> tuple[Any, Any]:
+    """Tell the pages of each request and the keys in them; a row of a plain cache is a page."""
+    torch, batch, device = _torch(), queries.batch, queries.rows.device
+    check_axes(name, k_cache, _K if page_table is None else "num_blocks, page_block_size, heads, _")
+    if page_table is not None and cache_batch_idx is not None:
+        raise ValueError(
+            "cache_batch_idx: needs caches without pages, got page_table, too; leave one out"
+        )
+    table = page_table if cache_batch_idx is None else cache_batch_idx[:, None]
+    if table is None:
+        if k_cache.shape[0] != batch:
+            raise ValueError(
+                f"{name}: needs a row for each of the {batch} requests of q, got shape "
+                f"{tuple(k_cache.shape)}; pass cache_batch_idx or page_table, or other rows"
+            )
+        table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+    check_axes("page_table", table, "batch_size, max_num_blocks_per_seq")
+    if cache_seqlens is None:
+        cache_seqlens = table.shape[1] * k_cache.shape[1]
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
+    return table, cache_seqlens
+
+
+def _check_requests(queries: _Rows, **counts: int) -> None:
+    """Check that what belongs to requests belongs to those of the queries."""
+    for name, count in counts.items():
+        if count != queries.batch:
+            raise ValueError(
+                f"{name}: needs the {queries.batch} requests of q, got {count}; describe the same "
+                f"requests"
+            )
+
+
+def _append(
+    queries: _Rows,
+    new: _Rows,
+    v: Any,
+    caches: tuple[Any, Any],
+    lens: Any,
+    table: Any,
+    rotation: _Rotation | None,
+    is_ordered: bool,
+) -> tuple[Any, Any]:
+    """Write new rows into the caches; give the queries, rotated as the keys are, and lengths."""
+    q = queries.rows
+    options: dict[str, Any] = {}
+    _check_requests(queries, k=new.batch, cache_seqlens=len(lens))
+    if rotation is not None:
+        cos_sin, is_interleaved, first = rotation
+        _check_requests(queries, rotary_seqlens=len(lens if first is None else first))
+        turned = q.new_empty(q.shape)
+        options = {"cos_sin": cos_sin, "interleaved": is_interleaved}
+        if is_ordered and new.is_cut_as(queries):
+            options |= {"q": q, "q_out": turned}
+        else:
+            positions = queries.positions(lens if first is None else first, is_ordered)
+            outputs = {"interleaved": is_interleaved, "q_out": turned.flatten(0, -3)}
+            apply_rope(q.flatten(0, -3), None, positions, cos_sin, **outputs)
+        if first is not None:
+            options["positions"] = new.positions(first, True)
+        q = turned
+    lens = lens + new.lengths()
+    options |= {"kv_lens": lens, "qo_indptr": new.offsets, "block_table": table}
+    append_kv_cache(new.rows, v, caches[0], caches[1], **options)
+    return q, lens
+
+
+def _options(scale: Any, causal: Any, window_size: Any, softcap: Any) -> dict[str, Any]:
+    """Name what is no tensor as `cumla.attention` does."""
+    window, cap = tuple(window_size), softcap or None
+    return {"softmax_scale": scale, "causal": bool(causal), "window": window, "softcap": cap}
+
+
+def _attend(q: Any, k: Any, v: Any, returns_lse: bool, **options: Any) -> Any:
+    """Attend; lse has the heads before the tokens."""
+    given = None
+    if returns_lse and q.ndim == 3:
+        given = q.new_empty((q.shape[1], q.shape[0]), dtype=_torch().float32).T
+    out, lse = attention(q, k, v, lse=given, **options)
+    if not returns_lse:
+        return out
+    return out, lse if given is None else lse.T

@@ -1,0 +1,644 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashAttention-3's interface on the CPU, against attention in float32."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any, NamedTuple
+
+import pytest
+
+from cumla.compat import flash_attn
+from cumla.compat.flash_attn import (
+    flash_attn_combine,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
+from cumla.core.frameworks import torch_framework
+
+torch = pytest.importorskip("torch")
+
+HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (4, 1)}
+NO_WINDOW = (-1, -1)
+KVCACHE = (
+    "q k_cache v_cache k=None v=None qv=None rotary_cos=None rotary_sin=None cache_seqlens=None "
+    "cache_batch_idx=None cache_leftpad=None page_table=None cu_seqlens_q=None "
+    "cu_seqlens_k_new=None max_seqlen_q=None rotary_seqlens=None q_descale=None k_descale=None "
+    "v_descale=None softmax_scale=None causal=False window_size=(-1, -1) attention_chunk=0 "
+    "softcap=0.0 rotary_interleaved=True scheduler_metadata=None num_splits=0 pack_gqa=None "
+    "sm_margin=0 return_softmax_lse=False"
+)
+OF_FUNC = (
+    "softmax_scale=None causal=False qv=None q_descale=None k_descale=None v_descale=None "
+    "window_size=(-1, -1) attention_chunk=0 softcap=0.0 num_splits=1 pack_gqa=None "
+    "deterministic=False sm_margin=0 return_attn_probs=False"
+)
+METADATA = (
+    "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens "
+    "qkv_dtype=None headdim_v=None cu_seqlens_q=None cu_seqlens_k_new=None cache_leftpad=None "
+    "page_size=None max_seqlen_k_new=0 causal=False window_size=(-1, -1) attention_chunk=0 "
+    "has_softcap=False num_splits=0 pack_gqa=None sm_margin=0"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("flash_attn_with_kvcache", KVCACHE),
+        ("flash_attn_func", f"q k v {OF_FUNC}"),
+        (
+            "flash_attn_varlen_func",
+            (
+                "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q=None "
+                f"seqused_k=None {OF_FUNC}"
+            ),
+        ),
+        ("flash_attn_combine", "out_partial lse_partial out=None out_dtype=None"),
+        ("get_scheduler_metadata", METADATA),
+    ],
+)
+def test_names_and_signatures_are_those_of_flash_attention(name: str, parameters: str) -> None:
+    found = inspect.signature(getattr(flash_attn, name)).parameters.values()
+    given = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in found]
+    assert " ".join(given) == parameters
+    assert {p.kind for p in found} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    assert name in flash_attn.__all__
+
+
+# --- the oracle ----------------------------------------------------------------------------------
+
+
+def int32(*numbers: int) -> Any:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def offsets_of(lengths: list[int]) -> Any:
+    return int32(0, *torch.tensor(lengths).cumsum(0).tolist())
+
+
+def split(rows: Any, lengths: list[int]) -> list[Any]:
+    return list(rows.split([*lengths, len(rows) - sum(lengths)]))[: len(lengths)]
+
+
+def naive(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = NO_WINDOW,
+    softcap: float = 0.0,
+    scale: float | None = None,
+) -> tuple[Any, Any]:
+    """Attention of one request: q (n, h, d), k and v (t, kvh, d); lse is (h, n)."""
+    n, heads, columns = q.shape
+    k, v = (rows.float().repeat_interleave(heads // rows.shape[1], dim=1) for rows in (k, v))
+    scores = torch.einsum("nhd,thd->hnt", q.float(), k) * (scale or columns**-0.5)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    left, right = window
+    p, j = torch.arange(n)[:, None] + len(k) - n, torch.arange(len(k))
+    hidden = torch.zeros(n, len(k), dtype=torch.bool)
+    if causal:
+        right = 0
+    if left >= 0:
+        hidden |= j < p - left
+    if right >= 0:
+        hidden |= j > p + right
+    scores = scores.masked_fill(hidden, -math.inf)
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return torch.einsum("hnt,thd->nhd", weights, v), scores.logsumexp(-1)
+
+
+def turned(rows: Any, cos: Any, sin: Any, positions: Any, interleaved: bool) -> Any:
+    """Rotate rows (n, h, d), and round."""
+    half = cos.shape[1]
+    c, s = cos[positions].float()[:, None], sin[positions].float()[:, None]
+    out = rows.float().clone()
+    first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
+    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+    x, y = out[..., first].clone(), out[..., second].clone()
+    out[..., first], out[..., second] = c * x - s * y, s * x + c * y
+    return out.to(rows.dtype)
+
+
+def assert_state(found: Any, expected: Any) -> None:
+    """Compare out, rounded to 16 bits, and lse; the rotated inputs may differ by a rounding."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-2)
+
+
+class Case(NamedTuple):
+    """One call with a cache."""
+
+    q_len: int = 1
+    new: int = 0
+    heads: str = "gqa"
+    columns: tuple[int, int] = (32, 32)  # of keys and of values
+    page: int | None = None
+    rotary: float = 0.0
+    interleaved: bool = True
+    causal: bool = False
+    window: tuple[int, int] = NO_WINDOW
+    softcap: float = 0.0
+    batch_idx: bool = False
+    varlen_q: bool = False
+    varlen_new: bool = False
+    own_rotary: bool = False  # rotary_seqlens
+    dtype: Any = torch.bfloat16
+    s_max: int = 40
+
+    def __str__(self) -> str:
+        changed = [(n, v) for n, v in self._asdict().items() if v != self._field_defaults[n]]
+        return " ".join(f"{n}={v}" for n, v in changed) or "defaults"
+
+
+CASES = [
+    Case(),
+    Case(heads="mha", page=4),
+    Case(heads="mqa", page=128, dtype=torch.float16),
+    Case(q_len=3, causal=True, softcap=5.0),
+    Case(q_len=3, causal=True, columns=(48, 16), page=4),
+    Case(q_len=4, window=(5, 2), page=4),
+    Case(q_len=4, window=(5, -1), batch_idx=True),
+    Case(q_len=4, window=(6, -1), causal=True, softcap=9.0),
+    Case(q_len=64, causal=True, heads="mqa"),
+    Case(varlen_q=True, causal=True, page=4),
+    Case(varlen_q=True, window=(3, 3), batch_idx=True),
+    Case(new=1, page=4),
+    Case(new=1, rotary=1.0, interleaved=False, causal=True),
+    Case(new=1, rotary=0.5, causal=True, page=128, heads="mqa"),
+    Case(new=1, rotary=1.0, page=4),
+    Case(new=3, rotary=1.0),
+    Case(q_len=4, new=4, rotary=0.5, interleaved=False, causal=True, page=4),
+    Case(q_len=4, new=4, rotary=1.0, page=4, dtype=torch.float16),
+    Case(q_len=4, new=4, rotary=1.0, window=(7, 0), batch_idx=True),
+    Case(q_len=2, new=7, rotary=1.0, causal=True, batch_idx=True),
+    Case(q_len=7, new=2, rotary=0.5, heads="mha", page=4),
+    Case(q_len=3, new=3, rotary=1.0, causal=True, own_rotary=True),
+    Case(q_len=3, new=3, rotary=1.0, own_rotary=True, page=4),
+    Case(varlen_q=True, new=5, rotary=1.0, causal=True, page=4),
+    Case(q_len=2, varlen_new=True, rotary=0.5, causal=True, own_rotary=True, page=4),
+    Case(varlen_q=True, varlen_new=True, rotary=1.0, interleaved=False, causal=True),
+    Case(varlen_q=True, varlen_new=True, rotary=1.0, window=(4, 4), own_rotary=True),
+    Case(varlen_q=True, varlen_new=True, rotary=1.0, page=128),
+    Case(new=3, columns=(64, 32), heads="mha"),
+]
+
+
+class Cache:
+    """Caches of keys and values, and which rows in them the requests have."""
+
+    def __init__(self, case: Case, batch: int) -> None:
+        _, kv_heads = HEADS[case.heads]
+        self.options: dict[str, Any] = {}
+        if case.page is None:
+            slots, size = (batch + 3 if case.batch_idx else batch), case.s_max
+            table = torch.randperm(slots)[:batch] if case.batch_idx else torch.arange(batch)
+            self.table = table[:, None]
+            if case.batch_idx:
+                self.options["cache_batch_idx"] = table.int()
+        else:
+            pages = -(-case.s_max // case.page)
+            slots, size = batch * pages + 2, case.page
+            self.table = torch.randperm(slots)[: batch * pages].view(batch, pages)
+            self.options["page_table"] = self.table.int()
+        self.k, self.v = (
+            torch.randn(slots, size, kv_heads, columns).to(case.dtype) for columns in case.columns
+        )
+
+    def rows(self, request: int, length: int) -> tuple[Any, Any]:
+        """Copies of a request's keys and values."""
+        pages = self.table[request]
+        return tuple(cache[pages].flatten(0, 1)[:length].clone() for cache in (self.k, self.v))
+
+
+class Step:
+    """The tensors of one call with a cache, and what it must give."""
+
+    batch = 4
+    cached = (17, 0, 5, 28)
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.q_lens = [3, 0, 1, 6] if case.varlen_q else [case.q_len] * self.batch
+        self.new_lens = [3, 0, 1, 6] if case.varlen_new else [case.new] * self.batch
+        self.starts = (2, 7, 11, 0) if case.own_rotary else self.cached
+        self.is_ordered = case.causal or case.window != NO_WINDOW
+        heads, kv_heads = HEADS[case.heads]
+        columns, columns_v = case.columns
+        self.cache = Cache(case, self.batch)
+        self.before = [self.cache.rows(r, n) for r, n in enumerate(self.cached)]
+        self.q, self.k, self.v = (
+            torch.randn(sum(lens), h, c).to(case.dtype)
+            for lens, h, c in (
+                (self.q_lens, heads, columns),
+                (self.new_lens, kv_heads, columns),
+                (self.new_lens, kv_heads, columns_v),
+            )
+        )
+        angles = torch.rand(64, int(case.rotary * columns) // 2) * 2 * math.pi
+        self.cos, self.sin = angles.cos().to(case.dtype), angles.sin().to(case.dtype)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        case, cache = self.case, self.cache
+        named: dict[str, Any] = {"q": self.q, "k_cache": cache.k, "v_cache": cache.v}
+        named |= {**cache.options, "cache_seqlens": int32(*self.cached), "causal": case.causal}
+        named |= {"window_size": case.window, "softcap": case.softcap}
+        if case.rotary:
+            named |= {"rotary_cos": self.cos, "rotary_sin": self.sin}
+            named["rotary_interleaved"] = case.interleaved
+        if case.own_rotary:
+            named["rotary_seqlens"] = int32(*self.starts)
+        if any(self.new_lens):
+            named |= {"k": self.k, "v": self.v}
+        for is_ragged, names, offsets, lens in (
+            (case.varlen_q, ("q",), "cu_seqlens_q", self.q_lens),
+            (case.varlen_new, ("k", "v"), "cu_seqlens_k_new", self.new_lens),
+        ):
+            if is_ragged:
+                named[offsets] = offsets_of(lens)
+                continue
+            for name in names:
+                if name in named:
+                    named[name] = named[name].unflatten(0, (self.batch, lens[0]))
+        return named
+
+    def check_caches(self, request: int, new: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Check what a request has in the caches, and return it."""
+        length = self.cached[request] + self.new_lens[request]
+        found = self.cache.rows(request, length)
+        keys, values = map(torch.cat, zip(self.before[request], new, strict=True))
+        torch.testing.assert_close(found[0], keys, rtol=2**-7, atol=2**-7)
+        assert torch.equal(found[1], values)
+        return found
+
+    def expected(self) -> tuple[Any, Any]:
+        """Compute out and lse of all requests from what the caches hold after the call."""
+        case, states = self.case, []
+        parts = [split(self.q, self.q_lens), *(split(x, self.new_lens) for x in (self.k, self.v))]
+        for r, (queries, keys, values) in enumerate(zip(*parts, strict=True)):
+            if case.rotary:
+                table, start = (self.cos, self.sin), self.starts[r]
+                at = torch.arange(len(queries)) * int(self.is_ordered) + start
+                queries = turned(queries, *table, at, case.interleaved)
+                at = torch.arange(len(keys)) + start
+                keys = turned(keys, *table, at, case.interleaved)
+            mask = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+            states.append(naive(queries, *self.check_caches(r, (keys, values)), **mask))
+        out, lse = (torch.cat([state[i] for state in states], dim=i) for i in range(2))
+        if case.varlen_q:
+            return out, lse
+        form = (self.batch, case.q_len)
+        return out.unflatten(0, form), lse.unflatten(1, form).transpose(0, 1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_with_a_cache(case: Case) -> None:
+    torch.manual_seed(0)
+    step = Step(case)
+    k_cache, q, k = (rows.clone() for rows in (step.cache.k, step.q, step.k))
+    out, lse = flash_attn_with_kvcache(**step.arguments, return_softmax_lse=True)
+    assert out.dtype == case.dtype
+    assert lse.dtype == torch.float32
+    assert lse.is_contiguous()
+    assert_state((out, lse), step.expected())
+    assert (step.cache.k != k_cache).flatten(2).any(-1).sum() == sum(step.new_lens)
+    assert torch.equal(step.q, q)
+    assert torch.equal(step.k, k)
+    # Without lse, and again: the same rows are written.
+    assert torch.equal(flash_attn_with_kvcache(**step.arguments), out)
+
+
+# --- other forms of the arguments ----------------------------------------------------------------
+
+
+class Small(NamedTuple):
+    """Queries and caches of two requests, 8 tokens of room each."""
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+
+
+@pytest.fixture
+def small() -> Small:
+    torch.manual_seed(1)
+    return Small(*(torch.randn(2, n, h, 16).half() for n, h in ((1, 4), (8, 2), (8, 2))))
+
+
+def test_one_length_for_all_requests(small: Small) -> None:
+    found = flash_attn_with_kvcache(*small, cache_seqlens=5)
+    assert torch.equal(found, flash_attn_with_kvcache(*small, cache_seqlens=int32(5, 5)))
+    q, *caches = small
+    ragged = flash_attn_with_kvcache(
+        q[:, 0], *caches, cache_seqlens=5, cu_seqlens_q=int32(0, 1, 2), max_seqlen_q=1
+    )
+    assert torch.equal(ragged, found[:, 0])
+
+
+@pytest.mark.parametrize("pages", [False, True])
+def test_caches_are_full_unless_told(small: Small, pages: bool) -> None:
+    q, k_cache, v_cache = small
+    given = {"page_table": int32(1, 0)[:, None]} if pages else {}
+    found = flash_attn_with_kvcache(*small, **given)
+    order = [1, 0] if pages else [0, 1]
+    for r, slot in enumerate(order):
+        out, _ = naive(q[r], k_cache[slot], v_cache[slot])
+        torch.testing.assert_close(found[r].float(), out, rtol=1e-3, atol=1e-3)
+
+
+def test_nothing_visible_gives_0_and_minus_infinity(small: Small) -> None:
+    out, lse = flash_attn_with_kvcache(*small, cache_seqlens=int32(0, 3), return_softmax_lse=True)
+    assert not out[0].any()
+    assert torch.isneginf(lse[0]).all()
+    assert torch.isfinite(lse[1]).all()
+
+
+def test_scale_and_what_only_steers_speed(small: Small) -> None:
+    q, k_cache, v_cache = small
+    lens = int32(5, 8)
+    metadata = get_scheduler_metadata(
+        2, 1, 8, 4, 2, 16, lens, torch.float16, page_size=None, causal=True, num_splits=3
+    )
+    assert metadata.dtype == torch.int32
+    found, lse = flash_attn_with_kvcache(
+        *small,
+        cache_seqlens=lens,
+        softmax_scale=0.7,
+        causal=True,
+        scheduler_metadata=metadata,
+        num_splits=3,
+        pack_gqa=True,
+        sm_margin=8,
+        max_seqlen_q=1,
+        return_softmax_lse=True,
+    )
+    for r, n in enumerate(lens.tolist()):
+        out, expected = naive(q[r], k_cache[r, :n], v_cache[r, :n], scale=0.7)
+        torch.testing.assert_close(found[r].float(), out, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(lse[r], expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "k_lens", "used"),
+    [
+        ([3, 0, 5], [7, 4, 5], None),
+        ([3, 2, 5], [7, 4, 5], [6, 0, 5]),  # the last rows of a request are not used
+        ([9, 2, 1], [4, 30, 1], None),  # more queries than keys
+    ],
+)
+@pytest.mark.parametrize(
+    "mask", [{}, {"causal": True}, {"window": (2, 1)}, {"causal": True, "softcap": 3.0}], ids=str
+)
+def test_ragged_rows(q_lens: list[int], k_lens: list[int], used: Any, mask: dict[str, Any]) -> None:
+    torch.manual_seed(2)
+    q = torch.randn(sum(q_lens), 6, 24).bfloat16()
+    k, v = (torch.randn(sum(k_lens), 2, columns).bfloat16() for columns in (24, 40))
+    options: dict[str, Any] = {"window_size" if n == "window" else n: x for n, x in mask.items()}
+    if used is not None:
+        options["seqused_k"] = int32(*used)
+    options |= {"deterministic": True, "return_attn_probs": True}
+    cu = offsets_of(q_lens), offsets_of(k_lens)
+    found = flash_attn_varlen_func(q, k, v, *cu, max(q_lens), max(k_lens), **options)
+    states = [
+        naive(a, b[:n], c[:n], **mask)
+        for a, b, c, n in zip(
+            split(q, q_lens), split(k, k_lens), split(v, k_lens), used or k_lens, strict=True
+        )
+    ]
+    expected = [torch.cat([s[i] for s in states], dim=i) for i in range(2)]
+    assert_state(found, expected)
+    assert found[1].is_contiguous()
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_requests_of_one_length(heads: str, causal: bool) -> None:
+    torch.manual_seed(3)
+    num_heads, kv_heads = HEADS[heads]
+    packed = torch.randn(3, 9, num_heads + 2 * kv_heads, 32).half()
+    q, k, v = packed.split([num_heads, kv_heads, kv_heads], dim=2)  # views, nothing is copied
+    q = q[:, 4:]
+    found = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+    states = [naive(*rows, causal=causal) for rows in zip(q, k, v, strict=True)]
+    assert_state(found, [torch.stack([s[i] for s in states]) for i in range(2)])
+    assert torch.equal(flash_attn_func(q, k, v, None, causal), found[0])
+    one_of_each = flash_attn_varlen_func(
+        q, k, v, None, None, None, None, seqused_k=int32(9, 9, 9), causal=causal
+    )
+    assert torch.equal(one_of_each, found[0])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_splits", [1, 3, 70])
+def test_combine(num_splits: int, dtype: Any) -> None:
+    torch.manual_seed(4)
+    parts = torch.randn(num_splits, 2, 5, 3, 16)
+    lses = (3 * torch.randn(num_splits, 2, 3, 5)).transpose(-1, -2)
+    lses[:, 0, 0, 0] = -math.inf
+    out, lse = flash_attn_combine(parts, lses, out_dtype=dtype)
+    assert out.dtype == (dtype or torch.float32)
+    weights = (lses.double() - lses.double().logsumexp(0)).exp().nan_to_num(0.0)
+    expected = (weights[..., None] * parts).sum(0)
+    atol = 1e-5 if dtype is None else 2e-2
+    torch.testing.assert_close(out.double(), expected, rtol=atol, atol=atol)
+    torch.testing.assert_close(lse, lses.logsumexp(0), rtol=1e-5, atol=1e-5)
+    assert lse.stride(-2) == 1
+    given = torch.empty_like(out)
+    again, _ = flash_attn_combine(parts, lses, given, dtype)
+    assert again is given
+    assert torch.equal(given, out)
+
+
+def test_an_empty_batch() -> None:
+    q = torch.zeros(0, 1, 4, 16).half()
+    k_cache, v_cache = torch.zeros(2, 3, 8, 2, 16).half()
+    lens, table = int32(), torch.zeros(0, 1, dtype=torch.int32)
+    k = torch.zeros(0, 1, 2, 16).half()
+    cos = torch.ones(8, 8).half()
+    out, lse = flash_attn_with_kvcache(
+        *(q, k_cache, v_cache, k, k),
+        rotary_cos=cos,
+        rotary_sin=cos,
+        cache_seqlens=lens,
+        page_table=table,
+        return_softmax_lse=True,
+    )
+    assert out.shape == q.shape
+    assert lse.shape == (0, 4, 1)
+    rows = torch.zeros(0, 4, 16).half()
+    none = int32(0)
+    assert flash_attn_varlen_func(rows, rows, rows, none, none, 0, 0).shape == rows.shape
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+SEQLENS = int32(3, 3)
+TWO = torch.zeros(2, 1, 2, 16).half()
+SCALES = torch.ones(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"qv": TWO}, "qv: .*cumla.mla_decode"),
+        ({"cache_leftpad": SEQLENS}, "cache_leftpad: .*leave it out"),
+        ({"attention_chunk": 4}, "attention_chunk: .*leave it at 0"),
+        ({"q_descale": SCALES}, "q_descale: .*bfloat16"),
+        ({"k_descale": SCALES}, "k_descale: .*bfloat16"),
+        ({"v_descale": SCALES}, "v_descale: .*bfloat16"),
+        ({"q": torch.zeros(2, 1, 4, 16).to(torch.float8_e4m3fn)}, "q: .*float8.*convert"),
+        ({"v_cache": torch.zeros(2, 8, 2, 16).to(torch.float8_e4m3fn)}, "v_cache: .*convert"),
+        ({"v_cache": torch.zeros(2, 8, 2, 512).half()}, "v_cache: .*256 .*512.*mla_decode"),
+        ({"q": torch.zeros(2, 1, 4, 16, requires_grad=True)}, "q: .*gradient.*no_grad"),
+    ],
+)
+def test_what_cumla_does_not_have(small: Small, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"^{says}"):
+        flash_attn_with_kvcache(**{**small._asdict(), "cache_seqlens": SEQLENS, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes", [{"qv": TWO}, {"attention_chunk": 8}, {"k_descale": SCALES}], ids=str
+)
+def test_what_cumla_does_not_have_for_rows(changes: dict[str, Any]) -> None:
+    name = next(iter(changes))
+    with pytest.raises(NotImplementedError, match=f"^{name}: "):
+        flash_attn_func(TWO, TWO, TWO, **changes)
+    rows, offsets = TWO[:, 0], int32(0, 1, 2)
+    with pytest.raises(NotImplementedError, match=f"^{name}: "):
+        flash_attn_varlen_func(rows, rows, rows, offsets, offsets, 1, 1, **changes)
+    with pytest.raises(NotImplementedError, match=r"^seqused_q: .*cu_seqlens_q"):
+        flash_attn_varlen_func(rows, rows, rows, offsets, offsets, 1, 1, seqused_q=SEQLENS)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_parameters_where_no_gradient_is_recorded(small: Small, mode: Any) -> None:
+    q = small.q.requires_grad_()
+    with mode():
+        found = flash_attn_with_kvcache(q, *small[1:], cache_seqlens=SEQLENS)
+    assert not found.requires_grad
+
+
+ROTARY = {"rotary_cos": torch.ones(8, 8).half(), "rotary_sin": torch.ones(8, 8).half()}
+NEW = {"k": TWO, "v": TWO}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"k": TWO}, "k: needs v"),
+        ({"v": TWO}, "k: needs v"),
+        ({**NEW, "cache_seqlens": None}, "cache_seqlens: needed"),
+        ({**NEW, "k": TWO[:1], "v": TWO[:1]}, "k: needs the 2 requests"),
+        ({**NEW, "v": TWO[..., :8]}, "v_cache: needs shape"),
+        ({**NEW, "cache_seqlens": int32(3)}, "cache_seqlens: needs the 2 requests"),
+        (ROTARY, "rotary_cos: needs new keys"),
+        ({**NEW, "rotary_cos": ROTARY["rotary_cos"]}, "rotary_cos: needs rotary_sin"),
+        (
+            {**NEW, **ROTARY, "rotary_sin": torch.ones(8, 4).half()},
+            "rotary_sin: needs shape and dtype of rotary_cos",
+        ),
+        ({**NEW, **ROTARY, "rotary_seqlens": int32(3)}, "rotary_seqlens: needs the 2 requests"),
+        (
+            {**NEW, "rotary_cos": torch.ones(8, 4).half(), "rotary_sin": torch.ones(8, 4).half()},
+            "rotary_cos: needs rotary_dim a multiple of 16",
+        ),
+        ({"q": torch.zeros(2, 4, 16).half()}, "q: needs axes"),
+        ({"cu_seqlens_q": int32(0, 1, 2)}, "q: needs axes"),
+        ({"q": torch.zeros(3, 1, 4, 16).half()}, "k_cache: needs a row for each of the 3"),
+        (
+            {"q": torch.zeros(2, 1, 3, 16).half()},
+            "q: needs a multiple of the 2 kv heads of k_cache",
+        ),
+        ({"q": torch.zeros(2, 1, 4, 16)}, "q: needs bfloat16 or float16"),
+        ({"k_cache": torch.zeros(2, 8, 2, 16).bfloat16()}, "k_cache: needs float16"),
+        ({"v_cache": torch.zeros(2, 7, 2, 16).half()}, "v_cache: needs the pages.*of k_cache"),
+        ({"cache_seqlens": SEQLENS.long()}, "cache_seqlens: needs int32"),
+        ({"page_table": SEQLENS}, "page_table: needs axes"),
+        ({"cache_batch_idx": SEQLENS[0]}, "cache_batch_idx: needs axes"),
+        ({"cache_seqlens": SEQLENS[0]}, "cache_seqlens: needs axes"),
+        ({**NEW, "cu_seqlens_k_new": SEQLENS[0]}, "cu_seqlens_k_new: needs axes"),
+        ({**NEW, "cache_batch_idx": SEQLENS.long()}, "page_table or cache_batch_idx: needs int32"),
+        (
+            {"page_table": SEQLENS[:, None], "cache_batch_idx": SEQLENS},
+            "cache_batch_idx: needs caches without pages",
+        ),
+        ({"window_size": (1, 2, 3)}, "window_size: needs one number or a pair"),
+        ({"softcap": -1.0}, "softcap: needs a number"),
+    ],
+)
+def test_arguments_that_do_not_fit(small: Small, changes: dict[str, Any], says: str) -> None:
+    arguments = {**small._asdict(), "cache_seqlens": SEQLENS, **changes}
+    before = small.k_cache.clone()
+    with pytest.raises(RuntimeError, match=f"^{says}") as caught:
+        flash_attn_with_kvcache(**arguments)
+    assert type(caught.value) is RuntimeError
+    assert torch.equal(small.k_cache, before)
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "k", "page_table", "cache_seqlens"])
+def test_arguments_that_are_no_tensors(small: Small, name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: needs a PyTorch tensor, got builtins.list"):
+        flash_attn_with_kvcache(**{**small._asdict(), name: [1, 2]})
+
+
+def test_partial_results_that_do_not_fit() -> None:
+    parts, lses = torch.zeros(2, 1, 3, 2, 16), torch.zeros(2, 1, 3, 2)
+    for arguments, says in [
+        ((parts[0], lses), "out_partial: needs axes"),
+        ((parts, lses[..., 0]), "lse_partial: needs axes"),
+        ((parts, lses.double()), "lse_partial"),
+        ((parts, lses, torch.zeros(1, 3, 2, 16), torch.float16), "out: needs out_dtype"),
+        ((parts, lses, torch.zeros(1, 3, 2, 8)), "out: needs shape"),
+    ]:
+        with pytest.raises(RuntimeError, match=f"^{says}"):
+            flash_attn_combine(*arguments)
+
+
+def test_torch_compile_is_refused(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_framework(), "_dynamo", lambda: True)  # importing it takes seconds
+    with pytest.raises(RuntimeError, match=r"^q: .*torch\.compile.*torch\.compiler\.disable"):
+        flash_attn_with_kvcache(*small, cache_seqlens=SEQLENS)
+
+
+def test_nothing_waits_for_the_gpu(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No method that hands a number or a copy to the host is called."""
+
+    def wait(self: Any, *_: Any, **__: Any) -> Any:
+        raise AssertionError("waits for the GPU")
+
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, wait)
+    seen = []
+
+    def noted(name: str) -> Any:
+        def operation(first: Any, *_: Any, lse: Any = None, **__: Any) -> Any:
+            seen.append(name)
+            return first, lse
+
+        return operation
+
+    for name in ("attention", "append_kv_cache", "apply_rope"):
+        monkeypatch.setattr(flash_attn, name, noted(name))
+    q, k_cache, v_cache = small
+    new = torch.zeros(2, 2, 16).half()
+    offsets = int32(0, 1, 2)
+    flash_attn_with_kvcache(
+        *(q[:, 0], k_cache, v_cache, new, new),
+        **ROTARY,
+        cache_seqlens=SEQLENS,
+        cu_seqlens_q=offsets,
+        cu_seqlens_k_new=offsets.clone(),
+        rotary_seqlens=SEQLENS,
+        return_softmax_lse=True,
+    )
+    assert seen == ["apply_rope", "append_kv_cache", "attention"]
+    flash_attn_with_kvcache(*small, TWO, TWO, **ROTARY, cache_seqlens=3, causal=True)
+    assert seen[3:] == ["append_kv_cache", "attention"]  # one kernel rotates queries and keys

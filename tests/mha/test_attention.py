@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`cumla.attention` and its plan: what they refuse, what they take, and what they launch. What
+holds for every operation is in tests/core, what is computed in tests/reference and tests/launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cumla
+from tests.calls import (
+    BF16,
+    PLANS,
+    Arguments,
+    Refusal,
+    aligned,
+    badly_laid_out,
+    equal_queries,
+    frozen,
+    int32,
+    keys_in_listed_pages,
+    keys_in_pages,
+    keys_in_rows,
+    numbers,
+    padded,
+    refused,
+    wrong,
+    wrong_type,
+)
+from tests.fake_cuda import FakeBindings, FakeCuPy
+
+F16, F32 = np.float16, np.float32
+
+
+def paged(**changes: Any) -> Arguments:
+    return keys_in_pages() | changes
+
+
+def rows(**changes: Any) -> Arguments:
+    return keys_in_rows() | changes
+
+
+def equal(**changes: Any) -> Arguments:
+    return equal_queries() | changes
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+PAGED = [
+    wrong_type("q", aligned((8, 4, 64), F32), "bfloat16 or float16, got float32; convert"),
+    wrong_type("k", aligned((6, 16, 2, 64), F16), "bfloat16, got float16; convert"),
+    wrong_type("v", aligned((6, 16, 2, 32), np.uint8), "bfloat16, got uint8; convert"),
+    *(
+        wrong("q", aligned(shape), f"shape (total_tokens, num_heads, head_dim) ... got {shape}; re")
+        for shape in ((8, 4, 60), (8, 4, 264), (8, 4, 0))
+    ),
+    *(
+        wrong("q", aligned(shape), "")._replace(message="q")  # its axes, or offsets for them
+        for shape in ((8, 64), (1, 1, 8, 4, 64))
+    ),
+    wrong("q", aligned((8, 4, 32)), "")._replace(message="k: needs the 32 columns of q, got shape"),
+    wrong("q", aligned((8, 3, 64)), "a multiple of the 2 kv heads of k, got 3 heads in shape"),
+    wrong("q", aligned((8, 0, 64)), "a multiple of the 2 kv heads of k, got 0 heads in shape"),
+    wrong("q", aligned((2, 4, 4, 64)), "")._replace(
+        message="qo_indptr: needs q of three axes, got q of 4 axes; leave it out"
+    ),
+    *(
+        wrong(
+            "k", aligned(shape), f"shape (num_pages, page_size, num_kv_heads, head_dim) ... {shape}"
+        )
+        for shape in ((6, 64), (6, 16, 2, 68), (6, 1, 16, 2, 64))
+    ),
+    *(
+        wrong("v", aligned(shape), "the pages, tokens and heads of k, (6, 16, 2), got shape ... ;")
+        for shape in ((5, 16, 2, 32), (6, 8, 2, 32), (6, 16, 1, 32), (16, 2, 32))
+    ),
+    Refusal(
+        {"k": aligned((6, 0, 2, 64)), "v": aligned((6, 0, 2, 32))},
+        ValueError,
+        "k: needs at least one token a page and one kv head, got shape (6, 0, 2, 64); skip",
+    ),
+    Refusal(
+        {"k": aligned((6, 16, 0, 64)), "v": aligned((6, 16, 0, 32))},
+        ValueError,
+        "k: needs at least one token a page and one kv head, got shape (6, 16, 0, 64); skip",
+    ),
+    Refusal(
+        {"kv_layout": "HND"},
+        ValueError,
+        "q: needs a multiple of the 16 kv heads of k, got 4 heads ... (kv_layout)",
+    ),
+    wrong("kv_layout", "HDN", "'NHD' or 'HND', got 'HDN'; pass one of them"),
+    wrong("block_table", None, "page numbers as block_table ... got neither; pass one form"),
+    wrong("kv_indices", int32(0, 3, 4, 5), "")._replace(
+        message="kv_indptr: needs kv_indices beside it ... got one of them; pass both"
+    ),
+    wrong("kv_indptr", int32(0, 1, 4), "kv_indices beside it ... got one of them; pass both"),
+    Refusal(
+        {"kv_indptr": int32(0, 1, 4), "kv_indices": int32(0, 3, 4, 5)},
+        ValueError,
+        "block_table: needs page numbers as block_table ... got block_table and kv_indices and",
+    ),
+    wrong_type("block_table", np.zeros((2, 3), int), "int32, got int64; convert"),
+    wrong("block_table", int32(0, 1), "shape (batch, max_pages), got (2,)"),
+    wrong("block_table", int32([0, 1, 2]), "shape (batch, max_pages) with batch 2, got (1, 3);"),
+    wrong("block_table", keys_in_pages()["block_table"][::-1], "rows in the order of memory, got"),
+    wrong("kv_lens", None, "")._replace(
+        message="kv_lens: needed for keys in pages, got None; pass"
+    ),
+    wrong_type("kv_lens", np.zeros(2, int), "int32, got int64; convert"),
+    wrong("kv_lens", int32(5), "shape (batch,) with batch 2, got (1,)"),
+    wrong("qo_indptr", None, "offsets of the requests for q of three axes, got q of 3 axes; pass"),
+    wrong("qo_indptr", int32(), "shape (batch + 1,)"),
+    wrong_type("sinks", numbers(4), "float32, got bfloat16; convert"),
+    wrong("sinks", numbers(2, dtype=F32), "shape (num_heads,) with num_heads 4, got (2,)"),
+    *(
+        wrong("softcap", value, f"a number from 0.001 to 1000000.0, got {value}; leave it out")
+        for value in (0, 0.0, -1.0, 1e-4, 1e7, float("inf"), float("nan"))
+    ),
+    wrong_type("softcap", "30", "a Python or NumPy number, got str"),
+    *(
+        wrong("softmax_scale", value, f"a number from ... got {value}")
+        for value in (float("nan"), float("inf"))
+    ),
+    wrong_type("softmax_scale", "1", "a Python or NumPy number, got str"),
+    *(
+        wrong("window", value, "a number from -1, got -2; pass -1 or None for no bound")
+        for value in (-2, (-2, 0), [3, -2])
+    ),
+    *(
+        wrong_type("window", value, f"an int, got {kind}; convert it")
+        for value, kind in ((8.0, "float"), ((8, 1.0), "float"), (True, "bool"), ("8", "str"))
+    ),
+    *(
+        wrong(
+            "window", value, f"one number or a pair (left, right), got {len(value)} of them; pass"
+        )
+        for value in ((), (1,), (1, 2, 3))
+    ),
+    *badly_laid_out("q", aligned((8, 4, 64))),
+    *badly_laid_out("k", aligned((6, 16, 2, 64))),
+    *badly_laid_out("v", aligned((6, 16, 2, 32))),
+]
+ROWS = [
+    wrong("kv_indptr", None, "")._replace(message="kv_indptr: needed for k and v without pages"),
+    wrong("kv_indptr", int32(0, 5), "shape (batch + 1,) with batch 2, got (2,)"),
+    wrong("kv_lens", int32(5), "shape (batch,) with batch 2, got (1,)"),
+    *(
+        Refusal(
+            changes,
+            ValueError,
+            "k: rows without pages ... take kv_indptr alone and kv_layout 'NHD'",
+        )
+        for changes in (
+            {"block_table": int32([0], [1])},
+            {"kv_indices": int32(0, 1)},
+            {"kv_layout": "HND"},
+        )
+    ),
+    wrong("v", aligned((49, 2, 32)), "the pages, tokens and heads of k, (50, 2), got shape (49, 2"),
+]
+EQUAL = [
+    wrong("qo_indptr", int32(0, 2, 4), "q of three axes, got q of 4 axes; leave it out"),
+    wrong("kv_lens", int32(5, 9, 1), "shape (batch,) with batch 2, got (3,)"),
+    wrong("block_table", int32([0, 1]), "shape (batch, max_pages) with batch 2, got (1, 2)"),
+]
+REFUSED = [
+    pytest.param(make, refusal, id=f"{next(iter(refusal.changes))}-{refusal.message[:60]}")
+    for make, refusals in ((paged, PAGED), (rows, ROWS), (equal, EQUAL))
+    for refusal in refusals
+]
+
+
+@pytest.mark.parametrize(("make", "refusal"), REFUSED)
+def test_refusals(make: Any, refusal: Refusal) -> None:
+    with refused(refusal.error, refusal.message):
+        cumla.attention(**make() | refusal.changes)
+
+
+# --- what works -----------------------------------------------------------------------------------
+
+
+def swapped(array: Any) -> Any:
+    """Tokens and heads of pages the other way round, in memory of their own."""
+    return np.ascontiguousarray(array.swapaxes(1, 2))
+
+
+def same(arguments: Arguments, other: Arguments) -> None:
+    """Two calls give the same results in the rows of requests."""
+    bounds = arguments.get("qo_indptr", int32(0, len(arguments["q"])))
+    some = slice(bounds[0], bounds[-1])
+    for one, another in zip(cumla.attention(**arguments), cumla.attention(**other), strict=True):
+        np.testing.assert_array_equal(one[some], another[some])
+
+
+PAIR = np.moveaxis(numbers(6, 2, 16, 2, 64), 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "other"),
+    [
+        (paged(), keys_in_listed_pages()),
+        (paged(), paged(kv_layout="HND", **{n: swapped(paged()[n]) for n in "kv"})),
+        (paged(k=PAIR[0], v=PAIR[1]), paged(k=PAIR[0].copy(), v=PAIR[1].copy())),
+        (paged(), paged(k=padded(paged()["k"], 8), v=frozen(paged()["v"]))),
+        (paged(), paged(kv_lens=int32(5, 40, 7)[:2], softmax_scale=64**-0.5)),
+        (paged(window=3), paged(window=(3, 9))),  # causal: right is 0
+        (paged(window=-1), paged(window=[None, -1])),
+        (paged(window=np.int64(3)), paged(window=(np.int32(3), None))),
+        (paged(causal=False, window=(None, 0)), paged()),
+        (paged(window=2**40), paged()),
+        (paged(softcap=1e6), paged(softcap=np.float32(1e6))),
+        (paged(sinks=np.full(4, -np.inf, F32)), paged(sinks=None)),
+        (rows(), rows(kv_lens=int32(5, 40))),
+        (equal(), equal(window=(8, 0), softcap=None)),
+        (equal(q=aligned((2, 3, 4, 64))), equal(q=np.zeros((2, 3, 4, 64), BF16))),
+    ],
+)
+def test_calls_that_say_the_same(arguments: Arguments, other: Arguments) -> None:
+    same(arguments, other)
+
+
+def test_values_are_those_of_the_definition() -> None:
+    """Windows, caps and sinks of one query over three keys, by hand."""
+    q = np.ones((1, 1, 8), F16)
+    k = np.array([1, 2, 4], F16)[:, None, None] * np.ones((1, 1, 8), F16)
+    v = np.array([8, 16, 32], F16)[:, None, None] * np.ones((1, 1, 8), F16)
+    offsets = {"qo_indptr": int32(0, 1), "kv_indptr": int32(0, 3), "softmax_scale": 0.125}
+    scores = np.array([1.0, 2.0, 4.0])
+    for options, seen, extra in (
+        ({}, scores, []),
+        ({"window": 1}, np.array([-np.inf, 2.0, 4.0]), []),
+        ({"window": 0}, np.array([-np.inf, -np.inf, 4.0]), []),
+        ({"softcap": 3.0}, 3 * np.tanh(scores / 3), []),
+        ({"sinks": np.array([3.0], F32)}, scores, [3.0]),
+    ):
+        out, lse = cumla.attention(q, k, v, **offsets, **options)
+        total = np.exp([*seen, *extra]).sum()
+        assert lse == pytest.approx(np.log(total), rel=1e-6)
+        assert out[0, 0] == pytest.approx(np.exp(seen) @ [8, 16, 32] / total, rel=1e-3)
+
+
+def test_queries_that_see_nothing() -> None:
+    """out is 0, and lse -inf or the sink."""
+    call = paged(kv_lens=int32(1, 0), sinks=None)
+    out, lse = cumla.attention(**call)
+    assert np.isneginf(lse[1:3]).all()  # three queries, one key
+    assert np.isneginf(lse[4:6]).all()
+    assert not out[4:6].astype(F32).any()
+    sinks = np.arange(4, dtype=F32)
+    out, lse = cumla.attention(**call | {"sinks": sinks})
+    assert (lse[4:6] == sinks).all()
+    assert not out[4:6].astype(F32).any()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_keys_at_all(causal: bool) -> None:
+    call = rows(k=numbers(0, 2, 64), v=numbers(0, 2, 32), kv_indptr=int32(0, 0, 0), causal=causal)
+    out, lse = cumla.attention(**call)
+    assert np.isneginf(lse[1:6]).all()
+    assert not out[1:6].astype(F32).any()
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("columns", "tiles"),
+    [
+        ((8, 8), "64_64"),
+        ((64, 64), "64_64"),
+        ((72, 64), "128_128"),
+        ((64, 128), "128_128"),
+        ((192, 128), "192_128"),
+        ((192, 136), "256_256"),
+        ((256, 8), "256_256"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("page_size", [1, 12, 16, 64, 128, 0])
+def test_kernels(
+    columns: tuple[int, int],
+    tiles: str,
+    page_size: int,
+    cupy: FakeCuPy,
+    bindings: FakeBindings,
+) -> None:
+    """The narrowest that holds both widths; rows are copied one by one where boxes do not fit."""
+    axes = (page_size, 2) if page_size else (2,)
+    given: Arguments = {"q": aligned((3, 4, columns[0]), F16), "qo_indptr": int32(0, 3)}
+    given |= {n: aligned((7, *axes, c), F16) for n, c in zip("kv", columns, strict=True)}
+    if page_size:
+        given |= {"kv_lens": int32(5), "block_table": int32([0, 1, 2, 3, 4])}
+    else:
+        given |= {"kv_indptr": int32(0, 5)}
+    cumla.attention(**{name: cupy.like(array) for name, array in given.items()})
+    suffix = "_rows" if page_size % 8 else ""
+    assert bindings.entries == ["mla_attention_schedule", f"attention_float16_{tiles}{suffix}"]
+
+
+# --- the check mode -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+
+
+@pytest.mark.usefixtures("checking")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_lens": int32(5, 49)}, "kv_lens[1]: needs a length from 0 to 48, what the request's"),
+        ({"kv_lens": int32(-1, 40)}, "kv_lens[0]: needs a length from 0 to 48, what the request's"),
+        ({"block_table": int32([6, 1, 2], [3, 4, 5])}, "block_table[0, 0]: needs a page number"),
+        ({"block_table": int32([0, 1, 2], [3, 4, -1])}, "block_table[1, 2]: needs a page number"),
+        ({"qo_indptr": int32(1, 4, 9)}, "qo_indptr[2]: needs a number from qo_indptr[1] = 4 to"),
+        ({"qo_indptr": int32(1, 4, 3)}, "qo_indptr[2]: needs a number from qo_indptr[1] = 4 to"),
+        ({"qo_indptr": int32(-1, 4, 6)}, "qo_indptr[0]: needs a number from 0 to"),
+    ],
+)
+def test_check_mode(changes: Arguments, message: str) -> None:
+    with refused(ValueError, message):
+        cumla.attention(**paged(**changes))
+
+
+@pytest.mark.usefixtures("checking")
+def test_check_mode_finds_nothing_in_what_is_not_used() -> None:
+    cumla.attention(**paged(block_table=int32([0, -1, 99], [3, 4, 5])))
+    cumla.attention(**keys_in_listed_pages() | {"kv_indices": int32(0, 3, 4, 5, 99)})
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+PLANNED = PLANS["AttentionPlan"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"head_dim": 60}, ValueError, "head_dim: needs a multiple of 8 up to 256, got 60; pad"),
+        ({"head_dim_v": 264}, ValueError, "head_dim_v: needs a multiple of 8 up to 256, got 264"),
+        ({"num_kv_heads": 3}, ValueError, "num_heads: needs a multiple of num_kv_heads 3, got 4"),
+        ({"dtype": "float32"}, ValueError, "dtype: needs bfloat16 or float16, got 'float32'; pass"),
+        ({"q_len": 3}, ValueError, "total_tokens: needs batch * q_len = 6, got 8; pass"),
+        ({"window": (1, 2, 3)}, ValueError, "window: needs one number or a pair (left, right)"),
+        ({"window": -2}, ValueError, "window: needs a number from -1, got -2"),
+    ],
+)
+def test_numbers_of_a_plan(changes: Arguments, error: type[Exception], message: str) -> None:
+    with refused(error, message):
+        cumla.AttentionPlan(**PLANNED.numbers | changes, like=np.zeros(1))
+
+
+@pytest.mark.parametrize("window", [None, 3, (3, 1), (-1, 2)], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_plan_has_the_window(causal: bool, window: Any) -> None:
+    """And its runs have the sinks, the cap and the scale."""
+    arguments = keys_in_pages()
+    options: Arguments = {"softcap": 2.0, "softmax_scale": 0.3}
+    plan = PLANNED.ready(arguments, causal=causal, window=window)
+    got = plan.run(**PLANNED.inputs(arguments), **options)
+    expected = cumla.attention(**arguments, **options, causal=causal, window=window)
+    for one, other in zip(got, expected, strict=True):
+        assert one[1:6].tobytes() == other[1:6].tobytes()
+
+
+def test_a_plan_for_hnd() -> None:
+    arguments = keys_in_pages()
+    turned = arguments | {name: swapped(arguments[name]) for name in "kv"}
+    plan = PLANNED.ready(turned, kv_layout="HND")
+    assert plan.key == PLANNED.make(arguments).key
+    got = plan.run(**PLANNED.inputs(turned), kv_layout="HND")
+    for one, other in zip(got, cumla.attention(**arguments), strict=True):
+        assert one[1:6].tobytes() == other[1:6].tobytes()
+
+
+def test_a_table_after_an_update_for_a_list() -> None:
+    arguments = keys_in_pages()
+    plan = PLANNED.ready(arguments)
+    inputs = PLANNED.inputs(arguments)
+    pages = {"block_table": None, "kv_indices": int32(0, 3, 4, 5)}
+    with refused(ValueError, "kv_indices: needs a plan that was updated with kv_indptr, got one"):
+        plan.run(**inputs | pages)
+    plan.update(**PLANNED.lengths(arguments), kv_indptr=int32(0, 1, 4))
+    plan.run(**inputs | pages)
+    with refused(ValueError, "block_table: needs a plan that was updated without kv_indptr, got"):
+        plan.run(**inputs)
