@@ -190,8 +190,7 @@ def test_parameters_go_where_the_kernel_reads_them() -> None:
     assert {name: found[name] for name in wanted} == wanted
     log2_e = 1 / np.log(2)
     factors = {
-        "scale_log2": SCALE * log2_e,
-        "softcap_log2": 2 * log2_e,
+        "scale_log2": 2 * log2_e,  # softcap stands for softmax_scale
         "to_softcap": 2 * SCALE / 2 * log2_e,
     }
     assert {name: found[name] for name in factors} == pytest.approx(factors, rel=1e-6)
