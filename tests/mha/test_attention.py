@@ -388,3 +388,15 @@ def test_a_table_after_an_update_for_a_list() -> None:
     plan.run(**inputs | pages)
     with refused(ValueError, "block_table: needs a plan that was updated without kv_indptr, got"):
         plan.run(**inputs)
+
+
+@pytest.mark.xfail(reason="partial results are as wide as the kernel's tiles, the buffer is not")
+@pytest.mark.parametrize("columns", [(40, 8), (96, 96), (80, 136)], ids=str)
+def test_a_buffer_has_room_for_the_columns_of_the_kernel(columns: tuple[int, int]) -> None:
+    """Widths that one kernel serves need the same buffer."""
+    wide = next(tile for tile in (64, 128, 256) if tile >= max(columns))
+    narrow, whole = (
+        cumla.AttentionPlan.workspace_bytes(1, 4, 4, d, head_dim_v=d_v, sm_count=132)
+        for d, d_v in (columns, (wide, wide))
+    )
+    assert narrow == whole

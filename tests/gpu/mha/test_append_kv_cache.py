@@ -17,6 +17,7 @@ import pytest
 import cumla
 from tests.gpu.tools import kernels
 from tests.gpu.tools.arrays import to_torch
+from tests.gpu.tools.memory import Memory
 from tests.mha.append_cases import E4M3, LARGEST, Sample, check, make, poisoned, samples
 
 KERNELS = ("append_kv_cache",)
@@ -35,49 +36,10 @@ def _settled() -> None:
     cp.cuda.Device().synchronize()
 
 
-class Memory:
-    """Copies of NumPy arrays on the GPU; views of one array stay views of one copy."""
-
-    def __init__(self) -> None:
-        self.copies: dict[int, tuple[np.ndarray, Array]] = {}
-
-    def bytes_of(self, array: np.ndarray) -> Array:
-        """The copy of the array that owns the memory, as bytes."""
-        owner = owner_of(array)
-        if id(owner) not in self.copies:
-            self.copies[id(owner)] = owner, cp.asarray(owner.reshape(-1).view(np.uint8))
-        return self.copies[id(owner)][1]
-
-    def upload(self, value: Any) -> Any:
-        """The same strides and places; CuPy takes numbers by their bits."""
-        if isinstance(value, tuple):
-            return tuple(self.upload(part) for part in value)
-        if not isinstance(value, np.ndarray):
-            return value
-        memory = self.bytes_of(value)
-        offset = value.ctypes.data - owner_of(value).ctypes.data
-        bits = np.dtype(f"u{value.itemsize}")
-        there = cp.ndarray(value.shape, bits, memory.data + offset, value.strides)
-        return there.view(value.dtype)
-
-    def download(self, array: np.ndarray) -> np.ndarray:
-        """What the copy of an array holds now."""
-        owner = owner_of(array)
-        there = self.bytes_of(array).get().view(owner.dtype).reshape(owner.shape)
-        offset = array.ctypes.data - owner.ctypes.data
-        return np.ndarray(array.shape, array.dtype, there, offset, array.strides)
-
-
-def owner_of(array: np.ndarray) -> np.ndarray:
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
-
-
 def run_on_gpu(s: Sample) -> tuple[Memory, dict[str, np.ndarray]]:
     """Write a sample on the GPU; what may have been written to, as it was before."""
     given, owners = make(s)
-    memory = Memory()
+    memory = Memory(cp)
     cumla.append_kv_cache(**{name: memory.upload(value) for name, value in given.items()})
     return memory, owners
 
@@ -140,7 +102,7 @@ def test_apply_rope(
     positions[::50] = np.resize([2**62, -(2**62), 1 << 32], len(positions[::50]))
     table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     options = {"interleaved": interleaved, "rotary_offset": offset}
-    memory = Memory()
+    memory = Memory(cp)
     there = {name: memory.upload(array) for name, array in rows.items()}
     k = there.get("k")
     at = cp.asarray(positions), cp.asarray(table)

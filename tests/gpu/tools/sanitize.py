@@ -52,6 +52,7 @@ from tests.gpu.tools.problem import NUMPY_DTYPES, Problem, make_problem, typed  
 from tests.gpu.tools.ragged_problem import Ragged, make_ragged  # noqa: E402
 from tests.gpu.tools.repeats import plan_of  # noqa: E402
 from tests.merge_tolerance import assert_merged  # noqa: E402
+from tests.mha import attention_cases  # noqa: E402
 
 PLANTS = {
     "missing-wait": variants.MISSING_WAIT,
@@ -196,6 +197,12 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
     for cache in ("bfloat16", "uint8"):
         append_kv(cupy, cache)
         print(f"sanitize: keys and values into {cache}: agree", flush=True)
+    for sample in attention_cases.samples(4, lens=(130, 3)):  # pages, rows, windows, sinks
+        attend_mha(cupy, sample)
+    with multiprocessors(3):  # what is cut, and several row tiles and many blocks a part
+        for sample in attention_cases.samples(2, lens=(2000, 70), columns=(64, 64), page_size=16):
+            attend_mha(cupy, sample)
+    print("sanitize: attention of many heads: agrees", flush=True)
     for dtype in ("bfloat16", "float32"):
         quantize_rows(cupy, dtype)
         print(f"sanitize: FP8 of {dtype}: agrees", flush=True)
@@ -456,6 +463,20 @@ def attend_ragged(cupy: Any, case: Ragged) -> None:
     }
     out, lse = cumla.mla_attention(**problem.arguments | given)
     problem.check(typed(out.view(np.uint16).get(), case.dtype), lse.get())
+
+
+def attend_mha(cupy: Any, sample: attention_cases.Sample) -> None:
+    """Keys and values of many heads; copies have no gaps between rows."""
+    host = attention_cases.make(sample)
+    there = {}
+    for name, value in host.items():
+        if isinstance(value, np.ndarray):
+            flat = np.ascontiguousarray(value)
+            value = cupy.asarray(flat.view(f"u{flat.itemsize}")).view(flat.dtype)
+        there[name] = value
+    out, lse = cumla.attention(**there)
+    found = out.view(f"u{out.dtype.itemsize}").get().view(out.dtype), lse.get()
+    attention_cases.check(sample, found, cumla.reference.attention(**host))
 
 
 def attend_fp8(cupy: Any, problem: Fp8Problem) -> None:

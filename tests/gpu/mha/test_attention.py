@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attention over its samples, against float64, with poisoned memory around all that is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cumla
+from tests.gpu.tools import kernels
+from tests.gpu.tools.arrays import to_torch
+from tests.gpu.tools.memory import Memory
+from tests.mha.attention_cases import Sample, check, make, samples
+
+KERNELS = ("attention", "ragged_schedule")
+cp: Any = pytest.importorskip("cupy")
+
+Array = Any
+Report = Callable[..., None]
+BF16 = np.dtype(ml_dtypes.bfloat16)
+SAMPLES = samples(200)
+every_sample = pytest.mark.parametrize("s", SAMPLES, ids=lambda s: str(s.seed))
+
+
+@pytest.fixture(autouse=True)
+def _settled() -> None:
+    cumla.prepare(cumla.attention)
+    cp.cuda.Device().synchronize()
+
+
+def bits(array: Array) -> Array:
+    """The same memory, as unsigned numbers."""
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+def on_host(array: Array) -> np.ndarray:
+    return bits(array).get().view(array.dtype)
+
+
+def run_on_gpu(given: dict[str, Any]) -> list[np.ndarray]:
+    """Call with copies; outputs that are allocated get memory that held NaN."""
+    blocks = [cp.full(1 << 22, 0xFF, dtype=cp.uint8) for _ in range(2)]
+    del blocks
+    memory = Memory(cp)
+    results = cumla.attention(**{name: memory.upload(value) for name, value in given.items()})
+    return [on_host(array) for array in results]
+
+
+@every_sample
+def test_grid(s: Sample, record_figures: Report) -> None:
+    got, expected = run_on_gpu(make(s)), cumla.reference.attention(**make(s))
+    record_figures(check(s, got, expected))
+
+
+@pytest.mark.parametrize("s", SAMPLES[::8], ids=lambda s: str(s.seed))
+def test_repeats_are_the_same_to_the_bit(s: Sample) -> None:
+    given = make(s) | {"out": None, "lse": None}
+    memory = Memory(cp)
+    there = {name: memory.upload(value) for name, value in given.items()}
+    rows = slice(0, int(given["qo_indptr"][-1])) if "qo_indptr" in given else slice(None)
+    runs = [[bits(a)[rows] for a in cumla.attention(**there)] for _ in range(20)]
+    for run in runs[1:]:
+        for one, other in zip(run, runs[0], strict=True):
+            assert bool((one == other).all())
+
+
+# --- a mix ----------------------------------------------------------------------------------------
+
+MIXED_Q = (0, 1, 2, 3, 4, 5, 17, 64, 65, 114, 514, 1, 1, 0)
+MIXED_KV = (50, 8736, 1, 3, 700, 0, 64, 4000, 65, 200, 3000, 30_000, 1000, 0)
+"""Decoding, drafts and chunks of a prefill; some requests have fewer tokens than queries."""
+
+
+def mixed(
+    columns: int = 128, page_size: int = 16, heads: tuple[int, int] = (32, 8), **options: Any
+) -> dict[str, Any]:
+    """Rows 3 to n - 5 have a request; pages that no request has hold NaN."""
+    rng = np.random.default_rng(columns)
+    counts = [-(-n // page_size) for n in MIXED_KV]
+    total = sum(counts) + 2
+    table = np.full((len(counts), max(counts)), 2**31 - 1, np.int32)
+    order = rng.permutation(total)
+    for request, count in enumerate(counts):
+        begin = sum(counts[:request])
+        table[request, :count] = order[begin : begin + count]
+    caches = {}
+    for name in "kv":
+        cache = rng.standard_normal((total, page_size, heads[1], columns), np.float32).astype(BF16)
+        cache[order[-2:]] = np.nan
+        caches[name] = cache
+    tokens = sum(MIXED_Q) + 8
+    return {
+        "q": rng.standard_normal((tokens, heads[0], columns), np.float32).astype(BF16),
+        **caches,
+        "kv_lens": np.array(MIXED_KV, np.int32),
+        "qo_indptr": 3 + np.cumsum([0, *MIXED_Q]).astype(np.int32),
+        "block_table": table,
+        **options,
+    }
+
+
+def poisoned(arguments: dict[str, Any]) -> dict[str, Array]:
+    tokens, heads, _ = arguments["q"].shape
+    columns = arguments["v"].shape[-1]
+    out = cp.full((tokens, heads, columns), 0xFFFF, dtype=cp.uint16).view(BF16)
+    return {"out": out, "lse": cp.full((tokens, heads), np.nan, dtype=cp.float32)}
+
+
+def agree(got: Any, expected: Any, bounds: np.ndarray) -> None:
+    """The rows of requests agree, all others are poison."""
+    out, lse = (on_host(array) for array in got)
+    some = slice(int(bounds[0]), int(bounds[-1]))
+    for array in (out, lse):
+        for rest in (array[: some.start], array[some.stop :]):
+            assert np.isnan(rest.astype(np.float32)).all()
+    want, want_lse = (np.asarray(array[some], np.float64) for array in expected)
+    seen = np.isfinite(want_lse)
+    assert (np.isneginf(lse[some]) == np.isneginf(want_lse)).all()
+    assert (np.abs(lse[some][seen] - want_lse[seen]) <= 1e-4).all()
+    errors = np.linalg.norm(out[some].astype(np.float64) - want, axis=-1)
+    assert (errors <= 6e-3 * np.linalg.norm(want, axis=-1) + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    ("columns", "page_size", "heads", "options"),
+    [
+        (64, 16, (64, 8), {"window": 127, "sinks": np.linspace(-3, 9, 64, dtype=np.float32)}),
+        (128, 64, (32, 8), {}),
+        (128, 3, (12, 1), {"causal": False, "window": (1000, 20)}),
+        (256, 16, (16, 2), {"softcap": 30.0}),
+        (96, 128, (5, 5), {"softmax_scale": 0.2}),
+    ],
+)
+def test_a_mix(
+    columns: int, page_size: int, heads: tuple[int, int], options: dict[str, Any]
+) -> None:
+    arguments = mixed(columns, page_size, heads, **options)
+    there = {n: Memory(cp).upload(a) for n, a in arguments.items()}
+    got = cumla.attention(**there, **poisoned(arguments))
+    agree(got, cumla.reference.attention(**arguments), arguments["qo_indptr"])
+
+
+# --- what does not exist --------------------------------------------------------------------------
+
+
+def garbage(rng: np.random.Generator, shape: Any, small: int) -> np.ndarray:
+    limits = np.iinfo(np.int32)
+    wild = rng.integers(limits.min, limits.max, shape, np.int32, endpoint=True)
+    wild = np.where(rng.random(shape) < 0.5, rng.choice([limits.min, limits.max], shape), wild)
+    return np.where(rng.random(shape) < 0.7, rng.integers(-1, small, shape), wild).astype(np.int32)
+
+
+@pytest.mark.parametrize("page_size", [3, 16, 64])
+@pytest.mark.parametrize("seed", range(8))
+def test_garbage_everywhere(seed: int, page_size: int) -> None:
+    """Lengths and page numbers as in the reference; offsets of any kind lead nowhere."""
+    rng = np.random.default_rng(seed)
+    tokens, batch, num_pages = 300, 7, 20
+    rows = rng.standard_normal((tokens, 8, 64), np.float32).astype(BF16)
+    pages = rng.standard_normal((2, num_pages, page_size, 2, 64), np.float32).astype(BF16)
+    arguments = {
+        "q": rows,
+        "k": pages[0],
+        "v": pages[1],
+        "kv_lens": garbage(rng, batch, 12 * page_size),
+        "qo_indptr": np.sort(rng.integers(0, tokens + 1, batch + 1)).astype(np.int32),
+        "block_table": garbage(rng, (batch, 12), num_pages + 1),
+    }
+    there = {n: Memory(cp).upload(a) for n, a in arguments.items()}
+    got = cumla.attention(**there, **poisoned(arguments))
+    agree(got, cumla.reference.attention(**arguments), arguments["qo_indptr"])
+    table = there.pop("block_table")
+    wild = {
+        "qo_indptr": cp.asarray(garbage(rng, batch + 1, tokens)),
+        "kv_indices": table.reshape(-1),
+        "kv_indptr": cp.asarray(garbage(rng, batch + 1, 80)),
+    }
+    guarded = cp.full((3, tokens, 8, 64), 0xFFFF, dtype=cp.uint16)
+    cumla.attention(**there | wild, out=guarded[1].view(BF16))
+    assert bool((guarded[::2] == 0xFFFF).all())
+
+
+def test_offsets_beyond_32_bits() -> None:
+    """The last pages of a cache of more than 2^32 elements, and the same pages alone."""
+    num_pages, page_size, heads, columns = 270_000, 16, 8, 128
+    nbytes = 2 * num_pages * page_size * heads * columns
+    cp.get_default_memory_pool().free_all_blocks()
+    if cp.cuda.runtime.memGetInfo()[0] < nbytes + (4 << 30):
+        pytest.skip("needs 13 GB of free memory")
+    base = cp.zeros((num_pages, page_size, heads, columns), dtype=cp.uint16)
+    assert base.size > 1 << 32
+    rng = np.random.default_rng(0)
+    few = rng.standard_normal((40, page_size, heads, columns), np.float32).astype(BF16)
+    base[-40:] = cp.asarray(few.view(np.uint16))
+    q = Memory(cp).upload(rng.standard_normal((2, 1, 32, columns), np.float32).astype(BF16))
+    table = cp.arange(40, dtype=cp.int32).reshape(2, 20)
+    kv_lens = cp.asarray(np.array([320, 100], np.int32))
+    alone = base[-40:].copy().view(BF16)
+    expected = cumla.attention(q, alone, alone, kv_lens=kv_lens, block_table=table)
+    whole, table = base.view(BF16), table + num_pages - 40
+    got = cumla.attention(q, whole, whole, kv_lens=kv_lens, block_table=table)
+    for one, other in zip(got, expected, strict=True):
+        assert bool((bits(one) == bits(other)).all())
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+LATER = (
+    ((1, 1, 1, 1), (3000, 5, 64, 2999)),
+    ((0, 200, 0, 24), (0, 3000, 7, 20)),
+    ((0, 0, 0, 0), (3000, 3000, 3000, 3000)),
+    ((64, 64, 64, 64), (64, 65, 3000, 1)),
+    ((256, 0, 0, 0), (3000, 0, 0, 0)),
+)
+
+
+@pytest.mark.parametrize("pages", ["table", "list"])
+@pytest.mark.parametrize("window", [None, 200])
+def test_a_graph_serves_whatever_lengths_the_arrays_hold(window: int | None, pages: str) -> None:
+    """At the same most requests and query tokens; rows of nobody stay as they are."""
+    rng = np.random.default_rng(5)
+    cache = rng.standard_normal((2, 800, 16, 2, 128), np.float32).astype(BF16)
+    table = rng.permutation(800)[:752].reshape(4, 188).astype(np.int32)
+    places: dict[str, Any] = {"block_table": table}
+    if pages == "list":
+        starts = np.arange(5, dtype=np.int32) * 188
+        places = {"kv_indices": table.reshape(-1), "kv_indptr": starts}
+    arguments = {
+        "q": rng.standard_normal((256, 16, 128), np.float32).astype(BF16),
+        "k": cache[0],
+        "v": cache[1],
+        "sinks": np.linspace(-2, 6, 16, dtype=np.float32),
+        **places,
+    }
+    there = {n: Memory(cp).upload(a) for n, a in arguments.items()}
+    lengths = {
+        "kv_lens": cp.zeros(4, dtype=cp.int32),
+        "qo_indptr": cp.zeros(5, dtype=cp.int32),
+    }
+    plan = cumla.AttentionPlan.from_arrays(
+        there["q"], there["k"], there["v"], qo_indptr=lengths["qo_indptr"], window=window
+    )
+    plan.prepare()
+    outputs = poisoned(arguments)
+    update = lengths | {n: a for n, a in there.items() if n == "kv_indptr"}
+    inputs = {n: a for n, a in there.items() if n != "kv_indptr"}
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        plan.update(**update)
+        plan.run(**inputs, **outputs)
+        graph = stream.end_capture()
+    for q_lens, kv_lens in LATER:
+        host = {
+            "qo_indptr": np.cumsum([0, *q_lens]).astype(np.int32),
+            "kv_lens": np.array(kv_lens, np.int32),
+        }
+        for name, array in host.items():
+            lengths[name].set(array)
+        for array in outputs.values():
+            bits(array)[...] = 0xFFFF if array.dtype == BF16 else 0x7FC00000
+        cp.cuda.Device().synchronize()
+        graph.launch(stream=stream)
+        stream.synchronize()
+        expected = cumla.reference.attention(**arguments, **host, window=window)
+        agree(outputs.values(), expected, host["qo_indptr"])
+
+
+@pytest.mark.parametrize("columns", [64, 128, 256])
+def test_a_plan_gives_the_bits_of_a_call(columns: int) -> None:
+    """Again and again, with garbage in its buffer before each update."""
+    arguments = mixed(columns, heads=(16, 2))
+    there = {n: Memory(cp).upload(a) for n, a in arguments.items()}
+    expected = cumla.attention(**there, **poisoned(arguments))
+    sizes = {"num_kv_heads": 2, "head_dim_v": columns}
+    tokens = len(arguments["q"])
+    nbytes = cumla.AttentionPlan.workspace_bytes(len(MIXED_Q), tokens, 16, columns, **sizes)
+    buffer = cp.empty(nbytes + 4096, cp.uint8)
+    lengths = {n: there.pop(n) for n in ("kv_lens", "qo_indptr")}
+    plan = cumla.AttentionPlan.from_arrays(
+        there["q"],
+        there["k"],
+        there["v"],
+        qo_indptr=lengths["qo_indptr"],
+        workspace=buffer[:nbytes],
+    )
+    for byte in (0xFF, 0x00, 0x7F):
+        buffer[...] = byte
+        plan.update(**lengths)
+        for _ in range(20):
+            got = plan.run(**there, **poisoned(arguments))
+            for one, other in zip(got, expected, strict=True):
+                assert bool((bits(one) == bits(other)).all())
+        assert bool((buffer[nbytes:] == byte).all()), "memory behind the workspace was written"
+
+
+# --- streams and frameworks -----------------------------------------------------------------------
+
+
+def test_a_side_stream() -> None:
+    """Lengths that are written there, and late, are seen; the call does not wait."""
+    arguments = mixed()
+    there = {n: Memory(cp).upload(a) for n, a in arguments.items()}
+    expected = cumla.attention(**there, **poisoned(arguments))
+    outputs = poisoned(arguments)
+    late = cp.zeros_like(there["kv_lens"])
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device().synchronize()
+    with stream:
+        kernels.spin(100_000_000)
+        late[...] = there["kv_lens"]
+        got = cumla.attention(**there | {"kv_lens": late}, **outputs)
+    assert not stream.done, "the call waited for the device"
+    stream.synchronize()
+    for one, other in zip(got, expected, strict=True):
+        assert bool((bits(one) == bits(other)).all())
+
+
+def test_tensors_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    arguments = mixed(64, heads=(8, 2))
+    there = {n: Memory(cp).upload(a) for n, a in arguments.items()}
+    expected = cumla.attention(**there)
+    cp.cuda.Device().synchronize()
+    out, lse = cumla.attention(**{n: to_torch(torch, a) for n, a in there.items()})
+    torch.cuda.synchronize()
+    rows = slice(3, -5)
+    assert out.dtype == torch.bfloat16
+    theirs = to_torch(torch, expected.out).view(torch.int16)
+    assert torch.equal(out.view(torch.int16)[rows], theirs[rows])
+    assert torch.equal(lse[rows], to_torch(torch, expected.lse)[rows])
+
+
+def test_append_and_attend() -> None:
+    """What one kernel writes the next one reads, though it may start before the first one ends."""
+    rng = np.random.default_rng(0)
+    tokens, batch = 8, 8
+    host = {n: rng.standard_normal((tokens, 4, 128), np.float32).astype(BF16) for n in "kv"}
+    caches = [cp.zeros((batch, 64, 4, 128), dtype=cp.uint16).view(BF16) for _ in range(2)]
+    new = {n: Memory(cp).upload(a) for n, a in host.items()}
+    places = {
+        "kv_lens": cp.ones(batch, dtype=cp.int32),
+        "block_table": cp.arange(batch, dtype=cp.int32).reshape(batch, 1),
+    }
+    q = Memory(cp).upload(rng.standard_normal((batch, 1, 32, 128), np.float32).astype(BF16))
+    rows = {n: a.reshape(batch, 1, 4, 128) for n, a in new.items()}
+    for _ in range(20):
+        for cache in caches:
+            bits(cache)[...] = 0xFFFF
+        cumla.append_kv_cache(**rows, k_cache=caches[0], v_cache=caches[1], **places)
+        out, _ = cumla.attention(q, *caches, **places)
+        values = np.repeat(host["v"], 8, axis=1)  # one key: its value
+        assert (on_host(out)[:, 0].view(np.uint16) == values.view(np.uint16)).all()
