@@ -7,6 +7,8 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from cumla import reference
 from cumla.core.arguments import (
     Array,
@@ -32,6 +34,7 @@ from cumla.core.paged import (
     check_ragged_pages,
     check_rows,
     checked_pages,
+    refuse_value,
 )
 from cumla.core.state import AttentionState
 from cumla.launch.device import current_device, properties, require_hopper
@@ -251,12 +254,23 @@ class _Attend(Attend[MHAArguments, MHAKey]):
         return arguments.v.shape[3]
 
     def check_values(self, host: Host, arguments: MHAArguments) -> None:
-        num_pages, page_size = arguments.k.shape[:2]
-        if arguments.pages is not None and "kv_lens" in host:
+        """Look at page numbers, and at the lengths that came with them."""
+        a = arguments
+        num_pages, page_size = a.k.shape[:2]
+        tokens = prod(a.q.shape[:-2])
+        if a.pages is None:
+            _check_lengths(host, tokens, 1)
+            if "kv_indptr" in host:
+                need = f"an offset from 0 to {page_size}, the rows of k"
+                bounds = host["kv_indptr"]
+                wrong = bounds > page_size
+                refuse_value("kv_indptr", bounds, wrong, need, "the kernels would clamp it")
+            return
+        if "kv_indptr" in host:  # before what lies between its offsets
+            _check_lengths(host, tokens, page_size)
+        if "kv_lens" in host:
             check_ragged_pages(host, num_pages, page_size)
-        if "qo_indptr" in host and "kv_lens" in host:
-            size = 1 if arguments.pages is None else page_size
-            check_ragged_lengths(host, arguments.q.shape[0], size, MOST_TOKENS)
+        _check_lengths(host, tokens, page_size)
 
     def reference(self, host: Host, arguments: MHAArguments) -> Results:
         """Compute with the lengths that came."""
@@ -415,6 +429,16 @@ def _check_lengths_given(given: set[str], q_axes: int, k_axes: int) -> None:
             "kv_indptr: needs kv_indices beside it for keys in pages, got one of them; pass both, "
             "or block_table"
         )
+
+
+def _check_lengths(host: Host, total_tokens: int, page_size: int) -> None:
+    """Check mode: raise for the first offset or length out of range."""
+    absent = {"qo_indptr": np.zeros(1, np.int32), "kv_lens": np.zeros(0, np.int32)}
+    known = absent | dict(host)
+    if "kv_lens" not in host and "kv_indptr" in host:
+        known["kv_lens"] = np.zeros(len(host["kv_indptr"]) - 1, np.int32)
+    if {"qo_indptr", "kv_lens", "kv_indptr"} & set(host):
+        check_ragged_lengths(known, total_tokens, page_size, MOST_TOKENS)
 
 
 def _swapped(view: ArrayView) -> ArrayView:
@@ -655,9 +679,7 @@ class AttentionPlan(TableOrList[MHAKey]):
             load(spec, device, capturing=capturing)
 
     def _check_lengths(self, host: Host) -> None:
-        if "qo_indptr" in host and "kv_lens" in host:
-            size = self.key.schedule_page_size
-            check_ragged_lengths(host, self.key.total_tokens, size, MOST_TOKENS)
+        _check_lengths(host, self.key.total_tokens, self.key.schedule_page_size)
 
     def _check_shape(self, arguments: MHAArguments) -> None:
         made = tuple([getattr(self.key, name) for name in _SIZES])

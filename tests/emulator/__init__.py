@@ -150,6 +150,9 @@ def emulated_gpu(multiprocessors: int = 4) -> Iterator[CuPy]:
     real = {"properties": device.properties, "load": module.load, "driver": _driver.driver}
     put = {"properties": lambda ordinal: gpu, "load": lambda *a, **o: None, "driver": FakeDriver}
     with contextlib.ExitStack() as stack:
+        cupy = sys.modules.pop("cupy", None)  # another test's, without a GPU
+        if cupy is not None:
+            stack.callback(sys.modules.__setitem__, "cupy", cupy)
         for name, imported in [*sys.modules.items()]:
             for function, value in real.items():
                 if name.startswith("cumla.") and getattr(imported, function, None) is value:

@@ -390,7 +390,6 @@ def test_a_table_after_an_update_for_a_list() -> None:
         plan.run(**inputs)
 
 
-@pytest.mark.xfail(reason="partial results are as wide as the kernel's tiles, the buffer is not")
 @pytest.mark.parametrize("columns", [(40, 8), (96, 96), (80, 136)], ids=str)
 def test_a_buffer_has_room_for_the_columns_of_the_kernel(columns: tuple[int, int]) -> None:
     """Widths that one kernel serves need the same buffer."""

@@ -134,7 +134,11 @@ __device__ __forceinline__ Seen seen_by(const AttentionParams& p, const RaggedTi
 __device__ __forceinline__ Segment visible_segment(const AttentionParams& p, RaggedTile& tile, const Part& part,
                                                    int place) {
   Segment segment = segment_of(p, tile, part, place);
-  const int end = segment.begin + segment.blocks;
+  int end = segment.begin + segment.blocks;
+  if (p.block_table == nullptr) {  // no more rows than there are
+    segment.tokens = min(static_cast<i64>(segment.tokens), max(p.page_entries - tile.pages, i64{0}));
+    end = max(min(end, blocks_of(max(segment.tokens - tile.least_shift, 0))), segment.begin);
+  }
   segment.begin = max(segment.begin, min(seen_by(p, tile, segment, 0).first / kBlockTokens, end));
   segment.blocks = end - segment.begin;
   return segment;

@@ -118,8 +118,8 @@ class MHAKey(RaggedKey):
 
     @property
     def value_dim(self) -> int:
-        """Columns of a value."""
-        return self.head_dim_v
+        """Columns of a partial result: those of the kernel's tiles."""
+        return _COLUMNS * self.kernel_tiles[1]
 
     @property
     def fetches_ahead(self) -> bool:
@@ -148,7 +148,7 @@ def attention_spec(key: MHAKey) -> KernelSpec:
     return _SPECS[key.dtype, key.kernel_tiles, key.form == "rows"]
 
 
-_PARAMS = struct.Struct("<128s128s30q16i2f6Iif44x")
+_PARAMS = struct.Struct("<128s128s30q16i2f6Iif40x")
 
 
 def attention_launch(
@@ -186,7 +186,7 @@ def attention_launch(
         buffer + layout.tickets,
         buffer + layout.partial_out,
         buffer + layout.partial_lse,
-        MOST_TOKENS if pages is None else min(pages.shape[1] * key.page_size, MOST_TOKENS),
+        min(a.k.shape[1] if pages is None else pages.shape[1] * key.page_size, MOST_TOKENS),
         a.k.shape[1]
         if pages is None
         else (pages.shape[0] - 1) * (pages.strides[0] // 4) + pages.shape[1],
@@ -224,4 +224,5 @@ def _strides(view: ArrayView) -> tuple[int, ...]:
 def _map(key: MHAKey, view: ArrayView) -> TensorMap | bytes:
     if key.form == "rows":
         return bytes(128)
-    return paged_kv_map(view.ptr, view.dtype, view.shape, view.strides, key.box_rows)
+    shape = tuple([max(size, 1) for size in view.shape])  # without rows nothing is loaded
+    return paged_kv_map(view.ptr, view.dtype, shape, view.strides, key.box_rows)

@@ -301,6 +301,8 @@ def test_the_schedules_parameters_by_name(listed: bool) -> None:
         "piece_cost": piece_cost(4),
         "min_blocks": MIN_BLOCKS,
         "min_share": MIN_SHARE,
+        "q_len": 0,
+        "unused": 0,
     }
 
 
