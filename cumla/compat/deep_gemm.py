@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
-from cumla.core.arguments import INT32, Array, bind, check_number, checked_int
+from cumla.core.arguments import INT32, Array, bind, checked_int
 from cumla.core.operation import Operation, Output, run
 from cumla.errors import CumlaError, UnsupportedDeviceError
 from cumla.indexer.arguments import checked_logits_dtype, checked_pair
@@ -129,7 +129,7 @@ def set_num_sms(new_num_sms: int) -> None:
     if new_num_sms == 0 and type(new_num_sms) is int:
         _num_sms = None
         return
-    check_number("new_num_sms", new_num_sms, "pass the number of multiprocessors, or 0 for all")
+    checked_int("new_num_sms", new_num_sms, "pass the number of multiprocessors, or 0 for all")
     _num_sms = new_num_sms
 
 
@@ -245,7 +245,7 @@ def get_paged_mqa_logits_metadata(
         `cumla.PagedMQALogitsPlan.update`.
     """
     refuse(_OTHER_GPUS, indices=indices)
-    check_number("num_sms", num_sms, "pass get_num_sms()")
+    checked_int("num_sms", num_sms, "pass get_num_sms()")
     check_tensors(context_lens=context_lens)
     check_axes("context_lens", context_lens, "batch", "batch, next_n")
     with _NAMES:

@@ -242,11 +242,6 @@ def checked_int(name: str, value: object, way_out: str, least: int = 1) -> int:
     return value
 
 
-def check_number(name: str, value: object, way_out: str) -> None:
-    """Check an int from 1; `way_out` ends the message for one that is smaller."""
-    checked_int(name, value, way_out)
-
-
 def checked_flag(name: str, value: object) -> bool:
     """Return an option that is on or off as a bool; what is merely true or false is refused."""
     if value is True or value is False:

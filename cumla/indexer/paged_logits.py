@@ -12,7 +12,6 @@ from cumla.core.arguments import (
     bind,
     check_device_number,
     check_layout,
-    check_number,
     checked_flag,
     checked_int,
 )
@@ -358,7 +357,7 @@ class PagedMQALogitsPlan(Plan[PagedMQAKey]):
         shape = _checked_shape(numbers, per_row_lens)
         if sm_count is None:
             sm_count = properties(current_device()).sm_count
-        check_number("sm_count", sm_count, "leave it out to ask the current GPU")
+        checked_int("sm_count", sm_count, "leave it out to ask the current GPU")
         return plan_bytes(PagedMQAKey(*shape, sm_count))
 
     def update(self, kv_lens: Any, *, stream: Any = None) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "checked_layout",
     "checked_rows",
     "checked_written_cache",
+    "swapped",
     "tables_of",
 ]
 
@@ -86,7 +87,7 @@ def checked_written_cache(name: str, view: ArrayView, rows: ArrayView, layout: s
     """Check a cache that rows are written to; give it the axes of kv_layout="NHD"."""
     heads, columns = rows.shape[2:]
     check_dtype(name, view.dtype, (rows.dtype, *E4M3))
-    pages = _swapped(view) if layout == "HND" and len(view.shape) == 4 else view
+    pages = swapped(view) if layout == "HND" and len(view.shape) == 4 else view
     if len(pages.shape) != 4 or pages.shape[2:] != (heads, columns) or 0 in pages.shape:
         axes = ("page_size", heads) if layout == "NHD" else (heads, "page_size")
         raise ValueError(
@@ -99,7 +100,7 @@ def checked_written_cache(name: str, view: ArrayView, rows: ArrayView, layout: s
     return pages
 
 
-def _swapped(view: ArrayView) -> ArrayView:
+def swapped(view: ArrayView) -> ArrayView:
     """Put the axis of tokens before that of heads."""
     (pages, heads, tokens, columns), (page, head, token, column) = view.shape, view.strides
     return view._replace(shape=(pages, tokens, heads, columns), strides=(page, token, head, column))

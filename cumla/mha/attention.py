@@ -43,7 +43,7 @@ from cumla.launch.module import load
 from cumla.launch.split.plan import MOST_TOKENS
 from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch
-from cumla.mha.arguments import DTYPES, checked_layout
+from cumla.mha.arguments import DTYPES, batched, checked_layout, swapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -176,8 +176,14 @@ def attention(
     ((5, 8, 64), (5, 8))
     """
     options = _checked_options(causal, window, softcap, softmax_scale, kv_layout)
-    optional = {"sinks": sinks, **_pages(block_table, kv_indptr, kv_indices)}
-    optional |= {"qo_indptr": qo_indptr, "kv_lens": kv_lens}
+    optional = {
+        "sinks": sinks,
+        "block_table": block_table,
+        "kv_indices": kv_indices,
+        "kv_indptr": kv_indptr,
+        "qo_indptr": qo_indptr,
+        "kv_lens": kv_lens,
+    }
     given = {name: array for name, array in optional.items() if array is not None}
     outputs = {"out": out, "lse": lse}
     return AttentionState(
@@ -222,11 +228,6 @@ def _sides(window: Any, causal: bool) -> tuple[int, int]:
     return left, 0 if causal else right
 
 
-def _pages(block_table: Any, kv_indptr: Any, kv_indices: Any) -> dict[str, Any]:
-    """Name the page numbers, in the order of `TableOrList`."""
-    return {"block_table": block_table, "kv_indices": kv_indices, "kv_indptr": kv_indptr}
-
-
 class _Attend(Attend[MHAArguments, MHAKey]):
     integers = ("block_table", "kv_indices")
 
@@ -236,12 +237,12 @@ class _Attend(Attend[MHAArguments, MHAKey]):
         q, k, v = (_checked_rows(name, given) for name in ("q", "k", "v"))
         has_pages = len(k.shape) == 4
         if has_pages and options.layout == "HND":
-            k, v = _swapped(k), _swapped(v)
+            k, v = swapped(k), swapped(v)
         _check_heads(q, k, v)
         pages = _checked_form(given, has_pages, options.layout)
         bind({"sinks": Array("num_heads", ("float32",), "row")}, views, {"num_heads": q.shape[-2]})
         if not has_pages:
-            k, v = _as_page(k), _as_page(v)
+            k, v = batched(k), batched(v)  # one page
         scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
         window, cap = options.window, options.softcap
         sinks = given.get("sinks")
@@ -266,11 +267,13 @@ class _Attend(Attend[MHAArguments, MHAKey]):
                 wrong = bounds > page_size
                 refuse_value("kv_indptr", bounds, wrong, need, "the kernels would clamp it")
             return
-        if "kv_indptr" in host:  # before what lies between its offsets
+        has_list = "kv_indptr" in host  # whose offsets come before what lies between them
+        if has_list:
             _check_lengths(host, tokens, page_size)
         if "kv_lens" in host:
             check_ragged_pages(host, num_pages, page_size)
-        _check_lengths(host, tokens, page_size)
+        if not has_list:
+            _check_lengths(host, tokens, page_size)
 
     def reference(self, host: Host, arguments: MHAArguments) -> Results:
         """Compute with the lengths that came."""
@@ -441,17 +444,6 @@ def _check_lengths(host: Host, total_tokens: int, page_size: int) -> None:
         check_ragged_lengths(known, total_tokens, page_size, MOST_TOKENS)
 
 
-def _swapped(view: ArrayView) -> ArrayView:
-    """Put the axis of tokens before that of heads."""
-    (pages, heads, tokens, columns), (page, head, token, column) = view.shape, view.strides
-    return view._replace(shape=(pages, tokens, heads, columns), strides=(page, token, head, column))
-
-
-def _as_page(view: ArrayView) -> ArrayView:
-    """Take rows for one page."""
-    return view._replace(shape=(1, *view.shape), strides=(0, *view.strides))
-
-
 _SCHEDULE = Schedule[MHAKey](RAGGED_LENGTHS, ragged_schedule_launch)
 _ATTEND = _Attend(attention_launch)
 _ATTENTION = _Attention(_SCHEDULE, _ATTEND)
@@ -523,7 +515,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         stream: Any = None,
     ) -> None:
         causal = checked_flag("causal", causal)
-        self._window = _sides(window, causal)
+        self._usual = _Options(causal, _sides(window, causal), 0.0, None, "NHD")
         heads = num_heads, num_kv_heads, head_dim, head_dim_v
         shape = _checked_shape(batch, total_tokens, heads, page_size, q_len, dtype)
         check_device_number(device)
@@ -560,7 +552,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         views = dict(zip(arrays, call.views, strict=True))
         rows = [_checked_rows(name, views) for name in ("q", "k", "v")]
         if layout == "HND" and len(rows[1].shape) == 4:
-            rows[1:] = map(_swapped, rows[1:])
+            rows[1:] = map(swapped, rows[1:])
         _check_heads(*rows)
         q_view, k_view, v_view = rows
         lead = q_view.shape[:-2]
@@ -657,8 +649,10 @@ class AttentionPlan(TableOrList[MHAKey]):
             As in :func:`attention`. Of block_table and kv_indices the one that the last update asks
             for, and neither for rows without pages.
         """
-        options = _checked_options(self.key.causal, None, softcap, softmax_scale, kv_layout)
-        options = options._replace(window=self._window)
+        options = self._usual
+        if (softcap, softmax_scale, kv_layout) != (None, None, "NHD"):
+            options = _checked_options(self.key.causal, None, softcap, softmax_scale, kv_layout)
+            options = options._replace(window=self._usual.window)
         inputs = {"q": q, "k": k, "v": v}
         if sinks is not None:
             inputs["sinks"] = sinks

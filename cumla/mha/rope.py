@@ -82,23 +82,9 @@ def apply_rope(
 
     Raises
     ------
-    TypeError
-        An argument is of the wrong kind: no array, a tracer, an unknown dtype, or a flag that is
-        neither True nor False. As with every error but the last, the message names it, and nothing
-        has been launched or written.
-    ValueError
-        An argument does not fit: its shape, strides, alignment or place; or arguments do not fit
-        together.
-    UnsupportedDeviceError
-        The arrays are on a GPU that is not of compute capability 9.0.
-    MissingDependencyError
-        The arrays are on a GPU, and CuPy, NVRTC or cuda.bindings is missing.
-    CompilationError
-        A kernel does not compile with the NVRTC that is installed.
-    NotPreparedError
-        The stream is being captured, and the kernel is not loaded yet or an output is missing.
-    CumlaError
-        The driver refuses a launch; base class of the four above.
+    TypeError, ValueError, CumlaError
+        As :func:`append_kv_cache`. Under capture NotPreparedError is also for a missing output,
+        where the allocator is that of CuPy.
 
     Notes
     -----

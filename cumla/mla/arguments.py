@@ -9,7 +9,7 @@ from __future__ import annotations
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from cumla.core.arguments import Views, check_dtype, check_layout, check_number, checked_int
+from cumla.core.arguments import Views, check_dtype, check_layout, checked_int
 from cumla.core.arrays import parts
 from cumla.launch.split.plan import BLOCK_TOKENS
 from cumla.mla.fp8_caches import E4M3, FP8, check_factor, is_packed, relabelled, unpacked
@@ -266,9 +266,9 @@ def checked_shape(
     for name, value in numbers.items():
         checked_int(name, value, "nothing to plan for", least=0)
     for name, value in {"num_heads": num_heads, "num_kv_heads": num_kv_heads}.items():
-        check_number(name, value, "nothing to plan for")
+        checked_int(name, value, "nothing to plan for")
     _check_heads(num_heads, num_kv_heads)
-    check_number("page_size", page_size, "allocate the cache in pages of one token at least")
+    checked_int("page_size", page_size, "allocate the cache in pages of one token at least")
     check_dtype("dtype", dtype, DTYPES)
     return cast("Shape", (*numbers.values(), num_heads, num_kv_heads, page_size, dtype))
 

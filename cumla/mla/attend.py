@@ -6,7 +6,7 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
-from cumla.core.arguments import bind, check_number, checked_scale, number_of
+from cumla.core.arguments import bind, checked_int, checked_scale, number_of
 from cumla.core.arrays import open_call
 from cumla.core.operation import parts_on_host
 from cumla.core.paged import QO_INDPTR, Attend, Host, Results, check_made_for
@@ -178,5 +178,5 @@ def checked_sm_count(sm_count: int | None) -> int:
     """Check a number of multiprocessors; None asks the current GPU."""
     if sm_count is None:
         sm_count = properties(current_device()).sm_count
-    check_number("sm_count", sm_count, "leave it out to ask the current GPU")
+    checked_int("sm_count", sm_count, "leave it out to ask the current GPU")
     return sm_count

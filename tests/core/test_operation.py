@@ -861,6 +861,19 @@ def test_calls_of_a_ready_run(cupy: FakeCuPy, bindings: FakeBindings) -> None:
     assert calls <= 14
 
 
+def test_calls_of_a_ready_run_of_many_heads(cupy: FakeCuPy, bindings: FakeBindings) -> None:
+    given = on_gpu(cupy, OPERATIONS["attention"])
+    lengths = {name: given.pop(name) for name in ("kv_lens", "qo_indptr")}
+    arrays = {name: given[name] for name in ("q", "k", "v")}
+    plan = cumla.AttentionPlan.from_arrays(**arrays, qo_indptr=lengths["qo_indptr"])
+    plan.update(**lengths)
+    plan.run(**given)
+    bindings.launched.clear()
+    calls, _ = count(lambda: plan.run(**given))
+    assert len(bindings.launched) == 1
+    assert calls <= 14
+
+
 def test_calls_of_a_warm_decode(cupy: FakeCuPy, bindings: FakeBindings) -> None:
     given = on_gpu(cupy, DECODE, outputs=False)
     for _ in range(2):
