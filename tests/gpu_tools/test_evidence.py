@@ -109,6 +109,8 @@ SMALL = {
         """,
     "cumla.launch.tools": "least = 1\nmost = 2\nunused = 3\n",
     "cumla.launch.kernel": "def launch(*_): ...\n",
+    "cumla.a.checks": "def check(): return 7\n",
+    "cumla.b.checks": "def check(): return 7\n",
 }
 SMALL = {name: textwrap.dedent(text) for name, text in SMALL.items()}
 
@@ -138,6 +140,8 @@ def small_digest(
         ("cumla.launch.tools", "most = 2", "most = 3", True),
         ("cumla.launch.tools", "unused = 3", "unused = 4", False),
         ("cumla.launch.kernel", "...", "return 1", False),  # that is the host's digest
+        ("cumla.a.checks", "7", "8", True),  # of the kernel's family
+        ("cumla.b.checks", "7", "8", False),
     ],
 )
 def test_a_launchers_digest(
@@ -161,6 +165,7 @@ def test_moves_change_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
         "cumla.launch.b.plan": "from cumla.launch.b.shape import Plan\n",
         "cumla.launch.b.numbers": SMALL["cumla.launch.tools"],
         "cumla.launch.kernel": SMALL["cumla.launch.kernel"],
+        "cumla.b.limits": SMALL["cumla.a.checks"],
     }
     here = small_digest(monkeypatch, SMALL)
     assert small_digest(monkeypatch, moved, "cumla.launch.b.other") == here

@@ -85,6 +85,10 @@ __device__ __forceinline__ void paged_mqa_schedule(const PagedMqaScheduleParams&
       if ((owner + step) * per_thread < batch && starts[owner + step] <= target) owner += step;
     int request = owner * per_thread;
     i64 left = target - starts[owner];
+    if (per_thread == 1) {  // the owner is the request
+      p.bounds[part] = {request, static_cast<int>(left)};
+      continue;
+    }
     // Lengths are read again; should those of the caller have changed meanwhile, no request follows the last one.
     int of_request = cost_of(lengths, request);
     while (left >= of_request && request + 1 < batch) {

@@ -269,7 +269,7 @@ def test_a_cupy_capture_needs_its_memory_beforehand() -> None:
         stream.begin_capture()
         try:
             plan.update(problem.kv_lens)
-            with pytest.raises(cumla.NotPreparedError, match="out=, lse= and "):
+            with pytest.raises(cumla.NotPreparedError, match="pass out= and lse=, and use a plan"):
                 cumla.mla_decode(*problem.arrays)
             with pytest.raises(cumla.NotPreparedError, match="out="):
                 plan.run(*problem.inputs)

@@ -30,7 +30,10 @@ HOST = (
     # streams, lifetimes, memory; what is checked, and how much memory a kernel is given
     *(f"cumla.{name}" for name in ("core", "indexer", "merge", "mla")),
 )
-"""Modules, or packages, on which every launch depends: one digest for all kernels."""
+"""Modules, or packages, on which every launch depends: one digest for all kernels.
+
+The packages of other families count with the launchers of their kernels.
+"""
 
 
 def texts(package: Path = PACKAGE) -> dict[str, str]:
@@ -80,10 +83,12 @@ def of(subject: Mapping[str, Any]) -> str:
 
 
 def launcher_digest(name: str, sources: Mapping[str, str] | None = None) -> str:
-    """The digest of a launcher's module and of what it uses from others, HOST's left out."""
+    """The digest of a launcher's module, its family, and what both use, HOST's left out."""
     modules = _Modules(texts() if sources is None else sources)
     host = set(modules.of_host())
-    waiting = [(name, statement) for statement in modules[name]]
+    family = f"cumla.{name.split('.')[2]}"  # of cumla.launch.<family>.<kernel>
+    own = [name, *(found for found in modules.within(family) if found not in host)]
+    waiting = [(found, statement) for found in own for statement in modules[found]]
     seen: dict[tuple[str, Statement], None] = {}
     while waiting:
         at, statement = place = waiting.pop()
@@ -141,11 +146,15 @@ class _Modules:
         """The modules that HOST names."""
         found = []
         for entry in HOST:
-            modules = [m for m in self.known if m == entry or m.startswith(f"{entry}.")]
+            modules = self.within(entry)
             if not modules:
                 raise LookupError(f"HOST names {entry}, which is no module")
             found += modules
         return found
+
+    def within(self, entry: str) -> list[str]:
+        """The module of that name, or those of the package."""
+        return [m for m in self.known if m == entry or m.startswith(f"{entry}.")]
 
 
 Imports = dict[str, tuple[str, Any]]  # local name -> module and name in it, None for the module

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from cumla.core._driver import driver, in_primary_context
 from cumla.core.operation import Ready
 from cumla.launch import all_specs, module
 from cumla.launch.mla import mla_decode_fp8
@@ -296,4 +297,5 @@ def _load_edited(
 
     path = folder / f"{spec.entry}.cubin"
     path.write_bytes(_compiled(spec, edits))
-    return module._ready(spec, device, cupy.RawModule(path=str(path)).get_function(spec.entry))
+    with in_primary_context(driver(), device):
+        return module._ready(spec, device, cupy.RawModule(path=str(path)).get_function(spec.entry))
