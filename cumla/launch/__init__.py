@@ -18,7 +18,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
         paged_mqa_schedule,
         quantize_fp8,
     )
-    from cumla.launch.mha import append_kv_cache, attention
+    from cumla.launch.mha import append_kv_cache, attention, attention_prefill
     from cumla.launch.mla import (
         append_cache,
         append_fp8_cache,
@@ -39,6 +39,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
         + append_fp8_cache.SPECS
         + append_kv_cache.SPECS
         + attention.SPECS
+        + attention_prefill.SPECS
         + append_indexer_cache.SPECS
         + quantize_fp8.SPECS
         + mqa_logits.SPECS

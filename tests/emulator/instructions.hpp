@@ -171,6 +171,12 @@ void named_barrier_sync() {
   host::block->named[kBarrier].meet(kThreads, threadIdx.x, blockDim.x, 0, "a named barrier");
 }
 template <int kBarrier, int kThreads>
+void named_barrier_arrive() {
+  host::Meeting& meeting = host::block->named[kBarrier];
+  ++meeting.arrived;
+  meeting.complete(kThreads);
+}
+template <int kBarrier, int kThreads>
 bool named_barrier_any(bool vote) {
   host::Meeting& meeting = host::block->named[kBarrier];
   if (meeting.arrived == 0) meeting.values[meeting.generation & 1].assign(blockDim.x, 0);
@@ -247,6 +253,14 @@ template <typename T>
 void wgmma_values_async(float (&d)[32], const u32* a, u64 b) { multiply(d, kType<T>, a, b, true, true); }
 template <typename T>
 void wgmma_values_async(float (&d)[64], const u32* a, u64 b) { multiply(d, kType<T>, a, b, true, true); }
+template <typename T>
+void wgmma_scores_async(float (&d)[40], u64 a, u64 b, bool accumulate) {
+  multiply(d, 16, kType<T>, a, false, b, false, accumulate);
+}
+template <typename T>
+void wgmma_scores_async(float (&d)[64], u64 a, u64 b, bool accumulate) {
+  multiply(d, 16, kType<T>, a, false, b, false, accumulate);
+}
 template <typename T, bool kTransposedA>
 void wgmma_m64n16k16_async(float (&d)[8], u64 a, u64 b, bool accumulate) {
   multiply(d, 16, kType<T>, a, kTransposedA, b, false, accumulate);

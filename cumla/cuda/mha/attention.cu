@@ -79,6 +79,7 @@ struct AttentionParams {
   Divisor by_heads_per_group, by_page_size, by_tokens_apart;
   int batch_invariant;
   float empty_lse;
+  int num_kv_heads;
 };
 
 __device__ __forceinline__ TokenPlace place_of(const AttentionParams& p, int, int token) {

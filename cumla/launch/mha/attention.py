@@ -11,11 +11,13 @@ from math import e, gcd, inf, log2
 from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.launch.kernel import Launch
+from cumla.launch.mha.attention_prefill import block_tokens, prefill_spec
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import (
     BLOCK_TOKENS,
     MOST_TOKENS,
+    ROW_TILE,
     RaggedKey,
     filling_parts,
     page_form,
@@ -102,9 +104,16 @@ class MHAKey(RaggedKey):
         return page_form(self.page_size) if self.page_size else "pages"
 
     @cached_property
+    def takes_whole_tiles(self) -> bool:
+        """Whether most row tiles are full, and fill the multiprocessors without being cut."""
+        rows = self.total_tokens * self.heads_per_group
+        return rows > ROW_TILE * self.batch and rows * self.num_kv_heads >= ROW_TILE * self.sm_count
+
+    @cached_property
     def box_rows(self) -> int:
         """Rows of a KV block that one load brings."""
-        return gcd(self.page_size, BLOCK_TOKENS)
+        whole = self.takes_whole_tiles
+        return gcd(self.page_size, block_tokens(self.kernel_tiles) if whole else BLOCK_TOKENS)
 
     @property
     def tiles(self) -> int:
@@ -134,7 +143,12 @@ class MHAKey(RaggedKey):
     @cached_property
     def parts(self) -> int:
         """Shares into which the KV blocks are dealt."""
-        return filling_parts(self.tiles, self.sm_count)
+        return 1 if self.takes_whole_tiles else filling_parts(self.tiles, self.sm_count)
+
+    @cached_property
+    def num_tickets(self) -> int:
+        """Places where thread blocks meet; of whole tiles the counter from which they are taken."""
+        return 1 if self.takes_whole_tiles else super().num_tickets
 
     @cached_property
     def kernel_tiles(self) -> tuple[int, int]:
@@ -145,10 +159,11 @@ class MHAKey(RaggedKey):
 
 def attention_spec(key: MHAKey) -> KernelSpec:
     """Look up the kernel of a shape."""
-    return _SPECS[key.dtype, key.kernel_tiles, key.form == "rows"]
+    names = key.dtype, key.kernel_tiles, key.form == "rows"
+    return prefill_spec(*names) if key.takes_whole_tiles else _SPECS[names]
 
 
-_PARAMS = struct.Struct("<128s128s30q16i2f6Iif40x")
+_PARAMS = struct.Struct("<128s128s30q16i2f6Iifi36x")
 
 
 def attention_launch(
@@ -212,8 +227,10 @@ def attention_launch(
         *divisor_of(max(key.q_len, 1)),
         key.batch_invariant,
         _EMPTY_LSE,
+        key.num_kv_heads,
     )
-    return Launch(attention_spec(key), (1, key.parts, key.num_kv_heads), _PARAMS, values)
+    grid = (key.sm_count, 1, 1) if key.takes_whole_tiles else (1, key.parts, key.num_kv_heads)
+    return Launch(attention_spec(key), grid, _PARAMS, values)
 
 
 def _strides(view: ArrayView) -> tuple[int, ...]:

@@ -1,0 +1,567 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention of many query rows: each CTA attends for one whole row tile after another, 128 query rows of a kv head, to
+// all keys that they see. No tile is cut. grid = (as many CTAs as multiprocessors), 384 threads, one CTA an SM.
+//
+// The schedule (split/ragged_schedule.cu, in one part) lists tiles of 64 rows; two that follow each other in a request
+// are one here. CTAs take the next tile from a counter, the last rows of a request first, for they see most keys, and
+// the kv heads of a section, whose keys and values stay in L2, before the next section.
+//
+// Three warpgroups. Warpgroup 0 loads: warp 1 takes tiles from the counter and announces them, warp 0 loads keys and
+// values (TMA), or all four warps a quarter of the rows each where pages are no multiple of eight tokens, warps 2 and 3
+// the query rows. Warpgroups 1 and 2 have 64 query rows each and work through the blocks from the last to the first:
+//
+//   tensor cores:     S1 = Q K1   O += P0 V0   S2 = Q K2   O += P1 V1 ...
+//   the warpgroup:                P1 = exp S1              P2 = exp S2
+//
+// and take turns: while one issues its products the other one makes probabilities.
+//
+// Budget of 128 rows by 128 keys, 128 columns: 2 x 1,024 tensor clocks; 16,384 exponentials at 16 a clock are 1,024, and
+// some six other instructions for each at 128 a clock 768.
+// Shared memory: query 16,384 a 64 columns + 2 stages of keys and values + announcements 128 + barriers 256
+// Registers:     consumers 232 or 224 (up to 128 output, 64 scores, 32 probabilities), loaders 40 or 56
+#include "mha/attention/pages.cuh"
+#include "split/output.cuh"
+#include "split/tile.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/types.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_scores.cuh"
+
+namespace cumla::mha {
+
+constexpr int kPrefillRows = 128;
+constexpr int kPrefillStages = 2;
+constexpr int kTogether = 1, kTurns = 2;  // named barriers: of both consumers; whose turn it is, one each
+constexpr i64 kBytesInL2 = 24 << 20;      // of the keys and values of a section
+
+template <int kKeyTiles, int kValueTiles, int kBlock>
+struct PrefillLayout {
+  static constexpr int kTileBytes = kBlock * 128;  // kBlock rows x 64 columns of 16 bits, 128-byte swizzle
+  static constexpr int kQueryBytes = kKeyTiles * 64 * 128;  // of a consumer
+  static constexpr int kKeyBytes = kKeyTiles * kTileBytes, kValueBytes = kValueTiles * kTileBytes;
+  static constexpr int kItemBytes = 64;
+  static constexpr int kBytes =
+      2 * kQueryBytes + kPrefillStages * (kKeyBytes + kValueBytes) + 2 * kItemBytes + 256;
+
+  u32 start;
+
+  __device__ __forceinline__ u32 query(int consumer) const { return start + consumer * kQueryBytes; }
+  __device__ __forceinline__ u32 keys(int s) const { return query(2) + s * kKeyBytes; }
+  __device__ __forceinline__ u32 values(int s) const { return keys(kPrefillStages) + s * kValueBytes; }
+  __device__ __forceinline__ u32 item(int slot) const { return values(kPrefillStages) + slot * kItemBytes; }
+  __device__ __forceinline__ u32 barriers() const { return item(2); }
+  __device__ __forceinline__ u32 keys_full(int s) const { return barriers() + s * 8; }
+  __device__ __forceinline__ u32 keys_free(int s) const { return keys_full(kPrefillStages + s); }
+  __device__ __forceinline__ u32 values_full(int s) const { return keys_full(2 * kPrefillStages + s); }
+  __device__ __forceinline__ u32 values_free(int s) const { return keys_full(3 * kPrefillStages + s); }
+  __device__ __forceinline__ u32 item_full(int slot) const { return keys_full(4 * kPrefillStages + slot); }
+  __device__ __forceinline__ u32 item_free(int slot) const { return item_full(2 + slot); }
+  __device__ __forceinline__ u32 query_full(int consumer) const { return item_full(4 + consumer); }
+  __device__ __forceinline__ u32 query_free(int consumer) const { return item_full(6 + consumer); }
+};
+
+// A row tile of a kv head. After the last one comes one without rows.
+struct Item {
+  int tokens, first_row, q_len, q_begin;
+  i64 pages;
+  int head, rows;
+};
+
+// A tile of 64 rows, the first or the second of an item.
+__device__ __forceinline__ RaggedTile half_of(const AttentionParams& p, const Item& item, int half) {
+  RaggedTile tile(p);
+  tile.index = item.head;
+  tile.q_len = item.q_len;
+  tile.q_begin = item.q_begin;
+  tile.first_row = item.first_row + 64 * half;
+  tile.rows = min(max(item.rows - 64 * half, 0), 64);
+  tile.pages = item.pages;
+  return tile;
+}
+
+// Blocks that rows of an item see, [first, end).
+template <int kBlock>
+__device__ __forceinline__ Seen blocks_of_item(const AttentionParams& p, const Item& item) {
+  const RaggedTile tile = half_of(p, item, 0);
+  const int first = max(seen_by(p, tile, item.tokens, 0).first, 0);
+  const int end = max(seen_by(p, tile, item.tokens, item.rows - 1).end, 0);
+  return {first / kBlock, max((end + kBlock - 1) / kBlock, first / kBlock)};
+}
+
+// Warp 1, or warp 0 where all warps copy: the next item from the counter.
+template <typename Layout>
+struct Dealer {
+  const AttentionParams& p;
+  const Layout& shared;
+  int tiles, heads_of_section;
+  u32 n = 0;  // items announced
+
+  __device__ __forceinline__ Dealer(const AttentionParams& p, const Layout& shared) : p(p), shared(shared) {
+    // A plan that was never updated holds anything.
+    tiles = min(max(p.parts_in[0].end_place, 0), p.batch);
+    const int tokens = tiles > 0 ? reinterpret_cast<const TilePlace*>(p.places)[tiles - 1].tokens : 0;
+    const i64 bytes = max(static_cast<i64>(tokens), i64{64}) * (p.key_columns + p.value_columns) * 2;
+    heads_of_section = static_cast<int>(min(max(kBytesInL2 / bytes, i64{1}), static_cast<i64>(p.num_kv_heads)));
+  }
+
+  // One lane.
+  __device__ __forceinline__ Item next() const {
+    const u64 total = static_cast<u64>(tiles) * p.num_kv_heads;
+    Item item = {};
+    for (;;) {
+      const u32 at = atomic_add_acq_rel(&p.tickets[0].arrived, 1);
+      if (at >= total) {
+        if (at == total + gridDim.x - 1) store_relaxed(&p.tickets[0].arrived, 0);  // all CTAs have asked: for the next launch
+        return item;
+      }
+      const u64 of_section = static_cast<u64>(tiles) * heads_of_section;
+      const int section = at / of_section, first_head = section * heads_of_section;
+      const u32 rest = at - section * of_section, heads = min(heads_of_section, p.num_kv_heads - first_head);
+      const int place = rest / heads;
+      const TilePlace from = reinterpret_cast<const TilePlace*>(p.places)[tiles - 1 - place];
+      if (from.first_row & 64) continue;  // the second half of an item
+      item.head = first_head + rest - place * heads;
+      item.q_begin = min(max(from.q_begin, 0), p.q_len - 1);
+      item.q_len = min(max(from.q_len, 1), p.q_len - item.q_begin);
+      item.first_row = min(max(from.first_row, 0), item.q_len * p.heads_per_group - 1);
+      item.rows = min(kPrefillRows, item.q_len * p.heads_per_group - item.first_row);
+      item.pages = from.pages;
+      item.tokens = min(static_cast<i64>(min(max(from.tokens, 0), kMaxTokens)), p.max_tokens);
+      if (p.block_table == nullptr)
+        item.tokens = min(static_cast<i64>(item.tokens), max(p.page_entries - item.pages, i64{0}));
+      return item;
+    }
+  }
+
+  // The whole warp. False after the last one.
+  __device__ __forceinline__ bool announce() {
+    const int slot = n & 1;
+    int rows = 0;
+    if (threadIdx.x % 32 == 0) {
+      const Item item = next();
+      rows = item.rows;
+      mbarrier_wait(shared.item_free(slot), (n >> 1 & 1) ^ 1, "a free announcement");
+      store_shared_16(shared.item(slot), {static_cast<u32>(item.tokens), static_cast<u32>(item.first_row),
+                                          static_cast<u32>(item.q_len), static_cast<u32>(item.q_begin)});
+      store_shared_16(shared.item(slot) + 16,
+                      {static_cast<u32>(item.pages), static_cast<u32>(static_cast<u64>(item.pages) >> 32),
+                       static_cast<u32>(item.head), static_cast<u32>(item.rows)});
+      mbarrier_arrive(shared.item_full(slot));
+    }
+    ++n;
+    return __shfl_sync(0xffffffffu, rows, 0) > 0;
+  }
+};
+
+// Each warp that works on the n-th item.
+template <typename Layout>
+__device__ __forceinline__ Item item_at(const Layout& shared, u32 n) {
+  const int slot = n & 1;
+  mbarrier_wait(shared.item_full(slot), n >> 1 & 1, "an announcement");
+  const uint4 a = load_shared_16(shared.item(slot)), b = load_shared_16(shared.item(slot) + 16);
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.item_free(slot));
+  return {static_cast<int>(a.x), static_cast<int>(a.y), static_cast<int>(a.z), static_cast<int>(a.w),
+          static_cast<i64>(static_cast<u64>(b.y) << 32 | b.x), static_cast<int>(b.z), static_cast<int>(b.w)};
+}
+
+// One warp loads by boxes, each lane its own of a block: keys one block ahead of values.
+template <typename Layout, int kKeyTiles, int kValueTiles, int kBlock>
+__device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layout& shared) {
+  const int lane = threadIdx.x % 32, first = lane * p.box_rows;
+  u32 t = 0;
+#pragma unroll 1
+  for (u32 n = 0;; ++n) {
+    const Item item = item_at(shared, n);
+    if (item.rows == 0) return;
+    const RaggedTile tile = half_of(p, item, 0);
+    const Seen blocks = blocks_of_item<kBlock>(p, item);
+    int row_before = 0, page_before = -1;
+#pragma unroll 1
+    for (int block = blocks.end - 1; block >= blocks.first - 1; --block, ++t) {
+      int row = 0, page = -1;
+      if (block >= blocks.first) {
+        if (first < kBlock) page = page_of(p, tile, item.tokens, block * kBlock + first, row);
+        const int stage = t % kPrefillStages;
+        mbarrier_wait(shared.keys_free(stage), (t / kPrefillStages & 1) ^ 1, "a free stage of keys");
+        if (lane == 0) mbarrier_arrive_expect_tx(shared.keys_full(stage), Layout::kKeyBytes);
+        __syncwarp();
+        if (first < kBlock)
+#pragma unroll
+          for (int k = 0; k < kKeyTiles; ++k)
+            tma_load_4d_async(shared.keys(stage) + k * Layout::kTileBytes + first * 128, &p.key_map,
+                              shared.keys_full(stage), k * 64, row, item.head, page);
+      }
+      if (block < blocks.end - 1) {
+        const int stage = (t - 1) % kPrefillStages;
+        mbarrier_wait(shared.values_free(stage), ((t - 1) / kPrefillStages & 1) ^ 1, "a free stage of values");
+        if (lane == 0) mbarrier_arrive_expect_tx(shared.values_full(stage), Layout::kValueBytes);
+        __syncwarp();
+        if (first < kBlock)
+#pragma unroll
+          for (int k = 0; k < kValueTiles; ++k)
+            tma_load_4d_async(shared.values(stage) + k * Layout::kTileBytes + first * 128, &p.value_map,
+                              shared.values_full(stage), k * 64, row_before, item.head, page_before);
+      }
+      row_before = row;
+      page_before = page;
+    }
+    --t;  // the loop goes one step further for the last values
+  }
+}
+
+// Warps 2 and 3 copy the query rows of a consumer each.
+template <typename Layout, int kKeyTiles>
+__device__ __forceinline__ void copy_query_of(const AttentionParams& p, const Layout& shared, const Item& item,
+                                              int consumer, u32 n) {
+  mbarrier_wait(shared.query_free(consumer), (n & 1) ^ 1, "a free query buffer");
+  copy_query<kKeyTiles, 64>(p, half_of(p, item, consumer), 0, shared.query(consumer));
+  copy_async_wait_all();
+  fence_proxy_async_shared();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full(consumer));
+}
+
+// All four warps load keys and values row by row; warp 0 also deals, the last two load the query rows before.
+template <typename Layout, int kKeyTiles, int kValueTiles, int kBlock>
+__device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout& shared) {
+  constexpr int kRows = kBlock / 4;  // of a warp
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * kRows;
+  Dealer<Layout> dealer(p, shared);
+  bool more = warp == 0 && dealer.announce();
+  u32 t = 0;
+#pragma unroll 1
+  for (u32 n = 0;; ++n) {
+    if (more) more = dealer.announce();
+    const Item item = item_at(shared, n);
+    if (item.rows == 0) break;
+    if (warp >= 2) copy_query_of<Layout, kKeyTiles>(p, shared, item, warp - 2, n);
+    const RaggedTile tile = half_of(p, item, 0);
+    const Seen blocks = blocks_of_item<kBlock>(p, item);
+#pragma unroll 1
+    for (int block = blocks.end - 1; block >= blocks.first; --block, ++t) {
+      const int stage = t % kPrefillStages, phase = t / kPrefillStages & 1;
+      int row = 0;
+      const int page = page_of(p, tile, item.tokens, block * kBlock + first + lane % kRows, row);
+      const auto offset = [&](const Columns& from) {
+        return page < 0 ? i64{-1} : page * from.stride_page + row * from.stride_row + item.head * from.stride_head;
+      };
+      mbarrier_wait(shared.keys_free(stage), phase ^ 1, "a free stage of keys");
+      copy_rows<kKeyTiles, Layout::kTileBytes, kRows>(p.keys, offset(p.keys), first, p.key_columns, shared.keys(stage));
+      mbarrier_arrive_after_copies(shared.keys_full(stage));
+      mbarrier_wait(shared.values_free(stage), phase ^ 1, "a free stage of values");
+      copy_rows<kValueTiles, Layout::kTileBytes, kRows>(p.values, offset(p.values), first, p.value_columns,
+                                                        shared.values(stage));
+      mbarrier_arrive_after_copies(shared.values_full(stage));
+    }
+  }
+  copy_async_wait_all();
+}
+
+// One consumer warpgroup. Rows of a thread: 16 warp + lane / 4 and that + 8; in every group of eight columns the two at
+// 2 (lane % 4). kCopied: tiles were written by threads' own copies, not by TMA.
+template <typename T, int kKeyTiles, int kValueTiles, int kBlock, bool kCopied>
+struct PrefillConsumer {
+  using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock>;
+
+  const AttentionParams& p;
+  const Layout& shared;
+  const int consumer, warp, lane, row;
+  float output[kValueTiles * 32];
+  float scores[kBlock / 2];
+  u32 probabilities[kBlock / 4];
+  float maximum[2], sum[2], factor[2];
+  Seen seen[2];
+  int clear_from, clear_to;  // blocks in between are seen whole by all rows
+
+  __device__ __forceinline__ PrefillConsumer(const AttentionParams& p, const Layout& shared, int consumer)
+      : p(p), shared(shared), consumer(consumer),
+        warp(threadIdx.x % kWarpgroup / 32),
+        lane(threadIdx.x % 32),
+        row(warp * 16 + lane / 4) {}
+
+  __device__ __forceinline__ void arrive(u32 barrier) const {  // once a warp
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(barrier);
+  }
+
+  __device__ __forceinline__ void begin(const RaggedTile& tile, int tokens) {
+#pragma unroll
+    for (float& x : output) x = 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      maximum[r] = kLowest;
+      sum[r] = 0.0f;
+      seen[r] = seen_by(p, tile, tokens, row + 8 * r);
+      if (p.sinks == nullptr || row + 8 * r >= tile.rows) continue;
+      const float sink = p.sinks[Query(p, tile, row + 8 * r).head] * kLog2E;
+      if (sink == -kInfinity) continue;
+      maximum[r] = sink;
+      if (lane % 4 == 0) sum[r] = 1.0f;
+    }
+    // The first row's end is the least, the last row's beginning the greatest.
+    const Seen last = seen_by(p, tile, tokens, 63);
+    clear_from = (last.first + kBlock - 1) / kBlock;
+    clear_to = max(seen_by(p, tile, tokens, 0).end, 0) / kBlock;
+  }
+
+  __device__ __forceinline__ void issue_scores(int stage) {
+    warpgroup_arrive();
+#pragma unroll
+    for (int column = 0; column < kKeyTiles; ++column)
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        wgmma_scores_async<T>(scores, matrix_descriptor(shared.query(consumer) + column * 8192 + k * 32, 0, 1024),
+                              matrix_descriptor(shared.keys(stage) + column * Layout::kTileBytes + k * 32, 0, 1024),
+                              column + k > 0);
+    warpgroup_commit();
+  }
+
+  __device__ __forceinline__ void issue_values(int stage) {
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < kBlock / 16; ++k)
+      wgmma_values_async<T>(output, probabilities + 4 * k,
+                            matrix_descriptor(shared.values(stage) + k * 2048, Layout::kTileBytes, 1024));
+    warpgroup_commit();
+  }
+
+  // Rows past the end of the request may hold NaN: their probabilities are 0, and 0 x NaN is NaN. Both consumers.
+  __device__ __forceinline__ void clear_values_past(int stage, int valid) const {
+    constexpr int kChunks = kValueTiles * 8;
+    for (int i = valid * kChunks + threadIdx.x - kWarpgroup; i < kBlock * kChunks; i += 2 * kWarpgroup)
+      store_shared_zero_16(shared.values(stage) + (i % kChunks / 8) * Layout::kTileBytes + (i / kChunks) * 128 +
+                           (i % 8) * 16);
+    fence_proxy_async_shared();
+    named_barrier_sync<kTogether, 2 * kWarpgroup>();
+  }
+
+  // Scores become weights, float32; the factor of what was added up before is left in `factor`. True if that is not 1
+  // for some row of the warp.
+  __device__ __forceinline__ bool exponentiate(int block) {
+    if (p.to_softcap != 0.0f) {  // tanh(x) = 1 - 2 / (1 + exp(2 x)); scale_log2 is softcap * log2(e) then
+#pragma unroll
+      for (float& x : scores) x = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(x * p.to_softcap));
+    }
+    if (block < clear_from || block >= clear_to) {
+      const int column = block * kBlock + (lane % 4) * 2;
+#pragma unroll
+      for (int i = 0; i < kBlock / 2; ++i) {
+        const int token = column + 8 * (i / 4) + (i & 1);
+        if (token < seen[i >> 1 & 1].first || token >= seen[i >> 1 & 1].end) scores[i] = -kInfinity;
+      }
+    }
+    bool grown = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float next = fmaxf(scores[2 * r], scores[2 * r + 1]);
+#pragma unroll
+      for (int j = 1; j < kBlock / 8; ++j) next = fmaxf(next, fmaxf(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
+      next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 1));
+      next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 2));
+      next *= p.scale_log2;
+      if (next <= maximum[r] + kMaximumSlack) next = maximum[r];
+      grown |= next != maximum[r];
+      factor[r] = exp2_approx(maximum[r] - next);
+      maximum[r] = next;
+      sum[r] *= factor[r];
+    }
+#pragma unroll
+    for (int i = 0; i < kBlock / 2; i += 2) {
+      const int r = i >> 1 & 1;
+      scores[i] = exp2_approx(__fmaf_rn(scores[i], p.scale_log2, -maximum[r]));
+      scores[i + 1] = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -maximum[r]));
+      sum[r] += scores[i] + scores[i + 1];
+    }
+    return __any_sync(0xffffffffu, grown);
+  }
+
+  __device__ __forceinline__ void pack() {
+#pragma unroll
+    for (int i = 0; i < kBlock / 4; ++i) probabilities[i] = pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
+    keep_before_products(probabilities);
+  }
+
+  __device__ __forceinline__ void take_turn() const {
+    if (consumer == 0)
+      named_barrier_sync<kTurns, 2 * kWarpgroup>();
+    else
+      named_barrier_sync<kTurns + 1, 2 * kWarpgroup>();
+  }
+  __device__ __forceinline__ void give_turn() const {
+    if (consumer == 0)
+      named_barrier_arrive<kTurns + 1, 2 * kWarpgroup>();
+    else
+      named_barrier_arrive<kTurns, 2 * kWarpgroup>();
+  }
+
+  __device__ __forceinline__ void wait_for_keys(u32 t) const {
+    mbarrier_wait(shared.keys_full(t % kPrefillStages), t / kPrefillStages & 1, "keys");
+    if constexpr (kCopied) fence_proxy_async_shared();
+  }
+  __device__ __forceinline__ void wait_for_values(u32 t) const {
+    mbarrier_wait(shared.values_full(t % kPrefillStages), t / kPrefillStages & 1, "values");
+    if constexpr (kCopied) fence_proxy_async_shared();
+  }
+
+  // All blocks of a tile; t counts those of all tiles.
+  __device__ __forceinline__ void attend(const Item& item, const Seen& blocks, u32& t) {
+    int block = blocks.end - 1;
+    wait_for_keys(t);
+    issue_scores(t % kPrefillStages);
+    warpgroup_wait<0>();
+    keep_behind_wait(scores);
+    arrive(shared.keys_free(t % kPrefillStages));
+    if (block == blocks.first) arrive(shared.query_free(consumer));
+    exponentiate(block);
+    pack();
+    const int valid = item.tokens - block * kBlock;
+    if (valid < kBlock) {
+      wait_for_values(t);
+      clear_values_past(t % kPrefillStages, max(valid, 0));
+    }
+#pragma unroll 1
+    for (--block; block >= blocks.first; --block, ++t) {
+      wait_for_keys(t + 1);
+      take_turn();
+      issue_scores((t + 1) % kPrefillStages);
+      wait_for_values(t);
+      issue_values(t % kPrefillStages);
+      give_turn();
+      warpgroup_wait<1>();
+      keep_behind_wait(scores);
+      arrive(shared.keys_free((t + 1) % kPrefillStages));
+      if (block == blocks.first) arrive(shared.query_free(consumer));
+      const bool grown = exponentiate(block);
+      warpgroup_wait<0>();
+      keep_behind_wait(output);
+      arrive(shared.values_free(t % kPrefillStages));
+      if (grown) {
+#pragma unroll
+        for (int i = 0; i < kValueTiles * 32; ++i) output[i] *= factor[i >> 1 & 1];
+      }
+      pack();
+    }
+    wait_for_values(t);
+    issue_values(t % kPrefillStages);
+    warpgroup_wait<0>();
+    keep_behind_wait(output);
+    arrive(shared.values_free(t % kPrefillStages));
+    ++t;
+  }
+
+  __device__ __forceinline__ void write(const RaggedTile& tile) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
+      sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
+      const float inverse = sum[r] == 0.0f ? 0.0f : reciprocal_approx(sum[r]);
+      const int of_tile = row + 8 * r;
+      const Query to(p, tile, of_tile);
+      const bool exists = of_tile < tile.rows;
+      if (exists && lane % 4 == 0)
+        p.lse[to.at.batch * p.lse_stride_batch + to.head * p.lse_stride_head + to.at.token * p.lse_stride_token] =
+            sum[r] == 0.0f ? p.empty_lse : (maximum[r] + log2_approx(sum[r])) * kLn2;
+      char* const out =
+          p.out + to.at.batch * p.out_stride_batch + to.at.token * p.out_stride_token + to.head * p.out_stride_head;
+#pragma unroll
+      for (int j = 0; j < kValueTiles * 8; j += 2)
+        store(out, exists, j * 8, output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse,
+              output[4 * j + 4 + 2 * r] * inverse, output[4 * j + 5 + 2 * r] * inverse);
+    }
+  }
+
+  // A quad of lanes stores 16 columns of a row, each lane a, b at 2 (lane % 4) and c, d eight columns later. In 16 bits
+  // lanes trade with their neighbour: eight bytes a lane, full 32-byte sectors.
+  __device__ __forceinline__ void store(char* out, bool exists, int column, float a, float b, float c, float d) const {
+    const int odd = lane % 2, quad_lane = lane % 4;
+    if (p.out_is_float) {
+      float* const destination = reinterpret_cast<float*>(out) + column + quad_lane * 2;
+      if (exists && has_column(p, column)) store_global_float2(destination, a, b);
+      if (exists && has_column(p, column + 8)) store_global_float2(destination + 8, c, d);
+    } else {
+      const u32 first = pack_pair<T>(a, b), second = pack_pair<T>(c, d);
+      const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+      char* const destination = out + (column + (odd ? 8 + (quad_lane - 1) * 2 : quad_lane * 2)) * 2;
+      if (exists && has_column(p, column + 8 * odd))
+        store_global_8(destination, odd ? received : first, odd ? second : received);
+    }
+  }
+
+  __device__ __forceinline__ void work() {
+    if (consumer == 1) give_turn();
+    u32 t = 0;
+#pragma unroll 1
+    for (u32 n = 0;; ++n) {
+      const Item item = item_at(shared, n);
+      if (item.rows == 0) break;
+      const RaggedTile tile = half_of(p, item, consumer);
+      const Seen blocks = blocks_of_item<kBlock>(p, item);
+      begin(tile, item.tokens);
+      mbarrier_wait(shared.query_full(consumer), n & 1, "the query");
+      if (blocks.end > blocks.first)
+        attend(item, blocks, t);
+      else
+        arrive(shared.query_free(consumer));
+      write(tile);
+    }
+    if (consumer == 0) take_turn();  // which the other one gave
+  }
+};
+
+template <typename T, int kKeyTiles, int kValueTiles, int kBlock, bool kCopied>
+__device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
+  using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock>;
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  const Layout shared = {shared_address(shared_bytes)};
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0), warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int s = 0; s < kPrefillStages; ++s) {
+      mbarrier_init(shared.keys_full(s), kCopied ? kWarpgroup : 1);
+      mbarrier_init(shared.values_full(s), kCopied ? kWarpgroup : 1);
+      mbarrier_init(shared.keys_free(s), 8);
+      mbarrier_init(shared.values_free(s), 8);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(shared.item_full(i), 1);
+      mbarrier_init(shared.item_free(i), kCopied ? 12 : 11);
+      mbarrier_init(shared.query_full(i), 1);
+      mbarrier_init(shared.query_free(i), 4);
+    }
+    fence_mbarrier_init();
+  }
+  grid_dependency_launch();
+  __syncthreads();
+  grid_dependency_wait();
+
+  if (warpgroup == 0) {
+    registers_decrease<kCopied ? 56 : 40>();
+    if constexpr (kCopied) {
+      load_rows<Layout, kKeyTiles, kValueTiles, kBlock>(p, shared);
+    } else if (warp == 0) {
+      load_boxes<Layout, kKeyTiles, kValueTiles, kBlock>(p, shared);
+    } else if (warp == 1) {
+      Dealer<Layout> dealer(p, shared);
+      while (dealer.announce()) {
+      }
+    } else {
+      for (u32 n = 0;; ++n) {
+        const Item item = item_at(shared, n);
+        if (item.rows == 0) return;
+        copy_query_of<Layout, kKeyTiles>(p, shared, item, warp - 2, n);
+      }
+    }
+  } else {
+    registers_increase<kCopied ? 224 : 232>();
+    PrefillConsumer<T, kKeyTiles, kValueTiles, kBlock, kCopied> consumer(p, shared, warpgroup - 1);
+    consumer.work();
+  }
+}
+
+}  // namespace cumla::mha
