@@ -4,7 +4,8 @@
 // grid = (1, parts, kv heads), 384 threads, one CTA an SM.
 //
 // Three warpgroups. Warpgroup 0 loads: warp 0 keys and values (TMA), or all four warps a quarter of the rows each where
-// pages are no multiple of eight tokens; warps 2 and 3 the query rows. Warpgroups 1 and 2 compute, every second block
+// pages are no multiple of eight tokens; warps 2 and 3 the query rows. e4m3 keys and values all four warps convert on
+// their way (attention/e4m3.cuh), and their factors multiply scores and outputs. Warpgroups 1 and 2 compute, every second block
 // each, with a running maximum, sums and output of their own. At the end of a tile they exchange halves of their
 // outputs: consumer c keeps the columns of half c.
 //
@@ -12,7 +13,10 @@
 //
 // Shared memory: query 8,192 a 64 columns + stages of as much for keys and for values + exchange of 64 x value columns
 //                x 4 + sums 1,536 + barriers 256; 231,168 B of 232,448 with 256 columns and two stages
-// Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56
+// Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; beside loaders that convert
+//                176 and 152, or 192 and 120 with 256 columns
+#include "mha/attention/e4m3.cuh"
+#include "mha/attention/layout.cuh"
 #include "split/join.cuh"
 #include "split/output.cuh"
 #include "split/plan.cuh"
@@ -36,61 +40,14 @@ constexpr float kMaximumSlack = 8.0f;
 constexpr float kLowest = -3e38f;  // stands for no score yet: below every score, and finite
 constexpr float kLog2E = 1.4426950408889634f;
 
-struct Columns {
-  const char* base;
-  i64 stride_page, stride_row, stride_head;
-};
-
-struct AttentionParams {
-  TensorMap key_map, value_map;  // dims (columns, page_size, num_kv_heads, num_pages), box (64, box_rows, 1, 1)
-  Columns keys, values;          // of pages whose rows are copied one by one
-  const char* q;
-  i64 q_stride_batch, q_stride_token, q_stride_head;
-  char* out;
-  i64 out_stride_batch, out_stride_token, out_stride_head;
-  float* lse;
-  i64 lse_stride_batch, lse_stride_head, lse_stride_token;
-  const int* block_table;  // null: keys and values are rows without pages
-  i64 block_table_stride;
-  const float* sinks;  // [num_heads], or null
-  const Place* places;
-  const Part* parts_in;
-  Ticket* tickets;
-  float4* partial_out;
-  float* partial_lse;
-  i64 max_tokens;    // of a request
-  i64 page_entries;  // of the block table, from its first to its last, or of a list of pages
-  int batch;
-  int parts;
-  int num_pages;
-  int page_size;
-  int box_rows;
-  int key_columns, value_columns;
-  int q_len;         // of all requests together
-  int tokens_apart;  // of a request, where q, out and lse have an axis of requests; else 0
-  int heads_per_group;
-  int row_groups;
-  int may_wait;
-  int causal;
-  int window_left, window_right;  // -1: unbounded
-  int out_is_float;
-  float scale_log2;  // softmax_scale * log2(e), or softcap * log2(e)
-  float to_softcap;  // 2 * softmax_scale / softcap * log2(e), or 0
-  Divisor by_heads_per_group, by_page_size, by_tokens_apart;
-  int batch_invariant;
-  float empty_lse;
-};
-
-__device__ __forceinline__ TokenPlace place_of(const AttentionParams& p, int, int token) {
-  if (p.tokens_apart == 0) return {0, token};
-  const int request = quotient(token, p.by_tokens_apart);
-  return {request, token - request * p.tokens_apart};
-}
-__device__ __forceinline__ bool has_column(const AttentionParams& p, int column) { return column < p.value_columns; }
-
 template <int kKeyTiles, int kValueTiles>
 struct SharedLayout {
+  static constexpr int kTileBytes = mha::kTileBytes;
   static constexpr int kStages = kKeyTiles + kValueTiles > 4 ? 2 : 4;
+  // In registers, where e4m3 is converted: up to 80 a thread.
+  static constexpr int kHeldBlocks = kKeyTiles + kValueTiles <= 2 ? 4 : kKeyTiles + kValueTiles <= 5 ? 2 : 1;
+  static constexpr int kLoaderRegisters = kValueTiles > 2 ? 120 : 152;  // that convert
+  static constexpr int kConsumerRegisters = kValueTiles > 2 ? 192 : 176;
   static constexpr int kKeyBytes = kKeyTiles * kTileBytes, kValueBytes = kValueTiles * kTileBytes;
   static constexpr int kExchangeBytes = 2 * kRowTile * kValueTiles * 32 * 4;
   static constexpr int kSumsBytes = 2 * 3 * kRowTile * 4, kBarrierBytes = 256;
@@ -115,50 +72,6 @@ struct SharedLayout {
   __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
   __device__ __forceinline__ u32 words() const { return query_full() + 16; }
 };
-
-// Tokens of the request that a row of a tile sees: [first, end).
-struct Seen {
-  int first, end;
-};
-
-__device__ __forceinline__ Seen seen_by(const AttentionParams& p, const RaggedTile& tile, const Segment& segment,
-                                        int row) {
-  const int position = segment.tokens - tile.q_len + min(tile.token_of(p, row), tile.q_len - 1);
-  Seen seen = {0, segment.tokens};
-  if (p.window_right >= 0) seen.end = min(static_cast<i64>(segment.tokens), static_cast<i64>(position) + p.window_right + 1);
-  if (p.window_left >= 0) seen.first = max(position - min(p.window_left, segment.tokens), 0);
-  return seen;
-}
-
-// The segment at a place, without the blocks that lie before all windows.
-__device__ __forceinline__ Segment visible_segment(const AttentionParams& p, RaggedTile& tile, const Part& part,
-                                                   int place) {
-  Segment segment = segment_of(p, tile, part, place);
-  int end = segment.begin + segment.blocks;
-  if (p.block_table == nullptr) {  // no more rows than there are
-    segment.tokens = min(static_cast<i64>(segment.tokens), max(p.page_entries - tile.pages, i64{0}));
-    end = max(min(end, blocks_of(max(segment.tokens - tile.least_shift, 0))), segment.begin);
-  }
-  segment.begin = max(segment.begin, min(seen_by(p, tile, segment, 0).first / kBlockTokens, end));
-  segment.blocks = end - segment.begin;
-  return segment;
-}
-
-// The page of a token of the request; -1 if there is none.
-__device__ __forceinline__ int page_of(const AttentionParams& p, const RaggedTile& tile, const Segment& segment,
-                                       int token, int& row) {
-  if (p.block_table == nullptr) {
-    const i64 at = tile.pages + token;
-    row = static_cast<int>(at);
-    return token < segment.tokens && at >= 0 && at < p.page_entries ? 0 : -1;
-  }
-  const u32 entry = quotient(min(token, max(segment.tokens - 1, 0)), p.by_page_size);
-  row = token - static_cast<int>(entry) * p.page_size;
-  const u64 at = static_cast<u64>(tile.pages) * p.block_table_stride + entry;
-  if (token >= segment.tokens || at >= static_cast<u64>(p.page_entries)) return -1;
-  const int page = p.block_table[at];
-  return static_cast<u32>(page) < static_cast<u32>(p.num_pages) ? page : -1;
-}
 
 // One warp loads keys and values by boxes, each lane its own of a block.
 template <typename Layout>
@@ -278,8 +191,9 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
 }
 
 // One consumer warpgroup. Rows of a thread: 16 warp + lane / 4 and that + 8; in every group of eight columns the two at
-// 2 (lane % 4). kCopied: tiles were written by threads' own copies, not by TMA.
-template <typename T, int kKeyTiles, int kValueTiles, bool kCopied>
+// 2 (lane % 4). kCopied: tiles were written by threads' own copies, not by TMA. kScaled: keys and
+// values have factors.
+template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled>
 struct Consumer {
   using Layout = SharedLayout<kKeyTiles, kValueTiles>;
   static constexpr int kGroups = kValueTiles * 8, kHalf = kGroups / 2;  // of eight value columns
@@ -293,6 +207,7 @@ struct Consumer {
   u32 probabilities[16];
   float maximum[2], sum[2], weight[2];
   Seen seen[2];
+  float key_factor, value_factor;  // kScaled
 
   __device__ __forceinline__ Consumer(const AttentionParams& p, const Layout& shared, const RaggedTile& tile,
                                       int consumer)
@@ -306,10 +221,20 @@ struct Consumer {
     if (lane == 0) mbarrier_arrive(barrier);
   }
 
+  // Factors of a product of query and key, to the base 2: p.scale_log2 is that of what is capped where there is a cap.
+  __device__ __forceinline__ float score_factor() const {
+    return kScaled && p.to_softcap == 0.0f ? p.scale_log2 * key_factor : p.scale_log2;
+  }
+  __device__ __forceinline__ float cap_factor() const { return kScaled ? p.to_softcap * key_factor : p.to_softcap; }
+
   // The sink counts once: in the first piece of a row tile, for consumer 0.
   __device__ __forceinline__ void begin(const Segment& segment) {
 #pragma unroll
     for (int i = 0; i < kGroups * 4; ++i) output[i] = 0.0f;
+    if constexpr (kScaled) {
+      key_factor = p.key_scale.of(request_of(p, tile));
+      value_factor = p.value_scale.of(request_of(p, tile));
+    }
     const bool has_sink = p.sinks != nullptr && consumer == 0 && segment.first_part == blockIdx.y;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -367,7 +292,7 @@ struct Consumer {
     if (p.to_softcap == 0.0f) return;
 #pragma unroll
     for (int i = 0; i < 32; ++i)
-      scores[i] = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(scores[i] * p.to_softcap));
+      scores[i] = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(scores[i] * cap_factor()));
   }
 
   // Nothing to do where the first row sees the block's last token, and the last row its first.
@@ -394,7 +319,7 @@ struct Consumer {
       next[r] = scores[2 * r];
 #pragma unroll
       for (int j = 0; j < 8; ++j) next[r] = fmaxf(next[r], fmaxf(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
-      next[r] *= p.scale_log2;
+      next[r] *= score_factor();
       next[r] = fmaxf(next[r], __shfl_xor_sync(0xffffffffu, next[r], 1));
       next[r] = fmaxf(next[r], __shfl_xor_sync(0xffffffffu, next[r], 2));
       if (next[r] <= maximum[r] + kMaximumSlack) next[r] = maximum[r];
@@ -416,8 +341,8 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < 32; i += 2) {
       const int r = i >> 1 & 1;
-      const float low = exp2_approx(__fmaf_rn(scores[i], p.scale_log2, -maximum[r]));
-      const float high = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -maximum[r]));
+      const float low = exp2_approx(__fmaf_rn(scores[i], score_factor(), -maximum[r]));
+      const float high = exp2_approx(__fmaf_rn(scores[i + 1], score_factor(), -maximum[r]));
       sum[r] += low + high;
       probabilities[i / 2] = pack_pair<T>(low, high);
       weight[r] += sum_of_pair<T>(probabilities[i / 2]);
@@ -492,6 +417,7 @@ struct Consumer {
       const float rounded =
           own[r] * weight[r] + other[r] * load_shared_float(shared.of_row(1 - consumer, 2, row + 8 * r));
       inverse[r] = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
+      if constexpr (kScaled) inverse[r] *= value_factor;
       lse[r] = total == 0.0f ? -kInfinity : highest + log2_approx(total);
     }
     float half[kHalf * 4];
@@ -544,7 +470,7 @@ struct Consumer {
   }
 };
 
-template <typename T, int kKeyTiles, int kValueTiles, bool kCopied>
+template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kE4m3 = false>
 __device__ __forceinline__ void attention(const AttentionParams& p) {
   using Layout = SharedLayout<kKeyTiles, kValueTiles>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -553,8 +479,8 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int s = 0; s < Layout::kStages; ++s) {
-      mbarrier_init(shared.keys_full(s), kCopied ? kWarpgroup : 1);
-      mbarrier_init(shared.values_full(s), kCopied ? kWarpgroup : 1);
+      mbarrier_init(shared.keys_full(s), kE4m3 ? 4 : kCopied ? kWarpgroup : 1);
+      mbarrier_init(shared.values_full(s), kE4m3 ? 4 : kCopied ? kWarpgroup : 1);
       mbarrier_init(shared.keys_free(s), 4);
       mbarrier_init(shared.values_free(s), 4);
     }
@@ -570,16 +496,18 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
   const int last_place = last_place_of(p, part);
   RaggedTile tile(p);
   if (warpgroup == 0) {
-    registers_decrease<56>();
-    if (kCopied)
+    registers_decrease<kE4m3 ? Layout::kLoaderRegisters : 56>();
+    if constexpr (kE4m3)
+      load_e4m3<T>(p, shared, tile, part, last_place);
+    else if (kCopied)
       load_rows(p, shared, tile, part, last_place);
     else if (warp == 0)
       load_boxes(p, shared, tile, part, last_place);
     else if (warp >= 2)
       load_queries(p, shared, tile, part, last_place, warp - 2);
   } else {
-    registers_increase<224>();
-    Consumer<T, kKeyTiles, kValueTiles, kCopied> consumer(p, shared, tile, warpgroup - 1);
+    registers_increase<kE4m3 ? Layout::kConsumerRegisters : 224>();
+    Consumer<T, kKeyTiles, kValueTiles, kCopied, kE4m3> consumer(p, shared, tile, warpgroup - 1);
     int t = 0;
     for (int place = part.place; place <= last_place; ++place) {
       const Segment segment = visible_segment(p, tile, part, place);

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// Parameters of attention, and which keys a query row sees, in which pages.
+#pragma once
+#include "split/output.cuh"
+#include "split/plan.cuh"
+#include "split/tile.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::mha {
+
+using namespace split;
+
+struct Columns {
+  const char* base;
+  i64 stride_page, stride_row, stride_head;
+};
+
+// One factor, one per kv head, or one per request and kv head; strides in elements.
+struct Scales {
+  const float* data;  // null: `value`
+  i64 stride_request, stride_head;
+  float value;
+  int requests;  // that have factors of their own
+
+  __device__ __forceinline__ float of(int request) const {
+    if (data == nullptr) return value;
+    return data[min(max(request, 0), requests - 1) * stride_request + blockIdx.z * stride_head];
+  }
+};
+
+struct AttentionParams {
+  TensorMap key_map, value_map;  // dims (columns, page_size, num_kv_heads, num_pages), box (64, box_rows, 1, 1)
+  Columns keys, values;          // of pages whose rows are copied one by one
+  const char* q;
+  i64 q_stride_batch, q_stride_token, q_stride_head;
+  char* out;
+  i64 out_stride_batch, out_stride_token, out_stride_head;
+  float* lse;
+  i64 lse_stride_batch, lse_stride_head, lse_stride_token;
+  const int* block_table;  // null: keys and values are rows without pages
+  i64 block_table_stride;
+  const float* sinks;  // [num_heads], or null
+  const Place* places;
+  const Part* parts_in;
+  Ticket* tickets;
+  float4* partial_out;
+  float* partial_lse;
+  i64 max_tokens;    // of a request
+  i64 page_entries;  // of the block table, from its first to its last, or of a list of pages
+  int batch;
+  int parts;
+  int num_pages;
+  int page_size;
+  int box_rows;
+  int key_columns, value_columns;
+  int q_len;         // of all requests together
+  int tokens_apart;  // of a request, where q, out and lse have an axis of requests; else 0
+  int heads_per_group;
+  int row_groups;
+  int may_wait;
+  int causal;
+  int window_left, window_right;  // -1: unbounded
+  int out_is_float;
+  float scale_log2;  // softmax_scale * log2(e), or softcap * log2(e)
+  float to_softcap;  // 2 * softmax_scale / softcap * log2(e), or 0
+  Divisor by_heads_per_group, by_page_size, by_tokens_apart;
+  int batch_invariant;
+  float empty_lse;
+  Scales key_scale, value_scale;  // of e4m3
+};
+
+__device__ __forceinline__ TokenPlace place_of(const AttentionParams& p, int, int token) {
+  if (p.tokens_apart == 0) return {0, token};
+  const int request = quotient(token, p.by_tokens_apart);
+  return {request, token - request * p.tokens_apart};
+}
+__device__ __forceinline__ bool has_column(const AttentionParams& p, int column) { return column < p.value_columns; }
+
+// Tokens of the request that a row of a tile sees: [first, end).
+struct Seen {
+  int first, end;
+};
+
+__device__ __forceinline__ Seen seen_by(const AttentionParams& p, const RaggedTile& tile, const Segment& segment,
+                                        int row) {
+  const int position = segment.tokens - tile.q_len + min(tile.token_of(p, row), tile.q_len - 1);
+  Seen seen = {0, segment.tokens};
+  if (p.window_right >= 0) seen.end = min(static_cast<i64>(segment.tokens), static_cast<i64>(position) + p.window_right + 1);
+  if (p.window_left >= 0) seen.first = max(position - min(p.window_left, segment.tokens), 0);
+  return seen;
+}
+
+// The segment at a place, without the blocks that lie before all windows.
+__device__ __forceinline__ Segment visible_segment(const AttentionParams& p, RaggedTile& tile, const Part& part,
+                                                   int place) {
+  Segment segment = segment_of(p, tile, part, place);
+  int end = segment.begin + segment.blocks;
+  if (p.block_table == nullptr) {  // no more rows than there are
+    segment.tokens = min(static_cast<i64>(segment.tokens), max(p.page_entries - tile.pages, i64{0}));
+    end = max(min(end, blocks_of(max(segment.tokens - tile.least_shift, 0))), segment.begin);
+  }
+  segment.begin = max(segment.begin, min(seen_by(p, tile, segment, 0).first / kBlockTokens, end));
+  segment.blocks = end - segment.begin;
+  return segment;
+}
+
+// The page number of a token of the request, as it stands in the table; -1 if there is none.
+__device__ __forceinline__ int page_number_of(const AttentionParams& p, const RaggedTile& tile, const Segment& segment,
+                                              int token, int& row) {
+  if (p.block_table == nullptr) {
+    const i64 at = tile.pages + token;
+    row = static_cast<int>(at);
+    return token < segment.tokens && at >= 0 && at < p.page_entries ? 0 : -1;
+  }
+  const u32 entry = quotient(min(token, max(segment.tokens - 1, 0)), p.by_page_size);
+  row = token - static_cast<int>(entry) * p.page_size;
+  const u64 at = static_cast<u64>(tile.pages) * p.block_table_stride + entry;
+  if (token >= segment.tokens || at >= static_cast<u64>(p.page_entries)) return -1;
+  return p.block_table[at];
+}
+
+__device__ __forceinline__ bool is_page(const AttentionParams& p, int number) {
+  return static_cast<u32>(number) < static_cast<u32>(p.num_pages);
+}
+
+// The page of a token of the request; -1 if there is none.
+__device__ __forceinline__ int page_of(const AttentionParams& p, const RaggedTile& tile, const Segment& segment,
+                                       int token, int& row) {
+  const int page = page_number_of(p, tile, segment, token, row);
+  return is_page(p, page) ? page : -1;
+}
+
+// The request of a tile, where factors are told apart by it: then either q has an axis of requests, or their rows of
+// the block table tell it.
+__device__ __forceinline__ int request_of(const AttentionParams& p, const RaggedTile& tile) {
+  return p.tokens_apart == 0 ? static_cast<int>(tile.pages) : quotient(tile.q_begin, p.by_tokens_apart);
+}
+
+}  // namespace cumla::mha
