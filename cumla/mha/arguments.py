@@ -14,6 +14,7 @@ from cumla.core.arguments import (
     check_lies,
     check_written,
 )
+from cumla.launch.mha.append_kv_cache import Scale
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,6 +32,7 @@ __all__ = [
     "check_rotation",
     "checked_layout",
     "checked_rows",
+    "checked_scales",
     "checked_written_cache",
     "swapped",
     "tables_of",
@@ -98,6 +100,39 @@ def checked_written_cache(name: str, view: ArrayView, rows: ArrayView, layout: s
     check_written(name, view)
     check_layout(name, view)
     return pages
+
+
+def checked_scales(
+    name: str,
+    view: ArrayView | None,
+    number: float | None,
+    cache: ArrayView,
+    batch: int | None,
+    told: str,
+) -> Scale:
+    """Check the factor of an e4m3 cache, and give it the axes (batch, num_kv_heads).
+
+    `batch` is None where the requests of rows are not told, and `told` says in a message when they
+    are.
+    """
+    if view is None and number is None:
+        return Scale()
+    if cache.dtype not in E4M3:
+        raise ValueError(f"{name}: needs an e4m3 cache, got {cache.dtype}; leave it out")
+    if view is None:
+        return Scale(1.0 if number is None else number)
+    heads = cache.shape[2]
+    check_dtype(name, view.dtype, ("float32",))
+    check_lies(name, view, "elements")
+    if view.shape == (batch, heads):
+        return Scale(view=view)
+    if view.shape not in ((), (1,), (heads,)):
+        raise ValueError(
+            f"{name}: needs shape (1,), ({heads},), or (batch, {heads}) {told}, got {view.shape}; "
+            f"reshape it"
+        )
+    stride = view.strides[0] if view.shape == (heads,) and heads > 1 else 0
+    return Scale(view=view._replace(shape=(1, heads), strides=(0, stride)))
 
 
 def swapped(view: ArrayView) -> ArrayView:

@@ -21,6 +21,7 @@ from cumla.core.arguments import (
     checked_flag,
     checked_int,
     checked_scale,
+    number_of,
 )
 from cumla.core.arrays import open_call
 from cumla.core.operation import Scheduled, run
@@ -43,22 +44,25 @@ from cumla.launch.module import load
 from cumla.launch.split.plan import MOST_TOKENS
 from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch
-from cumla.mha.arguments import DTYPES, batched, checked_layout, swapped
+from cumla.mha.arguments import DTYPES, E4M3, batched, checked_layout, checked_scales, swapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cumla.core.arrays import ArrayView
     from cumla.core.paged import Host, Results
+    from cumla.launch.mha.append_kv_cache import Scale
     from cumla.launch.source import KernelSpec
 
 __all__ = ["AttentionPlan", "attention"]
 
 _MOST_COLUMNS = 256
+_E4M3 = "float8_e4m3fn"
+_FACTORS = ("k_scale", "v_scale")
 _MOST_PLACES = (1 << 31) - 1  # row tiles that a schedule can number
 _SIZES = (
     *("total_tokens", "num_heads", "num_kv_heads", "head_dim", "head_dim_v", "page_size"),
-    *("dtype", "q_len"),
+    *("dtype", "cache_dtype", "q_len"),
 )
 
 
@@ -77,6 +81,8 @@ def attention(
     softcap: float | None = None,
     sinks: Any = None,
     softmax_scale: float | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     kv_layout: str = "NHD",
     out: Any = None,
     lse: Any = None,
@@ -107,7 +113,8 @@ def attention(
         Pages ``(num_pages, page_size, num_kv_heads, head_dim)`` of q's dtype, of any page size;
         v may have another head_dim_v, a multiple of 8 up to 256. num_heads is a multiple of
         num_kv_heads. Strides as for q: of a packed cache pass its two parts. Or ragged rows
-        ``(total_kv, num_kv_heads, head_dim)`` without pages.
+        ``(total_kv, num_kv_heads, head_dim)`` without pages. Or both float8_e4m3fn, or uint8 with
+        its bits, with multiples of 16 columns.
     kv_lens : array
         ``(batch,)`` int32: keys of each request, those of its queries included. Clamped to what the
         pages of the request hold. For ragged rows the differences of kv_indptr by default.
@@ -134,6 +141,12 @@ def attention(
         no value. It is not multiplied by softmax_scale, and lse includes it.
     softmax_scale : float, optional
         Factor of the scores, ``head_dim ** -0.5`` by default.
+    k_scale, v_scale : float or array, optional
+        Factors of e4m3 keys and values: the value is the stored number times the factor, above 0. A
+        number lies between 2 ** -126 and 2 ** 126. An array is float32, ``(1,)``,
+        ``(num_kv_heads,)`` or, with block_table or where q has four axes, ``(batch,
+        num_kv_heads)``; the kernel reads it, and it may change between the replays of a graph. 1 by
+        default.
     kv_layout : str
         ``"NHD"``, or ``"HND"`` for pages ``(num_pages, num_kv_heads, page_size, head_dim)``.
     out, lse : array, optional
@@ -175,8 +188,11 @@ def attention(
     >>> out.shape, lse.shape
     ((5, 8, 64), (5, 8))
     """
-    options = _checked_options(causal, window, softcap, softmax_scale, kv_layout)
+    numbers = number_of("k_scale", k_scale), number_of("v_scale", v_scale)
+    options = _checked_options(causal, window, softcap, softmax_scale, kv_layout, numbers)
     optional = {
+        "k_scale": k_scale if numbers[0] is None else None,
+        "v_scale": v_scale if numbers[1] is None else None,
         "sinks": sinks,
         "block_table": block_table,
         "kv_indices": kv_indices,
@@ -199,10 +215,16 @@ class _Options(NamedTuple):
     softcap: float  # 0: none
     softmax_scale: float | None
     layout: str
+    factors: tuple[float | None, float | None] = (None, None)  # of e4m3, where they are numbers
 
 
 def _checked_options(
-    causal: Any, window: Any, softcap: Any, softmax_scale: Any, kv_layout: Any
+    causal: Any,
+    window: Any,
+    softcap: Any,
+    softmax_scale: Any,
+    kv_layout: Any,
+    factors: tuple[float | None, float | None],
 ) -> _Options:
     causal = checked_flag("causal", causal)
     cap = 0.0 if softcap is None else as_number("softcap", softcap)
@@ -211,7 +233,7 @@ def _checked_options(
             f"softcap: needs a number from 0.001 to 1000000.0, got {softcap}; leave it out for none"
         )
     scale = None if softmax_scale is None else checked_scale(softmax_scale, 1.0)
-    return _Options(causal, _sides(window, causal), cap, scale, checked_layout(kv_layout))
+    return _Options(causal, _sides(window, causal), cap, scale, checked_layout(kv_layout), factors)
 
 
 def _sides(window: Any, causal: bool) -> tuple[int, int]:
@@ -243,11 +265,13 @@ class _Attend(Attend[MHAArguments, MHAKey]):
         bind({"sinks": Array("num_heads", ("float32",), "row")}, views, {"num_heads": q.shape[-2]})
         if not has_pages:
             k, v = batched(k), batched(v)  # one page
+        factors = _checked_factors(given, options.factors, (k, v), pages)
         scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
         window, cap = options.window, options.softcap
         sinks = given.get("sinks")
         return MHAArguments(
-            q, k, v, pages, sinks, scale, cap, window, options.causal, options.layout
+            *(q, k, v, pages, sinks, scale, cap, window, options.causal, options.layout),
+            *factors,
         )
 
     def value_dim(self, arguments: MHAArguments) -> int:
@@ -280,6 +304,9 @@ class _Attend(Attend[MHAArguments, MHAKey]):
         a = arguments
         options: dict[str, Any] = {**host, "causal": a.causal, "window": a.window}
         options |= {"softcap": a.softcap or None, "softmax_scale": a.softmax_scale}
+        if a.k.dtype in E4M3:
+            options.setdefault("k_scale", a.k_scale.number)
+            options.setdefault("v_scale", a.v_scale.number)
         return reference.attention(**options, kv_layout=a.layout)
 
 
@@ -325,7 +352,8 @@ def _shape_of(a: MHAArguments) -> tuple[Any, ...]:
     q_len = tokens[1] if len(tokens) == 2 else 0
     page_size = 0 if a.pages is None else a.k.shape[1]
     heads = num_heads, a.k.shape[2], head_dim, a.v.shape[3]
-    return prod(tokens), *heads, page_size, a.q.dtype, q_len
+    cache_dtype = _E4M3 if a.k.dtype in E4M3 else a.k.dtype
+    return prod(tokens), *heads, page_size, a.q.dtype, cache_dtype, q_len
 
 
 @lru_cache(maxsize=1024)
@@ -333,10 +361,8 @@ def _key(
     batch: int, shape: tuple[Any, ...], causal: bool, device: int | None, sm_count: int
 ) -> MHAKey:
     """Make a key, the same object each time: it keeps what follows from it."""
-    total, num_heads, num_kv_heads, head_dim, head_dim_v, page_size, dtype, q_len = shape
-    columns = head_dim, head_dim_v, page_size
-    heads = num_heads, num_kv_heads
-    key = MHAKey(batch, total, *heads, *columns, dtype, causal, q_len, device, sm_count)
+    *sizes, q_len = shape
+    key = MHAKey(batch, *sizes, causal, q_len, device, sm_count)
     if key.num_places > _MOST_PLACES:
         raise ValueError(
             f"q: needs fewer query tokens, or heads, than a schedule can hold, got "
@@ -354,24 +380,34 @@ def _checked_rows(name: str, given: Views) -> ArrayView:
     assert view is not None
     q = given["q"]
     assert q is not None
-    check_dtype(name, view.dtype, DTYPES if name == "q" else (q.dtype,))
+    check_dtype(name, view.dtype, DTYPES if name == "q" else (q.dtype, *E4M3))
     axes = {
         "q": "(total_tokens, num_heads, head_dim) or (batch, q_len, num_heads, head_dim)",
         "k": "(num_pages, page_size, num_kv_heads, head_dim) or (total_kv, num_kv_heads, head_dim)",
         "v": "(num_pages, page_size, num_kv_heads, head_dim_v), or rows, as k",
     }[name]
     columns = view.shape[-1] if len(view.shape) in (3, 4) else 0
-    if not columns or columns % 8 or columns > _MOST_COLUMNS:
+    step = _column_step(view.dtype)
+    if not columns or columns % step or columns > _MOST_COLUMNS:
         raise ValueError(
-            f"{name}: needs shape {axes} with a multiple of 8 columns up to {_MOST_COLUMNS}, got "
-            f"{view.shape}; reshape it, or pad the columns with zeros"
+            f"{name}: needs shape {axes} with a multiple of {step} columns up to {_MOST_COLUMNS}, "
+            f"got {view.shape}; reshape it, or pad the columns with zeros"
         )
     check_layout(name, view)
     return view
 
 
+def _column_step(dtype: str) -> int:
+    """Tell of what number columns are a multiple, of rows of a dtype."""
+    return 16 if dtype in E4M3 else 8
+
+
 def _check_heads(q: ArrayView, k: ArrayView, v: ArrayView) -> None:
     """Check that queries, keys and values fit together; pages have the order of NHD."""
+    if (k.dtype in E4M3) != (v.dtype in E4M3):
+        raise TypeError(
+            f"v: needs the kind of numbers of k, {k.dtype}, got {v.dtype}; pass both of one layer"
+        )
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(
             f"k: needs the {q.shape[-1]} columns of q, got shape {k.shape}; pass the cache of this "
@@ -393,6 +429,28 @@ def _check_heads(q: ArrayView, k: ArrayView, v: ArrayView) -> None:
             f"q: needs a multiple of the {num_kv_heads} kv heads of k, got {num_heads} heads in "
             f"shape {q.shape}; check the axes of k (kv_layout) and of q"
         )
+
+
+def _checked_factors(
+    given: Views,
+    numbers: tuple[float | None, float | None],
+    caches: tuple[ArrayView, ArrayView],
+    pages: ArrayView | None,
+) -> list[Scale]:
+    """Check the factors of keys and of values."""
+    q = given["q"]
+    assert q is not None
+    batch = None
+    if len(q.shape) == 4:
+        batch = q.shape[0]
+    elif pages is not None and len(pages.shape) == 2:
+        batch = pages.shape[0]
+    return [
+        checked_scales(
+            name, given.get(name), number, cache, batch, "with block_table or q of four axes"
+        )
+        for name, number, cache in zip(_FACTORS, numbers, caches, strict=True)
+    ]
 
 
 def _checked_form(given: Views, has_pages: bool, layout: str) -> ArrayView | None:
@@ -471,7 +529,9 @@ class AttentionPlan(TableOrList[MHAKey]):
         Query tokens of each request, where q is ``(batch, q_len, num_heads, head_dim)``: then
         total_tokens is ``batch * q_len``.
     dtype : str
-        ``"bfloat16"`` or ``"float16"``.
+        ``"bfloat16"`` or ``"float16"``: of q, and of k and v unless `cache_dtype` says otherwise.
+    cache_dtype : str, optional
+        ``"float8_e4m3fn"`` for e4m3 keys and values; dtype by default.
     causal, window
         As in :func:`attention`.
     device, workspace, like, stream : optional
@@ -507,6 +567,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         page_size: int = 64,
         q_len: int | None = None,
         dtype: str = "bfloat16",
+        cache_dtype: str | None = None,
         causal: bool = True,
         window: int | Sequence[int | None] | None = None,
         device: int | None = None,
@@ -517,7 +578,8 @@ class AttentionPlan(TableOrList[MHAKey]):
         causal = checked_flag("causal", causal)
         self._usual = _Options(causal, _sides(window, causal), 0.0, None, "NHD")
         heads = num_heads, num_kv_heads, head_dim, head_dim_v
-        shape = _checked_shape(batch, total_tokens, heads, page_size, q_len, dtype)
+        dtypes = dtype, cache_dtype
+        shape = _checked_shape(batch, total_tokens, heads, page_size, q_len, dtypes)
         check_device_number(device)
 
         def key_on(on: int | None) -> MHAKey:
@@ -572,6 +634,7 @@ class AttentionPlan(TableOrList[MHAKey]):
                 page_size=k_view.shape[1] if len(k_view.shape) == 4 else 0,
                 q_len=q_len,
                 dtype=q_view.dtype,
+                cache_dtype=_E4M3 if k_view.dtype in E4M3 else None,
                 causal=causal,
                 window=window,
                 workspace=workspace,
@@ -595,7 +658,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         `sm_count` and errors are as in :meth:`cumla.MLADecodePlan.workspace_bytes`.
         """
         heads = num_heads, num_kv_heads, head_dim, head_dim_v
-        shape = _checked_shape(batch, total_tokens, heads, 64, None, "bfloat16")
+        shape = _checked_shape(batch, total_tokens, heads, 64, None, ("bfloat16", None))
         if sm_count is None:
             sm_count = properties(current_device()).sm_count
         sm_count = checked_int("sm_count", sm_count, "leave it out to ask the current GPU")
@@ -636,6 +699,8 @@ class AttentionPlan(TableOrList[MHAKey]):
         softcap: float | None = None,
         sinks: Any = None,
         softmax_scale: float | None = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
         kv_layout: str = "NHD",
         out: Any = None,
         lse: Any = None,
@@ -645,15 +710,22 @@ class AttentionPlan(TableOrList[MHAKey]):
 
         Parameters
         ----------
-        q, k, v, block_table, kv_indices, softcap, sinks, softmax_scale, kv_layout, out, lse, stream
+        q, k, v, block_table, kv_indices, softcap, sinks, softmax_scale, k_scale, v_scale, \
+kv_layout, out, lse, stream
             As in :func:`attention`. Of block_table and kv_indices the one that the last update asks
             for, and neither for rows without pages.
         """
-        options = self._usual
-        if (softcap, softmax_scale, kv_layout) != (None, None, "NHD"):
-            options = _checked_options(self.key.causal, None, softcap, softmax_scale, kv_layout)
+        options, factors, inputs = self._usual, (None, None), {"q": q, "k": k, "v": v}
+        if k_scale is not None or v_scale is not None:
+            factors = number_of("k_scale", k_scale), number_of("v_scale", v_scale)
+            for name, scale, number in zip(_FACTORS, (k_scale, v_scale), factors, strict=True):
+                if scale is not None and number is None:
+                    inputs[name] = scale
+        if (softcap, softmax_scale, kv_layout, factors) != (None, None, "NHD", (None, None)):
+            options = _checked_options(
+                self.key.causal, None, softcap, softmax_scale, kv_layout, factors
+            )
             options = options._replace(window=self._usual.window)
-        inputs = {"q": q, "k": k, "v": v}
         if sinks is not None:
             inputs["sinks"] = sinks
         for name, pages in (("block_table", block_table), ("kv_indices", kv_indices)):
@@ -683,7 +755,12 @@ class AttentionPlan(TableOrList[MHAKey]):
 
 
 def _checked_shape(
-    batch: Any, total_tokens: Any, heads: tuple[Any, ...], page_size: Any, q_len: Any, dtype: Any
+    batch: Any,
+    total_tokens: Any,
+    heads: tuple[Any, ...],
+    page_size: Any,
+    q_len: Any,
+    dtypes: tuple[Any, Any],
 ) -> tuple[Any, ...]:
     """Check the numbers of a plan, and give them as _SIZES lists them."""
     num_heads, num_kv_heads, head_dim, head_dim_v = heads
@@ -692,10 +769,12 @@ def _checked_shape(
     named = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     for name, value in {**named, "head_dim_v": head_dim_v}.items():
         checked_int(name, value, "nothing to plan for")
+    dtype, cache_dtype = _checked_dtypes(*dtypes)
+    step = _column_step(cache_dtype)
     for name, value in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
-        if value % 8 or value > _MOST_COLUMNS:
+        if value % step or value > _MOST_COLUMNS:
             raise ValueError(
-                f"{name}: needs a multiple of 8 up to {_MOST_COLUMNS}, got {value}; pad the "
+                f"{name}: needs a multiple of {step} up to {_MOST_COLUMNS}, got {value}; pad the "
                 f"columns with zeros"
             )
     if num_heads % num_kv_heads:
@@ -706,12 +785,22 @@ def _checked_shape(
     checked_int("batch", batch, "pass the number of requests", 0)
     checked_int("total_tokens", total_tokens, "pass the most query tokens of a step", 0)
     checked_int("page_size", page_size, "pass 0 for rows without pages", 0)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: needs {' or '.join(DTYPES)}, got {dtype!r}; pass one of them")
     if q_len is not None and checked_int("q_len", q_len, "leave it out") * batch != total_tokens:
         raise ValueError(
             f"total_tokens: needs batch * q_len = {batch * q_len}, got {total_tokens}; pass that "
             f"number, or no q_len"
         )
     sizes = total_tokens, num_heads, num_kv_heads, head_dim, head_dim_v
-    return *sizes, page_size, dtype, q_len or 0
+    return *sizes, page_size, dtype, cache_dtype, q_len or 0
+
+
+def _checked_dtypes(dtype: Any, cache_dtype: Any) -> tuple[str, str]:
+    """Check the dtype of queries and that of keys and values."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: needs {' or '.join(DTYPES)}, got {dtype!r}; pass one of them")
+    if cache_dtype not in (None, dtype, _E4M3):
+        raise TypeError(
+            f"cache_dtype: needs dtype's {dtype}, or {_E4M3}, got {cache_dtype}; leave it out for "
+            f"caches of dtype"
+        )
+    return dtype, cache_dtype or dtype

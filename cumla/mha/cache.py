@@ -11,8 +11,6 @@ import numpy as np
 from cumla import reference
 from cumla.core.arguments import (
     bind,
-    check_dtype,
-    check_lies,
     check_output,
     check_own_memory,
     checked_flag,
@@ -23,7 +21,7 @@ from cumla.core.arrays import check_mutable, parts
 from cumla.core.operation import Operation, parts_on_host, run
 from cumla.core.paged import page_lists, refuse_pages, refuse_value
 from cumla.launch.device import require_hopper
-from cumla.launch.mha.append_kv_cache import AppendKVArguments, Scale, append_kv_launch
+from cumla.launch.mha.append_kv_cache import AppendKVArguments, append_kv_launch
 from cumla.mha.arguments import (
     DTYPES,
     E4M3,
@@ -32,6 +30,7 @@ from cumla.mha.arguments import (
     check_rotation,
     checked_layout,
     checked_rows,
+    checked_scales,
     checked_written_cache,
     tables_of,
 )
@@ -301,6 +300,8 @@ def _checked(views: Mapping[str, ArrayView], options: _Options) -> AppendKVArgum
     cos, sin = tables_of(views)
     if cos is not None:
         check_rotation(cos, k.shape[3], options.rotary_offset)
+    batch = None if "slot_mapping" in views else sizes.get("batch")
+    told = (batch, "where there is no slot_mapping")
     return AppendKVArguments(
         q=q,
         q_out=q_out,
@@ -318,8 +319,8 @@ def _checked(views: Mapping[str, ArrayView], options: _Options) -> AppendKVArgum
         kv_indptr=views.get("kv_indptr"),
         cos=cos,
         sin=sin,
-        k_scale=_checked_scale("k_scale", views, options.k_number, k_cache, sizes),
-        v_scale=_checked_scale("v_scale", views, options.v_number, v_cache, sizes),
+        k_scale=checked_scales("k_scale", views.get("k_scale"), options.k_number, k_cache, *told),
+        v_scale=checked_scales("v_scale", views.get("v_scale"), options.v_number, v_cache, *told),
         interleaved=options.interleaved,
         rotary_offset=options.rotary_offset,
         layout=options.layout,
@@ -409,35 +410,6 @@ def _checked_queries(
         return q, q
     check_output("q_out", views["q_out"], given.shape, (q.dtype,), "rows")
     return q, batched(views["q_out"])
-
-
-def _checked_scale(
-    name: str,
-    views: Mapping[str, ArrayView],
-    number: float | None,
-    cache: ArrayView,
-    sizes: Mapping[str, int],
-) -> Scale:
-    """Check the factor of an e4m3 cache, and give it the axes (batch, num_kv_heads)."""
-    view = views.get(name)
-    if view is None and number is None:
-        return Scale()
-    if cache.dtype not in E4M3:
-        raise ValueError(f"{name}: needs an e4m3 cache, got {cache.dtype}; leave it out")
-    if view is None:
-        return Scale(1.0 if number is None else number)
-    heads = cache.shape[2]
-    check_dtype(name, view.dtype, ("float32",))
-    check_lies(name, view, "elements")
-    if view.shape == (sizes.get("batch"), heads) and "slot_mapping" not in views:
-        return Scale(view=view)
-    if view.shape not in ((), (1,), (heads,)):
-        raise ValueError(
-            f"{name}: needs shape (1,), ({heads},), or (batch, {heads}) where there is no "
-            f"slot_mapping, got {view.shape}; reshape it"
-        )
-    stride = view.strides[0] if view.shape == (heads,) and heads > 1 else 0
-    return Scale(view=view._replace(shape=(1, heads), strides=(0, stride)))
 
 
 def _check_values(host: Mapping[str, np.ndarray[Any, Any]], a: AppendKVArguments) -> None:

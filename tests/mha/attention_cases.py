@@ -15,6 +15,7 @@ from cumla import reference
 __all__ = ["Sample", "check", "make", "samples"]
 
 DTYPES: dict[str, Any] = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 FACTORS: dict[str, tuple[Any, ...]] = {
     "lens": ((1,), (200, 70, 0), (64, 65), (130, 3), (700,), (3000, 5)),  # the longest is cut
     "queries": ("one", "few", "many", "uniform", "more than keys"),
@@ -30,6 +31,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "sinks": (False, False, True),
     "scale": (None, 0.3),
     "outputs": ("new", "given", "float32"),
+    "cache": ("same", "same", "e4m3"),  # where columns are multiples of 16
+    "factors": ("none", "numbers", "one", "heads", "requests"),  # of e4m3
 }
 
 
@@ -51,7 +54,15 @@ class Sample:
     sinks: bool
     scale: float | None
     outputs: str
+    cache: str
+    factors: str
     seed: int
+
+    @property
+    def cache_dtype(self) -> Any:
+        """Of keys and values."""
+        fits = all(columns % 16 == 0 for columns in self.columns)
+        return E4M3 if self.cache == "e4m3" and fits else DTYPES[self.dtype]
 
 
 def samples(count: int, **fixed: Any) -> list[Sample]:
@@ -69,7 +80,7 @@ def make(s: Sample) -> dict[str, Any]:
     dtype, (num_heads, _), (head_dim, head_dim_v) = DTYPES[s.dtype], s.heads, s.columns
     q_lens = _q_lens(s)
 
-    def rows(*shape: int) -> Any:
+    def rows(*shape: int, dtype: Any = dtype) -> Any:
         return rng.standard_normal(shape).astype(dtype)
 
     lead = (len(s.lens), q_lens[0]) if s.queries == "uniform" else (sum(q_lens) + 2,)
@@ -82,6 +93,8 @@ def make(s: Sample) -> dict[str, Any]:
     if s.sinks:
         given["sinks"] = (3 * rng.standard_normal(num_heads)).astype(np.float32)
         given["sinks"][0] = -np.inf
+    if s.cache_dtype == E4M3:
+        given |= _factors(s, rng)
     if s.outputs != "new":
         given["out"] = _poisoned(
             (*lead, num_heads, head_dim_v), np.float32 if s.outputs == "float32" else dtype
@@ -101,6 +114,23 @@ def _q_lens(s: Sample) -> list[int]:
     }[s.queries]
 
 
+def _factors(s: Sample, rng: Any) -> dict[str, Any]:
+    """Factors of keys, near 1, and of values, in one form."""
+    heads = s.heads[1]
+    if s.factors == "none":
+        return {}
+    if s.factors == "numbers":
+        return {"k_scale": 0.75, "v_scale": 3.0}
+    has_rows = "block_table" if s.page_size and s.pages == "table" else None
+    shape = {"one": (1,), "heads": (heads,), "requests": (len(s.lens), heads)}[s.factors]
+    if s.factors == "requests" and has_rows is None and s.queries != "uniform":
+        shape = (heads,)
+    return {
+        "k_scale": rng.uniform(0.5, 1.5, shape).astype(np.float32),
+        "v_scale": rng.uniform(0.01, 40, shape).astype(np.float32),
+    }
+
+
 def _poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
     array = np.empty(shape, dtype)
     array.view(np.uint8).fill(0xFF)
@@ -110,8 +140,8 @@ def _poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
 def _rows(s: Sample, rows: Any) -> dict[str, Any]:
     """Keys and values one request after the other."""
     kv_indptr = np.concatenate([[0], np.cumsum(s.lens)]).astype(np.int32)
-    k = rows(sum(s.lens) + 1, s.heads[1], s.columns[0])
-    v = rows(sum(s.lens) + 1, s.heads[1], s.columns[1])
+    k = rows(sum(s.lens) + 1, s.heads[1], s.columns[0], dtype=s.cache_dtype)
+    v = rows(sum(s.lens) + 1, s.heads[1], s.columns[1], dtype=s.cache_dtype)
     k[sum(s.lens) :] = v[sum(s.lens) :] = np.nan
     return {"k": k, "v": v, "kv_indptr": kv_indptr}
 
@@ -122,8 +152,9 @@ def _pages(s: Sample, rng: Any, rows: Any) -> dict[str, Any]:
     total, most = sum(counts) + 2, max(counts) + 1
     table = np.full((len(s.lens), most), 2**31 - 1, np.int32)
     caches: dict[str, Any] = {}
-    dtype = DTYPES[s.dtype]
-    widths = [-(-columns // 8) * 8 + (8 if s.layout == "padded" else 0) for columns in s.columns]
+    dtype = s.cache_dtype
+    step = 16 // dtype.itemsize
+    widths = [columns + (step if s.layout == "padded" else 0) for columns in s.columns]
     if s.layout == "packed":
         both = _poisoned((total, 2, s.page_size, s.heads[1], max(widths)), dtype)
         caches = {name: both[:, i, ..., : s.columns[i]] for i, name in enumerate("kv")}
@@ -140,7 +171,7 @@ def _pages(s: Sample, rng: Any, rows: Any) -> dict[str, Any]:
             tokens = min(s.page_size, n - index * s.page_size)
             for cache in caches.values():
                 one = cache[page].swapaxes(0, 1) if s.layout == "HND" else cache[page]
-                one[:tokens] = rows(tokens, *one.shape[1:])
+                one[:tokens] = rows(tokens, *one.shape[1:], dtype=dtype)
     given = {**caches, "kv_lens": np.array(s.lens, np.int32)}
     if s.layout == "HND":
         given["kv_layout"] = "HND"

@@ -4,7 +4,8 @@
 // grid = (1, parts, kv heads), 384 threads, one CTA an SM.
 //
 // Three warpgroups. Warpgroup 0 loads: warp 0 keys and values (TMA), or all four warps a quarter of the rows each where
-// pages are no multiple of eight tokens; warps 2 and 3 the query rows. Warpgroups 1 and 2 compute, every second block
+// pages are no multiple of eight tokens; warps 2 and 3 the query rows. e4m3 keys and values all four warps convert on
+// their way (attention/e4m3.cuh), and their factors multiply scores and outputs. Warpgroups 1 and 2 compute, every second block
 // each, with a running maximum, sums and output of their own. At the end of a tile they exchange halves of their
 // outputs: consumer c keeps the columns of half c.
 //
@@ -12,7 +13,11 @@
 //
 // Shared memory: query 8,192 a 64 columns + stages of as much for keys and for values + exchange of 64 x value columns
 //                x 4 + sums 1,536 + barriers 256; 231,168 B of 232,448 with 256 columns and two stages
-// Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56
+// Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; beside loaders that convert
+//                176 and 152, or 192 and 120 with 256 columns
+#include "mha/attention/copy.cuh"
+#include "mha/attention/e4m3.cuh"
+#include "mha/attention/layout.cuh"
 #include "split/join.cuh"
 #include "split/output.cuh"
 #include "split/plan.cuh"
@@ -32,76 +37,31 @@ using namespace split;
 
 constexpr int kTileBytes = 64 * 128;  // 64 rows x 64 columns of 16 bits, 128-byte swizzle
 constexpr int kConsumerBarrier = kConsumersBarrier + 1;
-constexpr float kMaximumSlack = 8.0f;
-constexpr float kLowest = -3e38f;  // stands for no score yet: below every score, and finite
-constexpr float kLog2E = 1.4426950408889634f;
-
-struct Columns {
-  const char* base;
-  i64 stride_page, stride_row, stride_head;
-};
-
-struct AttentionParams {
-  TensorMap key_map, value_map;  // dims (columns, page_size, num_kv_heads, num_pages), box (64, box_rows, 1, 1)
-  Columns keys, values;          // of pages whose rows are copied one by one
-  const char* q;
-  i64 q_stride_batch, q_stride_token, q_stride_head;
-  char* out;
-  i64 out_stride_batch, out_stride_token, out_stride_head;
-  float* lse;
-  i64 lse_stride_batch, lse_stride_head, lse_stride_token;
-  const int* block_table;  // null: keys and values are rows without pages
-  i64 block_table_stride;
-  const float* sinks;  // [num_heads], or null
-  const Place* places;
-  const Part* parts_in;
-  Ticket* tickets;
-  float4* partial_out;
-  float* partial_lse;
-  i64 max_tokens;    // of a request
-  i64 page_entries;  // of the block table, from its first to its last, or of a list of pages
-  int batch;
-  int parts;
-  int num_pages;
-  int page_size;
-  int box_rows;
-  int key_columns, value_columns;
-  int q_len;         // of all requests together
-  int tokens_apart;  // of a request, where q, out and lse have an axis of requests; else 0
-  int heads_per_group;
-  int row_groups;
-  int may_wait;
-  int causal;
-  int window_left, window_right;  // -1: unbounded
-  int out_is_float;
-  float scale_log2;  // softmax_scale * log2(e), or softcap * log2(e)
-  float to_softcap;  // 2 * softmax_scale / softcap * log2(e), or 0
-  Divisor by_heads_per_group, by_page_size, by_tokens_apart;
-  int batch_invariant;
-  float empty_lse;
-  int num_kv_heads;
-};
-
-__device__ __forceinline__ TokenPlace place_of(const AttentionParams& p, int, int token) {
-  if (p.tokens_apart == 0) return {0, token};
-  const int request = quotient(token, p.by_tokens_apart);
-  return {request, token - request * p.tokens_apart};
-}
-__device__ __forceinline__ bool has_column(const AttentionParams& p, int column) { return column < p.value_columns; }
+constexpr int kFetchedAhead = 2;  // blocks
 
 template <int kKeyTiles, int kValueTiles>
 struct SharedLayout {
-  static constexpr int kStages = kKeyTiles + kValueTiles > 4 ? 2 : 4;
+  static constexpr int kTileBytes = mha::kTileBytes;
+  static constexpr int kStages = kKeyTiles + kValueTiles > 5 ? 2 : kKeyTiles + kValueTiles > 2 ? 4 : 8;
+  static constexpr int kQueries = kKeyTiles + kValueTiles > 4 ? 1 : 2;  // buffers
+  // In registers, where e4m3 is converted: up to 80 a thread.
+  static constexpr int kHeldBlocks = kKeyTiles + kValueTiles <= 2 ? 4 : kKeyTiles + kValueTiles <= 5 ? 2 : 1;
+  static constexpr int kLoaderRegisters = kValueTiles > 2 ? 120 : 152;  // that convert
+  static constexpr int kConsumerRegisters = kValueTiles > 2 ? 192 : 176;
   static constexpr int kKeyBytes = kKeyTiles * kTileBytes, kValueBytes = kValueTiles * kTileBytes;
   static constexpr int kExchangeBytes = 2 * kRowTile * kValueTiles * 32 * 4;
-  static constexpr int kSumsBytes = 2 * 3 * kRowTile * 4, kBarrierBytes = 256;
+  static constexpr int kSumsBytes = 2 * 3 * kRowTile * 4, kBarrierBytes = 384;
   static constexpr int kBytes =
-      kKeyBytes + kStages * (kKeyBytes + kValueBytes) + kExchangeBytes + kSumsBytes + kBarrierBytes;
+      kQueries * kKeyBytes + kStages * (kKeyBytes + kValueBytes) + kExchangeBytes + kSumsBytes + kBarrierBytes;
   static_assert(kExchangeBytes >= 8192 + 1024, "joining uses it, too");
 
-  u32 query;
+  u32 start;
 
-  __device__ __forceinline__ u32 keys(int s) const { return query + kKeyBytes + s * (kKeyBytes + kValueBytes); }
+  __device__ __forceinline__ u32 query(int n) const { return start + n % kQueries * kKeyBytes; }
+  __device__ __forceinline__ static u32 query_phase(int n) { return n / kQueries & 1; }
+  __device__ __forceinline__ u32 keys(int s) const {
+    return start + kQueries * kKeyBytes + s * (kKeyBytes + kValueBytes);
+  }
   __device__ __forceinline__ u32 values(int s) const { return keys(s) + kKeyBytes; }
   __device__ __forceinline__ u32 exchange() const { return keys(kStages); }
   __device__ __forceinline__ u32 of_row(int consumer, int what, int row) const {
@@ -112,132 +72,80 @@ struct SharedLayout {
   __device__ __forceinline__ u32 values_full(int s) const { return barriers() + (kStages + s) * 8; }
   __device__ __forceinline__ u32 keys_free(int s) const { return barriers() + (2 * kStages + s) * 8; }
   __device__ __forceinline__ u32 values_free(int s) const { return barriers() + (3 * kStages + s) * 8; }
-  __device__ __forceinline__ u32 query_full() const { return barriers() + 4 * kStages * 8; }
-  __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
-  __device__ __forceinline__ u32 words() const { return query_full() + 16; }
+  __device__ __forceinline__ u32 query_full(int n) const { return barriers() + (4 * kStages + n % kQueries) * 8; }
+  __device__ __forceinline__ u32 query_free(int n) const { return query_full(n) + kQueries * 8; }
+  __device__ __forceinline__ u32 words() const { return barriers() + (4 * kStages + 2 * kQueries) * 8; }
 };
 
-// Tokens of the request that a row of a tile sees: [first, end).
-struct Seen {
-  int first, end;
-};
-
-__device__ __forceinline__ Seen seen_by(const AttentionParams& p, const RaggedTile& tile, const Segment& segment,
-                                        int row) {
-  const int position = segment.tokens - tile.q_len + min(tile.token_of(p, row), tile.q_len - 1);
-  Seen seen = {0, segment.tokens};
-  if (p.window_right >= 0) seen.end = min(static_cast<i64>(segment.tokens), static_cast<i64>(position) + p.window_right + 1);
-  if (p.window_left >= 0) seen.first = max(position - min(p.window_left, segment.tokens), 0);
-  return seen;
+// Prefetches into L2 what the first loads depend on, one after the other: the part, the places, and a few lines of the
+// block table a CTA.
+__device__ __forceinline__ void prefetch_plan(const AttentionParams& p, int thread, int threads) {
+  constexpr int kLine = 32, kPlaces = 4;  // of 128 bytes: entries, places
+  if (thread == 0) prefetch_l2(p.parts_in + blockIdx.y);
+  if (thread * kPlaces < p.batch) prefetch_l2(reinterpret_cast<const TilePlace*>(p.places) + thread * kPlaces);
+  if (p.block_table == nullptr) return;
+  const int ctas = gridDim.y * gridDim.z, cta = blockIdx.z * gridDim.y + blockIdx.y;
+#pragma unroll 1
+  for (i64 i = cta * threads + thread, k = 0; i * kLine < p.page_entries && k < 4; i += ctas * threads, ++k)
+    prefetch_l2(p.block_table + i * kLine);
 }
 
-// The segment at a place, without the blocks that lie before all windows.
-__device__ __forceinline__ Segment visible_segment(const AttentionParams& p, RaggedTile& tile, const Part& part,
-                                                   int place) {
-  Segment segment = segment_of(p, tile, part, place);
-  int end = segment.begin + segment.blocks;
-  if (p.block_table == nullptr) {  // no more rows than there are
-    segment.tokens = min(static_cast<i64>(segment.tokens), max(p.page_entries - tile.pages, i64{0}));
-    end = max(min(end, blocks_of(max(segment.tokens - tile.least_shift, 0))), segment.begin);
-  }
-  segment.begin = max(segment.begin, min(seen_by(p, tile, segment, 0).first / kBlockTokens, end));
-  segment.blocks = end - segment.begin;
-  return segment;
-}
-
-// The page of a token of the request; -1 if there is none.
-__device__ __forceinline__ int page_of(const AttentionParams& p, const RaggedTile& tile, const Segment& segment,
-                                       int token, int& row) {
-  if (p.block_table == nullptr) {
-    const i64 at = tile.pages + token;
-    row = static_cast<int>(at);
-    return token < segment.tokens && at >= 0 && at < p.page_entries ? 0 : -1;
-  }
-  const u32 entry = quotient(min(token, max(segment.tokens - 1, 0)), p.by_page_size);
-  row = token - static_cast<int>(entry) * p.page_size;
-  const u64 at = static_cast<u64>(tile.pages) * p.block_table_stride + entry;
-  if (token >= segment.tokens || at >= static_cast<u64>(p.page_entries)) return -1;
-  const int page = p.block_table[at];
-  return static_cast<u32>(page) < static_cast<u32>(p.num_pages) ? page : -1;
-}
-
-// One warp loads keys and values by boxes, each lane its own of a block.
+// One warp loads keys and values by boxes, each lane its own of a block. Rows of more than 128 bytes L2 fetches some
+// blocks before, whole: their halves are loaded apart.
 template <typename Layout>
-__device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layout& shared, RaggedTile& tile,
-                                           const Part& part, int last_place) {
+__device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layout& shared, const Part& part,
+                                           int last_place) {
   constexpr int kKeyTiles = Layout::kKeyBytes / kTileBytes, kValueTiles = Layout::kValueBytes / kTileBytes;
+  constexpr bool kFetches = kKeyTiles > 1;
   const int lane = threadIdx.x % 32, first = lane * p.box_rows;
-  int t = 0;
-  for (int place = part.place; place <= last_place; ++place) {
-    const Segment segment = visible_segment(p, tile, part, place);
+  BlockWalk at(p, part, last_place), ahead(p, part, last_place);
+  if (kFetches)
 #pragma unroll 1
-    for (int i = 0; i < segment.blocks; ++i, ++t) {
-      const int stage = t % Layout::kStages, phase = t / Layout::kStages & 1;
-      int row = 0, page = -1;
-      if (first < kBlockTokens)
-        page = page_of(p, tile, segment, (segment.begin + i) * kBlockTokens + first, row);
-      mbarrier_wait(shared.keys_free(stage), phase ^ 1, "a free stage of keys");
-      if (lane == 0) mbarrier_arrive_expect_tx(shared.keys_full(stage), Layout::kKeyBytes);
-      __syncwarp();
-      if (first < kBlockTokens)
-#pragma unroll
-        for (int k = 0; k < kKeyTiles; ++k)
-          tma_load_4d_async(shared.keys(stage) + k * kTileBytes + first * 128, &p.key_map, shared.keys_full(stage),
-                            k * 64, row, blockIdx.z, page);
-      mbarrier_wait(shared.values_free(stage), phase ^ 1, "a free stage of values");
-      if (lane == 0) mbarrier_arrive_expect_tx(shared.values_full(stage), Layout::kValueBytes);
-      __syncwarp();
-      if (first < kBlockTokens)
-#pragma unroll
-        for (int k = 0; k < kValueTiles; ++k)
-          tma_load_4d_async(shared.values(stage) + k * kTileBytes + first * 128, &p.value_map,
-                            shared.values_full(stage), k * 64, row, blockIdx.z, page);
+    for (int i = 0; i < kFetchedAhead; ++i) ahead.advance();
+#pragma unroll 1
+  for (int t = 0; at.is_there(); ++t) {
+    const int stage = t % Layout::kStages, phase = t / Layout::kStages & 1;
+    int row = 0, page = -1, row_ahead = 0, page_ahead = -1;
+    if (first < kBlockTokens) {
+      page = page_of(p, at.tile, at.segment.tokens, at.first_token() + first, row);
+      if (kFetches && ahead.is_there())
+        page_ahead = page_of(p, ahead.tile, ahead.segment.tokens, ahead.first_token() + first, row_ahead);
     }
+    mbarrier_wait(shared.keys_free(stage), phase ^ 1, "a free stage of keys");
+    if (lane == 0) mbarrier_arrive_expect_tx(shared.keys_full(stage), Layout::kKeyBytes);
+    __syncwarp();
+    if (first < kBlockTokens)
+#pragma unroll
+      for (int k = 0; k < kKeyTiles; ++k)
+        tma_load_4d_async(shared.keys(stage) + k * kTileBytes + first * 128, &p.key_map, shared.keys_full(stage),
+                          k * 64, row, blockIdx.z, page);
+    mbarrier_wait(shared.values_free(stage), phase ^ 1, "a free stage of values");
+    if (lane == 0) mbarrier_arrive_expect_tx(shared.values_full(stage), Layout::kValueBytes);
+    __syncwarp();
+    if (first < kBlockTokens)
+#pragma unroll
+      for (int k = 0; k < kValueTiles; ++k)
+        tma_load_4d_async(shared.values(stage) + k * kTileBytes + first * 128, &p.value_map,
+                          shared.values_full(stage), k * 64, row, blockIdx.z, page);
+    if (kFetches && page_ahead >= 0 && t + kFetchedAhead >= Layout::kStages) {
+      tma_prefetch_4d(&p.wide_key_map, 0, row_ahead, blockIdx.z, page_ahead);
+      tma_prefetch_4d(&p.wide_value_map, 0, row_ahead, blockIdx.z, page_ahead);
+    }
+    at.advance();
+    if (kFetches) ahead.advance();
   }
 }
 
-// 16 rows of a block by one warp, four at a time, eight lanes each.
-template <int kTiles>
-__device__ __forceinline__ void copy_rows(const Columns& from, i64 own, int first_row, int columns, u32 tiles) {
-  const int lane = threadIdx.x % 32, chunk = lane % 8;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int k = 4 * i + lane / 8, row = first_row + k;
-    const i64 offset = __shfl_sync(0xffffffffu, own, k);
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const bool exists = offset >= 0 && tile * 64 + chunk * 8 < columns;
-      copy_16_async(tiles + tile * kTileBytes + row * 128 + ((chunk ^ (row & 7)) << 4),
-                    from.base + (exists ? offset + tile * 128 + chunk * 16 : 0), exists);
-    }
-  }
-}
-
-// A warp copies 32 query rows of a tile.
+// A warp copies 32 query rows of the n-th tile.
 template <typename Layout>
-__device__ __forceinline__ void copy_query(const AttentionParams& p, const Layout& shared, const RaggedTile& tile,
-                                           int loader, u32 phase) {
-  const int lane = threadIdx.x % 32, chunk = lane % 8;
-  mbarrier_wait(shared.query_free(), phase ^ 1, "a free query buffer");
-#pragma unroll 1
-  for (int i = 0; i < 8; ++i) {
-    const int row = loader * 32 + i * 4 + lane / 8;
-    const bool valid = row < tile.rows;
-    const Row from(p, tile, valid ? row : 0);
-    const TokenPlace at = place_of(p, 0, from.token);
-    const char* const source =
-        p.q + at.batch * p.q_stride_batch + at.token * p.q_stride_token + from.head * p.q_stride_head;
-#pragma unroll
-    for (int k = 0; k < Layout::kKeyBytes / kTileBytes; ++k) {
-      const bool exists = valid && k * 64 + chunk * 8 < p.key_columns;
-      copy_16_async(shared.query + k * kTileBytes + row * 128 + ((chunk ^ (row & 7)) << 4),
-                    source + (exists ? k * 128 + chunk * 16 : 0), exists);
-    }
-  }
+__device__ __forceinline__ void load_query(const AttentionParams& p, const Layout& shared, const RaggedTile& tile,
+                                           int loader, int n) {
+  mbarrier_wait(shared.query_free(n), Layout::query_phase(n) ^ 1, "a free query buffer");
+  copy_query<Layout::kKeyBytes / kTileBytes, 32>(p, tile, loader * 32, shared.query(n));
   copy_async_wait_all();
   fence_proxy_async_shared();
   __syncwarp();
-  if (lane == 0) mbarrier_arrive(shared.query_full());
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full(n));
 }
 
 template <typename Layout>
@@ -245,7 +153,7 @@ __device__ __forceinline__ void load_queries(const AttentionParams& p, const Lay
                                              const Part& part, int last_place, int loader) {
   for (int place = part.place; place <= last_place; ++place) {
     segment_of(p, tile, part, place);
-    copy_query(p, shared, tile, loader, (place - part.place) & 1);
+    load_query(p, shared, tile, loader, place - part.place);
   }
 }
 
@@ -258,20 +166,20 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
   int t = 0;
   for (int place = part.place; place <= last_place; ++place) {
     const Segment segment = visible_segment(p, tile, part, place);
-    if (warp >= 2) copy_query(p, shared, tile, warp - 2, (place - part.place) & 1);
+    if (warp >= 2) load_query(p, shared, tile, warp - 2, place - part.place);
 #pragma unroll 1
     for (int i = 0; i < segment.blocks; ++i, ++t) {
       const int stage = t % Layout::kStages, phase = t / Layout::kStages & 1;
       int row = 0;
-      const int page = page_of(p, tile, segment, (segment.begin + i) * kBlockTokens + first + lane % 16, row);
+      const int page = page_of(p, tile, segment.tokens, (segment.begin + i) * kBlockTokens + first + lane % 16, row);
       const auto offset = [&](const Columns& from) {
         return page < 0 ? i64{-1} : page * from.stride_page + row * from.stride_row + blockIdx.z * from.stride_head;
       };
       mbarrier_wait(shared.keys_free(stage), phase ^ 1, "a free stage of keys");
-      copy_rows<kKeyTiles>(p.keys, offset(p.keys), first, p.key_columns, shared.keys(stage));
+      copy_rows<kKeyTiles, kTileBytes, 16>(p.keys, offset(p.keys), first, p.key_columns, shared.keys(stage));
       mbarrier_arrive_after_copies(shared.keys_full(stage));
       mbarrier_wait(shared.values_free(stage), phase ^ 1, "a free stage of values");
-      copy_rows<kValueTiles>(p.values, offset(p.values), first, p.value_columns, shared.values(stage));
+      copy_rows<kValueTiles, kTileBytes, 16>(p.values, offset(p.values), first, p.value_columns, shared.values(stage));
       mbarrier_arrive_after_copies(shared.values_full(stage));
     }
   }
@@ -279,8 +187,9 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
 }
 
 // One consumer warpgroup. Rows of a thread: 16 warp + lane / 4 and that + 8; in every group of eight columns the two at
-// 2 (lane % 4). kCopied: tiles were written by threads' own copies, not by TMA.
-template <typename T, int kKeyTiles, int kValueTiles, bool kCopied>
+// 2 (lane % 4). kCopied: tiles were written by threads' own copies, not by TMA. kScaled: keys and
+// values have factors.
+template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled>
 struct Consumer {
   using Layout = SharedLayout<kKeyTiles, kValueTiles>;
   static constexpr int kGroups = kValueTiles * 8, kHalf = kGroups / 2;  // of eight value columns
@@ -294,6 +203,7 @@ struct Consumer {
   u32 probabilities[16];
   float maximum[2], sum[2], weight[2];
   Seen seen[2];
+  float key_factor, value_factor;  // kScaled
 
   __device__ __forceinline__ Consumer(const AttentionParams& p, const Layout& shared, const RaggedTile& tile,
                                       int consumer)
@@ -307,16 +217,26 @@ struct Consumer {
     if (lane == 0) mbarrier_arrive(barrier);
   }
 
+  // Factors of a product of query and key, to the base 2: p.scale_log2 is that of what is capped where there is a cap.
+  __device__ __forceinline__ float score_factor() const {
+    return kScaled && p.to_softcap == 0.0f ? p.scale_log2 * key_factor : p.scale_log2;
+  }
+  __device__ __forceinline__ float cap_factor() const { return kScaled ? p.to_softcap * key_factor : p.to_softcap; }
+
   // The sink counts once: in the first piece of a row tile, for consumer 0.
   __device__ __forceinline__ void begin(const Segment& segment) {
 #pragma unroll
     for (int i = 0; i < kGroups * 4; ++i) output[i] = 0.0f;
+    if constexpr (kScaled) {
+      key_factor = p.key_scale.of(request_of(p, tile));
+      value_factor = p.value_scale.of(request_of(p, tile));
+    }
     const bool has_sink = p.sinks != nullptr && consumer == 0 && segment.first_part == blockIdx.y;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       maximum[r] = kLowest;
       sum[r] = weight[r] = 0.0f;
-      seen[r] = seen_by(p, tile, segment, row + 8 * r);
+      seen[r] = seen_by(p, tile, segment.tokens, row + 8 * r);
       if (!has_sink || row + 8 * r >= tile.rows) continue;
       const float sink = p.sinks[Row(p, tile, row + 8 * r).head] * kLog2E;
       if (sink == -kInfinity) continue;
@@ -325,13 +245,13 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void multiply_query(int stage) {
+  __device__ __forceinline__ void multiply_query(u32 query, int stage) {
     warpgroup_arrive();
 #pragma unroll
     for (int column = 0; column < kKeyTiles; ++column)
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        wgmma_m64n64k16_async<T>(scores, matrix_descriptor(shared.query + column * kTileBytes + k * 32, 0, 1024),
+        wgmma_m64n64k16_async<T>(scores, matrix_descriptor(query + column * kTileBytes + k * 32, 0, 1024),
                                  matrix_descriptor(shared.keys(stage) + column * kTileBytes + k * 32, 0, 1024),
                                  column + k > 0);
     warpgroup_commit();
@@ -368,14 +288,14 @@ struct Consumer {
     if (p.to_softcap == 0.0f) return;
 #pragma unroll
     for (int i = 0; i < 32; ++i)
-      scores[i] = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(scores[i] * p.to_softcap));
+      scores[i] = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(scores[i] * cap_factor()));
   }
 
   // Nothing to do where the first row sees the block's last token, and the last row its first.
   __device__ __forceinline__ void mask_scores(const Segment& segment, int block) {
     const int begin = block * kBlockTokens;
-    if (begin + kBlockTokens <= seen_by(p, tile, segment, 0).end &&
-        begin >= seen_by(p, tile, segment, kRowTile - 1).first)
+    if (begin + kBlockTokens <= seen_by(p, tile, segment.tokens, 0).end &&
+        begin >= seen_by(p, tile, segment.tokens, kRowTile - 1).first)
       return;
     const int column = block * kBlockTokens + (lane % 4) * 2;
 #pragma unroll
@@ -395,7 +315,7 @@ struct Consumer {
       next[r] = scores[2 * r];
 #pragma unroll
       for (int j = 0; j < 8; ++j) next[r] = fmaxf(next[r], fmaxf(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
-      next[r] *= p.scale_log2;
+      next[r] *= score_factor();
       next[r] = fmaxf(next[r], __shfl_xor_sync(0xffffffffu, next[r], 1));
       next[r] = fmaxf(next[r], __shfl_xor_sync(0xffffffffu, next[r], 2));
       if (next[r] <= maximum[r] + kMaximumSlack) next[r] = maximum[r];
@@ -417,24 +337,25 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < 32; i += 2) {
       const int r = i >> 1 & 1;
-      const float low = exp2_approx(__fmaf_rn(scores[i], p.scale_log2, -maximum[r]));
-      const float high = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -maximum[r]));
+      const float low = exp2_approx(__fmaf_rn(scores[i], score_factor(), -maximum[r]));
+      const float high = exp2_approx(__fmaf_rn(scores[i + 1], score_factor(), -maximum[r]));
       sum[r] += low + high;
       probabilities[i / 2] = pack_pair<T>(low, high);
       weight[r] += sum_of_pair<T>(probabilities[i / 2]);
     }
   }
 
-  __device__ __forceinline__ void compute(const Segment& segment, int t, u32 query_phase) {
+  // The n-th tile, whose first block is the t-th of the part.
+  __device__ __forceinline__ void compute(const Segment& segment, int t, int n) {
     begin(segment);
-    mbarrier_wait(shared.query_full(), query_phase, "the query");
+    mbarrier_wait(shared.query_full(n), Layout::query_phase(n), "the query");
     if constexpr (kCopied) fence_proxy_async_shared();
 #pragma unroll 1
     for (int i = (consumer ^ t) & 1; i < segment.blocks; i += 2) {
       const int stage = (t + i) % Layout::kStages, phase = (t + i) / Layout::kStages & 1;
       mbarrier_wait(shared.keys_full(stage), phase, "keys");
       if constexpr (kCopied) fence_proxy_async_shared();
-      multiply_query(stage);
+      multiply_query(shared.query(n), stage);
       arrive(shared.keys_free(stage));
       cap_scores();
       mask_scores(segment, segment.begin + i);
@@ -447,7 +368,7 @@ struct Consumer {
       multiply_values(stage);
       arrive(shared.values_free(stage));
     }
-    arrive(shared.query_free());
+    arrive(shared.query_free(n));
   }
 
   __device__ __forceinline__ static float sum_of_quad(float value) {
@@ -493,6 +414,7 @@ struct Consumer {
       const float rounded =
           own[r] * weight[r] + other[r] * load_shared_float(shared.of_row(1 - consumer, 2, row + 8 * r));
       inverse[r] = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
+      if constexpr (kScaled) inverse[r] *= value_factor;
       lse[r] = total == 0.0f ? -kInfinity : highest + log2_approx(total);
     }
     float half[kHalf * 4];
@@ -545,7 +467,7 @@ struct Consumer {
   }
 };
 
-template <typename T, int kKeyTiles, int kValueTiles, bool kCopied>
+template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kE4m3 = false>
 __device__ __forceinline__ void attention(const AttentionParams& p) {
   using Layout = SharedLayout<kKeyTiles, kValueTiles>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -554,14 +476,23 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int s = 0; s < Layout::kStages; ++s) {
-      mbarrier_init(shared.keys_full(s), kCopied ? kWarpgroup : 1);
-      mbarrier_init(shared.values_full(s), kCopied ? kWarpgroup : 1);
+      mbarrier_init(shared.keys_full(s), kE4m3 ? 4 : kCopied ? kWarpgroup : 1);
+      mbarrier_init(shared.values_full(s), kE4m3 ? 4 : kCopied ? kWarpgroup : 1);
       mbarrier_init(shared.keys_free(s), 4);
       mbarrier_init(shared.values_free(s), 4);
     }
-    mbarrier_init(shared.query_full(), 2);
-    mbarrier_init(shared.query_free(), 8);
+#pragma unroll
+    for (int n = 0; n < Layout::kQueries; ++n) {
+      mbarrier_init(shared.query_full(n), 2);
+      mbarrier_init(shared.query_free(n), 8);
+    }
     fence_mbarrier_init();
+  }
+  // Fetching into L2 reads nothing: an earlier kernel may still write these lines.
+  if (warp == 2 || warp == 3) prefetch_plan(p, threadIdx.x - 64, 64);
+  if (!kCopied && !kE4m3 && threadIdx.x == 32) {
+    prefetch_tensor_map(&p.key_map);
+    prefetch_tensor_map(&p.value_map);
   }
   grid_dependency_launch();
   __syncthreads();
@@ -571,20 +502,22 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
   const int last_place = last_place_of(p, part);
   RaggedTile tile(p);
   if (warpgroup == 0) {
-    registers_decrease<56>();
-    if (kCopied)
+    registers_decrease<kE4m3 ? Layout::kLoaderRegisters : 56>();
+    if constexpr (kE4m3)
+      load_e4m3<T>(p, shared, tile, part, last_place);
+    else if (kCopied)
       load_rows(p, shared, tile, part, last_place);
     else if (warp == 0)
-      load_boxes(p, shared, tile, part, last_place);
+      load_boxes(p, shared, part, last_place);
     else if (warp >= 2)
       load_queries(p, shared, tile, part, last_place, warp - 2);
   } else {
-    registers_increase<224>();
-    Consumer<T, kKeyTiles, kValueTiles, kCopied> consumer(p, shared, tile, warpgroup - 1);
+    registers_increase<kE4m3 ? Layout::kConsumerRegisters : 224>();
+    Consumer<T, kKeyTiles, kValueTiles, kCopied, kE4m3> consumer(p, shared, tile, warpgroup - 1);
     int t = 0;
     for (int place = part.place; place <= last_place; ++place) {
       const Segment segment = visible_segment(p, tile, part, place);
-      consumer.compute(segment, t, (place - part.place) & 1);
+      consumer.compute(segment, t, place - part.place);
       consumer.finish(segment, place < last_place);
       t += segment.blocks;
     }

@@ -19,7 +19,8 @@
 // some six other instructions for each at 128 a clock 768.
 // Shared memory: query 16,384 a 64 columns + 2 stages of keys and values + announcements 128 + barriers 256
 // Registers:     consumers 232 or 224 (up to 128 output, 64 scores, 32 probabilities), loaders 40 or 56
-#include "mha/attention/pages.cuh"
+#include "mha/attention/copy.cuh"
+#include "mha/attention/layout.cuh"
 #include "split/output.cuh"
 #include "split/tile.cuh"
 #include "ptx/convert.cuh"
@@ -33,6 +34,11 @@
 
 namespace cumla::mha {
 
+using namespace ptx;
+using namespace split;
+
+constexpr bool kRoundedWeights = true;
+constexpr bool kTakesTurns = true;
 constexpr int kPrefillRows = 128;
 constexpr int kPrefillStages = 2;
 constexpr int kTogether = 1, kTurns = 2;  // named barriers: of both consumers; whose turn it is, one each
@@ -274,7 +280,7 @@ struct PrefillConsumer {
   float output[kValueTiles * 32];
   float scores[kBlock / 2];
   u32 probabilities[kBlock / 4];
-  float maximum[2], sum[2], factor[2];
+  float maximum[2], sum[2], weight[2], factor[2];  // weight: sum of rounded weights
   Seen seen[2];
   int clear_from, clear_to;  // blocks in between are seen whole by all rows
 
@@ -295,13 +301,13 @@ struct PrefillConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       maximum[r] = kLowest;
-      sum[r] = 0.0f;
+      sum[r] = weight[r] = 0.0f;
       seen[r] = seen_by(p, tile, tokens, row + 8 * r);
       if (p.sinks == nullptr || row + 8 * r >= tile.rows) continue;
       const float sink = p.sinks[Query(p, tile, row + 8 * r).head] * kLog2E;
       if (sink == -kInfinity) continue;
       maximum[r] = sink;
-      if (lane % 4 == 0) sum[r] = 1.0f;
+      if (lane % 4 == 0) sum[r] = weight[r] = 1.0f;
     }
     // The first row's end is the least, the last row's beginning the greatest.
     const Seen last = seen_by(p, tile, tokens, 63);
@@ -369,6 +375,7 @@ struct PrefillConsumer {
       factor[r] = exp2_approx(maximum[r] - next);
       maximum[r] = next;
       sum[r] *= factor[r];
+      weight[r] *= factor[r];
     }
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 2) {
@@ -386,13 +393,22 @@ struct PrefillConsumer {
     keep_before_products(probabilities);
   }
 
+  // While the products run that read them.
+  __device__ __forceinline__ void add_weights() {
+    if (kRoundedWeights)
+#pragma unroll
+      for (int i = 0; i < kBlock / 4; ++i) weight[i & 1] += sum_of_pair<T>(probabilities[i]);
+  }
+
   __device__ __forceinline__ void take_turn() const {
+    if (!kTakesTurns) return;
     if (consumer == 0)
       named_barrier_sync<kTurns, 2 * kWarpgroup>();
     else
       named_barrier_sync<kTurns + 1, 2 * kWarpgroup>();
   }
   __device__ __forceinline__ void give_turn() const {
+    if (!kTakesTurns) return;
     if (consumer == 0)
       named_barrier_arrive<kTurns + 1, 2 * kWarpgroup>();
     else
@@ -432,6 +448,7 @@ struct PrefillConsumer {
       wait_for_values(t);
       issue_values(t % kPrefillStages);
       give_turn();
+      add_weights();
       warpgroup_wait<1>();
       keep_behind_wait(scores);
       arrive(shared.keys_free((t + 1) % kPrefillStages));
@@ -448,18 +465,24 @@ struct PrefillConsumer {
     }
     wait_for_values(t);
     issue_values(t % kPrefillStages);
+    add_weights();
     warpgroup_wait<0>();
     keep_behind_wait(output);
     arrive(shared.values_free(t % kPrefillStages));
     ++t;
   }
 
+  __device__ __forceinline__ static float sum_of_quad(float value) {
+    value += __shfl_xor_sync(0xffffffffu, value, 1);
+    return value + __shfl_xor_sync(0xffffffffu, value, 2);
+  }
+
   __device__ __forceinline__ void write(const RaggedTile& tile) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
-      sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
-      const float inverse = sum[r] == 0.0f ? 0.0f : reciprocal_approx(sum[r]);
+      sum[r] = sum_of_quad(sum[r]);
+      weight[r] = kRoundedWeights ? sum_of_quad(weight[r]) : sum[r];
+      const float inverse = weight[r] == 0.0f ? 0.0f : reciprocal_approx(weight[r]);
       const int of_tile = row + 8 * r;
       const Query to(p, tile, of_tile);
       const bool exists = of_tile < tile.rows;

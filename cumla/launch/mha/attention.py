@@ -11,6 +11,7 @@ from math import e, gcd, inf, log2
 from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.launch.kernel import Launch
+from cumla.launch.mha.append_kv_cache import Scale
 from cumla.launch.mha.attention_prefill import block_tokens, prefill_spec
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
@@ -32,32 +33,34 @@ __all__ = ["SPECS", "MHAArguments", "MHAKey", "attention_launch", "attention_spe
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _COLUMNS = 64  # of a tile
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
+_FORMS = {"boxes": "false", "rows": "true", "e4m3": "false, true"}  # how tiles are loaded
+_E4M3 = "float8_e4m3fn"
 _EMPTY_LSE = -inf
 _LOG2_E = log2(e)
 
 
 def _smem(key_tiles: int, value_tiles: int) -> int:
     """Count the bytes of SharedLayout."""
-    tile, stages = 64 * 128, 2 if key_tiles + value_tiles > 4 else 4
+    tile, tiles = 64 * 128, key_tiles + value_tiles
+    stages, queries = 2 if tiles > 5 else 4 if tiles > 2 else 8, 1 if tiles > 4 else 2
     exchange = 2 * 64 * value_tiles * 32 * 4
-    stage = (key_tiles + value_tiles) * tile
-    return key_tiles * tile + stages * stage + exchange + 1536 + 256
+    return queries * key_tiles * tile + stages * tiles * tile + exchange + 1536 + 384
 
 
-def _spec(dtype: str, tiles: tuple[int, int], rows: bool) -> KernelSpec:
+def _spec(dtype: str, tiles: tuple[int, int], form: str) -> KernelSpec:
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
     return KernelSpec(
         stem="attention",
         package="cumla.cuda.mha",
-        entry="_".join(("attention", dtype, *names, *(["rows"] if rows else []))),
-        function=f"attention<{_TAGS[dtype]}, {tiles[0]}, {tiles[1]}, {str(rows).lower()}>",
+        entry="_".join(("attention", dtype, *names, *([form] if form != "boxes" else []))),
+        function=f"attention<{_TAGS[dtype]}, {tiles[0]}, {tiles[1]}, {_FORMS[form]}>",
         params="AttentionParams",
         threads=384,
         smem_bytes=_smem(*tiles),
     )
 
 
-_SPECS = {names: _spec(*names) for names in product(_TAGS, _TILES, (False, True))}
+_SPECS = {names: _spec(*names) for names in product(_TAGS, _TILES, _FORMS)}
 SPECS = tuple(_SPECS.values())
 
 
@@ -74,6 +77,8 @@ class MHAArguments(NamedTuple):
     window: tuple[int, int]  # left, right; -1: unbounded
     causal: bool
     layout: str  # of the pages that were given
+    k_scale: Scale = Scale()  # of e4m3
+    v_scale: Scale = Scale()
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ class MHAKey(RaggedKey):
     head_dim_v: int
     page_size: int  # 0: rows without pages
     dtype: str
+    cache_dtype: str  # of keys and values: dtype, or float8_e4m3fn
     causal: bool
     q_len: int  # of each request, where q has an axis of requests; else 0
     device: int | None
@@ -100,14 +106,19 @@ class MHAKey(RaggedKey):
 
     @cached_property
     def form(self) -> str:
-        """Which of PAGE_FORMS serves these pages."""
+        """Which of PAGE_FORMS serves these pages, of 16-bit numbers."""
         return page_form(self.page_size) if self.page_size else "pages"
 
     @cached_property
     def takes_whole_tiles(self) -> bool:
         """Whether most row tiles are full, and fill the multiprocessors without being cut."""
         rows = self.total_tokens * self.heads_per_group
-        return rows > ROW_TILE * self.batch and rows * self.num_kv_heads >= ROW_TILE * self.sm_count
+        return (
+            rows > ROW_TILE * self.batch
+            and rows * self.num_kv_heads >= ROW_TILE * self.sm_count
+            and self.cache_dtype == self.dtype
+            and not self.batch_invariant
+        )
 
     @cached_property
     def box_rows(self) -> int:
@@ -159,11 +170,13 @@ class MHAKey(RaggedKey):
 
 def attention_spec(key: MHAKey) -> KernelSpec:
     """Look up the kernel of a shape."""
-    names = key.dtype, key.kernel_tiles, key.form == "rows"
-    return prefill_spec(*names) if key.takes_whole_tiles else _SPECS[names]
+    form = "e4m3" if key.cache_dtype == _E4M3 else "rows" if key.form == "rows" else "boxes"
+    if key.takes_whole_tiles:
+        return prefill_spec(key.dtype, key.kernel_tiles, form == "rows")
+    return _SPECS[key.dtype, key.kernel_tiles, form]
 
 
-_PARAMS = struct.Struct("<128s128s30q16i2f6Iifi36x")
+_PARAMS = struct.Struct("<128s128s128s128s30q16i2f6Iif3qfi3qfii36x")
 
 
 def attention_launch(
@@ -183,7 +196,8 @@ def attention_launch(
     else:
         lse_strides = [0, lse.strides[1] // 4, lse.strides[0] // 4]
     values = (
-        *(_map(key, view) for view in (a.k, a.v)),
+        *(_map(key, name, view) for name, view in (("k", a.k), ("v", a.v))),
+        *(_wide_map(key, name, view) for name, view in (("k", a.k), ("v", a.v))),
         a.k.ptr,
         *a.k.strides[:3],
         a.v.ptr,
@@ -227,6 +241,8 @@ def attention_launch(
         *divisor_of(max(key.q_len, 1)),
         key.batch_invariant,
         _EMPTY_LSE,
+        *_scales(a.k_scale),
+        *_scales(a.v_scale),
         key.num_kv_heads,
     )
     grid = (key.sm_count, 1, 1) if key.takes_whole_tiles else (1, key.parts, key.num_kv_heads)
@@ -238,8 +254,27 @@ def _strides(view: ArrayView) -> tuple[int, ...]:
     return view.strides[:3] if len(view.shape) == 4 else (0, *view.strides[:2])
 
 
-def _map(key: MHAKey, view: ArrayView) -> TensorMap | bytes:
-    if key.form == "rows":
+def _scales(scale: Scale) -> tuple[float, ...]:
+    """Pack struct Scales."""
+    view = scale.view
+    if view is None:
+        return 0, 0, 0, scale.number, 1
+    return view.ptr, *(stride // 4 for stride in view.strides), 1.0, view.shape[0]
+
+
+def _map(
+    key: MHAKey, name: str, view: ArrayView, dtype: str | None = None
+) -> TensorMap | bytes:
+    if key.form == "rows" or key.cache_dtype != key.dtype:
         return bytes(128)
     shape = tuple([max(size, 1) for size in view.shape])  # without rows nothing is loaded
-    return paged_kv_map(view.ptr, view.dtype, shape, view.strides, key.box_rows)
+    tensor_map = paged_kv_map(view.ptr, dtype or view.dtype, shape, view.strides, key.box_rows)
+    return tensor_map._replace(name=name)
+
+
+def _wide_map(key: MHAKey, name: str, view: ArrayView) -> TensorMap | bytes:
+    """Describe whole rows, as words of eight bytes."""
+    if key.takes_whole_tiles:
+        return bytes(128)
+    words = view._replace(shape=(*view.shape[:3], view.shape[3] // 4))
+    return _map(key, name, words, "uint64")

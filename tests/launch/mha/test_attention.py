@@ -28,9 +28,14 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 ROOT = Path(__file__).resolve().parents[3]
 SCALE = 0.2
 FEW = (  # few kernels: each takes seconds to compile
-    *samples(11, columns=(64, 64), dtype="bfloat16"),
-    *samples(2, columns=(192, 128), dtype="float16", page_size=16, window=17, sinks=True),
+    *samples(11, columns=(64, 64), dtype="bfloat16", cache="same"),
+    *samples(
+        2, columns=(192, 128), dtype="float16", page_size=16, window=17, sinks=True, cache="same"
+    ),
     *samples(1, columns=(80, 136), dtype="bfloat16", page_size=48, lens=(130, 3)),
+    *samples(12, columns=(64, 64), dtype="bfloat16", cache="e4m3"),
+    *samples(2, columns=(192, 128), dtype="float16", cache="e4m3", lens=(700,)),
+    *samples(1, columns=(208, 16), dtype="bfloat16", cache="e4m3", lens=(130, 3)),
 )
 
 
@@ -46,7 +51,7 @@ def check_sample(sample: Sample) -> None:
     check(sample, got, cumla.reference.attention(**make(sample)))
 
 
-@pytest.mark.parametrize("sample", FEW, ids=lambda s: f"{s.columns[0]}-{s.seed}")
+@pytest.mark.parametrize("sample", FEW, ids=lambda s: f"{s.columns[0]}-{s.cache}-{s.seed}")
 def test_attention(sample: Sample) -> None:
     check_sample(sample)
 

@@ -1,16 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the attention kernels of many heads share: their parameters, which keys a query sees, and where keys and values
-// lie.
+// Parameters of attention, and which keys a query row sees, in which pages.
 #pragma once
 #include "split/output.cuh"
 #include "split/plan.cuh"
 #include "split/tile.cuh"
-#include "ptx/copy.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::mha {
 
-using namespace ptx;
 using namespace split;
 
 constexpr float kMaximumSlack = 8.0f;
@@ -22,8 +19,22 @@ struct Columns {
   i64 stride_page, stride_row, stride_head;
 };
 
+// One factor, one per kv head, or one per request and kv head; strides in elements.
+struct Scales {
+  const float* data;  // null: `value`
+  i64 stride_request, stride_head;
+  float value;
+  int requests;  // that have factors of their own
+
+  __device__ __forceinline__ float of(int request) const {
+    if (data == nullptr) return value;
+    return data[min(max(request, 0), requests - 1) * stride_request + blockIdx.z * stride_head];
+  }
+};
+
 struct AttentionParams {
   TensorMap key_map, value_map;  // dims (columns, page_size, num_kv_heads, num_pages), box (64, box_rows, 1, 1)
+  TensorMap wide_key_map, wide_value_map;  // of the same in units of eight bytes, box (all, box_rows, 1, 1)
   Columns keys, values;          // of pages whose rows are copied one by one
   const char* q;
   i64 q_stride_batch, q_stride_token, q_stride_head;
@@ -60,6 +71,7 @@ struct AttentionParams {
   Divisor by_heads_per_group, by_page_size, by_tokens_apart;
   int batch_invariant;
   float empty_lse;
+  Scales key_scale, value_scale;  // of e4m3
   int num_kv_heads;
 };
 
@@ -70,7 +82,7 @@ __device__ __forceinline__ TokenPlace place_of(const AttentionParams& p, int, in
 }
 __device__ __forceinline__ bool has_column(const AttentionParams& p, int column) { return column < p.value_columns; }
 
-// A query row of a tile as the arrays have it; of a tile of any kv head.
+// A query row of a tile, of any kv head, as the arrays have it.
 struct Query {
   int head;
   TokenPlace at;
@@ -95,15 +107,49 @@ __device__ __forceinline__ Seen seen_by(const AttentionParams& p, const RaggedTi
   return seen;
 }
 
-// No more rows without pages than there are.
-__device__ __forceinline__ int existing_tokens(const AttentionParams& p, const RaggedTile& tile, int tokens) {
-  if (p.block_table != nullptr) return tokens;
-  return min(static_cast<i64>(tokens), max(p.page_entries - tile.pages, i64{0}));
+// The segment at a place, without the blocks that lie before all windows.
+__device__ __forceinline__ Segment visible_segment(const AttentionParams& p, RaggedTile& tile, const Part& part,
+                                                   int place) {
+  Segment segment = segment_of(p, tile, part, place);
+  int end = segment.begin + segment.blocks;
+  if (p.block_table == nullptr) {  // no more rows than there are
+    segment.tokens = min(static_cast<i64>(segment.tokens), max(p.page_entries - tile.pages, i64{0}));
+    end = max(min(end, blocks_of(max(segment.tokens - tile.least_shift, 0))), segment.begin);
+  }
+  segment.begin = max(segment.begin, min(seen_by(p, tile, segment.tokens, 0).first / kBlockTokens, end));
+  segment.blocks = end - segment.begin;
+  return segment;
 }
 
-// The page of a token of the request; -1 if there is none.
-__device__ __forceinline__ int page_of(const AttentionParams& p, const RaggedTile& tile, int tokens, int token,
-                                       int& row) {
+// Walks over the blocks of a part.
+struct BlockWalk {
+  const AttentionParams& p;
+  const Part& part;
+  const int last_place;
+  RaggedTile tile;
+  Segment segment;
+  int place, block;  // block: of the segment; past the last one there are no tokens
+
+  __device__ __forceinline__ BlockWalk(const AttentionParams& p, const Part& part, int last_place)
+      : p(p), part(part), last_place(last_place), tile(p), place(part.place - 1), block(-1) {
+    segment.blocks = 0;
+    advance();
+  }
+
+  __device__ __forceinline__ void advance() {
+    ++block;
+    while (block >= segment.blocks && place < last_place) {
+      segment = visible_segment(p, tile, part, ++place);
+      block = 0;
+    }
+  }
+  __device__ __forceinline__ bool is_there() const { return block < segment.blocks; }
+  __device__ __forceinline__ int first_token() const { return (segment.begin + block) * kBlockTokens; }
+};
+
+// The page number of a token of the request, as it stands in the table; -1 if there is none.
+__device__ __forceinline__ int page_number_of(const AttentionParams& p, const RaggedTile& tile, int tokens, int token,
+                                              int& row) {
   if (p.block_table == nullptr) {
     const i64 at = tile.pages + token;
     row = static_cast<int>(at);
@@ -113,46 +159,24 @@ __device__ __forceinline__ int page_of(const AttentionParams& p, const RaggedTil
   row = token - static_cast<int>(entry) * p.page_size;
   const u64 at = static_cast<u64>(tile.pages) * p.block_table_stride + entry;
   if (token >= tokens || at >= static_cast<u64>(p.page_entries)) return -1;
-  const int page = p.block_table[at];
-  return static_cast<u32>(page) < static_cast<u32>(p.num_pages) ? page : -1;
+  return p.block_table[at];
 }
 
-// Rows of a block by one warp, four at a time, eight lanes each; lane k has the offset of the k-th. Tiles are kTileBytes
-// apart.
-template <int kTiles, int kTileBytes, int kRows>
-__device__ __forceinline__ void copy_rows(const Columns& from, i64 own, int first_row, int columns, u32 tiles) {
-  const int lane = threadIdx.x % 32, chunk = lane % 8;
-#pragma unroll 1
-  for (int i = 0; i < kRows / 4; ++i) {
-    const int k = 4 * i + lane / 8, row = first_row + k;
-    const i64 offset = __shfl_sync(0xffffffffu, own, k);
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const bool exists = offset >= 0 && tile * 64 + chunk * 8 < columns;
-      copy_16_async(tiles + tile * kTileBytes + row * 128 + ((chunk ^ (row & 7)) << 4),
-                    from.base + (exists ? offset + tile * 128 + chunk * 16 : 0), exists);
-    }
-  }
+__device__ __forceinline__ bool is_page(const AttentionParams& p, int number) {
+  return static_cast<u32>(number) < static_cast<u32>(p.num_pages);
 }
 
-// A warp copies kRows query rows of a tile of 64 to `tiles`, 8,192 bytes apart.
-template <int kTiles, int kRows>
-__device__ __forceinline__ void copy_query(const AttentionParams& p, const RaggedTile& tile, int first_row, u32 tiles) {
-  const int lane = threadIdx.x % 32, chunk = lane % 8;
-#pragma unroll 1
-  for (int i = 0; i < kRows / 4; ++i) {
-    const int row = first_row + i * 4 + lane / 8;
-    const bool valid = row < tile.rows;
-    const Query from(p, tile, valid ? row : 0);
-    const char* const source =
-        p.q + from.at.batch * p.q_stride_batch + from.at.token * p.q_stride_token + from.head * p.q_stride_head;
-#pragma unroll
-    for (int k = 0; k < kTiles; ++k) {
-      const bool exists = valid && k * 64 + chunk * 8 < p.key_columns;
-      copy_16_async(tiles + k * 8192 + row * 128 + ((chunk ^ (row & 7)) << 4),
-                    source + (exists ? k * 128 + chunk * 16 : 0), exists);
-    }
-  }
+// The page of a token of the request; -1 if there is none.
+__device__ __forceinline__ int page_of(const AttentionParams& p, const RaggedTile& tile, int tokens, int token,
+                                       int& row) {
+  const int page = page_number_of(p, tile, tokens, token, row);
+  return is_page(p, page) ? page : -1;
+}
+
+// The request of a tile, where factors are told apart by it: then either q has an axis of requests, or their rows of
+// the block table tell it.
+__device__ __forceinline__ int request_of(const AttentionParams& p, const RaggedTile& tile) {
+  return p.tokens_apart == 0 ? static_cast<int>(tile.pages) : quotient(tile.q_begin, p.by_tokens_apart);
 }
 
 }  // namespace cumla::mha
