@@ -18,7 +18,7 @@
 // Budget of 128 rows by 128 keys, 128 columns: 2 x 1,024 tensor clocks; 16,384 exponentials at 16 a clock are 1,024, and
 // some six other instructions for each at 128 a clock 768.
 // Shared memory: query 16,384 a 64 columns + 2 stages of keys and values + announcements 128 + barriers 256
-// Registers:     consumers 232 or 224 (up to 128 output, 64 scores, 32 probabilities), loaders 40 or 56
+// Registers:     consumers 240 or 224 (up to 128 output, 64 scores, 32 probabilities), loaders 32 or 56
 #include "mha/attention/copy.cuh"
 #include "mha/attention/layout.cuh"
 #include "split/output.cuh"
@@ -315,15 +315,21 @@ struct PrefillConsumer {
     clear_to = max(seen_by(p, tile, tokens, 0).end, 0) / kBlock;
   }
 
+  __device__ __forceinline__ static void multiply(float (&d)[kBlock / 2], u64 a, u64 b, bool accumulate) {
+    if constexpr (kBlock == 64)
+      wgmma_m64n64k16_async<T>(d, a, b, accumulate);
+    else
+      wgmma_scores_async<T>(d, a, b, accumulate);
+  }
+
   __device__ __forceinline__ void issue_scores(int stage) {
     warpgroup_arrive();
 #pragma unroll
     for (int column = 0; column < kKeyTiles; ++column)
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        wgmma_scores_async<T>(scores, matrix_descriptor(shared.query(consumer) + column * 8192 + k * 32, 0, 1024),
-                              matrix_descriptor(shared.keys(stage) + column * Layout::kTileBytes + k * 32, 0, 1024),
-                              column + k > 0);
+        multiply(scores, matrix_descriptor(shared.query(consumer) + column * 8192 + k * 32, 0, 1024),
+                 matrix_descriptor(shared.keys(stage) + column * Layout::kTileBytes + k * 32, 0, 1024), column + k > 0);
     warpgroup_commit();
   }
 
@@ -564,7 +570,7 @@ __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
   grid_dependency_wait();
 
   if (warpgroup == 0) {
-    registers_decrease<kCopied ? 56 : 40>();
+    registers_decrease<kCopied ? 56 : 32>();
     if constexpr (kCopied) {
       load_rows<Layout, kKeyTiles, kValueTiles, kBlock>(p, shared);
     } else if (warp == 0) {
@@ -581,7 +587,7 @@ __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
       }
     }
   } else {
-    registers_increase<kCopied ? 224 : 232>();
+    registers_increase<kCopied ? 224 : 240>();
     PrefillConsumer<T, kKeyTiles, kValueTiles, kBlock, kCopied> consumer(p, shared, warpgroup - 1);
     consumer.work();
   }

@@ -123,8 +123,10 @@ class MHAKey(RaggedKey):
     @cached_property
     def box_rows(self) -> int:
         """Rows of a KV block that one load brings."""
-        whole = self.takes_whole_tiles
-        return gcd(self.page_size, block_tokens(self.kernel_tiles) if whole else BLOCK_TOKENS)
+        block = BLOCK_TOKENS
+        if self.takes_whole_tiles:
+            block = block_tokens(self.kernel_tiles, self.form == "rows")
+        return gcd(self.page_size, block)
 
     @property
     def tiles(self) -> int:

@@ -10,23 +10,24 @@ from cumla.launch.source import KernelSpec
 __all__ = ["SPECS", "block_tokens", "prefill_spec"]
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
-_BLOCKS = {(1, 1): 128, (2, 2): 128, (3, 2): 128, (4, 4): 80}
+_TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
 
 
-def block_tokens(tiles: tuple[int, int]) -> int:
-    """Tell how many keys a block has."""
-    return _BLOCKS[tiles]
+def block_tokens(tiles: tuple[int, int], rows: bool) -> int:
+    """Tell how many keys a block has; loaders of single rows take more registers."""
+    return 128 if tiles != (4, 4) else 64 if rows else 80
 
 
-def _smem(tiles: tuple[int, int]) -> int:
+def _smem(tiles: tuple[int, int], block: int) -> int:
     """Count the bytes of PrefillLayout."""
     keys, values = tiles
-    return 2 * keys * 64 * 128 + 2 * (keys + values) * _BLOCKS[tiles] * 128 + 2 * 64 + 256
+    return 2 * keys * 64 * 128 + 2 * (keys + values) * block * 128 + 2 * 64 + 256
 
 
 def _spec(dtype: str, tiles: tuple[int, int], rows: bool) -> KernelSpec:
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
-    sizes = ", ".join(map(str, (*tiles, _BLOCKS[tiles])))
+    block = block_tokens(tiles, rows)
+    sizes = ", ".join(map(str, (*tiles, block)))
     return KernelSpec(
         stem="attention_prefill",
         package="cumla.cuda.mha",
@@ -34,11 +35,11 @@ def _spec(dtype: str, tiles: tuple[int, int], rows: bool) -> KernelSpec:
         function=f"attention_prefill<{_TAGS[dtype]}, {sizes}, {str(rows).lower()}>",
         params="AttentionParams",
         threads=384,
-        smem_bytes=_smem(tiles),
+        smem_bytes=_smem(tiles, block),
     )
 
 
-_SPECS = {names: _spec(*names) for names in product(_TAGS, _BLOCKS, (False, True))}
+_SPECS = {names: _spec(*names) for names in product(_TAGS, _TILES, (False, True))}
 SPECS = tuple(_SPECS.values())
 
 
