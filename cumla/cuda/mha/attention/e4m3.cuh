@@ -3,6 +3,9 @@
 //
 // Global memory -> registers -> shared memory. Every thread holds kHeld blocks' rows in registers, so that 32 KiB are in
 // flight per CTA, and the page numbers of one block more. bfloat16 and float16 have all e4m3 numbers, and NaN stays NaN.
+//
+// The consumers fence what threads wrote before wgmma reads it: a fence here would wait for all loads that are in
+// flight.
 #pragma once
 #include "mha/attention/layout.cuh"
 #include "split/tile.cuh"
@@ -121,7 +124,6 @@ __device__ __forceinline__ void load_e4m3(const AttentionParams& p, const Layout
   constexpr int kKeyTiles = Layout::kKeyBytes / kTileBytes, kValueTiles = Layout::kValueBytes / kTileBytes;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const auto arrive = [&](u32 barrier) {
-    fence_proxy_async_shared();
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier);
   };
