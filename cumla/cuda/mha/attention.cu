@@ -13,8 +13,8 @@
 //
 // Shared memory: query 8,192 a 64 columns + stages of as much for keys and for values + exchange of 64 x value columns
 //                x 4 + sums 1,536 + barriers 256; 231,168 B of 232,448 with 256 columns and two stages
-// Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; beside loaders that convert
-//                176 and 152, or 192 and 120 with 256 columns
+//                e4m3: fewer stages, and after the barriers raw blocks of half a stage (attention/e4m3.cuh)
+// Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; 208 and 96 where they convert
 #include "mha/attention/e4m3.cuh"
 #include "mha/attention/layout.cuh"
 #include "split/join.cuh"
@@ -40,26 +40,27 @@ constexpr float kMaximumSlack = 8.0f;
 constexpr float kLowest = -3e38f;  // stands for no score yet: below every score, and finite
 constexpr float kLog2E = 1.4426950408889634f;
 
-template <int kKeyTiles, int kValueTiles>
+template <int kKeyTiles, int kValueTiles, bool kE4m3>
 struct SharedLayout {
-  static constexpr int kTileBytes = mha::kTileBytes;
-  static constexpr int kStages = kKeyTiles + kValueTiles > 4 ? 2 : 4;
-  // In registers, where e4m3 is converted: up to 80 a thread.
-  static constexpr int kHeldBlocks = kKeyTiles + kValueTiles <= 2 ? 4 : kKeyTiles + kValueTiles <= 5 ? 2 : 1;
-  static constexpr int kLoaderRegisters = kValueTiles > 2 ? 120 : 152;  // that convert
-  static constexpr int kConsumerRegisters = kValueTiles > 2 ? 192 : 176;
+  static constexpr int kTileBytes = mha::kTileBytes, kTiles = kKeyTiles + kValueTiles;
+  static constexpr int kStages = kTiles > 4 ? 2 : kTiles > 2 && kE4m3 ? 3 : 4;
+  static constexpr int kBuffers = kTiles > 5 && kE4m3 ? 1 : kStages;  // of stages that take turns
+  static constexpr int kRawBlocks = !kE4m3 ? 0 : kTiles > 5 ? 2 : kTiles > 2 ? 4 : 8;
   static constexpr int kKeyBytes = kKeyTiles * kTileBytes, kValueBytes = kValueTiles * kTileBytes;
   static constexpr int kExchangeBytes = 2 * kRowTile * kValueTiles * 32 * 4;
   static constexpr int kSumsBytes = 2 * 3 * kRowTile * 4, kBarrierBytes = 256;
-  static constexpr int kBytes =
-      kKeyBytes + kStages * (kKeyBytes + kValueBytes) + kExchangeBytes + kSumsBytes + kBarrierBytes;
+  static constexpr int kPagesBytes = kBlockTokens * 8;  // of a block
+  static constexpr int kBytes = kKeyBytes + kBuffers * (kKeyBytes + kValueBytes) + kExchangeBytes + kSumsBytes +
+                                kBarrierBytes + kRawBlocks * (kTiles * kTileBytes / 2 + kPagesBytes);
   static_assert(kExchangeBytes >= 8192 + 1024, "joining uses it, too");
 
   u32 query;
 
-  __device__ __forceinline__ u32 keys(int s) const { return query + kKeyBytes + s * (kKeyBytes + kValueBytes); }
+  __device__ __forceinline__ u32 keys(int s) const {
+    return query + kKeyBytes + (kBuffers == kStages ? s : s % kBuffers) * (kKeyBytes + kValueBytes);
+  }
   __device__ __forceinline__ u32 values(int s) const { return keys(s) + kKeyBytes; }
-  __device__ __forceinline__ u32 exchange() const { return keys(kStages); }
+  __device__ __forceinline__ u32 exchange() const { return keys(0) + kBuffers * (kKeyBytes + kValueBytes); }
   __device__ __forceinline__ u32 of_row(int consumer, int what, int row) const {
     return exchange() + kExchangeBytes + ((consumer * 3 + what) * kRowTile + row) * 4;
   }
@@ -71,6 +72,9 @@ struct SharedLayout {
   __device__ __forceinline__ u32 query_full() const { return barriers() + 4 * kStages * 8; }
   __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
   __device__ __forceinline__ u32 words() const { return query_full() + 16; }
+  __device__ __forceinline__ u32 raw_keys(int s) const { return barriers() + kBarrierBytes + s * kTiles * kTileBytes / 2; }
+  __device__ __forceinline__ u32 raw_values(int s) const { return raw_keys(s) + kKeyBytes / 2; }
+  __device__ __forceinline__ u32 raw_pages(int s) const { return raw_keys(kRawBlocks) + s * kPagesBytes; }
 };
 
 // One warp loads keys and values by boxes, each lane its own of a block.
@@ -195,7 +199,7 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
 // values have factors.
 template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled>
 struct Consumer {
-  using Layout = SharedLayout<kKeyTiles, kValueTiles>;
+  using Layout = SharedLayout<kKeyTiles, kValueTiles, kScaled>;
   static constexpr int kGroups = kValueTiles * 8, kHalf = kGroups / 2;  // of eight value columns
 
   const AttentionParams& p;
@@ -472,7 +476,7 @@ struct Consumer {
 
 template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kE4m3 = false>
 __device__ __forceinline__ void attention(const AttentionParams& p) {
-  using Layout = SharedLayout<kKeyTiles, kValueTiles>;
+  using Layout = SharedLayout<kKeyTiles, kValueTiles, kE4m3>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Layout shared = {shared_address(shared_bytes)};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0), warp = threadIdx.x / 32;
@@ -496,7 +500,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
   const int last_place = last_place_of(p, part);
   RaggedTile tile(p);
   if (warpgroup == 0) {
-    registers_decrease<kE4m3 ? Layout::kLoaderRegisters : 56>();
+    registers_decrease<kE4m3 ? 96 : 56>();
     if constexpr (kE4m3)
       load_e4m3<T>(p, shared, tile, part, last_place);
     else if (kCopied)
@@ -506,7 +510,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
     else if (warp >= 2)
       load_queries(p, shared, tile, part, last_place, warp - 2);
   } else {
-    registers_increase<kE4m3 ? Layout::kConsumerRegisters : 224>();
+    registers_increase<kE4m3 ? 208 : 224>();
     Consumer<T, kKeyTiles, kValueTiles, kCopied, kE4m3> consumer(p, shared, tile, warpgroup - 1);
     int t = 0;
     for (int place = part.place; place <= last_place; ++place) {

@@ -37,12 +37,15 @@ _EMPTY_LSE = -inf
 _LOG2_E = log2(e)
 
 
-def _smem(key_tiles: int, value_tiles: int) -> int:
+def _smem(key_tiles: int, value_tiles: int, form: str) -> int:
     """Count the bytes of SharedLayout."""
-    tile, stages = 64 * 128, 2 if key_tiles + value_tiles > 4 else 4
+    tiles = key_tiles + value_tiles
+    tile, stages, raw_blocks = 64 * 128, 2 if tiles > 4 else 4, 0
+    if form == "e4m3":
+        stages, raw_blocks = {2: (4, 8), 4: (3, 4), 5: (2, 4), 8: (1, 2)}[tiles]
     exchange = 2 * 64 * value_tiles * 32 * 4
-    stage = (key_tiles + value_tiles) * tile
-    return key_tiles * tile + stages * stage + exchange + 1536 + 256
+    raw = raw_blocks * (tiles * tile // 2 + 64 * 8)
+    return key_tiles * tile + stages * tiles * tile + exchange + 1536 + 256 + raw
 
 
 def _spec(dtype: str, tiles: tuple[int, int], form: str) -> KernelSpec:
@@ -54,7 +57,7 @@ def _spec(dtype: str, tiles: tuple[int, int], form: str) -> KernelSpec:
         function=f"attention<{_TAGS[dtype]}, {tiles[0]}, {tiles[1]}, {_FORMS[form]}>",
         params="AttentionParams",
         threads=384,
-        smem_bytes=_smem(*tiles),
+        smem_bytes=_smem(*tiles, form),
     )
 
 

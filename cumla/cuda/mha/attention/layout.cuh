@@ -104,9 +104,10 @@ __device__ __forceinline__ Segment visible_segment(const AttentionParams& p, Rag
   return segment;
 }
 
-// The page number of a token of the request, as it stands in the table; -1 if there is none.
-__device__ __forceinline__ int page_number_of(const AttentionParams& p, const RaggedTile& tile, const Segment& segment,
-                                              int token, int& row) {
+// Which entry of the table has the page number of a token of the request; -1 if there is no such token. Rows without
+// pages have one page, and no table.
+__device__ __forceinline__ i64 entry_of(const AttentionParams& p, const RaggedTile& tile, const Segment& segment,
+                                        int token, int& row) {
   if (p.block_table == nullptr) {
     const i64 at = tile.pages + token;
     row = static_cast<int>(at);
@@ -115,8 +116,7 @@ __device__ __forceinline__ int page_number_of(const AttentionParams& p, const Ra
   const u32 entry = quotient(min(token, max(segment.tokens - 1, 0)), p.by_page_size);
   row = token - static_cast<int>(entry) * p.page_size;
   const u64 at = static_cast<u64>(tile.pages) * p.block_table_stride + entry;
-  if (token >= segment.tokens || at >= static_cast<u64>(p.page_entries)) return -1;
-  return p.block_table[at];
+  return token >= segment.tokens || at >= static_cast<u64>(p.page_entries) ? -1 : static_cast<i64>(at);
 }
 
 __device__ __forceinline__ bool is_page(const AttentionParams& p, int number) {
@@ -126,7 +126,9 @@ __device__ __forceinline__ bool is_page(const AttentionParams& p, int number) {
 // The page of a token of the request; -1 if there is none.
 __device__ __forceinline__ int page_of(const AttentionParams& p, const RaggedTile& tile, const Segment& segment,
                                        int token, int& row) {
-  const int page = page_number_of(p, tile, segment, token, row);
+  const i64 entry = entry_of(p, tile, segment, token, row);
+  if (entry < 0 || p.block_table == nullptr) return entry < 0 ? -1 : 0;
+  const int page = p.block_table[entry];
   return is_page(p, page) ? page : -1;
 }
 
