@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from cumla.bench import calls
@@ -18,12 +19,15 @@ __all__ = ["SECTION", "MHACase"]
 
 _TOLERANCE = 6e-3  # of a row, |error| / |row|: roundings of weights and output
 _LSE_TOLERANCE = 8.01 / 65536
+_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_SMALL_E4M3 = 0xBFBF  # two numbers without the first bit of their exponents: below 2, and no NaN
+_FACTORS = {"k_scale": 0.5, "v_scale": 2.0}  # of e4m3
 _LONG = 1000  # microseconds: from so many on a few repeats do
 
 
 @dataclass(frozen=True)
 class MHACase:
-    """Requests of one length over shuffled pages, bfloat16, causal."""
+    """Requests of one length over shuffled pages, bfloat16 queries, causal."""
 
     batch: int
     heads: int
@@ -35,14 +39,21 @@ class MHACase:
     window: int = -1  # keys before a query that it sees; -1: all
     sinks: bool = False
     page: int = PAGE_SIZE
+    cache: str = "bfloat16"  # or "e4m3"
 
     @property
     def name(self) -> str:
         """For example ``mha-b16-32/8-d128-s1-kv8192``."""
         more = f"-page{self.page}" if self.page != PAGE_SIZE else ""
         more += f"-window{self.window}" if self.window >= 0 else ""
+        more += "-e4m3" * self.is_e4m3
         shape = f"b{self.batch}-{self.heads}/{self.kv_heads}-d{self.columns}"
         return f"mha-{shape}-s{self.q_len}-kv{self.kv_len}{more}{'-sinks' * self.sinks}"
+
+    @property
+    def is_e4m3(self) -> bool:
+        """Whether keys and values are numbers of one byte."""
+        return self.cache == "e4m3"
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -60,8 +71,8 @@ class MHACase:
     def nbytes(self) -> int:
         """Bytes of the keys and values that are seen, of queries and output."""
         keys = min(self.kv_len, self.window + self.q_len if self.window >= 0 else self.kv_len)
-        rows = keys * self.kv_heads + self.q_len * self.heads
-        return 2 * self.batch * rows * sum(self.widths)
+        cached = keys * self.kv_heads * (1 if self.is_e4m3 else 2)
+        return self.batch * (cached + 2 * self.q_len * self.heads) * sum(self.widths)
 
     @property
     def flops(self) -> int:
@@ -84,10 +95,14 @@ class _Step:
         self.table = pages.reshape(case.batch, each)
         cache = (case.batch * each, case.page, case.kv_heads)
         lead = (case.batch, case.q_len, case.heads)
-        shapes = [(*lead, case.widths[0]), *((*cache, width) for width in case.widths)]
+        share = 2 if case.is_e4m3 else 1  # numbers of a word of 16 bits
+        shapes = [(*lead, case.widths[0]), *((*cache, width // share) for width in case.widths)]
         self.rows = [gpu.empty(shape, "uint16") for shape in shapes]
         for seed, rows in enumerate(self.rows):
             fill_normal(gpu, rows, "bfloat16", seed=3 + seed, deviation=1.0)
+        if case.is_e4m3:
+            for rows in self.rows[1:]:
+                rows &= _SMALL_E4M3
         self.out = gpu.empty((*lead, case.widths[1]), "uint16")
         self.lse = gpu.empty((case.batch, case.heads, case.q_len), "float32")
         for output in (self.out, self.lse):
@@ -98,7 +113,10 @@ class _Step:
             options["sinks"] = gpu.upload(self.sinks)
         lens = gpu.upload(np.full(case.batch, case.kv_len, np.int32))
         options["window"] = None if case.window < 0 else case.window
-        q, k, v = (rows.view(DTYPES["bfloat16"]) for rows in self.rows)
+        if case.is_e4m3:
+            options |= _FACTORS
+        kinds = (DTYPES["bfloat16"], *[np.uint8 if case.is_e4m3 else DTYPES["bfloat16"]] * 2)
+        q, k, v = (rows.view(kind) for rows, kind in zip(self.rows, kinds, strict=True))
         table = gpu.upload(self.table)
         self.update, self.run = calls.many_heads(q, k, v, table, lens, **options)
 
@@ -109,11 +127,11 @@ class _Step:
             pages = self.gpu.upload(self.table[request])
             for head in sorted({0, case.heads - 1}):
                 k, v = (
-                    _numbers(self.gpu, rows[pages][:, :, head // group]).reshape(
-                        -1, rows.shape[-1]
-                    )[: case.kv_len]
-                    for rows in self.rows[1:]
+                    self._cached(rows[pages][:, :, head // group]).reshape(-1, width)[: case.kv_len]
+                    for rows, width in zip(self.rows[1:], case.widths, strict=True)
                 )
+                if case.is_e4m3:
+                    k, v = k * _FACTORS["k_scale"], v * _FACTORS["v_scale"]
                 q, out = (_numbers(self.gpu, a[request, :, head]) for a in (self.rows[0], self.out))
                 lse = self.gpu.download(self.lse[request, head])
                 for token in sorted({0, case.q_len - 1}):
@@ -122,6 +140,12 @@ class _Step:
                     scores = k[seen] @ q[token] * case.columns**-0.5
                     sink = [float(self.sinks[head])] if case.sinks else []
                     self._compare(scores, sink, v[seen], out[token], float(lse[token]))
+
+    def _cached(self, bits: Any) -> Any:
+        """Bring keys or values to the host."""
+        if not self.case.is_e4m3:
+            return _numbers(self.gpu, bits)
+        return self.gpu.download(bits.copy()).view(_E4M3).astype(np.float64)
 
     def _compare(
         self, scores: Any, sink: list[float], values: Any, out: Any, got_lse: float
@@ -193,6 +217,10 @@ SECTION = Section(
         MHACase(64, 8, 4, 256, 8192, window=1023),
         *(MHACase(64, *_WIDE, 4096, q_len) for q_len in (2, 4, 8)),
         *(MHACase(16, *_LLAMA, 8192, page=page) for page in (1, 16)),
+        *(
+            MHACase(batch, *_LLAMA, kv_len, cache="e4m3")
+            for batch, kv_len in ((1, 8192), (16, 1024), (16, 8192), (128, 8192))
+        ),
         *(MHACase(1, *_LLAMA, length, length) for length in (2048, 4096, 8192)),
         *(MHACase(1, 16, 16, 192, length, length, 128) for length in (2048, 8192)),
         MHACase(2, *_GEMMA, 8192, 8192),
@@ -208,6 +236,7 @@ SECTION = Section(
         *columns("kv_len", "q_len"),
         Column("window", "window", usual=-1),
         Column("page", "page", usual=PAGE_SIZE),
+        Column("cache", "cache", usual="bfloat16"),
     ),
     figures=(
         Column("us", "us", "us"),

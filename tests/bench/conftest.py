@@ -36,6 +36,7 @@ SMALL: dict[str, tuple[Any, ...]] = {  # by the first heading of the table
     "many heads: ": (
         MHACase(2, 4, 2, 64, 70, q_len=2, page=16),
         MHACase(1, 2, 1, 64, 70, value_columns=16, window=20, sinks=True),
+        MHACase(1, 2, 1, 64, 70, page=16, cache="e4m3"),
     ),
     "merge: ": (MergeCase(2, 5), MergeCase(3, 4, "float32")),
     "append: ": (AppendCase(1, 64), AppendCase(1, 16, rotated=True)),

@@ -45,6 +45,11 @@ void copy_16_async(u32 destination, const void* source, bool valid) {
 }
 void copy_async_wait_all() {}
 
+// copy_groups.cuh
+void copy_async_commit() {}
+template <int kPending>
+void copy_async_wait() {}
+
 struct Registers {
   u32* d;
   u32 address;

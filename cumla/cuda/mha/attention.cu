@@ -13,8 +13,8 @@
 //
 // Shared memory: query 8,192 a 64 columns + stages of as much for keys and for values + exchange of 64 x value columns
 //                x 4 + sums 1,536 + barriers 256; 231,168 B of 232,448 with 256 columns and two stages
-// Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; beside loaders that convert
-//                176 and 152, or 192 and 120 with 256 columns
+//                e4m3: fewer stages, and after the barriers raw blocks of half a stage (attention/e4m3.cuh)
+// Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; 208 and 96 where they convert
 #include "mha/attention/copy.cuh"
 #include "mha/attention/e4m3.cuh"
 #include "mha/attention/layout.cuh"
@@ -39,20 +39,19 @@ constexpr int kTileBytes = 64 * 128;  // 64 rows x 64 columns of 16 bits, 128-by
 constexpr int kConsumerBarrier = kConsumersBarrier + 1;
 constexpr int kFetchedAhead = 2;  // blocks
 
-template <int kKeyTiles, int kValueTiles>
+template <int kKeyTiles, int kValueTiles, bool kE4m3>
 struct SharedLayout {
-  static constexpr int kTileBytes = mha::kTileBytes;
-  static constexpr int kStages = kKeyTiles + kValueTiles > 5 ? 2 : kKeyTiles + kValueTiles > 2 ? 4 : 8;
-  static constexpr int kQueries = kKeyTiles + kValueTiles > 4 ? 1 : 2;  // buffers
-  // In registers, where e4m3 is converted: up to 80 a thread.
-  static constexpr int kHeldBlocks = kKeyTiles + kValueTiles <= 2 ? 4 : kKeyTiles + kValueTiles <= 5 ? 2 : 1;
-  static constexpr int kLoaderRegisters = kValueTiles > 2 ? 120 : 152;  // that convert
-  static constexpr int kConsumerRegisters = kValueTiles > 2 ? 192 : 176;
+  static constexpr int kTileBytes = mha::kTileBytes, kTiles = kKeyTiles + kValueTiles;
+  static constexpr int kStages = kE4m3 ? (kTiles > 4 ? 2 : kTiles > 2 ? 3 : 4) : kTiles > 5 ? 2 : kTiles > 2 ? 4 : 8;
+  static constexpr int kQueries = kE4m3 || kTiles > 4 ? 1 : 2;    // buffers
+  static constexpr int kBuffers = kTiles > 5 && kE4m3 ? 1 : kStages;  // of stages that take turns
+  static constexpr int kRawBlocks = !kE4m3 ? 0 : kTiles > 5 ? 2 : kTiles > 2 ? 4 : 8;
   static constexpr int kKeyBytes = kKeyTiles * kTileBytes, kValueBytes = kValueTiles * kTileBytes;
   static constexpr int kExchangeBytes = 2 * kRowTile * kValueTiles * 32 * 4;
   static constexpr int kSumsBytes = 2 * 3 * kRowTile * 4, kBarrierBytes = 384;
-  static constexpr int kBytes =
-      kQueries * kKeyBytes + kStages * (kKeyBytes + kValueBytes) + kExchangeBytes + kSumsBytes + kBarrierBytes;
+  static constexpr int kPagesBytes = kBlockTokens * 8;  // of a block
+  static constexpr int kBytes = kQueries * kKeyBytes + kBuffers * (kKeyBytes + kValueBytes) + kExchangeBytes +
+                                kSumsBytes + kBarrierBytes + kRawBlocks * (kTiles * kTileBytes / 2 + kPagesBytes);
   static_assert(kExchangeBytes >= 8192 + 1024, "joining uses it, too");
 
   u32 start;
@@ -60,10 +59,10 @@ struct SharedLayout {
   __device__ __forceinline__ u32 query(int n) const { return start + n % kQueries * kKeyBytes; }
   __device__ __forceinline__ static u32 query_phase(int n) { return n / kQueries & 1; }
   __device__ __forceinline__ u32 keys(int s) const {
-    return start + kQueries * kKeyBytes + s * (kKeyBytes + kValueBytes);
+    return query(kQueries - 1) + kKeyBytes + (kBuffers == kStages ? s : s % kBuffers) * (kKeyBytes + kValueBytes);
   }
   __device__ __forceinline__ u32 values(int s) const { return keys(s) + kKeyBytes; }
-  __device__ __forceinline__ u32 exchange() const { return keys(kStages); }
+  __device__ __forceinline__ u32 exchange() const { return keys(0) + kBuffers * (kKeyBytes + kValueBytes); }
   __device__ __forceinline__ u32 of_row(int consumer, int what, int row) const {
     return exchange() + kExchangeBytes + ((consumer * 3 + what) * kRowTile + row) * 4;
   }
@@ -75,6 +74,9 @@ struct SharedLayout {
   __device__ __forceinline__ u32 query_full(int n) const { return barriers() + (4 * kStages + n % kQueries) * 8; }
   __device__ __forceinline__ u32 query_free(int n) const { return query_full(n) + kQueries * 8; }
   __device__ __forceinline__ u32 words() const { return barriers() + (4 * kStages + 2 * kQueries) * 8; }
+  __device__ __forceinline__ u32 raw_keys(int s) const { return barriers() + kBarrierBytes + s * kTiles * kTileBytes / 2; }
+  __device__ __forceinline__ u32 raw_values(int s) const { return raw_keys(s) + kKeyBytes / 2; }
+  __device__ __forceinline__ u32 raw_pages(int s) const { return raw_keys(kRawBlocks) + s * kPagesBytes; }
 };
 
 // Prefetches into L2 what the first loads depend on, one after the other: the part, the places, and a few lines of the
@@ -191,7 +193,7 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
 // values have factors.
 template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled>
 struct Consumer {
-  using Layout = SharedLayout<kKeyTiles, kValueTiles>;
+  using Layout = SharedLayout<kKeyTiles, kValueTiles, kScaled>;
   static constexpr int kGroups = kValueTiles * 8, kHalf = kGroups / 2;  // of eight value columns
 
   const AttentionParams& p;
@@ -469,7 +471,7 @@ struct Consumer {
 
 template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kE4m3 = false>
 __device__ __forceinline__ void attention(const AttentionParams& p) {
-  using Layout = SharedLayout<kKeyTiles, kValueTiles>;
+  using Layout = SharedLayout<kKeyTiles, kValueTiles, kE4m3>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Layout shared = {shared_address(shared_bytes)};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0), warp = threadIdx.x / 32;
@@ -502,7 +504,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
   const int last_place = last_place_of(p, part);
   RaggedTile tile(p);
   if (warpgroup == 0) {
-    registers_decrease<kE4m3 ? Layout::kLoaderRegisters : 56>();
+    registers_decrease<kE4m3 ? 96 : 56>();
     if constexpr (kE4m3)
       load_e4m3<T>(p, shared, tile, part, last_place);
     else if (kCopied)
@@ -512,7 +514,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
     else if (warp >= 2)
       load_queries(p, shared, tile, part, last_place, warp - 2);
   } else {
-    registers_increase<kE4m3 ? Layout::kConsumerRegisters : 224>();
+    registers_increase<kE4m3 ? 208 : 224>();
     Consumer<T, kKeyTiles, kValueTiles, kCopied, kE4m3> consumer(p, shared, tile, warpgroup - 1);
     int t = 0;
     for (int place = part.place; place <= last_place; ++place) {

@@ -33,18 +33,23 @@ __all__ = ["SPECS", "MHAArguments", "MHAKey", "attention_launch", "attention_spe
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _COLUMNS = 64  # of a tile
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
-_FORMS = {"boxes": "false", "rows": "true", "e4m3": "false, true"}  # how tiles are loaded
+_FORMS = {"boxes": "false", "rows": "true", "e4m3": "true, true"}  # how tiles are loaded
 _E4M3 = "float8_e4m3fn"
 _EMPTY_LSE = -inf
 _LOG2_E = log2(e)
 
 
-def _smem(key_tiles: int, value_tiles: int) -> int:
+def _smem(key_tiles: int, value_tiles: int, form: str) -> int:
     """Count the bytes of SharedLayout."""
     tile, tiles = 64 * 128, key_tiles + value_tiles
     stages, queries = 2 if tiles > 5 else 4 if tiles > 2 else 8, 1 if tiles > 4 else 2
+    raw_blocks = 0
+    if form == "e4m3":
+        stages, raw_blocks = {2: (4, 8), 4: (3, 4), 5: (2, 4), 8: (1, 2)}[tiles]
+        queries = 1
     exchange = 2 * 64 * value_tiles * 32 * 4
-    return queries * key_tiles * tile + stages * tiles * tile + exchange + 1536 + 384
+    raw = raw_blocks * (tiles * tile // 2 + 64 * 8)
+    return queries * key_tiles * tile + stages * tiles * tile + exchange + 1536 + 384 + raw
 
 
 def _spec(dtype: str, tiles: tuple[int, int], form: str) -> KernelSpec:
@@ -56,7 +61,7 @@ def _spec(dtype: str, tiles: tuple[int, int], form: str) -> KernelSpec:
         function=f"attention<{_TAGS[dtype]}, {tiles[0]}, {tiles[1]}, {_FORMS[form]}>",
         params="AttentionParams",
         threads=384,
-        smem_bytes=_smem(*tiles),
+        smem_bytes=_smem(*tiles, form),
     )
 
 

@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// How four warps load keys and values that are e4m3 numbers, and convert them to 16 bits on the way to shared memory.
+// How four warps load keys and values that are e4m3 numbers, and convert them to 16 bits.
 //
-// Global memory -> registers -> shared memory. Every thread holds kHeld blocks' rows in registers, so that 32 KiB are in
-// flight per CTA, and the page numbers of one block more. bfloat16 and float16 have all e4m3 numbers, and NaN stays NaN.
+// Global memory -> raw blocks in shared memory -> registers -> the tiles that the consumers multiply. Asynchronous
+// copies bring kRawBlocks blocks ahead, and the page numbers of as many more. A thread converts what it has copied
+// itself, so it waits for its own copies alone. Held in registers, loads were waited for in every turn: ptxas has six
+// scoreboards. bfloat16 and float16 have all e4m3 numbers, and NaN stays NaN.
+//
+// The consumers fence what threads wrote before wgmma reads it.
 #pragma once
 #include "mha/attention/layout.cuh"
 #include "split/tile.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
+#include "ptx/copy_groups.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::mha {
@@ -33,75 +37,108 @@ struct RowOffsets {
   i64 row[2];
 };
 
-// 16 rows of a block, 64 columns a tile, as one warp holds them. A lane has 16 columns of each tile, of rows lane / 4
-// and lane / 4 + 8: so eight lanes, which write at once, write to all banks.
+// 16 rows of a block, 64 columns a tile, by one warp. A lane has 16 columns of each tile, of rows lane / 4 and
+// lane / 4 + 8: so eight lanes, which write at once, write to all banks.
 template <int kTiles>
-struct E4m3Rows {
-  uint4 words[2][kTiles];
+struct RawRows {
+  static constexpr int kBytes = 2 * kTiles * kWarpgroup * 16;
 
-  __device__ __forceinline__ void load(const char* base, const RowOffsets& offsets, int columns) {
+  const u32 raw;  // a thread's numbers of a row and tile lie 2 KiB apart
+
+  __device__ __forceinline__ explicit RawRows(u32 block) : raw(block + threadIdx.x % kWarpgroup * 16) {}
+
+  __device__ __forceinline__ void copy_async(const char* base, const RowOffsets& offsets, int columns) const {
     const int first = threadIdx.x % 4 * 16;
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        words[r][tile] = {0, 0, 0, 0};
-        if (offsets.row[r] >= 0 && tile * 64 + first < columns)
-          words[r][tile] = load_global_16(reinterpret_cast<const uint4*>(base + offsets.row[r] + tile * 64 + first));
+        const bool exists = offsets.row[r] >= 0 && tile * 64 + first < columns;
+        copy_16_async(raw + (r * kTiles + tile) * kWarpgroup * 16,
+                      base + (exists ? offsets.row[r] + tile * 64 + first : 0), exists);
       }
   }
 
   // Into tiles of 64 rows of 128 bytes, with a swizzle as wide; `first_row` is a multiple of 16.
   template <typename T>
-  __device__ __forceinline__ void store(u32 tiles, int tile_bytes, int first_row) const {
+  __device__ __forceinline__ void convert(u32 tiles, int tile_bytes, int first_row) const {
     const int row = threadIdx.x % 32 / 4, chunk = threadIdx.x % 4 * 2 ^ row;
     const u32 even = tiles + (first_row + row) * 128 + (chunk << 4), odd = even ^ 16;
+    uint4 packed[2][kTiles];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile)
+        packed[r][tile] = load_shared_16(raw + (r * kTiles + tile) * kWarpgroup * 16);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        const uint4& packed = words[r][tile];
         uint4 wide;
-        widen<T>(packed.x, wide.x, wide.y);
-        widen<T>(packed.y, wide.z, wide.w);
+        widen<T>(packed[r][tile].x, wide.x, wide.y);
+        widen<T>(packed[r][tile].y, wide.z, wide.w);
         store_shared_16(even + tile * tile_bytes + r * 1024, wide);
-        widen<T>(packed.z, wide.x, wide.y);
-        widen<T>(packed.w, wide.z, wide.w);
+        widen<T>(packed[r][tile].z, wide.x, wide.y);
+        widen<T>(packed[r][tile].w, wide.z, wide.w);
         store_shared_16(odd + tile * tile_bytes + r * 1024, wide);
       }
   }
 };
 
-// A block of the part that is still to be loaded, and the page numbers of this lane's rows in it.
+// The next block of the part whose page numbers are to be copied, each of 16 lanes one: two words for each row of a
+// block, the page number and the row in its page, or -1 where there is none.
 struct BlockAhead {
-  BlockWalk at;
-  int number[2], row[2];
+  const AttentionParams& p;
+  const Part& part;
+  const int last_place;
+  RaggedTile tile;
+  Segment segment;
+  int place, block;  // block: of the segment
 
   __device__ __forceinline__ BlockAhead(const AttentionParams& p, const Part& part, int last_place)
-      : at(p, part, last_place) {
-    look_up();
+      : p(p), part(part), last_place(last_place), tile(p), place(part.place - 1), block(0) {
+    segment.blocks = 0;
   }
 
-  __device__ __forceinline__ void advance() {
-    at.advance();
-    look_up();
+  // Of the words of this warp's rows.
+  __device__ __forceinline__ void copy_pages_async(u32 words) {
+    while (block >= segment.blocks && place < last_place) {
+      segment = visible_segment(p, tile, part, ++place);
+      block = 0;
+    }
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (lane < 16) {
+      int row = -1;
+      i64 entry = -1;
+      if (block < segment.blocks)  // past the last block there are no tokens
+        entry = entry_of(p, tile, segment.tokens, (segment.begin + block) * kBlockTokens + warp * 16 + lane, row);
+      const bool has_number = entry >= 0 && p.block_table != nullptr;
+      copy_4_async(words + lane * 8, p.block_table + (has_number ? entry : 0), has_number);  // else 0, the one page
+      store_shared_u32(words + lane * 8 + 4, entry < 0 ? ~0u : row);
+    }
+    ++block;
   }
+};
 
-  __device__ __forceinline__ void look_up() {
-    const int begin = at.first_token() + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+struct PagedRows {
+  int page[2], row[2];
+
+  __device__ __forceinline__ PagedRows(const AttentionParams& p, u32 words) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
-      number[r] = at.is_there() ? page_number_of(at.p, at.tile, at.segment.tokens, begin + 8 * r, row[r]) : -1;
+    for (int r = 0; r < 2; ++r) {
+      const u32 at = words + (threadIdx.x % 32 / 4 + 8 * r) * 8;
+      row[r] = static_cast<int>(load_shared_u32(at + 4));
+      const int number = static_cast<int>(load_shared_u32(at));
+      page[r] = row[r] >= 0 && is_page(p, number) ? number : -1;
+    }
   }
 
-  // Page numbers are first looked at here, a block after they were asked for.
-  __device__ __forceinline__ RowOffsets offsets(const Columns& of) const {
+  __device__ __forceinline__ RowOffsets in(const Columns& of) const {
     RowOffsets found;
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      found.row[r] = is_page(at.p, number[r])
-                         ? number[r] * of.stride_page + row[r] * of.stride_row + blockIdx.z * of.stride_head
-                         : -1;
+      found.row[r] =
+          page[r] < 0 ? -1 : page[r] * of.stride_page + row[r] * of.stride_row + blockIdx.z * of.stride_head;
     return found;
   }
 };
@@ -110,22 +147,29 @@ struct BlockAhead {
 template <typename T, typename Layout>
 __device__ __forceinline__ void load_e4m3(const AttentionParams& p, const Layout& shared, RaggedTile& tile,
                                           const Part& part, int last_place) {
-  constexpr int kTileBytes = Layout::kTileBytes, kHeld = Layout::kHeldBlocks;
-  constexpr int kKeyTiles = Layout::kKeyBytes / kTileBytes, kValueTiles = Layout::kValueBytes / kTileBytes;
+  constexpr int kTileBytes = Layout::kTileBytes, kAhead = Layout::kRawBlocks;
+  using Keys = RawRows<Layout::kKeyBytes / kTileBytes>;
+  using Values = RawRows<Layout::kValueBytes / kTileBytes>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const auto words = [&](int slot) { return shared.raw_pages(slot) + warp * 16 * 8; };
   const auto arrive = [&](u32 barrier) {
-    fence_proxy_async_shared();
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier);
   };
-  E4m3Rows<kKeyTiles> keys[kHeld];
-  E4m3Rows<kValueTiles> values[kHeld];
   BlockAhead ahead(p, part, last_place);
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    keys[i].load(p.keys.base, ahead.offsets(p.keys), p.key_columns);
-    values[i].load(p.values.base, ahead.offsets(p.values), p.value_columns);
-    ahead.advance();
+#pragma unroll 1
+  for (int slot = 0; slot < kAhead; ++slot) ahead.copy_pages_async(words(slot));
+  copy_async_wait_all();
+  __syncwarp();
+#pragma unroll 1
+  for (int slot = 0; slot < kAhead; ++slot) {
+    const PagedRows rows(p, words(slot));
+    __syncwarp();
+    ahead.copy_pages_async(words(slot));
+    Keys(shared.raw_keys(slot)).copy_async(p.keys.base, rows.in(p.keys), p.key_columns);
+    copy_async_commit();
+    Values(shared.raw_values(slot)).copy_async(p.values.base, rows.in(p.values), p.value_columns);
+    copy_async_commit();
   }
   int t = 0;
   for (int place = part.place; place <= last_place; ++place) {
@@ -133,22 +177,29 @@ __device__ __forceinline__ void load_e4m3(const AttentionParams& p, const Layout
     if (warp >= 2) load_query(p, shared, tile, warp - 2, place - part.place);
 #pragma unroll 1
     for (int i = 0; i < segment.blocks; ++i, ++t) {
-      const int stage = t % Layout::kStages, phase = t / Layout::kStages & 1;
-#pragma unroll
-      for (int held = 0; held < kHeld; ++held) {
-        if (t % kHeld != held) continue;  // which registers: known to the compiler in each branch
-        mbarrier_wait(shared.keys_free(stage), phase ^ 1, "a free stage of keys");
-        keys[held].template store<T>(shared.keys(stage), kTileBytes, warp * 16);
-        arrive(shared.keys_full(stage));
-        keys[held].load(p.keys.base, ahead.offsets(p.keys), p.key_columns);
-        mbarrier_wait(shared.values_free(stage), phase ^ 1, "a free stage of values");
-        values[held].template store<T>(shared.values(stage), kTileBytes, warp * 16);
-        arrive(shared.values_full(stage));
-        values[held].load(p.values.base, ahead.offsets(p.values), p.value_columns);
-      }
-      ahead.advance();
+      const int stage = t % Layout::kStages, slot = t % kAhead;
+      const int before = t - Layout::kBuffers;  // the block that was where this one goes
+      const int freed = before % Layout::kStages, phase = before / Layout::kStages & 1;
+      const Keys keys(shared.raw_keys(slot));
+      const Values values(shared.raw_values(slot));
+      copy_async_wait<2 * kAhead - 1>();  // keys, and page numbers
+      __syncwarp();
+      const PagedRows rows(p, words(slot));
+      if (before >= 0) mbarrier_wait(shared.keys_free(freed), phase, "a free stage of keys");
+      keys.template convert<T>(shared.keys(stage), kTileBytes, warp * 16);
+      arrive(shared.keys_full(stage));
+      keys.copy_async(p.keys.base, rows.in(p.keys), p.key_columns);
+      ahead.copy_pages_async(words(slot));
+      copy_async_commit();
+      copy_async_wait<2 * kAhead - 1>();  // values
+      if (before >= 0) mbarrier_wait(shared.values_free(freed), phase, "a free stage of values");
+      values.template convert<T>(shared.values(stage), kTileBytes, warp * 16);
+      arrive(shared.values_full(stage));
+      values.copy_async(p.values.base, rows.in(p.values), p.value_columns);
+      copy_async_commit();
     }
   }
+  copy_async_wait_all();
 }
 
 }  // namespace cumla::mha

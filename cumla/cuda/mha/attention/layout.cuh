@@ -147,9 +147,10 @@ struct BlockWalk {
   __device__ __forceinline__ int first_token() const { return (segment.begin + block) * kBlockTokens; }
 };
 
-// The page number of a token of the request, as it stands in the table; -1 if there is none.
-__device__ __forceinline__ int page_number_of(const AttentionParams& p, const RaggedTile& tile, int tokens, int token,
-                                              int& row) {
+// Which entry of the table has the page number of a token of the request; -1 if there is no such token. Rows without
+// pages have one page, and no table.
+__device__ __forceinline__ i64 entry_of(const AttentionParams& p, const RaggedTile& tile, int tokens, int token,
+                                        int& row) {
   if (p.block_table == nullptr) {
     const i64 at = tile.pages + token;
     row = static_cast<int>(at);
@@ -158,8 +159,7 @@ __device__ __forceinline__ int page_number_of(const AttentionParams& p, const Ra
   const u32 entry = quotient(min(token, max(tokens - 1, 0)), p.by_page_size);
   row = token - static_cast<int>(entry) * p.page_size;
   const u64 at = static_cast<u64>(tile.pages) * p.block_table_stride + entry;
-  if (token >= tokens || at >= static_cast<u64>(p.page_entries)) return -1;
-  return p.block_table[at];
+  return token >= tokens || at >= static_cast<u64>(p.page_entries) ? -1 : static_cast<i64>(at);
 }
 
 __device__ __forceinline__ bool is_page(const AttentionParams& p, int number) {
@@ -169,7 +169,9 @@ __device__ __forceinline__ bool is_page(const AttentionParams& p, int number) {
 // The page of a token of the request; -1 if there is none.
 __device__ __forceinline__ int page_of(const AttentionParams& p, const RaggedTile& tile, int tokens, int token,
                                        int& row) {
-  const int page = page_number_of(p, tile, tokens, token, row);
+  const i64 entry = entry_of(p, tile, tokens, token, row);
+  if (entry < 0 || p.block_table == nullptr) return entry < 0 ? -1 : 0;
+  const int page = p.block_table[entry];
   return is_page(p, page) ? page : -1;
 }
 
