@@ -14,7 +14,7 @@
 // Shared memory: query 8,192 a 64 columns + stages of as much for keys and for values + exchange of 64 x value columns
 //                x 4 + sums 1,536 + barriers 256; 231,168 B of 232,448 with 256 columns and two stages
 //                e4m3: fewer stages, and after the barriers raw blocks of half a stage (attention/e4m3.cuh)
-// Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; 208 and 96 where they convert
+// Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; 200 and 104 where they convert
 #include "mha/attention/copy.cuh"
 #include "mha/attention/e4m3.cuh"
 #include "mha/attention/layout.cuh"
@@ -37,29 +37,25 @@ using namespace split;
 
 constexpr int kTileBytes = 64 * 128;  // 64 rows x 64 columns of 16 bits, 128-byte swizzle
 constexpr int kConsumerBarrier = kConsumersBarrier + 1;
-constexpr int kFetchedAhead = 2;  // blocks
 
 template <int kKeyTiles, int kValueTiles, bool kE4m3>
 struct SharedLayout {
   static constexpr int kTileBytes = mha::kTileBytes, kTiles = kKeyTiles + kValueTiles;
-  static constexpr int kStages = kE4m3 ? (kTiles > 4 ? 2 : kTiles > 2 ? 3 : 4) : kTiles > 5 ? 2 : kTiles > 2 ? 4 : 8;
-  static constexpr int kQueries = kE4m3 || kTiles > 4 ? 1 : 2;    // buffers
+  static constexpr int kStages = kTiles > 4 ? 2 : kTiles > 2 && kE4m3 ? 3 : 4;
   static constexpr int kBuffers = kTiles > 5 && kE4m3 ? 1 : kStages;  // of stages that take turns
   static constexpr int kRawBlocks = !kE4m3 ? 0 : kTiles > 5 ? 2 : kTiles > 2 ? 4 : 8;
   static constexpr int kKeyBytes = kKeyTiles * kTileBytes, kValueBytes = kValueTiles * kTileBytes;
   static constexpr int kExchangeBytes = 2 * kRowTile * kValueTiles * 32 * 4;
-  static constexpr int kSumsBytes = 2 * 3 * kRowTile * 4, kBarrierBytes = 384;
+  static constexpr int kSumsBytes = 2 * 3 * kRowTile * 4, kBarrierBytes = 256;
   static constexpr int kPagesBytes = kBlockTokens * 8;  // of a block
-  static constexpr int kBytes = kQueries * kKeyBytes + kBuffers * (kKeyBytes + kValueBytes) + kExchangeBytes +
-                                kSumsBytes + kBarrierBytes + kRawBlocks * (kTiles * kTileBytes / 2 + kPagesBytes);
+  static constexpr int kBytes = kKeyBytes + kBuffers * (kKeyBytes + kValueBytes) + kExchangeBytes + kSumsBytes +
+                                kBarrierBytes + kRawBlocks * (kTiles * kTileBytes / 2 + kPagesBytes);
   static_assert(kExchangeBytes >= 8192 + 1024, "joining uses it, too");
 
-  u32 start;
+  u32 query;
 
-  __device__ __forceinline__ u32 query(int n) const { return start + n % kQueries * kKeyBytes; }
-  __device__ __forceinline__ static u32 query_phase(int n) { return n / kQueries & 1; }
   __device__ __forceinline__ u32 keys(int s) const {
-    return query(kQueries - 1) + kKeyBytes + (kBuffers == kStages ? s : s % kBuffers) * (kKeyBytes + kValueBytes);
+    return query + kKeyBytes + (kBuffers == kStages ? s : s % kBuffers) * (kKeyBytes + kValueBytes);
   }
   __device__ __forceinline__ u32 values(int s) const { return keys(s) + kKeyBytes; }
   __device__ __forceinline__ u32 exchange() const { return keys(0) + kBuffers * (kKeyBytes + kValueBytes); }
@@ -71,83 +67,56 @@ struct SharedLayout {
   __device__ __forceinline__ u32 values_full(int s) const { return barriers() + (kStages + s) * 8; }
   __device__ __forceinline__ u32 keys_free(int s) const { return barriers() + (2 * kStages + s) * 8; }
   __device__ __forceinline__ u32 values_free(int s) const { return barriers() + (3 * kStages + s) * 8; }
-  __device__ __forceinline__ u32 query_full(int n) const { return barriers() + (4 * kStages + n % kQueries) * 8; }
-  __device__ __forceinline__ u32 query_free(int n) const { return query_full(n) + kQueries * 8; }
-  __device__ __forceinline__ u32 words() const { return barriers() + (4 * kStages + 2 * kQueries) * 8; }
+  __device__ __forceinline__ u32 query_full() const { return barriers() + 4 * kStages * 8; }
+  __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
+  __device__ __forceinline__ u32 words() const { return query_full() + 16; }
   __device__ __forceinline__ u32 raw_keys(int s) const { return barriers() + kBarrierBytes + s * kTiles * kTileBytes / 2; }
   __device__ __forceinline__ u32 raw_values(int s) const { return raw_keys(s) + kKeyBytes / 2; }
   __device__ __forceinline__ u32 raw_pages(int s) const { return raw_keys(kRawBlocks) + s * kPagesBytes; }
 };
 
-// Prefetches into L2 what the first loads depend on, one after the other: the part, the places, and a few lines of the
-// block table a CTA.
-__device__ __forceinline__ void prefetch_plan(const AttentionParams& p, int thread, int threads) {
-  constexpr int kLine = 32, kPlaces = 4;  // of 128 bytes: entries, places
-  if (thread == 0) prefetch_l2(p.parts_in + blockIdx.y);
-  if (thread * kPlaces < p.batch) prefetch_l2(reinterpret_cast<const TilePlace*>(p.places) + thread * kPlaces);
-  if (p.block_table == nullptr) return;
-  const int ctas = gridDim.y * gridDim.z, cta = blockIdx.z * gridDim.y + blockIdx.y;
-#pragma unroll 1
-  for (i64 i = cta * threads + thread, k = 0; i * kLine < p.page_entries && k < 4; i += ctas * threads, ++k)
-    prefetch_l2(p.block_table + i * kLine);
-}
-
-// One warp loads keys and values by boxes, each lane its own of a block. Rows of more than 128 bytes L2 fetches some
-// blocks before, whole: their halves are loaded apart.
+// One warp loads keys and values by boxes, each lane its own of a block.
 template <typename Layout>
-__device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layout& shared, const Part& part,
-                                           int last_place) {
+__device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layout& shared, RaggedTile& tile,
+                                           const Part& part, int last_place) {
   constexpr int kKeyTiles = Layout::kKeyBytes / kTileBytes, kValueTiles = Layout::kValueBytes / kTileBytes;
-  constexpr bool kFetches = kKeyTiles > 1;
   const int lane = threadIdx.x % 32, first = lane * p.box_rows;
-  BlockWalk at(p, part, last_place), ahead(p, part, last_place);
-  if (kFetches)
+  int t = 0;
+  for (int place = part.place; place <= last_place; ++place) {
+    const Segment segment = visible_segment(p, tile, part, place);
 #pragma unroll 1
-    for (int i = 0; i < kFetchedAhead; ++i) ahead.advance();
-#pragma unroll 1
-  for (int t = 0; at.is_there(); ++t) {
-    const int stage = t % Layout::kStages, phase = t / Layout::kStages & 1;
-    int row = 0, page = -1, row_ahead = 0, page_ahead = -1;
-    if (first < kBlockTokens) {
-      page = page_of(p, at.tile, at.segment.tokens, at.first_token() + first, row);
-      if (kFetches && ahead.is_there())
-        page_ahead = page_of(p, ahead.tile, ahead.segment.tokens, ahead.first_token() + first, row_ahead);
-    }
-    mbarrier_wait(shared.keys_free(stage), phase ^ 1, "a free stage of keys");
-    if (lane == 0) mbarrier_arrive_expect_tx(shared.keys_full(stage), Layout::kKeyBytes);
-    __syncwarp();
-    if (first < kBlockTokens)
+    for (int i = 0; i < segment.blocks; ++i, ++t) {
+      const int stage = t % Layout::kStages, phase = t / Layout::kStages & 1;
+      int row = 0, page = -1;
+      if (first < kBlockTokens)
+        page = page_of(p, tile, segment.tokens, (segment.begin + i) * kBlockTokens + first, row);
+      mbarrier_wait(shared.keys_free(stage), phase ^ 1, "a free stage of keys");
+      if (lane == 0) mbarrier_arrive_expect_tx(shared.keys_full(stage), Layout::kKeyBytes);
+      __syncwarp();
+      if (first < kBlockTokens)
 #pragma unroll
-      for (int k = 0; k < kKeyTiles; ++k)
-        tma_load_4d_async(shared.keys(stage) + k * kTileBytes + first * 128, &p.key_map, shared.keys_full(stage),
-                          k * 64, row, blockIdx.z, page);
-    mbarrier_wait(shared.values_free(stage), phase ^ 1, "a free stage of values");
-    if (lane == 0) mbarrier_arrive_expect_tx(shared.values_full(stage), Layout::kValueBytes);
-    __syncwarp();
-    if (first < kBlockTokens)
+        for (int k = 0; k < kKeyTiles; ++k)
+          tma_load_4d_async(shared.keys(stage) + k * kTileBytes + first * 128, &p.key_map, shared.keys_full(stage),
+                            k * 64, row, blockIdx.z, page);
+      mbarrier_wait(shared.values_free(stage), phase ^ 1, "a free stage of values");
+      if (lane == 0) mbarrier_arrive_expect_tx(shared.values_full(stage), Layout::kValueBytes);
+      __syncwarp();
+      if (first < kBlockTokens)
 #pragma unroll
-      for (int k = 0; k < kValueTiles; ++k)
-        tma_load_4d_async(shared.values(stage) + k * kTileBytes + first * 128, &p.value_map,
-                          shared.values_full(stage), k * 64, row, blockIdx.z, page);
-    if (kFetches && page_ahead >= 0 && t + kFetchedAhead >= Layout::kStages) {
-      tma_prefetch_4d(&p.wide_key_map, 0, row_ahead, blockIdx.z, page_ahead);
-      tma_prefetch_4d(&p.wide_value_map, 0, row_ahead, blockIdx.z, page_ahead);
+        for (int k = 0; k < kValueTiles; ++k)
+          tma_load_4d_async(shared.values(stage) + k * kTileBytes + first * 128, &p.value_map,
+                            shared.values_full(stage), k * 64, row, blockIdx.z, page);
     }
-    at.advance();
-    if (kFetches) ahead.advance();
   }
 }
 
-// A warp copies 32 query rows of the n-th tile.
+// A warp copies 32 query rows of a tile.
 template <typename Layout>
 __device__ __forceinline__ void load_query(const AttentionParams& p, const Layout& shared, const RaggedTile& tile,
-                                           int loader, int n) {
-  mbarrier_wait(shared.query_free(n), Layout::query_phase(n) ^ 1, "a free query buffer");
-  copy_query<Layout::kKeyBytes / kTileBytes, 32>(p, tile, loader * 32, shared.query(n));
-  copy_async_wait_all();
-  fence_proxy_async_shared();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full(n));
+                                           int loader, u32 phase) {
+  mbarrier_wait(shared.query_free(), phase ^ 1, "a free query buffer");
+  copy_query<Layout::kKeyBytes / kTileBytes, 32>(p, tile, loader * 32, shared.query);
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full());
 }
 
 template <typename Layout>
@@ -155,7 +124,7 @@ __device__ __forceinline__ void load_queries(const AttentionParams& p, const Lay
                                              const Part& part, int last_place, int loader) {
   for (int place = part.place; place <= last_place; ++place) {
     segment_of(p, tile, part, place);
-    load_query(p, shared, tile, loader, place - part.place);
+    load_query(p, shared, tile, loader, (place - part.place) & 1);
   }
 }
 
@@ -168,7 +137,7 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
   int t = 0;
   for (int place = part.place; place <= last_place; ++place) {
     const Segment segment = visible_segment(p, tile, part, place);
-    if (warp >= 2) load_query(p, shared, tile, warp - 2, place - part.place);
+    if (warp >= 2) load_query(p, shared, tile, warp - 2, (place - part.place) & 1);
 #pragma unroll 1
     for (int i = 0; i < segment.blocks; ++i, ++t) {
       const int stage = t % Layout::kStages, phase = t / Layout::kStages & 1;
@@ -247,13 +216,13 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void multiply_query(u32 query, int stage) {
+  __device__ __forceinline__ void multiply_query(int stage) {
     warpgroup_arrive();
 #pragma unroll
     for (int column = 0; column < kKeyTiles; ++column)
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        wgmma_m64n64k16_async<T>(scores, matrix_descriptor(query + column * kTileBytes + k * 32, 0, 1024),
+        wgmma_m64n64k16_async<T>(scores, matrix_descriptor(shared.query + column * kTileBytes + k * 32, 0, 1024),
                                  matrix_descriptor(shared.keys(stage) + column * kTileBytes + k * 32, 0, 1024),
                                  column + k > 0);
     warpgroup_commit();
@@ -347,17 +316,16 @@ struct Consumer {
     }
   }
 
-  // The n-th tile, whose first block is the t-th of the part.
-  __device__ __forceinline__ void compute(const Segment& segment, int t, int n) {
+  __device__ __forceinline__ void compute(const Segment& segment, int t, u32 query_phase) {
     begin(segment);
-    mbarrier_wait(shared.query_full(n), Layout::query_phase(n), "the query");
+    mbarrier_wait(shared.query_full(), query_phase, "the query");
     if constexpr (kCopied) fence_proxy_async_shared();
 #pragma unroll 1
     for (int i = (consumer ^ t) & 1; i < segment.blocks; i += 2) {
       const int stage = (t + i) % Layout::kStages, phase = (t + i) / Layout::kStages & 1;
       mbarrier_wait(shared.keys_full(stage), phase, "keys");
       if constexpr (kCopied) fence_proxy_async_shared();
-      multiply_query(shared.query(n), stage);
+      multiply_query(stage);
       arrive(shared.keys_free(stage));
       cap_scores();
       mask_scores(segment, segment.begin + i);
@@ -370,7 +338,7 @@ struct Consumer {
       multiply_values(stage);
       arrive(shared.values_free(stage));
     }
-    arrive(shared.query_free(n));
+    arrive(shared.query_free());
   }
 
   __device__ __forceinline__ static float sum_of_quad(float value) {
@@ -483,18 +451,9 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
       mbarrier_init(shared.keys_free(s), 4);
       mbarrier_init(shared.values_free(s), 4);
     }
-#pragma unroll
-    for (int n = 0; n < Layout::kQueries; ++n) {
-      mbarrier_init(shared.query_full(n), 2);
-      mbarrier_init(shared.query_free(n), 8);
-    }
+    mbarrier_init(shared.query_full(), 2);
+    mbarrier_init(shared.query_free(), 8);
     fence_mbarrier_init();
-  }
-  // Fetching into L2 reads nothing: an earlier kernel may still write these lines.
-  if (warp == 2 || warp == 3) prefetch_plan(p, threadIdx.x - 64, 64);
-  if (!kCopied && !kE4m3 && threadIdx.x == 32) {
-    prefetch_tensor_map(&p.key_map);
-    prefetch_tensor_map(&p.value_map);
   }
   grid_dependency_launch();
   __syncthreads();
@@ -504,22 +463,22 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
   const int last_place = last_place_of(p, part);
   RaggedTile tile(p);
   if (warpgroup == 0) {
-    registers_decrease<kE4m3 ? 96 : 56>();
+    registers_decrease<kE4m3 ? 104 : 56>();
     if constexpr (kE4m3)
       load_e4m3<T>(p, shared, tile, part, last_place);
     else if (kCopied)
       load_rows(p, shared, tile, part, last_place);
     else if (warp == 0)
-      load_boxes(p, shared, part, last_place);
+      load_boxes(p, shared, tile, part, last_place);
     else if (warp >= 2)
       load_queries(p, shared, tile, part, last_place, warp - 2);
   } else {
-    registers_increase<kE4m3 ? 208 : 224>();
+    registers_increase<kE4m3 ? 200 : 224>();
     Consumer<T, kKeyTiles, kValueTiles, kCopied, kE4m3> consumer(p, shared, tile, warpgroup - 1);
     int t = 0;
     for (int place = part.place; place <= last_place; ++place) {
       const Segment segment = visible_segment(p, tile, part, place);
-      consumer.compute(segment, t, place - part.place);
+      consumer.compute(segment, t, (place - part.place) & 1);
       consumer.finish(segment, place < last_place);
       t += segment.blocks;
     }

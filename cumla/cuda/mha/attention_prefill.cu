@@ -6,9 +6,9 @@
 // are one here. CTAs take the next tile from a counter, the last rows of a request first, for they see most keys, and
 // the kv heads of a section, whose keys and values stay in L2, before the next section.
 //
-// Three warpgroups. Warpgroup 0 loads: warp 1 takes tiles from the counter and announces them, warp 0 loads keys and
-// values (TMA), or all four warps a quarter of the rows each where pages are no multiple of eight tokens, warps 2 and 3
-// the query rows. Warpgroups 1 and 2 have 64 query rows each and work through the blocks from the last to the first:
+// Three warpgroups. Warpgroup 0 loads: warp 3 takes tiles from the counter and announces them, warp 0 loads keys, warp 1
+// values (TMA), warp 2 the query rows. Where pages are no multiple of eight tokens, each warp loads a quarter of the rows
+// of a block; warp 0 announces tiles, and warps 2 and 3 load the query rows. Warpgroups 1 and 2 have 64 query rows each and work through the blocks from the last to the first:
 //
 //   tensor cores:     S1 = Q K1   O += P0 V0   S2 = Q K2   O += P1 V1 ...
 //   the warpgroup:                P1 = exp S1              P2 = exp S2
@@ -18,7 +18,7 @@
 // Budget of 128 rows by 128 keys, 128 columns: 2 x 1,024 tensor clocks; 16,384 exponentials at 16 a clock are 1,024, and
 // some six other instructions for each at 128 a clock 768.
 // Shared memory: query 16,384 a 64 columns + 2 stages of keys and values + announcements 128 + barriers 256
-// Registers:     consumers 240 or 224 (up to 128 output, 64 scores, 32 probabilities), loaders 32 or 56
+// Registers:     consumers 232 or 216 (up to 128 output, 64 scores, 32 probabilities), loaders 40 or 72
 #include "mha/attention/copy.cuh"
 #include "mha/attention/layout.cuh"
 #include "split/output.cuh"
@@ -37,8 +37,6 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-constexpr bool kRoundedWeights = true;
-constexpr bool kTakesTurns = true;
 constexpr int kPrefillRows = 128;
 constexpr int kPrefillStages = 2;
 constexpr int kTogether = 1, kTurns = 2;  // named barriers: of both consumers; whose turn it is, one each
@@ -98,7 +96,7 @@ __device__ __forceinline__ Seen blocks_of_item(const AttentionParams& p, const I
   return {first / kBlock, max((end + kBlock - 1) / kBlock, first / kBlock)};
 }
 
-// Warp 1, or warp 0 where all warps copy: the next item from the counter.
+// One warp: the next item from the counter.
 template <typename Layout>
 struct Dealer {
   const AttentionParams& p;
@@ -116,7 +114,7 @@ struct Dealer {
 
   // One lane.
   __device__ __forceinline__ Item next() const {
-    const u64 total = static_cast<u64>(tiles) * p.num_kv_heads;
+    const u32 total = tiles * p.num_kv_heads;  // below 2^31: the launcher sees to it
     Item item = {};
     for (;;) {
       const u32 at = atomic_add_acq_rel(&p.tickets[0].arrived, 1);
@@ -124,10 +122,9 @@ struct Dealer {
         if (at == total + gridDim.x - 1) store_relaxed(&p.tickets[0].arrived, 0);  // all CTAs have asked: for the next launch
         return item;
       }
-      const u64 of_section = static_cast<u64>(tiles) * heads_of_section;
-      const int section = at / of_section, first_head = section * heads_of_section;
-      const u32 rest = at - section * of_section, heads = min(heads_of_section, p.num_kv_heads - first_head);
-      const int place = rest / heads;
+      const u32 of_section = tiles * heads_of_section, first_head = at / of_section * heads_of_section;
+      const u32 rest = at % of_section, heads = min(static_cast<u32>(heads_of_section), p.num_kv_heads - first_head);
+      const u32 place = rest / heads;
       const TilePlace from = reinterpret_cast<const TilePlace*>(p.places)[tiles - 1 - place];
       if (from.first_row & 64) continue;  // the second half of an item
       item.head = first_head + rest - place * heads;
@@ -163,22 +160,28 @@ struct Dealer {
   }
 };
 
-// Each warp that works on the n-th item.
+// The n-th item, between its announcement and the last use of it by this warp.
 template <typename Layout>
-__device__ __forceinline__ Item item_at(const Layout& shared, u32 n) {
-  const int slot = n & 1;
-  mbarrier_wait(shared.item_full(slot), n >> 1 & 1, "an announcement");
-  const uint4 a = load_shared_16(shared.item(slot)), b = load_shared_16(shared.item(slot) + 16);
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.item_free(slot));
+__device__ __forceinline__ Item read_item(const Layout& shared, u32 n) {
+  const uint4 a = load_shared_16(shared.item(n & 1)), b = load_shared_16(shared.item(n & 1) + 16);
   return {static_cast<int>(a.x), static_cast<int>(a.y), static_cast<int>(a.z), static_cast<int>(a.w),
           static_cast<i64>(static_cast<u64>(b.y) << 32 | b.x), static_cast<int>(b.z), static_cast<int>(b.w)};
 }
 
-// One warp loads by boxes, each lane its own of a block: keys one block ahead of values.
-template <typename Layout, int kKeyTiles, int kValueTiles, int kBlock>
+// Each loading warp: it uses what it read, and no more.
+template <typename Layout>
+__device__ __forceinline__ Item item_at(const Layout& shared, u32 n) {
+  mbarrier_wait(shared.item_full(n & 1), n >> 1 & 1, "an announcement");
+  const Item item = read_item(shared, n);
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.item_free(n & 1));
+  return item;
+}
+
+// One warp loads the keys, or the values, by boxes, each lane its own of a block.
+template <typename Layout, int kTiles, int kBlock, bool kOfKeys>
 __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layout& shared) {
-  const int lane = threadIdx.x % 32, first = lane * p.box_rows;
+  const int first = threadIdx.x % 32 * p.box_rows;
   u32 t = 0;
 #pragma unroll 1
   for (u32 n = 0;; ++n) {
@@ -186,49 +189,31 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
     if (item.rows == 0) return;
     const RaggedTile tile = half_of(p, item, 0);
     const Seen blocks = blocks_of_item<kBlock>(p, item);
-    int row_before = 0, page_before = -1;
 #pragma unroll 1
-    for (int block = blocks.end - 1; block >= blocks.first - 1; --block, ++t) {
+    for (int block = blocks.end - 1; block >= blocks.first; --block, ++t) {
+      const int stage = t % kPrefillStages;
+      const u32 full = kOfKeys ? shared.keys_full(stage) : shared.values_full(stage);
       int row = 0, page = -1;
-      if (block >= blocks.first) {
-        if (first < kBlock) page = page_of(p, tile, item.tokens, block * kBlock + first, row);
-        const int stage = t % kPrefillStages;
-        mbarrier_wait(shared.keys_free(stage), (t / kPrefillStages & 1) ^ 1, "a free stage of keys");
-        if (lane == 0) mbarrier_arrive_expect_tx(shared.keys_full(stage), Layout::kKeyBytes);
-        __syncwarp();
-        if (first < kBlock)
+      if (first < kBlock) page = page_of(p, tile, item.tokens, block * kBlock + first, row);
+      mbarrier_wait(kOfKeys ? shared.keys_free(stage) : shared.values_free(stage), (t / kPrefillStages & 1) ^ 1,
+                    kOfKeys ? "a free stage of keys" : "a free stage of values");
+      if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, kTiles * Layout::kTileBytes);
+      __syncwarp();
+      if (first < kBlock)
 #pragma unroll
-          for (int k = 0; k < kKeyTiles; ++k)
-            tma_load_4d_async(shared.keys(stage) + k * Layout::kTileBytes + first * 128, &p.key_map,
-                              shared.keys_full(stage), k * 64, row, item.head, page);
-      }
-      if (block < blocks.end - 1) {
-        const int stage = (t - 1) % kPrefillStages;
-        mbarrier_wait(shared.values_free(stage), ((t - 1) / kPrefillStages & 1) ^ 1, "a free stage of values");
-        if (lane == 0) mbarrier_arrive_expect_tx(shared.values_full(stage), Layout::kValueBytes);
-        __syncwarp();
-        if (first < kBlock)
-#pragma unroll
-          for (int k = 0; k < kValueTiles; ++k)
-            tma_load_4d_async(shared.values(stage) + k * Layout::kTileBytes + first * 128, &p.value_map,
-                              shared.values_full(stage), k * 64, row_before, item.head, page_before);
-      }
-      row_before = row;
-      page_before = page;
+        for (int k = 0; k < kTiles; ++k)
+          tma_load_4d_async((kOfKeys ? shared.keys(stage) : shared.values(stage)) + k * Layout::kTileBytes + first * 128,
+                            kOfKeys ? &p.key_map : &p.value_map, full, k * 64, row, item.head, page);
     }
-    --t;  // the loop goes one step further for the last values
   }
 }
 
-// Warps 2 and 3 copy the query rows of a consumer each.
+// A warp copies the query rows of a consumer.
 template <typename Layout, int kKeyTiles>
 __device__ __forceinline__ void copy_query_of(const AttentionParams& p, const Layout& shared, const Item& item,
                                               int consumer, u32 n) {
   mbarrier_wait(shared.query_free(consumer), (n & 1) ^ 1, "a free query buffer");
   copy_query<kKeyTiles, 64>(p, half_of(p, item, consumer), 0, shared.query(consumer));
-  copy_async_wait_all();
-  fence_proxy_async_shared();
-  __syncwarp();
   if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full(consumer));
 }
 
@@ -281,8 +266,8 @@ struct PrefillConsumer {
   float scores[kBlock / 2];
   u32 probabilities[kBlock / 4];
   float maximum[2], sum[2], weight[2], factor[2];  // weight: sum of rounded weights
-  Seen seen[2];
   int clear_from, clear_to;  // blocks in between are seen whole by all rows
+  u32 n = 0;                 // items before; what is needed once a tile is read again from its announcement
 
   __device__ __forceinline__ PrefillConsumer(const AttentionParams& p, const Layout& shared, int consumer)
       : p(p), shared(shared), consumer(consumer),
@@ -302,7 +287,6 @@ struct PrefillConsumer {
     for (int r = 0; r < 2; ++r) {
       maximum[r] = kLowest;
       sum[r] = weight[r] = 0.0f;
-      seen[r] = seen_by(p, tile, tokens, row + 8 * r);
       if (p.sinks == nullptr || row + 8 * r >= tile.rows) continue;
       const float sink = p.sinks[Query(p, tile, row + 8 * r).head] * kLog2E;
       if (sink == -kInfinity) continue;
@@ -360,11 +344,18 @@ struct PrefillConsumer {
       for (float& x : scores) x = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(x * p.to_softcap));
     }
     if (block < clear_from || block >= clear_to) {
+      const Item item = read_item(shared, n);
+      const RaggedTile tile = half_of(p, item, consumer);
       const int column = block * kBlock + (lane % 4) * 2;
 #pragma unroll
-      for (int i = 0; i < kBlock / 2; ++i) {
-        const int token = column + 8 * (i / 4) + (i & 1);
-        if (token < seen[i >> 1 & 1].first || token >= seen[i >> 1 & 1].end) scores[i] = -kInfinity;
+      for (int r = 0; r < 2; ++r) {
+        const Seen seen = seen_by(p, tile, item.tokens, row + 8 * r);
+#pragma unroll
+        for (int i = 0; i < kBlock / 4; ++i) {
+          const int token = column + 8 * (i / 2) + (i & 1);
+          float& score = scores[i / 2 * 4 + 2 * r + (i & 1)];
+          if (token < seen.first || token >= seen.end) score = -kInfinity;
+        }
       }
     }
     bool grown = false;
@@ -401,20 +392,17 @@ struct PrefillConsumer {
 
   // While the products run that read them.
   __device__ __forceinline__ void add_weights() {
-    if (kRoundedWeights)
 #pragma unroll
-      for (int i = 0; i < kBlock / 4; ++i) weight[i & 1] += sum_of_pair<T>(probabilities[i]);
+    for (int i = 0; i < kBlock / 4; ++i) weight[i & 1] += sum_of_pair<T>(probabilities[i]);
   }
 
   __device__ __forceinline__ void take_turn() const {
-    if (!kTakesTurns) return;
     if (consumer == 0)
       named_barrier_sync<kTurns, 2 * kWarpgroup>();
     else
       named_barrier_sync<kTurns + 1, 2 * kWarpgroup>();
   }
   __device__ __forceinline__ void give_turn() const {
-    if (!kTakesTurns) return;
     if (consumer == 0)
       named_barrier_arrive<kTurns + 1, 2 * kWarpgroup>();
     else
@@ -431,7 +419,7 @@ struct PrefillConsumer {
   }
 
   // All blocks of a tile; t counts those of all tiles.
-  __device__ __forceinline__ void attend(const Item& item, const Seen& blocks, u32& t) {
+  __device__ __forceinline__ void attend(const Seen& blocks, u32& t) {
     int block = blocks.end - 1;
     wait_for_keys(t);
     issue_scores(t % kPrefillStages);
@@ -441,7 +429,7 @@ struct PrefillConsumer {
     if (block == blocks.first) arrive(shared.query_free(consumer));
     exponentiate(block);
     pack();
-    const int valid = item.tokens - block * kBlock;
+    const int valid = read_item(shared, n).tokens - block * kBlock;
     if (valid < kBlock) {
       wait_for_values(t);
       clear_values_past(t % kPrefillStages, max(valid, 0));
@@ -483,11 +471,12 @@ struct PrefillConsumer {
     return value + __shfl_xor_sync(0xffffffffu, value, 2);
   }
 
-  __device__ __forceinline__ void write(const RaggedTile& tile) {
+  __device__ __forceinline__ void write() {
+    const RaggedTile tile = half_of(p, read_item(shared, n), consumer);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum[r] = sum_of_quad(sum[r]);
-      weight[r] = kRoundedWeights ? sum_of_quad(weight[r]) : sum[r];
+      weight[r] = sum_of_quad(weight[r]);
       const float inverse = weight[r] == 0.0f ? 0.0f : reciprocal_approx(weight[r]);
       const int of_tile = row + 8 * r;
       const Query to(p, tile, of_tile);
@@ -525,18 +514,19 @@ struct PrefillConsumer {
     if (consumer == 1) give_turn();
     u32 t = 0;
 #pragma unroll 1
-    for (u32 n = 0;; ++n) {
-      const Item item = item_at(shared, n);
+    for (;; ++n) {
+      mbarrier_wait(shared.item_full(n & 1), n >> 1 & 1, "an announcement");
+      const Item item = read_item(shared, n);
       if (item.rows == 0) break;
-      const RaggedTile tile = half_of(p, item, consumer);
       const Seen blocks = blocks_of_item<kBlock>(p, item);
-      begin(tile, item.tokens);
+      begin(half_of(p, item, consumer), item.tokens);
       mbarrier_wait(shared.query_full(consumer), n & 1, "the query");
       if (blocks.end > blocks.first)
-        attend(item, blocks, t);
+        attend(blocks, t);
       else
         arrive(shared.query_free(consumer));
-      write(tile);
+      write();
+      arrive(shared.item_free(n & 1));
     }
     if (consumer == 0) take_turn();  // which the other one gave
   }
@@ -545,6 +535,8 @@ struct PrefillConsumer {
 template <typename T, int kKeyTiles, int kValueTiles, int kBlock, bool kCopied>
 __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
   using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock>;
+  constexpr int kLoaderRegisters = kCopied ? 72 : 40, kConsumerRegisters = kCopied ? 216 : 232;
+  static_assert(kLoaderRegisters + 2 * kConsumerRegisters <= 3 * 168, "else warpgroups wait for registers for ever");
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Layout shared = {shared_address(shared_bytes)};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0), warp = threadIdx.x / 32;
@@ -570,24 +562,27 @@ __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
   grid_dependency_wait();
 
   if (warpgroup == 0) {
-    registers_decrease<kCopied ? 56 : 32>();
+    registers_decrease<kLoaderRegisters>();
     if constexpr (kCopied) {
       load_rows<Layout, kKeyTiles, kValueTiles, kBlock>(p, shared);
     } else if (warp == 0) {
-      load_boxes<Layout, kKeyTiles, kValueTiles, kBlock>(p, shared);
+      load_boxes<Layout, kKeyTiles, kBlock, true>(p, shared);
     } else if (warp == 1) {
-      Dealer<Layout> dealer(p, shared);
-      while (dealer.announce()) {
-      }
-    } else {
+      load_boxes<Layout, kValueTiles, kBlock, false>(p, shared);
+    } else if (warp == 2) {
       for (u32 n = 0;; ++n) {
         const Item item = item_at(shared, n);
         if (item.rows == 0) return;
-        copy_query_of<Layout, kKeyTiles>(p, shared, item, warp - 2, n);
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) copy_query_of<Layout, kKeyTiles>(p, shared, item, i, n);
+      }
+    } else {
+      Dealer<Layout> dealer(p, shared);
+      while (dealer.announce()) {
       }
     }
   } else {
-    registers_increase<kCopied ? 224 : 240>();
+    registers_increase<kConsumerRegisters>();
     PrefillConsumer<T, kKeyTiles, kValueTiles, kBlock, kCopied> consumer(p, shared, warpgroup - 1);
     consumer.work();
   }

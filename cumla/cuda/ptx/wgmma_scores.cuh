@@ -4,16 +4,6 @@
 #include "ptx/types.cuh"
 
 // As CUMLA_D64 of wgmma.cuh.
-#define CUMLA_D40 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-  "%32, %33, %34, %35, %36, %37, %38, %39"
-#define CUMLA_D40_OPERANDS \
-  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
-  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
-  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), \
-  "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
 #define CUMLA_D64 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -30,26 +20,6 @@
   "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
 
 namespace cumla::ptx {
-
-// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
-// D (64 x 80) = A (64 x 16) B^T (80 x 16) + (accumulate ? D : 0); A and B in shared memory, contiguous in K.
-template <typename T>
-__device__ __forceinline__ void wgmma_scores_async(float (&d)[40], u64 a, u64 b, bool accumulate) {
-  if constexpr (kIsBf16<T>)
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %42, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {" CUMLA_D40 "}, %40, %41, accumulate, 1, 1, 0, 0;\n}"
-        : CUMLA_D40_OPERANDS
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))
-        : "memory");
-  else
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %42, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n80k16.f32.f16.f16 {" CUMLA_D40 "}, %40, %41, accumulate, 1, 1, 0, 0;\n}"
-        : CUMLA_D40_OPERANDS
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))
-        : "memory");
-}
 
 // PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
 // D (64 x 128) = A (64 x 16) B^T (128 x 16) + (accumulate ? D : 0); A and B in shared memory, contiguous in K.
@@ -80,7 +50,5 @@ __device__ __forceinline__ void named_barrier_arrive() {
 
 }  // namespace cumla::ptx
 
-#undef CUMLA_D40
-#undef CUMLA_D40_OPERANDS
 #undef CUMLA_D64
 #undef CUMLA_D64_OPERANDS

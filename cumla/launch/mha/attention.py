@@ -35,21 +35,20 @@ _COLUMNS = 64  # of a tile
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
 _FORMS = {"boxes": "false", "rows": "true", "e4m3": "true, true"}  # how tiles are loaded
 _E4M3 = "float8_e4m3fn"
+_MOST_TILES = 1 << 30  # that a counter of 32 bits numbers
 _EMPTY_LSE = -inf
 _LOG2_E = log2(e)
 
 
 def _smem(key_tiles: int, value_tiles: int, form: str) -> int:
     """Count the bytes of SharedLayout."""
-    tile, tiles = 64 * 128, key_tiles + value_tiles
-    stages, queries = 2 if tiles > 5 else 4 if tiles > 2 else 8, 1 if tiles > 4 else 2
-    raw_blocks = 0
+    tiles = key_tiles + value_tiles
+    tile, stages, raw_blocks = 64 * 128, 2 if tiles > 4 else 4, 0
     if form == "e4m3":
         stages, raw_blocks = {2: (4, 8), 4: (3, 4), 5: (2, 4), 8: (1, 2)}[tiles]
-        queries = 1
     exchange = 2 * 64 * value_tiles * 32 * 4
     raw = raw_blocks * (tiles * tile // 2 + 64 * 8)
-    return queries * key_tiles * tile + stages * tiles * tile + exchange + 1536 + 384 + raw
+    return key_tiles * tile + stages * tiles * tile + exchange + 1536 + 256 + raw
 
 
 def _spec(dtype: str, tiles: tuple[int, int], form: str) -> KernelSpec:
@@ -121,6 +120,7 @@ class MHAKey(RaggedKey):
         return (
             rows > ROW_TILE * self.batch
             and rows * self.num_kv_heads >= ROW_TILE * self.sm_count
+            and self.num_places * self.num_kv_heads <= _MOST_TILES
             and self.cache_dtype == self.dtype
             and not self.batch_invariant
         )
@@ -128,10 +128,8 @@ class MHAKey(RaggedKey):
     @cached_property
     def box_rows(self) -> int:
         """Rows of a KV block that one load brings."""
-        block = BLOCK_TOKENS
-        if self.takes_whole_tiles:
-            block = block_tokens(self.kernel_tiles, self.form == "rows")
-        return gcd(self.page_size, block)
+        whole = self.takes_whole_tiles
+        return gcd(self.page_size, block_tokens(self.kernel_tiles) if whole else BLOCK_TOKENS)
 
     @property
     def tiles(self) -> int:
@@ -183,7 +181,7 @@ def attention_spec(key: MHAKey) -> KernelSpec:
     return _SPECS[key.dtype, key.kernel_tiles, form]
 
 
-_PARAMS = struct.Struct("<128s128s128s128s30q16i2f6Iif3qfi3qfii36x")
+_PARAMS = struct.Struct("<128s128s30q16i2f6Iif3qfi3qfii36x")
 
 
 def attention_launch(
@@ -204,7 +202,6 @@ def attention_launch(
         lse_strides = [0, lse.strides[1] // 4, lse.strides[0] // 4]
     values = (
         *(_map(key, name, view) for name, view in (("k", a.k), ("v", a.v))),
-        *(_wide_map(key, name, view) for name, view in (("k", a.k), ("v", a.v))),
         a.k.ptr,
         *a.k.strides[:3],
         a.v.ptr,
@@ -269,19 +266,9 @@ def _scales(scale: Scale) -> tuple[float, ...]:
     return view.ptr, *(stride // 4 for stride in view.strides), 1.0, view.shape[0]
 
 
-def _map(
-    key: MHAKey, name: str, view: ArrayView, dtype: str | None = None
-) -> TensorMap | bytes:
+def _map(key: MHAKey, name: str, view: ArrayView) -> TensorMap | bytes:
     if key.form == "rows" or key.cache_dtype != key.dtype:
         return bytes(128)
     shape = tuple([max(size, 1) for size in view.shape])  # without rows nothing is loaded
-    tensor_map = paged_kv_map(view.ptr, dtype or view.dtype, shape, view.strides, key.box_rows)
+    tensor_map = paged_kv_map(view.ptr, view.dtype, shape, view.strides, key.box_rows)
     return tensor_map._replace(name=name)
-
-
-def _wide_map(key: MHAKey, name: str, view: ArrayView) -> TensorMap | bytes:
-    """Describe whole rows, as words of eight bytes."""
-    if key.takes_whole_tiles:
-        return bytes(128)
-    words = view._replace(shape=(*view.shape[:3], view.shape[3] // 4))
-    return _map(key, name, words, "uint64")

@@ -13,9 +13,9 @@ _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
 
 
-def block_tokens(tiles: tuple[int, int], rows: bool) -> int:
-    """Tell how many keys a block has; loaders of single rows take more registers."""
-    return 128 if tiles != (4, 4) else 64 if rows else 80
+def block_tokens(tiles: tuple[int, int]) -> int:
+    """Tell how many keys a block has: with 256 columns as many as registers and memory hold."""
+    return 64 if tiles == (4, 4) else 128
 
 
 def _smem(tiles: tuple[int, int], block: int) -> int:
@@ -26,7 +26,7 @@ def _smem(tiles: tuple[int, int], block: int) -> int:
 
 def _spec(dtype: str, tiles: tuple[int, int], rows: bool) -> KernelSpec:
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
-    block = block_tokens(tiles, rows)
+    block = block_tokens(tiles)
     sizes = ", ".join(map(str, (*tiles, block)))
     return KernelSpec(
         stem="attention_prefill",

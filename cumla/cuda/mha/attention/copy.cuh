@@ -5,6 +5,7 @@
 #include "mha/attention/layout.cuh"
 #include "split/tile.cuh"
 #include "ptx/copy.cuh"
+#include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::mha {
@@ -17,7 +18,7 @@ using namespace split;
 template <int kTiles, int kTileBytes, int kRows>
 __device__ __forceinline__ void copy_rows(const Columns& from, i64 own, int first_row, int columns, u32 tiles) {
   const int lane = threadIdx.x % 32, chunk = lane % 8;
-#pragma unroll 1
+#pragma unroll(kRows == 16 ? 4 : 1)
   for (int i = 0; i < kRows / 4; ++i) {
     const int k = 4 * i + lane / 8, row = first_row + k;
     const i64 offset = __shfl_sync(0xffffffffu, own, k);
@@ -30,7 +31,7 @@ __device__ __forceinline__ void copy_rows(const Columns& from, i64 own, int firs
   }
 }
 
-// A warp copies kRows query rows of a tile of 64 to `tiles`, 8,192 bytes apart.
+// A warp copies kRows query rows of a tile of 64 to `tiles`, 8,192 bytes apart; when it returns they are there for wgmma.
 template <int kTiles, int kRows>
 __device__ __forceinline__ void copy_query(const AttentionParams& p, const RaggedTile& tile, int first_row, u32 tiles) {
   const int lane = threadIdx.x % 32, chunk = lane % 8;
@@ -48,6 +49,9 @@ __device__ __forceinline__ void copy_query(const AttentionParams& p, const Ragge
                     source + (exists ? k * 128 + chunk * 16 : 0), exists);
     }
   }
+  copy_async_wait_all();
+  fence_proxy_async_shared();
+  __syncwarp();
 }
 
 }  // namespace cumla::mha

@@ -174,7 +174,7 @@ __device__ __forceinline__ void load_e4m3(const AttentionParams& p, const Layout
   int t = 0;
   for (int place = part.place; place <= last_place; ++place) {
     const Segment segment = visible_segment(p, tile, part, place);
-    if (warp >= 2) load_query(p, shared, tile, warp - 2, place - part.place);
+    if (warp >= 2) load_query(p, shared, tile, warp - 2, (place - part.place) & 1);
 #pragma unroll 1
     for (int i = 0; i < segment.blocks; ++i, ++t) {
       const int stage = t % Layout::kStages, slot = t % kAhead;

@@ -34,7 +34,6 @@ struct Scales {
 
 struct AttentionParams {
   TensorMap key_map, value_map;  // dims (columns, page_size, num_kv_heads, num_pages), box (64, box_rows, 1, 1)
-  TensorMap wide_key_map, wide_value_map;  // of the same in units of eight bytes, box (all, box_rows, 1, 1)
   Columns keys, values;          // of pages whose rows are copied one by one
   const char* q;
   i64 q_stride_batch, q_stride_token, q_stride_head;
@@ -120,32 +119,6 @@ __device__ __forceinline__ Segment visible_segment(const AttentionParams& p, Rag
   segment.blocks = end - segment.begin;
   return segment;
 }
-
-// Walks over the blocks of a part.
-struct BlockWalk {
-  const AttentionParams& p;
-  const Part& part;
-  const int last_place;
-  RaggedTile tile;
-  Segment segment;
-  int place, block;  // block: of the segment; past the last one there are no tokens
-
-  __device__ __forceinline__ BlockWalk(const AttentionParams& p, const Part& part, int last_place)
-      : p(p), part(part), last_place(last_place), tile(p), place(part.place - 1), block(-1) {
-    segment.blocks = 0;
-    advance();
-  }
-
-  __device__ __forceinline__ void advance() {
-    ++block;
-    while (block >= segment.blocks && place < last_place) {
-      segment = visible_segment(p, tile, part, ++place);
-      block = 0;
-    }
-  }
-  __device__ __forceinline__ bool is_there() const { return block < segment.blocks; }
-  __device__ __forceinline__ int first_token() const { return (segment.begin + block) * kBlockTokens; }
-};
 
 // Which entry of the table has the page number of a token of the request; -1 if there is no such token. Rows without
 // pages have one page, and no table.
