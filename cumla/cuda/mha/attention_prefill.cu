@@ -18,7 +18,7 @@
 // Budget of 128 rows by 128 keys, 128 columns: 2 x 1,024 tensor clocks; 16,384 exponentials at 16 a clock are 1,024, and
 // some six other instructions for each at 128 a clock 768.
 // Shared memory: query 16,384 a 64 columns + 2 stages of keys and values + announcements 128 + barriers 256
-// Registers:     consumers 232 or 216 (up to 128 output, 64 scores, 32 probabilities), loaders 40 or 72
+// Registers:     consumers 232 or 224 (up to 128 output, 64 scores, 32 probabilities), loaders 40 or 56
 #include "mha/attention/copy.cuh"
 #include "mha/attention/layout.cuh"
 #include "split/output.cuh"
@@ -101,32 +101,29 @@ template <typename Layout>
 struct Dealer {
   const AttentionParams& p;
   const Layout& shared;
-  int tiles, heads_of_section;
   u32 n = 0;  // items announced
 
-  __device__ __forceinline__ Dealer(const AttentionParams& p, const Layout& shared) : p(p), shared(shared) {
-    // A plan that was never updated holds anything.
-    tiles = min(max(p.parts_in[0].end_place, 0), p.batch);
-    const int tokens = tiles > 0 ? reinterpret_cast<const TilePlace*>(p.places)[tiles - 1].tokens : 0;
-    const i64 bytes = max(static_cast<i64>(tokens), i64{64}) * (p.key_columns + p.value_columns) * 2;
-    heads_of_section = static_cast<int>(min(max(kBytesInL2 / bytes, i64{1}), static_cast<i64>(p.num_kv_heads)));
-  }
+  __device__ __forceinline__ Dealer(const AttentionParams& p, const Layout& shared) : p(p), shared(shared) {}
 
   // One lane.
   __device__ __forceinline__ Item next() const {
+    const TilePlace* const places = reinterpret_cast<const TilePlace*>(p.places);
+    const int tiles = min(max(p.parts_in[0].end_place, 0), p.batch);  // a plan that was never updated holds anything
     const u32 total = tiles * p.num_kv_heads;  // below 2^31: the launcher sees to it
-    Item item = {};
     for (;;) {
       const u32 at = atomic_add_acq_rel(&p.tickets[0].arrived, 1);
       if (at >= total) {
-        if (at == total + gridDim.x - 1) store_relaxed(&p.tickets[0].arrived, 0);  // all CTAs have asked: for the next launch
-        return item;
+        if (at == total + gridDim.x - 1) store_relaxed(&p.tickets[0].arrived, 0);  // all have asked: for the next launch
+        return {};
       }
+      const i64 bytes = max(static_cast<i64>(places[tiles - 1].tokens), i64{64}) * (p.key_columns + p.value_columns) * 2;
+      const u32 heads_of_section = min(max(static_cast<u32>(kBytesInL2 / bytes), 1u), static_cast<u32>(p.num_kv_heads));
       const u32 of_section = tiles * heads_of_section, first_head = at / of_section * heads_of_section;
-      const u32 rest = at % of_section, heads = min(static_cast<u32>(heads_of_section), p.num_kv_heads - first_head);
+      const u32 rest = at % of_section, heads = min(heads_of_section, p.num_kv_heads - first_head);
       const u32 place = rest / heads;
-      const TilePlace from = reinterpret_cast<const TilePlace*>(p.places)[tiles - 1 - place];
+      const TilePlace from = places[tiles - 1 - place];
       if (from.first_row & 64) continue;  // the second half of an item
+      Item item;
       item.head = first_head + rest - place * heads;
       item.q_begin = min(max(from.q_begin, 0), p.q_len - 1);
       item.q_len = min(max(from.q_len, 1), p.q_len - item.q_begin);
@@ -535,7 +532,7 @@ struct PrefillConsumer {
 template <typename T, int kKeyTiles, int kValueTiles, int kBlock, bool kCopied>
 __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
   using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock>;
-  constexpr int kLoaderRegisters = kCopied ? 72 : 40, kConsumerRegisters = kCopied ? 216 : 232;
+  constexpr int kLoaderRegisters = kCopied ? 56 : 40, kConsumerRegisters = kCopied ? 224 : 232;
   static_assert(kLoaderRegisters + 2 * kConsumerRegisters <= 3 * 168, "else warpgroups wait for registers for ever");
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Layout shared = {shared_address(shared_bytes)};

@@ -114,6 +114,13 @@ class MHAKey(RaggedKey):
         return page_form(self.page_size) if self.page_size else "pages"
 
     @cached_property
+    def whole_tiles_spec(self) -> KernelSpec | None:
+        """The kernel of whole row tiles that serves these pages."""
+        if self.cache_dtype != self.dtype:
+            return None
+        return prefill_spec(self.dtype, self.kernel_tiles, self.form == "rows")
+
+    @cached_property
     def takes_whole_tiles(self) -> bool:
         """Whether most row tiles are full, and fill the multiprocessors without being cut."""
         rows = self.total_tokens * self.heads_per_group
@@ -121,7 +128,7 @@ class MHAKey(RaggedKey):
             rows > ROW_TILE * self.batch
             and rows * self.num_kv_heads >= ROW_TILE * self.sm_count
             and self.num_places * self.num_kv_heads <= _MOST_TILES
-            and self.cache_dtype == self.dtype
+            and self.whole_tiles_spec is not None
             and not self.batch_invariant
         )
 
@@ -175,9 +182,9 @@ class MHAKey(RaggedKey):
 
 def attention_spec(key: MHAKey) -> KernelSpec:
     """Look up the kernel of a shape."""
+    if key.takes_whole_tiles and key.whole_tiles_spec:
+        return key.whole_tiles_spec
     form = "e4m3" if key.cache_dtype == _E4M3 else "rows" if key.form == "rows" else "boxes"
-    if key.takes_whole_tiles:
-        return prefill_spec(key.dtype, key.kernel_tiles, form == "rows")
     return _SPECS[key.dtype, key.kernel_tiles, form]
 
 

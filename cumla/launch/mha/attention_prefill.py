@@ -39,10 +39,14 @@ def _spec(dtype: str, tiles: tuple[int, int], rows: bool) -> KernelSpec:
     )
 
 
-_SPECS = {names: _spec(*names) for names in product(_TAGS, _TILES, (False, True))}
+_SPECS = {
+    (dtype, tiles, rows): _spec(dtype, tiles, rows)
+    for dtype, tiles, rows in product(_TAGS, _TILES, (False, True))
+    if not (rows and tiles == (4, 4))  # has too few registers
+}
 SPECS = tuple(_SPECS.values())
 
 
-def prefill_spec(dtype: str, tiles: tuple[int, int], rows: bool) -> KernelSpec:
+def prefill_spec(dtype: str, tiles: tuple[int, int], rows: bool) -> KernelSpec | None:
     """Look up the kernel of these tiles of 64 columns; `rows`: of pages that are copied by rows."""
-    return _SPECS[dtype, tiles, rows]
+    return _SPECS.get((dtype, tiles, rows))

@@ -22,7 +22,7 @@ __device__ __forceinline__ void copy_rows(const Columns& from, i64 own, int firs
   for (int i = 0; i < kRows / 4; ++i) {
     const int k = 4 * i + lane / 8, row = first_row + k;
     const i64 offset = __shfl_sync(0xffffffffu, own, k);
-#pragma unroll
+#pragma unroll(kRows == 16 ? kTiles : 1)
     for (int tile = 0; tile < kTiles; ++tile) {
       const bool exists = offset >= 0 && tile * 64 + chunk * 8 < columns;
       copy_16_async(tiles + tile * kTileBytes + row * 128 + ((chunk ^ (row & 7)) << 4),
