@@ -14,7 +14,7 @@
 // Shared memory: query 8,192 a 64 columns + stages of as much for keys and for values + exchange of 64 x value columns
 //                x 4 + sums 1,536 + barriers 256; 231,168 B of 232,448 with 256 columns and two stages
 //                e4m3: fewer stages, and after the barriers raw blocks of half a stage (attention/e4m3.cuh)
-// Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; 216 and 72 where they convert
+// Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; 200 and 104 where they convert
 #include "mha/attention/e4m3.cuh"
 #include "mha/attention/layout.cuh"
 #include "split/join.cuh"
@@ -500,7 +500,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
   const int last_place = last_place_of(p, part);
   RaggedTile tile(p);
   if (warpgroup == 0) {
-    registers_decrease<kE4m3 ? 72 : 56>();
+    registers_decrease<kE4m3 ? 104 : 56>();
     if constexpr (kE4m3)
       load_e4m3<T>(p, shared, tile, part, last_place);
     else if (kCopied)
@@ -510,7 +510,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
     else if (warp >= 2)
       load_queries(p, shared, tile, part, last_place, warp - 2);
   } else {
-    registers_increase<kE4m3 ? 216 : 224>();
+    registers_increase<kE4m3 ? 200 : 224>();
     Consumer<T, kKeyTiles, kValueTiles, kCopied, kE4m3> consumer(p, shared, tile, warpgroup - 1);
     int t = 0;
     for (int place = part.place; place <= last_place; ++place) {
