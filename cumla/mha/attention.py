@@ -40,6 +40,8 @@ from cumla.core.paged import (
 from cumla.core.state import AttentionState
 from cumla.launch.device import current_device, properties, require_hopper
 from cumla.launch.mha.attention import MHAArguments, MHAKey, attention_launch, attention_spec
+from cumla.launch.mha.attention_float32 import SPECS as FLOAT32_SPECS
+from cumla.launch.mha.attention_float32 import attention_float32_launch
 from cumla.launch.module import load
 from cumla.launch.split.plan import MOST_TOKENS
 from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
     from cumla.core.arrays import ArrayView
     from cumla.core.paged import Host, Results
+    from cumla.launch.kernel import Launch
     from cumla.launch.mha.append_kv_cache import Scale
     from cumla.launch.source import KernelSpec
 
@@ -380,7 +383,8 @@ def _checked_rows(name: str, given: Views) -> ArrayView:
     assert view is not None
     q = given["q"]
     assert q is not None
-    check_dtype(name, view.dtype, DTYPES if name == "q" else (q.dtype, *E4M3))
+    of_q = (q.dtype,) if q.dtype == "float32" else (q.dtype, *E4M3)
+    check_dtype(name, view.dtype, DTYPES if name == "q" else of_q)
     axes = {
         "q": "(total_tokens, num_heads, head_dim) or (batch, q_len, num_heads, head_dim)",
         "k": "(num_pages, page_size, num_kv_heads, head_dim) or (total_kv, num_kv_heads, head_dim)",
@@ -399,7 +403,7 @@ def _checked_rows(name: str, given: Views) -> ArrayView:
 
 def _column_step(dtype: str) -> int:
     """Tell of what number columns are a multiple, of rows of a dtype."""
-    return 16 if dtype in E4M3 else 8
+    return 16 if dtype in E4M3 else 4 if dtype == "float32" else 8
 
 
 def _check_heads(q: ArrayView, k: ArrayView, v: ArrayView) -> None:
@@ -503,7 +507,20 @@ def _check_lengths(host: Host, total_tokens: int, page_size: int) -> None:
 
 
 _SCHEDULE = Schedule[MHAKey](RAGGED_LENGTHS, ragged_schedule_launch)
-_ATTEND = _Attend(attention_launch)
+
+
+def _spec_of(key: MHAKey) -> KernelSpec:
+    """Look up the kernel that attends for a shape."""
+    return FLOAT32_SPECS[0] if key.dtype == "float32" else attention_spec(key)
+
+
+def _attend_launch(key: MHAKey, *what: Any) -> Launch:
+    """Describe the launch of that kernel."""
+    launch = attention_float32_launch if key.dtype == "float32" else attention_launch
+    return launch(key, *what)
+
+
+_ATTEND = _Attend(_attend_launch)
 _ATTENTION = _Attention(_SCHEDULE, _ATTEND)
 
 
@@ -740,7 +757,7 @@ kv_layout, out, lse, stream
         return AttentionState(*results)
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
-        specs: tuple[KernelSpec, ...] = (*SCHEDULE_SPECS, attention_spec(self.key))
+        specs: tuple[KernelSpec, ...] = (*SCHEDULE_SPECS, _spec_of(self.key))
         for spec in specs:
             load(spec, device, capturing=capturing)
 
@@ -798,7 +815,7 @@ def _checked_dtypes(dtype: Any, cache_dtype: Any) -> tuple[str, str]:
     """Check the dtype of queries and that of keys and values."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype: needs {' or '.join(DTYPES)}, got {dtype!r}; pass one of them")
-    if cache_dtype not in (None, dtype, _E4M3):
+    if cache_dtype not in (None, dtype, _E4M3) or {dtype, cache_dtype} == {"float32", _E4M3}:
         raise TypeError(
             f"cache_dtype: needs dtype's {dtype}, or {_E4M3}, got {cache_dtype}; leave it out for "
             f"caches of dtype"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import e, gcd, inf, log2
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.kernel import Launch
 from cumla.launch.mha.append_kv_cache import Scale
@@ -26,7 +26,15 @@ from cumla.launch.tensor_map import TensorMap, paged_kv_map
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = ["SPECS", "MHAArguments", "MHAKey", "attention_launch", "attention_spec"]
+__all__ = [
+    "PARAMS",
+    "SPECS",
+    "MHAArguments",
+    "MHAKey",
+    "attention_launch",
+    "attention_spec",
+    "attention_values",
+]
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _COLUMNS = 64  # of a tile
@@ -142,8 +150,8 @@ class MHAKey(RaggedKey):
 
     @cached_property
     def parts(self) -> int:
-        """Shares into which the KV blocks are dealt."""
-        return filling_parts(self.tiles, self.sm_count)
+        """Shares into which the KV blocks are dealt; float32 rows are not cut."""
+        return 1 if self.dtype == "float32" else filling_parts(self.tiles, self.sm_count)
 
     @cached_property
     def kernel_tiles(self) -> tuple[int, int]:
@@ -158,7 +166,7 @@ def attention_spec(key: MHAKey) -> KernelSpec:
     return _SPECS[key.dtype, key.kernel_tiles, form]
 
 
-_PARAMS = struct.Struct("<128s128s30q16i2f6Iif3qfi3qfi40x")
+PARAMS = struct.Struct("<128s128s30q16i2f6Iif3qfi3qfi40x")
 
 
 def attention_launch(
@@ -169,6 +177,14 @@ def attention_launch(
     `buffer` is the address of the plan's buffer, which holds a schedule; out has the axes of q, lse
     is (tokens, num_heads) or (batch, num_heads, q_len).
     """
+    values = attention_values(key, buffer, arguments, out, lse)
+    return Launch(attention_spec(key), (1, key.parts, key.num_kv_heads), PARAMS, values)
+
+
+def attention_values(
+    key: MHAKey, buffer: int, arguments: MHAArguments, out: ArrayView, lse: ArrayView
+) -> tuple[Any, ...]:
+    """List the fields of struct AttentionParams."""
     a, layout = arguments, key.layout
     pages = a.pages
     if pages is not None and len(pages.shape) == 1:  # a table whose rows are a page apart
@@ -177,7 +193,7 @@ def attention_launch(
         lse_strides = [stride // 4 for stride in lse.strides]
     else:
         lse_strides = [0, lse.strides[1] // 4, lse.strides[0] // 4]
-    values = (
+    return (
         *(_map(key, name, view) for name, view in (("k", a.k), ("v", a.v))),
         a.k.ptr,
         *a.k.strides[:3],
@@ -225,7 +241,6 @@ def attention_launch(
         *_scales(a.k_scale),
         *_scales(a.v_scale),
     )
-    return Launch(attention_spec(key), (1, key.parts, key.num_kv_heads), _PARAMS, values)
 
 
 def _strides(view: ArrayView) -> tuple[int, ...]:
@@ -242,7 +257,7 @@ def _scales(scale: Scale) -> tuple[float, ...]:
 
 
 def _map(key: MHAKey, name: str, view: ArrayView) -> TensorMap | bytes:
-    if key.form == "rows" or key.cache_dtype != key.dtype:
+    if key.form == "rows" or key.cache_dtype not in _TAGS:
         return bytes(128)
     shape = tuple([max(size, 1) for size in view.shape])  # without rows nothing is loaded
     tensor_map = paged_kv_map(view.ptr, view.dtype, shape, view.strides, key.box_rows)

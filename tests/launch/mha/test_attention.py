@@ -36,6 +36,8 @@ FEW = (  # few kernels: each takes seconds to compile
     *samples(12, columns=(64, 64), dtype="bfloat16", cache="e4m3"),
     *samples(2, columns=(192, 128), dtype="float16", cache="e4m3", lens=(700,)),
     *samples(1, columns=(208, 16), dtype="bfloat16", cache="e4m3", lens=(130, 3)),
+    *samples(20, dtype="float32"),
+    *samples(1, dtype="float32", columns=(12, 252)),
 )
 
 
@@ -51,7 +53,9 @@ def check_sample(sample: Sample) -> None:
     check(sample, got, cumla.reference.attention(**make(sample)))
 
 
-@pytest.mark.parametrize("sample", FEW, ids=lambda s: f"{s.columns[0]}-{s.cache}-{s.seed}")
+@pytest.mark.parametrize(
+    "sample", FEW, ids=lambda s: f"{s.dtype}-{s.columns[0]}-{s.cache}-{s.seed}"
+)
 def test_attention(sample: Sample) -> None:
     check_sample(sample)
 
@@ -68,7 +72,7 @@ def test_attention_of_all_kinds(sample: Sample) -> None:
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_every_kernel(columns: tuple[int, int], dtype: str, page_size: int) -> None:
     fixed = {"columns": columns, "dtype": dtype, "page_size": page_size, "lens": (200, 70, 0)}
-    for sample in samples(3, **fixed):
+    for sample in (*samples(3, **fixed, cache="same"), *samples(3, **fixed, cache="e4m3")):
         check_sample(sample)
 
 
