@@ -50,7 +50,7 @@ def _smem(key_tiles: int, value_tiles: int, form: str) -> int:
     tiles = key_tiles + value_tiles
     tile, stages, raw_blocks = 64 * 128, 2 if tiles > 4 else 4, 0
     if form == "e4m3":
-        stages, raw_blocks = {2: (4, 8), 4: (3, 4), 5: (2, 4), 8: (1, 2)}[tiles]
+        stages, raw_blocks = {2: (4, 8), 4: (2, 6), 5: (2, 4), 8: (1, 2)}[tiles]
     exchange = 2 * 64 * value_tiles * 32 * 4
     raw = raw_blocks * (tiles * tile // 2 + 64 * 8)
     return key_tiles * tile + stages * tiles * tile + exchange + 1536 + 256 + raw
@@ -64,7 +64,7 @@ def _spec(dtype: str, tiles: tuple[int, int], form: str) -> KernelSpec:
         entry="_".join(("attention", dtype, *names, *([form] if form != "boxes" else []))),
         function=f"attention<{_TAGS[dtype]}, {tiles[0]}, {tiles[1]}, {_FORMS[form]}>",
         params="AttentionParams",
-        threads=384,
+        threads=512 if form == "e4m3" and max(tiles) < 4 else 384,  # SharedLayout::kLoaders
         smem_bytes=_smem(*tiles, form),
     )
 
