@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
 from math import e, gcd, inf, log2
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PARAMS",
+    "PIECE_BLOCKS",
     "SPECS",
     "MHAArguments",
     "MHAKey",
@@ -40,6 +41,8 @@ _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _COLUMNS = 64  # of a tile
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
 _FORMS = {"boxes": "false", "rows": "true", "e4m3": "true, true"}  # how tiles are loaded
+PIECE_BLOCKS = 16
+"""Where batch-invariant requests are cut: at multiples of so many KV blocks."""
 _E4M3 = "float8_e4m3fn"
 _EMPTY_LSE = -inf
 _LOG2_E = log2(e)
@@ -107,6 +110,19 @@ class MHAKey(RaggedKey):
     q_len: int  # of each request, where q has an axis of requests; else 0
     device: int | None
     sm_count: int
+    batch_invariant: bool = False
+    max_pieces: int = 1  # of a batch-invariant request
+    more_pieces: int = 0  # of all batch-invariant requests, beyond one for each row tile
+
+    @property
+    def is_uncut(self) -> bool:
+        """Whether each row tile is computed by one thread block: float32 rows are."""
+        return self.dtype == "float32"
+
+    @property
+    def without_cuts(self) -> UncutKey:
+        """The key of a schedule that lists the row tiles in the same places, in one part."""
+        return UncutKey(**{field.name: getattr(self, field.name) for field in fields(self)})
 
     @property
     def schedule_page_size(self) -> int:
@@ -150,14 +166,28 @@ class MHAKey(RaggedKey):
 
     @cached_property
     def parts(self) -> int:
-        """Shares into which the KV blocks are dealt; float32 rows are not cut."""
-        return 1 if self.dtype == "float32" else filling_parts(self.tiles, self.sm_count)
+        """Shares into which the KV blocks are dealt."""
+        if self.is_uncut:
+            return 1
+        if self.batch_invariant:
+            return self.num_places + self.more_pieces
+        return filling_parts(self.tiles, self.sm_count)
 
     @cached_property
     def kernel_tiles(self) -> tuple[int, int]:
         """Tiles of 64 columns, of keys and of values, in the kernel that serves these widths."""
         keys, values = -(-self.head_dim // _COLUMNS), -(-self.head_dim_v // _COLUMNS)
         return next(tiles for tiles in _TILES if tiles[0] >= keys and tiles[1] >= values)
+
+
+@dataclass(frozen=True)
+class UncutKey(MHAKey):
+    """A shape whose schedule has one part."""
+
+    @property
+    def is_uncut(self) -> bool:
+        """Whether each row tile is computed by one thread block."""
+        return True
 
 
 def attention_spec(key: MHAKey) -> KernelSpec:
