@@ -19,7 +19,7 @@ from cumla.launch.indexer import (
     paged_mqa_schedule,
     quantize_fp8,
 )
-from cumla.launch.mha import append_kv_cache
+from cumla.launch.mha import append_kv_cache, attention_float32, invariant_parts
 from cumla.launch.mha import attention as mha_attention
 from cumla.launch.mla import (
     append_cache,
@@ -52,7 +52,12 @@ _KERNELS: dict[Callable[..., Any], tuple[KernelSpec, ...]] = {
     mla_cache.append_mla_cache: append_cache.SPECS + append_fp8_cache.SPECS,
     rope.apply_rope: _TO_16_BITS,
     merge_attention_states: merge_states.SPECS,
-    attention.attention: ragged_schedule.SPECS + mha_attention.SPECS,
+    attention.attention: (
+        *ragged_schedule.SPECS,
+        *invariant_parts.SPECS,
+        *mha_attention.SPECS,
+        *attention_float32.SPECS,
+    ),
     mla_attention.mla_attention: ragged_schedule.SPECS + _RAGGED + _RAGGED_FP8,
     decode.mla_decode: (
         *schedule.SPECS,

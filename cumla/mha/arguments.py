@@ -38,9 +38,9 @@ __all__ = [
     "tables_of",
 ]
 
-DTYPES = ("bfloat16", "float16")
+DTYPES = ("bfloat16", "float16", "float32")
 E4M3 = ("float8_e4m3fn", "uint8")
-TABLES = ("float32", *DTYPES)
+TABLES = ("float32", "bfloat16", "float16")
 LAYOUTS = ("NHD", "HND")
 MAX_HEAD_DIM = 512
 _OCTET = 8  # columns that a thread holds at once

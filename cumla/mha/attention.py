@@ -39,18 +39,30 @@ from cumla.core.paged import (
 )
 from cumla.core.state import AttentionState
 from cumla.launch.device import current_device, properties, require_hopper
-from cumla.launch.mha.attention import MHAArguments, MHAKey, attention_launch, attention_spec
+from cumla.launch.mha.attention import (
+    PIECE_BLOCKS,
+    MHAArguments,
+    MHAKey,
+    attention_launch,
+    attention_spec,
+)
+from cumla.launch.mha.attention_float32 import SPECS as FLOAT32_SPECS
+from cumla.launch.mha.attention_float32 import attention_float32_launch
+from cumla.launch.mha.invariant_parts import SPECS as INVARIANT_SPECS
+from cumla.launch.mha.invariant_parts import invariant_parts_launch
 from cumla.launch.module import load
-from cumla.launch.split.plan import MOST_TOKENS
+from cumla.launch.split.plan import BLOCK_TOKENS, MOST_PARTS, MOST_TOKENS
 from cumla.launch.split.ragged_schedule import SPECS as SCHEDULE_SPECS
 from cumla.launch.split.ragged_schedule import ragged_schedule_launch
 from cumla.mha.arguments import DTYPES, E4M3, batched, checked_layout, checked_scales, swapped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable, Template
     from cumla.core.paged import Host, Results
+    from cumla.launch.kernel import Launch
     from cumla.launch.mha.append_kv_cache import Scale
     from cumla.launch.source import KernelSpec
 
@@ -58,6 +70,7 @@ __all__ = ["AttentionPlan", "attention"]
 
 _MOST_COLUMNS = 256
 _E4M3 = "float8_e4m3fn"
+_PIECE_TOKENS = PIECE_BLOCKS * BLOCK_TOKENS
 _FACTORS = ("k_scale", "v_scale")
 _MOST_PLACES = (1 << 31) - 1  # row tiles that a schedule can number
 _SIZES = (
@@ -86,6 +99,7 @@ def attention(
     kv_layout: str = "NHD",
     out: Any = None,
     lse: Any = None,
+    batch_invariant: bool = False,
     stream: Any = None,
 ) -> AttentionState:
     """Attend to keys and values of many heads: MHA, GQA and MQA, decoding and prefill in one call.
@@ -152,6 +166,12 @@ def attention(
     out, lse : array, optional
         Where to write: q's shape with head_dim_v columns, in q's dtype or float32, and
         ``(total_tokens, num_heads)`` or ``(batch, num_heads, q_len)`` float32.
+    batch_invariant : bool
+        Give a request the same bits whatever else is in the batch: other requests, their number,
+        its place among them. A request whose query rows are one tile of the kernel, at most 64 per
+        kv head, is then cut every 1024 keys, and others are not cut, which takes longer than
+        cutting requests to fill the GPU. The workspace is that of the longest requests that the
+        page numbers can hold: pass no more columns of block_table than needed, or make a plan.
     stream : optional
         As in :func:`cumla.mla_decode`.
 
@@ -202,8 +222,9 @@ def attention(
     }
     given = {name: array for name, array in optional.items() if array is not None}
     outputs = {"out": out, "lse": lse}
+    operation = _ATTENTION[checked_flag("batch_invariant", batch_invariant)]
     return AttentionState(
-        *run(_ATTENTION, {"q": q, "k": k, "v": v, **given}, outputs, options, stream)
+        *run(operation, {"q": q, "k": k, "v": v, **given}, outputs, options, stream)
     )
 
 
@@ -313,6 +334,10 @@ class _Attend(Attend[MHAArguments, MHAKey]):
 class _Attention(Scheduled[MHAArguments, MHAKey]):
     """Both, in one call."""
 
+    def __init__(self, batch_invariant: bool) -> None:
+        super().__init__(_SCHEDULE, _ATTEND)
+        self._batch_invariant = batch_invariant
+
     def batch(self, attend: MHAArguments, views: Views) -> int | None:
         return attend.q.shape[0] if len(attend.q.shape) == 4 else None
 
@@ -328,14 +353,10 @@ class _Attention(Scheduled[MHAArguments, MHAKey]):
 
     def key(self, arguments: tuple[Any, MHAArguments], device: int) -> MHAKey:
         lengths, attend = arguments
-        shape = _shape_of(attend)
-        return _key(
-            _batch_of(lengths, attend),
-            shape,
-            attend.causal,
-            device,
-            require_hopper(device).sm_count,
-        )
+        batch, shape = _batch_of(lengths, attend), _shape_of(attend)
+        sm_count = require_hopper(device).sm_count
+        cuts = _cuts_of(batch, attend) if self._batch_invariant else _NO_CUTS
+        return _key(batch, shape, attend.causal, device, sm_count, cuts)
 
 
 def _batch_of(lengths: tuple[Any, ...], attend: MHAArguments) -> int:
@@ -356,17 +377,46 @@ def _shape_of(a: MHAArguments) -> tuple[Any, ...]:
     return prod(tokens), *heads, page_size, a.q.dtype, cache_dtype, q_len
 
 
+_NO_CUTS = (False, 1, 0)
+
+
+def _cuts_of(batch: int, a: MHAArguments) -> tuple[bool, int, int]:
+    """Tell into how many pieces the longest request is cut, and how many more than one all have."""
+    tokens = prod(a.k.shape[:2])  # of rows without pages
+    if a.pages is not None:
+        tokens = a.pages.shape[-1] * a.k.shape[1]
+    if a.pages is not None and len(a.pages.shape) == 2:  # any row may be as long
+        return _cuts(batch, tokens)
+    return True, max(1, -(-tokens // _PIECE_TOKENS)), tokens // _PIECE_TOKENS
+
+
+def _cuts(batch: int, max_kv_len: int) -> tuple[bool, int, int]:
+    """Tell the same of requests that may all be so long."""
+    pieces = max(1, -(-max_kv_len // _PIECE_TOKENS))
+    return True, pieces, batch * (pieces - 1)
+
+
 @lru_cache(maxsize=1024)
 def _key(
-    batch: int, shape: tuple[Any, ...], causal: bool, device: int | None, sm_count: int
+    batch: int,
+    shape: tuple[Any, ...],
+    causal: bool,
+    device: int | None,
+    sm_count: int,
+    cuts: tuple[bool, int, int],
 ) -> MHAKey:
     """Make a key, the same object each time: it keeps what follows from it."""
     *sizes, q_len = shape
-    key = MHAKey(batch, *sizes, causal, q_len, device, sm_count)
+    key = MHAKey(batch, *sizes, causal, q_len, device, sm_count, *cuts)
     if key.num_places > _MOST_PLACES:
         raise ValueError(
             f"q: needs fewer query tokens, or heads, than a schedule can hold, got "
             f"{key.total_tokens} tokens; cut the call in two"
+        )
+    if key.batch_invariant and key.parts > MOST_PARTS:
+        raise ValueError(
+            f"batch_invariant: needs at most {MOST_PARTS} pieces of requests, got {key.parts}; "
+            f"lower a plan's max_kv_len, pass fewer pages, or fewer requests at once"
         )
     return key
 
@@ -380,7 +430,8 @@ def _checked_rows(name: str, given: Views) -> ArrayView:
     assert view is not None
     q = given["q"]
     assert q is not None
-    check_dtype(name, view.dtype, DTYPES if name == "q" else (q.dtype, *E4M3))
+    of_q = (q.dtype,) if q.dtype == "float32" else (q.dtype, *E4M3)
+    check_dtype(name, view.dtype, DTYPES if name == "q" else of_q)
     axes = {
         "q": "(total_tokens, num_heads, head_dim) or (batch, q_len, num_heads, head_dim)",
         "k": "(num_pages, page_size, num_kv_heads, head_dim) or (total_kv, num_kv_heads, head_dim)",
@@ -399,7 +450,7 @@ def _checked_rows(name: str, given: Views) -> ArrayView:
 
 def _column_step(dtype: str) -> int:
     """Tell of what number columns are a multiple, of rows of a dtype."""
-    return 16 if dtype in E4M3 else 8
+    return 16 if dtype in E4M3 else 4 if dtype == "float32" else 8
 
 
 def _check_heads(q: ArrayView, k: ArrayView, v: ArrayView) -> None:
@@ -502,9 +553,61 @@ def _check_lengths(host: Host, total_tokens: int, page_size: int) -> None:
         check_ragged_lengths(known, total_tokens, page_size, MOST_TOKENS)
 
 
-_SCHEDULE = Schedule[MHAKey](RAGGED_LENGTHS, ragged_schedule_launch)
-_ATTEND = _Attend(attention_launch)
-_ATTENTION = _Attention(_SCHEDULE, _ATTEND)
+class _InTurn(NamedTuple):
+    """Launches that are one to a plan."""
+
+    launches: tuple[Launchable, ...]
+
+    def template(self, device: int, capturing: Callable[[], bool]) -> _TemplatesInTurn:
+        """Load the kernels."""
+        return _TemplatesInTurn(tuple([one.template(device, capturing) for one in self.launches]))
+
+
+class _TemplatesInTurn(NamedTuple):
+    """The same with their kernels."""
+
+    templates: tuple[Template, ...]
+
+    def at(self, addresses: Mapping[str, int], stream: int) -> Callable[[], None]:
+        """Put addresses into the parameters; what comes back launches all."""
+        launches = [template.at(addresses, stream) for template in self.templates]
+
+        def launch() -> None:
+            for one in launches:
+                one()
+
+        return launch
+
+
+class _Schedule(Schedule[MHAKey]):
+    """Deals KV blocks out, or cuts requests at fixed positions."""
+
+    def recipe(
+        self, key: MHAKey, arguments: tuple[Any, ...], outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        """Describe one launch, or two where requests are cut at fixed positions."""
+        if not key.batch_invariant or key.is_uncut or not key.batch:
+            return super().recipe(key, arguments, outs, buffer)
+        tiles = super().recipe(key.without_cuts, arguments, outs, buffer)
+        return (_InTurn((*tiles, invariant_parts_launch(key, buffer))),)
+
+
+_SCHEDULE = _Schedule(RAGGED_LENGTHS, ragged_schedule_launch)
+
+
+def _spec_of(key: MHAKey) -> KernelSpec:
+    """Look up the kernel that attends for a shape."""
+    return FLOAT32_SPECS[0] if key.dtype == "float32" else attention_spec(key)
+
+
+def _attend_launch(key: MHAKey, *what: Any) -> Launch:
+    """Describe the launch of that kernel."""
+    launch = attention_float32_launch if key.dtype == "float32" else attention_launch
+    return launch(key, *what)
+
+
+_ATTEND = _Attend(_attend_launch)
+_ATTENTION = (_Attention(False), _Attention(True))
 
 
 class AttentionPlan(TableOrList[MHAKey]):
@@ -532,8 +635,12 @@ class AttentionPlan(TableOrList[MHAKey]):
         ``"bfloat16"`` or ``"float16"``: of q, and of k and v unless `cache_dtype` says otherwise.
     cache_dtype : str, optional
         ``"float8_e4m3fn"`` for e4m3 keys and values; dtype by default.
-    causal, window
-        As in :func:`attention`.
+    causal, window, batch_invariant
+        As in :func:`attention`; batch_invariant needs `max_kv_len`.
+    max_kv_len : int, optional
+        With batch_invariant, and only then: keys of the longest request that the plan is to serve.
+        The buffer grows with it. Longer requests are computed as well, their last piece by one
+        thread block per kv head. It changes no bits of shorter ones.
     device, workspace, like, stream : optional
         As for :class:`cumla.MLADecodePlan`.
 
@@ -570,6 +677,8 @@ class AttentionPlan(TableOrList[MHAKey]):
         cache_dtype: str | None = None,
         causal: bool = True,
         window: int | Sequence[int | None] | None = None,
+        batch_invariant: bool = False,
+        max_kv_len: int | None = None,
         device: int | None = None,
         workspace: Any = None,
         like: Any = None,
@@ -582,8 +691,11 @@ class AttentionPlan(TableOrList[MHAKey]):
         shape = _checked_shape(batch, total_tokens, heads, page_size, q_len, dtypes)
         check_device_number(device)
 
+        cuts = _checked_cuts(batch, batch_invariant, max_kv_len)
+
         def key_on(on: int | None) -> MHAKey:
-            return _key(batch, shape, causal, on, 0 if on is None else require_hopper(on).sm_count)
+            sm_count = 0 if on is None else require_hopper(on).sm_count
+            return _key(batch, shape, causal, on, sm_count, cuts)
 
         self._make(key_on, device, workspace, like, stream)
 
@@ -598,6 +710,8 @@ class AttentionPlan(TableOrList[MHAKey]):
         kv_layout: str = "NHD",
         causal: bool = True,
         window: int | Sequence[int | None] | None = None,
+        batch_invariant: bool = False,
+        max_kv_len: int | None = None,
         workspace: Any = None,
         stream: Any = None,
     ) -> AttentionPlan:
@@ -637,6 +751,8 @@ class AttentionPlan(TableOrList[MHAKey]):
                 cache_dtype=_E4M3 if k_view.dtype in E4M3 else None,
                 causal=causal,
                 window=window,
+                batch_invariant=batch_invariant,
+                max_kv_len=max_kv_len,
                 workspace=workspace,
                 like=q,
                 stream=stream,
@@ -651,6 +767,8 @@ class AttentionPlan(TableOrList[MHAKey]):
         *,
         num_kv_heads: int | None = None,
         head_dim_v: int | None = None,
+        batch_invariant: bool = False,
+        max_kv_len: int | None = None,
         sm_count: int | None = None,
     ) -> int:
         """Size of a plan's buffer in bytes, from numbers as for the class.
@@ -662,7 +780,8 @@ class AttentionPlan(TableOrList[MHAKey]):
         if sm_count is None:
             sm_count = properties(current_device()).sm_count
         sm_count = checked_int("sm_count", sm_count, "leave it out to ask the current GPU")
-        return _key(batch, shape, False, 0, sm_count).layout.nbytes
+        cuts = _checked_cuts(batch, batch_invariant, max_kv_len)
+        return _key(batch, shape, False, 0, sm_count, cuts).layout.nbytes
 
     def update(
         self,
@@ -740,7 +859,8 @@ kv_layout, out, lse, stream
         return AttentionState(*results)
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
-        specs: tuple[KernelSpec, ...] = (*SCHEDULE_SPECS, attention_spec(self.key))
+        cuts = INVARIANT_SPECS if self.key.batch_invariant else ()
+        specs: tuple[KernelSpec, ...] = (*SCHEDULE_SPECS, *cuts, _spec_of(self.key))
         for spec in specs:
             load(spec, device, capturing=capturing)
 
@@ -794,11 +914,28 @@ def _checked_shape(
     return *sizes, page_size, dtype, cache_dtype, q_len or 0
 
 
+def _checked_cuts(batch: int, batch_invariant: Any, max_kv_len: Any) -> tuple[bool, int, int]:
+    """Check how a plan's requests are cut."""
+    if not checked_flag("batch_invariant", batch_invariant):
+        if max_kv_len is not None:
+            raise ValueError(
+                f"max_kv_len: needs batch_invariant=True, got {max_kv_len} for a plan that serves "
+                f"any length; leave it out"
+            )
+        return _NO_CUTS
+    if max_kv_len is None:
+        raise ValueError(
+            "max_kv_len: needs the length of the longest request that a batch_invariant plan is to "
+            "serve, got None; pass it, it sizes the plan's buffer"
+        )
+    return _cuts(batch, checked_int("max_kv_len", max_kv_len, "nothing to plan for"))
+
+
 def _checked_dtypes(dtype: Any, cache_dtype: Any) -> tuple[str, str]:
     """Check the dtype of queries and that of keys and values."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype: needs {' or '.join(DTYPES)}, got {dtype!r}; pass one of them")
-    if cache_dtype not in (None, dtype, _E4M3):
+    if cache_dtype not in (None, dtype, _E4M3) or {dtype, cache_dtype} == {"float32", _E4M3}:
         raise TypeError(
             f"cache_dtype: needs dtype's {dtype}, or {_E4M3}, got {cache_dtype}; leave it out for "
             f"caches of dtype"

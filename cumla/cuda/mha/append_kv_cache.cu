@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes the keys and values of new tokens into a cache of the same 16 bits or of e4m3, and rotates keys and queries
+// Writes the keys and values of new tokens into a cache of the same 16 or 32 bits or of e4m3, and rotates keys and queries
 // on the way.
 //
 // grid = (token tiles, chunks of four heads: of q, then k, then v), 256 threads. A team of `units` threads has one
@@ -7,7 +7,8 @@
 // sines once for all of them. One thread holds both octets of half-split pairs, so threads exchange nothing. Loads of
 // rows are issued first; while they are in flight, each thread looks up the place of its token.
 //
-// Budget: 32 KiB in flight per CTA, three CTAs per SM (at most 85 registers per thread), no shared memory.
+// Budget: 32 KiB in flight per CTA, three CTAs per SM (at most 85 registers per thread), no shared memory. float32: 64
+// KiB, two CTAs per SM.
 #include "rows/elements.cuh"
 #include "rows/quantize.cuh"
 #include "rows/slots.cuh"
@@ -21,6 +22,10 @@ using namespace rows;
 
 constexpr int kThreads = 256;
 constexpr int kHeads = 4;  // per thread
+template <typename T>
+constexpr bool kIsFp32 = false;
+template <>
+constexpr bool kIsFp32<Fp32> = true;
 
 // Rows of tokens in batches of equal length; ragged rows are one batch.
 struct BatchedRows {
@@ -181,10 +186,14 @@ __device__ __forceinline__ void rotate(const Octet<T>& first, const Octet<T>& se
 
 template <typename T, bool kToFp8, typename Elements>
 __device__ __forceinline__ void store_octet(char* row, int octet, const Elements& elements, float inverse) {
-  if constexpr (kToFp8)
+  if constexpr (kToFp8) {
     store_quantized(row, octet, elements, inverse);
-  else
+  } else if constexpr (kIsFp32<T>) {
+    reinterpret_cast<float4*>(row)[2 * octet] = elements.low;
+    reinterpret_cast<float4*>(row)[2 * octet + 1] = elements.high;
+  } else {
     store(row, octet, elements.template packed<T>());
+  }
 }
 
 __device__ __forceinline__ float inverse_scale(const Scales& scales, i64 request, int head) {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of queries of different lengths to keys and values in pages, by the ragged schedule (split/plan.cuh): each
 // CTA has a part, and attends for one row tile after another, 64 query rows of a kv head, to the blocks of its part.
-// grid = (1, parts, kv heads), 384 threads, one CTA an SM.
+// grid = (1, parts, kv heads), 384 threads, or 512 with most of e4m3, one CTA an SM.
 //
 // Three warpgroups. Warpgroup 0 loads: warp 0 keys and values (TMA), or all four warps a quarter of the rows each where
-// pages are no multiple of eight tokens; warps 2 and 3 the query rows. e4m3 keys and values all four warps convert on
-// their way (attention/e4m3.cuh), and their factors multiply scores and outputs. Warpgroups 1 and 2 compute, every second block
+// pages are no multiple of eight tokens; warps 2 and 3 the query rows. e4m3 keys and values are converted
+// on their way by warpgroups 0 and 3 (attention/e4m3.cuh), and their factors multiply scores and outputs. Warpgroups 1 and 2 compute, every second block
 // each, with a running maximum, sums and output of their own. At the end of a tile they exchange halves of their
 // outputs: consumer c keeps the columns of half c.
 //
@@ -14,7 +14,8 @@
 // Shared memory: query 8,192 a 64 columns + stages of as much for keys and for values + exchange of 64 x value columns
 //                x 4 + sums 1,536 + barriers 256; 231,168 B of 232,448 with 256 columns and two stages
 //                e4m3: fewer stages, and after the barriers raw blocks of half a stage (attention/e4m3.cuh)
-// Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; 200 and 104 where they convert
+// Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; with e4m3 176 and 80, or 200
+//                and 104 with 256 columns
 #include "mha/attention/copy.cuh"
 #include "mha/attention/e4m3.cuh"
 #include "mha/attention/layout.cuh"
@@ -41,9 +42,13 @@ constexpr int kConsumerBarrier = kConsumersBarrier + 1;
 template <int kKeyTiles, int kValueTiles, bool kE4m3>
 struct SharedLayout {
   static constexpr int kTileBytes = mha::kTileBytes, kTiles = kKeyTiles + kValueTiles;
-  static constexpr int kStages = kTiles > 4 ? 2 : kTiles > 2 && kE4m3 ? 3 : 4;
+  // Even: each consumer, and each of two loading warpgroups, has stages of its own.
+  static constexpr int kStages = kTiles > 4 || (kTiles > 2 && kE4m3) ? 2 : 4;
   static constexpr int kBuffers = kTiles > 5 && kE4m3 ? 1 : kStages;  // of stages that take turns
-  static constexpr int kRawBlocks = !kE4m3 ? 0 : kTiles > 5 ? 2 : kTiles > 2 ? 4 : 8;
+  static constexpr int kLoaders = kE4m3 && kTiles <= 5 ? 2 : 1;  // warpgroups
+  static constexpr int kLoaderRegisters = !kE4m3 ? 56 : kLoaders > 1 ? 80 : 104;
+  static constexpr int kConsumerRegisters = !kE4m3 ? 224 : kLoaders > 1 ? 176 : 200;
+  static constexpr int kRawBlocks = !kE4m3 ? 0 : kTiles > 5 ? 2 : kTiles > 4 ? 4 : kTiles > 2 ? 6 : 8;
   static constexpr int kKeyBytes = kKeyTiles * kTileBytes, kValueBytes = kValueTiles * kTileBytes;
   static constexpr int kExchangeBytes = 2 * kRowTile * kValueTiles * 32 * 4;
   static constexpr int kSumsBytes = 2 * 3 * kRowTile * 4, kBarrierBytes = 256;
@@ -157,12 +162,22 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
   copy_async_wait_all();
 }
 
+template <bool kFirst, typename A, typename B>
+struct TypeIf {
+  using Type = B;
+};
+template <typename A, typename B>
+struct TypeIf<true, A, B> {
+  using Type = A;
+};
+
 // One consumer warpgroup. Rows of a thread: 16 warp + lane / 4 and that + 8; in every group of eight columns the two at
 // 2 (lane % 4). kCopied: tiles were written by threads' own copies, not by TMA. kScaled: keys and
 // values have factors.
 template <typename T, int kKeyTiles, int kValueTiles, bool kCopied, bool kScaled>
 struct Consumer {
   using Layout = SharedLayout<kKeyTiles, kValueTiles, kScaled>;
+  using Value = typename TypeIf<kScaled, Fp16, T>::Type;  // of values and of probabilities
   static constexpr int kGroups = kValueTiles * 8, kHalf = kGroups / 2;  // of eight value columns
 
   const AttentionParams& p;
@@ -235,7 +250,7 @@ struct Consumer {
     warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      wgmma_values_async<T>(output, probabilities + 4 * k,
+      wgmma_values_async<Value>(output, probabilities + 4 * k,
                                matrix_descriptor(shared.values(stage) + k * 2048, kTileBytes, 1024));
     warpgroup_commit();
     warpgroup_wait<0>();
@@ -311,8 +326,8 @@ struct Consumer {
       const float low = exp2_approx(__fmaf_rn(scores[i], score_factor(), -maximum[r]));
       const float high = exp2_approx(__fmaf_rn(scores[i + 1], score_factor(), -maximum[r]));
       sum[r] += low + high;
-      probabilities[i / 2] = pack_pair<T>(low, high);
-      weight[r] += sum_of_pair<T>(probabilities[i / 2]);
+      probabilities[i / 2] = pack_pair<Value>(low, high);
+      weight[r] += sum_of_pair<Value>(probabilities[i / 2]);
     }
   }
 
@@ -462,10 +477,10 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
   const Part part = part_of_cta(p, blockIdx.y);
   const int last_place = last_place_of(p, part);
   RaggedTile tile(p);
-  if (warpgroup == 0) {
-    registers_decrease<kE4m3 ? 104 : 56>();
+  if (warpgroup % 3 == 0) {
+    registers_decrease<Layout::kLoaderRegisters>();
     if constexpr (kE4m3)
-      load_e4m3<T>(p, shared, tile, part, last_place);
+      load_e4m3<T>(p, shared, tile, part, last_place, warpgroup / 3);
     else if (kCopied)
       load_rows(p, shared, tile, part, last_place);
     else if (warp == 0)
@@ -473,7 +488,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
     else if (warp >= 2)
       load_queries(p, shared, tile, part, last_place, warp - 2);
   } else {
-    registers_increase<kE4m3 ? 200 : 224>();
+    registers_increase<Layout::kConsumerRegisters>();
     Consumer<T, kKeyTiles, kValueTiles, kCopied, kE4m3> consumer(p, shared, tile, warpgroup - 1);
     int t = 0;
     for (int place = part.place; place <= last_place; ++place) {

@@ -24,7 +24,7 @@ _THREADS = 256
 _HEADS = 4  # of one thread
 _OCTET = 8  # columns
 
-_TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
+_TAGS = {"bfloat16": "Bf16", "float16": "Fp16", "float32": "Fp32"}
 _TABLES = {"float32": 0, "bfloat16": 1, "float16": 2}
 _SPECS = {
     (dtype, to_fp8): KernelSpec(
@@ -34,7 +34,7 @@ _SPECS = {
         function=f"append_kv_cache<{tag}, {'true' if to_fp8 else 'false'}>",
         params="AppendKvCacheParams",
         threads=_THREADS,
-        min_blocks=3,
+        min_blocks=2 if dtype == "float32" else 3,
     )
     for dtype, tag in _TAGS.items()
     for to_fp8 in (False, True)

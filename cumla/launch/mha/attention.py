@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
 from math import e, gcd, inf, log2
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.kernel import Launch
 from cumla.launch.mha.append_kv_cache import Scale
@@ -28,12 +28,23 @@ from cumla.launch.tensor_map import TensorMap, paged_kv_map
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = ["SPECS", "MHAArguments", "MHAKey", "attention_launch", "attention_spec"]
+__all__ = [
+    "PARAMS",
+    "PIECE_BLOCKS",
+    "SPECS",
+    "MHAArguments",
+    "MHAKey",
+    "attention_launch",
+    "attention_spec",
+    "attention_values",
+]
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _COLUMNS = 64  # of a tile
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
 _FORMS = {"boxes": "false", "rows": "true", "e4m3": "true, true"}  # how tiles are loaded
+PIECE_BLOCKS = 16
+"""Where batch-invariant requests are cut: at multiples of so many KV blocks."""
 _E4M3 = "float8_e4m3fn"
 _MOST_TILES = 1 << 30  # that a counter of 32 bits numbers
 _EMPTY_LSE = -inf
@@ -45,7 +56,7 @@ def _smem(key_tiles: int, value_tiles: int, form: str) -> int:
     tiles = key_tiles + value_tiles
     tile, stages, raw_blocks = 64 * 128, 2 if tiles > 4 else 4, 0
     if form == "e4m3":
-        stages, raw_blocks = {2: (4, 8), 4: (3, 4), 5: (2, 4), 8: (1, 2)}[tiles]
+        stages, raw_blocks = {2: (4, 8), 4: (2, 6), 5: (2, 4), 8: (1, 2)}[tiles]
     exchange = 2 * 64 * value_tiles * 32 * 4
     raw = raw_blocks * (tiles * tile // 2 + 64 * 8)
     return key_tiles * tile + stages * tiles * tile + exchange + 1536 + 256 + raw
@@ -59,7 +70,7 @@ def _spec(dtype: str, tiles: tuple[int, int], form: str) -> KernelSpec:
         entry="_".join(("attention", dtype, *names, *([form] if form != "boxes" else []))),
         function=f"attention<{_TAGS[dtype]}, {tiles[0]}, {tiles[1]}, {_FORMS[form]}>",
         params="AttentionParams",
-        threads=384,
+        threads=512 if form == "e4m3" and max(tiles) < 4 else 384,  # SharedLayout::kLoaders
         smem_bytes=_smem(*tiles, form),
     )
 
@@ -102,6 +113,19 @@ class MHAKey(RaggedKey):
     q_len: int  # of each request, where q has an axis of requests; else 0
     device: int | None
     sm_count: int
+    batch_invariant: bool = False
+    max_pieces: int = 1  # of a batch-invariant request
+    more_pieces: int = 0  # of all batch-invariant requests, beyond one for each row tile
+
+    @property
+    def is_uncut(self) -> bool:
+        """Whether each row tile is computed by one thread block: float32 rows are."""
+        return self.dtype == "float32"
+
+    @property
+    def without_cuts(self) -> UncutKey:
+        """The key of a schedule that lists the row tiles in the same places, in one part."""
+        return UncutKey(**{field.name: getattr(self, field.name) for field in fields(self)})
 
     @property
     def schedule_page_size(self) -> int:
@@ -166,7 +190,11 @@ class MHAKey(RaggedKey):
     @cached_property
     def parts(self) -> int:
         """Shares into which the KV blocks are dealt."""
-        return 1 if self.takes_whole_tiles else filling_parts(self.tiles, self.sm_count)
+        if self.is_uncut or self.takes_whole_tiles:
+            return 1
+        if self.batch_invariant:
+            return self.num_places + self.more_pieces
+        return filling_parts(self.tiles, self.sm_count)
 
     @cached_property
     def num_tickets(self) -> int:
@@ -180,6 +208,16 @@ class MHAKey(RaggedKey):
         return next(tiles for tiles in _TILES if tiles[0] >= keys and tiles[1] >= values)
 
 
+@dataclass(frozen=True)
+class UncutKey(MHAKey):
+    """A shape whose schedule has one part."""
+
+    @property
+    def is_uncut(self) -> bool:
+        """Whether each row tile is computed by one thread block."""
+        return True
+
+
 def attention_spec(key: MHAKey) -> KernelSpec:
     """Look up the kernel of a shape."""
     if key.takes_whole_tiles and key.whole_tiles_spec:
@@ -188,7 +226,7 @@ def attention_spec(key: MHAKey) -> KernelSpec:
     return _SPECS[key.dtype, key.kernel_tiles, form]
 
 
-_PARAMS = struct.Struct("<128s128s30q16i2f6Iif3qfi3qfii36x")
+PARAMS = struct.Struct("<128s128s30q16i2f6Iif3qfi3qfii36x")
 
 
 def attention_launch(
@@ -199,6 +237,15 @@ def attention_launch(
     `buffer` is the address of the plan's buffer, which holds a schedule; out has the axes of q, lse
     is (tokens, num_heads) or (batch, num_heads, q_len).
     """
+    values = attention_values(key, buffer, arguments, out, lse)
+    grid = (key.sm_count, 1, 1) if key.takes_whole_tiles else (1, key.parts, key.num_kv_heads)
+    return Launch(attention_spec(key), grid, PARAMS, values)
+
+
+def attention_values(
+    key: MHAKey, buffer: int, arguments: MHAArguments, out: ArrayView, lse: ArrayView
+) -> tuple[Any, ...]:
+    """List the fields of struct AttentionParams."""
     a, layout = arguments, key.layout
     pages = a.pages
     if pages is not None and len(pages.shape) == 1:  # a table whose rows are a page apart
@@ -207,7 +254,7 @@ def attention_launch(
         lse_strides = [stride // 4 for stride in lse.strides]
     else:
         lse_strides = [0, lse.strides[1] // 4, lse.strides[0] // 4]
-    values = (
+    return (
         *(_map(key, name, view) for name, view in (("k", a.k), ("v", a.v))),
         a.k.ptr,
         *a.k.strides[:3],
@@ -256,8 +303,6 @@ def attention_launch(
         *_scales(a.v_scale),
         key.num_kv_heads,
     )
-    grid = (key.sm_count, 1, 1) if key.takes_whole_tiles else (1, key.parts, key.num_kv_heads)
-    return Launch(attention_spec(key), grid, _PARAMS, values)
 
 
 def _strides(view: ArrayView) -> tuple[int, ...]:
@@ -274,7 +319,7 @@ def _scales(scale: Scale) -> tuple[float, ...]:
 
 
 def _map(key: MHAKey, name: str, view: ArrayView) -> TensorMap | bytes:
-    if key.form == "rows" or key.cache_dtype != key.dtype:
+    if key.form == "rows" or key.cache_dtype not in _TAGS:
         return bytes(128)
     shape = tuple([max(size, 1) for size in view.shape])  # without rows nothing is loaded
     tensor_map = paged_kv_map(view.ptr, view.dtype, shape, view.strides, key.box_rows)

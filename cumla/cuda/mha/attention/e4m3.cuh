@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// How four warps load keys and values that are e4m3 numbers, and convert them to 16 bits.
+// How two warpgroups load keys and values that are e4m3 numbers, and convert them to 16 bits: each the blocks of one
+// consumer. With 256 columns, which take too many registers, one does.
 //
 // Global memory -> raw blocks in shared memory -> registers -> the tiles that the consumers multiply. Asynchronous
-// copies bring kRawBlocks blocks ahead, and the page numbers of as many more. A thread converts what it has copied
-// itself, so it waits for its own copies alone. Held in registers, loads were waited for in every turn: ptxas has six
-// scoreboards. bfloat16 and float16 have all e4m3 numbers, and NaN stays NaN.
+// copies bring kAhead blocks ahead, and the page numbers of as many more. A thread converts what it has copied itself,
+// so it waits for its own copies alone. Held in registers, loads were waited for in every turn: there are six
+// scoreboards. Instructions are what limits: one warpgroup took twice as long, and values become float16, which takes a
+// quarter of the instructions of bfloat16. Both have all e4m3 numbers, and NaN stays NaN.
 //
 // The consumers fence what threads wrote before wgmma reads it.
 #pragma once
@@ -85,8 +87,9 @@ struct RawRows {
   }
 };
 
-// The next block of the part whose page numbers are to be copied, each of 16 lanes one: two words for each row of a
-// block, the page number and the row in its page, or -1 where there is none.
+// The next block of this warpgroup whose page numbers are to be copied, each of 16 lanes one: two words for each row of
+// a block, the page number and the row in its page, or -1 where there is none.
+template <int kLoaders>
 struct BlockAhead {
   const AttentionParams& p;
   const Part& part;
@@ -95,18 +98,18 @@ struct BlockAhead {
   Segment segment;
   int place, block;  // block: of the segment
 
-  __device__ __forceinline__ BlockAhead(const AttentionParams& p, const Part& part, int last_place)
-      : p(p), part(part), last_place(last_place), tile(p), place(part.place - 1), block(0) {
+  __device__ __forceinline__ BlockAhead(const AttentionParams& p, const Part& part, int last_place, int parity)
+      : p(p), part(part), last_place(last_place), tile(p), place(part.place - 1), block(parity) {
     segment.blocks = 0;
   }
 
   // Of the words of this warp's rows.
   __device__ __forceinline__ void copy_pages_async(u32 words) {
     while (block >= segment.blocks && place < last_place) {
+      block -= segment.blocks;
       segment = visible_segment(p, tile, part, ++place);
-      block = 0;
     }
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
     if (lane < 16) {
       int row = -1;
       i64 entry = -1;
@@ -116,7 +119,7 @@ struct BlockAhead {
       copy_4_async(words + lane * 8, p.block_table + (has_number ? entry : 0), has_number);  // else 0, the one page
       store_shared_u32(words + lane * 8 + 4, entry < 0 ? ~0u : row);
     }
-    ++block;
+    block += kLoaders;
   }
 };
 
@@ -143,20 +146,21 @@ struct PagedRows {
   }
 };
 
-// The last two of the four warps copy the query rows, too, each before the first block of a row tile.
+// One of kLoaders warpgroups. The last two warps of the first one copy the query rows, too, each
+// before the first block of a row tile.
 template <typename T, typename Layout>
 __device__ __forceinline__ void load_e4m3(const AttentionParams& p, const Layout& shared, RaggedTile& tile,
-                                          const Part& part, int last_place) {
-  constexpr int kTileBytes = Layout::kTileBytes, kAhead = Layout::kRawBlocks;
+                                          const Part& part, int last_place, int parity) {
+  constexpr int kTileBytes = Layout::kTileBytes, kLoaders = Layout::kLoaders, kAhead = Layout::kRawBlocks / kLoaders;
   using Keys = RawRows<Layout::kKeyBytes / kTileBytes>;
   using Values = RawRows<Layout::kValueBytes / kTileBytes>;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const auto words = [&](int slot) { return shared.raw_pages(slot) + warp * 16 * 8; };
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32, first_slot = parity * kAhead;
+  const auto words = [&](int slot) { return shared.raw_pages(first_slot + slot) + warp * 16 * 8; };
   const auto arrive = [&](u32 barrier) {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier);
   };
-  BlockAhead ahead(p, part, last_place);
+  BlockAhead<kLoaders> ahead(p, part, last_place, parity);
 #pragma unroll 1
   for (int slot = 0; slot < kAhead; ++slot) ahead.copy_pages_async(words(slot));
   copy_async_wait_all();
@@ -166,22 +170,23 @@ __device__ __forceinline__ void load_e4m3(const AttentionParams& p, const Layout
     const PagedRows rows(p, words(slot));
     __syncwarp();
     ahead.copy_pages_async(words(slot));
-    Keys(shared.raw_keys(slot)).copy_async(p.keys.base, rows.in(p.keys), p.key_columns);
+    Keys(shared.raw_keys(first_slot + slot)).copy_async(p.keys.base, rows.in(p.keys), p.key_columns);
     copy_async_commit();
-    Values(shared.raw_values(slot)).copy_async(p.values.base, rows.in(p.values), p.value_columns);
+    Values(shared.raw_values(first_slot + slot)).copy_async(p.values.base, rows.in(p.values), p.value_columns);
     copy_async_commit();
   }
-  int t = 0;
+  int t = 0, slot = 0;
   for (int place = part.place; place <= last_place; ++place) {
     const Segment segment = visible_segment(p, tile, part, place);
-    if (warp >= 2) load_query(p, shared, tile, warp - 2, (place - part.place) & 1);
+    const int end = t + segment.blocks;
+    if (parity == 0 && warp >= 2) load_query(p, shared, tile, warp - 2, (place - part.place) & 1);
 #pragma unroll 1
-    for (int i = 0; i < segment.blocks; ++i, ++t) {
-      const int stage = t % Layout::kStages, slot = t % kAhead;
+    for (t += (t ^ parity) % kLoaders; t < end; t += kLoaders, slot = slot + 1 < kAhead ? slot + 1 : 0) {
+      const int stage = t % Layout::kStages;
       const int before = t - Layout::kBuffers;  // the block that was where this one goes
       const int freed = before % Layout::kStages, phase = before / Layout::kStages & 1;
-      const Keys keys(shared.raw_keys(slot));
-      const Values values(shared.raw_values(slot));
+      const Keys keys(shared.raw_keys(first_slot + slot));
+      const Values values(shared.raw_values(first_slot + slot));
       copy_async_wait<2 * kAhead - 1>();  // keys, and page numbers
       __syncwarp();
       const PagedRows rows(p, words(slot));
@@ -193,11 +198,12 @@ __device__ __forceinline__ void load_e4m3(const AttentionParams& p, const Layout
       copy_async_commit();
       copy_async_wait<2 * kAhead - 1>();  // values
       if (before >= 0) mbarrier_wait(shared.values_free(freed), phase, "a free stage of values");
-      values.template convert<T>(shared.values(stage), kTileBytes, warp * 16);
+      values.template convert<Fp16>(shared.values(stage), kTileBytes, warp * 16);
       arrive(shared.values_full(stage));
       values.copy_async(p.values.base, rows.in(p.values), p.value_columns);
       copy_async_commit();
     }
+    t = end;
   }
   copy_async_wait_all();
 }

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention of float32 queries to float32 keys and values: one warp per query row, without tensor cores, for tests and
+// small models. Every product and sum is float32; a row's keys are added up in their order.
+//
+// grid = (8 per place of the ragged schedule, 1, kv heads), 256 threads: the i-th CTA of a place has 8 of its 64 rows.
+// The schedule has one part, whose end tells how many places there are. A lane has 4 columns in each group of 128, of
+// the query, of keys and of values.
+//
+// Registers: query and output 16, four keys or values in flight 32
+#include "mha/attention/layout.cuh"
+#include "split/output.cuh"
+#include "split/plan.cuh"
+#include "split/tile.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::mha {
+
+using namespace ptx;
+using namespace split;
+
+constexpr int kWarps = 8;    // of a CTA
+constexpr int kGroups = 2;   // of 128 columns
+constexpr int kAtOnce = 4;   // keys
+constexpr float kLog2E = 1.4426950408889634f;
+
+// A lane's columns of a row; columns that do not exist are 0.
+struct LaneColumns {
+  float4 v[kGroups];
+
+  __device__ __forceinline__ void load(const char* row, int columns) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int column = g * 128 + threadIdx.x % 32 * 4;
+      v[g] = {0.0f, 0.0f, 0.0f, 0.0f};
+      if (row != nullptr && column < columns) v[g] = *reinterpret_cast<const float4*>(row + column * 4);
+    }
+  }
+};
+
+__device__ __forceinline__ float sum_of_warp(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+  return value;
+}
+
+// The score of a key to the base 2, in all lanes.
+__device__ __forceinline__ float score_of(const AttentionParams& p, const LaneColumns& query, const LaneColumns& key) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    const float4 &a = query.v[g], &b = key.v[g];
+    sum = __fmaf_rn(a.x, b.x, __fmaf_rn(a.y, b.y, __fmaf_rn(a.z, b.z, __fmaf_rn(a.w, b.w, sum))));
+  }
+  sum = sum_of_warp(sum);
+  return (p.to_softcap == 0.0f ? sum : tanhf(sum * (p.to_softcap * (kLn2 / 2)))) * p.scale_log2;
+}
+
+__device__ __forceinline__ const char* row_in(const Columns& of, int page, int row) {
+  if (page < 0) return nullptr;
+  return of.base + page * of.stride_page + row * of.stride_row + blockIdx.z * of.stride_head;
+}
+
+// One warp attends for a row of a tile, to the keys that it sees.
+__device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTile& tile, const Segment& segment,
+                                       int row) {
+  const Row from(p, tile, row);
+  const TokenPlace at = place_of(p, 0, from.token);
+  LaneColumns query, output;
+  query.load(p.q + at.batch * p.q_stride_batch + at.token * p.q_stride_token + from.head * p.q_stride_head,
+             p.key_columns);
+  output.load(nullptr, 0);
+  const float sink = p.sinks == nullptr ? -kInfinity : p.sinks[from.head] * kLog2E;
+  float maximum = sink, sum = sink == -kInfinity ? 0.0f : 1.0f;
+  const Seen seen = seen_by(p, tile, segment, row);
+#pragma unroll 1
+  for (int first = seen.first; first < seen.end; first += kAtOnce) {
+    const char* values[kAtOnce];
+    LaneColumns loaded[kAtOnce];
+    float weight[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      int of_page = 0;
+      const int page = first + i < seen.end ? page_of(p, tile, segment, first + i, of_page) : -1;
+      loaded[i].load(row_in(p.keys, page, of_page), p.key_columns);
+      values[i] = row_in(p.values, page, of_page);
+    }
+    float highest = maximum;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      weight[i] = first + i < seen.end ? score_of(p, query, loaded[i]) : -kInfinity;
+      highest = fmaxf(highest, weight[i]);
+    }
+    const float factor = maximum == -kInfinity ? 0.0f : exp2_approx(maximum - highest);
+    maximum = highest;
+    sum *= factor;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      float4& v = output.v[g];
+      v = {v.x * factor, v.y * factor, v.z * factor, v.w * factor};
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) loaded[i].load(values[i], p.value_columns);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      // Of a score of -inf, which only infinite keys have, the weight is 0 whatever the maximum is.
+      const float w = weight[i] == -kInfinity ? 0.0f : exp2_approx(weight[i] - maximum);
+      sum += w;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const float4& value = loaded[i].v[g];
+        float4& v = output.v[g];
+        v = {__fmaf_rn(w, value.x, v.x), __fmaf_rn(w, value.y, v.y), __fmaf_rn(w, value.z, v.z),
+             __fmaf_rn(w, value.w, v.w)};
+      }
+    }
+  }
+  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  char* const out = row_of_out(p, tile, 0, row);
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    const int column = g * 128 + threadIdx.x % 32 * 4;
+    const float4& v = output.v[g];
+    if (has_column(p, column))
+      store_global_float4(out + column * 4, v.x * inverse, v.y * inverse, v.z * inverse, v.w * inverse);
+  }
+  if (threadIdx.x % 32 == 0) store_lse(p, 0, from, sum == 0.0f ? -kInfinity : maximum + log2_approx(sum));
+}
+
+__device__ __forceinline__ void attention_float32(const AttentionParams& p) {
+  grid_dependency_launch();
+  grid_dependency_wait();
+  const int place = blockIdx.x / (kRowTile / kWarps);
+  if (place >= min(max(p.parts_in[p.parts - 1].end_place, 0), p.batch)) return;
+  const TilePlace at = reinterpret_cast<const TilePlace*>(p.places)[place];
+  RaggedTile tile(p);
+  tile.move_to(p, at);
+  Segment segment = {};
+  segment.tokens = min(static_cast<i64>(min(max(at.tokens, 0), kMaxTokens)), p.max_tokens);
+  if (p.block_table == nullptr)  // no more rows than there are
+    segment.tokens = min(static_cast<i64>(segment.tokens), max(p.page_entries - tile.pages, i64{0}));
+  const int row = blockIdx.x % (kRowTile / kWarps) * kWarps + threadIdx.x / 32;
+  if (row < tile.rows) attend(p, tile, segment, row);
+}
+
+}  // namespace cumla::mha
