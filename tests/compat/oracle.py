@@ -43,8 +43,9 @@ def naive(
     if softcap:
         scores = softcap * (scores / softcap).tanh()
     left, right = window
-    p, j = torch.arange(n)[:, None] + len(k) - n, torch.arange(len(k))
-    hidden = torch.zeros(n, len(k), dtype=torch.bool)
+    p, j = (torch.arange(count, device=q.device) for count in (n, len(k)))
+    p = p[:, None] + len(k) - n
+    hidden = torch.zeros(n, len(k), dtype=torch.bool, device=q.device)
     if causal:
         right = 0
     if left >= 0:
