@@ -65,7 +65,11 @@ def int32(*numbers: int) -> Any:
             )
             for where in ("", "_inplace")
         ),
-        (page, "get_batch_indices_positions", "append_indptr seq_lens nnz"),
+        (
+            page,
+            "get_batch_indices_positions",
+            "append_indptr seq_lens nnz batch_indices=None positions=None",
+        ),
         (page, "get_seq_lens", "kv_indptr kv_last_page_len page_size"),
         (concat_ops, "concat_mla_k", "k k_nope k_rope backend='default'"),
         (
@@ -294,6 +298,12 @@ def test_tokens_of_no_request() -> None:
         found = flashinfer.get_batch_indices_positions(int32(*indptr), int32(*lens), nnz)
         assert [array.tolist() for array in found] == [whose, where]
         assert {array.dtype for array in found} == {torch.int32}
+        outputs = [torch.full((nnz,), -9, dtype=torch.int32) for _ in range(2)]
+        given = flashinfer.get_batch_indices_positions(int32(*indptr), int32(*lens), nnz, *outputs)
+        assert all(one is other for one, other in zip(given, outputs, strict=True))
+        assert [array.tolist() for array in outputs] == [whose, where]
+    with pytest.raises(RuntimeError, match=r"^positions: needs shape \(3,\), .* got \(2,\)"):
+        flashinfer.get_batch_indices_positions(int32(0, 1), int32(9), 3, None, int32(0, 0))
     for indptr in ((), (0, 1, 2)):
         with pytest.raises(RuntimeError, match=r"^append_indptr: needs an entry more than reque"):
             flashinfer.get_batch_indices_positions(int32(*indptr), int32(9), 3)
@@ -368,6 +378,16 @@ def test_keys_and_values_go_to_their_pages(
         case = Appending(page_size, layout, pair, dtype, columns)
         case.append()
         case.check()
+
+
+def test_rows_are_rounded_into_a_cache_of_8_bits() -> None:
+    case = Appending(4, "NHD", True, torch.bfloat16, 64)
+    fp8 = torch.float8_e4m3fn
+    case.cache = tuple(part.to(fp8) for part in case.cache)
+    case.append()
+    case.cache = tuple(part.float() for part in case.cache)
+    case.expected = case.expected.to(fp8).float()
+    case.check()
 
 
 def test_keys_and_values_that_do_not_fit() -> None:

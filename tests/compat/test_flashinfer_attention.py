@@ -295,8 +295,7 @@ def check(found: Any, expected: Any, *, rows: Any = slice(None), tolerance: Any 
 # --- decoding ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_len", [54, 97, 512])
-@pytest.mark.parametrize("page_size", [1, 8, 16])
+@pytest.mark.parametrize(("kv_len", "page_size"), [(54, 1), (97, 8), (512, 16)])
 @pytest.mark.parametrize(("heads", "columns"), [((4, 4), 128), ((32, 4), 256)])
 @pytest.mark.parametrize(("layout", "pair"), [("NHD", False), ("HND", True)])
 def test_decoding(
@@ -446,8 +445,9 @@ def test_a_server_loop_of_decoding() -> None:
 # --- prefill -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kv_len", "qo_len"), [(54, 37), (97, 17), (40, 127)])
-@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize(
+    ("kv_len", "qo_len", "page_size"), [(54, 37, 1), (97, 17, 5), (40, 127, 16)]
+)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("layout", "pair"), [("NHD", True), ("HND", False)])
 def test_prefill(

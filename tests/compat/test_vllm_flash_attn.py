@@ -15,6 +15,7 @@ from cumla.compat.vllm_flash_attn import (
     reshape_and_cache_flash,
 )
 from tests.compat.oracle import int32, naive, offsets_of, split
+from tests.compat.torch_gpu import torch_gpu
 
 torch = pytest.importorskip("torch")
 
@@ -284,6 +285,47 @@ def test_a_step_of_a_layer() -> None:
     assert torch.equal(batch.rows(1)[0][-5:], new[0][begin : begin + 5])
     found = flash_attn_varlen_func(**batch.arguments, causal=True, return_softmax_lse=True)
     check(found, batch.expected(causal=True))
+
+
+# --- the kernels, emulated -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_layer_on_the_emulated_gpu(heads_first: bool) -> None:
+    """Captured: slots, lengths and blocks of the replay count; blocks of other strides too."""
+    batch = make_batch(((1, 40), (3, 18), (2, 7)), heads=(8, 2), columns=64)
+    caches = torch.stack([batch.k_cache, batch.v_cache])
+    if heads_first:
+        caches = caches.transpose(2, 3).contiguous().transpose(2, 3)
+    batch = batch._replace(k_cache=caches[0], v_cache=caches[1])
+    new = torch.randn(2, 6, 2, 64).bfloat16()
+    sinks = torch.linspace(-2, 3, 8)  # of 16 bits they would be converted, which no replay sees
+    one, out, arguments = torch.ones(()), torch.zeros_like(batch.q), batch.arguments
+    slots = torch.full((6,), -1)
+
+    def layer() -> Any:
+        reshape_and_cache_flash(*new, *caches, slots, "auto", one, one)
+        options = {"causal": True, "s_aux": sinks, "return_softmax_lse": True}
+        return flash_attn_varlen_func(**arguments, **options, out=out)
+
+    with torch_gpu() as gpu:
+        with gpu.capture():
+            found = layer()
+        for step in range(2):
+            lens = [n - step for n in batch.kv_lens]
+            batch = batch._replace(kv_lens=lens)
+            arguments["seqused_k"].copy_(int32(*lens))
+            begin = 0
+            for r, (n, length) in enumerate(zip(batch.q_lens, lens, strict=True)):
+                at = torch.arange(length - n, length)
+                slots[begin : begin + n] = batch.block_table[r].long()[at // 16] * 16 + at % 16
+                begin += n
+            new.copy_(torch.randn(new.shape))
+            out.fill_(torch.nan)
+            gpu.replay()
+            assert found[0] is out
+            check(found, batch.expected(causal=True, sinks=sinks))
+            assert torch.equal(caches.reshape(2, -1, 2, 64)[:, slots], new)
 
 
 # --- what is refused -----------------------------------------------------------------------------

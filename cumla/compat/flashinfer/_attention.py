@@ -309,9 +309,11 @@ class PagedWrapper(AttentionWrapper):
             del arrays["last_page_len"]
         self._say({**arrays, "kv_lens": seq_lens}, numbers, dtypes, options, **others)
 
-    def _attend_to_pages(self, q: Any, paged_kv_cache: Any, args: Any, **options: Any) -> Any:
-        """Attend to a packed cache or a pair; `args` are for kernels that cumla does not have."""
-        refuse(NO_KERNELS, ValueError, args=args or None)
+    def _attend_to_pages(
+        self, q: Any, paged_kv_cache: Any, elsewhere: Mapping[str, Any], **options: Any
+    ) -> Any:
+        """Attend to a packed cache or a pair; `elsewhere` are arguments of other kernels."""
+        refuse(NO_KERNELS, ValueError, **elsewhere)
         names = _PARTS[is_pair(paged_kv_cache)]
         with names:
             k, v = split_cache(paged_kv_cache)

@@ -278,12 +278,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         CumlaError
             As `cumla.attention`.
         """
-        refuse(
-            NO_KERNELS,
-            ValueError,
-            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-            kv_cache_sf=kv_cache_sf,
-        )
+        elsewhere = {
+            "args": args or None,
+            "skip_softmax_threshold_scale_factor": skip_softmax_threshold_scale_factor,
+            "kv_cache_sf": kv_cache_sf,
+        }
         planned = self._planned_shape().q_len
         if q_len_per_req not in (None, planned):
             raise ValueError(
@@ -293,7 +292,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         return self._attend_to_pages(
             q,
             paged_kv_cache,
-            args,
+            elsewhere,
             scales=(q_scale, k_scale, v_scale),
             sinks=sinks,
             out=out,

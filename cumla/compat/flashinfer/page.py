@@ -158,7 +158,11 @@ def append_paged_mla_kv_cache(
 
 
 def get_batch_indices_positions(
-    append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int
+    append_indptr: torch.Tensor,
+    seq_lens: torch.Tensor,
+    nnz: int,
+    batch_indices: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tell of each new token whose it is, and its position there, without waiting for the GPU.
 
@@ -170,27 +174,37 @@ def get_batch_indices_positions(
         ``(batch,)``: tokens of each request, the new ones included; it may be longer.
     nnz : int
         Tokens in all.
+    batch_indices, positions : torch.Tensor, optional
+        Where to write: ``(nnz,)``.
 
     Returns
     -------
     batch_indices, positions : torch.Tensor
-        ``(nnz,)``, int32. Tokens of no request get the request -1, which an append skips, and the
-        position 0.
+        ``(nnz,)``, int32, or what was given. Tokens of no request get the request -1, which an
+        append skips, and the position 0.
 
     Raises
     ------
     TypeError
         An argument is no tensor.
     RuntimeError
-        append_indptr is of more requests than seq_lens.
+        append_indptr is of more requests than seq_lens, or an output has another shape.
     """
-    check_tensors(append_indptr=append_indptr, seq_lens=seq_lens)
+    outputs = {"batch_indices": batch_indices, "positions": positions}
+    given = {name: output for name, output in outputs.items() if output is not None}
+    check_tensors(append_indptr=append_indptr, seq_lens=seq_lens, **given)
     batch = append_indptr.shape[0] - 1
     if not 0 <= batch <= seq_lens.shape[0]:
         raise RuntimeError(
             f"append_indptr: needs an entry more than requests, at most {seq_lens.shape[0] + 1} "
             f"with this seq_lens, got {batch + 1}; describe the same requests"
         )
+    for name, output in given.items():
+        if tuple(output.shape) != (nnz,):
+            raise RuntimeError(
+                f"{name}: needs shape ({nnz},), an entry for each token, got "
+                f"{tuple(output.shape)}; pass another"
+            )
     torch = sys.modules["torch"]
     tokens = torch.arange(nnz, dtype=append_indptr.dtype, device=append_indptr.device)
     requests = torch.searchsorted(append_indptr, tokens, right=True) - 1
@@ -198,8 +212,12 @@ def get_batch_indices_positions(
     # One entry more for tokens of no request, to which -1 and batch both lead.
     behind = torch.cat([behind, behind.new_zeros(1)])
     of_nobody = (requests < 0) | (requests == batch)
-    positions = (tokens + behind[requests]).masked_fill(of_nobody, 0)
-    return requests.masked_fill(of_nobody, -1).int(), positions.int()
+    found = {
+        "batch_indices": requests.masked_fill(of_nobody, -1).int(),
+        "positions": (tokens + behind[requests]).masked_fill(of_nobody, 0).int(),
+    }
+    found |= {name: output.copy_(found[name]) for name, output in given.items()}
+    return found["batch_indices"], found["positions"]
 
 
 def get_seq_lens(

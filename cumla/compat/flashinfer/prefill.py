@@ -258,16 +258,15 @@ args, kv_cache_sf, skip_softmax_threshold_scale_factor
         RuntimeError, TypeError, ValueError, CumlaError
             As in `BatchDecodeWithPagedKVCacheWrapper`.
         """
-        refuse(
-            NO_KERNELS,
-            ValueError,
-            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-            kv_cache_sf=kv_cache_sf,
-        )
+        elsewhere = {
+            "args": args or None,
+            "skip_softmax_threshold_scale_factor": skip_softmax_threshold_scale_factor,
+            "kv_cache_sf": kv_cache_sf,
+        }
         return self._attend_to_pages(
             q,
             paged_kv_cache,
-            args,
+            elsewhere,
             scales=(q_scale, k_scale, v_scale),
             sinks=sinks,
             out=out,
