@@ -854,6 +854,27 @@ def test_a_graph_sees_the_lengths_of_the_last_plan() -> None:
         check(wrapper.run(q, caches[0], return_lse=True), steps[1].expected())
 
 
+def test_a_graph_of_prefill_right_after_the_first_plan() -> None:
+    """The plan of its runs is made in the capture, by the number of query rows."""
+    steps = [make_batch(*lengths, page_size=4) for lengths in zip(*LATER, strict=True)]
+    most = max(len(step.cache) for step in steps)
+    q, out = torch.empty_like(steps[0].q), torch.empty_like(steps[0].q)
+    cache = torch.empty(most, *steps[0].cache.shape[1:]).half()
+    with torch_gpu() as gpu:
+        wrapper = PREFILL(workspace(), "NHD", True, **graph_buffers(pages=most))
+        for step in (*steps, steps[0]):
+            q.copy_(step.q)
+            cache[: len(step.cache)] = step.cache
+            wrapper.plan(step.qo_indptr, *step.pages, *step.sizes, causal=True)
+            if not gpu.captured:
+                with gpu.capture():
+                    wrapper.run(q, cache, out=out)
+                assert len(gpu.captured) == 2
+            out.fill_(NAN)
+            gpu.replay()
+            torch.testing.assert_close(out.float(), step.expected(causal=True)[0], **CLOSE)
+
+
 # --- errors --------------------------------------------------------------------------------------
 
 ONES = torch.ones(2)
@@ -966,6 +987,7 @@ def test_arguments_of_a_run() -> None:
         ({"out": torch.zeros(2, 8, 64).half()}, "out: needs 1 rows for each of the 3 requests"),
         ({"lse": torch.zeros(3, 8).half()}, "lse: needs float32"),
         ({"lse": [0.0]}, "lse: needs a PyTorch tensor"),
+        ({"lse": torch.zeros(24)}, r"lse: needs axes \(tokens, num_qo_heads\), got shape \(24,\)"),
         ({"window_left": 4}, "window_left: needs that of the plan, -1, got 4"),
         ({"q_len_per_req": 2}, "q_len_per_req: needs that of the plan, 1, got 2"),
         ({"sinks": torch.zeros(3)}, "sinks: needs"),

@@ -245,7 +245,9 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             _check_type("q", q, "q_data_type", self._types[0])
             _check_type("k", k, "kv_data_type", self._types[1])
             wants_lse = bool(return_lse or lse is not None)
-            if wants_lse and lse is None:
+            if lse is not None:
+                check_axes("lse", lse, "tokens, num_qo_heads")
+            elif wants_lse:
                 lse = q.new_empty(q.shape[:2], dtype=sys.modules["torch"].float32)
             rows, lse_rows = self._by_request("q", q), self._by_request("lse", lse)
             if wants_lse and shape.q_len is not None:
