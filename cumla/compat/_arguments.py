@@ -26,8 +26,9 @@ class CallersNames:
 
     def __init__(self, names: Mapping[str, str], kind: type[Exception] | None = None) -> None:
         longest_first = sorted(names, key=len, reverse=True)
+        any_of_them = "|".join(map(re.escape, longest_first)) or "(?!)"  # which nothing matches
         self._names = names
-        self._pattern = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, longest_first))})(?!\w)")
+        self._pattern = re.compile(rf"(?<![\w.])({any_of_them})(?!\w)")
         self._kind = kind
 
     def __enter__(self) -> None:

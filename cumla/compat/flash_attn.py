@@ -36,8 +36,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors
+from cumla.compat._flash_attention import (
+    Q_AXES,
+    Rows,
+    attend,
+    check_given,
+    check_lists,
+    check_rows,
+    no_metadata,
+    options_of,
+    places_of,
+    refuse_missing,
+    rows_of,
+)
 from cumla.merge import merge_attention_states
-from cumla.mha.attention import attention
 from cumla.mha.cache import append_kv_cache
 from cumla.mha.rope import apply_rope
 
@@ -54,9 +66,6 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 
-_MOST_COLUMNS = 256
-_Q, _Q_ROWS = "batch_size, seqlen_q, num_heads, head_dim", "total_q, num_heads, head_dim"
-_K, _K_ROWS = "batch_size, seqlen, num_heads_k, head_dim", "total, num_heads_k, head_dim"
 _REFUSED = {
     "qv": (
         "multiplies a latent cache; call cumla.mla_decode or cumla.mla_attention with the pairs "
@@ -214,7 +223,8 @@ def flash_attn_with_kvcache(
     CumlaError
         As `cumla.attention`.
     """
-    _refuse(
+    refuse_missing(
+        _REFUSED,
         qv=qv,
         cache_leftpad=cache_leftpad,
         attention_chunk=attention_chunk or None,
@@ -222,9 +232,10 @@ def flash_attn_with_kvcache(
         k_descale=k_descale,
         v_descale=v_descale,
     )
-    _check_rows(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
-    _check_given(rotary_cos=rotary_cos, rotary_sin=rotary_sin, page_table=page_table)
-    _check_lists(
+    check_rows(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    check_given(rotary_cos=rotary_cos, rotary_sin=rotary_sin, page_table=page_table)
+    check_lists(
+        _APPEND,
         cache_seqlens=None if isinstance(cache_seqlens, int) else cache_seqlens,
         cache_batch_idx=cache_batch_idx,
         cu_seqlens_q=cu_seqlens_q,
@@ -233,9 +244,9 @@ def flash_attn_with_kvcache(
     )
     with _APPEND:
         rotation = _rotation(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
-        queries = _rows("q", q, cu_seqlens_q)
+        queries = rows_of("q", q, cu_seqlens_q)
         new = _new_rows(k, v, cu_seqlens_k_new, cache_seqlens, rotation)
-        table, lens = _places(queries, k_cache, cache_seqlens, page_table, cache_batch_idx)
+        table, lens = places_of(queries, k_cache, cache_seqlens, page_table, cache_batch_idx)
         if new is not None:
             is_local = any(side not in (-1, None) for side in window_size)
             is_one = cu_seqlens_q is None and q.shape[1] == 1  # at the same place either way
@@ -243,9 +254,9 @@ def flash_attn_with_kvcache(
             caches = k_cache, v_cache
             q, lens = _append(queries, new, v, caches, lens, table, rotation, is_ordered)
     lengths = {"kv_lens": lens, "qo_indptr": cu_seqlens_q, "block_table": table}
-    options = _options(softmax_scale, causal, window_size, softcap)
+    options = options_of(softmax_scale, causal, window_size, softcap)
     with _ATTEND:
-        return _attend(q, k_cache, v_cache, return_softmax_lse, **lengths, **options)
+        return attend(q, k_cache, v_cache, return_softmax_lse, **lengths, **options)
 
 
 def flash_attn_varlen_func(
@@ -307,7 +318,8 @@ def flash_attn_varlen_func(
     NotImplementedError, TypeError, RuntimeError, CumlaError
         As `flash_attn_with_kvcache`.
     """
-    _refuse(
+    refuse_missing(
+        _REFUSED,
         qv=qv,
         attention_chunk=attention_chunk or None,
         seqused_q=seqused_q,
@@ -315,16 +327,16 @@ def flash_attn_varlen_func(
         k_descale=k_descale,
         v_descale=v_descale,
     )
-    _check_rows(q=q, k=k, v=v)
-    _check_lists(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
-    options = _options(softmax_scale, causal, window_size, softcap)
+    check_rows(q=q, k=k, v=v)
+    check_lists(_ROWS, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
+    options = options_of(softmax_scale, causal, window_size, softcap)
     with _ROWS:
-        queries, keys = _rows("q", q, cu_seqlens_q), _rows("k", k, cu_seqlens_k)
+        queries, keys = rows_of("q", q, cu_seqlens_q), rows_of("k", k, cu_seqlens_k)
         lengths = {"kv_lens": seqused_k, "kv_indptr": cu_seqlens_k, "qo_indptr": cu_seqlens_q}
         if cu_seqlens_k is None:
-            table, lens = _places(queries, keys.rows, seqused_k, None, None, "k")
+            table, lens = places_of(queries, keys.rows, seqused_k, None, None, "k")
             lengths |= {"kv_lens": lens, "block_table": table}
-        return _attend(q, k, v, return_attn_probs, **lengths, **options)
+        return attend(q, k, v, return_attn_probs, **lengths, **options)
 
 
 def flash_attn_func(
@@ -433,9 +445,9 @@ def flash_attn_combine(
         As `cumla.merge_attention_states`.
     """
     check_tensors(out_partial=out_partial, lse_partial=lse_partial)
-    _check_given(out=out)
+    check_given(out=out)
     with _COMBINE:
-        check_axes("out_partial", out_partial, f"num_splits, {_Q}")
+        check_axes("out_partial", out_partial, f"num_splits, {Q_AXES}")
         check_axes("lse_partial", lse_partial, "num_splits, batch_size, seqlen_q, num_heads")
         if out is None:
             out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype)
@@ -490,40 +502,7 @@ window_size, attention_chunk, has_softcap, num_splits, pack_gqa, sm_margin
     torch.Tensor
         ``(0,)`` int32.
     """
-    check_tensors(cache_seqlens=cache_seqlens)
-    return cache_seqlens.new_empty(0, dtype=_torch().int32)
-
-
-class _Rows(NamedTuple):
-    """Rows of the tokens of all requests."""
-
-    rows: Any  # (batch, tokens, heads, columns), or (tokens, heads, columns) with offsets
-    offsets: Any
-
-    @property
-    def batch(self) -> int:
-        """Count the requests."""
-        count: int = self.rows.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
-        return count
-
-    def lengths(self) -> Any:
-        """Count the tokens of each request, or of all."""
-        return self.rows.shape[1] if self.offsets is None else self.offsets[1:] - self.offsets[:-1]
-
-    def is_cut_as(self, other: _Rows) -> bool:
-        """Whether each request is known to have as many tokens as the other's."""
-        return self.offsets is other.offsets and self.rows.shape[:-2] == other.rows.shape[:-2]
-
-    def positions(self, first: Any, is_ordered: bool) -> Any:
-        """Count on from `first` of each request, or give it to all its tokens; on one axis."""
-        torch, device = _torch(), self.rows.device
-        if self.offsets is None:
-            numbers = torch.arange(self.rows.shape[1], device=device) * int(is_ordered)
-            return (first[:, None] + numbers).flatten()
-        tokens = torch.arange(self.rows.shape[0], dtype=self.offsets.dtype, device=device)
-        request = torch.searchsorted(self.offsets[1:], tokens, right=True)
-        first = torch.cat([first, first.new_zeros(1)])[request]  # one more: tokens of no request
-        return first + (tokens - self.offsets[request]) * int(is_ordered)
+    return no_metadata(cache_seqlens)
 
 
 class _Rotation(NamedTuple):
@@ -532,65 +511,6 @@ class _Rotation(NamedTuple):
     cos_sin: tuple[Any, Any]
     is_interleaved: bool
     first: Any  # position of each request's first token; None: where its keys begin
-
-
-def _torch() -> Any:
-    """Give PyTorch, which whoever has a tensor has imported."""
-    import torch
-
-    return torch
-
-
-def _refuse(**arguments: object) -> None:
-    """Refuse what is given of what cumla does not have."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(f"{name}: {_REFUSED[name]}")
-
-
-def _check_given(**tensors: Any) -> None:
-    """Check that these are tensors or None."""
-    check_tensors(**{name: tensor for name, tensor in tensors.items() if tensor is not None})
-
-
-def _check_lists(**tensors: Any) -> None:
-    """Check that these are tensors of one axis or None."""
-    _check_given(**tensors)
-    with _APPEND:
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                form = "batch_size + 1" if name.startswith("cu_") else "batch_size"
-                check_axes(name, tensor, form)
-
-
-def _check_rows(**tensors: Any) -> None:
-    """Check that these are tensors or None, and refuse what cumla.attention does not compute."""
-    _check_given(**tensors)
-    is_recorded = _torch().is_grad_enabled()
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if "float8" in str(tensor.dtype):
-            raise NotImplementedError(
-                f"{name}: this face takes bfloat16 and float16, got {tensor.dtype}; convert it"
-            )
-        if tensor.ndim and tensor.shape[-1] > _MOST_COLUMNS:
-            raise NotImplementedError(
-                f"{name}: cumla.attention takes up to {_MOST_COLUMNS} columns of a head, got "
-                f"{tensor.shape[-1]}; for a latent cache call cumla.mla_decode"
-            )
-        if is_recorded and tensor.requires_grad:
-            raise NotImplementedError(
-                f"{name}: requires a gradient, and cumla has no backward pass; call this under "
-                f"torch.no_grad(), or pass {name}.detach()"
-            )
-
-
-def _rows(name: str, rows: Any, offsets: Any) -> _Rows:
-    """Check the axes of rows of tokens."""
-    requests, ragged = (_Q, _Q_ROWS) if name == "q" else (_K, _K_ROWS)
-    check_axes(name, rows, requests if offsets is None else ragged)
-    return _Rows(rows, offsets)
 
 
 def _rotation(cos: Any, sin: Any, is_interleaved: bool, first: Any) -> _Rotation | None:
@@ -606,7 +526,7 @@ def _rotation(cos: Any, sin: Any, is_interleaved: bool, first: Any) -> _Rotation
 
 def _new_rows(
     k: Any, v: Any, offsets: Any, cache_seqlens: Any, rotation: _Rotation | None
-) -> _Rows | None:
+) -> Rows | None:
     """Check that new keys come with all that they need."""
     if k is None and v is None:
         if rotation is not None:
@@ -621,41 +541,10 @@ def _new_rows(
         raise ValueError(
             "cache_seqlens: needed with k and v, to tell where they go, got None; pass it"
         )
-    return _rows("k", k, offsets)
+    return rows_of("k", k, offsets)
 
 
-def _places(
-    queries: _Rows,
-    k_cache: Any,
-    cache_seqlens: Any,
-    page_table: Any,
-    cache_batch_idx: Any,
-    name: str = "k_cache",
-) -> tuple[Any, Any]:
-    """Tell the pages of each request and the keys in them; a row of a plain cache is a page."""
-    torch, batch, device = _torch(), queries.batch, queries.rows.device
-    check_axes(name, k_cache, _K if page_table is None else "num_blocks, page_block_size, heads, _")
-    if page_table is not None and cache_batch_idx is not None:
-        raise ValueError(
-            "cache_batch_idx: needs caches without pages, got page_table, too; leave one out"
-        )
-    table = page_table if cache_batch_idx is None else cache_batch_idx[:, None]
-    if table is None:
-        if k_cache.shape[0] != batch:
-            raise ValueError(
-                f"{name}: needs a row for each of the {batch} requests of q, got shape "
-                f"{tuple(k_cache.shape)}; pass cache_batch_idx or page_table, or other rows"
-            )
-        table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
-    check_axes("page_table", table, "batch_size, max_num_blocks_per_seq")
-    if cache_seqlens is None:
-        cache_seqlens = table.shape[1] * k_cache.shape[1]
-    if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
-    return table, cache_seqlens
-
-
-def _check_requests(queries: _Rows, **counts: int) -> None:
+def _check_requests(queries: Rows, **counts: int) -> None:
     """Check that what belongs to requests belongs to those of the queries."""
     for name, count in counts.items():
         if count != queries.batch:
@@ -666,8 +555,8 @@ def _check_requests(queries: _Rows, **counts: int) -> None:
 
 
 def _append(
-    queries: _Rows,
-    new: _Rows,
+    queries: Rows,
+    new: Rows,
     v: Any,
     caches: tuple[Any, Any],
     lens: Any,
@@ -697,20 +586,3 @@ def _append(
     options |= {"kv_lens": lens, "qo_indptr": new.offsets, "block_table": table}
     append_kv_cache(new.rows, v, caches[0], caches[1], **options)
     return q, lens
-
-
-def _options(scale: Any, causal: Any, window_size: Any, softcap: Any) -> dict[str, Any]:
-    """Name what is no tensor as `cumla.attention` does."""
-    window, cap = tuple(window_size), softcap or None
-    return {"softmax_scale": scale, "causal": bool(causal), "window": window, "softcap": cap}
-
-
-def _attend(q: Any, k: Any, v: Any, returns_lse: bool, **options: Any) -> Any:
-    """Attend; lse has the heads before the tokens."""
-    given = None
-    if returns_lse and q.ndim == 3:
-        given = q.new_empty((q.shape[1], q.shape[0]), dtype=_torch().float32).T
-    out, lse = attention(q, k, v, lse=given, **options)
-    if not returns_lse:
-        return out
-    return out, lse if given is None else lse.T

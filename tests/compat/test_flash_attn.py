@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cumla.compat import flash_attn
+from cumla.compat import _flash_attention, flash_attn
 from cumla.compat.flash_attn import (
     flash_attn_combine,
     flash_attn_func,
@@ -18,11 +18,11 @@ from cumla.compat.flash_attn import (
     get_scheduler_metadata,
 )
 from cumla.core.frameworks import torch_framework
+from tests.compat.oracle import NO_WINDOW, assert_state, int32, naive, offsets_of, split, turned
 
 torch = pytest.importorskip("torch")
 
 HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (4, 1)}
-NO_WINDOW = (-1, -1)
 KVCACHE = (
     "q k_cache v_cache k=None v=None qv=None rotary_cos=None rotary_sin=None cache_seqlens=None "
     "cache_batch_idx=None cache_leftpad=None page_table=None cu_seqlens_q=None "
@@ -66,70 +66,6 @@ def test_names_and_signatures_are_those_of_flash_attention(name: str, parameters
     assert " ".join(given) == parameters
     assert {p.kind for p in found} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
     assert name in flash_attn.__all__
-
-
-# --- the oracle ----------------------------------------------------------------------------------
-
-
-def int32(*numbers: int) -> Any:
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
-def offsets_of(lengths: list[int]) -> Any:
-    return int32(0, *torch.tensor(lengths).cumsum(0).tolist())
-
-
-def split(rows: Any, lengths: list[int]) -> list[Any]:
-    return list(rows.split([*lengths, len(rows) - sum(lengths)]))[: len(lengths)]
-
-
-def naive(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool = False,
-    window: tuple[int, int] = NO_WINDOW,
-    softcap: float = 0.0,
-    scale: float | None = None,
-) -> tuple[Any, Any]:
-    """Attention of one request: q (n, h, d), k and v (t, kvh, d); lse is (h, n)."""
-    n, heads, columns = q.shape
-    k, v = (rows.float().repeat_interleave(heads // rows.shape[1], dim=1) for rows in (k, v))
-    scores = torch.einsum("nhd,thd->hnt", q.float(), k) * (scale or columns**-0.5)
-    if softcap:
-        scores = softcap * (scores / softcap).tanh()
-    left, right = window
-    p, j = torch.arange(n)[:, None] + len(k) - n, torch.arange(len(k))
-    hidden = torch.zeros(n, len(k), dtype=torch.bool)
-    if causal:
-        right = 0
-    if left >= 0:
-        hidden |= j < p - left
-    if right >= 0:
-        hidden |= j > p + right
-    scores = scores.masked_fill(hidden, -math.inf)
-    weights = scores.softmax(-1).nan_to_num(0.0)
-    return torch.einsum("hnt,thd->nhd", weights, v), scores.logsumexp(-1)
-
-
-def turned(rows: Any, cos: Any, sin: Any, positions: Any, interleaved: bool) -> Any:
-    """Rotate rows (n, h, d), and round."""
-    half = cos.shape[1]
-    c, s = cos[positions].float()[:, None], sin[positions].float()[:, None]
-    out = rows.float().clone()
-    first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
-    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
-    x, y = out[..., first].clone(), out[..., second].clone()
-    out[..., first], out[..., second] = c * x - s * y, s * x + c * y
-    return out.to(rows.dtype)
-
-
-def assert_state(found: Any, expected: Any) -> None:
-    """Compare out, rounded to 16 bits, and lse; the rotated inputs may differ by a rounding."""
-    for one, other in zip(found, expected, strict=True):
-        assert one.shape == other.shape
-        torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-2)
 
 
 class Case(NamedTuple):
@@ -625,7 +561,8 @@ def test_nothing_waits_for_the_gpu(small: Small, monkeypatch: pytest.MonkeyPatch
 
         return operation
 
-    for name in ("attention", "append_kv_cache", "apply_rope"):
+    monkeypatch.setattr(_flash_attention, "attention", noted("attention"))
+    for name in ("append_kv_cache", "apply_rope"):
         monkeypatch.setattr(flash_attn, name, noted(name))
     q, k_cache, v_cache = small
     new = torch.zeros(2, 2, 16).half()

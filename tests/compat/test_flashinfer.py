@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from types import ModuleType
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from cumla.compat import flashinfer
-from cumla.compat.flashinfer import cascade, concat_ops, mla, page
+from cumla.compat.flashinfer import cascade, concat_ops, mla, page, rope
+from tests.compat.torch_gpu import torch_gpu
 
 torch = pytest.importorskip("torch")
 
@@ -39,7 +41,35 @@ def int32(*numbers: int) -> Any:
                 "kv_indptr kv_last_page_len"
             ),
         ),
-        (page, "get_batch_indices_positions", "append_indptr seq_lens nnz"),
+        (
+            page,
+            "append_paged_kv_cache",
+            (
+                "append_key append_value batch_indices positions paged_kv_cache kv_indices "
+                "kv_indptr kv_last_page_len kv_layout='NHD'"
+            ),
+        ),
+        *(
+            (
+                rope,
+                f"apply_rope_with_cos_sin_cache{where}",
+                "positions query key head_size cos_sin_cache is_neox=True backend='cuda'",
+            )
+            for where in ("", "_inplace")
+        ),
+        *(
+            (
+                rope,
+                f"apply_rope_pos_ids{where}",
+                "q k pos_ids rotary_dim=None interleave=False rope_scale=1 rope_theta=10000.0",
+            )
+            for where in ("", "_inplace")
+        ),
+        (
+            page,
+            "get_batch_indices_positions",
+            "append_indptr seq_lens nnz batch_indices=None positions=None",
+        ),
         (page, "get_seq_lens", "kv_indptr kv_last_page_len page_size"),
         (concat_ops, "concat_mla_k", "k k_nope k_rope backend='default'"),
         (
@@ -268,6 +298,12 @@ def test_tokens_of_no_request() -> None:
         found = flashinfer.get_batch_indices_positions(int32(*indptr), int32(*lens), nnz)
         assert [array.tolist() for array in found] == [whose, where]
         assert {array.dtype for array in found} == {torch.int32}
+        outputs = [torch.full((nnz,), -9, dtype=torch.int32) for _ in range(2)]
+        given = flashinfer.get_batch_indices_positions(int32(*indptr), int32(*lens), nnz, *outputs)
+        assert all(one is other for one, other in zip(given, outputs, strict=True))
+        assert [array.tolist() for array in outputs] == [whose, where]
+    with pytest.raises(RuntimeError, match=r"^positions: needs shape \(3,\), .* got \(2,\)"):
+        flashinfer.get_batch_indices_positions(int32(0, 1), int32(9), 3, None, int32(0, 0))
     for indptr in ((), (0, 1, 2)):
         with pytest.raises(RuntimeError, match=r"^append_indptr: needs an entry more than reque"):
             flashinfer.get_batch_indices_positions(int32(*indptr), int32(9), 3)
@@ -294,6 +330,232 @@ def test_rows_that_do_not_fit() -> None:
     ):
         with pytest.raises(error, match=f"^{message}"):
             flashinfer.append_paged_mla_kv_cache(**arguments | {name: wrong})
+
+
+class Appending:
+    """Rows for some places of three requests, one without pages, and for nowhere; the rest NaN."""
+
+    def __init__(self, page_size: int, layout: str, pair: bool, dtype: Any, columns: int) -> None:
+        torch.manual_seed(page_size)
+        self.layout = layout
+        counts, indices = (4, 0, 5), torch.randperm(11)[:9]
+        indptr = int32(0, 4, 4, 9)
+        places = [(r, p) for r, n in enumerate(counts) for p in range(n * page_size)][::2]
+        nowhere = [(1, 0), (0, 4 * page_size), (-1, 0), (0, -1), (3, 0)]
+        self.key, self.value = torch.randn(2, len(places) + 5, 2, columns).to(dtype)
+        self.expected = torch.full((11, 2, page_size, 2, columns), NAN, dtype=dtype)
+        shape = self.expected.transpose(2, 3) if layout == "HND" else self.expected
+        packed = torch.full(shape.shape, NAN, dtype=dtype)
+        for i, (r, p) in enumerate(places):
+            page = self.expected[indices[indptr[r] + p // page_size]]
+            page[0, p % page_size], page[1, p % page_size] = self.key[i], self.value[i]
+        self.cache = (packed[:, 0].clone(), packed[:, 1].clone()) if pair else packed
+        rows = torch.tensor(places + nowhere)
+        self.lists = indices, indptr.long(), int32(1, 0, 1)
+        self.places = rows[:, 0].contiguous(), rows[:, 1].int()
+
+    def append(self) -> None:
+        arguments = (self.key, self.value, *self.places, self.cache, *self.lists, self.layout)
+        assert flashinfer.append_paged_kv_cache(*arguments) is None
+
+    def check(self) -> None:
+        found = torch.stack(self.cache, dim=1) if isinstance(self.cache, tuple) else self.cache
+        found = found.transpose(2, 3) if self.layout == "HND" else found
+        torch.testing.assert_close(found, self.expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("layout", "pair"), [("NHD", False), ("NHD", True), ("HND", False)])
+@pytest.mark.parametrize(
+    ("page_size", "dtype", "columns"), [(1, torch.float16, 64), (5, torch.bfloat16, 128)]
+)
+def test_keys_and_values_go_to_their_pages(
+    layout: str, pair: bool, page_size: int, dtype: Any, columns: int
+) -> None:
+    case = Appending(page_size, layout, pair, dtype, columns)
+    case.append()
+    case.check()
+    with torch_gpu():
+        case = Appending(page_size, layout, pair, dtype, columns)
+        case.append()
+        case.check()
+
+
+def test_rows_are_rounded_into_a_cache_of_8_bits() -> None:
+    case = Appending(4, "NHD", True, torch.bfloat16, 64)
+    fp8 = torch.float8_e4m3fn
+    case.cache = tuple(part.to(fp8) for part in case.cache)
+    case.append()
+    case.cache = tuple(part.float() for part in case.cache)
+    case.expected = case.expected.to(fp8).float()
+    case.check()
+
+
+def test_keys_and_values_that_do_not_fit() -> None:
+    case = Appending(4, "NHD", False, torch.float16, 16)
+    before = case.cache.clone()
+    usual = {
+        "append_key": case.key,
+        "append_value": case.value,
+        "batch_indices": case.places[0],
+        "positions": case.places[1],
+        "paged_kv_cache": case.cache,
+        "kv_indices": case.lists[0],
+        "kv_indptr": case.lists[1],
+        "kv_last_page_len": case.lists[2],
+    }
+    for changes, error, message in (
+        (
+            {"append_key": case.key[1:]},
+            RuntimeError,
+            "append_value: needs the tokens and heads of ",
+        ),
+        ({"positions": case.places[1][1:]}, RuntimeError, "positions: needs shape"),
+        ({"kv_layout": "NDH"}, RuntimeError, "kv_layout: needs 'NHD' or 'HND'"),
+        (
+            {"kv_layout": "HND"},
+            RuntimeError,
+            r"paged_kv_cache\[:, 0\]: needs shape \(num_pages, 2, ",
+        ),
+        ({"paged_kv_cache": case.cache[:, 0]}, RuntimeError, "paged_kv_cache: needs axes"),
+        (
+            {"paged_kv_cache": (case.cache,)},
+            RuntimeError,
+            "paged_kv_cache: needs one tensor or a p",
+        ),
+        (
+            {"paged_kv_cache": (case.cache[:, 0], case.cache[:, 1].bfloat16())},
+            RuntimeError,
+            r"paged_kv_cache\[1\]: needs float16",
+        ),
+        ({"paged_kv_cache": 7}, RuntimeError, "paged_kv_cache: needs a PyTorch tensor"),
+        ({"kv_indptr": [0, 1]}, TypeError, "kv_indptr: needs a PyTorch tensor"),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            flashinfer.append_paged_kv_cache(**usual | changes)
+    torch.testing.assert_close(case.cache, before, rtol=0, atol=0, equal_nan=True)
+
+
+# --- rotation ------------------------------------------------------------------------------------
+
+
+def turned(rows: Any, angles: Any, interleaved: bool) -> Any:
+    """Rows (tokens, heads, columns) by angles (tokens, rotary_dim / 2), in float64."""
+    out, half = rows.double(), angles.shape[1]
+    pairs = out[..., : 2 * half].clone()
+    pairs = pairs.unflatten(-1, (half, 2) if interleaved else (2, half))
+    pairs = pairs if interleaved else pairs.transpose(-1, -2)
+    numbers = torch.view_as_complex(pairs.contiguous())
+    numbers = torch.view_as_real(numbers * torch.polar(torch.ones_like(angles), angles)[:, None])
+    numbers = numbers if interleaved else numbers.transpose(-1, -2)
+    out[..., : 2 * half] = numbers.flatten(-2)
+    return out
+
+
+def check_turned(found: Any, expected: Any) -> None:
+    """Products in float32 are rounded once."""
+    bound = HALF_ULP[found.dtype] * expected.abs() + 3e-6
+    assert ((found.double() - expected).abs() <= bound).all()
+
+
+ROTATIONS = [(64, 64, torch.float16), (128, 64, torch.bfloat16), (256, 128, torch.float16)]
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize(("head_size", "rotary_dim", "dtype"), ROTATIONS)
+@pytest.mark.parametrize("where", ["cpu", "emulated gpu"])
+def test_rotation_by_a_table(
+    where: str, head_size: int, rotary_dim: int, dtype: Any, is_neox: bool
+) -> None:
+    """Of views into a projection; in place, and into new tensors."""
+    torch.manual_seed(head_size)
+    angles = torch.outer(
+        torch.arange(50), 10000.0 ** -(torch.arange(0, rotary_dim, 2) / rotary_dim)
+    )
+    table = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    angles = torch.atan2(*(table.double().chunk(2, dim=-1)[::-1]))
+    positions = torch.tensor([3, 0, 49, 7, 7])
+    projection = torch.randn(5, 7 * head_size).to(dtype)
+    query, key, value = projection.split([4 * head_size, head_size, 2 * head_size], dim=-1)
+    before = projection.clone()
+    expected = [
+        turned(rows.unflatten(1, (-1, head_size)), angles[positions], not is_neox).flatten(1)
+        for rows in (query, key)
+    ]
+    with torch_gpu() if where != "cpu" else contextlib.nullcontext():
+        found = flashinfer.apply_rope_with_cos_sin_cache(
+            positions, query, key, head_size, table, is_neox
+        )
+        assert torch.equal(projection, before)
+        assert not flashinfer.apply_rope_with_cos_sin_cache_inplace(
+            positions.int(), query, key, head_size, table, is_neox
+        )
+    for new, rows, wanted in zip(found, (query, key), expected, strict=True):
+        check_turned(new, wanted)
+        assert torch.equal(new, rows)
+    assert torch.equal(value, before[:, 5 * head_size :])
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+@pytest.mark.parametrize("rotary_dim", [None, 32])
+def test_rotation_by_positions(rotary_dim: int | None, interleave: bool) -> None:
+    torch.manual_seed(2)
+    q, k = torch.randn(6, 4, 64).half(), torch.randn(6, 2, 64).half()
+    positions = int32(0, 1, 17, 4096, 131_071, 5)
+    columns = rotary_dim or 64
+    exponents = torch.arange(0, columns, 2).double() / columns
+    angles = positions[:, None] / (8 * 500_000.0**exponents)
+    expected = [turned(rows, angles, interleave) for rows in (q, k)]
+    before = q.clone()
+    options = {"rope_scale": 8, "rope_theta": 5e5, "interleave": interleave}
+    found = flashinfer.apply_rope_pos_ids(q, k, positions, rotary_dim, **options)
+    assert torch.equal(q, before)
+    assert not flashinfer.apply_rope_pos_ids_inplace(q, k, positions.long(), rotary_dim, **options)
+    for new, rows, wanted in zip(found, (q, k), expected, strict=True):
+        check_turned(new, wanted)
+        assert torch.equal(new, rows)
+
+
+def test_rotations_that_do_not_fit() -> None:
+    rows, table = torch.ones(2, 32).half(), torch.ones(5, 16)
+    heads = torch.ones(2, 1, 32).half()
+    positions = int32(0, 1)
+    by_table = flashinfer.apply_rope_with_cos_sin_cache
+    by_positions = flashinfer.apply_rope_pos_ids
+    for call, error, message in (
+        (lambda: by_table([1], rows, rows, 32, table), TypeError, "positions: needs a PyTorch t"),
+        (lambda: by_table(positions, 1, rows, 32, table), TypeError, "query: needs a PyTorch t"),
+        (lambda: by_table(positions, heads, rows, 32, table), RuntimeError, "query: needs axes"),
+        (
+            lambda: by_table(positions, rows, rows, 24, table),
+            RuntimeError,
+            r"query: needs a multiple of head_size 24 columns, got shape \(2, 32\)",
+        ),
+        (
+            lambda: by_table(positions, rows, rows, 32, torch.ones(5, 48)),
+            RuntimeError,
+            "cos_sin_cache: needs rotary_dim a multiple of 16",
+        ),
+        (
+            lambda: by_table(positions, rows.float(), rows, 32, table),
+            RuntimeError,
+            "query: needs bfloat16 or float16",
+        ),
+        (lambda: by_table(int32(1), rows, rows, 32, table), RuntimeError, "positions: needs shape"),
+        (lambda: by_positions(heads, heads, int32(1)), RuntimeError, "pos_ids: needs shape"),
+        (lambda: by_positions(rows, heads, positions), RuntimeError, "q: needs axes"),
+        (
+            lambda: by_positions(heads, heads, positions, 48),
+            RuntimeError,
+            "rotary_dim: needs an even number up to the 32 columns of q, got 48",
+        ),
+        (
+            lambda: by_positions(heads, heads[1:], positions),
+            RuntimeError,
+            "k: needs tokens and col",
+        ),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            call()
 
 
 # --- concat_mla_k --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from cumla import AttentionState
-from cumla.compat.flashinfer import mla
+from cumla.compat.flashinfer import _wrapper, mla
 from cumla.compat.flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 from tests.compat.elsewhere import open_elsewhere
 
@@ -477,7 +477,7 @@ class GpuPlan:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
-    monkeypatch.setattr(mla, "open_call", gpu.open_call)
+    monkeypatch.setattr(_wrapper, "open_call", gpu.open_call)
     monkeypatch.setattr(mla, "MLAAttentionPlan", gpu.make_plan)
     return gpu
 
@@ -504,7 +504,7 @@ def test_a_thread_without_a_context_or_with_another_gpus(
     monkeypatch: pytest.MonkeyPatch, current: int | None
 ) -> None:
     """Whether the default stream of the arrays' GPU is captured is asked in a context of it."""
-    library = open_elsewhere(monkeypatch, mla, current)
+    library = open_elsewhere(monkeypatch, _wrapper, current)
     batch = make_batch()
     check(planned(batch).run(*batch.parts, return_lse=True), batch)
     assert set(library.asked) == {103}

@@ -40,7 +40,7 @@ def import_times(*arguments: str, **variables: str) -> dict[str, int]:
         (("-c", "import cumla"), False),
         (("-c", "from cumla import mla_decode"), True),
         (("-c", "import cumla.reference, cumla.compat.flash_mla, cumla.compat.flashinfer"), True),
-        (("-c", "import cumla.compat.flash_attn"), True),
+        (("-c", "import cumla.compat.flash_attn, cumla.compat.vllm_flash_attn"), True),
         (("-m", "cumla", "--help"), True),
         (("-m", "cumla", "demo", "--help"), True),
     ],

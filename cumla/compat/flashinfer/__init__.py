@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's MLA interface over cumla's operations: attention, merging, writing into caches.
+"""FlashInfer's interface over cumla's operations: attention, rotation, caches, merging.
 
 Code written for FlashInfer 0.6 or 0.7 runs by changing its import line::
 
     import cumla.compat.flashinfer as flashinfer
 
-    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
 
-Modules and names are where FlashInfer has them: :mod:`~cumla.compat.flashinfer.mla`,
-:mod:`~cumla.compat.flashinfer.cascade`, :mod:`~cumla.compat.flashinfer.page` and
-:mod:`~cumla.compat.flashinfer.concat_ops`.
+Modules and names are where FlashInfer has them: :mod:`~cumla.compat.flashinfer.decode`,
+:mod:`~cumla.compat.flashinfer.prefill`, :mod:`~cumla.compat.flashinfer.mla`,
+:mod:`~cumla.compat.flashinfer.cascade`, :mod:`~cumla.compat.flashinfer.page`,
+:mod:`~cumla.compat.flashinfer.rope` and :mod:`~cumla.compat.flashinfer.concat_ops`.
 
 What carries over from FlashInfer:
 
 * A state is an output ``v`` and its log-sum-exp ``s``, a logarithm to base 2. Where nothing was
   attended ``s`` is -inf, and a result that is empty has ``v`` 0.
-* The kinds of errors: `ValueError` from the wrapper, `RuntimeError` from the functions.
+* The kinds of errors: `ValueError` from wrappers and from attention in one request,
+  `RuntimeError` from the other functions.
 * Calls can be captured into a CUDA graph, after `cumla.prepare`.
 * It is for inference: no gradients flow.
 
@@ -25,21 +27,49 @@ empty, too. Tensors on the CPU are computed by `cumla.reference`.
 
 from __future__ import annotations
 
-from cumla.compat.flashinfer import cascade, concat_ops, mla, page
+from cumla.compat.flashinfer import cascade, concat_ops, decode, mla, page, prefill, rope
 from cumla.compat.flashinfer.cascade import merge_state, merge_state_in_place, merge_states
+from cumla.compat.flashinfer.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    single_decode_with_kv_cache,
+)
 from cumla.compat.flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 from cumla.compat.flashinfer.page import (
+    append_paged_kv_cache,
     append_paged_mla_kv_cache,
     get_batch_indices_positions,
     get_seq_lens,
 )
+from cumla.compat.flashinfer.prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+)
+from cumla.compat.flashinfer.rope import (
+    apply_rope_pos_ids,
+    apply_rope_pos_ids_inplace,
+    apply_rope_with_cos_sin_cache,
+    apply_rope_with_cos_sin_cache_inplace,
+)
 
 __all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
     "BatchMLAPagedAttentionWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MLAPlanMetadata",
+    "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
+    "apply_rope_pos_ids",
+    "apply_rope_pos_ids_inplace",
+    "apply_rope_with_cos_sin_cache",
+    "apply_rope_with_cos_sin_cache_inplace",
     "cascade",
     "concat_ops",
+    "decode",
     "get_batch_indices_positions",
     "get_seq_lens",
     "merge_state",
@@ -47,4 +77,9 @@ __all__ = [
     "merge_states",
     "mla",
     "page",
+    "prefill",
+    "rope",
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
 ]

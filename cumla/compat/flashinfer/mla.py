@@ -50,13 +50,21 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import e, inf, log2
-from statistics import mode
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
+from cumla.compat._arguments import CallersNames, check_tensors, refuse
+from cumla.compat.flashinfer._wrapper import (
+    BACKENDS,
+    LOG2_E,
+    NO_KERNELS,
+    Planned,
+    checked_batch,
+    checked_dtypes,
+    dtype_of,
+    factor_of,
+    name_of,
+)
 from cumla.core.arguments import checked_scale
-from cumla.core.arrays import open_call
 from cumla.mla.attention import MLAAttentionPlan
 
 if TYPE_CHECKING:
@@ -64,12 +72,11 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"]
 
-_BACKENDS = ("auto", "fa2", "fa3")
 _CKV, _KPE = 512, 64  # columns of a row
 _FP8 = "float8_e4m3fn"
+_FOR_FP8 = " for an FP8 cache"
 _SCALES = 4  # of a row, one for 128 latent columns
-_LOG2_E = log2(e)
-# cumla's names -> FlashInfer's, of what a plan is made of; and the axes
+# cumla's names -> FlashInfer's, of what a plan is made of
 _CSR = {
     "qo_indptr": "qo_indptr",
     "kv_lens": "kv_len_arr",
@@ -77,13 +84,6 @@ _CSR = {
     "kv_indices": "kv_indices",
 }
 _DENSE = {"qo_indptr": "cum_seq_lens_q", "kv_lens": "seq_lens", "block_table": "block_tables"}
-_AXES = {
-    "qo_indptr": "batch + 1",
-    "kv_lens": "batch",
-    "kv_indptr": "batch + 1",
-    "kv_indices": "pages",
-    "block_table": "batch, max_pages",
-}
 _NAMES = CallersNames(
     {
         "q": "query",
@@ -99,7 +99,6 @@ _NAMES = CallersNames(
     },
     ValueError,
 )
-_NO_KERNELS = "belongs to kernels that cumla does not have"
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -194,7 +193,7 @@ class _Form(NamedTuple):
     has_fixed_lse: bool  # or a run tells whether there is an lse, which is deprecated
 
 
-class BatchMLAPagedAttentionWrapper:
+class BatchMLAPagedAttentionWrapper(Planned[MLAAttentionPlan, _Shape]):
     """Attention over a paged MLA cache, planned once a step.
 
     Parameters
@@ -225,43 +224,22 @@ class BatchMLAPagedAttentionWrapper:
         kv_len_arr: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        if backend not in _BACKENDS:
+        if backend not in BACKENDS:
             raise ValueError(
-                f"backend: needs one of {', '.join(_BACKENDS)}, got {backend!r}; cumla has kernels "
+                f"backend: needs one of {', '.join(BACKENDS)}, got {backend!r}; cumla has kernels "
                 f"of its own, so leave it out; plan(metadata=MLAPlanMetadata.dense(...)) takes "
                 f"block tables"
             )
         check_tensors(float_workspace_buffer=float_workspace_buffer)
-        self.device = float_workspace_buffer.device
-        self._use_cuda_graph = use_cuda_graph
         buffers = {
-            "qo_indptr": qo_indptr,
-            "kv_lens": kv_len_arr,
-            "kv_indptr": kv_indptr,
-            "kv_indices": kv_indices,
+            "qo_indptr": ("qo_indptr", qo_indptr),
+            "kv_lens": ("kv_len_arr", kv_len_arr),
+            "kv_indptr": ("kv_indptr", kv_indptr),
+            "kv_indices": ("kv_indices", kv_indices),
         }
-        self._kept = {n: b for n, b in buffers.items() if use_cuda_graph and b is not None}
-        for name, buffer in self._kept.items():
-            _check_lengths(_CSR[name], buffer, _AXES[name])
-            if _name(buffer.dtype) != "int32":
-                raise ValueError(
-                    f"{_CSR[name]}: needs int32, in which CUDA graphs read it, got {buffer.dtype}; "
-                    f"allocate it so"
-                )
-            if buffer.device != self.device:
-                raise ValueError(
-                    f"{_CSR[name]}: needs a tensor on {self.device}, where "
-                    f"float_workspace_buffer is, got one on {buffer.device}; move it there"
-                )
-        self._arrays: dict[str, Any] = {}  # of the last plan, by cumla's names
-        self._shape: _Shape | None = None
+        super().__init__(float_workspace_buffer, use_cuda_graph, buffers, _DENSE | _CSR, "query")
         self._form: _Form | None = None
         self._sm_scale: float | None = None
-        self._said: dict[str, Any] = {}  # by the first plan, of what a graph holds
-        self._plan: MLAAttentionPlan | None = None
-        self._made_for: tuple[_Shape, int] | None = None
-        # Of the last update of _plan with _arrays: its stream, and whether a graph got it.
-        self._updated_on: tuple[int, bool] | None = None
         self._warned: set[str] = set()
 
     @_warns_of_positions
@@ -346,10 +324,10 @@ cute_dsl_impl, use_sinks
             An argument does not fit, or asks for what cumla does not have; a change that a CUDA
             graph would not see.
         """
-        q_data_type, kv_data_type = _dtype(q_data_type), _dtype(kv_data_type)
-        modes = ("default", "kv-per-tensor") if _name(kv_data_type) == _FP8 else ("default",)
+        q_data_type, kv_data_type = dtype_of(q_data_type), dtype_of(kv_data_type)
+        modes = ("default", "kv-per-tensor") if name_of(kv_data_type) == _FP8 else ("default",)
         refuse(
-            _NO_KERNELS,
+            NO_KERNELS,
             ValueError,
             use_profiler=use_profiler or None,
             output_scale=None if output_scale == "none" else output_scale,
@@ -380,7 +358,9 @@ cute_dsl_impl, use_sinks
                 f"(head_dim_kpe), got {head_dim_ckv} and {head_dim_kpe}; import the wrapper from "
                 f"flashinfer for others"
             )
-        dtypes = _checked_dtypes(q_data_type, kv_data_type, _dtype(output_dtype))
+        dtypes = checked_dtypes(
+            q_data_type, kv_data_type, dtype_of(output_dtype), "output_dtype", ("bfloat16",)
+        )
         with _NAMES:
             sm_scale = checked_scale(sm_scale, 1.0)
         flat = MLAPlanMetadata(
@@ -404,18 +384,10 @@ cute_dsl_impl, use_sinks
         )
         has_fixed_lse = qo_indptr is None or lse_mode != "none"
         form = _Form(q_data_type, kv_data_type, needed["head_dim_kpe"], has_fixed_lse)
-        if self._use_cuda_graph:
-            pages = "block_tables" if "block_table" in arrays else "kv_indices"
-            said = needed | {"causal": shape.causal, "sm_scale": sm_scale, "metadata": pages}
-            self._keep(arrays, said)
-        else:
-            self._arrays = {
-                name: self._staged(array).to(self.device, non_blocking=self._on_gpu)
-                for name, array in arrays.items()
-            }
-        self._form, self._shape, self._sm_scale, self._updated_on = form, shape, sm_scale, None
-        if self._use_cuda_graph and self._plan is not None:
-            self._update()  # for graphs that hold runs without an update
+        pages = "block_tables" if "block_table" in arrays else "kv_indices"
+        said = needed | {"causal": shape.causal, "sm_scale": sm_scale, "metadata": pages}
+        self._take(shape, arrays, said)
+        self._form, self._sm_scale = form, sm_scale
 
     @_warns_of_positions
     def run(
@@ -495,7 +467,7 @@ bmm2_scale : None
             As `cumla.mla_attention`.
         """
         refuse(
-            _NO_KERNELS,
+            NO_KERNELS,
             ValueError,
             kv_len=kv_len,
             page_table=page_table,
@@ -527,7 +499,7 @@ bmm2_scale : None
         else:
             refuse(f"needs a plan with kv_data_type {_FP8}, got another", ValueError, **scales)
         with _NAMES:
-            plan = self._ready_plan(q, shape)
+            plan = self._ready_plan(q[0] if isinstance(q, tuple) else q)
             state = plan.run(
                 q,
                 _with_a_page(cache),
@@ -539,12 +511,11 @@ bmm2_scale : None
                 lse=lse,
             )
         if wants_lse and not return_lse_base_on_e:
-            state.lse.mul_(_LOG2_E)
+            state.lse.mul_(LOG2_E)
         return tuple(state) if return_lse else state.out
 
-    @property
-    def _on_gpu(self) -> bool:
-        return bool(self.device.type == "cuda")
+    def _make(self, shape: _Shape, tokens: int, like: Any) -> MLAAttentionPlan:
+        return MLAAttentionPlan(total_tokens=tokens, like=like, **shape._asdict())
 
     def _warn(self, what: str, instead: str, stacklevel: int) -> None:
         """Warn of what version 0.7 calls deprecated, once."""
@@ -552,71 +523,6 @@ bmm2_scale : None
             self._warned.add(what)
             message = f"FlashInfer deprecates {what}; {instead}"
             warnings.warn(message, DeprecationWarning, stacklevel)
-
-    def _staged(self, array: Any) -> Any:
-        """Return it as int32, and where a copy to the GPU waits for nothing."""
-        array = array.int()
-        return array.pin_memory() if self._on_gpu and array.device.type == "cpu" else array
-
-    def _keep(self, arrays: dict[str, Any], said: dict[str, Any]) -> None:
-        """Copy lengths and pages to where graphs read them, once they are known to fit there."""
-        for name, value in said.items():
-            first = self._said.get(name, value)
-            if value != first:
-                raise ValueError(
-                    f"{name}: needs {first}, as in the first plan of this wrapper, got {value}; "
-                    f"with use_cuda_graph make a wrapper for each"
-                )
-        for name, array in arrays.items():
-            kept = self._kept.get(name)
-            if kept is not None:
-                _check_room(name, tuple(kept.shape), tuple(array.shape))
-        self._said = said
-        for name, array in arrays.items():
-            staged = self._staged(array)
-            kept = self._kept.get(name)
-            if kept is None:
-                self._kept[name] = staged.to(self.device, non_blocking=self._on_gpu, copy=True)
-            else:
-                corner = tuple(slice(size) for size in staged.shape)
-                kept[corner].copy_(staged, non_blocking=self._on_gpu)
-        self._arrays = {name: self._kept[name] for name in arrays}
-
-    def _ready_plan(self, q: Any, shape: _Shape) -> MLAAttentionPlan:
-        """Return a plan whose schedule serves a run with this query, on the current stream."""
-        part = q[0] if isinstance(q, tuple) else q
-        made_for = shape, part.shape[0]
-        if self._plan is None or made_for != self._made_for:
-            if self._made_for is not None and self._use_cuda_graph:
-                raise ValueError(
-                    f"query: needs {self._made_for[1]} query tokens, as in the first run of this "
-                    f"wrapper, got {part.shape[0]}; with use_cuda_graph make a wrapper for each "
-                    f"number"
-                )
-            options = shape._asdict()
-            self._plan = MLAAttentionPlan(total_tokens=part.shape[0], like=part, **options)
-            self._made_for, self._updated_on = made_for, None
-        if self._updated_on != _place("query", part):
-            self._update()
-        return self._plan
-
-    def _update(self) -> None:
-        """Have the schedule computed, on the current stream; a capture gets it into the graph.
-
-        What was only captured has not been computed, so it counts for that capture alone.
-        """
-        assert self._plan is not None
-        arrays = self._arrays
-        lengths = {"qo_indptr": arrays["qo_indptr"], "kv_indptr": arrays.get("kv_indptr")}
-        with _NAMES:
-            self._plan.update(arrays["kv_lens"], **lengths)
-        self._updated_on = _place("kv_len_arr", arrays["kv_lens"])
-
-
-def _place(name: str, tensor: Any) -> tuple[int, bool]:
-    """Tell the stream of a call with a tensor, and whether it is being captured."""
-    with open_call(((name, tensor),)) as call:  # the driver answers for the current context
-        return call.stream, call.capturing
 
 
 def _check_parts(
@@ -676,9 +582,9 @@ def _with_scales(
             f"{'neither' if ckv_scale is None else 'both'}; pass ckv_scale=1.0 if the rows were "
             f"not scaled"
         )
-    ckv_factor = 1.0 if ckv_scale is None else _factor("ckv_scale", ckv_scale)
+    ckv_factor = 1.0 if ckv_scale is None else factor_of("ckv_scale", ckv_scale, _FOR_FP8)
     # Without RoPE columns the query's are 0: any factor will do, and one for all costs the least.
-    kpe_factor = _factor("kpe_scale", kpe_scale) if has_rope else ckv_factor
+    kpe_factor = factor_of("kpe_scale", kpe_scale, _FOR_FP8) if has_rope else ckv_factor
     first = cache[0] if isinstance(cache, tuple) else cache
     if ckv_scale_arr is None:
         if ckv_factor == kpe_factor:
@@ -689,55 +595,6 @@ def _with_scales(
         )
     parts = (first[..., :_CKV], cache[..., _CKV:]) if first is cache else cache
     return (*parts, ckv_scale_arr), kpe_factor
-
-
-def _factor(name: str, scale: Any) -> float:
-    """Return a scale as a number, without waiting for a GPU."""
-    if scale is None or getattr(scale, "is_cuda", False):
-        got = "None" if scale is None else "a tensor on a GPU, which would have to be waited for"
-        raise ValueError(f"{name}: needs a number for an FP8 cache, got {got}; pass float(...)")
-    number = float(scale)
-    if not 0 < number < inf:
-        raise ValueError(f"{name}: needs a number above 0, got {scale}; quantise with such a one")
-    return number
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtype(given: Any) -> Any:
-    """Return PyTorch's dtype of a name; other things as they are."""
-    torch = sys.modules["torch"]
-    found = getattr(torch, _name(given), None) if isinstance(given, str) else None
-    return found if isinstance(found, torch.dtype) else given
-
-
-def _checked_dtypes(query: Any, cache: Any, output: Any) -> tuple[str, str]:
-    """Return the names of the dtype of query and output, and of that of the cache."""
-    name = _name(query)
-    if name not in ("bfloat16", "float16"):
-        raise ValueError(
-            f"q_data_type: needs bfloat16 or float16, got {query}; import the wrapper from "
-            f"flashinfer for others"
-        )
-    if cache != query and (name, _name(cache)) != ("bfloat16", _FP8):
-        raise ValueError(
-            f"kv_data_type: needs q_data_type, {query}, or {_FP8} beside bfloat16, got {cache}; "
-            f"keep the cache in that, or import the wrapper from flashinfer"
-        )
-    if output not in (None, query):
-        raise ValueError(
-            f"output_dtype: needs q_data_type, {query}, got {output}; leave it out, and pass out= "
-            f"of float32 to run() for an output that is not rounded"
-        )
-    return name, _name(cache)
-
-
-def _check_lengths(name: str, tensor: Any, axes: str) -> None:
-    with _NAMES:  # for the kind of the errors
-        check_tensors(**{name: tensor})
-        check_axes(name, tensor, axes)
 
 
 def _lengths_and_pages(metadata: Any) -> dict[str, Any]:
@@ -751,43 +608,11 @@ def _lengths_and_pages(metadata: Any) -> dict[str, Any]:
         arrays = {name: getattr(metadata, theirs[name], None) for name in theirs}
         missing = [theirs[name] for name, array in arrays.items() if array is None]
         if not missing:
-            return _checked_batch(theirs, arrays)
+            checked_batch(theirs, arrays)
+            return arrays
         if len(missing) < len(arrays):
             break
     raise ValueError(f"{missing[0]}: needs a tensor, got None; describe the pages of all requests")
-
-
-def _checked_batch(theirs: dict[str, str], arrays: dict[str, Any]) -> dict[str, Any]:
-    """Check that all describe the same requests; kv_indptr may go on after the last one."""
-    for name, array in arrays.items():
-        _check_lengths(theirs[name], array, _AXES[name])
-    more = {"batch": 0, "batch + 1": 1}  # entries than requests
-    extra = {n: more.get(_AXES[n].partition(",")[0]) for n in arrays}
-    counts = {n: arrays[n].shape[0] - m for n, m in extra.items() if m is not None}
-    batch = mode(counts.values())  # what most of them say: the one that differs is wrong
-    if counts.get("kv_indptr", -1) > batch:
-        counts["kv_indptr"] = batch
-        arrays["kv_indptr"] = arrays["kv_indptr"][: batch + 1]
-    others = [theirs[name] for name, count in counts.items() if count == batch]
-    for name, count in counts.items():
-        if count != batch:
-            got = arrays[name].shape[0]
-            raise ValueError(
-                f"{theirs[name]}: needs {batch + got - count} entries with the {batch} requests of "
-                f"{others[0]}, got {got}; describe the same requests"
-            )
-    return arrays
-
-
-def _check_room(name: str, room: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Check that an array fits where graphs read it: lengths exactly, pages with room to spare."""
-    fixed = 0 if name == "kv_indices" else 1
-    if room[:fixed] != shape[:fixed] or room[fixed:] < shape[fixed:]:
-        raise ValueError(
-            f"{_CSR.get(name) or _DENSE[name]}: needs to fit the buffer of shape {room} that CUDA "
-            f"graphs read, got {shape}; make the wrapper with larger buffers, and one for each "
-            f"batch"
-        )
 
 
 def _one_form(name: str, whole: Any, **parts: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's writing into paged MLA caches over `cumla.append_mla_cache`."""
+"""FlashInfer's writing into paged caches, over `cumla.append_kv_cache` and `append_mla_cache`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,28 @@ import sys
 from typing import TYPE_CHECKING
 
 from cumla.compat._arguments import CallersNames, check_tensors
+from cumla.compat.flashinfer._cache import is_pair, names_of_parts, split_cache
+from cumla.mha.cache import append_kv_cache
 from cumla.mla.cache import append_mla_cache
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
+__all__ = [
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+]
 
+_PARTS = {
+    pair: CallersNames(
+        dict(zip(("k_cache", "v_cache"), names_of_parts(pair), strict=True))
+        | {"k": "append_key", "v": "append_value"},
+        RuntimeError,
+    )
+    for pair in (False, True)
+}
 _NAMES = CallersNames(
     {
         "rows[0]": "append_ckv",
@@ -24,6 +39,65 @@ _NAMES = CallersNames(
     },
     RuntimeError,
 )
+
+
+def append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Write new keys and values into a paged cache, whose page lists have room for them already.
+
+    A row whose request or position is negative, or whose position lies after its request's pages,
+    is skipped.
+
+    Parameters
+    ----------
+    append_key, append_value : torch.Tensor
+        ``(tokens, num_kv_heads, head_dim)``, bfloat16 or float16. Values may have another head_dim
+        in a pair of caches.
+    batch_indices, positions : torch.Tensor
+        ``(tokens,)``, int32 or int64: the request of each row, and its place there.
+    paged_kv_cache : torch.Tensor or pair of torch.Tensor
+        ``(num_pages, 2, page_size, num_kv_heads, head_dim)``, or ``(k_cache, v_cache)`` without the
+        axis of 2; with ``"HND"`` ``num_kv_heads`` comes before ``page_size``. Written to. In the
+        dtype of append_key, or float8_e4m3fn, to which rows are rounded.
+    kv_indices : torch.Tensor
+        ``(entries,)``: page numbers of all requests. What is not int32 is copied to it.
+    kv_indptr : torch.Tensor
+        ``(batch + 1,)``, as kv_indices: where each request begins in it, and the last one ends.
+    kv_last_page_len : torch.Tensor
+        Not looked at: the positions say where a row goes.
+    kv_layout : str
+        ``"NHD"`` or ``"HND"``.
+
+    Raises
+    ------
+    TypeError
+        A list of pages or the cache is no tensor.
+    RuntimeError
+        Shapes or dtypes do not fit.
+    CumlaError
+        As `cumla.append_kv_cache`.
+    """
+    check_tensors(kv_indices=kv_indices, kv_indptr=kv_indptr)
+    with _PARTS[is_pair(paged_kv_cache)]:
+        append_kv_cache(
+            append_key,
+            append_value,
+            *split_cache(paged_kv_cache),
+            batch_indices=batch_indices,
+            positions=positions,
+            kv_indices=kv_indices.int(),
+            kv_indptr=kv_indptr.int(),
+            kv_layout=kv_layout,
+        )
 
 
 def append_paged_mla_kv_cache(
@@ -84,7 +158,11 @@ def append_paged_mla_kv_cache(
 
 
 def get_batch_indices_positions(
-    append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int
+    append_indptr: torch.Tensor,
+    seq_lens: torch.Tensor,
+    nnz: int,
+    batch_indices: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tell of each new token whose it is, and its position there, without waiting for the GPU.
 
@@ -96,27 +174,37 @@ def get_batch_indices_positions(
         ``(batch,)``: tokens of each request, the new ones included; it may be longer.
     nnz : int
         Tokens in all.
+    batch_indices, positions : torch.Tensor, optional
+        Where to write: ``(nnz,)``.
 
     Returns
     -------
     batch_indices, positions : torch.Tensor
-        ``(nnz,)``, int32. Tokens of no request get the request -1, which an append skips, and the
-        position 0.
+        ``(nnz,)``, int32, or what was given. Tokens of no request get the request -1, which an
+        append skips, and the position 0.
 
     Raises
     ------
     TypeError
         An argument is no tensor.
     RuntimeError
-        append_indptr is of more requests than seq_lens.
+        append_indptr is of more requests than seq_lens, or an output has another shape.
     """
-    check_tensors(append_indptr=append_indptr, seq_lens=seq_lens)
+    outputs = {"batch_indices": batch_indices, "positions": positions}
+    given = {name: output for name, output in outputs.items() if output is not None}
+    check_tensors(append_indptr=append_indptr, seq_lens=seq_lens, **given)
     batch = append_indptr.shape[0] - 1
     if not 0 <= batch <= seq_lens.shape[0]:
         raise RuntimeError(
             f"append_indptr: needs an entry more than requests, at most {seq_lens.shape[0] + 1} "
             f"with this seq_lens, got {batch + 1}; describe the same requests"
         )
+    for name, output in given.items():
+        if tuple(output.shape) != (nnz,):
+            raise RuntimeError(
+                f"{name}: needs shape ({nnz},), an entry for each token, got "
+                f"{tuple(output.shape)}; pass another"
+            )
     torch = sys.modules["torch"]
     tokens = torch.arange(nnz, dtype=append_indptr.dtype, device=append_indptr.device)
     requests = torch.searchsorted(append_indptr, tokens, right=True) - 1
@@ -124,8 +212,12 @@ def get_batch_indices_positions(
     # One entry more for tokens of no request, to which -1 and batch both lead.
     behind = torch.cat([behind, behind.new_zeros(1)])
     of_nobody = (requests < 0) | (requests == batch)
-    positions = (tokens + behind[requests]).masked_fill(of_nobody, 0)
-    return requests.masked_fill(of_nobody, -1).int(), positions.int()
+    found = {
+        "batch_indices": requests.masked_fill(of_nobody, -1).int(),
+        "positions": (tokens + behind[requests]).masked_fill(of_nobody, 0).int(),
+    }
+    found |= {name: output.copy_(found[name]) for name, output in given.items()}
+    return found["batch_indices"], found["positions"]
 
 
 def get_seq_lens(

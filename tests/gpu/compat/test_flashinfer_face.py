@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from cumla.compat import flashinfer
 from cumla.core.arrays import to_numpy
 from tests.gpu.tools.arrays import from_torch, to_torch
 from tests.gpu.tools.fp8_problem import FACTOR, Fp8Case, make_fp8
+from tests.gpu.tools.waiting import no_waiting
 from tests.merge_tolerance import assert_merged
 from tests.mla.tolerance import assert_close_lse, assert_close_out
 
@@ -33,16 +33,6 @@ dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.fixture(autouse=True)
 def prepared() -> None:
     cumla.prepare(cumla.mla_attention, cumla.append_mla_cache, cumla.merge_attention_states)
-
-
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """Make torch raise where it would wait for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def host(tensor: Any) -> np.ndarray:

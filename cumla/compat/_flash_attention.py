@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the faces of FlashAttention and of vLLM's fork of it share: rows, pages, and attending."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors
+from cumla.mha.attention import attention
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "Q_AXES",
+    "Rows",
+    "attend",
+    "check_given",
+    "check_lists",
+    "check_rows",
+    "no_metadata",
+    "options_of",
+    "places_of",
+    "refuse_missing",
+    "rows_of",
+    "torch_module",
+]
+
+_MOST_COLUMNS = 256
+Q_AXES, _Q_ROWS = "batch_size, seqlen_q, num_heads, head_dim", "total_q, num_heads, head_dim"
+_K_AXES, _K_ROWS = "batch_size, seqlen, num_heads_k, head_dim", "total, num_heads_k, head_dim"
+
+
+class Rows(NamedTuple):
+    """Rows of the tokens of all requests."""
+
+    rows: Any  # (batch, tokens, heads, columns), or (tokens, heads, columns) with offsets
+    offsets: Any
+
+    @property
+    def batch(self) -> int:
+        """Count the requests."""
+        count: int = self.rows.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
+        return count
+
+    def lengths(self) -> Any:
+        """Count the tokens of each request, or of all."""
+        return self.rows.shape[1] if self.offsets is None else self.offsets[1:] - self.offsets[:-1]
+
+    def is_cut_as(self, other: Rows) -> bool:
+        """Whether each request is known to have as many tokens as the other's."""
+        return self.offsets is other.offsets and self.rows.shape[:-2] == other.rows.shape[:-2]
+
+    def positions(self, first: Any, is_ordered: bool) -> Any:
+        """Count on from `first` of each request, or give it to all its tokens; on one axis."""
+        torch, device = torch_module(), self.rows.device
+        if self.offsets is None:
+            numbers = torch.arange(self.rows.shape[1], device=device) * int(is_ordered)
+            return (first[:, None] + numbers).flatten()
+        tokens = torch.arange(self.rows.shape[0], dtype=self.offsets.dtype, device=device)
+        request = torch.searchsorted(self.offsets[1:], tokens, right=True)
+        first = torch.cat([first, first.new_zeros(1)])[request]  # one more: tokens of no request
+        return first + (tokens - self.offsets[request]) * int(is_ordered)
+
+
+def torch_module() -> Any:
+    """Give PyTorch, which whoever has a tensor has imported."""
+    import torch
+
+    return torch
+
+
+def refuse_missing(reasons: Mapping[str, str], **arguments: object) -> None:
+    """Refuse what is given of arguments of what cumla does not have; `reasons` say the way out."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(f"{name}: {reasons[name]}")
+
+
+def check_given(**tensors: Any) -> None:
+    """Check that these are tensors or None."""
+    check_tensors(**{name: tensor for name, tensor in tensors.items() if tensor is not None})
+
+
+def check_lists(names: CallersNames, **tensors: Any) -> None:
+    """Check that these are tensors of one axis or None; `names` makes the kind of the errors."""
+    check_given(**tensors)
+    with names:
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                form = "batch_size + 1" if name.startswith("cu_") else "batch_size"
+                check_axes(name, tensor, form)
+
+
+def check_rows(**tensors: Any) -> None:
+    """Check that these are tensors or None, and refuse what cumla.attention does not compute."""
+    check_given(**tensors)
+    is_recorded = torch_module().is_grad_enabled()
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if "float8" in str(tensor.dtype):
+            raise NotImplementedError(
+                f"{name}: this face takes bfloat16 and float16, got {tensor.dtype}; convert it"
+            )
+        if tensor.ndim and tensor.shape[-1] > _MOST_COLUMNS:
+            raise NotImplementedError(
+                f"{name}: cumla.attention takes up to {_MOST_COLUMNS} columns of a head, got "
+                f"{tensor.shape[-1]}; for a latent cache call cumla.mla_decode"
+            )
+        if is_recorded and tensor.requires_grad:
+            raise NotImplementedError(
+                f"{name}: requires a gradient, and cumla has no backward pass; call this under "
+                f"torch.no_grad(), or pass {name}.detach()"
+            )
+
+
+def rows_of(name: str, rows: Any, offsets: Any) -> Rows:
+    """Check the axes of rows of tokens."""
+    requests, ragged = (Q_AXES, _Q_ROWS) if name == "q" else (_K_AXES, _K_ROWS)
+    check_axes(name, rows, requests if offsets is None else ragged)
+    return Rows(rows, offsets)
+
+
+def places_of(
+    queries: Rows,
+    k_cache: Any,
+    cache_seqlens: Any,
+    page_table: Any,
+    cache_batch_idx: Any,
+    name: str = "k_cache",
+) -> tuple[Any, Any]:
+    """Tell the pages of each request and the keys in them; a row of a plain cache is a page."""
+    torch, batch, device = torch_module(), queries.batch, queries.rows.device
+    check_axes(
+        name, k_cache, _K_AXES if page_table is None else "num_blocks, page_block_size, heads, _"
+    )
+    if page_table is not None and cache_batch_idx is not None:
+        raise ValueError(
+            "cache_batch_idx: needs caches without pages, got page_table, too; leave one out"
+        )
+    table = page_table if cache_batch_idx is None else cache_batch_idx[:, None]
+    if table is None:
+        if k_cache.shape[0] != batch:
+            raise ValueError(
+                f"{name}: needs a row for each of the {batch} requests of q, got shape "
+                f"{tuple(k_cache.shape)}; pass cache_batch_idx or page_table, or other rows"
+            )
+        table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+    check_axes("page_table", table, "batch_size, max_num_blocks_per_seq")
+    if cache_seqlens is None:
+        cache_seqlens = table.shape[1] * k_cache.shape[1]
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
+    return table, cache_seqlens
+
+
+def no_metadata(cache_seqlens: Any) -> Any:
+    """Stand for the metadata of a schedule that each call computes itself."""
+    check_tensors(cache_seqlens=cache_seqlens)
+    return cache_seqlens.new_empty(0, dtype=torch_module().int32)
+
+
+def options_of(scale: Any, causal: Any, window_size: Any, softcap: Any) -> dict[str, Any]:
+    """Name what is no tensor as `cumla.attention` does."""
+    window, cap = tuple(window_size), softcap or None
+    return {"softmax_scale": scale, "causal": bool(causal), "window": window, "softcap": cap}
+
+
+def attend(q: Any, k: Any, v: Any, returns_lse: bool, **options: Any) -> Any:
+    """Attend, with options of `cumla.attention`; lse has the heads before the tokens."""
+    given = None
+    if returns_lse and q.ndim == 3:
+        given = q.new_empty((q.shape[1], q.shape[0]), dtype=torch_module().float32).T
+    out, lse = attention(q, k, v, lse=given, **options)
+    if not returns_lse:
+        return out
+    return out, lse if given is None else lse.T

@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashInfer's attention of MHA, GQA and MQA over `cumla.AttentionPlan` and `cumla.attention`.
+
+It is what the wrappers for decoding and for prefill have in common.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
+from cumla.compat.flashinfer._cache import is_pair, names_of_parts, split_cache
+from cumla.compat.flashinfer._wrapper import (
+    BACKENDS,
+    LOG2_E,
+    NO_KERNELS,
+    Planned,
+    checked_batch,
+    checked_dtypes,
+    dtype_of,
+    factor_of,
+)
+from cumla.compat.flashinfer.page import get_seq_lens
+from cumla.core.arguments import checked_int, checked_scale
+from cumla.mha.arguments import checked_layout
+from cumla.mha.attention import AttentionPlan, attention
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "AttentionWrapper",
+    "Numbers",
+    "Options",
+    "PagedWrapper",
+    "attend_once",
+    "refuse_masks",
+    "refuse_splits",
+]
+
+_NAMES = {
+    "softmax_scale": "sm_scale",
+    "softcap": "logits_soft_cap",
+    "window": "window_left",
+    "num_heads": "num_qo_heads",
+}
+_ROWS = CallersNames(_NAMES, ValueError)
+_PARTS = {
+    pair: CallersNames(
+        _NAMES | dict(zip(("k", "v"), names_of_parts(pair), strict=True)), ValueError
+    )
+    for pair in (False, True)
+}
+_Q = "tokens, num_qo_heads, head_dim"
+
+
+class Numbers(NamedTuple):
+    """Sizes that a plan says."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int  # 0: rows without pages
+
+
+class _Shape(NamedTuple):
+    """What a plan says of the calls that it serves, as options of `AttentionPlan`."""
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int
+    dtype: str
+    causal: bool
+    window: int
+    q_len: int | None  # query tokens of each request; None: offsets tell
+
+
+class Options(NamedTuple):
+    """What a plan says of the scores."""
+
+    window_left: int
+    logits_soft_cap: float | None
+    sm_scale: float | None
+
+    def checked(self, pos_encoding_mode: str) -> Options:
+        """Check them, and name in one way what is absent."""
+        if pos_encoding_mode != "NONE":
+            raise ValueError(
+                f"pos_encoding_mode: needs 'NONE', got {pos_encoding_mode!r}; cumla.attention "
+                f"neither rotates nor adds a bias: for ROPE_LLAMA rotate queries and keys by "
+                f"apply_rope_pos_ids before, for ALIBI import the wrapper from flashinfer"
+            )
+        with _ROWS:
+            left = checked_int("window_left", self.window_left, "pass -1 for none", -(1 << 31))
+            scale = None if self.sm_scale is None else checked_scale(self.sm_scale, 1.0)
+        cap = self.logits_soft_cap
+        return Options(max(left, -1), cap if cap is not None and cap > 0 else None, scale)
+
+
+class AttentionWrapper(Planned[AttentionPlan, _Shape]):
+    """A wrapper for queries, keys and values of many heads.
+
+    `buffers`, by cumla's names, hold the caller's names of the tensors that graphs read; with
+    use_cuda_graph all are needed. `others` are options that cumla does not have.
+    """
+
+    _numbers = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size")
+
+    def __init__(
+        self,
+        workspace: Any,
+        kv_layout: str,
+        use_cuda_graph: bool,
+        buffers: Mapping[str, tuple[str, Any]],
+        theirs: Mapping[str, str],
+        backend: str,
+        **others: Any,
+    ) -> None:
+        if backend not in BACKENDS:
+            raise ValueError(
+                f"backend: needs one of {', '.join(BACKENDS)}, got {backend!r}; cumla has kernels "
+                f"of its own, so leave it out"
+            )
+        refuse(NO_KERNELS, ValueError, **others)
+        check_tensors(float_workspace_buffer=workspace)
+        self._kv_layout = checked_layout(kv_layout)
+        for name, buffer in buffers.values():
+            if use_cuda_graph and buffer is None:
+                raise ValueError(
+                    f"{name}: needs a tensor with use_cuda_graph, got None; pass one with room for "
+                    f"the largest step"
+                )
+        super().__init__(workspace, bool(use_cuda_graph), buffers, theirs, "q")
+        if self._kept:
+            checked_batch({n: own_name for n, (own_name, _) in buffers.items()}, dict(self._kept))
+        self._types: tuple[Any, Any] = (None, None)  # of queries and keys
+        self._options = Options(-1, None, None)
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether lengths and pages keep their places, for CUDA graphs."""
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Any, int_workspace_buffer: Any = None
+    ) -> None:
+        """Do nothing: cumla's plans have memory of their own."""
+
+    def end_forward(self) -> None:
+        """Do nothing, as in FlashInfer, which deprecates it."""
+
+    def _make(self, shape: _Shape, tokens: int, like: Any) -> AttentionPlan:
+        return AttentionPlan(total_tokens=tokens, like=like, **shape._asdict())
+
+    def _say(
+        self,
+        arrays: dict[str, Any],
+        numbers: Numbers,
+        dtypes: tuple[Any, Any, Any],
+        options: Options,
+        *,
+        causal: bool,
+        q_len: int | None = None,
+    ) -> None:
+        """Take what a plan says: arrays by cumla's names, dtypes of queries, keys and output."""
+        query, cache, output = map(dtype_of, dtypes)
+        cache = query if cache is None else cache
+        dtype, _ = checked_dtypes(query, cache, output, "o_data_type")
+        batch = checked_batch(self._theirs, arrays)
+        self._check_numbers(batch, numbers)
+        shape = _Shape(batch, *numbers, dtype, bool(causal), options.window_left, q_len)
+        said: dict[str, Any] = dict(zip(self._numbers, numbers, strict=True))
+        said |= {"q_data_type": query, "kv_data_type": cache, "q_len_per_req": q_len}
+        self._take(shape, arrays, said | _said(shape.causal, options))
+        self._types, self._options = (query, cache), options
+        if self._use_cuda_graph and self._plan is None:
+            self._prepare(shape)
+
+    def _check_numbers(self, batch: int, numbers: Numbers) -> None:
+        """Check sizes, before the first run makes a plan of them."""
+        theirs = dict(zip(Numbers._fields, self._numbers, strict=True))
+        with CallersNames(theirs, ValueError):
+            sizes = numbers._asdict()
+            page_size, heads, head_dim = map(sizes.pop, ("page_size", "num_heads", "head_dim"))
+            checked_int("page_size", page_size, "pass the tokens of a page", 0)
+            AttentionPlan.workspace_bytes(batch, batch, heads, head_dim, **sizes, sm_count=1)
+
+    def _prepare(self, shape: _Shape) -> None:
+        """Load the kernels, so that the first run may be captured.
+
+        With one number of query tokens for all requests the plan of the runs can be made, too.
+        """
+        tokens = shape.batch * (shape.q_len or 1)
+        plan = self._make(shape, tokens, next(iter(self._arrays.values())))
+        plan.prepare()
+        if shape.q_len is not None:
+            self._plan, self._made_for = plan, (shape, tokens)
+            self._update()
+
+    def _override(self, causal: bool, options: Options) -> None:
+        """Take what `forward` says anew, which FlashInfer deprecates."""
+        shape = self._planned_shape()
+        if self._use_cuda_graph:
+            self._check_said(_said(bool(causal), options))
+        self._shape = shape._replace(causal=bool(causal), window=options.window_left)
+        self._options = options
+
+    def _planned_shape(self) -> _Shape:
+        if self._shape is None:
+            raise RuntimeError("run: needs a plan, got none; call plan() first")
+        return self._shape
+
+    def _attend(
+        self,
+        names: CallersNames,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        scales: tuple[Any, Any, Any],
+        sinks: Any = None,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: bool = False,
+        window_left: int | None = None,
+    ) -> Any:
+        """Attend with the lengths and pages of the last plan."""
+        shape, options = self._planned_shape(), self._options
+        if window_left not in (None, options.window_left):
+            raise ValueError(
+                f"window_left: needs that of the plan, {options.window_left}, got {window_left}; "
+                f"leave it out, or plan for it"
+            )
+        softmax_scale, v_factor = _scales(options.sm_scale, shape.head_dim, *scales)
+        with names:
+            optional = {"sinks": sinks, "out": out, "lse": lse}
+            given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+            check_tensors(q=q, k=k, v=v, **given)
+            check_axes("q", q, _Q)
+            _check_type("q", q, "q_data_type", self._types[0])
+            _check_type("k", k, "kv_data_type", self._types[1])
+            wants_lse = bool(return_lse or lse is not None)
+            if lse is not None:
+                check_axes("lse", lse, "tokens, num_qo_heads")
+            elif wants_lse:
+                lse = q.new_empty(q.shape[:2], dtype=sys.modules["torch"].float32)
+            rows, lse_rows = self._by_request("q", q), self._by_request("lse", lse)
+            if wants_lse and shape.q_len is not None:
+                lse_rows = lse_rows.swapaxes(1, 2)
+            state = self._ready_plan(q).run(
+                rows,
+                k,
+                v,
+                kv_indices=self._arrays.get("kv_indices"),
+                softcap=options.logits_soft_cap,
+                sinks=None if sinks is None else sinks.float(),
+                softmax_scale=softmax_scale,
+                kv_layout=self._kv_layout if shape.page_size else "NHD",
+                out=self._by_request("out", out),
+                lse=lse_rows,
+            )
+        if out is None:
+            out = state.out if shape.q_len is None else state.out.flatten(0, 1)
+        if v_factor != 1.0:
+            out.mul_(v_factor)
+        if wants_lse:
+            lse.mul_(LOG2_E)
+        return (out, lse) if return_lse else out
+
+    def _by_request(self, name: str, rows: Any) -> Any:
+        """Give rows of tokens an axis of requests, if all have the same number of tokens."""
+        assert self._shape is not None
+        batch, q_len = self._shape.batch, self._shape.q_len
+        if rows is None or q_len is None:
+            return rows
+        if not rows.ndim or rows.shape[0] != batch * q_len:
+            raise ValueError(
+                f"{name}: needs {q_len} rows for each of the {batch} requests of the plan, got "
+                f"shape {tuple(rows.shape)}; pass what was planned, or plan with q_len_per_req"
+            )
+        return rows.unflatten(0, (batch, q_len))
+
+
+class PagedWrapper(AttentionWrapper):
+    """A wrapper for keys and values in pages."""
+
+    def _say_pages(
+        self,
+        arrays: dict[str, Any],
+        seq_lens: Any,
+        numbers: Numbers,
+        dtypes: tuple[Any, Any, Any],
+        options: Options,
+        **others: Any,
+    ) -> None:
+        """Take what a plan says; arrays tell the tokens of last pages."""
+        if numbers.page_size == 0:
+            raise ValueError("page_size: needs a number above 0, got 0; pass the tokens of a page")
+        checked_batch(self._theirs, arrays)
+        if seq_lens is None:
+            indptr, last = arrays["kv_indptr"], arrays["last_page_len"]
+            if indptr.device != last.device:
+                indptr, last = map(self._there, (indptr, last))
+            seq_lens = get_seq_lens(indptr, last, numbers.page_size)
+        if not self._use_cuda_graph:
+            del arrays["last_page_len"]
+        self._say({**arrays, "kv_lens": seq_lens}, numbers, dtypes, options, **others)
+
+    def _attend_to_pages(
+        self, q: Any, paged_kv_cache: Any, elsewhere: Mapping[str, Any], **options: Any
+    ) -> Any:
+        """Attend to a packed cache or a pair; `elsewhere` are arguments of other kernels."""
+        refuse(NO_KERNELS, ValueError, **elsewhere)
+        names = _PARTS[is_pair(paged_kv_cache)]
+        with names:
+            k, v = split_cache(paged_kv_cache)
+        return self._attend(names, q, k, v, **options)
+
+
+def attend_once(
+    q: Any,
+    k: Any,
+    v: Any,
+    kv_layout: str,
+    options: Options,
+    *,
+    causal: bool,
+    scales: tuple[Any, Any, Any],
+    return_lse: bool,
+) -> Any:
+    """Attend in one request, without a plan; the cache is its one page."""
+    torch = sys.modules["torch"]
+    with _ROWS:
+        check_tensors(q=q, k=k, v=v)
+        check_axes("q", q, _Q)
+        is_hnd = checked_layout(kv_layout) == "HND"
+        form = "num_kv_heads, kv_len, head_dim" if is_hnd else "kv_len, num_kv_heads, head_dim"
+        for name, rows in (("k", k), ("v", v)):
+            check_axes(name, rows, form)
+        kv_len = k.shape[1 if is_hnd else 0]
+        scale, v_factor = _scales(options.sm_scale, q.shape[-1], *scales)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        out, _ = attention(
+            q[None],
+            k[None],
+            v[None],
+            kv_lens=q.new_full((1,), kv_len, dtype=torch.int32),
+            block_table=q.new_zeros((1, 1), dtype=torch.int32),
+            causal=bool(causal),
+            window=options.window_left,
+            softcap=options.logits_soft_cap,
+            softmax_scale=scale,
+            kv_layout=kv_layout,
+            lse=lse.T[None],
+        )
+    out = out[0]
+    if v_factor != 1.0:
+        out.mul_(v_factor)
+    return (out, lse.mul_(LOG2_E)) if return_lse else out
+
+
+def refuse_masks(custom_mask: Any, packed_custom_mask: Any) -> None:
+    """Refuse masks by element."""
+    refuse(
+        "cumla masks by causal and window_left; cut a request where its mask changes, or import "
+        "the function from flashinfer",
+        ValueError,
+        custom_mask=custom_mask,
+        packed_custom_mask=packed_custom_mask,
+    )
+
+
+def refuse_splits(fixed_split_size: int | None) -> None:
+    """Refuse to promise results that do not depend on the batch; -1 is none, as in FlashInfer."""
+    refuse(
+        "cumla.attention gives the same bits for the same call, but not for another batch",
+        ValueError,
+        fixed_split_size=None if fixed_split_size == -1 else fixed_split_size,
+    )
+
+
+def _said(causal: bool, options: Options) -> dict[str, Any]:
+    """Name what a graph holds of the options."""
+    return {"causal": causal, **options._asdict()}
+
+
+def _check_type(name: str, tensor: Any, planned: str, dtype: Any) -> None:
+    if tensor.dtype != dtype:
+        raise ValueError(
+            f"{name}: needs {planned} of the plan, {dtype}, got {tensor.dtype}; convert it, or "
+            f"plan for it"
+        )
+
+
+def _scales(
+    sm_scale: float | None, head_dim: int, q_scale: Any, k_scale: Any, v_scale: Any
+) -> tuple[float | None, float]:
+    """Fold the scales of queries and keys into that of the scores; and the factor of the output."""
+    given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    q_factor, k_factor, v_factor = (
+        1.0 if scale is None else factor_of(name, scale, "") for name, scale in given.items()
+    )
+    if q_factor * k_factor != 1.0:
+        sm_scale = (head_dim**-0.5 if sm_scale is None else sm_scale) * q_factor * k_factor
+    return sm_scale, v_factor

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What FlashInfer's wrappers share: arrays where CUDA graphs read them, and a plan of cumla.
+
+`plan` of a wrapper takes lengths and pages, from the CPU or the GPU, and waits for nothing. The
+schedule is computed when the first run of a step asks for it, on its stream; in a wrapper for
+graphs `plan` computes it anew, in place, for graphs that have been captured already.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from math import e, inf, log2
+from statistics import mode
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors
+from cumla.core.arrays import open_call
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = [
+    "BACKENDS",
+    "LOG2_E",
+    "NO_KERNELS",
+    "Planned",
+    "checked_batch",
+    "checked_dtypes",
+    "dtype_of",
+    "factor_of",
+    "name_of",
+]
+
+LOG2_E = log2(e)
+BACKENDS = ("auto", "fa2", "fa3")
+NO_KERNELS = "belongs to kernels that cumla does not have"
+# By cumla's names. Offsets have an entry more than there are requests.
+_AXES = {
+    "qo_indptr": "batch + 1",
+    "kv_lens": "batch",
+    "last_page_len": "batch",
+    "kv_indptr": "batch + 1",
+    "kv_indices": "pages",
+    "block_table": "batch, max_pages",
+}
+_MORE = {"batch": 0, "batch + 1": 1}  # entries than requests
+_AS_VALUE_ERRORS = CallersNames({}, ValueError)
+
+P = TypeVar("P")
+S = TypeVar("S", bound=tuple[Any, ...])
+
+
+class Planned(ABC, Generic[P, S]):
+    """A wrapper: `P` is the plan of its runs, `S` what a plan is made for but for query tokens.
+
+    Parameters
+    ----------
+    workspace : torch.Tensor
+        Any tensor on the device of the calls.
+    use_cuda_graph : bool
+        Whether lengths and pages keep their places.
+    buffers : mapping
+        cumla's name -> the caller's, and the tensor that graphs read, or None.
+    theirs : mapping
+        cumla's names of arrays -> those of the arguments of `plan`.
+    q_name : str
+        The name of queries in messages.
+    """
+
+    def __init__(
+        self,
+        workspace: Any,
+        use_cuda_graph: bool,
+        buffers: Mapping[str, tuple[str, Any]],
+        theirs: Mapping[str, str],
+        q_name: str,
+    ) -> None:
+        self.device = workspace.device
+        self._use_cuda_graph = use_cuda_graph
+        self._theirs = theirs
+        self._q_name = q_name
+        self._kept: dict[str, Any] = {}
+        for name, (own_name, buffer) in buffers.items():
+            if use_cuda_graph and buffer is not None:
+                self._check_buffer(own_name, buffer, _AXES[name])
+                self._kept[name] = buffer
+        self._arrays: dict[str, Any] = {}  # of the last plan, by cumla's names
+        self._shape: S | None = None
+        self._said: dict[str, Any] = {}  # by the first plan, of what a graph holds
+        self._plan: P | None = None
+        self._made_for: tuple[S, int] | None = None
+        # Of the last update of _plan with _arrays: its stream, and whether a graph got it.
+        self._updated_on: tuple[int, bool] | None = None
+
+    @abstractmethod
+    def _make(self, shape: S, tokens: int, like: Any) -> P:
+        """Make a plan for runs with so many query tokens, in the framework of an array."""
+
+    def _check_buffer(self, name: str, buffer: Any, axes: str) -> None:
+        _check_lengths(name, buffer, axes)
+        if name_of(buffer.dtype) != "int32":
+            raise ValueError(
+                f"{name}: needs int32, in which CUDA graphs read it, got {buffer.dtype}; allocate "
+                f"it so"
+            )
+        if buffer.device != self.device:
+            raise ValueError(
+                f"{name}: needs a tensor on {self.device}, where float_workspace_buffer is, got "
+                f"one on {buffer.device}; move it there"
+            )
+
+    @property
+    def _on_gpu(self) -> bool:
+        return bool(self.device.type == "cuda")
+
+    def _staged(self, array: Any) -> Any:
+        """Return it as int32, and where a copy to the GPU waits for nothing."""
+        array = array.int()
+        return array.pin_memory() if self._on_gpu and array.device.type == "cpu" else array
+
+    def _there(self, array: Any) -> Any:
+        """Return it as int32 on the device."""
+        return self._staged(array).to(self.device, non_blocking=self._on_gpu)
+
+    def _take(self, shape: S, arrays: dict[str, Any], said: dict[str, Any]) -> None:
+        """Take lengths and pages for the runs that follow; a graph holds what is `said`."""
+        if self._use_cuda_graph:
+            self._check_said(said)
+            self._keep(arrays)
+            self._said = said
+        else:
+            self._arrays = {name: self._there(array) for name, array in arrays.items()}
+        self._shape, self._updated_on = shape, None
+        if self._use_cuda_graph and self._plan is not None:
+            self._update()  # for graphs that hold runs without an update
+
+    def _check_said(self, said: Mapping[str, Any]) -> None:
+        for name, value in said.items():
+            first = self._said.get(name, value)
+            if value != first:
+                raise ValueError(
+                    f"{name}: needs {first}, as in the first plan of this wrapper, got {value}; "
+                    f"with use_cuda_graph make a wrapper for each"
+                )
+
+    def _keep(self, arrays: dict[str, Any]) -> None:
+        """Copy lengths and pages to where graphs read them, once they are known to fit there."""
+        for name, array in arrays.items():
+            kept = self._kept.get(name)
+            if kept is not None:
+                _check_room(name, self._theirs[name], tuple(kept.shape), tuple(array.shape))
+        for name, array in arrays.items():
+            staged = self._staged(array)
+            kept = self._kept.get(name)
+            if kept is None:
+                self._kept[name] = staged.to(self.device, non_blocking=self._on_gpu, copy=True)
+            else:
+                corner = tuple(slice(size) for size in staged.shape)
+                kept[corner].copy_(staged, non_blocking=self._on_gpu)
+        self._arrays = {name: self._kept[name] for name in arrays}
+
+    def _ready_plan(self, q: Any) -> P:
+        """Return a plan whose schedule serves a run with this query, on the current stream."""
+        assert self._shape is not None
+        tokens = q.shape[0]
+        made_for = self._shape, tokens
+        if self._plan is None or made_for != self._made_for:
+            if self._made_for is not None and self._use_cuda_graph:
+                raise ValueError(
+                    f"{self._q_name}: needs {self._made_for[1]} query tokens, as in the first run "
+                    f"of this wrapper, got {tokens}; with use_cuda_graph make a wrapper for each "
+                    f"number"
+                )
+            self._plan = self._make(self._shape, tokens, q)
+            self._made_for, self._updated_on = made_for, None
+        if self._updated_on != _place(self._q_name, q):
+            self._update()
+        return self._plan
+
+    def _update(self) -> None:
+        """Have the schedule computed, on the current stream; a capture gets it into the graph.
+
+        What was only captured has not been computed, so it counts for that capture alone.
+        """
+        plan: Any = self._plan
+        arrays = self._arrays
+        offsets = {name: arrays.get(name) for name in ("qo_indptr", "kv_indptr")}
+        with CallersNames(self._theirs, ValueError):
+            plan.update(arrays.get("kv_lens"), **offsets)
+        name, array = next(iter(arrays.items()))
+        self._updated_on = _place(self._theirs[name], array)
+
+
+def _place(name: str, tensor: Any) -> tuple[int, bool]:
+    """Tell the stream of a call with a tensor, and whether it is being captured."""
+    with open_call(((name, tensor),)) as call:  # the driver answers for the current context
+        return call.stream, call.capturing
+
+
+def checked_batch(theirs: Mapping[str, str], arrays: dict[str, Any]) -> int:
+    """Check that all arrays describe the same requests, and count these.
+
+    kv_indptr may go on after the last one; it is cut there.
+    """
+    for name, array in arrays.items():
+        _check_lengths(theirs[name], array, _AXES[name])
+    extra = {n: _MORE.get(_AXES[n].partition(",")[0]) for n in arrays}
+    counts = {n: arrays[n].shape[0] - m for n, m in extra.items() if m is not None}
+    batch: int = mode(counts.values())  # what most of them say: the one that differs is wrong
+    if counts.get("kv_indptr", -1) > batch:
+        counts["kv_indptr"] = batch
+        arrays["kv_indptr"] = arrays["kv_indptr"][: batch + 1]
+    others = [theirs[name] for name, count in counts.items() if count == batch]
+    for name, count in counts.items():
+        if count != batch:
+            got = arrays[name].shape[0]
+            raise ValueError(
+                f"{theirs[name]}: needs {batch + got - count} entries with the {batch} requests of "
+                f"{others[0]}, got {got}; describe the same requests"
+            )
+    return batch
+
+
+def _check_lengths(name: str, tensor: Any, axes: str) -> None:
+    with _AS_VALUE_ERRORS:
+        check_tensors(**{name: tensor})
+        check_axes(name, tensor, axes)
+
+
+def _check_room(name: str, theirs: str, room: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Check that an array fits where graphs read it: lengths exactly, pages with room to spare."""
+    fixed = 0 if name == "kv_indices" else 1
+    if room[:fixed] != shape[:fixed] or room[fixed:] < shape[fixed:]:
+        raise ValueError(
+            f"{theirs}: needs to fit the buffer of shape {room} that CUDA graphs read, got "
+            f"{shape}; make the wrapper with larger buffers, and one for each batch"
+        )
+
+
+def factor_of(name: str, scale: Any, what: str) -> float:
+    """Return a scale as a number, without waiting for a GPU; `what` is there that needs it."""
+    if scale is None or getattr(scale, "is_cuda", False):
+        got = "None" if scale is None else "a tensor on a GPU, which would have to be waited for"
+        raise ValueError(f"{name}: needs a number{what}, got {got}; pass float(...)")
+    number = float(scale)
+    if not 0 < number < inf:
+        raise ValueError(f"{name}: needs a number above 0, got {scale}; quantise with such a one")
+    return number
+
+
+def name_of(dtype: Any) -> str:
+    """Name a dtype of PyTorch, or one that is a name already."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(given: Any) -> Any:
+    """Return PyTorch's dtype of a name; other things as they are."""
+    torch = sys.modules["torch"]
+    found = getattr(torch, name_of(given), None) if isinstance(given, str) else None
+    return found if isinstance(found, torch.dtype) else given
+
+
+def checked_dtypes(
+    query: Any, cache: Any, output: Any, output_name: str, fp8_beside: Iterable[str] = ()
+) -> tuple[str, str]:
+    """Return the names of the dtype of query and output, and of that of the cache."""
+    name = name_of(query)
+    if name not in ("bfloat16", "float16"):
+        raise ValueError(
+            f"q_data_type: needs bfloat16 or float16, got {query}; import the wrapper from "
+            f"flashinfer for others"
+        )
+    if cache != query and (name not in fp8_beside or name_of(cache) != "float8_e4m3fn"):
+        fp8 = f", or float8_e4m3fn beside {' or '.join(fp8_beside)}" if fp8_beside else ""
+        raise ValueError(
+            f"kv_data_type: needs q_data_type, {query}{fp8}, got {cache}; keep the cache in that, "
+            f"or import the wrapper from flashinfer"
+        )
+    if output not in (None, query):
+        raise ValueError(
+            f"{output_name}: needs q_data_type, {query}, got {output}; leave it out, and pass out= "
+            f"of float32 to run() for an output that is not rounded"
+        )
+    return name, name_of(cache)

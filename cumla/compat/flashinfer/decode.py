@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashInfer's decoding over `cumla.AttentionPlan`: one query token of each request, or a few.
+
+A server's loop runs as it is::
+
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_cuda_graph=True, ...)
+    wrapper.plan(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+                 q_data_type=torch.bfloat16)
+    out = wrapper.run(q, paged_kv_cache)  # also in a capture
+    ...
+    wrapper.plan(...)     # other lengths and pages
+    graph.replay()
+
+What carries over from FlashInfer:
+
+* One `plan` serves the `run` of every layer of a step, with the same window.
+* With ``use_cuda_graph=True``, `plan` copies lengths and pages into the given buffers, and
+  computes the schedule anew: call it before a replay, on the stream of the replay. The first
+  `plan` loads the kernels, so the first `run` may be captured.
+* The lse is a logarithm to base 2, ``(tokens, num_qo_heads)``, and -inf where nothing was
+  attended, where the output is 0. With sinks it includes them.
+* Scales are factors: those of queries and keys of the scores, that of values of the output.
+
+What differs:
+
+* `plan` waits for nothing, wherever its tensors lie: lengths stay there, and the schedule is
+  computed on the GPU. It reads them later, so leave tensors that were given to it alone until the
+  runs of the step are done.
+* A plan of cumla is made for the shape of the first `run`, and kept as long as shapes stay. It has
+  memory of its own, of `cumla.AttentionPlan.workspace_bytes`; the workspace that is passed in tells
+  the device only.
+* What a CUDA graph would not see raises `ValueError`: another batch, window, scale or dtype than in
+  the first plan.
+* Any page size, any number of query heads for each kv head, and any head_dim that is a multiple of
+  8 up to 256. `use_tensor_cores`, `disable_split_kv`, `enable_pdl`, `non_blocking` and
+  `block_tables` are accepted and ignored. All results are deterministic.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from cumla.compat._arguments import check_axes, check_tensors, refuse
+from cumla.compat.flashinfer._attention import (
+    Numbers,
+    Options,
+    PagedWrapper,
+    attend_once,
+    refuse_splits,
+)
+from cumla.compat.flashinfer._wrapper import NO_KERNELS
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "single_decode_with_kv_cache",
+]
+
+_THEIRS = {
+    "kv_indptr": "indptr",
+    "kv_indices": "indices",
+    "last_page_len": "last_page_len",
+    "kv_lens": "seq_lens",
+}
+
+
+class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
+    """Decoding over a paged cache, planned once a step.
+
+    Parameters
+    ----------
+    float_workspace_buffer : torch.Tensor
+        Any tensor on the device of the calls; nothing is written to it.
+    kv_layout : str
+        ``"NHD"`` or ``"HND"``.
+    use_cuda_graph : bool
+        Whether runs are captured into CUDA graphs: lengths and pages then keep their places.
+    use_tensor_cores : bool
+        Accepted and ignored.
+    paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer : torch.Tensor
+        Needed with use_cuda_graph: int32 tensors ``(batch + 1,)``, with room for the most pages,
+        and ``(batch,)``, that hold those of each `plan`.
+    backend : str
+        ``"auto"``, ``"fa2"`` or ``"fa3"``, which all mean cumla's kernels.
+    jit_args : None
+        Of kernels that FlashInfer compiles on request.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The buffers do not fit, or it is another backend.
+    """
+
+    _numbers = ("num_qo_heads", "num_kv_heads", "head_dim", "head_dim", "page_size")
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: Any = None,
+    ) -> None:
+        buffers = {
+            "kv_indptr": ("paged_kv_indptr_buffer", paged_kv_indptr_buffer),
+            "kv_indices": ("paged_kv_indices_buffer", paged_kv_indices_buffer),
+            "last_page_len": ("paged_kv_last_page_len_buffer", paged_kv_last_page_len_buffer),
+        }
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            buffers,
+            _THEIRS,
+            backend,
+            jit_args=jit_args,
+        )
+        self._use_tensor_cores = use_tensor_cores
+
+    @property
+    def use_tensor_cores(self) -> bool:
+        """What was asked for; cumla's kernels use tensor cores always."""
+        return self._use_tensor_cores
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: torch.dtype | str | None = "float16",
+        kv_data_type: torch.dtype | str | None = None,
+        o_data_type: torch.dtype | str | None = None,
+        data_type: torch.dtype | str | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+        *,
+        window_right: int = 0,
+    ) -> None:
+        """Say what the runs that follow are about, without waiting for the GPU.
+
+        Parameters
+        ----------
+        indptr : torch.Tensor
+            ``(batch + 1,)``: where the pages of each request begin in indices, and the last ones
+            end. This and the next two are int32, or are converted, and lie on the GPU or the CPU.
+        indices : torch.Tensor
+            ``(pages,)``: page numbers of all requests; it may be longer.
+        last_page_len : torch.Tensor
+            ``(batch,)``: tokens in the last page of each request, those of its queries included.
+        num_qo_heads, num_kv_heads, head_dim, page_size : int
+            Of queries, and of keys and values.
+        pos_encoding_mode : str
+            ``"NONE"``.
+        window_left : int
+            A query sees as many keys before its own position; -1 is unbounded.
+        logits_soft_cap : float, optional
+            Scores s become ``cap * tanh(s / cap)``, unless it is 0.
+        q_data_type, kv_data_type, o_data_type : torch.dtype or str
+            bfloat16 or float16, all the same.
+        data_type : torch.dtype or str, optional
+            For those of them that are None.
+        sm_scale : float, optional
+            Factor of the scores, ``head_dim ** -0.5`` by default.
+        seq_lens : torch.Tensor, optional
+            ``(batch,)``: tokens of each request, in place of last_page_len.
+        q_len_per_req : int
+            Query tokens of each request, its last ones; each sees no later key.
+        rope_scale, rope_theta, non_blocking, block_tables, disable_split_kv
+            Accepted and ignored.
+        fixed_split_size, window_right
+            Of what cumla does not have: leave them at their defaults.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument does not fit, or asks for what cumla does not have; a change that a CUDA
+            graph would not see.
+        """
+        refuse(NO_KERNELS, ValueError, window_right=window_right or None)
+        refuse_splits(fixed_split_size)
+        if not isinstance(q_len_per_req, int) or q_len_per_req < 1:
+            raise ValueError(
+                f"q_len_per_req: needs a number from 1, got {q_len_per_req}; pass the query tokens "
+                f"of each request"
+            )
+        self._say_pages(
+            {"kv_indptr": indptr, "kv_indices": indices, "last_page_len": last_page_len},
+            seq_lens,
+            Numbers(num_qo_heads, num_kv_heads, head_dim, head_dim, page_size),
+            (q_data_type or data_type, kv_data_type or data_type, o_data_type),
+            Options(window_left, logits_soft_cap, sm_scale).checked(pos_encoding_mode),
+            causal=True,  # with one query it hides nothing
+            q_len=q_len_per_req,
+        )
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        *args: Any,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
+        q_len_per_req: int | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        kv_cache_sf: Any = None,
+    ) -> Any:
+        """Attend, with the lengths and pages of the last plan.
+
+        Parameters
+        ----------
+        q : torch.Tensor
+            ``(batch * q_len_per_req, num_qo_heads, head_dim)``.
+        paged_kv_cache : torch.Tensor or pair of torch.Tensor
+            ``(num_pages, 2, page_size, num_kv_heads, head_dim)``, or ``(k_cache, v_cache)`` without
+            the axis of 2; with ``"HND"`` ``num_kv_heads`` comes before ``page_size``.
+        q_scale, k_scale, v_scale : float, optional
+            Factors of the queries, keys and values.
+        out : torch.Tensor, optional
+            q's shape, written and returned.
+        lse : torch.Tensor, optional
+            ``(batch * q_len_per_req, num_qo_heads)`` float32, written, and returned with
+            return_lse.
+        return_lse : bool
+            Whether to return the lse, too.
+        window_left, q_len_per_req : int, optional
+            What was planned.
+        sinks : torch.Tensor, optional
+            ``(num_qo_heads,)``: a score per head that takes part in every sum of weights.
+        enable_pdl
+            Accepted and ignored.
+        args, skip_softmax_threshold_scale_factor, kv_cache_sf
+            Of kernels that cumla does not have.
+
+        Returns
+        -------
+        out : torch.Tensor
+            q's shape and dtype.
+        lse : torch.Tensor
+            With return_lse: ``(batch * q_len_per_req, num_qo_heads)``, float32, to base 2.
+
+        Raises
+        ------
+        RuntimeError
+            There was no plan.
+        TypeError, ValueError
+            An argument does not fit the plan or the others.
+        CumlaError
+            As `cumla.attention`.
+        """
+        elsewhere = {
+            "args": args or None,
+            "skip_softmax_threshold_scale_factor": skip_softmax_threshold_scale_factor,
+            "kv_cache_sf": kv_cache_sf,
+        }
+        planned = self._planned_shape().q_len
+        if q_len_per_req not in (None, planned):
+            raise ValueError(
+                f"q_len_per_req: needs that of the plan, {planned}, got {q_len_per_req}; leave it "
+                f"out, or plan for it"
+            )
+        return self._attend_to_pages(
+            q,
+            paged_kv_cache,
+            elsewhere,
+            scales=(q_scale, k_scale, v_scale),
+            sinks=sinks,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            window_left=window_left,
+        )
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attend as `run` does, with options that take the place of the plan's.
+
+        FlashInfer deprecates it, and `forward_return_lse`.
+        """
+        options = Options(window_left, logits_soft_cap, sm_scale).checked(pos_encoding_mode)
+        self._override(True, options)
+        scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        return self.run(q, paged_kv_cache, **scales, return_lse=return_lse)
+
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """`BatchDecodeWithPagedKVCacheWrapper` with ``use_cuda_graph=True``.
+
+    Parameters
+    ----------
+    workspace_buffer : torch.Tensor
+        Any tensor on the device of the calls.
+    indptr_buffer, indices_buffer, last_page_len_buffer : torch.Tensor
+        int32 tensors ``(batch + 1,)``, with room for the most pages, and ``(batch,)``.
+    kv_layout, use_tensor_cores
+        As there.
+    """
+
+    def __init__(
+        self,
+        workspace_buffer: torch.Tensor,
+        indptr_buffer: torch.Tensor,
+        indices_buffer: torch.Tensor,
+        last_page_len_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+    ) -> None:
+        super().__init__(
+            workspace_buffer,
+            kv_layout,
+            True,
+            use_tensor_cores,
+            indptr_buffer,
+            indices_buffer,
+            last_page_len_buffer,
+        )
+
+
+def single_decode_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attend from one query token to the keys of one request.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        ``(num_qo_heads, head_dim)``, bfloat16 or float16.
+    k, v : torch.Tensor
+        ``(kv_len, num_kv_heads, head_dim)``, or with ``"HND"`` ``(num_kv_heads, kv_len,
+        head_dim)``, of q's dtype, kv_len at least 1.
+    kv_layout, pos_encoding_mode, q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale
+        As in `BatchDecodeWithPagedKVCacheWrapper`.
+    return_lse : bool
+        Whether to return the lse, too.
+    use_tensor_cores, rope_scale, rope_theta
+        Accepted and ignored.
+
+    Returns
+    -------
+    out : torch.Tensor
+        ``(num_qo_heads, head_dim)``.
+    lse : torch.Tensor
+        With return_lse: ``(num_qo_heads,)``, float32, to base 2.
+
+    Raises
+    ------
+    TypeError, ValueError, CumlaError
+        As the wrapper's `run`.
+    """
+    options = Options(window_left, logits_soft_cap, sm_scale).checked(pos_encoding_mode)
+    check_tensors(q=q)
+    check_axes("q", q, "num_qo_heads, head_dim")
+    scales = q_scale, k_scale, v_scale
+    state = attend_once(
+        q[None], k, v, kv_layout, options, causal=False, scales=scales, return_lse=return_lse
+    )
+    return (state[0][0], state[1][0]) if return_lse else state[0]

@@ -1,0 +1,605 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashInfer's prefill over `cumla.AttentionPlan`: any numbers of query tokens.
+
+Keys and values come in pages, or as rows without them. The contract is that of
+:mod:`cumla.compat.flashinfer.decode`, with these additions:
+
+* With ``use_cuda_graph=True`` the number of rows of the query must stay, as well as the batch. Rows
+  after the last offset of `qo_indptr` belong to nobody; what they give in ``out`` is not written.
+* ``causal`` is False unless told otherwise, and aligned to the last key of each request. A window
+  without it has no bound after the query's own position.
+* ``use_fp16_qk_reduction``, ``seq_lens_q``, ``max_token_per_sequence`` and ``max_sequence_kv`` are
+  accepted and ignored.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
+from cumla.compat.flashinfer._attention import (
+    AttentionWrapper,
+    Numbers,
+    Options,
+    PagedWrapper,
+    attend_once,
+    refuse_masks,
+    refuse_splits,
+)
+from cumla.compat.flashinfer._wrapper import NO_KERNELS
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+]
+
+_PAGED = {
+    "qo_indptr": "qo_indptr",
+    "kv_indptr": "paged_kv_indptr",
+    "kv_indices": "paged_kv_indices",
+    "last_page_len": "paged_kv_last_page_len",
+    "kv_lens": "seq_lens",
+}
+_RAGGED = {"qo_indptr": "qo_indptr", "kv_indptr": "kv_indptr"}
+_ROWS = CallersNames({"softmax_scale": "sm_scale", "window": "window_left"}, ValueError)
+
+
+def _refuse_items(prefix: Any, positions: Any, length: int, most: Any) -> None:
+    """Refuse FlashInfer's scoring of several items in one request."""
+    refuse(
+        "belongs to the scoring of several items, which cumla does not have",
+        ValueError,
+        prefix_len_ptr=prefix,
+        token_pos_in_items_ptr=positions,
+        token_pos_in_items_len=length or None,
+        max_item_len_ptr=most,
+    )
+
+
+class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
+    """Attention of any numbers of query tokens over a paged cache, planned once a step.
+
+    Parameters
+    ----------
+    float_workspace_buffer : torch.Tensor
+        Any tensor on the device of the calls; nothing is written to it.
+    kv_layout : str
+        ``"NHD"`` or ``"HND"``.
+    use_cuda_graph : bool
+        Whether runs are captured into CUDA graphs: lengths and pages then keep their places.
+    qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf : \
+torch.Tensor
+        Needed with use_cuda_graph: int32 tensors that hold those of each `plan`, with room for the
+        most pages.
+    backend : str
+        ``"auto"``, ``"fa2"`` or ``"fa3"``, which all mean cumla's kernels.
+    custom_mask_buf, mask_indptr_buf
+        Accepted and ignored: `plan` takes no masks.
+    jit_args, jit_kwargs : None
+        Of kernels that FlashInfer compiles on request.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The buffers do not fit, or it is another backend.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: Any = None,
+        jit_kwargs: Any = None,
+    ) -> None:
+        buffers = {
+            "qo_indptr": ("qo_indptr_buf", qo_indptr_buf),
+            "kv_indptr": ("paged_kv_indptr_buf", paged_kv_indptr_buf),
+            "kv_indices": ("paged_kv_indices_buf", paged_kv_indices_buf),
+            "last_page_len": ("paged_kv_last_page_len_buf", paged_kv_last_page_len_buf),
+        }
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            buffers,
+            _PAGED,
+            backend,
+            jit_args=jit_args,
+            jit_kwargs=jit_kwargs,
+        )
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: torch.dtype | str = "float16",
+        kv_data_type: torch.dtype | str | None = None,
+        o_data_type: torch.dtype | str | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+    ) -> None:
+        """Say what the runs that follow are about, without waiting for the GPU.
+
+        Parameters
+        ----------
+        qo_indptr : torch.Tensor
+            ``(batch + 1,)``: where the query tokens of each request begin, and the last ones end.
+            This and the next three are int32, or are converted, and lie on the GPU or the CPU.
+        paged_kv_indptr : torch.Tensor
+            ``(batch + 1,)``: where the pages of each request begin in paged_kv_indices.
+        paged_kv_indices : torch.Tensor
+            ``(pages,)``: page numbers of all requests; it may be longer.
+        paged_kv_last_page_len : torch.Tensor
+            ``(batch,)``: tokens in the last page of each request, those of its queries included.
+        num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo : int
+            Of queries, and of keys and values; head_dim_vo is head_dim_qk by default.
+        causal : bool
+            No query sees a key after its own position; the last one stands at the last key.
+        pos_encoding_mode, sm_scale, window_left, logits_soft_cap, q_data_type, kv_data_type, \
+o_data_type, seq_lens
+            As in `BatchDecodeWithPagedKVCacheWrapper`.
+        use_fp16_qk_reduction, rope_scale, rope_theta, non_blocking, seq_lens_q, block_tables, \
+max_token_per_sequence, max_sequence_kv, disable_split_kv
+            Accepted and ignored.
+        custom_mask, packed_custom_mask, prefix_len_ptr, token_pos_in_items_ptr, \
+token_pos_in_items_len, max_item_len_ptr, fixed_split_size
+            Of what cumla does not have: leave them at their defaults.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument does not fit, or asks for what cumla does not have; a change that a CUDA
+            graph would not see.
+        """
+        refuse_masks(custom_mask, packed_custom_mask)
+        _refuse_items(
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
+        )
+        refuse_splits(fixed_split_size)
+        columns = head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo
+        self._say_pages(
+            {
+                "qo_indptr": qo_indptr,
+                "kv_indptr": paged_kv_indptr,
+                "kv_indices": paged_kv_indices,
+                "last_page_len": paged_kv_last_page_len,
+            },
+            seq_lens,
+            Numbers(num_qo_heads, num_kv_heads, *columns, page_size),
+            (q_data_type, kv_data_type, o_data_type),
+            Options(window_left, logits_soft_cap, sm_scale).checked(pos_encoding_mode),
+            causal=causal,
+        )
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        *args: Any,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
+        kv_cache_sf: Any = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+    ) -> Any:
+        """Attend, with the lengths and pages of the last plan.
+
+        Parameters
+        ----------
+        q : torch.Tensor
+            ``(tokens, num_qo_heads, head_dim_qk)``.
+        paged_kv_cache, q_scale, k_scale, v_scale, return_lse, enable_pdl, window_left, sinks, \
+args, kv_cache_sf, skip_softmax_threshold_scale_factor
+            As in `BatchDecodeWithPagedKVCacheWrapper`; values may have another head_dim in a pair.
+        out : torch.Tensor, optional
+            ``(tokens, num_qo_heads, head_dim_vo)``, written and returned.
+        lse : torch.Tensor, optional
+            ``(tokens, num_qo_heads)`` float32, written, and returned with return_lse.
+
+        Returns
+        -------
+        out : torch.Tensor
+            ``(tokens, num_qo_heads, head_dim_vo)``, the dtype of q. 0 where a query sees nothing.
+        lse : torch.Tensor
+            With return_lse: ``(tokens, num_qo_heads)``, float32, to base 2. Rows of no request hold
+            anything.
+
+        Raises
+        ------
+        RuntimeError, TypeError, ValueError, CumlaError
+            As in `BatchDecodeWithPagedKVCacheWrapper`.
+        """
+        elsewhere = {
+            "args": args or None,
+            "skip_softmax_threshold_scale_factor": skip_softmax_threshold_scale_factor,
+            "kv_cache_sf": kv_cache_sf,
+        }
+        return self._attend_to_pages(
+            q,
+            paged_kv_cache,
+            elsewhere,
+            scales=(q_scale, k_scale, v_scale),
+            sinks=sinks,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            window_left=window_left,
+        )
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attend as `run` does, with options that take the place of the plan's.
+
+        FlashInfer deprecates it, and `forward_return_lse`.
+        """
+        options = Options(window_left, logits_soft_cap, sm_scale).checked(pos_encoding_mode)
+        self._override(causal, options)
+        scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
+        return self.run(q, paged_kv_cache, **scales, return_lse=return_lse)
+
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
+    """Attention over keys and values in rows, one request after the other, planned once a step.
+
+    Parameters
+    ----------
+    float_workspace_buffer : torch.Tensor
+        Any tensor on the device of the calls; nothing is written to it.
+    kv_layout : str
+        ``"NHD"``, or ``"HND"`` for keys and values ``(num_kv_heads, rows, head_dim)``.
+    use_cuda_graph : bool
+        Whether runs are captured into CUDA graphs: offsets then keep their places.
+    qo_indptr_buf, kv_indptr_buf : torch.Tensor, optional
+        Needed with use_cuda_graph: ``(batch + 1,)`` int32 tensors that hold those of each `plan`.
+    backend, custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs
+        As in `BatchPrefillWithPagedKVCacheWrapper`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As there.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        kv_indptr_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: Any = None,
+        jit_kwargs: Any = None,
+    ) -> None:
+        buffers = {
+            "qo_indptr": ("qo_indptr_buf", qo_indptr_buf),
+            "kv_indptr": ("kv_indptr_buf", kv_indptr_buf),
+        }
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            buffers,
+            _RAGGED,
+            backend,
+            jit_args=jit_args,
+            jit_kwargs=jit_kwargs,
+        )
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: torch.dtype | str = "float16",
+        kv_data_type: torch.dtype | str | None = None,
+        o_data_type: torch.dtype | str | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: torch.Tensor | None = None,
+        o_indptr: torch.Tensor | None = None,
+    ) -> None:
+        """Say what the runs that follow are about, without waiting for the GPU.
+
+        Parameters
+        ----------
+        qo_indptr, kv_indptr : torch.Tensor
+            ``(batch + 1,)``: where the query tokens, and the keys and values, of each request begin
+            and the last ones end. int32, or they are converted; on the GPU or the CPU.
+        num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, causal, pos_encoding_mode, \
+window_left, logits_soft_cap, sm_scale, q_data_type, kv_data_type, o_data_type
+            As in `BatchPrefillWithPagedKVCacheWrapper`.
+        use_fp16_qk_reduction, rope_scale, rope_theta, non_blocking, disable_split_kv, seq_lens, \
+seq_lens_q, max_token_per_sequence, max_sequence_kv
+            Accepted and ignored.
+        custom_mask, packed_custom_mask, prefix_len_ptr, token_pos_in_items_ptr, \
+token_pos_in_items_len, max_item_len_ptr, fixed_split_size, v_indptr, o_indptr
+            Of what cumla does not have: leave them at their defaults.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As there.
+        """
+        refuse_masks(custom_mask, packed_custom_mask)
+        _refuse_items(
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
+        )
+        refuse_splits(fixed_split_size)
+        refuse(
+            "cumla has the rows of values where those of keys are, and those of the output where "
+            "the queries are",
+            ValueError,
+            v_indptr=v_indptr,
+            o_indptr=o_indptr,
+        )
+        columns = head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo
+        self._say(
+            {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr},
+            Numbers(num_qo_heads, num_kv_heads, *columns, 0),
+            (q_data_type, kv_data_type, o_data_type),
+            Options(window_left, logits_soft_cap, sm_scale).checked(pos_encoding_mode),
+            causal=causal,
+        )
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *args: Any,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        o_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        kv_cache_sf: Any = None,
+    ) -> Any:
+        """Attend, with the offsets of the last plan.
+
+        Parameters
+        ----------
+        q : torch.Tensor
+            ``(tokens, num_qo_heads, head_dim_qk)``.
+        k, v : torch.Tensor
+            ``(rows, num_kv_heads, head_dim_qk)`` and ``(rows, num_kv_heads, head_dim_vo)``.
+        q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl
+            As in `BatchPrefillWithPagedKVCacheWrapper`.
+        args, o_scale, kv_cache_sf
+            Of kernels that cumla does not have.
+
+        Returns
+        -------
+        out, lse : torch.Tensor
+            As there.
+
+        Raises
+        ------
+        RuntimeError, TypeError, ValueError, CumlaError
+            As there.
+        """
+        refuse(NO_KERNELS, ValueError, args=args or None, o_scale=o_scale, kv_cache_sf=kv_cache_sf)
+        with _ROWS:
+            check_tensors(k=k, v=v)
+            for name, rows in (("k", k), ("v", v)):
+                check_axes(name, rows, "rows, num_kv_heads, head_dim")
+        if self._kv_layout == "HND":
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
+        return self._attend(
+            _ROWS,
+            q,
+            k,
+            v,
+            scales=(q_scale, k_scale, v_scale),
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+        )
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attend as `run` does, with options that take the place of the plan's.
+
+        FlashInfer deprecates it, and `forward_return_lse`.
+        """
+        options = Options(window_left, logits_soft_cap, sm_scale).checked(pos_encoding_mode)
+        self._override(causal, options)
+        return self.run(q, k, v, return_lse=return_lse)
+
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)
+
+
+def single_prefill_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None,
+    scale_v: torch.Tensor | None = None,
+    o_dtype: torch.dtype | None = None,
+    custom_mask: torch.Tensor | None = None,
+    packed_custom_mask: torch.Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    kv_cache_sf: Any = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+) -> Any:
+    """Attend from the query tokens of one request to its keys.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        ``(qo_len, num_qo_heads, head_dim_qk)``, bfloat16 or float16.
+    k, v : torch.Tensor
+        ``(kv_len, num_kv_heads, head_dim)``, or with ``"HND"`` ``(num_kv_heads, kv_len,
+        head_dim)``, of q's dtype, kv_len at least 1; v may have another head_dim.
+    causal, kv_layout, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, k_scale, v_scale
+        As in `BatchPrefillWithPagedKVCacheWrapper`.
+    return_lse : bool
+        Whether to return the lse, too.
+    use_fp16_qk_reduction, rope_scale, rope_theta, backend
+        Accepted and ignored.
+    scale_q, scale_k, scale_v, o_dtype, custom_mask, packed_custom_mask, kv_cache_sf
+        Of what cumla does not have: leave them at their defaults.
+
+    Returns
+    -------
+    out : torch.Tensor
+        ``(qo_len, num_qo_heads, head_dim_vo)``.
+    lse : torch.Tensor
+        With return_lse: ``(qo_len, num_qo_heads)``, float32, to base 2.
+
+    Raises
+    ------
+    TypeError, ValueError, CumlaError
+        As the wrapper's `run`.
+    """
+    refuse_masks(custom_mask, packed_custom_mask)
+    refuse(
+        NO_KERNELS,
+        ValueError,
+        scale_q=scale_q,
+        scale_k=scale_k,
+        scale_v=scale_v,
+        o_dtype=o_dtype,
+        kv_cache_sf=kv_cache_sf,
+    )
+    options = Options(window_left, logits_soft_cap, sm_scale).checked(pos_encoding_mode)
+    return attend_once(
+        q,
+        k,
+        v,
+        kv_layout,
+        options,
+        causal=causal,
+        scales=(None, k_scale, v_scale),
+        return_lse=return_lse,
+    )
+
+
+single_prefill_with_kv_cache_return_lse = functools.partial(
+    single_prefill_with_kv_cache, return_lse=True
+)

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of vLLM's fork of FlashAttention over `cumla.attention` and its cache writing.
+
+Code written for ``vllm.vllm_flash_attn`` runs by changing its import line::
+
+    from cumla.compat.vllm_flash_attn import flash_attn_varlen_func, reshape_and_cache_flash
+
+    reshape_and_cache_flash(
+        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
+    )
+    flash_attn_varlen_func(
+        q=query, k=key_cache, v=value_cache, out=output,
+        cu_seqlens_q=query_start_loc, max_seqlen_q=max_query_len,
+        seqused_k=seq_lens, max_seqlen_k=max_seq_len, block_table=block_table,
+        softmax_scale=scale, causal=True, window_size=[-1, -1], s_aux=sinks, fa_version=3,
+    )
+
+What carries over from the fork:
+
+* Names, order and defaults of the arguments, which differ from those of
+  `cumla.compat.flash_attn`: ``max_seqlen_q`` comes before ``cu_seqlens_q``, and pages are
+  ``block_table`` and ``seqused_k``.
+* ``out`` is written to and returned. lse is a natural logarithm, with the sinks in it. Where
+  nothing is visible out is 0 and lse -inf, or the sink.
+* Slots below 0 are skipped, and ``slot_mapping`` may be shorter than key and value.
+* No call waits for the GPU, and calls can be captured into a CUDA graph, after `cumla.prepare`.
+
+What differs:
+
+* Tensors that require a gradient are refused while gradients are recorded.
+* One set of kernels serves every ``fa_version``. ``num_splits``, ``deterministic``,
+  ``max_seqlen_q``, ``max_seqlen_k`` and ``scheduler_metadata`` are accepted and ignored: cumla
+  computes its schedule in the call, and all its results are deterministic.
+* Heads of queries, keys and values may have any multiple of 8 columns up to 256, those of values
+  any other than those of keys; sinks are float32 or bfloat16, for any number of heads; blocks have
+  any size, and any strides in multiples of 16 bytes.
+* Arrays that do not fit raise `RuntimeError`. Tensors on the CPU are computed by
+  `cumla.reference`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors
+from cumla.compat._flash_attention import (
+    attend,
+    check_given,
+    check_lists,
+    check_rows,
+    no_metadata,
+    options_of,
+    places_of,
+    refuse_missing,
+    rows_of,
+)
+from cumla.mha.cache import append_kv_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+__all__ = ["flash_attn_varlen_func", "get_scheduler_metadata", "reshape_and_cache_flash"]
+
+_ELSEWHERE = "belongs to kernels that cumla does not have; leave it out"
+_OF_MANY_GPUS = (
+    "cumla attends to the keys of one GPU; merge the partial results of several by "
+    "cumla.merge_attention_states, and leave it out"
+)
+_REFUSED = {
+    "q_v": (
+        "multiplies a latent cache; call cumla.mla_attention with the pairs (q_v, q) and (v, k)"
+    ),
+    "dropout_p": "cumla is for inference; leave it at 0",
+    "alibi_slopes": "cumla.attention adds no bias to the scores; leave it out",
+    **dict.fromkeys(("cp_world_size", "cp_tot_seqused_k"), _OF_MANY_GPUS),
+    **dict.fromkeys(
+        (
+            *("output_scale", "mask_mod", "block_sparse_tensors", "aux_tensors"),
+            *("aux_tensor_leading_dims", "dynamic_causal"),
+        ),
+        _ELSEWHERE,
+    ),
+}
+_16_BITS = ("auto", "bfloat16", "float16")
+_FP8 = ("fp8", "fp8_e4m3")
+_ATTEND = CallersNames(
+    {
+        "kv_lens": "seqused_k",
+        "qo_indptr": "cu_seqlens_q",
+        "kv_indptr": "cu_seqlens_k",
+        "window": "window_size",
+        "sinks": "s_aux",
+        "page_table": "block_table",
+    },
+    RuntimeError,
+)
+_WRITE = CallersNames(
+    {"k": "key", "v": "value", "k_cache": "key_cache", "v_cache": "value_cache"}, RuntimeError
+)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    max_seqlen_q: int | None,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_k: int | None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    q_v: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
+    out: torch.Tensor | None = None,
+    scheduler_metadata: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    num_splits: int = 0,
+    fa_version: int = 2,
+    s_aux: torch.Tensor | None = None,
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_tot_seqused_k: torch.Tensor | None = None,
+    output_scale: Any = None,
+    mask_mod: Any = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: Any = None,
+    aux_tensor_leading_dims: Any = None,
+    dynamic_causal: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend to keys and values in the blocks of a cache, or in rows of all requests.
+
+    Query i of the n of a request with seqlen keys, those of its queries included, has position
+    ``p = seqlen - n + i``.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        ``(total_q, num_heads, head_dim)``, bfloat16 or float16.
+    k, v : torch.Tensor
+        ``(num_blocks, block_size, num_heads_k, head_dim)`` with block_table, else ``(total_k,
+        num_heads_k, head_dim)`` with cu_seqlens_k, or ``(batch_size, seqlen, num_heads_k,
+        head_dim)`` with seqused_k alone; of q's dtype; v may have another head_dim.
+    cu_seqlens_q : torch.Tensor
+        ``(batch_size + 1,)`` int32: where the queries of each request begin, and the last ones end.
+    cu_seqlens_k : torch.Tensor, optional
+        ``(batch_size + 1,)`` int32: the same of keys in rows.
+    seqused_k : torch.Tensor, optional
+        ``(batch_size,)`` int32: how many keys each request has. With block_table it is needed; of
+        it and cu_seqlens_k one is given.
+    softmax_scale : float, optional
+        Factor of the scores, ``head_dim ** -0.5`` by default.
+    causal : bool
+        No query sees a key after its own position.
+    window_size : pair of int, optional
+        ``(left, right)``: a query sees the keys from p - left to p + right. -1 is unbounded.
+    softcap : float
+        Scores s become ``softcap * tanh(s / softcap)``, unless it is 0.
+    block_table : torch.Tensor, optional
+        ``(batch_size, max_num_blocks_per_seq)`` int32.
+    return_softmax_lse : bool
+        Whether to return softmax_lse, too.
+    out : torch.Tensor, optional
+        Where to write: q's shape with the columns of v, in q's dtype or float32.
+    s_aux : torch.Tensor, optional
+        ``(num_heads,)``, float32, bfloat16 or float16: attention sinks, a score per head that takes
+        part in every sum of weights and has no value.
+    q_descale, k_descale, v_descale
+        Of e4m3 tensors, which this face does not take; ignored for those of 16 bits, as there.
+    max_seqlen_q, max_seqlen_k, deterministic, return_attn_probs, scheduler_metadata, num_splits, \
+fa_version, cp_rank
+        Accepted and ignored.
+    q_v, dropout_p, alibi_slopes, cp_world_size, cp_tot_seqused_k, output_scale, mask_mod, \
+block_sparse_tensors, aux_tensors, aux_tensor_leading_dims, dynamic_causal
+        Of what cumla does not have: leave them at their defaults.
+
+    Returns
+    -------
+    out : torch.Tensor
+        q's shape with the columns of v, and q's dtype. Rows of no request hold anything, or what
+        was there.
+    softmax_lse : torch.Tensor
+        If return_softmax_lse: ``(num_heads, total_q)``, float32.
+
+    Raises
+    ------
+    NotImplementedError
+        What is asked for does not exist in cumla; the message names the argument and the way out.
+    TypeError
+        An argument is no tensor.
+    RuntimeError
+        Arguments do not fit.
+    CumlaError
+        As `cumla.attention`.
+    """
+    refuse_missing(
+        _REFUSED,
+        q_v=q_v,
+        dropout_p=dropout_p or None,
+        alibi_slopes=alibi_slopes,
+        cp_world_size=None if cp_world_size == 1 else cp_world_size,
+        cp_tot_seqused_k=cp_tot_seqused_k,
+        output_scale=output_scale,
+        mask_mod=mask_mod,
+        block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors,
+        aux_tensor_leading_dims=aux_tensor_leading_dims,
+        dynamic_causal=dynamic_causal,
+    )
+    check_tensors(cu_seqlens_q=cu_seqlens_q)
+    check_rows(q=q, k=k, v=v)
+    check_given(block_table=block_table, out=out, s_aux=s_aux)
+    lists = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+    check_lists(_ATTEND, **lists)
+    window = (-1, -1) if window_size is None else window_size
+    options = options_of(softmax_scale, causal, window, softcap)
+    with _ATTEND:
+        _check_lengths(cu_seqlens_k, seqused_k, block_table)
+        queries = rows_of("q", q, cu_seqlens_q)
+        if cu_seqlens_k is None:
+            table, lens = places_of(queries, k, seqused_k, block_table, None, "k")
+            options |= {"block_table": table, "kv_lens": lens}
+        else:
+            options["kv_indptr"] = rows_of("k", k, cu_seqlens_k).offsets
+        sinks = None if s_aux is None else s_aux.float()
+        lengths = {"qo_indptr": cu_seqlens_q, "sinks": sinks, "out": out}
+        return attend(q, k, v, return_softmax_lse, **lengths, **options)
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: torch.Tensor,
+    qkv_dtype: torch.dtype | None = None,
+    headdim_v: int | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> torch.Tensor:
+    """Return what `flash_attn_varlen_func` takes as scheduler_metadata: a tensor without elements.
+
+    cumla computes the schedule of each call in the call, on the device.
+
+    Parameters
+    ----------
+    cache_seqlens : torch.Tensor
+        Its device is that of the result.
+    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, qkv_dtype, \
+headdim_v, cu_seqlens_q, cu_seqlens_k_new, cache_leftpad, page_size, max_seqlen_k_new, causal, \
+window_size, has_softcap, num_splits, pack_gqa, sm_margin
+        Accepted and ignored.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(0,)`` int32.
+    """
+    return no_metadata(cache_seqlens)
+
+
+def reshape_and_cache_flash(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor | float | None,
+    v_scale: torch.Tensor | float | None,
+) -> None:
+    """Write new keys and values into the blocks of a cache.
+
+    Parameters
+    ----------
+    key, value : torch.Tensor
+        ``(tokens, num_heads_k, head_dim)``, bfloat16 or float16, at least as many rows as slots;
+        the rest is padding.
+    key_cache, value_cache : torch.Tensor
+        ``(num_blocks, block_size, num_heads_k, head_dim)``, any strides in multiples of 16 bytes.
+        Written to. In key's dtype; for FP8 float8_e4m3fn, or uint8 with its bits.
+    slot_mapping : torch.Tensor
+        ``(slots,)`` int32 or int64: block * block_size + offset of each row. Below 0: skip it.
+    kv_cache_dtype : str
+        ``"auto"``, ``"bfloat16"`` or ``"float16"`` for key's dtype; ``"fp8"`` or ``"fp8_e4m3"``.
+    k_scale, v_scale : torch.Tensor or float
+        Of FP8 caches, which hold ``row / scale``: a number, or ``(1,)``, ``()`` or
+        ``(num_heads_k,)`` float32. Ignored for others.
+
+    Raises
+    ------
+    NotImplementedError
+        It is another kv_cache_dtype.
+    TypeError
+        An argument is no tensor.
+    RuntimeError
+        Arguments do not fit.
+    CumlaError
+        As `cumla.append_kv_cache`.
+    """
+    if kv_cache_dtype not in _16_BITS + _FP8:
+        raise NotImplementedError(
+            f"kv_cache_dtype: needs one of {', '.join(_16_BITS + _FP8)}, got {kv_cache_dtype!r}; "
+            f"keep the cache in one of them"
+        )
+    tensors = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
+    check_tensors(**tensors, slot_mapping=slot_mapping)
+    is_fp8 = kv_cache_dtype in _FP8
+    scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale} if is_fp8 else {}
+    with _WRITE:
+        check_axes("slot_mapping", slot_mapping, "slots")
+        slots = slot_mapping.shape[0]
+        for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+            if (cache.dtype.itemsize == 1) != is_fp8:
+                raise ValueError(
+                    f"{name}: needs the dtype that kv_cache_dtype {kv_cache_dtype!r} says, got "
+                    f"{cache.dtype}; name the one of the cache"
+                )
+        append_kv_cache(key[:slots], value[:slots], key_cache, value_cache, slot_mapping, **scales)
+
+
+def _check_lengths(cu_seqlens_k: Any, seqused_k: Any, block_table: Any) -> None:
+    """Check that the lengths of keys come in one form, and that blocks have theirs."""
+    if (cu_seqlens_k is None) == (seqused_k is None):
+        raise ValueError(
+            f"cu_seqlens_k: needs either it, for rows, or seqused_k, got "
+            f"{'neither' if seqused_k is None else 'both'}; pass one of them"
+        )
+    if block_table is not None and seqused_k is None:
+        raise ValueError(
+            "block_table: needs seqused_k beside it, got cu_seqlens_k; pass the lengths of the "
+            "requests"
+        )
