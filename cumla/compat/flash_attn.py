@@ -36,6 +36,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors
+from cumla.compat._torch import import_torch as _torch
+from cumla.compat._torch import positions_of
 from cumla.merge import merge_attention_states
 from cumla.mha.attention import attention
 from cumla.mha.cache import append_kv_cache
@@ -520,10 +522,7 @@ class _Rows(NamedTuple):
         if self.offsets is None:
             numbers = torch.arange(self.rows.shape[1], device=device) * int(is_ordered)
             return (first[:, None] + numbers).flatten()
-        tokens = torch.arange(self.rows.shape[0], dtype=self.offsets.dtype, device=device)
-        request = torch.searchsorted(self.offsets[1:], tokens, right=True)
-        first = torch.cat([first, first.new_zeros(1)])[request]  # one more: tokens of no request
-        return first + (tokens - self.offsets[request]) * int(is_ordered)
+        return positions_of(self.offsets, first, self.rows.shape[0], int(is_ordered))
 
 
 class _Rotation(NamedTuple):
@@ -532,13 +531,6 @@ class _Rotation(NamedTuple):
     cos_sin: tuple[Any, Any]
     is_interleaved: bool
     first: Any  # position of each request's first token; None: where its keys begin
-
-
-def _torch() -> Any:
-    """Give PyTorch, which whoever has a tensor has imported."""
-    import torch
-
-    return torch
 
 
 def _refuse(**arguments: object) -> None:
