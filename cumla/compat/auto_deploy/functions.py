@@ -144,9 +144,9 @@ def fused_flattened_mha_with_cache(
     """
     lists = {"seq_len": seq_len, "input_pos": input_pos, "seq_start": seq_start}
     q, k, v = _checked(q, k, v, k_cache, v_cache, **lists, cache_loc=cache_loc)
-    count = _requests(q, seq_len)
     lens, offsets = _lengths(q, seq_len, input_pos, seq_start)
-    places = {"kv_lens": lens, "block_table": _int32(cache_loc[:count])[:, None]}
+    (slots,) = _of_requests(lens.shape[0], cache_loc=cache_loc)
+    places = {"kv_lens": lens, "block_table": _int32(slots)[:, None]}
     names = {"block_table": "cache_loc"}
     return _attend_tokens(q, k, v, k_cache, v_cache, freqs_cis, places, offsets, names)
 
@@ -231,7 +231,7 @@ def fused_mha_with_paged_cache(
     check_tensors(page_table=page_table)
     check_axes("page_table", page_table, "rows, max_pages")
     lens, offsets = _lengths(q, seq_len, input_pos, seq_start)
-    rows = cache_loc[: _requests(q, seq_len)]
+    (rows,) = _of_requests(lens.shape[0], cache_loc=cache_loc)
     exists = (rows >= 0) & (rows < page_table.shape[0])
     table = page_table.index_select(0, rows.clamp(0, page_table.shape[0] - 1))
     places = {"kv_lens": lens, "block_table": table.masked_fill(~exists[:, None], -1)}
@@ -310,9 +310,10 @@ def prepare_fused_mha_metadata(
     list of torch.Tensor
         seq_len, input_pos, cache_loc and seq_start, new tensors.
     """
-    count = _requests(input_ids, seq_len)
+    count = min(_requests(input_ids, seq_len), cache_loc.shape[0])  # slots, which few may be
     start = seq_len[:count].cumsum(0).to(seq_len.dtype) - seq_len[:count]
-    return [*(rows[:count].clone() for rows in (seq_len, input_pos, cache_loc)), start]
+    lists = _of_requests(count, seq_len=seq_len, input_pos=input_pos, cache_loc=cache_loc)
+    return [*(numbers.clone() for numbers in lists), start]
 
 
 def prepare_paged_mha_metadata(
@@ -336,12 +337,12 @@ def prepare_paged_mha_metadata(
     list of torch.Tensor
         kv_lens, qo_indptr, kv_indptr and kv_indices, int32, new tensors.
     """
-    count = _requests(input_ids, seq_len)
     lens, offsets = _lengths(input_ids, seq_len, input_pos, seq_len.cumsum(0) - seq_len)
     if offsets is None:
         torch = import_torch()
-        offsets = torch.arange(count + 1, dtype=torch.int32, device=seq_len.device)
-    return [lens, offsets, _with_zero(pages_per_seq[:count].cumsum(0)), _int32(cache_loc).clone()]
+        offsets = torch.arange(lens.shape[0] + 1, dtype=torch.int32, device=seq_len.device)
+    (pages,) = _of_requests(lens.shape[0], pages_per_seq=pages_per_seq)
+    return [lens, offsets, _with_zero(pages.cumsum(0)), _int32(cache_loc).clone()]
 
 
 def apply_rope_with_input_pos(
@@ -446,6 +447,19 @@ def _checked(
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_axes(name, cache, "slots, max_seq_len, kv_heads, head_dim")
     q, k, v = (_with_heads(name, *pair) for name, pair in rows.items())
+    for name, found, wanted in (
+        ("tokens", k.shape[:2], q.shape[:2]),
+        ("columns of a head", k.shape[3], q.shape[3]),
+        ("dtype", k.dtype, q.dtype),
+    ):
+        if found != wanted:
+            raise ValueError(
+                f"k: needs the {name} of q, {wanted}, got {found}; pass both of the same layer"
+            )
+    if not k.shape[2] or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"q: needs a multiple of the {k.shape[2]} heads of k, got {q.shape[2]}; check the two"
+        )
     return q, k, v
 
 
@@ -484,14 +498,26 @@ def _requests(rows: Any, seq_len: Any) -> int:
     return count
 
 
+def _of_requests(count: int, **lists: Any) -> list[Any]:
+    """Cut lists to the requests that there are; one for all would be repeated silently."""
+    for name, numbers in lists.items():
+        if numbers.shape[0] < count:
+            raise ValueError(
+                f"{name}: needs a number for each of the {count} requests, got shape "
+                f"{tuple(numbers.shape)}; describe the same requests"
+            )
+    return [numbers[:count] for numbers in lists.values()]
+
+
 def _lengths(rows: Any, seq_len: Any, input_pos: Any, seq_start: Any) -> tuple[Any, Any]:
     """Compute the keys of each request, and where its tokens begin; None if each has one."""
     count = _requests(rows, seq_len)
-    seq_len, input_pos = seq_len[:count], _int32(input_pos[:count])
+    seq_len, input_pos = _of_requests(count, seq_len=seq_len, input_pos=_int32(input_pos))
     if _is_generate_only(rows):
         # Without keys, a padded request has no place to write to, and sees nothing.
         return (input_pos + 1).masked_fill(seq_len == 0, 0), None
-    return input_pos + _int32(seq_len), _with_zero(seq_start[:count] + seq_len)
+    (seq_start,) = _of_requests(count, seq_start=seq_start)
+    return input_pos + _int32(seq_len), _with_zero(seq_start + seq_len)
 
 
 def _attend_tokens(
