@@ -80,7 +80,7 @@ def test_nested_sequences_come_apart_again() -> None:
     assert [len(part) for part in info.unnest_sequences(info.input_ids)] == [0, 2]
     info.nest_sequences([])
     assert info.input_ids.shape == (1, 0)
-    with pytest.raises(ValueError, match="^input_ids: needs at most 4 sequences, got 5"):
+    with pytest.raises(ValueError, match=r"^input_ids: needs at most 4 sequences, got 5"):
         info.nest_sequences([[1]] * 5)
 
 
@@ -116,9 +116,9 @@ def test_pages() -> None:
     info.num_pages = 6
     assert info.num_pages == 6
     assert info.cache_loc.tolist() == [5, 3, 7, 8, 9, 5]
-    with pytest.raises(ValueError, match="^page_assignments: .*6 pages, got 1 and 7"):
+    with pytest.raises(ValueError, match=r"^page_assignments: .*6 pages, got 1 and 7"):
         info.assign_cache_loc([[0] * 7])
-    with pytest.raises(ValueError, match="^page_assignments: .*3 sequences.*got 4 and 0"):
+    with pytest.raises(ValueError, match=r"^page_assignments: .*3 sequences.*got 4 and 0"):
         info.assign_cache_loc([[]] * 4)
 
 
@@ -135,7 +135,7 @@ def test_sync_fills_the_tensors_that_are_there() -> None:
     assert info.input_ids.tolist() == [[1, 2, 3]]
     assert info.page_assignments == [[9], [2, 3]]
     assert info.sequence_lengths == [2, 1]
-    with pytest.raises(ValueError, match="^other: needs max_batch_size 3, got 4"):
+    with pytest.raises(ValueError, match=r"^other: needs max_batch_size 3, got 4"):
         info.sync(SequenceInfo(32, 4, 8))
 
 
