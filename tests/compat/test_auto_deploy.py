@@ -23,20 +23,12 @@ from tests.compat.deploy_cases import (  # noqa: E402
     assert_agree,
     contiguous,
     expected,
+    lengths_of,
     paged,
     table_of,
+    takes_float32,
     turned,
 )
-
-
-def takes_float32() -> bool:
-    q, offsets = np.zeros((1, 1, 16), np.float32), np.array([0, 1], np.int32)
-    try:
-        cumla.attention(q, q, q, qo_indptr=offsets, kv_indptr=offsets)
-    except TypeError:
-        return False
-    return True
-
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 TAKES_FLOAT32 = takes_float32()
@@ -73,14 +65,6 @@ def int32(*numbers: int) -> Any:
 def table(rows: int, columns: int = 16, dtype: Any = torch.float32) -> Any:
     """Any numbers: as AutoDeploy's tests have them."""
     return torch.rand(rows, columns // 2, 2).to(dtype)
-
-
-def lengths_of(batch_size: int, max_seq_len: int, share: float) -> tuple[list[int], list[int]]:
-    """New tokens and history of requests, of which a share decodes, as AutoDeploy's tests do."""
-    decoding = int(share * batch_size)
-    chunks = torch.randint(0, max_seq_len + 1, (batch_size - decoding,)).tolist()
-    history = torch.randint(0, max_seq_len + 1, (batch_size,)).tolist()
-    return [*chunks, *[int(max_seq_len > 0)] * decoding], history
 
 
 # --- names and arguments --------------------------------------------------------------------------

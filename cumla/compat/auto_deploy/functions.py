@@ -342,7 +342,12 @@ def prepare_paged_mha_metadata(
         torch = import_torch()
         offsets = torch.arange(lens.shape[0] + 1, dtype=torch.int32, device=seq_len.device)
     (pages,) = _of_requests(lens.shape[0], pages_per_seq=pages_per_seq)
-    return [lens, offsets, _with_zero(pages.cumsum(0)), _int32(cache_loc).clone()]
+    return [
+        lens,
+        offsets,
+        _with_zero(pages.cumsum(0).clamp(max=cache_loc.shape[0])),
+        _int32(cache_loc).clone(),
+    ]
 
 
 def apply_rope_with_input_pos(
