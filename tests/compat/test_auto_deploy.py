@@ -29,6 +29,7 @@ from tests.compat.deploy_cases import (  # noqa: E402
     takes_float32,
     turned,
 )
+from tests.emulator import emulated_gpu  # noqa: E402
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 TAKES_FLOAT32 = takes_float32()
@@ -140,7 +141,7 @@ def test_requests_of_one_length(
 @pytest.mark.parametrize("max_seq_len", [0, 1, 16])
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("batch_size", [1, 16])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("rotates", [False, True])
 def test_flattened(
     share: float, max_seq_len: int, group: int, batch_size: int, dtype: Any, rotates: bool
@@ -167,7 +168,7 @@ def test_flattened(
 @pytest.mark.parametrize("max_seq_len", [0, 1, 16])
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("batch_size", [1, 16])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_paged(share: float, max_seq_len: int, group: int, batch_size: int, dtype: Any) -> None:
     """Chunks of a prefill, too, begin after any history: inside a page, or at its end."""
     lengths = lengths_of(batch_size, max_seq_len, share)
@@ -305,6 +306,81 @@ def test_plain_attention_is_that_of_pytorch() -> None:
     assert torch.equal(found, wanted)
 
 
+# --- the kernels ----------------------------------------------------------------------------------
+
+
+def on_host(tensor: Any) -> Any:
+    """See a tensor as an array, with the memory around it."""
+    size = tensor.element_size()
+    whole = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // size,), (1,), 0).numpy()
+    strides = [size * stride for stride in tensor.stride()]
+    return np.ndarray(tensor.shape, whole.dtype, whole, size * tensor.storage_offset(), strides)
+
+
+def by_kernels(cupy: Any, function: Any) -> Any:
+    """Call with copies on the emulated GPU, and copy what is written back."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        written = [*arguments[2:4], options.get("q_out")] if function is APPEND else []
+
+        def there(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(there, value))
+            return cupy.like(on_host(value)) if isinstance(value, torch.Tensor) else value
+
+        arrays, named = [*map(there, arguments)], {n: there(x) for n, x in options.items()}
+        results = function(*arrays, **named)
+        for tensor, array in zip(written, [*arrays[2:4], named.get("q_out")], strict=False):
+            if tensor is not None:
+                tensor.copy_(torch.from_numpy(array.get()))
+        if results is None:
+            return None
+        return cumla.AttentionState(*(torch.from_numpy(array.get()) for array in results))
+
+    return call
+
+
+APPEND = cumla.append_kv_cache
+
+
+@pytest.mark.parametrize("columns", [16, 96])
+@pytest.mark.parametrize("rotary", [0, 16])
+def test_the_kernels_give_the_same(
+    columns: int, rotary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mix in pages, and a batch that decodes, through the kernels' own text on the CPU."""
+    with emulated_gpu() as cupy:
+        monkeypatch.setattr(functions, "append_kv_cache", by_kernels(cupy, APPEND))
+        monkeypatch.setattr(functions, "attention", by_kernels(cupy, cumla.attention))
+        freqs_cis = table(64, rotary) if rotary else None
+        batch = Batch.make(Sizes(6, 2, columns), [9, 1, 0, 5], [3, 17, 5, 40], "cpu")
+        k_cache, v_cache, pages, slots = paged(batch, 4)
+        wanted = expected(batch, slots, freqs_cis)
+        lists = batch.input_pos, int32(0, 1, 2, 3), batch.seq_len, batch.seq_start
+        found = auto_deploy.fused_mha_with_paged_cache(
+            *(batch.q, batch.k, batch.v, *lists, table_of(pages, "cpu"), 0),
+            *(k_cache, v_cache, freqs_cis),
+        )
+        assert_agree(found, wanted, (k_cache, v_cache), slots)
+
+        batch = Batch.make(Sizes(6, 2, columns), [1, 1], [3, 30], "cpu")
+        k_cache, v_cache, cache_loc, slots = contiguous(batch, 5, 40)
+        wanted = expected(batch, slots, freqs_cis)
+        rows = [r.transpose(0, 1) for r in (batch.q, batch.k, batch.v)]
+        lists = batch.seq_len, batch.input_pos, cache_loc, batch.seq_start
+        found = auto_deploy.fused_flattened_mha_with_cache(
+            *rows, *lists, k_cache, v_cache, freqs_cis
+        )
+        assert_agree(found.transpose(0, 1), wanted, (k_cache, v_cache), slots)
+
+
+def test_the_kernel_copies_float32_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with emulated_gpu() as cupy:
+        monkeypatch.setattr(functions, "append_kv_cache", by_kernels(cupy, APPEND))
+        monkeypatch.setattr(functions, "attention", attention_by_reference)
+        test_flattened(0.5, 16, 4, 1, torch.float32, True)
+
+
 # --- metadata, rotation ---------------------------------------------------------------------------
 
 
@@ -425,6 +501,38 @@ def test_an_operation_in_a_compiled_function() -> None:
     assert eager[1] != eager[2]
     for one, other in zip(found, eager, strict=True):
         assert torch.equal(one, other)
+
+
+class Attend(torch.nn.Module):
+    """A layer whose keys and values are its queries, with caches as AutoDeploy makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("k_cache", "v_cache"):
+            self.register_buffer(name, torch.zeros(4, 8, 1, 16).half())
+        self.register_buffer("embedding", torch.randn(9, 16).half())
+        self.register_buffer("freqs_cis", table(16))
+
+    def forward(self, input_ids: Any, *sequences: Any) -> Any:
+        x, ops = self.embedding[input_ids], torch.ops.cumla
+        metadata = ops.prepare_fused_mha_metadata(input_ids, *sequences, 8)
+        caches = self.k_cache, self.v_cache, self.freqs_cis
+        return ops.fused_flattened_mha_with_cache(x, x, x, *metadata, *caches)
+
+
+def test_an_exported_layer_serves_other_batches() -> None:
+    auto_deploy.register()
+    info = auto_deploy.SequenceInfo(8, 4)
+    info._set_example_sequence()
+    shapes = info.dynamic_shapes
+    layer = Attend()
+    program = torch.export.export(layer, (*info.args,), dynamic_shapes=(shapes[0], shapes[1:]))
+    exported = program.module()
+    for ids in ([[1, 2, 3], [4, 5]], [[1, 2, 3, 4, 5, 6]]):
+        info.nest_sequences(ids)
+        wanted = layer(*info.args)
+        assert torch.equal(exported(*info.args), wanted)
+        assert wanted.any()
 
 
 def test_other_namespaces() -> None:
