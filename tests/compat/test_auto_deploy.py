@@ -704,7 +704,7 @@ def test_positions_that_do_not_exist(config: dict[str, Any], says: str) -> None:
             "q: needs a multiple of the 2 heads of k",
         ),
         ({"q": torch.zeros(1, 5, 64).half()}, ValueError, "k: needs the tokens of q"),
-        ({"q": torch.zeros(1, 6, 64)}, ValueError, "k: needs the dtype of q, torch.float32"),
+        ({"q": torch.zeros(1, 6, 64)}, TypeError, "k: needs the dtype of q, torch.float32"),
         ({"q": torch.zeros(1, 6, 2, 8).half()}, ValueError, "k: needs the columns of a head of q"),
         ({"v": torch.zeros(1, 5, 64).half()}, ValueError, "v: needs the tokens and heads of k"),
         ({"v": torch.zeros(1, 6, 32).bfloat16()}, TypeError, "v: needs float16"),

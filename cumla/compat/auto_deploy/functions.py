@@ -16,6 +16,8 @@ from cumla.mha.cache import append_kv_cache
 from cumla.mha.rope import apply_rope
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 _TABLE = {"cos_sin[0]": "freqs_cis", "cos_sin[1]": "freqs_cis", "cos_sin": "freqs_cis"}
@@ -44,12 +46,8 @@ def scaled_dot_product_attention(
     torch.Tensor
         As from there.
     """
-    import torch.nn.functional
-
-    result: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale
-    )
-    return result
+    attend: Callable[..., torch.Tensor] = import_torch().nn.functional.scaled_dot_product_attention
+    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
 
 
 def fused_mha_with_cache(
@@ -135,7 +133,7 @@ def fused_flattened_mha_with_cache(
     Returns
     -------
     torch.Tensor
-        q's shape with the columns of v_cache, in q's dtype.
+        q's shape with the columns of v_cache, in q's dtype. Rows of no request hold anything.
 
     Raises
     ------
@@ -144,11 +142,10 @@ def fused_flattened_mha_with_cache(
     """
     lists = {"seq_len": seq_len, "input_pos": input_pos, "seq_start": seq_start}
     q, k, v = _checked(q, k, v, k_cache, v_cache, **lists, cache_loc=cache_loc)
-    lens, offsets = _lengths(q, seq_len, input_pos, seq_start)
-    (slots,) = _of_requests(lens.shape[0], cache_loc=cache_loc)
-    places = {"kv_lens": lens, "block_table": _int32(slots)[:, None]}
-    names = {"block_table": "cache_loc"}
-    return _attend_tokens(q, k, v, k_cache, v_cache, freqs_cis, places, offsets, names)
+    places = _lengths(q, seq_len, input_pos, seq_start)
+    (slots,) = _of_requests(places["kv_lens"].shape[0], cache_loc=cache_loc)
+    places["block_table"] = _int32(slots)[:, None]
+    return _attend(q, k, v, k_cache, v_cache, freqs_cis, places, {"block_table": "cache_loc"})
 
 
 def fused_flattened_mha_with_cache_rope_fusion(
@@ -163,9 +160,9 @@ def fused_flattened_mha_with_cache_rope_fusion(
     v_cache: torch.Tensor,
     freqs_cis: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Do what `fused_flattened_mha_with_cache` does, with another order of the arguments.
+    """Call `fused_flattened_mha_with_cache`, which has another order of the arguments.
 
-    Both rotate keys on their way into the cache, and the queries in the same kernel.
+    That rotates keys on their way into the cache, and the queries in the same kernel.
 
     Parameters
     ----------
@@ -219,7 +216,7 @@ def fused_mha_with_paged_cache(
     Returns
     -------
     torch.Tensor
-        q's shape with the columns of v_cache, in q's dtype.
+        q's shape with the columns of v_cache, in q's dtype. Rows of no request hold anything.
 
     Raises
     ------
@@ -230,13 +227,12 @@ def fused_mha_with_paged_cache(
     q, k, v = _checked(q, k, v, k_cache, v_cache, **lists, cache_loc=cache_loc)
     check_tensors(page_table=page_table)
     check_axes("page_table", page_table, "rows, max_pages")
-    lens, offsets = _lengths(q, seq_len, input_pos, seq_start)
-    (rows,) = _of_requests(lens.shape[0], cache_loc=cache_loc)
+    places = _lengths(q, seq_len, input_pos, seq_start)
+    (rows,) = _of_requests(places["kv_lens"].shape[0], cache_loc=cache_loc)
     exists = (rows >= 0) & (rows < page_table.shape[0])
     table = page_table.index_select(0, rows.clamp(0, page_table.shape[0] - 1))
-    places = {"kv_lens": lens, "block_table": table.masked_fill(~exists[:, None], -1)}
-    names = {"block_table": "page_table"}
-    return _attend_tokens(q, k, v, k_cache, v_cache, freqs_cis, places, offsets, names)
+    places["block_table"] = table.masked_fill(~exists[:, None], -1)
+    return _attend(q, k, v, k_cache, v_cache, freqs_cis, places, {"block_table": "page_table"})
 
 
 def fused_flattened_mha_with_paged_cache(
@@ -268,19 +264,18 @@ def fused_flattened_mha_with_paged_cache(
     Returns
     -------
     torch.Tensor
-        q's shape with the columns of v_cache, in q's dtype.
+        q's shape with the columns of v_cache, in q's dtype. Rows of no request hold anything.
 
     Raises
     ------
     TypeError, ValueError, CumlaError
         As `fused_mha_with_cache`.
     """
-    lists = {"kv_lens": kv_lens, "qo_indptr": qo_indptr}
-    lists |= {"kv_indptr": kv_indptr, "kv_indices": kv_indices}
-    q, k, v = _checked(q, k, v, k_cache, v_cache, **lists)
-    places = {name: lists[name] for name in ("kv_lens", "kv_indptr", "kv_indices")}
-    names = {name: name for name in lists}
-    return _attend_tokens(q, k, v, k_cache, v_cache, freqs_cis, places, qo_indptr, names)
+    places = {"kv_lens": kv_lens, "qo_indptr": qo_indptr}
+    places |= {"kv_indptr": kv_indptr, "kv_indices": kv_indices}
+    q, k, v = _checked(q, k, v, k_cache, v_cache, **places)
+    names = {name: name for name in places}
+    return _attend(q, k, v, k_cache, v_cache, freqs_cis, places, names)
 
 
 def prepare_fused_mha_metadata(
@@ -337,17 +332,15 @@ def prepare_paged_mha_metadata(
     list of torch.Tensor
         kv_lens, qo_indptr, kv_indptr and kv_indices, int32, new tensors.
     """
-    lens, offsets = _lengths(input_ids, seq_len, input_pos, seq_len.cumsum(0) - seq_len)
-    if offsets is None:
-        torch = import_torch()
-        offsets = torch.arange(lens.shape[0] + 1, dtype=torch.int32, device=seq_len.device)
+    places = _lengths(input_ids, seq_len, input_pos, seq_len.cumsum(0) - seq_len)
+    lens = places["kv_lens"]
+    if "qo_indptr" not in places:
+        numbers = import_torch().arange(lens.shape[0] + 1, device=lens.device)
+        places["qo_indptr"] = _int32(numbers)
     (pages,) = _of_requests(lens.shape[0], pages_per_seq=pages_per_seq)
-    return [
-        lens,
-        offsets,
-        _with_zero(pages.cumsum(0).clamp(max=cache_loc.shape[0])),
-        _int32(cache_loc).clone(),
-    ]
+    # Counts of padded requests are old ones.
+    ends = pages.cumsum(0).clamp(max=cache_loc.shape[0])
+    return [lens, places["qo_indptr"], _with_zero(ends), _int32(cache_loc).clone()]
 
 
 def apply_rope_with_input_pos(
@@ -458,7 +451,7 @@ def _checked(
         ("dtype", k.dtype, q.dtype),
     ):
         if found != wanted:
-            raise ValueError(
+            raise (TypeError if name == "dtype" else ValueError)(
                 f"k: needs the {name} of q, {wanted}, got {found}; pass both of the same layer"
             )
     if not k.shape[2] or q.shape[2] % k.shape[2]:
@@ -514,34 +507,16 @@ def _of_requests(count: int, **lists: Any) -> list[Any]:
     return [numbers[:count] for numbers in lists.values()]
 
 
-def _lengths(rows: Any, seq_len: Any, input_pos: Any, seq_start: Any) -> tuple[Any, Any]:
-    """Compute the keys of each request, and where its tokens begin; None if each has one."""
+def _lengths(rows: Any, seq_len: Any, input_pos: Any, seq_start: Any) -> dict[str, Any]:
+    """Compute the keys of each request and, unless each has one token, where its tokens begin."""
     count = _requests(rows, seq_len)
     seq_len, input_pos = _of_requests(count, seq_len=seq_len, input_pos=_int32(input_pos))
     if _is_generate_only(rows):
         # Without keys, a padded request has no place to write to, and sees nothing.
-        return (input_pos + 1).masked_fill(seq_len == 0, 0), None
+        return {"kv_lens": (input_pos + 1).masked_fill(seq_len == 0, 0)}
     (seq_start,) = _of_requests(count, seq_start=seq_start)
-    return input_pos + _int32(seq_len), _with_zero(seq_start + seq_len)
-
-
-def _attend_tokens(
-    q: Any,
-    k: Any,
-    v: Any,
-    k_cache: Any,
-    v_cache: Any,
-    freqs_cis: Any,
-    places: dict[str, Any],
-    offsets: Any,
-    names: dict[str, str],
-) -> Any:
-    """Append and attend, the tokens of all requests on one axis if there are offsets."""
-    if offsets is None:
-        return _attend(q, k, v, k_cache, v_cache, freqs_cis, places, names)
-    lead, places = q.shape[:2], places | {"qo_indptr": offsets}
-    q, k, v = (rows.flatten(0, 1) for rows in (q, k, v))
-    return _attend(q, k, v, k_cache, v_cache, freqs_cis, places, names).unflatten(0, lead)
+    ends = _with_zero(seq_start + seq_len)
+    return {"kv_lens": input_pos + _int32(seq_len), "qo_indptr": ends}
 
 
 def _attend(
@@ -555,12 +530,15 @@ def _attend(
     names: dict[str, str],
 ) -> Any:
     """Write new rows into the caches and attend; out has the heads of a token in one axis."""
+    lead = q.shape[:2]
+    if "qo_indptr" in places:
+        q, k, v = (rows.flatten(0, 1) for rows in (q, k, v))
     names = {"kv_lens": "input_pos", "qo_indptr": "seq_start", "q_out": "q", **_TABLE, **names}
     with CallersNames(names):
         q = _append(q, k, v, k_cache, v_cache, freqs_cis, places)
     with CallersNames(names | _OF_CACHES):
         out = attention(q, k_cache, v_cache, **places).out
-    return out.flatten(-2)
+    return out.view(*lead, out.shape[-2] * out.shape[-1])
 
 
 def _append(
