@@ -21,7 +21,10 @@ import cumla
 from cumla.cli import demo, main
 from cumla.cli.demo import backends, cache, serving
 from cumla.cli.demo import text as demo_text
+from cumla.cli.demo.llama import MODELS, LlamaModel
+from cumla.cli.demo.llama_serving import LlamaServer
 from cumla.cli.progress import ProgressBar
+from tests.emulator import emulated_gpu
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(40)).encode()
 REAL_DECODE = cumla.mla_decode
@@ -586,6 +589,19 @@ def test_on_a_gpu_one_graph_serves_all_layers_and_steps_of_a_llama(
     assert len(graph) == 3  # rows, schedule, attention
     assert streams.launches == 2 * len(steps)
     assert {step["kernel time"] for step in steps} == {"5.000 ms"}
+
+
+@pytest.mark.exhaustive
+def test_the_kernels_serve_a_llama(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their own text, on the CPU."""
+    with emulated_gpu() as cupy:
+        backend = backends.CPUBackend()
+        backend.put = cupy.asarray  # type: ignore[method-assign]
+        backend.fetch = lambda array: array.get()  # type: ignore[method-assign]
+        model = LlamaModel.random(MODELS["tiny"], seed=0)
+        server = LlamaServer(model, demo_text.cut_requests(TEXT[:150], 2), backend, seed=0)
+        assert serving.serve(server, backend) == 0
+    assert all(float(step["worst error"]) <= 2e-3 for step in served(capsys.readouterr().out))
 
 
 class Terminal(io.StringIO):
