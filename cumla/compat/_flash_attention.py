@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors
+from cumla.compat._torch import import_torch, positions_of
 from cumla.mha.attention import attention
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ __all__ = [
     "places_of",
     "refuse_missing",
     "rows_of",
-    "torch_module",
 ]
 
 _MOST_COLUMNS = 256
@@ -53,21 +53,11 @@ class Rows(NamedTuple):
 
     def positions(self, first: Any, is_ordered: bool) -> Any:
         """Count on from `first` of each request, or give it to all its tokens; on one axis."""
-        torch, device = torch_module(), self.rows.device
+        torch, device = import_torch(), self.rows.device
         if self.offsets is None:
             numbers = torch.arange(self.rows.shape[1], device=device) * int(is_ordered)
             return (first[:, None] + numbers).flatten()
-        tokens = torch.arange(self.rows.shape[0], dtype=self.offsets.dtype, device=device)
-        request = torch.searchsorted(self.offsets[1:], tokens, right=True)
-        first = torch.cat([first, first.new_zeros(1)])[request]  # one more: tokens of no request
-        return first + (tokens - self.offsets[request]) * int(is_ordered)
-
-
-def torch_module() -> Any:
-    """Give PyTorch, which whoever has a tensor has imported."""
-    import torch
-
-    return torch
+        return positions_of(self.offsets, first, self.rows.shape[0], int(is_ordered))
 
 
 def refuse_missing(reasons: Mapping[str, str], **arguments: object) -> None:
@@ -95,7 +85,7 @@ def check_lists(names: CallersNames, **tensors: Any) -> None:
 def check_rows(**tensors: Any) -> None:
     """Check that these are tensors or None, and refuse what cumla.attention does not compute."""
     check_given(**tensors)
-    is_recorded = torch_module().is_grad_enabled()
+    is_recorded = import_torch().is_grad_enabled()
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -131,7 +121,7 @@ def places_of(
     name: str = "k_cache",
 ) -> tuple[Any, Any]:
     """Tell the pages of each request and the keys in them; a row of a plain cache is a page."""
-    torch, batch, device = torch_module(), queries.batch, queries.rows.device
+    torch, batch, device = import_torch(), queries.batch, queries.rows.device
     check_axes(
         name, k_cache, _K_AXES if page_table is None else "num_blocks, page_block_size, heads, _"
     )
@@ -158,7 +148,7 @@ def places_of(
 def no_metadata(cache_seqlens: Any) -> Any:
     """Stand for the metadata of a schedule that each call computes itself."""
     check_tensors(cache_seqlens=cache_seqlens)
-    return cache_seqlens.new_empty(0, dtype=torch_module().int32)
+    return cache_seqlens.new_empty(0, dtype=import_torch().int32)
 
 
 def options_of(scale: Any, causal: Any, window_size: Any, softcap: Any) -> dict[str, Any]:
@@ -171,7 +161,7 @@ def attend(q: Any, k: Any, v: Any, returns_lse: bool, **options: Any) -> Any:
     """Attend, with options of `cumla.attention`; lse has the heads before the tokens."""
     given = None
     if returns_lse and q.ndim == 3:
-        given = q.new_empty((q.shape[1], q.shape[0]), dtype=torch_module().float32).T
+        given = q.new_empty((q.shape[1], q.shape[0]), dtype=import_torch().float32).T
     out, lse = attention(q, k, v, lse=given, **options)
     if not returns_lse:
         return out

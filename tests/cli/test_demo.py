@@ -21,7 +21,10 @@ import cumla
 from cumla.cli import demo, main
 from cumla.cli.demo import backends, cache, serving
 from cumla.cli.demo import text as demo_text
+from cumla.cli.demo.llama import MODELS, LlamaModel
+from cumla.cli.demo.llama_serving import LlamaServer
 from cumla.cli.progress import ProgressBar
+from tests.emulator import emulated_gpu
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(40)).encode()
 REAL_DECODE = cumla.mla_decode
@@ -29,6 +32,10 @@ REAL_UPDATE = cumla.MLAAttentionPlan.update
 REAL_RUN = cumla.MLAAttentionPlan.run
 REAL_PLAN = cumla.MLAAttentionPlan.from_arrays
 REAL_APPEND = cumla.append_mla_cache
+REAL_KV_UPDATE = cumla.AttentionPlan.update
+REAL_KV_RUN = cumla.AttentionPlan.run
+REAL_KV_PLAN = cumla.AttentionPlan.from_arrays
+REAL_KV_APPEND = cumla.append_kv_cache
 
 
 @pytest.fixture(autouse=True)
@@ -309,6 +316,104 @@ def test_serving_fails_with_a_schedule_of_the_step_before(
     assert "the first is step 2" in capsys.readouterr().out
 
 
+LLAMA = "--model", "llama", "--steps", "2"
+
+
+def test_serves_a_llama(
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    calls = []
+
+    def count(plan: Any, *arrays: Any, **options: Any) -> Any:
+        calls.append(plan)
+        return REAL_KV_RUN(plan, *arrays, **options)
+
+    monkeypatch.setattr(cumla.AttentionPlan, "run", count)
+    assert run("--file", str(text), *LLAMA) == 0
+    steps = served(output := capsys.readouterr().out)
+    assert len(calls) == 2 * len(steps)  # layers
+    assert len(set(map(id, calls))) == 1  # one plan
+    assert any(step["decoding"] != "0" and step["prompt chunks"] != "-" for step in steps)
+    assert all(1e-5 < float(step["worst error"]) <= 2e-3 for step in steps)
+    assert "model     tiny: 2 layers, 4 heads, random weights" in output
+    assert "ok: every step within 0.01 of attention without a cache in float32" in output
+
+
+def kv_update_without_the_newest_token(plan: Any, kv_lens: Any, **offsets: Any) -> None:
+    REAL_KV_UPDATE(plan, kv_lens - 1, **offsets)
+
+
+def kv_plan_without_a_mask(*arrays: Any, **offsets: Any) -> Any:
+    return REAL_KV_PLAN(*arrays, **offsets, causal=False)
+
+
+def kv_run_with_neighbours_pages(plan: Any, q: Any, k: Any, v: Any, table: Any, **to: Any) -> Any:
+    return REAL_KV_RUN(plan, q, k, v, np.roll(table, 1, axis=0), **to)
+
+
+def kv_run_with_keys_as_values(plan: Any, q: Any, k: Any, v: Any, table: Any, **to: Any) -> Any:
+    return REAL_KV_RUN(plan, q, k, k, table, **to)
+
+
+def kv_run_with_one_head_a_little_off(plan: Any, *arrays: Any, **to: Any) -> Any:
+    result = REAL_KV_RUN(plan, *arrays, **to)
+    result.out[7, 1] *= np.float16(1.05)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong"),
+    [
+        ("update", kv_update_without_the_newest_token),
+        ("from_arrays", kv_plan_without_a_mask),
+        ("run", kv_run_with_neighbours_pages),
+        ("run", kv_run_with_keys_as_values),
+        ("run", kv_run_with_one_head_a_little_off),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_llama_fails_when_attention_is_wrong(
+    method: str,
+    wrong: Callable[..., Any],
+    text: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cumla.AttentionPlan, method, wrong)
+    assert run("--file", str(text), *LLAMA) == 1
+    assert "the first is step 1" in capsys.readouterr().out
+
+
+def append_interleaved(*arrays: Any, **options: Any) -> None:
+    REAL_KV_APPEND(*arrays, **options, interleaved=True)
+
+
+def append_to_the_first_layer(*arrays: Any, block_table: Any, **options: Any) -> None:
+    REAL_KV_APPEND(*arrays, **options, block_table=block_table % (arrays[2].shape[0] // 2))
+
+
+@pytest.mark.parametrize("wrong", [append_interleaved, append_to_the_first_layer])
+def test_a_llama_fails_when_rows_are_wrong(
+    wrong: Callable[..., Any],
+    text: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cumla, "append_kv_cache", wrong)
+    assert run("--file", str(text), *LLAMA) == 1
+    assert "the first is step 1" in capsys.readouterr().out
+
+
+def test_a_model_has_layers_of_its_own(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for model, layer, layers in (
+        ("llama", "deepseek-v2-lite", "small or tiny"),
+        ("mla", "small", "deepseek-v2-lite or tiny"),
+    ):
+        assert main(["demo", "--file", str(text), "--model", model, "--layer", layer]) == 2
+        assert f"--model {model} has --layer {layers}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("left", "decoding", "counts"),
     [
@@ -460,6 +565,43 @@ def test_on_a_gpu_one_graph_serves_all_steps(
     assert {step["kernel time"] for step in steps} == {"2.500 ms"}
     assert "backend   CUDA kernels on Fake H200 (the first GPU)" in output
     assert "query tokens, a replay of one CUDA graph" in output
+
+
+def test_on_a_gpu_one_graph_serves_all_layers_and_steps_of_a_llama(
+    text: Path,
+    streams: FakeStreams,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepared: list[Any] = []
+
+    def make_plan(*arrays: Any, qo_indptr: Any) -> Any:
+        plan = REAL_KV_PLAN(*map(as_host, arrays), qo_indptr=as_host(qo_indptr))
+        return SimpleNamespace(update=streams.enqueue(plan.update), run=streams.enqueue(plan.run))
+
+    monkeypatch.setattr(cumla.AttentionPlan, "from_arrays", make_plan)
+    monkeypatch.setattr(cumla, "append_kv_cache", streams.enqueue(REAL_KV_APPEND))
+    monkeypatch.setattr(cumla, "prepare", lambda *given, device: prepared.extend(given))
+    assert run("--file", str(text), *LLAMA) == 0
+    steps = served(capsys.readouterr().out)
+    assert prepared[1] is cumla.append_kv_cache  # before the capture, as is the plan
+    (graph,) = streams.graphs
+    assert len(graph) == 3  # rows, schedule, attention
+    assert streams.launches == 2 * len(steps)
+    assert {step["kernel time"] for step in steps} == {"5.000 ms"}
+
+
+@pytest.mark.exhaustive
+def test_the_kernels_serve_a_llama(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their own text, on the CPU."""
+    with emulated_gpu() as cupy:
+        backend = backends.CPUBackend()
+        backend.put = cupy.asarray  # type: ignore[method-assign]
+        backend.fetch = lambda array: array.get()  # type: ignore[method-assign]
+        model = LlamaModel.random(MODELS["tiny"], seed=0)
+        server = LlamaServer(model, demo_text.cut_requests(TEXT[:150], 2), backend, seed=0)
+        assert serving.serve(server, backend) == 0
+    assert all(float(step["worst error"]) <= 2e-3 for step in served(capsys.readouterr().out))
 
 
 class Terminal(io.StringIO):

@@ -41,10 +41,11 @@ def import_times(*arguments: str, **variables: str) -> dict[str, int]:
         (("-c", "from cumla import mla_decode"), True),
         (("-c", "import cumla.reference, cumla.compat.flash_mla, cumla.compat.flashinfer"), True),
         (("-c", "import cumla.compat.flash_attn, cumla.compat.vllm_flash_attn"), True),
+        (("-c", "import cumla.compat.auto_deploy"), True),
         (("-m", "cumla", "--help"), True),
         (("-m", "cumla", "demo", "--help"), True),
     ],
-    ids=["import", "a name", "submodules", "flash_attn", "--help", "demo --help"],
+    ids=[*("import", "a name", "submodules", "flash_attn", "auto_deploy", "--help", "demo --help")],
 )
 def test_import_brings_no_framework(arguments: tuple[str, ...], numpy: bool) -> None:
     packages = {name.partition(".")[0] for name in import_times(*arguments)}

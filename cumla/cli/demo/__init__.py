@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m cumla demo``: an MLA attention layer decodes real text through `cumla.mla_decode`.
+"""``python -m cumla demo``: an MLA attention layer, or a small Llama, decodes real text.
 
-The layer has the shapes of DeepSeek-V2-Lite and seeded random weights; with ``--layer tiny`` it is
-a small one, for trying the demo out. Tokens are the bytes of a text. Prompts of several lengths are
-prefilled into one paged cache with shuffled pages. Then every step appends the next byte of each
-text, attends by weight absorption to the latent rows, and is compared with multi-head attention
-that computes keys and values from the same cache in float32.
+The MLA layer has the shapes of DeepSeek-V2-Lite and seeded random weights; with ``--layer tiny`` it
+is a small one, for trying the demo out. Tokens are the bytes of a text. Prompts of several lengths
+are prefilled into one paged cache with shuffled pages. Then every step appends the next byte of
+each text, attends by weight absorption to the latent rows, and is compared with multi-head
+attention that computes keys and values from the same cache in float32.
 
 With ``--chunked-prefill`` the prompts attend, too, through a `cumla.MLAAttentionPlan`: a step takes
 one token of each request that decodes, and chunks of the prompts of others.
+
+With ``--model llama`` a whole model of a few layers, GQA with rotary embedding, is served in this
+way through `cumla.append_kv_cache` and a `cumla.AttentionPlan`, and compared with the same model
+without a cache.
 
 The model's products run in NumPy on either backend: CuPy's own kernels and its matrix products need
 CUDA headers and cuBLAS, which cumla does not. On a GPU the cache, the absorbed queries and the
@@ -24,7 +28,10 @@ from pathlib import Path
 from cumla.cli.demo.backends import choose_backend
 from cumla.cli.demo.cache import PAGE_SIZE
 from cumla.cli.demo.decoding import decode
-from cumla.cli.demo.layer import LAYERS, MLALayer
+from cumla.cli.demo.layer import LAYERS, LayerShape, MLALayer
+from cumla.cli.demo.llama import MODELS, LlamaModel, ModelShape
+from cumla.cli.demo.llama_serving import LlamaServer
+from cumla.cli.demo.mla_serving import MLAServer
 from cumla.cli.demo.serving import serve
 from cumla.cli.demo.text import cut_requests, load_text
 
@@ -35,19 +42,26 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to ``python -m cumla``."""
     parser = subparsers.add_parser(
         "demo",
-        help="decode real text through an MLA layer and check every step",
-        description="Decode real text through an MLA attention layer with random weights and "
-        "compare every step with un-absorbed attention in float32. Runs on the GPU if it can, "
-        "else on the CPU. The exit code is 1 if a step is off.",
+        help="decode real text through an MLA layer or a small Llama and check every step",
+        description="Decode real text through an MLA attention layer, or a small Llama, with "
+        "random weights and compare every step with attention in float32, un-absorbed or without "
+        "a cache. Runs on the GPU if it can, else on the CPU. The exit code is 1 if a step is off.",
+    )
+    parser.add_argument(
+        "--model",
+        choices=("mla", "llama"),
+        default="mla",
+        help="mla: an attention layer of DeepSeek's kind; llama: a model of a few layers with GQA, "
+        "served with chunked prefill (default: %(default)s)",
     )
     parser.add_argument(
         "--file", type=Path, help="text whose bytes are the tokens (default: cumla's README)"
     )
     parser.add_argument(
         "--layer",
-        choices=LAYERS,
-        default="deepseek-v2-lite",
-        help="shapes of the layer (default: %(default)s); tiny is for trying the demo out",
+        choices=[*LAYERS, *(name for name in MODELS if name not in LAYERS)],
+        help="shapes of the layer, deepseek-v2-lite or tiny, or of those of a Llama, small or tiny "
+        "(default: the first); tiny is for trying the demo out",
     )
     parser.add_argument(
         "--steps",
@@ -66,6 +80,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 if every step is within tolerance, 1 if not, 2 for an unusable text."""
+    shapes: dict[str, LayerShape | ModelShape] = {**(LAYERS if args.model == "mla" else MODELS)}
+    name = args.layer or next(iter(shapes))
+    if name not in shapes:
+        print(
+            f"cumla demo: --model {args.model} has --layer {' or '.join(shapes)}", file=sys.stderr
+        )
+        return 2
     try:
         title, text = load_text(args.file)
         requests = cut_requests(text, args.steps)
@@ -78,11 +99,18 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"requests  {len(requests)}, prompts of {prompts} tokens in shuffled pages of {PAGE_SIZE}"
     )
-    layer = MLALayer.random(LAYERS[args.layer], SEED)
-    print(f"layer     {args.layer}: {layer.heads} heads, random weights")
+    shape = shapes[name]
+    if isinstance(shape, ModelShape):
+        print(f"model     {name}: {shape.layers} layers, {shape.heads} heads, random weights")
+    else:
+        print(f"layer     {name}: {shape.heads} heads, random weights")
     print(f"backend   {backend.name} ({reason})")
+    if isinstance(shape, ModelShape):
+        model = LlamaModel.random(shape, SEED)
+        return serve(LlamaServer(model, requests, backend, SEED), backend)
+    layer = MLALayer.random(shape, SEED)
     if args.chunked_prefill:
-        return serve(layer, requests, backend, SEED)
+        return serve(MLAServer(layer, requests, backend, SEED), backend)
     return decode(layer, requests, args.steps, backend, SEED)
 
 

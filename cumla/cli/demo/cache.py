@@ -22,6 +22,17 @@ SPARE_PAGES = 3  # of nobody; they stay NaN, as does every slot behind the last 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
+def shuffled_pages(requests: list[Request], seed: int) -> tuple[Array, int]:
+    """Deal the pages of a pool out: the table, -1 where there is no page, and their number."""
+    counts = [-(-len(request.tokens) // PAGE_SIZE) for request in requests]
+    total = sum(counts) + SPARE_PAGES
+    pool = np.random.default_rng(seed).permutation(total).astype(np.int32)
+    table = np.full((len(requests), max(counts)), -1, np.int32)
+    for row, count in zip(table, counts, strict=True):
+        row[:count], pool = pool[:count], pool[count:]
+    return table, total
+
+
 @dataclass(frozen=True)
 class PagedCache:
     """Latent rows of all requests in bfloat16 pages, where attention runs."""
@@ -34,12 +45,7 @@ class PagedCache:
     @classmethod
     def shuffled(cls, requests: list[Request], backend: Backend, seed: int) -> PagedCache:
         """Give each request its pages from a shuffled pool, full of NaN so far."""
-        counts = [-(-len(request.tokens) // PAGE_SIZE) for request in requests]
-        total = sum(counts) + SPARE_PAGES
-        pool = np.random.default_rng(seed).permutation(total).astype(np.int32)
-        table = np.full((len(requests), max(counts)), -1, np.int32)
-        for row, count in zip(table, counts, strict=True):
-            row[:count], pool = pool[:count], pool[count:]
+        table, total = shuffled_pages(requests, seed)
         pages = np.full((total, PAGE_SIZE, LATENT_DIM + ROPE_DIM), np.nan, BF16)
         return cls(backend, table, backend.put(pages), backend.put(table))
 

@@ -118,8 +118,13 @@ class MLALayer:
 def rotate(x: Array, positions: Array) -> Array:
     """Apply rotary position embedding to the last axis; positions broadcast over the others."""
     half = x.shape[-1] // 2
-    frequencies = ROPE_BASE ** (-np.arange(half) / half)
-    angles = positions[..., None] * frequencies
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    cos, sin = cosines_and_sines(positions, half)
     a, b = x[..., :half], x[..., half:]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def cosines_and_sines(positions: Array, half: int) -> tuple[Array, Array]:
+    """Compute those of all pairs of columns, along a last axis of this length, in float32."""
+    frequencies = ROPE_BASE ** (-np.arange(half) / half)
+    angles = positions[..., None] * frequencies
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo on the GPU: every step is compared with un-absorbed attention, or the exit code is 1."""
+"""The demo on the GPU: every step is compared with attention in float32, or the exit code is 1."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ KERNELS = (
     "schedule",
     "mla_decode",
     "mla_decode_swapped",
+    "append_kv_cache",
+    "attention",
 )
 TEXT = Path(__file__).resolve().parents[3] / "README.md"
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_the_demo_is_right_on_the_gpu(chunked: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--chunked-prefill"] if chunked else []
+@pytest.mark.parametrize("options", [(), ("--chunked-prefill",), ("--model", "llama")], ids=str)
+def test_the_demo_is_right_on_the_gpu(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["demo", "--file", str(TEXT), "--steps", "4", *options]) == 0
     output = capsys.readouterr().out
     assert "backend   CUDA kernels on" in output
-    assert ("a replay of one CUDA graph" in output) == chunked
+    assert ("a replay of one CUDA graph" in output) == bool(options)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch, for the faces that cannot do without it, and what two of them compute with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["import_torch", "positions_of"]
+
+
+def import_torch() -> Any:
+    """Import PyTorch, or say that it is needed."""
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            "this face of cumla.compat needs PyTorch, which cannot be imported; install it: pip "
+            "install torch, or call cumla's own functions, which take arrays of NumPy, CuPy and JAX"
+        ) from error
+    return torch
+
+
+def positions_of(offsets: Any, first: Any, tokens: int, step: int = 1) -> Any:
+    """Tell the position of each token, counted from `first` of its request on.
+
+    Parameters
+    ----------
+    offsets : torch.Tensor
+        ``(batch + 1,)``: where the tokens of each request begin, and where the last ones end.
+    first : torch.Tensor
+        ``(batch,)``: the position of the first token of each request.
+    tokens : int
+        How many there are; what comes for those of no request means nothing.
+    step : int
+        What the position grows by from token to token; 0 gives `first` to all.
+    """
+    torch = import_torch()
+    numbers = torch.arange(tokens, dtype=offsets.dtype, device=offsets.device)
+    request = torch.searchsorted(offsets[1:], numbers, right=True)
+    first = torch.cat([first, first.new_zeros(1)])[request]  # one more: tokens of no request
+    return first + (numbers - offsets[request]) * step

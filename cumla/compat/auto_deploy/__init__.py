@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TensorRT-LLM AutoDeploy's cached attention over `cumla.attention` and `cumla.append_kv_cache`.
+
+Its operations are functions here, and operations of PyTorch after `register`::
+
+    from cumla.compat import auto_deploy
+
+    auto_deploy.register()  # torch.ops.cumla.fused_mha_with_cache and the others
+    auto_deploy.register("attention", "rope")  # the names that AutoDeploy has
+
+What carries over from AutoDeploy:
+
+* Names and order of the arguments. Results have the heads of a token in one axis.
+* `SequenceInfo`, `AttentionInfo`, `CacheConfig`, `PositionalEmbeddingConfig`,
+  `AttentionDescriptor` and `AttentionRegistry`. The descriptors ``"cumla"``, for contiguous caches,
+  and ``"cumla_paged"`` are registered.
+
+What differs:
+
+* The caches are declared as written to, and the operations have the shapes of their results, also
+  where values have another head_dim than keys.
+* No operation waits for the GPU. Calls can be captured into a CUDA graph, after `cumla.prepare`,
+  also those of mixed batches: `prepare_fused_mha_metadata` leaves requests without tokens in these.
+* A padded request of a generate-only batch, whose seq_len is 0, writes nothing, and its result
+  is 0.
+* `fused_mha_with_cache` sees the history in the cache, and new tokens may begin inside a page.
+* Requests whose tokens have no place in the cache, or in freqs_cis, do not write outside of it.
+* A freqs_cis narrower than the heads rotates their last columns.
+
+Importing this module needs no PyTorch; what it does needs it.
+"""
+
+from __future__ import annotations
+
+from cumla.compat.auto_deploy.descriptors import (
+    AttentionDescriptor,
+    AttentionRegistry,
+    CumlaAttention,
+    CumlaPagedAttention,
+)
+from cumla.compat.auto_deploy.functions import (
+    apply_rope_on_flattened_inputs,
+    apply_rope_with_input_pos,
+    fused_flattened_mha_with_cache,
+    fused_flattened_mha_with_cache_rope_fusion,
+    fused_flattened_mha_with_paged_cache,
+    fused_mha_with_cache,
+    fused_mha_with_paged_cache,
+    prepare_fused_mha_metadata,
+    prepare_paged_mha_metadata,
+    scaled_dot_product_attention,
+)
+from cumla.compat.auto_deploy.ops import register
+from cumla.compat.auto_deploy.sequence import (
+    AttentionInfo,
+    CacheConfig,
+    PositionalEmbeddingConfig,
+    SequenceInfo,
+)
+
+__all__ = [
+    "AttentionDescriptor",
+    "AttentionInfo",
+    "AttentionRegistry",
+    "CacheConfig",
+    "CumlaAttention",
+    "CumlaPagedAttention",
+    "PositionalEmbeddingConfig",
+    "SequenceInfo",
+    "apply_rope_on_flattened_inputs",
+    "apply_rope_with_input_pos",
+    "fused_flattened_mha_with_cache",
+    "fused_flattened_mha_with_cache_rope_fusion",
+    "fused_flattened_mha_with_paged_cache",
+    "fused_mha_with_cache",
+    "fused_mha_with_paged_cache",
+    "prepare_fused_mha_metadata",
+    "prepare_paged_mha_metadata",
+    "register",
+    "scaled_dot_product_attention",
+]

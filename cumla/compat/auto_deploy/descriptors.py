@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AutoDeploy's descriptors of attention: the operations, and what they need, by name."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+from cumla.compat._torch import import_torch
+from cumla.compat.auto_deploy.ops import register
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from cumla.compat.auto_deploy.sequence import AttentionInfo, SequenceInfo
+
+__all__ = ["AttentionDescriptor", "AttentionRegistry", "CumlaAttention", "CumlaPagedAttention"]
+
+# (*qkv, *metadata, *caches, *buffers, *constants) -> output
+MHACallable: TypeAlias = "Callable[..., torch.Tensor]"
+# (input_ids, seq_len, input_pos, cache_loc, pages_per_seq, page_size) -> metadata
+PrepareMetadataCallable: TypeAlias = "Callable[..., list[torch.Tensor]]"
+GetCacheCallable: TypeAlias = "Callable[[SequenceInfo], torch.Tensor]"
+GetBufferCallable: TypeAlias = "GetCacheCallable"
+GetAttentionInfo: TypeAlias = "Callable[[], AttentionInfo]"
+Constant: TypeAlias = "int | float | str | None"
+
+
+class AttentionDescriptor(ABC):
+    """An attention that AutoDeploy can put into a graph: class methods alone."""
+
+    @classmethod
+    @abstractmethod
+    def is_paged(cls) -> bool:
+        """Whether a sequence may have several pages."""
+
+    @classmethod
+    @abstractmethod
+    def get_attention_op(cls) -> tuple[MHACallable, int]:
+        """Give the operation, and how many of its arguments are queries, keys and values.
+
+        It is called with these, the metadata, the caches of the layer, the buffers and the
+        constants, in this order.
+        """
+
+    @classmethod
+    @abstractmethod
+    def get_prepare_metadata_op(cls) -> tuple[PrepareMetadataCallable, int]:
+        """Give the operation that makes the metadata of a step, and the number of its results.
+
+        It is called with ``(input_ids, seq_len, input_pos, cache_loc, pages_per_seq, page_size)``
+        of a `SequenceInfo`.
+        """
+
+    @classmethod
+    @abstractmethod
+    def get_cache_initializers(cls, get_info: GetAttentionInfo) -> dict[str, GetCacheCallable]:
+        """Give what makes the caches of a layer from a `SequenceInfo`, by the arguments' names."""
+
+    @classmethod
+    def get_global_buffer_initializers(
+        cls, get_info: GetAttentionInfo
+    ) -> dict[str, GetBufferCallable]:
+        """Give what makes the buffers that layers share where their names are the same."""
+        return {}
+
+    @classmethod
+    def get_constants(cls, attention_info: AttentionInfo) -> list[Constant]:
+        """Give the last arguments of the operation."""
+        return []
+
+
+class AttentionRegistry:
+    """Descriptors by name."""
+
+    _attention_registry: ClassVar[dict[str, type[AttentionDescriptor]]] = {}
+
+    @classmethod
+    def register(
+        cls, kernel_source: str
+    ) -> Callable[[type[AttentionDescriptor]], type[AttentionDescriptor]]:
+        """Give a decorator that registers a descriptor; a name is taken once (ValueError)."""
+
+        def decorator(attention_cls: type[AttentionDescriptor]) -> type[AttentionDescriptor]:
+            if cls.has(kernel_source):
+                raise ValueError(
+                    f"kernel_source: needs a name that is free, got {kernel_source!r}; pass another"
+                )
+            cls._attention_registry[kernel_source] = attention_cls
+            return attention_cls
+
+        return decorator
+
+    @classmethod
+    def get(cls, kernel_source: str) -> type[AttentionDescriptor]:
+        """Give the descriptor of this name (ValueError if there is none)."""
+        if not cls.has(kernel_source):
+            raise ValueError(
+                f"kernel_source: needs one of {', '.join(cls._attention_registry)}, got "
+                f"{kernel_source!r}; register it first"
+            )
+        return cls._attention_registry[kernel_source]
+
+    @classmethod
+    def has(cls, kernel_source: str) -> bool:
+        """Tell whether there is a descriptor of this name."""
+        return kernel_source in cls._attention_registry
+
+
+class _Cumla(AttentionDescriptor):
+    """What both descriptors share; theirs are the names of the operations."""
+
+    _attention: ClassVar[str]
+    _prepare: ClassVar[str]
+
+    @classmethod
+    def get_attention_op(cls) -> tuple[MHACallable, int]:
+        """Give the operation, and 3: q, k and v."""
+        return _operation(cls._attention), 3
+
+    @classmethod
+    def get_prepare_metadata_op(cls) -> tuple[PrepareMetadataCallable, int]:
+        """Give the operation that makes the metadata of a step, and 4: their number."""
+        return _operation(cls._prepare), 4
+
+    @classmethod
+    def get_cache_initializers(cls, get_info: GetAttentionInfo) -> dict[str, GetCacheCallable]:
+        """Give what makes k_cache and v_cache, (num_pages, page_size, kv_heads, head_dim)."""
+
+        def make(si: SequenceInfo) -> Any:
+            if si.is_paged and not cls.is_paged():
+                raise ValueError(
+                    f"page_size: needs max_seq_len {si.max_seq_len} for contiguous caches, got "
+                    f"{si.page_size}; take the descriptor 'cumla_paged'"
+                )
+            info = get_info()
+            shape = si.num_pages, si.page_size, info.num_kv_heads, info.head_dim
+            dtype = info.cache_config.dtype or info.dtype
+            return import_torch().empty(shape, device=si.device, dtype=dtype)
+
+        return {"k_cache": make, "v_cache": make}
+
+    @classmethod
+    def get_global_buffer_initializers(
+        cls, get_info: GetAttentionInfo
+    ) -> dict[str, GetBufferCallable]:
+        """Give what makes freqs_cis, float32, with two rows per token of the longest sequence."""
+        info = get_info()
+        config = info.pos_embd_config
+        parts = ["freqs_cis", *astuple(config)]
+        if info.rope_dim is not None:
+            parts.append(info.rope_dim)
+
+        def make(si: SequenceInfo) -> Any:
+            columns = info.head_dim if info.rope_dim is None else info.rope_dim
+            has_any = config.mode is not None
+            return _freqs_cis(2 * si.max_seq_len * has_any, columns, config.rope_theta, si.device)
+
+        return {"_".join(map(str, parts)).replace(".", "_"): make}
+
+
+def _freqs_cis(rows: int, columns: int, theta: float, device: Any) -> Any:
+    """Make cosines and sines of the positions, (rows, columns / 2, 2)."""
+    torch = import_torch()
+    powers = torch.arange(0, columns, 2, dtype=torch.float64) / columns
+    angles = torch.outer(torch.arange(rows, dtype=torch.float64), theta**-powers)
+    return torch.stack([angles.cos(), angles.sin()], dim=-1).to(device, torch.float32)
+
+
+def _operation(name: str) -> Any:
+    register()
+    return getattr(import_torch().ops.cumla, name)
+
+
+@AttentionRegistry.register("cumla")
+class CumlaAttention(_Cumla):
+    """Contiguous caches: each sequence has a slot of max_seq_len tokens."""
+
+    _attention, _prepare = "fused_flattened_mha_with_cache", "prepare_fused_mha_metadata"
+
+    @classmethod
+    def is_paged(cls) -> bool:
+        """Give False."""
+        return False
+
+
+@AttentionRegistry.register("cumla_paged")
+class CumlaPagedAttention(_Cumla):
+    """Paged caches: the metadata operation finds pages and lengths once for all layers."""
+
+    _attention, _prepare = "fused_flattened_mha_with_paged_cache", "prepare_paged_mha_metadata"
+
+    @classmethod
+    def is_paged(cls) -> bool:
+        """Give True."""
+        return True

@@ -1,0 +1,605 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AutoDeploy's operations of attention and rotary embedding, as functions of PyTorch tensors.
+
+float32 takes a longer way than 16 bits: keys and values are written as pairs of 16-bit numbers,
+bit by bit, and the rotation is computed by PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors
+from cumla.compat._torch import import_torch, positions_of
+from cumla.mha.attention import attention
+from cumla.mha.cache import append_kv_cache
+from cumla.mha.rope import apply_rope
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+_TABLE = {"cos_sin[0]": "freqs_cis", "cos_sin[1]": "freqs_cis", "cos_sin": "freqs_cis"}
+_OF_CACHES = {"k": "k_cache", "v": "v_cache"}
+_ROPE = CallersNames({"q": "x", "positions": "input_pos", **_TABLE})
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Call PyTorch's function of this name: it marks attention in a graph, before the caches come.
+
+    Parameters
+    ----------
+    query, key, value, attn_mask, dropout_p, is_causal, scale
+        As for `torch.nn.functional.scaled_dot_product_attention`.
+
+    Returns
+    -------
+    torch.Tensor
+        As from there.
+    """
+    attend: Callable[..., torch.Tensor] = import_torch().nn.functional.scaled_dot_product_attention
+    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+
+
+def fused_mha_with_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    input_pos: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    freqs_cis: torch.Tensor | None,
+) -> torch.Tensor:
+    """Write the keys and values of equally long requests into their caches, and attend.
+
+    Request i has row i of the caches.
+
+    Parameters
+    ----------
+    q, k, v : torch.Tensor
+        ``(batch, seqlen, heads * head_dim)`` or ``(batch, seqlen, heads, head_dim)``, bfloat16,
+        float16 or float32; head_dim a multiple of 8 up to 256. The heads of q are a multiple of
+        those of k and v.
+    input_pos : torch.Tensor
+        ``(batch,)`` int32: tokens of each request that the caches have already.
+    k_cache, v_cache : torch.Tensor
+        ``(slots, max_seq_len, kv_heads, head_dim)`` of q's dtype, written to. v_cache may have
+        another head_dim.
+    freqs_cis : torch.Tensor or None
+        ``(max_position, rotary_dim / 2, 2)``: cosines and sines, float32, bfloat16 or float16,
+        rotary_dim a multiple of 16. q and k are rotated by the rows from input_pos on, columns j
+        and ``j + rotary_dim / 2`` of the last rotary_dim ones as a pair. None, or a tensor without
+        elements, rotates nothing.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(batch, seqlen, heads * head_dim)`` of v_cache's head_dim, in q's dtype.
+
+    Raises
+    ------
+    TypeError, ValueError, CumlaError
+        As `cumla.attention` and `cumla.append_kv_cache`, with the names from here.
+    """
+    q, k, v = _checked(q, k, v, k_cache, v_cache, input_pos=input_pos)
+    batch, seqlen = q.shape[:2]
+    torch = import_torch()
+    slots = torch.arange(batch, dtype=torch.int32, device=q.device)
+    places = {"kv_lens": _int32(input_pos) + seqlen, "block_table": slots[:, None]}
+    return _attend(q, k, v, k_cache, v_cache, freqs_cis, places, {"block_table": "k_cache"})
+
+
+def fused_flattened_mha_with_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seq_len: torch.Tensor,
+    input_pos: torch.Tensor,
+    cache_loc: torch.Tensor,
+    seq_start: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    freqs_cis: torch.Tensor | None,
+) -> torch.Tensor:
+    """Write the keys and values of any requests into their slots, and attend.
+
+    Parameters
+    ----------
+    q, k, v : torch.Tensor
+        ``(1, total_tokens, heads * head_dim)``, the tokens of one request after those of the other,
+        or ``(batch, 1, heads * head_dim)``, where each request has one token. The rest is as in
+        `fused_mha_with_cache`.
+    seq_len : torch.Tensor
+        ``(batch,)`` int32 or int64, as the following: new tokens of each request. A request
+        without any is skipped; where each has one token, its result is 0.
+    input_pos : torch.Tensor
+        ``(batch,)``: tokens of each request that the caches have already.
+    cache_loc : torch.Tensor
+        ``(batch,)``: the row of the caches that each request has.
+    seq_start : torch.Tensor
+        ``(batch,)``: sums of the seq_len before, where the tokens of each request begin.
+    k_cache, v_cache, freqs_cis
+        As in `fused_mha_with_cache`.
+
+    Returns
+    -------
+    torch.Tensor
+        q's shape with the columns of v_cache, in q's dtype. Rows of no request hold anything.
+
+    Raises
+    ------
+    TypeError, ValueError, CumlaError
+        As `fused_mha_with_cache`.
+    """
+    lists = {"seq_len": seq_len, "input_pos": input_pos, "seq_start": seq_start}
+    q, k, v = _checked(q, k, v, k_cache, v_cache, **lists, cache_loc=cache_loc)
+    places = _lengths(q, seq_len, input_pos, seq_start)
+    (slots,) = _of_requests(places["kv_lens"].shape[0], cache_loc=cache_loc)
+    places["block_table"] = _int32(slots)[:, None]
+    return _attend(q, k, v, k_cache, v_cache, freqs_cis, places, {"block_table": "cache_loc"})
+
+
+def fused_flattened_mha_with_cache_rope_fusion(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    input_pos: torch.Tensor,
+    cache_loc: torch.Tensor,
+    seq_len: torch.Tensor,
+    seq_start: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    freqs_cis: torch.Tensor | None,
+) -> torch.Tensor:
+    """Call `fused_flattened_mha_with_cache`, which has another order of the arguments.
+
+    That rotates keys on their way into the cache, and the queries in the same kernel.
+
+    Parameters
+    ----------
+    q, k, v, input_pos, cache_loc, seq_len, seq_start, k_cache, v_cache, freqs_cis
+        As there.
+
+    Returns
+    -------
+    torch.Tensor
+        As from there.
+
+    Raises
+    ------
+    TypeError, ValueError, CumlaError
+        As there.
+    """
+    return fused_flattened_mha_with_cache(
+        q, k, v, seq_len, input_pos, cache_loc, seq_start, k_cache, v_cache, freqs_cis
+    )
+
+
+def fused_mha_with_paged_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    input_pos: torch.Tensor,
+    cache_loc: torch.Tensor,
+    seq_len: torch.Tensor,
+    seq_start: torch.Tensor,
+    page_table: torch.Tensor,
+    max_seq_len: int,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    freqs_cis: torch.Tensor | None,
+) -> torch.Tensor:
+    """Write the keys and values of any requests into their pages, and attend.
+
+    Parameters
+    ----------
+    q, k, v, seq_len, input_pos, seq_start, freqs_cis
+        As in `fused_flattened_mha_with_cache`.
+    cache_loc : torch.Tensor
+        ``(batch,)`` int32 or int64: the row of page_table that each request has.
+    page_table : torch.Tensor
+        ``(rows, max_pages)`` int32: page numbers.
+    max_seq_len : int
+        Accepted and ignored: the lengths are read on the device.
+    k_cache, v_cache : torch.Tensor
+        ``(num_pages, page_size, kv_heads, head_dim)`` of q's dtype, pages of any size, written to.
+
+    Returns
+    -------
+    torch.Tensor
+        q's shape with the columns of v_cache, in q's dtype. Rows of no request hold anything.
+
+    Raises
+    ------
+    TypeError, ValueError, CumlaError
+        As `fused_mha_with_cache`.
+    """
+    lists = {"seq_len": seq_len, "input_pos": input_pos, "seq_start": seq_start}
+    q, k, v = _checked(q, k, v, k_cache, v_cache, **lists, cache_loc=cache_loc)
+    check_tensors(page_table=page_table)
+    check_axes("page_table", page_table, "rows, max_pages")
+    places = _lengths(q, seq_len, input_pos, seq_start)
+    (rows,) = _of_requests(places["kv_lens"].shape[0], cache_loc=cache_loc)
+    exists = (rows >= 0) & (rows < page_table.shape[0])
+    table = page_table.index_select(0, rows.clamp(0, page_table.shape[0] - 1))
+    places["block_table"] = table.masked_fill(~exists[:, None], -1)
+    return _attend(q, k, v, k_cache, v_cache, freqs_cis, places, {"block_table": "page_table"})
+
+
+def fused_flattened_mha_with_paged_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_lens: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    freqs_cis: torch.Tensor | None,
+) -> torch.Tensor:
+    """Write keys and values into pages, and attend, with metadata that is computed once per step.
+
+    AutoDeploy has no such operation: `CumlaPagedAttention` gives it, with
+    `prepare_paged_mha_metadata`.
+
+    Parameters
+    ----------
+    q, k, v, freqs_cis
+        As in `fused_flattened_mha_with_cache`.
+    kv_lens, qo_indptr, kv_indptr, kv_indices : torch.Tensor
+        As in `cumla.attention`, int32.
+    k_cache, v_cache : torch.Tensor
+        As in `fused_mha_with_paged_cache`.
+
+    Returns
+    -------
+    torch.Tensor
+        q's shape with the columns of v_cache, in q's dtype. Rows of no request hold anything.
+
+    Raises
+    ------
+    TypeError, ValueError, CumlaError
+        As `fused_mha_with_cache`.
+    """
+    places = {"kv_lens": kv_lens, "qo_indptr": qo_indptr}
+    places |= {"kv_indptr": kv_indptr, "kv_indices": kv_indices}
+    q, k, v = _checked(q, k, v, k_cache, v_cache, **places)
+    names = {name: name for name in places}
+    return _attend(q, k, v, k_cache, v_cache, freqs_cis, places, names)
+
+
+def prepare_fused_mha_metadata(
+    input_ids: torch.Tensor,
+    seq_len: torch.Tensor,
+    input_pos: torch.Tensor,
+    cache_loc: torch.Tensor,
+    pages_per_seq: torch.Tensor,
+    page_size: int,
+) -> list[torch.Tensor]:
+    """Make the metadata of `fused_flattened_mha_with_cache` from those of a `SequenceInfo`.
+
+    A batch of one token per request is cut to the requests of input_ids. In other batches the
+    requests without tokens stay: only the device knows their number.
+
+    Parameters
+    ----------
+    input_ids : torch.Tensor
+        ``(batch, 1)`` or ``(1, total_tokens)``, possibly with further axes.
+    seq_len, input_pos, cache_loc, pages_per_seq : torch.Tensor
+        As in `SequenceInfo`; with contiguous caches each request has one page, its slot.
+    page_size : int
+        As in `SequenceInfo`; not used.
+
+    Returns
+    -------
+    list of torch.Tensor
+        seq_len, input_pos, cache_loc and seq_start, new tensors.
+    """
+    count = min(_requests(input_ids, seq_len), cache_loc.shape[0])  # slots, which few may be
+    start = seq_len[:count].cumsum(0).to(seq_len.dtype) - seq_len[:count]
+    lists = _of_requests(count, seq_len=seq_len, input_pos=input_pos, cache_loc=cache_loc)
+    return [*(numbers.clone() for numbers in lists), start]
+
+
+def prepare_paged_mha_metadata(
+    input_ids: torch.Tensor,
+    seq_len: torch.Tensor,
+    input_pos: torch.Tensor,
+    cache_loc: torch.Tensor,
+    pages_per_seq: torch.Tensor,
+    page_size: int,
+) -> list[torch.Tensor]:
+    """Make the metadata of `fused_flattened_mha_with_paged_cache` from a `SequenceInfo`.
+
+    Parameters
+    ----------
+    input_ids, seq_len, input_pos, cache_loc, pages_per_seq, page_size
+        As in `prepare_fused_mha_metadata`; cache_loc holds the pages of one request after those of
+        the other.
+
+    Returns
+    -------
+    list of torch.Tensor
+        kv_lens, qo_indptr, kv_indptr and kv_indices, int32, new tensors.
+    """
+    places = _lengths(input_ids, seq_len, input_pos, seq_len.cumsum(0) - seq_len)
+    lens = places["kv_lens"]
+    if "qo_indptr" not in places:
+        numbers = import_torch().arange(lens.shape[0] + 1, device=lens.device)
+        places["qo_indptr"] = _int32(numbers)
+    (pages,) = _of_requests(lens.shape[0], pages_per_seq=pages_per_seq)
+    # Counts of padded requests are old ones.
+    ends = pages.cumsum(0).clamp(max=cache_loc.shape[0])
+    return [lens, places["qo_indptr"], _with_zero(ends), _int32(cache_loc).clone()]
+
+
+def apply_rope_with_input_pos(
+    x: torch.Tensor, freqs_cis: torch.Tensor, input_pos: torch.Tensor | None, layout: str
+) -> torch.Tensor:
+    """Rotate queries or keys of equally long requests by the positions from input_pos on.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        bfloat16, float16 or float32, with axes in the order of layout.
+    freqs_cis : torch.Tensor
+        As in `fused_mha_with_cache`.
+    input_pos : torch.Tensor or None
+        ``(b,)`` int32 or int64, 0 by default. Tokens without a row of freqs_cis stay as they are.
+    layout : str
+        The axes: b requests, s tokens, n heads in any order, then d.
+
+    Returns
+    -------
+    torch.Tensor
+        In the shape and dtype of x, contiguous.
+
+    Raises
+    ------
+    TypeError, ValueError, CumlaError
+        As `cumla.apply_rope`, with the names from here.
+    """
+    check_tensors(x=x, freqs_cis=freqs_cis)
+    if sorted(layout) != sorted("bsnd") or layout[-1] != "d":
+        raise ValueError(
+            f"layout: needs the letters b, s and n in any order, then d, got {layout!r}; pass the "
+            f"axes of x"
+        )
+    check_axes("x", x, ", ".join(layout))
+    torch = import_torch()
+    axes = [layout.index(letter) for letter in "bsnd"]
+    rows = x.permute(axes)
+    batch, seqlen = rows.shape[:2]
+    if input_pos is None:
+        input_pos = torch.zeros(batch, dtype=torch.int32, device=x.device)
+    check_tensors(input_pos=input_pos)
+    if input_pos.shape != (batch,):
+        raise ValueError(
+            f"input_pos: needs shape ({batch},), the requests of x, got {tuple(input_pos.shape)}; "
+            f"pass one position per request"
+        )
+    numbers = torch.arange(seqlen, dtype=input_pos.dtype, device=x.device)
+    with _ROPE:
+        turned = _rotated(rows.flatten(0, 1), (input_pos[:, None] + numbers).flatten(), freqs_cis)
+    back = [axes.index(axis) for axis in range(4)]
+    return turned.view(rows.shape).permute(back).contiguous()
+
+
+def apply_rope_on_flattened_inputs(
+    x: torch.Tensor,
+    freqs_cis: torch.Tensor,
+    input_pos: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_start_indices: torch.Tensor,
+) -> torch.Tensor:
+    """Rotate queries or keys of any requests by the positions from input_pos on.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        ``(total_tokens, heads, head_dim)``, bfloat16, float16 or float32, the tokens of one request
+        after those of the other.
+    freqs_cis : torch.Tensor
+        As in `fused_mha_with_cache`.
+    input_pos, seq_lens, seq_start_indices : torch.Tensor
+        ``(batch,)`` int32 or int64: position of the first token of each request, its number of
+        tokens, and the sums of these numbers before.
+
+    Returns
+    -------
+    torch.Tensor
+        In the shape and dtype of x, contiguous. Rows of no request hold anything.
+
+    Raises
+    ------
+    TypeError, ValueError, CumlaError
+        As `cumla.apply_rope`, with the names from here.
+    """
+    lists = {"seq_lens": seq_lens, "seq_start_indices": seq_start_indices}
+    check_tensors(x=x, freqs_cis=freqs_cis, input_pos=input_pos, **lists)
+    check_axes("x", x, "total_tokens, heads, head_dim")
+    offsets = _with_zero(seq_start_indices + seq_lens)
+    with _ROPE:
+        return _rotated(x, positions_of(offsets, _int32(input_pos), x.shape[0]), freqs_cis)
+
+
+def _checked(
+    q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, **lists: Any
+) -> tuple[Any, Any, Any]:
+    """Check that these are tensors with the right numbers of axes; give q, k and v four."""
+    rows = {"q": (q, k_cache), "k": (k, k_cache), "v": (v, v_cache)}
+    check_tensors(**{name: tensor for name, (tensor, _) in rows.items()})
+    check_tensors(k_cache=k_cache, v_cache=v_cache, **lists)
+    for name, tensor in lists.items():
+        check_axes(name, tensor, "batch")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_axes(name, cache, "slots, max_seq_len, kv_heads, head_dim")
+    q, k, v = (_with_heads(name, *pair) for name, pair in rows.items())
+    for name, found, wanted in (
+        ("tokens", k.shape[:2], q.shape[:2]),
+        ("columns of a head", k.shape[3], q.shape[3]),
+        ("dtype", k.dtype, q.dtype),
+    ):
+        if found != wanted:
+            raise (TypeError if name == "dtype" else ValueError)(
+                f"k: needs the {name} of q, {wanted}, got {found}; pass both of the same layer"
+            )
+    if not k.shape[2] or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"q: needs a multiple of the {k.shape[2]} heads of k, got {q.shape[2]}; check the two"
+        )
+    return q, k, v
+
+
+def _with_heads(name: str, rows: Any, cache: Any) -> Any:
+    """Give rows of tokens an axis of heads."""
+    check_axes(name, rows, "batch, seqlen, heads * head_dim", "batch, seqlen, heads, head_dim")
+    if len(rows.shape) == 4:
+        return rows
+    columns, head_dim = rows.shape[2], cache.shape[3]
+    if not head_dim or columns % head_dim:
+        raise ValueError(
+            f"{name}: needs a multiple of the {head_dim} columns of a head in the cache, got shape "
+            f"{tuple(rows.shape)}; pass the cache of this layer"
+        )
+    return rows.unflatten(2, (columns // head_dim, head_dim))
+
+
+def _int32(numbers: Any) -> Any:
+    """Convert, unless they are; AutoDeploy's sums of lengths are int64."""
+    return numbers.to(import_torch().int32)
+
+
+def _with_zero(ends: Any) -> Any:
+    """Put 0 before the ends of requests."""
+    return import_torch().nn.functional.pad(_int32(ends), (1, 0))
+
+
+def _is_generate_only(rows: Any) -> bool:
+    """Whether each request has one token; one token alone may be that of any request."""
+    return bool(rows.shape[1] == 1 and rows.shape[0] > 1)
+
+
+def _requests(rows: Any, seq_len: Any) -> int:
+    """Count the requests, as far as shapes tell."""
+    count: int = rows.shape[0] if _is_generate_only(rows) else seq_len.shape[0]
+    return count
+
+
+def _of_requests(count: int, **lists: Any) -> list[Any]:
+    """Cut lists to the requests that there are; one for all would be repeated silently."""
+    for name, numbers in lists.items():
+        if numbers.shape[0] < count:
+            raise ValueError(
+                f"{name}: needs a number for each of the {count} requests, got shape "
+                f"{tuple(numbers.shape)}; describe the same requests"
+            )
+    return [numbers[:count] for numbers in lists.values()]
+
+
+def _lengths(rows: Any, seq_len: Any, input_pos: Any, seq_start: Any) -> dict[str, Any]:
+    """Compute the keys of each request and, unless each has one token, where its tokens begin."""
+    count = _requests(rows, seq_len)
+    seq_len, input_pos = _of_requests(count, seq_len=seq_len, input_pos=_int32(input_pos))
+    if _is_generate_only(rows):
+        # Without keys, a padded request has no place to write to, and sees nothing.
+        return {"kv_lens": (input_pos + 1).masked_fill(seq_len == 0, 0)}
+    (seq_start,) = _of_requests(count, seq_start=seq_start)
+    ends = _with_zero(seq_start + seq_len)
+    return {"kv_lens": input_pos + _int32(seq_len), "qo_indptr": ends}
+
+
+def _attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    k_cache: Any,
+    v_cache: Any,
+    freqs_cis: Any,
+    places: dict[str, Any],
+    names: dict[str, str],
+) -> Any:
+    """Write new rows into the caches and attend; out has the heads of a token in one axis."""
+    lead = q.shape[:2]
+    if "qo_indptr" in places:
+        q, k, v = (rows.flatten(0, 1) for rows in (q, k, v))
+    names = {"kv_lens": "input_pos", "qo_indptr": "seq_start", "q_out": "q", **_TABLE, **names}
+    with CallersNames(names):
+        q = _append(q, k, v, k_cache, v_cache, freqs_cis, places)
+    with CallersNames(names | _OF_CACHES):
+        out = attention(q, k_cache, v_cache, **places).out
+    return out.view(*lead, out.shape[-2] * out.shape[-1])
+
+
+def _append(
+    q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, freqs_cis: Any, places: dict[str, Any]
+) -> Any:
+    """Write new rows into the caches, and give the queries, rotated as the keys are."""
+    rotates = freqs_cis is not None and freqs_cis.numel() > 0
+    if q.dtype == import_torch().float32 == k_cache.dtype:
+        if rotates:
+            positions = _positions(q, places["kv_lens"], places.get("qo_indptr"))
+            q, k = (
+                _rotated(rows.reshape(-1, *rows.shape[-2:]), positions, freqs_cis).view(rows.shape)
+                for rows in (q, k)
+            )
+        k, v, k_cache, v_cache = map(_as_pairs, (k, v, k_cache, v_cache))
+        rotates = False
+    rotation: dict[str, Any] = {}
+    if rotates:
+        rotation = {"q": q, "q_out": q.new_empty(q.shape), **_table(freqs_cis, q.shape[-1])}
+    append_kv_cache(k, v, k_cache, v_cache, **places, **rotation)
+    return rotation.get("q_out", q)
+
+
+def _as_pairs(rows: Any) -> Any:
+    """See each number of 32 bits as two of 16, which are copied as they are."""
+    return rows.view(import_torch().float16)
+
+
+def _positions(rows: Any, kv_lens: Any, offsets: Any) -> Any:
+    """Tell the position of each token; the new ones are the last of a request."""
+    if offsets is not None:
+        first = kv_lens - (offsets[1:] - offsets[:-1])
+        return positions_of(offsets, first, rows.shape[0])
+    seqlen = rows.shape[1]
+    numbers = import_torch().arange(seqlen, dtype=kv_lens.dtype, device=kv_lens.device)
+    return ((kv_lens - seqlen)[:, None] + numbers).flatten()
+
+
+def _table(freqs_cis: Any, head_dim: int) -> dict[str, Any]:
+    """Name cosines and sines, and where the columns begin that they rotate."""
+    check_axes("freqs_cis", freqs_cis, "max_position, rotary_dim / 2, 2")
+    offset = head_dim - 2 * freqs_cis.shape[1]
+    if freqs_cis.shape[2] != 2 or offset < 0:
+        raise ValueError(
+            f"freqs_cis: needs shape (max_position, rotary_dim / 2, 2) with rotary_dim at most "
+            f"{head_dim}, the columns of a head, got {tuple(freqs_cis.shape)}; pass the table of "
+            f"this model"
+        )
+    return {"cos_sin": (freqs_cis[..., 0], freqs_cis[..., 1]), "rotary_offset": offset}
+
+
+def _rotated(x: Any, positions: Any, freqs_cis: Any) -> Any:
+    """Rotate rows (tokens, heads, head_dim), in float32, into a new tensor."""
+    torch = import_torch()
+    table = _table(freqs_cis, x.shape[-1])
+    if x.dtype != torch.float32:
+        return apply_rope(x, None, positions, **table)[0]
+    offset, last = table["rotary_offset"], freqs_cis.shape[0] - 1
+    known = ((positions >= 0) & (positions <= last))[:, None, None]
+    turns = freqs_cis.float().index_select(0, positions.clamp(0, last))[:, None]
+    cos, sin = turns[..., 0], turns[..., 1]
+    first, second = x[..., offset:].chunk(2, dim=-1)
+    turned = torch.cat([cos * first - sin * second, sin * first + cos * second], dim=-1)
+    return torch.cat([x[..., :offset], torch.where(known, turned, x[..., offset:])], dim=-1)
