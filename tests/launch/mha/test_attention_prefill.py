@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of whole row tiles, run by the CPU, against the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cumla
+import tests.emulator
+from cumla.launch.kernel import Launch
+from tests.calls import int32
+from tests.emulator import emulate, emulated_gpu
+from tests.mha.attention_cases import Sample, check, make, samples
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+MANY: dict[str, Any] = {"queries": "many", "cache": "same", "heads": (8, 2), "lens": (200, 70, 0)}
+FEW = (  # few kernels: each takes seconds to compile
+    *samples(8, columns=(64, 64), dtype="bfloat16", page_size=16, **MANY),
+    *samples(3, columns=(64, 64), dtype="bfloat16", page_size=3, **MANY),
+    *samples(3, columns=(192, 128), dtype="float16", page_size=0, **MANY),
+)
+
+
+def launched(arguments: dict[str, Any], multiprocessors: int = 1) -> tuple[Any, list[str]]:
+    """The result of a call, and the kernels that it launched."""
+    stems: list[str] = []
+
+    def record(launch: Launch) -> None:
+        stems.append(launch.spec.stem)
+        emulate(launch)
+
+    with (
+        emulated_gpu(multiprocessors) as cupy,
+        mock.patch.object(tests.emulator, "emulate", record),
+    ):
+        there = {name: cupy.like(value) for name, value in arguments.items()}
+        return cumla.attention(**there), stems
+
+
+def check_sample(sample: Sample) -> None:
+    got, stems = launched(make(sample), 1 + sample.seed % 2)
+    assert stems[-1] == "attention_prefill"
+    check(sample, got, cumla.reference.attention(**make(sample)))
+
+
+@pytest.mark.parametrize("sample", FEW, ids=lambda s: f"{s.columns[0]}-{s.page_size}-{s.seed}")
+def test_prefill(sample: Sample) -> None:
+    check_sample(sample)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("columns", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_kernel(columns: tuple[int, int], dtype: str) -> None:
+    for page_size in (0, 3, 8, 16, 48, 64, 128):
+        if page_size != 3 or columns != (256, 256):
+            fixed = {"columns": columns, "dtype": dtype, "page_size": page_size}
+            for sample in samples(4, **fixed, **MANY):
+                check_sample(sample)
+
+
+def mixture() -> dict[str, Any]:
+    """Chunks of a prefill, decoding and requests of nothing; tiles of three requests a head."""
+    rng = np.random.default_rng(3)
+    return {
+        "q": rng.standard_normal((200, 8, 64)).astype(BF16),
+        **{name: rng.standard_normal((40, 16, 2, 64)).astype(BF16) for name in "kv"},
+        "qo_indptr": int32(0, 70, 71, 71, 180, 200),
+        "kv_lens": int32(90, 250, 30, 109, 7),
+        "block_table": rng.permutation(80).reshape(5, 16).astype(np.int32) % 40,
+    }
+
+
+def test_whole_tiles_are_for_many_rows() -> None:
+    """Most tiles are full, and there is work for half of the multiprocessors at least."""
+    many, few = mixture(), mixture()
+    few["q"], few["qo_indptr"] = few["q"][:40], int32(0, 36, 37, 38, 39, 40)
+    chosen = {
+        name: launched(given, processors)[1][-1]
+        for name, given, processors in (
+            ("many rows", many, 1),
+            ("few tiles", many, 30),
+            ("few rows", few, 1),
+            ("fixed cuts", many | {"batch_invariant": True}, 1),
+        )
+    }
+    assert chosen == {
+        "many rows": "attention_prefill",
+        "few tiles": "attention",
+        "few rows": "attention",
+        "fixed cuts": "attention",
+    }
+
+
+def test_a_plan_runs_again_after_one_update() -> None:
+    """The counter from which tiles are taken is where it was."""
+    arguments = mixture()
+    expected = cumla.reference.attention(**arguments)
+    with emulated_gpu(3) as cupy:
+        there = {name: cupy.like(value) for name, value in arguments.items()}
+        lengths = {name: there.pop(name) for name in ("kv_lens", "qo_indptr")}
+        arrays = [there[name] for name in ("q", "k", "v")]
+        plan = cumla.AttentionPlan.from_arrays(*arrays, qo_indptr=lengths["qo_indptr"])
+        plan.update(**lengths)
+        runs = [plan.run(**there) for _ in range(3)]
+    for out, lse in runs:
+        assert np.asarray(out).tobytes() == np.asarray(runs[0].out).tobytes()
+        assert np.asarray(lse).tobytes() == np.asarray(runs[0].lse).tobytes()
+    errors = np.abs(np.asarray(runs[0].out, np.float32) - np.asarray(expected.out, np.float32))
+    assert errors.max() <= 2e-2
+    np.testing.assert_allclose(runs[0].lse, expected.lse, atol=1e-4)
+
+
+def test_sections_of_heads_cover_all() -> None:
+    """As if few keys filled L2: the heads of one section come before those of the next."""
+    arguments = mixture() | {"q": mixture()["q"].repeat(3, 1)}  # three heads of keys in two sections
+    arguments |= {name: arguments[name].repeat(3, 2)[:, :, :3] for name in "kv"}
+    expected = cumla.reference.attention(**arguments)
+    text = "kBytesInL2 = 24 << 20"
+    real = tests.emulator.translation_unit
+
+    def smaller(spec: Any) -> str:
+        whole = real(spec)
+        if spec.stem != "attention_prefill":
+            return whole
+        assert text in whole
+        return whole.replace(text, "kBytesInL2 = 2 * 90 * 256")  # of the last tile's 7 keys: two heads
+
+    tests.emulator._library.cache_clear()
+    try:
+        with mock.patch.object(tests.emulator, "translation_unit", smaller):
+            got, stems = launched(arguments)
+    finally:
+        tests.emulator._library.cache_clear()
+    assert stems[-1] == "attention_prefill"
+    np.testing.assert_allclose(got[1], expected.lse, atol=1e-4)
