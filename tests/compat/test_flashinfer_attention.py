@@ -413,7 +413,7 @@ def test_a_server_loop_of_decoding() -> None:
     pages: dict[int, list[int]] = {}
     free = torch.randperm(40).tolist()
     wrapper = DECODE(workspace())
-    for step, requests in enumerate([(0,), (0, 1), (0, 1, 2), (2, 0), (2,)] * 3):
+    for requests in [(0,), (0, 1), (0, 1, 2), (2, 0), (2,)] * 3:
         indptr, indices, last = [0], [], []
         for r in requests:
             tokens = history.setdefault(r, [])
@@ -439,7 +439,6 @@ def test_a_server_loop_of_decoding() -> None:
                 out, lse = naive(q[i : i + 1], k, v)
                 torch.testing.assert_close(found[0][i].float(), out[0], **CLOSE)
                 torch.testing.assert_close(found[1][i], lse[:, 0] / math.log(2), **CLOSE)
-        assert step >= 0
 
 
 # --- prefill -------------------------------------------------------------------------------------

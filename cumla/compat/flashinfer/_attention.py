@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
+    "NAMES",
     "AttentionWrapper",
     "Numbers",
     "Options",
@@ -45,7 +46,7 @@ _NAMES = {
     "window": "window_left",
     "num_heads": "num_qo_heads",
 }
-_ROWS = CallersNames(_NAMES, ValueError)
+NAMES = CallersNames(_NAMES, ValueError)
 _PARTS = {
     pair: CallersNames(
         _NAMES | dict(zip(("k", "v"), names_of_parts(pair), strict=True)), ValueError
@@ -95,7 +96,7 @@ class Options(NamedTuple):
                 f"neither rotates nor adds a bias: for ROPE_LLAMA rotate queries and keys by "
                 f"apply_rope_pos_ids before, for ALIBI import the wrapper from flashinfer"
             )
-        with _ROWS:
+        with NAMES:
             left = checked_int("window_left", self.window_left, "pass -1 for none", -(1 << 31))
             scale = None if self.sm_scale is None else checked_scale(self.sm_scale, 1.0)
         cap = self.logits_soft_cap
@@ -335,7 +336,7 @@ def attend_once(
 ) -> Any:
     """Attend in one request, without a plan; the cache is its one page."""
     torch = sys.modules["torch"]
-    with _ROWS:
+    with NAMES:
         check_tensors(q=q, k=k, v=v)
         check_axes("q", q, _Q)
         is_hnd = checked_layout(kv_layout) == "HND"

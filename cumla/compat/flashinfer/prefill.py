@@ -17,8 +17,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
+from cumla.compat._arguments import check_axes, check_tensors, refuse
 from cumla.compat.flashinfer._attention import (
+    NAMES,
     AttentionWrapper,
     Numbers,
     Options,
@@ -47,7 +48,6 @@ _PAGED = {
     "kv_lens": "seq_lens",
 }
 _RAGGED = {"qo_indptr": "qo_indptr", "kv_indptr": "kv_indptr"}
-_ROWS = CallersNames({"softmax_scale": "sm_scale", "window": "window_left"}, ValueError)
 
 
 def _refuse_items(prefix: Any, positions: Any, length: int, most: Any) -> None:
@@ -476,14 +476,14 @@ token_pos_in_items_len, max_item_len_ptr, fixed_split_size, v_indptr, o_indptr
             As there.
         """
         refuse(NO_KERNELS, ValueError, args=args or None, o_scale=o_scale, kv_cache_sf=kv_cache_sf)
-        with _ROWS:
+        with NAMES:
             check_tensors(k=k, v=v)
             for name, rows in (("k", k), ("v", v)):
                 check_axes(name, rows, "rows, num_kv_heads, head_dim")
         if self._kv_layout == "HND":
             k, v = k.transpose(0, 1), v.transpose(0, 1)
         return self._attend(
-            _ROWS,
+            NAMES,
             q,
             k,
             v,
