@@ -90,7 +90,7 @@ def append_kv_cache(
     ----------
     k, v : array
         ``(tokens, num_kv_heads, head_dim)``, or ``(batch, q_len, num_kv_heads, head_dim)``,
-        bfloat16 or float16, head_dim a multiple of 8 up to 512; v may have another head_dim. Of
+        bfloat16, float16 or float32, head_dim a multiple of 8 up to 512; v may have another head_dim. Of
         CuPy, PyTorch, JAX or NumPy. Strides are any multiples of 16 bytes, the last axis is
         contiguous.
     k_cache, v_cache : array

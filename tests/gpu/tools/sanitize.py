@@ -202,6 +202,11 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
     with multiprocessors(3):  # what is cut, and several row tiles and many blocks a part
         for sample in attention_cases.samples(2, lens=(2000, 70), columns=(64, 64), page_size=16):
             attend_mha(cupy, sample)
+        for sample in attention_cases.samples(1, lens=(2000, 70), columns=(64, 64), cache="e4m3"):
+            attend_mha(cupy, sample)
+            attend_mha(cupy, sample, batch_invariant=True)
+    for sample in attention_cases.samples(2, lens=(130, 3), dtype="float32"):
+        attend_mha(cupy, sample)
     print("sanitize: attention of many heads: agrees", flush=True)
     for dtype in ("bfloat16", "float32"):
         quantize_rows(cupy, dtype)
@@ -465,7 +470,7 @@ def attend_ragged(cupy: Any, case: Ragged) -> None:
     problem.check(typed(out.view(np.uint16).get(), case.dtype), lse.get())
 
 
-def attend_mha(cupy: Any, sample: attention_cases.Sample) -> None:
+def attend_mha(cupy: Any, sample: attention_cases.Sample, **options: Any) -> None:
     """Keys and values of many heads; copies have no gaps between rows."""
     host = attention_cases.make(sample)
     there = {}
@@ -474,7 +479,7 @@ def attend_mha(cupy: Any, sample: attention_cases.Sample) -> None:
             flat = np.ascontiguousarray(value)
             value = cupy.asarray(flat.view(f"u{flat.itemsize}")).view(flat.dtype)
         there[name] = value
-    out, lse = cumla.attention(**there)
+    out, lse = cumla.attention(**there, **options)
     found = out.view(f"u{out.dtype.itemsize}").get().view(out.dtype), lse.get()
     attention_cases.check(sample, found, cumla.reference.attention(**host))
 
