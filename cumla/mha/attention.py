@@ -122,7 +122,8 @@ def attention(
     q : array
         ``(total_tokens, num_heads, head_dim)`` with qo_indptr, or ``(batch, q_len, num_heads,
         head_dim)`` without, bfloat16 or float16, head_dim a multiple of 8 up to 256, or float32,
-        head_dim a multiple of 4, which takes far longer; of CuPy, PyTorch, JAX or NumPy. Any strides that are multiples of 16 bytes, the last axis contiguous.
+        head_dim a multiple of 4, which takes far longer; of CuPy, PyTorch, JAX or NumPy. Any
+        strides that are multiples of 16 bytes, the last axis contiguous.
     k, v : array
         Pages ``(num_pages, page_size, num_kv_heads, head_dim)`` of q's dtype, of any page size;
         v may have another head_dim_v, a multiple of 8 up to 256. num_heads is a multiple of
