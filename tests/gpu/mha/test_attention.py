@@ -112,28 +112,40 @@ def test_every_e4m3_number(dtype: str, columns: int) -> None:
 
 def test_factors_may_change_between_replays() -> None:
     """They are read by the kernel: a graph has the address."""
-    s = samples(1, cache="e4m3", columns=(64, 64), lens=(200, 70, 0), queries="uniform")[0]
-    host = make(s) | {"k_scale": np.float32([1]), "v_scale": np.float32([1]), "out": None}
-    host["lse"] = None
+    rng = np.random.default_rng(4)
+    cache = rng.standard_normal((2, 20, 16, 2, 64), np.float32).astype(ml_dtypes.float8_e4m3fn)
+    host = {
+        "q": rng.standard_normal((2, 1, 8, 64), np.float32).astype(BF16),
+        "k": cache[0],
+        "v": cache[1],
+        "block_table": rng.permutation(20).reshape(2, 10).astype(np.int32),
+        "k_scale": np.ones(1, np.float32),
+        "v_scale": np.ones(1, np.float32),
+    }
     there = {name: Memory(cp).upload(value) for name, value in host.items()}
-    outputs = cumla.attention(**there)
-    there |= {"out": outputs.out, "lse": outputs.lse}
-    cumla.attention(**there)
+    kv_lens = cp.asarray(np.array([150, 7], np.int32))
+    plan = cumla.AttentionPlan.from_arrays(there["q"], there["k"], there["v"])
+    plan.prepare()
+    outputs = {
+        "out": cp.zeros((2, 1, 8, 64), dtype=cp.uint16).view(BF16),
+        "lse": cp.zeros((2, 8, 1), dtype=cp.float32),
+    }
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
-        cumla.attention(**there)
+        plan.update(kv_lens)
+        plan.run(**there, **outputs)
         graph = stream.end_capture()
     for factor in (0.5, 3.0):
         for name in ("k_scale", "v_scale"):
-            there[name].set(np.float32([factor]))
+            there[name].set(np.full(1, factor, np.float32))
         cp.cuda.Device().synchronize()
         graph.launch(stream=stream)
         stream.synchronize()
-        fresh = cumla.attention(**there | {"out": None, "lse": None})
-        for one, other in zip(outputs, fresh, strict=True):
-            assert bool((bits(one) == bits(other)).all())
+        expected = cumla.attention(**there, kv_lens=kv_lens)
+        for name, other in zip(("out", "lse"), expected, strict=True):
+            assert bool((bits(outputs[name]) == bits(other)).all())
 
 
 # --- batch invariance -----------------------------------------------------------------------------
