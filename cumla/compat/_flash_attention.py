@@ -19,6 +19,7 @@ __all__ = [
     "check_given",
     "check_lists",
     "check_rows",
+    "factors_of",
     "no_metadata",
     "options_of",
     "places_of",
@@ -89,9 +90,9 @@ def check_rows(**tensors: Any) -> None:
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        if "float8" in str(tensor.dtype):
+        if name == "q" and "float8" in str(tensor.dtype):
             raise NotImplementedError(
-                f"{name}: this face takes bfloat16 and float16, got {tensor.dtype}; convert it"
+                f"{name}: this face takes queries of 16 bits, got {tensor.dtype}; convert them"
             )
         if tensor.ndim and tensor.shape[-1] > _MOST_COLUMNS:
             raise NotImplementedError(
@@ -103,6 +104,17 @@ def check_rows(**tensors: Any) -> None:
                 f"{name}: requires a gradient, and cumla has no backward pass; call this under "
                 f"torch.no_grad(), or pass {name}.detach()"
             )
+
+
+def factors_of(k_descale: Any, v_descale: Any) -> dict[str, Any]:
+    """Name the factors of e4m3 keys and values; one number for all may come expanded."""
+    given = {"k_scale": k_descale, "v_scale": v_descale}
+    check_given(k_descale=k_descale, v_descale=v_descale)
+    found = {name: factor for name, factor in given.items() if factor is not None}
+    for name, factor in found.items():
+        if factor.ndim == 2 and factor.numel() and not any(factor.stride()):
+            found[name] = factor[0, :1]
+    return found
 
 
 def rows_of(name: str, rows: Any, offsets: Any) -> Rows:
@@ -157,9 +169,20 @@ def options_of(scale: Any, causal: Any, window_size: Any, softcap: Any) -> dict[
     return {"softmax_scale": scale, "causal": bool(causal), "window": window, "softcap": cap}
 
 
+def _of_no_key(q: Any, v: Any) -> tuple[Any, Any]:
+    """Give what queries that see nothing get, lse with the heads before the tokens."""
+    *tokens, num_heads, _ = q.shape
+    lse_shape = (*tokens[:-1], num_heads, tokens[-1])
+    lse = q.new_full(lse_shape, float("-inf"), dtype=import_torch().float32)
+    return q.new_zeros((*tokens, num_heads, v.shape[-1])), lse
+
+
 def attend(q: Any, k: Any, v: Any, returns_lse: bool, **options: Any) -> Any:
     """Attend, with options of `cumla.attention`; lse has the heads before the tokens."""
     given = None
+    if k.ndim == 4 and not k.shape[1]:  # no key
+        out, lse = _of_no_key(q, v)
+        return (out, lse) if returns_lse else out
     if returns_lse and q.ndim == 3:
         given = q.new_empty((q.shape[1], q.shape[0]), dtype=import_torch().float32).T
     out, lse = attention(q, k, v, lse=given, **options)

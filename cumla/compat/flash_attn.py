@@ -28,6 +28,8 @@ What differs:
   those of values any other than those of keys.
 * Functions with a choice of results return the pair ``(out, softmax_lse)``, without the partial
   results that FlashAttention-3 appends.
+* Queries are bfloat16 or float16 beside keys and values of float8_e4m3fn, where FlashAttention-3
+  wants all alike.
 * Tensors on the CPU are computed by `cumla.reference`.
 """
 
@@ -43,6 +45,7 @@ from cumla.compat._flash_attention import (
     check_given,
     check_lists,
     check_rows,
+    factors_of,
     no_metadata,
     options_of,
     places_of,
@@ -80,14 +83,15 @@ _REFUSED = {
         "and leave it at 0"
     ),
     "seqused_q": "cumla computes all query tokens; pass cu_seqlens_q without padding between them",
-    **dict.fromkeys(
-        ("q_descale", "k_descale", "v_descale"),
-        "scales e4m3, which this face does not take; convert to bfloat16, and leave it out",
+    "q_descale": (
+        "scales e4m3 queries, which cumla does not take; convert them to bfloat16, and leave it out"
     ),
 }
 _OF_NEW_ROWS = {
     "kv_lens": "cache_seqlens",
     "qo_indptr": "cu_seqlens_k_new",
+    "k_scale": "k_descale",
+    "v_scale": "v_descale",
     "cos_sin[0]": "rotary_cos",
     "cos_sin[1]": "rotary_sin",
     "cos_sin": "rotary_cos",
@@ -100,12 +104,16 @@ _OF_CACHES = {
     "kv_lens": "cache_seqlens",
     "qo_indptr": "cu_seqlens_q",
     "window": "window_size",
+    "k_scale": "k_descale",
+    "v_scale": "v_descale",
 }
 _OF_ROWS = {
     "kv_lens": "seqused_k",
     "qo_indptr": "cu_seqlens_q",
     "kv_indptr": "cu_seqlens_k",
     "window": "window_size",
+    "k_scale": "k_descale",
+    "v_scale": "v_descale",
 }
 _APPEND, _ATTEND, _ROWS = (
     CallersNames({**names, "block_table": table}, RuntimeError)
@@ -165,7 +173,7 @@ def flash_attn_with_kvcache(
     k_cache, v_cache : torch.Tensor
         ``(batch_size_cache, seqlen_cache, num_heads_k, head_dim)``, or with page_table
         ``(num_blocks, page_block_size, num_heads_k, head_dim)``, pages of any size. v_cache may
-        have another head_dim.
+        have another head_dim. In q's dtype, or both float8_e4m3fn.
     k, v : torch.Tensor, optional
         ``(batch_size, seqlen_new, num_heads_k, head_dim)``, or ``(total_new, num_heads_k,
         head_dim)`` with cu_seqlens_k_new: written into the caches from cache_seqlens on.
@@ -186,6 +194,9 @@ def flash_attn_with_kvcache(
         ``(batch_size + 1,)`` int32: where the rows of each request begin in q, and in k and v.
     rotary_seqlens : torch.Tensor, optional
         ``(batch_size,)`` int32: for the rotation, in place of cache_seqlens.
+    k_descale, v_descale : torch.Tensor, optional
+        ``(batch_size, num_heads_k)`` float32: factors of float8_e4m3fn caches, into which k and v
+        are written as their quotients with them. 1 by default.
     softmax_scale : float, optional
         Factor of the scores, ``head_dim ** -0.5`` by default.
     causal : bool
@@ -200,7 +211,7 @@ def flash_attn_with_kvcache(
         Whether to return softmax_lse, too.
     max_seqlen_q, scheduler_metadata, num_splits, pack_gqa, sm_margin
         Accepted and ignored.
-    qv, cache_leftpad, q_descale, k_descale, v_descale, attention_chunk
+    qv, cache_leftpad, q_descale, attention_chunk
         Of what cumla does not have: leave them at their defaults.
 
     Returns
@@ -229,10 +240,9 @@ def flash_attn_with_kvcache(
         cache_leftpad=cache_leftpad,
         attention_chunk=attention_chunk or None,
         q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
     )
     check_rows(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    factors = factors_of(k_descale, v_descale)
     check_given(rotary_cos=rotary_cos, rotary_sin=rotary_sin, page_table=page_table)
     check_lists(
         _APPEND,
@@ -252,9 +262,9 @@ def flash_attn_with_kvcache(
             is_one = cu_seqlens_q is None and q.shape[1] == 1  # at the same place either way
             is_ordered = bool(causal) or is_local or is_one
             caches = k_cache, v_cache
-            q, lens = _append(queries, new, v, caches, lens, table, rotation, is_ordered)
+            q, lens = _append(queries, new, v, caches, lens, table, rotation, is_ordered, factors)
     lengths = {"kv_lens": lens, "qo_indptr": cu_seqlens_q, "block_table": table}
-    options = options_of(softmax_scale, causal, window_size, softcap)
+    options = options_of(softmax_scale, causal, window_size, softcap) | factors
     with _ATTEND:
         return attend(q, k_cache, v_cache, return_softmax_lse, **lengths, **options)
 
@@ -290,19 +300,21 @@ def flash_attn_varlen_func(
     ----------
     q, k, v : torch.Tensor
         ``(total_q, num_heads, head_dim)`` and ``(total_k, num_heads_k, head_dim)``, bfloat16 or
-        float16; v may have another head_dim. Or as in `flash_attn_func`, those of q if cu_seqlens_q
-        is None, those of k and v if cu_seqlens_k is None.
+        float16, k and v float8_e4m3fn, too; v may have another head_dim. Or as in
+        `flash_attn_func`, those of q if cu_seqlens_q is None, those of k and v if cu_seqlens_k is
+        None.
     cu_seqlens_q, cu_seqlens_k : torch.Tensor or None
         ``(batch_size + 1,)`` int32: where the rows of each request begin.
     seqused_k : torch.Tensor, optional
         ``(batch_size,)`` int32: how many of its keys each request has; all by default.
-    softmax_scale, causal, window_size, softcap
-        As in `flash_attn_with_kvcache`.
+    k_descale, v_descale, softmax_scale, causal, window_size, softcap
+        As in `flash_attn_with_kvcache`; for rows with cu_seqlens_q and cu_seqlens_k one number for
+        all requests, expanded, or for all heads ``(num_heads_k,)``.
     return_attn_probs : bool
         Whether to return softmax_lse, too.
     max_seqlen_q, max_seqlen_k, num_splits, pack_gqa, deterministic, sm_margin
         Accepted and ignored.
-    seqused_q, qv, q_descale, k_descale, v_descale, attention_chunk
+    seqused_q, qv, q_descale, attention_chunk
         Of what cumla does not have: leave them at their defaults.
 
     Returns
@@ -324,12 +336,11 @@ def flash_attn_varlen_func(
         attention_chunk=attention_chunk or None,
         seqused_q=seqused_q,
         q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
     )
     check_rows(q=q, k=k, v=v)
+    factors = factors_of(k_descale, v_descale)
     check_lists(_ROWS, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
-    options = options_of(softmax_scale, causal, window_size, softcap)
+    options = options_of(softmax_scale, causal, window_size, softcap) | factors
     with _ROWS:
         queries, keys = rows_of("q", q, cu_seqlens_q), rows_of("k", k, cu_seqlens_k)
         lengths = {"kv_lens": seqused_k, "kv_indptr": cu_seqlens_k, "qo_indptr": cu_seqlens_q}
@@ -364,14 +375,14 @@ def flash_attn_func(
     ----------
     q, k, v : torch.Tensor
         ``(batch_size, seqlen_q, num_heads, head_dim)`` and ``(batch_size, seqlen_k, num_heads_k,
-        head_dim)``, bfloat16 or float16, seqlen_k at least 1; v may have another head_dim.
-    softmax_scale, causal, window_size, softcap
+        head_dim)``, bfloat16 or float16, k and v float8_e4m3fn, too; v may have another head_dim.
+    k_descale, v_descale, softmax_scale, causal, window_size, softcap
         As in `flash_attn_with_kvcache`.
     return_attn_probs : bool
         Whether to return softmax_lse, too.
     num_splits, pack_gqa, deterministic, sm_margin
         Accepted and ignored.
-    qv, q_descale, k_descale, v_descale, attention_chunk
+    qv, q_descale, attention_chunk
         Of what cumla does not have: leave them at their defaults.
 
     Returns
@@ -563,6 +574,7 @@ def _append(
     table: Any,
     rotation: _Rotation | None,
     is_ordered: bool,
+    factors: dict[str, Any],
 ) -> tuple[Any, Any]:
     """Write new rows into the caches; give the queries, rotated as the keys are, and lengths."""
     q = queries.rows
@@ -584,5 +596,5 @@ def _append(
         q = turned
     lens = lens + new.lengths()
     options |= {"kv_lens": lens, "qo_indptr": new.offsets, "block_table": table}
-    append_kv_cache(new.rows, v, caches[0], caches[1], **options)
+    append_kv_cache(new.rows, v, caches[0], caches[1], **options, **factors)
     return q, lens

@@ -48,6 +48,7 @@ from cumla.compat._flash_attention import (
     check_given,
     check_lists,
     check_rows,
+    factors_of,
     no_metadata,
     options_of,
     places_of,
@@ -151,7 +152,7 @@ def flash_attn_varlen_func(
     k, v : torch.Tensor
         ``(num_blocks, block_size, num_heads_k, head_dim)`` with block_table, else ``(total_k,
         num_heads_k, head_dim)`` with cu_seqlens_k, or ``(batch_size, seqlen, num_heads_k,
-        head_dim)`` with seqused_k alone; of q's dtype; v may have another head_dim.
+        head_dim)`` with seqused_k alone; of q's dtype or e4m3; v may have another head_dim.
     cu_seqlens_q : torch.Tensor
         ``(batch_size + 1,)`` int32: where the queries of each request begin, and the last ones end.
     cu_seqlens_k : torch.Tensor, optional
@@ -176,10 +177,11 @@ def flash_attn_varlen_func(
     s_aux : torch.Tensor, optional
         ``(num_heads,)``, float32, bfloat16 or float16: attention sinks, a score per head that takes
         part in every sum of weights and has no value.
-    q_descale, k_descale, v_descale
-        Of e4m3 tensors, which this face does not take; ignored for those of 16 bits, as there.
+    k_descale, v_descale : torch.Tensor, optional
+        Factors of e4m3 k and v: ``(1,)``, ``(num_heads_k,)`` or ``(batch_size, num_heads_k)``
+        float32; ignored for those of 16 bits, as there.
     max_seqlen_q, max_seqlen_k, deterministic, return_attn_probs, scheduler_metadata, num_splits, \
-fa_version, cp_rank
+q_descale, fa_version, cp_rank
         Accepted and ignored.
     q_v, dropout_p, alibi_slopes, cp_world_size, cp_tot_seqused_k, output_scale, mask_mod, \
 block_sparse_tensors, aux_tensors, aux_tensor_leading_dims, dynamic_causal
@@ -225,6 +227,8 @@ block_sparse_tensors, aux_tensors, aux_tensor_leading_dims, dynamic_causal
     check_lists(_ATTEND, **lists)
     window = (-1, -1) if window_size is None else window_size
     options = options_of(softmax_scale, causal, window, softcap)
+    if "float8" in str(k.dtype):
+        options |= factors_of(k_descale, v_descale)
     with _ATTEND:
         _check_lengths(cu_seqlens_k, seqused_k, block_table)
         queries = rows_of("q", q, cu_seqlens_q)

@@ -18,7 +18,13 @@ def all_specs() -> tuple[KernelSpec, ...]:
         paged_mqa_schedule,
         quantize_fp8,
     )
-    from cumla.launch.mha import append_kv_cache, attention, attention_prefill
+    from cumla.launch.mha import (
+        append_kv_cache,
+        attention,
+        attention_float32,
+        attention_prefill,
+        invariant_parts,
+    )
     from cumla.launch.mla import (
         append_cache,
         append_fp8_cache,
@@ -40,6 +46,8 @@ def all_specs() -> tuple[KernelSpec, ...]:
         + append_kv_cache.SPECS
         + attention.SPECS
         + attention_prefill.SPECS
+        + attention_float32.SPECS
+        + invariant_parts.SPECS
         + append_indexer_cache.SPECS
         + quantize_fp8.SPECS
         + mqa_logits.SPECS

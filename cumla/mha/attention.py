@@ -121,8 +121,9 @@ def attention(
     ----------
     q : array
         ``(total_tokens, num_heads, head_dim)`` with qo_indptr, or ``(batch, q_len, num_heads,
-        head_dim)`` without, bfloat16 or float16, head_dim a multiple of 8 up to 256; of CuPy,
-        PyTorch, JAX or NumPy. Any strides that are multiples of 16 bytes, the last axis contiguous.
+        head_dim)`` without, bfloat16 or float16, head_dim a multiple of 8 up to 256, or float32,
+        head_dim a multiple of 4, which takes far longer; of CuPy, PyTorch, JAX or NumPy. Any
+        strides that are multiples of 16 bytes, the last axis contiguous.
     k, v : array
         Pages ``(num_pages, page_size, num_kv_heads, head_dim)`` of q's dtype, of any page size;
         v may have another head_dim_v, a multiple of 8 up to 256. num_heads is a multiple of
@@ -248,6 +249,9 @@ def _checked_options(
     factors: tuple[float | None, float | None],
 ) -> _Options:
     causal = checked_flag("causal", causal)
+    for name, number in (("softcap", softcap), ("softmax_scale", softmax_scale)):
+        if isinstance(number, (bool, np.bool_)):
+            raise TypeError(f"{name}: needs a number, got bool; pass one, or leave it out")
     cap = 0.0 if softcap is None else as_number("softcap", softcap)
     if not (cap == 0.0 and softcap is None) and not 1e-3 <= cap <= 1e6:
         raise ValueError(
@@ -343,8 +347,7 @@ class _Attention(Scheduled[MHAArguments, MHAKey]):
 
     def arguments(self, views: Views, options: _Options) -> tuple[Any, MHAArguments]:
         given = {name for name, view in views.items() if view is not None}
-        q = views["q"]
-        assert q is not None
+        q = _checked_rows("q", views)
         _check_lengths_given(given, len(q.shape), len(views["k"].shape) if views["k"] else 0)
         lengths, attend = super().arguments(views, options)
         if attend.pages is not None:
@@ -407,7 +410,8 @@ def _key(
 ) -> MHAKey:
     """Make a key, the same object each time: it keeps what follows from it."""
     *sizes, q_len = shape
-    key = MHAKey(batch, *sizes, causal, q_len, device, sm_count, *cuts)
+    modes: tuple[Any, ...] = (causal, q_len, device, sm_count, *cuts)
+    key = MHAKey(batch, *sizes, *modes)
     if key.num_places > _MOST_PLACES:
         raise ValueError(
             f"q: needs fewer query tokens, or heads, than a schedule can hold, got "
@@ -632,7 +636,8 @@ class AttentionPlan(TableOrList[MHAKey]):
         Query tokens of each request, where q is ``(batch, q_len, num_heads, head_dim)``: then
         total_tokens is ``batch * q_len``.
     dtype : str
-        ``"bfloat16"`` or ``"float16"``: of q, and of k and v unless `cache_dtype` says otherwise.
+        ``"bfloat16"``, ``"float16"`` or ``"float32"``: of q, and of k and v unless `cache_dtype`
+        says otherwise.
     cache_dtype : str, optional
         ``"float8_e4m3fn"`` for e4m3 keys and values; dtype by default.
     causal, window, batch_invariant
@@ -698,6 +703,8 @@ class AttentionPlan(TableOrList[MHAKey]):
             return _key(batch, shape, causal, on, sm_count, cuts)
 
         self._make(key_on, device, workspace, like, stream)
+        names = ["kv_lens" if page_size else "kv_indptr=..."]
+        vars(self)["_lengths"] = ", ".join(names if q_len else [*names, "qo_indptr=..."])
 
     @classmethod
     def from_arrays(
@@ -800,12 +807,31 @@ class AttentionPlan(TableOrList[MHAKey]):
         lengths = {"kv_lens": kv_lens, "qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
         given = {name: array for name, array in lengths.items() if array is not None}
         has_pages = self.key.page_size != 0
-        names = {*given, "kv_indices"} if has_pages and "kv_indptr" in given else set(given)
-        _check_lengths_given(names, 4 if self.key.q_len else 3, 4 if has_pages else 3)
+        self._check_lengths_given(given)
         self._update(given, self.key.batch, stream)
         has_list = has_pages and kv_indptr is not None
         if has_list != self._has_list:
             self._take_form(has_list)
+
+    def _check_lengths_given(self, given: Mapping[str, Any]) -> None:
+        """Check that an update has the lengths that this plan needs, and no others."""
+        key = self.key
+        if key.q_len and "qo_indptr" in given:
+            raise ValueError(
+                f"qo_indptr: needs a plan without q_len, got one for {key.q_len} query tokens of "
+                f"each request; leave it out"
+            )
+        needed = {
+            "qo_indptr": (not key.q_len, "a plan without q_len, to tell the queries of each"),
+            "kv_indptr": (
+                not key.page_size,
+                "a plan for rows without pages, to tell those of each",
+            ),
+            "kv_lens": (bool(key.page_size), "a plan for pages, to tell the keys of each"),
+        }
+        for name, (is_needed, why) in needed.items():
+            if is_needed and name not in given:
+                raise ValueError(f"{name}: needed for {why} request, got None; pass it")
 
     def run(
         self,
@@ -834,7 +860,8 @@ kv_layout, out, lse, stream
             As in :func:`attention`. Of block_table and kv_indices the one that the last update asks
             for, and neither for rows without pages.
         """
-        options, factors, inputs = self._usual, (None, None), {"q": q, "k": k, "v": v}
+        options, inputs = self._usual, {"q": q, "k": k, "v": v}
+        factors: tuple[float | None, float | None] = (None, None)
         if k_scale is not None or v_scale is not None:
             factors = number_of("k_scale", k_scale), number_of("v_scale", v_scale)
             for name, scale, number in zip(_FACTORS, (k_scale, v_scale), factors, strict=True):

@@ -90,9 +90,9 @@ def append_kv_cache(
     ----------
     k, v : array
         ``(tokens, num_kv_heads, head_dim)``, or ``(batch, q_len, num_kv_heads, head_dim)``,
-        bfloat16 or float16, head_dim a multiple of 8 up to 512; v may have another head_dim. Of
-        CuPy, PyTorch, JAX or NumPy. Strides are any multiples of 16 bytes, the last axis is
-        contiguous.
+        bfloat16, float16 or float32, head_dim a multiple of 8 up to 512; v may have another
+        head_dim. Of CuPy, PyTorch, JAX or NumPy. Strides are any multiples of 16 bytes, the last
+        axis is contiguous.
     k_cache, v_cache : array
         ``(num_pages, page_size, num_kv_heads, head_dim)`` with the columns of k and v, of their
         dtype, or float8_e4m3fn, or uint8 with its bits; any page size, strides as for k. For a

@@ -48,9 +48,9 @@ def apply_rope(
     Parameters
     ----------
     q : array
-        ``(tokens, num_heads, head_dim)`` bfloat16 or float16, head_dim a multiple of 8 up to 512;
-        of CuPy, PyTorch, JAX or NumPy. Strides are any multiples of 16 bytes, the last axis is
-        contiguous.
+        ``(tokens, num_heads, head_dim)`` bfloat16, float16 or float32, head_dim a multiple of 8 up
+        to 512; of CuPy, PyTorch, JAX or NumPy. Strides are any multiples of 16 bytes, the last axis
+        is contiguous.
     k : array or None
         ``(tokens, num_kv_heads, head_dim)`` of q's dtype. None rotates q alone.
     positions : array

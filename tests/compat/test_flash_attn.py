@@ -417,6 +417,7 @@ def test_an_empty_batch() -> None:
 
 SEQLENS = int32(3, 3)
 TWO = torch.zeros(2, 1, 2, 16).half()
+E4M3_ROWS = torch.zeros(2, 8, 2, 16).to(torch.float8_e4m3fn)
 SCALES = torch.ones(2, 2)
 
 
@@ -427,10 +428,7 @@ SCALES = torch.ones(2, 2)
         ({"cache_leftpad": SEQLENS}, "cache_leftpad: .*leave it out"),
         ({"attention_chunk": 4}, "attention_chunk: .*leave it at 0"),
         ({"q_descale": SCALES}, "q_descale: .*bfloat16"),
-        ({"k_descale": SCALES}, "k_descale: .*bfloat16"),
-        ({"v_descale": SCALES}, "v_descale: .*bfloat16"),
         ({"q": torch.zeros(2, 1, 4, 16).to(torch.float8_e4m3fn)}, "q: .*float8.*convert"),
-        ({"v_cache": torch.zeros(2, 8, 2, 16).to(torch.float8_e4m3fn)}, "v_cache: .*convert"),
         ({"v_cache": torch.zeros(2, 8, 2, 512).half()}, "v_cache: .*256 .*512.*mla_decode"),
         ({"q": torch.zeros(2, 1, 4, 16, requires_grad=True)}, "q: .*gradient.*no_grad"),
     ],
@@ -441,7 +439,7 @@ def test_what_cumla_does_not_have(small: Small, changes: dict[str, Any], says: s
 
 
 @pytest.mark.parametrize(
-    "changes", [{"qv": TWO}, {"attention_chunk": 8}, {"k_descale": SCALES}], ids=str
+    "changes", [{"qv": TWO}, {"attention_chunk": 8}, {"q_descale": SCALES}], ids=str
 )
 def test_what_cumla_does_not_have_for_rows(changes: dict[str, Any]) -> None:
     name = next(iter(changes))
@@ -452,6 +450,61 @@ def test_what_cumla_does_not_have_for_rows(changes: dict[str, Any]) -> None:
         flash_attn_varlen_func(rows, rows, rows, offsets, offsets, 1, 1, **changes)
     with pytest.raises(NotImplementedError, match=r"^seqused_q: .*cu_seqlens_q"):
         flash_attn_varlen_func(rows, rows, rows, offsets, offsets, 1, 1, seqused_q=SEQLENS)
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_caches_of_e4m3(small: Small, expanded: bool) -> None:
+    """Factors a request and head, or one for all, expanded."""
+    factors = torch.full((1, 1), 1.5).expand(2, 2) if expanded else SCALES
+    caches = [cache.to(torch.float8_e4m3fn) for cache in (small.k_cache, small.v_cache)]
+    options = {"cache_seqlens": SEQLENS, "return_softmax_lse": True}
+    descales = {"k_descale": factors, "v_descale": factors}
+    found = flash_attn_with_kvcache(small.q, *caches, **descales, **options)
+    plain = [cache.float() * factors[:, None, :, None] for cache in caches]
+    for request, used in enumerate(SEQLENS.tolist()):
+        k, v = (cache[request, :used] for cache in plain)
+        out, lse = naive(small.q[request], k, v)
+        assert_state((found[0][request], found[1][request]), (out, lse))
+
+
+def test_new_rows_become_e4m3(small: Small) -> None:
+    """They are written as their quotients with the factors that they are read with."""
+    caches = [torch.zeros(2, 8, 2, 16).to(torch.float8_e4m3fn) for _ in range(2)]
+    new = [torch.ones(2, 1, 2, 16).half() * 3 for _ in range(2)]
+    first = int32(0, 0)
+    descales = {"k_descale": SCALES, "v_descale": SCALES}
+    out = flash_attn_with_kvcache(small.q, *caches, *new, cache_seqlens=first, **descales)
+    stored = caches[1].float()[:, 0] * SCALES[:, :, None]
+    torch.testing.assert_close(stored, new[1][:, 0].float(), rtol=0.07, atol=0)
+    torch.testing.assert_close(out[:, 0].float(), stored.repeat_interleave(2, 1), rtol=2e-3, atol=0)
+
+
+def test_rows_of_e4m3() -> None:
+    rows = torch.randn(3, 2, 16).to(torch.float8_e4m3fn)
+    q, offsets = torch.randn(3, 4, 16).half(), int32(0, 1, 3)
+    one = torch.full((1, 1), 2.0).expand(2, 2)
+    out = flash_attn_varlen_func(
+        q, rows, rows, offsets, offsets, 2, 2, k_descale=one, v_descale=one, causal=True
+    )
+    plain = rows.float() * 2
+    for begin, end in ((0, 1), (1, 3)):
+        some = slice(begin, end)
+        expected, _ = naive(q[some], plain[some], plain[some], causal=True)
+        torch.testing.assert_close(out[some].float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_no_key() -> None:
+    """Nothing is visible: out is 0, and nothing fails."""
+    q, none = torch.randn(2, 3, 4, 16).half(), torch.zeros(2, 0, 2, 16).half()
+    out, lse = flash_attn_func(q, none, none.new_zeros(2, 0, 2, 32), return_attn_probs=True)
+    assert out.shape == (2, 3, 4, 32)
+    assert out.dtype == q.dtype
+    assert not out.any()
+    assert lse.shape == (2, 4, 3)
+    assert torch.isneginf(lse).all()
+    rows, offsets = q.flatten(0, 1), int32(0, 3, 6)
+    found = flash_attn_varlen_func(rows, none[0], none[0], offsets, int32(0, 0, 0), 3, 0)
+    assert not found.any()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -493,7 +546,14 @@ NEW = {"k": TWO, "v": TWO}
             {"q": torch.zeros(2, 1, 3, 16).half()},
             "q: needs a multiple of the 2 kv heads of k_cache",
         ),
-        ({"q": torch.zeros(2, 1, 4, 16)}, "q: needs bfloat16 or float16"),
+        ({"q": torch.zeros(2, 1, 4, 16).double()}, "q: needs bfloat16 or float16"),
+        ({"q": torch.zeros(2, 1, 4, 16)}, "k_cache: needs float32, got float16"),
+        ({"v_cache": E4M3_ROWS}, "v_cache: needs the kind of numbers of k_cache"),
+        ({"k_descale": SCALES}, "k_descale: needs an e4m3 cache, got float16"),
+        (
+            {"k_cache": E4M3_ROWS, "v_cache": E4M3_ROWS, "v_descale": SCALES[:1, :, None]},
+            "v_descale: needs shape",
+        ),
         ({"k_cache": torch.zeros(2, 8, 2, 16).bfloat16()}, "k_cache: needs float16"),
         ({"v_cache": torch.zeros(2, 7, 2, 16).half()}, "v_cache: needs the pages.*of k_cache"),
         ({"cache_seqlens": SEQLENS.long()}, "cache_seqlens: needs int32"),

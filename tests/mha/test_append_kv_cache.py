@@ -82,7 +82,8 @@ def fp8(**changes: Any) -> Arguments:
 # --- what is refused ------------------------------------------------------------------------------
 
 SLOTS = [
-    *(wrong_type(name, aligned((5, 2, 64), F32), " ... got float32; convert") for name in "kv"),
+    wrong_type("k", aligned((5, 2, 64), np.float64), " ... got float64; convert"),
+    wrong_type("v", aligned((5, 2, 64), F32), "bfloat16, got float32; convert"),
     wrong_type("v", aligned((5, 2, 32), F16), "bfloat16, got float16; convert it first"),
     *(
         wrong("k", aligned(shape), f"shape (tokens, num_kv_heads, columns) or ... got {shape}; re")

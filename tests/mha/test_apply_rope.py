@@ -26,7 +26,7 @@ F16, F32 = np.float16, np.float32
 
 @all_of(
     [
-        wrong_type("q", aligned((5, 4, 64), F32), "bfloat16 or float16, got float32; convert"),
+        wrong_type("q", aligned((5, 4, 64), np.float64), "bfloat16 or float16 or float32, got fl"),
         *(
             wrong("q", aligned(shape), f"shape (tokens, heads, head_dim) ... got {shape}; reshape")
             for shape in ((5, 64), (1, 5, 4, 64), (5, 4, 60), (5, 0, 64), (5, 4, 1024))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -31,7 +32,7 @@ from tests.calls import (
 )
 from tests.fake_cuda import FakeBindings, FakeCuPy
 
-F16, F32 = np.float16, np.float32
+F16, F32, E4M3 = np.float16, np.float32, np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def paged(**changes: Any) -> Arguments:
@@ -46,18 +47,34 @@ def equal(**changes: Any) -> Arguments:
     return equal_queries() | changes
 
 
+def paged_e4m3(**changes: Any) -> Arguments:
+    given = keys_in_pages()
+    return given | {name: given[name].astype(E4M3) for name in "kv"} | changes
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 PAGED = [
-    wrong_type("q", aligned((8, 4, 64), F32), "bfloat16 or float16, got float32; convert"),
-    wrong_type("k", aligned((6, 16, 2, 64), F16), "bfloat16, got float16; convert"),
-    wrong_type("v", aligned((6, 16, 2, 32), np.uint8), "bfloat16, got uint8; convert"),
+    wrong_type("q", aligned((8, 4, 64), np.float64), "bfloat16 or float16 or float32, got float64"),
+    wrong_type("q", aligned((8, 4, 64), F32), "")._replace(message="k: needs float32, got bfloat1"),
+    wrong_type(
+        "k", aligned((6, 16, 2, 64), F16), "bfloat16 or float8_e4m3fn or uint8, got float16; conv"
+    ),
+    wrong_type("v", aligned((6, 16, 2, 32), np.uint8), "the kind of numbers of k, bfloat16, got u"),
+    wrong_type("k", aligned((6, 16, 2, 64), E4M3), "")._replace(
+        message="v: needs the kind of numbers of k, float8_e4m3fn, got bfloat16; pass both of"
+    ),
+    wrong("k_scale", 2.0, "an e4m3 cache, got bfloat16; leave it out"),
+    wrong_type("v_scale", True, "a number, or a float32 array, got bool; convert"),
+    wrong_type("softcap", True, "a number, got bool; pass one, or leave it out"),
+    wrong_type("softmax_scale", np.bool_(1), "a number, got bool; pass one, or leave it out"),
+    wrong_type("batch_invariant", 1, "True or False, got int"),
     *(
         wrong("q", aligned(shape), f"shape (total_tokens, num_heads, head_dim) ... got {shape}; re")
         for shape in ((8, 4, 60), (8, 4, 264), (8, 4, 0))
     ),
     *(
-        wrong("q", aligned(shape), "")._replace(message="q")  # its axes, or offsets for them
+        wrong("q", aligned(shape), f"shape (total_tokens, num_heads, head_dim) or ... {shape}")
         for shape in ((8, 64), (1, 1, 8, 4, 64))
     ),
     wrong("q", aligned((8, 4, 32)), "")._replace(message="k: needs the 32 columns of q, got shape"),
@@ -166,9 +183,24 @@ EQUAL = [
     wrong("kv_lens", int32(5, 9, 1), "shape (batch,) with batch 2, got (3,)"),
     wrong("block_table", int32([0, 1]), "shape (batch, max_pages) with batch 2, got (1, 2)"),
 ]
+E4M3_PAGED = [
+    wrong("k_scale", numbers(3, dtype=F32), "shape (1,), (2,), or (batch, 2) with block_table or"),
+    wrong(
+        "v_scale", numbers(3, 2, dtype=F32), "shape (1,), (2,), or (batch, 2) with ... got (3, 2)"
+    ),
+    wrong_type("k_scale", numbers(1), "float32, got bfloat16; convert"),
+    wrong("k_scale", 1e-40, "a number from 2 ** -126 to 2 ** 126, got 1e-40"),
+    wrong("k", aligned((6, 16, 2, 72), E4M3), "shape ... with a multiple of 16 columns up to 256"),
+    wrong_type("q", aligned((8, 4, 64), F32), "")._replace(message="k: needs float32, got float8"),
+]
 REFUSED = [
     pytest.param(make, refusal, id=f"{next(iter(refusal.changes))}-{refusal.message[:60]}")
-    for make, refusals in ((paged, PAGED), (rows, ROWS), (equal, EQUAL))
+    for make, refusals in (
+        (paged, PAGED),
+        (rows, ROWS),
+        (equal, EQUAL),
+        (paged_e4m3, E4M3_PAGED),
+    )
     for refusal in refusals
 ]
 
@@ -343,7 +375,20 @@ PLANNED = PLANS["AttentionPlan"]
         ({"head_dim": 60}, ValueError, "head_dim: needs a multiple of 8 up to 256, got 60; pad"),
         ({"head_dim_v": 264}, ValueError, "head_dim_v: needs a multiple of 8 up to 256, got 264"),
         ({"num_kv_heads": 3}, ValueError, "num_heads: needs a multiple of num_kv_heads 3, got 4"),
-        ({"dtype": "float32"}, ValueError, "dtype: needs bfloat16 or float16, got 'float32'; pass"),
+        ({"dtype": "float64"}, ValueError, "dtype: needs bfloat16 or float16 or float32, got 'fl"),
+        ({"cache_dtype": "float16"}, TypeError, "cache_dtype: needs dtype's bfloat16, or float8_e"),
+        (
+            {"dtype": "float32", "cache_dtype": "float8_e4m3fn"},
+            TypeError,
+            "cache_dtype: needs dtype's float32, or float8_e4m3fn, got float8_e4m3fn",
+        ),
+        (
+            {"cache_dtype": "float8_e4m3fn", "head_dim": 72},
+            ValueError,
+            "head_dim: needs a multiple of 16 up to 256, got 72",
+        ),
+        ({"batch_invariant": True}, ValueError, "max_kv_len: needs the length of the longest req"),
+        ({"max_kv_len": 5}, ValueError, "max_kv_len: needs batch_invariant=True, got 5 for a plan"),
         ({"q_len": 3}, ValueError, "total_tokens: needs batch * q_len = 6, got 8; pass"),
         ({"window": (1, 2, 3)}, ValueError, "window: needs one number or a pair (left, right)"),
         ({"window": -2}, ValueError, "window: needs a number from -1, got -2"),
@@ -375,6 +420,48 @@ def test_a_plan_for_hnd() -> None:
     got = plan.run(**PLANNED.inputs(turned), kv_layout="HND")
     for one, other in zip(got, cumla.attention(**arguments), strict=True):
         assert one[1:6].tobytes() == other[1:6].tobytes()
+
+
+@pytest.mark.parametrize("scale", [2.0, (1,), (2,), (2, 2)], ids=str)
+def test_a_plan_for_e4m3(scale: Any) -> None:
+    """Its runs have the factors, as numbers or arrays."""
+    arguments = paged_e4m3()
+    factors = scale if isinstance(scale, float) else numbers(*scale, dtype=F32)
+    options = {"k_scale": factors, "v_scale": factors}
+    plan = PLANNED.ready(arguments)
+    assert plan.key.cache_dtype == "float8_e4m3fn"
+    made = cumla.AttentionPlan(**PLANNED.numbers, cache_dtype="float8_e4m3fn", like=arguments["q"])
+    assert made.key == plan.key
+    got = plan.run(**PLANNED.inputs(arguments), **options)
+    expected = cumla.attention(**arguments, **options)
+    plain = cumla.attention(**arguments)
+    assert got[0][1:6].tobytes() == expected[0][1:6].tobytes() != plain[0][1:6].tobytes()
+    with refused(ValueError, "plan: made for ("):
+        plan.run(**PLANNED.inputs(paged()))
+
+
+def test_bits_of_e4m3_as_uint8() -> None:
+    arguments = paged_e4m3()
+    as_bits = arguments | {name: arguments[name].view(np.uint8) for name in "kv"}
+    for one, other in zip(cumla.attention(**as_bits), cumla.attention(**arguments), strict=True):
+        assert one[1:6].tobytes() == other[1:6].tobytes()
+
+
+def test_messages_of_a_plan_name_what_it_takes() -> None:
+    equal_plan = cumla.AttentionPlan(2, 4, 4, 64, q_len=2, like=np.zeros(1))
+    with refused(ValueError, "plan: never updated; call plan.update(kv_lens) before the first run"):
+        equal_plan.run(**PLANS["AttentionPlan"].inputs(keys_in_pages()))
+    with refused(ValueError, "qo_indptr: needs a plan without q_len, got one for 2 query tokens"):
+        equal_plan.update(int32(3, 4), qo_indptr=int32(0, 2, 4))
+    with refused(ValueError, "kv_lens: needed for a plan for pages, to tell the keys of each"):
+        equal_plan.update()
+    of_rows = cumla.AttentionPlan(2, 4, 4, 64, page_size=0, like=np.zeros(1))
+    with refused(ValueError, "plan: never updated; call plan.update(kv_indptr=..., qo_indptr=..."):
+        of_rows.run(**PLANS["AttentionPlan"].inputs(keys_in_pages()))
+    with refused(ValueError, "kv_indptr: needed for a plan for rows without pages, to tell those"):
+        of_rows.update(qo_indptr=int32(0, 2, 4))
+    with refused(ValueError, "qo_indptr: needed for a plan without q_len, to tell the queries of"):
+        of_rows.update(kv_indptr=int32(0, 2, 4))
 
 
 def test_a_table_after_an_update_for_a_list() -> None:

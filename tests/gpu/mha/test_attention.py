@@ -16,7 +16,7 @@ from tests.gpu.tools.arrays import to_torch
 from tests.gpu.tools.memory import Memory
 from tests.mha.attention_cases import Sample, check, make, samples
 
-KERNELS = ("attention", "ragged_schedule")
+KERNELS = ("attention", "attention_float32", "invariant_parts", "ragged_schedule")
 cp: Any = pytest.importorskip("cupy")
 
 Array = Any
@@ -66,6 +66,113 @@ def test_repeats_are_the_same_to_the_bit(s: Sample) -> None:
     for run in runs[1:]:
         for one, other in zip(run, runs[0], strict=True):
             assert bool((one == other).all())
+
+
+@pytest.mark.parametrize("s", samples(60, dtype="float32"), ids=lambda s: str(s.seed))
+def test_float32(s: Sample, record_figures: Report) -> None:
+    got, expected = run_on_gpu(make(s)), cumla.reference.attention(**make(s))
+    record_figures(check(s, got, expected))
+
+
+@pytest.mark.parametrize("s", samples(40, cache="e4m3"), ids=lambda s: str(s.seed))
+def test_cuts_at_fixed_positions(s: Sample, record_figures: Report) -> None:
+    got = run_on_gpu(make(s) | {"batch_invariant": True})
+    record_figures(check(s, got, cumla.reference.attention(**make(s))))
+
+
+# --- e4m3 -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_e4m3_number(dtype: str, columns: int) -> None:
+    """Each of the 254 codes that are numbers is the only value of a request; NaN nobody sees."""
+    codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
+    v = np.full((len(codes), 4, 2, columns), 0x7F, np.uint8)  # pages of 4 tokens, one of which is
+    v[:, 0] = codes[:, None, None]
+    k = np.full_like(v, 0xFF)
+    k[:, 0] = codes[::-1, None, None]
+    given = {
+        "q": np.ones((len(codes), 1, 8, columns), {"bfloat16": BF16}.get(dtype, np.float16)),
+        "k": k,
+        "v": v,
+        "kv_lens": np.ones(len(codes), np.int32),
+        "block_table": np.arange(len(codes), dtype=np.int32)[:, None],
+        "k_scale": 2.0**-9,
+        "v_scale": np.float32([[1, 2]]).repeat(len(codes), axis=0),
+    }
+    out, lse = run_on_gpu(given)
+    numbers = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    values = numbers[:, None] * np.repeat([1.0, 2.0], 4)
+    assert (out[:, 0, :, 0].astype(np.float64) == values).all()
+    assert (out == out[..., :1]).all()
+    scores = numbers[::-1] * 2.0**-9 * columns**0.5
+    np.testing.assert_allclose(lse[:, :, 0], np.repeat(scores[:, None], 8, 1), rtol=1e-5, atol=1e-6)
+
+
+def test_factors_may_change_between_replays() -> None:
+    """They are read by the kernel: a graph has the address."""
+    rng = np.random.default_rng(4)
+    cache = rng.standard_normal((2, 20, 16, 2, 64), np.float32).astype(ml_dtypes.float8_e4m3fn)
+    host = {
+        "q": rng.standard_normal((2, 1, 8, 64), np.float32).astype(BF16),
+        "k": cache[0],
+        "v": cache[1],
+        "block_table": rng.permutation(20).reshape(2, 10).astype(np.int32),
+        "k_scale": np.ones(1, np.float32),
+        "v_scale": np.ones(1, np.float32),
+    }
+    there = {name: Memory(cp).upload(value) for name, value in host.items()}
+    kv_lens = cp.asarray(np.array([150, 7], np.int32))
+    plan = cumla.AttentionPlan.from_arrays(there["q"], there["k"], there["v"])
+    plan.prepare()
+    outputs = {
+        "out": cp.zeros((2, 1, 8, 64), dtype=cp.uint16).view(BF16),
+        "lse": cp.zeros((2, 8, 1), dtype=cp.float32),
+    }
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        plan.update(kv_lens)
+        plan.run(**there, **outputs)
+        graph = stream.end_capture()
+    for factor in (0.5, 3.0):
+        for name in ("k_scale", "v_scale"):
+            there[name].set(np.full(1, factor, np.float32))
+        cp.cuda.Device().synchronize()
+        graph.launch(stream=stream)
+        stream.synchronize()
+        expected = cumla.attention(**there, kv_lens=kv_lens)
+        for name, other in zip(("out", "lse"), expected, strict=True):
+            assert bool((bits(outputs[name]) == bits(other)).all())
+
+
+# --- batch invariance -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", ["same", "e4m3"])
+def test_bits_of_a_request_do_not_depend_on_its_neighbours(cache: str) -> None:
+    arguments = mixed(128, 16, (32, 8))
+    if cache == "e4m3":
+        arguments |= {n: arguments[n].astype(ml_dtypes.float8_e4m3fn) for n in "kv"}
+    bounds = arguments["qo_indptr"]
+    there = {n: Memory(cp).upload(a) for n, a in arguments.items()}
+    outputs = poisoned(arguments)
+    whole = cumla.attention(**there, **outputs, batch_invariant=True)
+    agree(whole, cumla.reference.attention(**arguments), bounds)
+    for batch in ([1], [7, 11], [10, 1, 6]):
+        rows = np.concatenate([np.arange(bounds[r], bounds[r + 1]) for r in batch])
+        ends = np.cumsum([0, *(MIXED_Q[r] for r in batch)]).astype(np.int32)
+        some = there | {
+            "q": there["q"][cp.asarray(rows)],
+            "kv_lens": there["kv_lens"][cp.asarray(batch)],
+            "qo_indptr": cp.asarray(ends),
+            "block_table": there["block_table"][cp.asarray(batch)],
+        }
+        alone = cumla.attention(**some, batch_invariant=True)
+        for one, other in zip(alone, whole, strict=True):
+            assert bool((bits(one) == bits(other)[cp.asarray(rows)]).all())
 
 
 # --- a mix ----------------------------------------------------------------------------------------

@@ -197,12 +197,7 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
     for cache in ("bfloat16", "uint8"):
         append_kv(cupy, cache)
         print(f"sanitize: keys and values into {cache}: agree", flush=True)
-    for sample in attention_cases.samples(4, lens=(130, 3)):  # pages, rows, windows, sinks
-        attend_mha(cupy, sample)
-    with multiprocessors(3):  # what is cut, and several row tiles and many blocks a part
-        for sample in attention_cases.samples(2, lens=(2000, 70), columns=(64, 64), page_size=16):
-            attend_mha(cupy, sample)
-    print("sanitize: attention of many heads: agrees", flush=True)
+    attend_many_heads(cupy)
     for dtype in ("bfloat16", "float32"):
         quantize_rows(cupy, dtype)
         print(f"sanitize: FP8 of {dtype}: agrees", flush=True)
@@ -465,7 +460,22 @@ def attend_ragged(cupy: Any, case: Ragged) -> None:
     problem.check(typed(out.view(np.uint16).get(), case.dtype), lse.get())
 
 
-def attend_mha(cupy: Any, sample: attention_cases.Sample) -> None:
+def attend_many_heads(cupy: Any) -> None:
+    """All forms of keys and values: pages, rows, e4m3, float32."""
+    for sample in attention_cases.samples(4, lens=(130, 3)):  # pages, rows, windows, sinks
+        attend_mha(cupy, sample)
+    with multiprocessors(3):  # what is cut, and several row tiles and many blocks a part
+        for sample in attention_cases.samples(2, lens=(2000, 70), columns=(64, 64), page_size=16):
+            attend_mha(cupy, sample)
+        for sample in attention_cases.samples(1, lens=(2000, 70), columns=(64, 64), cache="e4m3"):
+            attend_mha(cupy, sample)
+            attend_mha(cupy, sample, batch_invariant=True)
+    for sample in attention_cases.samples(2, lens=(130, 3), dtype="float32"):
+        attend_mha(cupy, sample)
+    print("sanitize: attention of many heads: agrees", flush=True)
+
+
+def attend_mha(cupy: Any, sample: attention_cases.Sample, **options: Any) -> None:
     """Keys and values of many heads; copies have no gaps between rows."""
     host = attention_cases.make(sample)
     there = {}
@@ -474,7 +484,7 @@ def attend_mha(cupy: Any, sample: attention_cases.Sample) -> None:
             flat = np.ascontiguousarray(value)
             value = cupy.asarray(flat.view(f"u{flat.itemsize}")).view(flat.dtype)
         there[name] = value
-    out, lse = cumla.attention(**there)
+    out, lse = cumla.attention(**there, **options)
     found = out.view(f"u{out.dtype.itemsize}").get().view(out.dtype), lse.get()
     attention_cases.check(sample, found, cumla.reference.attention(**host))
 
