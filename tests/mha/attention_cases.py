@@ -12,7 +12,7 @@ import numpy as np
 
 from cumla import reference
 
-__all__ = ["Sample", "check", "make", "samples"]
+__all__ = ["MANY", "Sample", "check", "make", "samples"]
 
 DTYPES: dict[str, Any] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -39,6 +39,9 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "cache": ("same", "same", "e4m3"),  # where columns are multiples of 16
     "factors": ("none", "numbers", "one", "heads", "requests"),  # of e4m3
 }
+
+MANY: dict[str, Any] = {"queries": "many", "cache": "same", "heads": (8, 2), "lens": (200, 70, 0)}
+"""Fixes what makes row tiles full, so that few multiprocessors take whole ones."""
 
 
 @dataclass(frozen=True)

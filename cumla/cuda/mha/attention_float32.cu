@@ -74,7 +74,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTil
   output.load(nullptr, 0);
   const float sink = p.sinks == nullptr ? -kInfinity : p.sinks[from.head] * kLog2E;
   float maximum = sink, sum = sink == -kInfinity ? 0.0f : 1.0f;
-  const Seen seen = seen_by(p, tile, segment, row);
+  const Seen seen = seen_by(p, tile, segment.tokens, row);
 #pragma unroll 1
   for (int first = seen.first; first < seen.end; first += kAtOnce) {
     const char* values[kAtOnce];
@@ -83,7 +83,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTil
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       int of_page = 0;
-      const int page = first + i < seen.end ? page_of(p, tile, segment, first + i, of_page) : -1;
+      const int page = first + i < seen.end ? page_of(p, tile, segment.tokens, first + i, of_page) : -1;
       loaded[i].load(row_in(p.keys, page, of_page), p.key_columns);
       values[i] = row_in(p.values, page, of_page);
     }

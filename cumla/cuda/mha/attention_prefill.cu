@@ -157,7 +157,7 @@ struct Dealer {
   }
 };
 
-// The n-th item, between its announcement and the last use of it by this warp.
+// The n-th item, between its announcement and this thread's arrival at item_free.
 template <typename Layout>
 __device__ __forceinline__ Item read_item(const Layout& shared, u32 n) {
   const uint4 a = load_shared_16(shared.item(n & 1)), b = load_shared_16(shared.item(n & 1) + 16);
@@ -165,13 +165,12 @@ __device__ __forceinline__ Item read_item(const Layout& shared, u32 n) {
           static_cast<i64>(static_cast<u64>(b.y) << 32 | b.x), static_cast<int>(b.z), static_cast<int>(b.w)};
 }
 
-// Each loading warp: it uses what it read, and no more.
+// A loading warp uses what it read once.
 template <typename Layout>
 __device__ __forceinline__ Item item_at(const Layout& shared, u32 n) {
   mbarrier_wait(shared.item_full(n & 1), n >> 1 & 1, "an announcement");
   const Item item = read_item(shared, n);
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.item_free(n & 1));
+  mbarrier_arrive(shared.item_free(n & 1));
   return item;
 }
 
@@ -523,7 +522,7 @@ struct PrefillConsumer {
       else
         arrive(shared.query_free(consumer));
       write();
-      arrive(shared.item_free(n & 1));
+      mbarrier_arrive(shared.item_free(n & 1));
     }
     if (consumer == 0) take_turn();  // which the other one gave
   }
@@ -548,7 +547,7 @@ __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(shared.item_full(i), 1);
-      mbarrier_init(shared.item_free(i), kCopied ? 12 : 11);
+      mbarrier_init(shared.item_free(i), 32 * (kCopied ? 12 : 11));  // all threads that read it
       mbarrier_init(shared.query_full(i), 1);
       mbarrier_init(shared.query_free(i), 4);
     }

@@ -15,10 +15,9 @@ import tests.emulator
 from cumla.launch.kernel import Launch
 from tests.calls import int32
 from tests.emulator import emulate, emulated_gpu
-from tests.mha.attention_cases import Sample, check, make, samples
+from tests.mha.attention_cases import MANY, Sample, check, make, samples
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-MANY: dict[str, Any] = {"queries": "many", "cache": "same", "heads": (8, 2), "lens": (200, 70, 0)}
 FEW = (  # few kernels: each takes seconds to compile
     *samples(8, columns=(64, 64), dtype="bfloat16", page_size=16, **MANY),
     *samples(3, columns=(64, 64), dtype="bfloat16", page_size=3, **MANY),
