@@ -24,7 +24,6 @@ using namespace split;
 constexpr int kWarps = 8;    // of a CTA
 constexpr int kGroups = 2;   // of 128 columns
 constexpr int kAtOnce = 4;   // keys
-constexpr float kLog2E = 1.4426950408889634f;
 
 // A lane's columns of a row; columns that do not exist are 0.
 struct LaneColumns {
