@@ -259,6 +259,16 @@ def hostile(rng: Any) -> Iterator[tuple[dict[str, Any], bool]]:
         yield {**given, **listed, "qo_indptr": bounds}, True
         listed = listed | {"kv_indptr": garbage(rng, batch + 1, 20)}
         yield {**given, **listed, "qo_indptr": bounds}, False
+        small = {name: cache[name].astype(ml_dtypes.float8_e4m3fn) for name in "kv"}
+        small["k_scale"] = rng.uniform(0.5, 1, (batch, 2)).astype(np.float32)
+        yield {**given, **table, **small, "qo_indptr": bounds}, True
+        yield {**given, **table, **small, "qo_indptr": garbage(rng, batch + 1, tokens)}, False
+        del small["k_scale"]
+        yield {**given, **listed, **small, "qo_indptr": bounds}, False
+        wide = {name: array.astype(np.float32) for name, array in {**given, **cache}.items()}
+        wide["kv_lens"] = given["kv_lens"]
+        yield {**wide, **table, "qo_indptr": bounds}, True
+        yield {**wide, **listed, "qo_indptr": garbage(rng, batch + 1, tokens)}, False
         uniform = {"q": rows(batch, 3, 4, 64), "kv_lens": garbage(rng, batch, 9 * size)}
         yield {**given, **table, **uniform}, True
     ragged = {"q": rows(tokens, 4, 64), "k": rows(90, 2, 64), "v": rows(90, 2, 64)}
