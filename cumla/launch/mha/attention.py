@@ -47,7 +47,7 @@ PIECE_BLOCKS = 16
 """Where batch-invariant requests are cut: at multiples of so many KV blocks."""
 _E4M3 = "float8_e4m3fn"
 _MOST_TILES = 1 << 30  # that a counter of 32 bits numbers
-_TAKES_WHOLE_TILES = False  # until attention_prefill has passed its tests on a GPU
+_TAKES_WHOLE_TILES: bool = False  # until attention_prefill has passed its tests on a GPU
 _EMPTY_LSE = -inf
 _LOG2_E = log2(e)
 

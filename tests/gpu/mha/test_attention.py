@@ -19,7 +19,6 @@ from tests.mha.attention_cases import Sample, check, make, samples
 KERNELS = (
     "attention",
     "attention_float32",
-    "attention_prefill",
     "invariant_parts",
     "ragged_schedule",
 )
