@@ -49,6 +49,11 @@ def entries(planned: Planned) -> tuple[str, str]:
 
 
 def lengths_in_messages(planned: Planned) -> str:
+    if planned.kind is cumla.AttentionPlan:  # what its plan is for, not what others are
+        return {
+            ("qo_indptr", "kv_indptr"): "kv_indptr=..., qo_indptr=...",
+            ("kv_lens",): "kv_lens",
+        }.get(planned.updated_with, "kv_lens, qo_indptr=...")
     return getattr(planned.kind, "_lengths", "kv_lens")
 
 

@@ -242,9 +242,11 @@ def check(got: Any, expected: Any, *, rotated: bool) -> None:
         (a[differs].view(E4M3) if is_fp8 else a[differs]).astype(np.float64)
         for a in (got, expected)
     )
-    digits = {E4M3: 4, DTYPES["bfloat16"]: 8}.get(E4M3 if is_fp8 else got.dtype, 11)
+    kind = E4M3 if is_fp8 else got.dtype
+    digits = {E4M3: 4, DTYPES["bfloat16"]: 8, DTYPES["float32"]: 24}.get(kind, 11)
     _, exponent = np.frexp(np.maximum(np.abs(other), 2.0**-6 if is_fp8 else 2.0**-14))
     step = np.ldexp(1.0, exponent - digits)
     float32_error = 2.0**-22 * LARGEST * (64 if is_fp8 else 1)  # before the factor of 1 / scale
     assert (np.abs(one - other) <= step * (1 + 1e-9) + float32_error).all()
-    assert differs.mean() < 0.02  # halves between two neighbours are rare
+    # Halves between two neighbours are rare, but where nothing is rounded after float32.
+    assert differs.mean() < 0.02 or kind == DTYPES["float32"]

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes the keys and values of new tokens into a cache of the same 16 or 32 bits or of e4m3, and rotates keys and queries
-// on the way.
+// Writes the keys and values of new tokens into a cache of the same 16 or 32 bits or of e4m3, and rotates keys and
+// queries on the way.
 //
 // grid = (token tiles, chunks of four heads: of q, then k, then v), 256 threads. A team of `units` threads has one
 // token and four heads. Each thread holds the same two octets of columns of the four rows, so it loads cosines and

@@ -4,18 +4,18 @@
 // grid = (1, parts, kv heads), 384 threads, or 512 with most of e4m3, one CTA an SM.
 //
 // Three warpgroups. Warpgroup 0 loads: warp 0 keys and values (TMA), or all four warps a quarter of the rows each where
-// pages are no multiple of eight tokens; warps 2 and 3 the query rows. e4m3 keys and values are converted
-// on their way by warpgroups 0 and 3 (attention/e4m3.cuh), and their factors multiply scores and outputs. Warpgroups 1 and 2 compute, every second block
-// each, with a running maximum, sums and output of their own. At the end of a tile they exchange halves of their
-// outputs: consumer c keeps the columns of half c.
+// pages are no multiple of eight tokens; warps 2 and 3 the query rows. e4m3 keys and values are converted on their way
+// by warpgroups 0 and 3 (attention/e4m3.cuh), and their factors multiply scores and outputs. Warpgroups 1 and 2
+// compute, every second block each, with a running maximum, sums and output of their own. At the end of a tile they
+// exchange halves of their outputs: consumer c keeps the columns of half c.
 //
 // The block counter runs on over the tiles of a part: block t belongs to consumer t % 2 and stage t % kStages.
 //
 // Shared memory: query 8,192 a 64 columns + stages of as much for keys and for values + exchange of 64 x value columns
 //                x 4 + sums 1,536 + barriers 256; 231,168 B of 232,448 with 256 columns and two stages
 //                e4m3: fewer stages, and after the barriers raw blocks of half a stage (attention/e4m3.cuh)
-// Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; with e4m3 176 and 80, or 200
-//                and 104 with 256 columns
+// Registers:     consumers 224 (up to 128 output, 32 scores, 16 probabilities), loaders 56; with e4m3 176 and 80, or
+//                200 and 104 with 256 columns
 #include "mha/attention/copy.cuh"
 #include "mha/attention/e4m3.cuh"
 #include "mha/attention/layout.cuh"
@@ -75,7 +75,9 @@ struct SharedLayout {
   __device__ __forceinline__ u32 query_full() const { return barriers() + 4 * kStages * 8; }
   __device__ __forceinline__ u32 query_free() const { return query_full() + 8; }
   __device__ __forceinline__ u32 words() const { return query_full() + 16; }
-  __device__ __forceinline__ u32 raw_keys(int s) const { return barriers() + kBarrierBytes + s * kTiles * kTileBytes / 2; }
+  __device__ __forceinline__ u32 raw_keys(int s) const {
+    return barriers() + kBarrierBytes + s * kTiles * kTileBytes / 2;
+  }
   __device__ __forceinline__ u32 raw_values(int s) const { return raw_keys(s) + kKeyBytes / 2; }
   __device__ __forceinline__ u32 raw_pages(int s) const { return raw_keys(kRawBlocks) + s * kPagesBytes; }
 };

@@ -24,7 +24,6 @@ using namespace split;
 constexpr int kWarps = 8;    // of a CTA
 constexpr int kGroups = 2;   // of 128 columns
 constexpr int kAtOnce = 4;   // keys
-constexpr float kLog2E = 1.4426950408889634f;
 
 // A lane's columns of a row; columns that do not exist are 0.
 struct LaneColumns {
@@ -74,7 +73,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTil
   output.load(nullptr, 0);
   const float sink = p.sinks == nullptr ? -kInfinity : p.sinks[from.head] * kLog2E;
   float maximum = sink, sum = sink == -kInfinity ? 0.0f : 1.0f;
-  const Seen seen = seen_by(p, tile, segment, row);
+  const Seen seen = seen_by(p, tile, segment.tokens, row);
 #pragma unroll 1
   for (int first = seen.first; first < seen.end; first += kAtOnce) {
     const char* values[kAtOnce];
@@ -83,7 +82,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTil
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       int of_page = 0;
-      const int page = first + i < seen.end ? page_of(p, tile, segment, first + i, of_page) : -1;
+      const int page = first + i < seen.end ? page_of(p, tile, segment.tokens, first + i, of_page) : -1;
       loaded[i].load(row_in(p.keys, page, of_page), p.key_columns);
       values[i] = row_in(p.values, page, of_page);
     }

@@ -6,17 +6,18 @@
 // are one here. CTAs take the next tile from a counter, the last rows of a request first, for they see most keys, and
 // the kv heads of a section, whose keys and values stay in L2, before the next section.
 //
-// Three warpgroups. Warpgroup 0 loads: warp 3 takes tiles from the counter and announces them, warp 0 loads keys, warp 1
-// values (TMA), warp 2 the query rows. Where pages are no multiple of eight tokens, each warp loads a quarter of the rows
-// of a block; warp 0 announces tiles, and warps 2 and 3 load the query rows. Warpgroups 1 and 2 have 64 query rows each and work through the blocks from the last to the first:
+// Three warpgroups. Warpgroup 0 loads: warp 3 takes tiles from the counter and announces them, warp 0 loads keys,
+// warp 1 values (TMA), warp 2 the query rows. Where pages are no multiple of eight tokens, each warp loads a quarter of
+// the rows of a block; warp 0 announces tiles, and warps 2 and 3 load the query rows. Warpgroups 1 and 2 have 64 query
+// rows each and work through the blocks from the last to the first:
 //
 //   tensor cores:     S1 = Q K1   O += P0 V0   S2 = Q K2   O += P1 V1 ...
 //   the warpgroup:                P1 = exp S1              P2 = exp S2
 //
 // and take turns: while one issues its products the other one makes probabilities.
 //
-// Budget of 128 rows by 128 keys, 128 columns: 2 x 1,024 tensor clocks; 16,384 exponentials at 16 a clock are 1,024, and
-// some six other instructions for each at 128 a clock 768.
+// Budget of 128 rows by 128 keys, 128 columns: 2 x 1,024 tensor clocks; 16,384 exponentials at 16 a clock are 1,024,
+// and some six other instructions for each at 128 a clock 768.
 // Shared memory: query 16,384 a 64 columns + 2 stages of keys and values + announcements 128 + barriers 256
 // Registers:     consumers 232 or 224 (up to 128 output, 64 scores, 32 probabilities), loaders 40 or 56
 #include "mha/attention/copy.cuh"
@@ -113,10 +114,11 @@ struct Dealer {
     for (;;) {
       const u32 at = atomic_add_acq_rel(&p.tickets[0].arrived, 1);
       if (at >= total) {
-        if (at == total + gridDim.x - 1) store_relaxed(&p.tickets[0].arrived, 0);  // all have asked: for the next launch
+        // When all have asked, for the next launch.
+        if (at == total + gridDim.x - 1) store_relaxed(&p.tickets[0].arrived, 0);
         return {};
       }
-      const i64 bytes = max(static_cast<i64>(places[tiles - 1].tokens), i64{64}) * (p.key_columns + p.value_columns) * 2;
+      const i64 tokens = max(places[tiles - 1].tokens, 64), bytes = tokens * (p.key_columns + p.value_columns) * 2;
       const u32 heads_of_section = min(max(static_cast<u32>(kBytesInL2 / bytes), 1u), static_cast<u32>(p.num_kv_heads));
       const u32 of_section = tiles * heads_of_section, first_head = at / of_section * heads_of_section;
       const u32 rest = at % of_section, heads = min(heads_of_section, p.num_kv_heads - first_head);
@@ -157,7 +159,7 @@ struct Dealer {
   }
 };
 
-// The n-th item, between its announcement and the last use of it by this warp.
+// The n-th item, between its announcement and this thread's arrival at item_free.
 template <typename Layout>
 __device__ __forceinline__ Item read_item(const Layout& shared, u32 n) {
   const uint4 a = load_shared_16(shared.item(n & 1)), b = load_shared_16(shared.item(n & 1) + 16);
@@ -165,13 +167,12 @@ __device__ __forceinline__ Item read_item(const Layout& shared, u32 n) {
           static_cast<i64>(static_cast<u64>(b.y) << 32 | b.x), static_cast<int>(b.z), static_cast<int>(b.w)};
 }
 
-// Each loading warp: it uses what it read, and no more.
+// A loading warp uses what it read once.
 template <typename Layout>
 __device__ __forceinline__ Item item_at(const Layout& shared, u32 n) {
   mbarrier_wait(shared.item_full(n & 1), n >> 1 & 1, "an announcement");
   const Item item = read_item(shared, n);
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.item_free(n & 1));
+  mbarrier_arrive(shared.item_free(n & 1));
   return item;
 }
 
@@ -189,6 +190,7 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
 #pragma unroll 1
     for (int block = blocks.end - 1; block >= blocks.first; --block, ++t) {
       const int stage = t % kPrefillStages;
+      const u32 tiles = kOfKeys ? shared.keys(stage) : shared.values(stage);
       const u32 full = kOfKeys ? shared.keys_full(stage) : shared.values_full(stage);
       int row = 0, page = -1;
       if (first < kBlock) page = page_of(p, tile, item.tokens, block * kBlock + first, row);
@@ -199,8 +201,8 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
       if (first < kBlock)
 #pragma unroll
         for (int k = 0; k < kTiles; ++k)
-          tma_load_4d_async((kOfKeys ? shared.keys(stage) : shared.values(stage)) + k * Layout::kTileBytes + first * 128,
-                            kOfKeys ? &p.key_map : &p.value_map, full, k * 64, row, item.head, page);
+          tma_load_4d_async(tiles + k * Layout::kTileBytes + first * 128, kOfKeys ? &p.key_map : &p.value_map, full,
+                            k * 64, row, item.head, page);
     }
   }
 }
@@ -523,7 +525,7 @@ struct PrefillConsumer {
       else
         arrive(shared.query_free(consumer));
       write();
-      arrive(shared.item_free(n & 1));
+      mbarrier_arrive(shared.item_free(n & 1));
     }
     if (consumer == 0) take_turn();  // which the other one gave
   }
@@ -548,7 +550,7 @@ __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(shared.item_full(i), 1);
-      mbarrier_init(shared.item_free(i), kCopied ? 12 : 11);
+      mbarrier_init(shared.item_free(i), 32 * (kCopied ? 12 : 11));  // all threads that read it
       mbarrier_init(shared.query_full(i), 1);
       mbarrier_init(shared.query_free(i), 4);
     }

@@ -8,6 +8,7 @@ the float64 result.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -26,8 +27,8 @@ cp: Any = pytest.importorskip("cupy")
 Array = Any
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FP16 = np.dtype(np.float16)
-SAMPLES = samples(240)
-every_sample = pytest.mark.parametrize("s", SAMPLES, ids=lambda s: str(s.seed))
+SAMPLES = [*samples(240), *(replace(s, dtype="float32") for s in samples(60))]
+every_sample = pytest.mark.parametrize("s", SAMPLES, ids=lambda s: f"{s.dtype}-{s.seed}")
 
 
 @pytest.fixture(autouse=True)

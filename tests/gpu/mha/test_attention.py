@@ -16,7 +16,12 @@ from tests.gpu.tools.arrays import to_torch
 from tests.gpu.tools.memory import Memory
 from tests.mha.attention_cases import Sample, check, make, samples
 
-KERNELS = ("attention", "attention_float32", "invariant_parts", "ragged_schedule")
+KERNELS = (
+    "attention",
+    "attention_float32",
+    "invariant_parts",
+    "ragged_schedule",
+)
 cp: Any = pytest.importorskip("cupy")
 
 Array = Any

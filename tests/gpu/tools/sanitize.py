@@ -470,6 +470,11 @@ def attend_many_heads(cupy: Any) -> None:
         for sample in attention_cases.samples(1, lens=(2000, 70), columns=(64, 64), cache="e4m3"):
             attend_mha(cupy, sample)
             attend_mha(cupy, sample, batch_invariant=True)
+    with multiprocessors(1), attention_cases.whole_tiles():
+        for page_size in (3, 16):
+            fixed = attention_cases.MANY | {"columns": (64, 64), "dtype": "bfloat16"}
+            for sample in attention_cases.samples(2, page_size=page_size, **fixed):
+                attend_mha(cupy, sample)
     for sample in attention_cases.samples(2, lens=(130, 3), dtype="float32"):
         attend_mha(cupy, sample)
     print("sanitize: attention of many heads: agrees", flush=True)

@@ -7,6 +7,7 @@ import mmap
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,7 +57,10 @@ def call(function: Callable[..., Any], **arguments: Any) -> tuple[Any, ...]:
         return function(**arguments) or ()
 
 
-@pytest.mark.parametrize("sample", samples(120), ids=lambda s: str(s.seed))
+SAMPLES = (*samples(120), *(replace(s, dtype="float32") for s in samples(40)))
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: f"{s.dtype}-{s.seed}")
 def test_append_kv_cache(sample: Sample) -> None:
     given, owners = make(sample)
     expected, expected_owners = make(sample)
@@ -78,6 +82,7 @@ def test_append_kv_cache(sample: Sample) -> None:
         ("bfloat16", 1, 0, 192, 64, 128),
         ("float16", 9, 2, 40, 16, 8),
         ("bfloat16", 3, 8, 512, 512, 0),
+        ("float32", 3, 2, 72, 64, 8),
     ],
 )
 def test_apply_rope(

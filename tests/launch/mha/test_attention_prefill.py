@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,15 +16,21 @@ import tests.emulator
 from cumla.launch.kernel import Launch
 from tests.calls import int32
 from tests.emulator import emulate, emulated_gpu
-from tests.mha.attention_cases import Sample, check, make, samples
+from tests.mha.attention_cases import MANY, Sample, check, make, samples, whole_tiles
 
+pytestmark = pytest.mark.usefixtures("_whole_tiles")
 BF16 = np.dtype(ml_dtypes.bfloat16)
-MANY: dict[str, Any] = {"queries": "many", "cache": "same", "heads": (8, 2), "lens": (200, 70, 0)}
 FEW = (  # few kernels: each takes seconds to compile
     *samples(8, columns=(64, 64), dtype="bfloat16", page_size=16, **MANY),
     *samples(3, columns=(64, 64), dtype="bfloat16", page_size=3, **MANY),
     *samples(3, columns=(192, 128), dtype="float16", page_size=0, **MANY),
 )
+
+
+@pytest.fixture
+def _whole_tiles() -> Iterator[None]:
+    with whole_tiles():
+        yield
 
 
 def launched(arguments: dict[str, Any], multiprocessors: int = 1) -> tuple[Any, list[str]]:

@@ -13,8 +13,8 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-// Rows of a block by one warp, four at a time, eight lanes each; lane k has the offset of the k-th. Tiles are kTileBytes
-// apart.
+// Rows of a block by one warp, four at a time, eight lanes each; lane k has the offset of the k-th. Tiles are
+// kTileBytes apart.
 template <int kTiles, int kTileBytes, int kRows>
 __device__ __forceinline__ void copy_rows(const Columns& from, i64 own, int first_row, int columns, u32 tiles) {
   const int lane = threadIdx.x % 32, chunk = lane % 8;
@@ -31,7 +31,8 @@ __device__ __forceinline__ void copy_rows(const Columns& from, i64 own, int firs
   }
 }
 
-// A warp copies kRows query rows of a tile of 64 to `tiles`, 8,192 bytes apart; when it returns they are there for wgmma.
+// A warp copies kRows query rows of a tile of 64 to `tiles`, 8,192 bytes apart; when it returns they are there for
+// wgmma.
 template <int kTiles, int kRows>
 __device__ __forceinline__ void copy_query(const AttentionParams& p, const RaggedTile& tile, int first_row, u32 tiles) {
   const int lane = threadIdx.x % 32, chunk = lane % 8;

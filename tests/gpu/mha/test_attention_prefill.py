@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attention of many queries: the samples by whole row tiles, whole prefills, chunks, repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cumla
+from tests.gpu.mha.test_attention import BF16, agree, bits, poisoned, run_on_gpu
+from tests.gpu.tools import kernels
+from tests.gpu.tools.memory import Memory
+from tests.gpu.tools.sanitize import multiprocessors
+from tests.mha.attention_cases import MANY, Sample, check, make, samples, whole_tiles
+
+KERNELS = ("attention_prefill", "ragged_schedule")
+cp: Any = pytest.importorskip("cupy")
+
+Report = Callable[..., None]
+SAMPLES = samples(80, **MANY)
+
+
+@pytest.fixture(autouse=True)
+def _settled() -> Iterator[None]:
+    with whole_tiles():
+        cumla.prepare(cumla.attention)
+        cp.cuda.Device().synchronize()
+        yield
+
+
+@pytest.mark.parametrize("s", SAMPLES, ids=lambda s: str(s.seed))
+def test_grid(s: Sample, record_figures: Report) -> None:
+    """By one thread block, which takes all tiles, and by seven."""
+    expected = cumla.reference.attention(**make(s))
+    for count in (1, 7):
+        with multiprocessors(count):
+            got = run_on_gpu(make(s))
+        record_figures(check(s, got, expected))
+
+
+def whole(
+    columns: tuple[int, int],
+    heads: tuple[int, int],
+    q_lens: list[int],
+    kv_lens: list[int],
+    page: int,
+) -> dict[str, Any]:
+    """Requests over shuffled pages; pages that no request has hold NaN."""
+    rng = np.random.default_rng(sum(q_lens))
+    counts = [-(-n // page) for n in kv_lens]
+    total = sum(counts) + 2
+    order = rng.permutation(total)
+    table = np.full((len(counts), max(counts)), 2**31 - 1, np.int32)
+    for request, count in enumerate(counts):
+        begin = sum(counts[:request])
+        table[request, :count] = order[begin : begin + count]
+    caches = {}
+    for name, width in zip("kv", columns, strict=True):
+        caches[name] = rng.standard_normal((total, page, heads[1], width), np.float32).astype(BF16)
+        caches[name][order[-2:]] = np.nan
+    return {
+        "q": rng.standard_normal((sum(q_lens), heads[0], columns[0]), np.float32).astype(BF16),
+        **caches,
+        "kv_lens": np.array(kv_lens, np.int32),
+        "qo_indptr": np.cumsum([0, *q_lens]).astype(np.int32),
+        "block_table": table,
+    }
+
+
+PREFILLS = {
+    "Llama": ((128, 128), (8, 2), [1500], [1500], 64),
+    "DeepSeek": ((192, 128), (9, 9), [1100], [1100], 64),
+    "Gemma": ((256, 256), (4, 2), [2000, 100], [2000, 1100], 16),
+    "gpt-oss": ((64, 64), (16, 2), [700, 1, 513], [700, 3000, 2000], 16),
+    "a chunk": ((128, 128), (16, 2), [600], [4000], 16),
+    "pages of one token": ((128, 128), (8, 2), [700, 400], [700, 900], 1),
+}
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+@pytest.mark.parametrize("window", [None, 300])
+def test_prefill(name: str, window: int | None) -> None:
+    """As many tiles as keep all multiprocessors busy; twenty times the same bits."""
+    arguments = whole(*PREFILLS[name]) | {"window": window}
+    there = {n: Memory(cp).upload(a) for n, a in arguments.items()}
+    with multiprocessors(30):
+        runs = [cumla.attention(**there, **poisoned(arguments)) for _ in range(20)]
+    agree(runs[0], cumla.reference.attention(**arguments), arguments["qo_indptr"])
+    for run in runs[1:]:
+        for one, other in zip(run, runs[0], strict=True):
+            assert bool((bits(one) == bits(other)).all())
+
+
+def test_all_multiprocessors_beside_other_work() -> None:
+    """Thread blocks begin late, and in any order: tiles are taken by who is there."""
+    arguments = whole((64, 64), (64, 8), [1024, 1024], [1024, 1024], 64)
+    there = {n: Memory(cp).upload(a) for n, a in arguments.items()}
+    first = cumla.attention(**there, **poisoned(arguments))
+    agree(first, cumla.reference.attention(**arguments), arguments["qo_indptr"])
+    for seed in range(5):
+        kernels.noise(seed)
+        again = cumla.attention(**there, **poisoned(arguments))
+        for one, other in zip(again, first, strict=True):
+            assert bool((bits(one) == bits(other)).all())
