@@ -31,9 +31,9 @@ What differs:
 * One set of kernels serves every ``fa_version``. ``num_splits``, ``deterministic``,
   ``max_seqlen_q``, ``max_seqlen_k`` and ``scheduler_metadata`` are accepted and ignored: cumla
   computes its schedule in the call, and all its results are deterministic.
-* Heads of queries, keys and values may have any multiple of 8 columns up to 256, those of values
-  any other than those of keys; sinks are float32 or bfloat16, for any number of heads; blocks have
-  any size, and any strides in multiples of 16 bytes.
+* Heads of queries, keys and values may have any multiple of 8 columns up to 256, of 16 for e4m3,
+  those of values any other than those of keys; sinks are float32 or bfloat16, for any number of
+  heads; blocks have any size, and any strides in multiples of 16 bytes.
 * Arrays that do not fit raise `RuntimeError`. Tensors on the CPU are computed by
   `cumla.reference`.
 """
@@ -94,6 +94,8 @@ _ATTEND = CallersNames(
         "window": "window_size",
         "sinks": "s_aux",
         "page_table": "block_table",
+        "k_scale": "k_descale",
+        "v_scale": "v_descale",
     },
     RuntimeError,
 )
@@ -152,7 +154,8 @@ def flash_attn_varlen_func(
     k, v : torch.Tensor
         ``(num_blocks, block_size, num_heads_k, head_dim)`` with block_table, else ``(total_k,
         num_heads_k, head_dim)`` with cu_seqlens_k, or ``(batch_size, seqlen, num_heads_k,
-        head_dim)`` with seqused_k alone; of q's dtype or e4m3; v may have another head_dim.
+        head_dim)`` with seqused_k alone; of q's dtype, or float8_e4m3fn, or uint8 with its bits; v
+        may have another head_dim.
     cu_seqlens_q : torch.Tensor
         ``(batch_size + 1,)`` int32: where the queries of each request begin, and the last ones end.
     cu_seqlens_k : torch.Tensor, optional
@@ -178,8 +181,9 @@ def flash_attn_varlen_func(
         ``(num_heads,)``, float32, bfloat16 or float16: attention sinks, a score per head that takes
         part in every sum of weights and has no value.
     k_descale, v_descale : torch.Tensor, optional
-        Factors of e4m3 k and v: ``(1,)``, ``(num_heads_k,)`` or ``(batch_size, num_heads_k)``
-        float32; ignored for those of 16 bits, as there.
+        Factors of e4m3 k and v, 1 by default: float32, ``(1,)``, ``(num_heads_k,)`` or, without
+        cu_seqlens_k, ``(batch_size, num_heads_k)``, which for one factor may be expanded. Ignored
+        for those of 16 bits, as there.
     max_seqlen_q, max_seqlen_k, deterministic, return_attn_probs, scheduler_metadata, num_splits, \
 q_descale, fa_version, cp_rank
         Accepted and ignored.
@@ -227,7 +231,7 @@ block_sparse_tensors, aux_tensors, aux_tensor_leading_dims, dynamic_causal
     check_lists(_ATTEND, **lists)
     window = (-1, -1) if window_size is None else window_size
     options = options_of(softmax_scale, causal, window, softcap)
-    if "float8" in str(k.dtype):
+    if k.dtype.itemsize == 1:
         options |= factors_of(k_descale, v_descale)
     with _ATTEND:
         _check_lengths(cu_seqlens_k, seqused_k, block_table)

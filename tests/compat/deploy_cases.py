@@ -5,23 +5,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-
-import cumla
 
 TOLERANCE = {"rtol": 1e-2, "atol": 1e-2}  # of AutoDeploy's own tests
 ONE_ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-6}
-
-
-def takes_float32() -> bool:
-    """Whether cumla.attention takes float32."""
-    q, offsets = np.zeros((1, 1, 16), np.float32), np.array([0, 1], np.int32)
-    try:
-        cumla.attention(q, q, q, qo_indptr=offsets, kv_indptr=offsets)
-    except TypeError:
-        return False
-    return True
 
 
 def lengths_of(batch_size: int, max_seq_len: int, share: float) -> tuple[list[int], list[int]]:

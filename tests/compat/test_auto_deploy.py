@@ -26,37 +26,17 @@ from tests.compat.deploy_cases import (  # noqa: E402
     lengths_of,
     paged,
     table_of,
-    takes_float32,
     turned,
 )
 from tests.emulator import emulated_gpu  # noqa: E402
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-TAKES_FLOAT32 = takes_float32()
 EMPTY = torch.empty(0)
 
 
-def attention_by_reference(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    """Stand in for cumla.attention where that does not take float32 yet."""
-    if q.dtype != torch.float32:
-        return cumla.attention(q, k, v, **options)
-    found = cumla.reference.attention(
-        *(rows.numpy() for rows in (q, k, v)), **{n: rows.numpy() for n, rows in options.items()}
-    )
-    return cumla.AttentionState(*map(torch.from_numpy, found))
-
-
 @pytest.fixture(autouse=True)
-def _ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def _ready() -> None:
     torch.manual_seed(0)
-    if not TAKES_FLOAT32:
-        monkeypatch.setattr(functions, "attention", attention_by_reference)
-
-
-@pytest.mark.xfail(not TAKES_FLOAT32, raises=TypeError, strict=True, reason="not in 16 bits")
-def test_float32_without_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "attention", cumla.attention)
-    test_flattened(0.5, 16, 4, 16, torch.float32, True)
 
 
 def int32(*numbers: int) -> Any:
@@ -343,17 +323,19 @@ def by_kernels(cupy: Any, function: Any) -> Any:
 APPEND = cumla.append_kv_cache
 
 
-@pytest.mark.parametrize("columns", [16, 96])
+@pytest.mark.parametrize(
+    ("columns", "dtype"), [(16, torch.float16), (96, torch.float16), (96, torch.float32)]
+)
 @pytest.mark.parametrize("rotary", [0, 16])
 def test_the_kernels_give_the_same(
-    columns: int, rotary: int, monkeypatch: pytest.MonkeyPatch
+    columns: int, dtype: Any, rotary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mix in pages, and a batch that decodes, through the kernels' own text on the CPU."""
     with emulated_gpu() as cupy:
         monkeypatch.setattr(functions, "append_kv_cache", by_kernels(cupy, APPEND))
         monkeypatch.setattr(functions, "attention", by_kernels(cupy, cumla.attention))
         freqs_cis = table(64, rotary) if rotary else None
-        batch = Batch.make(Sizes(6, 2, columns), [9, 1, 0, 5], [3, 17, 5, 40], "cpu")
+        batch = Batch.make(Sizes(6, 2, columns, dtype=dtype), [9, 1, 0, 5], [3, 17, 5, 40], "cpu")
         k_cache, v_cache, pages, slots = paged(batch, 4)
         wanted = expected(batch, slots, freqs_cis)
         lists = batch.input_pos, int32(0, 1, 2, 3), batch.seq_len, batch.seq_start
@@ -363,7 +345,7 @@ def test_the_kernels_give_the_same(
         )
         assert_agree(found, wanted, (k_cache, v_cache), slots)
 
-        batch = Batch.make(Sizes(6, 2, columns), [1, 1], [3, 30], "cpu")
+        batch = Batch.make(Sizes(6, 2, columns, dtype=dtype), [1, 1], [3, 30], "cpu")
         k_cache, v_cache, cache_loc, slots = contiguous(batch, 5, 40)
         wanted = expected(batch, slots, freqs_cis)
         rows = [r.transpose(0, 1) for r in (batch.q, batch.k, batch.v)]
@@ -372,13 +354,6 @@ def test_the_kernels_give_the_same(
             *rows, *lists, k_cache, v_cache, freqs_cis
         )
         assert_agree(found.transpose(0, 1), wanted, (k_cache, v_cache), slots)
-
-
-def test_the_kernel_copies_float32_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    with emulated_gpu() as cupy:
-        monkeypatch.setattr(functions, "append_kv_cache", by_kernels(cupy, APPEND))
-        monkeypatch.setattr(functions, "attention", attention_by_reference)
-        test_flattened(0.5, 16, 4, 1, torch.float32, True)
 
 
 # --- metadata, rotation ---------------------------------------------------------------------------

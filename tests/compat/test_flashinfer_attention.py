@@ -554,6 +554,136 @@ def test_nothing_to_attend_to(q_lens: tuple[int, ...], graph: bool) -> None:
     assert lse.isneginf().all()
 
 
+# --- e4m3 keys and values ------------------------------------------------------------------------
+
+E4M3 = torch.float8_e4m3fn
+SCALES = (0.5, 3.0)  # of keys and of values
+
+
+def of_e4m3(batch: Batch, scales: Any = SCALES) -> tuple[Batch, Batch]:
+    """The batch with its cache in e4m3, and with what that stands for, which float16 holds."""
+    pair = isinstance(batch.cache, tuple)
+    parts = batch.cache if pair else batch.cache.unbind(1)
+    small = [(part.float() / 4).to(E4M3) for part in parts]
+
+    def multiplied(part: Any, scale: Any) -> Any:
+        by_heads = torch.as_tensor(scale, dtype=torch.float32).reshape(-1)
+        return part.float() * (
+            by_heads[:, None] if batch.layout == "NHD" else by_heads[:, None, None]
+        )
+
+    exact = [multiplied(part, scale) for part, scale in zip(small, scales, strict=True)]
+    caches = [tuple(parts) if pair else torch.stack(parts, dim=1) for parts in (small, exact)]
+    return batch._replace(cache=caches[0]), batch._replace(cache=caches[1])
+
+
+FORMS = {
+    "numbers": SCALES,
+    "tensors of one": tuple(torch.tensor(scale) for scale in SCALES),
+    "of heads": (torch.tensor([0.5, 2.0]), torch.tensor([3.0, 0.25])),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("layout", "pair"), [("NHD", False), ("HND", True)])
+def test_e4m3_caches(layout: str, pair: bool, form: str, dtype: Any) -> None:
+    """Their scales go to the kernels; that of queries goes to the scores."""
+    scales = FORMS[form]
+    made = make_batch((2,) * 3, (54, 2, 300), layout=layout, pair=pair, dtype=dtype)
+    batch, exact = of_e4m3(made, scales)
+    expected = exact.expected(causal=True, scale=2 * 64**-0.5, softcap=7.0)
+    options = {"q_scale": 2.0, "k_scale": scales[0], "v_scale": scales[1], "return_lse": True}
+    said = {"kv_data_type": E4M3, "logits_soft_cap": 7.0}
+    tolerance = {"rtol": 1e-2, "atol": 1e-2}
+    for wrapper in (planned_decode(batch, 2, **said), planned_prefill(batch, **said, causal=True)):
+        found = wrapper.run(batch.q, batch.cache, **options)
+        assert found[0].dtype == dtype
+        check(found, expected, tolerance=tolerance)
+
+
+def test_scales_of_requests() -> None:
+    """Where the plan says how many query tokens each has."""
+    made = make_batch((1,) * 2, (54, 20), page_size=64)
+    k_scale, v_scale = (
+        torch.tensor([[0.5, 2.0], [1.0, 3.0]]),
+        torch.tensor([[1.0, 4.0], [0.1, 9.0]]),
+    )
+    batch, exact = of_e4m3(made, (1.0, 1.0))
+    for request, page in enumerate(batch.indices[:2]):
+        exact.cache[page, 0] *= k_scale[request][:, None]
+        exact.cache[page, 1] *= v_scale[request][:, None]
+    wrapper = planned_decode(batch, kv_data_type="float8_e4m3fn")
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    check(wrapper.run(batch.q, batch.cache, **scales, return_lse=True), exact.expected())
+    with pytest.raises(ValueError, match=r"^k_scale: needs shape \(1,\), \(2,\), or \(batch, 2\)"):
+        planned_prefill(batch, kv_data_type=E4M3).run(batch.q, batch.cache, **scales)
+
+
+def test_e4m3_caches_and_scales_that_do_not_fit() -> None:
+    made = make_batch((1,) * 2, (54, 20))
+    batch, _ = of_e4m3(made)
+    wrapper = planned_decode(batch, kv_data_type=E4M3)
+    for cache, options, message in (
+        (made.cache, {}, r"paged_kv_cache\[:, 0\]: needs kv_data_type of the plan, torch.float8_e"),
+        (batch.cache, {"k_scale": 0.0}, "k_scale: needs a number above 0, got 0.0"),
+        (batch.cache, {"v_scale": torch.tensor(-1.0)}, "v_scale: needs a number above 0, got -1"),
+        (batch.cache, {"v_scale": torch.ones(3)}, r"v_scale: needs shape \(1,\), \(2,\), or"),
+        (batch.cache, {"v_scale": torch.ones(2).half()}, "v_scale: needs float32, got float16"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            wrapper.run(batch.q, cache, **options)
+
+
+def test_e4m3_rows_and_one_request() -> None:
+    batch, exact = of_e4m3(make_batch((3, 20), (54, 20), pair=True))
+    (k, v), (k_exact, v_exact) = (
+        [torch.cat(parts) for parts in zip(*map(one.rows, range(2)), strict=True)]
+        for one in (batch, exact)
+    )
+    scales = {"k_scale": SCALES[0], "v_scale": SCALES[1]}
+    wrapper = RAGGED(workspace())
+    offsets = batch.qo_indptr, offsets_of([54, 20])
+    wrapper.plan(*offsets, 8, 2, 64, causal=True, kv_data_type=E4M3)
+    expected = exact.expected(causal=True)
+    check(wrapper.run(batch.q, k, v, **scales, return_lse=True), expected)
+    one = flashinfer.single_prefill_with_kv_cache_return_lse(
+        batch.q[3:], k[54:], v[54:], causal=True, **scales
+    )
+    check(one, [x[3:] for x in expected])
+    last = flashinfer.single_decode_with_kv_cache(
+        batch.q[-1], k[54:], v[54:], **scales, return_lse=True
+    )
+    check(tuple(x[None] for x in last), naive_base_2(batch.q[-1:], k_exact[54:], v_exact[54:]))
+
+
+def naive_base_2(*rows: Any) -> tuple[Any, Any]:
+    out, lse = naive(*rows)
+    return out, lse.T / math.log(2)
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_e4m3_caches_on_the_emulated_gpu(q_len: int) -> None:
+    """Captured: the factors of the replay count, which lie on the device."""
+    scales = [torch.tensor([0.5, 2.0]), torch.tensor([3.0, 0.25])]
+    made = make_batch((q_len,) * 3, (54, q_len, 300), page_size=8)
+    batch, _ = of_e4m3(made)
+    buffers = [torch.full((size,), -9, dtype=torch.int32) for size in (4, 60, 3)]
+    out = torch.full_like(batch.q, NAN)
+    with torch_gpu() as gpu:
+        wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), *buffers)
+        wrapper.plan(*batch.pages, *batch.sizes, q_len_per_req=q_len, kv_data_type=E4M3)
+        with gpu.capture():
+            wrapper.run(batch.q, batch.cache, k_scale=scales[0], v_scale=scales[1], out=out)
+        for _ in range(2):
+            scales[0].mul_(1.5), scales[1].add_(0.5)
+            out.fill_(NAN)
+            gpu.replay()
+            _, exact = of_e4m3(made, scales)
+            expected, _ = exact.expected(causal=True)
+            torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-3)
+
+
 # --- CUDA graphs ---------------------------------------------------------------------------------
 
 
@@ -754,7 +884,7 @@ def test_nothing_waits_for_the_gpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) ->
     buffers = graph_buffers()
     lists = batch.qo_indptr, *batch.pages
     sizes = batch.sizes
-    k = batch.cache[:, 0]
+    k, small = batch.cache[:, 0], batch.cache.to(E4M3)
 
     def wait(self: Any, *_: Any, **__: Any) -> Any:
         raise AssertionError("waits for the GPU")
@@ -771,7 +901,9 @@ def test_nothing_waits_for_the_gpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) ->
     decoding = DECODE(workspace())
     decoding.plan(*lists[1:], *sizes, q_len_per_req=5)
     decoding.run(batch.q, batch.cache)
-    assert gpu.log.count("run") == 5
+    decoding.plan(*lists[1:], *sizes, q_len_per_req=5, kv_data_type=E4M3)
+    decoding.run(batch.q, small, k_scale=torch.ones(2), v_scale=torch.ones(5, 2))
+    assert gpu.log.count("run") == 6
 
 
 # --- the kernels, emulated -----------------------------------------------------------------------
@@ -888,13 +1020,17 @@ ONES = torch.ones(2)
         ({"packed_custom_mask": ONES}, "packed_custom_mask: cumla masks by causal"),
         ({"prefix_len_ptr": ONES}, "prefix_len_ptr: belongs to the scoring of several items"),
         ({"token_pos_in_items_len": 3}, "token_pos_in_items_len: belongs to the scoring"),
-        ({"fixed_split_size": 4}, "fixed_split_size: cumla.attention gives the same bits"),
+        ({"fixed_split_size": 4}, "fixed_split_size: .*cumla.attention with batch_invariant=True"),
         ({"q_data_type": "float32"}, "q_data_type: needs bfloat16 or float16, got torch.float32"),
+        ({"kv_data_type": torch.float8_e5m2}, "kv_data_type: needs q_data_type, torch.float16, or"),
         (
-            {"kv_data_type": torch.float8_e4m3fn},
-            "kv_data_type: needs q_data_type, torch.float16, g",
+            {"kv_data_type": "bfloat16"},
+            "kv_data_type: needs .*float8_e4m3fn beside bfloat16 or float16, got torch.bfloat16",
         ),
-        ({"kv_data_type": "bfloat16"}, "kv_data_type: needs q_data_type, torch.float16, got torch"),
+        (
+            {"kv_data_type": torch.float8_e4m3fn, "head_dim_qk": 72},
+            "head_dim_qk: needs a multiple of 16 with kv_data_type float8_e4m3fn, got 72",
+        ),
         (
             {"o_data_type": torch.float32},
             "o_data_type: needs q_data_type, .*leave it out, and pass",
@@ -942,7 +1078,7 @@ def test_arguments_of_a_plan(changes: dict[str, Any], message: str) -> None:
     [
         ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode: needs 'NONE'"),
         ({"window_right": 3}, "window_right: belongs to kernels"),
-        ({"fixed_split_size": 2}, "fixed_split_size: cumla.attention gives"),
+        ({"fixed_split_size": 2}, "fixed_split_size: .*cumla.attention with batch_invariant=True"),
         ({"q_len_per_req": 0}, "q_len_per_req: needs a number from 1, got 0"),
         ({"data_type": torch.bfloat16}, "kv_data_type: needs q_data_type"),
         ({"head_dim": 512}, "head_dim: needs a multiple of 8 up to 256, got 512"),

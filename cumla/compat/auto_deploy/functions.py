@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AutoDeploy's operations of attention and rotary embedding, as functions of PyTorch tensors.
-
-float32 takes a longer way than 16 bits: keys and values are written as pairs of 16-bit numbers,
-bit by bit, and the rotation is computed by PyTorch.
-"""
+"""AutoDeploy's operations of attention and rotary embedding, as functions of PyTorch tensors."""
 
 from __future__ import annotations
 
@@ -545,36 +541,11 @@ def _append(
     q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, freqs_cis: Any, places: dict[str, Any]
 ) -> Any:
     """Write new rows into the caches, and give the queries, rotated as the keys are."""
-    rotates = freqs_cis is not None and freqs_cis.numel() > 0
-    if q.dtype == import_torch().float32 == k_cache.dtype:
-        if rotates:
-            positions = _positions(q, places["kv_lens"], places.get("qo_indptr"))
-            q, k = (
-                _rotated(rows.reshape(-1, *rows.shape[-2:]), positions, freqs_cis).view(rows.shape)
-                for rows in (q, k)
-            )
-        k, v, k_cache, v_cache = map(_as_pairs, (k, v, k_cache, v_cache))
-        rotates = False
     rotation: dict[str, Any] = {}
-    if rotates:
+    if freqs_cis is not None and freqs_cis.numel() > 0:
         rotation = {"q": q, "q_out": q.new_empty(q.shape), **_table(freqs_cis, q.shape[-1])}
     append_kv_cache(k, v, k_cache, v_cache, **places, **rotation)
     return rotation.get("q_out", q)
-
-
-def _as_pairs(rows: Any) -> Any:
-    """See each number of 32 bits as two of 16, which are copied as they are."""
-    return rows.view(import_torch().float16)
-
-
-def _positions(rows: Any, kv_lens: Any, offsets: Any) -> Any:
-    """Tell the position of each token; the new ones are the last of a request."""
-    if offsets is not None:
-        first = kv_lens - (offsets[1:] - offsets[:-1])
-        return positions_of(offsets, first, rows.shape[0])
-    seqlen = rows.shape[1]
-    numbers = import_torch().arange(seqlen, dtype=kv_lens.dtype, device=kv_lens.device)
-    return ((kv_lens - seqlen)[:, None] + numbers).flatten()
 
 
 def _table(freqs_cis: Any, head_dim: int) -> dict[str, Any]:
@@ -591,15 +562,5 @@ def _table(freqs_cis: Any, head_dim: int) -> dict[str, Any]:
 
 
 def _rotated(x: Any, positions: Any, freqs_cis: Any) -> Any:
-    """Rotate rows (tokens, heads, head_dim), in float32, into a new tensor."""
-    torch = import_torch()
-    table = _table(freqs_cis, x.shape[-1])
-    if x.dtype != torch.float32:
-        return apply_rope(x, None, positions, **table)[0]
-    offset, last = table["rotary_offset"], freqs_cis.shape[0] - 1
-    known = ((positions >= 0) & (positions <= last))[:, None, None]
-    turns = freqs_cis.float().index_select(0, positions.clamp(0, last))[:, None]
-    cos, sin = turns[..., 0], turns[..., 1]
-    first, second = x[..., offset:].chunk(2, dim=-1)
-    turned = torch.cat([cos * first - sin * second, sin * first + cos * second], dim=-1)
-    return torch.cat([x[..., :offset], torch.where(known, turned, x[..., offset:])], dim=-1)
+    """Rotate rows (tokens, heads, head_dim) into a new tensor."""
+    return apply_rope(x, None, positions, **_table(freqs_cis, x.shape[-1]))[0]

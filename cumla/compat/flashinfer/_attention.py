@@ -7,6 +7,7 @@ It is what the wrappers for decoding and for prefill have in common.
 from __future__ import annotations
 
 import sys
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
@@ -20,6 +21,7 @@ from cumla.compat.flashinfer._wrapper import (
     checked_dtypes,
     dtype_of,
     factor_of,
+    name_of,
 )
 from cumla.compat.flashinfer.page import get_seq_lens
 from cumla.core.arguments import checked_int, checked_scale
@@ -54,6 +56,8 @@ _PARTS = {
     for pair in (False, True)
 }
 _Q = "tokens, num_qo_heads, head_dim"
+_E4M3 = "float8_e4m3fn"
+_E4M3_COLUMNS = 16  # of what number e4m3 rows have a multiple of columns
 
 
 class Numbers(NamedTuple):
@@ -76,6 +80,7 @@ class _Shape(NamedTuple):
     head_dim_v: int
     page_size: int
     dtype: str
+    cache_dtype: str
     causal: bool
     window: int
     q_len: int | None  # query tokens of each request; None: offsets tell
@@ -171,10 +176,10 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         """Take what a plan says: arrays by cumla's names, dtypes of queries, keys and output."""
         query, cache, output = map(dtype_of, dtypes)
         cache = query if cache is None else cache
-        dtype, _ = checked_dtypes(query, cache, output, "o_data_type")
+        names = checked_dtypes(query, cache, output, "o_data_type", ("bfloat16", "float16"))
         batch = checked_batch(self._theirs, arrays)
-        self._check_numbers(batch, numbers)
-        shape = _Shape(batch, *numbers, dtype, bool(causal), options.window_left, q_len)
+        self._check_numbers(batch, numbers, names[1])
+        shape = _Shape(batch, *numbers, *names, bool(causal), options.window_left, q_len)
         said: dict[str, Any] = dict(zip(self._numbers, numbers, strict=True))
         said |= {"q_data_type": query, "kv_data_type": cache, "q_len_per_req": q_len}
         self._take(shape, arrays, said | _said(shape.causal, options))
@@ -182,9 +187,15 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         if self._use_cuda_graph and self._plan is None:
             self._prepare(shape)
 
-    def _check_numbers(self, batch: int, numbers: Numbers) -> None:
+    def _check_numbers(self, batch: int, numbers: Numbers, cache_dtype: str) -> None:
         """Check sizes, before the first run makes a plan of them."""
         theirs = dict(zip(Numbers._fields, self._numbers, strict=True))
+        for name in ("head_dim", "head_dim_v"):
+            if cache_dtype == _E4M3 and getattr(numbers, name) % _E4M3_COLUMNS:
+                raise ValueError(
+                    f"{theirs[name]}: needs a multiple of {_E4M3_COLUMNS} with kv_data_type "
+                    f"{_E4M3}, got {getattr(numbers, name)}; pad the columns with zeros"
+                )
         with CallersNames(theirs, ValueError):
             sizes = numbers._asdict()
             page_size, heads, head_dim = map(sizes.pop, ("page_size", "num_heads", "head_dim"))
@@ -237,7 +248,8 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
                 f"window_left: needs that of the plan, {options.window_left}, got {window_left}; "
                 f"leave it out, or plan for it"
             )
-        softmax_scale, v_factor = _scales(options.sm_scale, shape.head_dim, *scales)
+        sm_scale, head_dim, cache_dtype = options.sm_scale, shape.head_dim, shape.cache_dtype
+        scale, factors, v_factor = _scales(sm_scale, head_dim, cache_dtype, scales)
         with names:
             optional = {"sinks": sinks, "out": out, "lse": lse}
             given = {name: tensor for name, tensor in optional.items() if tensor is not None}
@@ -260,7 +272,8 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
                 kv_indices=self._arrays.get("kv_indices"),
                 softcap=options.logits_soft_cap,
                 sinks=None if sinks is None else sinks.float(),
-                softmax_scale=softmax_scale,
+                softmax_scale=scale,
+                **factors,
                 kv_layout=self._kv_layout if shape.page_size else "NHD",
                 out=self._by_request("out", out),
                 lse=lse_rows,
@@ -344,7 +357,7 @@ def attend_once(
         for name, rows in (("k", k), ("v", v)):
             check_axes(name, rows, form)
         kv_len = k.shape[1 if is_hnd else 0]
-        scale, v_factor = _scales(options.sm_scale, q.shape[-1], *scales)
+        scale, factors, v_factor = _scales(options.sm_scale, q.shape[-1], name_of(k.dtype), scales)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         out, _ = attention(
             q[None],
@@ -356,6 +369,7 @@ def attend_once(
             window=options.window_left,
             softcap=options.logits_soft_cap,
             softmax_scale=scale,
+            **factors,
             kv_layout=kv_layout,
             lse=lse.T[None],
         )
@@ -377,9 +391,14 @@ def refuse_masks(custom_mask: Any, packed_custom_mask: Any) -> None:
 
 
 def refuse_splits(fixed_split_size: int | None) -> None:
-    """Refuse to promise results that do not depend on the batch; -1 is none, as in FlashInfer."""
+    """Refuse to promise results that do not depend on the batch; -1 is none, as in FlashInfer.
+
+    The buffer of such a plan needs to know the longest request, which `plan` cannot tell without
+    waiting for the GPU.
+    """
     refuse(
-        "cumla.attention gives the same bits for the same call, but not for another batch",
+        "a wrapper gives the same bits for the same call, but not for another batch; for that call "
+        "cumla.attention with batch_invariant=True",
         ValueError,
         fixed_split_size=None if fixed_split_size == -1 else fixed_split_size,
     )
@@ -399,13 +418,30 @@ def _check_type(name: str, tensor: Any, planned: str, dtype: Any) -> None:
 
 
 def _scales(
-    sm_scale: float | None, head_dim: int, q_scale: Any, k_scale: Any, v_scale: Any
-) -> tuple[float | None, float]:
-    """Fold the scales of queries and keys into that of the scores; and the factor of the output."""
-    given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    q_factor, k_factor, v_factor = (
-        1.0 if scale is None else factor_of(name, scale, "") for name, scale in given.items()
-    )
-    if q_factor * k_factor != 1.0:
-        sm_scale = (head_dim**-0.5 if sm_scale is None else sm_scale) * q_factor * k_factor
-    return sm_scale, v_factor
+    sm_scale: float | None, head_dim: int, cache_dtype: str, scales: tuple[Any, Any, Any]
+) -> tuple[float | None, dict[str, Any], float]:
+    """Say where the scales go: to the scores, to `cumla.attention` by name, and to the output.
+
+    `scales` are those of queries, keys and values. Kernels read those of e4m3 keys and values,
+    which may be on the GPU. For 16 bits that of keys is folded, too, and that of values multiplies
+    the output.
+    """
+    of_scores = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
+    factors, of_out = {}, 1.0
+    if cache_dtype == _E4M3:
+        given = {name: of_scores.pop(name) for name in ("k_scale", "v_scale")}
+        factors = {n: _factor(n, scale) for n, scale in given.items() if scale is not None}
+    elif (v_scale := of_scores.pop("v_scale")) is not None:
+        of_out = factor_of("v_scale", v_scale, "")
+    factor = prod(factor_of(n, scale, "") for n, scale in of_scores.items() if scale is not None)
+    if factor != 1.0:
+        sm_scale = (head_dim**-0.5 if sm_scale is None else sm_scale) * factor
+    return sm_scale, factors, of_out
+
+
+def _factor(name: str, scale: Any) -> Any:
+    """Return a number as such, also that of a tensor on the CPU, and other tensors as they are."""
+    is_tensor = hasattr(scale, "new_empty")
+    if is_tensor and (scale.is_cuda or scale.numel() != 1):
+        return scale
+    return factor_of(name, scale, "")

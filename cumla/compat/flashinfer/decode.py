@@ -20,6 +20,7 @@ What carries over from FlashInfer:
 * The lse is a logarithm to base 2, ``(tokens, num_qo_heads)``, and -inf where nothing was
   attended, where the output is 0. With sinks it includes them.
 * Scales are factors: those of queries and keys of the scores, that of values of the output.
+* Keys and values may be e4m3 beside queries of 16 bits.
 
 What differs:
 
@@ -32,8 +33,9 @@ What differs:
 * What a CUDA graph would not see raises `ValueError`: another batch, window, scale or dtype than in
   the first plan.
 * Any page size, any number of query heads for each kv head, and any head_dim that is a multiple of
-  8 up to 256. `use_tensor_cores`, `disable_split_kv`, `enable_pdl`, `non_blocking` and
-  `block_tables` are accepted and ignored. All results are deterministic.
+  8 up to 256, of 16 for e4m3. Scales of e4m3 keys and values may be tensors on the GPU.
+* `use_tensor_cores`, `disable_split_kv`, `enable_pdl`, `non_blocking` and `block_tables` are
+  accepted and ignored. All results are deterministic.
 """
 
 from __future__ import annotations
@@ -178,7 +180,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         logits_soft_cap : float, optional
             Scores s become ``cap * tanh(s / cap)``, unless it is 0.
         q_data_type, kv_data_type, o_data_type : torch.dtype or str
-            bfloat16 or float16, all the same.
+            bfloat16 or float16, all the same, but for kv_data_type, which may be float8_e4m3fn.
         data_type : torch.dtype or str, optional
             For those of them that are None.
         sm_scale : float, optional
@@ -189,8 +191,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             Query tokens of each request, its last ones; each sees no later key.
         rope_scale, rope_theta, non_blocking, block_tables, disable_split_kv
             Accepted and ignored.
-        fixed_split_size, window_right
-            Of what cumla does not have: leave them at their defaults.
+        fixed_split_size
+            Leave it at its default. Where it is to give a request the same bits in any batch, call
+            :func:`cumla.attention` with batch_invariant=True: such a plan needs to know the longest
+            request, which this one does not wait for.
+        window_right
+            Of what cumla does not have: leave it at its default.
 
         Raises
         ------
@@ -223,8 +229,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         *args: Any,
         q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -244,8 +250,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         paged_kv_cache : torch.Tensor or pair of torch.Tensor
             ``(num_pages, 2, page_size, num_kv_heads, head_dim)``, or ``(k_cache, v_cache)`` without
             the axis of 2; with ``"HND"`` ``num_kv_heads`` comes before ``page_size``.
-        q_scale, k_scale, v_scale : float, optional
-            Factors of the queries, keys and values.
+        q_scale, k_scale, v_scale : float or torch.Tensor, optional
+            Factors of the queries, keys and values: numbers, or tensors of one on the CPU. For e4m3
+            keys and values also float32 tensors on the device, ``(1,)``, ``(num_kv_heads,)`` or
+            ``(batch, num_kv_heads)``, which the kernel reads, so that they may change between the
+            replays of a graph.
         out : torch.Tensor, optional
             q's shape, written and returned.
         lse : torch.Tensor, optional
@@ -309,8 +318,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         pos_encoding_mode: str = "NONE",
         q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
         sm_scale: float | None = None,
@@ -389,7 +398,7 @@ def single_decode_with_kv_cache(
         ``(num_qo_heads, head_dim)``, bfloat16 or float16.
     k, v : torch.Tensor
         ``(kv_len, num_kv_heads, head_dim)``, or with ``"HND"`` ``(num_kv_heads, kv_len,
-        head_dim)``, of q's dtype, kv_len at least 1.
+        head_dim)``, of q's dtype or float8_e4m3fn, kv_len at least 1.
     kv_layout, pos_encoding_mode, q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale
         As in `BatchDecodeWithPagedKVCacheWrapper`.
     return_lse : bool

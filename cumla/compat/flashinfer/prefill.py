@@ -183,8 +183,10 @@ o_data_type, seq_lens
 max_token_per_sequence, max_sequence_kv, disable_split_kv
             Accepted and ignored.
         custom_mask, packed_custom_mask, prefix_len_ptr, token_pos_in_items_ptr, \
-token_pos_in_items_len, max_item_len_ptr, fixed_split_size
+token_pos_in_items_len, max_item_len_ptr
             Of what cumla does not have: leave them at their defaults.
+        fixed_split_size
+            As in `BatchDecodeWithPagedKVCacheWrapper`: leave it at its default.
 
         Raises
         ------
@@ -220,8 +222,8 @@ token_pos_in_items_len, max_item_len_ptr, fixed_split_size
         paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         *args: Any,
         q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -239,7 +241,8 @@ token_pos_in_items_len, max_item_len_ptr, fixed_split_size
             ``(tokens, num_qo_heads, head_dim_qk)``.
         paged_kv_cache, q_scale, k_scale, v_scale, return_lse, enable_pdl, window_left, sinks, \
 args, kv_cache_sf, skip_softmax_threshold_scale_factor
-            As in `BatchDecodeWithPagedKVCacheWrapper`; values may have another head_dim in a pair.
+            As in `BatchDecodeWithPagedKVCacheWrapper`, but for scales per request; values may have
+            another head_dim in a pair.
         out : torch.Tensor, optional
             ``(tokens, num_qo_heads, head_dim_vo)``, written and returned.
         lse : torch.Tensor, optional
@@ -405,8 +408,10 @@ window_left, logits_soft_cap, sm_scale, q_data_type, kv_data_type, o_data_type
 seq_lens_q, max_token_per_sequence, max_sequence_kv
             Accepted and ignored.
         custom_mask, packed_custom_mask, prefix_len_ptr, token_pos_in_items_ptr, \
-token_pos_in_items_len, max_item_len_ptr, fixed_split_size, v_indptr, o_indptr
+token_pos_in_items_len, max_item_len_ptr, v_indptr, o_indptr
             Of what cumla does not have: leave them at their defaults.
+        fixed_split_size
+            As in `BatchDecodeWithPagedKVCacheWrapper`: leave it at its default.
 
         Raises
         ------
@@ -443,8 +448,8 @@ token_pos_in_items_len, max_item_len_ptr, fixed_split_size, v_indptr, o_indptr
         v: torch.Tensor,
         *args: Any,
         q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
         o_scale: float | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
@@ -459,7 +464,8 @@ token_pos_in_items_len, max_item_len_ptr, fixed_split_size, v_indptr, o_indptr
         q : torch.Tensor
             ``(tokens, num_qo_heads, head_dim_qk)``.
         k, v : torch.Tensor
-            ``(rows, num_kv_heads, head_dim_qk)`` and ``(rows, num_kv_heads, head_dim_vo)``.
+            ``(rows, num_kv_heads, head_dim_qk)`` and ``(rows, num_kv_heads, head_dim_vo)``, of the
+            planned dtype.
         q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl
             As in `BatchPrefillWithPagedKVCacheWrapper`.
         args, o_scale, kv_cache_sf
@@ -555,7 +561,7 @@ def single_prefill_with_kv_cache(
         ``(qo_len, num_qo_heads, head_dim_qk)``, bfloat16 or float16.
     k, v : torch.Tensor
         ``(kv_len, num_kv_heads, head_dim)``, or with ``"HND"`` ``(num_kv_heads, kv_len,
-        head_dim)``, of q's dtype, kv_len at least 1; v may have another head_dim.
+        head_dim)``, of q's dtype or float8_e4m3fn, kv_len at least 1; v may have another head_dim.
     causal, kv_layout, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, k_scale, v_scale
         As in `BatchPrefillWithPagedKVCacheWrapper`.
     return_lse : bool

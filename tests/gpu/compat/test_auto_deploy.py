@@ -12,8 +12,14 @@ import pytest
 import cumla
 from cumla.compat import auto_deploy
 
-KERNELS = ("append_kv_cache", "attention", "ragged_schedule")
-MAY_SKIP = ("cumla.attention refuses float32",)
+KERNELS = (
+    "append_kv_cache",
+    "attention",
+    "attention_float32",
+    "attention_prefill",
+    "ragged_schedule",
+)
+MAY_SKIP = ()
 torch = pytest.importorskip("torch")
 
 from tests.compat.deploy_cases import (  # noqa: E402
@@ -27,7 +33,6 @@ from tests.compat.deploy_cases import (  # noqa: E402
     lengths_of,
     paged,
     table_of,
-    takes_float32,
     turned,
 )
 
@@ -36,14 +41,8 @@ HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 every_dtype = pytest.mark.parametrize("dtype", [HALF, BF16, FLOAT])
 
 
-TAKES_FLOAT32 = takes_float32()
-
-
 @pytest.fixture(autouse=True)
-def _ready(request: pytest.FixtureRequest) -> None:
-    callspec = getattr(request.node, "callspec", None)
-    if callspec and callspec.params.get("dtype") == FLOAT and not TAKES_FLOAT32:
-        pytest.skip("cumla.attention refuses float32")
+def _ready() -> None:
     torch.manual_seed(0)
     auto_deploy.register()
     cumla.prepare(cumla.attention, cumla.append_kv_cache, cumla.apply_rope)

@@ -17,7 +17,7 @@ from cumla.compat import flashinfer
 from tests.compat.oracle import naive, turned
 from tests.gpu.tools.waiting import no_waiting
 
-KERNELS = ("append_kv_cache", "attention", "ragged_schedule")
+KERNELS = ("append_kv_cache", "attention", "attention_prefill", "ragged_schedule")
 MAY_SKIP = ()
 torch = pytest.importorskip("torch")
 
@@ -271,6 +271,79 @@ def test_rows_without_pages(
     one.check(single, record_figures, causal=causal, softcap=softcap)
     bound = {"rtol": 1e-3, "atol": 1e-3}
     torch.testing.assert_close(last, single[0][-1], **bound)
+
+
+# --- e4m3 caches ---------------------------------------------------------------------------------
+
+
+def make_e4m3(problem: Batch, factors: Any) -> Any:
+    """Give the cache in e4m3; the problem's rows become what it stands for."""
+    small = [(part.float() / 2).to(torch.float8_e4m3fn) for part in problem.parts]
+    problem.parts = [
+        part.float() * torch.as_tensor(factor, device=DEVICE).reshape(-1, 1)
+        for part, factor in zip(small, factors, strict=True)
+    ]
+    bits = [part.view(torch.uint8) for part in small]
+    if problem.layout == "HND":
+        bits = [part.transpose(1, 2).contiguous() for part in bits]
+    return torch.stack(bits, dim=1).view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.parametrize(("layout", "page_size"), [("NHD", 16), ("HND", 64), ("NHD", 1)])
+@pytest.mark.parametrize("kind", ["numbers", "device"])
+def test_e4m3_caches(
+    kind: str, layout: str, page_size: int, columns: int, dtype: str, record_figures: Report
+) -> None:
+    """What has no token is NaN, in e4m3 too."""
+    shape = {"heads": (32, 4), "columns": (columns, columns), "dtype": dtype, "layout": layout}
+    factors: Any = 0.5, 3.0
+    if kind == "device":
+        factors = [torch.linspace(*ends, 4, device=DEVICE) for ends in ((0.5, 2.0), (3.0, 0.2))]
+    options = {"q_data_type": dtype, "kv_data_type": torch.float8_e4m3fn}
+    scales = {"k_scale": factors[0], "v_scale": factors[1], "return_lse": True}
+    for q_lens, kv_lens in (((2,) * 4, (700, 2, 54, 2048)), *MIXES):
+        problem = Batch(q_lens, kv_lens, page_size=page_size, **shape)
+        cache = make_e4m3(problem, factors)
+        prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), layout)
+        with no_waiting():
+            lists = problem.qo_indptr, *problem.lists
+            prefill.plan(*lists, *problem.sizes, causal=True, **options)
+            found = prefill.run(problem.q, cache, **scales)
+        problem.check(found, record_figures, causal=True)
+        if (q_lens, kv_lens) in MIXES:
+            continue
+        decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), layout)
+        with no_waiting():
+            decode.plan(*problem.lists, *problem.sizes, q_len_per_req=2, **options)
+            found = decode.run(problem.q, cache, **scales)
+        problem.check(found, record_figures, causal=True)
+
+
+def test_a_graph_reads_the_scales_of_the_replay(record_figures: Report) -> None:
+    problem = Batch((1,) * 3, (700, 5, 54), heads=(32, 4), page_size=16)
+    parts = problem.parts
+    cache = make_e4m3(problem, (1.0, 1.0))
+    factors = [torch.ones(4, device=DEVICE) for _ in "kv"]
+    buffers = [int32([-9] * size) for size in (4, 60, 3)]
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), *buffers)
+    wrapper.plan(*problem.lists, *problem.sizes, kv_data_type=torch.float8_e4m3fn)
+    torch.ones(2, device=DEVICE).mul_(2.0)  # torch loads its kernels when they are first called
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    scales = {"k_scale": factors[0], "v_scale": factors[1]}
+    with torch.cuda.graph(graph):
+        found = wrapper.run(problem.q, cache, **scales, return_lse=True)
+    for _ in range(3):
+        for factor in factors:
+            factor.uniform_(0.25, 2.5)
+        for tensor in found:
+            tensor.fill_(NAN)
+        graph.replay()
+        problem.parts = parts
+        make_e4m3(problem, factors)
+        problem.check(found, record_figures)
 
 
 def test_a_side_stream(record_figures: Report) -> None:

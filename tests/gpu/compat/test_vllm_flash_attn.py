@@ -18,7 +18,7 @@ from cumla.compat.vllm_flash_attn import (
 from tests.compat.oracle import naive
 from tests.gpu.tools.waiting import no_waiting
 
-KERNELS = ("append_kv_cache", "attention", "ragged_schedule")
+KERNELS = ("append_kv_cache", "attention", "attention_prefill", "ragged_schedule")
 MAY_SKIP = ()
 torch = pytest.importorskip("torch")
 
@@ -93,15 +93,20 @@ class Step:
             "fa_version": 3,
         }
 
-    def check(self, found: Any, report: Report, **options: Any) -> None:
+    def rows(self, request: int) -> Any:
+        """Keys and values of a request."""
+        pages = self.table[request].long()
+        return self.caches[:, pages].flatten(1, 2)[:, : self.kv_lens[request]]
+
+    def check(self, found: Any, report: Report, rows: Any = None, **options: Any) -> None:
         """vLLM's tolerance of out; lse is natural, with the heads first."""
         out, lse = found
+        rows_of = rows or self.rows
         begin = 0
         for r, n in enumerate(self.q_lens):
             own = slice(begin, begin + n)
             begin += n
-            rows = self.caches[:, self.table[r].long()].flatten(1, 2)[:, : self.kv_lens[r]]
-            wanted, natural = naive(self.q[own], *rows, causal=True, **options)
+            wanted, natural = naive(self.q[own], *rows_of(r), causal=True, **options)
             torch.testing.assert_close(out[own].float(), wanted, atol=1.5e-2, rtol=1e-2)
             torch.testing.assert_close(lse[:, own], natural, atol=1e-3, rtol=1e-3)
             report({"out": float((out[own].float() - wanted).abs().max())})
@@ -193,6 +198,56 @@ def test_fp8_caches_are_written(columns: int) -> None:
         found = cache.view(torch.float8_e4m3fn).flatten(0, 1)[slots].float()
         assert torch.equal(found, (rows.float() / scale).to(torch.float8_e4m3fn).float())
     assert int((caches.flatten(1, 2) != 0).any(-1).any(-1).sum()) <= 2 * len(slots)
+
+
+@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.parametrize("form", ["one, expanded", "of heads", "of requests"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_fp8_caches_are_read(
+    columns: int, form: str, captured: bool, record_figures: Report
+) -> None:
+    """Factors lie on the device; under a graph those of the replay count. Padding is NaN."""
+    step = Step(columns=columns)
+    caches = (step.caches.float() / 2).to(torch.float8_e4m3fn)
+    shape = {"one, expanded": (1, 1), "of heads": (2,), "of requests": (3, 2)}[form]
+    factors = [torch.ones(shape, device=DEVICE) for _ in "kv"]
+    given = [factor.expand(3, 2) if factor.shape == (1, 1) else factor for factor in factors]
+    arguments = step.arguments | {"k": caches[0], "v": caches[1].view(torch.uint8)}
+    arguments |= {"k_descale": given[0], "v_descale": given[1]}
+
+    def attend() -> Any:
+        return flash_attn_varlen_func(**arguments, causal=True, return_softmax_lse=True)
+
+    with no_waiting():
+        found = attend()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    if captured:
+        with torch.cuda.graph(graph):
+            found = attend()
+    for factor in factors:
+        factor.uniform_(0.25, 2.5)
+    if captured:
+        graph.replay()
+    else:
+        with no_waiting():
+            found = attend()
+    step.check(found, record_figures, rows=of_e4m3(step, caches, given))
+
+
+def of_e4m3(step: Step, caches: Any, factors: Any) -> Callable[[int], Any]:
+    """Give what makes the keys and values that the e4m3 rows of a request stand for."""
+
+    def rows(request: int) -> Any:
+        pages, length = step.table[request].long(), step.kv_lens[request]
+        by_heads = [factor.expand(len(step.q_lens), -1)[request] for factor in factors]
+        return [
+            cache.view(torch.uint8)[pages].view(cache.dtype).flatten(0, 1)[:length].float()
+            * factor[:, None]
+            for cache, factor in zip(caches, by_heads, strict=True)
+        ]
+
+    return rows
 
 
 @pytest.mark.parametrize("captured", [False, True])
