@@ -27,7 +27,7 @@ __all__ = [
     "rows_of",
 ]
 
-_MOST_COLUMNS = 256
+_MOST_COLUMNS = 512
 Q_AXES, _Q_ROWS = "batch_size, seqlen_q, num_heads, head_dim", "total_q, num_heads, head_dim"
 _K_AXES, _K_ROWS = "batch_size, seqlen, num_heads_k, head_dim", "total, num_heads_k, head_dim"
 

@@ -21,8 +21,8 @@ def all_specs() -> tuple[KernelSpec, ...]:
     from cumla.launch.mha import (
         append_kv_cache,
         attention,
-        attention_float32,
         attention_prefill,
+        attention_simt,
         invariant_parts,
     )
     from cumla.launch.mla import (
@@ -46,7 +46,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
         + append_kv_cache.SPECS
         + attention.SPECS
         + attention_prefill.SPECS
-        + attention_float32.SPECS
+        + attention_simt.SPECS
         + invariant_parts.SPECS
         + append_indexer_cache.SPECS
         + quantize_fp8.SPECS

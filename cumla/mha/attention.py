@@ -41,14 +41,14 @@ from cumla.core.paged import (
 from cumla.core.state import AttentionState
 from cumla.launch.device import current_device, properties, require_hopper
 from cumla.launch.mha.attention import (
+    MOST_TENSOR_COLUMNS,
     PIECE_BLOCKS,
     MHAArguments,
     MHAKey,
     attention_launch,
     attention_spec,
 )
-from cumla.launch.mha.attention_float32 import SPECS as FLOAT32_SPECS
-from cumla.launch.mha.attention_float32 import attention_float32_launch
+from cumla.launch.mha.attention_simt import attention_simt_launch, attention_simt_spec
 from cumla.launch.mha.invariant_parts import SPECS as INVARIANT_SPECS
 from cumla.launch.mha.invariant_parts import invariant_parts_launch
 from cumla.launch.module import load
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionPlan", "attention"]
 
-_MOST_COLUMNS = 256
+_MOST_COLUMNS = 512
 _E4M3 = "float8_e4m3fn"
 _PIECE_TOKENS = PIECE_BLOCKS * BLOCK_TOKENS
 _FACTORS = ("k_scale", "v_scale")
@@ -122,15 +122,16 @@ def attention(
     ----------
     q : array
         ``(total_tokens, num_heads, head_dim)`` with qo_indptr, or ``(batch, q_len, num_heads,
-        head_dim)`` without, bfloat16 or float16, head_dim a multiple of 8 up to 256, or float32,
-        head_dim a multiple of 4, which takes far longer; of CuPy, PyTorch, JAX or NumPy. Any
-        strides that are multiples of 16 bytes, the last axis contiguous.
+        head_dim)`` without, bfloat16 or float16, head_dim a multiple of 8 up to 512, or float32,
+        head_dim a multiple of 4; of CuPy, PyTorch, JAX or NumPy. float32, and more than 256
+        columns, take far longer: they have no tensor cores. Any strides that are multiples of 16
+        bytes, the last axis contiguous.
     k, v : array
         Pages ``(num_pages, page_size, num_kv_heads, head_dim)`` of q's dtype, of any page size;
-        v may have another head_dim_v, a multiple of 8 up to 256. num_heads is a multiple of
+        v may have another head_dim_v, a multiple of 8 up to 512. num_heads is a multiple of
         num_kv_heads. Strides as for q: of a packed cache pass its two parts. Or ragged rows
         ``(total_kv, num_kv_heads, head_dim)`` without pages. Or both float8_e4m3fn, or uint8 with
-        its bits, with multiples of 16 columns.
+        its bits, with multiples of 16 columns up to 256.
     kv_lens : array
         ``(batch,)`` int32: keys of each request, those of its queries included. Clamped to what the
         pages of the request hold. For ragged rows the differences of kv_indptr by default.
@@ -443,19 +444,21 @@ def _checked_rows(name: str, given: Views) -> ArrayView:
         "v": "(num_pages, page_size, num_kv_heads, head_dim_v), or rows, as k",
     }[name]
     columns = view.shape[-1] if len(view.shape) in (3, 4) else 0
-    step = _column_step(view.dtype)
-    if not columns or columns % step or columns > _MOST_COLUMNS:
+    step, most = _column_step(view.dtype)
+    if not columns or columns % step or columns > most:
         raise ValueError(
-            f"{name}: needs shape {axes} with a multiple of {step} columns up to {_MOST_COLUMNS}, "
-            f"got {view.shape}; reshape it, or pad the columns with zeros"
+            f"{name}: needs shape {axes} with a multiple of {step} columns up to {most}, got "
+            f"{view.shape}; reshape it, or pad the columns with zeros"
         )
     check_layout(name, view)
     return view
 
 
-def _column_step(dtype: str) -> int:
-    """Tell of what number columns are a multiple, of rows of a dtype."""
-    return 16 if dtype in E4M3 else 4 if dtype == "float32" else 8
+def _column_step(dtype: str) -> tuple[int, int]:
+    """Tell of what number columns are a multiple, of rows of a dtype, and how many there may be."""
+    if dtype in E4M3:
+        return 16, MOST_TENSOR_COLUMNS
+    return 4 if dtype == "float32" else 8, _MOST_COLUMNS
 
 
 def _check_heads(q: ArrayView, k: ArrayView, v: ArrayView) -> None:
@@ -602,12 +605,12 @@ _SCHEDULE = _Schedule(RAGGED_LENGTHS, ragged_schedule_launch)
 
 def _spec_of(key: MHAKey) -> KernelSpec:
     """Look up the kernel that attends for a shape."""
-    return FLOAT32_SPECS[0] if key.dtype == "float32" else attention_spec(key)
+    return attention_simt_spec(key) if key.takes_single_rows else attention_spec(key)
 
 
 def _attend_launch(key: MHAKey, *what: Any) -> Launch:
     """Describe the launch of that kernel."""
-    launch = attention_float32_launch if key.dtype == "float32" else attention_launch
+    launch = attention_simt_launch if key.takes_single_rows else attention_launch
     return launch(key, *what)
 
 
@@ -919,12 +922,12 @@ def _checked_shape(
     for name, value in {**named, "head_dim_v": head_dim_v}.items():
         checked_int(name, value, "nothing to plan for")
     dtype, cache_dtype = _checked_dtypes(*dtypes)
-    step = _column_step(cache_dtype)
+    step, most = _column_step(cache_dtype)
     for name, value in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
-        if value % step or value > _MOST_COLUMNS:
+        if value % step or value > most:
             raise ValueError(
-                f"{name}: needs a multiple of {step} up to {_MOST_COLUMNS}, got {value}; pad the "
-                f"columns with zeros"
+                f"{name}: needs a multiple of {step} up to {most}, got {value}; pad the columns "
+                f"with zeros"
             )
     if num_heads % num_kv_heads:
         raise ValueError(

@@ -429,7 +429,7 @@ SCALES = torch.ones(2, 2)
         ({"attention_chunk": 4}, "attention_chunk: .*leave it at 0"),
         ({"q_descale": SCALES}, "q_descale: .*bfloat16"),
         ({"q": torch.zeros(2, 1, 4, 16).to(torch.float8_e4m3fn)}, "q: .*float8.*convert"),
-        ({"v_cache": torch.zeros(2, 8, 2, 512).half()}, "v_cache: .*256 .*512.*mla_decode"),
+        ({"v_cache": torch.zeros(2, 8, 2, 520).half()}, "v_cache: .*512 .*520.*mla_decode"),
         ({"q": torch.zeros(2, 1, 4, 16, requires_grad=True)}, "q: .*gradient.*no_grad"),
     ],
 )

@@ -372,8 +372,8 @@ PLANNED = PLANS["AttentionPlan"]
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"head_dim": 60}, ValueError, "head_dim: needs a multiple of 8 up to 256, got 60; pad"),
-        ({"head_dim_v": 264}, ValueError, "head_dim_v: needs a multiple of 8 up to 256, got 264"),
+        ({"head_dim": 60}, ValueError, "head_dim: needs a multiple of 8 up to 512, got 60; pad"),
+        ({"head_dim_v": 520}, ValueError, "head_dim_v: needs a multiple of 8 up to 512, got 520"),
         ({"num_kv_heads": 3}, ValueError, "num_heads: needs a multiple of num_kv_heads 3, got 4"),
         ({"dtype": "float64"}, ValueError, "dtype: needs bfloat16 or float16 or float32, got 'fl"),
         ({"cache_dtype": "float16"}, TypeError, "cache_dtype: needs dtype's bfloat16, or float8_e"),

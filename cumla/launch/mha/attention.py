@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
 __all__ = [
+    "MOST_TENSOR_COLUMNS",
     "PARAMS",
     "PIECE_BLOCKS",
     "SPECS",
@@ -40,6 +41,7 @@ __all__ = [
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _COLUMNS = 64  # of a tile
+MOST_TENSOR_COLUMNS = 256
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
 _FORMS = {"boxes": "false", "rows": "true", "e4m3": "true, true"}  # how tiles are loaded
 PIECE_BLOCKS = 16
@@ -119,8 +121,13 @@ class MHAKey(RaggedKey):
 
     @property
     def is_uncut(self) -> bool:
-        """Whether each row tile is computed by one thread block: float32 rows are."""
-        return self.dtype == "float32"
+        """Whether no row tile is dealt out to several parts."""
+        return self.takes_single_rows
+
+    @property
+    def takes_single_rows(self) -> bool:
+        """Whether a warp attends for each row, without tensor cores."""
+        return self.dtype == "float32" or max(self.head_dim, self.head_dim_v) > MOST_TENSOR_COLUMNS
 
     @property
     def without_cuts(self) -> UncutKey:
@@ -206,7 +213,8 @@ class MHAKey(RaggedKey):
     def kernel_tiles(self) -> tuple[int, int]:
         """Tiles of 64 columns, of keys and of values, in the kernel that serves these widths."""
         keys, values = -(-self.head_dim // _COLUMNS), -(-self.head_dim_v // _COLUMNS)
-        return next(tiles for tiles in _TILES if tiles[0] >= keys and tiles[1] >= values)
+        fitting = (tiles for tiles in _TILES if tiles[0] >= keys and tiles[1] >= values)
+        return next(fitting, (keys, values))
 
 
 @dataclass(frozen=True)
@@ -320,7 +328,7 @@ def _scales(scale: Scale) -> tuple[float, ...]:
 
 
 def _map(key: MHAKey, name: str, view: ArrayView) -> TensorMap | bytes:
-    if key.form == "rows" or key.cache_dtype not in _TAGS:
+    if key.form == "rows" or key.cache_dtype not in _TAGS or key.takes_single_rows:
         return bytes(128)
     shape = tuple([max(size, 1) for size in view.shape])  # without rows nothing is loaded
     tensor_map = paged_kv_map(view.ptr, view.dtype, shape, view.strides, key.box_rows)

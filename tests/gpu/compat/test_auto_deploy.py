@@ -15,7 +15,7 @@ from cumla.compat import auto_deploy
 KERNELS = (
     "append_kv_cache",
     "attention",
-    "attention_float32",
+    "attention_simt",
     "attention_prefill",
     "ragged_schedule",
 )

@@ -18,7 +18,7 @@ from tests.mha.attention_cases import Sample, check, make, samples
 
 KERNELS = (
     "attention",
-    "attention_float32",
+    "attention_simt",
     "invariant_parts",
     "ragged_schedule",
 )
@@ -73,8 +73,13 @@ def test_repeats_are_the_same_to_the_bit(s: Sample) -> None:
             assert bool((one == other).all())
 
 
-@pytest.mark.parametrize("s", samples(60, dtype="float32"), ids=lambda s: str(s.seed))
-def test_float32(s: Sample, record_figures: Report) -> None:
+WIDE = {"columns": (512, 512), "cache": "same"}
+
+
+@pytest.mark.parametrize(
+    "s", [*samples(60, dtype="float32"), *samples(20, **WIDE)], ids=lambda s: f"{s.dtype}-{s.seed}"
+)
+def test_without_tensor_cores(s: Sample, record_figures: Report) -> None:
     got, expected = run_on_gpu(make(s)), cumla.reference.attention(**make(s))
     record_figures(check(s, got, expected))
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of float32 queries to float32 keys and values: one warp per query row, without tensor cores, for tests and
-// small models. Every product and sum is float32; a row's keys are added up in their order.
+// Attention without tensor cores: one warp per query row, for float32 queries, keys and values, and for those of 16 bits
+// with more than 256 columns. Every product and sum is float32; a row's keys are added up in their order.
 //
 // grid = (8 per place of the ragged schedule, 1, kv heads), 256 threads: the i-th CTA of a place has 8 of its 64 rows.
 // The schedule has one part, whose end tells how many places there are. A lane has 4 columns in each group of 128, of
 // the query, of keys and of values.
 //
-// Registers: query and output 16, four keys or values in flight 32
+// Registers: query and output 32, four keys or values in flight 64
 #include "mha/attention/layout.cuh"
 #include "split/output.cuh"
 #include "split/plan.cuh"
@@ -22,10 +22,26 @@ using namespace ptx;
 using namespace split;
 
 constexpr int kWarps = 8;    // of a CTA
-constexpr int kGroups = 2;   // of 128 columns
+constexpr int kGroups = 4;   // of 128 columns
 constexpr int kAtOnce = 4;   // keys
+template <typename T>
+constexpr int kBytes = 2;  // of a number
+template <>
+constexpr int kBytes<Fp32> = 4;
+
+template <typename T>
+__device__ __forceinline__ float4 load_four(const char* from) {
+  if constexpr (kBytes<T> == 4) {
+    return *reinterpret_cast<const float4*>(from);
+  } else {
+    const uint2 pairs = *reinterpret_cast<const uint2*>(from);
+    const float2 low = unpack_pair<T>(pairs.x), high = unpack_pair<T>(pairs.y);
+    return {low.x, low.y, high.x, high.y};
+  }
+}
 
 // A lane's columns of a row; columns that do not exist are 0.
+template <typename T>
 struct LaneColumns {
   float4 v[kGroups];
 
@@ -34,7 +50,7 @@ struct LaneColumns {
     for (int g = 0; g < kGroups; ++g) {
       const int column = g * 128 + threadIdx.x % 32 * 4;
       v[g] = {0.0f, 0.0f, 0.0f, 0.0f};
-      if (row != nullptr && column < columns) v[g] = *reinterpret_cast<const float4*>(row + column * 4);
+      if (row != nullptr && column < columns) v[g] = load_four<T>(row + column * kBytes<T>);
     }
   }
 };
@@ -46,7 +62,9 @@ __device__ __forceinline__ float sum_of_warp(float value) {
 }
 
 // The score of a key to the base 2, in all lanes.
-__device__ __forceinline__ float score_of(const AttentionParams& p, const LaneColumns& query, const LaneColumns& key) {
+template <typename T>
+__device__ __forceinline__ float score_of(const AttentionParams& p, const LaneColumns<T>& query,
+                                          const LaneColumns<T>& key) {
   float sum = 0.0f;
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
@@ -63,11 +81,12 @@ __device__ __forceinline__ const char* row_in(const Columns& of, int page, int r
 }
 
 // One warp attends for a row of a tile, to the keys that it sees.
+template <typename T>
 __device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTile& tile, const Segment& segment,
                                        int row) {
   const Row from(p, tile, row);
   const TokenPlace at = place_of(p, 0, from.token);
-  LaneColumns query, output;
+  LaneColumns<T> query, output;
   query.load(p.q + at.batch * p.q_stride_batch + at.token * p.q_stride_token + from.head * p.q_stride_head,
              p.key_columns);
   output.load(nullptr, 0);
@@ -77,7 +96,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTil
 #pragma unroll 1
   for (int first = seen.first; first < seen.end; first += kAtOnce) {
     const char* values[kAtOnce];
-    LaneColumns loaded[kAtOnce];
+    LaneColumns<T> loaded[kAtOnce];
     float weight[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -122,13 +141,21 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const RaggedTil
   for (int g = 0; g < kGroups; ++g) {
     const int column = g * 128 + threadIdx.x % 32 * 4;
     const float4& v = output.v[g];
-    if (has_column(p, column))
-      store_global_float4(out + column * 4, v.x * inverse, v.y * inverse, v.z * inverse, v.w * inverse);
+    if (!has_column(p, column)) continue;
+    if constexpr (kBytes<T> == 2) {
+      if (!p.out_is_float) {
+        store_global_8(out + column * 2, pack_pair<T>(v.x * inverse, v.y * inverse),
+                       pack_pair<T>(v.z * inverse, v.w * inverse));
+        continue;
+      }
+    }
+    store_global_float4(out + column * 4, v.x * inverse, v.y * inverse, v.z * inverse, v.w * inverse);
   }
   if (threadIdx.x % 32 == 0) store_lse(p, 0, from, sum == 0.0f ? -kInfinity : maximum + log2_approx(sum));
 }
 
-__device__ __forceinline__ void attention_float32(const AttentionParams& p) {
+template <typename T>
+__device__ __forceinline__ void attention_simt(const AttentionParams& p) {
   grid_dependency_launch();
   grid_dependency_wait();
   const int place = blockIdx.x / (kRowTile / kWarps);
@@ -141,7 +168,7 @@ __device__ __forceinline__ void attention_float32(const AttentionParams& p) {
   if (p.block_table == nullptr)  // no more rows than there are
     segment.tokens = min(static_cast<i64>(segment.tokens), max(p.page_entries - tile.pages, i64{0}));
   const int row = blockIdx.x % (kRowTile / kWarps) * kWarps + threadIdx.x / 32;
-  if (row < tile.rows) attend(p, tile, segment, row);
+  if (row < tile.rows) attend<T>(p, tile, segment, row);
 }
 
 }  // namespace cumla::mha

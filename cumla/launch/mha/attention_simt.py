@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of cuda/mha/attention_float32.cu: attention of float32 queries, keys and values."""
+"""Launcher of cuda/mha/attention_simt.cu: attention without tensor cores."""
 
 from __future__ import annotations
 
@@ -13,26 +13,34 @@ from cumla.launch.split.plan import ROW_TILE
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = ["SPECS", "attention_float32_launch"]
+__all__ = ["SPECS", "attention_simt_launch", "attention_simt_spec"]
 
 _ROWS = 8  # of a thread block
 
-SPECS = (
-    KernelSpec(
-        stem="attention_float32",
+_TAGS = {"bfloat16": "Bf16", "float16": "Fp16", "float32": "Fp32"}
+_SPECS = {
+    dtype: KernelSpec(
+        stem="attention_simt",
         package="cumla.cuda.mha",
-        entry="attention_float32",
-        function="attention_float32",
+        entry=f"attention_simt_{dtype}",
+        function=f"attention_simt<{tag}>",
         params="AttentionParams",
         threads=32 * _ROWS,
-    ),
-)
+    )
+    for dtype, tag in _TAGS.items()
+}
+SPECS = tuple(_SPECS.values())
 
 
-def attention_float32_launch(
+def attention_simt_spec(key: MHAKey) -> KernelSpec:
+    """Look up the kernel of a shape."""
+    return _SPECS[key.dtype]
+
+
+def attention_simt_launch(
     key: MHAKey, buffer: int, arguments: MHAArguments, out: ArrayView, lse: ArrayView
 ) -> Launch:
-    """Describe how to attend for every row, as `attention_launch` does for 16-bit queries."""
+    """Describe how to attend for every row, as `attention_launch` does with tensor cores."""
     values = attention_values(key, buffer, arguments, out, lse)
     grid = (key.num_places * (ROW_TILE // _ROWS), 1, key.num_kv_heads)
-    return Launch(SPECS[0], grid, PARAMS, values)
+    return Launch(attention_simt_spec(key), grid, PARAMS, values)

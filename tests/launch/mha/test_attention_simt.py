@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The float32 kernel's own text, run by the CPU, against the reference."""
+"""The text of the kernel without tensor cores, run by the CPU, against the reference."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.launch.mha.attention_float32 import SPECS
 from tests.calls import int32
 from tests.emulator import emulated_gpu
 from tests.launch.mha.test_attention import bits, call, check_sample, launches
@@ -16,6 +15,16 @@ from tests.mha.attention_cases import Sample, make, samples
 FEW = (
     *samples(8, dtype="float32", lens=(200, 70, 0), heads=(4, 1)),
     *samples(1, dtype="float32", columns=(12, 252), lens=(130, 3)),
+    *samples(2, dtype="bfloat16", columns=(512, 512), lens=(130, 3), heads=(4, 1), cache="same"),
+    *samples(
+        1,
+        dtype="float16",
+        columns=(264, 40),
+        lens=(130, 3),
+        heads=(4, 1),
+        page_size=16,
+        cache="same",
+    ),
 )
 
 
@@ -26,7 +35,7 @@ def test_all_kinds_of_calls(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("sample", FEW, ids=lambda s: f"{s.columns[0]}-{s.seed}")
-def test_attention_of_float32(sample: Sample) -> None:
+def test_attention_without_tensor_cores(sample: Sample) -> None:
     check_sample(sample)
 
 
@@ -48,7 +57,7 @@ def test_one_kernel_and_a_schedule_of_one_part() -> None:
     given = {"q": q, "k": k, "v": k, "qo_indptr": int32(0, 70), "kv_indptr": int32(0, 90)}
     schedule, attend = launches(given)
     assert schedule.spec.entry == "mla_attention_schedule"
-    assert attend.spec == SPECS[0]
+    assert attend.spec.entry == "attention_simt_float32"
     assert attend.grid == ((70 * 2 // 64 + 1) * 8, 1, 1)
     out, _ = cumla.reference.attention(**given)
     with emulated_gpu() as cupy:
