@@ -40,8 +40,9 @@ def test_functions(
 
 def test_all_functions_have_all_kernels(cupy: FakeCuPy) -> None:
     cumla.prepare(*(operation.function for operation in OPERATIONS.values()))
-    assert set(cupy.compiled) == {spec.entry for spec in all_specs()}
-    assert len(cupy.compiled) == len(all_specs())
+    # No call uses attention_prefill until it has passed its tests on a GPU.
+    entries = [spec.entry for spec in all_specs() if spec.stem != "attention_prefill"]
+    assert sorted(cupy.compiled) == sorted(entries)
 
 
 def test_plans_and_functions(cupy: FakeCuPy, driver: FakeDriver) -> None:

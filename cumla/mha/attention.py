@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -72,7 +73,7 @@ _MOST_COLUMNS = 256
 _E4M3 = "float8_e4m3fn"
 _PIECE_TOKENS = PIECE_BLOCKS * BLOCK_TOKENS
 _FACTORS = ("k_scale", "v_scale")
-_MOST_PLACES = (1 << 31) - 1  # row tiles that a schedule can number
+_MOST_ROWS = (1 << 31) - 128  # of a kv head, that the kernels can number
 _SIZES = (
     *("total_tokens", "num_heads", "num_kv_heads", "head_dim", "head_dim_v", "page_size"),
     *("dtype", "cache_dtype", "q_len"),
@@ -412,7 +413,7 @@ def _key(
     *sizes, q_len = shape
     modes: tuple[Any, ...] = (causal, q_len, device, sm_count, *cuts)
     key = MHAKey(batch, *sizes, *modes)
-    if key.num_places > _MOST_PLACES:
+    if key.total_tokens * key.heads_per_group > _MOST_ROWS:
         raise ValueError(
             f"q: needs fewer query tokens, or heads, than a schedule can hold, got "
             f"{key.total_tokens} tokens; cut the call in two"
@@ -778,7 +779,7 @@ class AttentionPlan(TableOrList[MHAKey]):
         max_kv_len: int | None = None,
         sm_count: int | None = None,
     ) -> int:
-        """Size of a plan's buffer in bytes, from numbers as for the class.
+        """Size of a plan's buffer in bytes, for any pages and dtypes; numbers as for the class.
 
         `sm_count` and errors are as in :meth:`cumla.MLADecodePlan.workspace_bytes`.
         """
@@ -788,7 +789,8 @@ class AttentionPlan(TableOrList[MHAKey]):
             sm_count = properties(current_device()).sm_count
         sm_count = checked_int("sm_count", sm_count, "leave it out to ask the current GPU")
         cuts = _checked_cuts(batch, batch_invariant, max_kv_len)
-        return _key(batch, shape, False, 0, sm_count, cuts).layout.nbytes
+        key = _key(batch, shape, False, 0, sm_count, cuts)
+        return max(key.layout.nbytes, replace(key, cache_dtype=_E4M3).layout.nbytes)
 
     def update(
         self,

@@ -324,9 +324,15 @@ APPEND = cumla.append_kv_cache
 
 
 @pytest.mark.parametrize(
-    ("columns", "dtype"), [(16, torch.float16), (96, torch.float16), (96, torch.float32)]
+    ("columns", "dtype", "rotary"),
+    [
+        (16, torch.float16, 0),
+        (16, torch.float16, 16),
+        pytest.param(96, torch.float16, 16, marks=pytest.mark.exhaustive),
+        pytest.param(96, torch.float32, 0, marks=pytest.mark.exhaustive),
+        pytest.param(96, torch.float32, 16, marks=pytest.mark.exhaustive),
+    ],
 )
-@pytest.mark.parametrize("rotary", [0, 16])
 def test_the_kernels_give_the_same(
     columns: int, dtype: Any, rotary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

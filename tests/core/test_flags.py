@@ -52,6 +52,7 @@ def calls() -> Iterator[tuple[str, str, Call]]:
         ("mla_decode", "batch_invariant"),
         ("mla_attention", "causal"),
         ("attention", "causal"),
+        ("attention", "batch_invariant"),
         ("mqa_logits", "clean"),
         ("paged_mqa_logits", "clean"),
         ("append_mla_cache", "interleaved"),
@@ -61,16 +62,15 @@ def calls() -> Iterator[tuple[str, str, Call]]:
         ("append_indexer_cache", "power_of_two_scales"),
     ):
         yield name, flag, of_function(name)
-    name = "MLADecodePlan"
-    for flag, longest in (("causal", {}), ("batch_invariant", {"max_kv_len": 64})):
-        made, from_arrays, size = of_plan(name, **longest)
-        yield name, flag, made
-        yield f"{name}.from_arrays", flag, from_arrays
-    yield f"{name}.workspace_bytes", "batch_invariant", size
-    for name in ("MLAAttentionPlan", "AttentionPlan"):
-        made, from_arrays, _ = of_plan(name)
-        yield name, "causal", made
-        yield f"{name}.from_arrays", "causal", from_arrays
+    for name in ("MLADecodePlan", "AttentionPlan"):
+        for flag, longest in (("causal", {}), ("batch_invariant", {"max_kv_len": 64})):
+            made, from_arrays, size = of_plan(name, **longest)
+            yield name, flag, made
+            yield f"{name}.from_arrays", flag, from_arrays
+        yield f"{name}.workspace_bytes", "batch_invariant", size
+    made, from_arrays, _ = of_plan("MLAAttentionPlan")
+    yield "MLAAttentionPlan", "causal", made
+    yield "MLAAttentionPlan.from_arrays", "causal", from_arrays
     name = "PagedMQALogitsPlan"
     made, _, size = of_plan(name)
     yield name, "per_row_lens", made

@@ -43,11 +43,13 @@ each_struct = pytest.mark.parametrize(
 
 
 def layout_of(spec: KernelSpec) -> struct.Struct:
-    """The struct that a kernel's launcher packs."""
+    """The struct that launchers pack for it; kernels of a family may share one."""
+    wanted = spec.package, spec.params
     for found in pkgutil.walk_packages(cumla.launch.__path__, "cumla.launch."):
         launcher = import_module(found.name)
-        if spec in getattr(launcher, "SPECS", ()):
-            layout = launcher._PARAMS
+        packs = {(each.package, each.params) for each in getattr(launcher, "SPECS", ())}
+        layout = vars(launcher).get("_PARAMS") or vars(launcher).get("PARAMS")
+        if wanted in packs and layout:
             assert isinstance(layout, struct.Struct)
             return layout
     raise AssertionError(f"no launcher of {spec.entry}")

@@ -94,7 +94,7 @@ __device__ __forceinline__ Seen blocks_of_item(const AttentionParams& p, const I
   const RaggedTile tile = half_of(p, item, 0);
   const int first = max(seen_by(p, tile, item.tokens, 0).first, 0);
   const int end = max(seen_by(p, tile, item.tokens, item.rows - 1).end, 0);
-  return {first / kBlock, max((end + kBlock - 1) / kBlock, first / kBlock)};
+  return {first / kBlock, max(end / kBlock + (end % kBlock != 0), first / kBlock)};
 }
 
 // One warp: the next item from the counter.
@@ -226,7 +226,6 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
   u32 t = 0;
 #pragma unroll 1
   for (u32 n = 0;; ++n) {
-    if (more) more = dealer.announce();
     const Item item = item_at(shared, n);
     if (item.rows == 0) break;
     if (warp >= 2) copy_query_of<Layout, kKeyTiles>(p, shared, item, warp - 2, n);
@@ -248,6 +247,7 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
                                                         shared.values(stage));
       mbarrier_arrive_after_copies(shared.values_full(stage));
     }
+    if (more) more = dealer.announce();
   }
   copy_async_wait_all();
 }
@@ -294,7 +294,7 @@ struct PrefillConsumer {
     }
     // The first row's end is the least, the last row's beginning the greatest.
     const Seen last = seen_by(p, tile, tokens, 63);
-    clear_from = (last.first + kBlock - 1) / kBlock;
+    clear_from = last.first / kBlock + (last.first % kBlock != 0);
     clear_to = max(seen_by(p, tile, tokens, 0).end, 0) / kBlock;
   }
 
@@ -385,14 +385,11 @@ struct PrefillConsumer {
 
   __device__ __forceinline__ void pack() {
 #pragma unroll
-    for (int i = 0; i < kBlock / 4; ++i) probabilities[i] = pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
+    for (int i = 0; i < kBlock / 4; ++i) {
+      probabilities[i] = pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
+      weight[i & 1] += sum_of_pair<T>(probabilities[i]);
+    }
     keep_before_products(probabilities);
-  }
-
-  // While the products run that read them.
-  __device__ __forceinline__ void add_weights() {
-#pragma unroll
-    for (int i = 0; i < kBlock / 4; ++i) weight[i & 1] += sum_of_pair<T>(probabilities[i]);
   }
 
   __device__ __forceinline__ void take_turn() const {
@@ -441,7 +438,6 @@ struct PrefillConsumer {
       wait_for_values(t);
       issue_values(t % kPrefillStages);
       give_turn();
-      add_weights();
       warpgroup_wait<1>();
       keep_behind_wait(scores);
       arrive(shared.keys_free((t + 1) % kPrefillStages));
@@ -458,7 +454,6 @@ struct PrefillConsumer {
     }
     wait_for_values(t);
     issue_values(t % kPrefillStages);
-    add_weights();
     warpgroup_wait<0>();
     keep_behind_wait(output);
     arrive(shared.values_free(t % kPrefillStages));

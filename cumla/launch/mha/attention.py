@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.kernel import Launch
 from cumla.launch.mha.append_kv_cache import Scale
-from cumla.launch.mha.attention_prefill import block_tokens, prefill_spec
+from cumla.launch.mha.attention_prefill import WHOLE_TILE, block_tokens, prefill_spec
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import (
     BLOCK_TOKENS,
     MOST_TOKENS,
-    ROW_TILE,
     RaggedKey,
     filling_parts,
     page_form,
@@ -147,12 +146,12 @@ class MHAKey(RaggedKey):
 
     @cached_property
     def takes_whole_tiles(self) -> bool:
-        """Whether most row tiles are full, and fill the multiprocessors without being cut."""
+        """Whether row tiles can be full, and fill the multiprocessors without being cut."""
         rows = self.total_tokens * self.heads_per_group
         return (
             _TAKES_WHOLE_TILES
-            and rows > ROW_TILE * self.batch
-            and rows * self.num_kv_heads >= ROW_TILE * self.sm_count
+            and rows >= WHOLE_TILE * self.batch
+            and rows * self.num_kv_heads >= WHOLE_TILE * self.sm_count
             and self.num_places * self.num_kv_heads <= _MOST_TILES
             and self.whole_tiles_spec is not None
             and not self.batch_invariant

@@ -7,7 +7,9 @@ from itertools import product
 
 from cumla.launch.source import KernelSpec
 
-__all__ = ["SPECS", "block_tokens", "prefill_spec"]
+__all__ = ["SPECS", "WHOLE_TILE", "block_tokens", "prefill_spec"]
+
+WHOLE_TILE = 128  # query rows of a thread block
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values

@@ -13,10 +13,19 @@ from tests.emulator import emulated_gpu
 from tests.launch.mha.test_attention import bits, call, check_sample, launches
 from tests.mha.attention_cases import Sample, make, samples
 
-SAMPLES = (*samples(20, dtype="float32"), *samples(1, dtype="float32", columns=(12, 252)))
+FEW = (
+    *samples(8, dtype="float32", lens=(200, 70, 0), heads=(4, 1)),
+    *samples(1, dtype="float32", columns=(12, 252), lens=(130, 3)),
+)
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: str(s.seed))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sample", samples(20, dtype="float32"), ids=lambda s: str(s.seed))
+def test_all_kinds_of_calls(sample: Sample) -> None:
+    check_sample(sample)
+
+
+@pytest.mark.parametrize("sample", FEW, ids=lambda s: f"{s.columns[0]}-{s.seed}")
 def test_attention_of_float32(sample: Sample) -> None:
     check_sample(sample)
 

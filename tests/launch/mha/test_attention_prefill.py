@@ -123,6 +123,25 @@ def test_a_plan_runs_again_after_one_update() -> None:
     np.testing.assert_allclose(runs[0].lse, expected.lse, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"cache_dtype": "float8_e4m3fn"},
+        {"page_size": 1, "head_dim_v": 256},
+        {"dtype": "float32"},
+    ],
+    ids=str,
+)
+def test_one_workspace_serves_every_form(form: dict[str, Any]) -> None:
+    sizes: dict[str, Any] = {"num_kv_heads": 8, "head_dim_v": form.get("head_dim_v", 128)}
+    with emulated_gpu(132) as cupy:
+        nbytes = cumla.AttentionPlan.workspace_bytes(4, 4096, 32, 128, **sizes, sm_count=132)
+        workspace = cupy.empty(nbytes, np.uint8)
+        plan = cumla.AttentionPlan(4, 4096, 32, 128, **sizes | form, workspace=workspace)
+    assert plan.key.layout.nbytes <= nbytes
+
+
 def test_sections_of_heads_cover_all() -> None:
     """As if few keys filled L2: the heads of one section come before those of the next."""
     arguments = mixture() | {
