@@ -366,7 +366,8 @@ class Appending:
 
 @pytest.mark.parametrize(("layout", "pair"), [("NHD", False), ("NHD", True), ("HND", False)])
 @pytest.mark.parametrize(
-    ("page_size", "dtype", "columns"), [(1, torch.float16, 64), (5, torch.bfloat16, 128)]
+    ("page_size", "dtype", "columns"),
+    [(1, torch.float16, 64), (5, torch.bfloat16, 128), (8, torch.float32, 24)],
 )
 def test_keys_and_values_go_to_their_pages(
     layout: str, pair: bool, page_size: int, dtype: Any, columns: int
@@ -457,7 +458,12 @@ def check_turned(found: Any, expected: Any) -> None:
     assert ((found.double() - expected).abs() <= bound).all()
 
 
-ROTATIONS = [(64, 64, torch.float16), (128, 64, torch.bfloat16), (256, 128, torch.float16)]
+ROTATIONS = [
+    (64, 64, torch.float16),
+    (128, 64, torch.bfloat16),
+    (256, 128, torch.float16),
+    (96, 64, torch.float32),
+]
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
@@ -536,9 +542,9 @@ def test_rotations_that_do_not_fit() -> None:
             "cos_sin_cache: needs rotary_dim a multiple of 16",
         ),
         (
-            lambda: by_table(positions, rows.float(), rows, 32, table),
+            lambda: by_table(positions, rows.double(), rows, 32, table),
             RuntimeError,
-            "query: needs bfloat16 or float16",
+            "query: needs bfloat16 or float16 or float32, got float64",
         ),
         (lambda: by_table(int32(1), rows, rows, 32, table), RuntimeError, "positions: needs shape"),
         (lambda: by_positions(heads, heads, int32(1)), RuntimeError, "pos_ids: needs shape"),

@@ -633,6 +633,8 @@ def test_e4m3_caches_and_scales_that_do_not_fit() -> None:
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             wrapper.run(batch.q, cache, **options)
+    with pytest.raises(ValueError, match=r"^k_scale: needs a number, got a tensor of shape"):
+        planned_decode(made).run(made.q, made.cache, k_scale=torch.ones(2))
 
 
 def test_e4m3_rows_and_one_request() -> None:

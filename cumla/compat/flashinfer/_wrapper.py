@@ -240,8 +240,14 @@ def _check_room(name: str, theirs: str, room: tuple[int, ...], shape: tuple[int,
 
 def factor_of(name: str, scale: Any, what: str) -> float:
     """Return a scale as a number, without waiting for a GPU; `what` is there that needs it."""
-    if scale is None or getattr(scale, "is_cuda", False):
-        got = "None" if scale is None else "a tensor on a GPU, which would have to be waited for"
+    got = None
+    if scale is None:
+        got = "None"
+    elif getattr(scale, "is_cuda", False):
+        got = "a tensor on a GPU, which would have to be waited for"
+    elif hasattr(scale, "numel") and scale.numel() != 1:
+        got = f"a tensor of shape {tuple(scale.shape)}"
+    if got is not None:
         raise ValueError(f"{name}: needs a number{what}, got {got}; pass float(...)")
     number = float(scale)
     if not 0 < number < inf:

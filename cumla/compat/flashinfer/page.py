@@ -60,8 +60,8 @@ def append_paged_kv_cache(
     Parameters
     ----------
     append_key, append_value : torch.Tensor
-        ``(tokens, num_kv_heads, head_dim)``, bfloat16 or float16. Values may have another head_dim
-        in a pair of caches.
+        ``(tokens, num_kv_heads, head_dim)``, bfloat16, float16 or float32. Values may have another
+        head_dim in a pair of caches.
     batch_indices, positions : torch.Tensor
         ``(tokens,)``, int32 or int64: the request of each row, and its place there.
     paged_kv_cache : torch.Tensor or pair of torch.Tensor

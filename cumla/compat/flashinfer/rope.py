@@ -44,8 +44,8 @@ def apply_rope_with_cos_sin_cache(
     positions : torch.Tensor
         ``(tokens,)``, int32 or int64. Rows whose position is not in the table are copied.
     query, key : torch.Tensor
-        ``(tokens, heads * head_size)``, bfloat16 or float16, rows of any stride that is a multiple
-        of 16 bytes.
+        ``(tokens, heads * head_size)``, bfloat16, float16 or float32, rows of any stride that is a
+        multiple of 16 bytes.
     head_size : int
         Columns of a head, a multiple of 8.
     cos_sin_cache : torch.Tensor
@@ -107,7 +107,7 @@ def apply_rope_pos_ids(
     Parameters
     ----------
     q, k : torch.Tensor
-        ``(tokens, heads, head_dim)``, bfloat16 or float16.
+        ``(tokens, heads, head_dim)``, bfloat16, float16 or float32.
     pos_ids : torch.Tensor
         ``(tokens,)``, any integers.
     rotary_dim : int, optional

@@ -298,9 +298,9 @@ def test_e4m3_caches(
 ) -> None:
     """What has no token is NaN, in e4m3 too."""
     shape = {"heads": (32, 4), "columns": (columns, columns), "dtype": dtype, "layout": layout}
-    factors: Any = 0.5, 3.0
+    factors: Any = 1.5, 0.5
     if kind == "device":
-        factors = [torch.linspace(*ends, 4, device=DEVICE) for ends in ((0.5, 2.0), (3.0, 0.2))]
+        factors = [torch.linspace(*ends, 4, device=DEVICE) for ends in ((0.5, 2.0), (2.0, 0.2))]
     options = {"q_data_type": dtype, "kv_data_type": torch.float8_e4m3fn}
     scales = {"k_scale": factors[0], "v_scale": factors[1], "return_lse": True}
     for q_lens, kv_lens in (((2,) * 4, (700, 2, 54, 2048)), *MIXES):
@@ -337,7 +337,7 @@ def test_a_graph_reads_the_scales_of_the_replay(record_figures: Report) -> None:
         found = wrapper.run(problem.q, cache, **scales, return_lse=True)
     for _ in range(3):
         for factor in factors:
-            factor.uniform_(0.25, 2.5)
+            factor.uniform_(0.25, 2.0)
         for tensor in found:
             tensor.fill_(NAN)
         graph.replay()

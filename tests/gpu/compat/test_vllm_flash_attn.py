@@ -226,7 +226,7 @@ def test_fp8_caches_are_read(
         with torch.cuda.graph(graph):
             found = attend()
     for factor in factors:
-        factor.uniform_(0.25, 2.5)
+        factor.uniform_(0.25, 2.0)
     if captured:
         graph.replay()
     else:
