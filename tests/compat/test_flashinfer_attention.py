@@ -1038,8 +1038,8 @@ ONES = torch.ones(2)
             "o_data_type: needs q_data_type, .*leave it out, and pass",
         ),
         ({"num_qo_heads": 7}, "num_qo_heads: needs a multiple of num_kv_heads 2, got 7"),
-        ({"head_dim_qk": 60}, "head_dim_qk: needs a multiple of 8 up to 256, got 60"),
-        ({"head_dim_vo": 512}, "head_dim_vo: needs a multiple of 8 up to 256, got 512"),
+        ({"head_dim_qk": 60}, "head_dim_qk: needs a multiple of 8 up to 512, got 60"),
+        ({"head_dim_vo": 520}, "head_dim_vo: needs a multiple of 8 up to 512, got 520"),
         ({"page_size": 0}, "page_size: needs a number above 0, got 0"),
         ({"sm_scale": -1.0}, "sm_scale: needs a number from 1e-20"),
         (
@@ -1083,7 +1083,7 @@ def test_arguments_of_a_plan(changes: dict[str, Any], message: str) -> None:
         ({"fixed_split_size": 2}, "fixed_split_size: .*cumla.attention with batch_invariant=True"),
         ({"q_len_per_req": 0}, "q_len_per_req: needs a number from 1, got 0"),
         ({"data_type": torch.bfloat16}, "kv_data_type: needs q_data_type"),
-        ({"head_dim": 512}, "head_dim: needs a multiple of 8 up to 256, got 512"),
+        ({"head_dim": 520}, "head_dim: needs a multiple of 8 up to 512, got 520"),
         ({"last_page_len": int32(1)}, "last_page_len: needs 3 entries with the 3 requests of ind"),
     ],
 )

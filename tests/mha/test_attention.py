@@ -71,7 +71,7 @@ PAGED = [
     wrong_type("batch_invariant", 1, "True or False, got int"),
     *(
         wrong("q", aligned(shape), f"shape (total_tokens, num_heads, head_dim) ... got {shape}; re")
-        for shape in ((8, 4, 60), (8, 4, 264), (8, 4, 0))
+        for shape in ((8, 4, 60), (8, 4, 520), (8, 4, 0))
     ),
     *(
         wrong("q", aligned(shape), f"shape (total_tokens, num_heads, head_dim) or ... {shape}")

@@ -63,7 +63,7 @@ def fused_mha_with_cache(
     ----------
     q, k, v : torch.Tensor
         ``(batch, seqlen, heads * head_dim)`` or ``(batch, seqlen, heads, head_dim)``, bfloat16,
-        float16 or float32; head_dim a multiple of 8 up to 256. The heads of q are a multiple of
+        float16 or float32; head_dim a multiple of 8 up to 512. The heads of q are a multiple of
         those of k and v.
     input_pos : torch.Tensor
         ``(batch,)`` int32: tokens of each request that the caches have already.
