@@ -11,14 +11,14 @@ import pytest
 from cumla.errors import CompilationError
 from cumla.launch.module import bindings_nvrtc_version, compile_to_cubin
 from cumla.launch.source import KernelSpec, translation_unit
-from tests.launch.compiling import FIRST_OF_FILES, asked_by_cupy, each_file, each_kernel
+from tests.launch.compiling import FIRST_OF_FILES, asked_by_cupy, each_code, each_file, each_kernel
 from tests.launch.conftest import Compiler
 from tests.launch.elf import sections
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
 
 
-@each_kernel
+@each_code
 def test_every_kernel_compiles_within_its_budget(spec: KernelSpec, compiled: Compiler):
     kernel = compiled(spec)
     assert len(sections(kernel.cubin)[f".text.{spec.entry}"]) > 0

@@ -13,7 +13,7 @@ from tests.launch.mha.test_attention import bits, call, check_sample, launches
 from tests.mha.attention_cases import Sample, make, samples
 
 FEW = (
-    *samples(8, dtype="float32", lens=(200, 70, 0), heads=(4, 1)),
+    *samples(4, dtype="float32", lens=(200, 70, 0), heads=(4, 1)),
     *samples(1, dtype="float32", columns=(12, 252), lens=(130, 3)),
     *samples(2, dtype="bfloat16", columns=(512, 512), lens=(130, 3), heads=(4, 1), cache="same"),
     *samples(
