@@ -69,11 +69,20 @@ def attention(
 
 
 def many_heads(
-    q: Any, k: Any, v: Any, block_table: Any, kv_lens: Any, *, window: int | None, **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    block_table: Any,
+    lengths: dict[str, Any],
+    *,
+    window: int | None,
+    **options: Any,
 ) -> tuple[Call, Call]:
     """Make a call that computes a plan's schedule, and one that attends, of MHA or GQA."""
-    plan = cumla.AttentionPlan.from_arrays(q, k, v, window=window)
-    return partial(plan.update, kv_lens), partial(plan.run, q, k, v, block_table, **options)
+    plan = cumla.AttentionPlan.from_arrays(
+        q, k, v, qo_indptr=lengths.get("qo_indptr"), window=window
+    )
+    return partial(plan.update, **lengths), partial(plan.run, q, k, v, block_table, **options)
 
 
 def append(

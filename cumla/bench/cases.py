@@ -22,6 +22,7 @@ __all__ = [
     "Case",
     "Ceilings",
     "grid",
+    "log_normal_lengths",
     "seed_of",
     "select",
     "vary",
@@ -131,7 +132,7 @@ class Case:
         """Tokens of each request, (batch,)."""
         if self.seed is None:
             return np.full(self.batch, self.kv_len, np.int32)
-        return _log_normal_lengths(self.batch, self.kv_len, self.seed)
+        return log_normal_lengths(self.batch, self.kv_len, self.seed)
 
     @property
     def pages_of_requests(self) -> NDArray[np.int32]:
@@ -175,7 +176,7 @@ class Case:
 
 
 @lru_cache(maxsize=64)
-def _log_normal_lengths(batch: int, mean: int, seed: int) -> NDArray[np.int32]:
+def log_normal_lengths(batch: int, mean: int, seed: int) -> NDArray[np.int32]:
     """Draw lengths of at least 1 token whose sum is exactly ``batch * mean``."""
     drawn = np.random.default_rng(seed).lognormal(sigma=LOG_NORMAL_SIGMA, size=batch)
     spare = batch * (mean - 1)  # tokens beside the one that each request has

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from cumla.bench import calls
-from cumla.bench.cases import PAGE_SIZE
+from cumla.bench.cases import PAGE_SIZE, log_normal_lengths
 from cumla.bench.ceilings import fill_normal
 from cumla.bench.gpu import DTYPES, Gpu
 from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns
@@ -27,7 +27,7 @@ _LONG = 1000  # microseconds: from so many on a few repeats do
 
 @dataclass(frozen=True)
 class MHACase:
-    """Requests of one length over shuffled pages, bfloat16 queries, causal."""
+    """Requests over shuffled pages, bfloat16 queries, causal."""
 
     batch: int
     heads: int
@@ -40,13 +40,16 @@ class MHACase:
     sinks: bool = False
     page: int = PAGE_SIZE
     cache: str = "bfloat16"  # or "e4m3"
+    decodes: int = 0  # more requests, of one query each
+    lengths: str = "equal"  # or "lognormal", of which kv_len is the mean
 
     @property
     def name(self) -> str:
         """For example ``mha-b16-32/8-d128-s1-kv8192``."""
         more = f"-page{self.page}" if self.page != PAGE_SIZE else ""
         more += f"-window{self.window}" if self.window >= 0 else ""
-        more += "-e4m3" * self.is_e4m3
+        more += "-e4m3" * self.is_e4m3 + f"-decodes{self.decodes}" * bool(self.decodes)
+        more += f"-{self.lengths}" * (self.lengths != "equal")
         shape = f"b{self.batch}-{self.heads}/{self.kv_heads}-d{self.columns}"
         return f"mha-{shape}-s{self.q_len}-kv{self.kv_len}{more}{'-sinks' * self.sinks}"
 
@@ -61,23 +64,38 @@ class MHACase:
         return self.columns, self.value_columns or self.columns
 
     @property
-    def visible(self) -> Any:
-        """How many keys each query of a request sees, (q_len,)."""
-        positions = np.arange(self.kv_len - self.q_len, self.kv_len)
-        seen = positions + 1
+    def q_lens(self) -> Any:
+        """Query tokens of each request."""
+        return np.array([self.q_len] * self.batch + [1] * self.decodes, np.int32)
+
+    @property
+    def kv_lens(self) -> Any:
+        """Keys of each request, those of its queries included."""
+        count = self.batch + self.decodes
+        if self.lengths == "lognormal":
+            return log_normal_lengths(count, self.kv_len, seed=count)
+        return np.full(count, self.kv_len, np.int32)
+
+    def visible(self, request: int) -> Any:
+        """How many keys each query of a request sees."""
+        q_len, kv_len = int(self.q_lens[request]), int(self.kv_lens[request])
+        seen = np.arange(kv_len - q_len, kv_len) + 1
         return seen if self.window < 0 else np.minimum(seen, self.window + 1)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values that are seen, of queries and output."""
-        keys = min(self.kv_len, self.window + self.q_len if self.window >= 0 else self.kv_len)
-        cached = keys * self.kv_heads * (1 if self.is_e4m3 else 2)
-        return self.batch * (cached + 2 * self.q_len * self.heads) * sum(self.widths)
+        keys = self.kv_lens
+        if self.window >= 0:
+            keys = np.minimum(keys, self.window + self.q_lens)
+        cached = int(keys.sum()) * self.kv_heads * (1 if self.is_e4m3 else 2)
+        return (cached + 2 * int(self.q_lens.sum()) * self.heads) * sum(self.widths)
 
     @property
     def flops(self) -> int:
         """Operations on visible pairs of query and key."""
-        return 2 * self.batch * int(self.visible.sum()) * self.heads * sum(self.widths)
+        pairs = sum(int(self.visible(request).sum()) for request in range(len(self.q_lens)))
+        return 2 * pairs * self.heads * sum(self.widths)
 
     def to_json(self) -> Row:
         """Name the case as a row of the results file does."""
@@ -90,11 +108,15 @@ class _Step:
 
     def __init__(self, gpu: Gpu, case: MHACase) -> None:
         self.gpu, self.case = gpu, case
-        each = -(-case.kv_len // case.page)
-        pages = np.random.default_rng(each).permutation(case.batch * each).astype(np.int32)
-        self.table = pages.reshape(case.batch, each)
-        cache = (case.batch * each, case.page, case.kv_heads)
-        lead = (case.batch, case.q_len, case.heads)
+        counts = -(-case.kv_lens // case.page)
+        pages = np.random.default_rng(len(counts)).permutation(int(counts.sum())).astype(np.int32)
+        self.pages = np.split(pages, np.cumsum(counts)[:-1])  # of each request
+        self.starts = np.concatenate([[0], np.cumsum(case.q_lens)]).astype(np.int32)
+        table = np.zeros((len(counts), counts.max()), np.int32)
+        for row, own in zip(table, self.pages, strict=True):
+            row[: len(own)] = own
+        cache = (len(pages), case.page, case.kv_heads)
+        lead = (int(self.starts[-1]), case.heads)
         share = 2 if case.is_e4m3 else 1  # numbers of a word of 16 bits
         shapes = [(*lead, case.widths[0]), *((*cache, width // share) for width in case.widths)]
         self.rows = [gpu.empty(shape, "uint16") for shape in shapes]
@@ -104,39 +126,46 @@ class _Step:
             for rows in self.rows[1:]:
                 rows &= _SMALL_E4M3
         self.out = gpu.empty((*lead, case.widths[1]), "uint16")
-        self.lse = gpu.empty((case.batch, case.heads, case.q_len), "float32")
+        self.lse = gpu.empty(lead, "float32")
         for output in (self.out, self.lse):
             gpu.fill_bytes(output, 0xFF)
         self.sinks = np.linspace(-2, 2, case.heads, dtype=np.float32)
         options: dict[str, Any] = {"out": self.out.view(DTYPES["bfloat16"]), "lse": self.lse}
         if case.sinks:
             options["sinks"] = gpu.upload(self.sinks)
-        lens = gpu.upload(np.full(case.batch, case.kv_len, np.int32))
+        lengths = {"kv_lens": case.kv_lens, "qo_indptr": self.starts}
         options["window"] = None if case.window < 0 else case.window
         if case.is_e4m3:
             options |= _FACTORS
         kinds = (DTYPES["bfloat16"], *[np.uint8 if case.is_e4m3 else DTYPES["bfloat16"]] * 2)
         q, k, v = (rows.view(kind) for rows, kind in zip(self.rows, kinds, strict=True))
-        table = gpu.upload(self.table)
-        self.update, self.run = calls.many_heads(q, k, v, table, lens, **options)
+        if not case.decodes:  # queries have an axis of requests, too
+            del lengths["qo_indptr"]
+            apart = (case.batch, case.q_len)
+            q, options["out"] = (a.reshape(*apart, *a.shape[1:]) for a in (q, options["out"]))
+            options["lse"] = self.lse.reshape(*apart, case.heads).transpose(0, 2, 1)
+        there = {name: gpu.upload(numbers) for name, numbers in lengths.items()}
+        self.update, self.run = calls.many_heads(q, k, v, gpu.upload(table), there, **options)
 
     def check(self) -> None:
         """Compare some rows of the first and the last request with float64."""
         case, group = self.case, self.case.heads // self.case.kv_heads
-        for request in sorted({0, case.batch - 1}):
-            pages = self.gpu.upload(self.table[request])
+        for request in sorted({0, case.batch - 1, len(self.pages) - 1}):
+            pages, kv_len = self.gpu.upload(self.pages[request]), int(case.kv_lens[request])
+            queries = slice(*self.starts[request : request + 2])
+            visible = case.visible(request)
             for head in sorted({0, case.heads - 1}):
                 k, v = (
-                    self._cached(rows[pages][:, :, head // group]).reshape(-1, width)[: case.kv_len]
+                    self._cached(rows[pages][:, :, head // group]).reshape(-1, width)[:kv_len]
                     for rows, width in zip(self.rows[1:], case.widths, strict=True)
                 )
                 if case.is_e4m3:
                     k, v = k * _FACTORS["k_scale"], v * _FACTORS["v_scale"]
-                q, out = (_numbers(self.gpu, a[request, :, head]) for a in (self.rows[0], self.out))
-                lse = self.gpu.download(self.lse[request, head])
-                for token in sorted({0, case.q_len - 1}):
-                    end = case.kv_len - case.q_len + token + 1
-                    seen = slice(end - int(case.visible[token]), end)
+                q, out = (_numbers(self.gpu, a[queries, head]) for a in (self.rows[0], self.out))
+                lse = self.gpu.download(self.lse[queries, head].copy())
+                for token in sorted({0, len(visible) - 1}):
+                    end = kv_len - len(visible) + token + 1
+                    seen = slice(end - int(visible[token]), end)
                     scores = k[seen] @ q[token] * case.columns**-0.5
                     sink = [float(self.sinks[head])] if case.sinks else []
                     self._compare(scores, sink, v[seen], out[token], float(lse[token]))
@@ -226,7 +255,10 @@ SECTION = Section(
         MHACase(2, *_GEMMA, 8192, 8192),
         MHACase(2, *_NARROW, 8192, 8192),
         MHACase(2, *_NARROW, 8192, 8192, window=1023),
-        MHACase(1, *_WIDE, 16384, 2048),
+        MHACase(2, *_GEMMA, 8192, 8192, window=1023),
+        *(MHACase(1, *_WIDE, 16384, 2048, page=page) for page in (16, 64)),
+        MHACase(4, *_LLAMA, 4096, 512, decodes=60),
+        *(MHACase(128, *_LLAMA, mean, lengths="lognormal") for mean in (1024, 4096)),
     ),
     measure=_measure,
     shape=(
@@ -237,6 +269,8 @@ SECTION = Section(
         Column("window", "window", usual=-1),
         Column("page", "page", usual=PAGE_SIZE),
         Column("cache", "cache", usual="bfloat16"),
+        Column("decodes", "decodes", usual=0),
+        Column("lengths", "lengths", usual="equal"),
     ),
     figures=(
         Column("us", "us", "us"),

@@ -37,6 +37,8 @@ SMALL: dict[str, tuple[Any, ...]] = {  # by the first heading of the table
         MHACase(2, 4, 2, 64, 70, q_len=2, page=16),
         MHACase(1, 2, 1, 64, 70, value_columns=16, window=20, sinks=True),
         MHACase(1, 2, 1, 64, 70, page=16, cache="e4m3"),
+        MHACase(2, 2, 1, 64, 70, q_len=5, decodes=2),
+        MHACase(3, 2, 1, 64, 70, lengths="lognormal"),
     ),
     "merge: ": (MergeCase(2, 5), MergeCase(3, 4, "float32")),
     "append: ": (AppendCase(1, 64), AppendCase(1, 16, rotated=True)),

@@ -16,7 +16,6 @@ KERNELS = (
     "append_kv_cache",
     "attention",
     "attention_simt",
-    "attention_prefill",
     "ragged_schedule",
 )
 MAY_SKIP = ()

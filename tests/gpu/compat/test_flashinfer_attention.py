@@ -17,7 +17,7 @@ from cumla.compat import flashinfer
 from tests.compat.oracle import naive, turned
 from tests.gpu.tools.waiting import no_waiting
 
-KERNELS = ("append_kv_cache", "attention", "attention_prefill", "ragged_schedule")
+KERNELS = ("append_kv_cache", "attention", "ragged_schedule")
 MAY_SKIP = ()
 torch = pytest.importorskip("torch")
 

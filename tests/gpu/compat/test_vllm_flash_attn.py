@@ -18,7 +18,7 @@ from cumla.compat.vllm_flash_attn import (
 from tests.compat.oracle import naive
 from tests.gpu.tools.waiting import no_waiting
 
-KERNELS = ("append_kv_cache", "attention", "attention_prefill", "ragged_schedule")
+KERNELS = ("append_kv_cache", "attention", "ragged_schedule")
 MAY_SKIP = ()
 torch = pytest.importorskip("torch")
 
