@@ -92,6 +92,11 @@ def append(
     return partial(cumla.append_mla_cache, rows, kv_cache, slots, kv_scale=kv_scale, **rotation)
 
 
+def append_heads(k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, **rotation: Any) -> Call:
+    """Make a call that writes keys and values into a cache, and rotates queries."""
+    return partial(cumla.append_kv_cache, k, v, k_cache, v_cache, slots, **rotation)
+
+
 def merge(outs: Any, lses: Any, out: Any, lse: Any) -> Call:
     """Make a call that merges partial results."""
     return partial(cumla.merge_attention_states, outs, lses, out=out, lse=lse)

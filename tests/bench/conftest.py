@@ -12,6 +12,7 @@ import pytest
 
 from cumla.bench import calls, forms, mla, run
 from cumla.bench.append import AppendCase
+from cumla.bench.append_heads import AppendHeadsCase
 from cumla.bench.cases import Case
 from cumla.bench.indexer import CacheCase, LogitsScheduleCase, PagedLogitsCase, PrefillLogitsCase
 from cumla.bench.merge import MergeCase
@@ -42,6 +43,7 @@ SMALL: dict[str, tuple[Any, ...]] = {  # by the first heading of the table
     ),
     "merge: ": (MergeCase(2, 5), MergeCase(3, 4, "float32")),
     "append: ": (AppendCase(1, 64), AppendCase(1, 16, rotated=True)),
+    "append keys and values: ": (AppendHeadsCase(40, 4, 2, 64, 16),),
     "indexer: ": (PagedLogitsCase(3, 2, 70), PagedLogitsCase(2, 1, 66), PrefillLogitsCase(5, 9)),
     "indexer schedule: ": (LogitsScheduleCase(64, 1, 8192), LogitsScheduleCase(3, 2, 70)),
     "quantize_fp8: ": (CacheCase("quantize_fp8", 1),),

