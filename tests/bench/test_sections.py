@@ -215,7 +215,7 @@ def test_a_wrong_logit_is_found(
 def test_what_is_not_written_is_found(
     fakes: Fakes, monkeypatch: pytest.MonkeyPatch, title: str
 ) -> None:
-    for name in ("merge_attention_states", "append_mla_cache", "mqa_logits"):
+    for name in ("merge_attention_states", "append_mla_cache", "append_kv_cache", "mqa_logits"):
         monkeypatch.setattr(fakes.cumla, name, lambda *args, **options: None, raising=False)
     if title in ("quantize_fp8: ", "append_indexer_cache: "):
         name = title.removesuffix(": ")
