@@ -446,9 +446,15 @@ def _checked_rows(name: str, given: Views) -> ArrayView:
     columns = view.shape[-1] if len(view.shape) in (3, 4) else 0
     step, most = _column_step(view.dtype)
     if not columns or columns % step or columns > most:
+        way_out = "pad the columns with zeros"
+        if not columns:
+            packed = ", of a packed cache pass its two parts" if name != "q" else ""
+            way_out = f"reshape it{packed}"
+        elif columns > most:
+            way_out = "keep this cache in 16 bits" if view.dtype in E4M3 else "more do not fit"
         raise ValueError(
             f"{name}: needs shape {axes} with a multiple of {step} columns up to {most}, got "
-            f"{view.shape}; reshape it, or pad the columns with zeros"
+            f"{view.shape}; {way_out}"
         )
     check_layout(name, view)
     return view
@@ -536,7 +542,8 @@ def _check_lengths_given(given: set[str], q_axes: int, k_axes: int) -> None:
     if (q_axes == 3) != ("qo_indptr" in given):
         need = "offsets of the requests for q of three axes" if q_axes == 3 else "q of three axes"
         way_out = "pass it, or q as (batch, q_len, ...)" if q_axes == 3 else "leave it out"
-        raise ValueError(f"qo_indptr: needs {need}, got q of {q_axes} axes; {way_out}")
+        got = "None" if q_axes == 3 else f"q of {q_axes} axes"
+        raise ValueError(f"qo_indptr: needs {need}, got {got}; {way_out}")
     if k_axes == 3 and "kv_indptr" not in given:
         raise ValueError(
             "kv_indptr: needed for k and v without pages, to tell the rows of each request, got "

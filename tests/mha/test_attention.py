@@ -70,8 +70,8 @@ PAGED = [
     wrong_type("softmax_scale", np.bool_(1), "a number, got bool; pass one, or leave it out"),
     wrong_type("batch_invariant", 1, "True or False, got int"),
     *(
-        wrong("q", aligned(shape), f"shape (total_tokens, num_heads, head_dim) ... got {shape}; re")
-        for shape in ((8, 4, 60), (8, 4, 520), (8, 4, 0))
+        wrong("q", aligned(shape), f"shape (total_tokens, num_heads, head_dim) ... {shape}; {way}")
+        for shape, way in (((8, 4, 60), "pad"), ((8, 4, 520), "more do"), ((8, 4, 0), "reshape"))
     ),
     *(
         wrong("q", aligned(shape), f"shape (total_tokens, num_heads, head_dim) or ... {shape}")
@@ -128,7 +128,7 @@ PAGED = [
     ),
     wrong_type("kv_lens", np.zeros(2, int), "int32, got int64; convert"),
     wrong("kv_lens", int32(5), "shape (batch,) with batch 2, got (1,)"),
-    wrong("qo_indptr", None, "offsets of the requests for q of three axes, got q of 3 axes; pass"),
+    wrong("qo_indptr", None, "offsets of the requests for q of three axes, got None; pass"),
     wrong("qo_indptr", int32(), "shape (batch + 1,)"),
     wrong_type("sinks", numbers(4), "float32, got bfloat16; convert"),
     wrong("sinks", numbers(2, dtype=F32), "shape (num_heads,) with num_heads 4, got (2,)"),

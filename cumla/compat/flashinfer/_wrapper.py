@@ -273,10 +273,7 @@ def checked_dtypes(
     """Return the names of the dtype of query and output, and of that of the cache."""
     name = name_of(query)
     if name not in ("bfloat16", "float16"):
-        raise ValueError(
-            f"q_data_type: needs bfloat16 or float16, got {query}; import the wrapper from "
-            f"flashinfer for others"
-        )
+        raise ValueError(f"q_data_type: needs bfloat16 or float16, got {query}; convert the arrays")
     if cache != query and (name not in fp8_beside or name_of(cache) != "float8_e4m3fn"):
         fp8 = f", or float8_e4m3fn beside {' or '.join(fp8_beside)}" if fp8_beside else ""
         raise ValueError(
