@@ -122,7 +122,7 @@ class MHAKey(RaggedKey):
     @property
     def is_uncut(self) -> bool:
         """Whether no row tile is dealt out to several parts."""
-        return self.takes_single_rows
+        return self.takes_single_rows or self.takes_whole_tiles
 
     @property
     def takes_single_rows(self) -> bool:
@@ -198,7 +198,7 @@ class MHAKey(RaggedKey):
     @cached_property
     def parts(self) -> int:
         """Shares into which the KV blocks are dealt."""
-        if self.is_uncut or self.takes_whole_tiles:
+        if self.is_uncut:
             return 1
         if self.batch_invariant:
             return self.num_places + self.more_pieces
