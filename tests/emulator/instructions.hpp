@@ -181,6 +181,7 @@ void named_barrier_arrive() {
   ++meeting.arrived;
   meeting.complete(kThreads);
 }
+inline float unknown(float number) { return number; }
 template <int kBarrier, int kThreads>
 bool named_barrier_any(bool vote) {
   host::Meeting& meeting = host::block->named[kBarrier];

@@ -3,21 +3,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import ml_dtypes
 import numpy as np
 
-import cumla.launch.mha.attention as launcher
-import cumla.mha.attention as operation
 from cumla import reference
 
-__all__ = ["MANY", "Sample", "check", "make", "samples", "whole_tiles"]
+__all__ = ["MANY", "Sample", "check", "make", "samples"]
 
 DTYPES: dict[str, Any] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -47,17 +43,6 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 MANY: dict[str, Any] = {"queries": "many", "cache": "same", "heads": (8, 2), "lens": (200, 70, 0)}
 """Fixes what makes row tiles full, so that few multiprocessors take whole ones."""
-
-
-@contextlib.contextmanager
-def whole_tiles() -> Iterator[None]:
-    """Let shapes of full row tiles have the kernel of whole ones, which no GPU has proven yet."""
-    operation._key.cache_clear()
-    try:
-        with mock.patch.object(launcher, "_TAKES_WHOLE_TILES", True):
-            yield
-    finally:
-        operation._key.cache_clear()
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of many query rows: each CTA attends for one whole row tile after another, 128 query rows of a kv head, to
-// all keys that they see. No tile is cut. grid = (as many CTAs as multiprocessors), 384 threads, one CTA an SM.
+// Attention of many query rows: each CTA attends for one whole row tile after another, 64 query rows of a kv head for
+// each consumer, to all keys that they see. No tile is cut. grid = (as many CTAs as multiprocessors), 384 or 512
+// threads, one CTA an SM.
 //
-// The schedule (split/ragged_schedule.cu, in one part) lists tiles of 64 rows; two that follow each other in a request
-// are one here. CTAs take the next tile from a counter, the last rows of a request first, for they see most keys, and
-// the kv heads of a section, whose keys and values stay in L2, before the next section.
+// The schedule (split/ragged_schedule.cu, in one part) lists tiles of 64 rows; two or three that follow each other in a
+// request are one here. CTAs take the next tile from a counter, the last rows of a request first, for they see most
+// keys, and the kv heads of a section, whose keys and values stay in L2, before the next section.
 //
-// Three warpgroups. Warpgroup 0 loads: warp 3 takes tiles from the counter and announces them, warp 0 loads keys,
-// warp 1 values (TMA), warp 2 the query rows. Where pages are no multiple of eight tokens, each warp loads a quarter of
-// the rows of a block; warp 0 announces tiles, and warps 2 and 3 load the query rows. Warpgroups 1 and 2 have 64 query
-// rows each and work through the blocks from the last to the first:
+// Warpgroup 0 loads: warp 0 keys, warp 1 values (TMA), warps 2 and 3 the query rows; warp 3 takes tiles from the
+// counter and announces them. Where pages are no multiple of eight tokens, each warp loads a quarter of the rows of a
+// block, and warp 0 announces tiles. The other warpgroups, two, or three with 64 columns, have 64 query rows each and
+// work through the blocks of all tiles without a break, in each tile from the last to the first:
 //
 //   tensor cores:     S1 = Q K1   O += P0 V0   S2 = Q K2   O += P1 V1 ...
 //   the warpgroup:                P1 = exp S1              P2 = exp S2
 //
-// and take turns: while one issues its products the other one makes probabilities.
+// and take turns: while one issues its products the others make probabilities. The output of a tile is written while the
+// others multiply; the first scores of the next tile are there by then.
 //
 // Budget of 128 rows by 128 keys, 128 columns: 2 x 1,024 tensor clocks; 16,384 exponentials at 16 a clock are 1,024,
-// and some six other instructions for each at 128 a clock 768.
-// Shared memory: query 16,384 a 64 columns + 2 stages of keys and values + announcements 128 + barriers 256
-// Registers:     consumers 232 or 224 (up to 128 output, 64 scores, 32 probabilities), loaders 40 or 56
+// and some four other instructions for each at 128 a clock 512.
+// Shared memory: query 8,192 a 64 columns and consumer + 2 stages of keys and values + announcements 256 + barriers 256
+// Registers:     consumers 232 or 224 (up to 128 output, 64 scores, 32 probabilities), loaders 40 or 56; of three
+//                consumers 160, loaders 32
 #include "mha/attention/copy.cuh"
 #include "mha/attention/layout.cuh"
 #include "split/output.cuh"
@@ -38,35 +41,37 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-constexpr int kPrefillRows = 128;
-constexpr int kPrefillStages = 2;
-constexpr int kTogether = 1, kTurns = 2;  // named barriers: of both consumers; whose turn it is, one each
+constexpr int kItems = 4;                 // announcements: of the tile that is written, the next one and that after it
+constexpr int kTogether = 1, kTurns = 2;  // named barriers: of all consumers; whose turn it is, one each
 constexpr i64 kBytesInL2 = 24 << 20;      // of the keys and values of a section
 
-template <int kKeyTiles, int kValueTiles, int kBlock>
+template <int kKeyTiles, int kValueTiles, int kBlock, int kConsumers_>
 struct PrefillLayout {
+  static constexpr int kConsumers = kConsumers_, kStages = 2;
   static constexpr int kTileBytes = kBlock * 128;  // kBlock rows x 64 columns of 16 bits, 128-byte swizzle
   static constexpr int kQueryBytes = kKeyTiles * 64 * 128;  // of a consumer
   static constexpr int kKeyBytes = kKeyTiles * kTileBytes, kValueBytes = kValueTiles * kTileBytes;
   static constexpr int kItemBytes = 64;
-  static constexpr int kBytes =
-      2 * kQueryBytes + kPrefillStages * (kKeyBytes + kValueBytes) + 2 * kItemBytes + 256;
+  static constexpr int kBytes = kConsumers * kQueryBytes + kStages * (kKeyBytes + kValueBytes) +
+                                kItems * kItemBytes + 256;
 
   u32 start;
 
   __device__ __forceinline__ u32 query(int consumer) const { return start + consumer * kQueryBytes; }
-  __device__ __forceinline__ u32 keys(int s) const { return query(2) + s * kKeyBytes; }
-  __device__ __forceinline__ u32 values(int s) const { return keys(kPrefillStages) + s * kValueBytes; }
-  __device__ __forceinline__ u32 item(int slot) const { return values(kPrefillStages) + slot * kItemBytes; }
-  __device__ __forceinline__ u32 barriers() const { return item(2); }
-  __device__ __forceinline__ u32 keys_full(int s) const { return barriers() + s * 8; }
-  __device__ __forceinline__ u32 keys_free(int s) const { return keys_full(kPrefillStages + s); }
-  __device__ __forceinline__ u32 values_full(int s) const { return keys_full(2 * kPrefillStages + s); }
-  __device__ __forceinline__ u32 values_free(int s) const { return keys_full(3 * kPrefillStages + s); }
-  __device__ __forceinline__ u32 item_full(int slot) const { return keys_full(4 * kPrefillStages + slot); }
-  __device__ __forceinline__ u32 item_free(int slot) const { return item_full(2 + slot); }
-  __device__ __forceinline__ u32 query_full(int consumer) const { return item_full(4 + consumer); }
-  __device__ __forceinline__ u32 query_free(int consumer) const { return item_full(6 + consumer); }
+  __device__ __forceinline__ u32 keys(int s) const { return query(kConsumers) + s * kKeyBytes; }
+  __device__ __forceinline__ u32 values(int s) const { return keys(kStages) + s * kValueBytes; }
+  __device__ __forceinline__ u32 item(u32 n) const { return values(kStages) + n % kItems * kItemBytes; }
+  __device__ __forceinline__ u32 barrier(int i) const { return item(0) + kItems * kItemBytes + i * 8; }
+  __device__ __forceinline__ u32 keys_full(int s) const { return barrier(s); }
+  __device__ __forceinline__ u32 keys_free(int s) const { return barrier(kStages + s); }
+  __device__ __forceinline__ u32 values_full(int s) const { return barrier(2 * kStages + s); }
+  __device__ __forceinline__ u32 values_free(int s) const { return barrier(3 * kStages + s); }
+  __device__ __forceinline__ u32 item_full(u32 n) const { return barrier(4 * kStages + n % kItems); }
+  __device__ __forceinline__ u32 item_free(u32 n) const { return item_full(n) + kItems * 8; }
+  __device__ __forceinline__ u32 query_full(int consumer) const {
+    return barrier(4 * kStages + 2 * kItems + consumer);
+  }
+  __device__ __forceinline__ u32 query_free(int consumer) const { return query_full(kConsumers + consumer); }
 };
 
 // A row tile of a kv head. After the last one comes one without rows.
@@ -76,25 +81,25 @@ struct Item {
   int head, rows;
 };
 
-// A tile of 64 rows, the first or the second of an item.
-__device__ __forceinline__ RaggedTile half_of(const AttentionParams& p, const Item& item, int half) {
+// The tile of 64 rows that a consumer has.
+__device__ __forceinline__ RaggedTile tile_of(const AttentionParams& p, const Item& item, int consumer) {
   RaggedTile tile(p);
   tile.index = item.head;
   tile.q_len = item.q_len;
   tile.q_begin = item.q_begin;
-  tile.first_row = item.first_row + 64 * half;
-  tile.rows = min(max(item.rows - 64 * half, 0), 64);
+  tile.first_row = item.first_row + 64 * consumer;
+  tile.rows = min(max(item.rows - 64 * consumer, 0), 64);
   tile.pages = item.pages;
   return tile;
 }
 
-// Blocks that rows of an item see, [first, end).
+// Blocks that rows of an item see, [first, end). One where they see nothing: its scores are all masked.
 template <int kBlock>
 __device__ __forceinline__ Seen blocks_of_item(const AttentionParams& p, const Item& item) {
-  const RaggedTile tile = half_of(p, item, 0);
+  const RaggedTile tile = tile_of(p, item, 0);
   const int first = max(seen_by(p, tile, item.tokens, 0).first, 0);
   const int end = max(seen_by(p, tile, item.tokens, item.rows - 1).end, 0);
-  return {first / kBlock, max(end / kBlock + (end % kBlock != 0), first / kBlock)};
+  return {first / kBlock, max(end / kBlock + (end % kBlock != 0), first / kBlock + 1)};
 }
 
 // One warp: the next item from the counter.
@@ -124,13 +129,13 @@ struct Dealer {
       const u32 rest = at % of_section, heads = min(heads_of_section, p.num_kv_heads - first_head);
       const u32 place = rest / heads;
       const TilePlace from = places[tiles - 1 - place];
-      if (from.first_row & 64) continue;  // the second half of an item
+      if (from.first_row % (64 * Layout::kConsumers) != 0) continue;  // not the first of an item
       Item item;
       item.head = first_head + rest - place * heads;
       item.q_begin = min(max(from.q_begin, 0), p.q_len - 1);
       item.q_len = min(max(from.q_len, 1), p.q_len - item.q_begin);
       item.first_row = min(max(from.first_row, 0), item.q_len * p.heads_per_group - 1);
-      item.rows = min(kPrefillRows, item.q_len * p.heads_per_group - item.first_row);
+      item.rows = min(64 * Layout::kConsumers, item.q_len * p.heads_per_group - item.first_row);
       item.pages = from.pages;
       item.tokens = min(static_cast<i64>(min(max(from.tokens, 0), kMaxTokens)), p.max_tokens);
       if (p.block_table == nullptr)
@@ -141,18 +146,17 @@ struct Dealer {
 
   // The whole warp. False after the last one.
   __device__ __forceinline__ bool announce() {
-    const int slot = n & 1;
     int rows = 0;
     if (threadIdx.x % 32 == 0) {
       const Item item = next();
       rows = item.rows;
-      mbarrier_wait(shared.item_free(slot), (n >> 1 & 1) ^ 1, "a free announcement");
-      store_shared_16(shared.item(slot), {static_cast<u32>(item.tokens), static_cast<u32>(item.first_row),
-                                          static_cast<u32>(item.q_len), static_cast<u32>(item.q_begin)});
-      store_shared_16(shared.item(slot) + 16,
+      mbarrier_wait(shared.item_free(n), (n / kItems & 1) ^ 1, "a free announcement");
+      store_shared_16(shared.item(n), {static_cast<u32>(item.tokens), static_cast<u32>(item.first_row),
+                                       static_cast<u32>(item.q_len), static_cast<u32>(item.q_begin)});
+      store_shared_16(shared.item(n) + 16,
                       {static_cast<u32>(item.pages), static_cast<u32>(static_cast<u64>(item.pages) >> 32),
                        static_cast<u32>(item.head), static_cast<u32>(item.rows)});
-      mbarrier_arrive(shared.item_full(slot));
+      mbarrier_arrive(shared.item_full(n));
     }
     ++n;
     return __shfl_sync(0xffffffffu, rows, 0) > 0;
@@ -162,7 +166,7 @@ struct Dealer {
 // The n-th item, between its announcement and this thread's arrival at item_free.
 template <typename Layout>
 __device__ __forceinline__ Item read_item(const Layout& shared, u32 n) {
-  const uint4 a = load_shared_16(shared.item(n & 1)), b = load_shared_16(shared.item(n & 1) + 16);
+  const uint4 a = load_shared_16(shared.item(n)), b = load_shared_16(shared.item(n) + 16);
   return {static_cast<int>(a.x), static_cast<int>(a.y), static_cast<int>(a.z), static_cast<int>(a.w),
           static_cast<i64>(static_cast<u64>(b.y) << 32 | b.x), static_cast<int>(b.z), static_cast<int>(b.w)};
 }
@@ -170,9 +174,9 @@ __device__ __forceinline__ Item read_item(const Layout& shared, u32 n) {
 // A loading warp uses what it read once.
 template <typename Layout>
 __device__ __forceinline__ Item item_at(const Layout& shared, u32 n) {
-  mbarrier_wait(shared.item_full(n & 1), n >> 1 & 1, "an announcement");
+  mbarrier_wait(shared.item_full(n), n / kItems & 1, "an announcement");
   const Item item = read_item(shared, n);
-  mbarrier_arrive(shared.item_free(n & 1));
+  mbarrier_arrive(shared.item_free(n));
   return item;
 }
 
@@ -185,16 +189,16 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
   for (u32 n = 0;; ++n) {
     const Item item = item_at(shared, n);
     if (item.rows == 0) return;
-    const RaggedTile tile = half_of(p, item, 0);
+    const RaggedTile tile = tile_of(p, item, 0);
     const Seen blocks = blocks_of_item<kBlock>(p, item);
 #pragma unroll 1
     for (int block = blocks.end - 1; block >= blocks.first; --block, ++t) {
-      const int stage = t % kPrefillStages;
+      const int stage = t % Layout::kStages;
       const u32 tiles = kOfKeys ? shared.keys(stage) : shared.values(stage);
       const u32 full = kOfKeys ? shared.keys_full(stage) : shared.values_full(stage);
       int row = 0, page = -1;
       if (first < kBlock) page = page_of(p, tile, item.tokens, block * kBlock + first, row);
-      mbarrier_wait(kOfKeys ? shared.keys_free(stage) : shared.values_free(stage), (t / kPrefillStages & 1) ^ 1,
+      mbarrier_wait(kOfKeys ? shared.keys_free(stage) : shared.values_free(stage), (t / Layout::kStages & 1) ^ 1,
                     kOfKeys ? "a free stage of keys" : "a free stage of values");
       if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, kTiles * Layout::kTileBytes);
       __syncwarp();
@@ -212,8 +216,24 @@ template <typename Layout, int kKeyTiles>
 __device__ __forceinline__ void copy_query_of(const AttentionParams& p, const Layout& shared, const Item& item,
                                               int consumer, u32 n) {
   mbarrier_wait(shared.query_free(consumer), (n & 1) ^ 1, "a free query buffer");
-  copy_query<kKeyTiles, 64>(p, half_of(p, item, consumer), 0, shared.query(consumer));
+  copy_query<kKeyTiles, 64>(p, tile_of(p, item, consumer), 0, shared.query(consumer));
   if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full(consumer));
+}
+
+// Two warps copy the query rows; the second one also deals, one item ahead.
+template <typename Layout, int kKeyTiles>
+__device__ __forceinline__ void load_queries(const AttentionParams& p, const Layout& shared, int loader) {
+  Dealer<Layout> dealer(p, shared);
+  bool more = loader == 1 && dealer.announce();
+#pragma unroll 1
+  for (u32 n = 0;; ++n) {
+    const Item item = item_at(shared, n);
+    if (item.rows == 0) return;
+    if (more) more = dealer.announce();
+#pragma unroll 1
+    for (int consumer = loader; consumer < Layout::kConsumers; consumer += 2)
+      copy_query_of<Layout, kKeyTiles>(p, shared, item, consumer, n);
+  }
 }
 
 // All four warps load keys and values row by row; warp 0 also deals, the last two load the query rows before.
@@ -229,11 +249,11 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
     const Item item = item_at(shared, n);
     if (item.rows == 0) break;
     if (warp >= 2) copy_query_of<Layout, kKeyTiles>(p, shared, item, warp - 2, n);
-    const RaggedTile tile = half_of(p, item, 0);
+    const RaggedTile tile = tile_of(p, item, 0);
     const Seen blocks = blocks_of_item<kBlock>(p, item);
 #pragma unroll 1
     for (int block = blocks.end - 1; block >= blocks.first; --block, ++t) {
-      const int stage = t % kPrefillStages, phase = t / kPrefillStages & 1;
+      const int stage = t % Layout::kStages, phase = t / Layout::kStages & 1;
       int row = 0;
       const int page = page_of(p, tile, item.tokens, block * kBlock + first + lane % kRows, row);
       const auto offset = [&](const Columns& from) {
@@ -254,9 +274,10 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
 
 // One consumer warpgroup. Rows of a thread: 16 warp + lane / 4 and that + 8; in every group of eight columns the two at
 // 2 (lane % 4). kCopied: tiles were written by threads' own copies, not by TMA.
-template <typename T, int kKeyTiles, int kValueTiles, int kBlock, bool kCopied>
+template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, bool kCopied>
 struct PrefillConsumer {
-  using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock>;
+  using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock, kConsumers>;
+  static constexpr int kThreads = kConsumers * kWarpgroup;
 
   const AttentionParams& p;
   const Layout& shared;
@@ -264,9 +285,8 @@ struct PrefillConsumer {
   float output[kValueTiles * 32];
   float scores[kBlock / 2];
   u32 probabilities[kBlock / 4];
-  float maximum[2], sum[2], weight[2], factor[2];  // weight: sum of rounded weights
+  float maximum[2], sum[2], factor[2];
   int clear_from, clear_to;  // blocks in between are seen whole by all rows
-  u32 n = 0;                 // items before; what is needed once a tile is read again from its announcement
 
   __device__ __forceinline__ PrefillConsumer(const AttentionParams& p, const Layout& shared, int consumer)
       : p(p), shared(shared), consumer(consumer),
@@ -279,23 +299,24 @@ struct PrefillConsumer {
     if (lane == 0) mbarrier_arrive(barrier);
   }
 
-  __device__ __forceinline__ void begin(const RaggedTile& tile, int tokens) {
+  __device__ __forceinline__ void begin(const Item& item) {
+    const RaggedTile tile = tile_of(p, item, consumer);
 #pragma unroll
     for (float& x : output) x = 0.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       maximum[r] = kLowest;
-      sum[r] = weight[r] = 0.0f;
+      sum[r] = 0.0f;
       if (p.sinks == nullptr || row + 8 * r >= tile.rows) continue;
       const float sink = p.sinks[Query(p, tile, row + 8 * r).head] * kLog2E;
       if (sink == -kInfinity) continue;
       maximum[r] = sink;
-      if (lane % 4 == 0) sum[r] = weight[r] = 1.0f;
+      if (lane % 4 == 0) sum[r] = 1.0f;
     }
     // The first row's end is the least, the last row's beginning the greatest.
-    const Seen last = seen_by(p, tile, tokens, 63);
+    const Seen last = seen_by(p, tile, item.tokens, 63);
     clear_from = last.first / kBlock + (last.first % kBlock != 0);
-    clear_to = max(seen_by(p, tile, tokens, 0).end, 0) / kBlock;
+    clear_to = max(seen_by(p, tile, item.tokens, 0).end, 0) / kBlock;
   }
 
   __device__ __forceinline__ static void multiply(float (&d)[kBlock / 2], u64 a, u64 b, bool accumulate) {
@@ -325,35 +346,42 @@ struct PrefillConsumer {
     warpgroup_commit();
   }
 
-  // Rows past the end of the request may hold NaN: their probabilities are 0, and 0 x NaN is NaN. Both consumers.
+  // Rows past the end of the request may hold NaN: their probabilities are 0, and 0 x NaN is NaN. All consumers.
   __device__ __forceinline__ void clear_values_past(int stage, int valid) const {
     constexpr int kChunks = kValueTiles * 8;
-    for (int i = valid * kChunks + threadIdx.x - kWarpgroup; i < kBlock * kChunks; i += 2 * kWarpgroup)
+    for (int i = valid * kChunks + threadIdx.x - kWarpgroup; i < kBlock * kChunks; i += kThreads)
       store_shared_zero_16(shared.values(stage) + (i % kChunks / 8) * Layout::kTileBytes + (i / kChunks) * 128 +
                            (i % 8) * 16);
     fence_proxy_async_shared();
-    named_barrier_sync<kTogether, 2 * kWarpgroup>();
+    named_barrier_sync<kTogether, kThreads>();
+  }
+
+  // tanh(x) = 1 - 2 / (1 + exp(2 x)); scale_log2 is softcap * log2(e) then. Few at once, and a branch that the compiler
+  // does not join with its neighbours': it takes registers for all that it sees together.
+  __device__ __forceinline__ void cap(float* few) const {
+    const float to_softcap = unknown(p.to_softcap);
+    if (to_softcap == 0.0f) return;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) few[i] = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(few[i] * to_softcap));
   }
 
   // Scores become weights, float32; the factor of what was added up before is left in `factor`. True if that is not 1
   // for some row of the warp.
-  __device__ __forceinline__ bool exponentiate(int block) {
-    if (p.to_softcap != 0.0f) {  // tanh(x) = 1 - 2 / (1 + exp(2 x)); scale_log2 is softcap * log2(e) then
+  __device__ __forceinline__ bool exponentiate(u32 n, int block) {
 #pragma unroll
-      for (float& x : scores) x = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(x * p.to_softcap));
-    }
+    for (int i = 0; i < kBlock / 2; i += 32) cap(scores + i);
     if (block < clear_from || block >= clear_to) {
       const Item item = read_item(shared, n);
-      const RaggedTile tile = half_of(p, item, consumer);
+      const RaggedTile tile = tile_of(p, item, consumer);
       const int column = block * kBlock + (lane % 4) * 2;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const Seen seen = seen_by(p, tile, item.tokens, row + 8 * r);
+        const int first = seen.first - column, end = seen.end - column;
 #pragma unroll
         for (int i = 0; i < kBlock / 4; ++i) {
-          const int token = column + 8 * (i / 2) + (i & 1);
-          float& score = scores[i / 2 * 4 + 2 * r + (i & 1)];
-          if (token < seen.first || token >= seen.end) score = -kInfinity;
+          const int token = 8 * (i / 2) + (i & 1);
+          if (token < first || token >= end) scores[i / 2 * 4 + 2 * r + (i & 1)] = -kInfinity;
         }
       }
     }
@@ -371,7 +399,6 @@ struct PrefillConsumer {
       factor[r] = exp2_approx(maximum[r] - next);
       maximum[r] = next;
       sum[r] *= factor[r];
-      weight[r] *= factor[r];
     }
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 2) {
@@ -385,79 +412,35 @@ struct PrefillConsumer {
 
   __device__ __forceinline__ void pack() {
 #pragma unroll
-    for (int i = 0; i < kBlock / 4; ++i) {
-      probabilities[i] = pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
-      weight[i & 1] += sum_of_pair<T>(probabilities[i]);
-    }
+    for (int i = 0; i < kBlock / 4; ++i) probabilities[i] = pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
     keep_before_products(probabilities);
   }
 
+  // Turns go round: each barrier is between who gives and who takes.
   __device__ __forceinline__ void take_turn() const {
     if (consumer == 0)
       named_barrier_sync<kTurns, 2 * kWarpgroup>();
-    else
+    else if (kConsumers == 2 || consumer == 1)
       named_barrier_sync<kTurns + 1, 2 * kWarpgroup>();
+    else
+      named_barrier_sync<kTurns + 2, 2 * kWarpgroup>();
   }
   __device__ __forceinline__ void give_turn() const {
-    if (consumer == 0)
+    if (consumer == kConsumers - 1)
+      named_barrier_arrive<kTurns, 2 * kWarpgroup>();
+    else if (kConsumers == 2 || consumer == 0)
       named_barrier_arrive<kTurns + 1, 2 * kWarpgroup>();
     else
-      named_barrier_arrive<kTurns, 2 * kWarpgroup>();
+      named_barrier_arrive<kTurns + 2, 2 * kWarpgroup>();
   }
 
   __device__ __forceinline__ void wait_for_keys(u32 t) const {
-    mbarrier_wait(shared.keys_full(t % kPrefillStages), t / kPrefillStages & 1, "keys");
+    mbarrier_wait(shared.keys_full(t % Layout::kStages), t / Layout::kStages & 1, "keys");
     if constexpr (kCopied) fence_proxy_async_shared();
   }
   __device__ __forceinline__ void wait_for_values(u32 t) const {
-    mbarrier_wait(shared.values_full(t % kPrefillStages), t / kPrefillStages & 1, "values");
+    mbarrier_wait(shared.values_full(t % Layout::kStages), t / Layout::kStages & 1, "values");
     if constexpr (kCopied) fence_proxy_async_shared();
-  }
-
-  // All blocks of a tile; t counts those of all tiles.
-  __device__ __forceinline__ void attend(const Seen& blocks, u32& t) {
-    int block = blocks.end - 1;
-    wait_for_keys(t);
-    issue_scores(t % kPrefillStages);
-    warpgroup_wait<0>();
-    keep_behind_wait(scores);
-    arrive(shared.keys_free(t % kPrefillStages));
-    if (block == blocks.first) arrive(shared.query_free(consumer));
-    exponentiate(block);
-    pack();
-    const int valid = read_item(shared, n).tokens - block * kBlock;
-    if (valid < kBlock) {
-      wait_for_values(t);
-      clear_values_past(t % kPrefillStages, max(valid, 0));
-    }
-#pragma unroll 1
-    for (--block; block >= blocks.first; --block, ++t) {
-      wait_for_keys(t + 1);
-      take_turn();
-      issue_scores((t + 1) % kPrefillStages);
-      wait_for_values(t);
-      issue_values(t % kPrefillStages);
-      give_turn();
-      warpgroup_wait<1>();
-      keep_behind_wait(scores);
-      arrive(shared.keys_free((t + 1) % kPrefillStages));
-      if (block == blocks.first) arrive(shared.query_free(consumer));
-      const bool grown = exponentiate(block);
-      warpgroup_wait<0>();
-      keep_behind_wait(output);
-      arrive(shared.values_free(t % kPrefillStages));
-      if (grown) {
-#pragma unroll
-        for (int i = 0; i < kValueTiles * 32; ++i) output[i] *= factor[i >> 1 & 1];
-      }
-      pack();
-    }
-    wait_for_values(t);
-    issue_values(t % kPrefillStages);
-    warpgroup_wait<0>();
-    keep_behind_wait(output);
-    arrive(shared.values_free(t % kPrefillStages));
-    ++t;
   }
 
   __device__ __forceinline__ static float sum_of_quad(float value) {
@@ -465,13 +448,12 @@ struct PrefillConsumer {
     return value + __shfl_xor_sync(0xffffffffu, value, 2);
   }
 
-  __device__ __forceinline__ void write() {
-    const RaggedTile tile = half_of(p, read_item(shared, n), consumer);
+  __device__ __forceinline__ void write(u32 n) {
+    const RaggedTile tile = tile_of(p, read_item(shared, n), consumer);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum[r] = sum_of_quad(sum[r]);
-      weight[r] = sum_of_quad(weight[r]);
-      const float inverse = weight[r] == 0.0f ? 0.0f : reciprocal_approx(weight[r]);
+      const float inverse = sum[r] == 0.0f ? 0.0f : reciprocal_approx(sum[r]);
       const int of_tile = row + 8 * r;
       const Query to(p, tile, of_tile);
       const bool exists = of_tile < tile.rows;
@@ -504,48 +486,101 @@ struct PrefillConsumer {
     }
   }
 
+  // Scores of block t, and then the products with values of block t - 1; who waits knows when it is their turn.
+  __device__ __forceinline__ void issue_both(u32 t, bool has_values) {
+    take_turn();
+    issue_scores(t % Layout::kStages);
+    if (has_values) wait_for_values(t - 1);
+    issue_values((t - 1) % Layout::kStages);
+    give_turn();
+  }
+
+  // Block t is the t-th of all tiles. Without branches around products, which ptxas would not let overlap: before the
+  // first block, and after the last one, they are of whatever memory holds, and dropped.
   __device__ __forceinline__ void work() {
-    if (consumer == 1) give_turn();
+    if (consumer == kConsumers - 1) give_turn();
+#pragma unroll
+    for (u32& x : probabilities) x = 0;
     u32 t = 0;
 #pragma unroll 1
-    for (;; ++n) {
-      mbarrier_wait(shared.item_full(n & 1), n >> 1 & 1, "an announcement");
+    for (u32 n = 0;; ++n) {
+      mbarrier_wait(shared.item_full(n), n / kItems & 1, "an announcement");
       const Item item = read_item(shared, n);
-      if (item.rows == 0) break;
+      const bool exists = item.rows > 0;
       const Seen blocks = blocks_of_item<kBlock>(p, item);
-      begin(half_of(p, item, consumer), item.tokens);
-      mbarrier_wait(shared.query_full(consumer), n & 1, "the query");
-      if (blocks.end > blocks.first)
-        attend(blocks, t);
-      else
-        arrive(shared.query_free(consumer));
-      write();
-      mbarrier_arrive(shared.item_free(n & 1));
+      if (exists) {
+        mbarrier_wait(shared.query_full(consumer), n & 1, "the query");
+        wait_for_keys(t);
+      }
+      issue_both(t, t > 0);
+      warpgroup_wait<0>();
+      keep_behind_wait(scores);
+      keep_behind_wait(output);
+      if (t > 0) {
+        arrive(shared.values_free((t - 1) % Layout::kStages));
+        write(n - 1);
+        mbarrier_arrive(shared.item_free(n - 1));
+      }
+      if (!exists) break;
+      int block = blocks.end - 1;
+      arrive(shared.keys_free(t % Layout::kStages));
+      if (block == blocks.first) arrive(shared.query_free(consumer));
+      begin(item);
+      exponentiate(n, block);
+      pack();
+      const int valid = item.tokens - block * kBlock;
+      if (valid < kBlock) {
+        wait_for_values(t);
+        clear_values_past(t % Layout::kStages, max(valid, 0));
+      }
+#pragma unroll 1
+      for (++t, --block; block >= blocks.first; ++t, --block) {
+        wait_for_keys(t);
+        issue_both(t, true);
+        warpgroup_wait<1>();
+        keep_behind_wait(scores);
+        arrive(shared.keys_free(t % Layout::kStages));
+        if (block == blocks.first) arrive(shared.query_free(consumer));
+        const bool grown = exponentiate(n, block);
+        warpgroup_wait<0>();
+        keep_behind_wait(output);
+        arrive(shared.values_free((t - 1) % Layout::kStages));
+        if (grown) {
+#pragma unroll
+          for (int i = 0; i < kValueTiles * 32; ++i) output[i] *= factor[i >> 1 & 1];
+        }
+        pack();
+      }
     }
-    if (consumer == 0) take_turn();  // which the other one gave
+    if (consumer == 0) take_turn();  // which the last one gave
   }
 };
 
-template <typename T, int kKeyTiles, int kValueTiles, int kBlock, bool kCopied>
+template <typename T, int kKeyTiles, int kValueTiles, int kBlock, int kConsumers, bool kCopied>
 __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
-  using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock>;
-  constexpr int kLoaderRegisters = kCopied ? 56 : 40, kConsumerRegisters = kCopied ? 224 : 232;
-  static_assert(kLoaderRegisters + 2 * kConsumerRegisters <= 3 * 168, "else warpgroups wait for registers for ever");
+  using Layout = PrefillLayout<kKeyTiles, kValueTiles, kBlock, kConsumers>;
+  constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kCopied ? 56 : 40;
+  constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kCopied ? 224 : 232;
+  static_assert(kLoaderRegisters + kConsumers * kConsumerRegisters <= (kConsumers == 3 ? 4 * 128 : 3 * 168),
+                "else warpgroups wait for registers for ever");
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Layout shared = {shared_address(shared_bytes)};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0), warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
 #pragma unroll
-    for (int s = 0; s < kPrefillStages; ++s) {
+    for (int s = 0; s < Layout::kStages; ++s) {
       mbarrier_init(shared.keys_full(s), kCopied ? kWarpgroup : 1);
       mbarrier_init(shared.values_full(s), kCopied ? kWarpgroup : 1);
-      mbarrier_init(shared.keys_free(s), 8);
-      mbarrier_init(shared.values_free(s), 8);
+      mbarrier_init(shared.keys_free(s), 4 * kConsumers);
+      mbarrier_init(shared.values_free(s), 4 * kConsumers);
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kItems; ++i) {
       mbarrier_init(shared.item_full(i), 1);
-      mbarrier_init(shared.item_free(i), 32 * (kCopied ? 12 : 11));  // all threads that read it
+      mbarrier_init(shared.item_free(i), kWarpgroup * (1 + kConsumers));  // all threads read it
+    }
+#pragma unroll
+    for (int i = 0; i < kConsumers; ++i) {
       mbarrier_init(shared.query_full(i), 1);
       mbarrier_init(shared.query_free(i), 4);
     }
@@ -557,27 +592,17 @@ __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
 
   if (warpgroup == 0) {
     registers_decrease<kLoaderRegisters>();
-    if constexpr (kCopied) {
+    if constexpr (kCopied)
       load_rows<Layout, kKeyTiles, kValueTiles, kBlock>(p, shared);
-    } else if (warp == 0) {
+    else if (warp == 0)
       load_boxes<Layout, kKeyTiles, kBlock, true>(p, shared);
-    } else if (warp == 1) {
+    else if (warp == 1)
       load_boxes<Layout, kValueTiles, kBlock, false>(p, shared);
-    } else if (warp == 2) {
-      for (u32 n = 0;; ++n) {
-        const Item item = item_at(shared, n);
-        if (item.rows == 0) return;
-#pragma unroll 1
-        for (int i = 0; i < 2; ++i) copy_query_of<Layout, kKeyTiles>(p, shared, item, i, n);
-      }
-    } else {
-      Dealer<Layout> dealer(p, shared);
-      while (dealer.announce()) {
-      }
-    }
+    else
+      load_queries<Layout, kKeyTiles>(p, shared, warp - 2);
   } else {
     registers_increase<kConsumerRegisters>();
-    PrefillConsumer<T, kKeyTiles, kValueTiles, kBlock, kCopied> consumer(p, shared, warpgroup - 1);
+    PrefillConsumer<T, kKeyTiles, kValueTiles, kBlock, kConsumers, kCopied> consumer(p, shared, warpgroup - 1);
     consumer.work();
   }
 }

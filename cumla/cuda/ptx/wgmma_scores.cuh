@@ -41,6 +41,14 @@ __device__ __forceinline__ void wgmma_scores_async(float (&d)[64], u64 a, u64 b,
         : "memory");
 }
 
+// PTX ISA: Data Movement and Conversion Instructions: mov
+// The same number, of which the compiler does not know that it is.
+__device__ __forceinline__ float unknown(float number) {
+  float same;
+  asm volatile("mov.f32 %0, %1;" : "=f"(same) : "f"(number));
+  return same;
+}
+
 // PTX ISA: Parallel Synchronization and Communication Instructions: bar, barrier (arrive)
 // Counts this warpgroup as one that came, and goes on.
 template <int kBarrier, int kThreads>

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.kernel import Launch
 from cumla.launch.mha.append_kv_cache import Scale
-from cumla.launch.mha.attention_prefill import WHOLE_TILE, block_tokens, prefill_spec
+from cumla.launch.mha.attention_prefill import FULL_ROWS, block_tokens, prefill_spec
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import (
@@ -48,7 +48,6 @@ PIECE_BLOCKS = 16
 """Where batch-invariant requests are cut: at multiples of so many KV blocks."""
 _E4M3 = "float8_e4m3fn"
 _MOST_TILES = 1 << 30  # that a counter of 32 bits numbers
-_TAKES_WHOLE_TILES: bool = False  # until attention_prefill has passed its tests on a GPU
 _EMPTY_LSE = -inf
 _LOG2_E = log2(e)
 
@@ -156,9 +155,8 @@ class MHAKey(RaggedKey):
         """Whether row tiles can be full, and fill the multiprocessors without being cut."""
         rows = self.total_tokens * self.heads_per_group
         return (
-            _TAKES_WHOLE_TILES
-            and rows >= WHOLE_TILE * self.batch
-            and rows * self.num_kv_heads >= WHOLE_TILE * self.sm_count
+            rows >= FULL_ROWS * self.batch
+            and rows * self.num_kv_heads >= FULL_ROWS * self.sm_count
             and self.num_places * self.num_kv_heads <= _MOST_TILES
             and self.whole_tiles_spec is not None
             and not self.batch_invariant

@@ -7,9 +7,9 @@ from itertools import product
 
 from cumla.launch.source import KernelSpec
 
-__all__ = ["SPECS", "WHOLE_TILE", "block_tokens", "prefill_spec"]
+__all__ = ["FULL_ROWS", "SPECS", "block_tokens", "prefill_spec"]
 
-WHOLE_TILE = 128  # query rows of a thread block
+FULL_ROWS = 128  # query rows that are worth a thread block
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
@@ -20,24 +20,29 @@ def block_tokens(tiles: tuple[int, int]) -> int:
     return 64 if tiles == (4, 4) else 128
 
 
-def _smem(tiles: tuple[int, int], block: int) -> int:
+def _consumers(tiles: tuple[int, int], rows: bool) -> int:
+    """Count the warpgroups that compute, 64 query rows each: as many as registers allow."""
+    return 3 if tiles == (1, 1) and not rows else 2
+
+
+def _smem(tiles: tuple[int, int], block: int, consumers: int) -> int:
     """Count the bytes of PrefillLayout."""
     keys, values = tiles
-    return 2 * keys * 64 * 128 + 2 * (keys + values) * block * 128 + 2 * 64 + 256
+    return consumers * keys * 64 * 128 + 2 * (keys + values) * block * 128 + 4 * 64 + 256
 
 
 def _spec(dtype: str, tiles: tuple[int, int], rows: bool) -> KernelSpec:
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
-    block = block_tokens(tiles)
-    sizes = ", ".join(map(str, (*tiles, block)))
+    block, consumers = block_tokens(tiles), _consumers(tiles, rows)
+    sizes = ", ".join(map(str, (*tiles, block, consumers)))
     return KernelSpec(
         stem="attention_prefill",
         package="cumla.cuda.mha",
         entry="_".join(("attention_prefill", dtype, *names, *(["rows"] if rows else []))),
         function=f"attention_prefill<{_TAGS[dtype]}, {sizes}, {str(rows).lower()}>",
         params="AttentionParams",
-        threads=384,
-        smem_bytes=_smem(tiles, block),
+        threads=128 * (1 + consumers),
+        smem_bytes=_smem(tiles, block, consumers),
     )
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from tests.gpu.mha.test_attention import BF16, agree, bits, poisoned, run_on_gpu
 from tests.gpu.tools import kernels
 from tests.gpu.tools.memory import Memory
 from tests.gpu.tools.sanitize import multiprocessors
-from tests.mha.attention_cases import MANY, Sample, check, make, samples, whole_tiles
+from tests.mha.attention_cases import MANY, Sample, check, make, samples
 
 KERNELS = ("attention_prefill", "ragged_schedule")
 cp: Any = pytest.importorskip("cupy")
@@ -24,11 +24,9 @@ SAMPLES = samples(80, **MANY)
 
 
 @pytest.fixture(autouse=True)
-def _settled() -> Iterator[None]:
-    with whole_tiles():
-        cumla.prepare(cumla.attention)
-        cp.cuda.Device().synchronize()
-        yield
+def _settled() -> None:
+    cumla.prepare(cumla.attention)
+    cp.cuda.Device().synchronize()
 
 
 @pytest.mark.parametrize("s", SAMPLES, ids=lambda s: str(s.seed))

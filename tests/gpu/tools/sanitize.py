@@ -470,7 +470,7 @@ def attend_many_heads(cupy: Any) -> None:
         for sample in attention_cases.samples(1, lens=(2000, 70), columns=(64, 64), cache="e4m3"):
             attend_mha(cupy, sample)
             attend_mha(cupy, sample, batch_invariant=True)
-    with multiprocessors(1), attention_cases.whole_tiles():
+    with multiprocessors(1):
         for page_size in (3, 16):
             fixed = attention_cases.MANY | {"columns": (64, 64), "dtype": "bfloat16"}
             for sample in attention_cases.samples(2, page_size=page_size, **fixed):

@@ -16,21 +16,14 @@ import tests.emulator
 from cumla.launch.kernel import Launch
 from tests.calls import int32
 from tests.emulator import emulate, emulated_gpu
-from tests.mha.attention_cases import MANY, Sample, check, make, samples, whole_tiles
+from tests.mha.attention_cases import MANY, Sample, check, make, samples
 
-pytestmark = pytest.mark.usefixtures("_whole_tiles")
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FEW = (  # few kernels: each takes seconds to compile
     *samples(8, columns=(64, 64), dtype="bfloat16", page_size=16, **MANY),
     *samples(3, columns=(64, 64), dtype="bfloat16", page_size=3, **MANY),
     *samples(3, columns=(192, 128), dtype="float16", page_size=0, **MANY),
 )
-
-
-@pytest.fixture
-def _whole_tiles() -> Iterator[None]:
-    with whole_tiles():
-        yield
 
 
 def launched(arguments: dict[str, Any], multiprocessors: int = 1) -> tuple[Any, list[str]]:
