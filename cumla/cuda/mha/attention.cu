@@ -123,7 +123,7 @@ __device__ __forceinline__ void load_query(const AttentionParams& p, const Layou
                                            int loader, u32 phase) {
   mbarrier_wait(shared.query_free(), phase ^ 1, "a free query buffer");
   copy_query<Layout::kKeyBytes / kTileBytes, 32>(p, tile, loader * 32, shared.query);
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full());
+  mbarrier_arrive_after_copies(shared.query_full());
 }
 
 template <typename Layout>
@@ -133,6 +133,7 @@ __device__ __forceinline__ void load_queries(const AttentionParams& p, const Lay
     segment_of(p, tile, part, place);
     load_query(p, shared, tile, loader, (place - part.place) & 1);
   }
+  copy_async_wait_all();
 }
 
 // All four warps load keys and values row by row, the last two of them the query rows before.
@@ -154,10 +155,10 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
         return page < 0 ? i64{-1} : page * from.stride_page + row * from.stride_row + blockIdx.z * from.stride_head;
       };
       mbarrier_wait(shared.keys_free(stage), phase ^ 1, "a free stage of keys");
-      copy_rows<kKeyTiles, kTileBytes, 16>(p.keys, offset(p.keys), first, p.key_columns, shared.keys(stage));
+      copy_rows<kKeyTiles, kTileBytes, 16>(p.keys.base, offset(p.keys), first, p.key_columns, shared.keys(stage));
       mbarrier_arrive_after_copies(shared.keys_full(stage));
       mbarrier_wait(shared.values_free(stage), phase ^ 1, "a free stage of values");
-      copy_rows<kValueTiles, kTileBytes, 16>(p.values, offset(p.values), first, p.value_columns, shared.values(stage));
+      copy_rows<kValueTiles, kTileBytes, 16>(p.values.base, offset(p.values), first, p.value_columns, shared.values(stage));
       mbarrier_arrive_after_copies(shared.values_full(stage));
     }
   }
@@ -336,7 +337,7 @@ struct Consumer {
   __device__ __forceinline__ void compute(const Segment& segment, int t, u32 query_phase) {
     begin(segment);
     mbarrier_wait(shared.query_full(), query_phase, "the query");
-    if constexpr (kCopied) fence_proxy_async_shared();
+    fence_proxy_async_shared();
 #pragma unroll 1
     for (int i = (consumer ^ t) & 1; i < segment.blocks; i += 2) {
       const int stage = (t + i) % Layout::kStages, phase = (t + i) / Layout::kStages & 1;
@@ -468,7 +469,7 @@ __device__ __forceinline__ void attention(const AttentionParams& p) {
       mbarrier_init(shared.keys_free(s), 4);
       mbarrier_init(shared.values_free(s), 4);
     }
-    mbarrier_init(shared.query_full(), 2);
+    mbarrier_init(shared.query_full(), 64);
     mbarrier_init(shared.query_free(), 8);
     fence_mbarrier_init();
   }

@@ -7,9 +7,9 @@
 // request are one here. CTAs take the next tile from a counter, the last rows of a request first, for they see most
 // keys, and the kv heads of a section, whose keys and values stay in L2, before the next section.
 //
-// Warpgroup 0 loads: warp 0 keys, warp 1 values (TMA), warps 2 and 3 the query rows; warp 3 takes tiles from the
-// counter and announces them. Where pages are no multiple of eight tokens, each warp loads a quarter of the rows of a
-// block, and warp 0 announces tiles. The other warpgroups, two, or three with 64 columns, have 64 query rows each and
+// Warpgroup 0 loads: warp 0 keys, warp 1 values (TMA), warp 2 the query rows; warp 3 takes tiles from the counter and
+// announces them. Where pages are no multiple of eight tokens, each warp loads a quarter of the rows of a block, warps 2
+// and 3 the query rows, too, and warp 0 announces. The other warpgroups, two, or three with 64 columns, have 64 query rows each and
 // work through the blocks of all tiles without a break, in each tile from the last to the first:
 //
 //   tensor cores:     S1 = Q K1   O += P0 V0   S2 = Q K2   O += P1 V1 ...
@@ -72,6 +72,7 @@ struct PrefillLayout {
     return barrier(4 * kStages + 2 * kItems + consumer);
   }
   __device__ __forceinline__ u32 query_free(int consumer) const { return query_full(kConsumers + consumer); }
+  __device__ __forceinline__ u32 wanted() const { return query_free(kConsumers); }
 };
 
 // A row tile of a kv head. After the last one comes one without rows.
@@ -102,36 +103,42 @@ __device__ __forceinline__ Seen blocks_of_item(const AttentionParams& p, const I
   return {first / kBlock, max(end / kBlock + (end % kBlock != 0), first / kBlock + 1)};
 }
 
-// One warp: the next item from the counter.
+// Takes items from the counter, as many places at once as an item can have. One lane.
 template <typename Layout>
 struct Dealer {
+  static constexpr int kAtOnce = Layout::kConsumers;
+
   const AttentionParams& p;
-  const Layout& shared;
-  u32 n = 0;  // items announced
+  u32 taken;
+  int next_place = kAtOnce;  // of those taken
 
-  __device__ __forceinline__ Dealer(const AttentionParams& p, const Layout& shared) : p(p), shared(shared) {}
+  __device__ __forceinline__ explicit Dealer(const AttentionParams& p) : p(p) {}
 
-  // One lane.
-  __device__ __forceinline__ Item next() const {
+  __device__ __forceinline__ Item next() {
     const TilePlace* const places = reinterpret_cast<const TilePlace*>(p.places);
     const int tiles = min(max(p.parts_in[0].end_place, 0), p.batch);  // a plan that was never updated holds anything
-    const u32 total = tiles * p.num_kv_heads;  // below 2^31: the launcher sees to it
-    for (;;) {
-      const u32 at = atomic_add_acq_rel(&p.tickets[0].arrived, 1);
-      if (at >= total) {
-        // When all have asked, for the next launch.
-        if (at == total + gridDim.x - 1) store_relaxed(&p.tickets[0].arrived, 0);
-        return {};
+    const u32 groups = (tiles + kAtOnce - 1) / kAtOnce, num_heads = p.num_kv_heads;
+    const u32 total = groups * num_heads;  // below 2^31: the launcher sees to it
+    for (;; ++next_place) {
+      if (next_place == kAtOnce) {
+        taken = atomic_add_acq_rel(&p.tickets[0].arrived, 1);
+        next_place = 0;
+        if (taken >= total) {
+          // When all have asked, for the next launch.
+          if (taken == total + gridDim.x - 1) store_relaxed(&p.tickets[0].arrived, 0);
+          return {};
+        }
       }
       const i64 tokens = max(places[tiles - 1].tokens, 64), bytes = tokens * (p.key_columns + p.value_columns) * 2;
-      const u32 heads_of_section = min(max(static_cast<u32>(kBytesInL2 / bytes), 1u), static_cast<u32>(p.num_kv_heads));
-      const u32 of_section = tiles * heads_of_section, first_head = at / of_section * heads_of_section;
-      const u32 rest = at % of_section, heads = min(heads_of_section, p.num_kv_heads - first_head);
-      const u32 place = rest / heads;
-      const TilePlace from = places[tiles - 1 - place];
+      const u32 heads_of_section = min(max(static_cast<u32>(kBytesInL2 / bytes), 1u), num_heads);
+      const u32 of_section = groups * heads_of_section, first_head = taken / of_section * heads_of_section;
+      const u32 rest = taken % of_section, heads = min(heads_of_section, num_heads - first_head), group = rest / heads;
+      const int place = tiles - 1 - static_cast<int>(group * kAtOnce + next_place);
+      if (place < 0) continue;
+      const TilePlace from = places[place];
       if (from.first_row % (64 * Layout::kConsumers) != 0) continue;  // not the first of an item
       Item item;
-      item.head = first_head + rest - place * heads;
+      item.head = first_head + rest - group * heads;
       item.q_begin = min(max(from.q_begin, 0), p.q_len - 1);
       item.q_len = min(max(from.q_len, 1), p.q_len - item.q_begin);
       item.first_row = min(max(from.first_row, 0), item.q_len * p.heads_per_group - 1);
@@ -140,26 +147,22 @@ struct Dealer {
       item.tokens = min(static_cast<i64>(min(max(from.tokens, 0), kMaxTokens)), p.max_tokens);
       if (p.block_table == nullptr)
         item.tokens = min(static_cast<i64>(item.tokens), max(p.page_entries - item.pages, i64{0}));
+      ++next_place;
       return item;
     }
   }
 
-  // The whole warp. False after the last one.
-  __device__ __forceinline__ bool announce() {
-    int rows = 0;
-    if (threadIdx.x % 32 == 0) {
-      const Item item = next();
-      rows = item.rows;
-      mbarrier_wait(shared.item_free(n), (n / kItems & 1) ^ 1, "a free announcement");
-      store_shared_16(shared.item(n), {static_cast<u32>(item.tokens), static_cast<u32>(item.first_row),
-                                       static_cast<u32>(item.q_len), static_cast<u32>(item.q_begin)});
-      store_shared_16(shared.item(n) + 16,
-                      {static_cast<u32>(item.pages), static_cast<u32>(static_cast<u64>(item.pages) >> 32),
-                       static_cast<u32>(item.head), static_cast<u32>(item.rows)});
-      mbarrier_arrive(shared.item_full(n));
-    }
-    ++n;
-    return __shfl_sync(0xffffffffu, rows, 0) > 0;
+  // Announces the next item, the n-th of this CTA. False after the last one.
+  __device__ __forceinline__ bool announce(const Layout& shared, u32 n) {
+    const Item item = next();
+    mbarrier_wait(shared.item_free(n), (n / kItems & 1) ^ 1, "a free announcement");
+    store_shared_16(shared.item(n), {static_cast<u32>(item.tokens), static_cast<u32>(item.first_row),
+                                     static_cast<u32>(item.q_len), static_cast<u32>(item.q_begin)});
+    store_shared_16(shared.item(n) + 16,
+                    {static_cast<u32>(item.pages), static_cast<u32>(static_cast<u64>(item.pages) >> 32),
+                     static_cast<u32>(item.head), static_cast<u32>(item.rows)});
+    mbarrier_arrive(shared.item_full(n));
+    return item.rows > 0;
   }
 };
 
@@ -180,7 +183,8 @@ __device__ __forceinline__ Item item_at(const Layout& shared, u32 n) {
   return item;
 }
 
-// One warp loads the keys, or the values, by boxes, each lane its own of a block.
+// One warp loads the keys, or the values, by boxes, each lane its own of a block. The next item is wanted with the last
+// block of this one, and not before: so it goes to who is the first to be done.
 template <typename Layout, int kTiles, int kBlock, bool kOfKeys>
 __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layout& shared) {
   const int first = threadIdx.x % 32 * p.box_rows;
@@ -196,6 +200,7 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
       const int stage = t % Layout::kStages;
       const u32 tiles = kOfKeys ? shared.keys(stage) : shared.values(stage);
       const u32 full = kOfKeys ? shared.keys_full(stage) : shared.values_full(stage);
+      if (kOfKeys && block == blocks.first && threadIdx.x % 32 == 0) mbarrier_arrive(shared.wanted());
       int row = 0, page = -1;
       if (first < kBlock) page = page_of(p, tile, item.tokens, block * kBlock + first, row);
       mbarrier_wait(kOfKeys ? shared.keys_free(stage) : shared.values_free(stage), (t / Layout::kStages & 1) ^ 1,
@@ -217,23 +222,19 @@ __device__ __forceinline__ void copy_query_of(const AttentionParams& p, const La
                                               int consumer, u32 n) {
   mbarrier_wait(shared.query_free(consumer), (n & 1) ^ 1, "a free query buffer");
   copy_query<kKeyTiles, 64>(p, tile_of(p, item, consumer), 0, shared.query(consumer));
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.query_full(consumer));
+  mbarrier_arrive_after_copies(shared.query_full(consumer));
 }
 
-// Two warps copy the query rows; the second one also deals, one item ahead.
 template <typename Layout, int kKeyTiles>
-__device__ __forceinline__ void load_queries(const AttentionParams& p, const Layout& shared, int loader) {
-  Dealer<Layout> dealer(p, shared);
-  bool more = loader == 1 && dealer.announce();
+__device__ __forceinline__ void load_queries(const AttentionParams& p, const Layout& shared) {
 #pragma unroll 1
   for (u32 n = 0;; ++n) {
     const Item item = item_at(shared, n);
-    if (item.rows == 0) return;
-    if (more) more = dealer.announce();
+    if (item.rows == 0) break;
 #pragma unroll 1
-    for (int consumer = loader; consumer < Layout::kConsumers; consumer += 2)
-      copy_query_of<Layout, kKeyTiles>(p, shared, item, consumer, n);
+    for (int i = 0; i < Layout::kConsumers; ++i) copy_query_of<Layout, kKeyTiles>(p, shared, item, i, n);
   }
+  copy_async_wait_all();
 }
 
 // All four warps load keys and values row by row; warp 0 also deals, the last two load the query rows before.
@@ -241,8 +242,8 @@ template <typename Layout, int kKeyTiles, int kValueTiles, int kBlock>
 __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout& shared) {
   constexpr int kRows = kBlock / 4;  // of a warp
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * kRows;
-  Dealer<Layout> dealer(p, shared);
-  bool more = warp == 0 && dealer.announce();
+  Dealer<Layout> dealer(p);
+  bool more = warp == 0 && lane == 0 && dealer.announce(shared, 0);
   u32 t = 0;
 #pragma unroll 1
   for (u32 n = 0;; ++n) {
@@ -253,6 +254,7 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
     const Seen blocks = blocks_of_item<kBlock>(p, item);
 #pragma unroll 1
     for (int block = blocks.end - 1; block >= blocks.first; --block, ++t) {
+      if (more && block == blocks.first) more = dealer.announce(shared, n + 1);
       const int stage = t % Layout::kStages, phase = t / Layout::kStages & 1;
       int row = 0;
       const int page = page_of(p, tile, item.tokens, block * kBlock + first + lane % kRows, row);
@@ -260,16 +262,22 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
         return page < 0 ? i64{-1} : page * from.stride_page + row * from.stride_row + item.head * from.stride_head;
       };
       mbarrier_wait(shared.keys_free(stage), phase ^ 1, "a free stage of keys");
-      copy_rows<kKeyTiles, Layout::kTileBytes, kRows>(p.keys, offset(p.keys), first, p.key_columns, shared.keys(stage));
+      copy_rows<kKeyTiles, Layout::kTileBytes, kRows>(p.keys.base, offset(p.keys), first, p.key_columns, shared.keys(stage));
       mbarrier_arrive_after_copies(shared.keys_full(stage));
       mbarrier_wait(shared.values_free(stage), phase ^ 1, "a free stage of values");
-      copy_rows<kValueTiles, Layout::kTileBytes, kRows>(p.values, offset(p.values), first, p.value_columns,
+      copy_rows<kValueTiles, Layout::kTileBytes, kRows>(p.values.base, offset(p.values), first, p.value_columns,
                                                         shared.values(stage));
       mbarrier_arrive_after_copies(shared.values_full(stage));
     }
-    if (more) more = dealer.announce();
   }
   copy_async_wait_all();
+}
+
+template <typename Layout>
+__device__ __forceinline__ void deal(const AttentionParams& p, const Layout& shared) {
+  Dealer<Layout> dealer(p);
+  for (u32 n = 0; dealer.announce(shared, n); ++n)
+    mbarrier_wait(shared.wanted(), n & 1, "the last block of an item");
 }
 
 // One consumer warpgroup. Rows of a thread: 16 warp + lane / 4 and that + 8; in every group of eight columns the two at
@@ -510,6 +518,7 @@ struct PrefillConsumer {
       const Seen blocks = blocks_of_item<kBlock>(p, item);
       if (exists) {
         mbarrier_wait(shared.query_full(consumer), n & 1, "the query");
+        fence_proxy_async_shared();
         wait_for_keys(t);
       }
       issue_both(t, t > 0);
@@ -542,13 +551,16 @@ struct PrefillConsumer {
         arrive(shared.keys_free(t % Layout::kStages));
         if (block == blocks.first) arrive(shared.query_free(consumer));
         const bool grown = exponentiate(n, block);
-        warpgroup_wait<0>();
-        keep_behind_wait(output);
-        arrive(shared.values_free((t - 1) % Layout::kStages));
+        // The branch keeps ptxas from waiting for the products before it computes.
         if (grown) {
+          warpgroup_wait<0>();
+          keep_behind_wait(output);
 #pragma unroll
           for (int i = 0; i < kValueTiles * 32; ++i) output[i] *= factor[i >> 1 & 1];
         }
+        warpgroup_wait<0>();
+        keep_behind_wait(output);
+        arrive(shared.values_free((t - 1) % Layout::kStages));
         pack();
       }
     }
@@ -577,13 +589,14 @@ __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       mbarrier_init(shared.item_full(i), 1);
-      mbarrier_init(shared.item_free(i), kWarpgroup * (1 + kConsumers));  // all threads read it
+      mbarrier_init(shared.item_free(i), 32 * (4 * kConsumers + (kCopied ? 4 : 3)));  // all threads that read it
     }
 #pragma unroll
     for (int i = 0; i < kConsumers; ++i) {
-      mbarrier_init(shared.query_full(i), 1);
+      mbarrier_init(shared.query_full(i), 32);
       mbarrier_init(shared.query_free(i), 4);
     }
+    mbarrier_init(shared.wanted(), 1);
     fence_mbarrier_init();
   }
   grid_dependency_launch();
@@ -598,8 +611,10 @@ __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
       load_boxes<Layout, kKeyTiles, kBlock, true>(p, shared);
     else if (warp == 1)
       load_boxes<Layout, kValueTiles, kBlock, false>(p, shared);
-    else
-      load_queries<Layout, kKeyTiles>(p, shared, warp - 2);
+    else if (warp == 2)
+      load_queries<Layout, kKeyTiles>(p, shared);
+    else if (threadIdx.x % 32 == 0)
+      deal(p, shared);
   } else {
     registers_increase<kConsumerRegisters>();
     PrefillConsumer<T, kKeyTiles, kValueTiles, kBlock, kConsumers, kCopied> consumer(p, shared, warpgroup - 1);

@@ -16,7 +16,7 @@ using namespace split;
 // Rows of a block by one warp, four at a time, eight lanes each; lane k has the offset of the k-th. Tiles are
 // kTileBytes apart.
 template <int kTiles, int kTileBytes, int kRows>
-__device__ __forceinline__ void copy_rows(const Columns& from, i64 own, int first_row, int columns, u32 tiles) {
+__device__ __forceinline__ void copy_rows(const char* base, i64 own, int first_row, int columns, u32 tiles) {
   const int lane = threadIdx.x % 32, chunk = lane % 8;
 #pragma unroll(kRows == 16 ? 4 : 1)
   for (int i = 0; i < kRows / 4; ++i) {
@@ -26,33 +26,24 @@ __device__ __forceinline__ void copy_rows(const Columns& from, i64 own, int firs
     for (int tile = 0; tile < kTiles; ++tile) {
       const bool exists = offset >= 0 && tile * 64 + chunk * 8 < columns;
       copy_16_async(tiles + tile * kTileBytes + row * 128 + ((chunk ^ (row & 7)) << 4),
-                    from.base + (exists ? offset + tile * 128 + chunk * 16 : 0), exists);
+                    base + (exists ? offset + tile * 128 + chunk * 16 : 0), exists);
     }
   }
 }
 
-// A warp copies kRows query rows of a tile of 64 to `tiles`, 8,192 bytes apart; when it returns they are there for
-// wgmma.
+// A warp copies kRows query rows of a tile of 64 to `tiles`, 8,192 bytes apart.
 template <int kTiles, int kRows>
 __device__ __forceinline__ void copy_query(const AttentionParams& p, const RaggedTile& tile, int first_row, u32 tiles) {
-  const int lane = threadIdx.x % 32, chunk = lane % 8;
 #pragma unroll 1
-  for (int i = 0; i < kRows / 4; ++i) {
-    const int row = first_row + i * 4 + lane / 8;
-    const bool valid = row < tile.rows;
-    const Query from(p, tile, valid ? row : 0);
-    const char* const source =
-        p.q + from.at.batch * p.q_stride_batch + from.at.token * p.q_stride_token + from.head * p.q_stride_head;
-#pragma unroll
-    for (int k = 0; k < kTiles; ++k) {
-      const bool exists = valid && k * 64 + chunk * 8 < p.key_columns;
-      copy_16_async(tiles + k * 8192 + row * 128 + ((chunk ^ (row & 7)) << 4),
-                    source + (exists ? k * 128 + chunk * 16 : 0), exists);
+  for (int begin = first_row; begin < first_row + kRows; begin += 32) {
+    const int row = begin + threadIdx.x % 32;
+    i64 own = -1;
+    if (row < tile.rows) {
+      const Query from(p, tile, row);
+      own = from.at.batch * p.q_stride_batch + from.at.token * p.q_stride_token + from.head * p.q_stride_head;
     }
+    copy_rows<kTiles, 8192, 32>(p.q, own, begin, p.key_columns, tiles);
   }
-  copy_async_wait_all();
-  fence_proxy_async_shared();
-  __syncwarp();
 }
 
 }  // namespace cumla::mha
