@@ -43,6 +43,7 @@ using namespace split;
 
 constexpr int kItems = 4;                 // announcements: of the tile that is written, the next one and that after it
 constexpr int kTogether = 1, kTurns = 2;  // named barriers: of all consumers; whose turn it is, one each
+constexpr int kDealtAhead = 1;            // loads of blocks
 constexpr i64 kBytesInL2 = 24 << 20;      // of the keys and values of a section
 
 template <int kKeyTiles, int kValueTiles, int kBlock, int kConsumers_>
@@ -109,16 +110,22 @@ struct Dealer {
   static constexpr int kAtOnce = Layout::kConsumers;
 
   const AttentionParams& p;
-  u32 taken;
+  const TilePlace* const places;
+  int tiles;
+  u32 groups, total, heads_of_section, taken;
   int next_place = kAtOnce;  // of those taken
 
-  __device__ __forceinline__ explicit Dealer(const AttentionParams& p) : p(p) {}
+  __device__ __forceinline__ explicit Dealer(const AttentionParams& p)
+      : p(p), places(reinterpret_cast<const TilePlace*>(p.places)) {
+    tiles = min(max(p.parts_in[0].end_place, 0), p.batch);  // a plan that was never updated holds anything
+    groups = (tiles + kAtOnce - 1) / kAtOnce;
+    total = groups * p.num_kv_heads;  // below 2^31: the launcher sees to it
+    const i64 tokens = max(tiles > 0 ? places[tiles - 1].tokens : 0, 64);
+    const u32 in_l2 = kBytesInL2 / (tokens * (p.key_columns + p.value_columns) * 2);
+    heads_of_section = min(max(in_l2, 1u), static_cast<u32>(p.num_kv_heads));
+  }
 
   __device__ __forceinline__ Item next() {
-    const TilePlace* const places = reinterpret_cast<const TilePlace*>(p.places);
-    const int tiles = min(max(p.parts_in[0].end_place, 0), p.batch);  // a plan that was never updated holds anything
-    const u32 groups = (tiles + kAtOnce - 1) / kAtOnce, num_heads = p.num_kv_heads;
-    const u32 total = groups * num_heads;  // below 2^31: the launcher sees to it
     for (;; ++next_place) {
       if (next_place == kAtOnce) {
         taken = atomic_add_acq_rel(&p.tickets[0].arrived, 1);
@@ -129,10 +136,9 @@ struct Dealer {
           return {};
         }
       }
-      const i64 tokens = max(places[tiles - 1].tokens, 64), bytes = tokens * (p.key_columns + p.value_columns) * 2;
-      const u32 heads_of_section = min(max(static_cast<u32>(kBytesInL2 / bytes), 1u), num_heads);
       const u32 of_section = groups * heads_of_section, first_head = taken / of_section * heads_of_section;
-      const u32 rest = taken % of_section, heads = min(heads_of_section, num_heads - first_head), group = rest / heads;
+      const u32 rest = taken % of_section, heads = min(heads_of_section, p.num_kv_heads - first_head);
+      const u32 group = rest / heads;
       const int place = tiles - 1 - static_cast<int>(group * kAtOnce + next_place);
       if (place < 0) continue;
       const TilePlace from = places[place];
@@ -166,6 +172,12 @@ struct Dealer {
   }
 };
 
+// Before which block of an item the next one is wanted: early enough for its first loads, and not before, so that it
+// goes to who is the first to be done.
+__device__ __forceinline__ int wanted_at(const Seen& blocks) {
+  return min(blocks.end, blocks.first + kDealtAhead) - 1;
+}
+
 // The n-th item, between its announcement and this thread's arrival at item_free.
 template <typename Layout>
 __device__ __forceinline__ Item read_item(const Layout& shared, u32 n) {
@@ -183,8 +195,7 @@ __device__ __forceinline__ Item item_at(const Layout& shared, u32 n) {
   return item;
 }
 
-// One warp loads the keys, or the values, by boxes, each lane its own of a block. The next item is wanted with the last
-// block of this one, and not before: so it goes to who is the first to be done.
+// One warp loads the keys, or the values, by boxes, each lane its own of a block.
 template <typename Layout, int kTiles, int kBlock, bool kOfKeys>
 __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layout& shared) {
   const int first = threadIdx.x % 32 * p.box_rows;
@@ -200,7 +211,7 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
       const int stage = t % Layout::kStages;
       const u32 tiles = kOfKeys ? shared.keys(stage) : shared.values(stage);
       const u32 full = kOfKeys ? shared.keys_full(stage) : shared.values_full(stage);
-      if (kOfKeys && block == blocks.first && threadIdx.x % 32 == 0) mbarrier_arrive(shared.wanted());
+      if (kOfKeys && block == wanted_at(blocks) && threadIdx.x % 32 == 0) mbarrier_arrive(shared.wanted());
       int row = 0, page = -1;
       if (first < kBlock) page = page_of(p, tile, item.tokens, block * kBlock + first, row);
       mbarrier_wait(kOfKeys ? shared.keys_free(stage) : shared.values_free(stage), (t / Layout::kStages & 1) ^ 1,
@@ -254,7 +265,7 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
     const Seen blocks = blocks_of_item<kBlock>(p, item);
 #pragma unroll 1
     for (int block = blocks.end - 1; block >= blocks.first; --block, ++t) {
-      if (more && block == blocks.first) more = dealer.announce(shared, n + 1);
+      if (more && block == wanted_at(blocks)) more = dealer.announce(shared, n + 1);
       const int stage = t % Layout::kStages, phase = t / Layout::kStages & 1;
       int row = 0;
       const int page = page_of(p, tile, item.tokens, block * kBlock + first + lane % kRows, row);
