@@ -7,9 +7,8 @@
 // request are one here. CTAs take the next tile from a counter, the last rows of a request first, for they see most
 // keys, and the kv heads of a section, whose keys and values stay in L2, before the next section.
 //
-// Warpgroup 0 loads: warp 0 keys, warp 1 values (TMA), warp 2 the query rows; warp 3 takes tiles from the counter and
-// announces them. Where pages are no multiple of eight tokens, each warp loads a quarter of the rows of a block, warps 2
-// and 3 the query rows, too, and warp 0 announces. The other warpgroups, two, or three with 64 columns, have 64 query rows each and
+// Warpgroup 0 loads: warp 0 keys, warp 1 values (TMA); warp 2 takes tiles from the counter and announces them. Where
+// pages are no multiple of eight tokens, each warp loads a quarter of the rows of a block, and warp 0 announces. The other warpgroups, two, or three with 64 columns, have 64 query rows each and
 // work through the blocks of all tiles without a break, in each tile from the last to the first:
 //
 //   tensor cores:     S1 = Q K1   O += P0 V0   S2 = Q K2   O += P1 V1 ...
@@ -42,7 +41,7 @@ using namespace ptx;
 using namespace split;
 
 constexpr int kItems = 4;                 // announcements: of the tile that is written, the next one and that after it
-constexpr int kTogether = 1, kTurns = 2;  // named barriers: of all consumers; whose turn it is, one each
+constexpr int kTogether = 1, kTurns = 2, kOwn = 5;  // named barriers: of all consumers; whose turn it is; of each one
 constexpr int kDealtAhead = 1;            // loads of blocks
 constexpr i64 kBytesInL2 = 24 << 20;      // of the keys and values of a section
 
@@ -69,11 +68,7 @@ struct PrefillLayout {
   __device__ __forceinline__ u32 values_free(int s) const { return barrier(3 * kStages + s); }
   __device__ __forceinline__ u32 item_full(u32 n) const { return barrier(4 * kStages + n % kItems); }
   __device__ __forceinline__ u32 item_free(u32 n) const { return item_full(n) + kItems * 8; }
-  __device__ __forceinline__ u32 query_full(int consumer) const {
-    return barrier(4 * kStages + 2 * kItems + consumer);
-  }
-  __device__ __forceinline__ u32 query_free(int consumer) const { return query_full(kConsumers + consumer); }
-  __device__ __forceinline__ u32 wanted() const { return query_free(kConsumers); }
+  __device__ __forceinline__ u32 wanted() const { return barrier(4 * kStages + 2 * kItems); }
 };
 
 // A row tile of a kv head. After the last one comes one without rows.
@@ -227,27 +222,6 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
   }
 }
 
-// A warp copies the query rows of a consumer.
-template <typename Layout, int kKeyTiles>
-__device__ __forceinline__ void copy_query_of(const AttentionParams& p, const Layout& shared, const Item& item,
-                                              int consumer, u32 n) {
-  mbarrier_wait(shared.query_free(consumer), (n & 1) ^ 1, "a free query buffer");
-  copy_query<kKeyTiles, 64>(p, tile_of(p, item, consumer), 0, shared.query(consumer));
-  mbarrier_arrive_after_copies(shared.query_full(consumer));
-}
-
-template <typename Layout, int kKeyTiles>
-__device__ __forceinline__ void load_queries(const AttentionParams& p, const Layout& shared) {
-#pragma unroll 1
-  for (u32 n = 0;; ++n) {
-    const Item item = item_at(shared, n);
-    if (item.rows == 0) break;
-#pragma unroll 1
-    for (int i = 0; i < Layout::kConsumers; ++i) copy_query_of<Layout, kKeyTiles>(p, shared, item, i, n);
-  }
-  copy_async_wait_all();
-}
-
 // All four warps load keys and values row by row; warp 0 also deals, the last two load the query rows before.
 template <typename Layout, int kKeyTiles, int kValueTiles, int kBlock>
 __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout& shared) {
@@ -260,7 +234,6 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
   for (u32 n = 0;; ++n) {
     const Item item = item_at(shared, n);
     if (item.rows == 0) break;
-    if (warp >= 2) copy_query_of<Layout, kKeyTiles>(p, shared, item, warp - 2, n);
     const RaggedTile tile = tile_of(p, item, 0);
     const Seen blocks = blocks_of_item<kBlock>(p, item);
 #pragma unroll 1
@@ -375,6 +348,29 @@ struct PrefillConsumer {
     named_barrier_sync<kTogether, kThreads>();
   }
 
+  __device__ __forceinline__ void meet() const {
+    if (consumer == 0)
+      named_barrier_sync<kOwn, kWarpgroup>();
+    else if (kConsumers == 2 || consumer == 1)
+      named_barrier_sync<kOwn + 1, kWarpgroup>();
+    else
+      named_barrier_sync<kOwn + 2, kWarpgroup>();
+  }
+
+  // Begins to copy the query rows of an item, after the last products with those of the item before.
+  __device__ __forceinline__ void fetch_query(u32 n) const {
+    mbarrier_wait(shared.item_full(n), n / kItems & 1, "an announcement");
+    const Item item = read_item(shared, n);
+    meet();
+    copy_query<kKeyTiles, 16>(p, tile_of(p, item, consumer), warp * 16, shared.query(consumer));
+  }
+
+  __device__ __forceinline__ void wait_for_query() const {
+    copy_async_wait_all();
+    fence_proxy_async_shared();
+    meet();
+  }
+
   // tanh(x) = 1 - 2 / (1 + exp(2 x)); scale_log2 is softcap * log2(e) then. Few at once, and a branch that the compiler
   // does not join with its neighbours': it takes registers for all that it sees together.
   __device__ __forceinline__ void cap(float* few) const {
@@ -481,27 +477,28 @@ struct PrefillConsumer {
             sum[r] == 0.0f ? p.empty_lse : (maximum[r] + log2_approx(sum[r])) * kLn2;
       char* const out =
           p.out + to.at.batch * p.out_stride_batch + to.at.token * p.out_stride_token + to.head * p.out_stride_head;
+      const int columns = exists ? p.value_columns : 0;
+      // A quad of lanes stores 16 columns of a row, each lane a, b at 2 (lane % 4) and c, d eight columns later. In 16
+      // bits lanes trade with their neighbour: eight bytes a lane, full 32-byte sectors.
+      if (p.out_is_float) {
+        float* const destination = reinterpret_cast<float*>(out) + lane % 4 * 2;
 #pragma unroll
-      for (int j = 0; j < kValueTiles * 8; j += 2)
-        store(out, exists, j * 8, output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse,
-              output[4 * j + 4 + 2 * r] * inverse, output[4 * j + 5 + 2 * r] * inverse);
-    }
-  }
-
-  // A quad of lanes stores 16 columns of a row, each lane a, b at 2 (lane % 4) and c, d eight columns later. In 16 bits
-  // lanes trade with their neighbour: eight bytes a lane, full 32-byte sectors.
-  __device__ __forceinline__ void store(char* out, bool exists, int column, float a, float b, float c, float d) const {
-    const int odd = lane % 2, quad_lane = lane % 4;
-    if (p.out_is_float) {
-      float* const destination = reinterpret_cast<float*>(out) + column + quad_lane * 2;
-      if (exists && has_column(p, column)) store_global_float2(destination, a, b);
-      if (exists && has_column(p, column + 8)) store_global_float2(destination + 8, c, d);
-    } else {
-      const u32 first = pack_pair<T>(a, b), second = pack_pair<T>(c, d);
-      const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
-      char* const destination = out + (column + (odd ? 8 + (quad_lane - 1) * 2 : quad_lane * 2)) * 2;
-      if (exists && has_column(p, column + 8 * odd))
-        store_global_8(destination, odd ? received : first, odd ? second : received);
+        for (int j = 0; j < kValueTiles * 8; ++j)
+          if (j * 8 < columns)
+            store_global_float2(destination + j * 8, output[4 * j + 2 * r] * inverse,
+                                output[4 * j + 2 * r + 1] * inverse);
+        continue;
+      }
+      const int odd = lane % 2, own = odd * 8;
+      char* const destination = out + (own + (lane % 4 - odd) * 2) * 2;
+#pragma unroll
+      for (int j = 0; j < kValueTiles * 8; j += 2) {
+        const u32 first = pack_pair<T>(output[4 * j + 2 * r] * inverse, output[4 * j + 2 * r + 1] * inverse);
+        const u32 second = pack_pair<T>(output[4 * j + 4 + 2 * r] * inverse, output[4 * j + 5 + 2 * r] * inverse);
+        const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+        if (j * 8 + own < columns)
+          store_global_8(destination + j * 16, odd ? received : first, odd ? second : received);
+      }
     }
   }
 
@@ -520,16 +517,15 @@ struct PrefillConsumer {
     if (consumer == kConsumers - 1) give_turn();
 #pragma unroll
     for (u32& x : probabilities) x = 0;
+    fetch_query(0);
     u32 t = 0;
 #pragma unroll 1
     for (u32 n = 0;; ++n) {
-      mbarrier_wait(shared.item_full(n), n / kItems & 1, "an announcement");
       const Item item = read_item(shared, n);
       const bool exists = item.rows > 0;
       const Seen blocks = blocks_of_item<kBlock>(p, item);
       if (exists) {
-        mbarrier_wait(shared.query_full(consumer), n & 1, "the query");
-        fence_proxy_async_shared();
+        wait_for_query();
         wait_for_keys(t);
       }
       issue_both(t, t > 0);
@@ -544,7 +540,7 @@ struct PrefillConsumer {
       if (!exists) break;
       int block = blocks.end - 1;
       arrive(shared.keys_free(t % Layout::kStages));
-      if (block == blocks.first) arrive(shared.query_free(consumer));
+      if (block == blocks.first) fetch_query(n + 1);
       begin(item);
       exponentiate(n, block);
       pack();
@@ -560,7 +556,7 @@ struct PrefillConsumer {
         warpgroup_wait<1>();
         keep_behind_wait(scores);
         arrive(shared.keys_free(t % Layout::kStages));
-        if (block == blocks.first) arrive(shared.query_free(consumer));
+        if (block == blocks.first) fetch_query(n + 1);
         const bool grown = exponentiate(n, block);
         // The branch keeps ptxas from waiting for the products before it computes.
         if (grown) {
@@ -576,6 +572,7 @@ struct PrefillConsumer {
       }
     }
     if (consumer == 0) take_turn();  // which the last one gave
+    copy_async_wait_all();
   }
 };
 
@@ -600,12 +597,7 @@ __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       mbarrier_init(shared.item_full(i), 1);
-      mbarrier_init(shared.item_free(i), 32 * (4 * kConsumers + (kCopied ? 4 : 3)));  // all threads that read it
-    }
-#pragma unroll
-    for (int i = 0; i < kConsumers; ++i) {
-      mbarrier_init(shared.query_full(i), 32);
-      mbarrier_init(shared.query_free(i), 4);
+      mbarrier_init(shared.item_free(i), 32 * (4 * kConsumers + (kCopied ? 4 : 2)));  // all threads that read it
     }
     mbarrier_init(shared.wanted(), 1);
     fence_mbarrier_init();
@@ -622,9 +614,7 @@ __device__ __forceinline__ void attention_prefill(const AttentionParams& p) {
       load_boxes<Layout, kKeyTiles, kBlock, true>(p, shared);
     else if (warp == 1)
       load_boxes<Layout, kValueTiles, kBlock, false>(p, shared);
-    else if (warp == 2)
-      load_queries<Layout, kKeyTiles>(p, shared);
-    else if (threadIdx.x % 32 == 0)
+    else if (threadIdx.x == 64)
       deal(p, shared);
   } else {
     registers_increase<kConsumerRegisters>();

@@ -34,16 +34,13 @@ __device__ __forceinline__ void copy_rows(const char* base, i64 own, int first_r
 // A warp copies kRows query rows of a tile of 64 to `tiles`, 8,192 bytes apart.
 template <int kTiles, int kRows>
 __device__ __forceinline__ void copy_query(const AttentionParams& p, const RaggedTile& tile, int first_row, u32 tiles) {
-#pragma unroll 1
-  for (int begin = first_row; begin < first_row + kRows; begin += 32) {
-    const int row = begin + threadIdx.x % 32;
-    i64 own = -1;
-    if (row < tile.rows) {
-      const Query from(p, tile, row);
-      own = from.at.batch * p.q_stride_batch + from.at.token * p.q_stride_token + from.head * p.q_stride_head;
-    }
-    copy_rows<kTiles, 8192, 32>(p.q, own, begin, p.key_columns, tiles);
+  const int row = first_row + threadIdx.x % kRows;
+  i64 own = -1;
+  if (row < tile.rows) {
+    const Query from(p, tile, row);
+    own = from.at.batch * p.q_stride_batch + from.at.token * p.q_stride_token + from.head * p.q_stride_head;
   }
+  copy_rows<kTiles, 8192, kRows>(p.q, own, first_row, p.key_columns, tiles);
 }
 
 }  // namespace cumla::mha
