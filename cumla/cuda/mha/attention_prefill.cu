@@ -278,6 +278,7 @@ struct PrefillConsumer {
   float scores[kBlock / 2];
   u32 probabilities[kBlock / 4];
   float maximum[2], sum[2], factor[2];
+  float weights[4];          // sums of rounded weights, of all four lanes of a quad, two alike
   int clear_from, clear_to;  // blocks in between are seen whole by all rows
 
   __device__ __forceinline__ PrefillConsumer(const AttentionParams& p, const Layout& shared, int consumer)
@@ -298,11 +299,12 @@ struct PrefillConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       maximum[r] = kLowest;
-      sum[r] = 0.0f;
+      sum[r] = weights[2 * r] = weights[2 * r + 1] = 0.0f;
       if (p.sinks == nullptr || row + 8 * r >= tile.rows) continue;
       const float sink = p.sinks[Query(p, tile, row + 8 * r).head] * kLog2E;
       if (sink == -kInfinity) continue;
       maximum[r] = sink;
+      weights[2 * r] = weights[2 * r + 1] = 1.0f;
       if (lane % 4 == 0) sum[r] = 1.0f;
     }
     // The first row's end is the least, the last row's beginning the greatest.
@@ -382,6 +384,7 @@ struct PrefillConsumer {
 
   // Scores become weights, float32; the factor of what was added up before is left in `factor`. True if that is not 1
   // for some row of the warp.
+  template <bool kIsFirst>
   __device__ __forceinline__ bool exponentiate(u32 n, int block) {
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 32) cap(scores + i);
@@ -415,6 +418,7 @@ struct PrefillConsumer {
       maximum[r] = next;
       sum[r] *= factor[r];
     }
+    if constexpr (!kIsFirst) add_weights();
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 2) {
       const int r = i >> 1 & 1;
@@ -422,7 +426,15 @@ struct PrefillConsumer {
       scores[i + 1] = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -maximum[r]));
       sum[r] += scores[i] + scores[i + 1];
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) weights[i] *= factor[i / 2];
     return __any_sync(0xffffffffu, grown);
+  }
+
+  // Of the block before, whose products with values run.
+  __device__ __forceinline__ void add_weights() {
+#pragma unroll
+    for (int k = 0; k < kBlock / 16; ++k) add_row_sums<T>(weights, probabilities + 4 * k);
   }
 
   __device__ __forceinline__ void pack() {
@@ -468,7 +480,7 @@ struct PrefillConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum[r] = sum_of_quad(sum[r]);
-      const float inverse = sum[r] == 0.0f ? 0.0f : reciprocal_approx(sum[r]);
+      const float inverse = sum[r] == 0.0f ? 0.0f : reciprocal_approx(weights[2 * r]);
       const int of_tile = row + 8 * r;
       const Query to(p, tile, of_tile);
       const bool exists = of_tile < tile.rows;
@@ -517,6 +529,8 @@ struct PrefillConsumer {
     if (consumer == kConsumers - 1) give_turn();
 #pragma unroll
     for (u32& x : probabilities) x = 0;
+#pragma unroll
+    for (float& x : weights) x = 0.0f;
     fetch_query(0);
     u32 t = 0;
 #pragma unroll 1
@@ -529,6 +543,7 @@ struct PrefillConsumer {
         wait_for_keys(t);
       }
       issue_both(t, t > 0);
+      add_weights();
       warpgroup_wait<0>();
       keep_behind_wait(scores);
       keep_behind_wait(output);
@@ -542,7 +557,7 @@ struct PrefillConsumer {
       arrive(shared.keys_free(t % Layout::kStages));
       if (block == blocks.first) fetch_query(n + 1);
       begin(item);
-      exponentiate(n, block);
+      exponentiate<true>(n, block);
       pack();
       const int valid = item.tokens - block * kBlock;
       if (valid < kBlock) {
@@ -557,7 +572,7 @@ struct PrefillConsumer {
         keep_behind_wait(scores);
         arrive(shared.keys_free(t % Layout::kStages));
         if (block == blocks.first) fetch_query(n + 1);
-        const bool grown = exponentiate(n, block);
+        const bool grown = exponentiate<false>(n, block);
         // The branch keeps ptxas from waiting for the products before it computes.
         if (grown) {
           warpgroup_wait<0>();
