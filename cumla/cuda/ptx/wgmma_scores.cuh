@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warpgroup matrix products of a query tile with wide tiles of keys, and what lets two warpgroups take turns.
+// Warpgroup matrix products of a query tile with wide tiles of keys, sums of rows, and what lets warpgroups take turns.
 #pragma once
 #include "ptx/types.cuh"
 

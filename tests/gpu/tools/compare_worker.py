@@ -83,6 +83,7 @@ class CuPy:
     def download(self, array: Array) -> np.ndarray:
         got = self.cupy.asnumpy(array, stream=self.stream)
         self.stream.synchronize()
+        self.stream.use()  # copying a slice makes the null stream the current one
         return got
 
     def synchronize(self) -> None:
