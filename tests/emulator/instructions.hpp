@@ -182,16 +182,6 @@ void named_barrier_arrive() {
   meeting.complete(kThreads);
 }
 inline float unknown(float number) { return number; }
-template <typename T>
-void add_row_sums(float (&sums)[4], const u32* fragment) {
-  for (int r = 0; r < 2; ++r) {
-    float own = sum_of_pair<T>(fragment[r]) + sum_of_pair<T>(fragment[2 + r]);
-    own += __shfl_xor_sync(0xffffffffu, own, 1);
-    own += __shfl_xor_sync(0xffffffffu, own, 2);
-    sums[2 * r] += own;
-    sums[2 * r + 1] += own;
-  }
-}
 template <int kBarrier, int kThreads>
 bool named_barrier_any(bool vote) {
   host::Meeting& meeting = host::block->named[kBarrier];

@@ -278,7 +278,6 @@ struct PrefillConsumer {
   float scores[kBlock / 2];
   u32 probabilities[kBlock / 4];
   float maximum[2], sum[2], factor[2];
-  float weights[4];          // sums of rounded weights, of all four lanes of a quad, two alike
   int clear_from, clear_to;  // blocks in between are seen whole by all rows
 
   __device__ __forceinline__ PrefillConsumer(const AttentionParams& p, const Layout& shared, int consumer)
@@ -299,13 +298,7 @@ struct PrefillConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       maximum[r] = kLowest;
-      sum[r] = weights[2 * r] = weights[2 * r + 1] = 0.0f;
-      if (p.sinks == nullptr || row + 8 * r >= tile.rows) continue;
-      const float sink = p.sinks[Query(p, tile, row + 8 * r).head] * kLog2E;
-      if (sink == -kInfinity) continue;
-      maximum[r] = sink;
-      weights[2 * r] = weights[2 * r + 1] = 1.0f;
-      if (lane % 4 == 0) sum[r] = 1.0f;
+      sum[r] = 0.0f;
     }
     // The first row's end is the least, the last row's beginning the greatest.
     const Seen last = seen_by(p, tile, item.tokens, 63);
@@ -359,6 +352,13 @@ struct PrefillConsumer {
       named_barrier_sync<kOwn + 2, kWarpgroup>();
   }
 
+  // Whether any thread of the warpgroup says so.
+  __device__ __forceinline__ bool any(bool vote) const {
+    if (consumer == 0) return named_barrier_any<kOwn, kWarpgroup>(vote);
+    if (kConsumers == 2 || consumer == 1) return named_barrier_any<kOwn + 1, kWarpgroup>(vote);
+    return named_barrier_any<kOwn + 2, kWarpgroup>(vote);
+  }
+
   // Begins to copy the query rows of an item, after the last products with those of the item before.
   __device__ __forceinline__ void fetch_query(u32 n) const {
     mbarrier_wait(shared.item_full(n), n / kItems & 1, "an announcement");
@@ -383,8 +383,7 @@ struct PrefillConsumer {
   }
 
   // Scores become weights, float32; the factor of what was added up before is left in `factor`. True if that is not 1
-  // for some row of the warp.
-  template <bool kIsFirst>
+  // for some row of the warpgroup.
   __device__ __forceinline__ bool exponentiate(u32 n, int block) {
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 32) cap(scores + i);
@@ -418,7 +417,6 @@ struct PrefillConsumer {
       maximum[r] = next;
       sum[r] *= factor[r];
     }
-    if constexpr (!kIsFirst) add_weights();
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 2) {
       const int r = i >> 1 & 1;
@@ -426,15 +424,7 @@ struct PrefillConsumer {
       scores[i + 1] = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -maximum[r]));
       sum[r] += scores[i] + scores[i + 1];
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) weights[i] *= factor[i / 2];
-    return __any_sync(0xffffffffu, grown);
-  }
-
-  // Of the block before, whose products with values run.
-  __device__ __forceinline__ void add_weights() {
-#pragma unroll
-    for (int k = 0; k < kBlock / 16; ++k) add_row_sums<T>(weights, probabilities + 4 * k);
+    return any(grown);
   }
 
   __device__ __forceinline__ void pack() {
@@ -479,14 +469,17 @@ struct PrefillConsumer {
     const RaggedTile tile = tile_of(p, read_item(shared, n), consumer);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      sum[r] = sum_of_quad(sum[r]);
-      const float inverse = sum[r] == 0.0f ? 0.0f : reciprocal_approx(weights[2 * r]);
       const int of_tile = row + 8 * r;
       const Query to(p, tile, of_tile);
       const bool exists = of_tile < tile.rows;
+      // The sink counts last, so that the weight of a row's only key is 1, without a rounding.
+      const float sink = exists && p.sinks != nullptr ? p.sinks[to.head] * kLog2E : -kInfinity;
+      const float highest = fmaxf(maximum[r], sink), rescaled = exp2_approx(maximum[r] - highest);
+      const float total = rescaled * sum_of_quad(sum[r]) + exp2_approx(sink - highest);
+      const float inverse = total == 0.0f ? 0.0f : rescaled * reciprocal_approx(total);
       if (exists && lane % 4 == 0)
         p.lse[to.at.batch * p.lse_stride_batch + to.head * p.lse_stride_head + to.at.token * p.lse_stride_token] =
-            sum[r] == 0.0f ? p.empty_lse : (maximum[r] + log2_approx(sum[r])) * kLn2;
+            total == 0.0f ? p.empty_lse : (highest + log2_approx(total)) * kLn2;
       char* const out =
           p.out + to.at.batch * p.out_stride_batch + to.at.token * p.out_stride_token + to.head * p.out_stride_head;
       const int columns = exists ? p.value_columns : 0;
@@ -529,8 +522,6 @@ struct PrefillConsumer {
     if (consumer == kConsumers - 1) give_turn();
 #pragma unroll
     for (u32& x : probabilities) x = 0;
-#pragma unroll
-    for (float& x : weights) x = 0.0f;
     fetch_query(0);
     u32 t = 0;
 #pragma unroll 1
@@ -543,7 +534,6 @@ struct PrefillConsumer {
         wait_for_keys(t);
       }
       issue_both(t, t > 0);
-      add_weights();
       warpgroup_wait<0>();
       keep_behind_wait(scores);
       keep_behind_wait(output);
@@ -557,7 +547,7 @@ struct PrefillConsumer {
       arrive(shared.keys_free(t % Layout::kStages));
       if (block == blocks.first) fetch_query(n + 1);
       begin(item);
-      exponentiate<true>(n, block);
+      exponentiate(n, block);
       pack();
       const int valid = item.tokens - block * kBlock;
       if (valid < kBlock) {
@@ -572,8 +562,9 @@ struct PrefillConsumer {
         keep_behind_wait(scores);
         arrive(shared.keys_free(t % Layout::kStages));
         if (block == blocks.first) fetch_query(n + 1);
-        const bool grown = exponentiate<false>(n, block);
-        // The branch keeps ptxas from waiting for the products before it computes.
+        const bool grown = exponentiate(n, block);
+        // ptxas moves a wait up to the last branch: without this one it would wait first, and compute then. All warps
+        // take the same one, for they must wait at the same place.
         if (grown) {
           warpgroup_wait<0>();
           keep_behind_wait(output);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warpgroup matrix products of a query tile with wide tiles of keys, sums of rows, and what lets warpgroups take turns.
+// Warpgroup matrix products of a query tile with wide tiles of keys, and what lets warpgroups take turns.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -47,25 +47,6 @@ __device__ __forceinline__ float unknown(float number) {
   float same;
   asm volatile("mov.f32 %0, %1;" : "=f"(same) : "f"(number));
   return same;
-}
-
-// PTX ISA: Warp Level Matrix Instructions: mma
-// Adds the sums of the rows of a fragment, 16 x 16: of row lane / 4 to sums[0] and [1], of row lane / 4 + 8 to sums[2]
-// and [3]. All lanes of a quad get them.
-template <typename T>
-__device__ __forceinline__ void add_row_sums(float (&sums)[4], const u32* fragment) {
-  if constexpr (kIsBf16<T>)
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]), "r"(0x3f803f80));
-  else
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]), "r"(0x3c003c00));
 }
 
 // PTX ISA: Parallel Synchronization and Communication Instructions: bar, barrier (arrive)
