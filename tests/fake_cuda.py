@@ -86,7 +86,7 @@ class FakeCuPy(types.ModuleType):
 
         self.ndarray = ndarray
         streams = types.SimpleNamespace(
-            null=contextlib.nullcontext(), from_external=lambda _: contextlib.nullcontext()
+            null=self._stream(0), from_external=lambda given: self._stream(given.handle)
         )
         runtime = types.SimpleNamespace(
             getDevice=lambda: 0,
@@ -100,10 +100,18 @@ class FakeCuPy(types.ModuleType):
             Device=FakeDevice,
             Stream=streams,
             compiler=types.SimpleNamespace(CompileException=RuntimeError),
-            get_current_stream=lambda device: types.SimpleNamespace(ptr=self.stream),
+            get_current_stream=lambda device=0: self._stream(self.stream),
             nvrtc=types.SimpleNamespace(getVersion=self._nvrtc_version),
             runtime=runtime,
         )
+
+    def _stream(self, handle: int) -> Any:
+        """Make a stream that can become the current one."""
+
+        def use() -> None:
+            self.stream = handle
+
+        return types.SimpleNamespace(ptr=handle, use=use)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         if np.dtype(dtype).name.startswith("float8"):  # as CuPy 14.2

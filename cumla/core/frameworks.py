@@ -12,7 +12,7 @@ import abc
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import ml_dtypes
@@ -315,12 +315,21 @@ class _CuPy(Allocator):
     def current_stream(self, device: int) -> int:
         return int(self._cupy.cuda.get_current_stream(device).ptr)
 
-    def use_stream(self, stream: int) -> contextlib.AbstractContextManager[Any]:
-        """Make `stream` CuPy's current one: its pool hands memory out for that stream."""
-        streams = self._cupy.cuda.Stream
-        if stream == 0:
-            return streams.null  # type: ignore[no-any-return]
-        return streams.from_external(_StreamHandle(stream))  # type: ignore[no-any-return]
+    @contextlib.contextmanager
+    def use_stream(self, stream: int) -> Iterator[None]:
+        """Make `stream` CuPy's current one: its pool hands memory out for that stream.
+
+        Not by CuPy's own `with stream:`, which makes the null stream the current one at its end
+        where the one before was made so by `use()`.
+        """
+        cuda = self._cupy.cuda
+        before = cuda.get_current_stream()
+        of_caller = cuda.Stream.from_external(_StreamHandle(stream)) if stream else cuda.Stream.null
+        of_caller.use()
+        try:
+            yield
+        finally:
+            before.use()
 
     def empty(
         self, shape: tuple[int, ...], dtype: str, device: int, stream: int

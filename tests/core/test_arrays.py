@@ -155,12 +155,14 @@ class FakeStream:
     def __init__(self, cupy, ptr):
         self.cupy, self.ptr = cupy, ptr
 
-    def __enter__(self):
-        self.previous = self.cupy.stream
+    def use(self):
         self.cupy.stream = self
 
+    def __enter__(self):
+        self.use()
+
     def __exit__(self, *error):
-        self.cupy.stream = self.previous
+        self.cupy.null.use()  # as CuPy 14.2, where the one before was made current by use()
 
 
 class FakeCuPy(types.ModuleType):
@@ -200,7 +202,7 @@ class FakeCuPy(types.ModuleType):
 
         self.ndarray = ndarray
         self.cuda = types.SimpleNamespace(
-            get_current_stream=lambda device: module.stream,
+            get_current_stream=lambda device=0: module.stream,
             runtime=types.SimpleNamespace(getDevice=lambda: 1),
             Stream=Stream,
         )

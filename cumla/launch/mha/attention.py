@@ -18,6 +18,8 @@ from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import (
     BLOCK_TOKENS,
     MOST_TOKENS,
+    ROW_GROUP,
+    ROW_TILE,
     RaggedKey,
     filling_parts,
     page_form,
@@ -188,10 +190,21 @@ class MHAKey(RaggedKey):
         """Whether the kernel has L2 fetch blocks before it loads them."""
         return False
 
-    @property
+    @cached_property
     def row_groups(self) -> int:
-        """Groups of 16 rows of a thread block."""
-        return 4
+        """Groups of 16 rows in a tile that a request may fill."""
+        rows = (self.q_len or self.total_tokens) * self.heads_per_group
+        return -(-min(max(rows, 1), ROW_TILE) // ROW_GROUP)
+
+    @property
+    def piece_cost(self) -> int:
+        """KV blocks that a piece costs: about a microsecond, in which two blocks are read."""
+        return 2 + self.row_groups
+
+    @property
+    def min_blocks(self) -> int:
+        """KV blocks between a cut and the ends of its row tile, at least."""
+        return 2
 
     @cached_property
     def parts(self) -> int:

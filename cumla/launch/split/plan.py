@@ -14,6 +14,7 @@ from math import gcd
 
 __all__ = [
     "BLOCK_TOKENS",
+    "MIN_BLOCKS",
     "MOST_PARTS",
     "MOST_TOKENS",
     "PAGE_FORMS",
@@ -25,6 +26,7 @@ __all__ = [
     "filling_parts",
     "page_form",
     "piece_blocks",
+    "piece_cost",
 ]
 
 BLOCK_TOKENS = 64  # tokens that a schedule deals out at once
@@ -47,6 +49,7 @@ _MAX_WAVES = 3  # of thread blocks, where the row tiles do not divide the multip
 # Share of the multiprocessors that are busy, from which on more parts are not worth it.
 _GOOD_FILL = 0.9
 _ALIGNMENT = 256
+MIN_BLOCKS = 4  # no cut of packed parts or of shares is closer to an end of its request
 _LEAST_BOX = 8  # rows: the period of the swizzle
 
 
@@ -70,6 +73,14 @@ def piece_blocks(row_groups: int) -> int:
     computing it.
     """
     return 8 * row_groups
+
+
+def piece_cost(row_groups: int) -> int:
+    """Tell how many KV blocks a piece of a request costs: to be stored, counted and joined.
+
+    That is as measured with log-normal lengths; `row_groups` are groups of 16 query rows.
+    """
+    return 2 * row_groups + 2
 
 
 def filling_parts(tiles: int, sm_count: int) -> int:
@@ -186,6 +197,16 @@ class RaggedKey(PlanKey):
     def schedule_page_size(self) -> int:
         """Tokens for each entry that kv_indptr counts."""
         return self.page_size
+
+    @property
+    def piece_cost(self) -> int:
+        """KV blocks that a piece of a row tile costs: to be stored, counted and joined."""
+        return piece_cost(self.row_groups)
+
+    @property
+    def min_blocks(self) -> int:
+        """KV blocks between a cut and the ends of its row tile, at least."""
+        return MIN_BLOCKS
 
     @cached_property
     def num_places(self) -> int:

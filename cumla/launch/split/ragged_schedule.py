@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
-from cumla.launch.split.schedule import FIXED_COST, MIN_BLOCKS, MIN_SHARE, piece_cost
+from cumla.launch.split.schedule import FIXED_COST, MIN_SHARE
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -63,8 +63,8 @@ def ragged_schedule_launch(
         key.schedule_page_size,
         key.causal,
         FIXED_COST,
-        piece_cost(key.row_groups),
-        MIN_BLOCKS,
+        key.piece_cost,
+        key.min_blocks,
         MIN_SHARE,
         key.total_tokens // key.batch if qo_indptr is None else 0,
         0,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cumla.launch.kernel import Launch
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
-from cumla.launch.split.plan import BLOCK_TOKENS, piece_blocks
+from cumla.launch.split.plan import BLOCK_TOKENS, MIN_BLOCKS, piece_blocks, piece_cost
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -18,18 +18,15 @@ if TYPE_CHECKING:
 __all__ = [
     "CUT_COST",
     "FIXED_COST",
-    "MIN_BLOCKS",
     "SPECS",
     "max_tokens",
     "min_saving",
-    "piece_cost",
     "schedule_launch",
     "schedule_spec",
 ]
 
 FIXED_COST = 2  # of a request, or of a piece of one, in KV blocks: loads before, stores behind
 CUT_COST = 16  # of cutting, in KV blocks, or what uneven parts may cost instead of it
-MIN_BLOCKS = 4  # no cut of packed parts or of shares is closer to an end of its request
 MIN_SHARE = 2  # cost of a share, or blocks of a piece, at least
 _THREADS = 1024
 
@@ -88,14 +85,6 @@ def min_saving(row_groups: int) -> int:
     Partial results of groups of 16 query rows are stored and joined.
     """
     return 1 + 2 * row_groups
-
-
-def piece_cost(row_groups: int) -> int:
-    """Tell how many KV blocks a piece of a request costs: to be stored, counted and joined.
-
-    That is as measured with log-normal lengths; `row_groups` are groups of 16 query rows.
-    """
-    return 2 * row_groups + 2
 
 
 def max_tokens(batch: int) -> int:

@@ -136,14 +136,15 @@ def test_rotations(dtype: Any, layout: str) -> None:
     freqs_cis, plain = freqs(40, 32), torch.randn(3, 5, 2, 32, device=DEVICE).to(dtype)
     x = torch.einsum(f"bsnd->{layout}", plain).contiguous()
     positions = [0, 13, 35]
+    begin = int32(*positions)
     with no_waiting():
-        found = torch.ops.cumla.apply_rope_with_input_pos(x, freqs_cis, int32(*positions), layout)
+        found = torch.ops.cumla.apply_rope_with_input_pos(x, freqs_cis, begin, layout)
     wanted = torch.stack(
         [turned(rows, freqs_cis, first) for rows, first in zip(plain, positions, strict=True)]
     )
     back = torch.einsum(f"{layout}->bsnd", found)
     torch.testing.assert_close(back, wanted, **TOLERANCE)
-    lists = int32(*positions), int32(5, 5, 5), int32(0, 5, 10)
+    lists = begin, int32(5, 5, 5), int32(0, 5, 10)
     flat = torch.ops.cumla.apply_rope_on_flattened_inputs(plain.flatten(0, 1), freqs_cis, *lists)
     assert torch.equal(flat, back.flatten(0, 1))
 

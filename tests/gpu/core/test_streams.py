@@ -100,8 +100,24 @@ def test_a_stream_of_cuda_core() -> None:
     device = core.Device(0)
     device.set_current()
     stream = device.create_stream()
+    cp.cuda.Device().synchronize()
     result = cumla.mla_decode(*problem.arrays, stream=stream)
     stream.sync()
+    problem.check(*result)
+
+
+def test_the_current_stream_stays() -> None:
+    """One made so by use(), which a block of CuPy's own would forget."""
+    problem = three_requests()
+    current, other = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
+    cp.cuda.Device().synchronize()
+    current.use()
+    try:
+        result = cumla.mla_decode(*problem.arrays, stream=other)
+        assert cp.cuda.get_current_stream() == current
+    finally:
+        cp.cuda.Stream.null.use()
+    other.synchronize()
     problem.check(*result)
 
 
@@ -273,7 +289,7 @@ def test_a_cupy_capture_needs_its_memory_beforehand() -> None:
                 cumla.mla_decode(*problem.arrays)
             with pytest.raises(cumla.NotPreparedError, match="out="):
                 plan.run(*problem.inputs)
-            with pytest.raises(cumla.NotPreparedError, match="make lse= before"):
+            with pytest.raises(cumla.NotPreparedError, match="pass lse=, made before the capture"):
                 plan.run(*problem.inputs, out=out.array)
             with pytest.raises(cumla.NotPreparedError):
                 cumla.mla_decode(*problem.arrays, out=out.array, lse=lse.array)

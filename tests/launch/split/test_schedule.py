@@ -18,16 +18,21 @@ from hypothesis import strategies as st
 import cumla
 from cumla.launch.mla.shape import VALUE_DIM, MLADecodeKey
 from cumla.launch.split import plan as mla_plan
-from cumla.launch.split.plan import BLOCK_TOKENS, ROW_GROUP, ROW_TILE, piece_blocks
+from cumla.launch.split.plan import (
+    BLOCK_TOKENS,
+    MIN_BLOCKS,
+    ROW_GROUP,
+    ROW_TILE,
+    piece_blocks,
+    piece_cost,
+)
 from cumla.launch.split.schedule import (
     CUT_COST,
     FIXED_COST,
-    MIN_BLOCKS,
     MIN_SHARE,
     SPECS,
     max_tokens,
     min_saving,
-    piece_cost,
     schedule_spec,
 )
 from tests.gpu.tools.parts import (
