@@ -4,6 +4,7 @@ namespace cumla::ptx {
 
 // convert.cuh
 u32 copy_of(u32 value) { return value; }
+float copy_of(float value) { return value; }
 template <typename Pointee>
 Pointee* copy_of(Pointee* pointer) { return pointer; }
 template <>
@@ -44,8 +45,6 @@ void copy_16_async(u32 destination, const void* source, bool valid) {
   else std::memset(host::at(destination), 0, 16);
 }
 void copy_async_wait_all() {}
-
-// copy_groups.cuh
 void copy_async_commit() {}
 template <int kPending>
 void copy_async_wait() {}
@@ -181,7 +180,6 @@ void named_barrier_arrive() {
   ++meeting.arrived;
   meeting.complete(kThreads);
 }
-inline float unknown(float number) { return number; }
 template <int kBarrier, int kThreads>
 bool named_barrier_any(bool vote) {
   host::Meeting& meeting = host::block->named[kBarrier];
@@ -260,7 +258,7 @@ void wgmma_values_async(float (&d)[32], const u32* a, u64 b) { multiply(d, kType
 template <typename T>
 void wgmma_values_async(float (&d)[64], const u32* a, u64 b) { multiply(d, kType<T>, a, b, true, true); }
 template <typename T>
-void wgmma_scores_async(float (&d)[64], u64 a, u64 b, bool accumulate) {
+void wgmma_m64n128k16_async(float (&d)[64], u64 a, u64 b, bool accumulate) {
   multiply(d, 16, kType<T>, a, false, b, false, accumulate);
 }
 template <typename T, bool kTransposedA>

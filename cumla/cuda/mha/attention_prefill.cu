@@ -33,7 +33,6 @@
 #include "ptx/tma.cuh"
 #include "ptx/types.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma_scores.cuh"
 
 namespace cumla::mha {
 
@@ -310,7 +309,7 @@ struct PrefillConsumer {
     if constexpr (kBlock == 64)
       wgmma_m64n64k16_async<T>(d, a, b, accumulate);
     else
-      wgmma_scores_async<T>(d, a, b, accumulate);
+      wgmma_m64n128k16_async<T>(d, a, b, accumulate);
   }
 
   __device__ __forceinline__ void issue_scores(int stage) {
@@ -376,7 +375,7 @@ struct PrefillConsumer {
   // tanh(x) = 1 - 2 / (1 + exp(2 x)); scale_log2 is softcap * log2(e) then. Few at once, and a branch that the compiler
   // does not join with its neighbours': it takes registers for all that it sees together.
   __device__ __forceinline__ void cap(float* few) const {
-    const float to_softcap = unknown(p.to_softcap);
+    const float to_softcap = copy_of(p.to_softcap);
     if (to_softcap == 0.0f) return;
 #pragma unroll
     for (int i = 0; i < 32; ++i) few[i] = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(few[i] * to_softcap));

@@ -32,6 +32,19 @@ __device__ __forceinline__ void copy_async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// PTX ISA: Data Movement and Conversion Instructions: cp.async.commit_group
+// What this thread copied since its last group is a group, though it may be nothing.
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: cp.async.wait_group
+// Waits until no more than the last kPending groups of this thread are on their way.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // PTX ISA: Warp Level Matrix Instructions: stmatrix
 __device__ __forceinline__ void store_matrix_x4(u32 destination, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(destination),

@@ -34,6 +34,13 @@ __device__ __forceinline__ void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
+// PTX ISA: Parallel Synchronization and Communication Instructions: bar, barrier (arrive)
+// Counts this warpgroup as one that came, and goes on.
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void named_barrier_arrive() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
 // PTX ISA: Parallel Synchronization and Communication Instructions: bar, barrier (red.or)
 // Whether any of the threads says so.
 template <int kBarrier, int kThreads>

@@ -136,6 +136,26 @@ __device__ __forceinline__ void wgmma_m64n64k16_async<Fp16>(float (&d)[32], u64 
 }
 
 // PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
+// D (64 x 128) = A (64 x 16) B^T (128 x 16) + (accumulate ? D : 0); A and B in shared memory, contiguous in K.
+template <typename T>
+__device__ __forceinline__ void wgmma_m64n128k16_async(float (&d)[64], u64 a, u64 b, bool accumulate) {
+  if constexpr (kIsBf16<T>)
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" CUMLA_D64 "}, %64, %65, accumulate, 1, 1, 0, 0;\n}"
+        : CUMLA_D64_OPERANDS
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))
+        : "memory");
+  else
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" CUMLA_D64 "}, %64, %65, accumulate, 1, 1, 0, 0;\n}"
+        : CUMLA_D64_OPERANDS
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))
+        : "memory");
+}
+
+// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
 // D (64 x 256) += A (64 x 16) B (16 x 256); A in shared memory, contiguous in K; B in shared memory, contiguous in N.
 template <typename T>
 __device__ __forceinline__ void wgmma_m64n256k16_async(float (&d)[128], u64 a, u64 b);

@@ -91,6 +91,7 @@ class CuPy:
 
     def release(self) -> None:
         """Give memory back, so that the other process can have it."""
+        gc.collect()
         self.cupy.get_default_memory_pool().free_all_blocks()
 
     def times(self, call: Call, repeats: int) -> list[float]:
@@ -535,7 +536,6 @@ class Worker:
     def prepare(self, op: str, numbers: Sequence[int], options: dict[str, Any]) -> dict[str, Any]:
         """Make a case ready and check it; tells a digest of its outputs."""
         self.work = None
-        gc.collect()
         self.device.release()
         work: Work = getattr(self, op)(*numbers, **options)
         work.call()

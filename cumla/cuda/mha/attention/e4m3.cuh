@@ -14,7 +14,6 @@
 #include "split/tile.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/copy_groups.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/types.cuh"
 
