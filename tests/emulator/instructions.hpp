@@ -4,7 +4,6 @@ namespace cumla::ptx {
 
 // convert.cuh
 u32 copy_of(u32 value) { return value; }
-float copy_of(float value) { return value; }
 template <typename Pointee>
 Pointee* copy_of(Pointee* pointer) { return pointer; }
 template <>

@@ -375,7 +375,7 @@ struct PrefillConsumer {
   // tanh(x) = 1 - 2 / (1 + exp(2 x)); scale_log2 is softcap * log2(e) then. Few at once, and a branch that the compiler
   // does not join with its neighbours': it takes registers for all that it sees together.
   __device__ __forceinline__ void cap(float* few) const {
-    const float to_softcap = copy_of(p.to_softcap);
+    const float to_softcap = __uint_as_float(copy_of(__float_as_uint(p.to_softcap)));
     if (to_softcap == 0.0f) return;
 #pragma unroll
     for (int i = 0; i < 32; ++i) few[i] = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(few[i] * to_softcap));

@@ -15,13 +15,6 @@ __device__ __forceinline__ u32 copy_of(u32 value) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: mov
-__device__ __forceinline__ float copy_of(float value) {
-  float copy;
-  asm volatile("mov.f32 %0, %1;" : "=f"(copy) : "f"(value));
-  return copy;
-}
-
-// PTX ISA: Data Movement and Conversion Instructions: mov
 // An address that many accesses share, computed once for all of them.
 template <typename Pointee>
 __device__ __forceinline__ Pointee* copy_of(Pointee* pointer) {
