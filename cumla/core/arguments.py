@@ -242,6 +242,19 @@ def checked_int(name: str, value: object, way_out: str, least: int = 1) -> int:
     return value
 
 
+def dtype_name(dtype: Any) -> Any:
+    """Name a dtype of any framework; what is none, and names, are returned for their checks."""
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    library, _, name = str(dtype).partition(".")
+    if library == "torch":
+        return name
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return dtype
+
+
 def checked_flag(name: str, value: object) -> bool:
     """Return an option that is on or off as a bool; what is merely true or false is refused."""
     if value is True or value is False:

@@ -22,6 +22,7 @@ from cumla.core.arguments import (
     checked_flag,
     checked_int,
     checked_scale,
+    dtype_name,
     number_of,
 )
 from cumla.core.arrays import open_call
@@ -646,10 +647,10 @@ class AttentionPlan(TableOrList[MHAKey]):
     q_len : int, optional
         Query tokens of each request, where q is ``(batch, q_len, num_heads, head_dim)``: then
         total_tokens is ``batch * q_len``.
-    dtype : str
-        ``"bfloat16"``, ``"float16"`` or ``"float32"``: of q, and of k and v unless `cache_dtype`
-        says otherwise.
-    cache_dtype : str, optional
+    dtype : str or dtype
+        ``"bfloat16"``, ``"float16"`` or ``"float32"``, or any framework's dtype of that name: of q,
+        and of k and v unless `cache_dtype` says otherwise.
+    cache_dtype : str or dtype, optional
         ``"float8_e4m3fn"`` for e4m3 keys and values; dtype by default.
     causal, window, batch_invariant
         As in :func:`attention`; batch_invariant needs `max_kv_len`.
@@ -971,7 +972,8 @@ def _checked_cuts(batch: int, batch_invariant: Any, max_kv_len: Any) -> tuple[bo
 
 
 def _checked_dtypes(dtype: Any, cache_dtype: Any) -> tuple[str, str]:
-    """Check the dtype of queries and that of keys and values."""
+    """Check the dtype of queries and that of keys and values; tell their names."""
+    dtype, cache_dtype = dtype_name(dtype), dtype_name(cache_dtype)
     if dtype not in DTYPES:
         raise ValueError(f"dtype: needs {' or '.join(DTYPES)}, got {dtype!r}; pass one of them")
     if cache_dtype not in (None, dtype, _E4M3) or {dtype, cache_dtype} == {"float32", _E4M3}:

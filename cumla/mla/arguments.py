@@ -9,7 +9,7 @@ from __future__ import annotations
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from cumla.core.arguments import Views, check_dtype, check_layout, checked_int
+from cumla.core.arguments import Views, check_dtype, check_layout, checked_int, dtype_name
 from cumla.core.arrays import parts
 from cumla.launch.split.plan import BLOCK_TOKENS
 from cumla.mla.fp8_caches import E4M3, FP8, check_factor, is_packed, relabelled, unpacked
@@ -257,7 +257,7 @@ def checked_shape(
     num_heads: int,
     num_kv_heads: int,
     page_size: int = BLOCK_TOKENS,
-    dtype: str = DTYPES[0],
+    dtype: Any = DTYPES[0],
 ) -> Shape:
     """Check a shape that was given in numbers, to make a plan for it; `numbers` by their names.
 
@@ -269,6 +269,7 @@ def checked_shape(
         checked_int(name, value, "nothing to plan for")
     _check_heads(num_heads, num_kv_heads)
     checked_int("page_size", page_size, "allocate the cache in pages of one token at least")
+    dtype = dtype_name(dtype)
     check_dtype("dtype", dtype, DTYPES)
     return cast("Shape", (*numbers.values(), num_heads, num_kv_heads, page_size, dtype))
 
@@ -278,11 +279,12 @@ def cache_of(kv_cache: ArrayView) -> str:
     return "e4m3" if kv_cache.dtype == FP8 else "same"
 
 
-def checked_cache_dtype(cache_dtype: Any, dtype: str | None = None) -> str:
+def checked_cache_dtype(cache_dtype: Any, dtype: Any = None) -> str:
     """Check what a plan's caches are to hold; tell which of CACHES that is.
 
     Without a dtype of the queries any that goes with the cache's will do.
     """
+    cache_dtype, dtype = dtype_name(cache_dtype), dtype_name(dtype)
     if dtype is None:
         dtype = cache_dtype if cache_dtype in DTYPES else DTYPES[0]
     if cache_dtype is None or cache_dtype == dtype:

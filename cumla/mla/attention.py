@@ -214,8 +214,8 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         *,
         num_kv_heads: int = 1,
         page_size: int = BLOCK_TOKENS,
-        dtype: str = "bfloat16",
-        cache_dtype: str | None = None,
+        dtype: Any = "bfloat16",
+        cache_dtype: Any = None,
         causal: bool = True,
         device: int | None = None,
         workspace: Any = None,
@@ -256,7 +256,7 @@ class MLAAttentionPlan(TableOrList[MLAAttentionKey], MLAPlan[MLAAttentionKey]):
         num_heads: int,
         *,
         num_kv_heads: int = 1,
-        cache_dtype: str | None = None,
+        cache_dtype: Any = None,
         sm_count: int | None = None,
     ) -> int:
         """Size of a plan's buffer in bytes, from numbers as for the class.

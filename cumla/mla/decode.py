@@ -237,9 +237,10 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         Divides num_heads.
     page_size : int
         Tokens of a cache page: any number from 1.
-    dtype : str
-        ``"bfloat16"`` or ``"float16"``: of q, and of kv_cache unless `cache_dtype` says otherwise.
-    cache_dtype : str, optional
+    dtype : str or dtype
+        ``"bfloat16"`` or ``"float16"``, or any framework's dtype of that name: of q, and of
+        kv_cache unless `cache_dtype` says otherwise.
+    cache_dtype : str or dtype, optional
         ``"float8_e4m3fn"`` for FP8 caches in any form, with dtype bfloat16; dtype by default.
     causal : bool
         As in :func:`mla_decode`.
@@ -305,8 +306,8 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         *,
         num_kv_heads: int = 1,
         page_size: int = BLOCK_TOKENS,
-        dtype: str = "bfloat16",
-        cache_dtype: str | None = None,
+        dtype: Any = "bfloat16",
+        cache_dtype: Any = None,
         causal: bool = True,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
@@ -365,7 +366,7 @@ class MLADecodePlan(MLAPlan[MLADecodeKey]):
         num_heads: int,
         *,
         num_kv_heads: int = 1,
-        cache_dtype: str | None = None,
+        cache_dtype: Any = None,
         batch_invariant: bool = False,
         max_kv_len: int | None = None,
         sm_count: int | None = None,

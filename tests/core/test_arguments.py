@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -20,6 +21,7 @@ from cumla.core.arguments import (
     checked_flag,
     checked_int,
     checked_scale,
+    dtype_name,
 )
 from cumla.core.arrays import ArrayView
 from tests.calls import refused
@@ -191,3 +193,12 @@ def test_scales_at_the_ends_keep_scores_in_float32() -> None:
             checked_scale(scale * (1.1 if scale > 1 else 0.9), 1.0)
     assert 576 * 1e4**2 * 1e6 * np.log2(np.e) < np.finfo(np.float32).max
     assert 1e-17 * 1e-20 * np.log2(np.e) > np.finfo(np.float32).tiny
+
+
+def test_dtypes_of_all_frameworks_have_names() -> None:
+    """What is no dtype stays what it is, for the check that refuses it."""
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    given = ("bfloat16", ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16), torch.bfloat16)
+    assert {dtype_name(dtype) for dtype in (*given, jax.numpy.bfloat16)} == {"bfloat16"}
+    assert (dtype_name(np.float16), dtype_name(torch.float8_e4m3fn)) == ("float16", "float8_e4m3fn")
+    assert [dtype_name(other) for other in (None, 3, "half")] == [None, 3, "half"]
