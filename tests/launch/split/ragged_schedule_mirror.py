@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS, ROW_TILE, RaggedKey
-from cumla.launch.split.schedule import FIXED_COST, MIN_BLOCKS, MIN_SHARE, piece_cost
+from cumla.launch.split.schedule import FIXED_COST, MIN_SHARE
 
 
 class TileSchedule(NamedTuple):
@@ -79,15 +79,15 @@ def schedule(
     bounds = np.zeros((key.parts + 1, 2), np.int32)
     bounds[:, 0] = np.cumsum([0, *map(len, dealt)])
     prices = np.diff(np.append(0, ends)[bounds[:, 0]])
-    if prices.max() <= share + FIXED_COST + 2 * piece_cost(key.row_groups):
+    if prices.max() <= share + FIXED_COST + 2 * key.piece_cost:
         return TileSchedule(places, bounds)
     bounds[:, 0] = len(places)
     for part, at in enumerate(range(0, min(key.parts * share, total), share)):
         place = int(np.searchsorted(ends, at, side="right"))
         block = at - int(ends[place] - blocks[place] - FIXED_COST)
-        if block < MIN_BLOCKS:
+        if block < key.min_blocks:
             bounds[part] = place, 0
-        elif blocks[place] - block < MIN_BLOCKS:
+        elif blocks[place] - block < key.min_blocks:
             bounds[part] = place + 1, 0
         else:
             bounds[part] = place, block
