@@ -3,19 +3,20 @@
 // each consumer, to all keys that they see. No tile is cut. grid = (as many CTAs as multiprocessors), 384 or 512
 // threads, one CTA an SM.
 //
-// The schedule (split/ragged_schedule.cu, in one part) lists tiles of 64 rows; two or three that follow each other in a
-// request are one here. CTAs take the next tile from a counter, the last rows of a request first, for they see most
-// keys, and the kv heads of a section, whose keys and values stay in L2, before the next section.
+// The schedule (split/ragged_schedule.cu, in one part) lists tiles of as many rows. CTAs take the next one from a
+// counter, the last rows of a request first, for they see most keys, and the kv heads of a section, whose keys and
+// values stay in L2, before the next section.
 //
 // Warpgroup 0 loads: warp 0 keys, warp 1 values (TMA); warp 2 takes tiles from the counter and announces them. Where
-// pages are no multiple of eight tokens, each warp loads a quarter of the rows of a block, and warp 0 announces. The other warpgroups, two, or three with 64 columns, have 64 query rows each and
-// work through the blocks of all tiles without a break, in each tile from the last to the first:
+// pages are no multiple of eight tokens, each warp loads a quarter of the rows of a block, and warp 0 announces. The
+// other warpgroups, two, or three with 64 columns, have 64 query rows each and work through the blocks of all tiles
+// without a break, in each tile from the last to the first:
 //
 //   tensor cores:     S1 = Q K1   O += P0 V0   S2 = Q K2   O += P1 V1 ...
 //   the warpgroup:                P1 = exp S1              P2 = exp S2
 //
-// and take turns: while one issues its products the others make probabilities. The output of a tile is written while the
-// others multiply; the first scores of the next tile are there by then.
+// and take turns: while one issues its products the others make probabilities. The output of a tile is written while
+// the others multiply; the first scores of the next tile are there by then.
 //
 // Budget of 128 rows by 128 keys, 128 columns: 2 x 1,024 tensor clocks; 16,384 exponentials at 16 a clock are 1,024,
 // and some four other instructions for each at 128 a clock 512.
@@ -39,10 +40,9 @@ namespace cumla::mha {
 using namespace ptx;
 using namespace split;
 
-constexpr int kItems = 4;                 // announcements: of the tile that is written, the next one and that after it
+constexpr int kItems = 4;  // announcements: of the tile that is written, the next one, that after it, and one more
 constexpr int kTogether = 1, kTurns = 2, kOwn = 5;  // named barriers: of all consumers; whose turn it is; of each one
-constexpr int kDealtAhead = 1;            // loads of blocks
-constexpr i64 kBytesInL2 = 24 << 20;      // of the keys and values of a section
+constexpr i64 kBytesInL2 = 24 << 20;  // of the keys and values of a section
 
 template <int kKeyTiles, int kValueTiles, int kBlock, int kConsumers_>
 struct PrefillLayout {
@@ -98,62 +98,47 @@ __device__ __forceinline__ Seen blocks_of_item(const AttentionParams& p, const I
   return {first / kBlock, max(end / kBlock + (end % kBlock != 0), first / kBlock + 1)};
 }
 
-// Takes items from the counter, as many places at once as an item can have. One lane.
+// Takes items from the counter. One lane.
 template <typename Layout>
 struct Dealer {
-  static constexpr int kAtOnce = Layout::kConsumers;
-
   const AttentionParams& p;
   const TilePlace* const places;
-  int tiles;
-  u32 groups, total, heads_of_section, taken;
-  int next_place = kAtOnce;  // of those taken
+  u32 tiles, total, heads_of_section;
 
   __device__ __forceinline__ explicit Dealer(const AttentionParams& p)
       : p(p), places(reinterpret_cast<const TilePlace*>(p.places)) {
     tiles = min(max(p.parts_in[0].end_place, 0), p.batch);  // a plan that was never updated holds anything
-    groups = (tiles + kAtOnce - 1) / kAtOnce;
-    total = groups * p.num_kv_heads;  // below 2^31: the launcher sees to it
+    total = tiles * p.num_kv_heads;  // below 2^31: the launcher sees to it
     const i64 tokens = max(tiles > 0 ? places[tiles - 1].tokens : 0, 64);
     const u32 in_l2 = kBytesInL2 / (tokens * (p.key_columns + p.value_columns) * 2);
     heads_of_section = min(max(in_l2, 1u), static_cast<u32>(p.num_kv_heads));
   }
 
-  __device__ __forceinline__ Item next() {
-    for (;; ++next_place) {
-      if (next_place == kAtOnce) {
-        taken = atomic_add_acq_rel(&p.tickets[0].arrived, 1);
-        next_place = 0;
-        if (taken >= total) {
-          // When all have asked, for the next launch.
-          if (taken == total + gridDim.x - 1) store_relaxed(&p.tickets[0].arrived, 0);
-          return {};
-        }
-      }
-      const u32 of_section = groups * heads_of_section, first_head = taken / of_section * heads_of_section;
-      const u32 rest = taken % of_section, heads = min(heads_of_section, p.num_kv_heads - first_head);
-      const u32 group = rest / heads;
-      const int place = tiles - 1 - static_cast<int>(group * kAtOnce + next_place);
-      if (place < 0) continue;
-      const TilePlace from = places[place];
-      if (from.first_row % (64 * Layout::kConsumers) != 0) continue;  // not the first of an item
-      Item item;
-      item.head = first_head + rest - group * heads;
-      item.q_begin = min(max(from.q_begin, 0), p.q_len - 1);
-      item.q_len = min(max(from.q_len, 1), p.q_len - item.q_begin);
-      item.first_row = min(max(from.first_row, 0), item.q_len * p.heads_per_group - 1);
-      item.rows = min(64 * Layout::kConsumers, item.q_len * p.heads_per_group - item.first_row);
-      item.pages = from.pages;
-      item.tokens = min(static_cast<i64>(min(max(from.tokens, 0), kMaxTokens)), p.max_tokens);
-      if (p.block_table == nullptr)
-        item.tokens = min(static_cast<i64>(item.tokens), max(p.page_entries - item.pages, i64{0}));
-      ++next_place;
-      return item;
+  __device__ __forceinline__ Item next() const {
+    const u32 at = atomic_add_acq_rel(&p.tickets[0].arrived, 1);
+    if (at >= total) {
+      // When all have asked, for the next launch.
+      if (at == total + gridDim.x - 1) store_relaxed(&p.tickets[0].arrived, 0);
+      return {};
     }
+    const u32 of_section = tiles * heads_of_section, first_head = at / of_section * heads_of_section;
+    const u32 rest = at % of_section, heads = min(heads_of_section, p.num_kv_heads - first_head), place = rest / heads;
+    const TilePlace from = places[tiles - 1 - place];
+    Item item;
+    item.head = first_head + rest - place * heads;
+    item.q_begin = min(max(from.q_begin, 0), p.q_len - 1);
+    item.q_len = min(max(from.q_len, 1), p.q_len - item.q_begin);
+    item.first_row = min(max(from.first_row, 0), item.q_len * p.heads_per_group - 1);
+    item.rows = min(64 * Layout::kConsumers, item.q_len * p.heads_per_group - item.first_row);
+    item.pages = from.pages;
+    item.tokens = min(static_cast<i64>(min(max(from.tokens, 0), kMaxTokens)), p.max_tokens);
+    if (p.block_table == nullptr)
+      item.tokens = min(static_cast<i64>(item.tokens), max(p.page_entries - item.pages, i64{0}));
+    return item;
   }
 
   // Announces the next item, the n-th of this CTA. False after the last one.
-  __device__ __forceinline__ bool announce(const Layout& shared, u32 n) {
+  __device__ __forceinline__ bool announce(const Layout& shared, u32 n) const {
     const Item item = next();
     mbarrier_wait(shared.item_free(n), (n / kItems & 1) ^ 1, "a free announcement");
     store_shared_16(shared.item(n), {static_cast<u32>(item.tokens), static_cast<u32>(item.first_row),
@@ -165,12 +150,6 @@ struct Dealer {
     return item.rows > 0;
   }
 };
-
-// Before which block of an item the next one is wanted: early enough for its first loads, and not before, so that it
-// goes to who is the first to be done.
-__device__ __forceinline__ int wanted_at(const Seen& blocks) {
-  return min(blocks.end, blocks.first + kDealtAhead) - 1;
-}
 
 // The n-th item, between its announcement and this thread's arrival at item_free.
 template <typename Layout>
@@ -189,7 +168,8 @@ __device__ __forceinline__ Item item_at(const Layout& shared, u32 n) {
   return item;
 }
 
-// One warp loads the keys, or the values, by boxes, each lane its own of a block.
+// One warp loads the keys, or the values, by boxes, each lane its own of a block. The next item is wanted with the last
+// loads of this one, and not before, so that it goes to who is the first to be done.
 template <typename Layout, int kTiles, int kBlock, bool kOfKeys>
 __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layout& shared) {
   const int first = threadIdx.x % 32 * p.box_rows;
@@ -205,7 +185,7 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
       const int stage = t % Layout::kStages;
       const u32 tiles = kOfKeys ? shared.keys(stage) : shared.values(stage);
       const u32 full = kOfKeys ? shared.keys_full(stage) : shared.values_full(stage);
-      if (kOfKeys && block == wanted_at(blocks) && threadIdx.x % 32 == 0) mbarrier_arrive(shared.wanted());
+      if (kOfKeys && block == blocks.first && threadIdx.x % 32 == 0) mbarrier_arrive(shared.wanted());
       int row = 0, page = -1;
       if (first < kBlock) page = page_of(p, tile, item.tokens, block * kBlock + first, row);
       mbarrier_wait(kOfKeys ? shared.keys_free(stage) : shared.values_free(stage), (t / Layout::kStages & 1) ^ 1,
@@ -221,12 +201,12 @@ __device__ __forceinline__ void load_boxes(const AttentionParams& p, const Layou
   }
 }
 
-// All four warps load keys and values row by row; warp 0 also deals, the last two load the query rows before.
+// All four warps load keys and values row by row; lane 0 of warp 0 also deals.
 template <typename Layout, int kKeyTiles, int kValueTiles, int kBlock>
 __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout& shared) {
   constexpr int kRows = kBlock / 4;  // of a warp
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * kRows;
-  Dealer<Layout> dealer(p);
+  const Dealer<Layout> dealer(p);
   bool more = warp == 0 && lane == 0 && dealer.announce(shared, 0);
   u32 t = 0;
 #pragma unroll 1
@@ -237,7 +217,7 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
     const Seen blocks = blocks_of_item<kBlock>(p, item);
 #pragma unroll 1
     for (int block = blocks.end - 1; block >= blocks.first; --block, ++t) {
-      if (more && block == wanted_at(blocks)) more = dealer.announce(shared, n + 1);
+      if (more && block == blocks.first) more = dealer.announce(shared, n + 1);
       const int stage = t % Layout::kStages, phase = t / Layout::kStages & 1;
       int row = 0;
       const int page = page_of(p, tile, item.tokens, block * kBlock + first + lane % kRows, row);
@@ -245,7 +225,8 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
         return page < 0 ? i64{-1} : page * from.stride_page + row * from.stride_row + item.head * from.stride_head;
       };
       mbarrier_wait(shared.keys_free(stage), phase ^ 1, "a free stage of keys");
-      copy_rows<kKeyTiles, Layout::kTileBytes, kRows>(p.keys.base, offset(p.keys), first, p.key_columns, shared.keys(stage));
+      copy_rows<kKeyTiles, Layout::kTileBytes, kRows>(p.keys.base, offset(p.keys), first, p.key_columns,
+                                                      shared.keys(stage));
       mbarrier_arrive_after_copies(shared.keys_full(stage));
       mbarrier_wait(shared.values_free(stage), phase ^ 1, "a free stage of values");
       copy_rows<kValueTiles, Layout::kTileBytes, kRows>(p.values.base, offset(p.values), first, p.value_columns,
@@ -258,7 +239,7 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
 
 template <typename Layout>
 __device__ __forceinline__ void deal(const AttentionParams& p, const Layout& shared) {
-  Dealer<Layout> dealer(p);
+  const Dealer<Layout> dealer(p);
   for (u32 n = 0; dealer.announce(shared, n); ++n)
     mbarrier_wait(shared.wanted(), n & 1, "the last block of an item");
 }

@@ -172,8 +172,8 @@ struct Joiner {
   __device__ __forceinline__ void join_share(int share) const {
     const int all = kValueDim / (8 * kGroups) * p.row_groups;
     const int begin = all * share / pieces, items = all * (share + 1) / pieces - begin;
-    // One item means eight pieces or more: the helpers of an item divide the warps.
-    const int most = min(kJoinWarps, pieces);
+    // A power of two: the helpers of an item divide the warps.
+    const int most = 1 << (31 - __clz(min(kJoinWarps, pieces)));
     const int helpers = items > 4 ? 1 : items > 2 ? min(most, 2) : items == 2 ? min(most, 4) : most;
 #pragma unroll 1
     for (int first = 0; first < items; first += kJoinWarps) {

@@ -59,7 +59,8 @@ struct RaggedScheduleParams {
   int piece_cost;  // of a piece, in blocks: to be stored, counted and joined
   int min_blocks;  // no cut is closer to an end of its tile
   int min_share;   // cost of a share, at least
-  int q_len, unused;
+  int q_len;       // of each request, without qo_indptr
+  int row_tile;    // query rows of a tile
 };
 
 // The query tokens of a request. Whatever qo_indptr holds, they lie in q.
@@ -70,14 +71,14 @@ struct Queries {
     if (p.qo_indptr == nullptr) {
       begin = request * p.q_len;
       count = p.q_len;
-      tiles = (static_cast<i64>(count) * p.heads_per_group + kRowTile - 1) / kRowTile;
+      tiles = (static_cast<i64>(count) * p.heads_per_group + p.row_tile - 1) / p.row_tile;
       return;
     }
     begin = min(max(p.qo_indptr[request * p.qo_indptr_stride], 0), p.total_tokens);
     // Limited before it is subtracted: any 32 bits may stand there.
     const int end = min(max(p.qo_indptr[(request + 1) * p.qo_indptr_stride], begin), p.total_tokens);
     count = end - begin;
-    tiles = (static_cast<i64>(count) * p.heads_per_group + kRowTile - 1) / kRowTile;
+    tiles = (static_cast<i64>(count) * p.heads_per_group + p.row_tile - 1) / p.row_tile;
   }
 };
 
@@ -94,7 +95,7 @@ __device__ __forceinline__ TilePlace first_tile(const RaggedScheduleParams& p, i
 // Blocks that the rows of a tile see, together.
 __device__ __forceinline__ int visible_blocks(const RaggedScheduleParams& p, const TilePlace& tile) {
   if (!p.causal) return blocks_of(tile.tokens);
-  const int last_row = min(tile.first_row + kRowTile, tile.q_len * p.heads_per_group) - 1;
+  const int last_row = min(tile.first_row + p.row_tile, tile.q_len * p.heads_per_group) - 1;
   return blocks_of(max(tile.tokens - (tile.q_len - 1 - last_row / p.heads_per_group), 0));
 }
 
@@ -135,12 +136,12 @@ __device__ __forceinline__ void write_tiles(const RaggedScheduleParams& p, const
     queries = Queries(p, ++request);
   }
   TilePlace place = first_tile(p, request, queries);
-  place.first_row = skip * kRowTile;
+  place.first_row = skip * p.row_tile;
 #pragma unroll 1
   while (true) {
     p.places[first_place(tile % p.parts, tiles, p.parts) + tile / p.parts] = place;
     if (++tile >= end) return;
-    place.first_row += kRowTile;
+    place.first_row += p.row_tile;
     if (place.first_row < place.q_len * p.heads_per_group) continue;
     do {
       if (++request >= p.batch) return;

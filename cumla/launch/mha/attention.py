@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.kernel import Launch
 from cumla.launch.mha.append_kv_cache import Scale
-from cumla.launch.mha.attention_prefill import FULL_ROWS, block_tokens, prefill_spec
+from cumla.launch.mha.attention_prefill import FULL_ROWS, block_tokens, prefill_spec, tile_rows
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import (
@@ -192,9 +192,20 @@ class MHAKey(RaggedKey):
 
     @cached_property
     def row_groups(self) -> int:
-        """Groups of 16 rows in a tile that a request may fill."""
+        """Groups of 16 rows in a tile that a request may fill.
+
+        All of them with `batch_invariant`: joining adds in an order that depends on their number,
+        and that must not depend on other requests.
+        """
+        if self.batch_invariant:
+            return ROW_TILE // ROW_GROUP
         rows = (self.q_len or self.total_tokens) * self.heads_per_group
         return -(-min(max(rows, 1), ROW_TILE) // ROW_GROUP)
+
+    @cached_property
+    def row_tile(self) -> int:
+        """Query rows at a place of the schedule: those of a thread block."""
+        return tile_rows(self.kernel_tiles, self.form) if self.takes_whole_tiles else ROW_TILE
 
     @property
     def piece_cost(self) -> int:

@@ -7,7 +7,7 @@ from itertools import product
 
 from cumla.launch.source import KernelSpec
 
-__all__ = ["FULL_ROWS", "SPECS", "block_tokens", "prefill_spec"]
+__all__ = ["FULL_ROWS", "SPECS", "block_tokens", "prefill_spec", "tile_rows"]
 
 FULL_ROWS = 128  # query rows that are worth a thread block
 
@@ -23,6 +23,11 @@ def block_tokens(tiles: tuple[int, int]) -> int:
 def _consumers(tiles: tuple[int, int], rows: bool) -> int:
     """Count the warpgroups that compute, 64 query rows each: as many as registers allow."""
     return 3 if tiles == (1, 1) and not rows else 2
+
+
+def tile_rows(tiles: tuple[int, int], form: str) -> int:
+    """Tell how many query rows a thread block has at once."""
+    return 64 * _consumers(tiles, form == "rows")
 
 
 def _smem(tiles: tuple[int, int], block: int, consumers: int) -> int:

@@ -199,6 +199,11 @@ class RaggedKey(PlanKey):
         return self.page_size
 
     @property
+    def row_tile(self) -> int:
+        """Query rows at a place of the schedule."""
+        return ROW_TILE
+
+    @property
     def piece_cost(self) -> int:
         """KV blocks that a piece of a row tile costs: to be stored, counted and joined."""
         return piece_cost(self.row_groups)

@@ -67,6 +67,6 @@ def ragged_schedule_launch(
         key.min_blocks,
         MIN_SHARE,
         key.total_tokens // key.batch if qo_indptr is None else 0,
-        0,
+        key.row_tile,
     )
     return Launch(SPECS[0], (1, 1, 1), _PARAMS, values)

@@ -135,3 +135,25 @@ def test_an_invariant_plan_gives_the_bits_of_a_call() -> None:
             if most >= max(ALONE):
                 assert bits(got) == expected
             check_against_reference(arguments, got)
+
+
+def test_few_query_rows_alone_and_among_many() -> None:
+    """Joining adds pieces in one order, however many row groups the batch could fill."""
+    rng = np.random.default_rng(5)
+    lens = int32(5000, *[64] * 15)
+    q, kinds = rng.standard_normal((16, 4, 128)).astype(BF16), ("k", "v")
+    caches = {name: rng.standard_normal((79, 64, 1, 128)).astype(BF16) for name in kinds}
+    found = []
+    for batch in (1, 16):
+        with emulated_gpu(4) as cupy:
+            given = caches | {
+                "q": q[:batch],
+                "kv_lens": lens[:batch],
+                "qo_indptr": np.arange(batch + 1, dtype=np.int32),
+                "block_table": np.tile(np.arange(79, dtype=np.int32), (batch, 1)),
+                "out": np.zeros((batch, 4, 128), np.float32),
+            }
+            there = {name: cupy.like(value) for name, value in given.items()}
+            out, lse = cumla.attention(**there, batch_invariant=True)
+        found.append(bits((out[:1], lse[:1])))
+    assert found[0] == found[1]

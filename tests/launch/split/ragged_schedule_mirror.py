@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS, ROW_TILE, RaggedKey
+from cumla.launch.split.plan import BLOCK_TOKENS, MOST_TOKENS, RaggedKey
 from cumla.launch.split.schedule import FIXED_COST, MIN_SHARE
 
 
@@ -62,15 +62,16 @@ def schedule(
         )
     tokens = np.minimum(tokens, MOST_TOKENS)
 
-    tiles_of = -(-counts * group // ROW_TILE)
+    tiles_of = -(-counts * group // key.row_tile)
     request = np.repeat(np.arange(key.batch), tiles_of)
     index = np.arange(len(request)) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)
     request, index = request[: key.num_places], index[: key.num_places]
-    columns = (tokens[request], index * ROW_TILE, counts[request], begins[request], pages[request])
+    first = index * key.row_tile
+    columns = (tokens[request], first, counts[request], begins[request], pages[request])
     dealt = [np.arange(part, len(request), key.parts) for part in range(key.parts)]
     places = np.stack(columns, axis=1)[np.concatenate(dealt)]
 
-    last_row = np.minimum(places[:, 1] + ROW_TILE, places[:, 2] * group) - 1
+    last_row = np.minimum(places[:, 1] + key.row_tile, places[:, 2] * group) - 1
     hidden = places[:, 2] - 1 - last_row // group if key.causal else 0
     blocks = -(-np.maximum(places[:, 0] - hidden, 0) // BLOCK_TOKENS)
     ends = np.cumsum(blocks + FIXED_COST)

@@ -7,16 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cumla.launch.split.plan import BLOCK_TOKENS, piece_blocks
+from cumla.launch.split.plan import BLOCK_TOKENS, MIN_BLOCKS, piece_blocks, piece_cost
 from cumla.launch.split.schedule import (
     CUT_COST,
     FIXED_COST,
-    MIN_BLOCKS,
     MIN_SHARE,
     SPECS,
     max_tokens,
     min_saving,
-    piece_cost,
 )
 
 THREADS = SPECS[0].threads
