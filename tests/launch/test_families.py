@@ -127,7 +127,7 @@ def test_any_qo_indptr_is_a_number_of_queries(
                 f"constexpr int kIndptr[] = {{{numbers}}};",
                 "constexpr cumla::split::RaggedScheduleParams kParams = {",
                 "  .qo_indptr = kIndptr, .qo_indptr_stride = 1, .total_tokens = 12,",
-                "  .heads_per_group = 128};",
+                "  .heads_per_group = 128, .row_tile = 64};",
                 *checks,
             ]
         ),
