@@ -37,7 +37,13 @@ def test_debug_build_compiles_and_is_another(
     assert (debug != sections(compiled(spec).cubin)[name]) == waits
 
 
-@each_file
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(spec, id=spec.entry, marks=[pytest.mark.exhaustive] if i % 4 else [])
+        for i, spec in enumerate(FIRST_OF_FILES.values())
+    ],
+)
 def test_cupy_and_nvrtc_make_the_same_code(
     spec: KernelSpec, compiled: Compiler, compiled_by_cupy: Callable[[KernelSpec], bytes]
 ):
