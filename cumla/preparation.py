@@ -19,7 +19,13 @@ from cumla.launch.indexer import (
     paged_mqa_schedule,
     quantize_fp8,
 )
-from cumla.launch.mha import append_kv_cache, attention_prefill, attention_simt, invariant_parts
+from cumla.launch.mha import (
+    append_kv_cache,
+    attention_decode,
+    attention_prefill,
+    attention_simt,
+    invariant_parts,
+)
 from cumla.launch.mha import attention as mha_attention
 from cumla.launch.mla import (
     append_cache,
@@ -56,6 +62,7 @@ _KERNELS: dict[Callable[..., Any], tuple[KernelSpec, ...]] = {
         *ragged_schedule.SPECS,
         *invariant_parts.SPECS,
         *mha_attention.SPECS,
+        *attention_decode.SPECS,
         *attention_prefill.SPECS,
         *attention_simt.SPECS,
     ),

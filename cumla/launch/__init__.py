@@ -21,6 +21,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
     from cumla.launch.mha import (
         append_kv_cache,
         attention,
+        attention_decode,
         attention_prefill,
         attention_simt,
         invariant_parts,
@@ -45,6 +46,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
         + append_fp8_cache.SPECS
         + append_kv_cache.SPECS
         + attention.SPECS
+        + attention_decode.SPECS
         + attention_prefill.SPECS
         + attention_simt.SPECS
         + invariant_parts.SPECS

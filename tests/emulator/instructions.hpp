@@ -209,6 +209,45 @@ void registers_increase() {}
 template <int kRegisters>
 void registers_decrease() {}
 
+// mma.cuh
+struct Fragments {
+  u32 a[4], b[2];
+};
+static void multiply_fragments(float (&d)[4], host::Type type, const Fragments& mine) {
+  const auto& all = host::meet_warp(0xffffffffu, host::bits_of(&mine), "a product of its warp");
+  const auto unit = [&](const u32* words, int k) {
+    const unsigned bits = words[k / 8] >> k % 2 * 16 & 0xffff;
+    return type == host::kBf16 ? host::bfloat(bits) : host::half(bits);
+  };
+  const int lane = static_cast<int>(host::lane());
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    float sum = d[i];
+    for (int k = 0; k < 16; ++k) {
+      const auto* a = host::value_of<const Fragments*>(all[row % 8 * 4 + k % 8 / 2]);
+      const auto* b = host::value_of<const Fragments*>(all[column * 4 + k % 8 / 2]);
+      const u32 of_row[2] = {a->a[row / 8], a->a[row / 8 + 2]};
+      sum += unit(of_row, k) * unit(b->b, k);
+    }
+    d[i] = sum;
+  }
+  __syncwarp();
+}
+template <>
+void mma_m16n8k16<Bf16>(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  multiply_fragments(d, host::kBf16, {{a0, a1, a2, a3}, {b0, b1}});
+}
+template <>
+void mma_m16n8k16<Fp16>(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  multiply_fragments(d, host::kFp16, {{a0, a1, a2, a3}, {b0, b1}});
+}
+u32 transpose_matrix(u32 units) {
+  const auto& all = host::meet_warp(0xffffffffu, units, "a matrix of its warp");
+  const int lane = static_cast<int>(host::lane());
+  const auto unit = [&](int row) { return static_cast<u32>(all[row * 4 + lane / 8] >> lane / 4 % 2 * 16 & 0xffff); };
+  return unit(lane % 4 * 2) | unit(lane % 4 * 2 + 1) << 16;
+}
+
 // wgmma.cuh
 void warpgroup_arrive() {}
 void warpgroup_commit() {}

@@ -165,15 +165,6 @@ __device__ __forceinline__ void load_rows(const AttentionParams& p, const Layout
   copy_async_wait_all();
 }
 
-template <bool kFirst, typename A, typename B>
-struct TypeIf {
-  using Type = B;
-};
-template <typename A, typename B>
-struct TypeIf<true, A, B> {
-  using Type = A;
-};
-
 // One consumer warpgroup. Rows of a thread: 16 warp + lane / 4 and that + 8; in every group of eight columns the two at
 // 2 (lane % 4). kCopied: tiles were written by threads' own copies, not by TMA. kScaled: keys and
 // values have factors.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.kernel import Launch
 from cumla.launch.mha.append_kv_cache import Scale
+from cumla.launch.mha.attention_decode import decode_spec
 from cumla.launch.mha.attention_prefill import FULL_ROWS, block_tokens, prefill_spec, tile_rows
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
@@ -165,6 +166,21 @@ class MHAKey(RaggedKey):
         )
 
     @cached_property
+    def few_rows(self) -> tuple[int, KernelSpec] | None:
+        """Rows and kernel of small row tiles, where the requests' mean ones are as small."""
+        if self.batch_invariant or self.takes_single_rows:
+            return None
+        tokens = self.q_len or -(-self.total_tokens // max(self.batch, 1))
+        is_e4m3 = self.cache_dtype == _E4M3
+        return decode_spec(self.dtype, self.kernel_tiles, tokens * self.heads_per_group, is_e4m3)
+
+    @cached_property
+    def num_places(self) -> int:
+        """Row tiles of a kv head that all requests may have together, however long each is."""
+        rows = self.few_rows[0] if self.few_rows else ROW_TILE
+        return self.total_tokens * self.heads_per_group // rows + self.batch
+
+    @cached_property
     def box_rows(self) -> int:
         """Rows of a KV block that one load brings."""
         whole = self.takes_whole_tiles
@@ -199,12 +215,16 @@ class MHAKey(RaggedKey):
         """
         if self.batch_invariant:
             return ROW_TILE // ROW_GROUP
+        if self.few_rows:
+            return 1
         rows = (self.q_len or self.total_tokens) * self.heads_per_group
         return -(-min(max(rows, 1), ROW_TILE) // ROW_GROUP)
 
     @cached_property
     def row_tile(self) -> int:
         """Query rows at a place of the schedule: those of a thread block."""
+        if self.few_rows:
+            return self.few_rows[0]
         return tile_rows(self.kernel_tiles, self.form) if self.takes_whole_tiles else ROW_TILE
 
     @property
@@ -253,6 +273,8 @@ def attention_spec(key: MHAKey) -> KernelSpec:
     """Look up the kernel of a shape."""
     if key.takes_whole_tiles and key.whole_tiles_spec:
         return key.whole_tiles_spec
+    if key.few_rows:
+        return key.few_rows[1]
     form = "e4m3" if key.cache_dtype == _E4M3 else "rows" if key.form == "rows" else "boxes"
     return _SPECS[key.dtype, key.kernel_tiles, form]
 
@@ -350,7 +372,8 @@ def _scales(scale: Scale) -> tuple[float, ...]:
 
 
 def _map(key: MHAKey, name: str, view: ArrayView) -> TensorMap | bytes:
-    if key.form == "rows" or key.cache_dtype not in _TAGS or key.takes_single_rows:
+    loads_rows = key.form == "rows" or key.few_rows or key.takes_single_rows
+    if loads_rows or key.cache_dtype not in _TAGS:
         return bytes(128)
     shape = tuple([max(size, 1) for size in view.shape])  # without rows nothing is loaded
     tensor_map = paged_kv_map(view.ptr, view.dtype, shape, view.strides, key.box_rows)

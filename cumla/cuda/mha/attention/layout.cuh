@@ -14,6 +14,15 @@ constexpr float kMaximumSlack = 8.0f;
 constexpr float kLowest = -3e38f;  // stands for no score yet: below every score, and finite
 constexpr float kLog2E = 1.4426950408889634f;
 
+template <bool kFirst, typename A, typename B>
+struct TypeIf {
+  using Type = B;
+};
+template <typename A, typename B>
+struct TypeIf<true, A, B> {
+  using Type = A;
+};
+
 struct Columns {
   const char* base;
   i64 stride_page, stride_row, stride_head;

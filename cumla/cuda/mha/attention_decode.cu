@@ -1,0 +1,593 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention of few query rows, 8 or 16 of a kv head, by the ragged schedule (split/plan.cuh): each CTA has a part, and
+// attends for one row tile after another to the blocks of its part. grid = (1, parts, kv heads), 384 threads, one CTA
+// an SM.
+//
+// All 12 warps do the same: each takes every twelfth chunk of 16 tokens, copies it (cp.async, kStages chunks ahead, over
+// the tiles of its part), and has a running maximum, sums and an output of its own. No warp waits for another one until
+// the tile ends; then the results are added up, 64 columns of 8 rows at a time, by warps 4 to 11, which write them or
+// join pieces (split/join.cuh).
+//
+// Operands are swapped: tokens are the M side of the first product, value columns that of the second, and query rows
+// the N side of both, so that eight rows waste nothing:
+//
+//   S' = K Q'    m16n8k16: 16 tokens x 8 rows, over the columns
+//   O' = V' P'             16 columns x 8 rows, over 16 tokens
+//
+// Keys and values go from shared memory straight to the registers of a fragment, and e4m3 is converted to float16 on
+// the way, which has all of its numbers. So columns and tokens are taken in the order in which they lie well: lane
+// 4 g + q has keys of token(g) and values of tokens q, q + 4, q + 8, q + 12. With e4m3 a bfloat16 query row is
+// multiplied by a power of two that brings it into the range of float16.
+//
+// Shared memory: 12 warps x kStages x 16 tokens, sums 12 x 8 x 68 x 4 = 26,112 B (joining uses them, too), statistics
+#include "mha/attention/layout.cuh"
+#include "split/join.cuh"
+#include "split/output.cuh"
+#include "split/plan.cuh"
+#include "split/tile.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::mha {
+
+using namespace ptx;
+using namespace split;
+
+constexpr int kDecodeWarps = 12, kChunk = 16;  // tokens
+constexpr int kSharedMost = 232448;
+
+template <int kKeys, int kValues, int kRows, bool kE4m3>
+struct DecodeLayout {
+  static constexpr int kUnit = kE4m3 ? 1 : 2, kKeyRow = kKeys * kUnit, kValueRow = kValues * kUnit;  // bytes
+  static constexpr int kKeyBytes = kChunk * kKeyRow, kChunkBytes = kKeyBytes + kChunk * kValueRow;
+  static constexpr int kSumsRow = 68;  // floats: 64 columns and a shift of banks
+  static constexpr int kSumsBytes = kDecodeWarps * 8 * kSumsRow * 4;
+  static constexpr int kStatisticsBytes = kDecodeWarps * kRows * 16 + 16;
+  static constexpr int kFitting = (kSharedMost - kSumsBytes - kStatisticsBytes) / (kDecodeWarps * kChunkBytes);
+  static constexpr int kStages = kFitting < 4 ? kFitting : 4;
+  static constexpr int kBytes = kDecodeWarps * kStages * kChunkBytes + kSumsBytes + kStatisticsBytes;
+  static_assert(kStages >= 2 && kSumsBytes >= 8192 + 1024, "chunks come ahead, and joining uses the sums");
+
+  u32 base;
+
+  __device__ __forceinline__ u32 chunk(int warp, int stage) const {
+    return base + (warp * kStages + stage) * kChunkBytes;
+  }
+  __device__ __forceinline__ u32 sums() const { return base + kDecodeWarps * kStages * kChunkBytes; }
+  __device__ __forceinline__ u32 sums_of(int warp, int row) const {
+    return sums() + (warp * 8 + row) * kSumsRow * 4;
+  }
+  // Of a warp and a row: maximum, sum of the weights, sum of the rounded weights.
+  __device__ __forceinline__ u32 statistics_of(int warp, int row) const {
+    return sums() + kSumsBytes + (warp * kRows + row) * 16;
+  }
+  __device__ __forceinline__ u32 words() const { return statistics_of(kDecodeWarps, 0); }
+
+  // Where 16 bytes of a chunk's rows lie, so that lanes which read at once read from all banks. Keys lie in the order
+  // of the products' rows.
+  __device__ __forceinline__ static u32 key_place(int product_row, int i) {
+    return product_row * kKeyRow + ((kKeyRow % 128 == 0 ? i ^ (product_row & 1) << 2 : i) << 4);
+  }
+  __device__ __forceinline__ static u32 value_place(int token, int i) {
+    return kKeyBytes + token * kValueRow + ((kValueRow % 128 == 0 ? i ^ (token & 3) << 1 : i ^ (token & 2)) << 4);
+  }
+};
+
+// Token of a chunk that a product's row g < 8 is of; row g + 8 is of the token eight later.
+__device__ __forceinline__ int token_of_row(int g) { return (g & 1) * 4 + g / 2; }
+__device__ __forceinline__ int row_of_token(int token) {
+  return (token & 8) + (token & 3) * 2 + (token >> 2 & 1);
+}
+
+// The segment at a place, and how many chunks of it some row sees.
+template <int kRows>
+__device__ __forceinline__ Segment chunks_at(const AttentionParams& p, RaggedTile& tile, const Part& part, int place,
+                                             int& chunks) {
+  const Segment segment = visible_segment(p, tile, part, place);
+  tile.rows = min(tile.rows, kRows);
+  const int begin = segment.begin * kBlockTokens;
+  const int end = min(segment.tokens, seen_by(p, tile, segment.tokens, tile.rows - 1).end);
+  chunks = min(segment.blocks * (kBlockTokens / kChunk), (max(end - begin, 0) + kChunk - 1) / kChunk);
+  return segment;
+}
+
+// One warp copies 16 rows of kRowBytes, of which the first `bytes` exist; lane k has the offset of row k, -1 for zeros.
+template <int kRowBytes, typename PlaceOf>
+__device__ __forceinline__ void copy_chunk(const char* base, i64 own, int bytes, PlaceOf place_of) {
+  constexpr int kLanes = kRowBytes % 128 == 0 ? 8 : 4, kAtOnce = 32 / kLanes;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int first = 0; first < kChunk; first += kAtOnce) {
+    const int row = first + lane / kLanes;
+    const i64 offset = __shfl_sync(0xffffffffu, own, row);
+#pragma unroll
+    for (int i = lane % kLanes; i < kRowBytes / 16; i += kLanes) {
+      const bool exists = offset >= 0 && i * 16 < bytes;
+      copy_16_async(place_of(row, i), base + (exists ? offset + i * 16 : 0), exists);
+    }
+  }
+}
+
+// The token whose offset a lane has: number and row of its page; the row is -1 where there is no token.
+struct ChunkRow {
+  int number, row;
+};
+
+// A warp's chunks, in the order in which it multiplies them. Page numbers are loaded a chunk before they are needed.
+template <typename Layout, int kRows>
+struct ChunksAhead {
+  const AttentionParams& p;
+  const Layout& shared;
+  const Part& part;
+  const int last_place, warp, lane;
+  RaggedTile tile;
+  Segment segment;
+  int place, chunk, chunks = 0;  // chunk: of the segment
+
+  __device__ __forceinline__ ChunksAhead(const AttentionParams& p, const Layout& shared, const Part& part,
+                                         int last_place)
+      : p(p), shared(shared), part(part), last_place(last_place), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
+        tile(p), place(part.place - 1), chunk(0) {}
+
+  __device__ __forceinline__ ChunkRow advance() {
+    chunk += kDecodeWarps;
+    while (chunk >= chunks && place < last_place) {
+      segment = chunks_at<kRows>(p, tile, part, ++place, chunks);
+      chunk = warp;
+    }
+    ChunkRow at = {0, -1};
+    if (chunk >= chunks) return at;
+    const int token = segment.begin * kBlockTokens + chunk * kChunk + lane % kChunk;
+    int row;
+    const i64 entry = entry_of(p, tile, segment.tokens, token, row);
+    if (entry < 0) return at;
+    at.row = row;
+    if (p.block_table != nullptr) at.number = p.block_table[entry];
+    return at;
+  }
+
+  __device__ __forceinline__ void copy_async(const ChunkRow& at, int stage) const {
+    const u32 destination = shared.chunk(warp, stage);
+    const bool exists = at.row >= 0 && is_page(p, at.number);
+    const auto offset = [&](const Columns& of) {
+      return exists ? at.number * of.stride_page + at.row * of.stride_row + blockIdx.z * of.stride_head : i64{-1};
+    };
+    copy_chunk<Layout::kKeyRow>(p.keys.base, offset(p.keys), p.key_columns * Layout::kUnit, [&](int token, int i) {
+      return destination + Layout::key_place(row_of_token(token), i);
+    });
+    copy_chunk<Layout::kValueRow>(p.values.base, offset(p.values), p.value_columns * Layout::kUnit,
+                                  [&](int token, int i) { return destination + Layout::value_place(token, i); });
+  }
+};
+
+// What a warp has of a row tile. Lane 4 g + q has the query of row g, scores and outputs of rows 2 q and 2 q + 1, of
+// each eight rows.
+template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
+struct Attender {
+  using Layout = DecodeLayout<kKeys, kValues, kRows, kE4m3>;
+  using Unit = typename TypeIf<kE4m3, Fp16, T>::Type;  // of the products
+  static constexpr int kEights = kRows / 8;
+  static constexpr int kReads = Layout::kKeyRow / 64;  // of 16 bytes of a key, by a lane
+  static constexpr int kSteps = kE4m3 ? 4 : 2;         // products of each
+  static constexpr int kRounds = kValues / 64;         // of sums, 64 columns each
+
+  const AttentionParams& p;
+  const Layout& shared;
+  const RaggedTile& tile;
+  const int warp, lane;
+  u32 query[kEights][kReads * kSteps * 2];
+  float output[kEights][kValues / 16][4];
+  float scores[kEights][4];
+  float maximum[kEights][2], sum[kEights][2], weight[kEights][2];
+  float factor[kEights][2], cap[kEights][2];  // of scores, to the base 2; of what is capped
+  Seen seen[kEights][2];
+  Seen common;  // what all rows see
+
+  __device__ __forceinline__ Attender(const AttentionParams& p, const Layout& shared, const RaggedTile& tile)
+      : p(p), shared(shared), tile(tile), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
+
+  // Columns in the order in which the keys' words have them. The power of two that a row is multiplied by is
+  // returned as the factor that undoes it.
+  __device__ __forceinline__ float load_query(u32 (&words)[kReads * kSteps * 2], int row) const {
+    constexpr int kColumns = 16 / Layout::kUnit;
+    const char* from = nullptr;
+    if (row < tile.rows) {
+      const Query at(p, tile, row);
+      from = p.q + at.at.batch * p.q_stride_batch + at.at.token * p.q_stride_token + at.head * p.q_stride_head;
+    }
+#pragma unroll
+    for (int i = 0; i < kReads; ++i)
+#pragma unroll
+      for (int e = 0; e < kColumns / 8; ++e) {
+        const int column = (4 * i + lane % 4) * kColumns + e * 8;
+        uint4 v = {0, 0, 0, 0};
+        if (from != nullptr && column < p.key_columns) v = load_global_16(reinterpret_cast<const uint4*>(from + column * 2));
+        u32* const to = words + i * kSteps * 2 + e * 4;
+        to[0] = v.x;
+        to[1] = v.y;
+        to[2] = v.z;
+        to[3] = v.w;
+      }
+    if constexpr (!kE4m3 || !kIsBf16<T>) return 1.0f;
+    u32 highest = 0;  // as bits: those of larger numbers are larger
+#pragma unroll
+    for (int i = 0; i < kReads * kSteps * 2; ++i)
+      highest = max(highest, max(words[i] << 16 & 0x7f800000u, words[i] & 0x7f800000u));
+    highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+    highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+    // 2^(e - 127) becomes 2^14; of tiny numbers, and where there is an infinity, less is done.
+    const u32 exponent = min(max(highest >> 23, 30u), 254u);
+    const float up = __uint_as_float((127 + 127 + 14 - exponent) << 23), down = __uint_as_float((exponent - 14) << 23);
+#pragma unroll
+    for (int i = 0; i < kReads * kSteps * 2; ++i) {
+      const float2 pair = unpack_pair<Bf16>(words[i]);
+      words[i] = pack_pair<Fp16>(pair.x * up, pair.y * up);
+    }
+    return down;
+  }
+
+  // The sink counts once: in the first piece of a row tile, for warp 0.
+  __device__ __forceinline__ void begin(const Segment& segment) {
+    const float of_keys = kE4m3 ? p.key_scale.of(request_of(p, tile)) : 1.0f;
+    const bool has_sink = p.sinks != nullptr && warp == 0 && segment.first_part == blockIdx.y;
+    common = {seen_by(p, tile, segment.tokens, tile.rows - 1).first, seen_by(p, tile, segment.tokens, 0).end};
+#pragma unroll
+    for (int n = 0; n < kEights; ++n) {
+#pragma unroll
+      for (int i = 0; i < kValues / 16; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) output[n][i][e] = 0.0f;
+      const float undone = load_query(query[n], n * 8 + lane / 4);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = n * 8 + lane % 4 * 2 + r;
+        maximum[n][r] = kLowest;
+        sum[n][r] = weight[n][r] = 0.0f;
+        seen[n][r] = seen_by(p, tile, segment.tokens, row);
+        const float scale = of_keys * __shfl_sync(0xffffffffu, undone, (lane % 4 * 2 + r) * 4);
+        factor[n][r] = p.to_softcap == 0.0f ? p.scale_log2 * scale : p.scale_log2;
+        cap[n][r] = p.to_softcap * scale;
+        if (!has_sink || row >= tile.rows) continue;
+        const float sink = p.sinks[Row(p, tile, row).head] * kLog2E;
+        if (sink == -kInfinity) continue;
+        maximum[n][r] = sink;
+        if (lane < 4) sum[n][r] = weight[n][r] = 1.0f;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_keys(u32 keys) {
+    float products[2][kEights][4];  // by turns: each waits for the one before
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) products[0][n][e] = products[1][n][e] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kReads; ++i) {
+      const uint4 low = load_shared_16(keys + Layout::key_place(lane / 4, 4 * i + lane % 4));
+      const uint4 high = load_shared_16(keys + Layout::key_place(lane / 4 + 8, 4 * i + lane % 4));
+      const u32 lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        u32 a[4];
+        if constexpr (kE4m3) {
+          expand_e4m3x4(lows[k], a[0], a[2]);
+          expand_e4m3x4(highs[k], a[1], a[3]);
+        } else {
+          a[0] = lows[2 * k];
+          a[1] = highs[2 * k];
+          a[2] = lows[2 * k + 1];
+          a[3] = highs[2 * k + 1];
+        }
+#pragma unroll
+        for (int n = 0; n < kEights; ++n)
+          mma_m16n8k16<Unit>(products[k % 2][n], a[0], a[1], a[2], a[3], query[n][(i * kSteps + k) * 2],
+                             query[n][(i * kSteps + k) * 2 + 1]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[n][e] = products[0][n][e] + products[1][n][e];
+  }
+
+  // tanh(x) = 1 - 2 / (1 + exp(2 x)); what remains to be multiplied is scale_log2, which is softcap * log2(e) then.
+  __device__ __forceinline__ void cap_scores() {
+    if (p.to_softcap == 0.0f) return;
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        scores[n][e] = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(scores[n][e] * cap[n][e & 1]));
+  }
+
+  __device__ __forceinline__ void mask_scores(int first) {
+    if (first >= common.first && first + kChunk <= common.end) return;
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int token = first + token_of_row(lane / 4) + (e >> 1) * 8;
+        if (token < seen[n][e & 1].first || token >= seen[n][e & 1].end) scores[n][e] = -kInfinity;
+      }
+  }
+
+  __device__ __forceinline__ void raise_maximum() {
+    bool grown = false;
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        grown |= fmaxf(scores[n][r], scores[n][r + 2]) * factor[n][r] > maximum[n][r] + kMaximumSlack;
+    if (!__any_sync(0xffffffffu, grown)) return;
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float next = fmaxf(scores[n][r], scores[n][r + 2]) * factor[n][r];
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, lanes));
+        if (next <= maximum[n][r] + kMaximumSlack) next = maximum[n][r];
+        const float kept = exp2_approx(maximum[n][r] - next);
+#pragma unroll
+        for (int i = 0; i < kValues / 16; ++i) {
+          output[n][i][r] *= kept;
+          output[n][i][r + 2] *= kept;
+        }
+        sum[n][r] *= kept;
+        weight[n][r] *= kept;
+        maximum[n][r] = next;
+      }
+  }
+
+  // Probabilities as operands of the second product.
+  __device__ __forceinline__ void exponentiate(u32 (&probabilities)[kEights][2]) {
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float a = exp2_approx(__fmaf_rn(scores[n][2 * half], factor[n][0], -maximum[n][0]));
+        const float b = exp2_approx(__fmaf_rn(scores[n][2 * half + 1], factor[n][1], -maximum[n][1]));
+        const u32 packed = pack_pair<Unit>(a, b);
+        const float2 rounded = unpack_pair<Unit>(packed);
+        sum[n][0] += a;
+        sum[n][1] += b;
+        weight[n][0] += rounded.x;
+        weight[n][1] += rounded.y;
+        probabilities[n][half] = transpose_matrix(packed);
+      }
+  }
+
+  __device__ __forceinline__ void multiply_values_of(int i, const u32 (&a)[4], const u32 (&probabilities)[kEights][2]) {
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+      mma_m16n8k16<Unit>(output[n][i], a[0], a[1], a[2], a[3], probabilities[n][0], probabilities[n][1]);
+  }
+
+  // `words`: of the four tokens, the same columns each. Products i and, of e4m3, i + 1 are of columns in pairs.
+  __device__ __forceinline__ void multiply_word(int i, const u32 (&words)[4], const u32 (&probabilities)[kEights][2]) {
+    u32 a[4];
+    if constexpr (kE4m3) {
+      const u32 first = __byte_perm(words[0], words[1], 0x5140), last = __byte_perm(words[2], words[3], 0x5140);
+      expand_e4m3x4(first, a[0], a[1]);
+      expand_e4m3x4(last, a[2], a[3]);
+      multiply_values_of(i, a, probabilities);
+      const u32 next = __byte_perm(words[0], words[1], 0x7362), end = __byte_perm(words[2], words[3], 0x7362);
+      expand_e4m3x4(next, a[0], a[1]);
+      expand_e4m3x4(end, a[2], a[3]);
+      multiply_values_of(i + 1, a, probabilities);
+    } else {
+      a[0] = __byte_perm(words[0], words[1], 0x5410);
+      a[1] = __byte_perm(words[0], words[1], 0x7632);
+      a[2] = __byte_perm(words[2], words[3], 0x5410);
+      a[3] = __byte_perm(words[2], words[3], 0x7632);
+      multiply_values_of(i, a, probabilities);
+    }
+  }
+
+  __device__ __forceinline__ void multiply_values(u32 chunk, const u32 (&probabilities)[kEights][2]) {
+    constexpr int kEach = kE4m3 ? 2 : 1;  // products of a word
+    const int g = lane / 4, q = lane % 4;
+    if constexpr (Layout::kValueRow == 64) {  // eight bytes a lane
+      float2 v[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) v[e] = load_shared_float2(chunk + Layout::value_place(q + 4 * e, g / 2) + g % 2 * 8);
+      const u32 first[4] = {__float_as_uint(v[0].x), __float_as_uint(v[1].x), __float_as_uint(v[2].x),
+                            __float_as_uint(v[3].x)};
+      const u32 second[4] = {__float_as_uint(v[0].y), __float_as_uint(v[1].y), __float_as_uint(v[2].y),
+                             __float_as_uint(v[3].y)};
+      multiply_word(0, first, probabilities);
+      multiply_word(kEach, second, probabilities);
+    } else {
+#pragma unroll
+      for (int s = 0; s < Layout::kValueRow / 128; ++s) {
+        uint4 v[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) v[e] = load_shared_16(chunk + Layout::value_place(q + 4 * e, g + 8 * s));
+        const u32 words[4][4] = {{v[0].x, v[1].x, v[2].x, v[3].x},
+                                 {v[0].y, v[1].y, v[2].y, v[3].y},
+                                 {v[0].z, v[1].z, v[2].z, v[3].z},
+                                 {v[0].w, v[1].w, v[2].w, v[3].w}};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) multiply_word((4 * s + w) * kEach, words[w], probabilities);
+      }
+    }
+  }
+
+  // First of the eight columns of outputs 4 round to 4 round + 3 in lanes of g.
+  __device__ __forceinline__ static int column_of(int round, int g) {
+    return kE4m3 && kValues > 64 ? round / 2 * 128 + g * 16 + round % 2 * 8 : round * 64 + g * 8;
+  }
+
+  __device__ __forceinline__ void attend(u32 chunk, int first) {
+    u32 probabilities[kEights][2];
+    multiply_keys(chunk);
+    cap_scores();
+    mask_scores(first);
+    raise_maximum();
+    exponentiate(probabilities);
+    multiply_values(chunk, probabilities);
+  }
+
+  // The warps' results, added up; then out and log-sum-exp, or a piece of them. Warp 4 + w of those that add has the
+  // columns of lanes 4 w to 4 w + 3, its lane 4 g + q columns 2 q and 2 q + 1 of them in row g.
+  __device__ __forceinline__ void finish(const Segment& segment, bool more) {
+    const int g = lane / 4, q = lane % 4, adder = warp - kWarpgroup / 32;
+    const bool adds = adder >= 0 && adder < kJoinWarps;
+    float2 result[kEights][kRounds];
+    float lse[kEights];
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) {
+          sum[n][r] += __shfl_xor_sync(0xffffffffu, sum[n][r], lanes);
+          weight[n][r] += __shfl_xor_sync(0xffffffffu, weight[n][r], lanes);
+        }
+    __syncthreads();  // what the tile before left has been read
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        if (lane < 4)
+          store_shared_float4(shared.statistics_of(warp, n * 8 + 2 * q + r),
+                              {maximum[n][r], sum[n][r], weight[n][r], 0.0f});
+#pragma unroll
+    for (int n = 0; n < kEights; ++n) {
+      float own[kDecodeWarps], inverse = 0.0f;
+#pragma unroll
+      for (int round = 0; round < kRounds; ++round) {
+        if (n + round > 0) __syncthreads();
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float(&even)[4] = output[n][4 * round + 2 * half], (&odd)[4] = output[n][4 * round + 2 * half + 1];
+            store_shared_float4(shared.sums_of(warp, 2 * q + r) + g * 32 + half * 16,
+                                {even[r], even[r + 2], odd[r], odd[r + 2]});
+          }
+        __syncthreads();
+        if (!adds) continue;
+        if (round == 0) inverse = weigh_warps(n * 8 + g, own, lse[n]);
+        float2 all = {0.0f, 0.0f};
+#pragma unroll
+        for (int w = 0; w < kDecodeWarps; ++w) {
+          const float2 v = load_shared_float2(shared.sums_of(w, g) + adder * 32 + q * 8);
+          all.x += own[w] * v.x;
+          all.y += own[w] * v.y;
+        }
+        result[n][round] = {all.x * inverse, all.y * inverse};
+      }
+    }
+    if (!adds) return;
+    if (segment.split()) {
+      write_piece(segment, adder, result, lse);
+      Joiner<T, kValues, 4, AttentionParams, RaggedTile>(p, {shared.words(), shared.sums(), shared.sums() + 8192}, tile,
+                                                         segment).join(more);
+    } else {
+      write_result(segment, adder, result, lse);
+    }
+  }
+
+  // What each warp's output of a row counts for; what all of them together are divided by, inverted.
+  __device__ __forceinline__ float weigh_warps(int row, float (&own)[kDecodeWarps], float& lse) const {
+    float highest = kLowest, total = 0.0f, rounded = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kDecodeWarps; ++w) {
+      own[w] = load_shared_float(shared.statistics_of(w, row));
+      highest = fmaxf(highest, own[w]);
+    }
+#pragma unroll
+    for (int w = 0; w < kDecodeWarps; ++w) {
+      own[w] = exp2_approx(own[w] - highest);
+      total += own[w] * load_shared_float(shared.statistics_of(w, row) + 4);
+      rounded += own[w] * load_shared_float(shared.statistics_of(w, row) + 8);
+    }
+    lse = total == 0.0f ? -kInfinity : highest + log2_approx(total);
+    const float inverse = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
+    return kE4m3 ? inverse * p.value_scale.of(request_of(p, tile)) : inverse;
+  }
+
+  // One row group; without rows 8 to 15 nothing of them.
+  __device__ __forceinline__ void write_piece(const Segment& segment, int adder, const float2 (&result)[kEights][kRounds],
+                                              const float (&lse)[kEights]) const {
+    const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
+    if (adder == 0 && lane % 4 == 0) {
+      p.partial_lse[piece * kRowGroup + lane / 4] = lse[0];
+      p.partial_lse[piece * kRowGroup + lane / 4 + 8] = kEights > 1 ? lse[kEights - 1] : -kInfinity;
+    }
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      const int eight = column_of(round, adder) / 8, half = eight / (kValues / 16);
+      const float2 upper = kEights > 1 ? result[kEights - 1][round] : float2{0.0f, 0.0f};
+      store_global_float4(p.partial_out + piece_offset<kValues>(p, piece, half, 0, eight - half * (kValues / 16), lane),
+                          result[0][round].x, result[0][round].y, upper.x, upper.y);
+    }
+  }
+
+  __device__ __forceinline__ void write_result(const Segment& segment, int adder,
+                                               const float2 (&result)[kEights][kRounds],
+                                               const float (&lse)[kEights]) const {
+#pragma unroll
+    for (int n = 0; n < kEights; ++n) {
+      const int row = n * 8 + lane / 4;
+      if (row < tile.rows && adder == 0 && lane % 4 == 0) store_lse(p, segment.request, Row(p, tile, row), lse[n]);
+#pragma unroll
+      for (int round = 0; round < kRounds; ++round)
+        store_pair<T>(p, tile, segment.request, row, lane % 4, column_of(round, adder), result[n][round].x,
+                      result[n][round].y);
+    }
+  }
+};
+
+template <typename T, int kKeys, int kValues, int kRows, bool kE4m3>
+__device__ __forceinline__ void attention_decode(const AttentionParams& p) {
+  using Layout = DecodeLayout<kKeys, kValues, kRows, kE4m3>;
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  const Layout shared = {shared_address(shared_bytes)};
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  grid_dependency_launch();
+  grid_dependency_wait();
+
+  const Part part = part_of_cta(p, blockIdx.y);
+  const int last_place = last_place_of(p, part);
+  ChunksAhead<Layout, kRows> ahead(p, shared, part, last_place);
+  ChunkRow first[Layout::kStages];
+#pragma unroll
+  for (int s = 0; s < Layout::kStages; ++s) first[s] = ahead.advance();
+#pragma unroll
+  for (int s = 0; s < Layout::kStages; ++s) {
+    ahead.copy_async(first[s], s);
+    copy_async_commit();
+  }
+  ChunkRow next = ahead.advance();
+
+  RaggedTile tile(p);
+  Attender<T, kKeys, kValues, kRows, kE4m3> attender(p, shared, tile);
+  int stage = 0;
+#pragma unroll 1
+  for (int place = part.place; place <= last_place; ++place) {
+    int chunks;
+    const Segment segment = chunks_at<kRows>(p, tile, part, place, chunks);
+    attender.begin(segment);
+#pragma unroll 1
+    for (int chunk = warp; chunk < chunks; chunk += kDecodeWarps) {
+      copy_async_wait<Layout::kStages - 1>();
+      __syncwarp();
+      attender.attend(shared.chunk(warp, stage), segment.begin * kBlockTokens + chunk * kChunk);
+      __syncwarp();
+      ahead.copy_async(next, stage);
+      copy_async_commit();
+      next = ahead.advance();
+      stage = stage + 1 < Layout::kStages ? stage + 1 : 0;
+    }
+    attender.finish(segment, place < last_place);
+  }
+  copy_async_wait_all();
+}
+
+}  // namespace cumla::mha

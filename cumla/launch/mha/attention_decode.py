@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry points of cuda/mha/attention_decode.cu, which attention.py launches: few query rows."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from cumla.launch.source import KernelSpec
+
+__all__ = ["SPECS", "decode_spec"]
+
+_TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
+_TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of 64 columns, of keys and of values
+_WARPS = 12
+_CHUNK = 16  # tokens of a warp at once
+_SHARED_MOST = 232448
+
+
+def _smem(tiles: tuple[int, int], rows: int, e4m3: bool) -> int:
+    """Count the bytes of DecodeLayout; 0 if fewer than two chunks of each warp fit."""
+    chunk = _CHUNK * 64 * sum(tiles) * (1 if e4m3 else 2)
+    others = _WARPS * 8 * 68 * 4 + _WARPS * rows * 16 + 16
+    stages = min(4, (_SHARED_MOST - others) // (_WARPS * chunk))
+    return _WARPS * stages * chunk + others if stages > 1 else 0
+
+
+def _spec(dtype: str, tiles: tuple[int, int], rows: int, e4m3: bool) -> KernelSpec:
+    columns = [str(64 * count) for count in tiles]
+    form = ["e4m3"] if e4m3 else []
+    arguments = ", ".join((_TAGS[dtype], *columns, str(rows), str(e4m3).lower()))
+    return KernelSpec(
+        stem="attention_decode",
+        package="cumla.cuda.mha",
+        entry="_".join(("attention_decode", dtype, *columns, *form, str(rows))),
+        function=f"attention_decode<{arguments}>",
+        params="AttentionParams",
+        threads=32 * _WARPS,
+        smem_bytes=_smem(tiles, rows, e4m3),
+    )
+
+
+_SPECS = {
+    key: _spec(*key)
+    for key in product(_TAGS, _TILES, (8, 16), (False, True))
+    if _smem(*key[1:]) and key[1:3] != ((4, 4), 16)  # has too few registers
+}
+SPECS = tuple(_SPECS.values())
+
+
+def decode_spec(
+    dtype: str, tiles: tuple[int, int], rows: int, e4m3: bool
+) -> tuple[int, KernelSpec] | None:
+    """Find the kernel of so many query rows of a kv head, and how many it has; None if too many."""
+    for most in (8, 16):
+        spec = _SPECS.get((dtype, tiles, most, e4m3))
+        if spec and rows <= most:
+            return most, spec
+    return None
