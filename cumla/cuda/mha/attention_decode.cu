@@ -182,8 +182,7 @@ struct Attender {
   float output[kEights][kValues / 16][4];
   float scores[kEights][4];
   float maximum[kEights][2], sum[kEights][2], weight[kEights][2];
-  float factor[kEights][2], cap[kEights][2];  // of scores, to the base 2; of what is capped
-  Seen seen[kEights][2];
+  float factor[kEights][2];  // of scores, to the base 2, or of what is capped
   Seen common;  // what all rows see
 
   __device__ __forceinline__ Attender(const AttentionParams& p, const Layout& shared, const RaggedTile& tile)
@@ -246,10 +245,8 @@ struct Attender {
         const int row = n * 8 + lane % 4 * 2 + r;
         maximum[n][r] = kLowest;
         sum[n][r] = weight[n][r] = 0.0f;
-        seen[n][r] = seen_by(p, tile, segment.tokens, row);
         const float scale = of_keys * __shfl_sync(0xffffffffu, undone, (lane % 4 * 2 + r) * 4);
-        factor[n][r] = p.to_softcap == 0.0f ? p.scale_log2 * scale : p.scale_log2;
-        cap[n][r] = p.to_softcap * scale;
+        factor[n][r] = (p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * scale;
         if (!has_sink || row >= tile.rows) continue;
         const float sink = p.sinks[Row(p, tile, row).head] * kLog2E;
         if (sink == -kInfinity) continue;
@@ -291,27 +288,29 @@ struct Attender {
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) scores[n][e] = products[0][n][e] + products[1][n][e];
+      for (int e = 0; e < 4; ++e) scores[n][e] = (products[0][n][e] + products[1][n][e]) * factor[n][e & 1];
   }
 
-  // tanh(x) = 1 - 2 / (1 + exp(2 x)); what remains to be multiplied is scale_log2, which is softcap * log2(e) then.
+  // tanh(x) = 1 - 2 / (1 + exp(2 x)); scale_log2 is softcap * log2(e).
   __device__ __forceinline__ void cap_scores() {
     if (p.to_softcap == 0.0f) return;
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        scores[n][e] = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(scores[n][e] * cap[n][e & 1]));
+        scores[n][e] = p.scale_log2 * (1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(scores[n][e])));
   }
 
-  __device__ __forceinline__ void mask_scores(int first) {
+  __device__ __forceinline__ void mask_scores(const Segment& segment, int first) {
     if (first >= common.first && first + kChunk <= common.end) return;
+    const int token = first + token_of_row(lane / 4);
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int token = first + token_of_row(lane / 4) + (e >> 1) * 8;
-        if (token < seen[n][e & 1].first || token >= seen[n][e & 1].end) scores[n][e] = -kInfinity;
+      for (int r = 0; r < 2; ++r) {
+        const Seen seen = seen_by(p, tile, segment.tokens, n * 8 + lane % 4 * 2 + r);
+        if (token < seen.first || token >= seen.end) scores[n][r] = -kInfinity;
+        if (token + 8 < seen.first || token + 8 >= seen.end) scores[n][r + 2] = -kInfinity;
       }
   }
 
@@ -321,13 +320,13 @@ struct Attender {
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        grown |= fmaxf(scores[n][r], scores[n][r + 2]) * factor[n][r] > maximum[n][r] + kMaximumSlack;
+        grown |= fmaxf(scores[n][r], scores[n][r + 2]) > maximum[n][r] + kMaximumSlack;
     if (!__any_sync(0xffffffffu, grown)) return;
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float next = fmaxf(scores[n][r], scores[n][r + 2]) * factor[n][r];
+        float next = fmaxf(scores[n][r], scores[n][r + 2]);
 #pragma unroll
         for (int lanes = 4; lanes < 32; lanes *= 2) next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, lanes));
         if (next <= maximum[n][r] + kMaximumSlack) next = maximum[n][r];
@@ -349,8 +348,8 @@ struct Attender {
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float a = exp2_approx(__fmaf_rn(scores[n][2 * half], factor[n][0], -maximum[n][0]));
-        const float b = exp2_approx(__fmaf_rn(scores[n][2 * half + 1], factor[n][1], -maximum[n][1]));
+        const float a = exp2_approx(scores[n][2 * half] - maximum[n][0]);
+        const float b = exp2_approx(scores[n][2 * half + 1] - maximum[n][1]);
         const u32 packed = pack_pair<Unit>(a, b);
         const float2 rounded = unpack_pair<Unit>(packed);
         sum[n][0] += a;
@@ -422,11 +421,11 @@ struct Attender {
     return kE4m3 && kValues > 64 ? round / 2 * 128 + g * 16 + round % 2 * 8 : round * 64 + g * 8;
   }
 
-  __device__ __forceinline__ void attend(u32 chunk, int first) {
+  __device__ __forceinline__ void attend(const Segment& segment, u32 chunk, int first) {
     u32 probabilities[kEights][2];
     multiply_keys(chunk);
     cap_scores();
-    mask_scores(first);
+    mask_scores(segment, first);
     raise_maximum();
     exponentiate(probabilities);
     multiply_values(chunk, probabilities);
@@ -437,8 +436,6 @@ struct Attender {
   __device__ __forceinline__ void finish(const Segment& segment, bool more) {
     const int g = lane / 4, q = lane % 4, adder = warp - kWarpgroup / 32;
     const bool adds = adder >= 0 && adder < kJoinWarps;
-    float2 result[kEights][kRounds];
-    float lse[kEights];
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
@@ -458,7 +455,7 @@ struct Attender {
                               {maximum[n][r], sum[n][r], weight[n][r], 0.0f});
 #pragma unroll
     for (int n = 0; n < kEights; ++n) {
-      float own[kDecodeWarps], inverse = 0.0f;
+      float highest = kLowest, inverse = 0.0f;
 #pragma unroll
       for (int round = 0; round < kRounds; ++round) {
         if (n + round > 0) __syncthreads();
@@ -472,75 +469,63 @@ struct Attender {
           }
         __syncthreads();
         if (!adds) continue;
-        if (round == 0) inverse = weigh_warps(n * 8 + g, own, lse[n]);
+        if (round == 0) inverse = weigh_warps(segment, n, adder, highest);
         float2 all = {0.0f, 0.0f};
 #pragma unroll
         for (int w = 0; w < kDecodeWarps; ++w) {
+          const float own = exp2_approx(load_shared_float(shared.statistics_of(w, n * 8 + g)) - highest);
           const float2 v = load_shared_float2(shared.sums_of(w, g) + adder * 32 + q * 8);
-          all.x += own[w] * v.x;
-          all.y += own[w] * v.y;
+          all.x += own * v.x;
+          all.y += own * v.y;
         }
-        result[n][round] = {all.x * inverse, all.y * inverse};
+        store(segment, n, column_of(round, adder), all.x * inverse, all.y * inverse);
       }
     }
-    if (!adds) return;
-    if (segment.split()) {
-      write_piece(segment, adder, result, lse);
+    if (adds && segment.split())
       Joiner<T, kValues, 4, AttentionParams, RaggedTile>(p, {shared.words(), shared.sums(), shared.sums() + 8192}, tile,
                                                          segment).join(more);
-    } else {
-      write_result(segment, adder, result, lse);
-    }
   }
 
-  // What each warp's output of a row counts for; what all of them together are divided by, inverted.
-  __device__ __forceinline__ float weigh_warps(int row, float (&own)[kDecodeWarps], float& lse) const {
-    float highest = kLowest, total = 0.0f, rounded = 0.0f;
+  // What all warps' outputs of a row, relative to their highest score, are divided by, inverted. Stores the row's
+  // log-sum-exp.
+  __device__ __forceinline__ float weigh_warps(const Segment& segment, int n, int adder, float& highest) const {
+    const int row = n * 8 + lane / 4;
+    float total = 0.0f, rounded = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kDecodeWarps; ++w) highest = fmaxf(highest, load_shared_float(shared.statistics_of(w, row)));
 #pragma unroll
     for (int w = 0; w < kDecodeWarps; ++w) {
-      own[w] = load_shared_float(shared.statistics_of(w, row));
-      highest = fmaxf(highest, own[w]);
+      const float4 of_warp = load_shared_float4(shared.statistics_of(w, row));
+      const float own = exp2_approx(of_warp.x - highest);
+      total += own * of_warp.y;
+      rounded += own * of_warp.z;
     }
-#pragma unroll
-    for (int w = 0; w < kDecodeWarps; ++w) {
-      own[w] = exp2_approx(own[w] - highest);
-      total += own[w] * load_shared_float(shared.statistics_of(w, row) + 4);
-      rounded += own[w] * load_shared_float(shared.statistics_of(w, row) + 8);
+    if (adder == 0 && lane % 4 == 0) {
+      const float lse = total == 0.0f ? -kInfinity : highest + log2_approx(total);
+      float* const of_piece = p.partial_lse + piece_index(p, tile, blockIdx.y, segment.slot) * kRowGroup + row;
+      if (!segment.split()) {
+        if (row < tile.rows) store_lse(p, segment.request, Row(p, tile, row), lse);
+      } else {
+        of_piece[0] = lse;
+        if (kEights == 1) of_piece[8] = -kInfinity;
+      }
     }
-    lse = total == 0.0f ? -kInfinity : highest + log2_approx(total);
     const float inverse = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
     return kE4m3 ? inverse * p.value_scale.of(request_of(p, tile)) : inverse;
   }
 
-  // One row group; without rows 8 to 15 nothing of them.
-  __device__ __forceinline__ void write_piece(const Segment& segment, int adder, const float2 (&result)[kEights][kRounds],
-                                              const float (&lse)[kEights]) const {
-    const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
-    if (adder == 0 && lane % 4 == 0) {
-      p.partial_lse[piece * kRowGroup + lane / 4] = lse[0];
-      p.partial_lse[piece * kRowGroup + lane / 4 + 8] = kEights > 1 ? lse[kEights - 1] : -kInfinity;
-    }
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-      const int eight = column_of(round, adder) / 8, half = eight / (kValues / 16);
-      const float2 upper = kEights > 1 ? result[kEights - 1][round] : float2{0.0f, 0.0f};
-      store_global_float4(p.partial_out + piece_offset<kValues>(p, piece, half, 0, eight - half * (kValues / 16), lane),
-                          result[0][round].x, result[0][round].y, upper.x, upper.y);
-    }
-  }
-
-  __device__ __forceinline__ void write_result(const Segment& segment, int adder,
-                                               const float2 (&result)[kEights][kRounds],
-                                               const float (&lse)[kEights]) const {
-#pragma unroll
-    for (int n = 0; n < kEights; ++n) {
-      const int row = n * 8 + lane / 4;
-      if (row < tile.rows && adder == 0 && lane % 4 == 0) store_lse(p, segment.request, Row(p, tile, row), lse[n]);
-#pragma unroll
-      for (int round = 0; round < kRounds; ++round)
-        store_pair<T>(p, tile, segment.request, row, lane % 4, column_of(round, adder), result[n][round].x,
-                      result[n][round].y);
-    }
+  // Two columns of a row each, of `column` and the seven after it; of a piece, whose one row group has 16 rows.
+  __device__ __forceinline__ void store(const Segment& segment, int n, int column, float a, float b) const {
+    constexpr int kHalf = kValues / 16;  // eights of half of the columns
+    if (!segment.split())
+      return store_pair<T>(p, tile, segment.request, n * 8 + lane / 4, lane % 4, column, a, b);
+    const int half = column / 8 / kHalf;
+    float4* const piece = p.partial_out + piece_offset<kValues>(p, piece_index(p, tile, blockIdx.y, segment.slot), half,
+                                                                0, column / 8 - half * kHalf, lane);
+    if (kEights == 1)
+      store_global_float4(piece, a, b, 0.0f, 0.0f);
+    else
+      store_global_float2(reinterpret_cast<float2*>(piece) + n, a, b);
   }
 };
 
@@ -578,7 +563,7 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
     for (int chunk = warp; chunk < chunks; chunk += kDecodeWarps) {
       copy_async_wait<Layout::kStages - 1>();
       __syncwarp();
-      attender.attend(shared.chunk(warp, stage), segment.begin * kBlockTokens + chunk * kChunk);
+      attender.attend(segment, shared.chunk(warp, stage), segment.begin * kBlockTokens + chunk * kChunk);
       __syncwarp();
       ahead.copy_async(next, stage);
       copy_async_commit();
