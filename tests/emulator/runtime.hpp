@@ -463,6 +463,7 @@ static inline unsigned __ballot_sync(unsigned mask, int vote) {
   return votes;
 }
 static inline int __any_sync(unsigned mask, int vote) { return __ballot_sync(mask, vote) != 0; }
+static inline int __all_sync(unsigned mask, int vote) { return __ballot_sync(mask, !vote) == 0; }
 template <typename T>
 static inline unsigned __match_any_sync(unsigned mask, T value) {
   const auto& all = host::meet_warp(mask, host::bits_of(value));

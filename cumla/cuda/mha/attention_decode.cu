@@ -3,8 +3,8 @@
 // attends for one row tile after another to the blocks of its part. grid = (1, parts, kv heads), 384 threads, one CTA
 // an SM.
 //
-// All 12 warps do the same: each takes every twelfth chunk of 16 tokens, copies it (cp.async, kStages chunks ahead, over
-// the tiles of its part), and has a running maximum, sums and an output of its own. No warp waits for another one until
+// All 12 warps do the same: each takes every twelfth chunk of 16 tokens, copies it (kStages chunks ahead, over the tiles
+// of its part; by TMA, or row by row where pages are smaller, and at the end of a request), and has a running maximum, sums and an output of its own. No warp waits for another one until
 // the tile ends; then the results are added up, 64 columns of 8 rows at a time, by warps 4 to 11, which write them or
 // join pieces (split/join.cuh).
 //
@@ -15,8 +15,7 @@
 //   O' = V' P'             16 columns x 8 rows, over 16 tokens
 //
 // Keys and values go from shared memory straight to the registers of a fragment, and e4m3 is converted to float16 on
-// the way, which has all of its numbers. So columns and tokens are taken in the order in which they lie well: lane
-// 4 g + q has keys of token(g) and values of tokens q, q + 4, q + 8, q + 12. With e4m3 a bfloat16 query row is
+// the way, which has all of its numbers. So columns and tokens are taken in the order in which they lie well. With e4m3 a bfloat16 query row is
 // multiplied by a power of two that brings it into the range of float16.
 //
 // Shared memory: 12 warps x kStages x 16 tokens, sums 12 x 8 x 68 x 4 = 26,112 B (joining uses them, too), statistics
@@ -27,8 +26,10 @@
 #include "split/tile.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::mha {
@@ -45,7 +46,7 @@ struct DecodeLayout {
   static constexpr int kKeyBytes = kChunk * kKeyRow, kChunkBytes = kKeyBytes + kChunk * kValueRow;
   static constexpr int kSumsRow = 68;  // floats: 64 columns and a shift of banks
   static constexpr int kSumsBytes = kDecodeWarps * 8 * kSumsRow * 4;
-  static constexpr int kStatisticsBytes = kDecodeWarps * kRows * 16 + 16;
+  static constexpr int kStatisticsBytes = kDecodeWarps * (kRows * 16 + 4 * 8) + 16;  // and barriers, and two words
   static constexpr int kFitting = (kSharedMost - kSumsBytes - kStatisticsBytes) / (kDecodeWarps * kChunkBytes);
   static constexpr int kStages = kFitting < 4 ? kFitting : 4;
   static constexpr int kBytes = kDecodeWarps * kStages * kChunkBytes + kSumsBytes + kStatisticsBytes;
@@ -64,23 +65,26 @@ struct DecodeLayout {
   __device__ __forceinline__ u32 statistics_of(int warp, int row) const {
     return sums() + kSumsBytes + (warp * kRows + row) * 16;
   }
-  __device__ __forceinline__ u32 words() const { return statistics_of(kDecodeWarps, 0); }
+  // A chunk has come that the copy engine brings.
+  __device__ __forceinline__ u32 full(int warp, int stage) const {
+    return statistics_of(kDecodeWarps, 0) + (warp * 4 + stage) * 8;
+  }
+  __device__ __forceinline__ u32 words() const { return full(kDecodeWarps, 0); }
 
-  // Where 16 bytes of a chunk's rows lie, so that lanes which read at once read from all banks. Keys lie in the order
-  // of the products' rows.
-  __device__ __forceinline__ static u32 key_place(int product_row, int i) {
-    return product_row * kKeyRow + ((kKeyRow % 128 == 0 ? i ^ (product_row & 1) << 2 : i) << 4);
+  // Where 16 bytes of a token's row lie: tiles of 16 rows of 128 bytes, or of 64, with a swizzle as wide.
+  template <int kRow>
+  __device__ __forceinline__ static u32 place(int token, int i) {
+    constexpr int kTile = tile_bytes<kRow>(), kPieces = kTile / 16;
+    const int swizzle = kTile == 128 ? token & 7 : token >> 1 & 3;
+    return i / kPieces * kChunk * kTile + token * kTile + ((i % kPieces ^ swizzle) << 4);
   }
-  __device__ __forceinline__ static u32 value_place(int token, int i) {
-    return kKeyBytes + token * kValueRow + ((kValueRow % 128 == 0 ? i ^ (token & 3) << 1 : i ^ (token & 2)) << 4);
-  }
+  template <int kRow>
+  __device__ __forceinline__ static constexpr int tile_bytes() { return kRow % 128 == 0 ? 128 : 64; }
 };
 
-// Token of a chunk that a product's row g < 8 is of; row g + 8 is of the token eight later.
-__device__ __forceinline__ int token_of_row(int g) { return (g & 1) * 4 + g / 2; }
-__device__ __forceinline__ int row_of_token(int token) {
-  return (token & 8) + (token & 3) * 2 + (token >> 2 & 1);
-}
+// Token of a chunk that a product's row g < 8 is of; row g + 8 is of the token eight later. So lanes that read keys or
+// values at once read from all banks.
+__device__ __forceinline__ int token_of_row(int g) { return g ^ (g & 1) * 4; }
 
 // The segment at a place, and how many chunks of it some row sees.
 template <int kRows>
@@ -95,9 +99,9 @@ __device__ __forceinline__ Segment chunks_at(const AttentionParams& p, RaggedTil
 }
 
 // One warp copies 16 rows of kRowBytes, of which the first `bytes` exist; lane k has the offset of row k, -1 for zeros.
-template <int kRowBytes, typename PlaceOf>
-__device__ __forceinline__ void copy_chunk(const char* base, i64 own, int bytes, PlaceOf place_of) {
-  constexpr int kLanes = kRowBytes % 128 == 0 ? 8 : 4, kAtOnce = 32 / kLanes;
+template <typename Layout, int kRowBytes>
+__device__ __forceinline__ void copy_chunk(const char* base, i64 own, int bytes, u32 to) {
+  constexpr int kLanes = Layout::template tile_bytes<kRowBytes>() / 16, kAtOnce = 32 / kLanes;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int first = 0; first < kChunk; first += kAtOnce) {
@@ -106,9 +110,14 @@ __device__ __forceinline__ void copy_chunk(const char* base, i64 own, int bytes,
 #pragma unroll
     for (int i = lane % kLanes; i < kRowBytes / 16; i += kLanes) {
       const bool exists = offset >= 0 && i * 16 < bytes;
-      copy_16_async(place_of(row, i), base + (exists ? offset + i * 16 : 0), exists);
+      copy_16_async(to + Layout::template place<kRowBytes>(row, i), base + (exists ? offset + i * 16 : 0), exists);
     }
   }
+}
+
+__device__ __forceinline__ const char* query_row(const AttentionParams& p, const RaggedTile& tile, int row) {
+  const Query of(p, tile, row);
+  return p.q + of.at.batch * p.q_stride_batch + of.at.token * p.q_stride_token + of.head * p.q_stride_head;
 }
 
 // The token whose offset a lane has: number and row of its page; the row is -1 where there is no token.
@@ -137,6 +146,7 @@ struct ChunksAhead {
     while (chunk >= chunks && place < last_place) {
       segment = chunks_at<kRows>(p, tile, part, ++place, chunks);
       chunk = warp;
+      if (warp == 0) touch_query();
     }
     ChunkRow at = {0, -1};
     if (chunk >= chunks) return at;
@@ -149,17 +159,45 @@ struct ChunksAhead {
     return at;
   }
 
-  __device__ __forceinline__ void copy_async(const ChunkRow& at, int stage) const {
-    const u32 destination = shared.chunk(warp, stage);
+  // A whole chunk of one page comes by the copy engine, which is told in what is returned; any other one row by row.
+  __device__ __forceinline__ bool copy_async(const ChunkRow& at, int stage, bool was_boxed) const {
+    const u32 to = shared.chunk(warp, stage);
     const bool exists = at.row >= 0 && is_page(p, at.number);
+    if (p.box_rows == kChunk && __all_sync(0xffffffffu, exists)) {
+      if (!was_boxed) fence_proxy_async_shared();  // threads have written there
+      __syncwarp();
+      if (lane == 0) {
+        const u32 full = shared.full(warp, stage);
+        mbarrier_arrive_expect_tx(full, Layout::kChunkBytes);
+        copy_boxes<Layout::kKeyRow>(&p.key_map, to, full, at);
+        copy_boxes<Layout::kValueRow>(&p.value_map, to + Layout::kKeyBytes, full, at);
+      }
+      return true;
+    }
     const auto offset = [&](const Columns& of) {
       return exists ? at.number * of.stride_page + at.row * of.stride_row + blockIdx.z * of.stride_head : i64{-1};
     };
-    copy_chunk<Layout::kKeyRow>(p.keys.base, offset(p.keys), p.key_columns * Layout::kUnit, [&](int token, int i) {
-      return destination + Layout::key_place(row_of_token(token), i);
-    });
-    copy_chunk<Layout::kValueRow>(p.values.base, offset(p.values), p.value_columns * Layout::kUnit,
-                                  [&](int token, int i) { return destination + Layout::value_place(token, i); });
+    copy_chunk<Layout, Layout::kKeyRow>(p.keys.base, offset(p.keys), p.key_columns * Layout::kUnit, to);
+    copy_chunk<Layout, Layout::kValueRow>(p.values.base, offset(p.values), p.value_columns * Layout::kUnit,
+                                          to + Layout::kKeyBytes);
+    return false;
+  }
+
+  template <int kRow>
+  __device__ __forceinline__ static void copy_boxes(const TensorMap* map, u32 to, u32 full, const ChunkRow& at) {
+    constexpr int kTile = Layout::template tile_bytes<kRow>();
+#pragma unroll
+    for (int i = 0; i < kRow / kTile; ++i)
+      tma_load_4d_async(to + i * kChunk * kTile, map, full, i * kTile / Layout::kUnit, at.row, blockIdx.z, at.number);
+  }
+
+  // The query rows of the tile into L1.
+  __device__ __forceinline__ void touch_query() const {
+#pragma unroll
+    for (int row = lane % 8; row < kRows; row += 8) {
+      const int at = lane / 8 * 64;
+      if (row < tile.rows && at < p.key_columns) load_global_16(reinterpret_cast<const uint4*>(query_row(p, tile, row) + at * 2));
+    }
   }
 };
 
@@ -192,11 +230,7 @@ struct Attender {
   // returned as the factor that undoes it.
   __device__ __forceinline__ float load_query(u32 (&words)[kReads * kSteps * 2], int row) const {
     constexpr int kColumns = 16 / Layout::kUnit;
-    const char* from = nullptr;
-    if (row < tile.rows) {
-      const Query at(p, tile, row);
-      from = p.q + at.at.batch * p.q_stride_batch + at.at.token * p.q_stride_token + at.head * p.q_stride_head;
-    }
+    const char* const from = row < tile.rows ? query_row(p, tile, row) : nullptr;
 #pragma unroll
     for (int i = 0; i < kReads; ++i)
 #pragma unroll
@@ -264,8 +298,10 @@ struct Attender {
       for (int e = 0; e < 4; ++e) products[0][n][e] = products[1][n][e] = 0.0f;
 #pragma unroll
     for (int i = 0; i < kReads; ++i) {
-      const uint4 low = load_shared_16(keys + Layout::key_place(lane / 4, 4 * i + lane % 4));
-      const uint4 high = load_shared_16(keys + Layout::key_place(lane / 4 + 8, 4 * i + lane % 4));
+      const auto place = [&](int more) {
+        return keys + Layout::template place<Layout::kKeyRow>(token_of_row(lane / 4) + more, 4 * i + lane % 4);
+      };
+      const uint4 low = load_shared_16(place(0)), high = load_shared_16(place(8));
       const u32 lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
@@ -390,10 +426,14 @@ struct Attender {
   __device__ __forceinline__ void multiply_values(u32 chunk, const u32 (&probabilities)[kEights][2]) {
     constexpr int kEach = kE4m3 ? 2 : 1;  // products of a word
     const int g = lane / 4, q = lane % 4;
+    const auto place = [&](int e, int i) {  // of the e-th of a lane's four tokens
+      return chunk + Layout::kKeyBytes +
+             Layout::template place<Layout::kValueRow>(token_of_row(2 * q + e % 2) + e / 2 * 8, i);
+    };
     if constexpr (Layout::kValueRow == 64) {  // eight bytes a lane
       float2 v[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) v[e] = load_shared_float2(chunk + Layout::value_place(q + 4 * e, g / 2) + g % 2 * 8);
+      for (int e = 0; e < 4; ++e) v[e] = load_shared_float2(place(e, g / 2) + g % 2 * 8);
       const u32 first[4] = {__float_as_uint(v[0].x), __float_as_uint(v[1].x), __float_as_uint(v[2].x),
                             __float_as_uint(v[3].x)};
       const u32 second[4] = {__float_as_uint(v[0].y), __float_as_uint(v[1].y), __float_as_uint(v[2].y),
@@ -405,7 +445,7 @@ struct Attender {
       for (int s = 0; s < Layout::kValueRow / 128; ++s) {
         uint4 v[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) v[e] = load_shared_16(chunk + Layout::value_place(q + 4 * e, g + 8 * s));
+        for (int e = 0; e < 4; ++e) v[e] = load_shared_16(place(e, g + 8 * s));
         const u32 words[4][4] = {{v[0].x, v[1].x, v[2].x, v[3].x},
                                  {v[0].y, v[1].y, v[2].y, v[3].y},
                                  {v[0].z, v[1].z, v[2].z, v[3].z},
@@ -535,18 +575,28 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Layout shared = {shared_address(shared_bytes)};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int lane = threadIdx.x % 32;
+  if (lane < Layout::kStages) {
+    mbarrier_init(shared.full(warp, lane), 1);
+    fence_mbarrier_init();
+    fence_proxy_async_shared();
+  }
+  if (threadIdx.x == 0) prefetch_tensor_map(&p.key_map);
+  if (threadIdx.x == 32) prefetch_tensor_map(&p.value_map);
+  __syncwarp();
   grid_dependency_launch();
   grid_dependency_wait();
 
   const Part part = part_of_cta(p, blockIdx.y);
   const int last_place = last_place_of(p, part);
+  u32 boxed = 0, phases = 0;  // a bit for each stage
   ChunksAhead<Layout, kRows> ahead(p, shared, part, last_place);
   ChunkRow first[Layout::kStages];
 #pragma unroll
   for (int s = 0; s < Layout::kStages; ++s) first[s] = ahead.advance();
 #pragma unroll
   for (int s = 0; s < Layout::kStages; ++s) {
-    ahead.copy_async(first[s], s);
+    boxed |= static_cast<u32>(ahead.copy_async(first[s], s, false)) << s;
     copy_async_commit();
   }
   ChunkRow next = ahead.advance();
@@ -562,10 +612,15 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
 #pragma unroll 1
     for (int chunk = warp; chunk < chunks; chunk += kDecodeWarps) {
       copy_async_wait<Layout::kStages - 1>();
+      const u32 bit = 1u << stage;
+      if (boxed & bit) {
+        mbarrier_wait(shared.full(warp, stage), (phases & bit) != 0, "a chunk");
+        phases ^= bit;
+      }
       __syncwarp();
       attender.attend(segment, shared.chunk(warp, stage), segment.begin * kBlockTokens + chunk * kChunk);
       __syncwarp();
-      ahead.copy_async(next, stage);
+      boxed = ahead.copy_async(next, stage, (boxed & bit) != 0) ? boxed | bit : boxed & ~bit;
       copy_async_commit();
       next = ahead.advance();
       stage = stage + 1 < Layout::kStages ? stage + 1 : 0;

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.kernel import Launch
 from cumla.launch.mha.append_kv_cache import Scale
-from cumla.launch.mha.attention_decode import decode_spec
+from cumla.launch.mha.attention_decode import CHUNK_TOKENS, decode_spec, tile_bytes
 from cumla.launch.mha.attention_prefill import FULL_ROWS, block_tokens, prefill_spec, tile_rows
 from cumla.launch.source import KernelSpec
 from cumla.launch.split.division import divisor_of
@@ -183,8 +183,9 @@ class MHAKey(RaggedKey):
     @cached_property
     def box_rows(self) -> int:
         """Rows of a KV block that one load brings."""
-        whole = self.takes_whole_tiles
-        return gcd(self.page_size, block_tokens(self.kernel_tiles) if whole else BLOCK_TOKENS)
+        if self.takes_whole_tiles:
+            return gcd(self.page_size, block_tokens(self.kernel_tiles))
+        return gcd(self.page_size, CHUNK_TOKENS if self.few_rows else BLOCK_TOKENS)
 
     @property
     def tiles(self) -> int:
@@ -372,9 +373,12 @@ def _scales(scale: Scale) -> tuple[float, ...]:
 
 
 def _map(key: MHAKey, name: str, view: ArrayView) -> TensorMap | bytes:
-    loads_rows = key.form == "rows" or key.few_rows or key.takes_single_rows
-    if loads_rows or key.cache_dtype not in _TAGS:
+    is_e4m3 = key.cache_dtype == _E4M3
+    if key.form == "rows" or key.takes_single_rows or (is_e4m3 and not key.few_rows):
         return bytes(128)
     shape = tuple([max(size, 1) for size in view.shape])  # without rows nothing is loaded
-    tensor_map = paged_kv_map(view.ptr, view.dtype, shape, view.strides, key.box_rows)
+    tensor_map = paged_kv_map(view.ptr, key.cache_dtype, shape, view.strides, key.box_rows)
+    width = tile_bytes(_COLUMNS * key.kernel_tiles[name == "v"])
+    if is_e4m3 and width < tensor_map.swizzle:
+        tensor_map = tensor_map._replace(box=(width, *tensor_map.box[1:]), swizzle=width)
     return tensor_map._replace(name=name)

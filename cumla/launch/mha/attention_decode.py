@@ -7,19 +7,24 @@ from itertools import product
 
 from cumla.launch.source import KernelSpec
 
-__all__ = ["SPECS", "decode_spec"]
+__all__ = ["CHUNK_TOKENS", "SPECS", "decode_spec", "tile_bytes"]
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of 64 columns, of keys and of values
 _WARPS = 12
-_CHUNK = 16  # tokens of a warp at once
+CHUNK_TOKENS = 16  # of a warp at once
 _SHARED_MOST = 232448
+
+
+def tile_bytes(row_bytes: int) -> int:
+    """Tell how many bytes of a row lie together, with a swizzle as wide."""
+    return 128 if row_bytes % 128 == 0 else 64
 
 
 def _smem(tiles: tuple[int, int], rows: int, e4m3: bool) -> int:
     """Count the bytes of DecodeLayout; 0 if fewer than two chunks of each warp fit."""
-    chunk = _CHUNK * 64 * sum(tiles) * (1 if e4m3 else 2)
-    others = _WARPS * 8 * 68 * 4 + _WARPS * rows * 16 + 16
+    chunk = CHUNK_TOKENS * 64 * sum(tiles) * (1 if e4m3 else 2)
+    others = _WARPS * (8 * 68 * 4 + rows * 16 + 4 * 8) + 16
     stages = min(4, (_SHARED_MOST - others) // (_WARPS * chunk))
     return _WARPS * stages * chunk + others if stages > 1 else 0
 
@@ -42,7 +47,7 @@ def _spec(dtype: str, tiles: tuple[int, int], rows: int, e4m3: bool) -> KernelSp
 _SPECS = {
     key: _spec(*key)
     for key in product(_TAGS, _TILES, (8, 16), (False, True))
-    if _smem(*key[1:]) and max(key[1]) < (4 if key[2] == 8 else 2)  # others have too few registers
+    if _smem(*key[1:]) and key[1:3] != ((4, 4), 16)  # has too few registers
 }
 SPECS = tuple(_SPECS.values())
 
