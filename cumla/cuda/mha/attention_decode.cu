@@ -47,9 +47,13 @@ struct DecodeLayout {
   static constexpr int kSumsRow = 68;  // floats: 64 columns and a shift of banks
   static constexpr int kSumsBytes = kDecodeWarps * 8 * kSumsRow * 4;
   static constexpr int kStatisticsBytes = kDecodeWarps * (kRows * 16 + 4 * 8) + 16;  // and barriers, and two words
-  static constexpr int kFitting = (kSharedMost - kSumsBytes - kStatisticsBytes) / (kDecodeWarps * kChunkBytes);
+  static constexpr bool kSharesQuery = kRows > 8 || kKeys > 192;  // registers have no room for it
+  static constexpr int kQueryWords = kKeys / 8;                    // of a lane, of eight rows
+  static constexpr int kQueryBytes = kSharesQuery ? kRows / 8 * kQueryWords * 128 + kRows * 4 : 0;
+  static constexpr int kOthers = kSumsBytes + kStatisticsBytes + kQueryBytes;
+  static constexpr int kFitting = (kSharedMost - kOthers) / (kDecodeWarps * kChunkBytes);
   static constexpr int kStages = kFitting < 4 ? kFitting : 4;
-  static constexpr int kBytes = kDecodeWarps * kStages * kChunkBytes + kSumsBytes + kStatisticsBytes;
+  static constexpr int kBytes = kDecodeWarps * kStages * kChunkBytes + kOthers;
   static_assert(kStages >= 2 && kSumsBytes >= 8192 + 1024, "chunks come ahead, and joining uses the sums");
 
   u32 base;
@@ -70,6 +74,11 @@ struct DecodeLayout {
     return statistics_of(kDecodeWarps, 0) + (warp * 4 + stage) * 8;
   }
   __device__ __forceinline__ u32 words() const { return full(kDecodeWarps, 0); }
+  // The i-th four words of each lane, of eight rows; and of all rows the factors that undo theirs.
+  __device__ __forceinline__ u32 query_words(int eight, int i) const {
+    return words() + 16 + ((eight * kQueryWords / 4 + i) * 32 + threadIdx.x % 32) * 16;
+  }
+  __device__ __forceinline__ u32 undone(int row) const { return words() + 16 + kRows / 8 * kQueryWords * 128 + row * 4; }
 
   // Where 16 bytes of a token's row lie: tiles of 16 rows of 128 bytes, or of 64, with a swizzle as wide.
   template <int kRow>
@@ -86,11 +95,10 @@ struct DecodeLayout {
 // values at once read from all banks.
 __device__ __forceinline__ int token_of_row(int g) { return g ^ (g & 1) * 4; }
 
-// The segment at a place, and how many chunks of it some row sees.
+// The segment at a place, and how many chunks of it some row sees. The part is read anew: registers are scarce.
 template <int kRows>
-__device__ __forceinline__ Segment chunks_at(const AttentionParams& p, RaggedTile& tile, const Part& part, int place,
-                                             int& chunks) {
-  const Segment segment = visible_segment(p, tile, part, place);
+__device__ __forceinline__ Segment chunks_at(const AttentionParams& p, RaggedTile& tile, int place, int& chunks) {
+  const Segment segment = visible_segment(p, tile, part_of_cta(p, blockIdx.y), place);
   tile.rows = min(tile.rows, kRows);
   const int begin = segment.begin * kBlockTokens;
   const int end = min(segment.tokens, seen_by(p, tile, segment.tokens, tile.rows - 1).end);
@@ -130,21 +138,20 @@ template <typename Layout, int kRows>
 struct ChunksAhead {
   const AttentionParams& p;
   const Layout& shared;
-  const Part& part;
   const int last_place, warp, lane;
   RaggedTile tile;
   Segment segment;
   int place, chunk, chunks = 0;  // chunk: of the segment
 
-  __device__ __forceinline__ ChunksAhead(const AttentionParams& p, const Layout& shared, const Part& part,
+  __device__ __forceinline__ ChunksAhead(const AttentionParams& p, const Layout& shared, int first_place,
                                          int last_place)
-      : p(p), shared(shared), part(part), last_place(last_place), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
-        tile(p), place(part.place - 1), chunk(0) {}
+      : p(p), shared(shared), last_place(last_place), warp(threadIdx.x / 32), lane(threadIdx.x % 32), tile(p),
+        place(first_place - 1), chunk(0) {}
 
   __device__ __forceinline__ ChunkRow advance() {
     chunk += kDecodeWarps;
     while (chunk >= chunks && place < last_place) {
-      segment = chunks_at<kRows>(p, tile, part, ++place, chunks);
+      segment = chunks_at<kRows>(p, tile, ++place, chunks);
       chunk = warp;
       if (warp == 0) touch_query();
     }
@@ -216,7 +223,7 @@ struct Attender {
   const Layout& shared;
   const RaggedTile& tile;
   const int warp, lane;
-  u32 query[kEights][kReads * kSteps * 2];
+  u32 query[Layout::kSharesQuery ? 1 : kEights][Layout::kQueryWords];
   float output[kEights][kValues / 16][4];
   float scores[kEights][4];
   float maximum[kEights][2], sum[kEights][2], weight[kEights][2];
@@ -228,7 +235,7 @@ struct Attender {
 
   // Columns in the order in which the keys' words have them. The power of two that a row is multiplied by is
   // returned as the factor that undoes it.
-  __device__ __forceinline__ float load_query(u32 (&words)[kReads * kSteps * 2], int row) const {
+  __device__ __forceinline__ float load_query(u32 (&words)[Layout::kQueryWords], int row) const {
     constexpr int kColumns = 16 / Layout::kUnit;
     const char* const from = row < tile.rows ? query_row(p, tile, row) : nullptr;
 #pragma unroll
@@ -247,7 +254,7 @@ struct Attender {
     if constexpr (!kE4m3 || !kIsBf16<T>) return 1.0f;
     u32 highest = 0;  // as bits: those of larger numbers are larger
 #pragma unroll
-    for (int i = 0; i < kReads * kSteps * 2; ++i)
+    for (int i = 0; i < Layout::kQueryWords; ++i)
       highest = max(highest, max(words[i] << 16 & 0x7f800000u, words[i] & 0x7f800000u));
     highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
     highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
@@ -255,11 +262,20 @@ struct Attender {
     const u32 exponent = min(max(highest >> 23, 30u), 254u);
     const float up = __uint_as_float((127 + 127 + 14 - exponent) << 23), down = __uint_as_float((exponent - 14) << 23);
 #pragma unroll
-    for (int i = 0; i < kReads * kSteps * 2; ++i) {
+    for (int i = 0; i < Layout::kQueryWords; ++i) {
       const float2 pair = unpack_pair<Bf16>(words[i]);
       words[i] = pack_pair<Fp16>(pair.x * up, pair.y * up);
     }
     return down;
+  }
+
+  __device__ __forceinline__ void share_query(int n) const {
+    u32 words[Layout::kQueryWords];
+    const float undone = load_query(words, n * 8 + lane / 4);
+#pragma unroll
+    for (int i = 0; i < Layout::kQueryWords / 4; ++i)
+      store_shared_16(shared.query_words(n, i), {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
+    if (lane % 4 == 0) store_shared_float(shared.undone(n * 8 + lane / 4), undone);
   }
 
   // The sink counts once: in the first piece of a row tile, for warp 0.
@@ -267,19 +283,25 @@ struct Attender {
     const float of_keys = kE4m3 ? p.key_scale.of(request_of(p, tile)) : 1.0f;
     const bool has_sink = p.sinks != nullptr && warp == 0 && segment.first_part == blockIdx.y;
     common = {seen_by(p, tile, segment.tokens, tile.rows - 1).first, seen_by(p, tile, segment.tokens, 0).end};
+    if constexpr (Layout::kSharesQuery) {
+      if (warp < kEights) share_query(warp);
+      __syncthreads();
+    }
 #pragma unroll
     for (int n = 0; n < kEights; ++n) {
 #pragma unroll
       for (int i = 0; i < kValues / 16; ++i)
 #pragma unroll
         for (int e = 0; e < 4; ++e) output[n][i][e] = 0.0f;
-      const float undone = load_query(query[n], n * 8 + lane / 4);
+      float undone = 1.0f;
+      if constexpr (!Layout::kSharesQuery) undone = load_query(query[n], n * 8 + lane / 4);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = n * 8 + lane % 4 * 2 + r;
         maximum[n][r] = kLowest;
         sum[n][r] = weight[n][r] = 0.0f;
-        const float scale = of_keys * __shfl_sync(0xffffffffu, undone, (lane % 4 * 2 + r) * 4);
+        const float scale = of_keys * (Layout::kSharesQuery ? load_shared_float(shared.undone(row))
+                                                            : __shfl_sync(0xffffffffu, undone, (lane % 4 * 2 + r) * 4));
         factor[n][r] = (p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * scale;
         if (!has_sink || row >= tile.rows) continue;
         const float sink = p.sinks[Row(p, tile, row).head] * kLog2E;
@@ -291,11 +313,12 @@ struct Attender {
   }
 
   __device__ __forceinline__ void multiply_keys(u32 keys) {
-    float products[2][kEights][4];  // by turns: each waits for the one before
+    constexpr int kTurns = kEights > 1 ? 1 : 2;  // each product waits for the one before
+    float products[kTurns][kEights][4];
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) products[0][n][e] = products[1][n][e] = 0.0f;
+      for (int e = 0; e < 4; ++e) products[0][n][e] = products[kTurns - 1][n][e] = 0.0f;
 #pragma unroll
     for (int i = 0; i < kReads; ++i) {
       const auto place = [&](int more) {
@@ -303,6 +326,22 @@ struct Attender {
       };
       const uint4 low = load_shared_16(place(0)), high = load_shared_16(place(8));
       const u32 lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
+      u32 b[kEights][kSteps * 2];
+#pragma unroll
+      for (int n = 0; n < kEights; ++n)
+#pragma unroll
+        for (int j = 0; j < kSteps / 2; ++j) {
+          const int first = i * kSteps * 2 + 4 * j;
+          uint4 v;
+          if constexpr (Layout::kSharesQuery)
+            v = load_shared_16(shared.query_words(n, first / 4));
+          else
+            v = {query[n][first], query[n][first + 1], query[n][first + 2], query[n][first + 3]};
+          b[n][4 * j] = v.x;
+          b[n][4 * j + 1] = v.y;
+          b[n][4 * j + 2] = v.z;
+          b[n][4 * j + 3] = v.w;
+        }
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         u32 a[4];
@@ -317,14 +356,13 @@ struct Attender {
         }
 #pragma unroll
         for (int n = 0; n < kEights; ++n)
-          mma_m16n8k16<Unit>(products[k % 2][n], a[0], a[1], a[2], a[3], query[n][(i * kSteps + k) * 2],
-                             query[n][(i * kSteps + k) * 2 + 1]);
+          mma_m16n8k16<Unit>(products[k % kTurns][n], a[0], a[1], a[2], a[3], b[n][2 * k], b[n][2 * k + 1]);
       }
     }
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) scores[n][e] = (products[0][n][e] + products[1][n][e]) * factor[n][e & 1];
+      for (int e = 0; e < 4; ++e) scores[n][e] = (kTurns > 1 ? products[0][n][e] + products[kTurns - 1][n][e] : products[0][n][e]) * factor[n][e & 1];
   }
 
   // tanh(x) = 1 - 2 / (1 + exp(2 x)); scale_log2 is softcap * log2(e).
@@ -590,7 +628,7 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   const Part part = part_of_cta(p, blockIdx.y);
   const int last_place = last_place_of(p, part);
   u32 boxed = 0, phases = 0;  // a bit for each stage
-  ChunksAhead<Layout, kRows> ahead(p, shared, part, last_place);
+  ChunksAhead<Layout, kRows> ahead(p, shared, part.place, last_place);
   ChunkRow first[Layout::kStages];
 #pragma unroll
   for (int s = 0; s < Layout::kStages; ++s) first[s] = ahead.advance();
@@ -607,7 +645,7 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
 #pragma unroll 1
   for (int place = part.place; place <= last_place; ++place) {
     int chunks;
-    const Segment segment = chunks_at<kRows>(p, tile, part, place, chunks);
+    const Segment segment = chunks_at<kRows>(p, tile, place, chunks);
     attender.begin(segment);
 #pragma unroll 1
     for (int chunk = warp; chunk < chunks; chunk += kDecodeWarps) {

@@ -12,6 +12,7 @@ __all__ = ["CHUNK_TOKENS", "SPECS", "decode_spec", "tile_bytes"]
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of 64 columns, of keys and of values
 _WARPS = 12
+_TOO_WIDE = (((4, 4), 16, True), ((2, 2), 16, False))  # for the registers there are
 CHUNK_TOKENS = 16  # of a warp at once
 _SHARED_MOST = 232448
 
@@ -24,7 +25,9 @@ def tile_bytes(row_bytes: int) -> int:
 def _smem(tiles: tuple[int, int], rows: int, e4m3: bool) -> int:
     """Count the bytes of DecodeLayout; 0 if fewer than two chunks of each warp fit."""
     chunk = CHUNK_TOKENS * 64 * sum(tiles) * (1 if e4m3 else 2)
-    others = _WARPS * (8 * 68 * 4 + rows * 16 + 4 * 8) + 16
+    keys = 64 * tiles[0]
+    query = rows * (keys * 2 + 4) if rows > 8 or keys > 192 else 0
+    others = _WARPS * (8 * 68 * 4 + rows * 16 + 4 * 8) + 16 + query
     stages = min(4, (_SHARED_MOST - others) // (_WARPS * chunk))
     return _WARPS * stages * chunk + others if stages > 1 else 0
 
@@ -47,7 +50,7 @@ def _spec(dtype: str, tiles: tuple[int, int], rows: int, e4m3: bool) -> KernelSp
 _SPECS = {
     key: _spec(*key)
     for key in product(_TAGS, _TILES, (8, 16), (False, True))
-    if _smem(*key[1:]) and key[1:3] != ((4, 4), 16)  # has too few registers
+    if _smem(*key[1:]) and key[1:] not in _TOO_WIDE
 }
 SPECS = tuple(_SPECS.values())
 
