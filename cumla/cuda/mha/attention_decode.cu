@@ -141,19 +141,19 @@ struct ChunksAhead {
   const int last_place, warp, lane;
   RaggedTile tile;
   Segment segment;
-  int place, chunk, chunks = 0;  // chunk: of the segment
+  int place, chunk, chunks;  // chunk: of the segment
 
-  __device__ __forceinline__ ChunksAhead(const AttentionParams& p, const Layout& shared, int first_place,
-                                         int last_place)
-      : p(p), shared(shared), last_place(last_place), warp(threadIdx.x / 32), lane(threadIdx.x % 32), tile(p),
-        place(first_place - 1), chunk(0) {}
+  // From a tile on; first_place: of it.
+  __device__ __forceinline__ ChunksAhead(const AttentionParams& p, const Layout& shared, const RaggedTile& tile,
+                                         const Segment& segment, int chunks, int first_place, int last_place)
+      : p(p), shared(shared), last_place(last_place), warp(threadIdx.x / 32), lane(threadIdx.x % 32), tile(tile),
+        segment(segment), place(first_place), chunk(warp - kDecodeWarps), chunks(chunks) {}
 
   __device__ __forceinline__ ChunkRow advance() {
     chunk += kDecodeWarps;
     while (chunk >= chunks && place < last_place) {
       segment = chunks_at<kRows>(p, tile, ++place, chunks);
       chunk = warp;
-      if (warp == 0) touch_query();
     }
     ChunkRow at = {0, -1};
     if (chunk >= chunks) return at;
@@ -197,15 +197,6 @@ struct ChunksAhead {
     for (int i = 0; i < kRow / kTile; ++i)
       tma_load_4d_async(to + i * kChunk * kTile, map, full, i * kTile / Layout::kUnit, at.row, blockIdx.z, at.number);
   }
-
-  // The query rows of the tile into L1.
-  __device__ __forceinline__ void touch_query() const {
-#pragma unroll
-    for (int row = lane % 8; row < kRows; row += 8) {
-      const int at = lane / 8 * 64;
-      if (row < tile.rows && at < p.key_columns) load_global_16(reinterpret_cast<const uint4*>(query_row(p, tile, row) + at * 2));
-    }
-  }
 };
 
 // What a warp has of a row tile. Lane 4 g + q has the query of row g, scores and outputs of rows 2 q and 2 q + 1, of
@@ -223,7 +214,7 @@ struct Attender {
   const Layout& shared;
   const RaggedTile& tile;
   const int warp, lane;
-  u32 query[Layout::kSharesQuery ? 1 : kEights][Layout::kQueryWords];
+  u32 query[kEights][Layout::kQueryWords];  // unless warps share it
   float output[kEights][kValues / 16][4];
   float scores[kEights][4];
   float maximum[kEights][2], sum[kEights][2], weight[kEights][2];
@@ -233,24 +224,33 @@ struct Attender {
   __device__ __forceinline__ Attender(const AttentionParams& p, const Layout& shared, const RaggedTile& tile)
       : p(p), shared(shared), tile(tile), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
-  // Columns in the order in which the keys' words have them. The power of two that a row is multiplied by is
-  // returned as the factor that undoes it.
-  __device__ __forceinline__ float load_query(u32 (&words)[Layout::kQueryWords], int row) const {
+  // Eight rows, columns in the order in which the keys' words have them.
+  __device__ __forceinline__ void load_rows(u32 (&words)[Layout::kQueryWords], int eight) const {
     constexpr int kColumns = 16 / Layout::kUnit;
+    const int row = eight * 8 + lane / 4;
     const char* const from = row < tile.rows ? query_row(p, tile, row) : nullptr;
 #pragma unroll
-    for (int i = 0; i < kReads; ++i)
+    for (int i = 0; i < Layout::kQueryWords / 4; ++i) {
+      const int column = (4 * (i * 8 / kColumns) + lane % 4) * kColumns + i * 8 % kColumns;
+      uint4 v = {0, 0, 0, 0};
+      if (from != nullptr && column < p.key_columns)
+        v = load_global_16(reinterpret_cast<const uint4*>(from + column * 2));
+      words[4 * i] = v.x;
+      words[4 * i + 1] = v.y;
+      words[4 * i + 2] = v.z;
+      words[4 * i + 3] = v.w;
+    }
+  }
+
+  // Ahead of begin(), which waits for it.
+  __device__ __forceinline__ void load_query() {
+    if constexpr (!Layout::kSharesQuery)
 #pragma unroll
-      for (int e = 0; e < kColumns / 8; ++e) {
-        const int column = (4 * i + lane % 4) * kColumns + e * 8;
-        uint4 v = {0, 0, 0, 0};
-        if (from != nullptr && column < p.key_columns) v = load_global_16(reinterpret_cast<const uint4*>(from + column * 2));
-        u32* const to = words + i * kSteps * 2 + e * 4;
-        to[0] = v.x;
-        to[1] = v.y;
-        to[2] = v.z;
-        to[3] = v.w;
-      }
+      for (int n = 0; n < kEights; ++n) load_rows(query[n], n);
+  }
+
+  // Eight rows of a bfloat16 query as float16, times powers of two; what undoes that of the lane's row.
+  __device__ __forceinline__ static float narrow_query(u32 (&words)[Layout::kQueryWords]) {
     if constexpr (!kE4m3 || !kIsBf16<T>) return 1.0f;
     u32 highest = 0;  // as bits: those of larger numbers are larger
 #pragma unroll
@@ -269,13 +269,17 @@ struct Attender {
     return down;
   }
 
-  __device__ __forceinline__ void share_query(int n) const {
-    u32 words[Layout::kQueryWords];
-    const float undone = load_query(words, n * 8 + lane / 4);
+  __device__ __forceinline__ void share_query() const {
+    if (warp < kEights) {
+      u32 words[Layout::kQueryWords];
+      load_rows(words, warp);
+      const float undone = narrow_query(words);
 #pragma unroll
-    for (int i = 0; i < Layout::kQueryWords / 4; ++i)
-      store_shared_16(shared.query_words(n, i), {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
-    if (lane % 4 == 0) store_shared_float(shared.undone(n * 8 + lane / 4), undone);
+      for (int i = 0; i < Layout::kQueryWords / 4; ++i)
+        store_shared_16(shared.query_words(warp, i), {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
+      if (lane % 4 == 0) store_shared_float(shared.undone(warp * 8 + lane / 4), undone);
+    }
+    __syncthreads();
   }
 
   // The sink counts once: in the first piece of a row tile, for warp 0.
@@ -283,10 +287,7 @@ struct Attender {
     const float of_keys = kE4m3 ? p.key_scale.of(request_of(p, tile)) : 1.0f;
     const bool has_sink = p.sinks != nullptr && warp == 0 && segment.first_part == blockIdx.y;
     common = {seen_by(p, tile, segment.tokens, tile.rows - 1).first, seen_by(p, tile, segment.tokens, 0).end};
-    if constexpr (Layout::kSharesQuery) {
-      if (warp < kEights) share_query(warp);
-      __syncthreads();
-    }
+    if constexpr (Layout::kSharesQuery) share_query();
 #pragma unroll
     for (int n = 0; n < kEights; ++n) {
 #pragma unroll
@@ -294,7 +295,7 @@ struct Attender {
 #pragma unroll
         for (int e = 0; e < 4; ++e) output[n][i][e] = 0.0f;
       float undone = 1.0f;
-      if constexpr (!Layout::kSharesQuery) undone = load_query(query[n], n * 8 + lane / 4);
+      if constexpr (!Layout::kSharesQuery) undone = narrow_query(query[n]);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = n * 8 + lane % 4 * 2 + r;
@@ -549,7 +550,7 @@ struct Attender {
         if (!adds) continue;
         if (round == 0) inverse = weigh_warps(segment, n, adder, highest);
         float2 all = {0.0f, 0.0f};
-#pragma unroll
+#pragma unroll 4
         for (int w = 0; w < kDecodeWarps; ++w) {
           const float own = exp2_approx(load_shared_float(shared.statistics_of(w, n * 8 + g)) - highest);
           const float2 v = load_shared_float2(shared.sums_of(w, g) + adder * 32 + q * 8);
@@ -560,7 +561,7 @@ struct Attender {
       }
     }
     if (adds && segment.split())
-      Joiner<T, kValues, 4, AttentionParams, RaggedTile>(p, {shared.words(), shared.sums(), shared.sums() + 8192}, tile,
+      Joiner<T, kValues, kRows > 8 ? 4 : 1, AttentionParams, RaggedTile>(p, {shared.words(), shared.sums(), shared.sums() + 8192}, tile,
                                                          segment).join(more);
   }
 
@@ -569,9 +570,9 @@ struct Attender {
   __device__ __forceinline__ float weigh_warps(const Segment& segment, int n, int adder, float& highest) const {
     const int row = n * 8 + lane / 4;
     float total = 0.0f, rounded = 0.0f;
-#pragma unroll
+#pragma unroll 4
     for (int w = 0; w < kDecodeWarps; ++w) highest = fmaxf(highest, load_shared_float(shared.statistics_of(w, row)));
-#pragma unroll
+#pragma unroll 4
     for (int w = 0; w < kDecodeWarps; ++w) {
       const float4 of_warp = load_shared_float4(shared.statistics_of(w, row));
       const float own = exp2_approx(of_warp.x - highest);
@@ -628,7 +629,15 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   const Part part = part_of_cta(p, blockIdx.y);
   const int last_place = last_place_of(p, part);
   u32 boxed = 0, phases = 0;  // a bit for each stage
-  ChunksAhead<Layout, kRows> ahead(p, shared, part.place, last_place);
+  int place = part.place, chunks = 0;
+  RaggedTile tile(p);
+  Segment segment;
+  Attender<T, kKeys, kValues, kRows, kE4m3> attender(p, shared, tile);
+  if (place <= last_place) {
+    segment = chunks_at<kRows>(p, tile, place, chunks);
+    attender.load_query();
+  }
+  ChunksAhead<Layout, kRows> ahead(p, shared, tile, segment, chunks, place, last_place);
   ChunkRow first[Layout::kStages];
 #pragma unroll
   for (int s = 0; s < Layout::kStages; ++s) first[s] = ahead.advance();
@@ -639,13 +648,9 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   }
   ChunkRow next = ahead.advance();
 
-  RaggedTile tile(p);
-  Attender<T, kKeys, kValues, kRows, kE4m3> attender(p, shared, tile);
   int stage = 0;
 #pragma unroll 1
-  for (int place = part.place; place <= last_place; ++place) {
-    int chunks;
-    const Segment segment = chunks_at<kRows>(p, tile, place, chunks);
+  while (place <= last_place) {
     attender.begin(segment);
 #pragma unroll 1
     for (int chunk = warp; chunk < chunks; chunk += kDecodeWarps) {
@@ -663,7 +668,11 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
       next = ahead.advance();
       stage = stage + 1 < Layout::kStages ? stage + 1 : 0;
     }
-    attender.finish(segment, place < last_place);
+    const bool more = place++ < last_place;
+    attender.finish(segment, more);
+    if (!more) break;
+    segment = chunks_at<kRows>(p, tile, place, chunks);
+    attender.load_query();
   }
   copy_async_wait_all();
 }
