@@ -561,7 +561,7 @@ struct Attender {
       }
     }
     if (adds && segment.split())
-      Joiner<T, kValues, kRows > 8 ? 4 : 1, AttentionParams, RaggedTile>(p, {shared.words(), shared.sums(), shared.sums() + 8192}, tile,
+      Joiner<T, kValues, (kRows > 8 ? 4 : 1), AttentionParams, RaggedTile>(p, {shared.words(), shared.sums(), shared.sums() + 8192}, tile,
                                                          segment).join(more);
   }
 

@@ -12,7 +12,7 @@ __all__ = ["CHUNK_TOKENS", "SPECS", "decode_spec", "tile_bytes"]
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of 64 columns, of keys and of values
 _WARPS = 12
-_TOO_WIDE = (((4, 4), 16, True),)  # for the registers there are
+_TOO_WIDE = (((4, 4), 16, True), ((2, 2), 16, False))  # for the registers there are
 CHUNK_TOKENS = 16  # of a warp at once
 _SHARED_MOST = 232448
 
