@@ -44,15 +44,16 @@ template <int kKeys, int kValues, int kRows, bool kE4m3>
 struct DecodeLayout {
   static constexpr int kUnit = kE4m3 ? 1 : 2, kKeyRow = kKeys * kUnit, kValueRow = kValues * kUnit;  // bytes
   static constexpr int kKeyBytes = kChunk * kKeyRow, kChunkBytes = kKeyBytes + kChunk * kValueRow;
-  static constexpr int kSumsRow = 68;  // floats: 64 columns and a shift of banks
-  static constexpr int kSumsBytes = kDecodeWarps * 8 * kSumsRow * 4;
+  static constexpr int kSumsRow = 68 * 4, kSumsWarp = 8 * kSumsRow + 32;  // bytes: 64 columns and a shift of banks
+  static constexpr int kSumsBytes = kDecodeWarps * kSumsWarp;
   static constexpr int kStatisticsBytes = kDecodeWarps * (kRows * 16 + 4 * 8) + 16;  // and barriers, and two words
   static constexpr bool kSharesQuery = kRows > 8 || kKeys > 192;  // registers have no room for it
   static constexpr int kQueryWords = kKeys / 8;                    // of a lane, of eight rows
   static constexpr int kQueryBytes = kSharesQuery ? kRows / 8 * kQueryWords * 128 + kRows * 4 : 0;
   static constexpr int kOthers = kSumsBytes + kStatisticsBytes + kQueryBytes;
   static constexpr int kFitting = (kSharedMost - kOthers) / (kDecodeWarps * kChunkBytes);
-  static constexpr int kStages = kFitting < 4 ? kFitting : 4;
+  static constexpr int kMost = kSharesQuery ? 2 : 3;
+  static constexpr int kStages = kFitting < kMost ? kFitting : kMost;
   static constexpr int kBytes = kDecodeWarps * kStages * kChunkBytes + kOthers;
   static_assert(kStages >= 2 && kSumsBytes >= 8192 + 1024, "chunks come ahead, and joining uses the sums");
 
@@ -63,7 +64,7 @@ struct DecodeLayout {
   }
   __device__ __forceinline__ u32 sums() const { return base + kDecodeWarps * kStages * kChunkBytes; }
   __device__ __forceinline__ u32 sums_of(int warp, int row) const {
-    return sums() + (warp * 8 + row) * kSumsRow * 4;
+    return sums() + warp * kSumsWarp + row * kSumsRow;
   }
   // Of a warp and a row: maximum, sum of the weights, sum of the rounded weights.
   __device__ __forceinline__ u32 statistics_of(int warp, int row) const {
@@ -209,6 +210,7 @@ struct Attender {
   static constexpr int kReads = Layout::kKeyRow / 64;  // of 16 bytes of a key, by a lane
   static constexpr int kSteps = kE4m3 ? 4 : 2;         // products of each
   static constexpr int kRounds = kValues / 64;         // of sums, 64 columns each
+  static constexpr int kEach = kDecodeWarps / 4;       // of the warps, whose outputs a lane adds up
 
   const AttentionParams& p;
   const Layout& shared;
@@ -533,8 +535,7 @@ struct Attender {
           store_shared_float4(shared.statistics_of(warp, n * 8 + 2 * q + r),
                               {maximum[n][r], sum[n][r], weight[n][r], 0.0f});
 #pragma unroll
-    for (int n = 0; n < kEights; ++n) {
-      float highest = kLowest, inverse = 0.0f;
+    for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int round = 0; round < kRounds; ++round) {
         if (n + round > 0) __syncthreads();
@@ -548,38 +549,33 @@ struct Attender {
           }
         __syncthreads();
         if (!adds) continue;
-        if (round == 0) inverse = weigh_warps(segment, n, adder, highest);
-        float2 all = {0.0f, 0.0f};
-#pragma unroll 4
-        for (int w = 0; w < kDecodeWarps; ++w) {
-          const float own = exp2_approx(load_shared_float(shared.statistics_of(w, n * 8 + g)) - highest);
-          const float2 v = load_shared_float2(shared.sums_of(w, g) + adder * 32 + q * 8);
-          all.x += own * v.x;
-          all.y += own * v.y;
-        }
-        store(segment, n, column_of(round, adder), all.x * inverse, all.y * inverse);
+        add_warps(segment, n, adder, column_of(round, adder), round == 0);
       }
-    }
     if (adds && segment.split())
-      Joiner<T, kValues, (kRows > 8 ? 4 : 1), AttentionParams, RaggedTile>(p, {shared.words(), shared.sums(), shared.sums() + 8192}, tile,
+      Joiner<T, kValues, Layout::kSharesQuery ? 4 : 1, AttentionParams, RaggedTile>(p, {shared.words(), shared.sums(), shared.sums() + 8192}, tile,
                                                          segment).join(more);
   }
 
-  // What all warps' outputs of a row, relative to their highest score, are divided by, inverted. Stores the row's
-  // log-sum-exp.
-  __device__ __forceinline__ float weigh_warps(const Segment& segment, int n, int adder, float& highest) const {
+  // Each lane of a quad weighs every fourth warp's output of row lane / 4, relative to the highest score of all. Gives
+  // what their sum is divided by, inverted; the first time it stores the row's log-sum-exp.
+  __device__ __forceinline__ float weigh_warps(const Segment& segment, int n, int adder, float (&own)[kEach], bool is_first) const {
     const int row = n * 8 + lane / 4;
-    float total = 0.0f, rounded = 0.0f;
-#pragma unroll 4
-    for (int w = 0; w < kDecodeWarps; ++w) highest = fmaxf(highest, load_shared_float(shared.statistics_of(w, row)));
-#pragma unroll 4
-    for (int w = 0; w < kDecodeWarps; ++w) {
-      const float4 of_warp = load_shared_float4(shared.statistics_of(w, row));
-      const float own = exp2_approx(of_warp.x - highest);
-      total += own * of_warp.y;
-      rounded += own * of_warp.z;
+    float highest = kLowest, total = 0.0f, rounded = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kEach; ++k)
+      highest = fmaxf(highest, load_shared_float(shared.statistics_of(lane % 4 + 4 * k, row)));
+    highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+    highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const float4 of_warp = load_shared_float4(shared.statistics_of(lane % 4 + 4 * k, row));
+      own[k] = exp2_approx(of_warp.x - highest);
+      total += own[k] * of_warp.y;
+      rounded += own[k] * of_warp.z;
     }
-    if (adder == 0 && lane % 4 == 0) {
+    total = sum_of_quad(total);
+    rounded = sum_of_quad(rounded);
+    if (is_first && adder == 0 && lane % 4 == 0) {
       const float lse = total == 0.0f ? -kInfinity : highest + log2_approx(total);
       float* const of_piece = p.partial_lse + piece_index(p, tile, blockIdx.y, segment.slot) * kRowGroup + row;
       if (!segment.split()) {
@@ -591,6 +587,37 @@ struct Attender {
     }
     const float inverse = rounded == 0.0f ? 0.0f : reciprocal_approx(rounded);
     return kE4m3 ? inverse * p.value_scale.of(request_of(p, tile)) : inverse;
+  }
+
+  __device__ __forceinline__ static float sum_of_quad(float value) {
+    value += __shfl_xor_sync(0xffffffffu, value, 1);
+    return value + __shfl_xor_sync(0xffffffffu, value, 2);
+  }
+
+  // Each lane of a quad adds up eight columns of its warps; then they trade, so that each has the sums of two.
+  __device__ __forceinline__ void add_warps(const Segment& segment, int n, int adder, int column,
+                                            bool is_first) const {
+    const int q = lane % 4;
+    float own[kEach], sums[8];
+    const float inverse = weigh_warps(segment, n, adder, own, is_first);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sums[i] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const u32 from = shared.sums_of(q + 4 * k, lane / 4) + adder * 32;
+      const float4 low = load_shared_float4(from), high = load_shared_float4(from + 16);
+      const float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sums[i] += own[k] * v[i];
+    }
+    float four[4], two[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      four[i] = (q & 2 ? sums[4 + i] : sums[i]) + __shfl_xor_sync(0xffffffffu, q & 2 ? sums[i] : sums[4 + i], 2);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      two[i] = (q & 1 ? four[2 + i] : four[i]) + __shfl_xor_sync(0xffffffffu, q & 1 ? four[i] : four[2 + i], 1);
+    store(segment, n, column, two[0] * inverse, two[1] * inverse);
   }
 
   // Two columns of a row each, of `column` and the seven after it; of a piece, whose one row group has 16 rows.
@@ -626,10 +653,14 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   grid_dependency_launch();
   grid_dependency_wait();
 
-  const Part part = part_of_cta(p, blockIdx.y);
-  const int last_place = last_place_of(p, part);
+  int place, last_place;
+  {
+    const Part part = part_of_cta(p, blockIdx.y);
+    place = part.place;
+    last_place = last_place_of(p, part);
+  }
   u32 boxed = 0, phases = 0;  // a bit for each stage
-  int place = part.place, chunks = 0;
+  int chunks = 0;
   RaggedTile tile(p);
   Segment segment;
   Attender<T, kKeys, kValues, kRows, kE4m3> attender(p, shared, tile);

@@ -26,9 +26,10 @@ def _smem(tiles: tuple[int, int], rows: int, e4m3: bool) -> int:
     """Count the bytes of DecodeLayout; 0 if fewer than two chunks of each warp fit."""
     chunk = CHUNK_TOKENS * 64 * sum(tiles) * (1 if e4m3 else 2)
     keys = 64 * tiles[0]
-    query = rows * (keys * 2 + 4) if rows > 8 or keys > 192 else 0
-    others = _WARPS * (8 * 68 * 4 + rows * 16 + 4 * 8) + 16 + query
-    stages = min(4, (_SHARED_MOST - others) // (_WARPS * chunk))
+    shares_query = rows > 8 or keys > 192
+    query = rows * (keys * 2 + 4) if shares_query else 0
+    others = _WARPS * (8 * 68 * 4 + 32 + rows * 16 + 4 * 8) + 16 + query
+    stages = min(2 if shares_query else 3, (_SHARED_MOST - others) // (_WARPS * chunk))
     return _WARPS * stages * chunk + others if stages > 1 else 0
 
 
