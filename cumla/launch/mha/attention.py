@@ -117,6 +117,7 @@ class MHAKey(RaggedKey):
     q_len: int  # of each request, where q has an axis of requests; else 0
     device: int | None
     sm_count: int
+    has_window: bool = False  # to the left
     batch_invariant: bool = False
     max_pieces: int = 1  # of a batch-invariant request
     more_pieces: int = 0  # of all batch-invariant requests, beyond one for each row tile
@@ -167,12 +168,21 @@ class MHAKey(RaggedKey):
 
     @cached_property
     def few_rows(self) -> tuple[int, KernelSpec] | None:
-        """Rows and kernel of small row tiles, where the requests' mean ones are as small."""
-        if self.batch_invariant or self.takes_single_rows:
+        """Rows and kernel of small row tiles, where the requests' mean ones are as small.
+
+        Of 16-bit keys where it is faster (docs/kernels/mha.md): with 64 columns, or small pages.
+        """
+        is_e4m3 = self.cache_dtype == _E4M3
+        gains = is_e4m3 or (not self.has_window and self._comes_in_pieces)
+        if self.batch_invariant or self.takes_single_rows or not gains:
             return None
         tokens = self.q_len or -(-self.total_tokens // max(self.batch, 1))
-        is_e4m3 = self.cache_dtype == _E4M3
         return decode_spec(self.dtype, self.kernel_tiles, tokens * self.heads_per_group, is_e4m3)
+
+    @property
+    def _comes_in_pieces(self) -> bool:
+        """Whether a load brings little: rows are short, or pages are."""
+        return self.kernel_tiles == (1, 1) or self.form != "pages"
 
     @cached_property
     def num_places(self) -> int:
