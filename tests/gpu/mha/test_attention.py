@@ -18,6 +18,7 @@ from tests.mha.attention_cases import Sample, check, make, samples
 
 KERNELS = (
     "attention",
+    "attention_decode",
     "attention_prefill",
     "attention_simt",
     "invariant_parts",

@@ -468,8 +468,13 @@ def attend_many_heads(cupy: Any) -> None:
         for sample in attention_cases.samples(2, lens=(2000, 70), columns=(64, 64), page_size=16):
             attend_mha(cupy, sample)
         for sample in attention_cases.samples(1, lens=(2000, 70), columns=(64, 64), cache="e4m3"):
-            attend_mha(cupy, sample)
+            attend_mha(cupy, replace(sample, queries="many"))
             attend_mha(cupy, sample, batch_invariant=True)
+        for cache in ("e4m3", "same"):  # few rows, which are eight of a kv head here, or 16
+            few = {"lens": (2000, 70), "columns": (64, 64), "queries": "uniform", "window": None}
+            for heads in ((8, 2), (8, 1)):
+                for sample in attention_cases.samples(2, **few, cache=cache, heads=heads):
+                    attend_mha(cupy, sample)
     with multiprocessors(1):
         for page_size in (3, 16):
             fixed = attention_cases.MANY | {"columns": (64, 64), "dtype": "bfloat16"}

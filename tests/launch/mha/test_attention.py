@@ -33,9 +33,9 @@ FEW = (  # few kernels: each takes seconds to compile
         2, columns=(192, 128), dtype="float16", page_size=16, window=17, sinks=True, cache="same"
     ),
     *samples(1, columns=(80, 136), dtype="bfloat16", page_size=48, lens=(130, 3)),
-    *samples(12, columns=(64, 64), dtype="bfloat16", cache="e4m3"),
-    *samples(2, columns=(192, 128), dtype="float16", cache="e4m3", lens=(700,)),
-    *samples(1, columns=(208, 16), dtype="bfloat16", cache="e4m3", lens=(130, 3)),
+    *samples(8, columns=(64, 64), dtype="bfloat16", cache="e4m3", heads=(5, 5), queries="many"),
+    *samples(2, columns=(192, 128), dtype="float16", cache="e4m3", lens=(700,), heads=(16, 1)),
+    *samples(1, columns=(208, 16), dtype="bfloat16", cache="e4m3", lens=(130, 3), heads=(16, 1)),
 )
 
 
