@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["CallersNames", "check_axes", "check_tensors", "refuse"]
+__all__ = ["CallersNames", "check_axes", "check_new_rows", "check_tensors", "refuse"]
 
 
 class CallersNames:
@@ -60,6 +60,14 @@ def check_axes(name: str, tensor: Any, *forms: str) -> None:
     if all(len(shape) != form.count(",") + 1 for form in forms):
         wanted = " or ".join(f"({form})" for form in forms)
         raise ValueError(f"{name}: needs axes {wanted}, got shape {shape}; reshape it")
+
+
+def check_new_rows(**pairs: tuple[Any, Any]) -> None:
+    """Check that rows have the dtype of the cache that they go into, unless it is one of FP8."""
+    for name, (rows, cache) in pairs.items():
+        if cache.dtype.itemsize > 1 and rows.dtype != cache.dtype:
+            need, got = (str(tensor.dtype).removeprefix("torch.") for tensor in (cache, rows))
+            raise TypeError(f"{name}: needs the cache's dtype {need}, got {got}; convert it")
 
 
 def refuse(why: str, kind: type[Exception] = NotImplementedError, **arguments: object) -> None:

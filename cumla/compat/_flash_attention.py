@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors
 from cumla.compat._torch import import_torch, positions_of
+from cumla.core.arguments import checked_flag
 from cumla.mha.attention import attention
 
 if TYPE_CHECKING:
@@ -150,9 +151,15 @@ def places_of(
             )
         table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
     check_axes("page_table", table, "batch_size, max_num_blocks_per_seq")
+    room = table.shape[1] * k_cache.shape[1]
     if cache_seqlens is None:
-        cache_seqlens = table.shape[1] * k_cache.shape[1]
+        cache_seqlens = room
     if isinstance(cache_seqlens, int):
+        if not 0 <= cache_seqlens <= room:
+            raise ValueError(
+                f"cache_seqlens: needs a number from 0 to {room}, the tokens that a request has "
+                f"room for, got {cache_seqlens}; pass the tokens in the cache"
+            )
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
     return table, cache_seqlens
 
@@ -165,8 +172,13 @@ def no_metadata(cache_seqlens: Any) -> Any:
 
 def options_of(scale: Any, causal: Any, window_size: Any, softcap: Any) -> dict[str, Any]:
     """Name what is no tensor as `cumla.attention` does."""
-    window, cap = tuple(window_size), softcap or None
-    return {"softmax_scale": scale, "causal": bool(causal), "window": window, "softcap": cap}
+    if not isinstance(window_size, (tuple, list)):
+        raise TypeError(
+            f"window_size: needs a pair of numbers, got {window_size!r}; pass (left, right), where "
+            f"-1 is unbounded"
+        )
+    flag, window, cap = checked_flag("causal", causal), tuple(window_size), softcap or None
+    return {"softmax_scale": scale, "causal": flag, "window": window, "softcap": cap}
 
 
 def _of_no_key(q: Any, v: Any) -> tuple[Any, Any]:

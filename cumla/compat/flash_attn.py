@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors
+from cumla.compat._arguments import CallersNames, check_axes, check_new_rows, check_tensors
 from cumla.compat._flash_attention import (
     Q_AXES,
     Rows,
@@ -183,8 +183,9 @@ def flash_attn_with_kvcache(
         window is given; else all queries of a request are rotated by the row cache_seqlens. Keys
         beyond the last row are not written.
     cache_seqlens : int or torch.Tensor, optional
-        ``(batch_size,)`` int32: tokens of each request in the cache, without k and v. By default
-        the caches are full; with k and v it is needed.
+        ``(batch_size,)`` int32: tokens of each request in the cache, without k and v, or one number
+        for all, from 0 to the tokens that there is room for. By default the caches are full; with
+        k and v it is needed.
     cache_batch_idx : torch.Tensor, optional
         ``(batch_size,)`` int32: which row of the caches each request has, without page_table. The
         i-th by default.
@@ -227,7 +228,7 @@ def flash_attn_with_kvcache(
     NotImplementedError
         What is asked for does not exist in cumla; the message names the argument and the way out.
     TypeError
-        An argument is no tensor.
+        An argument is no tensor, causal is no bool, or window_size no pair.
     RuntimeError
         Arguments do not fit. New rows may have been written into the caches; a call that is put
         right writes the same ones there.
@@ -243,10 +244,11 @@ def flash_attn_with_kvcache(
     )
     check_rows(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     factors = factors_of(k_descale, v_descale)
+    options = options_of(softmax_scale, causal, window_size, softcap) | factors
     check_given(rotary_cos=rotary_cos, rotary_sin=rotary_sin, page_table=page_table)
     check_lists(
         _APPEND,
-        cache_seqlens=None if isinstance(cache_seqlens, int) else cache_seqlens,
+        cache_seqlens=None if type(cache_seqlens) is int else cache_seqlens,
         cache_batch_idx=cache_batch_idx,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k_new=cu_seqlens_k_new,
@@ -260,11 +262,10 @@ def flash_attn_with_kvcache(
         if new is not None:
             is_local = any(side not in (-1, None) for side in window_size)
             is_one = cu_seqlens_q is None and q.shape[1] == 1  # at the same place either way
-            is_ordered = bool(causal) or is_local or is_one
+            is_ordered = options["causal"] or is_local or is_one
             caches = k_cache, v_cache
             q, lens = _append(queries, new, v, caches, lens, table, rotation, is_ordered, factors)
     lengths = {"kv_lens": lens, "qo_indptr": cu_seqlens_q, "block_table": table}
-    options = options_of(softmax_scale, causal, window_size, softcap) | factors
     with _ATTEND:
         return attend(q, k_cache, v_cache, return_softmax_lse, **lengths, **options)
 
@@ -594,6 +595,7 @@ def _append(
         if first is not None:
             options["positions"] = new.positions(first, True)
         q = turned
+    check_new_rows(k=(new.rows, caches[0]), v=(v, caches[1]))
     lens = lens + new.lengths()
     options |= {"kv_lens": lens, "qo_indptr": new.offsets, "block_table": table}
     append_kv_cache(new.rows, v, caches[0], caches[1], **options, **factors)

@@ -14,10 +14,11 @@ Code written for FlashMLA runs by changing its import line::
 
 What carries over from FlashMLA:
 
-* The schedule is computed on the device by the first call with a metadata object and serves every
-  later call with it: one object for one decoding step, all layers. Calls that follow a change of
-  ``cache_seqlens`` need a new object; with the old one they stay inside the cache, but their
-  results are undefined.
+* The schedule is computed on the device by the first call with a metadata object, from the lengths
+  in its ``cache_seqlens``, and serves every later call with it: one object for one decoding step,
+  all layers. A step with new lengths needs a new `get_mla_metadata` call; with the old object calls
+  stay inside the cache, but their results are undefined. ``CUMLA_CHECK=1`` finds lengths that
+  changed in the tensor of the first call, and does not look at another tensor.
 * If that first call is captured into a CUDA graph, the schedule is part of the graph: each replay
   computes it anew from what ``cache_seqlens`` then holds.
 * Graphs read the schedules of the metadata object that their calls were given: keep the object as
@@ -110,6 +111,10 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None
         Pass it to every `flash_mla_with_kvcache` call of the step.
     num_splits : None
         A placeholder for the second result of older versions.
+
+    Notes
+    -----
+    Lengths are taken once, when the object is first used. Call this again for each decoding step.
     """
     return FlashMLASchedMeta(), None
 
@@ -143,7 +148,8 @@ def flash_mla_with_kvcache(
     block_table : torch.Tensor
         ``(batch, max_blocks)``, int32: the pages of each request, in order.
     cache_seqlens : torch.Tensor
-        ``(batch,)``, int32: tokens of each request in the cache.
+        ``(batch,)``, int32: tokens of each request in the cache. Only the first call with a
+        metadata object reads them.
     head_dim_v : int
         512: the values are the first 512 elements of a cache row.
     tile_scheduler_metadata : FlashMLASchedMeta
@@ -151,7 +157,8 @@ def flash_mla_with_kvcache(
     num_splits : None
         The second element.
     softmax_scale : float, optional
-        Factor on q.k before the softmax; ``q.shape[-1] ** -0.5`` if omitted.
+        Factor on q.k before the softmax; ``q.shape[-1] ** -0.5`` if omitted. By position it comes
+        before causal, as in FlashMLA, whose README leaves it out.
     causal : bool
         Bottom-right causal mask: the last query sees the whole request.
     is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, \
@@ -176,6 +183,8 @@ extra_topk_length
     CumlaError
         As `cumla.mla_decode`.
     """
+    if isinstance(softmax_scale, bool):
+        raise TypeError("softmax_scale: needs a number, got bool; pass causal= by name")
     refuse(
         "belongs to sparse attention, and cumla has only dense decoding so far",
         is_fp8_kvcache=is_fp8_kvcache or None,

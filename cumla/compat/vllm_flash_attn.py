@@ -42,7 +42,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors
+from cumla.compat._arguments import CallersNames, check_axes, check_new_rows, check_tensors
 from cumla.compat._flash_attention import (
     attend,
     check_given,
@@ -204,7 +204,7 @@ block_sparse_tensors, aux_tensors, aux_tensor_leading_dims, dynamic_causal
     NotImplementedError
         What is asked for does not exist in cumla; the message names the argument and the way out.
     TypeError
-        An argument is no tensor.
+        An argument is no tensor, causal is no bool, or window_size no pair.
     RuntimeError
         Arguments do not fit.
     CumlaError
@@ -346,6 +346,7 @@ def reshape_and_cache_flash(
                     f"{name}: needs the dtype that kv_cache_dtype {kv_cache_dtype!r} says, got "
                     f"{cache.dtype}; name the one of the cache"
                 )
+        check_new_rows(key=(key, key_cache), value=(value, value_cache))
         append_kv_cache(key[:slots], value[:slots], key_cache, value_cache, slot_mapping, **scales)
 
 

@@ -688,8 +688,32 @@ def test_positions_that_do_not_exist(config: dict[str, Any], says: str) -> None:
         ({"q": torch.zeros(1, 6, 64)}, TypeError, "k: needs the dtype of q, torch.float32"),
         ({"q": torch.zeros(1, 6, 2, 8).half()}, ValueError, "k: needs the columns of a head of q"),
         ({"v": torch.zeros(1, 5, 64).half()}, ValueError, "v: needs the tokens and heads of k"),
-        ({"v": torch.zeros(1, 6, 32).bfloat16()}, TypeError, "v: needs float16"),
-        ({"k_cache": torch.zeros(5, 8, 2, 16).bfloat16()}, TypeError, "k_cache: needs float16"),
+        (
+            {"v": torch.zeros(1, 6, 32).bfloat16()},
+            TypeError,
+            "v: needs the cache's dtype float16, got bfloat16",
+        ),
+        (
+            {"k_cache": torch.zeros(5, 8, 2, 16).bfloat16()},
+            TypeError,
+            "k: needs the cache's dtype bfloat16, got float16",
+        ),
+        (
+            {"k_cache": torch.zeros(5, 8, 2, 16).to(torch.float8_e4m3fn)},
+            TypeError,
+            "k_cache: needs q's dtype, torch.float16, got torch.float8_e4m3fn",
+        ),
+        (
+            {"v_cache": torch.zeros(5, 8, 2, 32).byte()},
+            TypeError,
+            "v_cache: needs q's dtype, torch.float16, got torch.uint8",
+        ),
+        ({"seq_len": int32(2, 0, 1)}, ValueError, "seq_len: needs a number for each of the 4"),
+        ({"seq_start": int32(0, 2, 2)}, ValueError, "seq_start: needs a number for each of the 4"),
+        *(
+            ({name: torch.zeros(4)}, TypeError, f"{name}: needs int32 or int64, got torch.float32")
+            for name in ("seq_len", "input_pos", "cache_loc", "seq_start")
+        ),
         ({"k_cache": torch.zeros(5, 2, 16).half()}, ValueError, "k_cache: needs axes"),
         ({"v_cache": torch.zeros(5, 7, 2, 32).half()}, ValueError, "v_cache: needs as many pages"),
         ({"input_pos": int32(1)}, ValueError, "input_pos: needs"),
@@ -709,6 +733,26 @@ def test_arguments_that_do_not_fit(changes: dict[str, Any], kind: Any, says: str
     with pytest.raises(kind, match=f"^{says}"):
         functions.fused_flattened_mha_with_cache(**arguments)
     assert torch.equal(arguments["v_cache"], before)
+
+
+def test_requests_without_a_slot() -> None:
+    q, k_cache, v_cache = torch.ones(3, 1, 32).half(), *torch.zeros(2, 2, 8, 2, 16).half()
+    with pytest.raises(ValueError, match=r"^k_cache: needs a slot for each of the 3 requests"):
+        auto_deploy.fused_mha_with_cache(q, q, q, int32(0, 0, 0), k_cache, v_cache, None)
+    assert not k_cache.any()
+
+
+@pytest.mark.parametrize("name", ["prepare_fused_mha_metadata", "prepare_paged_mha_metadata"])
+def test_metadata_of_floats(name: str) -> None:
+    input_ids, seq_len, *rest = calls()[name]
+    with pytest.raises(TypeError, match=r"^seq_len: needs int32 or int64, got torch.float32"):
+        getattr(auto_deploy, name)(input_ids, seq_len.float(), *rest)
+
+
+def test_rotations_by_floats() -> None:
+    x, table_, *lists = calls()["apply_rope_on_flattened_inputs"]
+    with pytest.raises(TypeError, match=r"^input_pos: needs int32 or int64"):
+        auto_deploy.apply_rope_on_flattened_inputs(x, table_, lists[0].float(), *lists[1:])
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,10 @@ def test_sizes(sizes: tuple[int, ...], pages: int, is_paged: bool) -> None:
 
 @pytest.mark.parametrize("name", ["max_seq_len", "max_batch_size"])
 def test_sizes_that_do_not_exist(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}: needs at least 1, got 0"):
+    with pytest.raises(ValueError, match=f"^{name}: needs a number from 1, got 0"):
         SequenceInfo(**{name: 0})
+    with pytest.raises(TypeError, match=f"^{name}: needs an int, got str"):
+        SequenceInfo(**{name: "8"})
 
 
 def test_a_new_batch_decodes_without_a_history() -> None:
@@ -82,6 +84,12 @@ def test_nested_sequences_come_apart_again() -> None:
     assert info.input_ids.shape == (1, 0)
     with pytest.raises(ValueError, match=r"^input_ids: needs at most 4 sequences, got 5"):
         info.nest_sequences([[1]] * 5)
+    before = info.input_ids
+    with pytest.raises(ValueError, match=r"^input_ids: needs at most 32 tokens a sequence, got 33"):
+        info.nest_sequences([[1], [1] * 33])
+    with pytest.raises(TypeError, match=r"^input_ids: needs a list of numbers for each sequence"):
+        info.nest_sequences([1, 2])
+    assert info.input_ids is before
 
 
 def test_tokens_may_have_further_axes() -> None:
@@ -104,6 +112,10 @@ def test_positions() -> None:
     assert info.input_positions == [9]
     info.reset()
     assert info.input_positions == [0, 0, 0]
+    with pytest.raises(ValueError, match=r"^seq_len: needs at most 3 numbers, got 4"):
+        info.update_pos([1] * 4)
+    with pytest.raises(TypeError, match=r"^seq_len: needs an int, or a list of ints"):
+        info.update_pos([1.5])
 
 
 def test_pages() -> None:
@@ -120,6 +132,20 @@ def test_pages() -> None:
         info.assign_cache_loc([[0] * 7])
     with pytest.raises(ValueError, match=r"^page_assignments: .*3 sequences.*got 4 and 0"):
         info.assign_cache_loc([[]] * 4)
+    before = info.cache_loc.tolist()
+    for pages, error, says in [
+        ([[1], [2]], ValueError, "needs the pages of each of the 3 sequences, got 2 lists"),
+        ([[1], [2], [1]], ValueError, "needs each page once, got 1 twice"),
+        ([[1], [2], [6]], ValueError, "needs pages from 0 to 5, got 6"),
+        ([[1], [2], [-1]], ValueError, "needs a number from 0, got -1"),
+        ([[1], [2], [0.5]], TypeError, "needs an int, got float"),
+        ([1, 2, 3], TypeError, "needs a list of numbers for each sequence, got 1"),
+    ]:
+        with pytest.raises(error, match=f"^page_assignments: {says}"):
+            info.assign_cache_loc(pages)  # type: ignore[arg-type]
+    assert info.cache_loc.tolist() == before
+    with pytest.raises(ValueError, match=r"^num_pages: needs a number from 1, got 0"):
+        info.num_pages = 0
 
 
 def test_sync_fills_the_tensors_that_are_there() -> None:
@@ -184,6 +210,9 @@ def test_examples() -> None:
     ragged = SequenceInfo(10, 2, 8)
     ragged._set_max_num_tokens_sample()
     assert ragged.pages_per_seq.tolist() == [2, 2]  # room for all of 10 tokens
+    many = SequenceInfo(10, 2, 8, 1000)
+    many._set_max_num_tokens_sample()
+    assert many.sequence_lengths == [10, 10]  # no more than a sequence may have
 
 
 def test_dynamic_shapes_are_those_of_the_arguments() -> None:

@@ -527,6 +527,9 @@ NEW = {"k": TWO, "v": TWO}
         ({**NEW, "cache_seqlens": None}, "cache_seqlens: needed"),
         ({**NEW, "k": TWO[:1], "v": TWO[:1]}, "k: needs the 2 requests"),
         ({**NEW, "v": TWO[..., :8]}, "v_cache: needs shape"),
+        ({**NEW, "k": TWO.float()}, "k: needs the cache's dtype float16, got float32; convert it"),
+        ({"cache_seqlens": -1}, "cache_seqlens: needs a number from 0 to 8"),
+        ({"cache_seqlens": 9}, "cache_seqlens: needs a number from 0 to 8"),
         ({**NEW, "cache_seqlens": int32(3)}, "cache_seqlens: needs the 2 requests"),
         (ROTARY, "rotary_cos: needs new keys"),
         ({**NEW, "rotary_cos": ROTARY["rotary_cos"]}, "rotary_cos: needs rotary_sin"),
@@ -583,6 +586,31 @@ def test_arguments_that_do_not_fit(small: Small, changes: dict[str, Any], says: 
 def test_arguments_that_are_no_tensors(small: Small, name: str) -> None:
     with pytest.raises(TypeError, match=f"^{name}: needs a PyTorch tensor, got builtins.list"):
         flash_attn_with_kvcache(**{**small._asdict(), name: [1, 2]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"causal": 1}, "causal: needs True or False, got int"),
+        ({"causal": 0.125}, "causal: needs True or False, got float"),
+        ({"window_size": 5}, "window_size: needs a pair of numbers, got 5"),
+        ({"window_size": None}, "window_size: needs a pair of numbers, got None"),
+    ],
+)
+def test_options_of_the_wrong_kind(small: Small, changes: dict[str, Any], says: str) -> None:
+    before = small.k_cache.clone()
+    with pytest.raises(TypeError, match=f"^{says}"):
+        flash_attn_with_kvcache(**small._asdict(), **NEW, cache_seqlens=SEQLENS, **changes)
+    assert torch.equal(small.k_cache, before)
+    with pytest.raises(TypeError, match=f"^{says}"):
+        flash_attn_func(TWO, TWO, TWO, **changes)
+
+
+def test_a_length_that_is_no_number(small: Small) -> None:
+    with pytest.raises(
+        TypeError, match=r"^cache_seqlens: needs a PyTorch tensor, got builtins.bool"
+    ):
+        flash_attn_with_kvcache(**small._asdict(), cache_seqlens=True)
 
 
 def test_partial_results_that_do_not_fit() -> None:

@@ -164,6 +164,14 @@ def test_arguments_by_position_as_in_the_old_style() -> None:
     assert_layer(out, lse, inputs, 0, causal=True)
 
 
+def test_a_flag_in_the_place_of_the_scale(inputs: StepInputs, metadata: Any) -> None:
+    """FlashMLA's README passes causal where FlashMLA has softmax_scale."""
+    arguments = inputs.queries[0], inputs.caches[0], inputs.block_table, inputs.cache_seqlens, 512
+    indices = torch.zeros(3, 1, 64, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"^softmax_scale: needs a number, got bool; .*causal="):
+        flash_mla.flash_mla_with_kvcache(*arguments, metadata, None, True, False, indices)
+
+
 @pytest.mark.parametrize("causal", [torch.tensor(True), None])
 def test_causal_by_what_is_true_or_false(causal: Any) -> None:
     inputs = make_inputs(LENGTHS, max_pages=3, q_len=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cumla.compat._arguments import CallersNames, check_axes, check_tensors
+from cumla.compat._arguments import CallersNames, check_axes, check_new_rows, check_tensors
 from cumla.compat._torch import import_torch, positions_of
 from cumla.mha.attention import attention
 from cumla.mha.cache import append_kv_cache
@@ -66,10 +66,10 @@ def fused_mha_with_cache(
         float16 or float32; head_dim a multiple of 8 up to 512. The heads of q are a multiple of
         those of k and v.
     input_pos : torch.Tensor
-        ``(batch,)`` int32: tokens of each request that the caches have already.
+        ``(batch,)`` int32 or int64: tokens of each request that the caches have already.
     k_cache, v_cache : torch.Tensor
-        ``(slots, max_seq_len, kv_heads, head_dim)`` of q's dtype, written to. v_cache may have
-        another head_dim.
+        ``(slots, max_seq_len, kv_heads, head_dim)`` of q's dtype, at least a slot for each request,
+        written to. v_cache may have another head_dim.
     freqs_cis : torch.Tensor or None
         ``(max_position, rotary_dim / 2, 2)``: cosines and sines, float32, bfloat16 or float16,
         rotary_dim a multiple of 16. q and k are rotated by the rows from input_pos on, columns j
@@ -88,6 +88,11 @@ def fused_mha_with_cache(
     """
     q, k, v = _checked(q, k, v, k_cache, v_cache, input_pos=input_pos)
     batch, seqlen = q.shape[:2]
+    if k_cache.shape[0] < batch:
+        raise ValueError(
+            f"k_cache: needs a slot for each of the {batch} requests of q, got shape "
+            f"{tuple(k_cache.shape)}; make caches with more slots"
+        )
     torch = import_torch()
     slots = torch.arange(batch, dtype=torch.int32, device=q.device)
     places = {"kv_lens": _int32(input_pos) + seqlen, "block_table": slots[:, None]}
@@ -137,7 +142,9 @@ def fused_flattened_mha_with_cache(
         As `fused_mha_with_cache`.
     """
     lists = {"seq_len": seq_len, "input_pos": input_pos, "seq_start": seq_start}
-    q, k, v = _checked(q, k, v, k_cache, v_cache, **lists, cache_loc=cache_loc)
+    lists["cache_loc"] = cache_loc
+    q, k, v = _checked(q, k, v, k_cache, v_cache, **lists)
+    _check_requests(**lists)
     places = _lengths(q, seq_len, input_pos, seq_start)
     (slots,) = _of_requests(places["kv_lens"].shape[0], cache_loc=cache_loc)
     places["block_table"] = _int32(slots)[:, None]
@@ -220,7 +227,9 @@ def fused_mha_with_paged_cache(
         As `fused_mha_with_cache`.
     """
     lists = {"seq_len": seq_len, "input_pos": input_pos, "seq_start": seq_start}
-    q, k, v = _checked(q, k, v, k_cache, v_cache, **lists, cache_loc=cache_loc)
+    lists["cache_loc"] = cache_loc
+    q, k, v = _checked(q, k, v, k_cache, v_cache, **lists)
+    _check_requests(**lists)
     check_tensors(page_table=page_table)
     check_axes("page_table", page_table, "rows, max_pages")
     places = _lengths(q, seq_len, input_pos, seq_start)
@@ -301,6 +310,7 @@ def prepare_fused_mha_metadata(
     list of torch.Tensor
         seq_len, input_pos, cache_loc and seq_start, new tensors.
     """
+    _check_integers(seq_len=seq_len, input_pos=input_pos, cache_loc=cache_loc)
     count = min(_requests(input_ids, seq_len), cache_loc.shape[0])  # slots, which few may be
     start = seq_len[:count].cumsum(0).to(seq_len.dtype) - seq_len[:count]
     lists = _of_requests(count, seq_len=seq_len, input_pos=input_pos, cache_loc=cache_loc)
@@ -328,6 +338,8 @@ def prepare_paged_mha_metadata(
     list of torch.Tensor
         kv_lens, qo_indptr, kv_indptr and kv_indices, int32, new tensors.
     """
+    _check_integers(seq_len=seq_len, input_pos=input_pos, cache_loc=cache_loc)
+    _check_integers(pages_per_seq=pages_per_seq)
     places = _lengths(input_ids, seq_len, input_pos, seq_len.cumsum(0) - seq_len)
     lens = places["kv_lens"]
     if "qo_indptr" not in places:
@@ -424,6 +436,7 @@ def apply_rope_on_flattened_inputs(
     lists = {"seq_lens": seq_lens, "seq_start_indices": seq_start_indices}
     check_tensors(x=x, freqs_cis=freqs_cis, input_pos=input_pos, **lists)
     check_axes("x", x, "total_tokens, heads, head_dim")
+    _check_integers(input_pos=input_pos, **lists)
     offsets = _with_zero(seq_start_indices + seq_lens)
     with _ROPE:
         return _rotated(x, positions_of(offsets, _int32(input_pos), x.shape[0]), freqs_cis)
@@ -438,8 +451,15 @@ def _checked(
     check_tensors(k_cache=k_cache, v_cache=v_cache, **lists)
     for name, tensor in lists.items():
         check_axes(name, tensor, "batch")
+    _check_integers(**lists)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_axes(name, cache, "slots, max_seq_len, kv_heads, head_dim")
+        if cache.dtype.itemsize == 1:
+            raise TypeError(
+                f"{name}: needs q's dtype, {q.dtype}, got {cache.dtype}; make it so, or write and "
+                f"read FP8 caches by cumla.append_kv_cache and cumla.attention"
+            )
+    check_new_rows(k=(k, k_cache), v=(v, v_cache))
     q, k, v = (_with_heads(name, *pair) for name, pair in rows.items())
     for name, found, wanted in (
         ("tokens", k.shape[:2], q.shape[:2]),
@@ -490,6 +510,19 @@ def _requests(rows: Any, seq_len: Any) -> int:
     """Count the requests, as far as shapes tell."""
     count: int = rows.shape[0] if _is_generate_only(rows) else seq_len.shape[0]
     return count
+
+
+def _check_integers(**lists: Any) -> None:
+    """Check the dtype of lengths, positions and places."""
+    torch = import_torch()
+    for name, numbers in lists.items():
+        if numbers.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: needs int32 or int64, got {numbers.dtype}; convert it first")
+
+
+def _check_requests(**lists: Any) -> None:
+    """Check that all lists describe the same requests."""
+    _of_requests(max(numbers.shape[0] for numbers in lists.values()), **lists)
 
 
 def _of_requests(count: int, **lists: Any) -> list[Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from cumla.compat._torch import import_torch
+from cumla.core.arguments import checked_int
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -150,8 +151,9 @@ class SequenceInfo:
     def __post_init__(self) -> None:
         torch = import_torch()
         for name in ("max_seq_len", "max_batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: needs at least 1, got {getattr(self, name)}; pass more")
+            setattr(self, name, checked_int(name, getattr(self, name), "pass more"))
+        for name in ("page_size", "max_num_tokens"):
+            checked_int(name, getattr(self, name), "pass 0 for the most", -1)
         all_tokens = self.max_batch_size * self.max_seq_len
         if self.page_size < 1:
             self.page_size = self.max_seq_len
@@ -220,6 +222,7 @@ class SequenceInfo:
     @num_pages.setter
     def num_pages(self, value: int) -> None:
         torch = import_torch()
+        value = checked_int("num_pages", value, "pass the pages of the caches")
         numbers = torch.arange(value, dtype=self.cache_loc.dtype, device=self.device)
         kept = min(value, self._num_pages)
         numbers[:kept] = self.cache_loc[:kept]
@@ -314,21 +317,27 @@ class SequenceInfo:
     def _set_max_num_tokens_sample(self) -> None:
         """Make it an example of prefills of max_num_tokens in all."""
         self.reset()
-        tokens = self.max_num_tokens // self.max_batch_size
+        tokens = min(self.max_num_tokens // self.max_batch_size, self.max_seq_len)
         self.pages_per_seq.fill_(-(-tokens // self.page_size))
         self.nest_sequences([[1] * tokens] * self.max_batch_size)
 
     def nest_sequences(self, input_ids: Sequence[Sequence[int] | torch.Tensor]) -> None:
         """Take new tokens: a list, or a tensor, per sequence.
 
-        Positions and pages are not touched.
+        Positions and pages are not touched. ValueError if they are more sequences than
+        max_batch_size, or longer than max_seq_len.
         """
         torch = import_torch()
-        lengths = [len(ids) for ids in input_ids]
+        lengths = [_count("input_ids", ids) for ids in input_ids]
         if len(lengths) > self.max_batch_size:
             raise ValueError(
                 f"input_ids: needs at most {self.max_batch_size} sequences, got {len(lengths)}; "
                 f"set max_batch_size"
+            )
+        if max(lengths, default=0) > self.max_seq_len:
+            raise ValueError(
+                f"input_ids: needs at most {self.max_seq_len} tokens a sequence, got "
+                f"{max(lengths)}; set max_seq_len"
             )
         self.seq_len.zero_()
         self.seq_len[: len(lengths)].copy_(_int32(lengths), non_blocking=True)
@@ -348,24 +357,70 @@ class SequenceInfo:
     def update_pos(self, seq_len: torch.Tensor | list[int] | int, reset: bool = False) -> None:
         """Move positions on by these numbers of tokens, or one number for all; or set them."""
         torch = import_torch()
-        numbers = torch.as_tensor(seq_len, dtype=torch.int32).to(self.device, non_blocking=True)
+        numbers = torch.as_tensor(seq_len)
+        if numbers.dim() > 1 or (numbers.numel() and numbers.dtype.is_floating_point):
+            raise TypeError(
+                f"seq_len: needs an int, or a list of ints, one for each sequence, got "
+                f"{seq_len!r}; convert it"
+            )
         count = len(numbers) if numbers.dim() else self.max_batch_size
+        if count > self.max_batch_size:
+            raise ValueError(
+                f"seq_len: needs at most {self.max_batch_size} numbers, got {count}; set "
+                f"max_batch_size"
+            )
+        numbers = numbers.to(torch.int32).to(self.device, non_blocking=True)
         if reset:
             self.input_pos[:count] = numbers
         else:
             self.input_pos[:count] += numbers
 
     def assign_cache_loc(self, page_assignments: Sequence[Sequence[int]]) -> None:
-        """Give each sequence its pages."""
-        pages = _int32([page for pages in page_assignments for page in pages])
-        counts = _int32([len(pages) for pages in page_assignments])
+        """Give each sequence its pages.
+
+        ValueError if a sequence is missing, or if a page is used twice or does not exist.
+        """
+        counts = _int32([_count("page_assignments", pages) for pages in page_assignments])
+        pages = [page for pages in page_assignments for page in _listed(pages)]
         if len(pages) > self.num_pages or len(counts) > self.max_batch_size:
             raise ValueError(
                 f"page_assignments: needs at most {self.max_batch_size} sequences and "
                 f"{self.num_pages} pages, got {len(counts)} and {len(pages)}; set num_pages"
             )
-        self.cache_loc[: len(pages)].copy_(pages, non_blocking=True)
+        if len(counts) < self.num_sequences:
+            raise ValueError(
+                f"page_assignments: needs the pages of each of the {self.num_sequences} sequences, "
+                f"got {len(counts)} lists; pass an empty list for a sequence without pages"
+            )
+        seen: set[int] = set()
+        for page in pages:
+            if checked_int("page_assignments", page, "pass page numbers", 0) >= self.num_pages:
+                raise ValueError(
+                    f"page_assignments: needs pages from 0 to {self.num_pages - 1}, got {page}; "
+                    f"set num_pages"
+                )
+            if page in seen:
+                raise ValueError(
+                    f"page_assignments: needs each page once, got {page} twice; give each sequence "
+                    f"pages of its own"
+                )
+            seen.add(page)
+        self.cache_loc[: len(pages)].copy_(_int32(pages), non_blocking=True)
         self.pages_per_seq[: len(counts)].copy_(counts, non_blocking=True)
+
+
+def _count(name: str, numbers: Any) -> int:
+    """Count the numbers of a sequence."""
+    if not hasattr(numbers, "__len__") or isinstance(numbers, str):
+        raise TypeError(
+            f"{name}: needs a list of numbers for each sequence, got {numbers!r}; wrap it in a list"
+        )
+    return len(numbers)
+
+
+def _listed(numbers: Any) -> list[int]:
+    """Give a list, also of what a tensor or an array holds."""
+    return list(numbers.tolist() if hasattr(numbers, "tolist") else numbers)
 
 
 def _int32(numbers: Sequence[int]) -> Any:
