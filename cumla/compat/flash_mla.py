@@ -57,7 +57,14 @@ __all__ = [
 
 _PAGE_SIZE = 64  # tokens
 _VALUE_DIM = 512
-_NAMES = CallersNames({"kv_cache": "k_cache", "kv_lens": "cache_seqlens"})
+_UPDATE = "call plan.update(kv_lens) after each change of the lengths"  # of the check mode
+_NAMES = CallersNames(
+    {
+        "kv_cache": "k_cache",
+        "kv_lens": "cache_seqlens",
+        _UPDATE: "call get_mla_metadata() for each step with new lengths",
+    }
+)
 _ENTRY = "give each request of the batch its entry"
 _INTEGERS = {
     "block_table": Array("batch max_pages", INT32, "row", _ENTRY),

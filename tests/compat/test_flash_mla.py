@@ -164,6 +164,15 @@ def test_arguments_by_position_as_in_the_old_style() -> None:
     assert_layer(out, lse, inputs, 0, causal=True)
 
 
+def test_the_check_mode_names_the_way_out(metadata: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    inputs = make_inputs(LENGTHS, max_pages=3)
+    call(inputs, metadata)
+    inputs.cache_seqlens[0] += 1
+    with pytest.raises(ValueError, match=r"^cache_seqlens\[0\]: .*; call get_mla_metadata\(\) for"):
+        call(inputs, metadata)
+
+
 def test_a_flag_in_the_place_of_the_scale(inputs: StepInputs, metadata: Any) -> None:
     """FlashMLA's README passes causal where FlashMLA has softmax_scale."""
     arguments = inputs.queries[0], inputs.caches[0], inputs.block_table, inputs.cache_seqlens, 512
