@@ -4,9 +4,9 @@
 // an SM.
 //
 // All 12 warps do the same: each takes every twelfth chunk of 16 tokens, copies it (kStages chunks ahead, over the tiles
-// of its part; by TMA, or row by row where pages are smaller, and at the end of a request), and has a running maximum, sums and an output of its own. No warp waits for another one until
-// the tile ends; then the results are added up, 64 columns of 8 rows at a time, by warps 4 to 11, which write them or
-// join pieces (split/join.cuh).
+// of its part; by TMA, or row by row where pages are smaller, and at the end of a request), and has a running maximum,
+// sums and an output of its own. No warp waits for another one until the tile ends; then the results are added up, 64
+// columns of 8 rows at a time, by warps 4 to 11, which write them or join pieces (split/join.cuh).
 //
 // Operands are swapped: tokens are the M side of the first product, value columns that of the second, and query rows
 // the N side of both, so that eight rows waste nothing:
@@ -15,10 +15,12 @@
 //   O' = V' P'             16 columns x 8 rows, over 16 tokens
 //
 // Keys and values go from shared memory straight to the registers of a fragment, and e4m3 is converted to float16 on
-// the way, which has all of its numbers. So columns and tokens are taken in the order in which they lie well. With e4m3 a bfloat16 query row is
-// multiplied by a power of two that brings it into the range of float16.
+// the way, which has all of its numbers. So columns and tokens are taken in the order in which they lie well. With e4m3
+// a bfloat16 query row is multiplied by a power of two that brings it into the range of float16.
 //
-// Shared memory: 12 warps x kStages x 16 tokens, sums 12 x 8 x 68 x 4 = 26,112 B (joining uses them, too), statistics
+// Shared memory: 12 warps x kStages x 16 tokens, sums 26,496 B (joining uses them, too), statistics, the query of 16
+//                rows
+// Registers:     168
 #include "mha/attention/layout.cuh"
 #include "split/join.cuh"
 #include "split/output.cuh"

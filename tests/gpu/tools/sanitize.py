@@ -555,7 +555,7 @@ def run_all(folder: Path, timeout: float) -> None:
         arguments = [command, "--tool", tool, "--print-limit", "1000"]
         if tool == "memcheck":  # libraries probe for driver functions that are not there
             arguments += ["--report-api-errors", "no"]
-        if tool == "synccheck":  # it counts those that it sees in the code: fewer where lanes share it
+        if tool == "synccheck":  # it counts those in the code: too few where lanes share it
             arguments += ["--num-cuda-barriers", "64"]
         arguments += [*warm, "--tool", tool]
         arguments += ["--plant", plant] if plant else []
