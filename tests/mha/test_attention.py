@@ -321,7 +321,7 @@ def test_kernels(
 ) -> None:
     """The narrowest that holds both widths; rows are copied one by one where boxes do not fit."""
     axes = (page_size, 2) if page_size else (2,)
-    given: Arguments = {"q": aligned((3, 4, columns[0]), F16), "qo_indptr": int32(0, 3)}
+    given: Arguments = {"q": aligned((10, 4, columns[0]), F16), "qo_indptr": int32(0, 10)}
     given |= {n: aligned((7, *axes, c), F16) for n, c in zip("kv", columns, strict=True)}
     if page_size:
         given |= {"kv_lens": int32(5), "block_table": int32([0, 1, 2, 3, 4])}
