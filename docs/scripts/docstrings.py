@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An extension of griffe: what docstrings have of reStructuredText, as Markdown.
+"""An extension of griffe: docstrings in the form from which it makes pages.
 
 A role, such as :func:`cumla.mla_decode`, becomes a link if the name has a page, and code if not.
-``::`` before a block of code becomes a colon.
+``::`` before a block of code becomes a colon. Parameters that share a description, ``a, b : int``,
+get an entry each: griffe gives all of a group the type and the default of the first.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import griffe
 
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc):`~?([\w.]+)`")
 _CODE_FOLLOWS = re.compile(r"::(?=\n\n +)")
+_PARAMETERS = re.compile(r"^Parameters\n-+\n(?s:.*?)(?=^\S.*\n-+$|\Z)", re.MULTILINE)
+_GROUP = re.compile(r"^(\S+(?:, \S+)+)( : .*)?((?:\n+ .*)+)", re.MULTILINE)
 _PAGES = Path(__file__).resolve().parents[1] / "reference"
 
 
@@ -22,6 +25,16 @@ def names_with_a_page() -> set[str]:
     """Names that the API reference shows."""
     pages = (path.read_text(encoding="utf-8") for path in _PAGES.glob("*.md"))
     return {name for page in pages for name in re.findall(r"^::: (\S+)", page, re.MULTILINE)}
+
+
+def split_groups(text: str) -> str:
+    """Give each parameter of a docstring an entry of its own."""
+
+    def split(group: re.Match[str]) -> str:
+        names, kind, description = group.groups("")
+        return "\n".join(f"{name}{kind}{description}" for name in names.split(", "))
+
+    return _PARAMETERS.sub(lambda section: _GROUP.sub(split, section[0]), text)
 
 
 class Docstrings(griffe.Extension):
@@ -35,7 +48,7 @@ class Docstrings(griffe.Extension):
         """Rewrite the docstring of one object."""
         if obj.docstring is not None:
             text = _ROLE.sub(self._link, obj.docstring.value)
-            obj.docstring.value = _CODE_FOLLOWS.sub(":", text)
+            obj.docstring.value = split_groups(_CODE_FOLLOWS.sub(":", text))
 
     def _link(self, match: re.Match[str]) -> str:
         name = match[1]

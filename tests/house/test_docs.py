@@ -135,6 +135,21 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert any(f'id="cumla.{name}"' in page.read_text("utf-8") for page in pages), name
 
 
+def test_parameters_of_a_group_have_types_and_defaults_of_their_own() -> None:
+    pytest.importorskip("griffe")
+    text = "\n".join(
+        (
+            *("Do.", "", "Parameters", "----------"),
+            *("a, b : int, optional", "    Both.", "", "    More.", "c", "    One.", ""),
+            *("Raises", "------", "TypeError, ValueError", "    Why."),
+        )
+    )
+    both = ["    Both.", "", "    More."]
+    split = load("docstrings").split_groups(text).split("\n")
+    assert split[4:12] == ["a : int, optional", *both, "b : int, optional", *both]
+    assert split[12:] == text.split("\n")[8:]
+
+
 def test_every_kernel_is_explained() -> None:
     pages = "\n".join(page.read_text("utf-8") for page in (DOCS / "kernels").glob("*.md"))
     kernels = {path.stem for path in (ROOT / "cumla/cuda").rglob("*.cu")}
