@@ -48,7 +48,7 @@ class NotPreparedError(CumlaError):
 
 _INSTALL = (
     "install the extra of your CUDA major version, one of the two: "
-    'pip install "cumla[cu12]", or pip install "cumla[cu13]"'
+    'pip install "cumla[cu12]", or pip install "cumla[cu13]" (in a clone: pip install ".[cu12]")'
 )
 
 

@@ -46,6 +46,10 @@ def check_tensors(**tensors: Any) -> None:
         if not hasattr(tensor, "new_empty"):
             kind = type(tensor)
             way_out = "pass a tensor"
+            if isinstance(tensor, (list, tuple)):
+                way_out += (
+                    ", such as torch.tensor(..., dtype=torch.int32) of lengths or page numbers"
+                )
             if hasattr(tensor, "__dlpack__"):  # an array of another framework
                 way_out += ", or call cumla's own functions, which take it"
             raise TypeError(
@@ -63,7 +67,9 @@ def check_axes(name: str, tensor: Any, *forms: str) -> None:
 
 
 def check_new_rows(**pairs: tuple[Any, Any]) -> None:
-    """Check that rows have the dtype of the cache that they go into, unless it is one of FP8."""
+    """Check that rows have the dtype of the caches that they go into, unless it is one of FP8."""
+    if len({cache.dtype for _, cache in pairs.values()}) > 1:
+        return  # it is a cache that is wrong, as the writing itself says
     for name, (rows, cache) in pairs.items():
         if cache.dtype.itemsize > 1 and rows.dtype != cache.dtype:
             need, got = (str(tensor.dtype).removeprefix("torch.") for tensor in (cache, rows))

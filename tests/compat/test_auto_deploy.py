@@ -696,7 +696,12 @@ def test_positions_that_do_not_exist(config: dict[str, Any], says: str) -> None:
         (
             {"k_cache": torch.zeros(5, 8, 2, 16).bfloat16()},
             TypeError,
-            "k: needs the cache's dtype bfloat16, got float16",
+            "k_cache: needs float16",
+        ),
+        (
+            {name: torch.zeros(5, 8, 2, n) for name, n in (("k_cache", 16), ("v_cache", 32))},
+            TypeError,
+            "k: needs the cache's dtype float32, got float16",
         ),
         (
             {"k_cache": torch.zeros(5, 8, 2, 16).to(torch.float8_e4m3fn)},

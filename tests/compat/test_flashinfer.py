@@ -428,6 +428,12 @@ def test_keys_and_values_that_do_not_fit() -> None:
             RuntimeError,
             r"paged_kv_cache\[1\]: needs float16",
         ),
+        ({"append_key": [1, 2]}, TypeError, "append_key: needs a PyTorch tensor"),
+        (
+            {"append_key": case.key.float()},
+            RuntimeError,
+            "append_key: needs the cache's dtype float16, got float32; convert it",
+        ),
         ({"paged_kv_cache": 7}, RuntimeError, "paged_kv_cache: needs a PyTorch tensor"),
         ({"kv_indptr": [0, 1]}, TypeError, "kv_indptr: needs a PyTorch tensor"),
     ):

@@ -1141,6 +1141,20 @@ def test_arguments_of_a_run() -> None:
         wrapper.run(batch.q, batch.cache, ONES)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_caches_of_the_other_layout(layout: str) -> None:
+    """The message names kv_layout, also where the heads of the queries could go with either."""
+    batch = make_batch((1,) * 3, (5, 6, 7), page_size=4, layout=layout)
+    says = f"needs the 2 kv heads of the plan on axis -[23] with kv_layout '{layout}', got shape"
+    with pytest.raises(ValueError, match=rf"^paged_kv_cache\[:, 0\]: {says}"):
+        planned_decode(batch).run(batch.q, batch.cache.transpose(2, 3))
+    wrapper = RAGGED(workspace(), layout)
+    wrapper.plan(batch.qo_indptr, batch.qo_indptr, 8, 2, 64, q_data_type=batch.q.dtype)
+    rows = torch.zeros(3, 2, 64).half() if layout == "HND" else torch.zeros(2, 3, 64).half()
+    with pytest.raises(ValueError, match=f"^k: {says}"):
+        wrapper.run(batch.q, rows, rows)
+
+
 @pytest.mark.parametrize("kind", [DECODE, PREFILL, RAGGED])
 def test_arguments_of_a_wrapper(kind: Any) -> None:
     for arguments, error, message in (

@@ -671,7 +671,7 @@ def test_lengths_that_do_not_fit() -> None:
         ),
         (
             dict(zip(CSR, (batch.qo_indptr.tolist(), *batch.csr[1:]), strict=True)),
-            "qo_indptr: needs a PyTorch tensor, got builtins.list; pass a tensor$",
+            "qo_indptr: needs a PyTorch tensor, got builtins.list; pass a tensor, such as",
         ),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):

@@ -516,8 +516,9 @@ def test_arguments_that_are_no_tensors(name: str) -> None:
         ({"slot_mapping": int32(0)[0]}, RuntimeError, "slot_mapping: needs axes"),
         ({"slot_mapping": torch.arange(5)}, RuntimeError, "slot_mapping: needs shape"),
         ({"value": torch.zeros(3, 2, 8).half()}, RuntimeError, "value_cache: needs shape"),
+        ({"key_cache": torch.zeros(2, 4, 2, 16)}, RuntimeError, "key_cache: needs float16"),
         (
-            {"key_cache": torch.zeros(2, 4, 2, 16)},
+            {name: torch.zeros(2, 4, 2, 16) for name in ("key_cache", "value_cache")},
             RuntimeError,
             "key: needs the cache's dtype float32, got float16",
         ),

@@ -255,6 +255,8 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
             given = {name: tensor for name, tensor in optional.items() if tensor is not None}
             check_tensors(q=q, k=k, v=v, **given)
             check_axes("q", q, _Q)
+            for name, rows in (("k", k), ("v", v)) if shape.page_size else ():
+                self._check_heads(name, rows)
             _check_type("q", q, "q_data_type", self._types[0])
             _check_type("k", k, "kv_data_type", self._types[1])
             wants_lse = bool(return_lse or lse is not None)
@@ -262,11 +264,11 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
                 check_axes("lse", lse, "tokens, num_qo_heads")
             elif wants_lse:
                 lse = q.new_empty(q.shape[:2], dtype=sys.modules["torch"].float32)
-            rows, lse_rows = self._by_request("q", q), self._by_request("lse", lse)
+            q_rows, lse_rows = self._by_request("q", q), self._by_request("lse", lse)
             if wants_lse and shape.q_len is not None:
                 lse_rows = lse_rows.swapaxes(1, 2)
             state = self._ready_plan(q).run(
-                rows,
+                q_rows,
                 k,
                 v,
                 kv_indices=self._arrays.get("kv_indices"),
@@ -285,6 +287,16 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         if wants_lse:
             lse.mul_(LOG2_E)
         return (out, lse) if return_lse else out
+
+    def _check_heads(self, name: str, rows: Any) -> None:
+        """Check where keys or values have their heads, which kv_layout says."""
+        need, axis = self._planned_shape().num_kv_heads, -3 if self._kv_layout == "HND" else -2
+        if rows.ndim > 2 and rows.shape[axis] != need:
+            raise ValueError(
+                f"{name}: needs the {need} kv heads of the plan on axis {axis} with kv_layout "
+                f"{self._kv_layout!r}, got shape {tuple(rows.shape)}; pass the cache of this "
+                f"layer, or make the wrapper with its kv_layout"
+            )
 
     def _by_request(self, name: str, rows: Any) -> Any:
         """Give rows of tokens an axis of requests, if all have the same number of tokens."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from cumla.compat._arguments import CallersNames, check_tensors
+from cumla.compat._arguments import CallersNames, check_new_rows, check_tensors
 from cumla.compat.flashinfer._cache import is_pair, names_of_parts, split_cache
 from cumla.mha.cache import append_kv_cache
 from cumla.mla.cache import append_mla_cache
@@ -80,18 +80,22 @@ def append_paged_kv_cache(
     Raises
     ------
     TypeError
-        A list of pages or the cache is no tensor.
+        A list of pages, the rows or the cache are no tensors.
     RuntimeError
         Shapes or dtypes do not fit.
     CumlaError
         As `cumla.append_kv_cache`.
     """
     check_tensors(kv_indices=kv_indices, kv_indptr=kv_indptr)
+    check_tensors(append_key=append_key, append_value=append_value)
     with _PARTS[is_pair(paged_kv_cache)]:
+        caches = split_cache(paged_kv_cache)
+        check_tensors(**dict(zip(names_of_parts(is_pair(paged_kv_cache)), caches, strict=True)))
+        check_new_rows(append_key=(append_key, caches[0]), append_value=(append_value, caches[1]))
         append_kv_cache(
             append_key,
             append_value,
-            *split_cache(paged_kv_cache),
+            *caches,
             batch_indices=batch_indices,
             positions=positions,
             kv_indices=kv_indices.int(),

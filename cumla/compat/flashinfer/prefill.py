@@ -486,6 +486,7 @@ token_pos_in_items_len, max_item_len_ptr, v_indptr, o_indptr
             check_tensors(k=k, v=v)
             for name, rows in (("k", k), ("v", v)):
                 check_axes(name, rows, "rows, num_kv_heads, head_dim")
+                self._check_heads(name, rows)
         if self._kv_layout == "HND":
             k, v = k.transpose(0, 1), v.transpose(0, 1)
         return self._attend(
