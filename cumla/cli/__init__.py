@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     itself.
     """
     parser = argparse.ArgumentParser(
-        prog="cumla", description="Multi-head latent attention kernels for Hopper GPUs."
+        prog="cumla",
+        description="Attention kernels for Hopper GPUs: MLA, MHA and GQA, DeepSeek's indexer.",
     )
     parser.add_argument("--version", action="version", version=f"cumla {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

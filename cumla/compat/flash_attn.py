@@ -13,7 +13,8 @@ Code written for FlashAttention-3 runs by changing its import line::
 What carries over from FlashAttention-3:
 
 * Names, order and defaults of the arguments: `causal` is False and `rotary_interleaved` is True
-  unless told otherwise.
+  unless told otherwise. FlashAttention-2 has another order, with ``dropout_p`` before
+  ``softmax_scale``, and ``block_table`` for ``page_table``: pass arguments by these names.
 * lse is a natural logarithm. Where nothing is visible out is 0 and lse -inf.
 * No call waits for the GPU, and calls can be captured into a CUDA graph, after `cumla.prepare`.
 * Arrays that do not fit raise `RuntimeError`.
@@ -24,8 +25,8 @@ What differs:
 * Speed hints are accepted and ignored: ``num_splits``, ``pack_gqa``, ``sm_margin``,
   ``deterministic``, ``max_seqlen_q``, ``max_seqlen_k`` and ``scheduler_metadata``. cumla computes
   its schedule in the call, and all its results are deterministic.
-* Heads of queries, keys and values may have any multiple of 8 columns up to 256, and
-  those of values any other than those of keys.
+* Heads may have any multiple of 8 columns up to 512, of 16 up to 256 for float8_e4m3fn, and those
+  of values any other than those of keys. All may be float32, too, which is far slower.
 * Functions with a choice of results return the pair ``(out, softmax_lse)``, without the partial
   results that FlashAttention-3 appends.
 * Queries are bfloat16 or float16 beside keys and values of float8_e4m3fn, where FlashAttention-3
@@ -169,7 +170,7 @@ def flash_attn_with_kvcache(
     ----------
     q : torch.Tensor
         ``(batch_size, seqlen_q, num_heads, head_dim)``, or ``(total_q, num_heads, head_dim)`` with
-        cu_seqlens_q, bfloat16 or float16.
+        cu_seqlens_q, bfloat16, float16 or float32.
     k_cache, v_cache : torch.Tensor
         ``(batch_size_cache, seqlen_cache, num_heads_k, head_dim)``, or with page_table
         ``(num_blocks, page_block_size, num_heads_k, head_dim)``, pages of any size. v_cache may
@@ -300,8 +301,8 @@ def flash_attn_varlen_func(
     Parameters
     ----------
     q, k, v : torch.Tensor
-        ``(total_q, num_heads, head_dim)`` and ``(total_k, num_heads_k, head_dim)``, bfloat16 or
-        float16, k and v float8_e4m3fn, too; v may have another head_dim. Or as in
+        ``(total_q, num_heads, head_dim)`` and ``(total_k, num_heads_k, head_dim)``, bfloat16,
+        float16 or float32, k and v float8_e4m3fn, too; v may have another head_dim. Or as in
         `flash_attn_func`, those of q if cu_seqlens_q is None, those of k and v if cu_seqlens_k is
         None.
     cu_seqlens_q, cu_seqlens_k : torch.Tensor or None
@@ -376,7 +377,8 @@ def flash_attn_func(
     ----------
     q, k, v : torch.Tensor
         ``(batch_size, seqlen_q, num_heads, head_dim)`` and ``(batch_size, seqlen_k, num_heads_k,
-        head_dim)``, bfloat16 or float16, k and v float8_e4m3fn, too; v may have another head_dim.
+        head_dim)``, bfloat16, float16 or float32, k and v float8_e4m3fn, too; v may have another
+        head_dim.
     k_descale, v_descale, softmax_scale, causal, window_size, softcap
         As in `flash_attn_with_kvcache`.
     return_attn_probs : bool

@@ -31,9 +31,9 @@ What differs:
 * One set of kernels serves every ``fa_version``. ``num_splits``, ``deterministic``,
   ``max_seqlen_q``, ``max_seqlen_k`` and ``scheduler_metadata`` are accepted and ignored: cumla
   computes its schedule in the call, and all its results are deterministic.
-* Heads of queries, keys and values may have any multiple of 8 columns up to 256, of 16 for e4m3,
-  those of values any other than those of keys; sinks are float32 or bfloat16, for any number of
-  heads; blocks have any size, and any strides in multiples of 16 bytes.
+* Heads may have any multiple of 8 columns up to 512, of 16 up to 256 for e4m3, those of values any
+  other than those of keys; all may be float32, too, which is far slower; sinks are float32 or
+  bfloat16, for any number of heads; blocks have any size, and any strides in multiples of 16 bytes.
 * Arrays that do not fit raise `RuntimeError`. Tensors on the CPU are computed by
   `cumla.reference`.
 """
@@ -150,7 +150,7 @@ def flash_attn_varlen_func(
     Parameters
     ----------
     q : torch.Tensor
-        ``(total_q, num_heads, head_dim)``, bfloat16 or float16.
+        ``(total_q, num_heads, head_dim)``, bfloat16, float16 or float32.
     k, v : torch.Tensor
         ``(num_blocks, block_size, num_heads_k, head_dim)`` with block_table, else ``(total_k,
         num_heads_k, head_dim)`` with cu_seqlens_k, or ``(batch_size, seqlen, num_heads_k,
@@ -304,8 +304,8 @@ def reshape_and_cache_flash(
     Parameters
     ----------
     key, value : torch.Tensor
-        ``(tokens, num_heads_k, head_dim)``, bfloat16 or float16, at least as many rows as slots;
-        the rest is padding.
+        ``(tokens, num_heads_k, head_dim)``, bfloat16, float16 or float32, at least as many rows as
+        slots; the rest is padding.
     key_cache, value_cache : torch.Tensor
         ``(num_blocks, block_size, num_heads_k, head_dim)``, any strides in multiples of 16 bytes.
         Written to. In key's dtype; for FP8 float8_e4m3fn, or uint8 with its bits.

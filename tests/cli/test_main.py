@@ -16,6 +16,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     text = capsys.readouterr().out
     assert all(f"\n    {name} " in text for name in COMMANDS)
+    assert "MLA, MHA and GQA" in text
 
 
 def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:

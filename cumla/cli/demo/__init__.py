@@ -60,8 +60,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--layer",
         choices=[*LAYERS, *(name for name in MODELS if name not in LAYERS)],
-        help="shapes of the layer, deepseek-v2-lite or tiny, or of those of a Llama, small or tiny "
-        "(default: the first); tiny is for trying the demo out",
+        help="shapes of the layer: deepseek-v2-lite (default) or tiny, with --model llama small "
+        "(default) or tiny; tiny is for trying the demo out",
     )
     parser.add_argument(
         "--steps",

@@ -32,6 +32,11 @@ def split_cache(paged_kv_cache: Any) -> tuple[Any, Any]:
         k_cache, v_cache = paged_kv_cache
         return k_cache, v_cache
     check_tensors(paged_kv_cache=paged_kv_cache)
+    if paged_kv_cache.ndim == 4:
+        raise ValueError(
+            f"paged_kv_cache: needs axes (num_pages, 2, page_size, num_kv_heads, head_dim), got "
+            f"shape {tuple(paged_kv_cache.shape)}; pass a pair of caches, or both in one"
+        )
     check_axes("paged_kv_cache", paged_kv_cache, "num_pages, 2, page_size, num_kv_heads, head_dim")
     if paged_kv_cache.shape[1] != 2:
         raise ValueError(
