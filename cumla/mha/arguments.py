@@ -129,7 +129,7 @@ def checked_scales(
     if view.shape not in ((), (1,), (heads,)):
         raise ValueError(
             f"{name}: needs shape (1,), ({heads},), or (batch, {heads}) {told}, got {view.shape}; "
-            f"reshape it"
+            f"pass as many factors"
         )
     stride = view.strides[0] if view.shape == (heads,) and heads > 1 else 0
     return Scale(view=view._replace(shape=(1, heads), strides=(0, stride)))

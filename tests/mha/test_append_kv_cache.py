@@ -212,7 +212,7 @@ LAST = [
     wrong_type("v_scale", np.ones(1), "float32, got float64; convert"),
     *(
         wrong(
-            "v_scale", np.ones(shape, F32), f"shape (1,), (2,), or (batch, 2) ... got {shape}; re"
+            "v_scale", np.ones(shape, F32), f"shape (1,), (2,), or (batch, 2) ... got {shape}; pass"
         )
         for shape in ((3,), (3, 2), (2, 1), (1, 1, 1))
     ),
