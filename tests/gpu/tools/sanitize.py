@@ -555,8 +555,8 @@ def run_all(folder: Path, timeout: float) -> None:
         arguments = [command, "--tool", tool, "--print-limit", "1000"]
         if tool == "memcheck":  # libraries probe for driver functions that are not there
             arguments += ["--report-api-errors", "no"]
-        if tool == "synccheck":  # it counts those in the code: too few where lanes share it
-            arguments += ["--num-cuda-barriers", "64"]
+        if tool == "synccheck":  # by itself it makes room for too few
+            arguments += ["--num-cuda-barriers", "256"]
         arguments += [*warm, "--tool", tool]
         arguments += ["--plant", plant] if plant else []
         start = time.monotonic()
