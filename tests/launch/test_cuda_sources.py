@@ -26,7 +26,8 @@ OTHERS = sorted(path for path in ROOT.rglob("*.cu*") if path not in WRAPPERS)
 # may move memory accesses across them. wgmma.mma_async reads shared memory between wgmma fences.
 WITHOUT_MEMORY = re.compile(
     r"(mov|cvt|setp|selp|add|sub|mul|fma|min|max|and|or|xor|not|neg|abs|shl|shr|bfe|bfi|prmt|lop3"
-    r"|ex2|lg2|rcp|cvta|mapa|createpolicy|elect|vote|shfl|activemask|setmaxnreg|wgmma\.mma_async)\b"
+    r"|ex2|lg2|rcp|cvta|mapa|createpolicy|elect|vote|shfl|activemask|setmaxnreg"
+    r"|wgmma\.mma_async|mma|movmatrix)\b"
 )
 
 
