@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import re
 import shutil
 import struct
@@ -31,6 +32,7 @@ from cumla.core.operation import Address, Ready
 from cumla.launch import device, module
 from cumla.launch.device import DeviceProperties
 from cumla.launch.kernel import Launch
+from cumla.launch.module import write_whole
 from cumla.launch.source import KernelSpec, translation_unit
 from cumla.launch.tensor_map import TensorMap
 from tests.fake_cuda import FakeDriver
@@ -38,6 +40,7 @@ from tests.fake_cuda import FakeDriver
 __all__ = ["CuPy", "emulate", "emulated_gpu"]
 
 HERE = Path(__file__).parent
+COMPILED = HERE.parents[1] / ".pytest_cache" / "emulator"
 SOURCES = Path(cumla.__file__).parent / "cuda"
 _FUNCTION = re.compile(
     r"^__device__ __forceinline__ [^;{}]*?\) (?:const )?\{\n(?:(?!^\}).*\n)*?^\}", re.MULTILINE
@@ -205,15 +208,20 @@ def _library(spec: KernelSpec) -> ctypes.CDLL:
     for name, value in names.items():
         instructions = instructions.replace(name, value)
     using = f"using namespace cumla; using namespace {spec.namespace};\n"
-    folder = Path(mkdtemp())
-    source, library = folder / "kernel.cpp", folder / "kernel.so"
     runtime = (HERE / "runtime.hpp").read_text("utf-8")
-    source.write_text("\n".join([runtime, text, using, instructions]))
+    whole = "\n".join([runtime, text, using, instructions])
     options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off"]
-    done = subprocess.run(
-        [compiler, *options, "-o", library, source], capture_output=True, text=True, check=False
-    )
-    assert not done.returncode, done.stderr[:6000]
+    name = hashlib.sha256("\n".join([compiler, *options, whole]).encode()).hexdigest()
+    library = COMPILED / f"{name}.so"
+    if not library.exists():  # each process looks for what another one has compiled
+        folder = Path(mkdtemp())
+        source, made = folder / "kernel.cpp", folder / "kernel.so"
+        source.write_text(whole)
+        done = subprocess.run(
+            [compiler, *options, "-o", made, source], capture_output=True, text=True, check=False
+        )
+        assert not done.returncode, done.stderr[:6000]
+        write_whole(library, made.read_bytes())
     return ctypes.CDLL(str(library))
 
 
