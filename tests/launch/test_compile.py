@@ -11,11 +11,22 @@ import pytest
 from cumla.errors import CompilationError
 from cumla.launch.module import bindings_nvrtc_version, compile_to_cubin
 from cumla.launch.source import KernelSpec, translation_unit
-from tests.launch.compiling import FIRST_OF_FILES, asked_by_cupy, each_code, each_file, each_kernel
+from tests.launch.compiling import FIRST_OF_FILES, asked_by_cupy, each_code, each_kernel
 from tests.launch.conftest import Compiler
 from tests.launch.elf import sections
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
+
+
+def some_files(step: int) -> pytest.MarkDecorator:
+    """One kernel of every `step`-th file; of all of them with --exhaustive."""
+    return pytest.mark.parametrize(
+        "spec",
+        [
+            pytest.param(spec, id=spec.entry, marks=[pytest.mark.exhaustive] if i % step else [])
+            for i, spec in enumerate(FIRST_OF_FILES.values())
+        ],
+    )
 
 
 @each_code
@@ -27,7 +38,7 @@ def test_every_kernel_compiles_within_its_budget(spec: KernelSpec, compiled: Com
     assert spec.smem_bytes <= kernel.smem <= 227 * 1024
 
 
-@each_file
+@some_files(2)
 def test_debug_build_compiles_and_is_another(
     spec: KernelSpec, compiled: Compiler, compiled_for_debugging: Compiler
 ):
@@ -37,13 +48,7 @@ def test_debug_build_compiles_and_is_another(
     assert (debug != sections(compiled(spec).cubin)[name]) == waits
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        pytest.param(spec, id=spec.entry, marks=[pytest.mark.exhaustive] if i % 4 else [])
-        for i, spec in enumerate(FIRST_OF_FILES.values())
-    ],
-)
+@some_files(8)
 def test_cupy_and_nvrtc_make_the_same_code(
     spec: KernelSpec, compiled: Compiler, compiled_by_cupy: Callable[[KernelSpec], bytes]
 ):

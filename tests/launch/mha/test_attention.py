@@ -285,10 +285,12 @@ def hostile(rng: Any, kinds: str) -> Iterator[tuple[dict[str, Any], bool]]:
     yield {**ragged, "qo_indptr": bounds, "kv_indptr": near}, False
 
 
-def run_hostile(kinds: str) -> None:
-    """Run all of them; a touch of what is no array's ends the process."""
-    for at_end in (False, True):
+def run_hostile(kinds: str, sides: tuple[int, ...] = (0, 1)) -> None:
+    """Run all of them; a touch of what is no array's ends the process. Of one side every second
+    call has its arrays at the end of their memory, the others at its beginning."""
+    for side in sides:
         for number, (given, follows) in enumerate(hostile(np.random.default_rng(7), kinds)):
+            at_end = (number + side) % 2 == 1
             fenced = Fenced(at_end=at_end)
             host = {n: a.copy() if hasattr(a, "copy") else a for n, a in given.items()}
             there = {n: fenced.copy(a) if hasattr(a, "copy") else a for n, a in given.items()}
@@ -316,11 +318,17 @@ def run_hostile(kinds: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kinds", ["bfloat16", pytest.param("others", marks=pytest.mark.exhaustive)]
+    ("kinds", "sides"),
+    [
+        ("bfloat16", (0,)),
+        pytest.param("bfloat16", (1,), marks=pytest.mark.exhaustive),
+        pytest.param("others", (0, 1), marks=pytest.mark.exhaustive),
+    ],
 )
-def test_integers_that_mean_nothing(kinds: str) -> None:
+def test_integers_that_mean_nothing(kinds: str, sides: tuple[int, ...]) -> None:
     """In a process of its own, between pages that must not be touched."""
-    code = f"from tests.launch.mha import test_attention as tests; tests.run_hostile({kinds!r})"
+    call = f"tests.run_hostile({kinds!r}, {sides})"
+    code = f"from tests.launch.mha import test_attention as tests; {call}"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
