@@ -42,7 +42,7 @@ struct Scales {
 };
 
 struct AttentionParams {
-  TensorMap key_map, value_map;  // dims (columns, page_size, num_kv_heads, num_pages), box (64, box_rows, 1, 1)
+  TensorMap key_map, value_map;  // dims (columns, page_size, num_kv_heads, num_pages), box (64 or 128, box_rows, 1, 1)
   Columns keys, values;          // of pages whose rows are copied one by one
   const char* q;
   i64 q_stride_batch, q_stride_token, q_stride_head;
