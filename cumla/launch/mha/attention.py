@@ -170,7 +170,8 @@ class MHAKey(RaggedKey):
     def few_rows(self) -> tuple[int, KernelSpec] | None:
         """Rows and kernel of small row tiles, where the requests' mean ones are as small.
 
-        Of 16-bit keys where it is faster (docs/kernels/mha.md): with 64 columns, or small pages.
+        Of 16-bit keys where it is faster (docs/kernels/mha.md): without a window, and with 64
+        columns or small pages.
         """
         is_e4m3 = self.cache_dtype == _E4M3
         gains = is_e4m3 or (not self.has_window and self._comes_in_pieces)
