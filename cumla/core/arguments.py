@@ -269,10 +269,11 @@ def checked_flag(name: str, value: object) -> bool:
 
 def as_number(name: str, value: Any) -> float:
     """Return a factor that is a Python or NumPy number as a float."""
-    if not isinstance(value, (float, Real)):  # a float alone is told without asking an ABC
+    # A float alone is told without asking an ABC.
+    if not isinstance(value, (float, Real)) or isinstance(value, bool):
         raise TypeError(
-            f"{name}: needs a Python or NumPy number, got {type(value).__qualname__}; an array on "
-            f"a GPU would have to be waited for, so pass float(...) of it once"
+            f"{name}: needs a Python or NumPy number, got {type(value).__qualname__}; pass "
+            f"float(...) of it once (an array on a GPU would have to be waited for)"
         )
     return float(value)
 

@@ -88,7 +88,8 @@ def checked_rows(name: str, view: ArrayView, dtypes: tuple[str, ...], lead: str)
 def checked_written_cache(name: str, view: ArrayView, rows: ArrayView, layout: str) -> ArrayView:
     """Check a cache that rows are written to; give it the axes of kv_layout="NHD"."""
     heads, columns = rows.shape[2:]
-    check_dtype(name, view.dtype, (rows.dtype, *E4M3))
+    way_out = "convert it, or the new rows"
+    check_dtype(name, view.dtype, (rows.dtype, *E4M3), way_out)
     pages = swapped(view) if layout == "HND" and len(view.shape) == 4 else view
     if len(pages.shape) != 4 or pages.shape[2:] != (heads, columns) or 0 in pages.shape:
         axes = ("page_size", heads) if layout == "NHD" else (heads, "page_size")

@@ -155,9 +155,9 @@ REFUSED = [
     *wrong_parts("kv_cache"),
     *(
         wrong_type(
-            "softmax_scale", v, f"a Python or NumPy number, got {type(v).__name__}; an array"
+            "softmax_scale", v, f"a Python or NumPy number, got {type(v).__name__}; pass float"
         )
-        for v in ("1", np.ones(1), 1j)
+        for v in ("1", np.ones(1), 1j, True)
     ),
     *(
         wrong(

@@ -3,8 +3,8 @@
 // attends for one row tile after another to the blocks of its part. grid = (1, parts, kv heads), 384 threads, one CTA
 // an SM.
 //
-// All 12 warps do the same: each takes every twelfth chunk of 16 tokens, copies it (kStages chunks ahead, over the tiles
-// of its part; by TMA, or row by row where pages are smaller, and at the end of a request), and has a running maximum,
+// All 12 warps do the same: each takes every twelfth chunk of 16 tokens, copies it (kStages chunks ahead, over the
+// tiles of its part; by TMA, or row by row where pages are smaller, and at the end of a request), and has a running maximum,
 // sums and an output of its own. No warp waits for another one until the tile ends; then the results are added up, 64
 // columns of 8 rows at a time, by warps 4 to 11, which write them or join pieces (split/join.cuh).
 //
@@ -41,6 +41,7 @@ using namespace split;
 
 constexpr int kDecodeWarps = 12, kChunk = 16;  // tokens
 constexpr int kSharedMost = 232448;
+constexpr float kMaxFactor = 3e38f;  // of scores: an infinite one makes NaN of a score of 0
 
 template <int kKeys, int kValues, int kRows, bool kE4m3>
 struct DecodeLayout {
@@ -81,7 +82,9 @@ struct DecodeLayout {
   __device__ __forceinline__ u32 query_words(int eight, int i) const {
     return words() + 16 + ((eight * kQueryWords / 4 + i) * 32 + threadIdx.x % 32) * 16;
   }
-  __device__ __forceinline__ u32 undone(int row) const { return words() + 16 + kRows / 8 * kQueryWords * 128 + row * 4; }
+  __device__ __forceinline__ u32 undone(int row) const {
+    return words() + 16 + kRows / 8 * kQueryWords * 128 + row * 4;
+  }
 
   // Where 16 bytes of a token's row lie: tiles of 16 rows of 128 bytes, or of 64, with a swizzle as wide.
   template <int kRow>
@@ -280,7 +283,8 @@ struct Attender {
       const float undone = narrow_query(words);
 #pragma unroll
       for (int i = 0; i < Layout::kQueryWords / 4; ++i)
-        store_shared_16(shared.query_words(warp, i), {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
+        store_shared_16(shared.query_words(warp, i),
+                        {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
       if (lane % 4 == 0) store_shared_float(shared.undone(warp * 8 + lane / 4), undone);
     }
     __syncthreads();
@@ -307,7 +311,8 @@ struct Attender {
         sum[n][r] = weight[n][r] = 0.0f;
         const float scale = of_keys * (Layout::kSharesQuery ? load_shared_float(shared.undone(row))
                                                             : __shfl_sync(0xffffffffu, undone, (lane % 4 * 2 + r) * 4));
-        factor[n][r] = (p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * scale;
+        const float of_scores = (p.to_softcap == 0.0f ? p.scale_log2 : p.to_softcap) * scale;
+        factor[n][r] = fminf(of_scores, kMaxFactor);
         if (!has_sink || row >= tile.rows) continue;
         const float sink = p.sinks[Row(p, tile, row).head] * kLog2E;
         if (sink == -kInfinity) continue;
@@ -367,7 +372,10 @@ struct Attender {
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) scores[n][e] = (kTurns > 1 ? products[0][n][e] + products[kTurns - 1][n][e] : products[0][n][e]) * factor[n][e & 1];
+      for (int e = 0; e < 4; ++e) {
+        if (kTurns > 1) products[0][n][e] += products[kTurns - 1][n][e];
+        scores[n][e] = products[0][n][e] * factor[n][e & 1];
+      }
   }
 
   // tanh(x) = 1 - 2 / (1 + exp(2 x)); scale_log2 is softcap * log2(e).
@@ -554,13 +562,14 @@ struct Attender {
         add_warps(segment, n, adder, column_of(round, adder), round == 0);
       }
     if (adds && segment.split())
-      Joiner<T, kValues, Layout::kSharesQuery ? 4 : 1, AttentionParams, RaggedTile>(p, {shared.words(), shared.sums(), shared.sums() + 8192}, tile,
-                                                         segment).join(more);
+      Joiner<T, kValues, Layout::kSharesQuery ? 4 : 1, AttentionParams, RaggedTile>(
+          p, {shared.words(), shared.sums(), shared.sums() + 8192}, tile, segment).join(more);
   }
 
   // Each lane of a quad weighs every fourth warp's output of row lane / 4, relative to the highest score of all. Gives
   // what their sum is divided by, inverted; the first time it stores the row's log-sum-exp.
-  __device__ __forceinline__ float weigh_warps(const Segment& segment, int n, int adder, float (&own)[kEach], bool is_first) const {
+  __device__ __forceinline__ float weigh_warps(const Segment& segment, int n, int adder, float (&own)[kEach],
+                                               bool is_first) const {
     const int row = n * 8 + lane / 4;
     float highest = kLowest, total = 0.0f, rounded = 0.0f;
 #pragma unroll
@@ -649,8 +658,8 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
     fence_mbarrier_init();
     fence_proxy_async_shared();
   }
-  if (threadIdx.x == 0) prefetch_tensor_map(&p.key_map);
-  if (threadIdx.x == 32) prefetch_tensor_map(&p.value_map);
+  if (p.box_rows == kChunk && threadIdx.x == 0) prefetch_tensor_map(&p.key_map);
+  if (p.box_rows == kChunk && threadIdx.x == 32) prefetch_tensor_map(&p.value_map);
   __syncwarp();
   grid_dependency_launch();
   grid_dependency_wait();

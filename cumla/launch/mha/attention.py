@@ -170,12 +170,13 @@ class MHAKey(RaggedKey):
     def few_rows(self) -> tuple[int, KernelSpec] | None:
         """Rows and kernel of small row tiles, where the requests' mean ones are as small.
 
-        Of 16-bit keys where it is faster (docs/kernels/mha.md): without a window, and with 64
-        columns or small pages.
+        Of 16-bit keys where it is faster (docs/kernels/mha.md): without a window, with 64 columns
+        or small pages, and if no request can have many more rows than the mean.
         """
         is_e4m3 = self.cache_dtype == _E4M3
-        gains = is_e4m3 or (not self.has_window and self._comes_in_pieces)
-        if self.batch_invariant or self.takes_single_rows or not gains:
+        more = 0 if self.q_len else (self.total_tokens - self.batch) * self.heads_per_group
+        gains = not self.has_window and self._comes_in_pieces and more <= ROW_TILE
+        if self.batch_invariant or self.takes_single_rows or not (is_e4m3 or gains):
             return None
         tokens = self.q_len or -(-self.total_tokens // max(self.batch, 1))
         return decode_spec(self.dtype, self.kernel_tiles, tokens * self.heads_per_group, is_e4m3)
@@ -385,7 +386,8 @@ def _scales(scale: Scale) -> tuple[float, ...]:
 
 def _map(key: MHAKey, name: str, view: ArrayView) -> TensorMap | bytes:
     is_e4m3 = key.cache_dtype == _E4M3
-    if key.form == "rows" or key.takes_single_rows or (is_e4m3 and not key.few_rows):
+    loads = key.box_rows == CHUNK_TOKENS if key.few_rows else key.form != "rows" and not is_e4m3
+    if key.takes_single_rows or not loads:
         return bytes(128)
     shape = tuple([max(size, 1) for size in view.shape])  # without rows nothing is loaded
     tensor_map = paged_kv_map(view.ptr, key.cache_dtype, shape, view.strides, key.box_rows)

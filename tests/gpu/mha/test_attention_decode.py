@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cumla
-from tests.gpu.mha.test_attention import BF16, agree, bits, poisoned, run_on_gpu
+from tests.gpu.mha.test_attention import BF16, agree, bits, check_garbage, poisoned, run_on_gpu
 from tests.gpu.mha.test_attention_prefill import whole
 from tests.gpu.tools import kernels
 from tests.gpu.tools.memory import Memory
@@ -129,3 +129,9 @@ def test_queries_of_any_size(power: int) -> None:
     there = {n: Memory(cp).upload(a) for n, a in arguments.items()}
     got = cumla.attention(**there, **poisoned(arguments))
     agree(got, cumla.reference.attention(**arguments), arguments["qo_indptr"])
+
+
+@pytest.mark.parametrize("page_size", [3, 16, 64])
+@pytest.mark.parametrize("seed", range(8))
+def test_garbage_everywhere(seed: int, page_size: int) -> None:
+    check_garbage(seed, page_size, 14, E4M3)  # two query tokens of a request on average

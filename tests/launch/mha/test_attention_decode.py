@@ -82,6 +82,8 @@ def chosen_for(given: dict[str, Any]) -> str:
     options = {name: given[name] for name in ("window", "batch_invariant") if name in given}
     if "batch_invariant" in given:
         options["max_kv_len"] = 1000
+    if "qo_indptr" in given:
+        options["qo_indptr"] = given["qo_indptr"]
     plan = cumla.AttentionPlan.from_arrays(given["q"], given["k"], given["v"], **options)
     return attention_spec(plan.key).stem
 
@@ -94,15 +96,21 @@ def test_which_kernel_decodes() -> None:
     wide |= {name: np.ones((60, 64, 2, 128), BF16) for name in "kv"}
     paged = wide | {name: np.ones((60, 16, 2, 128), BF16) for name in "kv"}
     many = {"q": np.ones((3, 5, 8, 64), BF16)}  # 20 rows of a kv head
+    offsets = {"qo_indptr": np.zeros(65, np.int32)}
+    drafts = offsets | {"q": np.ones((80, 8, 64), BF16)}  # 64 rows more than one each
+    chunk = offsets | {"q": np.ones((81, 8, 64), BF16)}
     chosen = {
         name: chosen_for(given)
         for name, given in {
             "e4m3": decoding(),
             "e4m3, window": decoding(window=40),
             "e4m3, 20 rows": decoding() | many,
+            "e4m3, perhaps a chunk": decoding() | chunk,
             "e4m3, fixed cuts": decoding(batch_invariant=True),
             "64 columns": small,
             "64 columns, window": small | {"window": 40},
+            "64 columns, drafts": small | drafts,
+            "64 columns, perhaps a chunk": small | chunk,
             "whole pages": wide,
             "small pages": paged,
         }.items()
@@ -112,9 +120,12 @@ def test_which_kernel_decodes() -> None:
         "e4m3": decode,
         "e4m3, window": decode,
         "e4m3, 20 rows": other,
+        "e4m3, perhaps a chunk": decode,
         "e4m3, fixed cuts": other,
         "64 columns": decode,
         "64 columns, window": other,
+        "64 columns, drafts": decode,
+        "64 columns, perhaps a chunk": other,
         "whole pages": other,
         "small pages": decode,
     }
@@ -141,9 +152,10 @@ def test_queries_of_any_size() -> None:
         got, _ = launched(scaled | {"softmax_scale": 0.125 / power})
         for one, other in zip(got, plain, strict=True):
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
-    zeros, _ = launched(decoding(q=np.zeros_like(given["q"])))
     counts = np.array([[900], [3], [17]]).repeat(8, 1)
-    np.testing.assert_allclose(np.asarray(zeros[1])[:, :, 0], np.log(counts), rtol=1e-6)
+    for factors in ({}, {"k_scale": 2.0**126, "softmax_scale": 1e6}):  # the product is infinite
+        zeros, _ = launched(decoding(q=np.zeros_like(given["q"])) | factors)
+        np.testing.assert_allclose(np.asarray(zeros[1])[:, :, 0], np.log(counts), rtol=1e-6)
 
 
 def test_rows_and_kernels() -> None:
