@@ -29,6 +29,7 @@ from tests.compat.deploy_cases import (  # noqa: E402
     turned,
 )
 from tests.emulator import emulated_gpu  # noqa: E402
+from tests.selection import some  # noqa: E402
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 EMPTY = torch.empty(0)
@@ -457,7 +458,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.parametrize("name", OF_AUTO_DEPLOY | OWN)
+@pytest.mark.parametrize("name", some(OF_AUTO_DEPLOY | OWN, 3))
 def test_pytorch_finds_an_operation_right(name: str) -> None:
     """What it writes to, the shapes of its results, and what torch.compile makes of it."""
     auto_deploy.register()

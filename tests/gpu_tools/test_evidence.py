@@ -18,6 +18,7 @@ import pytest
 from cumla.launch import all_specs
 from tests.gpu import conftest
 from tests.gpu.tools import digests, record, sanitize
+from tests.selection import some
 
 CHANGELOG = record.ROOT / "CHANGELOG.md"
 SOURCES = record.Sources.now()
@@ -374,16 +375,19 @@ def test_a_whole_run_is_written(run: Any) -> None:
 
 @pytest.mark.parametrize(
     ("options", "environment", "left"),
-    [
-        (["suite", "-k", "1 or b"], {}, {"test_b.py"}),
-        (["suite/one/test_a.py::test_a", "suite/two"], {}, {"test_b.py"}),
-        (["suite", "--deselect", "suite/one/test_a.py::test_a[1]"], {}, {"test_b.py"}),
-        (["suite/two"], {}, {"test_b.py"}),
-        (["suite"], {"INTERRUPT": "1"}, {"test_a.py"}),
-        (["suite"], {"KILL": "1"}, {"test_a.py"}),
-        (["suite"], {"SKIP": "needs another JAX"}, {"test_a.py"}),
-        (["suite", "--maxfail=1"], {"FAIL": "1"}, {"test_a.py", "test_b.py"}),
-    ],
+    some(
+        [
+            (["suite", "-k", "1 or b"], {}, {"test_b.py"}),
+            (["suite/one/test_a.py::test_a", "suite/two"], {}, {"test_b.py"}),
+            (["suite", "--deselect", "suite/one/test_a.py::test_a[1]"], {}, {"test_b.py"}),
+            (["suite/two"], {}, {"test_b.py"}),
+            (["suite"], {"INTERRUPT": "1"}, {"test_a.py"}),
+            (["suite"], {"KILL": "1"}, {"test_a.py"}),
+            (["suite"], {"SKIP": "needs another JAX"}, {"test_a.py"}),
+            (["suite", "--maxfail=1"], {"FAIL": "1"}, {"test_a.py", "test_b.py"}),
+        ],
+        2,
+    ),
 )
 def test_a_partial_run_proves_what_ran_whole(
     options: list[str], environment: dict[str, str], left: set[str], run: Any

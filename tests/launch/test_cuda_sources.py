@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from cumla.launch.source import KernelSpec, strip_comments
-from tests.launch.compiling import each_file
+from tests.launch.compiling import of_some_files
 from tests.launch.conftest import Compiler
 
 ROOT = Path(str(resources.files("cumla").joinpath("cuda")))
@@ -230,7 +230,7 @@ def disassembler() -> str | None:
     return found
 
 
-@each_file
+@of_some_files
 def test_machine_code(spec: KernelSpec, tmp_path: Path, compiled: Compiler):
     tool = disassembler()
     if tool is None:
