@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,3 +226,41 @@ def check(s: Sample, got: Any, expected: Any) -> dict[str, float]:
     shares = errors / (tolerance * np.linalg.norm(_sums_of_sizes(s)[: len(errors)], axis=-1) + 1e-6)
     assert (shares <= 1).all()
     return {"out": float(shares.max(initial=0)), "lse": float(differences.max(initial=0))}
+
+
+RISING: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "every block": lambda position: 40 - position / 25,
+    "the first key": lambda position: 6.0 * (position == 0),
+    "once": lambda position: 5.0 * (position < 400),
+}
+"""How a score grows from the last key to the first, in which order prefills read them."""
+
+
+def rising(name: str, columns: tuple[int, int], dtype: Any) -> dict[str, Any]:
+    """Queries whose maximum grows while a prefill goes on: 300 of a request of 1,000 tokens."""
+    rng = np.random.default_rng(0)
+    tokens = 1000
+
+    def rows(*shape: int) -> Any:
+        return rng.standard_normal(shape) / 4
+
+    along = np.where(np.arange(columns[0]) < 16, 1.0, 0.0)  # 8 columns are scores of 2
+    sizes = RISING[name](np.arange(tokens))[:, None, None]
+    return {
+        "q": (rows(300, 2, columns[0]) + along).astype(dtype),
+        "k": (rows(tokens, 1, columns[0]) + along * sizes).astype(dtype),
+        "v": rows(tokens, 1, columns[1]).astype(dtype),
+        "kv_lens": np.array([tokens], np.int32),
+        "qo_indptr": np.array([0, 300], np.int32),
+        "kv_indptr": np.array([0, tokens], np.int32),
+        "softmax_scale": 0.5,
+    }
+
+
+def check_rising(got: Any, arguments: dict[str, Any]) -> None:
+    """Compare with the reference, row by row."""
+    out, lse = (np.asarray(array, np.float64) for array in got)
+    want, want_lse = (np.asarray(a, np.float64) for a in reference.attention(**arguments))
+    np.testing.assert_allclose(lse, want_lse, rtol=1.2e-5)
+    sizes = np.abs(arguments["v"].astype(np.float64)).max()
+    np.testing.assert_allclose(out, want, atol=3 * ROUNDING[arguments["q"].dtype.name] * sizes)

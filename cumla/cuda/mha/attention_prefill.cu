@@ -42,6 +42,7 @@ using namespace split;
 
 constexpr int kItems = 4;  // announcements: of the tile that is written, the next one, that after it, and one more
 constexpr int kTogether = 1, kTurns = 2, kOwn = 5;  // named barriers: of all consumers; whose turn it is; of each one
+constexpr float kMostAdded = 4096.0f;  // of weights by an old maximum: a thread's of a row and block
 constexpr i64 kBytesInL2 = 24 << 20;  // of the keys and values of a section
 
 template <int kKeyTiles, int kValueTiles, int kBlock, int kConsumers_>
@@ -257,8 +258,9 @@ struct PrefillConsumer {
   float output[kValueTiles * 32];
   float scores[kBlock / 2];
   u32 probabilities[kBlock / 4];
-  float maximum[2], sum[2], factor[2];
+  float maximum[2], sum[2], factor[2], added[2];
   int clear_from, clear_to;  // blocks in between are seen whole by all rows
+  int raise_from;            // once blocks from here on are done, each row has seen a key, if it sees any
 
   __device__ __forceinline__ PrefillConsumer(const AttentionParams& p, const Layout& shared, int consumer)
       : p(p), shared(shared), consumer(consumer),
@@ -283,7 +285,9 @@ struct PrefillConsumer {
     // The first row's end is the least, the last row's beginning the greatest.
     const Seen last = seen_by(p, tile, item.tokens, 63);
     clear_from = last.first / kBlock + (last.first % kBlock != 0);
-    clear_to = max(seen_by(p, tile, item.tokens, 0).end, 0) / kBlock;
+    const int end = max(seen_by(p, tile, item.tokens, 0).end, 0);
+    clear_to = end / kBlock;
+    raise_from = end / kBlock + (end % kBlock != 0) - 1;
   }
 
   __device__ __forceinline__ static void multiply(float (&d)[kBlock / 2], u64 a, u64 b, bool accumulate) {
@@ -357,17 +361,16 @@ struct PrefillConsumer {
   // does not join with its neighbours': it takes registers for all that it sees together.
   __device__ __forceinline__ void cap(float* few) const {
     const float to_softcap = __uint_as_float(copy_of(__float_as_uint(p.to_softcap)));
-    if (to_softcap == 0.0f) return;
+    if (__builtin_expect(to_softcap == 0.0f, 1)) return;
 #pragma unroll
     for (int i = 0; i < 32; ++i) few[i] = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(few[i] * to_softcap));
   }
 
-  // Scores become weights, float32; the factor of what was added up before is left in `factor`. True if that is not 1
-  // for some row of the warpgroup.
-  __device__ __forceinline__ bool exponentiate(u32 n, int block) {
+  // Caps scores, and masks those that a row does not see.
+  __device__ __forceinline__ void mask(u32 n, int block) {
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 32) cap(scores + i);
-    if (block < clear_from || block >= clear_to) {
+    if (__builtin_expect(block < clear_from || block >= clear_to, 0)) {
       const Item item = read_item(shared, n);
       const RaggedTile tile = tile_of(p, item, consumer);
       const int column = block * kBlock + (lane % 4) * 2;
@@ -382,6 +385,10 @@ struct PrefillConsumer {
         }
       }
     }
+  }
+
+  // Raises the maximum of each row; the factor of what was added up before is left in `factor`. True if one is not 1.
+  __device__ __forceinline__ bool raise_maximum() {
     bool grown = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -397,14 +404,20 @@ struct PrefillConsumer {
       maximum[r] = next;
       sum[r] *= factor[r];
     }
+    return grown;
+  }
+
+  // Scores become weights, float32; the sums of a thread's are left in `added`.
+  __device__ __forceinline__ void exponentiate() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) added[r] = 0.0f;
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 2) {
       const int r = i >> 1 & 1;
       scores[i] = exp2_approx(__fmaf_rn(scores[i], p.scale_log2, -maximum[r]));
       scores[i + 1] = exp2_approx(__fmaf_rn(scores[i + 1], p.scale_log2, -maximum[r]));
-      sum[r] += scores[i] + scores[i + 1];
+      added[r] += scores[i] + scores[i + 1];
     }
-    return any(grown);
   }
 
   __device__ __forceinline__ void pack() {
@@ -527,7 +540,11 @@ struct PrefillConsumer {
       arrive(shared.keys_free(t % Layout::kStages));
       if (block == blocks.first) fetch_query(n + 1);
       begin(item);
-      exponentiate(n, block);
+      mask(n, block);
+      raise_maximum();
+      exponentiate();
+      sum[0] += added[0];
+      sum[1] += added[1];
       pack();
       const int valid = item.tokens - block * kBlock;
       if (valid < kBlock) {
@@ -540,12 +557,28 @@ struct PrefillConsumer {
         issue_both(t, true);
         warpgroup_wait<1>();
         keep_behind_wait(scores);
-        arrive(shared.keys_free(t % Layout::kStages));
+        // Maxima seldom grow once each row has one: scores are weighed by those there are, and computed again if weights
+        // come out too large. Not of the last block, because its query is overwritten meanwhile.
+        bool raises = kBlock == 64 || block == blocks.first || block >= raise_from, grown;
         if (block == blocks.first) fetch_query(n + 1);
-        const bool grown = exponentiate(n, block);
-        // ptxas moves a wait up to the last branch: without this one it would wait first, and compute then. All warps
-        // take the same one, for they must wait at the same place.
-        if (grown) {
+#pragma unroll 1
+        for (;; raises = true) {
+          mask(n, block);
+          grown = raises && raise_maximum();
+          exponentiate();
+          // ptxas moves the wait for the products with values up to the last branch: this vote's. All warps take the
+          // same one, for they must wait at the same place.
+          grown = any(raises ? grown : !(fmaxf(added[0], added[1]) < kMostAdded));
+          if (raises || !grown) break;
+          issue_scores(t % Layout::kStages);
+          warpgroup_wait<0>();
+          keep_behind_wait(scores);
+          keep_behind_wait(output);
+        }
+        arrive(shared.keys_free(t % Layout::kStages));
+        sum[0] += added[0];
+        sum[1] += added[1];
+        if (raises && grown) {
           warpgroup_wait<0>();
           keep_behind_wait(output);
 #pragma unroll

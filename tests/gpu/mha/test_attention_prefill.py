@@ -14,7 +14,16 @@ from tests.gpu.mha.test_attention import BF16, agree, bits, poisoned, run_on_gpu
 from tests.gpu.tools import kernels
 from tests.gpu.tools.memory import Memory
 from tests.gpu.tools.sanitize import multiprocessors
-from tests.mha.attention_cases import MANY, Sample, check, make, samples
+from tests.mha.attention_cases import (
+    MANY,
+    RISING,
+    Sample,
+    check,
+    check_rising,
+    make,
+    rising,
+    samples,
+)
 
 KERNELS = ("attention_prefill", "ragged_schedule")
 cp: Any = pytest.importorskip("cupy")
@@ -66,6 +75,15 @@ def whole(
         "qo_indptr": np.cumsum([0, *q_lens]).astype(np.int32),
         "block_table": table,
     }
+
+
+@pytest.mark.parametrize("name", RISING)
+@pytest.mark.parametrize("columns", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16)], ids=str)
+def test_maxima_that_grow(name: str, columns: tuple[int, int], dtype: Any) -> None:
+    arguments = rising(name, columns, dtype)
+    with multiprocessors(2):
+        check_rising(run_on_gpu(arguments), arguments)
 
 
 PREFILLS = {

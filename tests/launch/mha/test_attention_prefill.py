@@ -16,7 +16,16 @@ from cumla.launch.kernel import Launch
 from cumla.launch.mha.attention import attention_spec
 from tests.calls import int32
 from tests.emulator import emulate, emulated_gpu
-from tests.mha.attention_cases import MANY, Sample, check, make, samples
+from tests.mha.attention_cases import (
+    MANY,
+    RISING,
+    Sample,
+    check,
+    check_rising,
+    make,
+    rising,
+    samples,
+)
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FEW = (  # few kernels: each takes seconds to compile
@@ -62,6 +71,16 @@ def test_every_kernel(columns: tuple[int, int], dtype: str) -> None:
             fixed = {"columns": columns, "dtype": dtype, "page_size": page_size}
             for sample in samples(4, **fixed, **MANY):
                 check_sample(sample)
+
+
+@pytest.mark.parametrize("name", RISING)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_maxima_that_grow(name: str, dtype: str) -> None:
+    """Weights by an old maximum are too large, or infinite: their scores are computed again."""
+    arguments = rising(name, (64, 64), np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    got, stems = launched(arguments)
+    assert stems[-1] == "attention_prefill"
+    check_rising(got, arguments)
 
 
 def mixture() -> dict[str, Any]:
