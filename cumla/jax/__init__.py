@@ -18,12 +18,10 @@ except ImportError as error:
     ) from error
 
 from cumla.jax.caches import append_indexer_cache, append_kv_cache, append_mla_cache
-from cumla.jax.call import TARGET
 from cumla.jax.call import run as run
 from cumla.jax.plans import AttentionPlan, MLAAttentionPlan, MLADecodePlan, PagedMQALogitsPlan
 
 __all__ = [
-    "TARGET",
     "AttentionPlan",
     "MLAAttentionPlan",
     "MLADecodePlan",

@@ -28,6 +28,7 @@ from cumla.launch import kernel  # noqa: E402
 from tests.bindings.xla_frame import Xla, custom_calls  # noqa: E402
 from tests.calls import (  # noqa: E402
     OPERATIONS,
+    PLANS,
     Arguments,
     Operation,
     Planned,
@@ -113,6 +114,33 @@ def python(program: str, *arguments: str, **variables: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+@pytest.fixture
+def gpu(
+    bindings: FakeBindings, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], list[tuple[str, bytes]]]:
+    """A GPU that JAX sees: lists what was launched since it was last asked, with parameters."""
+    launched: list[tuple[str, bytes]] = []
+    launch = kernel.PreparedLaunch.__call__
+
+    def note(self: kernel.PreparedLaunch) -> None:
+        launch(self)
+        launched.append((self._kernel.spec.entry, bytes(self._owned[0])))
+
+    monkeypatch.setattr(kernel.PreparedLaunch, "__call__", note)
+    monkeypatch.setattr(execute, "driver", lambda: driver)
+    for module in (call, plans):
+        monkeypatch.setattr(module, "gpu", lambda: 0)
+    monkeypatch.setattr(execute, "_ready", type(execute._ready)())
+    monkeypatch.setattr(execute, "_templates", {})
+
+    def take() -> list[tuple[str, bytes]]:
+        taken = launched[:]
+        launched.clear()
+        return taken
+
+    return take
 
 
 # --- on the CPU -----------------------------------------------------------------------------------
@@ -442,34 +470,48 @@ def test_each_device_computes_its_share() -> None:
     assert python(SHARDED, XLA_FLAGS=flags) == "same"
 
 
+def test_every_function_and_plan_has_its_form() -> None:
+    """Those that write in place, and those that hold a schedule."""
+    forms = {one.function.__name__ for one in IN_PLACE.values()}
+    forms |= {planned.kind.__name__ for planned in PLANS.values()}
+    assert {*cumla.jax.__all__} == forms
+    assert all(getattr(cumla.jax, name).__doc__ for name in forms)
+
+
+EMPTY = [
+    pytest.param(one, names, id=f"{name}-{'-'.join(names)}")
+    for name, one in OPERATIONS.items()
+    for names in one.empty
+]
+
+
+@pytest.mark.parametrize(("operation", "names"), EMPTY)
+def test_nothing_to_do(
+    operation: Operation, names: tuple[str, ...], cupy: FakeCuPy, gpu: Any
+) -> None:
+    """Empty batches have empty results, and launch nothing."""
+    arguments = operation.make()
+    for text in names:
+        name, _, left = text.partition("+")
+        arguments[name] = jax.tree.map(lambda a, left=left: a[: int(left or 0)], arguments[name])
+    arrays, options = divided(arguments)
+    function = functools.partial(function_of(operation), **options)
+    got = jax.jit(function)(**arrays)
+    expected = operation.function(**arguments) if not operation.in_place else got
+    shapes = [[leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (got, expected)]
+    assert shapes[0] == shapes[1]
+    xla = Xla(execute.on_gpu)
+    for text, inputs, results in custom_calls(function, **arrays):
+        aliases = dict(execute._program(text, 0).aliases)
+        at = [(1 + i) << 32 for i in range(len(inputs) + len(results))]
+        for one, other in aliases.items():
+            at[other] = at[one]
+        buffers = [*zip(at, [*inputs, *results], strict=True)]
+        assert xla.call(xla.frame(text, buffers[: len(inputs)], buffers[len(inputs) :])) == ""
+    assert gpu() == []
+
+
 # --- on a GPU that is not there -------------------------------------------------------------------
-
-
-@pytest.fixture
-def gpu(
-    bindings: FakeBindings, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], list[tuple[str, bytes]]]:
-    """A GPU that JAX sees: lists what was launched since it was last asked, with parameters."""
-    launched: list[tuple[str, bytes]] = []
-    launch = kernel.PreparedLaunch.__call__
-
-    def note(self: kernel.PreparedLaunch) -> None:
-        launch(self)
-        launched.append((self._kernel.spec.entry, bytes(self._owned[0])))
-
-    monkeypatch.setattr(kernel.PreparedLaunch, "__call__", note)
-    monkeypatch.setattr(execute, "driver", lambda: driver)
-    for module in (call, plans):
-        monkeypatch.setattr(module, "gpu", lambda: 0)
-    monkeypatch.setattr(execute, "_ready", type(execute._ready)())
-    monkeypatch.setattr(execute, "_templates", {})
-
-    def take() -> list[tuple[str, bytes]]:
-        taken = launched[:]
-        launched.clear()
-        return taken
-
-    return take
 
 
 def placed(xla: Xla, traced: tuple[bytes, Any, Any], addresses: dict[str, int]) -> Any:
