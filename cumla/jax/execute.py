@@ -36,6 +36,7 @@ class _Program(NamedTuple):
     arguments: Any
     returned: tuple[Output, ...]
     buffers: tuple[Buffer, ...]  # inputs, then results
+    names: tuple[str, ...]  # theirs
     aliases: tuple[tuple[int, int], ...]  # places of buffers that are one
 
     @property
@@ -46,7 +47,7 @@ class _Program(NamedTuple):
         """Refuse memory that XLA did not share although it was told to."""
         for one, other in self.aliases:
             if addresses[one] != addresses[other]:
-                raise CumlaError(f"{self.buffers[one].name}: XLA gave it two places; report this")
+                raise CumlaError(f"{self.names[one]}: XLA gave it two places; report this")
 
 
 @lru_cache(maxsize=4096)
@@ -59,7 +60,9 @@ def _program(text: bytes, device: int | None) -> _Program:
     results = spec.results(returned)
     count = len(spec.inputs)
     aliases = tuple([(i, count + o) for i, o in spec.aliases(results).items()])
-    return _Program(spec, operation, arguments, returned, spec.inputs + results, aliases)
+    buffers = spec.inputs + results
+    names = tuple([buffer.name for buffer in buffers])
+    return _Program(spec, operation, arguments, returned, buffers, names, aliases)
 
 
 # --- CPU -----------------------------------------------------------------------------------------
@@ -109,10 +112,11 @@ _ready = Ready()
 def on_gpu(text: bytes, addresses: tuple[int, ...], frame: Frame) -> None:
     """Launch on XLA's stream, which may be being captured."""
     stream = frame.stream()
-    ready = _ready.get((text, addresses, stream))
+    identity = text, addresses, stream
+    ready = _ready.get(identity)
     if ready is None:
         ready = _placed(text, addresses, frame, stream)
-        _ready.keep((text, addresses, stream), ready)
+        _ready.keep(identity, ready)
     cuda = driver()
     must_leave = cuda.enter_device(ready.device)
     try:
@@ -132,7 +136,7 @@ def _placed(text: bytes, addresses: tuple[int, ...], frame: Frame, stream: int) 
         frame.check(program.shapes)
         templates = _templates[text, device] = _packed(program, device, stream)
     program.check_aliases(addresses)
-    places = {b.name: at for b, at in zip(program.buffers, addresses, strict=True)}
+    places = dict(zip(program.names, addresses, strict=True))
     return _Launches(device, [template.at(places, stream) for template in templates])
 
 

@@ -29,7 +29,7 @@ _FRAME_BYTES, _LIST_BYTES, _BUFFER_BYTES = 168, 40, 48
 _FRAME = struct.Struct("<8x3q24xq8xq16xq8xq40xq")
 _LISTS = (40, 80, 120)
 # Buffer: address 24, rank 32, address of the sizes 40.
-_DATA, _RANK = 24, 32
+_RANK = 32
 # Functions in the table at `api`.
 _ERROR_CREATE, _STREAM_GET, _DEVICE_GET = 48, 80, 184
 _METADATA = 1  # the extension in which XLA asks for version and traits
@@ -44,6 +44,7 @@ _memory: Any = (ctypes.c_char * ((1 << 62) - 1)).from_address(0)  # of the proce
 _frame_at = _FRAME.unpack_from
 _word_at = struct.Struct("<q").unpack_from
 _pair_at = struct.Struct("<2q").unpack_from
+_data_at = struct.Struct("<24xq").unpack_from  # of a buffer
 _put_half = struct.Struct("<i").pack_into
 
 _handlers: list[object] = []  # alive as long as the process
@@ -106,10 +107,8 @@ class Frame(NamedTuple):
         if not known or len(self.buffers) != len(shapes):
             raise _unknown_layout(f"structs of {[size, *lists]} bytes, {len(self.buffers)} buffers")
         for buffer, shape in zip(self.buffers, shapes, strict=True):
-            (size,), (rank, sizes) = (
-                _word_at(_memory, buffer),
-                _pair_at(_memory, buffer + _RANK),
-            )
+            (size,) = _word_at(_memory, buffer)
+            rank, sizes = _pair_at(_memory, buffer + _RANK)
             if size < _BUFFER_BYTES or rank != len(shape):
                 raise _unknown_layout(f"a buffer of rank {rank}, not {len(shape)}")
             found = _words_at(rank)(_memory, sizes)
@@ -152,7 +151,7 @@ def make_handler(execute: Execute) -> Any:
                 return None
             buffers = _words_at(inputs)(_memory, at_inputs) if inputs else ()
             buffers += _words_at(results)(_memory, at_results)
-            addresses = tuple([_word_at(_memory, buffer + _DATA)[0] for buffer in buffers])
+            addresses = tuple([_data_at(_memory, buffer)[0] for buffer in buffers])
             begin, length = _pair_at(_memory, *_word_at(_memory, attributes))
             text = _memory[begin : begin + length]
             execute(text, addresses, Frame(frame, api, context, buffers))

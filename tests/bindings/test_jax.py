@@ -306,6 +306,32 @@ def test_some_arrays_are_traced_and_others_are_not() -> None:
         assert_same(DECODE, traced(as_jax(array)), eager(DECODE))
 
 
+def test_partial_results_in_one_array() -> None:
+    operation = OPERATIONS["merge_attention_states"]
+    arrays, options = divided(operation.make())
+    stacked = {name: jnp.stack(parts) for name, parts in arrays.items()}
+    merge = functools.partial(cumla.merge_attention_states, **options)
+    assert_same(operation, jax.jit(merge)(**stacked), eager(operation))
+
+
+def test_factors_are_arrays_that_may_change() -> None:
+    operation = OPERATIONS["quantize_fp8"]
+    x = jnp.asarray(operation.make()["x"])
+    arrays, _ = divided(DECODE.make())
+    arrays["kv_cache"] = arrays["kv_cache"].astype(jnp.float8_e4m3fn)
+
+    @jax.jit
+    def decode(factor: Any) -> Any:
+        return cumla.mla_decode(**arrays, kv_scale=factor)
+
+    for factor in (0.5, 2.0):
+        expected = cumla.mla_decode(**arrays, kv_scale=factor)
+        got = decode(jnp.float32(factor))
+        assert_same(DECODE, got, [np.asarray(leaf) for leaf in expected])
+    values, scale = jax.jit(cumla.quantize_fp8)(x)
+    assert values.dtype == jnp.float8_e4m3fn and scale.dtype == jnp.float32
+
+
 def test_vmap_calls_once_for_each() -> None:
     function, arrays = of_jax(DECODE)
     lengths = jnp.stack([arrays.pop("kv_lens"), jnp.array([1, 9], jnp.int32)])
@@ -438,6 +464,21 @@ def test_a_program_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
         spec.read(text.replace(cumla.__version__.encode(), b"9"))
     with pytest.raises(cumla.CumlaError, match="os:getcwd, which is no record of cumla's"):
         spec._rebuilt({"os:getcwd": []})
+
+
+def test_an_old_jax() -> None:
+    program = """
+import sys
+import jax
+vars(jax).pop("ffi", None)
+sys.modules["jax.ffi"] = None
+import cumla
+try:
+    jax.jit(cumla.quantize_fp8)(jax.numpy.ones((2, 16)))
+except cumla.MissingDependencyError as error:
+    print(error)
+"""
+    assert python(program).startswith("jax: cumla.jax needs JAX 0.5 or later, with jax.ffi (")
 
 
 SHARDED = """
@@ -622,6 +663,40 @@ def test_a_plan_on_the_gpu(planned: Planned, cupy: FakeCuPy, gpu: Any) -> None:
     assert [entry for entry, _ in gpu()] == [schedule, *attend, *attend]
     sizes = {execute._program(text, 0).spec.workspace for text, *_ in calls}
     assert sizes == {kind.workspace_bytes(**planned.sizes(), sm_count=132)} or "page" in str(sizes)
+
+
+def test_a_plan_loads_its_kernels(cupy: FakeCuPy, gpu: Any) -> None:
+    cumla.jax.MLADecodePlan(2, 2, 16).prepare()
+    assert set(DECODE.kernels) <= {*cupy.compiled}
+    assert gpu() == []
+
+
+def test_requests_that_are_cut_at_fixed_positions(cupy: FakeCuPy, gpu: Any) -> None:
+    """Two launches make their schedule, in the call and in the plan."""
+    operation = OPERATIONS["attention"]
+    arrays, options = divided(operation.make())
+    options["batch_invariant"] = True
+    planned = PLANS["AttentionPlan"]
+
+    def step(arrays: Arguments) -> Any:
+        given = arrays | options
+        made_of = {name: given[name] for name in planned.made_of}
+        fixed = {"batch_invariant": True, "max_kv_len": 4096}
+        plan = cumla.jax.AttentionPlan.from_arrays(**made_of, **fixed)
+        inputs = {n: v for n, v in planned.inputs(given).items() if n not in fixed}
+        run = {n: v for n, v in inputs.items() if n not in ("causal", "window")}
+        return plan.update(**planned.lengths(given)).run(**run)[0]
+
+    whole = functools.partial(cumla.attention, **options)
+    for function, given in ((whole, arrays), (step, {"arrays": arrays})):
+        xla, launched = Xla(execute.on_gpu), []
+        for traced in custom_calls(function, **given):
+            program = execute._program(traced[0], 0)
+            places = {name: (1 + i) << 32 for i, name in enumerate(sorted(set(program.names)))}
+            assert xla.call(placed(xla, traced, places)) == ""
+            launched += [entry for entry, _ in gpu()]
+        assert launched == [operation.kernels[0], "invariant_parts", "attention_bfloat16_64_64"]
+    assert_same(operation, jax.jit(whole)(**arrays), eager(operation))
 
 
 def test_a_program_that_was_traced_without_a_gpu(
