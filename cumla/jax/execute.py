@@ -12,8 +12,9 @@ import numpy as np
 
 from cumla.core._dlpack import numpy_dtype
 from cumla.core._driver import driver
+from cumla.core.arguments import WIDE
 from cumla.core.arrays import WORKSPACE
-from cumla.core.check_mode import check_mode
+from cumla.core.check_mode import check_mode, copy_to_host
 from cumla.core.operation import Address, Ready, unplaced
 from cumla.errors import CumlaError
 from cumla.jax.spec import Spec, operation_of, read
@@ -120,11 +121,24 @@ def on_gpu(text: bytes, addresses: tuple[int, ...], frame: Frame) -> None:
     cuda = driver()
     must_leave = cuda.enter_device(ready.device)
     try:
+        if check_mode() and not cuda.is_capturing(stream):
+            _check_values(_program(text, ready.device), addresses, stream)
         for launch in ready.launches:
             launch()
     finally:
         if must_leave:
             cuda.leave_device()
+
+
+def _check_values(program: _Program, addresses: tuple[int, ...], stream: int) -> None:
+    """Check mode: look at the values of an execution that is no replay."""
+    places = dict(zip(program.names, addresses, strict=True))
+    views = program.spec.views(None)
+    wanted = {
+        n: v._replace(ptr=places[n]) for n, v in integers_of(program.operation, views).items()
+    }
+    host = {name: copy_to_host(view, stream) for name, view in wanted.items()}
+    program.operation.check_values(host, program.arguments)
 
 
 def _placed(text: bytes, addresses: tuple[int, ...], frame: Frame, stream: int) -> _Launches:

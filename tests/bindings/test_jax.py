@@ -665,6 +665,33 @@ def test_a_plan_on_the_gpu(planned: Planned, cupy: FakeCuPy, gpu: Any) -> None:
     assert sizes == {kind.workspace_bytes(**planned.sizes(), sm_count=132)} or "page" in str(sizes)
 
 
+def test_the_check_mode_looks_at_values_on_the_gpu(
+    cupy: FakeCuPy, driver: FakeDriver, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of executions, and not of captures, whose replays nobody sees."""
+    given = DECODE.make()
+    given["block_table"] = given["block_table"] + 1000
+    there = {name: cupy.like(array).data.ptr for name, array in arrays_of(given)}
+    plan = functools.partial(planned_with, cumla.jax.MLADecodePlan, PLANS["MLADecodePlan"])
+
+    def layer(arrays: Arguments) -> Any:
+        return plan(arrays).run(*[arrays[n] for n in ("q", "kv_cache", "block_table")])[0]
+
+    arrays = of_jax(DECODE)[1]
+    whole = custom_calls(cumla.mla_decode, **arrays)
+    for traced in (*whole, custom_calls(layer, arrays)[1]):
+        xla = Xla(execute.on_gpu)
+        frame = placed(xla, traced, decode_addresses(1 << 50) | there)
+        assert xla.call(frame) == "" and gpu()
+        with monkeypatch.context() as checked:
+            checked.setenv("CUMLA_CHECK", "1")
+            assert xla.call(frame).startswith("ValueError: block_table[0, 0]: needs a page number")
+            assert gpu() == []
+            driver.capturing = {xla.stream}
+            assert xla.call(frame) == "" and gpu()
+            driver.capturing = set()
+
+
 def test_a_plan_loads_its_kernels(cupy: FakeCuPy, gpu: Any) -> None:
     cumla.jax.MLADecodePlan(2, 2, 16).prepare()
     assert set(DECODE.kernels) <= {*cupy.compiled}
