@@ -11,6 +11,8 @@ import jax
 
 from cumla.jax.handler import Execute, make_handler
 
+_tables: list[Any] = []  # handlers remember functions by the table's address, which XLA keeps
+
 
 class Xla:
     """Calls handlers as XLA does: `jaxlib/include/xla/ffi/api/c_api.h`."""
@@ -21,12 +23,11 @@ class Xla:
         self._handler = make_handler(execute)
         self._message = b""
         function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
-        self._functions = [
-            function(f) for f in (self._make_error, self._get_stream, self._get_device)
-        ]
+        functions = [function(f) for f in (self._make_error, self._get_stream, self._get_device)]
         self._api = (ctypes.c_int64 * 25)(200, 0, 24, 0, 3 << 32)
-        for place, pointer in zip((6, 10, 23), self._functions, strict=True):
+        for place, pointer in zip((6, 10, 23), functions, strict=True):
             self._api[place] = ctypes.cast(pointer, ctypes.c_void_p).value or 0
+        _tables.append((self._api, functions))
 
     def _make_error(self, block: int) -> int:
         pointer = ctypes.c_int64.from_address(block + 16).value
