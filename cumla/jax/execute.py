@@ -18,6 +18,7 @@ from cumla.core.check_mode import check_mode, copy_to_host
 from cumla.core.operation import Address, Ready, unplaced
 from cumla.errors import CumlaError
 from cumla.jax.spec import Spec, operation_of, read
+from cumla.launch.device import require_hopper
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -155,6 +156,7 @@ def _placed(text: bytes, addresses: tuple[int, ...], frame: Frame, stream: int) 
 
 def _packed(program: _Program, device: int, stream: int) -> tuple[Template, ...]:
     """Load the kernels and pack their parameters, but for addresses."""
+    require_hopper(device)
     spec, operation, arguments = program.spec, program.operation, program.arguments
     if spec.key is None:
         key = operation.key(arguments, device)

@@ -176,7 +176,7 @@ class MLADecodePlan(_Front, decode.MLADecodePlan, _Value[Any]):  # type: ignore[
     It is made as :class:`cumla.MLADecodePlan` is, without `device`, `workspace`, `like` and
     `stream`. ``plan.update`` takes what it takes there and returns a plan with the schedule;
     ``plan.run`` returns the results and the plan. A plan is a pytree: an argument and a result of
-    functions under `jax.jit`, a carry of `jax.lax.scan`.
+    functions under `jax.jit`, a carry of `jax.lax.scan`. On the CPU `max_kv_len` cuts nothing off.
 
     Raises
     ------

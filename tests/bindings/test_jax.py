@@ -24,6 +24,7 @@ import cumla  # noqa: E402
 import cumla.jax  # noqa: E402
 from cumla.core import frameworks  # noqa: E402
 from cumla.jax import call, execute, plans, spec  # noqa: E402
+from cumla.launch import device as launch_device  # noqa: E402
 from cumla.launch import kernel  # noqa: E402
 from tests.bindings.xla_frame import Xla, custom_calls  # noqa: E402
 from tests.calls import (  # noqa: E402
@@ -42,9 +43,7 @@ from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver  # noqa: E402
 
 DECODE = OPERATIONS["mla_decode"]
 IN_PLACE = {name: one for name, one in OPERATIONS.items() if one.in_place}
-PURE = {name: one for name, one in OPERATIONS.items() if not one.in_place}
 every_append = pytest.mark.parametrize("operation", IN_PLACE.values(), ids=IN_PLACE)
-every_pure = pytest.mark.parametrize("operation", PURE.values(), ids=PURE)
 
 
 def as_jax(value: Any) -> Any:
@@ -343,7 +342,17 @@ def test_vmap_calls_once_for_each() -> None:
             np.testing.assert_array_equal(np.asarray(out), np.asarray(expected))
 
 
-@every_pure
+@every_append
+def test_vmap_of_what_writes_in_place(operation: Operation) -> None:
+    """Each member has a cache of its own."""
+    function, arrays = of_jax(operation)
+    twice = jax.tree.map(lambda a: jnp.stack([a, a]), arrays)
+    mapped = jax.jit(jax.vmap(lambda arrays: function(**arrays)))(twice)
+    for i in range(2):
+        assert_same(operation, jax.tree.map(lambda a, i=i: a[i], mapped), eager(operation))
+
+
+@every_operation
 def test_there_is_no_gradient(operation: Operation) -> None:
     function, arrays = of_jax(operation)
     name, array = next((n, a) for n, a in arrays_of(arrays) if a.dtype in (jnp.bfloat16, "f4"))
@@ -410,6 +419,13 @@ def test_what_writes_in_place_names_the_function_that_returns(operation: Operati
         if name.removesuffix("_out") in operation.in_place:
             with refused(TypeError, f"{name}: JAX arrays are immutable"):
                 function_of(operation)(**arrays, **options, **{name: arrays[operation.in_place[0]]})
+
+
+@every_plan
+def test_plans_of_cumla_name_those_of_cumla_jax(planned: Planned) -> None:
+    arrays, options = divided(OPERATIONS[planned.operation].make())
+    with pytest.raises(TypeError, match=r"use cumla\.jax inside jax\.jit, where plans"):
+        jax.eval_shape(lambda arrays: planned.make(arrays | options) and None, arrays)
 
 
 def test_sizes_that_are_not_known() -> None:
@@ -724,6 +740,15 @@ def test_requests_that_are_cut_at_fixed_positions(cupy: FakeCuPy, gpu: Any) -> N
             launched += [entry for entry, _ in gpu()]
         assert launched == [operation.kernels[0], "invariant_parts", "attention_bfloat16_64_64"]
     assert_same(operation, jax.jit(whole)(**arrays), eager(operation))
+
+
+def test_a_gpu_that_runs_no_kernel(cupy: FakeCuPy, gpu: Any) -> None:
+    (traced,) = custom_calls(cumla.mla_decode, **of_jax(DECODE)[1])
+    cupy.capability = (8, 0)
+    launch_device.properties.cache_clear()
+    xla = Xla(execute.on_gpu)
+    message = xla.call(placed(xla, traced, decode_addresses(1 << 40)))
+    assert message.startswith("UnsupportedDeviceError: device 0 is NVIDIA Imaginary of compute cap")
 
 
 def test_a_program_that_was_traced_without_a_gpu(
