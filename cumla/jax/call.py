@@ -103,9 +103,14 @@ def emit(
     results = spec.results(operation.outputs(arguments))
     aliases = tuple(spec.aliases(results).items())
     called = _custom_call(spec.text(), results, aliases)(*values)
-    axes = tuple(sorted(set().union(*map(_mapped_axes, values))))
+    axes = frozenset().union(*map(_mapped_axes, values))
     # Inside jax.shard_map: results differ along the axes along which an input does.
-    return tuple([jax.lax.pcast(r, axes, to="varying") for r in called]) if axes else called
+    return tuple([_varying(result, axes) for result in called]) if axes else called
+
+
+def _varying(value: Any, axes: frozenset[str]) -> Any:
+    missing = tuple(sorted(axes - _mapped_axes(value)))
+    return jax.lax.pcast(value, missing, to="varying") if missing else value
 
 
 def _mapped_axes(value: Any) -> frozenset[str]:
