@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
-from jax import export
 
 from cumla.core._dlpack import numpy_dtype
 from cumla.core.frameworks import Framework, Traced, framework_of, framework_of_type
@@ -33,8 +33,12 @@ TARGET = "cumla"
 
 register(TARGET, "cpu", on_cpu)
 register(TARGET, "CUDA", on_gpu)
-for _result in (AttentionState, QuantizedRows):  # what exported programs may return
-    export.register_namedtuple_serialization(_result, serialized_name=f"cumla.{_result.__name__}")
+with suppress(ImportError):  # a JAX without jax.export, or without what that needs
+    from jax import export
+
+    for _result in (AttentionState, QuantizedRows):  # what exported programs may return
+        _name = f"cumla.{_result.__name__}"
+        export.register_namedtuple_serialization(_result, serialized_name=_name)
 
 
 class Reference:
