@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX, eagerly: cumla is not called inside `jax.jit` yet. Results are new JAX arrays."""
+"""JAX, eagerly: results are new JAX arrays. `jax_decoding.py` compiles the calls."""
 
 import jax
 import jax.numpy as jnp

@@ -32,6 +32,18 @@ _DISABLE = "put the call into a function of its own under @torch.compiler.disabl
 _OUTSIDE = "call cumla outside the traced function"
 
 
+class Traced(TypeError):
+    """An argument stands for an array inside a transformation that `binding` serves.
+
+    `cumla.core.operation.run` hands its call to the function ``run`` of that module. Whoever else
+    needs arrays with memory shows the message.
+    """
+
+    def __init__(self, message: str, binding: str) -> None:
+        super().__init__(message)
+        self.binding = binding
+
+
 def eager_only(function: _Function) -> _Function:
     """Have TorchDynamo give the way out where it would trace `function`; costs a call nothing."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -474,9 +486,10 @@ def recognise(name: str, array: object) -> Framework:
         framework = cupy_framework()
     elif _is_instance(array, "jax", "Array"):
         if "Tracer" in parents:
-            raise TypeError(
-                f"{name}: needs an array with memory, got a JAX tracer ({kind.__name__}); cumla "
-                f"runs eagerly, so call it outside jax.jit, jax.grad and jax.vmap"
+            raise Traced(
+                f"{name}: needs an array with memory, got a JAX tracer ({kind.__name__}); use "
+                f"cumla.jax inside jax.jit, where plans and functions that write in place differ",
+                "cumla.jax",
             )
         framework = jax_framework()
     elif isinstance(array, np.ndarray):

@@ -64,7 +64,8 @@ def append_indexer_cache(
         multiples of 16 bytes. A tuple ``(values, scales)`` holds the two apart:
         ``(num_pages, page_size, head_dim)`` float8_e4m3fn or uint8, or the same with an axis of 1
         before the last, strides as for k; and ``(num_pages, page_size)`` float32, any strides. Not
-        of JAX, whose arrays are immutable.
+        of JAX, whose arrays are immutable: the function of that name in `cumla.jax` returns the
+        new cache.
     slot_mapping : array
         ``(tokens,)`` int32 or int64: page * page_size + offset.
     power_of_two_scales : bool

@@ -97,7 +97,7 @@ def append_kv_cache(
         ``(num_pages, page_size, num_kv_heads, head_dim)`` with the columns of k and v, of their
         dtype, or float8_e4m3fn, or uint8 with its bits; any page size, strides as for k. For a
         packed cache pass the two parts, ``cache[:, 0]`` and ``cache[:, 1]``. JAX arrays are
-        immutable and refused here.
+        immutable and refused here: the function of that name in `cumla.jax` returns new ones.
     slot_mapping : array, optional
         ``(tokens,)`` int32 or int64: page * page_size + offset.
     batch_indices : array, optional

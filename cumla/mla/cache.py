@@ -70,7 +70,8 @@ def append_mla_cache(
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, num_kv_heads, 576)``, or ``(num_pages, page_size, 576)`` for one kv
         head, bfloat16 or float16, of any page size; strides as for rows. A tuple
-        ``(ckv, k_pe)`` holds the columns apart. Not of JAX, whose arrays are immutable.
+        ``(ckv, k_pe)`` holds the columns apart. Not of JAX, whose arrays are immutable: the
+        function of that name in `cumla.jax` returns the new cache.
 
         FP8 caches as in :func:`cumla.mla_decode`, all but triples with e4m3 RoPE columns.
     slot_mapping : array, optional

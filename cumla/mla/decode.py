@@ -135,8 +135,8 @@ def mla_decode(
     Raises
     ------
     TypeError
-        An argument is of the wrong kind: no array, a tracer, an unknown dtype, or a flag that is
-        neither True nor False. As with every error but the last, the message names it, and nothing
+        An argument is of the wrong kind: no array, an unknown dtype, or a flag that is neither
+        True nor False. As with every error but the last, the message names it, and nothing
         has been launched or written.
     ValueError
         An argument does not fit: its shape, strides, alignment, place or value; an output shares

@@ -614,8 +614,11 @@ def test_not_an_array(value):
 
 def test_jax_tracer():
     jax = pytest.importorskip("jax")
-    with pytest.raises(TypeError, match=r"q: needs an array with memory, got a JAX tracer"):
+    with pytest.raises(
+        frameworks.Traced, match=r"q: needs .* got a JAX tracer .* use cumla\.jax"
+    ) as refused:
         jax.jit(lambda x: open_call((("q", x),)))(jax.numpy.ones(3))
+    assert refused.value.binding == "cumla.jax"
 
 
 def test_jax_output():

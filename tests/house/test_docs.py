@@ -48,7 +48,7 @@ def blocks(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
 def test_code_of_a_page_runs(page: Path) -> None:
     """The blocks of a page are one program, from the top to the end."""
-    pytest.importorskip("torch")
+    pytest.importorskip("jax" if page.stem == "jax" else "torch")
     code_of_page = blocks(page)
     assert code_of_page, f"{page.name} shows no code"
     names: dict[str, Any] = {}

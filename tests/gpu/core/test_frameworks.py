@@ -278,14 +278,6 @@ def test_outputs_of_another_framework_or_place(torch: Any, jax: Any) -> None:
         cumla.mla_decode(*arrays, out=jax.numpy.zeros(problem.out_shape, arrays[0].dtype))
 
 
-def test_jax_tracers(jax: Any) -> None:
-    problem = a_problem()
-    _, *rest = jax_arguments(jax.numpy, problem)
-    traced = jax.jit(lambda q: cumla.mla_decode(q, *rest).out)
-    with pytest.raises(TypeError, match=r"q: .*tracer.*outside jax\.jit"):
-        traced(jax.numpy.zeros((4, 2, 16, 576), "bfloat16"))
-
-
 @pytest.mark.parametrize(("change", "error", "message"), REFUSALS)
 def test_arguments_that_do_not_fit(change: str, error: type[Exception], message: str) -> None:
     """Refused before anything is allocated or launched."""

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cumla inside `jax.jit`: what differs there from the public functions.
+
+Functions of cumla that return what they compute work on traced arrays as they are. What writes in
+place returns the new arrays here, and plans are values. Importing this module imports JAX, and
+makes programs that `jax.export` has written with cumla's calls run in the process.
+"""
+
+from __future__ import annotations
+
+from cumla.errors import MissingDependencyError
+
+try:
+    from jax import ffi as _ffi  # noqa: F401
+except ImportError as error:
+    raise MissingDependencyError(
+        f"jax: cumla.jax needs JAX 0.5 or later, with jax.ffi ({error}); pip install 'jax>=0.5'"
+    ) from error
+
+from cumla.jax.caches import append_indexer_cache, append_kv_cache, append_mla_cache
+from cumla.jax.call import run as run
+from cumla.jax.plans import AttentionPlan, MLAAttentionPlan, MLADecodePlan, PagedMQALogitsPlan
+
+__all__ = [
+    "AttentionPlan",
+    "MLAAttentionPlan",
+    "MLADecodePlan",
+    "PagedMQALogitsPlan",
+    "append_indexer_cache",
+    "append_kv_cache",
+    "append_mla_cache",
+]

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions that write in place, for arrays that are immutable: the new ones come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cumla
+from cumla.jax.call import Reference
+
+__all__ = ["append_indexer_cache", "append_kv_cache", "append_mla_cache"]
+
+
+def append_mla_cache(
+    rows: Any, kv_cache: Any, slot_mapping: Any = None, *, q_pe: Any = None, **options: Any
+) -> Any:
+    """Write the latent rows of new tokens into an MLA cache, and return it.
+
+    As :func:`cumla.append_mla_cache`, inside and outside of `jax.jit`. The new cache lies where
+    `kv_cache` lay if that is an intermediate value or was donated (``donate_argnums`` of
+    `jax.jit`); otherwise XLA copies it first, and `kv_cache` is what it was.
+
+    Parameters
+    ----------
+    rows, kv_cache, slot_mapping : array, or pair or triple of arrays
+        As in :func:`cumla.append_mla_cache`, of JAX.
+    q_pe : array, optional
+        Queries to rotate; the rotated ones come back.
+    **options
+        The other arguments of :func:`cumla.append_mla_cache`, all but q_pe_out and stream.
+
+    Returns
+    -------
+    array, or pair or triple of arrays
+        The cache, in the form of `kv_cache`; with `q_pe` a pair of it and the rotated queries.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`cumla.append_mla_cache`, while tracing.
+
+    Examples
+    --------
+    >>> import functools, jax, jax.numpy as jnp, cumla.jax
+    >>> append = jax.jit(cumla.jax.append_mla_cache, donate_argnums=1)
+    >>> kv_cache = jnp.zeros((4, 64, 576), jnp.bfloat16)
+    >>> kv_cache = append(jnp.ones((2, 576), jnp.bfloat16), kv_cache, jnp.array([5, 64]))
+    >>> jnp.argwhere(kv_cache[..., 0]).tolist()
+    [[0, 5], [1, 0]]
+    """
+    _refuse_output("q_pe_out", options)
+    arguments = {"rows": rows, "slot_mapping": slot_mapping, **options}
+    cache, q_pe = _written(cumla.append_mla_cache, arguments, {"kv_cache": kv_cache, "q_pe": q_pe})
+    return cache if q_pe is None else (cache, q_pe)
+
+
+def append_kv_cache(
+    k: Any,
+    v: Any,
+    k_cache: Any,
+    v_cache: Any,
+    slot_mapping: Any = None,
+    *,
+    q: Any = None,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Write the keys and values of new tokens into a cache, and return it.
+
+    As :func:`cumla.append_kv_cache`, inside and outside of `jax.jit`; memory as in
+    :func:`append_mla_cache`.
+
+    Parameters
+    ----------
+    k, v, k_cache, v_cache, slot_mapping : array
+        As in :func:`cumla.append_kv_cache`, of JAX.
+    q : array, optional
+        Queries to rotate; the rotated ones come back.
+    **options
+        The other arguments of :func:`cumla.append_kv_cache`, all but q_out and stream.
+
+    Returns
+    -------
+    k_cache, v_cache : array
+        The caches; with `q` a third array, the rotated queries.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`cumla.append_kv_cache`, while tracing.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp, cumla.jax
+    >>> caches = jnp.zeros((2, 8, 16, 4, 64), jnp.bfloat16)
+    >>> k = v = jnp.ones((2, 4, 64), jnp.bfloat16)
+    >>> k_cache, v_cache = cumla.jax.append_kv_cache(k, v, *caches, jnp.array([3, 16]))
+    >>> jnp.argwhere(k_cache[..., 0, 0]).tolist()
+    [[0, 3], [1, 0]]
+    """
+    _refuse_output("q_out", options)
+    arguments = {"k": k, "v": v, "slot_mapping": slot_mapping, **options}
+    written = {"k_cache": k_cache, "v_cache": v_cache, "q": q}
+    *caches, q = _written(cumla.append_kv_cache, arguments, written)
+    return tuple(caches) if q is None else (*caches, q)
+
+
+def append_indexer_cache(k: Any, kv_cache: Any, slot_mapping: Any, **options: Any) -> Any:
+    """Quantise the indexer keys of new tokens into the pages of a cache, and return it.
+
+    As :func:`cumla.append_indexer_cache`, inside and outside of `jax.jit`; memory as in
+    :func:`append_mla_cache`.
+
+    Parameters
+    ----------
+    k, kv_cache, slot_mapping : array or pair of arrays
+        As in :func:`cumla.append_indexer_cache`, of JAX.
+    **options
+        The other arguments of :func:`cumla.append_indexer_cache`, all but stream.
+
+    Returns
+    -------
+    array or pair of arrays
+        The cache, in the form of `kv_cache`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`cumla.append_indexer_cache`, while tracing.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp, cumla.jax
+    >>> kv_cache = jnp.zeros((4, 64, 1, 132), jnp.uint8)
+    >>> k = jnp.ones((2, 128), jnp.bfloat16)
+    >>> kv_cache = cumla.jax.append_indexer_cache(k, kv_cache, jnp.array([0, 200]))
+    """
+    arguments = {"k": k, "slot_mapping": slot_mapping, **options}
+    (cache,) = _written(cumla.append_indexer_cache, arguments, {"kv_cache": kv_cache})
+    return cache
+
+
+def _written(
+    function: Callable[..., None], arguments: dict[str, Any], written: dict[str, Any]
+) -> list[Any]:
+    """Call a function that writes in place; the new arrays of `written`, in their forms."""
+    references = {name: _in_references(value) for name, value in written.items()}
+    function(**arguments, **references)
+    return [_values(reference) for reference in references.values()]
+
+
+def _in_references(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_in_references, value))
+    return None if value is None else Reference(value)
+
+
+def _values(reference: Any) -> Any:
+    if isinstance(reference, tuple):
+        return tuple(map(_values, reference))
+    return None if reference is None else reference.value
+
+
+def _refuse_output(name: str, options: dict[str, Any]) -> None:
+    if options.get(name) is not None:
+        raise TypeError(
+            f"{name}: JAX arrays are immutable and cannot be written to; call without {name}= and "
+            f"take the result that comes back"
+        )

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of operations on traced arrays: checked while tracing, then one custom call of XLA's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jax
+import numpy as np
+
+from cumla.core._dlpack import numpy_dtype
+from cumla.core.frameworks import Framework, Traced, framework_of, framework_of_type
+from cumla.core.state import AttentionState
+from cumla.errors import CumlaError
+from cumla.jax.execute import on_cpu, on_gpu
+from cumla.jax.handler import register
+from cumla.jax.spec import Buffer, Spec
+from cumla.launch.device import require_hopper
+from cumla.reference import QuantizedRows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cumla.core.operation import Operation
+
+__all__ = ["TARGET", "Reference", "as_array", "buffer_of", "emit", "gpu", "refuse_stream", "run"]
+
+TARGET = "cumla"
+"""Name of the custom calls in a program, which `jax.export` asks for."""
+
+register(TARGET, "cpu", on_cpu)
+register(TARGET, "CUDA", on_gpu)
+with suppress(ImportError):  # a JAX without jax.export, or without what that needs
+    from jax import export
+
+    for _result in (AttentionState, QuantizedRows):  # what exported programs may return
+        _name = f"cumla.{_result.__name__}"
+        export.register_namedtuple_serialization(_result, serialized_name=_name)
+
+
+class Reference:
+    """An argument that is written to in place: after the call it holds the new array."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        framework_of_type.setdefault(Reference, _REFERENCES)
+        self.value = value
+
+
+class _References(Framework):
+    """What functions that write in place take for arrays that can be written to."""
+
+    def views(self, named: tuple[tuple[str, Any], ...]) -> NoReturn:
+        raise Traced(f"{named[0][0]}: needs an array with memory", "cumla.jax")
+
+
+_REFERENCES = _References()
+
+
+def run(
+    operation: Operation[Any, Any],
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    options: Any,
+    stream: Any = None,
+) -> tuple[Any, ...]:
+    """Run an operation inside a transformation of JAX, as `cumla.core.operation.run` outside.
+
+    An operation that returns nothing writes to its first input, and to what there is among
+    `outputs`: those are `Reference`, and hold the new arrays afterwards.
+    """
+    refuse_stream(stream)
+    given = {name: array for name, array in outputs.items() if array is not None}
+    for name, array in given.items():
+        if not isinstance(array, Reference):
+            raise TypeError(
+                f"{name}: JAX arrays are immutable and cannot be written to; call without {name}= "
+                f"and take the result that comes back"
+            )
+    arrays = {**inputs, **given}
+    references = {name: a for name, a in arrays.items() if isinstance(a, Reference)}
+    given_values = arrays | {name: reference.value for name, reference in references.items()}
+    values = {name: as_array(name, value) for name, value in given_values.items()}
+    buffers = tuple([buffer_of(name, value) for name, value in values.items()])
+    absent = tuple([name for name in outputs if name not in given])
+    spec = Spec.of(operation, options, None, buffers, absent, tuple(references), 0)
+    arguments = operation.arguments(spec.views(None), options)
+    device = gpu()
+    if device is not None:
+        nbytes = operation.workspace_bytes(operation.key(arguments, device))
+        spec = spec._replace(workspace=nbytes)
+    count = len(operation.outputs(arguments))
+    results = emit(spec, operation, arguments, tuple(values.values()))
+    for reference, result in zip(references.values(), results[count:], strict=False):
+        reference.value = result
+    return results[:count]
+
+
+def emit(
+    spec: Spec, operation: Operation[Any, Any], arguments: Any, values: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Put a checked call into the program; all its results."""
+    results = spec.results(operation.outputs(arguments))
+    aliases = tuple(spec.aliases(results).items())
+    called = _custom_call(spec.text(), results, aliases)(*values)
+    axes = frozenset().union(*map(_mapped_axes, values))
+    # Inside jax.shard_map: results differ along the axes along which an input does.
+    return tuple([_varying(result, axes) for result in called]) if axes else called
+
+
+def _varying(value: Any, axes: frozenset[str]) -> Any:
+    missing = tuple(sorted(axes - _mapped_axes(value)))
+    return jax.lax.pcast(value, missing, to="varying") if missing else value
+
+
+def _mapped_axes(value: Any) -> frozenset[str]:
+    """Tell the axes of `jax.shard_map` along which a value differs, if JAX keeps a record."""
+    if not hasattr(jax.lax, "pcast"):  # an older JAX: check_vma=False where a loop complains
+        return frozenset()
+    kind = jax.typeof(value)
+    varying = getattr(getattr(kind, "manual_axis_type", None), "varying", None)
+    return frozenset(varying or getattr(kind, "vma", None) or ())
+
+
+@lru_cache(maxsize=4096)
+def _custom_call(
+    text: str, results: tuple[Buffer, ...], aliases: tuple[tuple[int, int], ...]
+) -> Callable[..., tuple[Any, ...]]:
+    """Make the function of arrays that XLA calls."""
+    shapes = tuple([jax.ShapeDtypeStruct(b.shape, numpy_dtype(b.dtype)) for b in results])
+    call = jax.ffi.ffi_call(
+        TARGET, shapes, vmap_method="sequential", input_output_aliases=dict(aliases)
+    )
+
+    def launch(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(call(*arrays, spec=text))
+
+    def refuse(primals: Any, tangents: Any) -> NoReturn:
+        raise TypeError(
+            "cumla has no gradients: its functions are for inference; keep them out of jax.grad "
+            "and jax.jvp, or pass jax.lax.stop_gradient(...) of their arguments"
+        )
+
+    function = jax.custom_jvp(launch)
+    function.defjvp(refuse)
+    called: Callable[..., tuple[Any, ...]] = function
+    return called
+
+
+@cache
+def gpu() -> int | None:
+    """CUDA ordinal of the first GPU that JAX sees, if it can run the kernels."""
+    try:
+        ordinal = int(jax.local_devices(backend="cuda")[0].local_hardware_id)
+        require_hopper(ordinal)
+    except (RuntimeError, CumlaError):
+        return None
+    return ordinal
+
+
+def refuse_stream(stream: Any) -> None:
+    """Refuse a stream where XLA chooses it."""
+    if stream is not None:
+        raise TypeError(
+            f"stream: needs None inside a transformation of JAX, where XLA chooses the stream, got "
+            f"{type(stream).__qualname__}; leave it out"
+        )
+
+
+def as_array(name: str, array: Any) -> Any:
+    """Take an array of JAX, traced or not, or of NumPy; `TypeError` for what is neither."""
+    if isinstance(array, (jax.Array, np.ndarray)):
+        return jax.numpy.asarray(array)
+    framework_of(name, array)  # the error of what is no array
+    raise TypeError(
+        f"{name}: needs an array of JAX or NumPy beside traced ones, got "
+        f"{type(array).__module__}.{type(array).__qualname__}; convert it"
+    )
+
+
+def buffer_of(name: str, array: Any) -> Buffer:
+    """Describe an array, or a `jax.ShapeDtypeStruct`; `TypeError` where XLA has no fixed shape."""
+    if not isinstance(array.dtype, np.dtype):
+        raise TypeError(
+            f"{name}: needs an array of numbers, got JAX's {array.dtype}; pass the numbers of a "
+            f"key, jax.random.key_data({name}), if they are meant"
+        )
+    if not all(isinstance(size, int) for size in array.shape):
+        raise TypeError(
+            f"{name}: needs sizes that are known while tracing, got {array.shape}; export a "
+            f"program for each shape"
+        )
+    return Buffer(name, array.dtype.name, tuple(array.shape))

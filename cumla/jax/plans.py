@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans as values: an update gives a plan with a schedule, a run gives the plan back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from copy import copy
+from typing import Any, Generic, Self, TypeVar
+
+import jax
+
+from cumla.core.arrays import WORKSPACE, ArrayView
+from cumla.core.frameworks import Framework, framework_of_type
+from cumla.core.plan import Plan
+from cumla.indexer import paged_logits
+from cumla.jax.call import as_array, buffer_of, emit, gpu, refuse_stream
+from cumla.jax.spec import Buffer, Spec, views_of
+from cumla.mha import attention as mha_attention
+from cumla.mla import attention as mla_attention
+from cumla.mla import decode
+
+__all__ = ["AttentionPlan", "MLAAttentionPlan", "MLADecodePlan", "PagedMQALogitsPlan"]
+
+K = TypeVar("K")
+
+
+class _Shape:
+    """An array of which only shape and dtype are looked at."""
+
+    __slots__ = ("dtype", "shape")
+
+    def __init__(self, buffer: Buffer) -> None:
+        framework_of_type.setdefault(_Shape, _SHAPES)
+        self.shape, self.dtype = buffer.shape, buffer.dtype
+
+
+class _Shapes(Framework):
+    """What plans are made of."""
+
+    name = "jax"
+
+    def views(self, named: tuple[tuple[str, Any], ...]) -> list[ArrayView | None]:
+        buffers = tuple([Buffer(name, a.dtype, a.shape) for name, a in named])
+        return list(views_of(buffers, (), None).values())
+
+
+_SHAPES = _Shapes()
+
+
+def _shape(array: Any) -> Any:
+    """Turn arrays into their shapes; leave other things alone."""
+    if isinstance(array, (tuple, list)):
+        return tuple(map(_shape, array))
+    has_shape = hasattr(array, "shape") and hasattr(array, "dtype")
+    return _Shape(buffer_of("array", array)) if has_shape else array
+
+
+class _Value(Plan[K], Generic[K]):
+    """What takes the place of `Plan`: the buffer is an array of the program."""
+
+    _buffer: Any = None  # the schedule; None before the first update
+    _held: tuple[tuple[str, Any], ...] = ()  # lengths of the last update, for the CPU
+    _memory = None
+    _values = None
+
+    def _make(
+        self,
+        key_on: Callable[[int | None], K],
+        device: int | None,
+        workspace: Any,
+        like: Any,
+        stream: Any,
+    ) -> None:
+        refuse_stream(stream)
+        for name, value in (("device", device), ("workspace", workspace)):
+            if value is not None:
+                raise TypeError(
+                    f"{name}: needs None for a plan of cumla.jax, whose memory is XLA's, got "
+                    f"{type(value).__qualname__}; leave it out"
+                )
+        self._device = gpu()
+        self.key = key_on(self._device)
+
+    def _update(self, inputs: dict[str, Any], options: Any, stream: Any) -> None:
+        refuse_stream(stream)
+        values = {name: as_array(name, array) for name, array in inputs.items()}
+        buffers = tuple([buffer_of(name, array) for name, array in values.items()])
+        nbytes = 0 if self._device is None else self._attend.workspace_bytes(self.key)
+        spec = Spec.of(self._schedule, options, self.key, buffers, (), (), nbytes)
+        arguments = self._schedule.arguments(spec.views(None), options)
+        (self._buffer,) = emit(spec, self._schedule, arguments, tuple(values.values()))
+        self._held = tuple(values.items())
+
+    def _known(self, *_: Any) -> tuple[None, None]:
+        return None, None
+
+    def _run(
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        options: Hashable,
+        stream: Any,
+        seen: Hashable = None,
+    ) -> tuple[Any, ...]:
+        refuse_stream(stream)
+        for name, array in outputs.items():
+            if array is not None:
+                raise TypeError(
+                    f"{name}: JAX arrays are immutable and cannot be written to; call without "
+                    f"{name}= and take the result that comes back"
+                )
+        if self._buffer is None:
+            raise ValueError(
+                f"plan: never updated; call plan = plan.update({self._lengths}) before the run"
+            )
+        values = {name: as_array(name, array) for name, array in inputs.items()}
+        values |= {**dict(self._held), WORKSPACE: self._buffer}
+        buffers = tuple([buffer_of(name, array) for name, array in values.items()])
+        nbytes = buffers[-1].shape[0]
+        spec = Spec.of(self._attend, options, self.key, buffers, tuple(outputs), (), nbytes, True)
+        arguments = self._attend.arguments(spec.views(None), options)
+        self._check_shape(arguments)
+        *results, self._buffer = emit(spec, self._attend, arguments, tuple(values.values()))
+        return tuple(results)
+
+
+class _Front:
+    """The face of a plan that is a value; in front of the class that checks the arguments."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        jax.tree_util.register_pytree_node(cls, _flatten, lambda *what: _unflatten(cls, *what))
+
+    @classmethod
+    def from_arrays(cls, *arrays: Any, **options: Any) -> Self:
+        """Make a plan for the shapes of arrays, or of `jax.ShapeDtypeStruct`."""
+        named = {name: _shape(value) for name, value in options.items()}
+        plan: Self = super().from_arrays(*map(_shape, arrays), **named)  # type: ignore[misc]
+        return plan
+
+    def update(self, *lengths: Any, **named: Any) -> Self:
+        """Compute the schedule for these lengths: a plan that holds it comes back."""
+        plan = copy(self)
+        super(_Front, plan).update(*lengths, **named)  # type: ignore[misc]
+        return plan
+
+    def run(self, *arrays: Any, **named: Any) -> tuple[Any, Self]:
+        """Attend, or score, with the schedule: the results, and the plan for the next layer.
+
+        The plan that comes back has the memory of this one, which XLA copies if both are used.
+        """
+        plan = copy(self)
+        return super(_Front, plan).run(*arrays, **named), plan  # type: ignore[misc]
+
+
+def _flatten(plan: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Tell arrays from what is static."""
+    static = {n: v for n, v in vars(plan).items() if n not in ("_buffer", "_held")}
+    names = tuple([name for name, _ in plan._held])
+    arrays = (plan._buffer, tuple([array for _, array in plan._held]))
+    return arrays, (names, tuple(sorted(static.items())))
+
+
+def _unflatten(cls: type, aux: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
+    names, static = aux
+    plan: Any = object.__new__(cls)
+    vars(plan).update(static)
+    plan._buffer, held = arrays
+    plan._held = tuple(zip(names, held, strict=True))
+    return plan
+
+
+class MLADecodePlan(_Front, decode.MLADecodePlan, _Value[Any]):  # type: ignore[misc]
+    """Schedule of :func:`cumla.mla_decode` as a value, for every layer of a step.
+
+    It is made as :class:`cumla.MLADecodePlan` is, without `device`, `workspace`, `like` and
+    `stream`. ``plan.update`` takes what it takes there and returns a plan with the schedule;
+    ``plan.run`` returns the results and the plan. A plan is a pytree: an argument and a result of
+    functions under `jax.jit`, a carry of `jax.lax.scan`. On the CPU `max_kv_len` cuts nothing off.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :class:`cumla.MLADecodePlan`, while tracing; a run before the first update.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp, cumla.jax
+    >>> @jax.jit
+    ... def step(q, kv_cache, block_table, kv_lens):
+    ...     plan = cumla.jax.MLADecodePlan.from_arrays(q, kv_cache)
+    ...     plan = plan.update(kv_lens)
+    ...     for layer in range(3):
+    ...         (out, lse), plan = plan.run(q, kv_cache, block_table)
+    ...     return out
+    >>> q = jnp.ones((2, 1, 16, 576), jnp.bfloat16)
+    >>> kv_cache = jnp.ones((4, 64, 576), jnp.bfloat16)
+    >>> step(q, kv_cache, jnp.array([[0, 1], [2, 3]]), jnp.array([100, 7])).shape
+    (2, 1, 16, 512)
+    """
+
+
+class MLAAttentionPlan(_Front, mla_attention.MLAAttentionPlan, _Value[Any]):  # type: ignore[misc]
+    """Schedule of :func:`cumla.mla_attention` as a value.
+
+    To :class:`cumla.MLAAttentionPlan` as :class:`MLADecodePlan` is to its namesake.
+    """
+
+
+class AttentionPlan(_Front, mha_attention.AttentionPlan, _Value[Any]):  # type: ignore[misc]
+    """Schedule of :func:`cumla.attention` as a value.
+
+    To :class:`cumla.AttentionPlan` as :class:`MLADecodePlan` is to its namesake.
+    """
+
+
+class PagedMQALogitsPlan(_Front, paged_logits.PagedMQALogitsPlan, _Value[Any]):  # type: ignore[misc]
+    """Schedule of :func:`cumla.paged_mqa_logits` as a value.
+
+    To :class:`cumla.PagedMQALogitsPlan` as :class:`MLADecodePlan` is to its namesake.
+    """

@@ -1,0 +1,843 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cumla inside transformations of JAX: on the CPU, and on a GPU that is not there."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("jax.ffi", reason="needs JAX 0.5 or later")
+
+import jax.numpy as jnp  # noqa: E402
+
+import cumla  # noqa: E402
+import cumla.jax  # noqa: E402
+from cumla.core import frameworks  # noqa: E402
+from cumla.jax import call, execute, plans, spec  # noqa: E402
+from cumla.launch import device as launch_device  # noqa: E402
+from cumla.launch import kernel  # noqa: E402
+from tests.bindings.xla_frame import Xla, custom_calls  # noqa: E402
+from tests.calls import (  # noqa: E402
+    OPERATIONS,
+    PLANS,
+    Arguments,
+    Operation,
+    Planned,
+    arrays_of,
+    every_operation,
+    every_plan,
+    refused,
+    with_array,
+)
+from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver  # noqa: E402
+
+DECODE = OPERATIONS["mla_decode"]
+IN_PLACE = {name: one for name, one in OPERATIONS.items() if one.in_place}
+every_append = pytest.mark.parametrize("operation", IN_PLACE.values(), ids=IN_PLACE)
+
+
+def as_jax(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(map(as_jax, value))
+    return jnp.asarray(value) if isinstance(value, np.ndarray) else value
+
+
+def is_array(value: Any) -> bool:
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    return all(isinstance(part, np.ndarray) for part in parts)
+
+
+def function_of(operation: Operation) -> Callable[..., Any]:
+    """The function that JAX's users call."""
+    name = operation.function.__name__
+    return getattr(cumla.jax if operation.in_place else cumla, name)  # type: ignore[no-any-return]
+
+
+def divided(arguments: Arguments) -> tuple[Arguments, Arguments]:
+    """Arrays of JAX, and the rest."""
+    arrays = {name: as_jax(value) for name, value in arguments.items() if is_array(value)}
+    return arrays, {name: value for name, value in arguments.items() if name not in arrays}
+
+
+def of_jax(operation: Operation) -> tuple[Callable[..., Any], Arguments]:
+    """A function of arrays alone, and the arrays."""
+    arrays, options = divided(operation.make())
+    return functools.partial(function_of(operation), **options), arrays
+
+
+def eager(operation: Operation) -> list[np.ndarray]:
+    """What comes back from the same call on NumPy arrays, or was written."""
+    arguments = operation.make()
+    result = operation.function(**arguments)
+    if operation.in_place:
+        result = tuple(arguments[name] for name in operation.in_place)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(result)]
+
+
+def without_rows_of_nobody(operation: Operation, arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Leave rows out that belong to no request: they may hold anything."""
+    offsets = operation.make().get("qo_indptr")
+    if offsets is None or operation.in_place:
+        return arrays
+    return [array[offsets[0] : offsets[-1]] for array in arrays]
+
+
+def assert_same(operation: Operation, got: Any, expected: list[np.ndarray]) -> None:
+    found = [np.asarray(leaf) for leaf in jax.tree.leaves(got)]
+    assert [(a.shape, a.dtype) for a in found] == [(a.shape, a.dtype) for a in expected]
+    both = [without_rows_of_nobody(operation, arrays) for arrays in (found, expected)]
+    for one, other in zip(*both, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+def python(program: str, *arguments: str, **variables: str) -> str:
+    """Run a program in a process of its own: what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def gpu(
+    bindings: FakeBindings, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], list[tuple[str, bytes]]]:
+    """A GPU that JAX sees: lists what was launched since it was last asked, with parameters."""
+    launched: list[tuple[str, bytes]] = []
+    launch = kernel.PreparedLaunch.__call__
+
+    def note(self: kernel.PreparedLaunch) -> None:
+        launch(self)
+        launched.append((self._kernel.spec.entry, bytes(self._owned[0])))
+
+    monkeypatch.setattr(kernel.PreparedLaunch, "__call__", note)
+    monkeypatch.setattr(execute, "driver", lambda: driver)
+    for module in (call, plans):
+        monkeypatch.setattr(module, "gpu", lambda: 0)
+    monkeypatch.setattr(execute, "_ready", type(execute._ready)())
+    monkeypatch.setattr(execute, "_templates", {})
+
+    def take() -> list[tuple[str, bytes]]:
+        taken = launched[:]
+        launched.clear()
+        return taken
+
+    return take
+
+
+# --- on the CPU -----------------------------------------------------------------------------------
+
+
+@every_operation
+def test_jit_equals_the_eager_call(operation: Operation) -> None:
+    function, arrays = of_jax(operation)
+    assert_same(operation, jax.jit(function)(**arrays), eager(operation))
+    for one, other in zip(
+        jax.tree.leaves(arrays), jax.tree.leaves(of_jax(operation)[1]), strict=True
+    ):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()  # nothing was donated
+
+
+@every_append
+def test_what_writes_in_place_returns_it_outside_of_jit_too(operation: Operation) -> None:
+    function, arrays = of_jax(operation)
+    assert_same(operation, function(**arrays), eager(operation))
+
+
+@every_plan
+def test_a_plan_serves_the_layers_of_a_step(planned: Planned) -> None:
+    operation = OPERATIONS[planned.operation]
+    kind = getattr(cumla.jax, planned.kind.__name__)
+    arrays, options = divided(operation.make())
+
+    @jax.jit
+    def step(arrays: Arguments) -> tuple[Any, Any]:
+        arguments = arrays | options
+        plan = planned_with(kind, planned, arguments)
+        first, plan = plan.run(**planned.inputs(arguments))
+        second, _ = plan.run(**planned.inputs(arguments))
+        return first, second
+
+    expected = eager(operation)
+    for result in step(arrays):
+        assert_same(operation, result, expected)
+
+
+def planned_with(kind: Any, planned: Planned, arguments: Arguments) -> Any:
+    made_of = {name: arguments[name] for name in planned.made_of}
+    return kind.from_arrays(**made_of).update(**planned.lengths(arguments))
+
+
+def test_a_plan_is_a_value() -> None:
+    """It goes through jit and scan, and one that was run is still what it was."""
+    arrays, _ = divided(DECODE.make())
+    q, kv_cache, table = (arrays[name] for name in ("q", "kv_cache", "block_table"))
+    plan = cumla.jax.MLADecodePlan(2, 2, 16)
+    assert plan.key == cumla.jax.MLADecodePlan.from_arrays(q, kv_cache).key
+    shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    assert plan.key == cumla.jax.MLADecodePlan.from_arrays(shape, kv_cache).key
+    with pytest.raises(ValueError, match=r"plan: never updated; call plan = plan\.update\(kv_lens"):
+        plan.run(q, kv_cache, table)
+    ready = jax.jit(lambda plan, lens: plan.update(lens))(plan, arrays["kv_lens"])
+
+    @jax.jit
+    def layers(plan: Any, queries: Any) -> Any:
+        def layer(plan: Any, q: Any) -> tuple[Any, Any]:
+            state, plan = plan.run(q, kv_cache, table)
+            return plan, state.out
+
+        return jax.lax.scan(layer, plan, queries)[1]
+
+    outs = layers(ready, jnp.stack([q, q * 2]))
+    for out, one in zip(outs, (q, q * 2), strict=True):
+        expected, _ = cumla.mla_decode(one, *[arrays[n] for n in list(arrays)[1:]])
+        np.testing.assert_array_equal(np.asarray(out), np.asarray(expected))
+    again, _ = ready.run(q, kv_cache, table)
+    np.testing.assert_array_equal(np.asarray(again.out), np.asarray(outs[0]))
+
+
+@pytest.mark.parametrize("option", ["workspace", "device", "stream"])
+def test_a_plan_refuses_what_is_xlas_to_decide(option: str) -> None:
+    with refused(TypeError, f"{option}: needs None"):
+        cumla.jax.MLADecodePlan(2, 2, 16, **{option: 0})
+
+
+def test_a_plan_refuses_another_shape_and_outputs() -> None:
+    arrays, _ = divided(DECODE.make())
+    lengths = arrays.pop("kv_lens")
+    plan = cumla.jax.MLADecodePlan(2, 2, 16).update(lengths)
+    with refused(ValueError, "plan: made for (batch, q_len, num_heads, ... got (1, 2, 16, "):
+        jax.jit(plan.run)(
+            **arrays | {"q": arrays["q"][:1], "block_table": arrays["block_table"][:1]}
+        )
+    with refused(TypeError, "out: JAX arrays are immutable"):
+        plan.run(**arrays, out=arrays["q"])
+
+
+def decoding(steps: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Append and decode, step by step."""
+    arrays, _ = divided(DECODE.make())
+    q, kv_cache, table = (arrays[name] for name in ("q", "kv_cache", "block_table"))
+    rows = jax.random.normal(jax.random.key(0), (steps, 2, 576), q.dtype)
+
+    def loop(kv_cache: Any, lengths: Any, rows: Any) -> Any:
+        def step(carry: Any, rows: Any) -> Any:
+            kv_cache, lengths = carry
+            kv_cache = cumla.jax.append_mla_cache(
+                rows,
+                kv_cache,
+                batch_indices=jnp.arange(2),
+                positions=lengths,
+                block_table=table,
+            )
+            return (kv_cache, lengths + 1), cumla.mla_decode(q, kv_cache, table, lengths + 1).out
+
+        return jax.lax.scan(step, (kv_cache, lengths), rows)
+
+    return loop, (kv_cache, jnp.array([3, 40], jnp.int32), rows)
+
+
+def test_scan_writes_to_a_donated_cache_in_place() -> None:
+    loop, (kv_cache, lengths, rows) = decoding(3)
+    tables = DECODE.make()["block_table"]
+    expected = np.asarray(kv_cache).copy()
+    outs = []
+    for i in range(3):
+        at = {"batch_indices": np.arange(2), "positions": np.asarray(lengths) + i}
+        cumla.append_mla_cache(np.asarray(rows[i]), expected, **at, block_table=tables)
+        lens = np.asarray(lengths) + i + 1
+        outs.append(cumla.mla_decode(DECODE.make()["q"], expected, tables, lens).out)
+    mine = jnp.array(kv_cache, copy=True)
+    place = mine.unsafe_buffer_pointer()
+    (written, _), got = jax.jit(loop, donate_argnums=0)(mine, lengths, rows)
+    assert written.unsafe_buffer_pointer() == place
+    np.testing.assert_array_equal(np.asarray(written), expected)
+    np.testing.assert_array_equal(np.asarray(got), outs)
+    with refused(ValueError, "kv_cache: needs an array with memory, got one deleted or donated"):
+        cumla.mla_decode(DECODE.make()["q"], mine, tables, lens)
+    with pytest.raises(RuntimeError, match="deleted"):
+        cumla.jax.append_mla_cache(rows[0], mine, jnp.arange(2))
+    (kept, _), _ = jax.jit(loop)(kv_cache, lengths, rows)  # not donated: copied first
+    np.testing.assert_array_equal(np.asarray(kept), expected)
+    assert np.asarray(kv_cache).tobytes() == DECODE.make()["kv_cache"].tobytes()
+
+
+def test_an_array_that_is_read_and_written() -> None:
+    """XLA puts a copy where one is needed."""
+    arrays, options = divided(OPERATIONS["append_indexer_cache"].make())
+    append = functools.partial(cumla.jax.append_indexer_cache, **options)
+    cache = arrays.pop("kv_cache")
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def both(cache: Any) -> Any:
+        return append(kv_cache=cache, **arrays), jax.tree.map(lambda a: a + 0, cache)
+
+    before = jax.tree.map(np.asarray, cache)
+    new, old = both(jax.tree.map(lambda a: jnp.array(a, copy=True), cache))
+    for one, other in zip(jax.tree.leaves(old), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), other)
+    assert_same(OPERATIONS["append_indexer_cache"], new, eager(OPERATIONS["append_indexer_cache"]))
+
+
+def test_some_arrays_are_traced_and_others_are_not() -> None:
+    """Also where the first is none: constants of NumPy and of JAX."""
+    arguments = DECODE.make()
+    given = arguments | {"q": as_jax(arguments["q"])}
+    for name, array in arrays_of(arguments):
+        traced = jax.jit(lambda x, name=name: cumla.mla_decode(**with_array(given, name, x)))
+        assert_same(DECODE, traced(as_jax(array)), eager(DECODE))
+
+
+def test_partial_results_in_one_array() -> None:
+    operation = OPERATIONS["merge_attention_states"]
+    arrays, options = divided(operation.make())
+    stacked = {name: jnp.stack(parts) for name, parts in arrays.items()}
+    merge = functools.partial(cumla.merge_attention_states, **options)
+    assert_same(operation, jax.jit(merge)(**stacked), eager(operation))
+
+
+def test_factors_are_arrays_that_may_change() -> None:
+    operation = OPERATIONS["quantize_fp8"]
+    x = jnp.asarray(operation.make()["x"])
+    arrays, _ = divided(DECODE.make())
+    arrays["kv_cache"] = arrays["kv_cache"].astype(jnp.float8_e4m3fn)
+
+    @jax.jit
+    def decode(factor: Any) -> Any:
+        return cumla.mla_decode(**arrays, kv_scale=factor)
+
+    for factor in (0.5, 2.0):
+        expected = cumla.mla_decode(**arrays, kv_scale=factor)
+        got = decode(jnp.float32(factor))
+        assert_same(DECODE, got, [np.asarray(leaf) for leaf in expected])
+    values, scale = jax.jit(cumla.quantize_fp8)(x)
+    assert values.dtype == jnp.float8_e4m3fn and scale.dtype == jnp.float32
+
+
+def test_vmap_calls_once_for_each() -> None:
+    function, arrays = of_jax(DECODE)
+    lengths = jnp.stack([arrays.pop("kv_lens"), jnp.array([1, 9], jnp.int32)])
+    mapped = jax.vmap(lambda lens: function(**arrays, kv_lens=lens).out)
+    outs = {"eager": mapped(lengths), "jit": jax.jit(mapped)(lengths)}
+    for got in outs.values():
+        for out, lens in zip(got, lengths, strict=True):
+            expected = function(**arrays, kv_lens=lens).out
+            np.testing.assert_array_equal(np.asarray(out), np.asarray(expected))
+
+
+@every_append
+def test_vmap_of_what_writes_in_place(operation: Operation) -> None:
+    """Each member has a cache of its own."""
+    function, arrays = of_jax(operation)
+    twice = jax.tree.map(lambda a: jnp.stack([a, a]), arrays)
+    mapped = jax.jit(jax.vmap(lambda arrays: function(**arrays)))(twice)
+    for i in range(2):
+        assert_same(operation, jax.tree.map(lambda a, i=i: a[i], mapped), eager(operation))
+
+
+@every_operation
+def test_there_is_no_gradient(operation: Operation) -> None:
+    function, arrays = of_jax(operation)
+    name, array = next((n, a) for n, a in arrays_of(arrays) if a.dtype in (jnp.bfloat16, "f4"))
+
+    def loss(x: Any) -> Any:
+        leaves = jax.tree.leaves(function(**with_array(arrays, name, x)))
+        return sum(leaf.astype(jnp.float32).sum() for leaf in leaves)
+
+    with refused(TypeError, "cumla has no gradients"):
+        jax.grad(loss)(array)
+    assert not jax.grad(lambda x: loss(jax.lax.stop_gradient(x)))(array).any()
+
+
+def test_shapes_without_arrays() -> None:
+    function, arrays = of_jax(DECODE)
+    out, lse = jax.eval_shape(function, **arrays)
+    assert (out.shape, out.dtype, lse.shape) == ((2, 2, 16, 512), jnp.bfloat16, (2, 16, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"q": jnp.zeros((2, 2, 16, 500), jnp.bfloat16)},
+            ValueError,
+            "q: needs a last axis of 57",
+        ),
+        ({"q": jnp.zeros((2, 2, 16, 576))}, TypeError, "q: needs bfloat16 or float16, got float32"),
+        ({"kv_lens": jnp.zeros(2)}, TypeError, "kv_lens: needs int32, got float32; convert"),
+        ({"kv_lens": jnp.zeros(3, jnp.int32)}, ValueError, "kv_lens: needs shape (batch,) with"),
+        ({"block_table": [1, 2]}, TypeError, "block_table: needs an array of CuPy, PyTorch, JAX"),
+        ({"softmax_scale": jnp.ones(())}, TypeError, "softmax_scale: needs a Python or NumPy num"),
+        ({"stream": 0}, TypeError, "stream: needs None inside a transformation of JAX, where XLA"),
+        ({"out": jnp.zeros(3)}, TypeError, "out: JAX arrays are immutable ... call without out="),
+        ({"q": jax.random.key(0)}, TypeError, "q: needs an array of numbers, got JAX's key<"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_errors_come_while_tracing(change: Arguments, error: type[Exception], message: str) -> None:
+    arrays, _ = divided(DECODE.make())
+    arguments = arrays | change
+    traced = {name: a for name, a in arguments.items() if isinstance(a, jax.Array)}
+    rest = {name: a for name, a in arguments.items() if name not in traced}
+    with refused(error, message):
+        jax.eval_shape(functools.partial(cumla.mla_decode, **rest), **traced)
+
+
+def test_tensors_of_another_framework() -> None:
+    torch = pytest.importorskip("torch")
+    arrays, _ = divided(DECODE.make())
+    lengths = torch.from_numpy(np.array(arrays.pop("kv_lens")))
+    with refused(
+        TypeError, "kv_lens: needs an array of JAX or NumPy beside traced ones, got torch"
+    ):
+        jax.jit(functools.partial(cumla.mla_decode, kv_lens=lengths))(**arrays)
+
+
+@every_append
+def test_what_writes_in_place_names_the_function_that_returns(operation: Operation) -> None:
+    arrays, options = divided(operation.make())
+    with pytest.raises(TypeError, match=r"use cumla\.jax inside jax\.jit"):
+        jax.jit(functools.partial(operation.function, **options))(**arrays)
+    for name in ("q_out", "q_pe_out"):
+        if name.removesuffix("_out") in operation.in_place:
+            with refused(TypeError, f"{name}: JAX arrays are immutable"):
+                function_of(operation)(**arrays, **options, **{name: arrays[operation.in_place[0]]})
+
+
+@every_plan
+def test_plans_of_cumla_name_those_of_cumla_jax(planned: Planned) -> None:
+    arrays, options = divided(OPERATIONS[planned.operation].make())
+    with pytest.raises(TypeError, match=r"use cumla\.jax inside jax\.jit, where plans"):
+        jax.eval_shape(lambda arrays: planned.make(arrays | options) and None, arrays)
+
+
+def test_sizes_that_are_not_known() -> None:
+    export = pytest.importorskip("jax.export")
+    (batch,) = export.symbolic_shape("b")
+    arrays, _ = divided(DECODE.make())
+    lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    with refused(TypeError, "kv_lens: needs sizes that are known while tracing, got (b,)"):
+        jax.eval_shape(cumla.mla_decode, **arrays | {"kv_lens": lengths})
+
+
+def test_the_check_mode_looks_at_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    function, arrays = of_jax(DECODE)
+    arrays["block_table"] = arrays["block_table"] + 1000
+    with pytest.raises(Exception, match=r"ValueError: block_table\[0, 0\]: needs a page number"):
+        jax.block_until_ready(jax.jit(function)(**arrays))
+
+
+@pytest.mark.parametrize("platforms", [["cpu"], ["cuda"], ["cpu", "cuda"]], ids="-".join)
+def test_programs_for_platforms_that_are_not_here(platforms: list[str]) -> None:
+    """One call, whose cache is that of the arguments."""
+    export = pytest.importorskip("jax.export")
+    function, arrays = of_jax(OPERATIONS["append_kv_cache"])
+    exported = export.export(
+        jax.jit(function),
+        platforms=platforms,
+        disabled_checks=[export.DisabledSafetyCheck.custom_call("cumla")],
+    )(**arrays)
+    program = exported.mlir_module()
+    assert program.count("custom_call @cumla(") == 1
+    assert program.count("output_operand_alias<") == 2
+
+
+EXPORT = """
+import sys, jax, numpy as np
+from jax import export
+from tests.bindings.test_jax import DECODE, of_jax
+function, arrays = of_jax(DECODE)
+checks = [export.DisabledSafetyCheck.custom_call("cumla")]
+exported = export.export(jax.jit(function), disabled_checks=checks)(**arrays)
+open(sys.argv[1], "wb").write(exported.serialize())
+"""
+IMPORT = """
+import sys, jax
+from jax import export
+import cumla.jax
+from tests.bindings.test_jax import DECODE, assert_same, eager, of_jax
+_, arrays = of_jax(DECODE)
+program = export.deserialize(open(sys.argv[1], "rb").read())
+assert_same(DECODE, program.call(**arrays), eager(DECODE))
+print("same")
+"""
+
+
+def test_an_exported_program_runs_in_another_process(tmp_path: Path) -> None:
+    pytest.importorskip("flatbuffers")
+    path = str(tmp_path / "program")
+    python(EXPORT, path)
+    assert python(IMPORT, path) == "same"
+
+
+def test_a_program_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, *_ = custom_calls(cumla.mla_decode, **of_jax(DECODE)[1])[0]
+    assert spec.read(text).text().encode() == text
+    with pytest.raises(cumla.CumlaError, match="traced with cumla 9"):
+        spec.read(text.replace(cumla.__version__.encode(), b"9"))
+    with pytest.raises(cumla.CumlaError, match="os:getcwd, which is no record of cumla's"):
+        spec._rebuilt({"os:getcwd": []})
+
+
+def test_an_old_jax() -> None:
+    program = """
+import sys
+import jax
+vars(jax).pop("ffi", None)
+sys.modules["jax.ffi"] = None
+import cumla
+try:
+    jax.jit(cumla.quantize_fp8)(jax.numpy.ones((2, 16)))
+except cumla.MissingDependencyError as error:
+    print(error)
+"""
+    assert python(program).startswith("jax: cumla.jax needs JAX 0.5 or later, with jax.ffi (")
+
+
+SHARDED = """
+import numpy as np, jax, jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec as P
+import cumla.jax
+from tests.bindings.test_jax import DECODE, assert_same, decoding, eager, of_jax
+function, arrays = of_jax(DECODE)
+mesh = Mesh(np.array(jax.devices()), ("x",))
+assert len(jax.devices()) == 2
+of = {name: P() if name == "kv_cache" else P("x") for name in arrays}
+each = jax.shard_map(lambda a: function(**a), mesh=mesh, in_specs=(of,), out_specs=P("x"))
+assert_same(DECODE, jax.jit(each)(arrays), eager(DECODE))
+loop, given = decoding(2)
+stacked = tuple(jnp.stack([a, a]) for a in given)
+
+def local(*given):
+    return jax.tree.map(lambda a: a[None], loop(*[a[0] for a in given]))
+
+loops = jax.shard_map(local, mesh=mesh, in_specs=(P("x"),) * 3, out_specs=P("x"))
+alone = jax.jit(loop)(*given)
+for many, one in zip(*map(jax.tree.leaves, (jax.jit(loops)(*stacked), alone)), strict=True):
+    assert all(np.asarray(part).tobytes() == np.asarray(one).tobytes() for part in many)
+print("same")
+"""
+
+
+def test_each_device_computes_its_share() -> None:
+    if not hasattr(jax, "shard_map"):
+        pytest.skip("needs JAX 0.6 or later")
+    flags = "--xla_force_host_platform_device_count=2"
+    assert python(SHARDED, XLA_FLAGS=flags) == "same"
+
+
+def test_every_function_and_plan_has_its_form() -> None:
+    """Those that write in place, and those that hold a schedule."""
+    forms = {one.function.__name__ for one in IN_PLACE.values()}
+    forms |= {planned.kind.__name__ for planned in PLANS.values()}
+    assert {*cumla.jax.__all__} == forms
+    assert all(getattr(cumla.jax, name).__doc__ for name in forms)
+
+
+EMPTY = [
+    pytest.param(one, names, id=f"{name}-{'-'.join(names)}")
+    for name, one in OPERATIONS.items()
+    for names in one.empty
+]
+
+
+@pytest.mark.parametrize(("operation", "names"), EMPTY)
+def test_nothing_to_do(
+    operation: Operation, names: tuple[str, ...], cupy: FakeCuPy, gpu: Any
+) -> None:
+    """Empty batches have empty results, and launch nothing."""
+    arguments = operation.make()
+    for text in names:
+        name, _, left = text.partition("+")
+        arguments[name] = jax.tree.map(lambda a, left=left: a[: int(left or 0)], arguments[name])
+    arrays, options = divided(arguments)
+    function = functools.partial(function_of(operation), **options)
+    got = jax.jit(function)(**arrays)
+    expected = operation.function(**arguments) if not operation.in_place else got
+    shapes = [[leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (got, expected)]
+    assert shapes[0] == shapes[1]
+    xla = Xla(execute.on_gpu)
+    for text, inputs, results in custom_calls(function, **arrays):
+        aliases = dict(execute._program(text, 0).aliases)
+        at = [(1 + i) << 32 for i in range(len(inputs) + len(results))]
+        for one, other in aliases.items():
+            at[other] = at[one]
+        buffers = [*zip(at, [*inputs, *results], strict=True)]
+        assert xla.call(xla.frame(text, buffers[: len(inputs)], buffers[len(inputs) :])) == ""
+    assert gpu() == []
+
+
+# --- on a GPU that is not there -------------------------------------------------------------------
+
+
+def placed(xla: Xla, traced: tuple[bytes, Any, Any], addresses: dict[str, int]) -> Any:
+    """A frame whose buffers lie where their names say."""
+    text, inputs, results = traced
+    program = execute._program(text, 0)
+    names = [buffer.name for buffer in program.buffers]
+    at = [(addresses[n], s) for n, s in zip(names, [*inputs, *results], strict=True)]
+    return xla.frame(text, at[: len(inputs)], at[len(inputs) :])
+
+
+@every_operation
+def test_launches_are_those_of_the_eager_call(
+    operation: Operation, cupy: FakeCuPy, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entry points and all parameters, for the same addresses; nothing runs while tracing."""
+    cupy.stream = 7
+    new: list[int] = []
+    empty = cupy.empty
+
+    def noted(shape: tuple[int, ...], dtype: Any) -> Any:
+        array = empty(shape, dtype)
+        new.append(array.data.ptr)
+        return array
+
+    monkeypatch.setattr(cupy, "empty", noted)
+    arguments = operation.make()
+    there = {name: cupy.like(_as_in_jax(value)) for name, value in arguments.items()}
+    outputs = {name: cupy.like(value) for name, value in operation.outputs().items()}
+    operation.function(**there, **outputs)
+    expected = gpu()
+    assert expected
+    function, arrays = of_jax(operation)
+    (traced,) = custom_calls(function, **arrays)
+    assert gpu() == []
+    addresses = {name: array.data.ptr for name, array in arrays_of(there | outputs)}
+    addresses["workspace"] = new[-1] if new else 0
+    xla = Xla(execute.on_gpu)
+    assert xla.call(placed(xla, traced, addresses)) == ""
+    assert gpu() == expected
+
+
+def _as_in_jax(value: Any) -> Any:
+    """Contiguous, and integers of 32 bits."""
+    if not is_array(value):
+        return value
+    return jax.tree.map(lambda a: np.ascontiguousarray(as_jax(a)), value)
+
+
+def decode_addresses(first: int) -> dict[str, int]:
+    names = ("q", "kv_cache", "block_table", "kv_lens", "out", "lse", "workspace")
+    return {name: first + (i << 20) for i, name in enumerate(names)}
+
+
+def test_addresses_seen_before_and_new_ones(cupy: FakeCuPy, gpu: Any) -> None:
+    (traced,) = custom_calls(cumla.mla_decode, **of_jax(DECODE)[1])
+    xla = Xla(execute.on_gpu)
+    frames = [placed(xla, traced, decode_addresses(first << 40)) for first in (1, 2)]
+    seen = []
+    for frame in (*frames, *frames):
+        assert xla.call(frame) == ""
+        seen.append(gpu())
+    assert [entry for entry, _ in seen[0]] == list(DECODE.kernels)
+    assert seen[:2] == seen[2:] and seen[0] != seen[1]
+    assert len(execute._ready) == 2
+    xla.stream = 8  # another stream has launches of its own
+    assert xla.call(frames[0]) == ""
+    assert gpu() == seen[0] and len(execute._ready) == 3
+
+
+def test_a_capture_needs_kernels_that_are_loaded(
+    cupy: FakeCuPy, driver: FakeDriver, bindings: FakeBindings, gpu: Any
+) -> None:
+    (traced,) = custom_calls(cumla.mla_decode, **of_jax(DECODE)[1])
+    xla = Xla(execute.on_gpu, stream=7)
+    driver.capturing = {7}
+    assert "NotPreparedError: kernel mla_schedule" in xla.call(
+        placed(xla, traced, decode_addresses(1 << 40))
+    )
+    driver.capturing = set()
+    assert xla.call(placed(xla, traced, decode_addresses(1 << 40))) == ""
+    driver.capturing = {7}
+    gpu()
+    for first in (1, 3):  # seen before, and new
+        assert xla.call(placed(xla, traced, decode_addresses(first << 40))) == ""
+    assert len(gpu()) == 4
+
+
+@every_plan
+def test_a_plan_on_the_gpu(planned: Planned, cupy: FakeCuPy, gpu: Any) -> None:
+    """One schedule, then attention for each layer, in one workspace."""
+    operation = OPERATIONS[planned.operation]
+    kind = getattr(cumla.jax, planned.kind.__name__)
+    arrays, options = divided(operation.make())
+
+    def step(arrays: Arguments) -> Any:
+        plan = planned_with(kind, planned, arrays | options)
+        first, plan = plan.run(**planned.inputs(arrays | options))
+        return first, plan.run(**planned.inputs(arrays | options))[0]
+
+    calls = custom_calls(step, arrays)
+    xla, places = Xla(execute.on_gpu), {}
+    for name, _ in [*arrays_of(arrays), *arrays_of(operation.outputs()), ("workspace", None)]:
+        places[name] = (len(places) + 1) << 32
+    for traced in calls:
+        assert xla.call(placed(xla, traced, places)) == ""
+    schedule, *attend = operation.kernels
+    assert [entry for entry, _ in gpu()] == [schedule, *attend, *attend]
+    sizes = {execute._program(text, 0).spec.workspace for text, *_ in calls}
+    assert sizes == {kind.workspace_bytes(**planned.sizes(), sm_count=132)} or "page" in str(sizes)
+
+
+def test_the_check_mode_looks_at_values_on_the_gpu(
+    cupy: FakeCuPy, driver: FakeDriver, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of executions, and not of captures, whose replays nobody sees."""
+    given = DECODE.make()
+    given["block_table"] = given["block_table"] + 1000
+    there = {name: cupy.like(array).data.ptr for name, array in arrays_of(given)}
+    plan = functools.partial(planned_with, cumla.jax.MLADecodePlan, PLANS["MLADecodePlan"])
+
+    def layer(arrays: Arguments) -> Any:
+        return plan(arrays).run(*[arrays[n] for n in ("q", "kv_cache", "block_table")])[0]
+
+    arrays = of_jax(DECODE)[1]
+    whole = custom_calls(cumla.mla_decode, **arrays)
+    for traced in (*whole, custom_calls(layer, arrays)[1]):
+        xla = Xla(execute.on_gpu)
+        frame = placed(xla, traced, decode_addresses(1 << 50) | there)
+        assert xla.call(frame) == "" and gpu()
+        with monkeypatch.context() as checked:
+            checked.setenv("CUMLA_CHECK", "1")
+            assert xla.call(frame).startswith("ValueError: block_table[0, 0]: needs a page number")
+            assert gpu() == []
+            driver.capturing = {xla.stream}
+            assert xla.call(frame) == "" and gpu()
+            driver.capturing = set()
+
+
+def test_a_plan_loads_its_kernels(cupy: FakeCuPy, gpu: Any) -> None:
+    cumla.jax.MLADecodePlan(2, 2, 16).prepare()
+    assert set(DECODE.kernels) <= {*cupy.compiled}
+    assert gpu() == []
+
+
+def test_requests_that_are_cut_at_fixed_positions(cupy: FakeCuPy, gpu: Any) -> None:
+    """Two launches make their schedule, in the call and in the plan."""
+    operation = OPERATIONS["attention"]
+    arrays, options = divided(operation.make())
+    options["batch_invariant"] = True
+    planned = PLANS["AttentionPlan"]
+
+    def step(arrays: Arguments) -> Any:
+        given = arrays | options
+        made_of = {name: given[name] for name in planned.made_of}
+        fixed = {"batch_invariant": True, "max_kv_len": 4096}
+        plan = cumla.jax.AttentionPlan.from_arrays(**made_of, **fixed)
+        inputs = {n: v for n, v in planned.inputs(given).items() if n not in fixed}
+        run = {n: v for n, v in inputs.items() if n not in ("causal", "window")}
+        return plan.update(**planned.lengths(given)).run(**run)[0]
+
+    whole = functools.partial(cumla.attention, **options)
+    for function, given in ((whole, arrays), (step, {"arrays": arrays})):
+        xla, launched = Xla(execute.on_gpu), []
+        for traced in custom_calls(function, **given):
+            program = execute._program(traced[0], 0)
+            places = {name: (1 + i) << 32 for i, name in enumerate(sorted(set(program.names)))}
+            assert xla.call(placed(xla, traced, places)) == ""
+            launched += [entry for entry, _ in gpu()]
+        assert launched == [operation.kernels[0], "invariant_parts", "attention_bfloat16_64_64"]
+    assert_same(operation, jax.jit(whole)(**arrays), eager(operation))
+
+
+def test_a_gpu_that_runs_no_kernel(cupy: FakeCuPy, gpu: Any) -> None:
+    (traced,) = custom_calls(cumla.mla_decode, **of_jax(DECODE)[1])
+    cupy.capability = (8, 0)
+    launch_device.properties.cache_clear()
+    xla = Xla(execute.on_gpu)
+    message = xla.call(placed(xla, traced, decode_addresses(1 << 40)))
+    assert message.startswith("UnsupportedDeviceError: device 0 is NVIDIA Imaginary of compute cap")
+
+
+def test_a_program_that_was_traced_without_a_gpu(
+    cupy: FakeCuPy, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (call, plans):
+        monkeypatch.setattr(module, "gpu", lambda: None)
+    arrays = of_jax(DECODE)[1]
+    xla = Xla(execute.on_gpu)
+    plan = cumla.jax.MLADecodePlan(2, 2, 16)
+    for function, given in (
+        (cumla.mla_decode, arrays),
+        (plan.update, {"kv_lens": arrays["kv_lens"]}),
+    ):
+        (traced,) = custom_calls(function, **given)
+        message = xla.call(placed(xla, traced, decode_addresses(1 << 40)))
+        assert "workspace: needs" in message and "where JAX sees such a GPU" in message
+    assert gpu() == []
+
+
+def test_buffers_that_xla_did_not_share(cupy: FakeCuPy, gpu: Any) -> None:
+    function, arrays = of_jax(OPERATIONS["append_indexer_cache"])
+    ((text, inputs, results),) = custom_calls(function, **arrays)
+    xla = Xla(execute.on_gpu)
+    at = iter(range(1 << 32, 1 << 40, 1 << 32))
+    frame = xla.frame(text, [(next(at), s) for s in inputs], [(next(at), s) for s in results])
+    assert "kv_cache: XLA gave it two places" in xla.call(frame)
+    assert gpu() == []
+
+
+@pytest.mark.parametrize("where", ["on_cpu", "on_gpu"])
+def test_a_layout_that_is_not_known(where: str, cupy: FakeCuPy, gpu: Any) -> None:
+    """Sizes of structs and shapes of buffers are compared before anything is read or launched."""
+    (traced,) = custom_calls(cumla.mla_decode, **of_jax(DECODE)[1])
+    xla = Xla(getattr(execute, where))
+    frame = placed(xla, traced, decode_addresses(1 << 40))
+    frame[5] = 32
+    assert "in a way that cumla.jax does not know (structs of [168, 32," in xla.call(frame)
+    text, (first, *rest), results = traced
+    frame = placed(xla, (text, [first[:-1], *rest], results), decode_addresses(1 << 40))
+    assert "a buffer of rank 3, not 4" in xla.call(frame)
+    frame = placed(xla, (text, [(*first[:-1], 9), *rest], results), decode_addresses(1 << 40))
+    assert "a buffer of shape (2, 2, 16, 9)" in xla.call(frame)
+    assert gpu() == []
+
+
+def test_xla_is_told_that_launches_may_be_replayed() -> None:
+    assert Xla(execute.on_gpu).ask() == (0, 1, 1)
+
+
+def test_tracers_do_not_stay_in_the_table_of_frameworks() -> None:
+    function, arrays = of_jax(DECODE)
+    jax.jit(function)(**arrays)
+    assert not any("Tracer" in kind.__name__ for kind in frameworks.framework_of_type)
+
+
+def test_what_a_callback_takes(cupy: FakeCuPy, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses seen before take less than new ones; times are printed, not judged."""
+    (traced,) = custom_calls(cumla.mla_decode, **of_jax(DECODE)[1])
+    monkeypatch.setattr(kernel.PreparedLaunch, "__call__", lambda self: None)
+    xla = Xla(execute.on_gpu)
+    frames = [placed(xla, traced, decode_addresses(i << 40)) for i in range(1, 401)]
+    assert xla.call(frames[0]) == ""
+
+    def median(frames: list[Any]) -> float:
+        times = []
+        for frame in frames:
+            begin = time.perf_counter()
+            xla.call(frame)
+            times.append(time.perf_counter() - begin)
+        return float(np.median(times))
+
+    new, seen = median(frames), median(frames)
+    print(f"a callback: {seen * 1e6:.1f} us for addresses seen before, {new * 1e6:.1f} us for new")
+    assert seen < new
