@@ -28,8 +28,23 @@ _FLOAT8 = "float8_"  # how the names of one-byte floats begin
 # Addresses below may be an offset into storage that is gone: the first bytes of a view of it.
 _SUSPECT = 1 << 40
 _MAKE_ONE = "torch.tensor, cupy.asarray, jax.numpy.asarray or numpy.asarray"
-_DISABLE = "put the call into a function of its own under @torch.compiler.disable"
+_DISABLE = (
+    "import cumla.torch, which takes cumla's functions, but no plans, into graphs, or put the call "
+    "into a function of its own under @torch.compiler.disable"
+)
 _OUTSIDE = "call cumla outside the traced function"
+
+
+class Traced(TypeError):
+    """An argument stands for an array inside a transformation that `binding` serves.
+
+    `cumla.core.operation.run` hands its call to the function ``run`` of that module. Whoever else
+    needs arrays with memory shows the message.
+    """
+
+    def __init__(self, message: str, binding: str) -> None:
+        super().__init__(message)
+        self.binding = binding
 
 
 def eager_only(function: _Function) -> _Function:
@@ -462,8 +477,8 @@ def recognise(name: str, array: object) -> Framework:
         if parents & {"FakeTensor", "FunctionalTensor"}:
             raise TypeError(
                 f"{name}: needs a tensor with memory, got a {kind.__name__}, which torch.compile "
-                f"and torch.export trace with; {_OUTSIDE}, or wrap the call in a "
-                f"torch.library.custom_op"
+                f"and torch.export trace with; import cumla.torch, which takes cumla's functions, "
+                f"but no plans, into graphs, or {_OUTSIDE}"
             )
         if "DTensor" in parents:
             raise _sharded(name, "a DTensor, which is sharded", f"pass {name}.to_local()")
