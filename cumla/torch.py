@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._pytree import _register_namedtuple
 
 import cumla
 from cumla.core._dlpack import ArrayView
@@ -453,4 +454,6 @@ for _name in _FUNCTIONS:
     _define(_name)
     _SUBSTITUTES[_name] = _substitute(_name)
     torch.compiler.substitute_in_graph(getattr(cumla, _name))(_SUBSTITUTES[_name])
+for _kind in (cumla.AttentionState, cumla.QuantizedRows):  # so that exported programs can be saved
+    _register_namedtuple(_kind, serialized_type_name=f"cumla.{_kind.__name__}")
 framework_of_type |= dict.fromkeys((_StandIn, FakeTensor, FunctionalTensor), _WithoutMemory())

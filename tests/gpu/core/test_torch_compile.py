@@ -15,6 +15,9 @@ KERNELS = ()  # it is about the binding
 MAY_SKIP = ("needs Triton", "needs PyTorch")
 torch: Any = pytest.importorskip("torch", reason="needs PyTorch")
 
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
+
 import cumla.torch as binding  # noqa: E402
 from tests.bindings.in_torch import (  # noqa: E402
     Arguments,
@@ -190,13 +193,12 @@ def test_cuda_graphs(has_workspace: bool, monkeypatch: pytest.MonkeyPatch) -> No
         return arguments_of(*arguments)
 
     monkeypatch.setattr(binding, "_arguments", noted)
-    skips = torch._dynamo.utils.counters["inductor"]
-    before = skips["cudagraph_skips"]
+    before = counters["inductor"]["cudagraph_skips"]
     replayed = compiled(step, backend="inductor", mode="reduce-overhead")
     for _ in range(3):  # compiled and warmed up, captured, replayed
         check_step(step, replayed, LENGTHS[0])
     assert calls
-    assert skips["cudagraph_skips"] == before
+    assert counters["inductor"]["cudagraph_skips"] == before
     for lengths in LENGTHS:
         calls.clear()
         check_step(step, replayed, lengths)
@@ -216,8 +218,7 @@ def test_a_cache_that_is_no_buffer_in_cuda_graphs() -> None:
 
     kv_lens = torch.tensor([5, 9, 64], dtype=torch.int32, device="cuda")
     slots = step.table[:, 0].long() * PAGE + kv_lens - 1
-    counters = torch._dynamo.utils.counters["inductor"]
-    before = counters["cudagraph_skips"]
+    before = counters["inductor"]["cudagraph_skips"]
     replayed = compiled(write_and_read, backend="inductor", mode="reduce-overhead")
     for factor in (1, 2, 3, 4):
         rows = step.rows[0] * factor
@@ -225,12 +226,12 @@ def test_a_cache_that_is_no_buffer_in_cuda_graphs() -> None:
         found = replayed(cache, rows, slots, kv_lens).clone()
         assert_equal(found, write_and_read(expected, rows, slots, kv_lens))
         assert_equal(cache, expected)
-    assert counters["cudagraph_skips"] == before
+    assert counters["inductor"]["cudagraph_skips"] == before
 
 
 @needs_triton
 def test_batches_share_a_graph() -> None:
-    graphs = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    graphs = CompileCounterWithBackend("inductor")
     decode = compiled(lambda *arrays: cumla.mla_decode(*arrays), backend=graphs)
     for batch in (2, 3, 5, 64):
         q = torch.randn(batch, 1, HEADS, 576, device="cuda", dtype=torch.bfloat16)
