@@ -445,8 +445,10 @@ def _register(
 
 
 _LIBRARY = torch.library.Library("cumla", "FRAGMENT")
-_TAGS = tuple(
-    [tag for n in ("needs_exact_strides", "pt2_compliant_tag") if (tag := getattr(torch.Tag, n, 0))]
+_TAGS = tuple(  # those that this PyTorch has
+    getattr(torch.Tag, tag)
+    for tag in ("needs_exact_strides", "pt2_compliant_tag")
+    if hasattr(torch.Tag, tag)
 )
 _NAMES = {getattr(cumla, name).__code__: name for name in _FUNCTIONS}
 _SUBSTITUTES = {}
