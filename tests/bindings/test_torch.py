@@ -16,6 +16,7 @@ import cumla
 from tests.calls import (
     E4M3,
     OPERATIONS,
+    PLANS,
     Operation,
     Planned,
     arrays_of,
@@ -61,6 +62,13 @@ def some_of(names: Iterable[str], *shown: str) -> list[Any]:
     return [
         pytest.param(name, marks=[] if name in shown else pytest.mark.exhaustive) for name in names
     ]
+
+
+def test_every_function_has_an_operation() -> None:
+    functions = {name for name in cumla.__all__ if name.islower()} - {"prepare"}
+    assert set(binding._FUNCTIONS) == functions
+    planned = {OPERATIONS[plan.operation].function.__name__ for plan in PLANS.values()}
+    assert {name for name, f in binding._FUNCTIONS.items() if f.is_planned} == planned
 
 
 # --- functions in graphs -------------------------------------------------------------------------
