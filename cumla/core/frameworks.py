@@ -28,7 +28,10 @@ _FLOAT8 = "float8_"  # how the names of one-byte floats begin
 # Addresses below may be an offset into storage that is gone: the first bytes of a view of it.
 _SUSPECT = 1 << 40
 _MAKE_ONE = "torch.tensor, cupy.asarray, jax.numpy.asarray or numpy.asarray"
-_DISABLE = "put the call into a function of its own under @torch.compiler.disable"
+_DISABLE = (
+    "import cumla.torch, which takes cumla's functions, but no plans, into graphs, or put the call "
+    "into a function of its own under @torch.compiler.disable"
+)
 _OUTSIDE = "call cumla outside the traced function"
 
 
@@ -75,6 +78,10 @@ class Framework:
 
     def glance(self, arrays: tuple[Any, ...]) -> Hashable | None:
         """See what `views` makes its answers of; None if it is not worth it, or cannot be told."""
+        return None
+
+    def binding(self, arrays: tuple[Any, ...]) -> str | None:
+        """Name the module that runs calls of these arrays with less work for the host, if any."""
         return None
 
     def device(self, name: str, array: Any) -> int | None:
@@ -378,6 +385,20 @@ class _Jax(Framework):
     def __init__(self, jax: Any) -> None:
         self._jax = jax
 
+    def binding(self, arrays: tuple[Any, ...]) -> str | None:
+        if not hasattr(self._jax, "ffi"):  # an older JAX
+            return None
+        devices = None
+        for array in arrays:
+            if framework_of_type.get(type(array)) is not self or array.is_deleted():
+                return None
+            its_own = array.sharding.device_set
+            if devices not in (None, its_own) or not isinstance(array.dtype, np.dtype):
+                return None
+            devices = its_own
+        gpus = [device.platform == "gpu" for device in devices or ()]
+        return "cumla.jax" if gpus == [True] else None
+
     def device(self, name: str, array: Any) -> int | None:
         if not isinstance(array.dtype, np.dtype):
             raise TypeError(
@@ -457,6 +478,12 @@ def framework_of(name: str, array: object) -> Framework:
     return framework_of_type.get(type(array)) or recognise(name, array)
 
 
+def binding_of(arrays: tuple[Any, ...]) -> str | None:
+    """Name the module that runs calls of these arrays with less work for the host, if any."""
+    framework = framework_of_type.get(type(arrays[0]))
+    return None if framework is None else framework.binding(arrays)
+
+
 def _sharded(name: str, got: str, way_out: str) -> ValueError:
     return ValueError(f"{name}: needs an array on one device, got {got}; {way_out}")
 
@@ -474,8 +501,8 @@ def recognise(name: str, array: object) -> Framework:
         if parents & {"FakeTensor", "FunctionalTensor"}:
             raise TypeError(
                 f"{name}: needs a tensor with memory, got a {kind.__name__}, which torch.compile "
-                f"and torch.export trace with; {_OUTSIDE}, or wrap the call in a "
-                f"torch.library.custom_op"
+                f"and torch.export trace with; import cumla.torch, which takes cumla's functions, "
+                f"but no plans, into graphs, or {_OUTSIDE}"
             )
         if "DTensor" in parents:
             raise _sharded(name, "a DTensor, which is sharded", f"pass {name}.to_local()")

@@ -26,7 +26,7 @@ from cumla.core.arrays import (
     to_numpy,
 )
 from cumla.core.check_mode import check_mode, copy_to_host, may_look
-from cumla.core.frameworks import Traced
+from cumla.core.frameworks import Traced, binding_of
 from cumla.core.overlap import refuse_overlap
 
 if TYPE_CHECKING:
@@ -229,11 +229,17 @@ def run(
     identity = (seen, *inputs, *given, options)
     known = None if seen is None else operation.ready.get(identity)
     if known is None:
-        try:
-            call = open_call(tuple(inputs.items()), tuple(outputs.items()), stream=stream)
-        except Traced as traced:  # by name: core imports no binding
-            binding = import_module(traced.binding)
-            return tuple(binding.run(operation, inputs, outputs, options, stream))
+        binding = None
+        if seen is None and not looks and not given and stream is None:
+            binding = binding_of(tuple(inputs.values()))
+        if binding is None:
+            try:
+                call = open_call(tuple(inputs.items()), tuple(outputs.items()), stream=stream)
+            except Traced as traced:
+                binding = traced.binding
+        if binding is not None:  # by its name: core imports none
+            run_there = import_module(binding).run
+            return tuple(run_there(operation, inputs, outputs, options, stream))
         if seen is None:  # then it does not tell the framework, on which new arrays depend
             identity = (call.views, call.framework, *inputs, *given, options)
             known = None if looks else operation.ready.get(identity)

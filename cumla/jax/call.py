@@ -71,9 +71,40 @@ def run(
     """Run an operation inside a transformation of JAX, as `cumla.core.operation.run` outside.
 
     An operation that returns nothing writes to its first input, and to what there is among
-    `outputs`: those are `Reference`, and hold the new arrays afterwards.
+    `outputs`: those are `Reference`, and hold the new arrays afterwards. A call outside of any
+    transformation becomes a program of its own, which is compiled once for each shape.
     """
     refuse_stream(stream)
+    if all(map(_is_concrete, inputs.values())) and not any(o is not None for o in outputs.values()):
+        return _compiled(operation, tuple(inputs), tuple(outputs), options)(*inputs.values())
+    return _traced(operation, inputs, outputs, options)
+
+
+def _is_concrete(array: Any) -> bool:
+    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+
+
+@lru_cache(maxsize=4096)
+def _compiled(
+    operation: Operation[Any, Any], names: tuple[str, ...], outputs: tuple[str, ...], options: Any
+) -> Callable[..., tuple[Any, ...]]:
+    """Make the compiled function of a call."""
+
+    def call(*arrays: Any) -> tuple[Any, ...]:
+        inputs = dict(zip(names, arrays, strict=True))
+        return _traced(operation, inputs, dict.fromkeys(outputs), options)
+
+    compiled: Callable[..., tuple[Any, ...]] = jax.jit(call)
+    return compiled
+
+
+def _traced(
+    operation: Operation[Any, Any],
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    options: Any,
+) -> tuple[Any, ...]:
+    """Put a call into the program that is being traced."""
     given = {name: array for name, array in outputs.items() if array is not None}
     for name, array in given.items():
         if not isinstance(array, Reference):

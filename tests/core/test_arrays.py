@@ -658,9 +658,11 @@ except ValueError as error:
     assert "kv_cache: needs an array on one device, got one that is sharded over 2" in done.stdout
 
 
-def test_torch_fake_tensor():
+def test_torch_fake_tensor(monkeypatch):
     torch = pytest.importorskip("torch")
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    monkeypatch.delitem(frameworks.framework_of_type, FakeTensor, raising=False)  # cumla.torch's
 
     with FakeTensorMode():
         fake = torch.zeros(3)

@@ -1,0 +1,461 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cumla inside ``torch.compile`` and ``torch.export``: its functions as operations of PyTorch.
+
+``import cumla.torch`` registers ``torch.ops.cumla.<function>``. What is compiled or exported and
+calls ``cumla.<function>`` has the operation in its graph from then on; eager calls stay as they
+are. Schemas come from the signatures of the functions, and an operation calls its function.
+
+Operations have the arguments of the functions, but for these:
+
+* Arrays that may come in parts, or as a sequence, are lists of tensors: ``[q]``,
+  ``[q_nope, q_pe]``.
+* ``kv_scale``, ``k_scale`` and ``v_scale`` are tensors; a number is ``kv_scale_number`` and so on.
+* ``mla_decode`` returns out and lse. ``mla_decode_out`` takes both and returns nothing, its
+  overload ``mla_decode_out.out`` takes out and returns lse. A result that is None is an empty
+  tensor.
+* Queries that an append rotates in place are passed twice: as ``q_pe`` and ``q_pe_out``, or as
+  ``q`` and ``q_out``.
+* There is no ``stream``: work runs on the current one of PyTorch.
+
+``<function>_schedule`` and ``<function>_attend`` are the halves of a function that has a plan. Both
+take the arguments of the function, and `workspace`. The first writes the schedule there; of the
+arrays it reads the lengths, and of the others only shapes and dtypes. The second attends by it, in
+as many layers of these shapes as there are. `workspace` is that of a plan: uint8,
+``workspace_bytes`` of the plan's class long. A plan that was updated in it for the same shapes
+serves as well. The CPU knows no schedules, and the workspace may be empty there. To attend by a
+workspace without a schedule for these shapes is undefined.
+
+No gradients flow: a tensor that requires them is refused while autograd records, RuntimeError.
+All other errors are those of the functions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from functools import partial
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._pytree import _register_namedtuple
+
+import cumla
+from cumla.core._dlpack import ArrayView
+from cumla.core.arguments import check_dtype, check_output, check_workspace, checked_flag
+from cumla.core.arrays import WORKSPACE, open_call
+from cumla.core.frameworks import Framework, Traced, framework_of_type
+from cumla.core.operation import Ready, Scheduled, checked_outputs, pack, run_on_cpu
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from inspect import Parameter
+
+    from cumla.core.operation import Operation
+
+    Arguments = Mapping[str, Any]
+    Take = Callable[..., tuple[Any, ...]]
+
+__all__: list[str] = []
+
+
+class _Function(NamedTuple):
+    """What its signature does not tell of a function."""
+
+    outputs: tuple[str, ...] = ()  # arrays that are returned
+    result: Callable[..., Any] | None = None  # of the outputs, if it is not the one that there is
+    written: tuple[str, ...] = ()  # arrays that are written to and not returned
+    in_place: tuple[str, str] | None = None  # of these: an array, and the one written to instead
+    lists: tuple[str, ...] = ()  # arrays that may come in parts
+    optional: tuple[str, ...] = ()  # arrays without a default that may be None
+    is_planned: bool = False  # whether it has a schedule, which layers may share
+
+
+_STATE: dict[str, Any] = {"outputs": ("out", "lse"), "result": cumla.AttentionState}
+_FUNCTIONS = {
+    "mla_decode": _Function(**_STATE, lists=("q", "kv_cache"), is_planned=True),
+    "mla_attention": _Function(
+        **_STATE, lists=("q", "kv_cache"), optional=("block_table",), is_planned=True
+    ),
+    "attention": _Function(**_STATE, is_planned=True),
+    "merge_attention_states": _Function(**_STATE, lists=("outs", "lses")),
+    "append_mla_cache": _Function(
+        written=("kv_cache", "q_pe_out"), in_place=("q_pe", "q_pe_out"), lists=("rows", "kv_cache")
+    ),
+    "append_kv_cache": _Function(
+        written=("k_cache", "v_cache", "q_out"), in_place=("q", "q_out"), lists=("cos_sin",)
+    ),
+    "append_indexer_cache": _Function(written=("kv_cache",), lists=("kv_cache",)),
+    "apply_rope": _Function(
+        ("q_out", "k_out"), lambda *both: both, lists=("cos_sin",), optional=("k",)
+    ),
+    "mqa_logits": _Function(("out",), lists=("kv",)),
+    "paged_mqa_logits": _Function(("out",), lists=("kv_cache",), is_planned=True),
+    "quantize_fp8": _Function(("out", "scale_out"), cumla.QuantizedRows),
+}
+_FACTORS = ("kv_scale", "k_scale", "v_scale")  # numbers or tensors
+_STACKS = ("outs", "lses")  # lists whose one array has their parts on its first axis
+_TYPES = {  # of schemas, by annotations
+    "bool": "bool",
+    "float": "float",
+    "int": "int",
+    "str": "str",
+    "float | None": "float?",
+    "int | None": "int?",
+    "int | Sequence[int | None] | None": "int[]?",
+}
+
+
+# --- schemas -------------------------------------------------------------------------------------
+
+
+def _schema(
+    function: _Function,
+    parameters: Mapping[str, Parameter],
+    more: tuple[str, ...],
+    missing: tuple[str, ...],
+) -> str:
+    """Write arguments and results: all but outputs, what is written to `more`, what is returned."""
+    texts: list[str] = []
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in texts:
+            texts.append("*")
+        if name not in (*function.outputs, "stream"):
+            texts += _texts(function, parameter, len(texts))
+    texts += [f"Tensor(out{place}!) {name}" for place, name in enumerate(more)]
+    return f"({', '.join(texts)}) -> ({', '.join(['Tensor'] * len(missing))})"
+
+
+def _texts(function: _Function, parameter: Parameter, place: int) -> list[str]:
+    """Write a parameter as a schema has it."""
+    name, has_default = parameter.name, parameter.default is not parameter.empty
+    if parameter.annotation != "Any":
+        default = f"={parameter.default!r}".replace("'", '"') if has_default else ""
+        return [f"{_TYPES[parameter.annotation]} {name}{default}"]
+    none = "=None" if has_default else ""
+    if name.endswith("_dtype"):
+        return [f"str? {name}{none}"]
+    kind = f"Tensor(a{place}!)" if name in function.written else "Tensor"
+    kind += "[]" if name in function.lists else ""
+    kind += "?" if has_default or name in function.optional else ""
+    number = [f"float? {name}_number=None"] if name in _FACTORS else []
+    return [f"{kind} {name}{none}", *number]
+
+
+# --- operations ----------------------------------------------------------------------------------
+
+
+class _StandIn:
+    """Stands for a tensor in a call of a function whose operation `take` runs."""
+
+    def __init__(self, tensor: Any, take: Take) -> None:
+        self.tensor = tensor
+        self.take = take
+
+
+def _call(
+    name: str,
+    parameters: tuple[str, ...],
+    missing: tuple[str, ...],
+    take: Take | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run an operation of PyTorch: call the function, on stand-ins if `take` is to run it.
+
+    `missing` are the outputs that the caller did not give, which are returned.
+    """
+    function = _FUNCTIONS[name]
+    given = dict(zip(parameters, args, strict=False)) | kwargs
+    _refuse_gradients(given)
+    if take is not None:
+        take = partial(take, given.pop(WORKSPACE, None))
+    results = getattr(cumla, name)(**_arguments(function, given, take))
+    if not missing:
+        return None
+    results = results if isinstance(results, tuple) else (results,)
+    named = dict(zip(function.outputs, results, strict=True))
+    new = [args[0].new_empty(0) if named[key] is None else named[key] for key in missing]
+    return new[0] if len(new) == 1 else tuple(new)
+
+
+def _arguments(function: _Function, given: Arguments, take: Take | None) -> dict[str, Any]:
+    """Turn arguments of an operation of PyTorch into those of the function."""
+    arguments: dict[str, Any] = {}
+    for key, value in given.items():
+        if isinstance(value, torch.Tensor):
+            value = value if take is None else _StandIn(value, take)
+        elif key in function.lists and value is not None:
+            value = value if take is None else [_StandIn(part, take) for part in value]
+            if len(value) == 1 and key not in _STACKS:
+                (value,) = value
+        factor = key.removesuffix("_number")
+        if factor != key and arguments.get(factor) is not None:
+            if value is not None:
+                raise ValueError(f"{key}: needs no {factor} beside it, got both; pass one of them")
+            continue
+        arguments[factor] = value
+    if function.in_place is not None:
+        rotated, instead = function.in_place
+        if arguments.get(rotated) is not None and arguments.get(instead) is None:
+            raise ValueError(
+                f"{instead}: needed beside {rotated}, got None; pass {rotated} as {instead} as "
+                f"well to rotate it in place"
+            )
+    return arguments
+
+
+def _refuse_gradients(given: Arguments) -> None:
+    """Refuse tensors that autograd would have to look through."""
+    if not torch.is_grad_enabled():
+        return
+    for name, value in given.items():
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                raise RuntimeError(
+                    f"{name}: needs a tensor that requires no gradient, got one that does; no "
+                    f"gradients flow through cumla: call under torch.no_grad() or "
+                    f"torch.inference_mode(), or pass {name}.detach()"
+                )
+
+
+def _view(tensor: Any) -> ArrayView:
+    """See a tensor without its memory."""
+    strides = tuple([stride * tensor.dtype.itemsize for stride in tensor.stride()])
+    device = tensor.device.index if tensor.device.type == "cuda" else None
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return ArrayView(0, tuple(tensor.shape), strides, dtype, device)
+
+
+def _evaluate(
+    workspace: Any,
+    operation: Operation[Any, Any],
+    inputs: Arguments,
+    outputs: Arguments,
+    options: Any,
+) -> tuple[Any, ...]:
+    """Check all but memory, and make results without values; None for outputs that were given."""
+    given = {name: array for name, array in {**inputs, **outputs}.items() if array is not None}
+    views = dict.fromkeys(outputs) | {name: _view(array.tensor) for name, array in given.items()}
+    if workspace is not None:
+        check_workspace(_view(workspace), 0)
+    first = next(iter(inputs.values())).tensor
+    results = []
+    for output in operation.outputs(operation.arguments(views, options)):
+        view = views[output.name]
+        if view is None:
+            dtype = getattr(torch, output.dtypes[0])
+            results.append(first.new_empty(output.shape, dtype=dtype))
+        else:
+            check_output(output.name, view, output.shape, output.dtypes, output.lies)
+            results.append(None)
+    return tuple(results)
+
+
+_ready = Ready()  # launches of halves, by what they were called with
+
+
+def _run_half(
+    attends: bool,
+    workspace: Any,
+    operation: Operation[Any, Any],
+    inputs: Arguments,
+    outputs: Arguments,
+    options: Any,
+) -> tuple[Any, ...]:
+    """Run the schedule of an operation, or attention, in the caller's workspace."""
+    assert isinstance(operation, Scheduled)
+    arrays = {name: array.tensor for name, array in inputs.items()}
+    outs = {name: array and array.tensor for name, array in outputs.items()}
+    written = (*outs.items(), (WORKSPACE, workspace))
+    call = open_call(tuple(arrays.items()), written)
+    with call:
+        identity = (operation, attends, call.views, *arrays, options)
+        packed = _ready.get(identity)
+        if packed is None:
+            views = dict(zip((*arrays, *outs, WORKSPACE), call.views, strict=True))
+            arguments = operation.arguments(views, options)
+            returned = operation.outputs(arguments) if attends else ()
+            given = checked_outputs(operation, returned, views, (*outs, WORKSPACE))
+            buffer = views[WORKSPACE]
+            assert buffer is not None
+            if call.device is None:
+                check_dtype(WORKSPACE, buffer.dtype, ("uint8",))
+                results = run_on_cpu(operation, call, arguments, arrays, outs) if attends else ()
+                return results or (None,) * len(outs)
+            key = operation.key(arguments, call.device)
+            check_workspace(buffer, operation.workspace_bytes(key))
+            half = operation.attend if attends else operation.schedule
+            packed = pack(call, half, key, arguments[attends], returned, given, buffer.ptr)
+            _ready.keep(identity, packed)
+        return packed.run(call, outs) or (None,) * len(outs)
+
+
+# --- calls that are traced -----------------------------------------------------------------------
+
+
+def _substitute(name: str) -> Callable[..., Any]:
+    """Make what a graph has in place of a call of a function: that of an operation of PyTorch."""
+    function, parameters = _FUNCTIONS[name], inspect.signature(getattr(cumla, name)).parameters
+    positional = tuple([n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY])
+    known = tuple(parameters)
+    flags = tuple([n for n, p in parameters.items() if p.annotation == "bool"])
+    operations = {}
+    for some in _subsets(function.outputs):
+        packet = getattr(torch.ops.cumla, f"{name}_out" if some else name)
+        overload = "default" if some in ((), function.outputs) else "_".join(some)
+        operations[some] = getattr(packet, overload)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(positional, args, strict=False))
+        if len(args) > len(positional):
+            raise TypeError(f"{name}: needs at most {len(positional)} positional arguments")
+        for key in kwargs:
+            if key not in known or key in given:
+                raise TypeError(f"{name}: got an argument {key} that is unknown or came before")
+        given.update(kwargs)
+        for key in flags:  # for which a schema takes any number
+            if key in given:
+                given[key] = checked_flag(key, given[key])
+        if given.pop("stream", None) is not None:
+            raise ValueError(
+                "stream: needs None in a graph, got a stream; leave it out, and make it PyTorch's "
+                "current one where the graph runs"
+            )
+        outputs = {key: given.pop(key, None) for key in function.outputs}
+        which = tuple([key for key, array in outputs.items() if array is not None])
+        arguments = dict([_argument(function, key, value) for key, value in given.items()])
+        if function.in_place is not None:
+            rotated, instead = function.in_place
+            if arguments.get(instead) is None:
+                arguments[instead] = arguments.get(rotated)
+        new = operations[which](**arguments, **{key: outputs[key] for key in which})
+        if not outputs:
+            return None
+        rest = list(new) if isinstance(new, tuple) else [new]
+        for key in outputs:
+            if key not in which:
+                outputs[key] = rest.pop(0)
+            source = key.removesuffix("_out")
+            if source in function.optional and given[source] is None:
+                outputs[key] = None
+        results = list(outputs.values())
+        return results[0] if function.result is None else function.result(*results)
+
+    return call
+
+
+def _argument(function: _Function, key: str, value: Any) -> tuple[str, Any]:
+    """Turn an argument of a function into one of its operation of PyTorch."""
+    if key in function.lists and value is not None:
+        if isinstance(value, (list, tuple)):
+            return key, list(value)
+        return key, list(value.unbind()) if key in _STACKS else [value]
+    if key in _FACTORS and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return f"{key}_number", float(value)
+    if key.endswith("_dtype") and value is not None:
+        return key, str(value).removeprefix("torch.")
+    if key == "window" and value is not None:
+        pair = value if isinstance(value, (list, tuple)) else (value, None)
+        return key, [-1 if side is None else side for side in pair]
+    return key, value
+
+
+class _WithoutMemory(Framework):
+    """Stand-ins, and tensors that are traced without TorchDynamo, as by torch.export."""
+
+    name = "torch"
+
+    def views(self, named: tuple[tuple[str, Any], ...]) -> list[ArrayView | None]:
+        raise _traced(*named[0])
+
+
+def _traced(name: str, tensor: Any) -> Traced:
+    return Traced(
+        f"{name}: needs a tensor with memory, got a {type(tensor).__name__}; cumla's functions can "
+        f"be traced, but not its plans: call torch.ops.cumla.<function>_schedule and _attend",
+        __name__,
+    )
+
+
+def run(
+    operation: Operation[Any, Any], inputs: Arguments, outputs: Arguments, options: Any, stream: Any
+) -> tuple[Any, ...]:
+    """Run an operation on stand-ins, or put that of PyTorch into the graph that is being traced.
+
+    The second is called in place of the function that is running, whose frame is below that of
+    `cumla.core.operation.run`. The arguments are there, under the names of the parameters; the
+    checks that come before change none but to the same.
+    """
+    first, array = next(iter(inputs.items()))
+    if isinstance(array, _StandIn):
+        return array.take(operation, inputs, outputs, options)
+    for name, array in {**inputs, **outputs}.items():
+        if array is not None and not isinstance(array, torch.Tensor):
+            kind = type(array)
+            raise TypeError(
+                f"{name}: needs a tensor of PyTorch beside those that are traced, got "
+                f"{kind.__module__}.{kind.__qualname__}; convert it"
+            )
+    frame = sys._getframe(2)
+    if frame.f_code not in _NAMES:
+        raise _traced(first, array)
+    function = _NAMES[frame.f_code]
+    parameters = inspect.signature(getattr(cumla, function)).parameters
+    results = _SUBSTITUTES[function](**{key: frame.f_locals[key] for key in parameters})
+    return results if isinstance(results, tuple) else (results,)
+
+
+# --- registration --------------------------------------------------------------------------------
+
+
+def _subsets(names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    return [some for count in range(len(names) + 1) for some in combinations(names, count)]
+
+
+def _define(name: str) -> None:
+    """Register the operations of a function."""
+    function = _FUNCTIONS[name]
+    for given in _subsets(function.outputs):
+        missing = tuple([key for key in function.outputs if key not in given])
+        _register(name, "", given, missing, None)
+        if function.is_planned:
+            _register(name, "_attend", given, missing, partial(_run_half, True))
+    if function.is_planned:
+        _register(name, "_schedule", (), (), partial(_run_half, False))
+
+
+def _register(
+    name: str, half: str, given: tuple[str, ...], missing: tuple[str, ...], take: Take | None
+) -> None:
+    """Register one operation of PyTorch: of all of a function, or of a half."""
+    function = _FUNCTIONS[name]
+    parameters = inspect.signature(getattr(cumla, name)).parameters
+    overload = "" if given in ((), function.outputs) else f".{'_'.join(given)}"
+    operation = f"{name}{half}{'_out' if given else ''}{overload}"
+    more = (*given, WORKSPACE) if half else given
+    _LIBRARY.define(operation + _schema(function, parameters, more, missing), tags=_TAGS)
+    positional = tuple([n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY])
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(operation, partial(_call, name, positional, missing, take), key)
+    fake = partial(_call, name, positional, missing, _evaluate)
+    torch.library.register_fake(f"cumla::{operation}", fake, lib=_LIBRARY)
+
+
+_LIBRARY = torch.library.Library("cumla", "FRAGMENT")
+_TAGS = tuple(  # those that this PyTorch has
+    getattr(torch.Tag, tag)
+    for tag in ("needs_exact_strides", "pt2_compliant_tag")
+    if hasattr(torch.Tag, tag)
+)
+_NAMES = {getattr(cumla, name).__code__: name for name in _FUNCTIONS}
+_SUBSTITUTES = {}
+for _name in _FUNCTIONS:
+    _define(_name)
+    _SUBSTITUTES[_name] = _substitute(_name)
+    torch.compiler.substitute_in_graph(getattr(cumla, _name))(_SUBSTITUTES[_name])
+for _kind in (cumla.AttentionState, cumla.QuantizedRows):  # so that exported programs can be saved
+    _register_namedtuple(_kind, serialized_type_name=f"cumla.{_kind.__name__}")
+framework_of_type |= dict.fromkeys((_StandIn, FakeTensor, FunctionalTensor), _WithoutMemory())

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls of `tests.calls` with tensors, and what compares their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cumla.core.arrays import from_numpy
+from tests.calls import Operation, int32
+
+torch = pytest.importorskip("torch")
+
+import cumla.torch as binding  # noqa: E402
+
+Arguments = dict[str, Any]
+
+
+def tensors(value: Any) -> Any:
+    """Copy arrays into tensors; every query row gets a request."""
+    if isinstance(value, dict):
+        whole = {"qo_indptr": int32(0, 4, 8)} if len(value.get("q", ())) == 8 else {}
+        return {name: tensors(part) for name, part in (value | whole).items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(tensors, value))
+    return from_numpy("torch", value.copy()) if isinstance(value, np.ndarray) else value
+
+
+def flat(value: Any) -> list[Any]:
+    """List tensors as bytes, for they are equal to the bit."""
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return [a.flatten().view(torch.uint8) for a in leaves if isinstance(a, torch.Tensor)]
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    pairs = list(zip(flat(found), flat(expected), strict=True))
+    assert all(torch.equal(*pair) for pair in pairs)
+    assert pairs or expected is None
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, **{"backend": "aot_eager"} | options)
+
+
+def in_graph(operation: Operation, arguments: Arguments) -> tuple[tuple[Any, ...], Arguments]:
+    """Arguments of the operation of PyTorch, by position and by name."""
+    function = binding._FUNCTIONS[operation.function.__name__]
+    given = dict(binding._argument(function, *item) for item in arguments.items())
+    if function.in_place and given.get(function.in_place[0]) is not None:
+        given[function.in_place[1]] = given[function.in_place[0]].clone()
+    schema = getattr(torch.ops.cumla, operation.function.__name__).default._schema
+    names = [a.name for a in schema.arguments if not a.kwarg_only and a.name in given]
+    return tuple([given.pop(name) for name in names]), given
