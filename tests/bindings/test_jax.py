@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,47 @@ def test_jit_equals_the_eager_call(operation: Operation) -> None:
         jax.tree.leaves(arrays), jax.tree.leaves(of_jax(operation)[1]), strict=True
     ):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()  # nothing was donated
+
+
+@pytest.mark.parametrize("name", ["mla_decode", "mqa_logits", "merge_attention_states"])
+def test_eager_calls_run_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each shape; as if arrays in CPU memory were on a GPU."""
+    monkeypatch.setattr(type(frameworks.jax_framework()), "binding", lambda *_: "cumla.jax")
+    operation = OPERATIONS[name]
+    function, arrays = of_jax(operation)
+    for _ in range(2):  # the first array of a type is looked at another way
+        function(**arrays)
+    made = call._custom_call.cache_info()
+    for _ in range(3):
+        assert_same(operation, function(**arrays), eager(operation))
+    assert call._custom_call.cache_info() == made  # nothing was traced again
+
+
+class _OnGpus:
+    """As much of an array as tells where it is."""
+
+    def __init__(self, *numbers: int, dtype: Any = None, deleted: bool = False) -> None:
+        places = [types.SimpleNamespace(platform="gpu", id=number) for number in numbers]
+        self.sharding = types.SimpleNamespace(device_set=places)
+        self.dtype, self.is_deleted = dtype or np.dtype("f4"), lambda: deleted
+
+
+def test_which_eager_calls_run_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose arrays are all JAX's, on one GPU, there, and numbers."""
+    monkeypatch.setitem(frameworks.framework_of_type, _OnGpus, frameworks.jax_framework())
+    on_cpu = jnp.ones(3)
+    frameworks.framework_of("x", on_cpu)
+
+    def compiled(*arrays: Any) -> bool:
+        return frameworks.binding_of(arrays) == "cumla.jax"
+
+    assert compiled(_OnGpus(0)) and compiled(_OnGpus(1), _OnGpus(1))
+    assert not compiled(on_cpu)
+    assert not compiled(np.ones(3))
+    assert not compiled(_OnGpus(0), on_cpu) and not compiled(_OnGpus(0), np.ones(3))
+    assert not compiled(_OnGpus(0), _OnGpus(1)) and not compiled(_OnGpus(0, 1))
+    assert not compiled(_OnGpus(0), _OnGpus(0, deleted=True))
+    assert not compiled(_OnGpus(0, dtype=jax.random.key(0).dtype))
 
 
 @every_append
