@@ -8,6 +8,7 @@ functions, plans and bindings are callers of the same recipe.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from importlib import import_module
 from itertools import accumulate
@@ -238,8 +239,8 @@ def run(
             except Traced as traced:
                 binding = traced.binding
         if binding is not None:  # by its name: core imports none
-            run_there = import_module(binding).run
-            return tuple(run_there(operation, inputs, outputs, options, stream))
+            module = sys.modules.get(binding) or import_module(binding)
+            return tuple(module.run(operation, inputs, outputs, options, stream))
         if seen is None:  # then it does not tell the framework, on which new arrays depend
             identity = (call.views, call.framework, *inputs, *given, options)
             known = None if looks else operation.ready.get(identity)

@@ -12,7 +12,13 @@ import jax
 import numpy as np
 
 from cumla.core._dlpack import numpy_dtype
-from cumla.core.frameworks import Framework, Traced, framework_of, framework_of_type
+from cumla.core.frameworks import (
+    Framework,
+    Traced,
+    framework_of,
+    framework_of_type,
+    jax_framework,
+)
 from cumla.core.state import AttentionState
 from cumla.errors import CumlaError
 from cumla.jax.execute import on_cpu, on_gpu
@@ -75,13 +81,11 @@ def run(
     transformation becomes a program of its own, which is compiled once for each shape.
     """
     refuse_stream(stream)
-    if all(map(_is_concrete, inputs.values())) and not any(o is not None for o in outputs.values()):
+    jax_arrays = jax_framework()
+    concrete = [framework_of_type.get(type(array)) is jax_arrays for array in inputs.values()]
+    if all(concrete) and all(array is None for array in outputs.values()):
         return _compiled(operation, tuple(inputs), tuple(outputs), options)(*inputs.values())
     return _traced(operation, inputs, outputs, options)
-
-
-def _is_concrete(array: Any) -> bool:
-    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
 
 
 @lru_cache(maxsize=4096)

@@ -57,6 +57,11 @@ def a_problem(seed: int, **change: Any) -> Problem:
     return problem
 
 
+def lent(*arguments: Any) -> Any:
+    """Decode into CuPy's memory, which JAX is lent: without a stream XLA would allocate."""
+    return cumla.mla_decode(*arguments, stream=cp.cuda.get_current_stream())
+
+
 def ready_arguments(jax: Any, seed: int, **change: Any) -> tuple[Any, ...]:
     """JAX arrays whose memory is written, so that no call on them waits for JAX's stream."""
     made = jax_arguments(jax.numpy, a_problem(seed, **change))
@@ -137,7 +142,7 @@ def test_a_chain_of_calls_and_readers_that_never_waits(jax: Any) -> None:
     made = [ready_arguments(jax, seed) for seed in range(3)]
     copy = slow_copy(jax)
     expected = [bits(cumla.mla_decode(*each).out) for each in made]
-    read = [copy(cumla.mla_decode(*made[i % 3]).out) for i in range(9)]
+    read = [copy(lent(*made[i % 3]).out) for i in range(9)]
     for i, y in enumerate(read):
         np.testing.assert_array_equal(bits(y), expected[i % 3])
 
@@ -146,7 +151,7 @@ def test_dropped_memory_comes_back(jax: Any) -> None:
     made = ready_arguments(jax, 0, batch=64, heads=128, kv_len=128)
     copy = slow_copy(jax)
     pool = cp.get_default_memory_pool()
-    result = cumla.mla_decode(*made)
+    result = lent(*made)
     size = result.out.nbytes
     jax.block_until_ready(copy(result.out))
     del result
@@ -155,7 +160,7 @@ def test_dropped_memory_comes_back(jax: Any) -> None:
     before = pool.used_bytes()
     last = None
     for _ in range(8):
-        last = copy(cumla.mla_decode(*made).out)
+        last = copy(lent(*made).out)
     assert pool.used_bytes() >= before + 5 * size, "the readers were too fast to prove anything"
     jax.block_until_ready(last)
     settle(jax, made)
@@ -165,7 +170,7 @@ def test_dropped_memory_comes_back(jax: Any) -> None:
 def settle(jax: Any, made: tuple[Any, ...]) -> None:
     """Calls that come after the readers are done: they fence, and then find the fences passed."""
     for _ in range(4):
-        jax.block_until_ready(cumla.mla_decode(*made))
+        jax.block_until_ready(lent(*made))
         time.sleep(0.02)
 
 
@@ -173,7 +178,7 @@ def test_threads_with_calls_readers_and_drops(jax: Any) -> None:
     made = [ready_arguments(jax, seed) for seed in range(4)]
     expected = [bits(cumla.mla_decode(*each).out) for each in made]
     read = jax.jit(lambda x: x * 2 / 2)
-    jax.block_until_ready(read(cumla.mla_decode(*made[0]).out))
+    jax.block_until_ready(read(lent(*made[0]).out))
     wrong: list[int] = []
 
     def work(i: int) -> None:
@@ -196,11 +201,11 @@ import os
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 import cumla
 import jax
-from tests.gpu.core.test_jax_lifetime import ready_arguments, slow_copy
+from tests.gpu.core.test_jax_lifetime import lent, ready_arguments, slow_copy
 made = ready_arguments(jax, 0)
-held = cumla.mla_decode(*made)
-late = slow_copy(jax)(cumla.mla_decode(*made).out)
-dropped = cumla.mla_decode(*made)
+held = lent(*made)
+late = slow_copy(jax)(lent(*made).out)
+dropped = lent(*made)
 del dropped
 print("done", flush=True)
 """

@@ -189,7 +189,7 @@ def test_cuda_graphs(has_workspace: bool, monkeypatch: pytest.MonkeyPatch) -> No
     arguments_of = binding._arguments
 
     def noted(*arguments: Any) -> Any:
-        calls.append(arguments)
+        calls.append(None)  # no tensors: PyTorch refuses a capture whose memory somebody keeps
         return arguments_of(*arguments)
 
     monkeypatch.setattr(binding, "_arguments", noted)
