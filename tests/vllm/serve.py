@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate with a tiny model in vLLM's CPU build; run by the tests in an environment of its own.
+"""Generate with a tiny model in vLLM; the tests run this in an environment that has it.
 
-``python serve.py MODEL BACKEND FOLDER [--option JSON]``: MODEL is a key of MODELS, BACKEND "own" or
-"cumla". The last line printed is JSON: tokens, logprobs, and how often cumla attended.
+``python serve.py MODEL BACKEND FOLDER [--options JSON]``: MODEL is a key of MODELS, BACKEND "own"
+or "cumla", the options are those of vllm.LLM. The last line printed is JSON: tokens, logprobs, and
+how often cumla's plans ran. vLLM's CPU platform asks for names of its own, never for CUSTOM.
 """
 
 from __future__ import annotations
@@ -131,18 +132,22 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--options", type=json.loads, default={})
     asked = parser.parse_args()
+
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
     asked.folder.mkdir(exist_ok=True)
     (asked.folder / "config.json").write_text(json.dumps(COMMON | MODELS[asked.model]))
     calls: Counter[str] = Counter()
     if asked.backend == "cumla":
         calls = count_calls()
-        use_cumla()
+        if on_cpu:
+            use_cumla()
 
     fill_weights()
     from vllm import LLM, SamplingParams
 
     options = {
-        "attention_backend": "CPU_MLA" if asked.model == "deepseek" else "CPU_ATTN",
         "dtype": "bfloat16",
         "enforce_eager": True,
         "load_format": "dummy",
@@ -151,6 +156,10 @@ def main() -> None:
         "seed": 0,
         "skip_tokenizer_init": True,
     }
+    if on_cpu:
+        options["attention_backend"] = "CPU_MLA" if asked.model == "deepseek" else "CPU_ATTN"
+    elif asked.backend == "cumla":
+        options["attention_backend"] = "CUSTOM"
     llm = LLM(str(asked.folder), **(options | asked.options))
     prompts = [
         {"prompt_token_ids": [(7 * i * i + n) % 1000 + 5 for i in range(n)]} for n in PROMPTS
