@@ -158,8 +158,13 @@ class Impl(MLACommonImpl[MLACommonMetadata]):
     supports_dcp: bool = True
     supports_pcp: bool = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, sliding_window: int | None = None, **kwargs: Any) -> None:
+        if sliding_window is not None:  # the base would go on without it
+            raise NotImplementedError(
+                f"sliding_window: cumla's backend serves MLA without windows, got {sliding_window}; "
+                "leave out --attention-backend CUSTOM"
+            )
+        super().__init__(*args, sliding_window=None, **kwargs)
         self.supports_quant_query_input = False  # queries have 16 bits beside an FP8 cache, too
 
     def forward_mqa(

@@ -175,6 +175,13 @@ def test_mla_writes_no_padding() -> None:
     assert changed.tolist() == [5]
 
 
+def test_mla_refuses_windows() -> None:
+    from cumla.vllm.mla import Impl
+
+    with pytest.raises(NotImplementedError, match=r"^sliding_window: .* got 128; leave out"):
+        Impl(scale=SCALE, sliding_window=128)
+
+
 def test_one_schedule_serves_all_layers_of_a_step() -> None:
     mla = MLA()
     updates = []
