@@ -15,22 +15,15 @@ from vllm.v1.attention.backend import (
 )
 
 import cumla
-from cumla.vllm._steps import Plans, Step, begin
+from cumla.vllm._shared import FP8, Kernels, Plans, Step, begin, cache_dtype
 
 __all__ = ["Backend", "Builder", "Impl", "Metadata"]
 
 
-class Backend(AttentionBackend):
+class Backend(Kernels, AttentionBackend):
     """What vLLM asks before it takes this backend; errors of a model that does not fit are its."""
 
-    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
     forward_includes_kv_cache_update = False
-
-    @staticmethod
-    def get_name() -> str:
-        """Return the name in vLLM's registry, where vLLM looks it up."""
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[Impl]:
@@ -55,11 +48,6 @@ class Backend(AttentionBackend):
         return head_size % 8 == 0 and head_size <= 512
 
     @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Prefer pages of whole 64-token blocks; any others work as well."""
-        return default_block_size if default_block_size % 64 == 0 else 64
-
-    @classmethod
     def supports_sliding_window(cls) -> bool:
         """Serve layers with windows, also beside layers without."""
         return True
@@ -70,16 +58,11 @@ class Backend(AttentionBackend):
         return True
 
     @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        """Tell whether the kernels run there."""
-        return (capability.major, capability.minor) == (9, 0)
-
-    @classmethod
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *_: Any, **__: Any
     ) -> str | None:
         """Refuse FP8 caches of columns that the kernels do not take."""
-        if kv_cache_dtype in ("fp8", "fp8_e4m3") and (head_size % 16 or head_size > 256):
+        if kv_cache_dtype in FP8 and (head_size % 16 or head_size > 256):
             return "an FP8 cache needs a head size that is a multiple of 16, up to 256"
         return None
 
@@ -130,7 +113,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             {"num_kv_heads": spec.num_kv_heads},
             page_size=spec.block_size,
             dtype=self.vllm_config.model_config.dtype,
-            cache_dtype="float8_e4m3fn" if spec.dtype.itemsize == 1 else None,
+            cache_dtype=cache_dtype(spec),
             window=window,
             like=kv_lens,
         )
@@ -165,14 +148,15 @@ class Impl(AttentionImpl[Metadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        self._sinks: torch.Tensor | None = None
         self._softcap = logits_soft_cap or None
         # What a plan is made for: W tokens are a window of W - 1 to the left, and one's own.
         self.form = (num_heads, None if sliding_window is None else sliding_window - 1)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Take the sinks as they were loaded, in float32."""
+        """Take the sinks as they were loaded, in float32; again after each loading."""
         if self.sinks is not None:
-            self.sinks = self.sinks.detach().float()
+            self._sinks = self.sinks.detach().float()
 
     def forward(
         self,
@@ -200,7 +184,7 @@ class Impl(AttentionImpl[Metadata]):
             *_pages(kv_cache),
             attn_metadata.block_table,
             softcap=self._softcap,
-            sinks=self.sinks,
+            sinks=self._sinks,
             softmax_scale=self.scale,
             **_factors(layer, kv_cache),
             out=output[:tokens],

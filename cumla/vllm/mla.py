@@ -21,23 +21,15 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport
 
 import cumla
-from cumla.vllm._steps import Plans, Step, begin
+from cumla.vllm._shared import FP8, Kernels, Plans, Step, begin, cache_dtype
 
 __all__ = ["Backend", "Builder", "DecodeMetadata", "Impl"]
 
 _WIDTHS = (512, 64)  # of the latent columns and of those with RoPE
 
 
-class Backend(MLACommonBackend):
+class Backend(Kernels, MLACommonBackend):
     """What vLLM asks before it takes this backend; errors of a model that does not fit are its."""
-
-    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
-
-    @staticmethod
-    def get_name() -> str:
-        """Return the name in vLLM's registry, where vLLM looks it up."""
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[Impl]:
@@ -55,16 +47,6 @@ class Backend(MLACommonBackend):
         return [sum(_WIDTHS)]
 
     @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Prefer pages of whole 64-token blocks; any others work as well."""
-        return default_block_size if default_block_size % 64 == 0 else 64
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        """Tell whether the kernels run there."""
-        return (capability.major, capability.minor) == (9, 0)
-
-    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         """Refuse query lengths that are decided on the device: the host's choose the plan."""
         return False
@@ -74,7 +56,7 @@ class Backend(MLACommonBackend):
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *_: Any, **__: Any
     ) -> str | None:
         """Refuse float16 queries over an FP8 cache."""
-        if dtype == torch.float16 and kv_cache_dtype in ("fp8", "fp8_e4m3"):
+        if dtype == torch.float16 and kv_cache_dtype in FP8:
             return "an FP8 cache needs a model in bfloat16"
         return None
 
@@ -118,11 +100,10 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
             kind = cumla.MLAAttentionPlan
             shape = batch, num_decode_tokens, self._heads
             offsets = {"qo_indptr": query_start_loc_device}
-        is_fp8 = self.kv_cache_spec.dtype.itemsize == 1
         plan = self._plans.find(
             kind,
             shape,
-            {"cache_dtype": "float8_e4m3fn" if is_fp8 else None},
+            {"cache_dtype": cache_dtype(self.kv_cache_spec)},
             page_size=self.page_size,
             dtype=self.model_config.dtype,
             like=seq_lens_device,
@@ -161,7 +142,7 @@ class Impl(MLACommonImpl[MLACommonMetadata]):
     def __init__(self, *args: Any, sliding_window: int | None = None, **kwargs: Any) -> None:
         if sliding_window is not None:  # the base would go on without it
             raise NotImplementedError(
-                f"sliding_window: cumla's backend serves MLA without windows, got {sliding_window}; "
+                f"sliding_window: cumla's backend has no windows for MLA, got {sliding_window}; "
                 "leave out --attention-backend CUSTOM"
             )
         super().__init__(*args, sliding_window=None, **kwargs)

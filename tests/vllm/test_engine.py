@@ -47,18 +47,23 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def generate(site: Path, model: str, backend: str, **options: Any) -> dict[str, Any]:
-    """Generate 24 tokens for each of four prompts."""
-    command = [PYTHON, str(ROOT / "tests/vllm/serve.py"), model, backend, str(site.parent / model)]
+def run(site: Path, script: str, *arguments: str) -> str:
+    """Run a script of this folder with vLLM; return its last line."""
     done = subprocess.run(
-        [*command, "--options", json.dumps(options)],
+        [PYTHON, str(ROOT / "tests/vllm" / script), *arguments],
         env=os.environ | {"PYTHONPATH": str(site)},
         check=False,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()[-1]
+
+
+def generate(site: Path, model: str, backend: str, **options: Any) -> dict[str, Any]:
+    """Generate 24 tokens for each of four prompts."""
+    arguments = model, backend, str(site.parent / model), "--options", json.dumps(options)
+    found: dict[str, Any] = json.loads(run(site, "serve.py", *arguments))
     return found
 
 
@@ -72,6 +77,10 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[float]:
             if tokens[i] != others[i]:
                 break
     return found
+
+
+def test_the_classes_fit_vllms(site: Path) -> None:
+    assert run(site, "interfaces.py").startswith("0.")
 
 
 def test_deepseek_decodes_as_with_vllms_own_mla(site: Path) -> None:
@@ -91,6 +100,14 @@ def test_deepseek_decodes_from_an_fp8_cache(site: Path) -> None:
     found = differences(own, ours)
     assert 0.05 < max(found) < 0.5
     assert mean(found) < 0.2
+
+
+def test_a_compiled_model_generates_the_same(site: Path) -> None:
+    own = generate(site, "llama", "own", **FLOAT32)
+    ours = generate(site, "llama", "cumla", **FLOAT32, enforce_eager=False)
+    assert ours["calls"] == {"AttentionPlan": 48}
+    assert ours["tokens"] == own["tokens"]
+    assert max(differences(own, ours)) < 1e-3
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma2"])

@@ -242,7 +242,7 @@ class FakePlan:
 
 
 def test_plans_share_a_buffer_and_a_shape_keeps_its_own() -> None:
-    from cumla.vllm._steps import _MOST_PLANS, Plans
+    from cumla.vllm._shared import _MOST_PLANS, Plans
 
     plans = Plans(torch.device("meta"))
     first, small = (plans.find(FakePlan, (n,), {}) for n in (1000, 10))
@@ -259,7 +259,7 @@ def test_plans_share_a_buffer_and_a_shape_keeps_its_own() -> None:
 
 
 def test_a_run_on_another_stream_updates_there_first() -> None:
-    from cumla.vllm._steps import Step
+    from cumla.vllm._shared import Step
 
     plan = FakePlan(0, None)
     cache = torch.zeros(1)

@@ -1,17 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both kinds of attention do in a step: a plan for its shape, a schedule, many layers."""
+"""What both kinds of attention share: what the kernels need, and plans that steps are run by."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from cumla import AttentionState
 
 _MOST_PLANS = 256
+FP8 = ("fp8", "fp8_e4m3")  # vLLM's names of the caches that the kernels read
+
+
+class Kernels:
+    """What cumla's kernels need, as vLLM asks for it: comes before its own base class."""
+
+    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", *FP8]
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name in vLLM's registry, where vLLM looks it up."""
+        return "CUSTOM"
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Prefer pages of whole 64-token blocks; any others work as well."""
+        return default_block_size if default_block_size % 64 == 0 else 64
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Tell whether the kernels run there."""
+        return (capability.major, capability.minor) == (9, 0)
+
+
+def cache_dtype(kv_cache_spec: Any) -> str | None:
+    """Return the cache_dtype of a plan."""
+    return "float8_e4m3fn" if kv_cache_spec.dtype.itemsize == 1 else None
 
 
 class Plans:
