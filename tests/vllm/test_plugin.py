@@ -41,11 +41,14 @@ def the_entry_point() -> EntryPoint:
     return EntryPoint(name, value, "vllm.general_plugins")
 
 
-def test_the_entry_point_registers_custom_and_nothing_else_however_often() -> None:
+def test_the_entry_point_registers_custom_and_nothing_else_however_often(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     for _ in range(2):
         the_entry_point().load()()
         assert overrides == {Backends.CUSTOM: "cumla.vllm.Backend"}
     assert not {"cumla.vllm.mla", "cumla.vllm.mha"} & set(sys.modules)
+    assert not caplog.records
 
 
 def test_another_plugin_keeps_the_name(caplog: pytest.LogCaptureFixture) -> None:
