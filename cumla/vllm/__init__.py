@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's attention, computed by cumla: ``vllm serve MODEL --attention-backend CUSTOM``.
+
+vLLM finds this plugin by the entry point of cumla's own wheel (group ``vllm.general_plugins``) and
+calls :func:`register` in each of its processes. Nothing changes for a server that does not ask for
+CUSTOM. One that does asks this module for ``Backend``: :class:`cumla.vllm.mla.Backend` for models
+with MLA, :class:`cumla.vllm.mha.Backend` for the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+__all__ = ["TESTED", "register"]
+
+TESTED = ((0, 25), (0, 33))
+"""The first and the last minor version of vLLM that the plugin serves; it refuses the others."""
+
+_PATH = f"{__name__}.Backend"
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Make cumla the backend CUSTOM of this process, unless another plugin has taken that name.
+
+    vLLM calls this in each of its processes; a second call changes nothing. Versions that the
+    plugin does not serve are refused when a server selects CUSTOM, and disturb no other.
+
+    Raises
+    ------
+    ImportError
+        There is no vLLM, or one without a registry of attention backends.
+
+    Examples
+    --------
+    >>> import cumla.vllm
+    >>> cumla.vllm.TESTED
+    ((0, 25), (0, 33))
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    custom = AttentionBackendEnum.CUSTOM
+    if custom.is_overridden() and custom.get_path() != _PATH:
+        _log.warning(
+            "vLLM's attention backend CUSTOM is %s already, and stays so; to serve with cumla, "
+            "remove that plugin, or leave it out of VLLM_PLUGINS",
+            custom.get_path(),
+        )
+        return
+    register_backend(custom, _PATH)
+
+
+def __getattr__(name: str) -> Any:
+    """Choose the class when vLLM resolves the path: one name serves both kinds of attention."""
+    if name != "Backend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import vllm
+    from vllm.config import get_current_vllm_config
+
+    _check_version(vllm.__version__)
+    if get_current_vllm_config().model_config.use_mla:
+        from cumla.vllm import mla
+
+        return mla.Backend
+    from cumla.vllm import mha
+
+    return mha.Backend
+
+
+def _check_version(version: str) -> None:
+    """Refuse a vLLM whose interfaces the plugin was not tested with."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or not TESTED[0] <= (int(found[1]), int(found[2])) <= TESTED[1]:
+        first, last = (".".join(map(str, bound)) for bound in TESTED)
+        raise ImportError(
+            f"vllm: cumla's backend needs a version from {first} to {last}, got {version}; install "
+            f'one ("vllm>={first},<{TESTED[1][0]}.{TESTED[1][1] + 1}"), or a cumla that knows '
+            f"yours, or leave out --attention-backend CUSTOM"
+        )

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend of models with MHA, GQA or MQA: decoding and prefill, with windows and sinks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+)
+
+import cumla
+from cumla.vllm._shared import FP8, Kernels, Plans, Step, begin, cache_dtype
+
+__all__ = ["Backend", "Builder", "Impl", "Metadata"]
+
+
+class Backend(Kernels, AttentionBackend):
+    """What vLLM asks before it takes this backend; errors of a model that does not fit are its."""
+
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_impl_cls() -> type[Impl]:
+        """Return the class of the layers."""
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        """Return the class that prepares a step."""
+        return Builder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *_: Any, **__: Any
+    ) -> tuple[int, ...]:
+        """Return the axes of a cache for versions that ask, as later ones have them."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Tell which numbers of columns the kernels take."""
+        return head_size % 8 == 0 and head_size <= 512
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Serve layers with windows, also beside layers without."""
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Serve layers with a sink per head."""
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *_: Any, **__: Any
+    ) -> str | None:
+        """Refuse FP8 caches of columns that the kernels do not take."""
+        if kv_cache_dtype in FP8 and (head_size % 16 or head_size > 256):
+            return "an FP8 cache needs a head size that is a multiple of 16, up to 256"
+        return None
+
+
+@dataclass
+class Metadata:
+    """A step."""
+
+    num_actual_tokens: int
+    block_table: torch.Tensor
+    steps: dict[Any, Step]  # by Impl.form
+
+
+class Builder(AttentionMetadataBuilder[Metadata]):
+    """Computes the schedules of a step, before its layers and before each replay of a graph."""
+
+    _cudagraph_support: ClassVar = AttentionCGSupport.ALWAYS
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = vllm_config.compilation_config.static_forward_context
+        # Layers of a form share a plan; all plans of a step are in use at once.
+        forms = {layers[name].impl.form for name in layer_names}
+        self._plans = {form: Plans(device) for form in forms}
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Metadata:
+        """Update the plan of each form of layers."""
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise NotImplementedError(
+                "attention: cumla's backend serves causal attention, got a step without it; leave "
+                "out --attention-backend CUSTOM"
+            )
+        tokens = common.num_actual_tokens
+        steps = {form: self._step(form, common, tokens) for form in self._plans}
+        return Metadata(tokens, common.block_table_tensor, steps)
+
+    def _step(self, form: tuple[int, int | None], common: Any, tokens: int) -> Step:
+        num_heads, window = form
+        spec, kv_lens = self.kv_cache_spec, common.seq_lens
+        plan = self._plans[form].find(
+            cumla.AttentionPlan,
+            (kv_lens.shape[0], tokens, num_heads, spec.head_size),
+            {"num_kv_heads": spec.num_kv_heads},
+            page_size=spec.block_size,
+            dtype=self.vllm_config.model_config.dtype,
+            cache_dtype=cache_dtype(spec),
+            window=window,
+            like=kv_lens,
+        )
+        return begin(plan, kv_lens, qo_indptr=common.query_start_loc)
+
+
+class Impl(AttentionImpl[Metadata]):
+    """One layer: writes its keys and values, and attends."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if alibi_slopes is not None:
+            raise NotImplementedError(
+                "alibi_slopes: cumla's backend has no ALiBi; leave out --attention-backend CUSTOM"
+            )
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        self._sinks: torch.Tensor | None = None
+        self._softcap = logits_soft_cap or None
+        # What a plan is made for: W tokens are a window of W - 1 to the left, and one's own.
+        self.form = (num_heads, None if sliding_window is None else sliding_window - 1)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Take the sinks as they were loaded, in float32; again after each loading."""
+        if self.sinks is not None:
+            self._sinks = self.sinks.detach().float()
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Metadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend, into `output` ``(tokens, num_heads, head_size)``."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError(
+                "output_scale: cumla's backend writes 16-bit outputs; leave out the fusion of "
+                "attention and quantization (pass_config.fuse_attn_quant)"
+            )
+        if attn_metadata is None:  # vLLM measures memory
+            return output.fill_(0)
+        tokens = attn_metadata.num_actual_tokens
+        attn_metadata.steps[self.form].run(
+            query[:tokens],
+            *_pages(kv_cache),
+            attn_metadata.block_table,
+            softcap=self._softcap,
+            sinks=self._sinks,
+            softmax_scale=self.scale,
+            **_factors(layer, kv_cache),
+            out=output[:tokens],
+        )
+        return output
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write the keys and values of new tokens; those whose slot is negative are padding."""
+        tokens = len(slot_mapping)
+        k_cache, v_cache = _pages(kv_cache)
+        factors = _factors(layer, kv_cache)
+        cumla.append_kv_cache(
+            key[:tokens], value[:tokens], k_cache, v_cache, slot_mapping, **factors
+        )
+
+
+def _pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values, of pages ``(num_blocks, num_kv_heads, block_size, 2 * head_size)``.
+
+    In memory the axes may lie in another order.
+    """
+    keys, values = kv_cache.transpose(1, 2).chunk(2, -1)
+    return keys, values
+
+
+def _factors(layer: Any, kv_cache: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the scales of an FP8 cache."""
+    if kv_cache.dtype.itemsize != 1:
+        return {}
+    return {"k_scale": layer._k_scale.view(1), "v_scale": layer._v_scale.view(1)}

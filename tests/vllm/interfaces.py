@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare the plugin's classes with the vLLM that can be imported; the Python files suffice.
+
+``PYTHONPATH=VLLM:CUMLA python interfaces.py``: VLLM holds vLLM's package (an unpacked wheel, if
+another version than the installed one is asked about), CUMLA an installed cumla. An AssertionError
+says what does not fit; the last line printed is the version.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+import vllm
+from vllm.platforms.interface import DeviceCapability
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+VARIABLE = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
+
+
+def takes(ours: Any, theirs: Any) -> bool:
+    """Whether a method takes what vLLM passes to the one that it overrides, and needs no more."""
+    own, base = (signature(method).parameters for method in (ours, theirs))
+    named = {name for name, p in base.items() if p.kind not in VARIABLE}
+    needed = {name for name, p in own.items() if p.default is p.empty and p.kind not in VARIABLE}
+    return needed <= named and (
+        named <= own.keys() or any(p.kind in VARIABLE for p in own.values())
+    )
+
+
+def check(kind: type) -> None:
+    """Check a class against its bases."""
+    assert not getattr(kind, "__abstractmethods__", ()), kind.__abstractmethods__
+    for name in vars(kind):
+        for base in kind.__mro__[1:]:
+            method = vars(base).get(name)
+            if method is not None and not name.startswith("__") and callable(getattr(base, name)):
+                assert takes(getattr(kind, name), getattr(base, name)), (kind, name, base)
+                break
+
+
+def reasons(backend: Any, **asked: Any) -> list[str]:
+    """Why vLLM refuses a configuration; this version may not ask about all of it."""
+    usual = {
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "auto",
+        "block_size": None,
+        "use_mla": backend.is_mla(),
+        "has_sink": False,
+        "use_sparse": False,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": DeviceCapability(9, 0),
+        "attn_type": "decoder",
+        "head_size": 576 if backend.is_mla() else 128,
+    }
+    known = signature(backend.validate_configuration).parameters
+    found: list[str] = backend.validate_configuration(
+        **{name: value for name, value in (usual | asked).items() if name in known}
+    )
+    return found
+
+
+def main() -> None:
+    load_general_plugins()
+    assert AttentionBackendEnum.CUSTOM.get_path() == "cumla.vllm.Backend"
+    for family in ("mla", "mha"):
+        module = import_module(f"cumla.vllm.{family}")
+        for kind in (module.Backend, module.Builder, module.Impl):
+            check(kind)
+        backend = module.Backend
+        served: tuple[dict[str, Any], ...] = (
+            {},
+            {"kv_cache_dtype": "fp8"},
+            {"dtype": torch.float16},
+            {"block_size": 1},
+        )
+        refused: tuple[dict[str, Any], ...] = (
+            {"dtype": torch.float32},
+            {"kv_cache_dtype": "fp8_e5m2"},
+            {"use_sparse": True},
+            {"use_batch_invariant": True},
+            {"device_capability": DeviceCapability(10, 0)},
+            {"attn_type": "encoder_only"},
+            {"head_size": 12},
+        )
+        if family == "mla":
+            refused = (*refused, {"kv_cache_dtype": "fp8", "dtype": torch.float16})
+        else:
+            served = (*served, {"has_sink": True, "has_sliding_window": True})
+            refused = (*refused, {"kv_cache_dtype": "fp8", "head_size": 512})
+        for asked in served:
+            assert not reasons(backend, **asked), (asked, reasons(backend, **asked))
+        for asked in refused:
+            assert reasons(backend, **asked), asked
+    print(vllm.__version__)
+
+
+if __name__ == "__main__":
+    main()

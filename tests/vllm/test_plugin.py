@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin of vLLM on a stub of it: what is registered, refused, planned and computed."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import cumla
+import cumla.vllm
+from tests.compat.torch_gpu import torch_gpu
+from tests.vllm.layers import HEADS, MHA, MLA, PAGE, SCALE, STEPS, int32, queries
+from tests.vllm.stub import Backends, overrides, stubbed
+
+torch = pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def vllm() -> Iterator[None]:
+    with stubbed():
+        yield
+
+
+# --- the entry point -----------------------------------------------------------------------------
+
+
+def the_entry_point() -> EntryPoint:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    ((name, value),) = project["entry-points"]["vllm.general_plugins"].items()
+    return EntryPoint(name, value, "vllm.general_plugins")
+
+
+def test_the_entry_point_registers_custom_and_nothing_else_however_often(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for _ in range(2):
+        the_entry_point().load()()
+        assert overrides == {Backends.CUSTOM: "cumla.vllm.Backend"}
+    assert not {"cumla.vllm.mla", "cumla.vllm.mha"} & set(sys.modules)
+    assert not caplog.records
+
+
+def test_another_plugin_keeps_the_name(caplog: pytest.LogCaptureFixture) -> None:
+    overrides[Backends.CUSTOM] = "theirs.Backend"
+    with caplog.at_level(logging.WARNING):
+        cumla.vllm.register()
+    assert overrides == {Backends.CUSTOM: "theirs.Backend"}
+    assert "theirs.Backend" in caplog.text
+
+
+def test_loading_the_entry_point_imports_neither_vllm_nor_torch() -> None:
+    code = "import sys, cumla.vllm; print({'vllm', 'torch', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
+    assert done.stdout.strip() == b"set()"
+
+
+@pytest.mark.parametrize(("use_mla", "family"), [(True, "mla"), (False, "mha")])
+def test_one_name_serves_both_kinds_of_attention(use_mla: bool, family: str) -> None:
+    with stubbed(use_mla=use_mla):
+        backend = cumla.vllm.Backend
+        assert backend.__module__ == f"cumla.vllm.{family}"
+        assert backend.get_name() == "CUSTOM"
+        assert backend.get_impl_cls().__module__ == backend.get_builder_cls().__module__
+
+
+def test_the_module_has_no_other_names() -> None:
+    with pytest.raises(AttributeError, match="Frontend"):
+        _ = cumla.vllm.Frontend
+
+
+@pytest.mark.parametrize("version", ["0.24.0", "0.34.1.dev7", "1.0", "dev"])
+def test_other_versions_are_refused_when_asked_for(version: str) -> None:
+    with stubbed(version):
+        cumla.vllm.register()
+        match = rf'^vllm: .* from 0.25 to 0.33, got {version}; install .*"vllm>=0.25,<0.34"'
+        with pytest.raises(ImportError, match=match):
+            _ = cumla.vllm.Backend
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.32.0", "0.33.0+cu130"])
+def test_the_tested_versions_are_taken(version: str) -> None:
+    with stubbed(version):
+        assert cumla.vllm.Backend.get_name() == "CUSTOM"
+
+
+# --- what a backend says it serves ---------------------------------------------------------------
+
+
+def capability(major: int, minor: int) -> Any:
+    return SimpleNamespace(major=major, minor=minor)
+
+
+def test_an_mla_backend_serves_what_the_kernels_do() -> None:
+    from cumla.vllm.mla import Backend
+
+    assert Backend.get_supported_head_sizes() == [576]
+    assert Backend.supports_compute_capability(capability(9, 0))
+    assert not Backend.supports_compute_capability(capability(10, 0))
+    assert Backend.supports_combination(576, torch.bfloat16, "fp8", 64) is None
+    assert "bfloat16" in str(Backend.supports_combination(576, torch.float16, "fp8", 64))
+    assert [Backend.get_preferred_block_size(n) for n in (16, 64, 256)] == [64, 64, 256]
+
+
+def test_an_mha_backend_serves_what_the_kernels_do() -> None:
+    from cumla.vllm.mha import Backend
+
+    assert [n for n in (8, 100, 512, 520) if Backend.supports_head_size(n)] == [8, 512]
+    assert Backend.supports_compute_capability(capability(9, 0))
+    assert not Backend.supports_compute_capability(capability(8, 9))
+    assert Backend.supports_combination(128, torch.float16, "fp8", 64) is None
+    for head_size in (72, 512):
+        assert "FP8" in str(Backend.supports_combination(head_size, torch.float16, "fp8", 64))
+        assert Backend.supports_combination(head_size, torch.float16, "auto", 64) is None
+
+
+# --- MLA -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("lens", "starts", "tokens", "plan"), STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("in_one", [False, True])
+def test_mla_attends_as_the_eager_call(
+    lens: tuple[int, ...], starts: tuple[int, ...], tokens: int, plan: str, in_one: bool
+) -> None:
+    mla, kv_lens, offsets = MLA(), int32(*lens), int32(*starts)
+    step = mla.step(kv_lens, offsets, tokens)
+    assert type(step.decode.step.plan).__name__ == plan
+    q = queries(tokens)
+    out, lse = mla.attend(step, torch.cat(q, -1) if in_one else q)
+    assert out.shape == (tokens, HEADS, 512)
+    assert lse is None
+    table, last = step.decode.block_table, starts[-1]
+    wanted = cumla.mla_attention(
+        q, mla.cache, table, kv_lens, qo_indptr=offsets, softmax_scale=SCALE
+    )
+    torch.testing.assert_close(out[:last], wanted.out[:last])
+
+
+@pytest.mark.parametrize("name", ["drafts", "short prefills"])
+def test_mla_returns_the_logarithm_that_ranks_are_joined_by(name: str) -> None:
+    lens, starts, tokens, _ = STEPS[name]
+    mla, kv_lens, offsets = MLA(dcp=2), int32(*lens), int32(*starts)
+    step, q = mla.step(kv_lens, offsets, tokens), queries(tokens)
+    _, lse = mla.attend(step, q)
+    table = step.decode.block_table
+    wanted = cumla.mla_attention(
+        q, mla.cache, table, kv_lens, qo_indptr=offsets, softmax_scale=SCALE
+    )
+    torch.testing.assert_close(lse, wanted.lse)
+
+
+def test_mla_reads_and_writes_fp8_caches_with_their_scale() -> None:
+    exact, mla = MLA(), MLA(torch.uint8)
+    lens, starts, tokens, _ = STEPS["decoding"]
+    outs = []
+    for one in (exact, mla):
+        one.cache = one.cache if one is exact else one.cache.view(torch.float8_e4m3fn)
+        step = one.step(int32(*lens), int32(*starts), tokens)
+        outs.append(one.attend(step, queries(tokens))[0].float())
+    assert 0.0 < float((outs[0] - outs[1]).abs().max()) < 0.2
+
+
+def test_mla_writes_no_padding() -> None:
+    mla = MLA()
+    before = mla.cache.clone()
+    mla.write(torch.ones(3, 576).bfloat16(), torch.tensor([5, -1]))  # and rows behind the slots
+    changed = (mla.cache != before).any(-1).flatten().nonzero().flatten()
+    assert changed.tolist() == [5]
+
+
+def test_mla_refuses_windows() -> None:
+    from cumla.vllm.mla import Impl
+
+    with pytest.raises(NotImplementedError, match=r"^sliding_window: .* got 128; leave out"):
+        Impl(scale=SCALE, sliding_window=128)
+
+
+def test_one_schedule_serves_all_layers_of_a_step() -> None:
+    mla = MLA()
+    updates = []
+    step = mla.step(int32(9, 3), int32(0, 1, 2), 2)
+    counted = step.decode.step._replace(update=lambda: updates.append(1))
+    for _ in range(3):
+        counted.run(
+            tuple(q.unflatten(0, (2, 1)) for q in queries(2)), mla.cache, step.decode.block_table
+        )
+    assert not updates
+    assert mla.step(int32(4, 4), int32(0, 1, 2), 2).decode.step.plan is step.decode.step.plan
+
+
+def test_a_graph_serves_later_lengths() -> None:
+    """What is captured holds for each later step of its shape, padded requests included."""
+    with torch_gpu() as gpu:
+        mla = MLA()
+        q = queries(2)
+        step = mla.step(int32(90, 90), int32(0, 1, 2), 2)
+        with gpu.capture(0):
+            out, _ = mla.attend(step, q)
+        for lens, starts in (((33, 7), (0, 1, 2)), ((50, 0), (0, 1, 1))):
+            again = mla.step(int32(*lens), int32(*starts), 2)
+            gpu.replay()
+            real = starts[-1]
+            kept = out.clone()
+            wanted = cumla.mla_decode(
+                tuple(part[:, None] for part in q),
+                mla.cache,
+                again.decode.block_table,
+                int32(*lens),
+                softmax_scale=SCALE,
+            )
+            torch.testing.assert_close(kept, wanted.out[:, 0])
+            assert bool(kept[real:].eq(0).all())
+
+
+# --- plans ---------------------------------------------------------------------------------------
+
+
+class FakePlan:
+    """Remembers its buffer."""
+
+    def __init__(self, nbytes: int, workspace: Any) -> None:
+        self.workspace = workspace
+        self.serving: set[int] = set()
+
+    @staticmethod
+    def workspace_bytes(nbytes: int) -> int:
+        return nbytes
+
+    def serves(self, stream: int) -> bool:
+        return stream in self.serving
+
+    def run(self, q: Any, cache: Any, **options: Any) -> Any:
+        assert self.serving
+        return q, cache
+
+
+def test_plans_share_a_buffer_and_a_shape_keeps_its_own() -> None:
+    from cumla.vllm._shared import _MOST_PLANS, Plans
+
+    plans = Plans(torch.device("meta"))
+    first, small = (plans.find(FakePlan, (n,), {}) for n in (1000, 10))
+    assert small.workspace is first.workspace
+    large = plans.find(FakePlan, (2000,), {})
+    assert large.workspace.numel() == 2000
+    assert plans.find(FakePlan, (20,), {}).workspace is large.workspace
+    assert plans.find(FakePlan, (10,), {}) is small
+    for n in range(_MOST_PLANS):
+        plans.find(FakePlan, (100 + n,), {})
+    again = plans.find(FakePlan, (10,), {})
+    assert again is not small
+    assert again.workspace is small.workspace  # where a graph looks for its schedule
+
+
+def test_a_run_on_another_stream_updates_there_first() -> None:
+    from cumla.vllm._shared import Step
+
+    plan = FakePlan(0, None)
+    cache = torch.zeros(1)
+    Step(plan, lambda: plan.serving.add(0)).run("q", cache)
+    assert plan.serving == {0}
+
+
+# --- MHA -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "window"), [("full", None), ("window", 7)])
+@pytest.mark.parametrize("starts", [(0, 1, 2, 3), (0, 1, 6, 8), (0, 2, 2, 4)])
+def test_mha_attends_as_the_eager_call(
+    name: str, window: int | None, starts: tuple[int, ...]
+) -> None:
+    sinks = torch.linspace(-1, 1, HEADS).bfloat16()
+    mha = MHA(sinks=sinks, logits_soft_cap=20.0)
+    for impl in mha.impls.values():
+        impl.process_weights_after_loading(torch.bfloat16)
+    kv_lens, offsets, last = int32(90, 5, 33), int32(*starts), starts[-1]
+    step = mha.step(kv_lens, offsets, last)
+    q = torch.randn(last + 2, HEADS, 64).bfloat16()  # vLLM pads it
+    out = mha.attend(name, step, q)
+    assert bool(out[last:].eq(7.0).all())
+    wanted = cumla.attention(
+        q[:last],
+        *mha.pages(),
+        kv_lens=kv_lens,
+        qo_indptr=offsets,
+        block_table=step.block_table,
+        window=window,
+        softcap=20.0,
+        sinks=sinks.float(),
+        softmax_scale=SCALE,
+    )
+    torch.testing.assert_close(out[:last], wanted.out)
+
+
+def test_mha_reads_and_writes_fp8_caches_with_their_scales() -> None:
+    outs = []
+    for dtype in (torch.bfloat16, torch.uint8):
+        mha = MHA(dtype)
+        step = mha.step(int32(90, 33), int32(0, 1, 3), 3)
+        q = torch.randn(3, HEADS, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+        outs.append(mha.attend("full", step, q).float())
+    assert 0.0 < float((outs[0] - outs[1]).abs().max()) < 0.1
+
+
+def test_mha_reads_a_cache_whose_heads_come_behind_the_tokens() -> None:
+    mha = MHA()
+    step, q = mha.step(int32(90, 33), int32(0, 1, 3), 3), torch.randn(3, HEADS, 64).bfloat16()
+    before = mha.attend("full", step, q)
+    mha.cache = mha.cache.transpose(1, 2).contiguous().transpose(1, 2)
+    torch.testing.assert_close(mha.attend("full", step, q), before)
+
+
+def test_mha_writes_no_padding() -> None:
+    mha = MHA()
+    before = mha.cache.clone()
+    rows = torch.ones(3, 2, 64).bfloat16()
+    mha.write(rows, rows, torch.tensor([PAGE + 5, -1]))
+    changed = (mha.cache != before).nonzero()[:, [0, 2]].unique(dim=0)
+    assert changed.tolist() == [[1, 5]]
+
+
+def test_mha_computes_nothing_while_vllm_measures_memory() -> None:
+    mha = MHA()
+    q = torch.randn(3, HEADS, 64).bfloat16()
+    assert bool(mha.attend("full", None, q).eq(0).all())
+
+
+def test_mha_refuses_what_it_does_not_have() -> None:
+    from cumla.vllm.mha import Impl
+
+    with pytest.raises(NotImplementedError, match=r"^alibi_slopes: .* leave out"):
+        Impl(HEADS, 64, SCALE, 2, alibi_slopes=[1.0] * HEADS)
+    mha = MHA()
+    with pytest.raises(NotImplementedError, match=r"^attention: .* causal .* leave out"):
+        mha.step(int32(9), int32(0, 1), 1, causal=False)
+    step = mha.step(int32(90, 33), int32(0, 1, 3), 3)
+    with pytest.raises(NotImplementedError, match=r"^output_scale: .* leave out"):
+        mha.attend("full", step, torch.randn(3, HEADS, 64), output_scale=torch.ones(1))
