@@ -41,6 +41,7 @@ from tests.calls import (  # noqa: E402
     with_array,
 )
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver  # noqa: E402
+from tests.selection import some  # noqa: E402
 
 DECODE = OPERATIONS["mla_decode"]
 IN_PLACE = {name: one for name, one in OPERATIONS.items() if one.in_place}
@@ -384,7 +385,7 @@ def test_vmap_calls_once_for_each() -> None:
             np.testing.assert_array_equal(np.asarray(out), np.asarray(expected))
 
 
-@every_append
+@pytest.mark.parametrize("operation", some(IN_PLACE.values(), 3))
 def test_vmap_of_what_writes_in_place(operation: Operation) -> None:
     """Each member has a cache of its own."""
     function, arrays = of_jax(operation)
@@ -394,7 +395,7 @@ def test_vmap_of_what_writes_in_place(operation: Operation) -> None:
         assert_same(operation, jax.tree.map(lambda a, i=i: a[i], mapped), eager(operation))
 
 
-@every_operation
+@pytest.mark.parametrize("operation", some(OPERATIONS.values(), 4))
 def test_there_is_no_gradient(operation: Operation) -> None:
     function, arrays = of_jax(operation)
     name, array = next((n, a) for n, a in arrays_of(arrays) if a.dtype in (jnp.bfloat16, "f4"))

@@ -208,21 +208,28 @@ def _library(spec: KernelSpec) -> ctypes.CDLL:
     for name, value in names.items():
         instructions = instructions.replace(name, value)
     using = f"using namespace cumla; using namespace {spec.namespace};\n"
-    runtime = (HERE / "runtime.hpp").read_text("utf-8")
-    whole = "\n".join([runtime, text, using, instructions])
-    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off"]
-    name = hashlib.sha256("\n".join([compiler, *options, whole]).encode()).hexdigest()
-    library = COMPILED / f"{name}.so"
-    if not library.exists():  # each process looks for what another one has compiled
-        folder = Path(mkdtemp())
-        source, made = folder / "kernel.cpp", folder / "kernel.so"
-        source.write_text(whole)
+    runtime = _made(
+        [compiler, "-x", "c++-header"], (HERE / "runtime.hpp").read_text("utf-8"), ".gch"
+    )
+    begin = [compiler, "-shared", "-include", str(runtime.with_suffix(""))]
+    return ctypes.CDLL(str(_made(begin, "\n".join([text, using, instructions]), ".so")))
+
+
+def _made(begin: list[str], text: str, suffix: str) -> Path:
+    """Compile a text, unless it is done: what came of it, beside the text."""
+    command = [*begin, "-std=c++20", "-O1", "-w", "-fPIC", "-ffp-contract=off"]
+    name = hashlib.sha256("\n".join([*command, text]).encode()).hexdigest()
+    source = COMPILED / f"{name}.cpp"
+    made = Path(f"{source}{suffix}")
+    if not made.exists():  # each process looks for what another one has compiled
+        write_whole(source, text.encode())
+        output = Path(mkdtemp()) / "made"
         done = subprocess.run(
-            [compiler, *options, "-o", made, source], capture_output=True, text=True, check=False
+            [*command, "-o", output, source], capture_output=True, text=True, check=False
         )
         assert not done.returncode, done.stderr[:6000]
-        write_whole(library, made.read_bytes())
-    return ctypes.CDLL(str(library))
+        write_whole(made, output.read_bytes())
+    return made
 
 
 def _declared(function: str) -> str:
