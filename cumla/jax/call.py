@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,10 +15,12 @@ from cumla.core._dlpack import numpy_dtype
 from cumla.core.frameworks import (
     Framework,
     Traced,
+    cupy_framework,
     framework_of,
     framework_of_type,
     jax_framework,
 )
+from cumla.core.operation import run as run_eagerly
 from cumla.core.state import AttentionState
 from cumla.errors import CumlaError
 from cumla.jax.execute import on_cpu, on_gpu
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TARGET", "Reference", "as_array", "buffer_of", "emit", "gpu", "refuse_stream", "run"]
 
+_KNOWN = (0, 5), (0, 12)  # versions of JAX; with others eager calls do without handlers
 TARGET = "cumla"
 """Name of the custom calls in a program, which `jax.export` asks for."""
 
@@ -78,14 +81,34 @@ def run(
 
     An operation that returns nothing writes to its first input, and to what there is among
     `outputs`: those are `Reference`, and hold the new arrays afterwards. A call outside of any
-    transformation becomes a program of its own, which is compiled once for each shape.
+    transformation becomes a program of its own, which is compiled once for each shape, if it would
+    run where the arrays are; else it goes back, with the stream that it would have had.
     """
     refuse_stream(stream)
     jax_arrays = jax_framework()
     concrete = [framework_of_type.get(type(array)) is jax_arrays for array in inputs.values()]
     if all(concrete) and all(array is None for array in outputs.values()):
+        if not _would_run_there(inputs.values()):
+            (device,) = next(iter(inputs.values())).sharding.device_set
+            current = cupy_framework().current_stream(device.local_hardware_id)
+            return run_eagerly(operation, inputs, outputs, options, current)
         return _compiled(operation, tuple(inputs), tuple(outputs), options)(*inputs.values())
     return _traced(operation, inputs, outputs, options)
+
+
+def _would_run_there(arrays: Iterable[Any]) -> bool:
+    """Tell whether `jax.jit` computes on the one GPU that the arrays are on.
+
+    Those that are not committed to a device go to the default one.
+    """
+    default = jax.config.jax_default_device or jax.local_devices()[0]
+    shardings = [array.sharding for array in arrays]
+    return (
+        _KNOWN[0] <= jax.__version_info__[:2] < _KNOWN[1]
+        and getattr(default, "local_hardware_id", None) == gpu() is not None
+        and shardings[0].device_set == {default}
+        and all(sharding.memory_kind in (None, "device") for sharding in shardings)
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -107,7 +107,7 @@ class _Launches(NamedTuple):
     launches: list[Callable[[], None]]
 
 
-_templates: dict[tuple[bytes, int], tuple[Template, ...]] = {}
+_templates = Ready()  # by the text of a call and the device
 _ready = Ready()
 
 
@@ -148,7 +148,8 @@ def _placed(text: bytes, addresses: tuple[int, ...], frame: Frame, stream: int) 
     templates = _templates.get((text, device))
     if templates is None:
         frame.check(program.shapes)
-        templates = _templates[text, device] = _packed(program, device, stream)
+        templates = _packed(program, device, stream)
+        _templates.keep((text, device), templates)
     program.check_aliases(addresses)
     places = dict(zip(program.names, addresses, strict=True))
     return _Launches(device, [template.at(places, stream) for template in templates])

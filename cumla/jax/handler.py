@@ -64,6 +64,9 @@ _question = _Question()
 @cache
 def _function(api: int, offset: int) -> Any:
     """Look a function of XLA's table up."""
+    (size,) = _word_at(_memory, api)
+    if size < offset + 8:
+        raise _unknown_layout(f"a table of {size} bytes")
     return _Function(*_word_at(_memory, api + offset))
 
 
@@ -142,10 +145,11 @@ def make_handler(execute: Execute) -> Any:
     """Make the C function; it is gone when the object is."""
 
     def handle(frame: int) -> int | None:
-        extension, api, context, inputs, at_inputs, results, at_results, attributes = _frame_at(
-            _memory, frame
-        )
+        api = 0
         try:
+            extension, api, context, inputs, at_inputs, results, at_results, attributes = _frame_at(
+                _memory, frame
+            )
             if extension and _word_at(_memory, extension + 8)[0] & 0xFFFFFFFF == _METADATA:
                 _answer(*_word_at(_memory, extension + 24))
                 return None
@@ -156,7 +160,10 @@ def make_handler(execute: Execute) -> Any:
             text = _memory[begin : begin + length]
             execute(text, addresses, Frame(frame, api, context, buffers))
         except BaseException as error:  # nothing may pass through XLA's frames
-            return _failed(api, error)
+            try:
+                return _failed(api, f"{type(error).__name__}: {error}", error)
+            except BaseException:  # what comes out of here ends the process
+                return _failed(api, type(error).__name__, error)
         return None
 
     return _Handler(handle)
@@ -168,9 +175,9 @@ def _answer(metadata: int) -> None:
         _put_half(_memory, metadata + offset, value)
 
 
-def _failed(api: int, error: BaseException) -> int:
+def _failed(api: int, message_text: str, error: BaseException) -> int:
     """Make XLA's error of an exception."""
-    text = f"{type(error).__name__}: {error}".encode() + b"\0"
+    text = message_text.encode(errors="replace") + b"\0"
     code = _INVALID_ARGUMENT if isinstance(error, (TypeError, ValueError)) else _INTERNAL
     message = ctypes.create_string_buffer(text)
     block = _Block(28, 0, ctypes.addressof(message), code)

@@ -154,9 +154,16 @@ class Impl(AttentionImpl[Metadata]):
         self.form = (num_heads, None if sliding_window is None else sliding_window - 1)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Take the sinks as they were loaded, in float32; again after each loading."""
-        if self.sinks is not None:
-            self._sinks = self.sinks.detach().float()
+        """Take the sinks as they were loaded, in float32; again after each loading.
+
+        They stay where they are: captured graphs have their address.
+        """
+        if self.sinks is None:
+            return
+        if self._sinks is None:
+            self._sinks = self.sinks.detach().float().clone()
+        else:
+            self._sinks.copy_(self.sinks)
 
     def forward(
         self,

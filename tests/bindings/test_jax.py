@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 import time
@@ -24,7 +25,8 @@ import jax.numpy as jnp  # noqa: E402
 import cumla  # noqa: E402
 import cumla.jax  # noqa: E402
 from cumla.core import frameworks  # noqa: E402
-from cumla.jax import call, execute, plans, spec  # noqa: E402
+from cumla.core.operation import Ready  # noqa: E402
+from cumla.jax import call, execute, handler, plans, spec  # noqa: E402
 from cumla.launch import device as launch_device  # noqa: E402
 from cumla.launch import kernel  # noqa: E402
 from tests.bindings.xla_frame import Xla, custom_calls  # noqa: E402
@@ -134,7 +136,7 @@ def gpu(
     for module in (call, plans):
         monkeypatch.setattr(module, "gpu", lambda: 0)
     monkeypatch.setattr(execute, "_ready", type(execute._ready)())
-    monkeypatch.setattr(execute, "_templates", {})
+    monkeypatch.setattr(execute, "_templates", Ready())
 
     def take() -> list[tuple[str, bytes]]:
         taken = launched[:]
@@ -161,6 +163,7 @@ def test_jit_equals_the_eager_call(operation: Operation) -> None:
 def test_eager_calls_run_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for each shape; as if arrays in CPU memory were on a GPU."""
     monkeypatch.setattr(type(frameworks.jax_framework()), "binding", lambda *_: "cumla.jax")
+    monkeypatch.setattr(call, "_would_run_there", lambda arrays: True)
     operation = OPERATIONS[name]
     function, arrays = of_jax(operation)
     for _ in range(2):  # the first array of a type is looked at another way
@@ -169,6 +172,63 @@ def test_eager_calls_run_compiled(name: str, monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(3):
         assert_same(operation, function(**arrays), eager(operation))
     assert call._custom_call.cache_info() == made  # nothing was traced again
+
+
+def test_eager_calls_stay_where_the_arrays_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On JAX's default device, if that is a GPU for the kernels, in its own memory."""
+
+    def there(*arrays: Any, default: Any = None, ordinal: int | None = 0) -> bool:
+        monkeypatch.setattr(call, "gpu", lambda: ordinal)
+        with jax.default_device(default):
+            return call._would_run_there(arrays)
+
+    array = jnp.ones(3)  # CPU 0, as if it were a GPU
+    assert there(array) and there(array, default=jax.devices()[0])
+    assert not there(array, ordinal=None) and not there(array, ordinal=1)
+    elsewhere = types.SimpleNamespace(memory_kind="device", device_set={object()})
+    pinned = types.SimpleNamespace(memory_kind="pinned_host", device_set={jax.devices()[0]})
+    assert not there(types.SimpleNamespace(sharding=elsewhere))
+    assert not there(types.SimpleNamespace(sharding=pinned))
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    assert not there(array)
+
+
+def test_an_eager_call_that_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the stream that eager calls on JAX's arrays have."""
+    streams: list[Any] = []
+
+    def eagerly(*arguments: Any) -> tuple[Any, ...]:
+        streams.append(arguments[-1])
+        return ()
+
+    monkeypatch.setattr(call, "run_eagerly", eagerly)
+    monkeypatch.setattr(call, "_would_run_there", lambda arrays: False)
+    current = types.SimpleNamespace(current_stream=lambda device: 40 + device)
+    monkeypatch.setattr(call, "cupy_framework", lambda: current)
+    array = jnp.ones(3)
+    frameworks.framework_of("x", array)
+    assert call.run(object(), {"x": array}, {"out": None}, ()) == ()  # type: ignore[arg-type]
+    assert streams == [40]
+
+
+def test_errors_that_cannot_be_shown_do_not_end_the_process() -> None:
+    """A text with surrogates, as of an undecodable path, and an error without a text."""
+
+    class NoTextError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    for error, text in ((ValueError("a \udc80 b"), "a ? b"), (NoTextError(), "NoTextError")):
+
+        def fail(*_: Any, error: Exception = error) -> None:
+            raise error
+
+        name = f"cumla_test_{type(error).__name__}"
+        handler.register(name, "cpu", fail)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(text)):
+            jax.block_until_ready(
+                jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((1,), np.float32))(spec="")
+            )
 
 
 class _OnGpus:
