@@ -5,17 +5,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
 from cumla.errors import CompilationError
 from cumla.launch.module import bindings_nvrtc_version, compile_to_cubin
 from cumla.launch.source import KernelSpec, translation_unit
+from tests.gpu.tools import record
 from tests.launch.compiling import FIRST_OF_FILES, asked_by_cupy, each_code, each_kernel
 from tests.launch.conftest import Compiler
 from tests.launch.elf import sections
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
+
+
+@cache
+def run_on_a_gpu(stem: str) -> bool:
+    """Whether evidence of the present sources of a kernel file was recorded."""
+    return not record.problems(stem, record.FOLDER, sources())
+
+
+@cache
+def sources() -> record.Sources:
+    return record.Sources.now()
 
 
 def some_files(step: int) -> pytest.MarkDecorator:
@@ -30,7 +43,13 @@ def some_files(step: int) -> pytest.MarkDecorator:
 
 
 @each_code
-def test_every_kernel_compiles_within_its_budget(spec: KernelSpec, compiled: Compiler):
+def test_every_kernel_compiles_within_its_budget(
+    spec: KernelSpec, compiled: Compiler, pytestconfig: pytest.Config
+):
+    """One of each file, and all whose sources have not been compiled and run on a GPU yet."""
+    has_run = spec not in FIRST_OF_FILES.values() and run_on_a_gpu(spec.stem)
+    if has_run and not pytestconfig.getoption("exhaustive"):
+        pytest.skip("ran on a GPU as it is: --exhaustive compiles it")
     kernel = compiled(spec)
     assert len(sections(kernel.cubin)[f".text.{spec.entry}"]) > 0
     assert (kernel.spills, kernel.stack, kernel.remarks) == (0, 0, ())
