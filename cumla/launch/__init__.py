@@ -33,6 +33,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
         mla_decode_fp8,
         mla_decode_swapped,
     )
+    from cumla.launch.sparse import mla_sparse, mla_sparse_fp8, mla_sparse_packed, select_rows
     from cumla.launch.split import ragged_schedule, schedule
 
     return (
@@ -55,4 +56,8 @@ def all_specs() -> tuple[KernelSpec, ...]:
         + mqa_logits.SPECS
         + paged_mqa_schedule.SPECS
         + paged_mqa_logits.SPECS
+        + select_rows.SPECS
+        + mla_sparse.SPECS
+        + mla_sparse_fp8.SPECS
+        + mla_sparse_packed.SPECS
     )

@@ -106,6 +106,18 @@ __device__ __forceinline__ u32 highest_f16x2(u32 a, u32 b) {
   return highest;
 }
 
+// PTX ISA: Half Precision Floating Point Instructions: mul
+// Of pairs.
+template <typename T>
+__device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
+  u32 product;
+  if constexpr (kIsBf16<T>)
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  else
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
 // PTX ISA: Floating Point Instructions: ex2
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -110,6 +110,19 @@ __device__ __forceinline__ u32 load_shared_u32(u32 source) {
 }
 
 // PTX ISA: Data Movement and Conversion Instructions: st
+// The lower half of a word.
+__device__ __forceinline__ void store_shared_low_half(u32 destination, u32 word) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(destination), "h"(static_cast<unsigned short>(word)) : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: ld
+__device__ __forceinline__ uint2 load_shared_8(u32 source) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(source) : "memory");
+  return v;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
 __device__ __forceinline__ void store_shared_float2(u32 destination, const float2& v) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(destination), "f"(v.x), "f"(v.y) : "memory");
 }

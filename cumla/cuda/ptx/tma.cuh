@@ -60,6 +60,15 @@ __device__ __forceinline__ void copy_bulk_async(u32 destination, const void* sou
       : "memory");
 }
 
+// PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk
+// The same without a policy.
+__device__ __forceinline__ void copy_bulk_async(u32 destination, const void* source, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   destination),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // PTX ISA: Data Movement and Conversion Instructions: cp.async.bulk.prefetch
 // Has L2 fetch bytes in one piece; address and number are multiples of 16.
 __device__ __forceinline__ void prefetch_bulk_l2(const void* address, u32 bytes) {

@@ -322,6 +322,28 @@ __device__ __forceinline__ void wgmma_bf16_async(float (&d)[16], const u32* a, u
 }
 
 // PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
+// D (64 x 64) = A (64 x 16) B^T (64 x 16) + (accumulate ? D : 0); A in registers, B in shared memory, contiguous in K.
+template <typename T>
+__device__ __forceinline__ void wgmma_m64n64k16_async(float (&d)[32], const u32* a, u64 b, bool accumulate) {
+  if constexpr (kIsBf16<T>)
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" CUMLA_D32 "}, {%32, %33, %34, %35}, %36, "
+        "accumulate, 1, 1, 0;\n}"
+        : CUMLA_D32_OPERANDS
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate))
+        : "memory");
+  else
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" CUMLA_D32 "}, {%32, %33, %34, %35}, %36, "
+        "accumulate, 1, 1, 0;\n}"
+        : CUMLA_D32_OPERANDS
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate))
+        : "memory");
+}
+
+// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
 // D (64 x 64) = A (64 x 32) B^T (64 x 32) + (accumulate ? D : 0); both in shared memory, contiguous in K.
 __device__ __forceinline__ void wgmma_e4m3_async(float (&d)[32], u64 a, u64 b, bool accumulate) {
   asm volatile(

@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from cumla.launch.mla.mla_decode import DecodeArguments
     from cumla.launch.mla.shape import MLAAttentionKey
 
-__all__ = ["LIES", "SPECS", "decode_fp8_launch", "fp8_spec", "fp8_specs", "how_it_lies"]
+__all__ = [
+    "LIES",
+    "SMEM_BYTES",
+    "SPECS",
+    "decode_fp8_launch",
+    "fp8_spec",
+    "fp8_specs",
+    "how_it_lies",
+    "launch_with",
+]
 
 LIES = ("plain", "packed", "broadcast")
 """How a cache can lie: see `how_it_lies`."""
@@ -27,7 +36,7 @@ _SHAPES: tuple[int | str, ...] = (*NARROW_ROWS, _RAGGED)
 # The second serves whatever is no whole block, the last packed rows.
 _FORM_TAGS = {"pages": "kPages", "rows": "kRows", "packed": "kPacked"}
 # Of a thread block, without scales of each token and with them (kBytes of Fp8Layout).
-_SMEM_BYTES = {16: (216560, 224240), 32: (219872, 231136)}
+SMEM_BYTES = {16: (216560, 224240), 32: (219872, 231136)}
 _PACKED_SMEM_BYTES = 226288
 # Latent columns as words are rows of them; where in a row scales and RoPE columns begin, in bytes.
 _PACKED_WORDS, _PACKED_SCALES, _PACKED_ROPE = 164, 512, 528
@@ -48,7 +57,7 @@ def _spec(shape: int | str, grouped: bool, form: str) -> KernelSpec:
         function=f"mla_decode_fp8<{rows}, {str(grouped).lower()}, {_FORM_TAGS[form]}{tile}>",
         params="MlaDecodeFp8Params",
         threads=384,
-        smem_bytes=_PACKED_SMEM_BYTES if form == "packed" else _SMEM_BYTES[rows][grouped],
+        smem_bytes=_PACKED_SMEM_BYTES if form == "packed" else SMEM_BYTES[rows][grouped],
     )
 
 
@@ -127,10 +136,23 @@ def decode_fp8_launch(
     request, as :func:`cumla.launch.mla.mla_attention.attention_launch` makes them. `out` and `lse`
     are as :func:`cumla.mla_decode` describes them.
     """
+    spec = fp8_spec(key, arguments.kv_scales is not None, how_it_lies(arguments))
+    return launch_with(spec, _FORMS[spec], key, buffer, arguments, out, lse)
+
+
+def launch_with(
+    spec: KernelSpec,
+    form: str,
+    key: MLADecodeKey | MLAAttentionKey,
+    buffer: int,
+    arguments: DecodeArguments,
+    out: ArrayView,
+    lse: ArrayView,
+) -> Launch:
+    """Describe the same with a kernel to which blocks come in this form."""
     scales, factor = arguments.kv_scales, arguments.kv_scale
     pointer, value = (0, factor) if isinstance(factor, (int, float)) else (factor.ptr, 0.0)
-    spec = fp8_spec(key, scales is not None, how_it_lies(arguments))
-    maps = _maps(_FORMS[spec], key, arguments)
+    maps = _maps(form, key, arguments)
     values = (
         *maps[:2],
         NO_MAP,  # nothing is fetched ahead

@@ -119,7 +119,8 @@ __device__ __forceinline__ u32 scaled_to_half(u32 pair, float factor) {
 template <int kQueryRows, typename Layout, typename AnyTile>
 __device__ __forceinline__ void load_query_fp8(const MlaDecodeFp8Params& params, const Layout& shared, AnyTile& tile,
                                                const Part& part, int last_place, int loader) {
-  constexpr bool kKeeps = kQueryRows == 16;  // a row in registers; there are not enough of them beside 32 rows
+  // A row in registers; there are not enough of them beside 32 rows, nor for the place of a ragged tile.
+  constexpr bool kKeeps = kQueryRows == 16 && !AnyTile::kIsRagged;
   constexpr int kAtOnce = kKeeps ? kTiles : 3;
   const MlaDecodeParams& p = params.decode;
   const int lane = threadIdx.x % 32, chunk = lane % 8;

@@ -1,0 +1,386 @@
+// SPDX-License-Identifier: Apache-2.0
+// The computing role of mla_sparse_packed: one consumer warpgroup, from the scores of its blocks to the sums of its
+// half of V's columns over all blocks.
+#pragma once
+#include "mla/mla_decode_fp8/products.cuh"
+#include "sparse/mla_sparse_packed/layout.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace cumla::sparse {
+
+using namespace ptx;
+
+// Probabilities are stored relative to a reference, as in mla/mla_decode_fp8/softmax.cuh, where both consumers go by
+// the same ones: those of block t are raised, if need be, by its owner, after the ones of block t - 1 were published.
+constexpr float kBelow = 7.0f, kSlack = 15.0f;
+// The exponent of a row's highest scale is bounded, so that it can be taken out and put in again.
+constexpr u32 kLeastExponent = 127 - 60, kMostExponent = 127 + 60;
+// Relative to that, a scale other than 0 that is lower loses bits as float16.
+constexpr float kLeastScale = 1.0f / 4096;
+
+// The blocks of a segment, and how many rows they hold.
+struct Blocks {
+  int count, rows;
+};
+
+// Thread layout of scores: rows token_at(lane / 4) of granule `warp` and that + 8; in every group of eight heads the
+// two at 2 (lane % 4). Of the output, of 64 columns: 16 warp + 2 (lane / 4) and the one after that.
+struct PackedConsumer {
+  static constexpr int kValueHalf = kValueTiles / 2;  // tiles of 64 columns
+
+  const MlaDecodeParams& p;
+  const PackedLayout& shared;
+  const int consumer, warp, lane;
+  float output[kValueHalf][kHeads / 2];
+  float sum[kHeadsOfThread];  // of this consumer's blocks and this thread's rows
+  float scores[kHeads / 2];
+  float row_exponent[2];      // of this thread's rows: by what their scales were divided, base 2
+  float row_shift[2];         // the same, or -infinity if there is no such row
+  u32 row_scales[2];          // of them: the scales of group lane % 4, relative to that
+  bool is_wide;               // one of them is, see kWide
+
+  __device__ __forceinline__ PackedConsumer(const MlaDecodeParams& p, const PackedLayout& shared, int consumer)
+      : p(p),
+        shared(shared),
+        consumer(consumer),
+        warp(threadIdx.x % kWarpgroup / 32),
+        lane(threadIdx.x % 32) {}
+
+  __device__ __forceinline__ int head_of(int i) const { return 8 * (i / 2) + 2 * (lane % 4) + i % 2; }
+
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int d = 0; d < kValueHalf; ++d)
+#pragma unroll
+      for (int i = 0; i < kHeads / 2; ++i) output[d][i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kHeadsOfThread; ++i) sum[i] = 0.0f;
+  }
+
+  // What a thread does with the scales of a row: relative to a power of two, as pairs of float16.
+  __device__ __forceinline__ u32 relative_scales(u32 row, u32 (&pairs)[kScaleGroups], float& exponent) {
+    const uint4 bits = load_shared_16(row + kPackedScales);
+    const u32 highest = max(max(bits.x & 0x7fffffffu, bits.y & 0x7fffffffu),
+                            max(bits.z & 0x7fffffffu, bits.w & 0x7fffffffu)) >> 23;
+    const u32 bounded = min(max(highest, kLeastExponent), kMostExponent);
+    const float inverse = __uint_as_float((254 - bounded) << 23);
+    exponent = static_cast<float>(static_cast<int>(bounded) - 127);
+    const u32 words[kScaleGroups] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int g = 0; g < kScaleGroups; ++g) {
+      const float scale = __uint_as_float(words[g]) * inverse;
+      is_wide |= scale != 0.0f && fabsf(scale) < kLeastScale;
+      pairs[g] = pack_pair<Fp16>(scale, scale);
+    }
+    return pack_pair<Bf16>(inverse, inverse);
+  }
+
+  // scores = a block's rows x query, but for the factors of rows and heads.
+  __device__ __forceinline__ void multiply_query(u32 t) {
+    const GranulePlace place(kGranules * t + warp);
+    mbarrier_wait(shared.full(place.slot), place.phase, "a granule");
+    const u32 rows = shared.slot(place.slot), own = rows + token_at(lane / 4) * kPackedBytes;
+    u32 scale[2][kScaleGroups], inverse[2];
+    is_wide = false;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) inverse[e] = relative_scales(own + e * 8 * kPackedBytes, scale[e], row_exponent[e]);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const u32 lower = lane & 1 ? scale[e][1] : scale[e][0], upper = lane & 1 ? scale[e][3] : scale[e][2];
+      row_scales[e] = lane & 2 ? upper : lower;
+    }
+    u32 a[2][kStepRegisters];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        u32 words[4];
+        load_matrix_x4(words, rows + token_at(lane % 16) * kPackedBytes + kPackedRope +
+                                  (4 * half + 2 * k + lane / 16) * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[half][4 * k + i] = multiply_pairs<Bf16>(words[i], inverse[i & 1]);
+      }
+      keep_before_products(a[half]);
+      warpgroup_arrive();
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        wgmma_m64n64k16_async<Bf16>(
+            scores, a[half] + 4 * k,
+            descriptor_of_rows<128>(shared.query, kRopeTile * PackedLayout::kQueryTileBytes + half * 64 + k * 32),
+            half + k > 0);
+      warpgroup_commit();
+    }
+    const u32 source = own + lane % 4 * 16;
+    KeyTile keys;
+    keys.load<kPackedBytes>(source);
+#pragma unroll
+    for (int k = 0; k < kValueTiles; ++k) {
+      KeyTile next;
+      if (k + 1 < kValueTiles) next.load<kPackedBytes>(source + (k + 1) * 64);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        warpgroup_wait<1>();
+        keys.expand(half, a[half]);
+#pragma unroll
+        for (int i = 0; i < kStepRegisters; ++i) a[half][i] = multiply_pairs<Fp16>(a[half][i], scale[i & 1][k / 2]);
+        keep_before_products(a[half]);
+        warpgroup_arrive();
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          wgmma_m64n64k16_async<Fp16>(
+              scores, a[half] + 4 * i,
+              descriptor_of_rows<128>(shared.query, k * PackedLayout::kQueryTileBytes + half * 64 + i * 32), true);
+        warpgroup_commit();
+      }
+      if (k + 1 < kValueTiles) keys = next;
+    }
+    warpgroup_wait<0>();
+    keep_behind_wait(scores);
+  }
+
+  // Rows from `valid` on are not there: zeros stand for them.
+  __device__ __forceinline__ void mask_rows(int valid) {
+    const int row = warp * kGranuleRows + token_at(lane / 4);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) row_shift[e] = row + 8 * e < valid ? row_exponent[e] : -kInfinity;
+  }
+
+  __device__ __forceinline__ bool sync_any(bool vote) const {
+    return consumer == 0 ? named_barrier_any<kConsumerBarrier, kWarpgroup>(vote)
+                         : named_barrier_any<kConsumerBarrier + 1, kWarpgroup>(vote);
+  }
+
+  // scores -> probabilities, relative to the references and times the powers of two of their rows, for all warps; and
+  // their sums without the latter. Tells whether some are too high.
+  template <typename T>
+  __device__ __forceinline__ bool store_probabilities(int parity, float (&block_sum)[kHeadsOfThread]) const {
+    const int tokens = 2 * warp + lane / 8 % 2, row = lane / 16 * 8 + lane % 8;
+    const u32 to = shared.probabilities(parity) + row * 128 + ((tokens ^ (row & 7)) << 4);
+    const float of_row[2] = {exp2_of_integer(row_exponent[0]), exp2_of_integer(row_exponent[1])};
+    const float out_again[2] = {exp2_of_integer(-row_exponent[0]), exp2_of_integer(-row_exponent[1])};
+    u32 highest = 0;
+#pragma unroll
+    for (int i = 0; i < kHeads / 2; i += 8) {
+      u32 packed[4];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int head = head_of(i / 2 + 2 * j);
+        const float2 factors = load_shared_float2(shared.score_factor(head));
+        const float2 references = load_shared_float2(shared.reference(head));
+        float v[2][2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float* const s = scores + i + 4 * j + 2 * e;
+          v[e][0] = exp2_approx(__fmaf_rn(s[0] * of_row[e], factors.x, row_shift[e] - references.x));
+          v[e][1] = exp2_approx(__fmaf_rn(s[1] * of_row[e], factors.y, row_shift[e] - references.y));
+          packed[2 * j + e] = pack_pair<T>(v[e][0], v[e][1]);
+          highest = highest_f16x2(highest, packed[2 * j + e]);
+        }
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          block_sum[i / 2 + 2 * j + c] = __fmaf_rn(v[0][c], out_again[0], v[1][c] * out_again[1]);
+      }
+      store_matrix_x4_transposed(to + i / 8 * 16 * 128, packed[0], packed[1], packed[2], packed[3]);
+    }
+    fence_proxy_async_shared();
+    constexpr u32 kHalfInfinity = 0x7c00;
+    return (highest & 0x7fff) >= kHalfInfinity || (highest >> 16) >= kHalfInfinity;
+  }
+  __device__ __forceinline__ static float exp2_of_integer(float x) {
+    return __int_as_float((static_cast<int>(x) + 127) << 23);
+  }
+
+  // Raises the references where this block needs it, and leaves by what they change.
+  __device__ __forceinline__ void raise_references(int parity) const {
+#pragma unroll
+    for (int i = 0; i < kHeadsOfThread; ++i) {
+      const float* const s = scores + 4 * (i / 2) + i % 2;
+      const float factor = load_shared_float(shared.score_factor(head_of(i)));
+      float highest = fmaxf(__fmaf_rn(s[0] * exp2_of_integer(row_exponent[0]), factor, row_shift[0]),
+                            __fmaf_rn(s[2] * exp2_of_integer(row_exponent[1]), factor, row_shift[1]));
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
+      if (lane < 4) store_shared_float(shared.of_warp(consumer * 4 + warp, head_of(i)), highest);
+    }
+    consumer_sync(consumer);
+    const int head = threadIdx.x % kWarpgroup;
+    if (head < kHeads) {
+      float highest = load_shared_float(shared.of_warp(consumer * 4, head));
+#pragma unroll
+      for (int w = 1; w < 4; ++w) highest = fmaxf(highest, load_shared_float(shared.of_warp(consumer * 4 + w, head)));
+      const float before = load_shared_float(shared.reference(head));
+      const float after = highest > before + kSlack ? ceilf(highest) - kBelow : before;
+      store_shared_float(shared.factor(parity, head), exp2_approx(before - after));
+      store_shared_float(shared.reference(head), after);
+    }
+    consumer_sync(consumer);
+  }
+
+  // This consumer's block t becomes probabilities. `is_first`: of the segment.
+  __device__ __forceinline__ void weigh(u32 t, bool is_first) {
+    const int parity = t & 1;
+    if (!is_first) {
+      mbarrier_wait(shared.probabilities_full(parity ^ 1), (t - 1) / 2 & 1, "the other's probabilities");
+      if (load_shared_u32(shared.unusual(parity ^ 1)) & kRaised) change_sums(parity ^ 1);
+    }
+    mbarrier_wait(shared.probabilities_free(parity), (t / 2 & 1) ^ 1, "free probabilities");
+    // For V's products, which take pairs of tokens: [group][granule][pair][8 later][token of the pair].
+    const u32 table = shared.table(parity) + ((lane % 4 * kGranules + warp) * 4 + lane / 8) * 8 + lane / 4 % 2 * 2;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) store_shared_low_half(table + 4 * e, row_scales[e]);
+    float block_sum[kHeadsOfThread];
+    const bool too_high = store_probabilities<Fp16>(parity, block_sum);
+    u32 unusual = 0;
+    if (sync_any(too_high || is_wide)) {
+      if (sync_any(too_high)) {
+        unusual |= kRaised;
+        raise_references(parity);
+        change_sums(parity);
+      }
+      if (sync_any(is_wide)) {
+        unusual |= kWide;
+        store_probabilities<Bf16>(parity, block_sum);
+      } else {
+        store_probabilities<Fp16>(parity, block_sum);
+      }
+      consumer_sync(consumer);
+    }
+#pragma unroll
+    for (int i = 0; i < kHeadsOfThread; ++i) sum[i] += block_sum[i];
+    if (threadIdx.x % kWarpgroup == 0) {
+      store_shared_u32(shared.unusual(parity), unusual);
+      mbarrier_arrive(shared.probabilities_full(parity));
+    }
+  }
+
+  __device__ __forceinline__ void change_sums(int parity) {
+#pragma unroll
+    for (int i = 0; i < kHeadsOfThread; i += 2) {
+      const float2 factors = load_shared_float2(shared.factor(parity, head_of(i)));
+      sum[i] *= factors.x;
+      sum[i + 1] *= factors.y;
+    }
+  }
+  __device__ __forceinline__ void change_output(int parity) {
+#pragma unroll
+    for (int i = 0; i < kHeads / 2; i += 4) {
+      const float2 factors = load_shared_float2(shared.factor(parity, head_of(i / 2)));
+#pragma unroll
+      for (int d = 0; d < kValueHalf; ++d) {
+        output[d][i] *= factors.x;
+        output[d][i + 1] *= factors.y;
+        output[d][i + 2] *= factors.x;
+        output[d][i + 3] *= factors.y;
+      }
+    }
+  }
+
+  // output += V x probabilities of block t; then its granules are free.
+  __device__ __forceinline__ void multiply_values(u32 t) {
+    const int parity = t & 1;
+    mbarrier_wait(shared.probabilities_full(parity), t / 2 & 1, "probabilities");
+    const u32 unusual = load_shared_u32(shared.unusual(parity));
+    if (unusual & kRaised) change_output(parity);
+    if (unusual & kWide)
+      multiply_steps<true>(t);
+    else
+      multiply_steps<false>(t);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared.probabilities_free(parity));
+  }
+
+  template <bool kIsWide>
+  __device__ __forceinline__ void multiply_steps(u32 t) {
+    const int parity = t & 1;
+    constexpr int kPairs = kValueHalf / 2, kSteps = kGranules * kPairs;
+    const u32 offset = token_at(lane % 16) * kPackedBytes + lane / 16 * 64 + consumer * 256 + warp * 16;
+    const u32 table = shared.table(parity) + (consumer * kPairs * 16 + lane % 4) * 8;
+    u32 rows[kGranules];
+#pragma unroll
+    for (int k = 0; k < kGranules; ++k) rows[k] = shared.slot(GranulePlace(kGranules * t + k).slot);
+    u32 words[2][4], a[2][kStepRegisters];
+    auto fetch = [&](u32 (&to)[4], int s) {
+      load_matrix_x4_transposed(to, rows[s / kPairs] + offset + s % kPairs * 128);
+    };
+    fetch(words[0], 0);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int k = s / kPairs, d = s % kPairs;
+      if (s + 1 < kSteps) fetch(words[(s + 1) & 1], s + 1);
+      if (s >= 2) warpgroup_wait<1>();
+      u32(&x)[kStepRegisters] = a[s & 1];
+      expand_values(words[s & 1], x);
+      if constexpr (kIsWide) {
+        scale_widely(x, rows[k], consumer * kPairs + d);
+      } else {
+        const uint2 scale = load_shared_8(table + (d * kGranules + k) * 32);
+#pragma unroll
+        for (int i = 0; i < kStepRegisters; ++i) x[i] = multiply_pairs<Fp16>(x[i], i & 2 ? scale.y : scale.x);
+      }
+      keep_before_products(x);
+      warpgroup_arrive();
+      const u64 b = descriptor_of_rows<128>(shared.probabilities(parity), k * 32);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if constexpr (kIsWide)
+          wgmma_m64n64k16_async<Bf16>(output[2 * d + i], x + 4 * i, b, true);
+        else
+          wgmma_m64n64k16_async<Fp16>(output[2 * d + i], x + 4 * i, b, true);
+      warpgroup_commit();
+      if (d + 1 == kPairs) {
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(shared.free(GranulePlace(kGranules * t + k).slot));
+      }
+    }
+    warpgroup_wait<0>();
+#pragma unroll
+    for (int d = 0; d < kValueHalf; ++d) keep_behind_wait(output[d]);
+  }
+
+  // Fragments of V as bfloat16, times scales that float16 cannot hold.
+  __device__ __forceinline__ void scale_widely(u32 (&x)[kStepRegisters], u32 rows, int group) const {
+    float scale[2][2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const u32 row = rows + (token_at(2 * (lane % 4) + j) + 8 * e) * kPackedBytes + kPackedScales;
+        const uint4 bits = load_shared_16(row);
+        const u32 highest = max(max(bits.x & 0x7fffffffu, bits.y & 0x7fffffffu),
+                                max(bits.z & 0x7fffffffu, bits.w & 0x7fffffffu)) >> 23;
+        const float inverse = __uint_as_float((254 - min(max(highest, kLeastExponent), kMostExponent)) << 23);
+        scale[e][j] = load_shared_float(row + 4 * group) * inverse;
+      }
+#pragma unroll
+    for (int i = 0; i < kStepRegisters; ++i) {
+      const float2 v = unpack_pair<Fp16>(x[i]);
+      const int e = i >> 1 & 1;
+      x[i] = pack_pair<Bf16>(v.x * scale[e][0], v.y * scale[e][1]);
+    }
+  }
+
+  // `t`: blocks of the segments before. Returns how many there were.
+  __device__ __forceinline__ int compute(const Blocks& blocks, u32 t) {
+    begin();
+    const int first = (consumer ^ t) & 1;
+#pragma unroll 1
+    for (int i = first; i - 1 < blocks.count; i += 2) {
+      if (i < blocks.count) {
+        multiply_query(t + i);
+        mask_rows(blocks.rows - i * kBlockTokens);
+        weigh(t + i, i == 0);
+      }
+#pragma unroll 1
+      for (int b = max(i - 1, 0); b <= i && b < blocks.count; ++b) multiply_values(t + b);
+    }
+    return blocks.count;
+  }
+
+};
+
+}  // namespace cumla::sparse

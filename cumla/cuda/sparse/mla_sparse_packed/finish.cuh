@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// The end of a segment in mla_sparse_packed: sums of all warps, then out and log-sum-exp, or a piece of them.
+#pragma once
+#include "sparse/mla_sparse_packed/compute.cuh"
+#include "split/join.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::sparse {
+
+using namespace ptx;
+
+template <typename AnyTile>
+struct PackedFinisher {
+  static constexpr int kValueHalf = PackedConsumer::kValueHalf;
+
+  PackedConsumer& of;
+  const PackedLayout& shared;
+  const MlaDecodeParams& p;
+  const AnyTile& tile;
+  const Segment& segment;
+  const int consumer, warp, lane;
+
+  __device__ __forceinline__ PackedFinisher(PackedConsumer& of, const AnyTile& tile, const Segment& segment)
+      : of(of),
+        shared(of.shared),
+        p(of.p),
+        tile(tile),
+        segment(segment),
+        consumer(of.consumer),
+        warp(of.warp),
+        lane(of.lane) {}
+
+  // By all threads of both consumers. `more`: the CTA has another segment to do.
+  __device__ __forceinline__ void finish(bool more) {
+    leave_sums();
+    consumers_sync();
+    find_factors();
+    of.change_output(0);
+    if (segment.split()) {
+      write_piece();
+      LatentJoiner<Bf16, AnyTile, 4>(p, {shared.words, shared.probabilities(0), shared.of_warp(0, 0)}, tile, segment)
+          .join(more);
+    } else {
+      write_rows();
+    }
+  }
+
+  __device__ __forceinline__ void leave_sums() const {
+#pragma unroll
+    for (int i = 0; i < kHeadsOfThread; ++i) {
+      float v = of.sum[i];
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) v += __shfl_xor_sync(0xffffffffu, v, step);
+      if (lane < 4) store_shared_float(shared.of_warp(consumer * 4 + warp, of.head_of(i)), v);
+    }
+  }
+
+  // A thread a head: the log-sum-exp, and by what the output is multiplied.
+  __device__ __forceinline__ void find_factors() const {
+    const int head = threadIdx.x - kWarpgroup;
+    if (head < kHeads) {
+      float total = load_shared_float(shared.of_warp(0, head));
+#pragma unroll
+      for (int w = 1; w < 8; ++w) total += load_shared_float(shared.of_warp(w, head));
+      store_shared_float(shared.factor(0, head), total == 0.0f ? 0.0f : 1.0f / total);
+      write_lse(head, total == 0.0f ? -kInfinity : load_shared_float(shared.reference(head)) + log2_approx(total));
+    }
+    consumers_sync();
+  }
+
+  __device__ __forceinline__ void write_lse(int row, float lse) const {
+    if (segment.split()) {
+      if (row < p.row_groups * kRowGroup)
+        p.partial_lse[piece_index(p, tile, blockIdx.y, segment.slot) * p.row_groups * kRowGroup + row] = lse;
+    } else if (row < tile.rows) {
+      store_lse(p, segment.request, Row(p, tile, row), lse);
+    }
+  }
+
+  // As in mla/mla_decode_fp8/finish.cuh: columns 2 t and 2 t + 1 of eight, of heads r and r + 8, are lane 4 r + t.
+  __device__ __forceinline__ void write_piece() const {
+    const int pair = lane / 4, row = 2 * (lane % 4);
+    const i64 piece = piece_index(p, tile, blockIdx.y, segment.slot);
+#pragma unroll
+    for (int group = 0; group < kHeads / kRowGroup; ++group) {
+      if (group >= p.row_groups) break;
+      float4* const to = p.partial_out + piece_offset<kValueDim>(p, piece, consumer, group, 2 * warp + pair / 4,
+                                                                 row * 4 + pair % 4);
+#pragma unroll
+      for (int d = 0; d < kValueHalf; ++d) {
+        const float* const v = of.output[d] + group * 8;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) store_global_float4(to + d * 8 * 32 + j * 4, v[j], v[j + 2], v[j + 4], v[j + 6]);
+      }
+    }
+  }
+
+  // Eight heads at a time, each thread two of them; in 16 bits lanes trade with the one that has the neighbouring
+  // columns: eight bytes a lane, full 32-byte sectors.
+  __device__ __forceinline__ void write_rows() const {
+    const bool odd = lane / 4 % 2;
+    const int column = consumer * 256 + warp * 16 + lane / 4 * 2, own = 2 * (lane % 4);
+    char* to = row_of_out(p, tile, segment.request, 0);
+    if (p.out_is_float)
+      to += own * p.out_stride_head + column * 4;
+    else
+      to += (own + odd) * p.out_stride_head + (column - 2 * odd) * 2;
+#pragma unroll
+    for (int i = 0; i < kHeads / 8; ++i, to += 8 * p.out_stride_head) {
+      if (p.out_is_float) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          if (8 * i + own + j >= tile.rows) continue;
+#pragma unroll
+          for (int d = 0; d < kValueHalf; ++d)
+            store_global_float2(to + j * p.out_stride_head + d * 256, of.output[d][4 * i + j],
+                                of.output[d][4 * i + j + 2]);
+        }
+      } else {
+#pragma unroll
+        for (int d = 0; d < kValueHalf; ++d) {
+          const float* const v = of.output[d] + 4 * i;
+          const u32 first_row = pack_pair<Bf16>(v[0], v[2]), second_row = pack_pair<Bf16>(v[1], v[3]);
+          const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first_row : second_row, 4);
+          if (8 * i + own + odd < tile.rows)
+            store_global_8(to + d * 128, odd ? received : first_row, odd ? second_row : received);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace cumla::sparse

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// Parameters and shared memory of mla_sparse_packed.
+#pragma once
+#include "mla/mla_decode_fp8/layout.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::sparse {
+
+using namespace mla;
+using namespace split;
+
+constexpr int kHeads = 64;  // of a row tile
+constexpr int kHeadsOfThread = kHeads / 4;
+constexpr int kGranuleRows = 16;  // cache rows that a barrier of the ring stands for: those of a warp of scores
+constexpr int kGranules = kBlockTokens / kGranuleRows;  // of a block
+
+struct MlaSparsePackedParams {
+  MlaDecodeParams decode;  // latent: whole rows of 656 bytes
+  const char* zeros;       // what stands for a row that is not there
+};
+
+struct PackedLayout {
+  static constexpr int kSlots = 13;
+  static constexpr int kSlotBytes = kGranuleRows * kPackedBytes;
+  static constexpr int kQueryTileBytes = kHeads * 128;  // 64 columns
+  static constexpr int kProbabilityBytes = kHeads * 128;
+  static constexpr int kTableBytes = kScaleGroups * kBlockTokens * 2;
+  static constexpr int kBytes = kTiles * kQueryTileBytes + 2 * kProbabilityBytes + kSlots * kSlotBytes +
+                                2 * kTableBytes + (1 + 2 + 1 + 8) * kHeads * 4 + 16 + (2 * kSlots + 4) * 8;
+
+  u32 query, first_probabilities, ring, tables, references, words, barriers;
+
+  __device__ __forceinline__ explicit PackedLayout(u32 base)
+      : query(base),
+        first_probabilities(query + kTiles * kQueryTileBytes),
+        ring(first_probabilities + 2 * kProbabilityBytes),
+        tables(ring + kSlots * kSlotBytes),
+        references(tables + 2 * kTableBytes),
+        words(references + (1 + 2 + 1 + 8) * kHeads * 4),
+        barriers(words + 16) {}
+
+  __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kSlotBytes; }
+  // Of the block with an even or odd number: transposed, a row of 64 tokens for each head.
+  __device__ __forceinline__ u32 probabilities(int parity) const {
+    return first_probabilities + parity * kProbabilityBytes;
+  }
+  // Of the same: scales as float16 in the order of V's fragments, for each group of columns.
+  __device__ __forceinline__ u32 table(int parity) const { return tables + parity * kTableBytes; }
+  // To what the probabilities of a head are relative.
+  __device__ __forceinline__ u32 reference(int head) const { return references + head * 4; }
+  // By what the reference of a head has changed with a block.
+  __device__ __forceinline__ u32 factor(int parity, int head) const {
+    return reference(kHeads + parity * kHeads + head);
+  }
+  // By what products with a head's query become scores in base 2.
+  __device__ __forceinline__ u32 score_factor(int head) const { return factor(2, head); }
+  // Of a warp of both consumers and a head: the highest score of a block, the sum of a segment.
+  __device__ __forceinline__ u32 of_warp(int warp, int head) const { return score_factor(kHeads + warp * kHeads + head); }
+  // What is unusual about a block: a set of Unusual. Two words before it are those of joining.
+  __device__ __forceinline__ u32 unusual(int parity) const { return words + 8 + parity * 4; }
+  // Barriers: a slot is loaded; it is free again; probabilities are written; they have been read.
+  __device__ __forceinline__ u32 full(u32 s) const { return barriers + s * 8; }
+  __device__ __forceinline__ u32 free(u32 s) const { return full(kSlots + s); }
+  __device__ __forceinline__ u32 probabilities_full(int parity) const { return free(kSlots + parity); }
+  __device__ __forceinline__ u32 probabilities_free(int parity) const { return probabilities_full(2 + parity); }
+};
+
+enum Unusual : u32 {
+  kRaised = 1,  // references have changed: what was summed up changes by factors
+  kWide = 2,    // scales of a row differ by more than float16 bears: V and probabilities as bfloat16
+};
+
+// The number of a block's granule, over all blocks of a CTA, in the ring.
+struct GranulePlace {
+  u32 slot, phase;
+
+  __device__ __forceinline__ explicit GranulePlace(u32 granule)
+      : slot(granule % PackedLayout::kSlots), phase(granule / PackedLayout::kSlots & 1) {}
+};
+
+}  // namespace cumla::sparse

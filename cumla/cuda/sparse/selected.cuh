@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// A list of cache rows in place of pages: what the MLA kernels need to attend to it.
+//
+// Each query token has a list, and each list a place of the schedule, as a request of the dense kernels. The lists are
+// what sparse/select_rows.cu leaves: block_table is [places][block_table_stride] row numbers, all of which exist, and
+// after the last list lie the lengths of all. A row number counts in steps of the cache's stride_page, as a page of one
+// token does. The schedule was made for lists at least as long.
+#pragma once
+#include "mla/mla_decode/layout.cuh"
+#include "split/tile.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::sparse {
+
+using namespace mla;
+using namespace split;
+
+// Some of the heads of a query token: grid = (row tiles, parts, 1).
+template <int kTileRows>
+struct SelectedTile : RaggedTile {
+  using Held = SelectedTile;
+
+  __device__ __forceinline__ explicit SelectedTile(const MlaDecodeParams& p) : RaggedTile(p) {
+    index = blockIdx.x;
+    first_row = blockIdx.x * kTileRows;
+    rows = min(kTileRows, p.heads_per_group - first_row);
+    least_shift = most_shift = 0;
+    q_len = 1;
+  }
+};
+
+template <int kTileRows>
+__device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, SelectedTile<kTileRows>& tile,
+                                              const Part& part, int place) {
+  const Place at = p.places[place];
+  const int list = min(max(at.request, 0), p.batch - 1);
+  const int scheduled = min(static_cast<i64>(max(at.tokens, 0)), p.max_tokens);
+  const int length = min(max(p.block_table[p.batch * p.block_table_stride + list], 0), scheduled);
+  Segment segment = segment_at(p, part, place, scheduled, scheduled - length);
+  segment.tokens = length;
+  segment.request = quotient(list, p.by_q_len);
+  tile.q_begin = list - segment.request * p.q_len;
+  tile.pages = list * p.block_table_stride;
+  return segment;
+}
+
+template <int kTileRows>
+__device__ __forceinline__ int page_of(const MlaDecodeParams& p, const SelectedTile<kTileRows>& tile, const Segment&,
+                                       u32 entry) {
+  return p.block_table[tile.pages + entry];
+}
+
+}  // namespace cumla::sparse

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/sparse/select_rows.cu: how long lists of rows are, and which entries exist."""
+
+from __future__ import annotations
+
+import struct
+from math import gcd
+from typing import TYPE_CHECKING, NamedTuple
+
+from cumla.launch.kernel import Launch
+from cumla.launch.mla.shape import VALUE_DIM
+from cumla.launch.source import KernelSpec
+from cumla.launch.split.division import divisor_of
+
+if TYPE_CHECKING:
+    from cumla.core.arrays import ArrayView
+    from cumla.launch.sparse.shape import MLASparseKey
+
+__all__ = ["SPECS", "RowSteps", "bound_rows_launch", "row_steps", "select_rows_launch"]
+
+_THREADS = 256
+
+
+def _spec(function: str, params: str) -> KernelSpec:
+    return KernelSpec(
+        stem="select_rows",
+        package="cumla.cuda.sparse",
+        entry=function,
+        function=function,
+        params=params,
+        threads=_THREADS,
+    )
+
+
+_BOUND, _SELECT = SPECS = (
+    _spec("bound_rows", "BoundRowsParams"),
+    _spec("select_rows", "SelectRowsParams"),
+)
+
+_BOUND_PARAMS = struct.Struct("<QqqQQ4i2I")
+_SELECT_PARAMS = struct.Struct("<QqqQQqQqqQQ7iI4I")
+_MOST_ROWS = (1 << 31) - 1
+
+
+class RowSteps(NamedTuple):
+    """How the rows of a cache are numbered: in equal steps of memory, the same for all parts."""
+
+    page: int  # steps from a page to the next one
+    row: int  # steps from a row to the next one
+    count: int  # numbers that there are
+    strides: tuple[int, ...]  # bytes of a step, of each part
+
+
+def row_steps(parts: tuple[ArrayView, ...]) -> RowSteps:
+    """Number the rows of ``(num_pages, page_size, ...)`` views, which may have gaps between pages.
+
+    Raise `ValueError` where the parts lie differently, or rows lie too far apart for 32 bits.
+    """
+    num_pages, page_size = parts[0].shape[:2]
+    found: tuple[int, int] | None = None
+    strides = []
+    for part in parts:
+        page, row = part.strides[:2]
+        page, row = (page if num_pages > 1 else row * page_size), (row if page_size > 1 else page)
+        step = gcd(page, row)
+        if step == 0 or page < 0 or row < 0:
+            raise ValueError(
+                f"kv_cache: needs rows at addresses of their own, in the order of memory, got "
+                f"strides {part.strides[:2]} of pages and rows; make a contiguous copy"
+            )
+        strides.append(step)
+        steps = page // step, row // step
+        if found not in (None, steps):
+            raise ValueError(
+                f"kv_cache: needs pages as many rows apart in each of its arrays, got {found[0]}/"  # type: ignore[index]
+                f"{found[1]} and {steps[0]}/{steps[1]} of the rows' distance; allocate the arrays "
+                f"alike"
+            )
+        found = steps
+    assert found is not None
+    count = (num_pages - 1) * found[0] + (page_size - 1) * found[1] + 1 if num_pages else 0
+    if count > _MOST_ROWS:
+        raise ValueError(
+            f"kv_cache: needs rows that 32 bits can number, got {count} steps of {strides[0]} "
+            f"bytes; leave smaller gaps between pages"
+        )
+    return RowSteps(*found, count, tuple(strides))
+
+
+def bound_rows_launch(key: MLASparseKey, buffer: int, lengths: ArrayView | None) -> Launch:
+    """Describe how to write the lengths of all lists, and zeros, into a plan's buffer.
+
+    `lengths` is ``(batch, q_len)`` int32; None for full lists.
+    """
+    zeros = VALUE_DIM // 4
+    values = (
+        *((0, 0, 0) if lengths is None else (lengths.ptr, *_elements(lengths))),
+        buffer + key.bounds,
+        buffer + key.zeros,
+        key.num_places,
+        key.topk,
+        zeros,
+        key.q_len,
+        *divisor_of(key.q_len),
+    )
+    return Launch(_BOUND, (-(-max(key.num_places, zeros) // _THREADS), 1, 1), _BOUND_PARAMS, values)
+
+
+def select_rows_launch(
+    key: MLASparseKey,
+    buffer: int,
+    indices: ArrayView,
+    pages: tuple[int, int],
+    steps: RowSteps,
+    block_table: ArrayView | None,
+    row_to_request: ArrayView | None,
+) -> Launch:
+    """Describe how to write what lists name, as numbers of rows, into a plan's buffer.
+
+    `indices` is ``(batch, q_len, topk)``, `pages` tells how many the cache has, and of how many
+    rows, `steps` is as :func:`row_steps` says. `block_table` is ``(requests, max_pages)``, and
+    `row_to_request` ``(batch, q_len)``; without the latter a list is of the request of its batch
+    index.
+    """
+    num_pages, page_size = pages
+    table = (0, 0) if block_table is None else (block_table.ptr, block_table.strides[0] // 4)
+    requests, max_pages = (0, 0) if block_table is None else block_table.shape
+    values = (
+        indices.ptr,
+        *_elements(indices),
+        buffer + key.bounds,
+        *table,
+        *((0, 0, 0) if row_to_request is None else (row_to_request.ptr, *_elements(row_to_request))),
+        buffer + key.selected,
+        buffer + key.counts,
+        key.topk,
+        key.q_len,
+        requests,
+        max_pages,
+        num_pages,
+        steps.page,
+        steps.row,
+        page_size,
+        *divisor_of(page_size),
+        *divisor_of(key.q_len),
+    )
+    return Launch(_SELECT, (key.num_places, 1, 1), _SELECT_PARAMS, values)
+
+
+def _elements(view: ArrayView) -> tuple[int, ...]:
+    """List the strides of a view's first two axes in elements of 32 bits."""
+    return tuple(stride // 4 for stride in view.strides[:2])

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The key of a plan for attention to lists of cache rows, and the layout of its buffer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from cumla.launch.mla.shape import NARROW_ROWS, VALUE_DIM
+from cumla.launch.split.plan import (
+    BLOCK_TOKENS,
+    PLACE_BYTES,
+    ROW_GROUP,
+    ROW_TILE,
+    PlanKey,
+    PlanLayout,
+    filling_parts,
+    piece_blocks,
+)
+
+__all__ = ["PACKED", "MLASparseKey"]
+
+PACKED = "packed"
+"""A cache of rows of 656 bytes: e4m3 latent columns, four scales, bfloat16 RoPE columns."""
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class MLASparseKey(PlanKey):
+    """The shape for which a plan of attention to lists of rows is made.
+
+    Each query token has a list, and each list a place in the schedule: the kernels see as many
+    requests of one query token.
+    """
+
+    batch: int  # q is (batch, q_len, num_heads, 576)
+    q_len: int
+    num_heads: int
+    topk: int  # entries of a list
+    dtype: str  # "bfloat16" or "float16"
+    cache: str  # one of CACHES of cumla.launch.mla.shape, or PACKED
+    device: int | None  # CUDA ordinal; None for arrays on the CPU, which need no plan
+    sm_count: int  # multiprocessors of that device, 0 for the CPU
+    batch_invariant: bool = False
+
+    num_kv_heads = 1
+    page_size = 1  # what a list names is one row
+    causal = False
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of a value: the latent ones."""
+        return VALUE_DIM
+
+    @cached_property
+    def row_tile(self) -> int:
+        """Heads of one thread block: fewer where it computes from e4m3 numbers."""
+        narrow, wide = NARROW_ROWS
+        if self.cache == "same" or (self.cache == PACKED and self.num_heads > narrow):
+            return ROW_TILE
+        return narrow if self.num_heads <= narrow else wide
+
+    @cached_property
+    def row_tiles(self) -> int:
+        """Thread blocks of a query token."""
+        return -(-self.num_heads // self.row_tile)
+
+    @property
+    def tiles(self) -> int:
+        """The same: there is one kv head."""
+        return self.row_tiles
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether a tensor map tells what L2 fetches ahead: single rows need none."""
+        return False
+
+    @cached_property
+    def row_groups(self) -> int:
+        """Groups of 16 heads in a tile: what is stored of its partial results."""
+        return -(-min(self.row_tile, self.num_heads) // ROW_GROUP)
+
+    @property
+    def num_places(self) -> int:
+        """Lists: one for each query token."""
+        return self.batch * self.q_len
+
+    @property
+    def max_blocks(self) -> int:  # type: ignore[override]
+        """Most blocks of 64 entries of a list."""
+        return -(-self.topk // BLOCK_TOKENS)
+
+    @cached_property
+    def parts(self) -> int:
+        """Shares into which the blocks of all lists are dealt."""
+        if self.batch_invariant:
+            return self.num_places * max(1, -(-self.max_blocks // piece_blocks(self.row_groups)))
+        return filling_parts(self.tiles, self.sm_count)
+
+    @property
+    def places_bytes(self) -> int:
+        """Size of the schedule's order."""
+        return self.num_places * PLACE_BYTES
+
+    @cached_property
+    def selected(self) -> int:
+        """Where in the buffer the selected rows lie, and after them how many each list has."""
+        return PlanLayout.of(self).nbytes
+
+    @property
+    def counts(self) -> int:
+        """Where in the buffer it lies how many rows each list has."""
+        return self.selected + self.num_places * self.topk * 4
+
+    @cached_property
+    def bounds(self) -> int:
+        """Where in the buffer it lies how long each list may be."""
+        return _aligned(self.counts + self.num_places * 4)
+
+    @cached_property
+    def zeros(self) -> int:
+        """Where in the buffer a row of zeros lies, the value of a sink."""
+        return _aligned(self.bounds + self.num_places * 4)
+
+    @cached_property
+    def layout(self) -> PlanLayout:
+        """Where things lie in the plan's buffer; its size covers the lists as well."""
+        return replace(PlanLayout.of(self), nbytes=_aligned(self.zeros + VALUE_DIM * 4))
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
