@@ -51,7 +51,7 @@ __device__ __forceinline__ void initialise_barriers(const Fp8Layout<kQueryRows, 
                                                     int row_warps) {
 #pragma unroll
   for (int s = 0; s < shared.kSlots; ++s) {
-    mbarrier_init(shared.full(s), row_warps ? row_warps * 32 : 1);
+    mbarrier_init(shared.full(s), kForm == kRows ? row_warps * 32 : max(row_warps, 1));
     mbarrier_init(shared.free(s), 4);  // plant: slot read, arrivals
   }
 #pragma unroll
@@ -72,6 +72,8 @@ __device__ __forceinline__ void load(const MlaDecodeFp8Params& p, const Fp8Layou
   if (warp < 2) {
     if constexpr (kForm == kRows)
       load_kv_fp8<Layout, kGrouped>(p, shared, tile, part, last_place, warp);
+    else if constexpr (kForm == kPackedRows)
+      load_kv_fp8_rows<Layout>(p.decode, shared, tile, part, last_place, warp);
     else if (warp == 0 && elect_one())
       load_kv_fp8_pages<Layout, kGrouped>(p, shared, tile, part, last_place);
   } else {
@@ -110,7 +112,8 @@ __device__ __forceinline__ void mla_decode_fp8(const MlaDecodeFp8Params& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const Fp8Layout<kQueryRows, kGrouped, kForm> shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  begin_kernel<kForm == kPacked ? kPages : kForm, AnyTile>(p.decode, shared, kForm == kRows ? 2 : 0);
+  constexpr bool kSingleRows = kForm == kRows || kForm == kPackedRows;
+  begin_kernel<kSingleRows ? kRows : kPages, AnyTile>(p.decode, shared, kSingleRows ? 2 : 0);
   if (warpgroup == 0) {
     registers_decrease<kQueryRows == 16 ? 88 : 56>();
     load<kQueryRows, kGrouped, kForm, AnyTile>(p, shared);

@@ -7,9 +7,10 @@
 
 namespace cumla::sparse {
 
-template <int kQueryRows, bool kGrouped>
+// kForm: kRows, or kPackedRows where rows are packed and heads at most 16.
+template <int kQueryRows, bool kGrouped, PageForm kForm>
 __device__ __forceinline__ void mla_sparse_fp8(const MlaDecodeFp8Params& p) {
-  mla_decode_fp8<kQueryRows, kGrouped, kRows, SelectedTile<kQueryRows>>(p);
+  mla_decode_fp8<kQueryRows, kGrouped, kForm, SelectedTile<kQueryRows>>(p);
 }
 
 }  // namespace cumla::sparse

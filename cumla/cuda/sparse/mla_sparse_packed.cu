@@ -71,13 +71,15 @@ __device__ __forceinline__ void finish_segment(PackedConsumer& consumer, int pla
   consumers_sync();  // the next query lies where this one was, and sums where these are
 }
 
-__device__ __forceinline__ void mla_sparse_packed(const MlaSparsePackedParams& params) {
+// latent: whole rows, of 656 bytes; rope: what stands for a row that is not there.
+__device__ __forceinline__ void mla_sparse_packed(const MlaDecodeParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   using AnyTile = SelectedTile<kHeads>;
-  const MlaDecodeParams& p = params.decode;
   const PackedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   if (threadIdx.x == 0) initialise_barriers(shared);
+  if (threadIdx.x == 32) prefetch_l2(p.parts_in + blockIdx.y);
+  if (threadIdx.x >= 64) prefetch_l2(reinterpret_cast<const char*>(p.places) + (threadIdx.x - 64) % 16 * 128);
   grid_dependency_launch();
   __syncthreads();
   grid_dependency_wait();
@@ -85,7 +87,7 @@ __device__ __forceinline__ void mla_sparse_packed(const MlaSparsePackedParams& p
     registers_decrease<24>();
     const Part part = part_of_cta(p, copy_of(blockIdx.y));
     AnyTile tile(p);
-    load_granules(params, shared, tile, part, last_place_of(p, part), threadIdx.x / 32);
+    load_granules(p, shared, tile, part, last_place_of(p, part), threadIdx.x / 32);
   } else {
     registers_increase<240>();
     const Part part = part_of_cta(p, blockIdx.y);

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LIES",
+    "PACKED_SMEM_BYTES",
     "SMEM_BYTES",
     "SPECS",
     "decode_fp8_launch",
@@ -37,7 +38,7 @@ _SHAPES: tuple[int | str, ...] = (*NARROW_ROWS, _RAGGED)
 _FORM_TAGS = {"pages": "kPages", "rows": "kRows", "packed": "kPacked"}
 # Of a thread block, without scales of each token and with them (kBytes of Fp8Layout).
 SMEM_BYTES = {16: (216560, 224240), 32: (219872, 231136)}
-_PACKED_SMEM_BYTES = 226288
+PACKED_SMEM_BYTES = 226288
 # Latent columns as words are rows of them; where in a row scales and RoPE columns begin, in bytes.
 _PACKED_WORDS, _PACKED_SCALES, _PACKED_ROPE = 164, 512, 528
 
@@ -57,7 +58,7 @@ def _spec(shape: int | str, grouped: bool, form: str) -> KernelSpec:
         function=f"mla_decode_fp8<{rows}, {str(grouped).lower()}, {_FORM_TAGS[form]}{tile}>",
         params="MlaDecodeFp8Params",
         threads=384,
-        smem_bytes=_PACKED_SMEM_BYTES if form == "packed" else SMEM_BYTES[rows][grouped],
+        smem_bytes=PACKED_SMEM_BYTES if form == "packed" else SMEM_BYTES[rows][grouped],
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cumla.launch.mla.mla_decode_fp8 import SMEM_BYTES, launch_with
+from cumla.launch.mla.mla_decode_fp8 import PACKED_SMEM_BYTES, SMEM_BYTES, launch_with
 from cumla.launch.mla.shape import NARROW_ROWS
 from cumla.launch.source import KernelSpec
+from cumla.launch.sparse.shape import PACKED
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -15,14 +16,14 @@ if TYPE_CHECKING:
     from cumla.launch.mla.mla_decode import DecodeArguments
     from cumla.launch.sparse.shape import MLASparseKey
 
-__all__ = ["SPECS", "sparse_fp8_launch", "sparse_fp8_specs"]
+__all__ = ["SPECS", "sparse_fp8_launch", "sparse_fp8_specs", "with_zeros"]
 
 _SPECS = {
     (rows, grouped): KernelSpec(
         stem="mla_sparse_fp8",
         package="cumla.cuda.sparse",
         entry=f"mla_sparse_fp8_{rows}{'_grouped' if grouped else ''}",
-        function=f"mla_sparse_fp8<{rows}, {str(grouped).lower()}>",
+        function=f"mla_sparse_fp8<{rows}, {str(grouped).lower()}, kRows>",
         params="MlaDecodeFp8Params",
         threads=384,
         smem_bytes=SMEM_BYTES[rows][grouped],
@@ -30,11 +31,22 @@ _SPECS = {
     for rows in NARROW_ROWS
     for grouped in (False, True)
 }
-SPECS = tuple(_SPECS.values())
+_PACKED = KernelSpec(
+    stem="mla_sparse_fp8",
+    package="cumla.cuda.sparse",
+    entry="mla_sparse_fp8_16_packed",
+    function="mla_sparse_fp8<16, true, kPackedRows>",
+    params="MlaDecodeFp8Params",
+    threads=384,
+    smem_bytes=PACKED_SMEM_BYTES,
+)
+SPECS = (*_SPECS.values(), _PACKED)
 
 
 def sparse_fp8_specs(key: MLASparseKey) -> tuple[KernelSpec, ...]:
     """List the kernels of a shape: of one factor, and of scales."""
+    if key.cache == PACKED:
+        return (_PACKED,)
     return _SPECS[key.row_tile, False], _SPECS[key.row_tile, True]
 
 
@@ -45,5 +57,13 @@ def sparse_fp8_launch(
 
     Parameters are as for :func:`cumla.launch.mla.mla_decode.decode_launch`, each cache row a page.
     """
-    spec = _SPECS[key.row_tile, arguments.kv_scales is not None]
+    if key.cache == PACKED:
+        spec, arguments = _PACKED, with_zeros(key, buffer, arguments)
+    else:
+        spec = _SPECS[key.row_tile, arguments.kv_scales is not None]
     return launch_with(spec, "rows", key, buffer, arguments, out, lse)
+
+
+def with_zeros(key: MLASparseKey, buffer: int, arguments: DecodeArguments) -> DecodeArguments:
+    """Put what stands for rows that are not there in place of packed rows' RoPE columns."""
+    return arguments._replace(kv_rope=arguments.kv_rope._replace(ptr=buffer + key.zeros))

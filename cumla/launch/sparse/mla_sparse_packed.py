@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from cumla.launch.kernel import Launch
 from cumla.launch.mla.mla_decode import NO_MAP, PARAMS_FORMAT, decode_values
 from cumla.launch.source import KernelSpec
+from cumla.launch.sparse.mla_sparse_fp8 import with_zeros
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -23,13 +24,13 @@ SPECS = (
         package="cumla.cuda.sparse",
         entry="mla_sparse_packed",
         function="mla_sparse_packed",
-        params="MlaSparsePackedParams",
+        params="MlaDecodeParams",
         threads=384,
         smem_bytes=230912,
     ),
 )
 
-_PARAMS = struct.Struct(PARAMS_FORMAT + "Q56x")
+_PARAMS = struct.Struct(PARAMS_FORMAT)
 
 
 def sparse_packed_launch(
@@ -39,7 +40,8 @@ def sparse_packed_launch(
 
     Parameters are as for :func:`cumla.launch.mla.mla_decode.decode_launch`, each cache row a page.
     """
+    arguments = with_zeros(key, buffer, arguments)
     values = decode_values(key, buffer, arguments, out, lse)
     grid = key.row_tiles, key.parts, 1
-    values = (NO_MAP, NO_MAP, NO_MAP, *values, buffer + key.zeros)
+    values = (NO_MAP, NO_MAP, NO_MAP, *values)
     return Launch(SPECS[0], grid, _PARAMS, values)

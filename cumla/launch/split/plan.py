@@ -148,6 +148,11 @@ class PlanKey(ABC):
 
     @property
     @abstractmethod
+    def num_places(self) -> int:
+        """Places that the schedule lists: requests, row tiles or lists."""
+
+    @property
+    @abstractmethod
     def places_bytes(self) -> int:
         """Size of what the schedule lists: an order of requests, or row tiles."""
 

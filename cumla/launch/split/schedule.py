@@ -62,7 +62,7 @@ def schedule_launch(key: PlanKey, buffer: int, kv_lens: ArrayView) -> Launch:
         buffer + layout.places,
         buffer + layout.parts,
         buffer + layout.tickets,
-        key.batch,
+        key.num_places,
         key.parts,
         key.num_tickets,
         FIXED_COST,
@@ -71,7 +71,7 @@ def schedule_launch(key: PlanKey, buffer: int, kv_lens: ArrayView) -> Launch:
         MIN_BLOCKS,
         MIN_SHARE,
         min_saving(key.row_groups),
-        key.max_blocks * BLOCK_TOKENS if key.batch_invariant else max_tokens(key.batch),
+        key.max_blocks * BLOCK_TOKENS if key.batch_invariant else max_tokens(key.num_places),
         piece_blocks(key.row_groups),
         *divisor_of(key.parts),
     )

@@ -64,7 +64,7 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
 
   // Scores, in base 2, begin as those of the RoPE columns.
   __device__ __forceinline__ void multiply_rope(u32 rope) {
-    if (kForm != kPacked && params.rope_is_fp8) {
+    if (!Layout::kWhole && params.rope_is_fp8) {
       KeyTile keys;
       load_keys(keys, rope + key_offset(), 0);
       float sums[kSums];
@@ -233,7 +233,8 @@ struct Fp8Consumer : Fp8Softmax<kQueryRows, kGrouped, kForm, AnyTile> {
       const u32 s = (t + i) % Layout::kSlots, phase = (t + i) / Layout::kSlots & 1;
       multiply_query(s, phase);
       if ((i + 1) * kBlockTokens > tokens - tile.most_shift) mask_scores(i, tokens);
-      if (kForm != kRows && (i + 1) * kBlockTokens > tokens) clear_past(shared.slot(s), tokens - i * kBlockTokens);
+      if ((kForm == kPages || kForm == kPacked) && (i + 1) * kBlockTokens > tokens)
+        clear_past(shared.slot(s), tokens - i * kBlockTokens);
       weigh(shared.slot(s));
       multiply_values(s);
     }

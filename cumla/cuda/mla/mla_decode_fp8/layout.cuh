@@ -18,8 +18,9 @@ constexpr int kRawColumns = 128;  // of a tile of 8 bits, kTileBytes large
 constexpr int kPackedScales = kValueDim, kPackedRope = kPackedScales + 4 * kScaleGroups,
               kPackedBytes = kPackedRope + 128;
 
-// Beside the forms of mla/mla_decode/pages.cuh one of this kernel: 64 packed rows of a page, as they lie there.
-constexpr PageForm kPacked = static_cast<PageForm>(kRows + 1);
+// Beside the forms of mla/mla_decode/pages.cuh two of this kernel: 64 packed rows of a page, as they lie there, and
+// packed rows that come one by one.
+constexpr PageForm kPacked = static_cast<PageForm>(kRows + 1), kPackedRows = static_cast<PageForm>(kRows + 2);
 
 struct MlaDecodeFp8Params {
   MlaDecodeParams decode;  // its latent columns are e4m3; of kPages the maps of both, boxes 128 bytes wide, swizzled
@@ -28,6 +29,7 @@ struct MlaDecodeFp8Params {
   float kv_scale_value;
   int rope_is_fp8;       // or else bfloat16
   TensorMap scales_map;  // of kPages: dims (4, page_size, num_kv_heads, num_pages), box (4, 64, 1, 1)
+  // Of kPackedRows decode.latent are whole rows, and decode.rope is what stands for one that is not there.
   // Of kPacked decode.latent_map is that of whole rows, in words: dims (164, page_size, ...), box (164, 64, 1, 1).
 };
 
@@ -81,7 +83,7 @@ __device__ __forceinline__ int token_at(int place) { return (place & ~7) | (plac
 // model: fp8_segments, fp8_data
 template <int kQueryRows, bool kGrouped, PageForm kForm>
 struct Fp8Layout {
-  static constexpr bool kWhole = kForm == kPacked;
+  static constexpr bool kWhole = kForm == kPacked || kForm == kPackedRows;
   static constexpr int kSlots = 4;                              // even: a slot always meets the same consumer
   static constexpr int kRowBytes = kWhole ? kPackedBytes : 128;  // from a token's latent columns to the next one's
   static constexpr int kRopeOffset = kWhole ? kPackedRope : kValueDim / kRawColumns * kTileBytes;

@@ -378,6 +378,9 @@ struct PackedConsumer {
 #pragma unroll 1
       for (int b = max(i - 1, 0); b <= i && b < blocks.count; ++b) multiply_values(t + b);
     }
+    const u32 last = t + blocks.count - 1;
+    if (blocks.count > 0 && ((consumer ^ last) & 1) && (load_shared_u32(shared.unusual(last & 1)) & kRaised))
+      change_sums(last & 1);
     return blocks.count;
   }
 

@@ -14,11 +14,6 @@ constexpr int kHeadsOfThread = kHeads / 4;
 constexpr int kGranuleRows = 16;  // cache rows that a barrier of the ring stands for: those of a warp of scores
 constexpr int kGranules = kBlockTokens / kGranuleRows;  // of a block
 
-struct MlaSparsePackedParams {
-  MlaDecodeParams decode;  // latent: whole rows of 656 bytes
-  const char* zeros;       // what stands for a row that is not there
-};
-
 struct PackedLayout {
   static constexpr int kSlots = 13;
   static constexpr int kSlotBytes = kGranuleRows * kPackedBytes;

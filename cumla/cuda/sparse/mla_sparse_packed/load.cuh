@@ -16,9 +16,8 @@ using namespace ptx;
 
 // By each of four warps: a granule of every block, a row a lane.
 template <typename AnyTile>
-__device__ __forceinline__ void load_granules(const MlaSparsePackedParams& params, const PackedLayout& shared,
-                                              AnyTile& tile, const Part& part, int last_place, int warp) {
-  const MlaDecodeParams& p = params.decode;
+__device__ __forceinline__ void load_granules(const MlaDecodeParams& p, const PackedLayout& shared, AnyTile& tile,
+                                              const Part& part, int last_place, int warp) {
   const int lane = threadIdx.x % 32, own = warp * kGranuleRows + lane % kGranuleRows;
   GranulePlace place_in_ring(warp);
 #pragma unroll 1
@@ -40,7 +39,7 @@ __device__ __forceinline__ void load_granules(const MlaSparsePackedParams& param
       __syncwarp();
       if (lane < kGranuleRows)
         copy_bulk_async(shared.slot(slot) + lane * kPackedBytes,
-                        static_cast<u32>(row) < p.num_pages ? p.latent.base + row * p.latent.stride_page : params.zeros,
+                        static_cast<u32>(row) < p.num_pages ? p.latent.base + row * p.latent.stride_page : p.rope.base,
                         kPackedBytes, shared.full(slot));
       place_in_ring.slot += kGranules;
       if (place_in_ring.slot >= PackedLayout::kSlots) {
