@@ -63,8 +63,7 @@ struct PackedConsumer {
   }
 
   // What a thread does with the scales of a row: relative to a power of two, as pairs of float16.
-  __device__ __forceinline__ u32 relative_scales(u32 row, u32 (&pairs)[kScaleGroups], float& exponent) {
-    const uint4 bits = load_shared_16(row + kPackedScales);
+  __device__ __forceinline__ u32 relative_scales(const uint4& bits, u32 (&pairs)[kScaleGroups], float& exponent) {
     const u32 highest = max(max(bits.x & 0x7fffffffu, bits.y & 0x7fffffffu),
                             max(bits.z & 0x7fffffffu, bits.w & 0x7fffffffu)) >> 23;
     const u32 bounded = min(max(highest, kLeastExponent), kMostExponent);
@@ -85,26 +84,27 @@ struct PackedConsumer {
     const GranulePlace place(kGranules * t + warp);
     mbarrier_wait(shared.full(place.slot), place.phase, "a granule");
     const u32 rows = shared.slot(place.slot), own = rows + token_at(lane / 4) * kPackedBytes;
+    const uint4 bits[2] = {load_shared_16(own + kPackedScales), load_shared_16(own + 8 * kPackedBytes + kPackedScales)};
+    u32 a[2][kStepRegisters], rope[4][4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      load_matrix_x4(rope[k], rows + token_at(lane % 16) * kPackedBytes + kPackedRope + (2 * k + lane / 16) * 16);
+    const u32 source = own + lane % 4 * 16;
+    KeyTile keys;
+    keys.load<kPackedBytes>(source);
     u32 scale[2][kScaleGroups], inverse[2];
     is_wide = false;
 #pragma unroll
-    for (int e = 0; e < 2; ++e) inverse[e] = relative_scales(own + e * 8 * kPackedBytes, scale[e], row_exponent[e]);
-#pragma unroll
     for (int e = 0; e < 2; ++e) {
+      inverse[e] = relative_scales(bits[e], scale[e], row_exponent[e]);
       const u32 lower = lane & 1 ? scale[e][1] : scale[e][0], upper = lane & 1 ? scale[e][3] : scale[e][2];
       row_scales[e] = lane & 2 ? upper : lower;
     }
-    u32 a[2][kStepRegisters];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        u32 words[4];
-        load_matrix_x4(words, rows + token_at(lane % 16) * kPackedBytes + kPackedRope +
-                                  (4 * half + 2 * k + lane / 16) * 16);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[half][4 * k + i] = multiply_pairs<Bf16>(words[i], inverse[i & 1]);
-      }
+      for (int i = 0; i < kStepRegisters; ++i)
+        a[half][i] = multiply_pairs<Bf16>(rope[2 * half + i / 4][i % 4], inverse[i & 1]);
       keep_before_products(a[half]);
       warpgroup_arrive();
 #pragma unroll
@@ -115,9 +115,6 @@ struct PackedConsumer {
             half + k > 0);
       warpgroup_commit();
     }
-    const u32 source = own + lane % 4 * 16;
-    KeyTile keys;
-    keys.load<kPackedBytes>(source);
 #pragma unroll
     for (int k = 0; k < kValueTiles; ++k) {
       KeyTile next;
@@ -163,29 +160,31 @@ struct PackedConsumer {
     const u32 to = shared.probabilities(parity) + row * 128 + ((tokens ^ (row & 7)) << 4);
     const float of_row[2] = {exp2_of_integer(row_exponent[0]), exp2_of_integer(row_exponent[1])};
     const float out_again[2] = {exp2_of_integer(-row_exponent[0]), exp2_of_integer(-row_exponent[1])};
-    u32 highest = 0;
+    u32 highest = 0, packed[4];
+    float2 factors = load_shared_float2(shared.score_factor(head_of(0)));
+    float2 references = load_shared_float2(shared.reference(head_of(0)));
 #pragma unroll
-    for (int i = 0; i < kHeads / 2; i += 8) {
-      u32 packed[4];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int head = head_of(i / 2 + 2 * j);
-        const float2 factors = load_shared_float2(shared.score_factor(head));
-        const float2 references = load_shared_float2(shared.reference(head));
-        float v[2][2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float* const s = scores + i + 4 * j + 2 * e;
-          v[e][0] = exp2_approx(__fmaf_rn(s[0] * of_row[e], factors.x, row_shift[e] - references.x));
-          v[e][1] = exp2_approx(__fmaf_rn(s[1] * of_row[e], factors.y, row_shift[e] - references.y));
-          packed[2 * j + e] = pack_pair<T>(v[e][0], v[e][1]);
-          highest = highest_f16x2(highest, packed[2 * j + e]);
-        }
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          block_sum[i / 2 + 2 * j + c] = __fmaf_rn(v[0][c], out_again[0], v[1][c] * out_again[1]);
+    for (int i = 0; i < kHeads / 2; i += 4) {
+      float2 next_factors, next_references;  // loaded a step ahead
+      if (i + 4 < kHeads / 2) {
+        next_factors = load_shared_float2(shared.score_factor(head_of(i / 2 + 2)));
+        next_references = load_shared_float2(shared.reference(head_of(i / 2 + 2)));
       }
-      store_matrix_x4_transposed(to + i / 8 * 16 * 128, packed[0], packed[1], packed[2], packed[3]);
+      float v[2][2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float* const s = scores + i + 2 * e;
+        v[e][0] = exp2_approx(__fmaf_rn(s[0] * of_row[e], factors.x, row_shift[e] - references.x));
+        v[e][1] = exp2_approx(__fmaf_rn(s[1] * of_row[e], factors.y, row_shift[e] - references.y));
+        packed[i / 2 % 4 + e] = pack_pair<T>(v[e][0], v[e][1]);
+        highest = highest_f16x2(highest, packed[i / 2 % 4 + e]);
+      }
+#pragma unroll
+      for (int c = 0; c < 2; ++c) block_sum[i / 2 + c] = __fmaf_rn(v[0][c], out_again[0], v[1][c] * out_again[1]);
+      if (i % 8 == 4)
+        store_matrix_x4_transposed(to + i / 8 * 16 * 128, packed[0], packed[1], packed[2], packed[3]);
+      factors = next_factors;
+      references = next_references;
     }
     fence_proxy_async_shared();
     constexpr u32 kHalfInfinity = 0x7c00;
@@ -301,8 +300,12 @@ struct PackedConsumer {
     const u32 offset = token_at(lane % 16) * kPackedBytes + lane / 16 * 64 + consumer * 256 + warp * 16;
     const u32 table = shared.table(parity) + (consumer * kPairs * 16 + lane % 4) * 8;
     u32 rows[kGranules];
+    const u32 first_slot = GranulePlace(kGranules * t).slot;
+    auto slot_of = [&](int k) {
+      return first_slot + k < PackedLayout::kSlots ? first_slot + k : first_slot + k - PackedLayout::kSlots;
+    };
 #pragma unroll
-    for (int k = 0; k < kGranules; ++k) rows[k] = shared.slot(GranulePlace(kGranules * t + k).slot);
+    for (int k = 0; k < kGranules; ++k) rows[k] = shared.slot(slot_of(k));
     u32 words[2][4], a[2][kStepRegisters];
     auto fetch = [&](u32 (&to)[4], int s) {
       load_matrix_x4_transposed(to, rows[s / kPairs] + offset + s % kPairs * 128);
@@ -334,7 +337,7 @@ struct PackedConsumer {
       warpgroup_commit();
       if (d + 1 == kPairs) {
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.free(GranulePlace(kGranules * t + k).slot));
+        if (lane == 0) mbarrier_arrive(shared.free(slot_of(k)));
       }
     }
     warpgroup_wait<0>();
