@@ -49,6 +49,10 @@ __device__ __forceinline__ void initialise_barriers(const PackedLayout& shared) 
   fence_mbarrier_init();
 }
 
+__device__ __forceinline__ int last_place_here(const MlaDecodeParams& p) {
+  return last_place_of(p, part_of_cta(p, copy_of(blockIdx.y)));
+}
+
 // What a segment's blocks are, its query in shared memory. By all threads of both consumers.
 template <typename AnyTile>
 __device__ __forceinline__ Blocks begin_segment(const MlaDecodeParams& p, const PackedLayout& shared, int place) {
@@ -61,7 +65,7 @@ __device__ __forceinline__ Blocks begin_segment(const MlaDecodeParams& p, const 
   return {segment.blocks, segment.tokens - segment.begin * kBlockTokens};
 }
 
-// Segment and tile are found again: kept over the blocks they would cost registers that there are not.
+// Part, segment and tile are found again: kept over the blocks they would cost registers that there are not.
 template <typename AnyTile>
 __device__ __forceinline__ void finish_segment(PackedConsumer& consumer, int place, bool more) {
   const MlaDecodeParams& p = consumer.p;
@@ -90,14 +94,15 @@ __device__ __forceinline__ void mla_sparse_packed(const MlaDecodeParams& p) {
     load_granules(p, shared, tile, part, last_place_of(p, part), threadIdx.x / 32);
   } else {
     registers_increase<240>();
-    const Part part = part_of_cta(p, blockIdx.y);
-    const int last_place = last_place_of(p, part);
     PackedConsumer consumer(p, shared, warpgroup - 1);
     u32 t = 0;
+    int place = part_of_cta(p, blockIdx.y).place;
+    bool more = place <= last_place_here(p);
 #pragma unroll 1
-    for (int place = part.place; place <= last_place; ++place) {
+    while (more) {
       t += consumer.compute(begin_segment<AnyTile>(p, shared, place), t);
-      finish_segment<AnyTile>(consumer, place, place < last_place);
+      more = place < last_place_here(p);
+      finish_segment<AnyTile>(consumer, place++, more);
     }
   }
 }
