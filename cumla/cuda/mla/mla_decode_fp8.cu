@@ -73,7 +73,7 @@ __device__ __forceinline__ void load(const MlaDecodeFp8Params& p, const Fp8Layou
     if constexpr (kForm == kRows)
       load_kv_fp8<Layout, kGrouped>(p, shared, tile, part, last_place, warp);
     else if constexpr (kForm == kPackedRows)
-      load_kv_fp8_rows<Layout>(p.decode, shared, tile, part, last_place, warp);
+      tile.template load_rows<Layout>(p, shared, part, last_place, warp);
     else if (warp == 0 && elect_one())
       load_kv_fp8_pages<Layout, kGrouped>(p, shared, tile, part, last_place);
   } else {

@@ -3,14 +3,73 @@
 // whose rows come one by one (kRows), with lists in place of pages (sparse/selected.cuh). Roles, time line, shared
 // memory and registers are those of that kernel.
 #include "mla/mla_decode_fp8.cu"
+#include "sparse/lists.cuh"
 #include "sparse/selected.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/types.cuh"
 
 namespace cumla::sparse {
 
-// kForm: kRows, or kPackedRows where rows are packed and heads at most 16.
-template <int kQueryRows, bool kGrouped, PageForm kForm>
+using namespace ptx;
+
+template <int kQueryRows, bool kGrouped>
 __device__ __forceinline__ void mla_sparse_fp8(const MlaDecodeFp8Params& p) {
-  mla_decode_fp8<kQueryRows, kGrouped, kForm, SelectedTile<kQueryRows>>(p);
+  mla_decode_fp8<kQueryRows, kGrouped, kRows, SelectedTile<kQueryRows>>(p);
+}
+
+struct MlaSparseFp8Params : MlaDecodeFp8Params {
+  Lists lists;
+};
+
+// Lists as the caller gave them, of packed rows, which come whole: by each of two warps half of the rows of every
+// block, a bulk copy a lane.
+template <int kTileRows>
+struct PackedListTile : ListTile<kTileRows> {
+  using Held = PackedListTile;
+  using ListTile<kTileRows>::ListTile;
+
+  template <typename Layout>
+  __device__ __forceinline__ void load_rows(const MlaDecodeFp8Params& params, const Layout& shared, const Part& part,
+                                            int last_place, int warp) {
+    constexpr int kShare = kBlockTokens / 2;
+    const MlaDecodeParams& p = params.decode;
+    const Lists& lists = static_cast<const MlaSparseFp8Params&>(params).lists;
+    const int lane = threadIdx.x % 32, own = warp * kShare + lane;
+    u32 t = 0;
+#pragma unroll 1
+    for (int place = part.place; place <= last_place; ++place) {
+      const Segment segment = segment_of(p, *this, part, place);
+      const List list(lists, segment.request, this->q_begin);
+      const int first = segment.begin * kBlockTokens + own;
+      const int* entry = list.entries + first;
+      int left = list.exists ? segment.tokens - first : 0;  // entries from this lane's next one on
+      int next = list.row_of(lists, left > 0 ? *entry : -1);
+#pragma unroll 1
+      for (int blocks = segment.blocks; blocks > 0; --blocks, ++t) {
+        const int row = next;
+        entry += kBlockTokens;
+        left -= kBlockTokens;
+        next = list.row_of(lists, left > 0 ? *entry : -1);
+        const u32 s = t % Layout::kSlots, full = shared.full(s);
+        mbarrier_wait(shared.free(s), t / Layout::kSlots % 2 ^ 1, "a free KV slot");
+        const u32 exist = __ballot_sync(0xffffffffu, row >= 0);
+        if (lane == 0) {
+          store_shared_u32(shared.exist(s, warp), exist);
+          mbarrier_arrive_expect_tx(full, kShare * kPackedBytes);
+        }
+        __syncwarp();
+        copy_bulk_async(shared.slot(s) + own * kPackedBytes,
+                        row >= 0 ? p.latent.base + row * p.latent.stride_page : p.rope.base, kPackedBytes, full);
+      }
+    }
+  }
+};
+
+template <int kQueryRows>
+__device__ __forceinline__ void mla_sparse_fp8_packed(const MlaSparseFp8Params& p) {
+  mla_decode_fp8<kQueryRows, true, kPackedRows, PackedListTile<kQueryRows>>(p);
 }
 
 }  // namespace cumla::sparse

@@ -19,7 +19,7 @@
 // V and probabilities are bfloat16 (kWide).
 //
 // Shared memory:  query 73,728 + P 16,384 + ring of 13 granules 136,448 + scales 1,024 + references, factors and sums
-//                 3,072 + words 16 + barriers 240 = 230,912 B of 232,448
+//                 3,072 + words 72 + barriers 240 = 230,968 B of 232,448
 // Registers:      consumers 240 (output 128, scores 32, sums 16), loaders 24; 168 at the start
 // Tensor work:    36 + 32 products m64n64k16 a block, 2,176 clocks
 #include "sparse/mla_sparse_packed/compute.cuh"
@@ -53,16 +53,16 @@ __device__ __forceinline__ int last_place_here(const MlaDecodeParams& p) {
   return last_place_of(p, part_of_cta(p, copy_of(blockIdx.y)));
 }
 
-// What a segment's blocks are, its query in shared memory. By all threads of both consumers.
+// How many blocks a segment has, its query in shared memory. By all threads of both consumers.
 template <typename AnyTile>
-__device__ __forceinline__ Blocks begin_segment(const MlaDecodeParams& p, const PackedLayout& shared, int place) {
+__device__ __forceinline__ int begin_segment(const MlaDecodeParams& p, const PackedLayout& shared, int place) {
   AnyTile tile(p);
   const Segment segment = segment_of(p, tile, part_of_cta(p, copy_of(blockIdx.y)), place);
   const int thread = threadIdx.x - kWarpgroup;
   if (thread < kHeads) store_shared_float(shared.reference(thread), kLowest);
   load_query_packed(p, shared, tile, segment.request);
   consumers_sync();
-  return {segment.blocks, segment.tokens - segment.begin * kBlockTokens};
+  return segment.blocks;
 }
 
 // Part, segment and tile are found again: kept over the blocks they would cost registers that there are not.
@@ -75,10 +75,10 @@ __device__ __forceinline__ void finish_segment(PackedConsumer& consumer, int pla
   consumers_sync();  // the next query lies where this one was, and sums where these are
 }
 
-// latent: whole rows, of 656 bytes; rope: what stands for a row that is not there.
-__device__ __forceinline__ void mla_sparse_packed(const MlaDecodeParams& p) {
+__device__ __forceinline__ void mla_sparse_packed(const MlaSparsePackedParams& params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  using AnyTile = SelectedTile<kHeads>;
+  using AnyTile = ListTile<kHeads>;
+  const MlaDecodeParams& p = params.decode;
   const PackedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   if (threadIdx.x == 0) initialise_barriers(shared);
@@ -91,7 +91,7 @@ __device__ __forceinline__ void mla_sparse_packed(const MlaDecodeParams& p) {
     registers_decrease<24>();
     const Part part = part_of_cta(p, copy_of(blockIdx.y));
     AnyTile tile(p);
-    load_granules(p, shared, tile, part, last_place_of(p, part), threadIdx.x / 32);
+    load_granules(params, shared, tile, part, last_place_of(p, part), threadIdx.x / 32);
   } else {
     registers_increase<240>();
     PackedConsumer consumer(p, shared, warpgroup - 1);

@@ -3,9 +3,9 @@
 //
 // bound_rows: the lengths of all lists, for the schedule. A thread a list.
 // select_rows: of each list the entries that name a row of the cache, in their order, one after the other, and how many
-// they are. An entry is the number of a slot, page * page_size + row, or with a block table a position in the pages of
-// the list's request. A CTA a list, kListEntries of it at a time: each warp takes neighbouring ones, reads all its
+// they are. A CTA a list, kListEntries of it at a time: each warp takes neighbouring ones, reads all its
 // share before it waits, and finds the places of its entries from counts that the warps leave in shared memory.
+#include "sparse/lists.cuh"
 #include "split/division.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
@@ -30,21 +30,13 @@ struct BoundRowsParams {
 };
 
 struct SelectRowsParams {
-  const int* indices;
-  i64 indices_stride_batch, indices_stride_token;  // elements
-  const int* bounds;       // [rows]: entries after that many are not looked at
-  const int* block_table;  // null: entries are slots
-  i64 block_table_stride;  // elements
-  const int* requests;     // of the lists; null: their batch index
-  i64 requests_stride_batch, requests_stride_token;  // elements
-  int* selected;           // [rows][entries]
-  int* counts;             // [rows]
+  Lists lists;
+  const int* bounds;  // [rows]: entries after that many are not looked at
+  int* selected;      // [rows][entries]
+  int* counts;        // [rows]
   int entries;
   int q_len;
-  int num_requests, max_pages, num_pages;
-  int page_step, row_step;  // between pages and rows, in the unit of what is selected
-  u32 page_size;
-  Divisor by_page_size, by_q_len;
+  Divisor by_q_len;
 };
 
 __device__ __forceinline__ void bound_rows(const BoundRowsParams& p) {
@@ -61,46 +53,25 @@ __device__ __forceinline__ void bound_rows(const BoundRowsParams& p) {
   p.bounds[row] = min(max(length, 0), p.entries);
 }
 
-// The row that an entry names, in the unit of stride steps; -1 if there is none.
-__device__ __forceinline__ int row_of_entry(const SelectRowsParams& p, const int* pages, int entry) {
-  if (entry < 0) return -1;
-  int page = quotient(entry, p.by_page_size);
-  const int row = entry - page * p.page_size;
-  if (p.block_table != nullptr) {
-    if (page >= p.max_pages) return -1;
-    page = pages[page];
-  }
-  return static_cast<u32>(page) < p.num_pages ? page * p.page_step + row * p.row_step : -1;
-}
-
 __device__ __forceinline__ void select_rows(const SelectRowsParams& p) {
   __shared__ int warp_counts[2][kSelectWarps];
   grid_dependency_launch();
   grid_dependency_wait();
   const int row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int batch = quotient(row, p.by_q_len), token = row - batch * p.q_len;
-  const int* const indices = p.indices + batch * p.indices_stride_batch + token * p.indices_stride_token;
+  const List list(p.lists, batch, token);
   int* const selected = p.selected + static_cast<i64>(row) * p.entries;
-  int length = min(max(p.bounds[row], 0), p.entries);
-  const int* pages = p.block_table;
-  if (pages != nullptr) {
-    const int request =
-        p.requests == nullptr ? batch : p.requests[batch * p.requests_stride_batch + token * p.requests_stride_token];
-    if (static_cast<u32>(request) < p.num_requests)
-      pages += request * p.block_table_stride;
-    else
-      length = 0;
-  }
+  const int length = list.exists ? min(max(p.bounds[row], 0), p.entries) : 0;
   int begin = 0;
 #pragma unroll 1
   for (int first = 0, turn = 0; first < length; first += kListEntries, turn ^= 1) {
     int rows[kLaneEntries];
     const int own = first + warp * (32 * kLaneEntries) + lane;
 #pragma unroll
-    for (int k = 0; k < kLaneEntries; ++k) rows[k] = own + 32 * k < length ? indices[own + 32 * k] : -1;
+    for (int k = 0; k < kLaneEntries; ++k) rows[k] = own + 32 * k < length ? list.entries[own + 32 * k] : -1;
     int count = 0;
 #pragma unroll
-    for (int k = 0; k < kLaneEntries; ++k) rows[k] = row_of_entry(p, pages, rows[k]);
+    for (int k = 0; k < kLaneEntries; ++k) rows[k] = list.row_of(p.lists, rows[k]);
 #pragma unroll
     for (int k = 0; k < kLaneEntries; ++k) count += __popc(__ballot_sync(0xffffffffu, rows[k] >= 0));
     if (lane == 0) warp_counts[turn][warp] = count;

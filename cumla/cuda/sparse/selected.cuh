@@ -1,10 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A list of cache rows in place of pages: what the MLA kernels need to attend to it.
-//
-// Each query token has a list, and each list a place of the schedule, as a request of the dense kernels. The lists are
-// what sparse/select_rows.cu leaves: block_table is [places][block_table_stride] row numbers, all of which exist, and
-// after the last list lie the lengths of all. A row number counts in steps of the cache's stride_page, as a page of one
-// token does. The schedule was made for lists at least as long.
+// A list of cache rows in place of pages: what the MLA kernels need to attend to it. Each query token has a list, and
+// each list a place of the schedule, as a request of the dense kernels.
 #pragma once
 #include "mla/mla_decode/layout.cuh"
 #include "split/tile.cuh"
@@ -15,18 +11,38 @@ namespace cumla::sparse {
 using namespace mla;
 using namespace split;
 
-// Some of the heads of a query token: grid = (row tiles, parts, 1).
+// Some of the heads of a query token: grid = (row tiles, parts, 1). Its list is as the caller gave it (sparse/lists.cuh).
 template <int kTileRows>
-struct SelectedTile : RaggedTile {
-  using Held = SelectedTile;
+struct ListTile : RaggedTile {
+  using Held = ListTile;
 
-  __device__ __forceinline__ explicit SelectedTile(const MlaDecodeParams& p) : RaggedTile(p) {
+  __device__ __forceinline__ explicit ListTile(const MlaDecodeParams& p) : RaggedTile(p) {
     index = blockIdx.x;
     first_row = blockIdx.x * kTileRows;
     rows = min(kTileRows, p.heads_per_group - first_row);
     least_shift = most_shift = 0;
     q_len = 1;
   }
+};
+
+template <int kTileRows>
+__device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, ListTile<kTileRows>& tile, const Part& part,
+                                              int place) {
+  const Place at = p.places[place];
+  const int list = min(max(at.request, 0), p.batch - 1);
+  Segment segment = segment_at(p, part, place, at.tokens, 0);
+  segment.request = quotient(list, p.by_q_len);
+  tile.q_begin = list - segment.request * p.q_len;
+  return segment;
+}
+
+// The same where the list is what sparse/select_rows.cu leaves: block_table is [places][block_table_stride] numbers of
+// rows, all of which exist, and after the last list lie the lengths of all. Rows are numbered in steps of the cache's
+// stride_page, as pages of one token are. The schedule was made for lists at least as long.
+template <int kTileRows>
+struct SelectedTile : ListTile<kTileRows> {
+  using Held = SelectedTile;
+  using ListTile<kTileRows>::ListTile;
 };
 
 template <int kTileRows>

@@ -17,7 +17,7 @@ from cumla.launch.tensor_map import TensorMap, paged_kv_map
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-    from cumla.launch.mla.shape import MLAAttentionKey, MLADecodeKey
+    from cumla.launch.mla.shape import LatentKey
 
 __all__ = [
     "FORM_TAGS",
@@ -93,7 +93,7 @@ def ragged_spec(dtype: str, form: str) -> KernelSpec:
     return _SPECS[dtype, _RAGGED, form]
 
 
-def form_of(key: MLADecodeKey | MLAAttentionKey, arguments: DecodeArguments) -> str:
+def form_of(key: LatentKey, arguments: DecodeArguments) -> str:
     """Tell which of PAGE_FORMS serves a cache: whole pages need all columns in one array."""
     apart = _rope_is_apart(arguments.kv_cache, arguments.kv_rope)
     return "boxes" if key.form == "pages" and apart else key.form
@@ -112,7 +112,7 @@ _LOG2_E = log2(e)
 
 def decode_launch(
     spec: KernelSpec,
-    key: MLADecodeKey | MLAAttentionKey,
+    key: LatentKey,
     buffer: int,
     arguments: DecodeArguments,
     out: ArrayView,
@@ -131,7 +131,7 @@ def decode_launch(
 
 
 def decode_values(
-    key: MLADecodeKey | MLAAttentionKey,
+    key: LatentKey,
     buffer: int,
     arguments: DecodeArguments,
     out: ArrayView,
@@ -183,7 +183,7 @@ def decode_values(
 
 
 def _maps(
-    key: MLADecodeKey | MLAAttentionKey, form: str, latent: ArrayView, rope: ArrayView
+    key: LatentKey, form: str, latent: ArrayView, rope: ArrayView
 ) -> tuple[TensorMap | bytes, ...]:
     """Describe the cache to the copy engine: whole pages by one map of all columns.
 

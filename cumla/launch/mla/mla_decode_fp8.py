@@ -15,11 +15,12 @@ from cumla.launch.tensor_map import TensorMap, paged_kv_map
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.mla.mla_decode import DecodeArguments
-    from cumla.launch.mla.shape import MLAAttentionKey
+    from cumla.launch.mla.shape import LatentKey, MLAAttentionKey
 
 __all__ = [
     "LIES",
     "PACKED_SMEM_BYTES",
+    "PARAMS",
     "SMEM_BYTES",
     "SPECS",
     "decode_fp8_launch",
@@ -121,7 +122,7 @@ def how_it_lies(arguments: DecodeArguments) -> str:
     return "packed" if together and begins == (_PACKED_SCALES, _PACKED_ROPE) else "plain"
 
 
-_PARAMS = struct.Struct(PARAMS_FORMAT + "5qfi16x128s")
+PARAMS = struct.Struct(PARAMS_FORMAT + "5qfi16x128s")
 
 
 def decode_fp8_launch(
@@ -144,7 +145,7 @@ def decode_fp8_launch(
 def launch_with(
     spec: KernelSpec,
     form: str,
-    key: MLADecodeKey | MLAAttentionKey,
+    key: LatentKey,
     buffer: int,
     arguments: DecodeArguments,
     out: ArrayView,
@@ -165,12 +166,10 @@ def launch_with(
         maps[2],
     )
     grid = key.row_tiles, key.parts, key.num_kv_heads
-    return Launch(spec, grid, _PARAMS, values)
+    return Launch(spec, grid, PARAMS, values)
 
 
-def _maps(
-    form: str, key: MLADecodeKey | MLAAttentionKey, arguments: DecodeArguments
-) -> list[TensorMap | bytes]:
+def _maps(form: str, key: LatentKey, arguments: DecodeArguments) -> list[TensorMap | bytes]:
     """Describe latent columns, RoPE columns and scales, or whole rows, as a kernel's form asks."""
     latent, rope, scales = arguments.kv_cache, arguments.kv_rope, arguments.kv_scales
     if form == "packed":
@@ -179,7 +178,7 @@ def _maps(
     return [_map(key, cache if form == "pages" else None) for cache in (latent, rope, scales)]
 
 
-def _map(key: MLADecodeKey | MLAAttentionKey, cache: ArrayView | None) -> TensorMap | bytes:
+def _map(key: LatentKey, cache: ArrayView | None) -> TensorMap | bytes:
     """Describe columns of the cache, or its scales, to the copy engine."""
     if cache is None:
         return NO_MAP

@@ -24,6 +24,7 @@ __all__ = [
     "SWAPPED_ROWS",
     "VALUE_DIM",
     "VARIANTS",
+    "LatentKey",
     "MLAAttentionKey",
     "MLADecodeKey",
 ]
@@ -36,8 +37,20 @@ CACHES = ("same", "e4m3")
 NARROW_ROWS = (16, 32)  # query rows of a thread block of cuda/mla/mla_decode_fp8.cu
 
 
+class LatentKey(PlanKey):
+    """What the kernels ask of every shape for which they are planned."""
+
+    q_len: int
+    dtype: str  # "bfloat16" or "float16"
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of a value: the latent ones."""
+        return VALUE_DIM
+
+
 @dataclass(frozen=True)
-class MLADecodeKey(PlanKey):
+class MLADecodeKey(LatentKey):
     """The shape for which a plan of :func:`cumla.mla_decode` is made."""
 
     batch: int  # q is (batch, q_len, num_heads, 576)
@@ -69,11 +82,6 @@ class MLADecodeKey(PlanKey):
         if self.group_rows <= SWAPPED_ROWS:
             return "swapped"
         return "one_tile" if self.row_tiles == 1 else "shared_blocks"
-
-    @property
-    def value_dim(self) -> int:
-        """Columns of a value: the latent ones."""
-        return VALUE_DIM
 
     @property
     def fetches_ahead(self) -> bool:
@@ -131,7 +139,7 @@ class MLADecodeKey(PlanKey):
 
 
 @dataclass(frozen=True)
-class MLAAttentionKey(RaggedKey):
+class MLAAttentionKey(LatentKey, RaggedKey):
     """The shape for which a plan of :func:`cumla.mla_attention` is made."""
 
     batch: int  # requests
@@ -151,7 +159,7 @@ class MLAAttentionKey(RaggedKey):
         return self.num_kv_heads * self.row_tiles
 
     @property
-    def q_len(self) -> int:
+    def q_len(self) -> int:  # type: ignore[override]
         """Query tokens that the kernel may look at."""
         return self.total_tokens
 
@@ -159,11 +167,6 @@ class MLAAttentionKey(RaggedKey):
     def row_tiles(self) -> int:
         """Thread blocks that share the row tile at each place of the schedule."""
         return 1 if self.cache == "same" else ROW_TILE // NARROW_ROWS[-1]
-
-    @property
-    def value_dim(self) -> int:
-        """Columns of a value: the latent ones."""
-        return VALUE_DIM
 
     @property
     def fetches_ahead(self) -> bool:

@@ -10,11 +10,20 @@ from cumla.core.arrays import ArrayView
 from cumla.launch.merge_states import StateViews, merge_launch
 from cumla.launch.mla.mla_decode import TAGS, DecodeArguments, decode_launch
 from cumla.launch.source import KernelSpec
-from cumla.launch.sparse.mla_sparse_fp8 import sparse_fp8_launch, sparse_fp8_specs
+from cumla.launch.sparse.mla_sparse_fp8 import (
+    sparse_fp8_launch,
+    sparse_fp8_packed_launch,
+    sparse_fp8_specs,
+)
 from cumla.launch.sparse.mla_sparse_packed import SPECS as PACKED_SPECS
 from cumla.launch.sparse.mla_sparse_packed import sparse_packed_launch
 from cumla.launch.sparse.select_rows import SPECS as SELECT_SPECS
-from cumla.launch.sparse.select_rows import bound_rows_launch, row_steps, select_rows_launch
+from cumla.launch.sparse.select_rows import (
+    bound_rows_launch,
+    lists_values,
+    row_steps,
+    select_rows_launch,
+)
 from cumla.launch.sparse.shape import PACKED
 from cumla.launch.split.plan import ROW_TILE
 from cumla.launch.split.schedule import schedule_launch, schedule_spec
@@ -96,26 +105,37 @@ def attend_launches(
     parts = tuple(part for part in (a.kv_cache, a.kv_rope, a.kv_scales) if part is not None)
     steps = row_steps(parts)
     num_pages, page_size = a.kv_cache.shape[:2]
-    select = select_rows_launch(
-        *(key, buffer, a.indices, (num_pages, page_size), steps, a.block_table, a.row_to_request)
-    )
-    rows = [_as_rows(part, steps.count, step) for part, step in zip(parts, steps.strides, strict=True)]
-    latent, rope, scales = (*rows, None)[:3]
-    lists = ArrayView(
+    num_pages, page_size = a.kv_cache.shape[:2]
+    lists = lists_values(a.indices, (num_pages, page_size), steps, a.block_table, a.row_to_request)
+    rows = [_as_rows(part, steps.total, n) for part, n in zip(parts, steps.strides, strict=True)]
+    latent, rope, *scales = rows
+    selected = ArrayView(
         buffer + key.selected, (key.num_places, key.topk), (key.topk * 4, 4), "int32", key.device
     )
     decode = DecodeArguments(
-        *(a.q, a.q_rope, latent, rope, lists, scales, a.kv_scale, a.softmax_scale), causal=False
+        a.q,
+        a.q_rope,
+        latent,
+        rope,
+        selected,
+        scales[0] if scales else None,
+        a.kv_scale,
+        a.softmax_scale,
+        causal=False,
     )
-    if key.cache == "same":
-        attend = decode_launch(_spec(key), key, buffer, decode, out, lse)
-    elif key.cache == PACKED and key.row_tile == ROW_TILE:
-        attend = sparse_packed_launch(key, buffer, decode, out, lse)
+    launches: tuple[Launch, ...]
+    if key.cache == PACKED:
+        of_key = sparse_packed_launch if key.row_tile == ROW_TILE else sparse_fp8_packed_launch
+        launches = (of_key(key, buffer, decode, lists, out, lse),)
     else:
-        attend = sparse_fp8_launch(key, buffer, decode, out, lse)
-    if a.sinks is None:
-        return select, attend
-    return select, attend, _sinks_launch(key, buffer, a.sinks, out, lse)
+        if key.cache == "same":
+            attend = decode_launch(_spec(key), key, buffer, decode, out, lse)
+        else:
+            attend = sparse_fp8_launch(key, buffer, decode, out, lse)
+        launches = select_rows_launch(key, buffer, lists), attend
+    return (
+        launches if a.sinks is None else (*launches, _sinks_launch(key, buffer, a.sinks, out, lse))
+    )
 
 
 def _as_rows(part: ArrayView, count: int, step: int) -> ArrayView:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING
 
-from cumla.launch.mla.mla_decode_fp8 import PACKED_SMEM_BYTES, SMEM_BYTES, launch_with
+from cumla.launch.mla.mla_decode_fp8 import PACKED_SMEM_BYTES, PARAMS, SMEM_BYTES, launch_with
 from cumla.launch.mla.shape import NARROW_ROWS
 from cumla.launch.source import KernelSpec
+from cumla.launch.sparse.select_rows import LISTS_FORMAT
 from cumla.launch.sparse.shape import PACKED
 
 if TYPE_CHECKING:
@@ -16,14 +18,20 @@ if TYPE_CHECKING:
     from cumla.launch.mla.mla_decode import DecodeArguments
     from cumla.launch.sparse.shape import MLASparseKey
 
-__all__ = ["SPECS", "sparse_fp8_launch", "sparse_fp8_specs", "with_zeros"]
+__all__ = [
+    "SPECS",
+    "sparse_fp8_launch",
+    "sparse_fp8_packed_launch",
+    "sparse_fp8_specs",
+    "with_zeros",
+]
 
 _SPECS = {
     (rows, grouped): KernelSpec(
         stem="mla_sparse_fp8",
         package="cumla.cuda.sparse",
         entry=f"mla_sparse_fp8_{rows}{'_grouped' if grouped else ''}",
-        function=f"mla_sparse_fp8<{rows}, {str(grouped).lower()}, kRows>",
+        function=f"mla_sparse_fp8<{rows}, {str(grouped).lower()}>",
         params="MlaDecodeFp8Params",
         threads=384,
         smem_bytes=SMEM_BYTES[rows][grouped],
@@ -35,12 +43,15 @@ _PACKED = KernelSpec(
     stem="mla_sparse_fp8",
     package="cumla.cuda.sparse",
     entry="mla_sparse_fp8_16_packed",
-    function="mla_sparse_fp8<16, true, kPackedRows>",
-    params="MlaDecodeFp8Params",
+    function="mla_sparse_fp8_packed<16>",
+    params="MlaSparseFp8Params",
     threads=384,
-    smem_bytes=PACKED_SMEM_BYTES,
+    smem_bytes=PACKED_SMEM_BYTES + 4 * 8,
 )
 SPECS = (*_SPECS.values(), _PACKED)
+
+
+_PACKED_PARAMS = struct.Struct(f"{PARAMS.format}{LISTS_FORMAT}32x")
 
 
 def sparse_fp8_specs(key: MLASparseKey) -> tuple[KernelSpec, ...]:
@@ -57,11 +68,22 @@ def sparse_fp8_launch(
 
     Parameters are as for :func:`cumla.launch.mla.mla_decode.decode_launch`, each cache row a page.
     """
-    if key.cache == PACKED:
-        spec, arguments = _PACKED, with_zeros(key, buffer, arguments)
-    else:
-        spec = _SPECS[key.row_tile, arguments.kv_scales is not None]
+    spec = _SPECS[key.row_tile, arguments.kv_scales is not None]
     return launch_with(spec, "rows", key, buffer, arguments, out, lse)
+
+
+def sparse_fp8_packed_launch(
+    key: MLASparseKey,
+    buffer: int,
+    arguments: DecodeArguments,
+    lists: tuple[int, ...],
+    out: ArrayView,
+    lse: ArrayView,
+) -> Launch:
+    """Describe the same for packed rows and lists whose fields are those of LISTS_FORMAT."""
+    arguments = with_zeros(key, buffer, arguments)
+    launch = launch_with(_PACKED, "rows", key, buffer, arguments, out, lse)
+    return launch._replace(layout=_PACKED_PARAMS, values=(*launch.values, *lists))
 
 
 def with_zeros(key: MLASparseKey, buffer: int, arguments: DecodeArguments) -> DecodeArguments:

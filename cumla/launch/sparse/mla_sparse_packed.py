@@ -10,6 +10,7 @@ from cumla.launch.kernel import Launch
 from cumla.launch.mla.mla_decode import NO_MAP, PARAMS_FORMAT, decode_values
 from cumla.launch.source import KernelSpec
 from cumla.launch.sparse.mla_sparse_fp8 import with_zeros
+from cumla.launch.sparse.select_rows import LISTS_FORMAT
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -24,24 +25,28 @@ SPECS = (
         package="cumla.cuda.sparse",
         entry="mla_sparse_packed",
         function="mla_sparse_packed",
-        params="MlaDecodeParams",
+        params="MlaSparsePackedParams",
         threads=384,
-        smem_bytes=230912,
+        smem_bytes=230968,
     ),
 )
 
-_PARAMS = struct.Struct(PARAMS_FORMAT)
+_PARAMS = struct.Struct(f"{PARAMS_FORMAT}{LISTS_FORMAT}32x")
 
 
 def sparse_packed_launch(
-    key: MLASparseKey, buffer: int, arguments: DecodeArguments, out: ArrayView, lse: ArrayView
+    key: MLASparseKey,
+    buffer: int,
+    arguments: DecodeArguments,
+    lists: tuple[int, ...],
+    out: ArrayView,
+    lse: ArrayView,
 ) -> Launch:
-    """Describe how to attend to the lists in a plan's buffer.
+    """Describe how to attend to lists, whose fields are those of LISTS_FORMAT.
 
-    Parameters are as for :func:`cumla.launch.mla.mla_decode.decode_launch`, each cache row a page.
+    Other parameters are as for :func:`cumla.launch.mla.mla_decode.decode_launch`, each cache row a
+    page.
     """
-    arguments = with_zeros(key, buffer, arguments)
-    values = decode_values(key, buffer, arguments, out, lse)
+    values = decode_values(key, buffer, with_zeros(key, buffer, arguments), out, lse)
     grid = key.row_tiles, key.parts, 1
-    values = (NO_MAP, NO_MAP, NO_MAP, *values)
-    return Launch(SPECS[0], grid, _PARAMS, values)
+    return Launch(SPECS[0], grid, _PARAMS, (NO_MAP, NO_MAP, NO_MAP, *values, *lists))

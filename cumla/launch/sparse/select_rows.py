@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.sparse.shape import MLASparseKey
 
-__all__ = ["SPECS", "RowSteps", "bound_rows_launch", "row_steps", "select_rows_launch"]
+__all__ = [
+    "LISTS_FORMAT",
+    "SPECS",
+    "RowSteps",
+    "bound_rows_launch",
+    "lists_values",
+    "row_steps",
+    "select_rows_launch",
+]
 
 _THREADS = 256
 
@@ -38,7 +46,9 @@ _BOUND, _SELECT = SPECS = (
 )
 
 _BOUND_PARAMS = struct.Struct("<QqqQQ4i2I")
-_SELECT_PARAMS = struct.Struct("<QqqQQqQqqQQ7iI4I")
+LISTS_FORMAT = "QqqQqQqq6i2I"
+"""The struct Lists of cuda/sparse/lists.cuh."""
+_SELECT_PARAMS = struct.Struct(f"<{LISTS_FORMAT}QQQ2i2I")
 _MOST_ROWS = (1 << 31) - 1
 
 
@@ -47,12 +57,12 @@ class RowSteps(NamedTuple):
 
     page: int  # steps from a page to the next one
     row: int  # steps from a row to the next one
-    count: int  # numbers that there are
+    total: int  # numbers that there are
     strides: tuple[int, ...]  # bytes of a step, of each part
 
 
 def row_steps(parts: tuple[ArrayView, ...]) -> RowSteps:
-    """Number the rows of ``(num_pages, page_size, ...)`` views, which may have gaps between pages.
+    """Count the steps between rows of ``(num_pages, page_size, ...)`` views, gaps or not.
 
     Raise `ValueError` where the parts lie differently, or rows lie too far apart for 32 bits.
     """
@@ -61,7 +71,8 @@ def row_steps(parts: tuple[ArrayView, ...]) -> RowSteps:
     strides = []
     for part in parts:
         page, row = part.strides[:2]
-        page, row = (page if num_pages > 1 else row * page_size), (row if page_size > 1 else page)
+        page = page if num_pages > 1 else row * page_size
+        row = row if page_size > 1 else page
         step = gcd(page, row)
         if step == 0 or page < 0 or row < 0:
             raise ValueError(
@@ -72,9 +83,8 @@ def row_steps(parts: tuple[ArrayView, ...]) -> RowSteps:
         steps = page // step, row // step
         if found not in (None, steps):
             raise ValueError(
-                f"kv_cache: needs pages as many rows apart in each of its arrays, got {found[0]}/"  # type: ignore[index]
-                f"{found[1]} and {steps[0]}/{steps[1]} of the rows' distance; allocate the arrays "
-                f"alike"
+                f"kv_cache: needs pages as many rows apart in each of its arrays, got {found} "
+                f"and {steps} steps from page to page and from row to row; allocate them alike"
             )
         found = steps
     assert found is not None
@@ -106,16 +116,14 @@ def bound_rows_launch(key: MLASparseKey, buffer: int, lengths: ArrayView | None)
     return Launch(_BOUND, (-(-max(key.num_places, zeros) // _THREADS), 1, 1), _BOUND_PARAMS, values)
 
 
-def select_rows_launch(
-    key: MLASparseKey,
-    buffer: int,
+def lists_values(
     indices: ArrayView,
     pages: tuple[int, int],
     steps: RowSteps,
     block_table: ArrayView | None,
     row_to_request: ArrayView | None,
-) -> Launch:
-    """Describe how to write what lists name, as numbers of rows, into a plan's buffer.
+) -> tuple[int, ...]:
+    """List the fields of LISTS_FORMAT.
 
     `indices` is ``(batch, q_len, topk)``, `pages` tells how many the cache has, and of how many
     rows, `steps` is as :func:`row_steps` says. `block_table` is ``(requests, max_pages)``, and
@@ -125,16 +133,14 @@ def select_rows_launch(
     num_pages, page_size = pages
     table = (0, 0) if block_table is None else (block_table.ptr, block_table.strides[0] // 4)
     requests, max_pages = (0, 0) if block_table is None else block_table.shape
-    values = (
+    of_row = (0, 0, 0)
+    if row_to_request is not None:
+        of_row = row_to_request.ptr, *_elements(row_to_request)
+    return (
         indices.ptr,
         *_elements(indices),
-        buffer + key.bounds,
         *table,
-        *((0, 0, 0) if row_to_request is None else (row_to_request.ptr, *_elements(row_to_request))),
-        buffer + key.selected,
-        buffer + key.counts,
-        key.topk,
-        key.q_len,
+        *of_row,
         requests,
         max_pages,
         num_pages,
@@ -142,11 +148,26 @@ def select_rows_launch(
         steps.row,
         page_size,
         *divisor_of(page_size),
+    )
+
+
+def select_rows_launch(key: MLASparseKey, buffer: int, lists: tuple[int, ...]) -> Launch:
+    """Describe how to write what lists name, as numbers of rows, into a plan's buffer.
+
+    `lists` are the fields of LISTS_FORMAT.
+    """
+    values = (
+        *lists,
+        buffer + key.bounds,
+        buffer + key.selected,
+        buffer + key.counts,
+        key.topk,
+        key.q_len,
         *divisor_of(key.q_len),
     )
     return Launch(_SELECT, (key.num_places, 1, 1), _SELECT_PARAMS, values)
 
 
-def _elements(view: ArrayView) -> tuple[int, ...]:
+def _elements(view: ArrayView) -> tuple[int, int]:
     """List the strides of a view's first two axes in elements of 32 bits."""
-    return tuple(stride // 4 for stride in view.strides[:2])
+    return view.strides[0] // 4, view.strides[1] // 4

@@ -6,13 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from cumla.launch.mla.shape import NARROW_ROWS, VALUE_DIM
+from cumla.launch.mla.shape import NARROW_ROWS, VALUE_DIM, LatentKey
 from cumla.launch.split.plan import (
     BLOCK_TOKENS,
     PLACE_BYTES,
     ROW_GROUP,
     ROW_TILE,
-    PlanKey,
     PlanLayout,
     filling_parts,
     piece_blocks,
@@ -26,7 +25,7 @@ _ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
-class MLASparseKey(PlanKey):
+class MLASparseKey(LatentKey):
     """The shape for which a plan of attention to lists of rows is made.
 
     Each query token has a list, and each list a place in the schedule: the kernels see as many
@@ -46,11 +45,6 @@ class MLASparseKey(PlanKey):
     num_kv_heads = 1
     page_size = 1  # what a list names is one row
     causal = False
-
-    @property
-    def value_dim(self) -> int:
-        """Columns of a value: the latent ones."""
-        return VALUE_DIM
 
     @cached_property
     def row_tile(self) -> int:
@@ -104,13 +98,17 @@ class MLASparseKey(PlanKey):
 
     @cached_property
     def selected(self) -> int:
-        """Where in the buffer the selected rows lie, and after them how many each list has."""
+        """Where in the buffer the selected rows lie, and after them how many each list has.
+
+        Kernels for packed rows look at the lists themselves.
+        """
         return PlanLayout.of(self).nbytes
 
     @property
     def counts(self) -> int:
         """Where in the buffer it lies how many rows each list has."""
-        return self.selected + self.num_places * self.topk * 4
+        entries = 0 if self.cache == PACKED else self.num_places * self.topk
+        return self.selected + entries * 4
 
     @cached_property
     def bounds(self) -> int:

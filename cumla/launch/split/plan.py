@@ -112,6 +112,7 @@ class PlanKey(ABC):
     num_heads: int
     num_kv_heads: int
     page_size: int
+    causal: bool
     sm_count: int
     batch_invariant: bool = False
     max_blocks: int = 0

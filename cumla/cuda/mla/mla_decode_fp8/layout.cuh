@@ -19,7 +19,7 @@ constexpr int kPackedScales = kValueDim, kPackedRope = kPackedScales + 4 * kScal
               kPackedBytes = kPackedRope + 128;
 
 // Beside the forms of mla/mla_decode/pages.cuh two of this kernel: 64 packed rows of a page, as they lie there, and
-// packed rows that come one by one.
+// packed rows that come one by one, of which some may not be there.
 constexpr PageForm kPacked = static_cast<PageForm>(kRows + 1), kPackedRows = static_cast<PageForm>(kRows + 2);
 
 struct MlaDecodeFp8Params {
@@ -107,8 +107,9 @@ struct Fp8Layout {
   static constexpr int kReferences = kGrouped ? 1 + 2 * kScaleGroups : 1;  // of a query row and consumer
   static constexpr int kLastReferences = kGrouped ? 1 + kScaleGroups : 1;
   static constexpr int kRowFloats = (kMaxima + 1) * kWarps + 2 * (kReferences + kLastReferences) + kQueries;
+  static constexpr int kExistBytes = kForm == kPackedRows ? kSlots * 8 : 0;  // a bit a row
   static constexpr int kBytes = kSlots * kSlotBytes + kQueries * kQueryBytes + kProbabilityBytes +
-                                kRowFloats * kQueryRows * 4 + 16 + (2 * kSlots + 2 * kQueries) * 8;
+                                kRowFloats * kQueryRows * 4 + 16 + kExistBytes + (2 * kSlots + 2 * kQueries) * 8;
 
   u32 ring, first_query, probabilities, maxima, words, barriers;
 
@@ -118,7 +119,7 @@ struct Fp8Layout {
         probabilities(first_query + kQueryBytes),
         maxima(first_query + kQueries * kQueryBytes + kProbabilityBytes),
         words(maxima + kRowFloats * kQueryRows * 4),
-        barriers(words + 16) {}
+        barriers(words + 16 + kExistBytes) {}
 
   __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kSlotBytes; }
   // Where, in a slot, a chunk of 16 bytes of the first 128 of a token lies.
@@ -177,6 +178,8 @@ struct Fp8Layout {
   __device__ __forceinline__ u32 divisor(u32 n, int row) const {
     return last_reference(2, buffer_of(n) * kQueryRows + row);
   }
+  // Of kPackedRows: which of half of a slot's rows are there.
+  __device__ __forceinline__ u32 exist(u32 s, int half) const { return words + 16 + s * 8 + half * 4; }
   // Barriers: a slot is loaded; it is free again.
   __device__ __forceinline__ u32 full(u32 s) const { return barriers + s * 8; }
   __device__ __forceinline__ u32 free(u32 s) const { return full(kSlots) + s * 8; }

@@ -100,37 +100,6 @@ __device__ __forceinline__ void load_kv_fp8_pages(const MlaDecodeFp8Params& p, c
   }
 }
 
-// The same of packed rows that come one by one: by each of two warps half of the rows of every block, a bulk copy a
-// lane.
-template <typename Layout, typename AnyTile>
-__device__ __forceinline__ void load_kv_fp8_rows(const MlaDecodeParams& p, const Layout& shared, const AnyTile& tile,
-                                                 const Part& part, int last_place, int warp) {
-  constexpr int kShare = kBlockTokens / 2;
-  const int lane = threadIdx.x % 32, own = warp * kShare + lane;
-  BlockCursor<1, AnyTile> ahead(p, tile, part, last_place, 0);
-  auto find = [&](PageRow& row) {
-    const bool exists = ahead.valid();
-    if (exists) row = ahead.template row_of<kRows>(own);
-    if (exists) ahead.next();
-    return exists;
-  };
-  PageRow next;
-  bool more = find(next);
-#pragma unroll 1
-  for (u32 t = 0; more; ++t) {
-    const PageRow row = next;
-    more = find(next);
-    const u32 s = t % Layout::kSlots, full = shared.full(s);
-    mbarrier_wait(shared.free(s), t / Layout::kSlots % 2 ^ 1, "a free KV slot");
-    if (lane == 0) mbarrier_arrive_expect_tx(full, kShare * kPackedBytes);
-    __syncwarp();
-    const char* const from = static_cast<u32>(row.page) < p.num_pages
-                                 ? p.latent.base + row.page * p.latent.stride_page + row.row * p.latent.stride_row
-                                 : p.rope.base;
-    copy_bulk_async(shared.slot(s) + own * kPackedBytes, from, kPackedBytes, full);
-  }
-}
-
 // The highest of two magnitudes and a pair of bfloat16, as bits of float32.
 __device__ __forceinline__ u32 highest_magnitude(u32 highest, u32 pair) {
   return max(max(highest, pair & 0x7fff0000u), (pair << 16) & 0x7fff0000u);

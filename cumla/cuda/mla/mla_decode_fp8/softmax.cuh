@@ -117,6 +117,14 @@ struct Fp8Softmax {
     }
   }
 
+  // Of kPackedRows: rows of a slot that are not there, for which it holds zeros.
+  __device__ __forceinline__ void mask_absent(u32 s) {
+    const u32 exist = load_shared_u32(shared.exist(s, warp / 2)) >> own_token() % 32;
+#pragma unroll
+    for (int i = 0; i < kSums; ++i)
+      if (!(exist >> 8 * (i / 2 % 2) & 1)) scores[i] = -kInfinity;
+  }
+
   // The scores of a row, of this thread's token or of the one eight after it.
   __device__ __forceinline__ float score_of(int i, int eight) const { return scores[4 * (i / 2) + 2 * eight + i % 2]; }
 

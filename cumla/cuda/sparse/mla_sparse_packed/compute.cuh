@@ -23,11 +23,6 @@ constexpr u32 kLeastExponent = 127 - 60, kMostExponent = 127 + 60;
 // Relative to that, a scale other than 0 that is lower loses bits as float16.
 constexpr float kLeastScale = 1.0f / 4096;
 
-// The blocks of a segment, and how many rows they hold.
-struct Blocks {
-  int count, rows;
-};
-
 // Thread layout of scores: rows token_at(lane / 4) of granule `warp` and that + 8; in every group of eight heads the
 // two at 2 (lane % 4). Of the output, of 64 columns: 16 warp + 2 (lane / 4) and the one after that.
 struct PackedConsumer {
@@ -94,9 +89,11 @@ struct PackedConsumer {
     keys.load<kPackedBytes>(source);
     u32 scale[2][kScaleGroups], inverse[2];
     is_wide = false;
+    const u32 exist = load_shared_u32(shared.exist(place.slot)) >> token_at(lane / 4);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       inverse[e] = relative_scales(bits[e], scale[e], row_exponent[e]);
+      row_shift[e] = exist >> 8 * e & 1 ? row_exponent[e] : -kInfinity;
       const u32 lower = lane & 1 ? scale[e][1] : scale[e][0], upper = lane & 1 ? scale[e][3] : scale[e][2];
       row_scales[e] = lane & 2 ? upper : lower;
     }
@@ -138,13 +135,6 @@ struct PackedConsumer {
     }
     warpgroup_wait<0>();
     keep_behind_wait(scores);
-  }
-
-  // Rows from `valid` on are not there: zeros stand for them.
-  __device__ __forceinline__ void mask_rows(int valid) {
-    const int row = warp * kGranuleRows + token_at(lane / 4);
-#pragma unroll
-    for (int e = 0; e < 2; ++e) row_shift[e] = row + 8 * e < valid ? row_exponent[e] : -kInfinity;
   }
 
   __device__ __forceinline__ bool sync_any(bool vote) const {
@@ -368,23 +358,22 @@ struct PackedConsumer {
   }
 
   // `t`: blocks of the segments before. Returns how many there were.
-  __device__ __forceinline__ int compute(const Blocks& blocks, u32 t) {
+  __device__ __forceinline__ int compute(int blocks, u32 t) {
     begin();
     const int first = (consumer ^ t) & 1;
 #pragma unroll 1
-    for (int i = first; i - 1 < blocks.count; i += 2) {
-      if (i < blocks.count) {
+    for (int i = first; i - 1 < blocks; i += 2) {
+      if (i < blocks) {
         multiply_query(t + i);
-        mask_rows(blocks.rows - i * kBlockTokens);
         weigh(t + i, i == 0);
       }
 #pragma unroll 1
-      for (int b = max(i - 1, 0); b <= i && b < blocks.count; ++b) multiply_values(t + b);
+      for (int b = max(i - 1, 0); b <= i && b < blocks; ++b) multiply_values(t + b);
     }
-    const u32 last = t + blocks.count - 1;
-    if (blocks.count > 0 && ((consumer ^ last) & 1) && (load_shared_u32(shared.unusual(last & 1)) & kRaised))
+    const u32 last = t + blocks - 1;
+    if (blocks > 0 && ((consumer ^ last) & 1) && (load_shared_u32(shared.unusual(last & 1)) & kRaised))
       change_sums(last & 1);
-    return blocks.count;
+    return blocks;
   }
 
 };

@@ -2,6 +2,7 @@
 // Parameters and shared memory of mla_sparse_packed.
 #pragma once
 #include "mla/mla_decode_fp8/layout.cuh"
+#include "sparse/lists.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::sparse {
@@ -14,6 +15,11 @@ constexpr int kHeadsOfThread = kHeads / 4;
 constexpr int kGranuleRows = 16;  // cache rows that a barrier of the ring stands for: those of a warp of scores
 constexpr int kGranules = kBlockTokens / kGranuleRows;  // of a block
 
+struct MlaSparsePackedParams {
+  MlaDecodeParams decode;  // latent: whole rows, of 656 bytes; rope: what stands for a row that is not there
+  Lists lists;
+};
+
 struct PackedLayout {
   static constexpr int kSlots = 13;
   static constexpr int kSlotBytes = kGranuleRows * kPackedBytes;
@@ -21,7 +27,7 @@ struct PackedLayout {
   static constexpr int kProbabilityBytes = kHeads * 128;
   static constexpr int kTableBytes = kScaleGroups * kBlockTokens * 2;
   static constexpr int kBytes = kTiles * kQueryTileBytes + 2 * kProbabilityBytes + kSlots * kSlotBytes +
-                                2 * kTableBytes + (1 + 2 + 1 + 8) * kHeads * 4 + 16 + (2 * kSlots + 4) * 8;
+                                2 * kTableBytes + (1 + 2 + 1 + 8) * kHeads * 4 + 16 + 4 * (kSlots + 1) + (2 * kSlots + 4) * 8;
 
   u32 query, first_probabilities, ring, tables, references, words, barriers;
 
@@ -32,7 +38,7 @@ struct PackedLayout {
         tables(ring + kSlots * kSlotBytes),
         references(tables + 2 * kTableBytes),
         words(references + (1 + 2 + 1 + 8) * kHeads * 4),
-        barriers(words + 16) {}
+        barriers(words + 16 + 4 * (kSlots + 1)) {}
 
   __device__ __forceinline__ u32 slot(u32 s) const { return ring + s * kSlotBytes; }
   // Of the block with an even or odd number: transposed, a row of 64 tokens for each head.
@@ -53,6 +59,8 @@ struct PackedLayout {
   __device__ __forceinline__ u32 of_warp(int warp, int head) const { return score_factor(kHeads + warp * kHeads + head); }
   // What is unusual about a block: a set of Unusual. Two words before it are those of joining.
   __device__ __forceinline__ u32 unusual(int parity) const { return words + 8 + parity * 4; }
+  // Which rows of a slot are there, a bit each.
+  __device__ __forceinline__ u32 exist(u32 s) const { return words + 16 + s * 4; }
   // Barriers: a slot is loaded; it is free again; probabilities are written; they have been read.
   __device__ __forceinline__ u32 full(u32 s) const { return barriers + s * 8; }
   __device__ __forceinline__ u32 free(u32 s) const { return full(kSlots + s); }
@@ -71,6 +79,14 @@ struct GranulePlace {
 
   __device__ __forceinline__ explicit GranulePlace(u32 granule)
       : slot(granule % PackedLayout::kSlots), phase(granule / PackedLayout::kSlots & 1) {}
+  // To the same granule of the next block.
+  __device__ __forceinline__ void advance() {
+    slot += kGranules;
+    if (slot >= PackedLayout::kSlots) {
+      slot -= PackedLayout::kSlots;
+      phase ^= 1;
+    }
+  }
 };
 
 }  // namespace cumla::sparse

@@ -16,36 +16,37 @@ using namespace ptx;
 
 // By each of four warps: a granule of every block, a row a lane.
 template <typename AnyTile>
-__device__ __forceinline__ void load_granules(const MlaDecodeParams& p, const PackedLayout& shared, AnyTile& tile,
-                                              const Part& part, int last_place, int warp) {
+__device__ __forceinline__ void load_granules(const MlaSparsePackedParams& params, const PackedLayout& shared,
+                                              AnyTile& tile, const Part& part, int last_place, int warp) {
+  const MlaDecodeParams& p = params.decode;
   const int lane = threadIdx.x % 32, own = warp * kGranuleRows + lane % kGranuleRows;
-  GranulePlace place_in_ring(warp);
+  GranulePlace at(warp);
 #pragma unroll 1
   for (int place = part.place; place <= last_place; ++place) {
     const Segment segment = segment_of(p, tile, part, place);
+    const List list(params.lists, segment.request, tile.q_begin);
     const int first = segment.begin * kBlockTokens + own;
-    const int* entry = p.block_table + tile.pages + first;
-    int left = segment.tokens - first;  // entries from this lane's next one on
-    int next = left > 0 ? *entry : -1;
+    const int* entry = list.entries + first;
+    int left = list.exists ? segment.tokens - first : 0;  // entries from this lane's next one on
+    int next = list.row_of(params.lists, left > 0 ? *entry : -1);
 #pragma unroll 1
     for (int blocks = segment.blocks; blocks > 0; --blocks) {
       const int row = next;
       entry += kBlockTokens;
       left -= kBlockTokens;
-      next = left > 0 ? *entry : -1;
-      const u32 slot = place_in_ring.slot;
-      mbarrier_wait(shared.free(slot), place_in_ring.phase ^ 1, "a free slot");
-      if (lane == 0) mbarrier_arrive_expect_tx(shared.full(slot), PackedLayout::kSlotBytes);
+      next = list.row_of(params.lists, left > 0 ? *entry : -1);
+      mbarrier_wait(shared.free(at.slot), at.phase ^ 1, "a free slot");
+      const u32 exist = __ballot_sync(0xffffffffu, row >= 0);
+      if (lane == 0) {
+        store_shared_u32(shared.exist(at.slot), exist);
+        mbarrier_arrive_expect_tx(shared.full(at.slot), PackedLayout::kSlotBytes);
+      }
       __syncwarp();
       if (lane < kGranuleRows)
-        copy_bulk_async(shared.slot(slot) + lane * kPackedBytes,
-                        static_cast<u32>(row) < p.num_pages ? p.latent.base + row * p.latent.stride_page : p.rope.base,
-                        kPackedBytes, shared.full(slot));
-      place_in_ring.slot += kGranules;
-      if (place_in_ring.slot >= PackedLayout::kSlots) {
-        place_in_ring.slot -= PackedLayout::kSlots;
-        place_in_ring.phase ^= 1;
-      }
+        copy_bulk_async(shared.slot(at.slot) + lane * kPackedBytes,
+                        row >= 0 ? p.latent.base + row * p.latent.stride_page : p.rope.base, kPackedBytes,
+                        shared.full(at.slot));
+      at.advance();
     }
   }
 }
