@@ -527,7 +527,8 @@ def _checked_form(given: Views, has_pages: bool, layout: str) -> ArrayView | Non
         if ("block_table" in names and len(names) > 1) or not names & {"block_table", "kv_indices"}:
             raise ValueError(
                 f"block_table: needs page numbers as block_table, or as kv_indptr and kv_indices, "
-                f"got {' and '.join(sorted(names)) or 'neither'}; pass one form"
+                f"got {' and '.join(sorted(names)) or 'neither'}; pass one form, which for a "
+                f"contiguous cache (slots, max_len, ...) is a block table of one column"
             )
         return checked_pages(given)
     if names - {"kv_indptr"} or layout != "NHD":
@@ -552,7 +553,10 @@ def _check_lengths_given(given: set[str], q_axes: int, k_axes: int) -> None:
             "None; pass it"
         )
     if k_axes == 4 and "kv_lens" not in given:
-        raise ValueError("kv_lens: needed for keys in pages, got None; pass it")
+        raise ValueError(
+            "kv_lens: needed for keys in pages, got None; pass it, or k and v as rows, of three "
+            "axes, with kv_indptr"
+        )
     if k_axes == 4 and ("kv_indptr" in given) != ("kv_indices" in given):
         raise ValueError(
             "kv_indptr: needs kv_indices beside it for keys in pages, got one of them; pass both, "
