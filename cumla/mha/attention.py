@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from cumla.core.arrays import ArrayView
-    from cumla.core.operation import Launchable, Template
+    from cumla.core.operation import Launchable
     from cumla.core.paged import Host, Results
     from cumla.launch.kernel import Launch
     from cumla.launch.mha.append_kv_cache import Scale
@@ -570,32 +570,6 @@ def _check_lengths(host: Host, total_tokens: int, page_size: int) -> None:
         check_ragged_lengths(known, total_tokens, page_size, MOST_TOKENS)
 
 
-class _InTurn(NamedTuple):
-    """Launches that are one to a plan."""
-
-    launches: tuple[Launchable, ...]
-
-    def template(self, device: int, capturing: Callable[[], bool]) -> _TemplatesInTurn:
-        """Load the kernels."""
-        return _TemplatesInTurn(tuple([one.template(device, capturing) for one in self.launches]))
-
-
-class _TemplatesInTurn(NamedTuple):
-    """The same with their kernels."""
-
-    templates: tuple[Template, ...]
-
-    def at(self, addresses: Mapping[str, int], stream: int) -> Callable[[], None]:
-        """Put addresses into the parameters; what comes back launches all."""
-        launches = [template.at(addresses, stream) for template in self.templates]
-
-        def launch() -> None:
-            for one in launches:
-                one()
-
-        return launch
-
-
 class _Schedule(Schedule[MHAKey]):
     """Deals KV blocks out, or cuts requests at fixed positions."""
 
@@ -606,7 +580,7 @@ class _Schedule(Schedule[MHAKey]):
         if not key.batch_invariant or key.is_uncut or not key.batch:
             return super().recipe(key, arguments, outs, buffer)
         tiles = super().recipe(key.without_cuts, arguments, outs, buffer)
-        return (_InTurn((*tiles, invariant_parts_launch(key, buffer))),)
+        return (*tiles, invariant_parts_launch(key, buffer))
 
 
 _SCHEDULE = _Schedule(RAGGED_LENGTHS, ragged_schedule_launch)

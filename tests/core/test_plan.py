@@ -204,6 +204,28 @@ def test_what_a_plan_launches(planned: Planned, cupy: FakeCuPy, bindings: FakeBi
     assert cupy.compiled == loaded
 
 
+def test_all_launches_of_an_update_and_of_a_run(
+    cupy: FakeCuPy, bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be several of each, also where the arrays were found in order before."""
+    for operation in (DECODE.kind._schedule, DECODE.kind._attend):
+        recipe = operation.recipe
+        twice = lambda *arguments, recipe=recipe: 2 * tuple(recipe(*arguments))  # noqa: E731
+        monkeypatch.setattr(operation, "recipe", twice)
+    given = on_gpu(cupy, DECODE)
+    schedule, attend = entries(DECODE)
+    plan = DECODE.make(given)
+    for _ in range(2):
+        plan.update(given["kv_lens"])
+        assert bindings.entries == [schedule] * 2
+    inputs = DECODE.inputs(given)
+    allocating = {name: array for name, array in inputs.items() if name not in ("out", "lse")}
+    for arguments in (inputs, allocating):
+        for _ in range(2):
+            plan.run(**arguments)
+            assert bindings.entries == [attend] * 2
+
+
 @every_plan
 def test_prepare_loads_what_an_update_would(
     planned: Planned, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
