@@ -247,9 +247,9 @@ def _attend(q: Array, rows: Array, scale: float, sinks: Array | None) -> tuple[A
     top = scores.max(axis=-1, keepdims=True)  # keeps exp() in range and cancels in both results
     weights = np.exp(scores - top)
     total = weights.sum(axis=-1, keepdims=True)
-    lse = (top + np.log(total))[:, 0]
-    with_sink = np.logaddexp(lse, sink)
-    out = (weights @ rows[:, :VALUE_DIM]) / total
+    out, lse = (weights @ rows[:, :VALUE_DIM]) / total, (top + np.log(total))[:, 0]
+    with np.errstate(invalid="ignore"):  # of a selected NaN
+        with_sink = np.logaddexp(lse, sink)
     return out * np.exp(lse - with_sink)[:, None], with_sink
 
 
