@@ -13,12 +13,16 @@ import numpy as np
 from cumla.core.arguments import INT32, Array, Views, bind, check_dtype, check_lies
 from cumla.core.paged import BLOCK_TABLE, Host, refuse_value
 from cumla.launch.sparse.mla_sparse import SparseArguments
+from cumla.launch.sparse.shape import PACKED
 from cumla.mla.arguments import (
     QUERY_AXES,
     Columns,
+    cache_of,
+    checked_cache_dtype,
     checked_kv_scale,
     checked_query_and_cache,
 )
+from cumla.mla.fp8_caches import FP8, PACKED_BYTES, is_packed
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -28,9 +32,11 @@ __all__ = [
     "Attended",
     "Rows",
     "as_batch",
+    "check_cache",
     "check_lengths",
     "check_places",
     "checked_arguments",
+    "checked_cache",
     "on_rows",
     "spread",
 ]
@@ -53,6 +59,7 @@ class Attended(NamedTuple):
     # Latent columns, (batch, q_len, num_heads, 512) or (total_tokens, num_heads, 512).
     q: ArrayView
     launched: SparseArguments
+    cache: str  # as a key names it: that of dense attention, or PACKED
 
     @property
     def rows(self) -> Rows:
@@ -90,7 +97,31 @@ def checked_arguments(
         sinks=views.get("sinks"),
         softmax_scale=softmax_scale,
     )
-    return Attended(columns.q, launched)
+    whole = views.get("kv_cache")
+    packed = whole is not None and is_packed(whole)
+    return Attended(columns.q, launched, PACKED if packed else cache_of(columns.kv_cache))
+
+
+def checked_cache(cache_dtype: Any, dtype: Any = None) -> str:
+    """Check what a plan's caches are to be, and name it as a key does."""
+    if not isinstance(cache_dtype, str) or cache_dtype != PACKED:
+        return checked_cache_dtype(cache_dtype, dtype)
+    checked_cache_dtype(FP8, dtype)
+    return PACKED
+
+
+def check_cache(arguments: Attended, made: str) -> None:
+    """Refuse a cache that a plan is not made for."""
+    names = {
+        "same": arguments.q.dtype,
+        "e4m3": FP8,
+        PACKED: f"packed rows of {PACKED_BYTES} bytes",
+    }
+    if arguments.cache != made:
+        raise ValueError(
+            f"plan: made for a cache of {names[made]}, got one of {names[arguments.cache]}; make a "
+            f"plan with the cache_dtype of each"
+        )
 
 
 def _checked_columns(views: Views, axes: tuple[str, ...] | None) -> Columns:

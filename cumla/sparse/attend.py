@@ -11,7 +11,6 @@ from cumla.core.operation import Operation, Scheduled, parts_on_host
 from cumla.core.paged import Host, Results, Stated
 from cumla.launch.sparse.mla_sparse import attend_launches, lengths_launches
 from cumla.launch.sparse.shape import MLASparseKey
-from cumla.mla.arguments import cache_of
 from cumla.mla.attend import sm_count_of
 from cumla.mla.shape import VALUE_DIM
 from cumla.sparse.arguments import (
@@ -137,9 +136,9 @@ class SparseAttention(Scheduled[Attended, MLASparseKey]):
 
     def key(self, arguments: tuple[Any, Attended], device: int) -> MLASparseKey:
         """Tell the shape to plan for."""
-        a = arguments[1].launched
-        modes = cache_of(a.kv_cache), device, sm_count_of(device), self._batch_invariant
-        return key_of(*shape_of(a), *modes)
+        attended = arguments[1]
+        modes = attended.cache, device, sm_count_of(device), self._batch_invariant
+        return key_of(*shape_of(attended.launched), *modes)
 
 
 def shape_of(arguments: Any) -> tuple[int, int, int, int, str]:

@@ -22,16 +22,16 @@ from cumla.core.state import AttentionState
 from cumla.launch.module import load
 from cumla.launch.sparse.mla_sparse import sparse_specs
 from cumla.launch.sparse.shape import MLASparseKey
-from cumla.mla.arguments import (
-    DTYPES,
-    QUERY_AXES,
-    cache_of,
-    checked_cache_dtype,
-    named,
-    other_cache,
-)
+from cumla.mla.arguments import DTYPES, QUERY_AXES, named
 from cumla.mla.attend import SCALE, checked_sm_count, sm_count_of
-from cumla.sparse.arguments import TOKEN_AXES, Attended, check_lengths
+from cumla.mla.fp8_caches import FP8
+from cumla.sparse.arguments import (
+    TOKEN_AXES,
+    Attended,
+    check_cache,
+    check_lengths,
+    checked_cache,
+)
 from cumla.sparse.attend import SparseAttend, SparseAttention, SparseSchedule, key_of, shape_of
 
 if TYPE_CHECKING:
@@ -271,7 +271,8 @@ class MLASparsePlan(Plan[MLASparseKey]):
         ``"bfloat16"`` or ``"float16"``, or any framework's dtype of that name: of q, and of
         kv_cache unless `cache_dtype` says otherwise.
     cache_dtype : str or dtype, optional
-        ``"float8_e4m3fn"`` for FP8 caches in any form, with dtype bfloat16; dtype by default.
+        ``"packed"`` for rows of 656 bytes, ``"float8_e4m3fn"`` for FP8 caches in any other form,
+        both with dtype bfloat16; dtype by default.
     batch_invariant : bool
         As in :func:`mla_sparse_decode`.
     device, workspace, like, stream : optional
@@ -314,7 +315,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
         sizes = _checked_sizes(batch, q_len, num_heads, topk)
         dtype = dtype_name(dtype)
         check_dtype("dtype", dtype, DTYPES)
-        cache = checked_cache_dtype(cache_dtype, dtype)
+        cache = checked_cache(cache_dtype, dtype)
         invariant = checked_flag("batch_invariant", batch_invariant)
         check_device_number(device)
         place = (device, workspace, like, stream)
@@ -339,13 +340,13 @@ class MLASparsePlan(Plan[MLASparseKey]):
         arrays = named(q, kv_cache, None, indices=indices)
         call = open_call(tuple(arrays.items()), stream=stream)
         views = dict(zip(arrays, call.views, strict=True))
-        a = _ATTEND.arguments(views, (SCALE, None)).launched
-        *sizes, dtype = shape_of(a)
+        attended = _ATTEND.arguments(views, (SCALE, None))
+        *sizes, dtype = shape_of(attended.launched)
         with call:
             return cls(
                 *sizes,
                 dtype=dtype,
-                cache_dtype=a.kv_cache.dtype,
+                cache_dtype={"same": None, "e4m3": FP8}.get(attended.cache, attended.cache),
                 batch_invariant=batch_invariant,
                 workspace=workspace,
                 like=next(iter(arrays.values())),
@@ -368,7 +369,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
         `sm_count` and errors are as in :meth:`cumla.MLADecodePlan.workspace_bytes`.
         """
         sizes = _checked_sizes(batch, q_len, num_heads, topk)
-        cache = checked_cache_dtype(cache_dtype)
+        cache = checked_cache(cache_dtype)
         invariant = checked_flag("batch_invariant", batch_invariant)
         key = key_of(*sizes, DTYPES[0], cache, 0, checked_sm_count(sm_count), invariant)
         return _ATTEND.workspace_bytes(key)
@@ -444,11 +445,9 @@ lse, stream
         check_lengths(host, self.key.topk)
 
     def _check_shape(self, arguments: Attended) -> None:
-        a = arguments.launched
         made = tuple([getattr(self.key, name) for name in _SIZES])
-        check_made_for(_SIZES, made, shape_of(a))
-        if cache_of(a.kv_cache) != self.key.cache:
-            raise other_cache(a.q, a.kv_cache)
+        check_made_for(_SIZES, made, shape_of(arguments.launched))
+        check_cache(arguments, self.key.cache)
 
 
 def _checked_sizes(batch: Any, q_len: Any, num_heads: Any, topk: Any) -> tuple[int, int, int, int]:

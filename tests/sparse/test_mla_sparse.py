@@ -357,7 +357,10 @@ def test_the_options_of_from_arrays() -> None:
             True,
         )
     packed = decode(kv_cache=np.zeros((6, 8, 656), np.uint8))
-    assert plan_of(packed).key.cache == "e4m3"
+    assert plan_of(packed).key.cache == "packed"
+    bits = np.zeros((6, 8, 576), np.uint8)
+    for cache in (bits, (bits[..., :512], bits[..., 512:])):
+        assert plan_of(decode(kv_cache=cache)).key.cache == "e4m3"
     with refused(ValueError, "indices: needs shape (batch, q_len, topk)"):
         plan_of(decode(indices=int32([1, 2])))
 
@@ -413,7 +416,7 @@ def test_a_plan_of_another_shape(changed: str) -> None:
         given |= {name: given[name].astype(np.float16) for name in ("q", "kv_cache")}
     else:
         given["kv_cache"] = np.zeros((6, 8, 656), np.uint8)
-        message = "plan: made for a cache of bfloat16, got one of float8_e4m3fn; make a plan with"
+        message = "plan: made for a cache of bfloat16, got one of packed rows of 656 bytes; make"
     with refused(ValueError, message):
         plan.run(**given)
 
@@ -445,7 +448,19 @@ def test_dtypes_of_plans() -> None:
         cumla.MLASparsePlan(
             **NUMBERS, dtype="float16", cache_dtype="float8_e4m3fn", like=np.zeros(1)
         )
-    assert cumla.MLASparsePlan.workspace_bytes(**NUMBERS, sm_count=132) > 0
+    packed = {**NUMBERS, "cache_dtype": "packed"}
+    with refused(TypeError, "dtype: needs bfloat16 with cache_dtype float8_e4m3fn, got float16"):
+        cumla.MLASparsePlan(**packed, dtype="float16", like=np.zeros(1))
+    plan = cumla.MLASparsePlan(**packed, like=np.zeros(1))
+    plan.update()
+    one = decode(kv_cache=np.zeros((6, 8, 576), np.uint8))
+    given = inputs(one) | {"q": one["q"][:, :1], "indices": np.zeros((2, 1, 64), np.int32)}
+    with refused(
+        ValueError, "plan: made for a cache of packed rows of 656 bytes, got one of float"
+    ):
+        plan.run(**given)
+    plan.run(**given | {"kv_cache": np.zeros((6, 8, 656), np.uint8)})
+    assert cumla.MLASparsePlan.workspace_bytes(**packed, sm_count=132) > 0
 
 
 # --- check mode -----------------------------------------------------------------------------------
