@@ -19,6 +19,7 @@ from cumla.core.operation import run
 from cumla.core.paged import check_made_for
 from cumla.core.plan import Plan
 from cumla.core.state import AttentionState
+from cumla.launch.merge_states import merge_spec
 from cumla.launch.module import load
 from cumla.launch.sparse.mla_sparse import sparse_specs
 from cumla.launch.sparse.shape import MLASparseKey
@@ -438,7 +439,8 @@ lse, stream
         return AttentionState(*results)
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
-        for spec in sparse_specs(self.key):
+        with_sinks = merge_spec(self.key.dtype)
+        for spec in (*sparse_specs(self.key), with_sinks):
             load(spec, device, capturing=capturing)
 
     def _check_lengths(self, host: Host) -> None:
