@@ -185,12 +185,13 @@ def as_batch(view: ArrayView, axes: int) -> ArrayView:
 def spread(name: str, view: ArrayView, rows: Rows) -> ArrayView:
     """Check numbers of query tokens or of requests, and view them as (batch, q_len)."""
     check_dtype(name, view.dtype, INT32)
-    if view.shape == rows and len(rows) == 2:
+    strides: tuple[int, ...]
+    if view.shape == rows[:1]:
+        strides = (*view.strides, 0) if len(rows) == 2 else (0, *view.strides)
+    elif view.shape == rows:
         strides = view.strides
-    elif view.shape == rows[-1:] and rows[:-1] in ((), (1,)):  # a plan's batch may be one
+    elif rows[0] == 1 and view.shape == rows[1:]:  # of a plan without a batch
         strides = (0, *view.strides)
-    elif view.shape == rows[:1]:
-        strides = (*view.strides, 0)
     else:
         axes = f"(batch,) or (batch, q_len) with batch {rows[0]} and q_len {rows[-1]}"
         if len(rows) == 1:
