@@ -426,15 +426,15 @@ lse, stream
             As :meth:`cumla.MLADecodePlan.run`.
         """
         options = _options(softmax_scale, kv_scale)
-        more = _given(None, block_table, row_to_request, sinks)
-        if kv_scale is not None and options[1] is None:
-            more["kv_scale"] = kv_scale
+        inputs = {**_given(None, block_table, row_to_request, sinks), "indices": indices}
+        factors = () if kv_scale is None or options[1] is not None else (kv_scale,)
         outputs = {"out": out, "lse": lse}
         given = tuple([array for array in (out, lse) if array is not None])
-        arrays = (q, kv_cache, *more.values(), indices)
-        seen, results = self._known(arrays, given, outputs, (options, *more), stream)
+        arrays = (q, kv_cache, *inputs.values(), *factors)
+        identity = (options, *inputs, len(factors))
+        seen, results = self._known(arrays, given, outputs, identity, stream)
         if results is None:
-            inputs = named(q, kv_cache, None, **more, indices=indices)
+            inputs = named(q, kv_cache, kv_scale, **inputs)
             results = self._run(inputs, outputs, options, stream, seen)
         return AttentionState(*results)
 

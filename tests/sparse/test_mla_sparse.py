@@ -23,6 +23,7 @@ from tests.calls import (
     wrong,
     wrong_type,
 )
+from tests.mla.fp8_arrays import FORMS, SCALED, make_cache
 
 Q, CACHE, OUT, LISTS = (2, 2, 16, 576), (6, 8, 1, 576), (2, 2, 16, 512), (2, 2, 5)
 LISTED = [[[0, 47, -1, 3, 3], [9, 1, 8, 4, 7]], [[5, 5, 6, 48, 2], [11, 40, 33, 1, 0]]]
@@ -101,6 +102,19 @@ def test_all_ways_give_the_same(make: Any, batch_invariant: bool) -> None:
     one_head = tokens | {"indices": tokens["indices"][:, None]}
     assert_same(as_decoded(cumla.mla_sparse_attention(**one_head, **mode)), want)
     assert_same(as_decoded(plan_of(one_head, **mode).run(**inputs(one_head))), want)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fp8_caches(form: str) -> None:
+    """By the function and by a plan; a kv_scale as a number and as an array."""
+    arguments = decode(kv_cache=make_cache(form, page_size=8))
+    factors = (0.01, np.float32(0.01), np.full(1, 0.01, np.float32)) if form in SCALED else (None,)
+    plan = plan_of(arguments)
+    for kv_scale in factors:
+        given = arguments | ({} if kv_scale is None else {"kv_scale": kv_scale})
+        want = cumla.reference.mla_sparse_decode(**given)
+        assert_same(cumla.mla_sparse_decode(**given), want)
+        assert_same(plan.run(**inputs(given)), want)
 
 
 def test_outputs_that_are_given() -> None:
