@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse attention: each query reads the cached rows that a list names."""
+"""Sparse attention: selecting the tokens to attend to."""
