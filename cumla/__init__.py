@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cumla.mla.cache import append_mla_cache
     from cumla.mla.decode import MLADecodePlan, mla_decode
     from cumla.preparation import prepare
+    from cumla.sparse.mla_sparse import MLASparsePlan, mla_sparse_attention, mla_sparse_decode
 
 __version__ = "0.2.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "CumlaError",
     "MLAAttentionPlan",
     "MLADecodePlan",
+    "MLASparsePlan",
     "MissingDependencyError",
     "NotPreparedError",
     "PagedMQALogitsPlan",
@@ -55,6 +57,8 @@ __all__ = [
     "merge_attention_states",
     "mla_attention",
     "mla_decode",
+    "mla_sparse_attention",
+    "mla_sparse_decode",
     "mqa_logits",
     "paged_mqa_logits",
     "prepare",
@@ -66,6 +70,7 @@ _HOMES = {  # public names that are loaded when they are first asked for
     "AttentionState": "merge",
     "MLAAttentionPlan": "mla.attention",
     "MLADecodePlan": "mla.decode",
+    "MLASparsePlan": "sparse.mla_sparse",
     "PagedMQALogitsPlan": "indexer.paged_logits",
     "QuantizedRows": "indexer.quantize",
     "append_indexer_cache": "indexer.cache",
@@ -76,6 +81,8 @@ _HOMES = {  # public names that are loaded when they are first asked for
     "merge_attention_states": "merge",
     "mla_attention": "mla.attention",
     "mla_decode": "mla.decode",
+    "mla_sparse_attention": "sparse.mla_sparse",
+    "mla_sparse_decode": "sparse.mla_sparse",
     "mqa_logits": "indexer.logits",
     "paged_mqa_logits": "indexer.paged_logits",
     "prepare": "preparation",

@@ -35,6 +35,8 @@ from cumla.launch.mla import (
     mla_decode_swapped,
 )
 from cumla.launch.module import load
+from cumla.launch.sparse import mla_sparse as mla_sparse_kernels
+from cumla.launch.sparse import mla_sparse_fp8, mla_sparse_packed, select_rows
 from cumla.launch.split import ragged_schedule, schedule
 from cumla.merge import merge_attention_states
 from cumla.mha import attention, rope
@@ -42,6 +44,7 @@ from cumla.mha import cache as mha_cache
 from cumla.mla import attention as mla_attention
 from cumla.mla import cache as mla_cache
 from cumla.mla import decode
+from cumla.sparse import mla_sparse
 
 if TYPE_CHECKING:
     from cumla.launch.source import KernelSpec
@@ -51,6 +54,14 @@ __all__ = ["prepare"]
 _RAGGED = tuple(s for s in mla_decode.SPECS if s.entry.startswith("mla_attention"))
 _RAGGED_FP8 = tuple(s for s in mla_decode_fp8.SPECS if s.entry.startswith("mla_attention"))
 _TO_16_BITS = tuple(s for s in append_kv_cache.SPECS if "fp8" not in s.entry)
+_SPARSE = (
+    *select_rows.SPECS,
+    *schedule.SPECS,
+    *mla_sparse_kernels.SPECS,
+    *mla_sparse_fp8.SPECS,
+    *mla_sparse_packed.SPECS,
+    *merge_states.SPECS,  # of sinks
+)
 # By the public function itself: others have the same name, such as those of cumla.reference.
 _KERNELS: dict[Callable[..., Any], tuple[KernelSpec, ...]] = {
     indexer_cache.append_indexer_cache: append_indexer_cache.SPECS,
@@ -73,6 +84,8 @@ _KERNELS: dict[Callable[..., Any], tuple[KernelSpec, ...]] = {
         *(s for s in mla_decode.SPECS if s not in _RAGGED),
         *(s for s in mla_decode_fp8.SPECS if s not in _RAGGED_FP8),
     ),
+    mla_sparse.mla_sparse_attention: _SPARSE,
+    mla_sparse.mla_sparse_decode: _SPARSE,
     logits.mqa_logits: mqa_logits.SPECS,
     paged_logits.paged_mqa_logits: paged_mqa_schedule.SPECS + paged_mqa_logits.SPECS,
     quantize.quantize_fp8: quantize_fp8.SPECS,

@@ -79,6 +79,8 @@ _FUNCTIONS = {
     "mla_attention": _Function(
         **_STATE, lists=("q", "kv_cache"), optional=("block_table",), is_planned=True
     ),
+    "mla_sparse_decode": _Function(**_STATE, lists=("q", "kv_cache"), is_planned=True),
+    "mla_sparse_attention": _Function(**_STATE, lists=("q", "kv_cache"), is_planned=True),
     "attention": _Function(**_STATE, is_planned=True),
     "merge_attention_states": _Function(**_STATE, lists=("outs", "lses")),
     "append_mla_cache": _Function(

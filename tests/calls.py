@@ -30,6 +30,7 @@ class Operation(NamedTuple):
     kernels: tuple[str, ...]  # that the call launches
     in_place: tuple[str, ...] = ()  # arguments that are written to
     integers: tuple[str, ...] = ()  # arguments that the check mode looks at
+    any_values: tuple[str, ...] = ()  # of these: all values are in order
     empty: tuple[tuple[str, ...], ...] = ()  # cut to nothing on their first axes
     shares: tuple[tuple[str, str], ...] = ()  # what is written to, and may lie in memory of another
 
@@ -45,6 +46,7 @@ class Planned(NamedTuple):
     made_of: tuple[str, ...]  # by from_arrays
     updated_with: tuple[str, ...]
     numbers: Arguments  # by the class
+    updates: int = 1  # kernels that an update launches, the first of the call's
 
     def make(self, arguments: Arguments, **options: Any) -> Any:
         return self.kind.from_arrays(**picked(arguments, self.made_of), **options)
@@ -200,6 +202,32 @@ def listed() -> Arguments:
     """The same with a list of pages."""
     pages = {"kv_indptr": int32(0, 1, 4), "kv_indices": int32(0, 3, 4, 5)}
     return attention() | {"block_table": None} | pages
+
+
+LISTS = [[[0, 383, -1, 3, 3], [9, 1, 8, 4, 7]], [[5, 5, 6, 384, 2], [11, 40, 33, 1, 0]]]
+
+
+def selected() -> Arguments:
+    """Two query tokens of each of two requests, with lists of slots."""
+    return {
+        "q": numbers(2, 2, 16, 576),
+        "kv_cache": numbers(6, 64, 1, 576),
+        "indices": int32(*LISTS),
+        "topk_length": int32(5, 3),
+    }
+
+
+def selected_of_tokens() -> Arguments:
+    """Four query tokens without a batch, with lists of positions, and sinks."""
+    return {
+        "q": numbers(4, 16, 576),
+        "kv_cache": numbers(6, 64, 1, 576),
+        "indices": int32(*LISTS).reshape(4, 5) // 2,
+        "topk_length": int32(5, 3, 0, 4),
+        "block_table": int32([0, 1, 2], [3, 4, 5]),
+        "row_to_request": int32(1, 0, 1, 0),
+        "sinks": numbers(16, dtype=np.float32),
+    }
 
 
 def prefill() -> Arguments:
@@ -409,6 +437,27 @@ OPERATIONS = {
         integers=("kv_lens", "block_table"),
         empty=(("q", "block_table", "kv_lens"),),
     ),
+    "mla_sparse_decode": Operation(
+        cumla.mla_sparse_decode,
+        selected,
+        lambda: {"out": aligned((2, 2, 16, 512)), "lse": aligned((2, 16, 2), np.float32)},
+        ("bound_rows", "mla_schedule", "select_rows", "mla_sparse_bfloat16"),
+        integers=("topk_length", "indices"),
+        any_values=("indices",),
+        empty=(("q", "indices", "topk_length"),),
+    ),
+    "mla_sparse_attention": Operation(
+        cumla.mla_sparse_attention,
+        selected_of_tokens,
+        lambda: {"out": aligned((4, 16, 512)), "lse": aligned((4, 16), np.float32)},
+        (
+            *("bound_rows", "mla_schedule", "select_rows", "mla_sparse_bfloat16"),
+            "merge_states_bfloat16",  # of sinks
+        ),
+        integers=("topk_length", "row_to_request", "block_table", "indices"),
+        any_values=("indices",),
+        empty=(("q", "indices", "topk_length", "row_to_request"),),
+    ),
     "mqa_logits": Operation(
         cumla.mqa_logits,
         prefill,
@@ -558,6 +607,22 @@ PLANS = {
         ("q", "k", "v"),
         ("kv_lens",),
         KEYS_IN_PAGES | {"total_tokens": 4, "q_len": 2, "page_size": 3},
+    ),
+    "MLASparsePlan": Planned(
+        "mla_sparse_decode",
+        cumla.MLASparsePlan,
+        ("q", "kv_cache", "indices"),
+        ("topk_length",),
+        {"batch": 2, "q_len": 2, "num_heads": 16, "topk": 5},
+        updates=2,
+    ),
+    "MLASparsePlan of tokens": Planned(
+        "mla_sparse_attention",
+        cumla.MLASparsePlan,
+        ("q", "kv_cache", "indices"),
+        ("topk_length",),
+        {"batch": 1, "q_len": 4, "num_heads": 16, "topk": 5},
+        updates=2,
     ),
     "PagedMQALogitsPlan": Planned(
         "paged_mqa_logits",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashMLA's Python interface over `cumla.mla_decode`.
+"""FlashMLA's Python interface over `cumla.mla_decode` and sparse MLA.
 
 Code written for FlashMLA runs by changing its import line::
 
@@ -25,10 +25,16 @@ What carries over from FlashMLA:
   long as the graphs. It keeps every schedule that was computed with it.
 * A metadata object belongs to the shapes, dtype, device and mask of its first call.
 * Where nothing is attended out is 0 and lse +inf.
+* Calls with ``indices`` attend to the slots that these name, of caches in the packed format of
+  DeepSeek-V3.2. Their schedule is computed from ``topk_length``, and nothing else of the lists.
+* Sinks scale out, and lse is without them.
 * It is for inference: no gradients flow.
 
 What differs: each stream has a schedule of its own, and calls outside of graphs do not rely on one
-that only a graph computes. Tensors on the CPU are computed by `cumla.reference`.
+that only a graph computes. Sparse calls take any number of heads, any topk, 16-bit caches, and
+``topk_length`` beside the format of DeepSeek-V3.2; an index that names no slot counts as absent
+whatever its value is. Second caches (``extra_k_cache``) and rows of 512 columns are missing.
+Tensors on the CPU are computed by `cumla.reference`.
 """
 
 from __future__ import annotations
@@ -38,12 +44,21 @@ from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
+from cumla.compat._flash_mla_sparse import (
+    check_sink,
+    flash_mla_sparse_fwd,
+    packed_rows,
+    with_sink,
+)
 from cumla.core.arguments import INT32, Array, bind, checked_scale
 from cumla.core.arrays import open_call
 from cumla.mla.decode import MLADecodePlan
+from cumla.sparse.mla_sparse import MLASparsePlan
 
 if TYPE_CHECKING:
     import torch
+
+    from cumla.core.plan import Plan
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -57,12 +72,15 @@ __all__ = [
 
 _PAGE_SIZE = 64  # tokens
 _VALUE_DIM = 512
-_UPDATE = "call plan.update(kv_lens) after each change of the lengths"  # of the check mode
+_UPDATES = (  # of the check mode
+    "call plan.update(kv_lens) after each change of the lengths",
+    "call plan.update(topk_length) after each change of the lengths",
+)
 _NAMES = CallersNames(
     {
         "kv_cache": "k_cache",
         "kv_lens": "cache_seqlens",
-        _UPDATE: "call get_mla_metadata() for each step with new lengths",
+        **dict.fromkeys(_UPDATES, "call get_mla_metadata() for each step with new lengths"),
     }
 )
 _ENTRY = "give each request of the batch its entry"
@@ -73,7 +91,7 @@ _INTEGERS = {
 
 
 class _Shape(NamedTuple):
-    """What all calls with a metadata object have in common."""
+    """What all calls with a metadata object have in common, of dense attention."""
 
     batch: int
     seq_q: int
@@ -84,8 +102,18 @@ class _Shape(NamedTuple):
     causal: bool
     device: Any
 
-    def __str__(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in self._asdict().items())
+
+class _SparseShape(NamedTuple):
+    """The same of sparse attention."""
+
+    batch: int
+    seq_q: int
+    heads_q: int
+    topk: int
+    has_topk_length: bool
+    is_fp8_kvcache: bool
+    dtype: Any
+    device: Any
 
 
 class FlashMLASchedMeta:
@@ -97,10 +125,10 @@ class FlashMLASchedMeta:
     __slots__ = ("_plans", "_shape")
 
     def __init__(self) -> None:
-        self._shape: _Shape | None = None  # of the calls that succeeded
+        self._shape: _Shape | _SparseShape | None = None  # of the calls that succeeded
         # By shape, stream, and whether a graph computes the schedule. Graphs hold their addresses,
         # so none is let go.
-        self._plans: dict[tuple[_Shape, int, bool], MLADecodePlan] = {}
+        self._plans: dict[tuple[_Shape | _SparseShape, int, bool], Plan[Any]] = {}
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
@@ -151,12 +179,15 @@ def flash_mla_with_kvcache(
     q : torch.Tensor
         ``(batch, seq_q, heads_q, 576)``, bfloat16 or float16.
     k_cache : torch.Tensor
-        ``(num_blocks, 64, heads_k, 576)``, q's dtype.
+        ``(num_blocks, 64, heads_k, 576)``, q's dtype. With indices any page size and one kv head;
+        with is_fp8_kvcache ``(num_blocks, page_size, 1, 656)``, float8_e4m3fn, uint8 or int8, and q
+        in bfloat16.
     block_table : torch.Tensor
-        ``(batch, max_blocks)``, int32: the pages of each request, in order.
+        ``(batch, max_blocks)``, int32: the pages of each request, in order. Not looked at with
+        indices.
     cache_seqlens : torch.Tensor
         ``(batch,)``, int32: tokens of each request in the cache. Only the first call with a
-        metadata object reads them.
+        metadata object reads them. Not looked at with indices.
     head_dim_v : int
         512: the values are the first 512 elements of a cache row.
     tile_scheduler_metadata : FlashMLASchedMeta
@@ -167,56 +198,137 @@ def flash_mla_with_kvcache(
         Factor on q.k before the softmax; ``q.shape[-1] ** -0.5`` if omitted. By position it comes
         before causal, as in FlashMLA, whose README leaves it out.
     causal : bool
-        Bottom-right causal mask: the last query sees the whole request.
-    is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, \
-extra_topk_length
-        Arguments of FlashMLA's sparse attention, which cumla does not have yet: leave them at
-        their defaults.
+        Bottom-right causal mask: the last query sees the whole request. False with indices.
+    is_fp8_kvcache : bool
+        Whether k_cache has the packed format of DeepSeek-V3.2: with indices alone.
+    indices : torch.Tensor, optional
+        ``(batch, seq_q, topk)``, int32: slots ``block * page_size + offset`` to attend to. Those
+        that are no slots of the cache, such as -1, count as absent.
+    attn_sink : torch.Tensor, optional
+        ``(heads_q,)``, float32, with indices: out is scaled by ``exp(lse) / (exp(lse) +
+        exp(attn_sink))``.
+    topk_length : torch.Tensor, optional
+        ``(batch,)``, int32, with indices: entries of each list. Only the first call with a metadata
+        object reads them.
+    extra_k_cache, extra_indices_in_kvcache, extra_topk_length
+        A second cache, which cumla does not have: leave them at their defaults.
 
     Returns
     -------
     out : torch.Tensor
         ``(batch, seq_q, heads_q, 512)``, q's dtype. 0 where there is nothing to attend.
     lse : torch.Tensor
-        ``(batch, heads_q, seq_q)``, float32, natural logarithm. +inf where out is 0.
+        ``(batch, heads_q, seq_q)``, float32, natural logarithm, without the sinks. +inf where there
+        is nothing to attend.
 
     Raises
     ------
     NotImplementedError
-        If an argument of the sparse attention is given; the message names it.
+        If an argument of the sparse attention is given without indices, a second cache, or a packed
+        cache in another format; the message names it.
     TypeError, ValueError
-        If an argument is none that `cumla.mla_decode` takes, or the metadata object was first used
-        with other shapes.
+        If an argument is none that `cumla.mla_decode` or `cumla.mla_sparse_decode` takes, or the
+        metadata object was first used with other shapes.
     CumlaError
         As `cumla.mla_decode`.
     """
     if isinstance(softmax_scale, bool):
         raise TypeError("softmax_scale: needs a number, got bool; pass causal= by name")
     refuse(
-        "belongs to sparse attention, and cumla has only dense decoding so far",
-        is_fp8_kvcache=is_fp8_kvcache or None,
-        indices=indices,
-        attn_sink=attn_sink,
+        "belongs to a second cache, which cumla does not attend to",
         extra_k_cache=extra_k_cache,
         extra_indices_in_kvcache=extra_indices_in_kvcache,
-        topk_length=topk_length,
         extra_topk_length=extra_topk_length,
     )
     _check_metadata(head_dim_v, tile_scheduler_metadata, num_splits)
+    metadata, scale = tile_scheduler_metadata, softmax_scale
+    if indices is not None:
+        is_fp8 = bool(is_fp8_kvcache)
+        return _attend_sparsely(
+            metadata, q, k_cache, indices, scale, bool(causal), is_fp8, attn_sink, topk_length
+        )
+    refuse(
+        "belongs to sparse attention, whose calls have indices",
+        is_fp8_kvcache=is_fp8_kvcache or None,
+        attn_sink=attn_sink,
+        topk_length=topk_length,
+    )
     check_tensors(q=q, k_cache=k_cache, block_table=block_table, cache_seqlens=cache_seqlens)
     shape = _shape_of(q, k_cache, bool(causal))  # FlashMLA takes what is merely true or false
-    had = tile_scheduler_metadata._shape
-    if had is not None and had != shape:
+    _check_first_use(metadata, shape)
+
+    def updated() -> MLADecodePlan:
+        _check_integers(q, block_table=block_table, kv_lens=cache_seqlens)
+        plan = FlashMLAPlan.from_arrays(q, k_cache, causal=shape.causal)
+        plan.update(cache_seqlens)
+        return plan
+
+    with _NAMES:
+        checked_scale(scale, 1.0)  # run() does so, too, but after the schedule's launch
+        plan = _updated_plan(metadata, shape, q, updated)
+        out, lse = plan.run(q, k_cache, block_table, softmax_scale=scale)
+    metadata._shape = shape
+    return out, lse
+
+
+def _attend_sparsely(
+    metadata: FlashMLASchedMeta,
+    q: Any,
+    k_cache: Any,
+    indices: Any,
+    softmax_scale: float | None,
+    causal: bool,
+    is_fp8: bool,
+    attn_sink: Any,
+    topk_length: Any,
+) -> tuple[Any, Any]:
+    """Decode over the slots that lists name."""
+    if causal:
         raise ValueError(
-            f"tile_scheduler_metadata: needs what it was first used with, {had}, got {shape}; call "
+            "causal: needs False with indices, which tell all that a query sees, got True; leave "
+            "it out"
+        )
+    check_tensors(q=q, k_cache=k_cache, indices=indices)
+    check_axes("q", q, "batch, seq_q, heads_q, 576")
+    check_axes("indices", indices, "batch, seq_q, topk")
+    check_sink(q, attn_sink)
+    cache = packed_rows(k_cache) if is_fp8 else k_cache
+    if not is_fp8 and k_cache.dtype != q.dtype:
+        raise TypeError(
+            f"k_cache: needs q's dtype {q.dtype}, or is_fp8_kvcache=True, got {k_cache.dtype}; say "
+            f"so of a packed cache"
+        )
+    batch, seq_q, heads_q, _ = q.shape
+    modes = topk_length is not None, is_fp8, q.dtype, q.device
+    shape = _SparseShape(batch, seq_q, heads_q, indices.shape[2], *modes)
+    _check_first_use(metadata, shape)
+
+    def updated() -> MLASparsePlan:
+        plan = MLASparsePlan.from_arrays(q, cache, indices)
+        plan.update(topk_length)
+        return plan
+
+    with _NAMES:
+        checked_scale(softmax_scale, 1.0)
+        plan = _updated_plan(metadata, shape, q, updated)
+        out, lse = plan.run(q, cache, indices, softmax_scale=softmax_scale)
+    metadata._shape = shape
+    out, per_head = with_sink(out, lse.transpose(1, 2), attn_sink)
+    return out, per_head.transpose(1, 2)
+
+
+def _check_first_use(metadata: FlashMLASchedMeta, shape: _Shape | _SparseShape) -> None:
+    """Refuse a metadata object that was used with other shapes."""
+    had = metadata._shape
+    if had is not None and had != shape:
+        first, now = (
+            " ".join(f"{name}={value}" for name, value in one._asdict().items())
+            for one in (had, shape)
+        )
+        raise ValueError(
+            f"tile_scheduler_metadata: needs what it was first used with, {first}, got {now}; call "
             f"get_mla_metadata() for each combination"
         )
-    with _NAMES:
-        checked_scale(softmax_scale, 1.0)  # run() does so, too, but after the schedule's launch
-        plan = _updated_plan(tile_scheduler_metadata, shape, q, k_cache, block_table, cache_seqlens)
-        out, lse = plan.run(q, k_cache, block_table, softmax_scale=softmax_scale)
-    tile_scheduler_metadata._shape = shape
-    return out, lse
 
 
 class FlashMLAPlan(MLADecodePlan):
@@ -248,13 +360,11 @@ def _shape_of(q: Any, k_cache: Any, causal: bool) -> _Shape:
 
 def _updated_plan(
     metadata: FlashMLASchedMeta,
-    shape: _Shape,
+    shape: _Shape | _SparseShape,
     q: Any,
-    k_cache: Any,
-    block_table: Any,
-    cache_seqlens: Any,
-) -> MLADecodePlan:
-    """Return a plan whose schedule serves a call on the current stream.
+    updated: Callable[[], Plan[Any]],
+) -> Any:
+    """Return a plan whose schedule serves a call on the current stream; make one by `updated`.
 
     A schedule that was only captured has not been computed, so it serves captures alone.
     """
@@ -265,10 +375,7 @@ def _updated_plan(
             capturing = call.capturing
         plan = plans.get((shape, call.stream, capturing))
         if plan is None:
-            _check_integers(q, block_table=block_table, kv_lens=cache_seqlens)
-            plan = FlashMLAPlan.from_arrays(q, k_cache, causal=shape.causal)
-            plan.update(cache_seqlens)
-            plans[shape, call.stream, capturing] = plan
+            plan = plans[shape, call.stream, capturing] = updated()
     return plan
 
 
@@ -282,15 +389,14 @@ def _absent(name: str) -> Callable[..., NoReturn]:
     def function(*args: Any, **kwargs: Any) -> NoReturn:
         """Prefill attention: not in cumla yet, raises NotImplementedError."""
         raise NotImplementedError(
-            f"{name}: cumla implements only the dense decoding of FlashMLA so far; import this "
-            f"function from flash_mla"
+            f"{name}: cumla implements only the decoding and the sparse attention of FlashMLA; "
+            f"import this function from flash_mla, or call cumla.attention"
         )
 
     function.__name__ = function.__qualname__ = name
     return function
 
 
-flash_mla_sparse_fwd = _absent("flash_mla_sparse_fwd")
 flash_attn_varlen_func = _absent("flash_attn_varlen_func")
 flash_attn_varlen_qkvpacked_func = _absent("flash_attn_varlen_qkvpacked_func")
 flash_attn_varlen_kvpacked_func = _absent("flash_attn_varlen_kvpacked_func")

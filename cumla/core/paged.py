@@ -34,6 +34,7 @@ __all__ = [
     "Host",
     "Results",
     "Schedule",
+    "Stated",
     "TableOrList",
     "check_block_table",
     "check_made_for",
@@ -114,16 +115,11 @@ class Schedule(Operation[tuple[Any, ...], K], Generic[K]):
         return ()
 
 
-class Attend(Operation[A, K], Generic[A, K]):
-    """Attends by the schedule in a plan's buffer.
+class Stated(Operation[A, K], Generic[A, K]):
+    """Gives out and lse, from memory that a plan's buffer can be.
 
-    Its arguments hold ``q``, ``(..., tokens, num_heads, columns)``. `launch` takes a key, the
-    buffer's address, the arguments, out and lse.
+    Its arguments hold ``q``, ``(..., tokens, num_heads, columns)``.
     """
-
-    def __init__(self, launch: Callable[..., Launchable]) -> None:
-        super().__init__()
-        self._launch = launch
 
     @abstractmethod
     def value_dim(self, arguments: A) -> int:
@@ -142,6 +138,17 @@ class Attend(Operation[A, K], Generic[A, K]):
         """Tell the size of a plan's buffer."""
         nbytes: int = key.layout.nbytes
         return nbytes
+
+
+class Attend(Stated[A, K], Generic[A, K]):
+    """Attends by the schedule in a plan's buffer.
+
+    `launch` takes a key, the buffer's address, the arguments, out and lse.
+    """
+
+    def __init__(self, launch: Callable[..., Launchable]) -> None:
+        super().__init__()
+        self._launch = launch
 
     def recipe(
         self, key: Any, arguments: A, outs: Sequence[ArrayView], buffer: int

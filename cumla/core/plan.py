@@ -162,11 +162,13 @@ class PlanMemory:
     """
 
     def __init__(self, call: Call, nbytes: int, workspace: Any) -> None:
+        self.owner: object  # the array that holds the buffer
         self.buffer: ArrayView
         if workspace is None:
-            owner, self.buffer = call.empty((nbytes,), "uint8")
-            self._workspace = Workspace(owner, call)
+            self.owner, self.buffer = call.empty((nbytes,), "uint8")
+            self._workspace = Workspace(self.owner, call)
         else:
+            self.owner = workspace
             (self.buffer,) = cast("tuple[ArrayView]", call.views)
             check_workspace(self.buffer, nbytes)
             self._workspace = Workspace.at(workspace, self.buffer, call)
@@ -282,14 +284,19 @@ class Plan(ABC, Generic[K]):
         return stream == self._memory.stream
 
     def _update(self, inputs: dict[str, Any], options: Any, stream: Any) -> None:
-        """Compute the schedule from arrays of lengths; `options` are the schedule's."""
-        call = open_call(tuple(inputs.items()), stream=stream)
+        """Compute the schedule from arrays of lengths; `options` are the schedule's.
+
+        Without any it is computed on the stream of the framework that the buffer is of.
+        """
         memory = self._memory
-        identity = (call.views, call.stream)
+        buffer = np.empty(0) if memory is None else memory.owner
+        named = tuple(inputs.items()) or ((WORKSPACE, buffer),)
+        call = open_call(named, stream=stream)
+        identity = (call.views, call.stream, *inputs)
         launch = None if memory is None or check_mode() else self._updates.get(identity)
         arguments = None
         if launch is None:
-            views = dict(zip(inputs, call.views, strict=True))
+            views = dict(zip(inputs, call.views, strict=False))
             arguments = self._schedule.arguments(views, options)
             self._check_device(call)
             if memory is not None:
@@ -310,8 +317,7 @@ class Plan(ABC, Generic[K]):
                 assert call.device is not None
                 self._load(call.device, lambda: call.capturing)
                 packed = pack(call, self._schedule, self.key, arguments, (), (), memory.buffer.ptr)
-                launches, _ = packed.placed(call)
-                launch = launches[0] if launches else _nothing
+                launch = _in_turn(packed.placed(call)[0])
                 self._updates.keep(identity, launch)
             memory.update(call, launch)
 
@@ -416,7 +422,7 @@ class Plan(ABC, Generic[K]):
             results = memory.run(call, packed.run, call, outputs)
             if seen is not None and packed.templates and call.stream == memory.stream:
                 whole = None not in given
-                memory.ready.keep(seen, packed.placed(call)[0][0] if whole else packed)
+                memory.ready.keep(seen, _in_turn(packed.placed(call)[0]) if whole else packed)
             return results
 
     def _check_shape(self, arguments: Any) -> None:
@@ -434,11 +440,19 @@ class Plan(ABC, Generic[K]):
 def _on_host(call: Call, names: tuple[str, ...]) -> dict[str, np.ndarray[Any, Any]]:
     """Copy the views of a call from the GPU, and wait for it."""
     views = cast("tuple[ArrayView, ...]", call.views)
-    return {n: copy_to_host(view, call.stream) for n, view in zip(names, views, strict=True)}
+    return {n: copy_to_host(view, call.stream) for n, view in zip(names, views, strict=False)}
 
 
-def _nothing() -> None:
-    """Stand for the schedule of an empty batch."""
+def _in_turn(launches: list[Launch]) -> Launch:
+    """Make one of several launches, in their order; of none for an empty batch."""
+    if len(launches) == 1:
+        return launches[0]
+
+    def launch() -> None:
+        for one in launches:
+            one()
+
+    return launch
 
 
 def _never_updated(lengths: str) -> ValueError:

@@ -19,12 +19,19 @@ except ImportError as error:
 
 from cumla.jax.caches import append_indexer_cache, append_kv_cache, append_mla_cache
 from cumla.jax.call import run as run
-from cumla.jax.plans import AttentionPlan, MLAAttentionPlan, MLADecodePlan, PagedMQALogitsPlan
+from cumla.jax.plans import (
+    AttentionPlan,
+    MLAAttentionPlan,
+    MLADecodePlan,
+    MLASparsePlan,
+    PagedMQALogitsPlan,
+)
 
 __all__ = [
     "AttentionPlan",
     "MLAAttentionPlan",
     "MLADecodePlan",
+    "MLASparsePlan",
     "PagedMQALogitsPlan",
     "append_indexer_cache",
     "append_kv_cache",

@@ -18,8 +18,15 @@ from cumla.jax.spec import Buffer, Spec, views_of
 from cumla.mha import attention as mha_attention
 from cumla.mla import attention as mla_attention
 from cumla.mla import decode
+from cumla.sparse import mla_sparse
 
-__all__ = ["AttentionPlan", "MLAAttentionPlan", "MLADecodePlan", "PagedMQALogitsPlan"]
+__all__ = [
+    "AttentionPlan",
+    "MLAAttentionPlan",
+    "MLADecodePlan",
+    "MLASparsePlan",
+    "PagedMQALogitsPlan",
+]
 
 K = TypeVar("K")
 
@@ -204,6 +211,13 @@ class MLAAttentionPlan(_Front, mla_attention.MLAAttentionPlan, _Value[Any]):  # 
     """Schedule of :func:`cumla.mla_attention` as a value.
 
     To :class:`cumla.MLAAttentionPlan` as :class:`MLADecodePlan` is to its namesake.
+    """
+
+
+class MLASparsePlan(_Front, mla_sparse.MLASparsePlan, _Value[Any]):  # type: ignore[misc]
+    """Schedule of :func:`cumla.mla_sparse_decode` and its relatives as a value.
+
+    To :class:`cumla.MLASparsePlan` as :class:`MLADecodePlan` is to its namesake.
     """
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from cumla.core.arrays import ArrayView
 
-__all__ = ["MOST_PARTIALS", "SPECS", "StateViews", "merge_launch"]
+__all__ = ["MOST_PARTIALS", "SPECS", "StateViews", "merge_launch", "merge_spec"]
 
 MOST_PARTIALS = 60  # kMostPartials of the kernel
 # kColumnsOfFew and kColumnsOfMany, of 16 bytes, that a lane takes at once; and how many are few.
@@ -37,6 +37,11 @@ _SPECS = {
     for dtype, tag in _TAGS.items()
 }
 SPECS = tuple(_SPECS.values())
+
+
+def merge_spec(dtype: str) -> KernelSpec:
+    """Look up the kernel for partial results of a dtype."""
+    return _SPECS[dtype]
 
 
 class StateViews(NamedTuple):
@@ -86,7 +91,7 @@ def merge_launch(
         *(field for partial in partials for field in partial.fields),
         *_NOTHING * (MOST_PARTIALS - len(partials)),
     )
-    spec = _SPECS[first.dtype]
+    spec = merge_spec(first.dtype)
     blocks = -(-rows // (spec.threads >> lanes_log2))
     return Launch(spec, (blocks, 1, 1), _PARAMS, values)
 

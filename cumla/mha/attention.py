@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from cumla.core.arrays import ArrayView
-    from cumla.core.operation import Launchable, Template
+    from cumla.core.operation import Launchable
     from cumla.core.paged import Host, Results
     from cumla.launch.kernel import Launch
     from cumla.launch.mha.append_kv_cache import Scale
@@ -527,7 +527,8 @@ def _checked_form(given: Views, has_pages: bool, layout: str) -> ArrayView | Non
         if ("block_table" in names and len(names) > 1) or not names & {"block_table", "kv_indices"}:
             raise ValueError(
                 f"block_table: needs page numbers as block_table, or as kv_indptr and kv_indices, "
-                f"got {' and '.join(sorted(names)) or 'neither'}; pass one form"
+                f"got {' and '.join(sorted(names)) or 'neither'}; pass one form, which for a "
+                f"contiguous cache (slots, max_len, ...) is a block table of one column"
             )
         return checked_pages(given)
     if names - {"kv_indptr"} or layout != "NHD":
@@ -552,7 +553,10 @@ def _check_lengths_given(given: set[str], q_axes: int, k_axes: int) -> None:
             "None; pass it"
         )
     if k_axes == 4 and "kv_lens" not in given:
-        raise ValueError("kv_lens: needed for keys in pages, got None; pass it")
+        raise ValueError(
+            "kv_lens: needed for keys in pages, got None; pass it, or k and v as rows, of three "
+            "axes, with kv_indptr"
+        )
     if k_axes == 4 and ("kv_indptr" in given) != ("kv_indices" in given):
         raise ValueError(
             "kv_indptr: needs kv_indices beside it for keys in pages, got one of them; pass both, "
@@ -570,32 +574,6 @@ def _check_lengths(host: Host, total_tokens: int, page_size: int) -> None:
         check_ragged_lengths(known, total_tokens, page_size, MOST_TOKENS)
 
 
-class _InTurn(NamedTuple):
-    """Launches that are one to a plan."""
-
-    launches: tuple[Launchable, ...]
-
-    def template(self, device: int, capturing: Callable[[], bool]) -> _TemplatesInTurn:
-        """Load the kernels."""
-        return _TemplatesInTurn(tuple([one.template(device, capturing) for one in self.launches]))
-
-
-class _TemplatesInTurn(NamedTuple):
-    """The same with their kernels."""
-
-    templates: tuple[Template, ...]
-
-    def at(self, addresses: Mapping[str, int], stream: int) -> Callable[[], None]:
-        """Put addresses into the parameters; what comes back launches all."""
-        launches = [template.at(addresses, stream) for template in self.templates]
-
-        def launch() -> None:
-            for one in launches:
-                one()
-
-        return launch
-
-
 class _Schedule(Schedule[MHAKey]):
     """Deals KV blocks out, or cuts requests at fixed positions."""
 
@@ -606,7 +584,7 @@ class _Schedule(Schedule[MHAKey]):
         if not key.batch_invariant or key.is_uncut or not key.batch:
             return super().recipe(key, arguments, outs, buffer)
         tiles = super().recipe(key.without_cuts, arguments, outs, buffer)
-        return (_InTurn((*tiles, invariant_parts_launch(key, buffer))),)
+        return (*tiles, invariant_parts_launch(key, buffer))
 
 
 _SCHEDULE = _Schedule(RAGGED_LENGTHS, ragged_schedule_launch)

@@ -22,6 +22,7 @@ from cumla.reference.mha.rope import apply_rope
 from cumla.reference.mla.attention import mla_attention
 from cumla.reference.mla.cache import append_mla_cache
 from cumla.reference.mla.decode import mla_decode
+from cumla.reference.sparse.mla_sparse import mla_sparse_attention, mla_sparse_decode
 
 __all__ = [
     "AttentionState",
@@ -34,6 +35,8 @@ __all__ = [
     "merge_attention_states",
     "mla_attention",
     "mla_decode",
+    "mla_sparse_attention",
+    "mla_sparse_decode",
     "mqa_logits",
     "paged_mqa_logits",
     "quantize_fp8",

@@ -164,9 +164,25 @@ def of_batch(batch: int) -> dict[str, Arguments]:
     table = {"cos_sin": numbers(99, 64, dtype=np.float32)}
     by_request = {"batch_indices": slots, "positions": slots, "block_table": each}
     states = [numbers(tokens, 4, 64) for _ in range(3)]
+    lists = np.arange(tokens * 6, dtype=np.int32).reshape(tokens, 6) % 30
+    numbered = {"topk_length": lists[:, 3], "row_to_request": lists[:, 0] % batch}
     return {
         "mla_decode": {"q": numbers(batch, 2, 4, 576), "kv_cache": cache, **lengths},
         "mla_attention": {"q": numbers(tokens, 4, 576), "kv_cache": cache, **lengths, **offsets},
+        "mla_sparse_decode": {
+            "q": numbers(batch, 3, 4, 576),
+            "kv_cache": cache,
+            "indices": lists.reshape(batch, 3, 6),
+            "topk_length": lists[:batch, 3],
+            "block_table": each,
+        },
+        "mla_sparse_attention": {
+            "q": numbers(tokens, 4, 576),
+            "kv_cache": cache,
+            "indices": lists,
+            "block_table": each,
+            **numbered,
+        },
         "attention": {"q": numbers(tokens, 4, 64), "k": keys, "v": keys, **lengths, **offsets},
         "append_mla_cache": {"rows": numbers(batch, 576), "kv_cache": cache, **by_request, **table},
         "append_kv_cache": {

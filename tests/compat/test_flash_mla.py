@@ -382,7 +382,6 @@ def test_another_number_of_pages_is_no_other_shape(
     "name",
     [
         "is_fp8_kvcache",
-        "indices",
         "attn_sink",
         "extra_k_cache",
         "extra_indices_in_kvcache",
@@ -390,17 +389,17 @@ def test_another_number_of_pages_is_no_other_shape(
         "extra_topk_length",
     ],
 )
-def test_sparse_arguments_are_refused_by_name(
+def test_what_dense_decoding_does_not_take(
     inputs: StepInputs, metadata: flash_mla.FlashMLASchedMeta, name: str
 ) -> None:
-    with pytest.raises(NotImplementedError, match=f"^{name}: belongs to sparse attention"):
+    to = "a second cache" if name.startswith("extra") else "sparse attention"
+    with pytest.raises(NotImplementedError, match=f"^{name}: belongs to {to}.*; leave it out"):
         call(inputs, metadata, **{name: torch.ones(1, dtype=torch.int32)})
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "flash_mla_sparse_fwd",
         "flash_attn_varlen_func",
         "flash_attn_varlen_qkvpacked_func",
         "flash_attn_varlen_kvpacked_func",

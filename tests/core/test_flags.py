@@ -51,6 +51,8 @@ def calls() -> Iterator[tuple[str, str, Call]]:
         ("mla_decode", "causal"),
         ("mla_decode", "batch_invariant"),
         ("mla_attention", "causal"),
+        ("mla_sparse_decode", "batch_invariant"),
+        ("mla_sparse_attention", "batch_invariant"),
         ("attention", "causal"),
         ("attention", "batch_invariant"),
         ("mqa_logits", "clean"),
@@ -71,6 +73,11 @@ def calls() -> Iterator[tuple[str, str, Call]]:
     made, from_arrays, _ = of_plan("MLAAttentionPlan")
     yield "MLAAttentionPlan", "causal", made
     yield "MLAAttentionPlan.from_arrays", "causal", from_arrays
+    name = "MLASparsePlan"
+    made, from_arrays, size = of_plan(name)
+    yield name, "batch_invariant", made
+    yield f"{name}.from_arrays", "batch_invariant", from_arrays
+    yield f"{name}.workspace_bytes", "batch_invariant", size
     name = "PagedMQALogitsPlan"
     made, _, size = of_plan(name)
     yield name, "per_row_lens", made

@@ -299,7 +299,7 @@ def test_what_is_launched(
     first = list(bindings.launched)
     bindings.launched.clear()
     operation.function(**given)
-    assert bindings.launched == first or len(first) == 2  # a workspace of each call's own
+    assert bindings.launched == first or len(first) > 1  # a workspace of each call's own
     bindings.launched.clear()
     cupy.stream = 7
     operation.function(**given)
@@ -504,7 +504,7 @@ def test_check_mode_looks_at_the_device(
     looked = [f"{host[name].dtype} {host[name].shape}" for name in operation.integers]
     assert Counter(cupy.copied) == Counter(looked)
     bindings.launched.clear()
-    for name in operation.integers:
+    for name in set(operation.integers) - set(operation.any_values):
         (*_, place) = map(tuple, np.argwhere(host[name] > 0))
         kept = host[name][place]
         host[name][place] = 10**6

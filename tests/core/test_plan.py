@@ -43,9 +43,15 @@ def on_gpu(cupy: FakeCuPy, planned: Planned) -> Arguments:
     return given
 
 
-def entries(planned: Planned) -> tuple[str, str]:
-    schedule, attend = OPERATIONS[planned.operation].kernels
-    return schedule, attend
+def entries(planned: Planned) -> tuple[list[str], list[str]]:
+    """Name the kernels of an update, and those of a run."""
+    kernels = list(OPERATIONS[planned.operation].kernels)
+    return kernels[: planned.updates], kernels[planned.updates :]
+
+
+def all_entries(planned: Planned) -> list[str]:
+    schedule, attend = entries(planned)
+    return schedule + attend
 
 
 def lengths_in_messages(planned: Planned) -> str:
@@ -101,7 +107,7 @@ def test_updates_check_the_lengths(planned: Planned) -> None:
         for wrong, error, message in (
             (array.astype(np.int64), TypeError, f"{name}: needs int32, got int64; convert it"),
             (np.append(array, [0]).astype(np.int32), ValueError, f"{name}: needs shape (batch"),
-            (array[None], ValueError, f"{name}: needs shape (batch"),
+            (array[None, None], ValueError, f"{name}: needs shape (batch"),
             ("text", TypeError, f"{name}: needs an array of CuPy"),
         ):
             with refused(error, message):
@@ -116,7 +122,7 @@ def test_updates_check_the_lengths(planned: Planned) -> None:
 def test_numbers_of_a_plan(planned: Planned) -> None:
     kind, sizes = planned.kind, planned.sizes()
     for name in planned.numbers:
-        least = int(name not in ("batch", "q_len", "next_n", "total_tokens"))
+        least = int(name not in ("batch", "q_len", "next_n", "total_tokens", "topk"))
         if kind is cumla.AttentionPlan and name in ("page_size", "q_len"):
             least = int(name == "q_len")
         for value, error, need in (
@@ -151,12 +157,12 @@ def test_a_plan_of_another_shape(planned: Planned) -> None:
                 continue
             if name in ("batch", "q_len"):
                 changes["total_tokens"] = 2 * planned.numbers["total_tokens"]
-        elif size == 0 or (name == "batch" and "total_tokens" in planned.numbers):
+        elif size == 0 or (name == "batch" and (size == 1 or "total_tokens" in planned.numbers)):
             continue
         other = planned.kind(**planned.numbers | changes, like=np.zeros(1))
         assert other.key != plan.key
         lengths = planned.lengths(OPERATIONS[planned.operation].make())
-        if name == "batch":
+        if name == "batch" or (name == "q_len" and planned.numbers["batch"] == 1):
             lengths = {n: np.tile(a, 2) for n, a in lengths.items()}
         other.update(**lengths)
         with refused(ValueError, "plan: made for ( ... got ( ... ; make a plan for this shape"):
@@ -178,7 +184,7 @@ def test_empty_plans(planned: Planned, cupy: FakeCuPy, bindings: FakeBindings) -
                 assert 0 in array.shape
         assert not [entry for entry in bindings.entries if "schedule" not in entry]
         if len(names) > 1:
-            assert 0 in {getattr(plan.key, "batch", 1)}
+            assert 0 in {getattr(plan.key, name, 1) for name in ("batch", "q_len")}
 
 
 # --- kernels and buffers --------------------------------------------------------------------------
@@ -192,16 +198,38 @@ def test_what_a_plan_launches(planned: Planned, cupy: FakeCuPy, bindings: FakeBi
     plan = planned.make(given)
     assert cupy.compiled == []
     plan.update(**planned.lengths(given))
-    assert {schedule, attend} <= set(cupy.compiled)
-    assert bindings.entries == [schedule]
+    assert {*schedule, *attend} <= set(cupy.compiled)
+    assert bindings.entries == schedule
     loaded = list(cupy.compiled)
     for _ in range(3):
         plan.run(**planned.inputs(given))
-    assert bindings.entries == [attend] * 3
+    assert bindings.entries == attend * 3
     plan.update(**planned.lengths(given))
     planned.make(given).prepare()
-    assert bindings.entries == [schedule]
+    assert bindings.entries == schedule
     assert cupy.compiled == loaded
+
+
+def test_all_launches_of_an_update_and_of_a_run(
+    cupy: FakeCuPy, bindings: FakeBindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be several of each, also where the arrays were found in order before."""
+    for operation in (DECODE.kind._schedule, DECODE.kind._attend):
+        recipe = operation.recipe
+        twice = lambda *arguments, recipe=recipe: 2 * tuple(recipe(*arguments))  # noqa: E731
+        monkeypatch.setattr(operation, "recipe", twice)
+    given = on_gpu(cupy, DECODE)
+    schedule, attend = entries(DECODE)
+    plan = DECODE.make(given)
+    for _ in range(2):
+        plan.update(given["kv_lens"])
+        assert bindings.entries == schedule * 2
+    inputs = DECODE.inputs(given)
+    allocating = {name: array for name, array in inputs.items() if name not in ("out", "lse")}
+    for arguments in (inputs, allocating):
+        for _ in range(2):
+            plan.run(**arguments)
+            assert bindings.entries == attend * 2
 
 
 @every_plan
@@ -215,7 +243,7 @@ def test_prepare_loads_what_an_update_would(
     driver.capturing.add(0)
     plan.update(**planned.lengths(given))
     plan.run(**planned.inputs(given))
-    assert tuple(bindings.entries) == entries(planned)
+    assert bindings.entries == all_entries(planned)
 
 
 @every_plan
@@ -225,9 +253,9 @@ def test_a_cold_kernel_under_capture(
 ) -> None:
     given = on_gpu(cupy, planned)
     plan = planned.make(given)
-    name = entries(planned)[cold]
+    name = entries(planned)[cold][-1 if cold == 0 else planned.updates - 1]
     for spec in all_specs():
-        if spec.entry in entries(planned) and spec.entry != name:
+        if spec.entry in all_entries(planned) and spec.entry != name:
             load(spec, 0, capturing=lambda: False)
     driver.capturing.add(0)
     with refused(cumla.NotPreparedError, f"kernel {name} is not loaded on device 0"):
@@ -344,7 +372,9 @@ def test_another_stream(planned: Planned, cupy: FakeCuPy, bindings: FakeBindings
     plan.update(**planned.lengths(given), stream=5)
     for _ in range(2):
         plan.run(**planned.inputs(given), stream=5)
-    assert [launch.stream for launch in bindings.launched] == [0, 0, 5, 5, 5]
+    updated, ran = (len(names) for names in entries(planned))
+    streams = [launch.stream for launch in bindings.launched]
+    assert streams == [0] * (updated + ran) + [5] * (updated + 2 * ran)
     cupy.stream = 7
     for stream in (None, 0):
         with refused(ValueError, "plan: updated on stream 0x5, got a run on stream 0x"):
@@ -363,7 +393,7 @@ def test_an_update_that_was_only_captured(
     driver.capturing.add(5)
     plan.update(**planned.lengths(given), stream=5)
     plan.run(**planned.inputs(given), stream=5)
-    assert tuple(bindings.entries) == entries(planned)
+    assert bindings.entries == all_entries(planned)
     assert not plan.serves(5)
     driver.capturing.clear()
     lengths = lengths_in_messages(planned)
@@ -403,7 +433,7 @@ def test_a_captured_update_replaces_the_eager_one(
     assert bindings.entries == []
     plan.update(**planned.lengths(given))
     plan.run(**planned.inputs(given))
-    assert tuple(bindings.entries) == entries(planned)
+    assert bindings.entries == all_entries(planned)
 
 
 def test_a_stream_goes_after_the_last_one(
@@ -643,7 +673,7 @@ def test_runs_whose_outputs_are_allocated(
             for name, array in arrays.items():
                 assert (array is given[name]) == (name == given_name)
                 assert (array.shape, array.dtype) == (given[name].shape, given[name].dtype)
-    assert bindings.entries == [entries(planned)[1]] * 3 * (1 + len(names))
+    assert bindings.entries == entries(planned)[1] * 3 * (1 + len(names))
 
 
 # --- check mode -----------------------------------------------------------------------------------
@@ -720,8 +750,8 @@ def test_a_ready_run_looks_once_check_mode_is_on(
     looked = len(cupy.copied)
     assert looked == len(planned.updated_with)
     plan.run(**planned.inputs(given))
-    pages = not {"block_table", "kv_indices"}.isdisjoint(given)
-    assert len(cupy.copied) == 2 * looked + pages  # the lengths again
+    others = set(plan._attend.integers) & set(given)
+    assert len(cupy.copied) == 2 * looked + len(others)  # the lengths again
     monkeypatch.delenv("CUMLA_CHECK")
     plan.run(**planned.inputs(given))
-    assert len(cupy.copied) == 2 * looked + pages
+    assert len(cupy.copied) == 2 * looked + len(others)

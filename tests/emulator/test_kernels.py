@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+import cumla
 from tests.emulator import CuPy, emulated_gpu
 from tests.gpu.tools import pages, sanitize
 from tests.gpu.tools.cases import Case
@@ -83,6 +85,44 @@ CALLS = (
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_kernels_on_the_cpu(call: Callable[[CuPy], None], cupy: CuPy) -> None:
     call(cupy)
+
+
+def test_logits_of_the_last_keys_that_int32_can_name(cupy: CuPy) -> None:
+    """All keys and scales are the same; each query sees so many of the last ones."""
+    count, seen = 2**31 - 1, np.array([100, 64, 63, 1, 0], np.int32)
+    ke = np.full(5, count, np.int32)
+    q = cupy.asarray(np.ones((5, 64, 128), ml_dtypes.float8_e4m3fn))
+    weights = cupy.asarray(np.ones((5, 64), np.float32))
+    keys = np.broadcast_to(q[0, :1], (count, 128), subok=True)
+    scales = np.broadcast_to(weights[0, :1], count, subok=True)
+    ranges = map(cupy.asarray, (ke - seen, ke))
+    logits = cumla.mqa_logits(q, (keys, scales), weights, *ranges, max_kv_len=128)
+    visible = np.arange(128) < seen[:, None]
+    np.testing.assert_array_equal(logits.get(), np.where(visible, 64 * 128, -np.inf))
+
+
+@pytest.mark.parametrize(
+    "indptr", [[0, 5, -(2**31), 9, 12], [7, -(2**31) + 7, -(2**31) + 6, 12, 2**31 - 1]]
+)
+def test_offsets_that_fall_to_the_smallest_number(cupy: CuPy, indptr: list[int]) -> None:
+    """Where they fall a request has no queries, and rows of no request stay as they are."""
+    random = np.random.default_rng(0)
+    q, pages = (
+        random.standard_normal(shape).astype(ml_dtypes.bfloat16)
+        for shape in ((12, 4, 576), (4, 64, 576))
+    )
+    table, lens = np.arange(4, dtype=np.int32)[:, None], np.array([64, 9, 30, 50], np.int32)
+    given = (q, pages, table, lens, np.array(indptr, np.int32))
+    blank = np.full((12, 4, 512), 7, ml_dtypes.bfloat16), np.full((12, 4), 7, np.float32)
+    names = ("q", "kv_cache", "block_table", "kv_lens", "qo_indptr", "out", "lse")
+    expected = cumla.mla_attention(
+        **dict(zip(names, (*given, *(b.copy() for b in blank)), strict=True))
+    )
+    there = map(cupy.asarray, (*given, *blank))
+    out, lse = cumla.mla_attention(**dict(zip(names, there, strict=True)))
+    np.testing.assert_array_equal((out == 7).all((1, 2)), (expected.out == 7).all((1, 2)))
+    np.testing.assert_allclose(lse.get(), expected.lse, rtol=1e-5)
+    np.testing.assert_allclose(out.astype(np.float32), expected.out.astype(np.float32), atol=0.02)
 
 
 @pytest.mark.exhaustive

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("merge", "mla", "indexer", "sparse", "mha")
-MAY_IMPORT = {"sparse": ("indexer", "mla")}
+MAY_IMPORT = {"sparse": ("indexer", "merge", "mla")}
 FOR_REFERENCE = ("cumla.core.arguments", "cumla.core.state", "cumla.errors")
 
 # Modules and folders, each line below those that may import it; the longest name that fits counts.

@@ -126,6 +126,11 @@ PREFILL = [
         ValueError,
         "kv[0]: needs at least one token, got shape (0, 32); skip the call",
     ),
+    wrong(
+        "kv[0]",
+        kv(np.broadcast_to(np.zeros(32, E4M3), (2**31, 32)), np.broadcast_to(F32(1), 2**31)),
+        "at most 2147483647 keys, got 2147483648; score them in parts",
+    ),
     wrong("kv[0]", kv(np.zeros((20, 1, 32), E4M3)), "axes (seq_len_kv, head_dim), got"),
     wrong("kv[0]", kv(np.zeros((20, 33), E4M3)[:, :32]), "strides ... got 33"),
     wrong("kv[0]", kv(np.zeros((20, 64), E4M3)[:, ::2]), "a contiguous last axis"),

@@ -109,7 +109,7 @@ PAGED = [
         "q: needs a multiple of the 16 kv heads of k, got 4 heads ... (kv_layout)",
     ),
     wrong("kv_layout", "HDN", "'NHD' or 'HND', got 'HDN'; pass one of them"),
-    wrong("block_table", None, "page numbers as block_table ... got neither; pass one form"),
+    wrong("block_table", None, "page numbers as block_table ... got neither; pass one form, which"),
     wrong("kv_indices", int32(0, 3, 4, 5), "")._replace(
         message="kv_indptr: needs kv_indices beside it ... got one of them; pass both"
     ),
@@ -124,7 +124,7 @@ PAGED = [
     wrong("block_table", int32([0, 1, 2]), "shape (batch, max_pages) with batch 2, got (1, 3);"),
     wrong("block_table", keys_in_pages()["block_table"][::-1], "rows in the order of memory, got"),
     wrong("kv_lens", None, "")._replace(
-        message="kv_lens: needed for keys in pages, got None; pass"
+        message="kv_lens: needed for keys in pages, got None; pass it, or k and v as rows"
     ),
     wrong_type("kv_lens", np.zeros(2, int), "int32, got int64; convert"),
     wrong("kv_lens", int32(5), "shape (batch,) with batch 2, got (1,)"),

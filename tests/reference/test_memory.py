@@ -84,6 +84,10 @@ def test_mla(module: Any, form: str, caches: Callable[..., list[Any]]) -> None:
             qo_indptr=np.array([0, 2], np.int32),
         )
         np.testing.assert_array_equal(ragged.out, decoded.out[0])
+        lists = np.tile((page_size + SLOTS).astype(np.int32), (1, 2, 1))
+        lengths = np.array([[TOKENS - 1, TOKENS]], np.int32)
+        listed = module.mla_sparse_decode(q, cache, lists, topk_length=lengths)
+        np.testing.assert_array_equal(listed.out, decoded.out)
         results.append(decoded)
     np.testing.assert_array_equal(results[0].out, results[1].out)
     np.testing.assert_array_equal(results[0].lse, results[1].lse)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -97,7 +97,7 @@ def mla_decode(
     ((1, 1, 16, 512), (1, 16, 1))
     """
     q = q if isinstance(q, np.ndarray) else np.concatenate([*q], axis=-1)
-    cache = _Cache.of(kv_cache, kv_scale)
+    cache = Cache.of(kv_cache, kv_scale)
     batch, q_len, num_heads, _ = q.shape
     scale = HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale
     out = np.empty((batch, q_len, num_heads, VALUE_DIM), q.dtype) if out is None else out
@@ -127,7 +127,7 @@ def _attend(q: Array, rows: Array, scale: float) -> tuple[Array, Array]:
     return out.reshape(num_heads, VALUE_DIM), (top + np.log(total)).reshape(num_heads)
 
 
-class _Cache(NamedTuple):
+class Cache(NamedTuple):
     """A cache's columns, and what their numbers are multiplied by."""
 
     ckv: Array
@@ -136,7 +136,8 @@ class _Cache(NamedTuple):
     factor: float
 
     @classmethod
-    def of(cls, kv_cache: Array | Sequence[Array], kv_scale: Array | float | None) -> _Cache:
+    def of(cls, kv_cache: Array | Sequence[Array], kv_scale: Array | float | None) -> Cache:
+        """Take a cache apart, and check that a kv_scale has something to scale."""
         ckv, k_pe, scales = columns_of(kv_cache)
         if kv_scale is None:
             return cls(ckv, k_pe, scales, 1.0)
@@ -147,10 +148,17 @@ class _Cache(NamedTuple):
     def rows(self, table: Array, kv_len: int, dtype: np.dtype[Any]) -> Array:
         """Gather the rows of a request, its length clamped: (tokens, num_kv_heads, 576)."""
         tokens = min(max(kv_len, 0), len(table) * self.ckv.shape[1])
-        ckv, k_pe = (cached_rows(x, table, tokens).astype(dtype) for x in (self.ckv, self.k_pe))
+        return self._numbers(lambda part: cached_rows(part, table, tokens), dtype)
+
+    def rows_at(self, pages: Array, slots: Array, dtype: np.dtype[Any]) -> Array:
+        """Gather the rows of some slots of some pages: (rows, num_kv_heads, 576)."""
+        return self._numbers(lambda part: part[pages, slots], dtype)
+
+    def _numbers(self, gathered: Callable[[Array], Array], dtype: np.dtype[Any]) -> Array:
+        """Gather rows of each part, and multiply them by their factors."""
+        ckv, k_pe = (gathered(x).astype(dtype) for x in (self.ckv, self.k_pe))
         if self.scales is not None:
-            scales = cached_rows(self.scales, table, tokens).astype(dtype)
-            ckv *= np.repeat(scales, SCALED_COLUMNS, axis=-1)
+            ckv *= np.repeat(gathered(self.scales).astype(dtype), SCALED_COLUMNS, axis=-1)
         elif self.ckv.dtype == E4M3:
             ckv *= dtype.type(self.factor)
         if self.k_pe.dtype == E4M3:

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What FlashMLA's two functions of sparse attention share: formats, sinks, empty rows."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from cumla.compat._arguments import CallersNames, check_axes, check_tensors
+from cumla.compat._torch import import_torch
+from cumla.core.arguments import Array, bind, checked_scale
+from cumla.core.arrays import from_numpy, open_call, to_numpy
+from cumla.mla.shape import HEAD_DIM, PACKED_BYTES
+from cumla.reference.sparse.mla_sparse import largest_scores
+from cumla.sparse.mla_sparse import mla_sparse_attention
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["check_sink", "flash_mla_sparse_fwd", "packed_rows", "with_sink"]
+
+_BYTES = {"uint8", "int8", "float8_e4m3fn"}  # what FlashMLA calls the bytes of an FP8 cache
+_VALUE_DIM = 512
+_NAMES = CallersNames({"kv_cache": "kv", "softmax_scale": "sm_scale", "total_tokens": "s_q"})
+
+
+def packed_rows(k_cache: Any) -> Any:
+    """Check an FP8 cache, and name its bytes as such."""
+    name = str(k_cache.dtype).removeprefix("torch.")
+    check_axes("k_cache", k_cache, f"num_blocks, page_size, 1, {PACKED_BYTES}")
+    if name not in _BYTES:
+        raise TypeError(
+            f"k_cache: needs {', '.join(sorted(_BYTES))} with is_fp8_kvcache, got {name}; pass the "
+            f"packed cache"
+        )
+    if k_cache.shape[-1] != PACKED_BYTES:
+        raise NotImplementedError(
+            f"k_cache: needs rows of {PACKED_BYTES} bytes, the format of DeepSeek-V3.2, got shape "
+            f"{tuple(k_cache.shape)}; cumla has no other packed format"
+        )
+    return k_cache.view(import_torch().uint8)
+
+
+def check_sink(q: Any, attn_sink: Any) -> None:
+    """Check the sinks: ``(heads_q,)`` float32 beside q."""
+    if attn_sink is None:
+        return
+    check_tensors(attn_sink=attn_sink)
+    views = open_call((("q", q), ("attn_sink", attn_sink))).views
+    table = {"attn_sink": Array("heads_q", ("float32",))}
+    bind(table, {"attn_sink": views[1]}, {"heads_q": q.shape[-2]})
+
+
+def with_sink(out: Any, lse: Any, attn_sink: Any) -> tuple[Any, Any]:
+    """Give results as FlashMLA does: sinks scale out alone, and lse is +inf where it was -inf.
+
+    `out` is ``(..., tokens, heads, 512)`` and `lse` ``(..., tokens, heads)``; both are changed.
+    """
+    if attn_sink is not None:
+        # 1 - sink's share of the weights; without any weights, and of +inf, it is 0.
+        out.mul_((lse - attn_sink).sigmoid().nan_to_num_(nan=0.0).unsqueeze(-1))
+    return out, lse.masked_fill_(lse == -inf, inf)
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Attend to listed rows from the tokens of a prefill, with FlashMLA's arguments and results.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        ``(s_q, h_q, 576)``, bfloat16 or float16; any number of heads.
+    kv : torch.Tensor
+        ``(s_kv, 1, 576)``, q's dtype.
+    indices : torch.Tensor
+        ``(s_q, 1, topk)``, int32, any topk: rows of kv. Those below 0 and from s_kv on count as
+        absent.
+    sm_scale : float
+        Factor on q.k before the softmax.
+    d_v : int
+        512: the values are the first 512 elements of a row.
+    attn_sink : torch.Tensor, optional
+        ``(h_q,)``, float32: out is scaled by ``exp(lse) / (exp(lse) + exp(attn_sink))``. lse and
+        max_logits are without it.
+    topk_length : torch.Tensor, optional
+        ``(s_q,)``, int32: entries of each list. What lies beyond is not looked at: it may name rows
+        of NaN, unlike in FlashMLA.
+
+    Returns
+    -------
+    out : torch.Tensor
+        ``(s_q, h_q, 512)``, q's dtype. 0 where nothing is named.
+    max_logits : torch.Tensor or None
+        ``(s_q, h_q)``, float32: the largest ``sm_scale * q.k``, -inf where nothing is named. On the
+        CPU alone: no kernel of cumla computes it, and on the GPU it is None.
+    lse : torch.Tensor
+        ``(s_q, h_q)``, float32, natural logarithm. +inf where nothing is named.
+
+    Raises
+    ------
+    NotImplementedError
+        Rows have 512 columns: cumla has the 576 of DeepSeek-V3.2 alone.
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_sparse_attention`.
+    """
+    check_tensors(q=q, kv=kv, indices=indices)
+    check_axes("q", q, f"s_q, h_q, {HEAD_DIM}")
+    check_axes("kv", kv, f"s_kv, 1, {HEAD_DIM}")
+    check_axes("indices", indices, "s_q, 1, topk")
+    if d_v != _VALUE_DIM:
+        raise ValueError(f"d_v: needs {_VALUE_DIM}, the width of the values, got {d_v}; pass that")
+    if q.shape[-1] == kv.shape[-1] == _VALUE_DIM:
+        raise NotImplementedError(
+            f"q: needs the {HEAD_DIM} columns of DeepSeek-V3.2, got shape {tuple(q.shape)}; cumla "
+            f"has no sparse attention over rows of {_VALUE_DIM}"
+        )
+    if kv.shape[1] != 1:
+        raise ValueError(
+            f"kv: needs one kv head, got shape {tuple(kv.shape)}; pass the heads one by one"
+        )
+    check_sink(q, attn_sink)
+    with _NAMES:
+        scale = checked_scale(sm_scale, 1.0)
+        out, lse = mla_sparse_attention(
+            q, kv, indices, topk_length=topk_length, softmax_scale=scale
+        )
+    max_logits = None
+    if not q.is_cuda:
+        arrays = {"q": q, "kv": kv, "indices": indices}
+        lengths = None if topk_length is None else to_numpy("topk_length", topk_length)
+        host = [to_numpy(name, tensor) for name, tensor in arrays.items()]
+        scores = largest_scores(*host, topk_length=lengths, softmax_scale=scale)
+        max_logits = from_numpy("torch", scores)
+    out, lse = with_sink(out, lse, attn_sink)
+    return out, max_logits, lse

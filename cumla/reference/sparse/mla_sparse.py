@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse multi-head latent attention, as a definition: one query token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Literal
+
+import numpy as np
+
+from cumla.core.state import AttentionState
+from cumla.mla.shape import HEAD_DIM, VALUE_DIM
+from cumla.reference.mla.decode import Cache
+from cumla.reference.rows import Array
+
+
+def mla_sparse_decode(
+    q: Array | Sequence[Array],
+    kv_cache: Array | Sequence[Array],
+    indices: Array,
+    *,
+    topk_length: Array | None = None,
+    block_table: Array | None = None,
+    row_to_request: Array | None = None,
+    sinks: Array | None = None,
+    softmax_scale: float | None = None,
+    kv_scale: Array | float | None = None,
+    batch_invariant: bool = False,
+    out: Array | None = None,
+    lse: Array | None = None,
+    accumulate: Literal["float64", "float32"] = "float64",
+) -> AttentionState:
+    """Attend from a few query tokens per request, each to the latent rows that its list names.
+
+    Each query token is one of :func:`mla_sparse_attention`.
+
+    Parameters
+    ----------
+    q : ndarray or pair of ndarray, shape (batch, q_len, num_heads, 576)
+        Absorbed queries.
+    indices : ndarray of int32, shape (batch, q_len, topk)
+        The list of each query token.
+    topk_length, row_to_request : ndarray of int32, shape (batch,) or (batch, q_len), optional
+        As in :func:`mla_sparse_attention`, of each request or of each query token. By default
+        request b of the table is that of ``q[b]``.
+    kv_cache, block_table, sinks, softmax_scale, kv_scale, batch_invariant, accumulate
+        As in :func:`mla_sparse_attention`.
+    out, lse : ndarray, optional
+        Where to write the results: ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, and
+        ``(batch, num_heads, q_len)`` float32.
+
+    Returns
+    -------
+    AttentionState
+        As of :func:`mla_sparse_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> q, kv_cache = rng.normal(size=(1, 1, 16, 576)), rng.normal(size=(4, 64, 576))
+    >>> out, lse = mla_sparse_decode(q, kv_cache, np.array([[[200, 3, -1, 70]]], np.int32))
+    >>> out.shape, lse.shape
+    ((1, 1, 16, 512), (1, 16, 1))
+    """
+    parts = (q,) if isinstance(q, np.ndarray) else q
+    batch, q_len, num_heads, _ = parts[0].shape
+    if out is None:
+        out = np.empty((batch, q_len, num_heads, VALUE_DIM), parts[0].dtype)
+    if lse is None:
+        lse = np.empty((batch, num_heads, q_len), np.float32)
+    if block_table is not None and row_to_request is None:
+        row_to_request = np.arange(batch)
+    for b in range(batch):
+        mla_sparse_attention(
+            [part[b] for part in parts],
+            kv_cache,
+            indices[b],
+            topk_length=None if topk_length is None else _of_request(topk_length, b, q_len),
+            block_table=block_table,
+            row_to_request=None
+            if row_to_request is None
+            else _of_request(row_to_request, b, q_len),
+            sinks=sinks,
+            softmax_scale=softmax_scale,
+            kv_scale=kv_scale,
+            out=out[b],
+            lse=lse[b].T,
+            accumulate=accumulate,
+        )
+    return AttentionState(out, lse)
+
+
+def mla_sparse_attention(
+    q: Array | Sequence[Array],
+    kv_cache: Array | Sequence[Array],
+    indices: Array,
+    *,
+    topk_length: Array | None = None,
+    block_table: Array | None = None,
+    row_to_request: Array | None = None,
+    sinks: Array | None = None,
+    softmax_scale: float | None = None,
+    kv_scale: Array | float | None = None,
+    batch_invariant: bool = False,
+    out: Array | None = None,
+    lse: Array | None = None,
+    accumulate: Literal["float64", "float32"] = "float64",
+) -> AttentionState:
+    """Attend from query tokens, each to the cached latent rows that its list names.
+
+    With ``k`` the 576 numbers of a row, ``v`` its first 512 and the sums over the entries of the
+    query's list that name a row::
+
+        lse = log(sum(exp(softmax_scale * q.k)))
+        out = sum(exp(softmax_scale * q.k - lse) * v)
+
+    or, with sinks, ``lse' = log(exp(lse) + exp(sink))`` in the place of lse, in both lines.
+
+    An index i names slot ``i % page_size`` of page ``i // page_size``; with a table, of page
+    ``block_table[r, i // page_size]``, r being the request of the query token. It names no row, and
+    counts as absent wherever it stands, if it is negative, beyond the table's columns, or of a page
+    outside of the cache; so does every index of a token whose request is outside of the table. A
+    row that is named twice counts twice. Entries at and beyond topk_length, which is clamped to
+    ``[0, topk]``, are not looked at. Nothing else of the cache is read: what no entry names may
+    hold anything, NaN included.
+
+    Parameters
+    ----------
+    q : ndarray of bfloat16, float16, float32 or float64, shape (total_tokens, num_heads, 576)
+        Absorbed queries. A pair ``(q_nope, q_pe)`` holds the first 512 columns and the last 64.
+    kv_cache : ndarray, or pair or triple of ndarray, shape (num_pages, page_size, 1, 576)
+        As in :func:`mla_decode`, of one KV head; or rows ``(n, 576)``, which are pages of one slot.
+    indices : ndarray of int32, shape (total_tokens, topk) or (total_tokens, 1, topk)
+        The list of each query token.
+    topk_length : ndarray of int32, shape (total_tokens,), optional
+        Entries of each list; topk by default.
+    block_table : ndarray of int32, shape (requests, max_pages), optional
+        Page numbers of each request: indices are positions in it.
+    row_to_request : ndarray of int32, shape (total_tokens,), optional
+        Row of the table of each query token; needed with it.
+    sinks : ndarray of float32, shape (num_heads,), optional
+        A score per head that takes part in the sum of weights and has no value.
+    softmax_scale, kv_scale : optional
+        As in :func:`mla_decode`.
+    batch_invariant : bool, default False
+        Makes no difference here: each query token is computed on its own.
+    out, lse : ndarray, optional
+        Where to write the results: ``(total_tokens, num_heads, 512)`` in q's dtype or float32, and
+        ``(total_tokens, num_heads)`` float32.
+    accumulate : {"float64", "float32"}
+        Precision of all arithmetic; inputs are converted first, results rounded last.
+
+    Returns
+    -------
+    AttentionState
+        ``out`` and ``lse``. Where a list names no row out is 0 and lse -inf or, with sinks, the
+        sink.
+
+    Raises
+    ------
+    ValueError
+        For a table without row_to_request, a kv_scale without anything that it scales, or shapes
+        that disagree.
+    """
+    parts = (q,) if isinstance(q, np.ndarray) else q
+    tokens, num_heads = parts[0].shape[:2]
+    out = np.empty((tokens, num_heads, VALUE_DIM), parts[0].dtype) if out is None else out
+    lse = np.empty((tokens, num_heads), np.float32) if lse is None else lse
+    scale = HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale
+    cache = _cache_of(kv_cache, kv_scale)
+    lists = _selections(cache, indices, topk_length, block_table, row_to_request)
+    dtype = np.dtype(accumulate)
+    for i, (pages, slots) in enumerate(lists):
+        query = np.concatenate([part[i] for part in parts], axis=-1)
+        rows = cache.rows_at(pages, slots, dtype)[:, 0]
+        out[i], lse[i] = _attend(query.astype(dtype), rows, scale, sinks)
+    return AttentionState(out, lse)
+
+
+def largest_scores(
+    q: Array,
+    kv_cache: Array,
+    indices: Array,
+    *,
+    topk_length: Array | None = None,
+    softmax_scale: float,
+) -> Array:
+    """Give the largest score of each query token and head, ``(total_tokens, num_heads)`` float32.
+
+    It is -inf where a list names no row. Arguments are as in :func:`mla_sparse_attention`.
+    """
+    scores = np.full(q.shape[:2], -np.inf, np.float32)
+    cache = _cache_of(kv_cache, None)
+    for i, where in enumerate(_selections(cache, indices, topk_length, None, None)):
+        rows = cache.rows_at(*where, np.dtype(np.float64))[:, 0]
+        if len(rows):
+            scores[i] = softmax_scale * (q[i].astype(np.float64) @ rows.T).max(axis=-1)
+    return scores
+
+
+def _cache_of(kv_cache: Array | Sequence[Array], kv_scale: Array | float | None) -> Cache:
+    """Take a cache apart; its rows without pages are pages of one slot."""
+    parts = (kv_cache,) if isinstance(kv_cache, np.ndarray) else kv_cache
+    paged = [part[:, None] if part.ndim == 2 else part for part in parts]
+    return Cache.of(paged if len(paged) > 1 else paged[0], kv_scale)
+
+
+def _selections(
+    cache: Cache,
+    indices: Array,
+    topk_length: Array | None,
+    block_table: Array | None,
+    row_to_request: Array | None,
+) -> Iterator[tuple[Array, Array]]:
+    """Give the pages and the slots in them that the list of each query token names."""
+    num_pages, page_size = cache.ckv.shape[:2]
+    topk = indices.shape[-1]
+    for i, entries in enumerate(indices.reshape(prod(indices.shape[:-1]), topk)):
+        length = topk if topk_length is None else min(max(int(topk_length[i]), 0), topk)
+        index = entries[:length].astype(np.int64)
+        page, slot = np.divmod(index[index >= 0], page_size)
+        if block_table is not None:
+            if row_to_request is None:
+                raise ValueError("row_to_request: needed with block_table; pass it")
+            table = _row_of(block_table, int(row_to_request[i]))
+            known = page < len(table)
+            page, slot = table[page[known]], slot[known]
+        exists = (page >= 0) & (page < num_pages)
+        yield page[exists], slot[exists]
+
+
+def _row_of(block_table: Array, request: int) -> Array:
+    """Take the page numbers of a request; none for what is no row of the table."""
+    is_there = 0 <= request < len(block_table)
+    return block_table[request] if is_there else np.empty(0, block_table.dtype)
+
+
+def _attend(q: Array, rows: Array, scale: float, sinks: Array | None) -> tuple[Array, Array]:
+    """Attend from q (num_heads, 576) to all of rows (tokens, 576)."""
+    num_heads, dtype = len(q), rows.dtype
+    sink = np.full(num_heads, -np.inf, dtype) if sinks is None else sinks.astype(dtype)
+    if len(rows) == 0:
+        return np.zeros((num_heads, VALUE_DIM), dtype), sink
+    scores = dtype.type(scale) * (q @ rows.T)
+    top = scores.max(axis=-1, keepdims=True)  # keeps exp() in range and cancels in both results
+    weights = np.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    out, lse = (weights @ rows[:, :VALUE_DIM]) / total, (top + np.log(total))[:, 0]
+    with np.errstate(invalid="ignore"):  # of a selected NaN
+        with_sink = np.logaddexp(lse, sink)
+    return out * np.exp(lse - with_sink)[:, None], with_sink
+
+
+def _of_request(numbers: Array, request: int, q_len: int) -> Array:
+    """Give the numbers of a request's query tokens, which may have one together."""
+    return np.broadcast_to(numbers[request], (q_len,))

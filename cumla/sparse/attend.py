@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations behind :func:`cumla.mla_sparse_decode` and its relatives: schedule, attention."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from cumla import reference
+from cumla.core.operation import Operation, Scheduled, parts_on_host
+from cumla.core.paged import Host, Results, Stated
+from cumla.launch.sparse.mla_sparse import attend_launches, lengths_launches
+from cumla.launch.sparse.shape import MLASparseKey
+from cumla.mla.attend import sm_count_of
+from cumla.mla.shape import VALUE_DIM
+from cumla.sparse.arguments import (
+    Attended,
+    Rows,
+    as_batch,
+    check_lengths,
+    check_places,
+    checked_arguments,
+    on_rows,
+    spread,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable
+
+__all__ = ["SparseAttend", "SparseAttention", "SparseSchedule", "key_of", "shape_of"]
+
+
+class SparseSchedule(Operation["ArrayView | None", MLASparseKey]):
+    """Bounds of the lists, and shares of the work, from lengths, into a plan's buffer.
+
+    Its argument is a view of the lengths, None for full lists; options are the query tokens' axes.
+    """
+
+    integers = ("topk_length",)
+
+    def arguments(self, views: Views, options: Rows) -> ArrayView | None:
+        """Check the lengths."""
+        lengths = views.get("topk_length")
+        return None if lengths is None else spread("topk_length", lengths, options)
+
+    def recipe(
+        self,
+        key: MLASparseKey,
+        arguments: ArrayView | None,
+        outs: Sequence[ArrayView],
+        buffer: int,
+    ) -> Sequence[Launchable]:
+        """Describe the launches, or none without query tokens."""
+        return lengths_launches(key, buffer, arguments) if key.batch and key.q_len else ()
+
+    def reference(self, host: Host, arguments: ArrayView | None) -> Results:
+        """Do nothing."""
+        return ()
+
+
+class SparseAttend(Stated[Attended, MLASparseKey]):
+    """Attends to the rows that lists name.
+
+    `axes` are those of q before its columns, None for either. Options are softmax_scale, and
+    kv_scale if it is a number.
+    """
+
+    # The indices tell which page numbers are used; they may have any values themselves.
+    integers = ("row_to_request", "block_table", "indices")
+
+    def __init__(self, axes: tuple[str, ...] | None) -> None:
+        super().__init__()
+        self._axes = axes
+
+    def arguments(self, views: Views, options: tuple[float, float | None]) -> Attended:
+        """Check all but the lengths."""
+        return checked_arguments(views, self._axes, *options)
+
+    def value_dim(self, arguments: Attended) -> int:
+        """Tell the latent columns."""
+        return VALUE_DIM
+
+    def recipe(
+        self, key: Any, arguments: Attended, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        """Describe the launches, or none without query tokens."""
+        if 0 in arguments.rows:
+            return ()
+        out, lse = outs
+        if len(arguments.rows) == 1:  # lse has its heads last, and a batch has them first
+            lse = lse._replace(shape=lse.shape[::-1], strides=lse.strides[::-1])
+        views = arguments.launched, as_batch(out, 4), as_batch(lse, 3)
+        return attend_launches(key, buffer, *views)
+
+    def check_values(self, host: Host, arguments: Attended) -> None:
+        """Look at lengths, requests and page numbers."""
+        check_lengths(host, arguments.launched.indices.shape[2])
+        check_places(host, arguments)
+
+    def reference(self, host: Host, arguments: Attended) -> Results:
+        """Compute with the lengths that came."""
+        a, rows = arguments.launched, arguments.rows
+        is_batch = len(rows) == 2
+        definition = reference.mla_sparse_decode if is_batch else reference.mla_sparse_attention
+        named = ("topk_length", "row_to_request")
+        others = ("block_table", "sinks", "out", "lse")
+        given: dict[str, Any] = {name: host[name] for name in others if name in host}
+        given |= {name: on_rows(host[name], rows) for name in named if name in host}
+        factor: Any = a.kv_scale  # a view, if it is an array
+        return definition(
+            parts_on_host(host, "q"),
+            parts_on_host(host, "kv_cache"),
+            host["indices"],
+            softmax_scale=a.softmax_scale,
+            kv_scale=host.get("kv_scale", None if factor == 1.0 else factor),
+            **given,
+        )
+
+
+class SparseAttention(Scheduled[Attended, MLASparseKey]):
+    """Both, in one call."""
+
+    def __init__(
+        self, schedule: SparseSchedule, attend: SparseAttend, batch_invariant: bool
+    ) -> None:
+        super().__init__(schedule, attend)
+        self._batch_invariant = batch_invariant
+
+    def batch(self, attend: Attended, views: Views) -> Rows:
+        """Tell the axes of the query tokens."""
+        return attend.rows
+
+    def key(self, arguments: tuple[Any, Attended], device: int) -> MLASparseKey:
+        """Tell the shape to plan for."""
+        attended = arguments[1]
+        modes = attended.cache, device, sm_count_of(device), self._batch_invariant
+        return key_of(*shape_of(attended.launched), *modes)
+
+
+def shape_of(arguments: Any) -> tuple[int, int, int, int, str]:
+    """Read off the first fields of a key: batch, q_len, num_heads, topk, dtype."""
+    q = arguments.q
+    return *q.shape[:3], arguments.indices.shape[2], q.dtype
+
+
+@lru_cache(maxsize=1024)
+def key_of(*fields: Any) -> MLASparseKey:
+    """Make a key, the same object each time: it keeps what follows from it."""
+    return MLASparseKey(*fields)

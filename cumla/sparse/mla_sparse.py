@@ -1,0 +1,460 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse MLA: :func:`mla_sparse_decode`, :func:`mla_sparse_attention`, and the plan of both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cumla.core.arguments import (
+    check_device_number,
+    check_dtype,
+    checked_flag,
+    checked_int,
+    checked_scale,
+    dtype_name,
+    number_of,
+)
+from cumla.core.arrays import open_call
+from cumla.core.operation import run
+from cumla.core.paged import check_made_for
+from cumla.core.plan import Plan
+from cumla.core.state import AttentionState
+from cumla.launch.merge_states import merge_spec
+from cumla.launch.module import load
+from cumla.launch.sparse.mla_sparse import sparse_specs
+from cumla.launch.sparse.shape import MLASparseKey
+from cumla.mla.arguments import DTYPES, QUERY_AXES, named
+from cumla.mla.attend import SCALE, checked_sm_count, sm_count_of
+from cumla.mla.fp8_caches import FP8
+from cumla.sparse.arguments import (
+    TOKEN_AXES,
+    Attended,
+    check_cache,
+    check_lengths,
+    checked_cache,
+)
+from cumla.sparse.attend import SparseAttend, SparseAttention, SparseSchedule, key_of, shape_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cumla.core.paged import Host
+
+__all__ = ["MLASparsePlan", "mla_sparse_attention", "mla_sparse_decode"]
+
+_SIZES = ("batch", "q_len", "num_heads", "topk", "dtype")
+_SCHEDULE = SparseSchedule()
+_ATTEND = SparseAttend(None)  # of plans, which take both forms of q
+_ATTEND_ROWS = (SparseAttend(QUERY_AXES), SparseAttend(TOKEN_AXES))
+_DECODE, _ATTENTION = (
+    tuple([SparseAttention(_SCHEDULE, attend, invariant) for invariant in (False, True)])
+    for attend in _ATTEND_ROWS
+)
+
+
+def mla_sparse_decode(
+    q: Any,
+    kv_cache: Any,
+    indices: Any,
+    *,
+    topk_length: Any = None,
+    block_table: Any = None,
+    row_to_request: Any = None,
+    sinks: Any = None,
+    softmax_scale: float | None = None,
+    kv_scale: Any = None,
+    batch_invariant: bool = False,
+    out: Any = None,
+    lse: Any = None,
+    stream: Any = None,
+) -> AttentionState:
+    """Attend to the rows of a paged cache that lists name: DeepSeek Sparse Attention, decoding.
+
+    Every query token has a list of indices. With ``k`` the 576 and ``v`` the first 512 values of
+    the cached row that an index names, over all indices of the list that name one,
+    ``out = softmax(softmax_scale * q @ k.T) @ v``. Arrays on the GPU are computed by CUDA kernels
+    (compute capability 9.0), on the caller's stream and without waiting for it; arrays on the CPU
+    by :func:`cumla.reference.mla_sparse_decode`.
+
+    Parameters
+    ----------
+    q : array or pair of arrays
+        ``(batch, q_len, num_heads, 576)`` bfloat16 or float16, or a tuple ``(q_nope, q_pe)``, as in
+        :func:`cumla.mla_decode`. Any number of heads: nothing has to be padded.
+    kv_cache : array, or pair or triple of arrays
+        ``(num_pages, page_size, 1, 576)`` or ``(num_pages, page_size, 576)`` in any of the forms of
+        :func:`cumla.mla_decode`, FP8 caches included, such as the packed rows of 656 bytes of
+        DeepSeek-V3.2; with one kv head. Rows without pages, ``(n, 576)`` and so on, are pages of
+        one slot. Rows that no list names may hold anything, NaN included.
+    indices : array
+        ``(batch, q_len, topk)`` int32, the last axis contiguous; topk is any number, 0 included.
+        Without block_table an index is a slot of the cache: it names row ``i % page_size`` of page
+        ``i // page_size``. With block_table it is a position of the query token's request: row
+        ``i % page_size`` of page ``block_table[request, i // page_size]``. An index that is
+        negative, or names no slot of the cache (one outside of the table, or of a page outside of
+        the cache), counts as absent, wherever in the list it stands. A row that is named twice
+        counts twice. The order of a list changes results by rounding alone.
+    topk_length : array, optional
+        ``(batch,)`` or ``(batch, q_len)`` int32: entries of each list. What lies at and beyond is
+        never looked at. Clamped to ``[0, topk]``; topk by default.
+    block_table : array, optional
+        ``(requests, max_pages)`` int32, rows contiguous: page numbers of each request. Without
+        `row_to_request` request b is that of ``q[b]``.
+    row_to_request : array, optional
+        ``(batch,)`` or ``(batch, q_len)`` int32, with block_table only: the request of each query
+        token. One outside of the table has an empty list.
+    sinks : array, optional
+        ``(num_heads,)`` float32, contiguous: a score per head that takes part in the sum of weights
+        and has no value. It is not multiplied by softmax_scale, and lse includes it. -inf has no
+        effect, and +inf gives 0.
+    softmax_scale : float, optional
+        Factor of the scores, as in :func:`cumla.mla_decode`.
+    kv_scale : float or array, optional
+        Factor of e4m3 columns without scales of their own, as in :func:`cumla.mla_decode`.
+    batch_invariant : bool
+        Give a query token the same bits whatever else is in the call: other query tokens, their
+        number, its place among them, and absent entries at the end of its list.
+    out, lse : array, optional
+        ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, and ``(batch, num_heads,
+        q_len)`` float32, written and returned, as in :func:`cumla.mla_decode`.
+    stream : optional
+        As in :func:`cumla.mla_decode`.
+
+    Returns
+    -------
+    AttentionState
+        ``out`` ``(batch, q_len, num_heads, 512)`` and ``lse`` ``(batch, num_heads, q_len)``
+        float32: the natural logarithm of the sum of ``exp(softmax_scale * q.k)`` and, with sinks,
+        ``exp(sink)``. Where a list names no row out is 0 and lse -inf, or the sink.
+
+    Raises
+    ------
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_decode`; a cache of several kv heads, row_to_request without
+        block_table.
+
+    Notes
+    -----
+    Source: DeepSeek-V3.2-Exp, section 2.1, whose lists come from :func:`cumla.paged_mqa_logits` and
+    a selection of the highest 2048 logits.
+
+    Indices need no check: no value leads out of the arrays. The check mode, ``CUMLA_CHECK=1``,
+    looks at lengths, requests, and the page numbers that indices lead to.
+
+    What :func:`cumla.mla_decode` says of CUDA graphs, and of gradients, holds here, too.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cumla
+    >>> q = np.ones((1, 2, 16, 576), np.float16)  # two tokens of one request
+    >>> kv_cache = np.ones((4, 64, 576), np.float16)
+    >>> indices = np.array([[[200, 3, -1, 70], [201, 3, 0, 70]]], np.int32)
+    >>> out, lse = cumla.mla_sparse_decode(q, kv_cache, indices)
+    >>> out.shape, lse.shape
+    ((1, 2, 16, 512), (1, 16, 2))
+    """
+    operation = _DECODE[checked_flag("batch_invariant", batch_invariant)]
+    more = _given(topk_length, block_table, row_to_request, sinks)
+    inputs = named(q, kv_cache, kv_scale, **more, indices=indices)
+    outputs = {"out": out, "lse": lse}
+    return AttentionState(
+        *run(operation, inputs, outputs, _options(softmax_scale, kv_scale), stream)
+    )
+
+
+def mla_sparse_attention(
+    q: Any,
+    kv_cache: Any,
+    indices: Any,
+    *,
+    topk_length: Any = None,
+    block_table: Any = None,
+    row_to_request: Any = None,
+    sinks: Any = None,
+    softmax_scale: float | None = None,
+    kv_scale: Any = None,
+    batch_invariant: bool = False,
+    out: Any = None,
+    lse: Any = None,
+    stream: Any = None,
+) -> AttentionState:
+    """Attend to the rows of a cache that lists name, from query tokens without a batch: prefill.
+
+    It is :func:`cumla.mla_sparse_decode` for query tokens of any requests in one row, such as those
+    of a prefill or of a mixed step.
+
+    Parameters
+    ----------
+    q : array or pair of arrays
+        ``(total_tokens, num_heads, 576)``, or a tuple ``(q_nope, q_pe)``.
+    kv_cache : array, or pair or triple of arrays
+        As in :func:`cumla.mla_sparse_decode`: pages, or rows ``(n, 576)``.
+    indices : array
+        ``(total_tokens, topk)`` or ``(total_tokens, 1, topk)`` int32: the list of each query token,
+        as in :func:`cumla.mla_sparse_decode`.
+    topk_length : array, optional
+        ``(total_tokens,)`` int32: entries of each list; topk by default.
+    block_table : array, optional
+        ``(requests, max_pages)`` int32: page numbers of each request, whose positions the indices
+        then are.
+    row_to_request : array, optional
+        ``(total_tokens,)`` int32, with block_table and only then: the request of each query token.
+    sinks, softmax_scale, kv_scale, batch_invariant, stream
+        As in :func:`cumla.mla_sparse_decode`.
+    out, lse : array, optional
+        ``(total_tokens, num_heads, 512)`` in q's dtype or float32, and ``(total_tokens,
+        num_heads)`` float32, written and returned.
+
+    Returns
+    -------
+    AttentionState
+        ``out`` and ``lse`` as :func:`cumla.mla_sparse_decode` returns them, in the shapes above.
+
+    Raises
+    ------
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_sparse_decode`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cumla
+    >>> q = np.ones((3, 16, 576), np.float16)
+    >>> kv = np.ones((100, 576), np.float16)
+    >>> indices = np.array([[0, -1], [1, 0], [2, 1]], np.int32)
+    >>> out, lse = cumla.mla_sparse_attention(q, kv, indices)
+    >>> out.shape, lse.shape
+    ((3, 16, 512), (3, 16))
+    """
+    operation = _ATTENTION[checked_flag("batch_invariant", batch_invariant)]
+    more = _given(topk_length, block_table, row_to_request, sinks)
+    inputs = named(q, kv_cache, kv_scale, **more, indices=indices)
+    outputs = {"out": out, "lse": lse}
+    return AttentionState(
+        *run(operation, inputs, outputs, _options(softmax_scale, kv_scale), stream)
+    )
+
+
+def _given(topk_length: Any, block_table: Any, row_to_request: Any, sinks: Any) -> dict[str, Any]:
+    """Name the optional arrays that are given."""
+    arrays = {
+        "topk_length": topk_length,
+        "block_table": block_table,
+        "row_to_request": row_to_request,
+        "sinks": sinks,
+    }
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def _options(softmax_scale: Any, kv_scale: Any) -> tuple[float, float | None]:
+    """Check the numbers: of kv_scale None, if that is an array."""
+    factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
+    return checked_scale(softmax_scale, SCALE), factor
+
+
+class MLASparsePlan(Plan[MLASparseKey]):
+    """Schedule and workspace of both functions of sparse MLA, for every layer of a step.
+
+    It is made, updated and run as :class:`cumla.MLADecodePlan` is: the same holds for its buffer,
+    streams, threads, CUDA graphs and errors. The schedule follows from the lengths of the lists
+    alone, so that it can be made before their indices are there: min(visible tokens, topk) of each
+    query token, where the lists are selections.
+
+    Parameters
+    ----------
+    batch, q_len, num_heads : int
+        As in ``q`` ``(batch, q_len, num_heads, 576)``. For :func:`mla_sparse_attention` 1 and
+        total_tokens: ``run`` takes q without its first axis then, too.
+    topk : int
+        As in ``indices`` ``(batch, q_len, topk)``.
+    dtype : str or dtype
+        ``"bfloat16"`` or ``"float16"``, or any framework's dtype of that name: of q, and of
+        kv_cache unless `cache_dtype` says otherwise.
+    cache_dtype : str or dtype, optional
+        ``"packed"`` for rows of 656 bytes, ``"float8_e4m3fn"`` for FP8 caches in any other form,
+        both with dtype bfloat16; dtype by default.
+    batch_invariant : bool
+        As in :func:`mla_sparse_decode`.
+    device, workspace, like, stream : optional
+        As for :class:`cumla.MLADecodePlan`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cumla
+    >>> q = np.ones((2, 1, 16, 576), np.float16)
+    >>> kv_cache = np.ones((4, 64, 576), np.float16)
+    >>> indices = np.array([[[200, 3, -1, 70]], [[7, 0, 0, 0]]], np.int32)
+    >>> plan = cumla.MLASparsePlan.from_arrays(q, kv_cache, indices)
+    >>> plan.update(np.array([4, 1], np.int32))
+    >>> for layer in range(3):
+    ...     out, lse = plan.run(q, kv_cache, indices)
+    >>> out.shape, lse.shape
+    ((2, 1, 16, 512), (2, 16, 1))
+    """
+
+    _schedule = _SCHEDULE
+    _attend = _ATTEND
+    _lengths = "topk_length"
+
+    def __init__(
+        self,
+        batch: int,
+        q_len: int,
+        num_heads: int,
+        topk: int,
+        *,
+        dtype: Any = "bfloat16",
+        cache_dtype: Any = None,
+        batch_invariant: bool = False,
+        device: int | None = None,
+        workspace: Any = None,
+        like: Any = None,
+        stream: Any = None,
+    ) -> None:
+        sizes = _checked_sizes(batch, q_len, num_heads, topk)
+        dtype = dtype_name(dtype)
+        check_dtype("dtype", dtype, DTYPES)
+        cache = checked_cache(cache_dtype, dtype)
+        invariant = checked_flag("batch_invariant", batch_invariant)
+        check_device_number(device)
+        place = (device, workspace, like, stream)
+        self._make(lambda on: key_of(*sizes, dtype, cache, on, sm_count_of(on), invariant), *place)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        q: Any,
+        kv_cache: Any,
+        indices: Any,
+        *,
+        batch_invariant: bool = False,
+        workspace: Any = None,
+        stream: Any = None,
+    ) -> MLASparsePlan:
+        """Make a plan for the shapes of these arrays, with a buffer of q's framework.
+
+        Of the arrays, which are as in :func:`mla_sparse_decode` or :func:`mla_sparse_attention`,
+        only shapes, dtypes and device are looked at; the rest is as for the class.
+        """
+        arrays = named(q, kv_cache, None, indices=indices)
+        call = open_call(tuple(arrays.items()), stream=stream)
+        views = dict(zip(arrays, call.views, strict=True))
+        attended = _ATTEND.arguments(views, (SCALE, None))
+        *sizes, dtype = shape_of(attended.launched)
+        with call:
+            return cls(
+                *sizes,
+                dtype=dtype,
+                cache_dtype={"same": None, "e4m3": FP8}.get(attended.cache, attended.cache),
+                batch_invariant=batch_invariant,
+                workspace=workspace,
+                like=next(iter(arrays.values())),
+                stream=stream,
+            )
+
+    @staticmethod
+    def workspace_bytes(
+        batch: int,
+        q_len: int,
+        num_heads: int,
+        topk: int,
+        *,
+        cache_dtype: Any = None,
+        batch_invariant: bool = False,
+        sm_count: int | None = None,
+    ) -> int:
+        """Size of a plan's buffer in bytes, from numbers as for the class.
+
+        `sm_count` and errors are as in :meth:`cumla.MLADecodePlan.workspace_bytes`.
+        """
+        sizes = _checked_sizes(batch, q_len, num_heads, topk)
+        cache = checked_cache(cache_dtype)
+        invariant = checked_flag("batch_invariant", batch_invariant)
+        key = key_of(*sizes, DTYPES[0], cache, 0, checked_sm_count(sm_count), invariant)
+        return _ATTEND.workspace_bytes(key)
+
+    def update(self, topk_length: Any = None, *, stream: Any = None) -> None:
+        """Compute the schedule for these lengths of the lists, on the device.
+
+        Parameters
+        ----------
+        topk_length : array, optional
+            ``(batch,)`` or ``(batch, q_len)`` int32, or ``(q_len,)`` where batch is 1, as in
+            :func:`mla_sparse_decode`; None for lists that are full. The runs that follow look at no
+            entry beyond.
+        stream : optional
+            As in :meth:`cumla.MLADecodePlan.update`; without lengths the current stream of the
+            framework that the plan's buffer is of.
+
+        Raises
+        ------
+        TypeError, ValueError, CumlaError
+            As :meth:`cumla.MLADecodePlan.update`.
+        """
+        lengths = {} if topk_length is None else {"topk_length": topk_length}
+        self._update(lengths, (self.key.batch, self.key.q_len), stream)
+
+    def run(
+        self,
+        q: Any,
+        kv_cache: Any,
+        indices: Any,
+        *,
+        block_table: Any = None,
+        row_to_request: Any = None,
+        sinks: Any = None,
+        softmax_scale: float | None = None,
+        kv_scale: Any = None,
+        out: Any = None,
+        lse: Any = None,
+        stream: Any = None,
+    ) -> AttentionState:
+        """Attend with the schedule of the last update, and with the lengths it was given.
+
+        Parameters
+        ----------
+        q, kv_cache, indices, block_table, row_to_request, sinks, softmax_scale, kv_scale, out, \
+lse, stream
+            As in :func:`mla_sparse_decode`; for a plan of one request also as in
+            :func:`mla_sparse_attention`. Indices may differ from run to run.
+
+        Raises
+        ------
+        TypeError, ValueError, NotPreparedError, CumlaError
+            As :meth:`cumla.MLADecodePlan.run`.
+        """
+        options = _options(softmax_scale, kv_scale)
+        inputs = {**_given(None, block_table, row_to_request, sinks), "indices": indices}
+        factors = () if kv_scale is None or options[1] is not None else (kv_scale,)
+        outputs = {"out": out, "lse": lse}
+        given = tuple([array for array in (out, lse) if array is not None])
+        arrays = (q, kv_cache, *inputs.values(), *factors)
+        identity = (options, *inputs, len(factors))
+        seen, results = self._known(arrays, given, outputs, identity, stream)
+        if results is None:
+            inputs = named(q, kv_cache, kv_scale, **inputs)
+            results = self._run(inputs, outputs, options, stream, seen)
+        return AttentionState(*results)
+
+    def _load(self, device: int, capturing: Callable[[], bool]) -> None:
+        with_sinks = merge_spec(self.key.dtype)
+        for spec in (*sparse_specs(self.key), with_sinks):
+            load(spec, device, capturing=capturing)
+
+    def _check_lengths(self, host: Host) -> None:
+        check_lengths(host, self.key.topk)
+
+    def _check_shape(self, arguments: Attended) -> None:
+        made = tuple([getattr(self.key, name) for name in _SIZES])
+        check_made_for(_SIZES, made, shape_of(arguments.launched))
+        check_cache(arguments, self.key.cache)
+
+
+def _checked_sizes(batch: Any, q_len: Any, num_heads: Any, topk: Any) -> tuple[int, int, int, int]:
+    """Check the numbers of a plan."""
+    for name, value in {"batch": batch, "q_len": q_len, "topk": topk}.items():
+        checked_int(name, value, "nothing to plan for", least=0)
+    checked_int("num_heads", num_heads, "nothing to plan for")
+    return batch, q_len, num_heads, topk
