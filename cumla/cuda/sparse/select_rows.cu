@@ -61,17 +61,19 @@ __device__ __forceinline__ void select_rows(const SelectRowsParams& p) {
   const int batch = quotient(row, p.by_q_len), token = row - batch * p.q_len;
   const List list(p.lists, batch, token);
   int* const selected = p.selected + static_cast<i64>(row) * p.entries;
-  const int length = list.exists ? min(max(p.bounds[row], 0), p.entries) : 0;
+  int length = p.entries;  // until it has come, beside the first entries
   int begin = 0;
 #pragma unroll 1
   for (int first = 0, turn = 0; first < length; first += kListEntries, turn ^= 1) {
     int rows[kLaneEntries];
     const int own = first + warp * (32 * kLaneEntries) + lane;
 #pragma unroll
-    for (int k = 0; k < kLaneEntries; ++k) rows[k] = own + 32 * k < length ? list.entries[own + 32 * k] : -1;
+    for (int k = 0; k < kLaneEntries; ++k) rows[k] = own + 32 * k < p.entries ? list.entries[own + 32 * k] : -1;
+    if (first == 0) length = list.exists ? min(max(p.bounds[row], 0), p.entries) : 0;
     int count = 0;
 #pragma unroll
-    for (int k = 0; k < kLaneEntries; ++k) rows[k] = list.row_of(p.lists, rows[k]);
+    for (int k = 0; k < kLaneEntries; ++k)
+      rows[k] = list.row_of(p.lists, own + 32 * k < length ? rows[k] : -1);
 #pragma unroll
     for (int k = 0; k < kLaneEntries; ++k) count += __popc(__ballot_sync(0xffffffffu, rows[k] >= 0));
     if (lane == 0) warp_counts[turn][warp] = count;

@@ -3,6 +3,7 @@
 // each list a place of the schedule, as a request of the dense kernels.
 #pragma once
 #include "mla/mla_decode/layout.cuh"
+#include "mla/mla_decode/pages.cuh"
 #include "split/tile.cuh"
 #include "ptx/types.cuh"
 
@@ -58,6 +59,12 @@ __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, Selected
   tile.q_begin = list - segment.request * p.q_len;
   tile.pages = list * p.block_table_stride;
   return segment;
+}
+
+// The row tiles of a list share what L2 fetches ahead.
+template <int kTileRows>
+__device__ __forceinline__ FetchShare fetch_share(const MlaDecodeParams&, const SelectedTile<kTileRows>&) {
+  return share_of_grid();
 }
 
 template <int kTileRows>

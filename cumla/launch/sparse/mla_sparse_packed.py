@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of cuda/sparse/mla_sparse_packed.cu: attention to lists of packed FP8 rows, many heads."""
+"""Launcher of cuda/sparse/mla_sparse_packed.cu: lists of packed FP8 rows, many heads."""
 
 from __future__ import annotations
 

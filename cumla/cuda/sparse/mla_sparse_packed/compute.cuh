@@ -186,24 +186,35 @@ struct PackedConsumer {
 
   // Raises the references where this block needs it, and leaves by what they change.
   __device__ __forceinline__ void raise_references(int parity) const {
+    float highest[kHeadsOfThread];
 #pragma unroll
-    for (int i = 0; i < kHeadsOfThread; ++i) {
-      const float* const s = scores + 4 * (i / 2) + i % 2;
-      const float factor = load_shared_float(shared.score_factor(head_of(i)));
-      float highest = fmaxf(__fmaf_rn(s[0] * exp2_of_integer(row_exponent[0]), factor, row_shift[0]),
-                            __fmaf_rn(s[2] * exp2_of_integer(row_exponent[1]), factor, row_shift[1]));
+    for (int i = 0; i < kHeadsOfThread; i += 2) {
+      const float2 factors = load_shared_float2(shared.score_factor(head_of(i)));
+      const float* const s = scores + 2 * i;
+      const float powers[2] = {exp2_of_integer(row_exponent[0]), exp2_of_integer(row_exponent[1])};
+      highest[i] = fmaxf(__fmaf_rn(s[0] * powers[0], factors.x, row_shift[0]),
+                         __fmaf_rn(s[2] * powers[1], factors.x, row_shift[1]));
+      highest[i + 1] = fmaxf(__fmaf_rn(s[1] * powers[0], factors.y, row_shift[0]),
+                             __fmaf_rn(s[3] * powers[1], factors.y, row_shift[1]));
+    }
 #pragma unroll
-      for (int step = 4; step < 32; step *= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
-      if (lane < 4) store_shared_float(shared.of_warp(consumer * 4 + warp, head_of(i)), highest);
+    for (int step = 4; step < 32; step *= 2)
+#pragma unroll
+      for (int i = 0; i < kHeadsOfThread; ++i)
+        highest[i] = fmaxf(highest[i], __shfl_xor_sync(0xffffffffu, highest[i], step));
+    if (lane < 4) {
+#pragma unroll
+      for (int i = 0; i < kHeadsOfThread; i += 2)
+        store_shared_float2(shared.of_warp(consumer * 4 + warp, head_of(i)), {highest[i], highest[i + 1]});
     }
     consumer_sync(consumer);
     const int head = threadIdx.x % kWarpgroup;
     if (head < kHeads) {
-      float highest = load_shared_float(shared.of_warp(consumer * 4, head));
+      float of_all = load_shared_float(shared.of_warp(consumer * 4, head));
 #pragma unroll
-      for (int w = 1; w < 4; ++w) highest = fmaxf(highest, load_shared_float(shared.of_warp(consumer * 4 + w, head)));
+      for (int w = 1; w < 4; ++w) of_all = fmaxf(of_all, load_shared_float(shared.of_warp(consumer * 4 + w, head)));
       const float before = load_shared_float(shared.reference(head));
-      const float after = highest > before + kSlack ? ceilf(highest) - kBelow : before;
+      const float after = of_all > before + kSlack ? ceilf(of_all) - kBelow : before;
       store_shared_float(shared.factor(parity, head), exp2_approx(before - after));
       store_shared_float(shared.reference(head), after);
     }
@@ -300,18 +311,23 @@ struct PackedConsumer {
     auto fetch = [&](u32 (&to)[4], int s) {
       load_matrix_x4_transposed(to, rows[s / kPairs] + offset + s % kPairs * 128);
     };
+    auto scale_of = [&](int s) { return load_shared_8(table + (s % kPairs * kGranules + s / kPairs) * 32); };
     fetch(words[0], 0);
+    uint2 next_scale = scale_of(0);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int k = s / kPairs, d = s % kPairs;
-      if (s + 1 < kSteps) fetch(words[(s + 1) & 1], s + 1);
+      const uint2 scale = next_scale;
+      if (s + 1 < kSteps) {
+        fetch(words[(s + 1) & 1], s + 1);
+        next_scale = scale_of(s + 1);
+      }
       if (s >= 2) warpgroup_wait<1>();
       u32(&x)[kStepRegisters] = a[s & 1];
       expand_values(words[s & 1], x);
       if constexpr (kIsWide) {
         scale_widely(x, rows[k], consumer * kPairs + d);
       } else {
-        const uint2 scale = load_shared_8(table + (d * kGranules + k) * 32);
 #pragma unroll
         for (int i = 0; i < kStepRegisters; ++i) x[i] = multiply_pairs<Fp16>(x[i], i & 2 ? scale.y : scale.x);
       }
