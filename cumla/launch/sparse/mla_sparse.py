@@ -51,6 +51,8 @@ class SparseArguments(NamedTuple):
     softmax_scale: float  # factor of the scores
 
 
+_MANY = 4  # row tiles of lists for each multiprocessor
+
 _SPECS = {
     (dtype, shared): KernelSpec(
         stem="mla_sparse",
@@ -81,7 +83,9 @@ def _attend_specs(key: MLASparseKey) -> tuple[KernelSpec, ...]:
 
 
 def _spec(key: MLASparseKey) -> KernelSpec:
-    return _SPECS[key.dtype, key.row_tiles > 1]
+    """Choose by what binds: many lists share rows in L2, and then it is arithmetic."""
+    many = key.num_places * key.row_tiles >= _MANY * key.sm_count
+    return _SPECS[key.dtype, key.row_tiles > 1 or many]
 
 
 def lengths_launches(
