@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cumla.mla.cache import append_mla_cache
     from cumla.mla.decode import MLADecodePlan, mla_decode
     from cumla.preparation import prepare
+    from cumla.sparse.topk import TopKResult, top_k
 
 __version__ = "0.2.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "NotPreparedError",
     "PagedMQALogitsPlan",
     "QuantizedRows",
+    "TopKResult",
     "UnsupportedDeviceError",
     "append_indexer_cache",
     "append_kv_cache",
@@ -59,6 +61,7 @@ __all__ = [
     "paged_mqa_logits",
     "prepare",
     "quantize_fp8",
+    "top_k",
 ]
 
 _HOMES = {  # public names that are loaded when they are first asked for
@@ -68,6 +71,7 @@ _HOMES = {  # public names that are loaded when they are first asked for
     "MLADecodePlan": "mla.decode",
     "PagedMQALogitsPlan": "indexer.paged_logits",
     "QuantizedRows": "indexer.quantize",
+    "TopKResult": "sparse.topk",
     "append_indexer_cache": "indexer.cache",
     "append_kv_cache": "mha.cache",
     "append_mla_cache": "mla.cache",
@@ -80,6 +84,7 @@ _HOMES = {  # public names that are loaded when they are first asked for
     "paged_mqa_logits": "indexer.paged_logits",
     "prepare": "preparation",
     "quantize_fp8": "indexer.quantize",
+    "top_k": "sparse.topk",
 }
 
 

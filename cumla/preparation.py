@@ -35,6 +35,7 @@ from cumla.launch.mla import (
     mla_decode_swapped,
 )
 from cumla.launch.module import load
+from cumla.launch.sparse import top_k
 from cumla.launch.split import ragged_schedule, schedule
 from cumla.merge import merge_attention_states
 from cumla.mha import attention, rope
@@ -42,6 +43,7 @@ from cumla.mha import cache as mha_cache
 from cumla.mla import attention as mla_attention
 from cumla.mla import cache as mla_cache
 from cumla.mla import decode
+from cumla.sparse import topk
 
 if TYPE_CHECKING:
     from cumla.launch.source import KernelSpec
@@ -76,6 +78,7 @@ _KERNELS: dict[Callable[..., Any], tuple[KernelSpec, ...]] = {
     logits.mqa_logits: mqa_logits.SPECS,
     paged_logits.paged_mqa_logits: paged_mqa_schedule.SPECS + paged_mqa_logits.SPECS,
     quantize.quantize_fp8: quantize_fp8.SPECS,
+    topk.top_k: top_k.SPECS,
 }
 
 

@@ -33,6 +33,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
         mla_decode_fp8,
         mla_decode_swapped,
     )
+    from cumla.launch.sparse import top_k
     from cumla.launch.split import ragged_schedule, schedule
 
     return (
@@ -55,4 +56,5 @@ def all_specs() -> tuple[KernelSpec, ...]:
         + mqa_logits.SPECS
         + paged_mqa_schedule.SPECS
         + paged_mqa_logits.SPECS
+        + top_k.SPECS
     )

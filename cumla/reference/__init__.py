@@ -22,10 +22,12 @@ from cumla.reference.mha.rope import apply_rope
 from cumla.reference.mla.attention import mla_attention
 from cumla.reference.mla.cache import append_mla_cache
 from cumla.reference.mla.decode import mla_decode
+from cumla.reference.sparse.topk import TopKResult, top_k
 
 __all__ = [
     "AttentionState",
     "QuantizedRows",
+    "TopKResult",
     "append_indexer_cache",
     "append_kv_cache",
     "append_mla_cache",
@@ -37,4 +39,5 @@ __all__ = [
     "mqa_logits",
     "paged_mqa_logits",
     "quantize_fp8",
+    "top_k",
 ]
