@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from cumla.mla.cache import append_mla_cache
     from cumla.mla.decode import MLADecodePlan, mla_decode
     from cumla.preparation import prepare
-    from cumla.sparse.topk import TopKResult, top_k
+    from cumla.sparse.top_k import TopKResult, top_k
 
 __version__ = "0.2.0"
 
@@ -71,7 +71,7 @@ _HOMES = {  # public names that are loaded when they are first asked for
     "MLADecodePlan": "mla.decode",
     "PagedMQALogitsPlan": "indexer.paged_logits",
     "QuantizedRows": "indexer.quantize",
-    "TopKResult": "sparse.topk",
+    "TopKResult": "sparse.top_k",
     "append_indexer_cache": "indexer.cache",
     "append_kv_cache": "mha.cache",
     "append_mla_cache": "mla.cache",
@@ -84,7 +84,7 @@ _HOMES = {  # public names that are loaded when they are first asked for
     "paged_mqa_logits": "indexer.paged_logits",
     "prepare": "preparation",
     "quantize_fp8": "indexer.quantize",
-    "top_k": "sparse.topk",
+    "top_k": "sparse.top_k",
 }
 
 

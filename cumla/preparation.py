@@ -43,7 +43,7 @@ from cumla.mha import cache as mha_cache
 from cumla.mla import attention as mla_attention
 from cumla.mla import cache as mla_cache
 from cumla.mla import decode
-from cumla.sparse import topk
+from cumla.sparse import top_k as sparse_top_k
 
 if TYPE_CHECKING:
     from cumla.launch.source import KernelSpec
@@ -78,7 +78,7 @@ _KERNELS: dict[Callable[..., Any], tuple[KernelSpec, ...]] = {
     logits.mqa_logits: mqa_logits.SPECS,
     paged_logits.paged_mqa_logits: paged_mqa_schedule.SPECS + paged_mqa_logits.SPECS,
     quantize.quantize_fp8: quantize_fp8.SPECS,
-    topk.top_k: top_k.SPECS,
+    sparse_top_k.top_k: top_k.SPECS,
 }
 
 

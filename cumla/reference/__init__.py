@@ -22,7 +22,7 @@ from cumla.reference.mha.rope import apply_rope
 from cumla.reference.mla.attention import mla_attention
 from cumla.reference.mla.cache import append_mla_cache
 from cumla.reference.mla.decode import mla_decode
-from cumla.reference.sparse.topk import TopKResult, top_k
+from cumla.reference.sparse.top_k import TopKResult, top_k
 
 __all__ = [
     "AttentionState",

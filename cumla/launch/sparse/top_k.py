@@ -53,7 +53,7 @@ class _Shape(NamedTuple):
 
 
 _SHAPES = {
-    "short": _Shape(512, 4, 0, 4096, 2, (1,), 2.8, 0.2),
+    "short": _Shape(512, 4, 0, 4096, 2, (1,), 2.2, 0.2),
     "row": _Shape(1024, 8, 0, 8192, 1, (1,), 2.6, 0.2),
     "rows": _Shape(512, 8, 8, 3072, 2, (1,), 4.0, 0.36),
     "cluster": _Shape(1024, 6, 2, 8192, 1, _CLUSTERS, 2.6, 0.2),
@@ -129,9 +129,7 @@ def top_k_launch(
 _PARAMS = struct.Struct("<19q8i")
 
 
-def choose(
-    rows: int, keys: int, wanted: int, is_sorted: bool, sm_count: int
-) -> tuple[str, int]:
+def choose(rows: int, keys: int, wanted: int, is_sorted: bool, sm_count: int) -> tuple[str, int]:
     """Choose a kernel's shape, and how many blocks share a row, by the times of both."""
     _, name, cluster = min(_times(rows, keys, wanted, is_sorted, sm_count))
     return name, cluster

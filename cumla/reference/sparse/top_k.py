@@ -114,7 +114,8 @@ def top_k(
 
 def _keys(scores: Array) -> Array:
     """Turn scores into numbers in their order, the largest score first; NaN becomes 0."""
-    numbers = scores.astype(np.float32) + np.float32(0)
+    with np.errstate(invalid="ignore"):  # NaN of any kind
+        numbers = scores.astype(np.float32) + np.float32(0)
     bits = np.ascontiguousarray(numbers).view(np.uint32)
     keys = np.where(bits >> 31, bits, bits ^ np.uint32(0x7FFFFFFF))
     return np.where(np.isnan(numbers), np.uint32(0), keys)
