@@ -56,7 +56,7 @@ _SHAPES = {
     "short": _Shape(512, 4, 0, 4096, 2, (1,), 2.2, 0.2),
     "row": _Shape(1024, 8, 0, 8192, 1, (1,), 2.6, 0.2),
     "rows": _Shape(512, 8, 8, 3072, 2, (1,), 4.0, 0.36),
-    "cluster": _Shape(1024, 6, 2, 8192, 1, _CLUSTERS, 2.6, 0.2),
+    "cluster": _Shape(1024, 6, 2, 8192, 1, _CLUSTERS[1:], 2.6, 0.2),
     "wide": _Shape(1024, 6, 10, 5120, 1, _CLUSTERS, 3.5, 0.24),
     "streamed": _Shape(512, 0, 0, 8192, 1, _CLUSTERS, 4.0, 1.0),
 }
