@@ -46,8 +46,8 @@ def int32(*values: int) -> Any:
         (
             "top_k_ragged_transform",
             (
-                f"input offsets lengths k deterministic=False tie_break={NONE} dsa_graph_safe=False "
-                f"row_starts=None"
+                f"input offsets lengths k deterministic=False tie_break={NONE} "
+                "dsa_graph_safe=False row_starts=None"
             ),
         ),
     ],
