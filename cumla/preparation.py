@@ -36,7 +36,7 @@ from cumla.launch.mla import (
 )
 from cumla.launch.module import load
 from cumla.launch.sparse import mla_sparse as mla_sparse_kernels
-from cumla.launch.sparse import mla_sparse_fp8, mla_sparse_packed, select_rows
+from cumla.launch.sparse import mla_sparse_fp8, mla_sparse_packed, select_rows, top_k
 from cumla.launch.split import ragged_schedule, schedule
 from cumla.merge import merge_attention_states
 from cumla.mha import attention, rope
@@ -45,6 +45,7 @@ from cumla.mla import attention as mla_attention
 from cumla.mla import cache as mla_cache
 from cumla.mla import decode
 from cumla.sparse import mla_sparse
+from cumla.sparse import top_k as sparse_top_k
 
 if TYPE_CHECKING:
     from cumla.launch.source import KernelSpec
@@ -89,6 +90,7 @@ _KERNELS: dict[Callable[..., Any], tuple[KernelSpec, ...]] = {
     logits.mqa_logits: mqa_logits.SPECS,
     paged_logits.paged_mqa_logits: paged_mqa_schedule.SPECS + paged_mqa_logits.SPECS,
     quantize.quantize_fp8: quantize_fp8.SPECS,
+    sparse_top_k.top_k: top_k.SPECS,
 }
 
 

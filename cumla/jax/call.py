@@ -27,7 +27,7 @@ from cumla.jax.execute import on_cpu, on_gpu
 from cumla.jax.handler import register
 from cumla.jax.spec import Buffer, Spec
 from cumla.launch.device import require_hopper
-from cumla.reference import QuantizedRows
+from cumla.reference import QuantizedRows, TopKResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ register(TARGET, "CUDA", on_gpu)
 with suppress(ImportError):  # a JAX without jax.export, or without what that needs
     from jax import export
 
-    for _result in (AttentionState, QuantizedRows):  # what exported programs may return
+    for _result in (AttentionState, QuantizedRows, TopKResult):  # what exported programs may return
         _name = f"cumla.{_result.__name__}"
         export.register_namedtuple_serialization(_result, serialized_name=_name)
 

@@ -27,6 +27,7 @@ KERNELS = (
     "quantize_fp8",
     "ragged_schedule",
     "schedule",
+    "top_k",
 )
 MAY_SKIP = ("needs JAX on the GPU", "needs two GPUs")
 cp: Any = pytest.importorskip("cupy")
