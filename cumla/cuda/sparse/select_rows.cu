@@ -73,7 +73,7 @@ __device__ __forceinline__ void select_rows(const SelectRowsParams& p) {
     int count = 0;
 #pragma unroll
     for (int k = 0; k < kLaneEntries; ++k)
-      rows[k] = list.row_of(p.lists, own + 32 * k < length ? rows[k] : -1);
+      rows[k] = List::row_of(p.lists, list.look_up(p.lists, own + 32 * k < length ? rows[k] : -1));
 #pragma unroll
     for (int k = 0; k < kLaneEntries; ++k) count += __popc(__ballot_sync(0xffffffffu, rows[k] >= 0));
     if (lane == 0) warp_counts[turn][warp] = count;
