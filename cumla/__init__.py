@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cumla.mla.cache import append_mla_cache
     from cumla.mla.decode import MLADecodePlan, mla_decode
     from cumla.preparation import prepare
+    from cumla.sparse.dsa import DSAPlan
     from cumla.sparse.mla_sparse import MLASparsePlan, mla_sparse_attention, mla_sparse_decode
     from cumla.sparse.top_k import TopKResult, top_k
 
@@ -42,6 +43,7 @@ __all__ = [
     "AttentionState",
     "CompilationError",
     "CumlaError",
+    "DSAPlan",
     "MLAAttentionPlan",
     "MLADecodePlan",
     "MLASparsePlan",
@@ -71,6 +73,7 @@ __all__ = [
 _HOMES = {  # public names that are loaded when they are first asked for
     "AttentionPlan": "mha.attention",
     "AttentionState": "merge",
+    "DSAPlan": "sparse.dsa",
     "MLAAttentionPlan": "mla.attention",
     "MLADecodePlan": "mla.decode",
     "MLASparsePlan": "sparse.mla_sparse",
