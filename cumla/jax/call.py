@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,12 +15,10 @@ from cumla.core._dlpack import numpy_dtype
 from cumla.core.frameworks import (
     Framework,
     Traced,
-    cupy_framework,
     framework_of,
     framework_of_type,
     jax_framework,
 )
-from cumla.core.operation import run as run_eagerly
 from cumla.core.state import AttentionState
 from cumla.errors import CumlaError
 from cumla.jax.execute import on_cpu, on_gpu
@@ -34,9 +32,23 @@ if TYPE_CHECKING:
 
     from cumla.core.operation import Operation
 
-__all__ = ["TARGET", "Reference", "as_array", "buffer_of", "emit", "gpu", "refuse_stream", "run"]
+__all__ = [
+    "TARGET",
+    "Reference",
+    "as_array",
+    "buffer_of",
+    "emit",
+    "gpu",
+    "refuse_stream",
+    "run",
+    "run_eagerly",
+]
 
 _KNOWN = (0, 5), (0, 12)  # versions of JAX; with others eager calls do without handlers
+_MOST_SHARDINGS = 1024
+_FRAMEWORK = jax_framework()
+# Shardings that are one GPU, which is the default device: by that, and by their ids.
+_there: dict[Any, dict[int, Any]] = {}
 TARGET = "cumla"
 """Name of the custom calls in a program, which `jax.export` asks for."""
 
@@ -80,35 +92,56 @@ def run(
     """Run an operation inside a transformation of JAX, as `cumla.core.operation.run` outside.
 
     An operation that returns nothing writes to its first input, and to what there is among
-    `outputs`: those are `Reference`, and hold the new arrays afterwards. A call outside of any
-    transformation becomes a program of its own, which is compiled once for each shape, if it would
-    run where the arrays are; else it goes back, with the stream that it would have had.
+    `outputs`: those are `Reference`, and hold the new arrays afterwards.
     """
     refuse_stream(stream)
-    jax_arrays = jax_framework()
-    concrete = [framework_of_type.get(type(array)) is jax_arrays for array in inputs.values()]
-    if all(concrete) and all(array is None for array in outputs.values()):
-        if not _would_run_there(inputs.values()):
-            (device,) = next(iter(inputs.values())).sharding.device_set
-            current = cupy_framework().current_stream(device.local_hardware_id)
-            return run_eagerly(operation, inputs, outputs, options, current)
-        return _compiled(operation, tuple(inputs), tuple(outputs), options)(*inputs.values())
     return _traced(operation, inputs, outputs, options)
 
 
-def _would_run_there(arrays: Iterable[Any]) -> bool:
-    """Tell whether `jax.jit` computes on the one GPU that the arrays are on.
+def run_eagerly(
+    operation: Operation[Any, Any],
+    inputs: Mapping[str, Any],
+    outputs: tuple[str, ...],
+    options: Any,
+) -> tuple[Any, ...] | None:
+    """Run an eager call as a program of its own, which is compiled once for each shape.
 
-    Those that are not committed to a device go to the default one.
+    None if that would not run where the arrays are: if one of them is traced or not of JAX, or not
+    on the GPU on which `jax.jit` computes those that are not committed to a device.
     """
     default = jax.config.jax_default_device or jax.local_devices()[0]
-    shardings = [array.sharding for array in arrays]
-    return (
-        _KNOWN[0] <= jax.__version_info__[:2] < _KNOWN[1]
-        and getattr(default, "local_hardware_id", None) == gpu() is not None
-        and shardings[0].device_set == {default}
-        and all(sharding.memory_kind in (None, "device") for sharding in shardings)
-    )
+    there = _there.get(default)
+    if there is None:
+        there = _there[default] = {}
+    for array in inputs.values():
+        if framework_of_type.get(type(array)) is not _FRAMEWORK:
+            return None
+        sharding = array.sharding
+        if id(sharding) not in there and not _is_there(sharding, default):
+            return None
+    try:
+        return _compiled(operation, tuple(inputs), outputs, options)(*inputs.values())
+    except RuntimeError:
+        for name, array in inputs.items():
+            _FRAMEWORK.check_memory(name, array)
+        raise
+
+
+def _is_there(sharding: Any, default: Any) -> bool:
+    """Tell whether arrays are in the memory of the default device, a GPU for the kernels."""
+    if (
+        not _KNOWN[0] <= jax.__version_info__[:2] < _KNOWN[1]
+        or getattr(default, "platform", None) != "gpu"
+        or default.local_hardware_id != gpu()
+        or sharding.device_set != {default}
+        or sharding.memory_kind not in (None, "device")
+    ):
+        return False
+    there = _there[default]
+    if len(there) >= _MOST_SHARDINGS:
+        there.clear()
+    there[id(sharding)] = sharding  # which keeps it alive, and its id
+    return True
 
 
 @lru_cache(maxsize=4096)
@@ -232,6 +265,8 @@ def refuse_stream(stream: Any) -> None:
 def as_array(name: str, array: Any) -> Any:
     """Take an array of JAX, traced or not, or of NumPy; `TypeError` for what is neither."""
     if isinstance(array, (jax.Array, np.ndarray)):
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+            _FRAMEWORK.check_memory(name, array)
         return jax.numpy.asarray(array)
     framework_of(name, array)  # the error of what is no array
     raise TypeError(

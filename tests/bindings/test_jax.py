@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,56 +158,73 @@ def test_jit_equals_the_eager_call(operation: Operation) -> None:
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()  # nothing was donated
 
 
+@pytest.fixture
+def default_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX's default CPU device counts as a GPU for the kernels, but not while a call is traced."""
+    monkeypatch.setattr(call, "_is_there", lambda *_: True)
+
+
+@pytest.mark.usefixtures("default_gpu")
 @pytest.mark.parametrize("name", ["mla_decode", "mqa_logits", "merge_attention_states"])
-def test_eager_calls_run_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each shape; as if arrays in CPU memory were on a GPU."""
-    monkeypatch.setattr(type(frameworks.jax_framework()), "binding", lambda *_: "cumla.jax")
-    monkeypatch.setattr(call, "_would_run_there", lambda arrays: True)
+def test_eager_calls_run_compiled(name: str) -> None:
+    """Once for each shape."""
     operation = OPERATIONS[name]
     function, arrays = of_jax(operation)
     for _ in range(2):  # the first array of a type is looked at another way
         function(**arrays)
-    made = call._custom_call.cache_info()
+    made, used = call._custom_call.cache_info(), call._compiled.cache_info()
     for _ in range(3):
         assert_same(operation, function(**arrays), eager(operation))
     assert call._custom_call.cache_info() == made  # nothing was traced again
+    assert call._compiled.cache_info().hits == used.hits + 3
+
+
+@pytest.mark.usefixtures("default_gpu")
+def test_eager_calls_of_arrays_that_are_gone() -> None:
+    """The name of the first one, by whichever way the call would have run."""
+    function, arrays = of_jax(DECODE)
+    function(**arrays)
+    arrays["kv_cache"] = jnp.array(arrays["kv_cache"], copy=True)
+    arrays["kv_cache"].delete()
+    for given in (arrays, arrays | {"kv_lens": np.asarray(arrays["kv_lens"])}):
+        with refused(ValueError, "kv_cache: needs an array with memory, got one deleted or don"):
+            function(**given)
+
+
+class _Place:
+    """As much of a device, of a sharding and of an array as tells where the array is."""
+
+    def __init__(self, platform: str = "gpu", number: int = 0, memory: str = "device") -> None:
+        self.platform, self.local_hardware_id, self.memory_kind = platform, number, memory
+        self.device_set, self.sharding = {self}, self
 
 
 def test_eager_calls_stay_where_the_arrays_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """On JAX's default device, if that is a GPU for the kernels, in its own memory."""
+    first, second, cpu = _Place(), _Place(number=1), _Place("cpu")
+    pinned = _Place(memory="pinned_host")
+    pinned.device_set = {first}
+    monkeypatch.setitem(frameworks.framework_of_type, _Place, frameworks.jax_framework())
+    monkeypatch.setattr(call, "_compiled", lambda *_: lambda *arrays: arrays)
+    monkeypatch.setattr(call, "_there", {})
 
-    def there(*arrays: Any, default: Any = None, ordinal: int | None = 0) -> bool:
+    def there(*arrays: Any, default: Any = first, ordinal: int | None = 0) -> bool:
         monkeypatch.setattr(call, "gpu", lambda: ordinal)
-        with jax.default_device(default):
-            return call._would_run_there(arrays)
+        monkeypatch.setattr(jax, "local_devices", lambda: [default])
+        named = {str(i): array for i, array in enumerate(arrays)}
+        operation: Any = None
+        results = call.run_eagerly(operation, named, (), ())
+        assert results in (None, arrays)
+        return results is not None
 
-    array = jnp.ones(3)  # CPU 0, as if it were a GPU
-    assert there(array) and there(array, default=jax.devices()[0])
-    assert not there(array, ordinal=None) and not there(array, ordinal=1)
-    elsewhere = types.SimpleNamespace(memory_kind="device", device_set={object()})
-    pinned = types.SimpleNamespace(memory_kind="pinned_host", device_set={jax.devices()[0]})
-    assert not there(types.SimpleNamespace(sharding=elsewhere))
-    assert not there(types.SimpleNamespace(sharding=pinned))
+    for _ in range(2):  # found, and known
+        assert there(first) and there(first, first) and there(second, default=second, ordinal=1)
+        assert not there(first, second) and not there(second) and not there(first, pinned)
+        assert not there(cpu, default=cpu) and not there(first, np.ones(3))
+    monkeypatch.setattr(call, "_there", {})
+    assert not there(first, ordinal=None) and not there(first, ordinal=1)
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
-    assert not there(array)
-
-
-def test_an_eager_call_that_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets the stream that eager calls on JAX's arrays have."""
-    streams: list[Any] = []
-
-    def eagerly(*arguments: Any) -> tuple[Any, ...]:
-        streams.append(arguments[-1])
-        return ()
-
-    monkeypatch.setattr(call, "run_eagerly", eagerly)
-    monkeypatch.setattr(call, "_would_run_there", lambda arrays: False)
-    current = types.SimpleNamespace(current_stream=lambda device: 40 + device)
-    monkeypatch.setattr(call, "cupy_framework", lambda: current)
-    array = jnp.ones(3)
-    frameworks.framework_of("x", array)
-    assert call.run(object(), {"x": array}, {"out": None}, ()) == ()  # type: ignore[arg-type]
-    assert streams == [40]
+    assert not there(first)
 
 
 def test_errors_that_cannot_be_shown_do_not_end_the_process() -> None:
@@ -229,33 +245,6 @@ def test_errors_that_cannot_be_shown_do_not_end_the_process() -> None:
             jax.block_until_ready(
                 jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((1,), np.float32))(spec="")
             )
-
-
-class _OnGpus:
-    """As much of an array as tells where it is."""
-
-    def __init__(self, *numbers: int, dtype: Any = None, deleted: bool = False) -> None:
-        places = [types.SimpleNamespace(platform="gpu", id=number) for number in numbers]
-        self.sharding = types.SimpleNamespace(device_set=places)
-        self.dtype, self.is_deleted = dtype or np.dtype("f4"), lambda: deleted
-
-
-def test_which_eager_calls_run_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those whose arrays are all JAX's, on one GPU, there, and numbers."""
-    monkeypatch.setitem(frameworks.framework_of_type, _OnGpus, frameworks.jax_framework())
-    on_cpu = jnp.ones(3)
-    frameworks.framework_of("x", on_cpu)
-
-    def compiled(*arrays: Any) -> bool:
-        return frameworks.binding_of(arrays) == "cumla.jax"
-
-    assert compiled(_OnGpus(0)) and compiled(_OnGpus(1), _OnGpus(1))
-    assert not compiled(on_cpu)
-    assert not compiled(np.ones(3))
-    assert not compiled(_OnGpus(0), on_cpu) and not compiled(_OnGpus(0), np.ones(3))
-    assert not compiled(_OnGpus(0), _OnGpus(1)) and not compiled(_OnGpus(0, 1))
-    assert not compiled(_OnGpus(0), _OnGpus(0, deleted=True))
-    assert not compiled(_OnGpus(0, dtype=jax.random.key(0).dtype))
 
 
 @every_append
@@ -375,7 +364,7 @@ def test_scan_writes_to_a_donated_cache_in_place() -> None:
     np.testing.assert_array_equal(np.asarray(got), outs)
     with refused(ValueError, "kv_cache: needs an array with memory, got one deleted or donated"):
         cumla.mla_decode(DECODE.make()["q"], mine, tables, lens)
-    with pytest.raises(RuntimeError, match="deleted"):
+    with refused(ValueError, "kv_cache: needs an array with memory, got one deleted or donated"):
         cumla.jax.append_mla_cache(rows[0], mine, jnp.arange(2))
     (kept, _), _ = jax.jit(loop)(kv_cache, lengths, rows)  # not donated: copied first
     np.testing.assert_array_equal(np.asarray(kept), expected)
