@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -529,6 +531,22 @@ def test_sizes_that_are_not_known() -> None:
         jax.eval_shape(cumla.mla_decode, **arrays | {"kv_lens": lengths})
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda n: cumla.jax.MLADecodePlan(n, 2, 16), "batch: needs an int, got "),
+        (
+            lambda n: cumla.jax.MLADecodePlan(2, 2, 16, batch_invariant=True, max_kv_len=n),
+            "max_kv_len: needs an int, got ",
+        ),
+    ],
+)
+def test_sizes_that_are_traced(make: Callable[[Any], Any], message: str) -> None:
+    """The lengths may be; a number that sizes memory may not."""
+    with refused(TypeError, message):
+        jax.eval_shape(lambda n: make(n) and None, jnp.int32(2))
+
+
 def test_the_check_mode_looks_at_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUMLA_CHECK", "1")
     function, arrays = of_jax(DECODE)
@@ -634,6 +652,59 @@ def test_each_device_computes_its_share() -> None:
         pytest.skip("needs JAX 0.6 or later")
     flags = "--xla_force_host_platform_device_count=2"
     assert python(SHARDED, XLA_FLAGS=flags) == "same"
+
+
+SPREAD = """
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import cumla
+from tests.bindings.test_jax import DECODE, assert_same, eager, of_jax
+function, arrays = of_jax(DECODE)
+_, second = jax.devices()
+there = jax.device_put(arrays, second)
+result = jax.jit(function)(**there)
+assert result.out.devices() == {second}
+for one in (result, function(**there)):
+    assert_same(DECODE, one, eager(DECODE))
+mesh = Mesh(np.array(jax.devices()), ("x",))
+spread = arrays | {"q": jax.device_put(arrays["q"], NamedSharding(mesh, P("x")))}
+assert_same(DECODE, jax.jit(function)(**spread), eager(DECODE))
+print("same")
+"""
+
+
+def test_arrays_on_another_device_and_on_several() -> None:
+    """Under jit the results are where the arrays are, and what is sharded is gathered."""
+    flags = "--xla_force_host_platform_device_count=2"
+    assert python(SPREAD, XLA_FLAGS=flags) == "same"
+
+
+@contextlib.contextmanager
+def busy_thread() -> Iterator[None]:
+    """Compute in Python all the time, beside what runs inside ``with``."""
+    done = threading.Event()
+
+    def compute() -> None:
+        while not done.is_set():
+            sum(range(100))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_thread_that_computes_all_the_time() -> None:
+    """It has the GIL whenever XLA calls back; every call is answered."""
+    operations = [DECODE, OPERATIONS["append_indexer_cache"]]
+    compiled = [(one, jax.jit(of_jax(one)[0]), of_jax(one)[1], eager(one)) for one in operations]
+    with busy_thread():
+        for _ in range(10):
+            for operation, function, arrays, expected in compiled:
+                assert_same(operation, function(**arrays), expected)
 
 
 def test_every_function_and_plan_has_its_form() -> None:

@@ -207,6 +207,30 @@ def test_each_device_computes_its_share(devices: int) -> None:
         helpers.assert_same(DECODE, jax.jit(each)(arrays), on_gpu(DECODE))
 
 
+def test_arrays_on_another_device() -> None:
+    """Results are there, and the bits are those of the first GPU."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two GPUs")
+    function, arrays = helpers.of_jax(DECODE)
+    second = jax.devices()[1]
+    there = jax.device_put(arrays, second)
+    for call in (function, jax.jit(function)):
+        for _ in range(3):
+            result = call(**there)
+            assert result.out.devices() == {second}
+            helpers.assert_same(DECODE, result, on_gpu(DECODE))
+
+
+def test_a_thread_that_computes_all_the_time() -> None:
+    """New places of the results have XLA call back, behind the thread's GIL."""
+    function, arrays = helpers.of_jax(DECODE)
+    compiled, expected = jax.jit(function), on_gpu(DECODE)
+    with helpers.busy_thread():
+        for call in (compiled, function):
+            for result in [call(**arrays) for _ in range(20)]:
+                helpers.assert_same(DECODE, result, expected)
+
+
 def test_what_a_call_costs_the_host() -> None:
     """Times are printed, not judged: of an eager call on JAX arrays, and of a compiled one."""
     function, arrays = helpers.of_jax(DECODE)
