@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from cumla.core._dlpack import numpy_dtype
+from cumla.core.arrays import WORKSPACE, immutable_output
 from cumla.core.frameworks import (
     Framework,
     Traced,
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
 __all__ = [
     "TARGET",
     "Reference",
-    "as_array",
     "buffer_of",
     "emit",
     "gpu",
+    "refuse_outputs",
     "refuse_stream",
     "run",
     "run_eagerly",
@@ -95,7 +96,22 @@ def run(
     `outputs`: those are `Reference`, and hold the new arrays afterwards.
     """
     refuse_stream(stream)
-    return _traced(operation, inputs, outputs, options)
+    refuse_outputs(outputs)
+    given = {name: array for name, array in outputs.items() if array is not None}
+    arrays = {**inputs, **given}
+    references = {name: a for name, a in arrays.items() if isinstance(a, Reference)}
+    values = arrays | {name: reference.value for name, reference in references.items()}
+    absent = tuple([name for name in outputs if name not in given])
+    device = gpu()
+
+    def nbytes(arguments: Any) -> int:
+        return 0 if device is None else operation.workspace_bytes(operation.key(arguments, device))
+
+    results = emit(operation, values, options, nbytes, absent=absent, written=tuple(references))
+    for name, reference in references.items():
+        reference.value = results.pop(name)
+    results.pop(WORKSPACE, None)
+    return tuple(results.values())
 
 
 def run_eagerly(
@@ -152,55 +168,39 @@ def _compiled(
 
     def call(*arrays: Any) -> tuple[Any, ...]:
         inputs = dict(zip(names, arrays, strict=True))
-        return _traced(operation, inputs, dict.fromkeys(outputs), options)
+        return run(operation, inputs, dict.fromkeys(outputs), options)
 
     compiled: Callable[..., tuple[Any, ...]] = jax.jit(call)
     return compiled
 
 
-def _traced(
-    operation: Operation[Any, Any],
-    inputs: Mapping[str, Any],
-    outputs: Mapping[str, Any],
-    options: Any,
-) -> tuple[Any, ...]:
-    """Put a call into the program that is being traced."""
-    given = {name: array for name, array in outputs.items() if array is not None}
-    for name, array in given.items():
-        if not isinstance(array, Reference):
-            raise TypeError(
-                f"{name}: JAX arrays are immutable and cannot be written to; call without {name}= "
-                f"and take the result that comes back"
-            )
-    arrays = {**inputs, **given}
-    references = {name: a for name, a in arrays.items() if isinstance(a, Reference)}
-    given_values = arrays | {name: reference.value for name, reference in references.items()}
-    values = {name: as_array(name, value) for name, value in given_values.items()}
-    buffers = tuple([buffer_of(name, value) for name, value in values.items()])
-    absent = tuple([name for name in outputs if name not in given])
-    spec = Spec.of(operation, options, None, buffers, absent, tuple(references), 0)
-    arguments = operation.arguments(spec.views(None), options)
-    device = gpu()
-    if device is not None:
-        nbytes = operation.workspace_bytes(operation.key(arguments, device))
-        spec = spec._replace(workspace=nbytes)
-    count = len(operation.outputs(arguments))
-    results = emit(spec, operation, arguments, tuple(values.values()))
-    for reference, result in zip(references.values(), results[count:], strict=False):
-        reference.value = result
-    return results[:count]
-
-
 def emit(
-    spec: Spec, operation: Operation[Any, Any], arguments: Any, values: Sequence[Any]
-) -> tuple[Any, ...]:
-    """Put a checked call into the program; all its results."""
+    operation: Operation[Any, Any],
+    arrays: Mapping[str, Any],
+    options: Any,
+    nbytes: Callable[[Any], int],
+    *,
+    key: Any = None,
+    absent: tuple[str, ...] = (),
+    written: tuple[str, ...] = (),
+    keeps_workspace: bool = False,
+) -> dict[str, Any]:
+    """Check a call and put it into the program; all its results, by name, the workspace too.
+
+    `nbytes` tells the size of the workspace from checked arguments; the rest is as in `Spec`.
+    """
+    values = {name: as_array(name, array) for name, array in arrays.items()}
+    buffers = tuple([buffer_of(name, value) for name, value in values.items()])
+    spec = Spec.of(operation, options, key, buffers, absent, written, 0, keeps_workspace)
+    arguments = operation.arguments(spec.views(None), options)
+    spec = spec._replace(workspace=nbytes(arguments))
     results = spec.results(operation.outputs(arguments))
     aliases = tuple(spec.aliases(results).items())
-    called = _custom_call(spec.text(), results, aliases)(*values)
-    axes = frozenset().union(*map(_mapped_axes, values))
+    called = _custom_call(spec.text(), results, aliases)(*values.values())
+    axes = frozenset().union(*map(_mapped_axes, values.values()))
     # Inside jax.shard_map: results differ along the axes along which an input does.
-    return tuple([_varying(result, axes) for result in called]) if axes else called
+    called = tuple([_varying(result, axes) for result in called]) if axes else called
+    return {buffer.name: result for buffer, result in zip(results, called, strict=True)}
 
 
 def _varying(value: Any, axes: frozenset[str]) -> Any:
@@ -260,6 +260,13 @@ def refuse_stream(stream: Any) -> None:
             f"stream: needs None inside a transformation of JAX, where XLA chooses the stream, got "
             f"{type(stream).__qualname__}; leave it out"
         )
+
+
+def refuse_outputs(outputs: Mapping[str, Any]) -> None:
+    """Refuse arrays to write to, unless they stand for what comes back."""
+    for name, array in outputs.items():
+        if array is not None and not isinstance(array, Reference):
+            raise immutable_output(name)
 
 
 def as_array(name: str, array: Any) -> Any:

@@ -91,8 +91,8 @@ INSIDE = """\
 A decoding step of 32 layers ran in each framework on {date}
 ([h200-frameworks.json](../records/h200-frameworks.json), {gpu}, JAX {jax}, PyTorch {torch}):
 `append_mla_cache` and `mla_decode`, or `append_kv_cache` and `attention` with heads of 128, by one
-schedule. The last table compares a step in JAX with 1.2 times CuPy's CUDA graph of the same step and
-XLA's own floor.
+schedule. The last table compares a step in JAX with 1.2 times CuPy's CUDA graph of the same step
+and XLA's own floor.
 """
 
 
