@@ -258,20 +258,27 @@ def test_what_writes_in_place_returns_it_outside_of_jit_too(operation: Operation
 @every_plan
 def test_a_plan_serves_the_layers_of_a_step(planned: Planned) -> None:
     operation = OPERATIONS[planned.operation]
-    kind = getattr(cumla.jax, planned.kind.__name__)
-    arrays, options = divided(operation.make())
-
-    @jax.jit
-    def step(arrays: Arguments) -> tuple[Any, Any]:
-        arguments = arrays | options
-        plan = planned_with(kind, planned, arguments)
-        first, plan = plan.run(**planned.inputs(arguments))
-        second, _ = plan.run(**planned.inputs(arguments))
-        return first, second
-
+    step, arrays = layers_of(planned, 2)
     expected = eager(operation)
     for result in step(arrays):
         assert_same(operation, result, expected)
+
+
+def layers_of(planned: Planned, count: int) -> tuple[Callable[..., list[Any]], Arguments]:
+    """So many layers by one schedule, compiled, with work of XLA's between; and the arrays."""
+    arrays, options = divided(OPERATIONS[planned.operation].make())
+    kind = getattr(cumla.jax, planned.kind.__name__)
+
+    @jax.jit
+    def step(arrays: Arguments) -> list[Any]:
+        plan = planned_with(kind, planned, arrays | options)
+        results = []
+        for _ in range(count):
+            result, plan = plan.run(**planned.inputs(arrays | options))
+            results.append(jax.tree.map(lambda a: a + 0, result))
+        return results
+
+    return step, arrays
 
 
 def planned_with(kind: Any, planned: Planned, arguments: Arguments) -> Any:
@@ -622,17 +629,24 @@ except cumla.MissingDependencyError as error:
     assert python(program).startswith("jax: cumla.jax needs JAX 0.5 or later, with jax.ffi (")
 
 
+def shared_by(devices: int) -> tuple[Callable[..., Any], Arguments]:
+    """A decode of which each device computes its share of the batch, and the arrays."""
+    function, arrays = of_jax(DECODE)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
+    spec = jax.sharding.PartitionSpec
+    of = {name: spec() if name == "kv_cache" else spec("x") for name in arrays}
+    each = jax.shard_map(lambda a: function(**a), mesh=mesh, in_specs=(of,), out_specs=spec("x"))
+    return jax.jit(each), arrays
+
+
 SHARDED = """
 import numpy as np, jax, jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
-import cumla.jax
-from tests.bindings.test_jax import DECODE, assert_same, decoding, eager, of_jax
-function, arrays = of_jax(DECODE)
+from tests.bindings.test_jax import DECODE, assert_same, decoding, eager, shared_by
 mesh = Mesh(np.array(jax.devices()), ("x",))
 assert len(jax.devices()) == 2
-of = {name: P() if name == "kv_cache" else P("x") for name in arrays}
-each = jax.shard_map(lambda a: function(**a), mesh=mesh, in_specs=(of,), out_specs=P("x"))
-assert_same(DECODE, jax.jit(each)(arrays), eager(DECODE))
+each, arrays = shared_by(2)
+assert_same(DECODE, each(arrays), eager(DECODE))
 loop, given = decoding(2)
 stacked = tuple(jnp.stack([a, a]) for a in given)
 
@@ -840,15 +854,8 @@ def test_a_capture_needs_kernels_that_are_loaded(
 @every_plan
 def test_a_plan_on_the_gpu(planned: Planned, cupy: FakeCuPy, gpu: Any) -> None:
     """One schedule, then attention for each layer, in one workspace."""
-    operation = OPERATIONS[planned.operation]
-    kind = getattr(cumla.jax, planned.kind.__name__)
-    arrays, options = divided(operation.make())
-
-    def step(arrays: Arguments) -> Any:
-        plan = planned_with(kind, planned, arrays | options)
-        first, plan = plan.run(**planned.inputs(arrays | options))
-        return first, plan.run(**planned.inputs(arrays | options))[0]
-
+    operation, kind = OPERATIONS[planned.operation], getattr(cumla.jax, planned.kind.__name__)
+    step, arrays = layers_of(planned, 2)
     calls = custom_calls(step, arrays)
     xla, places = Xla(execute.on_gpu), {}
     for name, _ in [*arrays_of(arrays), *arrays_of(operation.outputs()), ("workspace", None)]:

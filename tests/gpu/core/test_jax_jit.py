@@ -91,21 +91,8 @@ def test_jit_gives_the_bits_of_the_eager_call(operation: Operation) -> None:
 
 @every_plan
 def test_one_schedule_for_all_layers(planned: Planned) -> None:
-    import cumla.jax
-
     operation = OPERATIONS[planned.operation]
-    kind = getattr(cumla.jax, planned.kind.__name__)
-    arrays, options = helpers.divided(operation.make())
-
-    @jax.jit
-    def step(arrays: dict[str, Any]) -> list[Any]:
-        plan = helpers.planned_with(kind, planned, arrays | options)
-        results = []
-        for _ in range(6):
-            result, plan = plan.run(**planned.inputs(arrays | options))
-            results.append(jax.tree.map(lambda a: a + 0, result))
-        return results
-
+    step, arrays = helpers.layers_of(planned, 6)
     expected = on_gpu(operation)
     for _ in range(4):
         for result in step(arrays):
@@ -198,13 +185,9 @@ def test_scan_writes_to_a_donated_cache_in_place() -> None:
 def test_each_device_computes_its_share(devices: int) -> None:
     if len(jax.devices()) < devices:
         pytest.skip("needs two GPUs")
-    function, arrays = helpers.of_jax(DECODE)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
-    spec = jax.sharding.PartitionSpec
-    of = {name: spec() if name == "kv_cache" else spec("x") for name in arrays}
-    each = jax.shard_map(lambda a: function(**a), mesh=mesh, in_specs=(of,), out_specs=spec("x"))
+    each, arrays = helpers.shared_by(devices)
     for _ in range(3):
-        helpers.assert_same(DECODE, jax.jit(each)(arrays), on_gpu(DECODE))
+        helpers.assert_same(DECODE, each(arrays), on_gpu(DECODE))
 
 
 def test_arrays_on_another_device() -> None:
