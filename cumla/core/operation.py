@@ -242,10 +242,13 @@ def run(
     identity = (seen, *inputs, *given, options)
     known = None if seen is None else operation.ready.get(identity)
     if known is None:
+        binding = None
         try:
             call = open_call(tuple(inputs.items()), tuple(outputs.items()), stream=stream)
-        except Traced as traced:
-            module = _module(traced.binding)
+        except Traced as traced:  # left before the binding's own errors, which it would precede
+            binding = traced.binding
+        if binding is not None:
+            module = _module(binding)
             return tuple(module.run(operation, inputs, outputs, options, stream))
         if seen is None:  # then it does not tell the framework, on which new arrays depend
             identity = (call.views, call.framework, *inputs, *given, options)

@@ -485,7 +485,11 @@ def test_shapes_without_arrays() -> None:
         ({"kv_lens": jnp.zeros(2)}, TypeError, "kv_lens: needs int32, got float32; convert"),
         ({"kv_lens": jnp.zeros(3, jnp.int32)}, ValueError, "kv_lens: needs shape (batch,) with"),
         ({"block_table": [1, 2]}, TypeError, "block_table: needs an array of CuPy, PyTorch, JAX"),
-        ({"softmax_scale": jnp.ones(())}, TypeError, "softmax_scale: needs a Python or NumPy num"),
+        (
+            {"softmax_scale": jnp.ones(())},
+            TypeError,
+            "softmax_scale: needs a Python or NumPy num ... in static_argnames",
+        ),
         ({"stream": 0}, TypeError, "stream: needs None inside a transformation of JAX, where XLA"),
         ({"out": jnp.zeros(3)}, TypeError, "out: JAX arrays are immutable ... call without out="),
         ({"q": jax.random.key(0)}, TypeError, "q: needs an array of numbers, got JAX's key<"),
@@ -499,6 +503,13 @@ def test_errors_come_while_tracing(change: Arguments, error: type[Exception], me
     rest = {name: a for name, a in arguments.items() if name not in traced}
     with refused(error, message):
         jax.eval_shape(functools.partial(cumla.mla_decode, **rest), **traced)
+
+
+def test_errors_are_shown_alone() -> None:
+    """Without that of the look at a tracer's memory, which came first."""
+    with pytest.raises(TypeError) as caught:
+        jax.eval_shape(cumla.mla_decode, **of_jax(DECODE)[1] | {"kv_lens": jnp.zeros(2)})
+    assert caught.value.__context__ is None
 
 
 def test_tensors_of_another_framework() -> None:
@@ -541,7 +552,10 @@ def test_sizes_that_are_not_known() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda n: cumla.jax.MLADecodePlan(n, 2, 16), "batch: needs an int, got "),
+        (
+            lambda n: cumla.jax.MLADecodePlan(n, 2, 16),
+            "batch: needs an int, got ... bind it before jax.jit",
+        ),
         (
             lambda n: cumla.jax.MLADecodePlan(2, 2, 16, batch_invariant=True, max_kv_len=n),
             "max_kv_len: needs an int, got ",
