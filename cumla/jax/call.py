@@ -48,8 +48,8 @@ __all__ = [
 _KNOWN = (0, 5), (0, 12)  # versions of JAX; with others eager calls do without handlers
 _MOST_SHARDINGS = 1024
 _FRAMEWORK = jax_framework()
-# Shardings that are one GPU, which is the default device: by that, and by their ids.
-_there: dict[Any, dict[int, Any]] = {}
+# Shardings, kept alive for the sake of their ids, and the GPU that each stands for.
+_places: dict[int, tuple[Any, Any]] = {}
 TARGET = "cumla"
 """Name of the custom calls in a program, which `jax.export` asks for."""
 
@@ -126,14 +126,12 @@ def run_eagerly(
     on the GPU on which `jax.jit` computes those that are not committed to a device.
     """
     default = jax.config.jax_default_device or jax.local_devices()[0]
-    there = _there.get(default)
-    if there is None:
-        there = _there[default] = {}
     for array in inputs.values():
         if framework_of_type.get(type(array)) is not _FRAMEWORK:
             return None
         sharding = array.sharding
-        if id(sharding) not in there and not _is_there(sharding, default):
+        _, device = _places.get(id(sharding)) or _place(sharding)
+        if device is not default:
             return None
     try:
         return _compiled(operation, tuple(inputs), outputs, options)(*inputs.values())
@@ -143,21 +141,20 @@ def run_eagerly(
         raise
 
 
-def _is_there(sharding: Any, default: Any) -> bool:
-    """Tell whether arrays are in the memory of the default device, a GPU for the kernels."""
-    if (
-        not _KNOWN[0] <= jax.__version_info__[:2] < _KNOWN[1]
-        or getattr(default, "platform", None) != "gpu"
-        or default.local_hardware_id != gpu()
-        or sharding.device_set != {default}
-        or sharding.memory_kind not in (None, "device")
-    ):
-        return False
-    there = _there[default]
-    if len(there) >= _MOST_SHARDINGS:
-        there.clear()
-    there[id(sharding)] = sharding  # which keeps it alive, and its id
-    return True
+def _place(sharding: Any) -> tuple[Any, Any]:
+    """Look up in the memory of which GPU for the kernels arrays are, if of one."""
+    device, *others = sharding.device_set
+    is_known = (
+        _KNOWN[0] <= jax.__version_info__[:2] < _KNOWN[1]
+        and not others
+        and device.platform == "gpu"
+        and device.local_hardware_id == gpu()
+        and sharding.memory_kind in (None, "device")
+    )
+    if len(_places) >= _MOST_SHARDINGS:
+        _places.clear()
+    _places[id(sharding)] = place = (sharding, device if is_known else None)
+    return place
 
 
 @lru_cache(maxsize=4096)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any, Generic, Self, TypeVar
 
@@ -63,14 +63,8 @@ class _Value(Plan[K], Generic[K]):
     _memory = None
     _values = None
 
-    def _make(
-        self,
-        key_on: Callable[[int | None], K],
-        device: int | None,
-        workspace: Any,
-        like: Any,
-        stream: Any,
-    ) -> None:
+    def _make(self, key_on: Callable[[int | None], K], *place: Any) -> None:
+        device, workspace, _, stream = place
         refuse_stream(stream)
         for name, value in (("device", device), ("workspace", workspace)):
             if value is not None:
@@ -92,13 +86,9 @@ class _Value(Plan[K], Generic[K]):
         return None, None
 
     def _run(
-        self,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any],
-        options: Hashable,
-        stream: Any,
-        seen: Hashable = None,
+        self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *rest: Any
     ) -> tuple[Any, ...]:
+        options, stream, *_ = rest
         refuse_stream(stream)
         refuse_outputs(outputs)
         if self._buffer is None:

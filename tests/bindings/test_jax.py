@@ -163,7 +163,8 @@ def test_jit_equals_the_eager_call(operation: Operation) -> None:
 @pytest.fixture
 def default_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX's default CPU device counts as a GPU for the kernels, but not while a call is traced."""
-    monkeypatch.setattr(call, "_is_there", lambda *_: True)
+    monkeypatch.setattr(call, "_places", {})
+    monkeypatch.setattr(call, "_place", lambda _: (None, jax.devices()[0]))
 
 
 @pytest.mark.usefixtures("default_gpu")
@@ -208,7 +209,7 @@ def test_eager_calls_stay_where_the_arrays_are(monkeypatch: pytest.MonkeyPatch) 
     pinned.device_set = {first}
     monkeypatch.setitem(frameworks.framework_of_type, _Place, frameworks.jax_framework())
     monkeypatch.setattr(call, "_compiled", lambda *_: lambda *arrays: arrays)
-    monkeypatch.setattr(call, "_there", {})
+    monkeypatch.setattr(call, "_places", {})
 
     def there(*arrays: Any, default: Any = first, ordinal: int | None = 0) -> bool:
         monkeypatch.setattr(call, "gpu", lambda: ordinal)
@@ -223,7 +224,7 @@ def test_eager_calls_stay_where_the_arrays_are(monkeypatch: pytest.MonkeyPatch) 
         assert there(first) and there(first, first) and there(second, default=second, ordinal=1)
         assert not there(first, second) and not there(second) and not there(first, pinned)
         assert not there(cpu, default=cpu) and not there(first, np.ones(3))
-    monkeypatch.setattr(call, "_there", {})
+    monkeypatch.setattr(call, "_places", {})
     assert not there(first, ordinal=None) and not there(first, ordinal=1)
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
     assert not there(first)
