@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench import framework_steps, frameworks
-from bench.framework_steps import Budget, StepCase
+from bench.step_case import Budget, StepCase, row_of
 from tests.bench.fake_gpu import FakeGpu
 
 STEPS = (StepCase("mla", 4, 1, 2, 70, layers=2), StepCase("mha", 4, 2, 2, 70, layers=2))
@@ -51,7 +51,7 @@ def test_frameworks_compute_the_same(
 
 
 def jax_step(us: float, callbacks: list[int]) -> dict[str, Any]:
-    made = framework_steps._row("step", STEPS[0], "JAX", "jit")
+    made = row_of("step", STEPS[0], "JAX", "jit")
     return made | {"us": us, "host_us": 1.0, "burst_us": 1.0, "bits": "0", "callbacks": callbacks}
 
 
