@@ -252,10 +252,9 @@ def jax_rows(budget: Budget, cases: tuple[StepCase, ...], call: StepCase) -> Ite
     }
     for mode, options in modes.items():
         yield budget.row(row_of("call", call, "JAX", mode), partial(single, options))
-    for case in cases:
-        for mode in ("jit", "jit, no command buffers"):
-            row = row_of("step", case, "JAX", mode)
-            yield budget.row(row, partial(prepare, case, modes[mode]))
+    steps = [("jit", case) for case in cases]
+    for mode, case in (*steps, ("jit, no command buffers", cases[0])):
+        yield budget.row(row_of("step", case, "JAX", mode), partial(prepare, case, modes[mode]))
 
 
 def _waiting(jax: Any, step: Step) -> tuple[Step, Step]:
