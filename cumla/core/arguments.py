@@ -276,13 +276,12 @@ def as_number(name: str, value: Any) -> float:
 
 def _wrong_option(name: str, need: str, value: object, way_out: str) -> TypeError:
     """Say what an option needs; one that JAX traces has no value to convert."""
-    kind = type(value)
-    if any(parent.__name__ == "Tracer" for parent in kind.__mro__):
+    if hasattr(value, "_trace"):  # TorchDynamo, which looks here too, knows no more than this
         way_out = (
             "options are no arrays: bind it before jax.jit, as by functools.partial, or name it "
             "in static_argnames"
         )
-    return TypeError(f"{name}: needs {need}, got {kind.__qualname__}; {way_out}")
+    return TypeError(f"{name}: needs {need}, got {type(value).__qualname__}; {way_out}")
 
 
 def number_of(name: str, factor: Any) -> float | None:
