@@ -93,6 +93,8 @@ __device__ __forceinline__ void select_row(const TopKParams& p, Head& head, u64*
 
 template <typename Element, int kThreads, int kHeld, int kStored, int kCapacity, bool kClustered>
 __device__ __forceinline__ void top_k(const TopKParams& p) {
+  static_assert((power_of_two_from(kCapacity) - kCapacity) * 8 <= kStored * kThreads * 16,
+                "what sorting needs beyond the list is that of the keys, which nobody needs then");
   grid_dependency_launch();
   extern __shared__ __align__(16) unsigned char memory[];
   Head& head = *reinterpret_cast<Head*>(memory);
