@@ -10,8 +10,8 @@
 //   3. put the keys up to the bin into the list, in the order of their positions (prefix sums, no atomics)
 //   4. the cluster's first block makes the passes that are left over the list, and writes what is chosen
 //
-// Step 2 is rare: bins hold a quarter to a half of an octave. A bin all of whose keys are chosen ends the passes. Counts
-// are integers and places are prefix sums, so that the same scores give the same bits.
+// Step 2 is rare: a bin of the first pass is a quarter of an octave. A bin all of whose keys are chosen ends the
+// passes. Counts are integers and places are prefix sums, so that the same scores give the same bits.
 //
 // A cluster waits twice for all of its blocks, in steps 1 and 3: for the counters, which each block reads of all others
 // where the k-th key lies (two steps: 16 or 32 sums, then the bins of one of them), and for the list.
@@ -101,13 +101,13 @@ __device__ __forceinline__ void top_k(const TopKParams& p) {
   u64* const list = reinterpret_cast<u64*>(memory + sizeof(Head));
   unsigned char* const stored = memory + sizeof(Head) + kCapacity * sizeof(u64);
   uint4* const counters = reinterpret_cast<uint4*>(head.histogram);
+  constexpr int kQuads = sizeof(head.histogram) / sizeof(uint4);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < static_cast<int>(sizeof(head.histogram) / 16); i += kThreads) counters[i] = {0, 0, 0, 0};
+  for (int i = threadIdx.x; i < kQuads; i += kThreads) counters[i] = {0, 0, 0, 0};
   grid_dependency_wait();
-  if constexpr (kHeld > 0)
-    select_row<Element, Resident<Element, kThreads, kHeld, kStored>, kThreads, kCapacity, kClustered>(p, head, list, stored);
-  else
-    select_row<Element, Streamed<Element, kThreads>, kThreads, kCapacity, kClustered>(p, head, list, stored);
+  using Kept = Resident<Element, kThreads, kHeld, kStored>;
+  if constexpr (kHeld > 0) select_row<Element, Kept, kThreads, kCapacity, kClustered>(p, head, list, stored);
+  else select_row<Element, Streamed<Element, kThreads>, kThreads, kCapacity, kClustered>(p, head, list, stored);
 }
 
 }  // namespace cumla::sparse

@@ -117,8 +117,8 @@ __device__ __forceinline__ void sort_entries(u64* list, int count, int size) {
   __syncthreads();
 }
 
-// The rest of a row: makes the passes that are left over the `count` entries of a list, and writes those that are chosen.
-// All threads have seen the list.
+// The rest of a row: makes the passes that are left over the `count` entries of a list, and writes those that are
+// chosen, to slots from the first on. All threads have seen the list.
 template <typename Element, int kThreads>
 __device__ __forceinline__ void finish(Head& head, u64* list, int count, int first_slot, Threshold threshold,
                                        const TopKParams& p) {
