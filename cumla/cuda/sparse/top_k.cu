@@ -64,31 +64,26 @@ __device__ __forceinline__ void select_row(const TopKParams& p, Head& head, u64*
     if (threshold.is_whole() || listed <= kCapacity) break;
   }
 
-  u32 first_slot = 0;
-  if (listed <= kCapacity) {
-    const u32 limit = (threshold.prefix + 1) << shift_of(threshold.pass), before = block.chosen + block.equal;
-    if constexpr (kClustered) keys.place(head, limit, before, Window<true>{list, 0, kCapacity});
-    else keys.place(head, limit, before, Own{list});
-  } else {  // the chosen keys alone
-    const Choice choice = threshold.choice();
-    if (threshold.is_whole()) block = {block.chosen + block.equal, 0};
+  constexpr u32 kMost = kCapacity;
+  const bool fits = listed <= kMost;
+  const u32 limit = (threshold.prefix + 1) << shift_of(threshold.pass), before = block.chosen + block.equal;
+  const Choice choice = threshold.choice();
+  if (!fits) {  // the chosen keys alone
+    if (threshold.is_whole()) block = {before, 0};
     threshold = {kNoKey - 1, 0, 0, kPasses - 1};  // all that are listed
     listed = wanted;
-    if constexpr (Keys::kTakesTurns) {
-#pragma unroll 1
-      while (listed > kCapacity) {
-        keys.place_chosen(head, choice, block, Window<kClustered>{list, first_slot, kCapacity});
-        sync();
-        if (rank == 0) finish<Element, kThreads>(head, list, kCapacity, first_slot, threshold, p);
-        sync();
-        first_slot += kCapacity;
-        listed -= kCapacity;
-      }
-    }
-    keys.place_chosen(head, choice, block, Window<kClustered>{list, first_slot, kCapacity});
   }
-  sync();
-  if (rank == 0) finish<Element, kThreads>(head, list, listed, first_slot, threshold, p);
+#pragma unroll 1
+  for (u32 first_slot = 0;; first_slot += kMost) {
+    if (!fits) keys.place_chosen(head, choice, block, Window<kClustered>{list, first_slot, kMost});
+    else if constexpr (kClustered) keys.place(head, limit, before, Window<true>{list, 0, kMost});
+    else keys.place(head, limit, before, Own{list});
+    sync();
+    const u32 left = listed - first_slot;
+    if (rank == 0) finish<Element, kThreads>(head, list, min(left, kMost), first_slot, threshold, p);
+    if (!Keys::kTakesTurns || left <= kMost) return;
+    sync();
+  }
 }
 
 template <typename Element, int kThreads, int kHeld, int kStored, int kCapacity, bool kClustered>
