@@ -10,8 +10,8 @@
 //   3. put the keys up to the bin into the list, in the order of their positions (prefix sums, no atomics)
 //   4. the cluster's first block makes the passes that are left over the list, and writes what is chosen
 //
-// Step 2 is rare: bins hold a quarter to a half of an octave. A bin all of whose keys are chosen ends the passes. Counts
-// are integers and places are prefix sums, so that the same scores give the same bits.
+// Step 2 is rare: a bin of the first pass is a quarter of an octave. A bin all of whose keys are chosen ends the
+// passes. Counts are integers and places are prefix sums, so that the same scores give the same bits.
 //
 // A cluster waits twice for all of its blocks, in steps 1 and 3: for the counters, which each block reads of all others
 // where the k-th key lies (two steps: 16 or 32 sums, then the bins of one of them), and for the list.
@@ -64,48 +64,45 @@ __device__ __forceinline__ void select_row(const TopKParams& p, Head& head, u64*
     if (threshold.is_whole() || listed <= kCapacity) break;
   }
 
-  u32 first_slot = 0;
-  if (listed <= kCapacity) {
-    const u32 limit = (threshold.prefix + 1) << shift_of(threshold.pass), before = block.chosen + block.equal;
-    if constexpr (kClustered) keys.place(head, limit, before, Window<true>{list, 0, kCapacity});
-    else keys.place(head, limit, before, Own{list});
-  } else {  // the chosen keys alone
-    const Choice choice = threshold.choice();
-    if (threshold.is_whole()) block = {block.chosen + block.equal, 0};
+  constexpr u32 kMost = kCapacity;
+  const bool fits = listed <= kMost;
+  const u32 limit = (threshold.prefix + 1) << shift_of(threshold.pass), before = block.chosen + block.equal;
+  const Choice choice = threshold.choice();
+  if (!fits) {  // the chosen keys alone
+    if (threshold.is_whole()) block = {before, 0};
     threshold = {kNoKey - 1, 0, 0, kPasses - 1};  // all that are listed
     listed = wanted;
-    if constexpr (Keys::kTakesTurns) {
-#pragma unroll 1
-      while (listed > kCapacity) {
-        keys.place_chosen(head, choice, block, Window<kClustered>{list, first_slot, kCapacity});
-        sync();
-        if (rank == 0) finish<Element, kThreads>(head, list, kCapacity, first_slot, threshold, p);
-        sync();
-        first_slot += kCapacity;
-        listed -= kCapacity;
-      }
-    }
-    keys.place_chosen(head, choice, block, Window<kClustered>{list, first_slot, kCapacity});
   }
-  sync();
-  if (rank == 0) finish<Element, kThreads>(head, list, listed, first_slot, threshold, p);
+#pragma unroll 1
+  for (u32 first_slot = 0;; first_slot += kMost) {
+    if (!fits) keys.place_chosen(head, choice, block, Window<kClustered>{list, first_slot, kMost});
+    else if constexpr (kClustered) keys.place(head, limit, before, Window<true>{list, 0, kMost});
+    else keys.place(head, limit, before, Own{list});
+    sync();
+    const u32 left = listed - first_slot;
+    if (rank == 0) finish<Element, kThreads>(head, list, min(left, kMost), first_slot, threshold, p);
+    if (!Keys::kTakesTurns || left <= kMost) return;
+    sync();
+  }
 }
 
 template <typename Element, int kThreads, int kHeld, int kStored, int kCapacity, bool kClustered>
 __device__ __forceinline__ void top_k(const TopKParams& p) {
+  static_assert((power_of_two_from(kCapacity) - kCapacity) * 8 <= kStored * kThreads * 16,
+                "what sorting needs beyond the list is that of the keys, which nobody needs then");
   grid_dependency_launch();
   extern __shared__ __align__(16) unsigned char memory[];
   Head& head = *reinterpret_cast<Head*>(memory);
   u64* const list = reinterpret_cast<u64*>(memory + sizeof(Head));
   unsigned char* const stored = memory + sizeof(Head) + kCapacity * sizeof(u64);
   uint4* const counters = reinterpret_cast<uint4*>(head.histogram);
+  constexpr int kQuads = sizeof(head.histogram) / sizeof(uint4);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < static_cast<int>(sizeof(head.histogram) / 16); i += kThreads) counters[i] = {0, 0, 0, 0};
+  for (int i = threadIdx.x; i < kQuads; i += kThreads) counters[i] = {0, 0, 0, 0};
   grid_dependency_wait();
-  if constexpr (kHeld > 0)
-    select_row<Element, Resident<Element, kThreads, kHeld, kStored>, kThreads, kCapacity, kClustered>(p, head, list, stored);
-  else
-    select_row<Element, Streamed<Element, kThreads>, kThreads, kCapacity, kClustered>(p, head, list, stored);
+  using Kept = Resident<Element, kThreads, kHeld, kStored>;
+  if constexpr (kHeld > 0) select_row<Element, Kept, kThreads, kCapacity, kClustered>(p, head, list, stored);
+  else select_row<Element, Streamed<Element, kThreads>, kThreads, kCapacity, kClustered>(p, head, list, stored);
 }
 
 }  // namespace cumla::sparse

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// In which bin of a histogram the need-th key lies: two steps, over the sums of the bins of each warp, then over the bins
-// of the one that has it.
+// In which bin of a histogram the need-th key lies: two steps, over the sums of the bins of each warp, then over the
+// bins of the one that has it.
 #pragma once
 #include "ptx/cluster.cuh"
 #include "ptx/convert.cuh"

@@ -90,6 +90,12 @@ struct Output {
   }
 };
 
+__device__ constexpr int power_of_two_from(int count) {
+  int power = 2;
+  while (power < count) power *= 2;
+  return power;
+}
+
 // Sorts entries; those after the first `count` are anything. `size` is a power of two.
 template <int kThreads>
 __device__ __forceinline__ void sort_entries(u64* list, int count, int size) {
@@ -111,8 +117,8 @@ __device__ __forceinline__ void sort_entries(u64* list, int count, int size) {
   __syncthreads();
 }
 
-// The rest of a row: makes the passes that are left over the `count` entries of a list, and writes those that are chosen.
-// All threads have seen the list.
+// The rest of a row: makes the passes that are left over the `count` entries of a list, and writes those that are
+// chosen, to slots from the first on. All threads have seen the list.
 template <typename Element, int kThreads>
 __device__ __forceinline__ void finish(Head& head, u64* list, int count, int first_slot, Threshold threshold,
                                        const TopKParams& p) {
@@ -164,9 +170,7 @@ __device__ __forceinline__ void finish(Head& head, u64* list, int count, int fir
   }
   if (threadIdx.x == 0) output.write_count();
   if (!p.is_sorted) return;
-  int size = 2;
-  while (size < count) size *= 2;
-  sort_entries<kThreads>(list, count, size);
+  sort_entries<kThreads>(list, count, power_of_two_from(count));
 #pragma unroll 1
   for (int slot = threadIdx.x; slot < count_of(row, p.k); slot += kThreads)
     output.write(slot, static_cast<int>(list[slot]));

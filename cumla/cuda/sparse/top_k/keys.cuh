@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Scores as keys: 32 bits whose order is that of the scores, the largest first.
 //
-// A key is 0 for NaN, then come inf, positive numbers, zero of either sign, negative numbers and -inf; kNoKey is none of
-// them. 16-bit scores have the keys of the same numbers in float32.
+// A key is 0 for NaN, then come inf, positive numbers, zero of either sign, negative numbers and -inf; kNoKey is none
+// of them. 16-bit scores have the keys of the same numbers in float32.
 #pragma once
 #include "ptx/arithmetic.cuh"
 #include "ptx/convert.cuh"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row's keys: counted in passes, and put into a list in the order of their positions. `Resident` reads the scores once
-// and keeps the keys in registers and shared memory; `Streamed` reads them again for every pass.
+// A row's keys: counted in passes, and put into a list in the order of their positions. `Resident` reads the scores
+// once and keeps the keys in registers and shared memory; `Streamed` reads them again for every pass.
 #pragma once
 #include "ptx/cluster.cuh"
 #include "sparse/top_k/find.cuh"
@@ -66,7 +66,8 @@ __device__ __forceinline__ Before before_warp(Head& head, Before own, Before blo
 // Puts the chosen keys of a block into a list, group by group. `each` runs a function of four keys and the position of
 // the first for all groups of a thread, in the order of their positions.
 template <int kThreads, typename Each, typename Out>
-__device__ __forceinline__ void place_by_group(Head& head, const Choice& choice, Before block, const Out& list, Each each) {
+__device__ __forceinline__ void place_by_group(Head& head, const Choice& choice, Before block, const Out& list,
+                                               Each each) {
   const auto kinds = [&](const u32 (&keys)[4]) {  // how many are chosen and, above, how many equal the limit
     u32 both = 0;
 #pragma unroll
@@ -89,7 +90,8 @@ __device__ __forceinline__ void place_by_group(Head& head, const Choice& choice,
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool is_before = keys[i] < choice.limit, is_tie = keys[i] == choice.limit;
-      if (is_before || (is_tie && ties < choice.ties)) list.put(place + min(ties, choice.ties), entry_of(keys[i], at + i));
+      const bool is_chosen = is_before || (is_tie && ties < choice.ties);
+      if (is_chosen) list.put(place + min(ties, choice.ties), entry_of(keys[i], at + i));
       place += is_before;
       ties += is_tie;
     }
