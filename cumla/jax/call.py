@@ -157,6 +157,10 @@ def _place(sharding: Any) -> tuple[Any, Any]:
     return place
 
 
+# A graph of one call costs the host more than its launches, where results are new memory each time.
+_ONE_CALL = {"xla_gpu_enable_command_buffer": ""}
+
+
 @lru_cache(maxsize=4096)
 def _compiled(
     operation: Operation[Any, Any], names: tuple[str, ...], outputs: tuple[str, ...], options: Any
@@ -167,7 +171,7 @@ def _compiled(
         inputs = dict(zip(names, arrays, strict=True))
         return run(operation, inputs, dict.fromkeys(outputs), options)
 
-    compiled: Callable[..., tuple[Any, ...]] = jax.jit(call)
+    compiled: Callable[..., tuple[Any, ...]] = jax.jit(call, compiler_options=_ONE_CALL)
     return compiled
 
 
