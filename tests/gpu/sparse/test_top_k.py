@@ -50,7 +50,7 @@ def on_device(scores: np.ndarray, begin: int = 0, gap: int = 8) -> Array:
 
 def widest(name: str, cluster: int) -> int:
     shape = top_k._SHAPES[name]
-    return (shape.held + shape.stored) * 4 * shape.threads * cluster - 3 or 300_000
+    return ((shape.held + shape.stored) * 4 * shape.threads * cluster or 300_003) - 3
 
 
 class Guarded:
