@@ -20,6 +20,7 @@ from tests.calls import refused
 from tests.emulator import emulate
 from tests.emulator.fenced import Fenced
 from tests.launch.sparse.keys import arguments_of, key_of, strided
+from tests.launch.sparse.select_rows_mirror import bound_rows, select_rows
 from tests.launch.structs import parameters
 
 Array = np.ndarray[Any, Any]
@@ -195,34 +196,6 @@ def steps_of(num_pages: int, page_size: int, gap: int = 3) -> RowSteps:
     return RowSteps(page_size + gap, 1, num_pages * (page_size + gap), (1152,))
 
 
-def wanted(
-    indices: Array,
-    ends: Array,
-    pages: tuple[int, int],
-    steps: RowSteps,
-    table: Array | None = None,
-    requests: Array | None = None,
-) -> list[list[int]]:
-    """The definition, an entry after the other."""
-    found = []
-    batch, q_len, topk = indices.shape
-    for b, token in np.ndindex(batch, q_len):
-        request = b if requests is None else int(requests[b, token])
-        rows: list[int] = []
-        for index in indices[b, token, : min(max(int(ends[b, token]), 0), topk)].tolist():
-            page, row = divmod(index, pages[1])
-            if index < 0:
-                continue
-            if table is not None:
-                if not (0 <= request < len(table) and page < table.shape[1]):
-                    continue
-                page = int(table[request, page])
-            if 0 <= page < pages[0]:
-                rows.append(page * steps.page + row * steps.row)
-        found.append(rows)
-    return found
-
-
 def hostile(rng: Any, array: Array, share: float, *more: int) -> Array:
     """The same with garbage here and there."""
     garbage = np.array((*HOSTILE, *more))
@@ -239,9 +212,8 @@ def test_lengths_are_bounded_and_zeros_are_zero(at_end: bool) -> None:
     key = problem.key
     for given in (lengths, None):
         problem.bound(given)
-        ends = np.full(problem.lead, 700) if given is None else given.clip(0, 700)
-        got = problem.words(key.bounds, key.num_places)
-        np.testing.assert_array_equal(got, ends.reshape(-1))
+        got = problem.words(key.bounds, key.num_places).tolist()
+        assert got == bound_rows(given, problem.lead, 700)
         assert not problem.words(key.zeros, 512).any()
         assert (problem.buffer[: key.counts] == 0xFF).all()
 
@@ -270,8 +242,9 @@ def test_what_exists_is_selected_in_its_order(topk: int, placed: bool) -> None:
         requests = np.array([[4, 0], [5, 2], [-1, 3]], np.int32)
     ends = np.array([[topk, topk - 1], [topk // 2, topk], [HIGHEST, 3]], np.int32)
     problem.bound(ends)
-    given = indices, ends, pages, steps_of(*pages), table, requests
-    assert problem.select(indices, *given[2:]) == wanted(*given)
+    cache = pages, steps_of(*pages), table, requests
+    bounds = bound_rows(ends, problem.lead, topk)
+    assert problem.select(indices, *cache) == select_rows(indices, bounds, *cache)
 
 
 @pytest.mark.parametrize("request_of", [HIGHEST, LOWEST, -1, 5])
