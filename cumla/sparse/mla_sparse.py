@@ -439,8 +439,8 @@ lse, stream
         return AttentionState(*results)
 
     def _load(self, device: int, capturing: Callable[[], bool]) -> None:
-        with_sinks = merge_spec(self.key.dtype)
-        for spec in (*sparse_specs(self.key), with_sinks):
+        with_sinks = {merge_spec(dtype) for dtype in (self.key.dtype, "float32")}
+        for spec in (*sparse_specs(self.key), *with_sinks):
             load(spec, device, capturing=capturing)
 
     def _check_lengths(self, host: Host) -> None:

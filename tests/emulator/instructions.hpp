@@ -29,6 +29,11 @@ u32 highest_f16x2(u32 a, u32 b) {
   const auto one = [](u32 x, u32 y) { return host::bits16(std::fmax(host::half(x), host::half(y)), 5, 10, false); };
   return one(a & 0xffff, b & 0xffff) | one(a >> 16, b >> 16) << 16;
 }
+template <typename T>
+u32 multiply_pairs(u32 a, u32 b) {
+  const float2 x = unpack_pair<T>(a), y = unpack_pair<T>(b);
+  return pack_pair<T>(x.x * y.x, x.y * y.y);
+}
 float exp2_approx(float x) { return std::exp2(x); }
 float reciprocal_approx(float x) { return 1.0f / x; }
 float log2_approx(float x) { return std::log2(x); }
@@ -97,6 +102,8 @@ void store_shared_float(u32 destination, float value) { store_shared(destination
 float load_shared_float(u32 source) { return load_shared<float>(source); }
 void store_shared_u32(u32 destination, u32 value) { store_shared(destination, value); }
 u32 load_shared_u32(u32 source) { return load_shared<u32>(source); }
+void store_shared_low_half(u32 destination, u32 word) { store_shared<uint16_t>(destination, word); }
+uint2 load_shared_8(u32 source) { return load_shared<uint2>(source); }
 void store_shared_float2(u32 destination, const float2& v) { store_shared(destination, v); }
 float2 load_shared_float2(u32 source) { return load_shared<float2>(source); }
 void store_shared_float4(u32 destination, const float4& v) { store_shared(destination, v); }
@@ -170,11 +177,14 @@ void tma_load_4d_async(u32 destination, const TensorMap* map, u32 barrier, int x
   host::copy_box(destination, map, barrier, {x, y, z, w});
 }
 void tma_prefetch_4d(const TensorMap*, int, int, int, int) {}
-void copy_bulk_async(u32 destination, const void* source, u32 bytes, u32 barrier, u64) {
+void copy_bulk_async(u32 destination, const void* source, u32 bytes, u32 barrier) {
   std::memcpy(host::at(destination), source, bytes);
   host::Barrier& of = host::barrier_at(barrier);
   of.bytes -= bytes;
   of.complete();
+}
+void copy_bulk_async(u32 destination, const void* source, u32 bytes, u32 barrier, u64) {
+  copy_bulk_async(destination, source, bytes, barrier);
 }
 void prefetch_bulk_l2(const void*, u32) {}
 u64 evict_first_policy() { return 0; }
@@ -304,6 +314,10 @@ template <>
 void wgmma_m64n256k16_async<Bf16>(float (&d)[128], const u32* a, u64 b) { multiply(d, host::kBf16, a, b, true, true); }
 template <>
 void wgmma_m64n256k16_async<Fp16>(float (&d)[128], const u32* a, u64 b) { multiply(d, host::kFp16, a, b, true, true); }
+template <typename T>
+void wgmma_m64n64k16_async(float (&d)[32], const u32* a, u64 b, bool accumulate) {
+  multiply(d, kType<T>, a, b, false, accumulate);
+}
 template <typename T>
 void wgmma_values_async(float (&d)[32], const u32* a, u64 b) { multiply(d, kType<T>, a, b, true, true); }
 template <typename T>

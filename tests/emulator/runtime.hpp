@@ -461,6 +461,7 @@ static void run_grid(dim3 grid, int threads, int cluster_size) {
 // Built-in functions.
 
 static inline float __uint_as_float(unsigned bits) { return host::value_of<float>(bits); }
+static inline float __int_as_float(int bits) { return host::value_of<float>(static_cast<unsigned>(bits)); }
 static inline unsigned __float_as_uint(float value) { return static_cast<unsigned>(host::bits_of(value)); }
 static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }

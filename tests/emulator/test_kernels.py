@@ -55,6 +55,12 @@ def fp8_cache(cupy: CuPy) -> None:
     sanitize.attend_fp8(cupy, make_fp8(np, case, np.array(lengths)))
 
 
+def lists_of_rows(cupy: CuPy) -> None:
+    """One case for each kernel: rows of 16 bits, of e4m3, and packed ones of few and many heads."""
+    for i in (0, 2, 6, 7):
+        sanitize.attend_sparse(cupy, sanitize.SPARSE[i])
+
+
 def merges(cupy: CuPy) -> None:
     sanitize.merge_states(cupy, 2, "bfloat16", in_place=False)
 
@@ -83,6 +89,7 @@ CALLS = (
     small_pages,
     ragged_queries,
     fp8_cache,
+    lists_of_rows,
     merges,
     rows_into_caches,
     logits,

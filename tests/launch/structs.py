@@ -31,10 +31,11 @@ def count_of(text: str, member: str) -> int:
 
 def members_of(text: str, name: str, prefix: str = "") -> dict[str, str]:
     """The members of a struct of a kernel's text, a letter of `struct` each, in their order."""
-    body = re.search(rf"struct (?:alignas\(\d+\) )?{name} {{\n(.*?)\n}};", text, re.DOTALL)
+    head = rf"struct (?:alignas\(\d+\) )?{name} (?:: (\w+) )?{{"
+    body = re.search(rf"{head}\n(.*?)\n}};", text, re.DOTALL)
     assert body is not None, name
-    members: dict[str, str] = {}
-    values = re.sub("//.*", "", body[1]).partition("__device__")[0]  # functions come after them
+    members = members_of(text, body[1], prefix) if body[1] else {}
+    values = re.sub("//.*", "", body[2]).partition("__device__")[0]  # functions come after them
     for declaration in values.split(";")[:-1]:
         kind, *rest = re.findall(r"\w+(?:\[\w+\])?", declaration.replace("const ", ""))
         if "*" in declaration or kind in ("i64", "u64"):

@@ -29,6 +29,7 @@ from cumla.launch.mla.mla_decode import DecodeArguments
 from cumla.launch.mla.shape import SWAPPED_ROWS, VARIANTS, MLADecodeKey
 from cumla.launch.module import LoadedKernel
 from cumla.launch.source import translation_unit
+from cumla.launch.sparse import mla_sparse_fp8, select_rows
 from cumla.launch.split import plan as mla_plan
 from cumla.launch.split.division import divisor_of
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
@@ -42,8 +43,18 @@ each_struct = pytest.mark.parametrize(
 )
 
 
+BY_NAME = {  # of launchers of several structs, or of another family's
+    "BoundRowsParams": select_rows._BOUND_PARAMS,
+    "SelectRowsParams": select_rows._SELECT_PARAMS,
+    "MlaSparseFp8Params": mla_sparse_fp8._PACKED_PARAMS,
+    "MlaDecodeParams": mla_decode._PARAMS,
+}
+
+
 def layout_of(spec: KernelSpec) -> struct.Struct:
     """The struct that launchers pack for it; kernels of a family may share one."""
+    if spec.params in BY_NAME:
+        return BY_NAME[spec.params]
     wanted = spec.package, spec.params
     for found in pkgutil.walk_packages(cumla.launch.__path__, "cumla.launch."):
         launcher = import_module(found.name)

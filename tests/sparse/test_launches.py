@@ -207,20 +207,23 @@ def test_an_update_without_lengths_in_check_mode(
     assert bindings.entries == []
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_an_update_that_is_captured(
-    cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
+    cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver, dtype: str
 ) -> None:
+    """Whatever the output's dtype."""
     given = on_gpu(cupy, batched())
     plan = cumla.MLASparsePlan.from_arrays(**given)
     plan.prepare()
     driver.capturing.add(0)
     plan.update()
     sinks = cupy.like(numbers(HEADS, dtype=np.float32))
-    out, lse = cupy.ndarray((2, 3, HEADS, 512), BF16), cupy.ndarray((2, HEADS, 3), "float32")
+    kind = BF16 if dtype == "bfloat16" else dtype
+    out, lse = cupy.ndarray((2, 3, HEADS, 512), kind), cupy.ndarray((2, HEADS, 3), "float32")
     plan.run(**given, sinks=sinks, out=out, lse=lse)
     assert bindings.entries == [
         *SCHEDULE,
-        *("select_rows", "mla_sparse_bfloat16", "merge_states_bfloat16"),
+        *("select_rows", "mla_sparse_bfloat16", f"merge_states_{dtype}"),
     ]
     assert not plan.serves(0)
 

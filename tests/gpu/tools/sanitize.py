@@ -49,9 +49,11 @@ from tests.gpu.tools import digests, pages, record, variants  # noqa: E402
 from tests.gpu.tools.cases import Case  # noqa: E402
 from tests.gpu.tools.fp8_problem import Fp8Case, Fp8Problem, make_fp8  # noqa: E402
 from tests.gpu.tools.indexer_problem import MARGIN, Paged, Prefill, Rows, check_logits  # noqa: E402
+from tests.gpu.tools.memory import owner_of  # noqa: E402
 from tests.gpu.tools.problem import NUMPY_DTYPES, Problem, make_problem, typed  # noqa: E402
 from tests.gpu.tools.ragged_problem import Ragged, make_ragged  # noqa: E402
 from tests.gpu.tools.repeats import plan_of  # noqa: E402
+from tests.gpu.tools.sparse_problem import SparseCase, make_sparse  # noqa: E402
 from tests.merge_tolerance import assert_merged  # noqa: E402
 from tests.mha import attention_cases  # noqa: E402
 from tests.sparse.top_k_cases import scores_of, shaped  # noqa: E402
@@ -96,6 +98,18 @@ FP8_SEGMENTS = (  # by two thread blocks: several requests each; one consumer ha
     (Fp8Case(form="scales", batch=6, heads=16), [128, 64, 0, 65, 1, 192]),
     (Fp8Case(form="packed", batch=6, heads=16), [128, 64, 0, 65, 1, 192]),
     (Fp8Case(form="scales", batch=5, heads=24), [64, 130, 0, 1, 65]),
+)
+_LISTS: dict[str, Any] = {"lists": "mixed", "lengths": "tokens"}
+SPARSE = (  # each kernel: lists that are cut and lists that are not, absent entries, gaps, sinks
+    SparseCase(batch=2, q_len=2, heads=24, topk=700, form="bfloat16", gaps=True, **_LISTS),
+    SparseCase(heads=80, topk=300, form="float16", places="rows", sinks="finite", **_LISTS),
+    SparseCase(batch=4, heads=16, topk=300, form="one", page_size=16, **_LISTS),
+    SparseCase(heads=24, topk=200, form="16-bit rope", places="requests", **_LISTS),
+    SparseCase(heads=8, topk=300, form="scales", page_size=1, gaps=True, **_LISTS),
+    SparseCase(batch=2, heads=40, topk=200, form="scales, e4m3 rope", **_LISTS),
+    SparseCase(batch=2, q_len=2, heads=16, topk=700, gaps=True, sinks="finite", **_LISTS),
+    SparseCase(batch=2, q_len=2, heads=72, topk=700, places="rows", gaps=True, **_LISTS),
+    SparseCase(batch=2, heads=24, topk=300, scales="wild", lists="blocks", page_size=1),
 )
 LOGITS_SHAPES = (  # heads, head_dim, next_n: other kernels than those for 64 heads of 128
     (8, 64, 3),
@@ -195,6 +209,8 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
             for fp8_case, lengths in FP8_SEGMENTS:
                 attend_fp8(cupy, make_fp8(np, fp8_case, np.array(lengths)))
         print("sanitize: FP8 caches by two thread blocks: agree", flush=True)
+    with edited("every lane arrives", *variants.SPARSE_EVERY_LANE_ARRIVES):
+        attend_to_lists(cupy)
     for count, dtype in ((2, "bfloat16"), (5, "float32")):
         merge_states(cupy, count, dtype, in_place=dtype == "float32")
         print(f"sanitize: {count} merged in {dtype}: agree", flush=True)
@@ -534,19 +550,58 @@ def attend_mha(cupy: Any, sample: attention_cases.Sample, **options: Any) -> Non
     attention_cases.check(sample, found, cumla.reference.attention(**host))
 
 
+def there(cupy: Any, array: Any) -> Any:
+    """An array or a tuple of arrays on the device, without gaps between rows; all else as it is."""
+    if isinstance(array, tuple):
+        return tuple(there(cupy, part) for part in array)
+    if not isinstance(array, np.ndarray):
+        return array
+    flat = np.ascontiguousarray(array)
+    return cupy.asarray(flat.view(f"u{flat.itemsize}")).view(flat.dtype)
+
+
+def attend_to_lists(cupy: Any) -> None:
+    """All forms of caches, by all thread blocks and by two."""
+    for case in SPARSE:
+        attend_sparse(cupy, case)
+        print(f"sanitize: lists, {case.name}: agree", flush=True)
+    with multiprocessors(2):
+        for case in SPARSE:
+            attend_sparse(cupy, replace(case, batch=3 + case.batch))
+    print("sanitize: lists by two thread blocks: agree", flush=True)
+
+
+def attend_sparse(cupy: Any, case: SparseCase) -> None:
+    """A call of its own, a batch-invariant one, and one with a plan."""
+    problem = make_sparse(np, case)
+    cache = problem.arguments["kv_cache"]
+    given = {name: there(cupy, array) for name, array in problem.arguments.items()}
+    if case.gaps:  # copied with what lies between its pages
+        given["kv_cache"] = with_gaps(cupy, cache)
+    decodes = case.operation == "decode"
+    call = cumla.mla_sparse_decode if decodes else cumla.mla_sparse_attention
+    plan = cumla.MLASparsePlan.from_arrays(*(given[n] for n in ("q", "kv_cache", "indices")))
+    lengths = given.get("topk_length")
+    plan.update(lengths)
+    inputs = {name: array for name, array in given.items() if name != "topk_length"}
+    expected = problem.expected()
+    for out, lse in (call(**given), call(**given, batch_invariant=True), plan.run(**inputs)):
+        problem.check(typed(out.view(np.uint16).get(), case.dtype), lse.get(), expected)
+
+
+def with_gaps(cupy: Any, cache: Any) -> Any:
+    """A cache, or its parts, as views of copies of all the memory that they are views of."""
+    if isinstance(cache, tuple):
+        return tuple(with_gaps(cupy, part) for part in cache)
+    owner = owner_of(cache)
+    memory = cupy.asarray(owner.view(np.uint8)).reshape(*owner.shape[:3], -1)
+    return memory[:, : cache.shape[1], :, : cache.shape[3] * cache.itemsize].view(cache.dtype)
+
+
 def attend_fp8(cupy: Any, problem: Fp8Problem) -> None:
     """A call of its own, and one with a plan."""
-
-    def there(array: Any) -> Any:
-        if isinstance(array, tuple):
-            return tuple(there(part) for part in array)
-        if not isinstance(array, np.ndarray):
-            return array
-        flat = np.ascontiguousarray(array)
-        return cupy.asarray(flat.view(f"u{flat.itemsize}")).view(flat.dtype)
-
-    lengths = {name: there(array) for name, array in problem.lengths_of_plan.items()}
-    inputs = {name: there(array) for name, array in problem.inputs.items()}
+    lengths = {name: there(cupy, array) for name, array in problem.lengths_of_plan.items()}
+    inputs = {name: there(cupy, array) for name, array in problem.inputs.items()}
     is_decode = problem.case.operation == "decode"
     call = cumla.mla_decode if is_decode else cumla.mla_attention
     results = [call(**lengths | inputs)]

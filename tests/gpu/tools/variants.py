@@ -24,6 +24,7 @@ from cumla.launch.mla import mla_decode_fp8
 from cumla.launch.mla.choice import decode_specs
 from cumla.launch.mla.mla_decode import ragged_spec
 from cumla.launch.source import OPTIONS, KernelSpec, translation_unit
+from cumla.launch.sparse import mla_sparse_fp8
 from cumla.launch.split.plan import page_form
 
 TILES = ("mla_decode",)
@@ -31,6 +32,7 @@ SWAPPED = ("mla_decode_swapped",)
 BOTH = TILES + SWAPPED  # what they share
 LOGITS = ("mqa_logits", "paged_mqa_logits")
 FP8 = ("mla_decode_fp8",)
+SPARSE_FP8 = ("mla_sparse_fp8",)
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ def _ahead(stems: tuple[str, ...], at: str, code: str) -> Edit:
 
 def stems_of(edits: Sequence[Edit]) -> tuple[str, ...]:
     """The kernels to which all of these edits apply."""
-    return tuple(stem for stem in BOTH + LOGITS + FP8 if all(stem in edit.stems for edit in edits))
+    stems = BOTH + LOGITS + FP8 + SPARSE_FP8
+    return tuple(stem for stem in stems if all(stem in edit.stems for edit in edits))
 
 
 JITTER = """
@@ -191,15 +194,23 @@ LOADERS_WAIT_TOGETHER = _ahead(
 
 _COUNT = r", \d+\)"
 
-FP8_EVERY_LANE_ARRIVES = (
-    Edit(FP8, "slot read, arrivals", ", kWarpgroup)", _COUNT),
-    Edit(FP8, "query copied, arrivals", ", 64)", _COUNT),
-    Edit(FP8, "query read, arrivals", ", 256)", _COUNT),
-    Edit(FP8, "slot read", "fence_proxy_async_shared();\n    ", _ONE_LANE),
-    Edit(FP8, "FP8 query copied", "", _ONE_LANE),
-    Edit(FP8, "query read", "", _ONE_LANE),
-)
+
+def _every_lane_arrives(stems: tuple[str, ...]) -> tuple[Edit, ...]:
+    return (
+        Edit(stems, "slot read, arrivals", ", kWarpgroup)", _COUNT),
+        Edit(stems, "query copied, arrivals", ", 64)", _COUNT),
+        Edit(stems, "query read, arrivals", ", 256)", _COUNT),
+        Edit(stems, "slot read", "fence_proxy_async_shared();\n    ", _ONE_LANE),
+        Edit(stems, "FP8 query copied", "", _ONE_LANE),
+        Edit(stems, "query read", "", _ONE_LANE),
+    )
+
+
+FP8_EVERY_LANE_ARRIVES = _every_lane_arrives(FP8)
 """Every lane says itself that it has read from a slot of the ring, and what it did to the query."""
+
+SPARSE_EVERY_LANE_ARRIVES = _every_lane_arrives(SPARSE_FP8)
+"""The same over lists of rows."""
 
 SWAPPED_EVERY_LANE_ARRIVES = (
     Edit(SWAPPED, "query copied, arrivals", ", 64)", _COUNT),
@@ -228,6 +239,7 @@ ALL = {
     "swapped: unwritten partial": (SWAPPED_UNWRITTEN_PARTIAL,),
     "every lane frees": EVERY_LANE_FREES,
     "every lane arrives": FP8_EVERY_LANE_ARRIVES,
+    "over lists: every lane arrives": SPARSE_EVERY_LANE_ARRIVES,
     "swapped: every lane arrives": SWAPPED_EVERY_LANE_ARRIVES,
     "loaders wait together": (LOADERS_WAIT_TOGETHER,),
 }
@@ -238,6 +250,8 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
     """The entry points of a kernel for bfloat16 and one size of pages, or for 64 heads of 128."""
     if stem in FP8:
         return mla_decode_fp8.SPECS
+    if stem in SPARSE_FP8:
+        return mla_sparse_fp8.SPECS
     decode = (*decode_specs("bfloat16", page_size), ragged_spec("bfloat16", page_form(page_size)))
     logits = (spec for spec in all_specs() if "h64_d128" in spec.entry)
     return tuple(spec for spec in (*decode, *logits) if spec.stem == stem)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashMLA's sparse functions on tensors of a GPU: steps of several layers, eager and captured."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+import cumla
+from cumla.compat import flash_mla
+from tests.compat.test_flash_mla_sparse import SCALE, Decode, naive, prefill
+
+KERNELS = ("select_rows", "mla_sparse", "mla_sparse_fp8", "mla_sparse_packed")
+torch = pytest.importorskip("torch")
+
+SHAPES = pytest.mark.parametrize(
+    ("batch", "seq_q", "heads", "kv_len", "topk", "page_size"),
+    [
+        (4, 1, 64, 512, 64, 64),
+        (4, 3, 64, 512, 64, 69),
+        (2, 1, 128, 1024, 576, 61),
+        (1, 1, 64, 2046, 2048, 576),
+        (3, 2, 16, 100, 65, 2),  # neither heads nor topk are FlashMLA's
+        (2, 1, 5, 7, 1, 1),
+    ],
+)
+
+
+class OnGpu(Decode):
+    """The same tensors on the GPU; what they stand for stays on the host."""
+
+    def call(self, metadata: Any = None, **changes: Any) -> Any:
+        moved = {"q": self.q, "k_cache": self.cache, "indices": self.indices} | changes
+        there = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in moved.items()}
+        there["k_cache"] = with_gaps(moved["k_cache"])
+        return super().call(metadata, **there)
+
+
+def with_gaps(cache: Any) -> Any:
+    """A cache on the GPU, a row of garbage after each of its pages."""
+    pages, rows, *rest = cache.shape
+    memory = torch.full((pages, rows + 1, *rest[:-1], rest[-1] * cache.element_size()), 255)
+    there = memory.to(torch.uint8).cuda()[:, :rows]
+    there[...] = cache.contiguous().view(torch.uint8).cuda()
+    return there.view(cache.dtype)
+
+
+@SHAPES
+def test_shapes_of_flash_mlas_tests(
+    batch: int, seq_q: int, heads: int, kv_len: int, topk: int, page_size: int
+) -> None:
+    problem = OnGpu(batch, seq_q, heads, kv_len, topk, page_size)
+    assert_close(problem.call(), problem)
+
+
+def assert_close(got: Any, problem: Decode, lengths: Any = None, **more: Any) -> None:
+    """As the tests on the CPU do, a row at a time: the kernels round probabilities."""
+    batch, seq_q, heads, _ = problem.q.shape
+    each = None if lengths is None else lengths.repeat_interleave(seq_q)
+    lists = more.pop("indices", problem.indices).flatten(0, 1)
+    out, _, lse = naive(problem.q.flatten(0, 1), problem.rows, lists, each, **more)
+    close_rows(got[0].cpu().flatten(0, 1), out, twice="sink" in more)
+    close_lse(got[1].cpu().transpose(1, 2).flatten(0, 1), lse)
+    assert tuple(got[1].shape) == (batch, heads, seq_q)
+
+
+def close_rows(got: Any, want: Any, *, twice: bool) -> None:
+    """`twice`: rounded to 16 bits without and with sinks."""
+    assert torch.isfinite(got).all()
+    error, size = ((x**2).sum(-1).sqrt() for x in (got.double() - want, want))
+    limit = 8e-3 if twice else 4e-3
+    assert (error <= limit * size).all(), f"a row is off by {float((error / size).max())}"
+
+
+def close_lse(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got.double(), want, rtol=8.01 / 65536, atol=1e-6)
+
+
+def test_sinks_and_lengths() -> None:
+    """Sinks of +-inf among them; out alone has them."""
+    problem = OnGpu(heads=24)
+    some = torch.tensor([0.0, 3.0, -2.0, 8.0, -math.inf, math.inf, -1e30, 1e30])
+    sink, lengths = some.repeat(3), torch.tensor([64, 7, 0], dtype=torch.int32)
+    for options in ({}, {"topk_length": lengths}):
+        plain = problem.call(**options)
+        got = problem.call(**options, attn_sink=sink)
+        assert torch.equal(got[1], plain[1])
+        assert_close(got, problem, options.get("topk_length"), sink=sink)
+    assert torch.isposinf(got[1][2]).all()
+    assert not got[0][2].any()
+
+
+def test_caches_of_16_bits() -> None:
+    problem = Decode()
+    whole = torch.randn(problem.slots // 2, 2, 1, 576).bfloat16()
+    got = OnGpu().call(q=problem.q, k_cache=whole, is_fp8_kvcache=False)
+    state = cumla.mla_sparse_decode(
+        problem.q.cuda(), whole.cuda(), problem.indices.cuda(), softmax_scale=SCALE
+    )
+    assert torch.equal(got[0], state.out)
+    assert torch.equal(got[1], state.lse)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_a_step_that_is_captured_and_replayed(heads: int) -> None:
+    """Of three layers and one metadata object; lists and lengths change between replays."""
+    problem = OnGpu(heads=heads)
+    lengths = torch.tensor([64, 7, 30], dtype=torch.int32)
+    q, cache = problem.q.cuda(), with_gaps(problem.cache)
+    lists, there = problem.indices.cuda(), lengths.cuda()
+    given = {"q": q, "k_cache": cache, "indices": lists, "topk_length": there}
+
+    def step() -> list[Any]:
+        metadata, _ = flash_mla.get_mla_metadata()
+        return [Decode.call(problem, metadata, **given) for _ in range(3)]
+
+    cumla.MLASparsePlan.from_arrays(q, cache.view(torch.uint8), lists).prepare()
+    eager = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for later, order in (([64, 7, 30], 1), ([0, 64, 1], -1), ([63, 65, -3], -1)):
+        lists.copy_(problem.indices if order > 0 else problem.indices.flip(-1))
+        there.copy_(torch.tensor(later, dtype=torch.int32))
+        for result in results:
+            for tensor in result:
+                tensor.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        for result in results:
+            listed = lists.cpu()
+            assert_close(result, problem, torch.tensor(later), indices=listed)
+        if order > 0:
+            assert all(torch.equal(a, b) for a, b in zip(results[2], eager[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("s_q", "s_kv", "heads", "topk"),
+    [
+        (1, 128, 64, 128),
+        (62, 592, 128, 128),
+        (113, 1592, 128, 384),
+        (13, 95, 64, 128),
+        (2, 32, 64, 2048),
+        (5, 153, 3, 57),
+    ],
+)
+@pytest.mark.parametrize("more", [False, True], ids=["plain", "sinks and lengths"])
+def test_prefill(s_q: int, s_kv: int, heads: int, topk: int, more: bool) -> None:
+    q, kv, lists = prefill(s_q, s_kv, heads, topk)
+    options: dict[str, Any] = {}
+    if more:
+        options["attn_sink"] = torch.linspace(-5, 5, heads)
+        options["topk_length"] = torch.arange(s_q, dtype=torch.int32) * 37 % (topk + 1)
+    there = {name: tensor.cuda() for name, tensor in options.items()}
+    got = flash_mla.flash_mla_sparse_fwd(q.cuda(), kv.cuda(), lists.cuda(), SCALE, **there)
+    out, max_logits, lse = got[0].cpu(), got[1], got[2].cpu()
+    assert max_logits is None  # no kernel computes it
+    wanted = naive(
+        *(q, kv[:, 0].double(), lists[:, 0]), options.get("topk_length"), options.get("attn_sink")
+    )
+    close_rows(out, wanted[0], twice=more)
+    close_lse(lse, wanted[2])
+    assert torch.isposinf(lse[-1]).all()

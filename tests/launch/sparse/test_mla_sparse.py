@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernels attend to lists, what they are told, what a plan's buffer holds; on the CPU."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+import cumla
+from cumla.core.arrays import ArrayView
+from cumla.launch.sparse import mla_sparse, mla_sparse_fp8, mla_sparse_packed, select_rows
+from cumla.launch.sparse.mla_sparse import attend_launches, lengths_launches, sparse_specs
+from cumla.launch.split.plan import piece_blocks
+from tests.emulator import emulated_gpu
+from tests.gpu.tools.sanitize import attend_sparse
+from tests.gpu.tools.sparse_problem import SparseCase
+from tests.launch.sparse.keys import arguments_of, key_of, outputs_of, strided
+from tests.launch.structs import parameters
+
+BUFFER = 9 << 40
+CACHES = ("same", "e4m3", "packed")
+
+
+def entries(key: Any, **changes: Any) -> list[str]:
+    """The kernels that a plan of this shape launches for an update and a run."""
+    updates = lengths_launches(key, BUFFER, None)
+    runs = attend_launches(key, BUFFER, arguments_of(key, **changes), *outputs_of(key))
+    return [launch.spec.entry for launch in (*updates, *runs)]
+
+
+# --- the kernels of a shape -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_cache_of_the_querys_dtype(dtype: str) -> None:
+    """Two row tiles, and many lists, share rows in L2."""
+    for heads, batch, shared in ((16, 5, ""), (64, 5, ""), (65, 5, "_shared_blocks")) + (
+        (64, 131, ""),
+        (64, 176, "_shared_blocks"),
+    ):
+        key = key_of(heads, dtype=dtype, batch=batch)
+        attend = f"mla_sparse_{dtype}{shared}"
+        assert entries(key) == ["bound_rows", "mla_schedule", "select_rows", attend]
+
+
+@pytest.mark.parametrize("heads", [1, 16, 17, 32, 33, 128])
+def test_an_e4m3_cache(heads: int) -> None:
+    key = key_of(heads, "e4m3")
+    width = 16 if heads <= 16 else 32
+    assert (key.row_tile, key.row_tiles) == (width, -(-heads // width))
+    scales = strided(6, (90, 16, 1, 4), (16 * 32, 32, 32, 4), "float32")
+    for given, tag in ((None, ""), (scales, "_grouped")):
+        *others, attend = entries(key, kv_scales=given)
+        assert others == ["bound_rows", "mla_schedule", "select_rows"]
+        assert attend == f"mla_sparse_fp8_{width}{tag}"
+
+
+@pytest.mark.parametrize("heads", [1, 16, 17, 64, 65, 128])
+def test_packed_rows(heads: int) -> None:
+    """Their kernels look at the lists themselves."""
+    key = key_of(heads, "packed")
+    few = heads <= 16
+    assert (key.row_tile, key.row_tiles) == (16 if few else 64, 1 if heads <= 64 else 2)
+    attend = "mla_sparse_fp8_16_packed" if few else "mla_sparse_packed"
+    assert entries(key) == ["bound_rows", "mla_schedule", attend]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("heads", [8, 40, 128])
+def test_whatever_is_launched_is_among_the_kernels_of_a_shape(heads: int, cache: str) -> None:
+    """They are what a plan makes ready; sinks take one more."""
+    key = key_of(heads, cache)
+    known = {spec.entry for spec in sparse_specs(key)}
+    assert {*entries(key)} <= known
+    sinks = strided(11, (heads,), (4,), "float32")
+    *before, last = entries(key, sinks=sinks)
+    assert before == entries(key)
+    assert last == "merge_states_float32"  # of the output
+
+
+def test_every_kernel_serves_a_shape() -> None:
+    made = (mla_sparse, mla_sparse_fp8, mla_sparse_packed, select_rows)
+    every = {spec for module in made for spec in module.SPECS}
+    keys = [key_of(h, cache) for h in (8, 24, 128) for cache in CACHES]
+    keys += [key_of(h, dtype="float16") for h in (8, 128)]
+    assert every == {spec for key in keys for spec in sparse_specs(key)} & every
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(("heads", "topk"), [(1, 1), (16, 63), (40, 64), (128, 2049)])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_nothing_in_the_buffer_overlaps(cache: str, heads: int, topk: int, invariant: bool) -> None:
+    key = key_of(heads, cache, topk=topk, batch_invariant=invariant)
+    assert key.num_places == 15
+    layout = key.layout
+    pieces = key.tiles * key.parts * 2 * key.row_groups * 16 if key.parts > 1 else 0
+    listed = 0 if cache == "packed" else key.num_places * topk
+    extents = [
+        (layout.places, key.num_places * 8),
+        (layout.parts, key.parts * 48),
+        (layout.tickets, key.num_tickets * 16),
+        (layout.partial_lse, pieces * 4),
+        (layout.partial_out, pieces * 512 * 4),
+        (key.selected, listed * 4),
+        (key.counts, key.num_places * 4),
+        (key.bounds, key.num_places * 4),
+        (key.zeros, 512 * 4),
+    ]
+    assert all(begin + size <= after for (begin, size), (after, _) in pairwise(extents))
+    begin, size = extents[-1]
+    assert begin + size <= layout.nbytes
+    assert all(begin % 16 == 0 for begin, _ in extents if begin != key.counts)
+    assert key.zeros + 656 <= layout.nbytes  # read in place of a packed row
+    named = {"packed": "packed", "e4m3": "float8_e4m3fn"}.get(cache)
+    sizes = {"cache_dtype": named, "batch_invariant": invariant, "sm_count": 132}
+    assert cumla.MLASparsePlan.workspace_bytes(5, 3, heads, topk, **sizes) == layout.nbytes
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_batch_invariant_lists_are_cut_at_fixed_places(heads: int, cache: str) -> None:
+    """However many there are, each has parts for all its pieces."""
+    for batch, topk in ((1, 2048), (7, 2048), (7, 64), (1, 0)):
+        key = key_of(heads, cache, batch=batch, topk=topk, batch_invariant=True)
+        pieces = max(1, -(-key.max_blocks // piece_blocks(key.row_groups)))
+        assert key.parts == key.num_places * pieces
+
+
+# --- what the kernel is told ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", [40, 128])
+def test_the_parameters_by_name(heads: int) -> None:
+    """Rows are pages of one token; the table is what select_rows leaves, and the counts follow."""
+    key = key_of(heads)
+    _, launch = attend_launches(key, BUFFER, arguments_of(key), *outputs_of(key))
+    assert launch.grid == (key.row_tiles, key.parts, 1)
+    got = parameters(launch)
+    wanted = {
+        "latent.base": 3 << 40,
+        "latent.stride_page": 1168,
+        "rope.base": 4 << 40,
+        "rope.stride_page": 1168,
+        "q_latent.base": 1 << 40,
+        "q_latent.stride_batch": 300_016,
+        "q_latent.stride_token": 100_000,
+        "q_rope.stride_head": 1184,
+        "out": 7 << 40,
+        "out_stride_batch": 900_000,
+        "out_stride_token": 300_000,
+        "out_stride_head": 2064,
+        "out_is_float": 1,
+        "lse": 8 << 40,
+        "lse_stride_batch": 1501,
+        "lse_stride_head": 3,
+        "lse_stride_token": 1,
+        "block_table": BUFFER + key.selected,
+        "block_table_stride": 700,
+        "max_tokens": 700,
+        "max_pages": 700,
+        "batch": 15,
+        "parts": key.parts,
+        "num_pages": 90 * 16,
+        "page_size": 1,
+        "q_len": 3,
+        "heads_per_group": heads,
+        "row_groups": 4 if heads > 64 else 3,
+        "causal": 0,
+        "batch_invariant": 0,
+        "empty_lse": -math.inf,
+    }
+    assert {name: got[name] for name in wanted} == wanted
+    assert got["scale_log2"] == pytest.approx(0.25 / math.log(2), rel=1e-6)
+    # the counts that the kernel finds after batch * block_table_stride numbers
+    assert key.counts == key.selected + 15 * 700 * 4
+
+
+def test_sinks_are_states_without_a_value() -> None:
+    """Merged in place, with zeros of the plan's buffer in the place of their output."""
+    key = key_of(16)
+    out, lse = outputs_of(key)
+    arguments = arguments_of(key, sinks=strided(11, (16,), (4,), "float32"))
+    merge = attend_launches(key, BUFFER, arguments, out, lse)[-1]
+    addresses = [value for value in merge.values if isinstance(value, int) and value >= 1 << 40]
+    assert {BUFFER + key.zeros, 7 << 40, 8 << 40, 11 << 40} == {*addresses}
+
+
+# --- results --------------------------------------------------------------------------------------
+
+FEW = (
+    SparseCase(batch=2, q_len=2, heads=24, topk=150, form="bfloat16", lists="mixed", page_size=2),
+    SparseCase(batch=1, heads=96, topk=70, form="bfloat16 pair", places="requests", gaps=True),
+    SparseCase(batch=3, heads=3, topk=640, form="bfloat16", lengths="requests", sinks="finite"),
+)
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+def test_attention_to_lists(case: SparseCase) -> None:
+    with emulated_gpu() as cupy:
+        attend_sparse(cupy, case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize("lists", ["random", "absent", "mixed", "first", "blocks"])
+def test_float16(heads: int, lists: str) -> None:
+    case = SparseCase(heads=heads, topk=200, form="float16", lists=lists, lengths="tokens")
+    with emulated_gpu() as cupy:
+        attend_sparse(cupy, case)
+
+
+@pytest.mark.xfail(reason="merging takes +inf for the log-sum-exp of nothing", strict=True)
+def test_a_sink_of_infinity_takes_all() -> None:
+    with emulated_gpu() as cupy:
+        attend_sparse(cupy, SparseCase(heads=3, form="bfloat16", sinks="inf"))
+
+
+def test_rows_of_a_view_lie_in_its_arrays() -> None:
+    """What the kernels see of a cache with gaps has its last row where the cache has it."""
+    key = key_of(16)
+    latent = strided(3, (90, 16, 1, 512), (20 * 1168, 1168, 1168, 2), "bfloat16")
+    rope: ArrayView = strided(4, (90, 16, 1, 64), (20 * 144, 144, 144, 2), "bfloat16")
+    arguments = arguments_of(key, kv_cache=latent, kv_rope=rope)
+    _, launch = attend_launches(key, BUFFER, arguments, *outputs_of(key))
+    got = parameters(launch)
+    assert got["num_pages"] == 89 * 20 + 16
+    assert (got["latent.stride_page"], got["rope.stride_page"]) == (1168, 144)
