@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generate with a tiny model in SGLang; the tests run this in an environment that has it.
 
-``python generate.py MODEL FOLDER [--options JSON]``: MODEL is a key of the models of tests/vllm, the
-options are those of sglang.Engine; PYTHONPATH has the folder standins. The last line printed is JSON: the tokens, their logprobs, those
-that transformers computes for the same tokens in float32, and how often cumla's plans ran.
+``python generate.py MODEL FOLDER [--options JSON]``: MODEL is a key of the models of tests/vllm,
+the options are those of sglang.Engine; PYTHONPATH has the folder standins. The last line printed is
+JSON: the tokens, their logprobs, those that transformers computes for the same tokens in float32,
+and how often cumla's plans ran.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "vllm"))
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from serve import COMMON, MODELS, PROMPTS  # noqa: E402
+from serve import COMMON, MODELS, PROMPTS
 
 # What SGLang asks for beside what vLLM does.
 MORE: dict[str, dict[str, Any]] = {

@@ -70,19 +70,17 @@ def test_the_names_are_sglangs(site: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "calls"),
-    [
-        ({"page_size": 64}, {"MLAAttentionPlan": 2, "MLADecodePlan": 46}),  # of 2 layers
-        (
-            {"chunked_prefill_size": 32, "enable_mixed_chunk": True},
-            {"MLAAttentionPlan": 22, "MLADecodePlan": 46},
-        ),
-    ],
+    "options",
+    [{"page_size": 64}, {"chunked_prefill_size": 32, "enable_mixed_chunk": True}],
     ids=["at once", "in chunks"],
 )
-def test_deepseek(site: Path, options: dict[str, Any], calls: dict[str, int]) -> None:
-    found, errors = generate(site, "deepseek", **options)
-    assert found == calls
+def test_deepseek(site: Path, options: dict[str, Any]) -> None:
+    calls, errors = generate(site, "deepseek", **options)
+    assert calls["MLADecodePlan"] == 46  # of 2 layers
+    if "page_size" in options:
+        assert calls["MLAAttentionPlan"] == 2
+    else:  # how many chunks depends on when requests arrive
+        assert calls["MLAAttentionPlan"] > 10
     # Logits of about 5 have 8 bits.
     assert max(errors) < 0.15
     assert mean(errors) < 0.05
