@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["TESTED", "register"]
 
-TESTED = ((0, 5, 20), (0, 5, 23))
+TESTED = ((0, 5, 22), (0, 5, 23))
 """The first and the last version of SGLang that the plugin serves; it refuses the others."""
 
 _NAME = "cumla"
@@ -35,7 +35,7 @@ def register() -> None:
     --------
     >>> import cumla.sglang
     >>> cumla.sglang.TESTED
-    ((0, 5, 20), (0, 5, 23))
+    ((0, 5, 22), (0, 5, 23))
     """
     import sglang
 
