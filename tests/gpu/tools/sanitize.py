@@ -171,6 +171,13 @@ def run_grid(tool: str, plant: str | None) -> None:
     print(DONE)
 
 
+def select_all(cupy: Any) -> None:
+    """Run top_k by all its shapes."""
+    for name, cluster in SELECTIONS:
+        select_rows(cupy, name, cluster)
+        print(f"sanitize: top-k, {name} by {cluster}: agrees", flush=True)
+
+
 def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: bool) -> None:
     """Run all calls, of the kernels that ship but for those that ``edits`` lets be edited."""
 
@@ -224,9 +231,7 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
     for dtype in ("bfloat16", "float32"):
         quantize_rows(cupy, dtype)
         print(f"sanitize: FP8 of {dtype}: agrees", flush=True)
-    for name, cluster in SELECTIONS:
-        select_rows(cupy, name, cluster)
-        print(f"sanitize: top-k, {name} by {cluster}: agrees", flush=True)
+    select_all(cupy)
     for clean in (True, False):
         score_sequence(cupy, clean=clean)
         for next_n in (1, 2):
