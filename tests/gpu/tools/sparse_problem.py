@@ -6,9 +6,10 @@ between rows and pages, and what entries after the end of a list name, are NaN o
 
 The reference is float64. Where the kernel for packed rows and more than 16 heads takes values for
 something else (`Seen`) it is attention with those: an element of V is then off by 2^-10 of itself
-at most, and not at all where scales are powers of two. Scores are exact. Blocks in which the scales of a row are more than 2^12 apart have V and probabilities
-in bfloat16: a probability is off by up to 2^-8, all of which a list of one row shows. Sinks change
-an output that is there already: in 16 bits it is rounded twice.
+at most, and not at all where scales are powers of two. Scores are exact. Blocks in which the scales
+of a row are more than 2^12 apart have V and probabilities in bfloat16: a probability is off by up
+to 2^-8, all of which a list of one row shows. Sinks change an output that is there already: in 16
+bits it is rounded twice.
 """
 
 from __future__ import annotations
