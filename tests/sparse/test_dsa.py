@@ -10,54 +10,15 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla import reference
 from cumla.core import _lifetime
 from tests.calls import BF16, E4M3, Refusal, all_of, int32, numbers, refused, wrong, wrong_type
+from tests.emulator import emulated_gpu
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
+from tests.sparse.dsa_cases import ATTENDED, MADE_OF, SELECTED_FROM, Step, attended
 
-BATCH, HEADS, INDEX_HEADS, DIM, PAGE, PAGES, TOPK = 3, 4, 8, 32, 16, 4, 20
-CAPACITY = PAGES * PAGE
+STEP, STEP_2 = Step(), Step(q_len=2)
+CAPACITY, TOPK = STEP.capacity, STEP.topk
 LENS = int32(57, 9, 33)  # most of a table, fewer than topk, one after the end of a page
-MADE_OF = ("q", "kv_cache", "index_q", "index_cache", "block_table")
-
-
-def arguments(q_len: int = 1, batch: int = BATCH, **changes: Any) -> dict[str, Any]:
-    """Arrays of a step; page and slots that no request has are NaN."""
-    rng = np.random.default_rng(q_len)
-    index_cache = np.full((PAGES * BATCH + 1, PAGE, 1, DIM + 4), 0x7F, np.uint8)
-    kv_cache = np.full((PAGES * BATCH + 1, PAGE, 1, 576), np.nan, BF16)
-    pages = rng.permutation(PAGES * BATCH).astype(np.int32)
-    slots = (pages[:, None] * PAGE + np.arange(PAGE)).ravel()
-    keys = rng.standard_normal((CAPACITY * BATCH, DIM)).astype(BF16)
-    rows = rng.standard_normal((CAPACITY * BATCH, 576)).astype(BF16)
-    reference.append_indexer_cache(keys, index_cache, slots)
-    reference.append_mla_cache(rows, kv_cache, slots)
-    return {
-        "q": rng.standard_normal((batch, q_len, HEADS, 576)).astype(BF16),
-        "kv_cache": kv_cache,
-        "index_q": rng.standard_normal((batch, q_len, INDEX_HEADS, DIM)).astype(E4M3),
-        "index_cache": index_cache,
-        "index_weights": rng.standard_normal((batch * q_len, INDEX_HEADS)).astype("f4"),
-        "block_table": pages.reshape(BATCH, PAGES)[:batch].copy(),
-        **changes,
-    }
-
-
-def oracle(given: dict[str, Any], kv_lens: Any, topk: int = TOPK, most: int = CAPACITY) -> Any:
-    """The step composed of the three definitions: indices, out and lse."""
-    batch, q_len = given["q"].shape[:2]
-    visible = kv_lens[:, None] - np.arange(q_len - 1, -1, -1)
-    visible = np.clip(visible, 0, most).astype(np.int32)
-    logits = reference.paged_mqa_logits(
-        *(given[name] for name in ("index_q", "index_cache", "index_weights", "block_table")),
-        visible,
-        max_kv_len=CAPACITY,
-    )
-    indices = reference.top_k(logits, topk, lengths=visible.ravel()).indices
-    indices = indices.reshape(batch, q_len, topk)
-    attended = {"block_table": given["block_table"]}
-    state = reference.mla_sparse_decode(given["q"], given["kv_cache"], indices, **attended)
-    return indices, *state
 
 
 def plan_of(given: dict[str, Any], topk: int = TOPK, **options: Any) -> cumla.DSAPlan:
@@ -65,12 +26,11 @@ def plan_of(given: dict[str, Any], topk: int = TOPK, **options: Any) -> cumla.DS
 
 
 def select(plan: cumla.DSAPlan, given: dict[str, Any], **options: Any) -> Any:
-    names = ("index_q", "index_cache", "index_weights", "block_table")
-    return plan.select(*(given[name] for name in names), **options)
+    return plan.select(*(given[name] for name in SELECTED_FROM), **options)
 
 
 def run(plan: cumla.DSAPlan, given: dict[str, Any], **options: Any) -> Any:
-    return plan.run(*(given[name] for name in ("q", "kv_cache", "block_table")), **options)
+    return plan.run(*(given[name] for name in ATTENDED), **options)
 
 
 def step(plan: cumla.DSAPlan, given: dict[str, Any], kv_lens: Any) -> Any:
@@ -95,57 +55,46 @@ def test_the_step_is_its_three_parts(
 ) -> None:
     """For lengths that change from step to step, below topk and across the borders of pages."""
     monkeypatch.setenv("CUMLA_CHECK", check)
-    given = arguments(q_len)
+    of = Step(q_len=q_len)
+    given = of.arguments()
     plan = plan_of(given)
     for kv_lens in (LENS, LENS + 1, int32(4, 16, 17), int32(CAPACITY, 15, 20), int32(0, 2, 21)):
         indices, out, lse = step(plan, given, kv_lens)
-        assert_same((indices, out, lse), oracle(given, kv_lens))
-        visible = np.maximum(kv_lens[:, None] - np.arange(q_len - 1, -1, -1), 0)
+        assert_same((indices, out, lse), of.expected(given, kv_lens))
+        visible = of.visible(kv_lens)
         np.testing.assert_array_equal((indices >= 0).sum(axis=-1), np.minimum(visible, TOPK))
         assert (indices < visible[..., None]).all()
 
 
 def test_below_topk_it_is_dense_attention() -> None:
-    given, kv_lens = arguments(2), int32(20, 16, 3)
+    given, kv_lens = STEP_2.arguments(), int32(20, 16, 3)
     _, out, lse = step(plan_of(given), given, kv_lens)
     dense = cumla.mla_decode(given["q"], given["kv_cache"], given["block_table"], kv_lens)
     np.testing.assert_allclose(out.astype("f4"), dense.out.astype("f4"), rtol=2**-8, atol=1e-6)
     np.testing.assert_allclose(lse, dense.lse, rtol=1e-6)
 
 
-def test_every_selected_token_counts() -> None:
-    """A layer without one of them differs, so the tests above see which ones are read."""
-    given = arguments()
-    plan = plan_of(given)
-    _, out, _ = step(plan, given, LENS)
-    for place in (0, TOPK // 2, TOPK - 1):
-        indices = np.array(plan.indices)
-        indices[0, 0, place] = -1
-        assert (run(plan, given, indices=indices).out[0] != out[0]).any()
-
-
 def test_layers_that_share_a_selection() -> None:
     """They have the last one, or one that is passed."""
-    first, second = arguments(2), arguments(2, q=numbers(BATCH, 2, HEADS, 576))
-    other = arguments(2, index_weights=-arguments(2)["index_weights"])
+    first, second, other = (STEP_2.arguments(seed) for seed in range(3))
     plan = plan_of(first)
     want, *state = step(plan, first, LENS)
-    assert_same(run(plan, second), oracle(second, LENS)[1:])
+    assert_same(run(plan, second), attended(second, want))
     kept = plan.indices.copy()
     changed = select(plan, other)
     assert changed is plan.indices
     assert (changed != want).any()
-    assert_same(run(plan, other), oracle(other, LENS)[1:])
+    assert_same(run(plan, other), STEP_2.expected(other, LENS)[1:])
     assert_same(run(plan, first, indices=kept), state)
     np.testing.assert_array_equal(plan.indices, changed)
 
 
 def test_a_plan_keeps_the_lengths() -> None:
-    given, kv_lens = arguments(2), LENS.copy()
+    given, kv_lens = STEP_2.arguments(), LENS.copy()
     plan = plan_of(given)
     plan.update(kv_lens)
     kv_lens[...] = 1
-    assert_same((select(plan, given), *run(plan, given)), oracle(given, LENS))
+    assert_same((select(plan, given), *run(plan, given)), STEP_2.expected(given, LENS))
 
 
 @pytest.mark.parametrize(("most", "topk"), [(40, TOPK), (16, TOPK), (5, TOPK), (1000, 1)])
@@ -153,47 +102,44 @@ def test_the_longest_request_of_a_plan(
     most: int, topk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of longer ones the first tokens are seen; the check mode refuses them."""
-    given = arguments(2)
+    of = Step(q_len=2, topk=topk)
+    given, seen = of.arguments(), min(most, CAPACITY)
     plan = plan_of(given, topk, max_kv_len=most)
-    assert_same(step(plan, given, LENS), oracle(given, LENS, topk, min(most, CAPACITY)))
+    assert_same(step(plan, given, LENS), of.expected(given, LENS, seen))
     monkeypatch.setenv("CUMLA_CHECK", "1")
-    need = f"a length from 0 to max_kv_len = {min(most, CAPACITY)}"
-    with refused(ValueError, f"kv_lens[1]: needs {need}, got {most + CAPACITY}; the kernels"):
-        plan.update(int32(1, most + CAPACITY, 0))
+    need = f"a length from 0 to max_kv_len = {seen}"
+    with refused(ValueError, f"kv_lens[1]: needs {need}, got {seen + 1}; the kernels"):
+        plan.update(int32(1, seen + 1, 0))
     with refused(ValueError, f"kv_lens[2]: needs {need}, got -1; the kernels"):
         plan.update(int32(1, 0, -1))
 
 
 def test_lengths_of_any_number() -> None:
-    given = arguments(4)
+    of = Step(q_len=4)
+    given = of.arguments()
     for kv_lens in (int32(-1, -(2**31), 2**31 - 1), int32(2, CAPACITY + 2, 0)):
-        wide = kv_lens.astype(np.int64)
-        assert_same(step(plan_of(given), given, kv_lens), oracle(given, wide))
+        assert_same(step(plan_of(given), given, kv_lens), of.expected(given, kv_lens))
 
 
 def test_no_requests() -> None:
-    given = arguments(2, batch=0)
-    indices, out, lse = step(plan_of(given), given, int32())
-    shapes = [array.shape for array in (indices, out, lse)]
-    assert shapes == [(0, 2, TOPK), (0, 2, HEADS, 512), (0, HEADS, 2)]
+    given = STEP_2.arguments()
+    for name in ("q", "index_q", "index_weights", "block_table"):
+        given[name] = given[name][:0]
+    results = step(plan_of(given), given, int32())
+    shapes = [array.shape for array in results]
+    assert shapes == [(0, 2, TOPK), (0, 2, STEP.heads, 512), (0, STEP.heads, 2)]
 
 
-def test_outputs_and_options_are_those_of_attention() -> None:
-    given = arguments()
-    sinks = numbers(HEADS, dtype=np.float32)
+def test_caches_and_outputs_and_options_are_those_of_attention() -> None:
+    given = Step(packed=True).arguments()
     plan = plan_of(given)
-    indices, *_ = step(plan, given, LENS)
-    out, lse = np.empty((BATCH, 1, HEADS, 512), "f4"), np.empty((BATCH, HEADS, 1), "f4")
-    options = {"sinks": sinks, "softmax_scale": 0.1}
+    indices, *state = step(plan, given, LENS)
+    assert_same(state, attended(given, indices))
+    out, lse = np.empty((3, 1, 4, 512), "f4"), np.empty((3, 4, 1), "f4")
+    options = {"sinks": numbers(4, dtype=np.float32), "softmax_scale": 0.1}
     state = run(plan, given, out=out, lse=lse, **options)
     assert (state.out is out, state.lse is lse) == (True, True)
-    want = reference.mla_sparse_decode(
-        *(given["q"], given["kv_cache"], indices),
-        block_table=given["block_table"],
-        out=np.empty_like(out),
-        **options,
-    )
-    assert_same(state, want)
+    assert_same(state, attended(given, indices, out=np.empty_like(out), **options))
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -210,14 +156,14 @@ def test_frameworks(framework: str) -> None:
         as_bits, name = bits[array.dtype]
         return library.from_numpy(array.view(as_bits)).view(getattr(library, name))
 
-    for q_len in (1, 2):
-        host = arguments(q_len)
+    for of in (STEP, STEP_2):
+        host = of.arguments()
         given = {name: there(array) for name, array in host.items()}
         plan = plan_of(given)
         for kv_lens, lengths in ((LENS, there(LENS)), (LENS + 1, LENS + 1)):
             plan.update(lengths)
             results = (select(plan, given), *run(plan, given))
-            for got, want in zip(results, oracle(host, kv_lens), strict=True):
+            for got, want in zip(results, of.expected(host, kv_lens), strict=True):
                 assert type(got) is type(given["q"])
                 same = there(want)
                 assert bool((got == same).all())
@@ -234,18 +180,16 @@ REFUSED = [
     *(
         wrong(
             "q",
-            np.zeros((*lead, HEADS, 576), BF16),
+            np.zeros((*lead, 4, 576), BF16),
             f"shape (batch, q_len, num_heads, 576) with batch 3 and q_len 1, as index_q has, got "
-            f"{(*lead, HEADS)}"[:-1],
+            f"{(*lead, 4)}"[:-1],
         )
         for lead in ((2, 1), (3, 2), (3,))
     ),
-    wrong_type("q", np.zeros((BATCH, 1, HEADS, 576), "f4"), "bfloat16 or float16, got float32"),
+    wrong_type("q", np.zeros((3, 1, 4, 576), "f4"), "bfloat16 or float16, got float32"),
     wrong("kv_cache", np.zeros((4, 16, 2, 576), BF16), "one kv head, whose rows the indices name"),
     Refusal({"index_q": None}, TypeError, "q: needs an array"),
-    Refusal(
-        {"index_q": np.zeros((BATCH, 1, 8, DIM), "f2")}, TypeError, "q: needs float8_e4m3fn, or"
-    ),
+    Refusal({"index_q": np.zeros((3, 1, 8, 32), "f2")}, TypeError, "q: needs float8_e4m3fn, or"),
     Refusal({"block_table": int32([0, 1])}, ValueError, "block_table: needs shape (batch, max"),
 ]
 
@@ -255,11 +199,11 @@ def test_plans_that_are_refused(refusal: Refusal) -> None:
     options = {"topk": TOPK, "max_kv_len": None}
     changed = {name: refusal.changes.get(name, value) for name, value in options.items()}
     with refused(refusal.error, refusal.message):
-        plan_of(arguments() | refusal.changes, **changed)
+        plan_of(STEP.arguments() | refusal.changes, **changed)
 
 
 def test_a_plan_without_an_update_or_a_selection() -> None:
-    given = arguments()
+    given = STEP.arguments()
     plan = plan_of(given)
     never = "plan: never updated; call plan.update(kv_lens) before the first run"
     with refused(ValueError, never):
@@ -267,7 +211,7 @@ def test_a_plan_without_an_update_or_a_selection() -> None:
     with refused(ValueError, "indices: needs a selection of this step, got none since plan.upd"):
         run(plan, given)
     with refused(ValueError, never):
-        run(plan, given, indices=np.zeros((BATCH, 1, TOPK), np.int32))
+        run(plan, given, indices=np.zeros((3, 1, TOPK), np.int32))
     step(plan, given, LENS)
     plan.update(LENS + 1)  # the lists are of the step before
     with refused(ValueError, "indices: needs a selection of this step, got none since plan.upd"):
@@ -275,7 +219,7 @@ def test_a_plan_without_an_update_or_a_selection() -> None:
 
 
 def test_arrays_of_another_shape() -> None:
-    given = arguments()
+    given = STEP.arguments()
     plan = plan_of(given)
     for kv_lens in (int32(1, 2), int32([1], [2], [3])):
         with refused(ValueError, "kv_lens: needs shape (batch,) with batch 3, got"):
@@ -283,33 +227,31 @@ def test_arrays_of_another_shape() -> None:
     with refused(TypeError, "kv_lens: needs int32, got int64"):
         plan.update(LENS.astype(np.int64))
     step(plan, given, LENS)
-    two = arguments(2)
+    two = STEP_2.arguments()
     with refused(ValueError, "plan: made for (batch, next_n, num_heads, head_dim, page_size"):
         select(plan, two)
     with refused(ValueError, "plan: made for (batch, q_len, num_heads, topk, dtype)"):
-        run(plan, two, indices=np.zeros((BATCH, 2, TOPK), np.int32))
+        run(plan, two, indices=np.zeros((3, 2, TOPK), np.int32))
     with refused(ValueError, "plan: made for (batch, q_len, num_heads, topk, dtype)"):
         run(plan, given, indices=plan.indices[..., :7])
     with refused(ValueError, "plan: made for a cache of bfloat16, got one of packed rows"):
-        run(plan, given | {"kv_cache": np.zeros((13, PAGE, 656), np.uint8)})
+        run(plan, given | {"kv_cache": np.zeros((13, 16, 656), np.uint8)})
     with refused(ValueError, "block_table: needs the pages of each request ... got None; pass"):
         run(plan, given | {"block_table": None})
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
 
-STEP = ["paged_mqa_logits_h8_d32", "top_k_short_float32", "select_rows", "mla_sparse_bfloat16"]
-
 
 class OnGpu:
     """A plan, and the arrays of its calls."""
 
     def __init__(self, cupy: FakeCuPy, q_len: int = 2, **options: Any) -> None:
-        self.given = {name: cupy.like(array) for name, array in arguments(q_len).items()}
+        self.given = {n: cupy.like(array) for n, array in Step(q_len=q_len).arguments().items()}
         self.kv_lens = cupy.like(LENS)
         self.results = {
-            "out": cupy.ndarray((BATCH, q_len, HEADS, 512), BF16),
-            "lse": cupy.ndarray((BATCH, HEADS, q_len), "float32"),
+            "out": cupy.ndarray((3, q_len, 4, 512), BF16),
+            "lse": cupy.ndarray((3, 4, q_len), "float32"),
         }
         self.plan = plan_of(self.given, **options)
 
@@ -373,7 +315,7 @@ def test_a_plan_that_is_dropped_keeps_its_arrays_for_a_side_stream(
             break
     driver.event_passed = lambda event: driver.passed or event <= before  # type: ignore[method-assign]
     driver.passed = False
-    logits = BATCH * 2 * CAPACITY * 4
+    logits = 3 * 2 * CAPACITY * 4
     del gpu.plan
     _lifetime.release_finished()
     assert logits not in cupy.freed
@@ -387,3 +329,21 @@ def test_a_plan_serves_one_device(cupy: FakeCuPy, bindings: FakeBindings) -> Non
     with refused(ValueError, "plan: made for CUDA device 0, got arrays on the CPU; make a plan"):
         gpu.plan.update(LENS)
     assert bindings.entries == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("q_len", [1, 2])
+def test_the_kernels_make_the_step(q_len: int) -> None:
+    """Their own text, on the CPU."""
+    of = Step(q_len=q_len)
+    host = of.arguments()
+    with emulated_gpu() as cupy:
+        given = {name: cupy.like(array) for name, array in host.items()}
+        plan = plan_of(given)
+        for kv_lens in (LENS, int32(0, CAPACITY, 21)):
+            plan.update(cupy.like(kv_lens))
+            indices, out, lse = of.expected(host, kv_lens)
+            np.testing.assert_array_equal(select(plan, given), indices)
+            state = run(plan, given)
+            np.testing.assert_allclose(state.out.astype("f4"), out.astype("f4"), atol=2**-6)
+            np.testing.assert_allclose(state.lse, lse, rtol=1e-6)
