@@ -46,6 +46,7 @@ from cumla.mla import cache as mla_cache
 from cumla.mla import decode
 from cumla.sparse import mla_sparse
 from cumla.sparse import top_k as sparse_top_k
+from cumla.sparse.dsa import DSAPlan
 
 if TYPE_CHECKING:
     from cumla.launch.source import KernelSpec
@@ -94,7 +95,9 @@ _KERNELS: dict[Callable[..., Any], tuple[KernelSpec, ...]] = {
 }
 
 
-def prepare(*plans_or_functions: Plan[Any] | Callable[..., Any], device: int | None = None) -> None:
+def prepare(
+    *plans_or_functions: Plan[Any] | DSAPlan | Callable[..., Any], device: int | None = None
+) -> None:
     """Compile and load kernels: later calls do not wait for it, nor fail under stream capture.
 
     Parameters
@@ -123,7 +126,7 @@ def prepare(*plans_or_functions: Plan[Any] | Callable[..., Any], device: int | N
         raise TypeError(f"prepare: needs plans or functions, got nothing; pass some of {names}")
     specs: list[KernelSpec] = []
     for i, given in enumerate(plans_or_functions):
-        if isinstance(given, Plan):
+        if isinstance(given, (Plan, DSAPlan)):
             continue
         of = next((specs for function, specs in _KERNELS.items() if function is given), None)
         if of is None:
@@ -136,7 +139,7 @@ def prepare(*plans_or_functions: Plan[Any] | Callable[..., Any], device: int | N
         device = current_device() if device is None else device
         require_hopper(device)
     for given in plans_or_functions:
-        if isinstance(given, Plan):
+        if isinstance(given, (Plan, DSAPlan)):
             given.prepare()
     for spec in specs:
         assert device is not None

@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from math import ceil
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from cumla.core.arguments import INT32, bind, checked_int
-from cumla.core.arrays import from_numpy, open_call
+from cumla.core.arrays import from_numpy, open_call, reopen_call
 from cumla.core.operation import Operation, Output, run
-from cumla.core.paged import KV_LENS
+from cumla.core.paged import KV_LENS, refuse_value
+from cumla.core.plan import Workspace
 from cumla.core.state import AttentionState
 from cumla.indexer.paged_logits import PagedMQALogitsPlan, checked_paged
 from cumla.indexer.paged_logits import named as named_index
 from cumla.launch.device import require_hopper
+from cumla.launch.module import load
+from cumla.launch.sparse import top_k as top_k_kernel
 from cumla.launch.sparse.select_rows import visible_tokens_launch
+from cumla.mla.arguments import named as named_latent
 from cumla.sparse.mla_sparse import MLASparsePlan
 from cumla.sparse.top_k import top_k
 
@@ -30,40 +35,60 @@ if TYPE_CHECKING:
 __all__ = ["DSAPlan"]
 
 
-class _Visible(Operation["tuple[ArrayView, int]", int]):
-    """Counts the tokens that each query token sees; its option is q_len."""
+class _Seen(NamedTuple):
+    """Checked lengths of requests, and what they are to be cut to."""
+
+    kv_lens: ArrayView
+    q_len: int
+    most: tuple[int, int]  # tokens that are seen, tokens that are selected
+
+
+class _Visible(Operation[_Seen, None]):
+    """Counts the tokens that each query token sees, and those that will be selected of them."""
 
     integers = ("kv_lens",)
 
-    def arguments(self, views: Views, options: int) -> tuple[ArrayView, int]:
+    def arguments(self, views: Views, options: tuple[int, tuple[int, int]]) -> _Seen:
         bind({"kv_lens": KV_LENS}, views, {})
         kv_lens = views["kv_lens"]
         assert kv_lens is not None
-        return kv_lens, options
+        return _Seen(kv_lens, *options)
 
-    def outputs(self, arguments: tuple[ArrayView, int]) -> tuple[Output, ...]:
-        kv_lens, q_len = arguments
-        return (Output("out", (*kv_lens.shape, q_len), INT32),)
+    def outputs(self, arguments: _Seen) -> tuple[Output, ...]:
+        shape = (*arguments.kv_lens.shape, arguments.q_len)
+        return tuple([Output(name, shape, INT32, "elements") for name in ("visible", "counts")])
 
-    def key(self, arguments: tuple[ArrayView, int], device: int) -> int:
-        return require_hopper(device).sm_count
+    def key(self, arguments: _Seen, device: int) -> None:
+        require_hopper(device)
 
     def recipe(
-        self,
-        key: int,
-        arguments: tuple[ArrayView, int],
-        outs: Sequence[ArrayView],
-        buffer: int,
+        self, key: None, arguments: _Seen, outs: Sequence[ArrayView], buffer: int
     ) -> Sequence[Launchable]:
-        return (visible_tokens_launch(arguments[0], outs[0]),) if 0 not in outs[0].shape else ()
+        kv_lens, _, most = arguments
+        pairs = zip(outs, most, strict=True)
+        return [visible_tokens_launch(kv_lens, *pair) for pair in pairs if 0 not in pair[0].shape]
 
-    def reference(self, host: Host, arguments: tuple[ArrayView, int]) -> Results:
-        _, q_len = arguments
-        lengths = np.maximum(host["kv_lens"].astype(np.int64), 0)
-        visible = lengths[:, None] - np.arange(q_len - 1, -1, -1)
-        out = host.get("out", np.empty(visible.shape, np.int32))
-        out[:] = np.maximum(visible, 0)
-        return (out,)
+    def check_values(self, host: Host, arguments: _Seen) -> None:
+        kv_lens, most = host["kv_lens"], arguments.most[0]
+        need = f"a length from 0 to max_kv_len = {most}"
+        wrong = (kv_lens < 0) | (kv_lens > most)
+        refuse_value("kv_lens", kv_lens, wrong, need, "the kernels would clamp it")
+
+    def reference(self, host: Host, arguments: _Seen) -> Results:
+        _, q_len, most = arguments
+        hidden = np.arange(q_len - 1, -1, -1)
+        visible = host["kv_lens"].astype(np.int64)[:, None] - hidden
+        cut = [np.clip(visible, 0, number).astype(np.int32) for number in most]
+        for name, numbers in zip(("visible", "counts"), cut, strict=True):
+            if name in host:
+                host[name][...] = numbers
+        return cut
+
+
+class _Attention(MLASparsePlan):
+    """Attention of a step, whose lists are as long as the requests' lengths make them."""
+
+    _lengths = "kv_lens"
 
 
 _VISIBLE = _Visible()
@@ -81,8 +106,9 @@ class DSAPlan:
 
     It holds a :class:`cumla.PagedMQALogitsPlan`, a :class:`cumla.MLASparsePlan`, and between them
     :func:`cumla.top_k`: what is said of plans there holds here. The arrays between the three belong
-    to it: logits ``(batch * q_len, max_kv_len)`` float32, indices and lengths. CPU arrays are
-    computed by :mod:`cumla.reference`.
+    to it: logits ``(batch * q_len, max_kv_len)`` float32, indices and lengths. With out= and lse=
+    nothing is allocated after the plan is made, but for JAX, whose arrays are new ones each time.
+    CPU arrays are computed by :mod:`cumla.reference`.
 
     Parameters
     ----------
@@ -90,15 +116,15 @@ class DSAPlan:
         As in :func:`cumla.mla_sparse_decode`. Of all arrays here only shapes, dtypes and device are
         looked at.
     index_q, index_cache : array, or a pair of arrays for the latter
-        ``(batch, q_len, index_heads, 128)`` and pages, as `q` and `kv_cache` of
+        ``(batch, q_len, index_heads, head_dim)`` and pages, as `q` and `kv_cache` of
         :func:`cumla.paged_mqa_logits`.
     block_table : array
-        ``(batch, max_pages)`` int32, of both caches.
+        ``(batch, max_pages)`` int32, as of :func:`cumla.paged_mqa_logits`.
     topk : int
         How many tokens a query token attends to: 2048 in DeepSeek-V3.2.
     max_kv_len : int, optional
         Tokens of the longest request that the plan is to serve; what the index cache's pages hold
-        by default. Longer requests see that many.
+        by default, and at most. Of longer requests no more than the first so many tokens are seen.
     stream : optional
         As in :class:`cumla.MLADecodePlan`.
 
@@ -106,12 +132,13 @@ class DSAPlan:
     ----------
     indices : array or None
         ``(batch, q_len, topk)`` int32: positions that the last ``select`` left, ascending, -1 after
-        the last one.
+        the last one. None from ``update`` to ``select``.
 
     Raises
     ------
     TypeError, ValueError, CumlaError
-        As the two plans.
+        As the two plans. What is wrong with the indexer's arrays is said in the names of
+        :func:`cumla.paged_mqa_logits`.
 
     Examples
     --------
@@ -144,58 +171,73 @@ class DSAPlan:
         max_kv_len: int | None = None,
         stream: Any = None,
     ) -> None:
-        checked_int("topk", topk, "there is nothing to select")
+        topk = checked_int("topk", topk, "there is nothing to select")
         arrays = named_index(index_q, index_cache, None, block_table)
         call = open_call(tuple(arrays.items()), stream=stream)
         shape = checked_paged(dict(zip(arrays, call.views, strict=True))).shape
         batch, q_len, _, _, page_size, max_pages = shape
-        width = max_pages * page_size
+        most = max_pages * page_size
         if max_kv_len is not None:
-            width = min(width, checked_int("max_kv_len", max_kv_len, "leave it out"))
-        self._q_len, rows = q_len, batch * q_len
-        with call:
-            self._chosen = _new(call, (batch, q_len, topk), "int32")
-            self._counts = _new(call, (rows,), "int32")
-            self._logits = _new(call, (rows, width), "float32")
-            self._visible = _new(call, (batch, q_len), "int32")
+            most = min(most, checked_int("max_kv_len", max_kv_len, "leave it out"))
+        _check_query(q, kv_cache, (batch, q_len), stream)
+        self._width = ceil(most / page_size) * page_size  # rows of logits that begin at 16 bytes
+        self._seen = q_len, (most, min(most, topk))
+        self._shape = batch, q_len, topk
+        self._device = call.device
         self._writes = call.framework != "jax"  # JAX's arrays cannot be written to
+        rows = batch * q_len
+        with call:
+            self._chosen = _new(call, self._shape, "int32")
+            self._own: dict[str, Any] = dict.fromkeys(("visible", "counts", "logits"))
+            self._lists: dict[str, Any] = {}
+            self._memory: Workspace | None = None
+            if self._writes:
+                for name in ("visible", "counts"):
+                    self._own[name] = _new(call, (batch, q_len), "int32")
+                self._own["logits"] = _new(call, (rows, self._width), "float32")
+                self._lists["out"] = self._chosen.reshape(rows, topk)
+                self._lists["valid_counts"] = self._own["counts"].reshape(rows)
+                if call.device is not None:
+                    self._memory = Workspace((self._chosen, *self._own.values()), call)
         self._logits_plan = PagedMQALogitsPlan(
-            *shape[:4],
-            max_pages=max_pages,
-            page_size=page_size,
-            per_row_lens=q_len > 1,
-            like=index_q,
-            stream=stream,
+            *shape[:4], max_pages=max_pages, page_size=page_size, like=index_q, stream=stream
         )
-        self._attend_plan = MLASparsePlan.from_arrays(q, kv_cache, self._chosen, stream=stream)
-        self._updated = False
+        self._attend_plan = _Attention.from_arrays(q, kv_cache, self._chosen, stream=stream)
+        self._lengths: Any = None  # of the rows of logits
         self.indices: Any = None
 
     def prepare(self) -> None:
-        """Compile and load the kernels of both plans, as :func:`cumla.prepare` does."""
+        """Compile and load all kernels of a step, as :func:`cumla.prepare` does."""
         self._logits_plan.prepare()
         self._attend_plan.prepare()
+        if self._device is not None:
+            batch, q_len, topk = self._shape
+            sm_count = require_hopper(self._device).sm_count
+            wanted = batch * q_len, self._width, min(topk, self._width), False
+            name, _ = top_k_kernel.choose(*wanted, sm_count)
+            for spec in top_k_kernel.SPECS:
+                if spec.entry == f"top_k_{name}_float32":
+                    load(spec, self._device, capturing=lambda: False)
 
     def update(self, kv_lens: Any, *, stream: Any = None) -> None:
-        """Compute both schedules for these lengths, on the device.
+        """Compute both schedules for these lengths, on the device, and keep the lengths there.
 
         Parameters
         ----------
         kv_lens : array
             ``(batch,)`` int32: cached tokens of each request, the q_len newest included. Query
-            token i sees ``kv_lens - (q_len - 1 - i)`` of them. Must not change before the step is
-            done.
+            token i sees ``kv_lens - (q_len - 1 - i)`` of them.
         stream : optional
             As in :meth:`cumla.MLADecodePlan.update`.
         """
-        visible = kv_lens
-        if self._q_len > 1:
-            out = self._visible if self._writes else None
-            (visible,) = run(_VISIBLE, {"kv_lens": kv_lens}, {"out": out}, self._q_len, stream)
+        self.indices = None
+        self._logits_plan.update(kv_lens, stream=stream)  # first: it waits for other streams
+        inputs = {"plan": self._chosen, "kv_lens": kv_lens}
+        outputs = {name: self._own[name] for name in ("visible", "counts")}
+        visible, counts = run(_VISIBLE, inputs, outputs, self._seen, stream)
         self._lengths = visible.reshape(-1)
-        self._logits_plan.update(visible, stream=stream)
-        self._attend_plan.update(visible, stream=stream)
-        self._updated = True
+        self._attend_plan.update(counts, stream=stream)
+        self._note_use(stream)
 
     def select(
         self,
@@ -220,21 +262,16 @@ class DSAPlan:
             ``(batch, q_len, topk)`` int32 positions, as :attr:`indices`; the next ``select`` writes
             to the same memory, but with JAX.
         """
-        if not self._updated:
-            raise ValueError("plan: never updated; call plan.update(kv_lens) before plan.select")
-        shape, (rows, width) = self._chosen.shape, self._logits.shape
-        given: dict[str, Any] = {}
-        if self._writes:
-            given = {"out": self._chosen.reshape(rows, -1), "valid_counts": self._counts}
         logits = self._logits_plan.run(
             *(index_q, index_cache, index_weights, block_table),
-            max_kv_len=width,
+            max_kv_len=self._width,
             clean=False,
-            out=self._logits if self._writes else None,
+            out=self._own["logits"],
             stream=stream,
         )
-        found = top_k(logits, shape[-1], lengths=self._lengths, stream=stream, **given)
-        self.indices = self._chosen if self._writes else found.indices.reshape(shape)
+        found = top_k(logits, self._shape[2], lengths=self._lengths, stream=stream, **self._lists)
+        self.indices = self._chosen if self._writes else found.indices.reshape(self._shape)
+        self._note_use(stream)
         return self.indices
 
     def run(
@@ -263,11 +300,38 @@ class DSAPlan:
         chosen = self.indices if indices is None else indices
         if chosen is None:
             raise ValueError(
-                "indices: needs a selection, got none; call plan.select before, or pass indices="
+                "indices: needs a selection of this step, got none since plan.update; call "
+                "plan.select before, or pass indices="
+            )
+        if block_table is None:
+            raise ValueError(
+                "block_table: needs the pages of each request, of which indices are positions, got "
+                "None; pass the table of kv_cache"
             )
         options = {"softmax_scale": softmax_scale, "kv_scale": kv_scale, "sinks": sinks}
         given = {"out": out, "lse": lse, "stream": stream, "block_table": block_table}
-        return self._attend_plan.run(q, kv_cache, chosen, **options, **given)
+        state = self._attend_plan.run(q, kv_cache, chosen, **options, **given)
+        self._note_use(stream)
+        return state
+
+    def _note_use(self, stream: Any) -> None:
+        """Keep the plan's arrays until work so far is done, on another stream than theirs."""
+        if self._memory is not None:
+            call = reopen_call(self._chosen, self._device, stream)
+            if call.stream != self._memory.home:
+                with call:
+                    self._memory.note_use(call)
+
+
+def _check_query(q: Any, kv_cache: Any, lead: tuple[int, int], stream: Any) -> None:
+    """Refuse queries of attention that are not those of the indexer."""
+    query, *_ = open_call(tuple(named_latent(q, kv_cache, None).items()), stream=stream).views
+    assert query is not None
+    if query.shape[:-2] != lead:
+        raise ValueError(
+            f"q: needs shape (batch, q_len, num_heads, 576) with batch {lead[0]} and q_len "
+            f"{lead[1]}, as index_q has, got {query.shape}; reshape one of them"
+        )
 
 
 def _new(call: Call, shape: tuple[int, ...], dtype: str) -> Any:

@@ -118,15 +118,15 @@ def bound_rows_launch(key: MLASparseKey, buffer: int, lengths: ArrayView | None)
     return Launch(_BOUND, (blocks, 1, 1), _BOUND_PARAMS, values)
 
 
-def visible_tokens_launch(kv_lens: ArrayView, out: ArrayView) -> Launch:
-    """Describe how to count what each query token sees, under a causal mask.
+def visible_tokens_launch(kv_lens: ArrayView, out: ArrayView, most: int) -> Launch:
+    """Describe how to count what each query token sees, under a causal mask and up to `most`.
 
     `kv_lens` is ``(batch,)`` and `out` ``(batch, q_len)``, contiguous, both int32.
     """
     batch, q_len = out.shape
     rows = batch * q_len
     lengths = kv_lens.ptr, kv_lens.strides[0] // 4, 0
-    values = (*lengths, out.ptr, 0, rows, _MOST_ROWS, 0, q_len, *divisor_of(q_len), True)
+    values = (*lengths, out.ptr, 0, rows, most, 0, q_len, *divisor_of(q_len), True)
     return Launch(_BOUND, (-(-rows // _THREADS), 1, 1), _BOUND_PARAMS, values)
 
 
