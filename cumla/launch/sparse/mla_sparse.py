@@ -51,6 +51,7 @@ class SparseArguments(NamedTuple):
     softmax_scale: float  # factor of the scores
 
 
+_MOST_SINK = 3e38  # a higher one is infinite: no value has weight beside it
 _MANY = 4  # row tiles of lists for each multiprocessor
 
 _SPECS = {
@@ -159,4 +160,4 @@ def _sinks_launch(
     nothing = ArrayView(buffer + key.zeros, out.shape, (0, 0, 0, size), out.dtype, out.device)
     sink = sinks._replace(shape=per_head.shape, strides=(0, 0, sinks.strides[0]))
     result = StateViews(out, per_head)
-    return merge_launch((result, StateViews(nothing, sink)), None, result, log2(e))
+    return merge_launch((result, StateViews(nothing, sink)), None, result, log2(e), _MOST_SINK)
