@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from cumla.bench.cases import PAGE_SIZE, Case, Ceilings
 from cumla.bench.indexer import LogitsCase, PagedLogitsCase, PrefillLogitsCase, floor_us
+from cumla.bench.sparse import SparseCase
 from cumla.bench.timing import Timing
 
 __all__ = ["PeerTime", "Peers", "Turns", "add_published", "best_peer", "load_peers"]
@@ -131,6 +132,9 @@ def add_published(results: Row) -> Row:
             keys = ("op", "batch", "next_n", "kv_len")
             times = peers.times({key: row[key] for key in keys}, 1.0)
             row["deep_gemm_us"] = next((time.us for time in times.values()), None)
+    for row in results.get("sparse", ()):
+        if "failed" not in row and row["op"].startswith("sparse_"):
+            row["peers"] = beside(row["us"], _of_lists(row, ceilings, peers))
     return results
 
 
@@ -154,6 +158,14 @@ def _of_logits(row: Row, ceilings: Ceilings, peers: Peers) -> dict[str, PeerTime
         for name, time in times.items()
         if (clean := cleaning.get(name)) is not None
     }
+
+
+def _of_lists(row: Row, ceilings: Ceilings, peers: Peers) -> dict[str, PeerTime]:
+    """Find who ran a case; how long contexts are makes no difference to a decoding step."""
+    case = SparseCase(**{name: row[name] for name in SparseCase.__dataclass_fields__})
+    ratio = case.floor_us(ceilings) / case.floor_us(peers.ceilings)
+    varies = "kv_len" if case.prefill else "batch"
+    return peers.times({key: row[key] for key in ("op", varies, "q_len", "heads", "topk")}, ratio)
 
 
 def beside(us: float, times: dict[str, PeerTime]) -> dict[str, Row]:

@@ -15,12 +15,14 @@ __all__ = [
     "attention",
     "decode",
     "decode_schedule",
+    "dsa",
     "logits",
     "logits_schedule",
     "many_heads",
     "merge",
     "paged_logits",
     "quantize",
+    "sparse",
     "top_k",
 ]
 
@@ -137,3 +139,30 @@ def logits_schedule(shape: tuple[int, int, int, int], max_pages: int, kv_lens: A
 def top_k(scores: Any, k: int, lengths: Any, out: Any, counts: Any) -> Call:
     """Make a call that selects from rows."""
     return partial(cumla.top_k, scores, k, lengths=lengths, out=out, valid_counts=counts)
+
+
+def sparse(q: Any, kv_cache: Any, indices: Any, out: Any, lse: Any) -> tuple[Call, Call]:
+    """Make a call that computes a plan's schedule for full lists, and one that attends to them."""
+    plan = cumla.MLASparsePlan.from_arrays(q, kv_cache, indices)
+    return plan.update, partial(plan.run, q, kv_cache, indices, out=out, lse=lse)
+
+
+def dsa(
+    q: Any,
+    kv_cache: Any,
+    index_q: Any,
+    index_cache: Any,
+    weights: Any,
+    block_table: Any,
+    kv_lens: Any,
+    topk: int,
+    out: Any,
+    lse: Any,
+) -> tuple[Call, Call, Call]:
+    """Make the calls of a step: schedules, the selection of a layer, its attention."""
+    plan = cumla.DSAPlan(q, kv_cache, index_q, index_cache, block_table, topk=topk)
+    return (
+        partial(plan.update, kv_lens),
+        partial(plan.select, index_q, index_cache, weights, block_table),
+        partial(plan.run, q, kv_cache, block_table, out=out, lse=lse),
+    )

@@ -11,7 +11,18 @@ from datetime import UTC, datetime
 from importlib import metadata
 
 import cumla
-from cumla.bench import append, append_heads, ceilings, forms, indexer, merge, mha, mla, topk
+from cumla.bench import (
+    append,
+    append_heads,
+    ceilings,
+    forms,
+    indexer,
+    merge,
+    mha,
+    mla,
+    sparse,
+    topk,
+)
 from cumla.bench.cases import LOG_NORMAL_SIGMA
 from cumla.bench.gpu import Gpu
 from cumla.bench.host import measure_host
@@ -55,7 +66,9 @@ PROTOCOL = (
     "checked afterwards, graph_copy_us: of plain copies, likewise. The indexer's logits: 64 heads "
     "of 128, float32, cleaned, inputs normal(0, 1) quantised, some rows checked against float64 "
     "first; bytes: each visible token's 132 once, the logits; the matrix-product ceiling is that "
-    "of float8_e4m3fn"
+    "of float8_e4m3fn. Sparse attention: bytes: each listed row once for each list, of a prefill "
+    "each cached row once, queries, output, lists; top-k: scores once, indices; a step of a layer: "
+    "logits, top-k and attention, floor: the sum of the three"
 )
 
 SECTIONS: tuple[Section, ...] = (
@@ -67,6 +80,7 @@ SECTIONS: tuple[Section, ...] = (
     append_heads.SECTION,
     *indexer.SECTIONS,
     topk.SECTION,
+    *sparse.SECTIONS,
 )
 """All sections, in the order in which they are measured and printed."""
 

@@ -48,7 +48,7 @@ class TopKCase:
 
     def to_json(self) -> Row:
         """Name the case as a row of the results file does."""
-        return asdict(self) | {"nbytes": self.nbytes}
+        return {"op": "top_k"} | asdict(self) | {"nbytes": self.nbytes}
 
 
 class _Step:
@@ -92,13 +92,14 @@ def _measure(bench: Bench, case: TopKCase) -> Row:
 
 
 SECTION = Section(
-    name="top_k",
+    name="sparse",
     title="top-k: ",
+    ops=("top_k",),
     cases=(
         *(TopKCase(rows, width) for rows in (1, 8, 64, 128) for width in (8192, 32768, 131072)),
         TopKCase(64, 131072, 512),
         TopKCase(64, 131072, scores="narrow"),
-        TopKCase(8, 1 << 20),
+        *(TopKCase(rows, 1 << 20) for rows in (1, 8)),
         TopKCase(4096, 32768, ragged=True),
     ),
     measure=_measure,

@@ -18,6 +18,7 @@ from cumla.bench.indexer import CacheCase, LogitsScheduleCase, PagedLogitsCase, 
 from cumla.bench.merge import MergeCase
 from cumla.bench.mha import MHACase
 from cumla.bench.section import Section
+from cumla.bench.sparse import SparseCase, StepCase
 from cumla.bench.topk import TopKCase
 from tests.bench.fake_gpu import FakeCumla, FakeGpu, fake_bench
 
@@ -48,6 +49,12 @@ SMALL: dict[str, tuple[Any, ...]] = {  # by the first heading of the table
     "indexer: ": (PagedLogitsCase(3, 2, 70), PagedLogitsCase(2, 1, 66), PrefillLogitsCase(5, 9)),
     "indexer schedule: ": (LogitsScheduleCase(64, 1, 8192), LogitsScheduleCase(3, 2, 70)),
     "top-k: ": (TopKCase(3, 90, 8), TopKCase(5, 40, 16, ragged=True, scores="narrow")),
+    "sparse MLA: ": (
+        SparseCase(2, 2, 3, kv_len=128, topk=20),
+        SparseCase(2, 1, 2, "bfloat16", 64, topk=64),
+        SparseCase(1, 5, 2, "bfloat16", 128, topk=9, prefill=True),
+    ),
+    "step of a layer: ": (StepCase(2, 128, 3, 40),),
     "quantize_fp8: ": (CacheCase("quantize_fp8", 1),),
     "append_indexer_cache: ": (CacheCase("append_indexer_cache", 1),),
 }

@@ -18,6 +18,7 @@ from bench.peers import Turns, add_published, load_peers
 from cumla.bench.cases import DENSE, Case
 from cumla.bench.explain import key_of
 from cumla.bench.indexer import PagedLogitsCase, PrefillLogitsCase, floor_us
+from cumla.bench.sparse import SparseCase
 from cumla.bench.timing import Timing
 from tests.bench.conftest import DENSE as SMALL_DENSE
 from tests.bench.conftest import Fakes, small
@@ -75,6 +76,23 @@ def test_peers_of_logits_are_scaled_by_the_ceiling_that_binds(case: Any, slow: s
     cleaning = peers.times(case.to_json() | {"op": "clean_logits"}, 1.0).values()
     written = sum(time.us for time in cleaning) * (2 if slow == "read_gbps" else 1)
     assert scaled == pytest.approx(kernel.scaled_us + written)
+
+
+def test_peers_of_sparse_attention() -> None:
+    """Scaled by what bounds the case, whatever the length of a decoding context."""
+    limits = replace(H200, matmul_tflops=H200.matmul_tflops / 2)
+    cases = (
+        *(SparseCase(128, 1, 128, kv_len=length) for length in (8192, 32768)),
+        SparseCase(1, 4096, 128, "bfloat16", 8192, prefill=True),
+        SparseCase(1, 4096, 128, "bfloat16", 131072, prefill=True),
+        SparseCase(64, 1, 128),
+    )
+    rows = [case.to_json() | {"us": 100.0} for case in cases]
+    rows += [{"op": "top_k", "us": 1.0}, {"op": "sparse_decode", "failed": "so"}]
+    add_published({"ceilings": limits.to_json(), "rows": [], "sparse": rows})
+    scaled = [row.get("peers", {}).get("FlashMLA", {}).get("scaled_us") for row in rows]
+    known = pytest.approx(2 * 188.32), pytest.approx(2 * 188.32), pytest.approx(2 * 3604.32)
+    assert scaled == [*known, None, None, None, None]
 
 
 @pytest.mark.parametrize(

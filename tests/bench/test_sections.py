@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cumla
 from cumla.bench import calls, ceilings, forms, mla
 from cumla.bench.append import AppendCase
 from cumla.bench.cases import Case
@@ -19,6 +20,7 @@ from cumla.bench.merge import MergeCase
 from cumla.bench.problem import check, lay_out, sample
 from cumla.bench.run import SECTIONS
 from cumla.bench.section import CheckError
+from cumla.bench.sparse import SparseCase
 from cumla.bench.topk import TopKCase
 from tests.bench.conftest import DECODE, DENSE, SMALL, Fakes, small
 from tests.bench.fake_gpu import CEILINGS, LAUNCH_US, memory
@@ -35,7 +37,9 @@ MOVES = (
 )
 
 
-NOT_RECORDED = {"many heads: ", "append keys and values: ", "top-k: "}  # the list may only shrink
+NOT_RECORDED = {  # the list may only shrink
+    *("many heads: ", "append keys and values: ", "top-k: ", "sparse MLA: ", "step of a layer: "),
+}
 
 
 def lines(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -199,6 +203,43 @@ def test_a_wrong_index_is_found(fakes: Fakes) -> None:
     assert row["failed"] == "top-k-3x90-k8: the indices of row 2 are wrong"
 
 
+@pytest.mark.parametrize("what", ["out", "lse"])
+@pytest.mark.parametrize(
+    ("title", "plan"), [("sparse MLA: ", "MLASparsePlan"), ("step of a layer: ", "DSAPlan")]
+)
+def test_wrong_sparse_attention_is_found(fakes: Fakes, title: str, plan: str, what: str) -> None:
+    def spoil(name: str, arguments: Any, options: Any) -> None:
+        if name == plan:
+            options[what].reshape(-1)[-1] *= 1.5
+
+    fakes.cumla.spoil = spoil
+    for row in small(title).run(fakes.bench, fakes.told.append):
+        said = "is off by" if what == "out" else "are wrong"
+        assert said in row["failed"] and "us" not in row
+
+
+def test_a_wrong_selection_is_found(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def select(plan: Any, *arrays: Any) -> Any:
+        indices = cumla.DSAPlan.select(plan, *arrays)
+        indices[-1, 0, 3] += 1
+        return indices
+
+    spoilt = type("DSAPlan", (fakes.cumla.DSAPlan,), {"select": select})
+    monkeypatch.setattr(fakes.cumla, "DSAPlan", spoilt, raising=False)
+    (row,) = small("step of a layer: ").run(fakes.bench, fakes.told.append)
+    assert row["failed"].endswith("the selection of request 1 is wrong")
+
+
+def test_rows_of_sparse_attention_have_the_figures_of_their_cases(results: dict[str, Any]) -> None:
+    for row, case in zip(small("sparse MLA: ").rows(results), SMALL["sparse MLA: "], strict=True):
+        assert row["efficiency"] == pytest.approx(case.floor_us(CEILINGS) / LAUNCH_US)
+        assert row["tflops"] == pytest.approx(case.flops / LAUNCH_US / 1e6)
+        assert row["gbps"] == pytest.approx(case.nbytes / LAUNCH_US / 1e3)
+    first = SparseCase(128, 1, 128)  # of the specification: 46.7 and 96.8 us
+    assert first.floor_us(CEILINGS) == pytest.approx(96.8, abs=0.1)
+    assert first.nbytes / CEILINGS.read_gbps / 1e3 == pytest.approx(46.7, abs=0.2)
+
+
 @pytest.mark.parametrize(
     ("case", "row", "column", "value", "message"),
     [
@@ -231,7 +272,8 @@ def test_what_is_not_written_is_found(
     if title in ("quantize_fp8: ", "append_indexer_cache: "):
         name = title.removesuffix(": ")
         monkeypatch.setattr(fakes.cumla, name, lambda *args, **options: None, raising=False)
-    for name in ("MLADecodePlan", "MLAAttentionPlan", "PagedMQALogitsPlan", "AttentionPlan"):
+    plans = ("MLADecodePlan", "MLAAttentionPlan", "PagedMQALogitsPlan", "AttentionPlan")
+    for name in (*plans, "MLASparsePlan", "DSAPlan"):
         idle = type(name, (getattr(fakes.cumla, name),), {"run": lambda *args, **options: None})
         monkeypatch.setattr(fakes.cumla, name, idle, raising=False)
     rows = list(small(title).run(fakes.bench, fakes.told.append))
