@@ -263,30 +263,47 @@ def test_query_tokens_of_one_request_or_of_many(form: str, heads: int, invariant
         assert same_bits((results[0], cp.ascontiguousarray(results[1])), arrays_of(first))
 
 
+ENDS = np.array([2048, 130, 1500, 64, 2000, 0], np.int32)
+
+
+def invariant_problem(form: str, heads: int) -> SparseProblem:
+    problem = make_sparse(cp, SparseCase(batch=6, heads=heads, topk=2048, form=form))
+    return with_lists(problem, topk_length=ENDS)
+
+
+def without_lengths(problem: SparseProblem, topk: int) -> cumla.AttentionState:
+    """The same lists with absent entries after their ends, up to topk of them."""
+    longer = np.full((6, 1, topk), -1, np.int32)
+    longer[..., :2048] = problem.lists["indices"]
+    longer[np.arange(topk) >= ENDS[:, None, None]] = -1
+    arguments = {n: a for n, a in problem.arguments.items() if n != "topk_length"}
+    arguments["indices"] = cp.asarray(longer)
+    return cumla.mla_sparse_decode(**arguments, batch_invariant=True)
+
+
 @every_kernel
 def test_batch_invariant(form: str, heads: int, record_figures: Report) -> None:
-    """A list alone, in another place among others, or with absent entries after its end."""
-    problem = make_sparse(cp, SparseCase(batch=6, heads=heads, topk=2048, form=form))
-    ends = np.array([2048, 130, 1500, 64, 2000, 0], np.int32)
-    problem = with_lists(problem, topk_length=ends)
+    """A list alone, in another place among others, or with absent entries up to its end."""
+    problem = invariant_problem(form, heads)
     whole = run(problem, batch_invariant=True)
     record_figures(check(problem, whole))
-    longer = np.full((6, 1, 2900), -1, np.int32)
-    longer[..., :2048] = problem.lists["indices"]
-    longer[np.arange(2900) >= ends[:, None, None]] = -1
-    for requests, indices, lengths in (
-        ([4], problem.lists["indices"], ends),
-        ([5, 1, 4, 3], problem.lists["indices"], ends),
-        ([0, 1, 2, 3, 4, 5], longer, None),
-    ):
+    for requests in ([4], [5, 1, 4, 3]):
         index = cp.asarray(np.array(requests))
-        given = {"q": problem.arguments["q"][index], "indices": cp.asarray(indices)[index]}
-        if lengths is not None:
-            given["topk_length"] = cp.asarray(lengths)[index]
-        arguments = {n: a for n, a in problem.arguments.items() if n != "topk_length"}
-        got = cumla.mla_sparse_decode(**arguments | given, batch_invariant=True)
+        names = ("q", "indices", "topk_length")
+        given = {name: problem.arguments[name][index] for name in names}
+        got = cumla.mla_sparse_decode(**problem.arguments | given, batch_invariant=True)
         for a, b in zip(got, whole, strict=True):
             assert bool((bits_of(a) == b.bits[index].ravel()).all()), requests
+    assert same_bits(without_lengths(problem, 2048), arrays_of(whole))
+
+
+@every_kernel
+def test_batch_invariant_with_more_absent_entries(form: str, heads: int) -> None:
+    """After the end of longer lists."""
+    problem = invariant_problem(form, heads)
+    whole = arrays_of(run(problem, batch_invariant=True))
+    for topk in (2100, 2900, 5000):
+        assert same_bits(without_lengths(problem, topk), whole), topk
 
 
 # --- plans, graphs, streams -----------------------------------------------------------------------
