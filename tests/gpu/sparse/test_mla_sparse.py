@@ -13,7 +13,7 @@ import pytest
 import cumla
 from tests.gpu.tools import kernels
 from tests.gpu.tools.arrays import bits_of
-from tests.gpu.tools.problem import Guarded
+from tests.gpu.tools.problem import Guarded, typed
 from tests.gpu.tools.sparse_problem import (
     FORMS,
     SparseCase,
@@ -161,6 +161,15 @@ def test_every_e4m3_number(heads: int, record_figures: Report) -> None:
     record_figures(attend_and_check(problem))
 
 
+@every_kernel
+def test_sinks_of_infinity(form: str, heads: int, record_figures: Report) -> None:
+    """They take all of the weight."""
+    for outputs in ("given", "float32"):
+        case = SparseCase(heads=heads, form=form, sinks="mixed", outputs=outputs)
+        case = dataclasses.replace(case, lengths="tokens", q_len=2)
+        record_figures(attend_and_check(make_sparse(cp, case)))
+
+
 @pytest.mark.parametrize(("batch", "topk"), [(0, 64), (3, 0)])
 @every_kernel
 def test_nothing_to_attend_to(form: str, heads: int, batch: int, topk: int) -> None:
@@ -205,17 +214,19 @@ def test_a_nan_that_is_selected(form: str, heads: int) -> None:
         problem.latent[row, 300] = 0x7E01 if case.dtype == "float16" else 0x7FC1
     problem.arguments["kv_cache"] = cache_of(problem)
     after = run(problem)
-    for array in (after[0].array, after[1].array.transpose(0, 2, 1)):
-        values = array.astype(cp.float32).reshape(case.tokens, -1)
-        assert bool((cp.isnan(values).all(axis=1) == cp.asarray(sees)).all())
+    for values in problem.by_token(*arrays_of(after)):
+        is_nan = cp.isnan(values.reshape(case.tokens, -1)).all(axis=1)
+        assert bool((is_nan == cp.asarray(sees)).all())
     others = cp.asarray(~sees)
-    for a, b in zip(after, before, strict=True):
-        bits = [
-            x.bits if x is not after[1] and x is not before[1] else x.bits.transpose(0, 2, 1)
-            for x in (a, b)
-        ]
-        one, other = (x.reshape(case.tokens, -1)[others] for x in bits)
-        assert bool((one == other).all())
+    for one, other in zip(bits_by_token(after), bits_by_token(before), strict=True):
+        assert bool((one[others] == other[others]).all())
+
+
+def bits_by_token(result: tuple[Guarded, Guarded]) -> tuple[Any, Any]:
+    """Bits of a batch's results, (tokens, ...)."""
+    out, lse = (array.bits for array in result)
+    tokens = out.shape[0] * out.shape[1]
+    return out.reshape(tokens, -1), lse.transpose(0, 2, 1).reshape(tokens, -1)
 
 
 @every_kernel
@@ -289,8 +300,8 @@ def test_batch_invariant(form: str, heads: int, record_figures: Report) -> None:
     record_figures(check(problem, whole))
     for requests in ([4], [5, 1, 4, 3]):
         index = cp.asarray(np.array(requests))
-        names = ("q", "indices", "topk_length")
-        given = {name: problem.arguments[name][index] for name in names}
+        given = {name: problem.arguments[name][index] for name in ("indices", "topk_length")}
+        given["q"] = typed(problem.q_bits[index][:, None], problem.case.dtype)
         got = cumla.mla_sparse_decode(**problem.arguments | given, batch_invariant=True)
         for a, b in zip(got, whole, strict=True):
             assert bool((bits_of(a) == b.bits[index].ravel()).all()), requests
@@ -332,7 +343,7 @@ def test_a_plan_over_layers(form: str, heads: int, record_figures: Report) -> No
 @every_kernel
 def test_a_graph_serves_new_lists_and_lengths(form: str, heads: int) -> None:
     case = SparseCase(
-        batch=4, q_len=2, heads=heads, topk=500, form=form, lengths="requests", sinks="mixed"
+        batch=4, q_len=2, heads=heads, topk=500, form=form, lengths="requests", sinks="finite"
     )
     problem = make_sparse(cp, case)
     plan = problem.plan()
