@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cumla
-from tests.gpu.tools import kernels
+from tests.gpu.tools import kernels, variants
 from tests.gpu.tools.arrays import bits_of
 from tests.gpu.tools.problem import Guarded, typed
 from tests.gpu.tools.sparse_problem import (
@@ -249,6 +249,22 @@ def test_50_repeats_give_the_same_bits(form: str, heads: int) -> None:
         problem = make_sparse(cp, SparseCase(batch=batch, heads=heads, topk=topk, form=form))
         results = [arrays_of(run(problem)) for _ in range(50)]
         assert all(same_bits(result, results[0]) for result in results[1:])
+
+
+def test_random_delays_at_every_barrier() -> None:
+    """Delays shift who waits for whom; the results keep the bits of the kernels without them."""
+    cases = [
+        SparseCase(batch=batch, heads=heads, topk=topk, form=form, lists="mixed")
+        for form, heads in (("packed", 16), ("packed", 128), ("packed", 64), ("scales", 24))
+        for batch, topk in ((3, 4096), (400, 150))
+    ]
+    problems = [make_sparse(cp, case) for case in cases]
+    problems.append(make_sparse(cp, SparseCase(batch=40, heads=64, topk=700, scales="wild")))
+    expected = [arrays_of(run(problem)) for problem in problems]
+    with variants.installed(*variants.SPARSE_DELAYS):
+        for problem, result in zip(problems, expected, strict=True):
+            for _ in range(25):
+                assert same_bits(arrays_of(run(problem)), result), problem.case.name
 
 
 @every_kernel
