@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from cumla.mla.cache import append_mla_cache
     from cumla.mla.decode import MLADecodePlan, mla_decode
     from cumla.preparation import prepare
+    from cumla.sparse.dsa import DSAPlan
     from cumla.sparse.mla_sparse import MLASparsePlan, mla_sparse_attention, mla_sparse_decode
+    from cumla.sparse.top_k import TopKResult, top_k
 
 __version__ = "0.2.0"
 
@@ -41,6 +43,7 @@ __all__ = [
     "AttentionState",
     "CompilationError",
     "CumlaError",
+    "DSAPlan",
     "MLAAttentionPlan",
     "MLADecodePlan",
     "MLASparsePlan",
@@ -48,6 +51,7 @@ __all__ = [
     "NotPreparedError",
     "PagedMQALogitsPlan",
     "QuantizedRows",
+    "TopKResult",
     "UnsupportedDeviceError",
     "append_indexer_cache",
     "append_kv_cache",
@@ -63,16 +67,19 @@ __all__ = [
     "paged_mqa_logits",
     "prepare",
     "quantize_fp8",
+    "top_k",
 ]
 
 _HOMES = {  # public names that are loaded when they are first asked for
     "AttentionPlan": "mha.attention",
     "AttentionState": "merge",
+    "DSAPlan": "sparse.dsa",
     "MLAAttentionPlan": "mla.attention",
     "MLADecodePlan": "mla.decode",
     "MLASparsePlan": "sparse.mla_sparse",
     "PagedMQALogitsPlan": "indexer.paged_logits",
     "QuantizedRows": "indexer.quantize",
+    "TopKResult": "sparse.top_k",
     "append_indexer_cache": "indexer.cache",
     "append_kv_cache": "mha.cache",
     "append_mla_cache": "mla.cache",
@@ -87,6 +94,7 @@ _HOMES = {  # public names that are loaded when they are first asked for
     "paged_mqa_logits": "indexer.paged_logits",
     "prepare": "preparation",
     "quantize_fp8": "indexer.quantize",
+    "top_k": "sparse.top_k",
 }
 
 

@@ -36,7 +36,7 @@ from cumla.launch.mla import (
 )
 from cumla.launch.module import load
 from cumla.launch.sparse import mla_sparse as mla_sparse_kernels
-from cumla.launch.sparse import mla_sparse_fp8, mla_sparse_packed, select_rows
+from cumla.launch.sparse import mla_sparse_fp8, mla_sparse_packed, select_rows, top_k
 from cumla.launch.split import ragged_schedule, schedule
 from cumla.merge import merge_attention_states
 from cumla.mha import attention, rope
@@ -45,6 +45,8 @@ from cumla.mla import attention as mla_attention
 from cumla.mla import cache as mla_cache
 from cumla.mla import decode
 from cumla.sparse import mla_sparse
+from cumla.sparse import top_k as sparse_top_k
+from cumla.sparse.dsa import DSAPlan
 
 if TYPE_CHECKING:
     from cumla.launch.source import KernelSpec
@@ -89,10 +91,13 @@ _KERNELS: dict[Callable[..., Any], tuple[KernelSpec, ...]] = {
     logits.mqa_logits: mqa_logits.SPECS,
     paged_logits.paged_mqa_logits: paged_mqa_schedule.SPECS + paged_mqa_logits.SPECS,
     quantize.quantize_fp8: quantize_fp8.SPECS,
+    sparse_top_k.top_k: top_k.SPECS,
 }
 
 
-def prepare(*plans_or_functions: Plan[Any] | Callable[..., Any], device: int | None = None) -> None:
+def prepare(
+    *plans_or_functions: Plan[Any] | DSAPlan | Callable[..., Any], device: int | None = None
+) -> None:
     """Compile and load kernels: later calls do not wait for it, nor fail under stream capture.
 
     Parameters
@@ -121,7 +126,7 @@ def prepare(*plans_or_functions: Plan[Any] | Callable[..., Any], device: int | N
         raise TypeError(f"prepare: needs plans or functions, got nothing; pass some of {names}")
     specs: list[KernelSpec] = []
     for i, given in enumerate(plans_or_functions):
-        if isinstance(given, Plan):
+        if isinstance(given, (Plan, DSAPlan)):
             continue
         of = next((specs for function, specs in _KERNELS.items() if function is given), None)
         if of is None:
@@ -134,7 +139,7 @@ def prepare(*plans_or_functions: Plan[Any] | Callable[..., Any], device: int | N
         device = current_device() if device is None else device
         require_hopper(device)
     for given in plans_or_functions:
-        if isinstance(given, Plan):
+        if isinstance(given, (Plan, DSAPlan)):
             given.prepare()
     for spec in specs:
         assert device is not None

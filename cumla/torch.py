@@ -64,13 +64,20 @@ __all__: list[str] = []
 class _Function(NamedTuple):
     """What its signature does not tell of a function."""
 
-    outputs: tuple[str, ...] = ()  # arrays that are returned
+    outputs: tuple[str, ...] = ()  # arrays that are returned, in the order of the result
+    flagged: tuple[str, ...] = ()  # of these: not arguments, but asked for by flags of their names
+    only_given: tuple[str, ...] = ()  # of these: arguments, and None in the result without them
     result: Callable[..., Any] | None = None  # of the outputs, if it is not the one that there is
     written: tuple[str, ...] = ()  # arrays that are written to and not returned
     in_place: tuple[str, str] | None = None  # of these: an array, and the one written to instead
     lists: tuple[str, ...] = ()  # arrays that may come in parts
     optional: tuple[str, ...] = ()  # arrays without a default that may be None
     is_planned: bool = False  # whether it has a schedule, which layers may share
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """The outputs that are arguments."""
+        return tuple([name for name in self.outputs if name not in self.flagged])
 
 
 _STATE: dict[str, Any] = {"outputs": ("out", "lse"), "result": cumla.AttentionState}
@@ -91,11 +98,17 @@ _FUNCTIONS = {
     ),
     "append_indexer_cache": _Function(written=("kv_cache",), lists=("kv_cache",)),
     "apply_rope": _Function(
-        ("q_out", "k_out"), lambda *both: both, lists=("cos_sin",), optional=("k",)
+        ("q_out", "k_out"), result=lambda *both: both, lists=("cos_sin",), optional=("k",)
     ),
     "mqa_logits": _Function(("out",), lists=("kv",)),
     "paged_mqa_logits": _Function(("out",), lists=("kv_cache",), is_planned=True),
-    "quantize_fp8": _Function(("out", "scale_out"), cumla.QuantizedRows),
+    "quantize_fp8": _Function(("out", "scale_out"), result=cumla.QuantizedRows),
+    "top_k": _Function(
+        ("out", "out_positions", "values", "valid_counts"),
+        flagged=("values",),
+        only_given=("out_positions",),
+        result=cumla.TopKResult,
+    ),
 }
 _FACTORS = ("kv_scale", "k_scale", "v_scale")  # numbers or tensors
 _STACKS = ("outs", "lses")  # lists whose one array has their parts on its first axis
@@ -124,7 +137,7 @@ def _schema(
     for name, parameter in parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in texts:
             texts.append("*")
-        if name not in (*function.outputs, "stream"):
+        if name not in (*function.arrays, "stream"):
             texts += _texts(function, parameter, len(texts))
     texts += [f"Tensor(out{place}!) {name}" for place, name in enumerate(more)]
     return f"({', '.join(texts)}) -> ({', '.join(['Tensor'] * len(missing))})"
@@ -305,9 +318,9 @@ def _substitute(name: str) -> Callable[..., Any]:
     known = tuple(parameters)
     flags = tuple([n for n, p in parameters.items() if p.annotation == "bool"])
     operations = {}
-    for some in _subsets(function.outputs):
+    for some in _subsets(function.arrays):
         packet = getattr(torch.ops.cumla, f"{name}_out" if some else name)
-        overload = "default" if some in ((), function.outputs) else "_".join(some)
+        overload = "default" if some in ((), function.arrays) else "_".join(some)
         operations[some] = getattr(packet, overload)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -326,7 +339,7 @@ def _substitute(name: str) -> Callable[..., Any]:
                 "stream: needs None in a graph, got a stream; leave it out, and make it PyTorch's "
                 "current one where the graph runs"
             )
-        outputs = {key: given.pop(key, None) for key in function.outputs}
+        outputs = {key: given.pop(key, None) for key in function.arrays}
         which = tuple([key for key, array in outputs.items() if array is not None])
         arguments = dict([_argument(function, key, value) for key, value in given.items()])
         if function.in_place is not None:
@@ -336,14 +349,15 @@ def _substitute(name: str) -> Callable[..., Any]:
         new = operations[which](**arguments, **{key: outputs[key] for key in which})
         if not outputs:
             return None
-        rest = list(new) if isinstance(new, tuple) else [new]
-        for key in outputs:
-            if key not in which:
-                outputs[key] = rest.pop(0)
+        rest = iter(new if isinstance(new, tuple) else [new])
+        results = []
+        for key in function.outputs:
+            result = outputs[key] if key in which else next(rest)
             source = key.removesuffix("_out")
-            if source in function.optional and given[source] is None:
-                outputs[key] = None
-        results = list(outputs.values())
+            is_left_out = source in function.optional and given[source] is None
+            is_left_out |= key in function.only_given and key not in which
+            is_left_out |= key in function.flagged and not given.get(key)
+            results.append(None if is_left_out else result)
         return results[0] if function.result is None else function.result(*results)
 
     return call
@@ -420,7 +434,7 @@ def _subsets(names: tuple[str, ...]) -> list[tuple[str, ...]]:
 def _define(name: str) -> None:
     """Register the operations of a function."""
     function = _FUNCTIONS[name]
-    for given in _subsets(function.outputs):
+    for given in _subsets(function.arrays):
         missing = tuple([key for key in function.outputs if key not in given])
         _register(name, "", given, missing, None)
         if function.is_planned:
@@ -435,7 +449,7 @@ def _register(
     """Register one operation of PyTorch: of all of a function, or of a half."""
     function = _FUNCTIONS[name]
     parameters = inspect.signature(getattr(cumla, name)).parameters
-    overload = "" if given in ((), function.outputs) else f".{'_'.join(given)}"
+    overload = "" if given in ((), function.arrays) else f".{'_'.join(given)}"
     operation = f"{name}{half}{'_out' if given else ''}{overload}"
     more = (*given, WORKSPACE) if half else given
     _LIBRARY.define(operation + _schema(function, parameters, more, missing), tags=_TAGS)
@@ -458,6 +472,10 @@ for _name in _FUNCTIONS:
     _define(_name)
     _SUBSTITUTES[_name] = _substitute(_name)
     torch.compiler.substitute_in_graph(getattr(cumla, _name))(_SUBSTITUTES[_name])
-for _kind in (cumla.AttentionState, cumla.QuantizedRows):  # so that exported programs can be saved
+for _kind in (
+    cumla.AttentionState,
+    cumla.QuantizedRows,
+    cumla.TopKResult,
+):  # so that exported programs can be saved
     _register_namedtuple(_kind, serialized_type_name=f"cumla.{_kind.__name__}")
 framework_of_type |= dict.fromkeys((_StandIn, FakeTensor, FunctionalTensor), _WithoutMemory())

@@ -123,7 +123,7 @@ def frozen(array: Any) -> Any:
 
 def broadcast(array: Any) -> Any:
     """One row in the place of all; it can be written to."""
-    strides = (*[0] * (array.ndim - 1), array.itemsize)
+    strides = (*[0] * (array.ndim - 1), array.itemsize if array.ndim > 1 else 0)
     return np.lib.stride_tricks.as_strided(
         aligned(array.shape[-1:], array.dtype), array.shape, strides
     )
@@ -373,6 +373,22 @@ def keys() -> Arguments:
     }
 
 
+def scores() -> Arguments:
+    """Three rows, of which the first is shorter than k and the last has equal scores."""
+    values = numbers(3, 40, dtype=np.float32)
+    values[2] = np.round(values[2])
+    return {
+        "scores": values,
+        "k": 8,
+        "lengths": int32(5, 40, 30),
+        "row_starts": int32(0, 0, 3),
+        "block_table": int32([7, 1, 0], [2, -1, 4]),
+        "page_size": 16,
+        "row_to_request": int32(0, 1, 1),
+        "offsets": int32(0, 2, 0),
+    }
+
+
 def partials() -> Arguments:
     return {
         "outs": [numbers(2, 5, 3, 16) + BF16.type(i) for i in range(3)],
@@ -539,6 +555,14 @@ OPERATIONS = {
         lambda: {"out": aligned((4, 3, 64), E4M3), "scale_out": aligned((4, 3), np.float32)},
         ("quantize_fp8_bfloat16",),
         empty=(("x",),),
+    ),
+    "top_k": Operation(
+        cumla.top_k,
+        scores,
+        lambda: {"out": aligned((3, 8), np.int32), "valid_counts": aligned((3,), np.int32)},
+        ("top_k_short_float32",),
+        integers=("row_starts", "lengths", "row_to_request"),
+        empty=(("scores", "lengths", "row_starts", "row_to_request", "offsets"),),
     ),
     "merge_attention_states": Operation(
         cumla.merge_attention_states,

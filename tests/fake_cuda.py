@@ -84,6 +84,13 @@ class FakeCuPy(types.ModuleType):
                 self.strides = tuple(int(end) for end in ends[::-1])[-len(shape) :] if shape else ()
                 self.data = types.SimpleNamespace(ptr=next(_addresses) << 32, device_id=device)
 
+            def reshape(self, *shape: int) -> Any:
+                """The same memory, of a contiguous array."""
+                rest = int(np.prod(self.shape)) // abs(int(np.prod(shape)) or 1)
+                view = ndarray(tuple([rest if n < 0 else n for n in shape]), self.dtype)
+                view.data, view.base = self.data, self
+                return view
+
         self.ndarray = ndarray
         streams = types.SimpleNamespace(
             null=self._stream(0), from_external=lambda given: self._stream(given.handle)

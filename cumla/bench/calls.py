@@ -21,6 +21,7 @@ __all__ = [
     "merge",
     "paged_logits",
     "quantize",
+    "top_k",
 ]
 
 Call = Callable[[], object]
@@ -131,3 +132,8 @@ def logits_schedule(shape: tuple[int, int, int, int], max_pages: int, kv_lens: A
     """Make a call that computes the logits' schedule, for (batch, next_n, heads, head_dim)."""
     plan = cumla.PagedMQALogitsPlan(*shape, max_pages=max_pages, like=kv_lens)
     return partial(plan.update, kv_lens)
+
+
+def top_k(scores: Any, k: int, lengths: Any, out: Any, counts: Any) -> Call:
+    """Make a call that selects from rows."""
+    return partial(cumla.top_k, scores, k, lengths=lengths, out=out, valid_counts=counts)

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 
 import cumla
-from cumla.bench import append, append_heads, ceilings, forms, indexer, merge, mha, mla
+from cumla.bench import append, append_heads, ceilings, forms, indexer, merge, mha, mla, topk
 from cumla.bench.cases import LOG_NORMAL_SIGMA
 from cumla.bench.gpu import Gpu
 from cumla.bench.host import measure_host
@@ -66,6 +66,7 @@ SECTIONS: tuple[Section, ...] = (
     append.SECTION,
     append_heads.SECTION,
     *indexer.SECTIONS,
+    topk.SECTION,
 )
 """All sections, in the order in which they are measured and printed."""
 

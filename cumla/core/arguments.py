@@ -236,7 +236,7 @@ def checked_int(name: str, value: object, way_out: str, least: int = 1) -> int:
     if isinstance(value, np.integer):  # such as the maximum of lengths
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: needs an int, got {type(value).__qualname__}; convert it")
+        raise _wrong_option(name, "an int", value, "convert it")
     if value < least:
         raise ValueError(f"{name}: needs a number from {least}, got {value}; {way_out}")
     return value
@@ -261,21 +261,27 @@ def checked_flag(name: str, value: object) -> bool:
         return value
     if isinstance(value, np.bool_):  # such as an element of an array, or what a comparison gave
         return bool(value)
-    raise TypeError(
-        f"{name}: needs True or False, got {type(value).__qualname__}; pass one of the two, such "
-        f"as bool(...) of a number"
-    )
+    way_out = "pass one of the two, such as bool(...) of a number"
+    raise _wrong_option(name, "True or False", value, way_out)
 
 
 def as_number(name: str, value: Any) -> float:
     """Return a factor that is a Python or NumPy number as a float."""
     # A float alone is told without asking an ABC.
     if not isinstance(value, (float, Real)) or isinstance(value, bool):
-        raise TypeError(
-            f"{name}: needs a Python or NumPy number, got {type(value).__qualname__}; pass "
-            f"float(...) of it once (an array on a GPU would have to be waited for)"
-        )
+        way_out = "pass float(...) of it once (an array on a GPU would have to be waited for)"
+        raise _wrong_option(name, "a Python or NumPy number", value, way_out)
     return float(value)
+
+
+def _wrong_option(name: str, need: str, value: object, way_out: str) -> TypeError:
+    """Say what an option needs; one that JAX traces has no value to convert."""
+    if hasattr(value, "_trace"):  # TorchDynamo, which looks here too, knows no more than this
+        way_out = (
+            "options are no arrays: bind it before jax.jit, as by functools.partial, or name it "
+            "in static_argnames"
+        )
+    return TypeError(f"{name}: needs {need}, got {type(value).__qualname__}; {way_out}")
 
 
 def number_of(name: str, factor: Any) -> float | None:

@@ -352,6 +352,14 @@ def check_mutable(name: str, array: object) -> None:
         )
 
 
+def immutable_output(name: str) -> TypeError:
+    """Say that an array of JAX cannot be written to where the result comes back."""
+    return TypeError(
+        f"{name}: JAX arrays are immutable and cannot be written to; call without {name}= and take "
+        f"the result that comes back"
+    )
+
+
 def place_name(device: int | None) -> str:
     """Name a CUDA ordinal, or None, in a message."""
     return "the CPU" if device is None else f"CUDA device {device}"
@@ -367,11 +375,8 @@ def _device_mismatch(
 
 
 def _wrong_output(name: str, output: object, framework: Framework, first: str) -> TypeError:
-    if framework.name == "jax":
-        return TypeError(
-            f"{name}: JAX arrays are immutable and cannot be written to; call without {name}= "
-            f"and take the result that comes back"
-        )
+    if framework.immutable:
+        return immutable_output(name)
     # It could be written to, but nothing would make its framework wait for the write.
     return TypeError(
         f"{name}: needs an array of the framework of {first}, got {type(output).__module__}."

@@ -71,6 +71,9 @@ class Framework:
     name: ClassVar[str] = ""
     immutable: ClassVar[bool] = False
     exports: ClassVar[bool] = False  # whether `export` does anything
+    # Module whose `run_eagerly` runs eager calls with less work for the host, or says that it
+    # cannot.
+    binding: str | None = None
 
     def views(self, named: tuple[tuple[str, Any], ...]) -> list[ArrayView | None]:
         """Look at arrays of this framework; None for each that only a DLPack import can tell."""
@@ -78,10 +81,6 @@ class Framework:
 
     def glance(self, arrays: tuple[Any, ...]) -> Hashable | None:
         """See what `views` makes its answers of; None if it is not worth it, or cannot be told."""
-        return None
-
-    def binding(self, arrays: tuple[Any, ...]) -> str | None:
-        """Name the module that runs calls of these arrays with less work for the host, if any."""
         return None
 
     def device(self, name: str, array: Any) -> int | None:
@@ -384,20 +383,8 @@ class _Jax(Framework):
 
     def __init__(self, jax: Any) -> None:
         self._jax = jax
-
-    def binding(self, arrays: tuple[Any, ...]) -> str | None:
-        if not hasattr(self._jax, "ffi"):  # an older JAX
-            return None
-        devices = None
-        for array in arrays:
-            if framework_of_type.get(type(array)) is not self or array.is_deleted():
-                return None
-            its_own = array.sharding.device_set
-            if devices not in (None, its_own) or not isinstance(array.dtype, np.dtype):
-                return None
-            devices = its_own
-        gpus = [device.platform == "gpu" for device in devices or ()]
-        return "cumla.jax" if gpus == [True] else None
+        if hasattr(jax, "ffi"):  # not in an older JAX
+            self.binding = "cumla.jax"
 
     def device(self, name: str, array: Any) -> int | None:
         if not isinstance(array.dtype, np.dtype):
@@ -405,13 +392,18 @@ class _Jax(Framework):
                 f"{name}: needs an array of numbers, got JAX's {array.dtype}; pass the numbers of "
                 f"a key, jax.random.key_data({name}), if they are meant"
             )
-        if array.is_deleted():
-            raise ValueError(f"{name}: needs an array with memory, got one deleted or donated")
+        self.check_memory(name, array)
         devices = len(array.sharding.device_set)
         if devices > 1:
             way_out = f"call once a shard ({name}.addressable_shards[i].data)"
             raise _sharded(name, f"one that is sharded over {devices}", way_out)
         return super().device(name, array)
+
+    @staticmethod
+    def check_memory(name: str, array: Any) -> None:
+        """Refuse an array whose memory is gone."""
+        if array.is_deleted():
+            raise ValueError(f"{name}: needs an array with memory, got one deleted or donated")
 
     def import_array(self, name: str, array: Any, stream: int | None) -> Imported:
         try:
@@ -476,12 +468,6 @@ def cupy_framework() -> _CuPy:
 def framework_of(name: str, array: object) -> Framework:
     """Framework of an array; refuses what is none, or has no memory."""
     return framework_of_type.get(type(array)) or recognise(name, array)
-
-
-def binding_of(arrays: tuple[Any, ...]) -> str | None:
-    """Name the module that runs calls of these arrays with less work for the host, if any."""
-    framework = framework_of_type.get(type(arrays[0]))
-    return None if framework is None else framework.binding(arrays)
 
 
 def _sharded(name: str, got: str, way_out: str) -> ValueError:

@@ -27,7 +27,7 @@ from cumla.core.arrays import (
     to_numpy,
 )
 from cumla.core.check_mode import check_mode, copy_to_host, may_look
-from cumla.core.frameworks import Traced, binding_of
+from cumla.core.frameworks import Traced, framework_of_type
 from cumla.core.overlap import refuse_overlap
 
 if TYPE_CHECKING:
@@ -201,6 +201,11 @@ class Packed(NamedTuple):
         return tuple(results)
 
 
+def _module(binding: str) -> Any:
+    """Find a binding by its name: core imports none."""
+    return sys.modules.get(binding) or import_module(binding)
+
+
 class _Known(NamedTuple):
     """A call whose arrays and options were found in order."""
 
@@ -226,20 +231,24 @@ def run(
     """
     given = {name: array for name, array in outputs.items() if array is not None}
     looks = check_mode()
+    if stream is None and not (looks or given):
+        framework = framework_of_type.get(type(next(iter(inputs.values()))))
+        if framework is not None and framework.binding:
+            module = _module(framework.binding)
+            results = module.run_eagerly(operation, inputs, tuple(outputs), options)
+            if results is not None:
+                return tuple(results)
     seen = None if looks else glance((*inputs.values(), *given.values()))
     identity = (seen, *inputs, *given, options)
     known = None if seen is None else operation.ready.get(identity)
     if known is None:
         binding = None
-        if seen is None and not looks and not given and stream is None:
-            binding = binding_of(tuple(inputs.values()))
-        if binding is None:
-            try:
-                call = open_call(tuple(inputs.items()), tuple(outputs.items()), stream=stream)
-            except Traced as traced:
-                binding = traced.binding
-        if binding is not None:  # by its name: core imports none
-            module = sys.modules.get(binding) or import_module(binding)
+        try:
+            call = open_call(tuple(inputs.items()), tuple(outputs.items()), stream=stream)
+        except Traced as traced:  # left before the binding's own errors, which it would precede
+            binding = traced.binding
+        if binding is not None:
+            module = _module(binding)
             return tuple(module.run(operation, inputs, outputs, options, stream))
         if seen is None:  # then it does not tell the framework, on which new arrays depend
             identity = (call.views, call.framework, *inputs, *given, options)

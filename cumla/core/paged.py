@@ -18,7 +18,7 @@ from cumla.core.operation import Operation, Output
 from cumla.core.plan import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
@@ -47,6 +47,8 @@ __all__ = [
     "not_one_form",
     "page_lists",
     "refuse_pages",
+    "refuse_positions",
+    "refuse_slots",
     "refuse_value",
 ]
 
@@ -82,6 +84,7 @@ _PAGES = {
     "kv_indices": Array("pages", INT32, "row", "pass a table as block_table"),
 }
 _MOST_INT32 = (1 << 31) - 1
+_SKIPPED = "its rows would be skipped"
 _ZEROS = "the kernels would read zeros for that page"
 
 
@@ -175,14 +178,7 @@ class TableOrList(Plan[K], Generic[K]):
             self._memory.ready.clear()
         self._has_list = has_list
 
-    def _run(
-        self,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any],
-        options: Hashable,
-        stream: Any,
-        seen: Hashable = None,
-    ) -> tuple[Any, ...]:
+    def _run(self, inputs: Mapping[str, Any], *rest: Any) -> tuple[Any, ...]:
         """Refuse pages in the other form than that of the last update."""
         has_list = "kv_indices" in inputs
         if self._has_list not in (None, has_list):
@@ -196,7 +192,7 @@ class TableOrList(Plan[K], Generic[K]):
                 f"{name}: needs a plan that was updated {'with' if has_list else 'without'} "
                 f"kv_indptr, got one updated {had}; pass {other}, or call plan.update({update})"
             )
-        return super()._run(inputs, outputs, options, stream, seen)
+        return super()._run(inputs, *rest)
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -263,7 +259,7 @@ def refuse_value(
     values: np.ndarray[Any, Any],
     wrong: np.ndarray[Any, Any],
     need: str | Callable[..., str],
-    otherwise: str = "its rows would be skipped",
+    otherwise: str = _SKIPPED,
 ) -> None:
     """Raise for the first value that is wrong; `need` may be a function of its indices."""
     places = np.argwhere(wrong)
@@ -274,6 +270,20 @@ def refuse_value(
             f"{name}[{', '.join(map(str, place))}]: needs {needed}, got {values[place]}; "
             f"{otherwise}"
         )
+
+
+def refuse_slots(slots: np.ndarray[Any, Any], count: int) -> None:
+    """Raise for the first new row whose slot is not one of `count` in the cache."""
+    need = f"a slot up to {count - 1}, or below 0 to skip"
+    refuse_value("slot_mapping", slots, slots >= count, need)
+
+
+def refuse_positions(
+    positions: np.ndarray[Any, Any], count: int, otherwise: str = _SKIPPED
+) -> None:
+    """Raise for the first position that is not one of `count` in the table of angles."""
+    need = f"a row of cos_sin, up to {count - 1}, or below 0"
+    refuse_value("positions", positions, positions >= count, need, otherwise)
 
 
 def check_table_lengths(

@@ -18,7 +18,7 @@ from cumla.core.arguments import (
 )
 from cumla.core.arrays import check_mutable, parts
 from cumla.core.operation import Operation, parts_on_host, run
-from cumla.core.paged import Host, Results, refuse_value
+from cumla.core.paged import Host, Results, refuse_slots
 from cumla.indexer.arguments import FLOATS, HEAD_DIMS, one_of, pages_of
 from cumla.launch.device import require_hopper
 from cumla.launch.indexer.append_indexer_cache import AppendIndexerArguments, append_indexer_launch
@@ -130,9 +130,7 @@ class _Append(Operation[_Arguments, None]):
         return (append_indexer_launch(views, power_of_two_scales),) if views.k.shape[0] else ()
 
     def check_values(self, host: Host, arguments: _Arguments) -> None:
-        slots, last = host["slot_mapping"], prod(arguments[0].scales.shape) - 1
-        need = f"a slot up to {last}, or below 0 to skip"
-        refuse_value("slot_mapping", slots, slots > last, need)
+        refuse_slots(host["slot_mapping"], prod(arguments[0].scales.shape))
 
     def reference(self, host: Host, arguments: _Arguments) -> Results:
         cache = parts_on_host(host, "kv_cache")

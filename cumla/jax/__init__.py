@@ -19,6 +19,7 @@ except ImportError as error:
 
 from cumla.jax.caches import append_indexer_cache, append_kv_cache, append_mla_cache
 from cumla.jax.call import run as run
+from cumla.jax.call import run_eagerly as run_eagerly
 from cumla.jax.plans import (
     AttentionPlan,
     MLAAttentionPlan,

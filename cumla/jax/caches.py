@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 import cumla
-from cumla.jax.call import Reference
+from cumla.jax.call import Reference, refuse_outputs
 
 __all__ = ["append_indexer_cache", "append_kv_cache", "append_mla_cache"]
 
@@ -49,7 +51,7 @@ def append_mla_cache(
     >>> jnp.argwhere(kv_cache[..., 0]).tolist()
     [[0, 5], [1, 0]]
     """
-    _refuse_output("q_pe_out", options)
+    refuse_outputs({"q_pe_out": options.get("q_pe_out")})
     arguments = {"rows": rows, "slot_mapping": slot_mapping, **options}
     cache, q_pe = _written(cumla.append_mla_cache, arguments, {"kv_cache": kv_cache, "q_pe": q_pe})
     return cache if q_pe is None else (cache, q_pe)
@@ -98,7 +100,7 @@ def append_kv_cache(
     >>> jnp.argwhere(k_cache[..., 0, 0]).tolist()
     [[0, 3], [1, 0]]
     """
-    _refuse_output("q_out", options)
+    refuse_outputs({"q_out": options.get("q_out")})
     arguments = {"k": k, "v": v, "slot_mapping": slot_mapping, **options}
     written = {"k_cache": k_cache, "v_cache": v_cache, "q": q}
     *caches, q = _written(cumla.append_kv_cache, arguments, written)
@@ -144,26 +146,6 @@ def _written(
     function: Callable[..., None], arguments: dict[str, Any], written: dict[str, Any]
 ) -> list[Any]:
     """Call a function that writes in place; the new arrays of `written`, in their forms."""
-    references = {name: _in_references(value) for name, value in written.items()}
+    references = {name: jax.tree.map(Reference, value) for name, value in written.items()}
     function(**arguments, **references)
-    return [_values(reference) for reference in references.values()]
-
-
-def _in_references(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_in_references, value))
-    return None if value is None else Reference(value)
-
-
-def _values(reference: Any) -> Any:
-    if isinstance(reference, tuple):
-        return tuple(map(_values, reference))
-    return None if reference is None else reference.value
-
-
-def _refuse_output(name: str, options: dict[str, Any]) -> None:
-    if options.get(name) is not None:
-        raise TypeError(
-            f"{name}: JAX arrays are immutable and cannot be written to; call without {name}= and "
-            f"take the result that comes back"
-        )
+    return [jax.tree.map(lambda one: one.value, given) for given in references.values()]

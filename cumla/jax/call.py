@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -12,31 +12,44 @@ import jax
 import numpy as np
 
 from cumla.core._dlpack import numpy_dtype
+from cumla.core.arrays import WORKSPACE, immutable_output
 from cumla.core.frameworks import (
     Framework,
     Traced,
-    cupy_framework,
     framework_of,
     framework_of_type,
     jax_framework,
 )
-from cumla.core.operation import run as run_eagerly
 from cumla.core.state import AttentionState
 from cumla.errors import CumlaError
 from cumla.jax.execute import on_cpu, on_gpu
 from cumla.jax.handler import register
 from cumla.jax.spec import Buffer, Spec
 from cumla.launch.device import require_hopper
-from cumla.reference import QuantizedRows
+from cumla.reference import QuantizedRows, TopKResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cumla.core.operation import Operation
 
-__all__ = ["TARGET", "Reference", "as_array", "buffer_of", "emit", "gpu", "refuse_stream", "run"]
+__all__ = [
+    "TARGET",
+    "Reference",
+    "buffer_of",
+    "emit",
+    "gpu",
+    "refuse_outputs",
+    "refuse_stream",
+    "run",
+    "run_eagerly",
+]
 
 _KNOWN = (0, 5), (0, 12)  # versions of JAX; with others eager calls do without handlers
+_MOST_SHARDINGS = 1024
+_FRAMEWORK = jax_framework()
+# Shardings, kept alive for the sake of their ids, and the GPU that each stands for.
+_places: dict[int, tuple[Any, Any]] = {}
 TARGET = "cumla"
 """Name of the custom calls in a program, which `jax.export` asks for."""
 
@@ -45,7 +58,7 @@ register(TARGET, "CUDA", on_gpu)
 with suppress(ImportError):  # a JAX without jax.export, or without what that needs
     from jax import export
 
-    for _result in (AttentionState, QuantizedRows):  # what exported programs may return
+    for _result in (AttentionState, QuantizedRows, TopKResult):  # what exported programs may return
         _name = f"cumla.{_result.__name__}"
         export.register_namedtuple_serialization(_result, serialized_name=_name)
 
@@ -80,35 +93,72 @@ def run(
     """Run an operation inside a transformation of JAX, as `cumla.core.operation.run` outside.
 
     An operation that returns nothing writes to its first input, and to what there is among
-    `outputs`: those are `Reference`, and hold the new arrays afterwards. A call outside of any
-    transformation becomes a program of its own, which is compiled once for each shape, if it would
-    run where the arrays are; else it goes back, with the stream that it would have had.
+    `outputs`: those are `Reference`, and hold the new arrays afterwards.
     """
     refuse_stream(stream)
-    jax_arrays = jax_framework()
-    concrete = [framework_of_type.get(type(array)) is jax_arrays for array in inputs.values()]
-    if all(concrete) and all(array is None for array in outputs.values()):
-        if not _would_run_there(inputs.values()):
-            (device,) = next(iter(inputs.values())).sharding.device_set
-            current = cupy_framework().current_stream(device.local_hardware_id)
-            return run_eagerly(operation, inputs, outputs, options, current)
-        return _compiled(operation, tuple(inputs), tuple(outputs), options)(*inputs.values())
-    return _traced(operation, inputs, outputs, options)
+    refuse_outputs(outputs)
+    given = {name: array for name, array in outputs.items() if array is not None}
+    arrays = {**inputs, **given}
+    references = {name: a for name, a in arrays.items() if isinstance(a, Reference)}
+    values = arrays | {name: reference.value for name, reference in references.items()}
+    absent = tuple([name for name in outputs if name not in given])
+    device = gpu()
+
+    def nbytes(arguments: Any) -> int:
+        return 0 if device is None else operation.workspace_bytes(operation.key(arguments, device))
+
+    results = emit(operation, values, options, nbytes, absent=absent, written=tuple(references))
+    for name, reference in references.items():
+        reference.value = results.pop(name)
+    results.pop(WORKSPACE, None)
+    return tuple(results.values())
 
 
-def _would_run_there(arrays: Iterable[Any]) -> bool:
-    """Tell whether `jax.jit` computes on the one GPU that the arrays are on.
+def run_eagerly(
+    operation: Operation[Any, Any],
+    inputs: Mapping[str, Any],
+    outputs: tuple[str, ...],
+    options: Any,
+) -> tuple[Any, ...] | None:
+    """Run an eager call as a program of its own, which is compiled once for each shape.
 
-    Those that are not committed to a device go to the default one.
+    None if that would not run where the arrays are: if one of them is traced or not of JAX, or not
+    on the GPU on which `jax.jit` computes those that are not committed to a device.
     """
     default = jax.config.jax_default_device or jax.local_devices()[0]
-    shardings = [array.sharding for array in arrays]
-    return (
+    for array in inputs.values():
+        if framework_of_type.get(type(array)) is not _FRAMEWORK:
+            return None
+        sharding = array.sharding
+        _, device = _places.get(id(sharding)) or _place(sharding)
+        if device is not default:
+            return None
+    try:
+        return _compiled(operation, tuple(inputs), outputs, options)(*inputs.values())
+    except RuntimeError:
+        for name, array in inputs.items():
+            _FRAMEWORK.check_memory(name, array)
+        raise
+
+
+def _place(sharding: Any) -> tuple[Any, Any]:
+    """Look up in the memory of which GPU for the kernels arrays are, if of one."""
+    device, *others = sharding.device_set
+    is_known = (
         _KNOWN[0] <= jax.__version_info__[:2] < _KNOWN[1]
-        and getattr(default, "local_hardware_id", None) == gpu() is not None
-        and shardings[0].device_set == {default}
-        and all(sharding.memory_kind in (None, "device") for sharding in shardings)
+        and not others
+        and device.platform == "gpu"
+        and device.local_hardware_id == gpu()
+        and sharding.memory_kind in (None, "device")
     )
+    if len(_places) >= _MOST_SHARDINGS:
+        _places.clear()
+    _places[id(sharding)] = place = (sharding, device if is_known else None)
+    return place
+
+
+# A graph of one call costs the host more than its launches, where results are new memory each time.
+_ONE_CALL = {"xla_gpu_enable_command_buffer": ""}
 
 
 @lru_cache(maxsize=4096)
@@ -119,55 +169,39 @@ def _compiled(
 
     def call(*arrays: Any) -> tuple[Any, ...]:
         inputs = dict(zip(names, arrays, strict=True))
-        return _traced(operation, inputs, dict.fromkeys(outputs), options)
+        return run(operation, inputs, dict.fromkeys(outputs), options)
 
-    compiled: Callable[..., tuple[Any, ...]] = jax.jit(call)
+    compiled: Callable[..., tuple[Any, ...]] = jax.jit(call, compiler_options=_ONE_CALL)
     return compiled
 
 
-def _traced(
-    operation: Operation[Any, Any],
-    inputs: Mapping[str, Any],
-    outputs: Mapping[str, Any],
-    options: Any,
-) -> tuple[Any, ...]:
-    """Put a call into the program that is being traced."""
-    given = {name: array for name, array in outputs.items() if array is not None}
-    for name, array in given.items():
-        if not isinstance(array, Reference):
-            raise TypeError(
-                f"{name}: JAX arrays are immutable and cannot be written to; call without {name}= "
-                f"and take the result that comes back"
-            )
-    arrays = {**inputs, **given}
-    references = {name: a for name, a in arrays.items() if isinstance(a, Reference)}
-    given_values = arrays | {name: reference.value for name, reference in references.items()}
-    values = {name: as_array(name, value) for name, value in given_values.items()}
-    buffers = tuple([buffer_of(name, value) for name, value in values.items()])
-    absent = tuple([name for name in outputs if name not in given])
-    spec = Spec.of(operation, options, None, buffers, absent, tuple(references), 0)
-    arguments = operation.arguments(spec.views(None), options)
-    device = gpu()
-    if device is not None:
-        nbytes = operation.workspace_bytes(operation.key(arguments, device))
-        spec = spec._replace(workspace=nbytes)
-    count = len(operation.outputs(arguments))
-    results = emit(spec, operation, arguments, tuple(values.values()))
-    for reference, result in zip(references.values(), results[count:], strict=False):
-        reference.value = result
-    return results[:count]
-
-
 def emit(
-    spec: Spec, operation: Operation[Any, Any], arguments: Any, values: Sequence[Any]
-) -> tuple[Any, ...]:
-    """Put a checked call into the program; all its results."""
+    operation: Operation[Any, Any],
+    arrays: Mapping[str, Any],
+    options: Any,
+    nbytes: Callable[[Any], int],
+    *,
+    key: Any = None,
+    absent: tuple[str, ...] = (),
+    written: tuple[str, ...] = (),
+    keeps_workspace: bool = False,
+) -> dict[str, Any]:
+    """Check a call and put it into the program; all its results, by name, the workspace too.
+
+    `nbytes` tells the size of the workspace from checked arguments; the rest is as in `Spec`.
+    """
+    values = {name: as_array(name, array) for name, array in arrays.items()}
+    buffers = tuple([buffer_of(name, value) for name, value in values.items()])
+    spec = Spec.of(operation, options, key, buffers, absent, written, 0, keeps_workspace)
+    arguments = operation.arguments(spec.views(None), options)
+    spec = spec._replace(workspace=nbytes(arguments))
     results = spec.results(operation.outputs(arguments))
     aliases = tuple(spec.aliases(results).items())
-    called = _custom_call(spec.text(), results, aliases)(*values)
-    axes = frozenset().union(*map(_mapped_axes, values))
+    called = _custom_call(spec.text(), results, aliases)(*values.values())
+    axes = frozenset().union(*map(_mapped_axes, values.values()))
     # Inside jax.shard_map: results differ along the axes along which an input does.
-    return tuple([_varying(result, axes) for result in called]) if axes else called
+    called = tuple([_varying(result, axes) for result in called]) if axes else called
+    return {buffer.name: result for buffer, result in zip(results, called, strict=True)}
 
 
 def _varying(value: Any, axes: frozenset[str]) -> Any:
@@ -229,9 +263,18 @@ def refuse_stream(stream: Any) -> None:
         )
 
 
+def refuse_outputs(outputs: Mapping[str, Any]) -> None:
+    """Refuse arrays to write to, unless they stand for what comes back."""
+    for name, array in outputs.items():
+        if array is not None and not isinstance(array, Reference):
+            raise immutable_output(name)
+
+
 def as_array(name: str, array: Any) -> Any:
     """Take an array of JAX, traced or not, or of NumPy; `TypeError` for what is neither."""
     if isinstance(array, (jax.Array, np.ndarray)):
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+            _FRAMEWORK.check_memory(name, array)
         return jax.numpy.asarray(array)
     framework_of(name, array)  # the error of what is no array
     raise TypeError(

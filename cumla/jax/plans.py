@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any, Generic, Self, TypeVar
 
@@ -13,8 +13,8 @@ from cumla.core.arrays import WORKSPACE, ArrayView
 from cumla.core.frameworks import Framework, framework_of_type
 from cumla.core.plan import Plan
 from cumla.indexer import paged_logits
-from cumla.jax.call import as_array, buffer_of, emit, gpu, refuse_stream
-from cumla.jax.spec import Buffer, Spec, views_of
+from cumla.jax.call import buffer_of, emit, gpu, refuse_outputs, refuse_stream
+from cumla.jax.spec import Buffer, views_of
 from cumla.mha import attention as mha_attention
 from cumla.mla import attention as mla_attention
 from cumla.mla import decode
@@ -70,14 +70,8 @@ class _Value(Plan[K], Generic[K]):
     _memory = None
     _values = None
 
-    def _make(
-        self,
-        key_on: Callable[[int | None], K],
-        device: int | None,
-        workspace: Any,
-        like: Any,
-        stream: Any,
-    ) -> None:
+    def _make(self, key_on: Callable[[int | None], K], *place: Any) -> None:
+        device, workspace, _, stream = place
         refuse_stream(stream)
         for name, value in (("device", device), ("workspace", workspace)):
             if value is not None:
@@ -90,45 +84,34 @@ class _Value(Plan[K], Generic[K]):
 
     def _update(self, inputs: dict[str, Any], options: Any, stream: Any) -> None:
         refuse_stream(stream)
-        values = {name: as_array(name, array) for name, array in inputs.items()}
-        buffers = tuple([buffer_of(name, array) for name, array in values.items()])
         nbytes = 0 if self._device is None else self._attend.workspace_bytes(self.key)
-        spec = Spec.of(self._schedule, options, self.key, buffers, (), (), nbytes)
-        arguments = self._schedule.arguments(spec.views(None), options)
-        (self._buffer,) = emit(spec, self._schedule, arguments, tuple(values.values()))
-        self._held = tuple(values.items())
+        results = emit(self._schedule, inputs, options, lambda _: nbytes, key=self.key)
+        self._buffer = results[WORKSPACE]
+        self._held = tuple(inputs.items())
 
     def _known(self, *_: Any) -> tuple[None, None]:
         return None, None
 
     def _run(
-        self,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any],
-        options: Hashable,
-        stream: Any,
-        seen: Hashable = None,
+        self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *rest: Any
     ) -> tuple[Any, ...]:
+        options, stream, *_ = rest
         refuse_stream(stream)
-        for name, array in outputs.items():
-            if array is not None:
-                raise TypeError(
-                    f"{name}: JAX arrays are immutable and cannot be written to; call without "
-                    f"{name}= and take the result that comes back"
-                )
+        refuse_outputs(outputs)
         if self._buffer is None:
             raise ValueError(
                 f"plan: never updated; call plan = plan.update({self._lengths}) before the run"
             )
-        values = {name: as_array(name, array) for name, array in inputs.items()}
-        values |= {**dict(self._held), WORKSPACE: self._buffer}
-        buffers = tuple([buffer_of(name, array) for name, array in values.items()])
-        nbytes = buffers[-1].shape[0]
-        spec = Spec.of(self._attend, options, self.key, buffers, tuple(outputs), (), nbytes, True)
-        arguments = self._attend.arguments(spec.views(None), options)
+        arrays = {**inputs, **dict(self._held), WORKSPACE: self._buffer}
+        static: Any = {"key": self.key, "absent": tuple(outputs), "keeps_workspace": True}
+        results = emit(self._attend, arrays, options, self._checked, **static)
+        self._buffer = results.pop(WORKSPACE)
+        return tuple(results.values())
+
+    def _checked(self, arguments: Any) -> int:
+        """Check the shape; bytes of the buffer."""
         self._check_shape(arguments)
-        *results, self._buffer = emit(spec, self._attend, arguments, tuple(values.values()))
-        return tuple(results)
+        return int(self._buffer.shape[0])
 
 
 class _Front:

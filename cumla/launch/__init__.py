@@ -33,7 +33,13 @@ def all_specs() -> tuple[KernelSpec, ...]:
         mla_decode_fp8,
         mla_decode_swapped,
     )
-    from cumla.launch.sparse import mla_sparse, mla_sparse_fp8, mla_sparse_packed, select_rows
+    from cumla.launch.sparse import (
+        mla_sparse,
+        mla_sparse_fp8,
+        mla_sparse_packed,
+        select_rows,
+        top_k,
+    )
     from cumla.launch.split import ragged_schedule, schedule
 
     return (
@@ -60,4 +66,5 @@ def all_specs() -> tuple[KernelSpec, ...]:
         + mla_sparse.SPECS
         + mla_sparse_fp8.SPECS
         + mla_sparse_packed.SPECS
+        + top_k.SPECS
     )

@@ -41,6 +41,7 @@ class Launch(NamedTuple):
     grid: tuple[int, int, int]  # blocks in x, y and z
     layout: struct.Struct  # of the parameter struct, padding included
     values: tuple[Any, ...]  # the struct's fields in order; a tensor map as TensorMap
+    cluster: int = 1  # blocks of a cluster, neighbours in x; the grid is whole clusters
 
     def template(self, device: int, capturing: Callable[[], bool]) -> Template:
         """Load the kernel and pack its parameters, to be completed and launched.
@@ -96,11 +97,12 @@ def _offsets(layout: str) -> tuple[int, ...]:
 class Template:
     """A launch with its kernel loaded and its parameters packed, but for some addresses."""
 
-    __slots__ = ("_grid", "_kernel", "_packed", "_relocations")
+    __slots__ = ("_cluster", "_grid", "_kernel", "_packed", "_relocations")
 
     def __init__(self, kernel: LoadedKernel, launch: Launch) -> None:
         self._kernel = kernel
         self._grid = launch.grid
+        self._cluster = launch.cluster
         self._packed = launch.pack()
         self._relocations = launch.relocations()
 
@@ -114,7 +116,7 @@ class Template:
             else:
                 encoded = tensor_map._replace(ptr=address).encode()
                 parameters[offset : offset + len(encoded)] = encoded
-        return PreparedLaunch(self._kernel, self._grid, parameters, stream)
+        return PreparedLaunch(self._kernel, self._grid, self._cluster, parameters, stream)
 
 
 _pack_address = struct.Struct("<Q").pack_into
@@ -131,12 +133,17 @@ class PreparedLaunch:
     __slots__ = ("_config", "_handle", "_kernel", "_launch", "_owned", "_pointers", "_stream")
 
     def __init__(
-        self, kernel: LoadedKernel, grid: tuple[int, int, int], parameters: Any, stream: int
+        self,
+        kernel: LoadedKernel,
+        grid: tuple[int, int, int],
+        cluster: int,
+        parameters: Any,
+        stream: int,
     ) -> None:
         pointers = _Pointers(ctypes.addressof(parameters))
         spec = kernel.spec
         self._launch = import_driver().cuLaunchKernelEx
-        self._config = _config(grid, spec.threads, spec.smem_bytes, stream)
+        self._config = _config(grid, cluster, spec.threads, spec.smem_bytes, stream)
         self._handle = kernel.handle
         self._pointers = ctypes.addressof(pointers)
         self._owned = (parameters, pointers)
@@ -164,7 +171,9 @@ def _buffer_type(size: int) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _config(grid: tuple[int, int, int], threads: int, smem_bytes: int, stream: int) -> Any:
+def _config(
+    grid: tuple[int, int, int], cluster: int, threads: int, smem_bytes: int, stream: int
+) -> Any:
     """Make a launch configuration; the driver only reads it, so calls and threads share it."""
     driver = import_driver()
     overlap = driver.CUlaunchAttribute()
@@ -176,6 +185,13 @@ def _config(grid: tuple[int, int, int], threads: int, smem_bytes: int, stream: i
     config.blockDimY = config.blockDimZ = 1
     config.sharedMemBytes = smem_bytes
     config.hStream = stream
-    config.attrs = [overlap]
-    config.numAttrs = 1
+    attributes = [overlap]
+    if cluster > 1:
+        together = driver.CUlaunchAttribute()
+        together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        together.value.clusterDim.x = cluster
+        together.value.clusterDim.y = together.value.clusterDim.z = 1
+        attributes.append(together)
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
     return config

@@ -19,7 +19,13 @@ from cumla.core.arguments import (
 )
 from cumla.core.arrays import check_mutable, parts
 from cumla.core.operation import Operation, parts_on_host, run
-from cumla.core.paged import page_lists, refuse_pages, refuse_value
+from cumla.core.paged import (
+    page_lists,
+    refuse_pages,
+    refuse_positions,
+    refuse_slots,
+    refuse_value,
+)
 from cumla.launch.device import require_hopper
 from cumla.launch.mha.append_kv_cache import AppendKVArguments, append_kv_launch
 from cumla.mha.arguments import (
@@ -417,9 +423,7 @@ def _check_values(host: Mapping[str, np.ndarray[Any, Any]], a: AppendKVArguments
     assert a.k_cache is not None
     num_pages, page_size = a.k_cache.shape[:2]
     if "slot_mapping" in host:
-        slots, last = host["slot_mapping"], num_pages * page_size - 1
-        need = f"a slot up to {last}, or below 0 to skip"
-        refuse_value("slot_mapping", slots, slots > last, need)
+        refuse_slots(host["slot_mapping"], num_pages * page_size)
     if "qo_indptr" in host:
         bounds = host["qo_indptr"].astype(np.int64)
         wrong = (bounds < 0) | (bounds > a.tokens)
@@ -431,9 +435,7 @@ def _check_values(host: Mapping[str, np.ndarray[Any, Any]], a: AppendKVArguments
     elif "batch_indices" in host:
         refuse_pages(host, host["batch_indices"], host["positions"], num_pages, page_size)
     if a.cos is not None and "positions" in host:
-        positions, last = host["positions"], a.cos.shape[0] - 1
-        need = f"a row of cos_sin, up to {last}, or below 0"
-        refuse_value("positions", positions, positions > last, need)
+        refuse_positions(host["positions"], a.cos.shape[0])
 
 
 def _check_lengths(host: Mapping[str, np.ndarray[Any, Any]], a: AppendKVArguments) -> None:

@@ -10,7 +10,7 @@ from cumla import reference
 from cumla.core.arguments import WIDE, Array, bind, checked_flag, checked_int
 from cumla.core.arrays import parts
 from cumla.core.operation import Operation, Output, parts_on_host, run
-from cumla.core.paged import refuse_value
+from cumla.core.paged import refuse_positions
 from cumla.launch.device import require_hopper
 from cumla.launch.mha.append_kv_cache import AppendKVArguments, append_kv_launch
 from cumla.mha.arguments import DTYPES, batched, check_rotation, checked_rows, tables_of
@@ -182,11 +182,8 @@ class _Rotate(Operation[_Arguments, None]):
         )
 
     def check_values(self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments) -> None:
-        positions, last = host["positions"], arguments.cos.shape[0] - 1
-        need = f"a row of cos_sin, up to {last}, or below 0"
-        refuse_value(
-            "positions", positions, positions > last, need, "its rows would not be rotated"
-        )
+        count = arguments.cos.shape[0]
+        refuse_positions(host["positions"], count, "its rows would not be rotated")
 
     def reference(
         self, host: Mapping[str, np.ndarray[Any, Any]], arguments: _Arguments

@@ -17,7 +17,7 @@ from cumla.core.arguments import (
     check_own_memory,
     check_written,
 )
-from cumla.core.paged import Host, refuse_pages, refuse_value
+from cumla.core.paged import Host, refuse_pages, refuse_positions, refuse_slots
 from cumla.launch.mla.append_cache import AppendArguments
 from cumla.mla.arguments import DTYPES, columns_apart, heads_problem, with_head_axis
 from cumla.mla.fp8_caches import E4M3, check_factor, is_packed, unpacked
@@ -297,12 +297,8 @@ def check_append_values(numbers: Host, arguments: AppendArguments) -> None:
     """Raise for the first slot, request, position or page number that is out of range."""
     num_pages, page_size = arguments.latent_cache.shape[:2]
     if "slot_mapping" in numbers:
-        slots, last = numbers["slot_mapping"], num_pages * page_size - 1
-        need = f"a slot up to {last}, or below 0 to skip"
-        refuse_value("slot_mapping", slots, slots > last, need)
+        refuse_slots(numbers["slot_mapping"], num_pages * page_size)
     else:
         refuse_pages(numbers, numbers["batch_indices"], numbers["positions"], num_pages, page_size)
     if arguments.cos_sin is not None:
-        positions, last = numbers["positions"], arguments.cos_sin.shape[0] - 1
-        need = f"a row of cos_sin, up to {last}, or below 0"
-        refuse_value("positions", positions, positions > last, need)
+        refuse_positions(numbers["positions"], arguments.cos_sin.shape[0])

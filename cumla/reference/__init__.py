@@ -23,10 +23,12 @@ from cumla.reference.mla.attention import mla_attention
 from cumla.reference.mla.cache import append_mla_cache
 from cumla.reference.mla.decode import mla_decode
 from cumla.reference.sparse.mla_sparse import mla_sparse_attention, mla_sparse_decode
+from cumla.reference.sparse.top_k import TopKResult, top_k
 
 __all__ = [
     "AttentionState",
     "QuantizedRows",
+    "TopKResult",
     "append_indexer_cache",
     "append_kv_cache",
     "append_mla_cache",
@@ -40,4 +42,5 @@ __all__ = [
     "mqa_logits",
     "paged_mqa_logits",
     "quantize_fp8",
+    "top_k",
 ]

@@ -10,7 +10,6 @@ with MLA, :class:`cumla.vllm.mha.Backend` for the others.
 from __future__ import annotations
 
 import logging
-import re
 from typing import Any
 
 __all__ = ["TESTED", "register"]
@@ -59,7 +58,9 @@ def __getattr__(name: str) -> Any:
     import vllm
     from vllm.config import get_current_vllm_config
 
-    _check_version(vllm.__version__)
+    from cumla._serving import check_version
+
+    check_version("vllm", vllm.__version__, TESTED, "CUSTOM")
     if get_current_vllm_config().model_config.use_mla:
         from cumla.vllm import mla
 
@@ -67,15 +68,3 @@ def __getattr__(name: str) -> Any:
     from cumla.vllm import mha
 
     return mha.Backend
-
-
-def _check_version(version: str) -> None:
-    """Refuse a vLLM whose interfaces the plugin was not tested with."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or not TESTED[0] <= (int(found[1]), int(found[2])) <= TESTED[1]:
-        first, last = (".".join(map(str, bound)) for bound in TESTED)
-        raise ImportError(
-            f"vllm: cumla's backend needs a version from {first} to {last}, got {version}; install "
-            f'one ("vllm>={first},<{TESTED[1][0]}.{TESTED[1][1] + 1}"), or a cumla that knows '
-            f"yours, or leave out --attention-backend CUSTOM"
-        )

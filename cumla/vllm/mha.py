@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm.v1.attention.backend import (
@@ -15,56 +15,17 @@ from vllm.v1.attention.backend import (
 )
 
 import cumla
-from cumla.vllm._shared import FP8, Kernels, Plans, Step, begin, cache_dtype
+from cumla._serving import Plans, Step, cache_dtype
+from cumla.vllm._kernels import FP8, Kernels, factor
 
 __all__ = ["Backend", "Builder", "Impl", "Metadata"]
 
 
-class Backend(Kernels, AttentionBackend):
-    """What vLLM asks before it takes this backend; errors of a model that does not fit are its."""
+class Form(NamedTuple):
+    """What layers that share a plan have in common."""
 
-    forward_includes_kv_cache_update = False
-
-    @staticmethod
-    def get_impl_cls() -> type[Impl]:
-        """Return the class of the layers."""
-        return Impl
-
-    @staticmethod
-    def get_builder_cls() -> type[Builder]:
-        """Return the class that prepares a step."""
-        return Builder
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *_: Any, **__: Any
-    ) -> tuple[int, ...]:
-        """Return the axes of a cache for versions that ask, as later ones have them."""
-        return num_blocks, num_kv_heads, block_size, 2 * head_size
-
-    @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        """Tell which numbers of columns the kernels take."""
-        return head_size % 8 == 0 and head_size <= 512
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """Serve layers with windows, also beside layers without."""
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Serve layers with a sink per head."""
-        return True
-
-    @classmethod
-    def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *_: Any, **__: Any
-    ) -> str | None:
-        """Refuse FP8 caches of columns that the kernels do not take."""
-        if kv_cache_dtype in FP8 and (head_size % 16 or head_size > 256):
-            return "an FP8 cache needs a head size that is a multiple of 16, up to 256"
-        return None
+    num_heads: int
+    window: int | None
 
 
 @dataclass
@@ -73,7 +34,7 @@ class Metadata:
 
     num_actual_tokens: int
     block_table: torch.Tensor
-    steps: dict[Any, Step]  # by Impl.form
+    steps: dict[Form, Step]
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -87,8 +48,17 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
         # Layers of a form share a plan; all plans of a step are in use at once.
-        forms = {layers[name].impl.form for name in layer_names}
-        self._plans = {form: Plans(device) for form in forms}
+        self._plans = {
+            form: Plans(
+                device,
+                {"num_kv_heads": kv_cache_spec.num_kv_heads},
+                page_size=kv_cache_spec.block_size,
+                dtype=vllm_config.model_config.dtype,
+                cache_dtype=cache_dtype(kv_cache_spec.dtype),
+                window=form.window,
+            )
+            for form in {layers[name].impl.form for name in layer_names}
+        }
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -100,24 +70,17 @@ class Builder(AttentionMetadataBuilder[Metadata]):
                 "attention: cumla's backend serves causal attention, got a step without it; leave "
                 "out --attention-backend CUSTOM"
             )
-        tokens = common.num_actual_tokens
-        steps = {form: self._step(form, common, tokens) for form in self._plans}
+        tokens, kv_lens = common.num_actual_tokens, common.seq_lens
+        steps = {
+            form: plans.begin(
+                cumla.AttentionPlan,
+                (len(kv_lens), tokens, form.num_heads, self.kv_cache_spec.head_size),
+                kv_lens,
+                qo_indptr=common.query_start_loc,
+            )
+            for form, plans in self._plans.items()
+        }
         return Metadata(tokens, common.block_table_tensor, steps)
-
-    def _step(self, form: tuple[int, int | None], common: Any, tokens: int) -> Step:
-        num_heads, window = form
-        spec, kv_lens = self.kv_cache_spec, common.seq_lens
-        plan = self._plans[form].find(
-            cumla.AttentionPlan,
-            (kv_lens.shape[0], tokens, num_heads, spec.head_size),
-            {"num_kv_heads": spec.num_kv_heads},
-            page_size=spec.block_size,
-            dtype=self.vllm_config.model_config.dtype,
-            cache_dtype=cache_dtype(spec),
-            window=window,
-            like=kv_lens,
-        )
-        return begin(plan, kv_lens, qo_indptr=common.query_start_loc)
 
 
 class Impl(AttentionImpl[Metadata]):
@@ -150,8 +113,8 @@ class Impl(AttentionImpl[Metadata]):
         self.sinks = sinks
         self._sinks: torch.Tensor | None = None
         self._softcap = logits_soft_cap or None
-        # What a plan is made for: W tokens are a window of W - 1 to the left, and one's own.
-        self.form = (num_heads, None if sliding_window is None else sliding_window - 1)
+        # W tokens are a window of W - 1 to the left, and one's own.
+        self.form = Form(num_heads, None if sliding_window is None else sliding_window - 1)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take the sinks as they were loaded, in float32; again after each loading.
@@ -215,6 +178,45 @@ class Impl(AttentionImpl[Metadata]):
         )
 
 
+class Backend(Kernels, AttentionBackend):
+    """What vLLM asks before it takes this backend; errors of a model that does not fit are its."""
+
+    impl = Impl
+    builder = Builder
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *_: Any, **__: Any
+    ) -> tuple[int, ...]:
+        """Return the axes of a cache for versions that ask, as later ones have them."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Tell which numbers of columns the kernels take."""
+        return head_size % 8 == 0 and head_size <= 512
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Serve layers with windows, also beside layers without."""
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Serve layers with a sink per head."""
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *_: Any, **__: Any
+    ) -> str | None:
+        """Refuse FP8 caches of columns that the kernels do not take."""
+        if kv_cache_dtype in FP8 and (head_size % 16 or head_size > 256):
+            return "an FP8 cache needs a head size that is a multiple of 16, up to 256"
+        return None
+
+
 def _pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values, of pages ``(num_blocks, num_kv_heads, block_size, 2 * head_size)``.
 
@@ -224,8 +226,9 @@ def _pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, values
 
 
-def _factors(layer: Any, kv_cache: torch.Tensor) -> dict[str, torch.Tensor]:
+def _factors(layer: Any, kv_cache: torch.Tensor) -> dict[str, Any]:
     """Return the scales of an FP8 cache."""
-    if kv_cache.dtype.itemsize != 1:
-        return {}
-    return {"k_scale": layer._k_scale.view(1), "v_scale": layer._v_scale.view(1)}
+    return {
+        "k_scale": factor(layer._k_scale, kv_cache),
+        "v_scale": factor(layer._v_scale, kv_cache),
+    }

@@ -21,44 +21,10 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport
 
 import cumla
-from cumla.vllm._shared import FP8, Kernels, Plans, Step, begin, cache_dtype
+from cumla._serving import MLA_WIDTHS, Plans, Step, cache_dtype
+from cumla.vllm._kernels import FP8, Kernels, factor
 
 __all__ = ["Backend", "Builder", "DecodeMetadata", "Impl"]
-
-_WIDTHS = (512, 64)  # of the latent columns and of those with RoPE
-
-
-class Backend(Kernels, MLACommonBackend):
-    """What vLLM asks before it takes this backend; errors of a model that does not fit are its."""
-
-    @staticmethod
-    def get_impl_cls() -> type[Impl]:
-        """Return the class of the layers."""
-        return Impl
-
-    @staticmethod
-    def get_builder_cls() -> type[Builder]:
-        """Return the class that prepares a step."""
-        return Builder
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        """Return the widths of a cached row."""
-        return [sum(_WIDTHS)]
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Refuse query lengths that are decided on the device: the host's choose the plan."""
-        return False
-
-    @classmethod
-    def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *_: Any, **__: Any
-    ) -> str | None:
-        """Refuse float16 queries over an FP8 cache."""
-        if dtype == torch.float16 and kv_cache_dtype in FP8:
-            return "an FP8 cache needs a model in bfloat16"
-        return None
 
 
 @dataclass
@@ -66,7 +32,6 @@ class DecodeMetadata(MLACommonDecodeMetadata):
     """The decoding part of a step."""
 
     step: Step
-    q_len: int  # query tokens of each request; 0 where they differ
 
 
 class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
@@ -78,8 +43,12 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._plans = Plans(self.device)
-        self._heads = self.num_heads * self.dcp_world_size
+        self._plans = Plans(
+            self.device,
+            {"cache_dtype": cache_dtype(self.kv_cache_spec.dtype)},
+            page_size=self.page_size,
+            dtype=self.model_config.dtype,
+        )
 
     def _build_decode(
         self,
@@ -92,28 +61,17 @@ class Builder(MLACommonMetadataBuilder[MLACommonMetadata]):
         dcp_tot_seq_lens_device: torch.Tensor | None,
         **_: Any,  # differ between versions
     ) -> DecodeMetadata:
-        batch = seq_lens_device.shape[0]
-        q_len = uniform_length(query_start_loc_cpu, num_decode_tokens)
-        kind: Any = cumla.MLADecodePlan
-        shape, offsets = (batch, q_len, self._heads), {}
-        if not q_len:
-            kind = cumla.MLAAttentionPlan
-            shape = batch, num_decode_tokens, self._heads
-            offsets = {"qo_indptr": query_start_loc_device}
-        plan = self._plans.find(
-            kind,
-            shape,
-            {"cache_dtype": cache_dtype(self.kv_cache_spec)},
-            page_size=self.page_size,
-            dtype=self.model_config.dtype,
-            like=seq_lens_device,
-        )
         return DecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-            step=begin(plan, seq_lens_device, **offsets),
-            q_len=q_len,
+            step=self._plans.begin_mla(
+                self.num_heads * self.dcp_world_size,
+                num_decode_tokens,
+                uniform_length(query_start_loc_cpu, num_decode_tokens),
+                seq_lens_device,
+                query_start_loc_device,
+            ),
         )
 
 
@@ -153,20 +111,14 @@ class Impl(MLACommonImpl[MLACommonMetadata]):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend: out ``(tokens, num_heads, 512)``, and lse ``(tokens, num_heads)`` where asked."""
         decode: DecodeMetadata = attn_metadata.decode
-        q = q if isinstance(q, tuple) else q.split(_WIDTHS, -1)
-        if decode.q_len:
-            q = tuple(part.unflatten(0, (-1, decode.q_len)) for part in q)
-        is_fp8 = kv_c_and_k_pe_cache.dtype.itemsize == 1
-        out, lse = decode.step.run(
+        out, lse = decode.step.run_mla(
             q,
             kv_c_and_k_pe_cache,
             decode.block_table,
             softmax_scale=self.scale,
-            kv_scale=layer._k_scale.view(1) if is_fp8 else None,
+            kv_scale=factor(layer._k_scale, kv_c_and_k_pe_cache),
         )
-        if decode.q_len:
-            out, lse = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
-        return out, lse if self.need_to_return_lse_for_decode else None
+        return out, lse.flatten(0, -2) if self.need_to_return_lse_for_decode else None
 
     def do_kv_cache_update(
         self,
@@ -183,5 +135,30 @@ class Impl(MLACommonImpl[MLACommonMetadata]):
             return
         slots = slot_mapping.flatten()
         rows = kv_c_normed[: len(slots)], k_pe[: len(slots)].squeeze(1)
-        kv_scale = k_scale.view(1) if kv_cache.dtype.itemsize == 1 else None
-        cumla.append_mla_cache(rows, kv_cache, slots, kv_scale=kv_scale)
+        cumla.append_mla_cache(rows, kv_cache, slots, kv_scale=factor(k_scale, kv_cache))
+
+
+class Backend(Kernels, MLACommonBackend):
+    """What vLLM asks before it takes this backend; errors of a model that does not fit are its."""
+
+    impl = Impl
+    builder = Builder
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Return the widths of a cached row."""
+        return [sum(MLA_WIDTHS)]
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Refuse query lengths that are decided on the device: the host's choose the plan."""
+        return False
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *_: Any, **__: Any
+    ) -> str | None:
+        """Refuse float16 queries over an FP8 cache."""
+        if dtype == torch.float16 and kv_cache_dtype in FP8:
+            return "an FP8 cache needs a model in bfloat16"
+        return None

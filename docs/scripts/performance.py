@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from bench import frameworks  # noqa: E402
 from cumla.bench.report import to_markdown  # noqa: E402
 
 Results = dict[str, Any]
@@ -84,7 +85,18 @@ a quick timing found more than 1.5 times slower: it ran apart.
 """
 
 
-def page(results: Results, peers: Results) -> str:
+INSIDE = """\
+## Inside JAX and PyTorch
+
+A decoding step of 32 layers ran in each framework on {date}
+([h200-frameworks.json](../records/h200-frameworks.json), {gpu}, JAX {jax}, PyTorch {torch}):
+`append_mla_cache` and `mla_decode`, or `append_kv_cache` and `attention` with heads of 128, by one
+schedule. The last table compares a step in JAX with 1.2 times CuPy's CUDA graph of the same step
+and XLA's own floor.
+"""
+
+
+def page(results: Results, peers: Results, inside: Results | None = None) -> str:
     """Make docs/performance.md.
 
     Parameters
@@ -93,6 +105,8 @@ def page(results: Results, peers: Results) -> str:
         The recorded run of the present kernels.
     peers : dict
         The recorded run in turns with other libraries.
+    inside : dict, optional
+        The recorded run of steps inside JAX and PyTorch.
 
     Returns
     -------
@@ -106,6 +120,9 @@ def page(results: Results, peers: Results) -> str:
             parts.append(f"## {heading}")
         parts.append(part)
     table = next(part for part in to_markdown(peers).split("\n\n") if part.startswith(PEERS))
+    if inside is not None:
+        text = INSIDE.format(date=inside["date"][:10], **inside["machine"])
+        parts += [text.strip(), frameworks.to_markdown(inside).strip()]
     parts += [BESIDE.strip(), table.replace(PEERS, "| batch |", 1), CURVES.strip()]
     return "\n\n".join(parts) + "\n"
 
@@ -175,11 +192,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=ROOT / "records/h200.json")
     parser.add_argument("--peers", type=Path, default=ROOT / "records/h200-peers.json")
+    parser.add_argument("--inside", type=Path, default=ROOT / "records/h200-frameworks.json")
     paths = parser.parse_args()
-    results, peers = (
-        json.loads(path.read_text(encoding="utf-8")) for path in (paths.results, paths.peers)
+    results, peers, inside = (
+        json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        for path in (paths.results, paths.peers, paths.inside)
     )
-    (ROOT / "docs/performance.md").write_text(page(results, peers), encoding="utf-8")
+    (ROOT / "docs/performance.md").write_text(page(results, peers, inside), encoding="utf-8")
     readme = ROOT / "README.md"
     text = with_table(readme.read_text(encoding="utf-8"), readme_table(results))
     readme.write_text(text, encoding="utf-8")

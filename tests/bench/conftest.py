@@ -18,6 +18,7 @@ from cumla.bench.indexer import CacheCase, LogitsScheduleCase, PagedLogitsCase, 
 from cumla.bench.merge import MergeCase
 from cumla.bench.mha import MHACase
 from cumla.bench.section import Section
+from cumla.bench.topk import TopKCase
 from tests.bench.fake_gpu import FakeCumla, FakeGpu, fake_bench
 
 DENSE = (Case(17, 1, 3, 64), Case(2, 2, 3, 128))  # the first is no small batch
@@ -46,6 +47,7 @@ SMALL: dict[str, tuple[Any, ...]] = {  # by the first heading of the table
     "append keys and values: ": (AppendHeadsCase(40, 4, 2, 64, 16),),
     "indexer: ": (PagedLogitsCase(3, 2, 70), PagedLogitsCase(2, 1, 66), PrefillLogitsCase(5, 9)),
     "indexer schedule: ": (LogitsScheduleCase(64, 1, 8192), LogitsScheduleCase(3, 2, 70)),
+    "top-k: ": (TopKCase(3, 90, 8), TopKCase(5, 40, 16, ragged=True, scores="narrow")),
     "quantize_fp8: ": (CacheCase("quantize_fp8", 1),),
     "append_indexer_cache: ": (CacheCase("append_indexer_cache", 1),),
 }

@@ -19,6 +19,7 @@ from cumla.bench.merge import MergeCase
 from cumla.bench.problem import check, lay_out, sample
 from cumla.bench.run import SECTIONS
 from cumla.bench.section import CheckError
+from cumla.bench.topk import TopKCase
 from tests.bench.conftest import DECODE, DENSE, SMALL, Fakes, small
 from tests.bench.fake_gpu import CEILINGS, LAUNCH_US, memory
 
@@ -34,7 +35,7 @@ MOVES = (
 )
 
 
-NOT_RECORDED = {"many heads: ", "append keys and values: "}  # the list may only shrink
+NOT_RECORDED = {"many heads: ", "append keys and values: ", "top-k: "}  # the list may only shrink
 
 
 def lines(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -189,6 +190,15 @@ def test_a_wrong_merge_is_found(fakes: Fakes, of: str, said: str) -> None:
     assert said in row["failed"]
 
 
+def test_a_wrong_index_is_found(fakes: Fakes) -> None:
+    def spoil(name: str, arguments: Any, options: Any) -> None:
+        options["out"][-1, 3] += 1
+
+    fakes.cumla.spoil = spoil
+    (row,) = small("top-k: ", TopKCase(3, 90, 8)).run(fakes.bench, fakes.told.append)
+    assert row["failed"] == "top-k-3x90-k8: the indices of row 2 are wrong"
+
+
 @pytest.mark.parametrize(
     ("case", "row", "column", "value", "message"),
     [
@@ -215,7 +225,8 @@ def test_a_wrong_logit_is_found(
 def test_what_is_not_written_is_found(
     fakes: Fakes, monkeypatch: pytest.MonkeyPatch, title: str
 ) -> None:
-    for name in ("merge_attention_states", "append_mla_cache", "append_kv_cache", "mqa_logits"):
+    moving = ("merge_attention_states", "append_mla_cache", "append_kv_cache")
+    for name in (*moving, "mqa_logits", "top_k"):
         monkeypatch.setattr(fakes.cumla, name, lambda *args, **options: None, raising=False)
     if title in ("quantize_fp8: ", "append_indexer_cache: "):
         name = title.removesuffix(": ")

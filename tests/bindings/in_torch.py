@@ -55,3 +55,31 @@ def in_graph(operation: Operation, arguments: Arguments) -> tuple[tuple[Any, ...
     schema = getattr(torch.ops.cumla, operation.function.__name__).default._schema
     names = [a.name for a in schema.arguments if not a.kwarg_only and a.name in given]
     return tuple([given.pop(name) for name in names]), given
+
+
+def check_compiled(operation: Operation, make: Callable[[Any], Any]) -> None:
+    """Compare a call in a graph with the eager one, without outputs and with; `make` copies."""
+    for outputs in (dict, operation.outputs):
+        eager, traced = (make(operation.make() | outputs()) for _ in range(2))
+        expected = operation.function(**eager)
+        found = compiled(lambda given: operation.function(**given))(traced)
+        assert_equal(found, expected)
+        assert_equal(traced, eager)
+
+
+def halves(
+    operation: Operation, given: Arguments
+) -> tuple[Callable[[Any], list[Any]], Callable[[Any], list[Any]]]:
+    """Functions of a workspace: one attends twice by it, one writes the schedule there before."""
+    positional, named = in_graph(operation, given)
+    name = operation.function.__name__
+    first, second = (getattr(torch.ops.cumla, f"{name}_{half}") for half in ("schedule", "attend"))
+
+    def attend(workspace: Any) -> list[Any]:
+        return [second(*positional, **named, workspace=workspace) for _ in range(2)]
+
+    def both(workspace: Any) -> list[Any]:
+        first(*positional, **named, workspace=workspace)
+        return attend(workspace)
+
+    return attend, both

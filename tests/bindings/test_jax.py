@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,56 +160,74 @@ def test_jit_equals_the_eager_call(operation: Operation) -> None:
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()  # nothing was donated
 
 
+@pytest.fixture
+def default_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX's default CPU device counts as a GPU for the kernels, but not while a call is traced."""
+    monkeypatch.setattr(call, "_places", {})
+    monkeypatch.setattr(call, "_place", lambda _: (None, jax.devices()[0]))
+
+
+@pytest.mark.usefixtures("default_gpu")
 @pytest.mark.parametrize("name", ["mla_decode", "mqa_logits", "merge_attention_states"])
-def test_eager_calls_run_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each shape; as if arrays in CPU memory were on a GPU."""
-    monkeypatch.setattr(type(frameworks.jax_framework()), "binding", lambda *_: "cumla.jax")
-    monkeypatch.setattr(call, "_would_run_there", lambda arrays: True)
+def test_eager_calls_run_compiled(name: str) -> None:
+    """Once for each shape."""
     operation = OPERATIONS[name]
     function, arrays = of_jax(operation)
     for _ in range(2):  # the first array of a type is looked at another way
         function(**arrays)
-    made = call._custom_call.cache_info()
+    made, used = call._custom_call.cache_info(), call._compiled.cache_info()
     for _ in range(3):
         assert_same(operation, function(**arrays), eager(operation))
     assert call._custom_call.cache_info() == made  # nothing was traced again
+    assert call._compiled.cache_info().hits == used.hits + 3
+
+
+@pytest.mark.usefixtures("default_gpu")
+def test_eager_calls_of_arrays_that_are_gone() -> None:
+    """The name of the first one, by whichever way the call would have run."""
+    function, arrays = of_jax(DECODE)
+    function(**arrays)
+    arrays["kv_cache"] = jnp.array(arrays["kv_cache"], copy=True)
+    arrays["kv_cache"].delete()
+    for given in (arrays, arrays | {"kv_lens": np.asarray(arrays["kv_lens"])}):
+        with refused(ValueError, "kv_cache: needs an array with memory, got one deleted or don"):
+            function(**given)
+
+
+class _Place:
+    """As much of a device, of a sharding and of an array as tells where the array is."""
+
+    def __init__(self, platform: str = "gpu", number: int = 0, memory: str = "device") -> None:
+        self.platform, self.local_hardware_id, self.memory_kind = platform, number, memory
+        self.device_set, self.sharding = {self}, self
 
 
 def test_eager_calls_stay_where_the_arrays_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """On JAX's default device, if that is a GPU for the kernels, in its own memory."""
+    first, second, cpu = _Place(), _Place(number=1), _Place("cpu")
+    pinned = _Place(memory="pinned_host")
+    pinned.device_set = {first}
+    monkeypatch.setitem(frameworks.framework_of_type, _Place, frameworks.jax_framework())
+    monkeypatch.setattr(call, "_compiled", lambda *_: lambda *arrays: arrays)
+    monkeypatch.setattr(call, "_places", {})
 
-    def there(*arrays: Any, default: Any = None, ordinal: int | None = 0) -> bool:
+    def there(*arrays: Any, default: Any = first, ordinal: int | None = 0) -> bool:
         monkeypatch.setattr(call, "gpu", lambda: ordinal)
-        with jax.default_device(default):
-            return call._would_run_there(arrays)
+        monkeypatch.setattr(jax, "local_devices", lambda: [default])
+        named = {str(i): array for i, array in enumerate(arrays)}
+        operation: Any = None
+        results = call.run_eagerly(operation, named, (), ())
+        assert results in (None, arrays)
+        return results is not None
 
-    array = jnp.ones(3)  # CPU 0, as if it were a GPU
-    assert there(array) and there(array, default=jax.devices()[0])
-    assert not there(array, ordinal=None) and not there(array, ordinal=1)
-    elsewhere = types.SimpleNamespace(memory_kind="device", device_set={object()})
-    pinned = types.SimpleNamespace(memory_kind="pinned_host", device_set={jax.devices()[0]})
-    assert not there(types.SimpleNamespace(sharding=elsewhere))
-    assert not there(types.SimpleNamespace(sharding=pinned))
+    for _ in range(2):  # found, and known
+        assert there(first) and there(first, first) and there(second, default=second, ordinal=1)
+        assert not there(first, second) and not there(second) and not there(first, pinned)
+        assert not there(cpu, default=cpu) and not there(first, np.ones(3))
+    monkeypatch.setattr(call, "_places", {})
+    assert not there(first, ordinal=None) and not there(first, ordinal=1)
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
-    assert not there(array)
-
-
-def test_an_eager_call_that_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets the stream that eager calls on JAX's arrays have."""
-    streams: list[Any] = []
-
-    def eagerly(*arguments: Any) -> tuple[Any, ...]:
-        streams.append(arguments[-1])
-        return ()
-
-    monkeypatch.setattr(call, "run_eagerly", eagerly)
-    monkeypatch.setattr(call, "_would_run_there", lambda arrays: False)
-    current = types.SimpleNamespace(current_stream=lambda device: 40 + device)
-    monkeypatch.setattr(call, "cupy_framework", lambda: current)
-    array = jnp.ones(3)
-    frameworks.framework_of("x", array)
-    assert call.run(object(), {"x": array}, {"out": None}, ()) == ()  # type: ignore[arg-type]
-    assert streams == [40]
+    assert not there(first)
 
 
 def test_errors_that_cannot_be_shown_do_not_end_the_process() -> None:
@@ -231,33 +250,6 @@ def test_errors_that_cannot_be_shown_do_not_end_the_process() -> None:
             )
 
 
-class _OnGpus:
-    """As much of an array as tells where it is."""
-
-    def __init__(self, *numbers: int, dtype: Any = None, deleted: bool = False) -> None:
-        places = [types.SimpleNamespace(platform="gpu", id=number) for number in numbers]
-        self.sharding = types.SimpleNamespace(device_set=places)
-        self.dtype, self.is_deleted = dtype or np.dtype("f4"), lambda: deleted
-
-
-def test_which_eager_calls_run_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those whose arrays are all JAX's, on one GPU, there, and numbers."""
-    monkeypatch.setitem(frameworks.framework_of_type, _OnGpus, frameworks.jax_framework())
-    on_cpu = jnp.ones(3)
-    frameworks.framework_of("x", on_cpu)
-
-    def compiled(*arrays: Any) -> bool:
-        return frameworks.binding_of(arrays) == "cumla.jax"
-
-    assert compiled(_OnGpus(0)) and compiled(_OnGpus(1), _OnGpus(1))
-    assert not compiled(on_cpu)
-    assert not compiled(np.ones(3))
-    assert not compiled(_OnGpus(0), on_cpu) and not compiled(_OnGpus(0), np.ones(3))
-    assert not compiled(_OnGpus(0), _OnGpus(1)) and not compiled(_OnGpus(0, 1))
-    assert not compiled(_OnGpus(0), _OnGpus(0, deleted=True))
-    assert not compiled(_OnGpus(0, dtype=jax.random.key(0).dtype))
-
-
 @every_append
 def test_what_writes_in_place_returns_it_outside_of_jit_too(operation: Operation) -> None:
     function, arrays = of_jax(operation)
@@ -267,20 +259,27 @@ def test_what_writes_in_place_returns_it_outside_of_jit_too(operation: Operation
 @every_plan
 def test_a_plan_serves_the_layers_of_a_step(planned: Planned) -> None:
     operation = OPERATIONS[planned.operation]
-    kind = getattr(cumla.jax, planned.kind.__name__)
-    arrays, options = divided(operation.make())
-
-    @jax.jit
-    def step(arrays: Arguments) -> tuple[Any, Any]:
-        arguments = arrays | options
-        plan = planned_with(kind, planned, arguments)
-        first, plan = plan.run(**planned.inputs(arguments))
-        second, _ = plan.run(**planned.inputs(arguments))
-        return first, second
-
+    step, arrays = layers_of(planned, 2)
     expected = eager(operation)
     for result in step(arrays):
         assert_same(operation, result, expected)
+
+
+def layers_of(planned: Planned, count: int) -> tuple[Callable[..., list[Any]], Arguments]:
+    """So many layers by one schedule, compiled, with work of XLA's between; and the arrays."""
+    arrays, options = divided(OPERATIONS[planned.operation].make())
+    kind = getattr(cumla.jax, planned.kind.__name__)
+
+    @jax.jit
+    def step(arrays: Arguments) -> list[Any]:
+        plan = planned_with(kind, planned, arrays | options)
+        results = []
+        for _ in range(count):
+            result, plan = plan.run(**planned.inputs(arrays | options))
+            results.append(jax.tree.map(lambda a: a + 0, result))
+        return results
+
+    return step, arrays
 
 
 def planned_with(kind: Any, planned: Planned, arguments: Arguments) -> Any:
@@ -375,7 +374,7 @@ def test_scan_writes_to_a_donated_cache_in_place() -> None:
     np.testing.assert_array_equal(np.asarray(got), outs)
     with refused(ValueError, "kv_cache: needs an array with memory, got one deleted or donated"):
         cumla.mla_decode(DECODE.make()["q"], mine, tables, lens)
-    with pytest.raises(RuntimeError, match="deleted"):
+    with refused(ValueError, "kv_cache: needs an array with memory, got one deleted or donated"):
         cumla.jax.append_mla_cache(rows[0], mine, jnp.arange(2))
     (kept, _), _ = jax.jit(loop)(kv_cache, lengths, rows)  # not donated: copied first
     np.testing.assert_array_equal(np.asarray(kept), expected)
@@ -487,7 +486,11 @@ def test_shapes_without_arrays() -> None:
         ({"kv_lens": jnp.zeros(2)}, TypeError, "kv_lens: needs int32, got float32; convert"),
         ({"kv_lens": jnp.zeros(3, jnp.int32)}, ValueError, "kv_lens: needs shape (batch,) with"),
         ({"block_table": [1, 2]}, TypeError, "block_table: needs an array of CuPy, PyTorch, JAX"),
-        ({"softmax_scale": jnp.ones(())}, TypeError, "softmax_scale: needs a Python or NumPy num"),
+        (
+            {"softmax_scale": jnp.ones(())},
+            TypeError,
+            "softmax_scale: needs a Python or NumPy num ... in static_argnames",
+        ),
         ({"stream": 0}, TypeError, "stream: needs None inside a transformation of JAX, where XLA"),
         ({"out": jnp.zeros(3)}, TypeError, "out: JAX arrays are immutable ... call without out="),
         ({"q": jax.random.key(0)}, TypeError, "q: needs an array of numbers, got JAX's key<"),
@@ -501,6 +504,13 @@ def test_errors_come_while_tracing(change: Arguments, error: type[Exception], me
     rest = {name: a for name, a in arguments.items() if name not in traced}
     with refused(error, message):
         jax.eval_shape(functools.partial(cumla.mla_decode, **rest), **traced)
+
+
+def test_errors_are_shown_alone() -> None:
+    """Without that of the look at a tracer's memory, which came first."""
+    with pytest.raises(TypeError) as caught:
+        jax.eval_shape(cumla.mla_decode, **of_jax(DECODE)[1] | {"kv_lens": jnp.zeros(2)})
+    assert caught.value.__context__ is None
 
 
 def test_tensors_of_another_framework() -> None:
@@ -538,6 +548,25 @@ def test_sizes_that_are_not_known() -> None:
     lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
     with refused(TypeError, "kv_lens: needs sizes that are known while tracing, got (b,)"):
         jax.eval_shape(cumla.mla_decode, **arrays | {"kv_lens": lengths})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda n: cumla.jax.MLADecodePlan(n, 2, 16),
+            "batch: needs an int, got ... bind it before jax.jit",
+        ),
+        (
+            lambda n: cumla.jax.MLADecodePlan(2, 2, 16, batch_invariant=True, max_kv_len=n),
+            "max_kv_len: needs an int, got ",
+        ),
+    ],
+)
+def test_sizes_that_are_traced(make: Callable[[Any], Any], message: str) -> None:
+    """The lengths may be; a number that sizes memory may not."""
+    with refused(TypeError, message):
+        jax.eval_shape(lambda n: make(n) and None, jnp.int32(2))
 
 
 def test_the_check_mode_looks_at_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,17 +644,24 @@ except cumla.MissingDependencyError as error:
     assert python(program).startswith("jax: cumla.jax needs JAX 0.5 or later, with jax.ffi (")
 
 
+def shared_by(devices: int) -> tuple[Callable[..., Any], Arguments]:
+    """A decode of which each device computes its share of the batch, and the arrays."""
+    function, arrays = of_jax(DECODE)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
+    spec = jax.sharding.PartitionSpec
+    of = {name: spec() if name == "kv_cache" else spec("x") for name in arrays}
+    each = jax.shard_map(lambda a: function(**a), mesh=mesh, in_specs=(of,), out_specs=spec("x"))
+    return jax.jit(each), arrays
+
+
 SHARDED = """
 import numpy as np, jax, jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
-import cumla.jax
-from tests.bindings.test_jax import DECODE, assert_same, decoding, eager, of_jax
-function, arrays = of_jax(DECODE)
+from tests.bindings.test_jax import DECODE, assert_same, decoding, eager, shared_by
 mesh = Mesh(np.array(jax.devices()), ("x",))
 assert len(jax.devices()) == 2
-of = {name: P() if name == "kv_cache" else P("x") for name in arrays}
-each = jax.shard_map(lambda a: function(**a), mesh=mesh, in_specs=(of,), out_specs=P("x"))
-assert_same(DECODE, jax.jit(each)(arrays), eager(DECODE))
+each, arrays = shared_by(2)
+assert_same(DECODE, each(arrays), eager(DECODE))
 loop, given = decoding(2)
 stacked = tuple(jnp.stack([a, a]) for a in given)
 
@@ -645,6 +681,59 @@ def test_each_device_computes_its_share() -> None:
         pytest.skip("needs JAX 0.6 or later")
     flags = "--xla_force_host_platform_device_count=2"
     assert python(SHARDED, XLA_FLAGS=flags) == "same"
+
+
+SPREAD = """
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import cumla
+from tests.bindings.test_jax import DECODE, assert_same, eager, of_jax
+function, arrays = of_jax(DECODE)
+_, second = jax.devices()
+there = jax.device_put(arrays, second)
+result = jax.jit(function)(**there)
+assert result.out.devices() == {second}
+for one in (result, function(**there)):
+    assert_same(DECODE, one, eager(DECODE))
+mesh = Mesh(np.array(jax.devices()), ("x",))
+spread = arrays | {"q": jax.device_put(arrays["q"], NamedSharding(mesh, P("x")))}
+assert_same(DECODE, jax.jit(function)(**spread), eager(DECODE))
+print("same")
+"""
+
+
+def test_arrays_on_another_device_and_on_several() -> None:
+    """Under jit the results are where the arrays are, and what is sharded is gathered."""
+    flags = "--xla_force_host_platform_device_count=2"
+    assert python(SPREAD, XLA_FLAGS=flags) == "same"
+
+
+@contextlib.contextmanager
+def busy_thread() -> Iterator[None]:
+    """Compute in Python all the time, beside what runs inside ``with``."""
+    done = threading.Event()
+
+    def compute() -> None:
+        while not done.is_set():
+            sum(range(100))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_thread_that_computes_all_the_time() -> None:
+    """It has the GIL whenever XLA calls back; every call is answered."""
+    operations = [DECODE, OPERATIONS["append_indexer_cache"]]
+    compiled = [(one, jax.jit(of_jax(one)[0]), of_jax(one)[1], eager(one)) for one in operations]
+    with busy_thread():
+        for _ in range(10):
+            for operation, function, arrays, expected in compiled:
+                assert_same(operation, function(**arrays), expected)
 
 
 def test_every_function_and_plan_has_its_form() -> None:
@@ -780,15 +869,8 @@ def test_a_capture_needs_kernels_that_are_loaded(
 @every_plan
 def test_a_plan_on_the_gpu(planned: Planned, cupy: FakeCuPy, gpu: Any) -> None:
     """One schedule, then attention for each layer, in one workspace."""
-    operation = OPERATIONS[planned.operation]
-    kind = getattr(cumla.jax, planned.kind.__name__)
-    arrays, options = divided(operation.make())
-
-    def step(arrays: Arguments) -> Any:
-        plan = planned_with(kind, planned, arrays | options)
-        first, plan = plan.run(**planned.inputs(arrays | options))
-        return first, plan.run(**planned.inputs(arrays | options))[0]
-
+    operation, kind = OPERATIONS[planned.operation], getattr(cumla.jax, planned.kind.__name__)
+    step, arrays = layers_of(planned, 2)
     calls = custom_calls(step, arrays)
     xla, places = Xla(execute.on_gpu), {}
     for name, _ in [*arrays_of(arrays), *arrays_of(operation.outputs()), ("workspace", None)]:

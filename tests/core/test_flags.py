@@ -62,6 +62,8 @@ def calls() -> Iterator[tuple[str, str, Call]]:
         ("apply_rope", "interleaved"),
         ("quantize_fp8", "power_of_two_scales"),
         ("append_indexer_cache", "power_of_two_scales"),
+        ("top_k", "values"),
+        ("top_k", "sorted"),
     ):
         yield name, flag, of_function(name)
     for name in ("MLADecodePlan", "AttentionPlan"):

@@ -58,7 +58,9 @@ def emulate(launch: Launch) -> None:
     ctypes.memmove(aligned, parameters, len(parameters))
     run = _library(launch.spec).run
     run.restype = ctypes.c_char_p
-    failure = run(ctypes.c_void_p(aligned), *launch.grid, launch.spec.threads).decode()
+    failure = run(
+        ctypes.c_void_p(aligned), *launch.grid, launch.spec.threads, launch.cluster
+    ).decode()
     assert not failure, f"{launch.spec.entry}: {failure}"
 
 

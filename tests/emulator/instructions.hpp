@@ -133,6 +133,19 @@ float load_l2_float(const float* source) { return *source; }
 uint4 load_global_16(const uint4* address) { return *address; }
 float4 load_global_16(const float4* address) { return *address; }
 
+// arithmetic.cuh
+float canonical(float x) { return std::isnan(x) ? __uint_as_float(0x7fffffff) : x + 0.0f; }
+void count_shared(u32 counter) { store_shared(counter, load_shared<u32>(counter) + 1); }
+
+// cluster.cuh
+void cluster_sync() { host::meet_cluster(); }
+u32 shared_address_in(u32 address, u32 rank) {
+  return address + static_cast<u32>(host::block->cluster->blocks[rank]->shared - host::shared);
+}
+u32 load_cluster_u32(u32 source) { return load_shared<u32>(source); }
+void store_shared_u64(u32 destination, u64 value) { store_shared(destination, value); }
+void store_cluster_u64(u32 destination, u64 value) { store_shared(destination, value); }
+
 // mbarrier.cuh
 void mbarrier_init(u32 barrier, u32 arrivals) { host::block->barriers[barrier] = {0, arrivals, arrivals, 0}; }
 void fence_mbarrier_init() {}
@@ -345,11 +358,11 @@ static const void* parameters;
 
 void host::kernel_of_thread() { ENTRY(*static_cast<const PARAMS*>(parameters)); }
 
-extern "C" const char* run(const void* params, int x, int y, int z, int threads) {
+extern "C" const char* run(const void* params, int x, int y, int z, int threads, int cluster) {
   parameters = params;
   gridDim = {unsigned(x), unsigned(y), unsigned(z)};
   blockDim = {unsigned(threads), 1, 1};
   host::failure.clear();
-  host::run_grid(gridDim, threads);
+  host::run_grid(gridDim, threads, cluster);
   return host::failure.c_str();
 }

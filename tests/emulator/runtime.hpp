@@ -105,8 +105,25 @@ struct Barrier {
   }
 };
 
+struct Block;
+
+// Blocks that wait for one another, and see one another's shared memory.
+struct Cluster {
+  std::vector<Block*> blocks;  // those that have begun
+  int threads = 0, arrived = 0;  // threads that have not returned; those that wait
+  unsigned generation = 0;
+
+  void complete() {
+    if (arrived < threads) return;
+    arrived = 0;
+    ++generation;
+    ++writes;
+  }
+};
+
 struct Block {
   dim3 index;
+  std::shared_ptr<Cluster> cluster;
   std::vector<Fiber> fibers;
   unsigned char* shared;
   std::map<std::pair<unsigned, unsigned>, Meeting> warps;  // by warp and mask
@@ -141,6 +158,17 @@ static const std::vector<uint64_t>& meet_block(uint64_t value) {
   int alive = 0;
   for (const Fiber& fiber : block->fibers) alive += !fiber.is_done;
   return block->all.meet(alive, threadIdx.x, blockDim.x, value, "__syncthreads");
+}
+
+static void meet_cluster() {
+  Cluster& cluster = *block->cluster;
+  const unsigned mine = cluster.generation;
+  ++cluster.arrived;
+  cluster.complete();
+  while (cluster.generation == mine && failure.empty()) {
+    now->reason = "its cluster";
+    yield();
+  }
 }
 
 template <typename T>
@@ -323,6 +351,8 @@ void kernel_of_thread();
 static void run_thread() {
   kernel_of_thread();
   now->is_done = true;
+  --block->cluster->threads;
+  if (block->cluster->arrived) block->cluster->complete();
   const unsigned warp = threadIdx.x / 32;
   for (auto& [key, meeting] : block->warps)  // nobody waits for who has returned
     if (key.first == warp && meeting.arrived) meeting.complete(alive(warp, key.second));
@@ -399,12 +429,19 @@ static void run_block(Block& of) {
   }
 }
 
-static void run_grid(dim3 grid, int threads) {
+static void run_grid(dim3 grid, int threads, int cluster_size) {
   std::vector<std::unique_ptr<Block>> open;
+  std::shared_ptr<Cluster> cluster;
   unused.clear();
   for (auto& each : memory) unused.push_back(each);
   for (unsigned n = 0; n < grid.x * grid.y * grid.z && failure.empty(); ++n) {
     open.emplace_back(new Block);
+    if (n % cluster_size == 0) {
+      cluster = std::make_shared<Cluster>();
+      cluster->threads = cluster_size * threads;
+    }
+    open.back()->cluster = cluster;
+    cluster->blocks.push_back(open.back().get());
     begin(*open.back(), {n % grid.x, n / grid.x % grid.y, n / grid.x / grid.y}, threads);
     run_block(*open.back());
     if (open.back()->is_done) open.pop_back();

@@ -76,6 +76,13 @@ def logits(cupy: CuPy) -> None:
     sanitize.score_pages(cupy, 1)
 
 
+def selection(cupy: CuPy) -> None:
+    """By a block, by a cluster of two, and by blocks that read the rows again."""
+    for name, cluster in (("short", 1), ("cluster", 2), ("streamed", 1)):
+        sanitize.select_rows(cupy, name, cluster)
+    sanitize.select_rows(cupy, "short", 1, "bfloat16")
+
+
 CALLS = (
     few_queries,
     many_heads,
@@ -86,6 +93,7 @@ CALLS = (
     merges,
     rows_into_caches,
     logits,
+    selection,
 )
 
 

@@ -29,7 +29,8 @@ LAYERS = (
     tuple(f"cumla.{family}" for family in FAMILIES),
     ("cumla.preparation",),
     ("cumla.__init__",),
-    ("cumla.compat", "cumla.torch", "cumla.jax", "cumla.vllm"),
+    ("cumla._serving",),
+    ("cumla.compat", "cumla.torch", "cumla.jax", "cumla.vllm", "cumla.sglang"),
     ("cumla.bench",),
     ("cumla.cli", "cumla.__main__"),
 )

@@ -14,7 +14,7 @@ from cumla.launch import module, source
 from cumla.launch.source import OPTIONS, KernelSpec, translation_unit
 from cumla.launch.split import ragged_schedule
 
-FAMILIES = ("mla", "indexer", "split", "sparse")
+FAMILIES = ("mla", "indexer", "sparse", "split")
 SPEC = KernelSpec("all", "all", "all", "All", 384)
 CUDA = resources.files("cumla").joinpath("cuda")
 

@@ -369,6 +369,19 @@ def test_a_launch_shows_the_driver_what_was_prepared(
     assert attribute.value.programmaticStreamSerializationAllowed == 1
 
 
+def test_blocks_of_a_cluster_are_launched_together(
+    driver: FakeDriver, loaded: LoadedKernel
+) -> None:
+    layout = struct.Struct("<i")
+    driver.size = layout.size
+    Template(loaded, Launch(loaded.spec, (12, 1, 1), layout, (1,), 4)).at({}, 0)()
+    ((config, _, _),) = driver.seen
+    overlap, together = config.attrs
+    assert overlap.value.programmaticStreamSerializationAllowed == 1
+    dimensions = together.value.clusterDim
+    assert (dimensions.x, dimensions.y, dimensions.z) == (4, 1, 1)
+
+
 def test_a_refused_launch_names_kernel_stream_and_device(
     driver: FakeDriver, loaded: LoadedKernel
 ) -> None:

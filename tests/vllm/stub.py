@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
-import pytest
+from tests.bindings.stand_in import standing_in
 
-torch = pytest.importorskip("torch")
 M = TypeVar("M")
 
 
@@ -57,8 +55,9 @@ class DecodeMetadata:
     dcp_tot_seq_lens: Any
 
 
-def a_vllm(version: str, use_mla: bool) -> dict[str, ModuleType]:
-    """The modules that the plugin imports, by name."""
+@contextmanager
+def stubbed(version: str = "0.32.0", use_mla: bool = True) -> Iterator[None]:
+    """Let the plugin import the stub."""
     config = SimpleNamespace(model_config=SimpleNamespace(use_mla=use_mla))
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": version},
@@ -88,33 +87,6 @@ def a_vllm(version: str, use_mla: bool) -> dict[str, ModuleType]:
             "QueryLenSupport": SimpleNamespace(VARLEN="varlen"),
         },
     }
-    modules = {}
-    for name, values in contents.items():
-        modules[name] = ModuleType(name)
-        vars(modules[name]).update(values)
-    return modules
-
-
-@contextmanager
-def stubbed(version: str = "0.32.0", use_mla: bool = True) -> Iterator[None]:
-    """Let `import vllm` find the stub, and the plugin's modules be loaded anew."""
-    stubs = a_vllm(version, use_mla)
-    real = {name: sys.modules.get(name) for name in stubs}
-    forget_the_plugin()
-    overrides.clear()
-    sys.modules.update(stubs)  # and keep whatever else is imported meanwhile, parts of torch say
-    try:
+    with standing_in(contents, "cumla.vllm"):
+        overrides.clear()
         yield
-    finally:
-        for name, module in real.items():
-            del sys.modules[name]
-            if module is not None:
-                sys.modules[name] = module
-        forget_the_plugin()
-
-
-def forget_the_plugin() -> None:
-    """Let the plugin's modules be loaded anew: their bases are those of one stub."""
-    for name in [name for name in sys.modules if name.startswith("cumla.vllm.")]:
-        del sys.modules[name]
-        delattr(sys.modules["cumla.vllm"], name.rpartition(".")[2])

@@ -222,54 +222,6 @@ def test_a_graph_serves_later_lengths() -> None:
             assert bool(kept[real:].eq(0).all())
 
 
-# --- plans ---------------------------------------------------------------------------------------
-
-
-class FakePlan:
-    """Remembers its buffer."""
-
-    def __init__(self, nbytes: int, workspace: Any) -> None:
-        self.workspace = workspace
-        self.serving: set[int] = set()
-
-    @staticmethod
-    def workspace_bytes(nbytes: int) -> int:
-        return nbytes
-
-    def serves(self, stream: int) -> bool:
-        return stream in self.serving
-
-    def run(self, q: Any, cache: Any, **options: Any) -> Any:
-        assert self.serving
-        return q, cache
-
-
-def test_plans_share_a_buffer_and_a_shape_keeps_its_own() -> None:
-    from cumla.vllm._shared import _MOST_PLANS, Plans
-
-    plans = Plans(torch.device("meta"))
-    first, small = (plans.find(FakePlan, (n,), {}) for n in (1000, 10))
-    assert small.workspace is first.workspace
-    large = plans.find(FakePlan, (2000,), {})
-    assert large.workspace.numel() == 2000
-    assert plans.find(FakePlan, (20,), {}).workspace is large.workspace
-    assert plans.find(FakePlan, (10,), {}) is small
-    for n in range(_MOST_PLANS):
-        plans.find(FakePlan, (100 + n,), {})
-    again = plans.find(FakePlan, (10,), {})
-    assert again is not small
-    assert again.workspace is small.workspace  # where a graph looks for its schedule
-
-
-def test_a_run_on_another_stream_updates_there_first() -> None:
-    from cumla.vllm._shared import Step
-
-    plan = FakePlan(0, None)
-    cache = torch.zeros(1)
-    Step(plan, lambda: plan.serving.add(0)).run("q", cache)
-    assert plan.serving == {0}
-
-
 # --- MHA -----------------------------------------------------------------------------------------
 
 

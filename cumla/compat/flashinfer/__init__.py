@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's interface over cumla's operations: attention, rotation, caches, merging.
+"""FlashInfer's interface over cumla's operations: attention, rotation, caches, merging, top-k.
 
 Code written for FlashInfer 0.6 or 0.7 runs by changing its import line::
 
@@ -10,7 +10,8 @@ Code written for FlashInfer 0.6 or 0.7 runs by changing its import line::
 Modules and names are where FlashInfer has them: :mod:`~cumla.compat.flashinfer.decode`,
 :mod:`~cumla.compat.flashinfer.prefill`, :mod:`~cumla.compat.flashinfer.mla`,
 :mod:`~cumla.compat.flashinfer.cascade`, :mod:`~cumla.compat.flashinfer.page`,
-:mod:`~cumla.compat.flashinfer.rope` and :mod:`~cumla.compat.flashinfer.concat_ops`.
+:mod:`~cumla.compat.flashinfer.rope`, :mod:`~cumla.compat.flashinfer.topk` and
+:mod:`~cumla.compat.flashinfer.concat_ops`.
 
 What carries over from FlashInfer:
 
@@ -27,7 +28,7 @@ empty, too. Tensors on the CPU are computed by `cumla.reference`.
 
 from __future__ import annotations
 
-from cumla.compat.flashinfer import cascade, concat_ops, decode, mla, page, prefill, rope
+from cumla.compat.flashinfer import cascade, concat_ops, decode, mla, page, prefill, rope, topk
 from cumla.compat.flashinfer.cascade import merge_state, merge_state_in_place, merge_states
 from cumla.compat.flashinfer.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
@@ -53,6 +54,12 @@ from cumla.compat.flashinfer.rope import (
     apply_rope_with_cos_sin_cache,
     apply_rope_with_cos_sin_cache_inplace,
 )
+from cumla.compat.flashinfer.topk import (
+    TopKTieBreak,
+    top_k,
+    top_k_page_table_transform,
+    top_k_ragged_transform,
+)
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -61,6 +68,7 @@ __all__ = [
     "BatchPrefillWithRaggedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MLAPlanMetadata",
+    "TopKTieBreak",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
     "apply_rope_pos_ids",
@@ -82,4 +90,8 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "top_k",
+    "top_k_page_table_transform",
+    "top_k_ragged_transform",
+    "topk",
 ]

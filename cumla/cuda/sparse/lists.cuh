@@ -24,6 +24,11 @@ struct Lists {
   Divisor by_page_size;
 };
 
+// An entry on its way to the number of a row: its page is loaded where the table has it.
+struct Lookup {
+  int page, row;
+};
+
 struct List {
   const int* entries;
   const int* pages;  // of its request
@@ -40,16 +45,49 @@ struct List {
     if (exists) pages += request * p.block_table_stride;
   }
 
-  // The number of the row that an entry names; -1 if there is none.
-  __device__ __forceinline__ int row_of(const Lists& p, int entry) const {
-    if (entry < 0) return -1;
-    int page = quotient(entry, p.by_page_size);
-    const int row = entry - page * p.page_size;
-    if (pages != nullptr) {
-      if (page >= p.max_pages) return -1;
-      page = pages[page];
-    }
-    return static_cast<u32>(page) < p.num_pages ? page * p.page_step + row * p.row_step : -1;
+  __device__ __forceinline__ Lookup look_up(const Lists& p, int entry) const {
+    Lookup found = {-1, 0};
+    if (entry < 0) return found;
+    found.page = quotient(entry, p.by_page_size);
+    found.row = entry - found.page * p.page_size;
+    if (pages != nullptr) found.page = found.page < p.max_pages ? pages[found.page] : -1;
+    return found;
+  }
+  // The number of the row; -1 if there is none.
+  __device__ __forceinline__ static int row_of(const Lists& p, const Lookup& found) {
+    return static_cast<u32>(found.page) < p.num_pages ? found.page * p.page_step + found.row * p.row_step : -1;
+  }
+};
+
+// Walks over a lane's entries of a list, one of every block of 64, two blocks ahead with entries, one with their pages.
+struct ListWalk {
+  const List list;
+  const int* entry;
+  int left;  // entries from the one on that is loaded next
+  int loaded;
+  Lookup found;
+
+  // From the entry `first` on, of `length`.
+  __device__ __forceinline__ ListWalk(const Lists& p, const List& list, int first, int length)
+      : list(list), entry(list.entries + first), left(list.exists ? length - first : 0) {
+    const int now = load();
+    loaded = load();
+    found = list.look_up(p, now);
+  }
+  // The number of the next row; -1 if there is none.
+  __device__ __forceinline__ int next(const Lists& p) {
+    const int row = List::row_of(p, found);
+    found = list.look_up(p, loaded);
+    loaded = load();
+    return row;
+  }
+
+ private:
+  __device__ __forceinline__ int load() {
+    const int value = left > 0 ? *entry : -1;
+    entry += 64;
+    left -= 64;
+    return value;
   }
 };
 

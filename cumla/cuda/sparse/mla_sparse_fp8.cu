@@ -41,17 +41,11 @@ struct PackedListTile : ListTile<kTileRows> {
 #pragma unroll 1
     for (int place = part.place; place <= last_place; ++place) {
       const Segment segment = segment_of(p, *this, part, place);
-      const List list(lists, segment.request, this->q_begin);
       const int first = segment.begin * kBlockTokens + own;
-      const int* entry = list.entries + first;
-      int left = list.exists ? segment.tokens - first : 0;  // entries from this lane's next one on
-      int next = list.row_of(lists, left > 0 ? *entry : -1);
+      ListWalk walk(lists, List(lists, segment.request, this->q_begin), first, segment.tokens);
 #pragma unroll 1
       for (int blocks = segment.blocks; blocks > 0; --blocks, ++t) {
-        const int row = next;
-        entry += kBlockTokens;
-        left -= kBlockTokens;
-        next = list.row_of(lists, left > 0 ? *entry : -1);
+        const int row = walk.next(lists);
         const u32 s = t % Layout::kSlots, full = shared.full(s);
         mbarrier_wait(shared.free(s), t / Layout::kSlots % 2 ^ 1, "a free KV slot");
         const u32 exist = __ballot_sync(0xffffffffu, row >= 0);

@@ -14,9 +14,10 @@
 //   consumer 0:  S0  softmax0  O += V0 P0              S2  softmax2  O += V1 P1  O += V2 P2 ...
 //   consumer 1:            S1  softmax1  O += V0 P0  O += V1 P1  S3  softmax3 ...
 //
-// A row's four scales are taken relative to a power of two: what is left multiplies its fragments of K and V as
-// float16, and the power of two its probabilities. Where the scales of a row differ by more than 2^12 the block's
-// V and probabilities are bfloat16 (kWide).
+// Scales of K act on sums: before a group of columns is added, what there is of a score is divided by its scale and
+// multiplied by the last group's. Scales of V are taken relative to a power of two of the row: what is left multiplies
+// its fragments as float16, and the power of two its probabilities. Where the scales of a row differ by more than 2^12
+// the block's V and probabilities are bfloat16 (kWide).
 //
 // Shared memory:  query 73,728 + P 16,384 + ring of 13 granules 136,448 + scales 1,024 + references, factors and sums
 //                 3,072 + words 72 + barriers 240 = 230,968 B of 232,448

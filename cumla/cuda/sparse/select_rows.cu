@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What attention to lists of cache rows needs before it: how long each list may be, and which of its entries exist.
 //
-// bound_rows: the lengths of all lists, for the schedule. A thread a list.
+// bound_rows: the lengths of all lists, for the schedule, or how many tokens each query token sees. A thread a list.
 // select_rows: of each list the entries that name a row of the cache, in their order, one after the other, and how many
 // they are. A CTA a list, kListEntries of it at a time: each warp takes neighbouring ones, reads all its
 // share before it waits, and finds the places of its entries from counts that the warps leave in shared memory.
@@ -27,6 +27,8 @@ struct BoundRowsParams {
   int rows, entries, num_zeros;
   int q_len;
   Divisor by_q_len;
+  int causal;  // lengths are those of requests, of which the last q_len tokens have the lists
+  int unused;
 };
 
 struct SelectRowsParams {
@@ -48,7 +50,9 @@ __device__ __forceinline__ void bound_rows(const BoundRowsParams& p) {
   int length = p.entries;
   if (p.lengths != nullptr) {
     const int batch = quotient(row, p.by_q_len);
-    length = p.lengths[batch * p.lengths_stride_batch + (row - batch * p.q_len) * p.lengths_stride_token];
+    const int token = row - batch * p.q_len;
+    length = max(p.lengths[batch * p.lengths_stride_batch + token * p.lengths_stride_token], 0);
+    if (p.causal) length -= p.q_len - 1 - token;
   }
   p.bounds[row] = min(max(length, 0), p.entries);
 }
@@ -73,7 +77,7 @@ __device__ __forceinline__ void select_rows(const SelectRowsParams& p) {
     int count = 0;
 #pragma unroll
     for (int k = 0; k < kLaneEntries; ++k)
-      rows[k] = list.row_of(p.lists, own + 32 * k < length ? rows[k] : -1);
+      rows[k] = List::row_of(p.lists, list.look_up(p.lists, own + 32 * k < length ? rows[k] : -1));
 #pragma unroll
     for (int k = 0; k < kLaneEntries; ++k) count += __popc(__ballot_sync(0xffffffffu, rows[k] >= 0));
     if (lane == 0) warp_counts[turn][warp] = count;

@@ -29,7 +29,8 @@ struct ListTile : RaggedTile {
 template <int kTileRows>
 __device__ __forceinline__ Segment segment_of(const MlaDecodeParams& p, ListTile<kTileRows>& tile, const Part& part,
                                               int place) {
-  const Place at = p.places[place];
+  Place at = {part.request, part.tokens};
+  if (place != part.place) at = p.places[place];
   const int list = min(max(at.request, 0), p.batch - 1);
   Segment segment = segment_at(p, part, place, at.tokens, 0);
   segment.request = quotient(list, p.by_q_len);

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers of cuda/sparse: attention to lists of cache rows."""
+"""Launchers of cuda/sparse: selection, and attention to lists of cache rows."""

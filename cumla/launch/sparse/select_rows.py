@@ -24,6 +24,7 @@ __all__ = [
     "lists_values",
     "row_steps",
     "select_rows_launch",
+    "visible_tokens_launch",
 ]
 
 _THREADS = 256
@@ -45,7 +46,7 @@ _BOUND, _SELECT = SPECS = (
     _spec("select_rows", "SelectRowsParams"),
 )
 
-_BOUND_PARAMS = struct.Struct("<QqqQQ4i2I")
+_BOUND_PARAMS = struct.Struct("<QqqQQ4i2Ii4x")
 LISTS_FORMAT = "QqqQqQqq6i2I"
 """The struct Lists of cuda/sparse/lists.cuh."""
 _SELECT_PARAMS = struct.Struct(f"<{LISTS_FORMAT}QQQ2i2I")
@@ -102,18 +103,31 @@ def bound_rows_launch(key: MLASparseKey, buffer: int, lengths: ArrayView | None)
 
     `lengths` is ``(batch, q_len)`` int32; None for full lists.
     """
-    zeros = VALUE_DIM // 4
     values = (
         *((0, 0, 0) if lengths is None else (lengths.ptr, *_elements(lengths))),
         buffer + key.bounds,
         buffer + key.zeros,
         key.num_places,
         key.topk,
-        zeros,
+        VALUE_DIM // 4,
         key.q_len,
         *divisor_of(key.q_len),
+        False,
     )
-    return Launch(_BOUND, (-(-max(key.num_places, zeros) // _THREADS), 1, 1), _BOUND_PARAMS, values)
+    blocks = -(-max(key.num_places, VALUE_DIM // 4) // _THREADS)
+    return Launch(_BOUND, (blocks, 1, 1), _BOUND_PARAMS, values)
+
+
+def visible_tokens_launch(kv_lens: ArrayView, out: ArrayView, most: int) -> Launch:
+    """Describe how to count what each query token sees, under a causal mask and up to `most`.
+
+    `kv_lens` is ``(batch,)`` and `out` ``(batch, q_len)``, contiguous, both int32.
+    """
+    batch, q_len = out.shape
+    rows = batch * q_len
+    lengths = kv_lens.ptr, kv_lens.strides[0] // 4, 0
+    values = (*lengths, out.ptr, 0, rows, most, 0, q_len, *divisor_of(q_len), True)
+    return Launch(_BOUND, (-(-rows // _THREADS), 1, 1), _BOUND_PARAMS, values)
 
 
 def lists_values(

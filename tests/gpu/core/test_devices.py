@@ -34,6 +34,7 @@ KERNELS = (
     "paged_mqa_logits",
     "paged_mqa_schedule",
     "quantize_fp8",
+    "top_k",
 )
 MAY_SKIP = ("needs two GPUs",)
 cp: Any = pytest.importorskip("cupy")

@@ -27,6 +27,7 @@ KERNELS = (
     "quantize_fp8",
     "ragged_schedule",
     "schedule",
+    "top_k",
 )
 MAY_SKIP = ("needs JAX on the GPU", "needs two GPUs")
 cp: Any = pytest.importorskip("cupy")
@@ -91,21 +92,8 @@ def test_jit_gives_the_bits_of_the_eager_call(operation: Operation) -> None:
 
 @every_plan
 def test_one_schedule_for_all_layers(planned: Planned) -> None:
-    import cumla.jax
-
     operation = OPERATIONS[planned.operation]
-    kind = getattr(cumla.jax, planned.kind.__name__)
-    arrays, options = helpers.divided(operation.make())
-
-    @jax.jit
-    def step(arrays: dict[str, Any]) -> list[Any]:
-        plan = helpers.planned_with(kind, planned, arrays | options)
-        results = []
-        for _ in range(6):
-            result, plan = plan.run(**planned.inputs(arrays | options))
-            results.append(jax.tree.map(lambda a: a + 0, result))
-        return results
-
+    step, arrays = helpers.layers_of(planned, 6)
     expected = on_gpu(operation)
     for _ in range(4):
         for result in step(arrays):
@@ -198,13 +186,33 @@ def test_scan_writes_to_a_donated_cache_in_place() -> None:
 def test_each_device_computes_its_share(devices: int) -> None:
     if len(jax.devices()) < devices:
         pytest.skip("needs two GPUs")
-    function, arrays = helpers.of_jax(DECODE)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
-    spec = jax.sharding.PartitionSpec
-    of = {name: spec() if name == "kv_cache" else spec("x") for name in arrays}
-    each = jax.shard_map(lambda a: function(**a), mesh=mesh, in_specs=(of,), out_specs=spec("x"))
+    each, arrays = helpers.shared_by(devices)
     for _ in range(3):
-        helpers.assert_same(DECODE, jax.jit(each)(arrays), on_gpu(DECODE))
+        helpers.assert_same(DECODE, each(arrays), on_gpu(DECODE))
+
+
+def test_arrays_on_another_device() -> None:
+    """Results are there, and the bits are those of the first GPU."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two GPUs")
+    function, arrays = helpers.of_jax(DECODE)
+    second = jax.devices()[1]
+    there = jax.device_put(arrays, second)
+    for call in (function, jax.jit(function)):
+        for _ in range(3):
+            result = call(**there)
+            assert result.out.devices() == {second}
+            helpers.assert_same(DECODE, result, on_gpu(DECODE))
+
+
+def test_a_thread_that_computes_all_the_time() -> None:
+    """New places of the results have XLA call back, behind the thread's GIL."""
+    function, arrays = helpers.of_jax(DECODE)
+    compiled, expected = jax.jit(function), on_gpu(DECODE)
+    with helpers.busy_thread():
+        for call in (compiled, function):
+            for result in [call(**arrays) for _ in range(20)]:
+                helpers.assert_same(DECODE, result, expected)
 
 
 def test_what_a_call_costs_the_host() -> None:

@@ -33,6 +33,7 @@ KERNELS = (
     "paged_mqa_logits",
     "paged_mqa_schedule",
     "quantize_fp8",
+    "top_k",
 )
 
 Array = Any
@@ -102,6 +103,11 @@ def small_calls(n: int) -> dict[str, Small]:
         "quantize_fp8": Small(
             cumla.quantize_fp8, {"x": f32(n, 128)}, {"out": u8(n, 128), "scale_out": f32(n)}
         ),
+        "top_k": Small(
+            cumla.top_k,
+            {"scores": f32(n, 5000), "k": 64},
+            {"out": np.empty((n, 64), np.int32), "valid_counts": np.empty(n, np.int32)},
+        ),
         "merge_attention_states": Small(
             cumla.merge_attention_states, partials, {"out": f32(n, 16, 512), "lse": f32(n, 16)}
         ),
@@ -140,7 +146,8 @@ def results_of(result: Any) -> list[Any]:
     """The arrays that an operation returned."""
     if result is None:
         return []
-    return list(result) if isinstance(result, tuple) else [result]
+    results = list(result) if isinstance(result, tuple) else [result]
+    return [one for one in results if one is not None]
 
 
 # --- empty batches -------------------------------------------------------------------------------

@@ -22,8 +22,10 @@ import cumla.torch as binding  # noqa: E402
 from tests.bindings.in_torch import (  # noqa: E402
     Arguments,
     assert_equal,
+    check_compiled,
     compiled,
     flat,
+    halves,
     in_graph,
     tensors,
 )
@@ -122,12 +124,7 @@ def check_step(step: Step, call: Callable[..., Any], lengths: list[int]) -> None
 
 @every_operation
 def test_compiled_call_is_the_eager_one(operation: Operation) -> None:
-    for outputs in (dict, operation.outputs):
-        eager, traced = (on_gpu(operation.make() | outputs()) for _ in range(2))
-        expected = operation.function(**eager)
-        found = compiled(lambda given: operation.function(**given))(traced)
-        assert_equal(found, expected)
-        assert_equal(traced, eager)
+    check_compiled(operation, on_gpu)
 
 
 @every_plan
@@ -136,18 +133,8 @@ def test_halves_are_the_whole(planned: Planned) -> None:
     operation = OPERATIONS[planned.operation]
     given = on_gpu(operation.make())
     expected = flat(operation.function(**given))
-    name, workspace = operation.function.__name__, workspace_of(planned)
-    positional, named = in_graph(operation, given)
-
-    def attend(workspace: Any) -> Any:
-        half = getattr(torch.ops.cumla, f"{name}_attend")
-        return [half(*positional, **named, workspace=workspace) for _ in range(2)]
-
-    def both(workspace: Any) -> Any:
-        half = getattr(torch.ops.cumla, f"{name}_schedule")
-        half(*positional, **named, workspace=workspace)
-        return attend(workspace)
-
+    attend, both = halves(operation, given)
+    workspace = workspace_of(planned)
     for found in compiled(both)(workspace):
         assert_equal(flat(found), expected)
     workspace = workspace_of(planned)

@@ -44,6 +44,7 @@ import cumla  # noqa: E402
 import cumla.launch.device as devices  # noqa: E402
 from cumla.launch import module  # noqa: E402
 from cumla.launch.kernel import PreparedLaunch  # noqa: E402
+from cumla.launch.sparse import top_k  # noqa: E402
 from tests.gpu.tools import digests, pages, record, variants  # noqa: E402
 from tests.gpu.tools.cases import Case  # noqa: E402
 from tests.gpu.tools.fp8_problem import Fp8Case, Fp8Problem, make_fp8  # noqa: E402
@@ -55,6 +56,7 @@ from tests.gpu.tools.repeats import plan_of  # noqa: E402
 from tests.gpu.tools.sparse_problem import SparseCase, make_sparse  # noqa: E402
 from tests.merge_tolerance import assert_merged  # noqa: E402
 from tests.mha import attention_cases  # noqa: E402
+from tests.sparse.top_k_cases import scores_of, shaped  # noqa: E402
 
 PLANTS = {
     "missing-wait": variants.MISSING_WAIT,
@@ -115,6 +117,11 @@ LOGITS_SHAPES = (  # heads, head_dim, next_n: other kernels than those for 64 he
     (32, 128, 1),
     (64, 64, 4),
 )
+SELECTIONS = (  # shapes of top_k, and blocks of a row
+    *((name, 1) for name in ("short", "row", "rows", "wide", "streamed")),
+    *((name, 2) for name in ("cluster", "wide", "streamed")),
+    ("cluster", 8),
+)
 DONE = "sanitize: the grid is done"
 TIMEOUT = 80.0  # seconds a run
 COLD = 600.0  # for the first one, without a tool: it compiles what is not in the kernel cache
@@ -162,6 +169,13 @@ def run_grid(tool: str, plant: str | None) -> None:
         for (entry, edit), count in sorted(launched.items()):
             print(f"sanitize: {entry} launched {count} times{edit and f', edited: {edit}'}")
     print(DONE)
+
+
+def select_all(cupy: Any) -> None:
+    """Run top_k by all its shapes."""
+    for name, cluster in SELECTIONS:
+        select_rows(cupy, name, cluster)
+        print(f"sanitize: top-k, {name} by {cluster}: agrees", flush=True)
 
 
 def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: bool) -> None:
@@ -217,6 +231,7 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
     for dtype in ("bfloat16", "float32"):
         quantize_rows(cupy, dtype)
         print(f"sanitize: FP8 of {dtype}: agrees", flush=True)
+    select_all(cupy)
     for clean in (True, False):
         score_sequence(cupy, clean=clean)
         for next_n in (1, 2):
@@ -354,6 +369,29 @@ def quantize_rows(cupy: Any, dtype: str) -> None:
             cumla.append_mla_cache(there, device, at)
             cumla.reference.append_mla_cache(rows, host, slots)
         np.testing.assert_array_equal(device.get(), host)
+
+
+def select_rows(cupy: Any, name: str, cluster: int, dtype: str = "float32") -> None:
+    """Select from rows of all kinds with one shape of the kernel: slots, positions and values."""
+    shape = top_k._SHAPES[name]
+    width, starts = 4500, np.array([0, 2, 3, 1], np.int32)
+    lengths = np.array([width, 4003, 2049, 100], np.int32)
+    table = np.random.default_rng(1).permutation(300)[:142].reshape(2, 71).astype(np.int32)
+    some = {"row_to_request": np.array([1, 0, 7, 1], np.int32), "block_table": table}
+    some |= {"lengths": lengths, "row_starts": starts, "offsets": np.array([0, 3, 0, 9], np.int32)}
+    for i, kind in enumerate(("normal", "crowded", "equal", "special")):
+        k = 4200 if i == 0 and not shape.held else 600
+        host = scores_of(kind, 4, width + 5, dtype)[:, 5:]
+        there = cupy.asarray(np.zeros((4, width + 5), f"u{host.itemsize}")).view(host.dtype)[:, 5:]
+        there[...] = cupy.asarray(host.view(f"u{host.itemsize}")).view(host.dtype)
+        given = {key: cupy.asarray(value) for key, value in some.items()}
+        options = {"page_size": 64, "values": True, "sorted": bool(i % 2)}
+        want_positions, positions = np.empty((4, k), np.int32), cupy.zeros((4, k), dtype=np.int32)
+        want = cumla.reference.top_k(host, k, out_positions=want_positions, **some, **options)
+        with shaped(name, cluster):
+            got = cumla.top_k(there, k, out_positions=positions, **given, **options)
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one.get().view(np.uint8), other.view(np.uint8))
 
 
 @contextlib.contextmanager

@@ -4,13 +4,13 @@
 Lists name some slots of a cache, with absent entries of all kinds among them. All other slots, gaps
 between rows and pages, and what entries after the end of a list name, are NaN or infinite.
 
-The reference is float64. Where the kernel for packed rows and more than 16 heads takes rows for
-something else (`Seen`) it is attention over those: an element of K or V is then off by 2^-10 of
-itself at most, a score by ``2^-10 * softmax_scale * sum(|q_i k_i|)``, and neither where scales are
-powers of two. The power of two that stands for scales that are all 0 is 2^-60, near which exponents
-have fewer bits. Blocks in which the scales of a row are more than 2^12 apart have V and
-probabilities in bfloat16: a probability is off by up to 2^-8, all of which a list of one row shows.
-Sinks change an output that is there already: in 16 bits it is rounded twice.
+The reference is float64. Where the kernel for packed rows and more than 16 heads takes values for
+something else (`Seen`) it is attention with those: an element of V is then off by 2^-10 of itself
+at most, and not at all where scales are powers of two. Scores are exact, but for rows whose scales
+are all 0: the power of two that stands for those is 2^-60, near which exponents have fewer bits.
+Blocks in which the scales of a row are more than 2^12 apart have V and probabilities in bfloat16: a
+probability is off by up to 2^-8, all of which a list of one row shows. Sinks change an output that
+is there already: in 16 bits it is rounded twice.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class SparseProblem:
         return named_rows(self.case, self.lists, self.slots, self.num_pages)
 
     def seen(self, *, rounded: bool) -> Seen:
-        """The rows as they are, or as the kernel for packed rows takes them."""
+        """The rows as they are, or with values as the kernel for packed rows takes them."""
         xp, case = self.xp, self.case
         if not case.is_fp8:
             rows = xp.concatenate([self.latent, self.rope], axis=-1)
@@ -210,9 +210,10 @@ class SparseProblem:
         else:
             whole = xp.asarray(np.repeat(_host(self.scales).astype(np.float64), 128, axis=1))
             values = wide_values = latent * whole
-            if rounded:
-                values, wide_values, is_wide = self._rounded(_host(latent))
-        return Seen(xp.concatenate([values, rope], axis=-1), values, wide_values, is_wide)
+        keys = xp.concatenate([values, rope], axis=-1)
+        if rounded and self.scales is not None:
+            values, wide_values, is_wide = self._rounded(_host(latent))
+        return Seen(keys, values, wide_values, is_wide)
 
     def _rounded(self, latent: np.ndarray) -> tuple[Array, Array, Array]:
         """Latent columns times scales in float16 or bfloat16, and which rows need the latter."""
@@ -250,7 +251,7 @@ class SparseProblem:
         there = named >= 0
         index = xp.where(there, named, 0)
         keys = xp.where(there[..., None], seen.keys[index], 0.0)
-        values = keys[..., :VALUE_DIM]
+        values = xp.where(there[..., None], seen.values[index], 0.0)
         if bool(seen.is_wide.any()):
             blocks = -(-named.shape[1] // BLOCK)
             wide = xp.zeros((len(named), blocks * BLOCK), bool)

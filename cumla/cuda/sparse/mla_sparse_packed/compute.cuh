@@ -36,6 +36,7 @@ struct PackedConsumer {
   float scores[kHeads / 2];
   float row_exponent[2];      // of this thread's rows: by what their scales were divided, base 2
   float row_shift[2];         // the same, or -infinity if there is no such row
+  float row_factor[2];        // by what their scores are divided
   u32 row_scales[2];          // of them: the scales of group lane % 4, relative to that
   bool is_wide;               // one of them is, see kWide
 
@@ -57,11 +58,17 @@ struct PackedConsumer {
     for (int i = 0; i < kHeadsOfThread; ++i) sum[i] = 0.0f;
   }
 
-  // What a thread does with the scales of a row: relative to a power of two, as pairs of float16.
-  __device__ __forceinline__ u32 relative_scales(const uint4& bits, u32 (&pairs)[kScaleGroups], float& exponent) {
-    const u32 highest = max(max(bits.x & 0x7fffffffu, bits.y & 0x7fffffffu),
-                            max(bits.z & 0x7fffffffu, bits.w & 0x7fffffffu)) >> 23;
-    const u32 bounded = min(max(highest, kLeastExponent), kMostExponent);
+  // The highest scale of a row, of which the sign does not matter; NaN if one of them is.
+  __device__ __forceinline__ static u32 highest_scale(const uint4& bits) {
+    return max(max(bits.x & 0x7fffffffu, bits.y & 0x7fffffffu), max(bits.z & 0x7fffffffu, bits.w & 0x7fffffffu));
+  }
+  __device__ __forceinline__ static u32 bounded_exponent(u32 highest) {
+    return min(max(highest >> 23, kLeastExponent), kMostExponent);
+  }
+
+  // A row's scales for its fragments of V, as pairs of float16: relative to a power of two, whose exponent it finds.
+  __device__ __forceinline__ void find_relative_scales(const uint4& bits, u32 (&pairs)[kScaleGroups], float& exponent) {
+    const u32 bounded = bounded_exponent(highest_scale(bits));
     const float inverse = __uint_as_float((254 - bounded) << 23);
     exponent = static_cast<float>(static_cast<int>(bounded) - 127);
     const u32 words[kScaleGroups] = {bits.x, bits.y, bits.z, bits.w};
@@ -71,37 +78,35 @@ struct PackedConsumer {
       is_wide |= scale != 0.0f && fabsf(scale) < kLeastScale;
       pairs[g] = pack_pair<Fp16>(scale, scale);
     }
-    return pack_pair<Bf16>(inverse, inverse);
   }
 
-  // scores = a block's rows x query, but for the factors of rows and heads.
+  // A scale for scores, not so low that it cannot be divided by: what is 2^-40 of the row's highest one, or less, counts
+  // for nothing beside that.
+  __device__ __forceinline__ static u32 least_divisor(const uint4& bits) {
+    const u32 highest = highest_scale(bits);
+    return max(highest - min(highest, 40u << 23), kLeastExponent << 23);
+  }
+  __device__ __forceinline__ static float divisor_of(u32 bits, u32 least) {
+    return __uint_as_float((bits & 0x80000000u) | max(bits & 0x7fffffffu, least));
+  }
+
+  // scores = a block's rows x query, but for a factor of each row and each head. What a group of columns adds up is
+  // relative to its scales: before the next one all is divided by that one's.
   __device__ __forceinline__ void multiply_query(u32 t) {
     const GranulePlace place(kGranules * t + warp);
     mbarrier_wait(shared.full(place.slot), place.phase, "a granule");
     const u32 rows = shared.slot(place.slot), own = rows + token_at(lane / 4) * kPackedBytes;
-    const uint4 bits[2] = {load_shared_16(own + kPackedScales), load_shared_16(own + 8 * kPackedBytes + kPackedScales)};
-    u32 a[2][kStepRegisters], rope[4][4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-      load_matrix_x4(rope[k], rows + token_at(lane % 16) * kPackedBytes + kPackedRope + (2 * k + lane / 16) * 16);
-    const u32 source = own + lane % 4 * 16;
-    KeyTile keys;
-    keys.load<kPackedBytes>(source);
-    u32 scale[2][kScaleGroups], inverse[2];
-    is_wide = false;
-    const u32 exist = load_shared_u32(shared.exist(place.slot)) >> token_at(lane / 4);
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      inverse[e] = relative_scales(bits[e], scale[e], row_exponent[e]);
-      row_shift[e] = exist >> 8 * e & 1 ? row_exponent[e] : -kInfinity;
-      const u32 lower = lane & 1 ? scale[e][1] : scale[e][0], upper = lane & 1 ? scale[e][3] : scale[e][2];
-      row_scales[e] = lane & 2 ? upper : lower;
-    }
+    u32 a[2][kStepRegisters];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int i = 0; i < kStepRegisters; ++i)
-        a[half][i] = multiply_pairs<Bf16>(rope[2 * half + i / 4][i % 4], inverse[i & 1]);
+      for (int k = 0; k < 2; ++k) {
+        u32 words[4];
+        load_matrix_x4(words, rows + token_at(lane % 16) * kPackedBytes + kPackedRope +
+                                  (4 * half + 2 * k + lane / 16) * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[half][4 * k + i] = words[i];
+      }
       keep_before_products(a[half]);
       warpgroup_arrive();
 #pragma unroll
@@ -112,6 +117,12 @@ struct PackedConsumer {
             half + k > 0);
       warpgroup_commit();
     }
+    const u32 source = own + lane % 4 * 16;
+    KeyTile keys;
+    keys.load<kPackedBytes>(source);
+    const u32 least[2] = {least_divisor(load_shared_16(own + kPackedScales)),
+                          least_divisor(load_shared_16(own + 8 * kPackedBytes + kPackedScales))};
+    float divisor[2] = {1.0f, 1.0f};  // of the group of columns whose products are summed up
 #pragma unroll
     for (int k = 0; k < kValueTiles; ++k) {
       KeyTile next;
@@ -120,9 +131,21 @@ struct PackedConsumer {
       for (int half = 0; half < 2; ++half) {
         warpgroup_wait<1>();
         keys.expand(half, a[half]);
-#pragma unroll
-        for (int i = 0; i < kStepRegisters; ++i) a[half][i] = multiply_pairs<Fp16>(a[half][i], scale[i & 1][k / 2]);
         keep_before_products(a[half]);
+        if (k % 2 == 0 && half == 0) {
+          warpgroup_wait<0>();
+          keep_behind_wait(scores);
+          float ratio[2];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const u32 of_group = load_shared_u32(own + e * 8 * kPackedBytes + kPackedScales + k / 2 * 4);
+            const float to = divisor_of(of_group, least[e]);
+            ratio[e] = divisor[e] * reciprocal_approx(to);
+            divisor[e] = to;
+          }
+#pragma unroll
+          for (int i = 0; i < kHeads / 2; ++i) scores[i] *= ratio[i >> 1 & 1];
+        }
         warpgroup_arrive();
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -132,6 +155,16 @@ struct PackedConsumer {
         warpgroup_commit();
       }
       if (k + 1 < kValueTiles) keys = next;
+    }
+    is_wide = false;
+    const u32 exist = load_shared_u32(shared.exist(place.slot)) >> token_at(lane / 4);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      u32 scale[kScaleGroups];
+      find_relative_scales(load_shared_16(own + e * 8 * kPackedBytes + kPackedScales), scale, row_exponent[e]);
+      row_shift[e] = exist >> 8 * e & 1 ? row_exponent[e] : -kInfinity;
+      row_scales[e] = lane & 2 ? (lane & 1 ? scale[3] : scale[2]) : (lane & 1 ? scale[1] : scale[0]);
+      row_factor[e] = divisor[e];
     }
     warpgroup_wait<0>();
     keep_behind_wait(scores);
@@ -148,7 +181,6 @@ struct PackedConsumer {
   __device__ __forceinline__ bool store_probabilities(int parity, float (&block_sum)[kHeadsOfThread]) const {
     const int tokens = 2 * warp + lane / 8 % 2, row = lane / 16 * 8 + lane % 8;
     const u32 to = shared.probabilities(parity) + row * 128 + ((tokens ^ (row & 7)) << 4);
-    const float of_row[2] = {exp2_of_integer(row_exponent[0]), exp2_of_integer(row_exponent[1])};
     const float out_again[2] = {exp2_of_integer(-row_exponent[0]), exp2_of_integer(-row_exponent[1])};
     u32 highest = 0, packed[4];
     float2 factors = load_shared_float2(shared.score_factor(head_of(0)));
@@ -164,8 +196,8 @@ struct PackedConsumer {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const float* const s = scores + i + 2 * e;
-        v[e][0] = exp2_approx(__fmaf_rn(s[0] * of_row[e], factors.x, row_shift[e] - references.x));
-        v[e][1] = exp2_approx(__fmaf_rn(s[1] * of_row[e], factors.y, row_shift[e] - references.y));
+        v[e][0] = exp2_approx(__fmaf_rn(s[0] * row_factor[e], factors.x, row_shift[e] - references.x));
+        v[e][1] = exp2_approx(__fmaf_rn(s[1] * row_factor[e], factors.y, row_shift[e] - references.y));
         packed[i / 2 % 4 + e] = pack_pair<T>(v[e][0], v[e][1]);
         highest = highest_f16x2(highest, packed[i / 2 % 4 + e]);
       }
@@ -191,11 +223,10 @@ struct PackedConsumer {
     for (int i = 0; i < kHeadsOfThread; i += 2) {
       const float2 factors = load_shared_float2(shared.score_factor(head_of(i)));
       const float* const s = scores + 2 * i;
-      const float powers[2] = {exp2_of_integer(row_exponent[0]), exp2_of_integer(row_exponent[1])};
-      highest[i] = fmaxf(__fmaf_rn(s[0] * powers[0], factors.x, row_shift[0]),
-                         __fmaf_rn(s[2] * powers[1], factors.x, row_shift[1]));
-      highest[i + 1] = fmaxf(__fmaf_rn(s[1] * powers[0], factors.y, row_shift[0]),
-                             __fmaf_rn(s[3] * powers[1], factors.y, row_shift[1]));
+      highest[i] = fmaxf(__fmaf_rn(s[0] * row_factor[0], factors.x, row_shift[0]),
+                         __fmaf_rn(s[2] * row_factor[1], factors.x, row_shift[1]));
+      highest[i + 1] = fmaxf(__fmaf_rn(s[1] * row_factor[0], factors.y, row_shift[0]),
+                             __fmaf_rn(s[3] * row_factor[1], factors.y, row_shift[1]));
     }
 #pragma unroll
     for (int step = 4; step < 32; step *= 2)
@@ -359,10 +390,7 @@ struct PackedConsumer {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const u32 row = rows + (token_at(2 * (lane % 4) + j) + 8 * e) * kPackedBytes + kPackedScales;
-        const uint4 bits = load_shared_16(row);
-        const u32 highest = max(max(bits.x & 0x7fffffffu, bits.y & 0x7fffffffu),
-                                max(bits.z & 0x7fffffffu, bits.w & 0x7fffffffu)) >> 23;
-        const float inverse = __uint_as_float((254 - min(max(highest, kLeastExponent), kMostExponent)) << 23);
+        const float inverse = __uint_as_float((254 - bounded_exponent(highest_scale(load_shared_16(row)))) << 23);
         scale[e][j] = load_shared_float(row + 4 * group) * inverse;
       }
 #pragma unroll

@@ -24,17 +24,11 @@ __device__ __forceinline__ void load_granules(const MlaSparsePackedParams& param
 #pragma unroll 1
   for (int place = part.place; place <= last_place; ++place) {
     const Segment segment = segment_of(p, tile, part, place);
-    const List list(params.lists, segment.request, tile.q_begin);
     const int first = segment.begin * kBlockTokens + own;
-    const int* entry = list.entries + first;
-    int left = list.exists ? segment.tokens - first : 0;  // entries from this lane's next one on
-    int next = list.row_of(params.lists, left > 0 ? *entry : -1);
+    ListWalk walk(params.lists, List(params.lists, segment.request, tile.q_begin), first, segment.tokens);
 #pragma unroll 1
     for (int blocks = segment.blocks; blocks > 0; --blocks) {
-      const int row = next;
-      entry += kBlockTokens;
-      left -= kBlockTokens;
-      next = list.row_of(params.lists, left > 0 ? *entry : -1);
+      const int row = walk.next(params.lists);
       mbarrier_wait(shared.free(at.slot), at.phase ^ 1, "a free slot");
       const u32 exist = __ballot_sync(0xffffffffu, row >= 0);
       if (lane == 0) {

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugins of servers share: the versions that they serve, and plans for steps."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+import cumla
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+_MOST_PLANS = 256
+MLA_WIDTHS = (512, 64)  # of the latent columns and of those with RoPE
+
+
+def check_version(
+    server: str, version: str, tested: tuple[tuple[int, ...], tuple[int, ...]], option: str
+) -> None:
+    """Refuse a server whose interfaces its plugin was not tested with."""
+    size = len(tested[0])
+    found = re.match(rf"\d+(\.\d+){{{size - 1}}}", version)
+    if found is None or not tested[0] <= tuple(map(int, found[0].split("."))) <= tested[1]:
+        *lead, end = tested[1]
+        first, last, beyond = (".".join(map(str, v)) for v in (*tested, (*lead, end + 1)))
+        raise ImportError(
+            f"{server}: cumla's backend needs a version from {first} to {last}, got {version}; "
+            f'install one ("{server}>={first},<{beyond}"), or a cumla that knows yours, or leave '
+            f"out --attention-backend {option}"
+        )
+
+
+def cache_dtype(stored: torch.dtype) -> str | None:
+    """Return the cache_dtype of plans for a cache that a server stores so."""
+    return "float8_e4m3fn" if stored.itemsize == 1 else None
+
+
+class Step(NamedTuple):
+    """A plan, and its update with the lengths of a step.
+
+    Servers prepare a step before its layers, and before each replay of a CUDA graph, on the stream
+    of either: the update is eager, and the runs may be captured.
+    """
+
+    plan: Any
+    update: Callable[[], None]
+
+    def run(self, q: Any, *arrays: torch.Tensor, **options: Any) -> cumla.AttentionState:
+        """Attend for one layer; on another stream than the update's, update there first.
+
+        Micro-batches, and some captures, run on streams of their own.
+        """
+        on = arrays[0].device
+        stream = torch.cuda.current_stream(on).cuda_stream if on.type == "cuda" else 0
+        if not self.plan.serves(stream):
+            self.update()
+        state: cumla.AttentionState = self.plan.run(q, *arrays, **options)
+        return state
+
+    def run_mla(self, q: Any, *arrays: torch.Tensor, **options: Any) -> cumla.AttentionState:
+        """Attend with rows of tokens by either plan of MLA: `q` is one tensor or a pair.
+
+        out is ``(tokens, num_heads, 512)``; lse with its first axes flattened ``(tokens,
+        num_heads)``.
+        """
+        q = q if isinstance(q, tuple) else q.split(MLA_WIDTHS, -1)
+        if not isinstance(self.plan, cumla.MLADecodePlan):
+            return self.run(q, *arrays, **options)
+        q = tuple(part.unflatten(0, (-1, self.plan.key.q_len)) for part in q)
+        out, lse = self.run(q, *arrays, **options)
+        return cumla.AttentionState(out.flatten(0, 1), lse.transpose(1, 2))
+
+
+class Plans:
+    """Plans of one kind of layers by shape, which take turns in one buffer.
+
+    A CUDA graph holds the address of its plan's buffer. A shape therefore keeps the buffer that it
+    got first, also when its plan is forgotten and made again; a shape that needs more gets a larger
+    buffer, which new shapes share from then on. `sizes` are what the bytes of a buffer depend on
+    beside the shape, `options` the rest of what all plans are made with.
+    """
+
+    def __init__(self, device: torch.device, sizes: dict[str, Any], **options: Any) -> None:
+        self._device = device
+        self._sizes = sizes
+        self._options = options
+        self._plans: dict[Hashable, Any] = {}
+        self._buffers: dict[Hashable, torch.Tensor] = {}
+        self._largest: torch.Tensor | None = None
+
+    def begin(
+        self, kind: Any, shape: tuple[int, ...], kv_lens: torch.Tensor, **offsets: torch.Tensor
+    ) -> Step:
+        """Compute the schedule of a step with the plan of a class and a shape."""
+        plan = self._find(kind, shape, kv_lens)
+        update = partial(plan.update, kv_lens, **offsets)
+        update()
+        return Step(plan, update)
+
+    def begin_mla(
+        self, num_heads: int, tokens: int, q_len: int, kv_lens: torch.Tensor, offsets: torch.Tensor
+    ) -> Step:
+        """Compute the schedule of a step of MLA.
+
+        `q_len` are the query tokens of each request, or 0 where they differ, as `offsets` tell.
+        """
+        batch = len(kv_lens)
+        if q_len:
+            return self.begin(cumla.MLADecodePlan, (batch, q_len, num_heads), kv_lens)
+        shape = (batch, tokens, num_heads)
+        return self.begin(cumla.MLAAttentionPlan, shape, kv_lens, qo_indptr=offsets)
+
+    def _find(self, kind: Any, shape: tuple[int, ...], like: torch.Tensor) -> Any:
+        key = kind, shape
+        if key not in self._plans:
+            if len(self._plans) >= _MOST_PLANS:  # mixed steps have any shapes
+                self._plans.clear()
+            place = {"like": like}
+            if self._device.type != "cpu":  # where plans have no buffer
+                place["workspace"] = self._buffer(kind, shape)
+            self._plans[key] = kind(*shape, **self._sizes, **self._options, **place)
+        return self._plans[key]
+
+    def _buffer(self, kind: Any, shape: tuple[int, ...]) -> torch.Tensor:
+        key = kind, shape
+        if key not in self._buffers:
+            nbytes = kind.workspace_bytes(*shape, **self._sizes)
+            if self._largest is None or self._largest.numel() < nbytes:
+                self._largest = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._buffers[key] = self._largest
+        return self._buffers[key]

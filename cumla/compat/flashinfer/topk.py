@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashInfer's selection of the largest scores over `cumla.top_k`."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from cumla.compat._arguments import CallersNames, check_tensors
+from cumla.launch.sparse.top_k import MOST_SORTED
+from cumla.sparse.top_k import top_k as select
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "TopKTieBreak",
+    "top_k",
+    "top_k_page_table_transform",
+    "top_k_ragged_transform",
+    "topk",
+]
+
+_NAMES = {
+    "scores": "input",
+    "block_table": "src_page_table",
+    "row_to_request": "row_to_batch",
+    "out_positions": "out_raw_indices",
+}
+_CALLERS = CallersNames(_NAMES, RuntimeError)
+
+
+class TopKTieBreak(IntEnum):
+    """Which of equal scores are selected at the end."""
+
+    NONE = 0
+    SMALL = 1
+    LARGE = 2
+
+
+def top_k(
+    input: torch.Tensor,
+    k: int,
+    sorted: bool = False,
+    deterministic: bool = False,
+    tie_break: int = TopKTieBreak.NONE,
+    dsa_graph_safe: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select the k largest scores of each row.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        ``(batch_size, d)`` float32, float16 or bfloat16.
+    k : int
+        How many, up to d.
+    sorted : bool
+        Order each row by its scores, the largest first.
+    deterministic, dsa_graph_safe : bool
+        Accepted and ignored: the result is always deterministic, and calls can be captured.
+    tie_break : int
+        Of equal scores those at the smallest indices are selected, for ``NONE``, too.
+
+    Returns
+    -------
+    values : torch.Tensor
+        ``(batch_size, k)``, the dtype of input.
+    indices : torch.Tensor
+        ``(batch_size, k)``, int64; ascending unless the values are sorted.
+
+    Raises
+    ------
+    TypeError
+        An argument is no tensor.
+    NotImplementedError
+        tie_break is ``LARGE``.
+    RuntimeError
+        Shapes or dtypes do not fit, or k is more than d.
+    CumlaError
+        As `cumla.top_k`.
+    """
+    check_tensors(input=input)
+    _check_tie_break(tie_break)
+    with _CALLERS:
+        if k > input.shape[-1]:
+            raise ValueError(f"k: needs at most the {input.shape[-1]} columns of input, got {k}")
+        too_many = sorted and k > MOST_SORTED
+        found = select(input, k, values=True, sorted=sorted and not too_many)
+    values, indices = found.values, found.indices.long()
+    if too_many:
+        values, order = values.sort(dim=-1, descending=True, stable=True)
+        indices = indices.gather(-1, order)
+    return values, indices
+
+
+topk = top_k
+
+
+def top_k_page_table_transform(
+    input: torch.Tensor,
+    src_page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    row_to_batch: torch.Tensor | None = None,
+    deterministic: bool = False,
+    tie_break: int = TopKTieBreak.NONE,
+    dsa_graph_safe: bool = False,
+    row_starts: torch.Tensor | None = None,
+    page_table_row_starts: torch.Tensor | None = None,
+    *,
+    page_size: int = 1,
+    out: torch.Tensor | None = None,
+    out_raw_indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Select the k largest scores of each row and translate their indices by a page table.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        ``(num_rows, max_len)`` float32, float16 or bfloat16; rows of any stride.
+    src_page_table : torch.Tensor
+        ``(batch_size, max_pages)`` int32. Page numbers below 0 give -1.
+    lengths : torch.Tensor
+        ``(num_rows,)`` int32: scores of each row, from its start.
+    k : int
+        How many.
+    row_to_batch : torch.Tensor, optional
+        ``(num_rows,)`` int32: the row of the table; row i by default.
+    deterministic, tie_break, dsa_graph_safe
+        As in `top_k`.
+    row_starts : torch.Tensor, optional
+        ``(num_rows,)`` int32: the first score of each row, from which its indices count.
+    page_table_row_starts : torch.Tensor, optional
+        ``(num_rows,)`` int32: the entry of the table where a row's indices begin; row_starts by
+        default, which needs pages of one score.
+    page_size : int
+        Scores of a page.
+    out, out_raw_indices : torch.Tensor, optional
+        ``(num_rows, k)`` int32: where to write the result, and the indices before translation.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(num_rows, k)`` int32, -1 after the last one, in the order of the indices.
+
+    Raises
+    ------
+    TypeError, NotImplementedError, RuntimeError, CumlaError
+        As `top_k`.
+    ValueError
+        row_starts without page_table_row_starts, and pages of several scores.
+    """
+    check_tensors(input=input, src_page_table=src_page_table, lengths=lengths)
+    _check_tie_break(tie_break)
+    offsets = page_table_row_starts
+    if offsets is None and row_starts is not None:
+        if page_size != 1:
+            raise ValueError(
+                "page_table_row_starts: needed with row_starts and a page_size above 1, got none; "
+                "pass the entries of src_page_table where the rows begin"
+            )
+        offsets = row_starts
+    elif offsets is not None and page_size != 1:
+        offsets = offsets * page_size
+    with _CALLERS:
+        found = select(
+            input,
+            k,
+            lengths=lengths,
+            row_starts=row_starts,
+            block_table=src_page_table,
+            page_size=page_size,
+            row_to_request=row_to_batch,
+            offsets=offsets,
+            out=out,
+            out_positions=out_raw_indices,
+        )
+    return found.indices
+
+
+def top_k_ragged_transform(
+    input: torch.Tensor,
+    offsets: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    deterministic: bool = False,
+    tie_break: int = TopKTieBreak.NONE,
+    dsa_graph_safe: bool = False,
+    row_starts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Select the k largest scores of each row and add the row's offset to their indices.
+
+    Parameters
+    ----------
+    input, lengths, k, deterministic, tie_break, dsa_graph_safe, row_starts
+        As in `top_k_page_table_transform`.
+    offsets : torch.Tensor
+        ``(num_rows,)`` int32.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(num_rows, k)`` int32, -1 after the last one.
+
+    Raises
+    ------
+    TypeError, NotImplementedError, RuntimeError, CumlaError
+        As `top_k`.
+    """
+    check_tensors(input=input, offsets=offsets, lengths=lengths)
+    _check_tie_break(tie_break)
+    with _CALLERS:
+        found = select(input, k, lengths=lengths, row_starts=row_starts, offsets=offsets)
+    return found.indices
+
+
+def _check_tie_break(tie_break: int) -> None:
+    if tie_break not in (TopKTieBreak.NONE, TopKTieBreak.SMALL):
+        raise NotImplementedError(
+            f"tie_break: needs NONE or SMALL, got {tie_break!r}; of equal scores cumla selects "
+            f"those at the smallest indices"
+        )

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// Thread block clusters: their barrier, and accesses to the shared memory of another block of the cluster.
+#pragma once
+#include "ptx/types.cuh"
+
+namespace cumla::ptx {
+
+// PTX ISA: Parallel Synchronization and Communication Instructions: barrier.cluster
+// All threads of the cluster have arrived, and see what the others wrote before, in shared memory, too.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: mapa
+// Where what lies at a shared-window address of this block lies in the block of a rank.
+__device__ __forceinline__ u32 shared_address_in(u32 address, u32 rank) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: ld
+__device__ __forceinline__ u32 load_cluster_u32(u32 source) {
+  u32 value;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(source) : "memory");
+  return value;
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
+// In this block's own.
+__device__ __forceinline__ void store_shared_u64(u32 destination, u64 value) {
+  asm volatile("st.shared.u64 [%0], %1;" ::"r"(destination), "l"(value) : "memory");
+}
+
+// PTX ISA: Data Movement and Conversion Instructions: st
+__device__ __forceinline__ void store_cluster_u64(u32 destination, u64 value) {
+  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(destination), "l"(value) : "memory");
+}
+
+}  // namespace cumla::ptx

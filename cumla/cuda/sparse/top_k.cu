@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// The k largest scores of each row: exact, deterministic, ties by the lowest position, positions ascending.
+//
+// A block, or a cluster of blocks, takes a row. Scores are read once and become keys of 32 bits, in the order of the
+// scores, that stay in registers and shared memory (`Resident`); rows too long for that are read again for each pass
+// (`Streamed`). Nothing is kept in a list that might be too short:
+//
+//   1. count the keys by their upper 11 bits, in shared memory; find the bin in which the k-th key lies
+//   2. while the keys up to that bin do not fit into the list: count those of the bin by their next bits, over all keys
+//   3. put the keys up to the bin into the list, in the order of their positions (prefix sums, no atomics)
+//   4. the cluster's first block makes the passes that are left over the list, and writes what is chosen
+//
+// Step 2 is rare: a bin of the first pass is a quarter of an octave. A bin all of whose keys are chosen ends the
+// passes. Counts are integers and places are prefix sums, so that the same scores give the same bits.
+//
+// A cluster waits twice for all of its blocks, in steps 1 and 3: for the counters, which each block reads of all others
+// where the k-th key lies (two steps: 16 or 32 sums, then the bins of one of them), and for the list.
+//
+// Shared memory: 25 KB of counters, the list (8 B an entry), kStored x 16 B a thread. Registers: 4 kHeld a thread for
+// keys. Rows of at most k scores are not read at all, unless values or their order are asked for.
+#include "sparse/top_k/finish.cuh"
+#include "ptx/sync.cuh"
+
+namespace cumla::sparse {
+
+template <typename Element, typename Keys, int kThreads, int kCapacity, bool kClustered>
+__device__ __forceinline__ void select_row(const TopKParams& p, Head& head, u64* list, unsigned char* stored) {
+  const int cluster = kClustered ? 1 << p.cluster_log2 : 1;
+  const int rank = kClustered ? static_cast<int>(blockIdx.x) & (cluster - 1) : 0;
+  const Row row = row_of(p, static_cast<int>(blockIdx.x) >> (kClustered ? p.cluster_log2 : 0));
+  if (threadIdx.x == 0) head.row = row;
+  if (row.length <= p.k) {
+    const Output<Element> output(p, row);
+    const int thread = rank * kThreads + threadIdx.x, threads = cluster * kThreads;
+    output.fill(thread, threads);
+    if (!p.is_sorted || row.length == 0) {
+      if (thread == 0) output.write_count();
+#pragma unroll 1
+      for (int slot = thread; slot < row.length; slot += threads) output.write(slot, slot);
+      return;
+    }
+  }
+  const auto sync = [] {
+    if constexpr (kClustered) cluster_sync();
+    else __syncthreads();
+  };
+
+  Keys keys(scores_of<Element>(p, row), row.length, rank, cluster, stored);
+  keys.load_and_count(counters_of(head, 0));
+  const u32 wanted = count_of(row, p.k);
+  Threshold threshold = {0, wanted, 0, 0};
+  Before block = {0, 0};  // in blocks of lower rank: keys before the threshold's bin, and in it
+  u32 listed = 0;
+#pragma unroll 1
+  for (int pass = 0; pass < kPasses; ++pass) {
+    if (pass > 0) keys.count_again(counters_of(head, pass), Digit(pass, threshold.prefix));
+    const Found found = kClustered && cluster > 1
+                            ? find_in_cluster<kThreads>(head, pass, threshold.need, rank, cluster)
+                            : find_in_block<kThreads>(head, pass, threshold.need);
+    threshold.narrow(pass, found);
+    block.chosen += found.lower_before;
+    block.equal = found.lower_count;
+    listed = wanted - threshold.need + threshold.count;
+    if (threshold.is_whole() || listed <= kCapacity) break;
+  }
+
+  constexpr u32 kMost = kCapacity;
+  const bool fits = listed <= kMost;
+  const u32 limit = (threshold.prefix + 1) << shift_of(threshold.pass), before = block.chosen + block.equal;
+  const Choice choice = threshold.choice();
+  if (!fits) {  // the chosen keys alone
+    if (threshold.is_whole()) block = {before, 0};
+    threshold = {kNoKey - 1, 0, 0, kPasses - 1};  // all that are listed
+    listed = wanted;
+  }
+#pragma unroll 1
+  for (u32 first_slot = 0;; first_slot += kMost) {
+    if (!fits) keys.place_chosen(head, choice, block, Window<kClustered>{list, first_slot, kMost});
+    else if constexpr (kClustered) keys.place(head, limit, before, Window<true>{list, 0, kMost});
+    else keys.place(head, limit, before, Own{list});
+    sync();
+    const u32 left = listed - first_slot;
+    if (rank == 0) finish<Element, kThreads>(head, list, min(left, kMost), first_slot, threshold, p);
+    if (!Keys::kTakesTurns || left <= kMost) return;
+    sync();
+  }
+}
+
+template <typename Element, int kThreads, int kHeld, int kStored, int kCapacity, bool kClustered>
+__device__ __forceinline__ void top_k(const TopKParams& p) {
+  static_assert((power_of_two_from(kCapacity) - kCapacity) * 8 <= kStored * kThreads * 16,
+                "what sorting needs beyond the list is that of the keys, which nobody needs then");
+  grid_dependency_launch();
+  extern __shared__ __align__(16) unsigned char memory[];
+  Head& head = *reinterpret_cast<Head*>(memory);
+  u64* const list = reinterpret_cast<u64*>(memory + sizeof(Head));
+  unsigned char* const stored = memory + sizeof(Head) + kCapacity * sizeof(u64);
+  uint4* const counters = reinterpret_cast<uint4*>(head.histogram);
+  constexpr int kQuads = sizeof(head.histogram) / sizeof(uint4);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kQuads; i += kThreads) counters[i] = {0, 0, 0, 0};
+  grid_dependency_wait();
+  using Kept = Resident<Element, kThreads, kHeld, kStored>;
+  if constexpr (kHeld > 0) select_row<Element, Kept, kThreads, kCapacity, kClustered>(p, head, list, stored);
+  else select_row<Element, Streamed<Element, kThreads>, kThreads, kCapacity, kClustered>(p, head, list, stored);
+}
+
+}  // namespace cumla::sparse

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the host packs for top_k, and what lies where in shared memory.
+#pragma once
+#include "ptx/types.cuh"
+
+namespace cumla::sparse {
+
+using namespace ptx;
+
+struct TopKParams {
+  const char* scores;
+  const int *lengths, *row_starts;  // null: whole rows
+  const int *block_table, *row_to_request, *offsets;
+  int *out, *positions;
+  char* values;
+  int* valid_counts;
+  i64 scores_stride, table_stride, out_stride, positions_stride;  // bytes; entries of the others
+  i64 lengths_stride, row_starts_stride, requests_stride, offsets_stride, counts_stride;  // entries
+  int width, k, page_size, max_pages, requests;
+  int cluster_log2;  // blocks of a row
+  int is_sorted, unused;
+};
+
+// Passes of 11, 11 and 10 bits, from the top.
+constexpr int kPasses = 3, kBins = 2048;
+__device__ __forceinline__ int shift_of(int pass) { return pass == 0 ? 21 : pass == 1 ? 10 : 0; }
+__device__ __forceinline__ int bits_of(int pass) { return pass == 2 ? 10 : 11; }
+
+// The bin of a key in a pass, and whether it is counted there: whether the passes before chose its upper bits.
+struct Digit {
+  u32 prefix;
+  int shift, bits;
+
+  __device__ __forceinline__ Digit(int pass, u32 prefix)
+      : prefix(prefix), shift(shift_of(pass)), bits(bits_of(pass)) {}
+  __device__ __forceinline__ bool counts(u32 key) const { return key >> (shift + bits - 1) >> 1 == prefix; }
+  __device__ __forceinline__ u32 of(u32 key) const { return key >> shift & ((1u << bits) - 1); }
+};
+
+// What a bin of a pass tells: keys before it, keys in it; and how many of both are in blocks of lower rank.
+struct Found {
+  u32 bin, before, count, lower_before, lower_count;
+};
+
+// One row, the same in all threads of a cluster.
+struct Row {
+  int index, start, length;
+};
+
+struct Head {
+  u32 histogram[kPasses][kBins];
+  u32 coarse[kPasses][32];  // sums over the bins of a warp
+  u32 sums[2][32];          // of the keys of a warp
+  Found found;
+  Row row;  // here, and not in registers, while keys take these
+};
+static_assert(sizeof(Head) % 16 == 0, "what follows is moved 16 bytes at a time");
+
+}  // namespace cumla::sparse

@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: Apache-2.0
+// A row's keys: counted in passes, and put into a list in the order of their positions. `Resident` reads the scores
+// once and keeps the keys in registers and shared memory; `Streamed` reads them again for every pass.
+#pragma once
+#include "ptx/cluster.cuh"
+#include "sparse/top_k/find.cuh"
+#include "sparse/top_k/keys.cuh"
+
+namespace cumla::sparse {
+
+// An entry of a list: the key above, the position below.
+__device__ __forceinline__ u64 entry_of(u32 key, int position) {
+  return static_cast<u64>(key) << 32 | static_cast<u32>(position);
+}
+
+// Where the entries of a block that has a row to itself go: all that come have room.
+struct Own {
+  u32 entries;  // shared-window address
+
+  __device__ __forceinline__ explicit Own(const u64* list) : entries(copy_of(shared_address(list))) {}
+  __device__ __forceinline__ void put(u32 place, u64 entry) const { store_shared_u64(entries + place * 8, entry); }
+};
+
+// Where entries go: places from `begin` on, in the cluster's first block. Others are left out.
+template <bool kClustered>
+struct Window {
+  u32 entries, begin, capacity;
+
+  __device__ __forceinline__ Window(const u64* list, u32 begin, u32 capacity)
+      : entries(copy_of(shared_address(list))), begin(begin), capacity(capacity) {
+    if (kClustered) entries = shared_address_in(entries, 0);
+  }
+  __device__ __forceinline__ void put(u32 place, u64 entry) const {
+    const u32 i = place - begin;
+    if (i >= capacity) return;
+    if constexpr (kClustered) store_cluster_u64(entries + i * 8, entry);
+    else store_shared_u64(entries + i * 8, entry);
+  }
+};
+
+// Which keys are chosen: all before `limit`, and of those that equal it the first `ties`.
+struct Choice {
+  u32 limit, ties;
+};
+
+// What lies before a thread's keys: chosen ones, and such as equal the limit.
+struct Before {
+  u32 chosen, equal;
+};
+
+// Turns a warp's own counts into what lies before it in its block, and adds that to what lies before the block.
+template <int kThreads, bool kTies>
+__device__ __forceinline__ Before before_warp(Head& head, Before own, Before block) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (lane == 0) {
+    head.sums[0][warp] = own.chosen;
+    if (kTies) head.sums[1][warp] = own.equal;
+  }
+  __syncthreads();
+  const bool is_before = lane < warp;
+  block.chosen += __reduce_add_sync(kAll, is_before ? head.sums[0][lane] : 0);
+  if (kTies) block.equal += __reduce_add_sync(kAll, is_before ? head.sums[1][lane] : 0);
+  return block;
+}
+
+// Puts the chosen keys of a block into a list, group by group. `each` runs a function of four keys and the position of
+// the first for all groups of a thread, in the order of their positions.
+template <int kThreads, typename Each, typename Out>
+__device__ __forceinline__ void place_by_group(Head& head, const Choice& choice, Before block, const Out& list,
+                                               Each each) {
+  const auto kinds = [&](const u32 (&keys)[4]) {  // how many are chosen and, above, how many equal the limit
+    u32 both = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) both += keys[i] < choice.limit ? 1u : keys[i] == choice.limit ? 1u << 16 : 0u;
+    return both;
+  };
+  Before own = {0, 0};
+  each([&](const u32 (&keys)[4], int) {
+    const u32 both = kinds(keys);
+    own.chosen += both & 0xffff;
+    own.equal += both >> 16;
+  });
+  own = {__reduce_add_sync(kAll, own.chosen), __reduce_add_sync(kAll, own.equal)};
+  Before before = before_warp<kThreads, true>(head, own, block);
+  each([&](const u32 (&keys)[4], int at) {
+    const u32 both = kinds(keys);
+    if (!__any_sync(kAll, both != 0)) return;
+    const u32 inclusive = split::warp_inclusive_sum(both), all = __shfl_sync(kAll, inclusive, 31);
+    u32 place = before.chosen + (inclusive - both & 0xffff), ties = before.equal + (inclusive - both >> 16);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool is_before = keys[i] < choice.limit, is_tie = keys[i] == choice.limit;
+      const bool is_chosen = is_before || (is_tie && ties < choice.ties);
+      if (is_chosen) list.put(place + min(ties, choice.ties), entry_of(keys[i], at + i));
+      place += is_before;
+      ties += is_tie;
+    }
+    before.chosen += all & 0xffff;
+    before.equal += all >> 16;
+  });
+}
+
+// Groups of four keys a thread: kHeld in registers, kStored in shared memory.
+template <typename Element, int kThreads, int kHeld, int kStored>
+struct Resident {
+  static constexpr int kGroups = kHeld + kStored, kWords = (kGroups + 3) / 4;
+  static constexpr bool kTakesTurns = false;
+  const Share<Element, kThreads> share;
+  uint4* const stored;
+  u32 held[kHeld][4];
+
+  __device__ __forceinline__ Resident(const char* scores, int length, int rank, int cluster, unsigned char* memory)
+      : share(scores, length, rank, cluster), stored(reinterpret_cast<uint4*>(memory) + threadIdx.x) {}
+
+  // Runs f(keys, group) for all groups that the row has.
+  template <typename F>
+  __device__ __forceinline__ void each(F f) {
+#pragma unroll
+    for (int g = 0; g < kHeld; ++g)
+      if (g < share.groups) f(held[g], g);
+#pragma unroll
+    for (int g = kHeld; g < kGroups; ++g)
+      if (g < share.groups) with_stored(f, g);
+  }
+
+  // The same with less code: where it is rare, or needs no group's number when it is compiled.
+  template <typename F>
+  __device__ __forceinline__ void each_rolled(F f) {
+#pragma unroll
+    for (int g = 0; g < kHeld; ++g)
+      if (g < share.groups) f(held[g], g);
+#pragma unroll 1
+    for (int g = kHeld; g < min(kGroups, share.groups); ++g) with_stored(f, g);
+  }
+
+  // Loads the row; the first pass's bins of its keys are counted. The counters are zero.
+  __device__ __forceinline__ void load_and_count(u32 counters) {
+    if constexpr (kStored > 0) {
+#pragma unroll
+      for (int g = kHeld; g < kGroups; ++g) {
+        const int at = share.position(g);
+        if (g < share.groups && share.is_whole(at)) copy_in(stored + (g - kHeld) * kThreads, share.at(at));
+      }
+      copy_async_commit();
+    }
+#pragma unroll
+    for (int g = 0; g < kHeld; ++g) {
+      const int at = share.position(g);
+      if (g < share.groups && share.is_whole(at)) {
+        const uint4 quad = load_quad<Element>(share.at(at));
+        held[g][0] = quad.x, held[g][1] = quad.y, held[g][2] = quad.z, held[g][3] = quad.w;
+      }
+    }
+    __syncthreads();  // the counters are zero
+#pragma unroll
+    for (int g = 0; g < kHeld; ++g)
+      if (g < share.groups) {
+        convert({held[g][0], held[g][1], held[g][2], held[g][3]}, g, held[g]);
+        count(held[g], counters);
+      }
+    if constexpr (kStored > 0) {
+      copy_async_wait<0>();
+#pragma unroll
+      for (int g = kHeld; g < kGroups; ++g)
+        if (g < share.groups) {
+          uint4* const four = stored + (g - kHeld) * kThreads;
+          u32 keys[4];
+          convert(*four, g, keys);
+          *four = {keys[0], keys[1], keys[2], keys[3]};
+          count(keys, counters);
+        }
+    }
+  }
+
+  __device__ __forceinline__ void count_again(u32 counters, const Digit& digit) {
+    each_rolled([&](const u32 (&keys)[4], int) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (digit.counts(keys[i])) count_shared(counters + 4 * digit.of(keys[i]));
+    });
+  }
+
+  // Puts the keys before a limit into a list; `before` such keys are in blocks of lower rank.
+  template <typename Out>
+  __device__ __forceinline__ void place(Head& head, u32 limit, u32 before, const Out& list) {
+    u32 counts[kWords] = {}, own = 0;  // of each group, eight bits; of all
+    each([&](const u32 (&keys)[4], int g) {
+      u32 n = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) n += keys[i] < limit;
+      counts[g / 4] += n << g % 4 * 8;
+      own += n;
+    });
+    own = __reduce_add_sync(kAll, own);
+    u32 first = before_warp<kThreads, false>(head, {own, 0}, {before, 0}).chosen;
+    u32 sums = 0;
+    each([&](const u32 (&keys)[4], int g) {
+      u32& lower = counts[g / 4];  // in lanes of lower number, at most 124 of a group
+      if (g % 4 == 0) {
+        const u32 inclusive = split::warp_inclusive_sum(lower);
+        sums = __shfl_sync(kAll, inclusive, 31);
+        lower = inclusive - lower;
+      }
+      u32 place = first + (lower >> g % 4 * 8 & 255);
+      const int at = share.position(g);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (keys[i] < limit) list.put(place++, entry_of(keys[i], at + i));
+      first += sums >> g % 4 * 8 & 255;
+    });
+  }
+
+  // The same with a choice among equal keys.
+  template <typename Out>
+  __device__ __forceinline__ void place_chosen(Head& head, const Choice& choice, Before block, const Out& list) {
+    place_by_group<kThreads>(head, choice, block, list, [&](auto f) {
+      each_rolled([&](const u32 (&keys)[4], int g) { f(keys, share.position(g)); });
+    });
+  }
+
+ private:
+  template <typename F>
+  __device__ __forceinline__ void with_stored(F f, int g) const {
+    const uint4 four = stored[(g - kHeld) * kThreads];
+    const u32 keys[4] = {four.x, four.y, four.z, four.w};
+    f(keys, g);
+  }
+  __device__ __forceinline__ static void copy_in(uint4* destination, const char* source) {
+    if constexpr (kElementBytes<Element> == 4) copy_16_async(shared_address(destination), source, true);
+    else *reinterpret_cast<uint2*>(destination) = *reinterpret_cast<const uint2*>(source);
+  }
+  __device__ __forceinline__ void convert(const uint4& quad, int g, u32 (&keys)[4]) const {
+    const int at = share.position(g);
+    if (share.is_whole(at)) keys_of<Element>(quad, keys);
+    else share.load_ends(at, keys);
+  }
+  __device__ __forceinline__ static void count(const u32 (&keys)[4], u32 counters) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) count_shared(counters + 4 * (keys[i] >> 21));
+  }
+};
+
+// Rows of any length. A warp loads kAhead of its groups at once.
+template <typename Element, int kThreads>
+struct Streamed {
+  static constexpr int kAhead = 8;
+  static constexpr bool kTakesTurns = true;
+  const Share<Element, kThreads> share;
+
+  __device__ __forceinline__ Streamed(const char* scores, int length, int rank, int cluster, unsigned char*)
+      : share(scores, length, rank, cluster) {}
+
+  // Runs f(keys, position of the first).
+  template <typename F>
+  __device__ __forceinline__ void each(F f) const {
+#pragma unroll 1
+    for (int g = 0; g < share.groups; g += kAhead) {
+      uint4 quads[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int at = share.position(g + i);
+        if (g + i < share.groups && share.is_whole(at)) quads[i] = load_quad<Element>(share.at(at));
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int at = share.position(g + i);
+        if (g + i < share.groups) {
+          u32 keys[4];
+          if (share.is_whole(at)) keys_of<Element>(quads[i], keys);
+          else share.load_ends(at, keys);
+          f(keys, at);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_and_count(u32 counters) const {
+    __syncthreads();  // the counters are zero
+    count_again(counters, Digit(0, 0));
+  }
+
+  __device__ __forceinline__ void count_again(u32 counters, const Digit& digit) const {
+    each([&](const u32 (&keys)[4], int) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (digit.counts(keys[i])) count_shared(counters + 4 * digit.of(keys[i]));
+    });
+  }
+
+  template <typename Out>
+  __device__ __forceinline__ void place(Head& head, u32 limit, u32 before, const Out& list) const {
+    place_chosen(head, {limit, 0}, {before, 0}, list);
+  }
+
+  template <typename Out>
+  __device__ __forceinline__ void place_chosen(Head& head, const Choice& choice, Before block, const Out& list) const {
+    place_by_group<kThreads>(head, choice, block, list, [&](auto f) { each(f); });
+  }
+};
+
+}  // namespace cumla::sparse

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's attention, computed by cumla: ``sglang serve MODEL --attention-backend cumla``.
+
+SGLang finds this plugin by the entry point of cumla's own wheel (group ``sglang.srt.plugins``) and
+calls :func:`register` in each of its processes. Nothing changes for a server that does not ask for
+cumla; one that does gets :class:`cumla.sglang.backend.Backend`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+__all__ = ["TESTED", "register"]
+
+TESTED = ((0, 5, 22), (0, 5, 23))
+"""The first and the last version of SGLang that the plugin serves; it refuses the others."""
+
+_NAME = "cumla"
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Add the backend ``cumla`` to those that SGLang knows; a second call changes nothing.
+
+    Versions that the plugin does not serve are refused when a server selects the backend, and
+    disturb no other; those without such a registry get a warning.
+
+    Raises
+    ------
+    ImportError
+        There is no SGLang.
+
+    Examples
+    --------
+    >>> import cumla.sglang
+    >>> cumla.sglang.TESTED
+    ((0, 5, 22), (0, 5, 23))
+    """
+    import sglang
+
+    try:
+        from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    except ImportError as error:
+        _log.warning("SGLang %s has no --attention-backend cumla: %s", sglang.__version__, error)
+        return
+    if _NAME not in ATTENTION_BACKEND_CHOICES:
+        ATTENTION_BACKEND_CHOICES.append(_NAME)
+    register_attention_backend(_NAME)(_make)
+
+
+def _make(runner: Any) -> Any:
+    """Make the backend of a model runner: SGLang's factory."""
+    import sglang
+
+    from cumla._serving import check_version
+
+    check_version("sglang", sglang.__version__, TESTED, _NAME)
+    from cumla.sglang.backend import Backend
+
+    if runner.use_mla_backend:
+        _teach_deepseek()
+    return Backend(runner)
+
+
+def _teach_deepseek() -> None:
+    """Let models with MLA always pass absorbed queries, in two parts."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        AttnForwardMethod,
+    )
+    from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+
+    AttentionBackendRegistry.register(_NAME, lambda attn, batch: AttnForwardMethod.MLA)
+    if _NAME not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
+        FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(_NAME)

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend of SGLang: decoding, verification of drafts and prefill, for MLA and for MHA."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
+from sglang.srt.runtime_context import get_parallel, get_spec
+
+import cumla
+from cumla._serving import MLA_WIDTHS, Plans, Step, cache_dtype
+
+__all__ = ["Backend"]
+
+_WAY_OUT = "leave out --attention-backend cumla"
+
+
+class Form(NamedTuple):
+    """What layers that share a plan have in common."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    window: int | None
+
+
+class Batch(NamedTuple):
+    """A step: the requests, and a schedule for each form of layers."""
+
+    q_len: int  # query tokens of each request; 0 where they differ
+    offsets: torch.Tensor  # of the requests among the query tokens
+    kv_lens: torch.Tensor
+    block_table: torch.Tensor
+    steps: dict[Form, Step]
+
+
+class Backend(AttentionBackend):
+    """Attention of all layers of a model; refuses what the kernels do not compute.
+
+    SGLang prepares a step eagerly, also before each replay of a CUDA graph. The schedules of the
+    step are then computed on the device, and nothing waits for them. What graphs read lies in
+    buffers that stay: those of `init_cuda_graph_state`, and those of the plans.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        _refuse_configuration(runner)
+        self.max_context_len = runner.model_config.context_len  # SGLang's workers read it
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.kv_index_translator = getattr(runner, "kv_index_translator", None)
+        self.forward_metadata: Batch | None = None
+        self._is_mla = runner.use_mla_backend
+        self._page_size = runner.page_size
+        self._dtype = runner.dtype
+        self._cache_dtype = cache_dtype(runner.kv_cache_dtype)
+        self._num_drafts = get_spec().speculative_num_draft_tokens
+        self._slots = runner.req_to_token_pool.req_to_token  # of the tokens of each request
+        self._plans: dict[Form, Plans] = {}
+        self._offsets: dict[tuple[int, int], torch.Tensor] = {}
+        self._kv_lens: torch.Tensor | None = None  # both for graphs
+        self._block_table: torch.Tensor | None = None
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Make what graphs of up to `max_bs` requests read."""
+        pages = -(-self._slots.shape[1] // self._page_size)
+        self._kv_lens = self._slots.new_zeros(max_bs, dtype=torch.int32)
+        self._block_table = self._slots.new_zeros((max_bs, pages), dtype=torch.int32)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the length of the requests that pad a graph."""
+        return 1
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare a step that runs eagerly."""
+        self._begin(forward_batch, in_place=False)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Prepare a step before its graph is captured or replayed."""
+        mode = forward_batch.forward_mode
+        self._begin(forward_batch, mode.is_decode_or_idle() or mode.is_target_verify())
+
+    def _begin(self, fb: Any, in_place: bool) -> None:
+        batch, mode = fb.batch_size, fb.forward_mode
+        q_len, more = 0, 0
+        if mode.is_decode_or_idle():
+            q_len = 1
+        elif mode.is_target_verify():
+            q_len = more = self._num_drafts
+        kv_lens, longest = fb.seq_lens[:batch] + more, self.max_context_len
+        if fb.seq_lens_cpu is not None and batch:
+            longest = int(fb.seq_lens_cpu[:batch].max()) + more
+        block_table = self._pages(fb.req_pool_indices[:batch], longest)
+        if in_place:
+            assert self._kv_lens is not None and self._block_table is not None
+            kv_lens = self._kv_lens[:batch].copy_(kv_lens)
+            self._block_table[:batch, : block_table.shape[1]] = block_table
+            block_table = self._block_table[:batch]
+        offsets = self._uniform(batch, q_len) if q_len else _offsets(fb.extend_seq_lens[:batch])
+        self.forward_metadata = Batch(q_len, offsets, kv_lens.int(), block_table, {})
+        if q_len:  # of a graph, the layers do not come back here
+            for form in self._plans:
+                self._step(form, batch * q_len)
+
+    def _pages(self, requests: torch.Tensor, longest: int) -> torch.Tensor:
+        """Return the pages of requests, of which the longest has so many tokens."""
+        size = self._page_size
+        return self._slots[:, :longest:size].index_select(0, requests) // size
+
+    def _uniform(self, batch: int, q_len: int) -> torch.Tensor:
+        """Return the offsets of requests of one length; they stay, graphs have their address."""
+        found = self._offsets.get((batch, q_len))
+        if found is None:
+            end = batch * q_len + 1
+            found = torch.arange(0, end, q_len, dtype=torch.int32, device=self._slots.device)
+            self._offsets[batch, q_len] = found
+        return found
+
+    def _step(self, form: Form, tokens: int) -> Step:
+        """Return the schedule for a form of layers: the first layer of a form makes its plan."""
+        assert self.forward_metadata is not None
+        q_len, offsets, kv_lens, _, steps = self.forward_metadata
+        if form in steps:
+            return steps[form]
+        plans = self._plans.get(form)
+        if self._is_mla:
+            plans = plans or self._made(form, {"cache_dtype": self._cache_dtype})
+            step = plans.begin_mla(form.num_heads, tokens, q_len, kv_lens, offsets)
+        else:
+            heads = {"num_kv_heads": form.num_kv_heads, "head_dim_v": form.head_dim_v}
+            options = {"window": form.window, "cache_dtype": self._cache_dtype}
+            plans = plans or self._made(form, heads, **options)
+            shape = (len(kv_lens), tokens, form.num_heads, form.head_dim)
+            step = plans.begin(cumla.AttentionPlan, shape, kv_lens, qo_indptr=offsets)
+        steps[form] = step
+        return step
+
+    def _made(self, form: Form, sizes: dict[str, Any], **options: Any) -> Plans:
+        options |= {"page_size": self._page_size, "dtype": self._dtype}
+        self._plans[form] = Plans(self._slots.device, sizes, **options)
+        return self._plans[form]
+
+    # --- layers ----------------------------------------------------------------------------------
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the new keys and values of a layer, and attend: ``(tokens, heads * columns)``."""
+        _refuse_layer(layer, self._is_mla)
+        slots = forward_batch.out_cache_loc if save_kv_cache and k is not None else None
+        if self._is_mla:
+            return self._attend_mla(q, k, layer, slots, q_rope, k_rope)
+        form = Form(
+            layer.tp_q_head_num,
+            layer.tp_k_head_num,
+            layer.qk_head_dim,
+            layer.v_head_dim,
+            layer.sliding_window_size if (layer.sliding_window_size or -1) > 0 else None,
+        )
+        q = q.view(-1, form.num_heads, form.head_dim)
+        pool = self.token_to_kv_pool
+        k_cache, v_cache = (
+            cache.unflatten(0, (-1, self._page_size)) if cache.ndim == 3 else cache.transpose(1, 2)
+            for cache in pool.get_kv_buffer(layer.layer_id)
+        )
+        scales = {}
+        if self._cache_dtype is not None:
+            scales = {"k_scale": _factor(layer.k_scale), "v_scale": _factor(layer.v_scale)}
+        if slots is not None:
+            assert k is not None and v is not None
+            k = k.view(-1, form.num_kv_heads, form.head_dim)
+            v = v.view(-1, form.num_kv_heads, form.head_dim_v)
+            cumla.append_kv_cache(k, v, k_cache, v_cache, slots, **scales)
+        out, _ = self._step(form, len(q)).run(
+            q,
+            k_cache,
+            v_cache,
+            self._table(),
+            softcap=layer.logit_cap or None,
+            sinks=None if sinks is None else sinks.detach().float(),
+            softmax_scale=layer.scaling,
+            **scales,
+        )
+        return out.flatten(1)
+
+    forward_decode = forward_extend
+
+    def _attend_mla(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        layer: Any,
+        slots: torch.Tensor | None,
+        q_rope: torch.Tensor | None,
+        k_rope: torch.Tensor | None,
+    ) -> torch.Tensor:
+        heads, (latent, rope) = layer.tp_q_head_num, MLA_WIDTHS
+        cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        cache = cache.unflatten(0, (-1, self._page_size))
+        if slots is not None:
+            assert k is not None
+            rows = k.split(MLA_WIDTHS, -1) if k_rope is None else (k, k_rope.view(-1, 1, rope))
+            cumla.append_mla_cache(rows, cache, slots)  # as SGLang writes, without a scale
+        queries: Any = q.view(-1, heads, layer.qk_head_dim) if q_rope is None else None
+        if q_rope is not None:
+            queries = q.view(-1, heads, latent), q_rope.view(-1, heads, rope)
+        form = Form(heads, 1, layer.qk_head_dim, layer.v_head_dim, None)
+        step = self._step(form, q.shape[0])
+        out, _ = step.run_mla(queries, cache, self._table(), softmax_scale=layer.scaling)
+        return out.flatten(1)
+
+    def _table(self) -> torch.Tensor:
+        assert self.forward_metadata is not None
+        return self.forward_metadata.block_table
+
+
+def _offsets(lengths: torch.Tensor) -> torch.Tensor:
+    """Return where each request begins among the tokens, and where the last one ends."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+
+
+def _factor(scale: Any) -> Any:
+    """Return a scale of SGLang as cumla takes it: a number, one float32 on the device, or None."""
+    return scale.detach().view(1) if isinstance(scale, torch.Tensor) else scale
+
+
+def _refuse_configuration(runner: Any) -> None:
+    """Refuse a server that the backend would compute wrongly."""
+    stored = runner.kv_cache_dtype
+    if stored not in (runner.dtype, torch.float8_e4m3fn):
+        raise NotImplementedError(
+            f"kv_cache_dtype: cumla's backend reads {runner.dtype} and e4m3 caches, got {stored}; "
+            f"pass --kv-cache-dtype auto or fp8_e4m3"
+        )
+    if isinstance(runner.token_to_kv_pool, BaseSWAKVPool):
+        raise NotImplementedError(
+            "memory pool: cumla's backend needs one pool for all layers, got one of its own for "
+            "layers with windows; pass --disable-hybrid-swa-memory"
+        )
+    if get_parallel().attn_dcp_size > 1:
+        raise NotImplementedError(
+            f"dcp_size: cumla's backend has no decode context parallelism, got "
+            f"{get_parallel().attn_dcp_size}; {_WAY_OUT}"
+        )
+    if (get_spec().speculative_eagle_topk or 1) > 1:
+        raise NotImplementedError(
+            f"speculative_eagle_topk: cumla's backend verifies chains of drafts, no trees, got "
+            f"{get_spec().speculative_eagle_topk}; pass --speculative-eagle-topk 1"
+        )
+
+
+def _refuse_layer(layer: Any, is_mla: bool) -> None:
+    """Refuse a layer that the backend would compute wrongly."""
+    if layer.is_cross_attention or layer.attn_type.value != "decoder":
+        raise NotImplementedError(
+            f"layer {layer.layer_id}: cumla's backend serves causal self-attention, got "
+            f"{'cross-attention' if layer.is_cross_attention else layer.attn_type}; {_WAY_OUT}"
+        )
+    if layer.xai_temperature_len > 0 or layer.pos_encoding_mode != "NONE":
+        raise NotImplementedError(
+            f"layer {layer.layer_id}: cumla's backend scales no scores by their position, got "
+            f"xai_temperature_len {layer.xai_temperature_len}, pos_encoding_mode "
+            f"{layer.pos_encoding_mode}; {_WAY_OUT}"
+        )
+    if is_mla and (layer.qk_head_dim, layer.v_head_dim) != (sum(MLA_WIDTHS), MLA_WIDTHS[0]):
+        raise NotImplementedError(
+            f"layer {layer.layer_id}: cumla's backend needs absorbed queries of "
+            f"{sum(MLA_WIDTHS)} columns for MLA, got {layer.qk_head_dim}; {_WAY_OUT}"
+        )

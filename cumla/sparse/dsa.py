@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole decoding step of DeepSeek Sparse Attention: :class:`DSAPlan`."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from cumla.core.arguments import INT32, bind, checked_int
+from cumla.core.arrays import from_numpy, open_call, reopen_call
+from cumla.core.operation import Operation, Output, run
+from cumla.core.paged import KV_LENS, refuse_value
+from cumla.core.plan import Workspace
+from cumla.core.state import AttentionState
+from cumla.indexer.paged_logits import PagedMQALogitsPlan, checked_paged
+from cumla.indexer.paged_logits import named as named_index
+from cumla.launch.device import require_hopper
+from cumla.launch.module import load
+from cumla.launch.sparse import top_k as top_k_kernel
+from cumla.launch.sparse.select_rows import visible_tokens_launch
+from cumla.mla.arguments import named as named_latent
+from cumla.sparse.mla_sparse import MLASparsePlan
+from cumla.sparse.top_k import top_k
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import ArrayView, Call
+    from cumla.core.operation import Launchable
+    from cumla.core.paged import Host, Results
+
+__all__ = ["DSAPlan"]
+
+
+class _Seen(NamedTuple):
+    """Checked lengths of requests, and what they are to be cut to."""
+
+    kv_lens: ArrayView
+    q_len: int
+    most: tuple[int, int]  # tokens that are seen, tokens that are selected
+
+
+class _Visible(Operation[_Seen, None]):
+    """Counts the tokens that each query token sees, and those that will be selected of them."""
+
+    integers = ("kv_lens",)
+
+    def arguments(self, views: Views, options: tuple[int, tuple[int, int]]) -> _Seen:
+        bind({"kv_lens": KV_LENS}, views, {})
+        kv_lens = views["kv_lens"]
+        assert kv_lens is not None
+        return _Seen(kv_lens, *options)
+
+    def outputs(self, arguments: _Seen) -> tuple[Output, ...]:
+        shape = (*arguments.kv_lens.shape, arguments.q_len)
+        return tuple([Output(name, shape, INT32, "elements") for name in ("visible", "counts")])
+
+    def key(self, arguments: _Seen, device: int) -> None:
+        require_hopper(device)
+
+    def recipe(
+        self, key: None, arguments: _Seen, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        kv_lens, _, most = arguments
+        pairs = zip(outs, most, strict=True)
+        return [visible_tokens_launch(kv_lens, *pair) for pair in pairs if 0 not in pair[0].shape]
+
+    def check_values(self, host: Host, arguments: _Seen) -> None:
+        kv_lens, most = host["kv_lens"], arguments.most[0]
+        need = f"a length from 0 to max_kv_len = {most}"
+        wrong = (kv_lens < 0) | (kv_lens > most)
+        refuse_value("kv_lens", kv_lens, wrong, need, "the kernels would clamp it")
+
+    def reference(self, host: Host, arguments: _Seen) -> Results:
+        _, q_len, most = arguments
+        hidden = np.arange(q_len - 1, -1, -1)
+        visible = host["kv_lens"].astype(np.int64)[:, None] - hidden
+        cut = [np.clip(visible, 0, number).astype(np.int32) for number in most]
+        for name, numbers in zip(("visible", "counts"), cut, strict=True):
+            if name in host:
+                host[name][...] = numbers
+        return cut
+
+
+class _Attention(MLASparsePlan):
+    """Attention of a step, whose lists are as long as the requests' lengths make them."""
+
+    _lengths = "kv_lens"
+
+
+_VISIBLE = _Visible()
+
+
+class DSAPlan:
+    """Scores, selection and attention of a decoding step, for every layer of a model.
+
+    The step of DeepSeek-V3.2: in each layer the indexer scores all tokens that a query token sees,
+    the best `topk` of them are selected, and attention reads the rows of these alone. ``update``
+    computes both schedules once per step, from lengths on the device; ``select`` is the indexer and
+    the selection of one layer, and ``run`` its attention. Layers that share a selection call
+    ``run`` without a ``select`` before, or pass `indices`. Nothing waits for the device, and all of
+    it can be captured into a CUDA graph, which then serves changing lengths.
+
+    It holds a :class:`cumla.PagedMQALogitsPlan`, a :class:`cumla.MLASparsePlan`, and between them
+    :func:`cumla.top_k`: what is said of plans there holds here. The arrays between the three belong
+    to it: logits ``(batch * q_len, max_kv_len)`` float32, indices and lengths. With out= and lse=
+    nothing is allocated after the plan is made, but for JAX, whose arrays are new ones each time.
+    CPU arrays are computed by :mod:`cumla.reference`.
+
+    Parameters
+    ----------
+    q, kv_cache : array, or pair or triple of arrays
+        As in :func:`cumla.mla_sparse_decode`. Of all arrays here only shapes, dtypes and device are
+        looked at.
+    index_q, index_cache : array, or a pair of arrays for the latter
+        ``(batch, q_len, index_heads, head_dim)`` and pages, as `q` and `kv_cache` of
+        :func:`cumla.paged_mqa_logits`.
+    block_table : array
+        ``(batch, max_pages)`` int32, as of :func:`cumla.paged_mqa_logits`.
+    topk : int
+        How many tokens a query token attends to: 2048 in DeepSeek-V3.2.
+    max_kv_len : int, optional
+        Tokens of the longest request that the plan is to serve; what the index cache's pages hold
+        by default, and at most. Of longer requests no more than the first so many tokens are seen.
+    stream : optional
+        As in :class:`cumla.MLADecodePlan`.
+
+    Attributes
+    ----------
+    indices : array or None
+        ``(batch, q_len, topk)`` int32: positions that the last ``select`` left, ascending, -1 after
+        the last one. None from ``update`` to ``select``.
+
+    Raises
+    ------
+    TypeError, ValueError, CumlaError
+        As the two plans. What is wrong with the indexer's arrays is said in the names of
+        :func:`cumla.paged_mqa_logits`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cumla
+    >>> q = np.ones((2, 1, 16, 576), np.float16)
+    >>> kv_cache = np.ones((4, 64, 576), np.float16)
+    >>> index_q = cumla.quantize_fp8(np.ones((2, 1, 8, 128), np.float32)).values
+    >>> index_cache = np.zeros((4, 64, 1, 132), np.uint8)
+    >>> weights = np.ones((2, 8), np.float32)
+    >>> block_table = np.array([[0, 1], [2, 3]], np.int32)
+    >>> plan = cumla.DSAPlan(q, kv_cache, index_q, index_cache, block_table, topk=32)
+    >>> plan.update(np.array([100, 7], np.int32))
+    >>> for layer in range(3):
+    ...     indices = plan.select(index_q, index_cache, weights, block_table)
+    ...     out, lse = plan.run(q, kv_cache, block_table)
+    >>> indices.shape, out.shape
+    ((2, 1, 32), (2, 1, 16, 512))
+    """
+
+    def __init__(
+        self,
+        q: Any,
+        kv_cache: Any,
+        index_q: Any,
+        index_cache: Any,
+        block_table: Any,
+        *,
+        topk: int,
+        max_kv_len: int | None = None,
+        stream: Any = None,
+    ) -> None:
+        topk = checked_int("topk", topk, "there is nothing to select")
+        arrays = named_index(index_q, index_cache, None, block_table)
+        call = open_call(tuple(arrays.items()), stream=stream)
+        shape = checked_paged(dict(zip(arrays, call.views, strict=True))).shape
+        batch, q_len, _, _, page_size, max_pages = shape
+        most = max_pages * page_size
+        if max_kv_len is not None:
+            most = min(most, checked_int("max_kv_len", max_kv_len, "leave it out"))
+        _check_query(q, kv_cache, (batch, q_len), stream)
+        self._width = ceil(most / page_size) * page_size  # rows of logits that begin at 16 bytes
+        self._seen = q_len, (most, min(most, topk))
+        self._shape = batch, q_len, topk
+        self._device = call.device
+        self._writes = call.framework != "jax"  # JAX's arrays cannot be written to
+        rows = batch * q_len
+        with call:
+            self._chosen = _new(call, self._shape, "int32")
+            self._own: dict[str, Any] = dict.fromkeys(("visible", "counts", "logits"))
+            self._lists: dict[str, Any] = {}
+            self._memory: Workspace | None = None
+            if self._writes:
+                for name in ("visible", "counts"):
+                    self._own[name] = _new(call, (batch, q_len), "int32")
+                self._own["logits"] = _new(call, (rows, self._width), "float32")
+                self._lists["out"] = self._chosen.reshape(rows, topk)
+                self._lists["valid_counts"] = self._own["counts"].reshape(rows)
+                if call.device is not None:
+                    self._memory = Workspace((self._chosen, *self._own.values()), call)
+        self._logits_plan = PagedMQALogitsPlan(
+            *shape[:4], max_pages=max_pages, page_size=page_size, like=index_q, stream=stream
+        )
+        self._attend_plan = _Attention.from_arrays(q, kv_cache, self._chosen, stream=stream)
+        self._lengths: Any = None  # of the rows of logits
+        self.indices: Any = None
+
+    def prepare(self) -> None:
+        """Compile and load all kernels of a step, as :func:`cumla.prepare` does."""
+        self._logits_plan.prepare()
+        self._attend_plan.prepare()
+        if self._device is not None:
+            batch, q_len, topk = self._shape
+            sm_count = require_hopper(self._device).sm_count
+            wanted = batch * q_len, self._width, min(topk, self._width), False
+            name, _ = top_k_kernel.choose(*wanted, sm_count)
+            for spec in top_k_kernel.SPECS:
+                if spec.entry == f"top_k_{name}_float32":
+                    load(spec, self._device, capturing=lambda: False)
+
+    def update(self, kv_lens: Any, *, stream: Any = None) -> None:
+        """Compute both schedules for these lengths, on the device, and keep the lengths there.
+
+        Parameters
+        ----------
+        kv_lens : array
+            ``(batch,)`` int32: cached tokens of each request, the q_len newest included. Query
+            token i sees ``kv_lens - (q_len - 1 - i)`` of them.
+        stream : optional
+            As in :meth:`cumla.MLADecodePlan.update`.
+        """
+        self.indices = None
+        self._logits_plan.update(kv_lens, stream=stream)  # first: it waits for other streams
+        inputs = {"plan": self._chosen, "kv_lens": kv_lens}
+        outputs = {name: self._own[name] for name in ("visible", "counts")}
+        visible, counts = run(_VISIBLE, inputs, outputs, self._seen, stream)
+        self._lengths = visible.reshape(-1)
+        self._attend_plan.update(counts, stream=stream)
+        self._note_use(stream)
+
+    def select(
+        self,
+        index_q: Any,
+        index_cache: Any,
+        index_weights: Any,
+        block_table: Any,
+        *,
+        stream: Any = None,
+    ) -> Any:
+        """Select the tokens of one layer: the indexer's logits, and the best `topk` of each row.
+
+        Parameters
+        ----------
+        index_q, index_cache, index_weights, block_table, stream
+            As `q`, `kv_cache`, `weights`, `block_table` and `stream` of
+            :func:`cumla.paged_mqa_logits`.
+
+        Returns
+        -------
+        array
+            ``(batch, q_len, topk)`` int32 positions, as :attr:`indices`; the next ``select`` writes
+            to the same memory, but with JAX.
+        """
+        logits = self._logits_plan.run(
+            *(index_q, index_cache, index_weights, block_table),
+            max_kv_len=self._width,
+            clean=False,
+            out=self._own["logits"],
+            stream=stream,
+        )
+        found = top_k(logits, self._shape[2], lengths=self._lengths, stream=stream, **self._lists)
+        self.indices = self._chosen if self._writes else found.indices.reshape(self._shape)
+        self._note_use(stream)
+        return self.indices
+
+    def run(
+        self,
+        q: Any,
+        kv_cache: Any,
+        block_table: Any,
+        *,
+        indices: Any = None,
+        sinks: Any = None,
+        softmax_scale: float | None = None,
+        kv_scale: Any = None,
+        out: Any = None,
+        lse: Any = None,
+        stream: Any = None,
+    ) -> AttentionState:
+        """Attend to the tokens of the last ``select``, or to those of `indices`.
+
+        Parameters
+        ----------
+        q, kv_cache, block_table, sinks, softmax_scale, kv_scale, out, lse, stream
+            As in :func:`cumla.mla_sparse_decode`.
+        indices : array, optional
+            ``(batch, q_len, topk)`` int32 positions of another selection, of the same lengths.
+        """
+        chosen = self.indices if indices is None else indices
+        if chosen is None:
+            raise ValueError(
+                "indices: needs a selection of this step, got none since plan.update; call "
+                "plan.select before, or pass indices="
+            )
+        if block_table is None:
+            raise ValueError(
+                "block_table: needs the pages of each request, of which indices are positions, got "
+                "None; pass the table of kv_cache"
+            )
+        options = {"softmax_scale": softmax_scale, "kv_scale": kv_scale, "sinks": sinks}
+        given = {"out": out, "lse": lse, "stream": stream, "block_table": block_table}
+        state = self._attend_plan.run(q, kv_cache, chosen, **options, **given)
+        self._note_use(stream)
+        return state
+
+    def _note_use(self, stream: Any) -> None:
+        """Keep the plan's arrays until work so far is done, on another stream than theirs."""
+        if self._memory is not None:
+            call = reopen_call(self._chosen, self._device, stream)
+            if call.stream != self._memory.home:
+                with call:
+                    self._memory.note_use(call)
+
+
+def _check_query(q: Any, kv_cache: Any, lead: tuple[int, int], stream: Any) -> None:
+    """Refuse queries of attention that are not those of the indexer."""
+    query, *_ = open_call(tuple(named_latent(q, kv_cache, None).items()), stream=stream).views
+    assert query is not None
+    if query.shape[:-2] != lead:
+        raise ValueError(
+            f"q: needs shape (batch, q_len, num_heads, 576) with batch {lead[0]} and q_len "
+            f"{lead[1]}, as index_q has, got {query.shape}; reshape one of them"
+        )
+
+
+def _new(call: Call, shape: tuple[int, ...], dtype: str) -> Any:
+    """Allocate an array of the call's framework."""
+    if call.device is None:
+        return from_numpy(call.framework, np.zeros(shape, dtype))
+    owner, _ = call.empty(shape, dtype)
+    return call.export(owner) if call.exports else owner

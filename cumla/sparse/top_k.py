@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The largest scores of each row: :func:`top_k`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cumla import reference
+from cumla.core.arguments import INT32, Array, bind, checked_flag, checked_int
+from cumla.core.operation import Operation, Output, run
+from cumla.core.paged import Host, Results, refuse_value
+from cumla.launch.device import require_hopper
+from cumla.launch.sparse.top_k import MOST_COLUMNS, MOST_SORTED, TopKViews, top_k_launch
+from cumla.reference import TopKResult
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cumla.core.arguments import Views
+    from cumla.core.arrays import ArrayView
+    from cumla.core.operation import Launchable
+
+__all__ = ["TopKResult", "top_k"]
+
+_OF_ROWS = Array("rows", INT32, way_out="give each row of scores its entry")
+_TABLE = {
+    "scores": Array("rows width", ("float32", "bfloat16", "float16"), "row"),
+    "lengths": _OF_ROWS,
+    "row_starts": _OF_ROWS,
+    "block_table": Array("requests max_pages", INT32, "row"),
+    "row_to_request": _OF_ROWS,
+    "offsets": _OF_ROWS,
+}
+
+
+def top_k(
+    scores: Any,
+    k: int,
+    *,
+    lengths: Any = None,
+    row_starts: Any = None,
+    block_table: Any = None,
+    page_size: int = 1,
+    row_to_request: Any = None,
+    offsets: Any = None,
+    out: Any = None,
+    out_positions: Any = None,
+    valid_counts: Any = None,
+    values: bool = False,
+    sorted: bool = False,
+    tie_break: str = "lowest",
+    stream: Any = None,
+) -> TopKResult:
+    """Select the k largest scores of each row: the tokens that sparse attention attends to.
+
+    The selection is exact, whatever the scores are, and deterministic: of equal scores those at the
+    lowest positions are taken, NaN is larger than any number, -0 equals 0. Positions count from the
+    row's start and are ascending. Arrays on the GPU are read once, or more often where a row is
+    longer than some 400,000 scores, by a CUDA kernel (compute capability 9.0), on the caller's
+    stream and without waiting for it; arrays on the CPU are computed by
+    :func:`cumla.reference.top_k`.
+
+    Parameters
+    ----------
+    scores : array
+        ``(rows, width)`` float32, bfloat16 or float16, of CuPy, PyTorch, JAX or NumPy, for example
+        the logits of :func:`cumla.paged_mqa_logits`; up to 2 ** 30 columns. Rows contiguous, any
+        stride between them, which need not be a multiple of 16 bytes.
+    k : int
+        How many to select, from 1. More than a row has leave the rest of its places empty.
+    lengths, row_starts : array, optional
+        ``(rows,)`` int32: row i has the scores ``row_starts[i] <= j < row_starts[i] + lengths[i]``;
+        no others are read, and none of a row that has at most k, unless they are to be sorted.
+        Starts are clamped to ``[0, width]``, lengths to ``[0, width - start]``. From 0 to the end
+        without them.
+    block_table : array, optional
+        ``(requests, max_pages)`` int32, rows contiguous: positions become slots of a paged cache.
+        Place ``p``, which is the position plus the offset, has slot ``block_table[request, p //
+        page_size] * page_size + p % page_size``. There is none, and the index is -1, where the
+        place is outside of the table or the entry below 0.
+    page_size : int
+        Slots of a page, any number from 1.
+    row_to_request : array, optional
+        ``(rows,)`` int32: the row of the block table of each row of scores. A request outside of
+        the table has no slots. Without it the table has a row for each row of scores.
+    offsets : array, optional
+        ``(rows,)`` int32, added to the positions of each row, for example where a request's keys
+        begin among those of all.
+    out, out_positions : array, optional
+        ``(rows, k)`` int32, rows contiguous; written and returned. Positions are written only where
+        an array for them is given. Of the framework of scores; JAX's arrays cannot be written to.
+    valid_counts : array, optional
+        ``(rows,)`` int32; written and returned.
+    values : bool
+        Return the scores at the positions, too.
+    sorted : bool
+        Order each row by its scores, the largest first, equal ones by their positions. For up to
+        8192 places, or as many columns.
+    tie_break : str
+        ``"lowest"``, the one order among equal scores.
+    stream : optional
+        As in :func:`cumla.mla_decode`.
+
+    Returns
+    -------
+    TopKResult
+        ``indices``, slots with a block table and positions plus offsets without one, ``positions``
+        or None, ``values`` or None, and ``valid_counts``, the number of places of each row that are
+        taken; the others have indices and positions -1 and values -inf. An index that int32 does
+        not hold is -1. Arrays of the framework of scores.
+
+    Raises
+    ------
+    TypeError, ValueError, CumlaError
+        As :func:`cumla.mla_decode`; more are to be sorted than the kernel can.
+
+    Notes
+    -----
+    The same call gives the same bits. Places are taken by prefix sums over integer counts, and no
+    list of candidates is ever too short: see docs/kernels/top_k.md.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cumla
+    >>> scores = np.array([[3, 1, 4, 1, 5], [2, 7, 1, 8, 2]], np.float32)
+    >>> cumla.top_k(scores, 2).indices
+    array([[2, 4],
+           [1, 3]], dtype=int32)
+    """
+    if tie_break != "lowest":
+        raise ValueError(f'tie_break: needs "lowest", got {tie_break!r}; there is no other order')
+    options = _Options(
+        checked_int("k", k, "there is nothing to select"),
+        checked_int("page_size", page_size, "pass the slots of a page"),
+        checked_flag("values", values),
+        checked_flag("sorted", sorted),
+    )
+    named = {
+        "lengths": lengths,
+        "row_starts": row_starts,
+        "block_table": block_table,
+        "row_to_request": row_to_request,
+        "offsets": offsets,
+    }
+    inputs = {"scores": scores, **{n: array for n, array in named.items() if array is not None}}
+    outputs = {"out": out, "valid_counts": valid_counts}
+    if out_positions is not None:
+        outputs["out_positions"] = out_positions
+    if values:
+        outputs["values"] = None
+    results = run(_TOP_K, inputs, outputs, options, stream)
+    return _result(results, out_positions is not None, values)
+
+
+def _result(results: Sequence[Any], has_positions: bool, has_values: bool) -> TopKResult:
+    """Name what the operation returns."""
+    out, counts, *more = results
+    positions = more.pop(0) if has_positions else None
+    return TopKResult(out, positions, more.pop(0) if has_values else None, counts)
+
+
+class _Options(NamedTuple):
+    """All that is no array."""
+
+    k: int
+    page_size: int
+    values: bool
+    sorted: bool
+
+
+class _Arguments(NamedTuple):
+    """Checked views and options of one call."""
+
+    views: dict[str, ArrayView]
+    options: _Options
+    has_positions: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the indices."""
+        return self.views["scores"].shape[0], self.options.k
+
+
+class _TopK(Operation[_Arguments, int]):
+    """Selects; its key is the number of multiprocessors."""
+
+    integers = ("lengths", "row_starts", "row_to_request")
+
+    def arguments(self, views: Views, options: _Options) -> _Arguments:
+        sizes = bind(_TABLE, views, {})
+        width, most = sizes["width"], MOST_COLUMNS
+        if max(width, options.k) > most:
+            name, number = ("scores", width) if width > most else ("k", options.k)
+            raise ValueError(f"{name}: needs at most {most} columns, got {number}; cut the rows")
+        if options.sorted and min(options.k, width) > MOST_SORTED:
+            raise ValueError(
+                f"sorted: needs k, or the columns of scores, up to {MOST_SORTED}, got k "
+                f"{options.k} and {width} columns; sort the values that come back"
+            )
+        _check_requests(views, sizes)
+        given = {name: view for name in _TABLE if (view := views.get(name)) is not None}
+        return _Arguments(given, options, views.get("out_positions") is not None)
+
+    def outputs(self, arguments: _Arguments) -> tuple[Output, ...]:
+        shape, scores = arguments.shape, arguments.views["scores"]
+        outputs = [
+            Output("out", shape, INT32, "row"),
+            Output("valid_counts", shape[:1], INT32, "elements"),
+        ]
+        if arguments.has_positions:
+            outputs.append(Output("out_positions", shape, INT32, "row"))
+        if arguments.options.values:
+            outputs.append(Output("values", shape, (scores.dtype,), "row"))
+        return tuple(outputs)
+
+    def key(self, arguments: _Arguments, device: int) -> int:
+        return require_hopper(device).sm_count
+
+    def recipe(
+        self, key: int, arguments: _Arguments, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launchable]:
+        given, options = arguments.views, arguments.options
+        if given["scores"].shape[0] == 0:
+            return ()
+        result = _result(outs, arguments.has_positions, options.values)
+        views = TopKViews(
+            scores=given["scores"],
+            **{name: given.get(name) for name in _TABLE if name != "scores"},
+            out=result.indices,
+            positions=result.positions,
+            values=result.values,
+            valid_counts=result.valid_counts,
+        )
+        return (top_k_launch(views, options.k, options.page_size, options.sorted, key),)
+
+    def check_values(self, host: Host, arguments: _Arguments) -> None:
+        width = arguments.views["scores"].shape[1]
+        starts, lengths, requests = (
+            host.get(name) for name in ("row_starts", "lengths", "row_to_request")
+        )
+        if starts is not None:
+            wrong = (starts < 0) | (starts > width)
+            refuse_value("row_starts", starts, wrong, f"a column from 0 to {width}", _CLAMPED)
+        if lengths is not None:
+            most = width - (0 if starts is None else starts)
+            wrong = (lengths < 0) | (lengths > most)
+            need = f"a length from 0 to the end of the row, at {width}"
+            refuse_value("lengths", lengths, wrong, need, _CLAMPED)
+        if requests is not None:
+            last = arguments.views["block_table"].shape[0] - 1
+            wrong = (requests < 0) | (requests > last)
+            need = f"a row of block_table, from 0 to {last}"
+            refuse_value("row_to_request", requests, wrong, need, "it would have no slots")
+
+    def reference(self, host: Host, arguments: _Arguments) -> Results:
+        k, page_size, values, is_sorted = arguments.options
+        result = reference.top_k(
+            host["scores"],
+            k,
+            page_size=page_size,
+            values=values,
+            sorted=is_sorted,
+            **{name: array for name, array in host.items() if name != "scores"},
+        )
+        more = [array for array in (result.positions, result.values) if array is not None]
+        return result.indices, result.valid_counts, *more
+
+
+_TOP_K = _TopK()
+_CLAMPED = "the kernels would clamp it"
+
+
+def _check_requests(views: Views, sizes: dict[str, int]) -> None:
+    """Check that each row of scores has a row of the table."""
+    table, requests = views.get("block_table"), views.get("row_to_request")
+    if table is None:
+        if requests is not None:
+            raise ValueError(
+                "row_to_request: needs block_table, got none; pass the table, or leave it out"
+            )
+    elif requests is None and sizes["requests"] != sizes["rows"]:
+        raise ValueError(
+            f"block_table: needs a row for each of the {sizes['rows']} rows of scores, got shape "
+            f"{table.shape}; pass row_to_request"
+        )

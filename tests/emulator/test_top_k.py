@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All shapes of top_k's kernel on the CPU: every kind of scores, and rows that end where memory
+does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import cumla
+from tests.emulator import Array, CuPy, emulated_gpu
+from tests.emulator.fenced import Fenced
+from tests.gpu.tools.sanitize import SELECTIONS
+from tests.selection import some
+from tests.sparse.top_k_cases import KINDS, expected, same_bits, scores_of, shaped, values_at
+
+
+@pytest.fixture
+def cupy() -> Iterator[CuPy]:
+    with emulated_gpu() as cupy:
+        yield cupy
+
+
+CASES = [(*shape, kind) for kind in KINDS for shape in SELECTIONS]
+
+
+@pytest.mark.parametrize(("name", "cluster", "kind"), some(CASES, 7))
+def test_selection(name: str, cluster: int, kind: str, cupy: CuPy) -> None:
+    """Longest rows, long ones, and those of little more than k."""
+    width, k = 7001, 2048
+    scores = scores_of(kind, 3, width)
+    lengths = np.array([width, width // 2, k + 1], np.int32)
+    for is_sorted in (False, True):
+        want = expected(scores, k, lengths, is_sorted=is_sorted)
+        with shaped(name, cluster):
+            result = cumla.top_k(
+                cupy.asarray(scores),
+                k,
+                lengths=cupy.asarray(lengths),
+                values=True,
+                sorted=is_sorted,
+            )
+        np.testing.assert_array_equal(result.indices, want)
+        assert same_bits(np.asarray(result.values), values_at(scores, want))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("name", "cluster"), some(SELECTIONS, 3))
+def test_nothing_after_a_row_is_read(name: str, cluster: int, dtype: str, cupy: CuPy) -> None:
+    """Rows end where memory does that nobody may touch, and begin at any of four scores."""
+    fenced = Fenced(at_end=True)
+    for width in (4096, 4097, 4098, 4099):
+        scores = scores_of("normal", 1, width, dtype)
+        with shaped(name, cluster):
+            result = cumla.top_k(fenced.copy(scores).view(Array), 100)
+        np.testing.assert_array_equal(result.indices, expected(scores, 100))

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin of SGLang, on a stub of it, on torch's CUDA tensors and in graphs as SGLang captures.
+
+The kernels are proven by other modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import cumla
+from tests.gpu.tools.waiting import no_waiting
+from tests.sglang.server import HEADS, PAGE, SCALE, STEPS, Server, starts
+from tests.sglang.stub import Mode, stubbed
+
+KERNELS = ()
+MAY_SKIP = ()
+torch = pytest.importorskip("torch")
+
+
+def eager(server: Server, q: Any, lens: tuple[int, ...], new: tuple[int, ...]) -> Any:
+    caches = [each.unflatten(0, (-1, PAGE)) for each in server.buffers]
+    options: dict[str, Any] = {
+        "kv_lens": torch.tensor(lens, dtype=torch.int32, device="cuda"),
+        "qo_indptr": starts(new).cuda(),
+        "block_table": server.table.flip(0),
+        "softmax_scale": SCALE,
+    }
+    if len(caches) == 1:
+        return cumla.mla_attention(q, caches[0], **options).out.flatten(1)
+    return cumla.attention(q, *caches, **options).out.flatten(1)
+
+
+def queries(server: Server, tokens: int) -> Any:
+    return torch.randn(tokens, HEADS, server.layer().qk_head_dim, device="cuda").bfloat16()
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("is_mla", [True, False], ids=["MLA", "MHA"])
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_attend_as_the_eager_call(name: str, is_mla: bool, cache_dtype: Any) -> None:
+    mode, lens, new, drafts, _ = STEPS[name]
+    with stubbed(drafts=drafts):
+        server = Server(is_mla, cache_dtype, device="cuda")
+        q, fb = queries(server, sum(new)), server.batch(mode, lens, new)
+        fb.seq_lens_cpu = fb.seq_lens.cpu()
+        server.backend.init_forward_metadata(fb)
+        server.backend.forward_extend(q, None, None, server.layer(), fb)  # compiles
+        with no_waiting():
+            server.backend.init_forward_metadata(fb)
+            out = server.backend.forward_extend(q, None, None, server.layer(), fb)
+    torch.testing.assert_close(out, eager(server, q, lens, new), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("shares_stream", [True, False])
+@pytest.mark.parametrize("is_mla", [True, False], ids=["MLA", "MHA"])
+def test_graphs_serve_later_steps(is_mla: bool, shares_stream: bool) -> None:
+    """As SGLang: warm-ups, then the capture; later steps are prepared on the replaying stream."""
+    with stubbed():
+        server = Server(is_mla, device="cuda")
+        backend, layers = server.backend, [server.layer(), server.layer(sliding_window_size=40)]
+        layers = layers[:1] if is_mla else layers
+        backend.init_cuda_graph_state(3, 3)
+        q, side = queries(server, 3), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            fb = server.batch(Mode.DECODE, (1, 1, 1), (1, 1, 1), seq_lens_cpu=None)
+            backend.init_forward_metadata_out_graph(fb, in_capture=True)
+            for _ in range(2):
+                for layer in layers:
+                    backend.forward_decode(q, None, None, layer, fb)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side if shares_stream else None):
+                outs = [backend.forward_decode(q, None, None, layer, fb) for layer in layers]
+        torch.cuda.synchronize()
+        for lens in ((33, 7, 30), (64, 100, 1), (128, 2, 90)):
+            fb = server.batch(Mode.DECODE, lens, (1, 1, 1))
+            fb.seq_lens_cpu = fb.seq_lens.cpu()
+            backend.init_forward_metadata_out_graph(fb)
+            graph.replay()
+            wanted = eager(server, q, lens, (1, 1, 1))
+            torch.testing.assert_close(outs[0], wanted, rtol=2e-2, atol=2e-2)
+            alone = backend.forward_decode(q, None, None, layers[-1], fb)
+            torch.testing.assert_close(outs[-1], alone, rtol=2e-2, atol=2e-2)

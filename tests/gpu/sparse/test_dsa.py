@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DSAPlan on a GPU against the three references one by one: selections exactly, whose scores are
+exact everywhere, and attention within its tolerance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cumla
+from tests.calls import int32
+from tests.gpu.tools import kernels
+from tests.gpu.tools.arrays import bits_of, from_torch, to_torch
+from tests.gpu.tools.problem import Guarded
+from tests.mla.tolerance import assert_close_lse, assert_close_out
+from tests.sparse.dsa_cases import ATTENDED, MADE_OF, SELECTED_FROM, Step, attended
+
+KERNELS = ("select_rows", "top_k", "mla_sparse", "mla_sparse_fp8", "mla_sparse_packed")
+cp: Any = pytest.importorskip("cupy")
+
+SMALL = Step(topk=100, heads=16, page=64, pages=8, index_heads=64, dim=128, packed=True, q_len=2)
+LENS = int32(500, 65, 256)
+
+
+def on_gpu(array: np.ndarray) -> Any:
+    """A copy; CuPy has no e4m3."""
+    if array.dtype == ml_dtypes.float8_e4m3fn:
+        return cp.asarray(array.view(np.uint8))
+    return cp.asarray(array.view(f"u{array.itemsize}")).view(array.dtype)
+
+
+class Layers:
+    """Layers of a model on the GPU, with outputs in NaN between guards."""
+
+    def __init__(self, of: Step, count: int = 1) -> None:
+        self.of = of
+        self.host = [of.arguments(seed) for seed in range(count)]
+        self.given = [{n: on_gpu(a) for n, a in host.items()} for host in self.host]
+        lead = of.batch, of.q_len
+        dtype = str(self.host[0]["q"].dtype)
+        self.outs = [Guarded(cp, (*lead, of.heads, 512), dtype) for _ in self.host]
+        shape = of.batch, of.heads, of.q_len
+        self.lses = [Guarded(cp, shape, "float32") for _ in self.host]
+        self.indices = [cp.full((*lead, of.topk), -7, np.int32) for _ in self.host]
+
+    def plan(self, **options: Any) -> cumla.DSAPlan:
+        return cumla.DSAPlan(*(self.given[0][n] for n in MADE_OF), topk=self.of.topk, **options)
+
+    def run(self, plan: cumla.DSAPlan, kv_lens: Any, shared: int = -1, **options: Any) -> None:
+        """A step; the layer `shared` takes the selection of the one before."""
+        plan.update(kv_lens, **options)
+        for layer, given in enumerate(self.given):
+            if layer != shared:
+                plan.select(*(given[name] for name in SELECTED_FROM), **options)
+            out, lse = self.outs[layer].array, self.lses[layer].array
+            plan.run(*(given[name] for name in ATTENDED), out=out, lse=lse, **options)
+            self.indices[layer][...] = plan.indices
+
+    def check(self, kv_lens: np.ndarray, shared: int = -1) -> None:
+        """Compare all layers, and make their outputs NaN again."""
+        for layer, host in enumerate(self.host):
+            source = self.host[layer - (layer == shared)]
+            indices = self.of.selected(source, kv_lens)
+            np.testing.assert_array_equal(self.indices[layer].get(), indices)
+            out, lse = self.outs[layer], self.lses[layer]
+            self.compare(host, indices, out.array, lse.array)
+            for guarded in (out, lse):
+                guarded.check_guards()
+                guarded.repoison()
+
+    def compare(self, host: dict[str, Any], indices: np.ndarray, out: Any, lse: Any) -> None:
+        exact = np.empty(out.shape, np.float32)
+        want = attended(host, indices, out=exact)
+        bits = out.view(np.uint16).get().view(out.dtype)
+        assert_close_out(bits, want.out, visible_v_rms=1.0)
+        assert_close_lse(lse.get(), want.lse)
+
+
+STEPS = (
+    Step(topk=2048, heads=128, page=64, pages=80, index_heads=64, dim=128, packed=True),
+    Step(topk=2048, heads=16, page=64, pages=80, index_heads=64, dim=128, packed=True, q_len=2),
+    Step(topk=512, heads=64, page=64, pages=20, index_heads=32, dim=128, q_len=4),
+    Step(topk=77, heads=8, page=16, pages=30, index_heads=8, dim=32, dtype=np.dtype("f2")),
+)
+
+
+@pytest.mark.parametrize("of", STEPS, ids=lambda of: f"h{of.heads}-s{of.q_len}-k{of.topk}")
+def test_steps(of: Step) -> None:
+    """Contexts around topk and the ends of pages, and lengths of any number."""
+    layers = Layers(of)
+    plan = layers.plan()
+    most, k = of.capacity, of.topk
+    for lengths in ((most, k, k + 1), (k - 1, most - 63, 3), (-(2**31), 2**31 - 1, of.page)):
+        kv_lens = int32(*lengths)
+        layers.run(plan, cp.asarray(kv_lens))
+        layers.check(kv_lens)
+
+
+def test_below_topk_it_is_dense_attention() -> None:
+    of = Step(topk=600, heads=16, page=64, pages=8, index_heads=64, dim=128)
+    layers = Layers(of)
+    kv_lens = cp.asarray(LENS)
+    layers.run(layers.plan(), kv_lens)
+    given = layers.given[0]
+    dense = cumla.mla_decode(given["q"], given["kv_cache"], given["block_table"], kv_lens)
+    got = layers.outs[0].bits.get().view(dense.out.dtype)
+    want = dense.out.view(np.uint16).get().view(dense.out.dtype)
+    assert_close_out(got, want.astype(np.float32), visible_v_rms=1.0)
+    assert_close_lse(layers.lses[0].array.get(), dense.lse.get())
+
+
+def test_a_graph_of_three_layers_with_changing_lengths() -> None:
+    """The second layer shares the selection of the first. Nothing is allocated in the capture,
+    where CuPy would refuse; prepare() suffices before it."""
+    layers = Layers(SMALL, 3)
+    kv_lens = cp.asarray(LENS)
+    plan = layers.plan()
+    cumla.prepare(plan)
+    layers.indices[0][...] = 0  # CuPy's kernel of copies is loaded before the capture
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        layers.run(plan, kv_lens, shared=1)
+        graph = stream.end_capture()
+    for lengths in (LENS, LENS + 1, int32(512, 100, 101), int32(0, 1, 64)):
+        kv_lens.set(lengths)
+        cp.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        layers.check(lengths, shared=1)
+
+
+def test_tensors_of_pytorch() -> None:
+    """Captured by its graphs, too, where results may be allocated."""
+    torch = pytest.importorskip("torch")
+    layers = Layers(SMALL)
+    host = layers.host[0]
+    given = {name: to_torch(torch, array) for name, array in layers.given[0].items()}
+    kv_lens = torch.from_dlpack(cp.asarray(LENS)).clone()
+    plan = cumla.DSAPlan(*(given[name] for name in MADE_OF), topk=SMALL.topk)
+
+    def step() -> Any:
+        plan.update(kv_lens)
+        indices = plan.select(*(given[name] for name in SELECTED_FROM))
+        return indices, *plan.run(*(given[name] for name in ATTENDED))
+
+    def check(results: Any, lengths: np.ndarray) -> None:
+        torch.cuda.synchronize()
+        assert all(isinstance(result, torch.Tensor) for result in results)
+        indices = SMALL.selected(host, lengths)
+        np.testing.assert_array_equal(results[0].cpu().numpy(), indices)
+        layers.compare(host, indices, from_torch(torch, results[1]), from_torch(torch, results[2]))
+
+    check(step(), LENS)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for lengths in (LENS + 3, int32(99, 512, 0)):
+        kv_lens.copy_(torch.from_numpy(lengths))
+        graph.replay()
+        check(captured, lengths)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_repeats(heads: int) -> None:
+    """The same bits while other kernels take multiprocessors at random."""
+    of = Step(topk=512, heads=heads, page=64, pages=64, index_heads=64, dim=128, packed=True)
+    layers = Layers(of)
+    plan, kv_lens = layers.plan(), cp.asarray(int32(4096, 3000, 700))
+    layers.run(plan, kv_lens)
+    want = [bits_of(a.array) for a in (layers.outs[0], layers.lses[0])]
+    chosen = layers.indices[0].copy()
+    for seed in range(50):
+        for guarded in (layers.outs[0], layers.lses[0]):
+            guarded.repoison()
+        kernels.noise(seed)
+        layers.run(plan, kv_lens)
+        got = [bits_of(a.array) for a in (layers.outs[0], layers.lses[0])]
+        assert all(bool((a == b).all()) for a, b in zip(got, want, strict=True))
+        assert bool((layers.indices[0] == chosen).all())
+
+
+def test_the_arrays_of_a_plan_outlive_it_on_another_stream() -> None:
+    """Allocated on one stream, used on another: the pool must not hand them out meanwhile."""
+    layers = Layers(SMALL)
+    kv_lens = cp.asarray(LENS)
+    plan = layers.plan()
+    layers.run(plan, kv_lens)
+    sizes = [4 * 6 * n for n in (1, SMALL.topk, SMALL.capacity)]
+    cp.full(1, 0x7F, np.uint8)  # compiling it would take longer than the stream is busy
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device().synchronize()
+    with stream:
+        kernels.spin(200_000_000)
+        layers.run(plan, kv_lens)
+    del plan
+    spoilt = [cp.full(size, 0x7F, np.uint8) for size in sizes for _ in range(3)]
+    assert not stream.done
+    cp.cuda.Device().synchronize()
+    layers.check(LENS)
+    del spoilt

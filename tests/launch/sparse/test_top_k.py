@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is packed for top_k, and which shape of the kernel takes which rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cumla.core.arrays import ArrayView
+from cumla.launch.sparse import top_k
+from cumla.launch.sparse.top_k import SPECS, TopKViews, choose, top_k_launch
+from tests.launch.structs import compile_checks
+
+SMS = 132
+SHAPES = top_k._SHAPES
+
+
+def view(shape: tuple[int, ...], dtype: str = "int32", ptr: int = 1 << 20) -> ArrayView:
+    size = np.dtype("float16" if dtype == "bfloat16" else dtype).itemsize
+    strides = tuple(size * int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
+    return ArrayView(ptr, shape, strides, dtype, 0)
+
+
+def views(scores: ArrayView, k: int, **changes: ArrayView | None) -> TopKViews:
+    rows = scores.shape[0]
+    nothing = dict.fromkeys(TopKViews._fields)
+    given = {"scores": scores, "out": view((rows, k)), "valid_counts": view((rows,))}
+    return TopKViews(**nothing | given | changes)  # type: ignore[arg-type]
+
+
+def test_the_struct_and_shared_memory_are_those_of_the_kernel(nvrtc: None) -> None:
+    """Members by values that differ; the head of shared memory by its size."""
+    launch = top_k_launch(
+        views(
+            view((7, 5000), "float32", 1 << 20),
+            2048,
+            lengths=view((7,), ptr=2 << 20),
+            row_starts=view((7,), ptr=3 << 20),
+            block_table=view((9, 11), ptr=4 << 20),
+            row_to_request=view((7,), ptr=5 << 20),
+            offsets=view((7,), ptr=6 << 20),
+            out=view((7, 2048), ptr=7 << 20),
+            positions=view((7, 2048), ptr=8 << 20),
+            values=view((7, 2048), "float32", 9 << 20),
+            valid_counts=view((7,), ptr=10 << 20),
+        ),
+        2048,
+        64,
+        True,
+        SMS,
+    )
+    assert launch.values[:10] == tuple(i << 20 for i in range(1, 11))
+    assert launch.values[10:19] == (20000, 11, 2048, 2048, 1, 1, 1, 1, 1)
+    assert launch.values[19:] == (5000, 2048, 64, 11, 9, 0, True, 0)
+    members = ("width", "k", "page_size", "max_pages", "requests", "cluster_log2", "is_sorted")
+    pointers = ", ".join(["nullptr"] * 10)
+    numbers = ", ".join(str(n) for n in range(10, 26))
+    words = [f"constexpr TopKParams kWords = {{{pointers}, {numbers}}};"]
+    checks = {f"kWords.{name}": 19 + i for i, name in enumerate(members)}
+    checks |= {"kWords.scores_stride": 10, "kWords.table_stride": 11, "kWords.out_stride": 12}
+    checks |= {"kWords.positions_stride": 13, "kWords.lengths_stride": 14}
+    checks |= {"kWords.row_starts_stride": 15, "kWords.requests_stride": 16}
+    checks |= {"kWords.offsets_stride": 17, "kWords.counts_stride": 18}
+    checks |= {"sizeof(Head)": top_k._HEAD_BYTES}
+    compile_checks(SPECS[0], checks, *words)
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, 15, 16, 30, 31, 66, 67, 132, 4096])
+def test_every_row_has_a_shape_that_holds_it(rows: int, is_sorted: bool) -> None:
+    for width in (1, 2047, 8192, 8193, 32768, 32771, 65536, 131072, 262145, 524288, 1 << 20):
+        for k in (1, 512, 2048, 3073, 8192, 8193, width):
+            wanted = min(k, width)
+            if is_sorted and wanted > top_k.MOST_SORTED:
+                continue
+            name, cluster = choose(rows, width, wanted, is_sorted, SMS)
+            shape = SHAPES[name]
+            assert shape.holds(width, cluster)
+            assert cluster in shape.clusters
+            assert wanted <= shape.entries or (shape.held == 0 and not is_sorted)
+
+
+def test_rows_that_fit_are_read_once() -> None:
+    """Up to 512 K columns; with more only the kernel is left that reads them for every pass."""
+    most = max(s.held + s.stored for s in SHAPES.values()) * 4 * 1024 * 8
+    for width in (1000, 8192, 32768, 131072, most):
+        for rows in (1, 64, 4096):
+            assert SHAPES[choose(rows, width, min(width, 2048), False, SMS)[0]].held
+    assert choose(1, most + 1, 2048, False, SMS)[0] == "streamed"
+
+
+def test_targets_of_the_choice() -> None:
+    """Rows that fill the multiprocessors share none; a few long ones take clusters."""
+    assert choose(128, 32768, 2048, False, SMS) == ("row", 1)
+    assert choose(64, 8192, 2048, False, SMS) == ("short", 1)
+    assert choose(64, 131072, 2048, False, SMS) == ("wide", 2)
+    name, cluster = choose(8, 131072, 2048, False, SMS)
+    assert (name, cluster > 2) == ("cluster", True)
+    assert choose(4096, 32768, 2048, False, SMS) == ("rows", 1)
+
+
+@pytest.mark.parametrize(
+    ("ptr", "stride", "starts", "more"),
+    [(0, 0, False, 0), (4, 0, False, 3), (0, 4, False, 3), (0, 0, True, 3)],
+)
+def test_room_for_rows_that_begin_between_quads(
+    ptr: int, stride: int, starts: bool, more: int
+) -> None:
+    """Of a row that begins on 16 bytes a thread has a group less than of others."""
+    scores = view((200, 32768), "float32", (1 << 20) + ptr)
+    scores = scores._replace(strides=(scores.strides[0] + stride, 4))
+    given = views(scores, 2048, row_starts=view((200,)) if starts else None)
+    assert top_k._keys(given) == 32768 + more
+
+
+def test_clusters_are_whole() -> None:
+    launch = top_k_launch(views(view((8, 131072), "bfloat16"), 2048), 2048, 1, False, SMS)
+    assert launch.cluster > 1
+    assert launch.grid == (8 * launch.cluster, 1, 1)
+    assert launch.values[24] == launch.cluster.bit_length() - 1

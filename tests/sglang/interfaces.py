@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare the plugin with the SGLang that can be imported; its Python files suffice.
+
+``PYTHONPATH=SGLANG:CUMLA:standins python interfaces.py``: SGLANG holds SGLang's package (an
+unpacked wheel, if another version than the installed one is asked about), CUMLA an installed cumla.
+An AssertionError says what does not fit; the last line printed is the version.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from inspect import Parameter, getsource, signature
+from typing import Any
+
+import sglang
+from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+from sglang.srt.plugins import load_plugins
+
+import cumla.sglang
+
+VARIABLE = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
+
+
+def takes(ours: Any, theirs: Any) -> bool:
+    """Whether a method takes what SGLang passes to the one that it overrides, and needs no more."""
+    own, base = (signature(method).parameters for method in (ours, theirs))
+    named = [name for name, p in base.items() if p.kind not in VARIABLE]
+    needed = {name for name, p in own.items() if p.default is p.empty}
+    return needed <= set(named) and list(own)[: len(named)] == named
+
+
+def main() -> None:
+    load_plugins()
+    load_plugins()
+    assert ATTENTION_BACKEND_CHOICES.count("cumla") == 1
+
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.models.deepseek_common import attention_backend_handler, utils
+    from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
+
+    from cumla.sglang.backend import Backend
+
+    assert ATTENTION_BACKENDS["cumla"] is cumla.sglang._make
+    (base,) = Backend.__bases__
+    for name, method in vars(Backend).items():
+        theirs = vars(base).get(name)
+        if callable(method) and theirs is not None and not name.startswith("__"):
+            assert takes(method, theirs), (name, signature(method), signature(theirs))
+
+    # MLA: absorbed queries, in two parts, always.
+    cumla.sglang._teach_deepseek()
+    handler = attention_backend_handler.AttentionBackendRegistry.get_handler("cumla")
+    assert handler(None, None).name == "MLA"
+    assert utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count("cumla") == 1
+    core = getsource(forward_mla)
+    assert "in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS" in core
+    assert "q_rope=q_pe" in core
+    assert "k_rope=k_pe" in core
+
+    # What the backend reads.
+    needed = {"forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu"}
+    needed |= {"out_cache_loc", "extend_seq_lens"}
+    assert needed <= {field.name for field in fields(ForwardBatch)}
+    assert ForwardMode.IDLE.is_decode_or_idle()
+    assert ForwardMode.TARGET_VERIFY.is_target_verify()
+    layer = vars(RadixAttention(4, 64, 0.1, 2, 0))
+    layer_reads = {"tp_q_head_num", "tp_k_head_num", "qk_head_dim", "v_head_dim", "scaling"}
+    layer_reads |= {"layer_id", "logit_cap", "sliding_window_size", "k_scale", "v_scale"}
+    layer_reads |= {"is_cross_attention", "attn_type", "xai_temperature_len", "pos_encoding_mode"}
+    assert layer_reads <= layer.keys()
+    assert AttentionType.DECODER.value == "decoder"
+    runner = getsource(ModelRunner)
+    for name in ("use_mla_backend", "page_size", "dtype", "kv_cache_dtype", "token_to_kv_pool"):
+        assert f"self.{name}" in runner, name
+    print(sglang.__version__)
+
+
+if __name__ == "__main__":
+    main()

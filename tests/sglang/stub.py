@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""As much of SGLang as the plugin stands on, for tests without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+from tests.bindings.stand_in import standing_in
+
+
+class Mode(Enum):
+    """The modes of a step."""
+
+    EXTEND = "extend"
+    DECODE = "decode"
+    TARGET_VERIFY = "verify"
+
+    def is_decode_or_idle(self) -> bool:
+        return self is Mode.DECODE
+
+    def is_target_verify(self) -> bool:
+        return self is Mode.TARGET_VERIFY
+
+
+class DecoderType(Enum):
+    DECODER = "decoder"
+    ENCODER_ONLY = "encoder_only"
+
+
+class Base:
+    """A base class that asks for nothing."""
+
+
+class WindowPool:
+    """A memory pool with a part of its own for layers with windows."""
+
+
+class Handlers:
+    found: dict[str, Any]
+
+    @classmethod
+    def register(cls, name: str, handler: Any) -> None:
+        cls.found[name] = handler
+
+
+choices: list[str] = []
+backends: dict[str, Any] = {}
+absorbing: list[str] = []
+
+
+def register_attention_backend(name: str) -> Any:
+    return lambda make: backends.__setitem__(name, make)
+
+
+@contextmanager
+def stubbed(
+    version: str = "0.5.23", drafts: int | None = None, topk: int | None = None, dcp: int = 1
+) -> Iterator[None]:
+    """Let the plugin import the stub."""
+    spec = SimpleNamespace(speculative_num_draft_tokens=drafts, speculative_eagle_topk=topk)
+    parallel = SimpleNamespace(attn_dcp_size=dcp)
+    common = "sglang.srt.models.deepseek_common"
+    contents: dict[str, dict[str, Any]] = {
+        "sglang": {"__version__": version},
+        "sglang.srt": {},
+        "sglang.srt.arg_groups": {},
+        "sglang.srt.arg_groups.choices": {"ATTENTION_BACKEND_CHOICES": choices},
+        "sglang.srt.layers": {},
+        "sglang.srt.layers.attention": {},
+        "sglang.srt.layers.attention.attention_registry": {
+            "register_attention_backend": register_attention_backend
+        },
+        "sglang.srt.layers.attention.base_attn_backend": {"AttentionBackend": Base},
+        "sglang.srt.mem_cache": {},
+        "sglang.srt.mem_cache.base_swa_memory_pool": {"BaseSWAKVPool": WindowPool},
+        "sglang.srt.models": {},
+        common: {},
+        f"{common}.attention_backend_handler": {
+            "AttentionBackendRegistry": Handlers,
+            "AttnForwardMethod": SimpleNamespace(MLA="absorbed"),
+        },
+        f"{common}.utils": {"FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": absorbing},
+        "sglang.srt.runtime_context": {
+            "get_parallel": lambda: parallel,
+            "get_spec": lambda: spec,
+        },
+    }
+    with standing_in(contents, "cumla.sglang"):
+        choices[:] = ["fa3"]
+        absorbing[:] = ["fa3"]
+        backends.clear()
+        Handlers.found = {}
+        yield

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin of SGLang on a stub of it: what is registered, refused, planned and computed."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import cumla
+import cumla.sglang
+from tests.compat.torch_gpu import torch_gpu
+from tests.sglang.server import HEADS, PAGE, SCALE, STEPS, Server, starts
+from tests.sglang.stub import (
+    DecoderType,
+    Handlers,
+    Mode,
+    WindowPool,
+    absorbing,
+    backends,
+    choices,
+    stubbed,
+)
+
+torch = pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def sglang() -> Iterator[None]:
+    with stubbed():
+        yield
+
+
+# --- the entry point -----------------------------------------------------------------------------
+
+
+def test_the_entry_point_adds_one_name_however_often(caplog: pytest.LogCaptureFixture) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    ((name, value),) = project["entry-points"]["sglang.srt.plugins"].items()
+    for _ in range(2):
+        EntryPoint(name, value, "sglang.srt.plugins").load()()
+        assert choices == ["fa3", "cumla"]
+        assert list(backends) == ["cumla"]
+    assert "cumla.sglang.backend" not in sys.modules
+    assert not caplog.records
+
+
+def test_loading_the_entry_point_imports_neither_sglang_nor_torch() -> None:
+    code = "import sys, cumla.sglang; print({'sglang', 'torch', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
+    assert done.stdout.strip() == b"set()"
+
+
+def test_a_version_without_the_registry_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with mock.patch.dict(sys.modules, {"sglang.srt.arg_groups.choices": None}):
+        with caplog.at_level(logging.WARNING):
+            cumla.sglang.register()
+        assert "SGLang 0.5.23 has no --attention-backend cumla" in caplog.text
+    assert not backends
+
+
+def test_other_versions_are_refused_when_asked_for() -> None:
+    with stubbed("0.6.0"):
+        match = r"^sglang: .* from 0.5.22 to 0.5.23, got 0.6.0; .* --attention-backend cumla$"
+        with pytest.raises(ImportError, match=match):
+            Server(is_mla=True)
+
+
+def test_models_with_mla_are_told_to_absorb() -> None:
+    Server(is_mla=False)
+    assert absorbing == ["fa3"]
+    for _ in range(2):
+        Server(is_mla=True)
+    assert absorbing == ["fa3", "cumla"]
+    assert Handlers.found["cumla"](None, None) == "absorbed"
+
+
+# --- what is computed ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "lens", "new", "drafts", "plan"), STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("in_parts", [True, False])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_mla_writes_and_attends_as_the_eager_calls(
+    mode: Mode,
+    lens: tuple[int, ...],
+    new: tuple[int, ...],
+    drafts: int | None,
+    plan: str,
+    in_parts: bool,
+    cache_dtype: Any,
+) -> None:
+    tokens = sum(new)
+    q = torch.randn(tokens, HEADS, 576).bfloat16()
+    k = torch.randn(tokens, 1, 576).bfloat16()
+    with stubbed(drafts=drafts):
+        server = Server(True, cache_dtype)
+        fb, layer = server.batch(mode, lens, new), server.layer()
+        wanted = server.buffers[0].clone().unflatten(0, (-1, PAGE))
+        server.backend.init_forward_metadata(fb)
+        if in_parts:
+            parts = {"q_rope": q[..., 512:], "k_rope": k[..., 512:]}
+            arrays = q[..., :512].contiguous(), k[..., :512], k[..., :512]
+        else:
+            parts, arrays = {}, (q.flatten(1), k, k[..., :512])
+        out = server.backend.forward_extend(*arrays, layer, fb, **parts)
+        (step,) = server.backend.forward_metadata.steps.values()
+    assert type(step.plan).__name__ == plan
+    cumla.append_mla_cache(k, wanted, fb.out_cache_loc)
+    assert torch.equal(server.buffers[0].view(torch.uint8), wanted.flatten(0, 1).view(torch.uint8))
+    state = cumla.mla_attention(
+        q,
+        wanted,
+        server.table.flip(0),
+        torch.tensor(lens, dtype=torch.int32),
+        qo_indptr=starts(new),
+        softmax_scale=SCALE,
+    )
+    torch.testing.assert_close(out.view(tokens, HEADS, 512), state.out)
+
+
+@pytest.mark.parametrize("mode", ["decoding", "drafts", "prefill"])
+@pytest.mark.parametrize("page", [PAGE, 1])
+def test_mha_writes_and_attends_as_the_eager_calls(mode: str, page: int) -> None:
+    kind, lens, new, drafts, _ = STEPS[mode]
+    tokens = sum(new)
+    q, k, v = (torch.randn(tokens, *s).bfloat16() for s in ((HEADS, 64), (2, 64), (2, 32)))
+    sinks = torch.linspace(-1, 1, HEADS).bfloat16()
+    with stubbed(drafts=drafts):
+        server = Server(False, page=page)
+        fb = server.batch(kind, lens, new)
+        caches = [each.clone().unflatten(0, (-1, PAGE)) for each in server.buffers]
+        server.backend.init_forward_metadata(fb)
+        outs = {
+            window: server.backend.forward_extend(
+                q.flatten(1),
+                k.flatten(1),
+                v.flatten(1),
+                server.layer(sliding_window_size=window, logit_cap=20.0),
+                fb,
+                sinks=sinks,
+            )
+            for window in (-1, 7)
+        }
+    cumla.append_kv_cache(k, v, *caches, fb.out_cache_loc)
+    for window, out in outs.items():
+        state = cumla.attention(
+            q,
+            *caches,
+            kv_lens=torch.tensor(lens, dtype=torch.int32),
+            qo_indptr=starts(new),
+            block_table=server.table.flip(0),
+            window=None if window < 0 else window,
+            softcap=20.0,
+            sinks=sinks.float(),
+            softmax_scale=SCALE,
+        )
+        torch.testing.assert_close(out.view(tokens, HEADS, 32), state.out)
+
+
+def test_mha_applies_the_scales_of_fp8_caches() -> None:
+    q, k, v = (torch.randn(3, *s).bfloat16() for s in ((HEADS, 64), (2, 64), (2, 32)))
+    outs = []
+    for dtype, scales in ((torch.bfloat16, (None, None)), (torch.float8_e4m3fn, (0.5, 0.25))):
+        server = Server(False, dtype)
+        factors = [s and torch.nn.Parameter(torch.tensor(s)) for s in scales]
+        server.fill([each.zero_() for each in server.buffers])
+        fb = server.batch(Mode.DECODE, (1, 1, 1), (1, 1, 1))
+        server.backend.init_forward_metadata(fb)
+        layer = server.layer(k_scale=factors[0], v_scale=factors[1])
+        outs.append(server.backend.forward_decode(q, k, v, layer, fb).float())
+    torch.testing.assert_close(outs[1], outs[0], rtol=0.1, atol=0.02)
+    assert not torch.equal(*outs)
+
+
+def test_a_layer_that_shares_keys_writes_none() -> None:
+    server = Server(True)
+    before = server.buffers[0].clone()
+    fb = server.batch(Mode.DECODE, (9, 5, 3), (1, 1, 1))
+    server.backend.init_forward_metadata(fb)
+    q = torch.randn(3, HEADS, 576).bfloat16()
+    for k, save in ((None, True), (torch.zeros(3, 1, 576).bfloat16(), False)):
+        server.backend.forward_decode(q, k, k, server.layer(), fb, save)
+    assert torch.equal(server.buffers[0], before)
+
+
+def test_a_graph_serves_later_lengths_and_pages() -> None:
+    """What is captured holds for each later step of its shape, padded requests included."""
+    with torch_gpu() as gpu:
+        server = Server(True)
+        backend, layer = server.backend, server.layer()
+        backend.init_cuda_graph_state(4, 4)
+        q = torch.randn(3, HEADS, 576).bfloat16()
+        first = server.batch(Mode.DECODE, (90, 90, 90), (1, 1, 1), seq_lens_cpu=None)
+        backend.init_forward_metadata_out_graph(first, in_capture=True)
+        backend.forward_decode(q, None, None, layer, first)  # warms up
+        with gpu.capture(0):
+            out = backend.forward_decode(q, None, None, layer, first)
+        for lens in ((33, 7, 50), (64, 100, 1)):
+            fb = server.batch(Mode.DECODE, lens, (1, 1, 1))
+            backend.init_forward_metadata_out_graph(fb)
+            gpu.replay()
+            wanted = cumla.mla_decode(
+                q[:, None],
+                server.buffers[0].unflatten(0, (-1, PAGE)),
+                server.table.flip(0),
+                torch.tensor(lens, dtype=torch.int32),
+                softmax_scale=SCALE,
+            )
+            torch.testing.assert_close(out.view(3, HEADS, 512).clone(), wanted.out[:, 0])
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "match"),
+    [
+        ({}, {"kv_cache_dtype": torch.float8_e5m2}, r"^kv_cache_dtype: .*float8_e5m2; pass"),
+        ({}, {"token_to_kv_pool": WindowPool()}, "^memory pool: .*--disable-hybrid-swa-memory"),
+        ({"dcp": 2}, {}, "^dcp_size: .* got 2; leave out"),
+        ({"drafts": 4, "topk": 2}, {}, "^speculative_eagle_topk: .* got 2; pass"),
+    ],
+)
+def test_configurations_are_refused(
+    options: dict[str, Any], change: dict[str, Any], match: str
+) -> None:
+    runner = SimpleNamespace(**vars(Server(is_mla=True).runner) | change)
+    with stubbed(**options):
+        cumla.sglang.register()
+        with pytest.raises(NotImplementedError, match=match):
+            backends["cumla"](runner)
+
+
+@pytest.mark.parametrize(
+    ("is_mla", "layer", "match"),
+    [
+        (False, {"is_cross_attention": True}, "got cross-attention; leave out"),
+        (False, {"attn_type": DecoderType.ENCODER_ONLY}, "ENCODER_ONLY; leave out"),
+        (False, {"xai_temperature_len": 8}, "xai_temperature_len 8"),
+        (True, {"qk_head_dim": 192}, "absorbed queries of 576 columns .* got 192"),
+    ],
+)
+def test_layers_are_refused(is_mla: bool, layer: dict[str, Any], match: str) -> None:
+    server = Server(is_mla)
+    fb = server.batch(Mode.DECODE, (9, 5, 3), (1, 1, 1))
+    server.backend.init_forward_metadata(fb)
+    with pytest.raises(NotImplementedError, match=f"^layer 0: .*{match}"):
+        server.backend.forward_decode(None, None, None, server.layer(**layer), fb)

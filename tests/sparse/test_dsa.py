@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`cumla.DSAPlan` on the CPU, against the three references that it is made of; what it refuses; and
+what it launches, allocates and keeps on a GPU that is not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla.core import _lifetime
+from tests.calls import BF16, E4M3, Refusal, all_of, int32, numbers, refused, wrong, wrong_type
+from tests.emulator import emulated_gpu
+from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
+from tests.sparse.dsa_cases import ATTENDED, MADE_OF, SELECTED_FROM, Step, attended
+
+STEP, STEP_2 = Step(), Step(q_len=2)
+CAPACITY, TOPK = STEP.capacity, STEP.topk
+LENS = int32(57, 9, 33)  # most of a table, fewer than topk, one after the end of a page
+
+
+def plan_of(given: dict[str, Any], topk: int = TOPK, **options: Any) -> cumla.DSAPlan:
+    return cumla.DSAPlan(*(given[name] for name in MADE_OF), topk=topk, **options)
+
+
+def select(plan: cumla.DSAPlan, given: dict[str, Any], **options: Any) -> Any:
+    return plan.select(*(given[name] for name in SELECTED_FROM), **options)
+
+
+def run(plan: cumla.DSAPlan, given: dict[str, Any], **options: Any) -> Any:
+    return plan.run(*(given[name] for name in ATTENDED), **options)
+
+
+def step(plan: cumla.DSAPlan, given: dict[str, Any], kv_lens: Any) -> Any:
+    """Indices, out and lse of a layer."""
+    plan.update(kv_lens)
+    indices = select(plan, given)
+    return np.array(indices), *run(plan, given)
+
+
+def assert_same(got: Any, want: Any) -> None:
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", ["0", "1"])
+@pytest.mark.parametrize("q_len", [1, 2, 4])
+def test_the_step_is_its_three_parts(
+    q_len: int, check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For lengths that change from step to step, below topk and across the borders of pages."""
+    monkeypatch.setenv("CUMLA_CHECK", check)
+    of = Step(q_len=q_len)
+    given = of.arguments()
+    plan = plan_of(given)
+    for kv_lens in (LENS, LENS + 1, int32(4, 16, 17), int32(CAPACITY, 15, 20), int32(0, 2, 21)):
+        indices, out, lse = step(plan, given, kv_lens)
+        assert_same((indices, out, lse), of.expected(given, kv_lens))
+        visible = of.visible(kv_lens)
+        np.testing.assert_array_equal((indices >= 0).sum(axis=-1), np.minimum(visible, TOPK))
+        assert (indices < visible[..., None]).all()
+
+
+def test_below_topk_it_is_dense_attention() -> None:
+    given, kv_lens = STEP_2.arguments(), int32(20, 16, 3)
+    _, out, lse = step(plan_of(given), given, kv_lens)
+    dense = cumla.mla_decode(given["q"], given["kv_cache"], given["block_table"], kv_lens)
+    np.testing.assert_allclose(out.astype("f4"), dense.out.astype("f4"), rtol=2**-8, atol=1e-6)
+    np.testing.assert_allclose(lse, dense.lse, rtol=1e-6)
+
+
+def test_layers_that_share_a_selection() -> None:
+    """They have the last one, or one that is passed."""
+    first, second, other = (STEP_2.arguments(seed) for seed in range(3))
+    plan = plan_of(first)
+    want, *state = step(plan, first, LENS)
+    assert_same(run(plan, second), attended(second, want))
+    kept = plan.indices.copy()
+    changed = select(plan, other)
+    assert changed is plan.indices
+    assert (changed != want).any()
+    assert_same(run(plan, other), STEP_2.expected(other, LENS)[1:])
+    assert_same(run(plan, first, indices=kept), state)
+    np.testing.assert_array_equal(plan.indices, changed)
+
+
+def test_a_plan_keeps_the_lengths() -> None:
+    given, kv_lens = STEP_2.arguments(), LENS.copy()
+    plan = plan_of(given)
+    plan.update(kv_lens)
+    kv_lens[...] = 1
+    assert_same((select(plan, given), *run(plan, given)), STEP_2.expected(given, LENS))
+
+
+@pytest.mark.parametrize(("most", "topk"), [(40, TOPK), (16, TOPK), (5, TOPK), (1000, 1)])
+def test_the_longest_request_of_a_plan(
+    most: int, topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of longer ones the first tokens are seen; the check mode refuses them."""
+    of = Step(q_len=2, topk=topk)
+    given, seen = of.arguments(), min(most, CAPACITY)
+    plan = plan_of(given, topk, max_kv_len=most)
+    assert_same(step(plan, given, LENS), of.expected(given, LENS, seen))
+    monkeypatch.setenv("CUMLA_CHECK", "1")
+    need = f"a length from 0 to max_kv_len = {seen}"
+    with refused(ValueError, f"kv_lens[1]: needs {need}, got {seen + 1}; the kernels"):
+        plan.update(int32(1, seen + 1, 0))
+    with refused(ValueError, f"kv_lens[2]: needs {need}, got -1; the kernels"):
+        plan.update(int32(1, 0, -1))
+
+
+def test_lengths_of_any_number() -> None:
+    of = Step(q_len=4)
+    given = of.arguments()
+    for kv_lens in (int32(-1, -(2**31), 2**31 - 1), int32(2, CAPACITY + 2, 0)):
+        assert_same(step(plan_of(given), given, kv_lens), of.expected(given, kv_lens))
+
+
+def test_no_requests() -> None:
+    given = STEP_2.arguments()
+    for name in ("q", "index_q", "index_weights", "block_table"):
+        given[name] = given[name][:0]
+    results = step(plan_of(given), given, int32())
+    shapes = [array.shape for array in results]
+    assert shapes == [(0, 2, TOPK), (0, 2, STEP.heads, 512), (0, STEP.heads, 2)]
+
+
+def test_caches_and_outputs_and_options_are_those_of_attention() -> None:
+    given = Step(packed=True).arguments()
+    plan = plan_of(given)
+    indices, *state = step(plan, given, LENS)
+    assert_same(state, attended(given, indices))
+    out, lse = np.empty((3, 1, 4, 512), "f4"), np.empty((3, 4, 1), "f4")
+    options = {"sinks": numbers(4, dtype=np.float32), "softmax_scale": 0.1}
+    state = run(plan, given, out=out, lse=lse, **options)
+    assert (state.out is out, state.lse is lse) == (True, True)
+    assert_same(state, attended(given, indices, out=np.empty_like(out), **options))
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_frameworks(framework: str) -> None:
+    """Their arrays on the CPU, lengths of another one among them; results are theirs."""
+    library = pytest.importorskip(framework)
+
+    def there(array: Any) -> Any:
+        if framework == "jax":
+            return library.numpy.asarray(array)
+        bits = {BF16: (np.int16, "bfloat16"), E4M3: (np.uint8, "float8_e4m3fn")}
+        if array.dtype not in bits:
+            return library.from_numpy(array)
+        as_bits, name = bits[array.dtype]
+        return library.from_numpy(array.view(as_bits)).view(getattr(library, name))
+
+    for of in (STEP, STEP_2):
+        host = of.arguments()
+        given = {name: there(array) for name, array in host.items()}
+        plan = plan_of(given)
+        for kv_lens, lengths in ((LENS, there(LENS)), (LENS + 1, LENS + 1)):
+            plan.update(lengths)
+            results = (select(plan, given), *run(plan, given))
+            for got, want in zip(results, of.expected(host, kv_lens), strict=True):
+                assert type(got) is type(given["q"])
+                same = there(want)
+                assert bool((got == same).all())
+                assert got.dtype == same.dtype
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+REFUSED = [
+    *(wrong("topk", n, f"a number from 1, got {n}; there is nothing to select") for n in (0, -1)),
+    *(wrong_type("topk", n, "an int, got") for n in (True, 2.0, "20", None)),
+    wrong("max_kv_len", 0, "a number from 1, got 0; leave it out"),
+    wrong_type("max_kv_len", 10.5, "an int, got float"),
+    *(
+        wrong(
+            "q",
+            np.zeros((*lead, 4, 576), BF16),
+            f"shape (batch, q_len, num_heads, 576) with batch 3 and q_len 1, as index_q has, got "
+            f"{(*lead, 4)}"[:-1],
+        )
+        for lead in ((2, 1), (3, 2), (3,))
+    ),
+    wrong_type("q", np.zeros((3, 1, 4, 576), "f4"), "bfloat16 or float16, got float32"),
+    wrong("kv_cache", np.zeros((4, 16, 2, 576), BF16), "one kv head, whose rows the indices name"),
+    Refusal({"index_q": None}, TypeError, "q: needs an array"),
+    Refusal({"index_q": np.zeros((3, 1, 8, 32), "f2")}, TypeError, "q: needs float8_e4m3fn, or"),
+    Refusal({"block_table": int32([0, 1])}, ValueError, "block_table: needs shape (batch, max"),
+]
+
+
+@all_of(REFUSED)
+def test_plans_that_are_refused(refusal: Refusal) -> None:
+    options = {"topk": TOPK, "max_kv_len": None}
+    changed = {name: refusal.changes.get(name, value) for name, value in options.items()}
+    with refused(refusal.error, refusal.message):
+        plan_of(STEP.arguments() | refusal.changes, **changed)
+
+
+def test_a_plan_without_an_update_or_a_selection() -> None:
+    given = STEP.arguments()
+    plan = plan_of(given)
+    never = "plan: never updated; call plan.update(kv_lens) before the first run"
+    with refused(ValueError, never):
+        select(plan, given)
+    with refused(ValueError, "indices: needs a selection of this step, got none since plan.upd"):
+        run(plan, given)
+    with refused(ValueError, never):
+        run(plan, given, indices=np.zeros((3, 1, TOPK), np.int32))
+    step(plan, given, LENS)
+    plan.update(LENS + 1)  # the lists are of the step before
+    with refused(ValueError, "indices: needs a selection of this step, got none since plan.upd"):
+        run(plan, given)
+
+
+def test_arrays_of_another_shape() -> None:
+    given = STEP.arguments()
+    plan = plan_of(given)
+    for kv_lens in (int32(1, 2), int32([1], [2], [3])):
+        with refused(ValueError, "kv_lens: needs shape (batch,) with batch 3, got"):
+            plan.update(kv_lens)
+    with refused(TypeError, "kv_lens: needs int32, got int64"):
+        plan.update(LENS.astype(np.int64))
+    step(plan, given, LENS)
+    two = STEP_2.arguments()
+    with refused(ValueError, "plan: made for (batch, next_n, num_heads, head_dim, page_size"):
+        select(plan, two)
+    with refused(ValueError, "plan: made for (batch, q_len, num_heads, topk, dtype)"):
+        run(plan, two, indices=np.zeros((3, 2, TOPK), np.int32))
+    with refused(ValueError, "plan: made for (batch, q_len, num_heads, topk, dtype)"):
+        run(plan, given, indices=plan.indices[..., :7])
+    with refused(ValueError, "plan: made for a cache of bfloat16, got one of packed rows"):
+        run(plan, given | {"kv_cache": np.zeros((13, 16, 656), np.uint8)})
+    with refused(ValueError, "block_table: needs the pages of each request ... got None; pass"):
+        run(plan, given | {"block_table": None})
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+class OnGpu:
+    """A plan, and the arrays of its calls."""
+
+    def __init__(self, cupy: FakeCuPy, q_len: int = 2, **options: Any) -> None:
+        self.given = {n: cupy.like(array) for n, array in Step(q_len=q_len).arguments().items()}
+        self.kv_lens = cupy.like(LENS)
+        self.results = {
+            "out": cupy.ndarray((3, q_len, 4, 512), BF16),
+            "lse": cupy.ndarray((3, 4, q_len), "float32"),
+        }
+        self.plan = plan_of(self.given, **options)
+
+    def step(self, layers: int = 1, **options: Any) -> None:
+        self.plan.update(self.kv_lens, **options)
+        for _ in range(layers):
+            select(self.plan, self.given, **options)
+            run(self.plan, self.given, **self.results, **options)
+
+
+@pytest.mark.parametrize("q_len", [1, 2])
+def test_a_captured_step_allocates_nothing(
+    q_len: int, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
+) -> None:
+    """And prepare() has loaded all that it launches; a ready step launches the same."""
+    gpu = OnGpu(cupy, q_len)
+    cumla.prepare(gpu.plan)
+    loaded, allocated = list(cupy.compiled), list(cupy.allocated)
+    driver.capturing.add(0)
+    gpu.step(layers=2)
+    launched = bindings.entries
+    driver.capturing.clear()
+    assert launched.count("bound_rows") == 3  # what is seen, what is selected, bounds of the lists
+    assert launched[-8:-4] == launched[-4:]
+    for _ in range(2):
+        gpu.step(layers=2)
+        assert bindings.entries == launched
+    assert (cupy.compiled, cupy.allocated) == (loaded, allocated)
+
+
+def test_another_stream(cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver) -> None:
+    """Its update comes after all work on the one before, and runs on it alone are served."""
+    gpu = OnGpu(cupy)
+    gpu.step()
+    driver.waits.clear()
+    bindings.launched.clear()
+    gpu.plan.update(gpu.kv_lens, stream=5)
+    assert set(driver.waits) == {(5, 0)}
+    select(gpu.plan, gpu.given, stream=5)
+    run(gpu.plan, gpu.given, **gpu.results, stream=5)
+    assert {launch.stream for launch in bindings.launched} == {5}
+    with refused(ValueError, "plan: updated on stream 0x5, got a run on stream 0x0; ... update"):
+        select(gpu.plan, gpu.given)
+
+
+@pytest.mark.parametrize("last", ["update", "select", "run"])
+def test_a_plan_that_is_dropped_keeps_its_arrays_for_a_side_stream(
+    last: str, cupy: FakeCuPy, bindings: FakeBindings, driver: FakeDriver
+) -> None:
+    """Until an event after the last use has passed, not one before it."""
+    gpu = OnGpu(cupy)
+    uses = {
+        "update": lambda: gpu.plan.update(gpu.kv_lens, stream=5),
+        "select": lambda: select(gpu.plan, gpu.given, stream=5),
+        "run": lambda: run(gpu.plan, gpu.given, **gpu.results, stream=5),
+    }
+    for name, use in uses.items():
+        before = len(driver.recorded)
+        use()
+        if name == last:
+            break
+    driver.event_passed = lambda event: driver.passed or event <= before  # type: ignore[method-assign]
+    driver.passed = False
+    logits = 3 * 2 * CAPACITY * 4
+    del gpu.plan
+    _lifetime.release_finished()
+    assert logits not in cupy.freed
+    driver.passed = True
+    _lifetime.release_finished()
+    assert logits in cupy.freed
+
+
+def test_a_plan_serves_one_device(cupy: FakeCuPy, bindings: FakeBindings) -> None:
+    gpu = OnGpu(cupy)
+    with refused(ValueError, "plan: made for CUDA device 0, got arrays on the CPU; make a plan"):
+        gpu.plan.update(LENS)
+    assert bindings.entries == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("q_len", [1, 2])
+def test_the_kernels_make_the_step(q_len: int) -> None:
+    """Their own text, on the CPU."""
+    of = Step(q_len=q_len)
+    host = of.arguments()
+    with emulated_gpu() as cupy:
+        given = {name: cupy.like(array) for name, array in host.items()}
+        plan = plan_of(given)
+        for kv_lens in (LENS, int32(0, CAPACITY, 21)):
+            plan.update(cupy.like(kv_lens))
+            indices, out, lse = of.expected(host, kv_lens)
+            np.testing.assert_array_equal(select(plan, given), indices)
+            state = run(plan, given)
+            np.testing.assert_allclose(state.out.astype("f4"), out.astype("f4"), atol=2**-6)
+            np.testing.assert_allclose(state.lse, lse, rtol=1e-6)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of all kinds, and the definition of what is selected of them: one sort by three keys."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+
+from cumla.launch.sparse import top_k
+from cumla.sparse import top_k as top_k_operation
+
+Array = np.ndarray[Any, Any]
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+SPECIAL = np.array([0, -0.0, 1, -1, np.inf, -np.inf, np.nan, -np.nan, 1e-45, -1e-45], np.float32)
+
+
+def _crowded(rng: np.random.Generator, shape: tuple[int, int]) -> Array:
+    """Nine tenths in one bin of the first pass, and of the second; they differ below."""
+    near = 1 + rng.random(shape) * 2.0**-20
+    return np.where(rng.random(shape) < 0.9, near, rng.standard_normal(shape))
+
+
+KINDS: dict[str, Callable[[np.random.Generator, tuple[int, int]], Array]] = {
+    "normal": lambda rng, shape: rng.standard_normal(shape),
+    "narrow": lambda rng, shape: 1 + rng.random(shape) * 2.0**-9,
+    "equal": lambda rng, shape: np.full(shape, 1.5),
+    "two": lambda rng, shape: np.where(rng.random(shape) < 0.05, 2.0, -1.0),
+    "crowded": _crowded,
+    "special": lambda rng, shape: rng.choice(SPECIAL, shape),
+    "subnormal": lambda rng, shape: rng.integers(-(1 << 20), 1 << 20, shape) * 2.0**-149,
+    "ascending": lambda rng, shape: np.sort(rng.standard_normal(shape)),
+    "descending": lambda rng, shape: -np.sort(rng.standard_normal(shape)),
+}
+
+
+def scores_of(kind: str, rows: int, width: int, dtype: str = "float32", seed: int = 0) -> Array:
+    """Make scores of a kind."""
+    scores = KINDS[kind](np.random.default_rng(seed), (rows, width))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return scores.astype(np.float32).astype(DTYPES[dtype])
+
+
+def selected(scores: Array, k: int, is_sorted: bool = False) -> Array:
+    """Positions of the k largest scores of one row: NaN, then by value, then by position."""
+    numbers = scores.astype(np.float64)
+    is_nan = np.isnan(numbers)
+    order = np.lexsort((np.arange(len(numbers)), np.where(is_nan, 0, -numbers), ~is_nan))
+    return order[:k] if is_sorted else np.sort(order[:k])
+
+
+def expected(
+    scores: Array,
+    k: int,
+    lengths: Array | None = None,
+    row_starts: Array | None = None,
+    is_sorted: bool = False,
+) -> Array:
+    """Positions of all rows, from their starts; -1 where a row has no more."""
+    rows, width = scores.shape
+    positions = np.full((rows, k), -1, np.int32)
+    for row in range(rows):
+        start = 0 if row_starts is None else row_starts[row]
+        end = width if lengths is None else start + lengths[row]
+        best = selected(scores[row, start:end], k, is_sorted)
+        positions[row, : len(best)] = best
+    return positions
+
+
+def values_at(scores: Array, positions: Array) -> Array:
+    """The scores at positions, -inf where there are none."""
+    return np.where(
+        positions < 0, scores.dtype.type(-np.inf), np.take_along_axis(scores, positions, 1)
+    )
+
+
+@contextlib.contextmanager
+def shaped(name: str, cluster: int) -> Iterator[None]:
+    """Let one shape of the kernel take all rows, with that many blocks each."""
+    ready = top_k_operation._TOP_K.ready
+    ready.clear()
+    with mock.patch.object(top_k, "choose", return_value=(name, cluster)):
+        yield
+    ready.clear()
+
+
+def same_bits(got: Array, want: Array) -> bool:
+    """Whether two arrays are equal to the bit, NaN and zeros of either sign included."""
+    whole = (np.ascontiguousarray(got), np.ascontiguousarray(want))
+    return all(a.shape == got.shape and a.dtype == got.dtype for a in whole) and np.array_equal(
+        *(a.view(np.uint8) for a in whole)
+    )
