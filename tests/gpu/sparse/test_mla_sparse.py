@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import cumla
-from tests.gpu.tools import kernels
+from tests.gpu.tools import kernels, variants
 from tests.gpu.tools.arrays import bits_of
-from tests.gpu.tools.problem import Guarded
+from tests.gpu.tools.problem import Guarded, typed
 from tests.gpu.tools.sparse_problem import (
     FORMS,
     SparseCase,
@@ -161,6 +161,15 @@ def test_every_e4m3_number(heads: int, record_figures: Report) -> None:
     record_figures(attend_and_check(problem))
 
 
+@every_kernel
+def test_sinks_of_infinity(form: str, heads: int, record_figures: Report) -> None:
+    """They take all of the weight."""
+    for outputs in ("given", "float32"):
+        case = SparseCase(heads=heads, form=form, sinks="mixed", outputs=outputs)
+        case = dataclasses.replace(case, lengths="tokens", q_len=2)
+        record_figures(attend_and_check(make_sparse(cp, case)))
+
+
 @pytest.mark.parametrize(("batch", "topk"), [(0, 64), (3, 0)])
 @every_kernel
 def test_nothing_to_attend_to(form: str, heads: int, batch: int, topk: int) -> None:
@@ -205,17 +214,19 @@ def test_a_nan_that_is_selected(form: str, heads: int) -> None:
         problem.latent[row, 300] = 0x7E01 if case.dtype == "float16" else 0x7FC1
     problem.arguments["kv_cache"] = cache_of(problem)
     after = run(problem)
-    for array in (after[0].array, after[1].array.transpose(0, 2, 1)):
-        values = array.astype(cp.float32).reshape(case.tokens, -1)
-        assert bool((cp.isnan(values).all(axis=1) == cp.asarray(sees)).all())
+    for values in problem.by_token(*arrays_of(after)):
+        is_nan = cp.isnan(values.reshape(case.tokens, -1)).all(axis=1)
+        assert bool((is_nan == cp.asarray(sees)).all())
     others = cp.asarray(~sees)
-    for a, b in zip(after, before, strict=True):
-        bits = [
-            x.bits if x is not after[1] and x is not before[1] else x.bits.transpose(0, 2, 1)
-            for x in (a, b)
-        ]
-        one, other = (x.reshape(case.tokens, -1)[others] for x in bits)
-        assert bool((one == other).all())
+    for one, other in zip(bits_by_token(after), bits_by_token(before), strict=True):
+        assert bool((one[others] == other[others]).all())
+
+
+def bits_by_token(result: tuple[Guarded, Guarded]) -> tuple[Any, Any]:
+    """Bits of a batch's results, (tokens, ...)."""
+    out, lse = (array.bits for array in result)
+    tokens = out.shape[0] * out.shape[1]
+    return out.reshape(tokens, -1), lse.transpose(0, 2, 1).reshape(tokens, -1)
 
 
 @every_kernel
@@ -238,6 +249,22 @@ def test_50_repeats_give_the_same_bits(form: str, heads: int) -> None:
         problem = make_sparse(cp, SparseCase(batch=batch, heads=heads, topk=topk, form=form))
         results = [arrays_of(run(problem)) for _ in range(50)]
         assert all(same_bits(result, results[0]) for result in results[1:])
+
+
+def test_random_delays_at_every_barrier() -> None:
+    """Delays shift who waits for whom; the results keep the bits of the kernels without them."""
+    cases = [
+        SparseCase(batch=batch, heads=heads, topk=topk, form=form, lists="mixed")
+        for form, heads in (("packed", 16), ("packed", 128), ("packed", 64), ("scales", 24))
+        for batch, topk in ((3, 4096), (400, 150))
+    ]
+    problems = [make_sparse(cp, case) for case in cases]
+    problems.append(make_sparse(cp, SparseCase(batch=40, heads=64, topk=700, scales="wild")))
+    expected = [arrays_of(run(problem)) for problem in problems]
+    with variants.installed(*variants.SPARSE_DELAYS):
+        for problem, result in zip(problems, expected, strict=True):
+            for _ in range(25):
+                assert same_bits(arrays_of(run(problem)), result), problem.case.name
 
 
 @every_kernel
@@ -263,30 +290,47 @@ def test_query_tokens_of_one_request_or_of_many(form: str, heads: int, invariant
         assert same_bits((results[0], cp.ascontiguousarray(results[1])), arrays_of(first))
 
 
+ENDS = np.array([2048, 130, 1500, 64, 2000, 0], np.int32)
+
+
+def invariant_problem(form: str, heads: int) -> SparseProblem:
+    problem = make_sparse(cp, SparseCase(batch=6, heads=heads, topk=2048, form=form))
+    return with_lists(problem, topk_length=ENDS)
+
+
+def without_lengths(problem: SparseProblem, topk: int) -> cumla.AttentionState:
+    """The same lists with absent entries after their ends, up to topk of them."""
+    longer = np.full((6, 1, topk), -1, np.int32)
+    longer[..., :2048] = problem.lists["indices"]
+    longer[np.arange(topk) >= ENDS[:, None, None]] = -1
+    arguments = {n: a for n, a in problem.arguments.items() if n != "topk_length"}
+    arguments["indices"] = cp.asarray(longer)
+    return cumla.mla_sparse_decode(**arguments, batch_invariant=True)
+
+
 @every_kernel
 def test_batch_invariant(form: str, heads: int, record_figures: Report) -> None:
-    """A list alone, in another place among others, or with absent entries after its end."""
-    problem = make_sparse(cp, SparseCase(batch=6, heads=heads, topk=2048, form=form))
-    ends = np.array([2048, 130, 1500, 64, 2000, 0], np.int32)
-    problem = with_lists(problem, topk_length=ends)
+    """A list alone, in another place among others, or with absent entries up to its end."""
+    problem = invariant_problem(form, heads)
     whole = run(problem, batch_invariant=True)
     record_figures(check(problem, whole))
-    longer = np.full((6, 1, 2900), -1, np.int32)
-    longer[..., :2048] = problem.lists["indices"]
-    longer[np.arange(2900) >= ends[:, None, None]] = -1
-    for requests, indices, lengths in (
-        ([4], problem.lists["indices"], ends),
-        ([5, 1, 4, 3], problem.lists["indices"], ends),
-        ([0, 1, 2, 3, 4, 5], longer, None),
-    ):
+    for requests in ([4], [5, 1, 4, 3]):
         index = cp.asarray(np.array(requests))
-        given = {"q": problem.arguments["q"][index], "indices": cp.asarray(indices)[index]}
-        if lengths is not None:
-            given["topk_length"] = cp.asarray(lengths)[index]
-        arguments = {n: a for n, a in problem.arguments.items() if n != "topk_length"}
-        got = cumla.mla_sparse_decode(**arguments | given, batch_invariant=True)
+        given = {name: problem.arguments[name][index] for name in ("indices", "topk_length")}
+        given["q"] = typed(problem.q_bits[index][:, None], problem.case.dtype)
+        got = cumla.mla_sparse_decode(**problem.arguments | given, batch_invariant=True)
         for a, b in zip(got, whole, strict=True):
             assert bool((bits_of(a) == b.bits[index].ravel()).all()), requests
+    assert same_bits(without_lengths(problem, 2048), arrays_of(whole))
+
+
+@every_kernel
+def test_batch_invariant_with_more_absent_entries(form: str, heads: int) -> None:
+    """After the end of longer lists."""
+    problem = invariant_problem(form, heads)
+    whole = arrays_of(run(problem, batch_invariant=True))
+    for topk in (2100, 2900, 5000):
+        assert same_bits(without_lengths(problem, topk), whole), topk
 
 
 # --- plans, graphs, streams -----------------------------------------------------------------------
@@ -315,7 +359,7 @@ def test_a_plan_over_layers(form: str, heads: int, record_figures: Report) -> No
 @every_kernel
 def test_a_graph_serves_new_lists_and_lengths(form: str, heads: int) -> None:
     case = SparseCase(
-        batch=4, q_len=2, heads=heads, topk=500, form=form, lengths="requests", sinks="mixed"
+        batch=4, q_len=2, heads=heads, topk=500, form=form, lengths="requests", sinks="finite"
     )
     problem = make_sparse(cp, case)
     plan = problem.plan()

@@ -24,7 +24,7 @@ from cumla.launch.mla import mla_decode_fp8
 from cumla.launch.mla.choice import decode_specs
 from cumla.launch.mla.mla_decode import ragged_spec
 from cumla.launch.source import OPTIONS, KernelSpec, translation_unit
-from cumla.launch.sparse import mla_sparse_fp8
+from cumla.launch.sparse import mla_sparse_fp8, mla_sparse_packed
 from cumla.launch.split.plan import page_form
 
 TILES = ("mla_decode",)
@@ -33,6 +33,7 @@ BOTH = TILES + SWAPPED  # what they share
 LOGITS = ("mqa_logits", "paged_mqa_logits")
 FP8 = ("mla_decode_fp8",)
 SPARSE_FP8 = ("mla_sparse_fp8",)
+SPARSE = (*SPARSE_FP8, "mla_sparse_packed")
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def _ahead(stems: tuple[str, ...], at: str, code: str) -> Edit:
 
 def stems_of(edits: Sequence[Edit]) -> tuple[str, ...]:
     """The kernels to which all of these edits apply."""
-    stems = BOTH + LOGITS + FP8 + SPARSE_FP8
+    stems = BOTH + LOGITS + FP8 + SPARSE
     return tuple(stem for stem in stems if all(stem in edit.stems for edit in edits))
 
 
@@ -125,6 +126,9 @@ FP8_DELAYS = (
     Edit(FP8, "exchange", r"jitter();\n      \g<0>\n      jitter();"),
 )
 """The same of what reads FP8 caches, and while consumers add up what they left for each other."""
+
+SPARSE_DELAYS = _delays_of(SPARSE)
+"""The same of what attends to lists of e4m3 rows."""
 
 FP8_MISSING_END_WAIT = Edit(FP8, "end of the segment before", "if (false)")
 """A consumer begins with a segment where the other one may still add up the one before."""
@@ -224,6 +228,7 @@ SWAPPED_EVERY_LANE_ARRIVES = (
 ALL = {
     "delays": DELAYS,
     "delays over FP8 caches": FP8_DELAYS,
+    "delays over lists": SPARSE_DELAYS,
     "delays of the joining": JOIN_DELAYS,
     "no patience": (NO_PATIENCE,),
     "no waiting": (NO_WAITING,),
@@ -250,8 +255,8 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
     """The entry points of a kernel for bfloat16 and one size of pages, or for 64 heads of 128."""
     if stem in FP8:
         return mla_decode_fp8.SPECS
-    if stem in SPARSE_FP8:
-        return mla_sparse_fp8.SPECS
+    if stem in SPARSE:
+        return (mla_sparse_fp8 if stem in SPARSE_FP8 else mla_sparse_packed).SPECS
     decode = (*decode_specs("bfloat16", page_size), ragged_spec("bfloat16", page_form(page_size)))
     logits = (spec for spec in all_specs() if "h64_d128" in spec.entry)
     return tuple(spec for spec in (*decode, *logits) if spec.stem == stem)
