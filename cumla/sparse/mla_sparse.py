@@ -113,7 +113,7 @@ def mla_sparse_decode(
         Factor of e4m3 columns without scales of their own, as in :func:`cumla.mla_decode`.
     batch_invariant : bool
         Give a query token the same bits whatever else is in the call: other query tokens, their
-        number, its place among them, and absent entries at the end of its list.
+        number, its place among them, and what comes after `topk_length` entries of its list.
     out, lse : array, optional
         ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, and ``(batch, num_heads,
         q_len)`` float32, written and returned, as in :func:`cumla.mla_decode`.
