@@ -687,6 +687,13 @@ def test_decoding_sparsely_fails_when_it_is_wrong(
     assert "WRONG: 2 of 2 steps" in capsys.readouterr().out
 
 
+def test_the_cpu_decodes_sparsely_with_a_small_layer(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--sparse", "--file", str(text), "--steps", "1"]) == 0
+    assert "layers    tiny: 3, 2 heads" in capsys.readouterr().out
+
+
 def test_sparse_decoding_is_of_mla(capsys: pytest.CaptureFixture[str]) -> None:
     for others in (("--model", "llama"), ("--chunked-prefill",)):
         assert run("--sparse", *others) == 2
