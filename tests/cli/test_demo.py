@@ -23,6 +23,8 @@ from cumla.cli.demo import backends, cache, serving
 from cumla.cli.demo import text as demo_text
 from cumla.cli.demo.llama import MODELS, LlamaModel
 from cumla.cli.demo.llama_serving import LlamaServer
+from cumla.cli.demo.sparse import decode_sparse
+from cumla.cli.demo.sparse_layer import SPARSE_LAYERS
 from cumla.cli.progress import ProgressBar
 from tests.emulator import emulated_gpu
 
@@ -36,6 +38,8 @@ REAL_KV_UPDATE = cumla.AttentionPlan.update
 REAL_KV_RUN = cumla.AttentionPlan.run
 REAL_KV_PLAN = cumla.AttentionPlan.from_arrays
 REAL_KV_APPEND = cumla.append_kv_cache
+REAL_DSA_UPDATE, REAL_DSA_RUN = cumla.DSAPlan.update, cumla.DSAPlan.run
+REAL_SELECT = cumla.DSAPlan.select
 
 
 @pytest.fixture(autouse=True)
@@ -602,6 +606,111 @@ def test_the_kernels_serve_a_llama(capsys: pytest.CaptureFixture[str]) -> None:
         server = LlamaServer(model, demo_text.cut_requests(TEXT[:150], 2), backend, seed=0)
         assert serving.serve(server, backend) == 0
     assert all(float(step["worst error"]) <= 2e-3 for step in served(capsys.readouterr().out))
+
+
+@pytest.mark.parametrize("check", ["0", "1"])
+def test_decodes_sparsely(
+    check: str, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUMLA_CHECK", check)
+    selections: list[Any] = []
+
+    def count(plan: Any, *arrays: Any) -> Any:
+        selections.append(plan)
+        return REAL_SELECT(plan, *arrays)
+
+    monkeypatch.setattr(cumla.DSAPlan, "select", count)
+    assert run("--file", str(text), "--steps", "3", "--sparse") == 0
+    output = capsys.readouterr().out
+    assert len(selections) == 2 * 3  # of three layers, one of which shares a selection
+    assert len(set(map(id, selections))) == 1
+    lengths = [
+        request.prompt + n for request in demo_text.cut_requests(TEXT, 3, 256) for n in (1, 2, 3)
+    ]
+    read, seen = (3 * sum(numbers) for numbers in ((min(n, 64) for n in lengths), lengths))
+    assert f"{read / seen:.1%} of the cached tokens, {read} of {seen}" in output
+    (error,) = re.findall(r"error +at most (\S+):", output)
+    assert 1e-5 < float(error) <= 1e-2
+    assert "64 tokens selected by 8 heads of 32" in output
+    assert "ok: every step within 0.01 of dense attention to the selected tokens in fl" in output
+
+
+def update_sparsely_without_the_newest_token(plan: Any, kv_lens: Any) -> None:
+    REAL_DSA_UPDATE(plan, kv_lens - 1)
+
+
+def select_another_token(plan: Any, *arrays: Any) -> Any:
+    """In the place of the last one selected by the first request."""
+    indices = REAL_SELECT(plan, *arrays)
+    indices[0, 0, -1] = np.setdiff1d(np.arange(250), indices[0])[0]
+    return indices
+
+
+def select_a_token_twice(plan: Any, *arrays: Any) -> Any:
+    indices = REAL_SELECT(plan, *arrays)
+    indices[0, 0, -1] = indices[0, 0, 0]
+    return indices
+
+
+def run_without_a_token(plan: Any, *arrays: Any, **options: Any) -> Any:
+    indices = plan.indices.copy()
+    indices[-1, 0, 2] = -1
+    return REAL_DSA_RUN(plan, *arrays, indices=indices, **options)
+
+
+def run_with_a_nan(plan: Any, *arrays: Any, **options: Any) -> Any:
+    result = REAL_DSA_RUN(plan, *arrays, **options)
+    result.out[1, 0, 1, 5] = np.nan
+    return result
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong"),
+    [
+        ("update", update_sparsely_without_the_newest_token),
+        ("select", select_another_token),
+        ("select", select_a_token_twice),
+        ("run", run_without_a_token),
+        ("run", run_with_a_nan),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_decoding_sparsely_fails_when_it_is_wrong(
+    method: str,
+    wrong: Callable[..., Any],
+    text: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cumla.DSAPlan, method, wrong)
+    assert run("--file", str(text), "--steps", "2", "--sparse") == 1
+    assert "WRONG: 2 of 2 steps" in capsys.readouterr().out
+
+
+def test_the_cpu_decodes_sparsely_with_a_small_layer(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--sparse", "--file", str(text), "--steps", "1"]) == 0
+    assert "layers    tiny: 3, 2 heads" in capsys.readouterr().out
+
+
+def test_sparse_decoding_is_of_mla(capsys: pytest.CaptureFixture[str]) -> None:
+    for others in (("--model", "llama"), ("--chunked-prefill",)):
+        assert run("--sparse", *others) == 2
+        assert "--sparse needs --model mla, without --chunked-prefill" in capsys.readouterr().err
+    assert run("--sparse", "--layer", "deepseek-v2-lite") == 2
+    assert "--sparse has --layer deepseek-v3.2 or tiny" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_the_kernels_decode_sparsely(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their own text, on the CPU."""
+    with emulated_gpu() as cupy:
+        backend = backends.CPUBackend()
+        backend.put = cupy.asarray  # type: ignore[method-assign]
+        backend.fetch = lambda array: array.get()  # type: ignore[method-assign]
+        requests = demo_text.cut_requests(TEXT, 2, 128)
+        assert decode_sparse(SPARSE_LAYERS["tiny"], requests, 2, backend, seed=0) == 0
 
 
 class Terminal(io.StringIO):

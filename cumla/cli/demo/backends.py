@@ -35,6 +35,9 @@ class Backend(Protocol):
     def write(self, target: Any, array: Array) -> None:
         """Overwrite a contiguous part of an array there."""
 
+    def copy(self, target: Any, source: Any) -> None:
+        """Copy a contiguous array there over another one."""
+
     def timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
         """Run a call to its end; its result and its seconds."""
 
@@ -63,6 +66,10 @@ class CPUBackend:
     def write(self, target: Array, array: Array) -> None:
         """Copy."""
         target[...] = array
+
+    def copy(self, target: Array, source: Array) -> None:
+        """Copy."""
+        target[...] = source
 
     def timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
         """Time by the clock on the wall."""
@@ -100,6 +107,10 @@ class GPUBackend:
     def write(self, target: Any, array: Array) -> None:
         """Copy to the GPU, into a contiguous part of an array."""
         target.set(array)
+
+    def copy(self, target: Any, source: Any) -> None:
+        """Copy on the GPU, on the current stream."""
+        target.data.copy_from_device_async(source.data, source.nbytes)
 
     def timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
         """Time by events on the current stream."""

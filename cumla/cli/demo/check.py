@@ -21,14 +21,14 @@ def worst_error(out: Array, expected: Array) -> float:
     return float(errors.max())
 
 
-def verdict(worst: Sequence[float], oracle: str = UNABSORBED) -> int:
+def verdict(worst: Sequence[float], oracle: str = UNABSORBED, arithmetic: str = "float32") -> int:
     """Print whether all steps are right, by the worst error of each; the exit code."""
     wrong = np.flatnonzero(~(np.array(worst) <= TOLERANCE))  # NaN is wrong
     if wrong.size:
         print(
             f"WRONG: {wrong.size} of {len(worst)} steps are more than {TOLERANCE:g} away from "
-            f"{oracle} in float32, the first is step {wrong[0] + 1}"
+            f"{oracle} in {arithmetic}, the first is step {wrong[0] + 1}"
         )
         return 1
-    print(f"ok: every step within {TOLERANCE:g} of {oracle} in float32")
+    print(f"ok: every step within {TOLERANCE:g} of {oracle} in {arithmetic}")
     return 0

@@ -45,9 +45,9 @@ def load_text(file: Path | None) -> tuple[str, bytes]:
     raise ValueError("cumla is installed without its README; name a text with --file")
 
 
-def cut_requests(text: bytes, steps: int) -> list[Request]:
+def cut_requests(text: bytes, steps: int, most: int = LONGEST_PROMPT) -> list[Request]:
     """Cut a request of each length from the text, spread from its beginning to its end."""
-    longest = min(len(text) - steps, LONGEST_PROMPT)
+    longest = min(len(text) - steps, most)
     if longest < 1:
         raise ValueError(
             f"--steps {steps} needs a text of more than {steps} bytes, got {len(text)}; "

@@ -17,11 +17,16 @@ KERNELS = (
     "mla_decode_swapped",
     "append_kv_cache",
     "attention",
+    "select_rows",
+    "top_k",
+    "mla_sparse",
 )
 TEXT = Path(__file__).resolve().parents[3] / "README.md"
 
 
-@pytest.mark.parametrize("options", [(), ("--chunked-prefill",), ("--model", "llama")], ids=str)
+@pytest.mark.parametrize(
+    "options", [(), ("--chunked-prefill",), ("--model", "llama"), ("--sparse",)], ids=str
+)
 def test_the_demo_is_right_on_the_gpu(
     options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
