@@ -57,7 +57,7 @@ class StateViews(NamedTuple):
 
 
 _NOTHING = (0,) * 8  # the fields of no state
-_PARAMS = struct.Struct(f"<17q6i3f4x{len(_NOTHING) * MOST_PARTIALS}q")
+_PARAMS = struct.Struct(f"<17q6i3fi{len(_NOTHING) * MOST_PARTIALS}q")
 
 
 def merge_launch(
@@ -91,6 +91,7 @@ def merge_launch(
         log2_of_base,
         1.0 / log2_of_base,
         most,
+        0,
         *(field for partial in partials for field in partial.fields),
         *_NOTHING * (MOST_PARTIALS - len(partials)),
     )

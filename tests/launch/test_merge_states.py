@@ -56,7 +56,7 @@ class StandIn:
 
     def __call__(self) -> None:
         dtype = merge_numpy(self.dtype)
-        states = [self.state(26 + 8 * i, dtype) for i in range(self.count)]
+        states = [self.state(27 + 8 * i, dtype) for i in range(self.count)]
         if self.fields[8]:
             states.insert(0, self.state(8, np.float32))
         out, lse = self.state(0, OUT_DTYPES[self.out_type])

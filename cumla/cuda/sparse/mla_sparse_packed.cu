@@ -40,12 +40,12 @@ __device__ __forceinline__ void initialise_barriers(const PackedLayout& shared) 
 #pragma unroll
   for (int s = 0; s < PackedLayout::kSlots; ++s) {
     mbarrier_init(shared.full(s), 1);
-    mbarrier_init(shared.free(s), 8);
+    mbarrier_init(shared.free(s), 8);  // plant: slot read, arrivals
   }
 #pragma unroll
   for (int parity = 0; parity < 2; ++parity) {
-    mbarrier_init(shared.probabilities_full(parity), 1);
-    mbarrier_init(shared.probabilities_free(parity), 8);
+    mbarrier_init(shared.probabilities_full(parity), 1);  // plant: probabilities, arrivals
+    mbarrier_init(shared.probabilities_free(parity), 8);  // plant: probabilities read, arrivals
   }
   fence_mbarrier_init();
 }

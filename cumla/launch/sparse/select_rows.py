@@ -46,7 +46,7 @@ _BOUND, _SELECT = SPECS = (
     _spec("select_rows", "SelectRowsParams"),
 )
 
-_BOUND_PARAMS = struct.Struct("<QqqQQ4i2Ii4x")
+_BOUND_PARAMS = struct.Struct("<QqqQQ4i2I2i")
 LISTS_FORMAT = "QqqQqQqq6i2I"
 """The struct Lists of cuda/sparse/lists.cuh."""
 _SELECT_PARAMS = struct.Struct(f"<{LISTS_FORMAT}QQQ2i2I")
@@ -113,6 +113,7 @@ def bound_rows_launch(key: MLASparseKey, buffer: int, lengths: ArrayView | None)
         key.q_len,
         *divisor_of(key.q_len),
         False,
+        0,
     )
     blocks = -(-max(key.num_places, VALUE_DIM // 4) // _THREADS)
     return Launch(_BOUND, (blocks, 1, 1), _BOUND_PARAMS, values)
@@ -126,7 +127,7 @@ def visible_tokens_launch(kv_lens: ArrayView, out: ArrayView, most: int) -> Laun
     batch, q_len = out.shape
     rows = batch * q_len
     lengths = kv_lens.ptr, kv_lens.strides[0] // 4, 0
-    values = (*lengths, out.ptr, 0, rows, most, 0, q_len, *divisor_of(q_len), True)
+    values = (*lengths, out.ptr, 0, rows, most, 0, q_len, *divisor_of(q_len), True, 0)
     return Launch(_BOUND, (-(-rows // _THREADS), 1, 1), _BOUND_PARAMS, values)
 
 

@@ -29,6 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,8 @@ SELECTIONS = (  # shapes of top_k, and blocks of a row
     ("cluster", 8),
 )
 DONE = "sanitize: the grid is done"
-TIMEOUT = 80.0  # seconds a run
+TIMEOUT = 200.0  # seconds a run
+_AT_ONCE = 4  # runs, which share the GPU
 COLD = 600.0  # for the first one, without a tool: it compiles what is not in the kernel cache
 ABOUT = "about.json"  # beside the logs: machine, the tool's version, and the sources' digests
 
@@ -171,6 +173,16 @@ def run_grid(tool: str, plant: str | None) -> None:
     print(DONE)
 
 
+def append_all(cupy: Any) -> None:
+    """Run what writes into caches of both families."""
+    for form in ("slots", "requests, rotated"):
+        append_rows(cupy, form)
+        print(f"sanitize: rows by {form}: agree", flush=True)
+    for cache in ("bfloat16", "uint8"):
+        append_kv(cupy, cache)
+        print(f"sanitize: keys and values into {cache}: agree", flush=True)
+
+
 def select_all(cupy: Any) -> None:
     """Run top_k by all its shapes."""
     for name, cluster in SELECTIONS:
@@ -216,17 +228,14 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
             for fp8_case, lengths in FP8_SEGMENTS:
                 attend_fp8(cupy, make_fp8(np, fp8_case, np.array(lengths)))
         print("sanitize: FP8 caches by two thread blocks: agree", flush=True)
-    with edited("every lane arrives", *variants.SPARSE_EVERY_LANE_ARRIVES):
+    arrive = variants.SPARSE_EVERY_LANE_ARRIVES, variants.PACKED_EVERY_LANE_ARRIVES
+    few, many = (edited("every lane arrives", *edits_of) for edits_of in arrive)
+    with few, many:
         attend_to_lists(cupy)
     for count, dtype in ((2, "bfloat16"), (5, "float32")):
         merge_states(cupy, count, dtype, in_place=dtype == "float32")
         print(f"sanitize: {count} merged in {dtype}: agree", flush=True)
-    for form in ("slots", "requests, rotated"):
-        append_rows(cupy, form)
-        print(f"sanitize: rows by {form}: agree", flush=True)
-    for cache in ("bfloat16", "uint8"):
-        append_kv(cupy, cache)
-        print(f"sanitize: keys and values into {cache}: agree", flush=True)
+    append_all(cupy)
     attend_many_heads(cupy)
     for dtype in ("bfloat16", "float32"):
         quantize_rows(cupy, dtype)
@@ -630,7 +639,7 @@ def log_name(tool: str, plant: str | None) -> str:
 
 
 def run_all(folder: Path, timeout: float) -> None:
-    """Run every tool, one after the other; a log each, with its time at the end."""
+    """Run every tool, a few at a time; a log each, with its time at the end."""
     command = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(command).exists():
         raise SystemExit("compute-sanitizer is not on PATH; it is part of the CUDA toolkit")
@@ -644,28 +653,34 @@ def run_all(folder: Path, timeout: float) -> None:
     subprocess.run(warm, cwd=ROOT, check=True, timeout=max(timeout, COLD))
     for tool, plant in RUNS:
         (folder / log_name(tool, plant)).unlink(missing_ok=True)
-    for tool, plant in RUNS:
-        arguments = [command, "--tool", tool, "--print-limit", "1000"]
-        if tool == "memcheck":  # libraries probe for driver functions that are not there
-            arguments += ["--report-api-errors", "no"]
-        if tool == "synccheck":  # by itself it makes room for too few
-            arguments += ["--num-cuda-barriers", "256"]
-        arguments += [*warm, "--tool", tool]
-        arguments += ["--plant", plant] if plant else []
-        start = time.monotonic()
-        path = folder / log_name(tool, plant)
-        with path.open("w", encoding="utf-8") as log:
-            process = subprocess.Popen(
-                arguments, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
-            )
-            try:
-                process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # the tool and what it runs
-                process.wait()
-        with path.open("a", encoding="utf-8") as log:
-            log.write(f"\n[{time.monotonic() - start:.1f} s]\n")
-        print(f"{path.name}: {time.monotonic() - start:.1f} s", flush=True)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        list(pool.map(lambda run: _run_tool(command, warm, folder, timeout, *run), RUNS))
+
+
+def _run_tool(
+    command: str, warm: list[str], folder: Path, timeout: float, tool: str, plant: str | None
+) -> None:
+    arguments = [command, "--tool", tool, "--print-limit", "1000"]
+    if tool == "memcheck":  # libraries probe for driver functions that are not there
+        arguments += ["--report-api-errors", "no"]
+    if tool == "synccheck":  # by itself it makes room for too few
+        arguments += ["--num-cuda-barriers", "256"]
+    arguments += [*warm, "--tool", tool]
+    arguments += ["--plant", plant] if plant else []
+    start = time.monotonic()
+    path = folder / log_name(tool, plant)
+    with path.open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            arguments, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the tool and what it runs
+            process.wait()
+    with path.open("a", encoding="utf-8") as log:
+        log.write(f"\n[{time.monotonic() - start:.1f} s]\n")
+    print(f"{path.name}: {time.monotonic() - start:.1f} s", flush=True)
 
 
 _ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")

@@ -33,7 +33,8 @@ BOTH = TILES + SWAPPED  # what they share
 LOGITS = ("mqa_logits", "paged_mqa_logits")
 FP8 = ("mla_decode_fp8",)
 SPARSE_FP8 = ("mla_sparse_fp8",)
-SPARSE = (*SPARSE_FP8, "mla_sparse_packed")
+SPARSE_PACKED = ("mla_sparse_packed",)
+SPARSE = SPARSE_FP8 + SPARSE_PACKED
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,25 @@ FP8_EVERY_LANE_ARRIVES = _every_lane_arrives(FP8)
 SPARSE_EVERY_LANE_ARRIVES = _every_lane_arrives(SPARSE_FP8)
 """The same over lists of rows."""
 
+PACKED_EVERY_LANE_ARRIVES = (
+    Edit(SPARSE_PACKED, "slot read, arrivals", ", 256)", _COUNT),
+    Edit(SPARSE_PACKED, "probabilities, arrivals", ", kWarpgroup)", _COUNT),
+    Edit(SPARSE_PACKED, "probabilities read, arrivals", ", 256)", _COUNT),
+    Edit(SPARSE_PACKED, "slot read", "", _ONE_LANE),
+    Edit(SPARSE_PACKED, "probabilities read", "", _ONE_LANE),
+    Edit(SPARSE_PACKED, "probabilities", "", r"if \(threadIdx.x % kWarpgroup == 0\) "),
+    _ahead(
+        SPARSE_PACKED,
+        "granules",
+        """for (int k = 0; k < kGranules; ++k) {
+      const GranulePlace at(kGranules * t + k);
+      mbarrier_wait(shared.full(at.slot), at.phase, "a granule");
+    }
+    """,
+    ),
+)
+"""The same of packed rows, whose readers wait for them themselves."""
+
 SWAPPED_EVERY_LANE_ARRIVES = (
     Edit(SWAPPED, "query copied, arrivals", ", 64)", _COUNT),
     Edit(SWAPPED, "query read, arrivals", ", 256)", _COUNT),
@@ -245,6 +265,7 @@ ALL = {
     "every lane frees": EVERY_LANE_FREES,
     "every lane arrives": FP8_EVERY_LANE_ARRIVES,
     "over lists: every lane arrives": SPARSE_EVERY_LANE_ARRIVES,
+    "over packed rows: every lane arrives": PACKED_EVERY_LANE_ARRIVES,
     "swapped: every lane arrives": SWAPPED_EVERY_LANE_ARRIVES,
     "loaders wait together": (LOADERS_WAIT_TOGETHER,),
 }

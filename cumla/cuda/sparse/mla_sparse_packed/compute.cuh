@@ -283,10 +283,8 @@ struct PackedConsumer {
     }
 #pragma unroll
     for (int i = 0; i < kHeadsOfThread; ++i) sum[i] += block_sum[i];
-    if (threadIdx.x % kWarpgroup == 0) {
-      store_shared_u32(shared.unusual(parity), unusual);
-      mbarrier_arrive(shared.probabilities_full(parity));
-    }
+    if (threadIdx.x % kWarpgroup == 0) store_shared_u32(shared.unusual(parity), unusual);
+    if (threadIdx.x % kWarpgroup == 0) mbarrier_arrive(shared.probabilities_full(parity));  // plant: probabilities
   }
 
   __device__ __forceinline__ void change_sums(int parity) {
@@ -322,7 +320,7 @@ struct PackedConsumer {
     else
       multiply_steps<false>(t);
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared.probabilities_free(parity));
+    if (lane == 0) mbarrier_arrive(shared.probabilities_free(parity));  // plant: probabilities read
   }
 
   template <bool kIsWide>
@@ -331,7 +329,7 @@ struct PackedConsumer {
     constexpr int kPairs = kValueHalf / 2, kSteps = kGranules * kPairs;
     const u32 offset = token_at(lane % 16) * kPackedBytes + lane / 16 * 64 + consumer * 256 + warp * 16;
     const u32 table = shared.table(parity) + (consumer * kPairs * 16 + lane % 4) * 8;
-    u32 rows[kGranules];
+    u32 rows[kGranules];  // plant: granules
     const u32 first_slot = GranulePlace(kGranules * t).slot;
     auto slot_of = [&](int k) {
       return first_slot + k < PackedLayout::kSlots ? first_slot + k : first_slot + k - PackedLayout::kSlots;
@@ -374,7 +372,7 @@ struct PackedConsumer {
       warpgroup_commit();
       if (d + 1 == kPairs) {
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.free(slot_of(k)));
+        if (lane == 0) mbarrier_arrive(shared.free(slot_of(k)));  // plant: slot read
       }
     }
     warpgroup_wait<0>();

@@ -65,9 +65,17 @@ struct PackedFinisher {
 #pragma unroll
       for (int w = 1; w < 8; ++w) total += load_shared_float(shared.of_warp(w, head));
       store_shared_float(shared.factor(0, head), total == 0.0f ? 0.0f : 1.0f / total);
-      write_lse(head, total == 0.0f ? -kInfinity : load_shared_float(shared.reference(head)) + log2_approx(total));
+      write_lse(head, total == 0.0f ? -kInfinity : lse_of(load_shared_float(shared.reference(head)), total));
     }
     consumers_sync();
+  }
+
+  // A sum may be as high as references are low: exponents, which are whole numbers as references are, are added first.
+  __device__ __forceinline__ static float lse_of(float reference, float total) {
+    const u32 bits = __float_as_uint(total), exponent = bits >> 23;
+    if (exponent == 0 || exponent >= 255) return reference + log2_approx(total);
+    const float mantissa = __uint_as_float((bits & 0x7fffff) | 127 << 23);
+    return reference + static_cast<float>(static_cast<int>(exponent) - 127) + log2_approx(mantissa);
   }
 
   __device__ __forceinline__ void write_lse(int row, float lse) const {
