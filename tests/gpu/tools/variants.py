@@ -221,7 +221,7 @@ PACKED_EVERY_LANE_ARRIVES = (
     Edit(SPARSE_PACKED, "slot read, arrivals", ", 256)", _COUNT),
     Edit(SPARSE_PACKED, "probabilities, arrivals", ", kWarpgroup)", _COUNT),
     Edit(SPARSE_PACKED, "probabilities read, arrivals", ", 256)", _COUNT),
-    Edit(SPARSE_PACKED, "slot read", "", _ONE_LANE),
+    Edit(SPARSE_PACKED, "slot read", "fence_proxy_async_shared();\n        ", _ONE_LANE),
     Edit(SPARSE_PACKED, "probabilities read", "", _ONE_LANE),
     Edit(SPARSE_PACKED, "probabilities", "", r"if \(threadIdx.x % kWarpgroup == 0\) "),
     _ahead(
