@@ -26,7 +26,7 @@ def cupy() -> Iterator[CuPy]:
 CASES = [(*shape, kind) for kind in KINDS for shape in SELECTIONS]
 
 
-@pytest.mark.parametrize(("name", "cluster", "kind"), some(CASES, 7))
+@pytest.mark.parametrize(("name", "cluster", "kind"), some(CASES, 20))
 def test_selection(name: str, cluster: int, kind: str, cupy: CuPy) -> None:
     """Longest rows, long ones, and those of little more than k."""
     width, k = 7001, 2048
@@ -46,8 +46,8 @@ def test_selection(name: str, cluster: int, kind: str, cupy: CuPy) -> None:
         assert same_bits(np.asarray(result.values), values_at(scores, want))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize(("name", "cluster"), some(SELECTIONS, 3))
+@pytest.mark.parametrize("dtype", some(["float32", "float16"], 2))
+@pytest.mark.parametrize(("name", "cluster"), some(SELECTIONS, 5))
 def test_nothing_after_a_row_is_read(name: str, cluster: int, dtype: str, cupy: CuPy) -> None:
     """Rows end where memory does that nobody may touch, and begin at any of four scores."""
     fenced = Fenced(at_end=True)
