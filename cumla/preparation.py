@@ -32,6 +32,7 @@ from cumla.launch.mla import (
     append_fp8_cache,
     mla_decode,
     mla_decode_fp8,
+    mla_decode_fp8_64,
     mla_decode_swapped,
 )
 from cumla.launch.module import load
@@ -54,7 +55,8 @@ if TYPE_CHECKING:
 __all__ = ["prepare"]
 
 _RAGGED = tuple(s for s in mla_decode.SPECS if s.entry.startswith("mla_attention"))
-_RAGGED_FP8 = tuple(s for s in mla_decode_fp8.SPECS if s.entry.startswith("mla_attention"))
+_FP8 = mla_decode_fp8.SPECS + mla_decode_fp8_64.SPECS
+_RAGGED_FP8 = tuple(s for s in _FP8 if s.entry.startswith("mla_attention"))
 _TO_16_BITS = tuple(s for s in append_kv_cache.SPECS if "fp8" not in s.entry)
 _SPARSE = (
     *select_rows.SPECS,
@@ -84,7 +86,7 @@ _KERNELS: dict[Callable[..., Any], tuple[KernelSpec, ...]] = {
         *schedule.SPECS,
         *mla_decode_swapped.SPECS,
         *(s for s in mla_decode.SPECS if s not in _RAGGED),
-        *(s for s in mla_decode_fp8.SPECS if s not in _RAGGED_FP8),
+        *(s for s in _FP8 if s not in _RAGGED_FP8),
     ),
     mla_sparse.mla_sparse_attention: _SPARSE,
     mla_sparse.mla_sparse_decode: _SPARSE,

@@ -31,6 +31,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
         append_fp8_cache,
         mla_decode,
         mla_decode_fp8,
+        mla_decode_fp8_64,
         mla_decode_swapped,
     )
     from cumla.launch.sparse import (
@@ -48,6 +49,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
         + mla_decode.SPECS
         + mla_decode_swapped.SPECS
         + mla_decode_fp8.SPECS
+        + mla_decode_fp8_64.SPECS
         + merge_states.SPECS
         + append_cache.SPECS
         + append_fp8_cache.SPECS

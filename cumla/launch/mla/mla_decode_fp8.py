@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import Launch
 from cumla.launch.mla.mla_decode import NO_MAP, PARAMS_FORMAT, decode_values
+from cumla.launch.mla.mla_decode_fp8_64 import fp8_64_spec
 from cumla.launch.mla.shape import NARROW_ROWS, MLADecodeKey
 from cumla.launch.source import KernelSpec
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
@@ -96,7 +97,12 @@ def _form_of(key: MLADecodeKey | MLAAttentionKey, grouped: bool, lies: str) -> s
 
 
 def fp8_specs(key: MLADecodeKey | MLAAttentionKey) -> tuple[KernelSpec, ...]:
-    """List the kernels of a shape: of one factor, of scales, of packed rows if there is one."""
+    """List the kernels of a shape: of one factor, of scales, of packed rows if there is one.
+
+    Of many heads those of caches with one factor throughout, and of packed rows.
+    """
+    if key.has_whole_tiles:
+        return fp8_64_spec(key, False, True), fp8_64_spec(key, True, False)
     all_three = (fp8_spec(key, False), fp8_spec(key, True), fp8_spec(key, True, "packed"))
     return tuple(dict.fromkeys(all_three))
 
@@ -138,7 +144,11 @@ def decode_fp8_launch(
     request, as :func:`cumla.launch.mla.mla_attention.attention_launch` makes them. `out` and `lse`
     are as :func:`cumla.mla_decode` describes them.
     """
-    spec = fp8_spec(key, arguments.kv_scales is not None, how_it_lies(arguments))
+    grouped = arguments.kv_scales is not None
+    if key.has_whole_tiles:
+        spec = fp8_64_spec(key, grouped, arguments.kv_rope.dtype != "bfloat16")
+        return launch_with(spec, "rows", key, buffer, arguments, out, lse)
+    spec = fp8_spec(key, grouped, how_it_lies(arguments))
     return launch_with(spec, _FORMS[spec], key, buffer, arguments, out, lse)
 
 

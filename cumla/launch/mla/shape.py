@@ -48,6 +48,11 @@ class LatentKey(PlanKey):
         """Columns of a value: the latent ones."""
         return VALUE_DIM
 
+    @property
+    def has_whole_tiles(self) -> bool:
+        """Whether all rows of a tile of 64 are heads of one query token."""
+        return self.heads_per_group % ROW_TILE == 0
+
 
 @dataclass(frozen=True)
 class MLADecodeKey(LatentKey):
@@ -97,6 +102,8 @@ class MLADecodeKey(LatentKey):
     def row_tile(self) -> int:
         """Query rows of one thread block: fewer where it computes from e4m3 numbers."""
         if self.cache == "same":
+            return ROW_TILE
+        if self.has_whole_tiles:
             return ROW_TILE
         narrow, wide = NARROW_ROWS
         return narrow if self.group_rows <= narrow else wide
@@ -166,7 +173,9 @@ class MLAAttentionKey(LatentKey, RaggedKey):
     @property
     def row_tiles(self) -> int:
         """Thread blocks that share the row tile at each place of the schedule."""
-        return 1 if self.cache == "same" else ROW_TILE // NARROW_ROWS[-1]
+        if self.cache == "same" or self.has_whole_tiles:
+            return 1
+        return ROW_TILE // NARROW_ROWS[-1]
 
     @property
     def fetches_ahead(self) -> bool:

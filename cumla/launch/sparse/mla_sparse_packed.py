@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import Launch
 from cumla.launch.mla.mla_decode import NO_MAP, PARAMS_FORMAT, decode_values
+from cumla.launch.mla.mla_decode_fp8_64 import SMEM_BYTES
 from cumla.launch.source import KernelSpec
-from cumla.launch.sparse.mla_sparse_fp8 import with_zeros
 from cumla.launch.sparse.select_rows import LISTS_FORMAT
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ SPECS = (
         function="mla_sparse_packed",
         params="MlaSparsePackedParams",
         threads=384,
-        smem_bytes=230968,
+        smem_bytes=SMEM_BYTES,
     ),
 )
 
@@ -47,6 +47,6 @@ def sparse_packed_launch(
     Other parameters are as for :func:`cumla.launch.mla.mla_decode.decode_launch`, each cache row a
     page.
     """
-    values = decode_values(key, buffer, with_zeros(key, buffer, arguments), out, lse)
+    values = decode_values(key, buffer, arguments, out, lse)
     grid = key.row_tiles, key.parts, 1
     return Launch(SPECS[0], grid, _PARAMS, (NO_MAP, NO_MAP, NO_MAP, *values, *lists))

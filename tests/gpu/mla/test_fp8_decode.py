@@ -197,7 +197,7 @@ def test_shared_pages(operation: str, form: str, page_size: int, record_figures:
     record_figures(attend_and_check(problem))
 
 
-@pytest.mark.parametrize("heads", [8, 40])
+@pytest.mark.parametrize("heads", [8, 40, 64])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("form", FORMS)
 def test_page_numbers_out_of_range_read_as_zeros(form: str, page_size: int, heads: int) -> None:
@@ -222,7 +222,9 @@ def test_page_numbers_out_of_range_read_as_zeros(form: str, page_size: int, head
         attend_and_check(out_of_range)
 
 
-@pytest.mark.parametrize(("page_size", "heads"), [(1, 16), (16, 40), (48, 16), (64, 80), (64, 8)])
+@pytest.mark.parametrize(
+    ("page_size", "heads"), [(1, 16), (16, 40), (48, 16), (64, 80), (64, 8), (48, 64), (64, 128)]
+)
 @some_forms
 def test_lengths_are_clamped(form: str, page_size: int, heads: int) -> None:
     """To what the columns of the table hold, and to 0; no memory but the cache is read."""
@@ -237,11 +239,14 @@ def test_lengths_are_clamped(form: str, page_size: int, heads: int) -> None:
     attend_and_check(problem)
 
 
-@pytest.mark.parametrize(("form", "page_size"), [("one", 1), ("packed", 64), ("scales", 16)])
-def test_a_cache_beyond_32_bit_offsets(form: str, page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("form", "page_size", "heads"),
+    [("one", 1, 16), ("packed", 64, 16), ("scales", 16, 16), ("packed", 64, 64), ("scales", 1, 64)],
+)
+def test_a_cache_beyond_32_bit_offsets(form: str, page_size: int, heads: int) -> None:
     """More than 2^32 bytes in its largest part; the pages in use lie at both ends."""
     cp.get_default_memory_pool().free_all_blocks()
-    case = Fp8Case(batch=2, heads=16, form=form, page_size=page_size)
+    case = Fp8Case(batch=2, heads=heads, form=form, page_size=page_size)
     problem = make_fp8(cp, case, np.array([333, 1000]))
     parts = problem.kv_cache if isinstance(problem.kv_cache, tuple) else (problem.kv_cache,)
     count = parts[0].shape[0]
@@ -301,7 +306,8 @@ def test_parts_of_packed_rows_have_their_bits() -> None:
 
 
 @every_operation
-def test_bits_depend_on_no_form_and_no_page_size(operation: str) -> None:
+@pytest.mark.parametrize("heads", [24, 64])
+def test_bits_depend_on_no_form_and_no_page_size(operation: str, heads: int) -> None:
     """Of the same numbers."""
     lengths = np.array([1500, 64, 0, 333])
     for forms in (("one", "bytes", "pair", "pair of bytes"), ("scales", "packed")):
@@ -312,7 +318,7 @@ def test_bits_depend_on_no_form_and_no_page_size(operation: str) -> None:
                     case = Fp8Case(
                         batch=4,
                         q_len=2,
-                        heads=24,
+                        heads=heads,
                         form=form,
                         page_size=page_size,
                         padded=padded,
@@ -338,7 +344,7 @@ def test_20_repeats_give_the_same_bits(operation: str, form: str) -> None:
         assert all(same_bits(result, results[0]) for result in results[1:])
 
 
-@pytest.mark.parametrize("heads", [16, 40])
+@pytest.mark.parametrize("heads", [16, 40, 128])
 @pytest.mark.parametrize(
     ("form", "page_size"), [("one", 64), ("scales", 64), ("packed", 64), ("one", 1), ("packed", 16)]
 )
@@ -347,9 +353,20 @@ def test_random_delays_at_every_barrier(form: str, page_size: int, heads: int) -
     case = Fp8Case(batch=3, heads=heads, form=form, page_size=page_size)
     problem = make_fp8(cp, case, np.array([100_003, 65, 3000]))
     expected = arrays_of(run(problem))
-    with variants.installed(*variants.FP8_DELAYS):
+    delays = variants.FP8_64_DELAYS if heads % 64 == 0 else variants.FP8_DELAYS
+    with variants.installed(*delays):
         for _ in range(50):
             assert same_bits(arrays_of(run(problem)), expected)
+
+
+@pytest.mark.parametrize("form", ["one", "packed"])
+def test_random_delays_between_short_segments_of_many_heads(form: str) -> None:
+    """Both consumers have every segment, of some no block."""
+    lengths = np.array([128, 64, 0, 65, 192, 1, 130] * 30)
+    problem = make_fp8(cp, Fp8Case(batch=len(lengths), heads=64, form=form), lengths)
+    expected = arrays_of(run(problem))
+    with variants.installed(*variants.FP8_64_DELAYS):
+        assert all(same_bits(arrays_of(run(problem)), expected) for _ in range(40))
 
 
 @pytest.mark.parametrize("form", ["one", "scales", "packed"])
@@ -407,10 +424,12 @@ ANY = [(form, factor) for form in SCALED for factor in (1.0, 0.5, 1e-4, 3e5, 1e-
 
 
 @pytest.mark.parametrize(("form", "factor"), [x for x in ANY if x[0] != "scales, e4m3 rope"])
-@pytest.mark.parametrize("operation", ["decode", "table"])
-def test_any_factor(form: str, factor: float, operation: str, record_figures: Report) -> None:
+@pytest.mark.parametrize(("operation", "heads"), [("decode", 16), ("table", 16), ("decode", 64)])
+def test_any_factor(
+    form: str, factor: float, operation: str, heads: int, record_figures: Report
+) -> None:
     """Of the tensor; the query makes up for it, so that the scores stay as they are."""
-    problem = make_fp8(cp, Fp8Case(batch=3, heads=16, form=form, operation=operation))
+    problem = make_fp8(cp, Fp8Case(batch=3, heads=heads, form=form, operation=operation))
     relative = factor / FACTOR
     scaled = slice(None) if problem.case.has_e4m3_rope else slice(512)
     divide_query(problem, scaled, relative)
@@ -420,14 +439,15 @@ def test_any_factor(form: str, factor: float, operation: str, record_figures: Re
     problem.call(out=out.array, lse=lse.array)
     got = out.array.astype(cp.float64).reshape(expected.out.shape)
     figures = check_out(cp, got / relative, expected.out / relative)
-    oracle.check_lse(cp, lse.array.astype(cp.float64).reshape(3, 16, 1), expected.lse)
+    oracle.check_lse(cp, lse.array.astype(cp.float64).reshape(3, heads, 1), expected.lse)
     record_figures(figures)
 
 
+@pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("factor", [1.0, 0.5, 1e-4])
-def test_any_factor_of_rope_columns(factor: float, record_figures: Report) -> None:
+def test_any_factor_of_rope_columns(factor: float, heads: int, record_figures: Report) -> None:
     """Beside latent ones with scales."""
-    problem = make_fp8(cp, Fp8Case(batch=3, heads=16, form="scales, e4m3 rope"))
+    problem = make_fp8(cp, Fp8Case(batch=3, heads=heads, form="scales, e4m3 rope"))
     divide_query(problem, slice(512, None), factor / FACTOR)
     problem.kv_scale = problem.factor = float(np.float32(factor))
     record_figures(attend_and_check(problem))

@@ -94,6 +94,14 @@ FP8_CACHES = (  # few rows and more, one scale and many, a table and a list, and
     (Fp8Case(form="pair", heads=24, q_len=5, operation="table"), [900, 70, 3]),
     (Fp8Case(form="packed", heads=24, q_len=3, page_size=1, operation="list"), [2000, 70, 0]),
 )
+FP8_HEADS = (  # as many as tiles are full of, in each form
+    (Fp8Case(form="packed", heads=64, page_size=1), [900, 65, 0]),
+    (Fp8Case(form="one", heads=128, q_len=2, kv_scale="array"), [300, 64, 3]),
+    (Fp8Case(form="pair", heads=128, kv_heads=2, q_len=2, operation="table"), [700, 130, 1]),
+    (Fp8Case(form="16-bit rope", batch=1, heads=64, page_size=48), [2300]),
+    (Fp8Case(form="scales, e4m3 rope", heads=64, page_size=16), [300, 70, 1]),
+    (Fp8Case(form="packed", batch=6, heads=64, q_len=2, operation="list"), [128, 64, 0, 65, 1, 192]),
+)
 FP8_SEGMENTS = (  # by two thread blocks: several requests each; one consumer has no block of some
     (Fp8Case(form="one", batch=6, heads=16), [128, 64, 0, 65, 1, 192]),
     (Fp8Case(form="scales", batch=6, heads=16), [128, 64, 0, 65, 1, 192]),
@@ -228,7 +236,13 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
             for fp8_case, lengths in FP8_SEGMENTS:
                 attend_fp8(cupy, make_fp8(np, fp8_case, np.array(lengths)))
         print("sanitize: FP8 caches by two thread blocks: agree", flush=True)
-    arrive = variants.SPARSE_EVERY_LANE_ARRIVES, variants.PACKED_EVERY_LANE_ARRIVES
+    with edited("every lane arrives", *variants.HEADS_64_EVERY_LANE_ARRIVES):
+        for fp8_case, lengths in FP8_HEADS:
+            attend_fp8(cupy, make_fp8(np, fp8_case, np.array(lengths)))
+            with multiprocessors(2):
+                attend_fp8(cupy, make_fp8(np, fp8_case, np.array(lengths)))
+            print(f"sanitize: FP8 cache of many heads, {fp8_case.name}: agrees", flush=True)
+    arrive = variants.SPARSE_EVERY_LANE_ARRIVES, variants.HEADS_64_EVERY_LANE_ARRIVES
     few, many = (edited("every lane arrives", *edits_of) for edits_of in arrive)
     with few, many:
         attend_to_lists(cupy)

@@ -8,7 +8,7 @@ The reference is float64. Where the kernel for packed rows and more than 16 head
 something else (`Seen`) it is attention with those: an element of V is then off by 2^-10 of itself
 at most, and not at all where scales are powers of two. Scores are exact, but for rows whose scales
 are all 0: the power of two that stands for those is 2^-60, near which exponents have fewer bits.
-Blocks in which the scales of a row are more than 2^12 apart have V and probabilities in bfloat16: a
+Blocks in which the scales of a row are more than 2^18 apart have V and probabilities in bfloat16: a
 probability is off by up to 2^-8, all of which a list of one row shows. Sinks change an output that
 is there already: in 16 bits it is rounded twice.
 """
@@ -47,6 +47,7 @@ FEW, LESS = 16, 1 / 16  # lists of fewer rows have smaller queries: log-sum-exps
 BLOCK = 64
 BF16 = 2.0**-8  # most that rounding to bfloat16 changes a number, of itself
 OTHERS = 3e-4  # the same of all else that a row is off by
+HEADROOM = 6  # by so many powers of two scales are higher in the kernel, relative to their highest
 WILD_SCALE = 4e-6  # softmax_scale of scales up to 1e3
 FORMS = {
     "bfloat16": (("latent", "rope"),),
@@ -218,13 +219,13 @@ class SparseProblem:
         """Latent columns times scales in float16 or bfloat16, and which rows need the latter."""
         scales = _host(self.scales)
         highest = np.clip(scales.view(np.uint32).max(axis=1) >> 23, 127 - 60, 127 + 60)
-        power = np.ldexp(1.0, highest.astype(int) - 127)[:, None]
+        power = np.ldexp(1.0, highest.astype(int) - 127 - HEADROOM)[:, None]
         relative = scales / power
         halves = relative.astype(np.float16).repeat(128, axis=1)
         values = (halves.astype(np.float64) * latent).astype(np.float16) * power
         wide = relative.astype(np.float64).repeat(128, axis=1) * latent
         wide_values = wide.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64) * power
-        is_wide = ((relative != 0) & (relative < 1 / 4096)).any(axis=1)
+        is_wide = ((relative != 0) & (relative < 2.0 ** (HEADROOM - 18))).any(axis=1)
         return tuple(self.xp.asarray(a) for a in (values, wide_values, is_wide))
 
     def expected(self, *, rounded: bool = True) -> oracle.Expected:

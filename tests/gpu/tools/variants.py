@@ -20,7 +20,7 @@ from pathlib import Path
 from cumla.core._driver import driver, in_primary_context
 from cumla.core.operation import Ready
 from cumla.launch import all_specs, module
-from cumla.launch.mla import mla_decode_fp8
+from cumla.launch.mla import mla_decode_fp8, mla_decode_fp8_64
 from cumla.launch.mla.choice import decode_specs
 from cumla.launch.mla.mla_decode import ragged_spec
 from cumla.launch.source import OPTIONS, KernelSpec, translation_unit
@@ -35,6 +35,8 @@ FP8 = ("mla_decode_fp8",)
 SPARSE_FP8 = ("mla_sparse_fp8",)
 SPARSE_PACKED = ("mla_sparse_packed",)
 SPARSE = SPARSE_FP8 + SPARSE_PACKED
+FP8_64 = ("mla_decode_fp8_64",)
+HEADS_64 = SPARSE_PACKED + FP8_64
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def _ahead(stems: tuple[str, ...], at: str, code: str) -> Edit:
 
 def stems_of(edits: Sequence[Edit]) -> tuple[str, ...]:
     """The kernels to which all of these edits apply."""
-    stems = BOTH + LOGITS + FP8 + SPARSE
+    stems = BOTH + LOGITS + FP8 + SPARSE + FP8_64
     return tuple(stem for stem in stems if all(stem in edit.stems for edit in edits))
 
 
@@ -130,6 +132,9 @@ FP8_DELAYS = (
 
 SPARSE_DELAYS = _delays_of(SPARSE)
 """The same of what attends to lists of e4m3 rows."""
+
+FP8_64_DELAYS = _delays_of(FP8_64)
+"""The same of many heads over FP8 caches."""
 
 FP8_MISSING_END_WAIT = Edit(FP8, "end of the segment before", "if (false)")
 """A consumer begins with a segment where the other one may still add up the one before."""
@@ -217,15 +222,15 @@ FP8_EVERY_LANE_ARRIVES = _every_lane_arrives(FP8)
 SPARSE_EVERY_LANE_ARRIVES = _every_lane_arrives(SPARSE_FP8)
 """The same over lists of rows."""
 
-PACKED_EVERY_LANE_ARRIVES = (
-    Edit(SPARSE_PACKED, "slot read, arrivals", ", 256)", _COUNT),
-    Edit(SPARSE_PACKED, "probabilities, arrivals", ", kWarpgroup)", _COUNT),
-    Edit(SPARSE_PACKED, "probabilities read, arrivals", ", 256)", _COUNT),
-    Edit(SPARSE_PACKED, "slot read", "fence_proxy_async_shared();\n        ", _ONE_LANE),
-    Edit(SPARSE_PACKED, "probabilities read", "", _ONE_LANE),
-    Edit(SPARSE_PACKED, "probabilities", "", r"if \(threadIdx.x % kWarpgroup == 0\) "),
+HEADS_64_EVERY_LANE_ARRIVES = (
+    Edit(HEADS_64, "slot read, arrivals", ", 256)", _COUNT),
+    Edit(HEADS_64, "probabilities, arrivals", ", kWarpgroup)", _COUNT),
+    Edit(HEADS_64, "probabilities read, arrivals", ", 256)", _COUNT),
+    Edit(HEADS_64, "slot read", "fence_proxy_async_shared();\n        ", _ONE_LANE),
+    Edit(HEADS_64, "probabilities read", "", _ONE_LANE),
+    Edit(HEADS_64, "probabilities", "", r"if \(threadIdx.x % kWarpgroup == 0\) "),
     _ahead(
-        SPARSE_PACKED,
+        HEADS_64,
         "granules",
         """for (int k = 0; k < kGranules; ++k) {
       const GranulePlace at(kGranules * t + k);
@@ -234,7 +239,7 @@ PACKED_EVERY_LANE_ARRIVES = (
     """,
     ),
 )
-"""The same of packed rows, whose readers wait for them themselves."""
+"""The same of 64 heads, whose readers wait for rows themselves."""
 
 SWAPPED_EVERY_LANE_ARRIVES = (
     Edit(SWAPPED, "query copied, arrivals", ", 64)", _COUNT),
@@ -249,6 +254,7 @@ ALL = {
     "delays": DELAYS,
     "delays over FP8 caches": FP8_DELAYS,
     "delays over lists": SPARSE_DELAYS,
+    "delays of many heads": FP8_64_DELAYS,
     "delays of the joining": JOIN_DELAYS,
     "no patience": (NO_PATIENCE,),
     "no waiting": (NO_WAITING,),
@@ -265,7 +271,7 @@ ALL = {
     "every lane frees": EVERY_LANE_FREES,
     "every lane arrives": FP8_EVERY_LANE_ARRIVES,
     "over lists: every lane arrives": SPARSE_EVERY_LANE_ARRIVES,
-    "over packed rows: every lane arrives": PACKED_EVERY_LANE_ARRIVES,
+    "many heads: every lane arrives": HEADS_64_EVERY_LANE_ARRIVES,
     "swapped: every lane arrives": SWAPPED_EVERY_LANE_ARRIVES,
     "loaders wait together": (LOADERS_WAIT_TOGETHER,),
 }
@@ -276,6 +282,8 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
     """The entry points of a kernel for bfloat16 and one size of pages, or for 64 heads of 128."""
     if stem in FP8:
         return mla_decode_fp8.SPECS
+    if stem in FP8_64:
+        return mla_decode_fp8_64.SPECS
     if stem in SPARSE:
         return (mla_sparse_fp8 if stem in SPARSE_FP8 else mla_sparse_packed).SPECS
     decode = (*decode_specs("bfloat16", page_size), ragged_spec("bfloat16", page_form(page_size)))

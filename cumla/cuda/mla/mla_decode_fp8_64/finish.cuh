@@ -1,28 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a segment in mla_sparse_packed: sums of all warps, then out and log-sum-exp, or a piece of them.
+// The end of a segment in mla_decode_fp8_64: sums of all warps, then out and log-sum-exp, or a piece of them.
 #pragma once
-#include "sparse/mla_sparse_packed/compute.cuh"
+#include "mla/mla_decode_fp8_64/compute.cuh"
 #include "split/join.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/types.cuh"
 
-namespace cumla::sparse {
+namespace cumla::mla {
 
 using namespace ptx;
 
-template <typename AnyTile>
-struct PackedFinisher {
-  static constexpr int kValueHalf = PackedConsumer::kValueHalf;
+template <typename Form, typename AnyTile>
+struct Heads64Finisher {
+  using Consumer = Heads64Consumer<Form>;
+  static constexpr int kValueHalf = Consumer::kValueHalf;
 
-  PackedConsumer& of;
-  const PackedLayout& shared;
+  Consumer& of;
+  const Heads64Layout& shared;
   const MlaDecodeParams& p;
   const AnyTile& tile;
   const Segment& segment;
   const int consumer, warp, lane;
 
-  __device__ __forceinline__ PackedFinisher(PackedConsumer& of, const AnyTile& tile, const Segment& segment)
+  __device__ __forceinline__ Heads64Finisher(Consumer& of, const AnyTile& tile, const Segment& segment)
       : of(of),
         shared(of.shared),
         p(of.p),
@@ -64,7 +65,7 @@ struct PackedFinisher {
       float total = load_shared_float(shared.of_warp(0, head));
 #pragma unroll
       for (int w = 1; w < 8; ++w) total += load_shared_float(shared.of_warp(w, head));
-      store_shared_float(shared.factor(0, head), total == 0.0f ? 0.0f : 1.0f / total);
+      store_shared_float(shared.factor(0, head), total == 0.0f ? 0.0f : (Form::kGrouped ? 1.0f : of.kv_scale) / total);
       write_lse(head, total == 0.0f ? -kInfinity : lse_of(load_shared_float(shared.reference(head)), total));
     }
     consumers_sync();
@@ -140,4 +141,4 @@ struct PackedFinisher {
   }
 };
 
-}  // namespace cumla::sparse
+}  // namespace cumla::mla

@@ -1,56 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loading roles of mla_sparse_packed.
+// The loading roles of mla_decode_fp8_64.
 #pragma once
 #include "mla/mla_decode_fp8/load.cuh"
-#include "sparse/mla_sparse_packed/layout.cuh"
-#include "sparse/selected.cuh"
+#include "mla/mla_decode_fp8_64/layout.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/types.cuh"
 
-namespace cumla::sparse {
+namespace cumla::mla {
 
 using namespace ptx;
 
-// By each of four warps: a granule of every block, a row a lane.
-template <typename AnyTile>
-__device__ __forceinline__ void load_granules(const MlaSparsePackedParams& params, const PackedLayout& shared,
-                                              AnyTile& tile, const Part& part, int last_place, int warp) {
-  const MlaDecodeParams& p = params.decode;
-  const int lane = threadIdx.x % 32, own = warp * kGranuleRows + lane % kGranuleRows;
-  GranulePlace at(warp);
-#pragma unroll 1
-  for (int place = part.place; place <= last_place; ++place) {
-    const Segment segment = segment_of(p, tile, part, place);
-    const int first = segment.begin * kBlockTokens + own;
-    ListWalk walk(params.lists, List(params.lists, segment.request, tile.q_begin), first, segment.tokens);
-#pragma unroll 1
-    for (int blocks = segment.blocks; blocks > 0; --blocks) {
-      const int row = walk.next(params.lists);
-      mbarrier_wait(shared.free(at.slot), at.phase ^ 1, "a free slot");
-      const u32 exist = __ballot_sync(0xffffffffu, row >= 0);
-      if (lane == 0) {
-        store_shared_u32(shared.exist(at.slot), exist);
-        mbarrier_arrive_expect_tx(shared.full(at.slot), PackedLayout::kSlotBytes);
-      }
-      __syncwarp();
-      if (lane < kGranuleRows)
-        copy_bulk_async(shared.slot(at.slot) + lane * kPackedBytes,
-                        row >= 0 ? p.latent.base + row * p.latent.stride_page : p.rope.base, kPackedBytes,
-                        shared.full(at.slot));
-      at.advance();
-    }
+// What stands for a row that is not there.
+__device__ uint4 zero_row[kPackedBytes / 16];
+
+// A warp's granule of a block is on its way: a row a lane, from where `copy` copies it. `exist`: which rows there are.
+template <typename Form, typename Copy>
+__device__ __forceinline__ void load_granule(const Heads64Layout& shared, const GranulePlace& at, u32 exist,
+                                             Copy copy) {
+  const int lane = threadIdx.x % 32;
+  mbarrier_wait(shared.free(at.slot), at.phase ^ 1, "a free slot");
+  if (lane == 0) {
+    store_shared_u32(shared.exist(at.slot), exist);
+    mbarrier_arrive_expect_tx(shared.full(at.slot), kGranuleRows * Form::kBytes);
   }
+  __syncwarp();
+  if (lane < kGranuleRows) copy(shared.slot(at.slot) + lane * kPackedBytes, shared.full(at.slot));
 }
 
 // By all threads of both consumers: the query of a segment, eight lanes a head. As in load_query_fp8 each row becomes
 // float16, divided by a power of two, in the order of K's fragments; its RoPE columns are divided, too, and stay
-// bfloat16.
-template <typename AnyTile>
-__device__ __forceinline__ void load_query_packed(const MlaDecodeParams& p, const PackedLayout& shared,
-                                                  const AnyTile& tile, int request) {
+// bfloat16. `factor_of_all`: of the scores beside softmax_scale.
+template <typename Form, typename AnyTile>
+__device__ __forceinline__ void load_query_64(const MlaDecodeParams& p, const Heads64Layout& shared,
+                                              const AnyTile& tile, int request, float factor_of_all) {
   constexpr int kRounds = kHeads * 8 / (2 * kWarpgroup);
   const int thread = threadIdx.x - kWarpgroup, chunk = thread % 8;
   uint4 kept[kRounds][kTiles];
@@ -86,8 +71,8 @@ __device__ __forceinline__ void load_query_packed(const MlaDecodeParams& p, cons
     for (int k = 0; k < kTiles; ++k) {
       const uint4& v = kept[round][k];
       const u32 words[4] = {v.x, v.y, v.z, v.w};
-      const u32 to = row_bytes + k * PackedLayout::kQueryTileBytes;
-      if (k < kRopeTile) {
+      const u32 to = row_bytes + k * Heads64Layout::kQueryTileBytes;
+      if (k < kRopeTile || Form::kRopeIsFp8) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int u = chunk % 2 * 4 + j;  // the chunk it goes to
@@ -104,9 +89,9 @@ __device__ __forceinline__ void load_query_packed(const MlaDecodeParams& p, cons
       }
     }
     if (chunk == 0)
-      store_shared_float(shared.score_factor(row), __uint_as_float((exponent - 14) << 23) * p.scale_log2);
+      store_shared_float(shared.score_factor(row), __uint_as_float((exponent - 14) << 23) * (p.scale_log2 * factor_of_all));
   }
   fence_proxy_async_shared();
 }
 
-}  // namespace cumla::sparse
+}  // namespace cumla::mla

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parameters and shared memory of mla_sparse_packed.
+// Parameters and shared memory of mla_decode_fp8_64.
 #pragma once
 #include "mla/mla_decode_fp8/layout.cuh"
-#include "sparse/lists.cuh"
 #include "ptx/types.cuh"
 
-namespace cumla::sparse {
+namespace cumla::mla {
 
-using namespace mla;
+using namespace ptx;
 using namespace split;
 
 constexpr int kHeads = 64;  // of a row tile
@@ -15,12 +14,18 @@ constexpr int kHeadsOfThread = kHeads / 4;
 constexpr int kGranuleRows = 16;  // cache rows that a barrier of the ring stands for: those of a warp of scores
 constexpr int kGranules = kBlockTokens / kGranuleRows;  // of a block
 
-struct MlaSparsePackedParams {
-  MlaDecodeParams decode;  // latent: whole rows, of 656 bytes; rope: what stands for a row that is not there
-  Lists lists;
+// What a row of the cache is made of, each as the packed rows have it but for RoPE columns of 8 bits behind latent columns
+// without scales: as arrays in one piece have those.
+template <bool kHasScales, bool kHasFp8Rope>
+struct RowForm {
+  static constexpr bool kGrouped = kHasScales;  // a scale for each 128 latent columns
+  static constexpr bool kRopeIsFp8 = kHasFp8Rope;
+  static constexpr int kRope = kGrouped || !kRopeIsFp8 ? kPackedRope : kValueDim;
+  static constexpr int kScaleBytes = kGrouped ? 4 * kScaleGroups : 0, kRopeBytes = kRopeIsFp8 ? 64 : 128;
+  static constexpr int kBytes = kValueDim + kScaleBytes + kRopeBytes;
 };
 
-struct PackedLayout {
+struct Heads64Layout {
   static constexpr int kSlots = 13;
   static constexpr int kSlotBytes = kGranuleRows * kPackedBytes;
   static constexpr int kQueryTileBytes = kHeads * 128;  // 64 columns
@@ -31,7 +36,7 @@ struct PackedLayout {
 
   u32 query, first_probabilities, ring, tables, references, words, barriers;
 
-  __device__ __forceinline__ explicit PackedLayout(u32 base)
+  __device__ __forceinline__ explicit Heads64Layout(u32 base)
       : query(base),
         first_probabilities(query + kTiles * kQueryTileBytes),
         ring(first_probabilities + 2 * kProbabilityBytes),
@@ -78,15 +83,15 @@ struct GranulePlace {
   u32 slot, phase;
 
   __device__ __forceinline__ explicit GranulePlace(u32 granule)
-      : slot(granule % PackedLayout::kSlots), phase(granule / PackedLayout::kSlots & 1) {}
+      : slot(granule % Heads64Layout::kSlots), phase(granule / Heads64Layout::kSlots & 1) {}
   // To the same granule of the next block.
   __device__ __forceinline__ void advance() {
     slot += kGranules;
-    if (slot >= PackedLayout::kSlots) {
-      slot -= PackedLayout::kSlots;
+    if (slot >= Heads64Layout::kSlots) {
+      slot -= Heads64Layout::kSlots;
       phase ^= 1;
     }
   }
 };
 
-}  // namespace cumla::sparse
+}  // namespace cumla::mla

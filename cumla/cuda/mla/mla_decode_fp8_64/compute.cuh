@@ -3,7 +3,7 @@
 // half of V's columns over all blocks.
 #pragma once
 #include "mla/mla_decode_fp8/products.cuh"
-#include "sparse/mla_sparse_packed/layout.cuh"
+#include "mla/mla_decode_fp8_64/layout.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
@@ -11,7 +11,7 @@
 #include "ptx/types.cuh"
 #include "ptx/wgmma.cuh"
 
-namespace cumla::sparse {
+namespace cumla::mla {
 
 using namespace ptx;
 
@@ -20,29 +20,36 @@ using namespace ptx;
 constexpr float kBelow = 7.0f, kSlack = 15.0f;
 // The exponent of a row's highest scale is bounded, so that it can be taken out and put in again.
 constexpr u32 kLeastExponent = 127 - 60, kMostExponent = 127 + 60;
-// Relative to that, a scale other than 0 that is lower loses bits as float16.
-constexpr float kLeastScale = 1.0f / 4096;
+// What is left of the highest scale is below 2^7: times 448, the highest e4m3 number, that is finite in float16. A scale
+// other than 0 that is 2^18 lower has all its bits, and products with numbers from 1/4 on have.
+constexpr int kHeadroom = 6;
+constexpr float kLeastScale = 1.0f / (1 << (18 - kHeadroom));
 
 // Thread layout of scores: rows token_at(lane / 4) of granule `warp` and that + 8; in every group of eight heads the
 // two at 2 (lane % 4). Of the output, of 64 columns: 16 warp + 2 (lane / 4) and the one after that.
-struct PackedConsumer {
+template <typename Form>
+struct Heads64Consumer {
+  static constexpr bool kGrouped = Form::kGrouped;
   static constexpr int kValueHalf = kValueTiles / 2;  // tiles of 64 columns
 
   const MlaDecodeParams& p;
-  const PackedLayout& shared;
+  const Heads64Layout& shared;
+  const float kv_scale;  // of e4m3 columns without scales of their own
   const int consumer, warp, lane;
   float output[kValueHalf][kHeads / 2];
   float sum[kHeadsOfThread];  // of this consumer's blocks and this thread's rows
   float scores[kHeads / 2];
-  float row_exponent[2];      // of this thread's rows: by what their scales were divided, base 2
-  float row_shift[2];         // the same, or -infinity if there is no such row
+  float row_shift[2];         // of this thread's rows: -infinity if there is none, or else what comes next
+  float row_exponent[2];      // by what their scales were divided, base 2; these and what follows of kGrouped
   float row_factor[2];        // by what their scores are divided
   u32 row_scales[2];          // of them: the scales of group lane % 4, relative to that
   bool is_wide;               // one of them is, see kWide
 
-  __device__ __forceinline__ PackedConsumer(const MlaDecodeParams& p, const PackedLayout& shared, int consumer)
+  __device__ __forceinline__ Heads64Consumer(const MlaDecodeParams& p, const Heads64Layout& shared, float kv_scale,
+                                             int consumer)
       : p(p),
         shared(shared),
+        kv_scale(kv_scale),
         consumer(consumer),
         warp(threadIdx.x % kWarpgroup / 32),
         lane(threadIdx.x % 32) {}
@@ -66,11 +73,16 @@ struct PackedConsumer {
     return min(max(highest >> 23, kLeastExponent), kMostExponent);
   }
 
+  // By what a row's scales are multiplied.
+  __device__ __forceinline__ static float inverse_of(u32 bounded) {
+    return __uint_as_float((254 + kHeadroom - bounded) << 23);
+  }
+
   // A row's scales for its fragments of V, as pairs of float16: relative to a power of two, whose exponent it finds.
   __device__ __forceinline__ void find_relative_scales(const uint4& bits, u32 (&pairs)[kScaleGroups], float& exponent) {
     const u32 bounded = bounded_exponent(highest_scale(bits));
-    const float inverse = __uint_as_float((254 - bounded) << 23);
-    exponent = static_cast<float>(static_cast<int>(bounded) - 127);
+    const float inverse = inverse_of(bounded);
+    exponent = static_cast<float>(static_cast<int>(bounded) - 127 - kHeadroom);
     const u32 words[kScaleGroups] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
     for (int g = 0; g < kScaleGroups; ++g) {
@@ -90,55 +102,64 @@ struct PackedConsumer {
     return __uint_as_float((bits & 0x80000000u) | max(bits & 0x7fffffffu, least));
   }
 
-  // scores = a block's rows x query, but for a factor of each row and each head. What a group of columns adds up is
-  // relative to its scales: before the next one all is divided by that one's.
+  // scores = a block's rows x query, but for a factor of each row and each head. RoPE columns come first. What a group
+  // of columns adds up is relative to its scales: before the next one all is divided by that one's. Where latent columns
+  // have one factor that RoPE columns do not have, these come last, and what there is is multiplied by it.
   __device__ __forceinline__ void multiply_query(u32 t) {
+    constexpr bool kRopeIsFp8 = Form::kRopeIsFp8, kRopeIsLast = !kGrouped && !kRopeIsFp8;
     const GranulePlace place(kGranules * t + warp);
     mbarrier_wait(shared.full(place.slot), place.phase, "a granule");
     const u32 rows = shared.slot(place.slot), own = rows + token_at(lane / 4) * kPackedBytes;
     u32 a[2][kStepRegisters];
+    auto multiply_rope = [&] {  // of 16 bits
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        u32 words[4];
-        load_matrix_x4(words, rows + token_at(lane % 16) * kPackedBytes + kPackedRope +
-                                  (4 * half + 2 * k + lane / 16) * 16);
+        for (int k = 0; k < 2; ++k) {
+          u32 words[4];
+          load_matrix_x4(words, rows + token_at(lane % 16) * kPackedBytes + Form::kRope +
+                                    (4 * half + 2 * k + lane / 16) * 16);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[half][4 * k + i] = words[i];
+          for (int i = 0; i < 4; ++i) a[half][4 * k + i] = words[i];
+        }
+        keep_before_products(a[half]);
+        warpgroup_arrive();
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+          wgmma_m64n64k16_async<Bf16>(
+              scores, a[half] + 4 * k,
+              descriptor_of_rows<128>(shared.query, kRopeTile * Heads64Layout::kQueryTileBytes + half * 64 + k * 32),
+              kRopeIsLast || half + k > 0);
+        warpgroup_commit();
       }
-      keep_before_products(a[half]);
-      warpgroup_arrive();
-#pragma unroll
-      for (int k = 0; k < 2; ++k)
-        wgmma_m64n64k16_async<Bf16>(
-            scores, a[half] + 4 * k,
-            descriptor_of_rows<128>(shared.query, kRopeTile * PackedLayout::kQueryTileBytes + half * 64 + k * 32),
-            half + k > 0);
-      warpgroup_commit();
-    }
+    };
+    if constexpr (!kRopeIsFp8 && !kRopeIsLast) multiply_rope();
     const u32 source = own + lane % 4 * 16;
     KeyTile keys;
-    keys.load<kPackedBytes>(source);
-    const u32 least[2] = {least_divisor(load_shared_16(own + kPackedScales)),
-                          least_divisor(load_shared_16(own + 8 * kPackedBytes + kPackedScales))};
-    float divisor[2] = {1.0f, 1.0f};  // of the group of columns whose products are summed up
+    keys.load<kPackedBytes>(source + column_of(0));
+    u32 least[2];
+    if constexpr (kGrouped) {
 #pragma unroll
-    for (int k = 0; k < kValueTiles; ++k) {
+      for (int e = 0; e < 2; ++e) least[e] = least_divisor(load_shared_16(own + e * 8 * kPackedBytes + kPackedScales));
+    }
+    float divisor[2] = {first_divisor(), first_divisor()};  // of the group of columns whose products are summed up
+#pragma unroll
+    for (int k = 0; k < kValueTiles + kRopeIsFp8; ++k) {
+      constexpr int kFirst = kRopeIsFp8;  // of latent columns
       KeyTile next;
-      if (k + 1 < kValueTiles) next.load<kPackedBytes>(source + (k + 1) * 64);
+      if (k + 1 < kValueTiles + kFirst) next.load<kPackedBytes>(source + column_of(k + 1));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         warpgroup_wait<1>();
         keys.expand(half, a[half]);
         keep_before_products(a[half]);
-        if (k % 2 == 0 && half == 0) {
+        if (kGrouped && half == 0 && k >= kFirst && (k - kFirst) % 2 == 0) {
           warpgroup_wait<0>();
           keep_behind_wait(scores);
           float ratio[2];
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const u32 of_group = load_shared_u32(own + e * 8 * kPackedBytes + kPackedScales + k / 2 * 4);
+            const u32 of_group = load_shared_u32(own + e * 8 * kPackedBytes + kPackedScales + (k - kFirst) / 2 * 4);
             const float to = divisor_of(of_group, least[e]);
             ratio[e] = divisor[e] * reciprocal_approx(to);
             divisor[e] = to;
@@ -151,28 +172,57 @@ struct PackedConsumer {
         for (int i = 0; i < 2; ++i)
           wgmma_m64n64k16_async<Fp16>(
               scores, a[half] + 4 * i,
-              descriptor_of_rows<128>(shared.query, k * PackedLayout::kQueryTileBytes + half * 64 + i * 32), true);
+              descriptor_of_rows<128>(shared.query,
+                                      (kRopeIsFp8 ? (k + kRopeTile) % kTiles : k) * Heads64Layout::kQueryTileBytes +
+                                          half * 64 + i * 32),
+              (kGrouped && !kRopeIsFp8) || k + half + i > 0);
         warpgroup_commit();
       }
-      if (k + 1 < kValueTiles) keys = next;
+      if (k + 1 < kValueTiles + kFirst) keys = next;
     }
-    is_wide = false;
-    const u32 exist = load_shared_u32(shared.exist(place.slot)) >> token_at(lane / 4);
+    if constexpr (kRopeIsLast) {
+      warpgroup_wait<0>();
+      keep_behind_wait(scores);
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      u32 scale[kScaleGroups];
-      find_relative_scales(load_shared_16(own + e * 8 * kPackedBytes + kPackedScales), scale, row_exponent[e]);
-      row_shift[e] = exist >> 8 * e & 1 ? row_exponent[e] : -kInfinity;
-      row_scales[e] = lane & 2 ? (lane & 1 ? scale[3] : scale[2]) : (lane & 1 ? scale[1] : scale[0]);
-      row_factor[e] = divisor[e];
+      for (int i = 0; i < kHeads / 2; ++i) scores[i] *= kv_scale;
+      multiply_rope();
+    }
+    const u32 exist = load_shared_u32(shared.exist(place.slot)) >> token_at(lane / 4);
+    if constexpr (kGrouped) {
+      is_wide = false;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        u32 scale[kScaleGroups];
+        find_relative_scales(load_shared_16(own + e * 8 * kPackedBytes + kPackedScales), scale, row_exponent[e]);
+        row_shift[e] = exist >> 8 * e & 1 ? row_exponent[e] : -kInfinity;
+        row_scales[e] = lane & 2 ? (lane & 1 ? scale[3] : scale[2]) : (lane & 1 ? scale[1] : scale[0]);
+        row_factor[e] = divisor[e];
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) row_shift[e] = exist >> 8 * e & 1 ? 0.0f : -kInfinity;
     }
     warpgroup_wait<0>();
     keep_behind_wait(scores);
   }
+  // Where, in a row, the k-th 64 columns lie that meet the query: RoPE columns of 8 bits come first.
+  __device__ __forceinline__ static int column_of(int k) {
+    return Form::kRopeIsFp8 ? (k == 0 ? Form::kRope : (k - 1) * 64) : k * 64;
+  }
+  __device__ __forceinline__ float first_divisor() const { return kGrouped && Form::kRopeIsFp8 ? kv_scale : 1.0f; }
 
+  __device__ __forceinline__ bool has_wide() const {
+    if constexpr (kGrouped) return is_wide;
+    return false;
+  }
   __device__ __forceinline__ bool sync_any(bool vote) const {
     return consumer == 0 ? named_barrier_any<kConsumerBarrier, kWarpgroup>(vote)
                          : named_barrier_any<kConsumerBarrier + 1, kWarpgroup>(vote);
+  }
+
+  __device__ __forceinline__ float scaled(float score, int e) const {
+    if constexpr (kGrouped) return score * row_factor[e];
+    return score;
   }
 
   // scores -> probabilities, relative to the references and times the powers of two of their rows, for all warps; and
@@ -181,7 +231,11 @@ struct PackedConsumer {
   __device__ __forceinline__ bool store_probabilities(int parity, float (&block_sum)[kHeadsOfThread]) const {
     const int tokens = 2 * warp + lane / 8 % 2, row = lane / 16 * 8 + lane % 8;
     const u32 to = shared.probabilities(parity) + row * 128 + ((tokens ^ (row & 7)) << 4);
-    const float out_again[2] = {exp2_of_integer(-row_exponent[0]), exp2_of_integer(-row_exponent[1])};
+    float out_again[2] = {1.0f, 1.0f};
+    if constexpr (kGrouped) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) out_again[e] = exp2_of_integer(-row_exponent[e]);
+    }
     u32 highest = 0, packed[4];
     float2 factors = load_shared_float2(shared.score_factor(head_of(0)));
     float2 references = load_shared_float2(shared.reference(head_of(0)));
@@ -196,8 +250,8 @@ struct PackedConsumer {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const float* const s = scores + i + 2 * e;
-        v[e][0] = exp2_approx(__fmaf_rn(s[0] * row_factor[e], factors.x, row_shift[e] - references.x));
-        v[e][1] = exp2_approx(__fmaf_rn(s[1] * row_factor[e], factors.y, row_shift[e] - references.y));
+        v[e][0] = exp2_approx(__fmaf_rn(scaled(s[0], e), factors.x, row_shift[e] - references.x));
+        v[e][1] = exp2_approx(__fmaf_rn(scaled(s[1], e), factors.y, row_shift[e] - references.y));
         packed[i / 2 % 4 + e] = pack_pair<T>(v[e][0], v[e][1]);
         highest = highest_f16x2(highest, packed[i / 2 % 4 + e]);
       }
@@ -223,10 +277,10 @@ struct PackedConsumer {
     for (int i = 0; i < kHeadsOfThread; i += 2) {
       const float2 factors = load_shared_float2(shared.score_factor(head_of(i)));
       const float* const s = scores + 2 * i;
-      highest[i] = fmaxf(__fmaf_rn(s[0] * row_factor[0], factors.x, row_shift[0]),
-                         __fmaf_rn(s[2] * row_factor[1], factors.x, row_shift[1]));
-      highest[i + 1] = fmaxf(__fmaf_rn(s[1] * row_factor[0], factors.y, row_shift[0]),
-                             __fmaf_rn(s[3] * row_factor[1], factors.y, row_shift[1]));
+      highest[i] = fmaxf(__fmaf_rn(scaled(s[0], 0), factors.x, row_shift[0]),
+                         __fmaf_rn(scaled(s[2], 1), factors.x, row_shift[1]));
+      highest[i + 1] = fmaxf(__fmaf_rn(scaled(s[1], 0), factors.y, row_shift[0]),
+                             __fmaf_rn(scaled(s[3], 1), factors.y, row_shift[1]));
     }
 #pragma unroll
     for (int step = 4; step < 32; step *= 2)
@@ -260,20 +314,22 @@ struct PackedConsumer {
       if (load_shared_u32(shared.unusual(parity ^ 1)) & kRaised) change_sums(parity ^ 1);
     }
     mbarrier_wait(shared.probabilities_free(parity), (t / 2 & 1) ^ 1, "free probabilities");
-    // For V's products, which take pairs of tokens: [group][granule][pair][8 later][token of the pair].
-    const u32 table = shared.table(parity) + ((lane % 4 * kGranules + warp) * 4 + lane / 8) * 8 + lane / 4 % 2 * 2;
+    if constexpr (kGrouped) {
+      // For V's products, which take pairs of tokens: [group][granule][pair][8 later][token of the pair].
+      const u32 table = shared.table(parity) + ((lane % 4 * kGranules + warp) * 4 + lane / 8) * 8 + lane / 4 % 2 * 2;
 #pragma unroll
-    for (int e = 0; e < 2; ++e) store_shared_low_half(table + 4 * e, row_scales[e]);
+      for (int e = 0; e < 2; ++e) store_shared_low_half(table + 4 * e, row_scales[e]);
+    }
     float block_sum[kHeadsOfThread];
     const bool too_high = store_probabilities<Fp16>(parity, block_sum);
     u32 unusual = 0;
-    if (sync_any(too_high || is_wide)) {
+    if (sync_any(too_high || has_wide())) {
       if (sync_any(too_high)) {
         unusual |= kRaised;
         raise_references(parity);
         change_sums(parity);
       }
-      if (sync_any(is_wide)) {
+      if (kGrouped && sync_any(has_wide())) {
         unusual |= kWide;
         store_probabilities<Bf16>(parity, block_sum);
       } else {
@@ -315,7 +371,7 @@ struct PackedConsumer {
     mbarrier_wait(shared.probabilities_full(parity), t / 2 & 1, "probabilities");
     const u32 unusual = load_shared_u32(shared.unusual(parity));
     if (unusual & kRaised) change_output(parity);
-    if (unusual & kWide)
+    if (kGrouped && unusual & kWide)
       multiply_steps<true>(t);
     else
       multiply_steps<false>(t);
@@ -332,7 +388,7 @@ struct PackedConsumer {
     u32 rows[kGranules];  // plant: granules
     const u32 first_slot = GranulePlace(kGranules * t).slot;
     auto slot_of = [&](int k) {
-      return first_slot + k < PackedLayout::kSlots ? first_slot + k : first_slot + k - PackedLayout::kSlots;
+      return first_slot + k < Heads64Layout::kSlots ? first_slot + k : first_slot + k - Heads64Layout::kSlots;
     };
 #pragma unroll
     for (int k = 0; k < kGranules; ++k) rows[k] = shared.slot(slot_of(k));
@@ -342,21 +398,22 @@ struct PackedConsumer {
     };
     auto scale_of = [&](int s) { return load_shared_8(table + (s % kPairs * kGranules + s / kPairs) * 32); };
     fetch(words[0], 0);
-    uint2 next_scale = scale_of(0);
+    uint2 next_scale;
+    if constexpr (kGrouped) next_scale = scale_of(0);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int k = s / kPairs, d = s % kPairs;
       const uint2 scale = next_scale;
       if (s + 1 < kSteps) {
         fetch(words[(s + 1) & 1], s + 1);
-        next_scale = scale_of(s + 1);
+        if constexpr (kGrouped) next_scale = scale_of(s + 1);
       }
       if (s >= 2) warpgroup_wait<1>();
       u32(&x)[kStepRegisters] = a[s & 1];
       expand_values(words[s & 1], x);
       if constexpr (kIsWide) {
         scale_widely(x, rows[k], consumer * kPairs + d);
-      } else {
+      } else if constexpr (kGrouped) {
 #pragma unroll
         for (int i = 0; i < kStepRegisters; ++i) x[i] = multiply_pairs<Fp16>(x[i], i & 2 ? scale.y : scale.x);
       }
@@ -388,7 +445,7 @@ struct PackedConsumer {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const u32 row = rows + (token_at(2 * (lane % 4) + j) + 8 * e) * kPackedBytes + kPackedScales;
-        const float inverse = __uint_as_float((254 - bounded_exponent(highest_scale(load_shared_16(row)))) << 23);
+        const float inverse = inverse_of(bounded_exponent(highest_scale(load_shared_16(row))));
         scale[e][j] = load_shared_float(row + 4 * group) * inverse;
       }
 #pragma unroll
@@ -420,4 +477,4 @@ struct PackedConsumer {
 
 };
 
-}  // namespace cumla::sparse
+}  // namespace cumla::mla

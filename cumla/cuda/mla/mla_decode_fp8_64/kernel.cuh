@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// MLA attention of 64 heads of a query token a CTA to rows of e4m3 latent columns: no copy of the rows in 16 bits, no
+// cluster. As in mla/mla_decode_fp8.cu the cache's rows and the columns of V are the M side of the products, the heads
+// the N side, and both products take A from registers, converted on the way:
+//
+//   S^T (64 rows x 64 heads) = K (64 x 576) Q^T        O^T (512 x 64 heads) += V^T (512 x 64 rows) P^T
+//
+// grid = (row tiles of a kv head, parts, kv heads), 384 threads, one CTA an SM.
+//
+// Warpgroup 0 loads: each warp a granule of 16 rows of every block, a row a lane in bulk copies, so that four warps
+// issue copies: one cannot keep up beside products. Warpgroups 1 and 2 compute: consumer c has the columns [256 c,
+// 256 c + 256) of V and scores every second block; probabilities go to the other consumer through shared memory:
+//
+//   consumer 0:  S0  softmax0  O += V0 P0              S2  softmax2  O += V1 P1  O += V2 P2 ...
+//   consumer 1:            S1  softmax1  O += V0 P0  O += V1 P1  S3  softmax3 ...
+//
+// Scales of K act on sums: before a group of columns is added, what there is of a score is divided by its scale and
+// multiplied by the last group's. Scales of V are taken relative to a power of two of the row: what is left multiplies
+// its fragments as float16, and the power of two its probabilities. Where the scales of a row differ by more than 2^18
+// the block's V and probabilities are bfloat16 (kWide). One factor for the whole cache is one of query and output.
+//
+// Shared memory:  query 73,728 + P 16,384 + ring of 13 granules 136,448 + scales 1,024 + references, factors and sums
+//                 3,072 + words 72 + barriers 240 = 230,968 B of 232,448
+// Registers:      consumers 240 (output 128, scores 32, sums 16), loaders 24: together the 3 x 168 of the start
+// Tensor work:    36 + 32 products m64n64k16 a block, 2,176 clocks
+#pragma once
+#include "mla/mla_decode_fp8_64/compute.cuh"
+#include "mla/mla_decode_fp8_64/finish.cuh"
+#include "mla/mla_decode_fp8_64/layout.cuh"
+#include "mla/mla_decode_fp8_64/load.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/types.cuh"
+
+namespace cumla::mla {
+
+using namespace ptx;
+
+__device__ __forceinline__ void initialise_barriers(const Heads64Layout& shared) {
+#pragma unroll
+  for (int s = 0; s < Heads64Layout::kSlots; ++s) {
+    mbarrier_init(shared.full(s), 1);
+    mbarrier_init(shared.free(s), 8);  // plant: slot read, arrivals
+  }
+#pragma unroll
+  for (int parity = 0; parity < 2; ++parity) {
+    mbarrier_init(shared.probabilities_full(parity), 1);  // plant: probabilities, arrivals
+    mbarrier_init(shared.probabilities_free(parity), 8);  // plant: probabilities read, arrivals
+  }
+  fence_mbarrier_init();
+}
+
+__device__ __forceinline__ int last_place_here(const MlaDecodeParams& p) {
+  return last_place_of(p, part_of_cta(p, copy_of(blockIdx.y)));
+}
+
+// How many blocks a segment has, its query in shared memory. By all threads of both consumers.
+template <typename Form, typename AnyTile>
+__device__ __forceinline__ int begin_segment(const Heads64Consumer<Form>& consumer, int place) {
+  const MlaDecodeParams& p = consumer.p;
+  AnyTile tile(p);
+  const Segment segment = segment_of(p, tile, part_of_cta(p, copy_of(blockIdx.y)), place);
+  const int thread = threadIdx.x - kWarpgroup;
+  if (thread < kHeads) store_shared_float(consumer.shared.reference(thread), kLowest);
+  const float factor = !Form::kGrouped && Form::kRopeIsFp8 ? consumer.kv_scale : 1.0f;
+  load_query_64<Form>(p, consumer.shared, tile, segment.request, factor);
+  consumers_sync();
+  return segment.blocks;
+}
+
+// Part, segment and tile are found again: kept over the blocks they would cost registers that there are not.
+template <typename Form, typename AnyTile>
+__device__ __forceinline__ void finish_segment(Heads64Consumer<Form>& consumer, int place, bool more) {
+  const MlaDecodeParams& p = consumer.p;
+  AnyTile tile(p);
+  const Segment segment = segment_of(p, tile, part_of_cta(p, copy_of(blockIdx.y)), place);
+  Heads64Finisher<Form, AnyTile>(consumer, tile, segment).finish(more);
+  consumers_sync();  // the next query lies where this one was, and sums where these are
+}
+
+// Rows tells what rows are made of (Form), which tiles there are (Tile), and loads the granules of a warp.
+template <typename Rows>
+__device__ __forceinline__ void attend_64_heads(const typename Rows::Params& params) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  using Form = typename Rows::Form;
+  using AnyTile = typename Rows::Tile;
+  const MlaDecodeParams& p = params.decode;
+  const Heads64Layout shared(shared_address(shared_bytes));
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+  if (threadIdx.x == 0) initialise_barriers(shared);
+  if (threadIdx.x == 32) prefetch_l2(p.parts_in + blockIdx.y);
+  if (threadIdx.x >= 64) prefetch_l2(reinterpret_cast<const char*>(p.places) + (threadIdx.x - 64) % 16 * 128);
+  grid_dependency_launch();
+  __syncthreads();
+  grid_dependency_wait();
+  if (warpgroup == 0) {
+    registers_decrease<24>();
+    const Part part = part_of_cta(p, copy_of(blockIdx.y));
+    AnyTile tile(p);
+    Rows::load(params, shared, tile, part, last_place_of(p, part), threadIdx.x / 32);
+  } else {
+    registers_increase<240>();
+    Heads64Consumer<Form> consumer(p, shared, Rows::kv_scale(params), warpgroup - 1);
+    u32 t = 0;
+    int place = part_of_cta(p, blockIdx.y).place;
+    bool more = place <= last_place_here(p);
+#pragma unroll 1
+    while (more) {
+      t += consumer.compute(begin_segment<Form, AnyTile>(consumer, place), t);
+      more = place < last_place_here(p);
+      finish_segment<Form, AnyTile>(consumer, place++, more);
+    }
+  }
+}
+
+}  // namespace cumla::mla

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of cuda/mla/mla_decode_fp8_64.cu: MLA attention of many heads to e4m3 caches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cumla.launch.mla.shape import MLADecodeKey
+from cumla.launch.source import KernelSpec
+
+if TYPE_CHECKING:
+    from cumla.launch.mla.shape import MLAAttentionKey
+
+__all__ = ["SMEM_BYTES", "SPECS", "fp8_64_spec"]
+
+SMEM_BYTES = 230968
+"""Shared memory of a thread block (kBytes of Heads64Layout)."""
+
+
+def _spec(ragged: bool, grouped: bool, fp8_rope: bool) -> KernelSpec:
+    flags = f"{str(grouped).lower()}, {str(fp8_rope).lower()}"
+    tags = (*(["grouped"] if grouped else []), *(["fp8_rope"] if fp8_rope else []))
+    return KernelSpec(
+        stem="mla_decode_fp8_64",
+        package="cumla.cuda.mla",
+        entry="_".join(("mla_attention_fp8_64" if ragged else "mla_decode_fp8_64", *tags)),
+        function=f"mla_decode_fp8_64<{flags}, {'RaggedTile' if ragged else 'Tile'}>",
+        params="MlaDecodeFp8Params",
+        threads=384,
+        smem_bytes=SMEM_BYTES,
+    )
+
+
+_SPECS = {
+    (ragged, grouped, fp8_rope): _spec(ragged, grouped, fp8_rope)
+    for ragged in (False, True)
+    for grouped in (False, True)
+    for fp8_rope in (False, True)
+}
+SPECS = tuple(_SPECS.values())
+
+
+def fp8_64_spec(
+    key: MLADecodeKey | MLAAttentionKey, grouped: bool, fp8_rope: bool
+) -> KernelSpec:
+    """Look up the kernel for a cache with scales of each token, or with RoPE columns in e4m3."""
+    return _SPECS[not isinstance(key, MLADecodeKey), grouped, fp8_rope]
