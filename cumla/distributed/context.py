@@ -191,9 +191,7 @@ class ContextParallel(Shard):
         """
         self._group.check("array", array)
         xp = namespace(array)
-        first = xp.moveaxis(array, -2, 0)
-        first = first.contiguous() if hasattr(first, "contiguous") else xp.ascontiguousarray(first)
-        return xp.moveaxis(self._group.all_gather(first), 0, -2)
+        return xp.moveaxis(self._group.all_gather(xp.moveaxis(array, -2, 0)), 0, -2)
 
     def _check_heads(self, heads: int, gather: bool) -> None:
         if heads % self.world and not checked_flag("gather", gather):

@@ -132,6 +132,7 @@ class _Torch(_InMemory):
         return received
 
     def all_gather(self, array: Any) -> Any:
+        array = array.contiguous()
         received = self._empty((self.world * array.shape[0], *array.shape[1:]), array)
         sent, to = (each.view(self._xp.uint8) for each in (array, received))
         self._all_gather(to, sent, group=self._group)
@@ -164,6 +165,7 @@ class _CuPy(_InMemory):
         return received
 
     def all_gather(self, array: Any) -> Any:
+        array = self._xp.ascontiguousarray(array)
         received = self._empty((self.world * array.shape[0], *array.shape[1:]), array)
         kind = self._nccl.NCCL_UINT8
         self._communicator.allGather(

@@ -4,7 +4,8 @@
     python -m tests.distributed.ranks FOLDER [--exhaustive]
 
 imports PyTorch once, forks four ranks, and leaves in FOLDER what each of them found: a file of JSON
-a rank, the name of a case -> "" or what went wrong. Groups of two ranks are halves of the four.
+a rank, the name of a case -> "" or what went wrong. Groups of two ranks are halves of the four. The
+cases run on a GPU as well, with another `setting` (tests/gpu/tools/ranks.py).
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,12 +31,42 @@ import cumla
 from cumla.distributed import ContextParallel
 
 WORLD = 4
-PAGE = 4
-HEADS = 8
-LENGTHS = (45, 3, 0, 17, 32, -4, 10_000, 1)  # empty ranks, shorter than the world, hostile
-SINKS = torch.linspace(-1, 2, HEADS)
+
+
+@dataclass
+class Setting:
+    """Where the cases run, and on how much; lengths include empty ranks and hostile numbers."""
+
+    device: str = "cpu"
+    page: int = 4
+    columns: int = 12  # of the block table of one rank
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    lengths: tuple[int, ...] = (45, 3, 0, 17, 32, -4, 10_000, 1)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Block sizes: a page, more and less."""
+        return self.page, 2 * self.page, self.page // 4
+
+
+setting = Setting()
 FEW = ("decode, q_len 3", "attention, q_len 3, gather")  # for other blocks than pages
-BLOCKS = (PAGE, 2 * PAGE, PAGE // 4)
+
+
+def there(*arrays: torch.Tensor) -> Any:
+    """Bring arrays where the cases run."""
+    moved = tuple(array.to(setting.device) for array in arrays)
+    return moved if len(moved) > 1 else moved[0]
+
+
+def sinks() -> torch.Tensor:
+    return torch.linspace(-1, 2, setting.heads, device=setting.device)
+
+
+def lengths() -> torch.Tensor:
+    return torch.tensor(setting.lengths, dtype=torch.int32, device=setting.device)
 
 
 class Cache(NamedTuple):
@@ -48,47 +81,55 @@ class Cache(NamedTuple):
 
 @cache
 def made(parallel: ContextParallel, family: str) -> Cache:
-    """Write the same tokens into a whole cache and into that of the rank."""
+    """Write the same tokens into a whole cache and into that of the rank; other slots are NaN."""
     generator = torch.Generator().manual_seed(7)
-    batch, columns = len(LENGTHS), 12
-    shapes = [(576,)] if family == "mla" else [(2, 64), (2, 32)]
-    # A page table of the group has fewer columns where an entry stands for pages of all ranks.
-    shared = parallel.block_size < PAGE
+    page, columns, batch = setting.page, setting.columns, len(setting.lengths)
+    value_dim = setting.head_dim // 2
+    shapes = [(576,)]
+    if family == "mha":
+        shapes = [(setting.kv_heads, width) for width in (setting.head_dim, value_dim)]
+    # An entry of the group's table stands for pages of all ranks where blocks are smaller.
+    shared = parallel.block_size < page
     own_columns = -(-columns // parallel.world) if shared else columns
-    tokens = own_columns * PAGE * (parallel.world if shared else 1)
-    pages = batch * tokens // PAGE
+    tokens = own_columns * page * (parallel.world if shared else 1)
+    pages = batch * tokens // page
     table = torch.randperm(pages, generator=generator).to(torch.int32).view(batch, -1)
     own_table = torch.randperm(batch * own_columns, generator=generator).to(torch.int32)
-    own_table = own_table.view(batch, -1)
-    rows = [torch.randn(batch * tokens, *s, generator=generator).bfloat16() for s in shapes]
-    whole = tuple(torch.full((pages, PAGE, *shape), torch.nan).bfloat16() for shape in shapes)
-    own = tuple(
-        torch.full((len(own_table) * own_columns, PAGE, *shape), torch.nan).bfloat16()
+    table, own_table = there(table, own_table.view(batch, -1))
+    rows = [
+        there(torch.randn(batch * tokens, *shape, generator=generator).bfloat16())
         for shape in shapes
+    ]
+    whole, own = (
+        tuple(row.new_full((count, page, *row.shape[1:]), torch.nan) for row in rows)
+        for count in (pages, batch * own_columns)
     )
-    requests = torch.arange(batch).repeat_interleave(tokens)
-    positions = torch.arange(tokens).repeat(batch)
+    requests = there(torch.arange(batch).repeat_interleave(tokens))
+    positions = there(torch.arange(tokens).repeat(batch))
     alone = {"batch_indices": requests, "positions": positions, "block_table": table}
-    slots = parallel.slots(own_table, requests, positions)
-    if family == "mla":
-        cumla.append_mla_cache(*rows, *whole, **alone)
-        cumla.append_mla_cache(*rows, *own, slots)
-    else:
-        cumla.append_kv_cache(*rows, *whole, **alone)
-        cumla.append_kv_cache(*rows, *own, slots)
-    return Cache(whole, own, table, own_table, torch.tensor(LENGTHS, dtype=torch.int32))
+    append = cumla.append_mla_cache if family == "mla" else cumla.append_kv_cache
+    append(*rows, *whole, **alone)
+    append(*rows, *own, parallel.slots(own_table, requests, positions))
+    return Cache(whole, own, table, own_table, lengths())
 
 
 def queries(family: str, *axes: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(11)
-    columns = 576 if family == "mla" else 64
-    return torch.randn(*axes, HEADS, columns, generator=generator).bfloat16()
+    columns = 576 if family == "mla" else setting.head_dim
+    q: torch.Tensor = there(
+        torch.randn(*axes, setting.heads, columns, generator=generator).bfloat16()
+    )
+    return q
+
+
+def own_heads(parallel: ContextParallel) -> slice:
+    each = setting.heads // parallel.world
+    return slice(parallel.rank * each, (parallel.rank + 1) * each)
 
 
 def compare(parallel: ContextParallel, found: Any, whole: Any, gather: bool) -> None:
     """Hold a result against that of one rank: heads of the rank, or all of them."""
-    each = HEADS // parallel.world
-    own = slice(None) if gather else slice(parallel.rank * each, (parallel.rank + 1) * each)
+    own = slice(None) if gather else own_heads(parallel)
     lse = whole.lse[:, own]
     torch.testing.assert_close(found.lse, lse, atol=1e-5, rtol=1e-5)
     assert torch.equal(found.lse.isinf(), lse.isinf())
@@ -97,27 +138,29 @@ def compare(parallel: ContextParallel, found: Any, whole: Any, gather: bool) -> 
 
 
 def decode(parallel: ContextParallel, q_len: int, gather: bool) -> None:
-    kv, q = made(parallel, "mla"), queries("mla", len(LENGTHS), q_len)
+    kv, q = made(parallel, "mla"), queries("mla", len(setting.lengths), q_len)
     whole = cumla.mla_decode(q, *kv.whole, kv.table, kv.kv_lens)
     pages = parallel.pages(kv.kv_lens, kv.own_table, q_len=q_len)
     found = parallel.attend(cumla.mla_decode, q, *kv.own, *pages, gather=gather)
     compare(parallel, found, whole, gather)
-    plan = cumla.MLADecodePlan(len(LENGTHS) * q_len, 1, HEADS, page_size=PAGE, like=q)
+    plan = cumla.MLADecodePlan(
+        len(setting.lengths) * q_len, 1, setting.heads, page_size=setting.page, like=q
+    )
     plan.update(pages.kv_lens)
     q_parts = q[..., :512], q[..., 512:]
     planned = parallel.attend(plan.run, q_parts, *kv.own, pages.block_table, gather=gather)
     assert torch.equal(planned.out, found.out) and torch.equal(planned.lse, found.lse)
-    given = queries("mla", len(LENGTHS) * q_len, 1)
+    given = queries("mla", len(setting.lengths) * q_len, 1)
     partial = cumla.mla_decode(q.reshape(given.shape), *kv.own, *pages)
-    axes = len(LENGTHS), q_len, HEADS
+    axes = len(setting.lengths), q_len, setting.heads
     lse = partial.lse.view(*axes).transpose(1, 2)
     merged = parallel.merge(partial.out.view(*axes, 512), lse, gather=gather)
     assert torch.equal(merged.out, found.out) and torch.equal(merged.lse, found.lse)
 
 
 def attention(parallel: ContextParallel, q_len: int, gather: bool) -> None:
-    kv, q = made(parallel, "mha"), queries("mha", len(LENGTHS), q_len)
-    options: dict[str, Any] = {"sinks": SINKS, "softcap": 20.0}
+    kv, q = made(parallel, "mha"), queries("mha", len(setting.lengths), q_len)
+    options: dict[str, Any] = {"sinks": sinks(), "softcap": 20.0}
     places = {"kv_lens": kv.kv_lens, "block_table": kv.table}
     whole = cumla.attention(q, *kv.whole, **places, **options)
     table, kv_lens = parallel.pages(kv.kv_lens, kv.own_table, q_len=q_len)
@@ -132,7 +175,7 @@ OFFSETS = (0, 3, 4, 4, 9, 10, 10, 12, 13)
 def ragged(parallel: ContextParallel, family: str) -> None:
     """Causal queries of different lengths, each of which becomes a request."""
     kv, q = made(parallel, family), queries(family, OFFSETS[-1])
-    qo_indptr = torch.tensor(OFFSETS, dtype=torch.int32)
+    qo_indptr = there(torch.tensor(OFFSETS, dtype=torch.int32))
     pages = parallel.pages(kv.kv_lens, kv.own_table, qo_indptr=qo_indptr, total_tokens=OFFSETS[-1])
     if family == "mla":
         places = (kv.table, kv.kv_lens)
@@ -148,14 +191,19 @@ def ragged(parallel: ContextParallel, family: str) -> None:
 def history(parallel: ContextParallel, family: str) -> None:
     """Queries that see all cached tokens of a request, as a chunk of a prefill does."""
     kv, q = made(parallel, family), queries(family, OFFSETS[-1])
-    qo_indptr = torch.tensor(OFFSETS, dtype=torch.int32)
+    qo_indptr = there(torch.tensor(OFFSETS, dtype=torch.int32))
     options: dict[str, Any] = {"qo_indptr": qo_indptr, "causal": False}
     pages = parallel.pages(kv.kv_lens, kv.own_table)
     if family == "mla":
         whole = cumla.mla_attention(q, *kv.whole, kv.table, kv.kv_lens, **options)
         found = parallel.attend(cumla.mla_attention, q, *kv.own, *pages, **options)
         plan = cumla.MLAAttentionPlan(
-            len(LENGTHS), OFFSETS[-1], HEADS, page_size=PAGE, causal=False, like=q
+            len(setting.lengths),
+            OFFSETS[-1],
+            setting.heads,
+            page_size=setting.page,
+            causal=False,
+            like=q,
         )
         plan.update(pages.kv_lens, qo_indptr=qo_indptr)
         planned = parallel.attend(plan.run, q, *kv.own, pages.block_table)
@@ -169,24 +217,24 @@ def history(parallel: ContextParallel, family: str) -> None:
 
 def same_bits(parallel: ContextParallel) -> None:
     """The shares are parts of what all heads on each rank give, and each call gives the same."""
-    kv, q = made(parallel, "mla"), queries("mla", len(LENGTHS), 1)
+    kv, q = made(parallel, "mla"), queries("mla", len(setting.lengths), 1)
     pages = parallel.pages(kv.kv_lens, kv.own_table)
     of_all, *again = (
         parallel.attend(cumla.mla_decode, q, *kv.own, *pages, gather=gather)
         for gather in (True, False, False)
     )
-    own = slice(
-        parallel.rank * HEADS // parallel.world, (parallel.rank + 1) * HEADS // parallel.world
-    )
+    own = own_heads(parallel)
     for state in again:
         assert torch.equal(state.out, of_all.out[:, :, own])
         assert torch.equal(state.lse, of_all.lse[:, own])
     assert torch.equal(parallel.gather_heads(again[0].out), of_all.out)
+    strided = queries("mla", len(setting.lengths), 1)[:, :, own]
+    assert torch.equal(parallel.gather_heads(strided), queries("mla", len(setting.lengths), 1))
 
 
 def odd_heads(parallel: ContextParallel) -> None:
     """Any number of heads, where each rank gets all of them."""
-    kv, q = made(parallel, "mla"), queries("mla", len(LENGTHS), 1)[:, :, :5]
+    kv, q = made(parallel, "mla"), queries("mla", len(setting.lengths), 1)[:, :, :5]
     whole = cumla.mla_decode(q, *kv.whole, kv.table, kv.kv_lens)
     pages = parallel.pages(kv.kv_lens, kv.own_table)
     found = parallel.attend(cumla.mla_decode, q, *kv.own, *pages, gather=True)
@@ -195,23 +243,30 @@ def odd_heads(parallel: ContextParallel) -> None:
 
 def no_tokens(parallel: ContextParallel) -> None:
     for gather in (False, True):
-        q = torch.zeros(0, 1, HEADS, 576, dtype=torch.bfloat16)
-        none = torch.zeros(0, dtype=torch.int32)
-        pages = parallel.pages(none, torch.zeros(0, 3, dtype=torch.int32))
-        pool = torch.zeros(4, PAGE, 576, dtype=torch.bfloat16)
+        q = there(torch.zeros(0, 1, setting.heads, 576, dtype=torch.bfloat16))
+        none, table = there(torch.zeros(0, dtype=torch.int32), torch.zeros(0, 3, dtype=torch.int32))
+        pages = parallel.pages(none, table)
+        pool = there(torch.zeros(4, setting.page, 576, dtype=torch.bfloat16))
         out, _ = parallel.attend(cumla.mla_decode, q, pool, *pages, gather=gather)
-        assert out.shape == (0, 1, HEADS if gather else HEADS // parallel.world, 512)
+        assert out.shape == (
+            0,
+            1,
+            setting.heads if gather else setting.heads // parallel.world,
+            512,
+        )
 
 
 def refused(parallel: ContextParallel) -> None:
     """Before anything is sent, on every rank alike."""
-    kv, q = made(parallel, "mla"), queries("mla", len(LENGTHS), 2)
+    kv, q = made(parallel, "mla"), queries("mla", len(setting.lengths), 2)
     pages = parallel.pages(kv.kv_lens, kv.own_table, q_len=2)
-    plan = cumla.MLADecodePlan(len(LENGTHS), 2, HEADS, page_size=PAGE, like=q)
+    plan = cumla.MLADecodePlan(
+        len(setting.lengths), 2, setting.heads, page_size=setting.page, like=q
+    )
     plan.update(kv.kv_lens)
     decoding = (cumla.mla_decode, q, *kv.own, *pages)
-    numpy = (cumla.mla_decode, pages.kv_lens.numpy(), *kv.own, *pages)
-    offsets = torch.tensor(OFFSETS, dtype=torch.int32)
+    numpy = (cumla.mla_decode, np.zeros((4, 1, 8, 576)), *kv.own, *pages)
+    offsets = there(torch.tensor(OFFSETS, dtype=torch.int32))
     ragged = (cumla.mla_attention, queries("mla", OFFSETS[-1]), *kv.own, *pages)
     for kind, start, arguments, options in (
         (
@@ -262,12 +317,12 @@ def cases(exhaustive: bool) -> dict[str, Callable[[ContextParallel], None]]:
 
 def a_rank_that_fails(group: Any, dies: bool) -> str:
     """Attend with a group whose second rank does not: the error of the backend, in time."""
-    parallel = ContextParallel(group, page_size=PAGE)
+    parallel = ContextParallel(group, page_size=setting.page)
     if parallel.rank == 1:
         if not dies:
             time.sleep(2.5)
         return ""
-    state = torch.zeros(2, HEADS, 512), torch.zeros(2, HEADS)
+    state = torch.zeros(2, setting.heads, 512), torch.zeros(2, setting.heads)
     begin = time.monotonic()
     try:
         parallel.merge(*state)
@@ -297,10 +352,10 @@ def work(rank: int, folder: Path, exhaustive: bool) -> None:
     found = {}
     groups = {2: pairs[rank // 2], 4: dist.group.WORLD}
     for world, group in groups.items():
-        for block in BLOCKS:
-            parallel = ContextParallel(group, page_size=PAGE, block_size=block)
+        for block in setting.blocks:
+            parallel = ContextParallel(group, page_size=setting.page, block_size=block)
             for name, case in cases(exhaustive).items():
-                if block == PAGE or exhaustive or name in FEW:
+                if block == setting.page or exhaustive or name in FEW:
                     key = f"{world} ranks, blocks of {block}: {name}"
                     found[key] = outcome(lambda c=case, p=parallel: c(p))
     if rank >= 2:
@@ -316,6 +371,7 @@ def work(rank: int, folder: Path, exhaustive: bool) -> None:
 
 def main() -> None:
     folder, *options = sys.argv[1:]
+    torch.testing.assert_close(torch.ones(1), torch.ones(1))  # imports much: once for all ranks
     children = []
     for rank in range(WORLD):
         child = os.fork()
