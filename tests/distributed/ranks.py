@@ -320,14 +320,14 @@ def a_rank_that_fails(group: Any, dies: bool) -> str:
     parallel = ContextParallel(group, page_size=setting.page)
     if parallel.rank == 1:
         if not dies:
-            time.sleep(2.5)
+            time.sleep(1.5)
         return ""
     state = torch.zeros(2, setting.heads, 512), torch.zeros(2, setting.heads)
     begin = time.monotonic()
     try:
         parallel.merge(*state)
     except RuntimeError:
-        return "" if time.monotonic() - begin < 2.4 else "late"
+        return "" if time.monotonic() - begin < 1.4 else "late"
     return "no error"
 
 
@@ -347,7 +347,7 @@ def work(rank: int, folder: Path, exhaustive: bool) -> None:
         "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
     )
     pairs = [dist.new_group([i, i + 1]) for i in (0, 2)]
-    seconds = timedelta(seconds=1)
+    seconds = timedelta(seconds=0.5)
     lagging, dying = (dist.new_group([2, 3], timeout=seconds) for _ in range(2))
     found = {}
     groups = {2: pairs[rank // 2], 4: dist.group.WORLD}

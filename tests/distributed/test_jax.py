@@ -20,12 +20,13 @@ jax: Any = pytest.importorskip("jax")
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, HEADS, COLUMNS = 4, 8, 6
-LENGTHS = np.array([17, 3, 0, -4, 10_000], np.int32)
-SINKS = np.linspace(-1, 2, HEADS).astype(np.float32)
+LENGTHS = (17, 3, 0, -4, 10_000)
 
 
-def mapped(world: int, compute: Callable[..., Any], out_specs: Any, *arrays: Any) -> Any:
-    """Compute on so many devices; the last arrays are those of each rank, stacked."""
+def mapped(
+    world: int, compute: Callable[..., Any], out_specs: Any, *arrays: Any, repeats: int = 1
+) -> Any:
+    """Compute on so many devices, with tuples of arrays for arrays of each rank; the same bits."""
     spec = jax.sharding.PartitionSpec
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:world]), ("ranks",))
     in_specs = tuple(spec("ranks") if isinstance(a, tuple) else spec() for a in arrays)
@@ -35,8 +36,13 @@ def mapped(world: int, compute: Callable[..., Any], out_specs: Any, *arrays: Any
         own = [v[0] if isinstance(a, tuple) else v for a, v in zip(arrays, values, strict=True)]
         return compute(*own)
 
-    each = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    return jax.jit(each)(*given)
+    each = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+    first = each(*given)
+    for _ in range(repeats):
+        again = each(*given)
+        for one, other in zip(*map(jax.tree.leaves, (first, again)), strict=True):
+            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    return first
 
 
 def caches(world: int, *columns: Any) -> tuple[Any, tuple[Any, ...], Any]:
@@ -54,7 +60,11 @@ def caches(world: int, *columns: Any) -> tuple[Any, tuple[Any, ...], Any]:
         for entry in range(COLUMNS):  # entry j of the table is a page of rank j % world
             pages[entry % world, table[:, entry]] = np.asarray(cache[table[:, entry]], np.float32)
         own.append(tuple(jax.numpy.asarray(pages, jax.numpy.bfloat16)))
-    return whole, tuple(own), table
+    return whole, tuple(own), jax.numpy.asarray(table)
+
+
+def lengths() -> Any:
+    return jax.numpy.asarray(np.array(LENGTHS, np.int32))
 
 
 def heads(whole: Any) -> Any:
@@ -69,14 +79,14 @@ def same(found: Any, whole: Any) -> None:
     np.testing.assert_allclose(out, np.asarray(whole.out, np.float32), atol=2e-2, rtol=2e-2)
 
 
-def decodes(world: int, q_len: int) -> None:
+def decodes(world: int, q_len: int, repeats: int = 1) -> None:
     """MLA by the function, and by a plan of cumla.jax whose results are merged."""
     import cumla.jax
 
     (cache,), (own,), table = caches(world, (576,))
     shape = (len(LENGTHS), q_len, HEADS, 576)
     q = jax.random.normal(jax.random.key(1), shape, jax.numpy.bfloat16)
-    whole = cumla.mla_decode(q, cache, table, LENGTHS)
+    whole = cumla.mla_decode(q, cache, table, lengths())
     parallel = ContextParallel("ranks", page_size=PAGE)
 
     def attend(q: Any, table: Any, kv_lens: Any, cache: Any) -> Any:
@@ -92,7 +102,7 @@ def decodes(world: int, q_len: int) -> None:
         return parallel.merge(out.reshape(-1, q_len, HEADS, 512), lse)
 
     results = [
-        mapped(world, function, heads(whole), q, table, LENGTHS, own)
+        mapped(world, function, heads(whole), q, table, lengths(), own, repeats=repeats)
         for function in (attend, planned)
     ]
     same(results[0], whole)
@@ -114,29 +124,31 @@ def gathers(world: int) -> None:
 
     spec = jax.sharding.PartitionSpec("ranks")
     shares = tuple(jax.numpy.split(q, world, axis=2))
-    found = mapped(world, attend, spec, table, LENGTHS, own, shares)
+    found = mapped(world, attend, spec, table, lengths(), own, shares)
     for rank in range(world):
         same(
-            jax.tree.map(lambda a, r=rank: a[r], found), cumla.mla_decode(q, cache, table, LENGTHS)
+            jax.tree.map(lambda a, r=rank: a[r], found),
+            cumla.mla_decode(q, cache, table, lengths()),
         )
 
 
-def attends(world: int) -> None:
-    """GQA with sinks, of float32."""
+def attends(world: int, *dtypes: str) -> None:
+    """GQA with sinks."""
     whole, own, table = caches(world, (2, 64), (2, 32))
     q = jax.random.normal(jax.random.key(2), (len(LENGTHS), 3, HEADS, 64), jax.numpy.bfloat16)
-    places = {"kv_lens": LENGTHS, "block_table": table}
+    sinks = jax.numpy.linspace(-1, 2, HEADS, dtype=jax.numpy.float32)
+    places = {"kv_lens": lengths(), "block_table": table}
     parallel = ContextParallel("ranks", page_size=PAGE)
-    for dtype in ("bfloat16", "float32"):
+    for dtype in dtypes:
         q, *whole = (array.astype(dtype) for array in (q, *whole))
         own = tuple(tuple(a.astype(dtype) for a in arrays) for arrays in own)
-        expected = cumla.attention(q, *whole, **places, sinks=SINKS)
+        expected = cumla.attention(q, *whole, **places, sinks=sinks)
 
         def attend(q: Any, table: Any, kv_lens: Any, sinks: Any, k: Any, v: Any) -> Any:
             pages = parallel.pages(kv_lens, table, q_len=3)
             return parallel.attend(cumla.attention, q, k, v, **pages._asdict(), sinks=sinks)
 
-        found = mapped(world, attend, heads(expected), q, table, LENGTHS, SINKS, *own)
+        found = mapped(world, attend, heads(expected), q, table, lengths(), sinks, *own)
         same(found, expected)
         assert found.out.dtype == q.dtype
 
@@ -157,7 +169,8 @@ def writes(world: int) -> None:
     new = mapped(world, write, jax.sharding.PartitionSpec("ranks"), table, at, rows, own)
     changed = 0
     for rank in range(world):
-        slots = Shard(rank, world, page_size=PAGE).slots(table, np.arange(len(LENGTHS)), at)
+        shard = Shard(rank, world, page_size=PAGE)
+        slots = shard.slots(np.asarray(table), np.arange(len(LENGTHS)), at)
         old = np.array(own[rank], np.float32).reshape(-1, 576)
         old[slots[slots >= 0]] = 1
         np.testing.assert_array_equal(np.asarray(new[rank], np.float32).reshape(-1, 576), old)
@@ -185,13 +198,13 @@ PROGRAM = """
 from tests.distributed import test_jax as t
 t.decodes(4, 3)
 t.gathers(4)
-t.attends(4)
+t.attends(4, "bfloat16")
 t.writes(4)
 """
 MORE = """
 t.decodes(2, 1)
 t.gathers(2)
-t.attends(2)
+t.attends(2, "bfloat16", "float32")
 t.writes(2)
 """
 needs_shard_map = pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs JAX 0.6 or later")
@@ -210,5 +223,7 @@ def test_two_devices_compute_what_one_does() -> None:
 
 def test_an_axis_that_is_not_mapped() -> None:
     parallel = ContextParallel("ranks", page_size=PAGE)
-    with pytest.raises(ValueError, match=r"^group: needs the name of an axis that jax\.shard_map maps"):
-        parallel.pages(LENGTHS, np.zeros((len(LENGTHS), 2), np.int32))
+    with pytest.raises(
+        ValueError, match=r"^group: needs the name of an axis that jax\.shard_map maps"
+    ):
+        parallel.pages(lengths(), np.zeros((len(LENGTHS), 2), np.int32))
