@@ -186,7 +186,7 @@ class _Jax(Group):
         self._axis = axis
 
     @property
-    def rank(self) -> Any:  # type: ignore[override]
+    def rank(self) -> Any:
         return self._lax.axis_index(self._axis)
 
     @property
