@@ -38,13 +38,13 @@ PROTOCOL = (
     "schedules made before. one GPU: attention over the whole cache; share: over that of a rank; "
     "exchange: the all-to-all over heads alone; merge: the merge alone; all: share, exchange and "
     "merge, compared with one GPU first (out 2e-2, lse 1e-3). maps: pages and slots of a step. "
-    "links: all-to-all of so many bytes to each other rank"
+    "links: so many bytes from each rank to each other one, by an all-to-all and by an all-gather"
 )
 _LAYERS = 8
 _REPEATS, _WARMUP = 30, 5
 _POOL_BYTES = 1 << 30  # of caches that the layers go round
 _FLUSHED_BYTES = 512 << 20
-_LINKS = (1 << 12, 1 << 17, 1 << 20, 1 << 24, 1 << 28)
+_LINKS = (1 << 12, 1 << 16, 1 << 17, 1 << 20, 1 << 24, 1 << 28)
 _PAGE = 64
 
 
@@ -72,6 +72,12 @@ _SHOWN = (
     Column("x one GPU", "ratio", ".2f"),
     Column("maps", "maps_us", "us"),
     *columns("failed"),
+)
+_LINKED = (
+    *columns("bytes"),
+    Column("all-to-all us", "us", "us"),
+    Column("GB/s", "gbps", ".1f"),
+    Column("all-gather us", "gather_us", "us"),
 )
 
 
@@ -211,14 +217,23 @@ def measure(ranks: Ranks, case: Case) -> Row:
 
 
 def links(ranks: Ranks) -> list[Row]:
-    """Time all-to-alls of several sizes."""
+    """Time all-to-alls of several sizes, and all-gathers of what one rank sends to another."""
+    torch, dist = ranks.torch, ranks.dist
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     rows = []
     for nbytes in _LINKS:
-        sent = ranks.torch.zeros(ranks.world * nbytes, dtype=ranks.torch.uint8, device=ranks.device)
-        received = ranks.torch.empty_like(sent)
-        us = ranks.time(lambda _, r=received, s=sent: ranks.dist.all_to_all_single(r, s))
+        sent = torch.zeros(ranks.world * nbytes, dtype=torch.uint8, device=ranks.device)
+        received = torch.empty_like(sent)
+
+        def to_all(_: int, to: Any = received, what: Any = sent) -> None:
+            dist.all_to_all_single(to, what)
+
+        def from_all(_: int, to: Any = received, what: Any = sent[:nbytes]) -> None:
+            gather(to, what)
+
+        us = ranks.time(to_all)
         gbps = nbytes * (ranks.world - 1) / us / 1e3
-        rows.append({"bytes": nbytes, "us": us, "gbps": gbps})
+        rows.append({"bytes": nbytes, "us": us, "gbps": gbps, "gather_us": ranks.time(from_all)})
     return rows
 
 
@@ -242,8 +257,7 @@ def measured(rank: int, world: int, folder: str, path: str) -> None:
 
 def to_markdown(results: Row) -> str:
     """Lay the cases and the links out."""
-    links = [f"{row['bytes']:,} bytes {row['us']:.1f} us" for row in results["links"]]
-    parts = [laid_out(_SHOWN, results["rows"]), f"To each other rank: {', '.join(links)}."]
+    parts = [laid_out(_SHOWN, results["rows"]), laid_out(_LINKED, results["links"])]
     return "\n\n".join([*parts, f"{results['protocol']}."]) + "\n"
 
 

@@ -164,9 +164,7 @@ class ContextParallel(Shard):
         self._check_heads(heads, gather)
 
         def copy(**outputs: Any) -> Any:
-            for name, array in outputs.items():
-                array[...] = out if name == "out" else lse
-            return out, lse
+            return cumla.merge_attention_states([out], [lse], **outputs) if outputs else (out, lse)
 
         buffer = self._group.computed(copy, heads, tuple(axes), columns, out)
         return self._exchanged(buffer, heads, tuple(axes), columns, out, gather)

@@ -112,15 +112,10 @@ class _Torch(_InMemory):
         functions = torch.distributed
         self._all_to_all = functions.all_to_all_single
         # Its name from PyTorch 2.13 on, where the old one warns.
-        gather = getattr(functions, "all_gather_single", functions.all_gather_into_tensor)
-        self._all_gather = gather
+        old = functions.all_gather_into_tensor
+        self._all_gather = getattr(functions, "all_gather_single", old)
         self._group = group
         super().__init__(torch, functions.get_rank(group), group.size())
-        if self.rank < 0:
-            raise ValueError(
-                "group: needs a group that this process is a member of, got another; make one with "
-                "torch.distributed.new_group, and call from its ranks alone"
-            )
 
     def _empty(self, shape: tuple[int, ...], like: Any) -> Any:
         return like.new_empty(shape)

@@ -162,7 +162,6 @@ class Shard:
         _check_shape("kv_lens", kv_lens, "(batch,)", (batch,))
         q_len = checked_int("q_len", q_len, "count the query tokens of a request")
         seen = kv_lens.clip(0, min(columns * self._entry_tokens, _MOST))
-        table = self._own_columns(block_table, columns)
         if (qo_indptr is None) != (total_tokens is None) or (q_len > 1 and qo_indptr is not None):
             raise ValueError(
                 "qo_indptr: needs total_tokens beside it, and no q_len; pass both of them, or q_len"
@@ -176,8 +175,8 @@ class Shard:
             rows = tokens // q_len
             seen = seen[rows] - (q_len - 1 - tokens % q_len)
         else:
-            return LocalPages(table, self._local(seen))
-        return LocalPages(table[rows], self._local(seen.clip(0, _MOST)))
+            rows = None
+        return LocalPages(self._own_table(block_table, rows), self._local(seen.clip(0, _MOST)))
 
     def slots(self, block_table: Any, batch_indices: Any, positions: Any) -> Any:
         """Tell where this rank writes new tokens: -1, which is skipped, for tokens of other ranks.
@@ -234,15 +233,20 @@ class Shard:
         size, period = self.block_size, self.block_size * self.world
         return positions // period * size + positions % size
 
-    def _own_columns(self, block_table: Any, columns: int) -> Any:
-        """Take this rank's entries of a block table; as many on each rank, the last repeated."""
+    def _own_table(self, block_table: Any, rows: Any) -> Any:
+        """Take this rank's entries of some rows of a block table, or of all.
+
+        There are as many on each rank: where a rank has fewer, the last of the table repeats.
+        """
         if self.block_size < self.page_size:
-            return block_table
+            return block_table if rows is None else block_table[rows]
+        batch, columns = block_table.shape
         pages = self.block_size // self.page_size
         period = pages * self.world
         local = _arange(-(-columns // period) * pages, block_table)
         there = local // pages * period + self.rank * pages + local % pages
-        return block_table[:, there.clip(0, max(columns - 1, 0))]
+        rows = _arange(batch, block_table) if rows is None else rows
+        return block_table[rows[:, None], there.clip(0, max(columns - 1, 0))[None]]
 
 
 def namespace(array: Any) -> Any:

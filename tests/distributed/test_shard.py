@@ -94,6 +94,7 @@ def test_every_rank_reads_its_tokens_in_their_order(
         pages = shard.pages(lens, make(table), q_len=q_len)
         own_table, own_lens = map(np.asarray, pages)
         assert own_lens.dtype == own_table.dtype == np.int32
+        assert own_table.flags.c_contiguous
         assert own_lens.shape == (len(LENGTHS) * q_len,)
         for i, length in enumerate(LENGTHS):
             for j in range(q_len):

@@ -260,6 +260,14 @@ def cupy_cases(rank: int, folder: Path) -> dict[str, Callable[[], None]]:
         slots = parallel.slots(*map(cp.asarray, (table, requests, positions)))
         host = Shard(rank, WORLD, page_size=64).slots(table, requests, positions)
         np.testing.assert_array_equal(slots.get(), host)
+        offsets = np.array([0, 2, 2, 5, 6, 7, 9], np.int32)
+        given = {"qo_indptr": cp.asarray(offsets), "total_tokens": 10}
+        found = parallel.pages(cp.asarray(lengths), cp.asarray(table), **given)
+        wanted = Shard(rank, WORLD, page_size=64).pages(
+            lengths, table, qo_indptr=offsets, total_tokens=10
+        )
+        for there, here in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(there.get(), here)
 
     found = {
         f"{family}, q_len {q_len}, gather {gather}": partial(run, family, q_len, gather)
@@ -267,7 +275,7 @@ def cupy_cases(rank: int, folder: Path) -> dict[str, Callable[[], None]]:
         for q_len in (1, 3)
         for gather in (False, True)
     }
-    return {**found, "slots": write}
+    return {**found, "index maps": write}
 
 
 # --- a rank that fails ---------------------------------------------------------------------------
