@@ -24,7 +24,7 @@ from cumla.bench.gpu import Gpu
 from cumla.bench.run import environment, refuse_slow_kernels
 from cumla.bench.section import Column, Row, columns
 
-__all__ = ["limits", "main", "run", "to_markdown", "with_limits"]
+__all__ = ["laid_out", "limits", "main", "run", "to_markdown", "with_limits"]
 
 PROTOCOL = (
     "us: median of 30 steps, each from the call until its result is there; host us: until the call "
@@ -125,16 +125,16 @@ def to_markdown(results: Row) -> str:
     rows = results["rows"]
     steps = [row for row in rows if row.get("op") == "step"]
     others = [row for row in rows if row.get("op") in ("call", "floor") and "us" in row]
-    parts = [_table(_SHOWN, [row for row in steps if "us" in row])]
+    parts = [laid_out(_SHOWN, [row for row in steps if "us" in row])]
     apart = ("kv_heads", "layers", "us a layer", "callbacks")
-    parts.append(_table([c for c in _SHOWN if c.title not in apart], others))
+    parts.append(laid_out([c for c in _SHOWN if c.title not in apart], others))
     asked = (
         *columns(*_CASE[:5]),
         *[Column(name.replace("_", " "), name, "us") for name in ("us", "graph_us", "floor_us")],
         Column(f"{_FACTOR} x graph + floor", "limit_us", "us"),
         Column("holds", lambda row: "yes" if row["holds"] else "no"),
     )
-    parts.append(_table(asked, results["limits"]))
+    parts.append(laid_out(asked, results["limits"]))
     parts += [_reason(row) for row in rows if "skipped" in row or "failed" in row]
     return "\n\n".join([*filter(None, parts), f"{results['protocol']}."]) + "\n"
 
@@ -144,7 +144,8 @@ def _reason(row: Row) -> str:
     return f"{', '.join(names)}: {row.get('skipped') or row.get('failed')}"
 
 
-def _table(shown: Sequence[Column], rows: Sequence[Row]) -> str:
+def laid_out(shown: Sequence[Column], rows: Sequence[Row]) -> str:
+    """Print a table; nothing without rows."""
     if not rows:
         return ""
     rule = ["---:"] * len(shown)
