@@ -603,6 +603,7 @@ _FP8 = Section(
     cases=(
         WaysCase(Case(128, 1, 16, 8192), "format"),
         WaysCase(Case(128, 1, 16, 16384), "format"),
+        WaysCase(Case(128, 1, 64, 4096), "format"),
         WaysCase(Case(128, 1, 128, 4096), "format"),
     ),
     measure=_measure_fp8,

@@ -38,6 +38,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
         mla_sparse,
         mla_sparse_fp8,
         mla_sparse_packed,
+        mla_sparse_v4,
         select_rows,
         top_k,
     )
@@ -68,5 +69,6 @@ def all_specs() -> tuple[KernelSpec, ...]:
         + mla_sparse.SPECS
         + mla_sparse_fp8.SPECS
         + mla_sparse_packed.SPECS
+        + mla_sparse_v4.SPECS
         + top_k.SPECS
     )

@@ -10,19 +10,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from cumla.core.arguments import INT32, Array, Views, bind, check_dtype, check_lies
+from cumla.core.arguments import INT32, Array, Views, bind, check_dtype, check_layout, check_lies
 from cumla.core.paged import BLOCK_TABLE, Host, refuse_value
 from cumla.launch.sparse.mla_sparse import SparseArguments
-from cumla.launch.sparse.shape import PACKED
+from cumla.launch.sparse.shape import PACKED, V4
 from cumla.mla.arguments import (
+    DTYPES,
     QUERY_AXES,
-    Columns,
     cache_of,
     checked_cache_dtype,
     checked_kv_scale,
     checked_query_and_cache,
+    heads_problem,
+    with_head_axis,
 )
-from cumla.mla.fp8_caches import FP8, PACKED_BYTES, is_packed
+from cumla.mla.fp8_caches import E4M3, FP8, PACKED_BYTES, is_packed
+from cumla.mla.shape import HEAD_DIM, VALUE_DIM
+from cumla.sparse.shape import V4_BYTES
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -45,9 +49,16 @@ TOKEN_AXES = ("total_tokens", "num_heads")  # of q without a batch, before its c
 Rows = tuple[int, ...]
 """Axes of the query tokens: (batch, q_len), or (total_tokens,)."""
 
+_EACH = "pass a list for each query token"
 _LISTS = {
-    2: {"indices": Array("batch q_len topk", INT32, "row", "pass a list for each query token")},
-    1: {"indices": Array("total_tokens topk", INT32, "row", "pass a list for each query token")},
+    2: {
+        "indices": Array("batch q_len topk", INT32, "row", _EACH),
+        "extra_indices": Array("batch q_len extra_topk", INT32, "row", _EACH),
+    },
+    1: {
+        "indices": Array("total_tokens topk", INT32, "row", _EACH),
+        "extra_indices": Array("total_tokens extra_topk", INT32, "row", _EACH),
+    },
 }
 _SINKS = {"sinks": Array("num_heads", ("float32",), "row", "pass a score for each query head")}
 _ANY_TABLE = {"block_table": Array("requests max_pages", INT32, "row")}
@@ -59,7 +70,7 @@ class Attended(NamedTuple):
     # Latent columns, (batch, q_len, num_heads, 512) or (total_tokens, num_heads, 512).
     q: ArrayView
     launched: SparseArguments
-    cache: str  # as a key names it: that of dense attention, or PACKED
+    cache: str  # as a key names it: that of dense attention, PACKED or V4
 
     @property
     def rows(self) -> Rows:
@@ -67,8 +78,20 @@ class Attended(NamedTuple):
         return self.q.shape[:-2]
 
 
+class _Columns(NamedTuple):
+    """Query and cache, and which cache it is; RoPE columns if they are apart."""
+
+    q: ArrayView
+    q_rope: ArrayView | None
+    kv_cache: ArrayView
+    kv_rope: ArrayView | None
+    kv_scales: ArrayView | None
+    kv_scale: ArrayView | float
+    cache: str
+
+
 def checked_arguments(
-    given: Views, axes: tuple[str, ...] | None, softmax_scale: float, factor: float | None
+    given: Views, axes: tuple[str, ...] | None, softmax_scale: float | None, factor: float | None
 ) -> Attended:
     """Check all but the lengths of the lists.
 
@@ -76,38 +99,66 @@ def checked_arguments(
     that is a number.
     """
     views = {name: _in_pages(name, view) for name, view in given.items()}
-    columns = _checked_columns(views, axes)
-    kv_scale = checked_kv_scale(columns, views, factor)
+    q = views.get("q")
+    is_narrow = q is not None and q.shape[-1:] == (VALUE_DIM,)
+    columns = (_checked_narrow if is_narrow else _checked_columns)(views, axes, factor)
     rows, num_heads = columns.q.shape[:-2], columns.q.shape[-2]
     sizes = dict(zip(QUERY_AXES if len(rows) == 2 else TOKEN_AXES, columns.q.shape, strict=False))
-    views["indices"] = _one_list(views["indices"], rows)
-    bind(_LISTS[len(rows)], views, sizes)
+    for name in ("indices", "extra_indices"):
+        views[name] = _one_list(views.get(name), rows)
+    extra = _checked_extra(views, columns.cache)
+    lists = _LISTS[len(rows)]
+    bind(lists if extra else {"indices": lists["indices"]}, views, sizes)
     table, requests = _checked_places(views, rows)
     bind(_SINKS, views, {"num_heads": num_heads})
+    scale = (VALUE_DIM if is_narrow else HEAD_DIM) ** -0.5
     launched = SparseArguments(
         q=as_batch(columns.q, 4),
-        q_rope=as_batch(columns.q_rope, 4),
+        q_rope=None if columns.q_rope is None else as_batch(columns.q_rope, 4),
         kv_cache=columns.kv_cache,
         kv_rope=columns.kv_rope,
         kv_scales=columns.kv_scales,
-        kv_scale=kv_scale,
+        kv_scale=columns.kv_scale,
         indices=as_batch(cast("ArrayView", views["indices"]), 3),
         block_table=table,
         row_to_request=requests,
         sinks=views.get("sinks"),
-        softmax_scale=softmax_scale,
+        softmax_scale=scale if softmax_scale is None else softmax_scale,
+        extra_kv_cache=extra,
+        extra_indices=as_batch(cast("ArrayView", views["extra_indices"]), 3) if extra else None,
     )
-    whole = views.get("kv_cache")
-    packed = whole is not None and is_packed(whole)
-    return Attended(columns.q, launched, PACKED if packed else cache_of(columns.kv_cache))
+    return Attended(columns.q, launched, columns.cache)
+
+
+def _checked_extra(views: Views, cache: str) -> ArrayView | None:
+    """Check a second cache, and that its lists come with it."""
+    names = ("extra_kv_cache", "extra_indices", "extra_topk_length")
+    whole, lists, lengths = (views.get(name) for name in names)
+    if whole is None:
+        for name, view in zip(names[1:], (lists, lengths), strict=True):
+            if view is not None:
+                raise ValueError(
+                    f"{name}: needs an extra_kv_cache, whose slots it is about, got None; pass it"
+                )
+        return None
+    if lists is None:
+        raise ValueError(
+            "extra_indices: needed with extra_kv_cache, got None; pass a list for each query token"
+        )
+    if cache != V4:
+        raise ValueError(
+            f"extra_kv_cache: needs a kv_cache of {V4_BYTES} bytes per slot beside it, got one in "
+            f"another format; attend to both and merge the results by cumla.merge_attention_states"
+        )
+    return _checked_v4("extra_kv_cache", with_head_axis(whole, 4))
 
 
 def checked_cache(cache_dtype: Any, dtype: Any = None) -> str:
     """Check what a plan's caches are to be, and name it as a key does."""
-    if not isinstance(cache_dtype, str) or cache_dtype != PACKED:
+    if not isinstance(cache_dtype, str) or cache_dtype not in (PACKED, V4):
         return checked_cache_dtype(cache_dtype, dtype)
     checked_cache_dtype(FP8, dtype)
-    return PACKED
+    return cache_dtype
 
 
 def check_cache(arguments: Attended, made: str) -> None:
@@ -116,6 +167,7 @@ def check_cache(arguments: Attended, made: str) -> None:
         "same": arguments.q.dtype,
         "e4m3": FP8,
         PACKED: f"packed rows of {PACKED_BYTES} bytes",
+        V4: f"V4's slots of {V4_BYTES} bytes",
     }
     if arguments.cache != made:
         raise ValueError(
@@ -124,23 +176,110 @@ def check_cache(arguments: Attended, made: str) -> None:
         )
 
 
-def _checked_columns(views: Views, axes: tuple[str, ...] | None) -> Columns:
-    """Check query and cache."""
-    if axes is None:
-        query = cast("ArrayView", views["q"] if "q" in views else views["q[0]"])
-        axes = TOKEN_AXES if len(query.shape) == 3 else QUERY_AXES
-    columns = checked_query_and_cache(views, axes)
-    if columns.kv_cache.shape[2] != 1:
+def _axes_of(query: ArrayView, axes: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Tell the axes of q before its columns, by their number if they may be either."""
+    if axes is not None:
+        return axes
+    return TOKEN_AXES if len(query.shape) == 3 else QUERY_AXES
+
+
+def _checked_columns(views: Views, axes: tuple[str, ...] | None, factor: float | None) -> _Columns:
+    """Check query and cache of 576 columns."""
+    query = cast("ArrayView", views["q"] if "q" in views else views["q[0]"])
+    columns = checked_query_and_cache(views, _axes_of(query, axes))
+    _check_one_head("kv_cache", columns.kv_cache)
+    whole = views.get("kv_cache")
+    packed = whole is not None and is_packed(whole)
+    kv_scale = checked_kv_scale(columns, views, factor)
+    return _Columns(*columns, kv_scale, PACKED if packed else cache_of(columns.kv_cache))
+
+
+def _checked_narrow(views: Views, axes: tuple[str, ...] | None, factor: float | None) -> _Columns:
+    """Check query and cache of 512 columns: in 16 bits, or in V4's format."""
+    q, whole = cast("ArrayView", views["q"]), views.get("kv_cache")
+    axes = _axes_of(q, axes)
+    if len(q.shape) != len(axes) + 1:
         raise ValueError(
-            f"kv_cache: needs one kv head, whose rows the indices name, got "
-            f"{columns.kv_cache.shape[2]}; pass the heads one by one"
+            f"q: needs {len(axes) + 1} axes ({', '.join(axes)}, {VALUE_DIM}), got shape {q.shape}; "
+            f"reshape it"
         )
-    return columns
+    check_dtype("q", q.dtype, DTYPES)
+    check_layout("q", q)
+    if q.shape[-2] == 0:
+        raise ValueError(f"q: needs at least one head, got shape {q.shape}; skip the call")
+    if whole is None:
+        raise ValueError(
+            f"kv_cache: needs one array beside queries of {VALUE_DIM} columns, got several; pass "
+            f"rows of {VALUE_DIM} columns, or queries of {HEAD_DIM}"
+        )
+    whole = with_head_axis(whole, 4)
+    if len(whole.shape) != 4:
+        raise ValueError(heads_problem("kv_cache", "num_pages, page_size", VALUE_DIM, whole))
+    if factor is not None or views.get("kv_scale") is not None:
+        raise ValueError(
+            "kv_scale: needs a cache with e4m3 columns that have no scales of their own, got rows "
+            f"of {VALUE_DIM} columns; leave it out"
+        )
+    if whole.shape[-1] == V4_BYTES and whole.dtype in E4M3:
+        if q.dtype != DTYPES[0]:
+            raise TypeError(
+                f"q: needs {DTYPES[0]} with kv_cache of {V4_BYTES} bytes per slot, got {q.dtype}; "
+                f"convert it first"
+            )
+        return _Columns(q, None, _checked_v4("kv_cache", whole), None, None, 1.0, V4)
+    if whole.shape[-1] != VALUE_DIM:
+        raise ValueError(
+            f"kv_cache: needs a last axis of {VALUE_DIM}, or of the {V4_BYTES} bytes of V4's "
+            f"slots, beside queries of {VALUE_DIM} columns, got shape {whole.shape}; pass rows as "
+            f"wide as the queries"
+        )
+    if whole.dtype != q.dtype:
+        raise TypeError(
+            f"kv_cache: needs q's dtype {q.dtype}, got {whole.dtype}; convert one of them"
+        )
+    if 0 in whole.shape:
+        raise ValueError(f"kv_cache: needs at least one token, got shape {whole.shape}; skip it")
+    check_layout("kv_cache", whole)
+    _check_one_head("kv_cache", whole)
+    return _Columns(q, None, whole, None, None, 1.0, "same")
+
+
+def _checked_v4(name: str, cache: ArrayView) -> ArrayView:
+    """Check pages of V4's slots: rows first, then scales, nothing between them."""
+    if len(cache.shape) != 4 or cache.shape[-1] != V4_BYTES:
+        raise ValueError(heads_problem(name, "num_pages, page_size", V4_BYTES, cache))
+    check_dtype(name, cache.dtype, E4M3)
+    _check_one_head(name, cache)
+    pages, size = cache.shape[:2]
+    if 0 in (pages, size):
+        raise ValueError(f"{name}: needs at least one token, got shape {cache.shape}; skip it")
+    step, row, _, column = cache.strides
+    wrong = (
+        column != 1
+        or (size > 1 and row != V4_BYTES)
+        or (pages > 1 and step < size * V4_BYTES)
+        or cache.ptr % 16
+        or (pages > 1 and step % 16)
+    )
+    if wrong:
+        raise ValueError(
+            f"{name}: needs contiguous pages, at multiples of 16 bytes, got address "
+            f"{cache.ptr:#x} and strides {cache.strides}; allocate pages of a multiple of 576 bytes"
+        )
+    return cache
+
+
+def _check_one_head(name: str, cache: ArrayView) -> None:
+    if cache.shape[2] != 1:
+        raise ValueError(
+            f"{name}: needs one kv head, whose rows the indices name, got {cache.shape[2]}; pass "
+            f"the heads one by one"
+        )
 
 
 def _in_pages(name: str, view: ArrayView | None) -> ArrayView | None:
     """Take the rows of a cache without pages for pages of one slot."""
-    if view is None or not name.startswith("kv_cache") or len(view.shape) != 2:
+    if view is None or "kv_cache" not in name or len(view.shape) != 2:
         return view
     (rows, columns), (step, stride) = view.shape, view.strides
     return view._replace(shape=(rows, 1, columns), strides=(step, step, stride))
@@ -214,13 +353,14 @@ def on_rows(numbers: np.ndarray[Any, Any], rows: Rows) -> np.ndarray[Any, Any]:
     return np.broadcast_to(numbers, (batch, q_len)).reshape(rows)
 
 
-def check_lengths(host: Host, topk: int) -> None:
+def check_lengths(host: Host, topk: int, extra_topk: int) -> None:
     """Raise for the first length of a list that is out of range."""
-    lengths = host.get("topk_length")
-    if lengths is not None:
-        need = f"a length from 0 to topk = {topk}"
-        wrong = (lengths < 0) | (lengths > topk)
-        refuse_value("topk_length", lengths, wrong, need, "the kernels would clamp it")
+    for name, most in (("topk_length", topk), ("extra_topk_length", extra_topk)):
+        lengths = host.get(name)
+        if lengths is not None:
+            need = f"a length from 0 to {name.removesuffix('_length')} = {most}"
+            wrong = (lengths < 0) | (lengths > most)
+            refuse_value(name, lengths, wrong, need, "the kernels would clamp it")
 
 
 def check_places(host: Host, arguments: Attended) -> None:

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from cumla import reference
 from cumla.core.operation import Operation, Scheduled, parts_on_host
 from cumla.core.paged import Host, Results, Stated
-from cumla.launch.sparse.mla_sparse import attend_launches, lengths_launches
+from cumla.launch.sparse.mla_sparse import Lengths, attend_launches, lengths_launches
 from cumla.launch.sparse.shape import MLASparseKey
 from cumla.mla.attend import sm_count_of
 from cumla.mla.shape import VALUE_DIM
@@ -34,30 +34,35 @@ if TYPE_CHECKING:
 __all__ = ["SparseAttend", "SparseAttention", "SparseSchedule", "key_of", "shape_of"]
 
 
-class SparseSchedule(Operation["ArrayView | None", MLASparseKey]):
+class SparseSchedule(Operation["Lengths", MLASparseKey]):
     """Bounds of the lists, and shares of the work, from lengths, into a plan's buffer.
 
-    Its argument is a view of the lengths, None for full lists; options are the query tokens' axes.
+    Its arguments are views of the lengths, None for full lists; options are the query tokens' axes.
     """
 
-    integers = ("topk_length",)
+    integers = ("topk_length", "extra_topk_length")
 
-    def arguments(self, views: Views, options: Rows) -> ArrayView | None:
+    def arguments(self, views: Views, options: Rows) -> Lengths:
         """Check the lengths."""
-        lengths = views.get("topk_length")
-        return None if lengths is None else spread("topk_length", lengths, options)
+        own, extra = (
+            None
+            if views.get(name) is None
+            else spread(name, cast("ArrayView", views[name]), options)
+            for name in self.integers
+        )
+        return own, extra
 
     def recipe(
         self,
         key: MLASparseKey,
-        arguments: ArrayView | None,
+        arguments: Lengths,
         outs: Sequence[ArrayView],
         buffer: int,
     ) -> Sequence[Launchable]:
         """Describe the launches, or none without query tokens."""
         return lengths_launches(key, buffer, arguments) if key.batch and key.q_len else ()
 
-    def reference(self, host: Host, arguments: ArrayView | None) -> Results:
+    def reference(self, host: Host, arguments: Lengths) -> Results:
         """Do nothing."""
         return ()
 
@@ -76,7 +81,7 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
         super().__init__()
         self._axes = axes
 
-    def arguments(self, views: Views, options: tuple[float, float | None]) -> Attended:
+    def arguments(self, views: Views, options: tuple[float | None, float | None]) -> Attended:
         """Check all but the lengths."""
         return checked_arguments(views, self._axes, *options)
 
@@ -98,7 +103,7 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
 
     def check_values(self, host: Host, arguments: Attended) -> None:
         """Look at lengths, requests and page numbers."""
-        check_lengths(host, arguments.launched.indices.shape[2])
+        check_lengths(host, *shape_of(arguments.launched)[3:5])
         check_places(host, arguments)
 
     def reference(self, host: Host, arguments: Attended) -> Results:
@@ -106,8 +111,8 @@ class SparseAttend(Stated[Attended, MLASparseKey]):
         a, rows = arguments.launched, arguments.rows
         is_batch = len(rows) == 2
         definition = reference.mla_sparse_decode if is_batch else reference.mla_sparse_attention
-        named = ("topk_length", "row_to_request")
-        others = ("block_table", "sinks", "out", "lse")
+        named = ("topk_length", "extra_topk_length", "row_to_request")
+        others = ("block_table", "sinks", "extra_kv_cache", "extra_indices", "out", "lse")
         given: dict[str, Any] = {name: host[name] for name in others if name in host}
         given |= {name: on_rows(host[name], rows) for name in named if name in host}
         factor: Any = a.kv_scale  # a view, if it is an array
@@ -141,13 +146,30 @@ class SparseAttention(Scheduled[Attended, MLASparseKey]):
         return key_of(*shape_of(attended.launched), *modes)
 
 
-def shape_of(arguments: Any) -> tuple[int, int, int, int, str]:
-    """Read off the first fields of a key: batch, q_len, num_heads, topk, dtype."""
-    q = arguments.q
-    return *q.shape[:3], arguments.indices.shape[2], q.dtype
+def shape_of(arguments: Any) -> tuple[int, int, int, int, int, str]:
+    """Read off what a key is made of: batch, q_len, num_heads, topk, extra_topk, dtype."""
+    q, extra = arguments.q, arguments.extra_indices
+    return (
+        *q.shape[:3],
+        arguments.indices.shape[2],
+        0 if extra is None else extra.shape[2],
+        q.dtype,
+    )
 
 
 @lru_cache(maxsize=1024)
-def key_of(*fields: Any) -> MLASparseKey:
+def key_of(
+    batch: int,
+    q_len: int,
+    num_heads: int,
+    topk: int,
+    extra_topk: int,
+    dtype: str,
+    cache: str,
+    device: int | None,
+    sm_count: int,
+    batch_invariant: bool = False,
+) -> MLASparseKey:
     """Make a key, the same object each time: it keeps what follows from it."""
-    return MLASparseKey(*fields)
+    modes = dtype, cache, device, sm_count, batch_invariant, extra_topk
+    return MLASparseKey(batch, q_len, num_heads, topk, *modes)

@@ -22,7 +22,7 @@ from cumla.core.state import AttentionState
 from cumla.launch.merge_states import merge_spec
 from cumla.launch.module import load
 from cumla.launch.sparse.mla_sparse import sparse_specs
-from cumla.launch.sparse.shape import MLASparseKey
+from cumla.launch.sparse.shape import V4, MLASparseKey
 from cumla.mla.arguments import DTYPES, QUERY_AXES, named
 from cumla.mla.attend import SCALE, checked_sm_count, sm_count_of
 from cumla.mla.fp8_caches import FP8
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MLASparsePlan", "mla_sparse_attention", "mla_sparse_decode"]
 
-_SIZES = ("batch", "q_len", "num_heads", "topk", "dtype")
+_SIZES = ("batch", "q_len", "num_heads", "topk", "extra_topk", "dtype")
 _SCHEDULE = SparseSchedule()
 _ATTEND = SparseAttend(None)  # of plans, which take both forms of q
 _ATTEND_ROWS = (SparseAttend(QUERY_AXES), SparseAttend(TOKEN_AXES))
@@ -60,6 +60,9 @@ def mla_sparse_decode(
     topk_length: Any = None,
     block_table: Any = None,
     row_to_request: Any = None,
+    extra_kv_cache: Any = None,
+    extra_indices: Any = None,
+    extra_topk_length: Any = None,
     sinks: Any = None,
     softmax_scale: float | None = None,
     kv_scale: Any = None,
@@ -70,8 +73,8 @@ def mla_sparse_decode(
 ) -> AttentionState:
     """Attend to the rows of a paged cache that lists name: DeepSeek Sparse Attention, decoding.
 
-    Every query token has a list of indices. With ``k`` the 576 and ``v`` the first 512 values of
-    the cached row that an index names, over all indices of the list that name one,
+    Every query token has a list of indices. With ``k`` the 576 or 512 and ``v`` the first 512
+    values of the cached row that an index names, over all indices of the list that name one,
     ``out = softmax(softmax_scale * q @ k.T) @ v``. Arrays on the GPU are computed by CUDA kernels
     (compute capability 9.0), on the caller's stream and without waiting for it; arrays on the CPU
     by :func:`cumla.reference.mla_sparse_decode`.
@@ -80,12 +83,20 @@ def mla_sparse_decode(
     ----------
     q : array or pair of arrays
         ``(batch, q_len, num_heads, 576)`` bfloat16 or float16, or a tuple ``(q_nope, q_pe)``, as in
-        :func:`cumla.mla_decode`. Any number of heads: nothing has to be padded.
+        :func:`cumla.mla_decode`. Any number of heads: nothing has to be padded. One array of 512
+        columns goes with a cache of as many, whose rows are key and value (DeepSeek-V4).
     kv_cache : array, or pair or triple of arrays
         ``(num_pages, page_size, 1, 576)`` or ``(num_pages, page_size, 576)`` in any of the forms of
         :func:`cumla.mla_decode`, FP8 caches included, such as the packed rows of 656 bytes of
         DeepSeek-V3.2; with one kv head. Rows without pages, ``(n, 576)`` and so on, are pages of
         one slot. Rows that no list names may hold anything, NaN included.
+
+        Beside queries of 512 columns the last axis is 512, of q's dtype, or the 584 bytes (uint8 or
+        float8_e4m3fn) of DeepSeek-V4's slots, with bfloat16 queries. A page of those holds
+        ``page_size`` rows of 576 bytes, 448 e4m3 columns and 64 bfloat16 ones, then 8 bytes for
+        each row: the exponents of the scales of 64 columns each, biased by 127, and one that is not
+        read. Pages are contiguous, and begin at multiples of 16 bytes: 576 page_size + 8 page_size
+        bytes are padded if need be.
     indices : array
         ``(batch, q_len, topk)`` int32, the last axis contiguous; topk is any number, 0 included.
         Without block_table an index is a slot of the cache: it names row ``i % page_size`` of page
@@ -103,12 +114,18 @@ def mla_sparse_decode(
     row_to_request : array, optional
         ``(batch,)`` or ``(batch, q_len)`` int32, with block_table only: the request of each query
         token. One outside of the table has an empty list.
+    extra_kv_cache, extra_indices : array, optional
+        A second cache in V4's format, beside a kv_cache in the same, with pages of any size, and
+        ``(batch, q_len, extra_topk)`` int32: slots of it. One softmax goes over both lists.
+    extra_topk_length : array, optional
+        As topk_length, of extra_indices.
     sinks : array, optional
         ``(num_heads,)`` float32, contiguous: a score per head that takes part in the sum of weights
         and has no value. It is not multiplied by softmax_scale, and lse includes it. -inf has no
         effect, and +inf gives 0.
     softmax_scale : float, optional
-        Factor of the scores, as in :func:`cumla.mla_decode`.
+        Factor of the scores, as in :func:`cumla.mla_decode`; 512 ** -0.5 by default with 512
+        columns.
     kv_scale : float or array, optional
         Factor of e4m3 columns without scales of their own, as in :func:`cumla.mla_decode`.
     batch_invariant : bool
@@ -155,7 +172,15 @@ def mla_sparse_decode(
     ((1, 2, 16, 512), (1, 16, 2))
     """
     operation = _DECODE[checked_flag("batch_invariant", batch_invariant)]
-    more = _given(topk_length, block_table, row_to_request, sinks)
+    more = _given(
+        topk_length=topk_length,
+        block_table=block_table,
+        row_to_request=row_to_request,
+        extra_kv_cache=extra_kv_cache,
+        extra_indices=extra_indices,
+        extra_topk_length=extra_topk_length,
+        sinks=sinks,
+    )
     inputs = named(q, kv_cache, kv_scale, **more, indices=indices)
     outputs = {"out": out, "lse": lse}
     return AttentionState(
@@ -171,6 +196,9 @@ def mla_sparse_attention(
     topk_length: Any = None,
     block_table: Any = None,
     row_to_request: Any = None,
+    extra_kv_cache: Any = None,
+    extra_indices: Any = None,
+    extra_topk_length: Any = None,
     sinks: Any = None,
     softmax_scale: float | None = None,
     kv_scale: Any = None,
@@ -187,7 +215,8 @@ def mla_sparse_attention(
     Parameters
     ----------
     q : array or pair of arrays
-        ``(total_tokens, num_heads, 576)``, or a tuple ``(q_nope, q_pe)``.
+        ``(total_tokens, num_heads, 576)``, a tuple ``(q_nope, q_pe)``, or ``(total_tokens,
+        num_heads, 512)`` beside rows of 512 columns.
     kv_cache : array, or pair or triple of arrays
         As in :func:`cumla.mla_sparse_decode`: pages, or rows ``(n, 576)``.
     indices : array
@@ -200,6 +229,8 @@ def mla_sparse_attention(
         then are.
     row_to_request : array, optional
         ``(total_tokens,)`` int32, with block_table and only then: the request of each query token.
+    extra_kv_cache, extra_indices, extra_topk_length : array, optional
+        As in :func:`cumla.mla_sparse_decode`: lists ``(total_tokens, extra_topk)``.
     sinks, softmax_scale, kv_scale, batch_invariant, stream
         As in :func:`cumla.mla_sparse_decode`.
     out, lse : array, optional
@@ -228,7 +259,15 @@ def mla_sparse_attention(
     ((3, 16, 512), (3, 16))
     """
     operation = _ATTENTION[checked_flag("batch_invariant", batch_invariant)]
-    more = _given(topk_length, block_table, row_to_request, sinks)
+    more = _given(
+        topk_length=topk_length,
+        block_table=block_table,
+        row_to_request=row_to_request,
+        extra_kv_cache=extra_kv_cache,
+        extra_indices=extra_indices,
+        extra_topk_length=extra_topk_length,
+        sinks=sinks,
+    )
     inputs = named(q, kv_cache, kv_scale, **more, indices=indices)
     outputs = {"out": out, "lse": lse}
     return AttentionState(
@@ -236,21 +275,15 @@ def mla_sparse_attention(
     )
 
 
-def _given(topk_length: Any, block_table: Any, row_to_request: Any, sinks: Any) -> dict[str, Any]:
-    """Name the optional arrays that are given."""
-    arrays = {
-        "topk_length": topk_length,
-        "block_table": block_table,
-        "row_to_request": row_to_request,
-        "sinks": sinks,
-    }
+def _given(**arrays: Any) -> dict[str, Any]:
+    """Leave out the arrays that are not given."""
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _options(softmax_scale: Any, kv_scale: Any) -> tuple[float, float | None]:
-    """Check the numbers: of kv_scale None, if that is an array."""
-    factor = None if kv_scale is None else number_of("kv_scale", kv_scale)
-    return checked_scale(softmax_scale, SCALE), factor
+def _options(softmax_scale: Any, kv_scale: Any) -> tuple[float | None, float | None]:
+    """Check the numbers: None is the default scale and, of kv_scale, one that is an array."""
+    scale = None if softmax_scale is None else checked_scale(softmax_scale, SCALE)
+    return scale, None if kv_scale is None else number_of("kv_scale", kv_scale)
 
 
 class MLASparsePlan(Plan[MLASparseKey]):
@@ -272,8 +305,10 @@ class MLASparsePlan(Plan[MLASparseKey]):
         ``"bfloat16"`` or ``"float16"``, or any framework's dtype of that name: of q, and of
         kv_cache unless `cache_dtype` says otherwise.
     cache_dtype : str or dtype, optional
-        ``"packed"`` for rows of 656 bytes, ``"float8_e4m3fn"`` for FP8 caches in any other form,
-        both with dtype bfloat16; dtype by default.
+        ``"packed"`` for rows of 656 bytes, ``"v4"`` for slots of 584, ``"float8_e4m3fn"`` for FP8
+        caches in any other form, all with dtype bfloat16; dtype by default.
+    extra_topk : int
+        As in ``extra_indices`` ``(batch, q_len, extra_topk)``, with cache_dtype ``"v4"``.
     batch_invariant : bool
         As in :func:`mla_sparse_decode`.
     device, workspace, like, stream : optional
@@ -305,6 +340,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
         num_heads: int,
         topk: int,
         *,
+        extra_topk: int = 0,
         dtype: Any = "bfloat16",
         cache_dtype: Any = None,
         batch_invariant: bool = False,
@@ -313,10 +349,10 @@ class MLASparsePlan(Plan[MLASparseKey]):
         like: Any = None,
         stream: Any = None,
     ) -> None:
-        sizes = _checked_sizes(batch, q_len, num_heads, topk)
         dtype = dtype_name(dtype)
         check_dtype("dtype", dtype, DTYPES)
         cache = checked_cache(cache_dtype, dtype)
+        sizes = _checked_sizes(batch, q_len, num_heads, topk, extra_topk, cache)
         invariant = checked_flag("batch_invariant", batch_invariant)
         check_device_number(device)
         place = (device, workspace, like, stream)
@@ -329,6 +365,8 @@ class MLASparsePlan(Plan[MLASparseKey]):
         kv_cache: Any,
         indices: Any,
         *,
+        extra_kv_cache: Any = None,
+        extra_indices: Any = None,
         batch_invariant: bool = False,
         workspace: Any = None,
         stream: Any = None,
@@ -338,14 +376,16 @@ class MLASparsePlan(Plan[MLASparseKey]):
         Of the arrays, which are as in :func:`mla_sparse_decode` or :func:`mla_sparse_attention`,
         only shapes, dtypes and device are looked at; the rest is as for the class.
         """
-        arrays = named(q, kv_cache, None, indices=indices)
+        extra = _given(extra_kv_cache=extra_kv_cache, extra_indices=extra_indices)
+        arrays = named(q, kv_cache, None, indices=indices, **extra)
         call = open_call(tuple(arrays.items()), stream=stream)
         views = dict(zip(arrays, call.views, strict=True))
-        attended = _ATTEND.arguments(views, (SCALE, None))
-        *sizes, dtype = shape_of(attended.launched)
+        attended = _ATTEND.arguments(views, (None, None))
+        *sizes, extra_topk, dtype = shape_of(attended.launched)
         with call:
             return cls(
                 *sizes,
+                extra_topk=extra_topk,
                 dtype=dtype,
                 cache_dtype={"same": None, "e4m3": FP8}.get(attended.cache, attended.cache),
                 batch_invariant=batch_invariant,
@@ -361,6 +401,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
         num_heads: int,
         topk: int,
         *,
+        extra_topk: int = 0,
         cache_dtype: Any = None,
         batch_invariant: bool = False,
         sm_count: int | None = None,
@@ -369,13 +410,15 @@ class MLASparsePlan(Plan[MLASparseKey]):
 
         `sm_count` and errors are as in :meth:`cumla.MLADecodePlan.workspace_bytes`.
         """
-        sizes = _checked_sizes(batch, q_len, num_heads, topk)
         cache = checked_cache(cache_dtype)
+        sizes = _checked_sizes(batch, q_len, num_heads, topk, extra_topk, cache)
         invariant = checked_flag("batch_invariant", batch_invariant)
         key = key_of(*sizes, DTYPES[0], cache, 0, checked_sm_count(sm_count), invariant)
         return _ATTEND.workspace_bytes(key)
 
-    def update(self, topk_length: Any = None, *, stream: Any = None) -> None:
+    def update(
+        self, topk_length: Any = None, *, extra_topk_length: Any = None, stream: Any = None
+    ) -> None:
         """Compute the schedule for these lengths of the lists, on the device.
 
         Parameters
@@ -384,6 +427,8 @@ class MLASparsePlan(Plan[MLASparseKey]):
             ``(batch,)`` or ``(batch, q_len)`` int32, or ``(q_len,)`` where batch is 1, as in
             :func:`mla_sparse_decode`; None for lists that are full. The runs that follow look at no
             entry beyond.
+        extra_topk_length : array, optional
+            The same of the lists of a second cache.
         stream : optional
             As in :meth:`cumla.MLADecodePlan.update`; without lengths the current stream of the
             framework that the plan's buffer is of.
@@ -393,7 +438,12 @@ class MLASparsePlan(Plan[MLASparseKey]):
         TypeError, ValueError, CumlaError
             As :meth:`cumla.MLADecodePlan.update`.
         """
-        lengths = {} if topk_length is None else {"topk_length": topk_length}
+        if extra_topk_length is not None and not self.key.extra_topk:
+            raise ValueError(
+                "extra_topk_length: needs a plan with extra_topk, got one of a single cache; leave "
+                "it out, or make a plan with extra_topk"
+            )
+        lengths = _given(topk_length=topk_length, extra_topk_length=extra_topk_length)
         self._update(lengths, (self.key.batch, self.key.q_len), stream)
 
     def run(
@@ -404,6 +454,8 @@ class MLASparsePlan(Plan[MLASparseKey]):
         *,
         block_table: Any = None,
         row_to_request: Any = None,
+        extra_kv_cache: Any = None,
+        extra_indices: Any = None,
         sinks: Any = None,
         softmax_scale: float | None = None,
         kv_scale: Any = None,
@@ -415,8 +467,8 @@ class MLASparsePlan(Plan[MLASparseKey]):
 
         Parameters
         ----------
-        q, kv_cache, indices, block_table, row_to_request, sinks, softmax_scale, kv_scale, out, \
-lse, stream
+        q, kv_cache, indices, block_table, row_to_request, extra_kv_cache, extra_indices, sinks, \
+softmax_scale, kv_scale, out, lse, stream
             As in :func:`mla_sparse_decode`; for a plan of one request also as in
             :func:`mla_sparse_attention`. Indices may differ from run to run.
 
@@ -426,7 +478,14 @@ lse, stream
             As :meth:`cumla.MLADecodePlan.run`.
         """
         options = _options(softmax_scale, kv_scale)
-        inputs = {**_given(None, block_table, row_to_request, sinks), "indices": indices}
+        more = _given(
+            block_table=block_table,
+            row_to_request=row_to_request,
+            extra_kv_cache=extra_kv_cache,
+            extra_indices=extra_indices,
+            sinks=sinks,
+        )
+        inputs = {**more, "indices": indices}
         factors = () if kv_scale is None or options[1] is not None else (kv_scale,)
         outputs = {"out": out, "lse": lse}
         given = tuple([array for array in (out, lse) if array is not None])
@@ -444,7 +503,7 @@ lse, stream
             load(spec, device, capturing=capturing)
 
     def _check_lengths(self, host: Host) -> None:
-        check_lengths(host, self.key.topk)
+        check_lengths(host, *self.key.topks)
 
     def _check_shape(self, arguments: Attended) -> None:
         made = tuple([getattr(self.key, name) for name in _SIZES])
@@ -452,9 +511,17 @@ lse, stream
         check_cache(arguments, self.key.cache)
 
 
-def _checked_sizes(batch: Any, q_len: Any, num_heads: Any, topk: Any) -> tuple[int, int, int, int]:
+def _checked_sizes(
+    batch: Any, q_len: Any, num_heads: Any, topk: Any, extra_topk: Any, cache: str
+) -> tuple[int, int, int, int, int]:
     """Check the numbers of a plan."""
-    for name, value in {"batch": batch, "q_len": q_len, "topk": topk}.items():
+    counts = {"batch": batch, "q_len": q_len, "topk": topk, "extra_topk": extra_topk}
+    for name, value in counts.items():
         checked_int(name, value, "nothing to plan for", least=0)
     checked_int("num_heads", num_heads, "nothing to plan for")
-    return batch, q_len, num_heads, topk
+    if extra_topk and cache != V4:
+        raise ValueError(
+            f"extra_topk: needs cache_dtype {V4!r}, the format that may have a second cache, got "
+            f"another; leave it out"
+        )
+    return batch, q_len, num_heads, topk, extra_topk

@@ -230,9 +230,9 @@ def test_arrays_of_another_shape() -> None:
     two = STEP_2.arguments()
     with refused(ValueError, "plan: made for (batch, next_n, num_heads, head_dim, page_size"):
         select(plan, two)
-    with refused(ValueError, "plan: made for (batch, q_len, num_heads, topk, dtype)"):
+    with refused(ValueError, "plan: made for (batch, q_len, num_heads, topk, extra_topk, dtype)"):
         run(plan, two, indices=np.zeros((3, 2, TOPK), np.int32))
-    with refused(ValueError, "plan: made for (batch, q_len, num_heads, topk, dtype)"):
+    with refused(ValueError, "plan: made for (batch, q_len, num_heads, topk, extra_topk, dtype)"):
         run(plan, given, indices=plan.indices[..., :7])
     with refused(ValueError, "plan: made for a cache of bfloat16, got one of packed rows"):
         run(plan, given | {"kv_cache": np.zeros((13, 16, 656), np.uint8)})

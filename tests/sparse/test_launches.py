@@ -28,9 +28,9 @@ class Handed:
         self.lse: Any = None
         lengths_launches, attend_launches = attend.lengths_launches, attend.attend_launches
 
-        def lengths(key: Any, buffer: int, topk_length: Any) -> Any:
-            self.key, self.lengths = key, topk_length
-            return lengths_launches(key, buffer, topk_length)
+        def lengths(key: Any, buffer: int, lengths: tuple[Any, Any]) -> Any:
+            self.key, (self.lengths, _) = key, lengths
+            return lengths_launches(key, buffer, lengths)
 
         def attention(key: Any, buffer: int, arguments: Any, out: Any, lse: Any) -> Any:
             self.key, self.arguments, self.out, self.lse = key, arguments, out, lse

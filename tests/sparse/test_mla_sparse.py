@@ -412,14 +412,14 @@ def test_a_plan_of_one_request_takes_both_forms() -> None:
     with refused(ValueError, "topk_length: needs shape (batch,) or (batch, q_len) ... got (3,)"):
         plan.update(int32(1, 2, 3))
     wide = plan_of(decode())
-    with refused(ValueError, "plan: made for ( ... got (1, 4, 16, 5, 'bfloat16'); make a plan"):
+    with refused(ValueError, "plan: made for ( ... got (1, 4, 16, 5, 0, 'bfloat16'); make a plan"):
         wide.run(**given)
 
 
 @pytest.mark.parametrize("changed", ["q_len", "heads", "topk", "dtype", "cache"])
 def test_a_plan_of_another_shape(changed: str) -> None:
     plan, given = plan_of(decode()), inputs(decode())
-    message = "plan: made for (batch, q_len, num_heads, topk, dtype) (2, 2, 16, 5, 'bfloat16'), got"
+    message = "plan: made for ( ... extra_topk, dtype) (2, 2, 16, 5, 0, 'bfloat16'), got"
     if changed == "q_len":
         given |= {"q": given["q"][:, :1], "indices": given["indices"][:, :1]}
     elif changed == "heads":

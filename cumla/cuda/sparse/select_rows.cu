@@ -23,6 +23,8 @@ struct BoundRowsParams {
   const int* lengths;  // null: all lists are full
   i64 lengths_stride_batch, lengths_stride_token;  // elements
   int* bounds;         // [rows]
+  const int* others;   // [rows], or null: bounds of other lists, after which these go on
+  int* sums;           // [rows], with these: of both
   float4* zeros;       // [num_zeros], to become zeros
   int rows, entries, num_zeros;
   int q_len;
@@ -34,11 +36,14 @@ struct BoundRowsParams {
 struct SelectRowsParams {
   Lists lists;
   const int* bounds;  // [rows]: entries after that many are not looked at
-  int* selected;      // [rows][entries]
+  int* selected;      // [rows][places]
   int* counts;        // [rows]
-  int entries;
+  int entries, places;
   int q_len;
   Divisor by_q_len;
+  int first_row;  // added to the numbers of rows
+  int appends;    // to what there is of a list
+  int unused;
 };
 
 __device__ __forceinline__ void bound_rows(const BoundRowsParams& p) {
@@ -54,7 +59,9 @@ __device__ __forceinline__ void bound_rows(const BoundRowsParams& p) {
     length = max(p.lengths[batch * p.lengths_stride_batch + token * p.lengths_stride_token], 0);
     if (p.causal) length -= p.q_len - 1 - token;
   }
-  p.bounds[row] = min(max(length, 0), p.entries);
+  const int bound = min(max(length, 0), p.entries);
+  p.bounds[row] = bound;
+  if (p.others != nullptr) p.sums[row] = bound + p.others[row];
 }
 
 __device__ __forceinline__ void select_rows(const SelectRowsParams& p) {
@@ -64,9 +71,9 @@ __device__ __forceinline__ void select_rows(const SelectRowsParams& p) {
   const int row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int batch = quotient(row, p.by_q_len), token = row - batch * p.q_len;
   const List list(p.lists, batch, token);
-  int* const selected = p.selected + static_cast<i64>(row) * p.entries;
+  int* const selected = p.selected + static_cast<i64>(row) * p.places;
   int length = p.entries;  // until it has come, beside the first entries
-  int begin = 0;
+  int begin = p.appends ? p.counts[row] : 0;
 #pragma unroll 1
   for (int first = 0, turn = 0; first < length; first += kListEntries, turn ^= 1) {
     int rows[kLaneEntries];
@@ -91,7 +98,7 @@ __device__ __forceinline__ void select_rows(const SelectRowsParams& p) {
 #pragma unroll
     for (int k = 0; k < kLaneEntries; ++k) {
       const u32 exist = __ballot_sync(0xffffffffu, rows[k] >= 0);
-      if (rows[k] >= 0) selected[place + __popc(exist & ((1u << lane) - 1))] = rows[k];
+      if (rows[k] >= 0) selected[place + __popc(exist & ((1u << lane) - 1))] = p.first_row + rows[k];
       place += __popc(exist);
     }
   }

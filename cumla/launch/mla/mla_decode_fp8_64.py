@@ -40,8 +40,6 @@ _SPECS = {
 SPECS = tuple(_SPECS.values())
 
 
-def fp8_64_spec(
-    key: MLADecodeKey | MLAAttentionKey, grouped: bool, fp8_rope: bool
-) -> KernelSpec:
+def fp8_64_spec(key: MLADecodeKey | MLAAttentionKey, grouped: bool, fp8_rope: bool) -> KernelSpec:
     """Look up the kernel for a cache with scales of each token, or with RoPE columns in e4m3."""
     return _SPECS[not isinstance(key, MLADecodeKey), grouped, fp8_rope]

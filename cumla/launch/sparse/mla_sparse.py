@@ -17,15 +17,18 @@ from cumla.launch.sparse.mla_sparse_fp8 import (
 )
 from cumla.launch.sparse.mla_sparse_packed import SPECS as PACKED_SPECS
 from cumla.launch.sparse.mla_sparse_packed import sparse_packed_launch
+from cumla.launch.sparse.mla_sparse_v4 import SPECS as V4_SPECS
+from cumla.launch.sparse.mla_sparse_v4 import sparse_v4_launch
 from cumla.launch.sparse.select_rows import SPECS as SELECT_SPECS
 from cumla.launch.sparse.select_rows import (
+    RowSteps,
     bound_rows_launch,
     lists_values,
     row_steps,
     select_rows_launch,
 )
-from cumla.launch.sparse.shape import PACKED
-from cumla.launch.split.plan import ROW_TILE
+from cumla.launch.sparse.shape import PACKED, V4
+from cumla.launch.split.plan import MOST_TOKENS, ROW_TILE
 from cumla.launch.split.schedule import schedule_launch, schedule_spec
 
 if TYPE_CHECKING:
@@ -34,14 +37,18 @@ if TYPE_CHECKING:
 
 __all__ = ["SPECS", "SparseArguments", "attend_launches", "lengths_launches", "sparse_specs"]
 
+Lengths = tuple["ArrayView | None", "ArrayView | None"]
+"""Of the lists that name rows of a cache, and of a second one; None for full lists."""
+
 
 class SparseArguments(NamedTuple):
     """Checked views of one call; ragged queries have one batch."""
 
     q: ArrayView  # (batch, q_len, num_heads, 512)
-    q_rope: ArrayView  # (batch, q_len, num_heads, 64)
-    kv_cache: ArrayView  # (num_pages, page_size, 1, 512), of q's dtype or of float8_e4m3fn
-    kv_rope: ArrayView  # the same with 64 columns
+    q_rope: ArrayView | None  # (batch, q_len, num_heads, 64); None of rows of 512 columns
+    # (num_pages, page_size, 1, 512), of q's dtype or of float8_e4m3fn, or 584 bytes of V4
+    kv_cache: ArrayView
+    kv_rope: ArrayView | None  # the same with 64 columns
     kv_scales: ArrayView | None  # the same with 4 float32
     kv_scale: ArrayView | float  # factor of all other e4m3 columns
     indices: ArrayView  # (batch, q_len, topk) int32
@@ -49,6 +56,8 @@ class SparseArguments(NamedTuple):
     row_to_request: ArrayView | None  # (batch, q_len) int32
     sinks: ArrayView | None  # (num_heads,) float32
     softmax_scale: float  # factor of the scores
+    extra_kv_cache: ArrayView | None = None  # as kv_cache, V4
+    extra_indices: ArrayView | None = None  # (batch, q_len, extra_topk) int32
 
 
 _MOST_SINK = 3e38  # a higher one is infinite: no value has weight beside it
@@ -78,6 +87,8 @@ def sparse_specs(key: MLASparseKey) -> tuple[KernelSpec, ...]:
 def _attend_specs(key: MLASparseKey) -> tuple[KernelSpec, ...]:
     if key.cache == "same":
         return (_spec(key),)
+    if key.cache == V4:
+        return V4_SPECS
     if key.cache == PACKED and key.row_tile == ROW_TILE:
         return PACKED_SPECS
     return sparse_fp8_specs(key)
@@ -89,13 +100,13 @@ def _spec(key: MLASparseKey) -> KernelSpec:
     return _SPECS[key.dtype, key.row_tiles > 1 or many]
 
 
-def lengths_launches(
-    key: MLASparseKey, buffer: int, topk_length: ArrayView | None
-) -> tuple[Launch, ...]:
-    """Describe how to schedule lists of these lengths, ``(batch, q_len)``; None for full ones."""
+def lengths_launches(key: MLASparseKey, buffer: int, lengths: Lengths) -> tuple[Launch, ...]:
+    """Describe how to schedule lists of these lengths, ``(batch, q_len)``."""
     places = key.num_places
     bounds = ArrayView(buffer + key.bounds, (places,), (4,), "int32", key.device)
-    return bound_rows_launch(key, buffer, topk_length), schedule_launch(key, buffer, bounds)
+    caches = 2 if key.extra_topk else 1
+    bound = [bound_rows_launch(key, buffer, lengths[i], i) for i in range(caches)]
+    return *bound, schedule_launch(key, buffer, bounds)
 
 
 def attend_launches(
@@ -107,40 +118,91 @@ def attend_launches(
     num_heads, 512)`` and `lse` ``(batch, num_heads, q_len)``.
     """
     a = arguments
-    parts = tuple(part for part in (a.kv_cache, a.kv_rope, a.kv_scales) if part is not None)
-    steps = row_steps(parts)
-    num_pages, page_size = a.kv_cache.shape[:2]
-    num_pages, page_size = a.kv_cache.shape[:2]
-    lists = lists_values(a.indices, (num_pages, page_size), steps, a.block_table, a.row_to_request)
-    rows = [_as_rows(part, steps.total, n) for part, n in zip(parts, steps.strides, strict=True)]
-    latent, rope, *scales = rows
-    selected = ArrayView(
-        buffer + key.selected, (key.num_places, key.topk), (key.topk * 4, 4), "int32", key.device
+    attends = _v4_launches if key.cache == V4 else _row_launches
+    launches = attends(key, buffer, a, out, lse)
+    return (
+        launches if a.sinks is None else (*launches, _sinks_launch(key, buffer, a.sinks, out, lse))
     )
-    decode = DecodeArguments(
+
+
+def _row_launches(
+    key: MLASparseKey, buffer: int, a: SparseArguments, out: ArrayView, lse: ArrayView
+) -> tuple[Launch, ...]:
+    """Describe both for rows of 576 columns, or of 512 in 16 bits."""
+    given = tuple(part for part in (a.kv_cache, a.kv_rope, a.kv_scales) if part is not None)
+    steps = row_steps(given)
+    pages = a.kv_cache.shape[0], a.kv_cache.shape[1]
+    lists = lists_values(a.indices, pages, steps, a.block_table, a.row_to_request)
+    latent, *others = (
+        _as_rows(part, steps.total, n) for part, n in zip(given, steps.strides, strict=True)
+    )
+    rope = _zeros(key, buffer, latent.shape) if a.kv_rope is None else others[0]
+    scales = others[1] if a.kv_scales is not None else None
+    decode = _decode_arguments(key, buffer, a, latent, rope)._replace(kv_scales=scales)
+    if key.cache == PACKED:
+        of_key = sparse_packed_launch if key.row_tile == ROW_TILE else sparse_fp8_packed_launch
+        return (of_key(key, buffer, decode, lists, out, lse),)
+    if key.cache == "same":
+        attend = decode_launch(_spec(key), key, buffer, decode, out, lse)
+    else:
+        attend = sparse_fp8_launch(key, buffer, decode, out, lse)
+    return select_rows_launch(key, buffer, lists), attend
+
+
+def _v4_launches(
+    key: MLASparseKey, buffer: int, a: SparseArguments, out: ArrayView, lse: ArrayView
+) -> tuple[Launch, ...]:
+    """Describe both for rows of V4, which the lists number as slots of one or two caches."""
+    caches = [(a.kv_cache, a.indices, a.block_table, a.row_to_request)]
+    if key.extra_topk and a.extra_kv_cache is not None and a.extra_indices is not None:
+        caches.append((a.extra_kv_cache, a.extra_indices, None, None))
+    launches: list[Launch] = []
+    slots = 0
+    for cache, indices, table, requests in caches:
+        num_pages, page_size = cache.shape[:2]
+        count = num_pages * page_size
+        if slots + count > MOST_TOKENS:
+            raise ValueError(
+                f"kv_cache: needs slots that 32 bits can number, got {slots + count}; pass the "
+                f"pages that are in use"
+            )
+        steps = RowSteps(page_size, 1, count, ())
+        lists = lists_values(indices, (num_pages, page_size), steps, table, requests)
+        launches.append(select_rows_launch(key, buffer, lists, slots if launches else None))
+        slots += count
+    nothing = _zeros(key, buffer, (slots, 1, 1))
+    decode = _decode_arguments(key, buffer, a, nothing, nothing)
+    views = tuple([cache for cache, *_ in caches])
+    return *launches, sparse_v4_launch(key, buffer, decode, views, out, lse)
+
+
+def _decode_arguments(
+    key: MLASparseKey, buffer: int, a: SparseArguments, latent: ArrayView, rope: ArrayView
+) -> DecodeArguments:
+    """See lists as the block tables of requests, whose pages are single rows of a cache."""
+    selected = ArrayView(
+        buffer + key.selected,
+        (key.num_places, key.entries),
+        (key.entries * 4, 4),
+        "int32",
+        key.device,
+    )
+    return DecodeArguments(
         a.q,
-        a.q_rope,
+        _zeros(key, buffer, a.q.shape) if a.q_rope is None else a.q_rope,
         latent,
         rope,
         selected,
-        scales[0] if scales else None,
+        None,
         a.kv_scale,
         a.softmax_scale,
         causal=False,
     )
-    launches: tuple[Launch, ...]
-    if key.cache == PACKED:
-        of_key = sparse_packed_launch if key.row_tile == ROW_TILE else sparse_fp8_packed_launch
-        launches = (of_key(key, buffer, decode, lists, out, lse),)
-    else:
-        if key.cache == "same":
-            attend = decode_launch(_spec(key), key, buffer, decode, out, lse)
-        else:
-            attend = sparse_fp8_launch(key, buffer, decode, out, lse)
-        launches = select_rows_launch(key, buffer, lists), attend
-    return (
-        launches if a.sinks is None else (*launches, _sinks_launch(key, buffer, a.sinks, out, lse))
-    )
+
+
+def _zeros(key: MLASparseKey, buffer: int, shape: tuple[int, ...]) -> ArrayView:
+    """View the plan's row of zeros in the place of RoPE columns that there are not."""
+    return ArrayView(buffer + key.zeros, (*shape[:3], 64), (0, 0, 0, 2), key.dtype, key.device)
 
 
 def _as_rows(part: ArrayView, count: int, step: int) -> ArrayView:

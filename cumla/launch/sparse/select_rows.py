@@ -46,10 +46,10 @@ _BOUND, _SELECT = SPECS = (
     _spec("select_rows", "SelectRowsParams"),
 )
 
-_BOUND_PARAMS = struct.Struct("<QqqQQ4i2I2i")
+_BOUND_PARAMS = struct.Struct("<QqqQQQQ4i2I2i")
 LISTS_FORMAT = "QqqQqQqq6i2I"
 """The struct Lists of cuda/sparse/lists.cuh."""
-_SELECT_PARAMS = struct.Struct(f"<{LISTS_FORMAT}QQQ2i2I")
+_SELECT_PARAMS = struct.Struct(f"<{LISTS_FORMAT}QQQ3i2I3i")
 _MOST_ROWS = (1 << 31) - 1
 
 
@@ -98,17 +98,23 @@ def row_steps(parts: tuple[ArrayView, ...]) -> RowSteps:
     return RowSteps(*found, count, tuple(strides))
 
 
-def bound_rows_launch(key: MLASparseKey, buffer: int, lengths: ArrayView | None) -> Launch:
+def bound_rows_launch(
+    key: MLASparseKey, buffer: int, lengths: ArrayView | None, which: int = 0
+) -> Launch:
     """Describe how to write the lengths of all lists, and zeros, into a plan's buffer.
 
-    `lengths` is ``(batch, q_len)`` int32; None for full lists.
+    `lengths` is ``(batch, q_len)`` int32; None for full lists. `which` is 1 for the lists of a
+    second cache, after those of the first; then the sums are written as well.
     """
+    bounds = buffer + key.list_bounds[which]
+    sums = (buffer + key.list_bounds[0], buffer + key.bounds) if which else (0, 0)
     values = (
         *((0, 0, 0) if lengths is None else (lengths.ptr, *_elements(lengths))),
-        buffer + key.bounds,
+        bounds,
+        *sums,
         buffer + key.zeros,
         key.num_places,
-        key.topk,
+        key.topks[which],
         VALUE_DIM // 4,
         key.q_len,
         *divisor_of(key.q_len),
@@ -127,7 +133,7 @@ def visible_tokens_launch(kv_lens: ArrayView, out: ArrayView, most: int) -> Laun
     batch, q_len = out.shape
     rows = batch * q_len
     lengths = kv_lens.ptr, kv_lens.strides[0] // 4, 0
-    values = (*lengths, out.ptr, 0, rows, most, 0, q_len, *divisor_of(q_len), True, 0)
+    values = (*lengths, out.ptr, 0, 0, 0, rows, most, 0, q_len, *divisor_of(q_len), True, 0)
     return Launch(_BOUND, (-(-rows // _THREADS), 1, 1), _BOUND_PARAMS, values)
 
 
@@ -166,19 +172,27 @@ def lists_values(
     )
 
 
-def select_rows_launch(key: MLASparseKey, buffer: int, lists: tuple[int, ...]) -> Launch:
+def select_rows_launch(
+    key: MLASparseKey, buffer: int, lists: tuple[int, ...], first_row: int | None = None
+) -> Launch:
     """Describe how to write what lists name, as numbers of rows, into a plan's buffer.
 
-    `lists` are the fields of LISTS_FORMAT.
+    `lists` are the fields of LISTS_FORMAT. With `first_row` they are those of a second cache, whose
+    rows are numbered from there on and come after those of the first.
     """
+    which = int(first_row is not None)
     values = (
         *lists,
-        buffer + key.bounds,
+        buffer + key.list_bounds[which],
         buffer + key.selected,
         buffer + key.counts,
-        key.topk,
+        key.topks[which],
+        key.entries,
         key.q_len,
         *divisor_of(key.q_len),
+        first_row or 0,
+        which,
+        0,
     )
     return Launch(_SELECT, (key.num_places, 1, 1), _SELECT_PARAMS, values)
 

@@ -17,10 +17,12 @@ from cumla.launch.split.plan import (
     piece_blocks,
 )
 
-__all__ = ["PACKED", "MLASparseKey"]
+__all__ = ["PACKED", "V4", "MLASparseKey"]
 
 PACKED = "packed"
 """A cache of rows of 656 bytes: e4m3 latent columns, four scales, bfloat16 RoPE columns."""
+V4 = "v4"
+"""A cache in DeepSeek-V4's format: rows of 512 columns in 576 bytes, and 8 bytes of scales."""
 _ALIGNMENT = 256
 
 
@@ -37,10 +39,11 @@ class MLASparseKey(LatentKey):
     num_heads: int
     topk: int  # entries of a list
     dtype: str  # "bfloat16" or "float16"
-    cache: str  # one of CACHES of cumla.launch.mla.shape, or PACKED
+    cache: str  # one of CACHES of cumla.launch.mla.shape, PACKED or V4
     device: int | None  # CUDA ordinal; None for arrays on the CPU, which need no plan
     sm_count: int  # multiprocessors of that device, 0 for the CPU
     batch_invariant: bool = False
+    extra_topk: int = 0  # entries of a list that name rows of a second cache
 
     num_kv_heads = 1
     page_size = 1  # what a list names is one row
@@ -50,7 +53,7 @@ class MLASparseKey(LatentKey):
     def row_tile(self) -> int:
         """Heads of one thread block: fewer where it computes from e4m3 numbers."""
         narrow, wide = NARROW_ROWS
-        if self.cache == "same" or (self.cache == PACKED and self.num_heads > narrow):
+        if self.cache in ("same", V4) or (self.cache == PACKED and self.num_heads > narrow):
             return ROW_TILE
         return narrow if self.num_heads <= narrow else wide
 
@@ -80,9 +83,19 @@ class MLASparseKey(LatentKey):
         return self.batch * self.q_len
 
     @property
+    def topks(self) -> tuple[int, int]:
+        """Entries of a list, by the cache whose rows they name."""
+        return self.topk, self.extra_topk
+
+    @property
+    def entries(self) -> int:
+        """Entries of a list."""
+        return self.topk + self.extra_topk
+
+    @property
     def max_blocks(self) -> int:  # type: ignore[override]
         """Most blocks of 64 entries of a list."""
-        return -(-self.topk // BLOCK_TOKENS)
+        return -(-self.entries // BLOCK_TOKENS)
 
     @cached_property
     def parts(self) -> int:
@@ -107,7 +120,7 @@ class MLASparseKey(LatentKey):
     @property
     def counts(self) -> int:
         """Where in the buffer it lies how many rows each list has."""
-        entries = 0 if self.cache == PACKED else self.num_places * self.topk
+        entries = 0 if self.cache == PACKED else self.num_places * self.entries
         return self.selected + entries * 4
 
     @cached_property
@@ -115,10 +128,17 @@ class MLASparseKey(LatentKey):
         """Where in the buffer it lies how long each list may be."""
         return _aligned(self.counts + self.num_places * 4)
 
+    @property
+    def list_bounds(self) -> tuple[int, ...]:
+        """The same, by the cache whose rows a list names; the schedule is made for the sums."""
+        if not self.extra_topk:
+            return (self.bounds,)
+        return tuple(self.bounds + i * self.num_places * 4 for i in (1, 2))
+
     @cached_property
     def zeros(self) -> int:
         """Where in the buffer a row of zeros lies, the value of a sink."""
-        return _aligned(self.bounds + self.num_places * 4)
+        return _aligned(self.list_bounds[-1] + self.num_places * 4)
 
     @cached_property
     def layout(self) -> PlanLayout:

@@ -5,14 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from cumla.core.state import AttentionState
-from cumla.mla.shape import HEAD_DIM, VALUE_DIM
+from cumla.mla.shape import VALUE_DIM
 from cumla.reference.mla.decode import Cache
-from cumla.reference.rows import Array
+from cumla.reference.rows import E4M3, Array
+from cumla.sparse.shape import (
+    V4_BYTES,
+    V4_FP8_DIM,
+    V4_ROW_BYTES,
+    V4_SCALED_COLUMNS,
+    V4_SCALES,
+)
 
 
 def mla_sparse_decode(
@@ -23,6 +31,9 @@ def mla_sparse_decode(
     topk_length: Array | None = None,
     block_table: Array | None = None,
     row_to_request: Array | None = None,
+    extra_kv_cache: Array | None = None,
+    extra_indices: Array | None = None,
+    extra_topk_length: Array | None = None,
     sinks: Array | None = None,
     softmax_scale: float | None = None,
     kv_scale: Array | float | None = None,
@@ -37,14 +48,17 @@ def mla_sparse_decode(
 
     Parameters
     ----------
-    q : ndarray or pair of ndarray, shape (batch, q_len, num_heads, 576)
+    q : ndarray or pair of ndarray, shape (batch, q_len, num_heads, 576) or (..., 512)
         Absorbed queries.
     indices : ndarray of int32, shape (batch, q_len, topk)
         The list of each query token.
-    topk_length, row_to_request : ndarray of int32, shape (batch,) or (batch, q_len), optional
-        As in :func:`mla_sparse_attention`, of each request or of each query token. By default
-        request b of the table is that of ``q[b]``.
-    kv_cache, block_table, sinks, softmax_scale, kv_scale, batch_invariant, accumulate
+    extra_indices : ndarray of int32, shape (batch, q_len, extra_topk), optional
+        As in :func:`mla_sparse_attention`.
+    topk_length, row_to_request, extra_topk_length : ndarray of int32, optional
+        As in :func:`mla_sparse_attention`, of each request or of each query token: ``(batch,)`` or
+        ``(batch, q_len)``. By default request b of the table is that of ``q[b]``.
+    kv_cache, block_table, extra_kv_cache, sinks, softmax_scale, kv_scale, batch_invariant, \
+accumulate
         As in :func:`mla_sparse_attention`.
     out, lse : ndarray, optional
         Where to write the results: ``(batch, q_len, num_heads, 512)`` in q's dtype or float32, and
@@ -82,6 +96,11 @@ def mla_sparse_decode(
             row_to_request=None
             if row_to_request is None
             else _of_request(row_to_request, b, q_len),
+            extra_kv_cache=extra_kv_cache,
+            extra_indices=None if extra_indices is None else extra_indices[b],
+            extra_topk_length=None
+            if extra_topk_length is None
+            else _of_request(extra_topk_length, b, q_len),
             sinks=sinks,
             softmax_scale=softmax_scale,
             kv_scale=kv_scale,
@@ -100,6 +119,9 @@ def mla_sparse_attention(
     topk_length: Array | None = None,
     block_table: Array | None = None,
     row_to_request: Array | None = None,
+    extra_kv_cache: Array | None = None,
+    extra_indices: Array | None = None,
+    extra_topk_length: Array | None = None,
     sinks: Array | None = None,
     softmax_scale: float | None = None,
     kv_scale: Array | float | None = None,
@@ -110,8 +132,8 @@ def mla_sparse_attention(
 ) -> AttentionState:
     """Attend from query tokens, each to the cached latent rows that its list names.
 
-    With ``k`` the 576 numbers of a row, ``v`` its first 512 and the sums over the entries of the
-    query's list that name a row::
+    With ``k`` the 576 or 512 numbers of a row, ``v`` its first 512 and the sums over the entries of
+    the query's list, or of both of its lists, that name a row::
 
         lse = log(sum(exp(softmax_scale * q.k)))
         out = sum(exp(softmax_scale * q.k - lse) * v)
@@ -130,8 +152,13 @@ def mla_sparse_attention(
     ----------
     q : ndarray of bfloat16, float16, float32 or float64, shape (total_tokens, num_heads, 576)
         Absorbed queries. A pair ``(q_nope, q_pe)`` holds the first 512 columns and the last 64.
+        Or 512 columns, beside a cache of as many.
     kv_cache : ndarray, or pair or triple of ndarray, shape (num_pages, page_size, 1, 576)
         As in :func:`mla_decode`, of one KV head; or rows ``(n, 576)``, which are pages of one slot.
+        Beside queries of 512 columns the last axis is 512, or 584 bytes: V4's format, in which a
+        page holds page_size rows of 448 e4m3 and 64 bfloat16 columns, then 8 bytes per row. Of
+        these byte i is the exponent, biased by 127, of the factor of columns 64 i to 64 i + 63, NaN
+        if it is 255, and the last is none.
     indices : ndarray of int32, shape (total_tokens, topk) or (total_tokens, 1, topk)
         The list of each query token.
     topk_length : ndarray of int32, shape (total_tokens,), optional
@@ -140,6 +167,9 @@ def mla_sparse_attention(
         Page numbers of each request: indices are positions in it.
     row_to_request : ndarray of int32, shape (total_tokens,), optional
         Row of the table of each query token; needed with it.
+    extra_kv_cache, extra_indices, extra_topk_length : optional
+        A second cache in V4's format, lists of its slots, ``(total_tokens, extra_topk)``, and their
+        lengths.
     sinks : ndarray of float32, shape (num_heads,), optional
         A score per head that takes part in the sum of weights and has no value.
     softmax_scale, kv_scale : optional
@@ -168,14 +198,20 @@ def mla_sparse_attention(
     tokens, num_heads = parts[0].shape[:2]
     out = np.empty((tokens, num_heads, VALUE_DIM), parts[0].dtype) if out is None else out
     lse = np.empty((tokens, num_heads), np.float32) if lse is None else lse
-    scale = HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale
+    columns = sum(part.shape[-1] for part in parts)
+    scale = columns**-0.5 if softmax_scale is None else softmax_scale
     cache = _cache_of(kv_cache, kv_scale)
-    lists = _selections(cache, indices, topk_length, block_table, row_to_request)
+    caches = [(cache, _selections(cache, indices, topk_length, block_table, row_to_request))]
+    if extra_kv_cache is not None:
+        if extra_indices is None:
+            raise ValueError("extra_indices: needed with extra_kv_cache; pass them")
+        extra = _cache_of(extra_kv_cache, None)
+        caches.append((extra, _selections(extra, extra_indices, extra_topk_length, None, None)))
     dtype = np.dtype(accumulate)
-    for i, (pages, slots) in enumerate(lists):
+    for i in range(tokens):
         query = np.concatenate([part[i] for part in parts], axis=-1)
-        rows = cache.rows_at(pages, slots, dtype)[:, 0]
-        out[i], lse[i] = _attend(query.astype(dtype), rows, scale, sinks)
+        rows = [of.rows_at(*next(lists), dtype)[:, 0] for of, lists in caches]
+        out[i], lse[i] = _attend(query.astype(dtype), np.concatenate(rows), scale, sinks)
     return AttentionState(out, lse)
 
 
@@ -200,15 +236,42 @@ def largest_scores(
     return scores
 
 
-def _cache_of(kv_cache: Array | Sequence[Array], kv_scale: Array | float | None) -> Cache:
+class V4Cache(NamedTuple):
+    """A cache in DeepSeek-V4's format: ``(num_pages, page_size, 576)`` and 8 bytes of each row."""
+
+    ckv: Array
+    exponents: Array
+
+    @classmethod
+    def of(cls, kv_cache: Array) -> V4Cache:
+        """Take the pages of ``(num_pages, page_size, 1, 584)`` bytes apart, without copying."""
+        pages, size = kv_cache.shape[:2]
+        whole = kv_cache.view(np.uint8).reshape(pages, size * V4_BYTES)
+        rows, exponents = np.split(whole, [size * V4_ROW_BYTES], axis=1)
+        return cls(rows.reshape(pages, size, -1), exponents.reshape(pages, size, -1))
+
+    def rows_at(self, pages: Array, slots: Array, dtype: np.dtype[Any]) -> Array:
+        """Gather the rows of some slots of some pages: (rows, 1, 512)."""
+        rows, exponents = self.ckv[pages, slots], self.exponents[pages, slots, :V4_SCALES]
+        factors = np.ldexp(dtype.type(1), exponents.astype(np.int32) - 127)
+        factors[exponents == 255] = np.nan
+        columns = rows[:, :V4_FP8_DIM].view(E4M3).astype(dtype)
+        columns *= np.repeat(factors, V4_SCALED_COLUMNS, axis=-1)
+        rope = rows[:, V4_FP8_DIM:].copy().view(ml_dtypes.bfloat16).astype(dtype)
+        return np.concatenate([columns, rope], axis=-1)[:, None]
+
+
+def _cache_of(kv_cache: Array | Sequence[Array], kv_scale: Array | float | None) -> Cache | V4Cache:
     """Take a cache apart; its rows without pages are pages of one slot."""
     parts = (kv_cache,) if isinstance(kv_cache, np.ndarray) else kv_cache
+    if parts[0].shape[-1] == V4_BYTES:
+        return V4Cache.of(parts[0][:, None] if parts[0].ndim == 2 else parts[0])
     paged = [part[:, None] if part.ndim == 2 else part for part in parts]
     return Cache.of(paged if len(paged) > 1 else paged[0], kv_scale)
 
 
 def _selections(
-    cache: Cache,
+    cache: Cache | V4Cache,
     indices: Array,
     topk_length: Array | None,
     block_table: Array | None,
@@ -238,7 +301,7 @@ def _row_of(block_table: Array, request: int) -> Array:
 
 
 def _attend(q: Array, rows: Array, scale: float, sinks: Array | None) -> tuple[Array, Array]:
-    """Attend from q (num_heads, 576) to all of rows (tokens, 576)."""
+    """Attend from q (num_heads, columns) to all of rows (tokens, columns)."""
     num_heads, dtype = len(q), rows.dtype
     sink = np.full(num_heads, -np.inf, dtype) if sinks is None else sinks.astype(dtype)
     if len(rows) == 0:

@@ -28,7 +28,7 @@ from tests.gpu.tools.fp8_problem import (
 from tests.gpu.tools.problem import Guarded, typed
 from tests.mla.fp8_arrays import FORMS, FP8, SCALED
 
-KERNELS = ("schedule", "ragged_schedule", "mla_decode_fp8")
+KERNELS = ("schedule", "ragged_schedule", "mla_decode_fp8", "mla_decode_fp8_64")
 cp: Any = pytest.importorskip("cupy")
 
 Report = Callable[..., None]

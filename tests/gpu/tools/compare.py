@@ -83,7 +83,7 @@ def all_cases() -> list[Case]:
     ]
     cases += [
         Case("decode", shape, {"cache": cache})
-        for shape in ((128, 1, 16, 8192), (128, 1, 16, 16384), many)
+        for shape in ((128, 1, 16, 8192), (128, 1, 16, 16384), (128, 1, 64, 4096), many)
         for cache in ("e4m3", "scales", "packed")
     ]
     cases += [Case("decode", shape, {"dtype": "float16"}) for shape in (few, many)]

@@ -28,7 +28,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -100,7 +100,10 @@ FP8_HEADS = (  # as many as tiles are full of, in each form
     (Fp8Case(form="pair", heads=128, kv_heads=2, q_len=2, operation="table"), [700, 130, 1]),
     (Fp8Case(form="16-bit rope", batch=1, heads=64, page_size=48), [2300]),
     (Fp8Case(form="scales, e4m3 rope", heads=64, page_size=16), [300, 70, 1]),
-    (Fp8Case(form="packed", batch=6, heads=64, q_len=2, operation="list"), [128, 64, 0, 65, 1, 192]),
+    (
+        Fp8Case(form="packed", batch=6, heads=64, q_len=2, operation="list"),
+        [128, 64, 0, 65, 1, 192],
+    ),
 )
 FP8_SEGMENTS = (  # by two thread blocks: several requests each; one consumer has no block of some
     (Fp8Case(form="one", batch=6, heads=16), [128, 64, 0, 65, 1, 192]),
@@ -198,6 +201,28 @@ def select_all(cupy: Any) -> None:
         print(f"sanitize: top-k, {name} by {cluster}: agrees", flush=True)
 
 
+def attend_fp8_caches(cupy: Any, edited: Callable[..., Any]) -> None:
+    """Attend to FP8 caches of few heads and of whole tiles of them, also by two thread blocks."""
+
+    def attend(case: Fp8Case, lengths: list[int]) -> None:
+        attend_fp8(cupy, make_fp8(np, case, np.array(lengths)))
+
+    with edited("every lane arrives", *variants.FP8_EVERY_LANE_ARRIVES):
+        for case, lengths in FP8_CACHES:
+            attend(case, lengths)
+            print(f"sanitize: FP8 cache, {case.name}: agrees", flush=True)
+        with multiprocessors(2):
+            for case, lengths in FP8_SEGMENTS:
+                attend(case, lengths)
+        print("sanitize: FP8 caches by two thread blocks: agree", flush=True)
+    with edited("every lane arrives", *variants.HEADS_64_EVERY_LANE_ARRIVES):
+        for case, lengths in FP8_HEADS:
+            attend(case, lengths)
+            with multiprocessors(2):
+                attend(case, lengths)
+            print(f"sanitize: FP8 cache of many heads, {case.name}: agrees", flush=True)
+
+
 def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: bool) -> None:
     """Run all calls, of the kernels that ship but for those that ``edits`` lets be edited."""
 
@@ -228,20 +253,7 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
                 problem.check(out, lse)
         attend_ragged(cupy, RAGGED[1])
     print("sanitize: pages of 1 by two thread blocks: agree", flush=True)
-    with edited("every lane arrives", *variants.FP8_EVERY_LANE_ARRIVES):
-        for fp8_case, lengths in FP8_CACHES:
-            attend_fp8(cupy, make_fp8(np, fp8_case, np.array(lengths)))
-            print(f"sanitize: FP8 cache, {fp8_case.name}: agrees", flush=True)
-        with multiprocessors(2):
-            for fp8_case, lengths in FP8_SEGMENTS:
-                attend_fp8(cupy, make_fp8(np, fp8_case, np.array(lengths)))
-        print("sanitize: FP8 caches by two thread blocks: agree", flush=True)
-    with edited("every lane arrives", *variants.HEADS_64_EVERY_LANE_ARRIVES):
-        for fp8_case, lengths in FP8_HEADS:
-            attend_fp8(cupy, make_fp8(np, fp8_case, np.array(lengths)))
-            with multiprocessors(2):
-                attend_fp8(cupy, make_fp8(np, fp8_case, np.array(lengths)))
-            print(f"sanitize: FP8 cache of many heads, {fp8_case.name}: agrees", flush=True)
+    attend_fp8_caches(cupy, edited)
     arrive = variants.SPARSE_EVERY_LANE_ARRIVES, variants.HEADS_64_EVERY_LANE_ARRIVES
     few, many = (edited("every lane arrives", *edits_of) for edits_of in arrive)
     with few, many:

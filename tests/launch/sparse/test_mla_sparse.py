@@ -28,7 +28,7 @@ CACHES = ("same", "e4m3", "packed")
 
 def entries(key: Any, **changes: Any) -> list[str]:
     """The kernels that a plan of this shape launches for an update and a run."""
-    updates = lengths_launches(key, BUFFER, None)
+    updates = lengths_launches(key, BUFFER, (None, None))
     runs = attend_launches(key, BUFFER, arguments_of(key, **changes), *outputs_of(key))
     return [launch.spec.entry for launch in (*updates, *runs)]
 

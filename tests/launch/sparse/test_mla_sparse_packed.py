@@ -20,7 +20,7 @@ BUFFER = 9 << 40
 
 
 def test_shared_memory_is_what_the_layout_takes(nvrtc: None) -> None:
-    compile_checks(SPECS[0], {"PackedLayout::kBytes": SPECS[0].smem_bytes, "kPackedBytes": 656})
+    compile_checks(SPECS[0], {"Heads64Layout::kBytes": SPECS[0].smem_bytes, "kPackedBytes": 656})
 
 
 def test_the_parameters_by_name() -> None:
@@ -31,7 +31,6 @@ def test_the_parameters_by_name() -> None:
     wanted = {
         "decode.latent.base": 3 << 40,
         "decode.latent.stride_page": 672,
-        "decode.rope.base": BUFFER + key.zeros,
         "decode.partial_out": BUFFER + key.layout.partial_out,
         "decode.batch": 15,
         "decode.q_len": 3,

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 caches whose kv heads have whole tiles of 64 heads, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cumla.core.arrays import ArrayView
+from cumla.launch import KernelSpec
+from cumla.launch.mla.mla_decode import DecodeArguments
+from cumla.launch.mla.mla_decode_fp8 import decode_fp8_launch, fp8_specs
+from cumla.launch.mla.mla_decode_fp8_64 import SPECS, fp8_64_spec
+from cumla.launch.mla.shape import MLAAttentionKey, MLADecodeKey
+from tests.emulator import emulated_gpu
+from tests.gpu.tools.fp8_problem import Fp8Case, make_fp8
+from tests.gpu.tools.sanitize import FP8_HEADS, attend_fp8
+from tests.launch.sparse.keys import strided
+from tests.launch.structs import compile_checks, parameters
+from tests.selection import some
+
+BUFFER = 9 << 40
+
+
+def decode_key(heads: int, kv_heads: int = 1, q_len: int = 1) -> MLADecodeKey:
+    return MLADecodeKey(
+        3, q_len, heads * kv_heads, kv_heads, 16, "bfloat16", True, 0, 132, cache="e4m3"
+    )
+
+
+def attention_key(heads: int) -> MLAAttentionKey:
+    return MLAAttentionKey(3, 100, heads, 1, 16, "bfloat16", True, 0, 132, cache="e4m3")
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
+def test_shared_memory_is_what_the_layout_takes(spec: KernelSpec, nvrtc: None) -> None:
+    flags = spec.function.partition("<")[2].rpartition(",")[0]
+    rows = f"(RowForm<{flags}>::kBytes)"
+    grouped, fp8_rope = flags.split(", ")
+    row_bytes = 512 + 16 * (grouped == "true") + (64 if fp8_rope == "true" else 128)
+    compile_checks(spec, {"Heads64Layout::kBytes": spec.smem_bytes, rows: row_bytes})
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("heads", [64, 128, 192])
+def test_whole_tiles_of_heads_have_this_kernel(heads: int, q_len: int) -> None:
+    for kv_heads in (1, 2):
+        key = decode_key(heads, kv_heads, q_len)
+        assert (key.row_tile, key.row_groups) == (64, 4)
+        assert key.row_tiles == q_len * heads // 64
+        assert {spec.stem for spec in fp8_specs(key)} == {"mla_decode_fp8_64"}
+    assert attention_key(heads).row_tiles == 1
+    assert {spec.stem for spec in fp8_specs(attention_key(heads))} == {"mla_decode_fp8_64"}
+
+
+@pytest.mark.parametrize("heads", [16, 32, 63, 65, 96])
+def test_other_heads_have_another(heads: int) -> None:
+    """Also where query tokens together have whole tiles of rows."""
+    for key in (decode_key(heads, q_len=4), attention_key(heads)):
+        assert {spec.stem for spec in fp8_specs(key)} == {"mla_decode_fp8"}
+
+
+@pytest.mark.parametrize("key", [decode_key(64), attention_key(64)], ids=["decode", "ragged"])
+def test_every_kind_of_rows_has_a_kernel(key: Any) -> None:
+    kinds = [(grouped, fp8_rope) for grouped in (False, True) for fp8_rope in (False, True)]
+    found = {fp8_64_spec(key, *kind) for kind in kinds}
+    assert len(found) == 4
+    assert found <= set(SPECS)
+
+
+@pytest.mark.parametrize("factor", [0.25, strided(12, (1,), (4,), "float32")])
+@pytest.mark.parametrize("rope", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_parameters_by_name(grouped: bool, rope: str, factor: float | ArrayView) -> None:
+    """No tensor maps: rows are copied one by one, from pages of any size."""
+    key = decode_key(64, kv_heads=2)
+    arguments = DecodeArguments(
+        strided(1, (3, 1, 128, 512), (8016, 8000, 1152, 2), "bfloat16"),
+        strided(2, (3, 1, 128, 64), (8032, 8000, 1152, 2), "bfloat16"),
+        strided(3, (70, 16, 2, 512), (90000, 1200, 608, 1), "float8_e4m3fn"),
+        strided(4, (70, 16, 2, 64), (90016, 1216, 624, 2), rope),
+        strided(5, (3, 11), (52, 4), "int32"),
+        strided(6, (70, 16, 2, 4), (90032, 1232, 640, 4), "float32") if grouped else None,
+        factor,
+        softmax_scale=0.5,
+        causal=True,
+    )
+    out = strided(7, (3, 1, 128, 512), (5008, 5024, 5040, 4), "float32")
+    lse = strided(8, (3, 128, 1), (6004, 6008, 6012), "float32")
+    launch = decode_fp8_launch(key, BUFFER, arguments, out, lse)
+    assert launch.spec is fp8_64_spec(key, grouped, rope != "bfloat16")
+    assert launch.grid == (1, key.parts, 2)
+    got = parameters(launch)
+    wanted = {
+        "decode.latent_map": bytes(128),
+        "decode.rope_map": bytes(128),
+        "scales_map": bytes(128),
+        "decode.latent.base": 3 << 40,
+        "decode.latent.stride_row": 1200,
+        "decode.rope.base": 4 << 40,
+        "decode.partial_out": BUFFER + key.layout.partial_out,
+        "decode.num_pages": 70,
+        "decode.by_page_size.shift": 4,
+        "decode.row_groups": 4,
+        "scales.base": 6 << 40 if grouped else 0,
+        "scales.stride_head": 640 if grouped else 0,
+        "kv_scale": 0 if factor == 0.25 else 12 << 40,
+        "kv_scale_value": 0.25 if factor == 0.25 else 0.0,
+    }
+    assert {name: got[name] for name in wanted} == wanted
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "lengths"), some(FP8_HEADS, 2), ids=lambda value: getattr(value, "name", "")
+)
+def test_attention_to_pages(case: Fp8Case, lengths: list[int]) -> None:
+    with emulated_gpu() as cupy:
+        attend_fp8(cupy, make_fp8(np, case, np.array(lengths)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("operation", ["decode", "table", "list"])
+@pytest.mark.parametrize("form", ["one", "pair", "16-bit rope", "scales", "packed"])
+def test_every_form_of_rows(form: str, operation: str) -> None:
+    case = Fp8Case(batch=3, heads=64, q_len=2, form=form, page_size=48, operation=operation)
+    with emulated_gpu() as cupy:
+        attend_fp8(cupy, make_fp8(np, case, np.array([300, 0, 65])))
