@@ -165,6 +165,8 @@ def measure(ranks: Ranks, case: Case) -> Row:
     # Every rank has all pages, so that it can compare; entries of its table are its own ones.
     own = parallel.pages(kv_lens, table)
     plans = {}
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # what is drawn above is another stream's
     with ranks.on_stream():
         for name, lengths in (("one", kv_lens), ("share", own.kv_lens)):
             plans[name] = cumla.MLADecodePlan.from_arrays(q, caches[0])

@@ -200,12 +200,12 @@ def cupy_communicator(rank: int, folder: Path) -> Any:
     cp.cuda.Device(rank).use()
     path = folder / "id"
     if rank == 0:
-        (folder / "writing").write_text(json.dumps(list(nccl.get_unique_id())))
+        (folder / "writing").write_bytes(bytes(nccl.get_unique_id()))
         (folder / "writing").rename(path)
     end = time.monotonic() + 120
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.05)
-    return nccl.NcclCommunicator(WORLD, tuple(json.loads(path.read_text())), rank)
+    return nccl.NcclCommunicator(WORLD, path.read_bytes(), rank)
 
 
 def cupy_cases(rank: int, folder: Path) -> dict[str, Callable[[], None]]:
