@@ -165,9 +165,6 @@ bool mbarrier_try_wait(u32 barrier, u32 parity) {
   return true;
 }
 
-// mbarrier_test.cuh
-bool mbarrier_test(u32 barrier, u32 parity) { return (host::barrier_at(barrier).phase & 1) != parity; }
-
 // tma.cuh
 void prefetch_tensor_map(const TensorMap*) {}
 void tma_load_2d_async(u32 destination, const TensorMap* map, u32 barrier, int x, int y) {

@@ -25,7 +25,7 @@ __device__ __forceinline__ void mla_sparse_v4(const MlaSparseV4Params& params) {
   const MlaDecodeParams& p = params.decode;
   const SharedLayout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  begin_kernel<kRows, AnyTile>(p, shared, kRowWarps<true, kRows>);
+  begin_kernel<kRows, AnyTile>(p, shared, 4);
   if (warpgroup == 0) {
     registers_decrease<72>();
     const Part part = part_of_cta(p, copy_of(blockIdx.y));
@@ -35,7 +35,7 @@ __device__ __forceinline__ void mla_sparse_v4(const MlaSparseV4Params& params) {
     registers_increase<216>();
     const Part part = part_of_cta(p, blockIdx.y);
     AnyTile tile(p);
-    compute<Bf16, true, kRows>(p, shared, tile, part, last_place_of(p, part), warpgroup);
+    compute<Bf16, kV4SharedBlocks, kRows>(p, shared, tile, part, last_place_of(p, part), warpgroup);
   }
 }
 

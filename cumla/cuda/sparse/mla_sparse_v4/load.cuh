@@ -8,7 +8,6 @@
 #include "ptx/convert.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/mbarrier_test.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/types.cuh"
 
@@ -19,6 +18,7 @@ using namespace ptx;
 constexpr int kV4Tiles = 7;                      // of 64 e4m3 columns; the eighth tile is bfloat16
 constexpr int kV4RowBytes = kV4Tiles * 64 + 128;
 constexpr int kV4ScaleBytes = 8;                 // an exponent a tile, and one byte more
+constexpr bool kV4SharedBlocks = false;          // the order of products, as of mla/mla_decode.cu
 
 // A page has all its rows, then the scales of all.
 struct V4Cache {
@@ -54,7 +54,8 @@ __device__ __forceinline__ V4Row find_row(const MlaSparseV4Params& p, int number
 // from column 16 (lane % 4) on, and 16 of the bfloat16 ones. It copies them to where the first half of what they become
 // lies, and converts them there.
 struct V4Loader {
-  static constexpr int kAtOnce = 2;  // conversions that overlap
+  static constexpr int kAtOnce = 4;  // tiles that are handed over at once
+  static constexpr int kSteps = 2 * kHalfTiles / kAtOnce;
 
   const MlaSparseV4Params& p;
   RowCopier<SelectedTile<kRowTile>, 4> rows;
@@ -64,91 +65,46 @@ struct V4Loader {
                                       int last_place, int warp)
       : p(p), rows(p.decode, tile, part, last_place, warp), row(threadIdx.x % 32 / 4), chunk(threadIdx.x % 4) {}
 
+  // The first tile of a step, of a block whose owner wants half kFirst first.
+  template <int kFirst>
+  __device__ __forceinline__ static constexpr int tile_of(int step) {
+    return step * kAtOnce ^ kFirst * kHalfTiles;
+  }
   // Where, in a tile, chunk i of the two of this lane lies.
   __device__ __forceinline__ u32 place_of(int g, int i) const {
     return (rows.first_row + 8 * g + row) * 128 + ((2 * chunk + i ^ row) << 4);
   }
-  // Of a block of which each lane knows the number of a row.
-  __device__ __forceinline__ V4Row find(int number, int g) const {
-    return find_row(p, __shfl_sync(0xffffffffu, number, 8 * g + row));
-  }
 
-  // Begins to copy a warp's share of half the tiles of a block, for which there is room.
-  template <int kHalf>
-  __device__ __forceinline__ void copy_half(u32 stage, const char* const (&columns)[2]) const {
-    const u32 tiles = stage + kHalf * kHalfTiles * kTileBytes;
+  __device__ __forceinline__ void copy_tile(u32 stage, int tile, const char* const (&columns)[2]) const {
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
       const bool exists = columns[g] != nullptr;
-      const char* const from = exists ? columns[g] : p.caches[0].base;
+      const int step = tile < kV4Tiles ? 16 : 32;
+      const char* const from = (exists ? columns[g] : p.caches[0].base) + tile * 64 + chunk * step;
 #pragma unroll
-      for (int k = 0; k < kHalfTiles; ++k) {
-        const int tile = kHalf * kHalfTiles + k, step = tile < kV4Tiles ? 16 : 32;
-#pragma unroll
-        for (int i = 0; i < step / 16; ++i)
-          copy_16_async(tiles + k * kTileBytes + place_of(g, i), from + tile * 64 + chunk * step + i * 16, exists);
-      }
+      for (int i = 0; i < step / 16; ++i)
+        copy_16_async(stage + tile * kTileBytes + place_of(g, i), from + i * 16, exists);
     }
-    copy_async_commit();
-  }
-
-  // Whether there is room for block t.
-  __device__ __forceinline__ bool has_room(const SharedLayout& shared, int t) const {
-    const u32 parity = t & 1, phase = t / 2 & 1 ^ 1;
-    return __all_sync(0xffffffffu, mbarrier_test(shared.free(parity, 0), phase) &&
-                                       mbarrier_test(shared.free(parity, 1), phase));
-  }
-
-  // Begins to copy block t, which is the cursor's, the half first that its owner wants first.
-  __device__ __forceinline__ void copy(const SharedLayout& shared, int t) const {
-    const int parity = t & 1;
-    const u32 phase = t / 2 & 1 ^ 1, stage = shared.stage(parity);
-    const char* columns[2];
-#pragma unroll
-    for (int g = 0; g < 2; ++g) columns[g] = find(rows.now.page, g).columns;
-    mbarrier_wait(shared.free(parity, parity), phase, "a free KV stage");
-    if (parity == 0)
-      copy_half<0>(stage, columns);
-    else
-      copy_half<1>(stage, columns);
-    mbarrier_wait(shared.free(parity, 1 - parity), phase, "a free KV stage");
-    if (parity == 0)
-      copy_half<1>(stage, columns);
-    else
-      copy_half<0>(stage, columns);
   }
 
   // What this lane has copied becomes bfloat16, times the scales.
-  template <int kHalf>
-  __device__ __forceinline__ void convert_half(const SharedLayout& shared, int parity, const uint2 (&scales)[2]) const {
-    constexpr int kTilesHere = kHalf == 0 ? kHalfTiles : kV4Tiles - kHalfTiles;
-    const u32 tiles = shared.stage(parity) + kHalf * kHalfTiles * kTileBytes;
+  __device__ __forceinline__ void convert_tile(u32 stage, int tile, const uint2 (&scales)[2]) const {
+    uint4 bytes[2];
 #pragma unroll
-    for (int g = 0; g < 2; ++g)
+    for (int g = 0; g < 2; ++g) bytes[g] = load_shared_16(stage + tile * kTileBytes + place_of(g, 0));
 #pragma unroll
-      for (int first = 0; first < kTilesHere; first += kAtOnce) {
-      uint4 bytes[kAtOnce];
+    for (int g = 0; g < 2; ++g) {
+      const u32 exponent = (tile < kHalfTiles ? scales[g].x : scales[g].y) >> 8 * (tile % kHalfTiles) & 0xff;
+      const float scale = __uint_as_float(exponent == 0xff ? 0x7fffffff : exponent << 23);
+      uint4 pairs[2];
+      convert(bytes[g].x, scale, pairs[0].x, pairs[0].y);
+      convert(bytes[g].y, scale, pairs[0].z, pairs[0].w);
+      convert(bytes[g].z, scale, pairs[1].x, pairs[1].y);
+      convert(bytes[g].w, scale, pairs[1].z, pairs[1].w);
 #pragma unroll
-      for (int k = first; k < min(first + kAtOnce, kTilesHere); ++k)
-        bytes[k - first] = load_shared_16(tiles + k * kTileBytes + place_of(g, 0));
-#pragma unroll
-      for (int k = first; k < min(first + kAtOnce, kTilesHere); ++k) {
-        const u32 exponent = (kHalf == 0 ? scales[g].x : scales[g].y) >> 8 * k & 0xff;
-        const float scale = __uint_as_float(exponent == 0xff ? 0x7fffffff : exponent << 23);
-        uint4 pairs[2];
-        const uint4& from = bytes[k - first];
-        convert(from.x, scale, pairs[0].x, pairs[0].y);
-        convert(from.y, scale, pairs[0].z, pairs[0].w);
-        convert(from.z, scale, pairs[1].x, pairs[1].y);
-        convert(from.w, scale, pairs[1].z, pairs[1].w);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) store_shared_16(tiles + k * kTileBytes + place_of(g, i), pairs[i]);
-      }
+      for (int i = 0; i < 2; ++i) store_shared_16(stage + tile * kTileBytes + place_of(g, i), pairs[i]);
     }
-    fence_proxy_async_shared();
-    mbarrier_arrive(shared.full(parity, kHalf * kHalfTiles));
   }
-
   __device__ __forceinline__ static void convert(u32 bytes, float scale, u32& low, u32& high) {
     u32 first, second;
     expand_e4m3x4(bytes, first, second);
@@ -157,29 +113,48 @@ struct V4Loader {
     high = pack_pair<Bf16>(b.x * scale, b.y * scale);
   }
 
-  // Block t, whose rows have these numbers, once it has come. `ahead`: the block after it is on its way, too.
-  __device__ __forceinline__ void convert_block(const SharedLayout& shared, int t, int numbers, bool ahead) const {
-    const int parity = t & 1;
+  // A block, and on the way to the one after it. Copies are all on their way before the first is waited for.
+  template <int kFirst>
+  __device__ __forceinline__ bool load_block(const SharedLayout& shared, u32 phase) {
+    const u32 stage = shared.stage(kFirst);
+    const char* columns[2];
     uint2 scales[2];
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
-      const V4Row found = find(numbers, g);
+      const V4Row found = find_row(p, __shfl_sync(0xffffffffu, rows.now.page, 8 * g + row));
+      columns[g] = found.columns;
       scales[g] = {0, 0};
       if (found.columns != nullptr) scales[g] = *reinterpret_cast<const uint2*>(found.scales);
     }
-    mbarrier_wait(shared.free(parity, 2), t / 2 & 1 ^ 1, "a free KV stage");
-    mbarrier_arrive(shared.full(parity, kRopeTile));
-#pragma unroll 1
-    for (int turn = 0; turn < 2; ++turn) {
-      if (ahead) {
-        if (turn == 0) copy_async_wait<3>(); else copy_async_wait<2>();
-      } else {
-        if (turn == 0) copy_async_wait<1>(); else copy_async_wait<0>();
-      }
-      if ((parity ^ turn) == 0)
-        convert_half<0>(shared, parity, scales);
-      else
-        convert_half<1>(shared, parity, scales);
+    mbarrier_wait(shared.free(kFirst, 2), phase ^ 1, "a free KV stage");
+    mbarrier_arrive(shared.full(kFirst, kRopeTile));
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int tile = tile_of<kFirst>(s);
+      if (tile % kHalfTiles == 0) mbarrier_wait(shared.free(kFirst, tile / kHalfTiles), phase ^ 1, "a free KV stage");
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) copy_tile(stage, tile + k, columns);
+      copy_async_commit();
+    }
+    const bool more = rows.take();
+    prefetch();
+    convert_steps<kFirst, 0>(shared, stage, scales);
+    return more;
+  }
+  template <int kFirst, int kStep>
+  __device__ __forceinline__ void convert_steps(const SharedLayout& shared, u32 stage, const uint2 (&scales)[2]) const {
+    if constexpr (kStep < kSteps) {
+      constexpr int kTile = tile_of<kFirst>(kStep);
+      copy_async_wait<kSteps - 1 - kStep>();
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+        if (kTile + k < kV4Tiles) convert_tile(stage, kTile + k, scales);
+      fence_proxy_async_shared();
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+        if (!kV4SharedBlocks || (kTile + k) % kHalfTiles == kHalfTiles - 1)
+          mbarrier_arrive(shared.full(kFirst, kV4SharedBlocks ? kTile / kHalfTiles * kHalfTiles : kTile + k));
+      convert_steps<kFirst, kStep + 1>(shared, stage, scales);
     }
   }
 
@@ -193,9 +168,7 @@ struct V4Loader {
   }
 };
 
-// Four warps, a quarter of the rows each; warps 2 and 3 also copy the query rows of a list before its first block. Copies
-// of the next block begin before one is converted if there is room for it: to wait for room would be to wait for
-// consumers that wait for this block.
+// Four warps, a quarter of the rows each; warps 2 and 3 also copy the query rows of a list before its first block.
 __device__ __forceinline__ void load_v4(const MlaSparseV4Params& params, const SharedLayout& shared,
                                         SelectedTile<kRowTile>& tile, const Part& part, int last_place, int warp) {
   const MlaDecodeParams& p = params.decode;
@@ -205,10 +178,9 @@ __device__ __forceinline__ void load_v4(const MlaSparseV4Params& params, const S
   fence_proxy_async_shared();
   V4Loader loader(params, tile, part, last_place, warp);
   int place = part.place, left = warp < 2 ? kMaxTokens : 0;  // blocks before the next query
-  int copied = 0, numbers = -1, later = -1;                   // of the rows of blocks t and t + 1
   bool more = loader.rows.take();
 #pragma unroll 1
-  for (int t = 0;;) {
+  for (int t = 0;; ++t, --left) {
 #pragma unroll 1
     for (; left == 0 && place <= last_place; ++place) {
       const Segment segment = segment_of(p, tile, part, place);
@@ -217,20 +189,9 @@ __device__ __forceinline__ void load_v4(const MlaSparseV4Params& params, const S
       mbarrier_arrive_after_copies(shared.query_full());
       left = segment.blocks;
     }
-    if (more && (copied == t || (copied == t + 1 && loader.has_room(shared, copied)))) {
-      loader.copy(shared, copied);
-      numbers = copied == t ? loader.rows.now.page : numbers;
-      later = loader.rows.now.page;
-      ++copied;
-      more = loader.rows.take();
-      loader.prefetch();
-      continue;
-    }
-    if (copied == t) break;
-    loader.convert_block(shared, t, numbers, copied > t + 1);
-    numbers = later;
-    ++t;
-    --left;
+    if (!more) break;
+    const u32 phase = (t / 2) & 1;
+    more = t & 1 ? loader.load_block<1>(shared, phase) : loader.load_block<0>(shared, phase);
   }
   copy_async_wait_all();
 }
