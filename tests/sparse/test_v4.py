@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse MLA of DeepSeek-V4 on the CPU: rows of 512 columns, slots of 584 bytes, one softmax over two
-caches; against numbers that this file makes of the bytes itself."""
+"""Sparse MLA of DeepSeek-V4 on the CPU: rows of 512 columns, slots of 584 bytes, one softmax over
+two caches; against numbers that this file makes of the bytes itself."""
 
 from __future__ import annotations
 
