@@ -133,7 +133,7 @@ def add_published(results: Row) -> Row:
             times = peers.times({key: row[key] for key in keys}, 1.0)
             row["deep_gemm_us"] = next((time.us for time in times.values()), None)
     for row in results.get("sparse", ()):
-        if "failed" not in row and row["op"].startswith("sparse_"):
+        if "failed" not in row and row["op"].startswith(("sparse_decode", "sparse_prefill")):
             row["peers"] = beside(row["us"], _of_lists(row, ceilings, peers))
     return results
 

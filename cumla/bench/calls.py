@@ -141,10 +141,15 @@ def top_k(scores: Any, k: int, lengths: Any, out: Any, counts: Any) -> Call:
     return partial(cumla.top_k, scores, k, lengths=lengths, out=out, valid_counts=counts)
 
 
-def sparse(q: Any, kv_cache: Any, indices: Any, out: Any, lse: Any) -> tuple[Call, Call]:
-    """Make a call that computes a plan's schedule for full lists, and one that attends to them."""
-    plan = cumla.MLASparsePlan.from_arrays(q, kv_cache, indices)
-    return plan.update, partial(plan.run, q, kv_cache, indices, out=out, lse=lse)
+def sparse(
+    q: Any, kv_cache: Any, indices: Any, out: Any, lse: Any, **extra: Any
+) -> tuple[Call, Call]:
+    """Make a call that computes a plan's schedule for full lists, and one that attends to them.
+
+    `extra` names a second cache and its lists.
+    """
+    plan = cumla.MLASparsePlan.from_arrays(q, kv_cache, indices, **extra)
+    return plan.update, partial(plan.run, q, kv_cache, indices, **extra, out=out, lse=lse)
 
 
 def dsa(

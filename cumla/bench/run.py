@@ -21,6 +21,7 @@ from cumla.bench import (
     mha,
     mla,
     sparse,
+    sparse_v4,
     topk,
 )
 from cumla.bench.cases import LOG_NORMAL_SIGMA
@@ -81,6 +82,7 @@ SECTIONS: tuple[Section, ...] = (
     *indexer.SECTIONS,
     topk.SECTION,
     *sparse.SECTIONS,
+    *sparse_v4.SECTIONS,
 )
 """All sections, in the order in which they are measured and printed."""
 

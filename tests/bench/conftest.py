@@ -19,6 +19,7 @@ from cumla.bench.merge import MergeCase
 from cumla.bench.mha import MHACase
 from cumla.bench.section import Section
 from cumla.bench.sparse import SparseCase, StepCase
+from cumla.bench.sparse_v4 import V4Case
 from cumla.bench.topk import TopKCase
 from tests.bench.fake_gpu import FakeCumla, FakeGpu, fake_bench
 
@@ -55,6 +56,7 @@ SMALL: dict[str, tuple[Any, ...]] = {  # by the first heading of the table
         SparseCase(1, 5, 2, "bfloat16", 128, topk=9, prefill=True),
     ),
     "step of a layer: ": (StepCase(2, 128, 3, 40),),
+    "sparse MLA, V4: ": (V4Case(2, 2, 3, 20, 30, kv_len=64), V4Case(1, 1, 2, 1, 9, kv_len=64)),
     "quantize_fp8: ": (CacheCase("quantize_fp8", 1),),
     "append_indexer_cache: ": (CacheCase("append_indexer_cache", 1),),
 }

@@ -66,6 +66,9 @@ def test_what_is_asked_of_a_step(us: float, callbacks: list[int], holds: bool) -
     (limit,) = frameworks.limits(rows)
     assert (limit["limit_us"], limit["holds"]) == (pytest.approx(170.1), holds)
     assert frameworks.limits(rows[1:]) == frameworks.limits(rows[::2]) == []
+    own = row_of("floor", STEPS[0], "JAX", "jit") | {"us": 60.0}
+    (limit,) = frameworks.limits([*rows, own])
+    assert limit["floor_us"] == 60.0
 
 
 def test_other_bits_are_said_in_the_tables() -> None:

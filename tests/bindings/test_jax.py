@@ -669,31 +669,21 @@ except cumla.MissingDependencyError as error:
     assert python(program).startswith("jax: cumla.jax needs JAX 0.5 or later, with jax.ffi (")
 
 
-def shared_by(devices: int) -> tuple[Callable[..., Any], Arguments]:
-    """A decode of which each device computes its share of the batch, and the arrays."""
-    function, arrays = of_jax(DECODE)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
-    spec = jax.sharding.PartitionSpec
-    of = {name: spec() if name == "kv_cache" else spec("x") for name in arrays}
-    each = jax.shard_map(lambda a: function(**a), mesh=mesh, in_specs=(of,), out_specs=spec("x"))
-    return jax.jit(each), arrays
-
-
 SHARDED = """
 import numpy as np, jax, jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec as P
-from tests.bindings.test_jax import DECODE, assert_same, decoding, eager, shared_by
-mesh = Mesh(np.array(jax.devices()), ("x",))
+from tests.bindings.on_devices import P, SHARES, divided_call, mesh, one_by_one
+from tests.bindings.test_jax import OPERATIONS, assert_same, decoding
 assert len(jax.devices()) == 2
-each, arrays = shared_by(2)
-assert_same(DECODE, each(arrays), eager(DECODE))
+for shares in SHARES.values():
+    each, arrays = divided_call(shares, 2)
+    assert_same(OPERATIONS[shares.operation], each(arrays), one_by_one(shares, 2))
 loop, given = decoding(2)
 stacked = tuple(jnp.stack([a, a]) for a in given)
 
 def local(*given):
     return jax.tree.map(lambda a: a[None], loop(*[a[0] for a in given]))
 
-loops = jax.shard_map(local, mesh=mesh, in_specs=(P("x"),) * 3, out_specs=P("x"))
+loops = jax.shard_map(local, mesh=mesh(2), in_specs=(P("x"),) * 3, out_specs=P("x"))
 alone = jax.jit(loop)(*given)
 for many, one in zip(*map(jax.tree.leaves, (jax.jit(loops)(*stacked), alone)), strict=True):
     assert all(np.asarray(part).tobytes() == np.asarray(one).tobytes() for part in many)

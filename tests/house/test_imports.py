@@ -30,7 +30,10 @@ LAYERS = (
     ("cumla.preparation",),
     ("cumla.__init__",),
     ("cumla._serving",),
-    ("cumla.compat", "cumla.torch", "cumla.jax", "cumla.vllm", "cumla.sglang"),
+    (
+        *("cumla.compat", "cumla.torch", "cumla.jax", "cumla.distributed"),
+        *("cumla.vllm", "cumla.sglang"),
+    ),
     ("cumla.bench",),
     ("cumla.cli", "cumla.__main__"),
 )

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "tests/sglang"
+from tests.servers import installed, last_line
+
+FOLDER = Path(__file__).resolve().parent
 PYTHON = os.environ.get("SGLANG_TEST_PYTHON", "")
 
 pytestmark = [
@@ -30,26 +28,14 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """cumla as it is installed, with its entry point."""
-    folder = tmp_path_factory.mktemp("sglang")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = folder.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(folder / "site")
-    return folder / "site"
+    return installed(tmp_path_factory.mktemp("sglang"))
 
 
 def run(site: Path, script: str, *arguments: str) -> str:
     """Run a script of this folder with SGLang; return its last line."""
     given = os.environ.get("PYTHONPATH", "")  # another SGLang may lie there
-    done = subprocess.run(
-        [PYTHON, str(FOLDER / script), *arguments],
-        env=os.environ | {"PYTHONPATH": f"{site}:{FOLDER / 'standins'}:{given}"},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()[-1]
+    path = f"{site}:{FOLDER / 'standins'}:{given}"
+    return last_line(PYTHON, path, f"sglang/{script}", *arguments)
 
 
 def generate(site: Path, model: str, **options: Any) -> tuple[dict[str, int], list[float]]:

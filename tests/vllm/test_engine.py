@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.servers import installed, last_line
+
 PYTHON = os.environ.get("VLLM_TEST_PYTHON", "")
 
 pytestmark = [
@@ -39,25 +37,12 @@ DRAFTS = {
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """cumla as it is installed, with its entry point."""
-    folder = tmp_path_factory.mktemp("vllm")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = folder.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(folder / "site")
-    return folder / "site"
+    return installed(tmp_path_factory.mktemp("vllm"))
 
 
 def run(site: Path, script: str, *arguments: str) -> str:
     """Run a script of this folder with vLLM; return its last line."""
-    done = subprocess.run(
-        [PYTHON, str(ROOT / "tests/vllm" / script), *arguments],
-        env=os.environ | {"PYTHONPATH": str(site)},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()[-1]
+    return last_line(PYTHON, str(site), f"vllm/{script}", *arguments)
 
 
 def generate(site: Path, model: str, backend: str, **options: Any) -> dict[str, Any]:

@@ -33,6 +33,7 @@ MAY_SKIP = ("needs JAX on the GPU", "needs two GPUs")
 cp: Any = pytest.importorskip("cupy")
 jax: Any = pytest.importorskip("jax")
 helpers: Any = pytest.importorskip("tests.bindings.test_jax")
+devices: Any = pytest.importorskip("tests.bindings.on_devices")
 
 DECODE = OPERATIONS["mla_decode"]
 
@@ -141,30 +142,50 @@ def step(queries, kv_cache, table, kv_lens):
         outs.append(out)
     return outs
 
-made = []
-lens = jnp.full(batch, 100, jnp.int32)
-for run in range(6):
+def run(lens):
     before = count.count
-    jax.block_until_ready(step(queries, kv_cache, table, lens))
-    made.append(count.count - before)
-print("callbacks", made)
-for run in range(6):
-    new = jnp.asarray(np.random.default_rng(run).integers(0, 513, batch), jnp.int32)
-    outs = step(queries, kv_cache, table, new)
+    outs = jax.block_until_ready(step(queries, kv_cache, table, lens))
+    return outs, count.count - before
+
+def check(outs, lens):
     for q, out in zip(queries, outs):
-        expected = cumla.mla_decode(q, kv_cache, table, new).out
-        assert np.asarray(out).tobytes() == np.asarray(expected).tobytes(), run
+        expected = cumla.mla_decode(q, kv_cache, table, lens).out
+        assert np.asarray(out).tobytes() == np.asarray(expected).tobytes(), lens
+"""
+OTHER_LENGTHS = """
+lens = jnp.full(batch, 100, jnp.int32)
+print("callbacks", [run(lens)[1] for _ in range(6)])
+for seed in range(6):
+    new = jnp.asarray(np.random.default_rng(seed).integers(0, 513, batch), jnp.int32)
+    check(run(new)[0], new)
+print("same")
+"""
+BUSY_THREAD = """
+from tests.bindings.test_jax import busy_thread
+lens = jnp.full(batch, 100, jnp.int32)
+with busy_thread():
+    first = [run(lens)[1] for _ in range(20)]
+    last = [run(lens)[1] for _ in range(200)]
+    kept = [run(lens)[0] for _ in range(30)]  # new places each time
+print("callbacks", first[0], sum(last))
+for outs in kept:
+    check(outs, lens)
 print("same")
 """
 
 
 def test_command_buffers_replay_with_other_lengths() -> None:
     """Python runs in the plain execution and in the capture, and then no more."""
-    done = run_fresh(COMMAND_BUFFERS)
+    done = run_fresh(COMMAND_BUFFERS + OTHER_LENGTHS)
     assert done.returncode == 0, done.stderr
-    first, last = done.stdout.splitlines()
-    assert first == "callbacks [9, 9, 0, 0, 0, 0]"
-    assert last == "same"
+    assert done.stdout.splitlines() == ["callbacks [9, 9, 0, 0, 0, 0]", "same"]
+
+
+def test_command_buffers_beside_a_thread_that_computes_all_the_time() -> None:
+    """Replays do without the GIL, and callbacks wait for it; nothing waits for ever."""
+    done = run_fresh(COMMAND_BUFFERS + BUSY_THREAD)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["callbacks 9 0", "same"]
 
 
 def test_scan_writes_to_a_donated_cache_in_place() -> None:
@@ -182,27 +203,13 @@ def test_scan_writes_to_a_donated_cache_in_place() -> None:
     assert np.asarray(outs[-1]).tobytes() == np.asarray(last).tobytes()
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_each_device_computes_its_share(devices: int) -> None:
-    if len(jax.devices()) < devices:
-        pytest.skip("needs two GPUs")
-    each, arrays = helpers.shared_by(devices)
-    for _ in range(3):
-        helpers.assert_same(DECODE, each(arrays), on_gpu(DECODE))
-
-
-def test_arrays_on_another_device() -> None:
-    """Results are there, and the bits are those of the first GPU."""
-    if len(jax.devices()) < 2:
-        pytest.skip("needs two GPUs")
-    function, arrays = helpers.of_jax(DECODE)
-    second = jax.devices()[1]
-    there = jax.device_put(arrays, second)
-    for call in (function, jax.jit(function)):
+def test_a_device_computes_its_share() -> None:
+    """All of it; test_jax_devices.py has two."""
+    for shares in devices.SHARES.values():
+        each, arrays = devices.divided_call(shares, 1)
+        expected = devices.one_by_one(shares, 1)
         for _ in range(3):
-            result = call(**there)
-            assert result.out.devices() == {second}
-            helpers.assert_same(DECODE, result, on_gpu(DECODE))
+            helpers.assert_same(OPERATIONS[shares.operation], each(arrays), expected)
 
 
 def test_a_thread_that_computes_all_the_time() -> None:

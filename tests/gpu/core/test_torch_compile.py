@@ -12,7 +12,7 @@ import cumla
 from tests.calls import OPERATIONS, Operation, Planned, every_operation, every_plan
 
 KERNELS = ()  # it is about the binding
-MAY_SKIP = ("needs Triton", "needs PyTorch")
+MAY_SKIP = ("needs Triton", "needs PyTorch", "needs two GPUs")
 torch: Any = pytest.importorskip("torch", reason="needs PyTorch")
 
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
@@ -229,3 +229,56 @@ def test_batches_share_a_graph() -> None:
             torch._dynamo.mark_dynamic(array, 0)
         assert_equal(decode(q, cache, table, kv_lens), cumla.mla_decode(q, cache, table, kv_lens))
     assert graphs.frame_count == 1
+
+
+# --- another GPU ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["the first is current", "it is current"])
+def second(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The second GPU, whichever is current."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with torch.cuda.device(1 if request.param == "it is current" else 0):
+        yield torch.device("cuda", 1)
+
+
+@every_operation
+def test_compiled_call_on_the_second_gpu(operation: Operation, second: Any) -> None:
+    def there(value: Any) -> Any:
+        return torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda a: a.to(second), on_gpu(value)
+        )
+
+    current = torch.cuda.current_device()
+    check_compiled(operation, there)
+    found = flat(compiled(lambda given: operation.function(**given))(there(operation.make())))
+    assert all(array.device == second for array in found)
+    assert_equal(
+        [a.cpu() for a in found], [a.cpu() for a in flat(operation(**on_first(operation)))]
+    )
+    assert torch.cuda.current_device() == current
+
+
+def on_first(operation: Operation) -> Arguments:
+    with torch.cuda.device(0):
+        return dict(on_gpu(operation.make()))
+
+
+@needs_triton
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_steps_on_the_second_gpu(mode: str, second: Any) -> None:
+    """The results, caches and lengths are those of the first GPU."""
+    with torch.cuda.device(0):
+        steps = [eager_results(lengths) for lengths in LENGTHS]
+        fresh = Step().caches
+    step = Step(has_workspace=True).to(second)
+    step.q, step.rows = step.q.to(second), step.rows.to(second)
+    replayed = compiled(step, backend="inductor", mode=mode)
+    for _ in range(2):
+        for kv_lens, slots, expected, caches in steps:
+            step.caches.copy_(fresh)
+            found = replayed(kv_lens.to(second), slots.to(second))
+            assert all(array.device == second for array in found)
+            assert_equal([array.cpu() for array in found], [array.cpu() for array in expected])
+            assert_equal(step.caches.cpu(), caches.cpu())

@@ -55,6 +55,7 @@ from tests.gpu.tools.problem import NUMPY_DTYPES, Problem, make_problem, typed  
 from tests.gpu.tools.ragged_problem import Ragged, make_ragged  # noqa: E402
 from tests.gpu.tools.repeats import plan_of  # noqa: E402
 from tests.gpu.tools.sparse_problem import SparseCase, make_sparse  # noqa: E402
+from tests.gpu.tools.v4_problem import V4Case, as_slots, make_v4  # noqa: E402
 from tests.merge_tolerance import assert_merged  # noqa: E402
 from tests.mha import attention_cases  # noqa: E402
 from tests.sparse.top_k_cases import scores_of, shaped  # noqa: E402
@@ -122,6 +123,11 @@ SPARSE = (  # each kernel: lists that are cut and lists that are not, absent ent
     SparseCase(batch=2, q_len=2, heads=16, topk=700, gaps=True, sinks="finite", **_LISTS),
     SparseCase(batch=2, q_len=2, heads=72, topk=700, places="rows", gaps=True, **_LISTS),
     SparseCase(batch=2, heads=24, topk=300, scales="wild", lists="blocks", page_size=1),
+)
+V4 = (  # two caches and one, lists that are cut; rows of 512 columns in 16 bits
+    V4Case(batch=2, topk=128, extra=512, page_size=16, gaps=True, sinks="finite", **_LISTS),
+    V4Case(batch=1, heads=80, topk=700, scales="wild", places="rows", page_size=53, **_LISTS),
+    V4Case(batch=2, heads=16, topk=200, form="bfloat16", gaps=True, **_LISTS),
 )
 LOGITS_SHAPES = (  # heads, head_dim, next_n: other kernels than those for 64 heads of 128
     (8, 64, 3),
@@ -605,9 +611,14 @@ def attend_to_lists(cupy: Any) -> None:
     for case in SPARSE:
         attend_sparse(cupy, case)
         print(f"sanitize: lists, {case.name}: agree", flush=True)
+    for case in V4:
+        attend_v4(cupy, case)
+        print(f"sanitize: lists, {case.name}: agree", flush=True)
     with multiprocessors(2):
         for case in SPARSE:
             attend_sparse(cupy, replace(case, batch=3 + case.batch))
+        for case in V4:
+            attend_v4(cupy, replace(case, batch=3 + case.batch))
     print("sanitize: lists by two thread blocks: agree", flush=True)
 
 
@@ -626,6 +637,23 @@ def attend_sparse(cupy: Any, case: SparseCase) -> None:
     inputs = {name: array for name, array in given.items() if name != "topk_length"}
     expected = problem.expected()
     for out, lse in (call(**given), call(**given, batch_invariant=True), plan.run(**inputs)):
+        problem.check(typed(out.view(np.uint16).get(), case.dtype), lse.get(), expected)
+
+
+def attend_v4(cupy: Any, case: V4Case) -> None:
+    """Rows of 512 columns, in the same ways."""
+    problem = make_v4(np, case)
+    given = {name: there(cupy, array) for name, array in problem.arguments.items()}
+    sizes = {"kv_cache": case.page_size, "extra_kv_cache": case.extra_page_size}
+    for name in problem.memory.keys() if case.is_fp8 else ():  # with what lies between pages
+        given[name] = as_slots(cupy.asarray(problem.memory[name]), sizes[name])
+    decodes = case.operation == "decode"
+    call = cumla.mla_sparse_decode if decodes else cumla.mla_sparse_attention
+    moved = replace(problem, arguments=given)
+    plan = moved.plan()
+    expected = problem.expected()
+    results = (call(**given), call(**given, batch_invariant=True), plan.run(**moved.inputs))
+    for out, lse in results:
         problem.check(typed(out.view(np.uint16).get(), case.dtype), lse.get(), expected)
 
 

@@ -381,7 +381,7 @@ def make_sparse(xp: Any, case: SparseCase, num_pages: int | None = None) -> Spar
     else:
         whole = normal_bits(xp, (rows, HEAD_DIM), case.dtype, SIZE, offset)
         latent, rope = whole[:, :VALUE_DIM], whole[:, VALUE_DIM:]
-    lists = _lists(case, rng, slots, num_pages)
+    lists = lists_of(case, rng, slots, num_pages)
     problem = SparseProblem(
         *(xp, case, slots, num_pages, latent, rope, scales, None, lists),
         {name: xp.asarray(array) for name, array in lists.items()},
@@ -408,7 +408,7 @@ def _scales(case: SparseCase, rng: np.random.Generator, rows: int) -> np.ndarray
     return scales.astype(np.float32)
 
 
-def _lists(
+def lists_of(
     case: SparseCase, rng: np.random.Generator, slots: np.ndarray, num_pages: int
 ) -> dict[str, np.ndarray]:
     """Indices, lengths, tables and sinks."""

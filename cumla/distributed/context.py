@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over a cache that is cut among ranks: :class:`ContextParallel`."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import cumla
+from cumla.core.arguments import checked_flag
+from cumla.distributed.groups import group_of
+from cumla.distributed.shard import Shard, namespace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["ContextParallel"]
+
+_LATENT_COLUMNS = 512
+_REFUSED = {
+    "out": "results are merged into new memory: leave it out",
+    "lse": "results are merged into new memory: leave it out",
+    "stream": "the exchange runs on the framework's current stream: make this one current",
+    "window": "the layers of a window need a cache of its size, which is not cut",
+    "kv_indices": "pages of a rank are told by a table: pass block_table",
+    "kv_indptr": "pages of a rank are told by a table: pass block_table",
+}
+
+
+class ContextParallel(Shard):
+    """A rank of a group over which a cache is cut along its tokens.
+
+    Every rank calls :meth:`attend` with the queries of all heads and gets the result for its share
+    of the heads: attention over its own tokens, one exchange, one merge. The result does not depend
+    on how the ranks are timed: partial results are merged in the order of the ranks, so the same
+    call gives the same bits.
+
+    Parameters
+    ----------
+    group : process group, NCCL communicator or str
+        A process group of `torch.distributed`, such as ``torch.distributed.group.WORLD``; a
+        ``cupy.cuda.nccl.NcclCommunicator``; or the name of a mesh's axis, for use inside
+        `jax.shard_map`. Timeouts and errors of a rank that fails are those of the group.
+    page_size, block_size : int
+        As in :class:`Shard`, whose methods tell each rank its pages and slots.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An unknown kind of group, or one without this process; a number does not fit.
+
+    Examples
+    --------
+    >>> import torch, cumla
+    >>> from cumla.distributed import ContextParallel
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> parallel = ContextParallel(torch.distributed.group.WORLD)
+    >>> q = torch.ones(2, 1, 16, 576, dtype=torch.float16)
+    >>> kv_cache = torch.ones(4, 64, 576, dtype=torch.float16)
+    >>> kv_lens = torch.tensor([100, 7], dtype=torch.int32)
+    >>> block_table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    >>> pages = parallel.pages(kv_lens, block_table)
+    >>> out, lse = parallel.attend(cumla.mla_decode, q, kv_cache, *pages)
+    >>> out.shape, lse.shape
+    (torch.Size([2, 1, 16, 512]), torch.Size([2, 16, 1]))
+    >>> torch.distributed.destroy_process_group()
+    """
+
+    def __init__(self, group: Any, *, page_size: int = 64, block_size: int | None = None) -> None:
+        self._group = group_of(group)
+        self._make(self._group, page_size, block_size)
+
+    def attend(
+        self,
+        attention: Callable[..., Any],
+        q: Any,
+        *arrays: Any,
+        gather: bool = False,
+        **options: Any,
+    ) -> cumla.AttentionState:
+        """Attend to this rank's tokens, and merge with what the other ranks have found.
+
+        Parameters
+        ----------
+        attention : callable
+            :func:`cumla.mla_decode`, :func:`cumla.mla_attention`, :func:`cumla.attention`, or
+            the ``run`` of one of their plans, updated with this rank's kv_lens.
+        q : array or pair of arrays
+            Queries, of all heads, the same on every rank: ``(batch, q_len, num_heads, columns)``
+            or ``(total_tokens, num_heads, columns)``. Unless causal is False, every query token is
+            handed on as a request of its own: take the pages from :meth:`pages` with the q_len or
+            the qo_indptr of the queries, and make a plan for so many requests of q_len 1.
+        *arrays, **options
+            The rest as `attention` takes it, with the cache and the pages of this rank. sinks come
+            to all ranks, and are counted once. With ``causal=False`` queries see all tokens of a
+            request, as a chunk of a prefill sees those before it, and qo_indptr may divide them.
+        gather : bool
+            Return the result of all heads on every rank. It takes more time; num_heads may be any.
+
+        Returns
+        -------
+        AttentionState
+            out and lse in the shapes of `attention`, for heads
+            ``[rank * num_heads / world, (rank + 1) * num_heads / world)``, or for all of them.
+
+        Raises
+        ------
+        TypeError, ValueError
+            num_heads is no multiple of the ranks; arrays of another framework than the group's;
+            out, lse, stream, window, or a list of pages; or as `attention`.
+        """
+        queries = q if isinstance(q, (tuple, list)) else (q,)
+        for part in queries:
+            self._group.check("q", part)
+        self._check_heads(queries[0].shape[-2], gather)
+        for name, way_out in _REFUSED.items():
+            if options.get(name) is not None:
+                raise ValueError(f"{name}: needs None over a cache that is cut; {way_out}")
+        *axes, heads, _ = queries[0].shape
+        called = tuple(axes)
+        if self._takes_tokens(attention, axes, options):
+            called = (prod(axes), 1)
+            queries = [part.reshape(*called, *part.shape[-2:]) for part in queries]
+        if options.get("sinks") is not None:
+            options["sinks"] = self._group.once(options["sinks"])
+        has_values = len(arrays) > 1 and len(arrays[1].shape) > 2  # k and v, not a block table
+        columns = arrays[1].shape[-1] if has_values else _LATENT_COLUMNS
+        given = tuple(queries) if isinstance(q, (tuple, list)) else queries[0]
+
+        def compute(**outputs: Any) -> Any:
+            return attention(given, *arrays, **options, **outputs)
+
+        buffer = self._group.computed(compute, heads, called, columns, queries[0])
+        return self._exchanged(buffer, heads, tuple(axes), columns, queries[0], gather)
+
+    def merge(self, out: Any, lse: Any, *, gather: bool = False) -> cumla.AttentionState:
+        """Merge a partial result of this rank with those of the others: :meth:`attend` without it.
+
+        For attention that is called apart, such as that of plans of `cumla.jax`. Costs a copy.
+
+        Parameters
+        ----------
+        out, lse : array
+            Of all heads: ``(tokens, num_heads, columns)`` and ``(tokens, num_heads)``, or
+            ``(batch, q_len, num_heads, columns)`` and ``(batch, num_heads, q_len)``. What only one
+            rank may count, sinks and new tokens, is part of one rank's result.
+        gather : bool
+            As in :meth:`attend`.
+
+        Returns
+        -------
+        AttentionState
+            As :meth:`attend`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As :meth:`attend`.
+        """
+        for name, array in (("out", out), ("lse", lse)):
+            self._group.check(name, array)
+        *axes, heads, columns = out.shape
+        self._check_heads(heads, gather)
+
+        def copy(**outputs: Any) -> Any:
+            return cumla.merge_attention_states([out], [lse], **outputs) if outputs else (out, lse)
+
+        buffer = self._group.computed(copy, heads, tuple(axes), columns, out)
+        return self._exchanged(buffer, heads, tuple(axes), columns, out, gather)
+
+    def gather_heads(self, array: Any) -> Any:
+        """Gather arrays of which each rank has a share of the heads, such as the queries.
+
+        Parameters
+        ----------
+        array : array
+            ``(..., num_heads / world, columns)`` on each rank.
+
+        Returns
+        -------
+        array
+            ``(..., num_heads, columns)``, with strides that attention takes as they are.
+
+        Raises
+        ------
+        TypeError
+            An array of another framework than the group's.
+        """
+        self._group.check("array", array)
+        xp = namespace(array)
+        return xp.moveaxis(self._group.all_gather(xp.moveaxis(array, -2, 0)), 0, -2)
+
+    def _check_heads(self, heads: int, gather: bool) -> None:
+        if heads % self.world and not checked_flag("gather", gather):
+            raise ValueError(
+                f"q: needs a number of heads that is a multiple of the {self.world} ranks, got "
+                f"{heads}; pass gather=True for all heads on every rank, or pad them"
+            )
+
+    @staticmethod
+    def _takes_tokens(attention: Any, axes: list[int], options: dict[str, Any]) -> bool:
+        """Tell whether query tokens become requests, of whose tokens each sees all."""
+        plan = getattr(attention, "__self__", None)
+        key = getattr(plan, "key", None)
+        if key is not None and key.q_len == 1 and not isinstance(plan, cumla.MLAAttentionPlan):
+            return True
+        if not (options.get("causal", True) if key is None else key.causal):
+            return False
+        if key is not None or "qo_indptr" in options:
+            raise ValueError(
+                "causal: needs False for requests of several query tokens, got True; take the "
+                "pages from ContextParallel.pages with q_len or qo_indptr, which makes a request "
+                "of each query token, and leave qo_indptr out here (of a plan: q_len=1)"
+            )
+        return len(axes) == 1 or axes[1] != 1
+
+    def _exchanged(
+        self,
+        buffer: Any,
+        heads: int,
+        axes: tuple[int, ...],
+        columns: int,
+        like: Any,
+        gather: bool,
+    ) -> cumla.AttentionState:
+        """Exchange partial results, and merge them in the order of the ranks.
+
+        With R bytes of out and lse for all heads and w ranks, a rank receives R (w - 1) / w by an
+        all-to-all over heads. Gathering every lse, and summing weighted outs in float32 by a
+        reduce-scatter, moves twice as many bytes of 16-bit outs and is never better. All heads on
+        every rank take a second R (w - 1) / w, or R (w - 1) by gathering the partial results
+        themselves: no more for two ranks, and one collective instead of two.
+        """
+        world, group = self.world, self._group
+        at_once = checked_flag("gather", gather) and (world <= 2 or heads % world)
+        received = (group.all_gather if at_once else group.all_to_all)(buffer)
+        shares = heads if at_once else heads // world
+        of_ranks = received.reshape(world, shares, *axes, buffer.shape[-1])
+        parts = [group.state(of_ranks[rank], columns, like) for rank in range(world)]
+        outs, lses = zip(*parts, strict=True)
+        if at_once or not gather:
+            return cumla.merge_attention_states(outs, lses)
+
+        def merge(**outputs: Any) -> Any:
+            return cumla.merge_attention_states(outs, lses, **outputs)
+
+        own = group.computed(merge, shares, axes, columns, like)
+        out, lse = group.state(group.all_gather(own), columns, like)
+        return cumla.merge_attention_states([out], [lse])

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of ranks as PyTorch, CuPy and JAX have them, and the partial results that they exchange.
+
+A buffer holds ``(heads, ..., columns + pad)`` numbers: each row of out, then its lse in 16 bytes.
+Heads come first, so that the share of each rank lies in one piece and one collective moves all.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Group", "group_of"]
+
+_LSE_BYTES = 16  # of a row: the lse, and padding that keeps rows at multiples of 16 bytes
+
+
+class Group(ABC):
+    """A group that the user has made, seen from one of its ranks."""
+
+    arrays: ClassVar[tuple[str, str]]  # module and class of the arrays that it moves
+
+    rank: Any
+    world: int
+
+    def check(self, name: str, array: Any) -> None:
+        """Refuse an array of another framework."""
+        module, kind = self.arrays
+        if not isinstance(array, getattr(sys.modules.get(module), kind, ())):
+            raise TypeError(
+                f"{name}: needs a {module}.{kind}, as the group moves them, got "
+                f"{type(array).__module__}.{type(array).__qualname__}; convert it, or make a group "
+                f"of its framework"
+            )
+
+    @abstractmethod
+    def computed(
+        self,
+        compute: Callable[..., Any],
+        heads: int,
+        axes: tuple[int, ...],
+        columns: int,
+        like: Any,
+    ) -> Any:
+        """Make a buffer of the out and the lse that `compute` gives; `axes` are those of tokens.
+
+        `compute` takes ``out=`` and ``lse=`` where arrays can be written to.
+        """
+
+    @abstractmethod
+    def state(self, buffer: Any, columns: int, like: Any) -> tuple[Any, Any]:
+        """Return out, of the dtype of `like`, and lse in a buffer."""
+
+    @abstractmethod
+    def all_to_all(self, buffer: Any) -> Any:
+        """Give each rank its piece of the first axis; those of all ranks, one after the other."""
+
+    @abstractmethod
+    def all_gather(self, array: Any) -> Any:
+        """Gather the arrays of all ranks, one after the other along the first axis."""
+
+    @abstractmethod
+    def once(self, sinks: Any) -> Any:
+        """Return sinks for one rank, and for the others what adds nothing."""
+
+
+class _InMemory(Group):
+    """A group whose arrays can be written to: attention writes into the buffer that is sent."""
+
+    def __init__(self, xp: Any, rank: int, world: int) -> None:
+        self._xp = xp
+        self.rank = rank
+        self.world = world
+
+    def computed(
+        self,
+        compute: Callable[..., Any],
+        heads: int,
+        axes: tuple[int, ...],
+        columns: int,
+        like: Any,
+    ) -> Any:
+        pad = _LSE_BYTES // like.dtype.itemsize
+        buffer = self._empty((heads, *axes, columns + pad), like)
+        out, lse = self.state(buffer, columns, like)
+        compute(out=out, lse=lse)
+        return buffer
+
+    def state(self, buffer: Any, columns: int, like: Any) -> tuple[Any, Any]:
+        lse = buffer.view(self._xp.float32)[..., columns * buffer.dtype.itemsize // 4]
+        return self._xp.moveaxis(buffer[..., :columns], 0, -2), self._xp.moveaxis(lse, 0, 1)
+
+    def once(self, sinks: Any) -> Any:
+        return sinks if self.rank == 0 else None
+
+    @abstractmethod
+    def _empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        """Allocate a contiguous array of the dtype and on the device of another."""
+
+
+class _Torch(_InMemory):
+    """A process group of `torch.distributed`."""
+
+    arrays = ("torch", "Tensor")
+
+    def __init__(self, group: Any) -> None:
+        torch = sys.modules["torch"]
+        functions = torch.distributed
+        self._all_to_all = functions.all_to_all_single
+        # Its name from PyTorch 2.13 on, where the old one warns.
+        old = functions.all_gather_into_tensor
+        self._all_gather = getattr(functions, "all_gather_single", old)
+        self._group = group
+        super().__init__(torch, functions.get_rank(group), group.size())
+
+    def _empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        return like.new_empty(shape)
+
+    def all_to_all(self, buffer: Any) -> Any:
+        received = self._empty(buffer.shape, buffer)
+        sent, to = (each.view(self._xp.uint8) for each in (buffer, received))  # all move bytes
+        self._all_to_all(to, sent, group=self._group)
+        return received
+
+    def all_gather(self, array: Any) -> Any:
+        array = array.contiguous()
+        received = self._empty((self.world * array.shape[0], *array.shape[1:]), array)
+        sent, to = (each.view(self._xp.uint8) for each in (array, received))
+        self._all_gather(to, sent, group=self._group)
+        return received
+
+
+class _CuPy(_InMemory):
+    """A NCCL communicator of CuPy; it works on CuPy's current stream."""
+
+    arrays = ("cupy", "ndarray")
+
+    def __init__(self, communicator: Any) -> None:
+        self._nccl = sys.modules["cupy.cuda.nccl"]
+        self._communicator = communicator
+        super().__init__(sys.modules["cupy"], communicator.rank_id(), communicator.size())
+
+    def _empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        return self._xp.empty(shape, like.dtype)
+
+    def all_to_all(self, buffer: Any) -> Any:
+        received = self._empty(buffer.shape, buffer)
+        nbytes, stream = buffer.nbytes // self.world, self._stream()
+        kind = self._nccl.NCCL_UINT8
+        self._nccl.groupStart()
+        for peer in range(self.world):
+            sent = buffer.data.ptr + peer * nbytes
+            self._communicator.send(sent, nbytes, kind, peer, stream)
+            self._communicator.recv(received.data.ptr + peer * nbytes, nbytes, kind, peer, stream)
+        self._nccl.groupEnd()
+        return received
+
+    def all_gather(self, array: Any) -> Any:
+        array = self._xp.ascontiguousarray(array)
+        received = self._empty((self.world * array.shape[0], *array.shape[1:]), array)
+        kind = self._nccl.NCCL_UINT8
+        self._communicator.allGather(
+            array.data.ptr, received.data.ptr, array.nbytes, kind, self._stream()
+        )
+        return received
+
+    def _stream(self) -> int:
+        return int(self._xp.cuda.get_current_stream().ptr)
+
+
+class _Jax(Group):
+    """An axis of a mesh, inside `jax.shard_map`."""
+
+    arrays = ("jax", "Array")
+
+    def __init__(self, axis: str) -> None:
+        self._axis = axis
+
+    @property
+    def rank(self) -> Any:
+        return self._lax.axis_index(self._axis)
+
+    @property
+    def world(self) -> int:  # type: ignore[override]
+        try:
+            return int(self._lax.psum(1, self._axis))
+        except NameError as error:
+            raise ValueError(
+                f"group: needs the name of an axis that jax.shard_map maps, got {self._axis!r} "
+                f"outside of one; call it there, with the name of the mesh's axis"
+            ) from error
+
+    @property
+    def _lax(self) -> Any:
+        if "jax" not in sys.modules:
+            raise TypeError(
+                f"group: a name, such as {self._axis!r}, is an axis of JAX, which is not imported; "
+                f"pass a process group of torch.distributed or a NCCL communicator of CuPy"
+            )
+        return sys.modules["jax"].lax
+
+    def computed(
+        self,
+        compute: Callable[..., Any],
+        heads: int,
+        axes: tuple[int, ...],
+        columns: int,
+        like: Any,
+    ) -> Any:
+        jnp = sys.modules["jax.numpy"]
+        out, lse = compute()
+        out, lse = jnp.moveaxis(out, -2, 0), jnp.moveaxis(lse, 1, 0)
+        # Integers, because a float that is a piece of another one may be changed as a NaN.
+        bits = jnp.uint16 if out.dtype.itemsize == 2 else jnp.uint32
+        out, lse = (self._lax.bitcast_convert_type(part, bits) for part in (out, lse))
+        return jnp.concatenate([out, lse.reshape(*out.shape[:-1], -1)], -1)
+
+    def state(self, buffer: Any, columns: int, like: Any) -> tuple[Any, Any]:
+        jnp = sys.modules["jax.numpy"]
+        bits = buffer[..., columns:]
+        bits = bits if bits.shape[-1] == 2 else bits[..., 0]
+        lse = self._lax.bitcast_convert_type(bits, "float32")
+        out = self._lax.bitcast_convert_type(buffer[..., :columns], like.dtype)
+        return jnp.moveaxis(out, 0, -2), jnp.moveaxis(lse, 0, 1)
+
+    def all_to_all(self, buffer: Any) -> Any:
+        return self._lax.all_to_all(buffer, self._axis, 0, 0, tiled=True)
+
+    def all_gather(self, array: Any) -> Any:
+        return self._lax.all_gather(array, self._axis, tiled=True)
+
+    def once(self, sinks: Any) -> Any:
+        jnp = sys.modules["jax.numpy"]
+        return jnp.where(self.rank == 0, sinks, -jnp.inf)
+
+
+def group_of(group: Any) -> Group:
+    """See a group of any framework; frameworks are told through `sys.modules`."""
+    if isinstance(group, str):
+        return _Jax(group)
+    for module, kind, seen in (
+        ("torch.distributed", "ProcessGroup", _Torch),
+        ("cupy.cuda.nccl", "NcclCommunicator", _CuPy),
+    ):
+        if isinstance(group, getattr(sys.modules.get(module), kind, ())):
+            return seen(group)
+    raise TypeError(
+        f"group: needs a process group of torch.distributed, a cupy.cuda.nccl.NcclCommunicator, or "
+        f"the name of an axis of jax.shard_map, got {type(group).__module__}."
+        f"{type(group).__qualname__}; pass torch.distributed.group.WORLD for all ranks of PyTorch"
+    )

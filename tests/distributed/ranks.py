@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a gloo group compute, each in a process of its own.
+
+    python -m tests.distributed.ranks FOLDER [--exhaustive]
+
+imports PyTorch once, forks four ranks, and leaves in FOLDER what each of them found: a file of JSON
+a rank, the name of a case -> "" or what went wrong. Groups of two ranks are halves of the four. The
+cases run on a GPU as well, with another `setting` (tests/gpu/tools/ranks.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import cumla
+from cumla.distributed import ContextParallel
+
+WORLD = 4
+
+
+@dataclass
+class Setting:
+    """Where the cases run, and on how much; lengths include empty ranks and hostile numbers."""
+
+    device: str = "cpu"
+    page: int = 4
+    columns: int = 12  # of the block table of one rank
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    lengths: tuple[int, ...] = (45, 3, 0, 17, 32, -4, 10_000, 1)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Block sizes: a page, more and less."""
+        return self.page, 2 * self.page, self.page // 4
+
+
+setting = Setting()
+FEW = ("decode, q_len 3", "attention, q_len 3, gather")  # for other blocks than pages
+
+
+def there(*arrays: torch.Tensor) -> Any:
+    """Bring arrays where the cases run."""
+    moved = tuple(array.to(setting.device) for array in arrays)
+    return moved if len(moved) > 1 else moved[0]
+
+
+def sinks() -> torch.Tensor:
+    return torch.linspace(-1, 2, setting.heads, device=setting.device)
+
+
+def lengths() -> torch.Tensor:
+    return torch.tensor(setting.lengths, dtype=torch.int32, device=setting.device)
+
+
+class Cache(NamedTuple):
+    """A whole cache, and what each rank has of it after it was written through `slots`."""
+
+    whole: tuple[torch.Tensor, ...]  # pages of one rank
+    own: tuple[torch.Tensor, ...]
+    table: torch.Tensor  # of one rank
+    own_table: torch.Tensor  # of the group
+    kv_lens: torch.Tensor
+
+
+@cache
+def made(parallel: ContextParallel, family: str) -> Cache:
+    """Write the same tokens into a whole cache and into that of the rank; other slots are NaN."""
+    generator = torch.Generator().manual_seed(7)
+    page, columns, batch = setting.page, setting.columns, len(setting.lengths)
+    value_dim = setting.head_dim // 2
+    shapes = [(576,)]
+    if family == "mha":
+        shapes = [(setting.kv_heads, width) for width in (setting.head_dim, value_dim)]
+    # An entry of the group's table stands for pages of all ranks where blocks are smaller.
+    shared = parallel.block_size < page
+    own_columns = -(-columns // parallel.world) if shared else columns
+    tokens = own_columns * page * (parallel.world if shared else 1)
+    pages = batch * tokens // page
+    table = torch.randperm(pages, generator=generator).to(torch.int32).view(batch, -1)
+    own_table = torch.randperm(batch * own_columns, generator=generator).to(torch.int32)
+    table, own_table = there(table, own_table.view(batch, -1))
+    rows = [
+        there(torch.randn(batch * tokens, *shape, generator=generator).bfloat16())
+        for shape in shapes
+    ]
+    whole, own = (
+        tuple(row.new_full((count, page, *row.shape[1:]), torch.nan) for row in rows)
+        for count in (pages, batch * own_columns)
+    )
+    requests = there(torch.arange(batch).repeat_interleave(tokens))
+    positions = there(torch.arange(tokens).repeat(batch))
+    alone = {"batch_indices": requests, "positions": positions, "block_table": table}
+    append = cumla.append_mla_cache if family == "mla" else cumla.append_kv_cache
+    append(*rows, *whole, **alone)
+    append(*rows, *own, parallel.slots(own_table, requests, positions))
+    return Cache(whole, own, table, own_table, lengths())
+
+
+def queries(family: str, *axes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(11)
+    columns = 576 if family == "mla" else setting.head_dim
+    q: torch.Tensor = there(
+        torch.randn(*axes, setting.heads, columns, generator=generator).bfloat16()
+    )
+    return q
+
+
+def own_heads(parallel: ContextParallel) -> slice:
+    each = setting.heads // parallel.world
+    return slice(parallel.rank * each, (parallel.rank + 1) * each)
+
+
+def compare(parallel: ContextParallel, found: Any, whole: Any, gather: bool) -> None:
+    """Hold a result against that of one rank: heads of the rank, or all of them."""
+    own = slice(None) if gather else own_heads(parallel)
+    lse = whole.lse[:, own]
+    torch.testing.assert_close(found.lse, lse, atol=1e-5, rtol=1e-5)
+    assert torch.equal(found.lse.isinf(), lse.isinf())
+    torch.testing.assert_close(found.out, whole.out[..., own, :], atol=2e-2, rtol=2e-2)
+    assert found.out.isfinite().all()
+
+
+def decode(parallel: ContextParallel, q_len: int, gather: bool) -> None:
+    kv, q = made(parallel, "mla"), queries("mla", len(setting.lengths), q_len)
+    whole = cumla.mla_decode(q, *kv.whole, kv.table, kv.kv_lens)
+    pages = parallel.pages(kv.kv_lens, kv.own_table, q_len=q_len)
+    found = parallel.attend(cumla.mla_decode, q, *kv.own, *pages, gather=gather)
+    compare(parallel, found, whole, gather)
+    plan = cumla.MLADecodePlan(
+        len(setting.lengths) * q_len, 1, setting.heads, page_size=setting.page, like=q
+    )
+    plan.update(pages.kv_lens)
+    q_parts = q[..., :512], q[..., 512:]
+    planned = parallel.attend(plan.run, q_parts, *kv.own, pages.block_table, gather=gather)
+    assert torch.equal(planned.out, found.out) and torch.equal(planned.lse, found.lse)
+    given = queries("mla", len(setting.lengths) * q_len, 1)
+    partial = cumla.mla_decode(q.reshape(given.shape), *kv.own, *pages)
+    axes = len(setting.lengths), q_len, setting.heads
+    lse = partial.lse.view(*axes).transpose(1, 2)
+    merged = parallel.merge(partial.out.view(*axes, 512), lse, gather=gather)
+    assert torch.equal(merged.out, found.out) and torch.equal(merged.lse, found.lse)
+
+
+def attention(parallel: ContextParallel, q_len: int, gather: bool) -> None:
+    kv, q = made(parallel, "mha"), queries("mha", len(setting.lengths), q_len)
+    options: dict[str, Any] = {"sinks": sinks(), "softcap": 20.0}
+    places = {"kv_lens": kv.kv_lens, "block_table": kv.table}
+    whole = cumla.attention(q, *kv.whole, **places, **options)
+    table, kv_lens = parallel.pages(kv.kv_lens, kv.own_table, q_len=q_len)
+    places = {"kv_lens": kv_lens, "block_table": table}
+    found = parallel.attend(cumla.attention, q, *kv.own, **places, **options, gather=gather)
+    compare(parallel, found, whole, gather)
+
+
+OFFSETS = (0, 3, 4, 4, 9, 10, 10, 12, 13)
+
+
+def ragged(parallel: ContextParallel, family: str) -> None:
+    """Causal queries of different lengths, each of which becomes a request."""
+    kv, q = made(parallel, family), queries(family, OFFSETS[-1])
+    qo_indptr = there(torch.tensor(OFFSETS, dtype=torch.int32))
+    pages = parallel.pages(kv.kv_lens, kv.own_table, qo_indptr=qo_indptr, total_tokens=OFFSETS[-1])
+    if family == "mla":
+        places = (kv.table, kv.kv_lens)
+        whole = cumla.mla_attention(q, *kv.whole, *places, qo_indptr=qo_indptr)
+        found = parallel.attend(cumla.mla_decode, q, *kv.own, *pages)
+    else:
+        given = {"kv_lens": kv.kv_lens, "block_table": kv.table, "qo_indptr": qo_indptr}
+        whole = cumla.attention(q, *kv.whole, **given)
+        found = parallel.attend(cumla.attention, q, *kv.own, **pages._asdict())
+    compare(parallel, found, whole, False)
+
+
+def history(parallel: ContextParallel, family: str) -> None:
+    """Queries that see all cached tokens of a request, as a chunk of a prefill does."""
+    kv, q = made(parallel, family), queries(family, OFFSETS[-1])
+    qo_indptr = there(torch.tensor(OFFSETS, dtype=torch.int32))
+    options: dict[str, Any] = {"qo_indptr": qo_indptr, "causal": False}
+    pages = parallel.pages(kv.kv_lens, kv.own_table)
+    if family == "mla":
+        whole = cumla.mla_attention(q, *kv.whole, kv.table, kv.kv_lens, **options)
+        found = parallel.attend(cumla.mla_attention, q, *kv.own, *pages, **options)
+        plan = cumla.MLAAttentionPlan(
+            len(setting.lengths),
+            OFFSETS[-1],
+            setting.heads,
+            page_size=setting.page,
+            causal=False,
+            like=q,
+        )
+        plan.update(pages.kv_lens, qo_indptr=qo_indptr)
+        planned = parallel.attend(plan.run, q, *kv.own, pages.block_table)
+        assert torch.equal(planned.out, found.out)
+    else:
+        places = {"kv_lens": kv.kv_lens, "block_table": kv.table}
+        whole = cumla.attention(q, *kv.whole, **places, **options)
+        found = parallel.attend(cumla.attention, q, *kv.own, **pages._asdict(), **options)
+    compare(parallel, found, whole, False)
+
+
+def same_bits(parallel: ContextParallel) -> None:
+    """The shares are parts of what all heads on each rank give, and each call gives the same."""
+    kv, q = made(parallel, "mla"), queries("mla", len(setting.lengths), 1)
+    pages = parallel.pages(kv.kv_lens, kv.own_table)
+    of_all, *again = (
+        parallel.attend(cumla.mla_decode, q, *kv.own, *pages, gather=gather)
+        for gather in (True, False, False)
+    )
+    own = own_heads(parallel)
+    for state in again:
+        assert torch.equal(state.out, of_all.out[:, :, own])
+        assert torch.equal(state.lse, of_all.lse[:, own])
+    assert torch.equal(parallel.gather_heads(again[0].out), of_all.out)
+    strided = queries("mla", len(setting.lengths), 1)[:, :, own]
+    assert torch.equal(parallel.gather_heads(strided), queries("mla", len(setting.lengths), 1))
+
+
+def odd_heads(parallel: ContextParallel) -> None:
+    """Any number of heads, where each rank gets all of them."""
+    kv, q = made(parallel, "mla"), queries("mla", len(setting.lengths), 1)[:, :, :5]
+    whole = cumla.mla_decode(q, *kv.whole, kv.table, kv.kv_lens)
+    pages = parallel.pages(kv.kv_lens, kv.own_table)
+    found = parallel.attend(cumla.mla_decode, q, *kv.own, *pages, gather=True)
+    torch.testing.assert_close(found.out, whole.out, atol=2e-2, rtol=2e-2)
+
+
+def no_tokens(parallel: ContextParallel) -> None:
+    for gather in (False, True):
+        q = there(torch.zeros(0, 1, setting.heads, 576, dtype=torch.bfloat16))
+        none, table = there(torch.zeros(0, dtype=torch.int32), torch.zeros(0, 3, dtype=torch.int32))
+        pages = parallel.pages(none, table)
+        pool = there(torch.zeros(4, setting.page, 576, dtype=torch.bfloat16))
+        out, _ = parallel.attend(cumla.mla_decode, q, pool, *pages, gather=gather)
+        assert out.shape == (
+            0,
+            1,
+            setting.heads if gather else setting.heads // parallel.world,
+            512,
+        )
+
+
+def refused(parallel: ContextParallel) -> None:
+    """Before anything is sent, on every rank alike."""
+    kv, q = made(parallel, "mla"), queries("mla", len(setting.lengths), 2)
+    pages = parallel.pages(kv.kv_lens, kv.own_table, q_len=2)
+    plan = cumla.MLADecodePlan(
+        len(setting.lengths), 2, setting.heads, page_size=setting.page, like=q
+    )
+    plan.update(kv.kv_lens)
+    decoding = (cumla.mla_decode, q, *kv.own, *pages)
+    numpy = (cumla.mla_decode, np.zeros((4, 1, 8, 576)), *kv.own, *pages)
+    offsets = there(torch.tensor(OFFSETS, dtype=torch.int32))
+    ragged = (cumla.mla_attention, queries("mla", OFFSETS[-1]), *kv.own, *pages)
+    for kind, start, arguments, options in (
+        (
+            ValueError,
+            "q: needs a number of heads that is a multiple of the",
+            (cumla.mla_decode, q[:, :, :5], *decoding[2:]),
+            {},
+        ),
+        (ValueError, "out: needs None over a cache that is cut", decoding, {"out": q}),
+        (ValueError, "window: needs None over a cache that is cut", decoding, {"window": 4}),
+        (ValueError, "stream: needs None over a cache that is cut", decoding, {"stream": 0}),
+        (ValueError, "causal: needs False for requests of several", ragged, {"qo_indptr": offsets}),
+        (
+            ValueError,
+            "causal: needs False for requests of several",
+            (plan.run, q, *kv.own, pages.block_table),
+            {},
+        ),
+        (
+            TypeError,
+            "q: needs a torch.Tensor, as the group moves them, got numpy.ndarray",
+            numpy,
+            {},
+        ),
+        (TypeError, "gather: needs True or False", decoding, {"gather": 1}),
+    ):
+        with pytest.raises(kind, match=f"^{start}"):
+            parallel.attend(*arguments, **options)
+
+
+def cases(exhaustive: bool) -> dict[str, Callable[[ContextParallel], None]]:
+    found: dict[str, Callable[[ContextParallel], None]] = {
+        "same bits": same_bits,
+        "odd heads": odd_heads,
+        "no tokens": no_tokens,
+        "refused": refused,
+    }
+    for family in ("mla", "mha"):
+        found[f"ragged, {family}"] = lambda p, f=family: ragged(p, f)
+        found[f"history, {family}"] = lambda p, f=family: history(p, f)
+    for function in (decode, attention):
+        for q_len in (1, 2, 8) if exhaustive else (1, 3):
+            for gather in (False, True):
+                name = f"{function.__name__}, q_len {q_len}{', gather' * gather}"
+                found[name] = lambda p, f=function, n=q_len, g=gather: f(p, n, g)
+    return found
+
+
+def a_rank_that_fails(group: Any, dies: bool) -> str:
+    """Attend with a group whose second rank does not: the error of the backend, in time."""
+    parallel = ContextParallel(group, page_size=setting.page)
+    if parallel.rank == 1:
+        if not dies:
+            time.sleep(1.5)
+        return ""
+    state = torch.zeros(2, setting.heads, 512), torch.zeros(2, setting.heads)
+    begin = time.monotonic()
+    try:
+        parallel.merge(*state)
+    except RuntimeError:
+        return "" if time.monotonic() - begin < 1.4 else "late"
+    return "no error"
+
+
+def outcome(function: Callable[[], None]) -> str:
+    try:
+        function()
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def work(rank: int, folder: Path, exhaustive: bool) -> None:
+    """Run all cases as one of the ranks."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), WORLD)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
+    pairs = [dist.new_group([i, i + 1]) for i in (0, 2)]
+    seconds = timedelta(seconds=0.5)
+    lagging, dying = (dist.new_group([2, 3], timeout=seconds) for _ in range(2))
+    found = {}
+    groups = {2: pairs[rank // 2], 4: dist.group.WORLD}
+    for world, group in groups.items():
+        for block in setting.blocks:
+            parallel = ContextParallel(group, page_size=setting.page, block_size=block)
+            for name, case in cases(exhaustive).items():
+                if block == setting.page or exhaustive or name in FEW:
+                    key = f"{world} ranks, blocks of {block}: {name}"
+                    found[key] = outcome(lambda c=case, p=parallel: c(p))
+    if rank >= 2:
+        found["a rank that lags"] = a_rank_that_fails(lagging, dies=False)
+    if rank == 3:
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+        os._exit(0)
+    if rank == 2:
+        found["a rank that dies"] = a_rank_that_fails(dying, dies=True)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)  # no farewell to a rank that is gone
+
+
+def main() -> None:
+    folder, *options = sys.argv[1:]
+    torch.testing.assert_close(torch.ones(1), torch.ones(1))  # imports much: once for all ranks
+    children = []
+    for rank in range(WORLD):
+        child = os.fork()
+        if not child:
+            try:
+                work(rank, Path(folder), "--exhaustive" in options)
+            finally:
+                traceback.print_exc()
+                os._exit(1)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    raise SystemExit(max(codes))
+
+
+if __name__ == "__main__":
+    main()

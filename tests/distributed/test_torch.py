@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of a gloo group against one rank, as `ranks.py` runs them in four processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict]:
+    """Each rank's cases, with what went wrong in them."""
+    folder = tmp_path_factory.mktemp("ranks")
+    options = ["--exhaustive"] if request.config.getoption("exhaustive") else []
+    command = [sys.executable, "-m", "tests.distributed.ranks", str(folder), *options]
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | threads, timeout=300, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+
+
+def test_ranks_compute_what_one_rank_does(found: list[dict]) -> None:
+    wrong = {
+        f"rank {rank}, {name}": problem
+        for rank, cases in enumerate(found)
+        for name, problem in cases.items()
+        if problem and "that" not in name
+    }
+    assert not wrong, "\n".join(f"{name}\n{problem}" for name, problem in wrong.items())
+    assert {len(cases) for cases in found[:2]} == {len(found[0])} and len(found[0]) > 30
+
+
+@pytest.mark.parametrize("case", ["a rank that lags", "a rank that dies"])
+def test_the_backend_tells_of(found: list[dict], case: str) -> None:
+    assert found[2][case] == ""

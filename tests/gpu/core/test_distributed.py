@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache that is cut among two GPUs: NCCL through PyTorch, JAX and CuPy, against one GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu.tools.process import run_fresh
+from tests.gpu.tools.ranks import launch
+
+KERNELS = ("merge_states",)  # what attends and appends is tested alone elsewhere
+MAY_SKIP = (
+    "needs two GPUs",
+    "needs PyTorch with NCCL",
+    "needs JAX on the GPU",
+    "needs libnccl for CuPy",
+)
+cp: Any = pytest.importorskip("cupy")
+
+
+@pytest.fixture(autouse=True)
+def _two_gpus() -> None:
+    if cp.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+
+
+def needs_torch() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.distributed.is_nccl_available():
+        pytest.skip("needs PyTorch with NCCL")
+
+
+def check(what: str, folder: Path, least: int) -> None:
+    """Run both ranks; all of their cases pass."""
+    for rank, done in enumerate(launch(what, folder)):
+        print(done.stdout)
+        assert done.returncode == 0, f"rank {rank}:\n{done.stdout[-6000:]}"
+        found = json.loads((folder / f"{rank}.json").read_text())
+        wrong = {name: problem for name, problem in found.items() if problem}
+        assert not wrong, "\n".join(f"rank {rank}, {n}\n{p}" for n, p in wrong.items())
+        assert len(found) >= least
+
+
+def test_torch(tmp_path: Path) -> None:
+    """All forms of calls, graphs for changing lengths, 100 repeats with a rank that is late."""
+    needs_torch()
+    check("torch", tmp_path, 40)
+
+
+def test_cupy(tmp_path: Path) -> None:
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        pytest.skip("needs libnccl for CuPy")
+    check("cupy", tmp_path, 9)
+
+
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    """NCCL's error ends the exchange of the other rank."""
+    needs_torch()
+    first, second = launch("failing", tmp_path)
+    assert (tmp_path / "0.json").exists(), first.stdout
+    assert second.returncode == 0, second.stdout
+    assert first.returncode not in (0, -999), first.stdout
+    assert "NCCL" in first.stdout
+
+
+JAX = """
+import os
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+import jax
+assert len(jax.devices("gpu")) >= 2
+from tests.distributed import test_jax as t
+t.decodes(2, 1, repeats=100)
+t.decodes(2, 3)
+t.gathers(2)
+t.attends(2, "bfloat16", "float32")
+t.writes(2)
+"""
+
+
+def test_jax() -> None:
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() not in ("gpu", "cuda"):
+        pytest.skip("needs JAX on the GPU")
+    done = run_fresh(JAX, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]

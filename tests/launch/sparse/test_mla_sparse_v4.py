@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of 512 columns, V4's slots and second caches, on the CPU."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from cumla.core.arrays import ArrayView
+from cumla.launch.sparse.mla_sparse import attend_launches, lengths_launches, sparse_specs
+from cumla.launch.sparse.mla_sparse_v4 import SPECS
+from cumla.sparse.shape import V4_ROW_BYTES, V4_SCALE_BYTES, V4_SCALES
+from tests.calls import refused
+from tests.emulator import emulated_gpu
+from tests.gpu.tools.sanitize import V4, attend_v4
+from tests.gpu.tools.v4_problem import CASES, V4Case
+from tests.launch.sparse.keys import arguments_of, key_of, outputs_of, strided
+from tests.launch.structs import compile_checks, parameters
+from tests.selection import some
+
+BUFFER = 9 << 40
+PAGE = 18 * 576  # bytes of a page of 16 slots, and some more
+
+
+def v4_arguments(key: Any, num_pages: int = 90, **changes: Any) -> Any:
+    """Views of a call; the second cache has 50 pages of 2 slots."""
+    cache = strided(3, (num_pages, 16, 1, 584), (PAGE, 584, 584, 1), "uint8")
+    extra: dict[str, ArrayView] = {}
+    if key.extra_topk:
+        extra["extra_kv_cache"] = strided(13, (50, 2, 1, 584), (3 * 576, 584, 584, 1), "uint8")
+        shape = (key.batch, key.q_len, key.extra_topk)
+        extra["extra_indices"] = strided(14, shape, (8_000, 2_000, 4), "int32")
+    narrow = {"q_rope": None, "kv_rope": None, "kv_scales": None, "kv_cache": cache}
+    return arguments_of(key, **narrow | extra | changes)
+
+
+def test_the_kernels_constants(nvrtc: None) -> None:
+    widths = {"kV4RowBytes": V4_ROW_BYTES, "kV4ScaleBytes": V4_SCALE_BYTES, "kV4Tiles": V4_SCALES}
+    compile_checks(SPECS[0], widths | {"(kStageBytes % 1024)": 0})
+
+
+@pytest.mark.parametrize("heads", [8, 64, 100])
+def test_the_parameters_by_name(heads: int) -> None:
+    key = key_of(heads, "v4", extra_topk=200)
+    first, second, launch = attend_launches(key, BUFFER, v4_arguments(key), *outputs_of(key))
+    assert launch.grid == (-(-heads // 64), key.parts, 1)
+    got = parameters(launch)
+    wanted = {
+        "decode.q_rope.base": BUFFER + key.zeros,
+        "decode.q_rope.stride_head": 0,
+        "decode.block_table": BUFFER + key.selected,
+        "decode.block_table_stride": 900,
+        "decode.max_tokens": 900,
+        "decode.heads_per_group": heads,
+        "caches[0].base": 3 << 40,
+        "caches[0].stride_page": PAGE,
+        "caches[0].slots": 90 * 16,
+        "caches[0].page_size": 16,
+        "caches[1].base": 13 << 40,
+        "caches[1].stride_page": 3 * 576,
+        "caches[1].slots": 100,
+        "caches[1].page_size": 2,
+    }
+    assert {name: got[name] for name in wanted} == wanted
+    own, extra = parameters(first), parameters(second)
+    assert (own["first_row"], own["appends"], own["entries"]) == (0, 0, 700)
+    assert (extra["first_row"], extra["appends"], extra["entries"]) == (90 * 16, 1, 200)
+    for name in ("selected", "counts", "places"):
+        assert own[name] == extra[name]
+    assert [own["bounds"], extra["bounds"]] == [BUFFER + at for at in key.list_bounds]
+    assert (extra["lists.page_step"], extra["lists.row_step"]) == (2, 1)
+
+
+def test_lists_are_as_long_as_both_together() -> None:
+    key = key_of(64, "v4", extra_topk=200)
+    lengths = strided(2, (5, 3), (64, 12), "int32")
+    own, extra, _ = lengths_launches(key, BUFFER, (lengths, None))
+    first, second = parameters(own), parameters(extra)
+    assert (first["entries"], second["entries"]) == (700, 200)
+    assert (first["others"], first["sums"]) == (0, 0)
+    assert second["others"] == first["bounds"] == BUFFER + key.list_bounds[0]
+    assert second["sums"] == BUFFER + key.bounds
+    assert len({key.bounds, *key.list_bounds}) == 3
+    assert key.max_blocks == 15
+
+
+def test_one_cache_needs_one_kernel_less() -> None:
+    key = key_of(64, "v4")
+    launches = attend_launches(key, BUFFER, v4_arguments(key), *outputs_of(key))
+    assert [launch.spec.entry for launch in launches] == ["select_rows", "mla_sparse_v4"]
+    assert {launch.spec for launch in launches} < set(sparse_specs(key))
+    assert parameters(launches[1])["caches[1].slots"] == 0
+    assert len(lengths_launches(key, BUFFER, (None, None))) == 2
+
+
+def test_slots_that_32_bits_cannot_number_are_refused() -> None:
+    key = key_of(64, "v4", extra_topk=200)
+    arguments = v4_arguments(key, num_pages=(1 << 27) - 4)
+    with refused(ValueError, "kv_cache: needs slots that 32 bits can number, got 2147483684; pass"):
+        attend_launches(key, BUFFER, arguments, *outputs_of(key))
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_16_bit_rows_without_rope_columns_read_zeros_there(heads: int) -> None:
+    key = key_of(heads)
+    rows = strided(3, (90, 16, 1, 512), (16 * 1040, 1040, 1040, 2), "bfloat16")
+    arguments = arguments_of(key, q_rope=None, kv_rope=None, kv_cache=rows)
+    _, launch = attend_launches(key, BUFFER, arguments, *outputs_of(key))
+    got = parameters(launch)
+    for name in ("rope", "q_rope"):
+        assert got[f"{name}.base"] == BUFFER + key.zeros
+        strides = [value for field, value in got.items() if re.match(rf"{name}\.stride", field)]
+        assert strides == [0, 0, 0]
+    assert (got["rope_is_apart"], got["latent.stride_page"]) == (1, 1040)
+    assert key.layout.nbytes >= key.zeros + 128
+
+
+# --- results --------------------------------------------------------------------------------------
+
+SMALL = [c for c in CASES if c.tokens * (c.topk + c.extra) * c.heads < 300_000]
+
+
+@pytest.mark.parametrize("case", some((*V4, *SMALL), 4), ids=lambda case: case.name)
+def test_attention_to_lists(case: V4Case) -> None:
+    with emulated_gpu() as cupy:
+        attend_v4(cupy, case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lists", ["random", "same", "absent", "mixed", "first", "blocks"])
+@pytest.mark.parametrize("extra", [0, 1, 64, 130])
+def test_lists_in_two_caches(extra: int, lists: str) -> None:
+    case = V4Case(batch=2, heads=24, topk=130, extra=extra, lists=lists, lengths="tokens")
+    with emulated_gpu() as cupy:
+        attend_v4(cupy, case)
