@@ -37,7 +37,7 @@ from cumla.launch.mla import (
 )
 from cumla.launch.module import load
 from cumla.launch.sparse import mla_sparse as mla_sparse_kernels
-from cumla.launch.sparse import mla_sparse_fp8, mla_sparse_packed, select_rows, top_k
+from cumla.launch.sparse import mla_sparse_fp8, mla_sparse_packed, mla_sparse_v4, select_rows, top_k
 from cumla.launch.split import ragged_schedule, schedule
 from cumla.merge import merge_attention_states
 from cumla.mha import attention, rope
@@ -64,6 +64,7 @@ _SPARSE = (
     *mla_sparse_kernels.SPECS,
     *mla_sparse_fp8.SPECS,
     *mla_sparse_packed.SPECS,
+    *mla_sparse_v4.SPECS,
     *merge_states.SPECS,  # of sinks
 )
 # By the public function itself: others have the same name, such as those of cumla.reference.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors
 from cumla.compat._torch import import_torch
@@ -13,32 +13,74 @@ from cumla.core.arrays import from_numpy, open_call, to_numpy
 from cumla.mla.shape import HEAD_DIM, PACKED_BYTES
 from cumla.reference.sparse.mla_sparse import largest_scores
 from cumla.sparse.mla_sparse import mla_sparse_attention
+from cumla.sparse.shape import V4_BYTES
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_sink", "flash_mla_sparse_fwd", "packed_rows", "with_sink"]
+__all__ = ["SecondCache", "check_sink", "flash_mla_sparse_fwd", "packed_rows", "with_sink"]
 
 _BYTES = {"uint8", "int8", "float8_e4m3fn"}  # what FlashMLA calls the bytes of an FP8 cache
 _VALUE_DIM = 512
+_PACKED = {HEAD_DIM: PACKED_BYTES, _VALUE_DIM: V4_BYTES}
+"""Bytes of a row in FlashMLA's FP8 formats, by the columns of q: V32 and MODEL1."""
 _NAMES = CallersNames({"kv_cache": "kv", "softmax_scale": "sm_scale", "total_tokens": "s_q"})
 
 
-def packed_rows(k_cache: Any) -> Any:
-    """Check an FP8 cache, and name its bytes as such."""
-    name = str(k_cache.dtype).removeprefix("torch.")
-    check_axes("k_cache", k_cache, f"num_blocks, page_size, 1, {PACKED_BYTES}")
-    if name not in _BYTES:
+def packed_rows(name: str, cache: Any, columns: int) -> Any:
+    """Check an FP8 cache beside queries of so many columns, and name its bytes as such."""
+    dtype = str(cache.dtype).removeprefix("torch.")
+    bytes_of_row = _PACKED.get(columns, PACKED_BYTES)
+    check_axes(name, cache, f"num_blocks, page_size, 1, {bytes_of_row}")
+    if dtype not in _BYTES:
         raise TypeError(
-            f"k_cache: needs {', '.join(sorted(_BYTES))} with is_fp8_kvcache, got {name}; pass the "
+            f"{name}: needs {', '.join(sorted(_BYTES))} with is_fp8_kvcache, got {dtype}; pass the "
             f"packed cache"
         )
-    if k_cache.shape[-1] != PACKED_BYTES:
+    if cache.shape[-1] not in _PACKED.values():
         raise NotImplementedError(
-            f"k_cache: needs rows of {PACKED_BYTES} bytes, the format of DeepSeek-V3.2, got shape "
-            f"{tuple(k_cache.shape)}; cumla has no other packed format"
+            f"{name}: needs rows of {PACKED_BYTES} bytes, the format of DeepSeek-V3.2, or of "
+            f"{V4_BYTES}, that of V4, got shape {tuple(cache.shape)}; cumla has no other packed "
+            f"format"
         )
-    return k_cache.view(import_torch().uint8)
+    if cache.shape[-1] != bytes_of_row:
+        raise ValueError(
+            f"{name}: needs rows of {bytes_of_row} bytes beside q of {columns} columns, got shape "
+            f"{tuple(cache.shape)}; pass the queries of the model that has the cache"
+        )
+    return cache.view(import_torch().uint8)
+
+
+class SecondCache(NamedTuple):
+    """What FlashMLA's decoding takes of a second cache, by its names."""
+
+    extra_k_cache: Any
+    extra_indices_in_kvcache: Any
+    extra_topk_length: Any
+
+    def checked(self, columns: int) -> tuple[dict[str, Any], int | None]:
+        """Check all but the lengths, beside queries of so many columns.
+
+        Return cumla's arguments of it, none if there is none, and how long its lists are.
+        """
+        cache, lists, _ = self
+        if cache is None:
+            for name, tensor in self._asdict().items():
+                if tensor is not None:
+                    raise ValueError(
+                        f"{name}: needs an extra_k_cache, whose slots it is about, got None; pass "
+                        f"it"
+                    )
+            return {}, None
+        if lists is None:
+            raise ValueError(
+                "extra_indices_in_kvcache: needed with extra_k_cache, got None; pass a list for "
+                "each query token"
+            )
+        check_tensors(extra_k_cache=cache, extra_indices_in_kvcache=lists)
+        check_axes("extra_indices_in_kvcache", lists, "batch, seq_q, extra_topk")
+        whole = packed_rows("extra_k_cache", cache, columns)
+        return {"extra_kv_cache": whole, "extra_indices": lists}, lists.shape[2]
 
 
 def check_sink(q: Any, attn_sink: Any) -> None:
@@ -76,9 +118,9 @@ def flash_mla_sparse_fwd(
     Parameters
     ----------
     q : torch.Tensor
-        ``(s_q, h_q, 576)``, bfloat16 or float16; any number of heads.
+        ``(s_q, h_q, 576)`` or ``(s_q, h_q, 512)``, bfloat16 or float16; any number of heads.
     kv : torch.Tensor
-        ``(s_kv, 1, 576)``, q's dtype.
+        ``(s_kv, 1, 576)`` or ``(s_kv, 1, 512)``, as q, and q's dtype.
     indices : torch.Tensor
         ``(s_q, 1, topk)``, int32, any topk: rows of kv. Those below 0 and from s_kv on count as
         absent.
@@ -105,22 +147,15 @@ def flash_mla_sparse_fwd(
 
     Raises
     ------
-    NotImplementedError
-        Rows have 512 columns: cumla has the 576 of DeepSeek-V3.2 alone.
     TypeError, ValueError, CumlaError
         As :func:`cumla.mla_sparse_attention`.
     """
     check_tensors(q=q, kv=kv, indices=indices)
-    check_axes("q", q, f"s_q, h_q, {HEAD_DIM}")
-    check_axes("kv", kv, f"s_kv, 1, {HEAD_DIM}")
+    check_axes("q", q, "s_q, h_q, d_qk")
+    check_axes("kv", kv, "s_kv, 1, d_qk")
     check_axes("indices", indices, "s_q, 1, topk")
     if d_v != _VALUE_DIM:
         raise ValueError(f"d_v: needs {_VALUE_DIM}, the width of the values, got {d_v}; pass that")
-    if q.shape[-1] == kv.shape[-1] == _VALUE_DIM:
-        raise NotImplementedError(
-            f"q: needs the {HEAD_DIM} columns of DeepSeek-V3.2, got shape {tuple(q.shape)}; cumla "
-            f"has no sparse attention over rows of {_VALUE_DIM}"
-        )
     if kv.shape[1] != 1:
         raise ValueError(
             f"kv: needs one kv head, got shape {tuple(kv.shape)}; pass the heads one by one"

@@ -25,16 +25,18 @@ What carries over from FlashMLA:
   long as the graphs. It keeps every schedule that was computed with it.
 * A metadata object belongs to the shapes, dtype, device and mask of its first call.
 * Where nothing is attended out is 0 and lse +inf.
-* Calls with ``indices`` attend to the slots that these name, of caches in the packed format of
-  DeepSeek-V3.2. Their schedule is computed from ``topk_length``, and nothing else of the lists.
+* Calls with ``indices`` attend to the slots that these name, of caches in the packed formats of
+  DeepSeek-V3.2 (V32, 656 bytes) and V4 (MODEL1, 584 bytes), of the latter also beside a second
+  cache. Their schedule is computed from ``topk_length`` and ``extra_topk_length``, and nothing else
+  of the lists.
 * Sinks scale out, and lse is without them.
 * It is for inference: no gradients flow.
 
 What differs: each stream has a schedule of its own, and calls outside of graphs do not rely on one
 that only a graph computes. Sparse calls take any number of heads, any topk, 16-bit caches, and
 ``topk_length`` beside the format of DeepSeek-V3.2; an index that names no slot counts as absent
-whatever its value is. Second caches (``extra_k_cache``) and rows of 512 columns are missing.
-Tensors on the CPU are computed by `cumla.reference`.
+whatever its value is. A second cache (``extra_k_cache``) goes with V4's format alone. Tensors on
+the CPU are computed by `cumla.reference`.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
 from cumla.compat._flash_mla_sparse import (
+    SecondCache,
     check_sink,
     flash_mla_sparse_fwd,
     packed_rows,
@@ -53,6 +56,7 @@ from cumla.compat._flash_mla_sparse import (
 from cumla.core.arguments import INT32, Array, bind, checked_scale
 from cumla.core.arrays import open_call
 from cumla.mla.decode import MLADecodePlan
+from cumla.mla.shape import HEAD_DIM
 from cumla.sparse.mla_sparse import MLASparsePlan
 
 if TYPE_CHECKING:
@@ -72,6 +76,7 @@ __all__ = [
 
 _PAGE_SIZE = 64  # tokens
 _VALUE_DIM = 512
+_ONLY_V4 = "belongs to a second cache, which goes with the packed format of DeepSeek-V4 alone"
 _UPDATES = (  # of the check mode
     "call plan.update(kv_lens) after each change of the lengths",
     "call plan.update(topk_length) after each change of the lengths",
@@ -80,6 +85,8 @@ _NAMES = CallersNames(
     {
         "kv_cache": "k_cache",
         "kv_lens": "cache_seqlens",
+        "extra_kv_cache": "extra_k_cache",
+        "extra_indices": "extra_indices_in_kvcache",
         **dict.fromkeys(_UPDATES, "call get_mla_metadata() for each step with new lengths"),
     }
 )
@@ -109,8 +116,11 @@ class _SparseShape(NamedTuple):
     batch: int
     seq_q: int
     heads_q: int
+    d_qk: int
     topk: int
     has_topk_length: bool
+    extra_topk: int | None
+    has_extra_topk_length: bool
     is_fp8_kvcache: bool
     dtype: Any
     device: Any
@@ -177,11 +187,13 @@ def flash_mla_with_kvcache(
     Parameters
     ----------
     q : torch.Tensor
-        ``(batch, seq_q, heads_q, 576)``, bfloat16 or float16.
+        ``(batch, seq_q, heads_q, 576)``, bfloat16 or float16. With indices also 512 columns, those
+        of DeepSeek-V4.
     k_cache : torch.Tensor
-        ``(num_blocks, 64, heads_k, 576)``, q's dtype. With indices any page size and one kv head;
-        with is_fp8_kvcache ``(num_blocks, page_size, 1, 656)``, float8_e4m3fn, uint8 or int8, and q
-        in bfloat16.
+        ``(num_blocks, 64, heads_k, 576)``, q's dtype. With indices any page size and one kv head,
+        and as many columns as q. With is_fp8_kvcache ``(num_blocks, page_size, 1, 656)`` or, beside
+        q of 512 columns, ``(num_blocks, page_size, 1, 584)``, whose blocks are contiguous and begin
+        at multiples of 16 bytes; float8_e4m3fn, uint8 or int8, and q in bfloat16.
     block_table : torch.Tensor
         ``(batch, max_blocks)``, int32: the pages of each request, in order. Not looked at with
         indices.
@@ -200,7 +212,7 @@ def flash_mla_with_kvcache(
     causal : bool
         Bottom-right causal mask: the last query sees the whole request. False with indices.
     is_fp8_kvcache : bool
-        Whether k_cache has the packed format of DeepSeek-V3.2: with indices alone.
+        Whether k_cache has a packed format, that of DeepSeek-V3.2 or of V4: with indices alone.
     indices : torch.Tensor, optional
         ``(batch, seq_q, topk)``, int32: slots ``block * page_size + offset`` to attend to. Those
         that are no slots of the cache, such as -1, count as absent.
@@ -210,8 +222,10 @@ def flash_mla_with_kvcache(
     topk_length : torch.Tensor, optional
         ``(batch,)``, int32, with indices: entries of each list. Only the first call with a metadata
         object reads them.
-    extra_k_cache, extra_indices_in_kvcache, extra_topk_length
-        A second cache, which cumla does not have: leave them at their defaults.
+    extra_k_cache, extra_indices_in_kvcache, extra_topk_length : torch.Tensor, optional
+        With a k_cache of 584 bytes per row, a second one, ``(num_blocks, page_size, 1, 584)`` with
+        pages of its own size; lists of its slots, ``(batch, seq_q, extra_topk)`` int32; and their
+        lengths, as topk_length. One softmax goes over both lists.
 
     Returns
     -------
@@ -224,8 +238,8 @@ def flash_mla_with_kvcache(
     Raises
     ------
     NotImplementedError
-        If an argument of the sparse attention is given without indices, a second cache, or a packed
-        cache in another format; the message names it.
+        If an argument of the sparse attention is given without indices, a second cache beside one
+        that is not in V4's format, or a packed cache in another format; the message names it.
     TypeError, ValueError
         If an argument is none that `cumla.mla_decode` or `cumla.mla_sparse_decode` takes, or the
         metadata object was first used with other shapes.
@@ -234,18 +248,24 @@ def flash_mla_with_kvcache(
     """
     if isinstance(softmax_scale, bool):
         raise TypeError("softmax_scale: needs a number, got bool; pass causal= by name")
-    refuse(
-        "belongs to a second cache, which cumla does not attend to",
-        extra_k_cache=extra_k_cache,
-        extra_indices_in_kvcache=extra_indices_in_kvcache,
-        extra_topk_length=extra_topk_length,
-    )
+    extra = SecondCache(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+    if indices is None or not is_fp8_kvcache:
+        refuse(_ONLY_V4, **extra._asdict())
     _check_metadata(head_dim_v, tile_scheduler_metadata, num_splits)
     metadata, scale = tile_scheduler_metadata, softmax_scale
     if indices is not None:
         is_fp8 = bool(is_fp8_kvcache)
         return _attend_sparsely(
-            metadata, q, k_cache, indices, scale, bool(causal), is_fp8, attn_sink, topk_length
+            metadata,
+            q,
+            k_cache,
+            indices,
+            scale,
+            bool(causal),
+            is_fp8,
+            attn_sink,
+            topk_length,
+            extra,
         )
     refuse(
         "belongs to sparse attention, whose calls have indices",
@@ -281,6 +301,7 @@ def _attend_sparsely(
     is_fp8: bool,
     attn_sink: Any,
     topk_length: Any,
+    extra: SecondCache,
 ) -> tuple[Any, Any]:
     """Decode over the slots that lists name."""
     if causal:
@@ -289,29 +310,34 @@ def _attend_sparsely(
             "it out"
         )
     check_tensors(q=q, k_cache=k_cache, indices=indices)
-    check_axes("q", q, "batch, seq_q, heads_q, 576")
+    check_axes("q", q, "batch, seq_q, heads_q, d_qk")
     check_axes("indices", indices, "batch, seq_q, topk")
     check_sink(q, attn_sink)
-    cache = packed_rows(k_cache) if is_fp8 else k_cache
+    batch, seq_q, heads_q, d_qk = q.shape
+    if d_qk == HEAD_DIM:
+        refuse(_ONLY_V4, **extra._asdict())
+    cache = packed_rows("k_cache", k_cache, d_qk) if is_fp8 else k_cache
     if not is_fp8 and k_cache.dtype != q.dtype:
         raise TypeError(
             f"k_cache: needs q's dtype {q.dtype}, or is_fp8_kvcache=True, got {k_cache.dtype}; say "
             f"so of a packed cache"
         )
-    batch, seq_q, heads_q, _ = q.shape
-    modes = topk_length is not None, is_fp8, q.dtype, q.device
-    shape = _SparseShape(batch, seq_q, heads_q, indices.shape[2], *modes)
+    second, extra_topk = extra.checked(d_qk)
+    extra_length = extra.extra_topk_length
+    modes = extra_length is not None, is_fp8, q.dtype, q.device
+    lengths = topk_length is not None, extra_topk
+    shape = _SparseShape(batch, seq_q, heads_q, d_qk, indices.shape[2], *lengths, *modes)
     _check_first_use(metadata, shape)
 
     def updated() -> MLASparsePlan:
-        plan = MLASparsePlan.from_arrays(q, cache, indices)
-        plan.update(topk_length)
+        plan = MLASparsePlan.from_arrays(q, cache, indices, **second)
+        plan.update(topk_length, extra_topk_length=extra_length if extra_topk else None)
         return plan
 
     with _NAMES:
         checked_scale(softmax_scale, 1.0)
         plan = _updated_plan(metadata, shape, q, updated)
-        out, lse = plan.run(q, cache, indices, softmax_scale=softmax_scale)
+        out, lse = plan.run(q, cache, indices, **second, softmax_scale=softmax_scale)
     metadata._shape = shape
     out, per_head = with_sink(out, lse.transpose(1, 2), attn_sink)
     return out, per_head.transpose(1, 2)

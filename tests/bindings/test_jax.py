@@ -30,6 +30,7 @@ from cumla.core.operation import Ready  # noqa: E402
 from cumla.jax import call, execute, handler, plans, spec  # noqa: E402
 from cumla.launch import device as launch_device  # noqa: E402
 from cumla.launch import kernel  # noqa: E402
+from tests.bindings.two_caches import TWO_CACHES  # noqa: E402
 from tests.bindings.xla_frame import Xla, custom_calls  # noqa: E402
 from tests.calls import (  # noqa: E402
     OPERATIONS,
@@ -158,6 +159,30 @@ def test_jit_equals_the_eager_call(operation: Operation) -> None:
         jax.tree.leaves(arrays), jax.tree.leaves(of_jax(operation)[1]), strict=True
     ):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()  # nothing was donated
+
+
+@pytest.mark.parametrize("name", TWO_CACHES)
+def test_two_caches_of_v4(name: str) -> None:
+    """By the function, and by a plan whose schedule two layers share."""
+    operation = TWO_CACHES[name]
+    function, arrays = of_jax(operation)
+    expected = eager(operation)
+    assert_same(operation, jax.jit(function)(**arrays), expected)
+    names = ("q", "kv_cache", "indices", "extra_kv_cache", "extra_indices")
+    lengths = ("topk_length", "extra_topk_length")
+
+    @jax.jit
+    def step(arrays: Arguments) -> list[Any]:
+        plan = cumla.jax.MLASparsePlan.from_arrays(**{name: arrays[name] for name in names})
+        plan = plan.update(**{name: arrays[name] for name in lengths})
+        results = []
+        for _ in range(2):
+            result, plan = plan.run(**{n: a for n, a in arrays.items() if n not in lengths})
+            results.append(jax.tree.map(lambda a: a + 0, result))
+        return results
+
+    for result in step(arrays):
+        assert_same(operation, result, expected)
 
 
 @pytest.fixture
@@ -779,7 +804,11 @@ def placed(xla: Xla, traced: tuple[bytes, Any, Any], addresses: dict[str, int]) 
     return xla.frame(text, at[: len(inputs)], at[len(inputs) :])
 
 
-@every_operation
+@pytest.mark.parametrize(
+    "operation",
+    [*OPERATIONS.values(), *TWO_CACHES.values()],
+    ids=[*OPERATIONS, *(f"{name} of two caches" for name in TWO_CACHES)],
+)
 def test_launches_are_those_of_the_eager_call(
     operation: Operation, cupy: FakeCuPy, gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

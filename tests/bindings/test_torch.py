@@ -43,6 +43,7 @@ from tests.bindings.in_torch import (  # noqa: E402
     in_graph,
     tensors,
 )
+from tests.bindings.two_caches import TWO_CACHES  # noqa: E402
 from tests.compat.torch_gpu import torch_gpu  # noqa: E402
 
 
@@ -79,6 +80,17 @@ def test_every_function_has_an_operation() -> None:
 @every_operation
 def test_compiled_call_is_the_eager_one(operation: Operation) -> None:
     check_compiled(operation, tensors)
+
+
+@pytest.mark.parametrize("name", TWO_CACHES)
+def test_two_caches_of_v4(name: str) -> None:
+    """In a graph; and by a schedule that two layers share."""
+    operation = TWO_CACHES[name]
+    check_compiled(operation, tensors)
+    given = tensors(operation.make())
+    expected = operation.function(**given)
+    for found in compiled(halves(operation, given)[1])(torch.empty(0, dtype=torch.uint8)):
+        assert_equal(flat(found), flat(expected))
 
 
 @every_operation

@@ -213,9 +213,9 @@ def ints(*shape: int) -> Any:
         ({"attn_sink": torch.zeros(8)}, ValueError, r"attn_sink: needs shape \(heads_q,\)"),
         ({"attn_sink": torch.zeros(64).half()}, TypeError, "attn_sink: needs float32, got float16"),
         (
-            {"k_cache": ints(90, 2, 1, 584).to(torch.uint8)},
+            {"k_cache": ints(90, 2, 1, 336).to(torch.uint8)},
             NotImplementedError,
-            "k_cache: needs rows of 656 bytes, the format of DeepSeek-V3.2, got shape",
+            "k_cache: needs rows of 656 bytes, the format of DeepSeek-V3.2, or of 584, that of V4",
         ),
         (
             {"k_cache": ints(90, 2, 656).to(torch.uint8)},
@@ -249,11 +249,11 @@ def test_what_decoding_refuses(
 
 
 def prefill(
-    s_q: int, s_kv: int, heads: int, topk: int, invalid: bool = True
+    s_q: int, s_kv: int, heads: int, topk: int, invalid: bool = True, d_qk: int = 576
 ) -> tuple[Any, Any, Any]:
     generator = torch.Generator().manual_seed(s_kv)
-    q = torch.randn(s_q, heads, 576, generator=generator).bfloat16() / 4
-    kv = torch.randn(s_kv, 1, 576, generator=generator).bfloat16() / 4
+    q = torch.randn(s_q, heads, d_qk, generator=generator).bfloat16() / 4
+    kv = torch.randn(s_kv, 1, d_qk, generator=generator).bfloat16() / 4
     lists = torch.randint(0, s_kv, (s_q, 1, topk), generator=generator, dtype=torch.int32)
     if invalid:
         wrong = torch.tensor([INT_MIN, -1, s_kv, INT_MAX], dtype=torch.int32)
@@ -284,8 +284,9 @@ def test_the_signature_is_flash_mlas() -> None:
     ],
 )
 @pytest.mark.parametrize("more", [False, True], ids=["plain", "sinks and lengths"])
-def test_prefill(s_q: int, s_kv: int, heads: int, topk: int, more: bool) -> None:
-    q, kv, lists = prefill(s_q, s_kv, heads, topk)
+@pytest.mark.parametrize("d_qk", [512, 576])
+def test_prefill(d_qk: int, s_q: int, s_kv: int, heads: int, topk: int, more: bool) -> None:
+    q, kv, lists = prefill(s_q, s_kv, heads, topk, d_qk=d_qk)
     options: dict[str, Any] = {}
     if more:
         options["attn_sink"] = torch.linspace(-5, 5, heads)
@@ -331,13 +332,11 @@ def test_rows_of_nan_beyond_a_length() -> None:
         ({"d_v": 256}, ValueError, "d_v: needs 512, .*got 256"),
         ({"sm_scale": 0.0}, ValueError, "sm_scale: needs a number from"),
         (
-            {
-                "q": torch.zeros(3, 4, 512).bfloat16(),
-                "kv": torch.zeros(50, 1, 512).bfloat16(),
-            },
-            NotImplementedError,
-            "q: needs the 576 columns",
+            {"q": torch.zeros(3, 4, 512).bfloat16()},
+            ValueError,
+            r"kv: needs a last axis of 512, .*got shape \(50, 1, 1, 576\)",
         ),
+        ({"kv": torch.zeros(50, 1, 512).bfloat16()}, ValueError, "kv: needs a last axis of 576"),
         ({"q": np.zeros((3, 4, 576))}, TypeError, "q: needs a PyTorch tensor"),
     ],
 )

@@ -253,7 +253,7 @@ class V4Cache(NamedTuple):
     def rows_at(self, pages: Array, slots: Array, dtype: np.dtype[Any]) -> Array:
         """Gather the rows of some slots of some pages: (rows, 1, 512)."""
         rows, exponents = self.ckv[pages, slots], self.exponents[pages, slots, :V4_SCALES]
-        factors = np.ldexp(dtype.type(1), exponents.astype(np.int32) - 127)
+        factors = np.ldexp(dtype.type(1), np.minimum(exponents, 254).astype(np.int32) - 127)
         factors[exponents == 255] = np.nan
         columns = rows[:, :V4_FP8_DIM].view(E4M3).astype(dtype)
         columns *= np.repeat(factors, V4_SCALED_COLUMNS, axis=-1)

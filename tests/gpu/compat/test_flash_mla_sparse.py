@@ -11,8 +11,10 @@ import pytest
 import cumla
 from cumla.compat import flash_mla
 from tests.compat.test_flash_mla_sparse import SCALE, Decode, naive, prefill
+from tests.compat.test_flash_mla_v4 import SHAPES as V4_SHAPES
+from tests.compat.test_flash_mla_v4 import V4Decode, assert_decoded, options_of
 
-KERNELS = ("select_rows", "mla_sparse", "mla_sparse_fp8", "mla_sparse_packed")
+KERNELS = ("select_rows", "mla_sparse", "mla_sparse_fp8", "mla_sparse_packed", "mla_sparse_v4")
 torch = pytest.importorskip("torch")
 
 SHAPES = pytest.mark.parametrize(
@@ -148,8 +150,9 @@ def test_a_step_that_is_captured_and_replayed(heads: int) -> None:
     ],
 )
 @pytest.mark.parametrize("more", [False, True], ids=["plain", "sinks and lengths"])
-def test_prefill(s_q: int, s_kv: int, heads: int, topk: int, more: bool) -> None:
-    q, kv, lists = prefill(s_q, s_kv, heads, topk)
+@pytest.mark.parametrize("d_qk", [512, 576])
+def test_prefill(d_qk: int, s_q: int, s_kv: int, heads: int, topk: int, more: bool) -> None:
+    q, kv, lists = prefill(s_q, s_kv, heads, topk, d_qk=d_qk)
     options: dict[str, Any] = {}
     if more:
         options["attn_sink"] = torch.linspace(-5, 5, heads)
@@ -164,3 +167,130 @@ def test_prefill(s_q: int, s_kv: int, heads: int, topk: int, more: bool) -> None
     close_rows(out, wanted[0], twice=more)
     close_lse(lse, wanted[2])
     assert torch.isposinf(lse[-1]).all()
+
+
+# --- DeepSeek-V4 ----------------------------------------------------------------------------------
+
+
+def on_gpu(tensor: Any) -> Any:
+    """A tensor on the GPU, pages with what lies between them."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    if tensor.shape[-1] != 584:
+        return tensor.cuda()
+    blocks, step = tensor.shape[0], tensor.stride(0)
+    memory = torch.full((blocks, step), 255, dtype=torch.uint8, device="cuda")
+    cache = memory[:, : tensor.shape[1] * 584].view(tensor.shape)
+    cache.copy_(tensor)
+    return cache
+
+
+class V4OnGpu(V4Decode):
+    """The same tensors on the GPU."""
+
+    def arguments(self, metadata: Any = None, **changes: Any) -> dict[str, Any]:
+        given = super().arguments(metadata, **changes)
+        return {name: on_gpu(tensor) for name, tensor in given.items()}
+
+
+def check_v4(problem: V4Decode) -> None:
+    """Without and with sinks and lengths."""
+    assert_decoded(problem.call(), problem)
+    options = options_of(problem)
+    wanted = {"sink" if n == "attn_sink" else n: tensor for n, tensor in options.items()}
+    assert_decoded(problem.call(**options), problem, **wanted)
+
+
+@V4_SHAPES
+def test_v4_shapes_of_flash_mlas_tests(
+    batch: int,
+    seq_q: int,
+    heads: int,
+    kv_len: int,
+    topk: int,
+    page_size: int,
+    extra: tuple[int, int] | None,
+) -> None:
+    check_v4(V4OnGpu(batch, seq_q, heads, kv_len, topk, page_size, extra))
+
+
+@pytest.mark.parametrize("extra", [None, (512, 2)])
+@pytest.mark.parametrize(("batch", "seq_q"), [(74, 1), (321, 3)])
+def test_v4_batches_of_flash_mlas_tests(
+    batch: int, seq_q: int, extra: tuple[int, int] | None
+) -> None:
+    check_v4(V4OnGpu(batch, seq_q, 64, 100, 128, 64, extra))
+
+
+def test_v4_slots_that_no_list_names() -> None:
+    """They are NaN, of both caches; and one that is named is seen."""
+    problem = V4OnGpu(heads=24, kv_len=200, extra=(64, 256))
+    want = problem.call()
+    for cache, lists in (("k_cache", "indices"), ("extra_k_cache", "extra_indices_in_kvcache")):
+        pages, entries = problem.given[cache], problem.given[lists].flatten().long()
+        blocks, size = pages.shape[:2]
+        others = torch.ones(blocks * size, dtype=torch.bool)
+        others[entries[entries >= 0]] = False
+        whole = pages.view(blocks, -1)
+        whole[:, : size * 576].view(blocks, size, 576)[others.view(blocks, size)] = 255
+        whole[:, size * 576 :].view(blocks, size, 8)[others.view(blocks, size)] = 255
+    got = problem.call()
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    lists = problem.given["extra_indices_in_kvcache"]
+    lists[0, 0, -1] = int(others.nonzero()[0])
+    got = problem.call()
+    assert got[0][0, 0].isnan().all() and got[1][0, :, 0].isnan().all()
+    assert torch.equal(got[0][0, 1], want[0][0, 1]) and torch.equal(got[0][1:], want[0][1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_v4_rows_of_16_bits(dtype: Any) -> None:
+    problem = V4Decode(heads=24)
+    q, whole = problem.q.to(dtype).cuda(), torch.randn(90, 2, 1, 512).to(dtype).cuda()
+    lists = problem.given["indices"].cuda()
+    got = V4OnGpu().call(q=q, k_cache=whole, indices=lists, is_fp8_kvcache=False)
+    state = cumla.mla_sparse_decode(q, whole, lists, softmax_scale=SCALE)
+    assert torch.equal(got[0], state.out)
+    assert torch.equal(got[1], state.lse)
+
+
+@pytest.mark.parametrize("extra", [None, (40, 64)])
+def test_v4_a_step_that_is_captured_and_replayed(extra: tuple[int, int] | None) -> None:
+    """Of three layers and one metadata object; lists and both lengths change between replays."""
+    problem = V4OnGpu(heads=64, extra=extra)
+    lengths = {"topk_length": torch.tensor([64, 7, 30], dtype=torch.int32)}
+    if extra is not None:
+        lengths["extra_topk_length"] = torch.tensor([0, 40, 3], dtype=torch.int32)
+    given = problem.arguments(**lengths)
+    del given["tile_scheduler_metadata"]
+
+    def step() -> list[Any]:
+        metadata, _ = flash_mla.get_mla_metadata()
+        call = flash_mla.flash_mla_with_kvcache
+        return [call(**given, tile_scheduler_metadata=metadata) for _ in range(3)]
+
+    second = {}
+    if extra is not None:
+        names = ("extra_k_cache", "extra_indices_in_kvcache")
+        second = dict(zip(("extra_kv_cache", "extra_indices"), map(given.get, names), strict=True))
+    made_of = [given[name] for name in ("q", "k_cache", "indices")]
+    cumla.MLASparsePlan.from_arrays(*made_of, **second).prepare()
+    eager = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    names = [name for name in problem.given if "indices" in name]
+    for turned in (False, True):
+        lists = {n: problem.given[n].flip(-1) if turned else problem.given[n] for n in names}
+        later = {n: tensor.flip(0) if turned else tensor for n, tensor in lengths.items()}
+        for name, tensor in (lists | later).items():
+            given[name].copy_(tensor)
+        for result in results:
+            for tensor in result:
+                tensor.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        for result in results:
+            assert_decoded(result, problem, **lists, **later)
+        if not turned:
+            assert all(torch.equal(a, b) for a, b in zip(results[2], eager[0], strict=True))
