@@ -11,7 +11,6 @@ import pytest
 import cumla
 from cumla.compat import flash_mla
 from tests.compat.test_flash_mla_sparse import SCALE, Decode, naive, prefill
-from tests.compat.test_flash_mla_v4 import SHAPES as V4_SHAPES
 from tests.compat.test_flash_mla_v4 import V4Decode, assert_decoded, options_of
 
 KERNELS = ("select_rows", "mla_sparse", "mla_sparse_fp8", "mla_sparse_packed", "mla_sparse_v4")
@@ -201,7 +200,16 @@ def check_v4(problem: V4Decode) -> None:
     assert_decoded(problem.call(**options), problem, **wanted)
 
 
-@V4_SHAPES
+@pytest.mark.parametrize(
+    ("batch", "seq_q", "heads", "kv_len", "topk", "page_size", "extra"),
+    [
+        (4, 1, 64, 512, 64, 64, None),
+        (2, 3, 128, 1024, 576, 61, (64, 2)),
+        (1, 1, 64, 2046, 2048, 576, (512, 64)),
+        (3, 2, 16, 100, 65, 2, (1, 1)),  # neither heads nor topk are FlashMLA's
+        (2, 1, 5, 7, 1, 1, None),
+    ],
+)
 def test_v4_shapes_of_flash_mlas_tests(
     batch: int,
     seq_q: int,
@@ -219,7 +227,19 @@ def test_v4_shapes_of_flash_mlas_tests(
 def test_v4_batches_of_flash_mlas_tests(
     batch: int, seq_q: int, extra: tuple[int, int] | None
 ) -> None:
-    check_v4(V4OnGpu(batch, seq_q, 64, 100, 128, 64, extra))
+    """With the bits of cumla's own function, which other tests compare with float64."""
+    problem = V4OnGpu(batch, seq_q, 64, 100, 128, 64, extra)
+    given = problem.arguments()
+    second = {}
+    if extra is not None:
+        second["extra_kv_cache"] = given["extra_k_cache"]
+        second["extra_indices"] = given["extra_indices_in_kvcache"]
+    state = cumla.mla_sparse_decode(
+        given["q"], given["k_cache"], given["indices"], **second, softmax_scale=SCALE
+    )
+    out, lse = problem.call()
+    assert torch.equal(out, state.out)
+    assert torch.equal(lse.nan_to_num(posinf=-math.inf), state.lse)
 
 
 def test_v4_slots_that_no_list_names() -> None:
