@@ -2,7 +2,7 @@
 // MLA attention of each query token to its own list of rows in DeepSeek-V4's format: 448 e4m3 columns with a scale for
 // each 64, a power of two, and 64 bfloat16 RoPE columns; all 512 are key and value. A list may go on in a second cache.
 //
-// Consumers, time line and shared memory are those of mla/mla_decode.cu with shared blocks. The loaders are others: four
+// Consumers, time line and shared memory are those of mla/mla_decode.cu with one row tile. The loaders are others: four
 // warps copy 16 rows of every block each, and convert them in place to bfloat16, which holds every product of an e4m3
 // number and such a scale. The tile of RoPE columns, which V4's rows have among the others, is zeros here, in the cache
 // and in the query.

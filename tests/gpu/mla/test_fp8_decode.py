@@ -768,3 +768,13 @@ def test_forms_of_one_problem_hold_the_same_numbers() -> None:
     assert {part for parts in PARTS["scales"] for part in parts} == set(PARTS["packed"][0])
     moved = dataclasses.replace(problem, kv_cache=scales)
     assert same_bits(arrays_of(run(moved)), arrays_of(run(problem)))
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("exponent", [20, 28, 30])
+def test_the_score_of_a_single_token_may_have_any_size(exponent: int, heads: int) -> None:
+    problem = make_fp8(cp, Fp8Case(batch=3, heads=heads, form="one"), np.ones(3, np.int64))
+    expected = problem.expected()
+    divide_query(problem, slice(None), 2.0**-exponent)
+    out, _ = run(problem)
+    check_out(cp, out.array.astype(cp.float64).reshape(expected.out.shape), expected.out)

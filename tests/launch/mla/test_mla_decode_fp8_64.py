@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+import cumla
 from cumla.core.arrays import ArrayView
 from cumla.launch import KernelSpec
 from cumla.launch.mla.mla_decode import DecodeArguments
@@ -130,3 +132,22 @@ def test_every_form_of_rows(form: str, operation: str) -> None:
     case = Fp8Case(batch=3, heads=64, q_len=2, form=form, page_size=48, operation=operation)
     with emulated_gpu() as cupy:
         attend_fp8(cupy, make_fp8(np, case, np.array([300, 0, 65])))
+
+
+@pytest.mark.parametrize("exponent", [20, 28, 29, 30])
+def test_the_score_of_a_single_token_may_have_any_size(exponent: int) -> None:
+    """Exact and rounded products of scores differ by more than float16 holds."""
+    rng = np.random.default_rng(exponent)
+    q = rng.normal(size=(1, 1, 64, 576)).astype(ml_dtypes.bfloat16)
+    kv_cache = rng.normal(size=(1, 4, 1, 576)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    table, lengths = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
+    given = {"q": q, "kv_cache": kv_cache, "block_table": table, "kv_lens": lengths}
+    want = cumla.reference.mla_decode(**given, kv_scale=2.0**exponent)
+    with emulated_gpu() as cupy:
+        there = {
+            name: cupy.asarray(array.view(f"u{array.itemsize}")).view(array.dtype)
+            for name, array in given.items()
+        }
+        out, lse = cumla.mla_decode(**there, kv_scale=2.0**exponent)
+    assert out.view(np.uint16).get().tobytes() == want.out.tobytes()
+    np.testing.assert_allclose(lse.get(), want.lse, rtol=8.01 / 65536)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The computing role of mla_sparse_packed: one consumer warpgroup, from the scores of its blocks to the sums of its
+// The computing role of mla_decode_fp8_64: one consumer warpgroup, from the scores of its blocks to the sums of its
 // half of V's columns over all blocks.
 #pragma once
 #include "mla/mla_decode_fp8/products.cuh"
@@ -227,7 +227,7 @@ struct Heads64Consumer {
 
   // scores -> probabilities, relative to the references and times the powers of two of their rows, for all warps; and
   // their sums without the latter. Tells whether some are too high.
-  template <typename T>
+  template <typename T, bool kAgain = false>
   __device__ __forceinline__ bool store_probabilities(int parity, float (&block_sum)[kHeadsOfThread]) const {
     const int tokens = 2 * warp + lane / 8 % 2, row = lane / 16 * 8 + lane % 8;
     const u32 to = shared.probabilities(parity) + row * 128 + ((tokens ^ (row & 7)) << 4);
@@ -250,8 +250,8 @@ struct Heads64Consumer {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const float* const s = scores + i + 2 * e;
-        v[e][0] = exp2_approx(__fmaf_rn(scaled(s[0], e), factors.x, row_shift[e] - references.x));
-        v[e][1] = exp2_approx(__fmaf_rn(scaled(s[1], e), factors.y, row_shift[e] - references.y));
+        v[e][0] = exp2_approx(relative<kAgain>(scaled(s[0], e), factors.x, row_shift[e], references.x));
+        v[e][1] = exp2_approx(relative<kAgain>(scaled(s[1], e), factors.y, row_shift[e], references.y));
         packed[i / 2 % 4 + e] = pack_pair<T>(v[e][0], v[e][1]);
         highest = highest_f16x2(highest, packed[i / 2 % 4 + e]);
       }
@@ -265,6 +265,12 @@ struct Heads64Consumer {
     fence_proxy_async_shared();
     constexpr u32 kHalfInfinity = 0x7c00;
     return (highest & 0x7fff) >= kHalfInfinity || (highest >> 16) >= kHalfInfinity;
+  }
+  // A score relative to its reference. Once a block was too high, as raise_references found the highest: of scores from
+  // 2^27 on the exact product is farther from the rounded one than float16 has room for.
+  template <bool kAgain>
+  __device__ __forceinline__ static float relative(float s, float factor, float shift, float reference) {
+    return kAgain ? __fmaf_rn(s, factor, shift) - reference : __fmaf_rn(s, factor, shift - reference);
   }
   __device__ __forceinline__ static float exp2_of_integer(float x) {
     return __int_as_float((static_cast<int>(x) + 127) << 23);
@@ -331,9 +337,9 @@ struct Heads64Consumer {
       }
       if (kGrouped && sync_any(has_wide())) {
         unusual |= kWide;
-        store_probabilities<Bf16>(parity, block_sum);
+        store_probabilities<Bf16, true>(parity, block_sum);
       } else {
-        store_probabilities<Fp16>(parity, block_sum);
+        store_probabilities<Fp16, true>(parity, block_sum);
       }
       consumer_sync(consumer);
     }
