@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["ContextParallel"]
 
 _LATENT_COLUMNS = 512
+_SPARSE = (cumla.mla_sparse_decode, cumla.mla_sparse_attention, cumla.MLASparsePlan.run)
 _REFUSED = {
     "out": "results are merged into new memory: leave it out",
     "lse": "results are merged into new memory: leave it out",
@@ -114,6 +115,13 @@ class ContextParallel(Shard):
         for part in queries:
             self._group.check("q", part)
         self._check_heads(queries[0].shape[-2], gather)
+        function = getattr(attention, "__func__", attention)
+        if function in _SPARSE:
+            raise TypeError(
+                "attention: needs mla_decode, mla_attention, attention, or the run of one of their "
+                "plans, got sparse attention, whose lists no map divides yet; attend on each rank "
+                "to the entries that it holds, and use ContextParallel.merge"
+            )
         for name, way_out in _REFUSED.items():
             if options.get(name) is not None:
                 raise ValueError(f"{name}: needs None over a cache that is cut; {way_out}")
@@ -124,8 +132,11 @@ class ContextParallel(Shard):
             queries = [part.reshape(*called, *part.shape[-2:]) for part in queries]
         if options.get("sinks") is not None:
             options["sinks"] = self._group.once(options["sinks"])
-        has_values = len(arrays) > 1 and len(arrays[1].shape) > 2  # k and v, not a block table
-        columns = arrays[1].shape[-1] if has_values else _LATENT_COLUMNS
+        values = options.get("v")
+        if values is None and len(arrays) > 1 and len(arrays[1].shape) > 2:  # no block table
+            values = arrays[1]
+        columns = _LATENT_COLUMNS if values is None else values.shape[-1]
+        self._check_pages(arrays[0] if arrays else options.get("k", options.get("kv_cache")))
         given = tuple(queries) if isinstance(q, (tuple, list)) else queries[0]
 
         def compute(**outputs: Any) -> Any:
@@ -190,6 +201,16 @@ class ContextParallel(Shard):
         self._group.check("array", array)
         xp = namespace(array)
         return xp.moveaxis(self._group.all_gather(xp.moveaxis(array, -2, 0)), 0, -2)
+
+    def _check_pages(self, cache: Any) -> None:
+        """Refuse a cache whose pages are not those that block tables were made for."""
+        whole = cache[0] if isinstance(cache, (tuple, list)) else cache
+        shape = getattr(whole, "shape", ())
+        if len(shape) > 2 and self.page_size not in shape[1:3]:
+            raise ValueError(
+                f"page_size: needs that of the cache, whose shape is {tuple(shape)}, got "
+                f"{self.page_size}; make ContextParallel with page_size="
+            )
 
     def _check_heads(self, heads: int, gather: bool) -> None:
         if heads % self.world and not checked_flag("gather", gather):

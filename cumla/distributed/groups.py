@@ -217,7 +217,7 @@ class _Jax(Group):
         # Integers, because a float that is a piece of another one may be changed as a NaN.
         bits = jnp.uint16 if out.dtype.itemsize == 2 else jnp.uint32
         out, lse = (self._lax.bitcast_convert_type(part, bits) for part in (out, lse))
-        return jnp.concatenate([out, lse.reshape(*out.shape[:-1], -1)], -1)
+        return jnp.concatenate([out, lse.reshape(*out.shape[:-1], 4 // out.dtype.itemsize)], -1)
 
     def state(self, buffer: Any, columns: int, like: Any) -> tuple[Any, Any]:
         jnp = sys.modules["jax.numpy"]

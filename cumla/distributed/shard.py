@@ -13,6 +13,7 @@ from cumla.core.arguments import checked_int
 __all__ = ["LocalPages", "Shard"]
 
 _MOST = (1 << 31) - 1  # of lengths and slots
+_MOST_TOGETHER = 1 << 20  # times the ranks this is below 2 ** 31
 _FIT = "give each request its entry"
 
 
@@ -60,7 +61,7 @@ class Shard:
     rank, world : int
         This rank, and how many there are.
     page_size : int
-        Tokens of a page in the cache of a rank.
+        Tokens of a page in the cache of a rank, at most 2 ** 20.
     block_size : int, optional
         Tokens that lie together, page_size by default. A multiple of page_size: entry p of a
         request's block table is the page of its tokens from ``p * page_size`` on, a number in the
@@ -106,6 +107,11 @@ class Shard:
             raise ValueError(
                 f"block_size: needs a multiple or a divisor of page_size {page_size}, got "
                 f"{block_size}; leave it out for blocks of one page"
+            )
+        if max(self.block_size, self.page_size) > _MOST_TOGETHER:
+            raise ValueError(
+                f"block_size: needs blocks and pages of at most {_MOST_TOGETHER} tokens, got "
+                f"{block_size} and {page_size}; leave it out for blocks of one page"
             )
 
     @property
@@ -243,7 +249,7 @@ class Shard:
         batch, columns = block_table.shape
         pages = self.block_size // self.page_size
         period = pages * self.world
-        local = _arange(-(-columns // period) * pages, block_table)
+        local = _arange(min(-(-columns // period) * pages, columns), block_table)
         there = local // pages * period + self.rank * pages + local % pages
         rows = _arange(batch, block_table) if rows is None else rows
         return block_table[rows[:, None], there.clip(0, max(columns - 1, 0))[None]]

@@ -37,6 +37,7 @@ __all__ = [
     "Rows",
     "as_batch",
     "check_cache",
+    "check_entries",
     "check_lengths",
     "check_places",
     "checked_arguments",
@@ -109,6 +110,8 @@ def checked_arguments(
     extra = _checked_extra(views, columns.cache)
     lists = _LISTS[len(rows)]
     bind(lists if extra else {"indices": lists["indices"]}, views, sizes)
+    counts = [views[name] for name in ("indices", "extra_indices")]
+    check_entries(*[0 if view is None else view.shape[-1] for view in counts])
     table, requests = _checked_places(views, rows)
     bind(_SINKS, views, {"num_heads": num_heads})
     scale = (VALUE_DIM if is_narrow else HEAD_DIM) ** -0.5
@@ -128,6 +131,18 @@ def checked_arguments(
         extra_indices=as_batch(cast("ArrayView", views["extra_indices"]), 3) if extra else None,
     )
     return Attended(columns.q, launched, columns.cache)
+
+
+MOST_ENTRIES = (1 << 31) - 64  # of all lists of a query token
+
+
+def check_entries(topk: int, extra_topk: int) -> None:
+    """Refuse lists that 32 bits cannot count."""
+    if topk + extra_topk > MOST_ENTRIES:
+        raise ValueError(
+            f"topk: needs at most {MOST_ENTRIES} entries, those of a second cache included, got "
+            f"{topk} + {extra_topk}; attend in parts and merge the results"
+        )
 
 
 def _checked_extra(views: Views, cache: str) -> ArrayView | None:
@@ -220,7 +235,8 @@ def _checked_narrow(views: Views, axes: tuple[str, ...] | None, factor: float | 
             "kv_scale: needs a cache with e4m3 columns that have no scales of their own, got rows "
             f"of {VALUE_DIM} columns; leave it out"
         )
-    if whole.shape[-1] == V4_BYTES and whole.dtype in E4M3:
+    if whole.shape[-1] == V4_BYTES:
+        check_dtype("kv_cache", whole.dtype, E4M3)
         if q.dtype != DTYPES[0]:
             raise TypeError(
                 f"q: needs {DTYPES[0]} with kv_cache of {V4_BYTES} bytes per slot, got {q.dtype}; "
@@ -264,7 +280,8 @@ def _checked_v4(name: str, cache: ArrayView) -> ArrayView:
     if wrong:
         raise ValueError(
             f"{name}: needs contiguous pages, at multiples of 16 bytes, got address "
-            f"{cache.ptr:#x} and strides {cache.strides}; allocate pages of a multiple of 576 bytes"
+            f"{cache.ptr:#x} and strides {cache.strides}; allocate (num_pages, n) bytes, n a "
+            f"multiple of 16, and pass a view"
         )
     return cache
 

@@ -30,6 +30,7 @@ from cumla.sparse.arguments import (
     TOKEN_AXES,
     Attended,
     check_cache,
+    check_entries,
     check_lengths,
     checked_cache,
 )
@@ -95,8 +96,8 @@ def mla_sparse_decode(
         float8_e4m3fn) of DeepSeek-V4's slots, with bfloat16 queries. A page of those holds
         ``page_size`` rows of 576 bytes, 448 e4m3 columns and 64 bfloat16 ones, then 8 bytes for
         each row: the exponents of the scales of 64 columns each, biased by 127, and one that is not
-        read. Pages are contiguous, and begin at multiples of 16 bytes: 576 page_size + 8 page_size
-        bytes are padded if need be.
+        read. An exponent of 0 counts as a scale of 0 on the GPU, and one of 255 as NaN. Pages are
+        contiguous, and begin at multiples of 16 bytes.
     indices : array
         ``(batch, q_len, topk)`` int32, the last axis contiguous; topk is any number, 0 included.
         Without block_table an index is a slot of the cache: it names row ``i % page_size`` of page
@@ -519,6 +520,7 @@ def _checked_sizes(
     for name, value in counts.items():
         checked_int(name, value, "nothing to plan for", least=0)
     checked_int("num_heads", num_heads, "nothing to plan for")
+    check_entries(topk, extra_topk)
     if extra_topk and cache != V4:
         raise ValueError(
             f"extra_topk: needs cache_dtype {V4!r}, the format that may have a second cache, got "

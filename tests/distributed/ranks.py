@@ -184,7 +184,8 @@ def ragged(parallel: ContextParallel, family: str) -> None:
     else:
         given = {"kv_lens": kv.kv_lens, "block_table": kv.table, "qo_indptr": qo_indptr}
         whole = cumla.attention(q, *kv.whole, **given)
-        found = parallel.attend(cumla.attention, q, *kv.own, **pages._asdict())
+        k, v = kv.own
+        found = parallel.attend(cumla.attention, q, k=k, v=v, **pages._asdict())
     compare(parallel, found, whole, False)
 
 
@@ -292,6 +293,18 @@ def refused(parallel: ContextParallel) -> None:
             {},
         ),
         (TypeError, "gather: needs True or False", decoding, {"gather": 1}),
+        (
+            TypeError,
+            "attention: needs mla_decode, mla_attention, attention, or",
+            (cumla.mla_sparse_decode, *decoding[1:]),
+            {},
+        ),
+        (
+            ValueError,
+            "page_size: needs that of the cache, whose shape is",
+            (cumla.mla_decode, q, kv.own[0][:, :1], *pages),
+            {},
+        ),
     ):
         with pytest.raises(kind, match=f"^{start}"):
             parallel.attend(*arguments, **options)

@@ -132,6 +132,18 @@ def gathers(world: int) -> None:
         )
 
 
+def merges_nothing(world: int) -> None:
+    """An empty batch, as each rank computes it."""
+    parallel = ContextParallel("ranks", page_size=PAGE)
+    out, lse = (jax.numpy.zeros((0, 1, HEADS, 512)), jax.numpy.zeros((0, HEADS, 1)))
+
+    def merge(out: Any, lse: Any) -> Any:
+        return jax.tree.map(lambda array: array[None], parallel.merge(out, lse, gather=True))
+
+    found = mapped(world, merge, jax.sharding.PartitionSpec("ranks"), out, lse)
+    assert [array.shape[1:] for array in found] == [out.shape, lse.shape]
+
+
 def attends(world: int, *dtypes: str) -> None:
     """GQA with sinks."""
     whole, own, table = caches(world, (2, 64), (2, 32))
@@ -200,6 +212,7 @@ t.decodes(4, 3)
 t.gathers(4)
 t.attends(4, "bfloat16")
 t.writes(4)
+t.merges_nothing(4)
 """
 MORE = """
 t.decodes(2, 1)

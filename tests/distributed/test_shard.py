@@ -164,6 +164,15 @@ def test_no_requests_and_no_pages(make: Any) -> None:
     assert np.asarray(slots).tolist() == [-1, -1]
 
 
+def test_a_rank_has_no_more_entries_than_the_table() -> None:
+    """However large its blocks are."""
+    table = np.arange(8, dtype=np.int32).reshape(1, 8)
+    for rank, seen in ((0, 500), (1, 0)):
+        pages = Shard(rank, 2, block_size=64 << 10).pages(np.array([500], np.int32), table)
+        assert pages.block_table.shape == (1, 8)
+        assert pages.kv_lens.tolist() == [seen]
+
+
 TABLE, LENS = np.zeros((2, 3), np.int32), np.zeros(2, np.int32)
 
 
@@ -173,6 +182,7 @@ TABLE, LENS = np.zeros((2, 3), np.int32), np.zeros(2, np.int32)
         (lambda: Shard(2, 2), "rank: needs a number below the world of 2, got 2; ranks count"),
         (lambda: Shard(0, 0), "world: needs a number from 1, got 0"),
         (lambda: Shard(0, 2, page_size=64, block_size=48), "block_size: needs a multiple or a div"),
+        (lambda: Shard(0, 2, block_size=1 << 30), "block_size: needs blocks and pages of at most"),
         (lambda: Shard(0, 2, page_size=0), "page_size: needs a number from 1, got 0"),
         (lambda: Shard(0, 2).pages(LENS, LENS), r"block_table: needs shape \(batch, max_pages\)"),
         (lambda: Shard(0, 2).pages(LENS[:1], TABLE), r"kv_lens: needs shape \(batch,\) = \(2,\)"),

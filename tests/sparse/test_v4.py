@@ -672,12 +672,14 @@ REFUSED = [
         for shape in ((584,), (2, 5, 8, 1, 584))
     ),
     *(
+        wrong_type("kv_cache", zeros(5, 8, 584, dtype=dtype), "float8_e4m3fn or uint8, got ")
+        for dtype in (BF16, np.int8)
+    ),
+    *(
         wrong("kv_cache", zeros(*shape, dtype=dtype), f"{NARROW_COLUMNS} columns, got shape (5,")
         for shape, dtype in (
             ((5, 8, 1, 576), BF16),
             ((5, 8, 656), np.uint8),
-            ((5, 8, 584), BF16),
-            ((5, 8, 584), np.int8),
         )
     ),
     wrong("kv_cache", zeros(5, 8, 2, 584), ONE_HEAD),

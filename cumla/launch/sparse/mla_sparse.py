@@ -163,8 +163,8 @@ def _v4_launches(
         count = num_pages * page_size
         if slots + count > MOST_TOKENS:
             raise ValueError(
-                f"kv_cache: needs slots that 32 bits can number, got {slots + count}; pass the "
-                f"pages that are in use"
+                f"kv_cache: needs slots that 32 bits can number, those of extra_kv_cache included, "
+                f"got {slots + count}; pass the pages that are in use"
             )
         steps = RowSteps(page_size, 1, count, ())
         lists = lists_values(indices, (num_pages, page_size), steps, table, requests)
