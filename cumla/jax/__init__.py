@@ -3,7 +3,10 @@
 
 Functions of cumla that return what they compute work on traced arrays as they are. What writes in
 place returns the new arrays here, and plans are values. Importing this module imports JAX, and
-makes programs that `jax.export` has written with cumla's calls run in the process.
+makes programs that `jax.export` has written with cumla's calls run in the process. It starts no
+backend of JAX's. With a JAX whose foreign function interface is not known (known: JAX 0.5 to 0.11)
+calls go through `jax.experimental.buffer_callback`, and a warning says so when the first one is
+traced: the results are the same, without command buffers and `jax.export`.
 """
 
 from __future__ import annotations

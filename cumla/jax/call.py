@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
@@ -23,7 +23,8 @@ from cumla.core.frameworks import (
 from cumla.core.state import AttentionState
 from cumla.errors import CumlaError
 from cumla.jax.execute import on_cpu, on_gpu
-from cumla.jax.handler import register
+from cumla.jax.fallback import callback
+from cumla.jax.handler import register, unknown_layout
 from cumla.jax.spec import Buffer, Spec
 from cumla.launch.device import require_hopper
 from cumla.reference import QuantizedRows, TopKResult
@@ -45,7 +46,7 @@ __all__ = [
     "run_eagerly",
 ]
 
-_KNOWN = (0, 5), (0, 12)  # versions of JAX; with others eager calls do without handlers
+_KNOWN = (0, 5), (0, 12)  # versions of JAX; with others eager calls do without programs
 _MOST_SHARDINGS = 1024
 _FRAMEWORK = jax_framework()
 # Shardings, kept alive for the sake of their ids, and the GPU that each stands for.
@@ -146,6 +147,7 @@ def _place(sharding: Any) -> tuple[Any, Any]:
     device, *others = sharding.device_set
     is_known = (
         _KNOWN[0] <= jax.__version_info__[:2] < _KNOWN[1]
+        and not unknown_layout()
         and not others
         and device.platform == "gpu"
         and device.local_hardware_id == gpu()
@@ -197,7 +199,8 @@ def emit(
     spec = spec._replace(workspace=nbytes(arguments))
     results = spec.results(operation.outputs(arguments))
     aliases = tuple(spec.aliases(results).items())
-    called = _custom_call(spec.text(), results, aliases)(*values.values())
+    call = _custom_call(spec.text(), results, aliases, unknown_layout())
+    called = call(*values.values())
     axes = frozenset().union(*map(_mapped_axes, values.values()))
     # Inside jax.shard_map: results differ along the axes along which an input does.
     called = tuple([_varying(result, axes) for result in called]) if axes else called
@@ -220,16 +223,18 @@ def _mapped_axes(value: Any) -> frozenset[str]:
 
 @lru_cache(maxsize=4096)
 def _custom_call(
-    text: str, results: tuple[Buffer, ...], aliases: tuple[tuple[int, int], ...]
+    text: str, results: tuple[Buffer, ...], aliases: tuple[tuple[int, int], ...], unknown: str
 ) -> Callable[..., tuple[Any, ...]]:
-    """Make the function of arrays that XLA calls."""
+    """Make the function of arrays that XLA calls; without a handler if `unknown` says why."""
     shapes = tuple([jax.ShapeDtypeStruct(b.shape, numpy_dtype(b.dtype)) for b in results])
-    call = jax.ffi.ffi_call(
-        TARGET, shapes, vmap_method="sequential", input_output_aliases=dict(aliases)
-    )
+    options: Any = {"vmap_method": "sequential", "input_output_aliases": dict(aliases)}
+    if unknown:
+        call = callback(text, shapes, options, unknown)
+    else:
+        call = partial(jax.ffi.ffi_call(TARGET, shapes, **options), spec=text)
 
     def launch(*arrays: Any) -> tuple[Any, ...]:
-        return tuple(call(*arrays, spec=text))
+        return tuple(call(*arrays))
 
     def refuse(primals: Any, tangents: Any) -> NoReturn:
         raise TypeError(

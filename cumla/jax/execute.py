@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,10 +24,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cumla.core.operation import Operation, Output, Template
-    from cumla.jax.handler import Frame
     from cumla.jax.spec import Buffer
 
-__all__ = ["on_cpu", "on_gpu"]
+__all__ = ["Execution", "on_cpu", "on_gpu"]
+
+
+class Execution(Protocol):
+    """What XLA knows of one execution of a call."""
+
+    def stream(self) -> int:
+        """Tell the CUstream handle."""
+
+    def device(self) -> int:
+        """Tell the CUDA ordinal."""
+
+    def check(self, shapes: list[tuple[int, ...]]) -> None:
+        """Compare the buffers with the shapes of arguments and results."""
 
 
 class _Program(NamedTuple):
@@ -70,7 +82,7 @@ def _program(text: bytes, device: int | None) -> _Program:
 # --- CPU -----------------------------------------------------------------------------------------
 
 
-def on_cpu(text: bytes, addresses: tuple[int, ...], frame: Frame) -> None:
+def on_cpu(text: bytes, addresses: tuple[int, ...], frame: Execution) -> None:
     """Compute with the reference."""
     program = _program(text, None)
     frame.check(program.shapes)
@@ -111,7 +123,7 @@ _templates = Ready()  # by the text of a call and the device
 _ready = Ready()
 
 
-def on_gpu(text: bytes, addresses: tuple[int, ...], frame: Frame) -> None:
+def on_gpu(text: bytes, addresses: tuple[int, ...], frame: Execution) -> None:
     """Launch on XLA's stream, which may be being captured."""
     stream = frame.stream()
     identity = text, addresses, stream
@@ -141,7 +153,7 @@ def _check_values(program: _Program, addresses: tuple[int, ...], stream: int) ->
     program.operation.check_values(host, program.arguments)
 
 
-def _placed(text: bytes, addresses: tuple[int, ...], frame: Frame, stream: int) -> _Launches:
+def _placed(text: bytes, addresses: tuple[int, ...], frame: Execution, stream: int) -> _Launches:
     """Put new addresses into the launches."""
     device = frame.device()
     program = _program(text, device)

@@ -10,20 +10,24 @@ as long, and a callback is to take no more than 5 us.
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 import threading
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from cumla.errors import CumlaError
 
-__all__ = ["Frame", "register"]
+__all__ = ["KNOWN", "Frame", "message_of", "register", "unknown_layout", "unknown_layout_error"]
 
+KNOWN = "XLA's foreign function interface 0.1 and later 0.x, of JAX 0.5 to 0.11"
+_MAJOR = 0
 # Bytes of the 64-bit structs of version 0.1, which later minor versions only extend at their ends.
-_FRAME_BYTES, _LIST_BYTES, _BUFFER_BYTES = 168, 40, 48
+_FRAME_BYTES, _LIST_BYTES, _BUFFER_BYTES, _METADATA_BYTES = 168, 40, 48, 36
 # Call frame: extension 8, api 16, context 24; arguments 40, results 80, attributes 120, each a list
 # with its number of entries at 16 and their addresses at 32 (attributes: 40).
 _FRAME = struct.Struct("<8x3q24xq8xq16xq8xq40xq")
@@ -32,6 +36,7 @@ _LISTS = (40, 80, 120)
 _RANK = 32
 # Functions in the table at `api`.
 _ERROR_CREATE, _STREAM_GET, _DEVICE_GET = 48, 80, 184
+_MAJOR_AT = 32  # in that table
 _METADATA = 1  # the extension in which XLA asks for version and traits
 _VERSION = (0, 1)
 _COMMAND_BUFFERS = 1  # trait: launches may be captured once and replayed
@@ -48,6 +53,7 @@ _data_at = struct.Struct("<24xq").unpack_from  # of a buffer
 _put_half = struct.Struct("<i").pack_into
 
 _handlers: list[object] = []  # alive as long as the process
+_unknown: list[str] = []  # what XLA's questions for the metadata had that is not known here
 
 
 class _Question(threading.local):
@@ -66,7 +72,7 @@ def _function(api: int, offset: int) -> Any:
     """Look a function of XLA's table up."""
     (size,) = _word_at(_memory, api)
     if size < offset + 8:
-        raise _unknown_layout(f"a table of {size} bytes")
+        raise unknown_layout_error(f"a table of {size} bytes")
     return _Function(*_word_at(_memory, api + offset))
 
 
@@ -104,26 +110,68 @@ class Frame(NamedTuple):
 
         `CumlaError` for another layout than the one that is known here.
         """
-        (size,) = _word_at(_memory, self.address)
-        lists = [_word_at(_memory, self.address + at)[0] for at in _LISTS]
-        known = size >= _FRAME_BYTES and min(lists) >= _LIST_BYTES
-        if not known or len(self.buffers) != len(shapes):
-            raise _unknown_layout(f"structs of {[size, *lists]} bytes, {len(self.buffers)} buffers")
+        sizes = _sizes(self.address)
+        if not _are_known(sizes) or len(self.buffers) != len(shapes):
+            raise unknown_layout_error(f"structs of {sizes} bytes, {len(self.buffers)} buffers")
         for buffer, shape in zip(self.buffers, shapes, strict=True):
             (size,) = _word_at(_memory, buffer)
             rank, sizes = _pair_at(_memory, buffer + _RANK)
             if size < _BUFFER_BYTES or rank != len(shape):
-                raise _unknown_layout(f"a buffer of rank {rank}, not {len(shape)}")
+                raise unknown_layout_error(f"a buffer of rank {rank}, not {len(shape)}")
             found = _words_at(rank)(_memory, sizes)
             if found != shape:
-                raise _unknown_layout(f"a buffer of shape {found}, not {shape}")
+                raise unknown_layout_error(f"a buffer of shape {found}, not {shape}")
 
 
-def _unknown_layout(found: str) -> CumlaError:
+def _sizes(frame: int) -> list[int]:
+    """Bytes of a call frame and of its three lists."""
+    return [_word_at(_memory, frame + at)[0] for at in (0, *_LISTS)]
+
+
+def _are_known(sizes: list[int]) -> bool:
+    return sizes[0] >= _FRAME_BYTES and min(sizes[1:]) >= _LIST_BYTES
+
+
+def unknown_layout_error(found: str, instead: str = "") -> CumlaError:
+    """Make the error of a JAX whose calls cannot be read."""
     return CumlaError(
         f"JAX {jax.__version__} calls handlers in a way that cumla.jax does not know "
-        f"({found}); use a JAX from 0.5 to 0.11, or call cumla outside jax.jit"
+        f"({found}){instead}; use a JAX from 0.5 to 0.11, or call cumla outside jax.jit"
     )
+
+
+def unknown_layout() -> str:
+    """Tell what of the installed JAX's layout is not known here; "" if all is as it should be.
+
+    The version is known from the import on. XLA shows its sizes when a backend starts, which it
+    does before it compiles anything.
+    """
+    return _shipped() or (_unknown[0] if _unknown else "")
+
+
+@cache
+def _shipped() -> str:
+    """Compare the major version in the header that jaxlib ships, if it does."""
+    try:
+        header = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    major = re.search(r"#define XLA_FFI_API_MAJOR (\d+)", header)
+    return "" if major is None or int(major[1]) == _MAJOR else f"major version {major[1]}"
+
+
+def _asked(frame: int, api: int, metadata: int) -> str:
+    """Compare what XLA passes when it asks for the metadata; "" if all is known."""
+    sizes = _sizes(frame)
+    (size,) = _word_at(_memory, metadata)
+    if not _are_known(sizes) or size < _METADATA_BYTES:
+        return f"structs of {[*sizes, size]} bytes"
+    if api:  # JAX 0.5 and 0.6 pass no table in this call
+        major = _word_at(_memory, api + _MAJOR_AT)[0] & 0xFFFFFFFF
+        (size,) = _word_at(_memory, api)
+        if major != _MAJOR or size < _DEVICE_GET + 8:
+            return f"major version {major}, a table of {size} bytes"
+    return ""
 
 
 Execute = Callable[[bytes, tuple[int, ...], Frame], None]
@@ -133,8 +181,11 @@ def register(target: str, platform: str, execute: Execute) -> None:
     """Have XLA call a function under a name, on a platform, for the life of the process.
 
     `execute` takes the bytes of the call's one attribute, the addresses of all buffers, arguments
-    first, and the frame. What it raises ends the computation with its message.
+    first, and the frame. What it raises ends the computation with its message. With a major version
+    that is not known nothing is registered: XLA would refuse it, and the backend would not start.
     """
+    if _shipped():
+        return
     handler = make_handler(execute)
     _handlers.append(handler)
     address = ctypes.cast(handler, ctypes.c_void_p).value
@@ -151,7 +202,9 @@ def make_handler(execute: Execute) -> Any:
                 _memory, frame
             )
             if extension and _word_at(_memory, extension + 8)[0] & 0xFFFFFFFF == _METADATA:
-                _answer(*_word_at(_memory, extension + 24))
+                (metadata,) = _word_at(_memory, extension + 24)
+                _unknown.extend(filter(None, [_asked(frame, api, metadata)]))
+                _answer(metadata)
                 return None
             buffers = _words_at(inputs)(_memory, at_inputs) if inputs else ()
             buffers += _words_at(results)(_memory, at_results)
@@ -160,10 +213,7 @@ def make_handler(execute: Execute) -> Any:
             text = _memory[begin : begin + length]
             execute(text, addresses, Frame(frame, api, context, buffers))
         except BaseException as error:  # nothing may pass through XLA's frames
-            try:
-                return _failed(api, f"{type(error).__name__}: {error}", error)
-            except BaseException:  # what comes out of here ends the process
-                return _failed(api, type(error).__name__, error)
+            return _failed(api, message_of(error), error)
         return None
 
     return _Handler(handle)
@@ -175,10 +225,17 @@ def _answer(metadata: int) -> None:
         _put_half(_memory, metadata + offset, value)
 
 
-def _failed(api: int, message_text: str, error: BaseException) -> int:
+def message_of(error: BaseException) -> str:
+    """Tell an exception's type and text, without what C++ cannot hold: that ends the process."""
+    try:
+        return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
+    except BaseException:  # of __str__
+        return type(error).__name__
+
+
+def _failed(api: int, text: str, error: BaseException) -> int:
     """Make XLA's error of an exception."""
-    text = message_text.encode(errors="replace") + b"\0"
     code = _INVALID_ARGUMENT if isinstance(error, (TypeError, ValueError)) else _INTERNAL
-    message = ctypes.create_string_buffer(text)
+    message = ctypes.create_string_buffer(text.encode())
     block = _Block(28, 0, ctypes.addressof(message), code)
     return int(_function(api, _ERROR_CREATE)(ctypes.addressof(block)) or 0)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ import cumla  # noqa: E402
 import cumla.jax  # noqa: E402
 from cumla.core import frameworks  # noqa: E402
 from cumla.core.operation import Ready  # noqa: E402
-from cumla.jax import call, execute, handler, plans, spec  # noqa: E402
+from cumla.jax import call, execute, fallback, handler, plans, spec  # noqa: E402
 from cumla.launch import device as launch_device  # noqa: E402
 from cumla.launch import kernel  # noqa: E402
 from tests.bindings.two_caches import TWO_CACHES  # noqa: E402
@@ -997,6 +998,41 @@ def test_buffers_that_xla_did_not_share(cupy: FakeCuPy, gpu: Any) -> None:
     at = iter(range(1 << 32, 1 << 40, 1 << 32))
     frame = xla.frame(text, [(next(at), s) for s in inputs], [(next(at), s) for s in results])
     assert "kv_cache: XLA gave it two places" in xla.call(frame)
+    assert gpu() == []
+
+
+def test_launches_without_a_handler(
+    cupy: FakeCuPy, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the stream and the device that JAX tells, the same for the same addresses."""
+    ((text, inputs, results),) = custom_calls(cumla.mla_decode, **of_jax(DECODE)[1])
+    places = decode_addresses(1 << 40)
+    assert (
+        Xla(execute.on_gpu).call(placed(Xla(execute.on_gpu), (text, inputs, results), places)) == ""
+    )
+    expected = gpu()
+    assert expected
+
+    def forget() -> None:
+        for name in ("_ready", "_templates"):
+            monkeypatch.setattr(execute, name, Ready())
+
+    buffer_callback = pytest.importorskip("jax.experimental.buffer_callback")
+    monkeypatch.setattr(buffer_callback, "buffer_callback", lambda function, shapes: function)
+    monkeypatch.setattr(fallback, "_address", lambda buffer: buffer.address)
+    run = fallback.callback(text.decode(), (), {}, "another layout")
+    names = [buffer.name for buffer in execute._program(text, 0).buffers]
+    buffers = [
+        SimpleNamespace(address=places[name], shape=shape, __dlpack_device__=lambda: (2, 0))
+        for name, shape in zip(names, [*inputs, *results], strict=True)
+    ]
+    arguments, outputs = buffers[: len(inputs)], tuple(buffers[len(inputs) :])
+    forget()
+    run(SimpleNamespace(stream=7), outputs, *arguments)
+    assert gpu() == expected and len(execute._ready) == 1
+    forget()
+    with refused(cumla.CumlaError, "CumlaError: JAX passes buffers of shapes"):
+        run(SimpleNamespace(stream=7), outputs, *arguments[:-1], arguments[0])
     assert gpu() == []
 
 

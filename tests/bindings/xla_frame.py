@@ -76,12 +76,22 @@ class Xla:
         assert bool(failed) == bool(self._message)
         return self._message.decode()
 
-    def ask(self) -> tuple[int, int, int]:
-        """Ask for the metadata: version, traits."""
-        metadata = (ctypes.c_int64 * 6)(48, 24, 0, 0, 0, 0)
+    def ask(
+        self,
+        frame_bytes: int = 168,
+        inputs_bytes: int = 40,
+        metadata_bytes: int = 36,
+        table_bytes: int = 200,
+        major: int = 0,
+        has_table: bool = True,
+    ) -> tuple[int, int, int]:
+        """Ask for the metadata, with structs of these sizes: version, traits."""
+        metadata = (ctypes.c_int64 * 6)(metadata_bytes, 24, 0, 0, 0, 0)
         extension = (ctypes.c_int64 * 4)(32, 1, 0, ctypes.addressof(metadata))
+        self._api[0], self._api[4] = table_bytes, 3 << 32 | major
         frame = self.frame(b"", (), ())
-        frame[1] = ctypes.addressof(extension)
+        frame[0], frame[1], frame[5] = frame_bytes, ctypes.addressof(extension), inputs_bytes
+        frame[2] *= has_table
         assert self.call(frame) == ""
         return metadata[3] & 0xFFFFFFFF, metadata[3] >> 32, metadata[4]
 

@@ -101,6 +101,60 @@ def test_one_schedule_for_all_layers(planned: Planned) -> None:
             helpers.assert_same(operation, result, expected)
 
 
+@pytest.fixture
+def without_handler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have calls traced as with a JAX whose layout is not known, from the call of this on."""
+    pytest.importorskip("jax.experimental.buffer_callback")
+    from cumla.jax import handler
+
+    def fail(*_: Any) -> None:
+        raise AssertionError
+
+    def forbid() -> None:
+        monkeypatch.setattr(handler, "_unknown", ["a layout of a test"])
+        monkeypatch.setattr(jax.ffi, "ffi_call", fail)
+
+    return forbid
+
+
+@every_operation
+def test_buffer_callback_gives_the_bits_of_the_eager_call(
+    operation: Operation, without_handler: Any
+) -> None:
+    expected = on_gpu(operation)
+    without_handler()
+    function, arrays = helpers.of_jax(operation)
+    compiled = jax.jit(function)
+    for _ in range(3):
+        helpers.assert_same(operation, compiled(**arrays), expected)
+
+
+@every_plan
+def test_buffer_callback_runs_on_the_stream_of_its_neighbours(
+    planned: Planned, without_handler: Any
+) -> None:
+    """Layers of one schedule, with work of XLA's between, in order without a host's wait."""
+    operation = OPERATIONS[planned.operation]
+    expected = on_gpu(operation)
+    without_handler()
+    step, arrays = helpers.layers_of(planned, 6)
+    for results in [step(arrays) for _ in range(3)]:
+        for result in results:
+            helpers.assert_same(operation, result, expected)
+
+
+def test_buffer_callback_writes_to_a_donated_cache_in_place(without_handler: Any) -> None:
+    loop, (kv_cache, *rest) = helpers.decoding(4)
+    expected = jax.tree.leaves(jax.device_get(jax.jit(loop)(kv_cache, *rest)))
+    without_handler()
+    mine = jax.numpy.array(kv_cache, copy=True)
+    place = mine.unsafe_buffer_pointer()
+    got = jax.jit(lambda *arrays: loop(*arrays), donate_argnums=0)(mine, *rest)
+    assert got[0][0].unsafe_buffer_pointer() == place
+    for one, other in zip(jax.tree.leaves(got), expected, strict=True):
+        assert np.asarray(one).tobytes() == other.tobytes()
+
+
 def test_a_plan_that_is_used_twice_is_copied() -> None:
     """Each of two branches has the schedule, whichever runs first."""
     import cumla.jax
