@@ -209,8 +209,6 @@ def python(program: str, devices: int) -> None:
 PROGRAM = """
 from tests.distributed import test_jax as t
 t.decodes(4, 3)
-t.gathers(4)
-t.attends(4, "bfloat16")
 t.writes(4)
 t.merges_nothing(4)
 """

@@ -118,7 +118,7 @@ def test_the_parameters_by_name(grouped: bool, rope: str, factor: float | ArrayV
 
 
 @pytest.mark.parametrize(
-    ("case", "lengths"), some(FP8_HEADS, 2), ids=lambda value: getattr(value, "name", "")
+    ("case", "lengths"), some(FP8_HEADS, 5), ids=lambda value: getattr(value, "name", "")
 )
 def test_attention_to_pages(case: Fp8Case, lengths: list[int]) -> None:
     with emulated_gpu() as cupy:
