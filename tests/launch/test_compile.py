@@ -28,7 +28,9 @@ def recorded(stem: str) -> dict[str, str]:
 
 def run_on_a_gpu(spec: KernelSpec) -> bool:
     """Whether a run of this text was recorded."""
-    return recorded(spec.stem).get(spec.entry) == sources().kernels[spec.stem]["entries"][spec.entry]
+    return (
+        recorded(spec.stem).get(spec.entry) == sources().kernels[spec.stem]["entries"][spec.entry]
+    )
 
 
 @cache
