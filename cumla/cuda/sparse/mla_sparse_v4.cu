@@ -27,12 +27,12 @@ __device__ __forceinline__ void mla_sparse_v4(const MlaSparseV4Params& params) {
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   begin_kernel<kRows, AnyTile>(p, shared, 4);
   if (warpgroup == 0) {
-    registers_decrease<72>();
+    registers_decrease<88>();
     const Part part = part_of_cta(p, copy_of(blockIdx.y));
     AnyTile tile(p);
     load_v4(params, shared, tile, part, last_place_of(p, part), threadIdx.x / 32);
   } else {
-    registers_increase<216>();
+    registers_increase<208>();
     const Part part = part_of_cta(p, blockIdx.y);
     AnyTile tile(p);
     compute<Bf16, kV4SharedBlocks, kRows>(p, shared, tile, part, last_place_of(p, part), warpgroup);
