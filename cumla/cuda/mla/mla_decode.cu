@@ -47,12 +47,12 @@ template <bool kSharedBlocks, PageForm kForm>
 constexpr int kRowWarps = kForm != kRows ? 0 : kSharedBlocks ? 4 : 2;
 
 // One thread initialises all barriers; from 32 lanes the hardware would serialise the stores. row_warps: warps that
-// copy rows, 0 without kRows; if there are four, two of them copy the query rows as well.
-__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int row_warps) {
+// copy rows, 0 without kRows; if there are four, two of them copy the query rows as well. `arrivals` complete KV tiles.
+__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int row_warps, int arrivals) {
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), row_warps ? row_warps * 32 : 1);
+    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), arrivals);
 #pragma unroll
     for (int half = 0; half < 3; ++half) mbarrier_init(shared.free(s, half), 4);
   }
@@ -61,6 +61,9 @@ __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, 
   mbarrier_init(shared.query_full(), row_warps == 4 ? 64 : 2);
   mbarrier_init(shared.query_free(), 8);
   fence_mbarrier_init();
+}
+__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int row_warps) {
+  initialise_barriers(shared, row_warps, row_warps ? row_warps * 32 : 1);
 }
 
 // One warp loads a block, in kCount boxes a tile (1 with kPages), into the thirds of a stage as they become free.

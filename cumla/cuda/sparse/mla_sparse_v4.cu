@@ -21,21 +21,20 @@ using namespace ptx;
 
 __device__ __forceinline__ void mla_sparse_v4(const MlaSparseV4Params& params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  using AnyTile = SelectedTile<kRowTile>;
-  const MlaDecodeParams& p = params.decode;
-  const SharedLayout shared(shared_address(shared_bytes));
+    const MlaDecodeParams& p = params.decode;
+  const V4Layout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  begin_kernel<kRows, AnyTile>(p, shared, 4);
+  begin_kernel<kRows, V4Tile>(p, shared, 4);
   if (warpgroup == 0) {
     registers_decrease<88>();
     const Part part = part_of_cta(p, copy_of(blockIdx.y));
-    AnyTile tile(p);
+    V4Tile tile(p);
     load_v4(params, shared, tile, part, last_place_of(p, part), threadIdx.x / 32);
   } else {
     registers_increase<208>();
     const Part part = part_of_cta(p, blockIdx.y);
-    AnyTile tile(p);
-    compute<Bf16, kV4SharedBlocks, kRows>(p, shared, tile, part, last_place_of(p, part), warpgroup);
+    V4Tile tile(p);
+    compute<Bf16, true, kRows>(p, shared, tile, part, last_place_of(p, part), warpgroup);
   }
 }
 

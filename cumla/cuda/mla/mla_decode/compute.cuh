@@ -63,8 +63,9 @@ struct Consumer {
   __device__ __forceinline__ void multiply_query(int t) {
     const u32 stage = shared.stage(consumer);
     const u32 phase = (t / 2) & 1;
+    constexpr int kFirst = kHasRope<AnyTile> ? 0 : 1;
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
+    for (int i = kFirst; i < kTiles; ++i) {
       const int column = tile_in_order(consumer, i);
       if (!kByHalves || i == 0 || i % kHalfTiles == 1) {
         mbarrier_wait(shared.full(consumer, column), phase, "KV tiles");  // plant: tiles
@@ -74,7 +75,7 @@ struct Consumer {
 #pragma unroll
       for (int k = 0; k < 4; ++k)
         wgmma_m64n64k16_async<T>(scores, matrix_descriptor(shared.query + column * kTileBytes + k * 32, 0, 1024),
-                                 matrix_descriptor(stage + column * kTileBytes + k * 32, 0, 1024), i + k > 0);
+                                 matrix_descriptor(stage + column * kTileBytes + k * 32, 0, 1024), i + k > kFirst);
     }
     warpgroup_commit();
   }

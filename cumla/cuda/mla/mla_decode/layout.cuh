@@ -103,4 +103,8 @@ __device__ __forceinline__ int tile_in_order(int owner, int i) {
   return i == 0 ? kRopeTile : (i - 1) ^ (owner * kHalfTiles);
 }
 
+// Whether the rows that a tile attends to have RoPE columns beside those that are values, too.
+template <typename AnyTile>
+constexpr bool kHasRope = true;
+
 }  // namespace cumla::mla

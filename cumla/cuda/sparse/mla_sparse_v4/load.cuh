@@ -12,13 +12,24 @@
 #include "ptx/types.cuh"
 
 namespace cumla::sparse {
+struct V4Tile : SelectedTile<kRowTile> {
+  using Held = V4Tile;
+  using SelectedTile<kRowTile>::SelectedTile;
+};
+}  // namespace cumla::sparse
+
+namespace cumla::mla {
+template <>
+constexpr bool kHasRope<sparse::V4Tile> = false;
+}
+
+namespace cumla::sparse {
 
 using namespace ptx;
 
 constexpr int kV4Tiles = 7;                      // of 64 e4m3 columns; the eighth tile is bfloat16
 constexpr int kV4RowBytes = kV4Tiles * 64 + 128;
 constexpr int kV4ScaleBytes = 8;                 // an exponent a tile, and one byte more
-constexpr bool kV4SharedBlocks = false;          // the order of products, as of mla/mla_decode.cu
 
 // A page has all its rows, then the scales of all.
 struct V4Cache {
@@ -33,6 +44,14 @@ struct MlaSparseV4Params {
   MlaDecodeParams decode;  // block_table: what select_rows leaves; q_rope: zeros
   V4Cache caches[2];       // slots of the second one are numbered after those of the first
 };
+
+// One lane of each loader warp arrives for half of a block's tiles.
+struct V4Layout : SharedLayout {
+  using SharedLayout::SharedLayout;
+};
+__device__ __forceinline__ void initialise_barriers(const V4Layout& shared, int row_warps) {
+  mla::initialise_barriers(shared, row_warps, row_warps);
+}
 
 struct V4Row {
   const char* columns;
@@ -52,51 +71,54 @@ __device__ __forceinline__ V4Row find_row(const MlaSparseV4Params& p, int number
 }
 
 // One of four warps: 16 rows of every block. A lane has, of rows lane / 4 and that + 8, 16 e4m3 columns of each tile,
-// from column 16 (lane % 4) on, and 16 of the bfloat16 ones. They wait in registers, half a block of them: when a tile
-// has become bfloat16, in shared memory, that of the next half is on its way to the same registers.
+// from column 16 (lane % 4) on, and 16 of the bfloat16 ones. e4m3 columns wait in registers, half a block of them: when
+// a tile has become bfloat16, in shared memory, that of the next half is on its way to the same registers. Lanes look
+// up row lane % 16.
+//
+// Loads share a scoreboard, so that waiting for one is waiting for all: where a row lies is computed when the columns
+// of the block before are there, and the row after it is looked up just after.
 struct V4Loader {
   static constexpr int kNone = -2;
 
   const MlaSparseV4Params& p;
   const int warp, row, chunk;
-  BlockCursor<1, SelectedTile<kRowTile>> ahead;
-  int next, later;         // rows of the next blocks, the one of lane % 16; kNone if there is no such block
+  BlockCursor<1, V4Tile> ahead;
+  bool exists;             // there is a block at all
+  int next;                // row of the block after the one that is loaded; kNone if there is no such block
+  V4Row own;               // of the block that is loaded next
   const char* columns[2];  // of the rows that are loaded: where this lane's first tile begins
-  u32 scales, next_scales;  // four bytes of a block: lane % 4 has half % 2 of row lane % 4 / 2 of the two
+  uint2 scales, next_scales;
   uint4 bytes[kHalfTiles][2];
 
   // Loads the first half of the first block.
-  __device__ __forceinline__ V4Loader(const MlaSparseV4Params& p, const SelectedTile<kRowTile>& tile, const Part& part,
-                                      int last_place, int warp)
+  __device__ __forceinline__ V4Loader(const MlaSparseV4Params& p, const V4Tile& tile, const Part& part, int last_place,
+                                      int warp)
       : p(p),
         warp(warp),
         row(threadIdx.x % 32 / 4),
         chunk(threadIdx.x % 4),
         ahead(p.decode, tile, part, last_place, 0) {
-    next = find();
-    later = find();
+    look_up();
+    exists = next != kNone;
+    own = find_row(p, next);
+    look_up();
+    begin_block();
+#pragma unroll
+    for (int k = 0; k < kHalfTiles; ++k) load_tile(k);
   }
 
-  __device__ __forceinline__ int find() {
-    if (!ahead.valid()) return kNone;
-    const int number = ahead.template row_of<kRows>(warp * 16 + threadIdx.x % 16).page;
+  __device__ __forceinline__ void look_up() {
+    next = kNone;
+    if (!ahead.valid()) return;
+    next = ahead.template row_of<kRows>(warp * 16 + threadIdx.x % 16).page;
     ahead.next();
-    return number;
   }
-  // Begins with the next block: whether there is one.
-  __device__ __forceinline__ bool take() {
-    const bool more = next != kNone;
-    const char* scales_at = nullptr;
+  __device__ __forceinline__ void begin_block() {
+    next_scales = *reinterpret_cast<const uint2*>(own.scales);
+    const u64 address = reinterpret_cast<u64>(own.columns);
 #pragma unroll
-    for (int g = 0; g < 2; ++g) {
-      const V4Row found = find_row(p, __shfl_sync(0xffffffffu, next, 8 * g + row));
-      columns[g] = found.columns + chunk * 16;
-      if (chunk / 2 == g) scales_at = found.scales + chunk % 2 * 4;
-    }
-    next_scales = *reinterpret_cast<const u32*>(scales_at);
-    next = later;
-    later = find();
-    return more;
+    for (int g = 0; g < 2; ++g)
+      columns[g] = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, address, 8 * g + row)) + chunk * 16;
   }
   __device__ __forceinline__ void load_tile(int tile) {
 #pragma unroll
@@ -130,75 +152,62 @@ struct V4Loader {
     low = pack_pair<Bf16>(a.x * scale, a.y * scale);
     high = pack_pair<Bf16>(b.x * scale, b.y * scale);
   }
-
-  // Half kFrom of a block, and on the way half kTo of the block of `more`.
-  template <int kFrom, int kTo>
-  __device__ __forceinline__ void hand_over(const SharedLayout& shared, u32 stage, int parity, u32 phase) {
-    constexpr int kCount = kFrom == 0 ? kHalfTiles : kV4Tiles - kHalfTiles;
-    u32 exponents[2];
-#pragma unroll
-    for (int g = 0; g < 2; ++g) exponents[g] = __shfl_sync(0xffffffffu, scales, 4 * row + 2 * g + kFrom);
-    mbarrier_wait(shared.free(parity, kFrom), phase ^ 1, "a free KV stage");
-#pragma unroll
-    for (int k = 0; k < kHalfTiles; ++k) {
-      if (k < kCount) store_tile(stage, kFrom * kHalfTiles + k, exponents);
-      if (kTo * kHalfTiles + k < kV4Tiles) load_tile(kTo * kHalfTiles + k);
-    }
-    fence_proxy_async_shared();
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) mbarrier_arrive(shared.full(parity, kFrom * kHalfTiles + k));
-  }
-  // The bfloat16 columns.
-  __device__ __forceinline__ void copy_last(const SharedLayout& shared, u32 stage, int parity) const {
+  // The bfloat16 columns need no conversion.
+  __device__ __forceinline__ void copy_last(u32 stage) const {
 #pragma unroll
     for (int g = 0; g < 2; ++g)
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        copy_16_async(stage + kV4Tiles * kTileBytes + place_of(g, i), columns[g] + kV4Tiles * 64 + (chunk + i) * 16, true);
-    mbarrier_arrive_after_copies(shared.full(parity, kV4Tiles));
+        copy_16_async(stage + kV4Tiles * kTileBytes + place_of(g, i), columns[g] + kV4Tiles * 64 + (chunk + i) * 16,
+                      true);
   }
 
-  // A block, whose owner wants half kFirst first, of which that half is on its way: whether there is another one, which
-  // wants the other half first.
-  template <int kFirst>
+  // Half kHalf of the block that has been loaded, the first or the second one; the half that comes next is loaded. With
+  // the second one the next block begins.
+  template <int kHalf, bool kSecond>
+  __device__ __forceinline__ void hand_over(const SharedLayout& shared, int parity, u32 phase) {
+    constexpr int kFrom = kHalf * kHalfTiles, kTo = kSecond ? kFrom : kHalfTiles - kFrom;
+    const u32 stage = shared.stage(parity);
+    u32 exponents[2];
+#pragma unroll
+    for (int g = 0; g < 2; ++g)
+      exponents[g] = __shfl_sync(0xffffffffu, kHalf ? scales.y : scales.x, 8 * g + row);
+    mbarrier_wait(shared.free(parity, kHalf), phase ^ 1, "a free KV stage");
+    if (kHalf == 1) copy_last(stage);
+    if (kSecond) {
+      begin_block();
+      look_up();
+    }
+#pragma unroll
+    for (int k = 0; k < kHalfTiles; ++k) {
+      if (kFrom + k < kV4Tiles) store_tile(stage, kFrom + k, exponents);
+      if (kTo + k < kV4Tiles) load_tile(kTo + k);
+    }
+    if (kHalf == 1) copy_async_wait_all();
+    fence_proxy_async_shared();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.full(parity, kFrom));  // plant: V4 tiles
+  }
+
+  // A block, of which the half that its owner wants first is on its way: whether there is another one.
+  template <int kParity>
   __device__ __forceinline__ bool load_block(const SharedLayout& shared, u32 phase) {
-    const u32 stage = shared.stage(kFirst);
     scales = next_scales;
-    mbarrier_wait(shared.free(kFirst, 2), phase ^ 1, "a free KV stage");
-    mbarrier_arrive(shared.full(kFirst, kRopeTile));
-    hand_over<kFirst, 1 - kFirst>(shared, stage, kFirst, phase);
-    if (kFirst == 0) mbarrier_wait(shared.free(kFirst, 1), phase ^ 1, "a free KV stage");
-    copy_last(shared, stage, kFirst);
-    const bool more = take();
-    prefetch();
-    hand_over<1 - kFirst, 1 - kFirst>(shared, stage, kFirst, phase);
+    const bool more = next != kNone;
+    own = find_row(p, next);
+    hand_over<kParity, false>(shared, kParity, phase);
+    hand_over<1 - kParity, true>(shared, kParity, phase);
     return more;
-  }
-
-  // This CTA's share of the block after the one that is loaded.
-  __device__ __forceinline__ void prefetch() const {
-    const V4Row found = find_row(p, next);
-    const FetchShare share = fetch_share(p.decode, ahead.tile);
-    const int lane = threadIdx.x % 32;
-    if (lane >= 16 || (lane & (share.step - 1)) != share.first) return;
-    prefetch_bulk_l2(found.columns, kV4RowBytes);
-    prefetch_l2(found.scales);
   }
 };
 
 // Four warps, a quarter of the rows each; warps 2 and 3 also copy the query rows of a list before its first block.
-__device__ __forceinline__ void load_v4(const MlaSparseV4Params& params, const SharedLayout& shared,
-                                        SelectedTile<kRowTile>& tile, const Part& part, int last_place, int warp) {
+__device__ __forceinline__ void load_v4(const MlaSparseV4Params& params, const SharedLayout& shared, V4Tile& tile,
+                                        const Part& part, int last_place, int warp) {
   const MlaDecodeParams& p = params.decode;
-  constexpr int kVectors = kTileBytes / 16;
-  for (int i = threadIdx.x; i < kStages * kVectors; i += kWarpgroup)
-    store_shared_zero_16(shared.stage(i / kVectors) + kRopeTile * kTileBytes + i % kVectors * 16);
-  fence_proxy_async_shared();
   V4Loader loader(params, tile, part, last_place, warp);
   int place = part.place, left = warp < 2 ? kMaxTokens : 0;  // blocks before the next query
-  bool more = loader.take();
-#pragma unroll
-  for (int k = 0; k < kHalfTiles; ++k) loader.load_tile(k);
+  bool more = loader.exists;
 #pragma unroll 1
   for (int t = 0;; ++t, --left) {
 #pragma unroll 1
