@@ -33,17 +33,21 @@ struct BoundRowsParams {
   int unused;
 };
 
-struct SelectRowsParams {
+// Lists that name rows of one cache.
+struct CacheLists {
   Lists lists;
   const int* bounds;  // [rows]: entries after that many are not looked at
-  int* selected;      // [rows][places]
-  int* counts;        // [rows]
-  int entries, places;
+  int entries;
+  int first_row;  // added to the numbers of rows
+};
+
+struct SelectRowsParams {
+  CacheLists caches[2];  // lists of the second one go on after those of the first
+  int* selected;         // [rows][places]
+  int* counts;           // [rows]
+  int places;
   int q_len;
   Divisor by_q_len;
-  int first_row;  // added to the numbers of rows
-  int appends;    // to what there is of a list
-  int unused;
 };
 
 __device__ __forceinline__ void bound_rows(const BoundRowsParams& p) {
@@ -70,36 +74,40 @@ __device__ __forceinline__ void select_rows(const SelectRowsParams& p) {
   grid_dependency_wait();
   const int row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int batch = quotient(row, p.by_q_len), token = row - batch * p.q_len;
-  const List list(p.lists, batch, token);
   int* const selected = p.selected + static_cast<i64>(row) * p.places;
-  int length = p.entries;  // until it has come, beside the first entries
-  int begin = p.appends ? p.counts[row] : 0;
+  int begin = 0, turn = 0;
 #pragma unroll 1
-  for (int first = 0, turn = 0; first < length; first += kListEntries, turn ^= 1) {
-    int rows[kLaneEntries];
-    const int own = first + warp * (32 * kLaneEntries) + lane;
+  for (int cache = 0; cache < 2; ++cache) {
+    const CacheLists& c = p.caches[cache];
+    const List list(c.lists, batch, token);
+    int length = c.entries;  // until it has come, beside the first entries
+#pragma unroll 1
+    for (int first = 0; first < length; first += kListEntries, turn ^= 1) {
+      int rows[kLaneEntries];
+      const int own = first + warp * (32 * kLaneEntries) + lane;
 #pragma unroll
-    for (int k = 0; k < kLaneEntries; ++k) rows[k] = own + 32 * k < p.entries ? list.entries[own + 32 * k] : -1;
-    if (first == 0) length = list.exists ? min(max(p.bounds[row], 0), p.entries) : 0;
-    int count = 0;
+      for (int k = 0; k < kLaneEntries; ++k) rows[k] = own + 32 * k < c.entries ? list.entries[own + 32 * k] : -1;
+      if (first == 0) length = list.exists ? min(max(c.bounds[row], 0), c.entries) : 0;
+      int count = 0;
 #pragma unroll
-    for (int k = 0; k < kLaneEntries; ++k)
-      rows[k] = List::row_of(p.lists, list.look_up(p.lists, own + 32 * k < length ? rows[k] : -1));
+      for (int k = 0; k < kLaneEntries; ++k)
+        rows[k] = List::row_of(c.lists, list.look_up(c.lists, own + 32 * k < length ? rows[k] : -1));
 #pragma unroll
-    for (int k = 0; k < kLaneEntries; ++k) count += __popc(__ballot_sync(0xffffffffu, rows[k] >= 0));
-    if (lane == 0) warp_counts[turn][warp] = count;
-    __syncthreads();
-    int place = begin;
+      for (int k = 0; k < kLaneEntries; ++k) count += __popc(__ballot_sync(0xffffffffu, rows[k] >= 0));
+      if (lane == 0) warp_counts[turn][warp] = count;
+      __syncthreads();
+      int place = begin;
 #pragma unroll
-    for (int w = 0; w < kSelectWarps; ++w) {
-      if (w < warp) place += warp_counts[turn][w];
-      begin += warp_counts[turn][w];
-    }
+      for (int w = 0; w < kSelectWarps; ++w) {
+        if (w < warp) place += warp_counts[turn][w];
+        begin += warp_counts[turn][w];
+      }
 #pragma unroll
-    for (int k = 0; k < kLaneEntries; ++k) {
-      const u32 exist = __ballot_sync(0xffffffffu, rows[k] >= 0);
-      if (rows[k] >= 0) selected[place + __popc(exist & ((1u << lane) - 1))] = p.first_row + rows[k];
-      place += __popc(exist);
+      for (int k = 0; k < kLaneEntries; ++k) {
+        const u32 exist = __ballot_sync(0xffffffffu, rows[k] >= 0);
+        if (rows[k] >= 0) selected[place + __popc(exist & ((1u << lane) - 1))] = c.first_row + rows[k];
+        place += __popc(exist);
+      }
     }
   }
   if (threadIdx.x == 0) p.counts[row] = begin;

@@ -146,7 +146,7 @@ def _row_launches(
         attend = decode_launch(_spec(key), key, buffer, decode, out, lse)
     else:
         attend = sparse_fp8_launch(key, buffer, decode, out, lse)
-    return select_rows_launch(key, buffer, lists), attend
+    return select_rows_launch(key, buffer, (lists, 0)), attend
 
 
 def _v4_launches(
@@ -156,7 +156,7 @@ def _v4_launches(
     caches = [(a.kv_cache, a.indices, a.block_table, a.row_to_request)]
     if key.extra_topk and a.extra_kv_cache is not None and a.extra_indices is not None:
         caches.append((a.extra_kv_cache, a.extra_indices, None, None))
-    launches: list[Launch] = []
+    found: list[tuple[tuple[int, ...], int]] = []
     slots = 0
     for cache, indices, table, requests in caches:
         num_pages, page_size = cache.shape[:2]
@@ -167,13 +167,14 @@ def _v4_launches(
                 f"got {slots + count}; pass the pages that are in use"
             )
         steps = RowSteps(page_size, 1, count, ())
-        lists = lists_values(indices, (num_pages, page_size), steps, table, requests)
-        launches.append(select_rows_launch(key, buffer, lists, slots if launches else None))
+        pages = num_pages, page_size
+        found.append((lists_values(indices, pages, steps, table, requests), slots))
         slots += count
     nothing = _zeros(key, buffer, (slots, 1, 1))
     decode = _decode_arguments(key, buffer, a, nothing, nothing)
     views = tuple([cache for cache, *_ in caches])
-    return *launches, sparse_v4_launch(key, buffer, decode, views, out, lse)
+    select = select_rows_launch(key, buffer, *found)
+    return select, sparse_v4_launch(key, buffer, decode, views, out, lse)
 
 
 def _decode_arguments(

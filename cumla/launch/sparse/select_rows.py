@@ -49,7 +49,9 @@ _BOUND, _SELECT = SPECS = (
 _BOUND_PARAMS = struct.Struct("<QqqQQQQ4i2I2i")
 LISTS_FORMAT = "QqqQqQqq6i2I"
 """The struct Lists of cuda/sparse/lists.cuh."""
-_SELECT_PARAMS = struct.Struct(f"<{LISTS_FORMAT}QQQ3i2I3i")
+_CACHE_FORMAT = f"{LISTS_FORMAT}Q2i"
+_SELECT_PARAMS = struct.Struct(f"<{2 * _CACHE_FORMAT}QQ2i2I")
+_NO_LISTS = (0,) * 19
 _MOST_ROWS = (1 << 31) - 1
 
 
@@ -173,28 +175,21 @@ def lists_values(
 
 
 def select_rows_launch(
-    key: MLASparseKey, buffer: int, lists: tuple[int, ...], first_row: int | None = None
+    key: MLASparseKey, buffer: int, *lists: tuple[tuple[int, ...], int]
 ) -> Launch:
     """Describe how to write what lists name, as numbers of rows, into a plan's buffer.
 
-    `lists` are the fields of LISTS_FORMAT. With `first_row` they are those of a second cache, whose
-    rows are numbered from there on and come after those of the first.
+    `lists` are the fields of LISTS_FORMAT of one cache or two, with the number of the first row: those
+    of the second go on after those of the first.
     """
-    which = int(first_row is not None)
-    values = (
-        *lists,
-        buffer + key.list_bounds[which],
-        buffer + key.selected,
-        buffer + key.counts,
-        key.topks[which],
-        key.entries,
-        key.q_len,
-        *divisor_of(key.q_len),
-        first_row or 0,
-        which,
-        0,
-    )
-    return Launch(_SELECT, (key.num_places, 1, 1), _SELECT_PARAMS, values)
+    values: list[int] = []
+    for which, (fields, first_row) in enumerate(lists):
+        values += *fields, buffer + key.list_bounds[which], key.topks[which], first_row
+    if len(lists) == 1:
+        values += _NO_LISTS
+    values += buffer + key.selected, buffer + key.counts, key.entries, key.q_len
+    values += divisor_of(key.q_len)
+    return Launch(_SELECT, (key.num_places, 1, 1), _SELECT_PARAMS, tuple(values))
 
 
 def _elements(view: ArrayView) -> tuple[int, int]:

@@ -78,6 +78,11 @@ class MLASparseKey(LatentKey):
         return -(-min(self.row_tile, self.num_heads) // ROW_GROUP)
 
     @property
+    def min_saving(self) -> int:
+        """KV blocks that cutting a list must save: few of V4, which take long."""
+        return 3 if self.cache == V4 else super().min_saving
+
+    @property
     def num_places(self) -> int:
         """Lists: one for each query token."""
         return self.batch * self.q_len

@@ -24,6 +24,7 @@ __all__ = [
     "PlanLayout",
     "RaggedKey",
     "filling_parts",
+    "min_saving",
     "page_form",
     "piece_blocks",
     "piece_cost",
@@ -81,6 +82,14 @@ def piece_cost(row_groups: int) -> int:
     That is as measured with log-normal lengths; `row_groups` are groups of 16 query rows.
     """
     return 2 * row_groups + 2
+
+
+def min_saving(row_groups: int) -> int:
+    """Tell how many KV blocks cutting a request must save: what joining costs, as measured.
+
+    Partial results of groups of 16 query rows are stored and joined.
+    """
+    return 1 + 2 * row_groups
 
 
 def filling_parts(tiles: int, sm_count: int) -> int:
@@ -146,6 +155,11 @@ class PlanKey(ABC):
     @abstractmethod
     def row_groups(self) -> int:
         """Groups of 16 rows in a tile: what is stored of its partial results."""
+
+    @property
+    def min_saving(self) -> int:
+        """KV blocks that cutting a request must save."""
+        return min_saving(self.row_groups)
 
     @property
     @abstractmethod

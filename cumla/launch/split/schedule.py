@@ -20,7 +20,6 @@ __all__ = [
     "FIXED_COST",
     "SPECS",
     "max_tokens",
-    "min_saving",
     "schedule_launch",
     "schedule_spec",
 ]
@@ -70,21 +69,13 @@ def schedule_launch(key: PlanKey, buffer: int, kv_lens: ArrayView) -> Launch:
         piece_cost(key.row_groups),
         MIN_BLOCKS,
         MIN_SHARE,
-        min_saving(key.row_groups),
+        key.min_saving,
         key.max_blocks * BLOCK_TOKENS if key.batch_invariant else max_tokens(key.num_places),
         piece_blocks(key.row_groups),
         *divisor_of(key.parts),
     )
     blocks = -(-key.parts // _THREADS) if key.batch_invariant else 1
     return Launch(schedule_spec(key), (blocks, 1, 1), _PARAMS, values)
-
-
-def min_saving(row_groups: int) -> int:
-    """Tell how many KV blocks cutting a request must save: what joining costs, as measured.
-
-    Partial results of groups of 16 query rows are stored and joined.
-    """
-    return 1 + 2 * row_groups
 
 
 def max_tokens(batch: int) -> int:

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.launch.split.plan import BLOCK_TOKENS, piece_blocks
-from cumla.launch.split.schedule import min_saving
+from cumla.launch.split.plan import BLOCK_TOKENS, min_saving, piece_blocks
 from tests.gpu.tools import kernels
 from tests.gpu.tools.cases import Case
 from tests.gpu.tools.problem import Problem, make_problem, typed

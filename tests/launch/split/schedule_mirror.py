@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cumla.launch.split.plan import BLOCK_TOKENS, MIN_BLOCKS, piece_blocks, piece_cost
+from cumla.launch.split.plan import BLOCK_TOKENS, MIN_BLOCKS, min_saving, piece_blocks, piece_cost
 from cumla.launch.split.schedule import (
     CUT_COST,
     FIXED_COST,
     MIN_SHARE,
     SPECS,
     max_tokens,
-    min_saving,
 )
 
 THREADS = SPECS[0].threads

@@ -23,6 +23,7 @@ from cumla.launch.split.plan import (
     MIN_BLOCKS,
     ROW_GROUP,
     ROW_TILE,
+    min_saving,
     piece_blocks,
     piece_cost,
 )
@@ -32,7 +33,6 @@ from cumla.launch.split.schedule import (
     MIN_SHARE,
     SPECS,
     max_tokens,
-    min_saving,
     schedule_spec,
 )
 from tests.gpu.tools.parts import (

@@ -78,79 +78,74 @@ __device__ __forceinline__ V4Row find_row(const MlaSparseV4Params& p, int number
 // Loads share a scoreboard, so that waiting for one is waiting for all: where a row lies is computed when the columns
 // of the block before are there, and the row after it is looked up just after.
 struct V4Loader {
-  static constexpr int kNone = -2;
+  static constexpr int kNone = -2, kEnd = -3;  // beyond the last block, and beyond that
+  static constexpr int kHalfBytes = kHalfTiles * 64;
 
   const MlaSparseV4Params& p;
-  const int warp, row, chunk;
+  const int row, chunk;  // the first of this lane's two, its columns
   BlockCursor<1, V4Tile> ahead;
-  bool exists;             // there is a block at all
-  int next;                // row of the block after the one that is loaded; kNone if there is no such block
-  V4Row own;               // of the block that is loaded next
-  const char* columns[2];  // of the rows that are loaded: where this lane's first tile begins
-  uint2 scales, next_scales;
+  int next;                // row of the block after the one that is loaded; kNone if there is no such block, kEnd if there was none before, either
+  const char* columns[2];  // of this lane's rows: where the half begins that is loaded
+  uint2 scales;
   uint4 bytes[kHalfTiles][2];
 
-  // Loads the first half of the first block.
-  __device__ __forceinline__ V4Loader(const MlaSparseV4Params& p, const V4Tile& tile, const Part& part, int last_place,
-                                      int warp)
+  __device__ __forceinline__ V4Loader(const MlaSparseV4Params& p, const V4Tile& tile, const Part& part, int last_place)
       : p(p),
-        warp(warp),
-        row(threadIdx.x % 32 / 4),
+        row(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4),
         chunk(threadIdx.x % 4),
-        ahead(p.decode, tile, part, last_place, 0) {
+        ahead(p.decode, tile, part, last_place, 0),
+        next(0) {
     look_up();
-    exists = next != kNone;
-    own = find_row(p, next);
-    look_up();
-    begin_block();
-#pragma unroll
-    for (int k = 0; k < kHalfTiles; ++k) load_tile(k);
   }
 
   __device__ __forceinline__ void look_up() {
-    next = kNone;
-    if (!ahead.valid()) return;
-    next = ahead.template row_of<kRows>(warp * 16 + threadIdx.x % 16).page;
+    if (!ahead.valid()) {
+      next = next == kNone ? kEnd : kNone;
+      return;
+    }
+    next = ahead.template row_of<kRows>(threadIdx.x / 32 * 16 + threadIdx.x % 16).page;
     ahead.next();
   }
+  // What is loaded from now on is of the next block.
   __device__ __forceinline__ void begin_block() {
-    next_scales = *reinterpret_cast<const uint2*>(own.scales);
+    const V4Row own = find_row(p, next);
+    scales = *reinterpret_cast<const uint2*>(own.scales);
     const u64 address = reinterpret_cast<u64>(own.columns);
 #pragma unroll
     for (int g = 0; g < 2; ++g)
-      columns[g] = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, address, 8 * g + row)) + chunk * 16;
+      columns[g] = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, address, 8 * g + row % 8)) + chunk * 16;
+    look_up();
   }
-  __device__ __forceinline__ void load_tile(int tile) {
+  __device__ __forceinline__ void load_tile(int k) {
 #pragma unroll
-    for (int g = 0; g < 2; ++g)
-      bytes[tile % kHalfTiles][g] = load_global_16(reinterpret_cast<const uint4*>(columns[g] + tile * 64));
+    for (int g = 0; g < 2; ++g) bytes[k][g] = load_global_16(reinterpret_cast<const uint4*>(columns[g] + k * 64));
   }
   // Where, in a tile, chunk i of the two of this lane lies.
   __device__ __forceinline__ u32 place_of(int g, int i) const {
-    return (warp * 16 + 8 * g + row) * 128 + ((2 * chunk + i ^ row) << 4);
+    return (row + 8 * g) * 128 + ((2 * chunk + i ^ row % 8) << 4);
   }
-  // What has been loaded of a tile becomes bfloat16, times the scales.
-  __device__ __forceinline__ void store_tile(u32 stage, int tile, const u32 (&exponents)[2]) const {
+  // What has been loaded of tile k of a half becomes bfloat16, times the scales.
+  __device__ __forceinline__ void store_tile(u32 tiles, int k, const u32 (&exponents)[2]) const {
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
-      const uint4& from = bytes[tile % kHalfTiles][g];
-      const u32 exponent = exponents[g] >> 8 * (tile % kHalfTiles) & 0xff;
-      const float scale = __uint_as_float(exponent == 0xff ? 0x7fffffff : exponent << 23);
+      const u32 exponent = exponents[g] >> 8 * k & 0xff;
+      const u32 half = exponent == 0xff ? 0x7fff : exponent << 7, scale = half << 16 | half;
+      const uint4& from = bytes[k][g];
       uint4 pairs[2];
       convert(from.x, scale, pairs[0].x, pairs[0].y);
       convert(from.y, scale, pairs[0].z, pairs[0].w);
       convert(from.z, scale, pairs[1].x, pairs[1].y);
       convert(from.w, scale, pairs[1].z, pairs[1].w);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) store_shared_16(stage + tile * kTileBytes + place_of(g, i), pairs[i]);
+      for (int i = 0; i < 2; ++i) store_shared_16(tiles + k * kTileBytes + place_of(g, i), pairs[i]);
     }
   }
-  __device__ __forceinline__ static void convert(u32 bytes, float scale, u32& low, u32& high) {
+  __device__ __forceinline__ static void convert(u32 bytes, u32 scale, u32& low, u32& high) {
     u32 first, second;
     expand_e4m3x4(bytes, first, second);
     const float2 a = unpack_pair<Fp16>(first), b = unpack_pair<Fp16>(second);
-    low = pack_pair<Bf16>(a.x * scale, a.y * scale);
-    high = pack_pair<Bf16>(b.x * scale, b.y * scale);
+    low = multiply_pairs<Bf16>(pack_pair<Bf16>(a.x, a.y), scale);
+    high = multiply_pairs<Bf16>(pack_pair<Bf16>(b.x, b.y), scale);
   }
   // The bfloat16 columns need no conversion.
   __device__ __forceinline__ void copy_last(u32 stage) const {
@@ -158,46 +153,37 @@ struct V4Loader {
     for (int g = 0; g < 2; ++g)
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        copy_16_async(stage + kV4Tiles * kTileBytes + place_of(g, i), columns[g] + kV4Tiles * 64 + (chunk + i) * 16,
+        copy_16_async(stage + kV4Tiles * kTileBytes + place_of(g, i), columns[g] + (kV4Tiles * 64 - kHalfBytes) + (chunk + i) * 16,
                       true);
   }
 
-  // Half kHalf of the block that has been loaded, the first or the second one; the half that comes next is loaded. With
-  // the second one the next block begins.
-  template <int kHalf, bool kSecond>
-  __device__ __forceinline__ void hand_over(const SharedLayout& shared, int parity, u32 phase) {
-    constexpr int kFrom = kHalf * kHalfTiles, kTo = kSecond ? kFrom : kHalfTiles - kFrom;
-    const u32 stage = shared.stage(parity);
+  // Half a block, which has been loaded: of block turn / 2 first the one that its owner wants first. The half that comes
+  // next is loaded; with the second half the next block begins. One text for all, for text that is not in L2 comes
+  // slowly.
+  __device__ __forceinline__ void hand_over(const SharedLayout& shared, int turn) {
+    const bool second = turn & 1;
+    const int parity = turn / 2 & 1, half = second ? 1 - parity : parity, next_half = second ? half : 1 - half;
+    const u32 stage = shared.stage(parity), tiles = stage + half * (kHalfTiles * kTileBytes);
     u32 exponents[2];
 #pragma unroll
-    for (int g = 0; g < 2; ++g)
-      exponents[g] = __shfl_sync(0xffffffffu, kHalf ? scales.y : scales.x, 8 * g + row);
-    mbarrier_wait(shared.free(parity, kHalf), phase ^ 1, "a free KV stage");
-    if (kHalf == 1) copy_last(stage);
-    if (kSecond) {
-      begin_block();
-      look_up();
-    }
+    for (int g = 0; g < 2; ++g) exponents[g] = __shfl_sync(0xffffffffu, half ? scales.y : scales.x, 8 * g + row % 8);
+    mbarrier_wait(shared.free(parity, half), turn / 4 & 1 ^ 1, "a free KV stage");
+    if (half == 1) copy_last(stage);
 #pragma unroll
     for (int k = 0; k < kHalfTiles; ++k) {
-      if (kFrom + k < kV4Tiles) store_tile(stage, kFrom + k, exponents);
-      if (kTo + k < kV4Tiles) load_tile(kTo + k);
+      if (k < kV4Tiles - kHalfTiles || half == 0) store_tile(tiles, k, exponents);
+      if (k == 0) {
+        if (second) begin_block();
+        const int step = second ? half * kHalfBytes : half ? -kHalfBytes : kHalfBytes;
+#pragma unroll
+        for (int g = 0; g < 2; ++g) columns[g] = copy_of(columns[g] + step);
+      }
+      if (k < kV4Tiles - kHalfTiles || next_half == 0) load_tile(k);
     }
-    if (kHalf == 1) copy_async_wait_all();
+    if (half == 1) copy_async_wait_all();
     fence_proxy_async_shared();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.full(parity, kFrom));  // plant: V4 tiles
-  }
-
-  // A block, of which the half that its owner wants first is on its way: whether there is another one.
-  template <int kParity>
-  __device__ __forceinline__ bool load_block(const SharedLayout& shared, u32 phase) {
-    scales = next_scales;
-    const bool more = next != kNone;
-    own = find_row(p, next);
-    hand_over<kParity, false>(shared, kParity, phase);
-    hand_over<1 - kParity, true>(shared, kParity, phase);
-    return more;
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.full(parity, half * kHalfTiles));  // plant: V4 tiles
   }
 };
 
@@ -205,22 +191,23 @@ struct V4Loader {
 __device__ __forceinline__ void load_v4(const MlaSparseV4Params& params, const SharedLayout& shared, V4Tile& tile,
                                         const Part& part, int last_place, int warp) {
   const MlaDecodeParams& p = params.decode;
-  V4Loader loader(params, tile, part, last_place, warp);
-  int place = part.place, left = warp < 2 ? kMaxTokens : 0;  // blocks before the next query
-  bool more = loader.exists;
+  V4Loader loader(params, tile, part, last_place);
+  int place = part.place, query_turn = warp < 2 ? -1 : 0;  // -1: never
+  loader.begin_block();
+#pragma unroll
+  for (int k = 0; k < kHalfTiles; ++k) loader.load_tile(k);
 #pragma unroll 1
-  for (int t = 0;; ++t, --left) {
+  for (int turn = 0;; ++turn) {
 #pragma unroll 1
-    for (; left == 0 && place <= last_place; ++place) {
+    for (; turn == query_turn && place <= last_place; ++place) {
       const Segment segment = segment_of(p, tile, part, place);
       mbarrier_wait(shared.query_free(), (place - part.place) & 1 ^ 1, "a free query buffer");
       copy_query<kRowTile>(p, shared, tile, segment.request, warp - 2);
       mbarrier_arrive_after_copies(shared.query_full());
-      left = segment.blocks;
+      query_turn += 2 * segment.blocks;
     }
-    if (!more) break;
-    const u32 phase = (t / 2) & 1;
-    more = t & 1 ? loader.load_block<1>(shared, phase) : loader.load_block<0>(shared, phase);
+    if ((turn & 1) == 0 && loader.next == V4Loader::kEnd) break;
+    loader.hand_over(shared, turn);
   }
   copy_async_wait_all();
 }
