@@ -323,6 +323,8 @@ void wgmma_values_async(float (&d)[32], const u32* a, u64 b) { multiply(d, kType
 template <typename T>
 void wgmma_values_async(float (&d)[64], const u32* a, u64 b) { multiply(d, kType<T>, a, b, true, true); }
 template <typename T>
+void wgmma_values_async(float (&d)[64], u64 a, u64 b) { multiply(d, 16, kType<T>, a, false, b, true, true); }
+template <typename T>
 void wgmma_m64n128k16_async(float (&d)[64], u64 a, u64 b, bool accumulate) {
   multiply(d, 16, kType<T>, a, false, b, false, accumulate);
 }

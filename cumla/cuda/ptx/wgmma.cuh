@@ -101,11 +101,15 @@ __device__ __forceinline__ void keep_behind_wait(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Before the fence of the products that read them: what makes these fragments stays there.
+// Before the fence of the products that read them: what makes these fragments, or accumulators, stays there.
 template <int kCount>
 __device__ __forceinline__ void keep_before_products(u32 (&a)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(a[i])::"memory");
+}
+template <int kCount>
+__device__ __forceinline__ void keep_before_products(float (&d)[kCount]) {
+  keep_behind_wait(d);
 }
 
 // PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
@@ -244,6 +248,24 @@ __device__ __forceinline__ void wgmma_values_async(float (&d)[64], const u32* a,
         "1, 1, 1, 1;"
         : CUMLA_D64_OPERANDS
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+        : "memory");
+}
+
+// PTX ISA: Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async
+// The same with A in shared memory, contiguous in K.
+template <typename T>
+__device__ __forceinline__ void wgmma_values_async(float (&d)[64], u64 a, u64 b) {
+  if constexpr (kIsBf16<T>)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" CUMLA_D64 "}, %64, %65, 1, 1, 1, 0, 1;"
+        : CUMLA_D64_OPERANDS
+        : "l"(a), "l"(b)
+        : "memory");
+  else
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" CUMLA_D64 "}, %64, %65, 1, 1, 1, 0, 1;"
+        : CUMLA_D64_OPERANDS
+        : "l"(a), "l"(b)
         : "memory");
 }
 

@@ -26,12 +26,15 @@ __device__ __forceinline__ void mla_sparse_v4(const MlaSparseV4Params& params) {
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   begin_kernel<kRows, V4Tile>(p, shared, 4);
   if (warpgroup == 0) {
-    registers_decrease<88>();
+    registers_decrease<64>();
+    convert_v4(shared, threadIdx.x / 32);
+  } else if (warpgroup == 3) {
+    registers_decrease<48>();
     const Part part = part_of_cta(p, copy_of(blockIdx.y));
     V4Tile tile(p);
-    load_v4(params, shared, tile, part, last_place_of(p, part), threadIdx.x / 32);
+    find_v4(params, shared, tile, part, last_place_of(p, part), threadIdx.x / 32 - 12);
   } else {
-    registers_increase<208>();
+    registers_increase<200>();
     const Part part = part_of_cta(p, blockIdx.y);
     V4Tile tile(p);
     compute<Bf16, true, kRows>(p, shared, tile, part, last_place_of(p, part), warpgroup);

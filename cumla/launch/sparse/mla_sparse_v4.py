@@ -25,7 +25,7 @@ SPECS = (
         entry="mla_sparse_v4",
         function="mla_sparse_v4",
         params="MlaSparseV4Params",
-        threads=384,
+        threads=512,
         smem_bytes=232160,
     ),
 )

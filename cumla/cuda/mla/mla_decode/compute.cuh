@@ -86,21 +86,34 @@ struct Consumer {
 
   // output += own probabilities x this consumer's half of V, asynchronously.
   __device__ __forceinline__ void multiply_own(int stage) {
-    warpgroup_arrive();
+    begin_products();
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-      wgmma_m64n256k16_async<T>(output, probabilities + 4 * k, value_descriptor(stage, k));
+    for (int k = 0; k < 4; ++k) multiply_values(probabilities + 4 * k, value_descriptor(stage, k));
     warpgroup_commit();
   }
 
   // output += the other consumer's probabilities x this consumer's half of V, asynchronously.
   __device__ __forceinline__ void multiply_other(int stage) {
-    warpgroup_arrive();
+    begin_products();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      wgmma_m64n256k16_async<T>(output, matrix_descriptor(shared.probabilities + k * 32, 0, 1024),
-                                value_descriptor(stage, k));
+      multiply_values(matrix_descriptor(shared.probabilities + k * 32, 0, 1024), value_descriptor(stage, k));
     warpgroup_commit();
+  }
+  __device__ __forceinline__ void begin_products() {
+    if constexpr (!kWideProducts<AnyTile>) keep_before_products(output);
+    warpgroup_arrive();
+  }
+  // a: probabilities in registers or in shared memory.
+  template <typename Operand>
+  __device__ __forceinline__ void multiply_values(Operand a, u64 values) {
+    if constexpr (kWideProducts<AnyTile>) {
+      wgmma_m64n256k16_async<T>(output, a, values);
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        wgmma_values_async<T>(reinterpret_cast<float (&)[64]>(output[64 * half]), a, values + half * (2 * kTileBytes >> 4));
+    }
   }
 
   // Rows past the end of the sequence may hold NaN: their probabilities are 0, and 0 x NaN is NaN.

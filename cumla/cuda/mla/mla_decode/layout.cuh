@@ -107,4 +107,8 @@ __device__ __forceinline__ int tile_in_order(int owner, int i) {
 template <typename AnyTile>
 constexpr bool kHasRope = true;
 
+// Whether products have 256 columns; in kernels of 512 threads they would need more registers than all have at the start.
+template <typename AnyTile>
+constexpr bool kWideProducts = true;
+
 }  // namespace cumla::mla

@@ -21,7 +21,9 @@ struct V4Tile : SelectedTile<kRowTile> {
 namespace cumla::mla {
 template <>
 constexpr bool kHasRope<sparse::V4Tile> = false;
-}
+template <>
+constexpr bool kWideProducts<sparse::V4Tile> = false;
+}  // namespace cumla::mla
 
 namespace cumla::sparse {
 
@@ -45,12 +47,28 @@ struct MlaSparseV4Params {
   V4Cache caches[2];       // slots of the second one are numbered after those of the first
 };
 
-// One lane of each loader warp arrives for half of a block's tiles.
+// The RoPE tile of stage 0 is not needed as such. It holds a ring of blocks' rows, and its barriers: rows are found, and
+// have been used.
 struct V4Layout : SharedLayout {
+  static constexpr int kSlots = 4;
+
   using SharedLayout::SharedLayout;
+  // Address and scales of a row.
+  __device__ __forceinline__ u32 row(int slot, int row) const {
+    return stages + kRopeTile * kTileBytes + (slot * kBlockTokens + row) * 16;
+  }
+  __device__ __forceinline__ u32 found(int slot) const { return row(kSlots, 0) + slot * 8; }
+  __device__ __forceinline__ u32 used(int slot) const { return found(kSlots) + slot * 8; }
 };
-__device__ __forceinline__ void initialise_barriers(const V4Layout& shared, int row_warps) {
-  mla::initialise_barriers(shared, row_warps, row_warps);
+
+// A lane of each converting warp arrives for half of a block's tiles; for the second half each finding lane as well.
+__device__ __forceinline__ void initialise_barriers(const V4Layout& shared, int warps) {
+#pragma unroll
+  for (int slot = 0; slot < V4Layout::kSlots; ++slot) {
+    mbarrier_init(shared.found(slot), warps);
+    mbarrier_init(shared.used(slot), warps);
+  }
+  initialise_barriers(shared, warps, warps + warps * 32, 64);
 }
 
 struct V4Row {
@@ -70,59 +88,123 @@ __device__ __forceinline__ V4Row find_row(const MlaSparseV4Params& p, int number
           begin + cache.page_size * static_cast<i64>(kV4RowBytes) + row * static_cast<i64>(kV4ScaleBytes)};
 }
 
-// One of four warps: 16 rows of every block. A lane has, of rows lane / 4 and that + 8, 16 e4m3 columns of each tile,
-// from column 16 (lane % 4) on, and 16 of the bfloat16 ones. e4m3 columns wait in registers, half a block of them: when
-// a tile has become bfloat16, in shared memory, that of the next half is on its way to the same registers. Lanes look
-// up row lane % 16.
-//
-// Loads share a scoreboard, so that waiting for one is waiting for all: where a row lies is computed when the columns
-// of the block before are there, and the row after it is looked up just after.
-struct V4Loader {
+// One of four warps that find 16 rows of every block, up to three blocks ahead, and copy their bfloat16 columns, which
+// need no conversion. Lanes find row lane % 16.
+struct V4Finder {
   static constexpr int kNone = -2, kEnd = -3;  // beyond the last block, and beyond that
-  static constexpr int kHalfBytes = kHalfTiles * 64;
 
   const MlaSparseV4Params& p;
-  const int row, chunk;  // the first of this lane's two, its columns
+  const V4Layout& shared;
+  const int first_row;
   BlockCursor<1, V4Tile> ahead;
-  int next;                // row of the block after the one that is loaded; kNone if there is no such block, kEnd if there was none before, either
-  const char* columns[2];  // of this lane's rows: where the half begins that is loaded
-  uint2 scales;
-  uint4 bytes[kHalfTiles][2];
+  int next;  // this lane's row of the block that is found next, or kNone, or kEnd
 
-  __device__ __forceinline__ V4Loader(const MlaSparseV4Params& p, const V4Tile& tile, const Part& part, int last_place)
-      : p(p),
-        row(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4),
-        chunk(threadIdx.x % 4),
-        ahead(p.decode, tile, part, last_place, 0),
-        next(0) {
+  __device__ __forceinline__ V4Finder(const MlaSparseV4Params& p, const V4Layout& shared, const V4Tile& tile,
+                                      const Part& part, int last_place, int warp)
+      : p(p), shared(shared), first_row(warp * 16), ahead(p.decode, tile, part, last_place, 0), next(0) {
     look_up();
   }
 
   __device__ __forceinline__ void look_up() {
-    if (!ahead.valid()) {
+    if (ahead.valid()) {
+      next = ahead.template row_of<kRows>(first_row + threadIdx.x % 16).page;
+      ahead.next();
+    } else {
       next = next == kNone ? kEnd : kNone;
-      return;
     }
-    next = ahead.template row_of<kRows>(threadIdx.x / 32 * 16 + threadIdx.x % 16).page;
-    ahead.next();
   }
-  // What is loaded from now on is of the next block.
-  __device__ __forceinline__ void begin_block() {
-    const V4Row own = find_row(p, next);
-    scales = *reinterpret_cast<const uint2*>(own.scales);
-    const u64 address = reinterpret_cast<u64>(own.columns);
-#pragma unroll
-    for (int g = 0; g < 2; ++g)
-      columns[g] = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, address, 8 * g + row % 8)) + chunk * 16;
+  // Leaves address and scales of the rows of block t. Behind the last block there is one of odd addresses.
+  __device__ __forceinline__ void find(int t) {
+    if (next == kEnd) return;
+    const int slot = t % V4Layout::kSlots;
+    const V4Row row = find_row(p, next);
+    const uint2 scales = *reinterpret_cast<const uint2*>(row.scales);
+    const u64 address = reinterpret_cast<u64>(row.columns) + (next == kNone);
     look_up();
+    mbarrier_wait(shared.used(slot), t / V4Layout::kSlots & 1 ^ 1, "a free slot for rows");
+    __syncwarp();  // all lanes have copied what was there
+    if (threadIdx.x % 32 < 16) {
+      prefetch_bulk_l2(row.columns, kV4RowBytes);
+      store_shared_16(shared.row(slot, first_row + threadIdx.x % 32),
+                      {static_cast<u32>(address), static_cast<u32>(address >> 32), scales.x, scales.y});
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.found(slot));  // plant: V4 rows
+  }
+  // The bfloat16 columns of block t, which has been found: whether it exists.
+  __device__ __forceinline__ bool copy(int t) const {
+    const int row = first_row + threadIdx.x % 32 / 4, chunk = threadIdx.x % 4 * 2, parity = t & 1;
+    const u32 rows = shared.row(t % V4Layout::kSlots, row);
+    if (load_shared_u32(rows) & 1) return false;
+    mbarrier_wait(shared.free(parity, 1), t / 2 & 1 ^ 1, "a free KV stage");
+    const u32 tile = shared.stage(parity) + kV4Tiles * kTileBytes + row * 128;
+#pragma unroll
+    for (int g = 0; g < 2; ++g) {
+      const char* const from = columns_at(rows + g * 128) + kV4Tiles * 64 + chunk * 16;
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        copy_16_async(tile + g * 1024 + ((chunk + i ^ row % 8) << 4), from + i * 16, true);
+    }
+    mbarrier_arrive_after_copies(shared.full(parity, kHalfTiles));
+    return true;
+  }
+  __device__ __forceinline__ static const char* columns_at(u32 row) {
+    const uint2 words = load_shared_8(row);
+    return reinterpret_cast<const char*>(static_cast<u64>(words.y) << 32 | words.x);
+  }
+};
+
+// Warps 2 and 3 also copy the query rows of a list before its first block.
+__device__ __forceinline__ void find_v4(const MlaSparseV4Params& params, const V4Layout& shared, V4Tile& tile,
+                                        const Part& part, int last_place, int warp) {
+  const MlaDecodeParams& p = params.decode;
+  V4Finder finder(params, shared, tile, part, last_place, warp);
+  constexpr int kAhead = V4Layout::kSlots - 1;
+  int place = part.place, query = warp < 2 ? -kAhead - 1 : 0;  // query: the block before which the next query comes
+#pragma unroll 1
+  for (int t = -kAhead;; ++t) {
+    finder.find(t + kAhead);
+#pragma unroll 1
+    for (; t == query && place <= last_place; ++place) {
+      const Segment segment = segment_of(p, tile, part, place);
+      mbarrier_wait(shared.query_free(), (place - part.place) & 1 ^ 1, "a free query buffer");
+      copy_query<kRowTile>(p, shared, tile, segment.request, warp - 2);
+      mbarrier_arrive_after_copies(shared.query_full());
+      query += segment.blocks;
+    }
+    if (t >= 0 && !finder.copy(t)) break;
+  }
+  copy_async_wait_all();
+}
+
+// One of four warps that convert 16 rows of every block. A lane has, of rows lane / 4 and that + 8, 16 e4m3 columns of
+// each tile, from column 16 (lane % 4) on. They wait in registers, half a block of them: when a tile has become
+// bfloat16, in shared memory, that of the next half is on its way to the same registers.
+struct V4Converter {
+  static constexpr int kHalfBytes = kHalfTiles * 64;
+
+  const V4Layout& shared;
+  const int row, chunk;    // the first of this lane's rows, its columns
+  const char* columns[2];  // of this lane's rows: where the half begins that is loaded
+  uint4 bytes[kHalfTiles][2];
+
+  __device__ __forceinline__ V4Converter(const V4Layout& shared, int warp)
+      : shared(shared), row(warp * 16 + threadIdx.x % 32 / 4), chunk(threadIdx.x % 4) {}
+
+  // What is loaded from now on is of block t: whether it exists; if not, that is zeros.
+  __device__ __forceinline__ bool begin(int t) {
+    const int slot = t % V4Layout::kSlots;
+    mbarrier_wait(shared.found(slot), t / V4Layout::kSlots & 1, "rows");
+#pragma unroll
+    for (int g = 0; g < 2; ++g) columns[g] = V4Finder::columns_at(shared.row(slot, row + 8 * g)) + chunk * 16;
+    const bool exists = (reinterpret_cast<u64>(columns[0]) & 1) == 0;
+#pragma unroll
+    for (int g = 0; g < 2; ++g) columns[g] -= !exists;
+    return exists;
   }
   __device__ __forceinline__ void load_tile(int k) {
 #pragma unroll
     for (int g = 0; g < 2; ++g) bytes[k][g] = load_global_16(reinterpret_cast<const uint4*>(columns[g] + k * 64));
-  }
-  // Where, in a tile, chunk i of the two of this lane lies.
-  __device__ __forceinline__ u32 place_of(int g, int i) const {
-    return (row + 8 * g) * 128 + ((2 * chunk + i ^ row % 8) << 4);
   }
   // What has been loaded of tile k of a half becomes bfloat16, times the scales.
   __device__ __forceinline__ void store_tile(u32 tiles, int k, const u32 (&exponents)[2]) const {
@@ -137,7 +219,8 @@ struct V4Loader {
       convert(from.z, scale, pairs[1].x, pairs[1].y);
       convert(from.w, scale, pairs[1].z, pairs[1].w);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) store_shared_16(tiles + k * kTileBytes + place_of(g, i), pairs[i]);
+      for (int i = 0; i < 2; ++i)
+        store_shared_16(tiles + k * kTileBytes + (row + 8 * g) * 128 + ((2 * chunk + i ^ row % 8) << 4), pairs[i]);
     }
   }
   __device__ __forceinline__ static void convert(u32 bytes, u32 scale, u32& low, u32& high) {
@@ -147,69 +230,50 @@ struct V4Loader {
     low = multiply_pairs<Bf16>(pack_pair<Bf16>(a.x, a.y), scale);
     high = multiply_pairs<Bf16>(pack_pair<Bf16>(b.x, b.y), scale);
   }
-  // The bfloat16 columns need no conversion.
-  __device__ __forceinline__ void copy_last(u32 stage) const {
-#pragma unroll
-    for (int g = 0; g < 2; ++g)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        copy_16_async(stage + kV4Tiles * kTileBytes + place_of(g, i), columns[g] + (kV4Tiles * 64 - kHalfBytes) + (chunk + i) * 16,
-                      true);
-  }
 
   // Half a block, which has been loaded: of block turn / 2 first the one that its owner wants first. The half that comes
-  // next is loaded; with the second half the next block begins. One text for all, for text that is not in L2 comes
-  // slowly.
-  __device__ __forceinline__ void hand_over(const SharedLayout& shared, int turn) {
+  // next is loaded, with the second half that of the next block: whether that exists. One text for all, for text that is
+  // not in L2 comes slowly.
+  __device__ __forceinline__ bool hand_over(int turn) {
     const bool second = turn & 1;
-    const int parity = turn / 2 & 1, half = second ? 1 - parity : parity, next_half = second ? half : 1 - half;
-    const u32 stage = shared.stage(parity), tiles = stage + half * (kHalfTiles * kTileBytes);
+    const int t = turn / 2, parity = t & 1, slot = t % V4Layout::kSlots;
+    const int half = second ? 1 - parity : parity, next_half = second ? half : 1 - half;
+    const u32 tiles = shared.stage(parity) + half * (kHalfTiles * kTileBytes);
     u32 exponents[2];
 #pragma unroll
-    for (int g = 0; g < 2; ++g) exponents[g] = __shfl_sync(0xffffffffu, half ? scales.y : scales.x, 8 * g + row % 8);
-    mbarrier_wait(shared.free(parity, half), turn / 4 & 1 ^ 1, "a free KV stage");
-    if (half == 1) copy_last(stage);
+    for (int g = 0; g < 2; ++g) exponents[g] = load_shared_u32(shared.row(slot, row + 8 * g) + 8 + half * 4);
+    bool more = true;
+    int step = half ? -kHalfBytes : kHalfBytes;
+    if (second) {
+      more = begin(t + 1);
+      step = half * kHalfBytes;
+    }
+#pragma unroll
+    for (int g = 0; g < 2; ++g) columns[g] = copy_of(columns[g] + step);
+    mbarrier_wait(shared.free(parity, half), t / 2 & 1 ^ 1, "a free KV stage");
 #pragma unroll
     for (int k = 0; k < kHalfTiles; ++k) {
       if (k < kV4Tiles - kHalfTiles || half == 0) store_tile(tiles, k, exponents);
-      if (k == 0) {
-        if (second) begin_block();
-        const int step = second ? half * kHalfBytes : half ? -kHalfBytes : kHalfBytes;
-#pragma unroll
-        for (int g = 0; g < 2; ++g) columns[g] = copy_of(columns[g] + step);
-      }
       if (k < kV4Tiles - kHalfTiles || next_half == 0) load_tile(k);
+      if (k == 1) __syncwarp();  // or more is converted at once than there are registers for
     }
-    if (half == 1) copy_async_wait_all();
     fence_proxy_async_shared();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.full(parity, half * kHalfTiles));  // plant: V4 tiles
+    if (threadIdx.x % 32 == 0) {
+      mbarrier_arrive(shared.full(parity, half * kHalfTiles));  // plant: V4 tiles
+      if (second) mbarrier_arrive(shared.used(slot));           // plant: V4 rows read
+    }
+    return more;
   }
 };
 
-// Four warps, a quarter of the rows each; warps 2 and 3 also copy the query rows of a list before its first block.
-__device__ __forceinline__ void load_v4(const MlaSparseV4Params& params, const SharedLayout& shared, V4Tile& tile,
-                                        const Part& part, int last_place, int warp) {
-  const MlaDecodeParams& p = params.decode;
-  V4Loader loader(params, tile, part, last_place);
-  int place = part.place, query_turn = warp < 2 ? -1 : 0;  // -1: never
-  loader.begin_block();
+__device__ __forceinline__ void convert_v4(const V4Layout& shared, int warp) {
+  V4Converter converter(shared, warp);
+  bool more = converter.begin(0);
 #pragma unroll
-  for (int k = 0; k < kHalfTiles; ++k) loader.load_tile(k);
+  for (int k = 0; k < kHalfTiles; ++k) converter.load_tile(k);
 #pragma unroll 1
-  for (int turn = 0;; ++turn) {
-#pragma unroll 1
-    for (; turn == query_turn && place <= last_place; ++place) {
-      const Segment segment = segment_of(p, tile, part, place);
-      mbarrier_wait(shared.query_free(), (place - part.place) & 1 ^ 1, "a free query buffer");
-      copy_query<kRowTile>(p, shared, tile, segment.request, warp - 2);
-      mbarrier_arrive_after_copies(shared.query_full());
-      query_turn += 2 * segment.blocks;
-    }
-    if ((turn & 1) == 0 && loader.next == V4Loader::kEnd) break;
-    loader.hand_over(shared, turn);
-  }
-  copy_async_wait_all();
+  for (int turn = 0; more || (turn & 1); ++turn) more = converter.hand_over(turn);
 }
 
 }  // namespace cumla::sparse
