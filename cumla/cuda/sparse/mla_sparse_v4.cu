@@ -2,14 +2,19 @@
 // MLA attention of each query token to its own list of rows in DeepSeek-V4's format: 448 e4m3 columns with a scale for
 // each 64, a power of two, and 64 bfloat16 RoPE columns; all 512 are key and value. A list may go on in a second cache.
 //
-// Consumers, time line and shared memory are those of mla/mla_decode.cu with one row tile. The loaders are others: four
-// warps copy 16 rows of every block each, and convert them in place to bfloat16, which holds every product of an e4m3
-// number and such a scale. The tile of RoPE columns, which V4's rows have among the others, is zeros here, in the cache
-// and in the query.
+// 512 threads. Warpgroups 1 and 2 are the consumers of mla/mla_decode.cu, in its order of products for shared blocks;
+// the tile of RoPE columns, which V4's rows have among the others, does not exist for them. Two warpgroups load:
 //
-// Registers:  consumers 216, loaders 72: together the 3 x 168 of the start
-// Loaders:    18 copies of 16 bytes a lane and block, and 14 conversions of 16 numbers, some 700 instructions a warp,
-//             beside 2,176 clocks of tensor work
+//   3  finds: looks rows up and leaves their addresses and scales in a ring of four blocks, copies their bfloat16
+//      columns to where they belong, and the query rows
+//   0  converts: loads e4m3 columns to registers, half a block ahead, and stores them as bfloat16, which holds every
+//      product of an e4m3 number and such a scale
+//
+// Shared memory:  as mla/mla_decode.cu; the ring lies in the RoPE tile of stage 0
+// Registers:      consumers 200, converters 64, finders 48: together the 4 x 128 of the start. With 512 threads no single
+//                 product may have 256 columns (kWideProducts).
+// Converters:     14 loads, 14 conversions of 16 numbers and 28 stores of 16 bytes a lane and block, some 1,000
+//                 instructions a warp, beside 2,048 clocks of tensor work
 #include "mla/mla_decode.cu"
 #include "sparse/mla_sparse_v4/load.cuh"
 #include "sparse/selected.cuh"

@@ -260,9 +260,9 @@ def run_calls(cupy: Any, cases: Mapping[str, tuple[Case, list[int]]], *, edits: 
         attend_ragged(cupy, RAGGED[1])
     print("sanitize: pages of 1 by two thread blocks: agree", flush=True)
     attend_fp8_caches(cupy, edited)
-    arrive = variants.SPARSE_EVERY_LANE_ARRIVES, variants.HEADS_64_EVERY_LANE_ARRIVES
-    few, many = (edited("every lane arrives", *edits_of) for edits_of in arrive)
-    with few, many:
+    few = edited("every lane arrives", *variants.SPARSE_EVERY_LANE_ARRIVES)
+    many = edited("every lane arrives", *variants.HEADS_64_EVERY_LANE_ARRIVES)
+    with few, many, edited("every lane arrives", *variants.V4_EVERY_LANE_ARRIVES):
         attend_to_lists(cupy)
     for count, dtype in ((2, "bfloat16"), (5, "float32")):
         merge_states(cupy, count, dtype, in_place=dtype == "float32")

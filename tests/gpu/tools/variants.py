@@ -24,7 +24,7 @@ from cumla.launch.mla import mla_decode_fp8, mla_decode_fp8_64
 from cumla.launch.mla.choice import decode_specs
 from cumla.launch.mla.mla_decode import ragged_spec
 from cumla.launch.source import OPTIONS, KernelSpec, translation_unit
-from cumla.launch.sparse import mla_sparse_fp8, mla_sparse_packed
+from cumla.launch.sparse import mla_sparse_fp8, mla_sparse_packed, mla_sparse_v4
 from cumla.launch.split.plan import page_form
 
 TILES = ("mla_decode",)
@@ -34,7 +34,8 @@ LOGITS = ("mqa_logits", "paged_mqa_logits")
 FP8 = ("mla_decode_fp8",)
 SPARSE_FP8 = ("mla_sparse_fp8",)
 SPARSE_PACKED = ("mla_sparse_packed",)
-SPARSE = SPARSE_FP8 + SPARSE_PACKED
+SPARSE_V4 = ("mla_sparse_v4",)
+SPARSE = SPARSE_FP8 + SPARSE_PACKED + SPARSE_V4
 FP8_64 = ("mla_decode_fp8_64",)
 HEADS_64 = SPARSE_PACKED + FP8_64
 
@@ -241,6 +242,16 @@ HEADS_64_EVERY_LANE_ARRIVES = (
 )
 """The same of 64 heads, whose readers wait for rows themselves."""
 
+V4_EVERY_LANE_ARRIVES = (
+    Edit(SPARSE_V4, "V4 rows found, arrivals", ", 32 * warps)", r", warps\)"),
+    Edit(SPARSE_V4, "V4 rows used, arrivals", ", 32 * warps)", r", warps\)"),
+    Edit(SPARSE_V4, "V4 tiles, arrivals", "32 * warps, 64 * warps,", r"warps, warps \+ warps \* 32,"),
+    Edit(SPARSE_V4, "V4 rows found", "", _ONE_LANE),
+    Edit(SPARSE_V4, "V4 rows used", "", _ONE_LANE),
+    Edit(SPARSE_V4, "V4 tiles", "", _ONE_LANE),
+)
+"""The same of V4's rows, and of tiles."""
+
 SWAPPED_EVERY_LANE_ARRIVES = (
     Edit(SWAPPED, "query copied, arrivals", ", 64)", _COUNT),
     Edit(SWAPPED, "query read, arrivals", ", 256)", _COUNT),
@@ -272,6 +283,7 @@ ALL = {
     "every lane arrives": FP8_EVERY_LANE_ARRIVES,
     "over lists: every lane arrives": SPARSE_EVERY_LANE_ARRIVES,
     "many heads: every lane arrives": HEADS_64_EVERY_LANE_ARRIVES,
+    "V4: every lane arrives": V4_EVERY_LANE_ARRIVES,
     "swapped: every lane arrives": SWAPPED_EVERY_LANE_ARRIVES,
     "loaders wait together": (LOADERS_WAIT_TOGETHER,),
 }
@@ -285,7 +297,8 @@ def specs_of(stem: str, page_size: int = 64) -> tuple[KernelSpec, ...]:
     if stem in FP8_64:
         return mla_decode_fp8_64.SPECS
     if stem in SPARSE:
-        return (mla_sparse_fp8 if stem in SPARSE_FP8 else mla_sparse_packed).SPECS
+        kernels = zip(SPARSE, (mla_sparse_fp8, mla_sparse_packed, mla_sparse_v4), strict=True)
+        return dict(kernels)[stem].SPECS
     decode = (*decode_specs("bfloat16", page_size), ragged_spec("bfloat16", page_form(page_size)))
     logits = (spec for spec in all_specs() if "h64_d128" in spec.entry)
     return tuple(spec for spec in (*decode, *logits) if spec.stem == stem)

@@ -44,7 +44,7 @@ def test_the_kernels_constants(nvrtc: None) -> None:
 @pytest.mark.parametrize("heads", [8, 64, 100])
 def test_the_parameters_by_name(heads: int) -> None:
     key = key_of(heads, "v4", extra_topk=200)
-    first, second, launch = attend_launches(key, BUFFER, v4_arguments(key), *outputs_of(key))
+    select, launch = attend_launches(key, BUFFER, v4_arguments(key), *outputs_of(key))
     assert launch.grid == (-(-heads // 64), key.parts, 1)
     got = parameters(launch)
     wanted = {
@@ -64,13 +64,12 @@ def test_the_parameters_by_name(heads: int) -> None:
         "caches[1].page_size": 2,
     }
     assert {name: got[name] for name in wanted} == wanted
-    own, extra = parameters(first), parameters(second)
-    assert (own["first_row"], own["appends"], own["entries"]) == (0, 0, 700)
-    assert (extra["first_row"], extra["appends"], extra["entries"]) == (90 * 16, 1, 200)
-    for name in ("selected", "counts", "places"):
-        assert own[name] == extra[name]
-    assert [own["bounds"], extra["bounds"]] == [BUFFER + at for at in key.list_bounds]
-    assert (extra["lists.page_step"], extra["lists.row_step"]) == (2, 1)
+    got = parameters(select)
+    for i, (first_row, entries) in enumerate(((0, 700), (90 * 16, 200))):
+        named = f"caches[{i}]"
+        assert (got[f"{named}.first_row"], got[f"{named}.entries"]) == (first_row, entries)
+        assert got[f"{named}.bounds"] == BUFFER + key.list_bounds[i]
+    assert (got["caches[1].lists.page_step"], got["caches[1].lists.row_step"]) == (2, 1)
 
 
 def test_lists_are_as_long_as_both_together() -> None:

@@ -114,30 +114,32 @@ def test_the_parameters_of_selecting_by_name() -> None:
     requests = strided(11, (5, 3), (32, 8), "int32")
     steps = RowSteps(20, 1, 1796, (1168,))
     lists = lists_values(arguments_of(key).indices, (90, 16), steps, table, requests)
-    launch = select_rows_launch(key, BUFFER, lists)
+    launch = select_rows_launch(key, BUFFER, (lists, 0))
     assert launch.grid == (15, 1, 1)
     got = parameters(launch)
     wanted = {
-        "lists.indices": 5 << 40,
-        "lists.indices_stride_batch": 3000,
-        "lists.indices_stride_token": 800,
-        "lists.block_table": 10 << 40,
-        "lists.block_table_stride": 13,
-        "lists.requests": 11 << 40,
-        "lists.requests_stride_batch": 8,
-        "lists.requests_stride_token": 2,
-        "lists.num_requests": 7,
-        "lists.max_pages": 11,
-        "lists.num_pages": 90,
-        "lists.page_step": 20,
-        "lists.row_step": 1,
-        "lists.page_size": 16,
-        "lists.by_page_size.shift": 4,
-        "bounds": BUFFER + key.bounds,
+        "caches[0].lists.indices": 5 << 40,
+        "caches[0].lists.indices_stride_batch": 3000,
+        "caches[0].lists.indices_stride_token": 800,
+        "caches[0].lists.block_table": 10 << 40,
+        "caches[0].lists.block_table_stride": 13,
+        "caches[0].lists.requests": 11 << 40,
+        "caches[0].lists.requests_stride_batch": 8,
+        "caches[0].lists.requests_stride_token": 2,
+        "caches[0].lists.num_requests": 7,
+        "caches[0].lists.max_pages": 11,
+        "caches[0].lists.num_pages": 90,
+        "caches[0].lists.page_step": 20,
+        "caches[0].lists.row_step": 1,
+        "caches[0].lists.page_size": 16,
+        "caches[0].lists.by_page_size.shift": 4,
+        "caches[0].bounds": BUFFER + key.bounds,
         "selected": BUFFER + key.selected,
         "counts": BUFFER + key.counts,
-        "entries": 700,
+        "caches[0].entries": 700,
+        "places": 700,
         "q_len": 3,
+        "caches[1].entries": 0,
     }
     assert {name: got[name] for name in wanted} == wanted
 
@@ -182,7 +184,7 @@ class Problem:
         places = (table, requests)
         held = [None if a is None else view(self.memory.copy(a)) for a in places]
         lists = lists_values(view(self.memory.copy(indices)), pages, steps, *held)
-        emulate(select_rows_launch(self.key, self.buffer.ctypes.data, lists))
+        emulate(select_rows_launch(self.key, self.buffer.ctypes.data, (lists, 0)))
         count, topk = self.key.num_places, self.key.topk
         selected = self.words(self.key.selected, count * topk).reshape(count, topk)
         counts = self.words(self.key.counts, count).tolist()

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loading role of mla_sparse_v4: rows of e4m3 and bfloat16 columns become tiles of bfloat16.
+// The roles of mla_sparse_v4 that bring rows of e4m3 and bfloat16 columns into tiles of bfloat16.
 #pragma once
 #include "mla/mla_decode/load.cuh"
 #include "mla/mla_decode/pages.cuh"
@@ -65,10 +65,10 @@ struct V4Layout : SharedLayout {
 __device__ __forceinline__ void initialise_barriers(const V4Layout& shared, int warps) {
 #pragma unroll
   for (int slot = 0; slot < V4Layout::kSlots; ++slot) {
-    mbarrier_init(shared.found(slot), warps);
-    mbarrier_init(shared.used(slot), warps);
+    mbarrier_init(shared.found(slot), warps);  // plant: V4 rows found, arrivals
+    mbarrier_init(shared.used(slot), warps);   // plant: V4 rows used, arrivals
   }
-  initialise_barriers(shared, warps, warps + warps * 32, 64);
+  initialise_barriers(shared, warps, warps + warps * 32, 64);  // plant: V4 tiles, arrivals
 }
 
 struct V4Row {
@@ -124,12 +124,12 @@ struct V4Finder {
     mbarrier_wait(shared.used(slot), t / V4Layout::kSlots & 1 ^ 1, "a free slot for rows");
     __syncwarp();  // all lanes have copied what was there
     if (threadIdx.x % 32 < 16) {
-      prefetch_bulk_l2(row.columns, kV4RowBytes);
+      if (gridDim.x > 1) prefetch_bulk_l2(row.columns, kV4RowBytes);  // row tiles share it
       store_shared_16(shared.row(slot, first_row + threadIdx.x % 32),
                       {static_cast<u32>(address), static_cast<u32>(address >> 32), scales.x, scales.y});
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.found(slot));  // plant: V4 rows
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.found(slot));  // plant: V4 rows found
   }
   // The bfloat16 columns of block t, which has been found: whether it exists.
   __device__ __forceinline__ bool copy(int t) const {
@@ -160,7 +160,8 @@ __device__ __forceinline__ void find_v4(const MlaSparseV4Params& params, const V
   const MlaDecodeParams& p = params.decode;
   V4Finder finder(params, shared, tile, part, last_place, warp);
   constexpr int kAhead = V4Layout::kSlots - 1;
-  int place = part.place, query = warp < 2 ? -kAhead - 1 : 0;  // query: the block before which the next query comes
+  // The block before which the next query is copied; the first one as soon as rows are on their way.
+  int place = part.place, query = warp < 2 ? -kAhead - 1 : -kAhead;
 #pragma unroll 1
   for (int t = -kAhead;; ++t) {
     finder.find(t + kAhead);
@@ -170,7 +171,7 @@ __device__ __forceinline__ void find_v4(const MlaSparseV4Params& params, const V
       mbarrier_wait(shared.query_free(), (place - part.place) & 1 ^ 1, "a free query buffer");
       copy_query<kRowTile>(p, shared, tile, segment.request, warp - 2);
       mbarrier_arrive_after_copies(shared.query_full());
-      query += segment.blocks;
+      query = max(query, 0) + segment.blocks;
     }
     if (t >= 0 && !finder.copy(t)) break;
   }
@@ -259,9 +260,9 @@ struct V4Converter {
     }
     fence_proxy_async_shared();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      mbarrier_arrive(shared.full(parity, half * kHalfTiles));  // plant: V4 tiles
-      if (second) mbarrier_arrive(shared.used(slot));           // plant: V4 rows read
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.full(parity, half * kHalfTiles));  // plant: V4 tiles
+    if (second) {
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.used(slot));  // plant: V4 rows used
     }
     return more;
   }
