@@ -429,7 +429,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
             :func:`mla_sparse_decode`; None for lists that are full. The runs that follow look at no
             entry beyond.
         extra_topk_length : array, optional
-            The same of the lists of a second cache.
+            The same of the lists of a second cache, also where extra_topk is 0 and they are empty.
         stream : optional
             As in :meth:`cumla.MLADecodePlan.update`; without lengths the current stream of the
             framework that the plan's buffer is of.
@@ -439,10 +439,10 @@ class MLASparsePlan(Plan[MLASparseKey]):
         TypeError, ValueError, CumlaError
             As :meth:`cumla.MLADecodePlan.update`.
         """
-        if extra_topk_length is not None and not self.key.extra_topk:
+        if extra_topk_length is not None and self.key.cache != V4:
             raise ValueError(
-                "extra_topk_length: needs a plan with extra_topk, got one of a single cache; leave "
-                "it out, or make a plan with extra_topk"
+                f"extra_topk_length: needs a plan with cache_dtype {V4!r}, the format that may "
+                f"have a second cache, got another; leave it out"
             )
         lengths = _given(topk_length=topk_length, extra_topk_length=extra_topk_length)
         self._update(lengths, (self.key.batch, self.key.q_len), stream)
