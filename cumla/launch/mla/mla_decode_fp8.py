@@ -99,10 +99,11 @@ def _form_of(key: MLADecodeKey | MLAAttentionKey, grouped: bool, lies: str) -> s
 def fp8_specs(key: MLADecodeKey | MLAAttentionKey) -> tuple[KernelSpec, ...]:
     """List the kernels of a shape: of one factor, of scales, of packed rows if there is one.
 
-    Of many heads those of caches with one factor throughout, and of packed rows.
+    Of many heads those of one factor throughout, of packed rows, and of caches in several arrays.
     """
     if key.has_whole_tiles:
-        return fp8_64_spec(key, False, True), fp8_64_spec(key, True, False)
+        kinds = ((False, True), (True, False), (False, False), (True, True))
+        return tuple([fp8_64_spec(key, grouped, fp8_rope) for grouped, fp8_rope in kinds])
     all_three = (fp8_spec(key, False), fp8_spec(key, True), fp8_spec(key, True, "packed"))
     return tuple(dict.fromkeys(all_three))
 
