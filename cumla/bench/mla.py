@@ -20,7 +20,7 @@ from cumla.bench.problem import Problem, check, check_some, filled, lay_out
 from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns
 from cumla.bench.timing import Timing
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
-from cumla.mla.fp8_caches import PACKED_BYTES, SCALES
+from cumla.mla.shape import PACKED_BYTES, SCALES
 
 __all__ = [
     "SECTIONS",

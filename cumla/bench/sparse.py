@@ -17,7 +17,7 @@ from cumla.bench.mla import against
 from cumla.bench.problem import filled
 from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
-from cumla.mla.fp8_caches import PACKED_BYTES
+from cumla.mla.shape import PACKED_BYTES
 
 __all__ = ["SECTIONS", "SparseCase", "StepCase"]
 

@@ -18,19 +18,6 @@ if TYPE_CHECKING:
     from cumla.launch.mla.mla_decode import DecodeArguments
     from cumla.launch.mla.shape import LatentKey, MLAAttentionKey
 
-__all__ = [
-    "LIES",
-    "PACKED_SMEM_BYTES",
-    "PARAMS",
-    "SMEM_BYTES",
-    "SPECS",
-    "decode_fp8_launch",
-    "fp8_spec",
-    "fp8_specs",
-    "how_it_lies",
-    "launch_with",
-]
-
 LIES = ("plain", "packed", "broadcast")
 """How a cache can lie: see `how_it_lies`."""
 _RAGGED = "ragged"
