@@ -74,11 +74,7 @@ def _measure_dense(bench: Bench, case: Case) -> Row:
     order = bench.gpu.download(problem.tables[0])
     stream = bench.time(stream_only(bench.gpu, problem.kv, order[order >= 0]))
     floor = case.floor_us(bench.ceilings)
-    return single.figures() | {
-        "tflops": case.flops / (single.us * 1e6),
-        "gbps": case.nbytes / (single.us * 1e3),
-        "floor_us": floor,
-        "efficiency": floor / single.us,
+    return single.rates(case.flops, case.nbytes, floor) | {
         "stream_only_us": stream.us,
         "graph_us": _graph_us(bench, case),
         "row_error": row_error,
