@@ -52,8 +52,8 @@ def _of_fp8_caches(key: MLADecodeKey) -> str:
     if key.dtype != "bfloat16":
         return ""
     own = replace(key, cache="e4m3")
-    one, grouped, *packed = (spec.entry for spec in fp8_specs(own))
-    in_rows = f", packed {packed[0]}" if packed else ""
+    one, grouped, *others = (spec.entry for spec in fp8_specs(own))
+    in_rows = "".join(f", packed {entry}" for entry in others if entry.endswith("_packed"))
     return f"\n  of an FP8 cache: {one}, or with scales of its own {grouped}{in_rows}"
 
 

@@ -278,11 +278,7 @@ def _measure_logits(bench: Bench, case: LogitsCase) -> Row:
         single = bench.time(one.calls[0])
         graph_us = _graph_us(bench, case)
     floor = floor_us(case, bench.ceilings)
-    return single.figures() | {
-        "tflops": case.flops / (single.us * 1e6),
-        "gbps": case.nbytes / (single.us * 1e3),
-        "floor_us": floor,
-        "efficiency": floor / single.us,
+    return single.rates(case.flops, case.nbytes, floor) | {
         "graph_us": graph_us,
         "row_error": error,
     }

@@ -20,7 +20,7 @@ from cumla.bench.problem import Problem, check, check_some, filled, lay_out
 from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns
 from cumla.bench.timing import Timing
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
-from cumla.mla.fp8_caches import PACKED_BYTES, SCALES
+from cumla.mla.shape import PACKED_BYTES, SCALES
 
 __all__ = [
     "SECTIONS",
@@ -74,11 +74,7 @@ def _measure_dense(bench: Bench, case: Case) -> Row:
     order = bench.gpu.download(problem.tables[0])
     stream = bench.time(stream_only(bench.gpu, problem.kv, order[order >= 0]))
     floor = case.floor_us(bench.ceilings)
-    return single.figures() | {
-        "tflops": case.flops / (single.us * 1e6),
-        "gbps": case.nbytes / (single.us * 1e3),
-        "floor_us": floor,
-        "efficiency": floor / single.us,
+    return single.rates(case.flops, case.nbytes, floor) | {
         "stream_only_us": stream.us,
         "graph_us": _graph_us(bench, case),
         "row_error": row_error,

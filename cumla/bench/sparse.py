@@ -17,7 +17,7 @@ from cumla.bench.mla import against
 from cumla.bench.problem import filled
 from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM
-from cumla.mla.fp8_caches import PACKED_BYTES
+from cumla.mla.shape import PACKED_BYTES
 
 __all__ = ["SECTIONS", "SparseCase", "StepCase"]
 
@@ -192,13 +192,8 @@ def _measure(bench: Bench, case: SparseCase) -> Row:
         arrays.check(place, lists[place])
     floor = case.floor_us(bench.ceilings)
     single = bench.time(run, **({"repeats": 5, "warmup": 1} if floor > _LONG else {}))
-    return single.figures() | {
-        "tflops": case.flops / (single.us * 1e6),
-        "gbps": case.nbytes / (single.us * 1e3),
-        "floor_us": floor,
-        "efficiency": floor / single.us,
-        "schedule_us": bench.time(update).us,
-    }
+    rates = single.rates(case.flops, case.nbytes, floor)
+    return rates | {"schedule_us": bench.time(update).us}
 
 
 def _measure_step(bench: Bench, case: StepCase) -> Row:

@@ -135,13 +135,8 @@ def _measure(bench: Bench, case: V4Case) -> Row:
         if not (np.abs(got_lse - exact_lse) <= _LSE_TOLERANCE * np.abs(exact_lse).max()).all():
             raise CheckError(f"{case.name}: logarithms of request {request} are wrong")
     single, floor = bench.time(run), case.floor_us(bench.ceilings)
-    return single.figures() | {
-        "tflops": case.flops / (single.us * 1e6),
-        "gbps": case.nbytes / (single.us * 1e3),
-        "floor_us": floor,
-        "efficiency": floor / single.us,
-        "schedule_us": bench.time(update).us,
-    }
+    rates = single.rates(case.flops, case.nbytes, floor)
+    return rates | {"schedule_us": bench.time(update).us}
 
 
 SECTIONS = (

@@ -54,6 +54,15 @@ class Timing(NamedTuple):
         """Name the median, and the times between which four fifths of the runs lie."""
         return {"us": self.us, "us_low": self.low, "us_high": self.high}
 
+    def rates(self, flops: int, nbytes: int, floor_us: float) -> dict[str, float]:
+        """Name the figures, and what the median is by operations, bytes and the least time."""
+        return self.figures() | {
+            "tflops": flops / (self.us * 1e6),
+            "gbps": nbytes / (self.us * 1e3),
+            "floor_us": floor_us,
+            "efficiency": floor_us / self.us,
+        }
+
     def divided(self, count: int) -> Timing:
         """Share the time out among `count` equal pieces of work."""
         return Timing(*(value / count for value in self))

@@ -323,15 +323,14 @@ def _attend_sparsely(
             f"so of a packed cache"
         )
     second, extra_topk = extra.checked(d_qk)
-    extra_length = extra.extra_topk_length
-    modes = extra_length is not None, is_fp8, q.dtype, q.device
+    modes = extra.extra_topk_length is not None, is_fp8, q.dtype, q.device
     lengths = topk_length is not None, extra_topk
     shape = _SparseShape(batch, seq_q, heads_q, d_qk, indices.shape[2], *lengths, *modes)
     _check_first_use(metadata, shape)
 
     def updated() -> MLASparsePlan:
         plan = MLASparsePlan.from_arrays(q, cache, indices, **second)
-        plan.update(topk_length, extra_topk_length=extra_length if extra_topk else None)
+        plan.update(topk_length, extra_topk_length=extra.extra_topk_length)
         return plan
 
     with _NAMES:

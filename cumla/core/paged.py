@@ -24,34 +24,6 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
 
-__all__ = [
-    "BLOCK_TABLE",
-    "ENTRY",
-    "KV_LENS",
-    "QO_INDPTR",
-    "RAGGED_LENGTHS",
-    "Attend",
-    "Host",
-    "Results",
-    "Schedule",
-    "Stated",
-    "TableOrList",
-    "check_block_table",
-    "check_made_for",
-    "check_one_form",
-    "check_ragged_lengths",
-    "check_ragged_pages",
-    "check_rows",
-    "check_table_lengths",
-    "checked_pages",
-    "not_one_form",
-    "page_lists",
-    "refuse_pages",
-    "refuse_positions",
-    "refuse_slots",
-    "refuse_value",
-]
-
 Host = Mapping[str, np.ndarray[Any, Any]]
 """Arrays in CPU memory, by the names of their arguments."""
 Results = Sequence[np.ndarray[Any, Any]]

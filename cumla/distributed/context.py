@@ -142,7 +142,7 @@ class ContextParallel(Shard):
         def compute(**outputs: Any) -> Any:
             return attention(given, *arrays, **options, **outputs)
 
-        buffer = self._group.computed(compute, heads, called, columns, queries[0])
+        buffer = self._group.computed(compute, (heads, *called, columns), queries[0])
         return self._exchanged(buffer, heads, tuple(axes), columns, queries[0], gather)
 
     def merge(self, out: Any, lse: Any, *, gather: bool = False) -> cumla.AttentionState:
@@ -177,7 +177,7 @@ class ContextParallel(Shard):
         def copy(**outputs: Any) -> Any:
             return cumla.merge_attention_states([out], [lse], **outputs) if outputs else (out, lse)
 
-        buffer = self._group.computed(copy, heads, tuple(axes), columns, out)
+        buffer = self._group.computed(copy, (heads, *axes, columns), out)
         return self._exchanged(buffer, heads, tuple(axes), columns, out, gather)
 
     def gather_heads(self, array: Any) -> Any:
@@ -266,6 +266,6 @@ class ContextParallel(Shard):
         def merge(**outputs: Any) -> Any:
             return cumla.merge_attention_states(outs, lses, **outputs)
 
-        own = group.computed(merge, shares, axes, columns, like)
+        own = group.computed(merge, (shares, *axes, columns), like)
         out, lse = group.state(group.all_gather(own), columns, like)
         return cumla.merge_attention_states([out], [lse])

@@ -38,17 +38,11 @@ class Group(ABC):
             )
 
     @abstractmethod
-    def computed(
-        self,
-        compute: Callable[..., Any],
-        heads: int,
-        axes: tuple[int, ...],
-        columns: int,
-        like: Any,
-    ) -> Any:
-        """Make a buffer of the out and the lse that `compute` gives; `axes` are those of tokens.
+    def computed(self, compute: Callable[..., Any], shape: tuple[int, ...], like: Any) -> Any:
+        """Make a buffer of the out and the lse that `compute` gives.
 
-        `compute` takes ``out=`` and ``lse=`` where arrays can be written to.
+        `shape` is heads, the axes of tokens, and columns of out. `compute` takes ``out=`` and
+        ``lse=`` where arrays can be written to.
         """
 
     @abstractmethod
@@ -76,16 +70,9 @@ class _InMemory(Group):
         self.rank = rank
         self.world = world
 
-    def computed(
-        self,
-        compute: Callable[..., Any],
-        heads: int,
-        axes: tuple[int, ...],
-        columns: int,
-        like: Any,
-    ) -> Any:
-        pad = _LSE_BYTES // like.dtype.itemsize
-        buffer = self._empty((heads, *axes, columns + pad), like)
+    def computed(self, compute: Callable[..., Any], shape: tuple[int, ...], like: Any) -> Any:
+        *lead, columns = shape
+        buffer = self._empty((*lead, columns + _LSE_BYTES // like.dtype.itemsize), like)
         out, lse = self.state(buffer, columns, like)
         compute(out=out, lse=lse)
         return buffer
@@ -203,14 +190,7 @@ class _Jax(Group):
             )
         return sys.modules["jax"].lax
 
-    def computed(
-        self,
-        compute: Callable[..., Any],
-        heads: int,
-        axes: tuple[int, ...],
-        columns: int,
-        like: Any,
-    ) -> Any:
+    def computed(self, compute: Callable[..., Any], shape: tuple[int, ...], like: Any) -> Any:
         jnp = sys.modules["jax.numpy"]
         out, lse = compute()
         out, lse = jnp.moveaxis(out, -2, 0), jnp.moveaxis(lse, 1, 0)

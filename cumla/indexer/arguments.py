@@ -20,23 +20,6 @@ if TYPE_CHECKING:
 
     from cumla.core.arrays import ArrayView
 
-__all__ = [
-    "E4M3",
-    "FLOAT32",
-    "FLOATS",
-    "HEAD_DIMS",
-    "check_e4m3",
-    "check_next_n",
-    "check_page_size",
-    "check_page_stride",
-    "check_sizes",
-    "checked_logits_dtype",
-    "checked_pair",
-    "logits_output",
-    "one_of",
-    "pages_of",
-]
-
 _HEADS = (8, 16, 32, 64)
 HEAD_DIMS = (32, 64, 128)
 _PAGE_SIZES = (16, 32, 64, 128)

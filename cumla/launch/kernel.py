@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from cumla.launch.module import LoadedKernel
     from cumla.launch.source import KernelSpec
 
-__all__ = ["Launch", "PreparedLaunch", "Relocation", "Template"]
-
 
 class Relocation(NamedTuple):
     """A field of a parameter struct that depends on where an argument lies."""

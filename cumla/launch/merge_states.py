@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from cumla.core.arrays import ArrayView
 
-__all__ = ["MOST_PARTIALS", "SPECS", "StateViews", "merge_launch", "merge_spec"]
-
 MOST_PARTIALS = 60  # kMostPartials of the kernel
 # kColumnsOfFew and kColumnsOfMany, of 16 bytes, that a lane takes at once; and how many are few.
 _COLUMNS_OF_FEW, _COLUMNS_OF_MANY, _FEW = 4, 2, 2

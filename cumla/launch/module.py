@@ -33,19 +33,6 @@ from cumla.launch.source import (
 if TYPE_CHECKING:
     from pathlib import Path  # 5 ms that no import of cumla needs
 
-__all__ = [
-    "CompiledKernel",
-    "LoadedKernel",
-    "bindings_nvrtc_version",
-    "cache_dir",
-    "compile_to_cubin",
-    "compiles_with_cupy",
-    "cubin_dir",
-    "cupy_nvrtc_version",
-    "load",
-    "write_whole",
-]
-
 _log = logging.getLogger(__name__)
 
 # Shared memory of a block on compute capability 9.0, in bytes, static and dynamic together.

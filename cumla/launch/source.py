@@ -21,18 +21,6 @@ from cumla.errors import CompilationError
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-__all__ = [
-    "ADDED_BY_CUPY",
-    "OPTIONS",
-    "KernelSpec",
-    "cubin_name",
-    "debug_build",
-    "digest",
-    "error_excerpt",
-    "strip_comments",
-    "translation_unit",
-]
-
 # What CuPy's RawModule adds to the options of every compilation (CuPy 14). -ftz=true changes the
 # code that comes out, so the compilations that do not go through CuPy ask for it as well.
 ADDED_BY_CUPY: tuple[str, ...] = ("-ftz=true", "--device-as-default-execution-space")

@@ -10,8 +10,6 @@ from typing import NamedTuple
 from cumla.errors import CumlaError
 from cumla.launch.device import import_driver
 
-__all__ = ["TensorMap", "paged_kv_map"]
-
 
 class TensorMap(NamedTuple):
     """Arguments of ``cuTensorMapEncodeTiled``; axes are listed innermost first."""

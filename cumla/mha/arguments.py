@@ -21,23 +21,6 @@ if TYPE_CHECKING:
 
     from cumla.core.arrays import ArrayView
 
-__all__ = [
-    "DTYPES",
-    "E4M3",
-    "LAYOUTS",
-    "MAX_HEAD_DIM",
-    "PLACES",
-    "TABLES",
-    "batched",
-    "check_rotation",
-    "checked_layout",
-    "checked_rows",
-    "checked_scales",
-    "checked_written_cache",
-    "swapped",
-    "tables_of",
-]
-
 DTYPES = ("bfloat16", "float16", "float32")
 E4M3 = ("float8_e4m3fn", "uint8")
 TABLES = ("float32", "bfloat16", "float16")

@@ -20,24 +20,6 @@ if TYPE_CHECKING:
 
     from cumla.core.arrays import ArrayView
 
-__all__ = [
-    "CACHE_PARTS",
-    "DTYPES",
-    "ROW_PARTS",
-    "Columns",
-    "Shape",
-    "cache_of",
-    "checked_cache_dtype",
-    "checked_kv_scale",
-    "checked_query_and_cache",
-    "checked_shape",
-    "columns_apart",
-    "heads_problem",
-    "named",
-    "other_cache",
-    "with_head_axis",
-]
-
 DTYPES = ("bfloat16", "float16")  # of q and kv_cache
 ROW_PARTS = ("latent columns", "RoPE columns")
 CACHE_PARTS = (*ROW_PARTS, "scales of an e4m3 cache?")

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from cumla.core.operation import Launchable
     from cumla.launch.source import KernelSpec
 
-__all__ = ["SCALE", "MLAAttend", "MLAPlan", "checked_sm_count", "shape_of", "sm_count_of"]
-
 SCALE = float(HEAD_DIM**-0.5)  # of the scores, by default
 K = TypeVar("K", bound=MLADecodeKey | MLAAttentionKey)
 

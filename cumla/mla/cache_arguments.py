@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from cumla.core.arrays import ArrayView
 
-__all__ = ["NUMBERS", "check_append_values", "checked_append_arguments"]
-
 NUMBERS = {
     **{name: Array("tokens", WIDE) for name in ("slot_mapping", "batch_indices", "positions")},
     "block_table": Array("batch max_pages", INT32),

@@ -12,17 +12,6 @@ from cumla.mla.shape import PACKED_BYTES, ROPE_DIM, SCALES, VALUE_DIM
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = [
-    "E4M3",
-    "FP8",
-    "PACKED_BYTES",
-    "SCALES",
-    "check_factor",
-    "is_packed",
-    "relabelled",
-    "unpacked",
-]
-
 FP8 = "float8_e4m3fn"
 E4M3 = (FP8, "uint8")  # its bits will do
 

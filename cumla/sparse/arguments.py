@@ -24,27 +24,12 @@ from cumla.mla.arguments import (
     heads_problem,
     with_head_axis,
 )
-from cumla.mla.fp8_caches import E4M3, FP8, PACKED_BYTES, is_packed
-from cumla.mla.shape import HEAD_DIM, VALUE_DIM
+from cumla.mla.fp8_caches import E4M3, FP8, is_packed
+from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, VALUE_DIM
 from cumla.sparse.shape import V4_BYTES
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
-
-__all__ = [
-    "TOKEN_AXES",
-    "Attended",
-    "Rows",
-    "as_batch",
-    "check_cache",
-    "check_entries",
-    "check_lengths",
-    "check_places",
-    "checked_arguments",
-    "checked_cache",
-    "on_rows",
-    "spread",
-]
 
 TOKEN_AXES = ("total_tokens", "num_heads")  # of q without a batch, before its columns
 Rows = tuple[int, ...]

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.core.operation import Launchable
 
-__all__ = ["SparseAttend", "SparseAttention", "SparseSchedule", "key_of", "shape_of"]
-
 
 class SparseSchedule(Operation["Lengths", MLASparseKey]):
     """Bounds of the lists, and shares of the work, from lengths, into a plan's buffer.

@@ -43,6 +43,16 @@ if TYPE_CHECKING:
 
 __all__ = ["MLASparsePlan", "mla_sparse_attention", "mla_sparse_decode"]
 
+# Arrays that may be left out; the lengths are last, because a plan's run takes none.
+_OPTIONAL = (
+    "block_table",
+    "row_to_request",
+    "sinks",
+    "extra_kv_cache",
+    "extra_indices",
+    "topk_length",
+    "extra_topk_length",
+)
 _SIZES = ("batch", "q_len", "num_heads", "topk", "extra_topk", "dtype")
 _SCHEDULE = SparseSchedule()
 _ATTEND = SparseAttend(None)  # of plans, which take both forms of q
@@ -172,21 +182,12 @@ def mla_sparse_decode(
     >>> out.shape, lse.shape
     ((1, 2, 16, 512), (1, 16, 2))
     """
-    operation = _DECODE[checked_flag("batch_invariant", batch_invariant)]
-    more = _given(
-        topk_length=topk_length,
-        block_table=block_table,
-        row_to_request=row_to_request,
-        extra_kv_cache=extra_kv_cache,
-        extra_indices=extra_indices,
-        extra_topk_length=extra_topk_length,
-        sinks=sinks,
-    )
+    lengths = topk_length, extra_topk_length
+    extra = extra_kv_cache, extra_indices
+    more = _optional(block_table, row_to_request, sinks, *extra, *lengths)
     inputs = named(q, kv_cache, kv_scale, **more, indices=indices)
-    outputs = {"out": out, "lse": lse}
-    return AttentionState(
-        *run(operation, inputs, outputs, _options(softmax_scale, kv_scale), stream)
-    )
+    numbers = softmax_scale, kv_scale, batch_invariant
+    return _run(_DECODE, inputs, numbers, {"out": out, "lse": lse}, stream)
 
 
 def mla_sparse_attention(
@@ -259,21 +260,32 @@ def mla_sparse_attention(
     >>> out.shape, lse.shape
     ((3, 16, 512), (3, 16))
     """
-    operation = _ATTENTION[checked_flag("batch_invariant", batch_invariant)]
-    more = _given(
-        topk_length=topk_length,
-        block_table=block_table,
-        row_to_request=row_to_request,
-        extra_kv_cache=extra_kv_cache,
-        extra_indices=extra_indices,
-        extra_topk_length=extra_topk_length,
-        sinks=sinks,
-    )
+    lengths = topk_length, extra_topk_length
+    extra = extra_kv_cache, extra_indices
+    more = _optional(block_table, row_to_request, sinks, *extra, *lengths)
     inputs = named(q, kv_cache, kv_scale, **more, indices=indices)
-    outputs = {"out": out, "lse": lse}
-    return AttentionState(
-        *run(operation, inputs, outputs, _options(softmax_scale, kv_scale), stream)
-    )
+    numbers = softmax_scale, kv_scale, batch_invariant
+    return _run(_ATTENTION, inputs, numbers, {"out": out, "lse": lse}, stream)
+
+
+def _run(
+    operations: tuple[SparseAttention, ...],
+    inputs: dict[str, Any],
+    numbers: tuple[Any, Any, Any],
+    outputs: dict[str, Any],
+    stream: Any,
+) -> AttentionState:
+    """Run the first operation, or the batch-invariant one."""
+    softmax_scale, kv_scale, batch_invariant = numbers
+    operation = operations[checked_flag("batch_invariant", batch_invariant)]
+    options = _options(softmax_scale, kv_scale)
+    return AttentionState(*run(operation, inputs, outputs, options, stream))
+
+
+def _optional(*arrays: Any) -> dict[str, Any]:
+    """Name the arrays, in the order of _OPTIONAL, and leave out those that are not given."""
+    pairs = zip(_OPTIONAL, arrays, strict=False)
+    return {name: array for name, array in pairs if array is not None}
 
 
 def _given(**arrays: Any) -> dict[str, Any]:
@@ -429,7 +441,7 @@ class MLASparsePlan(Plan[MLASparseKey]):
             :func:`mla_sparse_decode`; None for lists that are full. The runs that follow look at no
             entry beyond.
         extra_topk_length : array, optional
-            The same of the lists of a second cache.
+            The same of the lists of a second cache, also where extra_topk is 0 and they are empty.
         stream : optional
             As in :meth:`cumla.MLADecodePlan.update`; without lengths the current stream of the
             framework that the plan's buffer is of.
@@ -439,10 +451,10 @@ class MLASparsePlan(Plan[MLASparseKey]):
         TypeError, ValueError, CumlaError
             As :meth:`cumla.MLADecodePlan.update`.
         """
-        if extra_topk_length is not None and not self.key.extra_topk:
+        if extra_topk_length is not None and self.key.cache != V4:
             raise ValueError(
-                "extra_topk_length: needs a plan with extra_topk, got one of a single cache; leave "
-                "it out, or make a plan with extra_topk"
+                f"extra_topk_length: needs a plan with cache_dtype {V4!r}, the format that may "
+                f"have a second cache, got another; leave it out"
             )
         lengths = _given(topk_length=topk_length, extra_topk_length=extra_topk_length)
         self._update(lengths, (self.key.batch, self.key.q_len), stream)
@@ -479,13 +491,7 @@ softmax_scale, kv_scale, out, lse, stream
             As :meth:`cumla.MLADecodePlan.run`.
         """
         options = _options(softmax_scale, kv_scale)
-        more = _given(
-            block_table=block_table,
-            row_to_request=row_to_request,
-            extra_kv_cache=extra_kv_cache,
-            extra_indices=extra_indices,
-            sinks=sinks,
-        )
+        more = _optional(block_table, row_to_request, sinks, extra_kv_cache, extra_indices)
         inputs = {**more, "indices": indices}
         factors = () if kv_scale is None or options[1] is not None else (kv_scale,)
         outputs = {"out": out, "lse": lse}

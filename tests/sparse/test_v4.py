@@ -225,9 +225,8 @@ def inputs(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def updated(plan: Any, given: dict[str, Any]) -> Any:
-    """Update a plan; one whose second lists are empty takes no lengths of them."""
-    extra = given.get("extra_topk_length") if plan.key.extra_topk else None
-    plan.update(given.get("topk_length"), extra_topk_length=extra)
+    """Update a plan, also one whose second lists are empty."""
+    plan.update(given.get("topk_length"), extra_topk_length=given.get("extra_topk_length"))
     return plan
 
 
@@ -588,9 +587,8 @@ def test_a_plan_of_two_caches_needs_both() -> None:
         plan.run(**without_extra(inputs(twice())))
     with refused(ValueError, "extra_indices: needed with extra_kv_cache, got None; pass a list"):
         plan.run(**{n: a for n, a in inputs(twice()).items() if n != "extra_indices"})
-    for one in (plan_of(decode()), plan_of(narrow())):
-        with refused(ValueError, "extra_topk_length: needs a plan with extra_topk, got one of a"):
-            one.update(int32(1, 2), extra_topk_length=int32(1, 2))
+    with refused(ValueError, "extra_topk_length: needs a plan with cache_dtype 'v4', the format"):
+        plan_of(narrow()).update(int32(1, 2), extra_topk_length=int32(1, 2))
     for lengths, error, message in (
         (int32(1, 2, 3), ValueError, "shape (batch,) or (batch, q_len) ... got (3,); pass a num"),
         (np.ones(2, np.int64), TypeError, "int32, got int64; convert it first"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from cumla.compat._arguments import CallersNames, check_axes, check_tensors, refuse
 from cumla.compat.flashinfer._cache import is_pair, names_of_parts, split_cache
@@ -116,6 +116,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
     """
 
     _numbers = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size")
+    _names: ClassVar[Mapping[str, str]]  # cumla's names of arrays -> those of `plan`
 
     def __init__(
         self,
@@ -123,7 +124,6 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
         kv_layout: str,
         use_cuda_graph: bool,
         buffers: Mapping[str, tuple[str, Any]],
-        theirs: Mapping[str, str],
         backend: str,
         **others: Any,
     ) -> None:
@@ -141,7 +141,7 @@ class AttentionWrapper(Planned[AttentionPlan, _Shape]):
                     f"{name}: needs a tensor with use_cuda_graph, got None; pass one with room for "
                     f"the largest step"
                 )
-        super().__init__(workspace, bool(use_cuda_graph), buffers, theirs, "q")
+        super().__init__(workspace, bool(use_cuda_graph), buffers, self._names, "q")
         if self._kept:
             checked_batch({n: own_name for n, (own_name, _) in buffers.items()}, dict(self._kept))
         self._types: tuple[Any, Any] = (None, None)  # of queries and keys

@@ -98,6 +98,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     """
 
     _numbers = ("num_qo_heads", "num_kv_heads", "head_dim", "head_dim", "page_size")
+    _names = _THEIRS
 
     def __init__(
         self,
@@ -116,15 +117,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             "kv_indices": ("paged_kv_indices_buffer", paged_kv_indices_buffer),
             "last_page_len": ("paged_kv_last_page_len_buffer", paged_kv_last_page_len_buffer),
         }
-        super().__init__(
-            float_workspace_buffer,
-            kv_layout,
-            use_cuda_graph,
-            buffers,
-            _THEIRS,
-            backend,
-            jit_args=jit_args,
-        )
+        jit = {"jit_args": jit_args}
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, backend, **jit)
         self._use_tensor_cores = use_tensor_cores
 
     @property

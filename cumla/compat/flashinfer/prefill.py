@@ -90,6 +90,8 @@ torch.Tensor
         The buffers do not fit, or it is another backend.
     """
 
+    _names = _PAGED
+
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -111,16 +113,8 @@ torch.Tensor
             "kv_indices": ("paged_kv_indices_buf", paged_kv_indices_buf),
             "last_page_len": ("paged_kv_last_page_len_buf", paged_kv_last_page_len_buf),
         }
-        super().__init__(
-            float_workspace_buffer,
-            kv_layout,
-            use_cuda_graph,
-            buffers,
-            _PAGED,
-            backend,
-            jit_args=jit_args,
-            jit_kwargs=jit_kwargs,
-        )
+        jit = {"jit_args": jit_args, "jit_kwargs": jit_kwargs}
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, backend, **jit)
 
     def plan(
         self,
@@ -331,6 +325,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         As there.
     """
 
+    _names = _RAGGED
+
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -348,16 +344,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             "qo_indptr": ("qo_indptr_buf", qo_indptr_buf),
             "kv_indptr": ("kv_indptr_buf", kv_indptr_buf),
         }
-        super().__init__(
-            float_workspace_buffer,
-            kv_layout,
-            use_cuda_graph,
-            buffers,
-            _RAGGED,
-            backend,
-            jit_args=jit_args,
-            jit_kwargs=jit_kwargs,
-        )
+        jit = {"jit_args": jit_args, "jit_kwargs": jit_kwargs}
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, backend, **jit)
 
     def plan(
         self,

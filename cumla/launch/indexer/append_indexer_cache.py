@@ -12,8 +12,6 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = ["SPECS", "AppendIndexerArguments", "append_indexer_launch"]
-
 _THREADS = 128
 _COLUMNS = 16  # that a lane holds
 

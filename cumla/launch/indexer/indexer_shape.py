@@ -10,15 +10,6 @@ from cumla.launch.tensor_map import TensorMap
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = [
-    "BLOCK_TOKENS",
-    "LOGITS_FIELDS",
-    "MOST_TOKENS",
-    "LogitsShape",
-    "keys_map",
-    "logits_values",
-]
-
 BLOCK_TOKENS = 64  # kBlockTokens: tokens of one product, and of one load
 MOST_TOKENS = 0x7FFFFFC0  # kMaxTokens: of a request
 _SMEM_LIMIT = 227 * 1024

@@ -13,8 +13,6 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = ["MOST_TOKENS", "SPECS", "MQALogitsArguments", "mqa_logits_launch"]
-
 MOST_TOKENS = 2**31 - 1  # rows of k: what the int32 numbers of ks and ke can name
 
 

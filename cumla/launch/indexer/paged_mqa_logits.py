@@ -14,8 +14,6 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = ["SPECS", "PagedMQAArguments", "paged_mqa_logits_launch", "paged_mqa_logits_spec"]
-
 _FEWEST_HEADS = 32  # that a kernel is made for; fewer are padded, for the cache bounds the time
 
 

@@ -13,17 +13,6 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = [
-    "LENGTHS_FIELDS",
-    "SPECS",
-    "PagedMQAKey",
-    "kept_lens",
-    "lengths_values",
-    "paged_mqa_schedule_launch",
-    "plan_bytes",
-    "schedule_bytes",
-]
-
 _SPEC = KernelSpec(
     stem="paged_mqa_schedule",
     package="cumla.cuda.indexer",

@@ -13,8 +13,6 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = ["MOST_AXES", "MOST_COLUMNS", "SPECS", "merge_axes", "quantize_launch"]
-
 _OCTET = 8
 _THREADS = 256
 _HELD = 4  # octets of a row that a thread holds

@@ -12,14 +12,6 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = [
-    "SPECS",
-    "AppendKVArguments",
-    "Scale",
-    "append_kv_launch",
-    "append_kv_spec",
-]
-
 _THREADS = 256
 _HEADS = 4  # of one thread
 _OCTET = 8  # columns

@@ -30,18 +30,6 @@ from cumla.launch.tensor_map import TensorMap, paged_kv_map
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = [
-    "MOST_TENSOR_COLUMNS",
-    "PARAMS",
-    "PIECE_BLOCKS",
-    "SPECS",
-    "MHAArguments",
-    "MHAKey",
-    "attention_launch",
-    "attention_spec",
-    "attention_values",
-]
-
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _COLUMNS = 64  # of a tile
 MOST_TENSOR_COLUMNS = 256

@@ -7,8 +7,6 @@ from itertools import product
 
 from cumla.launch.source import KernelSpec
 
-__all__ = ["CHUNK_TOKENS", "SPECS", "decode_spec", "tile_bytes"]
-
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of 64 columns, of keys and of values
 _WARPS = 12

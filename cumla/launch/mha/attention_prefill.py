@@ -7,8 +7,6 @@ from itertools import product
 
 from cumla.launch.source import KernelSpec
 
-__all__ = ["FULL_ROWS", "SPECS", "block_tokens", "prefill_spec", "tile_rows"]
-
 FULL_ROWS = 128  # query rows that are worth a thread block
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}

@@ -13,8 +13,6 @@ from cumla.launch.split.plan import ROW_TILE
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = ["SPECS", "attention_simt_launch", "attention_simt_spec"]
-
 _ROWS = 8  # of a thread block
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16", "float32": "Fp32"}

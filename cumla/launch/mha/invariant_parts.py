@@ -9,8 +9,6 @@ from cumla.launch.kernel import Launch
 from cumla.launch.mha.attention import PIECE_BLOCKS, MHAKey
 from cumla.launch.source import KernelSpec
 
-__all__ = ["SPECS", "invariant_parts_launch"]
-
 SPECS = (
     KernelSpec(
         stem="invariant_parts",

@@ -12,14 +12,6 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-__all__ = [
-    "PARAMS_FORMAT",
-    "SPECS",
-    "AppendArguments",
-    "append_launch",
-    "append_values",
-]
-
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _TILE_ROWS = 16  # rows of one thread block, and heads of a query that one warp rotates
 _WARPS = 9

@@ -13,8 +13,6 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.launch.mla.append_cache import AppendArguments
 
-__all__ = ["SPECS", "append_fp8_launch"]
-
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _SPECS = {
     (dtype, float_rows): KernelSpec(

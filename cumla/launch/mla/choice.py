@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from cumla.launch.mla.shape import MLADecodeKey
     from cumla.launch.source import KernelSpec
 
-__all__ = ["attend_launch", "decode_spec", "decode_specs"]
-
 
 def decode_spec(key: MLADecodeKey, form: str | None = None) -> KernelSpec:
     """Look up the kernel of a shape's variant, for caches of a form; by default in one array."""

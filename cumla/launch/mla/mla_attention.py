@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from cumla.launch.mla.shape import MLAAttentionKey
     from cumla.launch.source import KernelSpec
 
-__all__ = ["attention_launch", "attention_spec"]
-
 
 def attention_spec(key: MLAAttentionKey, form: str | None = None) -> KernelSpec:
     """Look up the kernel of a shape's dtype, for caches of a form; by default in one array."""

@@ -19,20 +19,6 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.mla.shape import LatentKey
 
-__all__ = [
-    "FORM_TAGS",
-    "NO_MAP",
-    "PARAMS_FORMAT",
-    "SPECS",
-    "TAGS",
-    "DecodeArguments",
-    "decode_launch",
-    "decode_values",
-    "form_of",
-    "ragged_spec",
-    "variant_spec",
-]
-
 
 class DecodeArguments(NamedTuple):
     """Checked views of one call: latent and RoPE columns apart, those of the cache with heads."""

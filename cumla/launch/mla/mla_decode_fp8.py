@@ -18,19 +18,6 @@ if TYPE_CHECKING:
     from cumla.launch.mla.mla_decode import DecodeArguments
     from cumla.launch.mla.shape import LatentKey, MLAAttentionKey
 
-__all__ = [
-    "LIES",
-    "PACKED_SMEM_BYTES",
-    "PARAMS",
-    "SMEM_BYTES",
-    "SPECS",
-    "decode_fp8_launch",
-    "fp8_spec",
-    "fp8_specs",
-    "how_it_lies",
-    "launch_with",
-]
-
 LIES = ("plain", "packed", "broadcast")
 """How a cache can lie: see `how_it_lies`."""
 _RAGGED = "ragged"
@@ -99,10 +86,11 @@ def _form_of(key: MLADecodeKey | MLAAttentionKey, grouped: bool, lies: str) -> s
 def fp8_specs(key: MLADecodeKey | MLAAttentionKey) -> tuple[KernelSpec, ...]:
     """List the kernels of a shape: of one factor, of scales, of packed rows if there is one.
 
-    Of many heads those of caches with one factor throughout, and of packed rows.
+    Of many heads those of one factor throughout, of packed rows, and of caches in several arrays.
     """
     if key.has_whole_tiles:
-        return fp8_64_spec(key, False, True), fp8_64_spec(key, True, False)
+        kinds = ((False, True), (True, False), (False, False), (True, True))
+        return tuple([fp8_64_spec(key, grouped, fp8_rope) for grouped, fp8_rope in kinds])
     all_three = (fp8_spec(key, False), fp8_spec(key, True), fp8_spec(key, True, "packed"))
     return tuple(dict.fromkeys(all_three))
 

@@ -11,8 +11,6 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.launch.mla.shape import MLAAttentionKey
 
-__all__ = ["SMEM_BYTES", "SPECS", "fp8_64_spec"]
-
 SMEM_BYTES = 230968
 """Shared memory of a thread block (kBytes of Heads64Layout)."""
 

@@ -13,8 +13,6 @@ from itertools import product
 from cumla.launch.mla.mla_decode import FORM_TAGS, PARAMS_FORMAT, TAGS
 from cumla.launch.source import KernelSpec
 
-__all__ = ["SPECS", "swapped_spec"]
-
 _PARAMS = struct.Struct(PARAMS_FORMAT)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-__all__ = ["divisor_of"]
-
 
 @lru_cache(maxsize=4096)
 def divisor_of(number: int) -> tuple[int, int]:

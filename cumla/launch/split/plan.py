@@ -12,24 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
-__all__ = [
-    "BLOCK_TOKENS",
-    "MIN_BLOCKS",
-    "MOST_PARTS",
-    "MOST_TOKENS",
-    "PAGE_FORMS",
-    "ROW_GROUP",
-    "ROW_TILE",
-    "PlanKey",
-    "PlanLayout",
-    "RaggedKey",
-    "filling_parts",
-    "min_saving",
-    "page_form",
-    "piece_blocks",
-    "piece_cost",
-]
-
 BLOCK_TOKENS = 64  # tokens that a schedule deals out at once
 ROW_TILE = 64  # query rows of one thread block, and of a place of a ragged schedule
 ROW_GROUP = 16  # of them in one warp: partial results hold whole groups

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.split.plan import RaggedKey
 
-__all__ = ["SPECS", "ragged_schedule_launch"]
-
 SPECS = (
     KernelSpec(
         stem="ragged_schedule",

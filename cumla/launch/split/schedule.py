@@ -15,15 +15,6 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.split.plan import PlanKey
 
-__all__ = [
-    "CUT_COST",
-    "FIXED_COST",
-    "SPECS",
-    "max_tokens",
-    "schedule_launch",
-    "schedule_spec",
-]
-
 FIXED_COST = 2  # of a request, or of a piece of one, in KV blocks: loads before, stores behind
 CUT_COST = 16  # of cutting, in KV blocks, or what uneven parts may cost instead of it
 MIN_SHARE = 2  # cost of a share, or blocks of a piece, at least

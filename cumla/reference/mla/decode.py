@@ -106,12 +106,12 @@ def mla_decode(
         rows = cache.rows(table, int(kv_len), np.dtype(accumulate))
         for i, query in enumerate(queries):
             visible = max(len(rows) - (q_len - 1 - i), 0) if causal else len(rows)
-            out[b, i], lse[b, :, i] = _attend(query, rows[:visible], scale)
+            out[b, i], lse[b, :, i] = attend(query, rows[:visible], scale)
     return AttentionState(out, lse)
 
 
-def _attend(q: Array, rows: Array, scale: float) -> tuple[Array, Array]:
-    """Attend from q (num_heads, 576) to all of rows (tokens, num_kv_heads, 576)."""
+def attend(q: Array, rows: Array, scale: float) -> tuple[Array, Array]:
+    """Attend from q (num_heads, columns) to all of rows (tokens, num_kv_heads, columns)."""
     (num_heads, columns), (tokens, num_kv_heads, _), dtype = q.shape, rows.shape, rows.dtype
     if tokens == 0:
         return np.zeros((num_heads, VALUE_DIM), dtype), np.full(num_heads, -np.inf, dtype)

@@ -12,7 +12,7 @@ import numpy as np
 
 from cumla.core.state import AttentionState
 from cumla.mla.shape import VALUE_DIM
-from cumla.reference.mla.decode import Cache
+from cumla.reference.mla.decode import Cache, attend
 from cumla.reference.rows import E4M3, Array
 from cumla.sparse.shape import (
     V4_BYTES,
@@ -158,7 +158,8 @@ def mla_sparse_attention(
         Beside queries of 512 columns the last axis is 512, or 584 bytes: V4's format, in which a
         page holds page_size rows of 448 e4m3 and 64 bfloat16 columns, then 8 bytes per row. Of
         these byte i is the exponent, biased by 127, of the factor of columns 64 i to 64 i + 63, NaN
-        if it is 255, and the last is none.
+        if it is 255, and the last is none. A byte of 0 is 2^-127, as E8M0 defines it; the kernels
+        take 0 for it, which is less than 448 * 2^-127 away.
     indices : ndarray of int32, shape (total_tokens, topk) or (total_tokens, 1, topk)
         The list of each query token.
     topk_length : ndarray of int32, shape (total_tokens,), optional
@@ -210,7 +211,7 @@ def mla_sparse_attention(
     dtype = np.dtype(accumulate)
     for i in range(tokens):
         query = np.concatenate([part[i] for part in parts], axis=-1)
-        rows = [of.rows_at(*next(lists), dtype)[:, 0] for of, lists in caches]
+        rows = [of.rows_at(*next(lists), dtype) for of, lists in caches]
         out[i], lse[i] = _attend(query.astype(dtype), np.concatenate(rows), scale, sinks)
     return AttentionState(out, lse)
 
@@ -301,16 +302,11 @@ def _row_of(block_table: Array, request: int) -> Array:
 
 
 def _attend(q: Array, rows: Array, scale: float, sinks: Array | None) -> tuple[Array, Array]:
-    """Attend from q (num_heads, columns) to all of rows (tokens, columns)."""
-    num_heads, dtype = len(q), rows.dtype
-    sink = np.full(num_heads, -np.inf, dtype) if sinks is None else sinks.astype(dtype)
+    """Attend from q (num_heads, columns) to all of rows (tokens, 1, columns)."""
+    out, lse = attend(q, rows, scale)
+    sink = np.full(len(q), -np.inf, lse.dtype) if sinks is None else sinks.astype(lse.dtype)
     if len(rows) == 0:
-        return np.zeros((num_heads, VALUE_DIM), dtype), sink
-    scores = dtype.type(scale) * (q @ rows.T)
-    top = scores.max(axis=-1, keepdims=True)  # keeps exp() in range and cancels in both results
-    weights = np.exp(scores - top)
-    total = weights.sum(axis=-1, keepdims=True)
-    out, lse = (weights @ rows[:, :VALUE_DIM]) / total, (top + np.log(total))[:, 0]
+        return out, sink
     with np.errstate(invalid="ignore"):  # of a selected NaN
         with_sink = np.logaddexp(lse, sink)
     return out * np.exp(lse - with_sink)[:, None], with_sink

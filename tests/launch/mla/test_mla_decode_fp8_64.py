@@ -70,6 +70,7 @@ def test_every_kind_of_rows_has_a_kernel(key: Any) -> None:
     found = {fp8_64_spec(key, *kind) for kind in kinds}
     assert len(found) == 4
     assert found <= set(SPECS)
+    assert set(fp8_specs(key)) == found  # what a plan prepares
 
 
 @pytest.mark.parametrize("factor", [0.25, strided(12, (1,), (4,), "float32")])
