@@ -179,8 +179,8 @@ def select_rows_launch(
 ) -> Launch:
     """Describe how to write what lists name, as numbers of rows, into a plan's buffer.
 
-    `lists` are the fields of LISTS_FORMAT of one cache or two, with the number of the first row: those
-    of the second go on after those of the first.
+    `lists` are the fields of LISTS_FORMAT of one cache or two, with the number of its first row:
+    those of the second go on after those of the first.
     """
     values: list[int] = []
     for which, (fields, first_row) in enumerate(lists):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cumla
-from tests.gpu.tools import kernels
+from tests.gpu.tools import kernels, variants
 from tests.gpu.tools.arrays import bits_of
 from tests.gpu.tools.problem import Guarded
 from tests.gpu.tools.v4_problem import CASES, V4Case, V4Problem, make_v4, place_caches
@@ -314,3 +314,17 @@ def test_a_side_stream() -> None:
     stream.synchronize()
     for result in outputs:
         assert same_bits(arrays_of(result), expected)
+
+
+def test_random_delays_around_every_barrier() -> None:
+    """Delays shift who waits for whom; the results keep the bits of the kernels without them."""
+    shapes = ((3, 16, 100, 0), (3, 128, 700, 300), (40, 64, 130, 512), (400, 64, 150, 70))
+    problems = [
+        make_v4(cp, V4Case(batch=batch, heads=heads, topk=topk, extra=extra))
+        for batch, heads, topk, extra in shapes
+    ]
+    expected = [arrays_of(run(problem)) for problem in problems]
+    with variants.installed(*variants.SPARSE_DELAYS):
+        for problem, result in zip(problems, expected, strict=True):
+            for _ in range(25):
+                assert same_bits(arrays_of(run(problem)), result), problem.case.name

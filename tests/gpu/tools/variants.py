@@ -245,7 +245,9 @@ HEADS_64_EVERY_LANE_ARRIVES = (
 V4_EVERY_LANE_ARRIVES = (
     Edit(SPARSE_V4, "V4 rows found, arrivals", ", 32 * warps)", r", warps\)"),
     Edit(SPARSE_V4, "V4 rows used, arrivals", ", 32 * warps)", r", warps\)"),
-    Edit(SPARSE_V4, "V4 tiles, arrivals", "32 * warps, 64 * warps,", r"warps, warps \+ warps \* 32,"),
+    Edit(
+        SPARSE_V4, "V4 tiles, arrivals", "32 * warps, 64 * warps,", r"warps, warps \+ warps \* 32,"
+    ),
     Edit(SPARSE_V4, "V4 rows found", "", _ONE_LANE),
     Edit(SPARSE_V4, "V4 rows used", "", _ONE_LANE),
     Edit(SPARSE_V4, "V4 tiles", "", _ONE_LANE),
