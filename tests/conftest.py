@@ -80,7 +80,12 @@ def bindings(cupy: FakeCuPy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBi
     """What kernels are launched through; it lists them."""
     fake = FakeBindings(cupy)
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
-    caches = (launch_device.import_driver, kernel._config, tensor_map._encoded)
+    caches = (
+        launch_device.import_driver,
+        kernel._config,
+        tensor_map._encoded,
+        tensor_map._around_address,
+    )
     for cache in caches:
         cache.cache_clear()
     yield fake

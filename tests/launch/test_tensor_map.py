@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,8 @@ class FakeDriver:
     def __init__(self, real: Any) -> None:
         self._real = real
         self._descriptor = ctypes.create_string_buffer(bytes(range(128)), 128)
+        self.address_at: int | None = None
+        self.also_at: int | None = None  # something else that depends on the address
         self.status: Any = 0
         self.seen: list[tuple[Any, ...]] = []
 
@@ -33,6 +36,10 @@ class FakeDriver:
     ) -> tuple[Any, SimpleNamespace]:
         sizes, strides, box, steps, _, swizzle, _, _ = rest
         numbers = ([int(n) for n in each] for each in (sizes, strides, box, steps))
+        if self.address_at is not None:
+            struct.pack_into("<Q", self._descriptor, self.address_at, ptr)
+        if self.also_at is not None:
+            struct.pack_into("B", self._descriptor, self.also_at, ptr >> 12 & 0xFF)
         self.seen.append((kind.name.rpartition("_")[2], rank, ptr, *numbers, swizzle.name))
         return self.status, SimpleNamespace(getPtr=lambda: ctypes.addressof(self._descriptor))
 
@@ -41,9 +48,33 @@ class FakeDriver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     fake = FakeDriver(pytest.importorskip("cuda.bindings.driver"))
     monkeypatch.setattr(tensor_map, "import_driver", lambda: fake)
-    tensor_map._encoded.cache_clear()
+    for cached in (tensor_map._encoded, tensor_map._around_address):
+        cached.cache_clear()
     yield fake
-    tensor_map._encoded.cache_clear()
+    for cached in (tensor_map._encoded, tensor_map._around_address):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("at", [0, 8, 120])
+def test_one_descriptor_serves_all_addresses_of_a_layout(at: int, driver: FakeDriver) -> None:
+    driver.address_at = at
+    layout = "bfloat16", (70, 64, 1, 576), (73728, 1152, 1152, 2), 64
+    for address in (PTR, PTR + 16, 0x7FFFFFFFFFF0, 16):
+        wanted = bytearray(range(128))
+        struct.pack_into("<Q", wanted, at, address)
+        assert tensor_map.paged_kv_map(address, *layout).encode() == wanted
+    assert len(driver.seen) == 2
+    tensor_map.paged_kv_map(PTR, *layout[:-1], 32).encode()
+    assert len(driver.seen) == 4
+
+
+def test_a_descriptor_that_hides_its_address_is_asked_for(driver: FakeDriver) -> None:
+    driver.address_at, driver.also_at = 0, 77
+    layout = "bfloat16", (70, 64, 1, 576), (73728, 1152, 1152, 2), 64
+    for address in (PTR, PTR + (5 << 12)):
+        got = tensor_map.paged_kv_map(address, *layout).encode()
+        assert driver.seen[-1][2] == address
+        assert got[77] == address >> 12 & 0xFF
 
 
 @pytest.mark.parametrize(
@@ -70,7 +101,7 @@ def test_boxes_of_each_kind(
     descriptor = tensor_map.paged_kv_map(*geometry).encode()
     assert descriptor == bytes(range(128))
     assert tensor_map.paged_kv_map(*geometry).encode() is descriptor
-    assert driver.seen == [
+    assert driver.seen[2:] == [  # behind two that tell how descriptors hold addresses
         (
             *(kind, 4, PTR),
             [columns, 128, 2, 70],
@@ -86,7 +117,7 @@ def test_strides_of_axes_of_length_one_mean_nothing(driver: FakeDriver) -> None:
     """Frameworks report anything there, even what the driver refuses."""
     shape, strides = (1, 64, 1, 512), (3, 656, 5, 1)
     tensor_map.paged_kv_map(PTR, "float8_e4m3fn", shape, strides, 64).encode()
-    ((*_, strides, _, _, _),) = driver.seen
+    *_, strides, _, _, _ = driver.seen[-1]
     assert strides == [656, 16 * 512, 16 * 512]
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.launch import tensor_map
+from cumla.launch.tensor_map import paged_kv_map
 from tests.gpu.tools.cases import Case
 from tests.gpu.tools.indexer_problem import Paged, Rows
 from tests.gpu.tools.problem import Guarded, make_problem
@@ -408,3 +410,16 @@ for kind in {KINDS}:
         assert line.startswith("cold: kernel "), kind
         assert "prepare(" in line, kind
     assert lines[1::2] == [f"{kind} agrees" for kind in KINDS]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns"),
+    [("bfloat16", 576), ("float16", 64), ("float8_e4m3fn", 512), ("uint32", 164), ("uint64", 128)],
+)
+def test_tensor_maps_of_other_addresses_are_those_of_the_driver(dtype: str, columns: int) -> None:
+    for pages, gap in ((70, 0), (1, 0), (100_000, 4096)):
+        strides = (64 * 2048 + gap, 2048, 2048)
+        for address in (16, 7 << 40, 0x7FFF_FFFF_FFF0, cp.empty(1 << 20, cp.uint8).data.ptr):
+            wanted = paged_kv_map(address, dtype, (pages, 64, 1, columns), strides, 64)
+            assert wanted.encode() == tensor_map._encoded(wanted)
+    assert tensor_map._around_address(wanted._replace(ptr=0)) is not None
