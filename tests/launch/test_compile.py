@@ -64,7 +64,7 @@ def test_every_kernel_compiles_within_its_budget(
     assert spec.smem_bytes <= kernel.smem <= 227 * 1024
 
 
-@some_files(2)
+@some_files(4)
 def test_debug_build_compiles_and_is_another(
     spec: KernelSpec, compiled: Compiler, compiled_for_debugging: Compiler
 ):
