@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -33,6 +34,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the tests marked exhaustive, too: with each change of a kernel and before a "
         "benchmark is recorded",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Say how many examples hypothesis tries where a test does not."""
+    with contextlib.suppress(ImportError):
+        from hypothesis import settings
+
+        count = 300 if config.getoption("exhaustive") else 50
+        settings.register_profile("cumla", max_examples=count)
+        settings.load_profile("cumla")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -638,26 +638,6 @@ def test_jax_deleted_array():
         open_call((("q", x),))
 
 
-def test_jax_sharded_array():
-    pytest.importorskip("jax")
-    program = """
-import os
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-os.environ["JAX_PLATFORMS"] = "cpu"
-import jax, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-from cumla.core.arrays import open_call
-mesh = jax.make_mesh((2,), ("x",))
-array = jax.device_put(np.zeros((4, 2), np.float32), NamedSharding(mesh, PartitionSpec("x")))
-try:
-    open_call((("kv_cache", array),))
-except ValueError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "kv_cache: needs an array on one device, got one that is sharded over 2" in done.stdout
-
-
 def test_torch_fake_tensor(monkeypatch):
     torch = pytest.importorskip("torch")
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
