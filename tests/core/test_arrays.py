@@ -308,9 +308,10 @@ def fake_jax(cupy, monkeypatch):
         reader=77,
     )
     monkeypatch.setitem(sys.modules, "jax", module)
-    frameworks.jax_framework.cache_clear()
-    yield module
-    frameworks.jax_framework.cache_clear()
+    fake = frameworks._Jax(module)
+    for where in (frameworks, arrays):  # the real one stays: cumla.jax holds it
+        monkeypatch.setattr(where, "jax_framework", lambda: fake)
+    return module
 
 
 @pytest.fixture
