@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # or each worker's BLAS takes all cores, and spins on them
@@ -22,6 +24,8 @@ from cumla.launch import kernel, tensor_map
 from cumla.launch import module as launch_module
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
 
+GPU_TESTS = Path(__file__).parent / "gpu"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("cumla").addoption(
@@ -32,11 +36,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Say how many examples hypothesis tries where a test does not."""
+    with contextlib.suppress(ImportError):
+        from hypothesis import settings
+
+        count = 300 if config.getoption("exhaustive") else 50
+        settings.register_profile("cumla", max_examples=count)
+        settings.load_profile("cumla")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("exhaustive"):
-        for item in items:
-            if item.get_closest_marker("exhaustive"):
-                item.add_marker(pytest.mark.skip(reason="needs --exhaustive"))
+    """Leave out thousands of tests that would be skipped, which takes time, too.
+
+    Several processes run no GPU tests: the first one of each module stays and says so.
+    """
+    is_one_of_several = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1
+    seen, kept, left_out = set(), [], []
+    for item in items:
+        is_skipped = not config.getoption("exhaustive") and item.get_closest_marker("exhaustive")
+        if is_one_of_several and GPU_TESTS in item.path.parents:
+            is_skipped = is_skipped or item.path in seen
+            seen.add(item.path)
+        (left_out if is_skipped else kept).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
 
 
 @pytest.fixture

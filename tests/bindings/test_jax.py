@@ -618,15 +618,6 @@ def test_programs_for_platforms_that_are_not_here(platforms: list[str]) -> None:
     assert program.count("output_operand_alias<") == 2
 
 
-EXPORT = """
-import sys, jax, numpy as np
-from jax import export
-from tests.bindings.test_jax import DECODE, of_jax
-function, arrays = of_jax(DECODE)
-checks = [export.DisabledSafetyCheck.custom_call("cumla")]
-exported = export.export(jax.jit(function), disabled_checks=checks)(**arrays)
-open(sys.argv[1], "wb").write(exported.serialize())
-"""
 IMPORT = """
 import sys, jax
 from jax import export
@@ -641,9 +632,13 @@ print("same")
 
 def test_an_exported_program_runs_in_another_process(tmp_path: Path) -> None:
     pytest.importorskip("flatbuffers")
-    path = str(tmp_path / "program")
-    python(EXPORT, path)
-    assert python(IMPORT, path) == "same"
+    export = pytest.importorskip("jax.export")
+    function, arrays = of_jax(DECODE)
+    checks = [export.DisabledSafetyCheck.custom_call("cumla")]
+    exported = export.export(jax.jit(function), platforms=["cpu"], disabled_checks=checks)(**arrays)
+    path = tmp_path / "program"
+    path.write_bytes(exported.serialize())
+    assert python(IMPORT, str(path)) == "same"
 
 
 def test_a_program_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -670,11 +665,26 @@ except cumla.MissingDependencyError as error:
     assert python(program).startswith("jax: cumla.jax needs JAX 0.5 or later, with jax.ffi (")
 
 
-SHARDED = """
-import numpy as np, jax, jax.numpy as jnp
-from tests.bindings.on_devices import P, SHARES, divided_call, mesh, one_by_one
-from tests.bindings.test_jax import OPERATIONS, assert_same, decoding
-assert len(jax.devices()) == 2
+ON_TWO_DEVICES = """
+import jax, numpy as np, jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import cumla
+from tests.bindings.test_jax import DECODE, OPERATIONS, assert_same, decoding, eager, of_jax
+function, arrays = of_jax(DECODE)
+_, second = jax.devices()
+there = jax.device_put(arrays, second)
+result = jax.jit(function)(**there)
+assert result.out.devices() == {second}
+for one in (result, function(**there)):
+    assert_same(DECODE, one, eager(DECODE))
+both = Mesh(np.array(jax.devices()), ("x",))
+spread = arrays | {"q": jax.device_put(arrays["q"], NamedSharding(both, P("x")))}
+assert_same(DECODE, jax.jit(function)(**spread), eager(DECODE))
+print("same")
+if not hasattr(jax, "shard_map"):
+    raise SystemExit
+
+from tests.bindings.on_devices import SHARES, divided_call, mesh, one_by_one
 for shares in SHARES.values():
     each, arrays = divided_call(shares, 2)
     assert_same(OPERATIONS[shares.operation], each(arrays), one_by_one(shares, 2))
@@ -688,40 +698,24 @@ loops = jax.shard_map(local, mesh=mesh(2), in_specs=(P("x"),) * 3, out_specs=P("
 alone = jax.jit(loop)(*given)
 for many, one in zip(*map(jax.tree.leaves, (jax.jit(loops)(*stacked), alone)), strict=True):
     assert all(np.asarray(part).tobytes() == np.asarray(one).tobytes() for part in many)
-print("same")
+print("shares")
 """
 
 
-def test_each_device_computes_its_share() -> None:
-    if not hasattr(jax, "shard_map"):
-        pytest.skip("needs JAX 0.6 or later")
-    flags = "--xla_force_host_platform_device_count=2"
-    assert python(SHARDED, XLA_FLAGS=flags) == "same"
+@pytest.fixture(scope="module")
+def on_two_devices() -> str:
+    """What the program above printed."""
+    return python(ON_TWO_DEVICES, XLA_FLAGS="--xla_force_host_platform_device_count=2")
 
 
-SPREAD = """
-import jax, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-import cumla
-from tests.bindings.test_jax import DECODE, assert_same, eager, of_jax
-function, arrays = of_jax(DECODE)
-_, second = jax.devices()
-there = jax.device_put(arrays, second)
-result = jax.jit(function)(**there)
-assert result.out.devices() == {second}
-for one in (result, function(**there)):
-    assert_same(DECODE, one, eager(DECODE))
-mesh = Mesh(np.array(jax.devices()), ("x",))
-spread = arrays | {"q": jax.device_put(arrays["q"], NamedSharding(mesh, P("x")))}
-assert_same(DECODE, jax.jit(function)(**spread), eager(DECODE))
-print("same")
-"""
-
-
-def test_arrays_on_another_device_and_on_several() -> None:
+def test_arrays_on_another_device_and_on_several(on_two_devices: str) -> None:
     """Under jit the results are where the arrays are, and what is sharded is gathered."""
-    flags = "--xla_force_host_platform_device_count=2"
-    assert python(SPREAD, XLA_FLAGS=flags) == "same"
+    assert "same" in on_two_devices.split()
+
+
+@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs JAX 0.6 or later")
+def test_each_device_computes_its_share(on_two_devices: str) -> None:
+    assert "shares" in on_two_devices.split()
 
 
 @contextlib.contextmanager

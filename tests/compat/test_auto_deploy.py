@@ -118,7 +118,7 @@ def test_requests_of_one_length(
     assert_agree(found, wanted, (k_cache, v_cache), slots)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("share", some([0.0, 0.5, 1.0], 2))
 @pytest.mark.parametrize("max_seq_len", [0, 1, 16])
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("batch_size", [1, 16])
@@ -171,7 +171,9 @@ MIXED = [36, 44, 12, 1, 1, 0, 4, 4, 3, 7], [0, 3, 17, 31, 32, 5, 4, 8, 5, 1]
 """Chunks that begin inside a page of 4 tokens, at its end, and end there; a decoding one, too."""
 
 
-@pytest.mark.parametrize("columns", [(16, 0), (32, 0), (96, 0), (32, 16), (64, 128)])
+@pytest.mark.parametrize(
+    "columns", some([((16, 0),), ((32, 0),), ((96, 0),), ((32, 16),), ((64, 128),)], 2)
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rotary", [None, 1.0, 0.5])
 @pytest.mark.parametrize("form", ["contiguous", "table", "list"])

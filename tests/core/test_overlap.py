@@ -58,7 +58,7 @@ def slices(draw: st.DrawFn) -> tuple[ArrayView, ArrayView]:
     return pair[0], pair[1]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(deadline=None)
 @given(views(), views())
 def test_no_overlap_is_missed(one: ArrayView, two: ArrayView) -> None:
     if bytes_of(one) & bytes_of(two):
@@ -69,13 +69,13 @@ def test_no_overlap_is_missed(one: ArrayView, two: ArrayView) -> None:
             refuse_overlap({"out": one, "lse": two}, {})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(slices())
 def test_no_overlap_of_slices_is_missed(pair: tuple[ArrayView, ArrayView]) -> None:
     assert share_memory(*pair) >= bool(bytes_of(pair[0]) & bytes_of(pair[1]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(views(), views())
 def test_arrays_beside_each_other_are_accepted(one: ArrayView, two: ArrayView) -> None:
     low, high = bytes_of(one), bytes_of(two)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels run by the CPU: their own text, compiled by a C++ compiler, each thread a fiber.
 
-What is written in PTX has a counterpart in instructions.hpp. Products and copies happen when they
-are issued, blocks run one after the other: races between them are not seen, nor is time.
+What is written in PTX has a counterpart in instructions.hpp. runtime.cpp runs the threads, and is
+compiled once for all kernels. Products and copies happen when they are issued, blocks run one after
+the other: races between them are not seen, nor is time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import re
 import shutil
@@ -210,27 +212,32 @@ def _library(spec: KernelSpec) -> ctypes.CDLL:
     for name, value in names.items():
         instructions = instructions.replace(name, value)
     using = f"using namespace cumla; using namespace {spec.namespace};\n"
-    runtime = _made(
-        [compiler, "-x", "c++-header"], (HERE / "runtime.hpp").read_text("utf-8"), ".gch"
-    )
-    begin = [compiler, "-shared", "-include", str(runtime.with_suffix(""))]
+    header, bodies = ((HERE / f"runtime.{end}").read_text("utf-8") for end in ("hpp", "cpp"))
+    precompiled = _made([compiler, "-O1", "-x", "c++-header"], header, ".gch")
+    include = ["-include", str(precompiled.with_suffix(""))]
+    runtime = _made([compiler, "-O1", "-ftree-vectorize", "-c"], header + bodies, ".o")
+    begin = [compiler, "-O1", "-shared", str(runtime), *include]
     return ctypes.CDLL(str(_made(begin, "\n".join([text, using, instructions]), ".so")))
 
 
 def _made(begin: list[str], text: str, suffix: str) -> Path:
     """Compile a text, unless it is done: what came of it, beside the text."""
-    command = [*begin, "-std=c++20", "-O1", "-w", "-fPIC", "-ffp-contract=off"]
+    options = ["-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]
+    command = [*begin, "-std=c++20", "-w", *options]
     name = hashlib.sha256("\n".join([*command, text]).encode()).hexdigest()
     source = COMPILED / f"{name}.cpp"
     made = Path(f"{source}{suffix}")
-    if not made.exists():  # each process looks for what another one has compiled
-        write_whole(source, text.encode())
-        output = Path(mkdtemp()) / "made"
-        done = subprocess.run(
-            [*command, "-o", output, source], capture_output=True, text=True, check=False
-        )
-        assert not done.returncode, done.stderr[:6000]
-        write_whole(made, output.read_bytes())
+    COMPILED.mkdir(parents=True, exist_ok=True)
+    with (COMPILED / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # while another process compiles the same
+        if not made.exists():
+            write_whole(source, text.encode())
+            output = Path(mkdtemp()) / "made"
+            done = subprocess.run(
+                [*command, "-o", output, source], capture_output=True, text=True, check=False
+            )
+            assert not done.returncode, done.stderr[:6000]
+            write_whole(made, output.read_bytes())
     return made
 
 

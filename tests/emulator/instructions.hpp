@@ -61,7 +61,7 @@ struct Registers {
 // Matrices of eight rows of eight units: register i of a lane holds two units of the i-th.
 static void move_matrices(u32 (&d)[4], u32 address, bool is_transposed, bool is_load) {
   Registers mine = {d, address};
-  const auto& all = host::meet_warp(0xffffffffu, host::bits_of(&mine), "a matrix of its warp");
+  const uint64_t* all = host::meet_warp(0xffffffffu, host::bits_of(&mine), "a matrix of its warp");
   for (int i = 0; i < 4; ++i)
     for (int half = 0; half < 2; ++half) {
       const int lane = static_cast<int>(host::lane());
@@ -140,18 +140,18 @@ void count_shared(u32 counter) { store_shared(counter, load_shared<u32>(counter)
 // cluster.cuh
 void cluster_sync() { host::meet_cluster(); }
 u32 shared_address_in(u32 address, u32 rank) {
-  return address + static_cast<u32>(host::block->cluster->blocks[rank]->shared - host::shared);
+  return address + static_cast<u32>(host::shared_of(rank) - host::shared);
 }
 u32 load_cluster_u32(u32 source) { return load_shared<u32>(source); }
 void store_shared_u64(u32 destination, u64 value) { store_shared(destination, value); }
 void store_cluster_u64(u32 destination, u64 value) { store_shared(destination, value); }
 
 // mbarrier.cuh
-void mbarrier_init(u32 barrier, u32 arrivals) { host::block->barriers[barrier] = {0, arrivals, arrivals, 0}; }
+void mbarrier_init(u32 barrier, u32 arrivals) { host::initialise_barrier(barrier, arrivals); }
 void fence_mbarrier_init() {}
 void mbarrier_arrive(u32 barrier) {
   host::Barrier& of = host::barrier_at(barrier);
-  if (of.pending-- == 0) host::failure = "more arrivals than a barrier expects";
+  if (of.pending-- == 0) host::fail("more arrivals than a barrier expects");
   of.complete();
 }
 void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
@@ -193,23 +193,11 @@ u64 evict_first_policy() { return 0; }
 bool elect_one() { return host::lane() == 0; }
 void fence_proxy_async_shared() {}
 template <int kBarrier, int kThreads>
-void named_barrier_sync() {
-  host::block->named[kBarrier].meet(kThreads, threadIdx.x, blockDim.x, 0, "a named barrier");
-}
+void named_barrier_sync() { host::meet_named(kBarrier, kThreads, false); }
 template <int kBarrier, int kThreads>
-void named_barrier_arrive() {
-  host::Meeting& meeting = host::block->named[kBarrier];
-  ++meeting.arrived;
-  meeting.complete(kThreads);
-}
+void named_barrier_arrive() { host::arrive_named(kBarrier, kThreads); }
 template <int kBarrier, int kThreads>
-bool named_barrier_any(bool vote) {
-  host::Meeting& meeting = host::block->named[kBarrier];
-  if (meeting.arrived == 0) meeting.values[meeting.generation & 1].assign(blockDim.x, 0);
-  bool any = false;
-  for (uint64_t one : meeting.meet(kThreads, threadIdx.x, blockDim.x, vote, "a named barrier")) any |= one != 0;
-  return any;
-}
+bool named_barrier_any(bool vote) { return host::meet_named(kBarrier, kThreads, vote); }
 u32 atomic_add_acq_rel(u32* address, u32 value) {
   const u32 before = *address;
   *address += value;
@@ -237,7 +225,7 @@ struct Fragments {
   u32 a[4], b[2];
 };
 static void multiply_fragments(float (&d)[4], host::Type type, const Fragments& mine) {
-  const auto& all = host::meet_warp(0xffffffffu, host::bits_of(&mine), "a product of its warp");
+  const uint64_t* all = host::meet_warp(0xffffffffu, host::bits_of(&mine), "a product of its warp");
   const auto unit = [&](const u32* words, int k) {
     const unsigned bits = words[k / 8] >> k % 2 * 16 & 0xffff;
     return type == host::kBf16 ? host::bfloat(bits) : host::half(bits);
@@ -265,7 +253,7 @@ void mma_m16n8k16<Fp16>(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u
   multiply_fragments(d, host::kFp16, {{a0, a1, a2, a3}, {b0, b1}});
 }
 u32 transpose_matrix(u32 units) {
-  const auto& all = host::meet_warp(0xffffffffu, units, "a matrix of its warp");
+  const uint64_t* all = host::meet_warp(0xffffffffu, units, "a matrix of its warp");
   const int lane = static_cast<int>(host::lane());
   const auto unit = [&](int row) { return static_cast<u32>(all[row * 4 + lane / 8] >> lane / 4 % 2 * 16 & 0xffff); };
   return unit(lane % 4 * 2) | unit(lane % 4 * 2 + 1) << 16;
@@ -360,11 +348,9 @@ static const void* parameters;
 
 void host::kernel_of_thread() { ENTRY(*static_cast<const PARAMS*>(parameters)); }
 
-extern "C" const char* run(const void* params, int x, int y, int z, int threads, int cluster) {
+extern "C" [[gnu::visibility("default")]] const char* run(const void* params, int x, int y, int z, int threads, int cluster) {
   parameters = params;
   gridDim = {unsigned(x), unsigned(y), unsigned(z)};
   blockDim = {unsigned(threads), 1, 1};
-  host::failure.clear();
-  host::run_grid(gridDim, threads, cluster);
-  return host::failure.c_str();
+  return host::run_grid(gridDim, threads, cluster);
 }

@@ -19,9 +19,10 @@ from cumla.launch import all_specs
 from tests.gpu import conftest
 from tests.gpu.tools import digests, record, sanitize
 from tests.selection import some
+from tests.sources import sources
 
 CHANGELOG = record.ROOT / "CHANGELOG.md"
-SOURCES = record.Sources.now()
+SOURCES = sources()
 STEMS = tuple(SOURCES.kernels)
 
 

@@ -16,6 +16,7 @@ from tests.gpu.tools import record
 from tests.launch.compiling import FIRST_OF_FILES, asked_by_cupy, each_code, each_kernel
 from tests.launch.conftest import Compiler
 from tests.launch.elf import sections
+from tests.sources import sources
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
 
@@ -31,11 +32,6 @@ def run_on_a_gpu(spec: KernelSpec) -> bool:
     return (
         recorded(spec.stem).get(spec.entry) == sources().kernels[spec.stem]["entries"][spec.entry]
     )
-
-
-@cache
-def sources() -> record.Sources:
-    return record.Sources.now()
 
 
 def some_files(step: int) -> pytest.MarkDecorator:
@@ -64,7 +60,7 @@ def test_every_kernel_compiles_within_its_budget(
     assert spec.smem_bytes <= kernel.smem <= 227 * 1024
 
 
-@some_files(2)
+@some_files(4)
 def test_debug_build_compiles_and_is_another(
     spec: KernelSpec, compiled: Compiler, compiled_for_debugging: Compiler
 ):

@@ -21,7 +21,7 @@ from tests.launch.conftest import Compiler
 from tests.launch.elf import sections
 from tests.launch.indexer.paged_mqa_schedule_mirror import schedule_reference, visible_tokens
 
-thorough = settings(deadline=None, max_examples=150)
+thorough = settings(deadline=None)  # as many examples as tests/conftest.py says
 
 
 def blocks_of(key: PagedMQAKey, lengths: np.ndarray) -> np.ndarray:

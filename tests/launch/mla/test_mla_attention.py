@@ -26,7 +26,7 @@ from tests.gpu.tools.parts import TILE_PLACE, tile_parts_table, tile_places_tabl
 from tests.launch.split.ragged_schedule_mirror import TileSchedule, schedule
 from tests.launch.structs import compile_checks, parameters
 
-thorough = settings(deadline=None, max_examples=150)
+thorough = settings(deadline=None)  # as many examples as tests/conftest.py says
 
 
 def key_of(

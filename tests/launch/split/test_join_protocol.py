@@ -20,7 +20,6 @@ from typing import NamedTuple
 import pytest
 
 from tests.launch.kernel_text import modelled
-from tests.selection import some
 
 ALL = 1 << 31
 MASK = (1 << 32) - 1
@@ -289,7 +288,14 @@ def test_every_interleaving_of_two_and_three(waits: tuple[bool, ...]) -> None:
             explore_runs(setting, frozenset(notes))
 
 
-@pytest.mark.parametrize("waits", some([(waits,) for waits in modes(4)[1::3]], 2), ids=str)
+@pytest.mark.parametrize(
+    "waits",
+    [
+        pytest.param(waits, marks=pytest.mark.exhaustive if sum(waits) > 2 else ())
+        for waits in modes(4)[1::3]
+    ],
+    ids=str,
+)
 def test_every_interleaving_of_four(waits: tuple[bool, ...]) -> None:
     setting = one_meeting(waits)
     for notes in (frozenset[Flag](), frozenset(setting.meetings[0])):

@@ -51,7 +51,7 @@ THREADS = SPECS[0].threads
 MOST_PARTS = THREADS - 1  # a thread of the kernel for every bound
 PACKED_REQUESTS, PACKED_PARTS, PACKED_SHARE = 256, 160, 2**20  # most that packing takes
 
-thorough = settings(deadline=None, max_examples=150)
+thorough = settings(deadline=None)  # as many examples as tests/conftest.py says
 
 
 class Piece(NamedTuple):
