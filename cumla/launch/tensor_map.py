@@ -30,13 +30,14 @@ class TensorMap(NamedTuple):
         depends on it, other addresses are put there without the driver.
         """
         around = _around_address(self._replace(ptr=0))
-        if around is None:
+        if around is None or self.ptr & ~_PROBED:
             return _encoded(self)
-        before, behind = around
-        return before + self.ptr.to_bytes(8, "little") + behind
+        before, after = around
+        return before + self.ptr.to_bytes(8, "little") + after
 
 
 _PROBES = 0x2AAAAAAAAAA0, 0x555555555550  # addresses that have no bit in common
+_PROBED = _PROBES[0] | _PROBES[1]
 
 
 @lru_cache(maxsize=1024)
@@ -44,8 +45,8 @@ def _around_address(layout: TensorMap) -> tuple[bytes, bytes] | None:
     """Split a descriptor at its address; None if two descriptors differ elsewhere as well."""
     first, second = (_encoded(layout._replace(ptr=probe)) for probe in _PROBES)
     here, there = (probe.to_bytes(8, "little") for probe in _PROBES)
-    before, found, behind = first.partition(here)
-    return (before, behind) if found and before + there + behind == second else None
+    before, found, after = first.partition(here)
+    return (before, after) if found and before + there + after == second else None
 
 
 @lru_cache(maxsize=4096)

@@ -66,6 +66,9 @@ def test_one_descriptor_serves_all_addresses_of_a_layout(at: int, driver: FakeDr
     assert len(driver.seen) == 2
     tensor_map.paged_kv_map(PTR, *layout[:-1], 32).encode()
     assert len(driver.seen) == 4
+    for odd in (PTR + 8, 1 << 47):  # bits that the two did not show: the driver decides
+        tensor_map.paged_kv_map(odd, *layout).encode()
+        assert driver.seen[-1][2] == odd
 
 
 def test_a_descriptor_that_hides_its_address_is_asked_for(driver: FakeDriver) -> None:
@@ -101,7 +104,7 @@ def test_boxes_of_each_kind(
     descriptor = tensor_map.paged_kv_map(*geometry).encode()
     assert descriptor == bytes(range(128))
     assert tensor_map.paged_kv_map(*geometry).encode() is descriptor
-    assert driver.seen[2:] == [  # behind two that tell how descriptors hold addresses
+    assert driver.seen[2:] == [  # after two that tell how descriptors hold addresses
         (
             *(kind, 4, PTR),
             [columns, 128, 2, 70],

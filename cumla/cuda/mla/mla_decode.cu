@@ -46,23 +46,7 @@ using namespace split;
 template <bool kSharedBlocks, PageForm kForm>
 constexpr int kRowWarps = kForm != kRows ? 0 : kSharedBlocks ? 4 : 2;
 
-// One thread initialises all barriers; from 32 lanes the hardware would serialise the stores. `first` and `second` arrive
-// for a KV tile of either half, `query` for query rows.
-__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int first, int second, int query) {
-#pragma unroll
-  for (int s = 0; s < kStages; ++s) {
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), tile < kHalfTiles ? first : second);
-#pragma unroll
-    for (int half = 0; half < 3; ++half) mbarrier_init(shared.free(s, half), 4);
-  }
-#pragma unroll
-  for (int owner = 0; owner < 2; ++owner) mbarrier_init(shared.probabilities_full(owner), kWarpgroup / 4);
-  mbarrier_init(shared.query_full(), query);
-  mbarrier_init(shared.query_free(), 8);
-  fence_mbarrier_init();
-}
-// row_warps: warps that copy rows, 0 without kRows; if there are four, two of them copy the query rows as well.
+// By one thread. row_warps: warps that copy rows, 0 without kRows; if there are four, two of them copy the query rows as well.
 __device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int row_warps) {
   const int arrivals = row_warps ? row_warps * 32 : 1;
   initialise_barriers(shared, arrivals, arrivals, row_warps == 4 ? 64 : 2);

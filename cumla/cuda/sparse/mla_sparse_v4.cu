@@ -11,8 +11,8 @@
 //      product of an e4m3 number and such a scale
 //
 // Shared memory:  as mla/mla_decode.cu; the ring lies in the RoPE tile of stage 0
-// Registers:      consumers 200, converters 64, finders 48: together the 4 x 128 of the start. With 512 threads no single
-//                 product may have 256 columns (kWideProducts).
+// Registers:      consumers 200, converters 64, finders 48: together the 4 x 128 of the start. With 512 threads no
+//                 single product may have 256 columns (kWideProducts).
 // Converters:     14 loads, 14 conversions of 16 numbers and 28 stores of 16 bytes a lane and block, some 1,000
 //                 instructions a warp, beside 2,048 clocks of tensor work
 #include "mla/mla_decode.cu"
@@ -26,7 +26,7 @@ using namespace ptx;
 
 __device__ __forceinline__ void mla_sparse_v4(const MlaSparseV4Params& params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-    const MlaDecodeParams& p = params.decode;
+  const MlaDecodeParams& p = params.decode;
   const V4Layout shared(shared_address(shared_bytes));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   begin_kernel<kRows, V4Tile>(p, shared, 4);

@@ -159,7 +159,7 @@ def mla_sparse_attention(
         page holds page_size rows of 448 e4m3 and 64 bfloat16 columns, then 8 bytes per row. Of
         these byte i is the exponent, biased by 127, of the factor of columns 64 i to 64 i + 63, NaN
         if it is 255, and the last is none. A byte of 0 is 2^-127, as E8M0 defines it; the kernels
-        take 0 for it, which is less than 448 * 2^-127 away.
+        take 0 for it, which is at most 448 * 2^-127 away.
     indices : ndarray of int32, shape (total_tokens, topk) or (total_tokens, 1, topk)
         The list of each query token.
     topk_length : ndarray of int32, shape (total_tokens,), optional

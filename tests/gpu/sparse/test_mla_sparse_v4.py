@@ -318,10 +318,16 @@ def test_a_side_stream() -> None:
 
 def test_random_delays_around_every_barrier() -> None:
     """Delays shift who waits for whom; the results keep the bits of the kernels without them."""
-    shapes = ((3, 16, 100, 0), (3, 128, 700, 300), (40, 64, 130, 512), (400, 64, 150, 70))
+    shapes = (
+        (3, 16, 100, 0, "full"),
+        (3, 128, 700, 300, "full"),
+        (40, 64, 130, 512, "tokens"),
+        (400, 64, 150, 70, "requests"),
+        (700, 64, 130, 0, "requests"),  # many lists a part, some of them empty
+    )
     problems = [
-        make_v4(cp, V4Case(batch=batch, heads=heads, topk=topk, extra=extra))
-        for batch, heads, topk, extra in shapes
+        make_v4(cp, V4Case(batch=batch, heads=heads, topk=topk, extra=extra, lengths=lengths))
+        for batch, heads, topk, extra, lengths in shapes
     ]
     expected = [arrays_of(run(problem)) for problem in problems]
     with variants.installed(*variants.SPARSE_DELAYS):

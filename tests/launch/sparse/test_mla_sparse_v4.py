@@ -48,8 +48,7 @@ def test_the_parameters_by_name(heads: int) -> None:
     assert launch.grid == (-(-heads // 64), key.parts, 1)
     got = parameters(launch)
     wanted = {
-        "decode.q_rope.base": BUFFER + key.zeros,
-        "decode.q_rope.stride_head": 0,
+        "decode.latent.base": BUFFER + key.zeros,
         "decode.block_table": BUFFER + key.selected,
         "decode.block_table_stride": 900,
         "decode.max_tokens": 900,
@@ -75,7 +74,7 @@ def test_the_parameters_by_name(heads: int) -> None:
 def test_lists_are_as_long_as_both_together() -> None:
     key = key_of(64, "v4", extra_topk=200)
     lengths = strided(2, (5, 3), (64, 12), "int32")
-    own, extra, _ = lengths_launches(key, BUFFER, (lengths, None))
+    own, extra, schedule = lengths_launches(key, BUFFER, (lengths, None))
     first, second = parameters(own), parameters(extra)
     assert (first["entries"], second["entries"]) == (700, 200)
     assert (first["others"], first["sums"]) == (0, 0)
@@ -83,6 +82,7 @@ def test_lists_are_as_long_as_both_together() -> None:
     assert second["sums"] == BUFFER + key.bounds
     assert len({key.bounds, *key.list_bounds}) == 3
     assert key.max_blocks == 15
+    assert parameters(schedule)["min_saving"] == 3
 
 
 def test_one_cache_needs_one_kernel_less() -> None:

@@ -154,9 +154,11 @@ def view(array: Array) -> ArrayView:
 class Problem:
     """Arrays that end, or begin, where nobody may touch memory, and the buffer of a plan."""
 
-    def __init__(self, topk: int, *, at_end: bool = True, batch: int = 3, q_len: int = 2) -> None:
+    def __init__(
+        self, topk: int, *, at_end: bool = True, batch: int = 3, q_len: int = 2, **more: Any
+    ) -> None:
         self.memory = Fenced(at_end=at_end)
-        self.key = key_of(16, batch=batch, q_len=q_len, topk=topk)
+        self.key = key_of(16, batch=batch, q_len=q_len, topk=topk, **more)
         self.buffer = self.memory.empty(self.key.layout.nbytes, np.uint8)
         self.rng = np.random.default_rng(topk)
 
@@ -172,20 +174,25 @@ class Problem:
         held = None if lengths is None else view(self.memory.copy(lengths))
         emulate(bound_rows_launch(self.key, self.buffer.ctypes.data, held))
 
-    def select(
+    def lists(
         self,
         indices: Array,
         pages: tuple[int, int],
         steps: RowSteps,
         table: Array | None = None,
         requests: Array | None = None,
-    ) -> list[list[int]]:
-        """What is selected of each list."""
+    ) -> tuple[int, ...]:
         places = (table, requests)
         held = [None if a is None else view(self.memory.copy(a)) for a in places]
-        lists = lists_values(view(self.memory.copy(indices)), pages, steps, *held)
-        emulate(select_rows_launch(self.key, self.buffer.ctypes.data, (lists, 0)))
-        count, topk = self.key.num_places, self.key.topk
+        return lists_values(view(self.memory.copy(indices)), pages, steps, *held)
+
+    def select(self, *given: Any) -> list[list[int]]:
+        """What is selected of each list, as `lists` takes them."""
+        return self.select_all((self.lists(*given), 0))
+
+    def select_all(self, *lists: tuple[tuple[int, ...], int]) -> list[list[int]]:
+        emulate(select_rows_launch(self.key, self.buffer.ctypes.data, *lists))
+        count, topk = self.key.num_places, self.key.entries
         selected = self.words(self.key.selected, count * topk).reshape(count, topk)
         counts = self.words(self.key.counts, count).tolist()
         assert all((row[n:] == -1).all() for row, n in zip(selected, counts, strict=True)), (
@@ -247,6 +254,25 @@ def test_what_exists_is_selected_in_its_order(topk: int, placed: bool) -> None:
     cache = pages, steps_of(*pages), table, requests
     bounds = bound_rows(ends, problem.lead, topk)
     assert problem.select(indices, *cache) == select_rows(indices, bounds, *cache)
+
+
+@pytest.mark.parametrize(("topk", "extra"), [(5, 3), (130, 2100), (2100, 130), (2048, 2049)])
+def test_lists_of_a_second_cache_go_on_after_those_of_the_first(topk: int, extra: int) -> None:
+    problem = Problem(topk, cache="v4", extra_topk=extra)
+    caches, selected = [], []
+    for which, (count, pages) in enumerate(((topk, (40, 7)), (extra, (9, 2)))):
+        capacity = pages[0] * pages[1]
+        indices = problem.rng.integers(0, capacity, (*problem.lead, count))
+        indices = hostile(problem.rng, indices, 0.3, capacity, capacity - 1)
+        ends = np.array([[count, count - 1], [0, count], [HIGHEST, 3]], np.int32)
+        given = (indices, pages, RowSteps(pages[1], 1, capacity, ()))
+        held = view(problem.memory.copy(ends))
+        emulate(bound_rows_launch(problem.key, problem.buffer.ctypes.data, held, which))
+        first_row = which * 280
+        caches.append((problem.lists(*given), first_row))
+        found = select_rows(indices, bound_rows(ends, problem.lead, count), *given[1:])
+        selected.append([[first_row + row for row in rows] for rows in found])
+    assert problem.select_all(*caches) == [a + b for a, b in zip(*selected, strict=True)]
 
 
 @pytest.mark.parametrize("request_of", [HIGHEST, LOWEST, -1, 5])

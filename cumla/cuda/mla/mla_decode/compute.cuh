@@ -112,7 +112,8 @@ struct Consumer {
     } else {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        wgmma_values_async<T>(reinterpret_cast<float (&)[64]>(output[64 * half]), a, values + half * (2 * kTileBytes >> 4));
+        wgmma_values_async<T>(reinterpret_cast<float (&)[64]>(output[64 * half]), a,
+                              values + half * (2 * kTileBytes >> 4));
     }
   }
 

@@ -107,7 +107,7 @@ __device__ __forceinline__ int tile_in_order(int owner, int i) {
 template <typename AnyTile>
 constexpr bool kHasRope = true;
 
-// Whether products have 256 columns; in kernels of 512 threads they would need more registers than all have at the start.
+// Whether products have 256 columns: in kernels of 512 threads they would need more registers than threads start with.
 template <typename AnyTile>
 constexpr bool kWideProducts = true;
 

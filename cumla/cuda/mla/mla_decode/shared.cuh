@@ -2,10 +2,12 @@
 // Shared memory of mla_decode.
 #pragma once
 #include "mla/mla_decode/layout.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/types.cuh"
 
 namespace cumla::mla {
 
+using namespace ptx;
 using namespace split;
 
 constexpr int kStages = 2;
@@ -37,5 +39,22 @@ struct SharedLayout {
   // of a joining CTA must agree on.
   __device__ __forceinline__ u32 pacer(int thread) const { return query_free() + 8 + thread * 4; }
 };
+
+// One thread initialises all barriers; from 32 lanes the hardware would serialise the stores. `first` and `second` arrive
+// for a KV tile of either half, `query` for query rows.
+__device__ __forceinline__ void initialise_barriers(const SharedLayout& shared, int first, int second, int query) {
+#pragma unroll
+  for (int s = 0; s < kStages; ++s) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) mbarrier_init(shared.full(s, tile), tile < kHalfTiles ? first : second);
+#pragma unroll
+    for (int half = 0; half < 3; ++half) mbarrier_init(shared.free(s, half), 4);
+  }
+#pragma unroll
+  for (int owner = 0; owner < 2; ++owner) mbarrier_init(shared.probabilities_full(owner), kWarpgroup / 4);
+  mbarrier_init(shared.query_full(), query);
+  mbarrier_init(shared.query_free(), 8);
+  fence_mbarrier_init();
+}
 
 }  // namespace cumla::mla

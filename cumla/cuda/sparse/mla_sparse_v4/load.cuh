@@ -43,7 +43,7 @@ struct V4Cache {
 };
 
 struct MlaSparseV4Params {
-  MlaDecodeParams decode;  // block_table: what select_rows leaves; q_rope: zeros
+  MlaDecodeParams decode;  // block_table: what select_rows leaves; latent: a row of zeros
   V4Cache caches[2];       // slots of the second one are numbered after those of the first
 };
 
@@ -113,7 +113,7 @@ struct V4Finder {
       next = next == kNone ? kEnd : kNone;
     }
   }
-  // Leaves address and scales of the rows of block t. Behind the last block there is one of odd addresses.
+  // Leaves address and scales of the rows of block t. After the last block there is one of odd addresses.
   __device__ __forceinline__ void find(int t) {
     if (next == kEnd) return;
     const int slot = t % V4Layout::kSlots;
@@ -178,8 +178,8 @@ __device__ __forceinline__ void find_v4(const MlaSparseV4Params& params, const V
   copy_async_wait_all();
 }
 
-// One of four warps that convert 16 rows of every block. A lane has, of rows lane / 4 and that + 8, 16 e4m3 columns of
-// each tile, from column 16 (lane % 4) on. They wait in registers, half a block of them: when a tile has become
+// One of four warps that convert 16 rows of every block. A lane has, of rows lane / 4 and that + 8, 16 e4m3 columns
+// of each tile, from column 16 (lane % 4) on. They wait in registers, half a block of them: when a tile has become
 // bfloat16, in shared memory, that of the next half is on its way to the same registers.
 struct V4Converter {
   static constexpr int kHalfBytes = kHalfTiles * 64;
@@ -232,9 +232,9 @@ struct V4Converter {
     high = multiply_pairs<Bf16>(pack_pair<Bf16>(b.x, b.y), scale);
   }
 
-  // Half a block, which has been loaded: of block turn / 2 first the one that its owner wants first. The half that comes
-  // next is loaded, with the second half that of the next block: whether that exists. One text for all, for text that is
-  // not in L2 comes slowly.
+  // Half a block, which has been loaded: of block turn / 2 first the one that its owner wants first. The half that
+  // comes next is loaded, with the second half that of the next block: whether that exists. One text for all, for text
+  // that is not in L2 comes slowly.
   __device__ __forceinline__ bool hand_over(int turn) {
     const bool second = turn & 1;
     const int t = turn / 2, parity = t & 1, slot = t % V4Layout::kSlots;
