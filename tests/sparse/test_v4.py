@@ -652,7 +652,7 @@ WRONG_PAGES = {
     "an odd number of slots": zeros(5, 7, 1, 584),
     "rows without pages": zeros(40, 584),
 }
-ONE_HEAD = "one kv head, whose rows the indices name, got 2; pass the heads one by one"
+ONE_HEAD = "one kv head, got 2; pass the heads one by one"
 NARROW_COLUMNS = "a last axis of 512, or of the 584 bytes of V4's slots, beside queries of 512"
 NOT_SCALED = "a cache with e4m3 columns that have no scales of their own, got rows of 512 columns"
 
