@@ -419,6 +419,33 @@ def test_an_entry_less_shows() -> None:
             np.testing.assert_allclose(every_way(given).out, naive(shorter)[0], rtol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+def test_rows_that_were_appended(dtype: Any) -> None:
+    """A list of one slot gives its row: half a step of e4m3 from it, RoPE columns rounded once."""
+    slots, mapping = make_slots(), int32(3, 17, 39, 8)
+    untouched = np.setdiff1d(np.arange(slots.count), mapping)
+    before = slots.rows()[untouched]
+    rows = numbers(TOKENS + 2, 512, dtype=np.float32)
+    rows[:, :64] *= 1000
+    rows = rows.astype(dtype)
+    cumla.append_mla_cache(rows, slots.cache, np.append(mapping, [-1, slots.count]))
+    np.testing.assert_array_equal(slots.rows()[untouched], before)
+
+    out = np.zeros((BATCH, Q_LEN, HEADS, 512), np.float32)
+    indices = mapping.reshape(BATCH, Q_LEN, 1)
+    cumla.mla_sparse_decode(**decode(kv_cache=slots.cache, indices=indices), out=out)
+    found = out.reshape(TOKENS, HEADS, 512)
+    np.testing.assert_array_equal(found, np.repeat(slots.rows()[mapping][:, None], HEADS, 1))
+    exact = rows[:TOKENS, None].astype(np.float32)
+    rope = exact[..., 448:].astype(BF16).astype(np.float32)
+    np.testing.assert_array_equal(found[..., 448:], np.repeat(rope, HEADS, 1))
+    latent = np.abs(exact[..., :448])
+    scales = 2.0 ** np.ceil(np.log2(latent.reshape(TOKENS, 1, 7, 64).max(axis=-1) / 448))
+    most = np.maximum(latent / 16, np.repeat(scales, 64, axis=-1) / 1024)
+    assert (np.abs(found - exact)[..., :448] <= most).all()
+    assert_right(decode(kv_cache=slots.cache))
+
+
 # --- two caches -----------------------------------------------------------------------------------
 
 

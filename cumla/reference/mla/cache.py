@@ -64,16 +64,18 @@ def append_mla_cache(
     Columns x that are e4m3 in the cache become ``e4m3(x * (1 / kv_scale))``, in float32, with
     subnormal numbers taken for 0; the conversion rounds to nearest even and saturates at 448. Where
     the cache has scales of its own, each 128 latent columns of a row are quantised as rows are by
-    :func:`quantize_fp8`, in the packed format with power_of_two_scales.
+    :func:`quantize_fp8`, in the packed format with power_of_two_scales; and so are each 64 of V4's,
+    whose scales are written as exponents, biased by 127, with a byte of 0 after the seven.
 
     Parameters
     ----------
     rows : ndarray or pair of ndarray
         ``(tokens, num_kv_heads, 576)``, or without the head axis for one KV head; or the same as
-        ``(ckv, k_pe)``, 512 and 64 wide. Of any floating dtype.
+        ``(ckv, k_pe)``, 512 and 64 wide; of V4 448 and 64 wide. Of any floating dtype.
     kv_cache : ndarray, or pair or triple of ndarray
         ``(num_pages, page_size, num_kv_heads, 576)``, or in parts, as in :func:`mla_decode`.
-        Written to. Scales of its own go with RoPE columns of 16 bits.
+        Written to. Scales of its own go with RoPE columns of 16 bits. Or pages of V4's slots, of
+        584 bytes, as in :func:`mla_sparse_attention`.
     slot_mapping : ndarray of integers, shape (tokens,), optional
         Where each row goes.
     batch_indices, positions : ndarray of integers, shape (tokens,), optional
@@ -131,7 +133,8 @@ def append_mla_cache(
         return
     new = ckv_rows[exists]
     is_v4 = scales.dtype == np.uint8
-    groups = new.reshape(*new.shape[:2], -1, V4_SCALED_COLUMNS if is_v4 else SCALED_COLUMNS)
+    columns = V4_SCALED_COLUMNS if is_v4 else SCALED_COLUMNS
+    groups = new.reshape(*new.shape[:2], new.shape[-1] // columns, columns)
     bits, found = quantized(groups, power_of_two_scales=isinstance(kv_cache, np.ndarray))
     ckv.view(np.uint8)[where] = bits.reshape(new.shape)
     scales[where] = _exponents(found) if is_v4 else found
