@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import cumla
-from tests.emulator import CuPy, emulated_gpu
+from tests.emulator import Array, CuPy, emulated_gpu
+from tests.emulator.fenced import Fenced
 from tests.gpu.tools import pages, sanitize
 from tests.gpu.tools.cases import Case
 from tests.gpu.tools.fp8_problem import make_fp8
@@ -90,7 +91,8 @@ def rows_into_v4(cupy: CuPy) -> None:
         there = {name: cupy.asarray(array) for name, array in options.items()}
         caches = [m[:, : 7 * 584].reshape(3, 7, 1, 584) for m in (host, device)]
         cumla.reference.append_mla_cache(parts, caches[0], slots, **options)
-        given = [cupy.asarray(part) for part in parts]
+        fenced = Fenced(at_end=True)
+        given = [fenced.copy(part).view(Array) for part in parts]
         cumla.append_mla_cache(given, caches[1], cupy.asarray(slots), **there)
         np.testing.assert_array_equal(device.get(), host)
 

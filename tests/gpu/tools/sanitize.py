@@ -407,9 +407,10 @@ def quantize_rows(cupy: Any, dtype: str) -> None:
             cumla.append_indexer_cache(there[:, :128], device, at)
             cumla.reference.append_indexer_cache(rows[:, :128], host, slots)
         else:
-            columns = 512 if shape[2] == 584 else 576
-            cumla.append_mla_cache(there[:, :columns], device, at)
-            cumla.reference.append_mla_cache(rows[:, :columns], host, slots)
+            latent = 448 if shape[2] == 584 else 512  # parts of their own: none is read beyond
+            parts = there[:, :latent].copy(), there[:, latent : latent + 64].copy()
+            cumla.append_mla_cache(parts, device, at)
+            cumla.reference.append_mla_cache(rows[:, : latent + 64], host, slots)
         np.testing.assert_array_equal(device.get(), host)
 
 
