@@ -278,6 +278,11 @@ def rows_by_request() -> Arguments:
     }
 
 
+def rows_of_v4() -> Arguments:
+    kv_cache = aligned((6, 16, 1, 584), np.uint8)
+    return rows_by_request() | {"rows": numbers(5, 512), "kv_cache": kv_cache}
+
+
 def keys_and_values() -> Arguments:
     """Rows into slots, the columns of values of another number."""
     return {
@@ -504,6 +509,15 @@ OPERATIONS = {
         rows_by_request,
         dict,
         ("append_cache_bfloat16",),
+        in_place=("kv_cache",),
+        integers=("batch_indices", "positions", "block_table"),
+        empty=(("rows", "batch_indices", "positions"),),
+    ),
+    "append_mla_cache into V4's slots": Operation(
+        cumla.append_mla_cache,
+        rows_of_v4,
+        dict,
+        ("append_fp8_cache_v4",),
         in_place=("kv_cache",),
         integers=("batch_indices", "positions", "block_table"),
         empty=(("rows", "batch_indices", "positions"),),

@@ -14,8 +14,7 @@ from cumla.bench.cases import Ceilings
 from cumla.bench.gpu import DTYPES
 from cumla.bench.problem import filled
 from cumla.bench.section import Bench, CheckError, Column, Row, Section, columns
-from cumla.mla.shape import VALUE_DIM
-from cumla.sparse.shape import V4_BYTES, V4_FP8_DIM, V4_ROW_BYTES
+from cumla.mla.shape import V4_BYTES, V4_FP8_DIM, V4_ROW_BYTES, VALUE_DIM
 
 __all__ = ["SECTIONS", "V4Case"]
 

@@ -10,10 +10,9 @@ from cumla.compat._arguments import CallersNames, check_axes, check_tensors
 from cumla.compat._torch import import_torch
 from cumla.core.arguments import Array, bind, checked_scale
 from cumla.core.arrays import from_numpy, open_call, to_numpy
-from cumla.mla.shape import HEAD_DIM, PACKED_BYTES
+from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, V4_BYTES
 from cumla.reference.sparse.mla_sparse import largest_scores
 from cumla.sparse.mla_sparse import mla_sparse_attention
-from cumla.sparse.shape import V4_BYTES
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from cumla.core.arguments import Views, check_dtype, check_layout, checked_int, 
 from cumla.core.arrays import parts
 from cumla.launch.split.plan import BLOCK_TOKENS
 from cumla.mla.fp8_caches import E4M3, FP8, check_factor, is_packed, relabelled, unpacked
-from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, ROPE_DIM, SCALES, VALUE_DIM
+from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, ROPE_DIM, SCALES, V4_BYTES, VALUE_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -114,10 +114,11 @@ def _apart(name: str, given: dict[str, ArrayView]) -> tuple[ArrayView, ArrayView
 
 def columns_apart(view: ArrayView) -> tuple[ArrayView, ArrayView]:
     """Cut one array into latent and RoPE columns."""
-    *lead, _ = view.shape
-    rope = view.ptr + VALUE_DIM * view.strides[-1]
+    *lead, columns = view.shape
+    latent = columns - ROPE_DIM
+    rope = view.ptr + latent * view.strides[-1]
     return (
-        view._replace(shape=(*lead, VALUE_DIM)),
+        view._replace(shape=(*lead, latent)),
         view._replace(shape=(*lead, ROPE_DIM), ptr=rope),
     )
 
@@ -129,6 +130,40 @@ def with_head_axis(view: ArrayView, axes: int) -> ArrayView:
     *lead, columns = view.shape
     *steps, stride = view.strides
     return view._replace(shape=(*lead, 1, columns), strides=(*steps, steps[-1], stride))
+
+
+def check_one_head(name: str, cache: ArrayView) -> None:
+    """Refuse a cache of several kv heads."""
+    if cache.shape[2] != 1:
+        raise ValueError(
+            f"{name}: needs one kv head, got {cache.shape[2]}; pass the heads one by one"
+        )
+
+
+def checked_v4(name: str, cache: ArrayView) -> ArrayView:
+    """Check pages of V4's slots: rows first, then scales, nothing between them."""
+    if len(cache.shape) != 4 or cache.shape[-1] != V4_BYTES:
+        raise ValueError(heads_problem(name, "num_pages, page_size", V4_BYTES, cache))
+    check_dtype(name, cache.dtype, E4M3)
+    check_one_head(name, cache)
+    pages, size = cache.shape[:2]
+    if 0 in (pages, size):
+        raise ValueError(f"{name}: needs at least one token, got shape {cache.shape}; skip it")
+    step, row, _, column = cache.strides
+    wrong = (
+        column != 1
+        or (size > 1 and row != V4_BYTES)
+        or (pages > 1 and step < size * V4_BYTES)
+        or cache.ptr % 16
+        or (pages > 1 and step % 16)
+    )
+    if wrong:
+        raise ValueError(
+            f"{name}: needs contiguous pages, at multiples of 16 bytes, got address "
+            f"{cache.ptr:#x} and strides {cache.strides}; allocate (num_pages, n) bytes, n a "
+            f"multiple of 16, and pass a view"
+        )
+    return cache
 
 
 def _check_query_and_cache(given: dict[str, ArrayView], query_axes: tuple[str, ...]) -> None:

@@ -63,7 +63,8 @@ def append_mla_cache(
     ----------
     rows : array or pair of arrays
         ``(tokens, num_kv_heads, 576)``, or ``(tokens, 576)`` for one kv head: 512 latent columns,
-        then 64 RoPE ones. A tuple ``(ckv, k_pe)`` holds the two apart, 512 and 64 wide. In the
+        then 64 RoPE ones. A tuple ``(ckv, k_pe)`` holds the two apart, 512 and 64 wide. Of
+        DeepSeek-V4 rows have 512 columns in all, a tuple holds 448 and 64. In the
         cache's dtype, bfloat16 or float16 for one that is e4m3, or float32, which is rounded; of
         CuPy, PyTorch, JAX or NumPy. Any strides that are multiples of 16 bytes, the last axis
         contiguous.
@@ -73,7 +74,9 @@ def append_mla_cache(
         ``(ckv, k_pe)`` holds the columns apart. Not of JAX, whose arrays are immutable: the
         function of that name in `cumla.jax` returns the new cache.
 
-        FP8 caches as in :func:`cumla.mla_decode`, all but triples with e4m3 RoPE columns.
+        FP8 caches as in :func:`cumla.mla_decode`, all but triples with e4m3 RoPE columns; and the
+        slots of DeepSeek-V4, ``(num_pages, page_size, 1, 584)`` uint8 or float8_e4m3fn, as in
+        :func:`cumla.mla_sparse_decode`.
     slot_mapping : array, optional
         ``(tokens,)`` int32 or int64: page * page_size + offset.
     batch_indices : array, optional
@@ -117,9 +120,28 @@ def append_mla_cache(
 
     Rows in e4m3 are rounded to nearest even and saturate at 448; they are
     ``row * (1 / kv_scale)`` in float32. Scales of 128 columns are as in
-    :func:`cumla.quantize_fp8`, in the packed format with `power_of_two_scales`.
+    :func:`cumla.quantize_fp8`, in the packed format with `power_of_two_scales`; so are those of 64
+    columns of V4's slots, of which the exponents are written, and 0 in the byte after them.
 
     The rotation is that of RoFormer (arXiv:2104.09864), section 3.4.
+
+    Examples
+    --------
+    >>> import numpy as np, cumla
+    >>> kv_cache = np.zeros((4, 64, 576), np.float16)
+    >>> cumla.append_mla_cache(np.ones((2, 576), np.float16), kv_cache, np.array([5, 64]))
+    >>> np.argwhere(kv_cache[..., 0]).tolist()
+    [[0, 5], [1, 0]]
+
+    Slots of DeepSeek-V4, written and read:
+
+    >>> import ml_dtypes
+    >>> kv_cache = np.zeros((4, 64, 1, 584), np.uint8)
+    >>> cumla.append_mla_cache(np.ones((2, 512), np.float32), kv_cache, np.array([0, 5]))
+    >>> q = np.ones((1, 1, 16, 512), ml_dtypes.bfloat16)
+    >>> out, _ = cumla.mla_sparse_decode(q, kv_cache, np.array([[[5, 0, -1]]], np.int32))
+    >>> bool((out == 1).all())
+    True
     """
     interleaved = checked_flag("interleaved", interleaved)
     number = None if kv_scale is None else number_of("kv_scale", kv_scale)

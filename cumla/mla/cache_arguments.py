@@ -19,9 +19,9 @@ from cumla.core.arguments import (
 )
 from cumla.core.paged import Host, refuse_pages, refuse_positions, refuse_slots
 from cumla.launch.mla.append_cache import AppendArguments
-from cumla.mla.arguments import DTYPES, columns_apart, heads_problem, with_head_axis
-from cumla.mla.fp8_caches import E4M3, check_factor, is_packed, unpacked
-from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, ROPE_DIM, SCALES, VALUE_DIM
+from cumla.mla.arguments import DTYPES, checked_v4, columns_apart, heads_problem, with_head_axis
+from cumla.mla.fp8_caches import E4M3, check_factor, is_packed, is_v4, unpacked, v4_apart
+from cumla.mla.shape import PACKED_BYTES, ROPE_DIM, SCALES, VALUE_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,9 +48,8 @@ def checked_append_arguments(
     _check_combination(views)
     cache = _checked_cache(views)
     latent_cache, rope_cache, scales, _ = cache
-    dtype, num_kv_heads = _dtype_of_16_bits(rope_cache, views), latent_cache.shape[2]
-    is_e4m3 = rope_cache.dtype in E4M3
-    latent_rows, rope_rows = _checked_rows(views, dtype, num_kv_heads, is_e4m3)
+    dtype = _dtype_of_16_bits(rope_cache, views)
+    latent_rows, rope_rows = _checked_rows(views, dtype, cache)
     tokens = latent_rows.shape[0]
     bind(NUMBERS, views, {"tokens": tokens})
     q_pe, q_pe_out = _checked_queries(views, dtype, tokens)
@@ -66,7 +65,7 @@ def checked_append_arguments(
         q_pe_out=q_pe_out,
         dtype=dtype,
         scales=scales,
-        power_of_two_scales=cache.is_packed,
+        power_of_two_scales=cache.is_whole,
         scale_number=1.0 if scale_number is None else scale_number,
         interleaved=interleaved,
         **{name: views.get(name) for name in (*NUMBERS, "cos_sin", "kv_scale")},
@@ -125,7 +124,7 @@ class _Cache(NamedTuple):
     latent: ArrayView
     rope: ArrayView
     scales: ArrayView | None
-    is_packed: bool
+    is_whole: bool  # whether one array holds scales, too: they are powers of two then
 
 
 def _checked_cache(views: Mapping[str, ArrayView]) -> _Cache:
@@ -133,10 +132,14 @@ def _checked_cache(views: Mapping[str, ArrayView]) -> _Cache:
     whole = views.get("kv_cache")
     if whole is not None and is_packed(whole):
         return _Cache(*unpacked(_checked_part("kv_cache", whole, PACKED_BYTES)), True)
+    if whole is not None and is_v4(whole):
+        pages = checked_v4("kv_cache", with_head_axis(whole, 4))
+        check_written("kv_cache", pages)
+        return _Cache(*v4_apart(pages), True)
     checked = {}
-    for name, (given, columns) in _columns_of("kv_cache", views).items():
+    for name, (given, columns) in _columns_of("kv_cache", views, VALUE_DIM).items():
         check_dtype(name, given.dtype, DTYPES + E4M3)
-        _check_columns(name, given, columns)
+        _check_columns(name, given, columns, VALUE_DIM)
         checked[name] = _checked_part(name, given, columns)
     latent, rope = _as_pair(checked)
     scales = views.get("kv_cache[2]")
@@ -185,19 +188,20 @@ def _dtype_of_16_bits(rope_cache: ArrayView, views: Mapping[str, ArrayView]) -> 
 
 
 def _checked_rows(
-    views: Mapping[str, ArrayView], dtype: str, num_kv_heads: int, is_e4m3: bool
+    views: Mapping[str, ArrayView], dtype: str, cache: _Cache
 ) -> tuple[ArrayView, ArrayView]:
     """Check the new rows, and give their latent and their RoPE columns."""
     dtypes: tuple[str, ...]
-    if is_e4m3:  # throughout: any of the others
+    *_, num_kv_heads, latent = cache.latent.shape
+    if cache.rope.dtype in E4M3:  # throughout: any of the others
         dtypes, need = DTYPES, f"{', '.join(DTYPES)} or float32 for an e4m3 cache"
     else:
         dtypes, need = (dtype,), f"kv_cache's dtype {dtype}, or float32"
     checked = {}
-    for name, (given, columns) in _columns_of("rows", views).items():
+    for name, (given, columns) in _columns_of("rows", views, latent).items():
         if given.dtype not in (*dtypes, "float32"):
             raise TypeError(f"{name}: needs {need}, got {given.dtype}; convert it first")
-        _check_columns(name, given, columns)
+        _check_columns(name, given, columns, latent)
         view = with_head_axis(given, 3)
         if len(view.shape) != 3:
             raise ValueError(heads_problem(name, "tokens", columns, given))
@@ -211,12 +215,14 @@ def _checked_rows(
     return _as_pair(checked)
 
 
-def _columns_of(name: str, views: Mapping[str, ArrayView]) -> dict[str, tuple[ArrayView, int]]:
+def _columns_of(
+    name: str, views: Mapping[str, ArrayView], latent: int
+) -> dict[str, tuple[ArrayView, int]]:
     """Give the array, or the pair, of an argument, and how many columns each must have."""
     if name in views:
-        return {name: (views[name], HEAD_DIM)}
-    latent, rope = f"{name}[0]", f"{name}[1]"
-    return {latent: (views[latent], VALUE_DIM), rope: (views[rope], ROPE_DIM)}
+        return {name: (views[name], latent + ROPE_DIM)}
+    first, second = f"{name}[0]", f"{name}[1]"
+    return {first: (views[first], latent), second: (views[second], ROPE_DIM)}
 
 
 def _as_pair(parts: Mapping[str, ArrayView]) -> tuple[ArrayView, ArrayView]:
@@ -238,11 +244,11 @@ def _as_pair(parts: Mapping[str, ArrayView]) -> tuple[ArrayView, ArrayView]:
     return latent, rope
 
 
-def _check_columns(name: str, view: ArrayView, columns: int) -> None:
+def _check_columns(name: str, view: ArrayView, columns: int, latent: int) -> None:
     if view.shape[-1:] != (columns,):
         form = (
-            f"{VALUE_DIM} latent + {ROPE_DIM} RoPE, or a pair that holds them apart"
-            if columns == HEAD_DIM
+            f"{latent} latent + {ROPE_DIM} RoPE, or a pair that holds them apart"
+            if columns == latent + ROPE_DIM
             else "of a pair of latent and RoPE columns"
         )
         raise ValueError(

@@ -7,7 +7,16 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from cumla.core.arguments import check_dtype
-from cumla.mla.shape import PACKED_BYTES, ROPE_DIM, SCALES, VALUE_DIM
+from cumla.mla.shape import (
+    PACKED_BYTES,
+    ROPE_DIM,
+    SCALES,
+    V4_BYTES,
+    V4_FP8_DIM,
+    V4_ROW_BYTES,
+    V4_SCALE_BYTES,
+    VALUE_DIM,
+)
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -34,6 +43,26 @@ def unpacked(rows: ArrayView) -> tuple[ArrayView, ArrayView, ArrayView]:
         part(0, VALUE_DIM, "uint8", 1),
         part(VALUE_DIM + 4 * SCALES, ROPE_DIM, "bfloat16", 2),
         part(VALUE_DIM, SCALES, "float32", 4),
+    )
+
+
+def is_v4(cache: ArrayView) -> bool:
+    """Tell a cache of DeepSeek-V4's slots from one whose columns are numbers."""
+    return cache.dtype in E4M3 and cache.shape[-1:] == (V4_BYTES,)
+
+
+def v4_apart(pages: ArrayView) -> tuple[ArrayView, ArrayView, ArrayView]:
+    """Take pages of V4's slots apart: e4m3 columns as bytes, RoPE columns, exponents of scales."""
+    (count, size), step = pages.shape[:2], pages.strides[0]
+
+    def part(begin: int, row: int, columns: int, dtype: str, itemsize: int) -> ArrayView:
+        shape, strides = (count, size, 1, columns), (step, row, row, itemsize)
+        return pages._replace(ptr=pages.ptr + begin, shape=shape, strides=strides, dtype=dtype)
+
+    return (
+        part(0, V4_ROW_BYTES, V4_FP8_DIM, "uint8", 1),
+        part(V4_FP8_DIM, V4_ROW_BYTES, ROPE_DIM, "bfloat16", 2),
+        part(size * V4_ROW_BYTES, V4_SCALE_BYTES, V4_SCALE_BYTES, "uint8", 1),
     )
 
 

@@ -18,15 +18,16 @@ from cumla.mla.arguments import (
     DTYPES,
     QUERY_AXES,
     cache_of,
+    check_one_head,
     checked_cache_dtype,
     checked_kv_scale,
     checked_query_and_cache,
+    checked_v4,
     heads_problem,
     with_head_axis,
 )
 from cumla.mla.fp8_caches import E4M3, FP8, is_packed
-from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, VALUE_DIM
-from cumla.sparse.shape import V4_BYTES
+from cumla.mla.shape import HEAD_DIM, PACKED_BYTES, V4_BYTES, VALUE_DIM
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -150,7 +151,7 @@ def _checked_extra(views: Views, cache: str) -> ArrayView | None:
             f"extra_kv_cache: needs a kv_cache of {V4_BYTES} bytes per slot beside it, got one in "
             f"another format; attend to both and merge the results by cumla.merge_attention_states"
         )
-    return _checked_v4("extra_kv_cache", with_head_axis(whole, 4))
+    return checked_v4("extra_kv_cache", with_head_axis(whole, 4))
 
 
 def checked_cache(cache_dtype: Any, dtype: Any = None) -> str:
@@ -187,7 +188,7 @@ def _checked_columns(views: Views, axes: tuple[str, ...] | None, factor: float |
     """Check query and cache of 576 columns."""
     query = cast("ArrayView", views["q"] if "q" in views else views["q[0]"])
     columns = checked_query_and_cache(views, _axes_of(query, axes))
-    _check_one_head("kv_cache", columns.kv_cache)
+    check_one_head("kv_cache", columns.kv_cache)
     whole = views.get("kv_cache")
     packed = whole is not None and is_packed(whole)
     kv_scale = checked_kv_scale(columns, views, factor)
@@ -227,7 +228,7 @@ def _checked_narrow(views: Views, axes: tuple[str, ...] | None, factor: float | 
                 f"q: needs {DTYPES[0]} with kv_cache of {V4_BYTES} bytes per slot, got {q.dtype}; "
                 f"convert it first"
             )
-        return _Columns(q, None, _checked_v4("kv_cache", whole), None, None, 1.0, V4)
+        return _Columns(q, None, checked_v4("kv_cache", whole), None, None, 1.0, V4)
     if whole.shape[-1] != VALUE_DIM:
         raise ValueError(
             f"kv_cache: needs a last axis of {VALUE_DIM}, or of the {V4_BYTES} bytes of V4's "
@@ -241,42 +242,8 @@ def _checked_narrow(views: Views, axes: tuple[str, ...] | None, factor: float | 
     if 0 in whole.shape:
         raise ValueError(f"kv_cache: needs at least one token, got shape {whole.shape}; skip it")
     check_layout("kv_cache", whole)
-    _check_one_head("kv_cache", whole)
+    check_one_head("kv_cache", whole)
     return _Columns(q, None, whole, None, None, 1.0, "same")
-
-
-def _checked_v4(name: str, cache: ArrayView) -> ArrayView:
-    """Check pages of V4's slots: rows first, then scales, nothing between them."""
-    if len(cache.shape) != 4 or cache.shape[-1] != V4_BYTES:
-        raise ValueError(heads_problem(name, "num_pages, page_size", V4_BYTES, cache))
-    check_dtype(name, cache.dtype, E4M3)
-    _check_one_head(name, cache)
-    pages, size = cache.shape[:2]
-    if 0 in (pages, size):
-        raise ValueError(f"{name}: needs at least one token, got shape {cache.shape}; skip it")
-    step, row, _, column = cache.strides
-    wrong = (
-        column != 1
-        or (size > 1 and row != V4_BYTES)
-        or (pages > 1 and step < size * V4_BYTES)
-        or cache.ptr % 16
-        or (pages > 1 and step % 16)
-    )
-    if wrong:
-        raise ValueError(
-            f"{name}: needs contiguous pages, at multiples of 16 bytes, got address "
-            f"{cache.ptr:#x} and strides {cache.strides}; allocate (num_pages, n) bytes, n a "
-            f"multiple of 16, and pass a view"
-        )
-    return cache
-
-
-def _check_one_head(name: str, cache: ArrayView) -> None:
-    if cache.shape[2] != 1:
-        raise ValueError(
-            f"{name}: needs one kv head, whose rows the indices name, got {cache.shape[2]}; pass "
-            f"the heads one by one"
-        )
 
 
 def _in_pages(name: str, view: ArrayView | None) -> ArrayView | None:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import cumla
-from tests.emulator import CuPy, emulated_gpu
+from tests.emulator import Array, CuPy, emulated_gpu
+from tests.emulator.fenced import Fenced
 from tests.gpu.tools import pages, sanitize
 from tests.gpu.tools.cases import Case
 from tests.gpu.tools.fp8_problem import make_fp8
@@ -71,6 +72,31 @@ def rows_into_caches(cupy: CuPy) -> None:
     sanitize.quantize_rows(cupy, "bfloat16")
 
 
+def rows_into_v4(cupy: CuPy) -> None:
+    """Special numbers, parts that end where memory does, gaps, slots that do not exist, and a
+    rotation by quarter turns."""
+    rng = np.random.default_rng(1)
+    rows = rng.standard_normal((21, 512), dtype=np.float32)
+    rows *= rng.choice(np.float32([1e-6, 1, 1e4]), (21, 8)).repeat(64, axis=1)
+    for i, number in enumerate([np.nan, np.inf, -np.inf, 3e38, -0.0, 2.0**-127, 448.0]):
+        rows[i, 64 * i + i] = number
+    rows[3::5, 64:256] = 0
+    slots = rng.permutation(26)[:21] - 2
+    quarter_turns = np.repeat(np.float32([[0, 1]]), 32, axis=1).repeat(21, axis=0)
+    rotated = {"positions": np.arange(21), "cos_sin": quarter_turns}
+    for dtype, options in ((np.float32, {}), (ml_dtypes.bfloat16, {}), (np.float32, rotated)):
+        parts = [np.ascontiguousarray(part.astype(dtype)) for part in np.split(rows, [448], axis=1)]
+        host = np.full((3, 7 * 584 + 24), 0xFF, np.uint8)
+        device = cupy.asarray(host)
+        there = {name: cupy.asarray(array) for name, array in options.items()}
+        caches = [m[:, : 7 * 584].reshape(3, 7, 1, 584) for m in (host, device)]
+        cumla.reference.append_mla_cache(parts, caches[0], slots, **options)
+        fenced = Fenced(at_end=True)
+        given = [fenced.copy(part).view(Array) for part in parts]
+        cumla.append_mla_cache(given, caches[1], cupy.asarray(slots), **there)
+        np.testing.assert_array_equal(device.get(), host)
+
+
 def logits(cupy: CuPy) -> None:
     sanitize.score_sequence(cupy)
     sanitize.score_pages(cupy, 1)
@@ -92,6 +118,7 @@ CALLS = (
     lists_of_rows,
     merges,
     rows_into_caches,
+    rows_into_v4,
     logits,
     selection,
 )

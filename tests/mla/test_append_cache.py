@@ -63,6 +63,20 @@ def packed() -> Any:
     return aligned((6, 16, 656), U8)
 
 
+def v4(dtype: Any = U8) -> Any:
+    return aligned((6, 16, 1, 584), dtype)
+
+
+def v4_pages(*strides: int, pages: int = 6, shift: int = 0) -> Any:
+    """Pages of 16 of V4's slots, with these strides."""
+    memory = aligned((1 << 17,), U8, shift)
+    return np.lib.stride_tricks.as_strided(memory, (pages, 16, 1, 584), strides)
+
+
+def narrow(dtype: Any = BF16, columns: int = 512) -> Any:
+    return aligned((5, columns), dtype)
+
+
 def halves(latent: Any = BF16, rope: Any = BF16) -> Any:
     return aligned((5, 512), latent), aligned((5, 64), rope)
 
@@ -86,6 +100,24 @@ def halves(latent: Any = BF16, rope: Any = BF16) -> Any:
 )
 def test_caches_that_work(kv_cache: Any) -> None:
     assert cumla.append_mla_cache(**slots(kv_cache=kv_cache, rows=aligned((5, 576), F32))) is None
+
+
+@pytest.mark.parametrize(
+    "kv_cache",
+    [
+        v4(),
+        v4(E4M3),
+        v4()[:, :, 0],
+        aligned((6, 1, 1, 592), U8)[..., :584],  # pages of one slot
+        aligned((1, 7, 1, 584), U8),
+        v4_pages(16 * 584 + 16, 584, 584, 1),
+    ],
+)
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_slots_of_v4_that_work(dtype: Any, kv_cache: Any) -> None:
+    parts = aligned((5, 448), dtype), aligned((5, 64), dtype)
+    for rows in (narrow(dtype), narrow(dtype)[:, None], narrow(dtype, 520)[:, :512], parts):
+        assert cumla.append_mla_cache(**slots(kv_cache=kv_cache, rows=rows)) is None
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -312,6 +344,46 @@ FP8 = [  # into `one()`, unless they say otherwise
         for scale in (1.0, np.ones((), F32))
     ),
 ]
+NO_PLACE = "contiguous pages, at multiples of 16 bytes, got address 0x ... and strides ( ... ); all"
+V4 = [
+    wrong_type("rows", narrow(F16), "kv_cache's dtype bfloat16, or float32, got float16; convert"),
+    wrong_type("rows", narrow(E4M3), "kv_cache's dtype bfloat16, or float32, got float8_e4m3fn"),
+    wrong("rows", aligned((5, 576)), "a last axis of 512 (448 latent + 64 RoPE, or a pair that"),
+    wrong("rows[0]", halves(), "a last axis of 448 (of a pair of latent and RoPE columns), got"),
+    wrong("rows", aligned((5, 2, 512)), "the 1 kv heads of kv_cache, got shape (5, 2, 512); pass"),
+    wrong("rows", aligned((512,)), "axes (tokens, num_kv_heads, 512) ... got shape (512,); reshap"),
+    *(
+        wrong("kv_cache", aligned(shape, U8), "axes (num_pages, page_size, num_kv_heads, 584), or")
+        for shape in ((96, 584), (1, 6, 16, 1, 584))
+    ),
+    wrong(
+        "kv_cache", aligned((6, 16, 2, 584), U8), "one kv head, got 2; pass the heads one by one"
+    ),
+    *(
+        wrong("kv_cache", aligned(shape, U8), "at least one token, got shape ( ... ); skip it")
+        for shape in ((0, 16, 1, 584), (6, 0, 584))
+    ),
+    *(
+        wrong("kv_cache", cache, NO_PLACE)
+        for cache in (
+            v4_pages(16 * 592, 592, 592, 1),
+            v4_pages(16 * 584 + 8, 584, 584, 1),
+            v4_pages(15 * 584 + 8, 584, 584, 1),
+            v4_pages(0, 584, 584, 1),
+            v4_pages(16 * 584, 584, 584, 1, shift=8),
+            v4_pages(16 * 584, 0, 584, 1, pages=1),
+            v4()[::-1],
+            aligned((6, 7, 1, 584), U8),
+        )
+    ),
+    wrong("kv_cache", frozen(v4()), "an array that can be written to, got a read-only one"),
+    *(
+        wrong("kv_scale", scale, "an e4m3 cache with one scale for all of it, got scales for each")
+        for scale in (1.0, np.ones((), F32))
+    ),
+    wrong_type("kv_cache", v4(np.int8), "bfloat16 or float16 ... got int8; convert it"),
+    wrong("kv_cache", v4(BF16), "a last axis of 576 (512 latent + 64 RoPE, or a pair that holds"),
+]
 REFUSED = [
     pytest.param(make, refusal, id=f"{refusal.message[:60]}")
     for make, refusals in (
@@ -320,6 +392,7 @@ REFUSED = [
         (by_list, BY_LIST),
         (rotating, ROTATING),
         (lambda: slots(kv_cache=one()), FP8),
+        (lambda: slots(kv_cache=v4(), rows=narrow()), V4),
     )
     for refusal in refusals
 ]
@@ -465,6 +538,8 @@ def test_grids(
             "append_fp8_cache_bfloat16_from_float32",
         ),
         ({"kv_cache": pair(), "kv_scale": np.ones(1, F32)}, "append_fp8_cache_bfloat16"),
+        ({"kv_cache": v4(), "rows": narrow()}, "append_fp8_cache_v4"),
+        ({"kv_cache": v4(E4M3), "rows": narrow(F32)}, "append_fp8_cache_v4_from_float32"),
     ],
 )
 def test_kernels(

@@ -187,7 +187,7 @@ REFUSED = [
         for lead in ((2, 1), (3, 2), (3,))
     ),
     wrong_type("q", np.zeros((3, 1, 4, 576), "f4"), "bfloat16 or float16, got float32"),
-    wrong("kv_cache", np.zeros((4, 16, 2, 576), BF16), "one kv head, whose rows the indices name"),
+    wrong("kv_cache", np.zeros((4, 16, 2, 576), BF16), "one kv head, got 2; pass the heads"),
     Refusal({"index_q": None}, TypeError, "q: needs an array"),
     Refusal({"index_q": np.zeros((3, 1, 8, 32), "f2")}, TypeError, "q: needs float8_e4m3fn, or"),
     Refusal({"block_table": int32([0, 1])}, ValueError, "block_table: needs shape (batch, max"),

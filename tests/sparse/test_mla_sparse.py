@@ -224,7 +224,7 @@ REFUSED = [
         wrong(
             "kv_cache",
             cache,
-            f"one kv head, whose rows the indices name, got {heads}; pass the heads one by one",
+            f"one kv head, got {heads}; pass the heads one by one",
         )
         for heads in (2, 4)
         for cache in (

@@ -419,6 +419,33 @@ def test_an_entry_less_shows() -> None:
             np.testing.assert_allclose(every_way(given).out, naive(shorter)[0], rtol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+def test_rows_that_were_appended(dtype: Any) -> None:
+    """A list of one slot gives its row: half a step of e4m3 from it, RoPE columns rounded once."""
+    slots, mapping = make_slots(), int32(3, 17, 39, 8)
+    untouched = np.setdiff1d(np.arange(slots.count), mapping)
+    before = slots.rows()[untouched]
+    rows = numbers(TOKENS + 2, 512, dtype=np.float32)
+    rows[:, :64] *= 1000
+    rows = rows.astype(dtype)
+    cumla.append_mla_cache(rows, slots.cache, np.append(mapping, [-1, slots.count]))
+    np.testing.assert_array_equal(slots.rows()[untouched], before)
+
+    out = np.zeros((BATCH, Q_LEN, HEADS, 512), np.float32)
+    indices = mapping.reshape(BATCH, Q_LEN, 1)
+    cumla.mla_sparse_decode(**decode(kv_cache=slots.cache, indices=indices), out=out)
+    found = out.reshape(TOKENS, HEADS, 512)
+    np.testing.assert_array_equal(found, np.repeat(slots.rows()[mapping][:, None], HEADS, 1))
+    exact = rows[:TOKENS, None].astype(np.float32)
+    rope = exact[..., 448:].astype(BF16).astype(np.float32)
+    np.testing.assert_array_equal(found[..., 448:], np.repeat(rope, HEADS, 1))
+    latent = np.abs(exact[..., :448])
+    scales = 2.0 ** np.ceil(np.log2(latent.reshape(TOKENS, 1, 7, 64).max(axis=-1) / 448))
+    most = np.maximum(latent / 16, np.repeat(scales, 64, axis=-1) / 1024)
+    assert (np.abs(found - exact)[..., :448] <= most).all()
+    assert_right(decode(kv_cache=slots.cache))
+
+
 # --- two caches -----------------------------------------------------------------------------------
 
 
@@ -652,7 +679,7 @@ WRONG_PAGES = {
     "an odd number of slots": zeros(5, 7, 1, 584),
     "rows without pages": zeros(40, 584),
 }
-ONE_HEAD = "one kv head, whose rows the indices name, got 2; pass the heads one by one"
+ONE_HEAD = "one kv head, got 2; pass the heads one by one"
 NARROW_COLUMNS = "a last axis of 512, or of the 584 bytes of V4's slots, beside queries of 512"
 NOT_SCALED = "a cache with e4m3 columns that have no scales of their own, got rows of 512 columns"
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writes rows into a paged cache whose latent columns are e4m3: under one scale a tensor, or under a float32 scale for
 // each token and 128 columns, which is found here. The RoPE columns are e4m3 under the scale of the tensor, or of 16
-// bits.
+// bits. Of DeepSeek-V4's slots (kIsV4) a row has 448 latent columns, a scale is that of 64, and a byte: its exponent.
 //
 // Rows, tiles and threads are those of mla/append_cache.cu: 64 threads hold the latent columns of a row, half a warp
-// those of one scale. Queries are rotated as they are there.
+// those of one scale, a quarter of V4's. Queries are rotated as they are there.
 //
 // In flight: 18 KiB a CTA; from float32 rows 36 KiB. Three CTAs an SM: 72 registers at most.
 // Shared memory: 4.4 KB.
@@ -18,11 +18,14 @@ namespace cumla::mla {
 using namespace ptx;
 using namespace rows;
 
-constexpr int kScaleOctets = 128 / kOctet;  // of one scale
+template <bool kIsV4>
+constexpr int kFp8Octets = (kIsV4 ? 448 : 512) / kOctet;
+template <bool kIsV4>
+constexpr int kScaleOctets = (kIsV4 ? 64 : 128) / kOctet;  // of one scale
 
 struct AppendFp8CacheParams {
   AppendCacheParams to;
-  Pages scales;         // four float32 a row; null: the tensor's
+  Pages scales;         // four float32 a row, or V4's 8 bytes; null: the tensor's
   const float* scale;   // of the tensor; null: scale_value
   float scale_value;
   int rope_is_e4m3, power_of_two, unused;
@@ -47,22 +50,32 @@ __device__ __forceinline__ float inverse_of_tensor(const AppendFp8CacheParams& p
   return 1.0f / (p.scale != nullptr ? *p.scale : p.scale_value);
 }
 
+// V4's eighth byte is zero: a row has seven scales.
+template <bool kIsV4>
+__device__ __forceinline__ void store_scale(char* scales, int i, float scale) {
+  if constexpr (kIsV4)
+    scales[i] = i < kFp8Octets<true> / kScaleOctets<true> ? __float_as_uint(scale) >> 23 : 0;
+  else
+    reinterpret_cast<float*>(scales)[i] = scale;
+}
+
 // By whole warps.
-template <typename Element>
+template <bool kIsV4, typename Element>
 __device__ __forceinline__ void store_latent(const AppendFp8CacheParams& p, const Fp8Target* targets,
                                              const Octet<Element> (&octets)[kAtOnce], int octet) {
-  const bool is_scaled_here = p.scales.data != nullptr;
+  const bool is_scaled_here = kIsV4 || p.scales.data != nullptr;
   float inverse = is_scaled_here ? 1.0f : inverse_of_tensor(p);
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k) {
     const Fp8Target& target = targets[kAbreast * k];
     if (is_scaled_here) {
-      const float scale = scale_of(largest_of_lanes(largest_of(octets[k]), kScaleOctets), p.power_of_two);
+      const float scale = scale_of(largest_of_lanes(largest_of(octets[k]), kScaleOctets<kIsV4>), p.power_of_two);
       inverse = 1.0f / scale;
-      if (target.exists() && octet % kScaleOctets == 0)
-        reinterpret_cast<float*>(p.scales.data + target.scales)[octet / kScaleOctets] = scale;
+      if (target.exists() && octet % kScaleOctets<kIsV4> == 0)
+        store_scale<kIsV4>(p.scales.data + target.scales, octet / kScaleOctets<kIsV4>, scale);
     }
-    if (target.exists()) store_quantized(p.to.latent_cache.data + target.latent, octet, octets[k], inverse);
+    if (target.exists() && octet < kFp8Octets<kIsV4>)
+      store_quantized(p.to.latent_cache.data + target.latent, octet, octets[k], inverse);
   }
 }
 
@@ -77,7 +90,7 @@ __device__ __forceinline__ void store_rope(const AppendFp8CacheParams& p, const 
     store(row, octet, elements.template packed<T>());
 }
 
-template <typename T, typename Element>
+template <typename T, typename Element, bool kIsV4>
 __device__ __forceinline__ void append_fp8_rows(const AppendFp8CacheParams& p) {
   __shared__ Fp8Target targets[kTileRows];
   __shared__ alignas(16) char table_rows[kTileRows * kTableRowBytes];
@@ -90,12 +103,12 @@ __device__ __forceinline__ void append_fp8_rows(const AppendFp8CacheParams& p) {
     const Given given = load_given(p.to, tile);
     if (lane < kTileRows) targets[lane] = find_fp8_target(p, tile + lane, given, blockIdx.y);
   } else {
-    load_rows(p.to, tile, held, table_rows);
+    load_rows<kFp8Octets<kIsV4>>(p.to, tile, held, table_rows);
   }
   __syncthreads();
 
   const auto [first, octet] = copied_share();
-  if (!looks_up) store_latent(p, targets + first, held.copied, octet);
+  if (!looks_up) store_latent<kIsV4>(p, targets + first, held.copied, octet);
   const bool rotates = p.to.cos_sin != nullptr;
   if (rotates ? threadIdx.x >= kRopeThreads : !looks_up) return;
   const float inverse = p.rope_is_e4m3 ? inverse_of_tensor(p) : 1.0f;
@@ -108,12 +121,12 @@ __device__ __forceinline__ void append_fp8_rows(const AppendFp8CacheParams& p) {
   for (int k = 0; k < kAtOnce; ++k) store_rope<T>(p, targets[first + kAbreast * k], octet, held.copied[k], inverse);
 }
 
-template <typename T, typename Element>
+template <typename T, typename Element, bool kIsV4 = false>
 __device__ __forceinline__ void append_fp8_cache(const AppendFp8CacheParams& p) {
   grid_dependency_launch();
   grid_dependency_wait();
   if (blockIdx.x < p.to.row_tiles)
-    append_fp8_rows<T, Element>(p);
+    append_fp8_rows<T, Element, kIsV4>(p);
   else if (p.to.interleaved)
     rotate_queries<T, true>(p.to);
   else

@@ -107,10 +107,10 @@ __device__ __forceinline__ void load_copied(const AppendCacheParams& p, const Ro
 // Called by the first kLatentThreads. Threads that rotate copy their row of the cos/sin table to shared memory, eight
 // lanes a row, because registers do not suffice. Positions are loaded last: widening them to 64 bits waits for the
 // load. RoPE columns that are not rotated are left to the last warp: loaded here, after the latent ones, they made
-// copies slower.
-template <typename Element>
+// copies slower. Of kOctets latent octets a row, which may be fewer than its threads, none beyond them is read.
+template <int kOctets = kLatentOctets, typename Element>
 __device__ __forceinline__ void load_rows(const AppendCacheParams& p, i64 tile, Held<Element>& held, char* table_rows) {
-  load_copied(p, p.latent_rows, tile, held.copied);
+  if (copied_share().octet < kOctets) load_copied(p, p.latent_rows, tile, held.copied);
   const auto [row, octet] = rotated_share();
   if (p.cos_sin == nullptr || row >= rows_of_tile(p, tile)) return;  // else one of the first kRopeThreads
   held.rotated.load_early(row_of(p.rope_rows, tile + row), octet);

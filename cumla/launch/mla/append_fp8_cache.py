@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 _TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _SPECS = {
-    (dtype, float_rows): KernelSpec(
+    (form, float_rows): KernelSpec(
         stem="append_fp8_cache",
         package="cumla.cuda.mla",
-        entry=f"append_fp8_cache_{dtype}" + ("_from_float32" if float_rows else ""),
-        function=f"append_fp8_cache<{tag}, {'Fp32' if float_rows else tag}>",
+        entry=f"append_fp8_cache_{form}" + ("_from_float32" if float_rows else ""),
+        function=f"append_fp8_cache<{tag}, {'Fp32' if float_rows else tag}{more}>",
         params="AppendFp8CacheParams",
         threads=288,
         min_blocks=3,
     )
-    for dtype, tag in _TAGS.items()
+    for form, tag, more in (*((*tag, "") for tag in _TAGS.items()), ("v4", "Bf16", ", true"))
     for float_rows in (False, True)
 }
 SPECS = tuple(_SPECS.values())
@@ -49,5 +49,6 @@ def append_fp8_launch(arguments: AppendArguments) -> Launch:
         arguments.power_of_two_scales,
         0,
     )
-    spec = _SPECS[arguments.dtype, arguments.latent_rows.dtype == "float32"]
+    form = "v4" if scales is not None and scales.dtype == "uint8" else arguments.dtype
+    spec = _SPECS[form, arguments.latent_rows.dtype == "float32"]
     return Launch(spec, grid, _PARAMS, fields)

@@ -8,7 +8,18 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 
-from cumla.mla.shape import PACKED_BYTES, SCALED_COLUMNS, SCALES, VALUE_DIM
+from cumla.mla.shape import (
+    PACKED_BYTES,
+    SCALED_COLUMNS,
+    SCALES,
+    V4_BYTES,
+    V4_FP8_DIM,
+    V4_ROW_BYTES,
+    V4_SCALE_BYTES,
+    V4_SCALED_COLUMNS,
+    V4_SCALES,
+    VALUE_DIM,
+)
 from cumla.reference.rows import (
     E4M3,
     Array,
@@ -53,16 +64,18 @@ def append_mla_cache(
     Columns x that are e4m3 in the cache become ``e4m3(x * (1 / kv_scale))``, in float32, with
     subnormal numbers taken for 0; the conversion rounds to nearest even and saturates at 448. Where
     the cache has scales of its own, each 128 latent columns of a row are quantised as rows are by
-    :func:`quantize_fp8`, in the packed format with power_of_two_scales.
+    :func:`quantize_fp8`, in the packed format with power_of_two_scales; and so are each 64 of V4's,
+    whose scales are written as exponents, biased by 127, with a byte of 0 after the seven.
 
     Parameters
     ----------
     rows : ndarray or pair of ndarray
         ``(tokens, num_kv_heads, 576)``, or without the head axis for one KV head; or the same as
-        ``(ckv, k_pe)``, 512 and 64 wide. Of any floating dtype.
+        ``(ckv, k_pe)``, 512 and 64 wide; of V4 448 and 64 wide. Of any floating dtype.
     kv_cache : ndarray, or pair or triple of ndarray
         ``(num_pages, page_size, num_kv_heads, 576)``, or in parts, as in :func:`mla_decode`.
-        Written to. Scales of its own go with RoPE columns of 16 bits.
+        Written to. Scales of its own go with RoPE columns of 16 bits. Or pages of V4's slots, of
+        584 bytes, as in :func:`mla_sparse_attention`.
     slot_mapping : ndarray of integers, shape (tokens,), optional
         Where each row goes.
     batch_indices, positions : ndarray of integers, shape (tokens,), optional
@@ -87,8 +100,8 @@ def append_mla_cache(
     ValueError
         If it is not clear where the rows go, or shapes disagree.
     """
-    ckv_rows, k_pe_rows = (_with_heads(part, 3) for part in _halves(rows))
     ckv, k_pe, scales = columns_of(kv_cache)
+    ckv_rows, k_pe_rows = (_with_heads(part, 3) for part in _halves(rows, ckv.shape[-1]))
     num_pages, page_size = ckv.shape[:2]
     if slot_mapping is not None:
         place = slot_mapping.astype(np.int64)
@@ -119,19 +132,26 @@ def append_mla_cache(
         _write(ckv, where, ckv_rows[exists], factor)
         return
     new = ckv_rows[exists]
-    groups = new.reshape(*new.shape[:2], SCALES, SCALED_COLUMNS)
-    bits, scales[where] = quantized(groups, power_of_two_scales=isinstance(kv_cache, np.ndarray))
+    is_v4 = scales.dtype == np.uint8
+    columns = V4_SCALED_COLUMNS if is_v4 else SCALED_COLUMNS
+    groups = new.reshape(*new.shape[:2], new.shape[-1] // columns, columns)
+    bits, found = quantized(groups, power_of_two_scales=isinstance(kv_cache, np.ndarray))
     ckv.view(np.uint8)[where] = bits.reshape(new.shape)
+    scales[where] = _exponents(found) if is_v4 else found
 
 
 def columns_of(kv_cache: Array | Sequence[Array]) -> tuple[Array, Array, Array | None]:
     """Take a cache apart, without copying: latent columns, RoPE columns, scales if it has any.
 
-    All have a head axis, and bytes of e4m3 numbers are such numbers.
+    All have a head axis, and bytes of e4m3 numbers are such numbers. The scales of V4's slots are 8
+    bytes: seven exponents, biased by 127, and one that is not read.
     """
     if isinstance(kv_cache, np.ndarray):
         is_packed = kv_cache.dtype == np.uint8 and kv_cache.shape[-1] == PACKED_BYTES
-        kv_cache = _unpacked(kv_cache) if is_packed else _halves(kv_cache)
+        if kv_cache.shape[-1] == V4_BYTES:
+            kv_cache = _v4_apart(kv_cache)
+        else:
+            kv_cache = _unpacked(kv_cache) if is_packed else _halves(kv_cache, VALUE_DIM)
     ckv, k_pe, *scales = (_with_heads(part, 4) for part in kv_cache)
     return as_e4m3(ckv), as_e4m3(k_pe), scales[0] if scales else None
 
@@ -142,11 +162,25 @@ def _unpacked(cache: Array) -> tuple[Array, Array, Array]:
     return ckv, k_pe.view(ml_dtypes.bfloat16), scale_bytes.view(np.float32)
 
 
-def _halves(array: Array | Sequence[Array]) -> Sequence[Array]:
+def _v4_apart(cache: Array) -> tuple[Array, Array, Array]:
+    """Take pages of V4's slots apart: views of columns as bytes, RoPE columns and exponents."""
+    pages, size = cache.shape[:2]
+    whole = cache.view(np.uint8).reshape(pages, size * V4_BYTES)
+    rows, exponents = np.split(whole, [size * V4_ROW_BYTES], axis=1)
+    ckv, k_pe = np.split(rows.reshape(pages, size, -1), [V4_FP8_DIM], axis=-1)
+    return ckv, k_pe.view(ml_dtypes.bfloat16), exponents.reshape(pages, size, -1)
+
+
+def _exponents(scales: Array) -> Array:
+    """Give the bytes that V4's slots have for powers of two, ``(rows, 1, 7)``, and a zero."""
+    exponents = np.zeros((*scales.shape[:2], V4_SCALE_BYTES), np.uint8)
+    exponents[..., :V4_SCALES] = scales.view(np.uint32) >> 23
+    return exponents
+
+
+def _halves(array: Array | Sequence[Array], latent: int) -> Sequence[Array]:
     """Give the latent and the RoPE columns."""
-    if isinstance(array, np.ndarray):
-        return array[..., :VALUE_DIM], array[..., VALUE_DIM:]
-    return array
+    return array if not isinstance(array, np.ndarray) else np.split(array, [latent], axis=-1)
 
 
 def _with_heads(array: Array, ndim: int) -> Array:

@@ -7,20 +7,13 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, Literal, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from cumla.core.state import AttentionState
-from cumla.mla.shape import VALUE_DIM
+from cumla.mla.shape import V4_BYTES, V4_SCALED_COLUMNS, V4_SCALES, VALUE_DIM
+from cumla.reference.mla.cache import columns_of
 from cumla.reference.mla.decode import Cache, attend
-from cumla.reference.rows import E4M3, Array
-from cumla.sparse.shape import (
-    V4_BYTES,
-    V4_FP8_DIM,
-    V4_ROW_BYTES,
-    V4_SCALED_COLUMNS,
-    V4_SCALES,
-)
+from cumla.reference.rows import Array
 
 
 def mla_sparse_decode(
@@ -238,35 +231,29 @@ def largest_scores(
 
 
 class V4Cache(NamedTuple):
-    """A cache in DeepSeek-V4's format: ``(num_pages, page_size, 576)`` and 8 bytes of each row."""
+    """The columns of a cache in DeepSeek-V4's format, and 8 bytes of each row."""
 
     ckv: Array
+    k_pe: Array
     exponents: Array
-
-    @classmethod
-    def of(cls, kv_cache: Array) -> V4Cache:
-        """Take the pages of ``(num_pages, page_size, 1, 584)`` bytes apart, without copying."""
-        pages, size = kv_cache.shape[:2]
-        whole = kv_cache.view(np.uint8).reshape(pages, size * V4_BYTES)
-        rows, exponents = np.split(whole, [size * V4_ROW_BYTES], axis=1)
-        return cls(rows.reshape(pages, size, -1), exponents.reshape(pages, size, -1))
 
     def rows_at(self, pages: Array, slots: Array, dtype: np.dtype[Any]) -> Array:
         """Gather the rows of some slots of some pages: (rows, 1, 512)."""
-        rows, exponents = self.ckv[pages, slots], self.exponents[pages, slots, :V4_SCALES]
+        exponents = self.exponents[pages, slots][..., :V4_SCALES]
         factors = np.ldexp(dtype.type(1), np.minimum(exponents, 254).astype(np.int32) - 127)
         factors[exponents == 255] = np.nan
-        columns = rows[:, :V4_FP8_DIM].view(E4M3).astype(dtype)
+        columns = self.ckv[pages, slots].astype(dtype)
         columns *= np.repeat(factors, V4_SCALED_COLUMNS, axis=-1)
-        rope = rows[:, V4_FP8_DIM:].copy().view(ml_dtypes.bfloat16).astype(dtype)
-        return np.concatenate([columns, rope], axis=-1)[:, None]
+        return np.concatenate([columns, self.k_pe[pages, slots].astype(dtype)], axis=-1)
 
 
 def _cache_of(kv_cache: Array | Sequence[Array], kv_scale: Array | float | None) -> Cache | V4Cache:
     """Take a cache apart; its rows without pages are pages of one slot."""
     parts = (kv_cache,) if isinstance(kv_cache, np.ndarray) else kv_cache
     if parts[0].shape[-1] == V4_BYTES:
-        return V4Cache.of(parts[0][:, None] if parts[0].ndim == 2 else parts[0])
+        ckv, k_pe, exponents = columns_of(parts[0][:, None] if parts[0].ndim == 2 else parts[0])
+        assert exponents is not None
+        return V4Cache(ckv, k_pe, exponents)
     paged = [part[:, None] if part.ndim == 2 else part for part in parts]
     return Cache.of(paged if len(paged) > 1 else paged[0], kv_scale)
 

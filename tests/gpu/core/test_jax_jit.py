@@ -16,6 +16,7 @@ from tests.gpu.tools.process import run_fresh
 
 KERNELS = (
     "append_cache",
+    "append_fp8_cache",
     "append_indexer_cache",
     "append_kv_cache",
     "attention_decode",

@@ -28,7 +28,8 @@ FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 ROPE_DIM = HEAD_DIM - VALUE_DIM
 PACKED = 656
 POISON = 0xFF  # a NaN of every type here
-FORMS = ("one", "pair", "16-bit rope", "scales", "packed")
+V4_DIM = 512  # columns of a row of DeepSeek-V4
+FORMS = ("one", "pair", "16-bit rope", "scales", "packed", "v4")
 FACTORS: dict[str, tuple[Any, ...]] = {
     "tokens": (1, 2, 15, 16, 17, 63, 300, 3000),
     "page_size": (1, 3, 16, 64, 128),
@@ -56,6 +57,10 @@ class Sample:
     seed: int = 0
 
     @property
+    def columns(self) -> int:
+        return V4_DIM if self.form == "v4" else HEAD_DIM
+
+    @property
     def name(self) -> str:
         return "-".join(str(value) for value in vars(self).values()).replace(" ", "_")
 
@@ -66,10 +71,12 @@ def samples(count: int) -> list[Sample]:
     found = []
     for seed in range(count):
         chosen = {name: rng.choice(values) for name, values in FACTORS.items()}
-        if chosen["form"] == "packed":
+        if chosen["form"] in ("packed", "v4"):
             chosen["dtype"] = "bfloat16"
-        if chosen["form"] in ("packed", "scales"):
+        if chosen["form"] in ("packed", "scales", "v4"):
             chosen["scale"] = None
+        if chosen["form"] == "v4":
+            chosen["heads"] = 1
         found.append(Sample(**chosen, seed=seed))
     return found
 
@@ -97,7 +104,7 @@ def some_rows(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
     x *= rng.choice(np.float32([1e-3, 1, 30]), (*shape[:-1], 1))
     flat = x.reshape(-1, shape[-1])
     for i, number in enumerate([0.0, np.nan, -np.nan, np.inf, -np.inf, 6e4, -0.0, 2.0**-127]):
-        flat[5 + i :: 37, rng.integers(VALUE_DIM)] = number
+        flat[5 + i :: 37, rng.integers(min(VALUE_DIM, shape[-1] - ROPE_DIM))] = number
     flat[3::41] = 0
     return x.astype(NUMPY_DTYPES[dtype])
 
@@ -113,6 +120,7 @@ class Cache:
             "16-bit rope": [(VALUE_DIM, FP8), (ROPE_DIM, rope)],
             "scales": [(VALUE_DIM, np.uint8), (ROPE_DIM, rope), (4, np.float32)],
             "packed": [(PACKED, np.uint8)],
+            "v4": [(584, np.uint8)],
         }
         self.kinds = parts[form]
         self.lead = lead
@@ -122,10 +130,16 @@ class Cache:
     def _memory(self, columns: int, dtype: Any) -> np.ndarray:
         pages, page_size, heads = self.lead
         nbytes = columns * np.dtype(dtype).itemsize
+        if columns == 584:  # pages as they lie
+            nbytes = page_size * nbytes + 16 + -page_size * nbytes % 16
+            return np.full((pages + 2, 1, 1, nbytes), POISON, np.uint8)
         return np.full((pages + 2, page_size + 1, heads + 1, nbytes + 16), POISON, np.uint8)
 
     def view(self, memories: list[Any]) -> Any:
-        _, page_size, heads = self.lead
+        pages, page_size, heads = self.lead
+        if self.kinds == [(584, np.uint8)]:
+            whole = memories[0][1:-1, 0, 0, : page_size * 584]
+            return whole.reshape(pages, page_size, 1, 584)
         parts = tuple(
             memory[1:-1, :page_size, :heads, : columns * np.dtype(dtype).itemsize].view(dtype)
             for memory, (columns, dtype) in zip(memories, self.kinds, strict=True)
@@ -142,12 +156,13 @@ def make_rows(s: Sample) -> tuple[Any, Any]:
     dtype = "float32" if "float32" in s.rows else s.dtype
     shape: tuple[int, ...] = (s.tokens, s.heads) if s.heads > 1 or s.seed % 2 else (s.tokens,)
     if s.rows == "padded":
-        wide = some_rows((*shape, HEAD_DIM + 40), dtype, s.seed)
+        wide = some_rows((*shape, s.columns + 40), dtype, s.seed)
         return on_device(wide)[..., 16:-24], wide[..., 16:-24]
-    rows = some_rows((*shape, HEAD_DIM), dtype, s.seed)
+    rows = some_rows((*shape, s.columns), dtype, s.seed)
     if "pair" not in s.rows:
         return on_device(rows), rows
-    parts = tuple(np.ascontiguousarray(part) for part in np.split(rows, [VALUE_DIM], axis=-1))
+    halves = np.split(rows, [s.columns - ROPE_DIM], axis=-1)
+    parts = tuple(np.ascontiguousarray(part) for part in halves)
     return tuple(map(on_device, parts)), parts
 
 
@@ -190,7 +205,7 @@ def test_grid(s: Sample) -> None:
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("form", ["one", "packed"])
+@pytest.mark.parametrize("form", ["one", "packed", "v4"])
 @pytest.mark.parametrize("rows_dtype", ["bfloat16", "float32"])
 def test_rotations(rows_dtype: str, form: str, interleaved: bool) -> None:
     """Within half a step of the type of the RoPE columns, and float32's own error."""
@@ -204,12 +219,15 @@ def test_rotations(rows_dtype: str, form: str, interleaved: bool) -> None:
     common: dict[str, Any] = {"positions": positions, "cos_sin": table, "interleaved": interleaved}
     exact, exact_q = np.full((tokens, 1, HEAD_DIM), np.nan), q_pe.astype(np.float64)
     reference(rows.astype(np.float64), exact, slots, q_pe=exact_q, **common)
+    there_rows = on_device(rows)
+    if form == "v4":
+        rows, there_rows = (of[:, HEAD_DIM - V4_DIM :] for of in (rows, there_rows))
     cache = Cache(form, (tokens, 1, 1), "bfloat16")
     scale = 0.02 if form == "one" else None
     queries = on_device(q_pe)
     there = {name: cp.asarray(common[name]) for name in ("positions", "cos_sin")}
     cumla.append_mla_cache(
-        on_device(rows),
+        there_rows,
         cache.view(cache.device),
         cp.asarray(slots),
         q_pe=queries,
@@ -219,11 +237,13 @@ def test_rotations(rows_dtype: str, form: str, interleaved: bool) -> None:
     )
     with_scale = {} if scale is None else {"kv_scale": scale}
     reference(rows, cache.view(cache.host), slots, **common, **with_scale)
-    begin = VALUE_DIM if form == "one" else VALUE_DIM + 16
+    begin = {"one": VALUE_DIM, "packed": VALUE_DIM + 16, "v4": V4_DIM - ROPE_DIM}[form]
+    nbytes = (1 if form == "one" else 2) * ROPE_DIM
     for got, expected in zip(cache.device, cache.host, strict=True):
-        latent = np.arange(expected.shape[-1]) < begin
-        assert (got.get()[..., latent] == expected[..., latent]).all()
-        rope = got.get()[1:-1, :1, :1, begin : begin + (1 if form == "one" else 2) * ROPE_DIM]
+        column = np.arange(expected.shape[-1])
+        others = (column < begin) | (column >= begin + nbytes)
+        assert (got.get()[..., others] == expected[..., others]).all()
+        rope = got.get()[1:-1, :1, :1, begin : begin + nbytes]
     turned = rope.copy().view(FP8 if form == "one" else BF16).astype(np.float64)[:, 0]
     written = ~np.isnan(exact[:, :, 0])
     wanted = exact[..., VALUE_DIM:] / (scale or 1)
@@ -262,6 +282,30 @@ def test_a_cache_beyond_32_bits() -> None:
     base[slots] = 0xFFFFFFFF
     for begin in range(0, len(base), 1 << 20):
         assert bool((base[begin : begin + (1 << 20)] == 0xFFFFFFFF).all())
+
+
+def test_pages_of_v4_beyond_32_bits() -> None:
+    """A slot of each of some pages all over 4 GB, equal to those of a small cache."""
+    pages, tokens, step = 115_000, 40_000, 64 * 584
+    cp.get_default_memory_pool().free_all_blocks()
+    if cp.cuda.runtime.memGetInfo()[0] < pages * step + (4 << 30):
+        pytest.skip("needs 9 GB of free memory")
+    base = cp.full((pages, step // 4), 0xFFFFFFFF, dtype=cp.uint32)
+    assert base.nbytes > 1 << 32
+    small = cp.full((tokens, 592 // 4), 0xFFFFFFFF, dtype=cp.uint32)  # pages of one slot
+    rows = on_device(some_rows((tokens, V4_DIM), "bfloat16"))
+    order = cp.asarray(np.random.default_rng(0).permutation(pages)[:tokens])
+    slot = cp.arange(tokens) % 64
+    cache = base.view(cp.uint8).reshape(pages, 64, 1, 584)
+    cumla.append_mla_cache(rows, cache, order * 64 + slot)
+    one = small.view(cp.uint8)[:, :584].reshape(tokens, 1, 1, 584)
+    cumla.append_mla_cache(rows, one, cp.arange(tokens))
+    for begin, words, first in ((0, 144, 0), (64 * 144, 2, 144)):
+        at = begin + slot[:, None] * words + cp.arange(words)
+        assert bool((base[order[:, None], at] == small[:, first : first + words]).all())
+        base[order[:, None], at] = 0xFFFFFFFF
+    for begin in range(0, pages, 1 << 14):
+        assert bool((base[begin : begin + (1 << 14)] == 0xFFFFFFFF).all())
 
 
 def test_a_side_stream() -> None:

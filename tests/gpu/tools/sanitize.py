@@ -401,14 +401,16 @@ def quantize_rows(cupy: Any, dtype: str) -> None:
         cumla.quantize_fp8(there), cumla.reference.quantize_fp8(rows), strict=True
     ):
         np.testing.assert_array_equal(got.get().view(np.uint8), expected.view(np.uint8))
-    for shape in ((5, 16, 132), (5, 16, 576), (5, 16, 656)):
+    for shape in ((5, 16, 132), (5, 16, 576), (5, 16, 656), (5, 16, 584)):
         host, device = np.zeros(shape, np.uint8), cupy.zeros(shape, dtype=np.uint8)
         if shape[2] == 132:
             cumla.append_indexer_cache(there[:, :128], device, at)
             cumla.reference.append_indexer_cache(rows[:, :128], host, slots)
         else:
-            cumla.append_mla_cache(there, device, at)
-            cumla.reference.append_mla_cache(rows, host, slots)
+            latent = 448 if shape[2] == 584 else 512  # parts of their own: none is read beyond
+            parts = there[:, :latent].copy(), there[:, latent : latent + 64].copy()
+            cumla.append_mla_cache(parts, device, at)
+            cumla.reference.append_mla_cache(rows[:, : latent + 64], host, slots)
         np.testing.assert_array_equal(device.get(), host)
 
 

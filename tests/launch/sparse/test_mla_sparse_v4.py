@@ -11,7 +11,7 @@ import pytest
 from cumla.core.arrays import ArrayView
 from cumla.launch.sparse.mla_sparse import attend_launches, lengths_launches, sparse_specs
 from cumla.launch.sparse.mla_sparse_v4 import SPECS
-from cumla.sparse.shape import V4_ROW_BYTES, V4_SCALE_BYTES, V4_SCALES
+from cumla.mla.shape import V4_ROW_BYTES, V4_SCALE_BYTES, V4_SCALES
 from tests.calls import refused
 from tests.emulator import emulated_gpu
 from tests.gpu.tools.sanitize import V4, attend_v4
