@@ -396,20 +396,20 @@ def quantize_rows(cupy: Any, dtype: str) -> None:
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((37, 576)).astype(NUMPY_DTYPES[dtype])
     slots = rng.permutation(100)[:37] - 10
-    there, at = cupy.asarray(rows.view(f"u{rows.itemsize}")).view(rows.dtype), cupy.asarray(slots)
+    given, at = there(cupy, rows), cupy.asarray(slots)
     for got, expected in zip(
-        cumla.quantize_fp8(there), cumla.reference.quantize_fp8(rows), strict=True
+        cumla.quantize_fp8(given), cumla.reference.quantize_fp8(rows), strict=True
     ):
         np.testing.assert_array_equal(got.get().view(np.uint8), expected.view(np.uint8))
     for shape in ((5, 16, 132), (5, 16, 576), (5, 16, 656), (5, 16, 584)):
         host, device = np.zeros(shape, np.uint8), cupy.zeros(shape, dtype=np.uint8)
         if shape[2] == 132:
-            cumla.append_indexer_cache(there[:, :128], device, at)
+            cumla.append_indexer_cache(given[:, :128], device, at)
             cumla.reference.append_indexer_cache(rows[:, :128], host, slots)
         else:
             latent = 448 if shape[2] == 584 else 512  # parts of their own: none is read beyond
-            parts = there[:, :latent].copy(), there[:, latent : latent + 64].copy()
-            cumla.append_mla_cache(parts, device, at)
+            both = rows[:, :latent], rows[:, latent : latent + 64]
+            cumla.append_mla_cache(there(cupy, both), device, at)
             cumla.reference.append_mla_cache(rows[:, : latent + 64], host, slots)
         np.testing.assert_array_equal(device.get(), host)
 

@@ -266,11 +266,16 @@ struct Heads64Consumer {
     constexpr u32 kHalfInfinity = 0x7c00;
     return (highest & 0x7fff) >= kHalfInfinity || (highest >> 16) >= kHalfInfinity;
   }
-  // A score relative to its reference. Once a block was too high, as raise_references found the highest: of scores from
-  // 2^27 on the exact product is farther from the rounded one than float16 has room for.
+  // A score relative to its reference. Once a block was too high, large ones are as raise_references found the highest:
+  // from 2^27 on the exact product is farther from the rounded one than float16 has room for. Beside a small one the
+  // shift would take bits of it.
   template <bool kAgain>
   __device__ __forceinline__ static float relative(float s, float factor, float shift, float reference) {
-    return kAgain ? __fmaf_rn(s, factor, shift) - reference : __fmaf_rn(s, factor, shift - reference);
+    const float exact = __fmaf_rn(s, factor, shift - reference);
+    if (!kAgain) return exact;
+    constexpr float kLarge = 1 << 20;
+    const float rounded = __fmaf_rn(s, factor, shift);
+    return fabsf(rounded) < kLarge ? exact : rounded - reference;
   }
   __device__ __forceinline__ static float exp2_of_integer(float x) {
     return __int_as_float((static_cast<int>(x) + 127) << 23);

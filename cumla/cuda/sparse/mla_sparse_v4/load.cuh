@@ -47,8 +47,8 @@ struct MlaSparseV4Params {
   V4Cache caches[2];       // slots of the second one are numbered after those of the first
 };
 
-// The RoPE tile of stage 0 is not needed as such. It holds a ring of blocks' rows, and its barriers: rows are found, and
-// have been used.
+// The RoPE tile of stage 0 is not needed as such. It holds a ring of blocks' rows, and its barriers: rows are found,
+// and have been used.
 struct V4Layout : SharedLayout {
   static constexpr int kSlots = 4;
 
@@ -136,6 +136,7 @@ struct V4Finder {
     const int row = first_row + threadIdx.x % 32 / 4, chunk = threadIdx.x % 4 * 2, parity = t & 1;
     const u32 rows = shared.row(t % V4Layout::kSlots, row);
     if (load_shared_u32(rows) & 1) return false;
+    mbarrier_wait(shared.free(parity, 2), t / 2 & 1 ^ 1, "a free KV stage");  // synccheck misses it
     mbarrier_wait(shared.free(parity, 1), t / 2 & 1 ^ 1, "a free KV stage");
     const u32 tile = shared.stage(parity) + kV4Tiles * kTileBytes + row * 128;
 #pragma unroll
