@@ -22,6 +22,7 @@ from cumla.core import _lifetime, arrays, frameworks, plan
 from cumla.launch import device as launch_device
 from cumla.launch import kernel, tensor_map
 from cumla.launch import module as launch_module
+from tests import selection
 from tests.fake_cuda import FakeBindings, FakeCuPy, FakeDriver
 
 GPU_TESTS = Path(__file__).parent / "gpu"
@@ -37,7 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Say how many examples hypothesis tries where a test does not."""
+    """Say what --exhaustive is, and how many examples hypothesis tries where a test does not."""
+    selection.exhaustive = config.getoption("exhaustive")
     with contextlib.suppress(ImportError):
         from hypothesis import settings
 
@@ -46,16 +48,47 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("cumla")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make no cases that `pytest_collection_modifyitems` leaves out, but for one of a test."""
+    definition = metafunc.definition
+    if metafunc.config.getoption("exhaustive"):
+        return
+    is_one = _is_of_a_gpu(definition) or definition.get_closest_marker("exhaustive") is not None
+    for i, mark in enumerate(definition.own_markers):
+        if mark.name != "parametrize" or not isinstance(mark.args[1], list | tuple):
+            continue
+        names, values, *more = mark.args
+        kept = [k for k, value in enumerate(values) if not _is_exhaustive(value)]
+        kept = kept[:1] if is_one else kept
+        if not kept or len(kept) == len(values):
+            continue
+        options = dict(mark.kwargs)
+        if isinstance(options.get("ids"), list | tuple):
+            options["ids"] = [options["ids"][k] for k in kept]
+        fewer = pytest.mark.parametrize(names, [values[k] for k in kept], *more, **options)
+        definition.own_markers[i] = fewer.mark
+
+
+def _is_exhaustive(value: object) -> bool:
+    return any(mark.name == "exhaustive" for mark in getattr(value, "marks", ()))
+
+
+def _is_of_a_gpu(item: pytest.Item) -> bool:
+    """Whether a test needs a GPU where several processes run tests, which is none of theirs."""
+    several = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1
+    return several and GPU_TESTS in item.path.parents
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out thousands of tests that would be skipped, which takes time, too.
 
     Several processes run no GPU tests: the first one of each module stays and says so.
     """
-    is_one_of_several = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1
     seen, kept, left_out = set(), [], []
     for item in items:
         is_skipped = not config.getoption("exhaustive") and item.get_closest_marker("exhaustive")
-        if is_one_of_several and GPU_TESTS in item.path.parents:
+        if _is_of_a_gpu(item):
             is_skipped = is_skipped or item.path in seen
             seen.add(item.path)
         (left_out if is_skipped else kept).append(item)

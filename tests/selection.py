@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+exhaustive: bool | None = None
+"""Whether --exhaustive was given, as tests/conftest.py says; None in processes that tests start."""
+
 
 def some(values: Iterable[Any], step: int) -> list[Any]:
     """Every `step`-th value, the first one included; the others with --exhaustive.

@@ -322,7 +322,13 @@ TWO_MEETINGS = {
 }
 
 
-@pytest.mark.parametrize("name", TWO_MEETINGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if len(parts) > 3 else ())
+        for name, parts in TWO_MEETINGS.items()
+    ],
+)
 def test_a_thread_block_in_two_meetings(name: str) -> None:
     explore_runs(Setting(TWO_MEETINGS[name]))
 
