@@ -23,6 +23,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if DOCS / "history" not in path.parents)
 GUIDE = sorted((DOCS / "guide").glob("*.md"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+TESTED_ELSEWHERE = ("context_parallel_jax",)
 RESULTS, PEERS = ROOT / "records/h200.json", ROOT / "records/h200-peers.json"
 INSIDE = ROOT / "records/h200-frameworks.json"
 
@@ -63,7 +64,15 @@ def test_the_check_mode_finds_what_its_page_says(capsys: pytest.CaptureFixture[s
     assert "CUMLA_CHECK" not in os.environ
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
+@pytest.mark.parametrize(
+    "example",
+    [
+        # tests/distributed/test_jax.py makes the same calls
+        pytest.param(path, marks=pytest.mark.exhaustive if path.stem in TESTED_ELSEWHERE else ())
+        for path in EXAMPLES
+    ],
+    ids=lambda example: example.stem,
+)
 def test_example_runs(example: Path) -> None:
     pytest.importorskip("jax" if "jax" in example.stem else "torch")
     runpy.run_path(str(example), run_name="__main__")
