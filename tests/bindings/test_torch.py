@@ -255,7 +255,9 @@ def test_batches_share_a_graph(name: str) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
-@pytest.mark.parametrize("name", some_of(OPERATIONS, "mla_decode", "append_mla_cache"))
+@pytest.mark.parametrize(
+    "name", some_of(OPERATIONS, "mla_decode", "append_mla_cache", "mla_sparse_decode")
+)
 def test_export(name: str, strict: bool) -> None:
     operation = OPERATIONS[name]
     numbers_too, traced, eager = (tensors(operation.make()) for _ in range(3))
