@@ -423,7 +423,10 @@ def run(
     function = _NAMES[frame.f_code]
     parameters = inspect.signature(getattr(cumla, function)).parameters
     results = _SUBSTITUTES[function](**{key: frame.f_locals[key] for key in parameters})
-    return results if isinstance(results, tuple) else (results,)
+    if not isinstance(results, tuple):
+        return (results,)
+    named = dict(zip(_FUNCTIONS[function].outputs, results, strict=True))
+    return tuple([named[key] for key in outputs])  # in the operation's order
 
 
 # --- registration --------------------------------------------------------------------------------

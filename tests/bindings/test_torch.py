@@ -235,13 +235,14 @@ def of_batch(batch: int) -> dict[str, Arguments]:
             "outs": states,
             "lses": [numbers(tokens, 4, dtype=np.float32) for _ in states],
         },
+        "top_k": {"scores": numbers(batch, 40, dtype=np.float32)},
     }
 
 
 @pytest.mark.parametrize("name", some_of(binding._FUNCTIONS, "attention", "append_kv_cache"))
 def test_batches_share_a_graph(name: str) -> None:
     function, graphs = getattr(cumla, name), CompileCounterWithBackend("aot_eager")
-    constants = {"max_kv_len": 32} if name == "paged_mqa_logits" else {}
+    constants = {"paged_mqa_logits": {"max_kv_len": 32}, "top_k": {"k": 8}}.get(name, {})
     call = compiled(lambda given: function(**given, **constants), backend=graphs)
     for batch in (2, 3, 7):
         eager, traced = (tensors(of_batch(batch)[name]) for _ in range(2))
@@ -256,7 +257,7 @@ def test_batches_share_a_graph(name: str) -> None:
 
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize(
-    "name", some_of(OPERATIONS, "mla_decode", "append_mla_cache", "mla_sparse_decode")
+    "name", some_of(OPERATIONS, "mla_decode", "append_mla_cache", "mla_sparse_decode", "top_k")
 )
 def test_export(name: str, strict: bool) -> None:
     operation = OPERATIONS[name]
