@@ -19,6 +19,7 @@ from cumla.core.check_mode import environment_flag
 from cumla.errors import CompilationError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from importlib.resources.abc import Traversable
 
 # What CuPy's RawModule adds to the options of every compilation (CuPy 14). -ftz=true changes the
@@ -30,6 +31,10 @@ OPTIONS: tuple[str, ...] = ("-arch=sm_90a", "-std=c++17", *ADDED_BY_CUPY)
 
 
 _CUDA = "cumla.cuda"  # the kernels of the library, and everybody's headers
+
+HALVES = ("bfloat16", "float16")
+FLOATS = (*HALVES, "float32")
+_TYPES = dict(zip(FLOATS, ("Bf16", "Fp16", "Fp32"), strict=True))  # their names in CUDA
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,27 @@ class KernelSpec:
     # that is a family: files of cumla.cuda.mla are of namespace cumla::mla.
     package: str = _CUDA
 
+    @classmethod
+    def of(
+        cls,
+        family: str,
+        stem: str,
+        params: str,
+        *arguments: object,
+        name: str | None = None,
+        tags: Iterable[str] = (),
+        **limits: int,
+    ) -> KernelSpec:
+        """Describe an entry point of the family's function, or template, that its file is named by.
+
+        `arguments` are those of the template: dtypes, bools, numbers and names. `name` and `tags`
+        make the entry point's name, `name` being that of the file by default; `limits` are threads,
+        min_blocks and smem_bytes.
+        """
+        listed = ", ".join(map(_in_cuda, arguments))
+        entry, function = "_".join((name or stem, *tags)), f"{stem}<{listed}>" if listed else stem
+        return cls(stem, entry, function, params, package=f"{_CUDA}.{family}", **limits)
+
     @property
     def path(self) -> str:
         """The kernel's file, as compilers and messages name it."""
@@ -61,6 +87,12 @@ class KernelSpec:
         """The C++ namespace of `function` and `params`."""
         family = self.package.removeprefix(_CUDA).replace(".", "::")
         return f"cumla{family}" if self.package.startswith(_CUDA) else "cumla"
+
+
+def _in_cuda(argument: object) -> str:
+    """Write an argument of a template: of a dtype the type of its numbers."""
+    text = str(argument)
+    return text.lower() if isinstance(argument, bool) else _TYPES.get(text, text)
 
 
 def debug_build() -> bool:

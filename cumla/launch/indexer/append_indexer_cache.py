@@ -7,7 +7,7 @@ import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.launch.kernel import Launch
-from cumla.launch.source import KernelSpec
+from cumla.launch.source import FLOATS, KernelSpec
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -15,19 +15,14 @@ if TYPE_CHECKING:
 _THREADS = 128
 _COLUMNS = 16  # that a lane holds
 
-_TAGS = {"bfloat16": "Bf16", "float16": "Fp16", "float32": "Fp32"}
-_SPECS = {
-    dtype: KernelSpec(
-        stem="append_indexer_cache",
-        package="cumla.cuda.indexer",
-        entry=f"append_indexer_cache_{dtype}",
-        function=f"append_indexer_cache<{tag}>",
-        params="AppendIndexerCacheParams",
-        threads=_THREADS,
-        min_blocks=8 if dtype == "float32" else 16,
-    )
-    for dtype, tag in _TAGS.items()
-}
+
+def _spec(dtype: str) -> KernelSpec:
+    names = "indexer", "append_indexer_cache", "AppendIndexerCacheParams"
+    blocks = 8 if dtype == "float32" else 16
+    return KernelSpec.of(*names, dtype, tags=[dtype], threads=_THREADS, min_blocks=blocks)
+
+
+_SPECS = {dtype: _spec(dtype) for dtype in FLOATS}
 SPECS = tuple(_SPECS.values())
 
 

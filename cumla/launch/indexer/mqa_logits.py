@@ -22,15 +22,9 @@ def _shape(heads: int, head_dim: int) -> LogitsShape:
 
 def _spec(heads: int, head_dim: int) -> KernelSpec:
     shape = _shape(heads, head_dim)
-    return KernelSpec(
-        stem="mqa_logits",
-        package="cumla.cuda.indexer",
-        entry=f"mqa_logits_h{heads}_d{head_dim}",
-        function=f"mqa_logits<{heads}, {head_dim}, {shape.stages}, {shape.smem_bytes}>",
-        params="MqaLogitsParams",
-        threads=384,
-        smem_bytes=shape.smem_bytes,
-    )
+    tags, size = (f"h{heads}", f"d{head_dim}"), shape.smem_bytes
+    names, numbers = ("mqa_logits", "MqaLogitsParams"), (heads, head_dim, shape.stages, size)
+    return KernelSpec.of("indexer", *names, *numbers, tags=tags, threads=384, smem_bytes=size)
 
 
 # The same kernel writes float32 and bfloat16.

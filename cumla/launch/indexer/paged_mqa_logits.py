@@ -26,16 +26,9 @@ def _shape(num_heads: int, head_dim: int, next_n: int) -> LogitsShape:
 
 
 def _spec(shape: LogitsShape) -> KernelSpec:
-    numbers = ", ".join(map(str, (*shape, shape.stages, shape.smem_bytes)))
-    return KernelSpec(
-        stem="paged_mqa_logits",
-        package="cumla.cuda.indexer",
-        entry=f"paged_mqa_logits_h{shape.heads}_d{shape.head_dim}_n{shape.columns}",
-        function=f"paged_mqa_logits<{numbers}>",
-        params="PagedMqaParams",
-        threads=384,
-        smem_bytes=shape.smem_bytes,
-    )
+    tags, size = (f"h{shape.heads}", f"d{shape.head_dim}", f"n{shape.columns}"), shape.smem_bytes
+    names, numbers = ("paged_mqa_logits", "PagedMqaParams"), (*shape, shape.stages, size)
+    return KernelSpec.of("indexer", *names, *numbers, tags=tags, threads=384, smem_bytes=size)
 
 
 _SPECS = {

@@ -13,15 +13,8 @@ from cumla.launch.source import KernelSpec
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-_SPEC = KernelSpec(
-    stem="paged_mqa_schedule",
-    package="cumla.cuda.indexer",
-    entry="paged_mqa_schedule",
-    function="paged_mqa_schedule",
-    params="PagedMqaScheduleParams",
-    threads=1024,
-)
-SPECS = (_SPEC,)
+_NAMES = "indexer", "paged_mqa_schedule", "PagedMqaScheduleParams"
+SPECS = (KernelSpec.of(*_NAMES, threads=1024),)
 
 
 class PagedMQAKey(NamedTuple):
@@ -97,4 +90,4 @@ def paged_mqa_schedule_launch(
     """
     kept = kept_lens(key, kv_lens, buffer).ptr if keeps_lens else 0
     values = (*lengths_values(key, kv_lens, key.most_tokens), buffer, kept, key.num_sms, 0)
-    return Launch(_SPEC, (1, 1, 1), _PARAMS, values)
+    return Launch(SPECS[0], (1, 1, 1), _PARAMS, values)

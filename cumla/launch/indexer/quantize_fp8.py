@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import Launch
-from cumla.launch.source import KernelSpec
+from cumla.launch.source import FLOATS, KernelSpec
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -19,18 +19,10 @@ _HELD = 4  # octets of a row that a thread holds
 MOST_COLUMNS = _THREADS * _HELD * _OCTET
 MOST_AXES = 4  # of rows, once those that can be are merged
 
-_TAGS = {"bfloat16": "Bf16", "float16": "Fp16", "float32": "Fp32"}
+_NAMES = "indexer", "quantize_fp8", "QuantizeFp8Params"
 _SPECS = {
-    dtype: KernelSpec(
-        stem="quantize_fp8",
-        package="cumla.cuda.indexer",
-        entry=f"quantize_fp8_{dtype}",
-        function=f"quantize_fp8<{tag}>",
-        params="QuantizeFp8Params",
-        threads=_THREADS,
-        min_blocks=4,
-    )
-    for dtype, tag in _TAGS.items()
+    dtype: KernelSpec.of(*_NAMES, dtype, tags=[dtype], threads=_THREADS, min_blocks=4)
+    for dtype in FLOATS
 }
 SPECS = tuple(_SPECS.values())
 

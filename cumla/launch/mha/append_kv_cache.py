@@ -7,7 +7,7 @@ import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.launch.kernel import Launch
-from cumla.launch.source import KernelSpec
+from cumla.launch.source import FLOATS, KernelSpec
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
@@ -16,19 +16,15 @@ _THREADS = 256
 _HEADS = 4  # of one thread
 _OCTET = 8  # columns
 
-_TAGS = {"bfloat16": "Bf16", "float16": "Fp16", "float32": "Fp32"}
 _TABLES = {"float32": 0, "bfloat16": 1, "float16": 2}
 _SPECS = {
-    (dtype, to_fp8): KernelSpec(
-        stem="append_kv_cache",
-        package="cumla.cuda.mha",
-        entry=f"append_kv_cache{'_fp8' if to_fp8 else ''}_{dtype}",
-        function=f"append_kv_cache<{tag}, {'true' if to_fp8 else 'false'}>",
-        params="AppendKvCacheParams",
+    (dtype, to_fp8): KernelSpec.of(
+        *("mha", "append_kv_cache", "AppendKvCacheParams", dtype, to_fp8),
+        tags=["fp8", dtype] if to_fp8 else [dtype],
         threads=_THREADS,
         min_blocks=2 if dtype == "float32" else 3,
     )
-    for dtype, tag in _TAGS.items()
+    for dtype in FLOATS
     for to_fp8 in (False, True)
 }
 SPECS = tuple(_SPECS.values())
@@ -36,7 +32,7 @@ SPECS = tuple(_SPECS.values())
 
 def append_kv_spec(dtype: str, cache_dtype: str) -> KernelSpec:
     """Choose the kernel for rows of a dtype and a cache of the same dtype or of one byte."""
-    return _SPECS[dtype, cache_dtype not in _TAGS]
+    return _SPECS[dtype, cache_dtype not in FLOATS]
 
 
 class Scale(NamedTuple):

@@ -14,7 +14,7 @@ from cumla.launch.kernel import Launch
 from cumla.launch.mha.append_kv_cache import Scale
 from cumla.launch.mha.attention_decode import CHUNK_TOKENS, decode_spec, tile_bytes
 from cumla.launch.mha.attention_prefill import FULL_ROWS, block_tokens, prefill_spec, tile_rows
-from cumla.launch.source import KernelSpec
+from cumla.launch.source import HALVES, KernelSpec
 from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import (
     BLOCK_TOKENS,
@@ -30,7 +30,6 @@ from cumla.launch.tensor_map import TensorMap, paged_kv_map
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-_TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _COLUMNS = 64  # of a tile
 MOST_TENSOR_COLUMNS = 256
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
@@ -56,18 +55,15 @@ def _smem(key_tiles: int, value_tiles: int, form: str) -> int:
 
 def _spec(dtype: str, tiles: tuple[int, int], form: str) -> KernelSpec:
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
-    return KernelSpec(
-        stem="attention",
-        package="cumla.cuda.mha",
-        entry="_".join(("attention", dtype, *names, *([form] if form != "boxes" else []))),
-        function=f"attention<{_TAGS[dtype]}, {tiles[0]}, {tiles[1]}, {_FORMS[form]}>",
-        params="AttentionParams",
+    return KernelSpec.of(
+        *("mha", "attention", "AttentionParams", dtype, *tiles, _FORMS[form]),
+        tags=[dtype, *names, *([form] if form != "boxes" else [])],
         threads=512 if form == "e4m3" and max(tiles) < 4 else 384,  # SharedLayout::kLoaders
         smem_bytes=_smem(*tiles, form),
     )
 
 
-_SPECS = {names: _spec(*names) for names in product(_TAGS, _TILES, _FORMS)}
+_SPECS = {names: _spec(*names) for names in product(HALVES, _TILES, _FORMS)}
 SPECS = tuple(_SPECS.values())
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from itertools import product
 
-from cumla.launch.source import KernelSpec
+from cumla.launch.source import HALVES, KernelSpec
 
-_TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of 64 columns, of keys and of values
 _WARPS = 12
 _TOO_WIDE = (((4, 4), 16, True), ((2, 2), 16, False))  # for the registers there are
@@ -34,13 +33,10 @@ def _smem(tiles: tuple[int, int], rows: int, e4m3: bool) -> int:
 def _spec(dtype: str, tiles: tuple[int, int], rows: int, e4m3: bool) -> KernelSpec:
     columns = [str(64 * count) for count in tiles]
     form = ["e4m3"] if e4m3 else []
-    arguments = ", ".join((_TAGS[dtype], *columns, str(rows), str(e4m3).lower()))
-    return KernelSpec(
-        stem="attention_decode",
-        package="cumla.cuda.mha",
-        entry="_".join(("attention_decode", dtype, *columns, *form, str(rows))),
-        function=f"attention_decode<{arguments}>",
-        params="AttentionParams",
+    return KernelSpec.of(
+        *("mha", "attention_decode", "AttentionParams"),
+        *(dtype, *columns, rows, e4m3),
+        tags=[dtype, *columns, *form, str(rows)],
         threads=32 * _WARPS,
         smem_bytes=_smem(tiles, rows, e4m3),
     )
@@ -48,7 +44,7 @@ def _spec(dtype: str, tiles: tuple[int, int], rows: int, e4m3: bool) -> KernelSp
 
 _SPECS = {
     key: _spec(*key)
-    for key in product(_TAGS, _TILES, (8, 16), (False, True))
+    for key in product(HALVES, _TILES, (8, 16), (False, True))
     if _smem(*key[1:]) and key[1:] not in _TOO_WIDE
 }
 SPECS = tuple(_SPECS.values())

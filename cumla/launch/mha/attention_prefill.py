@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from itertools import product
 
-from cumla.launch.source import KernelSpec
+from cumla.launch.source import HALVES, KernelSpec
 
 FULL_ROWS = 128  # query rows that are worth a thread block
 
-_TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _TILES = ((1, 1), (2, 2), (3, 2), (4, 4))  # of keys and of values
 
 
@@ -37,13 +36,10 @@ def _smem(tiles: tuple[int, int], block: int, consumers: int) -> int:
 def _spec(dtype: str, tiles: tuple[int, int], rows: bool) -> KernelSpec:
     names = (str(64 * tiles[0]), str(64 * tiles[1]))
     block, consumers = block_tokens(tiles), _consumers(tiles, rows)
-    sizes = ", ".join(map(str, (*tiles, block, consumers)))
-    return KernelSpec(
-        stem="attention_prefill",
-        package="cumla.cuda.mha",
-        entry="_".join(("attention_prefill", dtype, *names, *(["rows"] if rows else []))),
-        function=f"attention_prefill<{_TAGS[dtype]}, {sizes}, {str(rows).lower()}>",
-        params="AttentionParams",
+    return KernelSpec.of(
+        *("mha", "attention_prefill", "AttentionParams"),
+        *(dtype, *tiles, block, consumers, rows),
+        tags=[dtype, *names, *(["rows"] if rows else [])],
         threads=128 * (1 + consumers),
         smem_bytes=_smem(tiles, block, consumers),
     )
@@ -51,7 +47,7 @@ def _spec(dtype: str, tiles: tuple[int, int], rows: bool) -> KernelSpec:
 
 _SPECS = {
     (dtype, tiles, rows): _spec(dtype, tiles, rows)
-    for dtype, tiles, rows in product(_TAGS, _TILES, (False, True))
+    for dtype, tiles, rows in product(HALVES, _TILES, (False, True))
     if not (rows and tiles == (4, 4))  # has too few registers
 }
 SPECS = tuple(_SPECS.values())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import Launch
 from cumla.launch.mha.attention import PARAMS, MHAArguments, MHAKey, attention_values
-from cumla.launch.source import KernelSpec
+from cumla.launch.source import FLOATS, KernelSpec
 from cumla.launch.split.plan import ROW_TILE
 
 if TYPE_CHECKING:
@@ -15,17 +15,9 @@ if TYPE_CHECKING:
 
 _ROWS = 8  # of a thread block
 
-_TAGS = {"bfloat16": "Bf16", "float16": "Fp16", "float32": "Fp32"}
+_NAMES = "mha", "attention_simt", "AttentionParams"
 _SPECS = {
-    dtype: KernelSpec(
-        stem="attention_simt",
-        package="cumla.cuda.mha",
-        entry=f"attention_simt_{dtype}",
-        function=f"attention_simt<{tag}>",
-        params="AttentionParams",
-        threads=32 * _ROWS,
-    )
-    for dtype, tag in _TAGS.items()
+    dtype: KernelSpec.of(*_NAMES, dtype, tags=[dtype], threads=32 * _ROWS) for dtype in FLOATS
 }
 SPECS = tuple(_SPECS.values())
 

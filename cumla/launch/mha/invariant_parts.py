@@ -9,16 +9,7 @@ from cumla.launch.kernel import Launch
 from cumla.launch.mha.attention import PIECE_BLOCKS, MHAKey
 from cumla.launch.source import KernelSpec
 
-SPECS = (
-    KernelSpec(
-        stem="invariant_parts",
-        package="cumla.cuda.mha",
-        entry="invariant_parts",
-        function="invariant_parts",
-        params="InvariantPartsParams",
-        threads=1024,
-    ),
-)
+SPECS = (KernelSpec.of("mha", "invariant_parts", "InvariantPartsParams", threads=1024),)
 
 _PARAMS = struct.Struct("<QQQ6i")
 

@@ -7,29 +7,23 @@ import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.launch.kernel import Launch
-from cumla.launch.source import KernelSpec
+from cumla.launch.source import HALVES, KernelSpec
 
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
 
-_TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 _TILE_ROWS = 16  # rows of one thread block, and heads of a query that one warp rotates
 _WARPS = 9
 
 
 def _spec(dtype: str, float_rows: bool) -> KernelSpec:
-    return KernelSpec(
-        stem="append_cache",
-        package="cumla.cuda.mla",
-        entry=f"append_cache_{dtype}" + ("_from_float32" if float_rows else ""),
-        function=f"append_cache<{_TAGS[dtype]}, {'Fp32' if float_rows else _TAGS[dtype]}>",
-        params="AppendCacheParams",
-        threads=32 * _WARPS,
-        min_blocks=3 if float_rows else 4,  # as many as the registers of the rows in flight allow
-    )
+    rows, tags = ("float32", [dtype, "from_float32"]) if float_rows else (dtype, [dtype])
+    blocks = 3 if float_rows else 4  # as many as the registers of the rows in flight allow
+    names = "mla", "append_cache", "AppendCacheParams"
+    return KernelSpec.of(*names, dtype, rows, tags=tags, threads=32 * _WARPS, min_blocks=blocks)
 
 
-_SPECS = {(dtype, floats): _spec(dtype, floats) for dtype in _TAGS for floats in (False, True)}
+_SPECS = {(dtype, floats): _spec(dtype, floats) for dtype in HALVES for floats in (False, True)}
 SPECS = tuple(_SPECS.values())
 
 

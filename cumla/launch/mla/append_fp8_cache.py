@@ -8,24 +8,21 @@ from typing import TYPE_CHECKING
 
 from cumla.launch.kernel import Launch
 from cumla.launch.mla.append_cache import PARAMS_FORMAT, append_values
-from cumla.launch.source import KernelSpec
+from cumla.launch.source import HALVES, KernelSpec
 
 if TYPE_CHECKING:
     from cumla.launch.mla.append_cache import AppendArguments
 
-_TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
+
+def _spec(form: str, float_rows: bool) -> KernelSpec:
+    dtype, flags = ("bfloat16", [True]) if form == "v4" else (form, [])
+    rows, tags = ("float32", [form, "from_float32"]) if float_rows else (dtype, [form])
+    names = "mla", "append_fp8_cache", "AppendFp8CacheParams"
+    return KernelSpec.of(*names, dtype, rows, *flags, tags=tags, threads=288, min_blocks=3)
+
+
 _SPECS = {
-    (form, float_rows): KernelSpec(
-        stem="append_fp8_cache",
-        package="cumla.cuda.mla",
-        entry=f"append_fp8_cache_{form}" + ("_from_float32" if float_rows else ""),
-        function=f"append_fp8_cache<{tag}, {'Fp32' if float_rows else tag}{more}>",
-        params="AppendFp8CacheParams",
-        threads=288,
-        min_blocks=3,
-    )
-    for form, tag, more in (*((*tag, "") for tag in _TAGS.items()), ("v4", "Bf16", ", true"))
-    for float_rows in (False, True)
+    (form, floats): _spec(form, floats) for form in (*HALVES, "v4") for floats in (False, True)
 }
 SPECS = tuple(_SPECS.values())
 
@@ -45,7 +42,7 @@ def append_fp8_launch(arguments: AppendArguments) -> Launch:
         *((0, 0, 0, 0) if scales is None else (scales.ptr, *scales.strides[:3])),
         0 if arguments.kv_scale is None else arguments.kv_scale.ptr,
         arguments.scale_number,
-        arguments.rope_cache.dtype not in _TAGS,
+        arguments.rope_cache.dtype not in HALVES,
         arguments.power_of_two_scales,
         0,
     )

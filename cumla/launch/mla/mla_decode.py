@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cumla.launch.kernel import Launch
 from cumla.launch.mla.shape import HEAD_DIM, VALUE_DIM, VARIANTS
-from cumla.launch.source import KernelSpec
+from cumla.launch.source import HALVES, KernelSpec
 from cumla.launch.split.division import divisor_of
 from cumla.launch.split.plan import MOST_TOKENS, PAGE_FORMS
 from cumla.launch.tensor_map import TensorMap, paged_kv_map
@@ -38,7 +38,6 @@ class DecodeArguments(NamedTuple):
     empty_lse: float = -inf  # log-sum-exp of a row that sees nothing: an infinity
 
 
-TAGS = {"bfloat16": "Bf16", "float16": "Fp16"}
 FORM_TAGS = {"pages": "kPages", "boxes": "kBoxes", "rows": "kRows"}
 
 
@@ -46,16 +45,13 @@ _RAGGED = "ragged"  # the variant for queries of different lengths
 
 
 def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
-    name = "mla_attention" if variant == _RAGGED else "mla_decode"
-    shared_blocks = str(variant != "one_tile").lower()
-    tile = ", RaggedTile" if variant == _RAGGED else ""
-    suffixes = (tag for tag in (variant, form) if tag not in (_RAGGED, "one_tile", "pages"))
-    return KernelSpec(
-        stem="mla_decode",
-        package="cumla.cuda.mla",
-        entry="_".join((name, dtype, *suffixes)),
-        function=f"mla_decode<{TAGS[dtype]}, {shared_blocks}, {FORM_TAGS[form]}{tile}>",
-        params="MlaDecodeParams",
+    name, tile = ("mla_attention", ["RaggedTile"]) if variant == _RAGGED else ("mla_decode", [])
+    suffixes = [tag for tag in (variant, form) if tag not in (_RAGGED, "one_tile", "pages")]
+    return KernelSpec.of(
+        *("mla", "mla_decode", "MlaDecodeParams"),
+        *(dtype, variant != "one_tile", FORM_TAGS[form], *tile),
+        name=name,
+        tags=[dtype, *suffixes],
         threads=384,
         smem_bytes=232160,
     )
@@ -64,7 +60,7 @@ def _spec(dtype: str, variant: str, form: str) -> KernelSpec:
 _SPECS = {
     names: _spec(*names)
     for variants in (VARIANTS[1:], (_RAGGED,))
-    for names in product(TAGS, variants, PAGE_FORMS)
+    for names in product(HALVES, variants, PAGE_FORMS)
 }
 SPECS = tuple(_SPECS.values())
 

@@ -35,17 +35,15 @@ _PACKED_WORDS, _PACKED_SCALES, _PACKED_ROPE = 164, 512, 528
 def _spec(shape: int | str, grouped: bool, form: str) -> KernelSpec:
     rows = NARROW_ROWS[-1] if isinstance(shape, str) else shape
     name = "mla_attention_fp8" if shape == _RAGGED else f"mla_decode_fp8_{shape}"
-    tile = ", HalfTile" if shape == _RAGGED else ""
     tags = (
         *(["grouped"] if grouped and form != "packed" else []),
         *([form] if form != "pages" else []),
     )
-    return KernelSpec(
-        stem="mla_decode_fp8",
-        package="cumla.cuda.mla",
-        entry="_".join((name, *tags)),
-        function=f"mla_decode_fp8<{rows}, {str(grouped).lower()}, {_FORM_TAGS[form]}{tile}>",
-        params="MlaDecodeFp8Params",
+    return KernelSpec.of(
+        *("mla", "mla_decode_fp8", "MlaDecodeFp8Params"),
+        *(rows, grouped, _FORM_TAGS[form], *(["HalfTile"] if shape == _RAGGED else [])),
+        name=name,
+        tags=tags,
         threads=384,
         smem_bytes=PACKED_SMEM_BYTES if form == "packed" else SMEM_BYTES[rows][grouped],
     )

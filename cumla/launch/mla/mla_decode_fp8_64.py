@@ -16,14 +16,13 @@ SMEM_BYTES = 230968
 
 
 def _spec(ragged: bool, grouped: bool, fp8_rope: bool) -> KernelSpec:
-    flags = f"{str(grouped).lower()}, {str(fp8_rope).lower()}"
     tags = (*(["grouped"] if grouped else []), *(["fp8_rope"] if fp8_rope else []))
-    return KernelSpec(
-        stem="mla_decode_fp8_64",
-        package="cumla.cuda.mla",
-        entry="_".join(("mla_attention_fp8_64" if ragged else "mla_decode_fp8_64", *tags)),
-        function=f"mla_decode_fp8_64<{flags}, {'RaggedTile' if ragged else 'Tile'}>",
-        params="MlaDecodeFp8Params",
+    name, tile = ("mla_attention_fp8_64", "RaggedTile") if ragged else (None, "Tile")
+    return KernelSpec.of(
+        *("mla", "mla_decode_fp8_64", "MlaDecodeFp8Params"),
+        *(grouped, fp8_rope, tile),
+        name=name,
+        tags=tags,
         threads=384,
         smem_bytes=SMEM_BYTES,
     )

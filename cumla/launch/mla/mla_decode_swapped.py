@@ -10,26 +10,23 @@ from __future__ import annotations
 import struct
 from itertools import product
 
-from cumla.launch.mla.mla_decode import FORM_TAGS, PARAMS_FORMAT, TAGS
-from cumla.launch.source import KernelSpec
+from cumla.launch.mla.mla_decode import FORM_TAGS, PARAMS_FORMAT
+from cumla.launch.source import HALVES, KernelSpec
 
 _PARAMS = struct.Struct(PARAMS_FORMAT)
 
 
 def _spec(dtype: str, form: str) -> KernelSpec:
-    suffixes = () if form == "pages" else (form,)
-    return KernelSpec(
-        stem="mla_decode_swapped",
-        package="cumla.cuda.mla",
-        entry="_".join(("mla_decode", dtype, "swapped", *suffixes)),
-        function=f"mla_decode_swapped<{TAGS[dtype]}, {FORM_TAGS[form]}>",
-        params="MlaDecodeParams",
+    return KernelSpec.of(
+        *("mla", "mla_decode_swapped", "MlaDecodeParams", dtype, FORM_TAGS[form]),
+        name="mla_decode",
+        tags=[dtype, "swapped", *([] if form == "pages" else [form])],
         threads=384,
         smem_bytes=231472,
     )
 
 
-_SPECS = {names: _spec(*names) for names in product(TAGS, FORM_TAGS)}
+_SPECS = {names: _spec(*names) for names in product(HALVES, FORM_TAGS)}
 SPECS = tuple(_SPECS.values())
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.core.arrays import ArrayView
 from cumla.launch.merge_states import StateViews, merge_launch
-from cumla.launch.mla.mla_decode import TAGS, DecodeArguments, decode_launch
-from cumla.launch.source import KernelSpec
+from cumla.launch.mla.mla_decode import DecodeArguments, decode_launch
+from cumla.launch.source import HALVES, KernelSpec
 from cumla.launch.sparse.mla_sparse_fp8 import (
     sparse_fp8_launch,
     sparse_fp8_packed_launch,
@@ -64,16 +64,13 @@ _MOST_SINK = 3e38  # a higher one is infinite: no value has weight beside it
 _MANY = 4  # row tiles of lists for each multiprocessor
 
 _SPECS = {
-    (dtype, shared): KernelSpec(
-        stem="mla_sparse",
-        package="cumla.cuda.sparse",
-        entry=f"mla_sparse_{dtype}{'_shared_blocks' if shared else ''}",
-        function=f"mla_sparse<{tag}, {str(shared).lower()}>",
-        params="MlaDecodeParams",
+    (dtype, shared): KernelSpec.of(
+        *("sparse", "mla_sparse", "MlaDecodeParams", dtype, shared),
+        tags=[dtype, *(["shared_blocks"] if shared else [])],
         threads=384,
         smem_bytes=232160,
     )
-    for dtype, tag in TAGS.items()
+    for dtype in HALVES
     for shared in (False, True)
 }
 SPECS = tuple(_SPECS.values())

@@ -27,12 +27,9 @@ __all__ = [
 ]
 
 _SPECS = {
-    (rows, grouped): KernelSpec(
-        stem="mla_sparse_fp8",
-        package="cumla.cuda.sparse",
-        entry=f"mla_sparse_fp8_{rows}{'_grouped' if grouped else ''}",
-        function=f"mla_sparse_fp8<{rows}, {str(grouped).lower()}>",
-        params="MlaDecodeFp8Params",
+    (rows, grouped): KernelSpec.of(
+        *("sparse", "mla_sparse_fp8", "MlaDecodeFp8Params", rows, grouped),
+        tags=[str(rows), *(["grouped"] if grouped else [])],
         threads=384,
         smem_bytes=SMEM_BYTES[rows][grouped],
     )

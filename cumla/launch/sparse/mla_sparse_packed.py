@@ -19,17 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SPECS", "sparse_packed_launch"]
 
-SPECS = (
-    KernelSpec(
-        stem="mla_sparse_packed",
-        package="cumla.cuda.sparse",
-        entry="mla_sparse_packed",
-        function="mla_sparse_packed",
-        params="MlaSparsePackedParams",
-        threads=384,
-        smem_bytes=SMEM_BYTES,
-    ),
-)
+_NAMES = "sparse", "mla_sparse_packed", "MlaSparsePackedParams"
+SPECS = (KernelSpec.of(*_NAMES, threads=384, smem_bytes=SMEM_BYTES),)
 
 _PARAMS = struct.Struct(f"{PARAMS_FORMAT}{LISTS_FORMAT}32x")
 

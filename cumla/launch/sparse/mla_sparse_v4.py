@@ -18,17 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SPECS", "sparse_v4_launch"]
 
-SPECS = (
-    KernelSpec(
-        stem="mla_sparse_v4",
-        package="cumla.cuda.sparse",
-        entry="mla_sparse_v4",
-        function="mla_sparse_v4",
-        params="MlaSparseV4Params",
-        threads=512,
-        smem_bytes=232160,
-    ),
-)
+_NAMES = "sparse", "mla_sparse_v4", "MlaSparseV4Params"
+SPECS = (KernelSpec.of(*_NAMES, threads=512, smem_bytes=232160),)
 
 _PARAMS = struct.Struct(f"{PARAMS_FORMAT}{2 * '2q2i2I'}")
 _NO_CACHE = (0, 0, 0, 1, *divisor_of(1))

@@ -7,7 +7,7 @@ import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from cumla.launch.kernel import Launch
-from cumla.launch.source import KernelSpec
+from cumla.launch.source import FLOATS, KernelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +23,6 @@ _HEAD_BYTES = 25248  # struct Head of the kernel
 _ENTRY_BYTES = 8
 _QUAD = 4  # scores that a thread loads at once
 _CLUSTERS = (1, 2, 4, 8)
-_TAGS = {"float32": "Fp32", "bfloat16": "Bf16", "float16": "Fp16"}
 
 
 class _Shape(NamedTuple):
@@ -67,21 +66,17 @@ _CLUSTERS_AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 15}
 
 def _spec(name: str, dtype: str) -> KernelSpec:
     shape = _SHAPES[name]
-    numbers = f"{shape.threads}, {shape.held}, {shape.stored}, {shape.entries}"
-    is_clustered = "true" if len(shape.clusters) > 1 else "false"
-    return KernelSpec(
-        stem="top_k",
-        package="cumla.cuda.sparse",
-        entry=f"top_k_{name}_{dtype}",
-        function=f"top_k<{_TAGS[dtype]}, {numbers}, {is_clustered}>",
-        params="TopKParams",
+    return KernelSpec.of(
+        *("sparse", "top_k", "TopKParams"),
+        *(dtype, *shape[:4], len(shape.clusters) > 1),
+        tags=[name, dtype],
         threads=shape.threads,
         min_blocks=shape.blocks,
         smem_bytes=shape.smem_bytes,
     )
 
 
-_SPECS = {(name, dtype): _spec(name, dtype) for name in _SHAPES for dtype in _TAGS}
+_SPECS = {(name, dtype): _spec(name, dtype) for name in _SHAPES for dtype in FLOATS}
 SPECS = tuple(_SPECS.values())
 
 

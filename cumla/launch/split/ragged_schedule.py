@@ -14,16 +14,8 @@ if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.split.plan import RaggedKey
 
-SPECS = (
-    KernelSpec(
-        stem="ragged_schedule",
-        package="cumla.cuda.split",
-        entry="mla_attention_schedule",
-        function="ragged_schedule",
-        params="RaggedScheduleParams",
-        threads=1024,
-    ),
-)
+_NAMES = "split", "ragged_schedule", "RaggedScheduleParams"
+SPECS = (KernelSpec.of(*_NAMES, name="mla_attention_schedule", threads=1024),)
 
 _PARAMS = struct.Struct("<QqQqQqQQQ14i")
 
