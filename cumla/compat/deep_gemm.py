@@ -309,10 +309,8 @@ def fp8_fp4_paged_mqa_logits(
         What `get_paged_mqa_logits_metadata` returned, or a copy.
     max_context_len : int
         Columns of the logits.
-    clean_logits : bool
-        Write -inf where nothing is visible.
-    logits_dtype : torch.dtype, optional
-        float32 (the default) or bfloat16.
+    clean_logits, logits_dtype
+        As in `fp8_fp4_mqa_logits`.
     indices : None
         Belongs to other GPUs.
 
@@ -323,10 +321,8 @@ def fp8_fp4_paged_mqa_logits(
 
     Raises
     ------
-    NotImplementedError
-        FP4 queries, or an argument for other GPUs.
-    TypeError, ValueError, CumlaError
-        As `cumla.paged_mqa_logits`.
+    NotImplementedError, TypeError, ValueError, CumlaError
+        As `fp8_fp4_mqa_logits` and `cumla.paged_mqa_logits`.
     """
     queries = _queries(q)
     refuse(_OTHER_GPUS, indices=indices)

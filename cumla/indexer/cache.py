@@ -17,18 +17,18 @@ from cumla.core.arguments import (
     checked_flag,
 )
 from cumla.core.arrays import check_mutable, parts
-from cumla.core.operation import Operation, parts_on_host, run
+from cumla.core.operation import parts_on_host, run
 from cumla.core.paged import Host, Results, refuse_slots
 from cumla.indexer.arguments import FLOATS, HEAD_DIMS, one_of, pages_of
-from cumla.launch.device import require_hopper
 from cumla.launch.indexer.append_indexer_cache import AppendIndexerArguments, append_indexer_launch
+from cumla.launch.kernel import Unplanned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
-    from cumla.core.operation import Launchable
+    from cumla.launch.kernel import Launch
 
 __all__ = ["append_indexer_cache"]
 
@@ -91,7 +91,7 @@ def append_indexer_cache(
 _Arguments = tuple[AppendIndexerArguments, bool]  # and whether scales are powers of two
 
 
-class _Append(Operation[_Arguments, None]):
+class _Append(Unplanned[_Arguments]):
     """Writes keys in place; nothing is returned."""
 
     integers = ("slot_mapping",)
@@ -120,12 +120,7 @@ class _Append(Operation[_Arguments, None]):
         others = {name: view for name, view in views.items() if name != "k"}
         super().check_overlap(others, [name for name in others if name.startswith("kv_cache")])
 
-    def key(self, arguments: _Arguments, device: int) -> None:
-        require_hopper(device)
-
-    def recipe(
-        self, key: None, arguments: _Arguments, outs: Sequence[ArrayView], buffer: int
-    ) -> Sequence[Launchable]:
+    def launches(self, arguments: _Arguments, outs: Sequence[ArrayView]) -> Sequence[Launch]:
         views, power_of_two_scales = arguments
         return (append_indexer_launch(views, power_of_two_scales),) if views.k.shape[0] else ()
 

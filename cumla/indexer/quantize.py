@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from cumla import reference
 from cumla.core.arguments import check_dtype, check_layout, checked_flag
-from cumla.core.operation import Operation, Output, run
+from cumla.core.operation import Output, run
 from cumla.indexer.arguments import E4M3, FLOATS
-from cumla.launch.device import require_hopper
 from cumla.launch.indexer.quantize_fp8 import MOST_AXES, MOST_COLUMNS, merge_axes, quantize_launch
+from cumla.launch.kernel import Unplanned
 from cumla.reference import QuantizedRows
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
-    from cumla.core.operation import Launchable
     from cumla.core.paged import Host, Results
+    from cumla.launch.kernel import Launch
 
 __all__ = ["QuantizedRows", "quantize_fp8"]
 
@@ -81,7 +81,7 @@ def quantize_fp8(
 _Arguments = tuple["ArrayView", bool]  # x, and whether scales are powers of two
 
 
-class _Quantize(Operation[_Arguments, None]):
+class _Quantize(Unplanned[_Arguments]):
     """Quantises rows."""
 
     def arguments(self, views: Views, options: bool) -> _Arguments:
@@ -102,12 +102,7 @@ class _Quantize(Operation[_Arguments, None]):
         shape = arguments[0].shape
         return Output("out", shape, E4M3), Output("scale_out", shape[:-1], ("float32",), "elements")
 
-    def key(self, arguments: _Arguments, device: int) -> None:
-        require_hopper(device)
-
-    def recipe(
-        self, key: None, arguments: _Arguments, outs: Sequence[ArrayView], buffer: int
-    ) -> Sequence[Launchable]:
+    def launches(self, arguments: _Arguments, outs: Sequence[ArrayView]) -> Sequence[Launch]:
         x, power_of_two_scales = arguments
         values, scale = outs
         return () if 0 in x.shape else (quantize_launch(x, values, scale, power_of_two_scales),)

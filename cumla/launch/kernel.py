@@ -6,20 +6,24 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
+from abc import abstractmethod
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from cumla.core.operation import Address
+from cumla.core.operation import Address, Operation
 from cumla.errors import CumlaError
-from cumla.launch.device import import_driver
+from cumla.launch.device import import_driver, require_hopper
 from cumla.launch.module import load
 from cumla.launch.tensor_map import TensorMap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from cumla.core.arrays import ArrayView
     from cumla.launch.module import LoadedKernel
     from cumla.launch.source import KernelSpec
+
+A = TypeVar("A")
 
 
 class Relocation(NamedTuple):
@@ -71,6 +75,24 @@ class Launch(NamedTuple):
                 tensor_map = value if is_map else None
                 found.append(Relocation(offset, address.argument, address.addend, tensor_map))
         return tuple(found)
+
+
+class Unplanned(Operation[A, None], Generic[A]):
+    """An operation whose launches follow from its arguments alone."""
+
+    def key(self, arguments: A, device: int) -> None:
+        """Refuse a GPU on which the kernels cannot run."""
+        require_hopper(device)
+
+    def recipe(
+        self, key: None, arguments: A, outs: Sequence[ArrayView], buffer: int
+    ) -> Sequence[Launch]:
+        """Describe the launches."""
+        return self.launches(arguments, outs)
+
+    @abstractmethod
+    def launches(self, arguments: A, outs: Sequence[ArrayView]) -> Sequence[Launch]:
+        """Describe the launches, as :meth:`recipe` does."""
 
 
 @cache

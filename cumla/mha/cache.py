@@ -18,7 +18,7 @@ from cumla.core.arguments import (
     number_of,
 )
 from cumla.core.arrays import check_mutable, parts
-from cumla.core.operation import Operation, parts_on_host, run
+from cumla.core.operation import parts_on_host, run
 from cumla.core.paged import (
     page_lists,
     refuse_pages,
@@ -26,7 +26,7 @@ from cumla.core.paged import (
     refuse_slots,
     refuse_value,
 )
-from cumla.launch.device import require_hopper
+from cumla.launch.kernel import Unplanned
 from cumla.launch.mha.append_kv_cache import AppendKVArguments, append_kv_launch
 from cumla.mha.arguments import (
     DTYPES,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
-    from cumla.core.operation import Launchable
+    from cumla.launch.kernel import Launch
 
 __all__ = ["append_kv_cache"]
 
@@ -220,7 +220,7 @@ class _Options(NamedTuple):
     layout: str
 
 
-class _Append(Operation[AppendKVArguments, None]):
+class _Append(Unplanned[AppendKVArguments]):
     """Writes rows in place; nothing is returned."""
 
     integers = (
@@ -245,12 +245,7 @@ class _Append(Operation[AppendKVArguments, None]):
         others = {name: view for name, view in views.items() if name not in ("k", "v")}
         super().check_overlap(others, ["k_cache", "v_cache"])
 
-    def key(self, arguments: AppendKVArguments, device: int) -> None:
-        require_hopper(device)
-
-    def recipe(
-        self, key: None, arguments: AppendKVArguments, outs: Sequence[ArrayView], buffer: int
-    ) -> Sequence[Launchable]:
+    def launches(self, arguments: AppendKVArguments, outs: Sequence[ArrayView]) -> Sequence[Launch]:
         return (append_kv_launch(arguments),) if arguments.tokens else ()
 
     def check_values(

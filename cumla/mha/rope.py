@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cumla import reference
 from cumla.core.arguments import WIDE, Array, bind, checked_flag, checked_int
 from cumla.core.arrays import parts
-from cumla.core.operation import Operation, Output, parts_on_host, run
+from cumla.core.operation import Output, parts_on_host, run
 from cumla.core.paged import refuse_positions
-from cumla.launch.device import require_hopper
+from cumla.launch.kernel import Unplanned
 from cumla.launch.mha.append_kv_cache import AppendKVArguments, append_kv_launch
 from cumla.mha.arguments import DTYPES, batched, check_rotation, checked_rows, tables_of
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
-    from cumla.core.operation import Launchable
+    from cumla.launch.kernel import Launch
 
 __all__ = ["apply_rope"]
 
@@ -125,7 +125,7 @@ class _Arguments(NamedTuple):
     rotary_offset: int
 
 
-class _Rotate(Operation[_Arguments, None]):
+class _Rotate(Unplanned[_Arguments]):
     """Rotates rows; keys are written as into a cache of one token a page."""
 
     integers = ("positions",)
@@ -155,12 +155,7 @@ class _Rotate(Operation[_Arguments, None]):
             if view is not None
         )
 
-    def key(self, arguments: _Arguments, device: int) -> None:
-        require_hopper(device)
-
-    def recipe(
-        self, key: None, arguments: _Arguments, outs: Sequence[ArrayView], buffer: int
-    ) -> Sequence[Launchable]:
+    def launches(self, arguments: _Arguments, outs: Sequence[ArrayView]) -> Sequence[Launch]:
         a = arguments
         if not a.q.shape[0]:
             return ()

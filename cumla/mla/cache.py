@@ -12,8 +12,8 @@ import numpy as np
 from cumla import reference
 from cumla.core.arguments import checked_flag, number_of
 from cumla.core.arrays import check_mutable, parts
-from cumla.core.operation import Operation, parts_on_host, run
-from cumla.launch.device import require_hopper
+from cumla.core.operation import parts_on_host, run
+from cumla.launch.kernel import Unplanned
 from cumla.launch.mla.append_cache import AppendArguments, append_launch
 from cumla.launch.mla.append_fp8_cache import append_fp8_launch
 from cumla.mla.arguments import CACHE_PARTS, DTYPES, ROW_PARTS
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView
-    from cumla.core.operation import Launchable
     from cumla.core.paged import Host, Results
+    from cumla.launch.kernel import Launch
 
 __all__ = ["append_mla_cache"]
 
@@ -171,7 +171,7 @@ def append_mla_cache(
     run(_APPEND, inputs, written, (number, interleaved), stream)
 
 
-class _Append(Operation[AppendArguments, None]):
+class _Append(Unplanned[AppendArguments]):
     """Writes rows in place; nothing is returned."""
 
     integers = tuple(NUMBERS)
@@ -187,12 +187,7 @@ class _Append(Operation[AppendArguments, None]):
         others = {name: view for name, view in views.items() if not name.startswith("rows")}
         super().check_overlap(others, [name for name in others if name.startswith("kv_cache")])
 
-    def key(self, arguments: AppendArguments, device: int) -> None:
-        require_hopper(device)
-
-    def recipe(
-        self, key: None, arguments: AppendArguments, outs: Sequence[ArrayView], buffer: int
-    ) -> Sequence[Launchable]:
+    def launches(self, arguments: AppendArguments, outs: Sequence[ArrayView]) -> Sequence[Launch]:
         if not arguments.latent_rows.shape[0]:
             return ()
         is_fp8 = arguments.latent_cache.dtype not in DTYPES

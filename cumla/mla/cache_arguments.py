@@ -47,24 +47,22 @@ def checked_append_arguments(
     views = {name: view for name, view in given.items() if view is not None}
     _check_combination(views)
     cache = _checked_cache(views)
-    latent_cache, rope_cache, scales, _ = cache
-    dtype = _dtype_of_16_bits(rope_cache, views)
-    latent_rows, rope_rows = _checked_rows(views, dtype, cache)
-    tokens = latent_rows.shape[0]
-    bind(NUMBERS, views, {"tokens": tokens})
-    q_pe, q_pe_out = _checked_queries(views, dtype, tokens)
-    if "cos_sin" in views:
-        _check_table(views["cos_sin"], dtype)
+    dtype = _dtype_of_16_bits(cache.rope, views)
+    rows = _checked_rows(views, dtype, cache)
+    slices, joins = "reshape it, or slice the RoPE columns", "join the two tables"
+    rotating = {
+        "q_pe": Array(f"tokens num_heads {ROPE_DIM}", (dtype,), "rows", slices),
+        "cos_sin": Array(f"max_position {ROPE_DIM}", ("float32", dtype), "rows", joins),
+    }
+    bind(NUMBERS | rotating, views, {"tokens": rows[0].shape[0]})
+    q_pe, q_pe_out = _checked_queries(views, dtype)
     _check_scale(views.get("kv_scale"), scale_number, cache)
     return AppendArguments(
-        latent_rows=latent_rows,
-        rope_rows=rope_rows,
-        latent_cache=latent_cache,
-        rope_cache=rope_cache,
+        *(*rows, cache.latent, cache.rope),
         q_pe=q_pe,
         q_pe_out=q_pe_out,
         dtype=dtype,
-        scales=scales,
+        scales=cache.scales,
         power_of_two_scales=cache.is_whole,
         scale_number=1.0 if scale_number is None else scale_number,
         interleaved=interleaved,
@@ -257,40 +255,17 @@ def _check_columns(name: str, view: ArrayView, columns: int, latent: int) -> Non
         )
 
 
-def _check_table(view: ArrayView, dtype: str) -> None:
-    if view.dtype not in (dtype, "float32"):
-        raise TypeError(
-            f"cos_sin: needs float32, or kv_cache's dtype {dtype}, got {view.dtype}; convert it "
-            f"first"
-        )
-    if len(view.shape) != 2 or view.shape[1] != ROPE_DIM:
-        raise ValueError(
-            f"cos_sin: needs shape (max_position, {ROPE_DIM}), {ROPE_DIM // 2} cosines and as "
-            f"many sines a row, got {view.shape}; join the two tables along the last axis"
-        )
-    check_layout("cos_sin", view)
-
-
 def _checked_queries(
-    views: Mapping[str, ArrayView], dtype: str, tokens: int
+    views: Mapping[str, ArrayView], dtype: str
 ) -> tuple[ArrayView | None, ArrayView | None]:
-    """Check the queries to rotate, and where to write them."""
-    q_pe = views.get("q_pe")
-    if q_pe is None:
+    """Check where to write the rotated queries; both, or neither."""
+    q_pe, out = views.get("q_pe"), views.get("q_pe_out", views.get("q_pe"))
+    if q_pe is None or out is None:
         return None, None
-    if q_pe.dtype != dtype:
-        raise TypeError(f"q_pe: needs kv_cache's dtype {dtype}, got {q_pe.dtype}; convert it first")
-    if len(q_pe.shape) != 3 or q_pe.shape[0] != tokens or q_pe.shape[2] != ROPE_DIM:
-        raise ValueError(
-            f"q_pe: needs shape (tokens, num_heads, {ROPE_DIM}) with {tokens} tokens, got "
-            f"{q_pe.shape}; reshape it, or slice the RoPE columns"
-        )
-    check_layout("q_pe", q_pe)
-    out = views.get("q_pe_out")
-    if out is None:
+    if out is q_pe:
         check_own_memory("q_pe", q_pe)
-        return q_pe, q_pe
-    check_output("q_pe_out", out, q_pe.shape, (dtype,), "rows")
+    else:
+        check_output("q_pe_out", out, q_pe.shape, (dtype,), "rows")
     return q_pe, out
 
 

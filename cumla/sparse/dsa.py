@@ -10,13 +10,14 @@ import numpy as np
 
 from cumla.core.arguments import INT32, bind, checked_int
 from cumla.core.arrays import from_numpy, open_call, reopen_call
-from cumla.core.operation import Operation, Output, run
+from cumla.core.operation import Output, run
 from cumla.core.paged import KV_LENS, refuse_value
 from cumla.core.plan import Workspace
 from cumla.core.state import AttentionState
 from cumla.indexer.paged_logits import PagedMQALogitsPlan, checked_paged
 from cumla.indexer.paged_logits import named as named_index
 from cumla.launch.device import require_hopper
+from cumla.launch.kernel import Unplanned
 from cumla.launch.module import load
 from cumla.launch.sparse import top_k as top_k_kernel
 from cumla.launch.sparse.select_rows import visible_tokens_launch
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
     from cumla.core.arguments import Views
     from cumla.core.arrays import ArrayView, Call
-    from cumla.core.operation import Launchable
     from cumla.core.paged import Host, Results
+    from cumla.launch.kernel import Launch
 
 __all__ = ["DSAPlan"]
 
@@ -43,7 +44,7 @@ class _Seen(NamedTuple):
     most: tuple[int, int]  # tokens that are seen, tokens that are selected
 
 
-class _Visible(Operation[_Seen, None]):
+class _Visible(Unplanned[_Seen]):
     """Counts the tokens that each query token sees, and those that will be selected of them."""
 
     integers = ("kv_lens",)
@@ -58,12 +59,7 @@ class _Visible(Operation[_Seen, None]):
         shape = (*arguments.kv_lens.shape, arguments.q_len)
         return tuple([Output(name, shape, INT32, "elements") for name in ("visible", "counts")])
 
-    def key(self, arguments: _Seen, device: int) -> None:
-        require_hopper(device)
-
-    def recipe(
-        self, key: None, arguments: _Seen, outs: Sequence[ArrayView], buffer: int
-    ) -> Sequence[Launchable]:
+    def launches(self, arguments: _Seen, outs: Sequence[ArrayView]) -> Sequence[Launch]:
         kv_lens, _, most = arguments
         pairs = zip(outs, most, strict=True)
         return [visible_tokens_launch(kv_lens, *pair) for pair in pairs if 0 not in pair[0].shape]

@@ -262,19 +262,17 @@ BY_LIST = [
     ),
 ]
 ROTATING = [
-    wrong_type(
-        "cos_sin", aligned((9, 64), F16), "float32, or kv_cache's dtype bfloat16, got float16"
-    ),
+    wrong_type("cos_sin", aligned((9, 64), F16), "float32 or bfloat16, got float16; convert"),
     *(
         wrong(
             "cos_sin", aligned(s, F32), f"shape (max_position, 64) ... got {s}; join the two tables"
         )
         for s in ((9, 32), (64,), (9, 2, 32))
     ),
-    wrong_type("q_pe", aligned((5, 3, 64), F32), "kv_cache's dtype bfloat16, got float32; convert"),
+    wrong_type("q_pe", aligned((5, 3, 64), F32), "bfloat16, got float32; convert"),
     *(
         wrong(
-            "q_pe", aligned(s), f"shape (tokens, num_heads, 64) with 5 tokens, got {s}; reshape it"
+            "q_pe", aligned(s), f"shape (tokens, num_heads, 64) with tokens 5 ... got {s}; reshape"
         )
         for s in ((5, 64), (4, 3, 64), (5, 3, 576))
     ),
@@ -321,7 +319,7 @@ FP8 = [  # into `one()`, unless they say otherwise
             "q_pe": aligned((5, 3, 64), F16),
         },
         TypeError,
-        "q_pe: needs kv_cache's dtype bfloat16, got float16",
+        "q_pe: needs bfloat16, got float16",
     ),
     *(
         wrong(

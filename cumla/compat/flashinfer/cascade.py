@@ -86,11 +86,8 @@ def merge_state_in_place(
 
     Parameters
     ----------
-    v, v_other : torch.Tensor
-        ``(seq_len, num_heads, head_dim)``, both bfloat16, float16 or float32; head_dim a multiple
-        of 8.
-    s, s_other : torch.Tensor
-        ``(seq_len, num_heads)``, logarithms to base 2; s is float32, s_other is converted to it.
+    v, v_other, s, s_other : torch.Tensor
+        As those of `merge_state`; s is float32, s_other is converted to it.
     mask : torch.Tensor, optional
         ``(seq_len,)``, bool or uint8: whether to merge each sequence's state. Where it is 0, the
         other state counts as empty, so that v and s keep their values; only a state that is empty
@@ -132,10 +129,8 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
 
     Returns
     -------
-    v : torch.Tensor
-        ``(seq_len, num_heads, head_dim)``, the dtype of v. 0 where all states are empty.
-    s : torch.Tensor
-        ``(seq_len, num_heads)``, float32. -inf where all states are empty.
+    v, s : torch.Tensor
+        As of `merge_state`.
 
     Raises
     ------

@@ -126,19 +126,13 @@ def append_paged_mla_kv_cache(
         ``(tokens, 512)``, in the cache's dtype, or float32, which is rounded.
     append_kpe : torch.Tensor
         ``(tokens, 64)``, the dtype of append_ckv.
-    batch_indices, positions : torch.Tensor
-        ``(tokens,)``, int32 or int64: the request of each row, and its place there.
     ckv_cache : torch.Tensor
         ``(num_pages, page_size, 512)``, bfloat16 or float16, of any page size. Written to.
     kpe_cache : torch.Tensor
         ``(num_pages, page_size, 64)``, the dtype of ckv_cache. Written to. It may lie beside
         ckv_cache in one tensor of 576 columns.
-    kv_indices : torch.Tensor
-        ``(entries,)``: page numbers of all requests. What is not int32 is copied to it.
-    kv_indptr : torch.Tensor
-        ``(batch + 1,)``, as kv_indices: where each request begins in it, and the last one ends.
-    kv_last_page_len : torch.Tensor
-        Not looked at: the positions say where a row goes.
+    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len : torch.Tensor
+        As in `append_paged_kv_cache`.
 
     Raises
     ------

@@ -22,11 +22,7 @@ def attention_spec(key: MLAAttentionKey, form: str | None = None) -> KernelSpec:
 
 
 def attention_launch(
-    key: MLAAttentionKey,
-    buffer: int,
-    arguments: DecodeArguments,
-    out: ArrayView,
-    lse: ArrayView,
+    key: MLAAttentionKey, buffer: int, arguments: DecodeArguments, out: ArrayView, lse: ArrayView
 ) -> Launch:
     """Describe how to attend to the blocks of every part; split tiles go to the plan's buffer.
 

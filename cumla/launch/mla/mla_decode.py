@@ -113,11 +113,7 @@ def decode_launch(
 
 
 def decode_values(
-    key: LatentKey,
-    buffer: int,
-    arguments: DecodeArguments,
-    out: ArrayView,
-    lse: ArrayView,
+    key: LatentKey, buffer: int, arguments: DecodeArguments, out: ArrayView, lse: ArrayView
 ) -> tuple[Any, ...]:
     """List what the kernel is told behind the tensor maps; parameters as for decode_launch.
 

@@ -16,7 +16,7 @@ from cumla.launch.tensor_map import TensorMap, paged_kv_map
 if TYPE_CHECKING:
     from cumla.core.arrays import ArrayView
     from cumla.launch.mla.mla_decode import DecodeArguments
-    from cumla.launch.mla.shape import LatentKey, MLAAttentionKey
+    from cumla.launch.mla.shape import LatentKey
 
 LIES = ("plain", "packed", "broadcast")
 """How a cache can lie: see `how_it_lies`."""
@@ -63,7 +63,7 @@ SPECS = tuple(_SPECS.values())
 _FORMS = {spec: form for (_, _, form), spec in _SPECS.items()}
 
 
-def fp8_spec(key: MLADecodeKey | MLAAttentionKey, grouped: bool, lies: str = "plain") -> KernelSpec:
+def fp8_spec(key: LatentKey, grouped: bool, lies: str = "plain") -> KernelSpec:
     """Look up the kernel of a shape whose cache holds e4m3 numbers.
 
     Where `grouped`, each token has a scale for each 128 of its latent columns. `lies` is one of
@@ -73,7 +73,7 @@ def fp8_spec(key: MLADecodeKey | MLAAttentionKey, grouped: bool, lies: str = "pl
     return _SPECS[shape, grouped, _form_of(key, grouped, lies)]
 
 
-def _form_of(key: MLADecodeKey | MLAAttentionKey, grouped: bool, lies: str) -> str:
+def _form_of(key: LatentKey, grouped: bool, lies: str) -> str:
     """Tell in which form blocks come from the pages of a key: the only place that chooses it."""
     ragged = not isinstance(key, MLADecodeKey)
     if key.form != "pages" or lies == "broadcast" or (ragged and grouped):
@@ -81,7 +81,7 @@ def _form_of(key: MLADecodeKey | MLAAttentionKey, grouped: bool, lies: str) -> s
     return "packed" if lies == "packed" and key.row_groups == 1 else "pages"
 
 
-def fp8_specs(key: MLADecodeKey | MLAAttentionKey) -> tuple[KernelSpec, ...]:
+def fp8_specs(key: LatentKey) -> tuple[KernelSpec, ...]:
     """List the kernels of a shape: of one factor, of scales, of packed rows if there is one.
 
     Of many heads those of one factor throughout, of packed rows, and of caches in several arrays.
@@ -118,11 +118,7 @@ PARAMS = struct.Struct(PARAMS_FORMAT + "5qfi16x128s")
 
 
 def decode_fp8_launch(
-    key: MLADecodeKey | MLAAttentionKey,
-    buffer: int,
-    arguments: DecodeArguments,
-    out: ArrayView,
-    lse: ArrayView,
+    key: LatentKey, buffer: int, arguments: DecodeArguments, out: ArrayView, lse: ArrayView
 ) -> Launch:
     """Describe how to attend to the blocks of every part; split requests go to the plan's buffer.
 
@@ -133,32 +129,31 @@ def decode_fp8_launch(
     grouped = arguments.kv_scales is not None
     if key.has_whole_tiles:
         spec = fp8_64_spec(key, grouped, arguments.kv_rope.dtype != "bfloat16")
-        return launch_with(spec, "rows", key, buffer, arguments, out, lse)
-    spec = fp8_spec(key, grouped, how_it_lies(arguments))
-    return launch_with(spec, _FORMS[spec], key, buffer, arguments, out, lse)
+    else:
+        spec = fp8_spec(key, grouped, how_it_lies(arguments))
+    return launch_with(spec, key, buffer, arguments, out, lse)
 
 
 def launch_with(
     spec: KernelSpec,
-    form: str,
     key: LatentKey,
     buffer: int,
-    arguments: DecodeArguments,
+    a: DecodeArguments,
     out: ArrayView,
     lse: ArrayView,
 ) -> Launch:
-    """Describe the same with a kernel to which blocks come in this form."""
-    scales, factor = arguments.kv_scales, arguments.kv_scale
+    """Describe the same with a kernel of this file, or with another one that copies rows."""
+    scales, factor = a.kv_scales, a.kv_scale
     pointer, value = (0, factor) if isinstance(factor, (int, float)) else (factor.ptr, 0.0)
-    maps = _maps(form, key, arguments)
+    maps = _maps(_FORMS.get(spec, "rows"), key, a)
     values = (
         *maps[:2],
         NO_MAP,  # nothing is fetched ahead
-        *decode_values(key, buffer, arguments, out, lse),
+        *decode_values(key, buffer, a, out, lse),
         *((0, 0, 0, 0) if scales is None else (scales.ptr, *scales.strides[:3])),
         pointer,
         value,
-        arguments.kv_rope.dtype != "bfloat16",
+        a.kv_rope.dtype != "bfloat16",
         maps[2],
     )
     grid = key.row_tiles, key.parts, key.num_kv_heads

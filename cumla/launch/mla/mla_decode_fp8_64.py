@@ -9,7 +9,7 @@ from cumla.launch.mla.shape import MLADecodeKey
 from cumla.launch.source import KernelSpec
 
 if TYPE_CHECKING:
-    from cumla.launch.mla.shape import MLAAttentionKey
+    from cumla.launch.mla.shape import LatentKey
 
 SMEM_BYTES = 230968
 """Shared memory of a thread block (kBytes of Heads64Layout)."""
@@ -37,6 +37,6 @@ _SPECS = {
 SPECS = tuple(_SPECS.values())
 
 
-def fp8_64_spec(key: MLADecodeKey | MLAAttentionKey, grouped: bool, fp8_rope: bool) -> KernelSpec:
+def fp8_64_spec(key: LatentKey, grouped: bool, fp8_rope: bool) -> KernelSpec:
     """Look up the kernel for a cache with scales of each token, or with RoPE columns in e4m3."""
     return _SPECS[not isinstance(key, MLADecodeKey), grouped, fp8_rope]

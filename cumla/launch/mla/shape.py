@@ -55,18 +55,24 @@ class LatentKey(PlanKey):
 
 
 @dataclass(frozen=True)
-class MLADecodeKey(LatentKey):
-    """The shape for which a plan of :func:`cumla.mla_decode` is made."""
+class _DenseKey(LatentKey):
+    """What the shapes of both plans begin with."""
 
     batch: int  # q is (batch, q_len, num_heads, 576)
-    q_len: int
+    q_len: int  # query tokens that the kernel may look at
     num_heads: int
     num_kv_heads: int  # divides num_heads
     page_size: int  # tokens of a cache page
-    dtype: str  # "bfloat16" or "float16"
+    dtype: str
     causal: bool  # bottom-right causal mask
     device: int | None  # CUDA ordinal; None for arrays on the CPU, which need no plan
     sm_count: int  # multiprocessors of that device, 0 for the CPU
+
+
+@dataclass(frozen=True)
+class MLADecodeKey(_DenseKey):
+    """The shape for which a plan of :func:`cumla.mla_decode` is made."""
+
     # Requests are cut at fixed positions, whatever else is in the batch.
     batch_invariant: bool = False
     max_blocks: int = 0  # most KV blocks of a request; 0 unless batch_invariant
@@ -146,18 +152,12 @@ class MLADecodeKey(LatentKey):
 
 
 @dataclass(frozen=True)
-class MLAAttentionKey(LatentKey, RaggedKey):
-    """The shape for which a plan of :func:`cumla.mla_attention` is made."""
+class MLAAttentionKey(_DenseKey, RaggedKey):
+    """The shape for which a plan of :func:`cumla.mla_attention` is made: q has no axis of requests.
 
-    batch: int  # requests
-    total_tokens: int  # rows of q (total_tokens, num_heads, 576): most query tokens of all requests
-    num_heads: int
-    num_kv_heads: int  # divides num_heads
-    page_size: int  # tokens of a cache page
-    dtype: str  # "bfloat16" or "float16"
-    causal: bool  # bottom-right causal mask
-    device: int | None  # CUDA ordinal; None for arrays on the CPU, which need no plan
-    sm_count: int  # multiprocessors of that device, 0 for the CPU
+    ``q_len`` is that of all requests.
+    """
+
     cache: str = "same"  # one of CACHES
 
     @cached_property
@@ -166,9 +166,9 @@ class MLAAttentionKey(LatentKey, RaggedKey):
         return self.num_kv_heads * self.row_tiles
 
     @property
-    def q_len(self) -> int:  # type: ignore[override]
-        """Query tokens that the kernel may look at."""
-        return self.total_tokens
+    def total_tokens(self) -> int:  # type: ignore[override]
+        """Rows of q, (total_tokens, num_heads, 576): most query tokens of all requests."""
+        return self.q_len
 
     @property
     def row_tiles(self) -> int:

@@ -66,7 +66,7 @@ def sparse_fp8_launch(
     Parameters are as for :func:`cumla.launch.mla.mla_decode.decode_launch`, each cache row a page.
     """
     spec = _SPECS[key.row_tile, arguments.kv_scales is not None]
-    return launch_with(spec, "rows", key, buffer, arguments, out, lse)
+    return launch_with(spec, key, buffer, arguments, out, lse)
 
 
 def sparse_fp8_packed_launch(
@@ -79,7 +79,7 @@ def sparse_fp8_packed_launch(
 ) -> Launch:
     """Describe the same for packed rows and lists whose fields are those of LISTS_FORMAT."""
     arguments = with_zeros(key, buffer, arguments)
-    launch = launch_with(_PACKED, "rows", key, buffer, arguments, out, lse)
+    launch = launch_with(_PACKED, key, buffer, arguments, out, lse)
     return launch._replace(layout=_PACKED_PARAMS, values=(*launch.values, *lists))
 
 
