@@ -44,14 +44,10 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 class DLTensor(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
+        *((name, ctypes.c_int32) for name in ("device_type", "device_id", "ndim")),
+        *((name, ctypes.c_uint8) for name in ("code", "bits")),
         ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("shape", "strides")),
         ("byte_offset", ctypes.c_uint64),
     ]
 

@@ -48,17 +48,20 @@ def checked_append_arguments(
     _check_combination(views)
     cache = _checked_cache(views)
     dtype = _dtype_of_16_bits(cache.rope, views)
-    rows = _checked_rows(views, dtype, cache)
+    latent_rows, rope_rows = _checked_rows(views, dtype, cache)
     slices, joins = "reshape it, or slice the RoPE columns", "join the two tables"
     rotating = {
         "q_pe": Array(f"tokens num_heads {ROPE_DIM}", (dtype,), "rows", slices),
         "cos_sin": Array(f"max_position {ROPE_DIM}", ("float32", dtype), "rows", joins),
     }
-    bind(NUMBERS | rotating, views, {"tokens": rows[0].shape[0]})
+    bind(NUMBERS | rotating, views, {"tokens": latent_rows.shape[0]})
     q_pe, q_pe_out = _checked_queries(views, dtype)
     _check_scale(views.get("kv_scale"), scale_number, cache)
     return AppendArguments(
-        *(*rows, cache.latent, cache.rope),
+        latent_rows,
+        rope_rows,
+        cache.latent,
+        cache.rope,
         q_pe=q_pe,
         q_pe_out=q_pe_out,
         dtype=dtype,

@@ -10,37 +10,20 @@ a length, an offset, a page number or a slot holds here, too. Memory grows with 
 read or written, one request at a time, not with the cache.
 """
 
-from cumla.core.state import AttentionState
-from cumla.reference.indexer.cache import append_indexer_cache
-from cumla.reference.indexer.logits import mqa_logits
-from cumla.reference.indexer.paged_logits import paged_mqa_logits
-from cumla.reference.indexer.quantize import QuantizedRows, quantize_fp8
-from cumla.reference.merge import merge_attention_states
-from cumla.reference.mha.attention import attention
-from cumla.reference.mha.cache import append_kv_cache
-from cumla.reference.mha.rope import apply_rope
-from cumla.reference.mla.attention import mla_attention
-from cumla.reference.mla.cache import append_mla_cache
-from cumla.reference.mla.decode import mla_decode
-from cumla.reference.sparse.mla_sparse import mla_sparse_attention, mla_sparse_decode
-from cumla.reference.sparse.top_k import TopKResult, top_k
-
-__all__ = [
-    "AttentionState",
-    "QuantizedRows",
-    "TopKResult",
-    "append_indexer_cache",
-    "append_kv_cache",
-    "append_mla_cache",
-    "apply_rope",
-    "attention",
-    "merge_attention_states",
-    "mla_attention",
-    "mla_decode",
-    "mla_sparse_attention",
-    "mla_sparse_decode",
-    "mqa_logits",
-    "paged_mqa_logits",
-    "quantize_fp8",
-    "top_k",
-]
+from cumla.core.state import AttentionState as AttentionState
+from cumla.reference.indexer.cache import append_indexer_cache as append_indexer_cache
+from cumla.reference.indexer.logits import mqa_logits as mqa_logits
+from cumla.reference.indexer.paged_logits import paged_mqa_logits as paged_mqa_logits
+from cumla.reference.indexer.quantize import QuantizedRows as QuantizedRows
+from cumla.reference.indexer.quantize import quantize_fp8 as quantize_fp8
+from cumla.reference.merge import merge_attention_states as merge_attention_states
+from cumla.reference.mha.attention import attention as attention
+from cumla.reference.mha.cache import append_kv_cache as append_kv_cache
+from cumla.reference.mha.rope import apply_rope as apply_rope
+from cumla.reference.mla.attention import mla_attention as mla_attention
+from cumla.reference.mla.cache import append_mla_cache as append_mla_cache
+from cumla.reference.mla.decode import mla_decode as mla_decode
+from cumla.reference.sparse.mla_sparse import mla_sparse_attention as mla_sparse_attention
+from cumla.reference.sparse.mla_sparse import mla_sparse_decode as mla_sparse_decode
+from cumla.reference.sparse.top_k import TopKResult as TopKResult
+from cumla.reference.sparse.top_k import top_k as top_k

@@ -107,17 +107,10 @@ class LlamaServer(Server):
 
     def _append_and_attend(self) -> None:
         """Make the call of a layer."""
-        inputs, caches = self._inputs, self._caches
-        lengths = {"kv_lens": inputs.kv_lens, "qo_indptr": inputs.qo_indptr}
+        inputs, (k_cache, v_cache) = self._inputs, self._caches
         cumla.append_kv_cache(
-            inputs.k,
-            inputs.v,
-            *caches,
-            **lengths,
-            block_table=inputs.block_table,
-            cos_sin=self._cos_sin,
-            q=inputs.q,
+            **inputs._asdict(), k_cache=k_cache, v_cache=v_cache, cos_sin=self._cos_sin
         )
-        self._plan.update(**lengths)
+        self._plan.update(inputs.kv_lens, qo_indptr=inputs.qo_indptr)
         results = {"out": self._out, "lse": self._lse}
-        self._plan.run(inputs.q, caches[0], caches[1], inputs.block_table, **results)
+        self._plan.run(inputs.q, k_cache, v_cache, inputs.block_table, **results)
